@@ -1,0 +1,179 @@
+//! The one error type of the project, and the exit codes of the binary.
+//!
+//! An [`Error`] says *what* was being done to which thing, *why* it failed (the chain of causes, with the value
+//! found and the values accepted) and, apart from both, a *hint*: a whole command or key to write. Modules return
+//! it; only `main` prints it.
+
+use std::fmt;
+use std::path::Path;
+
+/// `Result` with the project's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Whose fault it was; decides the exit code (DESIGN: command line).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// What the user gave cannot be used: a recipe, a model, a data set. Exit code 1.
+    User,
+    /// The command line does not parse. Exit code 2.
+    Usage,
+    /// A fault of ours. Exit code 3.
+    Internal,
+    /// The numbers diverged (NaN or infinity). Exit code 4.
+    Diverged,
+    /// Disk full, I/O error. Exit code 74.
+    Storage,
+    /// A peer or the network failed for now; the same command may work later. Exit code 75.
+    Transient,
+    /// Stopped by a signal after saving. Exit code 85.
+    SavedAndStopped,
+    /// Stopped at once. Exit code 130.
+    Stopped,
+}
+
+impl Kind {
+    /// The process exit code of this kind.
+    pub fn exit_code(self) -> u8 {
+        match self {
+            Kind::User => 1,
+            Kind::Usage => 2,
+            Kind::Internal => 3,
+            Kind::Diverged => 4,
+            Kind::Storage => 74,
+            Kind::Transient => 75,
+            Kind::SavedAndStopped => 85,
+            Kind::Stopped => 130,
+        }
+    }
+}
+
+/// What failed, why, and what to do about it. Shown as
+///
+/// ```text
+/// error: cannot read model `m`
+///   caused by: m/config.json: no such file
+/// hint: give a folder that holds config.json, or a hub id such as `org/name`
+/// ```
+#[derive(Debug, Clone)]
+pub struct Error(Box<Parts>);
+
+#[derive(Debug, Clone)]
+struct Parts {
+    kind: Kind,
+    what: String,
+    causes: Vec<String>,
+    hint: Option<String>,
+}
+
+impl Error {
+    /// A new error of `kind`; `what` is a lower-case phrase without a full stop.
+    pub fn new(kind: Kind, what: impl Into<String>) -> Self {
+        Error(Box::new(Parts { kind, what: what.into(), causes: Vec::new(), hint: None }))
+    }
+
+    /// The user's input cannot be used.
+    pub fn user(what: impl Into<String>) -> Self {
+        Self::new(Kind::User, what)
+    }
+
+    /// A fault of ours: an invariant of the program does not hold.
+    pub fn internal(what: impl Into<String>) -> Self {
+        Self::new(Kind::Internal, what)
+    }
+
+    /// An I/O failure while doing `what` to `path`. A missing file is the user's fault, the rest is storage's.
+    pub fn io(what: &str, path: &Path, source: &std::io::Error) -> Self {
+        let kind = match source.kind() {
+            std::io::ErrorKind::NotFound
+            | std::io::ErrorKind::IsADirectory
+            | std::io::ErrorKind::NotADirectory => Kind::User,
+            _ => Kind::Storage,
+        };
+        Self::new(kind, format!("cannot {what} {}", path.display())).because(source.to_string())
+    }
+
+    /// Adds the reason: the value found and the values accepted.
+    #[must_use]
+    pub fn because(mut self, cause: impl Into<String>) -> Self {
+        self.0.causes.push(cause.into());
+        self
+    }
+
+    /// Sets the way out: a whole command or key to write.
+    #[must_use]
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.0.hint = Some(hint.into());
+        self
+    }
+
+    /// Puts what was being done around this error, whose own text becomes the first cause.
+    #[must_use]
+    pub fn during(mut self, what: impl Into<String>) -> Self {
+        let inner = std::mem::replace(&mut self.0.what, what.into());
+        self.0.causes.insert(0, inner);
+        self
+    }
+
+    /// The kind, which decides the exit code.
+    pub fn kind(&self) -> Kind {
+        self.0.kind
+    }
+
+    /// What was being done, without causes and hint.
+    pub fn what(&self) -> &str {
+        &self.0.what
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "error: {}", self.0.what)?;
+        for cause in &self.0.causes {
+            write!(f, "\n  caused by: {cause}")?;
+        }
+        match &self.0.hint {
+            Some(hint) => write!(f, "\nhint: {hint}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl std::error::Error for Error {}
+
+impl From<candle_core::Error> for Error {
+    /// The engine checks shapes and dtypes before it calls candle, so what candle refuses is our fault,
+    /// but for memory, which is the plan's.
+    fn from(source: candle_core::Error) -> Self {
+        Self::internal("a tensor operation failed").because(source.to_string())
+    }
+}
+
+/// Puts what was being done around the error of a [`Result`].
+pub trait Context<T> {
+    /// See [`Error::during`]; the text is made only when there is an error.
+    fn during(self, what: impl FnOnce() -> String) -> Result<T>;
+}
+
+impl<T, E: Into<Error>> Context<T> for Result<T, E> {
+    fn during(self, what: impl FnOnce() -> String) -> Result<T> {
+        self.map_err(|error| error.into().during(what()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_from_what_to_why_to_way_out() {
+        let error = Error::user("x is 3")
+            .because("accepted: 1, 2")
+            .hint("write `x = 1`")
+            .during("cannot use recipe r");
+        assert_eq!(
+            error.to_string(),
+            "error: cannot use recipe r\n  caused by: x is 3\n  caused by: accepted: 1, 2\nhint: write `x = 1`"
+        );
+        assert_eq!(error.kind().exit_code(), 1);
+    }
+}
