@@ -6,7 +6,7 @@
 //! | floor | modules | what lives there |
 //! |---|---|---|
 //! | 0 | [`error`], [`units`] | the one error type, human-readable sizes |
-//! | 1 | [`hub`], [`report`] | downloads; everything a run prints or logs |
+//! | 1 | `hub`, [`report`] | downloads; everything a run prints or logs |
 //! | 2 | [`ops`] | every tensor operation with its backward |
 //! | 3 | [`weights`], [`data`] | safetensors in and out; rows to tokens, masks and batches |
 //! | 4 | [`model`], [`optim`], [`adapter`] | the block and its segments; AdamW and schedules; PEFT files |
@@ -16,4 +16,5 @@
 //! | 8 | [`cli`], [`commands`] | the verbs |
 
 pub mod error;
+pub mod ops;
 pub mod units;

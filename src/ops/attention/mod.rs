@@ -1,0 +1,121 @@
+//! Causal attention over packed sequences, with grouped key/value heads, sliding window and score soft-cap.
+//!
+//! Sequences lie end to end; a [`Span`] says where one begins, and no token sees another span: packing cannot leak.
+//! Forward returns the output and each row's log-sum-exp; backward recomputes the probabilities from it, so nothing
+//! of size S × S is kept (FlashAttention-2, arXiv 2307.08691).
+//!
+//! | algorithm | on the CPU | elsewhere |
+//! |---|---|---|
+//! | `Flash` | [`cpu`]: tiles, online softmax, O(S) memory | [`composed`]: candle primitives, 512 query rows at a time |
+//! | `Eager` | [`composed`] with one tile: the definition | the same |
+
+use candle_core::Tensor;
+
+pub use super::product::Columns;
+pub use super::rotary::Heads;
+use crate::error::Result;
+
+mod composed;
+mod cpu;
+
+/// One sequence: queries `q_start..q_start + q_len` see keys `k_start..k_start + k_len` of the same sequence.
+/// The last query stands at the last key, so with a cache `k_len > q_len`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// First row of the queries.
+    pub q_start: usize,
+    /// Number of queries.
+    pub q_len: usize,
+    /// First row of the keys and values.
+    pub k_start: usize,
+    /// Number of keys, cached ones included.
+    pub k_len: usize,
+}
+
+impl Span {
+    /// A whole sequence of `len` tokens that begins at row `start`.
+    pub fn sequence(start: usize, len: usize) -> Self {
+        Span { q_start: start, q_len: len, k_start: start, k_len: len }
+    }
+
+    /// The keys (relative to `k_start`) that query `i` sees: `from..to`.
+    fn visible(&self, i: usize, window: Option<usize>) -> (usize, usize) {
+        let to = self.k_len - self.q_len + i + 1;
+        (window.map_or(0, |window| to.saturating_sub(window)), to)
+    }
+}
+
+/// What is fixed for a layer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionKind {
+    /// Head counts and width.
+    pub heads: Heads,
+    /// Factor on the scores, usually `1 / sqrt(head_dim)`.
+    pub scale: f64,
+    /// `cap · tanh(score / cap)` on the scaled scores (gemma2).
+    pub softcap: Option<f64>,
+    /// A token sees itself and the `window − 1` tokens before it.
+    pub window: Option<usize>,
+}
+
+/// Which implementation computes attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Algorithm {
+    /// O(S) memory.
+    Flash,
+    /// The S × S definition: the reference.
+    Eager,
+}
+
+/// The result of attention, and what its backward needs.
+#[derive(Debug, Clone)]
+pub struct Attended {
+    /// `[N, H · D]` in q's dtype.
+    pub out: Tensor,
+    /// Log-sum-exp of each row's scores, `[H, N]` f32.
+    pub lse: Tensor,
+}
+
+/// The inputs of attention, as column ranges of wider tensors: q `[N, H · D]`, k and v `[M, K · D]`.
+#[derive(Clone, Copy)]
+pub struct Qkv<'a> {
+    /// Queries, rotated.
+    pub q: Columns<'a>,
+    /// Keys, rotated.
+    pub k: Columns<'a>,
+    /// Values.
+    pub v: Columns<'a>,
+}
+
+/// Query rows per tile of the composed form.
+const COMPOSED_TILE: usize = 512;
+
+/// Attention of every span.
+pub fn attention(
+    qkv: Qkv<'_>,
+    spans: &[Span],
+    kind: AttentionKind,
+    algorithm: Algorithm,
+) -> Result<Attended> {
+    match algorithm {
+        Algorithm::Flash if qkv.q.tensor.device().is_cpu() => cpu::forward(qkv, spans, kind),
+        Algorithm::Flash => composed::forward(qkv, spans, kind, COMPOSED_TILE),
+        Algorithm::Eager => composed::forward(qkv, spans, kind, usize::MAX),
+    }
+}
+
+/// Gradient of q, k and v side by side: `[N, (H + 2 K) · D]`. Spans must be whole sequences.
+pub fn attention_backward(
+    qkv: Qkv<'_>,
+    attended: &Attended,
+    dout: &Tensor,
+    spans: &[Span],
+    kind: AttentionKind,
+    algorithm: Algorithm,
+) -> Result<Tensor> {
+    match algorithm {
+        Algorithm::Flash if dout.device().is_cpu() => cpu::backward(qkv, attended, dout, spans, kind),
+        Algorithm::Flash => composed::backward(qkv, attended, dout, spans, kind, COMPOSED_TILE),
+        Algorithm::Eager => composed::backward(qkv, attended, dout, spans, kind, usize::MAX),
+    }
+}

@@ -1,0 +1,254 @@
+//! Matrix products on CPU slices: `dst = [dst +] alpha · a · b` for any strides, `f32` inside whatever the operands are.
+//!
+//! The `gemm` crate multiplies (AVX-512 or AVX2 by run-time detection). Operands that are not `f32` are widened:
+//! `a` (activations) whole, `b` (often a weight) panel by panel, so that a half-precision weight never exists in
+//! full as `f32`.
+
+use gemm::Parallelism;
+use rayon::prelude::*;
+
+use super::access::{Elem, unwritten};
+
+/// `f32` values a widened panel of `b` may hold: 4 MiB, which stays in the L2/L3 caches.
+const PANEL: usize = 1 << 20;
+
+/// A strided matrix on a slice. Element `(i, j)` is `data[i * row_stride + j * col_stride]`.
+#[derive(Clone, Copy)]
+pub(crate) struct Mat<'a, T> {
+    data: &'a [T],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+impl<'a, T: Elem> Mat<'a, T> {
+    /// A row-major matrix whose rows begin `stride` elements apart; `data` begins at element (0, 0).
+    pub(crate) fn new(data: &'a [T], rows: usize, cols: usize, stride: usize) -> Self {
+        assert!(
+            stride >= cols && (rows == 0 || data.len() >= (rows - 1) * stride + cols),
+            "matrix outside its slice"
+        );
+        Mat { data, rows, cols, row_stride: stride, col_stride: 1 }
+    }
+
+    /// The transpose; no element moves.
+    pub(crate) fn t(self) -> Self {
+        Mat {
+            rows: self.cols,
+            cols: self.rows,
+            row_stride: self.col_stride,
+            col_stride: self.row_stride,
+            ..self
+        }
+    }
+
+    /// Columns `start..start + len`.
+    fn columns(self, start: usize, len: usize) -> Self {
+        Mat { data: &self.data[(start * self.col_stride).min(self.data.len())..], cols: len, ..self }
+    }
+
+    /// A dense `f32` copy in the same orientation.
+    fn widened(self) -> (Vec<f32>, usize, usize) {
+        let (outer, inner, stride) = match self.col_stride {
+            1 => (self.rows, self.cols, self.row_stride),
+            _ => (self.cols, self.rows, self.col_stride),
+        };
+        let mut dense: Vec<f32> = unwritten(outer * inner);
+        if inner > 0 {
+            dense.par_chunks_mut(inner).with_min_len(16).enumerate().for_each(|(i, row)| {
+                widen(row, &self.data[i * stride..i * stride + inner]);
+            });
+        }
+        if self.col_stride == 1 { (dense, inner, 1) } else { (dense, 1, inner) }
+    }
+}
+
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+fn widen<T: Elem>(dst: &mut [f32], src: &[T]) {
+    for (dst, src) in dst.iter_mut().zip(src) {
+        *dst = src.widen();
+    }
+}
+
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+fn store<T: Elem>(dst: &mut [T], src: &[f32], accumulate: bool) {
+    for (dst, src) in dst.iter_mut().zip(src) {
+        *dst = T::round(if accumulate { dst.widen() + src } else { *src });
+    }
+}
+
+/// Where a product goes: `rows × cols` at `data[i * stride + j]`.
+pub(crate) struct Dst<'a, T> {
+    pub(crate) data: &'a mut [T],
+    pub(crate) stride: usize,
+    /// Add to what is there instead of overwriting it.
+    pub(crate) accumulate: bool,
+}
+
+/// Whether a product may use the other threads of the pool.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Threads {
+    /// Called from inside a parallel loop.
+    One,
+    All,
+}
+
+/// `dst = [dst +] alpha · a · b`, with `a: [m, k]` and `b: [k, n]` of any two element types.
+pub(crate) fn product<D: Elem, A: Elem, B: Elem>(
+    dst: Dst<'_, D>,
+    a: Mat<'_, A>,
+    b: Mat<'_, B>,
+    alpha: f32,
+    threads: Threads,
+) {
+    let (m, n, k) = (a.rows, b.cols, a.cols);
+    assert_eq!(k, b.rows, "inner dimensions of a product");
+    assert!(m == 0 || dst.data.len() >= (m - 1) * dst.stride + n, "product outside its destination");
+    let held = (!is_f32::<A>()).then(|| a.widened());
+    let (a_data, a_rs, a_cs) = match &held {
+        Some((dense, rs, cs)) => (&dense[..], *rs, *cs),
+        None => (as_f32(a.data), a.row_stride, a.col_stride),
+    };
+    let step =
+        if is_f32::<B>() && is_f32::<D>() { n } else { (PANEL / k.max(m).max(1)).clamp(16, n.max(16)) };
+    for start in (0..n).step_by(step.max(1)) {
+        let len = step.min(n - start);
+        let b = b.columns(start, len);
+        let held = (!is_f32::<B>()).then(|| b.widened());
+        let (b_data, b_rs, b_cs) = match &held {
+            Some((dense, rs, cs)) => (&dense[..], *rs, *cs),
+            None => (as_f32(b.data), b.row_stride, b.col_stride),
+        };
+        if let Some(out) = as_f32_mut(&mut *dst.data) {
+            let out = &mut out[start..];
+            raw(
+                out,
+                dst.stride,
+                dst.accumulate,
+                (m, len, k),
+                (a_data, a_rs, a_cs),
+                (b_data, b_rs, b_cs),
+                alpha,
+                threads,
+            );
+        } else {
+            let mut out: Vec<f32> = unwritten(m * len);
+            raw(
+                &mut out,
+                len,
+                false,
+                (m, len, k),
+                (a_data, a_rs, a_cs),
+                (b_data, b_rs, b_cs),
+                alpha,
+                threads,
+            );
+            for (row, values) in out.chunks_exact(len).enumerate() {
+                let at = row * dst.stride + start;
+                store(&mut dst.data[at..at + len], values, dst.accumulate);
+            }
+        }
+    }
+}
+
+type Operand<'a> = (&'a [f32], usize, usize);
+
+/// The one call of the `gemm` crate.
+#[allow(clippy::too_many_arguments)]
+fn raw(
+    dst: &mut [f32],
+    stride: usize,
+    accumulate: bool,
+    (m, n, k): (usize, usize, usize),
+    (a, a_rs, a_cs): Operand<'_>,
+    (b, b_rs, b_cs): Operand<'_>,
+    alpha: f32,
+    threads: Threads,
+) {
+    if m == 0 || n == 0 {
+        return;
+    }
+    let last =
+        |rows: usize, cols: usize, rs: usize, cs: usize| (rows.max(1) - 1) * rs + (cols.max(1) - 1) * cs;
+    assert!(
+        k == 0 || (last(m, k, a_rs, a_cs) < a.len() && last(k, n, b_rs, b_cs) < b.len()),
+        "operand too short"
+    );
+    assert!(last(m, n, stride, 1) < dst.len() && stride >= n, "destination too short");
+    let parallelism = match threads {
+        Threads::One => Parallelism::None,
+        Threads::All => Parallelism::Rayon(0),
+    };
+    // SAFETY: the assertions above keep every access of the strided operands and of the destination inside their
+    // slices; `dst` is borrowed mutably, so it overlaps neither operand, and its rows do not overlap each other.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            dst.as_mut_ptr(),
+            1,
+            stride as isize,
+            accumulate,
+            a.as_ptr(),
+            a_cs as isize,
+            a_rs as isize,
+            b.as_ptr(),
+            b_cs as isize,
+            b_rs as isize,
+            1.0,
+            alpha,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}
+
+fn is_f32<T: Elem>() -> bool {
+    T::DTYPE == candle_core::DType::F32
+}
+
+fn as_f32<T: Elem>(data: &[T]) -> &[f32] {
+    assert!(is_f32::<T>());
+    // SAFETY: `Elem` is implemented for f32 and bf16 alone, and the assertion says that T is f32.
+    unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), data.len()) }
+}
+
+fn as_f32_mut<T: Elem>(data: &mut [T]) -> Option<&mut [f32]> {
+    // SAFETY: as above; the mutable borrow is handed on.
+    is_f32::<T>().then(|| unsafe { std::slice::from_raw_parts_mut(data.as_mut_ptr().cast(), data.len()) })
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+
+    fn naive(a: &[f32], b: &[f32], (m, n, k): (usize, usize, usize)) -> Vec<f32> {
+        (0..m * n).map(|i| (0..k).map(|j| a[i / n * k + j] * b[j * n + i % n]).sum()).collect()
+    }
+
+    #[test]
+    fn strides_transposes_and_widening_agree_with_the_definition() {
+        let (m, n, k) = (7, 37, 19);
+        let a: Vec<f32> = (0..m * k).map(|i| ((i * 7919) % 13) as f32 - 6.0).collect();
+        let b: Vec<f32> = (0..k * n).map(|i| ((i * 104_729) % 11) as f32 - 5.0).collect();
+        let want = naive(&a, &b, (m, n, k));
+        let bt: Vec<bf16> = (0..n * k).map(|i| bf16::from_f32(b[i % k * n + i / k])).collect();
+        let a16: Vec<bf16> = a.iter().map(|&x| bf16::from_f32(x)).collect();
+        let mut out = vec![1f32; m * (n + 3)];
+        let dst = Dst { data: &mut out, stride: n + 3, accumulate: true };
+        product(dst, Mat::new(&a16, m, k, k), Mat::new(&bt, n, k, k).t(), 2.0, Threads::All);
+        for (i, want) in want.iter().enumerate() {
+            assert_eq!(out[i / n * (n + 3) + i % n], 1.0 + 2.0 * want);
+        }
+        let mut out16 = vec![bf16::ZERO; m * n];
+        let dst = Dst { data: &mut out16, stride: n, accumulate: false };
+        product(dst, Mat::new(&a, m, k, k), Mat::new(&b, k, n, n), 1.0, Threads::One);
+        assert!(out16.iter().zip(&want).all(|(x, want)| *x == bf16::from_f32(*want)));
+    }
+}

@@ -1,0 +1,28 @@
+//! Every tensor operation of the engine, forward beside backward.
+//!
+//! Legend of shape comments: N tokens of a micro-batch (sequences laid end to end, no padding), D `hidden_size`,
+//! H query heads, K key/value heads, F `intermediate_size`, V `vocab_size`, r the adapter's rank.
+//!
+//! An op is one function with up to three implementations behind it: the **reference** (candle's primitives, any
+//! device and dtype, plain enough to read as the definition), the **CPU** form (slices, rayon, loops that vectorize)
+//! and, with a later issue, CUDA kernels. `selftest` holds them against each other on the device at hand.
+//! Reductions run in a fixed order: two runs of one plan agree to the bit. Nothing here knows candle's autograd; it is
+//! the oracle of the tests.
+
+pub(crate) mod access;
+pub mod adamw;
+pub mod attention;
+pub mod cross_entropy;
+pub mod device;
+pub mod dropout;
+pub mod embedding;
+pub mod gated;
+mod gemm;
+pub mod product;
+pub mod random;
+pub mod reduce;
+pub mod rms_norm;
+pub mod rotary;
+mod simd;
+
+pub use product::{Columns, Form, empty, product};

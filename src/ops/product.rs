@@ -1,0 +1,166 @@
+//! Matrix products between column ranges of tensors, in place: the one primitive under every linear layer, its
+//! input gradient, its weight gradient and the LoRA branch.
+//!
+//! A fused projection (q, k and v in one buffer; gate and up in another) is several products into neighbouring
+//! column ranges, so that the block is written once for families that store these weights apart and together.
+//! Off the CPU the product is candle's (cuBLAS: f32 accumulation for bf16).
+
+use candle_core::{DType, Device, Tensor};
+use rayon::prelude::*;
+
+use super::access::{Elem, dims2, read, tensor, unwritten, update, with_elem};
+use super::gemm::{Dst, Mat, Threads, product as gemm};
+use crate::error::Result;
+
+/// Columns `start..start + len` of a contiguous `[rows, width]` tensor.
+#[derive(Clone, Copy)]
+pub struct Columns<'a> {
+    /// The whole tensor.
+    pub tensor: &'a Tensor,
+    /// The first column.
+    pub start: usize,
+    /// How many columns.
+    pub len: usize,
+}
+
+impl<'a> Columns<'a> {
+    /// All columns of `tensor`.
+    pub fn all(tensor: &'a Tensor) -> Self {
+        Columns { tensor, start: 0, len: tensor.dims().last().copied().unwrap_or(0) }
+    }
+
+    /// The range as a tensor of its own (a view; not contiguous in general).
+    pub(crate) fn narrow(&self) -> Result<Tensor> {
+        Ok(self.tensor.narrow(1, self.start, self.len)?)
+    }
+}
+
+/// Which operand is transposed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// `a · bᵀ`: a linear layer forward (`x: [N, in]`, `w: [out, in]`).
+    Nt,
+    /// `a · b`: the gradient of its input (`dy: [N, out]`, `w: [out, in]`).
+    Nn,
+    /// `aᵀ · b`: the gradient of its weight (`dy: [N, out]`, `x: [N, in]`).
+    Tn,
+}
+
+/// A tensor `[rows, cols]` whose contents the caller writes in full before they are read.
+pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+    if device.is_cpu() {
+        return with_elem!(dtype, T => tensor(unwritten::<T>(rows * cols), (rows, cols)));
+    }
+    Ok(Tensor::zeros((rows, cols), dtype, device)?)
+}
+
+/// `dst = [dst +] alpha · form(a, b)`; sums in f32. `dst` must not share memory with `a` or `b`.
+pub fn product(
+    dst: Columns<'_>,
+    a: Columns<'_>,
+    b: Columns<'_>,
+    form: Form,
+    alpha: f64,
+    accumulate: bool,
+) -> Result<()> {
+    if !dst.tensor.device().is_cpu() {
+        return reference(dst, a, b, form, alpha, accumulate);
+    }
+    let (rows_a, width_a) = dims2(a.tensor)?;
+    let (rows_b, width_b) = dims2(b.tensor)?;
+    let (_, width) = dims2(dst.tensor)?;
+    with_elem!(a.tensor.dtype(), A => with_elem!(b.tensor.dtype(), B => with_elem!(dst.tensor.dtype(), D => {
+        let a_data = read::<A>(a.tensor)?;
+        let b_data = read::<B>(b.tensor)?;
+        let a_mat = Mat::new(a_data.get(a.start..).unwrap_or(&[]), rows_a, a.len, width_a);
+        let b_mat = Mat::new(b_data.get(b.start..).unwrap_or(&[]), rows_b, b.len, width_b);
+        let (a_mat, b_mat) = match form {
+            Form::Nt => (a_mat, b_mat.t()),
+            Form::Nn => (a_mat, b_mat),
+            Form::Tn => (a_mat.t(), b_mat),
+        };
+        update(dst.tensor, |data: &mut [D]| {
+            let data = data.get_mut(dst.start..).unwrap_or(&mut []);
+            gemm(Dst { data, stride: width, accumulate }, a_mat, b_mat, alpha as f32, Threads::All);
+        })
+    })))
+}
+
+/// The definition of [`product`] in candle's primitives.
+pub(crate) fn reference(
+    dst: Columns<'_>,
+    a: Columns<'_>,
+    b: Columns<'_>,
+    form: Form,
+    alpha: f64,
+    accumulate: bool,
+) -> Result<()> {
+    // Mixed operands are widened, so that an f32 adapter beside bf16 activations loses nothing.
+    let dtype = if a.tensor.dtype() == b.tensor.dtype() { a.tensor.dtype() } else { DType::F32 };
+    let load = |columns: &Columns<'_>| -> Result<Tensor> { Ok(columns.narrow()?.to_dtype(dtype)?) };
+    let (a, b) = (load(&a)?, load(&b)?);
+    let (a, b) = match form {
+        Form::Nt => (a.contiguous()?, b.t()?),
+        Form::Nn => (a.contiguous()?, b),
+        Form::Tn => (a.t()?, b),
+    };
+    let mut out = a.contiguous()?.matmul(&b.contiguous()?)?;
+    if alpha != 1.0 || accumulate {
+        out = (out.to_dtype(DType::F32)? * alpha)?;
+    }
+    if accumulate {
+        out = (dst.narrow()?.to_dtype(DType::F32)? + out)?;
+    }
+    dst.tensor.slice_set(&out.to_dtype(dst.tensor.dtype())?.contiguous()?, 1, dst.start)?;
+    Ok(())
+}
+
+/// Adds `bias: [len]` to every row of `dst`.
+pub fn add_bias(dst: Columns<'_>, bias: &Tensor) -> Result<()> {
+    if !dst.tensor.device().is_cpu() {
+        return add_bias_reference(dst, bias);
+    }
+    let (_, width) = dims2(dst.tensor)?;
+    with_elem!(dst.tensor.dtype(), D => with_elem!(bias.dtype(), B => {
+        let bias = read::<B>(bias)?;
+        let bias: &[B] = &bias;
+        update(dst.tensor, |data: &mut [D]| {
+            data.par_chunks_mut(width).with_min_len(16).for_each(|row| {
+                for (y, b) in row[dst.start..dst.start + dst.len].iter_mut().zip(bias) {
+                    *y = D::round(y.widen() + b.widen());
+                }
+            });
+        })
+    }))
+}
+
+pub(crate) fn add_bias_reference(dst: Columns<'_>, bias: &Tensor) -> Result<()> {
+    let sum = dst.narrow()?.to_dtype(DType::F32)?.broadcast_add(&bias.to_dtype(DType::F32)?)?;
+    dst.tensor.slice_set(&sum.to_dtype(dst.tensor.dtype())?.contiguous()?, 1, dst.start)?;
+    Ok(())
+}
+
+/// `grad[j] += Σ rows dy[., j]` in f32: the gradient of a bias. `grad: [len]` f32.
+pub fn sum_rows(grad: &Tensor, dy: Columns<'_>) -> Result<()> {
+    if !grad.device().is_cpu() {
+        return sum_rows_reference(grad, dy);
+    }
+    let (_, width) = dims2(dy.tensor)?;
+    with_elem!(dy.tensor.dtype(), T => {
+        let data = read::<T>(dy.tensor)?;
+        let data: &[T] = &data;
+        update(grad, |grad: &mut [f32]| {
+            for row in data.chunks_exact(width) {
+                for (sum, value) in grad.iter_mut().zip(&row[dy.start..dy.start + dy.len]) {
+                    *sum += value.widen();
+                }
+            }
+        })
+    })
+}
+
+pub(crate) fn sum_rows_reference(grad: &Tensor, dy: Columns<'_>) -> Result<()> {
+    let sum = (dy.narrow()?.to_dtype(DType::F32)?.sum(0)? + grad)?;
+    grad.slice_set(&sum.contiguous()?, 0, 0)?;
+    Ok(())
+}

@@ -1,0 +1,178 @@
+//! RMSNorm (arXiv 1910.07467): `y = x / rms(x) · g`, `rms(x) = sqrt(mean(x²) + eps)`, where `g` is the weight, or
+//! `1 + weight` in the Gemma families. All in f32, rounded once.
+//!
+//! Backward, with `x̂ = x / rms` and `q = dy · g`: `dx = (q − x̂ · mean(q · x̂)) / rms`, `dg = Σ rows dy · x̂`.
+//! Nothing is saved but `x`: recomputing 1/rms is one pass that reads what backward reads anyway.
+
+use candle_core::{DType, Tensor};
+use rayon::prelude::*;
+
+use super::access::{Elem, dims2, read, tensor, unwritten, update, with_elem};
+use super::simd;
+use crate::error::Result;
+
+/// What a norm does besides its weight.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct NormKind {
+    /// Added to the mean square.
+    pub eps: f64,
+    /// The weight is stored minus one (Gemma).
+    pub unit_offset: bool,
+}
+
+impl NormKind {
+    fn offset(self) -> f32 {
+        if self.unit_offset { 1.0 } else { 0.0 }
+    }
+}
+
+/// `x: [N, D]`, `weight: [D]` → `[N, D]` in x's dtype.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, kind: NormKind) -> Result<Tensor> {
+    if !x.device().is_cpu() {
+        return reference(x, weight, kind);
+    }
+    let (rows, width) = dims2(x)?;
+    with_elem!(x.dtype(), T => {
+        let gain = gain(weight, kind)?;
+        let x = read::<T>(x)?;
+        let mut y = unwritten::<T>(rows * width);
+        y.par_chunks_mut(width).zip(x.par_chunks(width)).with_min_len(16).for_each(|(y, x)| {
+            forward_row(y, x, &gain, kind.eps as f32);
+        });
+        tensor(y, (rows, width))
+    })
+}
+
+/// The gradient of `x`, plus `residual` when given (the gradient that flows around the norm).
+/// Adds the weight's gradient to `dweight: [D]` f32.
+pub fn rms_norm_backward(
+    x: &Tensor,
+    weight: &Tensor,
+    dy: &Tensor,
+    residual: Option<&Tensor>,
+    dweight: Option<&Tensor>,
+    kind: NormKind,
+) -> Result<Tensor> {
+    if !x.device().is_cpu() {
+        return reference_backward(x, weight, dy, residual, dweight, kind);
+    }
+    let (rows, width) = dims2(x)?;
+    with_elem!(x.dtype(), T => {
+        let gain = gain(weight, kind)?;
+        let (x, dy) = (read::<T>(x)?, read::<T>(dy)?);
+        let residual = residual.map(read::<T>).transpose()?;
+        let mut dx = unwritten::<T>(rows * width);
+        dx.par_chunks_mut(width).enumerate().with_min_len(16).for_each_init(
+            || vec![0f32; width],
+            |q, (i, dx)| {
+                let row = i * width..(i + 1) * width;
+                let around = residual.as_ref().map(|r| &r[row.clone()]);
+                backward_row(dx, &x[row.clone()], &dy[row], &gain, around, q, kind.eps as f32);
+            },
+        );
+        if let Some(dweight) = dweight {
+            add_gain_gradient::<T>(dweight, &x, &dy, width, kind.eps as f32)?;
+        }
+        tensor(dx, (rows, width))
+    })
+}
+
+pub(super) fn gain(weight: &Tensor, kind: NormKind) -> Result<Vec<f32>> {
+    with_elem!(weight.dtype(), W => Ok(read::<W>(weight)?.iter().map(|w| w.widen() + kind.offset()).collect()))
+}
+
+#[inline(always)]
+fn inverse_rms<T: Elem>(x: &[T], eps: f32) -> f32 {
+    let mean = simd::sum_of(x, |x| x.widen() * x.widen()) / x.len() as f32;
+    1.0 / (mean + eps).sqrt()
+}
+
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+pub(super) fn forward_row<T: Elem>(y: &mut [T], x: &[T], gain: &[f32], eps: f32) {
+    let inverse = inverse_rms(x, eps);
+    for ((y, x), g) in y.iter_mut().zip(x).zip(gain) {
+        *y = T::round(x.widen() * inverse * g);
+    }
+}
+
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+pub(super) fn backward_row<T: Elem>(
+    dx: &mut [T],
+    x: &[T],
+    dy: &[T],
+    gain: &[f32],
+    residual: Option<&[T]>,
+    q: &mut [f32],
+    eps: f32,
+) {
+    let inverse = inverse_rms(x, eps);
+    for ((q, dy), g) in q.iter_mut().zip(dy).zip(gain) {
+        *q = dy.widen() * g;
+    }
+    let mean = simd::sum_of2(x, q, |x, q| x.widen() * q) * inverse / x.len() as f32;
+    for ((dx, x), q) in dx.iter_mut().zip(x).zip(q.iter()) {
+        *dx = T::round(inverse * (q - x.widen() * inverse * mean));
+    }
+    if let Some(residual) = residual {
+        for (dx, r) in dx.iter_mut().zip(residual) {
+            *dx = T::round(dx.widen() + r.widen());
+        }
+    }
+}
+
+/// `dweight += Σ rows dy · x̂`, rows in order.
+pub(super) fn add_gain_gradient<T: Elem>(
+    dweight: &Tensor,
+    x: &[T],
+    dy: &[T],
+    width: usize,
+    eps: f32,
+) -> Result<()> {
+    update(dweight, |sums: &mut [f32]| {
+        for (x, dy) in x.chunks_exact(width).zip(dy.chunks_exact(width)) {
+            let inverse = inverse_rms(x, eps);
+            for ((sum, x), dy) in sums.iter_mut().zip(x).zip(dy) {
+                *sum += dy.widen() * x.widen() * inverse;
+            }
+        }
+    })
+}
+
+/// The definition, in candle's primitives.
+pub(crate) fn reference(x: &Tensor, weight: &Tensor, kind: NormKind) -> Result<Tensor> {
+    let (normed, _) = normalized(x, kind)?;
+    let gain = (weight.to_dtype(DType::F32)? + f64::from(kind.offset()))?;
+    Ok(normed.broadcast_mul(&gain)?.to_dtype(x.dtype())?)
+}
+
+/// The backward formula in candle's primitives.
+pub(crate) fn reference_backward(
+    x: &Tensor,
+    weight: &Tensor,
+    dy: &Tensor,
+    residual: Option<&Tensor>,
+    dweight: Option<&Tensor>,
+    kind: NormKind,
+) -> Result<Tensor> {
+    let (normed, inverse) = normalized(x, kind)?;
+    let dy = dy.to_dtype(DType::F32)?;
+    let gain = (weight.to_dtype(DType::F32)? + f64::from(kind.offset()))?;
+    let q = dy.broadcast_mul(&gain)?;
+    let mean = (&q * &normed)?.mean_keepdim(1)?;
+    let mut dx = (q - normed.broadcast_mul(&mean)?)?.broadcast_mul(&inverse)?;
+    if let Some(residual) = residual {
+        dx = (dx + residual.to_dtype(DType::F32)?)?;
+    }
+    if let Some(dweight) = dweight {
+        let sum = ((&dy * &normed)?.sum(0)? + dweight)?;
+        dweight.slice_set(&sum.contiguous()?, 0, 0)?;
+    }
+    Ok(dx.to_dtype(x.dtype())?)
+}
+
+/// `(x / rms, 1 / rms)` in f32.
+fn normalized(x: &Tensor, kind: NormKind) -> Result<(Tensor, Tensor)> {
+    let x = x.to_dtype(DType::F32)?;
+    let inverse = (x.sqr()?.mean_keepdim(1)? + kind.eps)?.sqrt()?.recip()?;
+    Ok((x.broadcast_mul(&inverse)?, inverse))
+}

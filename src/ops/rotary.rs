@@ -1,0 +1,238 @@
+//! Rotary positions (arXiv 2104.09864, half-split as in transformers) on the q and k columns of a fused projection,
+//! after the per-head RMSNorm of the families that have one (qwen3, gemma3).
+//!
+//! `y1 = x1 cos − x2 sin`, `y2 = x2 cos + x1 sin` on the first `rotary_dim` values of a head. The backward is the
+//! rotation by the negative angle, then the norm's backward from the raw projection; nothing else is saved.
+
+use candle_core::{DType, Tensor};
+use rayon::prelude::*;
+
+use super::access::{Elem, dims2, read, tensor, unwritten, update, with_elem};
+use super::rms_norm::{self, NormKind};
+use crate::error::Result;
+
+/// How the columns of a fused projection `[N, (H + 2 K) · D]` split into heads: H of q, K of k, K of v.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Heads {
+    /// H, the query heads.
+    pub num_heads: usize,
+    /// K, the key and value heads; divides H.
+    pub num_kv_heads: usize,
+    /// D, the width of a head.
+    pub head_dim: usize,
+}
+
+impl Heads {
+    /// Columns of q and k together.
+    pub fn qk_width(&self) -> usize {
+        (self.num_heads + self.num_kv_heads) * self.head_dim
+    }
+    /// Columns of q, k and v.
+    pub fn qkv_width(&self) -> usize {
+        self.qk_width() + self.kv_width()
+    }
+    /// Columns of q.
+    pub fn q_width(&self) -> usize {
+        self.num_heads * self.head_dim
+    }
+    /// Columns of k (or v).
+    pub fn kv_width(&self) -> usize {
+        self.num_kv_heads * self.head_dim
+    }
+}
+
+/// cos and sin of every token's angles: `[N, rotary_dim / 2]` f32 each.
+#[derive(Debug, Clone)]
+pub struct RotaryTable {
+    /// Cosines (times the attention factor of yarn).
+    pub cos: Tensor,
+    /// Sines, likewise.
+    pub sin: Tensor,
+}
+
+/// The per-head norms of q and k: weights `[D]`.
+#[derive(Clone, Copy)]
+pub struct QkNorm<'a> {
+    /// `q_norm.weight` and where its gradient goes.
+    pub q: (&'a Tensor, Option<&'a Tensor>),
+    /// `k_norm.weight` and where its gradient goes.
+    pub k: (&'a Tensor, Option<&'a Tensor>),
+    /// Epsilon and offset.
+    pub kind: NormKind,
+}
+
+/// Raw projection `[N, (H + 2K) D]` → normed and rotated q and k, `[N, (H + K) D]`.
+pub fn rotary(qkv: &Tensor, heads: Heads, norm: Option<QkNorm<'_>>, table: &RotaryTable) -> Result<Tensor> {
+    if !qkv.device().is_cpu() {
+        return reference(qkv, heads, norm, table);
+    }
+    let (rows, width) = dims2(qkv)?;
+    let (out_width, dim) = (heads.qk_width(), heads.head_dim);
+    with_elem!(qkv.dtype(), T => {
+        let gains = Gains::new(norm)?;
+        let (qkv, cos, sin) = (read::<T>(qkv)?, read::<f32>(&table.cos)?, read::<f32>(&table.sin)?);
+        let half = cos.len() / rows.max(1);
+        let mut out = unwritten::<T>(rows * out_width);
+        out.par_chunks_mut(out_width).enumerate().with_min_len(8).for_each(|(n, row)| {
+            let raw = &qkv[n * width..n * width + out_width];
+            let (cos, sin) = (&cos[n * half..(n + 1) * half], &sin[n * half..(n + 1) * half]);
+            for (head, (y, x)) in row.chunks_exact_mut(dim).zip(raw.chunks_exact(dim)).enumerate() {
+                match gains.of(head, heads) {
+                    Some(gain) => rms_norm::forward_row(y, x, gain, gains.eps),
+                    None => y.copy_from_slice(x),
+                }
+                rotate(y, cos, sin, 1.0);
+            }
+        });
+        tensor(out, (rows, out_width))
+    })
+}
+
+/// Turns the gradient of the rotated q and k into that of the raw projection, in the q and k columns of
+/// `dqkv: [N, (H + 2K) D]`, in place; v's columns stay. Adds the norms' weight gradients.
+pub fn rotary_backward(
+    qkv: &Tensor,
+    dqkv: &Tensor,
+    heads: Heads,
+    norm: Option<QkNorm<'_>>,
+    table: &RotaryTable,
+) -> Result<()> {
+    if !qkv.device().is_cpu() {
+        return reference_backward(qkv, dqkv, heads, norm, table);
+    }
+    let (rows, width) = dims2(qkv)?;
+    let (qk_width, dim) = (heads.qk_width(), heads.head_dim);
+    with_elem!(qkv.dtype(), T => {
+        let gains = Gains::new(norm)?;
+        let (raw, cos, sin) = (read::<T>(qkv)?, read::<f32>(&table.cos)?, read::<f32>(&table.sin)?);
+        let half = cos.len() / rows.max(1);
+        update(dqkv, |d: &mut [T]| {
+            d.par_chunks_mut(width).enumerate().with_min_len(8).for_each(|(n, row)| {
+                let (cos, sin) = (&cos[n * half..(n + 1) * half], &sin[n * half..(n + 1) * half]);
+                row[..qk_width].chunks_exact_mut(dim).for_each(|head| rotate(head, cos, sin, -1.0));
+            });
+        })?;
+        let Some(norm) = norm else { return Ok(()) };
+        for (range, dgain) in [(0..heads.q_width(), norm.q.1), (heads.q_width()..qk_width, norm.k.1)] {
+            if let Some(dgain) = dgain {
+                let gather = |values: &[T]| -> Vec<T> {
+                    values.chunks_exact(width).flat_map(|row| row[range.clone()].iter().copied()).collect()
+                };
+                let dy = gather(&*read::<T>(dqkv)?);
+                rms_norm::add_gain_gradient::<T>(dgain, &gather(&raw), &dy, dim, gains.eps)?;
+            }
+        }
+        update(dqkv, |d: &mut [T]| {
+            d.par_chunks_mut(width).zip(raw.par_chunks(width)).with_min_len(8).for_each_init(
+                || (vec![T::default(); dim], vec![0f32; dim]),
+                |(dx, q), (row, raw)| {
+                    let pairs = row[..qk_width].chunks_exact_mut(dim).zip(raw.chunks_exact(dim));
+                    for (head, (dy, x)) in pairs.enumerate() {
+                        if let Some(gain) = gains.of(head, heads) {
+                            rms_norm::backward_row(dx, x, dy, gain, None, q, gains.eps);
+                            dy.copy_from_slice(dx);
+                        }
+                    }
+                },
+            );
+        })
+    })
+}
+
+struct Gains {
+    q: Option<Vec<f32>>,
+    k: Option<Vec<f32>>,
+    eps: f32,
+}
+
+impl Gains {
+    fn new(norm: Option<QkNorm<'_>>) -> Result<Self> {
+        let Some(norm) = norm else { return Ok(Gains { q: None, k: None, eps: 0.0 }) };
+        Ok(Gains {
+            q: Some(rms_norm::gain(norm.q.0, norm.kind)?),
+            k: Some(rms_norm::gain(norm.k.0, norm.kind)?),
+            eps: norm.kind.eps as f32,
+        })
+    }
+
+    fn of(&self, head: usize, heads: Heads) -> Option<&[f32]> {
+        let gain = if head < heads.num_heads { &self.q } else { &self.k };
+        gain.as_deref()
+    }
+}
+
+/// Rotates one head in place; `direction` −1 turns back.
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+fn rotate<T: Elem>(head: &mut [T], cos: &[f32], sin: &[f32], direction: f32) {
+    let (left, right) = head.split_at_mut(cos.len());
+    for (((a, b), cos), sin) in left.iter_mut().zip(right).zip(cos).zip(sin) {
+        let (x, y, sin) = (a.widen(), b.widen(), sin * direction);
+        *a = T::round(x * cos - y * sin);
+        *b = T::round(y * cos + x * sin);
+    }
+}
+
+/// The definition, in candle's primitives.
+pub(crate) fn reference(
+    qkv: &Tensor,
+    heads: Heads,
+    norm: Option<QkNorm<'_>>,
+    table: &RotaryTable,
+) -> Result<Tensor> {
+    let (rows, _) = dims2(qkv)?;
+    let dim = heads.head_dim;
+    let part = |start: usize, count: usize, weight: Option<&Tensor>| -> Result<Tensor> {
+        let x = qkv.narrow(1, start * dim, count * dim)?.contiguous()?.reshape((rows * count, dim))?;
+        let x = match (weight, norm) {
+            (Some(weight), Some(norm)) => rms_norm::reference(&x, weight, norm.kind)?,
+            _ => x,
+        };
+        turn(&x.reshape((rows, count, dim))?, table, 1.0)?.reshape((rows, count * dim)).map_err(Into::into)
+    };
+    let q = part(0, heads.num_heads, norm.map(|n| n.q.0))?;
+    let k = part(heads.num_heads, heads.num_kv_heads, norm.map(|n| n.k.0))?;
+    Ok(Tensor::cat(&[q, k], 1)?.to_dtype(qkv.dtype())?)
+}
+
+/// The backward formula in candle's primitives.
+pub(crate) fn reference_backward(
+    qkv: &Tensor,
+    dqkv: &Tensor,
+    heads: Heads,
+    norm: Option<QkNorm<'_>>,
+    table: &RotaryTable,
+) -> Result<()> {
+    let (rows, _) = dims2(qkv)?;
+    let dim = heads.head_dim;
+    let parts =
+        [(0, heads.num_heads, norm.map(|n| n.q)), (heads.num_heads, heads.num_kv_heads, norm.map(|n| n.k))];
+    for (start, count, weights) in parts {
+        let flat = |t: &Tensor| -> Result<Tensor> {
+            Ok(t.narrow(1, start * dim, count * dim)?.contiguous()?.reshape((rows * count, dim))?)
+        };
+        let dy = turn(&flat(dqkv)?.reshape((rows, count, dim))?, table, -1.0)?;
+        let dy = dy.reshape((rows * count, dim))?.to_dtype(qkv.dtype())?;
+        let dx = match (weights, norm) {
+            (Some((weight, dweight)), Some(norm)) => {
+                rms_norm::reference_backward(&flat(qkv)?, weight, &dy, None, dweight, norm.kind)?
+            }
+            _ => dy,
+        };
+        dqkv.slice_set(&dx.reshape((rows, count * dim))?.contiguous()?, 1, start * dim)?;
+    }
+    Ok(())
+}
+
+/// `x: [N, heads, D]` rotated by the table's angles times `direction`, in f32.
+fn turn(x: &Tensor, table: &RotaryTable, direction: f64) -> Result<Tensor> {
+    let x = x.to_dtype(DType::F32)?;
+    let (_, _, dim) = x.dims3()?;
+    let half = table.cos.dim(1)?;
+    let (cos, sin) = (table.cos.unsqueeze(1)?, (table.sin.unsqueeze(1)? * direction)?);
+    let (a, b) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
+    let left = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
+    let right = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
+    let rest = dim - 2 * half;
+    let parts = if rest > 0 { vec![left, right, x.narrow(2, 2 * half, rest)?] } else { vec![left, right] };
+    Ok(Tensor::cat(&parts, 2)?.contiguous()?)
+}
