@@ -16,5 +16,6 @@
 //! | 8 | [`cli`], [`commands`] | the verbs |
 
 pub mod error;
+pub mod model;
 pub mod ops;
 pub mod units;

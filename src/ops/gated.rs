@@ -18,7 +18,7 @@ pub enum Activation {
     GeluTanh,
 }
 
-const SQRT_2_OVER_PI: f32 = 0.797_884_56;
+const SQRT_2_OVER_PI: f32 = 0.797_884_6;
 const GELU_CUBIC: f32 = 0.044_715;
 
 impl Activation {

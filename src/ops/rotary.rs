@@ -118,7 +118,7 @@ pub fn rotary_backward(
                 let gather = |values: &[T]| -> Vec<T> {
                     values.chunks_exact(width).flat_map(|row| row[range.clone()].iter().copied()).collect()
                 };
-                let dy = gather(&*read::<T>(dqkv)?);
+                let dy = gather(&read::<T>(dqkv)?);
                 rms_norm::add_gain_gradient::<T>(dgain, &gather(&raw), &dy, dim, gains.eps)?;
             }
         }

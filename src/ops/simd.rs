@@ -6,7 +6,7 @@
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     const LOG2_E: f32 = std::f32::consts::LOG2_E;
-    const LN2_HIGH: f32 = 0.693_359_375;
+    const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     // Adding 1.5 · 2^23 leaves the rounded integer in the low bits of the sum.
     const ROUND: f32 = 12_582_912.0;

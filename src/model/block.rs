@@ -1,0 +1,281 @@
+//! The transformer block of every family, forward and backward.
+//!
+//! ```text
+//! h = x + post?(o_proj(attention(rope(norm?(qkv_proj(norm(x)))))))
+//! y = h + post?(down_proj(act(gate) · up))          gate, up = gate_up_proj(norm(h))
+//! ```
+//!
+//! `post?` are the second norms of the Gemma families, `norm?` the per-head norms of qwen3 and gemma3. [`BlockSaved`]
+//! holds what cannot be had again cheaply: the projections and the attention output. Norm outputs, rotated heads and
+//! the gated product are made again in backward, elementwise.
+
+use candle_core::Tensor;
+
+use super::linear::{self, DropoutSource, Linear, LoraSaved};
+use super::{ModelConfig, Param};
+use crate::error::Result;
+use crate::ops::attention::{Algorithm, Attended, Qkv, Span, attention, attention_backward};
+use crate::ops::gated::{gated, gated_backward};
+use crate::ops::random::Stream;
+use crate::ops::reduce::add;
+use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
+use crate::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
+use crate::ops::Columns;
+
+/// The parameters of one block, for one use.
+#[derive(Debug, Clone)]
+pub struct BlockWeights {
+    /// `input_layernorm`, before attention.
+    pub attn_norm: Param,
+    /// q, k and v apart, or the one fused `qkv_proj`.
+    pub qkv: Vec<Linear>,
+    /// Per-head norms of q and k.
+    pub qk_norm: Option<(Param, Param)>,
+    /// `o_proj`.
+    pub o: Linear,
+    /// Gemma's norm on the attention's output.
+    pub attn_post_norm: Option<Param>,
+    /// The norm before the MLP.
+    pub mlp_norm: Param,
+    /// gate and up apart, or the one fused `gate_up_proj`.
+    pub gate_up: Vec<Linear>,
+    /// `down_proj`.
+    pub down: Linear,
+    /// Gemma's norm on the MLP's output.
+    pub mlp_post_norm: Option<Param>,
+}
+
+/// What a micro-batch hands to every block.
+#[derive(Debug, Clone)]
+pub struct Context<'a> {
+    /// The sequences.
+    pub spans: &'a [Span],
+    /// One table per rope of the model.
+    pub tables: &'a [RotaryTable],
+    /// Flash or eager.
+    pub algorithm: Algorithm,
+    /// Present in training only.
+    pub dropout: Option<DropoutContext>,
+}
+
+/// Names the dropout masks of a micro-batch.
+#[derive(Debug, Clone, Copy)]
+pub struct DropoutContext {
+    /// The stream of (seed, step).
+    pub stream: Stream,
+    /// Index in the step's global batch of the micro-batch's first token.
+    pub first_token: u64,
+}
+
+impl Context<'_> {
+    fn source(&self, layer: usize) -> DropoutSource {
+        self.dropout.map(|d| (d.stream.part(layer as u64), d.first_token))
+    }
+}
+
+/// What a block's backward needs. Shapes: `x`, `h` `[N, D]`; `qkv` `[N, (H + 2K) head_dim]`; `gate_up` `[N, 2F]`.
+#[derive(Debug, Clone)]
+pub struct BlockSaved {
+    x: Tensor,
+    qkv: Tensor,
+    attended: Attended,
+    /// The attention's output before Gemma's post norm.
+    o: Option<Tensor>,
+    h: Tensor,
+    gate_up: Tensor,
+    /// The MLP's output before Gemma's post norm.
+    m: Option<Tensor>,
+    lora: [LoraSaved; 4],
+}
+
+/// Keys and values of the tokens seen so far, for generation: `[capacity, K · head_dim]` each.
+#[derive(Debug)]
+pub struct BlockCache {
+    k: Tensor,
+    v: Tensor,
+    len: usize,
+}
+
+impl BlockCache {
+    /// An empty cache for `capacity` tokens.
+    pub fn new(config: &ModelConfig, capacity: usize, like: &Tensor) -> Result<Self> {
+        let shape = (capacity, config.heads.kv_width());
+        let zeros = || Tensor::zeros(shape, like.dtype(), like.device());
+        Ok(BlockCache { k: zeros()?, v: zeros()?, len: 0 })
+    }
+
+    /// Appends the keys and values of new tokens; returns all so far and the span that attends to them.
+    fn append(&mut self, k: Columns<'_>, v: Columns<'_>) -> Result<(Tensor, Tensor, Span)> {
+        let new = k.tensor.dim(0)?;
+        for (cache, columns) in [(&self.k, k), (&self.v, v)] {
+            let rows = columns.tensor.narrow(1, columns.start, columns.len)?.contiguous()?;
+            cache.slice_set(&rows, 0, self.len)?;
+        }
+        self.len += new;
+        let span = Span { q_start: 0, q_len: new, k_start: 0, k_len: self.len };
+        Ok((self.k.narrow(0, 0, self.len)?, self.v.narrow(0, 0, self.len)?, span))
+    }
+}
+
+/// `x: [N, D]` → `[N, D]` and what backward needs. With a cache, the tokens follow those in it.
+pub fn forward(
+    config: &ModelConfig,
+    layer: usize,
+    w: &BlockWeights,
+    x: &Tensor,
+    context: &Context<'_>,
+    cache: Option<&mut BlockCache>,
+) -> Result<(Tensor, BlockSaved)> {
+    let source = context.source(layer);
+    let normed = rms_norm(x, &w.attn_norm.value, config.norm)?;
+    let (qkv, lora_qkv) = linear::forward(&w.qkv, &normed, None, source)?;
+    let attended = attend(config, layer, w, &qkv, context, cache)?;
+    let (h, o, lora_o) = close(&w.o, w.attn_post_norm.as_ref(), &attended.out, x, config.norm, source)?;
+    let normed = rms_norm(&h, &w.mlp_norm.value, config.norm)?;
+    let (gate_up, lora_gate_up) = linear::forward(&w.gate_up, &normed, None, source)?;
+    let product = gated(&gate_up, config.activation)?;
+    let (y, m, lora_down) = close(&w.down, w.mlp_post_norm.as_ref(), &product, &h, config.norm, source)?;
+    let lora = [lora_qkv, lora_o, lora_gate_up, lora_down];
+    Ok((y, BlockSaved { x: x.clone(), qkv, attended, o, h, gate_up, m, lora }))
+}
+
+/// The end of a half: `residual + post?(layer(x))`; also the layer's own output when a post norm reads it.
+fn close(
+    layer: &Linear,
+    post_norm: Option<&Param>,
+    x: &Tensor,
+    residual: &Tensor,
+    norm: NormKind,
+    source: DropoutSource,
+) -> Result<(Tensor, Option<Tensor>, LoraSaved)> {
+    let layers = std::slice::from_ref(layer);
+    match post_norm {
+        None => {
+            let (y, saved) = linear::forward(layers, x, Some(residual), source)?;
+            Ok((y, None, saved))
+        }
+        Some(post_norm) => {
+            let (out, saved) = linear::forward(layers, x, None, source)?;
+            let y = add(residual, &rms_norm(&out, &post_norm.value, norm)?)?;
+            Ok((y, Some(out), saved))
+        }
+    }
+}
+
+/// The backward of [`close`]: the gradient of the layer's input.
+fn close_backward(
+    layer: &Linear,
+    post_norm: Option<&Param>,
+    (x, out, saved): (&Tensor, Option<&Tensor>, &LoraSaved),
+    dy: &Tensor,
+    norm: NormKind,
+    source: DropoutSource,
+) -> Result<Tensor> {
+    let layers = std::slice::from_ref(layer);
+    let through_norm = match (post_norm, out) {
+        (Some(p), Some(out)) => Some(rms_norm_backward(out, &p.value, dy, None, p.grad.as_ref(), norm)?),
+        _ => None,
+    };
+    linear::backward(layers, saved, x, through_norm.as_ref().unwrap_or(dy), source)
+}
+
+fn attend(
+    config: &ModelConfig,
+    layer: usize,
+    w: &BlockWeights,
+    qkv: &Tensor,
+    context: &Context<'_>,
+    cache: Option<&mut BlockCache>,
+) -> Result<Attended> {
+    let rotated = rotate(config, layer, w, qkv, context)?;
+    let inputs = attention_inputs(config, &rotated, qkv);
+    let kind = config.attention(layer);
+    match cache {
+        None => attention(inputs, context.spans, kind, context.algorithm),
+        Some(cache) => {
+            let (k, v, span) = cache.append(inputs.k, inputs.v)?;
+            let inputs = Qkv { q: inputs.q, k: Columns::all(&k), v: Columns::all(&v) };
+            attention(inputs, &[span], kind, context.algorithm)
+        }
+    }
+}
+
+fn rotate(
+    config: &ModelConfig,
+    layer: usize,
+    w: &BlockWeights,
+    qkv: &Tensor,
+    context: &Context<'_>,
+) -> Result<Tensor> {
+    rotary(qkv, config.heads, qk_norm(config, w), &context.tables[config.layers[layer].rope])
+}
+
+fn qk_norm<'a>(config: &ModelConfig, w: &'a BlockWeights) -> Option<QkNorm<'a>> {
+    let (q, k) = w.qk_norm.as_ref()?;
+    Some(QkNorm { q: (&q.value, q.grad.as_ref()), k: (&k.value, k.grad.as_ref()), kind: config.norm })
+}
+
+/// q and k from the rotated tensor, v from the raw projection.
+fn attention_inputs<'a>(config: &ModelConfig, rotated: &'a Tensor, qkv: &'a Tensor) -> Qkv<'a> {
+    let heads = config.heads;
+    Qkv {
+        q: Columns { tensor: rotated, start: 0, len: heads.q_width() },
+        k: Columns { tensor: rotated, start: heads.q_width(), len: heads.kv_width() },
+        v: Columns { tensor: qkv, start: heads.qk_width(), len: heads.kv_width() },
+    }
+}
+
+/// Adds the gradients of the block's trainable parameters and returns that of its input, unless `need_dx` is false
+/// (the first block over a frozen embedding).
+pub fn backward(
+    config: &ModelConfig,
+    layer: usize,
+    w: &BlockWeights,
+    saved: &BlockSaved,
+    dy: &Tensor,
+    context: &Context<'_>,
+    need_dx: bool,
+) -> Result<Option<Tensor>> {
+    let source = context.source(layer);
+    let norm = config.norm;
+    let dh = {
+        let product = gated(&saved.gate_up, config.activation)?;
+        let ends = (&product, saved.m.as_ref(), &saved.lora[3]);
+        let dproduct = close_backward(&w.down, w.mlp_post_norm.as_ref(), ends, dy, norm, source)?;
+        drop(product);
+        let dgate_up = gated_backward(&saved.gate_up, &dproduct, config.activation)?;
+        drop(dproduct);
+        let normed = rms_norm(&saved.h, &w.mlp_norm.value, norm)?;
+        let dnormed = linear::backward(&w.gate_up, &saved.lora[2], &normed, &dgate_up, source)?;
+        rms_norm_backward(&saved.h, &w.mlp_norm.value, &dnormed, Some(dy), w.mlp_norm.grad.as_ref(), norm)?
+    };
+    let ends = (&saved.attended.out, saved.o.as_ref(), &saved.lora[1]);
+    let dout = close_backward(&w.o, w.attn_post_norm.as_ref(), ends, &dh, norm, source)?;
+    let dqkv = {
+        let rotated = rotate(config, layer, w, &saved.qkv, context)?;
+        let inputs = attention_inputs(config, &rotated, &saved.qkv);
+        let kind = config.attention(layer);
+        attention_backward(inputs, &saved.attended, &dout, context.spans, kind, context.algorithm)?
+    };
+    let table = &context.tables[config.layers[layer].rope];
+    rotary_backward(&saved.qkv, &dqkv, config.heads, qk_norm(config, w), table)?;
+    let normed = rms_norm(&saved.x, &w.attn_norm.value, norm)?;
+    if !need_dx && w.attn_norm.grad.is_none() {
+        linear::backward_weights(&w.qkv, &saved.lora[0], &normed, &dqkv, source)?;
+        return Ok(None);
+    }
+    let dnormed = linear::backward(&w.qkv, &saved.lora[0], &normed, &dqkv, source)?;
+    let dx =
+        rms_norm_backward(&saved.x, &w.attn_norm.value, &dnormed, Some(&dh), w.attn_norm.grad.as_ref(), norm)?;
+    Ok(Some(dx))
+}
+
+impl BlockSaved {
+    /// Bytes held beyond the block's input.
+    pub fn bytes(&self) -> usize {
+        let tensors = [&self.qkv, &self.attended.out, &self.attended.lse, &self.h, &self.gate_up];
+        let all = tensors.into_iter().chain(&self.o).chain(&self.m);
+        all.map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum::<usize>()
+            + self.lora.iter().map(LoraSaved::bytes).sum::<usize>()
+    }
+}

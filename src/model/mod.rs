@@ -1,0 +1,36 @@
+//! The model: one block for all families, between an embedding and a head.
+//!
+//! A model is a list of segments, `Embed`, `Block(0..n)`, `Head`. Weights are handed to a segment for one use
+//! ([`EmbedWeights`], [`BlockWeights`], [`HeadWeights`]: views on wherever a strategy keeps them); they do not live in
+//! it. A family is a [`ModelConfig`], read from config.json: norm placement, biases, fused projections, rope, windows,
+//! caps. Each layer's forward and backward stand side by side, and what backward needs is a named struct.
+//!
+//! What runs a step over the segments is `engine`; where weights live is `strategy`.
+
+mod block;
+mod config;
+mod families;
+mod init;
+mod linear;
+mod rope;
+mod segments;
+mod spec;
+
+pub use block::{BlockCache, BlockSaved, BlockWeights, Context, DropoutContext, backward, forward};
+pub use config::{Family, LayerKind, ModelConfig};
+pub use init::{initial_lora, initial_value};
+pub use linear::{Linear, Lora, LoraSaved};
+pub use rope::{Rope, RopeKind};
+pub use segments::{EmbedWeights, HeadWeights};
+pub use spec::{Module, ModuleKind, ParamSpec, Role, Segment, modules, parameters};
+
+use candle_core::Tensor;
+
+/// One parameter in use: its value and, if it trains, where its gradient is added up.
+#[derive(Debug, Clone)]
+pub struct Param {
+    /// The value, in the compute dtype (adapters: f32).
+    pub value: Tensor,
+    /// f32, same shape; none for a frozen parameter, which has no weight-gradient code path.
+    pub grad: Option<Tensor>,
+}

@@ -1,0 +1,202 @@
+//! Rotary frequencies and the tables of a micro-batch, with every `rope_type` that files of these families use.
+//! Formulas follow transformers' `modeling_rope_utils.py`; angles are computed in f32 as there.
+
+use candle_core::{Device, Tensor};
+
+use super::config::Keys;
+use crate::error::{Error, Result};
+use crate::ops::attention::Span;
+use crate::ops::rotary::RotaryTable;
+
+/// How frequencies are stretched for long contexts.
+#[derive(Debug, Clone, PartialEq)]
+pub enum RopeKind {
+    /// Frequencies that do not depend on the sequence: default, linear, llama3, yarn.
+    Fixed,
+    /// NTK-aware: the base grows with sequences longer than the trained context.
+    Dynamic {
+        /// `factor` of the config.
+        factor: f64,
+    },
+    /// Two sets of divisors, one up to the original context, one beyond it (phi3).
+    LongRope {
+        /// Divisors per frequency up to the original context.
+        short: Vec<f32>,
+        /// Divisors beyond it.
+        long: Vec<f32>,
+    },
+}
+
+/// One rotary embedding.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rope {
+    /// Angle per position of each pair, `[rotary_dim / 2]`.
+    pub inv_freq: Vec<f32>,
+    /// Factor on cos and sin (yarn, longrope).
+    pub attention_factor: f32,
+    /// How long sequences change the frequencies.
+    pub kind: RopeKind,
+    theta: f64,
+    /// The context length at which `kind` takes effect.
+    trained_positions: usize,
+}
+
+/// What stands outside the scaling object of config.json.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RopeContext {
+    pub(super) head_dim: usize,
+    pub(super) theta: f64,
+    pub(super) partial: f64,
+    pub(super) max_positions: usize,
+    pub(super) original_max_positions: Option<usize>,
+}
+
+impl Rope {
+    /// Reads `rope_scaling` or `rope_parameters` (which also carries theta).
+    pub(super) fn read(scaling: Option<&Keys<'_>>, context: &RopeContext) -> Result<Self> {
+        let theta = scaling.map(|s| s.f64_or("rope_theta", context.theta)).transpose()?.unwrap_or(context.theta);
+        let partial =
+            scaling.map(|s| s.f64_or("partial_rotary_factor", context.partial)).transpose()?.unwrap_or(context.partial);
+        let rotary_dim = (context.head_dim as f64 * partial) as usize / 2 * 2;
+        let plain: Vec<f32> = (0..rotary_dim / 2)
+            .map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / rotary_dim as f32))
+            .collect();
+        let mut rope = Rope {
+            inv_freq: plain,
+            attention_factor: 1.0,
+            kind: RopeKind::Fixed,
+            theta,
+            trained_positions: context.max_positions,
+        };
+        let Some(s) = scaling else { return Ok(rope) };
+        let name = match s.opt_str("rope_type")? {
+            Some(name) => name,
+            None => s.opt_str("type")?.unwrap_or("default"),
+        };
+        match name {
+            "default" => {}
+            "linear" => {
+                let factor = needed(s, "factor")? as f32;
+                rope.inv_freq.iter_mut().for_each(|f| *f /= factor);
+            }
+            "dynamic" => rope.kind = RopeKind::Dynamic { factor: needed(s, "factor")? },
+            "llama3" => rope.llama3(s)?,
+            "yarn" => rope.yarn(s, context, rotary_dim)?,
+            "longrope" | "su" => rope.longrope(s, context)?,
+            other => {
+                return Err(Error::user(format!("`rope_scaling` has type \"{other}\""))
+                    .because("accepted: default, linear, dynamic, llama3, yarn, longrope"));
+            }
+        }
+        Ok(rope)
+    }
+
+    fn llama3(&mut self, s: &Keys<'_>) -> Result<()> {
+        let factor = needed(s, "factor")?;
+        let (low, high) = (needed(s, "low_freq_factor")?, needed(s, "high_freq_factor")?);
+        let original = needed(s, "original_max_position_embeddings")?;
+        for f in &mut self.inv_freq {
+            let wavelength = std::f64::consts::TAU / f64::from(*f);
+            let kept = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0);
+            *f = ((1.0 - kept) * f64::from(*f) / factor + kept * f64::from(*f)) as f32;
+        }
+        Ok(())
+    }
+
+    /// arXiv 2309.00071.
+    fn yarn(&mut self, s: &Keys<'_>, context: &RopeContext, dim: usize) -> Result<()> {
+        let factor = needed(s, "factor")?;
+        let original = s.f64_or("original_max_position_embeddings", context.max_positions as f64)?;
+        let mscale = |m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
+        self.attention_factor = match s.opt_f64("attention_factor")? {
+            Some(given) => given,
+            None => match (s.opt_f64("mscale")?, s.opt_f64("mscale_all_dim")?) {
+                (Some(m), Some(all)) if m != 0.0 && all != 0.0 => mscale(m) / mscale(all),
+                _ => mscale(1.0),
+            },
+        } as f32;
+        let turns_at = |turns: f64| {
+            dim as f64 * (original / (turns * std::f64::consts::TAU)).ln() / (2.0 * self.theta.ln())
+        };
+        let (mut low, mut high) = (turns_at(s.f64_or("beta_fast", 32.0)?), turns_at(s.f64_or("beta_slow", 1.0)?));
+        if s.bool_or("truncate", true)? {
+            (low, high) = (low.floor(), high.ceil());
+        }
+        let (low, mut high) = (low.max(0.0), high.min(dim as f64 - 1.0));
+        if low == high {
+            high += 0.001;
+        }
+        for (i, f) in self.inv_freq.iter_mut().enumerate() {
+            let interpolated = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+            *f = (f64::from(*f) / factor * interpolated + f64::from(*f) * (1.0 - interpolated)) as f32;
+        }
+        Ok(())
+    }
+
+    fn longrope(&mut self, s: &Keys<'_>, context: &RopeContext) -> Result<()> {
+        let divisors = |key: &str| -> Result<Vec<f32>> {
+            let list = s.f64_list(key)?.ok_or_else(|| Error::user(format!("`rope_scaling` lacks `{key}`")))?;
+            if list.len() != self.inv_freq.len() {
+                return Err(Error::user(format!("`{key}` has {} entries", list.len()))
+                    .because(format!("accepted: {}, half the rotary width", self.inv_freq.len())));
+            }
+            Ok(list.into_iter().map(|x| x as f32).collect())
+        };
+        let kind = RopeKind::LongRope { short: divisors("short_factor")?, long: divisors("long_factor")? };
+        let original = match s.opt_usize("original_max_position_embeddings")? {
+            Some(original) => original,
+            None => context.original_max_positions.unwrap_or(context.max_positions),
+        };
+        let factor = context.max_positions as f64 / original as f64;
+        let natural = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
+        self.attention_factor = s.f64_or("attention_factor", natural)? as f32;
+        self.kind = kind;
+        self.trained_positions = original;
+        Ok(())
+    }
+
+    /// The frequencies of a sequence of `len` tokens.
+    fn frequencies(&self, len: usize) -> Vec<f32> {
+        match &self.kind {
+            RopeKind::Fixed => self.inv_freq.clone(),
+            RopeKind::Dynamic { .. } if len <= self.trained_positions => self.inv_freq.clone(),
+            RopeKind::Dynamic { factor } => {
+                let dim = 2.0 * self.inv_freq.len() as f64;
+                let stretch = factor * len as f64 / self.trained_positions as f64 - (factor - 1.0);
+                let base = (self.theta * stretch.powf(dim / (dim - 2.0))) as f32;
+                (0..self.inv_freq.len()).map(|i| 1.0 / base.powf((2 * i) as f32 / dim as f32)).collect()
+            }
+            RopeKind::LongRope { short, long } => {
+                let divisors = if len > self.trained_positions { long } else { short };
+                self.inv_freq.iter().zip(divisors).map(|(f, d)| f / d).collect()
+            }
+        }
+    }
+
+    /// cos and sin for the queries of each span; a span's tokens stand at positions `k_len − q_len ..`.
+    pub fn table(&self, spans: &[Span], device: &Device) -> Result<RotaryTable> {
+        let half = self.inv_freq.len();
+        let rows: usize = spans.iter().map(|span| span.q_len).sum();
+        let (mut cos, mut sin) = (Vec::with_capacity(rows * half), Vec::with_capacity(rows * half));
+        for span in spans {
+            let frequencies = self.frequencies(span.k_len);
+            for position in span.k_len - span.q_len..span.k_len {
+                for f in &frequencies {
+                    let (s, c) = (position as f32 * f).sin_cos();
+                    cos.push(c * self.attention_factor);
+                    sin.push(s * self.attention_factor);
+                }
+            }
+        }
+        let tensor = |values: Vec<f32>| Tensor::from_vec(values, (rows, half), device);
+        Ok(RotaryTable { cos: tensor(cos)?, sin: tensor(sin)? })
+    }
+}
+
+fn needed(s: &Keys<'_>, key: &str) -> Result<f64> {
+    match s.opt_f64(key)? {
+        Some(value) if value > 0.0 && value.is_finite() => Ok(value),
+        Some(value) => Err(Error::user(format!("`{key}` of `rope_scaling` is {value}")).because("accepted: above 0")),
+        None => Err(Error::user(format!("`rope_scaling` lacks `{key}`"))),
+    }
+}
