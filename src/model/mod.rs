@@ -7,6 +7,7 @@
 //!
 //! What runs a step over the segments is `engine`; where weights live is `strategy`.
 
+pub mod assemble;
 mod block;
 mod config;
 mod families;
@@ -16,6 +17,7 @@ mod rope;
 mod segments;
 mod spec;
 
+pub use assemble::Lookup;
 pub use block::{BlockCache, BlockSaved, BlockWeights, Context, DropoutContext, backward, forward};
 pub use config::{Family, LayerKind, ModelConfig};
 pub use init::{initial_lora, initial_value};

@@ -1,0 +1,78 @@
+//! Held-out loss, token accuracy and exact match.
+
+use super::Engine;
+use crate::data::Batch;
+use crate::error::{Error, Kind, Result};
+use crate::ops::cross_entropy::IGNORE;
+
+/// Sums over evaluated rows.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Evaluation {
+    /// Σ −log p(target).
+    pub loss_sum: f64,
+    /// Targets.
+    pub tokens: u64,
+    /// Targets that had the largest logit.
+    pub correct: u64,
+    /// Rows with at least one target.
+    pub rows: u64,
+    /// Rows whose every target had the largest logit: greedy decoding would give exactly these tokens.
+    pub exact: u64,
+}
+
+impl Evaluation {
+    /// Mean loss per target, in nats.
+    pub fn loss(&self) -> f64 {
+        self.loss_sum / self.tokens.max(1) as f64
+    }
+    /// e^loss.
+    pub fn perplexity(&self) -> f64 {
+        self.loss().exp()
+    }
+    /// Share of targets predicted, 0 to 1.
+    pub fn token_accuracy(&self) -> f64 {
+        self.correct as f64 / self.tokens.max(1) as f64
+    }
+    /// Share of rows predicted in full, 0 to 1.
+    pub fn exact_match(&self) -> f64 {
+        self.exact as f64 / self.rows.max(1) as f64
+    }
+}
+
+impl Engine {
+    /// Evaluates every batch; `seen` is called after each with the rows done so far.
+    ///
+    /// # Errors
+    /// [`Kind::Diverged`] when the loss is not finite.
+    pub fn evaluate(&self, batches: impl Iterator<Item = Batch>, mut seen: impl FnMut(u64)) -> Result<Evaluation> {
+        let mut sums = Evaluation::default();
+        for batch in batches {
+            self.add_scores(&batch, &mut sums)?;
+            seen(sums.rows);
+        }
+        if !sums.loss_sum.is_finite() {
+            return Err(Error::new(Kind::Diverged, "the evaluation loss is not finite")
+                .because(format!("Σ loss is {}", sums.loss_sum)));
+        }
+        Ok(sums)
+    }
+
+    fn add_scores(&self, batch: &Batch, sums: &mut Evaluation) -> Result<()> {
+        let hidden = self.hidden(batch)?;
+        let mut scores = self.strategy.head().score(&self.config, &hidden, &batch.targets)?.into_iter();
+        for segment in &batch.segments {
+            let targets = &batch.targets[segment.start..segment.start + segment.len];
+            let count = targets.iter().filter(|&&target| target != IGNORE).count();
+            let mut exact = count > 0;
+            for score in scores.by_ref().take(count) {
+                sums.loss_sum += f64::from(score.loss);
+                sums.correct += u64::from(score.correct);
+                exact &= score.correct;
+            }
+            sums.tokens += count as u64;
+            sums.rows += u64::from(count > 0);
+            sums.exact += u64::from(exact);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,77 @@
+//! From named parameters to the structs that a segment takes: the one place that knows both.
+
+use super::block::BlockWeights;
+use super::linear::{Linear, Lora};
+use super::segments::{EmbedWeights, HeadWeights};
+use super::{ModelConfig, Param};
+use crate::error::Result;
+
+/// Wherever parameters live.
+pub trait Lookup {
+    /// The parameter of this name.
+    ///
+    /// # Errors
+    /// There is none: a fault of the caller.
+    fn param(&self, name: &str) -> Result<Param>;
+    /// The adapter on a module, if it is a target.
+    fn lora(&self, module: &str, site: u64) -> Result<Option<Lora>>;
+    /// True when the output layer has a parameter of its own, although the model ties it to the embedding.
+    fn has_own_head(&self) -> bool;
+}
+
+/// The embedding's weights.
+pub fn embed(from: &dyn Lookup) -> Result<EmbedWeights> {
+    Ok(EmbedWeights { table: from.param("model.embed_tokens.weight")? })
+}
+
+/// The head's weights; a tied one is the embedding's own parameter.
+pub fn head(config: &ModelConfig, from: &dyn Lookup) -> Result<HeadWeights> {
+    let tied = config.tie_word_embeddings && !from.has_own_head();
+    let table = if tied { "model.embed_tokens.weight" } else { "lm_head.weight" };
+    Ok(HeadWeights { norm: from.param("model.norm.weight")?, lm_head: from.param(table)? })
+}
+
+/// The weights of block `layer`.
+pub fn block(config: &ModelConfig, layer: usize, from: &dyn Lookup) -> Result<BlockWeights> {
+    let prefix = format!("model.layers.{layer}");
+    let mut site = 0;
+    let mut linear = |name: &str, bias: bool| -> Result<Linear> {
+        let module = format!("{prefix}.{name}");
+        site += 1;
+        Ok(Linear {
+            weight: from.param(&format!("{module}.weight"))?,
+            bias: bias.then(|| from.param(&format!("{module}.bias"))).transpose()?,
+            lora: from.lora(&module, site)?,
+        })
+    };
+    let qkv = match config.fused {
+        true => vec![linear("self_attn.qkv_proj", config.qkv_bias)?],
+        false => ["q_proj", "k_proj", "v_proj"]
+            .iter()
+            .map(|name| linear(&format!("self_attn.{name}"), config.qkv_bias))
+            .collect::<Result<_>>()?,
+    };
+    let o = linear("self_attn.o_proj", config.o_bias)?;
+    let gate_up = match config.fused {
+        true => vec![linear("mlp.gate_up_proj", config.mlp_bias)?],
+        false => {
+            vec![linear("mlp.gate_proj", config.mlp_bias)?, linear("mlp.up_proj", config.mlp_bias)?]
+        }
+    };
+    let down = linear("mlp.down_proj", config.mlp_bias)?;
+    let norm = |name: &str| from.param(&format!("{prefix}.{name}.weight"));
+    let (attn_post_norm, mlp_norm, mlp_post_norm) = match config.post_norms {
+        false => (None, norm("post_attention_layernorm")?, None),
+        true => (
+            Some(norm("post_attention_layernorm")?),
+            norm("pre_feedforward_layernorm")?,
+            Some(norm("post_feedforward_layernorm")?),
+        ),
+    };
+    let qk_norm = match config.qk_norm {
+        true => Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?)),
+        false => None,
+    };
+    let attn_norm = norm("input_layernorm")?;
+    Ok(BlockWeights { attn_norm, qkv, qk_norm, o, attn_post_norm, mlp_norm, gate_up, down, mlp_post_norm })
+}

@@ -1,0 +1,7 @@
+//! Learning-rate schedules and the optimizer: AdamW over whatever tensors it is handed.
+
+mod adamw;
+mod schedule;
+
+pub use adamw::{Optimizer, OptimizerOptions, Piece};
+pub use schedule::{Schedule, ScheduleKind};

@@ -1,0 +1,11 @@
+//! Where parameters live and how their gradients meet.
+//!
+//! Parameters lie in flat buckets, one per (segment, trainable), and a segment's weights are views on them. The engine
+//! asks a strategy for the weights of a segment, uses them once and lets go; with one device ([`Single`]) that is a
+//! borrow. Sharded strategies come with their issue and keep this interface.
+
+mod bucket;
+mod single;
+
+pub use bucket::{Bucket, Entry, Fill, Slot};
+pub use single::{LoraSpec, Single};
