@@ -15,5 +15,8 @@
 //! | 7 | [`plan`] | the one place where a recipe meets parts |
 //! | 8 | [`cli`], [`commands`] | the verbs |
 
+pub mod adapter;
 pub mod error;
+pub mod export;
 pub mod units;
+pub mod weights;
