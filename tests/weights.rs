@@ -86,7 +86,7 @@ fn malformed_files_each_get_their_error() {
         ("no brace", file("[]", &[])),
         ("leading space", file(" {}", &[])),
         ("broken JSON", file(r#"{"a":"#, &[])),
-        ("not UTF-8", [&8u64.to_le_bytes()[..], b"{\"\xff\":1}"].concat()),
+        ("not UTF-8", [&7u64.to_le_bytes()[..], b"{\"\xff\":1}"].concat()),
         ("deep nesting", file(&format!("{{\"a\":{}", "[".repeat(100_000)), &[])),
         ("not a tensor", one("5")),
         ("missing key", one(r#"{"dtype":"F32","shape":[2]}"#)),
@@ -126,7 +126,37 @@ fn malformed_files_each_get_their_error() {
         assert_eq!(lines[2], "hint: download or save the file again", "{case}");
         causes.push(format!("{case}: {}", lines[1].trim_start_matches("  caused by: ")));
     }
-    insta::assert_snapshot!(causes.join("\n"), @"");
+    insta::assert_snapshot!(causes.join("\n"), @r"
+    empty: it has 0 bytes; a safetensors file has at least 8
+    seven bytes: it has 7 bytes; a safetensors file has at least 8
+    length 2^63: its first 8 bytes give a header of 9223372036854775808 bytes; accepted: up to 100000000 (not a safetensors file?)
+    length over the cap: its first 8 bytes give a header of 100000001 bytes; accepted: up to 100000000 (not a safetensors file?)
+    length past the end: it is truncated: the header should have 100 bytes, 2 are there
+    a pickle in disguise: it is truncated: the header should have 67324752 bytes, 2 are there
+    no brace: its header does not start with `{` (not a safetensors file?)
+    leading space: its header does not start with `{` (not a safetensors file?)
+    broken JSON: its header is not valid: tensor `a`: EOF while parsing a value at line 1 column 5
+    not UTF-8: it is truncated: the header should have 8 bytes, 7 are there
+    deep nesting: its header is not valid: tensor `a`: invalid type: sequence, expected a string at line 1 column 6
+    not a tensor: its header is not valid: tensor `a`: invalid type: integer `5`, expected struct Fields at line 1 column 6
+    missing key: its header is not valid: tensor `a`: missing field `data_offsets` at line 1 column 32
+    unknown dtype: tensor `a` has dtype `F7`; accepted: F32, F16, BF16, F64, F8_E4M3, F8_E5M2, F8_E8M0, I64, I32, I16, I8, U64, U32, U16, U8, BOOL
+    negative size: its header is not valid: tensor `a`: invalid value: integer `-2`, expected u64 at line 1 column 31
+    huge size: its header is not valid: tensor `a`: invalid type: floating point `1e+20`, expected u64 at line 1 column 49
+    size overflow: tensor `a` has shape [4294967296, 4294967296], more than 2^64 bytes
+    many dimensions: its header is not valid: tensor `a`: more than 32 dimensions at line 1 column 95
+    three offsets: its header is not valid: tensor `a`: data_offsets has 3 numbers, accepted: 2 at line 1 column 56
+    reversed offsets: tensor `a` has data_offsets [8, 0], which end before they start
+    offsets and shape differ: tensor `a` has data_offsets [0, 8], 8 bytes; its shape [3] of F32 needs 12
+    duplicate key: tensor `a` is in its header twice
+    overlap: tensor `b` starts at byte 2 and overlaps `a`, which ends at 4
+    hole: 1 bytes before tensor `b` (from byte 4) belong to no tensor
+    hole at the start: 1 bytes before tensor `a` (from byte 0) belong to no tensor
+    truncated data: it is truncated: its tensors need 8 bytes, 7 are there
+    bytes left over: 1 bytes after its last tensor belong to no tensor
+    long name: tensor `nnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnn…` has dtype `F7`; accepted: F32, F16, BF16, F64, F8_E4M3, F8_E5M2, F8_E8M0, I64, I32, I16, I8, U64, U32, U16, U8, BOOL
+    control characters: tensor `\u{1b}[2J\0` has dtype `F7`; accepted: F32, F16, BF16, F64, F8_E4M3, F8_E5M2, F8_E8M0, I64, I32, I16, I8, U64, U32, U16, U8, BOOL
+    ");
 }
 
 #[test]
@@ -148,14 +178,33 @@ fn a_header_of_spaces_and_empty_tensors_is_fine() {
 #[test]
 fn folders_without_safetensors_say_what_they_have() {
     let dir = temp();
-    insta::assert_snapshot!(open_error(dir.path()), @"");
+    insta::assert_snapshot!(open_error(dir.path()), @"
+    error: cannot read a model from <dir>
+      caused by: it has neither model.safetensors nor model.safetensors.index.json
+    hint: give the folder that holds config.json and the weights, or a hub id such as `org/name`
+    ");
     put(dir.path(), "model.Q4_K_M.gguf", "GGUF");
-    insta::assert_snapshot!(open_error(dir.path()), @"");
+    insta::assert_snapshot!(open_error(dir.path()), @"
+    error: cannot read a model from <dir>
+      caused by: its weights are GGUF (model.Q4_K_M.gguf); accepted: model.safetensors, or model.safetensors.index.json and its shards
+    hint: give the Hugging Face model that the GGUF file was made from
+    ");
     put(dir.path(), "pytorch_model-00001-of-00002.bin", "");
-    insta::assert_snapshot!(open_error(dir.path()), @"");
+    insta::assert_snapshot!(open_error(dir.path()), @r#"
+    error: cannot read a model from <dir>
+      caused by: its weights are pickle files (pytorch_model-00001-of-00002.bin), which can run code when opened; accepted: model.safetensors, or model.safetensors.index.json and its shards
+    hint: convert it once with Python: python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('<dir>').save_pretrained('<dir>-safetensors')"
+    "#);
     put(dir.path(), "adapter_config.json", "{}");
-    insta::assert_snapshot!(open_error(dir.path()), @"");
-    insta::assert_snapshot!(open_error(&dir.path().join("absent")), @"");
+    insta::assert_snapshot!(open_error(dir.path()), @"
+    error: cannot read a model from <dir>
+      caused by: it holds a PEFT adapter, not a model
+    hint: give the base model, and the adapter as `--adapter <dir>`
+    ");
+    insta::assert_snapshot!(open_error(&dir.path().join("absent")), @"
+    error: cannot read a model from <dir>
+      caused by: No such file or directory (os error 2)
+    ");
 }
 
 #[test]
@@ -191,14 +240,62 @@ fn an_index_that_does_not_fit_is_refused() {
         "not JSON".into(),
     ];
     let results: Vec<String> = cases.iter().map(|case| try_index(case)).collect();
-    insta::assert_snapshot!(results.join("\n"), @"");
+    insta::assert_snapshot!(results.join("\n"), @r"
+    ok: a b c
+    ok: a b c
+    error: cannot read weights in <dir>
+      caused by: model.safetensors.index.json puts tensor `c` in z.safetensors, which is missing
+    hint: download the whole model again
+    error: cannot read weights in <dir>
+      caused by: model.safetensors.index.json puts tensor `c` in x.safetensors, but no shard has it
+    hint: download the whole model again
+    error: cannot read weights in <dir>
+      caused by: model.safetensors.index.json puts tensor `e` in y.safetensors, but no shard has it
+    hint: download the whole model again
+    error: cannot read weights in <dir>
+      caused by: tensor `b` is both in <dir>/twice.safetensors and in <dir>/x.safetensors
+    hint: download the whole model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: tensor `a` is in `../x.safetensors`; accepted: a file name ending in .safetensors, in the same folder
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: tensor `a` is in `/etc/x.safetensors`; accepted: a file name ending in .safetensors, in the same folder
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: tensor `a` is in `C:\\x.safetensors`; accepted: a file name ending in .safetensors, in the same folder
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: tensor `a` is in `..\\x.safetensors`; accepted: a file name ending in .safetensors, in the same folder
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: tensor `a` is in `x\0.safetensors`; accepted: a file name ending in .safetensors, in the same folder
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: tensor `a` is in `pytorch_model.bin`; accepted: a file name ending in .safetensors, in the same folder
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: it is not valid: tensor `a` is in its weight_map twice at line 1 column 89
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: its weight_map names no tensor
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: it is not valid: missing field `weight_map` at line 1 column 15
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: it is not valid: expected ident at line 1 column 2
+    hint: download or save the model again
+    ");
 }
 
 #[test]
 fn a_folder_in_place_of_a_file_is_no_weights() {
     let dir = temp();
     fs::create_dir(dir.path().join(MODEL_FILE)).expect("made");
-    insta::assert_snapshot!(open_error(dir.path()), @"");
+    insta::assert_snapshot!(open_error(dir.path()), @"
+    error: cannot open weights <dir>/model.safetensors
+      caused by: it is not a file
+    ");
 }
 
 #[test]
@@ -237,8 +334,15 @@ fn reading_converts_and_checks() {
     assert_eq!(files.read_into("f32", &mut part).expect_err("too short").kind(), Kind::Internal);
     let error =
         |name: &str, out: &mut [f32]| shown(&files.read_f32(name, out).expect_err("refused"), dir.path());
-    insta::assert_snapshot!(error("i64", &mut out), @"");
-    insta::assert_snapshot!(error("bf61", &mut out), @"");
+    insta::assert_snapshot!(error("i64", &mut out), @"
+    error: cannot read weights <dir>/model.safetensors
+      caused by: tensor `i64` has dtype I64; accepted: F32, F16, BF16, F64
+    hint: give the unquantized model
+    ");
+    insta::assert_snapshot!(error("bf61", &mut out), @"
+    error: cannot read weights in <dir>
+      caused by: tensor `bf61` is missing; the nearest is `bf16`
+    ");
 }
 
 #[test]
@@ -259,7 +363,11 @@ fn tensors_arrive_in_candle_with_their_shape_checked() {
     assert_eq!(bf16_tensor.dtype(), DType::BF16);
     let wrong = Expected { shape: &[64, 64], ..expected };
     let error = load_tensor(&files, name, wrong, DType::F32, &Device::Cpu).expect_err("refused");
-    insta::assert_snapshot!(shown(&error, &golden("models/tiny-mistral")), @"");
+    insta::assert_snapshot!(shown(&error, &golden("models/tiny-mistral")), @"
+    error: cannot load <dir>/model-00001-of-00002.safetensors
+      caused by: model.layers.0.self_attn.q_proj.weight: found [96, 64], expected [64, 64] (from config.json: hidden_size 64, num_attention_heads 4, head_dim 24)
+    hint: give config.json and weights of one and the same model
+    ");
     assert_eq!(
         load_tensor(&files, name, expected, DType::U8, &Device::Cpu).expect_err("refused").kind(),
         Kind::Internal
@@ -307,7 +415,16 @@ fn writers_that_give_the_wrong_amount_are_caught() {
     errors.push(write_file(&path, &twice, |_, sink| sink.write_values(&[1.0f32; 2])));
     let texts: Vec<String> =
         errors.into_iter().map(|error| error.expect_err("refused").to_string()).collect();
-    insta::assert_snapshot!(texts.join("\n"), @"");
+    insta::assert_snapshot!(texts.join("\n"), @"
+    error: cannot write tensor `a`
+      caused by: 4 of its 8 bytes were not given
+    error: cannot write tensor `a`
+      caused by: more than its 8 bytes were given
+    error: cannot write tensor `a`
+      caused by: floats were given for I32
+    error: cannot write weights
+      caused by: tensor `a` is to be written twice
+    ");
     assert_eq!(fs::read_dir(dir.path()).expect("folder").count(), 0, "nothing left");
 }
 
@@ -324,7 +441,11 @@ fn a_full_disk_leaves_what_was_there() {
     let error =
         write_file(&path, &entries, |_, sink| sink.write_values(&vec![0f32; 1 << 20])).expect_err("full");
     assert_eq!(error.kind(), Kind::Storage);
-    insta::assert_snapshot!(shown(&error, dir.path()), @"");
+    insta::assert_snapshot!(shown(&error, dir.path()), @"
+    error: cannot write <dir>/model.safetensors
+      caused by: No space left on device (os error 28); the file needs 4.00 MiB
+    hint: make room on that disk, or choose another place with `--output`
+    ");
     assert_eq!(fs::read(&path).expect("still there"), b"before");
     assert!(!temporary.exists() && fs::symlink_metadata(&temporary).is_err(), "temporary removed");
 }
@@ -357,7 +478,11 @@ fn shards_have_their_hugging_face_names_and_index() {
     // The same layout again replaces; another one would leave two models in one folder.
     write_sharded(dir.path(), &entries, 80, write).expect("written again");
     let error = write_sharded(dir.path(), &entries, 1000, write).expect_err("refused");
-    insta::assert_snapshot!(shown(&error, dir.path()), @"");
+    insta::assert_snapshot!(shown(&error, dir.path()), @"
+    error: cannot write weights to <dir>
+      caused by: it holds other weights (model.safetensors.index.json), which readers would take for part of these
+    hint: give an empty folder as `--output`
+    ");
 }
 
 #[test]
@@ -472,6 +597,9 @@ fn any_entries() -> impl Strategy<Value = Vec<(Entry, Vec<f32>)>> {
 }
 
 proptest! {
+    // Each case flushes files to the disk.
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
     #[test]
     fn what_is_written_is_read(tensors in any_entries(), shard_bytes in 1u64..400) {
         let (once, again) = (temp(), temp());

@@ -84,7 +84,7 @@ impl AdapterConfig {
         let mut keys =
             Keys(serde_json::from_slice(text).map_err(|error| format!("it is not valid: {error}"))?);
         for (key, accepted) in [("peft_type", "LORA"), ("task_type", "CAUSAL_LM")] {
-            let found: Option<String> = keys.take(key)?;
+            let found: Option<String> = keys.take(key, "a text")?;
             if found.as_deref().is_some_and(|found| found != accepted)
                 || (found.is_none() && key == "peft_type")
             {
@@ -102,23 +102,26 @@ impl AdapterConfig {
         let spec = TargetSpec {
             target_modules,
             exclude_modules: keys.names("exclude_modules")?.unwrap_or(Names::NONE),
-            modules_to_save: keys.take("modules_to_save")?.unwrap_or_default(),
-            layers_to_transform: keys.one_or_many("layers_to_transform")?,
-            layers_pattern: keys.one_or_many("layers_pattern")?.unwrap_or_default(),
-            r: keys.take("r")?.unwrap_or(8),
-            lora_alpha: keys.take("lora_alpha")?.unwrap_or(8.0),
-            use_rslora: keys.take("use_rslora")?.unwrap_or(false),
-            rank_pattern: keys.pattern("rank_pattern")?,
-            alpha_pattern: keys.pattern("alpha_pattern")?,
+            modules_to_save: keys.take("modules_to_save", "a list of names")?.unwrap_or_default(),
+            layers_to_transform: keys
+                .one_or_many("layers_to_transform", "a layer, or a list of layers, from 0")?,
+            layers_pattern: keys
+                .one_or_many("layers_pattern", "a name or a list of names")?
+                .unwrap_or_default(),
+            r: keys.take("r", "a whole number from 1")?.unwrap_or(8),
+            lora_alpha: keys.take("lora_alpha", "a number")?.unwrap_or(8.0),
+            use_rslora: keys.take("use_rslora", "true or false")?.unwrap_or(false),
+            rank_pattern: keys.pattern("rank_pattern", "a whole number from 1")?,
+            alpha_pattern: keys.pattern("alpha_pattern", "a number")?,
         };
         let config = Self {
-            base_model_name_or_path: keys.take("base_model_name_or_path")?,
-            revision: keys.take("revision")?,
+            base_model_name_or_path: keys.take("base_model_name_or_path", "a text")?,
+            revision: keys.take("revision", "a text")?,
             spec,
-            lora_dropout: keys.take("lora_dropout")?.unwrap_or(0.0),
-            inference_mode: keys.take("inference_mode")?.unwrap_or(false),
-            init_lora_weights: init(keys.take("init_lora_weights")?)?,
-            ensure_weight_tying: keys.take("ensure_weight_tying")?.unwrap_or(false),
+            lora_dropout: keys.take("lora_dropout", "a number")?.unwrap_or(0.0),
+            inference_mode: keys.take("inference_mode", "true or false")?.unwrap_or(false),
+            init_lora_weights: init(keys.take("init_lora_weights", "true, false, \"gaussian\"")?)?,
+            ensure_weight_tying: keys.take("ensure_weight_tying", "true or false")?.unwrap_or(false),
         };
         if !(0.0..1.0).contains(&config.lora_dropout) {
             return Err(format!("`lora_dropout` is {}; accepted: from 0 to below 1", config.lora_dropout));
@@ -212,34 +215,44 @@ struct Keys(Map<String, Value>);
 
 impl Keys {
     /// The value of `key`; none if it is missing or null.
-    fn take<T: DeserializeOwned>(&mut self, key: &str) -> Result<Option<T>, String> {
+    fn take<T: DeserializeOwned>(&mut self, key: &str, accepted: &str) -> Result<Option<T>, String> {
         match self.0.shift_remove(key) {
             None | Some(Value::Null) => Ok(None),
-            Some(value) => {
-                T::deserialize(&value).map(Some).map_err(|error| format!("`{key}` is {value}: {error}"))
-            }
+            Some(value) => match T::deserialize(&value) {
+                Ok(taken) => Ok(Some(taken)),
+                Err(_) => Err(format!("`{key}` is {value}; accepted: {accepted}")),
+            },
         }
     }
 
-    fn one_or_many<T: DeserializeOwned>(&mut self, key: &str) -> Result<Option<Vec<T>>, String> {
+    fn one_or_many<T: DeserializeOwned>(
+        &mut self,
+        key: &str,
+        accepted: &str,
+    ) -> Result<Option<Vec<T>>, String> {
         match self.0.get(key) {
-            Some(Value::Array(_)) => self.take(key),
-            _ => Ok(self.take(key)?.map(|one| vec![one])),
+            Some(Value::Array(_)) => self.take(key, accepted),
+            _ => Ok(self.take(key, accepted)?.map(|one| vec![one])),
         }
     }
 
     fn names(&mut self, key: &str) -> Result<Option<Names>, String> {
+        let accepted = "a list of names, or a regular expression";
         match self.0.get(key) {
-            Some(Value::String(_)) => Ok(self.take(key)?.map(Names::Regex)),
-            _ => Ok(self.take(key)?.map(Names::List)),
+            Some(Value::String(_)) => Ok(self.take(key, accepted)?.map(Names::Regex)),
+            _ => Ok(self.take(key, accepted)?.map(Names::List)),
         }
     }
 
-    fn pattern<T: DeserializeOwned>(&mut self, key: &str) -> Result<Vec<(String, T)>, String> {
-        let map: Map<String, Value> = self.take(key)?.unwrap_or_default();
+    fn pattern<T: DeserializeOwned>(
+        &mut self,
+        key: &str,
+        accepted: &str,
+    ) -> Result<Vec<(String, T)>, String> {
+        let map: Map<String, Value> = self.take(key, "an object from names to numbers")?.unwrap_or_default();
         let value = |(pattern, value): (String, Value)| match T::deserialize(&value) {
             Ok(value) => Ok((pattern, value)),
-            Err(error) => Err(format!("`{key}` has `{pattern}` = {value}: {error}")),
+            Err(_) => Err(format!("`{key}` has {value} for `{pattern}`; accepted: {accepted}")),
         };
         map.into_iter().map(value).collect()
     }
@@ -282,7 +295,29 @@ mod tests {
         config.spec.target_modules =
             TargetModules::Named(Names::List(["v_proj", "q_proj", "v_proj"].map(String::from).into()));
         config.spec.lora_alpha = 16.0;
-        insta::assert_snapshot!(config.to_json(), @"");
+        insta::assert_snapshot!(config.to_json(), @r#"
+        {
+          "peft_type": "LORA",
+          "task_type": "CAUSAL_LM",
+          "auto_mapping": null,
+          "base_model_name_or_path": null,
+          "revision": null,
+          "inference_mode": false,
+          "r": 8,
+          "lora_alpha": 16,
+          "lora_dropout": 0.0,
+          "target_modules": [
+            "q_proj",
+            "v_proj"
+          ],
+          "modules_to_save": null,
+          "bias": "none",
+          "fan_in_fan_out": false,
+          "init_lora_weights": true,
+          "layers_to_transform": null,
+          "layers_pattern": null
+        }
+        "#);
     }
 
     #[test]
@@ -308,7 +343,24 @@ mod tests {
         .iter()
         .map(|extra| parse(extra).expect_err(extra))
         .collect();
-        insta::assert_snapshot!(refusals.join("\n"), @"");
+        insta::assert_snapshot!(refusals.join("\n"), @r#"
+        `use_dora` is true, which is not supported; accepted: no such key, or its default
+        `bias` is "all", which is not supported; accepted: no such key, or its default
+        `fan_in_fan_out` is true, which is not supported; accepted: no such key, or its default
+        `lora_bias` is true, which is not supported; accepted: no such key, or its default
+        `layer_replication` is [[0,2]], which is not supported; accepted: no such key, or its default
+        `target_parameters` is ["experts.w"], which is not supported; accepted: no such key, or its default
+        `trainable_token_indices` is [1], which is not supported; accepted: no such key, or its default
+        `megatron_config` is {"a":1}, which is not supported; accepted: no such key, or its default
+        `alora_invocation_tokens` is [5], which is not supported; accepted: no such key, or its default
+        `eva_config` is {"rho":2.0}, which is not supported; accepted: no such key, or its default
+        `init_lora_weights` is "pissa", which may have changed the base too; accepted: true, false, "gaussian"
+        `a_key_of_tomorrow` is 1, which is not supported; accepted: no such key, or its default
+        `task_type` is SEQ_CLS; accepted: CAUSAL_LM
+        `r` is "eight": invalid type: string "eight", expected usize
+        `lora_dropout` is 1; accepted: from 0 to below 1
+        `rank_pattern` has `q_proj` = -1: invalid value: integer `-1`, expected usize
+        "#);
         assert!(AdapterConfig::parse(br#"{"peft_type":"IA3"}"#).is_err());
         assert!(AdapterConfig::parse(br#"{"peft_type":"LORA"}"#).is_err());
         assert!(AdapterConfig::parse(b"[1]").is_err());

@@ -501,11 +501,26 @@ mod tests {
         hint: did you mean `q_proj`?
         ");
         let unused = TargetSpec { rank_pattern: vec![("up_proj".into(), 4)], ..Default::default() };
-        insta::assert_snapshot!(error(&unused), @"");
-        insta::assert_snapshot!(error(&named(list(&["embed_tokens"]))), @"");
+        insta::assert_snapshot!(error(&unused), @"
+        error: cannot choose the modules that get LoRA
+          caused by: `rank_pattern` has `up_proj`, which matches no module with LoRA
+        hint: remove it, or write the end of a module's name: `q_proj`
+        ");
+        insta::assert_snapshot!(error(&named(list(&["embed_tokens"]))), @r#"
+        error: cannot choose the modules that get LoRA
+          caused by: `target_modules` matches `model.embed_tokens`, which is not a linear layer
+        hint: write `modules_to_save = ["embed_tokens"]` to train it whole
+        "#);
         let none = TargetSpec { exclude_modules: Names::Regex(".*".into()), ..Default::default() };
-        insta::assert_snapshot!(error(&none), @"");
-        insta::assert_snapshot!(error(&TargetSpec { r: 0, ..Default::default() }), @"");
+        insta::assert_snapshot!(error(&none), @r#"
+        error: cannot choose the modules that get LoRA
+          caused by: `target_modules` leaves no module: exclude_modules, modules_to_save or layers_to_transform take all
+        hint: write `target_modules = "all-linear"` and remove the others
+        "#);
+        insta::assert_snapshot!(error(&TargetSpec { r: 0, ..Default::default() }), @"
+        error: cannot choose the modules that get LoRA
+          caused by: `model.layers.0.self_attn.q_proj` has r 0 and lora_alpha 8; accepted: r from 1, a finite lora_alpha
+        ");
     }
 
     #[test]

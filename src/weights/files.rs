@@ -287,7 +287,11 @@ fn no_weights(folder: &Path) -> Error {
     let failed = Error::user(format!("cannot read a model from {}", folder.display()));
     let entries = match std::fs::read_dir(folder) {
         Ok(entries) => entries,
-        Err(error) => return Error::io("read a model from", folder, &error),
+        Err(error) => {
+            return Error::io("read a model from", folder, &error).hint(
+                "give a folder that holds config.json and the weights, or a hub id such as `org/name`",
+            );
+        }
     };
     let mut names: Vec<String> =
         entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect();
@@ -323,6 +327,6 @@ fn no_weights(folder: &Path) -> Error {
     } else {
         failed
             .because(format!("it has neither {MODEL_FILE} nor {INDEX_FILE}"))
-            .hint("give the folder that holds config.json and the weights, or a hub id such as `org/name`")
+            .hint("give a folder that holds config.json and the weights, or a hub id such as `org/name`")
     }
 }

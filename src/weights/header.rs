@@ -46,17 +46,17 @@ fn parse_checked(file: &[u8]) -> Result<Vec<HeaderTensor>, String> {
             "its first 8 bytes give a header of {length} bytes; accepted: up to {MAX_HEADER_BYTES} (not a safetensors file?)"
         ));
     }
+    if rest.first().is_some_and(|&first| first != b'{') {
+        return Err("its header does not start with `{` (not a safetensors file?)".into());
+    }
     let length = length as usize;
-    if rest.len() < length {
+    if rest.len() < length || length == 0 {
         return Err(format!(
-            "it is truncated: the header should have {length} bytes, {} are there",
+            "it is truncated: the header should have {length} bytes, at least 2; {} are there",
             rest.len()
         ));
     }
     let (json, data) = rest.split_at(length);
-    if json.first() != Some(&b'{') {
-        return Err("its header does not start with `{` (not a safetensors file?)".into());
-    }
     let RawHeader(raw) =
         serde_json::from_slice(json).map_err(|error| format!("its header is not valid: {error}"))?;
     let mut tensors = raw
@@ -132,8 +132,8 @@ fn check_cover(tensors: &[HeaderTensor], data_bytes: usize) -> Result<(), String
         }
         if tensor.range.start > covered {
             return Err(format!(
-                "{} bytes before tensor `{name}` (from byte {covered}) belong to no tensor",
-                tensor.range.start - covered
+                "no tensor covers bytes {covered} to {} of its data, before tensor `{name}`",
+                tensor.range.start
             ));
         }
         covered = tensor.range.end;
@@ -143,7 +143,7 @@ fn check_cover(tensors: &[HeaderTensor], data_bytes: usize) -> Result<(), String
         return Err(format!("it is truncated: its tensors need {covered} bytes, {data_bytes} are there"));
     }
     if covered < data_bytes {
-        return Err(format!("{} bytes after its last tensor belong to no tensor", data_bytes - covered));
+        return Err(format!("its tensors cover {covered} bytes of data, {data_bytes} are there"));
     }
     Ok(())
 }
@@ -195,6 +195,7 @@ impl<'de> Deserialize<'de> for RawHeader {
 impl<'de> Deserialize<'de> for RawTensor {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(serde::Deserialize)]
+        #[serde(expecting = "an object with dtype, shape and data_offsets")]
         struct Fields {
             dtype: String,
             shape: Sizes,
@@ -222,7 +223,7 @@ impl<'de> Deserialize<'de> for Sizes {
             }
             fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Sizes, A::Error> {
                 let mut sizes = Vec::new();
-                while let Some(size) = list.next_element::<u64>()? {
+                while let Some(Size(size)) = list.next_element::<Size>()? {
                     if sizes.len() == MAX_DIMS {
                         return Err(A::Error::custom(format!("more than {MAX_DIMS} dimensions")));
                     }
@@ -232,5 +233,23 @@ impl<'de> Deserialize<'de> for Sizes {
             }
         }
         deserializer.deserialize_seq(List)
+    }
+}
+
+struct Size(u64);
+
+impl<'de> Deserialize<'de> for Size {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Whole;
+        impl Visitor<'_> for Whole {
+            type Value = Size;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a whole number from 0 to 2^64 - 1")
+            }
+            fn visit_u64<E: serde::de::Error>(self, size: u64) -> Result<Size, E> {
+                Ok(Size(size))
+            }
+        }
+        deserializer.deserialize_u64(Whole)
     }
 }
