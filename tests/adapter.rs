@@ -377,7 +377,47 @@ fn adapters_that_cannot_be_used_say_why() {
         let bytes = fs::read(dir.join(WEIGHTS_FILE)).expect("there");
         fs::write(dir.join(WEIGHTS_FILE), &bytes[..bytes.len() - 1]).expect("cut");
     });
-    insta::assert_snapshot!(errors.join("\n"), @"");
+    insta::assert_snapshot!(errors.join("\n"), @r#"
+    [no configuration]
+    error: cannot read adapter <dir>
+      caused by: it has no adapter_config.json
+    hint: give the folder that holds adapter_config.json and adapter_model.safetensors
+    [no weights]
+    error: cannot read adapter <dir>
+      caused by: it has no adapter_model.safetensors
+    [pickle]
+    error: cannot read adapter <dir>
+      caused by: its weights are a pickle file (adapter_model.bin), which can run code when opened; accepted: adapter_model.safetensors
+    hint: convert it once with Python: python -c "import torch; from safetensors.torch import save_file; save_file(torch.load('<dir>/adapter_model.bin', weights_only=True), '<dir>/adapter_model.safetensors')"
+    [DoRA]
+    error: cannot use <dir>/adapter_config.json
+      caused by: `use_dora` is true, which is not supported; accepted: no such key, or its default
+    [no tensor]
+    error: cannot read adapter <dir>
+      caused by: adapter_model.safetensors holds no tensor
+    [half a pair]
+    error: cannot read adapter <dir>
+      caused by: adapter_model.safetensors has no tensor `base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight`, though it has the other half
+    [another rank]
+    error: cannot read adapter <dir>
+      caused by: tensor `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight` has shape [3, 4]; r = 2 in adapter_config.json makes it [2, in]
+    [B on its side]
+    error: cannot read adapter <dir>
+      caused by: tensor `base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight` has shape [2, 6]; r = 2 in adapter_config.json makes it [out, 2]
+    [adapted and saved]
+    error: cannot read adapter <dir>
+      caused by: module `model.layers.0.self_attn.q_proj` has LoRA and is saved whole too (`base_model.model.model.layers.0.self_attn.q_proj.weight`)
+    [saved module missing]
+    error: cannot read adapter <dir>
+      caused by: adapter_config.json has `modules_to_save` with `lm_head`, of which adapter_model.safetensors holds no tensor
+    [foreign names]
+    error: cannot read adapter <dir>
+      caused by: adapter_model.safetensors has tensor `layers.0.lora_a`; accepted: base_model.model.<module> and .lora_A.weight, .lora_B.weight, .weight or .bias
+    [truncated]
+    error: cannot read weights <dir>/adapter_model.safetensors
+      caused by: it is truncated: its tensors need 80 bytes, 79 are there
+    hint: download or save the file again
+    "#);
 }
 
 #[test]
@@ -402,7 +442,24 @@ fn merges_that_cannot_be_right_are_refused() {
     let adapter = golden("train/lora/adapter_final");
     let error = merge(&base, &adapter, dir.path(), OutputDtype::Auto).expect_err("occupied");
     errors.push(format!("[occupied]\n{}", shown(&error, dir.path())));
-    insta::assert_snapshot!(errors.join("\n"), @"");
+    insta::assert_snapshot!(errors.join("\n"), @"
+    [another model's module]
+    error: cannot use adapter <dir> with this model
+      caused by: it has tensors for `transformer.h.0.attn.c_attn`, which the model has not
+    hint: give the model it was trained on as `--model`: org/base
+    [another model's size]
+    error: cannot use adapter <dir> with this model
+      caused by: `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight` has shape [2, 32], the weight of `model.layers.0.self_attn.q_proj` has [64, 64]
+    hint: give the model it was trained on as `--model`: org/base
+    [NaN]
+    error: cannot read adapter <dir>
+      caused by: tensor `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight` holds NaN; accepted: finite numbers
+    hint: give an earlier checkpoint of that run
+    [occupied]
+    error: cannot write to <dir>
+      caused by: the folder is not empty
+    hint: give a new or empty folder as `--output`
+    ");
 }
 
 #[test]

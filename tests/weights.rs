@@ -19,6 +19,7 @@ fn golden(path: &str) -> PathBuf {
 }
 
 /// The third-party models beside the repository, where there are any.
+#[allow(clippy::print_stderr, reason = "a skipped check is said aloud")]
 fn shared(path: &str) -> Option<PathBuf> {
     let root = std::env::var_os("FINETUNE_SHARED")
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"), PathBuf::from);
@@ -131,18 +132,18 @@ fn malformed_files_each_get_their_error() {
     seven bytes: it has 7 bytes; a safetensors file has at least 8
     length 2^63: its first 8 bytes give a header of 9223372036854775808 bytes; accepted: up to 100000000 (not a safetensors file?)
     length over the cap: its first 8 bytes give a header of 100000001 bytes; accepted: up to 100000000 (not a safetensors file?)
-    length past the end: it is truncated: the header should have 100 bytes, 2 are there
-    a pickle in disguise: it is truncated: the header should have 67324752 bytes, 2 are there
+    length past the end: it is truncated: the header should have 100 bytes, at least 2; 2 are there
+    a pickle in disguise: its header does not start with `{` (not a safetensors file?)
     no brace: its header does not start with `{` (not a safetensors file?)
     leading space: its header does not start with `{` (not a safetensors file?)
     broken JSON: its header is not valid: tensor `a`: EOF while parsing a value at line 1 column 5
-    not UTF-8: it is truncated: the header should have 8 bytes, 7 are there
+    not UTF-8: its header is not valid: invalid unicode code point at line 1 column 3
     deep nesting: its header is not valid: tensor `a`: invalid type: sequence, expected a string at line 1 column 6
-    not a tensor: its header is not valid: tensor `a`: invalid type: integer `5`, expected struct Fields at line 1 column 6
+    not a tensor: its header is not valid: tensor `a`: invalid type: integer `5`, expected an object with dtype, shape and data_offsets at line 1 column 6
     missing key: its header is not valid: tensor `a`: missing field `data_offsets` at line 1 column 32
     unknown dtype: tensor `a` has dtype `F7`; accepted: F32, F16, BF16, F64, F8_E4M3, F8_E5M2, F8_E8M0, I64, I32, I16, I8, U64, U32, U16, U8, BOOL
-    negative size: its header is not valid: tensor `a`: invalid value: integer `-2`, expected u64 at line 1 column 31
-    huge size: its header is not valid: tensor `a`: invalid type: floating point `1e+20`, expected u64 at line 1 column 49
+    negative size: its header is not valid: tensor `a`: invalid type: integer `-2`, expected a whole number from 0 to 2^64 - 1 at line 1 column 31
+    huge size: its header is not valid: tensor `a`: invalid type: floating point `1e+20`, expected a whole number from 0 to 2^64 - 1 at line 1 column 49
     size overflow: tensor `a` has shape [4294967296, 4294967296], more than 2^64 bytes
     many dimensions: its header is not valid: tensor `a`: more than 32 dimensions at line 1 column 95
     three offsets: its header is not valid: tensor `a`: data_offsets has 3 numbers, accepted: 2 at line 1 column 56
@@ -150,10 +151,10 @@ fn malformed_files_each_get_their_error() {
     offsets and shape differ: tensor `a` has data_offsets [0, 8], 8 bytes; its shape [3] of F32 needs 12
     duplicate key: tensor `a` is in its header twice
     overlap: tensor `b` starts at byte 2 and overlaps `a`, which ends at 4
-    hole: 1 bytes before tensor `b` (from byte 4) belong to no tensor
-    hole at the start: 1 bytes before tensor `a` (from byte 0) belong to no tensor
+    hole: no tensor covers bytes 4 to 5 of its data, before tensor `b`
+    hole at the start: no tensor covers bytes 0 to 1 of its data, before tensor `a`
     truncated data: it is truncated: its tensors need 8 bytes, 7 are there
-    bytes left over: 1 bytes after its last tensor belong to no tensor
+    bytes left over: its tensors cover 8 bytes of data, 9 are there
     long name: tensor `nnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnn…` has dtype `F7`; accepted: F32, F16, BF16, F64, F8_E4M3, F8_E5M2, F8_E8M0, I64, I32, I16, I8, U64, U32, U16, U8, BOOL
     control characters: tensor `\u{1b}[2J\0` has dtype `F7`; accepted: F32, F16, BF16, F64, F8_E4M3, F8_E5M2, F8_E8M0, I64, I32, I16, I8, U64, U32, U16, U8, BOOL
     ");
@@ -181,7 +182,7 @@ fn folders_without_safetensors_say_what_they_have() {
     insta::assert_snapshot!(open_error(dir.path()), @"
     error: cannot read a model from <dir>
       caused by: it has neither model.safetensors nor model.safetensors.index.json
-    hint: give the folder that holds config.json and the weights, or a hub id such as `org/name`
+    hint: give a folder that holds config.json and the weights, or a hub id such as `org/name`
     ");
     put(dir.path(), "model.Q4_K_M.gguf", "GGUF");
     insta::assert_snapshot!(open_error(dir.path()), @"
@@ -204,6 +205,7 @@ fn folders_without_safetensors_say_what_they_have() {
     insta::assert_snapshot!(open_error(&dir.path().join("absent")), @"
     error: cannot read a model from <dir>
       caused by: No such file or directory (os error 2)
+    hint: give a folder that holds config.json and the weights, or a hub id such as `org/name`
     ");
 }
 
