@@ -15,7 +15,14 @@
 //! | 7 | [`plan`] | the one place where a recipe meets parts |
 //! | 8 | [`cli`], [`commands`] | the verbs |
 
+pub mod adapter;
 pub mod error;
+pub mod data;
+pub mod engine;
+pub mod export;
 pub mod model;
 pub mod ops;
+pub mod optim;
+pub mod strategy;
 pub mod units;
+pub mod weights;

@@ -1,0 +1,368 @@
+//! adapter_config.json: PEFT's LoRA configuration.
+//!
+//! Read: the keys we support, by name and type; of the others those that are null, empty or at PEFT's default pass,
+//! and one that asks for something else is an error, since the adapter would compute another function than
+//! ours. Written: what every PEFT since 0.5 knows, and a newer key only when its value is not the default,
+//! because an older PEFT refuses keys it does not know. Key list: peft 0.21 `LoraConfig`.
+
+use std::path::Path;
+
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value, json};
+
+use super::{Names, TargetModules, TargetSpec};
+use crate::error::{Error, Result};
+
+/// The name of the file.
+pub const CONFIG_FILE: &str = "adapter_config.json";
+
+/// How PEFT would initialise the adapter; the base stays as it is with each of these.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum InitLoraWeights {
+    /// A uniform (Kaiming), B zero.
+    #[default]
+    Default,
+    /// A normal, B zero.
+    Gaussian,
+    /// A and B random: the adapter changes the model from the start. For tests.
+    Random,
+}
+
+/// What adapter_config.json says.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AdapterConfig {
+    /// The base: a hub id or a folder.
+    pub base_model_name_or_path: Option<String>,
+    /// The base's revision.
+    pub revision: Option<String>,
+    /// Modules, ranks and scales.
+    pub spec: TargetSpec,
+    /// The probability with which an input of A is dropped in training.
+    pub lora_dropout: f64,
+    /// Whether PEFT loads it frozen.
+    pub inference_mode: bool,
+    /// How it was initialised.
+    pub init_lora_weights: InitLoraWeights,
+    /// A saved embedding or head also replaces the one it is tied to.
+    pub ensure_weight_tying: bool,
+}
+
+/// Keys that pass at exactly this value, besides null, false and empty ones.
+fn passes(key: &str, value: &Value) -> bool {
+    match (key, value) {
+        (_, Value::Null | Value::Bool(false)) => true,
+        (_, Value::String(text)) if text.is_empty() => true,
+        (_, Value::Array(list)) if list.is_empty() => true,
+        (_, Value::Object(map)) if map.is_empty() => true,
+        ("peft_version" | "auto_mapping" | "runtime_config", _) => true,
+        ("bias", Value::String(text)) => text == "none",
+        ("megatron_core", Value::String(text)) => text == "megatron.core",
+        ("qalora_group_size", _) => true,
+        _ => false,
+    }
+}
+
+impl AdapterConfig {
+    /// Reads `folder`/adapter_config.json.
+    ///
+    /// # Errors
+    /// The user's: the file is missing or malformed, is not of LoRA for a causal language model, or asks for
+    /// something we do not support.
+    pub fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join(CONFIG_FILE);
+        if !path.exists() {
+            return Err(Error::user(format!("cannot read adapter {}", folder.display()))
+                .because(format!("it has no {CONFIG_FILE}"))
+                .hint(format!("give the folder that holds {CONFIG_FILE} and adapter_model.safetensors")));
+        }
+        let text = std::fs::read(&path).map_err(|error| Error::io("read", &path, &error))?;
+        Self::parse(&text)
+            .map_err(|cause| Error::user(format!("cannot use {}", path.display())).because(cause))
+    }
+
+    fn parse(text: &[u8]) -> Result<Self, String> {
+        let mut keys =
+            Keys(serde_json::from_slice(text).map_err(|error| format!("it is not valid: {error}"))?);
+        for (key, accepted) in [("peft_type", "LORA"), ("task_type", "CAUSAL_LM")] {
+            let found: Option<String> = keys.take(key, "a text")?;
+            if found.as_deref().is_some_and(|found| found != accepted)
+                || (found.is_none() && key == "peft_type")
+            {
+                return Err(format!(
+                    "`{key}` is {}; accepted: {accepted}",
+                    found.unwrap_or("missing".into())
+                ));
+            }
+        }
+        let target_modules = match keys.names("target_modules")? {
+            Some(Names::Regex(all)) if all.eq_ignore_ascii_case("all-linear") => TargetModules::AllLinear,
+            Some(names) => TargetModules::Named(names),
+            None => return Err("`target_modules` is missing".into()),
+        };
+        let spec = TargetSpec {
+            target_modules,
+            exclude_modules: keys.names("exclude_modules")?.unwrap_or(Names::NONE),
+            modules_to_save: keys.take("modules_to_save", "a list of names")?.unwrap_or_default(),
+            layers_to_transform: keys
+                .one_or_many("layers_to_transform", "a layer, or a list of layers, from 0")?,
+            layers_pattern: keys
+                .one_or_many("layers_pattern", "a name or a list of names")?
+                .unwrap_or_default(),
+            r: keys.take("r", "a whole number from 1")?.unwrap_or(8),
+            lora_alpha: keys.take("lora_alpha", "a number")?.unwrap_or(8.0),
+            use_rslora: keys.take("use_rslora", "true or false")?.unwrap_or(false),
+            rank_pattern: keys.pattern("rank_pattern", "a whole number from 1")?,
+            alpha_pattern: keys.pattern("alpha_pattern", "a number")?,
+        };
+        let config = Self {
+            base_model_name_or_path: keys.take("base_model_name_or_path", "a text")?,
+            revision: keys.take("revision", "a text")?,
+            spec,
+            lora_dropout: keys.take("lora_dropout", "a number")?.unwrap_or(0.0),
+            inference_mode: keys.take("inference_mode", "true or false")?.unwrap_or(false),
+            init_lora_weights: init(keys.take("init_lora_weights", "true, false, \"gaussian\"")?)?,
+            ensure_weight_tying: keys.take("ensure_weight_tying", "true or false")?.unwrap_or(false),
+        };
+        if !(0.0..1.0).contains(&config.lora_dropout) {
+            return Err(format!("`lora_dropout` is {}; accepted: from 0 to below 1", config.lora_dropout));
+        }
+        match keys.0.iter().find(|(key, value)| !passes(key, value)) {
+            Some((key, value)) => Err(format!(
+                "`{key}` is {value}, which is not supported; accepted: no such key, or its default"
+            )),
+            None => Ok(config),
+        }
+    }
+
+    /// The text of adapter_config.json: deterministic, `target_modules` sorted.
+    pub fn to_json(&self) -> String {
+        let spec = &self.spec;
+        let list = |names: &[String]| if names.is_empty() { Value::Null } else { json!(names) };
+        let mut config = json!({
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "auto_mapping": null,
+            "base_model_name_or_path": self.base_model_name_or_path,
+            "revision": self.revision,
+            "inference_mode": self.inference_mode,
+            "r": spec.r,
+            "lora_alpha": number(spec.lora_alpha),
+            "lora_dropout": self.lora_dropout,
+            "target_modules": match &spec.target_modules {
+                TargetModules::AllLinear => json!("all-linear"),
+                TargetModules::Named(names) => names_value(names),
+            },
+            "modules_to_save": list(&spec.modules_to_save),
+            "bias": "none",
+            "fan_in_fan_out": false,
+            "init_lora_weights": match self.init_lora_weights {
+                InitLoraWeights::Default => json!(true),
+                InitLoraWeights::Gaussian => json!("gaussian"),
+                InitLoraWeights::Random => json!(false),
+            },
+            "layers_to_transform": spec.layers_to_transform,
+            "layers_pattern": list(&spec.layers_pattern),
+        });
+        let mut newer = |key: &str, value: Value| {
+            if !passes(key, &value) {
+                config[key] = value;
+            }
+        };
+        newer("rank_pattern", spec.rank_pattern.iter().map(|(key, r)| (key.clone(), json!(r))).collect());
+        newer("alpha_pattern", spec.alpha_pattern.iter().map(|(key, a)| (key.clone(), number(*a))).collect());
+        newer("exclude_modules", names_value(&spec.exclude_modules));
+        newer("use_rslora", json!(spec.use_rslora));
+        newer("ensure_weight_tying", json!(self.ensure_weight_tying));
+        format!("{config:#}\n")
+    }
+}
+
+fn init(found: Option<Value>) -> Result<InitLoraWeights, String> {
+    match found {
+        None | Some(Value::Bool(true)) => Ok(InitLoraWeights::Default),
+        Some(Value::Bool(false)) => Ok(InitLoraWeights::Random),
+        Some(Value::String(text)) if text == "gaussian" => Ok(InitLoraWeights::Gaussian),
+        Some(other) => Err(format!(
+            "`init_lora_weights` is {other}, which may have changed the base too; accepted: true, false, \"gaussian\""
+        )),
+    }
+}
+
+/// Whole numbers as PEFT writes them: 16, not 16.0.
+fn number(value: f64) -> Value {
+    // 2^53: up to here every whole f64 is that integer.
+    if value.fract() == 0.0 && value.abs() < 9_007_199_254_740_992.0 {
+        json!(value as i64)
+    } else {
+        json!(value)
+    }
+}
+
+fn names_value(names: &Names) -> Value {
+    match names {
+        Names::Regex(pattern) => json!(pattern),
+        Names::List(list) => {
+            let mut list = list.clone();
+            list.sort();
+            list.dedup();
+            json!(list)
+        }
+    }
+}
+
+/// The keys not taken yet.
+struct Keys(Map<String, Value>);
+
+impl Keys {
+    /// The value of `key`; none if it is missing or null.
+    fn take<T: DeserializeOwned>(&mut self, key: &str, accepted: &str) -> Result<Option<T>, String> {
+        match self.0.shift_remove(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => match T::deserialize(&value) {
+                Ok(taken) => Ok(Some(taken)),
+                Err(_) => Err(format!("`{key}` is {value}; accepted: {accepted}")),
+            },
+        }
+    }
+
+    fn one_or_many<T: DeserializeOwned>(
+        &mut self,
+        key: &str,
+        accepted: &str,
+    ) -> Result<Option<Vec<T>>, String> {
+        match self.0.get(key) {
+            Some(Value::Array(_)) => self.take(key, accepted),
+            _ => Ok(self.take(key, accepted)?.map(|one| vec![one])),
+        }
+    }
+
+    fn names(&mut self, key: &str) -> Result<Option<Names>, String> {
+        let accepted = "a list of names, or a regular expression";
+        match self.0.get(key) {
+            Some(Value::String(_)) => Ok(self.take(key, accepted)?.map(Names::Regex)),
+            _ => Ok(self.take(key, accepted)?.map(Names::List)),
+        }
+    }
+
+    fn pattern<T: DeserializeOwned>(
+        &mut self,
+        key: &str,
+        accepted: &str,
+    ) -> Result<Vec<(String, T)>, String> {
+        let map: Map<String, Value> = self.take(key, "an object from names to numbers")?.unwrap_or_default();
+        let value = |(pattern, value): (String, Value)| match T::deserialize(&value) {
+            Ok(value) => Ok((pattern, value)),
+            Err(_) => Err(format!("`{key}` has {value} for `{pattern}`; accepted: {accepted}")),
+        };
+        map.into_iter().map(value).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(extra: &str) -> Result<AdapterConfig, String> {
+        AdapterConfig::parse(
+            format!(r#"{{"peft_type":"LORA","target_modules":["q_proj"]{extra}}}"#).as_bytes(),
+        )
+    }
+
+    #[test]
+    fn defaults_are_peft_s() {
+        let config = parse("").expect("minimal");
+        assert_eq!((config.spec.r, config.spec.lora_alpha, config.lora_dropout), (8, 8.0, 0.0));
+        assert_eq!(config.init_lora_weights, InitLoraWeights::Default);
+    }
+
+    #[test]
+    fn every_value_survives_writing() {
+        let config = parse(concat!(
+            r#","r":4,"lora_alpha":2.5,"lora_dropout":0.1,"use_rslora":true,"exclude_modules":".*o_proj","#,
+            r#""rank_pattern":{"z":2,"a":3},"alpha_pattern":{"q_proj":32},"modules_to_save":["lm_head"],"#,
+            r#""layers_to_transform":3,"layers_pattern":"layers","init_lora_weights":"gaussian","#,
+            r#""base_model_name_or_path":"b","revision":"main","inference_mode":true,"ensure_weight_tying":true"#
+        ))
+        .expect("valid");
+        assert_eq!(config.spec.layers_to_transform, Some(vec![3]));
+        assert_eq!(config.spec.rank_pattern, [("z".into(), 2), ("a".into(), 3)]);
+        assert_eq!(AdapterConfig::parse(config.to_json().as_bytes()), Ok(config));
+    }
+
+    #[test]
+    fn only_old_keys_are_written_by_default() {
+        let mut config = parse("").expect("minimal");
+        config.spec.target_modules =
+            TargetModules::Named(Names::List(["v_proj", "q_proj", "v_proj"].map(String::from).into()));
+        config.spec.lora_alpha = 16.0;
+        insta::assert_snapshot!(config.to_json(), @r#"
+        {
+          "peft_type": "LORA",
+          "task_type": "CAUSAL_LM",
+          "auto_mapping": null,
+          "base_model_name_or_path": null,
+          "revision": null,
+          "inference_mode": false,
+          "r": 8,
+          "lora_alpha": 16,
+          "lora_dropout": 0.0,
+          "target_modules": [
+            "q_proj",
+            "v_proj"
+          ],
+          "modules_to_save": null,
+          "bias": "none",
+          "fan_in_fan_out": false,
+          "init_lora_weights": true,
+          "layers_to_transform": null,
+          "layers_pattern": null
+        }
+        "#);
+    }
+
+    #[test]
+    fn what_would_compute_something_else_is_refused() {
+        let refusals: Vec<String> = [
+            r#","use_dora":true"#,
+            r#","bias":"all""#,
+            r#","fan_in_fan_out":true"#,
+            r#","lora_bias":true"#,
+            r#","layer_replication":[[0,2]]"#,
+            r#","target_parameters":["experts.w"]"#,
+            r#","trainable_token_indices":[1]"#,
+            r#","megatron_config":{"a":1}"#,
+            r#","alora_invocation_tokens":[5]"#,
+            r#","eva_config":{"rho":2.0}"#,
+            r#","init_lora_weights":"pissa""#,
+            r#","a_key_of_tomorrow":1"#,
+            r#","task_type":"SEQ_CLS""#,
+            r#","r":"eight""#,
+            r#","lora_dropout":1.0"#,
+            r#","rank_pattern":{"q_proj":-1}"#,
+        ]
+        .iter()
+        .map(|extra| parse(extra).expect_err(extra))
+        .collect();
+        insta::assert_snapshot!(refusals.join("\n"), @r#"
+        `use_dora` is true, which is not supported; accepted: no such key, or its default
+        `bias` is "all", which is not supported; accepted: no such key, or its default
+        `fan_in_fan_out` is true, which is not supported; accepted: no such key, or its default
+        `lora_bias` is true, which is not supported; accepted: no such key, or its default
+        `layer_replication` is [[0,2]], which is not supported; accepted: no such key, or its default
+        `target_parameters` is ["experts.w"], which is not supported; accepted: no such key, or its default
+        `trainable_token_indices` is [1], which is not supported; accepted: no such key, or its default
+        `megatron_config` is {"a":1}, which is not supported; accepted: no such key, or its default
+        `alora_invocation_tokens` is [5], which is not supported; accepted: no such key, or its default
+        `eva_config` is {"rho":2.0}, which is not supported; accepted: no such key, or its default
+        `init_lora_weights` is "pissa", which may have changed the base too; accepted: true, false, "gaussian"
+        `a_key_of_tomorrow` is 1, which is not supported; accepted: no such key, or its default
+        `task_type` is SEQ_CLS; accepted: CAUSAL_LM
+        `r` is "eight": invalid type: string "eight", expected usize
+        `lora_dropout` is 1; accepted: from 0 to below 1
+        `rank_pattern` has `q_proj` = -1: invalid value: integer `-1`, expected usize
+        "#);
+        assert!(AdapterConfig::parse(br#"{"peft_type":"IA3"}"#).is_err());
+        assert!(AdapterConfig::parse(br#"{"peft_type":"LORA"}"#).is_err());
+        assert!(AdapterConfig::parse(b"[1]").is_err());
+    }
+}

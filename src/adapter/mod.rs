@@ -1,0 +1,20 @@
+//! LoRA adapters as PEFT (huggingface/peft) writes and reads them.
+//!
+//! [`AdapterConfig`] is adapter_config.json, [`resolve`] says which modules of a model get LoRA and with what rank
+//! and scale, [`Adapter`] and [`write`] are adapter_model.safetensors, and [`merge`] adds an adapter into its base.
+//! How LoRA is computed and trained is for `model` to know; here are names, files and sums of matrices.
+//!
+//! Matching follows PEFT 0.21 to the letter, so a recipe written with PEFT in mind tunes the same modules. What we
+//! do not support is refused by name: an adapter that is half understood would give wrong answers in silence.
+
+mod config;
+mod files;
+mod merge;
+mod targets;
+
+pub use config::{AdapterConfig, CONFIG_FILE, InitLoraWeights};
+pub use files::{Adapter, AdapterTensor, TensorKind, WEIGHTS_FILE, write};
+pub use merge::{MergeReport, merge};
+pub use targets::{
+    ModuleInfo, ModuleKind, Names, Target, TargetModules, TargetSpec, resolve, resolve_saved, target_names,
+};

@@ -1,0 +1,150 @@
+//! What travels with weights: config.json, the generation settings, the tokenizer and its chat templates.
+//!
+//! Merged, trained and exported models are new weights beside the same companions. All are copied as they are
+//! but config.json, which must describe the new weights: their dtype, and whether the embedding is still tied.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::{Entry, StoredDtype, write};
+use crate::error::{Error, Result};
+
+/// The architecture and its sizes.
+pub const CONFIG_FILE: &str = "config.json";
+
+/// Files copied unchanged where they exist, besides all that start with `tokenizer` or `chat_template`.
+const COPIED: [&str; 7] = [
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+];
+/// Where transformers keeps named chat templates, one `.jinja` file each.
+const NAMED_TEMPLATES: &str = "additional_chat_templates";
+
+/// What new weights change in config.json; `None` leaves a key as it is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ConfigChanges {
+    /// The dtype of the new weights.
+    pub dtype: Option<StoredDtype>,
+    /// Whether embedding and head are one tensor.
+    pub tie_word_embeddings: Option<bool>,
+}
+
+impl ConfigChanges {
+    /// For weights that hold `entries`: config.json gets the float type that most of their bytes have.
+    pub fn for_weights(entries: &[Entry]) -> Self {
+        let mut bytes = BTreeMap::new();
+        for entry in entries.iter().filter(|entry| entry.dtype.is_float()) {
+            *bytes.entry(entry.dtype).or_insert(0) += entry.bytes();
+        }
+        let dtype = bytes.into_iter().max_by_key(|&(_, bytes)| bytes).map(|(dtype, _)| dtype);
+        Self { dtype, tie_word_embeddings: None }
+    }
+}
+
+/// Reads `folder`/config.json with its keys in order.
+///
+/// # Errors
+/// The user's: the file is missing or is not a JSON object.
+pub fn read_config(folder: &Path) -> Result<Map<String, Value>> {
+    let path = folder.join(CONFIG_FILE);
+    let text = std::fs::read(&path).map_err(|error| Error::io("read", &path, &error))?;
+    serde_json::from_slice(&text)
+        .map_err(|error| Error::user(format!("cannot read {}", path.display())).because(error.to_string()))
+}
+
+/// Copies the companions of the weights in `from` to the existing folder `to`, with `changes` made in config.json,
+/// which is written last: a folder that has one is complete.
+///
+/// # Errors
+/// The user's: `from` has no valid config.json. Storage: reading or writing fails.
+pub fn copy(from: &Path, to: &Path, changes: ConfigChanges) -> Result<()> {
+    let config = changed(read_config(from)?, changes);
+    for name in file_names(from)? {
+        if COPIED.contains(&name.as_str())
+            || name.starts_with("tokenizer")
+            || name.starts_with("chat_template")
+        {
+            copy_file(&from.join(&name), &to.join(&name))?;
+        }
+    }
+    let (templates, copies) = (from.join(NAMED_TEMPLATES), to.join(NAMED_TEMPLATES));
+    if templates.is_dir() {
+        std::fs::create_dir_all(&copies).map_err(|error| Error::io("create", &copies, &error))?;
+        for name in file_names(&templates)? {
+            copy_file(&templates.join(&name), &copies.join(&name))?;
+        }
+    }
+    write::write_text(&to.join(CONFIG_FILE), &format!("{:#}\n", Value::Object(config)))?;
+    Ok(())
+}
+
+/// Names of the files (or links to files) in `folder`, sorted.
+fn file_names(folder: &Path) -> Result<Vec<String>> {
+    let entries = std::fs::read_dir(folder).map_err(|error| Error::io("read", folder, &error))?;
+    let files = entries.flatten().filter(|entry| entry.path().is_file());
+    let mut names: Vec<String> = files.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    names.sort();
+    Ok(names)
+}
+
+/// Copies the contents; not the permissions, since a cache keeps its files read-only.
+fn copy_file(from: &Path, to: &Path) -> Result<()> {
+    let contents = std::fs::read(from).map_err(|error| Error::io("read", from, &error))?;
+    std::fs::write(to, contents).map_err(|error| Error::io("write", to, &error))
+}
+
+/// `dtype` goes under the key the file has: `torch_dtype` up to transformers 4, `dtype` since 5.
+fn changed(mut config: Map<String, Value>, changes: ConfigChanges) -> Map<String, Value> {
+    if let Some(name) = changes.dtype.and_then(StoredDtype::config_name) {
+        let mut known = false;
+        for key in ["torch_dtype", "dtype"] {
+            if let Some(value) = config.get_mut(key) {
+                *value = name.into();
+                known = true;
+            }
+        }
+        if !known {
+            config.insert("torch_dtype".into(), name.into());
+        }
+    }
+    if let Some(tied) = changes.tie_word_embeddings {
+        config.insert("tie_word_embeddings".into(), tied.into());
+    }
+    config
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn change(text: &str, changes: ConfigChanges) -> String {
+        let config = serde_json::from_str(text).expect("an object");
+        Value::Object(changed(config, changes)).to_string()
+    }
+
+    #[test]
+    fn dtype_goes_under_the_key_of_its_generation() {
+        let bf16 = ConfigChanges { dtype: Some(StoredDtype::BF16), ..Default::default() };
+        assert_eq!(
+            change(r#"{"z":1,"torch_dtype":"float32","a":2}"#, bf16),
+            r#"{"z":1,"torch_dtype":"bfloat16","a":2}"#
+        );
+        assert_eq!(change(r#"{"dtype":"float16"}"#, bf16), r#"{"dtype":"bfloat16"}"#);
+        assert_eq!(change("{}", bf16), r#"{"torch_dtype":"bfloat16"}"#);
+    }
+
+    #[test]
+    fn what_did_not_change_stays() {
+        let config = r#"{"tie_word_embeddings":true,"dtype":"float16"}"#;
+        assert_eq!(change(config, ConfigChanges::default()), config);
+        let untied = ConfigChanges { tie_word_embeddings: Some(false), ..Default::default() };
+        assert_eq!(change(config, untied), r#"{"tie_word_embeddings":false,"dtype":"float16"}"#);
+    }
+}

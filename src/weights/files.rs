@@ -1,0 +1,332 @@
+//! Safetensors files as memory maps: tensors by name, read one at a time.
+//!
+//! Opening reads headers only. Reading converts straight from the map into the caller's buffer; [`ModelFiles::discard`]
+//! then gives the pages back, so a model of any size is read within the memory of one tensor. A map shows what
+//! the file holds *now*: the files must not be changed while they are open (a file cut short under us ends the
+//! process with SIGBUS, as it does any program that maps it).
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use memmap2::{Mmap, UncheckedAdvice};
+
+use super::header::clip;
+use super::{Element, INDEX_FILE, MODEL_FILE, StoredDtype, dtype, header, index};
+use crate::error::{Error, Result};
+
+/// Where a tensor is and what it is, from the header alone.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// The type of its elements on disk.
+    pub dtype: StoredDtype,
+    /// Its shape; empty for a scalar.
+    pub shape: Vec<usize>,
+    /// The file that holds it.
+    pub file: Arc<Path>,
+    /// Its bytes in that file.
+    pub range: Range<usize>,
+    shard: usize,
+}
+
+impl TensorInfo {
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.range.len() / self.dtype.size_bytes()
+    }
+}
+
+/// The open safetensors files of a model or an adapter.
+#[derive(Debug)]
+pub struct ModelFiles {
+    place: PathBuf,
+    shards: Vec<Shard>,
+    tensors: BTreeMap<String, TensorInfo>,
+    indexed: bool,
+}
+
+#[derive(Debug)]
+struct Shard {
+    path: Arc<Path>,
+    map: Mmap,
+}
+
+impl ModelFiles {
+    /// Opens the weights in `folder`: model.safetensors, or model.safetensors.index.json and its shards.
+    ///
+    /// # Errors
+    /// The user's: no weights, weights in another format (pickle, GGUF, an adapter), a file that is malformed or
+    /// cut short, an index that does not fit its shards or leads out of the folder.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let single = folder.join(MODEL_FILE);
+        if single.exists() {
+            return Self::open_file(&single);
+        }
+        let index_path = folder.join(INDEX_FILE);
+        if !index_path.exists() {
+            return Err(no_weights(folder));
+        }
+        let weight_map = index::read(&index_path)?;
+        let mut files =
+            Self { place: folder.into(), shards: Vec::new(), tensors: BTreeMap::new(), indexed: true };
+        let mut names: Vec<&str> = weight_map.values().map(String::as_str).collect();
+        names.sort_unstable();
+        names.dedup();
+        for name in names {
+            let path = folder.join(name);
+            if !path.exists() {
+                let tensor =
+                    weight_map.iter().find(|(_, shard)| *shard == name).map_or("", |(tensor, _)| tensor);
+                return Err(Error::user(format!("cannot read weights in {}", folder.display()))
+                    .because(format!(
+                        "{INDEX_FILE} puts tensor `{}` in {name}, which is missing",
+                        clip(tensor)
+                    ))
+                    .hint("download the whole model again"));
+            }
+            files.add_file(&path)?;
+        }
+        for (tensor, shard) in &weight_map {
+            let found = files.tensors.get(tensor).map(|info| info.file.file_name());
+            if found != Some(Some(shard.as_ref())) {
+                let cause = match found.flatten() {
+                    Some(other) => format!("it is in {}", other.display()),
+                    None => "no shard has it".into(),
+                };
+                return Err(Error::user(format!("cannot read weights in {}", folder.display()))
+                    .because(format!("{INDEX_FILE} puts tensor `{}` in {shard}, but {cause}", clip(tensor)))
+                    .hint("download the whole model again"));
+            }
+        }
+        Ok(files)
+    }
+
+    /// Opens one safetensors file of any name.
+    ///
+    /// # Errors
+    /// The user's: the file is missing, malformed or cut short.
+    pub fn open_file(path: &Path) -> Result<Self> {
+        let place = path.parent().unwrap_or(Path::new("")).to_path_buf();
+        let mut files = Self { place, shards: Vec::new(), tensors: BTreeMap::new(), indexed: false };
+        files.add_file(path)?;
+        Ok(files)
+    }
+
+    fn add_file(&mut self, path: &Path) -> Result<()> {
+        let failed = |error| Error::io("open weights", path, &error);
+        // Opening a FIFO would wait for its writer for ever.
+        if !std::fs::metadata(path).map_err(failed)?.is_file() {
+            return Err(
+                Error::user(format!("cannot open weights {}", path.display())).because("it is not a file")
+            );
+        }
+        let file = File::open(path).map_err(failed)?;
+        // SAFETY: the map is read-only and lives in `self`; that nobody cuts the file short meanwhile is the
+        // contract of this module, see its documentation.
+        let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
+        let (shard, path) = (self.shards.len(), Arc::<Path>::from(path));
+        for tensor in header::parse(&map, &path)? {
+            let header::HeaderTensor { name, dtype, shape, range } = tensor;
+            let info = TensorInfo { dtype, shape, file: Arc::clone(&path), range, shard };
+            if let Some(first) = self.tensors.get(&name) {
+                return Err(Error::user(format!("cannot read weights in {}", self.place.display()))
+                    .because(format!(
+                        "tensor `{}` is both in {} and in {}",
+                        clip(&name),
+                        first.file.display(),
+                        path.display()
+                    ))
+                    .hint("download the whole model again"));
+            }
+            self.tensors.insert(name, info);
+        }
+        self.shards.push(Shard { path, map });
+        Ok(())
+    }
+
+    /// The folder the files are in.
+    pub fn folder(&self) -> &Path {
+        &self.place
+    }
+
+    /// Whether the files are listed by a model.safetensors.index.json.
+    pub fn is_indexed(&self) -> bool {
+        self.indexed
+    }
+
+    /// The names of all tensors, sorted.
+    pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// All tensors, sorted by name.
+    pub fn tensors(&self) -> impl ExactSizeIterator<Item = (&str, &TensorInfo)> {
+        self.tensors.iter().map(|(name, info)| (name.as_str(), info))
+    }
+
+    /// The header's word on a tensor.
+    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name)
+    }
+
+    /// Each file with the names of its tensors in the order of their bytes.
+    pub fn files(&self) -> impl ExactSizeIterator<Item = (&Path, Vec<&str>)> {
+        self.shards.iter().enumerate().map(|(shard, file)| {
+            let mut tensors: Vec<_> = self.tensors.iter().filter(|(_, info)| info.shard == shard).collect();
+            tensors.sort_by_key(|(_, info)| (info.range.start, info.range.end));
+            (&*file.path, tensors.into_iter().map(|(name, _)| name.as_str()).collect())
+        })
+    }
+
+    /// As [`ModelFiles::info`], with an error that names the nearest tensor.
+    ///
+    /// # Errors
+    /// The user's: there is no tensor `name`.
+    pub fn require(&self, name: &str) -> Result<&TensorInfo> {
+        self.tensors.get(name).ok_or_else(|| {
+            let nearest = self
+                .names()
+                .map(|other| (strsim::damerau_levenshtein(name, other), other))
+                .min()
+                .map_or(String::new(), |(_, other)| format!("; the nearest is `{}`", clip(other)));
+            Error::user(format!("cannot read weights in {}", self.place.display()))
+                .because(format!("tensor `{name}` is missing{nearest}"))
+        })
+    }
+
+    /// The bytes of a tensor as they are in the file: little-endian, row by row, not aligned.
+    ///
+    /// # Errors
+    /// The user's: there is no tensor `name`.
+    pub fn bytes(&self, name: &str) -> Result<&[u8]> {
+        let info = self.require(name)?;
+        Ok(&self.shards[info.shard].map[info.range.clone()])
+    }
+
+    /// Reads a whole tensor, rounded to `T`; `out` has its number of elements.
+    ///
+    /// # Errors
+    /// The user's: there is no tensor `name`, or it holds no floats. A fault of ours: `out` has another length.
+    pub fn read_into<T: Element>(&self, name: &str, out: &mut [T]) -> Result<()> {
+        let elements = self.require(name)?.elements();
+        if elements != out.len() {
+            return Err(Error::internal(format!("cannot read tensor `{name}`"))
+                .because(format!("the buffer holds {} elements, the tensor has {elements}", out.len())));
+        }
+        self.read_part(name, 0, out)
+    }
+
+    /// Reads `out.len()` elements of a tensor from element `start` on, rounded to `T`.
+    ///
+    /// # Errors
+    /// As [`ModelFiles::read_into`]; a fault of ours: the part is not inside the tensor.
+    pub fn read_part<T: Element>(&self, name: &str, start: usize, out: &mut [T]) -> Result<()> {
+        let info = self.require(name)?;
+        if start.checked_add(out.len()).is_none_or(|end| end > info.elements()) {
+            return Err(Error::internal(format!("cannot read tensor `{name}`")).because(format!(
+                "{} elements from {start} on are wanted, the tensor has {}",
+                out.len(),
+                info.elements()
+            )));
+        }
+        let size = info.dtype.size_bytes();
+        let first = info.range.start + start * size;
+        let bytes = &self.shards[info.shard].map[first..first + out.len() * size];
+        if !dtype::decode(bytes, info.dtype, out) {
+            return Err(Error::user(format!("cannot read weights {}", info.file.display()))
+                .because(format!("tensor `{name}` has dtype {}; accepted: F32, F16, BF16, F64", info.dtype))
+                .hint("give the unquantized model"));
+        }
+        Ok(())
+    }
+
+    /// [`ModelFiles::read_into`] for f32.
+    ///
+    /// # Errors
+    /// As [`ModelFiles::read_into`].
+    pub fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<()> {
+        self.read_into(name, out)
+    }
+
+    /// Gives the memory of a tensor's pages back to the system; the next read takes them from the page cache or
+    /// the disk again. Unknown names have no pages: nothing is done.
+    pub fn discard(&self, name: &str) {
+        let Some(info) = self.tensors.get(name) else { return };
+        if info.range.is_empty() {
+            return;
+        }
+        let map = &self.shards[info.shard].map;
+        // SAFETY: dropping pages of a read-only map of a file only makes the next access load them again.
+        let advised = unsafe {
+            map.unchecked_advise_range(UncheckedAdvice::DontNeed, info.range.start, info.range.len())
+        };
+        // Advice that the system does not take costs memory, never correctness.
+        drop(advised);
+    }
+
+    /// A digest of what the model is: names, types, shapes and the first and last bytes of each tensor. It tells two
+    /// models of one architecture apart without reading their weights; it is no proof against tampering.
+    pub fn fingerprint(&self) -> blake3::Hash {
+        const EDGE: usize = 256;
+        let mut hasher = blake3::Hasher::new();
+        for (name, info) in &self.tensors {
+            let bytes = &self.shards[info.shard].map[info.range.clone()];
+            hasher.update(&(name.len() as u64).to_le_bytes()).update(name.as_bytes());
+            hasher.update(format!("{}{:?}", info.dtype, info.shape).as_bytes());
+            hasher.update(&bytes[..bytes.len().min(EDGE)]);
+            hasher.update(&bytes[bytes.len().saturating_sub(EDGE)..]);
+        }
+        hasher.finalize()
+    }
+}
+
+/// Why `folder` has no safetensors weights, by what it has instead.
+fn no_weights(folder: &Path) -> Error {
+    let failed = Error::user(format!("cannot read a model from {}", folder.display()));
+    let entries = match std::fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) => {
+            return Error::io("read a model from", folder, &error).hint(
+                "give a folder that holds config.json and the weights, or a hub id such as `org/name`",
+            );
+        }
+    };
+    let mut names: Vec<String> =
+        entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    names.sort();
+    let with = |extensions: &[&str]| {
+        let found = |name: &&String| {
+            let extension = Path::new(name.as_str()).extension();
+            extension.is_some_and(|found| extensions.iter().any(|wanted| found.eq_ignore_ascii_case(wanted)))
+        };
+        names.iter().filter(found).map(String::as_str).take(3).collect::<Vec<_>>().join(", ")
+    };
+    let pickles = with(&["bin", "pth", "pt", "ckpt", "pkl"]);
+    let ggufs = with(&["gguf"]);
+    let shown = folder.display();
+    if names.iter().any(|name| name == "adapter_config.json") {
+        failed
+            .because("it holds a PEFT adapter, not a model")
+            .hint(format!("give the base model, and the adapter as `--adapter {shown}`"))
+    } else if !pickles.is_empty() {
+        failed
+            .because(format!(
+                "its weights are pickle files ({pickles}), which can run code when opened; accepted: {MODEL_FILE}, or {INDEX_FILE} and its shards"
+            ))
+            .hint(format!(
+                "convert it once with Python: python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{shown}').save_pretrained('{shown}-safetensors')\""
+            ))
+    } else if !ggufs.is_empty() {
+        failed
+            .because(format!(
+                "its weights are GGUF ({ggufs}); accepted: {MODEL_FILE}, or {INDEX_FILE} and its shards"
+            ))
+            .hint("give the Hugging Face model that the GGUF file was made from")
+    } else {
+        failed
+            .because(format!("it has neither {MODEL_FILE} nor {INDEX_FILE}"))
+            .hint("give a folder that holds config.json and the weights, or a hub id such as `org/name`")
+    }
+}

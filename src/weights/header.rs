@@ -1,0 +1,255 @@
+//! The header of one safetensors file, checked as if an enemy had written it.
+//!
+//! The format (huggingface/safetensors, README): 8 bytes little-endian header length, a JSON object from tensor
+//! names to `dtype`, `shape` and `data_offsets`, then the data, which the offsets cover without a hole or overlap.
+//! Nothing is allocated for what a header merely claims, and no tensor byte is touched.
+
+use std::fmt;
+use std::ops::Range;
+use std::path::Path;
+
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+
+use super::StoredDtype;
+use crate::error::{Error, Result};
+
+/// The cap on the JSON part, the same as the reference implementation's.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// More dimensions than any tensor of a model has; bounds what a hostile shape can allocate.
+const MAX_DIMS: usize = 32;
+
+/// One tensor of a file: its name, type and shape, and where its bytes lie in the file.
+#[derive(Debug)]
+pub(super) struct HeaderTensor {
+    pub(super) name: String,
+    pub(super) dtype: StoredDtype,
+    pub(super) shape: Vec<usize>,
+    pub(super) range: Range<usize>,
+}
+
+/// The tensors of the file `path`, whose whole contents are `file`, in the order of their bytes.
+pub(super) fn parse(file: &[u8], path: &Path) -> Result<Vec<HeaderTensor>> {
+    parse_checked(file).map_err(|cause| {
+        Error::user(format!("cannot read weights {}", path.display()))
+            .because(cause)
+            .hint("download or save the file again")
+    })
+}
+
+fn parse_checked(file: &[u8]) -> Result<Vec<HeaderTensor>, String> {
+    let Some((length, rest)) = file.split_first_chunk::<8>() else {
+        return Err(format!("it has {} bytes; a safetensors file has at least 8", file.len()));
+    };
+    let length = u64::from_le_bytes(*length);
+    if length > MAX_HEADER_BYTES {
+        return Err(format!(
+            "its first 8 bytes give a header of {length} bytes; accepted: up to {MAX_HEADER_BYTES} (not a safetensors file?)"
+        ));
+    }
+    if rest.first().is_some_and(|&first| first != b'{') {
+        return Err("its header does not start with `{` (not a safetensors file?)".into());
+    }
+    let length = length as usize;
+    if rest.len() < length || length == 0 {
+        return Err(format!(
+            "it is truncated: the header should have {length} bytes, at least 2; {} are there",
+            rest.len()
+        ));
+    }
+    let (json, data) = rest.split_at(length);
+    let RawHeader(raw) =
+        serde_json::from_slice(json).map_err(|error| format!("its header is not valid: {error}"))?;
+    let mut tensors = raw
+        .into_iter()
+        .map(|(name, raw)| {
+            check_tensor(&name, raw).map(|(dtype, shape, range)| HeaderTensor { name, dtype, shape, range })
+        })
+        .collect::<Result<Vec<_>, String>>()?;
+    refuse_duplicates(&tensors)?;
+    tensors.sort_by_key(|tensor| (tensor.range.start, tensor.range.end));
+    check_cover(&tensors, data.len())?;
+    for tensor in &mut tensors {
+        tensor.range = tensor.range.start + 8 + length..tensor.range.end + 8 + length;
+    }
+    Ok(tensors)
+}
+
+fn check_tensor(name: &str, raw: RawTensor) -> Result<(StoredDtype, Vec<usize>, Range<usize>), String> {
+    let name = clip(name);
+    let Some(dtype) = StoredDtype::from_name(&raw.dtype) else {
+        let accepted: Vec<&str> = StoredDtype::ALL.iter().map(|dtype| dtype.name()).collect();
+        return Err(format!(
+            "tensor `{name}` has dtype `{}`; accepted: {}",
+            clip(&raw.dtype),
+            accepted.join(", ")
+        ));
+    };
+    let [start, end] = raw.data_offsets;
+    if start > end {
+        return Err(format!(
+            "tensor `{name}` has data_offsets [{start}, {end}], which end before they start"
+        ));
+    }
+    let bytes = raw.shape.iter().try_fold(dtype.size_bytes() as u64, |n, &dim| n.checked_mul(dim));
+    let Some(bytes) = bytes else {
+        return Err(format!("tensor `{name}` has shape {:?}, more than 2^64 bytes", raw.shape));
+    };
+    if bytes != end - start {
+        return Err(format!(
+            "tensor `{name}` has data_offsets [{start}, {end}], {} bytes; its shape {:?} of {dtype} needs {bytes}",
+            end - start,
+            raw.shape
+        ));
+    }
+    let too_large = |_| format!("tensor `{name}` is larger than this machine can address");
+    let shape =
+        raw.shape.iter().map(|&dim| usize::try_from(dim)).collect::<Result<_, _>>().map_err(too_large)?;
+    let range = usize::try_from(start).map_err(too_large)?..usize::try_from(end).map_err(too_large)?;
+    Ok((dtype, shape, range))
+}
+
+fn refuse_duplicates(tensors: &[HeaderTensor]) -> Result<(), String> {
+    let mut names: Vec<&str> = tensors.iter().map(|tensor| tensor.name.as_str()).collect();
+    names.sort_unstable();
+    match names.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(format!("tensor `{}` is in its header twice", clip(pair[0]))),
+        None => Ok(()),
+    }
+}
+
+/// `tensors` sorted by their offsets: they must cover `0..data_bytes` exactly.
+fn check_cover(tensors: &[HeaderTensor], data_bytes: usize) -> Result<(), String> {
+    let mut covered = 0;
+    let mut before = "the header";
+    for tensor in tensors {
+        let name = clip(&tensor.name);
+        if tensor.range.start < covered {
+            return Err(format!(
+                "tensor `{name}` starts at byte {} and overlaps `{}`, which ends at {covered}",
+                tensor.range.start,
+                clip(before)
+            ));
+        }
+        if tensor.range.start > covered {
+            return Err(format!(
+                "no tensor covers bytes {covered} to {} of its data, before tensor `{name}`",
+                tensor.range.start
+            ));
+        }
+        covered = tensor.range.end;
+        before = &tensor.name;
+    }
+    if covered > data_bytes {
+        return Err(format!("it is truncated: its tensors need {covered} bytes, {data_bytes} are there"));
+    }
+    if covered < data_bytes {
+        return Err(format!("its tensors cover {covered} bytes of data, {data_bytes} are there"));
+    }
+    Ok(())
+}
+
+/// A name from a file, made fit for an error: control characters escaped, cut at 80 characters.
+pub(super) fn clip(name: &str) -> String {
+    let mut shown: String = name.chars().take(80).flat_map(char::escape_debug).collect();
+    if name.chars().nth(80).is_some() {
+        shown.push('…');
+    }
+    shown
+}
+
+struct RawHeader(Vec<(String, RawTensor)>);
+
+struct RawTensor {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: [u64; 2],
+}
+
+impl<'de> Deserialize<'de> for RawHeader {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Names;
+        impl<'de> Visitor<'de> for Names {
+            type Value = RawHeader;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object from tensor names to dtype, shape and data_offsets")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
+                let mut tensors = Vec::new();
+                while let Some(name) = map.next_key::<String>()? {
+                    if name == "__metadata__" {
+                        map.next_value::<serde::de::IgnoredAny>()?;
+                        continue;
+                    }
+                    let tensor = map
+                        .next_value::<RawTensor>()
+                        .map_err(|error| A::Error::custom(format!("tensor `{}`: {error}", clip(&name))))?;
+                    tensors.push((name, tensor));
+                }
+                Ok(RawHeader(tensors))
+            }
+        }
+        deserializer.deserialize_map(Names)
+    }
+}
+
+impl<'de> Deserialize<'de> for RawTensor {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(serde::Deserialize)]
+        #[serde(expecting = "an object with dtype, shape and data_offsets")]
+        struct Fields {
+            dtype: String,
+            shape: Sizes,
+            data_offsets: Sizes,
+        }
+        let fields = Fields::deserialize(deserializer)?;
+        let Sizes(offsets) = fields.data_offsets;
+        let data_offsets = <[u64; 2]>::try_from(offsets).map_err(|found| {
+            D::Error::custom(format!("data_offsets has {} numbers, accepted: 2", found.len()))
+        })?;
+        Ok(RawTensor { dtype: fields.dtype, shape: fields.shape.0, data_offsets })
+    }
+}
+
+/// A list of sizes; its own type so that no claim in a header allocates more than [`MAX_DIMS`] numbers.
+struct Sizes(Vec<u64>);
+
+impl<'de> Deserialize<'de> for Sizes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct List;
+        impl<'de> Visitor<'de> for List {
+            type Value = Sizes;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a list of whole numbers from 0")
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Sizes, A::Error> {
+                let mut sizes = Vec::new();
+                while let Some(Size(size)) = list.next_element::<Size>()? {
+                    if sizes.len() == MAX_DIMS {
+                        return Err(A::Error::custom(format!("more than {MAX_DIMS} dimensions")));
+                    }
+                    sizes.push(size);
+                }
+                Ok(Sizes(sizes))
+            }
+        }
+        deserializer.deserialize_seq(List)
+    }
+}
+
+struct Size(u64);
+
+impl<'de> Deserialize<'de> for Size {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Whole;
+        impl Visitor<'_> for Whole {
+            type Value = Size;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a whole number from 0 to 2^64 - 1")
+            }
+            fn visit_u64<E: serde::de::Error>(self, size: u64) -> Result<Size, E> {
+                Ok(Size(size))
+            }
+        }
+        deserializer.deserialize_u64(Whole)
+    }
+}

@@ -1,0 +1,36 @@
+//! Model weights on disk: safetensors in and out, and the files that travel with them.
+//!
+//! [`ModelFiles`] opens a Hugging Face folder (one file, or shards and their index) as memory maps and gives
+//! tensors by name, converted while they are read; [`write_file`] and [`write_sharded`] stream tensors back, one at
+//! a time, to the same layout. [`companions`] copies config.json and the tokenizer beside new weights, and
+//! [`Summary`] describes a folder from headers alone. What a name means, and which shape it must have, is for
+//! `model` to say; PEFT names are `adapter`'s.
+//!
+//! Headers are parsed here and not by the `safetensors` crate: a weights file comes from a stranger, and each way
+//! to be malformed gets an error that names file, tensor, the value found and the values accepted.
+
+pub mod companions;
+mod dtype;
+mod files;
+mod header;
+mod index;
+mod load;
+mod new_folder;
+mod summary;
+mod write;
+
+pub use dtype::{Element, OutputDtype, StoredDtype};
+pub use files::{ModelFiles, TensorInfo};
+pub use load::{Expected, load_tensor};
+pub use new_folder::NewFolder;
+pub use summary::{Group, Summary, Tally, summary};
+pub use write::{Entry, TensorSink, Written, write_file, write_index, write_sharded, write_text};
+
+/// The weights of a model that is not sharded.
+pub const MODEL_FILE: &str = "model.safetensors";
+/// The map from tensors to shards of a model that is sharded.
+pub const INDEX_FILE: &str = "model.safetensors.index.json";
+/// The embedding, in every family; a tied model may store it under [`LM_HEAD`] alone.
+pub const EMBED_TOKENS: &str = "model.embed_tokens.weight";
+/// The output head, in every family; a tied model usually does not store it.
+pub const LM_HEAD: &str = "lm_head.weight";

@@ -1,0 +1,140 @@
+//! What a model folder holds, from config.json and headers alone: not one tensor byte is read.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::{ModelFiles, StoredDtype, companions};
+use crate::error::Result;
+
+/// The part of a model a tensor belongs to, by its Hugging Face name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Group {
+    /// Token embedding.
+    Embedding,
+    /// Attention projections, with their biases.
+    Attention,
+    /// Feed-forward projections, with their biases.
+    Mlp,
+    /// Norms, those of queries and keys included.
+    Norm,
+    /// Output head.
+    Head,
+    /// All else.
+    Other,
+}
+
+impl Group {
+    /// The group of the tensor called `name`.
+    pub fn of(name: &str) -> Self {
+        let has = |part: &str| name.split('.').any(|segment| segment == part);
+        let module = name.rsplit('.').nth(1).unwrap_or(name);
+        if module.ends_with("norm") {
+            Self::Norm
+        } else if has("embed_tokens") {
+            Self::Embedding
+        } else if has("lm_head") {
+            Self::Head
+        } else if has("self_attn") {
+            Self::Attention
+        } else if has("mlp") {
+            Self::Mlp
+        } else {
+            Self::Other
+        }
+    }
+}
+
+/// Tensors, elements and bytes of one kind.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Number of tensors.
+    pub tensors: usize,
+    /// Number of elements.
+    pub elements: u64,
+    /// Bytes on disk, without headers.
+    pub bytes: u64,
+}
+
+impl Tally {
+    fn add(&mut self, elements: u64, bytes: u64) {
+        self.tensors += 1;
+        self.elements += elements;
+        self.bytes += bytes;
+    }
+}
+
+/// What a model folder holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Summary {
+    /// `architectures[0]` of config.json.
+    pub architecture: Option<String>,
+    /// `model_type` of config.json.
+    pub model_type: Option<String>,
+    /// All tensors. A tied embedding that is stored once is counted once.
+    pub total: Tally,
+    /// By dtype.
+    pub dtypes: BTreeMap<StoredDtype, Tally>,
+    /// By part of the model.
+    pub groups: BTreeMap<Group, Tally>,
+    /// Each file with its tensors' bytes, in order.
+    pub files: Vec<(String, u64)>,
+}
+
+/// Describes the model in `folder`.
+///
+/// # Errors
+/// The user's: as [`ModelFiles::open`], or config.json is missing or malformed.
+pub fn summary(folder: &Path) -> Result<Summary> {
+    let config = companions::read_config(folder)?;
+    let files = ModelFiles::open(folder)?;
+    let (mut total, mut dtypes, mut groups) = (Tally::default(), BTreeMap::new(), BTreeMap::new());
+    for (name, info) in files.tensors() {
+        let (elements, bytes) = (info.elements() as u64, info.range.len() as u64);
+        total.add(elements, bytes);
+        dtypes.entry(info.dtype).or_insert_with(Tally::default).add(elements, bytes);
+        groups.entry(Group::of(name)).or_insert_with(Tally::default).add(elements, bytes);
+    }
+    let file_bytes = files.files().map(|(path, tensors)| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let bytes =
+            tensors.iter().filter_map(|name| files.info(name)).map(|info| info.range.len() as u64).sum();
+        (name, bytes)
+    });
+    Ok(Summary {
+        architecture: config
+            .get("architectures")
+            .and_then(|all| all.get(0))
+            .and_then(Value::as_str)
+            .map(Into::into),
+        model_type: config.get("model_type").and_then(Value::as_str).map(Into::into),
+        total,
+        dtypes,
+        groups,
+        files: file_bytes.collect(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_every_family_have_their_group() {
+        for (name, group) in [
+            ("model.embed_tokens.weight", Group::Embedding),
+            ("lm_head.weight", Group::Head),
+            ("model.norm.weight", Group::Norm),
+            ("model.layers.0.self_attn.qkv_proj.weight", Group::Attention),
+            ("model.layers.0.self_attn.q_norm.weight", Group::Norm),
+            ("model.layers.0.self_attn.q_proj.bias", Group::Attention),
+            ("model.layers.0.pre_feedforward_layernorm.weight", Group::Norm),
+            ("model.layers.0.mlp.gate_up_proj.weight", Group::Mlp),
+            ("model.layers.0.rotary_emb.inv_freq", Group::Other),
+            ("x", Group::Other),
+        ] {
+            assert_eq!(Group::of(name), group, "{name}");
+        }
+    }
+}

@@ -1,0 +1,346 @@
+//! Safetensors out: tensors streamed one at a time into files that appear whole or not at all.
+//!
+//! The caller lists the tensors, then is asked for each one's values in turn, so no more than a tensor is ever held.
+//! A file is written beside its place as `<name>.tmp-<pid>`, flushed to the disk, then renamed. The bytes depend on
+//! the tensors alone: names in the given order (wider types first, as readers need each tensor aligned to its
+//! element), one metadata entry, no time stamps. The BLAKE3 digest is computed while the bytes pass.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use super::{Element, INDEX_FILE, MODEL_FILE, StoredDtype, dtype};
+use crate::error::{Error, Kind, Result};
+use crate::units;
+
+/// Values converted at once on the way out.
+const CHUNK: usize = 1 << 16;
+
+/// A tensor to be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// Its name in the file.
+    pub name: String,
+    /// The type it is stored as.
+    pub dtype: StoredDtype,
+    /// Its shape; empty for a scalar.
+    pub shape: Vec<usize>,
+}
+
+impl Entry {
+    /// Bytes of its data in the file.
+    pub fn bytes(&self) -> u64 {
+        self.shape.iter().map(|&dim| dim as u64).product::<u64>() * self.dtype.size_bytes() as u64
+    }
+}
+
+/// A file that was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Written {
+    /// Where.
+    pub path: PathBuf,
+    /// Its size.
+    pub bytes: u64,
+    /// The BLAKE3 digest of its contents.
+    pub digest: blake3::Hash,
+}
+
+/// Takes the values of one tensor, in one or several calls.
+pub struct TensorSink<'a> {
+    entry: &'a Entry,
+    left: u64,
+    file: &'a mut Unfinished,
+    buffer: Vec<u8>,
+}
+
+impl TensorSink<'_> {
+    /// The next values, row by row, rounded to the entry's type.
+    ///
+    /// # Errors
+    /// Storage: the disk is full or fails. A fault of ours: too many values, or the entry is not of floats.
+    pub fn write_values<T: Element>(&mut self, values: &[T]) -> Result<()> {
+        for values in values.chunks(CHUNK) {
+            let mut bytes = std::mem::take(&mut self.buffer);
+            bytes.clear();
+            if !dtype::encode(values, self.entry.dtype, &mut bytes) {
+                return Err(self.misused(format!("floats were given for {}", self.entry.dtype)));
+            }
+            self.write_bytes(&bytes)?;
+            self.buffer = bytes;
+        }
+        Ok(())
+    }
+
+    /// The next bytes as they shall be in the file: little-endian, row by row.
+    ///
+    /// # Errors
+    /// Storage: the disk is full or fails. A fault of ours: too many bytes.
+    pub fn write_bytes(&mut self, bytes: &[u8]) -> Result<()> {
+        self.left = self
+            .left
+            .checked_sub(bytes.len() as u64)
+            .ok_or_else(|| self.misused(format!("more than its {} bytes were given", self.entry.bytes())))?;
+        self.file.put(bytes)
+    }
+
+    fn misused(&self, cause: String) -> Error {
+        Error::internal(format!("cannot write tensor `{}`", self.entry.name)).because(cause)
+    }
+}
+
+/// Writes `entries` to the single file `path`; `write` is called once for each to give its values to the sink.
+///
+/// # Errors
+/// Storage: the disk is full or fails; nothing is left then but what was at `path` before. What `write` returns. A
+/// fault of ours: two entries of one name, or `write` gives too few or too many values.
+pub fn write_file(
+    path: &Path,
+    entries: &[Entry],
+    mut write: impl FnMut(&Entry, &mut TensorSink<'_>) -> Result<()>,
+) -> Result<Written> {
+    let refs: Vec<&Entry> = entries.iter().collect();
+    let unfinished = write_temporary(path, &refs, &mut write)?;
+    let written = unfinished.commit()?;
+    sync_folder(path)?;
+    Ok(written)
+}
+
+/// Writes a model's weights into `folder`: model.safetensors when they fit in `shard_bytes`, else
+/// `model-00001-of-0000N.safetensors` and so on with the index. No file takes its name before all are complete.
+///
+/// # Errors
+/// As [`write_file`]; the user's: `folder` holds other weights, which readers would take for part of these.
+pub fn write_sharded(
+    folder: &Path,
+    entries: &[Entry],
+    shard_bytes: u64,
+    mut write: impl FnMut(&Entry, &mut TensorSink<'_>) -> Result<()>,
+) -> Result<Vec<Written>> {
+    let shards = split(entries, shard_bytes);
+    let names: Vec<String> = match shards.len() {
+        1 => vec![MODEL_FILE.into()],
+        n => (1..=n).map(|i| format!("model-{i:05}-of-{n:05}.safetensors")).collect(),
+    };
+    refuse_other_weights(folder, &names)?;
+    let mut unfinished = Vec::with_capacity(shards.len());
+    for (name, shard) in names.iter().zip(&shards) {
+        unfinished.push(write_temporary(&folder.join(name), shard, &mut write)?);
+    }
+    let mut written = unfinished.into_iter().map(Unfinished::commit).collect::<Result<Vec<_>>>()?;
+    if shards.len() > 1 {
+        let places = names.iter().zip(&shards);
+        let map = places.flat_map(|(name, shard)| shard.iter().map(move |entry| (*entry, name.as_str())));
+        written.push(write_index(folder, map)?);
+    }
+    sync_folder(&folder.join(MODEL_FILE))?;
+    Ok(written)
+}
+
+/// Writes model.safetensors.index.json: each tensor with the name of its shard, in the given order.
+///
+/// # Errors
+/// Storage: the disk is full or fails.
+pub fn write_index<'a>(
+    folder: &Path,
+    tensors: impl IntoIterator<Item = (&'a Entry, &'a str)>,
+) -> Result<Written> {
+    let (mut total_size, mut weight_map) = (0, serde_json::Map::new());
+    for (entry, shard) in tensors {
+        total_size += entry.bytes();
+        weight_map.insert(entry.name.clone(), shard.into());
+    }
+    let index = serde_json::json!({ "metadata": { "total_size": total_size }, "weight_map": weight_map });
+    write_text(&folder.join(INDEX_FILE), &format!("{index:#}\n"))
+}
+
+/// Replaces the file `path` by `text`, whole or not at all.
+///
+/// # Errors
+/// Storage: the disk is full or fails; what was at `path` before is still there then.
+pub fn write_text(path: &Path, text: &str) -> Result<Written> {
+    let mut file = Unfinished::create(path, text.len() as u64)?;
+    file.put(text.as_bytes())?;
+    let written = file.commit()?;
+    sync_folder(path)?;
+    Ok(written)
+}
+
+/// Entries in order, a new shard when the next one does not fit; a tensor larger than a shard has one of its own.
+fn split(entries: &[Entry], shard_bytes: u64) -> Vec<Vec<&Entry>> {
+    let mut shards = vec![Vec::new()];
+    let mut filled = 0;
+    for entry in entries {
+        if filled > 0 && filled + entry.bytes() > shard_bytes {
+            shards.push(Vec::new());
+            filled = 0;
+        }
+        filled += entry.bytes();
+        if let Some(shard) = shards.last_mut() {
+            shard.push(entry);
+        }
+    }
+    shards
+}
+
+fn refuse_other_weights(folder: &Path, names: &[String]) -> Result<()> {
+    let entries = std::fs::read_dir(folder).map_err(|error| Error::io("write weights to", folder, &error))?;
+    for entry in entries.flatten() {
+        let Ok(name) = entry.file_name().into_string() else { continue };
+        let ours = names.contains(&name) || (name == INDEX_FILE && names.len() > 1);
+        let weights = name.starts_with("model") && (name.ends_with(".safetensors") || name == INDEX_FILE);
+        if weights && !ours {
+            return Err(Error::user(format!("cannot write weights to {}", folder.display()))
+                .because(format!(
+                    "it holds other weights ({name}), which readers would take for part of these"
+                ))
+                .hint("give an empty folder as `--output`"));
+        }
+    }
+    Ok(())
+}
+
+fn write_temporary(
+    path: &Path,
+    entries: &[&Entry],
+    write: &mut impl FnMut(&Entry, &mut TensorSink<'_>) -> Result<()>,
+) -> Result<Unfinished> {
+    let mut ordered = entries.to_vec();
+    ordered.sort_by_key(|entry| std::cmp::Reverse(entry.dtype.size_bytes()));
+    let header = header(&ordered)?;
+    let needed = header.len() as u64 + ordered.iter().map(|entry| entry.bytes()).sum::<u64>();
+    let mut file = Unfinished::create(path, needed)?;
+    file.put(&header)?;
+    for entry in ordered {
+        let mut sink = TensorSink { entry, left: entry.bytes(), file: &mut file, buffer: Vec::new() };
+        write(entry, &mut sink)?;
+        if sink.left > 0 {
+            let cause = format!("{} of its {} bytes were not given", sink.left, entry.bytes());
+            return Err(sink.misused(cause));
+        }
+    }
+    Ok(file)
+}
+
+/// The length and the JSON object, padded with spaces so that the data starts at a multiple of 8.
+fn header(entries: &[&Entry]) -> Result<Vec<u8>> {
+    let mut json = serde_json::Map::new();
+    json.insert("__metadata__".into(), serde_json::json!({ "format": "pt" }));
+    let mut offset = 0;
+    for entry in entries {
+        let end = offset + entry.bytes();
+        let tensor = serde_json::json!({
+            "dtype": entry.dtype.name(), "shape": entry.shape, "data_offsets": [offset, end]
+        });
+        if json.insert(entry.name.clone(), tensor).is_some() {
+            return Err(Error::internal("cannot write weights")
+                .because(format!("tensor `{}` is to be written twice", entry.name)));
+        }
+        offset = end;
+    }
+    let mut json = serde_json::Value::Object(json).to_string().into_bytes();
+    json.resize(json.len().next_multiple_of(8), b' ');
+    let mut header = (json.len() as u64).to_le_bytes().to_vec();
+    header.extend_from_slice(&json);
+    Ok(header)
+}
+
+/// A file under its temporary name; dropped before [`Unfinished::commit`], it leaves nothing.
+struct Unfinished {
+    path: PathBuf,
+    temporary: PathBuf,
+    out: BufWriter<File>,
+    hasher: blake3::Hasher,
+    written: u64,
+    needed: u64,
+}
+
+impl Unfinished {
+    fn create(path: &Path, needed: u64) -> Result<Self> {
+        let mut temporary = path.as_os_str().to_owned();
+        temporary.push(format!(".tmp-{}", std::process::id()));
+        let temporary = PathBuf::from(temporary);
+        // Not `create_new`: a dead process of the same id may have left one.
+        let file = File::create(&temporary).map_err(|error| Error::io("write", path, &error))?;
+        let out = BufWriter::with_capacity(1 << 20, file);
+        Ok(Self { path: path.into(), temporary, out, hasher: blake3::Hasher::new(), written: 0, needed })
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        self.out.write_all(bytes).map_err(|error| self.failed(&error))?;
+        self.hasher.update(bytes);
+        self.written += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn commit(mut self) -> Result<Written> {
+        self.out.flush().map_err(|error| self.failed(&error))?;
+        self.out.get_ref().sync_all().map_err(|error| self.failed(&error))?;
+        std::fs::rename(&self.temporary, &self.path).map_err(|error| self.failed(&error))?;
+        Ok(Written { path: self.path.clone(), bytes: self.written, digest: self.hasher.finalize() })
+    }
+
+    fn failed(&self, source: &io::Error) -> Error {
+        let error = Error::new(Kind::Storage, format!("cannot write {}", self.path.display()))
+            .because(format!("{source}; the file needs {}", units::bytes(self.needed)));
+        match source.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+                error.hint("make room on that disk, or choose another place with `--output`")
+            }
+            _ => error,
+        }
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        // After a commit there is nothing of that name; before it a failed removal changes nothing for the caller.
+        drop(std::fs::remove_file(&self.temporary));
+    }
+}
+
+/// Makes the renames in the folder of `path` last through a power cut.
+fn sync_folder(path: &Path) -> Result<()> {
+    let folder = match path.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    };
+    // Only Unix lets a folder be opened and flushed.
+    if cfg!(unix) {
+        let synced = File::open(folder).and_then(|folder| folder.sync_all());
+        synced.map_err(|error| Error::io("flush", folder, &error))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(name: &str, dtype: StoredDtype, shape: &[usize]) -> Entry {
+        Entry { name: name.into(), dtype, shape: shape.into() }
+    }
+
+    #[test]
+    fn splits_in_order_and_never_cuts_a_tensor() {
+        let entries: Vec<Entry> =
+            [4, 4, 100, 1, 2, 9].iter().map(|&n| entry(&format!("t{n}"), StoredDtype::U8, &[n])).collect();
+        let sizes: Vec<Vec<u64>> = split(&entries, 10)
+            .iter()
+            .map(|shard| shard.iter().map(|entry| entry.bytes()).collect())
+            .collect();
+        assert_eq!(sizes, [vec![4, 4], vec![100], vec![1, 2], vec![9]]);
+    }
+
+    #[test]
+    fn header_is_the_format_to_the_byte() {
+        let (a, b) = (entry("a", StoredDtype::F32, &[2]), entry("b", StoredDtype::BF16, &[]));
+        let header = header(&[&a, &b]).expect("two names");
+        let json = concat!(
+            r#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"#,
+            r#""b":{"dtype":"BF16","shape":[],"data_offsets":[8,10]}}"#,
+        );
+        assert_eq!(header[..8], (json.len().next_multiple_of(8) as u64).to_le_bytes());
+        assert_eq!(std::str::from_utf8(&header[8..]).expect("UTF-8").trim_end_matches(' '), json);
+        assert_eq!(header.len() % 8, 0);
+    }
+}

@@ -1,0 +1,640 @@
+//! Safetensors in and out: malformed and hostile files, shards, round trips, companions.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device};
+use finetune::error::Kind;
+use finetune::export::hf;
+use finetune::weights::{
+    Entry, Expected, Group, INDEX_FILE, MODEL_FILE, ModelFiles, StoredDtype, load_tensor, summary,
+    write_file, write_sharded,
+};
+use half::{bf16, f16};
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+fn golden(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
+}
+
+/// The third-party models beside the repository, where there are any.
+#[allow(clippy::print_stderr, reason = "a skipped check is said aloud")]
+fn shared(path: &str) -> Option<PathBuf> {
+    let root = std::env::var_os("FINETUNE_SHARED")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"), PathBuf::from);
+    let path = root.join(path);
+    if !path.exists() {
+        eprintln!("SKIPPED: {} is not there (set FINETUNE_SHARED)", path.display());
+        return None;
+    }
+    Some(path)
+}
+
+fn temp() -> TempDir {
+    tempfile::tempdir().expect("a temporary folder")
+}
+
+/// A safetensors file: header length, header, data.
+fn file(header: &str, data: &[u8]) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
+}
+
+fn put(folder: &Path, name: &str, contents: impl AsRef<[u8]>) {
+    fs::write(folder.join(name), contents).expect("written");
+}
+
+fn shown(error: &finetune::error::Error, folder: &Path) -> String {
+    error.to_string().replace(&folder.display().to_string(), "<dir>")
+}
+
+fn open_error(folder: &Path) -> String {
+    let error = ModelFiles::open(folder).expect_err("refused");
+    assert_eq!(error.kind(), Kind::User);
+    shown(&error, folder)
+}
+
+fn index(pairs: &[(&str, &str)]) -> String {
+    let pairs: Vec<String> = pairs.iter().map(|(tensor, shard)| format!("{tensor:?}:{shard:?}")).collect();
+    format!(r#"{{"metadata":{{"total_size":"wrong"}},"weight_map":{{{}}}}}"#, pairs.join(","))
+}
+
+/// A file with the U8 tensors `names`, one byte each.
+fn bytes_file(names: &[&str]) -> Vec<u8> {
+    let tensor = |(i, name): (usize, &&str)| {
+        format!(r#"{name:?}:{{"dtype":"U8","shape":[1],"data_offsets":[{i},{}]}}"#, i + 1)
+    };
+    let tensors: Vec<String> = names.iter().enumerate().map(tensor).collect();
+    file(&format!("{{{}}}", tensors.join(",")), &vec![7; names.len()])
+}
+
+#[test]
+fn malformed_files_each_get_their_error() {
+    let one = |tensor: &str| file(&format!(r#"{{"a":{tensor}}}"#), &[0; 8]);
+    let two = |a: &str, b: &str| {
+        let tensor = |offsets: &str| format!(r#"{{"dtype":"U8","shape":[4],"data_offsets":{offsets}}}"#);
+        file(&format!(r#"{{"a":{},"b":{}}}"#, tensor(a), tensor(b)), &[0; 8])
+    };
+    let good = r#"{"dtype":"F32","shape":[2],"data_offsets":[0,8]}"#;
+    let long_name = "n".repeat(1 << 20);
+    let cases: Vec<(&str, Vec<u8>)> = vec![
+        ("empty", vec![]),
+        ("seven bytes", vec![1; 7]),
+        ("length 2^63", [&(1u64 << 63).to_le_bytes()[..], b"{}"].concat()),
+        ("length over the cap", [&100_000_001u64.to_le_bytes()[..], b"{}"].concat()),
+        ("length past the end", [&100u64.to_le_bytes()[..], b"{}"].concat()),
+        ("a pickle in disguise", b"PK\x03\x04\x00\x00\x00\x00\x00\x00".to_vec()),
+        ("no brace", file("[]", &[])),
+        ("leading space", file(" {}", &[])),
+        ("broken JSON", file(r#"{"a":"#, &[])),
+        ("not UTF-8", [&7u64.to_le_bytes()[..], b"{\"\xff\":1}"].concat()),
+        ("deep nesting", file(&format!("{{\"a\":{}", "[".repeat(100_000)), &[])),
+        ("not a tensor", one("5")),
+        ("missing key", one(r#"{"dtype":"F32","shape":[2]}"#)),
+        ("unknown dtype", one(r#"{"dtype":"F7","shape":[2],"data_offsets":[0,8]}"#)),
+        ("negative size", one(r#"{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}"#)),
+        ("huge size", one(r#"{"dtype":"F32","shape":[99999999999999999999],"data_offsets":[0,8]}"#)),
+        ("size overflow", one(r#"{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,8]}"#)),
+        (
+            "many dimensions",
+            one(&format!(r#"{{"dtype":"F32","shape":[{}1],"data_offsets":[0,8]}}"#, "1,".repeat(50))),
+        ),
+        ("three offsets", one(r#"{"dtype":"F32","shape":[2],"data_offsets":[0,4,8]}"#)),
+        ("reversed offsets", one(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,0]}"#)),
+        ("offsets and shape differ", one(r#"{"dtype":"F32","shape":[3],"data_offsets":[0,8]}"#)),
+        ("duplicate key", file(&format!(r#"{{"a":{good},"a":{good}}}"#), &[0; 8])),
+        ("overlap", two("[0,4]", "[2,6]")),
+        ("hole", two("[0,4]", "[5,9]")),
+        ("hole at the start", two("[1,5]", "[5,9]")),
+        ("truncated data", file(&format!(r#"{{"a":{good}}}"#), &[0; 7])),
+        ("bytes left over", file(&format!(r#"{{"a":{good}}}"#), &[0; 9])),
+        (
+            "long name",
+            file(&format!(r#"{{"{long_name}":{{"dtype":"F7","shape":[],"data_offsets":[0,0]}}}}"#), &[]),
+        ),
+        (
+            "control characters",
+            file(r#"{"\u001b[2J\u0000":{"dtype":"F7","shape":[],"data_offsets":[0,0]}}"#, &[]),
+        ),
+    ];
+    let mut causes = Vec::new();
+    for (case, contents) in cases {
+        let dir = temp();
+        put(dir.path(), MODEL_FILE, contents);
+        let error = open_error(dir.path());
+        let lines: Vec<&str> = error.lines().collect();
+        assert_eq!(lines[0], "error: cannot read weights <dir>/model.safetensors", "{case}");
+        assert_eq!(lines[2], "hint: download or save the file again", "{case}");
+        causes.push(format!("{case}: {}", lines[1].trim_start_matches("  caused by: ")));
+    }
+    insta::assert_snapshot!(causes.join("\n"), @r"
+    empty: it has 0 bytes; a safetensors file has at least 8
+    seven bytes: it has 7 bytes; a safetensors file has at least 8
+    length 2^63: its first 8 bytes give a header of 9223372036854775808 bytes; accepted: up to 100000000 (not a safetensors file?)
+    length over the cap: its first 8 bytes give a header of 100000001 bytes; accepted: up to 100000000 (not a safetensors file?)
+    length past the end: it is truncated: the header should have 100 bytes, at least 2; 2 are there
+    a pickle in disguise: its header does not start with `{` (not a safetensors file?)
+    no brace: its header does not start with `{` (not a safetensors file?)
+    leading space: its header does not start with `{` (not a safetensors file?)
+    broken JSON: its header is not valid: tensor `a`: EOF while parsing a value at line 1 column 5
+    not UTF-8: its header is not valid: invalid unicode code point at line 1 column 3
+    deep nesting: its header is not valid: tensor `a`: invalid type: sequence, expected a string at line 1 column 6
+    not a tensor: its header is not valid: tensor `a`: invalid type: integer `5`, expected an object with dtype, shape and data_offsets at line 1 column 6
+    missing key: its header is not valid: tensor `a`: missing field `data_offsets` at line 1 column 32
+    unknown dtype: tensor `a` has dtype `F7`; accepted: F32, F16, BF16, F64, F8_E4M3, F8_E5M2, F8_E8M0, I64, I32, I16, I8, U64, U32, U16, U8, BOOL
+    negative size: its header is not valid: tensor `a`: invalid type: integer `-2`, expected a whole number from 0 to 2^64 - 1 at line 1 column 31
+    huge size: its header is not valid: tensor `a`: invalid type: floating point `1e+20`, expected a whole number from 0 to 2^64 - 1 at line 1 column 49
+    size overflow: tensor `a` has shape [4294967296, 4294967296], more than 2^64 bytes
+    many dimensions: its header is not valid: tensor `a`: more than 32 dimensions at line 1 column 95
+    three offsets: its header is not valid: tensor `a`: data_offsets has 3 numbers, accepted: 2 at line 1 column 56
+    reversed offsets: tensor `a` has data_offsets [8, 0], which end before they start
+    offsets and shape differ: tensor `a` has data_offsets [0, 8], 8 bytes; its shape [3] of F32 needs 12
+    duplicate key: tensor `a` is in its header twice
+    overlap: tensor `b` starts at byte 2 and overlaps `a`, which ends at 4
+    hole: no tensor covers bytes 4 to 5 of its data, before tensor `b`
+    hole at the start: no tensor covers bytes 0 to 1 of its data, before tensor `a`
+    truncated data: it is truncated: its tensors need 8 bytes, 7 are there
+    bytes left over: its tensors cover 8 bytes of data, 9 are there
+    long name: tensor `nnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnn…` has dtype `F7`; accepted: F32, F16, BF16, F64, F8_E4M3, F8_E5M2, F8_E8M0, I64, I32, I16, I8, U64, U32, U16, U8, BOOL
+    control characters: tensor `\u{1b}[2J\0` has dtype `F7`; accepted: F32, F16, BF16, F64, F8_E4M3, F8_E5M2, F8_E8M0, I64, I32, I16, I8, U64, U32, U16, U8, BOOL
+    ");
+}
+
+#[test]
+fn a_header_of_spaces_and_empty_tensors_is_fine() {
+    let dir = temp();
+    let header = r#"{"a":{"dtype":"F32","shape":[0,3],"data_offsets":[0,0]},"b":{"dtype":"F16","shape":[],"data_offsets":[0,2]}}      "#;
+    put(dir.path(), MODEL_FILE, file(header, &f16::from_f32(1.5).to_le_bytes()));
+    let files = ModelFiles::open(dir.path()).expect("valid");
+    assert_eq!(files.names().collect::<Vec<_>>(), ["a", "b"]);
+    assert_eq!(files.info("a").map(|info| info.elements()), Some(0));
+    let mut value = [0.0];
+    files.read_f32("b", &mut value).expect("read");
+    files.discard("a");
+    files.discard("b");
+    files.read_f32("b", &mut value).expect("read again");
+    assert_eq!(value, [1.5]);
+}
+
+#[test]
+fn folders_without_safetensors_say_what_they_have() {
+    let dir = temp();
+    insta::assert_snapshot!(open_error(dir.path()), @"
+    error: cannot read a model from <dir>
+      caused by: it has neither model.safetensors nor model.safetensors.index.json
+    hint: give a folder that holds config.json and the weights, or a hub id such as `org/name`
+    ");
+    put(dir.path(), "model.Q4_K_M.gguf", "GGUF");
+    insta::assert_snapshot!(open_error(dir.path()), @"
+    error: cannot read a model from <dir>
+      caused by: its weights are GGUF (model.Q4_K_M.gguf); accepted: model.safetensors, or model.safetensors.index.json and its shards
+    hint: give the Hugging Face model that the GGUF file was made from
+    ");
+    put(dir.path(), "pytorch_model-00001-of-00002.bin", "");
+    insta::assert_snapshot!(open_error(dir.path()), @r#"
+    error: cannot read a model from <dir>
+      caused by: its weights are pickle files (pytorch_model-00001-of-00002.bin), which can run code when opened; accepted: model.safetensors, or model.safetensors.index.json and its shards
+    hint: convert it once with Python: python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('<dir>').save_pretrained('<dir>-safetensors')"
+    "#);
+    put(dir.path(), "adapter_config.json", "{}");
+    insta::assert_snapshot!(open_error(dir.path()), @"
+    error: cannot read a model from <dir>
+      caused by: it holds a PEFT adapter, not a model
+    hint: give the base model, and the adapter as `--adapter <dir>`
+    ");
+    insta::assert_snapshot!(open_error(&dir.path().join("absent")), @"
+    error: cannot read a model from <dir>
+      caused by: No such file or directory (os error 2)
+    hint: give a folder that holds config.json and the weights, or a hub id such as `org/name`
+    ");
+}
+
+#[test]
+fn an_index_that_does_not_fit_is_refused() {
+    let (x, y) = ("x.safetensors", "y.safetensors");
+    let try_index = |text: &str| {
+        let dir = temp();
+        put(dir.path(), x, bytes_file(&["a", "b"]));
+        put(dir.path(), y, bytes_file(&["c"]));
+        put(dir.path(), "twice.safetensors", bytes_file(&["b", "d"]));
+        put(dir.path(), INDEX_FILE, text);
+        match ModelFiles::open(dir.path()) {
+            Ok(files) => format!("ok: {}", files.names().collect::<Vec<_>>().join(" ")),
+            Err(error) => shown(&error, dir.path()),
+        }
+    };
+    let cases = [
+        index(&[("a", x), ("b", x), ("c", y)]),
+        index(&[("a", x), ("c", y)]),
+        index(&[("a", x), ("c", "z.safetensors")]),
+        index(&[("a", x), ("c", x)]),
+        index(&[("a", x), ("c", y), ("e", y)]),
+        index(&[("a", x), ("d", "twice.safetensors")]),
+        index(&[("a", "../x.safetensors")]),
+        index(&[("a", "/etc/x.safetensors")]),
+        index(&[("a", r"C:\x.safetensors")]),
+        index(&[("a", r"..\x.safetensors")]),
+        r#"{"weight_map":{"a":"x\u0000.safetensors"}}"#.into(),
+        index(&[("a", "pytorch_model.bin")]),
+        index(&[("a", x), ("a", y)]),
+        index(&[]),
+        r#"{"metadata":{}}"#.into(),
+        "not JSON".into(),
+    ];
+    let results: Vec<String> = cases.iter().map(|case| try_index(case)).collect();
+    insta::assert_snapshot!(results.join("\n"), @r"
+    ok: a b c
+    ok: a b c
+    error: cannot read weights in <dir>
+      caused by: model.safetensors.index.json puts tensor `c` in z.safetensors, which is missing
+    hint: download the whole model again
+    error: cannot read weights in <dir>
+      caused by: model.safetensors.index.json puts tensor `c` in x.safetensors, but no shard has it
+    hint: download the whole model again
+    error: cannot read weights in <dir>
+      caused by: model.safetensors.index.json puts tensor `e` in y.safetensors, but no shard has it
+    hint: download the whole model again
+    error: cannot read weights in <dir>
+      caused by: tensor `b` is both in <dir>/twice.safetensors and in <dir>/x.safetensors
+    hint: download the whole model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: tensor `a` is in `../x.safetensors`; accepted: a file name ending in .safetensors, in the same folder
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: tensor `a` is in `/etc/x.safetensors`; accepted: a file name ending in .safetensors, in the same folder
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: tensor `a` is in `C:\\x.safetensors`; accepted: a file name ending in .safetensors, in the same folder
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: tensor `a` is in `..\\x.safetensors`; accepted: a file name ending in .safetensors, in the same folder
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: tensor `a` is in `x\0.safetensors`; accepted: a file name ending in .safetensors, in the same folder
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: tensor `a` is in `pytorch_model.bin`; accepted: a file name ending in .safetensors, in the same folder
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: it is not valid: tensor `a` is in its weight_map twice at line 1 column 89
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: its weight_map names no tensor
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: it is not valid: missing field `weight_map` at line 1 column 15
+    hint: download or save the model again
+    error: cannot read index <dir>/model.safetensors.index.json
+      caused by: it is not valid: expected ident at line 1 column 2
+    hint: download or save the model again
+    ");
+}
+
+#[test]
+fn a_folder_in_place_of_a_file_is_no_weights() {
+    let dir = temp();
+    fs::create_dir(dir.path().join(MODEL_FILE)).expect("made");
+    insta::assert_snapshot!(open_error(dir.path()), @"
+    error: cannot open weights <dir>/model.safetensors
+      caused by: it is not a file
+    ");
+}
+
+#[test]
+fn reading_converts_and_checks() {
+    let dir = temp();
+    let values = [1.0f64, -2.5, 3.25, 1e-3];
+    let entry = |name: &str, dtype| Entry { name: name.into(), dtype, shape: vec![2, 2] };
+    let entries = [
+        entry("f64", StoredDtype::F64),
+        entry("f32", StoredDtype::F32),
+        entry("f16", StoredDtype::F16),
+        entry("bf16", StoredDtype::BF16),
+        entry("i64", StoredDtype::I64),
+    ];
+    write_file(&dir.path().join(MODEL_FILE), &entries, |entry, sink| match entry.dtype {
+        StoredDtype::I64 => sink.write_bytes(&[0; 32]),
+        _ => sink.write_values(&values.map(|v| v as f32)),
+    })
+    .expect("written");
+    let files = ModelFiles::open(dir.path()).expect("opens");
+    let mut out = [0f32; 4];
+    let f32s = values.map(|v| v as f32);
+    for (name, expected) in [
+        ("f64", f32s),
+        ("f32", f32s),
+        ("f16", f32s.map(|v| f16::from_f32(v).to_f32())),
+        ("bf16", f32s.map(|v| bf16::from_f32(v).to_f32())),
+    ] {
+        files.read_f32(name, &mut out).expect(name);
+        assert_eq!(out, expected, "{name}");
+    }
+    let mut part = [bf16::ZERO; 2];
+    files.read_part("f32", 1, &mut part).expect("inside");
+    assert_eq!(part.map(|v| v.to_f32()), [-2.5, 3.25]);
+    assert_eq!(files.read_part("f32", 3, &mut part).expect_err("outside").kind(), Kind::Internal);
+    assert_eq!(files.read_into("f32", &mut part).expect_err("too short").kind(), Kind::Internal);
+    let error =
+        |name: &str, out: &mut [f32]| shown(&files.read_f32(name, out).expect_err("refused"), dir.path());
+    insta::assert_snapshot!(error("i64", &mut out), @"
+    error: cannot read weights <dir>/model.safetensors
+      caused by: tensor `i64` has dtype I64; accepted: F32, F16, BF16, F64
+    hint: give the unquantized model
+    ");
+    insta::assert_snapshot!(error("bf61", &mut out), @"
+    error: cannot read weights in <dir>
+      caused by: tensor `bf61` is missing; the nearest is `bf16`
+    ");
+}
+
+#[test]
+fn tensors_arrive_in_candle_with_their_shape_checked() {
+    let files = ModelFiles::open(&golden("models/tiny-mistral")).expect("opens");
+    let name = "model.layers.0.self_attn.q_proj.weight";
+    let expected = Expected { shape: &[96, 64], from: "hidden_size 64, num_attention_heads 4, head_dim 24" };
+    let tensor = load_tensor(&files, name, expected, DType::F32, &Device::Cpu).expect("loads");
+    let values: Vec<f32> = tensor.flatten_all().and_then(|t| t.to_vec1()).expect("values");
+    let stored: Vec<f32> = files
+        .bytes(name)
+        .expect("stored")
+        .chunks_exact(2)
+        .map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32())
+        .collect();
+    assert_eq!((tensor.dims(), &values), (&[96, 64][..], &stored));
+    let bf16_tensor = load_tensor(&files, name, expected, DType::BF16, &Device::Cpu).expect("loads");
+    assert_eq!(bf16_tensor.dtype(), DType::BF16);
+    let wrong = Expected { shape: &[64, 64], ..expected };
+    let error = load_tensor(&files, name, wrong, DType::F32, &Device::Cpu).expect_err("refused");
+    insta::assert_snapshot!(shown(&error, &golden("models/tiny-mistral")), @"
+    error: cannot load <dir>/model-00001-of-00002.safetensors
+      caused by: model.layers.0.self_attn.q_proj.weight: found [96, 64], expected [64, 64] (from config.json: hidden_size 64, num_attention_heads 4, head_dim 24)
+    hint: give config.json and weights of one and the same model
+    ");
+    assert_eq!(
+        load_tensor(&files, name, expected, DType::U8, &Device::Cpu).expect_err("refused").kind(),
+        Kind::Internal
+    );
+}
+
+#[test]
+fn candle_reads_what_we_write() {
+    let dir = temp();
+    let entries = [
+        Entry { name: "half".into(), dtype: StoredDtype::BF16, shape: vec![3] },
+        Entry { name: "full".into(), dtype: StoredDtype::F32, shape: vec![2, 1] },
+    ];
+    let path = dir.path().join("x.safetensors");
+    let written = write_file(&path, &entries, |entry, sink| {
+        (0..entry.shape[0]).try_for_each(|i| sink.write_values(&[i as f32 + 0.5]))
+    })
+    .expect("written");
+    let bytes = fs::read(&path).expect("there");
+    assert_eq!(written.bytes, bytes.len() as u64);
+    assert_eq!(written.digest, blake3::hash(&bytes));
+    // The wider type first, so that an odd number of halves leaves no float unaligned.
+    let parsed = safetensors::SafeTensors::deserialize(&bytes).expect("the reference reader takes it");
+    assert_eq!(
+        parsed.tensor("full").expect("there").data(),
+        [0.5f32.to_le_bytes(), 1.5f32.to_le_bytes()].concat()
+    );
+    let tensors = candle_core::safetensors::load(&path, &Device::Cpu).expect("candle takes it");
+    let half: Vec<bf16> = tensors["half"].to_vec1().expect("bf16");
+    assert_eq!(half, [0.5, 1.5, 2.5].map(bf16::from_f32));
+    assert_eq!(fs::read_dir(dir.path()).expect("folder").count(), 1, "no temporary left");
+}
+
+#[test]
+fn writers_that_give_the_wrong_amount_are_caught() {
+    let dir = temp();
+    let path = dir.path().join("x.safetensors");
+    let entry = |dtype| [Entry { name: "a".into(), dtype, shape: vec![2] }];
+    let mut errors = Vec::new();
+    for values in [&[1.0f32][..], &[1.0; 3]] {
+        errors.push(write_file(&path, &entry(StoredDtype::F32), |_, sink| sink.write_values(values)));
+    }
+    errors.push(write_file(&path, &entry(StoredDtype::I32), |_, sink| sink.write_values(&[1.0f32; 2])));
+    let twice = [entry(StoredDtype::F32), entry(StoredDtype::F32)].concat();
+    errors.push(write_file(&path, &twice, |_, sink| sink.write_values(&[1.0f32; 2])));
+    let texts: Vec<String> =
+        errors.into_iter().map(|error| error.expect_err("refused").to_string()).collect();
+    insta::assert_snapshot!(texts.join("\n"), @"
+    error: cannot write tensor `a`
+      caused by: 4 of its 8 bytes were not given
+    error: cannot write tensor `a`
+      caused by: more than its 8 bytes were given
+    error: cannot write tensor `a`
+      caused by: floats were given for I32
+    error: cannot write weights
+      caused by: tensor `a` is to be written twice
+    ");
+    assert_eq!(fs::read_dir(dir.path()).expect("folder").count(), 0, "nothing left");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_leaves_what_was_there() {
+    let dir = temp();
+    let path = dir.path().join(MODEL_FILE);
+    put(dir.path(), MODEL_FILE, "before");
+    // The temporary leads to a device that is always full.
+    let temporary = dir.path().join(format!("{MODEL_FILE}.tmp-{}", std::process::id()));
+    std::os::unix::fs::symlink("/dev/full", &temporary).expect("linked");
+    let entries = [Entry { name: "a".into(), dtype: StoredDtype::F32, shape: vec![1 << 20] }];
+    let error =
+        write_file(&path, &entries, |_, sink| sink.write_values(&vec![0f32; 1 << 20])).expect_err("full");
+    assert_eq!(error.kind(), Kind::Storage);
+    insta::assert_snapshot!(shown(&error, dir.path()), @"
+    error: cannot write <dir>/model.safetensors
+      caused by: No space left on device (os error 28); the file needs 4.00 MiB
+    hint: make room on that disk, or choose another place with `--output`
+    ");
+    assert_eq!(fs::read(&path).expect("still there"), b"before");
+    assert!(!temporary.exists() && fs::symlink_metadata(&temporary).is_err(), "temporary removed");
+}
+
+#[test]
+fn shards_have_their_hugging_face_names_and_index() {
+    let dir = temp();
+    let entries: Vec<Entry> =
+        (0..3).map(|i| Entry { name: format!("t{i}"), dtype: StoredDtype::F32, shape: vec![10] }).collect();
+    let write = |entry: &Entry, sink: &mut finetune::weights::TensorSink<'_>| {
+        sink.write_values(&[entry.name.len() as f32; 10])
+    };
+    write_sharded(dir.path(), &entries, 80, write).expect("written");
+    let index: serde_json::Value =
+        serde_json::from_slice(&fs::read(dir.path().join(INDEX_FILE)).expect("there")).expect("JSON");
+    assert_eq!(
+        index,
+        serde_json::json!({
+            "metadata": { "total_size": 120 },
+            "weight_map": {
+                "t0": "model-00001-of-00002.safetensors",
+                "t1": "model-00001-of-00002.safetensors",
+                "t2": "model-00002-of-00002.safetensors",
+            }
+        })
+    );
+    let files = ModelFiles::open(dir.path()).expect("opens");
+    assert!(files.is_indexed());
+    assert_eq!(files.files().map(|(_, tensors)| tensors.len()).collect::<Vec<_>>(), [2, 1]);
+    // The same layout again replaces; another one would leave two models in one folder.
+    write_sharded(dir.path(), &entries, 80, write).expect("written again");
+    let error = write_sharded(dir.path(), &entries, 1000, write).expect_err("refused");
+    insta::assert_snapshot!(shown(&error, dir.path()), @"
+    error: cannot write weights to <dir>
+      caused by: it holds other weights (model.safetensors.index.json), which readers would take for part of these
+    hint: give an empty folder as `--output`
+    ");
+}
+
+#[test]
+fn a_model_folder_is_exported_with_its_companions() {
+    let (dir, source) = (temp(), golden("models/tiny-mistral"));
+    let base = ModelFiles::open(&source).expect("opens");
+    let entries: Vec<Entry> = base
+        .tensors()
+        .map(|(name, info)| Entry { name: name.into(), dtype: StoredDtype::F32, shape: info.shape.clone() })
+        .collect();
+    let output = dir.path().join("a/b");
+    hf::write_model(&output, &source, &entries, hf::SHARD_BYTES, |entry, sink| {
+        let mut values = vec![0f32; entry.shape.iter().product()];
+        base.read_f32(&entry.name, &mut values)?;
+        sink.write_values(&values)
+    })
+    .expect("exported");
+    let names: Vec<String> = {
+        let entries = fs::read_dir(&output).expect("folder").flatten();
+        let mut names: Vec<String> =
+            entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        names.sort();
+        names
+    };
+    assert_eq!(
+        names,
+        [
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "special_tokens_map.json",
+            "tokenizer.json",
+            "tokenizer_config.json"
+        ]
+    );
+    let config: serde_json::Value =
+        serde_json::from_slice(&fs::read(output.join("config.json")).expect("there")).expect("JSON");
+    assert_eq!(config["torch_dtype"], "float32");
+    let files = ModelFiles::open(&output).expect("opens");
+    assert_eq!(files.names().collect::<Vec<_>>(), base.names().collect::<Vec<_>>());
+    for name in base.names() {
+        let mut pair = [vec![0f32; 1], vec![0f32; 1]];
+        for (files, out) in [&base, &files].into_iter().zip(&mut pair) {
+            out.resize(files.info(name).expect("there").elements(), 0.0);
+            files.read_f32(name, out).expect("read");
+        }
+        assert_eq!(pair[0], pair[1], "{name}");
+    }
+}
+
+#[test]
+fn summaries_come_from_headers() {
+    let found = summary(&golden("models/tiny-mistral")).expect("a model");
+    assert_eq!(found.architecture.as_deref(), Some("MistralForCausalLM"));
+    assert_eq!(found.model_type.as_deref(), Some("mistral"));
+    // 305,792 bytes of bf16, by the total_size that transformers wrote.
+    assert_eq!((found.total.tensors, found.total.elements, found.total.bytes), (21, 152_896, 305_792));
+    assert_eq!(found.dtypes.keys().copied().collect::<Vec<_>>(), [StoredDtype::BF16]);
+    assert_eq!(found.groups[&Group::Norm].tensors, 5);
+    assert_eq!(found.groups[&Group::Attention].tensors, 8);
+    let names: Vec<&str> = found.files.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]);
+}
+
+#[test]
+fn fingerprints_tell_models_apart() {
+    let print = |path: &str| ModelFiles::open(&golden(path)).expect("opens").fingerprint();
+    assert_eq!(print("models/tiny-llama"), print("models/tiny-llama"));
+    // The same architecture, other weights.
+    assert_ne!(print("models/tiny-llama"), print("train/lora/merged"));
+}
+
+#[test]
+fn real_models_open_where_they_are() {
+    for (path, tensors, elements) in [
+        ("models/stories260K", 47, 260_032),
+        ("models/stories260K-sharded-bf16", 47, 260_032),
+        ("models/stories3M", 56, 3_148_224),
+        ("models/TinyStories-656K", 20, 656_000),
+    ] {
+        let Some(folder) = shared(path) else { continue };
+        let found = summary(&folder).expect(path);
+        assert_eq!((found.total.tensors, found.total.elements), (tensors, elements), "{path}");
+        let files = ModelFiles::open(&folder).expect(path);
+        for (name, info) in files.tensors() {
+            let mut values = vec![0f32; info.elements()];
+            files.read_f32(name, &mut values).expect(name);
+            assert!(values.iter().all(|value| value.is_finite()), "{path}: {name}");
+        }
+    }
+}
+
+fn any_entries() -> impl Strategy<Value = Vec<(Entry, Vec<f32>)>> {
+    let dtype = prop_oneof![
+        Just(StoredDtype::F32),
+        Just(StoredDtype::F16),
+        Just(StoredDtype::BF16),
+        Just(StoredDtype::F64)
+    ];
+    let tensor = (dtype, prop::collection::vec(0usize..5, 0..4)).prop_flat_map(|(dtype, shape)| {
+        let values = prop::collection::vec(-1000f32..1000.0, shape.iter().product::<usize>());
+        (Just(dtype), Just(shape), values)
+    });
+    prop::collection::vec(("[a-z.é\"\\\\]{0,8}", tensor), 1..12).prop_map(|tensors| {
+        let numbered = tensors.into_iter().enumerate();
+        numbered
+            .map(|(i, (name, (dtype, shape, values)))| {
+                (Entry { name: format!("{i}{name}"), dtype, shape }, values)
+            })
+            .collect()
+    })
+}
+
+proptest! {
+    // Each case flushes files to the disk.
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn what_is_written_is_read(tensors in any_entries(), shard_bytes in 1u64..400) {
+        let (once, again) = (temp(), temp());
+        let entries: Vec<Entry> = tensors.iter().map(|(entry, _)| entry.clone()).collect();
+        let mut digests = Vec::new();
+        for dir in [&once, &again] {
+            let written = write_sharded(dir.path(), &entries, shard_bytes, |entry, sink| {
+                let (_, values) = tensors.iter().find(|(other, _)| other == entry).expect("listed");
+                sink.write_values(values)
+            }).expect("written");
+            digests.push(written.iter().map(|file| file.digest).collect::<Vec<_>>());
+        }
+        prop_assert_eq!(&digests[0], &digests[1]);
+        let files = ModelFiles::open(once.path()).expect("opens");
+        prop_assert_eq!(files.names().len(), entries.len());
+        for (entry, values) in &tensors {
+            let info = files.info(&entry.name).expect("there");
+            prop_assert_eq!((info.dtype, &info.shape), (entry.dtype, &entry.shape));
+            let mut found = vec![0f32; values.len()];
+            files.read_f32(&entry.name, &mut found).expect("read");
+            let expected: Vec<f32> = values.iter().map(|&value| match entry.dtype {
+                StoredDtype::F16 => f16::from_f32(value).to_f32(),
+                StoredDtype::BF16 => bf16::from_f32(value).to_f32(),
+                _ => value,
+            }).collect();
+            prop_assert_eq!(found, expected);
+        }
+    }
+
+    #[test]
+    fn no_bytes_make_the_parser_panic(header in ".{0,200}", data in prop::collection::vec(any::<u8>(), 0..50)) {
+        let dir = temp();
+        put(dir.path(), MODEL_FILE, file(&format!("{{{header}"), &data));
+        prop_assert!(ModelFiles::open(dir.path()).is_err() || data.is_empty());
+    }
+}
