@@ -15,6 +15,8 @@
 //! | 7 | [`plan`] | the one place where a recipe meets parts |
 //! | 8 | [`cli`], [`commands`] | the verbs |
 
+pub mod cli;
+pub mod commands;
 pub mod error;
 pub mod recipe;
 pub mod units;
