@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{Args, Parser, Subcommand};
+use clap::{ArgGroup, Args, Parser, Subcommand};
 use clap_complete::Shell;
 
 use crate::error::Result;
@@ -157,10 +157,13 @@ pub struct MergeArgs {
 
 /// `finetune generate`.
 #[derive(Debug, Clone, Args)]
-#[command(after_help = "\
+#[command(
+    group = ArgGroup::new("input").required(true).args(["prompt", "chat"]),
+    after_help = "\
 Examples:
   finetune generate --model out --prompt \"Once upon a time\"
-  finetune generate --model Qwen/Qwen2.5-0.5B --adapter out --chat --temperature 0.7")]
+  finetune generate --model Qwen/Qwen2.5-0.5B --adapter out --chat --temperature 0.7"
+)]
 pub struct GenerateArgs {
     /// A folder in Hugging Face layout, or a hub id
     #[arg(long, value_name = "MODEL")]
@@ -172,7 +175,7 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "RECIPE")]
     pub recipe: Option<String>,
     /// The text to continue
-    #[arg(long, value_name = "TEXT", conflicts_with = "chat", required_unless_present = "chat")]
+    #[arg(long, value_name = "TEXT")]
     pub prompt: Option<String>,
     /// Chat: each line of the standard input is a turn
     #[arg(long)]

@@ -51,6 +51,12 @@ pub struct Layers {
 /// Keys of which at most one counts: each of the pair, in its section.
 const EXCLUSIVE: (&str, [&str; 2]) = ("scheduler", ["warmup_steps", "warmup_ratio"]);
 
+/// What the TOML parser says of a key written twice; all else in such a text is sound.
+const DUPLICATE: &str = "duplicate key";
+
+/// The way out of a fault that suggests nothing better.
+const REFERENCE: &str = "`finetune recipes show reference` documents every key";
+
 /// Longest value quoted in a message, in characters.
 const QUOTED_CHARS: usize = 60;
 
@@ -112,13 +118,15 @@ impl Reader {
     /// The text of a recipe: tables of keys.
     fn read_text(&mut self, text: &RecipeText) {
         let place = |start: usize| position(&text.name, &text.text, start);
-        let (table, errors) = DeTable::parse_recoverable(&text.text);
+        let (table, mut errors) = DeTable::parse_recoverable(&text.text);
+        errors.sort_by_key(|error| error.span().map(|span| span.start));
         for error in &errors {
-            let start = error.span().map_or(0, |span| span.start);
-            self.fault("", &place(start), format!("not TOML: {}", error.message()), None);
+            let span = error.span().unwrap_or_default();
+            let (message, hint) = not_toml(error.message(), text.text.get(span.clone()).unwrap_or_default());
+            self.fault("", &place(span.start), message, hint);
         }
         // What the parser could save of a broken text would only confuse.
-        if !errors.is_empty() && !errors.iter().all(|error| error.message() == "duplicate key") {
+        if !errors.iter().all(|error| error.message() == DUPLICATE) {
             self.faulty.extend(Recipe::complete().sections().iter().map(|section| section.name().to_owned()));
             return;
         }
@@ -137,13 +145,16 @@ impl Reader {
         }
         for (key, value) in keys {
             let key_place = position(&text.name, &text.text, key.span().start);
-            let value_place = position(&text.name, &text.text, value.span().start);
+            let written = value.span();
+            let value_place = position(&text.name, &text.text, written.start);
             let key = key.into_inner();
             match Value::deserialize(ValueDeserializer::from(value)) {
                 Ok(value) => self.set(section, &key, &value, &text.folder, (&key_place, &value_place)),
-                Err(error) => {
-                    let text = format!("`{section}.{key}` cannot be read: {}", error.message());
-                    self.fault(section, &value_place, text, None);
+                // A whole number that no integer type holds.
+                Err(_) => {
+                    let written = text.text.get(written).unwrap_or_default();
+                    let message = format!("`{section}.{key}` is {written}; accepted: numbers below 2^63");
+                    self.fault(section, &value_place, message, None);
                 }
             }
         }
@@ -276,10 +287,23 @@ impl Reader {
             error = error.because(if place.is_empty() { text } else { format!("{place}: {text}") });
             hints.extend(hint.filter(|hint| !hints.contains(hint)));
         }
-        match hints.as_slice() {
-            [] => Err(error.hint("`finetune recipes show reference` lists every key")),
-            hints => Err(error.hint(hints.join("; "))),
+        if !hints.is_empty() {
+            error = error.hint(hints.join("; "));
         }
+        Err(error)
+    }
+}
+
+/// The parser's message about `written`, in our words where its own mislead.
+fn not_toml(message: &str, written: &str) -> (String, Option<String>) {
+    match message {
+        DUPLICATE => (format!("`{written}` stands there twice"), Some("remove one of the two".into())),
+        _ if !message.starts_with("string values must be quoted") => (format!("not TOML: {message}"), None),
+        _ if written.trim().is_empty() => ("not TOML: there is no value after `=`".into(), None),
+        _ => (
+            format!("not TOML: {written} is no value"),
+            Some(format!("write \"{written}\" for a text, true or false for a switch")),
+        ),
     }
 }
 
@@ -287,11 +311,12 @@ fn unknown_key(section: &str, key: &str, keys: &[&str]) -> (String, Option<Strin
     let near = nearest_key(section, key);
     let named = near.map_or_else(String::new, |(section, key)| format!("; nearest: `{section}.{key}`"));
     let text = format!("unknown key `{section}.{key}`{named}; [{section}] has: {}", keys.join(", "));
-    let hint = near.map(|(place, near)| match place == section {
-        true => format!("write `{near}`"),
-        false => format!("write `{near}` under `[{place}]`"),
-    });
-    (text, hint)
+    let hint = match near {
+        Some((place, near)) if place == section => format!("write `{near}`"),
+        Some((place, near)) => format!("write `{near}` under `[{place}]`"),
+        None => REFERENCE.to_owned(),
+    };
+    (text, Some(hint))
 }
 
 fn refused(section: &str, key: &Key, value: &Value, refusal: &Refusal) -> (String, Option<String>) {
@@ -307,7 +332,12 @@ fn refused(section: &str, key: &Key, value: &Value, refusal: &Refusal) -> (Strin
         Refusal::Unusable(why) => format!("`{section}.{name}` is {found}: {why}"),
     };
     let near = value.as_str().and_then(|text| nearest(text, (key.choices)().iter().copied()));
-    (text, near.map(|near| format!("write `{name} = {near:?}`")))
+    let hint = match (near, refusal) {
+        (Some(near), _) => Some(format!("write `{name} = {near:?}`")),
+        (None, Refusal::Unusable(_)) => None,
+        (None, Refusal::Shape | Refusal::Empty) => Some(REFERENCE.to_owned()),
+    };
+    (text, hint)
 }
 
 /// `name:line:column` of a byte in `text`, both from 1, the column in characters.

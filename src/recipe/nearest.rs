@@ -32,7 +32,12 @@ const OTHER_NAMES: [(&str, &str, &str); 24] = [
 
 /// The entry of `names` most like `name`, if any is alike at all.
 pub(super) fn nearest<'a>(name: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    let alike = |other: &'a str| (strsim::jaro_winkler(&name.to_lowercase(), other), other);
+    let name = name.to_lowercase();
+    let alike = |other: &'a str| match strsim::damerau_levenshtein(&name, other) {
+        // One slip of the finger, which weighs too much in a short name.
+        1 => (1.0, other),
+        _ => (strsim::jaro_winkler(&name, other), other),
+    };
     let best = names.into_iter().map(alike).max_by(|(a, _), (b, _)| a.total_cmp(b));
     best.filter(|(likeness, _)| *likeness > 0.75).map(|(_, other)| other)
 }
@@ -73,6 +78,7 @@ mod tests {
         assert_eq!(nearest_key("train", "epoch"), Some(("train", "epochs")));
         assert_eq!(nearest_key("train", "learning_rate"), Some(("optimizer", "learning_rate")));
         assert_eq!(nearest_key("train", "zzz"), None);
+        assert_eq!(nearest("lgo", ["log", "data"]), Some("log"));
         assert_eq!(nearest("qlroa", ["lora", "qlora", "full"]), Some("qlora"));
     }
 }
