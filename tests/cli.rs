@@ -1,5 +1,7 @@
 //! The binary from the outside: help, exit codes, and the verbs that need no model.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
@@ -407,7 +409,7 @@ fn recipes_listed_and_shown() {
     # Accepted: a list of paths and hub ids.
     eval = []
     # What a row looks like; auto: recognised, and said.
-    # Accepted: "auto", "messages", "sharegpt", "alpaca", "instruction", "prompt_completion", "text".
+    # Accepted: "auto", "messages", "sharegpt", "preference", "alpaca", "instruction", "prompt_completion", "question_answer", "text".
     format = "auto"
     # Tokens of a row at most.
     # Accepted: a whole number, at least 2.

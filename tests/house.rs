@@ -4,6 +4,8 @@
 //! Sources are read as text with comments and literals blanked out, which is enough: rustfmt has laid them out.
 //! Inline test modules do not count.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,8 @@
 //! Recipes from the outside: those that ship, precedence of the layers, the resolved text, and the wording of
 //! every fault.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::path::Path;
 
 use finetune::error::Error;
@@ -268,7 +270,6 @@ fn wrong_values() {
     assert_snapshot!(fault("[train]\nseed = 99999999999999999999\n"), @"
     error: cannot use recipe my.toml
       caused by: my.toml:8:8: `train.seed` is 99999999999999999999; accepted: numbers below 2^63
-    hint: `finetune recipes show reference` documents every key
     ");
     assert_snapshot!(fault("[train]\nmax_grad_norm = nan\n"), @"
     error: cannot use recipe my.toml
@@ -303,7 +304,6 @@ fn wrong_values() {
     assert_snapshot!(fault("[adapter]\ntarget_modules = []\n"), @"
     error: cannot use recipe my.toml
       caused by: my.toml:8:18: `adapter.target_modules` is []: an empty list trains nothing
-    hint: `finetune recipes show reference` documents every key
     ");
     assert_snapshot!(fault("[adapter]\nexclude_modules = [1]\n"), @"
     error: cannot use recipe my.toml
@@ -323,7 +323,6 @@ fn wrong_values() {
     assert_snapshot!(Recipe::load(&layers(&BASE.replace("\"org/d\"", "\"rows.jsonl\", \"\""), &[])).unwrap_err(), @r#"
     error: cannot use recipe my.toml
       caused by: my.toml:4:9: `data.train` is ["rows.jsonl", ""]: there is no /nowhere/rows.jsonl
-    hint: `finetune recipes show reference` documents every key
     "#);
     assert_snapshot!(fault(&format!("[adapter]\npath = [\"{}\"]\n", "x".repeat(100))), @r#"
     error: cannot use recipe my.toml
@@ -455,12 +454,10 @@ fn broken_toml() {
     assert_snapshot!(fault("[train\nepochs = 1\n"), @"
     error: cannot use recipe my.toml
       caused by: my.toml:7:7: not TOML: unclosed table, expected `]`
-    hint: `finetune recipes show reference` documents every key
     ");
     assert_snapshot!(fault("[train]\nepochs = \n"), @"
     error: cannot use recipe my.toml
       caused by: my.toml:8:10: not TOML: there is no value after `=`
-    hint: `finetune recipes show reference` documents every key
     ");
     assert_snapshot!(fault("[log]\ntensorboard = yes\n"), @r#"
     error: cannot use recipe my.toml
@@ -470,13 +467,11 @@ fn broken_toml() {
     assert_snapshot!(fault("[train]\nseed = \"abc\n"), @r#"
     error: cannot use recipe my.toml
       caused by: my.toml:8:12: not TOML: invalid basic string, expected `"`
-    hint: `finetune recipes show reference` documents every key
     "#);
     assert_snapshot!(fault("[train]\nepochs: 3\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:9: not TOML: key with no value, expected `=`
       caused by: my.toml:8:7: not TOML: invalid unquoted key, expected letters, numbers, `-`, `_`
-    hint: `finetune recipes show reference` documents every key
+      caused by: my.toml:8:9: not TOML: key with no value, expected `=`
     ");
 }
 
@@ -540,7 +535,7 @@ fn all_faults_at_once() {
       caused by: --eval-dataset: `data.eval` is ["held-out.jsonl"]: there is no /nowhere/held-out.jsonl
       caused by: --set train.epochs=0: `train.epochs` is 0; accepted: a number above 0
       caused by: my.toml:14:14: `scheduler.num_cycles` has no effect with `kind = "cosine"`
-    hint: remove one of the two; write `dtype = "bf16"`; write `r`; write `[log]`; write `kind = "cosine_with_restarts"`
+    hint: remove one of the two; write `dtype = "bf16"`; write `r`; write `[log]`; write `kind = "cosine_with_restarts"`; `finetune recipes show reference` documents every key
     "#);
 }
 

@@ -77,16 +77,20 @@ choices! {
     pub enum DataFormat {
         /// Recognised from the first rows, and said.
         Auto = "auto",
-        /// A list of {role, content}, as OpenAI has it.
+        /// `messages` of `role` and `content`, as OpenAI has them.
         Messages = "messages",
-        /// A list of {from, value}.
+        /// `conversations` of `from` and `value`.
         Sharegpt = "sharegpt",
-        /// instruction, input, output.
+        /// `chosen` and `rejected`; the chosen side is trained.
+        Preference = "preference",
+        /// `instruction`, `output`, perhaps `input`.
         Alpaca = "alpaca",
-        /// An instruction or question and its response.
+        /// `instruction` and `response`, perhaps `context`.
         Instruction = "instruction",
-        /// prompt and completion.
+        /// `prompt` and `completion`.
         PromptCompletion = "prompt_completion",
+        /// `question` and `answer`.
+        QuestionAnswer = "question_answer",
         /// Plain text.
         Text = "text",
     }

@@ -287,6 +287,8 @@ impl Reader {
             error = error.because(if place.is_empty() { text } else { format!("{place}: {text}") });
             hints.extend(hint.filter(|hint| !hints.contains(hint)));
         }
+        // The general hint comes last.
+        hints.sort_by_key(|hint| hint == REFERENCE);
         if !hints.is_empty() {
             error = error.hint(hints.join("; "));
         }
