@@ -16,13 +16,16 @@
 //! | 8 | [`cli`], [`commands`] | the verbs |
 
 pub mod adapter;
-pub mod error;
+pub mod cli;
+pub mod commands;
 pub mod data;
 pub mod engine;
+pub mod error;
 pub mod export;
 pub mod model;
 pub mod ops;
 pub mod optim;
+pub mod recipe;
 pub mod strategy;
 pub mod units;
 pub mod weights;

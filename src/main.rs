@@ -1,7 +1,48 @@
 //! The `finetune` binary: arguments to a command, a command to an exit code.
 
-use std::process::ExitCode;
+use std::backtrace::{Backtrace, BacktraceStatus};
+use std::fmt::Display;
+use std::io::Write;
+use std::panic::{PanicHookInfo, catch_unwind, set_hook};
+use std::process::{ExitCode, exit};
+
+use clap::Parser;
+use finetune::cli::Cli;
+use finetune::commands;
+use finetune::error::Kind;
 
 fn main() -> ExitCode {
-    ExitCode::SUCCESS
+    set_hook(Box::new(say_panic));
+    let cli = Cli::parse();
+    match catch_unwind(|| commands::run(cli)) {
+        Ok(Ok(())) => ExitCode::SUCCESS,
+        Ok(Err(error)) => {
+            say(&error);
+            ExitCode::from(error.kind().exit_code())
+        }
+        Err(_) => ExitCode::from(Kind::Internal.exit_code()),
+    }
+}
+
+/// One message to the standard error; where nobody listens there is nobody to tell.
+fn say(message: &dyn Display) {
+    drop(writeln!(std::io::stderr(), "{message}"));
+}
+
+/// A panic is a fault of ours, whichever thread it stops; but a reader of our output who has gone, as in `| head`,
+/// is nobody's fault.
+fn say_panic(panic: &PanicHookInfo<'_>) {
+    let payload = panic.payload();
+    let owned = payload.downcast_ref::<String>().map(String::as_str);
+    let message = owned.or_else(|| payload.downcast_ref().copied()).unwrap_or("no message");
+    if message.starts_with("failed printing to stdout") && message.contains("Broken pipe") {
+        exit(0);
+    }
+    let place = panic.location().map(|place| format!(" ({}:{})", place.file(), place.line()));
+    say(&format_args!("error: a fault of ours: {message}{}", place.unwrap_or_default()));
+    let backtrace = Backtrace::capture();
+    match backtrace.status() {
+        BacktraceStatus::Captured => say(&backtrace),
+        _ => say(&"hint: run it again with RUST_BACKTRACE=1 and report what it prints"),
+    }
 }

@@ -1,0 +1,437 @@
+//! The command line, as types: what may be typed, and the help. What it means is for `commands`.
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{ArgGroup, Args, Parser, Subcommand};
+use clap_complete::Shell;
+
+use crate::error::Result;
+use crate::recipe::{Dtype, Layers, Purpose, RecipeText};
+
+const TRAIN_EXAMPLES: &str = "\
+Examples:
+  finetune --recipe quickstart
+  finetune --model Qwen/Qwen2.5-0.5B --recipe lora --dataset rows.jsonl --output out
+  finetune --recipe my.toml --set train.epochs=3 --set optimizer.learning_rate=1e-4
+  finetune --recipe my.toml --output out --resume
+
+`finetune recipes` lists the built-in recipes, `finetune recipes show reference` every key.";
+
+/// Fine-tunes Hugging Face language models: LoRA and full training in one binary.
+#[derive(Debug, Parser)]
+#[command(
+    name = "finetune",
+    version,
+    after_help = TRAIN_EXAMPLES,
+    arg_required_else_help = true,
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
+    disable_help_subcommand = true,
+    max_term_width = 100
+)]
+pub struct Cli {
+    /// Without a verb: train.
+    #[command(flatten)]
+    pub train: TrainArgs,
+    /// Anything else.
+    #[command(subcommand)]
+    pub verb: Option<Verb>,
+}
+
+/// What to do, other than training.
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    /// Merge an adapter into its model: a Hugging Face folder
+    Merge(MergeArgs),
+    /// Continue a prompt, or chat
+    Generate(GenerateArgs),
+    /// Measure loss, perplexity and token accuracy on a data set
+    Eval(EvalArgs),
+    /// Say what a model or adapter is, from its headers alone
+    Inspect(InspectArgs),
+    /// Show how rows become tokens and masks, and what is wrong with them
+    Data(DataArgs),
+    /// List, show or write the built-in recipes
+    Recipes(RecipesArgs),
+    /// Say what this machine offers; check every operation on it
+    Doctor(DoctorArgs),
+    /// Print a completion script for a shell
+    Completions(CompletionsArgs),
+}
+
+/// How much is said, and whether the network may be used.
+#[derive(Debug, Clone, Default, Args)]
+pub struct CommonArgs {
+    /// Use only what is on this machine
+    #[arg(long)]
+    pub offline: bool,
+    /// Say only what went wrong
+    #[arg(short, long, conflicts_with = "verbose")]
+    pub quiet: bool,
+    /// Say more
+    #[arg(short, long)]
+    pub verbose: bool,
+}
+
+/// `finetune` without a verb: training.
+#[derive(Debug, Clone, Args)]
+pub struct TrainArgs {
+    /// A folder in Hugging Face layout, or a hub id
+    #[arg(long, value_name = "MODEL")]
+    pub model: Option<String>,
+    /// A recipe file, or the name of a built-in recipe
+    #[arg(long, value_name = "RECIPE")]
+    pub recipe: Option<String>,
+    /// A file, a folder or a hub data set to train on; may be repeated
+    #[arg(long, value_name = "DATASET")]
+    pub dataset: Vec<String>,
+    /// The same, held out for evaluation; may be repeated
+    #[arg(long, value_name = "DATASET")]
+    pub eval_dataset: Vec<String>,
+    /// The folder for everything the run leaves
+    #[arg(long, value_name = "DIR", default_value = "out")]
+    pub output: PathBuf,
+    /// Set one key of the recipe; wins over flags and recipe; may be repeated
+    #[arg(long, value_name = "SECTION.KEY=VALUE")]
+    pub set: Vec<String>,
+    /// Go on from the newest checkpoint in the output folder, or from DIR
+    #[arg(long, value_name = "DIR", num_args = 0..=1)]
+    pub resume: Option<Option<PathBuf>>,
+    /// Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the CPU]
+    #[arg(long, value_name = "LIST")]
+    pub gpus: Option<Gpus>,
+    /// Print the resolved recipe and what the run would do; train nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Network and verbosity.
+    #[command(flatten)]
+    pub common: CommonArgs,
+}
+
+impl TrainArgs {
+    /// The layers of the recipe; relative paths in flags start at `folder`.
+    ///
+    /// # Errors
+    /// When the recipe cannot be found or read.
+    pub fn layers(&self, folder: &Path) -> Result<Layers> {
+        Ok(Layers {
+            recipe: find_recipe(self.recipe.as_deref(), folder)?,
+            model: self.model.clone(),
+            train: self.dataset.clone(),
+            eval: self.eval_dataset.clone(),
+            set: self.set.clone(),
+            folder: folder.to_owned(),
+            purpose: Purpose::Train,
+        })
+    }
+}
+
+fn find_recipe(name: Option<&str>, folder: &Path) -> Result<Option<RecipeText>> {
+    name.map(|name| RecipeText::find(name, folder)).transpose()
+}
+
+/// `finetune merge`.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "\
+Example:
+  finetune merge --model Qwen/Qwen2.5-0.5B --adapter out --output merged")]
+pub struct MergeArgs {
+    /// The model the adapter was trained on: a folder or a hub id
+    #[arg(long, value_name = "MODEL")]
+    pub model: String,
+    /// The adapter's folder, or a hub id
+    #[arg(long, value_name = "ADAPTER")]
+    pub adapter: String,
+    /// The folder to write; must be new or empty
+    #[arg(long, value_name = "DIR")]
+    pub output: PathBuf,
+    /// Type of the merged weights; auto: the model's
+    #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = dtype())]
+    pub dtype: Dtype,
+    /// Network and verbosity.
+    #[command(flatten)]
+    pub common: CommonArgs,
+}
+
+/// `finetune generate`.
+#[derive(Debug, Clone, Args)]
+#[command(
+    group = ArgGroup::new("input").required(true).args(["prompt", "chat"]),
+    after_help = "\
+Examples:
+  finetune generate --model out --prompt \"Once upon a time\"
+  finetune generate --model Qwen/Qwen2.5-0.5B --adapter out --chat --temperature 0.7"
+)]
+pub struct GenerateArgs {
+    /// A folder in Hugging Face layout, or a hub id
+    #[arg(long, value_name = "MODEL")]
+    pub model: String,
+    /// An adapter's folder, or a hub id
+    #[arg(long, value_name = "ADAPTER")]
+    pub adapter: Option<String>,
+    /// A recipe whose chat template and model settings count
+    #[arg(long, value_name = "RECIPE")]
+    pub recipe: Option<String>,
+    /// The text to continue
+    #[arg(long, value_name = "TEXT")]
+    pub prompt: Option<String>,
+    /// Chat: each line of the standard input is a turn
+    #[arg(long)]
+    pub chat: bool,
+    /// Tokens to generate at most
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = positive)]
+    pub max_new_tokens: usize,
+    /// 0: always the likeliest token
+    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature)]
+    pub temperature: f64,
+    /// Sample among the likeliest tokens that together have this probability
+    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = probability)]
+    pub top_p: f64,
+    /// Seed of the sampling
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    pub seed: u64,
+    /// Network and verbosity.
+    #[command(flatten)]
+    pub common: CommonArgs,
+}
+
+/// `finetune eval`.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "\
+Example:
+  finetune eval --model Qwen/Qwen2.5-0.5B --adapter out --dataset test.jsonl --json")]
+pub struct EvalArgs {
+    /// A folder in Hugging Face layout, or a hub id
+    #[arg(long, value_name = "MODEL")]
+    pub model: String,
+    /// An adapter's folder, or a hub id
+    #[arg(long, value_name = "ADAPTER")]
+    pub adapter: Option<String>,
+    /// A file, a folder or a hub data set; may be repeated
+    #[arg(long, value_name = "DATASET", required = true)]
+    pub dataset: Vec<String>,
+    /// How rows are read.
+    #[command(flatten)]
+    pub rows: RowArgs,
+    /// Print the figures as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Network and verbosity.
+    #[command(flatten)]
+    pub common: CommonArgs,
+}
+
+/// What decides how rows are read, apart from the model.
+#[derive(Debug, Clone, Default, Args)]
+pub struct RowArgs {
+    /// A recipe whose [data] and [model] tables count
+    #[arg(long, value_name = "RECIPE")]
+    pub recipe: Option<String>,
+    /// Set one key of the recipe, such as data.max_seq_len=512; may be repeated
+    #[arg(long, value_name = "SECTION.KEY=VALUE")]
+    pub set: Vec<String>,
+}
+
+impl RowArgs {
+    /// The layers of a recipe for `model` and `dataset`, both as given to their flags.
+    ///
+    /// # Errors
+    /// When the recipe cannot be found or read.
+    pub fn layers(&self, model: &str, dataset: &[String], folder: &Path) -> Result<Layers> {
+        Ok(Layers {
+            recipe: find_recipe(self.recipe.as_deref(), folder)?,
+            model: Some(model.to_owned()),
+            train: dataset.to_vec(),
+            set: self.set.clone(),
+            folder: folder.to_owned(),
+            purpose: Purpose::Other,
+            ..Layers::default()
+        })
+    }
+}
+
+/// `finetune inspect`.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "\
+Examples:
+  finetune inspect out
+  finetune inspect meta-llama/Llama-2-7b-hf")]
+pub struct InspectArgs {
+    /// A model or adapter: a folder, a safetensors file or a hub id
+    #[arg(value_name = "PATH_OR_ID")]
+    pub source: String,
+    /// Network and verbosity.
+    #[command(flatten)]
+    pub common: CommonArgs,
+}
+
+/// `finetune data`.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "\
+Examples:
+  finetune data --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl
+  finetune data --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl --rows 20 --set data.train_on=all")]
+pub struct DataArgs {
+    /// The model whose tokenizer and chat template count: a folder or a hub id
+    #[arg(long, value_name = "MODEL")]
+    pub model: String,
+    /// A file, a folder or a hub data set; may be repeated
+    #[arg(long, value_name = "DATASET", required = true)]
+    pub dataset: Vec<String>,
+    /// Rows to show; all are checked
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    pub rows: usize,
+    /// How rows are read.
+    #[command(flatten)]
+    pub reading: RowArgs,
+    /// Network and verbosity.
+    #[command(flatten)]
+    pub common: CommonArgs,
+}
+
+/// `finetune recipes`.
+#[derive(Debug, Clone, Args)]
+#[command(
+    disable_help_subcommand = true,
+    after_help = "\
+Examples:
+  finetune recipes show lora
+  finetune recipes write lora        writes lora.toml here, to be changed
+  finetune recipes show reference    every key, with its default"
+)]
+pub struct RecipesArgs {
+    /// Without a word: list.
+    #[command(subcommand)]
+    pub action: Option<RecipesAction>,
+}
+
+/// What to do with the built-in recipes.
+#[derive(Debug, Clone, Subcommand)]
+pub enum RecipesAction {
+    /// Say what each is for
+    List,
+    /// Print one
+    Show {
+        /// Its name, or `reference` for every key
+        name: String,
+    },
+    /// Write one to NAME.toml in the working folder; an existing file is not replaced
+    Write {
+        /// Its name, or `reference` for every key
+        name: String,
+    },
+}
+
+/// `finetune doctor`.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "\
+Examples:
+  finetune doctor
+  finetune doctor --selftest")]
+pub struct DoctorArgs {
+    /// Compare every operation, forward and backward, with its reference
+    #[arg(long)]
+    pub selftest: bool,
+}
+
+/// `finetune completions`.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "\
+Example:
+  finetune completions bash > ~/.local/share/bash-completion/completions/finetune")]
+pub struct CompletionsArgs {
+    /// The shell
+    #[arg(value_name = "SHELL")]
+    pub shell: Shell,
+}
+
+/// Devices by number, in the order given, each once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gpus(pub Vec<usize>);
+
+impl FromStr for Gpus {
+    type Err = String;
+
+    /// Reads `0`, `0,2` or `0-3`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let refuse = || "accepted: numbers and ranges such as 0 or 0,2 or 0-3".to_owned();
+        let mut gpus: Vec<usize> = Vec::new();
+        for part in text.split(',') {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            let first: usize = first.trim().parse().map_err(|_| refuse())?;
+            let last: usize = last.trim().parse().map_err(|_| refuse())?;
+            if first > last || last >= MOST_GPUS {
+                return Err(refuse());
+            }
+            for gpu in first..=last {
+                if gpus.contains(&gpu) {
+                    return Err(format!("{gpu} stands there twice"));
+                }
+                gpus.push(gpu);
+            }
+        }
+        Ok(Gpus(gpus))
+    }
+}
+
+/// No host has more devices; keeps a slip such as `0-30000000000` from filling the memory.
+const MOST_GPUS: usize = 1024;
+
+fn dtype() -> impl TypedValueParser<Value = Dtype> {
+    PossibleValuesParser::new(Dtype::NAMES).try_map(|text| text.parse::<Dtype>())
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|n| *n >= 1).ok_or_else(|| "accepted: a whole number, at least 1".into())
+}
+
+fn temperature(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|t: &f64| t.is_finite() && *t >= 0.0);
+    number.ok_or_else(|| "accepted: a number, at least 0".into())
+}
+
+fn probability(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|p: &f64| *p > 0.0 && *p <= 1.0);
+    number.ok_or_else(|| "accepted: a number above 0, at most 1".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_types_hold_together() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn gpus_in_words() {
+        let read = |text: &str| text.parse::<Gpus>().map(|gpus| gpus.0);
+        assert_eq!(read("0").unwrap(), [0]);
+        assert_eq!(read("2,0").unwrap(), [2, 0]);
+        assert_eq!(read("0-2,5").unwrap(), [0, 1, 2, 5]);
+        for wrong in ["", "a", "3-1", "0,0", "0-2,1", "-1", "0-99999999999"] {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_mistyped_verb_is_not_training() {
+        for line in
+            [&["finetune", "merg"][..], &["finetune", "--recipe", "lora", "merge"], &["finetune", "x.toml"]]
+        {
+            assert!(Cli::try_parse_from(line).is_err(), "{line:?}");
+        }
+    }
+
+    #[test]
+    fn resume_with_and_without_a_folder() {
+        let resume = |line: &[&str]| Cli::try_parse_from(line).unwrap().train.resume;
+        assert_eq!(resume(&["finetune", "--recipe", "r"]), None);
+        assert_eq!(resume(&["finetune", "--resume", "--recipe", "r"]), Some(None));
+        assert_eq!(resume(&["finetune", "--resume", "out"]), Some(Some("out".into())));
+    }
+}

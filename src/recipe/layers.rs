@@ -1,0 +1,351 @@
+//! Layers of settings put over each other: the recipe's text, the flags, `--set`.
+//!
+//! Each layer is checked on its own, so that a fault has a place (`file:line:column`, or the flag), and every fault of
+//! every layer ends in one error. Of two keys that exclude each other a higher layer's replaces a lower one's.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use toml::Value;
+use toml::de::{DeTable, DeValue, ValueDeserializer};
+
+use super::Recipe;
+use super::builtin::RecipeText;
+use super::declare::Key;
+use super::effect::conflicts;
+use super::nearest::{nearest, nearest_key};
+use super::render::inline;
+use super::setting::Refusal;
+use crate::error::{Error, Result};
+
+/// What a recipe is loaded for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Purpose {
+    /// Training: model, data and learning rate must be known.
+    #[default]
+    Train,
+    /// Anything else, which uses what is there.
+    Other,
+}
+
+/// Everything that says something about a run, lowest layer first.
+#[derive(Debug, Clone, Default)]
+pub struct Layers {
+    /// `--recipe`.
+    pub recipe: Option<RecipeText>,
+    /// `--model`: `model.id`.
+    pub model: Option<String>,
+    /// `--dataset`, repeated: `data.train`.
+    pub train: Vec<String>,
+    /// `--eval-dataset`, repeated: `data.eval`.
+    pub eval: Vec<String>,
+    /// `--set section.key=value`, repeated; of two for one key the last counts.
+    pub set: Vec<String>,
+    /// Where relative paths in flags start: the working folder.
+    pub folder: PathBuf,
+    /// What must be known in the end.
+    pub purpose: Purpose,
+}
+
+/// Keys of which at most one counts: each of the pair, in its section.
+const EXCLUSIVE: (&str, [&str; 2]) = ("scheduler", ["warmup_steps", "warmup_ratio"]);
+
+/// What the TOML parser says of a key written twice; all else in such a text is sound.
+const DUPLICATE: &str = "duplicate key";
+
+/// The way out of a fault that suggests nothing better.
+const REFERENCE: &str = "`finetune recipes show reference` documents every key";
+
+/// Longest value quoted in a message, in characters.
+const QUOTED_CHARS: usize = 60;
+
+/// Puts the layers together.
+pub(super) fn load(layers: &Layers) -> Result<Recipe> {
+    let mut reader = Reader::default();
+    if let Some(text) = &layers.recipe {
+        reader.read_text(text);
+    }
+    reader.layer = Layer::Flags;
+    reader.read_flags(layers);
+    reader.layer = Layer::Set;
+    for assignment in &layers.set {
+        reader.read_assignment(assignment, &layers.folder);
+    }
+    reader.check_conflicts();
+    if layers.purpose == Purpose::Train {
+        reader.check_complete(layers.recipe.is_some());
+    }
+    let what = match &layers.recipe {
+        Some(text) => format!("cannot use recipe {}", text.name),
+        None => "cannot use these settings".to_owned(),
+    };
+    reader.finish(what)
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+enum Layer {
+    #[default]
+    Text,
+    Flags,
+    Set,
+}
+
+struct Fault {
+    /// `file:line:column` or the flag; empty for what is missing.
+    place: String,
+    text: String,
+    hint: Option<String>,
+}
+
+#[derive(Default)]
+struct Reader {
+    recipe: Recipe,
+    layer: Layer,
+    faults: Vec<Fault>,
+    /// Where each key was set last.
+    places: BTreeMap<(String, String), (Layer, String)>,
+    /// Sections with a fault: what else seems wrong there may only follow from it.
+    faulty: BTreeSet<String>,
+}
+
+impl Reader {
+    fn fault(&mut self, section: &str, place: &str, text: String, hint: Option<String>) {
+        self.faulty.insert(section.to_owned());
+        self.faults.push(Fault { place: place.to_owned(), text, hint });
+    }
+
+    /// The text of a recipe: tables of keys.
+    fn read_text(&mut self, text: &RecipeText) {
+        let place = |start: usize| position(&text.name, &text.text, start);
+        let (table, mut errors) = DeTable::parse_recoverable(&text.text);
+        errors.sort_by_key(|error| error.span().map(|span| span.start));
+        for error in &errors {
+            let span = error.span().unwrap_or_default();
+            let (message, hint) = not_toml(error.message(), text.text.get(span.clone()).unwrap_or_default());
+            self.fault("", &place(span.start), message, hint);
+        }
+        // What the parser could save of a broken text would only confuse.
+        if !errors.iter().all(|error| error.message() == DUPLICATE) {
+            self.faulty.extend(Recipe::complete().sections().iter().map(|section| section.name().to_owned()));
+            return;
+        }
+        for (name, item) in table.into_inner() {
+            let (start, name) = (name.span().start, name.into_inner());
+            match item.into_inner() {
+                DeValue::Table(keys) => self.read_section(text, &place(start), &name, keys),
+                _ => self.stray(&place(start), &name),
+            }
+        }
+    }
+
+    fn read_section(&mut self, text: &RecipeText, place: &str, section: &str, keys: DeTable<'_>) {
+        if self.recipe.section_mut(section).is_none() {
+            return self.unknown_section(place, section);
+        }
+        for (key, value) in keys {
+            let key_place = position(&text.name, &text.text, key.span().start);
+            let written = value.span();
+            let value_place = position(&text.name, &text.text, written.start);
+            let key = key.into_inner();
+            match Value::deserialize(ValueDeserializer::from(value)) {
+                Ok(value) => self.set(section, &key, &value, &text.folder, (&key_place, &value_place)),
+                // A whole number that no integer type holds.
+                Err(_) => {
+                    let written = text.text.get(written).unwrap_or_default();
+                    let message = format!("`{section}.{key}` is {written}; accepted: numbers below 2^63");
+                    self.fault(section, &value_place, message, None);
+                }
+            }
+        }
+    }
+
+    /// A value at the top, outside all tables.
+    fn stray(&mut self, place: &str, name: &str) {
+        if self.recipe.clone().section_mut(name).is_some() {
+            let text = format!("`{name}` is not a table; accepted: one table of keys");
+            return self.fault(name, place, text, Some(format!("write `[{name}]` and its keys below")));
+        }
+        let hint = nearest_key("", name).map(|(section, key)| format!("write `{key}` under `[{section}]`"));
+        self.fault("", place, format!("`{name}` stands outside a section"), hint);
+    }
+
+    fn unknown_section(&mut self, place: &str, section: &str) {
+        let complete = Recipe::complete();
+        let names: Vec<&str> = complete.sections().iter().map(|section| section.name()).collect();
+        let near = nearest(section, names.iter().copied());
+        let named = near.map_or_else(String::new, |near| format!("; nearest: [{near}]"));
+        let text = format!("unknown section [{section}]{named}; accepted: {}", names.join(", "));
+        self.fault(near.unwrap_or(section), place, text, near.map(|near| format!("write `[{near}]`")));
+    }
+
+    fn read_flags(&mut self, layers: &Layers) {
+        let text = |text: &String| Value::String(text.clone());
+        if let Some(id) = &layers.model {
+            self.set("model", "id", &text(id), &layers.folder, ("--model", "--model"));
+        }
+        let lists = [("train", &layers.train, "--dataset"), ("eval", &layers.eval, "--eval-dataset")];
+        for (key, list, flag) in lists {
+            if !list.is_empty() {
+                let list = Value::Array(list.iter().map(text).collect());
+                self.set("data", key, &list, &layers.folder, (flag, flag));
+            }
+        }
+    }
+
+    /// `section.key=value`: the value is TOML, or else a text.
+    fn read_assignment(&mut self, assignment: &str, folder: &Path) {
+        let place = format!("--set {assignment}");
+        let parts = assignment.split_once('=').and_then(|(name, value)| {
+            let (section, key) = name.trim().split_once('.')?;
+            Some((section.trim(), key.trim(), value.trim()))
+        });
+        let Some((section, key, raw)) = parts else {
+            let hint = Some("write `--set train.epochs=3`, for example".to_owned());
+            return self.fault("", &place, "accepted: section.key=value".into(), hint);
+        };
+        if self.recipe.clone().section_mut(section).is_none() {
+            return self.unknown_section(&place, section);
+        }
+        let text = Value::String(raw.to_owned());
+        let value = ValueDeserializer::parse(raw).ok().and_then(|value| Value::deserialize(value).ok());
+        // `--set model.revision=7` means the text "7": what only a text can be is one.
+        let value = value.filter(|value| {
+            let mut trial = self.recipe.clone();
+            let mut accepts =
+                |value: &Value| trial.section_mut(section).is_some_and(|s| s.set(key, value, folder).is_ok());
+            accepts(value) || !accepts(&text)
+        });
+        self.set(section, key, &value.unwrap_or(text), folder, (&place, &place));
+    }
+
+    /// Sets one key of a section that exists.
+    fn set(&mut self, section: &str, key: &str, value: &Value, folder: &Path, places: (&str, &str)) {
+        let Some(table) = self.recipe.section_mut(section) else { return };
+        let Some(known) = table.keys().iter().find(|known| known.name == key) else {
+            let keys: Vec<&str> = table.keys().iter().map(|known| known.name).collect();
+            let (text, hint) = unknown_key(section, key, &keys);
+            return self.fault(section, places.0, text, hint);
+        };
+        match table.set(key, value, folder) {
+            Ok(()) => {
+                if section == EXCLUSIVE.0 && EXCLUSIVE.1.contains(&key) {
+                    for other in EXCLUSIVE.1.into_iter().filter(|other| *other != key) {
+                        let lower = self.places.get(&(section.to_owned(), other.to_owned()));
+                        if lower.is_some_and(|(layer, _)| *layer < self.layer) {
+                            table.reset(other);
+                        }
+                    }
+                }
+                let place = (self.layer, places.1.to_owned());
+                self.places.insert((section.to_owned(), key.to_owned()), place);
+            }
+            Err(refusal) => {
+                let (text, hint) = refused(section, known, value, &refusal);
+                self.fault(section, places.1, text, hint);
+            }
+        }
+    }
+
+    fn check_conflicts(&mut self) {
+        for conflict in conflicts(&self.recipe) {
+            if !self.faulty.contains(conflict.section) {
+                let at = (conflict.section.to_owned(), conflict.key.to_owned());
+                let place = self.places.get(&at).map(|(_, place)| place.clone()).unwrap_or_default();
+                let text = format!("`{}.{}` {}", conflict.section, conflict.key, conflict.text);
+                self.faults.push(Fault { place, text, hint: Some(conflict.hint) });
+            }
+        }
+    }
+
+    /// What training cannot do without.
+    fn check_complete(&mut self, has_recipe: bool) {
+        let rate = match has_recipe {
+            true => "add `learning_rate = 2e-4` under `[optimizer]`",
+            false => "add `--recipe lora`",
+        };
+        let needed = [
+            ("model", "id", self.recipe.model.id.is_none(), "add `--model MODEL`"),
+            ("data", "train", self.recipe.data.train.is_empty(), "add `--dataset DATASET`"),
+            ("optimizer", "learning_rate", self.recipe.optimizer.learning_rate.is_none(), rate),
+        ];
+        for (section, key, missing, hint) in needed {
+            if missing && !self.faulty.contains(section) {
+                let text = format!("`{section}.{key}` is not set");
+                self.faults.push(Fault { place: String::new(), text, hint: Some(hint.into()) });
+            }
+        }
+    }
+
+    fn finish(self, what: String) -> Result<Recipe> {
+        if self.faults.is_empty() {
+            return Ok(self.recipe);
+        }
+        let mut error = Error::user(what);
+        let mut hints: Vec<String> = Vec::new();
+        for Fault { place, text, hint } in self.faults {
+            error = error.because(if place.is_empty() { text } else { format!("{place}: {text}") });
+            hints.extend(hint.filter(|hint| !hints.contains(hint)));
+        }
+        // The general hint comes last.
+        hints.sort_by_key(|hint| hint == REFERENCE);
+        if !hints.is_empty() {
+            error = error.hint(hints.join("; "));
+        }
+        Err(error)
+    }
+}
+
+/// The parser's message about `written`, in our words where its own mislead.
+fn not_toml(message: &str, written: &str) -> (String, Option<String>) {
+    match message {
+        DUPLICATE => (format!("`{written}` stands there twice"), Some("remove one of the two".into())),
+        _ if !message.starts_with("string values must be quoted") => (format!("not TOML: {message}"), None),
+        _ if written.trim().is_empty() => ("not TOML: there is no value after `=`".into(), None),
+        _ => (
+            format!("not TOML: {written} is no value"),
+            Some(format!("write \"{written}\" for a text, true or false for a switch")),
+        ),
+    }
+}
+
+fn unknown_key(section: &str, key: &str, keys: &[&str]) -> (String, Option<String>) {
+    let near = nearest_key(section, key);
+    let named = near.map_or_else(String::new, |(section, key)| format!("; nearest: `{section}.{key}`"));
+    let text = format!("unknown key `{section}.{key}`{named}; [{section}] has: {}", keys.join(", "));
+    let hint = match near {
+        Some((place, near)) if place == section => format!("write `{near}`"),
+        Some((place, near)) => format!("write `{near}` under `[{place}]`"),
+        None => REFERENCE.to_owned(),
+    };
+    (text, Some(hint))
+}
+
+fn refused(section: &str, key: &Key, value: &Value, refusal: &Refusal) -> (String, Option<String>) {
+    let name = key.name;
+    let mut found = inline(value);
+    if let Some((end, _)) = found.char_indices().nth(QUOTED_CHARS) {
+        found.truncate(end);
+        found.push('…');
+    }
+    let text = match refusal {
+        Refusal::Shape => format!("`{section}.{name}` is {found}; accepted: {}", (key.accepted)()),
+        Refusal::Empty => format!("`{section}.{name}` is empty; accepted: {}", (key.accepted)()),
+        Refusal::Unusable(why) => format!("`{section}.{name}` is {found}: {why}"),
+    };
+    let near = value.as_str().and_then(|text| nearest(text, (key.choices)().iter().copied()));
+    let hint = match (near, refusal) {
+        (Some(near), _) => Some(format!("write `{name} = {near:?}`")),
+        (None, Refusal::Unusable(_)) => None,
+        (None, Refusal::Shape | Refusal::Empty) => Some(REFERENCE.to_owned()),
+    };
+    (text, hint)
+}
+
+/// `name:line:column` of a byte in `text`, both from 1, the column in characters.
+fn position(name: &str, text: &str, byte: usize) -> String {
+    let before = text.get(..byte).unwrap_or(text);
+    let line = before.matches('\n').count() + 1;
+    let column = before.rsplit('\n').next().map_or(0, |line| line.chars().count()) + 1;
+    format!("{name}:{line}:{column}")
+}

@@ -1,0 +1,149 @@
+//! What the TOML may say: every key of a recipe, its default and unit documented where it is declared
+//! (`sections`), read from layers (`layers`) and written back (`render`).
+//!
+//! A recipe is pure data. It is checked as far as that goes without a model, a device or a data set: unknown
+//! keys, wrong kinds, ranges, paths that do not exist, keys without effect. All faults are reported at once, each
+//! with its line or flag. What a recipe means for a model and a machine is for `plan` to say.
+//!
+//! The sections are not deserialized with serde: it stops at the first fault, cannot tell where a merged value
+//! came from, and would need every key's documentation and range a second time.
+
+mod builtin;
+mod choices;
+mod declare;
+mod effect;
+mod layers;
+mod nearest;
+mod render;
+mod sections;
+mod setting;
+mod source;
+
+pub use builtin::{BUILT_IN, BuiltIn, RecipeText};
+pub use choices::{
+    AdapterInit, AdapterKind, Attention, DataFormat, Dtype, ModelInit, Offload, OnBadRow, OnLongRow,
+    OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainOn,
+};
+pub use layers::{Layers, Purpose};
+pub use sections::{
+    Adapter, Checkpoint, Data, Eval, Log, Model, Optimizer, Parallel, Quantization, Scheduler, Train,
+};
+pub use setting::{Patterns, TargetModules};
+pub use source::{Source, Template};
+
+use declare::Section;
+
+use crate::error::Result;
+
+/// What the user asks for, with every default filled in.
+///
+/// Only `model.id`, `data.train` and `optimizer.learning_rate` have none; [`Purpose::Train`] demands them.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Recipe {
+    /// The model to start from.
+    pub model: Model,
+    /// How the frozen base is stored; `None`: as it is.
+    pub quantization: Option<Quantization>,
+    /// The adapter to train; `None`: all weights are trained.
+    pub adapter: Option<Adapter>,
+    /// What the model learns from.
+    pub data: Data,
+    /// How long and in which portions.
+    pub train: Train,
+    /// What turns gradients into updates.
+    pub optimizer: Optimizer,
+    /// The learning rate over the steps.
+    pub scheduler: Scheduler,
+    /// How the work is spread over devices.
+    pub parallel: Parallel,
+    /// What is saved on the way and at the end.
+    pub checkpoint: Checkpoint,
+    /// Evaluation on held-out data.
+    pub eval: Eval,
+    /// What a run reports.
+    pub log: Log,
+}
+
+impl Recipe {
+    /// Puts the layers over each other: `--set` over flags over the recipe over defaults.
+    ///
+    /// # Errors
+    /// One error that lists every fault of every layer, each with its place.
+    pub fn load(layers: &Layers) -> Result<Recipe> {
+        layers::load(layers)
+    }
+
+    /// Every value that is set, as a recipe that reads back to this one. Paths are absolute, a chat template is
+    /// its text.
+    pub fn to_toml(&self) -> String {
+        render::plain(self)
+    }
+
+    /// Every section and key with its documentation, what it accepts and its default, as a recipe.
+    pub fn reference() -> String {
+        render::reference()
+    }
+
+    /// A recipe in which every table is present.
+    fn complete() -> Recipe {
+        Recipe {
+            quantization: Some(Quantization::default()),
+            adapter: Some(Adapter::default()),
+            ..Recipe::default()
+        }
+    }
+
+    /// The tables present, in the order of the reference.
+    fn sections(&self) -> Vec<&dyn Section> {
+        let optional = [
+            self.quantization.as_ref().map(|section| section as &dyn Section),
+            self.adapter.as_ref().map(|section| section as &dyn Section),
+        ];
+        let first: [&dyn Section; 1] = [&self.model];
+        let rest: [&dyn Section; 8] = [
+            &self.data,
+            &self.train,
+            &self.optimizer,
+            &self.scheduler,
+            &self.parallel,
+            &self.checkpoint,
+            &self.eval,
+            &self.log,
+        ];
+        first.into_iter().chain(optional.into_iter().flatten()).chain(rest).collect()
+    }
+
+    /// The table of that name, added with its defaults if it was absent.
+    fn section_mut(&mut self, name: &str) -> Option<&mut dyn Section> {
+        Some(match name {
+            "model" => &mut self.model,
+            "quantization" => self.quantization.get_or_insert_default(),
+            "adapter" => self.adapter.get_or_insert_default(),
+            "data" => &mut self.data,
+            "train" => &mut self.train,
+            "optimizer" => &mut self.optimizer,
+            "scheduler" => &mut self.scheduler,
+            "parallel" => &mut self.parallel,
+            "checkpoint" => &mut self.checkpoint,
+            "eval" => &mut self.eval,
+            "log" => &mut self.log,
+            _ => return None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_section_is_found_by_its_name() {
+        let names: Vec<&str> = Recipe::complete().sections().iter().map(|section| section.name()).collect();
+        assert_eq!(names.len(), 11);
+        for name in names {
+            let mut recipe = Recipe::default();
+            assert_eq!(recipe.section_mut(name).map(|section| section.name()), Some(name));
+        }
+        assert!(Recipe::default().section_mut("trian").is_none());
+    }
+}

@@ -1,0 +1,204 @@
+//! Every key of a recipe, declared once: documentation, name, type, default, range.
+//!
+//! Names and meanings follow transformers and PEFT where they have the key.
+
+use super::choices::{
+    AdapterInit, AdapterKind, Attention, DataFormat, Dtype, ModelInit, Offload, OnBadRow, OnLongRow,
+    OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainOn,
+};
+use super::declare::section;
+use super::setting::Range::{Above, AtLeast, Between, FromToBelow, OneOf};
+use super::setting::{Patterns, TargetModules};
+use super::source::{Source, Template};
+
+section! {
+    /// The model to start from.
+    pub struct Model "model" {
+        /// A folder in Hugging Face layout, or a hub id such as `Qwen/Qwen2.5-0.5B`. `--model` sets it.
+        id: Option<Source> = None;
+        /// Branch, tag or commit of a hub id.
+        revision: String = "main".into();
+        /// Where the weights come from: the model's files, or seeded random numbers.
+        init: ModelInit = ModelInit::Pretrained;
+        /// Type of the weights and of the computation; auto: bf16 on a GPU, f32 on the CPU.
+        dtype: Dtype = Dtype::Auto;
+        /// Tiled attention, or the plain formula as a reference.
+        attention: Attention = Attention::Flash;
+    }
+}
+
+section! {
+    /// How the frozen base is stored. Without this table it is not quantized.
+    pub struct Quantization "quantization" {
+        /// The format.
+        kind: QuantKind = QuantKind::Nf4;
+        /// Weights that share one scale.
+        block_size: usize = 64, OneOf(&[32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0]);
+        /// Whether the scales are quantized too.
+        double_quant: bool = true;
+    }
+}
+
+section! {
+    /// The adapter to train, in PEFT's words. Without this table all weights are trained.
+    pub struct Adapter "adapter" {
+        /// The kind.
+        kind: AdapterKind = AdapterKind::Lora;
+        /// Rank of the update.
+        r: usize = 16, AtLeast(1.0);
+        /// The update is scaled by `lora_alpha / r`.
+        lora_alpha: f64 = 16.0, Above(0.0);
+        /// Share of the adapter's inputs set to zero in training.
+        lora_dropout: f64 = 0.0, FromToBelow(0.0, 1.0);
+        /// Modules that get an adapter: every linear layer but the head, or a list of names.
+        target_modules: TargetModules = TargetModules::AllLinear;
+        /// Modules among them that get none.
+        exclude_modules: Vec<String> = Vec::new();
+        /// Modules trained in full beside the adapter, such as "lm_head".
+        modules_to_save: Vec<String> = Vec::new();
+        /// Other ranks by module-name pattern; the first that matches counts.
+        rank_pattern: Patterns<usize> = Patterns::default(), AtLeast(1.0);
+        /// Other alphas by module-name pattern; the first that matches counts.
+        alpha_pattern: Patterns<f64> = Patterns::default(), Above(0.0);
+        /// Scale by `lora_alpha / sqrt(r)` instead (arXiv:2312.03732).
+        use_rslora: bool = false;
+        /// How a new adapter starts.
+        init: AdapterInit = AdapterInit::Default;
+        /// A saved PEFT adapter to start from.
+        path: Option<Source> = None;
+    }
+}
+
+section! {
+    /// What the model learns from.
+    pub struct Data "data" {
+        /// Files, folders or hub data sets to train on. `--dataset` sets it.
+        train: Vec<Source> = Vec::new();
+        /// The same, held out for evaluation. `--eval-dataset` sets it.
+        eval: Vec<Source> = Vec::new();
+        /// What a row looks like; auto: recognised, and said.
+        format: DataFormat = DataFormat::Auto;
+        /// Tokens of a row at most.
+        max_seq_len: usize = 2048, AtLeast(2.0);
+        /// Put several samples into one row, without attention between them.
+        packing: bool = true;
+        /// A new order each epoch, from the seed; else file order.
+        shuffle: bool = true;
+        /// Tokens that count in the loss. Plain text has nothing to mask.
+        train_on: TrainOn = TrainOn::Assistant;
+        /// A chat template, as Jinja text or its file; default: the tokenizer's own.
+        chat_template: Option<Template> = None;
+        /// What happens to a row that cannot be used.
+        on_bad_row: OnBadRow = OnBadRow::Stop;
+        /// What happens to a row longer than `max_seq_len`.
+        on_long_row: OnLongRow = OnLongRow::Truncate;
+    }
+}
+
+section! {
+    /// How long and in which portions.
+    pub struct Train "train" {
+        /// Passes over the data.
+        epochs: f64 = 1.0, Above(0.0);
+        /// Optimizer steps of the whole run; set, it decides instead of `epochs`.
+        max_steps: Option<u64> = None, AtLeast(1.0);
+        /// Rows that go through the model at once, on each rank.
+        micro_batch_size: usize = 1, AtLeast(1.0);
+        /// Micro-batches whose gradients make one optimizer step, on each rank.
+        gradient_accumulation_steps: usize = 1, AtLeast(1.0);
+        /// Gradients are scaled down to this norm; 0: never.
+        max_grad_norm: f64 = 1.0, AtLeast(0.0);
+        /// Seed of everything random.
+        seed: u64 = 0, AtLeast(0.0);
+        /// Compute activations again in the backward pass to save memory.
+        recompute: Recompute = Recompute::Auto;
+    }
+}
+
+section! {
+    /// What turns gradients into updates.
+    pub struct Optimizer "optimizer" {
+        /// The algorithm.
+        kind: OptimizerKind = OptimizerKind::Adamw;
+        /// Learning rate after the warm-up; about 2e-4 for an adapter, 2e-5 for all weights.
+        learning_rate: Option<f64> = None, Above(0.0);
+        /// Decay of the two moments.
+        betas: [f64; 2] = [0.9, 0.999], FromToBelow(0.0, 1.0);
+        /// Added to the denominator.
+        eps: f64 = 1e-8, Above(0.0);
+        /// Decoupled weight decay; biases and norms are spared.
+        weight_decay: f64 = 0.0, AtLeast(0.0);
+        /// How the moments are stored.
+        state: StateDtype = StateDtype::F32;
+        /// Learning rate of B over that of A (LoRA+, arXiv:2402.12354).
+        lora_plus_ratio: f64 = 1.0, Above(0.0);
+    }
+}
+
+section! {
+    /// The learning rate over the steps, in the schedules of transformers.
+    pub struct Scheduler "scheduler" {
+        /// The schedule.
+        kind: SchedulerKind = SchedulerKind::Cosine;
+        /// Steps of the linear warm-up from 0; excludes `warmup_ratio`.
+        warmup_steps: Option<u64> = None, AtLeast(0.0);
+        /// The warm-up as a share of all steps; excludes `warmup_steps`.
+        warmup_ratio: Option<f64> = None, Between(0.0, 1.0);
+        /// Learning rate at the end, as a share of `learning_rate`.
+        min_lr_ratio: f64 = 0.0, Between(0.0, 1.0);
+        /// Restarts of "cosine_with_restarts".
+        num_cycles: usize = 1, AtLeast(1.0);
+        /// Exponent of "polynomial".
+        power: f64 = 1.0, Above(0.0);
+        /// Steps of the fall at the end of "warmup_stable_decay", which needs it.
+        num_decay_steps: Option<u64> = None, AtLeast(1.0);
+    }
+}
+
+section! {
+    /// How the work is spread over devices.
+    pub struct Parallel "parallel" {
+        /// Where parameters, gradients and optimizer states live.
+        strategy: Strategy = Strategy::Auto;
+        /// Ranks in a group of "hsdp"; default: those of one host.
+        shard_size: Option<usize> = None, AtLeast(1.0);
+        /// What is kept in host memory.
+        offload: Offload = Offload::None;
+        /// Type in which gradients are summed over ranks.
+        reduce_dtype: ReduceDtype = ReduceDtype::F32;
+    }
+}
+
+section! {
+    /// What is saved on the way and at the end.
+    pub struct Checkpoint "checkpoint" {
+        /// Steps between checkpoints; not set: only at the end.
+        save_steps: Option<u64> = None, AtLeast(1.0);
+        /// Checkpoints kept.
+        keep_last: usize = 2, AtLeast(1.0);
+        /// Write while training goes on.
+        async_save: bool = true;
+        /// Type of the weights a run leaves; auto: the base's.
+        output_dtype: Dtype = Dtype::Auto;
+    }
+}
+
+section! {
+    /// Evaluation on `data.eval`.
+    pub struct Eval "eval" {
+        /// Steps between evaluations.
+        steps: Option<u64> = None, AtLeast(1.0);
+        /// Evaluate after the last step.
+        at_end: bool = true;
+    }
+}
+
+section! {
+    /// What a run reports.
+    pub struct Log "log" {
+        /// Steps between lines of progress.
+        every_steps: u64 = 1, AtLeast(1.0);
+        /// Write TensorBoard event files.
+        tensorboard: bool = true;
+    }
+}

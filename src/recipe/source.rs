@@ -1,0 +1,211 @@
+//! What a recipe can point at: models, data sets and adapters (a path, a hub id or an asset inside the binary),
+//! and chat templates.
+//!
+//! A text is a path when something of that name exists relative to the recipe's folder, when it starts with `/`,
+//! `./`, `../` or `~`, or when it cannot be a hub id (`name` or `owner/name`, of letters, digits, `.`, `_`, `-`) or
+//! ends as data files do. A path must exist: a typing error is found here, with its line, and not after a
+//! download. The rest is left to the hub.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use toml::Value;
+
+use super::setting::{Refusal, Setting, read_list};
+use crate::error::{Error, Result};
+
+/// What an id that starts so names: an asset inside the binary.
+const BUILTIN: &str = "builtin:";
+
+/// Endings that no model or data set on the hub has.
+const DATA_EXTENSIONS: [&str; 7] = ["jsonl", "json", "parquet", "csv", "tsv", "txt", "md"];
+
+/// Where a model, a data set or an adapter is.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Source {
+    /// An absolute path that exists, or did when the recipe was read.
+    Path(PathBuf),
+    /// An id on the hub.
+    Hub(String),
+    /// An asset inside the binary, without the prefix `builtin:`.
+    Builtin(String),
+}
+
+impl Source {
+    /// What the argument of a flag names, by the rules of a recipe value; relative paths start at `folder`.
+    ///
+    /// # Errors
+    /// When it is empty, or a path that does not exist.
+    pub fn from_argument(flag: &str, text: &str, folder: &Path) -> Result<Source> {
+        Source::parse(text, folder).map_err(|refusal| {
+            let error = Error::user(format!("cannot use `{flag} {text}`"));
+            match refusal {
+                Refusal::Unusable(why) => error.because(why),
+                Refusal::Shape | Refusal::Empty => error.because(format!("accepted: {}", Source::accepted())),
+            }
+        })
+    }
+
+    /// Reads `text` as a recipe value would be; relative paths start at `folder`.
+    ///
+    /// # Errors
+    /// When it is empty, or a path that does not exist.
+    pub(super) fn parse(text: &str, folder: &Path) -> Result<Source, Refusal> {
+        if text.is_empty() {
+            return Err(Refusal::Empty);
+        }
+        if let Some(name) = text.strip_prefix(BUILTIN) {
+            return Ok(Source::Builtin(name.to_owned()));
+        }
+        let path = absolute(text, folder)?;
+        match path.try_exists() {
+            Ok(true) => Ok(Source::Path(path)),
+            Ok(false) if !means_path(text) => Ok(Source::Hub(text.to_owned())),
+            Ok(false) => Err(Refusal::Unusable(format!("there is no {}", path.display()))),
+            Err(error) => Err(Refusal::Unusable(format!("cannot look at {}: {error}", path.display()))),
+        }
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Source::Path(path) => path.display().fmt(f),
+            Source::Hub(id) => id.fmt(f),
+            Source::Builtin(name) => write!(f, "{BUILTIN}{name}"),
+        }
+    }
+}
+
+impl Setting for Source {
+    fn accepted() -> String {
+        "a path, a hub id".into()
+    }
+
+    fn read(value: &Value, folder: &Path) -> Result<Self, Refusal> {
+        Source::parse(value.as_str().ok_or(Refusal::Shape)?, folder)
+    }
+
+    fn write(&self) -> Option<Value> {
+        Some(Value::String(self.to_string()))
+    }
+}
+
+impl Setting for Vec<Source> {
+    fn accepted() -> String {
+        "a list of paths and hub ids".into()
+    }
+
+    /// One text stands for a list of one, so that `--set data.train=rows.jsonl` works.
+    fn read(value: &Value, folder: &Path) -> Result<Self, Refusal> {
+        match value {
+            Value::Array(list) => read_list(list, folder),
+            Value::String(_) => Source::read(value, folder).map(|source| vec![source]),
+            _ => Err(Refusal::Shape),
+        }
+    }
+
+    fn write(&self) -> Option<Value> {
+        Some(Value::Array(self.iter().filter_map(Setting::write).collect()))
+    }
+}
+
+/// The text of a chat template, read from its file where one was named.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Template(pub String);
+
+impl Setting for Template {
+    fn accepted() -> String {
+        "Jinja text, a file that holds it".into()
+    }
+
+    fn read(value: &Value, folder: &Path) -> Result<Self, Refusal> {
+        let text = value.as_str().ok_or(Refusal::Shape)?;
+        if text.is_empty() {
+            return Err(Refusal::Empty);
+        }
+        if is_jinja(text) {
+            return Ok(Template(text.to_owned()));
+        }
+        let path = absolute(text, folder)?;
+        let refuse = |why: String| Err(Refusal::Unusable(why));
+        match std::fs::read_to_string(&path) {
+            Ok(jinja) if is_jinja(&jinja) => Ok(Template(jinja)),
+            Ok(_) => refuse(format!("{} holds no `{{{{` and no `{{%`", path.display())),
+            Err(error) => refuse(format!("cannot read {}: {error}", path.display())),
+        }
+    }
+
+    fn write(&self) -> Option<Value> {
+        Some(Value::String(self.0.clone()))
+    }
+}
+
+fn is_jinja(text: &str) -> bool {
+    text.contains("{{") || text.contains("{%")
+}
+
+fn means_path(text: &str) -> bool {
+    let rooted = ["/", "./", "../", "~"].iter().any(|start| text.starts_with(start));
+    let dots = matches!(text, "." | "..");
+    let data_file =
+        DATA_EXTENSIONS.iter().any(|end| text.strip_suffix(end).is_some_and(|t| t.ends_with('.')));
+    let hub_char = |c: char| c.is_ascii_alphanumeric() || "._-/".contains(c);
+    let parts: Vec<&str> = text.split('/').collect();
+    let hub_id = text.chars().all(hub_char) && parts.len() <= 2 && parts.iter().all(|part| !part.is_empty());
+    rooted || dots || data_file || !hub_id
+}
+
+/// `text` from `folder` on, with `~` as the home folder.
+fn absolute(text: &str, folder: &Path) -> Result<PathBuf, Refusal> {
+    let path = match text.strip_prefix('~') {
+        Some(rest) if rest.is_empty() || rest.starts_with('/') => {
+            let home = std::env::home_dir()
+                .ok_or_else(|| Refusal::Unusable("the home folder `~` is not known".into()))?;
+            home.join(rest.trim_start_matches('/'))
+        }
+        _ => folder.join(text),
+    };
+    std::path::absolute(&path).map_err(|error| Refusal::Unusable(format!("{}: {error}", path.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_is_a_path_or_a_hub_id() {
+        for path in ["/m", "./m", "../m", "~/m", "a/b/c", "rows.jsonl", "d/rows.parquet", "a b", "m/", "."] {
+            assert!(means_path(path), "{path}");
+        }
+        for id in ["gpt2", "meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-0.5B", "a/json"] {
+            assert!(!means_path(id), "{id}");
+        }
+    }
+
+    #[test]
+    fn what_exists_is_a_path() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(folder.path().join("org/model")).unwrap();
+        let found = Source::parse("org/model", folder.path()).unwrap();
+        assert_eq!(found, Source::Path(folder.path().join("org/model")));
+        let id = Source::parse("org/other", folder.path()).unwrap();
+        assert_eq!(id, Source::Hub("org/other".into()));
+        let asset = Source::parse("builtin:quickstart", folder.path()).unwrap();
+        assert_eq!(asset.to_string(), "builtin:quickstart");
+        assert!(matches!(Source::parse("rows.jsonl", folder.path()), Err(Refusal::Unusable(_))));
+        assert!(matches!(Source::parse("", folder.path()), Err(Refusal::Empty)));
+    }
+
+    #[test]
+    fn a_template_is_text_or_a_file() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("chat.jinja"), "{{ messages }}").unwrap();
+        std::fs::write(folder.path().join("plain"), "hello").unwrap();
+        let read = |text: &str| Template::read(&Value::String(text.into()), folder.path());
+        assert_eq!(read("{% if x %}").unwrap().0, "{% if x %}");
+        assert_eq!(read("chat.jinja").unwrap().0, "{{ messages }}");
+        assert!(matches!(read("plain"), Err(Refusal::Unusable(_))));
+        assert!(matches!(read("missing"), Err(Refusal::Unusable(_))));
+    }
+}

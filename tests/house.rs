@@ -1,0 +1,470 @@
+//! The house rules that no compiler checks: floors, sizes, who prints, where `cuda` may be named, no paths of one
+//! machine, every recipe embedded. `cargo test --test house -- --nocapture` prints the lines of each module.
+//!
+//! Sources are read as text with comments and literals blanked out, which is enough: rustfmt has laid them out.
+//! Inline test modules do not count.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use regex::Regex;
+
+/// The floor of each top-level module; a module imports only from lower floors (DESIGN, section 3).
+const FLOORS: &[(&str, u32)] = &[
+    ("error", 0),
+    ("units", 0),
+    ("quant", 1),
+    ("collective", 1),
+    ("hub", 1),
+    ("report", 1),
+    ("ops", 2),
+    ("weights", 3),
+    ("data", 3),
+    ("model", 4),
+    ("optim", 4),
+    ("adapter", 4),
+    ("strategy", 5),
+    ("checkpoint", 5),
+    ("export", 5),
+    ("engine", 6),
+    ("recipe", 6),
+    ("plan", 7),
+    ("cli", 8),
+    ("commands", 8),
+    ("main", 9),
+];
+
+/// `recipe` is pure data: floor 0 is all it sees.
+const SEES_FLOOR_0_ONLY: &[&str] = &["recipe"];
+
+/// The verbs are typed in `cli` and done in `commands`: the one pair on a floor that meets.
+const MEETS: &[(&str, &str)] = &[("commands", "cli")];
+
+const FILE_LINES: usize = 600;
+const FUNCTION_LINES: usize = 60;
+const MAIN_LINES: usize = 60;
+
+/// Functions that may be longer: module, name, lines.
+const LONGER: &[(&str, &str, usize)] = &[("engine", "step", 100)];
+
+/// Modules that may print.
+const PRINTERS: &[&str] = &["report", "main"];
+
+/// Modules that may ask for the feature `cuda`: operations, collectives, and the device choice inside `ops`.
+const KNOW_CUDA: &[&str] = &["ops", "collective"];
+
+/// One source file under `src`, without its test modules.
+struct Source {
+    /// Path below `src`, with `/`.
+    path: String,
+    /// Comments and literals blanked out.
+    code: String,
+    /// Comments alone blanked out.
+    text: String,
+}
+
+impl Source {
+    fn new(path: &str, source: &str) -> Self {
+        let code = blanked(source, true);
+        let keep = without_tests(&code);
+        let pick = |text: String| {
+            let lines =
+                text.lines().zip(&keep).filter(|(_, keep)| **keep).map(|(line, _)| line.to_owned() + "\n");
+            lines.collect()
+        };
+        Source { path: path.to_owned(), code: pick(code), text: pick(blanked(source, false)) }
+    }
+
+    /// The top-level module.
+    fn module(&self) -> &str {
+        let first = self.path.split('/').next().unwrap_or_default();
+        first.strip_suffix(".rs").unwrap_or(first)
+    }
+
+    /// How many `super::` lead from this file to the crate's root.
+    fn depth(&self) -> usize {
+        let parts = self.path.split('/').count();
+        if self.path.ends_with("/mod.rs") { parts - 1 } else { parts }
+    }
+}
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Every file below `folder`, but for build outputs, hidden folders and what a run leaves.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if path.is_dir() {
+            let hidden = name.starts_with('.') && name != ".ci";
+            if !hidden && !["target", "out", "outputs"].contains(&name.as_str()) {
+                found.extend(files(&path));
+            }
+        } else if name != ".git" {
+            found.push(path);
+        }
+    }
+    found.sort();
+    found
+}
+
+fn sources() -> Vec<Source> {
+    let src = root().join("src");
+    let rust = files(&src).into_iter().filter(|path| path.extension().is_some_and(|end| end == "rs"));
+    let read = |path: PathBuf| {
+        let name = path.strip_prefix(&src).unwrap().to_string_lossy().replace('\\', "/");
+        Source::new(&name, &fs::read_to_string(&path).unwrap())
+    };
+    rust.map(read).collect()
+}
+
+/// `source` with comments, and on wish the insides of literals, turned into spaces; lines stay where they are.
+fn blanked(source: &str, literals_too: bool) -> String {
+    let token = Regex::new(
+        r##"(?sx)
+        (?P<comment> //[^\n]* | /\*.*?\*/ )
+        | (?P<raw> \bb?r(?P<hashes>\#*)" )
+        | (?P<literal> "(?:[^"\\]|\\.)*" | '(?:[^'\\\n]|\\[^\n]{1,8}?)' )"##,
+    )
+    .unwrap();
+    let mut out = String::with_capacity(source.len());
+    let mut at = 0;
+    while let Some(found) = token.captures_at(source, at) {
+        let whole = found.get(0).unwrap();
+        let end = match found.name("hashes") {
+            Some(hashes) => {
+                let close = format!("\"{}", hashes.as_str());
+                source[whole.end()..].find(&close).map_or(source.len(), |n| whole.end() + n + close.len())
+            }
+            None => whole.end(),
+        };
+        out += &source[at..whole.start()];
+        let text = &source[whole.start()..end];
+        if found.name("comment").is_some() || literals_too {
+            out.extend(text.chars().map(|c| if c == '\n' { '\n' } else { ' ' }));
+        } else {
+            out += text;
+        }
+        at = end;
+    }
+    out + &source[at..]
+}
+
+/// For each line of blanked code, whether it stands outside inline test modules.
+fn without_tests(code: &str) -> Vec<bool> {
+    let lines: Vec<&str> = code.lines().collect();
+    let mut keep = vec![true; lines.len()];
+    let mut at = 0;
+    while at < lines.len() {
+        if lines[at].trim() == "#[cfg(test)]" {
+            let end = block_end(&lines, at);
+            keep[at..=end].fill(false);
+            at = end;
+        }
+        at += 1;
+    }
+    keep
+}
+
+/// The line that closes the first `{` at or after line `start`; or that ends an item without one.
+fn block_end(lines: &[&str], start: usize) -> usize {
+    let mut open = 0_i64;
+    let mut round = 0_i64;
+    for (number, line) in lines.iter().enumerate().skip(start) {
+        for c in line.chars() {
+            match c {
+                '(' | '[' => round += 1,
+                ')' | ']' => round -= 1,
+                '{' => open += 1,
+                '}' => {
+                    open -= 1;
+                    if open == 0 {
+                        return number;
+                    }
+                }
+                ';' if open == 0 && round == 0 => return number,
+                _ => {}
+            }
+        }
+    }
+    lines.len() - 1
+}
+
+fn floor(module: &str) -> Option<u32> {
+    FLOORS.iter().find(|(name, _)| *name == module).map(|(_, floor)| *floor)
+}
+
+/// The top-level modules that a file names.
+fn imports(source: &Source) -> Vec<String> {
+    let path = Regex::new(r"\b(crate|finetune|(?:super::)*super)\s*::\s*(\{|[A-Za-z_]\w*)").unwrap();
+    let mut found = Vec::new();
+    for names in path.captures_iter(&source.code) {
+        let from = &names[1];
+        if from == "finetune" && source.module() != "main" {
+            continue;
+        }
+        if from.starts_with("super") && from.split("::").count() < source.depth() {
+            continue;
+        }
+        if &names[2] == "{" {
+            let group = &source.code[names.get(0).unwrap().end()..];
+            found.extend(group_heads(group));
+        } else {
+            found.push(names[2].to_owned());
+        }
+    }
+    found
+}
+
+/// The first names of the entries of `a::b, c::{d, e}, f}`.
+fn group_heads(group: &str) -> Vec<String> {
+    let (mut depth, mut entry, mut heads) = (0, String::new(), Vec::new());
+    for c in group.chars() {
+        match c {
+            '{' => depth += 1,
+            '}' if depth == 0 => break,
+            '}' => depth -= 1,
+            ',' if depth == 0 => heads.push(std::mem::take(&mut entry)),
+            _ => {}
+        }
+        if depth == 0 && c != ',' {
+            entry.push(c);
+        }
+    }
+    heads.push(entry);
+    let head = |entry: String| entry.trim().split("::").next().unwrap_or_default().trim().to_owned();
+    heads.into_iter().map(head).filter(|head| !head.is_empty()).collect()
+}
+
+fn floor_faults(source: &Source) -> Vec<String> {
+    let module = source.module();
+    if module == "lib" {
+        return Vec::new();
+    }
+    let Some(own) = floor(module) else {
+        return vec![format!("{}: module `{module}` has no floor in tests/house.rs", source.path)];
+    };
+    let own = if SEES_FLOOR_0_ONLY.contains(&module) { 1 } else { own };
+    let mut faults = Vec::new();
+    for other in imports(source) {
+        let meets = other == module || MEETS.contains(&(module, other.as_str()));
+        // A name that is no module is an item of the crate's root.
+        if let Some(theirs) = floor(&other)
+            && theirs >= own
+            && !meets
+        {
+            faults.push(format!("{}: `{module}` must not see `{other}` (floor {theirs})", source.path));
+        }
+    }
+    faults
+}
+
+/// Each function's name and lines, from `fn` to its closing brace.
+fn functions(source: &Source) -> Vec<(String, usize)> {
+    let head =
+        Regex::new(r"^\s*(?:pub(?:\([^)]*\))? )?(?:const |async |unsafe |extern \s*)*fn (\w+)").unwrap();
+    let lines: Vec<&str> = source.code.lines().collect();
+    let start = |(number, line): (usize, &&str)| head.captures(line).map(|name| (number, name[1].to_owned()));
+    let starts = lines.iter().enumerate().filter_map(start);
+    starts.map(|(number, name)| (name, block_end(&lines, number) - number + 1)).collect()
+}
+
+fn size_faults(source: &Source) -> Vec<String> {
+    let mut faults = Vec::new();
+    let lines = source.code.lines().count();
+    let limit = if source.path == "main.rs" { MAIN_LINES } else { FILE_LINES };
+    if lines > limit {
+        faults.push(format!("{}: {lines} lines, at most {limit}", source.path));
+    }
+    for (name, lines) in functions(source) {
+        let longer = LONGER.iter().find(|(module, longer, _)| *module == source.module() && *longer == name);
+        let limit = longer.map_or(FUNCTION_LINES, |(_, _, limit)| *limit);
+        if lines > limit {
+            faults.push(format!("{}: fn {name} has {lines} lines, at most {limit}", source.path));
+        }
+    }
+    faults
+}
+
+fn print_faults(source: &Source) -> Vec<String> {
+    let print = Regex::new(r"\b(e?print(?:ln)?)!").unwrap();
+    if PRINTERS.contains(&source.module()) {
+        return Vec::new();
+    }
+    let fault = |name: regex::Captures<'_>| format!("{}: {}! outside report and main", source.path, &name[1]);
+    print.captures_iter(&source.code).map(fault).collect()
+}
+
+fn cuda_faults(source: &Source) -> Vec<String> {
+    let cuda = Regex::new(r#"feature\s*=\s*"cuda""#).unwrap();
+    if KNOW_CUDA.contains(&source.module()) || !cuda.is_match(&source.text) {
+        return Vec::new();
+    }
+    vec![format!("{}: feature `cuda` outside {}", source.path, KNOW_CUDA.join(" and "))]
+}
+
+/// Whether `text` names a folder of the machine it was written on.
+fn machine_path(text: &str) -> Option<&'static str> {
+    let folders = [concat!("/ro", "ot/"), concat!("/wo", "rk/")];
+    let mut lines = text.lines();
+    lines.find_map(|line| {
+        folders.into_iter().find(|folder| {
+            // Inside a longer path or an address it means something else.
+            let mut found = line.match_indices(folder);
+            found.any(|(at, _)| !line[..at].ends_with(|c: char| c.is_alphanumeric() || "._-~}".contains(c)))
+        })
+    })
+}
+
+#[test]
+fn sources_keep_the_house_rules() {
+    let sources = sources();
+    assert!(sources.len() > 10, "found {} sources only", sources.len());
+    let checks = [floor_faults, size_faults, print_faults, cuda_faults];
+    let faults: Vec<String> = checks.iter().flat_map(|check| sources.iter().flat_map(check)).collect();
+    println!("{}", table(&sources));
+    assert!(faults.is_empty(), "\n{}", faults.join("\n"));
+}
+
+#[test]
+fn no_file_names_a_folder_of_one_machine() {
+    let mut faults = Vec::new();
+    for path in files(&root()) {
+        if let Ok(text) = fs::read_to_string(&path)
+            && let Some(folder) = machine_path(&text)
+        {
+            faults.push(format!("{}: {folder}", path.display()));
+        }
+    }
+    assert!(faults.is_empty(), "\n{}", faults.join("\n"));
+}
+
+#[test]
+fn every_recipe_is_in_the_binary() {
+    let read = |path: PathBuf| {
+        let name = path.file_stem().unwrap().to_string_lossy().into_owned();
+        (name, fs::read_to_string(&path).unwrap())
+    };
+    let on_disk: BTreeMap<String, String> = files(&root().join("recipes")).into_iter().map(read).collect();
+    let built_in = finetune::recipe::BUILT_IN.iter();
+    let built_in: BTreeMap<String, String> =
+        built_in.map(|recipe| (recipe.name.to_owned(), recipe.text.to_owned())).collect();
+    assert_eq!(on_disk, built_in, "src/recipe/builtin.rs lists the recipes");
+}
+
+/// Lines of each module, without tests.
+fn table(sources: &[Source]) -> String {
+    let mut modules: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
+    for source in sources {
+        let (files, lines) = modules.entry(source.module()).or_default();
+        *files += 1;
+        *lines += source.code.lines().count();
+    }
+    let total: usize = modules.values().map(|(_, lines)| lines).sum();
+    let row =
+        |(module, (files, lines)): (&&str, &(usize, usize))| format!("{module:<12} {files:>5} {lines:>6}\n");
+    let rows: String = modules.iter().map(row).collect();
+    format!(
+        "{:<12} {:>5} {:>6}\n{rows}{:<12} {:>5} {total:>6}",
+        "module",
+        "files",
+        "lines",
+        "total",
+        sources.len()
+    )
+}
+
+/// The checks themselves: each finds what it is there for, and nothing else.
+mod checks {
+    use super::*;
+
+    fn source(path: &str, text: &str) -> Source {
+        Source::new(path, text)
+    }
+
+    #[test]
+    fn floors() {
+        let bad = [
+            ("data/rows.rs", "use crate::model::Config;"),
+            ("data/rows.rs", "use crate::weights::Shard;"),
+            ("ops/norm.rs", "use crate::{error::Result, engine::{Step, Loop}};"),
+            ("ops/norm.rs", "fn f() { crate::plan::go() }"),
+            ("ops/norm.rs", "use super::super::data::Row;"),
+            ("units.rs", "use super::hub::Hub;"),
+            ("recipe/mod.rs", "use crate::report::Bar;"),
+            ("attic/mod.rs", ""),
+        ];
+        for (path, text) in bad {
+            assert_eq!(floor_faults(&source(path, text)).len(), 1, "{path}: {text}");
+        }
+        let good = [
+            ("data/rows.rs", "use crate::ops::gather;\nuse crate::error::{Error, Result};"),
+            ("data/rows.rs", "use super::formats::Row; use crate::data::Source;"),
+            ("ops/norm.rs", "// use crate::engine::Step;\nconst S: &str = \"crate::engine::Step\";"),
+            ("ops/norm.rs", "#[cfg(test)]\nmod tests {\n    use crate::engine::Step;\n}\n"),
+            ("commands/train.rs", "use crate::cli::TrainArgs; use crate::plan::Plan;"),
+            ("main.rs", "use finetune::cli::Cli; use finetune::commands;"),
+            ("lib.rs", "pub mod error; pub use crate::engine::Step;"),
+        ];
+        for (path, text) in good {
+            assert_eq!(floor_faults(&source(path, text)), [""; 0], "{path}: {text}");
+        }
+    }
+
+    #[test]
+    fn sizes() {
+        let body = "    x();\n".repeat(59);
+        let long = format!("pub(crate) fn f<T>(\n    x: T,\n) -> [u8; 2] {{\n{body}}}\n");
+        assert_eq!(size_faults(&source("ops/a.rs", &long)).len(), 1);
+        let step = format!(
+            "impl Engine {{\n    pub fn step(&self) {{\n{body}{}    }}\n}}\n",
+            "    y();\n".repeat(39)
+        );
+        assert_eq!(functions(&source("engine/a.rs", &step)), [("step".to_owned(), 100)]);
+        assert_eq!(size_faults(&source("engine/a.rs", &step)), [""; 0]);
+        assert_eq!(size_faults(&source("ops/a.rs", &step)).len(), 1);
+        let short = "trait T {\n    fn a(&self) -> [u8; 2];\n    fn b(&self) {\n    }\n}\n";
+        let lines: Vec<usize> =
+            functions(&source("ops/a.rs", short)).into_iter().map(|(_, lines)| lines).collect();
+        assert_eq!(lines, [1, 2]);
+        let file = "const A: u8 = 1;\n".repeat(FILE_LINES);
+        let tests = format!("{file}#[cfg(test)]\nmod tests {{\n{file}}}\n");
+        assert_eq!(size_faults(&source("ops/a.rs", &tests)), [""; 0]);
+        assert_eq!(size_faults(&source("ops/a.rs", &format!("{file}\n"))).len(), 1);
+        assert_eq!(size_faults(&source("main.rs", &file)).len(), 1);
+    }
+
+    #[test]
+    fn prints_and_cuda() {
+        assert_eq!(print_faults(&source("data/a.rs", "fn f() { eprintln!(\"x\"); print!(\"y\") }")).len(), 2);
+        assert_eq!(print_faults(&source("report/a.rs", "fn f() { println!(\"x\") }")), [""; 0]);
+        assert_eq!(print_faults(&source("data/a.rs", "// println!\nconst P: &str = \"println!\";")), [""; 0]);
+        let cuda = "#[cfg(feature = \"cuda\")]\nfn f() {}\n";
+        assert_eq!(cuda_faults(&source("engine/a.rs", cuda)).len(), 1);
+        assert_eq!(cuda_faults(&source("ops/device.rs", cuda)), [""; 0]);
+    }
+
+    #[test]
+    fn literals_and_comments_are_blank() {
+        let text = "let a = '{'; /* { */ let b = r#\"{\"\n\"#; // {\nlet c: &'a str = \"\\\"{\";";
+        let code = blanked(text, true);
+        assert!(!code.contains('{') && code.contains("&'a str") && code.contains("let c"));
+        assert_eq!(code.lines().count(), text.lines().count());
+        assert!(blanked("x(\"keep\") // drop", false).trim_end() == "x(\"keep\")");
+    }
+
+    #[test]
+    fn machine_paths() {
+        let root = concat!("/ro", "ot/");
+        assert!(machine_path(&format!("cd {root}x")).is_some());
+        assert!(machine_path(&format!("\"{root}x\"")).is_some());
+        assert!(machine_path(&format!("https://example.org{root}x")).is_none());
+        assert!(machine_path("a/b/c").is_none());
+    }
+}
