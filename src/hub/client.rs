@@ -283,9 +283,10 @@ impl<'a> Client<'a> {
     /// A failure below HTTP: the network's, unless TLS says that this is the wrong server.
     fn transport(&self, error: &ureq::Error) -> Fault {
         let reason = self.options.redact(&error.to_string());
+        let is_tls = matches!(error, ureq::Error::Io(e) if e.kind() == std::io::ErrorKind::InvalidData);
         match error {
-            ureq::Error::Io(_)
-            | ureq::Error::Timeout(_)
+            ureq::Error::Io(_) if !is_tls => Fault::Passing { reason, wait: None },
+            ureq::Error::Timeout(_)
             | ureq::Error::HostNotFound
             | ureq::Error::ConnectionFailed
             | ureq::Error::ConnectProxyFailed(_)

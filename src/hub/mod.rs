@@ -149,16 +149,23 @@ pub fn locate_dataset(
     options: &HubOptions,
     progress: &mut Progress<'_>,
 ) -> Result<Located> {
+    let is_id = |name: &str| names::check_repo_id(name.strip_prefix("hf://").unwrap_or(name)).is_ok();
     let (name, revision) = match id_or_path.split_once('@') {
-        Some((name, revision)) if !Path::new(id_or_path).exists() => (name, revision),
-        _ => (id_or_path, "main"),
+        Some((name, revision)) if is_id(name) && !Path::new(id_or_path).exists() => (name, Some(revision)),
+        _ => (id_or_path, None),
     };
-    let id = match names::place(name, options.home.as_deref())? {
-        Place::Local(folder) => {
+    let id = match (names::place(name, options.home.as_deref())?, revision) {
+        (Place::Hub(id), _) => id,
+        (Place::Local(folder), None) => {
             return Ok(Located { id: name.to_owned(), folder, commit: None, note: None });
         }
-        Place::Hub(id) => id,
+        (Place::Local(_), Some(_)) => {
+            return Err(Error::user(format!("there is no file or folder `{id_or_path}`"))
+                .because(format!("`{name}` is one, but only what is on the hub has revisions (`@...`)"))
+                .hint(format!("write `hf://{id_or_path}` to take it from the hub")));
+        }
     };
+    let revision = revision.unwrap_or("main");
     names::check_revision(revision)?;
     let data = Source { kind: RepoType::Dataset, id, revision: revision.to_owned(), options };
     if options.offline { data.cached_rows() } else { data.fetched_rows(progress) }
@@ -232,7 +239,8 @@ impl Source<'_> {
     }
 
     fn located(&self, folder: PathBuf, commit: String, note: Option<String>) -> Located {
-        let notes: Vec<String> = note.into_iter().chain(self.options.token_note.clone()).collect();
+        let of_token = self.options.token_note.clone().filter(|_| !self.options.offline);
+        let notes: Vec<String> = note.into_iter().chain(of_token).collect();
         Located {
             id: self.id.clone(),
             folder,

@@ -109,7 +109,7 @@ pub(super) fn check_revision(revision: &str) -> Result<()> {
     }
     Err(Error::user(format!("`{}` cannot be a revision", revision.escape_debug()))
         .because("a revision is a branch, a tag or a commit hash")
-        .hint("set `model.revision = \"main\"`"))
+        .hint("leave it out, or write `main`"))
 }
 
 /// Whether this is the hash of a commit, which never moves.
@@ -195,7 +195,8 @@ mod tests {
 
     #[test]
     fn a_missing_path_is_not_looked_up_on_the_hub() {
-        for path in ["./m", "/m/n", "~/nope", "a/b/c", "..", "C:\\m", "m/", "train.jsonl", "model.GGUF"] {
+        for path in ["./m", "/m/n", "~/nope", "a/b/c", "../nope", "C:\\m", "m/", "train.jsonl", "model.GGUF"]
+        {
             let error = place(path, Some(Path::new("/nowhere"))).unwrap_err().to_string();
             assert!(error.starts_with("error: there is no file or folder"), "{error}");
         }

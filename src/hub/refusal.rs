@@ -52,13 +52,13 @@ impl Answer {
             )),
             (404, Some("RevisionNotFound")) => {
                 Error::user(format!("{subject} has no revision `{}`", asked.revision))
-                    .hint(format!("set `model.revision` to a branch, tag or commit listed at {}", asked.page))
+                    .hint(format!("its branches, tags and commits are listed at {}/commits/main", asked.page))
             }
             (404, Some("RepoNotFound")) => self.not_found(asked),
             (404, _) => match asked.file {
                 Some(file) => Error::user(format!("{subject} has no file `{file}`"))
                     .because(format!("revision {}", asked.revision))
-                    .hint(format!("its files are listed at {}/tree/main", asked.page)),
+                    .hint(format!("its files are listed at {}/tree/{}", asked.page, asked.revision)),
                 None => self.not_found(asked),
             },
             _ => Error::new(Kind::Transient, format!("the hub did not deliver {subject}"))

@@ -60,7 +60,7 @@ pub(super) enum Lack {
 }
 
 /// The small files of a model: everything but the weights.
-pub(super) fn texts<'a>(names: &'a [String]) -> Vec<&'a str> {
+pub(super) fn texts(names: &[String]) -> Vec<&str> {
     let wanted = |name: &str| {
         TEXTS.contains(&name)
             || name == INDEX
