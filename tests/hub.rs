@@ -415,6 +415,21 @@ fn the_token_stays_with_the_hub() {
 }
 
 #[test]
+fn a_mirror_that_sends_everybody_elsewhere_gets_the_token_alone() {
+    use sha2::Digest;
+    let world = World::with(HubDouble::start_with_cdn(vec![single("ada/tiny")])).with_token();
+    let nothing = vec![("X-Linked-ETag", String::new()), ("X-Linked-Size", String::new())];
+    world.hub.fault(Fault::new(&["HEAD /ada", "model.safetensors"], 1, Spoil::Headers(nothing)));
+    let etag = format!("\"{:x}\"", sha2::Sha256::digest(weights(400_000)));
+    world.hub.fault(Fault::new(&["HEAD /cdn"], 1, Spoil::Headers(vec![("ETag", etag)])));
+    world.model("ada/tiny").unwrap();
+    let requests = world.hub.requests();
+    let elsewhere: Vec<_> = requests.iter().filter(|request| request.path.starts_with("/cdn")).collect();
+    assert_eq!(elsewhere.iter().map(|request| request.method.as_str()).collect::<Vec<_>>(), ["HEAD", "GET"]);
+    assert!(elsewhere.iter().all(|request| request.authorization.is_none()), "{elsewhere:?}");
+}
+
+#[test]
 fn a_resumed_download_behind_a_redirect() {
     let world = World::with(HubDouble::start_with_cdn(vec![single("ada/tiny")]));
     world.hub.fault(Fault::new(&["GET /cdn"], 1, Spoil::BreakAfter(5000)));
