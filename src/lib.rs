@@ -18,10 +18,10 @@
 pub mod adapter;
 pub mod cli;
 pub mod commands;
-pub mod data;
 pub mod engine;
 pub mod error;
 pub mod export;
+pub mod hub;
 pub mod model;
 pub mod ops;
 pub mod optim;

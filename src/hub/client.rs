@@ -1,0 +1,427 @@
+//! Requests to a hub: the description of a repository, the facts of a file, the bytes of a file.
+//!
+//! The crate hf-hub 0.5 gives the layout of the cache and of the addresses; the requests themselves go through
+//! ureq, which it uses too. Its own download cannot be guarded from outside: it drops the headers of a refusal
+//! (`X-Error-Code`, `Retry-After`), sends the token to the host of a redirect, takes the server's ETag as a file
+//! name unchecked, has no timeout, and moves a file into place before anybody could verify it.
+
+use std::time::Duration;
+
+use hf_hub::Repo;
+use ureq::config::RedirectAuthHeaders;
+use ureq::http::{HeaderMap, Response};
+use ureq::{Agent, Body, BodyReader};
+
+use super::digest::Digest;
+use super::options::{HubOptions, Retry};
+use super::refusal::{Answer, Asked};
+use super::{DownloadEvent, Progress};
+use crate::error::{Error, Kind, Result};
+
+/// More than the description of the largest repositories, less than what would hurt.
+const MAX_DESCRIPTION_BYTES: u64 = 64 << 20;
+const MAX_REDIRECTS: usize = 5;
+/// A server that asks for a longer pause is reported and not waited for.
+const MAX_RETRY_AFTER: Duration = Duration::from_secs(300);
+
+/// Why an attempt failed.
+pub(super) enum Fault {
+    /// Another attempt may succeed; the server may have said when.
+    Passing { reason: String, wait: Option<Duration> },
+    /// It will not.
+    Final(Error),
+}
+
+/// What the hub says about a repository.
+pub(super) struct Description {
+    /// The commit that the revision stands for, as the hub wrote it.
+    pub(super) commit: String,
+    pub(super) gated: bool,
+    /// The names of all files, not checked.
+    pub(super) files: Vec<String>,
+}
+
+/// What the hub says about a file.
+#[derive(Debug, Clone)]
+pub(super) struct Facts {
+    pub(super) digest: Digest,
+    pub(super) size: u64,
+}
+
+/// The answer to a request for the bytes of a file.
+pub(super) enum Bytes {
+    /// The bytes from this offset on.
+    From(u64, BodyReader<'static>),
+    /// The file is shorter than the offset asked for.
+    BeyondEnd,
+}
+
+/// One repository of one hub.
+pub(super) struct Client<'a> {
+    options: &'a HubOptions,
+    follow: Agent,
+    direct: Agent,
+    repo: Repo,
+    subject: String,
+    page: String,
+}
+
+impl<'a> Client<'a> {
+    /// `subject` names the repository in messages, such as "model `a/b`".
+    pub(super) fn new(options: &'a HubOptions, repo: Repo, subject: String) -> Self {
+        let builder = || {
+            let mut config = Agent::config_builder()
+                .http_status_as_error(false)
+                .user_agent(concat!("finetune/", env!("CARGO_PKG_VERSION")))
+                .timeout_connect(Some(options.retry.stall))
+                .timeout_recv_response(Some(options.retry.stall))
+                .timeout_per_read(Some(options.retry.stall));
+            if is_loopback(options.endpoint()) {
+                config = config.proxy(None);
+            }
+            config
+        };
+        let follow = builder().redirect_auth_headers(RedirectAuthHeaders::SameHost).build().into();
+        let direct = builder().max_redirects(0).build().into();
+        let page = format!("{}/{}", options.endpoint(), repo.url());
+        Client { options, follow, direct, repo, subject, page }
+    }
+
+    pub(super) fn retry(&self) -> &'a Retry {
+        &self.options.retry
+    }
+
+    pub(super) fn subject(&self) -> &str {
+        &self.subject
+    }
+
+    /// Asks what the repository holds under its revision.
+    pub(super) fn describe(&self, progress: &mut Progress<'_>) -> Result<Description> {
+        let url = format!("{}/api/{}", self.options.endpoint(), self.repo.api_url());
+        self.patiently(progress, || {
+            let response = self.get(&url, None)?;
+            if response.status() != 200 {
+                return Err(self.refused(&response, None, false));
+            }
+            self.read_description(response)
+        })
+    }
+
+    fn read_description(&self, response: Response<Body>) -> Result<Description, Fault> {
+        #[derive(serde::Deserialize)]
+        struct Wire {
+            sha: String,
+            #[serde(default)]
+            gated: serde_json::Value,
+            siblings: Vec<Sibling>,
+        }
+        #[derive(serde::Deserialize)]
+        struct Sibling {
+            rfilename: String,
+        }
+        let bytes = response
+            .into_body()
+            .into_with_config()
+            .limit(MAX_DESCRIPTION_BYTES)
+            .read_to_vec()
+            .map_err(|e| self.transport(&e))?;
+        let wire: Wire = serde_json::from_slice(&bytes).map_err(|e| self.not_a_hub(&e.to_string()))?;
+        if !super::names::is_commit(&wire.sha) {
+            return Err(self.not_a_hub("its `sha` is not the hash of a commit"));
+        }
+        Ok(Description {
+            commit: wire.sha,
+            gated: !matches!(wire.gated, serde_json::Value::Null | serde_json::Value::Bool(false)),
+            files: wire.siblings.into_iter().map(|sibling| sibling.rfilename).collect(),
+        })
+    }
+
+    /// Asks for size and digest of a file. Redirects are followed by hand, because the facts stand on the hub's
+    /// own answer and the token must not go further than the hub.
+    pub(super) fn facts(
+        &self,
+        commit: &str,
+        file: &str,
+        gated: bool,
+        progress: &mut Progress<'_>,
+    ) -> Result<Facts> {
+        self.patiently(progress, || {
+            let mut url = self.file_url(commit, file);
+            let (mut etag, mut size) = (None, None);
+            for _ in 0..=MAX_REDIRECTS {
+                let request = self.direct.head(&url).header("Accept-Encoding", "identity");
+                let request = match &self.options.token {
+                    Some(token) if origin(&url) == origin(self.options.endpoint()) => {
+                        request.header("Authorization", format!("Bearer {}", token.secret()))
+                    }
+                    _ => request,
+                };
+                let response = request.call().map_err(|e| self.transport(&e))?;
+                let headers = response.headers();
+                let digest = |name| text(headers, name).and_then(Digest::from_etag);
+                etag = digest("x-linked-etag").or_else(|| digest("etag")).or(etag);
+                size = number(headers, "x-linked-size").or(size);
+                let status = response.status();
+                if status == 200 {
+                    size = size.or_else(|| number(headers, "content-length"));
+                } else if !status.is_redirection() {
+                    return Err(self.refused(&response, Some(file), gated));
+                }
+                let target = text(headers, "location").filter(|_| status.is_redirection());
+                match (target, etag.take(), size) {
+                    // Only a redirect to elsewhere ends here; the hub also moves within itself.
+                    (Some(target), Some(digest), Some(size)) if target.contains("://") => {
+                        return Ok(Facts { digest, size });
+                    }
+                    (Some(target), digest, _) => {
+                        etag = digest;
+                        url = self.resolve(target);
+                    }
+                    (None, Some(digest), Some(size)) => return Ok(Facts { digest, size }),
+                    (None, ..) => {
+                        return Err(self.not_a_hub(&format!(
+                            "it announces no size or no digest (ETag) for `{file}`, so the file could not be verified"
+                        )));
+                    }
+                }
+            }
+            Err(self.not_a_hub(&format!("it redirects more than {MAX_REDIRECTS} times for `{file}`")))
+        })
+    }
+
+    /// Asks for the bytes of a file from an offset on.
+    pub(super) fn bytes(&self, commit: &str, file: &str, from: u64, gated: bool) -> Result<Bytes, Fault> {
+        let response = self.get(&self.file_url(commit, file), Some(from))?;
+        match response.status().as_u16() {
+            200 => Ok(Bytes::From(0, response.into_body().into_reader())),
+            206 => {
+                let range = text(response.headers(), "content-range").unwrap_or_default().to_owned();
+                let start = range.strip_prefix("bytes ").and_then(|rest| rest.split('-').next());
+                match start.and_then(|start| start.parse().ok()) {
+                    Some(start) if start == from => {
+                        Ok(Bytes::From(start, response.into_body().into_reader()))
+                    }
+                    _ => Err(Fault::Passing {
+                        reason: format!("asked for the bytes from {from} on, the server sent others"),
+                        wait: None,
+                    }),
+                }
+            }
+            416 => Ok(Bytes::BeyondEnd),
+            _ => Err(self.refused(&response, Some(file), gated)),
+        }
+    }
+
+    /// A GET as the crate hf-hub makes it; `from` is the offset in a file.
+    fn get(&self, url: &str, from: Option<u64>) -> Result<Response<Body>, Fault> {
+        let mut request = self.follow.get(url);
+        if let Some(from) = from {
+            request = request.header("Accept-Encoding", "identity");
+            if from > 0 {
+                request = request.header("Range", format!("bytes={from}-"));
+            }
+        }
+        if let Some(token) = &self.options.token {
+            request = request.header("Authorization", format!("Bearer {}", token.secret()));
+        }
+        request.call().map_err(|e| self.transport(&e))
+    }
+
+    fn file_url(&self, commit: &str, file: &str) -> String {
+        format!("{}/resolve/{commit}/{}", self.page, percent_encoded(file))
+    }
+
+    fn resolve(&self, location: &str) -> String {
+        if location.contains("://") {
+            location.to_owned()
+        } else {
+            format!("{}/{}", origin(self.options.endpoint()), location.trim_start_matches('/'))
+        }
+    }
+
+    /// Repeats `attempt` while it fails for now.
+    fn patiently<T>(
+        &self,
+        progress: &mut Progress<'_>,
+        mut attempt: impl FnMut() -> Result<T, Fault>,
+    ) -> Result<T> {
+        let mut patience = Patience::new(self.retry());
+        loop {
+            match attempt() {
+                Ok(value) => return Ok(value),
+                Err(Fault::Final(error)) => return Err(error),
+                Err(Fault::Passing { reason, wait }) => {
+                    self.pause(&mut patience, reason, wait, progress)?;
+                }
+            }
+        }
+    }
+
+    /// Waits before another attempt.
+    ///
+    /// # Errors
+    /// When there have been enough.
+    pub(super) fn pause(
+        &self,
+        patience: &mut Patience<'_>,
+        reason: String,
+        asked: Option<Duration>,
+        progress: &mut Progress<'_>,
+    ) -> Result<()> {
+        let Some(wait) = patience.next(asked) else {
+            let what = format!("cannot get {} from {}", self.subject, self.options.endpoint());
+            return Err(Error::new(Kind::Transient, what)
+                .because(reason)
+                .because(format!("{} attempts without progress", patience.failures))
+                .hint("check the network and HF_ENDPOINT, or try again later; `--offline` uses a copy that the cache holds"));
+        };
+        progress(DownloadEvent::Retry { reason: &reason, wait });
+        std::thread::sleep(wait);
+        Ok(())
+    }
+
+    /// A failure below HTTP: the network's, unless TLS says that this is the wrong server.
+    fn transport(&self, error: &ureq::Error) -> Fault {
+        let reason = self.options.redact(&error.to_string());
+        let is_tls = matches!(error, ureq::Error::Io(e) if e.kind() == std::io::ErrorKind::InvalidData);
+        match error {
+            ureq::Error::Io(_) if !is_tls => Fault::Passing { reason, wait: None },
+            ureq::Error::Timeout(_)
+            | ureq::Error::HostNotFound
+            | ureq::Error::ConnectionFailed
+            | ureq::Error::ConnectProxyFailed(_)
+            | ureq::Error::Protocol(_) => Fault::Passing { reason, wait: None },
+            _ => Fault::Final(
+                Error::new(
+                    Kind::Transient,
+                    format!("cannot get {} from {}", self.subject, self.options.endpoint()),
+                )
+                .because(reason)
+                .hint("check HF_ENDPOINT and the proxy variables (HTTPS_PROXY, NO_PROXY)"),
+            ),
+        }
+    }
+
+    /// An answer other than success.
+    fn refused(&self, response: &Response<Body>, file: Option<&str>, gated: bool) -> Fault {
+        let headers = response.headers();
+        let shown = |name| text(headers, name).map(|value| self.shown(value));
+        let answer = Answer {
+            status: response.status().as_u16(),
+            code: shown("x-error-code"),
+            message: shown("x-error-message"),
+        };
+        if matches!(answer.status, 408 | 429 | 500 | 502 | 503 | 504) {
+            let wait = number(headers, "retry-after").map(Duration::from_secs);
+            return Fault::Passing { reason: answer.to_string(), wait };
+        }
+        Fault::Final(answer.error(&Asked {
+            subject: &self.subject,
+            revision: self.repo.revision(),
+            page: &self.page,
+            file,
+            has_token: self.options.token.is_some(),
+            gated,
+        }))
+    }
+
+    fn not_a_hub(&self, why: &str) -> Fault {
+        Fault::Final(
+            Error::user(format!("{} does not answer as a hub does", self.options.endpoint()))
+                .because(format!("asked for {}: {}", self.subject, self.shown(why)))
+                .hint("check HF_ENDPOINT; a network that asks for a login page answers so, too"),
+        )
+    }
+
+    /// Text of a server as it may be printed: one line, not long, without the token.
+    fn shown(&self, text: &str) -> String {
+        let line: String = self.options.redact(text).chars().filter(|c| !c.is_control()).collect();
+        match line.char_indices().nth(300) {
+            Some((end, _)) => format!("{}...", &line[..end]),
+            None => line,
+        }
+    }
+}
+
+/// Counts failures in a row and says how long to wait after each.
+pub(super) struct Patience<'a> {
+    retry: &'a Retry,
+    failures: u32,
+}
+
+impl<'a> Patience<'a> {
+    pub(super) fn new(retry: &'a Retry) -> Self {
+        Patience { retry, failures: 0 }
+    }
+
+    /// There was progress: what failed before no longer counts.
+    pub(super) fn renew(&mut self) {
+        self.failures = 0;
+    }
+
+    fn next(&mut self, asked: Option<Duration>) -> Option<Duration> {
+        self.failures += 1;
+        let longest = Duration::from_secs(60);
+        let usual = self.retry.first_wait.saturating_mul(1 << (self.failures - 1).min(16)).min(longest);
+        let wait = asked.unwrap_or(usual);
+        (self.failures < self.retry.attempts && wait <= MAX_RETRY_AFTER).then_some(wait)
+    }
+}
+
+fn text<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
+    headers.get(name).and_then(|value| value.to_str().ok())
+}
+
+fn number(headers: &HeaderMap, name: &str) -> Option<u64> {
+    text(headers, name).and_then(|value| value.trim().parse().ok())
+}
+
+/// Scheme, host and port of an address.
+fn origin(url: &str) -> &str {
+    let host = url.find("://").map_or(0, |at| at + 3);
+    url[host..].find('/').map_or(url, |slash| &url[..host + slash])
+}
+
+fn is_loopback(url: &str) -> bool {
+    let host = origin(url).rsplit_once("://").map_or("", |(_, host)| host);
+    host.starts_with("127.") || host.starts_with("[::1]") || host.split(':').next() == Some("localhost")
+}
+
+/// A file name as a part of an address: all but the slashes and the unreserved characters escaped (RFC 3986).
+fn percent_encoded(name: &str) -> String {
+    let mut encoded = String::with_capacity(name.len());
+    for byte in name.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte) {
+            encoded.push(char::from(byte));
+        } else {
+            encoded.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    encoded
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses() {
+        assert_eq!(origin("https://h:1/a/b"), "https://h:1");
+        assert_eq!(origin("https://h"), "https://h");
+        assert!(is_loopback("http://127.0.0.1:80/x") && is_loopback("http://localhost:9"));
+        assert!(!is_loopback("https://localhost.example") && !is_loopback("https://huggingface.co"));
+        assert_eq!(percent_encoded("data/a b%ä.jsonl"), "data/a%20b%25%C3%A4.jsonl");
+    }
+
+    #[test]
+    fn patience_ends() {
+        let retry = Retry { attempts: 3, first_wait: Duration::from_secs(1), ..Retry::default() };
+        let mut patience = Patience::new(&retry);
+        assert_eq!(patience.next(None), Some(Duration::from_secs(1)));
+        assert_eq!(patience.next(None), Some(Duration::from_secs(2)));
+        assert_eq!(patience.next(None), None);
+        patience.renew();
+        assert_eq!(patience.next(Some(Duration::from_secs(7))), Some(Duration::from_secs(7)));
+        assert_eq!(patience.next(Some(Duration::from_secs(3600))), None);
+    }
+}

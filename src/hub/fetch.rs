@@ -1,0 +1,210 @@
+//! Brings the files of one commit into the cache.
+//!
+//! Sizes and digests are asked for first, so that a refusal comes before the first byte and the total is known.
+//! Bytes go to `blobs/<digest>.part`, which a later run continues; only when size and digest are right is the file
+//! flushed and renamed to its place. A file that turns out damaged is deleted and fetched once more from the start.
+//! Files that the cache holds already are neither asked for nor read.
+
+use std::fs::File;
+use std::io::{Read, Seek, Write};
+use std::path::PathBuf;
+
+use super::cache::Store;
+use super::client::{Bytes, Client, Facts, Fault, Patience};
+use super::digest::Sum;
+use super::{DownloadEvent, Progress};
+use crate::error::{Error, Kind, Result};
+
+/// One commit of one repository, on the hub and in the cache.
+pub(super) struct Download<'a> {
+    pub(super) client: &'a Client<'a>,
+    pub(super) store: &'a Store,
+    pub(super) commit: &'a str,
+    pub(super) gated: bool,
+}
+
+impl Download<'_> {
+    /// Makes sure that the snapshot holds these files; their names have been checked.
+    pub(super) fn fetch(&self, files: &[&str], progress: &mut Progress<'_>) -> Result<()> {
+        let mut wanted = Vec::new();
+        for &file in files {
+            if !self.store.holds(self.commit, file) {
+                wanted.push((file, self.client.facts(self.commit, file, self.gated, progress)?));
+            }
+        }
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let bytes = wanted.iter().map(|(_, facts)| facts.size).sum();
+        progress(DownloadEvent::Plan { files: wanted.len(), bytes });
+        for (file, facts) in &wanted {
+            self.fetch_one(file, facts, progress)
+                .map_err(|error| error.during(format!("cannot download `{file}`")))?;
+        }
+        Ok(())
+    }
+
+    fn fetch_one(&self, file: &str, facts: &Facts, progress: &mut Progress<'_>) -> Result<()> {
+        let digest = facts.digest.hex();
+        let _lock = self.store.lock(digest, || progress(DownloadEvent::Waiting { file }))?;
+        let blob = self.store.blob(digest);
+        match std::fs::metadata(&blob) {
+            // Another revision, another file or another process brought it.
+            Ok(found) if found.len() == facts.size => {}
+            _ => {
+                let part = self.complete(file, facts, progress)?;
+                std::fs::rename(&part, &blob).map_err(|e| Error::io("write", &blob, &e))?;
+            }
+        }
+        self.store.link(self.commit, file, digest)
+    }
+
+    /// The path of a part file that is whole and verified.
+    fn complete(&self, file: &str, facts: &Facts, progress: &mut Progress<'_>) -> Result<PathBuf> {
+        let mut part = Part::open(self.store.blob(facts.digest.hex()).with_extension("part"), facts)?;
+        progress(DownloadEvent::Start { file, bytes: facts.size, present: part.len });
+        let mut patience = Patience::new(self.client.retry());
+        let mut furthest = part.len;
+        let mut was_damaged = false;
+        loop {
+            match self.receive(file, facts, &mut part, progress) {
+                Ok(()) if part.is_right(facts) => {
+                    part.file.sync_all().map_err(|e| Error::io("write", &part.path, &e))?;
+                    progress(DownloadEvent::Finish { file });
+                    return Ok(part.path);
+                }
+                Ok(()) => {
+                    let found = part.sum.hex();
+                    part.clear(facts)?;
+                    if was_damaged {
+                        std::fs::remove_file(&part.path).map_err(|e| Error::io("remove", &part.path, &e))?;
+                        return Err(damaged(facts, &found));
+                    }
+                    was_damaged = true;
+                    furthest = 0;
+                    progress(DownloadEvent::Start { file, bytes: facts.size, present: 0 });
+                }
+                Err(Fault::Final(error)) => return Err(error),
+                Err(Fault::Passing { reason, wait }) => {
+                    if part.len > furthest {
+                        furthest = part.len;
+                        patience.renew();
+                    }
+                    self.client.pause(&mut patience, reason, wait, progress)?;
+                }
+            }
+        }
+    }
+
+    /// One attempt at the rest of the file. Ends well when the announced size is there, or more than it.
+    fn receive(
+        &self,
+        file: &str,
+        facts: &Facts,
+        part: &mut Part,
+        progress: &mut Progress<'_>,
+    ) -> Result<(), Fault> {
+        if part.len >= facts.size {
+            return Ok(());
+        }
+        let mut reader = match self.client.bytes(self.commit, file, part.len, self.gated)? {
+            Bytes::From(start, reader) => {
+                if start != part.len {
+                    part.clear(facts).map_err(Fault::Final)?;
+                    progress(DownloadEvent::Start { file, bytes: facts.size, present: 0 });
+                }
+                reader
+            }
+            Bytes::BeyondEnd => {
+                part.clear(facts).map_err(Fault::Final)?;
+                let reason = "the server holds fewer bytes than it announced".to_owned();
+                return Err(Fault::Passing { reason, wait: None });
+            }
+        };
+        let mut buffer = vec![0; 1 << 18];
+        loop {
+            let count = match reader.read(&mut buffer) {
+                Ok(0) => break,
+                Ok(count) => count,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+                Err(error) => {
+                    return Err(Fault::Passing {
+                        reason: format!("the connection broke: {error}"),
+                        wait: None,
+                    });
+                }
+            };
+            part.append(&buffer[..count]).map_err(Fault::Final)?;
+            progress(DownloadEvent::Advance { bytes: count as u64 });
+            if part.len > facts.size {
+                return Ok(());
+            }
+        }
+        if part.len < facts.size {
+            let reason = format!("the connection ended after {} of {} bytes", part.len, facts.size);
+            return Err(Fault::Passing { reason, wait: None });
+        }
+        Ok(())
+    }
+}
+
+fn damaged(facts: &Facts, found: &str) -> Error {
+    Error::new(Kind::Transient, "the bytes are damaged, twice")
+        .because(format!("their digest is {found}, the hub announced {}", facts.digest.hex()))
+        .because("nothing of it was kept")
+        .hint("try again; if it stays so, a mirror (HF_ENDPOINT) or a proxy on the way changes files")
+}
+
+/// A file on its way, with the sum of what is there.
+struct Part {
+    path: PathBuf,
+    file: File,
+    len: u64,
+    sum: Sum,
+}
+
+impl Part {
+    /// Opens what an earlier run left, or an empty file.
+    fn open(path: PathBuf, facts: &Facts) -> Result<Self> {
+        let failed = |e: std::io::Error| Error::io("write", &path, &e);
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(failed)?;
+        let mut part = Part { path: path.clone(), file, len: 0, sum: facts.digest.sum(facts.size) };
+        if part.file.metadata().map_err(failed)?.len() > facts.size {
+            part.clear(facts)?;
+        }
+        let mut buffer = vec![0; 1 << 18];
+        loop {
+            let count = part.file.read(&mut buffer).map_err(failed)?;
+            if count == 0 {
+                return Ok(part);
+            }
+            part.sum.update(&buffer[..count]);
+            part.len += count as u64;
+        }
+    }
+
+    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        self.file.write_all(bytes).map_err(|e| Error::io("write", &self.path, &e))?;
+        self.sum.update(bytes);
+        self.len += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn clear(&mut self, facts: &Facts) -> Result<()> {
+        let emptied = self.file.set_len(0).and_then(|()| self.file.rewind());
+        emptied.map_err(|e| Error::io("write", &self.path, &e))?;
+        self.len = 0;
+        self.sum = facts.digest.sum(facts.size);
+        Ok(())
+    }
+
+    fn is_right(&self, facts: &Facts) -> bool {
+        self.len == facts.size && self.sum.hex() == facts.digest.hex()
+    }
+}

@@ -1,0 +1,390 @@
+//! Finds a model or a data set: in a folder, in the cache, or on the Hugging Face hub.
+//!
+//! [`locate_model`] and [`locate_dataset`] answer with a folder that holds the files; a path that exists wins over
+//! the hub. What is downloaded is chosen by name (never pickles, never code), pinned to one commit, verified against
+//! the digest that the hub announces, and put into the cache that Python's `huggingface_hub` uses, too. With
+//! everything in the cache one request is made (what does the revision stand for?), offline none.
+//!
+//! This module opens the only sockets of a run on one machine. It does not read what it brings: weights, data and
+//! recipe do, with the care that a stranger's file needs. It prints nothing; what happens is told through
+//! [`DownloadEvent`]s, and what a person must know through [`Located::note`].
+
+mod cache;
+mod client;
+mod digest;
+mod fetch;
+mod names;
+mod options;
+mod refusal;
+mod select;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use hf_hub::{Repo, RepoType};
+
+use crate::error::{Context, Error, Result};
+use cache::Store;
+use client::{Client, Description};
+use fetch::Download;
+use names::Place;
+pub use options::{HubOptions, Retry, Token};
+use select::{Lack, Scope, Weights};
+
+/// What happens during a download.
+#[derive(Debug, Clone, Copy)]
+pub enum DownloadEvent<'a> {
+    /// So much is about to be fetched; comes once for the small files of a model and once for its shards.
+    Plan {
+        /// Number of files.
+        files: usize,
+        /// Their size together.
+        bytes: u64,
+    },
+    /// A file begins, or begins again from `present`.
+    Start {
+        /// Its name in the repository.
+        file: &'a str,
+        /// Its size.
+        bytes: u64,
+        /// How much of it an earlier attempt left.
+        present: u64,
+    },
+    /// More bytes of the file have come.
+    Advance {
+        /// How many.
+        bytes: u64,
+    },
+    /// The file is whole and verified.
+    Finish {
+        /// Its name in the repository.
+        file: &'a str,
+    },
+    /// Another process downloads this file; it is waited for.
+    Waiting {
+        /// Its name in the repository.
+        file: &'a str,
+    },
+    /// Something failed for now and is tried again after `wait`.
+    Retry {
+        /// What failed.
+        reason: &'a str,
+        /// The pause before the next attempt.
+        wait: Duration,
+    },
+}
+
+/// Told what happens, on the thread that downloads.
+pub type Progress<'p> = dyn FnMut(DownloadEvent<'_>) + 'p;
+
+/// A model or data set that is on this machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Located {
+    /// What was found: the id on the hub (that of the `-hf` sibling, if it was taken), or the path as given.
+    pub id: String,
+    /// The folder with its files. From the hub it holds symbolic links into the cache. For a local data set this
+    /// is the path as given, which may be a file.
+    pub folder: PathBuf,
+    /// The commit, when it came from the hub.
+    pub commit: Option<String>,
+    /// What the user must be told.
+    pub note: Option<String>,
+}
+
+/// Finds a model with its weights; `id_or_path` is a folder, an id such as `owner/name`, or `hf://owner/name`.
+///
+/// A repository that holds only Meta's original checkpoint is answered by its `-hf` sibling, and
+/// [`Located::note`] says so.
+///
+/// # Errors
+/// `User` when there is no such model or it may not be read, `Transient` when hub or network fail,
+/// `Storage` when the cache cannot be written.
+pub fn locate_model(
+    id_or_path: &str,
+    revision: &str,
+    options: &HubOptions,
+    progress: &mut Progress<'_>,
+) -> Result<Located> {
+    locate(id_or_path, revision, Scope::Weights, options, progress)
+}
+
+/// As [`locate_model`], but only configuration, tokenizer and the list of shards, without weights.
+///
+/// # Errors
+/// As there.
+pub fn locate_model_headers(
+    id_or_path: &str,
+    revision: &str,
+    options: &HubOptions,
+    progress: &mut Progress<'_>,
+) -> Result<Located> {
+    locate(id_or_path, revision, Scope::Headers, options, progress)
+}
+
+fn locate(
+    given: &str,
+    revision: &str,
+    scope: Scope,
+    options: &HubOptions,
+    progress: &mut Progress<'_>,
+) -> Result<Located> {
+    let id = match names::place(given, options.home.as_deref())? {
+        Place::Local(path) => return local_model(given, path, scope),
+        Place::Hub(id) => id,
+    };
+    names::check_revision(revision)?;
+    let model = Source { kind: RepoType::Model, id, revision: revision.to_owned(), options };
+    if options.offline { model.cached_model(scope) } else { model.fetched_model(scope, progress) }
+}
+
+/// Finds a data set; `id_or_path` is a file, a folder, or an id such as `owner/name` or `owner/name@revision`.
+///
+/// From the hub come all files of rows in one format, the first present of parquet, jsonl, json, csv, txt. They
+/// keep the names they have there; which of them are for training and which for testing is not decided here.
+///
+/// # Errors
+/// As for [`locate_model`].
+pub fn locate_dataset(
+    id_or_path: &str,
+    options: &HubOptions,
+    progress: &mut Progress<'_>,
+) -> Result<Located> {
+    let is_id = |name: &str| names::check_repo_id(name.strip_prefix("hf://").unwrap_or(name)).is_ok();
+    let (name, revision) = match id_or_path.split_once('@') {
+        Some((name, revision)) if is_id(name) && !Path::new(id_or_path).exists() => (name, Some(revision)),
+        _ => (id_or_path, None),
+    };
+    let id = match (names::place(name, options.home.as_deref())?, revision) {
+        (Place::Hub(id), _) => id,
+        (Place::Local(folder), None) => {
+            return Ok(Located { id: name.to_owned(), folder, commit: None, note: None });
+        }
+        (Place::Local(_), Some(_)) => {
+            return Err(Error::user(format!("there is no file or folder `{id_or_path}`"))
+                .because(format!("`{name}` is one, but only what is on the hub has revisions (`@...`)"))
+                .hint(format!("write `hf://{id_or_path}` to take it from the hub")));
+        }
+    };
+    let revision = revision.unwrap_or("main");
+    names::check_revision(revision)?;
+    let data = Source { kind: RepoType::Dataset, id, revision: revision.to_owned(), options };
+    if options.offline { data.cached_rows() } else { data.fetched_rows(progress) }
+}
+
+/// A local folder is used as it is, once its file names show that it holds a model.
+fn local_model(given: &str, folder: PathBuf, scope: Scope) -> Result<Located> {
+    if !folder.is_dir() {
+        return Err(Error::user(format!("model `{given}` is a file"))
+            .because("a model is a folder with config.json, tokenizer.json and safetensors")
+            .hint("give the folder that holds config.json"));
+    }
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(&folder).map_err(|e| Error::io("list", &folder, &e))? {
+        let entry = entry.map_err(|e| Error::io("list", &folder, &e))?;
+        files.extend(entry.file_name().into_string());
+    }
+    files.sort();
+    match select::check_model(&files, scope) {
+        Ok(()) => Ok(Located { id: given.to_owned(), folder, commit: None, note: None }),
+        Err(lack) => {
+            let error = lack.error(&format!("folder `{}`", folder.display()));
+            Err(match names::check_repo_id(given) {
+                Ok(()) if lack == Lack::Config => {
+                    error.hint(format!("write `hf://{given}` to take the model of this name from the hub"))
+                }
+                _ => error,
+            })
+        }
+    }
+}
+
+/// A repository at a revision, not yet looked for.
+struct Source<'a> {
+    kind: RepoType,
+    id: String,
+    revision: String,
+    options: &'a HubOptions,
+}
+
+impl Source<'_> {
+    fn repo(&self) -> Repo {
+        Repo::with_revision(self.id.clone(), self.kind, self.revision.clone())
+    }
+
+    fn store(&self) -> Store {
+        Store::new(&self.options.cache_dir, &self.repo())
+    }
+
+    fn client(&self) -> Client<'_> {
+        Client::new(self.options, self.repo(), self.subject())
+    }
+
+    fn subject(&self) -> String {
+        let kind = match self.kind {
+            RepoType::Dataset => "data set",
+            RepoType::Model | RepoType::Space => "model",
+        };
+        format!("{kind} `{}`", self.id)
+    }
+
+    /// The same model as converted for transformers, by Meta's naming.
+    fn sibling(&self) -> Option<Self> {
+        let is_model = matches!(self.kind, RepoType::Model) && !self.id.ends_with("-hf");
+        is_model.then(|| Source {
+            kind: self.kind,
+            id: format!("{}-hf", self.id),
+            revision: self.revision.clone(),
+            options: self.options,
+        })
+    }
+
+    fn located(&self, folder: PathBuf, commit: String, note: Option<String>) -> Located {
+        let of_token = self.options.token_note.clone().filter(|_| !self.options.offline);
+        let notes: Vec<String> = note.into_iter().chain(of_token).collect();
+        Located {
+            id: self.id.clone(),
+            folder,
+            commit: Some(commit),
+            note: (!notes.is_empty()).then(|| notes.join("; ")),
+        }
+    }
+
+    fn fetched_model(&self, scope: Scope, progress: &mut Progress<'_>) -> Result<Located> {
+        let client = self.client();
+        let description = client.describe(progress)?;
+        match select::check_model(&description.files, scope) {
+            Ok(()) => self.fetch_model(&client, &description, scope, None, progress),
+            Err(Lack::Consolidated(file)) => self.fetch_sibling(Lack::Consolidated(file), scope, progress),
+            Err(lack) => Err(lack.error(client.subject())),
+        }
+    }
+
+    fn fetch_sibling(&self, lack: Lack, scope: Scope, progress: &mut Progress<'_>) -> Result<Located> {
+        let Some(sibling) = self.sibling() else { return Err(lack.error(&self.subject())) };
+        let client = sibling.client();
+        let description = client.describe(progress).map_err(|error| {
+            lack.error(&self.subject()).because(format!("its sibling was asked for: {}", error.what()))
+        })?;
+        select::check_model(&description.files, scope)
+            .map_err(|other| other.error(&sibling.subject()))
+            .during(|| format!("{} holds only Meta's original checkpoint", self.subject()))?;
+        sibling.fetch_model(&client, &description, scope, Some(self.sibling_note(&sibling)), progress)
+    }
+
+    fn sibling_note(&self, sibling: &Source<'_>) -> String {
+        format!(
+            "`{}` holds only Meta's original checkpoint; `{}`, the same model as safetensors, was taken",
+            self.id, sibling.id
+        )
+    }
+
+    fn fetch_model(
+        &self,
+        client: &Client<'_>,
+        description: &Description,
+        scope: Scope,
+        note: Option<String>,
+        progress: &mut Progress<'_>,
+    ) -> Result<Located> {
+        let store = self.store();
+        let commit = description.commit.as_str();
+        let download = Download { client, store: &store, commit, gated: description.gated };
+        let texts = select::texts(&description.files);
+        names::check_files(texts.iter().copied())?;
+        download.fetch(&texts, progress)?;
+        let folder = store.snapshot(commit);
+        if scope == Scope::Weights {
+            let shards = match select::weights(&description.files) {
+                Ok(Weights::Sharded) => read_shards(&folder, &description.files)?,
+                _ => vec![select::SINGLE.to_owned()],
+            };
+            let shards: Vec<&str> = shards.iter().map(String::as_str).collect();
+            download.fetch(&shards, progress)?;
+        }
+        store.set_commit(commit)?;
+        Ok(self.located(folder, commit.to_owned(), note))
+    }
+
+    fn fetched_rows(&self, progress: &mut Progress<'_>) -> Result<Located> {
+        let client = self.client();
+        let description = client.describe(progress)?;
+        let rows = select::rows(&description.files);
+        if rows.is_empty() {
+            return Err(select::no_rows(client.subject(), &description.files));
+        }
+        names::check_files(rows.iter().copied())?;
+        let store = self.store();
+        let commit = description.commit.as_str();
+        Download { client: &client, store: &store, commit, gated: description.gated }
+            .fetch(&rows, progress)?;
+        store.set_commit(commit)?;
+        Ok(self.located(store.snapshot(commit), commit.to_owned(), None))
+    }
+
+    fn cached_model(&self, scope: Scope) -> Result<Located> {
+        let (source, note) = match self.sibling() {
+            Some(sibling) if self.cached_files()?.is_none() && sibling.cached_files()?.is_some() => {
+                let note = self.sibling_note(&sibling);
+                (sibling, Some(note))
+            }
+            _ => (Source { id: self.id.clone(), revision: self.revision.clone(), ..*self }, None),
+        };
+        let (commit, files) = source.cached_files()?.ok_or_else(|| source.not_cached())?;
+        let folder = source.store().snapshot(&commit);
+        let incomplete = |missing: &str| {
+            Error::user(format!("{} is not complete in the cache, and this run is offline", source.subject()))
+                .because(format!("{} has no {missing}", folder.display()))
+                .hint("run once without `--offline` and HF_HUB_OFFLINE to fetch the rest")
+        };
+        if select::check_model(&files, scope).is_err() {
+            let has_config = files.iter().any(|file| file == select::CONFIG);
+            return Err(incomplete(if has_config { select::SINGLE } else { select::CONFIG }));
+        }
+        if scope == Scope::Weights && select::weights(&files) == Ok(Weights::Sharded) {
+            let index = read_index(&folder)?;
+            // Against the names in the index itself: what is not in the folder is missing, not refused.
+            let named = select::named_shards(&index)?;
+            if let Some(missing) = named.iter().find(|shard| !files.contains(shard)) {
+                return Err(incomplete(missing));
+            }
+        }
+        Ok(source.located(folder, commit, note))
+    }
+
+    fn cached_rows(&self) -> Result<Located> {
+        let (commit, files) = self.cached_files()?.ok_or_else(|| self.not_cached())?;
+        let rows = select::rows(&files).len();
+        if rows == 0 {
+            return Err(self.not_cached());
+        }
+        let note = format!("offline: {} is the {rows} file(s) that the cache holds of it", self.subject());
+        Ok(self.located(self.store().snapshot(&commit), commit, Some(note)))
+    }
+
+    /// The commit and the files that the cache holds of this revision.
+    fn cached_files(&self) -> Result<Option<(String, Vec<String>)>> {
+        let store = self.store();
+        let Some(commit) = store.known_commit() else { return Ok(None) };
+        let files = store.files(&commit)?;
+        Ok(Some((commit, files)))
+    }
+
+    fn not_cached(&self) -> Error {
+        Error::user(format!("{} is not in the cache, and this run is offline", self.subject()))
+            .because(format!(
+                "looked for revision `{}` in {}",
+                self.revision,
+                self.options.cache_dir.display()
+            ))
+            .hint("run once without `--offline` and HF_HUB_OFFLINE to download it, or give a folder")
+    }
+}
+
+fn read_index(folder: &Path) -> Result<Vec<u8>> {
+    let path = folder.join(select::INDEX);
+    std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))
+}
+
+fn read_shards(folder: &Path, files: &[String]) -> Result<Vec<String>> {
+    select::shards(&read_index(folder)?, files)
+}

@@ -1,0 +1,348 @@
+//! What a download needs to know beforehand: the hub's address, the cache folder, the token, offline or not.
+//!
+//! The names and their precedence are those of Python's `huggingface_hub`, so that a cache and a login made there
+//! serve here: `HF_ENDPOINT`, `HF_HUB_CACHE` (or `HUGGINGFACE_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME`), `HF_TOKEN`
+//! (or `HF_TOKEN_PATH`, `$HF_HOME/token`), `HF_HUB_OFFLINE`. The environment is read in one function that takes a
+//! lookup, because it is global to a process and tests run in one.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+
+const DEFAULT_ENDPOINT: &str = "https://huggingface.co";
+
+/// An access token of the hub. Neither `Debug` nor any message of this module shows it.
+#[derive(Clone)]
+pub struct Token(String);
+
+impl Token {
+    /// Takes a token as written in a file or a variable; white space around it does not count.
+    ///
+    /// # Errors
+    /// When it holds anything but visible ASCII, which no token does and no HTTP header can carry.
+    pub fn new(text: &str) -> Result<Self> {
+        let token = text.trim();
+        if token.is_empty() || !token.bytes().all(|b| b.is_ascii_graphic()) {
+            return Err(Error::user("the hub token cannot be used")
+                .because("it is empty or holds characters other than visible ASCII")
+                .hint("set HF_TOKEN to a token from https://huggingface.co/settings/tokens"));
+        }
+        Ok(Token(token.to_owned()))
+    }
+
+    pub(super) fn secret(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(hidden)")
+    }
+}
+
+/// How long to go on when the hub or the network fails for now.
+#[derive(Debug, Clone)]
+pub struct Retry {
+    /// Attempts in a row without any progress before giving up; at least one is made.
+    pub attempts: u32,
+    /// Wait before the second attempt; doubles each time, up to a minute. `Retry-After` wins over it.
+    pub first_wait: Duration,
+    /// A connection that gives no byte for so long is broken off and counts as an attempt.
+    pub stall: Duration,
+}
+
+impl Default for Retry {
+    fn default() -> Self {
+        Retry { attempts: 5, first_wait: Duration::from_millis(500), stall: Duration::from_secs(60) }
+    }
+}
+
+/// Where the hub and its cache are, and who asks.
+#[derive(Debug, Clone)]
+pub struct HubOptions {
+    endpoint: String,
+    /// The folder that holds `models--owner--name`, as `huggingface_hub` lays it out.
+    pub cache_dir: PathBuf,
+    /// Sent as `Authorization: Bearer` to the endpoint and to no other host.
+    pub token: Option<Token>,
+    /// Open no socket at all; only what the cache holds is used.
+    pub offline: bool,
+    /// What `~/` stands for.
+    pub home: Option<PathBuf>,
+    /// When to try again.
+    pub retry: Retry,
+    pub(super) token_note: Option<String>,
+}
+
+impl HubOptions {
+    /// Options for one hub and one cache: no token, online.
+    ///
+    /// # Errors
+    /// When `endpoint` is not a plain `http://` or `https://` address.
+    pub fn new(endpoint: &str, cache_dir: impl Into<PathBuf>) -> Result<Self> {
+        Ok(HubOptions {
+            endpoint: checked_endpoint(endpoint)?,
+            cache_dir: cache_dir.into(),
+            token: None,
+            offline: false,
+            home: None,
+            retry: Retry::default(),
+            token_note: None,
+        })
+    }
+
+    /// The options that the environment asks for; `offline` (the flag) and `HF_HUB_OFFLINE` each suffice.
+    ///
+    /// # Errors
+    /// When a variable holds what cannot be used.
+    pub fn from_env(offline: bool) -> Result<Self> {
+        Self::from_lookup(offline, std::env::home_dir(), &|name| std::env::var_os(name))
+    }
+
+    /// [`HubOptions::from_env`] with the home folder and the environment given: `lookup` answers for a variable.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn from_lookup(
+        offline: bool,
+        home: Option<PathBuf>,
+        lookup: &dyn Fn(&str) -> Option<OsString>,
+    ) -> Result<Self> {
+        let env = Environment { home, lookup };
+        let endpoint = env.text("HF_ENDPOINT")?;
+        let hf_home = env.hf_home();
+        let cache_dir = env
+            .path("HF_HUB_CACHE")
+            .or_else(|| env.path("HUGGINGFACE_HUB_CACHE"))
+            .or_else(|| hf_home.as_ref().map(|folder| folder.join("hub")))
+            .ok_or_else(|| {
+                Error::user("there is no folder for downloads")
+                    .because("HF_HOME is not set and the home folder is not known")
+                    .hint("set HF_HOME to a folder that can hold models")
+            })?;
+        let mut options = Self::new(endpoint.as_deref().unwrap_or(DEFAULT_ENDPOINT), cache_dir)?;
+        options.offline = offline || env.is_true("HF_HUB_OFFLINE");
+        (options.token, options.token_note) = env.token(hf_home.as_deref())?;
+        options.home = env.home;
+        Ok(options)
+    }
+
+    /// The hub's address, without a slash at its end.
+    pub fn endpoint(&self) -> &str {
+        &self.endpoint
+    }
+
+    /// `text` without the token, should a server have echoed it.
+    pub(super) fn redact(&self, text: &str) -> String {
+        match &self.token {
+            Some(token) => text.replace(token.secret(), "(token)"),
+            None => text.to_owned(),
+        }
+    }
+}
+
+fn checked_endpoint(given: &str) -> Result<String> {
+    let address = given.trim().trim_end_matches('/');
+    let host = address.strip_prefix("https://").or_else(|| address.strip_prefix("http://"));
+    // The text is not repeated: it may hold a password.
+    let fault = match host {
+        None => "it does not start with https:// or http://",
+        Some(host) if host.contains('@') => "it holds a user name or a password",
+        Some(host) if host.is_empty() || host.starts_with('/') => "it names no host",
+        Some(host) if !host.bytes().all(|b| b.is_ascii_graphic() && !b"?#%\\\"<>{}|^`".contains(&b)) => {
+            "it holds characters that no address has"
+        }
+        Some(_) => return Ok(address.to_owned()),
+    };
+    Err(Error::user("the address of the hub (HF_ENDPOINT) cannot be used")
+        .because(fault)
+        .hint("unset HF_ENDPOINT, or set it to an address such as https://huggingface.co"))
+}
+
+struct Environment<'a> {
+    home: Option<PathBuf>,
+    lookup: &'a dyn Fn(&str) -> Option<OsString>,
+}
+
+impl Environment<'_> {
+    /// A variable; an empty one counts as not set.
+    fn raw(&self, name: &str) -> Option<OsString> {
+        (self.lookup)(name).filter(|value| !value.is_empty())
+    }
+
+    fn text(&self, name: &str) -> Result<Option<String>> {
+        self.raw(name)
+            .map(|value| value.into_string().map_err(|_| Error::user(format!("{name} is not valid UTF-8"))))
+            .transpose()
+    }
+
+    fn path(&self, name: &str) -> Option<PathBuf> {
+        self.raw(name).map(|value| expand_home(Path::new(&value), self.home.as_deref()))
+    }
+
+    fn is_true(&self, name: &str) -> bool {
+        self.raw(name)
+            .is_some_and(|value| ["1", "on", "yes", "true"].iter().any(|yes| value.eq_ignore_ascii_case(yes)))
+    }
+
+    fn hf_home(&self) -> Option<PathBuf> {
+        self.path("HF_HOME")
+            .or_else(|| self.path("XDG_CACHE_HOME").map(|folder| folder.join("huggingface")))
+            .or_else(|| self.home.as_ref().map(|home| home.join(".cache/huggingface")))
+    }
+
+    /// The token and what to tell about it. A token file that cannot be read is no reason to fail a run that may
+    /// not need it, so it becomes a note.
+    fn token(&self, hf_home: Option<&Path>) -> Result<(Option<Token>, Option<String>)> {
+        if self.is_true("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
+            return Ok((None, None));
+        }
+        if let Some(text) = self.text("HF_TOKEN")?.filter(|text| !text.trim().is_empty()) {
+            return Ok((Some(Token::new(&text)?), None));
+        }
+        let path = self.path("HF_TOKEN_PATH").or_else(|| hf_home.map(|folder| folder.join("token")));
+        let Some(path) = path else { return Ok((None, None)) };
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok((None, None)),
+            Err(error) => {
+                let note = format!("the token file {} was not used: {error}", path.display());
+                return Ok((None, Some(note)));
+            }
+        };
+        if text.trim().is_empty() {
+            return Ok((None, None));
+        }
+        match Token::new(&text) {
+            Ok(token) => Ok((Some(token), open_to_others(&path))),
+            Err(error) => Err(error.because(format!("it was read from {}", path.display()))),
+        }
+    }
+}
+
+/// What to say about a token file that other users of the machine can read.
+#[cfg(unix)]
+fn open_to_others(path: &Path) -> Option<String> {
+    use std::os::unix::fs::PermissionsExt;
+    let mode = std::fs::metadata(path).ok()?.permissions().mode();
+    (mode & 0o044 != 0)
+        .then(|| format!("other users can read the token file; close it with `chmod 600 {}`", path.display()))
+}
+
+#[cfg(not(unix))]
+fn open_to_others(_path: &Path) -> Option<String> {
+    None
+}
+
+/// `~` and `~/x` with the home folder in place; other paths as they are.
+pub(super) fn expand_home(path: &Path, home: Option<&Path>) -> PathBuf {
+    match (path.strip_prefix("~"), home) {
+        (Ok(rest), Some(home)) => home.join(rest),
+        _ => path.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn from(vars: &[(&str, &str)]) -> Result<HubOptions> {
+        let vars: Vec<(String, OsString)> =
+            vars.iter().map(|(name, value)| ((*name).to_owned(), OsString::from(value))).collect();
+        HubOptions::from_lookup(false, Some(PathBuf::from("/home/ada")), &move |name| {
+            vars.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone())
+        })
+    }
+
+    #[test]
+    fn defaults_are_those_of_huggingface_hub() {
+        let options = from(&[]).unwrap();
+        assert_eq!(options.endpoint(), "https://huggingface.co");
+        assert_eq!(options.cache_dir, Path::new("/home/ada/.cache/huggingface/hub"));
+        assert!(options.token.is_none() && !options.offline);
+    }
+
+    #[test]
+    fn the_nearest_variable_names_the_cache() {
+        let all = [
+            ("HF_HUB_CACHE", "/a"),
+            ("HUGGINGFACE_HUB_CACHE", "/b"),
+            ("HF_HOME", "~/c"),
+            ("XDG_CACHE_HOME", "/d"),
+        ];
+        let expected = ["/a", "/b", "/home/ada/c/hub", "/d/huggingface/hub"];
+        for (skip, path) in expected.iter().enumerate() {
+            assert_eq!(from(&all[skip..]).unwrap().cache_dir, Path::new(path));
+        }
+        assert_eq!(
+            from(&[("HF_HUB_CACHE", "")]).unwrap().cache_dir,
+            Path::new("/home/ada/.cache/huggingface/hub")
+        );
+    }
+
+    #[test]
+    fn without_a_home_the_way_out_is_named() {
+        let error = HubOptions::from_lookup(false, None, &|_| None).unwrap_err();
+        assert!(error.to_string().contains("set HF_HOME"), "{error}");
+    }
+
+    #[test]
+    fn offline_by_flag_or_by_variable() {
+        for yes in ["1", "true", "ON", "Yes"] {
+            assert!(from(&[("HF_HUB_OFFLINE", yes)]).unwrap().offline, "{yes}");
+        }
+        assert!(!from(&[("HF_HUB_OFFLINE", "0")]).unwrap().offline);
+        assert!(
+            HubOptions::from_lookup(true, Some(PathBuf::from("/home/ada")), &|_| None).unwrap().offline,
+            "the flag"
+        );
+    }
+
+    #[test]
+    fn endpoints() {
+        assert_eq!(
+            from(&[("HF_ENDPOINT", "http://mirror:8080/hf/")]).unwrap().endpoint(),
+            "http://mirror:8080/hf"
+        );
+        for bad in ["huggingface.co", "https://", "ftp://x", "https://ada:geheim@mirror", "https://a b"] {
+            let error = from(&[("HF_ENDPOINT", bad)]).unwrap_err().to_string();
+            assert!(error.contains("HF_ENDPOINT") && !error.contains("geheim"), "{error}");
+        }
+    }
+
+    #[test]
+    fn token_from_variable_before_files_and_never_shown() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("token");
+        std::fs::write(&file, "hf_file\n").unwrap();
+        let home = folder.path().to_str().unwrap();
+        let secret = |vars: &[(&str, &str)]| from(vars).unwrap().token.map(|token| token.secret().to_owned());
+        assert_eq!(secret(&[("HF_HOME", home)]).as_deref(), Some("hf_file"));
+        assert_eq!(secret(&[("HF_HOME", home), ("HF_TOKEN", " hf_env ")]).as_deref(), Some("hf_env"));
+        assert_eq!(secret(&[("HF_TOKEN_PATH", file.to_str().unwrap())]).as_deref(), Some("hf_file"));
+        assert_eq!(secret(&[("HF_HOME", home), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")]), None);
+        assert_eq!(secret(&[("HF_HOME", "/nowhere")]), None);
+        let shown = format!("{:?}", from(&[("HF_TOKEN", "hf_env")]).unwrap());
+        assert!(!shown.contains("hf_env"), "{shown}");
+        let error = from(&[("HF_TOKEN", "hf_a\u{7}b")]).unwrap_err().to_string();
+        assert!(!error.contains("hf_a"), "{error}");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_token_file_open_to_others_is_told() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("token");
+        std::fs::write(&file, "hf_file").unwrap();
+        for (mode, told) in [(0o600, false), (0o640, true), (0o604, true)] {
+            std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
+            let options = from(&[("HF_HOME", folder.path().to_str().unwrap())]).unwrap();
+            assert_eq!(options.token_note.is_some_and(|note| note.contains("chmod 600")), told, "{mode:o}");
+        }
+    }
+}

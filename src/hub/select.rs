@@ -1,0 +1,320 @@
+//! Which files of a repository or folder are wanted, decided from their names alone.
+//!
+//! A model is its configuration, its tokenizer and its safetensors; a data set is its rows in one format. Pickle
+//! files (`.bin`, `.pt`, `.pth`) and Python code are never wanted: opening either can run what a stranger wrote.
+//! What a repository lacks is told as precisely as its file names allow.
+
+use std::collections::BTreeSet;
+
+use crate::error::{Error, Result};
+
+/// The configuration, without which there is no model.
+pub(super) const CONFIG: &str = "config.json";
+/// The weights of a model in one file.
+pub(super) const SINGLE: &str = "model.safetensors";
+/// The list of shards of a model in several files.
+pub(super) const INDEX: &str = "model.safetensors.index.json";
+
+const TEXTS: [&str; 6] = [
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+];
+
+/// How much of a model is wanted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Scope {
+    /// Configuration, tokenizer and the list of shards.
+    Headers,
+    /// These and the weights.
+    Weights,
+}
+
+/// How a repository holds its weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Weights {
+    Single,
+    Sharded,
+}
+
+/// Why a repository cannot be used as a model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Lack {
+    /// Meta's original checkpoint, `consolidated.*.pth`.
+    Consolidated(String),
+    /// Weights in the layout of transformers, but pickled.
+    Pickle(String),
+    /// GGUF files.
+    Gguf(String),
+    /// A PEFT adapter, which is trained on top of a model.
+    Adapter,
+    /// Safetensors under other names than transformers uses.
+    OtherSafetensors(String),
+    /// No weights at all.
+    Weights,
+    /// No config.json.
+    Config,
+}
+
+/// The small files of a model: everything but the weights.
+pub(super) fn texts(names: &[String]) -> Vec<&str> {
+    let wanted = |name: &str| {
+        TEXTS.contains(&name)
+            || name == INDEX
+            || (name.starts_with("additional_chat_templates/") && name.ends_with(".jinja"))
+    };
+    names.iter().map(String::as_str).filter(|name| wanted(name)).collect()
+}
+
+/// How the weights are held, given the names of all files.
+pub(super) fn weights(names: &[String]) -> Result<Weights, Lack> {
+    // transformers looks for the single file first.
+    if has(names, SINGLE) {
+        return Ok(Weights::Single);
+    }
+    if has(names, INDEX) {
+        return Ok(Weights::Sharded);
+    }
+    let first = |test: &dyn Fn(&str) -> bool| names.iter().find(|name| test(name)).cloned();
+    Err(if has(names, "adapter_config.json") {
+        Lack::Adapter
+    } else if let Some(name) = first(&|name| name.starts_with("pytorch_model") && name.ends_with(".bin")) {
+        Lack::Pickle(name)
+    } else if let Some(name) = first(&|name| name.starts_with("consolidated.") && name.ends_with(".pth")) {
+        Lack::Consolidated(name)
+    } else if let Some(name) = first(&|name| name.ends_with(".gguf")) {
+        Lack::Gguf(name)
+    } else if let Some(name) = first(&|name| name.ends_with(".safetensors")) {
+        Lack::OtherSafetensors(name)
+    } else if let Some(name) =
+        first(&|name| [".bin", ".pt", ".pth", ".ckpt", ".pkl"].iter().any(|end| name.ends_with(end)))
+    {
+        Lack::Pickle(name)
+    } else {
+        Lack::Weights
+    })
+}
+
+/// Whether the names make up a model, as far as `scope` asks.
+pub(super) fn check_model(names: &[String], scope: Scope) -> Result<(), Lack> {
+    let weights = weights(names);
+    match (has(names, CONFIG), weights, scope) {
+        (true, Ok(_), _) | (true, Err(_), Scope::Headers) => Ok(()),
+        (true, Err(lack), Scope::Weights) => Err(lack),
+        (false, Ok(_) | Err(Lack::Weights | Lack::OtherSafetensors(_)), _) => Err(Lack::Config),
+        (false, Err(lack), _) => Err(lack),
+    }
+}
+
+fn has(names: &[String], name: &str) -> bool {
+    names.iter().any(|known| known == name)
+}
+
+impl Lack {
+    /// The error for `subject`, such as "model `a/b`".
+    pub(super) fn error(&self, subject: &str) -> Error {
+        let accepted = "accepted: model.safetensors, or model.safetensors.index.json with its shards";
+        match self {
+            Lack::Consolidated(file) => {
+                Error::user(format!("{subject} holds only Meta's original checkpoint ({file})"))
+                    .because("it is a pickle, which can run code when it is opened, and not in the layout of transformers")
+                    .because(accepted)
+                    .hint(
+                        "give the repository of the same model whose name ends in `-hf`, or convert it with Python: \
+                         `python -m transformers.models.llama.convert_llama_weights_to_hf --input_dir DIR --output_dir OUT`",
+                    )
+            }
+            Lack::Pickle(file) => Error::user(format!("{subject} holds only pickled weights ({file})"))
+                .because("a pickle can run code when it is opened, so it is neither downloaded nor read")
+                .because(accepted)
+                .hint(
+                    "convert it once with Python: `python -c \"from transformers import AutoModelForCausalLM as M; \
+                     M.from_pretrained('MODEL').save_pretrained('OUT', safe_serialization=True)\"`, \
+                     and copy its tokenizer files into OUT",
+                ),
+            Lack::Gguf(file) => Error::user(format!("{subject} holds only GGUF files ({file})"))
+                .because("GGUF is written for inference and is not trained here")
+                .because(accepted)
+                .hint("give the repository that the GGUF was made from; its card calls it the base model"),
+            Lack::Adapter => Error::user(format!("{subject} is a PEFT adapter and not a model"))
+                .because("it holds adapter_config.json and no model weights")
+                .hint(
+                    "give its base (`base_model_name_or_path` in adapter_config.json) as the model, \
+                     and the adapter with `--adapter` or `adapter.path`",
+                ),
+            Lack::OtherSafetensors(file) => {
+                Error::user(format!("{subject} has no weights in the layout of transformers"))
+                    .because(format!("it holds {file}"))
+                    .because(accepted)
+            }
+            Lack::Weights => Error::user(format!("{subject} has no weights")).because(accepted),
+            Lack::Config => Error::user(format!("{subject} has no {CONFIG}"))
+                .because("a model is a config.json, a tokenizer.json and safetensors")
+                .hint("give a folder that holds config.json, or a hub id such as `owner/name`"),
+        }
+    }
+}
+
+/// The shards that the text of an index file names, each once.
+///
+/// # Errors
+/// When the text is no index, or names what is not a safetensors file of this repository (`names`).
+pub(super) fn shards(index: &[u8], names: &[String]) -> Result<Vec<String>> {
+    let shards = named_shards(index)?;
+    match shards.iter().find(|shard| !has(names, shard)) {
+        None => Ok(shards),
+        Some(shard) => {
+            Err(Error::user(format!("{INDEX} names `{shard}`, which the repository does not hold")))
+        }
+    }
+}
+
+/// The shards that the text of an index file names, each once, in the repository or not.
+///
+/// # Errors
+/// When the text is no index, or names what is not a safetensors file inside the repository.
+pub(super) fn named_shards(index: &[u8]) -> Result<Vec<String>> {
+    #[derive(serde::Deserialize)]
+    struct Index {
+        weight_map: std::collections::BTreeMap<String, String>,
+    }
+    let parsed: Index = serde_json::from_slice(index)
+        .map_err(|error| Error::user(format!("cannot read {INDEX}")).because(error.to_string()))?;
+    let shards: BTreeSet<String> = parsed.weight_map.into_values().collect();
+    if shards.is_empty() {
+        return Err(Error::user(format!("{INDEX} names no shard")).because("its weight_map is empty"));
+    }
+    super::names::check_files(shards.iter().map(String::as_str))
+        .map_err(|error| error.during(format!("cannot use {INDEX}")))?;
+    if let Some(shard) = shards.iter().find(|shard| !shard.ends_with(".safetensors")) {
+        return Err(Error::user(format!("{INDEX} names `{shard}` as a shard"))
+            .because("only .safetensors files are read"));
+    }
+    Ok(shards.into_iter().collect())
+}
+
+/// Formats of data sets, best first. A repository that holds its rows twice is read in one of them.
+const ROW_ENDINGS: [&str; 5] = [".parquet", ".jsonl", ".json", ".csv", ".txt"];
+/// Files with such an ending that hold no rows.
+const NOT_ROWS: [&str; 7] = [
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+    "config.json",
+    "requirements.txt",
+    "license.txt",
+];
+
+/// The files of a data set that hold rows: all that are in the best format present.
+pub(super) fn rows(names: &[String]) -> Vec<&str> {
+    let is_rows = |name: &str| {
+        let base = name.rsplit('/').next().unwrap_or(name);
+        !base.starts_with('.') && !NOT_ROWS.contains(&base.to_ascii_lowercase().as_str())
+    };
+    ROW_ENDINGS
+        .iter()
+        .map(|ending| {
+            names.iter().map(String::as_str).filter(|name| name.ends_with(ending) && is_rows(name)).collect()
+        })
+        .find(|found: &Vec<&str>| !found.is_empty())
+        .unwrap_or_default()
+}
+
+/// The error for a data set without rows that can be read.
+pub(super) fn no_rows(subject: &str, names: &[String]) -> Error {
+    let accepted = format!("accepted: {}", ROW_ENDINGS.join(", "));
+    let error = Error::user(format!("{subject} has no file of rows")).because(accepted);
+    if names.iter().any(|name| name.ends_with(".py")) {
+        error
+            .because("it is made by a Python script, which is never run")
+            .hint("add `@refs/convert/parquet` to the id: the hub keeps converted data there")
+    } else {
+        error.hint("download it by hand, write its rows as JSONL and give that file")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(list: &[&str]) -> Vec<String> {
+        list.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    #[test]
+    fn a_model_is_texts_and_safetensors() {
+        let all = names(&[
+            ".gitattributes",
+            "README.md",
+            "additional_chat_templates/tool.jinja",
+            "chat_template.jinja",
+            "config.json",
+            "consolidated.safetensors",
+            "model-1.safetensors",
+            "model.safetensors.index.json",
+            "modeling_x.py",
+            "pytorch_model.bin",
+            "tokenizer.json",
+        ]);
+        let expected = [
+            "additional_chat_templates/tool.jinja",
+            "chat_template.jinja",
+            "config.json",
+            "model.safetensors.index.json",
+            "tokenizer.json",
+        ];
+        assert_eq!(texts(&all), expected);
+        assert_eq!(weights(&all), Ok(Weights::Sharded));
+        assert_eq!(weights(&names(&["model.safetensors", INDEX])), Ok(Weights::Single));
+    }
+
+    #[test]
+    fn what_is_lacking() {
+        let lack = |list: &[&str]| check_model(&names(list), Scope::Weights).unwrap_err();
+        assert_eq!(
+            lack(&["consolidated.00.pth", "params.json"]),
+            Lack::Consolidated("consolidated.00.pth".into())
+        );
+        assert_eq!(lack(&["config.json", "pytorch_model.bin"]), Lack::Pickle("pytorch_model.bin".into()));
+        assert_eq!(lack(&["config.json", "model.pt"]), Lack::Pickle("model.pt".into()));
+        assert_eq!(lack(&["m.Q4_K.gguf"]), Lack::Gguf("m.Q4_K.gguf".into()));
+        assert_eq!(lack(&["adapter_config.json", "adapter_model.safetensors"]), Lack::Adapter);
+        assert_eq!(lack(&["config.json", "w.safetensors"]), Lack::OtherSafetensors("w.safetensors".into()));
+        assert_eq!(lack(&["config.json"]), Lack::Weights);
+        assert_eq!(lack(&["model.safetensors"]), Lack::Config);
+        assert_eq!(lack(&["README.md"]), Lack::Config);
+        assert_eq!(check_model(&names(&["config.json"]), Scope::Headers), Ok(()));
+        assert_eq!(check_model(&names(&["params.json"]), Scope::Headers), Err(Lack::Config));
+    }
+
+    #[test]
+    fn shards_of_an_index() {
+        let repository = names(&["b.safetensors", "a.safetensors", "evil.bin"]);
+        let index =
+            br#"{"metadata":{},"weight_map":{"x":"b.safetensors","y":"a.safetensors","z":"b.safetensors"}}"#;
+        assert_eq!(shards(index, &repository).unwrap(), ["a.safetensors", "b.safetensors"]);
+        for bad in ["../a.safetensors", "/a.safetensors", "c.safetensors", "evil.bin", "C:\\\\a.safetensors"]
+        {
+            let index = format!(r#"{{"weight_map":{{"x":"{bad}"}}}}"#);
+            assert!(shards(index.as_bytes(), &repository).is_err(), "{bad}");
+        }
+        for bad in ["", "{}", "[]", r#"{"weight_map":{}}"#, r#"{"weight_map":{"x":1}}"#] {
+            assert!(shards(bad.as_bytes(), &repository).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn rows_in_one_format() {
+        let all =
+            names(&["README.md", "a.jsonl", "data/train.parquet", "data/test.parquet", "dataset_infos.json"]);
+        assert_eq!(rows(&all), ["data/train.parquet", "data/test.parquet"]);
+        assert_eq!(rows(&names(&["a.jsonl", "b.csv", ".x.jsonl"])), ["a.jsonl"]);
+        assert!(rows(&names(&["x.py", "dataset_infos.json", "requirements.txt"])).is_empty());
+        let error = no_rows("data set `x`", &names(&["x.py"])).to_string();
+        assert!(error.contains("@refs/convert/parquet"), "{error}");
+    }
+}
