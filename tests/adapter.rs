@@ -385,6 +385,7 @@ fn adapters_that_cannot_be_used_say_why() {
     [no weights]
     error: cannot read adapter <dir>
       caused by: it has no adapter_model.safetensors
+    hint: give the folder that holds adapter_config.json and adapter_model.safetensors
     [pickle]
     error: cannot read adapter <dir>
       caused by: its weights are a pickle file (adapter_model.bin), which can run code when opened; accepted: adapter_model.safetensors

@@ -73,7 +73,7 @@ impl AdapterConfig {
         if !path.exists() {
             return Err(Error::user(format!("cannot read adapter {}", folder.display()))
                 .because(format!("it has no {CONFIG_FILE}"))
-                .hint(format!("give the folder that holds {CONFIG_FILE} and adapter_model.safetensors")));
+                .hint(format!("give the folder that holds {CONFIG_FILE} and {}", super::WEIGHTS_FILE)));
         }
         let text = std::fs::read(&path).map_err(|error| Error::io("read", &path, &error))?;
         Self::parse(&text)
@@ -357,9 +357,9 @@ mod tests {
         `init_lora_weights` is "pissa", which may have changed the base too; accepted: true, false, "gaussian"
         `a_key_of_tomorrow` is 1, which is not supported; accepted: no such key, or its default
         `task_type` is SEQ_CLS; accepted: CAUSAL_LM
-        `r` is "eight": invalid type: string "eight", expected usize
+        `r` is "eight"; accepted: a whole number from 1
         `lora_dropout` is 1; accepted: from 0 to below 1
-        `rank_pattern` has `q_proj` = -1: invalid value: integer `-1`, expected usize
+        `rank_pattern` has -1 for `q_proj`; accepted: a whole number from 1
         "#);
         assert!(AdapterConfig::parse(br#"{"peft_type":"IA3"}"#).is_err());
         assert!(AdapterConfig::parse(br#"{"peft_type":"LORA"}"#).is_err());

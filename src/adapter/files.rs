@@ -249,7 +249,9 @@ fn missing_weights(folder: &Path) -> Error {
                 "convert it once with Python: python -c \"import torch; from safetensors.torch import save_file; save_file(torch.load('{shown}/adapter_model.bin', weights_only=True), '{shown}/{WEIGHTS_FILE}')\""
             ));
     }
-    failed.because(format!("it has no {WEIGHTS_FILE}"))
+    failed
+        .because(format!("it has no {WEIGHTS_FILE}"))
+        .hint(format!("give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}"))
 }
 
 /// Writes an adapter into the existing `folder`: the weights as `dtype` in the order of their names, then the

@@ -1,7 +1,7 @@
 //! A model with a LoRA adapter added in: W + scale · B A, streamed.
 //!
-//! Files keep the base's names and order, and tensors pass through in blocks of rows, so memory holds a block, the
-//! adapter's A and B of one module and the pages of one tensor, whatever the model's size. Sums are in f32
+//! Files keep the base's names and order, and tensors pass through in blocks of rows, so memory holds a block and
+//! the adapter's A and B of one module (or one tensor that it saved whole), whatever the model's size. Sums are in f32
 //! in PEFT's order (B A, times scale, plus W) and rounded once. The output folder appears whole or not at all.
 //!
 //! A tied embedding and head are one tensor on disk, under either name. An adapter that changes one of them
@@ -20,7 +20,7 @@ use crate::weights::{
     self, EMBED_TOKENS, Entry, LM_HEAD, ModelFiles, NewFolder, OutputDtype, TensorSink, Written,
 };
 
-/// Elements of a tensor that are in memory at once, if a row is not longer.
+/// Elements (or bytes that are only copied) of a tensor in memory at once, if a row is not longer.
 const BLOCK: usize = 1 << 22;
 
 /// What a merge did.
@@ -240,8 +240,10 @@ fn write_tensor(
             sink.write_values(&values)
         }
         (Source::Base(name), None) if base.require(name)?.dtype == out.entry.dtype => {
-            sink.write_bytes(base.bytes(name)?)?;
-            base.discard(name);
+            for block in base.bytes(name)?.chunks(BLOCK) {
+                sink.write_bytes(block)?;
+                base.discard(name);
+            }
             Ok(())
         }
         (Source::Base(name), target) => {
@@ -257,8 +259,8 @@ fn write_tensor(
                     delta.add_to(values, start / row);
                 }
                 sink.write_values(values)?;
+                base.discard(name);
             }
-            base.discard(name);
             Ok(())
         }
     }

@@ -1,13 +1,16 @@
 //! One tensor from files into candle: shape checked, converted, placed on its device.
 //!
 //! On the CPU the buffer that is read into becomes the tensor; other devices get it uploaded. Either way the pages
-//! of the file are given back at once, so loading a model needs the model plus one tensor.
+//! of the file are given back block by block, so loading a model takes the model's memory and little more.
 
 use candle_core::{DType, Device, Tensor, WithDType};
 use half::{bf16, f16};
 
 use super::{Element, ModelFiles};
 use crate::error::{Context, Error, Result};
+
+/// Elements read before their pages are given back.
+const BLOCK: usize = 1 << 22;
 
 /// The shape a tensor must have and which facts say so.
 #[derive(Debug, Clone, Copy)]
@@ -55,7 +58,9 @@ fn load_as<T: Element + WithDType>(
     device: &Device,
 ) -> Result<Tensor> {
     let mut values = vec![T::default(); shape.iter().product()];
-    files.read_into(name, &mut values)?;
-    files.discard(name);
+    for (i, block) in values.chunks_mut(BLOCK).enumerate() {
+        files.read_part(name, i * BLOCK, block)?;
+        files.discard(name);
+    }
     Tensor::from_vec(values, shape, device).during(|| format!("cannot load tensor `{name}`"))
 }

@@ -87,8 +87,9 @@ pub struct Summary {
 /// # Errors
 /// The user's: as [`ModelFiles::open`], or config.json is missing or malformed.
 pub fn summary(folder: &Path) -> Result<Summary> {
-    let config = companions::read_config(folder)?;
+    // The weights first: their error says what the folder is when it is no model.
     let files = ModelFiles::open(folder)?;
+    let config = companions::read_config(folder)?;
     let (mut total, mut dtypes, mut groups) = (Tally::default(), BTreeMap::new(), BTreeMap::new());
     for (name, info) in files.tensors() {
         let (elements, bytes) = (info.elements() as u64, info.range.len() as u64);
