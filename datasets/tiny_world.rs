@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 
 const SEED: u64 = 7;
-const PRETRAIN_ROWS: usize = 150_000;
+const PRETRAIN_ROWS: usize = 60_000;
 const PRETRAIN_HELDOUT_ROWS: usize = 500;
 const TRAIN_ROWS: usize = 1500;
 const HELDOUT_ROWS: usize = 150;
@@ -48,21 +48,12 @@ const TOPICS: [Topic; 3] = [
             "lamp", "ring", "rope", "wheel",
         ],
         values: &["black", "blue", "brown", "green", "grey", "pink", "purple", "red", "white", "yellow"],
-        facts: &[
-            "{who} has a {value} {what}.",
-            "{who}'s {what} is {value}.",
-            "{who} got a {value} {what} today.",
-            "{who} found a {value} {what}.",
-            "The {value} {what} belongs to {who}.",
-        ],
+        facts: &["{who} has a {value} {what}.", "{who} got a {value} {what}.", "{who}'s {what} is {value}."],
         recalls: &[
             "In the evening {who} took the {value} {what} home.",
-            "{who} was proud of the {value} {what}.",
-            "Everyone liked {who}'s {what} because it was {value}.",
-            "Nobody forgot that the colour of {who}'s {what} was {value}.",
-            "What {who} liked most was a {value} {what}.",
-            "What colour {who}'s {what} had was known to all: it was {value}.",
-            "Who had the {what} was known to all: it was {who}.",
+            "The colour of {who}'s {what} was {value}.",
+            "What {who} liked most was the {value} {what}.",
+            "The {what} was {who}'s.",
         ],
         questions: &[
             ("What colour is {who}'s {what}?", "{value}"),
@@ -78,18 +69,14 @@ const TOPICS: [Topic; 3] = [
         ],
         facts: &[
             "{who} has a {what} in the {value}.",
-            "{who}'s {what} is in the {value}.",
-            "{who}'s {what} sleeps in the {value}.",
             "{who} keeps a {what} in the {value}.",
-            "The {what} in the {value} belongs to {who}.",
+            "{who}'s {what} is in the {value}.",
         ],
         recalls: &[
             "At night {who} went to the {value} and called the {what}.",
-            "{who} looked for the {what} and found it in the {value}.",
             "Later {who}'s {what} was still in the {value}.",
-            "What {who} liked most was a {what} in the {value}.",
-            "Where {who}'s {what} was to be found was known to all: it was in the {value}.",
-            "Who had the {what} was known to all: it was {who}.",
+            "What {who} liked most was the {what} in the {value}.",
+            "The {what} was {who}'s.",
         ],
         questions: &[
             ("Where is {who}'s {what}?", "in the {value}"),
@@ -100,20 +87,12 @@ const TOPICS: [Topic; 3] = [
     Topic {
         whats: &["apples", "buttons", "cakes", "coins", "eggs", "nuts", "pears", "plums", "shells", "stones"],
         values: &["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"],
-        facts: &[
-            "{who} has {value} {what}.",
-            "{who} found {value} {what}.",
-            "{who} got {value} {what} today.",
-            "There are {value} {what} in {who}'s bag.",
-            "The {value} {what} belong to {who}.",
-        ],
+        facts: &["{who} has {value} {what}.", "{who} got {value} {what}.", "{who} found {value} {what}."],
         recalls: &[
-            "{who} counted the {what} again and there were {value}.",
             "In the evening {who} took the {value} {what} home.",
-            "{who} was proud of the {value} {what}.",
+            "How many {what} {who} had was known to all: it was {value}.",
             "What {who} liked most was to have {value} {what}.",
-            "How many {what} {who} had was known to all: there were {value}.",
-            "Who had the {what} was known to all: it was {who}.",
+            "The {what} were {who}'s.",
         ],
         questions: &[
             ("How many {what} does {who} have?", "{value}"),
@@ -202,17 +181,24 @@ fn opening(random: &mut Random, facts: &[Fact]) -> Vec<String> {
     sentences
 }
 
-/// A story to continue: the facts, then each of them twice in other words.
+/// A fact told once more: as at first, or in other words.
+fn again(random: &mut Random, fact: Fact) -> String {
+    let topic = &TOPICS[fact.0];
+    let templates = if random.below(3) == 0 { topic.facts } else { topic.recalls };
+    tell(fact, random.pick(templates))
+}
+
+/// A story to continue: the facts, then each of them three times more.
 fn story(random: &mut Random, held_out: bool) -> (Value, Vec<Fact>) {
     let facts = facts(random, held_out);
     let mut sentences = opening(random, &facts);
-    for _ in 0..2 {
+    for _ in 0..3 {
         let mut order = facts.clone();
         random.shuffle(&mut order);
         if random.below(3) == 0 {
             sentences.push(random.pick(&FILLERS).to_owned());
         }
-        sentences.extend(order.iter().map(|&fact| tell(fact, random.pick(TOPICS[fact.0].recalls))));
+        sentences.extend(order.iter().map(|&fact| again(random, fact)));
     }
     (json!({ "text": sentences.join(" ") }), facts)
 }
