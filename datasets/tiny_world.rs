@@ -152,12 +152,13 @@ impl Random {
     }
 }
 
-/// The facts of one story: two to four, no person and no thing twice, so each question has one answer.
-fn facts(random: &mut Random, held_out: bool) -> Vec<Fact> {
-    let wanted = 2 + random.below(3);
+/// The facts of one story, no person and no thing twice, so each question has one answer. Most stories keep to one
+/// topic: then only the person tells which value is meant, and that is what the model shall learn to look at.
+fn facts(random: &mut Random, wanted: usize, held_out: bool) -> Vec<Fact> {
+    let only = (random.below(4) > 0).then(|| random.below(TOPICS.len()));
     let mut facts: Vec<Fact> = Vec::new();
     while facts.len() < wanted {
-        let topic = random.below(TOPICS.len());
+        let topic = only.unwrap_or_else(|| random.below(TOPICS.len()));
         let who = random.below(PEOPLE.len());
         let what = random.below(TOPICS[topic].whats.len());
         let fact = (topic, who, what, random.below(TOPICS[topic].values.len()));
@@ -190,7 +191,8 @@ fn again(random: &mut Random, fact: Fact) -> String {
 
 /// A story to continue: the facts, then each of them three times more.
 fn story(random: &mut Random, held_out: bool) -> (Value, Vec<Fact>) {
-    let facts = facts(random, held_out);
+    let wanted = 3 + random.below(3);
+    let facts = facts(random, wanted, held_out);
     let mut sentences = opening(random, &facts);
     for _ in 0..3 {
         let mut order = facts.clone();
@@ -205,7 +207,8 @@ fn story(random: &mut Random, held_out: bool) -> (Value, Vec<Fact>) {
 
 /// A story, a question about one of its facts, and the answer.
 fn question(random: &mut Random, held_out: bool) -> (Value, Vec<Fact>) {
-    let facts = facts(random, held_out);
+    let wanted = 2 + random.below(3);
+    let facts = facts(random, wanted, held_out);
     let mut sentences = opening(random, &facts);
     let asked = random.pick(&facts);
     let (question, answer) = random.pick(TOPICS[asked.0].questions);

@@ -16,4 +16,5 @@
 //! | 8 | [`cli`], [`commands`] | the verbs |
 
 pub mod error;
+pub mod report;
 pub mod units;

@@ -177,8 +177,12 @@ impl MetricsLog {
 
     fn append(&mut self, entry: &Entry) -> Result<()> {
         if let Some((field, value)) = entry.non_finite() {
-            return Err(Error::internal(format!("cannot log step {} to {}", entry.step(), self.path.display()))
-                .because(format!("`{field}` is {value}, and JSON holds finite numbers only")));
+            return Err(Error::internal(format!(
+                "cannot log step {} to {}",
+                entry.step(),
+                self.path.display()
+            ))
+            .because(format!("`{field}` is {value}, and JSON holds finite numbers only")));
         }
         let mut line = serde_json::to_string(entry).map_err(|e| {
             Error::internal(format!("cannot write step {} as JSON", entry.step())).because(e.to_string())

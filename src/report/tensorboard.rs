@@ -50,8 +50,11 @@ impl EventWriter {
                 Err(e) => return Err(Error::io("write", &path, &e)),
             }
         }
-        Err(Error::new(crate::error::Kind::Storage, format!("cannot start an event file in {}", folder.display()))
-            .because("10000 files of this second are there already"))
+        Err(Error::new(
+            crate::error::Kind::Storage,
+            format!("cannot start an event file in {}", folder.display()),
+        )
+        .because("10000 files of this second are there already"))
     }
 
     /// Writes the figures of a step under `train/`.
