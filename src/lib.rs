@@ -26,6 +26,7 @@ pub mod model;
 pub mod ops;
 pub mod optim;
 pub mod recipe;
+pub mod report;
 pub mod strategy;
 pub mod units;
 pub mod weights;
