@@ -15,5 +15,6 @@
 //! | 7 | [`plan`] | the one place where a recipe meets parts |
 //! | 8 | [`cli`], [`commands`] | the verbs |
 
+pub mod data;
 pub mod error;
 pub mod units;
