@@ -129,15 +129,17 @@ impl<'a> Encoder<'a> {
     }
 
     /// Consecutive pieces of at most `max_seq_len` tokens. A last piece of a single token would have nothing to be
-    /// predicted from: the one before it gives up a token.
+    /// predicted from: the one before it gives up a token, if it has more than two.
     fn chunks(&self, tokens: &Tokens, origin: &Origin) -> Result<Outcome, Fault> {
-        let (size, len) = (self.options.max_seq_len.max(2), tokens.ids.len());
+        let (size, mut len) = (self.options.max_seq_len, tokens.ids.len());
         let mut examples = Vec::with_capacity(len.div_ceil(size));
         let mut start = 0;
         while start < len {
             let mut end = (start + size).min(len);
-            if len - end == 1 && end - start > 2 {
-                end -= 1;
+            match len - end {
+                1 if end - start > 2 => end -= 1,
+                1 => len = end,
+                _ => {}
             }
             let (ids, trained) = (tokens.ids[start..end].to_vec(), tokens.trained[start..end].to_vec());
             examples.push(self.example(Tokens { ids, trained }, origin)?);

@@ -184,7 +184,9 @@ fn elements(bytes: &[u8], start: usize) -> Option<Vec<Range<usize>>> {
         let closes = byte == b']' && depth == 1;
         if depth == 1 && (byte == b',' || closes) {
             let range = trimmed(bytes, from..at);
-            if !range.is_empty() || !(closes && found.is_empty()) {
+            // `[]` and a comma before the end leave nothing between them.
+            let is_end = range.is_empty() && closes;
+            if !is_end {
                 found.push(range);
             }
             from = at + 1;

@@ -33,8 +33,8 @@ const CLOSE: char = '\u{FDD1}';
 const MAX_STEPS: u64 = 3_000_000;
 /// Bytes a rendering may print.
 const MAX_TEXT_BYTES: usize = 64 << 20;
-/// Calls within calls.
-const MAX_RECURSION: usize = 100;
+/// Calls within calls, as minijinja counts them: a macro's call takes several. Fits the stack of a worker thread.
+const MAX_RECURSION: usize = 250;
 /// Bytes of a template file.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
 
@@ -308,6 +308,13 @@ fn read(path: &Path) -> Result<String> {
 
 /// What went wrong, as the template's author would say it.
 fn reason(error: &minijinja::Error) -> String {
+    let mut error = error;
+    // An error inside an included template or a macro is wrapped in one that only says so.
+    while let Some(inner) =
+        std::error::Error::source(error).and_then(|e| e.downcast_ref::<minijinja::Error>())
+    {
+        error = inner;
+    }
     if error.kind() == ErrorKind::OutOfFuel {
         return format!("it takes more than {MAX_STEPS} steps");
     }
