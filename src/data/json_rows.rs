@@ -34,7 +34,16 @@ pub(super) fn json(file: &Arc<Path>, bytes: &[u8], source: &mut Source) -> Resul
     let start = bytes.iter().position(|byte| !byte.is_ascii_whitespace());
     match start.map(|start| (start, bytes[start])) {
         None => Ok(()),
-        Some((start, b'[')) => array(file, bytes, start, source),
+        Some((start, b'[')) => {
+            let end = array(file, bytes, start, source)?;
+            match bytes[end..].iter().position(|byte| !byte.is_ascii_whitespace()) {
+                None => Ok(()),
+                Some(more) => {
+                    let line = line_of(bytes, end + more);
+                    Err(unreadable(file, &format!("something follows its array, on line {line}")))
+                }
+            }
+        }
         Some((start, b'{')) => object(file, bytes, start, source),
         Some((_, found)) => Err(unreadable(
             file,
@@ -70,7 +79,7 @@ fn object(file: &Arc<Path>, bytes: &[u8], start: usize, source: &mut Source) -> 
         first.values().enumerate().filter(|(_, value)| holds_rows(value)).map(|(index, _)| index).collect();
     match holders[..] {
         [holder] if !is_row => match member_starts(bytes, start).get(holder) {
-            Some(&at) => array(file, bytes, at, source),
+            Some(&at) => array(file, bytes, at, source).map(|_| ()),
             None => Err(unreadable(file, "a key stands twice in its object")),
         },
         [] | [_] => {
@@ -90,8 +99,9 @@ fn object(file: &Arc<Path>, bytes: &[u8], start: usize, source: &mut Source) -> 
     }
 }
 
-fn array(file: &Arc<Path>, bytes: &[u8], start: usize, source: &mut Source) -> Result<()> {
-    let elements = elements(bytes, start).ok_or_else(|| {
+/// Reads the array that begins at `start`; returns where it ends.
+fn array(file: &Arc<Path>, bytes: &[u8], start: usize, source: &mut Source) -> Result<usize> {
+    let (elements, end) = elements(bytes, start).ok_or_else(|| {
         unreadable(file, &format!("the array that begins on line {} does not end", line_of(bytes, start)))
     })?;
     let mut line = 1;
@@ -105,7 +115,7 @@ fn array(file: &Arc<Path>, bytes: &[u8], start: usize, source: &mut Source) -> R
         })
         .collect();
     parse(file, &parts, source);
-    Ok(())
+    Ok(end)
 }
 
 fn parse(file: &Arc<Path>, parts: &[(u64, &[u8])], source: &mut Source) {
@@ -175,8 +185,8 @@ fn walk(bytes: &[u8], start: usize, mut visit: impl FnMut(usize, u8, usize) -> b
     }
 }
 
-/// The byte ranges of the elements of the array that begins at `start`; `None` when it does not end.
-fn elements(bytes: &[u8], start: usize) -> Option<Vec<Range<usize>>> {
+/// The byte ranges of the elements of the array that begins at `start`, and where it ends; `None` when it does not.
+fn elements(bytes: &[u8], start: usize) -> Option<(Vec<Range<usize>>, usize)> {
     let mut found = Vec::new();
     let mut from = start + 1;
     let mut ended = false;
@@ -194,7 +204,7 @@ fn elements(bytes: &[u8], start: usize) -> Option<Vec<Range<usize>>> {
         ended = closes;
         closes
     });
-    ended.then_some(found)
+    ended.then_some((found, from))
 }
 
 /// Where the value of each member of the object at `start` begins.

@@ -62,6 +62,7 @@ fn json_files_hold_an_array_an_object_or_lines() {
 fn unusable_files_say_why() {
     for (name, text, why) in [
         ("a.json", "[{\"t\": 1}", "does not end"),
+        ("a.json", "[{\"t\": 1}]\n{}", "something follows its array, on line 2"),
         ("a.json", "3", "a JSON array or object is needed"),
         ("a.json", "{\"a\": [{}], \"b\": [{}]}", "2 arrays of objects"),
         ("a.xlsx", "", "accepted: .jsonl"),
