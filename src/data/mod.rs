@@ -1,6 +1,6 @@
 //! Rows of any format to tokens, loss masks and micro-batches.
 //!
-//! The way of a row: [`source`] reads it from a file and remembers where it stood; [`format`] says what kind of row
+//! The way of a row: [`source`] reads it from a file and remembers where it stood; [`mod@format`] says what kind of row
 //! it is and turns it into a [`Record`]; [`template`] renders chats; [`tokenizer`] makes ids; [`encode`] puts these
 //! together into an [`Example`] (ids and which of them are trained); [`dataset`] does so for all rows, in parallel,
 //! and reports; [`pack`], [`sampler`] and [`batch`] decide which rows share a step.
