@@ -56,7 +56,7 @@ impl<'a> Finder<'a> {
     pub fn adapter(&self, source: &Source) -> Result<Found> {
         match source {
             Source::Path(path) => Ok(local(source, path)),
-            _ => self.find(source, |id, options, progress| hub::locate_model_headers(id, "main", options, progress)),
+            _ => self.find(source, |id, options, progress| hub::locate_adapter(id, "main", options, progress)),
         }
     }
 
