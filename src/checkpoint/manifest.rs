@@ -38,11 +38,16 @@ pub(super) fn write(folder: &Path) -> Result<()> {
 /// Checks every file against the manifest.
 pub(super) fn verify(folder: &Path) -> Result<()> {
     let path = folder.join(FILE);
-    let damaged = |why: String| Error::user(format!("cannot use checkpoint {}", folder.display())).because(why);
+    let damaged =
+        |why: String| Error::user(format!("cannot use checkpoint {}", folder.display())).because(why);
     let text = std::fs::read_to_string(&path).map_err(|e| damaged(format!("{FILE}: {e}")))?;
     let manifest: Manifest = serde_json::from_str(&text).map_err(|e| damaged(format!("{FILE}: {e}")))?;
     if manifest.schema != super::SCHEMA {
-        return Err(damaged(format!("{FILE} has schema {}; this program reads {}", manifest.schema, super::SCHEMA)));
+        return Err(damaged(format!(
+            "{FILE} has schema {}; this program reads {}",
+            manifest.schema,
+            super::SCHEMA
+        )));
     }
     let present: BTreeMap<String, PathBuf> = files_below(folder)?.into_iter().collect();
     for (name, wanted) in &manifest.files {

@@ -104,7 +104,12 @@ impl Saved {
     /// Names every difference between the saved run and `current`.
     pub fn check_same_run(&self, current: &std::collections::BTreeMap<String, String>) -> Result<()> {
         let mut differences = Vec::new();
-        for key in self.state.fingerprint.keys().chain(current.keys().filter(|k| !self.state.fingerprint.contains_key(*k))) {
+        for key in self
+            .state
+            .fingerprint
+            .keys()
+            .chain(current.keys().filter(|k| !self.state.fingerprint.contains_key(*k)))
+        {
             let (then, now) = (self.state.fingerprint.get(key), current.get(key));
             if then != now {
                 let shown = |v: Option<&String>| v.map_or_else(|| "nothing".to_owned(), Clone::clone);
@@ -116,7 +121,9 @@ impl Saved {
         }
         let error = Error::user(format!("cannot resume {}", self.folder.display()));
         let error = differences.into_iter().fold(error, Error::because);
-        Err(error.hint("resume with the recipe, model and data of the first run, or start anew with another --output"))
+        Err(error.hint(
+            "resume with the recipe, model and data of the first run, or start anew with another --output",
+        ))
     }
 }
 
@@ -127,7 +134,9 @@ pub fn newest(output: &Path) -> Result<(Option<Saved>, Vec<String>)> {
         match Saved::open(&folder) {
             Ok(saved) => return Ok((Some(saved), passed)),
             Err(error) if error.kind() == Kind::Storage => return Err(error),
-            Err(error) => passed.push(format!("{} is damaged and was passed over: {error}", folder.display())),
+            Err(error) => {
+                passed.push(format!("{} is damaged and was passed over: {error}", folder.display()))
+            }
         }
     }
     Ok((None, passed))

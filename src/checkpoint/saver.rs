@@ -35,7 +35,12 @@ pub struct Saver {
 
 impl Saver {
     /// A saver for `output`; unfinished folders of earlier, killed runs are removed.
-    pub fn new(output: &Path, keep_last: usize, in_background: bool, write_weights: WriteWeights) -> Result<Self> {
+    pub fn new(
+        output: &Path,
+        keep_last: usize,
+        in_background: bool,
+        write_weights: WriteWeights,
+    ) -> Result<Self> {
         remove_unfinished(output)?;
         Ok(Saver { output: output.to_owned(), keep_last, in_background, write_weights, writing: None })
     }

@@ -38,11 +38,8 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
 /// A row as a table: position, token, whether it is trained, its text.
 fn row(number: usize, example: &Example, tokenizer: &Tokenizer) -> Result<String> {
     let trained = example.num_trained();
-    let mut text = format!(
-        "row {number}, {}: {} tokens, {trained} trained\n",
-        example.origin,
-        example.ids.len()
-    );
+    let mut text =
+        format!("row {number}, {}: {} tokens, {trained} trained\n", example.origin, example.ids.len());
     for (position, (id, trained)) in example.ids.iter().zip(&example.trained).enumerate() {
         let piece = tokenizer.decode(&[*id], false)?;
         let token = tokenizer.token(*id).unwrap_or_default();

@@ -93,8 +93,10 @@ impl Generator<'_> {
         let mut text = self.tokenizer().stream(true);
         let mut whole = String::new();
         if ids.iter().any(|id| *id as usize >= self.engine.config.vocab_size) {
-            return Err(Error::user("the prompt has tokens that the model does not know")
-                .because(format!("the model has {} tokens, its tokenizer more", self.engine.config.vocab_size)));
+            return Err(Error::user("the prompt has tokens that the model does not know").because(format!(
+                "the model has {} tokens, its tokenizer more",
+                self.engine.config.vocab_size
+            )));
         }
         // Decoders drop the space before the first word: what is printed is what the new tokens add to the prompt.
         for id in ids {

@@ -40,7 +40,8 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
         args.output.display()
     ));
     if report.untied {
-        terminal.line("the adapter trained embedding or head apart: config.json now says that they are not tied");
+        terminal
+            .line("the adapter trained embedding or head apart: config.json now says that they are not tied");
     }
     Ok(())
 }

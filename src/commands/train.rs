@@ -43,9 +43,15 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     terminal.detail(format!("ready to train after {}", units::duration(started.elapsed().as_secs_f64())));
     let summary = train(&plan, &mut trainer, resumed.as_ref(), output, &stop, &terminal)?;
     if summary.stopped {
-        return Err(Error::new(Kind::SavedAndStopped, format!("stopped by a signal after step {}", summary.steps))
-            .because(format!("the run is saved in {}", output.join(format!("checkpoint-{}", summary.steps)).display()))
-            .hint("the same command with `--resume` goes on from there"));
+        return Err(Error::new(
+            Kind::SavedAndStopped,
+            format!("stopped by a signal after step {}", summary.steps),
+        )
+        .because(format!(
+            "the run is saved in {}",
+            output.join(format!("checkpoint-{}", summary.steps)).display()
+        ))
+        .hint("the same command with `--resume` goes on from there"));
     }
     (plan.writer(false))(output, &trainer.snapshot(false)?)?;
     let title = output.file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned());
@@ -76,7 +82,9 @@ fn prepare_output(args: &TrainArgs, terminal: &Terminal) -> Result<Option<Saved>
     let output = &args.output;
     let Some(from) = &args.resume else { return free_output(output).map(|()| None) };
     let (saved, passed) = match from {
-        Some(folder) if folder.join("trainer_state.json").exists() => (Some(Saved::open(folder)?), Vec::new()),
+        Some(folder) if folder.join("trainer_state.json").exists() => {
+            (Some(Saved::open(folder)?), Vec::new())
+        }
         Some(folder) => checkpoint::newest(folder)?,
         None => checkpoint::newest(output)?,
     };
@@ -85,7 +93,8 @@ fn prepare_output(args: &TrainArgs, terminal: &Terminal) -> Result<Option<Saved>
         Some(saved) => terminal.line(format!("resuming from {}", saved.folder.display())),
         None => {
             terminal.line(format!("no checkpoint in {}: starting from the beginning", output.display()));
-            let finished = ["adapter_config.json", "config.json"].iter().any(|name| output.join(name).exists());
+            let finished =
+                ["adapter_config.json", "config.json"].iter().any(|name| output.join(name).exists());
             if finished {
                 free_output(output)?;
             }
@@ -141,8 +150,12 @@ fn train(
         None => MetricsLog::create(&metrics_path)?,
     };
     let events = output.join("tensorboard");
-    let tensorboard =
-        plan.recipe.log.tensorboard.then(|| EventWriter::create(&events, state.map(|s| s.step))).transpose()?;
+    let tensorboard = plan
+        .recipe
+        .log
+        .tensorboard
+        .then(|| EventWriter::create(&events, state.map(|s| s.step)))
+        .transpose()?;
     let fingerprint = plan.fingerprint();
     let summary = Run {
         trainer,
@@ -183,7 +196,11 @@ fn held_out_batches(plan: &Plan) -> Vec<Batch> {
 
 fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
     let sets = |found: &[crate::plan::Found], rows: usize| -> Vec<CardData> {
-        let data = |found: &crate::plan::Found| CardData { name: if found.on_hub { found.id.clone() } else { last_name(&found.id) }, on_hub: found.on_hub, rows: rows as u64 };
+        let data = |found: &crate::plan::Found| CardData {
+            name: if found.on_hub { found.id.clone() } else { last_name(&found.id) },
+            on_hub: found.on_hub,
+            rows: rows as u64,
+        };
         found.iter().map(data).collect()
     };
     let found = &plan.base.found;
@@ -240,5 +257,6 @@ fn html(plan: &Plan, summary: &RunSummary, output: &Path, title: &str, started: 
         ("memory peak", units::bytes(crate::report::memory::peak_bytes())),
     ];
     let recipe = plan.recipe.to_toml();
-    HtmlReport { title, figures: &figures, recipe: &recipe, entries: &entries }.write(&output.join("report.html"))
+    HtmlReport { title, figures: &figures, recipe: &recipe, entries: &entries }
+        .write(&output.join("report.html"))
 }

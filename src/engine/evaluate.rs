@@ -44,7 +44,11 @@ impl Engine {
     ///
     /// # Errors
     /// [`Kind::Diverged`] when the loss is not finite.
-    pub fn evaluate(&self, batches: impl Iterator<Item = Batch>, mut seen: impl FnMut(u64)) -> Result<Evaluation> {
+    pub fn evaluate(
+        &self,
+        batches: impl Iterator<Item = Batch>,
+        mut seen: impl FnMut(u64),
+    ) -> Result<Evaluation> {
         let mut sums = Evaluation::default();
         for batch in batches {
             self.add_scores(&batch, &mut sums)?;

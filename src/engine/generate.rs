@@ -31,7 +31,9 @@ impl Engine {
         emit: &mut dyn FnMut(u32) -> Result<bool>,
     ) -> Result<Vec<u32>> {
         if prompt.is_empty() {
-            return Err(Error::user("cannot generate from an empty prompt").hint("give a text with `--prompt`"));
+            return Err(
+                Error::user("cannot generate from an empty prompt").hint("give a text with `--prompt`")
+            );
         }
         let like = &self.strategy.embed().table.value;
         let capacity = prompt.len() + max_new_tokens;
@@ -60,12 +62,17 @@ impl Engine {
     /// Logits after `ids`, which follow the `past` tokens in the caches.
     fn next_logits(&self, ids: &[u32], past: usize, caches: &mut [BlockCache]) -> Result<Vec<f32>> {
         let spans = [Span { q_start: 0, q_len: ids.len(), k_start: 0, k_len: past + ids.len() }];
-        let tables =
-            self.config.ropes.iter().map(|rope| rope.table(&spans, &self.device)).collect::<Result<Vec<_>>>()?;
+        let tables = self
+            .config
+            .ropes
+            .iter()
+            .map(|rope| rope.table(&spans, &self.device))
+            .collect::<Result<Vec<_>>>()?;
         let context = Context { spans: &spans, tables: &tables, algorithm: self.algorithm, dropout: None };
         let mut x = self.strategy.embed().forward(&self.config, ids)?;
         for (layer, cache) in caches.iter_mut().enumerate() {
-            (x, _) = model::forward(&self.config, layer, self.strategy.block(layer), &x, &context, Some(cache))?;
+            (x, _) =
+                model::forward(&self.config, layer, self.strategy.block(layer), &x, &context, Some(cache))?;
         }
         let last: Tensor = x.narrow(0, ids.len() - 1, 1)?.contiguous()?;
         Ok(self.strategy.head().logits(&self.config, &last)?.flatten_all()?.to_vec1::<f32>()?)

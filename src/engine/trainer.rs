@@ -97,7 +97,9 @@ impl Trainer {
             return Err(Error::new(Kind::Diverged, format!("the numbers diverged at step {number}"))
                 .because(format!("loss {loss}, gradient norm {grad_norm}; the first bad value is in {found}"))
                 .because("nothing was updated in this step")
-                .hint("lower `optimizer.learning_rate`, or look at the rows of this step with `finetune data`"));
+                .hint(
+                    "lower `optimizer.learning_rate`, or look at the rows of this step with `finetune data`",
+                ));
         }
         // As torch's clip_grad_norm_.
         let clip = self.options.max_grad_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
@@ -163,7 +165,8 @@ fn pieces(bucket: &Bucket, all: &mut Vec<Piece>, places: &mut Vec<Place>) -> Res
         let start = bucket.entries[i].start;
         let end = bucket.entries.get(i + same).map_or(end_of_all, |next| next.start);
         let part = |flat: &Tensor| flat.narrow(0, start, end - start);
-        let place = |entry: &Entry| Place { slot: entry.slot.clone(), piece: all.len(), start: entry.start - start };
+        let place =
+            |entry: &Entry| Place { slot: entry.slot.clone(), piece: all.len(), start: entry.start - start };
         places.extend(bucket.entries[i..i + same].iter().map(place));
         all.push(Piece { param: part(bucket.updated())?, grad: part(grad)?, decay });
         i += same;

@@ -14,13 +14,13 @@ use candle_core::Tensor;
 use super::linear::{self, DropoutSource, Linear, LoraSaved};
 use super::{ModelConfig, Param};
 use crate::error::Result;
+use crate::ops::Columns;
 use crate::ops::attention::{Algorithm, Attended, Qkv, Span, attention, attention_backward};
 use crate::ops::gated::{gated, gated_backward};
 use crate::ops::random::Stream;
 use crate::ops::reduce::add;
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
-use crate::ops::Columns;
 
 /// The parameters of one block, for one use.
 #[derive(Debug, Clone)]
@@ -265,8 +265,14 @@ pub fn backward(
         return Ok(None);
     }
     let dnormed = linear::backward(&w.qkv, &saved.lora[0], &normed, &dqkv, source)?;
-    let dx =
-        rms_norm_backward(&saved.x, &w.attn_norm.value, &dnormed, Some(&dh), w.attn_norm.grad.as_ref(), norm)?;
+    let dx = rms_norm_backward(
+        &saved.x,
+        &w.attn_norm.value,
+        &dnormed,
+        Some(&dh),
+        w.attn_norm.grad.as_ref(),
+        norm,
+    )?;
     Ok(Some(dx))
 }
 

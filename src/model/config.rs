@@ -85,6 +85,8 @@ pub struct ModelConfig {
     pub logit_softcap: Option<f64>,
     /// Embedding and head are one parameter.
     pub tie_word_embeddings: bool,
+    /// The padding token, whose row of the embedding gets no gradient from lookups (torch's `padding_idx`).
+    pub pad_token_id: Option<u32>,
     /// Standard deviation of random initial weights.
     pub initializer_range: f64,
     /// The dtype config.json names.
@@ -97,9 +99,11 @@ impl ModelConfig {
     /// # Errors
     /// Not JSON, a missing or mistyped key, an unknown `model_type`, an unsupported feature.
     pub fn from_json(text: &str, file: &str) -> Result<Self> {
-        let value: Value = serde_json::from_str(text)
-            .map_err(|e| Error::user(format!("cannot read {file}")).because(format!("it is not JSON: {e}")))?;
-        let config = families::read(&Keys::new(&value)?).during(|| format!("cannot use the model of {file}"))?;
+        let value: Value = serde_json::from_str(text).map_err(|e| {
+            Error::user(format!("cannot read {file}")).because(format!("it is not JSON: {e}"))
+        })?;
+        let config =
+            families::read(&Keys::new(&value)?).during(|| format!("cannot use the model of {file}"))?;
         config.check().during(|| format!("cannot use the model of {file}"))?;
         Ok(config)
     }
@@ -156,7 +160,9 @@ impl<'a> Keys<'a> {
     pub(super) fn new(value: &'a Value) -> Result<Self> {
         match value {
             Value::Object(object) => Ok(Keys { object }),
-            other => Err(Error::user("config.json does not hold an object").because(format!("found {other}"))),
+            other => {
+                Err(Error::user("config.json does not hold an object").because(format!("found {other}")))
+            }
         }
     }
 
@@ -181,8 +187,9 @@ impl<'a> Keys<'a> {
     }
 
     pub(super) fn usize(&self, key: &str) -> Result<usize> {
-        self.opt_usize(key)?
-            .ok_or_else(|| Error::user(format!("`{key}` is missing")).because("every model of this family has it"))
+        self.opt_usize(key)?.ok_or_else(|| {
+            Error::user(format!("`{key}` is missing")).because("every model of this family has it")
+        })
     }
 
     pub(super) fn opt_f64(&self, key: &str) -> Result<Option<f64>> {

@@ -63,6 +63,7 @@ pub(super) fn read(keys: &Keys<'_>) -> Result<ModelConfig> {
         attention_softcap: softcap(keys, "attn_logit_softcapping", caps.then_some(50.0))?,
         logit_softcap: softcap(keys, "final_logit_softcapping", caps.then_some(30.0))?,
         tie_word_embeddings: keys.bool_or("tie_word_embeddings", gemma)?,
+        pad_token_id: keys.opt_usize("pad_token_id")?.and_then(|id| u32::try_from(id).ok()),
         initializer_range: keys.f64_or("initializer_range", 0.02)?,
         dtype: keys.opt_str("dtype")?.or(keys.opt_str("torch_dtype")?).map(str::to_string),
     })
@@ -74,11 +75,15 @@ fn family(keys: &Keys<'_>) -> Result<Family> {
         return Err(Error::user("`model_type` is missing").because(format!("accepted: {}", known())));
     };
     let hint = match model_type {
-        "gemma3" => "this is the vision model; its text part is published as `gemma3_text` (the 1B and 270M models)",
+        "gemma3" => {
+            "this is the vision model; its text part is published as `gemma3_text` (the 1B and 270M models)"
+        }
         _ => "choose a model of one of these families",
     };
     FAMILIES.iter().find(|(name, _)| *name == model_type).map(|(_, family)| *family).ok_or_else(|| {
-        Error::user(format!("`model_type` is \"{model_type}\"")).because(format!("accepted: {}", known())).hint(hint)
+        Error::user(format!("`model_type` is \"{model_type}\""))
+            .because(format!("accepted: {}", known()))
+            .hint(hint)
     })
 }
 
@@ -115,7 +120,10 @@ fn activation(keys: &Keys<'_>) -> Result<Activation> {
     match name {
         "silu" | "swish" => Ok(Activation::Silu),
         "gelu_pytorch_tanh" => Ok(Activation::GeluTanh),
-        other => Err(Error::user(format!("`hidden_act` is \"{other}\"")).because("accepted: silu, gelu_pytorch_tanh")),
+        other => {
+            Err(Error::user(format!("`hidden_act` is \"{other}\""))
+                .because("accepted: silu, gelu_pytorch_tanh"))
+        }
     }
 }
 
@@ -173,7 +181,12 @@ fn layers(keys: &Keys<'_>, family: Family, count: usize, sliding_rope: usize) ->
 }
 
 /// The ropes of a model, and which of them its sliding layers use.
-fn ropes(keys: &Keys<'_>, family: Family, head_dim: usize, max_positions: usize) -> Result<(Vec<Rope>, usize)> {
+fn ropes(
+    keys: &Keys<'_>,
+    family: Family,
+    head_dim: usize,
+    max_positions: usize,
+) -> Result<(Vec<Rope>, usize)> {
     let default_theta = if family == Family::Gemma3 { 1e6 } else { 1e4 };
     let context = RopeContext {
         head_dim,
@@ -195,7 +208,10 @@ fn ropes(keys: &Keys<'_>, family: Family, head_dim: usize, max_positions: usize)
     if let Some(nested) = &scaling {
         let (full, sliding) = (nested.opt_keys("full_attention")?, nested.opt_keys("sliding_attention")?);
         if full.is_some() || sliding.is_some() {
-            return Ok((vec![Rope::read(full.as_ref(), &context)?, Rope::read(sliding.as_ref(), &local)?], 1));
+            return Ok((
+                vec![Rope::read(full.as_ref(), &context)?, Rope::read(sliding.as_ref(), &local)?],
+                1,
+            ));
         }
     }
     Ok((vec![Rope::read(scaling.as_ref(), &context)?, Rope::read(None, &local)?], 1))

@@ -180,10 +180,19 @@ fn lora_backward(
     }
     let Some(dx) = dx else { return Ok(()) };
     match site {
-        None => product(Columns::all(dx), Columns::all(&du), Columns::all(&lora.a.value), Form::Nn, 1.0, true),
+        None => {
+            product(Columns::all(dx), Columns::all(&du), Columns::all(&lora.a.value), Form::Nn, 1.0, true)
+        }
         Some(site) => {
             let branch = empty(rows, dx.dim(1)?, DType::F32, x.device())?;
-            product(Columns::all(&branch), Columns::all(&du), Columns::all(&lora.a.value), Form::Nn, 1.0, false)?;
+            product(
+                Columns::all(&branch),
+                Columns::all(&du),
+                Columns::all(&lora.a.value),
+                Form::Nn,
+                1.0,
+                false,
+            )?;
             add_into(dx, &dropout(&branch, site)?)
         }
     }

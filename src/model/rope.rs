@@ -54,9 +54,12 @@ pub(super) struct RopeContext {
 impl Rope {
     /// Reads `rope_scaling` or `rope_parameters` (which also carries theta).
     pub(super) fn read(scaling: Option<&Keys<'_>>, context: &RopeContext) -> Result<Self> {
-        let theta = scaling.map(|s| s.f64_or("rope_theta", context.theta)).transpose()?.unwrap_or(context.theta);
-        let partial =
-            scaling.map(|s| s.f64_or("partial_rotary_factor", context.partial)).transpose()?.unwrap_or(context.partial);
+        let theta =
+            scaling.map(|s| s.f64_or("rope_theta", context.theta)).transpose()?.unwrap_or(context.theta);
+        let partial = scaling
+            .map(|s| s.f64_or("partial_rotary_factor", context.partial))
+            .transpose()?
+            .unwrap_or(context.partial);
         let rotary_dim = (context.head_dim as f64 * partial) as usize / 2 * 2;
         let plain: Vec<f32> = (0..rotary_dim / 2)
             .map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / rotary_dim as f32))
@@ -118,7 +121,8 @@ impl Rope {
         let turns_at = |turns: f64| {
             dim as f64 * (original / (turns * std::f64::consts::TAU)).ln() / (2.0 * self.theta.ln())
         };
-        let (mut low, mut high) = (turns_at(s.f64_or("beta_fast", 32.0)?), turns_at(s.f64_or("beta_slow", 1.0)?));
+        let (mut low, mut high) =
+            (turns_at(s.f64_or("beta_fast", 32.0)?), turns_at(s.f64_or("beta_slow", 1.0)?));
         if s.bool_or("truncate", true)? {
             (low, high) = (low.floor(), high.ceil());
         }
@@ -135,7 +139,8 @@ impl Rope {
 
     fn longrope(&mut self, s: &Keys<'_>, context: &RopeContext) -> Result<()> {
         let divisors = |key: &str| -> Result<Vec<f32>> {
-            let list = s.f64_list(key)?.ok_or_else(|| Error::user(format!("`rope_scaling` lacks `{key}`")))?;
+            let list =
+                s.f64_list(key)?.ok_or_else(|| Error::user(format!("`rope_scaling` lacks `{key}`")))?;
             if list.len() != self.inv_freq.len() {
                 return Err(Error::user(format!("`{key}` has {} entries", list.len()))
                     .because(format!("accepted: {}, half the rotary width", self.inv_freq.len())));
@@ -196,7 +201,9 @@ impl Rope {
 fn needed(s: &Keys<'_>, key: &str) -> Result<f64> {
     match s.opt_f64(key)? {
         Some(value) if value > 0.0 && value.is_finite() => Ok(value),
-        Some(value) => Err(Error::user(format!("`{key}` of `rope_scaling` is {value}")).because("accepted: above 0")),
+        Some(value) => {
+            Err(Error::user(format!("`{key}` of `rope_scaling` is {value}")).because("accepted: above 0"))
+        }
         None => Err(Error::user(format!("`rope_scaling` lacks `{key}`"))),
     }
 }

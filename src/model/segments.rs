@@ -24,7 +24,7 @@ impl EmbedWeights {
     /// Adds the table's gradient, if it trains.
     pub fn backward(&self, config: &ModelConfig, ids: &[u32], dx: &Tensor) -> Result<()> {
         match &self.table.grad {
-            Some(grad) => embed_backward(grad, ids, dx, config.embedding_factor),
+            Some(grad) => embed_backward(grad, ids, dx, config.embedding_factor, config.pad_token_id),
             None => Ok(()),
         }
     }
@@ -41,10 +41,17 @@ pub struct HeadWeights {
 
 impl HeadWeights {
     /// The summed loss of the rows with a target, and the gradient of `x: [N, D]` for `scale` times that sum.
-    pub fn loss_and_grad(&self, config: &ModelConfig, x: &Tensor, targets: &[u32], scale: f64) -> Result<(f64, Tensor)> {
+    pub fn loss_and_grad(
+        &self,
+        config: &ModelConfig,
+        x: &Tensor,
+        targets: &[u32],
+        scale: f64,
+    ) -> Result<(f64, Tensor)> {
         let normed = rms_norm(x, &self.norm.value, config.norm)?;
         let kind = LossKind { scale, softcap: config.logit_softcap };
-        let (loss, d) = linear_cross_entropy(&normed, &self.lm_head.value, targets, kind, self.lm_head.grad.as_ref())?;
+        let (loss, d) =
+            linear_cross_entropy(&normed, &self.lm_head.value, targets, kind, self.lm_head.grad.as_ref())?;
         let dx = rms_norm_backward(x, &self.norm.value, &d, None, self.norm.grad.as_ref(), config.norm)?;
         Ok((loss, dx))
     }

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 /// An element type of activations and weights that the CPU forms know.
 pub(crate) trait Elem: candle_core::WithDType + Default + Send + Sync {
     fn widen(self) -> f32;
-    fn round(value: f32) -> Self;
+    fn narrow(value: f32) -> Self;
     fn slice(storage: &CpuStorage) -> Option<&[Self]>;
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
@@ -29,7 +29,7 @@ macro_rules! elem {
                 $widen(self)
             }
             #[inline(always)]
-            fn round(value: f32) -> Self {
+            fn narrow(value: f32) -> Self {
                 $round(value)
             }
             fn slice(storage: &CpuStorage) -> Option<&[Self]> {

@@ -18,24 +18,25 @@ pub fn embed(table: &Tensor, ids: &[u32], factor: f64) -> Result<Tensor> {
         out.par_chunks_mut(width).zip(ids).with_min_len(16).for_each(|(row, &id)| {
             let source = &table[id as usize * width..(id as usize + 1) * width];
             for (y, x) in row.iter_mut().zip(source) {
-                *y = T::round(x.widen() * factor as f32);
+                *y = T::narrow(x.widen() * factor as f32);
             }
         });
         tensor(out, (ids.len(), width))
     })
 }
 
-/// `grad[id] += factor · dy[n]` for every token n, in order; `grad: [V, D]` f32.
-pub fn embed_backward(grad: &Tensor, ids: &[u32], dy: &Tensor, factor: f64) -> Result<()> {
+/// `grad[id] += factor · dy[n]` for every token n, in order; `grad: [V, D]` f32. Tokens `skip` add nothing, as those
+/// of `padding_idx` in torch's embedding.
+pub fn embed_backward(grad: &Tensor, ids: &[u32], dy: &Tensor, factor: f64, skip: Option<u32>) -> Result<()> {
     if !grad.device().is_cpu() {
-        return reference_backward(grad, ids, dy, factor);
+        return reference_backward(grad, ids, dy, factor, skip);
     }
     let (_, width) = dims2(grad)?;
     with_elem!(dy.dtype(), T => {
         let dy = read::<T>(dy)?;
         let dy: &[T] = &dy;
         update(grad, |grad: &mut [f32]| {
-            for (dy, &id) in dy.chunks_exact(width).zip(ids) {
+            for (dy, &id) in dy.chunks_exact(width).zip(ids).filter(|(_, id)| Some(**id) != skip) {
                 for (g, dy) in grad[id as usize * width..(id as usize + 1) * width].iter_mut().zip(dy) {
                     *g += dy.widen() * factor as f32;
                 }
@@ -55,9 +56,17 @@ pub(crate) fn reference(table: &Tensor, ids: &[u32], factor: f64) -> Result<Tens
 }
 
 /// The backward formula in candle's primitives (f32: candle's bf16 `index_add` adds up in bf16).
-pub(crate) fn reference_backward(grad: &Tensor, ids: &[u32], dy: &Tensor, factor: f64) -> Result<()> {
-    let dy = (dy.to_dtype(DType::F32)? * factor)?;
-    let sum = grad.contiguous()?.index_add(&indices(ids, grad.device())?, &dy, 0)?;
+pub(crate) fn reference_backward(
+    grad: &Tensor,
+    ids: &[u32],
+    dy: &Tensor,
+    factor: f64,
+    skip: Option<u32>,
+) -> Result<()> {
+    let kept: Vec<u32> = (0..ids.len() as u32).filter(|n| Some(ids[*n as usize]) != skip).collect();
+    let kept_ids: Vec<u32> = kept.iter().map(|n| ids[*n as usize]).collect();
+    let dy = (dy.index_select(&indices(&kept, dy.device())?, 0)?.to_dtype(DType::F32)? * factor)?;
+    let sum = grad.contiguous()?.index_add(&indices(&kept_ids, grad.device())?, &dy, 0)?;
     grad.slice_set(&sum, 0, 0)?;
     Ok(())
 }

@@ -41,7 +41,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         let mut out = unwritten::<T>(x.len());
         out.par_chunks_mut(CHUNK).zip(x.par_chunks(CHUNK)).zip(y.par_chunks(CHUNK)).for_each(|((out, x), y)| {
             for ((out, x), y) in out.iter_mut().zip(x).zip(y) {
-                *out = T::round(x.widen() + y.widen());
+                *out = T::narrow(x.widen() + y.widen());
             }
         });
         tensor(out, a.shape())
@@ -60,7 +60,7 @@ pub fn add_into(dst: &Tensor, x: &Tensor) -> Result<()> {
         update(dst, |dst: &mut [D]| {
             dst.par_chunks_mut(CHUNK).zip(x.par_chunks(CHUNK)).for_each(|(dst, x)| {
                 for (dst, x) in dst.iter_mut().zip(x) {
-                    *dst = D::round(dst.widen() + x.widen());
+                    *dst = D::narrow(dst.widen() + x.widen());
                 }
             });
         })
@@ -78,7 +78,7 @@ pub fn copy_into(dst: &Tensor, x: &Tensor) -> Result<()> {
         update(dst, |dst: &mut [D]| {
             dst.par_chunks_mut(CHUNK).zip(x.par_chunks(CHUNK)).for_each(|(dst, x)| {
                 for (dst, x) in dst.iter_mut().zip(x) {
-                    *dst = D::round(x.widen());
+                    *dst = D::narrow(x.widen());
                 }
             });
         })

@@ -67,7 +67,9 @@ impl Schedule {
             ScheduleKind::Linear => self.floored(((total - n) / (total - warmup).max(1.0)).max(0.0)),
             ScheduleKind::Cosine => self.floored(half_cosine(progress).max(0.0)),
             ScheduleKind::CosineWithRestarts { .. } if progress >= 1.0 => self.floored(0.0),
-            ScheduleKind::CosineWithRestarts { num_cycles } => self.floored(half_cosine((num_cycles * progress) % 1.0)),
+            ScheduleKind::CosineWithRestarts { num_cycles } => {
+                self.floored(half_cosine((num_cycles * progress) % 1.0))
+            }
             ScheduleKind::Polynomial { .. } if n > total => self.floored(0.0),
             ScheduleKind::Polynomial { power } => self.floored((1.0 - progress).powf(power)),
             ScheduleKind::InverseSqrt => {
@@ -111,9 +113,9 @@ mod tests {
                 }
                 "polynomial" => ScheduleKind::Polynomial { power: kwargs["power"].as_f64().unwrap() },
                 "inverse_sqrt" => ScheduleKind::InverseSqrt,
-                "warmup_stable_decay" => {
-                    ScheduleKind::WarmupStableDecay { num_decay_steps: kwargs["num_decay_steps"].as_u64().unwrap() }
-                }
+                "warmup_stable_decay" => ScheduleKind::WarmupStableDecay {
+                    num_decay_steps: kwargs["num_decay_steps"].as_u64().unwrap(),
+                },
                 other => panic!("no schedule is called {other}"),
             };
             let min_lr_ratio = match (kwargs["min_lr_rate"].as_f64(), kwargs["lr_end"].as_f64()) {
@@ -128,7 +130,11 @@ mod tests {
             assert_eq!(wanted.len() as u64, total_steps);
             for (n, wanted) in wanted.iter().enumerate() {
                 let (ours, wanted) = (schedule.at(n as u64), wanted.as_f64().unwrap());
-                assert!((ours - wanted).abs() < 1e-12, "{} at update {n}: {ours}, transformers {wanted}", case["name"]);
+                assert!(
+                    (ours - wanted).abs() < 1e-12,
+                    "{} at update {n}: {ours}, transformers {wanted}",
+                    case["name"]
+                );
             }
         }
     }

@@ -130,7 +130,8 @@ impl Adaptation {
             ),
             (
                 "target_modules",
-                recipe.target_modules != default.target_modules && wanted.target_modules != saved.target_modules,
+                recipe.target_modules != default.target_modules
+                    && wanted.target_modules != saved.target_modules,
                 short(&wanted.target_modules),
                 short(&saved.target_modules),
             ),
@@ -143,9 +144,13 @@ impl Adaptation {
         ];
         for (key, differs, wanted, saved) in checks {
             if differs {
-                return Err(Error::user(format!("`adapter.{key}` contradicts the adapter of `adapter.path`"))
-                    .because(format!("the recipe says {wanted}, the saved adapter was made with {saved}"))
-                    .hint(format!("remove `{key}` from the recipe, or leave out `path` to start a new adapter")));
+                return Err(Error::user(format!(
+                    "`adapter.{key}` contradicts the adapter of `adapter.path`"
+                ))
+                .because(format!("the recipe says {wanted}, the saved adapter was made with {saved}"))
+                .hint(format!(
+                    "remove `{key}` from the recipe, or leave out `path` to start a new adapter"
+                )));
             }
         }
         Ok(())

@@ -50,7 +50,9 @@ impl EngineOptions {
             Dtype::Bf16 => DType::BF16,
             Dtype::F16 => {
                 return Err(Error::user("cannot compute in f16")
-                    .because("`model.dtype` is \"f16\", which needs loss scaling; accepted now: auto, f32, bf16")
+                    .because(
+                        "`model.dtype` is \"f16\", which needs loss scaling; accepted now: auto, f32, bf16",
+                    )
                     .hint("write `dtype = \"bf16\"`; a model stored in f16 is converted as it is read"));
             }
         };
@@ -98,9 +100,10 @@ impl Base {
         let slots = slots(&self.config, adaptation, trains_all);
         values.check(&slots)?;
         let loras = adaptation.map(Adaptation::loras).unwrap_or_default();
-        let strategy = Single::new(&self.config, slots, loras, options.dtype, &options.device, &mut |slot, fill| {
-            values.fill(slot, fill)
-        })?;
+        let strategy =
+            Single::new(&self.config, slots, loras, options.dtype, &options.device, &mut |slot, fill| {
+                values.fill(slot, fill)
+            })?;
         Ok(Engine {
             config: self.config.clone(),
             strategy,

@@ -56,7 +56,9 @@ impl<'a> Finder<'a> {
     pub fn adapter(&self, source: &Source) -> Result<Found> {
         match source {
             Source::Path(path) => Ok(local(source, path)),
-            _ => self.find(source, |id, options, progress| hub::locate_adapter(id, "main", options, progress)),
+            _ => {
+                self.find(source, |id, options, progress| hub::locate_adapter(id, "main", options, progress))
+            }
         }
     }
 
@@ -93,7 +95,10 @@ impl<'a> Finder<'a> {
                 self.terminal.line(format!("waiting for another process that downloads {file}"));
             }
             DownloadEvent::Retry { reason, wait } => {
-                self.terminal.warn(format!("{reason}; trying again in {}", crate::units::duration(wait.as_secs_f64())));
+                self.terminal.warn(format!(
+                    "{reason}; trying again in {}",
+                    crate::units::duration(wait.as_secs_f64())
+                ));
             }
         }
     }

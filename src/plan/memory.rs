@@ -68,7 +68,8 @@ impl Memory {
 fn block_bytes(config: &ModelConfig, adaptation: Option<&Adaptation>, size: usize) -> (usize, usize) {
     let heads = config.heads;
     let post = if config.post_norms { 2 * config.hidden_size } else { 0 };
-    let values = heads.qkv_width() + heads.q_width() + config.hidden_size + 2 * config.intermediate_size + post;
+    let values =
+        heads.qkv_width() + heads.q_width() + config.hidden_size + 2 * config.intermediate_size + post;
     let ranks: usize = adaptation.map_or(0, |a| a.targets.iter().map(|target| target.r).sum());
     (config.hidden_size * size, values * size + 4 * (heads.num_heads + ranks / config.num_layers().max(1)))
 }

@@ -40,8 +40,10 @@ pub(super) fn slots(config: &ModelConfig, adaptation: Option<&Adaptation>, train
     let modules = model::modules(config);
     for target in &adaptation.targets {
         let Some(module) = modules.iter().find(|module| module.name == target.name) else { continue };
-        let segment = slots.iter().find(|s| s.name.strip_suffix(".weight") == Some(&target.name)).map(|s| s.segment);
-        let shapes = [("lora_A", [target.r, module.in_features]), ("lora_B", [module.out_features, target.r])];
+        let segment =
+            slots.iter().find(|s| s.name.strip_suffix(".weight") == Some(&target.name)).map(|s| s.segment);
+        let shapes =
+            [("lora_A", [target.r, module.in_features]), ("lora_B", [module.out_features, target.r])];
         for (matrix, shape) in shapes {
             slots.push(Slot {
                 name: format!("{}.{matrix}.weight", target.name),
@@ -155,7 +157,8 @@ impl Values<'_> {
     }
 
     fn fill_adapter<T: Element>(&self, slot: &Slot, path: &str, out: &mut [T]) -> Result<()> {
-        let adaptation = self.adaptation.ok_or_else(|| Error::internal("an adapter slot without an adapter"))?;
+        let adaptation =
+            self.adaptation.ok_or_else(|| Error::internal("an adapter slot without an adapter"))?;
         let (module, matrix) = path.rsplit_once('.').unwrap_or((path, ""));
         let is_a = matrix == "lora_A";
         if let Some(start) = &adaptation.start {

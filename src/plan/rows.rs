@@ -48,7 +48,12 @@ impl Rows {
     }
 
     /// Finds and encodes the data sets of `sources`; also says where each was found.
-    pub fn load(&self, sources: &[Source], split: Split, finder: &Finder<'_>) -> Result<(Dataset, Vec<Found>)> {
+    pub fn load(
+        &self,
+        sources: &[Source],
+        split: Split,
+        finder: &Finder<'_>,
+    ) -> Result<(Dataset, Vec<Found>)> {
         let found = sources.iter().map(|source| finder.dataset(source)).collect::<Result<Vec<_>>>()?;
         let paths: Vec<_> = found.iter().map(|found| found.folder.clone()).collect();
         let options = DataOptions { split, ..self.options.clone() };

@@ -133,7 +133,8 @@ impl Plan {
     fn schedule(&self) -> Result<Schedule> {
         let scheduler = &self.recipe.scheduler;
         let learning_rate = self.recipe.optimizer.learning_rate.ok_or_else(|| {
-            Error::user("no learning rate is given").hint("write `[optimizer] learning_rate = 2e-4`, for example")
+            Error::user("no learning rate is given")
+                .hint("write `[optimizer] learning_rate = 2e-4`, for example")
         })?;
         let share = scheduler.warmup_ratio.unwrap_or(0.0) * self.total_steps as f64;
         Ok(Schedule {
@@ -147,9 +148,9 @@ impl Plan {
                 }
                 SchedulerKind::Polynomial => ScheduleKind::Polynomial { power: scheduler.power },
                 SchedulerKind::InverseSqrt => ScheduleKind::InverseSqrt,
-                SchedulerKind::WarmupStableDecay => {
-                    ScheduleKind::WarmupStableDecay { num_decay_steps: scheduler.num_decay_steps.unwrap_or(0) }
-                }
+                SchedulerKind::WarmupStableDecay => ScheduleKind::WarmupStableDecay {
+                    num_decay_steps: scheduler.num_decay_steps.unwrap_or(0),
+                },
             },
             learning_rate,
             warmup_steps: scheduler.warmup_steps.unwrap_or(share.ceil() as u64),
@@ -176,7 +177,9 @@ impl Plan {
                 if line.starts_with('[') {
                     *section = line.trim_matches(['[', ']']).to_owned();
                 }
-                Some(line.split_once(" = ").map(|(key, value)| (format!("{section}.{key}"), value.to_owned())))
+                Some(
+                    line.split_once(" = ").map(|(key, value)| (format!("{section}.{key}"), value.to_owned())),
+                )
             })
             .flatten()
             .collect();
@@ -228,7 +231,10 @@ impl Plan {
             let info = self.base.files.as_ref().and_then(|files| files.info(name));
             info.map(|info| info.dtype).filter(|dtype| dtype.is_float()).or(named).unwrap_or(StoredDtype::F32)
         };
-        crate::model::parameters(&self.base.config).into_iter().map(|spec| (spec.name.clone(), of(&spec.name))).collect()
+        crate::model::parameters(&self.base.config)
+            .into_iter()
+            .map(|spec| (spec.name.clone(), of(&spec.name)))
+            .collect()
     }
 
     /// The plan in a few lines.
@@ -323,7 +329,8 @@ fn write_adapter(
     let mut values: BTreeMap<AdapterTensor, &[f32]> = BTreeMap::new();
     for tensor in tensors {
         let split = kinds.iter().find_map(|(end, kind)| Some((tensor.name.strip_suffix(end)?, *kind)));
-        let (module, kind) = split.ok_or_else(|| Error::internal(format!("no module for {}", tensor.name)))?;
+        let (module, kind) =
+            split.ok_or_else(|| Error::internal(format!("no module for {}", tensor.name)))?;
         let key = AdapterTensor { module: module.to_owned(), kind, shape: tensor.shape.clone() };
         values.insert(key, &tensor.values);
     }
@@ -359,7 +366,11 @@ fn refuse_unready(recipe: &Recipe) -> Result<()> {
     let strategy = recipe.parallel.strategy;
     let checks = [
         (recipe.quantization.is_some(), "[quantization]", "no such table".to_owned()),
-        (!matches!(strategy, Strategy::Auto | Strategy::Single), "parallel.strategy", "auto, single".to_owned()),
+        (
+            !matches!(strategy, Strategy::Auto | Strategy::Single),
+            "parallel.strategy",
+            "auto, single".to_owned(),
+        ),
         (recipe.parallel.offload != Offload::None, "parallel.offload", "none".to_owned()),
         (recipe.parallel.shard_size.is_some(), "parallel.shard_size", "not set".to_owned()),
         (recipe.optimizer.state != StateDtype::F32, "optimizer.state", "f32".to_owned()),

@@ -82,7 +82,8 @@ impl Bucket {
             _ => filled(&entries, len, fill, |values: &mut [f32]| Fill::F32(values))?,
         };
         let full = if device.is_cpu() { full } else { full.to_device(device)? };
-        let (value, master) = if loaded == dtype { (full, None) } else { (full.to_dtype(dtype)?, Some(full)) };
+        let (value, master) =
+            if loaded == dtype { (full, None) } else { (full.to_dtype(dtype)?, Some(full)) };
         let grad = trainable.then(|| Tensor::zeros(len, DType::F32, device)).transpose()?;
         Ok(Bucket { value, master, grad, entries })
     }

@@ -172,10 +172,8 @@ struct Parts<'a> {
 
 impl Lookup for Parts<'_> {
     fn param(&self, name: &str) -> Result<Param> {
-        let &(b, e) = self
-            .index
-            .get(name)
-            .ok_or_else(|| Error::internal(format!("no parameter is called {name}")))?;
+        let &(b, e) =
+            self.index.get(name).ok_or_else(|| Error::internal(format!("no parameter is called {name}")))?;
         self.buckets[b].param(&self.buckets[b].entries[e])
     }
 

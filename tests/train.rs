@@ -1,0 +1,233 @@
+//! Whole runs through the binary: trajectories of transformers + PEFT step by step, splits, resume, outputs.
+//! The golden runs were made by tests/golden/scripts/make_golden.py.
+
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+use finetune::weights::ModelFiles;
+use serde_json::Value;
+
+fn golden() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
+}
+
+fn finetune(args: &[&str]) -> Output {
+    let mut command = assert_cmd::Command::cargo_bin("finetune").unwrap();
+    command.env("HF_HUB_OFFLINE", "1").args(args).output().unwrap()
+}
+
+fn succeed(args: &[&str]) -> Output {
+    let output = finetune(args);
+    assert!(output.status.success(), "{args:?}\n{}", String::from_utf8_lossy(&output.stderr));
+    output
+}
+
+/// The objects of metrics.jsonl that have `key`.
+fn metrics(output: &Path, key: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(output.join("metrics.jsonl")).unwrap();
+    text.lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap())
+        .filter(|v| v.get(key).is_some())
+        .collect()
+}
+
+fn number(value: &Value, key: &str) -> f64 {
+    value[key].as_f64().unwrap_or_else(|| panic!("no {key} in {value}"))
+}
+
+fn losses(output: &Path) -> Vec<f64> {
+    metrics(output, "loss").iter().map(|step| number(step, "loss")).collect()
+}
+
+/// The flags that repeat a golden run.
+fn golden_flags(trajectory: &Value, folder: &Path, output: &Path) -> Vec<String> {
+    let run = &trajectory["run"];
+    let model = golden().join("models").join(run["model"].as_str().unwrap());
+    let mut flags = vec![
+        "--model".to_owned(),
+        model.display().to_string(),
+        "--dataset".into(),
+        golden().join("data/sft_messages.jsonl").display().to_string(),
+        "--output".into(),
+        output.display().to_string(),
+    ];
+    let mut set = |key: &str, value: String| flags.extend(["--set".to_owned(), format!("{key}={value}")]);
+    set("data.shuffle", "false".into());
+    set("data.packing", "false".into());
+    set("data.max_seq_len", run["max_len"].to_string());
+    set("train.max_steps", run["steps"].to_string());
+    set("train.micro_batch_size", run["micro_batch"].to_string());
+    set("train.gradient_accumulation_steps", run["accum"].to_string());
+    set("train.max_grad_norm", run["clip"].to_string());
+    set("optimizer.learning_rate", run["lr"].to_string());
+    set("optimizer.weight_decay", run["weight_decay"].to_string());
+    set("optimizer.betas", run["betas"].to_string());
+    set("optimizer.eps", run["eps"].to_string());
+    set("scheduler.kind", run["schedule"].to_string());
+    set("scheduler.warmup_steps", run["warmup"].to_string());
+    if run["method"] == "lora" {
+        set("adapter.path", format!("{:?}", folder.join("adapter_step0").display().to_string()));
+    }
+    flags
+}
+
+/// Largest absolute difference of all tensors of two safetensors files with the same names.
+fn weights_difference(ours: &Path, theirs: &Path) -> f32 {
+    let (ours, theirs) = (ModelFiles::open_file(ours).unwrap(), ModelFiles::open_file(theirs).unwrap());
+    assert_eq!(ours.names().collect::<Vec<_>>(), theirs.names().collect::<Vec<_>>());
+    let mut largest = 0f32;
+    for (name, info) in theirs.tensors() {
+        let read = |files: &ModelFiles| {
+            let mut values = vec![0f32; info.elements()];
+            files.read_f32(name, &mut values).unwrap();
+            values
+        };
+        assert_eq!(ours.info(name).unwrap().shape, info.shape, "{name}");
+        let pairs = read(&ours).into_iter().zip(read(&theirs));
+        largest = pairs.map(|(a, b)| (a - b).abs()).fold(largest, f32::max);
+    }
+    largest
+}
+
+fn follows(name: &str) {
+    let folder = golden().join("train").join(name);
+    let text = std::fs::read_to_string(folder.join("trajectory.json")).unwrap();
+    let trajectory: Value = serde_json::from_str(&text).unwrap();
+    let place = tempfile::tempdir().unwrap();
+    let output = place.path().join("out");
+    let flags = golden_flags(&trajectory, &folder, &output);
+    succeed(&flags.iter().map(String::as_str).collect::<Vec<_>>());
+    let wanted = trajectory["steps"].as_array().unwrap();
+    let steps = metrics(&output, "loss");
+    assert_eq!(steps.len(), wanted.len());
+    for (ours, theirs) in steps.iter().zip(wanted) {
+        let relative = |key: &str, reference: &str| {
+            let wanted = number(theirs, reference);
+            (number(ours, key) - wanted).abs() / wanted.abs().max(1e-30)
+        };
+        let step = &theirs["step"];
+        assert!(relative("loss", "loss_f64") < 2e-5, "{name} step {step}: {ours} {theirs}");
+        assert!(relative("grad_norm", "grad_norm_f64") < 2e-4, "{name} step {step}: {ours} {theirs}");
+        let rate = (number(ours, "learning_rate") - number(theirs, "lr")).abs();
+        assert!(rate < 1e-9, "{name} step {step}: {ours} {theirs}");
+    }
+    let (ours, theirs) = match trajectory["run"]["method"] == "lora" {
+        true => ("adapter_model.safetensors", "adapter_final/adapter_model.safetensors"),
+        false => ("model.safetensors", "final/model.safetensors"),
+    };
+    let difference = weights_difference(&output.join(ours), &folder.join(theirs));
+    assert!(difference < 1e-4, "{name}: final weights differ by {difference}");
+}
+
+#[test]
+fn lora_follows_peft() {
+    follows("lora");
+}
+
+#[test]
+fn rslora_follows_peft() {
+    follows("rslora");
+}
+
+#[test]
+fn full_follows_transformers() {
+    follows("full");
+}
+
+#[test]
+fn lora_on_qwen2_follows_peft() {
+    follows("lora_qwen2");
+}
+
+#[test]
+fn lora_on_phi3_follows_peft() {
+    follows("lora_phi3");
+}
+
+fn lora_flags<'a>(output: &'a str, model: &'a str, data: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut flags = vec!["--model", model, "--dataset", data, "--output", output, "--recipe", "lora"];
+    flags.extend(["--set", "data.max_seq_len=96", "--set", "data.packing=false"]);
+    for pair in more {
+        flags.extend(["--set", pair]);
+    }
+    flags
+}
+
+fn paths(model: &str) -> (String, String) {
+    let text = |path: PathBuf| path.display().to_string();
+    (text(golden().join("models").join(model)), text(golden().join("data/sft_messages.jsonl")))
+}
+
+/// Micro-batches and accumulation share one global batch: the same curve, dropout on.
+#[test]
+fn splits_of_a_batch_give_the_same_curve() {
+    let (model, data) = paths("tiny-llama");
+    let place = tempfile::tempdir().unwrap();
+    let mut curves = Vec::new();
+    for (micro, accumulation) in [(1, 8), (2, 4), (4, 2), (8, 1)] {
+        let output = place.path().join(format!("{micro}x{accumulation}")).display().to_string();
+        let micro = format!("train.micro_batch_size={micro}");
+        let accumulation = format!("train.gradient_accumulation_steps={accumulation}");
+        let more = [
+            micro.as_str(),
+            &accumulation,
+            "train.max_steps=20",
+            "adapter.lora_dropout=0.2",
+            "optimizer.learning_rate=2e-3",
+        ];
+        succeed(&lora_flags(&output, &model, &data, &more));
+        curves.push(losses(Path::new(&output)));
+    }
+    assert_eq!(curves[0].len(), 20);
+    for curve in &curves[1..] {
+        for (a, b) in curve.iter().zip(&curves[0]) {
+            assert!((a / b - 1.0).abs() < 1e-5, "{a} {b}");
+        }
+    }
+    assert!(curves[0][19] < curves[0][0]);
+}
+
+/// Steps 1–12 at once, and 1–7, a kill, 8–12: the same bytes, for an adapter and for all weights.
+#[test]
+fn a_resumed_run_equals_the_unbroken_one() {
+    let (model, data) = paths("tiny-qwen2");
+    for (recipe, file, rate) in [
+        ("lora", "adapter_model.safetensors", "optimizer.learning_rate=1e-3"),
+        ("full", "model.safetensors", "optimizer.learning_rate=1e-3"),
+    ] {
+        let place = tempfile::tempdir().unwrap();
+        let output = |name: &str| place.path().join(name).display().to_string();
+        let flags = |output: &str, dropout: bool| -> Vec<String> {
+            let mut more = vec![
+                rate,
+                "train.epochs=2",
+                "train.micro_batch_size=3",
+                "train.gradient_accumulation_steps=4",
+            ];
+            more.push("checkpoint.save_steps=7");
+            if dropout {
+                more.push("adapter.lora_dropout=0.1");
+            }
+            let flags = lora_flags(output, &model, &data, &more);
+            flags
+                .iter()
+                .map(|flag| if *flag == "lora" { recipe.to_owned() } else { (*flag).to_owned() })
+                .collect()
+        };
+        let (whole, broken) = (output("whole"), output("broken"));
+        let run = |flags: Vec<String>| succeed(&flags.iter().map(String::as_str).collect::<Vec<_>>());
+        run(flags(&whole, recipe == "lora"));
+        run(flags(&broken, recipe == "lora"));
+        // As a kill after step 7 leaves it.
+        for name in ["adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"] {
+            let _ = std::fs::remove_file(Path::new(&broken).join(name));
+        }
+        assert!(Path::new(&broken).join("checkpoint-7/manifest.json").exists());
+        let mut again = flags(&broken, recipe == "lora");
+        again.push("--resume".into());
+        run(again);
+        let bytes = |folder: &str| std::fs::read(Path::new(folder).join(file)).unwrap();
+        assert!(bytes(&whole) == bytes(&broken), "{recipe}");
+        assert_eq!(losses(Path::new(&whole)), losses(Path::new(&broken)), "{recipe}");
+    }
+}
