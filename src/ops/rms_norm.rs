@@ -91,7 +91,7 @@ fn inverse_rms<T: Elem>(x: &[T], eps: f32) -> f32 {
 pub(super) fn forward_row<T: Elem>(y: &mut [T], x: &[T], gain: &[f32], eps: f32) {
     let inverse = inverse_rms(x, eps);
     for ((y, x), g) in y.iter_mut().zip(x).zip(gain) {
-        *y = T::round(x.widen() * inverse * g);
+        *y = T::nearest(x.widen() * inverse * g);
     }
 }
 
@@ -111,11 +111,11 @@ pub(super) fn backward_row<T: Elem>(
     }
     let mean = simd::sum_of2(x, q, |x, q| x.widen() * q) * inverse / x.len() as f32;
     for ((dx, x), q) in dx.iter_mut().zip(x).zip(q.iter()) {
-        *dx = T::round(inverse * (q - x.widen() * inverse * mean));
+        *dx = T::nearest(inverse * (q - x.widen() * inverse * mean));
     }
     if let Some(residual) = residual {
         for (dx, r) in dx.iter_mut().zip(residual) {
-            *dx = T::round(dx.widen() + r.widen());
+            *dx = T::nearest(dx.widen() + r.widen());
         }
     }
 }

@@ -128,7 +128,7 @@ fn packed<T: Elem>(columns: Columns<'_>, dim: usize, scale: f32) -> Result<Vec<V
 
 fn narrow<T: Elem>(dst: &mut [T], src: &[f32]) {
     for (dst, src) in dst.iter_mut().zip(src) {
-        *dst = T::round(*src);
+        *dst = T::nearest(*src);
     }
 }
 
