@@ -110,13 +110,16 @@ pub(super) fn backward_row<T: Elem>(
         *q = dy.widen() * g;
     }
     let mean = simd::sum_of2(x, q, |x, q| x.widen() * q) * inverse / x.len() as f32;
-    for ((dx, x), q) in dx.iter_mut().zip(x).zip(q.iter()) {
-        *dx = T::nearest(inverse * (q - x.widen() * inverse * mean));
+    for (q, x) in q.iter_mut().zip(x) {
+        *q = inverse * (*q - x.widen() * inverse * mean);
     }
     if let Some(residual) = residual {
-        for (dx, r) in dx.iter_mut().zip(residual) {
-            *dx = T::nearest(dx.widen() + r.widen());
+        for (q, r) in q.iter_mut().zip(residual) {
+            *q += r.widen();
         }
+    }
+    for (dx, q) in dx.iter_mut().zip(q.iter()) {
+        *dx = T::nearest(*q);
     }
 }
 
