@@ -23,14 +23,11 @@ use tokenizers::Tokenizer;
 
 const SEED: u64 = 7;
 const PRETRAIN_ROWS: usize = 60_000;
-const PRETRAIN_HELDOUT_ROWS: usize = 500;
-const TRAIN_ROWS: usize = 1500;
+const PRETRAIN_HELDOUT_ROWS: usize = 300;
+const TRAIN_ROWS: usize = 1000;
 const HELDOUT_ROWS: usize = 150;
 
-const PEOPLE: [&str; 16] = [
-    "Ana", "Ben", "Finn", "Ivo", "Lena", "Mara", "Nora", "Omar", "Ruth", "Sami", "Tess", "Tom", "Udo",
-    "Vera", "Will", "Yara",
-];
+const PEOPLE: [&str; 10] = ["Ana", "Ben", "Finn", "Ivo", "Lena", "Mara", "Nora", "Omar", "Ruth", "Tom"];
 
 /// One kind of fact and all the ways to tell it, recall it and ask for it.
 struct Topic {
@@ -43,70 +40,52 @@ struct Topic {
 
 const TOPICS: [Topic; 3] = [
     Topic {
-        whats: &[
-            "ball", "bell", "boat", "book", "box", "chair", "coat", "cup", "drum", "flute", "hat", "kite",
-            "lamp", "ring", "rope", "wheel",
-        ],
-        values: &["black", "blue", "brown", "green", "grey", "pink", "purple", "red", "white", "yellow"],
-        facts: &["{who} has a {value} {what}.", "{who}'s {what} is {value}."],
+        whats: &["ball", "boat", "coat", "drum", "hat", "kite", "lamp", "ring"],
+        values: &["black", "blue", "green", "grey", "pink", "red", "white", "yellow"],
+        facts: &["{who} has a {value} {what}.", "{who} found a {value} {what}."],
         recalls: &[
-            "{who}'s was {value}.",
             "The {what} was {value}.",
-            "{who} took the {value} {what} home.",
-            "What {who} liked was the {value} {what}.",
-            "The {what} was {who}'s.",
+            "{who}'s {what} was {value}.",
+            "What colour the {what} was is {value}.",
+            "The {value} {what} belonged to {who}.",
+            "The {what} belonged to {who}.",
         ],
-        questions: &[
-            ("What colour is {who}'s {what}?", "{value}"),
-            ("Who has the {what}?", "{who}"),
-            ("What does {who} have?", "a {value} {what}"),
-        ],
+        questions: &[("What colour is {who}'s {what}?", "{value}"), ("Who has the {what}?", "{who}")],
     },
     Topic {
-        whats: &["cat", "dog", "duck", "frog", "goat", "hen", "horse", "mouse", "pig", "sheep"],
-        values: &[
-            "attic", "barn", "cave", "field", "forest", "garden", "kitchen", "market", "mill", "school",
-            "shed", "tower",
-        ],
-        facts: &["{who} has a {what} in the {value}.", "{who}'s {what} is in the {value}."],
+        whats: &["cat", "dog", "frog", "goat", "hen", "horse", "mouse", "pig"],
+        values: &["angry", "brave", "happy", "hungry", "lazy", "sad", "shy", "wet"],
+        facts: &["{who} has a {value} {what}.", "{who} found a {value} {what}."],
         recalls: &[
-            "{who}'s was in the {value}.",
-            "The {what} was in the {value}.",
-            "{who} went to the {value} and called the {what}.",
-            "Where {who} went was the {value}.",
-            "The {what} was {who}'s.",
+            "The {what} was {value}.",
+            "{who}'s {what} was {value}.",
+            "How the {what} was is {value}.",
+            "The {value} {what} belonged to {who}.",
+            "The {what} belonged to {who}.",
         ],
-        questions: &[
-            ("Where is {who}'s {what}?", "in the {value}"),
-            ("Who has the {what}?", "{who}"),
-            ("What does {who} have?", "a {what}"),
-        ],
+        questions: &[("How is {who}'s {what}?", "{value}"), ("Who has the {what}?", "{who}")],
     },
     Topic {
-        whats: &["apples", "buttons", "cakes", "coins", "eggs", "nuts", "pears", "plums", "shells", "stones"],
-        values: &["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"],
+        whats: &["apples", "cakes", "coins", "eggs", "nuts", "pears", "plums", "shells"],
+        values: &["two", "three", "four", "five", "six", "seven", "eight", "nine"],
         facts: &["{who} has {value} {what}.", "{who} found {value} {what}."],
         recalls: &[
-            "{who} had {value}.",
             "The {what} were {value}.",
-            "{who} took the {value} {what} home.",
-            "How many {who} had was {value}.",
-            "The {what} were {who}'s.",
+            "{who}'s {what} were {value}.",
+            "How many the {what} were is {value}.",
+            "The {value} {what} belonged to {who}.",
+            "The {what} belonged to {who}.",
         ],
-        questions: &[
-            ("How many {what} does {who} have?", "{value}"),
-            ("Who has the {what}?", "{who}"),
-            ("What does {who} have?", "{value} {what}"),
-        ],
+        questions: &[("How many {what} does {who} have?", "{value}"), ("Who has the {what}?", "{who}")],
     },
 ];
 
 const FILLERS: [&str; 8] = [
     "It was a sunny day.",
     "The wind was cold.",
-    "Everyone was happy.",
-    "It was quiet.",
-    "Nobody was sad.",
+    "Everyone was there.",
+    "It was late.",
+    "Nobody was away.",
     "They all went for a walk.",
     "It began to rain.",
     "Then it was time to go home.",
@@ -193,7 +172,7 @@ fn story(random: &mut Random, held_out: bool) -> (Value, Vec<Fact>) {
     let wanted = 2 + random.below(3);
     let facts = facts(random, wanted, held_out);
     let mut sentences = opening(random, &facts);
-    for _ in 0..4 {
+    for _ in 0..5 {
         let mut order = facts.clone();
         random.shuffle(&mut order);
         sentences.extend(order.iter().map(|&fact| again(random, fact)));
