@@ -24,7 +24,7 @@ use tokenizers::Tokenizer;
 const SEED: u64 = 7;
 const PRETRAIN_ROWS: usize = 60_000;
 const PRETRAIN_HELDOUT_ROWS: usize = 300;
-const TRAIN_ROWS: usize = 1000;
+const TRAIN_ROWS: usize = 800;
 const HELDOUT_ROWS: usize = 150;
 
 const PEOPLE: [&str; 10] = ["Ana", "Ben", "Finn", "Ivo", "Lena", "Mara", "Nora", "Omar", "Ruth", "Tom"];
@@ -54,7 +54,6 @@ const TOPICS: [Topic; 5] = [
             ("What colour is {who}'s {what}?", "{value}"),
             ("What colour is the {what}?", "{value}"),
             ("{who} has a {what}. Which colour is it?", "{value}"),
-            ("Who has the {what}?", "{who}"),
         ],
     },
     Topic {
@@ -72,7 +71,6 @@ const TOPICS: [Topic; 5] = [
             ("How is {who}'s {what}?", "{value}"),
             ("How is the {what}?", "{value}"),
             ("How does {who}'s {what} feel?", "{value}"),
-            ("Who has the {what}?", "{who}"),
         ],
     },
     Topic {
@@ -90,7 +88,6 @@ const TOPICS: [Topic; 5] = [
             ("How many {what} does {who} have?", "{value}"),
             ("How many {what} are there?", "{value}"),
             ("Of {who}'s {what}, how many are there?", "{value}"),
-            ("Who has the {what}?", "{who}"),
         ],
     },
     Topic {
@@ -108,7 +105,6 @@ const TOPICS: [Topic; 5] = [
             ("Where is {who}'s {what}?", "in {value}"),
             ("Where is the {what}?", "in {value}"),
             ("Where does {who}'s {what} live?", "in {value}"),
-            ("Who has the {what}?", "{who}"),
         ],
     },
     Topic {
@@ -126,7 +122,6 @@ const TOPICS: [Topic; 5] = [
             ("What is {who}'s {what} made of?", "{value}"),
             ("What is the {what} made of?", "{value}"),
             ("Of what is {who}'s {what}?", "{value}"),
-            ("Who has the {what}?", "{who}"),
         ],
     },
 ];
