@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 
 const SEED: u64 = 7;
-const PRETRAIN_ROWS: usize = 60_000;
+const PRETRAIN_ROWS: usize = 120_000;
 const PRETRAIN_HELDOUT_ROWS: usize = 300;
 const TRAIN_ROWS: usize = 800;
 const HELDOUT_ROWS: usize = 150;
@@ -176,8 +176,8 @@ impl Random {
     }
 }
 
-/// The facts of one story, no person and no thing twice, so each question has one answer. Most stories have a fact
-/// of each kind; in one of five all facts are of one kind, and only the person or the thing tells which is meant.
+/// The facts of one story, no person and no thing twice, so each question has one answer. In most stories no two
+/// facts are of a kind; in one of five all are, and only the person or the thing tells which value is meant.
 fn facts(random: &mut Random, held_out: bool) -> Vec<Fact> {
     let wanted = 2 + random.below(3);
     let only = (random.below(5) == 0).then(|| random.below(TOPICS.len()));
@@ -214,7 +214,7 @@ fn again(random: &mut Random, fact: Fact) -> String {
     tell(fact, random.pick(templates))
 }
 
-/// A story to continue: the facts, then each of them three times more.
+/// A story to continue: the facts, then each of them four times more.
 fn story(random: &mut Random, held_out: bool) -> (Value, Vec<Fact>) {
     let facts = facts(random, held_out);
     let mut sentences = opening(random, &facts);
