@@ -1,5 +1,7 @@
 //! What a run leaves to be read: metrics, event files, terminal lines, model card, HTML report.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
@@ -128,7 +130,7 @@ fn crc32c(bytes: &[u8]) -> u32 {
 fn records(bytes: &[u8]) -> Vec<Vec<u8>> {
     let check = |data: &[u8], stored: &[u8]| {
         let crc = crc32c(data);
-        let masked = (crc >> 15 | crc << 17).wrapping_add(0xa282_ead8);
+        let masked = crc.rotate_right(15).wrapping_add(0xa282_ead8);
         assert_eq!(masked.to_le_bytes(), stored, "checksum");
     };
     let (mut records, mut rest) = (Vec::new(), bytes);

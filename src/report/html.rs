@@ -72,7 +72,7 @@ impl HtmlReport<'_> {
         let eval_loss = evals.iter().map(|r| (r.step as f64, r.eval_loss)).collect();
         let loss = [
             Line { name: "training", class: "a", points: of_steps(|r| r.loss) },
-            Line { name: "held-out", class: "b", points: eval_loss },
+            Line { name: "held-out (dashed)", class: "b", points: eval_loss },
         ];
         let single = |name, value| [Line { name, class: "a", points: of_steps(value) }];
         page += "<main>\n";
