@@ -41,7 +41,29 @@ fn open_gpu(index: usize) -> candle_core::Result<Device> {
     let device = candle_core::CudaDevice::new_with_stream(index)?;
     // SAFETY: before the first allocation, and all work of this process is ordered on the one stream above.
     unsafe { device.disable_event_tracking() };
+    keep_freed_memory(&device).map_err(candle_core::Error::wrap)?;
     Ok(Device::Cuda(device))
+}
+
+/// Lets the driver's pool keep what is freed for the next allocation. By default it hands all of it back to the system
+/// whenever the device is synchronized, which is every step, and the next step waits for it anew.
+#[cfg(feature = "cuda")]
+fn keep_freed_memory(
+    device: &candle_core::CudaDevice,
+) -> Result<(), candle_core::cuda_backend::cudarc::driver::DriverError> {
+    use candle_core::cuda_backend::cudarc::driver::{result, sys};
+    let stream = device.cuda_stream();
+    let context = stream.context();
+    if !context.has_async_alloc() {
+        return Ok(());
+    }
+    let mut threshold = u64::MAX;
+    // SAFETY: the context holds a valid device, a device with `has_async_alloc` has a pool, and the attribute is a u64.
+    unsafe {
+        let pool = result::device::get_mem_pool(context.cu_device())?;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        result::mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast())
+    }
 }
 
 #[cfg(not(feature = "cuda"))]
