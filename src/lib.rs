@@ -16,8 +16,10 @@
 //! | 8 | [`cli`], [`commands`] | the verbs |
 
 pub mod adapter;
+pub mod checkpoint;
 pub mod cli;
 pub mod commands;
+pub mod data;
 pub mod engine;
 pub mod error;
 pub mod export;
@@ -25,7 +27,9 @@ pub mod hub;
 pub mod model;
 pub mod ops;
 pub mod optim;
+pub mod plan;
 pub mod recipe;
+pub mod report;
 pub mod strategy;
 pub mod units;
 pub mod weights;

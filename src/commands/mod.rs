@@ -5,12 +5,25 @@
 //! standard error, by way of `report`.
 
 mod completions;
+mod data;
+mod eval;
+mod generate;
+mod inspect;
+mod merge;
 mod recipes;
+mod showcase;
+mod train;
 
 use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
 
-use crate::cli::{Cli, Verb};
+use candle_core::Device;
+
+use crate::cli::{Cli, CommonArgs, Gpus, TrainArgs, Verb};
 use crate::error::{Error, Kind, Result};
+use crate::ops::device::{self, DeviceChoice};
+use crate::recipe::RecipeText;
+use crate::report::{Terminal, Verbosity};
 
 /// Does what the command line says.
 ///
@@ -20,8 +33,44 @@ pub fn run(cli: Cli) -> Result<()> {
     match cli.verb {
         Some(Verb::Recipes(args)) => recipes::run(args),
         Some(Verb::Completions(args)) => completions::run(&args),
-        _ => Err(Error::internal("this verb is not part of the program yet")),
+        None => train::run(&cli.train),
+        Some(Verb::Merge(args)) => merge::run(&args),
+        Some(Verb::Generate(args)) => generate::run(&args),
+        Some(Verb::Eval(args)) => eval::run(&args),
+        Some(Verb::Inspect(args)) => inspect::run(&args),
+        Some(Verb::Data(args)) => data::run(&args),
+        Some(Verb::Doctor(_)) => Err(Error::internal("this verb is not part of the program yet")),
     }
+}
+
+fn terminal(common: &CommonArgs) -> Terminal {
+    Terminal::stderr(match (common.quiet, common.verbose) {
+        (true, _) => Verbosity::Quiet,
+        (_, true) => Verbosity::Verbose,
+        _ => Verbosity::Normal,
+    })
+}
+
+fn working_folder() -> Result<PathBuf> {
+    std::env::current_dir().map_err(|e| Error::io("find", Path::new("the working folder"), &e))
+}
+
+/// The device of `--gpus`; without the flag the first GPU, where this build and machine have one, else the CPU.
+fn open_device(gpus: Option<&Gpus>) -> Result<Device> {
+    match gpus.map(|gpus| gpus.0.as_slice()) {
+        Some([gpu]) => device::open(DeviceChoice::Gpu(*gpu)),
+        Some(several) => Err(Error::user(format!("cannot train on {} GPUs in this version", several.len()))
+            .because("accepted now: one")
+            .hint("give one number, such as `--gpus 0`")),
+        None if device::GPU_BUILD => device::open(DeviceChoice::Gpu(0)).or_else(|_| device::open(DeviceChoice::Cpu)),
+        None => device::open(DeviceChoice::Cpu),
+    }
+}
+
+/// Whether a training command runs the built-in recipe of this name.
+fn train_recipe_is(args: &TrainArgs, name: &str) -> bool {
+    let found = args.recipe.as_deref().map(|text| RecipeText::find(text, Path::new(".")));
+    matches!(found, Some(Ok(recipe)) if recipe.is_built_in(name))
 }
 
 /// Writes data that was asked for to the standard output. A reader who has gone, as in `| head`, wanted no more

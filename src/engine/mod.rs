@@ -9,12 +9,14 @@
 
 mod evaluate;
 mod generate;
+mod run;
 mod trainer;
 
 use candle_core::{Device, Tensor};
 
 pub use evaluate::Evaluation;
 pub use generate::Sampling;
+pub use run::{Moment, Reporter, Run, RunOptions, RunSummary};
 pub use trainer::{Recompute, StepResult, Trainer, TrainerOptions};
 
 use crate::data::Batch;

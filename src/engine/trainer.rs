@@ -3,12 +3,14 @@
 use candle_core::Tensor;
 
 use super::Engine;
+use crate::checkpoint::{Moment, Saved, SnapshotTensor};
 use crate::data::Step;
 use crate::error::{Error, Kind, Result};
 use crate::model::DropoutContext;
 use crate::ops::random::Stream;
+use crate::ops::reduce::copy_into;
 use crate::optim::{Optimizer, OptimizerOptions, Piece, Schedule};
-use crate::strategy::Bucket;
+use crate::strategy::{Bucket, Entry, Slot};
 
 /// What forward keeps for backward (gradient checkpointing).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,17 +54,26 @@ pub struct Trainer {
     pub engine: Engine,
     options: TrainerOptions,
     optimizer: Optimizer,
+    places: Vec<Place>,
+}
+
+/// Where the moments of a slot lie in the optimizer's pieces.
+#[derive(Debug)]
+struct Place {
+    slot: Slot,
+    piece: usize,
+    start: usize,
 }
 
 impl Trainer {
     /// An optimizer over the engine's trainable parameters.
     pub fn new(engine: Engine, options: TrainerOptions) -> Result<Self> {
-        let mut all = Vec::new();
+        let (mut all, mut places) = (Vec::new(), Vec::new());
         for bucket in engine.strategy.trainable() {
-            pieces(bucket, &mut all)?;
+            pieces(bucket, &mut all, &mut places)?;
         }
         let optimizer = Optimizer::new(options.optimizer, all)?;
-        Ok(Trainer { engine, options, optimizer })
+        Ok(Trainer { engine, options, optimizer, places })
     }
 
     /// One step: gradients of all micro-batches, clipping, one update. Steps count from 1.
@@ -96,21 +107,53 @@ impl Trainer {
         Ok(StepResult { loss, grad_norm, learning_rate })
     }
 
-    /// The optimizer, to save and restore its state.
-    pub fn optimizer(&self) -> &Optimizer {
-        &self.optimizer
+    /// Every trainable tensor as it is now, in f32; its moments too unless only the weights are wanted.
+    pub fn snapshot(&self, with_moments: bool) -> Result<Vec<SnapshotTensor>> {
+        let host = |t: &Tensor| -> Result<Vec<f32>> { Ok(t.flatten_all()?.to_vec1::<f32>()?) };
+        let values = self.engine.strategy.trainable_values()?;
+        let tensor = |((slot, value), place): ((Slot, Tensor), &Place)| {
+            let moments = match with_moments {
+                true => {
+                    let [first, second] = self.moments(place)?;
+                    [host(&first)?, host(&second)?]
+                }
+                false => Default::default(),
+            };
+            Ok(SnapshotTensor { name: slot.name, shape: slot.shape, values: host(&value)?, moments })
+        };
+        values.into_iter().zip(&self.places).map(tensor).collect()
     }
 
-    /// Goes on after `updates` updates, with values and moments already in place.
-    pub fn resume(&mut self, updates: u64) -> Result<()> {
-        self.optimizer.resume(updates);
-        self.engine.strategy.trainable().try_for_each(Bucket::refresh)
+    /// Goes on from a checkpoint whose weights the engine was loaded with: takes over moments and count of updates.
+    pub fn restore(&mut self, saved: &Saved) -> Result<()> {
+        for place in &self.places {
+            let [first, second] = self.moments(place)?;
+            for (tensor, moment) in [(first, Moment::First), (second, Moment::Second)] {
+                let mut values = vec![0f32; tensor.elem_count()];
+                saved.moment(&place.slot.name, moment, &mut values)?;
+                copy_into(&tensor, &Tensor::from_vec(values, tensor.shape(), tensor.device())?)?;
+            }
+        }
+        self.optimizer.resume(saved.state.step);
+        Ok(())
+    }
+
+    /// Views of a slot's moments.
+    fn moments(&self, place: &Place) -> Result<[Tensor; 2]> {
+        let [first, second] = &self.optimizer.moments()[place.piece];
+        let view = |t: &Tensor| t.narrow(0, place.start, place.slot.elements());
+        Ok([view(first)?, view(second)?])
+    }
+
+    /// The peak of what training holds beyond the weights: bytes of gradients and moments.
+    pub fn state_bytes(&self) -> usize {
+        self.engine.strategy.bytes().2 + self.optimizer.bytes()
     }
 }
 
 /// The runs of a bucket whose entries are decayed alike; padding between entries belongs to the run before it and
 /// stays zero.
-fn pieces(bucket: &Bucket, all: &mut Vec<Piece>) -> Result<()> {
+fn pieces(bucket: &Bucket, all: &mut Vec<Piece>, places: &mut Vec<Place>) -> Result<()> {
     let Some(grad) = &bucket.grad else { return Ok(()) };
     let end_of_all = grad.elem_count();
     let mut i = 0;
@@ -120,6 +163,8 @@ fn pieces(bucket: &Bucket, all: &mut Vec<Piece>) -> Result<()> {
         let start = bucket.entries[i].start;
         let end = bucket.entries.get(i + same).map_or(end_of_all, |next| next.start);
         let part = |flat: &Tensor| flat.narrow(0, start, end - start);
+        let place = |entry: &Entry| Place { slot: entry.slot.clone(), piece: all.len(), start: entry.start - start };
+        places.extend(bucket.entries[i..i + same].iter().map(place));
         all.push(Piece { param: part(bucket.updated())?, grad: part(grad)?, decay });
         i += same;
     }

@@ -183,3 +183,17 @@ pub fn peak_bytes(_device: &Device) -> Option<u64> {
 pub fn default_dtype(device: &Device) -> DType {
     if device.is_cpu() { DType::F32 } else { DType::BF16 }
 }
+
+/// Bytes of GPU memory that are free; none when the driver does not say.
+#[cfg(feature = "cuda")]
+pub fn free_bytes(device: &Device) -> Option<u64> {
+    let Device::Cuda(device) = device else { return None };
+    device.cuda_stream().context().bind_to_thread().ok()?;
+    candle_core::cuda_backend::cudarc::driver::result::mem_get_info().ok().map(|(free, _)| free as u64)
+}
+
+/// Bytes of GPU memory that are free: none in a build without GPU support.
+#[cfg(not(feature = "cuda"))]
+pub fn free_bytes(_device: &Device) -> Option<u64> {
+    None
+}

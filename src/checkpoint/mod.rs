@@ -1,0 +1,153 @@
+//! Checkpoints: a folder that holds all a run needs to go on to the bit, and that is itself a PEFT adapter or a
+//! Hugging Face model.
+//!
+//! ```text
+//! OUT/checkpoint-120/   adapter_model.safetensors + adapter_config.json, or model*.safetensors + config.json …  (f32)
+//!                       optimizer.safetensors     both moments of every trainable tensor
+//!                       trainer_state.json        step, place in the data, what the run was started with
+//!                       manifest.json             size and BLAKE3 digest of every other file
+//! ```
+//!
+//! A checkpoint is written beside its place, synced, then renamed: the rename is the commit. A reader takes the newest
+//! one whose digests hold.
+
+mod manifest;
+mod saver;
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+pub use saver::{Saver, SnapshotTensor, WriteWeights};
+
+use crate::error::{Error, Kind, Result};
+use crate::weights::ModelFiles;
+
+const STATE_FILE: &str = "trainer_state.json";
+const OPTIMIZER_FILE: &str = "optimizer.safetensors";
+const PREFIX: &str = "checkpoint-";
+
+/// Where a run stood, and what it was: a run goes on only with the same.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// Version of this file's form.
+    pub schema: u32,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Epochs completed.
+    pub epoch: u64,
+    /// Units of data used in this epoch.
+    pub index: u64,
+    /// Tokens trained on so far.
+    pub tokens: u64,
+    /// What decides the numbers of the run: name → value or digest.
+    pub fingerprint: std::collections::BTreeMap<String, String>,
+}
+
+/// The form of [`State`] that this program writes and reads.
+pub const SCHEMA: u32 = 1;
+
+/// A checkpoint on disk whose digests hold.
+#[derive(Debug)]
+pub struct Saved {
+    /// Its folder.
+    pub folder: PathBuf,
+    /// Where the run stood.
+    pub state: State,
+    optimizer: ModelFiles,
+}
+
+/// Which moment of the optimizer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Moment {
+    /// The mean of gradients.
+    First,
+    /// The mean of their squares.
+    Second,
+}
+
+impl Moment {
+    fn suffix(self) -> &'static str {
+        match self {
+            Moment::First => "exp_avg",
+            Moment::Second => "exp_avg_sq",
+        }
+    }
+}
+
+impl Saved {
+    /// Opens the checkpoint in `folder` after checking every digest.
+    ///
+    /// # Errors
+    /// A file is missing, changed or not of this program's form.
+    pub fn open(folder: &Path) -> Result<Self> {
+        manifest::verify(folder)?;
+        let path = folder.join(STATE_FILE);
+        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
+        let unreadable = |why: String| Error::user(format!("cannot read {}", path.display())).because(why);
+        let state: State = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
+        if state.schema != SCHEMA {
+            return Err(unreadable(format!("its schema is {}; this program reads {SCHEMA}", state.schema)));
+        }
+        let optimizer = ModelFiles::open_file(&folder.join(OPTIMIZER_FILE))?;
+        Ok(Saved { folder: folder.to_owned(), state, optimizer })
+    }
+
+    /// Reads a moment of the parameter called `name`.
+    pub fn moment(&self, name: &str, moment: Moment, out: &mut [f32]) -> Result<()> {
+        self.optimizer.read_f32(&format!("{name}.{}", moment.suffix()), out)
+    }
+
+    /// Refuses to go on as a different run.
+    ///
+    /// # Errors
+    /// Names every difference between the saved run and `current`.
+    pub fn check_same_run(&self, current: &std::collections::BTreeMap<String, String>) -> Result<()> {
+        let mut differences = Vec::new();
+        for key in self.state.fingerprint.keys().chain(current.keys().filter(|k| !self.state.fingerprint.contains_key(*k))) {
+            let (then, now) = (self.state.fingerprint.get(key), current.get(key));
+            if then != now {
+                let shown = |v: Option<&String>| v.map_or_else(|| "nothing".to_owned(), Clone::clone);
+                differences.push(format!("{key}: {} in the checkpoint, {} now", shown(then), shown(now)));
+            }
+        }
+        if differences.is_empty() {
+            return Ok(());
+        }
+        let error = Error::user(format!("cannot resume {}", self.folder.display()));
+        let error = differences.into_iter().fold(error, Error::because);
+        Err(error.hint("resume with the recipe, model and data of the first run, or start anew with another --output"))
+    }
+}
+
+/// The newest sound checkpoint in `output`, and a word on each damaged one that was passed over.
+pub fn newest(output: &Path) -> Result<(Option<Saved>, Vec<String>)> {
+    let mut passed = Vec::new();
+    for (_, folder) in list(output)?.into_iter().rev() {
+        match Saved::open(&folder) {
+            Ok(saved) => return Ok((Some(saved), passed)),
+            Err(error) if error.kind() == Kind::Storage => return Err(error),
+            Err(error) => passed.push(format!("{} is damaged and was passed over: {error}", folder.display())),
+        }
+    }
+    Ok((None, passed))
+}
+
+/// The committed checkpoints in `output`, oldest first.
+fn list(output: &Path) -> Result<Vec<(u64, PathBuf)>> {
+    let mut found = Vec::new();
+    let entries = match std::fs::read_dir(output) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(found),
+        Err(error) => return Err(Error::io("read", output, &error)),
+    };
+    for entry in entries {
+        let path = entry.map_err(|e| Error::io("read", output, &e))?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if let Some(step) = name.strip_prefix(PREFIX).and_then(|step| step.parse().ok()) {
+            found.push((step, path));
+        }
+    }
+    found.sort();
+    Ok(found)
+}

@@ -1,0 +1,87 @@
+//! `finetune data`: how rows become tokens, masks and batches, and what is wrong with them.
+
+use std::fmt::Write;
+
+use super::{terminal, working_folder};
+use crate::cli::DataArgs;
+use crate::data::{Dataset, Example, Sampler, SamplerOptions, Split, Tokenizer};
+use crate::error::Result;
+use crate::model::ModelConfig;
+use crate::plan::{Finder, Rows};
+use crate::recipe::{OnBadRow, Recipe};
+use crate::units;
+
+/// Shows rows.
+pub(super) fn run(args: &DataArgs) -> Result<()> {
+    let terminal = terminal(&args.common);
+    let mut recipe = Recipe::load(&args.reading.layers(&args.model, &args.dataset, &working_folder()?)?)?;
+    // Every bad row is to be seen, not only the first.
+    recipe.data.on_bad_row = OnBadRow::Skip;
+    let finder = Finder::new(args.common.offline, &terminal)?;
+    let source = recipe.model.id.clone();
+    let folder = match &source {
+        Some(source) => finder.model_headers(source, &recipe.model.revision)?.folder,
+        None => return Ok(()),
+    };
+    let vocab_size = match std::fs::read_to_string(folder.join("config.json")) {
+        Ok(text) => ModelConfig::from_json(&text, "config.json")?.vocab_size,
+        Err(_) => usize::MAX,
+    };
+    let rows = Rows::open(&folder, &recipe.data, vocab_size)?;
+    let (dataset, _) = rows.load(&recipe.data.train, Split::Train, &finder)?;
+    for (number, example) in dataset.examples().iter().take(args.rows).enumerate() {
+        terminal.data(row(number + 1, example, &rows.tokenizer)?)?;
+    }
+    terminal.data(format!("{}\n{}", dataset.report(), batches(&dataset, &recipe)?))
+}
+
+/// A row as a table: position, token, whether it is trained, its text.
+fn row(number: usize, example: &Example, tokenizer: &Tokenizer) -> Result<String> {
+    let trained = example.num_trained();
+    let mut text = format!(
+        "row {number}, {}: {} tokens, {trained} trained\n",
+        example.origin,
+        example.ids.len()
+    );
+    for (position, (id, trained)) in example.ids.iter().zip(&example.trained).enumerate() {
+        let piece = tokenizer.decode(&[*id], false)?;
+        let token = tokenizer.token(*id).unwrap_or_default();
+        let mark = if *trained { "train" } else { "" };
+        let _ = writeln!(text, "  {position:>5}  {id:>7}  {mark:<5}  {token:<16}  {piece:?}");
+    }
+    text.push('\n');
+    Ok(text)
+}
+
+fn batches(dataset: &Dataset, recipe: &Recipe) -> Result<String> {
+    let options = SamplerOptions {
+        seed: recipe.train.seed,
+        shuffle: recipe.data.shuffle,
+        packing: recipe.data.packing,
+        max_seq_len: recipe.data.max_seq_len,
+        micro_batch_size: recipe.train.micro_batch_size,
+        gradient_accumulation_steps: recipe.train.gradient_accumulation_steps,
+        epochs: 1.0,
+        max_steps: None,
+    };
+    let mut sampler = Sampler::new(dataset, options)?;
+    let mut lengths = Vec::new();
+    while let Some(step) = sampler.next_step() {
+        lengths.extend(step.micro_batches.iter().map(|batch| batch.len()));
+    }
+    let (count, total) = (lengths.len().max(1), lengths.iter().sum::<usize>());
+    let longest = lengths.iter().max().copied().unwrap_or(0);
+    let unit = if recipe.data.packing { "packed rows" } else { "rows" };
+    let mut text = format!(
+        "an epoch: {} steps of {} {unit}; micro-batches of {} tokens on average, {longest} at most, no padding\n",
+        sampler.steps_per_epoch(),
+        recipe.train.micro_batch_size * recipe.train.gradient_accumulation_steps,
+        total / count
+    );
+    if recipe.data.packing {
+        let room = sampler.num_units() * recipe.data.max_seq_len;
+        let share = 100.0 * total as f64 / room.max(1) as f64;
+        let _ = writeln!(text, "packing fills {share:.1} % of {} tokens", units::count(room as u64));
+    }
+    Ok(text)
+}

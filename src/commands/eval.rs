@@ -1,0 +1,55 @@
+//! `finetune eval`: held-out loss, perplexity, token accuracy, exact match.
+
+use serde_json::json;
+
+use super::{open_device, terminal, working_folder};
+use crate::cli::EvalArgs;
+use crate::data::{self, Split};
+use crate::error::Result;
+use crate::plan::{Adaptation, Base, EngineOptions, Finder, Rows};
+use crate::recipe::{Recipe, Source};
+
+/// Evaluates.
+pub(super) fn run(args: &EvalArgs) -> Result<()> {
+    let terminal = terminal(&args.common);
+    let folder = working_folder()?;
+    let recipe = Recipe::load(&args.rows.layers(&args.model, &args.dataset, &folder)?)?;
+    let finder = Finder::new(args.common.offline, &terminal)?;
+    let base = Base::open(&recipe.model, &finder)?;
+    let adapter = args.adapter.as_deref().map(|adapter| Source::from_argument("--adapter", adapter, &folder));
+    let adaptation = match adapter.transpose()? {
+        Some(source) => Some(Adaptation::saved_in(&finder.adapter(&source)?.folder, &base.config)?),
+        None => None,
+    };
+    let rows = Rows::open(&base.found.folder, &recipe.data, base.config.vocab_size)?;
+    let (dataset, _) = rows.load(&recipe.data.train, Split::Test, &finder)?;
+    terminal.line(format!("data: {}", dataset.report()));
+    let options = EngineOptions::new(&recipe.model, open_device(None)?, recipe.train.seed)?;
+    let engine = base.engine(adaptation.as_ref(), false, &options)?;
+    let tokens = recipe.train.micro_batch_size * recipe.data.max_seq_len;
+    let total = dataset.len();
+    let evaluation = engine.evaluate(data::in_order(dataset.examples(), tokens), |rows| {
+        terminal.detail(format!("{rows} of {total} rows"));
+    })?;
+    let figures = [
+        ("loss", evaluation.loss()),
+        ("perplexity", evaluation.perplexity()),
+        ("token_accuracy", evaluation.token_accuracy()),
+        ("exact_match", evaluation.exact_match()),
+    ];
+    if args.json {
+        let mut object = serde_json::Map::new();
+        for (name, value) in figures {
+            object.insert(name.into(), json!(value));
+        }
+        object.insert("tokens".into(), json!(evaluation.tokens));
+        object.insert("rows".into(), json!(evaluation.rows));
+        return terminal.data(format!("{}\n", serde_json::Value::Object(object)));
+    }
+    let mut text = String::new();
+    for (name, value) in figures {
+        text.push_str(&format!("{name:<15} {value:.6}\n"));
+    }
+    text.push_str(&format!("{:<15} {}\n{:<15} {}\n", "tokens", evaluation.tokens, "rows", evaluation.rows));
+    terminal.data(text)
+}

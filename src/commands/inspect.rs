@@ -1,0 +1,81 @@
+//! `finetune inspect`: what a model or adapter is, from headers alone.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use super::{terminal, working_folder};
+use crate::adapter::{self, Adapter};
+use crate::cli::InspectArgs;
+use crate::error::Result;
+use crate::plan::Finder;
+use crate::recipe::Source;
+use crate::units;
+use crate::weights::{self, ModelFiles, Tally};
+
+/// Inspects.
+pub(super) fn run(args: &InspectArgs) -> Result<()> {
+    let terminal = terminal(&args.common);
+    let source = Source::from_argument("PATH_OR_ID", &args.source, &working_folder()?)?;
+    if let Source::Path(path) = &source {
+        if path.is_file() {
+            return terminal.data(of_file(path)?);
+        }
+        if path.join(adapter::CONFIG_FILE).exists() {
+            return terminal.data(of_adapter(path)?);
+        }
+        return terminal.data(of_model(path)?);
+    }
+    let finder = Finder::new(args.common.offline, &terminal)?;
+    terminal.data(of_model(&finder.model(&source, "main")?.folder)?)
+}
+
+fn of_model(folder: &Path) -> Result<String> {
+    let summary = weights::summary(folder)?;
+    let mut text = String::new();
+    let unknown = || "unknown".to_owned();
+    let _ = writeln!(text, "architecture  {}", summary.architecture.clone().unwrap_or_else(unknown));
+    let _ = writeln!(text, "model_type    {}", summary.model_type.clone().unwrap_or_else(unknown));
+    let _ = writeln!(text, "parameters    {}", tally(&summary.total));
+    for (dtype, part) in &summary.dtypes {
+        let _ = writeln!(text, "  {:<11} {}", dtype.to_string(), tally(part));
+    }
+    let _ = writeln!(text, "tensors by group");
+    for (group, part) in &summary.groups {
+        let _ = writeln!(text, "  {:<11} {}", group.to_string(), tally(part));
+    }
+    let _ = writeln!(text, "files         {}", summary.files);
+    Ok(text)
+}
+
+fn tally(tally: &Tally) -> String {
+    format!("{} in {} tensors, {}", units::count(tally.elements), tally.tensors, units::bytes(tally.bytes))
+}
+
+fn of_adapter(folder: &Path) -> Result<String> {
+    let adapter = Adapter::read(folder)?;
+    let config = adapter.config();
+    let mut text = String::from("PEFT adapter   LoRA\n");
+    let base = config.base_model_name_or_path.as_deref().unwrap_or("not named");
+    let _ = writeln!(text, "base           {base}");
+    let _ = writeln!(text, "r              {}", config.spec.r);
+    let _ = writeln!(text, "lora_alpha     {}", config.spec.lora_alpha);
+    let _ = writeln!(text, "lora_dropout   {}", config.lora_dropout);
+    let _ = writeln!(text, "use_rslora     {}", config.spec.use_rslora);
+    let _ = writeln!(text, "modules        {}", adapter.targets().len());
+    for target in adapter.targets() {
+        let _ = writeln!(text, "  {}  r {}  scale {}", target.name, target.r, target.scale);
+    }
+    for saved in adapter.saved() {
+        let _ = writeln!(text, "  {saved}  saved whole");
+    }
+    Ok(text)
+}
+
+fn of_file(path: &Path) -> Result<String> {
+    let files = ModelFiles::open_file(path)?;
+    let mut text = String::new();
+    for (name, info) in files.tensors() {
+        let _ = writeln!(text, "{name}  {:?}  {}", info.shape, info.dtype);
+    }
+    Ok(text)
+}

@@ -1,0 +1,239 @@
+//! `finetune` without a verb: from the recipe to a trained model on disk.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use super::{open_device, showcase, terminal};
+use crate::checkpoint::{self, Saved, Saver, State};
+use crate::cli::TrainArgs;
+use crate::data::{self, Batch};
+use crate::engine::{Reporter, Run, RunOptions, RunSummary, Trainer};
+use crate::error::{Error, Kind, Result};
+use crate::plan::{Finder, Plan};
+use crate::recipe::Recipe;
+use crate::report::card::{Artifact, Base, Card, CardData};
+use crate::report::html::HtmlReport;
+use crate::report::{EventWriter, MetricsLog, Terminal, metrics};
+use crate::units;
+use crate::weights::write_text;
+
+/// Trains.
+pub(super) fn run(args: &TrainArgs) -> Result<()> {
+    let started = Instant::now();
+    let terminal = terminal(&args.common);
+    let recipe = Recipe::load(&args.layers(&super::working_folder()?)?)?;
+    let device = open_device(args.gpus.as_ref())?;
+    let resumed = if args.dry_run { None } else { prepare_output(args, &terminal)? };
+    let finder = Finder::new(args.common.offline, &terminal)?;
+    let mut plan = Plan::resolve(recipe, &finder, device)?;
+    say(&plan, &terminal);
+    if args.dry_run {
+        return terminal.data(plan.recipe.to_toml());
+    }
+    let output = args.output.as_path();
+    let stop = watch_signals()?;
+    let mut trainer = plan.trainer(resumed.as_ref())?;
+    std::fs::create_dir_all(output).map_err(|e| Error::io("create", output, &e))?;
+    write_text(&output.join("recipe.toml"), &plan.recipe.to_toml())?;
+    let plan = plan;
+    let questions = showcase::questions(args, &plan)?;
+    let answers_before = showcase::answers(&questions, &trainer.engine, &plan.rows.tokenizer)?;
+    terminal.detail(format!("ready to train after {}", units::duration(started.elapsed().as_secs_f64())));
+    let summary = train(&plan, &mut trainer, resumed.as_ref(), output, &stop, &terminal)?;
+    if summary.stopped {
+        return Err(Error::new(Kind::SavedAndStopped, format!("stopped by a signal after step {}", summary.steps))
+            .because(format!("the run is saved in {}", output.join(format!("checkpoint-{}", summary.steps)).display()))
+            .hint("the same command with `--resume` goes on from there"));
+    }
+    (plan.writer(false))(output, &trainer.snapshot(false)?)?;
+    let title = output.file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned());
+    card(&plan, &summary, title.clone()).write(&output.join("README.md"))?;
+    html(&plan, &summary, output, &title, started)?;
+    showcase::show(&questions, &answers_before, &trainer.engine, &plan, &summary, &terminal)?;
+    terminal.line(format!("{} in {}", finished(&plan), output.display()));
+    Ok(())
+}
+
+/// Everything a person should know before the first step.
+fn say(plan: &Plan, terminal: &Terminal) {
+    let commit = plan.base.found.commit.as_ref().map(|commit| format!(" at {commit}")).unwrap_or_default();
+    terminal.line(format!("model {}{commit}", plan.base.found.id));
+    terminal.line(format!("data: {}", plan.train.0.report()));
+    if let Some((held_out, _)) = &plan.held_out {
+        terminal.line(format!("held out: {}", held_out.report()));
+    }
+    terminal.line(plan.describe());
+}
+
+fn finished(plan: &Plan) -> &'static str {
+    if plan.adaptation.is_some() { "adapter saved" } else { "model saved" }
+}
+
+/// Looks at the output folder: what to resume, or that it is free.
+fn prepare_output(args: &TrainArgs, terminal: &Terminal) -> Result<Option<Saved>> {
+    let output = &args.output;
+    let Some(from) = &args.resume else { return free_output(output).map(|()| None) };
+    let (saved, passed) = match from {
+        Some(folder) if folder.join("trainer_state.json").exists() => (Some(Saved::open(folder)?), Vec::new()),
+        Some(folder) => checkpoint::newest(folder)?,
+        None => checkpoint::newest(output)?,
+    };
+    passed.iter().for_each(|text| terminal.warn(text));
+    match &saved {
+        Some(saved) => terminal.line(format!("resuming from {}", saved.folder.display())),
+        None => {
+            terminal.line(format!("no checkpoint in {}: starting from the beginning", output.display()));
+            let finished = ["adapter_config.json", "config.json"].iter().any(|name| output.join(name).exists());
+            if finished {
+                free_output(output)?;
+            }
+        }
+    }
+    Ok(saved)
+}
+
+fn free_output(output: &Path) -> Result<()> {
+    let mut entries = match std::fs::read_dir(output) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(Error::io("write to", output, &error)),
+    };
+    match entries.next() {
+        None => Ok(()),
+        Some(_) => Err(Error::user(format!("cannot write to {}", output.display()))
+            .because("the folder is not empty")
+            .hint("give a new folder with `--output`, or `--resume` to go on with the run in this one")),
+    }
+}
+
+/// SIGINT and SIGTERM ask for a save at the end of the step; a second one ends the program at once.
+fn watch_signals() -> Result<Arc<AtomicBool>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        let code = i32::from(Kind::Stopped.exit_code());
+        signal_hook::flag::register_conditional_shutdown(signal, code, stop.clone())
+            .and_then(|_| signal_hook::flag::register(signal, stop.clone()))
+            .map_err(|e| Error::internal("cannot watch signals").because(e.to_string()))?;
+    }
+    Ok(stop)
+}
+
+fn train(
+    plan: &Plan,
+    trainer: &mut Trainer,
+    resumed: Option<&Saved>,
+    output: &Path,
+    stop: &AtomicBool,
+    terminal: &Terminal,
+) -> Result<RunSummary> {
+    let settings = &plan.recipe.checkpoint;
+    let mut saver = Saver::new(output, settings.keep_last, settings.async_save, plan.writer(true))?;
+    let mut sampler = plan.sampler()?;
+    let state = resumed.map(|saved| &saved.state);
+    if let Some(state) = state {
+        sampler.seek(data::Cursor { epoch: state.epoch, index: state.index })?;
+    }
+    let metrics_path = output.join("metrics.jsonl");
+    let metrics = match state {
+        Some(state) => MetricsLog::resume(&metrics_path, state.step)?,
+        None => MetricsLog::create(&metrics_path)?,
+    };
+    let events = output.join("tensorboard");
+    let tensorboard =
+        plan.recipe.log.tensorboard.then(|| EventWriter::create(&events, state.map(|s| s.step))).transpose()?;
+    let fingerprint = plan.fingerprint();
+    let summary = Run {
+        trainer,
+        sampler: &mut sampler,
+        held_out: held_out_batches(plan),
+        reporter: Reporter { terminal, metrics, tensorboard },
+        save: &mut |trainer, moment| {
+            let state = State {
+                schema: checkpoint::SCHEMA,
+                step: moment.step,
+                epoch: moment.cursor.epoch,
+                index: moment.cursor.index,
+                tokens: moment.tokens,
+                fingerprint: fingerprint.clone(),
+            };
+            saver.save(state, trainer.snapshot(true)?)
+        },
+        stop,
+        options: RunOptions {
+            save_steps: settings.save_steps,
+            eval_steps: plan.recipe.eval.steps,
+            eval_at_end: plan.recipe.eval.at_end,
+            every_steps: plan.recipe.log.every_steps,
+        },
+    }
+    .to_the_end(state.map_or(0, |state| state.tokens));
+    let saved = saver.finish();
+    let summary = summary?;
+    saved?;
+    Ok(summary)
+}
+
+fn held_out_batches(plan: &Plan) -> Vec<Batch> {
+    let Some((held_out, _)) = &plan.held_out else { return Vec::new() };
+    let tokens = plan.recipe.train.micro_batch_size * plan.recipe.data.max_seq_len;
+    data::in_order(held_out.examples(), tokens).collect()
+}
+
+fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
+    let sets = |found: &[crate::plan::Found], rows: usize| -> Vec<CardData> {
+        let data = |found: &crate::plan::Found| CardData { name: found.id.clone(), on_hub: found.on_hub, rows: rows as u64 };
+        found.iter().map(data).collect()
+    };
+    let found = &plan.base.found;
+    Card {
+        title,
+        artifact: if plan.adaptation.is_some() { Artifact::Adapter } else { Artifact::Model },
+        base: match (&plan.base.files, found.on_hub) {
+            (None, _) => Base::Random { config: found.id.clone() },
+            (_, true) => Base::Hub { id: found.id.clone(), commit: found.commit.clone() },
+            (_, false) => Base::Folder { path: found.id.clone() },
+        },
+        method: method(plan),
+        train_data: sets(&plan.train.1, plan.train.0.report().rows),
+        eval_data: plan.held_out.as_ref().map(|(d, found)| sets(found, d.report().rows)).unwrap_or_default(),
+        recipe: plan.recipe.to_toml(),
+        steps: summary.steps,
+        tokens: summary.tokens,
+        trainable_params: plan.parameters().0,
+        final_train_loss: summary.last_loss,
+        before: summary.before.clone(),
+        after: summary.after.clone(),
+        chat: plan.rows.template.is_some(),
+    }
+}
+
+fn method(plan: &Plan) -> String {
+    match &plan.adaptation {
+        Some(adaptation) => format!("LoRA, r {}", adaptation.config.spec.r),
+        None => "all weights".into(),
+    }
+}
+
+fn html(plan: &Plan, summary: &RunSummary, output: &Path, title: &str, started: Instant) -> Result<()> {
+    let entries = metrics::read(&output.join("metrics.jsonl"))?;
+    let (trainable, all) = plan.parameters();
+    let loss = |report: &Option<crate::report::EvalReport>| {
+        report.as_ref().map_or_else(|| "–".to_owned(), |report| format!("{:.4}", report.eval_loss))
+    };
+    let figures = [
+        ("model", plan.base.found.id.clone()),
+        ("method", method(plan)),
+        ("trainable parameters", format!("{} of {}", units::count(trainable), units::count(all))),
+        ("steps", summary.steps.to_string()),
+        ("tokens", units::count(summary.tokens)),
+        ("held-out loss before", loss(&summary.before)),
+        ("held-out loss after", loss(&summary.after)),
+        ("time", units::duration(started.elapsed().as_secs_f64())),
+        ("memory planned", units::bytes(plan.memory.total())),
+        ("memory peak", units::bytes(crate::report::memory::peak_bytes())),
+    ];
+    let recipe = plan.recipe.to_toml();
+    HtmlReport { title, figures: &figures, recipe: &recipe, entries: &entries }.write(&output.join("report.html"))
+}

@@ -1,0 +1,153 @@
+//! Examples as the engine takes them: micro-batches without padding.
+//!
+//! A micro-batch is its rows' tokens one after the other; attention and positions restart at each segment, so no
+//! sample sees another and no token is spent on padding. A target is the next token of the same segment, where that
+//! token is trained. Pure functions of the examples; which rows meet is the sampler's business.
+
+use super::encode::Example;
+
+/// The target of a position that carries no loss.
+pub const IGNORE: u32 = u32::MAX;
+
+/// One sample inside a micro-batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Segment {
+    /// Index of its first token.
+    pub start: usize,
+    /// Its tokens.
+    pub len: usize,
+}
+
+/// One micro-batch: T tokens of one or more samples.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Batch {
+    /// Token ids, `[T]`.
+    pub ids: Vec<u32>,
+    /// The token to predict at each position, `[T]`, or [`IGNORE`]; always that at the end of a segment.
+    pub targets: Vec<u32>,
+    /// The position inside its segment, `[T]`.
+    pub positions: Vec<u32>,
+    /// The samples, in order; together they cover the T tokens.
+    pub segments: Vec<Segment>,
+    /// Index of the first token in the step's global batch: dropout is keyed by it, so that it does not depend on
+    /// how the batch is split.
+    pub first_token: u64,
+    /// Samples.
+    pub rows: usize,
+}
+
+impl Batch {
+    /// The micro-batch of `examples`, which begins at token `first_token` of its step.
+    pub fn new<'a>(examples: impl IntoIterator<Item = &'a Example>, first_token: u64) -> Self {
+        let mut batch = Batch { first_token, ..Batch::default() };
+        for example in examples {
+            let len = example.ids.len();
+            batch.segments.push(Segment { start: batch.ids.len(), len });
+            batch.ids.extend_from_slice(&example.ids);
+            batch.positions.extend((0u32..).take(len));
+            let next = example.ids.iter().zip(&example.trained).skip(1);
+            batch.targets.extend(next.map(|(id, trained)| if *trained { *id } else { IGNORE }));
+            if len > 0 {
+                batch.targets.push(IGNORE);
+            }
+            batch.rows += 1;
+        }
+        batch
+    }
+
+    /// Tokens.
+    pub fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// Whether there is no token.
+    pub fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    /// Positions that carry loss.
+    pub fn valid(&self) -> u64 {
+        self.targets.iter().filter(|target| **target != IGNORE).count() as u64
+    }
+}
+
+/// The micro-batches of one optimizer step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Step {
+    /// In the order of their `first_token`.
+    pub micro_batches: Vec<Batch>,
+    /// Positions that carry loss, in all of them: the one denominator of the step's loss.
+    pub valid: u64,
+    /// Tokens in all of them.
+    pub tokens: u64,
+    /// Epochs done after this step.
+    pub epoch: f64,
+}
+
+impl Step {
+    /// A step of these micro-batches; `epoch` is the progress after it.
+    pub fn new(micro_batches: Vec<Batch>, epoch: f64) -> Self {
+        let valid = micro_batches.iter().map(Batch::valid).sum();
+        let tokens = micro_batches.iter().map(|batch| batch.len() as u64).sum();
+        Step { micro_batches, valid, tokens, epoch }
+    }
+}
+
+/// Micro-batches of at most `max_tokens` tokens, in the order of the examples, for evaluation. An example longer
+/// than that has one of its own.
+pub fn in_order(examples: &[Example], max_tokens: usize) -> impl Iterator<Item = Batch> {
+    let (mut next, mut first_token) = (0, 0);
+    std::iter::from_fn(move || {
+        let (start, mut tokens) = (next, 0);
+        while next < examples.len() {
+            let len = examples[next].ids.len();
+            if next > start && tokens + len > max_tokens {
+                break;
+            }
+            tokens += len;
+            next += 1;
+        }
+        if start == next {
+            return None;
+        }
+        let batch = Batch::new(&examples[start..next], first_token);
+        first_token += batch.len() as u64;
+        Some(batch)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::{Origin, Place};
+    use std::path::Path;
+    use std::sync::Arc;
+
+    fn example(ids: &[u32], trained: &[u8]) -> Example {
+        Example {
+            ids: ids.to_vec(),
+            trained: trained.iter().map(|t| *t == 1).collect(),
+            origin: Origin { file: Arc::from(Path::new("x")), place: Place::Line(1) },
+        }
+    }
+
+    #[test]
+    fn targets_stay_inside_their_segment() {
+        let rows = [example(&[5, 6, 7], &[0, 1, 1]), example(&[8], &[1]), example(&[9, 10, 11], &[1, 0, 1])];
+        let batch = Batch::new(&rows, 40);
+        assert_eq!(batch.ids, [5, 6, 7, 8, 9, 10, 11]);
+        assert_eq!(batch.targets, [6, 7, IGNORE, IGNORE, IGNORE, 11, IGNORE]);
+        assert_eq!(batch.positions, [0, 1, 2, 0, 0, 1, 2]);
+        let segments: Vec<_> = batch.segments.iter().map(|s| (s.start, s.len)).collect();
+        assert_eq!(segments, [(0, 3), (3, 1), (4, 3)]);
+        assert_eq!((batch.valid(), batch.rows, batch.first_token), (3, 3, 40));
+    }
+
+    #[test]
+    fn evaluation_takes_every_row_once_in_order() {
+        let rows: Vec<_> = [3, 4, 9, 1, 1].iter().map(|n| example(&vec![2; *n], &vec![1; *n])).collect();
+        let batches: Vec<_> = in_order(&rows, 7).collect();
+        assert_eq!(batches.iter().map(|b| b.rows).collect::<Vec<_>>(), [2, 1, 2]);
+        assert_eq!(batches.iter().map(|b| b.first_token).collect::<Vec<_>>(), [0, 7, 16]);
+    }
+}

@@ -1,0 +1,201 @@
+//! All rows of a data set as examples, in the order of the files, with a report.
+//!
+//! Rows are encoded in parallel and kept in memory: ids take four bytes a token, and the sets that fine-tuning
+//! uses have tens of millions of tokens at most. All faults are collected before the first is an error, so that a
+//! data set is mended in one round.
+
+use std::path::PathBuf;
+
+use rayon::prelude::*;
+
+use super::encode::{Encoder, Example};
+use super::format::detect;
+use super::source::{Source, read};
+use super::template::ChatTemplate;
+use super::tokenizer::Tokenizer;
+use super::{DataOptions, DataReport, Fault, FaultKind, Format, OnFault, Record};
+use crate::error::{Error, Result};
+
+/// Bad rows that an error names.
+const NAMED_IN_ERROR: usize = 5;
+
+/// Examples ready to be batched.
+#[derive(Debug)]
+pub struct Dataset {
+    examples: Vec<Example>,
+    report: DataReport,
+}
+
+impl Dataset {
+    /// Reads and encodes all rows of `paths`, files or folders, in this order.
+    ///
+    /// # Errors
+    /// When a file cannot be read, the format cannot be told, a row is bad and `on_bad_row` is `stop`, or no
+    /// example is left.
+    pub fn load(
+        paths: &[PathBuf],
+        options: &DataOptions,
+        tokenizer: &Tokenizer,
+        template: Option<&ChatTemplate>,
+    ) -> Result<Self> {
+        if options.max_seq_len < 2 {
+            return Err(Error::user(format!("`data.max_seq_len` is {}", options.max_seq_len))
+                .because("a row needs two tokens at least: one to predict the other from"));
+        }
+        let mut source = Source::default();
+        for path in paths {
+            let mut one = read(path, options.split)?;
+            source.files.append(&mut one.files);
+            source.rows.append(&mut one.rows);
+            source.bad.append(&mut one.bad);
+            source.notes.append(&mut one.notes);
+        }
+        Self::from_source(source, options, tokenizer, template)
+    }
+
+    /// As [`Self::load`], of rows that are read already.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn from_source(
+        source: Source,
+        options: &DataOptions,
+        tokenizer: &Tokenizer,
+        template: Option<&ChatTemplate>,
+    ) -> Result<Self> {
+        let (format, why) = choose_format(&source, options)?;
+        let mut report = DataReport {
+            files: source.files.len(),
+            rows: source.rows.len() + source.bad.len(),
+            format,
+            why,
+            notes: source.notes,
+            ..DataReport::default()
+        };
+        for bad in source.bad {
+            report.add_bad(bad.origin, bad.fault);
+        }
+        needs_met(&source.rows, format, tokenizer, template)?;
+        let encoder = Encoder::new(tokenizer, template, options);
+        let outcomes: Vec<_> = source.rows.par_iter().map(|row| encoder.encode_row(row, format)).collect();
+        let mut examples = Vec::with_capacity(outcomes.len());
+        for (row, outcome) in source.rows.iter().zip(outcomes) {
+            match outcome {
+                Ok(outcome) => examples.append(&mut report.add(outcome, &row.origin)),
+                Err(fault) => report.add_bad(row.origin.clone(), fault),
+            }
+        }
+        stop_on_faults(&report, options)?;
+        if examples.is_empty() {
+            return Err(Error::user("no row of the data set can be used").because(report.to_string()));
+        }
+        Ok(Dataset { examples, report })
+    }
+
+    /// The examples, in the order of the files.
+    pub fn examples(&self) -> &[Example] {
+        &self.examples
+    }
+
+    /// How many examples there are.
+    pub fn len(&self) -> usize {
+        self.examples.len()
+    }
+
+    /// Whether there is no example; a data set that was loaded has one.
+    pub fn is_empty(&self) -> bool {
+        self.examples.is_empty()
+    }
+
+    /// What was found.
+    pub fn report(&self) -> &DataReport {
+        &self.report
+    }
+
+    /// BLAKE3 over ids and masks of all examples in order: equal digests train alike.
+    pub fn digest(&self) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new();
+        for example in &self.examples {
+            hasher.update(&(example.ids.len() as u64).to_le_bytes());
+            let ids: Vec<u8> = example.ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+            hasher.update(&ids);
+            let trained: Vec<u8> = example.trained.iter().map(|trained| u8::from(*trained)).collect();
+            hasher.update(&trained);
+        }
+        hasher.finalize()
+    }
+}
+
+fn choose_format(source: &Source, options: &DataOptions) -> Result<(Format, String)> {
+    if source.rows.is_empty() && source.bad.is_empty() {
+        let files: Vec<String> = source.files.iter().map(|file| file.display().to_string()).collect();
+        return Err(Error::user("the data set is empty").because(format!("no row in {}", files.join(", "))));
+    }
+    match options.format {
+        // Nothing to look at: the faults of the rows say more than a failed guess.
+        Format::Auto if source.rows.is_empty() => Ok((Format::Auto, "no row is readable".to_owned())),
+        Format::Auto => detect(&source.rows),
+        format => Ok((format, format!("{format}: as `data.format` says"))),
+    }
+}
+
+/// What the rows of a format need of the tokenizer, before every row fails for the same reason.
+fn needs_met(
+    rows: &[super::source::Row],
+    format: Format,
+    tokenizer: &Tokenizer,
+    template: Option<&ChatTemplate>,
+) -> Result<()> {
+    if tokenizer.eos().is_none() {
+        return Err(Error::user(format!(
+            "cannot train with the tokenizer in {}",
+            tokenizer.folder().display()
+        ))
+        .because("it names no EOS token, so a model could never learn to stop")
+        .hint("write `\"eos_token\": \"...\"` into its tokenizer_config.json"));
+    }
+    let is_chat = |row: &super::source::Row| {
+        matches!(super::format::convert(&row.value, format), Ok(Some(Record::Messages { .. })))
+    };
+    if template.is_none()
+        && rows.iter().find(|row| super::format::convert(&row.value, format).is_ok()).is_some_and(is_chat)
+    {
+        return Err(Error::user(format!(
+            "cannot use {format} rows with the tokenizer in {}",
+            tokenizer.folder().display()
+        ))
+        .because("it has no chat template")
+        .hint("write `data.chat_template`, Jinja text or the path of a file"));
+    }
+    Ok(())
+}
+
+fn stop_on_faults(report: &DataReport, options: &DataOptions) -> Result<()> {
+    let stops = |kind: &FaultKind| *kind == FaultKind::TooLong || options.on_bad_row == OnFault::Stop;
+    let total: usize = report.bad.iter().filter(|(kind, _)| stops(kind)).map(|(_, (count, _))| count).sum();
+    if total == 0 {
+        return Ok(());
+    }
+    let mut error = Error::user(format!("cannot use {total} of {} rows of the data set", report.rows));
+    let named: Vec<_> =
+        report.first_bad().filter(|bad| stops(&bad.fault.kind)).take(NAMED_IN_ERROR).collect();
+    for bad in &named {
+        error = error.because(bad.to_string());
+    }
+    if total > named.len() {
+        error = error.because(format!("and {} more", total - named.len()));
+    }
+    let too_long = named.iter().any(|bad| bad.fault.kind == FaultKind::TooLong);
+    Err(error.hint(if too_long {
+        "raise `data.max_seq_len`, or write `data.on_long_row = \"truncate\"` or `\"drop\"`"
+    } else {
+        "mend the rows, or write `data.on_bad_row = \"skip\"` to leave them out"
+    }))
+}
+
+impl From<Fault> for Error {
+    /// A fault that concerns no row of a file.
+    fn from(fault: Fault) -> Self {
+        Error::user(fault.kind.to_string()).because(fault.why)
+    }
+}

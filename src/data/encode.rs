@@ -1,0 +1,284 @@
+//! A [`Record`] to an [`Example`]: token ids, and which of them are trained.
+//!
+//! The whole text is tokenized once and the trained characters are carried over by the tokens' offsets, so that
+//! what is trained is exactly what stands in a row. Chats are encoded without special tokens: the template writes
+//! its own. Other text is encoded as the tokenizer does it, BOS included where its post-processor adds one; text
+//! that would then begin with two is a fault. A row ends in EOS, which is trained, unless it already ends in a
+//! token that stops a generation. A row that leaves nothing to train is a fault, never a silent zero.
+
+use serde_json::{Value, json};
+
+use super::format::{Record, question};
+use super::source::Row;
+use super::spans::render_trained;
+use super::template::{ChatTemplate, Inputs};
+use super::tokenizer::{Encoded, Tokenizer};
+use super::{DataOptions, Fault, FaultKind, OnLongRow, Origin, TrainOn};
+use crate::error::Error;
+
+/// A row as the model sees it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Example {
+    /// Token ids, at most `max_seq_len`.
+    pub ids: Vec<u32>,
+    /// For each token, whether predicting it is trained. The first token is never predicted.
+    pub trained: Vec<bool>,
+    /// Where the row stood.
+    pub origin: Origin,
+}
+
+impl Example {
+    /// Tokens that are predicted and trained.
+    pub fn num_trained(&self) -> usize {
+        self.trained.iter().skip(1).filter(|trained| **trained).count()
+    }
+}
+
+/// What became of a row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
+    /// Its examples: one, or the chunks of a document.
+    Examples(Vec<Example>),
+    /// One example, cut to `max_seq_len` from `was` tokens.
+    Truncated {
+        /// What was kept.
+        example: Example,
+        /// Its length before.
+        was: usize,
+    },
+    /// Left out for its length.
+    Dropped {
+        /// Its length.
+        was: usize,
+    },
+    /// Left out because it is labelled as a bad answer.
+    LeftOut,
+}
+
+/// Turns records into examples for one model.
+#[derive(Debug)]
+pub struct Encoder<'a> {
+    tokenizer: &'a Tokenizer,
+    template: Option<&'a ChatTemplate>,
+    options: &'a DataOptions,
+    special: Vec<&'a str>,
+}
+
+/// A whole row, before its length is looked at.
+struct Tokens {
+    ids: Vec<u32>,
+    trained: Vec<bool>,
+}
+
+impl<'a> Encoder<'a> {
+    /// An encoder; `template` is needed for rows of messages only.
+    pub fn new(
+        tokenizer: &'a Tokenizer,
+        template: Option<&'a ChatTemplate>,
+        options: &'a DataOptions,
+    ) -> Self {
+        Encoder { tokenizer, template, options, special: tokenizer.special_texts().collect() }
+    }
+
+    /// Encodes a row that is of `format`.
+    ///
+    /// # Errors
+    /// Whatever makes the row unusable.
+    pub fn encode_row(&self, row: &Row, format: super::Format) -> Result<Outcome, Fault> {
+        match super::format::convert(&row.value, format)? {
+            Some(record) => self.encode(&record, &row.origin, row.document),
+            None => Ok(Outcome::LeftOut),
+        }
+    }
+
+    /// Encodes a record; a `document` longer than `max_seq_len` becomes several examples.
+    ///
+    /// # Errors
+    /// Whatever makes the record unusable.
+    pub fn encode(&self, record: &Record, origin: &Origin, document: bool) -> Result<Outcome, Fault> {
+        let tokens = self.tokens(record)?;
+        if let Some(id) = tokens.ids.iter().find(|id| **id as usize >= self.options.vocab_size) {
+            let token = self.tokenizer.token(*id).unwrap_or_default();
+            let why =
+                format!("token {id} ({token:?}); the model has the ids below {}", self.options.vocab_size);
+            return Err(Fault::new(FaultKind::Vocabulary, why));
+        }
+        let (max, was) = (self.options.max_seq_len, tokens.ids.len());
+        if was <= max {
+            return self.example(tokens, origin).map(|example| Outcome::Examples(vec![example]));
+        }
+        if document {
+            return self.chunks(&tokens, origin);
+        }
+        match self.options.on_long_row {
+            OnLongRow::Drop => Ok(Outcome::Dropped { was }),
+            OnLongRow::Stop => {
+                Err(Fault::new(FaultKind::TooLong, format!("{was} tokens; `data.max_seq_len` is {max}")))
+            }
+            OnLongRow::Truncate => {
+                let Tokens { mut ids, mut trained } = tokens;
+                ids.truncate(max);
+                trained.truncate(max);
+                let example = self.example(Tokens { ids, trained }, origin).map_err(|mut fault| {
+                    fault.why.push_str(&format!(" in the first {max} of its {was} tokens"));
+                    fault
+                })?;
+                Ok(Outcome::Truncated { example, was })
+            }
+        }
+    }
+
+    /// Consecutive pieces of at most `max_seq_len` tokens. A last piece of a single token would have nothing to be
+    /// predicted from: the one before it gives up a token, if it has more than two.
+    fn chunks(&self, tokens: &Tokens, origin: &Origin) -> Result<Outcome, Fault> {
+        let (size, mut len) = (self.options.max_seq_len, tokens.ids.len());
+        let mut examples = Vec::with_capacity(len.div_ceil(size));
+        let mut start = 0;
+        while start < len {
+            let mut end = (start + size).min(len);
+            match len - end {
+                1 if end - start > 2 => end -= 1,
+                1 => len = end,
+                _ => {}
+            }
+            let (ids, trained) = (tokens.ids[start..end].to_vec(), tokens.trained[start..end].to_vec());
+            examples.push(self.example(Tokens { ids, trained }, origin)?);
+            start = end;
+        }
+        Ok(Outcome::Examples(examples))
+    }
+
+    fn example(&self, tokens: Tokens, origin: &Origin) -> Result<Example, Fault> {
+        let example = Example { ids: tokens.ids, trained: tokens.trained, origin: origin.clone() };
+        if example.num_trained() == 0 {
+            let why = match (example.ids.len(), self.options.train_on) {
+                (0 | 1, _) => "it is empty",
+                (_, TrainOn::Assistant) => "there is no trained token",
+                (_, TrainOn::All) => "there is nothing to predict",
+            };
+            return Err(Fault::new(FaultKind::NothingTrained, why));
+        }
+        Ok(example)
+    }
+
+    fn tokens(&self, record: &Record) -> Result<Tokens, Fault> {
+        match record {
+            Record::Messages { messages, tools, counts } => self.chat(messages, tools.as_ref(), counts),
+            Record::Task { system, instruction, input, output } if self.template.is_some() => {
+                let mut messages: Vec<Value> =
+                    system.iter().map(|text| json!({"role": "system", "content": text})).collect();
+                messages.push(json!({"role": "user", "content": question(instruction, input)}));
+                messages.push(json!({"role": "assistant", "content": output}));
+                self.chat(&messages, None, &[])
+            }
+            Record::Task { system, instruction, input, output } => {
+                self.text(&task_prompt(system.as_deref(), instruction, input), output)
+            }
+            Record::Pair { prompt, completion } => self.text(prompt, completion),
+            Record::Text(text) => self.text("", text),
+        }
+    }
+
+    fn chat(&self, messages: &[Value], tools: Option<&Value>, counts: &[bool]) -> Result<Tokens, Fault> {
+        let Some(template) = self.template else {
+            return Err(Fault::new(
+                FaultKind::Template,
+                "the tokenizer has no chat template; write `data.chat_template`",
+            ));
+        };
+        let all = self.options.train_on == TrainOn::All;
+        let rendered = if all {
+            template.render(messages, &Inputs { tools, ..Inputs::default() })
+        } else {
+            render_trained(template, messages, counts, tools, &self.special)
+        };
+        let rendered = rendered.map_err(|error| Fault::new(FaultKind::Template, in_one_line(&error)))?;
+        let encoded = self.encoded(&rendered.text, false)?;
+        let trained = match all {
+            true => vec![true; encoded.ids.len()],
+            false => encoded
+                .offsets
+                .iter()
+                .map(|at| rendered.spans.iter().any(|span| overlaps(at, span)))
+                .collect(),
+        };
+        let ends_trained =
+            all || rendered.spans.last().is_some_and(|s| rendered.text[s.end..].trim().is_empty());
+        Ok(self.with_eos(&rendered.text, encoded, trained, ends_trained))
+    }
+
+    /// Text as it is; what comes after `prompt` is trained.
+    fn text(&self, prompt: &str, completion: &str) -> Result<Tokens, Fault> {
+        let text = format!("{prompt}{completion}");
+        if let Some(bos) = self.tokenizer.bos()
+            && self.tokenizer.adds_bos()
+            && text.starts_with(&bos.text)
+        {
+            let why = format!("it begins with {:?}, which the tokenizer adds itself", bos.text);
+            return Err(Fault::new(FaultKind::DoubleBos, why));
+        }
+        if completion.is_empty() {
+            let why = if prompt.is_empty() { "it is empty" } else { "its completion is empty" };
+            return Err(Fault::new(FaultKind::NothingTrained, why));
+        }
+        let encoded = self.encoded(&text, true)?;
+        let all = prompt.is_empty() || self.options.train_on == TrainOn::All;
+        let span = prompt.len()..text.len();
+        let trained = encoded.offsets.iter().map(|at| all || overlaps(at, &span)).collect();
+        Ok(self.with_eos(&text, encoded, trained, true))
+    }
+
+    fn encoded(&self, text: &str, add_special: bool) -> Result<Encoded, Fault> {
+        let encoded = self.tokenizer.encode_with_offsets(text, add_special);
+        encoded.map_err(|error| Fault::new(FaultKind::Unreadable, in_one_line(&error)))
+    }
+
+    /// Appends EOS where the row does not end in a token that stops a generation. Whitespace between what is
+    /// trained and EOS is trained too: the model has to get across it.
+    fn with_eos(&self, text: &str, encoded: Encoded, mut trained: Vec<bool>, ends_trained: bool) -> Tokens {
+        let mut ids = encoded.ids;
+        let is_space = |at: &std::ops::Range<usize>| {
+            !at.is_empty() && text.get(at.clone()).is_some_and(|part| part.trim().is_empty())
+        };
+        let spaces = encoded.offsets.iter().rev().take_while(|at| is_space(at)).count();
+        let last = ids.len().checked_sub(spaces + 1).map(|index| ids[index]);
+        let stops = last.is_some_and(|id| self.tokenizer.eos_ids().contains(&id));
+        if let (false, true, Some(eos)) = (stops, ends_trained, self.tokenizer.eos()) {
+            let from = ids.len() - spaces;
+            trained[from..].fill(true);
+            ids.push(eos.id);
+            trained.push(true);
+        }
+        Tokens { ids, trained }
+    }
+}
+
+/// A task for models without a chat template.
+fn task_prompt(system: Option<&str>, instruction: &str, input: &str) -> String {
+    let mut prompt = String::new();
+    for (heading, part) in
+        [("System", system.unwrap_or_default()), ("Instruction", instruction), ("Input", input)]
+    {
+        if !part.is_empty() {
+            prompt.push_str(&format!("### {heading}:\n{part}\n\n"));
+        }
+    }
+    prompt.push_str("### Response:\n");
+    prompt
+}
+
+/// Whether a token covers a part of a span. A token without width (a space its offsets leave out) belongs to what
+/// begins where it stands.
+fn overlaps(token: &std::ops::Range<usize>, span: &std::ops::Range<usize>) -> bool {
+    if token.is_empty() {
+        return token.start != 0 && span.contains(&token.start);
+    }
+    token.start < span.end && span.start < token.end
+}
+
+/// An error on one line, for the list of bad rows.
+fn in_one_line(error: &Error) -> String {
+    let text = error.to_string();
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    text.replace("\n  caused by: ", ": ").replace("\nhint: ", "; ")
+}

@@ -1,0 +1,406 @@
+//! What kind of row a row is, and what it becomes: a [`Record`].
+//!
+//! Every row is classed by its keys alone; the format of a data set is the one most of its rows have, and the rows
+//! that are not of it are faults, never read by another rule. Literal `{{name}}` placeholders stay as they are:
+//! nothing in a row is a template.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::conversation::{Conversation, messages_of, tools_of};
+use super::json_rows::json_type;
+use super::source::Row;
+use super::{Fault, FaultKind};
+use crate::error::{Error, Result};
+
+/// The shape of a data set's rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Format {
+    /// The format most rows have.
+    #[default]
+    Auto,
+    /// `messages` of `role` and `content` (OpenAI), with `tools`; with `label`, only the rows where it is true.
+    Messages,
+    /// `conversations` of `from` and `value`, with `system` and `tools`.
+    #[serde(rename = "sharegpt")]
+    ShareGpt,
+    /// `chosen` and `rejected`: the chosen side is trained.
+    Preference,
+    /// `instruction`, `output`, perhaps `input`, `system` and `history`.
+    Alpaca,
+    /// `instruction`, `response`, perhaps `context`.
+    Instruction,
+    /// `prompt` and `completion` (or `canonical_solution`), both text or both messages.
+    PromptCompletion,
+    /// `question` and `answer`.
+    QuestionAnswer,
+    /// `text`.
+    Text,
+}
+
+/// All formats a row can have, in the order in which its keys are looked at.
+const FORMATS: [Format; 8] = [
+    Format::Preference,
+    Format::Messages,
+    Format::ShareGpt,
+    Format::Alpaca,
+    Format::Instruction,
+    Format::PromptCompletion,
+    Format::QuestionAnswer,
+    Format::Text,
+];
+
+impl Format {
+    /// The name as a recipe writes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Format::Auto => "auto",
+            Format::Messages => "messages",
+            Format::ShareGpt => "sharegpt",
+            Format::Preference => "preference",
+            Format::Alpaca => "alpaca",
+            Format::Instruction => "instruction",
+            Format::PromptCompletion => "prompt_completion",
+            Format::QuestionAnswer => "question_answer",
+            Format::Text => "text",
+        }
+    }
+
+    /// The names a recipe may use.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        std::iter::once(Format::Auto).chain(FORMATS).map(Format::name)
+    }
+
+    /// The keys a row of this format has, for people.
+    fn keys(self) -> &'static str {
+        match self {
+            Format::Auto => "any",
+            Format::Messages => "messages",
+            Format::ShareGpt => "conversations",
+            Format::Preference => "chosen, rejected",
+            Format::Alpaca => "instruction, output",
+            Format::Instruction => "instruction, response",
+            Format::PromptCompletion => "prompt, completion",
+            Format::QuestionAnswer => "question, answer",
+            Format::Text => "text",
+        }
+    }
+
+    fn fits(self, row: &Map<String, Value>) -> bool {
+        let has = |key: &str| row.get(key).is_some_and(|value| !value.is_null());
+        match self {
+            Format::Auto => true,
+            Format::Messages => has("messages"),
+            Format::ShareGpt => has("conversations") || has("conversation"),
+            Format::Preference => has("chosen") && has("rejected"),
+            Format::Alpaca => has("instruction") && has("output"),
+            Format::Instruction => has("instruction") && has("response"),
+            Format::PromptCompletion => has("prompt") && (has("completion") || has("canonical_solution")),
+            Format::QuestionAnswer => has("question") && has("answer"),
+            Format::Text => has("text"),
+        }
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A row made regular: what encoding works on.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Record {
+    /// A chat, for the chat template.
+    Messages {
+        /// `role` and `content`, perhaps `tool_calls` and `reasoning_content`; no key is null.
+        messages: Vec<Value>,
+        /// Tool definitions, wrapped as `{"type": "function", "function": ...}`.
+        tools: Option<Value>,
+        /// Whether each message counts where assistant turns are trained.
+        counts: Vec<bool>,
+    },
+    /// A task and its answer: user and assistant messages where there is a chat template, else headings.
+    Task {
+        /// The system message.
+        system: Option<String>,
+        /// What is asked.
+        instruction: String,
+        /// What it is asked about; empty when there is nothing.
+        input: String,
+        /// The answer.
+        output: String,
+    },
+    /// Text of which only the second part is trained, put together as it is.
+    Pair {
+        /// The part that is given.
+        prompt: String,
+        /// The part that is trained.
+        completion: String,
+    },
+    /// Text, all of it trained.
+    Text(String),
+}
+
+/// The format of most rows, and the sentence that says why.
+///
+/// # Errors
+/// When no row, or less than half of them, has a known format.
+pub fn detect(rows: &[Row]) -> Result<(Format, String)> {
+    let mut counts = [0usize; FORMATS.len()];
+    let mut unknown = None;
+    for row in rows {
+        match FORMATS.iter().position(|format| format.fits(&row.value)) {
+            Some(index) => counts[index] += 1,
+            None => unknown = unknown.or(Some(row)),
+        }
+    }
+    let (best, &count) = counts
+        .iter()
+        .enumerate()
+        .rev()
+        .max_by_key(|(_, count)| **count)
+        .ok_or_else(|| Error::internal("there is no data format"))?;
+    let hint = "write `data.format`, one of ";
+    if count * 2 <= rows.len() {
+        let mut error = Error::user("cannot tell the format of the data set");
+        for (format, count) in FORMATS.iter().zip(counts).filter(|(_, count)| *count > 0) {
+            error = error.because(format!("{count} of {} rows have the keys of {format}", rows.len()));
+        }
+        if let Some(row) = unknown {
+            let keys: Vec<&str> = row.value.keys().map(String::as_str).collect();
+            error = error.because(format!("{} has the keys {}", row.origin, keys.join(", ")));
+        }
+        let known: Vec<String> = FORMATS.iter().map(|f| format!("{f} ({})", f.keys())).collect();
+        return Err(error.because(format!("known: {}", known.join("; "))).hint(format!(
+            "rename the keys of the rows, or {hint}{}",
+            Format::names().collect::<Vec<_>>().join(", ")
+        )));
+    }
+    let format = FORMATS[best];
+    let share = if count == rows.len() {
+        "every row has".to_owned()
+    } else {
+        format!("{count} of {} rows have", rows.len())
+    };
+    let mut why = format!("{format}: {share} {}", keys_found(format, rows));
+    if format == Format::Preference {
+        why.push_str("; only the chosen side is trained");
+    }
+    if format == Format::Messages && rows.iter().any(|row| row.value.contains_key("label")) {
+        why.push_str("; of the labelled rows those with a true label are trained");
+    }
+    Ok((format, why))
+}
+
+/// The keys of the first row that has the format, as they stand there.
+fn keys_found(format: Format, rows: &[Row]) -> String {
+    let wanted: Vec<&str> = match format {
+        Format::ShareGpt => vec!["conversations", "conversation", "tools"],
+        Format::PromptCompletion => vec!["prompt", "completion", "canonical_solution"],
+        Format::Alpaca => vec!["instruction", "input", "output"],
+        Format::Instruction => vec!["instruction", "context", "response"],
+        Format::Messages => vec!["messages", "tools", "label"],
+        Format::Preference => vec!["prompt", "messages", "conversations", "chosen", "rejected"],
+        _ => format.keys().split(", ").collect(),
+    };
+    let row = rows.iter().find(|row| format.fits(&row.value));
+    let found: Vec<String> = wanted
+        .into_iter()
+        .filter(|key| row.is_some_and(|row| row.value.contains_key(*key)))
+        .map(|key| format!("`{key}`"))
+        .collect();
+    found.join(", ")
+}
+
+/// A row as a record of `format`; `None` when the row is meant to be left out (an answer labelled as bad).
+///
+/// # Errors
+/// When the row is not of the format.
+pub fn convert(row: &Map<String, Value>, format: Format) -> Result<Option<Record>, Fault> {
+    let record = match format {
+        Format::Auto => match FORMATS.iter().find(|format| format.fits(row)) {
+            Some(format) => return convert(row, *format),
+            None => return Err(no_format(row)),
+        },
+        Format::Messages => {
+            if let Some(label) = row.get("label") {
+                match truth(label) {
+                    Some(true) => {}
+                    Some(false) => return Ok(None),
+                    None => return Err(fault(format!("`label` is {label}; true or false is needed"))),
+                }
+            }
+            Conversation::read(row, "messages")?.into_record(tools_of(row)?)
+        }
+        Format::ShareGpt => {
+            let key = if row.contains_key("conversations") { "conversations" } else { "conversation" };
+            Conversation::read(row, key)?.with_system(row)?.into_record(tools_of(row)?)
+        }
+        Format::Preference => preference(row)?,
+        Format::Alpaca => alpaca(row)?,
+        Format::Instruction => task(row, "instruction", "context", "response")?,
+        Format::QuestionAnswer => task(row, "question", "context", "answer")?,
+        Format::PromptCompletion => prompt_completion(row)?,
+        Format::Text => Record::Text(text(row, "text")?),
+    };
+    Ok(Some(record))
+}
+
+fn fault(why: impl Into<String>) -> Fault {
+    Fault::new(FaultKind::Format, why)
+}
+
+fn no_format(row: &Map<String, Value>) -> Fault {
+    let keys: Vec<&str> = row.keys().map(String::as_str).collect();
+    fault(format!("its keys are those of no format: {}", keys.join(", ")))
+}
+
+/// CSV has no booleans.
+fn truth(value: &Value) -> Option<bool> {
+    match value {
+        Value::Bool(value) => Some(*value),
+        Value::Number(n) => n.as_i64().and_then(|n| [false, true].get(usize::try_from(n).ok()?).copied()),
+        Value::String(text) => match text.to_ascii_lowercase().as_str() {
+            "true" | "1" => Some(true),
+            "false" | "0" => Some(false),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+fn text(row: &Map<String, Value>, key: &str) -> Result<String, Fault> {
+    match row.get(key) {
+        Some(Value::String(text)) => Ok(text.clone()),
+        Some(other) => Err(fault(format!("`{key}` is {}; a string is needed", json_type(other)))),
+        None => {
+            let keys: Vec<&str> = row.keys().map(String::as_str).collect();
+            Err(fault(format!("it has no `{key}`; its keys are {}", keys.join(", "))))
+        }
+    }
+}
+
+fn optional_text(row: &Map<String, Value>, key: &str) -> Result<String, Fault> {
+    match row.get(key) {
+        None | Some(Value::Null) => Ok(String::new()),
+        Some(_) => text(row, key),
+    }
+}
+
+fn task(row: &Map<String, Value>, ask: &str, about: &str, answer: &str) -> Result<Record, Fault> {
+    let system = optional_text(row, "system")?;
+    Ok(Record::Task {
+        system: (!system.is_empty()).then_some(system),
+        instruction: text(row, ask)?,
+        input: optional_text(row, about)?,
+        output: text(row, answer)?,
+    })
+}
+
+fn alpaca(row: &Map<String, Value>) -> Result<Record, Fault> {
+    let record = task(row, "instruction", "input", "output")?;
+    let history = match row.get("history") {
+        None | Some(Value::Null) => return Ok(record),
+        Some(Value::Array(turns)) if turns.is_empty() => return Ok(record),
+        Some(Value::Array(turns)) => turns,
+        Some(other) => {
+            return Err(fault(format!("`history` is {}; a list of pairs is needed", json_type(other))));
+        }
+    };
+    let Record::Task { system, instruction, input, output } = record else { return Ok(record) };
+    let mut chat = Conversation::default();
+    if let Some(system) = system {
+        chat.push("system", system);
+    }
+    for turn in history {
+        match turn.as_array().map(Vec::as_slice) {
+            Some([Value::String(user), Value::String(assistant)]) => {
+                chat.push("user", user.clone());
+                chat.push("assistant", assistant.clone());
+            }
+            _ => return Err(fault("`history` holds something that is not a pair of strings")),
+        }
+    }
+    chat.push("user", question(&instruction, &input));
+    chat.push("assistant", output);
+    Ok(chat.into_record(None))
+}
+
+/// The user's turn of a task.
+pub(super) fn question(instruction: &str, input: &str) -> String {
+    match (instruction.is_empty(), input.is_empty()) {
+        (_, true) => instruction.to_owned(),
+        (true, false) => input.to_owned(),
+        (false, false) => format!("{instruction}\n\n{input}"),
+    }
+}
+
+fn prompt_completion(row: &Map<String, Value>) -> Result<Record, Fault> {
+    let key = if row.contains_key("completion") { "completion" } else { "canonical_solution" };
+    match (row.get("prompt"), row.get(key)) {
+        (Some(Value::Array(_)), Some(Value::Array(_))) => {
+            let prompt = Conversation::read(row, "prompt")?;
+            Ok(prompt.answered_by(Conversation::read(row, key)?).into_record(tools_of(row)?))
+        }
+        (Some(Value::String(prompt)), Some(Value::String(completion))) => {
+            Ok(Record::Pair { prompt: prompt.clone(), completion: completion.clone() })
+        }
+        (Some(prompt), Some(completion)) => Err(fault(format!(
+            "`prompt` is {} and `{key}` is {}; two strings or two lists of messages are needed",
+            json_type(prompt),
+            json_type(completion)
+        ))),
+        _ => Err(fault(format!("it needs `prompt` and `{key}`"))),
+    }
+}
+
+fn preference(row: &Map<String, Value>) -> Result<Record, Fault> {
+    let before = ["prompt", "messages", "conversations"].into_iter().find(|key| row.contains_key(*key));
+    match (before, row.get("chosen")) {
+        (Some("prompt"), Some(Value::String(chosen))) if row["prompt"].is_string() => {
+            Ok(Record::Pair { prompt: text(row, "prompt")?, completion: chosen.clone() })
+        }
+        (None, Some(Value::String(chosen))) => {
+            let rejected = text(row, "rejected")?;
+            let at = transcript_answer(chosen).unwrap_or_else(|| common_prefix(chosen, &rejected));
+            Ok(Record::Pair { prompt: chosen[..at].to_owned(), completion: chosen[at..].to_owned() })
+        }
+        (Some(key), Some(Value::Array(_) | Value::Object(_))) => {
+            let chat = match &row[key] {
+                Value::String(prompt) => {
+                    let mut chat = Conversation::default();
+                    chat.push("user", prompt.clone());
+                    chat
+                }
+                _ => Conversation::read(row, key)?,
+            };
+            let answer = Conversation::read(row, "chosen")?;
+            Ok(chat.with_system(row)?.answered_by(answer).into_record(tools_of(row)?))
+        }
+        (None, Some(Value::Array(_))) => {
+            let (chosen, rejected) = (messages_of(row, "chosen")?, messages_of(row, "rejected")?);
+            let shared = chosen.iter().zip(&rejected).take_while(|(a, b)| a == b).count();
+            let chat = Conversation::read(row, "chosen")?;
+            Ok(chat.trained_from(shared).into_record(tools_of(row)?))
+        }
+        (_, chosen) => Err(fault(format!(
+            "`chosen` is {}; a string or messages, as `{}` is, are needed",
+            chosen.map_or("missing", json_type),
+            before.unwrap_or("rejected")
+        ))),
+    }
+}
+
+/// Where the last answer of a `\n\nHuman: ... \n\nAssistant: ...` transcript begins.
+fn transcript_answer(text: &str) -> Option<usize> {
+    const MARK: &str = "\n\nAssistant:";
+    (text.contains("\n\nHuman:")).then(|| text.rfind(MARK))?.map(|at| at + MARK.len())
+}
+
+fn common_prefix(a: &str, b: &str) -> usize {
+    a.char_indices().zip(b.chars()).find(|((_, x), y)| x != y).map_or(a.len().min(b.len()), |((at, _), _)| at)
+}

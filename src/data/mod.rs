@@ -1,0 +1,212 @@
+//! Rows of any format to tokens, loss masks and micro-batches.
+//!
+//! The way of a row: [`source`] reads it from a file and remembers where it stood; [`mod@format`] says what kind of row
+//! it is and turns it into a [`Record`]; [`template`] renders chats; [`tokenizer`] makes ids; [`encode`] puts these
+//! together into an [`Example`] (ids and which of them are trained); [`dataset`] does so for all rows, in parallel,
+//! and reports; [`pack`], [`sampler`] and [`batch`] decide which rows share a step.
+//!
+//! What a row becomes:
+//!
+//! | format | with a chat template | without one | trained (`train_on = "assistant"`) |
+//! |---|---|---|---|
+//! | messages, sharegpt | the template's text | refused | assistant turns |
+//! | alpaca, instruction, question_answer | user and assistant messages | `### Instruction:` headings | the answer |
+//! | prompt_completion of strings | prompt + completion + EOS, no template | the same | the completion |
+//! | prompt_completion of messages | the template's text | refused | the completion's assistant turns |
+//! | preference | its chosen side, as the rows above | the same | the chosen answer |
+//! | text | text + EOS | the same | everything |
+//!
+//! A row that cannot be used is never dropped in silence: it is a [`BadRow`] with file, line and reason, and
+//! [`OnFault`] decides whether it ends the run.
+
+pub mod batch;
+pub mod dataset;
+pub mod encode;
+pub mod format;
+pub mod pack;
+pub mod sampler;
+pub mod source;
+pub mod template;
+pub mod tokenizer;
+
+mod conversation;
+mod json_rows;
+mod python;
+mod report;
+mod spans;
+mod table_rows;
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+pub use batch::{Batch, IGNORE, Segment, Step};
+pub use dataset::Dataset;
+pub use encode::Example;
+pub use format::{Format, Record};
+pub use report::DataReport;
+pub use sampler::{Cursor, Sampler, SamplerOptions};
+pub use source::Split;
+pub use template::ChatTemplate;
+pub use tokenizer::Tokenizer;
+
+/// Which tokens of a row carry loss.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TrainOn {
+    /// The assistant's turns of a chat, the completion of a pair, all of a text.
+    #[default]
+    Assistant,
+    /// Every token.
+    All,
+}
+
+/// What a row that cannot be used does to the run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnFault {
+    /// All such rows are named in one error.
+    #[default]
+    Stop,
+    /// They are left out, counted and reported.
+    Skip,
+}
+
+/// What happens to a row of more than `max_seq_len` tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnLongRow {
+    /// Its first `max_seq_len` tokens are kept.
+    #[default]
+    Truncate,
+    /// It is left out and counted.
+    Drop,
+    /// It is an error.
+    Stop,
+}
+
+/// How rows become examples; the keys of `[data]` that concern rows, and two facts about the model.
+#[derive(Debug, Clone)]
+pub struct DataOptions {
+    /// The row format; [`Format::Auto`] looks at the rows.
+    pub format: Format,
+    /// The files of a folder to take.
+    pub split: Split,
+    /// The longest row, in tokens.
+    pub max_seq_len: usize,
+    /// Which tokens carry loss.
+    pub train_on: TrainOn,
+    /// What a row that cannot be used does.
+    pub on_bad_row: OnFault,
+    /// What a row that is too long does.
+    pub on_long_row: OnLongRow,
+    /// Rows of the model's embedding: a larger token id is refused.
+    pub vocab_size: usize,
+}
+
+impl Default for DataOptions {
+    fn default() -> Self {
+        DataOptions {
+            format: Format::Auto,
+            split: Split::Train,
+            max_seq_len: 2048,
+            train_on: TrainOn::Assistant,
+            on_bad_row: OnFault::Stop,
+            on_long_row: OnLongRow::Truncate,
+            vocab_size: usize::MAX,
+        }
+    }
+}
+
+/// Where in its file a row stood, counted from 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Place {
+    /// The line on which it begins.
+    Line(u64),
+    /// Its number, in files without lines.
+    Row(u64),
+}
+
+/// Where a row came from; shown as `file:line`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Origin {
+    /// The file as it was named.
+    pub file: Arc<Path>,
+    /// The place in it.
+    pub place: Place,
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.place {
+            Place::Line(line) => write!(f, "{}:{line}", self.file.display()),
+            Place::Row(row) => write!(f, "{} row {row}", self.file.display()),
+        }
+    }
+}
+
+/// The kinds of fault a row can have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum FaultKind {
+    /// Not readable as a row of its file format.
+    Unreadable,
+    /// Not a row of the data set's format.
+    Format,
+    /// The chat template refuses it, or its assistant turns cannot be told apart.
+    Template,
+    /// It would begin with two BOS tokens.
+    DoubleBos,
+    /// It holds a token the model does not have.
+    Vocabulary,
+    /// Nothing in it is trained.
+    NothingTrained,
+    /// Longer than `max_seq_len`, with `on_long_row = "stop"`.
+    TooLong,
+}
+
+impl fmt::Display for FaultKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            FaultKind::Unreadable => "unreadable",
+            FaultKind::Format => "not a row of this format",
+            FaultKind::Template => "refused by the chat template",
+            FaultKind::DoubleBos => "two BOS tokens",
+            FaultKind::Vocabulary => "token outside the vocabulary",
+            FaultKind::NothingTrained => "no trained token",
+            FaultKind::TooLong => "too long",
+        })
+    }
+}
+
+/// Why a row cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fault {
+    /// The kind, by which the report counts.
+    pub kind: FaultKind,
+    /// The reason, with the value found.
+    pub why: String,
+}
+
+impl Fault {
+    /// A fault of `kind` because of `why`.
+    pub fn new(kind: FaultKind, why: impl Into<String>) -> Self {
+        Fault { kind, why: why.into() }
+    }
+}
+
+/// A row that cannot be used, where it is and why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BadRow {
+    /// Where it stands.
+    pub origin: Origin,
+    /// What is wrong with it.
+    pub fault: Fault,
+}
+
+impl fmt::Display for BadRow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.origin, self.fault.why)
+    }
+}

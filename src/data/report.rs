@@ -1,0 +1,133 @@
+//! What a data set turned out to be: the figures and faults a person should see before hours of training.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use super::encode::{Example, Outcome};
+use super::{BadRow, Fault, FaultKind, Format, Origin};
+use crate::units;
+
+/// Bad rows of one kind that are named.
+const NAMED_ROWS: usize = 3;
+
+/// The figures of a data set.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct DataReport {
+    /// Files read.
+    pub files: usize,
+    /// Rows found, readable or not.
+    pub rows: usize,
+    /// Examples made of them.
+    pub examples: usize,
+    /// The format of the rows.
+    pub format: Format,
+    /// Why it was taken to be that.
+    pub why: String,
+    /// What a person should know besides.
+    pub notes: Vec<String>,
+    /// Rows that cannot be used, by kind: how many, and the first of them.
+    pub bad: BTreeMap<FaultKind, (usize, Vec<BadRow>)>,
+    /// Rows left out because they are labelled as bad answers.
+    pub left_out: usize,
+    /// Rows cut to `max_seq_len`.
+    pub truncated: usize,
+    /// Rows left out for their length.
+    pub dropped: usize,
+    /// Rows whose text was cut into several examples.
+    pub chunked: usize,
+    /// Tokens of the longest row before it was cut, and where it is.
+    pub longest: Option<(usize, Origin)>,
+    /// Tokens of all examples.
+    pub tokens: u64,
+    /// Tokens that are trained.
+    pub trained_tokens: u64,
+}
+
+impl DataReport {
+    /// Rows that cannot be used.
+    pub fn num_bad(&self) -> usize {
+        self.bad.values().map(|(count, _)| count).sum()
+    }
+
+    /// The first bad rows of each kind.
+    pub fn first_bad(&self) -> impl Iterator<Item = &BadRow> {
+        self.bad.values().flat_map(|(_, rows)| rows)
+    }
+
+    pub(super) fn add_bad(&mut self, origin: Origin, fault: Fault) {
+        let (count, rows) = self.bad.entry(fault.kind).or_default();
+        *count += 1;
+        if rows.len() < NAMED_ROWS {
+            rows.push(BadRow { origin, fault });
+        }
+    }
+
+    /// Counts what became of a row and hands back its examples.
+    pub(super) fn add(&mut self, outcome: Outcome, origin: &Origin) -> Vec<Example> {
+        let (examples, was) = match outcome {
+            Outcome::Examples(examples) => {
+                self.chunked += usize::from(examples.len() > 1);
+                let was = examples.iter().map(|example| example.ids.len()).sum();
+                (examples, was)
+            }
+            Outcome::Truncated { example, was } => {
+                self.truncated += 1;
+                (vec![example], was)
+            }
+            Outcome::Dropped { was } => {
+                self.dropped += 1;
+                (Vec::new(), was)
+            }
+            Outcome::LeftOut => {
+                self.left_out += 1;
+                return Vec::new();
+            }
+        };
+        if self.longest.as_ref().is_none_or(|(longest, _)| was > *longest) {
+            self.longest = Some((was, origin.clone()));
+        }
+        for example in &examples {
+            self.examples += 1;
+            self.tokens += example.ids.len() as u64;
+            self.trained_tokens += example.num_trained() as u64;
+        }
+        examples
+    }
+}
+
+impl fmt::Display for DataReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let files = if self.files == 1 { "1 file".to_owned() } else { format!("{} files", self.files) };
+        writeln!(f, "{} rows in {files}, {}", self.rows, self.why)?;
+        for note in &self.notes {
+            writeln!(f, "  {note}")?;
+        }
+        let share = 100.0 * self.trained_tokens as f64 / (self.tokens as f64).max(1.0);
+        let tokens = units::count(self.tokens);
+        write!(
+            f,
+            "{} examples, {tokens} tokens, {} of them trained ({share:.0} %)",
+            self.examples,
+            units::count(self.trained_tokens)
+        )?;
+        if let Some((longest, origin)) = &self.longest {
+            write!(f, "\nlongest row: {longest} tokens ({origin})")?;
+        }
+        let counts = [
+            (self.truncated, "rows cut to data.max_seq_len"),
+            (self.dropped, "rows dropped for their length"),
+            (self.chunked, "texts cut into chunks"),
+            (self.left_out, "rows left out for their label"),
+        ];
+        for (count, what) in counts.into_iter().filter(|(count, _)| *count > 0) {
+            write!(f, "\n{count} {what}")?;
+        }
+        for (kind, (count, rows)) in &self.bad {
+            write!(f, "\n{count} bad rows: {kind}")?;
+            for row in rows {
+                write!(f, "\n  {row}")?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,264 @@
+//! Which rows share a step, and in which order steps come.
+//!
+//! The order is a pure function of (seed, epoch, index): a run resumes by a [`Cursor`] of two numbers, and only
+//! the product of micro-batch size and accumulation decides which rows meet, not how it is split.
+//!
+//! A *unit* is a row, or with packing a bin of rows, packed once in a shuffled order; epochs shuffle the units.
+//! Without packing, shuffled rows are sorted by length inside windows of 64 global batches before they are cut
+//! into batches, and the batches are shuffled: rows of like length share a step, so that its micro-batches and
+//! ranks take equal time (there is no padding to save). `shuffle = false` takes rows as they stand in the files.
+//! The last, smaller batch of an epoch is a step of its own and stays last. Fractional epochs and `max_steps` count
+//! steps as transformers does: `ceil(epochs x steps per epoch)`; `max_steps` alone decides where it is given.
+
+use serde::{Deserialize, Serialize};
+
+use super::batch::{Batch, Step};
+use super::dataset::Dataset;
+use super::pack::{best_fit, next_fit};
+use crate::error::{Error, Result};
+
+/// Global batches that are sorted by length together.
+const WINDOW_BATCHES: usize = 64;
+
+/// How rows are drawn; the names are the recipe's.
+#[derive(Debug, Clone)]
+pub struct SamplerOptions {
+    /// Seeds the order.
+    pub seed: u64,
+    /// Whether rows are shuffled; else they come in file order.
+    pub shuffle: bool,
+    /// Whether rows are packed into bins of `max_seq_len` tokens.
+    pub packing: bool,
+    /// Tokens of a bin.
+    pub max_seq_len: usize,
+    /// Units in a micro-batch.
+    pub micro_batch_size: usize,
+    /// Micro-batches in a step.
+    pub gradient_accumulation_steps: usize,
+    /// Passes over the data, perhaps with a fraction.
+    pub epochs: f64,
+    /// Optimizer steps; overrides `epochs`.
+    pub max_steps: Option<u64>,
+}
+
+/// How far a run has come in its data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Cursor {
+    /// Epochs completed.
+    pub epoch: u64,
+    /// Units of this epoch already used.
+    pub index: u64,
+}
+
+/// Hands out the steps of a run.
+#[derive(Debug)]
+pub struct Sampler<'a> {
+    dataset: &'a Dataset,
+    options: SamplerOptions,
+    units: Vec<Vec<u32>>,
+    lengths: Vec<usize>,
+    cursor: Cursor,
+    /// The order of `ordered_epoch`.
+    order: Vec<u32>,
+    ordered_epoch: Option<u64>,
+}
+
+impl<'a> Sampler<'a> {
+    /// A sampler at the beginning of the run.
+    ///
+    /// # Errors
+    /// When an option is zero or not a number, or a row does not fit into a bin.
+    pub fn new(dataset: &'a Dataset, options: SamplerOptions) -> Result<Self> {
+        let zero = |key: &str| Err(Error::user(format!("`{key}` is 0")).because("accepted: 1 and more"));
+        if options.micro_batch_size == 0 {
+            return zero("train.micro_batch_size");
+        }
+        if options.gradient_accumulation_steps == 0 {
+            return zero("train.gradient_accumulation_steps");
+        }
+        if options.max_steps == Some(0) {
+            return zero("train.max_steps");
+        }
+        if !(options.epochs.is_finite() && options.epochs > 0.0) && options.max_steps.is_none() {
+            return Err(Error::user(format!("`train.epochs` is {}", options.epochs))
+                .because("accepted: a number above 0, perhaps with a fraction"));
+        }
+        let rows: Vec<usize> = dataset.examples().iter().map(|example| example.ids.len()).collect();
+        let count = u32::try_from(rows.len()).map_err(|_| {
+            Error::user(format!("the data set has {} rows", rows.len())).because("accepted: up to 2^32")
+        })?;
+        if let Some(long) = rows.iter().find(|len| options.packing && **len > options.max_seq_len) {
+            let why = format!("a row has {long} tokens, a bin {}", options.max_seq_len);
+            return Err(Error::internal("cannot pack the rows").because(why));
+        }
+        let units = match (options.packing, options.shuffle) {
+            (false, _) => (0..count).map(|row| vec![row]).collect(),
+            (true, false) => next_fit(&rows, options.max_seq_len),
+            (true, true) => {
+                let mut order: Vec<u32> = (0..count).collect();
+                Random::new(options.seed, Random::PACKING).shuffle(&mut order);
+                best_fit(&order, &rows, options.max_seq_len)
+            }
+        };
+        let lengths = units.iter().map(|unit| unit.iter().map(|row| rows[*row as usize]).sum()).collect();
+        let cursor = Cursor::default();
+        Ok(Sampler { dataset, options, units, lengths, cursor, order: Vec::new(), ordered_epoch: None })
+    }
+
+    /// Units of an epoch: rows, or bins of rows.
+    pub fn num_units(&self) -> usize {
+        self.units.len()
+    }
+
+    /// Optimizer steps of a whole epoch.
+    pub fn steps_per_epoch(&self) -> u64 {
+        self.units.len().div_ceil(self.global_batch()) as u64
+    }
+
+    /// Optimizer steps of the whole run.
+    pub fn total_steps(&self) -> u64 {
+        match self.options.max_steps {
+            Some(steps) => steps,
+            // A hair less, so that 0.1 x 30 is 3 and not 4.
+            None => ((self.options.epochs * self.steps_per_epoch() as f64 - 1e-9).ceil() as u64).max(1),
+        }
+    }
+
+    /// Steps already handed out.
+    pub fn steps_done(&self) -> u64 {
+        self.cursor.epoch * self.steps_per_epoch() + self.cursor.index.div_ceil(self.global_batch() as u64)
+    }
+
+    /// Where the next step begins.
+    pub fn cursor(&self) -> Cursor {
+        self.cursor
+    }
+
+    /// Continues at a cursor of the same data and options.
+    ///
+    /// # Errors
+    /// When the cursor does not stand at the beginning of a step of this data.
+    pub fn seek(&mut self, cursor: Cursor) -> Result<()> {
+        let (batch, units) = (self.global_batch() as u64, self.units.len() as u64);
+        if cursor.index >= units || !cursor.index.is_multiple_of(batch) {
+            return Err(Error::user("cannot continue at the saved place in the data")
+                .because(format!("it is row {} of epoch {}", cursor.index, cursor.epoch))
+                .because(format!(
+                    "an epoch has {units} rows in steps of {batch}: data, batch size or packing differ"
+                ))
+                .hint("resume with the recipe and the data of the first run"));
+        }
+        self.cursor = cursor;
+        Ok(())
+    }
+
+    /// The next step; `None` at the end of the run.
+    pub fn next_step(&mut self) -> Option<Step> {
+        if self.steps_done() >= self.total_steps() {
+            return None;
+        }
+        if self.ordered_epoch != Some(self.cursor.epoch) {
+            self.order = self.epoch_order(self.cursor.epoch);
+            self.ordered_epoch = Some(self.cursor.epoch);
+        }
+        let start = usize::try_from(self.cursor.index).ok()?;
+        let end = (start + self.global_batch()).min(self.order.len());
+        let mut first_token = 0;
+        let mut micro_batches = Vec::with_capacity(self.options.gradient_accumulation_steps);
+        for units in self.order[start..end].chunks(self.options.micro_batch_size) {
+            let rows = units.iter().flat_map(|unit| &self.units[*unit as usize]);
+            let batch = Batch::new(rows.map(|row| &self.dataset.examples()[*row as usize]), first_token);
+            first_token += batch.len() as u64;
+            micro_batches.push(batch);
+        }
+        let epoch = self.cursor.epoch as f64 + end as f64 / self.order.len() as f64;
+        self.cursor = match end == self.order.len() {
+            true => Cursor { epoch: self.cursor.epoch + 1, index: 0 },
+            false => Cursor { epoch: self.cursor.epoch, index: end as u64 },
+        };
+        Some(Step::new(micro_batches, epoch))
+    }
+
+    fn global_batch(&self) -> usize {
+        self.options.micro_batch_size.saturating_mul(self.options.gradient_accumulation_steps)
+    }
+
+    fn epoch_order(&self, epoch: u64) -> Vec<u32> {
+        let mut order: Vec<u32> = (0u32..).take(self.units.len()).collect();
+        if !self.options.shuffle {
+            return order;
+        }
+        Random::new(self.options.seed, epoch).shuffle(&mut order);
+        if !self.options.packing {
+            self.group_by_length(&mut order, epoch);
+        }
+        order
+    }
+
+    fn group_by_length(&self, order: &mut Vec<u32>, epoch: u64) {
+        let batch = self.global_batch();
+        let whole = order.len() / batch;
+        let rest = order.split_off(whole * batch);
+        for window in order.chunks_mut(batch.saturating_mul(WINDOW_BATCHES)) {
+            // Stable: rows of one length stay as shuffled.
+            window.sort_by_key(|unit| self.lengths[*unit as usize]);
+        }
+        let mut batches: Vec<u32> = (0u32..).take(whole).collect();
+        Random::new(self.options.seed, epoch ^ Random::BATCHES).shuffle(&mut batches);
+        let sorted = std::mem::take(order);
+        order.extend(batches.iter().flat_map(|index| &sorted[*index as usize * batch..][..batch]));
+        order.extend(rest);
+    }
+}
+
+/// SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), one stream for each (seed, use). Our own, so
+/// that no update of a crate changes the order of anyone's data.
+#[derive(Debug, Clone)]
+pub(super) struct Random(u64);
+
+impl Random {
+    /// The stream that packs.
+    const PACKING: u64 = 1 << 63;
+    /// Set in the streams that shuffle batches.
+    const BATCHES: u64 = 1 << 62;
+
+    pub(super) fn new(seed: u64, stream: u64) -> Self {
+        let mut first = Random(seed);
+        let mixed = first.next() ^ Random(stream ^ 0x6a09_e667_f3bc_c908).next();
+        Random(mixed)
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number below `n`, without bias that matters for `n` far below 2^64 (Lemire's multiplication).
+    pub(super) fn below(&mut self, n: u64) -> u64 {
+        ((u128::from(self.next()) * u128::from(n)) >> 64) as u64
+    }
+
+    /// Fisher and Yates.
+    fn shuffle(&mut self, items: &mut [u32]) {
+        for last in (1..items.len()).rev() {
+            let other = self.below(last as u64 + 1) as usize;
+            items.swap(last, other);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_generator_is_splitmix64() {
+        // The first outputs for the seed 1234567, as in the reference implementation by Vigna.
+        let mut random = Random(1_234_567);
+        let found: Vec<u64> = (0..3).map(|_| random.next()).collect();
+        assert_eq!(found, [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423]);
+    }
+}

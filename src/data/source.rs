@@ -1,0 +1,245 @@
+//! Data files to rows, each with the place where it stood.
+//!
+//! A source is a file or a folder (a hub data set arrives as one). Lines of JSON, a JSON array or an object that
+//! holds one, CSV and TSV with a header, and Parquet give one row a record; a `.txt` or `.md` file is one row that
+//! holds the whole text, a *document*, which encoding later cuts into consecutive chunks instead of shortening it.
+//! A record that cannot be read is kept as a [`BadRow`], so that one broken line names itself and hides nothing.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+
+use super::{BadRow, Fault, FaultKind, Origin, Place, json_rows, table_rows};
+use crate::error::{Error, Result};
+
+/// Folders deeper than this are not searched: data sets of the hub nest two or three levels.
+const MAX_FOLDER_DEPTH: usize = 6;
+
+/// Which files of a folder are meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Split {
+    /// Files named for training; all files when none is named for a split.
+    #[default]
+    Train,
+    /// Files named for validation, else for test; all files when none is named for a split.
+    Eval,
+}
+
+/// One record of a data file.
+#[derive(Debug, Clone)]
+pub struct Row {
+    /// Its fields, in the order of the file.
+    pub value: Map<String, Value>,
+    /// Where it stood.
+    pub origin: Origin,
+    /// Whether it is a whole text file, to be cut into chunks instead of shortened.
+    pub document: bool,
+}
+
+/// The rows of one path.
+#[derive(Debug, Clone, Default)]
+pub struct Source {
+    /// Files that were read, in order.
+    pub files: Vec<PathBuf>,
+    /// Readable rows, in the order of the files.
+    pub rows: Vec<Row>,
+    /// Records that could not be read.
+    pub bad: Vec<BadRow>,
+    /// What a person should know about the choice of files.
+    pub notes: Vec<String>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Lines,
+    Json,
+    Parquet,
+    Csv(u8),
+    Text,
+}
+
+impl Kind {
+    fn of(path: &Path) -> Option<Self> {
+        let extension = path.extension()?.to_str()?.to_ascii_lowercase();
+        Some(match extension.as_str() {
+            "jsonl" | "ndjson" => Kind::Lines,
+            "json" => Kind::Json,
+            "parquet" => Kind::Parquet,
+            "csv" => Kind::Csv(b','),
+            "tsv" => Kind::Csv(b'\t'),
+            "txt" | "md" => Kind::Text,
+            _ => return None,
+        })
+    }
+}
+
+const ACCEPTED: &str =
+    "accepted: .jsonl, .ndjson, .json, .parquet, .csv, .tsv, .txt, .md, or a folder of these";
+
+/// Reads a data file, or all data files of a folder in the order of their names.
+///
+/// # Errors
+/// When the path does not exist, is no data file, holds no data file, or a file as a whole cannot be read. Single
+/// records that cannot be read are in [`Source::bad`].
+pub fn read(path: &Path, split: Split) -> Result<Source> {
+    let about = std::fs::metadata(path).map_err(|e| Error::io("read the data set", path, &e))?;
+    let mut source = Source::default();
+    if about.is_dir() {
+        let mut files = Vec::new();
+        list(path, 0, &mut files)?;
+        files.sort();
+        source.files = choose(path, files, split, &mut source.notes)?;
+    } else {
+        source.files = vec![path.to_owned()];
+    }
+    for file in source.files.clone() {
+        read_file(&file, &mut source)?;
+    }
+    Ok(source)
+}
+
+fn read_file(path: &Path, source: &mut Source) -> Result<()> {
+    let Some(kind) = Kind::of(path) else {
+        let error = Error::user(format!("cannot read the data file {}", path.display())).because(ACCEPTED);
+        return Err(match path.extension().and_then(|e| e.to_str()) {
+            Some("gz" | "zst" | "xz" | "bz2" | "zip") => {
+                error.because("it is compressed").hint("unpack it first, for example with gunzip")
+            }
+            _ => error,
+        });
+    };
+    let file: Arc<Path> = Arc::from(path);
+    match kind {
+        Kind::Parquet => table_rows::parquet(&file, source),
+        Kind::Csv(delimiter) => table_rows::csv(&file, delimiter, source),
+        Kind::Lines | Kind::Json | Kind::Text => {
+            let bytes = std::fs::read(path).map_err(|e| Error::io("read the data file", path, &e))?;
+            let bytes = bytes.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&bytes);
+            match kind {
+                Kind::Lines => json_rows::lines(&file, bytes, 1, source),
+                Kind::Json => return json_rows::json(&file, bytes, source),
+                _ => document(&file, bytes, source),
+            }
+            Ok(())
+        }
+    }
+}
+
+fn document(file: &Arc<Path>, bytes: &[u8], source: &mut Source) {
+    let origin = Origin { file: file.clone(), place: Place::Line(1) };
+    match std::str::from_utf8(bytes) {
+        Ok(text) if text.trim().is_empty() => {}
+        Ok(text) => {
+            let value = Map::from_iter([("text".to_owned(), Value::String(text.to_owned()))]);
+            source.rows.push(Row { value, origin, document: true });
+        }
+        Err(e) => source.bad.push(BadRow {
+            origin,
+            fault: Fault::new(FaultKind::Unreadable, format!("not UTF-8 at byte {}", e.valid_up_to())),
+        }),
+    }
+}
+
+fn list(folder: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<()> {
+    let cannot = |e: std::io::Error| Error::io("list the data folder", folder, &e);
+    for entry in std::fs::read_dir(folder).map_err(cannot)? {
+        let path = entry.map_err(cannot)?.path();
+        let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+        if name.starts_with('.') {
+            continue;
+        }
+        if path.is_dir() {
+            if depth < MAX_FOLDER_DEPTH {
+                list(&path, depth + 1, files)?;
+            }
+        } else if Kind::of(&path).is_some() && !describes_a_data_set(name) {
+            files.push(path);
+        }
+    }
+    Ok(())
+}
+
+/// Files that stand beside the data and are not data.
+fn describes_a_data_set(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    ["readme", "license", "licence", "notice", "changelog"].iter().any(|stem| name.starts_with(stem))
+        || ["dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"]
+            .contains(&name.as_str())
+}
+
+fn choose(
+    folder: &Path,
+    mut files: Vec<PathBuf>,
+    split: Split,
+    notes: &mut Vec<String>,
+) -> Result<Vec<PathBuf>> {
+    if files.is_empty() {
+        return Err(Error::user(format!("cannot read the data set {}", folder.display()))
+            .because("the folder holds no data file")
+            .because(ACCEPTED));
+    }
+    let is_text = |path: &PathBuf| Kind::of(path) == Some(Kind::Text);
+    if files.iter().any(is_text) && !files.iter().all(is_text) {
+        let before = files.len();
+        files.retain(|path| !is_text(path));
+        notes.push(format!("left out {} text files beside {} data files", before - files.len(), files.len()));
+    }
+    let wanted: &[Named] = match split {
+        Split::Train => &[Named::Train],
+        Split::Eval => &[Named::Validation, Named::Test],
+    };
+    for named in wanted {
+        let chosen: Vec<PathBuf> =
+            files.iter().filter(|path| Named::of(folder, path) == Some(*named)).cloned().collect();
+        if !chosen.is_empty() {
+            if chosen.len() < files.len() {
+                notes.push(format!(
+                    "took the {} split: {} of {} files",
+                    named.name(),
+                    chosen.len(),
+                    files.len()
+                ));
+            }
+            return Ok(chosen);
+        }
+    }
+    if split == Split::Eval && files.iter().any(|path| Named::of(folder, path).is_some()) {
+        return Err(Error::user(format!("cannot find evaluation rows in {}", folder.display()))
+            .because("it has files named for training, but none for validation or test")
+            .hint("name the file to evaluate on in `data.eval`"));
+    }
+    Ok(files)
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Named {
+    Train,
+    Validation,
+    Test,
+}
+
+impl Named {
+    fn name(self) -> &'static str {
+        match self {
+            Named::Train => "train",
+            Named::Validation => "validation",
+            Named::Test => "test",
+        }
+    }
+
+    /// The split in a file's name (`train-00000-of-00001`, `gsm8k_test`), else in those of its folders.
+    fn of(root: &Path, path: &Path) -> Option<Self> {
+        let inside = path.strip_prefix(root).unwrap_or(path).with_extension("");
+        inside.iter().rev().filter_map(|part| part.to_str()).find_map(|part| {
+            part.split(|c: char| !c.is_ascii_alphabetic()).find_map(|word| {
+                match word.to_ascii_lowercase().as_str() {
+                    "train" | "training" => Some(Named::Train),
+                    "valid" | "validation" | "val" | "dev" | "eval" => Some(Named::Validation),
+                    "test" | "testing" => Some(Named::Test),
+                    _ => None,
+                }
+            })
+        })
+    }
+}

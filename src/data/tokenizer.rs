@@ -1,0 +1,367 @@
+//! The tokenizer of a model folder: ids, offsets, special tokens, decoding.
+//!
+//! `tokenizer.json` alone decides how text becomes ids, its post-processor whether BOS or EOS is added:
+//! `add_bos_token` and its like in `tokenizer_config.json` are records of how that file was made. The other files
+//! only name the special tokens and the ids that end a generation. `clean_up_tokenization_spaces` is not applied:
+//! what is decoded is what was encoded.
+//!
+//! A sentencepiece `tokenizer.model` alone is refused with the command that converts it: its rules live partly in
+//! Python classes, and a guess would give ids that are silently wrong.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use crate::error::{Error, Result};
+
+/// A special token by text and id.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SpecialToken {
+    /// The text as templates write it.
+    pub text: String,
+    /// Its id.
+    pub id: u32,
+}
+
+/// Ids of a text with the bytes each came from.
+#[derive(Debug, Clone, Default)]
+pub struct Encoded {
+    /// Token ids.
+    pub ids: Vec<u32>,
+    /// The byte range of the text that each token covers; empty for tokens that were added.
+    pub offsets: Vec<Range<usize>>,
+}
+
+/// The tokenizer of one model folder.
+#[derive(Debug, Clone)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    folder: PathBuf,
+    config: Map<String, Value>,
+    named: BTreeMap<String, String>,
+    bos: Option<SpecialToken>,
+    eos: Option<SpecialToken>,
+    pad: Option<SpecialToken>,
+    eos_ids: Vec<u32>,
+    special: BTreeMap<u32, String>,
+    adds_bos: bool,
+    vocab_size: usize,
+    digest: blake3::Hash,
+}
+
+impl Tokenizer {
+    /// Reads tokenizer.json, and the special tokens from tokenizer_config.json, special_tokens_map.json,
+    /// generation_config.json and config.json where they exist.
+    ///
+    /// # Errors
+    /// Without a tokenizer.json, and when one of the files is not what it should be.
+    pub fn load(folder: &Path) -> Result<Self> {
+        let path = folder.join("tokenizer.json");
+        if !path.is_file() {
+            return Err(missing_tokenizer(folder));
+        }
+        let bytes = std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?;
+        let unreadable = |e: tokenizers::Error| {
+            Error::user(format!("cannot read the tokenizer {}", path.display())).because(e.to_string())
+        };
+        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(unreadable)?;
+        // Files saved after use may carry these; they would cut or fill rows behind our back.
+        inner.with_truncation(None).map_err(unreadable)?;
+        inner.with_padding(None);
+
+        let config = read_object(&folder.join("tokenizer_config.json"))?;
+        let map = read_object(&folder.join("special_tokens_map.json"))?;
+        let token = |key: &str| -> Result<Option<SpecialToken>> {
+            let Some(text) = token_text(&config, key).or_else(|| token_text(&map, key)) else {
+                return Ok(None);
+            };
+            match inner.token_to_id(&text) {
+                Some(id) => Ok(Some(SpecialToken { text, id })),
+                None => Err(Error::user(format!("cannot use the tokenizer in {}", folder.display()))
+                    .because(format!("its `{key}` is {text:?}, which tokenizer.json does not hold"))),
+            }
+        };
+        let (bos, eos, pad) = (token("bos_token")?, token("eos_token")?, token("pad_token")?);
+        let special = inner
+            .get_added_tokens_decoder()
+            .into_iter()
+            .filter(|(_, added)| added.special)
+            .map(|(id, added)| (id, added.content))
+            .collect();
+        let eos_ids = eos_ids(folder, eos.as_ref())?;
+        let vocab_size = inner.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1);
+        let mut tokenizer = Tokenizer {
+            inner,
+            folder: folder.to_owned(),
+            named: map
+                .keys()
+                .chain(config.keys())
+                .filter(|key| key.ends_with("_token"))
+                .filter_map(|key| {
+                    Some((key.clone(), token_text(&config, key).or_else(|| token_text(&map, key))?))
+                })
+                .collect(),
+            config,
+            bos,
+            eos,
+            pad,
+            eos_ids,
+            special,
+            adds_bos: false,
+            vocab_size,
+            digest: blake3::hash(&bytes),
+        };
+        tokenizer.adds_bos = tokenizer.finds_bos_added()?;
+        Ok(tokenizer)
+    }
+
+    /// Ids of `text`; with `add_special`, with what the post-processor adds.
+    ///
+    /// # Errors
+    /// When the tokenizer's model has no token for a part of the text and no unknown token.
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
+        match self.inner.encode_fast(text, add_special) {
+            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
+            Err(e) => Err(self.cannot("encode a text with", &e)),
+        }
+    }
+
+    /// Ids of `text` with the bytes they cover.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub fn encode_with_offsets(&self, text: &str, add_special: bool) -> Result<Encoded> {
+        let encoding =
+            self.inner.encode(text, add_special).map_err(|e| self.cannot("encode a text with", &e))?;
+        let added = encoding.get_special_tokens_mask();
+        let offsets = encoding
+            .get_offsets()
+            .iter()
+            .zip(added)
+            .map(|(&(start, end), &added)| if added == 1 { 0..0 } else { start..end })
+            .collect();
+        Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets })
+    }
+
+    /// The text of `ids`; `skip_special` leaves the special tokens out.
+    ///
+    /// # Errors
+    /// When the decoder of tokenizer.json fails.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
+        let decoded = if skip_special {
+            let ids: Vec<u32> = ids.iter().copied().filter(|id| !self.is_special(*id)).collect();
+            self.inner.decode(&ids, false)
+        } else {
+            self.inner.decode(ids, false)
+        };
+        decoded.map_err(|e| self.cannot("decode tokens with", &e))
+    }
+
+    /// Decodes ids one by one as they are generated.
+    pub fn stream(&self, skip_special: bool) -> TextStream<'_> {
+        TextStream { tokenizer: self, skip_special, ids: Vec::new(), shown: 0 }
+    }
+
+    /// The token's own text (`Ġthe`, `▁the`, `<0x0A>`), for display.
+    pub fn token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
+    }
+
+    /// The id of a token by its own text.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// The begin-of-sequence token, if there is one.
+    pub fn bos(&self) -> Option<&SpecialToken> {
+        self.bos.as_ref()
+    }
+
+    /// The end-of-sequence token, if there is one: what is appended to a row.
+    pub fn eos(&self) -> Option<&SpecialToken> {
+        self.eos.as_ref()
+    }
+
+    /// The padding token, if there is one.
+    pub fn pad(&self) -> Option<&SpecialToken> {
+        self.pad.as_ref()
+    }
+
+    /// Every id that ends a generation: the EOS token and those of generation_config.json (else config.json).
+    pub fn eos_ids(&self) -> &[u32] {
+        &self.eos_ids
+    }
+
+    /// Whether `id` is a special token.
+    pub fn is_special(&self, id: u32) -> bool {
+        self.special.contains_key(&id)
+    }
+
+    /// Texts of all special tokens.
+    pub fn special_texts(&self) -> impl Iterator<Item = &str> {
+        self.special.values().map(String::as_str)
+    }
+
+    /// The special tokens by the names templates use: `bos_token`, `eos_token`, `unk_token`, ...
+    pub fn named_tokens(&self) -> impl Iterator<Item = (String, String)> {
+        self.named.iter().map(|(name, token)| (name.clone(), token.clone()))
+    }
+
+    /// Whether encoding with special tokens puts BOS in front.
+    pub fn adds_bos(&self) -> bool {
+        self.adds_bos
+    }
+
+    /// The largest id plus one.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// The folder it was read from.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The fields of tokenizer_config.json; empty without that file.
+    pub fn config(&self) -> &Map<String, Value> {
+        &self.config
+    }
+
+    /// BLAKE3 of tokenizer.json.
+    pub fn digest(&self) -> blake3::Hash {
+        self.digest
+    }
+
+    fn finds_bos_added(&self) -> Result<bool> {
+        let Some(bos) = self.bos.as_ref().map(|bos| bos.id) else { return Ok(false) };
+        let (with, without) = (self.encode("a", true)?, self.encode("a", false)?);
+        Ok(with.first() == Some(&bos) && without.first() != Some(&bos))
+    }
+
+    fn cannot(&self, doing: &str, source: &tokenizers::Error) -> Error {
+        Error::user(format!("cannot {doing} the tokenizer in {}", self.folder.display()))
+            .because(source.to_string())
+    }
+}
+
+/// Turns ids into text as they come, holding back bytes of a character that is not complete yet.
+#[derive(Debug)]
+pub struct TextStream<'a> {
+    tokenizer: &'a Tokenizer,
+    skip_special: bool,
+    ids: Vec<u32>,
+    shown: usize,
+}
+
+impl TextStream<'_> {
+    /// The text that `id` adds; empty while a character is incomplete.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::decode`].
+    pub fn push(&mut self, id: u32) -> Result<String> {
+        self.ids.push(id);
+        let text = self.tokenizer.decode(&self.ids, self.skip_special)?;
+        if text.ends_with('\u{FFFD}') || text.len() <= self.shown {
+            return Ok(String::new());
+        }
+        // A decoder may rewrite what it gave before (cleaning spaces); then only whole characters are cut.
+        let new = text.get(self.shown..).unwrap_or_default().to_owned();
+        self.shown = text.len();
+        self.forget_old(&text)?;
+        Ok(new)
+    }
+
+    /// What is still held back at the end of a generation.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::decode`].
+    pub fn finish(self) -> Result<String> {
+        let text = self.tokenizer.decode(&self.ids, self.skip_special)?;
+        Ok(text.get(self.shown..).unwrap_or_default().to_owned())
+    }
+
+    /// Keeps the cost of a long generation linear: only the last ids matter for the text of the next. A cut is made
+    /// where the remaining ids decode to the end of the whole text, so that no decoder rule is broken by it.
+    fn forget_old(&mut self, text: &str) -> Result<()> {
+        const WINDOW: usize = 32;
+        if self.ids.len() < 2 * WINDOW {
+            return Ok(());
+        }
+        let tail = self.ids.split_off(self.ids.len() - WINDOW);
+        let kept = self.tokenizer.decode(&tail, self.skip_special)?;
+        if text.ends_with(&kept) && !kept.starts_with('\u{FFFD}') {
+            self.shown = kept.len();
+            self.ids = tail;
+        } else {
+            // A decoder that drops a leading space still ends the same way.
+            self.ids.extend(tail);
+        }
+        Ok(())
+    }
+}
+
+fn missing_tokenizer(folder: &Path) -> Error {
+    let error = Error::user(format!("cannot read the tokenizer of {}", folder.display()));
+    let has = |name: &str| folder.join(name).is_file();
+    let convert = format!(
+        "write tokenizer.json with Python: AutoTokenizer.from_pretrained({0:?}).save_pretrained({0:?})",
+        folder.display().to_string()
+    );
+    if has("tokenizer.model") {
+        error.because("it holds a sentencepiece tokenizer.model, but no tokenizer.json").hint(convert)
+    } else if has("vocab.json") && has("merges.txt") {
+        error.because("it holds vocab.json and merges.txt, but no tokenizer.json").hint(convert)
+    } else {
+        error
+            .because("it holds no tokenizer.json")
+            .hint("copy tokenizer.json and tokenizer_config.json from the model this one was made from")
+    }
+}
+
+/// The object in a JSON file; empty when the file does not exist.
+fn read_object(path: &Path) -> Result<Map<String, Value>> {
+    let text = match std::fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Map::new()),
+        Err(e) => return Err(Error::io("read", path, &e)),
+    };
+    match serde_json::from_str(&text) {
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(_) => {
+            Err(Error::user(format!("cannot read {}", path.display())).because("it is not a JSON object"))
+        }
+        Err(e) => Err(Error::user(format!("cannot read {}", path.display())).because(e.to_string())),
+    }
+}
+
+/// A token is written as its text or as an object with its `content`.
+fn token_text(map: &Map<String, Value>, key: &str) -> Option<String> {
+    match map.get(key)? {
+        Value::String(text) => Some(text.clone()),
+        Value::Object(token) => token.get("content")?.as_str().map(str::to_owned),
+        _ => None,
+    }
+}
+
+fn eos_ids(folder: &Path, eos: Option<&SpecialToken>) -> Result<Vec<u32>> {
+    let mut ids: Vec<u32> = eos.iter().map(|eos| eos.id).collect();
+    let mut add = |map: &Map<String, Value>| {
+        let found = match map.get("eos_token_id") {
+            Some(Value::Array(list)) => list.iter().filter_map(Value::as_u64).collect(),
+            Some(value) => value.as_u64().into_iter().collect(),
+            None => Vec::new(),
+        };
+        for id in found.iter().filter_map(|id| u32::try_from(*id).ok()) {
+            if !ids.contains(&id) {
+                ids.push(id);
+            }
+        }
+        !found.is_empty()
+    };
+    if !add(&read_object(&folder.join("generation_config.json"))?) {
+        add(&read_object(&folder.join("config.json"))?);
+    }
+    Ok(ids)
+}

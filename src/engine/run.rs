@@ -1,0 +1,167 @@
+//! The loop: steps, evaluations, checkpoints, until the data or the user ends it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use super::{Evaluation, Trainer};
+use crate::data::{Batch, Cursor, Sampler};
+use crate::error::Result;
+use crate::report::{EvalReport, EventWriter, MetricsLog, StepReport, Terminal, memory};
+
+/// When what happens.
+#[derive(Debug, Clone, Copy)]
+pub struct RunOptions {
+    /// Steps between checkpoints.
+    pub save_steps: Option<u64>,
+    /// Steps between evaluations.
+    pub eval_steps: Option<u64>,
+    /// Evaluate before the first and after the last step.
+    pub eval_at_end: bool,
+    /// Steps between lines of progress.
+    pub every_steps: u64,
+}
+
+/// Where a run reports.
+pub struct Reporter<'a> {
+    /// For people.
+    pub terminal: &'a Terminal,
+    /// metrics.jsonl.
+    pub metrics: MetricsLog,
+    /// Event files.
+    pub tensorboard: Option<EventWriter>,
+}
+
+/// A moment that can be saved and returned to.
+#[derive(Debug, Clone, Copy)]
+pub struct Moment {
+    /// Steps done.
+    pub step: u64,
+    /// Where the next step begins in the data.
+    pub cursor: Cursor,
+    /// Tokens trained on so far.
+    pub tokens: u64,
+}
+
+/// What a run did.
+#[derive(Debug, Clone, Default)]
+pub struct RunSummary {
+    /// Steps done, earlier runs included.
+    pub steps: u64,
+    /// Tokens trained on, likewise.
+    pub tokens: u64,
+    /// Loss of the last step.
+    pub last_loss: Option<f64>,
+    /// The base on the held-out rows.
+    pub before: Option<EvalReport>,
+    /// The result on the held-out rows.
+    pub after: Option<EvalReport>,
+    /// A signal ended it early, after a checkpoint.
+    pub stopped: bool,
+}
+
+/// Everything the loop works on.
+pub struct Run<'a> {
+    /// The model that learns.
+    pub trainer: &'a mut Trainer,
+    /// The steps.
+    pub sampler: &'a mut Sampler<'a>,
+    /// The held-out micro-batches.
+    pub held_out: Vec<Batch>,
+    /// Where it reports.
+    pub reporter: Reporter<'a>,
+    /// Saves a checkpoint.
+    pub save: &'a mut dyn FnMut(&Trainer, Moment) -> Result<()>,
+    /// Set by a signal: save and end.
+    pub stop: &'a AtomicBool,
+    /// When what happens.
+    pub options: RunOptions,
+}
+
+impl Run<'_> {
+    /// Runs to the end, from `tokens` tokens on (not 0 when resumed).
+    ///
+    /// # Errors
+    /// What a step, an evaluation or a save returns. What was saved before stays.
+    pub fn to_the_end(mut self, tokens: u64) -> Result<RunSummary> {
+        let total = self.sampler.total_steps();
+        let mut done = RunSummary { steps: self.sampler.steps_done(), tokens, ..RunSummary::default() };
+        if self.options.eval_at_end && done.steps == 0 {
+            done.before = self.evaluate(0)?;
+        }
+        self.reporter.terminal.train_start(done.steps, total);
+        while let Some(step) = self.sampler.next_step() {
+            let started = Instant::now();
+            let result = self.trainer.step(&step)?;
+            let secs = started.elapsed().as_secs_f64();
+            done.steps += 1;
+            done.tokens += step.tokens;
+            done.last_loss = Some(result.loss);
+            self.report(&StepReport {
+                step: done.steps,
+                epoch: step.epoch,
+                loss: result.loss,
+                learning_rate: result.learning_rate,
+                grad_norm: result.grad_norm,
+                tokens: step.tokens,
+                step_secs: secs,
+                tokens_per_sec: step.tokens as f64 / secs,
+                peak_bytes: memory::peak_bytes(),
+            }, done.steps == total)?;
+            let due = |every: Option<u64>| every.is_some_and(|every| done.steps % every == 0);
+            if due(self.options.eval_steps) && done.steps < total {
+                self.evaluate(done.steps)?;
+            }
+            let stop = self.stop.load(Ordering::Relaxed) && done.steps < total;
+            if due(self.options.save_steps) || stop {
+                let moment = Moment { step: done.steps, cursor: self.sampler.cursor(), tokens: done.tokens };
+                (self.save)(self.trainer, moment)?;
+            }
+            if stop {
+                done.stopped = true;
+                self.reporter.terminal.train_finish();
+                return Ok(done);
+            }
+        }
+        self.reporter.terminal.train_finish();
+        if self.options.eval_at_end {
+            done.after = self.evaluate(done.steps)?;
+        }
+        Ok(done)
+    }
+
+    fn report(&mut self, report: &StepReport, last: bool) -> Result<()> {
+        self.reporter.metrics.step(report)?;
+        if last || report.step.is_multiple_of(self.options.every_steps) {
+            self.reporter.terminal.train_step(report);
+            if let Some(tensorboard) = &mut self.reporter.tensorboard {
+                tensorboard.step(report)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn evaluate(&mut self, step: u64) -> Result<Option<EvalReport>> {
+        if self.held_out.is_empty() {
+            return Ok(None);
+        }
+        let evaluation = self.trainer.engine.evaluate(self.held_out.iter().cloned(), |_| ())?;
+        let report = evaluation.report(step);
+        self.reporter.terminal.eval(&report);
+        self.reporter.metrics.eval(&report)?;
+        if let Some(tensorboard) = &mut self.reporter.tensorboard {
+            tensorboard.eval(&report)?;
+        }
+        Ok(Some(report))
+    }
+}
+
+impl Evaluation {
+    /// As it is logged.
+    pub fn report(&self, step: u64) -> EvalReport {
+        EvalReport {
+            eval_token_accuracy: Some(self.token_accuracy()),
+            eval_exact_match: Some(self.exact_match()),
+            ..EvalReport::new(step, self.loss(), self.tokens)
+        }
+    }
+}

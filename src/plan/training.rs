@@ -1,0 +1,374 @@
+//! A training run, resolved: nothing is optional any more.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::Device;
+
+use super::adaptation::Adaptation;
+use super::base::{Base, EngineOptions};
+use super::locate::{Finder, Found};
+use super::memory::{Memory, available};
+use super::parameters::slots;
+use super::rows::Rows;
+use crate::adapter::{self, AdapterTensor, TensorKind};
+use crate::checkpoint::{Saved, SnapshotTensor, WriteWeights};
+use crate::data::{Dataset, Sampler, SamplerOptions, Split};
+use crate::engine::{Recompute, Trainer, TrainerOptions};
+use crate::error::{Error, Result};
+use crate::export::hf;
+use crate::optim::{OptimizerOptions, Schedule, ScheduleKind};
+use crate::recipe::{self, Dtype, Offload, Recipe, SchedulerKind, StateDtype, Strategy};
+use crate::units;
+use crate::weights::{Entry, ModelFiles, StoredDtype};
+
+/// What will run.
+#[derive(Debug)]
+pub struct Plan {
+    /// The recipe with every "auto" decided.
+    pub recipe: Recipe,
+    /// The model.
+    pub base: Base,
+    /// What trains; none: all weights.
+    pub adaptation: Option<Adaptation>,
+    /// Tokenizer and template.
+    pub rows: Rows,
+    /// The rows to learn from, and where they came from.
+    pub train: (Dataset, Vec<Found>),
+    /// The held-out rows.
+    pub held_out: Option<(Dataset, Vec<Found>)>,
+    /// Device, dtype, attention.
+    pub engine: EngineOptions,
+    /// Gradient checkpointing.
+    pub recompute: Recompute,
+    /// What a step needs.
+    pub memory: Memory,
+    /// Optimizer steps of the run.
+    pub total_steps: u64,
+}
+
+impl Plan {
+    /// Finds model and data and decides what the recipe left open.
+    ///
+    /// # Errors
+    /// Whatever in recipe, model or data cannot be used; all of it before weights are read.
+    pub fn resolve(mut recipe: Recipe, finder: &Finder<'_>, device: Device) -> Result<Self> {
+        refuse_unready(&recipe)?;
+        let base = Base::open(&recipe.model, finder)?;
+        let engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
+        let adaptation = recipe
+            .adapter
+            .as_ref()
+            .map(|adapter| Adaptation::from_recipe(adapter, &base.config, &base.found.id, finder))
+            .transpose()?;
+        let rows = Rows::open(&base.found.folder, &recipe.data, base.config.vocab_size)?;
+        let train = rows.load(&recipe.data.train, Split::Train, finder)?;
+        let held_out = match recipe.data.eval.is_empty() {
+            true => None,
+            false => Some(rows.load(&recipe.data.eval, Split::Test, finder)?),
+        };
+        let total_steps = Sampler::new(&train.0, sampler_options(&recipe))?.total_steps();
+        let all = slots(&base.config, adaptation.as_ref(), adaptation.is_none());
+        let tokens = widest_micro_batch(&recipe, &train.0);
+        let needed = |recompute| {
+            Memory::of_step(&base.config, &all, adaptation.as_ref(), engine.dtype, tokens, recompute)
+        };
+        let recompute = decide_recompute(recipe.train.recompute, &engine.device, needed);
+        recipe.train.recompute = match recompute {
+            Recompute::None => recipe::Recompute::None,
+            Recompute::Block => recipe::Recompute::Block,
+        };
+        recipe.model.dtype = if engine.dtype == candle_core::DType::F32 { Dtype::F32 } else { Dtype::Bf16 };
+        recipe.parallel.strategy = Strategy::Single;
+        if let Some(commit) = &base.found.commit {
+            recipe.model.revision = commit.clone();
+        }
+        let memory = needed(recompute);
+        Ok(Plan { recipe, base, adaptation, rows, train, held_out, engine, recompute, memory, total_steps })
+    }
+
+    /// Trainable and all parameters.
+    pub fn parameters(&self) -> (u64, u64) {
+        let all = slots(&self.base.config, self.adaptation.as_ref(), self.adaptation.is_none());
+        let count = |trainable: bool| {
+            all.iter().filter(|slot| slot.trainable || !trainable).map(|slot| slot.elements() as u64).sum()
+        };
+        (count(true), count(false))
+    }
+
+    /// The sampler at the beginning of the run.
+    pub fn sampler(&self) -> Result<Sampler<'_>> {
+        Sampler::new(&self.train.0, sampler_options(&self.recipe))
+    }
+
+    /// A trainer with weights loaded: the base's, or those of a checkpoint.
+    pub fn trainer(&mut self, resumed: Option<&Saved>) -> Result<Trainer> {
+        if let Some(saved) = resumed {
+            saved.check_same_run(&self.fingerprint())?;
+            match &mut self.adaptation {
+                Some(adaptation) => adaptation.start = Some(adapter::Adapter::read(&saved.folder)?),
+                None => self.base.files = Some(ModelFiles::open(&saved.folder)?),
+            }
+        }
+        let engine = self.base.engine(self.adaptation.as_ref(), self.adaptation.is_none(), &self.engine)?;
+        let options = TrainerOptions {
+            optimizer: OptimizerOptions {
+                betas: self.recipe.optimizer.betas,
+                eps: self.recipe.optimizer.eps,
+                weight_decay: self.recipe.optimizer.weight_decay,
+            },
+            schedule: self.schedule()?,
+            max_grad_norm: Some(self.recipe.train.max_grad_norm).filter(|max| *max > 0.0),
+            seed: self.recipe.train.seed,
+            recompute: self.recompute,
+        };
+        let mut trainer = Trainer::new(engine, options)?;
+        if let Some(saved) = resumed {
+            trainer.restore(saved)?;
+        }
+        Ok(trainer)
+    }
+
+    fn schedule(&self) -> Result<Schedule> {
+        let scheduler = &self.recipe.scheduler;
+        let learning_rate = self.recipe.optimizer.learning_rate.ok_or_else(|| {
+            Error::user("no learning rate is given").hint("write `[optimizer] learning_rate = 2e-4`, for example")
+        })?;
+        let share = scheduler.warmup_ratio.unwrap_or(0.0) * self.total_steps as f64;
+        Ok(Schedule {
+            kind: match scheduler.kind {
+                SchedulerKind::Cosine | SchedulerKind::CosineWithMinLr => ScheduleKind::Cosine,
+                SchedulerKind::Linear => ScheduleKind::Linear,
+                SchedulerKind::Constant => ScheduleKind::Constant,
+                SchedulerKind::ConstantWithWarmup => ScheduleKind::ConstantWithWarmup,
+                SchedulerKind::CosineWithRestarts => {
+                    ScheduleKind::CosineWithRestarts { num_cycles: scheduler.num_cycles as f64 }
+                }
+                SchedulerKind::Polynomial => ScheduleKind::Polynomial { power: scheduler.power },
+                SchedulerKind::InverseSqrt => ScheduleKind::InverseSqrt,
+                SchedulerKind::WarmupStableDecay => {
+                    ScheduleKind::WarmupStableDecay { num_decay_steps: scheduler.num_decay_steps.unwrap_or(0) }
+                }
+            },
+            learning_rate,
+            warmup_steps: scheduler.warmup_steps.unwrap_or(share.ceil() as u64),
+            total_steps: self.total_steps,
+            min_lr_ratio: scheduler.min_lr_ratio,
+        })
+    }
+
+    /// What decides the numbers of the run: a checkpoint goes on only under the same.
+    pub fn fingerprint(&self) -> BTreeMap<String, String> {
+        let mut recipe = self.recipe.clone();
+        // These change what is saved, said or how long it takes, not the numbers.
+        recipe.checkpoint = recipe::Checkpoint::default();
+        recipe.log = recipe::Log::default();
+        recipe.eval = recipe::Eval::default();
+        recipe.data.train = Vec::new();
+        recipe.data.eval = Vec::new();
+        recipe.train.recompute = recipe::Recompute::Auto;
+        recipe.model.id = None;
+        let mut facts: BTreeMap<String, String> = recipe
+            .to_toml()
+            .lines()
+            .scan(String::new(), |section, line| {
+                if line.starts_with('[') {
+                    *section = line.trim_matches(['[', ']']).to_owned();
+                }
+                Some(line.split_once(" = ").map(|(key, value)| (format!("{section}.{key}"), value.to_owned())))
+            })
+            .flatten()
+            .collect();
+        let short = |hash: blake3::Hash| hash.to_hex()[..16].to_owned();
+        facts.insert("data".into(), short(self.train.0.digest()));
+        facts.insert("steps".into(), self.total_steps.to_string());
+        facts.insert("tokenizer".into(), short(self.rows.tokenizer.digest()));
+        // The weights a full run is resumed with are the checkpoint's own.
+        if let (Some(files), true) = (&self.base.files, self.adaptation.is_some()) {
+            facts.insert("weights".into(), short(files.fingerprint()));
+        }
+        facts
+    }
+
+    /// Writes trained weights in the form this run leaves: a PEFT adapter, or a Hugging Face model. `exact`: in f32,
+    /// as checkpoints need it; else as `checkpoint.output_dtype` says.
+    pub fn writer(&self, exact: bool) -> WriteWeights {
+        let given = if exact { Dtype::F32 } else { self.recipe.checkpoint.output_dtype };
+        match &self.adaptation {
+            Some(adaptation) => {
+                let (config, dtype) = (adaptation.config.clone(), stored(given).unwrap_or(StoredDtype::F32));
+                Arc::new(move |folder: &Path, tensors: &[SnapshotTensor]| {
+                    write_adapter(folder, &config, tensors, dtype)
+                })
+            }
+            None => {
+                let source = self.base.found.folder.clone();
+                let dtypes: BTreeMap<String, StoredDtype> = self.stored_dtypes();
+                Arc::new(move |folder: &Path, tensors: &[SnapshotTensor]| {
+                    let dtype = |name: &str| {
+                        let own = || dtypes.get(name).copied().unwrap_or(StoredDtype::F32);
+                        stored(given).unwrap_or_else(own)
+                    };
+                    write_model(folder, &source, tensors, dtype)
+                })
+            }
+        }
+    }
+
+    /// The dtype of each tensor of the base; what config.json says for one that starts random.
+    fn stored_dtypes(&self) -> BTreeMap<String, StoredDtype> {
+        let named = self.base.config.dtype.as_deref().and_then(|name| match name {
+            "float32" => Some(StoredDtype::F32),
+            "bfloat16" => Some(StoredDtype::BF16),
+            "float16" => Some(StoredDtype::F16),
+            _ => None,
+        });
+        let of = |name: &str| {
+            let info = self.base.files.as_ref().and_then(|files| files.info(name));
+            info.map(|info| info.dtype).filter(|dtype| dtype.is_float()).or(named).unwrap_or(StoredDtype::F32)
+        };
+        crate::model::parameters(&self.base.config).into_iter().map(|spec| (spec.name.clone(), of(&spec.name))).collect()
+    }
+
+    /// The plan in a few lines.
+    pub fn describe(&self) -> String {
+        let (trainable, all) = self.parameters();
+        let method = match &self.adaptation {
+            Some(a) => format!("LoRA on {} modules", a.targets.len()),
+            None => "all weights".into(),
+        };
+        let recompute = match self.recompute {
+            Recompute::None => "none",
+            Recompute::Block => "block",
+        };
+        let memory = &self.memory;
+        format!(
+            "training {method}: {} of {} parameters, {:?}, {} steps\nmemory of a step: {} = weights {} + gradients {} + optimizer {} + activations {} (recompute {recompute}) + workspace {}",
+            units::count(trainable),
+            units::count(all),
+            self.engine.dtype,
+            self.total_steps,
+            units::bytes(memory.total()),
+            units::bytes(memory.weights),
+            units::bytes(memory.gradients),
+            units::bytes(memory.optimizer),
+            units::bytes(memory.activations),
+            units::bytes(memory.workspace),
+        )
+    }
+}
+
+fn sampler_options(recipe: &Recipe) -> SamplerOptions {
+    SamplerOptions {
+        seed: recipe.train.seed,
+        shuffle: recipe.data.shuffle,
+        packing: recipe.data.packing,
+        max_seq_len: recipe.data.max_seq_len,
+        micro_batch_size: recipe.train.micro_batch_size,
+        gradient_accumulation_steps: recipe.train.gradient_accumulation_steps,
+        epochs: recipe.train.epochs,
+        max_steps: recipe.train.max_steps,
+    }
+}
+
+/// Tokens of the largest micro-batch that can come.
+fn widest_micro_batch(recipe: &Recipe, data: &Dataset) -> usize {
+    let rows = recipe.train.micro_batch_size;
+    let mut lengths: Vec<usize> = data.examples().iter().map(|example| example.ids.len()).collect();
+    if recipe.data.packing {
+        return rows * recipe.data.max_seq_len.min(lengths.iter().sum());
+    }
+    lengths.sort_unstable_by(|a, b| b.cmp(a));
+    lengths.iter().take(rows).sum()
+}
+
+fn decide_recompute(
+    wanted: recipe::Recompute,
+    device: &Device,
+    needed: impl Fn(Recompute) -> Memory,
+) -> Recompute {
+    match wanted {
+        recipe::Recompute::None => Recompute::None,
+        recipe::Recompute::Block => Recompute::Block,
+        recipe::Recompute::Auto => match available(device) {
+            // A tenth is left for what the estimate does not know.
+            Some(bytes) if needed(Recompute::None).total() > bytes / 10 * 9 => Recompute::Block,
+            _ => Recompute::None,
+        },
+    }
+}
+
+fn stored(dtype: Dtype) -> Option<StoredDtype> {
+    match dtype {
+        Dtype::Auto => None,
+        Dtype::F32 => Some(StoredDtype::F32),
+        Dtype::Bf16 => Some(StoredDtype::BF16),
+        Dtype::F16 => Some(StoredDtype::F16),
+    }
+}
+
+fn write_adapter(
+    folder: &Path,
+    config: &adapter::AdapterConfig,
+    tensors: &[SnapshotTensor],
+    dtype: StoredDtype,
+) -> Result<()> {
+    let kinds = [
+        (".lora_A.weight", TensorKind::LoraA),
+        (".lora_B.weight", TensorKind::LoraB),
+        (".weight", TensorKind::SavedWeight),
+        (".bias", TensorKind::SavedBias),
+    ];
+    let mut values: BTreeMap<AdapterTensor, &[f32]> = BTreeMap::new();
+    for tensor in tensors {
+        let split = kinds.iter().find_map(|(end, kind)| Some((tensor.name.strip_suffix(end)?, *kind)));
+        let (module, kind) = split.ok_or_else(|| Error::internal(format!("no module for {}", tensor.name)))?;
+        let key = AdapterTensor { module: module.to_owned(), kind, shape: tensor.shape.clone() };
+        values.insert(key, &tensor.values);
+    }
+    let list: Vec<AdapterTensor> = values.keys().cloned().collect();
+    adapter::write(folder, config, &list, dtype, |tensor, sink| match values.get(tensor) {
+        Some(values) => sink.write_values(values),
+        None => Err(Error::internal(format!("no values for {}", tensor.name()))),
+    })?;
+    Ok(())
+}
+
+fn write_model(
+    folder: &Path,
+    source: &Path,
+    tensors: &[SnapshotTensor],
+    dtype: impl Fn(&str) -> StoredDtype,
+) -> Result<()> {
+    let by_name: BTreeMap<&str, &SnapshotTensor> = tensors.iter().map(|t| (t.name.as_str(), t)).collect();
+    let entry =
+        |t: &SnapshotTensor| Entry { name: t.name.clone(), dtype: dtype(&t.name), shape: t.shape.clone() };
+    let entries: Vec<Entry> = tensors.iter().map(entry).collect();
+    hf::write_model(folder, source, &entries, hf::SHARD_BYTES, |entry, sink| {
+        match by_name.get(entry.name.as_str()) {
+            Some(tensor) => sink.write_values(&tensor.values),
+            None => Err(Error::internal(format!("no values for {}", entry.name))),
+        }
+    })?;
+    Ok(())
+}
+
+/// Keys of the contract whose feature comes with a later version: an error, never a key without effect.
+fn refuse_unready(recipe: &Recipe) -> Result<()> {
+    let strategy = recipe.parallel.strategy;
+    let checks = [
+        (recipe.quantization.is_some(), "[quantization]", "no such table".to_owned()),
+        (!matches!(strategy, Strategy::Auto | Strategy::Single), "parallel.strategy", "auto, single".to_owned()),
+        (recipe.parallel.offload != Offload::None, "parallel.offload", "none".to_owned()),
+        (recipe.parallel.shard_size.is_some(), "parallel.shard_size", "not set".to_owned()),
+        (recipe.optimizer.state != StateDtype::F32, "optimizer.state", "f32".to_owned()),
+        (recipe.optimizer.lora_plus_ratio != 1.0, "optimizer.lora_plus_ratio", "1.0".to_owned()),
+    ];
+    match checks.into_iter().find(|(asked, ..)| *asked) {
+        None => Ok(()),
+        Some((_, key, accepted)) => Err(Error::user(format!("`{key}` is not available in this version"))
+            .because(format!("accepted now: {accepted}"))
+            .hint("remove it from the recipe")),
+    }
+}

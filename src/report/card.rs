@@ -1,0 +1,240 @@
+//! The model card: `README.md` of an adapter or a model, as the Hugging Face hub reads it.
+//!
+//! YAML front matter for the hub, then what a person wants to know: what it was made from, with which data and
+//! settings, how well it does, how to use it. Everything comes from a plain [`Card`]; nothing is looked up, and
+//! nothing is claimed that was not measured.
+
+use std::fs;
+use std::path::Path;
+
+use super::metrics::EvalReport;
+use crate::error::{Error, Result};
+use crate::units;
+
+/// Where the base model came from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Base {
+    /// A model of the hub; `commit` is the one that its files were taken from.
+    Hub {
+        /// `org/name`.
+        id: String,
+        /// The commit's hash.
+        commit: Option<String>,
+    },
+    /// A folder of this machine, by its last name alone.
+    Folder {
+        /// The folder's name.
+        name: String,
+    },
+    /// Random weights: trained from nothing but a configuration.
+    Scratch,
+}
+
+/// What lies beside the card.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Artifact {
+    /// A PEFT adapter to put on the base.
+    Adapter,
+    /// A whole model.
+    Model,
+}
+
+/// One data set of the run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CardData {
+    /// A file's name, or `org/name` of a data set of the hub.
+    pub name: String,
+    /// Whether it is a data set of the hub.
+    pub on_hub: bool,
+    /// Rows that were used.
+    pub rows: u64,
+}
+
+/// Everything a card says.
+#[derive(Debug, Clone)]
+pub struct Card {
+    /// The title: the name of the output folder.
+    pub title: String,
+    /// What lies beside the card.
+    pub artifact: Artifact,
+    /// What it was made from.
+    pub base: Base,
+    /// How it was trained, for the tags: `lora`, `dora`, `full`.
+    pub method: String,
+    /// The data sets trained on.
+    pub train_data: Vec<CardData>,
+    /// The held-out data sets.
+    pub eval_data: Vec<CardData>,
+    /// The resolved recipe, as TOML.
+    pub recipe: String,
+    /// Optimizer steps done.
+    pub steps: u64,
+    /// Tokens trained on, padding not counted.
+    pub tokens: u64,
+    /// Parameters that were trained.
+    pub trainable_params: u64,
+    /// Mean training loss of the last step.
+    pub final_train_loss: Option<f64>,
+    /// The held-out figures before training.
+    pub before: Option<EvalReport>,
+    /// The held-out figures after training.
+    pub after: Option<EvalReport>,
+    /// Whether the tokenizer has a chat template, which decides the Python example.
+    pub chat: bool,
+}
+
+impl Card {
+    /// Writes the card to `path`.
+    ///
+    /// # Errors
+    /// The disk refuses it.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        fs::write(path, self.render()).map_err(|e| Error::io("write", path, &e))
+    }
+
+    /// The whole text of the card.
+    pub fn render(&self) -> String {
+        let sections =
+            [self.front_matter(), self.opening(), self.results(), self.data(), self.usage(), self.how()];
+        sections.join("\n")
+    }
+
+    fn front_matter(&self) -> String {
+        let library = match self.artifact {
+            Artifact::Adapter => "peft",
+            Artifact::Model => "transformers",
+        };
+        let mut yaml = String::from("---\n");
+        if let Base::Hub { id, .. } = &self.base {
+            yaml += &format!("base_model: {}\n", quoted(id));
+            if self.artifact == Artifact::Adapter {
+                yaml += "base_model_relation: adapter\n";
+            }
+        }
+        yaml += &format!("library_name: {library}\npipeline_tag: text-generation\ntags:\n- finetune\n");
+        yaml += &format!("- {}\n", quoted(&self.method));
+        let hub_data: Vec<&CardData> = self.train_data.iter().filter(|data| data.on_hub).collect();
+        if !hub_data.is_empty() {
+            yaml += "datasets:\n";
+            hub_data.iter().for_each(|data| yaml += &format!("- {}\n", quoted(&data.name)));
+        }
+        yaml + "---\n"
+    }
+
+    fn opening(&self) -> String {
+        let what = match self.artifact {
+            Artifact::Adapter => "An adapter in PEFT's layout",
+            Artifact::Model => "A language model in Hugging Face's layout",
+        };
+        let base = match &self.base {
+            Base::Hub { id, commit: Some(commit) } => {
+                format!("for [{id}](https://huggingface.co/{id}) at commit `{commit}`")
+            }
+            Base::Hub { id, commit: None } => format!("for [{id}](https://huggingface.co/{id})"),
+            Base::Folder { name } => format!("for the local model `{name}`"),
+            Base::Scratch => "from random weights".to_owned(),
+        };
+        let base = match self.artifact {
+            Artifact::Adapter => base,
+            Artifact::Model => {
+                base.replacen("for ", "made from ", 1).replacen("from random", "trained from random", 1)
+            }
+        };
+        format!(
+            "# {}\n\n{what} {base}, trained by `finetune` ({}): {} parameters, {} steps, {} tokens.\n",
+            self.title,
+            self.method,
+            units::count(self.trainable_params),
+            self.steps,
+            units::count(self.tokens),
+        )
+    }
+
+    fn results(&self) -> String {
+        let mut text = String::from("## Measured\n\n");
+        if let Some(loss) = self.final_train_loss {
+            text += &format!("Training loss of the last step: {loss:.4}.\n");
+        }
+        if self.before.is_none() && self.after.is_none() {
+            return text + "No held-out rows were given, so nothing is known about unseen text.\n";
+        }
+        text += "\nOn held-out rows:\n\n| | before | after |\n|---|---|---|\n";
+        let row = |name: &str, show: &dyn Fn(&EvalReport) -> Option<String>| {
+            let cell = |report: &Option<EvalReport>| report.as_ref().and_then(show);
+            match (cell(&self.before), cell(&self.after)) {
+                (None, None) => String::new(),
+                (before, after) => {
+                    let dash = || "–".to_owned();
+                    format!("| {name} | {} | {} |\n", before.unwrap_or_else(dash), after.unwrap_or_else(dash))
+                }
+            }
+        };
+        text += &row("loss (nats per token)", &|r| Some(format!("{:.4}", r.eval_loss)));
+        text += &row("perplexity", &|r| Some(format!("{:.4}", r.eval_perplexity)).filter(|t| t.len() < 16));
+        text += &row("token accuracy", &|r| r.eval_token_accuracy.map(|v| format!("{:.1} %", 100.0 * v)));
+        text += &row("exact match", &|r| r.eval_exact_match.map(|v| format!("{:.1} %", 100.0 * v)));
+        text
+    }
+
+    fn data(&self) -> String {
+        let mut text = String::from("## Data\n\n| data set | rows | used for |\n|---|---|---|\n");
+        for (data, used) in [(&self.train_data, "training"), (&self.eval_data, "evaluation")] {
+            data.iter().for_each(|d| text += &format!("| `{}` | {} | {used} |\n", d.name, d.rows));
+        }
+        text
+    }
+
+    fn usage(&self) -> String {
+        let (base, commit) = match &self.base {
+            Base::Hub { id, commit } => (id.as_str(), commit.as_deref()),
+            Base::Folder { name } => (name.as_str(), None),
+            Base::Scratch => ("BASE", None),
+        };
+        let revision = commit.map(|c| format!(", revision={}", quoted(c))).unwrap_or_default();
+        let (command, load) = match self.artifact {
+            Artifact::Adapter => (
+                format!("finetune generate --model {base} --adapter . --prompt \"...\""),
+                format!(
+                    "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
+                     tokenizer = AutoTokenizer.from_pretrained({0}{revision})\n\
+                     model = AutoModelForCausalLM.from_pretrained({0}{revision})\n\
+                     model = PeftModel.from_pretrained(model, \".\")\n",
+                    quoted(base)
+                ),
+            ),
+            Artifact::Model => (
+                "finetune generate --model . --prompt \"...\"".to_owned(),
+                "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
+                 tokenizer = AutoTokenizer.from_pretrained(\".\")\n\
+                 model = AutoModelForCausalLM.from_pretrained(\".\")\n"
+                    .to_owned(),
+            ),
+        };
+        let inputs = if self.chat {
+            "chat = [{\"role\": \"user\", \"content\": \"...\"}]\n\
+             inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors=\"pt\", return_dict=True)\n"
+        } else {
+            "inputs = tokenizer(\"...\", return_tensors=\"pt\")\n"
+        };
+        format!(
+            "## Use\n\nIn this folder:\n\n```sh\n{command}\n```\n\nor in Python:\n\n```python\n{load}{inputs}\
+             print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))\n```\n"
+        )
+    }
+
+    fn how(&self) -> String {
+        let fence = fence_for(&self.recipe);
+        format!("## Recipe\n\n{fence}toml\n{}\n{fence}\n", self.recipe.trim_end())
+    }
+}
+
+/// A YAML, and Python, string: JSON's quoting is both.
+fn quoted(text: &str) -> String {
+    serde_json::Value::from(text).to_string()
+}
+
+/// A fence longer than any run of backticks in `text`.
+fn fence_for(text: &str) -> String {
+    let longest = text.split(|c| c != '`').map(str::len).max().unwrap_or(0);
+    "`".repeat(longest.max(2) + 1)
+}

@@ -1,0 +1,217 @@
+//! `metrics.jsonl`: one JSON object a line for each optimizer step and each evaluation.
+//!
+//! The names of the fields are a contract (DESIGN, files a run leaves). Every line is handed to the system as soon
+//! as it is made, so a killed run keeps its record. Numbers are written with as many digits as they need to be read
+//! back unchanged; a number that JSON cannot hold (NaN, infinity) is refused, because it would be read back as null.
+//!
+//! A resumed run continues its own file: entries after the resumed step, which the run is about to repeat, go, and
+//! so does a last line that was cut short.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// The figures of one optimizer step, after the update.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StepReport {
+    /// The step just done; the first is 1.
+    pub step: u64,
+    /// Epochs done so far, a fraction inside an epoch.
+    pub epoch: f64,
+    /// Mean cross-entropy, in nats, over the labels of the step that count.
+    pub loss: f64,
+    /// The learning rate used in this update.
+    pub learning_rate: f64,
+    /// L2 norm of all gradients before clipping.
+    pub grad_norm: f64,
+    /// Tokens that went through the model in this step, padding not counted.
+    pub tokens: u64,
+    /// Wall time of the step, in seconds.
+    pub step_secs: f64,
+    /// `tokens` over `step_secs`.
+    pub tokens_per_sec: f64,
+    /// Most memory the run has held so far, in bytes: of the device, or of the process on a CPU.
+    pub peak_bytes: u64,
+}
+
+/// The figures of one evaluation on held-out rows.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EvalReport {
+    /// Optimizer steps done before it; 0 is the model as it was given.
+    pub step: u64,
+    /// Mean cross-entropy, in nats, over the labels that count.
+    pub eval_loss: f64,
+    /// `exp(eval_loss)`.
+    pub eval_perplexity: f64,
+    /// Number of labels that count.
+    pub eval_tokens: u64,
+    /// Share of these labels that were the model's first choice, 0 to 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eval_token_accuracy: Option<f64>,
+    /// Share of rows whose greedy answer equals the expected one, 0 to 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eval_exact_match: Option<f64>,
+}
+
+impl EvalReport {
+    /// A report of the mean loss `eval_loss` (nats) over `eval_tokens` labels. The perplexity of a loss past 709,
+    /// which no `f64` holds, is the largest `f64`.
+    pub fn new(step: u64, eval_loss: f64, eval_tokens: u64) -> Self {
+        EvalReport {
+            step,
+            eval_loss,
+            eval_perplexity: eval_loss.exp().min(f64::MAX),
+            eval_tokens,
+            eval_token_accuracy: None,
+            eval_exact_match: None,
+        }
+    }
+}
+
+/// One line of the file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Entry {
+    /// An optimizer step.
+    Step(StepReport),
+    /// An evaluation.
+    Eval(EvalReport),
+}
+
+impl Entry {
+    /// The optimizer step that the entry belongs to.
+    pub fn step(&self) -> u64 {
+        match self {
+            Entry::Step(report) => report.step,
+            Entry::Eval(report) => report.step,
+        }
+    }
+
+    /// The first field that holds a number JSON has no word for.
+    fn non_finite(&self) -> Option<(&'static str, f64)> {
+        let fields: Vec<(&'static str, f64)> = match self {
+            Entry::Step(r) => vec![
+                ("epoch", r.epoch),
+                ("loss", r.loss),
+                ("learning_rate", r.learning_rate),
+                ("grad_norm", r.grad_norm),
+                ("step_secs", r.step_secs),
+                ("tokens_per_sec", r.tokens_per_sec),
+            ],
+            Entry::Eval(r) => vec![
+                ("eval_loss", r.eval_loss),
+                ("eval_perplexity", r.eval_perplexity),
+                ("eval_token_accuracy", r.eval_token_accuracy.unwrap_or_default()),
+                ("eval_exact_match", r.eval_exact_match.unwrap_or_default()),
+            ],
+        };
+        fields.into_iter().find(|(_, value)| !value.is_finite())
+    }
+}
+
+/// The open `metrics.jsonl` of a run.
+#[derive(Debug)]
+pub struct MetricsLog {
+    path: PathBuf,
+    file: File,
+}
+
+impl MetricsLog {
+    /// Starts an empty log at `path`; what was there goes.
+    ///
+    /// # Errors
+    /// The file cannot be made.
+    pub fn create(path: &Path) -> Result<Self> {
+        let file = File::create(path).map_err(|e| Error::io("write", path, &e))?;
+        Ok(MetricsLog { path: path.to_owned(), file })
+    }
+
+    /// Continues the log at `path` after optimizer step `step`: later entries and a last line that was cut short
+    /// are dropped, the rest stays as it is. Without a file there is nothing to keep, and an empty one is made.
+    ///
+    /// # Errors
+    /// The file cannot be read or written, or a line before the last is not an entry.
+    pub fn resume(path: &Path, step: u64) -> Result<Self> {
+        if !path.exists() {
+            return Self::create(path);
+        }
+        let text = fs::read_to_string(path).map_err(|e| Error::io("read", path, &e))?;
+        let mut kept = String::new();
+        for (line, entry) in parse(path, &text)? {
+            if entry.step() <= step {
+                kept.push_str(line);
+                kept.push('\n');
+            }
+        }
+        if kept != text {
+            // Beside its place first: a crash in the middle must not cost the record.
+            let beside = path.with_extension("jsonl.new");
+            fs::write(&beside, &kept).map_err(|e| Error::io("write", &beside, &e))?;
+            fs::rename(&beside, path).map_err(|e| Error::io("write", path, &e))?;
+        }
+        let file = OpenOptions::new().append(true).open(path).map_err(|e| Error::io("write", path, &e))?;
+        Ok(MetricsLog { path: path.to_owned(), file })
+    }
+
+    /// Appends the figures of a step.
+    ///
+    /// # Errors
+    /// The disk refuses the line, or a number in it is not finite.
+    pub fn step(&mut self, report: &StepReport) -> Result<()> {
+        self.append(&Entry::Step(report.clone()))
+    }
+
+    /// Appends the figures of an evaluation.
+    ///
+    /// # Errors
+    /// As for [`MetricsLog::step`].
+    pub fn eval(&mut self, report: &EvalReport) -> Result<()> {
+        self.append(&Entry::Eval(report.clone()))
+    }
+
+    fn append(&mut self, entry: &Entry) -> Result<()> {
+        if let Some((field, value)) = entry.non_finite() {
+            return Err(Error::internal(format!(
+                "cannot log step {} to {}",
+                entry.step(),
+                self.path.display()
+            ))
+            .because(format!("`{field}` is {value}, and JSON holds finite numbers only")));
+        }
+        let mut line = serde_json::to_string(entry).map_err(|e| {
+            Error::internal(format!("cannot write step {} as JSON", entry.step())).because(e.to_string())
+        })?;
+        line.push('\n');
+        self.file.write_all(line.as_bytes()).map_err(|e| Error::io("write", &self.path, &e))
+    }
+}
+
+/// All entries of the log at `path`, in file order. A last line that was cut short is left out.
+///
+/// # Errors
+/// The file cannot be read, or a line is not an entry.
+pub fn read(path: &Path) -> Result<Vec<Entry>> {
+    let text = fs::read_to_string(path).map_err(|e| Error::io("read", path, &e))?;
+    Ok(parse(path, &text)?.into_iter().map(|(_, entry)| entry).collect())
+}
+
+/// The lines of `text` with their entries. Only a line without its line end may be cut short, and it is left out.
+fn parse<'a>(path: &Path, text: &'a str) -> Result<Vec<(&'a str, Entry)>> {
+    let mut entries = Vec::new();
+    for (index, line) in text.split_inclusive('\n').enumerate() {
+        let Some(line) = line.strip_suffix('\n') else { break };
+        let entry = serde_json::from_str(line).map_err(|e| {
+            Error::user(format!("cannot read {}:{}", path.display(), index + 1))
+                .because(format!("neither a step nor an evaluation: {e}"))
+                .hint("start over in an empty folder with `--output DIR`")
+        })?;
+        entries.push((line, entry));
+    }
+    Ok(entries)
+}

@@ -1,0 +1,21 @@
+//! Everything a run prints or leaves for people to read.
+//!
+//! - [`metrics`]: `metrics.jsonl`, the record that the other reports are made from.
+//! - [`tensorboard`]: the same figures as TensorBoard event files.
+//! - [`terminal`]: lines, warnings and progress bars on stderr; data asked for on stdout.
+//! - [`memory`]: what this process holds in memory, now and at its peak.
+//! - [`card`] and [`html`]: the model card and the run at a glance.
+//!
+//! This is floor 1: it knows numbers and texts, nothing of recipes, models or data. The caller hands over plain
+//! structs. Besides `main`, this is the only module that prints.
+
+pub mod card;
+pub mod html;
+pub mod memory;
+pub mod metrics;
+pub mod tensorboard;
+pub mod terminal;
+
+pub use metrics::{Entry, EvalReport, MetricsLog, StepReport};
+pub use tensorboard::EventWriter;
+pub use terminal::{Terminal, Verbosity};

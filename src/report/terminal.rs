@@ -1,0 +1,355 @@
+//! What a person sees while the binary works, and the data a program asked for.
+//!
+//! Everything for people goes to stderr: lines, warnings and one progress bar at a time. Where stderr is not a
+//! terminal (a log file, a pipe), the bar becomes plain lines, some thirty for a whole run. Data asked for goes to
+//! stdout alone, and a reader that closes the pipe early is no error.
+//!
+//! All methods take `&self`, so that one [`Terminal`] serves the training loop and a download's callback alike.
+//! `NO_COLOR` is honoured, and colour never says what the words do not.
+
+use std::borrow::Cow;
+use std::io::{self, IsTerminal as _, Write};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use super::metrics::{EvalReport, StepReport};
+use crate::error::{Error, Kind, Result};
+use crate::units;
+
+/// Plain lines of a run when there is no terminal to draw a bar on, about.
+const PLAIN_LINES: u64 = 30;
+
+/// How much a person wants to read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Verbosity {
+    /// Warnings alone.
+    Quiet,
+    /// What is done, and how far it is.
+    Normal,
+    /// Also why, and with which settings.
+    Verbose,
+}
+
+/// Where progress is shown.
+enum Screen {
+    /// Bars and, if wanted, colours.
+    Terminal { colour: bool },
+    /// Plain lines, for a log.
+    Log(Box<dyn Write + Send>),
+}
+
+/// What is under way and shown as a bar or as plain lines.
+enum Work {
+    Steps { first: u64, total: u64, started: Instant },
+    Download { file: String, bytes: u64, done: u64, told_quarters: u64 },
+}
+
+struct State {
+    screen: Screen,
+    work: Option<Work>,
+    bar: Option<ProgressBar>,
+    reader_gone: bool,
+}
+
+/// The one voice of the binary.
+pub struct Terminal {
+    verbosity: Verbosity,
+    state: Mutex<State>,
+}
+
+impl Terminal {
+    /// Speaks on stderr: with bars if it is a terminal, in plain lines if not.
+    pub fn stderr(verbosity: Verbosity) -> Self {
+        let screen = if io::stderr().is_terminal() {
+            // https://no-color.org: set and not empty.
+            let colour = std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty())
+                && std::env::var_os("TERM").is_none_or(|t| t != "dumb");
+            Screen::Terminal { colour }
+        } else {
+            Screen::Log(Box::new(io::stderr()))
+        };
+        Self::on(screen, verbosity)
+    }
+
+    /// Speaks in plain lines to `log` instead of stderr.
+    pub fn plain(verbosity: Verbosity, log: impl Write + Send + 'static) -> Self {
+        Self::on(Screen::Log(Box::new(log)), verbosity)
+    }
+
+    fn on(screen: Screen, verbosity: Verbosity) -> Self {
+        let state = State { screen, work: None, bar: None, reader_gone: false };
+        Terminal { verbosity, state: Mutex::new(state) }
+    }
+
+    /// How much is said.
+    pub fn verbosity(&self) -> Verbosity {
+        self.verbosity
+    }
+
+    /// A line that opens a part of the work; bold where there are colours.
+    pub fn heading(&self, text: impl AsRef<str>) {
+        if self.verbosity >= Verbosity::Normal {
+            let mut state = self.lock();
+            let text = state.paint("1", text.as_ref());
+            state.emit(&text);
+        }
+    }
+
+    /// A line for everyone but those who asked for quiet.
+    pub fn line(&self, text: impl AsRef<str>) {
+        if self.verbosity >= Verbosity::Normal {
+            self.lock().emit(text.as_ref());
+        }
+    }
+
+    /// A line for those who asked for more.
+    pub fn detail(&self, text: impl AsRef<str>) {
+        if self.verbosity >= Verbosity::Verbose {
+            self.lock().emit(text.as_ref());
+        }
+    }
+
+    /// A warning; shown even when quiet.
+    pub fn warn(&self, text: impl AsRef<str>) {
+        let mut state = self.lock();
+        let line = format!("{} {}", state.paint("33", "warning:"), text.as_ref());
+        state.emit(&line);
+    }
+
+    /// Writes data that was asked for to stdout, as it is and at once. Once the reader has closed the pipe, nothing
+    /// more is written; [`Terminal::reader_gone`] tells a caller that could stop early.
+    ///
+    /// # Errors
+    /// stdout refuses the data for another reason, a full disk for one.
+    pub fn data(&self, text: impl AsRef<str>) -> Result<()> {
+        let mut state = self.lock();
+        if state.reader_gone {
+            return Ok(());
+        }
+        let mut stdout = io::stdout().lock();
+        match stdout.write_all(text.as_ref().as_bytes()).and_then(|()| stdout.flush()) {
+            Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {
+                state.reader_gone = true;
+                Ok(())
+            }
+            Err(e) => Err(Error::new(Kind::Storage, "cannot write to stdout").because(e.to_string())),
+            Ok(()) => Ok(()),
+        }
+    }
+
+    /// Whether the reader of stdout has closed the pipe.
+    pub fn reader_gone(&self) -> bool {
+        self.lock().reader_gone
+    }
+
+    /// Training begins: `done` steps of `total` are done already (more than 0 when a run is resumed).
+    pub fn train_start(&self, done: u64, total: u64) {
+        if self.verbosity == Verbosity::Quiet {
+            return;
+        }
+        let template = "{bar:24} {pos}/{len}  {msg}";
+        self.lock().begin(Work::Steps { first: done, total, started: Instant::now() }, total, done, template);
+    }
+
+    /// A step is done: moves the bar, or writes a plain line for the first step, the last, and some in between.
+    pub fn train_step(&self, report: &StepReport) {
+        let mut state = self.lock();
+        let Some(Work::Steps { first, total, started }) = &state.work else { return };
+        let (first, total) = (*first, *total);
+        let mean_secs = started.elapsed().as_secs_f64() / report.step.saturating_sub(first).max(1) as f64;
+        let left = units::duration(mean_secs * total.saturating_sub(report.step) as f64);
+        let figures = step_figures(report);
+        if let Some(bar) = &state.bar {
+            bar.set_position(report.step);
+            bar.set_message(format!("{figures}  {left} left"));
+        } else if is_told(report.step, first, total) {
+            let width = total.to_string().len();
+            state.emit(&format!("step {:>width$}/{total}  {figures}  {left} left", report.step));
+        }
+    }
+
+    /// An evaluation is done.
+    pub fn eval(&self, report: &EvalReport) {
+        self.line(eval_figures(report));
+    }
+
+    /// Training is over, whether or not it reached the last step.
+    pub fn train_finish(&self) {
+        self.lock().end();
+    }
+
+    /// A download of `bytes` bytes begins.
+    pub fn download_start(&self, file: &str, bytes: u64) {
+        if self.verbosity == Verbosity::Quiet {
+            return;
+        }
+        let template =
+            "{msg}  {bar:24} {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left";
+        let mut state = self.lock();
+        state.begin(
+            Work::Download { file: file.to_owned(), bytes, done: 0, told_quarters: 0 },
+            bytes,
+            0,
+            template,
+        );
+        match &state.bar {
+            Some(bar) => bar.set_message(file.to_owned()),
+            None => state.emit(&format!("downloading {file} ({})", units::bytes(bytes))),
+        }
+    }
+
+    /// `bytes` more of the download have arrived, or were there from an earlier try.
+    pub fn download_advance(&self, bytes: u64) {
+        let mut state = self.lock();
+        if let Some(bar) = &state.bar {
+            bar.inc(bytes);
+        }
+        let Some(Work::Download { file, bytes: total, done, told_quarters }) = &mut state.work else {
+            return;
+        };
+        *done += bytes;
+        let quarters = (*done * 4).checked_div(*total).unwrap_or(4).min(4);
+        // The last quarter is told when the download is finished.
+        if quarters > *told_quarters && quarters < 4 {
+            *told_quarters = quarters;
+            let text = format!("{file}: {} of {}", units::bytes(*done), units::bytes(*total));
+            if state.bar.is_none() {
+                state.emit(&text);
+            }
+        }
+    }
+
+    /// The download is over; it says so if all of it has arrived.
+    pub fn download_finish(&self) {
+        let mut state = self.lock();
+        if let Some(Work::Download { file, bytes, done, .. }) = state.end()
+            && done >= bytes
+        {
+            state.emit(&format!("downloaded {file} ({})", units::bytes(bytes)));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic elsewhere must not silence the report of it.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Writes a whole line, above the bar if there is one.
+    fn emit(&mut self, text: &str) {
+        // Nobody is left to tell when stderr itself fails.
+        match &mut self.screen {
+            Screen::Log(log) => drop(writeln!(log, "{text}").and_then(|()| log.flush())),
+            Screen::Terminal { .. } => {
+                let write = || drop(writeln!(io::stderr(), "{text}"));
+                match &self.bar {
+                    Some(bar) => bar.suspend(write),
+                    None => write(),
+                }
+            }
+        }
+    }
+
+    /// `text` in the ANSI style `code`, where there are colours.
+    fn paint<'a>(&self, code: &str, text: &'a str) -> Cow<'a, str> {
+        match self.screen {
+            Screen::Terminal { colour: true } => format!("\x1b[{code}m{text}\x1b[0m").into(),
+            _ => text.into(),
+        }
+    }
+
+    fn begin(&mut self, work: Work, length: u64, position: u64, template: &str) {
+        self.end();
+        if let Screen::Terminal { .. } = self.screen {
+            let style =
+                ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+            let bar = ProgressBar::with_draw_target(Some(length), ProgressDrawTarget::stderr());
+            bar.set_style(style.progress_chars("=> "));
+            bar.set_position(position);
+            self.bar = Some(bar);
+        }
+        self.work = Some(work);
+    }
+
+    fn end(&mut self) -> Option<Work> {
+        if let Some(bar) = self.bar.take() {
+            match self.work {
+                // The bar of a run stays to be read; that of a download gives way to a line.
+                Some(Work::Steps { .. }) => bar.abandon(),
+                _ => bar.finish_and_clear(),
+            }
+        }
+        self.work.take()
+    }
+}
+
+/// Whether a run from `first` to `total` writes a plain line for `step`: the first, the last, and each step whose
+/// number is a multiple of a round stride.
+fn is_told(step: u64, first: u64, total: u64) -> bool {
+    step == first + 1 || step >= total || step.is_multiple_of(stride(total.saturating_sub(first)))
+}
+
+/// The smallest of 1, 2, 5, 10, 20, 50, ... that makes at most [`PLAIN_LINES`] lines of `steps` steps.
+fn stride(steps: u64) -> u64 {
+    let mut decade = 1_u64;
+    loop {
+        for digit in [1, 2, 5] {
+            let stride = decade.saturating_mul(digit);
+            if steps / stride <= PLAIN_LINES {
+                return stride;
+            }
+        }
+        decade = decade.saturating_mul(10);
+    }
+}
+
+fn step_figures(report: &StepReport) -> String {
+    format!(
+        "loss {:.4}  lr {:.2e}  norm {:.3}  {} tok/s",
+        report.loss,
+        report.learning_rate,
+        report.grad_norm,
+        units::count(report.tokens_per_sec as u64),
+    )
+}
+
+fn eval_figures(report: &EvalReport) -> String {
+    let mut text = format!("eval at step {}: loss {:.4}", report.step, report.eval_loss);
+    // Past this, a perplexity says no more than the loss.
+    if report.eval_perplexity < 1e6 {
+        text += &format!(", perplexity {:.2}", report.eval_perplexity);
+    }
+    if let Some(accuracy) = report.eval_token_accuracy {
+        text += &format!(", token accuracy {:.1} %", 100.0 * accuracy);
+    }
+    if let Some(exact) = report.eval_exact_match {
+        text += &format!(", exact match {:.1} %", 100.0 * exact);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_of_any_length_writes_a_readable_number_of_lines() {
+        for (total, least, most) in [(1, 1, 1), (20, 20, 20), (47, 20, 50), (1000, 20, 50), (123_456, 20, 50)]
+        {
+            let told = (1..=total).filter(|&step| is_told(step, 0, total)).count();
+            assert!((least..=most).contains(&told), "{told} lines for {total} steps");
+        }
+        assert_eq!(stride(31), 2);
+        assert_eq!(stride(1000), 50);
+    }
+
+    #[test]
+    fn resumed_runs_tell_their_first_step() {
+        assert!(is_told(901, 900, 1000));
+        assert!(!is_told(902, 900, 1000));
+        assert!(is_told(905, 900, 1000));
+    }
+}
