@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use finetune::error::{Kind, Result};
 use finetune::hub::{
-    DownloadEvent, HubOptions, Located, Retry, Token, locate_dataset, locate_model, locate_model_headers,
+    DownloadEvent, HubOptions, Located, Retry, Token, locate_adapter, locate_dataset, locate_model,
+    locate_model_headers,
 };
 use hub_double::{Access, Fault, HubDouble, RepoDouble, Spoil};
 
@@ -48,6 +49,10 @@ impl World {
         locate_dataset(id, &self.options, &mut |_| {})
     }
 
+    fn adapter(&self, id: &str) -> Result<Located> {
+        locate_adapter(id, "main", &self.options, &mut |_| {})
+    }
+
     fn offline(&self) -> HubOptions {
         let mut options = self.options.clone();
         options.offline = true;
@@ -56,6 +61,12 @@ impl World {
 
     fn refused(&self, id: &str) -> String {
         let error = self.model(id).unwrap_err();
+        assert_eq!(error.kind(), Kind::User, "{error}");
+        error.to_string()
+    }
+
+    fn refused_adapter(&self, id: &str) -> String {
+        let error = self.adapter(id).unwrap_err();
         assert_eq!(error.kind(), Kind::User, "{error}");
         error.to_string()
     }
@@ -114,6 +125,18 @@ fn sharded(id: &str) -> RepoDouble {
         .lfs("model-00001-of-00002.safetensors", weights(1000))
         .lfs("model-00002-of-00002.safetensors", weights(2000))
         .lfs("model-00003-of-00002.safetensors", "not named by the index")
+}
+
+fn lora(id: &str) -> RepoDouble {
+    RepoDouble::model(id)
+        .file("README.md", "# card")
+        .file("adapter_config.json", "{\"peft_type\":\"LORA\"}")
+        .file("chat_template.jinja", "{{ messages }}")
+        .file("tokenizer.json", "{\"model\":{}}")
+        .lfs("adapter_model.bin", "pickle")
+        .lfs("adapter_model.safetensors", weights(50_000))
+        .lfs("checkpoint-5/adapter_model.safetensors", "an earlier one")
+        .lfs("training_args.bin", "pickle")
 }
 
 fn read(located: &Located, file: &str) -> Vec<u8> {
@@ -755,5 +778,156 @@ fn data_sets() {
     let offline = locate_dataset("ada/rows", &world.offline(), &mut |_| {}).unwrap();
     assert!(offline.note.unwrap().contains("2 file(s)"));
     assert!(locate_dataset("ada/none", &world.offline(), &mut |_| {}).is_err());
+    assert_eq!(world.hub.requests().len(), 0);
+}
+
+#[test]
+fn a_fresh_adapter_then_one_request_then_none() {
+    let repo = lora("ada/lora");
+    let commit = repo.commit();
+    let world = World::new(vec![repo]);
+    let found = world.adapter("ada/lora").unwrap();
+    assert_eq!((found.id.as_str(), found.commit.as_deref()), ("ada/lora", Some(commit.as_str())));
+    assert_eq!(found.note, None);
+    let expected =
+        ["adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "tokenizer.json"];
+    assert_eq!(names(&found.folder), expected);
+    assert_eq!(read(&found, "adapter_model.safetensors"), weights(50_000));
+    assert_eq!(read(&found, "adapter_config.json"), b"{\"peft_type\":\"LORA\"}");
+    // One description, and a HEAD and a GET for each of four files.
+    assert_eq!(world.hub.requests().len(), 9);
+
+    world.hub.forget();
+    assert_eq!(world.adapter("hf://ada/lora").unwrap(), found);
+    let lines: Vec<String> = world.hub.requests().into_iter().map(|request| request.path).collect();
+    assert_eq!(lines, ["/api/models/ada/lora/revision/main"]);
+
+    world.hub.forget();
+    let offline = |id: &str, revision: &str| locate_adapter(id, revision, &world.offline(), &mut |_| {});
+    assert_eq!(offline("ada/lora", "main").unwrap(), found);
+    assert_eq!(offline("ada/lora", &commit).unwrap(), found);
+    assert!(offline("ada/lora", "other").is_err());
+    let text = offline("ada/none", "main").unwrap_err().to_string();
+    assert!(text.contains("adapter `ada/none` is not in the cache, and this run is offline"), "{text}");
+    std::fs::remove_file(found.folder.join("adapter_model.safetensors")).unwrap();
+    let text = offline("ada/lora", "main").unwrap_err().to_string();
+    assert!(text.contains("not complete") && text.contains("has no adapter_model.safetensors"), "{text}");
+    assert_eq!(world.hub.requests().len(), 0);
+}
+
+#[test]
+fn an_adapter_is_resumed_and_verified() {
+    let mut world = World::new(vec![lora("ada/lora")]);
+    world.options.retry.attempts = 1;
+    let file = "adapter_model.safetensors";
+    world.hub.fault(Fault::new(&["GET", file], 1, Spoil::BreakAfter(20_000)));
+    assert_eq!(world.adapter("ada/lora").unwrap_err().kind(), Kind::Transient);
+    let text = locate_adapter("ada/lora", "main", &world.offline(), &mut |_| {}).unwrap_err().to_string();
+    assert!(text.contains("is not in the cache"), "{text}");
+
+    world.hub.forget();
+    let found = world.adapter("ada/lora").unwrap();
+    assert_eq!(read(&found, file), weights(50_000));
+    let ranges: Vec<_> = world.hub.requests().into_iter().filter_map(|request| request.range).collect();
+    assert_eq!(ranges, ["bytes=20000-"]);
+
+    let world = World::new(vec![lora("ada/lora")]);
+    world.hub.fault(Fault::new(&["GET", file], 9, Spoil::Damage));
+    let text = world.adapter("ada/lora").unwrap_err().to_string();
+    assert!(text.contains("damaged, twice"), "{text}");
+    let of_weights = |path: &PathBuf| path.metadata().unwrap().len() == 50_000;
+    assert!(!world.files().iter().any(of_weights), "{:?}", world.files());
+}
+
+#[test]
+fn what_is_no_adapter_is_refused_by_name() {
+    let world = World::new(vec![
+        RepoDouble::model("ada/pickle").file("adapter_config.json", "{}").lfs("adapter_model.bin", "pickle"),
+        single("ada/tiny"),
+        RepoDouble::model("ada/half").file("adapter_config.json", "{}").lfs("w.safetensors", "w"),
+        RepoDouble::model("ada/empty").file("README.md", ""),
+        lora("eve/lora").only_listed("additional_chat_templates/../../../evil.jinja"),
+    ]);
+    let text = world.refused_adapter("ada/pickle");
+    assert!(text.contains("adapter `ada/pickle` holds only pickled weights (adapter_model.bin)"), "{text}");
+    assert!(text.contains("`hf download ada/pickle --revision main --local-dir pickle`"), "{text}");
+    assert!(text.contains("'pickle/adapter_model.bin' 'pickle/adapter_model.safetensors'`"), "{text}");
+    let text = world.refused_adapter("ada/tiny");
+    assert!(text.contains("adapter `ada/tiny` is a model and not a PEFT adapter"), "{text}");
+    assert!(text.contains("it has no adapter_config.json") && text.contains("`--model`"), "{text}");
+    let text = world.refused_adapter("ada/half");
+    assert!(text.contains("has no adapter_model.safetensors") && text.contains("w.safetensors"), "{text}");
+    assert!(world.refused_adapter("ada/empty").contains("adapter `ada/empty` has no adapter_config.json"));
+    assert!(world.refused_adapter("eve/lora").contains("it leaves its folder"));
+    assert_eq!(world.hub.count("/resolve/"), 0);
+    assert_eq!(world.files().len(), 0);
+    let bad = locate_adapter("ada/pickle", "../x", &world.options, &mut |_| {}).unwrap_err().to_string();
+    assert!(bad.contains("cannot be a revision"), "{bad}");
+}
+
+#[test]
+fn an_adapter_that_is_missing_gated_or_without_that_revision() {
+    let closed = lora("ada/closed").access(Access::Gated { good: SECRET });
+    let world = World::new(vec![closed, lora("ada/lora")]);
+    let text = world.refused_adapter("ada/none");
+    assert!(
+        text.contains("the hub has no adapter `ada/none`") && text.contains("or it is private"),
+        "{text}"
+    );
+    let error = locate_adapter("ada/lora", "v9", &world.options, &mut |_| {}).unwrap_err();
+    assert!(error.to_string().contains("adapter `ada/lora` has no revision `v9`"), "{error}");
+    assert!(world.refused_adapter("ada/closed").contains("adapter `ada/closed` is gated"));
+    assert_eq!(world.hub.count("GET /ada"), 0, "refused before the first byte");
+    let world = world.with_token();
+    assert_eq!(read(&world.adapter("ada/closed").unwrap(), "adapter_model.safetensors"), weights(50_000));
+}
+
+#[test]
+fn a_cached_model_is_no_adapter_offline_and_the_other_way_round() {
+    let both = single("ada/both").file("adapter_config.json", "{}").lfs("adapter_model.safetensors", "a");
+    let world = World::new(vec![both]);
+    world.model("ada/both").unwrap();
+    let offline = world.offline();
+    let text = locate_adapter("ada/both", "main", &offline, &mut |_| {}).unwrap_err().to_string();
+    assert!(text.contains("adapter `ada/both` is not complete in the cache"), "{text}");
+    assert!(text.contains("what the cache holds of it is a model"), "{text}");
+    let found = world.adapter("ada/both").unwrap();
+    assert_eq!(locate_adapter("ada/both", "main", &offline, &mut |_| {}).unwrap(), found);
+
+    let world = World::new(vec![lora("ada/lora")]);
+    world.adapter("ada/lora").unwrap();
+    let text = locate_model("ada/lora", "main", &world.offline(), &mut |_| {}).unwrap_err().to_string();
+    assert!(text.contains("model `ada/lora` is not complete in the cache"), "{text}");
+}
+
+#[test]
+fn an_adapter_in_a_folder() {
+    let world = World::new(Vec::new());
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_str().unwrap();
+    let put = |name: &str| std::fs::write(folder.path().join(name), "{}").unwrap();
+    assert!(world.refused_adapter(path).contains("has no adapter_config.json"));
+    put("config.json");
+    put("model.safetensors");
+    assert!(world.refused_adapter(path).contains("is a model and not a PEFT adapter"));
+    put("adapter_config.json");
+    put("adapter_model.bin");
+    let text = world.refused_adapter(path);
+    assert!(text.contains("only pickled weights") && !text.contains("hf download"), "{text}");
+    assert!(
+        text.contains(&format!("'{path}/adapter_model.bin' '{path}/adapter_model.safetensors'")),
+        "{text}"
+    );
+    put("adapter_model.safetensors");
+    let found = world.adapter(path).unwrap();
+    assert_eq!((found.id.as_str(), found.folder.as_path(), found.commit), (path, folder.path(), None));
+    let text = world.refused_adapter(&format!("{path}/adapter_model.safetensors"));
+    assert!(
+        text.contains("is a file") && text.contains("the folder that holds adapter_config.json"),
+        "{text}"
+    );
+    assert!(world.refused_adapter(&format!("{path}/nope")).contains("there is no file or folder"));
+    // `src` is where tests run; the name could also be one of the hub.
+    assert!(world.refused_adapter("src").contains("`hf://src`"));
     assert_eq!(world.hub.requests().len(), 0);
 }

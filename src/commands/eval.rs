@@ -22,13 +22,13 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
         None => None,
     };
     let rows = Rows::open(&base.found.folder, &recipe.data, base.config.vocab_size)?;
-    let (dataset, _) = rows.load(&recipe.data.train, Split::Test, &finder)?;
+    let (dataset, _) = rows.load(&recipe.data.train, Split::Eval, &finder)?;
     terminal.line(format!("data: {}", dataset.report()));
     let options = EngineOptions::new(&recipe.model, open_device(None)?, recipe.train.seed)?;
     let engine = base.engine(adaptation.as_ref(), false, &options)?;
     let tokens = recipe.train.micro_batch_size * recipe.data.max_seq_len;
     let total = dataset.len();
-    let evaluation = engine.evaluate(data::in_order(dataset.examples(), tokens), |rows| {
+    let evaluation = engine.evaluate(data::batch::in_order(dataset.examples(), tokens), |rows| {
         terminal.detail(format!("{rows} of {total} rows"));
     })?;
     let figures = [

@@ -98,11 +98,11 @@ impl Generator<'_> {
         }
         // Decoders drop the space before the first word: what is printed is what the new tokens add to the prompt.
         for id in ids {
-            text.next(*id)?;
+            text.push(*id)?;
         }
         let stop = self.tokenizer().eos_ids();
         self.engine.generate(ids, self.args.max_new_tokens, sampling, stop, &mut |id| {
-            let piece = text.next(id)?;
+            let piece = text.push(id)?;
             whole.push_str(&piece);
             self.terminal.data(&piece)?;
             Ok(!self.terminal.reader_gone())

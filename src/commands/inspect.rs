@@ -41,9 +41,12 @@ fn of_model(folder: &Path) -> Result<String> {
     }
     let _ = writeln!(text, "tensors by group");
     for (group, part) in &summary.groups {
-        let _ = writeln!(text, "  {:<11} {}", group.to_string(), tally(part));
+        let _ = writeln!(text, "  {:<11} {}", format!("{group:?}").to_lowercase(), tally(part));
     }
-    let _ = writeln!(text, "files         {}", summary.files);
+    let _ = writeln!(text, "files");
+    for (name, bytes) in &summary.files {
+        let _ = writeln!(text, "  {name}  {}", units::bytes(*bytes));
+    }
     Ok(text)
 }
 

@@ -178,12 +178,12 @@ fn train(
 fn held_out_batches(plan: &Plan) -> Vec<Batch> {
     let Some((held_out, _)) = &plan.held_out else { return Vec::new() };
     let tokens = plan.recipe.train.micro_batch_size * plan.recipe.data.max_seq_len;
-    data::in_order(held_out.examples(), tokens).collect()
+    data::batch::in_order(held_out.examples(), tokens).collect()
 }
 
 fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
     let sets = |found: &[crate::plan::Found], rows: usize| -> Vec<CardData> {
-        let data = |found: &crate::plan::Found| CardData { name: found.id.clone(), on_hub: found.on_hub, rows: rows as u64 };
+        let data = |found: &crate::plan::Found| CardData { name: if found.on_hub { found.id.clone() } else { last_name(&found.id) }, on_hub: found.on_hub, rows: rows as u64 };
         found.iter().map(data).collect()
     };
     let found = &plan.base.found;
@@ -191,9 +191,9 @@ fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
         title,
         artifact: if plan.adaptation.is_some() { Artifact::Adapter } else { Artifact::Model },
         base: match (&plan.base.files, found.on_hub) {
-            (None, _) => Base::Random { config: found.id.clone() },
+            (None, _) => Base::Scratch,
             (_, true) => Base::Hub { id: found.id.clone(), commit: found.commit.clone() },
-            (_, false) => Base::Folder { path: found.id.clone() },
+            (_, false) => Base::Folder { name: last_name(&found.id) },
         },
         method: method(plan),
         train_data: sets(&plan.train.1, plan.train.0.report().rows),
@@ -207,6 +207,11 @@ fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
         after: summary.after.clone(),
         chat: plan.rows.template.is_some(),
     }
+}
+
+/// Paths of this machine do not belong into a card.
+fn last_name(id: &str) -> String {
+    Path::new(id).file_name().map_or_else(|| id.to_owned(), |name| name.to_string_lossy().into_owned())
 }
 
 fn method(plan: &Plan) -> String {

@@ -1,6 +1,6 @@
-//! Finds a model or a data set: in a folder, in the cache, or on the Hugging Face hub.
+//! Finds a model, an adapter or a data set: in a folder, in the cache, or on the Hugging Face hub.
 //!
-//! [`locate_model`] and [`locate_dataset`] answer with a folder that holds the files; a path that exists wins over
+//! [`locate_model`], [`locate_adapter`] and [`locate_dataset`] answer with a folder that holds the files; a path that exists wins over
 //! the hub. What is downloaded is chosen by name (never pickles, never code), pinned to one commit, verified against
 //! the digest that the hub announces, and put into the cache that Python's `huggingface_hub` uses, too. With
 //! everything in the cache one request is made (what does the revision stand for?), offline none.
@@ -9,6 +9,7 @@
 //! recipe do, with the care that a stranger's file needs. It prints nothing; what happens is told through
 //! [`DownloadEvent`]s, and what a person must know through [`Located::note`].
 
+mod adapter;
 mod cache;
 mod client;
 mod digest;
@@ -24,6 +25,7 @@ use std::time::Duration;
 use hf_hub::{Repo, RepoType};
 
 use crate::error::{Context, Error, Result};
+pub use adapter::locate_adapter;
 use cache::Store;
 use client::{Client, Description};
 use fetch::Download;
@@ -77,7 +79,7 @@ pub enum DownloadEvent<'a> {
 /// Told what happens, on the thread that downloads.
 pub type Progress<'p> = dyn FnMut(DownloadEvent<'_>) + 'p;
 
-/// A model or data set that is on this machine.
+/// A model, adapter or data set that is on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Located {
     /// What was found: the id on the hub (that of the `-hf` sibling, if it was taken), or the path as given.
@@ -133,7 +135,7 @@ fn locate(
         Place::Hub(id) => id,
     };
     names::check_revision(revision)?;
-    let model = Source { kind: RepoType::Model, id, revision: revision.to_owned(), options };
+    let model = Source { subject: Subject::Model, id, revision: revision.to_owned(), options };
     if options.offline { model.cached_model(scope) } else { model.fetched_model(scope, progress) }
 }
 
@@ -167,7 +169,7 @@ pub fn locate_dataset(
     };
     let revision = revision.unwrap_or("main");
     names::check_revision(revision)?;
-    let data = Source { kind: RepoType::Dataset, id, revision: revision.to_owned(), options };
+    let data = Source { subject: Subject::Dataset, id, revision: revision.to_owned(), options };
     if options.offline { data.cached_rows() } else { data.fetched_rows(progress) }
 }
 
@@ -178,13 +180,7 @@ fn local_model(given: &str, folder: PathBuf, scope: Scope) -> Result<Located> {
             .because("a model is a folder with config.json, tokenizer.json and safetensors")
             .hint("give the folder that holds config.json"));
     }
-    let mut files = Vec::new();
-    for entry in std::fs::read_dir(&folder).map_err(|e| Error::io("list", &folder, &e))? {
-        let entry = entry.map_err(|e| Error::io("list", &folder, &e))?;
-        files.extend(entry.file_name().into_string());
-    }
-    files.sort();
-    match select::check_model(&files, scope) {
+    match select::check_model(&list_folder(&folder)?, scope) {
         Ok(()) => Ok(Located { id: given.to_owned(), folder, commit: None, note: None }),
         Err(lack) => {
             let error = lack.error(&format!("folder `{}`", folder.display()));
@@ -198,9 +194,28 @@ fn local_model(given: &str, folder: PathBuf, scope: Scope) -> Result<Located> {
     }
 }
 
+/// The names in a folder, sorted, without those that are no text.
+fn list_folder(folder: &Path) -> Result<Vec<String>> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(|e| Error::io("list", folder, &e))? {
+        let entry = entry.map_err(|e| Error::io("list", folder, &e))?;
+        files.extend(entry.file_name().into_string());
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// What a repository is taken for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Subject {
+    Model,
+    Adapter,
+    Dataset,
+}
+
 /// A repository at a revision, not yet looked for.
 struct Source<'a> {
-    kind: RepoType,
+    subject: Subject,
     id: String,
     revision: String,
     options: &'a HubOptions,
@@ -208,7 +223,11 @@ struct Source<'a> {
 
 impl Source<'_> {
     fn repo(&self) -> Repo {
-        Repo::with_revision(self.id.clone(), self.kind, self.revision.clone())
+        let kind = match self.subject {
+            Subject::Model | Subject::Adapter => RepoType::Model,
+            Subject::Dataset => RepoType::Dataset,
+        };
+        Repo::with_revision(self.id.clone(), kind, self.revision.clone())
     }
 
     fn store(&self) -> Store {
@@ -220,18 +239,19 @@ impl Source<'_> {
     }
 
     fn subject(&self) -> String {
-        let kind = match self.kind {
-            RepoType::Dataset => "data set",
-            RepoType::Model | RepoType::Space => "model",
+        let noun = match self.subject {
+            Subject::Model => "model",
+            Subject::Adapter => "adapter",
+            Subject::Dataset => "data set",
         };
-        format!("{kind} `{}`", self.id)
+        format!("{noun} `{}`", self.id)
     }
 
     /// The same model as converted for transformers, by Meta's naming.
     fn sibling(&self) -> Option<Self> {
-        let is_model = matches!(self.kind, RepoType::Model) && !self.id.ends_with("-hf");
+        let is_model = self.subject == Subject::Model && !self.id.ends_with("-hf");
         is_model.then(|| Source {
-            kind: self.kind,
+            subject: self.subject,
             id: format!("{}-hf", self.id),
             revision: self.revision.clone(),
             options: self.options,
@@ -331,21 +351,17 @@ impl Source<'_> {
         };
         let (commit, files) = source.cached_files()?.ok_or_else(|| source.not_cached())?;
         let folder = source.store().snapshot(&commit);
-        let incomplete = |missing: &str| {
-            Error::user(format!("{} is not complete in the cache, and this run is offline", source.subject()))
-                .because(format!("{} has no {missing}", folder.display()))
-                .hint("run once without `--offline` and HF_HUB_OFFLINE to fetch the rest")
-        };
         if select::check_model(&files, scope).is_err() {
             let has_config = files.iter().any(|file| file == select::CONFIG);
-            return Err(incomplete(if has_config { select::SINGLE } else { select::CONFIG }));
+            let missing = if has_config { select::SINGLE } else { select::CONFIG };
+            return Err(source.incomplete(&folder, missing));
         }
         if scope == Scope::Weights && select::weights(&files) == Ok(Weights::Sharded) {
             let index = read_index(&folder)?;
             // Against the names in the index itself: what is not in the folder is missing, not refused.
             let named = select::named_shards(&index)?;
             if let Some(missing) = named.iter().find(|shard| !files.contains(shard)) {
-                return Err(incomplete(missing));
+                return Err(source.incomplete(&folder, missing));
             }
         }
         Ok(source.located(folder, commit, note))
@@ -367,6 +383,12 @@ impl Source<'_> {
         let Some(commit) = store.known_commit() else { return Ok(None) };
         let files = store.files(&commit)?;
         Ok(Some((commit, files)))
+    }
+
+    fn incomplete(&self, folder: &Path, missing: &str) -> Error {
+        Error::user(format!("{} is not complete in the cache, and this run is offline", self.subject()))
+            .because(format!("{} has no {missing}", folder.display()))
+            .hint("run once without `--offline` and HF_HUB_OFFLINE to fetch the rest")
     }
 
     fn not_cached(&self) -> Error {

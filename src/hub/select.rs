@@ -15,14 +15,9 @@ pub(super) const SINGLE: &str = "model.safetensors";
 /// The list of shards of a model in several files.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
-const TEXTS: [&str; 6] = [
-    CONFIG,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-];
+const TEXTS: [&str; 3] = [CONFIG, "generation_config.json", INDEX];
+const TOKENIZER: [&str; 4] =
+    ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"];
 
 /// How much of a model is wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,12 +56,13 @@ pub(super) enum Lack {
 
 /// The small files of a model: everything but the weights.
 pub(super) fn texts(names: &[String]) -> Vec<&str> {
-    let wanted = |name: &str| {
-        TEXTS.contains(&name)
-            || name == INDEX
-            || (name.starts_with("additional_chat_templates/") && name.ends_with(".jinja"))
-    };
+    let wanted = |name: &str| TEXTS.contains(&name) || is_tokenizer(name);
     names.iter().map(String::as_str).filter(|name| wanted(name)).collect()
+}
+
+/// Whether this is a file of the tokenizer or a chat template.
+pub(super) fn is_tokenizer(name: &str) -> bool {
+    TOKENIZER.contains(&name) || (name.starts_with("additional_chat_templates/") && name.ends_with(".jinja"))
 }
 
 /// How the weights are held, given the names of all files.
@@ -109,7 +105,8 @@ pub(super) fn check_model(names: &[String], scope: Scope) -> Result<(), Lack> {
     }
 }
 
-fn has(names: &[String], name: &str) -> bool {
+/// Whether a name is among the names.
+pub(super) fn has(names: &[String], name: &str) -> bool {
     names.iter().any(|known| known == name)
 }
 

@@ -63,7 +63,7 @@ fn format_of(format: DataFormat) -> Format {
     match format {
         DataFormat::Auto => Format::Auto,
         DataFormat::Messages => Format::Messages,
-        DataFormat::Sharegpt => Format::Sharegpt,
+        DataFormat::Sharegpt => Format::ShareGpt,
         DataFormat::Preference => Format::Preference,
         DataFormat::Alpaca => Format::Alpaca,
         DataFormat::Instruction => Format::Instruction,

@@ -66,7 +66,7 @@ impl Plan {
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
         let held_out = match recipe.data.eval.is_empty() {
             true => None,
-            false => Some(rows.load(&recipe.data.eval, Split::Test, finder)?),
+            false => Some(rows.load(&recipe.data.eval, Split::Eval, finder)?),
         };
         let total_steps = Sampler::new(&train.0, sampler_options(&recipe))?.total_steps();
         let all = slots(&base.config, adaptation.as_ref(), adaptation.is_none());

@@ -62,6 +62,11 @@ pub struct RecipeText {
 }
 
 impl RecipeText {
+    /// Whether it is the built-in recipe of that name, not a file.
+    pub fn is_built_in(&self, name: &str) -> bool {
+        self.name == built_in_name(name)
+    }
+
     /// The recipe that `--recipe name` means: the file `name` or `name.toml` in `folder`, or else a built-in.
     ///
     /// # Errors
@@ -84,9 +89,13 @@ impl RecipeText {
             error.during(file).during(format!("cannot find recipe `{name}`"))
         })?;
         Ok(RecipeText {
-            name: format!("{} (built in)", recipe.name),
+            name: built_in_name(recipe.name),
             text: recipe.text.to_owned(),
             folder: folder.to_owned(),
         })
     }
+}
+
+fn built_in_name(name: &str) -> String {
+    format!("{name} (built in)")
 }
