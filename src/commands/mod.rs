@@ -6,6 +6,7 @@
 
 mod completions;
 mod data;
+mod doctor;
 mod eval;
 mod generate;
 mod inspect;
@@ -39,7 +40,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Verb::Eval(args)) => eval::run(&args),
         Some(Verb::Inspect(args)) => inspect::run(&args),
         Some(Verb::Data(args)) => data::run(&args),
-        Some(Verb::Doctor(_)) => Err(Error::internal("this verb is not part of the program yet")),
+        Some(Verb::Doctor(args)) => doctor::run(&args),
     }
 }
 

@@ -16,21 +16,23 @@ use crate::error::{Error, Result};
 /// An element type of activations and weights that the CPU forms know.
 pub(crate) trait Elem: candle_core::WithDType + Default + Send + Sync {
     fn widen(self) -> f32;
-    fn round(value: f32) -> Self;
+    /// The number of this type that is nearest to `value`. Not `round`: where the type is written out, that name
+    /// would be `f32`'s own, to an integer.
+    fn nearest(value: f32) -> Self;
     fn slice(storage: &CpuStorage) -> Option<&[Self]>;
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
 
 macro_rules! elem {
-    ($type:ty, $variant:ident, $widen:expr, $round:expr) => {
+    ($type:ty, $variant:ident, $widen:expr, $nearest:expr) => {
         impl Elem for $type {
             #[inline(always)]
             fn widen(self) -> f32 {
                 $widen(self)
             }
             #[inline(always)]
-            fn round(value: f32) -> Self {
-                $round(value)
+            fn nearest(value: f32) -> Self {
+                $nearest(value)
             }
             fn slice(storage: &CpuStorage) -> Option<&[Self]> {
                 match storage {

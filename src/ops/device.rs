@@ -197,3 +197,43 @@ pub fn free_bytes(device: &Device) -> Option<u64> {
 pub fn free_bytes(_device: &Device) -> Option<u64> {
     None
 }
+
+/// A GPU that the driver sees.
+#[derive(Debug, Clone)]
+pub struct Gpu {
+    /// The number `--gpus` takes.
+    pub index: usize,
+    /// Its name and bytes of memory, or why it cannot be opened.
+    pub found: Result<(String, u64), String>,
+}
+
+/// The GPUs of this machine.
+///
+/// # Errors
+/// The driver does not answer.
+#[cfg(feature = "cuda")]
+pub fn gpus() -> Result<Vec<Gpu>> {
+    use candle_core::cuda_backend::cudarc::driver::CudaContext;
+
+    let asked = CudaContext::device_count();
+    let count = asked.map_err(|error| {
+        Error::user("cannot ask the driver for its GPUs")
+            .because(error.to_string())
+            .hint("`nvidia-smi` says whether the driver works")
+    })?;
+    let open = |index: usize| {
+        let context = CudaContext::new(index)?;
+        Ok((context.name()?, context.total_mem()? as u64))
+    };
+    let told = |error: candle_core::cuda_backend::cudarc::driver::DriverError| error.to_string();
+    Ok((0..count as usize).map(|index| Gpu { index, found: open(index).map_err(told) }).collect())
+}
+
+/// The GPUs of this machine: none that a build without GPU support could use.
+///
+/// # Errors
+/// Never.
+#[cfg(not(feature = "cuda"))]
+pub fn gpus() -> Result<Vec<Gpu>> {
+    Ok(Vec::new())
+}

@@ -36,7 +36,7 @@ pub fn dropout(x: &Tensor, site: Dropout) -> Result<Tensor> {
             |mask, (n, (y, x))| {
                 mask_row(mask, site, n);
                 for ((y, x), keep) in y.iter_mut().zip(x).zip(mask.iter()) {
-                    *y = T::round(x.widen() * keep);
+                    *y = T::nearest(x.widen() * keep);
                 }
             },
         );

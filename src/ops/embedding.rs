@@ -18,7 +18,7 @@ pub fn embed(table: &Tensor, ids: &[u32], factor: f64) -> Result<Tensor> {
         out.par_chunks_mut(width).zip(ids).with_min_len(16).for_each(|(row, &id)| {
             let source = &table[id as usize * width..(id as usize + 1) * width];
             for (y, x) in row.iter_mut().zip(source) {
-                *y = T::round(x.widen() * factor as f32);
+                *y = T::nearest(x.widen() * factor as f32);
             }
         });
         tensor(out, (ids.len(), width))

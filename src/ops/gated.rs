@@ -88,15 +88,15 @@ macro_rules! row_loops {
         #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
         fn $forward<T: Elem>(h: &mut [T], gate: &[T], up: &[T]) {
             for ((h, gate), up) in h.iter_mut().zip(gate).zip(up) {
-                *h = T::round($activation.value_and_slope(gate.widen()).0 * up.widen());
+                *h = T::nearest($activation.value_and_slope(gate.widen()).0 * up.widen());
             }
         }
         #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
         fn $backward<T: Elem>(dgate: &mut [T], dup: &mut [T], gate: &[T], up: &[T], dh: &[T]) {
             for ((((dgate, dup), gate), up), dh) in dgate.iter_mut().zip(dup).zip(gate).zip(up).zip(dh) {
                 let (value, slope) = $activation.value_and_slope(gate.widen());
-                *dgate = T::round(dh.widen() * up.widen() * slope);
-                *dup = T::round(dh.widen() * value);
+                *dgate = T::nearest(dh.widen() * up.widen() * slope);
+                *dup = T::nearest(dh.widen() * value);
             }
         }
     };

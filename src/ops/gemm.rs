@@ -74,7 +74,7 @@ fn widen<T: Elem>(dst: &mut [f32], src: &[T]) {
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
 fn store<T: Elem>(dst: &mut [T], src: &[f32], accumulate: bool) {
     for (dst, src) in dst.iter_mut().zip(src) {
-        *dst = T::round(if accumulate { dst.widen() + src } else { *src });
+        *dst = T::nearest(if accumulate { dst.widen() + src } else { *src });
     }
 }
 

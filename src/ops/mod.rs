@@ -23,6 +23,7 @@ pub mod random;
 pub mod reduce;
 pub mod rms_norm;
 pub mod rotary;
+pub mod selftest;
 mod simd;
 
 pub use product::{Columns, Form, empty, product};

@@ -128,7 +128,7 @@ pub fn add_bias(dst: Columns<'_>, bias: &Tensor) -> Result<()> {
         update(dst.tensor, |data: &mut [D]| {
             data.par_chunks_mut(width).with_min_len(16).for_each(|row| {
                 for (y, b) in row[dst.start..dst.start + dst.len].iter_mut().zip(bias) {
-                    *y = D::round(y.widen() + b.widen());
+                    *y = D::nearest(y.widen() + b.widen());
                 }
             });
         })

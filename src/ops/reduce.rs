@@ -41,7 +41,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         let mut out = unwritten::<T>(x.len());
         out.par_chunks_mut(CHUNK).zip(x.par_chunks(CHUNK)).zip(y.par_chunks(CHUNK)).for_each(|((out, x), y)| {
             for ((out, x), y) in out.iter_mut().zip(x).zip(y) {
-                *out = T::round(x.widen() + y.widen());
+                *out = T::nearest(x.widen() + y.widen());
             }
         });
         tensor(out, a.shape())
@@ -60,7 +60,7 @@ pub fn add_into(dst: &Tensor, x: &Tensor) -> Result<()> {
         update(dst, |dst: &mut [D]| {
             dst.par_chunks_mut(CHUNK).zip(x.par_chunks(CHUNK)).for_each(|(dst, x)| {
                 for (dst, x) in dst.iter_mut().zip(x) {
-                    *dst = D::round(dst.widen() + x.widen());
+                    *dst = D::nearest(dst.widen() + x.widen());
                 }
             });
         })
@@ -78,7 +78,7 @@ pub fn copy_into(dst: &Tensor, x: &Tensor) -> Result<()> {
         update(dst, |dst: &mut [D]| {
             dst.par_chunks_mut(CHUNK).zip(x.par_chunks(CHUNK)).for_each(|(dst, x)| {
                 for (dst, x) in dst.iter_mut().zip(x) {
-                    *dst = D::round(x.widen());
+                    *dst = D::nearest(x.widen());
                 }
             });
         })
@@ -93,4 +93,24 @@ pub fn zero(x: &Tensor) -> Result<()> {
     with_elem!(x.dtype(), T => update(x, |values: &mut [T]| {
         values.par_chunks_mut(CHUNK).for_each(|chunk| chunk.fill(T::default()));
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    /// `T::round` in the body of `with_elem!` once meant `f32::round`.
+    #[test]
+    fn fractions_survive_in_f32() -> Result<()> {
+        let a = Tensor::new(&[0.25f32, -1.5, 3.125], &Device::Cpu)?;
+        let b = Tensor::new(&[0.5f32, 0.25, 0.0], &Device::Cpu)?;
+        assert_eq!(add(&a, &b)?.to_vec1::<f32>()?, [0.75, -1.25, 3.125]);
+        add_into(&a, &b)?;
+        assert_eq!(a.to_vec1::<f32>()?, [0.75, -1.25, 3.125]);
+        copy_into(&a, &b)?;
+        assert_eq!(a.to_vec1::<f32>()?, [0.5, 0.25, 0.0]);
+        Ok(())
+    }
 }

@@ -91,7 +91,7 @@ fn inverse_rms<T: Elem>(x: &[T], eps: f32) -> f32 {
 pub(super) fn forward_row<T: Elem>(y: &mut [T], x: &[T], gain: &[f32], eps: f32) {
     let inverse = inverse_rms(x, eps);
     for ((y, x), g) in y.iter_mut().zip(x).zip(gain) {
-        *y = T::round(x.widen() * inverse * g);
+        *y = T::nearest(x.widen() * inverse * g);
     }
 }
 
@@ -110,13 +110,16 @@ pub(super) fn backward_row<T: Elem>(
         *q = dy.widen() * g;
     }
     let mean = simd::sum_of2(x, q, |x, q| x.widen() * q) * inverse / x.len() as f32;
-    for ((dx, x), q) in dx.iter_mut().zip(x).zip(q.iter()) {
-        *dx = T::round(inverse * (q - x.widen() * inverse * mean));
+    for (q, x) in q.iter_mut().zip(x) {
+        *q = inverse * (*q - x.widen() * inverse * mean);
     }
     if let Some(residual) = residual {
-        for (dx, r) in dx.iter_mut().zip(residual) {
-            *dx = T::round(dx.widen() + r.widen());
+        for (q, r) in q.iter_mut().zip(residual) {
+            *q += r.widen();
         }
+    }
+    for (dx, q) in dx.iter_mut().zip(q.iter()) {
+        *dx = T::nearest(*q);
     }
 }
 

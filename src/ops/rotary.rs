@@ -167,8 +167,8 @@ fn rotate<T: Elem>(head: &mut [T], cos: &[f32], sin: &[f32], direction: f32) {
     let (left, right) = head.split_at_mut(cos.len());
     for (((a, b), cos), sin) in left.iter_mut().zip(right).zip(cos).zip(sin) {
         let (x, y, sin) = (a.widen(), b.widen(), sin * direction);
-        *a = T::round(x * cos - y * sin);
-        *b = T::round(y * cos + x * sin);
+        *a = T::nearest(x * cos - y * sin);
+        *b = T::nearest(y * cos + x * sin);
     }
 }
 

@@ -38,7 +38,8 @@ pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Resu
                 forward_rows(q, k, v, span, from, kind)
             })
             .collect();
-        let mut out = unwritten::<T>(rows * heads * dim);
+        // Zeros, for rows of no span.
+        let mut out = vec![T::default(); rows * heads * dim];
         let mut lse = vec![0f32; heads * rows];
         for ((span, h, from), (o, l)) in tasks.iter().zip(&done) {
             for (i, o) in o.chunks_exact(dim).enumerate() {
@@ -128,7 +129,7 @@ fn packed<T: Elem>(columns: Columns<'_>, dim: usize, scale: f32) -> Result<Vec<V
 
 fn narrow<T: Elem>(dst: &mut [T], src: &[f32]) {
     for (dst, src) in dst.iter_mut().zip(src) {
-        *dst = T::round(*src);
+        *dst = T::nearest(*src);
     }
 }
 

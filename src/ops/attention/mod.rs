@@ -119,3 +119,44 @@ pub fn attention_backward(
         Algorithm::Eager => composed::backward(qkv, attended, dout, spans, kind, usize::MAX),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+    use crate::ops::random::Stream;
+
+    /// The form that other devices take tiles its queries; on the CPU nothing else runs it so.
+    #[test]
+    fn composed_in_tiles_is_composed_at_once() -> Result<()> {
+        let heads = Heads { num_heads: 4, num_kv_heads: 2, head_dim: 8 };
+        let normal = |seed, rows: usize, width: usize| {
+            let stream = Stream::new(seed);
+            let values: Vec<f32> = (0..(rows * width) as u64).map(|i| stream.normal(i)).collect();
+            Tensor::from_vec(values, (rows, width), &Device::Cpu)
+        };
+        let (x, dout) = (normal(1, 75, heads.qkv_width())?, normal(2, 75, heads.q_width())?);
+        let range = |start, len| Columns { tensor: &x, start, len };
+        let qkv = Qkv {
+            q: range(0, heads.q_width()),
+            k: range(heads.q_width(), heads.kv_width()),
+            v: range(heads.qk_width(), heads.kv_width()),
+        };
+        let spans = [Span::sequence(0, 33), Span::sequence(33, 1), Span::sequence(34, 41)];
+        for (window, softcap) in [(None, None), (Some(5), None), (Some(20), Some(2.0))] {
+            let kind = AttentionKind { heads, scale: 0.4, softcap, window };
+            let run = |tile| -> Result<[Tensor; 3]> {
+                let attended = composed::forward(qkv, &spans, kind, tile)?;
+                let d = composed::backward(qkv, &attended, &dout, &spans, kind, tile)?;
+                Ok([attended.out, attended.lse, d])
+            };
+            for (tiled, whole) in run(16)?.into_iter().zip(run(usize::MAX)?) {
+                assert_eq!((tiled.dims(), tiled.dtype()), (whole.dims(), DType::F32));
+                let apart = (tiled - whole)?.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?;
+                assert!(apart < 2e-6, "window {window:?}: {apart}");
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,203 @@
+//! Cases of the model's two ends, the embedding and the loss, and of the optimizer.
+
+use candle_core::{D, DType, Device, Tensor};
+
+use super::{Bench, Case, Pair, Tolerance, Twin};
+use crate::error::Result;
+use crate::ops::adamw::{self, AdamW};
+use crate::ops::cross_entropy::{
+    self, IGNORE, LossKind, TokenScore, linear_cross_entropy, logits, score_targets,
+};
+use crate::ops::embedding;
+use crate::ops::random::Stream;
+
+pub(super) fn cases() -> Vec<Case> {
+    let mut cases = embeddings();
+    cases.extend(losses());
+    cases.extend(scores());
+    cases.extend(updates());
+    cases
+}
+
+const VOCAB: usize = 61;
+
+/// Ids below `VOCAB`, with repetitions.
+fn tokens(count: usize) -> Vec<u32> {
+    let stream = Stream::new(0).named("tokens");
+    (0..count as u64).map(|i| (stream.bits(i) % VOCAB as u64) as u32).collect()
+}
+
+fn embeddings() -> Vec<Case> {
+    let case = |(factor, what): (f64, &str)| {
+        [
+            Case::new("embed", what, Tolerance::ROUNDED, move |bench| {
+                let table = bench.normal("table", (VOCAB, 24))?;
+                let got = embedding::embed(&table.here, &tokens(130), factor)?;
+                Ok(vec![Pair::new(got, embedding::reference(&table.plain, &tokens(130), factor)?)])
+            }),
+            Case::new("embed_backward", what, Tolerance::BACKWARD, move |bench| {
+                let grad = bench.normal_f32("grad", (VOCAB, 24))?;
+                let dy = bench.normal("dy", (130, 24))?;
+                embedding::embed_backward(&grad.here, &tokens(130), &dy.here, factor)?;
+                embedding::reference_backward(&grad.plain, &tokens(130), &dy.plain, factor)?;
+                Ok(vec![grad.pair()])
+            }),
+        ]
+    };
+    [(1.0, "factor 1"), (4.898_979, "factor 4.9")].into_iter().flat_map(case).collect()
+}
+
+/// One variant of the loss.
+#[derive(Debug, Clone, Copy)]
+struct Loss {
+    rows: usize,
+    /// Every so many rows have no target; 1: none has.
+    ignore_every: usize,
+    softcap: Option<f64>,
+    dweight: bool,
+}
+
+const LOSS_WIDTH: usize = 24;
+
+fn losses() -> Vec<Case> {
+    let plain = Loss { rows: 45, ignore_every: 1000, softcap: None, dweight: false };
+    let variants = [
+        (plain, "frozen head"),
+        (Loss { dweight: true, ..plain }, "dweight"),
+        (Loss { ignore_every: 3, dweight: true, ..plain }, "ignored targets, dweight"),
+        (Loss { ignore_every: 3, softcap: Some(2.0), ..plain }, "ignored targets, soft-cap"),
+        (Loss { softcap: Some(2.0), dweight: true, ..plain }, "soft-cap, dweight"),
+        (Loss { rows: 2100, ignore_every: 50, dweight: true, ..plain }, "more rows than a chunk"),
+        (Loss { ignore_every: 1, dweight: true, ..plain }, "no target at all"),
+    ];
+    let case = |(loss, what): (Loss, &str)| {
+        Case::new("linear_cross_entropy", what, Tolerance::BACKWARD, move |bench| loss.compare(bench))
+    };
+    variants.into_iter().map(case).collect()
+}
+
+impl Loss {
+    fn targets(self) -> Vec<u32> {
+        let mut targets = tokens(self.rows);
+        targets.iter_mut().step_by(self.ignore_every).for_each(|target| *target = IGNORE);
+        targets
+    }
+
+    fn compare(self, bench: &Bench<'_>) -> Result<Vec<Pair>> {
+        let (x, w) = head_inputs(bench, self.rows)?;
+        let grad = self.dweight.then(|| bench.normal_f32("dweight", (VOCAB, LOSS_WIDTH))).transpose()?;
+        // As large as what is there before, so that neither hides the other.
+        let kind = LossKind { scale: 0.3, softcap: self.softcap };
+        let targets = self.targets();
+        let dweight = grad.as_ref().map(|g| &g.here);
+        let (loss, dx) = linear_cross_entropy(&x.here, &w.here, &targets, kind, dweight)?;
+        let dweight = grad.as_ref().map(|g| &g.plain);
+        let (want, want_dx) = cross_entropy::reference(&x.plain, &w.plain, &targets, kind, dweight)?;
+        let mut pairs = vec![Pair::scalars(loss, want)?, Pair::new(dx, want_dx)];
+        pairs.extend(grad.map(Twin::pair));
+        Ok(pairs)
+    }
+}
+
+/// The last hidden states, and the head's weight such that logits are about 1.
+fn head_inputs(bench: &Bench<'_>, rows: usize) -> Result<(Twin, Twin)> {
+    let weight = bench.normal("w", (VOCAB, LOSS_WIDTH))?.scaled(1.0 / (LOSS_WIDTH as f64).sqrt())?;
+    Ok((bench.normal("x", (rows, LOSS_WIDTH))?, weight))
+}
+
+fn scores() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (softcap, what) in [(None, "plain"), (Some(2.0), "soft-cap")] {
+        cases.push(Case::new("logits", what, Tolerance::FORWARD, move |bench| {
+            let (x, w) = head_inputs(bench, 17)?;
+            let got = logits(&x.here, &w.here, softcap)?;
+            Ok(vec![Pair::new(got, plain_logits(&x.plain, &w.plain, softcap)?)])
+        }));
+        cases.push(Case::new("score_targets", what, Tolerance::FORWARD, move |bench| {
+            let (x, w) = head_inputs(bench, 90)?;
+            let mut targets = tokens(90);
+            targets.iter_mut().step_by(4).for_each(|target| *target = IGNORE);
+            let logits = plain_logits(&x.plain, &w.plain, softcap)?;
+            aim(&mut targets, &logits)?;
+            compare_scores(&score_targets(&x.here, &w.here, &targets, softcap)?, &targets, &logits)
+        }));
+    }
+    cases
+}
+
+fn plain_logits(x: &Tensor, weight: &Tensor, softcap: Option<f64>) -> Result<Tensor> {
+    let logits = x.matmul(&weight.t()?.contiguous()?)?;
+    Ok(match softcap {
+        Some(cap) => ((logits / cap)?.tanh()? * cap)?,
+        None => logits,
+    })
+}
+
+/// Turns every third target into the likeliest token, so that there are hits to be found.
+fn aim(targets: &mut [u32], logits: &Tensor) -> Result<()> {
+    let best = logits.argmax(D::Minus1)?.to_vec1::<u32>()?;
+    for (target, best) in targets.iter_mut().zip(best).step_by(3).filter(|(target, _)| **target != IGNORE) {
+        *target = best;
+    }
+    Ok(())
+}
+
+/// Losses, and hits where the best logit leads by more than a rounding.
+fn compare_scores(scores: &[TokenScore], targets: &[u32], logits: &Tensor) -> Result<Vec<Pair>> {
+    let rows = logits.to_vec2::<f32>()?;
+    let (mut losses, mut hits) = (Vec::new(), Vec::new());
+    let counted = rows.iter().zip(targets).filter(|(_, target)| **target != IGNORE);
+    for ((row, &target), score) in counted.clone().zip(scores) {
+        let exact = row.iter().map(|&l| f64::from(l).exp()).sum::<f64>().ln();
+        losses.push(exact - f64::from(row[target as usize]));
+        let mut sorted = row.clone();
+        sorted.sort_by(|a, b| b.total_cmp(a));
+        let clear = sorted[0] - sorted[1] > 0.05;
+        let hit = row[target as usize] == sorted[0];
+        hits.push(if clear { hit } else { score.correct });
+    }
+    let tensor = |values: Vec<f64>| {
+        let len = values.len();
+        Tensor::from_vec(values, len, &Device::Cpu)
+    };
+    let flags = |flags: Vec<bool>| tensor(flags.into_iter().map(|hit| f64::from(u8::from(hit))).collect());
+    let found = scores.iter().map(|score| f64::from(score.loss)).collect();
+    Ok(vec![
+        Pair::new(tensor(found)?, tensor(losses)?),
+        Pair::new(flags(scores.iter().map(|score| score.correct).collect())?, flags(hits)?),
+    ])
+}
+
+/// More elements than a task of AdamW.
+const PARAMETERS: usize = 40_000;
+
+fn updates() -> Vec<Case> {
+    let first = AdamW {
+        learning_rate: 0.02,
+        betas: [0.9, 0.999],
+        eps: 1e-8,
+        weight_decay: 0.0,
+        update: 1,
+        grad_scale: 1.0,
+    };
+    let variants = [
+        (first, "first update"),
+        (AdamW { weight_decay: 0.1, update: 7, grad_scale: 0.3, ..first }, "decay, clipping, update 7"),
+        (AdamW { betas: [0.8, 0.95], eps: 1e-3, update: 1000, ..first }, "other betas, update 1000"),
+    ];
+    let case = |(options, what): (AdamW, &str)| {
+        Case::new("adamw", what, Tolerance::FORWARD.only_f32(), move |bench| update(bench, &options))
+    };
+    variants.into_iter().map(case).collect()
+}
+
+fn update(bench: &Bench<'_>, options: &AdamW) -> Result<Vec<Pair>> {
+    let (param, grad) = (bench.normal("param", PARAMETERS)?, bench.normal("grad", PARAMETERS)?);
+    let first = bench.normal("first", PARAMETERS)?.scaled(0.1)?;
+    let stream = Stream::new(0).named("second");
+    let squares = (0..PARAMETERS as u64).map(|i| stream.uniform(i)).collect();
+    let second = bench.twin(DType::F32, squares, PARAMETERS)?;
+    adamw::adamw(&param.here, &grad.here, [&first.here, &second.here], options)?;
+    adamw::reference(&param.plain, &grad.plain, [&first.plain, &second.plain], options)?;
+    Ok(vec![param.pair(), first.pair(), second.pair()])
+}

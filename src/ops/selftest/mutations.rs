@@ -1,0 +1,222 @@
+//! That the self-test can fail: every case notices a wrong element, and wrong options of each op are told apart.
+
+use candle_core::{DType, Device, Tensor};
+
+use super::{Bench, Pair, Tolerance, cases, largest_error};
+use crate::error::Result;
+use crate::ops::adamw::{self, AdamW};
+use crate::ops::attention::{
+    Algorithm, AttentionKind, Columns, Heads, Qkv, Span, attention, attention_backward,
+};
+use crate::ops::cross_entropy::{self, IGNORE, LossKind};
+use crate::ops::dropout::{Dropout, dropout};
+use crate::ops::embedding;
+use crate::ops::gated::{self, Activation};
+use crate::ops::product::{self, Form};
+use crate::ops::random::Stream;
+use crate::ops::rms_norm::{self, NormKind};
+use crate::ops::rotary::{self, RotaryTable};
+
+#[test]
+fn every_case_notices_one_wrong_element() -> Result<()> {
+    let mut seen = 0;
+    for case in cases() {
+        for (dtype, tolerance) in case.tolerance.dtypes() {
+            for pair in (case.compare)(&Bench { device: &Device::Cpu, dtype })? {
+                let mut values = super::in_f64(&pair.got)?;
+                let largest = super::in_f64(&pair.want)?.iter().fold(0f64, |a, b| a.max(b.abs()));
+                let at = values.len() / 2;
+                let step = if largest > 0.0 { 3.0 * tolerance * largest } else { 3.0 * tolerance };
+                values[at] += step;
+                let off = Tensor::from_vec(values.clone(), pair.want.dims(), &Device::Cpu)?;
+                let error = Pair::new(off, pair.want.copy()?).error()?;
+                assert!(error > tolerance, "{} {}: {error:e}", case.op, case.what);
+                values[at] = f64::NAN;
+                let nan = Tensor::from_vec(values, pair.want.dims(), &Device::Cpu)?;
+                assert_eq!(Pair::new(nan, pair.want).error()?, f64::INFINITY, "{} {}", case.op, case.what);
+                seen += 1;
+            }
+        }
+    }
+    assert!(seen > 200, "{seen}");
+    Ok(())
+}
+
+#[test]
+fn another_shape_and_nothing_at_all_are_refused() -> Result<()> {
+    let ones = |n: usize| Tensor::ones(n, DType::F32, &Device::Cpu);
+    assert!(Pair::new(ones(3)?, ones(4)?).error().is_err());
+    assert!(largest_error(&[]).is_err());
+    Ok(())
+}
+
+/// Fails unless what the op gives and what its reference gives under other options are told apart in both dtypes.
+fn told_apart(what: &str, compare: impl Fn(&Bench<'_>) -> Result<Vec<Pair>>) -> Result<()> {
+    for (dtype, tolerance) in Tolerance::BACKWARD.dtypes() {
+        let error = largest_error(&compare(&Bench { device: &Device::Cpu, dtype })?)?;
+        assert!(error > tolerance, "{what} in {dtype:?}: error {error:e} is tolerated");
+    }
+    Ok(())
+}
+
+#[test]
+fn products() -> Result<()> {
+    let wrong = |alpha: f64, accumulate: bool, shift: usize| {
+        move |bench: &Bench<'_>| {
+            let (dst, a) = (bench.normal("dst", (9, 12))?, bench.normal("a", (9, 8))?);
+            let b = bench.normal("b", (10, 8))?;
+            let range = |tensor, start| Columns { tensor, start, len: 10 };
+            let (here, plain) = (range(&dst.here, 1), range(&dst.plain, 1 + shift));
+            product::product(here, Columns::all(&a.here), Columns::all(&b.here), Form::Nt, 0.5, true)?;
+            let (a, b) = (Columns::all(&a.plain), Columns::all(&b.plain));
+            product::reference(plain, a, b, Form::Nt, alpha, accumulate)?;
+            Ok(vec![dst.pair()])
+        }
+    };
+    told_apart("alpha", wrong(0.55, true, 0))?;
+    told_apart("accumulate", wrong(0.5, false, 0))?;
+    told_apart("columns", wrong(0.5, true, 1))
+}
+
+#[test]
+fn norms_and_gates() -> Result<()> {
+    let kind = NormKind { eps: 1e-6, unit_offset: false };
+    for (what, other) in
+        [("offset", NormKind { unit_offset: true, ..kind }), ("eps", NormKind { eps: 0.1, ..kind })]
+    {
+        told_apart(what, |bench| {
+            let (x, w, dy) =
+                (bench.normal("x", (9, 16))?, bench.normal("w", 16)?, bench.normal("dy", (9, 16))?);
+            let want = rms_norm::reference_backward(&x.plain, &w.plain, &dy.plain, None, None, other)?;
+            let got = rms_norm::rms_norm_backward(&x.here, &w.here, &dy.here, None, None, kind)?;
+            Ok(vec![Pair::new(got, want)])
+        })?;
+    }
+    told_apart("residual", |bench| {
+        let (x, w, dy) = (bench.normal("x", (9, 16))?, bench.normal("w", 16)?, bench.normal("dy", (9, 16))?);
+        let got = rms_norm::rms_norm_backward(&x.here, &w.here, &dy.here, Some(&dy.here), None, kind)?;
+        let want = rms_norm::reference_backward(&x.plain, &w.plain, &dy.plain, None, None, kind)?;
+        Ok(vec![Pair::new(got, want)])
+    })?;
+    told_apart("activation", |bench| {
+        let x = bench.normal("x", (9, 16))?;
+        let want = gated::reference(&x.plain, Activation::GeluTanh)?;
+        Ok(vec![Pair::new(gated::gated(&x.here, Activation::Silu)?, want)])
+    })?;
+    told_apart("direction of a rotation", |bench| {
+        let heads = Heads { num_heads: 1, num_kv_heads: 1, head_dim: 4 };
+        let (x, angles) = (bench.normal("x", (9, 12))?, bench.normal_f32("angles", (9, 2))?.plain);
+        let table = RotaryTable { cos: angles.cos()?, sin: angles.sin()? };
+        let back = RotaryTable { sin: table.sin.neg()?, ..table.clone() };
+        let got = rotary::rotary(&x.here, heads, None, &table)?;
+        Ok(vec![Pair::new(got, rotary::reference(&x.plain, heads, None, &back)?)])
+    })
+}
+
+#[test]
+fn attention_options() -> Result<()> {
+    let kind = AttentionKind {
+        heads: Heads { num_heads: 4, num_kv_heads: 2, head_dim: 8 },
+        scale: 0.4,
+        softcap: None,
+        window: None,
+    };
+    let apart = [Span::sequence(0, 30), Span::sequence(30, 40)];
+    let together = [Span::sequence(0, 70)];
+    let windowed = AttentionKind { window: Some(16), ..kind };
+    let capped = AttentionKind { softcap: Some(3.0), ..kind };
+    let mutations: [(&str, AttentionKind, AttentionKind, &[Span]); 5] = [
+        ("scale", kind, AttentionKind { scale: 0.44, ..kind }, &apart),
+        ("soft-cap", capped, kind, &apart),
+        ("soft-cap's size", capped, AttentionKind { softcap: Some(3.3), ..kind }, &apart),
+        ("window by one", windowed, AttentionKind { window: Some(17), ..kind }, &apart),
+        ("a leak between spans", kind, kind, &together),
+    ];
+    for (what, kind, other, spans) in mutations {
+        told_apart(what, |bench| Ok(vec![attended(bench, (kind, &apart), (other, spans))?.0]))?;
+        told_apart(what, |bench| Ok(vec![attended(bench, (kind, &apart), (other, spans))?.1]))?;
+    }
+    Ok(())
+}
+
+type Attention<'a> = (AttentionKind, &'a [Span]);
+
+/// The output and the gradient, as the op has them and as its reference has them under other options.
+fn attended(bench: &Bench<'_>, op: Attention<'_>, reference: Attention<'_>) -> Result<(Pair, Pair)> {
+    let heads = op.0.heads;
+    let (x, dout) =
+        (bench.normal("qkv", (70, heads.qkv_width()))?, bench.normal("dout", (70, heads.q_width()))?);
+    let both =
+        |x: &Tensor, dout: &Tensor, (kind, spans): Attention<'_>, algorithm| -> Result<(Tensor, Tensor)> {
+            let range = |start, len| Columns { tensor: x, start, len };
+            let (q, k) = (range(0, heads.q_width()), range(heads.q_width(), heads.kv_width()));
+            let qkv = Qkv { q, k, v: range(heads.qk_width(), heads.kv_width()) };
+            let saved = attention(qkv, spans, kind, algorithm)?;
+            let d = attention_backward(qkv, &saved, dout, spans, kind, algorithm)?;
+            Ok((saved.out, d))
+        };
+    let got = both(&x.here, &dout.here, op, Algorithm::Flash)?;
+    let want = both(&x.plain, &dout.plain, reference, Algorithm::Eager)?;
+    Ok((Pair::new(got.0, want.0), Pair::new(got.1, want.1)))
+}
+
+#[test]
+fn both_ends_of_the_model() -> Result<()> {
+    let targets: Vec<u32> = (0..20).map(|i| if i % 5 == 0 { IGNORE } else { i % 11 }).collect();
+    let mut shifted = targets.clone();
+    shifted.rotate_left(1);
+    let kind = LossKind { scale: 0.3, softcap: None };
+    for (what, other, targets_of_reference) in [
+        ("scale", LossKind { scale: 0.33, ..kind }, &targets),
+        ("soft-cap", LossKind { softcap: Some(4.0), ..kind }, &targets),
+        ("targets by one", kind, &shifted),
+    ] {
+        told_apart(what, |bench| {
+            let (x, w) = (bench.normal("x", (20, 8))?, bench.normal("w", (11, 8))?);
+            let (_, got) = cross_entropy::linear_cross_entropy(&x.here, &w.here, &targets, kind, None)?;
+            let (_, want) = cross_entropy::reference(&x.plain, &w.plain, targets_of_reference, other, None)?;
+            Ok(vec![Pair::new(got, want)])
+        })?;
+    }
+    told_apart("embedding's factor", |bench| {
+        let table = bench.normal("table", (5, 8))?;
+        let want = embedding::reference(&table.plain, &[1, 4, 1], 1.0)?;
+        Ok(vec![Pair::new(embedding::embed(&table.here, &[1, 4, 1], 1.1)?, want)])
+    })?;
+    told_apart("dropout's token", |bench| {
+        let x = bench.normal("x", (20, 8))?;
+        let site = Dropout { p: 0.2, stream: Stream::new(1), first_token: 0 };
+        let want = dropout(&x.plain, Dropout { first_token: 1, ..site })?;
+        Ok(vec![Pair::new(dropout(&x.here, site)?, want)])
+    })
+}
+
+#[test]
+fn optimizer_options() -> Result<()> {
+    let options = AdamW {
+        learning_rate: 0.02,
+        betas: [0.9, 0.99],
+        eps: 1e-8,
+        weight_decay: 0.1,
+        update: 3,
+        grad_scale: 0.5,
+    };
+    for (what, other) in [
+        ("update", AdamW { update: 2, ..options }),
+        ("first beta", AdamW { betas: [0.91, 0.99], ..options }),
+        ("second beta", AdamW { betas: [0.9, 0.98], ..options }),
+        ("eps", AdamW { eps: 1e-3, ..options }),
+        ("weight decay", AdamW { weight_decay: 0.0, ..options }),
+        ("grad_scale", AdamW { grad_scale: 1.0, ..options }),
+        ("learning rate", AdamW { learning_rate: 0.021, ..options }),
+    ] {
+        let bench = Bench { device: &Device::Cpu, dtype: DType::F32 };
+        let (param, grad) = (bench.normal("param", 50)?, bench.normal("grad", 50)?);
+        let (first, second) = (bench.normal("first", 50)?, bench.twin(DType::F32, vec![0.25; 50], 50)?);
+        adamw::adamw(&param.here, &grad.here, [&first.here, &second.here], &options)?;
+        adamw::reference(&param.plain, &grad.plain, [&first.plain, &second.plain], &other)?;
+        let error = param.pair().error()?;
+        assert!(error > 4e-6, "{what}: error {error:e} is tolerated");
+    }
+    Ok(())
+}

@@ -1,0 +1,280 @@
+//! The backward of every reference against candle's tape over plain forms. The plain forms use no op that the tape
+//! does not follow; a gradient that is missing, zero or not finite fails.
+
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
+
+use super::Pair;
+use crate::error::Result;
+use crate::ops::attention::{
+    Algorithm, AttentionKind, Columns, Heads, Qkv, Span, attention, attention_backward,
+};
+use crate::ops::cross_entropy::{self, IGNORE, LossKind};
+use crate::ops::dropout::{Dropout, dropout};
+use crate::ops::embedding;
+use crate::ops::gated::{self, Activation};
+use crate::ops::product::{self, Form};
+use crate::ops::random::Stream;
+use crate::ops::rms_norm::{self, NormKind};
+use crate::ops::rotary::{self, QkNorm, RotaryTable};
+
+/// Sends a given gradient back from where it is applied.
+struct Pull(Tensor);
+
+impl CustomOp1 for Pull {
+    fn name(&self) -> &'static str {
+        "pull"
+    }
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    }
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        Ok(Some(self.0.clone()))
+    }
+}
+
+/// The gradients of `vars` when that of `y` is `dy`.
+fn pulled<const N: usize>(y: &Tensor, dy: &Tensor, vars: [&Var; N]) -> Result<[Tensor; N]> {
+    assert_eq!(y.dims(), dy.dims());
+    let store = y.apply_op1(Pull(dy.clone()))?.backward()?;
+    Ok(vars.map(|var| {
+        let grad = store.get(var).expect("the tape has a gradient").detach();
+        let largest = grad.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap();
+        assert!(largest.is_finite() && largest > 0.0, "gradient {largest}");
+        grad
+    }))
+}
+
+fn normal(name: &str, shape: impl Into<Shape>) -> Result<Tensor> {
+    let (shape, stream) = (shape.into(), Stream::new(1).named(name));
+    let values: Vec<f32> = (0..shape.elem_count() as u64).map(|i| stream.normal(i)).collect();
+    Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
+}
+
+fn var(name: &str, shape: impl Into<Shape>) -> Result<Var> {
+    Ok(Var::from_tensor(&normal(name, shape)?)?)
+}
+
+fn zeros(shape: impl Into<Shape>) -> Result<Tensor> {
+    Ok(Tensor::zeros(shape, DType::F32, &Device::Cpu)?)
+}
+
+fn close(what: &str, got: &Tensor, want: &Tensor) -> Result<()> {
+    let error = Pair::new(got.clone(), want.clone()).error()?;
+    assert!(error < 1e-5, "{what}: error {error:e}");
+    Ok(())
+}
+
+#[test]
+fn linear_layer() -> Result<()> {
+    let (x, w, b) = (var("x", (11, 7))?, var("w", (5, 7))?, var("b", 5)?);
+    let dy = normal("dy", (11, 5))?;
+    let y = x.matmul(&w.t()?)?.broadcast_add(&b)?;
+    let [want_dx, want_dw, want_db] = pulled(&y, &dy, [&x, &w, &b])?;
+
+    for product in [product::product, product::reference] {
+        let out = zeros((11, 5))?;
+        product(Columns::all(&out), Columns::all(&x), Columns::all(&w), Form::Nt, 1.0, false)?;
+        product::add_bias_reference(Columns::all(&out), &b)?;
+        close("y", &out, &y)?;
+        let (dx, dw) = (zeros((11, 7))?, zeros((5, 7))?);
+        product(Columns::all(&dx), Columns::all(&dy), Columns::all(&w), Form::Nn, 1.0, false)?;
+        close("dx", &dx, &want_dx)?;
+        product(Columns::all(&dw), Columns::all(&dy), Columns::all(&x), Form::Tn, 1.0, true)?;
+        close("dw", &dw, &want_dw)?;
+    }
+    let db = zeros(5)?;
+    product::sum_rows_reference(&db, Columns::all(&dy))?;
+    close("db", &db, &want_db)
+}
+
+#[test]
+fn rms_norm() -> Result<()> {
+    for unit_offset in [false, true] {
+        let kind = NormKind { eps: 1e-3, unit_offset };
+        let (x, w, dy) = (var("x", (9, 16))?, var("w", 16)?, normal("dy", (9, 16))?);
+        let inverse = (x.sqr()?.mean_keepdim(1)? + kind.eps)?.sqrt()?.recip()?;
+        let gain = (w.as_tensor() + if unit_offset { 1.0 } else { 0.0 })?;
+        let y = x.broadcast_mul(&inverse)?.broadcast_mul(&gain)?;
+        close("y", &rms_norm::reference(&x, &w, kind)?, &y)?;
+        let [want_dx, want_dw] = pulled(&y, &dy, [&x, &w])?;
+        let dw = zeros(16)?;
+        let dx = rms_norm::reference_backward(&x, &w, &dy, None, Some(&dw), kind)?;
+        close("dx", &dx, &want_dx)?;
+        close("dw", &dw, &want_dw)?;
+        let around = normal("around", (9, 16))?;
+        let dx = rms_norm::reference_backward(&x, &w, &dy, Some(&around), None, kind)?;
+        close("dx + residual", &dx, &(want_dx + around)?)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn rotary_with_and_without_norms() -> Result<()> {
+    let heads = Heads { num_heads: 3, num_kv_heads: 1, head_dim: 8 };
+    let qk = heads.qk_width();
+    for (half, kind) in [
+        (4, None),
+        (3, None),
+        (4, Some(NormKind { eps: 1e-5, unit_offset: false })),
+        (2, Some(NormKind { eps: 1e-5, unit_offset: true })),
+    ] {
+        let angles = normal("angles", (10, half))?;
+        let table = RotaryTable { cos: angles.cos()?, sin: angles.sin()? };
+        let (qkv, q, k) = (var("qkv", (10, heads.qkv_width()))?, var("q", 8)?, var("k", 8)?);
+        let dy = normal("dy", (10, heads.qkv_width()))?;
+        let (dq, dk) = (zeros(8)?, zeros(8)?);
+        let norm = kind.map(|kind| QkNorm { q: (&q, Some(&dq)), k: (&k, Some(&dk)), kind });
+
+        // The reference's own forward is a plain form that the tape follows.
+        let rotated = rotary::reference(&qkv, heads, norm, &table)?;
+        let dy_qk = dy.narrow(1, 0, qk)?.contiguous()?;
+        let d = dy.copy()?;
+        rotary::reference_backward(&qkv, &d, heads, norm, &table)?;
+        let v_columns = |t: &Tensor| t.narrow(1, qk, heads.kv_width());
+        close("v's columns", &v_columns(&d)?, &v_columns(&dy)?)?;
+        let d = d.narrow(1, 0, qk)?;
+        if norm.is_some() {
+            let [want, want_dq, want_dk] = pulled(&rotated, &dy_qk, [&qkv, &q, &k])?;
+            close("dqkv", &d, &want.narrow(1, 0, qk)?)?;
+            close("dq_norm", &dq, &want_dq)?;
+            close("dk_norm", &dk, &want_dk)?;
+        } else {
+            let [want] = pulled(&rotated, &dy_qk, [&qkv])?;
+            close("dqkv", &d, &want.narrow(1, 0, qk)?)?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn gated_products() -> Result<()> {
+    for activation in [Activation::Silu, Activation::GeluTanh] {
+        let (x, dh) = (var("gate_up", (9, 24))?, normal("dh", (9, 12))?);
+        let (gate, up) = (x.narrow(1, 0, 12)?, x.narrow(1, 12, 12)?);
+        let act = match activation {
+            Activation::Silu => (&gate / (gate.neg()?.exp()? + 1.0)?)?,
+            Activation::GeluTanh => {
+                let inner =
+                    ((&gate + (gate.powf(3.0)? * 0.044_715)?)? * (2.0 / std::f64::consts::PI).sqrt())?;
+                ((inner.tanh()? + 1.0)? * (&gate * 0.5)?)?
+            }
+        };
+        let h = (act * up)?;
+        close("h", &gated::reference(&x, activation)?, &h)?;
+        let [want] = pulled(&h, &dh, [&x])?;
+        close("dgate_up", &gated::reference_backward(&x, &dh, activation)?, &want)?;
+    }
+    Ok(())
+}
+
+/// Attention of one head of one span, from its definition.
+fn plain_head(q: &Tensor, k: &Tensor, v: &Tensor, kind: AttentionKind) -> Result<Tensor> {
+    let len = q.dim(0)?;
+    let mut scores = (q.matmul(&k.t()?)? * kind.scale)?;
+    if let Some(cap) = kind.softcap {
+        scores = ((scores / cap)?.tanh()? * cap)?;
+    }
+    let seen = |i: usize, j: usize| j <= i && kind.window.is_none_or(|window| i - j < window);
+    let mask = (0..len * len).map(|at| if seen(at / len, at % len) { 0f32 } else { f32::NEG_INFINITY });
+    let mask = Tensor::from_vec(mask.collect::<Vec<_>>(), (len, len), &Device::Cpu)?;
+    let exp = (scores + mask)?.exp()?;
+    Ok(exp.broadcast_div(&exp.sum_keepdim(1)?)?.matmul(v)?)
+}
+
+#[test]
+fn attention_of_packed_spans() -> Result<()> {
+    let grouped = AttentionKind {
+        heads: Heads { num_heads: 4, num_kv_heads: 2, head_dim: 8 },
+        scale: 0.3,
+        softcap: None,
+        window: None,
+    };
+    let one = Heads { num_kv_heads: 1, ..grouped.heads };
+    for kind in [
+        grouped,
+        AttentionKind { heads: one, ..grouped },
+        AttentionKind { window: Some(5), ..grouped },
+        AttentionKind { softcap: Some(1.0), ..grouped },
+        AttentionKind { softcap: Some(2.0), window: Some(20), ..grouped },
+    ] {
+        let (heads, dim) = (kind.heads, kind.heads.head_dim);
+        let spans = [Span::sequence(0, 9), Span::sequence(9, 1), Span::sequence(10, 70)];
+        let x = var("qkv", (80, heads.qkv_width()))?;
+        let dout = normal("dout", (80, heads.q_width()))?;
+        let head = |span: Span, column: usize| -> Result<Tensor> {
+            Ok(x.narrow(0, span.q_start, span.q_len)?.narrow(1, column, dim)?.contiguous()?)
+        };
+        let mut rows = Vec::new();
+        for span in spans {
+            let outs = (0..heads.num_heads).map(|h| {
+                let kv = h / (heads.num_heads / heads.num_kv_heads) * dim;
+                let (k, v) = (head(span, heads.q_width() + kv)?, head(span, heads.qk_width() + kv)?);
+                plain_head(&head(span, h * dim)?, &k, &v, kind)
+            });
+            rows.push(Tensor::cat(&outs.collect::<Result<Vec<_>>>()?, 1)?);
+        }
+        let out = Tensor::cat(&rows, 0)?;
+        let [want] = pulled(&out, &dout, [&x])?;
+        let range = |start, len| Columns { tensor: &x, start, len };
+        let qkv = Qkv {
+            q: range(0, heads.q_width()),
+            k: range(heads.q_width(), heads.kv_width()),
+            v: range(heads.qk_width(), heads.kv_width()),
+        };
+        for algorithm in [Algorithm::Flash, Algorithm::Eager] {
+            let attended = attention(qkv, &spans, kind, algorithm)?;
+            close("out", &attended.out, &out)?;
+            let d = attention_backward(qkv, &attended, &dout, &spans, kind, algorithm)?;
+            close("dqkv", &d, &want)?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn cross_entropy_of_a_linear_layer() -> Result<()> {
+    for softcap in [None, Some(1.5)] {
+        let (x, w) = (var("x", (12, 8))?, var("w", (19, 8))?);
+        let targets: Vec<u32> = (0..12).map(|i| if i % 4 == 1 { IGNORE } else { i * 5 % 19 }).collect();
+        let kept: Vec<u32> = (0..12).filter(|&i| targets[i as usize] != IGNORE).collect();
+        let hits: Vec<u32> = kept.iter().map(|&i| targets[i as usize]).collect();
+        let index = |values: &[u32]| Tensor::from_slice(values, values.len(), &Device::Cpu);
+        let mut logits = x.index_select(&index(&kept)?, 0)?.matmul(&w.t()?)?;
+        if let Some(cap) = softcap {
+            logits = ((logits / cap)?.tanh()? * cap)?;
+        }
+        let at_target = logits.gather(&index(&hits)?.unsqueeze(1)?, 1)?.squeeze(1)?;
+        let loss = (logits.exp()?.sum(1)?.log()? - at_target)?.sum_all()?;
+        let scale = 0.125;
+        let dloss = Tensor::new(scale as f32, &Device::Cpu)?;
+        let [want_dx, want_dw] = pulled(&loss, &dloss, [&x, &w])?;
+        let dw = zeros((19, 8))?;
+        let kind = LossKind { scale, softcap };
+        let (got, dx) = cross_entropy::reference(&x, &w, &targets, kind, Some(&dw))?;
+        assert!((got - f64::from(loss.to_scalar::<f32>()?)).abs() < 1e-4, "{got}");
+        close("dx", &dx, &want_dx)?;
+        close("dw", &dw, &want_dw)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn embedding_and_dropout() -> Result<()> {
+    let (table, dy) = (var("table", (6, 8))?, normal("dy", (7, 8))?);
+    let ids = [3u32, 0, 3, 5, 1, 3, 0];
+    let y = (table.index_select(&Tensor::new(&ids, &Device::Cpu)?, 0)? * 2.5)?;
+    close("y", &embedding::reference(&table, &ids, 2.5)?, &y)?;
+    let [want] = pulled(&y, &dy, [&table])?;
+    let grad = zeros((6, 8))?;
+    embedding::reference_backward(&grad, &ids, &dy, 2.5)?;
+    close("dtable", &grad, &want)?;
+
+    // The mask does not depend on the values: the op on ones is the mask, and the op on dy the gradient.
+    let site = Dropout { p: 0.4, stream: Stream::new(5), first_token: 2 };
+    let mask = dropout(&table.ones_like()?, site)?;
+    let y = (table.as_tensor() * &mask)?;
+    close("dropped", &dropout(&table, site)?, &y)?;
+    let dy = normal("dy", (6, 8))?;
+    let [want] = pulled(&y, &dy, [&table])?;
+    close("dx of dropout", &dropout(&dy, site)?, &want)
+}
