@@ -6,6 +6,7 @@ use std::time::Instant;
 use super::{Evaluation, Trainer};
 use crate::data::{Batch, Cursor, Sampler};
 use crate::error::Result;
+use crate::ops::device::peak_bytes;
 use crate::report::{EvalReport, EventWriter, MetricsLog, StepReport, Terminal, memory};
 
 /// When what happens.
@@ -105,9 +106,9 @@ impl Run<'_> {
                 tokens: step.tokens,
                 step_secs: secs,
                 tokens_per_sec: step.tokens as f64 / secs,
-                peak_bytes: memory::peak_bytes(),
+                peak_bytes: peak_bytes(&self.trainer.engine.device).unwrap_or_else(memory::peak_bytes),
             }, done.steps == total)?;
-            let due = |every: Option<u64>| every.is_some_and(|every| done.steps % every == 0);
+            let due = |every: Option<u64>| every.is_some_and(|every| done.steps.is_multiple_of(every));
             if due(self.options.eval_steps) && done.steps < total {
                 self.evaluate(done.steps)?;
             }

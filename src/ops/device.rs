@@ -1,5 +1,7 @@
 //! Which device a run computes on, and what it has.
 
+use std::fmt;
+
 #[cfg(feature = "cuda")]
 use candle_core::CudaDevice;
 #[cfg(feature = "cuda")]
@@ -18,12 +20,23 @@ pub enum DeviceChoice {
     Gpu(usize),
 }
 
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceChoice::Cpu => f.write_str("the CPU"),
+            DeviceChoice::Gpu(index) => write!(f, "GPU {index}"),
+        }
+    }
+}
+
 /// True in the build that can use a GPU.
 pub const GPU_BUILD: bool = cfg!(feature = "cuda");
 
 /// A GPU as its driver describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
+    /// The number `--gpus` takes.
+    pub index: usize,
     /// The model, such as "NVIDIA H200".
     pub name: String,
     /// Its memory.
@@ -61,7 +74,7 @@ pub fn preferred() -> Result<DeviceChoice> {
 /// A GPU was asked for and this build has no GPU support, or the machine has no such GPU, or it cannot be opened.
 pub fn open(choice: DeviceChoice) -> Result<Device> {
     let DeviceChoice::Gpu(index) = choice else { return Ok(Device::Cpu) };
-    let refuse = |cause: String| Error::user(format!("cannot use GPU {index}")).because(cause);
+    let refuse = |cause: String| Error::user(format!("cannot use {choice}")).because(cause);
     if !GPU_BUILD {
         return Err(refuse("this binary was built for the CPU alone".into())
             .hint("build it with `cargo build --release --features cuda`, or leave out `--gpus`"));
@@ -104,6 +117,7 @@ fn driver_gpus() -> Result<Vec<Gpu>, DriverError> {
                 )
             };
             Ok(Gpu {
+                index: index as usize,
                 name: result::device::get_name(device)?,
                 total_bytes: total as u64,
                 compute_capability: (major, minor),
@@ -189,51 +203,11 @@ pub fn default_dtype(device: &Device) -> DType {
 pub fn free_bytes(device: &Device) -> Option<u64> {
     let Device::Cuda(device) = device else { return None };
     device.cuda_stream().context().bind_to_thread().ok()?;
-    candle_core::cuda_backend::cudarc::driver::result::mem_get_info().ok().map(|(free, _)| free as u64)
+    result::mem_get_info().ok().map(|(free, _)| free as u64)
 }
 
 /// Bytes of GPU memory that are free: none in a build without GPU support.
 #[cfg(not(feature = "cuda"))]
 pub fn free_bytes(_device: &Device) -> Option<u64> {
     None
-}
-
-/// A GPU that the driver sees.
-#[derive(Debug, Clone)]
-pub struct Gpu {
-    /// The number `--gpus` takes.
-    pub index: usize,
-    /// Its name and bytes of memory, or why it cannot be opened.
-    pub found: Result<(String, u64), String>,
-}
-
-/// The GPUs of this machine.
-///
-/// # Errors
-/// The driver does not answer.
-#[cfg(feature = "cuda")]
-pub fn gpus() -> Result<Vec<Gpu>> {
-    use candle_core::cuda_backend::cudarc::driver::CudaContext;
-
-    let asked = CudaContext::device_count();
-    let count = asked.map_err(|error| {
-        Error::user("cannot ask the driver for its GPUs")
-            .because(error.to_string())
-            .hint("`nvidia-smi` says whether the driver works")
-    })?;
-    let open = |index: usize| {
-        let context = CudaContext::new(index)?;
-        Ok((context.name()?, context.total_mem()? as u64))
-    };
-    let told = |error: candle_core::cuda_backend::cudarc::driver::DriverError| error.to_string();
-    Ok((0..count as usize).map(|index| Gpu { index, found: open(index).map_err(told) }).collect())
-}
-
-/// The GPUs of this machine: none that a build without GPU support could use.
-///
-/// # Errors
-/// Never.
-#[cfg(not(feature = "cuda"))]
-pub fn gpus() -> Result<Vec<Gpu>> {
-    Ok(Vec::new())
 }
