@@ -1,0 +1,181 @@
+//! Two runs of an op agree to the bit, whatever the number of threads.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Tensor};
+use finetune::ops::adamw::{AdamW, adamw};
+use finetune::ops::attention::{
+    Algorithm, AttentionKind, Columns, Heads, Qkv, Span, attention, attention_backward,
+};
+use finetune::ops::cross_entropy::{IGNORE, LossKind, linear_cross_entropy, logits, score_targets};
+use finetune::ops::dropout::{Dropout, dropout};
+use finetune::ops::embedding::{embed, embed_backward};
+use finetune::ops::gated::{Activation, gated, gated_backward};
+use finetune::ops::product::{add_bias, sum_rows};
+use finetune::ops::random::Stream;
+use finetune::ops::reduce::{add, add_into, copy_into, sum_of_squares};
+use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
+use finetune::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
+use finetune::ops::{Form, product};
+
+use super::{normal, zeros};
+
+/// The bits of every result of every op, by name. Large enough that the ops split their work.
+fn results(dtype: DType) -> BTreeMap<&'static str, Vec<u64>> {
+    let mut results = BTreeMap::new();
+    linear(dtype, &mut results);
+    elementwise(dtype, &mut results);
+    attended(dtype, &mut results);
+    loss_and_update(dtype, &mut results);
+    results
+}
+
+type Results = BTreeMap<&'static str, Vec<u64>>;
+
+fn bits(tensor: &Tensor) -> Vec<u64> {
+    // Widening to f64 keeps bf16 and f32 apart to the bit.
+    super::values(tensor).into_iter().map(f64::to_bits).collect()
+}
+
+fn cast(name: &str, shape: (usize, usize), dtype: DType) -> Tensor {
+    normal(name, shape).to_dtype(dtype).unwrap()
+}
+
+fn linear(dtype: DType, results: &mut Results) {
+    for (name, form, a, b) in [
+        ("product Nt", Form::Nt, (150, 170), (190, 170)),
+        ("product Nn", Form::Nn, (150, 170), (170, 190)),
+        ("product Tn", Form::Tn, (170, 150), (170, 190)),
+    ] {
+        let dst = cast("dst", (150, 190), dtype);
+        let (a, b) = (cast("a", a, dtype), cast("b", b, dtype));
+        product(Columns::all(&dst), Columns::all(&a), Columns::all(&b), form, 0.7, true).unwrap();
+        results.insert(name, bits(&dst));
+    }
+    let (dst, bias) = (cast("dst", (150, 190), dtype), normal("bias", 190).to_dtype(dtype).unwrap());
+    add_bias(Columns::all(&dst), &bias).unwrap();
+    let grad = zeros(190);
+    sum_rows(&grad, Columns::all(&dst)).unwrap();
+    results.insert("add_bias", bits(&dst));
+    results.insert("sum_rows", bits(&grad));
+}
+
+fn elementwise(dtype: DType, results: &mut Results) {
+    let kind = NormKind { eps: 1e-6, unit_offset: true };
+    let (x, dy) = (cast("x", (200, 96), dtype), cast("dy", (200, 96), dtype));
+    let (w, dw) = (normal("w", 96).to_dtype(dtype).unwrap(), zeros(96));
+    results.insert("rms_norm", bits(&rms_norm(&x, &w, kind).unwrap()));
+    let dx = rms_norm_backward(&x, &w, &dy, Some(&x), Some(&dw), kind).unwrap();
+    results.insert("rms_norm_backward dx", bits(&dx));
+    results.insert("rms_norm_backward dweight", bits(&dw));
+
+    let heads = Heads { num_heads: 3, num_kv_heads: 1, head_dim: 16 };
+    let (qkv, d) = (cast("qkv", (200, 80), dtype), cast("dqkv", (200, 80), dtype));
+    let angles = normal("angles", (200, 8));
+    let table = RotaryTable { cos: angles.cos().unwrap(), sin: angles.sin().unwrap() };
+    let (q, k) = (normal("q", 16).to_dtype(dtype).unwrap(), normal("k", 16).to_dtype(dtype).unwrap());
+    let (dq, dk) = (zeros(16), zeros(16));
+    let norm = Some(QkNorm { q: (&q, Some(&dq)), k: (&k, Some(&dk)), kind });
+    results.insert("rotary", bits(&rotary(&qkv, heads, norm, &table).unwrap()));
+    rotary_backward(&qkv, &d, heads, norm, &table).unwrap();
+    results.insert("rotary_backward dqkv", bits(&d));
+    results.insert("rotary_backward dq_norm", bits(&dq));
+    results.insert("rotary_backward dk_norm", bits(&dk));
+
+    let dh = cast("dh", (200, 48), dtype);
+    for (names, activation) in [
+        (["silu", "silu backward"], Activation::Silu),
+        (["gelu_tanh", "gelu_tanh backward"], Activation::GeluTanh),
+    ] {
+        results.insert(names[0], bits(&gated(&x, activation).unwrap()));
+        results.insert(names[1], bits(&gated_backward(&x, &dh, activation).unwrap()));
+    }
+    let site = Dropout { p: 0.1, stream: Stream::new(9), first_token: 3 };
+    results.insert("dropout", bits(&dropout(&x, site).unwrap()));
+    results.insert("add", bits(&add(&x, &dy).unwrap()));
+    let sum = zeros((200, 96));
+    copy_into(&sum, &x).unwrap();
+    add_into(&sum, &dy).unwrap();
+    results.insert("copy_into, add_into", bits(&sum));
+    results.insert("sum_of_squares", vec![sum_of_squares(&sum).unwrap().to_bits()]);
+}
+
+fn attended(dtype: DType, results: &mut Results) {
+    let heads = Heads { num_heads: 4, num_kv_heads: 2, head_dim: 16 };
+    let kind = AttentionKind { heads, scale: 0.25, softcap: None, window: Some(150) };
+    let spans = [Span::sequence(0, 200), Span::sequence(200, 65), Span::sequence(265, 1)];
+    let x = cast("qkv", (266, heads.qkv_width()), dtype);
+    let dout = cast("dout", (266, heads.q_width()), dtype);
+    let range = |start, len| Columns { tensor: &x, start, len };
+    let (q, k) = (range(0, heads.q_width()), range(heads.q_width(), heads.kv_width()));
+    let qkv = Qkv { q, k, v: range(heads.qk_width(), heads.kv_width()) };
+    for (names, algorithm) in [
+        (["flash", "flash lse", "flash backward"], Algorithm::Flash),
+        (["eager", "eager lse", "eager backward"], Algorithm::Eager),
+    ] {
+        let attended = attention(qkv, &spans, kind, algorithm).unwrap();
+        let d = attention_backward(qkv, &attended, &dout, &spans, kind, algorithm).unwrap();
+        for (name, tensor) in names.into_iter().zip([attended.out, attended.lse, d]) {
+            results.insert(name, bits(&tensor));
+        }
+    }
+}
+
+fn loss_and_update(dtype: DType, results: &mut Results) {
+    let (x, w, dw) = (cast("x", (210, 64), dtype), cast("w", (300, 64), dtype), zeros((300, 64)));
+    let targets: Vec<u32> = (0..210).map(|i| if i % 7 == 0 { IGNORE } else { i * 31 % 300 }).collect();
+    let kind = LossKind { scale: 0.01, softcap: None };
+    let (loss, dx) = linear_cross_entropy(&x, &w, &targets, kind, Some(&dw)).unwrap();
+    results.insert("linear_cross_entropy", vec![loss.to_bits()]);
+    results.insert("linear_cross_entropy dx", bits(&dx));
+    results.insert("linear_cross_entropy dweight", bits(&dw));
+    results.insert("logits", bits(&logits(&x, &w, Some(3.0)).unwrap()));
+    let scores = score_targets(&x, &w, &targets, None).unwrap();
+    results.insert("score_targets", scores.iter().map(|score| u64::from(score.loss.to_bits())).collect());
+
+    let ids: Vec<u32> = (0..210).map(|i| i % 40).collect();
+    results.insert("embed", bits(&embed(&w, &ids, 8.0).unwrap()));
+    embed_backward(&dw, &ids, &dx, 8.0).unwrap();
+    results.insert("embed_backward", bits(&dw));
+
+    let options = AdamW {
+        learning_rate: 0.01,
+        betas: [0.9, 0.999],
+        eps: 1e-8,
+        weight_decay: 0.1,
+        update: 2,
+        grad_scale: 0.5,
+    };
+    let (param, grad) = (normal("param", 70_000), normal("grad", 70_000));
+    let (first, second) = (zeros(70_000), zeros(70_000));
+    adamw(&param, &grad, [&first, &second], &options).unwrap();
+    results.insert("adamw", bits(&param));
+    results.insert("adamw moments", [bits(&first), bits(&second)].concat());
+}
+
+#[test]
+fn do_not_depend_on_the_run_or_on_the_threads() {
+    for dtype in [DType::F32, DType::BF16] {
+        let in_pool = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| results(dtype))
+        };
+        let one = in_pool(1);
+        assert_eq!(one.len(), 35);
+        for (again, what) in
+            [(in_pool(1), "a second run"), (in_pool(2), "2 threads"), (in_pool(5), "5 threads")]
+        {
+            for (name, bits) in &one {
+                assert!(again[name] == *bits, "{name} in {dtype:?} differs in {what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn of_different_inputs_differ() {
+    let (f32, bf16) = (results(DType::F32), results(DType::BF16));
+    let same: Vec<&str> =
+        f32.iter().filter(|(name, bits)| bf16[*name] == **bits).map(|(name, _)| *name).collect();
+    assert_eq!(same, ["adamw", "adamw moments"]);
+}

@@ -1,0 +1,222 @@
+//! Definitions written out in f64, loop by loop and without candle: the ops' results against them, and the ops'
+//! gradients against their central differences.
+
+use candle_core::{Device, Tensor};
+use finetune::ops::attention::{
+    Algorithm, AttentionKind, Columns, Heads, Qkv, Span, attention, attention_backward,
+};
+use finetune::ops::cross_entropy::{IGNORE, LossKind, TokenScore, linear_cross_entropy, score_targets};
+use finetune::ops::gated::{Activation, gated, gated_backward};
+use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
+use finetune::ops::rotary::{RotaryTable, rotary, rotary_backward};
+
+use super::{normal, values, zeros};
+
+/// The gradient of `f` at `x` by central differences.
+fn differences(x: &[f64], f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
+    const STEP: f64 = 1e-5;
+    let mut moved = x.to_vec();
+    (0..x.len())
+        .map(|i| {
+            moved[i] = x[i] + STEP;
+            let above = f(&moved);
+            moved[i] = x[i] - STEP;
+            let below = f(&moved);
+            moved[i] = x[i];
+            (above - below) / (2.0 * STEP)
+        })
+        .collect()
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// Equal to f32's accuracy, as parts of the largest.
+fn close(what: &str, got: &Tensor, want: &[f64]) {
+    let got = values(got);
+    assert_eq!(got.len(), want.len(), "{what}");
+    let largest = want.iter().fold(0f64, |largest, x| largest.max(x.abs()));
+    assert!(largest > 1e-3, "{what}: nothing to compare with, {largest:e}");
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        assert!((got - want).abs() < 5e-6 * largest, "{what}[{i}]: {got}, by definition {want}");
+    }
+}
+
+fn norm_f64(x: &[f64], w: &[f64], kind: NormKind) -> Vec<f64> {
+    let offset = if kind.unit_offset { 1.0 } else { 0.0 };
+    let rows = x.chunks(w.len()).flat_map(|row| {
+        let rms = (dot(row, row) / row.len() as f64 + kind.eps).sqrt();
+        row.iter().zip(w).map(move |(x, w)| x / rms * (w + offset))
+    });
+    rows.collect()
+}
+
+#[test]
+fn of_rms_norm() {
+    for unit_offset in [false, true] {
+        let kind = NormKind { eps: 1e-2, unit_offset };
+        let (x, w, dy) = (normal("x", (4, 19)), normal("w", 19), normal("dy", (4, 19)));
+        let (x64, w64, dy64) = (values(&x), values(&w), values(&dy));
+        close("y", &rms_norm(&x, &w, kind).unwrap(), &norm_f64(&x64, &w64, kind));
+        let dw = zeros(19);
+        let dx = rms_norm_backward(&x, &w, &dy, None, Some(&dw), kind).unwrap();
+        close("dx", &dx, &differences(&x64, |x| dot(&norm_f64(x, &w64, kind), &dy64)));
+        close("dw", &dw, &differences(&w64, |w| dot(&norm_f64(&x64, w, kind), &dy64)));
+    }
+}
+
+fn gated_f64(x: &[f64], half: usize, activation: Activation) -> Vec<f64> {
+    let act = |x: f64| match activation {
+        Activation::Silu => x / (1.0 + (-x).exp()),
+        Activation::GeluTanh => {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
+            0.5 * x * (1.0 + inner.tanh())
+        }
+    };
+    let rows = x.chunks(2 * half).flat_map(|row| {
+        let (gate, up) = row.split_at(half);
+        gate.iter().zip(up).map(move |(gate, up)| act(*gate) * up)
+    });
+    rows.collect()
+}
+
+#[test]
+fn of_gated_products() {
+    for activation in [Activation::Silu, Activation::GeluTanh] {
+        let (x, dh) = ((normal("gate_up", (5, 2 * 18)) * 2.0).unwrap(), normal("dh", (5, 18)));
+        let (x64, dh64) = (values(&x), values(&dh));
+        close("h", &gated(&x, activation).unwrap(), &gated_f64(&x64, 18, activation));
+        let want = differences(&x64, |x| dot(&gated_f64(x, 18, activation), &dh64));
+        close("dgate_up", &gated_backward(&x, &dh, activation).unwrap(), &want);
+    }
+}
+
+/// Rotates the q and k columns of each row by its angles; v's columns stay.
+fn rotary_f64(x: &[f64], heads: Heads, angles: &[f64], half: usize) -> Vec<f64> {
+    let mut y = x.to_vec();
+    for (row, angles) in y.chunks_mut(heads.qkv_width()).zip(angles.chunks(half)) {
+        for head in row[..heads.qk_width()].chunks_mut(heads.head_dim) {
+            for (i, angle) in angles.iter().enumerate() {
+                let (a, b) = (head[i], head[i + half]);
+                head[i] = a * angle.cos() - b * angle.sin();
+                head[i + half] = b * angle.cos() + a * angle.sin();
+            }
+        }
+    }
+    y
+}
+
+#[test]
+fn of_rotary() {
+    let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim: 6 };
+    for half in [3, 2] {
+        let (x, dy) = (normal("qkv", (4, heads.qkv_width())), normal("dy", (4, heads.qkv_width())));
+        let angles = normal("angles", (4, half));
+        let table = RotaryTable { cos: angles.cos().unwrap(), sin: angles.sin().unwrap() };
+        let (x64, dy64, angles) = (values(&x), values(&dy), values(&angles));
+        let by_definition = Tensor::new(rotary_f64(&x64, heads, &angles, half), &Device::Cpu).unwrap();
+        let by_definition = by_definition.reshape((4, heads.qkv_width())).unwrap();
+        let qk = by_definition.narrow(1, 0, heads.qk_width()).unwrap();
+        close("q and k", &rotary(&x, heads, None, &table).unwrap(), &values(&qk));
+        let d = dy.copy().unwrap();
+        rotary_backward(&x, &d, heads, None, &table).unwrap();
+        close("dqkv", &d, &differences(&x64, |x| dot(&rotary_f64(x, heads, &angles, half), &dy64)));
+    }
+}
+
+/// Attention of packed rows `[q | k | v]`.
+fn attention_f64(x: &[f64], spans: &[Span], kind: AttentionKind) -> Vec<f64> {
+    let (heads, dim) = (kind.heads, kind.heads.head_dim);
+    let width = heads.qkv_width();
+    let mut out = vec![0.0; x.len() / width * heads.q_width()];
+    for span in spans {
+        for (h, i) in (0..heads.num_heads).flat_map(|h| (0..span.q_len).map(move |i| (h, i))) {
+            let kv = h / (heads.num_heads / heads.num_kv_heads);
+            let at = |row: usize, column: usize| &x[(span.q_start + row) * width + column..][..dim];
+            let q = at(i, h * dim);
+            let first = kind.window.map_or(0, |window| (i + 1).saturating_sub(window));
+            let score = |j: usize| {
+                let score = kind.scale * dot(q, at(j, heads.q_width() + kv * dim));
+                kind.softcap.map_or(score, |cap| cap * (score / cap).tanh())
+            };
+            let weights: Vec<f64> = (first..=i).map(|j| score(j).exp()).collect();
+            let sum: f64 = weights.iter().sum();
+            let o = &mut out[(span.q_start + i) * heads.q_width() + h * dim..][..dim];
+            for (j, weight) in (first..=i).zip(weights) {
+                let v = at(j, heads.qk_width() + kv * dim);
+                o.iter_mut().zip(v).for_each(|(o, v)| *o += weight / sum * v);
+            }
+        }
+    }
+    out
+}
+
+#[test]
+fn of_attention() {
+    let grouped = AttentionKind {
+        heads: Heads { num_heads: 4, num_kv_heads: 2, head_dim: 4 },
+        scale: 0.5,
+        softcap: None,
+        window: None,
+    };
+    let kinds = [
+        grouped,
+        AttentionKind { heads: Heads { num_kv_heads: 1, ..grouped.heads }, ..grouped },
+        AttentionKind { window: Some(3), ..grouped },
+        AttentionKind { softcap: Some(1.0), ..grouped },
+        AttentionKind { softcap: Some(1.5), window: Some(4), ..grouped },
+    ];
+    let spans = [Span::sequence(0, 5), Span::sequence(5, 1), Span::sequence(6, 8)];
+    for kind in kinds {
+        let heads = kind.heads;
+        let (x, dout) = (normal("qkv", (14, heads.qkv_width())), normal("dout", (14, heads.q_width())));
+        let (x64, dout64) = (values(&x), values(&dout));
+        let want = attention_f64(&x64, &spans, kind);
+        let want_d = differences(&x64, |x| dot(&attention_f64(x, &spans, kind), &dout64));
+        let range = |start, len| Columns { tensor: &x, start, len };
+        let qkv = Qkv {
+            q: range(0, heads.q_width()),
+            k: range(heads.q_width(), heads.kv_width()),
+            v: range(heads.qk_width(), heads.kv_width()),
+        };
+        for algorithm in [Algorithm::Flash, Algorithm::Eager] {
+            let attended = attention(qkv, &spans, kind, algorithm).unwrap();
+            close("out", &attended.out, &want);
+            let d = attention_backward(qkv, &attended, &dout, &spans, kind, algorithm).unwrap();
+            close("dqkv", &d, &want_d);
+        }
+    }
+}
+
+/// The sum of the losses of rows with a target.
+fn loss_f64(x: &[f64], w: &[f64], width: usize, targets: &[u32], softcap: Option<f64>) -> f64 {
+    let rows = x.chunks(width).zip(targets).filter(|(_, target)| **target != IGNORE);
+    let loss = |(x, target): (&[f64], &u32)| {
+        let logit = |w| softcap.map_or(dot(x, w), |cap: f64| cap * (dot(x, w) / cap).tanh());
+        let logits: Vec<f64> = w.chunks(width).map(logit).collect();
+        logits.iter().map(|l| l.exp()).sum::<f64>().ln() - logits[*target as usize]
+    };
+    rows.map(loss).sum()
+}
+
+#[test]
+fn of_the_loss() {
+    let targets = [3, IGNORE, 0, 12, 3, IGNORE, 7];
+    for softcap in [None, Some(2.0)] {
+        let (x, w) = (normal("x", (7, 6)), normal("w", (13, 6)));
+        let (x64, w64) = (values(&x), values(&w));
+        let kind = LossKind { scale: 0.2, softcap };
+        let dw = zeros((13, 6));
+        let (loss, dx) = linear_cross_entropy(&x, &w, &targets, kind, Some(&dw)).unwrap();
+        let want = loss_f64(&x64, &w64, 6, &targets, softcap);
+        assert!((loss - want).abs() < 1e-5 * want, "{loss}, by definition {want}");
+        close("dx", &dx, &differences(&x64, |x| 0.2 * loss_f64(x, &w64, 6, &targets, softcap)));
+        close("dw", &dw, &differences(&w64, |w| 0.2 * loss_f64(&x64, w, 6, &targets, softcap)));
+
+        let scores = score_targets(&x, &w, &targets, softcap).unwrap();
+        let sum: f64 = scores.iter().map(|score: &TokenScore| f64::from(score.loss)).sum();
+        assert_eq!(scores.len(), 5);
+        assert!((sum - want).abs() < 1e-5 * want, "{sum}, by definition {want}");
+    }
+}
