@@ -4,13 +4,13 @@
 use std::fmt::Write;
 use std::fs;
 
-use candle_core::{DType, Device};
+use candle_core::DType;
 
 use super::print;
 use crate::cli::DoctorArgs;
 use crate::error::{Error, Result};
 use crate::hub::HubOptions;
-use crate::ops::device::{self, DeviceChoice, GPU_BUILD};
+use crate::ops::device::{self, GPU_BUILD};
 use crate::ops::selftest::{self, Outcome};
 use crate::units;
 
@@ -100,9 +100,9 @@ fn gpus() -> Vec<Line> {
         Err(error) => vec![line("GPU", format!("none: {}", told(&error)))],
         Ok(gpus) if gpus.is_empty() => vec![line("GPU", "none: the driver sees no device")],
         Ok(gpus) => {
-            let text = |gpu: &device::Gpu| match &gpu.found {
-                Ok((name, bytes)) => format!("{name}, {}", units::bytes(*bytes)),
-                Err(why) => format!("cannot be opened: {why}"),
+            let text = |gpu: &device::Gpu| {
+                let (major, minor) = gpu.compute_capability;
+                format!("{}, {}, compute capability {major}.{minor}", gpu.name, units::bytes(gpu.total_bytes))
             };
             gpus.iter().map(|gpu| line(&format!("GPU {}", gpu.index), text(gpu))).collect()
         }
@@ -133,10 +133,8 @@ fn told(error: &Error) -> String {
 
 /// Runs the self-test on the first GPU, where this build and machine have one, else on the CPU.
 fn check() -> Result<()> {
-    let (device, name) = match GPU_BUILD.then(|| device::open(DeviceChoice::Gpu(0))) {
-        Some(Ok(device)) => (device, "GPU 0"),
-        _ => (Device::Cpu, "the CPU"),
-    };
+    let choice = device::preferred()?;
+    let (device, name) = (device::open(choice)?, choice.to_string());
     print(&format!("\nself-test on {name}: largest error as a part of what is tolerated\n"))?;
     print(&format!("{:<22} {:>5} {:>7} {:>7}\n", "operation", "cases", "f32", "bf16"))?;
     let mut all: Vec<Row> = Vec::new();
@@ -153,7 +151,7 @@ fn check() -> Result<()> {
     if failed.is_empty() {
         return print(&format!("all {cases} cases passed in {}\n", units::duration(secs)));
     }
-    Err(refusal(name, cases, &failed))
+    Err(refusal(&name, cases, &failed))
 }
 
 fn refusal(device: &str, cases: usize, failed: &[Outcome]) -> Error {

@@ -63,10 +63,7 @@ fn open_device(gpus: Option<&Gpus>) -> Result<Device> {
         Some(several) => Err(Error::user(format!("cannot train on {} GPUs in this version", several.len()))
             .because("accepted now: one")
             .hint("give one number, such as `--gpus 0`")),
-        None if device::GPU_BUILD => {
-            device::open(DeviceChoice::Gpu(0)).or_else(|_| device::open(DeviceChoice::Cpu))
-        }
-        None => device::open(DeviceChoice::Cpu),
+        None => device::open(device::preferred()?),
     }
 }
 

@@ -179,7 +179,8 @@ pub(crate) fn reference(
     let rows = counted(targets);
     let device = x.device();
     let mut dx = Tensor::zeros((n, width), DType::F32, device)?;
-    let mut loss = 0f64;
+    // Read once at the end: each read would wait for the device.
+    let mut losses = Vec::new();
     for chunk in rows.chunks(chunk_rows(vocab)) {
         let ids: Vec<u32> = chunk.iter().map(|&n| n as u32).collect();
         let hits: Vec<u32> = chunk.iter().map(|&n| targets[n]).collect();
@@ -191,7 +192,7 @@ pub(crate) fn reference(
         let exp = logits.broadcast_sub(&max)?.exp()?;
         let sum = exp.sum_keepdim(1)?;
         let row_loss = ((max + sum.log()?)? - logits.gather(&hits, 1)?)?;
-        loss += f64::from(row_loss.sum_all()?.to_scalar::<f32>()?);
+        losses.push(row_loss);
         let minus_one = hits.ones_like()?.to_dtype(DType::F32)?.neg()?;
         let mut d = (exp.broadcast_div(&sum)?.scatter_add(&hits, &minus_one, 1)? * kind.scale)?;
         if let Some(cap) = kind.softcap {
@@ -203,5 +204,9 @@ pub(crate) fn reference(
             columns_product(Columns::all(dweight), Columns::all(&d), Columns::all(&x), Form::Tn, 1.0, true)?;
         }
     }
-    Ok((loss, dx.to_dtype(x.dtype())?))
+    let losses = match losses.is_empty() {
+        true => Vec::new(),
+        false => Tensor::cat(&losses, 0)?.flatten_all()?.to_vec1::<f32>()?,
+    };
+    Ok((losses.iter().map(|&loss| f64::from(loss)).sum(), dx.to_dtype(x.dtype())?))
 }

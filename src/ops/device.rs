@@ -1,5 +1,11 @@
 //! Which device a run computes on, and what it has.
 
+use std::fmt;
+
+#[cfg(feature = "cuda")]
+use candle_core::CudaDevice;
+#[cfg(feature = "cuda")]
+use candle_core::cuda_backend::cudarc::driver::{DriverError, result, sys};
 use candle_core::{DType, Device};
 
 use crate::error::{Error, Result};
@@ -14,39 +20,177 @@ pub enum DeviceChoice {
     Gpu(usize),
 }
 
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceChoice::Cpu => f.write_str("the CPU"),
+            DeviceChoice::Gpu(index) => write!(f, "GPU {index}"),
+        }
+    }
+}
+
 /// True in the build that can use a GPU.
 pub const GPU_BUILD: bool = cfg!(feature = "cuda");
+
+/// A GPU as its driver describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gpu {
+    /// The number `--gpus` takes.
+    pub index: usize,
+    /// The model, such as "NVIDIA H200".
+    pub name: String,
+    /// Its memory.
+    pub total_bytes: u64,
+    /// Compute capability, major and minor: (9, 0) is Hopper.
+    pub compute_capability: (i32, i32),
+}
+
+/// The GPUs of this machine in the driver's order; none in a build that cannot use them.
+///
+/// # Errors
+/// The driver is there and does not work, such as one too old for this build.
+pub fn gpus() -> Result<Vec<Gpu>> {
+    #[cfg(feature = "cuda")]
+    return driver_gpus().map_err(|error| {
+        Error::user("cannot ask the NVIDIA driver for its GPUs")
+            .because(error.to_string())
+            .hint("`nvidia-smi` shows whether the driver works; this build needs release 580 or newer")
+    });
+    #[cfg(not(feature = "cuda"))]
+    Ok(Vec::new())
+}
+
+/// The device of a run that names none: the first GPU, else the CPU.
+///
+/// # Errors
+/// As [`gpus`]: a broken driver does not turn into a slow run.
+pub fn preferred() -> Result<DeviceChoice> {
+    Ok(if gpus()?.is_empty() { DeviceChoice::Cpu } else { DeviceChoice::Gpu(0) })
+}
 
 /// Opens the device.
 ///
 /// # Errors
-/// A GPU was asked for and this build has no GPU support, or the driver finds no such device.
+/// A GPU was asked for and this build has no GPU support, or the machine has no such GPU, or it cannot be opened.
 pub fn open(choice: DeviceChoice) -> Result<Device> {
     let DeviceChoice::Gpu(index) = choice else { return Ok(Device::Cpu) };
+    let refuse = |cause: String| Error::user(format!("cannot use {choice}")).because(cause);
     if !GPU_BUILD {
-        return Err(Error::user(format!("cannot use GPU {index}"))
-            .because("this binary was built for the CPU alone")
+        return Err(refuse("this binary was built for the CPU alone".into())
             .hint("build it with `cargo build --release --features cuda`, or leave out `--gpus`"));
     }
+    let count = gpus()?.len();
+    if index >= count {
+        let found = match count {
+            0 => "the NVIDIA driver finds no GPU in this machine".into(),
+            1 => "this machine has one GPU, number 0".into(),
+            _ => format!("this machine has {count} GPUs, numbers 0 to {}", count - 1),
+        };
+        return Err(
+            refuse(found).hint("leave out `--gpus` to run on what is there; `finetune doctor` shows it")
+        );
+    }
     open_gpu(index).map_err(|error| {
-        Error::user(format!("cannot use GPU {index}"))
-            .because(error.to_string())
-            .hint("`finetune doctor` lists the devices; leave out `--gpus` to run on the CPU")
+        refuse(error.to_string()).hint("`nvidia-smi` shows whether another process holds its memory")
     })
+}
+
+#[cfg(feature = "cuda")]
+fn driver_gpus() -> Result<Vec<Gpu>, DriverError> {
+    use sys::CUdevice_attribute::{
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+    };
+    match result::init() {
+        Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => return Ok(Vec::new()),
+        other => other?,
+    }
+    (0..result::device::get_count()?)
+        .map(|index| {
+            let device = result::device::get(index)?;
+            // SAFETY: `device` comes from `get`.
+            let (total, major, minor) = unsafe {
+                (
+                    result::device::total_mem(device)?,
+                    result::device::get_attribute(device, MAJOR)?,
+                    result::device::get_attribute(device, MINOR)?,
+                )
+            };
+            Ok(Gpu {
+                index: index as usize,
+                name: result::device::get_name(device)?,
+                total_bytes: total as u64,
+                compute_capability: (major, minor),
+            })
+        })
+        .collect()
 }
 
 #[cfg(feature = "cuda")]
 fn open_gpu(index: usize) -> candle_core::Result<Device> {
     // A stream of our own: the default is one per host thread, unordered against each other.
-    let device = candle_core::CudaDevice::new_with_stream(index)?;
+    let device = CudaDevice::new_with_stream(index)?;
     // SAFETY: before the first allocation, and all work of this process is ordered on the one stream above.
     unsafe { device.disable_event_tracking() };
+    keep_freed_memory(&device).map_err(candle_core::Error::wrap)?;
     Ok(Device::Cuda(device))
 }
 
 #[cfg(not(feature = "cuda"))]
 fn open_gpu(index: usize) -> candle_core::Result<Device> {
     Device::new_cuda(index)
+}
+
+/// Lets the driver's pool keep what is freed for the next allocation. By default it hands all of it back to the system
+/// whenever the device is synchronized, which is every step, and the next step waits for it anew.
+#[cfg(feature = "cuda")]
+fn keep_freed_memory(device: &CudaDevice) -> Result<(), DriverError> {
+    let Some(pool) = pool(device)? else { return Ok(()) };
+    let mut threshold = u64::MAX;
+    // SAFETY: the pool is the device's own, and this attribute is a u64.
+    unsafe {
+        result::mem_pool::set_attribute(
+            pool,
+            sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+            (&raw mut threshold).cast(),
+        )
+    }
+}
+
+/// The pool that allocations on `device` come from; none where the driver has no pools.
+#[cfg(feature = "cuda")]
+fn pool(device: &CudaDevice) -> Result<Option<sys::CUmemoryPool>, DriverError> {
+    let stream = device.cuda_stream();
+    let context = stream.context();
+    if !context.has_async_alloc() {
+        return Ok(None);
+    }
+    // SAFETY: a context holds a valid device.
+    unsafe { result::device::get_mem_pool(context.cu_device()) }.map(Some)
+}
+
+/// The most bytes that tensors on the GPU `device` have taken at once; none on a CPU or when the driver does not say.
+#[cfg(feature = "cuda")]
+pub fn peak_bytes(device: &Device) -> Option<u64> {
+    let Device::Cuda(device) = device else { return None };
+    let pool = pool(device).ok()??;
+    let mut bytes = 0u64;
+    // SAFETY: the pool is the device's own, and this attribute is a u64.
+    unsafe {
+        result::mem_pool::get_attribute(
+            pool,
+            sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH,
+            (&raw mut bytes).cast(),
+        )
+    }
+    .ok()?;
+    Some(bytes)
+}
+
+/// The most bytes that tensors on a GPU have taken at once: none in a build without GPU support.
+#[cfg(not(feature = "cuda"))]
+pub fn peak_bytes(_device: &Device) -> Option<u64> {
+    None
 }
 
 /// The dtype a run computes in when the recipe says "auto": bf16 on a GPU, f32 on the CPU.
@@ -59,51 +203,11 @@ pub fn default_dtype(device: &Device) -> DType {
 pub fn free_bytes(device: &Device) -> Option<u64> {
     let Device::Cuda(device) = device else { return None };
     device.cuda_stream().context().bind_to_thread().ok()?;
-    candle_core::cuda_backend::cudarc::driver::result::mem_get_info().ok().map(|(free, _)| free as u64)
+    result::mem_get_info().ok().map(|(free, _)| free as u64)
 }
 
 /// Bytes of GPU memory that are free: none in a build without GPU support.
 #[cfg(not(feature = "cuda"))]
 pub fn free_bytes(_device: &Device) -> Option<u64> {
     None
-}
-
-/// A GPU that the driver sees.
-#[derive(Debug, Clone)]
-pub struct Gpu {
-    /// The number `--gpus` takes.
-    pub index: usize,
-    /// Its name and bytes of memory, or why it cannot be opened.
-    pub found: Result<(String, u64), String>,
-}
-
-/// The GPUs of this machine.
-///
-/// # Errors
-/// The driver does not answer.
-#[cfg(feature = "cuda")]
-pub fn gpus() -> Result<Vec<Gpu>> {
-    use candle_core::cuda_backend::cudarc::driver::CudaContext;
-
-    let asked = CudaContext::device_count();
-    let count = asked.map_err(|error| {
-        Error::user("cannot ask the driver for its GPUs")
-            .because(error.to_string())
-            .hint("`nvidia-smi` says whether the driver works")
-    })?;
-    let open = |index: usize| {
-        let context = CudaContext::new(index)?;
-        Ok((context.name()?, context.total_mem()? as u64))
-    };
-    let told = |error: candle_core::cuda_backend::cudarc::driver::DriverError| error.to_string();
-    Ok((0..count as usize).map(|index| Gpu { index, found: open(index).map_err(told) }).collect())
-}
-
-/// The GPUs of this machine: none that a build without GPU support could use.
-///
-/// # Errors
-/// Never.
-#[cfg(not(feature = "cuda"))]
-pub fn gpus() -> Result<Vec<Gpu>> {
-    Ok(Vec::new())
 }

@@ -97,14 +97,15 @@ pub(crate) fn reference(
 ) -> Result<()> {
     // Mixed operands are widened, so that an f32 adapter beside bf16 activations loses nothing.
     let dtype = if a.tensor.dtype() == b.tensor.dtype() { a.tensor.dtype() } else { DType::F32 };
-    let load = |columns: &Columns<'_>| -> Result<Tensor> { Ok(columns.narrow()?.to_dtype(dtype)?) };
+    let load =
+        |columns: &Columns<'_>| -> Result<Tensor> { Ok(columns.narrow()?.to_dtype(dtype)?.contiguous()?) };
     let (a, b) = (load(&a)?, load(&b)?);
-    let (a, b) = match form {
-        Form::Nt => (a.contiguous()?, b.t()?),
-        Form::Nn => (a.contiguous()?, b),
-        Form::Tn => (a.t()?, b),
+    // The transpose of dense rows is an operand as it is: cuBLAS transposes on the way in.
+    let mut out = match form {
+        Form::Nt => a.matmul(&b.t()?)?,
+        Form::Nn => a.matmul(&b)?,
+        Form::Tn => a.t()?.matmul(&b)?,
     };
-    let mut out = a.contiguous()?.matmul(&b.contiguous()?)?;
     if alpha != 1.0 || accumulate {
         out = (out.to_dtype(DType::F32)? * alpha)?;
     }

@@ -70,15 +70,15 @@ pub(super) fn backward(
             let lse = attended.lse.narrow(1, start, len)?.unsqueeze(2)?;
             let (scores, slope) = scores(&q, &k, span, &t, kind)?;
             let p = scores.broadcast_sub(&lse)?.exp()?;
-            let dv = p.transpose(1, 2)?.contiguous()?.matmul(&do_)?;
-            let dp = do_.matmul(&v.transpose(1, 2)?.contiguous()?)?;
+            let dv = p.transpose(1, 2)?.matmul(&do_)?;
+            let dp = do_.matmul(&v.transpose(1, 2)?)?;
             let delta = (&do_ * &o)?.sum_keepdim(2)?;
             let mut ds = ((p * dp.broadcast_sub(&delta)?)? * kind.scale)?;
             if let Some(slope) = slope {
                 ds = (ds * slope)?;
             }
             let dq = ds.matmul(&k)?;
-            let dk = ds.transpose(1, 2)?.contiguous()?.matmul(&q)?;
+            let dk = ds.transpose(1, 2)?.matmul(&q)?;
             add(&d, &dq, start, 0)?;
             let k_start = span.k_start + t.k_from;
             add(&d, &grouped(&dk, kind)?, k_start, heads.q_width())?;
@@ -118,7 +118,7 @@ fn scores(
     t: &Tile,
     kind: AttentionKind,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let mut scores = (q.matmul(&k.transpose(1, 2)?.contiguous()?)? * kind.scale)?;
+    let mut scores = (q.matmul(&k.transpose(1, 2)?)? * kind.scale)?;
     let mut slope = None;
     if let Some(cap) = kind.softcap {
         let tanh = (scores / cap)?.tanh()?;

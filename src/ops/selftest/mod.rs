@@ -89,12 +89,15 @@ impl Tolerance {
     }
 }
 
+/// What a case computes, beside what it should be.
+type Compare = Box<dyn Fn(&Bench<'_>) -> Result<Vec<Pair>>>;
+
 /// One op in one variant.
 struct Case {
     op: &'static str,
     what: String,
     tolerance: Tolerance,
-    compare: Box<dyn Fn(&Bench<'_>) -> Result<Vec<Pair>>>,
+    compare: Compare,
 }
 
 impl Case {

@@ -1,0 +1,115 @@
+"""Puts the parts of a benchmark and the facts of the machine into one JSON file.
+
+    python3 collect.py --binary finetune --out gpu.json --parts parts
+
+Standard library only. In the folder of parts, NAME.json is what a part printed, NAME.err what it said, NAME.rc its exit code
+(124: stopped at its time limit). A part without usable JSON is kept as its exit code and the end of what it said.
+"""
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+GPU_FIELDS = ("name", "driver_version", "memory.total", "memory.used", "compute_cap", "power.limit", "clocks.max.sm")
+
+
+def said(*line, env=None):
+    """The standard output of a short command, or nothing where it cannot be had."""
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=30, cwd=REPOSITORY, env=env)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def field(path, name):
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":", 1)[0].strip() == name), None)
+
+
+def gpus():
+    table = said("nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader")
+    return [dict(zip(GPU_FIELDS, map(str.strip, row.split(",")))) for row in (table or "").splitlines()]
+
+
+def packages(python):
+    """Versions of the other side's packages, without importing them."""
+    code = (
+        "import importlib.metadata as m, json\n"
+        "v = {}\n"
+        "for p in ('torch', 'transformers', 'peft'):\n"
+        "    try: v[p] = m.version(p)\n"
+        "    except m.PackageNotFoundError: v[p] = None\n"
+        "print(json.dumps(v))"
+    )
+    return json.loads(said(python, "-c", code) or "{}")
+
+
+def facts(args):
+    binary = Path(args.binary)
+    commit = os.environ.get("FINETUNE_COMMIT") or said("git", "rev-parse", "HEAD")
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit,
+        "uncommitted_changes": bool(said("git", "status", "--porcelain", "--untracked-files=no")),
+        "binary": {
+            "version": said(binary.resolve(), "--version"),
+            "sha256": hashlib.sha256(binary.read_bytes()).hexdigest(),
+            "bytes": binary.stat().st_size,
+        },
+        "machine": {
+            "cpu": field("/proc/cpuinfo", "model name"),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory": field("/proc/meminfo", "MemTotal"),
+            "load_average": os.getloadavg(),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+            "packages": packages(args.python),
+            "gpus": gpus(),
+        },
+    }
+
+
+def tail(path):
+    return path.read_text(errors="replace")[-4000:] if path.is_file() else ""
+
+
+def part(folder, name):
+    code = tail(folder / f"{name}.rc").strip()
+    result = {"exit_code": int(code) if code else None, "ok": code == "0"}
+    try:
+        return result | {"result": json.loads((folder / f"{name}.json").read_text())}
+    except (OSError, ValueError):
+        return result | {"stdout": tail(folder / f"{name}.json"), "stderr": tail(folder / f"{name}.err")}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--binary", required=True)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--parts", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    names = sorted((p.stem for p in args.parts.glob("*.rc")), key=lambda name: (args.parts / f"{name}.rc").stat().st_mtime)
+    parts = {name: part(args.parts, name) for name in names}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(facts(args) | {"parts": parts}, indent=2) + "\n")
+    for name, found in parts.items():
+        print(f"{name}: {'ok' if found['ok'] else 'FAILED'}")
+        for figure, values in (found.get("result") or {}).get("summary", {}).items():
+            print(f"  {figure}: " + ", ".join(f"{k} {v:.4g}" for k, v in values.items() if v is not None))
+    sys.exit(0 if all(found["ok"] for found in parts.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Model folders of a given shape with no weights in them: config.json, a small tokenizer, rows of text.
+
+Both sides of a benchmark start from such a folder and fill it with random weights themselves. The tokenizer is that of a
+tiny model of the tests; its few hundred ids are valid in every shape, and speed does not depend on which ids occur.
+"""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+TOKENIZER_FROM = Path(__file__).resolve().parent.parent / "tests/golden/models/tiny-llama"
+
+_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+_QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
+
+
+def _shape(family, hidden, layers, heads, kv_heads, head_dim, ffn, vocab):
+    return family | {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+    }
+
+
+SHAPES = {
+    # For trying the scripts out.
+    "tiny": _shape(_LLAMA, 64, 2, 4, 2, 16, 128, 512),
+    # SmolLM-135M.
+    "135m": _shape(_LLAMA, 576, 30, 9, 3, 64, 1536, 49152),
+    # Qwen3-0.6B.
+    "0.6b": _shape(_QWEN3, 1024, 28, 16, 8, 128, 3072, 151936),
+}
+
+WORDS = (
+    "a river bends past the old mill and every lamp on its bank was lit before rain came down over green hills "
+    "where two children counted boats until night fell while their mother sang of ships far away from home"
+).split()
+
+
+def write_model(folder, shape, seq, rows):
+    """Fills `folder`; each of the `rows` rows of text.jsonl has at least `seq` tokens, so that cut rows are all `seq` long."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tiny = json.loads((TOKENIZER_FROM / "config.json").read_text())
+    config = SHAPES[shape] | {
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": max(2048, seq),
+        "torch_dtype": "float32",
+    }
+    config |= {key: tiny[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(TOKENIZER_FROM / name, folder / name)
+    dice = random.Random(0)
+    with open(folder / "text.jsonl", "w") as file:
+        for _ in range(rows):
+            # A word is a token at least.
+            text = " ".join(dice.choice(WORDS) for _ in range(seq + 8))
+            file.write(json.dumps({"text": text}) + "\n")
