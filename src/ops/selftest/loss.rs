@@ -38,8 +38,8 @@ fn embeddings() -> Vec<Case> {
             Case::new("embed_backward", what, Tolerance::BACKWARD, move |bench| {
                 let grad = bench.normal_f32("grad", (VOCAB, 24))?;
                 let dy = bench.normal("dy", (130, 24))?;
-                embedding::embed_backward(&grad.here, &tokens(130), &dy.here, factor)?;
-                embedding::reference_backward(&grad.plain, &tokens(130), &dy.plain, factor)?;
+                embedding::embed_backward(&grad.here, &tokens(130), &dy.here, factor, Some(3))?;
+                embedding::reference_backward(&grad.plain, &tokens(130), &dy.plain, factor, Some(3))?;
                 Ok(vec![grad.pair()])
             }),
         ]
