@@ -158,25 +158,26 @@ fn features_of_later_versions() {
     exit 1
     error: `[quantization]` is not available in this version
       caused by: accepted now: no such table
-    hint: remove it from the recipe
+    hint: remove it from recipe and `--set`
     ");
-    assert_snapshot!(no_run(&place, &["--set", "parallel.strategy=fsdp"]), @"
+    assert_snapshot!(no_run(&place, &["--set", "parallel.strategy=fsdp"]), @r#"
     exit 1
-    error: `parallel.strategy` is not available in this version
-      caused by: accepted now: auto, single
-    hint: remove it from the recipe
-    ");
+    error: `parallel.strategy = "fsdp"` is not available in this version
+      caused by: accepted now: "auto", "single"
+    hint: remove it from recipe and `--set`
+    "#);
     assert_snapshot!(no_run(&place, &["--set", "adapter.kind=dora"]), @r#"
     exit 1
     error: `adapter.kind = "dora"` is not available in this version
       caused by: accepted now: lora
+    hint: remove `kind`, or write one of these
     "#);
-    assert_snapshot!(no_run(&place, &["--set", "optimizer.state=int8"]), @"
+    assert_snapshot!(no_run(&place, &["--set", "optimizer.state=int8"]), @r#"
     exit 1
-    error: `optimizer.state` is not available in this version
-      caused by: accepted now: f32
-    hint: remove it from the recipe
-    ");
+    error: `optimizer.state = "int8"` is not available in this version
+      caused by: accepted now: "f32"
+    hint: remove it from recipe and `--set`
+    "#);
 }
 
 #[test]
@@ -215,7 +216,7 @@ fn a_model_folder_that_is_not_there() {
     let place = Place::new();
     assert_snapshot!(refused(&place, &["--model", "./modle", "--dataset", "rows.jsonl", "--recipe", "lora"]), @r#"
     exit 1
-    error: cannot use recipe lora (built in)
+    error: cannot use these settings
       caused by: --model: `model.id` is "./modle": there is no [DIR]/modle
     "#);
 }
@@ -251,6 +252,7 @@ fn a_config_that_is_not_json() {
     exit 1
     error: cannot read [DIR]/model/config.json
       caused by: it is not JSON: key must be a string at line 2 column 20
+    hint: download or save the model again
     ");
 }
 
@@ -293,12 +295,13 @@ fn a_family_that_is_not_known() {
 
 #[test]
 fn features_of_a_config_that_are_not_supported() {
-    assert_snapshot!(no_run_with_config("attention_dropout", json!(0.1)), @"
+    assert_snapshot!(no_run_with_config("attention_dropout", json!(0.1)), @r#"
     exit 1
     error: cannot use the model of [DIR]/model/config.json
       caused by: `attention_dropout` is 0.1
-      caused by: this engine does not compute it
-    ");
+      caused by: this engine does not compute it; accepted: no such key, null, 0, false
+    hint: write `"attention_dropout": 0.0` into config.json to train without it
+    "#);
     assert_snapshot!(no_run_with_config("hidden_act", json!("xielu")), @r#"
     exit 1
     error: cannot use the model of [DIR]/model/config.json
@@ -309,15 +312,16 @@ fn features_of_a_config_that_are_not_supported() {
     exit 1
     error: cannot use the model of [DIR]/model/config.json
       caused by: `quantization_config` is {"quant_method":"gptq","bits":4}
-      caused by: this engine does not compute it
+      caused by: this engine does not compute it; accepted: no such key, null, 0, false
+    hint: give the model that was not quantized
     "#);
     let rope = json!({"rope_type": "spiral", "factor": 2.0});
-    assert_snapshot!(no_run_with_config("rope_scaling", rope), @"
+    assert_snapshot!(no_run_with_config("rope_scaling", rope), @r#"
     exit 1
     error: cannot use the model of [DIR]/model/config.json
-      caused by: `short_factor` has 1 entries
-      caused by: accepted: 8, half the rotary width
-    ");
+      caused by: `rope_scaling` has type "spiral"
+      caused by: accepted: default, linear, dynamic, llama3, yarn, longrope
+    "#);
 }
 
 #[test]
@@ -384,6 +388,7 @@ fn a_tensor_is_missing() {
     exit 1
     error: cannot read weights in [DIR]/model
       caused by: tensor `model.layers.1.mlp.up_proj.weight` is missing; the nearest is `model.layers.0.mlp.up_proj.weight`
+    hint: give config.json and weights of one and the same model
     ");
 }
 
@@ -496,7 +501,8 @@ fn no_tokenizer() {
     assert_snapshot!(no_run(&place, &[]), @"
     exit 1
     error: cannot read the tokenizer [DIR]/model/tokenizer.json
-      caused by: Model missing. at line 1 column 18
+      caused by: it is not a tokenizer.json: Model missing. at line 1 column 18
+    hint: copy tokenizer.json from the model this one was made from
     ");
 }
 
@@ -519,9 +525,14 @@ fn a_tokenizer_with_more_tokens_than_the_model() {
       caused by: [DIR]/rows.jsonl:2: token 478 ("<|im_start|>"); the model has the ids below 400
       caused by: [DIR]/rows.jsonl:3: token 478 ("<|im_start|>"); the model has the ids below 400
       caused by: and 77 more
-    hint: mend the rows, or write `data.on_bad_row = "skip"` to leave them out
+    hint: give tokenizer files and weights of one and the same model
     "#);
-    assert_snapshot!(refused(&place, &["generate", "--model", "model", "--prompt", "<|im_start|>"]), @"");
+    assert_snapshot!(refused(&place, &["generate", "--model", "model", "--prompt", "<|im_start|>"]), @r#"
+    exit 1
+    error: the prompt has a token that the model does not know
+      caused by: token 478 ("<|im_start|>"); the model has the ids below 400
+    hint: give tokenizer files and weights of one and the same model
+    "#);
 }
 
 // Data.
@@ -532,7 +543,7 @@ fn a_data_file_that_is_not_there() {
     std::fs::remove_file(place.path("rows.jsonl")).unwrap();
     assert_snapshot!(no_run(&place, &[]), @r#"
     exit 1
-    error: cannot use recipe lora (built in)
+    error: cannot use these settings
       caused by: --dataset: `data.train` is ["rows.jsonl"]: there is no [DIR]/rows.jsonl
     "#);
 }
@@ -566,7 +577,7 @@ fn a_row_without_what_its_format_needs() {
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: cannot use 1 of 1 rows of the data set
       caused by: [DIR]/rows.jsonl:1: there is no trained token
-    hint: mend the rows, or write `data.on_bad_row = "skip"` to leave them out
+    hint: write `data.train_on = "all"` to train on every token, or `data.on_bad_row = "skip"` to leave the rows out
     "#);
 }
 
@@ -594,7 +605,7 @@ fn a_row_with_nothing_to_learn() {
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: cannot use 1 of 1 rows of the data set
       caused by: [DIR]/rows.jsonl:1: there is no trained token
-    hint: mend the rows, or write `data.on_bad_row = "skip"` to leave them out
+    hint: write `data.train_on = "all"` to train on every token, or `data.on_bad_row = "skip"` to leave the rows out
     "#);
 }
 
@@ -647,10 +658,27 @@ fn chats_without_a_template() {
 fn a_broken_chat_template() {
     let place = Place::new();
     let template = "data.chat_template=\"{% for m in messages %}{{ m.content }}\"";
-    assert_snapshot!(no_run(&place, &["--set", template]), @"");
+    assert_snapshot!(no_run(&place, &["--set", template]), @"
+    exit 1
+    error: cannot use the chat template `default`
+      caused by: syntax error: unexpected end of input, expected end of block, on line 1 of the template
+    ");
     let template = "data.chat_template=\"{{ messages[0].content.nothing.more }}\"";
-    assert_snapshot!(no_run(&place, &["--set", template]), @"");
-    assert_snapshot!(no_run(&place, &["--set", "data.chat_template=chat.jinja"]), @"");
+    assert_snapshot!(no_run(&place, &["--set", template]), @r#"
+    exit 1
+    error: cannot use the data set [DIR]/rows.jsonl
+      caused by: cannot use 80 of 80 rows of the data set
+      caused by: [DIR]/rows.jsonl:1: cannot render the chat template: undefined value: `messages[0].content.nothing` is undefined, on line 1 of the template
+      caused by: [DIR]/rows.jsonl:2: cannot render the chat template: undefined value: `messages[0].content.nothing` is undefined, on line 1 of the template
+      caused by: [DIR]/rows.jsonl:3: cannot render the chat template: undefined value: `messages[0].content.nothing` is undefined, on line 1 of the template
+      caused by: and 77 more
+    hint: mend the rows, or write `data.on_bad_row = "skip"` to leave them out
+    "#);
+    assert_snapshot!(no_run(&place, &["--set", "data.chat_template=chat.jinja"]), @r#"
+    exit 1
+    error: cannot use these settings
+      caused by: --set data.chat_template=chat.jinja: `data.chat_template` is "chat.jinja": cannot read [DIR]/chat.jinja: No such file or directory (os error 2)
+    "#);
 }
 
 #[test]
@@ -664,7 +692,7 @@ fn rows_that_are_too_long() {
       caused by: [DIR]/rows.jsonl:2: there is no trained token in the first 8 of its 64 tokens
       caused by: [DIR]/rows.jsonl:3: there is no trained token in the first 8 of its 118 tokens
       caused by: and 77 more
-    hint: mend the rows, or write `data.on_bad_row = "skip"` to leave them out
+    hint: raise `data.max_seq_len`, or write `data.on_bad_row = "skip"` to leave the rows out
     "#);
     assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=8", "--set", "data.on_long_row=stop"]), @r#"
     exit 1
@@ -676,18 +704,19 @@ fn rows_that_are_too_long() {
       caused by: and 77 more
     hint: raise `data.max_seq_len`, or write `data.on_long_row = "truncate"` or `"drop"`
     "#);
-    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=8", "--set", "data.on_long_row=drop"]), @"
+    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=8", "--set", "data.on_long_row=drop"]), @r#"
     exit 1
     error: cannot use the data set [DIR]/rows.jsonl
       caused by: no row of the data set can be used
       caused by: 80 rows in 1 file, messages: every row has `messages`
-    0 examples, 0 tokens, 0 of them trained (0 %)
-    longest row: 127 tokens ([DIR]/rows.jsonl:46)
-    80 rows dropped for their length
-    ");
+      caused by: 0 examples, 0 tokens, 0 of them trained (0 %)
+      caused by: longest row: 127 tokens ([DIR]/rows.jsonl:46)
+      caused by: 80 rows dropped for their length
+    hint: raise `data.max_seq_len`, or write `data.on_long_row = "truncate"`
+    "#);
     assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=1"]), @"
     exit 1
-    error: cannot use recipe lora (built in)
+    error: cannot use these settings
       caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: a whole number, at least 2
     hint: `finetune recipes show reference` documents every key
     ");
@@ -764,10 +793,18 @@ fn targets_that_name_nothing() {
     exit 1
     error: cannot choose the modules that get LoRA
       caused by: `target_modules` has `query`, which matches no module; the model has down_proj, embed_tokens, gate_proj, input_layernorm, k_proj, lm_head, norm, o_proj, post_attention_layernorm, q_proj, up_proj, v_proj
-    hint: did you mean `norm`?
     ");
-    assert_snapshot!(no_run(&place, &["--set", "adapter.modules_to_save=[\"lm_haed\"]"]), @"");
-    assert_snapshot!(no_run(&place, &["--set", "adapter.target_modules=[]"]), @"");
+    assert_snapshot!(no_run(&place, &["--set", "adapter.modules_to_save=[\"lm_haed\"]"]), @"
+    exit 1
+    error: cannot choose the modules that get LoRA
+      caused by: `modules_to_save` has `lm_haed`, which matches no module; the model has down_proj, embed_tokens, gate_proj, input_layernorm, k_proj, lm_head, norm, o_proj, post_attention_layernorm, q_proj, up_proj, v_proj
+    hint: did you mean `lm_head`?
+    ");
+    assert_snapshot!(no_run(&place, &["--set", "adapter.target_modules=[]"]), @"
+    exit 1
+    error: cannot use these settings
+      caused by: --set adapter.target_modules=[]: `adapter.target_modules` is []: an empty list trains nothing
+    ");
 }
 
 // Output and resuming.
@@ -802,6 +839,7 @@ fn an_output_that_is_a_file() {
     exit 1
     error: cannot write to out
       caused by: Not a directory (os error 20)
+    hint: give a new folder with `--output`
     ");
 }
 
@@ -854,13 +892,13 @@ fn a_damaged_checkpoint() {
     exit 1
     error: cannot use checkpoint out/checkpoint-4
       caused by: optimizer.safetensors is not what was written: its digest differs
+    hint: `--resume` without a folder takes the newest sound checkpoint of the output folder
     ");
     // The newest that is sound serves; the damaged one is named.
     let output = place.command(&lora(&["--resume", "--quiet"])).output().unwrap();
     assert!(output.status.success());
     assert_snapshot!(filtered(place.told(&output.stderr)), @"
-    warning: out/checkpoint-4 is damaged and was passed over: error: cannot use checkpoint out/checkpoint-4
-      caused by: optimizer.safetensors is not what was written: its digest differs
+    warning: out/checkpoint-4 is damaged: optimizer.safetensors is not what was written: its digest differs; passed over
     ");
 }
 
@@ -869,7 +907,13 @@ fn only_damaged_checkpoints() {
     let place = finished_run();
     flip(&place.path("out/checkpoint-4/adapter_model.safetensors"));
     std::fs::remove_file(place.path("out/checkpoint-2/trainer_state.json")).unwrap();
-    assert_snapshot!(filtered(refused(&place, &lora(&["--resume"]))), @"");
+    assert_snapshot!(filtered(refused(&place, &lora(&["--resume"]))), @"
+    exit 1
+    error: cannot resume the run in out
+      caused by: out/checkpoint-4 is damaged: adapter_model.safetensors is not what was written: its digest differs
+      caused by: out/checkpoint-2 is damaged: trainer_state.json is missing
+    hint: start anew in another folder, with `--output`
+    ");
 }
 
 /// Nothing to resume: from the beginning, and a folder that was named for it is said even when quiet.
@@ -878,7 +922,9 @@ fn resuming_from_a_folder_that_is_not_there() {
     let place = Place::new();
     let output = place.command(&lora(&["--resume", "elsewhere", "--quiet"])).output().unwrap();
     assert!(output.status.success());
-    assert_snapshot!(place.told(&output.stderr), @"");
+    assert_snapshot!(place.told(&output.stderr), @"
+    warning: no checkpoint in elsewhere: starting from the beginning
+    ");
 }
 
 // Numbers.
@@ -902,22 +948,22 @@ fn weights_that_are_not_numbers() {
     assert_eq!(std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap(), "");
     std::fs::remove_dir_all(place.path("out")).unwrap();
     assert_snapshot!(refused(&place, &lora(&["--eval-dataset", "rows.jsonl"])), @"
-    exit 2
-    error: the argument '--output <DIR>' cannot be used multiple times
-
-    Usage: finetune [OPTIONS]
-           finetune <COMMAND>
-
-    For more information, try '--help'.
+    exit 4
+    error: cannot evaluate after step 0
+      caused by: the loss of row 1 or near it is not finite
+      caused by: the first bad value is in the weight model.layers.1.mlp.down_proj.weight
     ");
     assert_snapshot!(refused(&place, &["eval", "--model", "model", "--dataset", "rows.jsonl"]), @"
     exit 4
-    error: the evaluation loss is not finite
-      caused by: Σ loss is NaN
+    error: the loss of row 1 or near it is not finite
+      caused by: the first bad value is in the weight model.layers.1.mlp.down_proj.weight
     ");
     let output = place.command(&["generate", "--model", "model", "--prompt", "a"]).output().unwrap();
     assert_eq!(output.status.code(), Some(4));
-    assert_snapshot!(place.told(&output.stderr), @"");
+    assert_snapshot!(place.told(&output.stderr), @"
+    error: the model's logits are not numbers
+    hint: check the weights with `finetune inspect`
+    ");
 }
 
 // Verbs.
@@ -927,7 +973,8 @@ fn nothing_to_continue() {
     let place = Place::new();
     assert_snapshot!(refused(&place, &["generate", "--model", "model", "--prompt", ""]), @"
     exit 1
-    error: cannot generate from an empty prompt
+    error: cannot continue an empty prompt
+      caused by: this tokenizer puts no token of its own before it
     hint: give a text with `--prompt`
     ");
 }
@@ -944,7 +991,7 @@ fn nothing_to_inspect() {
     ");
     assert_snapshot!(refused(&place, &["inspect", "./nowhere"]), @"
     exit 1
-    error: cannot use `PATH_OR_ID ./nowhere`
+    error: cannot use `./nowhere`
       caused by: there is no [DIR]/nowhere
     ");
     assert_snapshot!(refused(&place, &["inspect", "rows.jsonl"]), @"
