@@ -202,6 +202,8 @@ fn stop_on_faults(report: &DataReport, options: &DataOptions) -> Result<()> {
         "raise `data.max_seq_len`, or write `data.on_bad_row = \"skip\"` to leave the rows out"
     } else if all(FaultKind::Vocabulary) {
         "give tokenizer files and weights of one and the same model"
+    } else if all(FaultKind::Template) {
+        "mend the rows or the chat template (`data.chat_template` replaces the tokenizer's), or write `data.on_bad_row = \"skip\"`"
     } else if all(FaultKind::NothingTrained) {
         "write `data.train_on = \"all\"` to train on every token, or `data.on_bad_row = \"skip\"` to leave the rows out"
     } else {
