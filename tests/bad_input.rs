@@ -95,7 +95,10 @@ fn an_unknown_key() {
 #[test]
 fn values_of_the_wrong_type() {
     let place = Place::new();
-    place.write("my.toml", "[adapter]\nr = \"8\"\n\n[optimizer]\nlearning_rate = -1\n\n[train]\nrecompute = \"yes\"\n");
+    place.write(
+        "my.toml",
+        "[adapter]\nr = \"8\"\n\n[optimizer]\nlearning_rate = -1\n\n[train]\nrecompute = \"yes\"\n",
+    );
     assert_snapshot!(refused(&place, &["--model", "model", "--dataset", "rows.jsonl", "--recipe", "my.toml"]), @r#"
     exit 1
     error: cannot use recipe my.toml
@@ -660,7 +663,8 @@ fn a_broken_chat_template() {
     let template = "data.chat_template=\"{% for m in messages %}{{ m.content }}\"";
     assert_snapshot!(no_run(&place, &["--set", template]), @"
     exit 1
-    error: cannot use the chat template `default`
+    error: cannot use `data.chat_template`
+      caused by: cannot use the chat template `default`
       caused by: syntax error: unexpected end of input, expected end of block, on line 1 of the template
     ");
     let template = "data.chat_template=\"{{ messages[0].content.nothing.more }}\"";
@@ -672,7 +676,7 @@ fn a_broken_chat_template() {
       caused by: [DIR]/rows.jsonl:2: cannot render the chat template: undefined value: `messages[0].content.nothing` is undefined, on line 1 of the template
       caused by: [DIR]/rows.jsonl:3: cannot render the chat template: undefined value: `messages[0].content.nothing` is undefined, on line 1 of the template
       caused by: and 77 more
-    hint: mend the rows, or write `data.on_bad_row = "skip"` to leave them out
+    hint: mend the rows or the chat template (`data.chat_template` replaces the tokenizer's), or write `data.on_bad_row = "skip"`
     "#);
     assert_snapshot!(no_run(&place, &["--set", "data.chat_template=chat.jinja"]), @r#"
     exit 1
@@ -950,13 +954,13 @@ fn weights_that_are_not_numbers() {
     assert_snapshot!(refused(&place, &lora(&["--eval-dataset", "rows.jsonl"])), @"
     exit 4
     error: cannot evaluate after step 0
-      caused by: the loss of row 1 or near it is not finite
-      caused by: the first bad value is in the weight model.layers.1.mlp.down_proj.weight
+      caused by: the evaluation loss is not finite
+      caused by: the first bad value is in the weight model.layers.1.mlp.down_proj.weight, in the batch from row 1 on
     ");
     assert_snapshot!(refused(&place, &["eval", "--model", "model", "--dataset", "rows.jsonl"]), @"
     exit 4
-    error: the loss of row 1 or near it is not finite
-      caused by: the first bad value is in the weight model.layers.1.mlp.down_proj.weight
+    error: the evaluation loss is not finite
+      caused by: the first bad value is in the weight model.layers.1.mlp.down_proj.weight, in the batch from row 1 on
     ");
     let output = place.command(&["generate", "--model", "model", "--prompt", "a"]).output().unwrap();
     assert_eq!(output.status.code(), Some(4));

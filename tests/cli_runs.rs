@@ -114,7 +114,8 @@ fn eval_measures_what_training_measured() {
     // Without the adapter: what was measured before the first step.
     let args = ["eval", "--model", "model", "--dataset", "rows.jsonl", "--json"];
     let base: Value =
-        serde_json::from_str(&printed(&place, &[&args[..], &["--set", "data.max_seq_len=96"]].concat())).unwrap();
+        serde_json::from_str(&printed(&place, &[&args[..], &["--set", "data.max_seq_len=96"]].concat()))
+            .unwrap();
     assert!((number(&base["loss"]) - number(&logged[0]["eval_loss"])).abs() < 1e-6);
     assert!(number(&base["loss"]) != loss);
 }
@@ -151,9 +152,44 @@ fn merge_equals_peft() {
 #[test]
 fn inspect_reads_headers() {
     let place = Place::new();
-    assert_snapshot!(printed(&place, &["inspect", "model"]), @"");
+    assert_snapshot!(printed(&place, &["inspect", "model"]), @"
+    architecture  LlamaForCausalLM
+    model_type    llama
+    parameters    135K in 21 tensors, 529 KiB
+      F32         135K in 21 tensors, 529 KiB
+    tensors by group
+      embedding   30.7K in 1 tensors, 120 KiB
+      attention   24.6K in 8 tensors, 96.0 KiB
+      mlp         49.2K in 6 tensors, 192 KiB
+      norm        320 in 5 tensors, 1.25 KiB
+      head        30.7K in 1 tensors, 120 KiB
+    files
+      model.safetensors  529 KiB
+    ");
     copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
-    assert_snapshot!(printed(&place, &["inspect", "adapter"]), @"");
+    assert_snapshot!(printed(&place, &["inspect", "adapter"]), @"
+    PEFT adapter   LoRA
+    base           tiny-llama
+    r              8
+    lora_alpha     16
+    lora_dropout   0
+    use_rslora     false
+    modules        14
+      model.layers.0.mlp.down_proj  r 8  scale 2
+      model.layers.0.mlp.gate_proj  r 8  scale 2
+      model.layers.0.mlp.up_proj  r 8  scale 2
+      model.layers.0.self_attn.k_proj  r 8  scale 2
+      model.layers.0.self_attn.o_proj  r 8  scale 2
+      model.layers.0.self_attn.q_proj  r 8  scale 2
+      model.layers.0.self_attn.v_proj  r 8  scale 2
+      model.layers.1.mlp.down_proj  r 8  scale 2
+      model.layers.1.mlp.gate_proj  r 8  scale 2
+      model.layers.1.mlp.up_proj  r 8  scale 2
+      model.layers.1.self_attn.k_proj  r 8  scale 2
+      model.layers.1.self_attn.o_proj  r 8  scale 2
+      model.layers.1.self_attn.q_proj  r 8  scale 2
+      model.layers.1.self_attn.v_proj  r 8  scale 2
+    ");
 }
 
 #[test]
@@ -161,7 +197,29 @@ fn data_shows_tokens_and_mask() {
     let place = Place::new();
     place.write("rows.jsonl", "{\"prompt\": \"What is 2 + 2?\", \"completion\": \" 4\"}\n");
     let args = ["data", "--model", "model", "--dataset", "rows.jsonl", "--set", "data.max_seq_len=64"];
-    assert_snapshot!(printed(&place, &args), @"");
+    assert_snapshot!(printed(&place, &args), @r#"
+    row 1, [DIR]/rows.jsonl:1: 14 tokens, 3 trained
+          0       54         W                 "W"
+          1       71         h                 "h"
+          2      348         at                "at"
+          3      291         Ġi                " i"
+          4       82         s                 "s"
+          5      220         Ġ                 " "
+          6       17         2                 "2"
+          7      331         Ġ+                " +"
+          8      220         Ġ                 " "
+          9       17         2                 "2"
+         10       30         ?                 "?"
+         11      220  train  Ġ                 " "
+         12       19  train  4                 "4"
+         13      479  train  <|im_end|>        "<|im_end|>"
+
+    1 rows in 1 file, prompt_completion: every row has `prompt`, `completion`
+    1 examples, 14 tokens, 3 of them trained (21 %)
+    longest row: 14 tokens ([DIR]/rows.jsonl:1)
+    an epoch: 1 steps of 1 packed rows; micro-batches of 14 tokens on average, 14 at most, no padding
+    packing fills 21.9 % of 64 tokens
+    "#);
 }
 
 /// `data` shows every fault and does not stop at it.
@@ -169,9 +227,22 @@ fn data_shows_tokens_and_mask() {
 fn data_names_bad_rows() {
     let place = Place::new();
     let good = "{\"prompt\": \"a\", \"completion\": \" b\"}";
-    place.write("rows.jsonl", &format!("{good}\nnot a row\n{good}\n{{\"prompt\": 5, \"completion\": \"c\"}}\n"));
+    place.write(
+        "rows.jsonl",
+        &format!("{good}\nnot a row\n{good}\n{{\"prompt\": 5, \"completion\": \"c\"}}\n"),
+    );
     let args = ["data", "--model", "model", "--dataset", "rows.jsonl", "--rows", "0"];
-    assert_snapshot!(printed(&place, &args), @"");
+    assert_snapshot!(printed(&place, &args), @"
+    4 rows in 1 file, prompt_completion: every row has `prompt`, `completion`
+    2 examples, 6 tokens, 4 of them trained (67 %)
+    longest row: 3 tokens ([DIR]/rows.jsonl:1)
+    1 bad rows: unreadable
+      [DIR]/rows.jsonl:2: not JSON: expected ident at column 2
+    1 bad rows: not a row of this format
+      [DIR]/rows.jsonl:4: `prompt` is a number and `completion` is a string; two strings or two lists of messages are needed
+    an epoch: 1 steps of 1 packed rows; micro-batches of 6 tokens on average, 6 at most, no padding
+    packing fills 0.3 % of 2.05K tokens
+    ");
 }
 
 #[test]
@@ -225,7 +296,16 @@ fn a_run_leaves_what_is_promised() {
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect();
     files.sort();
-    assert_snapshot!(files.join("\n"), @"");
+    assert_snapshot!(files.join("\n"), @"
+    README.md
+    adapter_config.json
+    adapter_model.safetensors
+    checkpoint-4
+    metrics.jsonl
+    recipe.toml
+    report.html
+    tensorboard
+    ");
     let lines = metrics(&place.path("out"));
     let (steps, evaluations): (Vec<&Value>, Vec<&Value>) =
         lines.iter().partition(|line| line.get("loss").is_some());
@@ -279,6 +359,7 @@ mod signals {
     /// A run of 300 steps, long enough to be stopped on the way.
     fn long<'a>(output: &'a str, more: &[&'a str]) -> Vec<&'a str> {
         let base = ["--set", "train.max_steps=300", "--set", "adapter.lora_dropout=0.1"];
+        let base = [&base[..], &["--set", "train.gradient_accumulation_steps=2"]].concat();
         let args = lora(&[&base[..], more].concat());
         args.into_iter().map(|arg| if arg == "out" { output } else { arg }).collect()
     }
@@ -306,7 +387,8 @@ mod signals {
             assert!(!place.path("out/adapter_model.safetensors").exists());
         }
         succeed(&place, &long("out", &["--resume"]));
-        let read = |folder: &str| std::fs::read(place.path(folder).join("adapter_model.safetensors")).unwrap();
+        let read =
+            |folder: &str| std::fs::read(place.path(folder).join("adapter_model.safetensors")).unwrap();
         assert!(read("out") == read("whole"), "stopped twice and continued: the same bytes");
         let losses = |folder: &str| -> Vec<Value> {
             metrics(&place.path(folder)).into_iter().map(|line| line["loss"].clone()).collect()
@@ -328,9 +410,9 @@ mod signals {
         send("-INT", &child);
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(130), "{}", place.told(&output.stderr));
-        let saved = std::fs::read_dir(place.path("out")).unwrap().any(|entry| {
-            entry.unwrap().file_name().to_string_lossy().starts_with("checkpoint-")
-        });
+        let saved = std::fs::read_dir(place.path("out"))
+            .unwrap()
+            .any(|entry| entry.unwrap().file_name().to_string_lossy().starts_with("checkpoint-"));
         assert!(!saved);
     }
 }

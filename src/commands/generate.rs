@@ -6,8 +6,8 @@ use serde_json::json;
 
 use super::{open_device, terminal, working_folder};
 use crate::cli::GenerateArgs;
-use crate::data::{ChatTemplate, Tokenizer};
 use crate::data::template::Inputs;
+use crate::data::{ChatTemplate, Tokenizer};
 use crate::engine::{Engine, Sampling};
 use crate::error::{Error, Result};
 use crate::plan::{Adaptation, Base, EngineOptions, Finder, Rows};
@@ -35,7 +35,9 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
     let rows = Rows::open(&base.found.folder, &recipe.data, base.config.vocab_size)?;
     // What can be wrong with the input is said before weights are read.
     let task = match &args.prompt {
-        Some(text) => Task::Continue { text, ids: prompt_ids(&rows.tokenizer, text, base.config.vocab_size)? },
+        Some(text) => {
+            Task::Continue { text, ids: prompt_ids(&rows.tokenizer, text, base.config.vocab_size)? }
+        }
         None => Task::Chat(rows.template.as_ref().ok_or_else(|| {
             Error::user("cannot chat with this model")
                 .because("its tokenizer has no chat template")

@@ -102,7 +102,11 @@ fn prepare_output(args: &TrainArgs, terminal: &Terminal) -> Result<Option<Saved>
             let place = from.as_ref().unwrap_or(output).display();
             let text = format!("no checkpoint in {place}: starting from the beginning");
             // A folder that was named was expected to hold one.
-            if from.is_some() { terminal.warn(text) } else { terminal.line(text) }
+            if from.is_some() {
+                terminal.warn(text)
+            } else {
+                terminal.line(text)
+            }
             let finished =
                 ["adapter_config.json", "config.json"].iter().any(|name| output.join(name).exists());
             if finished {

@@ -55,8 +55,9 @@ impl Engine {
             self.add_scores(&batch, &mut sums)?;
             if !sums.loss_sum.is_finite() {
                 let found = self.first_non_finite(std::slice::from_ref(&batch))?;
-                return Err(Error::new(Kind::Diverged, "the evaluation loss is not finite")
-                    .because(format!("the first bad value is in {found}, in the batch from row {} on", done + 1)));
+                return Err(Error::new(Kind::Diverged, "the evaluation loss is not finite").because(
+                    format!("the first bad value is in {found}, in the batch from row {} on", done + 1),
+                ));
             }
             seen(sums.rows);
         }
