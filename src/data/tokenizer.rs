@@ -64,7 +64,9 @@ impl Tokenizer {
         }
         let bytes = std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?;
         let unreadable = |e: tokenizers::Error| {
-            Error::user(format!("cannot read the tokenizer {}", path.display())).because(e.to_string())
+            Error::user(format!("cannot read the tokenizer {}", path.display()))
+                .because(format!("it is not a tokenizer.json: {e}"))
+                .hint("copy tokenizer.json from the model this one was made from")
         };
         let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(unreadable)?;
         // Files saved after use may carry these; they would cut or fill rows behind our back.

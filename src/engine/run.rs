@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::{Evaluation, Trainer};
 use crate::data::{Batch, Cursor, Sampler};
-use crate::error::Result;
+use crate::error::{Context as _, Result};
 use crate::ops::device::peak_bytes;
 use crate::report::{EvalReport, EventWriter, MetricsLog, StepReport, Terminal, memory};
 
@@ -148,7 +148,10 @@ impl Run<'_> {
         if self.held_out.is_empty() {
             return Ok(None);
         }
-        let evaluation = self.trainer.engine.evaluate(self.held_out.iter().cloned(), |_| ())?;
+        let engine = &self.trainer.engine;
+        let evaluation = engine
+            .evaluate(self.held_out.iter().cloned(), |_| ())
+            .during(|| format!("cannot evaluate after step {step}"))?;
         let report = evaluation.report(step);
         self.reporter.terminal.eval(&report);
         self.reporter.metrics.eval(&report)?;

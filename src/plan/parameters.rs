@@ -10,6 +10,8 @@ use crate::weights::{Element, ModelFiles};
 
 const EMBED: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
+/// The way out when weights and config.json do not fit.
+const ONE_MODEL: &str = "give config.json and weights of one and the same model";
 
 /// Every parameter of the run. A tied head gets one of its own only when it or the embedding is trained apart
 /// (PEFT's `modules_to_save` unties them).
@@ -72,7 +74,7 @@ impl Values<'_> {
         let Some(files) = self.files else { return Ok(()) };
         for slot in slots.iter().filter(|slot| !slot.adapter) {
             let name = self.stored_name(files, &slot.name);
-            let info = files.require(name)?;
+            let info = files.require(name).map_err(|e| e.hint(ONE_MODEL))?;
             if info.shape != slot.shape {
                 return Err(Error::user(format!("cannot load {}", info.file.display()))
                     .because(format!(
@@ -81,7 +83,7 @@ impl Values<'_> {
                         slot.shape,
                         self.dimensions()
                     ))
-                    .hint("give config.json and weights of one and the same model"));
+                    .hint(ONE_MODEL));
             }
         }
         for name in files.names() {
@@ -91,7 +93,7 @@ impl Values<'_> {
                 let file = files.info(name).map(|info| info.file.display().to_string()).unwrap_or_default();
                 return Err(Error::user(format!("cannot load {file}"))
                     .because(format!("{name} has no place in the model that config.json describes"))
-                    .hint("give config.json and weights of one and the same model"));
+                    .hint(ONE_MODEL));
             }
         }
         Ok(())
