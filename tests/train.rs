@@ -231,3 +231,49 @@ fn a_resumed_run_equals_the_unbroken_one() {
         assert_eq!(losses(Path::new(&whole)), losses(Path::new(&broken)), "{recipe}");
     }
 }
+
+/// PEFT's `ensure_weight_tying`: one parameter, read under either name and written under both.
+#[test]
+fn a_tie_that_is_kept_trains_as_one() {
+    let (model, data) = paths("tiny-llama3");
+    let place = tempfile::tempdir().unwrap();
+    let folder = |name: &str| place.path().join(name).display().to_string();
+    let text = golden().join("data/text.jsonl").display().to_string();
+    let loss = |more: &[&str]| {
+        let mut args = vec!["eval", "--dataset", &text, "--set", "data.max_seq_len=96", "--json"];
+        args.extend(more);
+        number(&serde_json::from_slice(&succeed(&args).stdout).unwrap(), "loss")
+    };
+    for modules in [r#"["lm_head"]"#, r#"["embed_tokens", "lm_head"]"#] {
+        let (start, output, merged) =
+            (folder(&format!("{modules} start")), folder(modules), folder(&format!("{modules} merged")));
+        // So small a rate leaves embedding and head of the second equal, as PEFT's are.
+        let rate = if modules.contains("embed") { "1e-30" } else { "1e-2" };
+        let (modules, rate) =
+            (format!("adapter.modules_to_save={modules}"), format!("optimizer.learning_rate={rate}"));
+        succeed(&lora_flags(&start, &model, &data, &[&modules, &rate, "train.max_steps=4"]));
+        let config = Path::new(&start).join("adapter_config.json");
+        let mut keys: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
+        keys["ensure_weight_tying"] = true.into();
+        std::fs::write(&config, keys.to_string()).unwrap();
+
+        succeed(&["merge", "--model", &model, "--adapter", &start, "--output", &merged, "--dtype", "f32"]);
+        let wanted = loss(&["--model", &merged]);
+        let ours = loss(&["--model", &model, "--adapter", &start]);
+        assert!((ours - wanted).abs() < 1e-5, "{modules}: {ours}, merged {wanted}");
+
+        let path = format!("adapter.path={start:?}");
+        let mut flags = vec!["--model", &model, "--dataset", &data, "--output", &output];
+        for pair in [&path, "optimizer.learning_rate=1e-2", "train.max_steps=3", "data.max_seq_len=96"] {
+            flags.extend(["--set", pair]);
+        }
+        succeed(&flags);
+        let open = |folder: &str| {
+            ModelFiles::open_file(&Path::new(folder).join("adapter_model.safetensors")).unwrap()
+        };
+        let (start, output) = (open(&start), open(&output));
+        let (embed, head) = ("base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight");
+        assert!(output.bytes(head).unwrap() != start.bytes(head).unwrap(), "{modules}: it does not train");
+        assert!(output.bytes(embed).unwrap() == output.bytes(head).unwrap(), "{modules}: it is untied");
+    }
+}

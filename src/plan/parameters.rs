@@ -13,10 +13,31 @@ const HEAD: &str = "lm_head.weight";
 /// The way out when weights and config.json do not fit.
 const ONE_MODEL: &str = "give config.json and weights of one and the same model";
 
+/// The module that a tied model computes with the same weight.
+pub(super) fn twin_of(module: &str) -> Option<&'static str> {
+    match module {
+        "model.embed_tokens" => Some("lm_head"),
+        "lm_head" => Some("model.embed_tokens"),
+        _ => None,
+    }
+}
+
+/// The name under which the adapter trains and saves `module` whole: its own, or that of the one it is tied to.
+fn saved_as<'a>(config: &ModelConfig, adaptation: &'a Adaptation, module: &str) -> Option<&'a str> {
+    let tied = config.tie_word_embeddings && !adaptation.unties();
+    let names = [Some(module), twin_of(module).filter(|_| tied)];
+    names
+        .into_iter()
+        .flatten()
+        .find_map(|name| adaptation.saved.iter().find(|saved| *saved == name))
+        .map(String::as_str)
+}
+
 /// Every parameter of the run. A tied head gets one of its own only when it or the embedding is trained apart
 /// (PEFT's `modules_to_save` unties them).
 pub(super) fn slots(config: &ModelConfig, adaptation: Option<&Adaptation>, trains_all: bool) -> Vec<Slot> {
-    let trains = |module: &str| trains_all || adaptation.is_some_and(|a| a.saves(module));
+    let trains =
+        |module: &str| trains_all || adaptation.is_some_and(|a| saved_as(config, a, module).is_some());
     let mut slots: Vec<Slot> = model::parameters(config)
         .into_iter()
         .map(|spec| Slot {
@@ -135,10 +156,10 @@ impl Values<'_> {
         if slot.adapter {
             return self.fill_adapter(slot, module, out);
         }
-        let saved = self.adaptation.and_then(|a| a.start.as_ref().filter(|_| a.saves(module)));
-        if let Some(adapter) = saved {
+        let saved = self.adaptation.and_then(|a| a.start.as_ref().zip(saved_as(self.config, a, module)));
+        if let Some((adapter, name)) = saved {
             let kind = if last == "bias" { TensorKind::SavedBias } else { TensorKind::SavedWeight };
-            return adapter.read_into(module, kind, out);
+            return adapter.read_into(name, kind, out);
         }
         match self.files {
             Some(files) => {

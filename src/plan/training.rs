@@ -10,7 +10,7 @@ use super::adaptation::Adaptation;
 use super::base::{Base, EngineOptions};
 use super::locate::{Finder, Found};
 use super::memory::{Memory, available};
-use super::parameters::slots;
+use super::parameters::{slots, twin_of};
 use super::rows::Rows;
 use crate::adapter::{self, AdapterTensor, TensorKind};
 use crate::checkpoint::{Saved, SnapshotTensor, WriteWeights};
@@ -202,8 +202,9 @@ impl Plan {
         match &self.adaptation {
             Some(adaptation) => {
                 let (config, dtype) = (adaptation.config.clone(), stored(given).unwrap_or(StoredDtype::F32));
+                let tied = self.base.config.tie_word_embeddings && !adaptation.unties();
                 Arc::new(move |folder: &Path, tensors: &[SnapshotTensor]| {
-                    write_adapter(folder, &config, tensors, dtype)
+                    write_adapter(folder, &config, tied, tensors, dtype)
                 })
             }
             None => {
@@ -318,6 +319,7 @@ fn stored(dtype: Dtype) -> Option<StoredDtype> {
 fn write_adapter(
     folder: &Path,
     config: &adapter::AdapterConfig,
+    tied: bool,
     tensors: &[SnapshotTensor],
     dtype: StoredDtype,
 ) -> Result<()> {
@@ -335,6 +337,15 @@ fn write_adapter(
         let key = AdapterTensor { module: module.to_owned(), kind, shape: tensor.shape.clone() };
         values.insert(key, &tensor.values);
     }
+    // A tied pair trains as one parameter; PEFT reads it under both names.
+    let twins: Vec<_> = values
+        .iter()
+        .filter_map(|(tensor, values)| {
+            let module = twin_of(&tensor.module).filter(|_| tied)?;
+            Some((AdapterTensor { module: module.to_owned(), ..tensor.clone() }, *values))
+        })
+        .collect();
+    values.extend(twins);
     let list: Vec<AdapterTensor> = values.keys().cloned().collect();
     adapter::write(folder, config, &list, dtype, |tensor, sink| match values.get(tensor) {
         Some(values) => sink.write_values(values),
