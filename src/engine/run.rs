@@ -97,17 +97,20 @@ impl Run<'_> {
             done.steps += 1;
             done.tokens += step.tokens;
             done.last_loss = Some(result.loss);
-            self.report(&StepReport {
-                step: done.steps,
-                epoch: step.epoch,
-                loss: result.loss,
-                learning_rate: result.learning_rate,
-                grad_norm: result.grad_norm,
-                tokens: step.tokens,
-                step_secs: secs,
-                tokens_per_sec: step.tokens as f64 / secs,
-                peak_bytes: peak_bytes(&self.trainer.engine.device).unwrap_or_else(memory::peak_bytes),
-            }, done.steps == total)?;
+            self.report(
+                &StepReport {
+                    step: done.steps,
+                    epoch: step.epoch,
+                    loss: result.loss,
+                    learning_rate: result.learning_rate,
+                    grad_norm: result.grad_norm,
+                    tokens: step.tokens,
+                    step_secs: secs,
+                    tokens_per_sec: step.tokens as f64 / secs,
+                    peak_bytes: peak_bytes(&self.trainer.engine.device).unwrap_or_else(memory::peak_bytes),
+                },
+                done.steps == total,
+            )?;
             let due = |every: Option<u64>| every.is_some_and(|every| done.steps.is_multiple_of(every));
             if due(self.options.eval_steps) && done.steps < total {
                 self.evaluate(done.steps)?;
