@@ -72,7 +72,6 @@ impl Tokenizer {
         // Files saved after use may carry these; they would cut or fill rows behind our back.
         inner.with_truncation(None).map_err(unreadable)?;
         inner.with_padding(None);
-
         let config = read_object(&folder.join("tokenizer_config.json"))?;
         let map = read_object(&folder.join("special_tokens_map.json"))?;
         let token = |key: &str| -> Result<Option<SpecialToken>> {
