@@ -123,6 +123,11 @@ impl Error {
     pub fn what(&self) -> &str {
         &self.0.what
     }
+
+    /// Why it failed, outermost first.
+    pub fn causes(&self) -> &[String] {
+        &self.0.causes
+    }
 }
 
 impl fmt::Display for Error {

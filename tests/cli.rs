@@ -321,9 +321,11 @@ fn recipes_listed_and_shown() {
     assert_eq!(told(&["recipes"]), told(&["recipes", "list"]));
     assert_snapshot!(told(&["recipes"]), @"
     exit 0
-    lora       LoRA: a small adapter on a frozen model, on your own data.
-    full       Full fine-tuning: every weight of the model is trained.
-    reference  Every section and key, with its default.
+    quickstart     Quickstart: a LoRA adapter teaches the built-in tiny model to answer questions. No network, no GPU.
+    pretrain-tiny  The quickstart's base model: a small llama, trained from random weights on stories of a tiny world.
+    lora           LoRA: a small adapter on a frozen model, on your own data.
+    full           Full fine-tuning: every weight of the model is trained.
+    reference      Every section and key, with its default.
     ");
     let shown = told(&["recipes", "show", "lora.toml"]);
     assert_eq!(shown, format!("exit 0\n{}", include_str!("../recipes/lora.toml")));
@@ -556,7 +558,7 @@ fn recipes_listed_and_shown() {
     assert_snapshot!(told(&["recipes", "show", "flul"]), @"
     exit 1
     error: there is no built-in recipe `flul`
-      caused by: built in: lora, full
+      caused by: built in: quickstart, pretrain-tiny, lora, full
     hint: write `full`
     ");
 }

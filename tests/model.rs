@@ -1,6 +1,8 @@
 //! Logits, losses, gradients and greedy continuations of the eight tiny families against transformers
 //! (tests/golden/forward, made by tests/golden/scripts/make_golden.py).
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};

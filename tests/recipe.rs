@@ -41,7 +41,7 @@ fn set_fault(set: &[&str]) -> Error {
 
 #[test]
 fn every_built_in_recipe_resolves() {
-    assert_eq!(BUILT_IN.len(), 2);
+    assert_eq!(BUILT_IN.len(), 4);
     for recipe in BUILT_IN {
         assert!(recipe.text.starts_with("# "), "{} opens with what it is for", recipe.name);
         for word in ["Hardware:", "Memory:", "Command:"] {
@@ -179,14 +179,14 @@ fn unknown_recipes_name_the_nearest() {
     error: cannot find recipe `loar.toml`
       caused by: there is no such file
       caused by: there is no built-in recipe `loar`
-      caused by: built in: lora, full
+      caused by: built in: quickstart, pretrain-tiny, lora, full
     hint: write `lora`
     ");
     assert_snapshot!(find("mine/best.toml"), @"
     error: cannot find recipe `mine/best.toml`
       caused by: there is no such file
       caused by: there is no built-in recipe `mine/best`
-      caused by: built in: lora, full
+      caused by: built in: quickstart, pretrain-tiny, lora, full
     hint: `finetune recipes` says what each built-in recipe is for
     ");
 }
@@ -373,7 +373,7 @@ fn wrong_ranges() {
     hint: `finetune recipes show reference` documents every key
     ");
     assert_snapshot!(Recipe::load(&layers(BASE, &["optimizer.betas=[0.9, 1]", "data.max_seq_len=1"])).unwrap_err(), @"
-    error: cannot use recipe my.toml
+    error: cannot use these settings
       caused by: --set optimizer.betas=[0.9, 1]: `optimizer.betas` is [0.9, 1]; accepted: two numbers, each from 0 to below 1
       caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: a whole number, at least 2
     hint: `finetune recipes show reference` documents every key
@@ -427,18 +427,18 @@ fn keys_without_effect() {
     hint: add `[adapter]`; remove it, or write `kind = "nf4"`
     "#);
     assert_snapshot!(set_fault(&["optimizer.lora_plus_ratio=16", "eval.steps=5"]), @"
-    error: cannot use recipe my.toml
+    error: cannot use these settings
       caused by: --set optimizer.lora_plus_ratio=16: `optimizer.lora_plus_ratio` has no effect without [adapter]
       caused by: --set eval.steps=5: `eval.steps` has no effect without `data.eval`
     hint: add `[adapter]`, or remove `lora_plus_ratio`; add `--eval-dataset DATASET`
     ");
     assert_snapshot!(set_fault(&["parallel.strategy=ddp", "parallel.shard_size=4"]), @r#"
-    error: cannot use recipe my.toml
+    error: cannot use these settings
       caused by: --set parallel.shard_size=4: `parallel.shard_size` has no effect with `strategy = "ddp"`
     hint: write `strategy = "hsdp"`
     "#);
     assert_snapshot!(set_fault(&["model.id=builtin:quickstart", "model.revision=v2"]), @"
-    error: cannot use recipe my.toml
+    error: cannot use these settings
       caused by: --set model.revision=v2: `model.revision` has no effect with a model that is not on the hub
     hint: remove `revision`
     ");
@@ -478,32 +478,32 @@ fn broken_toml() {
 #[test]
 fn mistyped_assignments() {
     assert_snapshot!(set_fault(&["train.epoch=3"]), @"
-    error: cannot use recipe my.toml
+    error: cannot use these settings
       caused by: --set train.epoch=3: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, seed, recompute
     hint: write `epochs`
     ");
     assert_snapshot!(set_fault(&["trian.epochs=3"]), @"
-    error: cannot use recipe my.toml
+    error: cannot use these settings
       caused by: --set trian.epochs=3: unknown section [trian]; nearest: [train]; accepted: model, quantization, adapter, data, train, optimizer, scheduler, parallel, checkpoint, eval, log
     hint: write `[train]`
     ");
     assert_snapshot!(set_fault(&["epochs=3"]), @"
-    error: cannot use recipe my.toml
+    error: cannot use these settings
       caused by: --set epochs=3: accepted: section.key=value
     hint: write `--set train.epochs=3`, for example
     ");
     assert_snapshot!(set_fault(&["train.epochs"]), @"
-    error: cannot use recipe my.toml
+    error: cannot use these settings
       caused by: --set train.epochs: accepted: section.key=value
     hint: write `--set train.epochs=3`, for example
     ");
     assert_snapshot!(set_fault(&["train.epochs=many"]), @r#"
-    error: cannot use recipe my.toml
+    error: cannot use these settings
       caused by: --set train.epochs=many: `train.epochs` is "many"; accepted: a number above 0
     hint: `finetune recipes show reference` documents every key
     "#);
     assert_snapshot!(set_fault(&["adapter.rank_pattern.q_proj=8"]), @"
-    error: cannot use recipe my.toml
+    error: cannot use these settings
       caused by: --set adapter.rank_pattern.q_proj=8: unknown key `adapter.rank_pattern.q_proj`; nearest: `adapter.rank_pattern`; [adapter] has: kind, r, lora_alpha, lora_dropout, target_modules, exclude_modules, modules_to_save, rank_pattern, alpha_pattern, use_rslora, init, path
     hint: write `rank_pattern`
     ");

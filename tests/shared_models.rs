@@ -3,6 +3,8 @@
 //! Losses, logits and greedy continuations of real text say what random weights cannot: a wrong token, position or
 //! scale shows at once. Skipped, aloud, where the models are not there; FINETUNE_SHARED names their folder.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};

@@ -1,6 +1,8 @@
 //! Whole runs through the binary: trajectories of transformers + PEFT step by step, splits, resume, outputs.
 //! The golden runs were made by tests/golden/scripts/make_golden.py.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::path::{Path, PathBuf};
 use std::process::Output;
 

@@ -233,7 +233,10 @@ fn failed() -> Error {
 
 fn no_match(key: &str, name: &str, modules: &[ModuleInfo]) -> Error {
     let leaves: BTreeSet<&str> = modules.iter().map(|module| leaf(&module.name)).collect();
-    let nearest = leaves.iter().min_by_key(|other| strsim::damerau_levenshtein(leaf(name), other));
+    let distance = |other: &&&str| strsim::damerau_levenshtein(leaf(name), other);
+    // Further off it is another word, not a slip.
+    let nearest =
+        leaves.iter().min_by_key(distance).filter(|other| distance(other) <= 1 + leaf(name).len() / 4);
     let all: Vec<&str> = leaves.iter().copied().collect();
     let error = failed()
         .because(format!("`{key}` has `{name}`, which matches no module; the model has {}", all.join(", ")));

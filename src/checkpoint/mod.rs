@@ -127,6 +127,12 @@ impl Saved {
     }
 }
 
+/// Whether `folder` is itself a checkpoint, sound or not, and not a folder of checkpoints.
+pub fn is_one(folder: &Path) -> bool {
+    let named = folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PREFIX));
+    named && folder.is_dir() || folder.join(STATE_FILE).exists()
+}
+
 /// The newest sound checkpoint in `output`, and a word on each damaged one that was passed over.
 pub fn newest(output: &Path) -> Result<(Option<Saved>, Vec<String>)> {
     let mut passed = Vec::new();
@@ -135,7 +141,7 @@ pub fn newest(output: &Path) -> Result<(Option<Saved>, Vec<String>)> {
             Ok(saved) => return Ok((Some(saved), passed)),
             Err(error) if error.kind() == Kind::Storage => return Err(error),
             Err(error) => {
-                passed.push(format!("{} is damaged and was passed over: {error}", folder.display()))
+                passed.push(format!("{} is damaged: {}", folder.display(), error.causes().join("; ")));
             }
         }
     }

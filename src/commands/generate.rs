@@ -6,8 +6,8 @@ use serde_json::json;
 
 use super::{open_device, terminal, working_folder};
 use crate::cli::GenerateArgs;
-use crate::data::Tokenizer;
 use crate::data::template::Inputs;
+use crate::data::{ChatTemplate, Tokenizer};
 use crate::engine::{Engine, Sampling};
 use crate::error::{Error, Result};
 use crate::plan::{Adaptation, Base, EngineOptions, Finder, Rows};
@@ -33,41 +33,72 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
         None => None,
     };
     let rows = Rows::open(&base.found.folder, &recipe.data, base.config.vocab_size)?;
+    // What can be wrong with the input is said before weights are read.
+    let task = match &args.prompt {
+        Some(text) => {
+            Task::Continue { text, ids: prompt_ids(&rows.tokenizer, text, base.config.vocab_size)? }
+        }
+        None => Task::Chat(rows.template.as_ref().ok_or_else(|| {
+            Error::user("cannot chat with this model")
+                .because("its tokenizer has no chat template")
+                .hint("give one in a recipe (`data.chat_template`), or use `--prompt`")
+        })?),
+    };
     let options = EngineOptions::new(&recipe.model, open_device(None)?, recipe.train.seed)?;
     let engine = base.engine(adaptation.as_ref(), false, &options)?;
-    let generator = Generator { engine, rows, args, terminal };
-    match &args.prompt {
-        Some(prompt) => generator.continue_text(prompt),
-        None => generator.chat(),
+    let generator = Generator { engine, tokenizer: &rows.tokenizer, args, terminal };
+    match task {
+        Task::Continue { text, ids } => generator.continue_text(text, &ids),
+        Task::Chat(template) => generator.chat(template),
+    }
+}
+
+/// What is asked for.
+enum Task<'a> {
+    Continue { text: &'a str, ids: Vec<u32> },
+    Chat(&'a ChatTemplate),
+}
+
+/// The ids of a prompt, of which there must be one, and none that the model does not have.
+fn prompt_ids(tokenizer: &Tokenizer, prompt: &str, vocab_size: usize) -> Result<Vec<u32>> {
+    let ids = tokenizer.encode(prompt, true)?;
+    if ids.is_empty() {
+        return Err(Error::user("cannot continue an empty prompt")
+            .because("this tokenizer puts no token of its own before it")
+            .hint("give a text with `--prompt`"));
+    }
+    known(tokenizer, &ids, vocab_size)?;
+    Ok(ids)
+}
+
+fn known(tokenizer: &Tokenizer, ids: &[u32], vocab_size: usize) -> Result<()> {
+    match ids.iter().find(|id| **id as usize >= vocab_size) {
+        None => Ok(()),
+        Some(id) => {
+            let token = tokenizer.token(*id).unwrap_or_default();
+            Err(Error::user("the prompt has a token that the model does not know")
+                .because(format!("token {id} ({token:?}); the model has the ids below {vocab_size}"))
+                .hint("give tokenizer files and weights of one and the same model"))
+        }
     }
 }
 
 struct Generator<'a> {
     engine: Engine,
-    rows: Rows,
+    tokenizer: &'a Tokenizer,
     args: &'a GenerateArgs,
     terminal: Terminal,
 }
 
 impl Generator<'_> {
-    fn tokenizer(&self) -> &Tokenizer {
-        &self.rows.tokenizer
-    }
-
-    fn continue_text(&self, prompt: &str) -> Result<()> {
-        let ids = self.tokenizer().encode(prompt, true)?;
+    fn continue_text(&self, prompt: &str, ids: &[u32]) -> Result<()> {
         self.terminal.data(prompt)?;
-        self.stream(&ids)?;
+        self.stream(ids)?;
         self.terminal.data("\n")
     }
 
     /// Each line of the standard input is the user's turn; an empty line or the end of the input ends the chat.
-    fn chat(&self) -> Result<()> {
-        let template = self.rows.template.as_ref().ok_or_else(|| {
-            Error::user("cannot chat with this model")
-                .because("its tokenizer has no chat template")
-                .hint("give one in a recipe (`data.chat_template`), or use `--prompt`")
-        })?;
+    fn chat(&self, template: &ChatTemplate) -> Result<()> {
         let mut messages = Vec::new();
         self.terminal.line("an empty line ends the chat");
         for line in std::io::stdin().lock().lines() {
@@ -78,7 +109,8 @@ impl Generator<'_> {
             messages.push(json!({ "role": "user", "content": line }));
             let inputs = Inputs { add_generation_prompt: true, ..Inputs::default() };
             let rendered = template.render(&messages, &inputs)?;
-            let ids = self.tokenizer().encode(&rendered.text, false)?;
+            let ids = self.tokenizer.encode(&rendered.text, false)?;
+            known(self.tokenizer, &ids, self.engine.config.vocab_size)?;
             let answer = self.stream(&ids)?;
             self.terminal.data("\n")?;
             messages.push(json!({ "role": "assistant", "content": answer }));
@@ -90,19 +122,13 @@ impl Generator<'_> {
     fn stream(&self, ids: &[u32]) -> Result<String> {
         let sampling =
             Sampling { temperature: self.args.temperature, top_p: self.args.top_p, seed: self.args.seed };
-        let mut text = self.tokenizer().stream(true);
+        let mut text = self.tokenizer.stream(true);
         let mut whole = String::new();
-        if ids.iter().any(|id| *id as usize >= self.engine.config.vocab_size) {
-            return Err(Error::user("the prompt has tokens that the model does not know").because(format!(
-                "the model has {} tokens, its tokenizer more",
-                self.engine.config.vocab_size
-            )));
-        }
         // Decoders drop the space before the first word: what is printed is what the new tokens add to the prompt.
         for id in ids {
             text.push(*id)?;
         }
-        let stop = self.tokenizer().eos_ids();
+        let stop = self.tokenizer.eos_ids();
         self.engine.generate(ids, self.args.max_new_tokens, sampling, stop, &mut |id| {
             let piece = text.push(id)?;
             whole.push_str(&piece);

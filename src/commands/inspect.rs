@@ -15,7 +15,7 @@ use crate::weights::{self, ModelFiles, Tally};
 /// Inspects.
 pub(super) fn run(args: &InspectArgs) -> Result<()> {
     let terminal = terminal(&args.common);
-    let source = Source::from_argument("PATH_OR_ID", &args.source, &working_folder()?)?;
+    let source = Source::from_argument("", &args.source, &working_folder()?)?;
     if let Source::Path(path) = &source {
         if path.is_file() {
             return terminal.data(of_file(path)?);

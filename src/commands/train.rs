@@ -82,17 +82,31 @@ fn prepare_output(args: &TrainArgs, terminal: &Terminal) -> Result<Option<Saved>
     let output = &args.output;
     let Some(from) = &args.resume else { return free_output(output).map(|()| None) };
     let (saved, passed) = match from {
-        Some(folder) if folder.join("trainer_state.json").exists() => {
-            (Some(Saved::open(folder)?), Vec::new())
-        }
+        Some(folder) if checkpoint::is_one(folder) => (Some(Saved::open(folder)?), Vec::new()),
         Some(folder) => checkpoint::newest(folder)?,
         None => checkpoint::newest(output)?,
     };
-    passed.iter().for_each(|text| terminal.warn(text));
     match &saved {
-        Some(saved) => terminal.line(format!("resuming from {}", saved.folder.display())),
+        Some(saved) => {
+            passed.iter().for_each(|text| terminal.warn(format!("{text}; passed over")));
+            terminal.line(format!("resuming from {}", saved.folder.display()));
+        }
+        None if !passed.is_empty() => {
+            let error = Error::user(format!("cannot resume the run in {}", output.display()));
+            return Err(passed
+                .into_iter()
+                .fold(error, Error::because)
+                .hint("start anew in another folder, with `--output`"));
+        }
         None => {
-            terminal.line(format!("no checkpoint in {}: starting from the beginning", output.display()));
+            let place = from.as_ref().unwrap_or(output).display();
+            let text = format!("no checkpoint in {place}: starting from the beginning");
+            // A folder that was named was expected to hold one.
+            if from.is_some() {
+                terminal.warn(text)
+            } else {
+                terminal.line(text)
+            }
             let finished =
                 ["adapter_config.json", "config.json"].iter().any(|name| output.join(name).exists());
             if finished {
@@ -107,7 +121,9 @@ fn free_output(output: &Path) -> Result<()> {
     let mut entries = match std::fs::read_dir(output) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(Error::io("write to", output, &error)),
+        Err(error) => {
+            return Err(Error::io("write to", output, &error).hint("give a new folder with `--output`"));
+        }
     };
     match entries.next() {
         None => Ok(()),

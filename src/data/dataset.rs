@@ -87,7 +87,7 @@ impl Dataset {
         }
         stop_on_faults(&report, options)?;
         if examples.is_empty() {
-            return Err(Error::user("no row of the data set can be used").because(report.to_string()));
+            return Err(nothing_left(&report));
         }
         Ok(Dataset { examples, report })
     }
@@ -123,6 +123,15 @@ impl Dataset {
             hasher.update(&trained);
         }
         hasher.finalize()
+    }
+}
+
+fn nothing_left(report: &DataReport) -> Error {
+    let error = Error::user("no row of the data set can be used");
+    let error = report.to_string().lines().fold(error, |error, line| error.because(line.trim()));
+    match report.dropped {
+        0 => error.hint("`finetune data` shows what is wrong with each row"),
+        _ => error.hint("raise `data.max_seq_len`, or write `data.on_long_row = \"truncate\"`"),
     }
 }
 
@@ -185,9 +194,18 @@ fn stop_on_faults(report: &DataReport, options: &DataOptions) -> Result<()> {
     if total > named.len() {
         error = error.because(format!("and {} more", total - named.len()));
     }
-    let too_long = named.iter().any(|bad| bad.fault.kind == FaultKind::TooLong);
-    Err(error.hint(if too_long {
+    let any = |kind| named.iter().any(|bad| bad.fault.kind == kind);
+    let all = |kind| named.iter().all(|bad| bad.fault.kind == kind);
+    Err(error.hint(if any(FaultKind::TooLong) {
         "raise `data.max_seq_len`, or write `data.on_long_row = \"truncate\"` or `\"drop\"`"
+    } else if all(FaultKind::CutAway) {
+        "raise `data.max_seq_len`, or write `data.on_bad_row = \"skip\"` to leave the rows out"
+    } else if all(FaultKind::Vocabulary) {
+        "give tokenizer files and weights of one and the same model"
+    } else if all(FaultKind::Template) {
+        "mend the rows or the chat template (`data.chat_template` replaces the tokenizer's), or write `data.on_bad_row = \"skip\"`"
+    } else if all(FaultKind::NothingTrained) {
+        "write `data.train_on = \"all\"` to train on every token, or `data.on_bad_row = \"skip\"` to leave the rows out"
     } else {
         "mend the rows, or write `data.on_bad_row = \"skip\"` to leave them out"
     }))

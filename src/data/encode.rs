@@ -117,11 +117,15 @@ impl<'a> Encoder<'a> {
             }
             OnLongRow::Truncate => {
                 let Tokens { mut ids, mut trained } = tokens;
+                let any = trained.iter().skip(1).any(|trained| *trained);
                 ids.truncate(max);
                 trained.truncate(max);
-                let example = self.example(Tokens { ids, trained }, origin).map_err(|mut fault| {
-                    fault.why.push_str(&format!(" in the first {max} of its {was} tokens"));
-                    fault
+                let example = self.example(Tokens { ids, trained }, origin).map_err(|fault| match any {
+                    true => Fault::new(
+                        FaultKind::CutAway,
+                        format!("there is no trained token in the first {max} of its {was} tokens"),
+                    ),
+                    false => fault,
                 })?;
                 Ok(Outcome::Truncated { example, was })
             }

@@ -162,6 +162,8 @@ pub enum FaultKind {
     Vocabulary,
     /// Nothing in it is trained.
     NothingTrained,
+    /// What is trained comes after `max_seq_len` tokens, where the row is cut.
+    CutAway,
     /// Longer than `max_seq_len`, with `on_long_row = "stop"`.
     TooLong,
 }
@@ -175,6 +177,7 @@ impl fmt::Display for FaultKind {
             FaultKind::DoubleBos => "two BOS tokens",
             FaultKind::Vocabulary => "token outside the vocabulary",
             FaultKind::NothingTrained => "no trained token",
+            FaultKind::CutAway => "no trained token before data.max_seq_len",
             FaultKind::TooLong => "too long",
         })
     }

@@ -82,7 +82,11 @@ impl ChatTemplate {
         if templates.is_empty() {
             return Ok(None);
         }
-        Self::new(templates, tokenizer.named_tokens(), Local::now()).map(Some)
+        let place = || match given {
+            Some(_) => "cannot use `data.chat_template`".to_owned(),
+            None => format!("cannot use the tokenizer in {}", tokenizer.folder().display()),
+        };
+        Self::new(templates, tokenizer.named_tokens(), Local::now()).during(place).map(Some)
     }
 
     /// A template from its text, with the special tokens it may name (`bos_token`, `eos_token`).

@@ -64,13 +64,14 @@ impl Tokenizer {
         }
         let bytes = std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?;
         let unreadable = |e: tokenizers::Error| {
-            Error::user(format!("cannot read the tokenizer {}", path.display())).because(e.to_string())
+            Error::user(format!("cannot read the tokenizer {}", path.display()))
+                .because(format!("it is not a tokenizer.json: {e}"))
+                .hint("copy tokenizer.json from the model this one was made from")
         };
         let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(unreadable)?;
         // Files saved after use may carry these; they would cut or fill rows behind our back.
         inner.with_truncation(None).map_err(unreadable)?;
         inner.with_padding(None);
-
         let config = read_object(&folder.join("tokenizer_config.json"))?;
         let map = read_object(&folder.join("special_tokens_map.json"))?;
         let token = |key: &str| -> Result<Option<SpecialToken>> {

@@ -51,12 +51,15 @@ impl Engine {
     ) -> Result<Evaluation> {
         let mut sums = Evaluation::default();
         for batch in batches {
+            let done = sums.rows;
             self.add_scores(&batch, &mut sums)?;
+            if !sums.loss_sum.is_finite() {
+                let found = self.first_non_finite(std::slice::from_ref(&batch))?;
+                return Err(Error::new(Kind::Diverged, "the evaluation loss is not finite").because(
+                    format!("the first bad value is in {found}, in the batch from row {} on", done + 1),
+                ));
+            }
             seen(sums.rows);
-        }
-        if !sums.loss_sum.is_finite() {
-            return Err(Error::new(Kind::Diverged, "the evaluation loss is not finite")
-                .because(format!("Σ loss is {}", sums.loss_sum)));
         }
         Ok(sums)
     }

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::{Evaluation, Trainer};
 use crate::data::{Batch, Cursor, Sampler};
-use crate::error::Result;
+use crate::error::{Context as _, Result};
 use crate::ops::device::peak_bytes;
 use crate::report::{EvalReport, EventWriter, MetricsLog, StepReport, Terminal, memory};
 
@@ -97,17 +97,20 @@ impl Run<'_> {
             done.steps += 1;
             done.tokens += step.tokens;
             done.last_loss = Some(result.loss);
-            self.report(&StepReport {
-                step: done.steps,
-                epoch: step.epoch,
-                loss: result.loss,
-                learning_rate: result.learning_rate,
-                grad_norm: result.grad_norm,
-                tokens: step.tokens,
-                step_secs: secs,
-                tokens_per_sec: step.tokens as f64 / secs,
-                peak_bytes: peak_bytes(&self.trainer.engine.device).unwrap_or_else(memory::peak_bytes),
-            }, done.steps == total)?;
+            self.report(
+                &StepReport {
+                    step: done.steps,
+                    epoch: step.epoch,
+                    loss: result.loss,
+                    learning_rate: result.learning_rate,
+                    grad_norm: result.grad_norm,
+                    tokens: step.tokens,
+                    step_secs: secs,
+                    tokens_per_sec: step.tokens as f64 / secs,
+                    peak_bytes: peak_bytes(&self.trainer.engine.device).unwrap_or_else(memory::peak_bytes),
+                },
+                done.steps == total,
+            )?;
             let due = |every: Option<u64>| every.is_some_and(|every| done.steps.is_multiple_of(every));
             if due(self.options.eval_steps) && done.steps < total {
                 self.evaluate(done.steps)?;
@@ -145,7 +148,10 @@ impl Run<'_> {
         if self.held_out.is_empty() {
             return Ok(None);
         }
-        let evaluation = self.trainer.engine.evaluate(self.held_out.iter().cloned(), |_| ())?;
+        let engine = &self.trainer.engine;
+        let evaluation = engine
+            .evaluate(self.held_out.iter().cloned(), |_| ())
+            .during(|| format!("cannot evaluate after step {step}"))?;
         let report = evaluation.report(step);
         self.reporter.terminal.eval(&report);
         self.reporter.metrics.eval(&report)?;

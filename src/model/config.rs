@@ -100,7 +100,9 @@ impl ModelConfig {
     /// Not JSON, a missing or mistyped key, an unknown `model_type`, an unsupported feature.
     pub fn from_json(text: &str, file: &str) -> Result<Self> {
         let value: Value = serde_json::from_str(text).map_err(|e| {
-            Error::user(format!("cannot read {file}")).because(format!("it is not JSON: {e}"))
+            Error::user(format!("cannot read {file}"))
+                .because(format!("it is not JSON: {e}"))
+                .hint("download or save the model again")
         })?;
         let config =
             families::read(&Keys::new(&value)?).during(|| format!("cannot use the model of {file}"))?;

@@ -92,7 +92,15 @@ fn refuse_unsupported(keys: &Keys<'_>) -> Result<()> {
         let asks = keys.get(key).is_some_and(|v| v.as_f64() != Some(0.0) && v.as_bool() != Some(false));
         if asks {
             let found = keys.get(key).map(ToString::to_string).unwrap_or_default();
-            return Err(Error::user(format!("`{key}` is {found}")).because("this engine does not compute it"));
+            let hint = match key {
+                "quantization_config" => "give the model that was not quantized".to_owned(),
+                "num_local_experts" | "num_experts" => "choose a model without experts".to_owned(),
+                "use_bidirectional_attention" => "choose a causal model".to_owned(),
+                _ => format!("write `\"{key}\": 0.0` into config.json to train without it"),
+            };
+            return Err(Error::user(format!("`{key}` is {found}"))
+                .because("this engine does not compute it; accepted: no such key, null, 0, false")
+                .hint(hint));
         }
     }
     Ok(())

@@ -1,6 +1,8 @@
 //! Initial values: random weights for `init = "random"` and fresh LoRA matrices. Every value is a function of
 //! (seed, parameter name, index): it depends neither on the order of creation nor on how the model is split.
 
+use rayon::prelude::*;
+
 use super::spec::{ParamSpec, Role};
 use super::{ModelConfig, Module};
 use crate::ops::random::Stream;
@@ -11,7 +13,9 @@ pub fn initial_value(config: &ModelConfig, spec: &ParamSpec, seed: u64) -> Vec<f
     let stream = Stream::new(seed).named(&spec.name);
     let std = config.initializer_range as f32;
     match spec.role {
-        Role::Weight | Role::Embedding => (0..spec.len() as u64).map(|i| std * stream.normal(i)).collect(),
+        Role::Weight | Role::Embedding => {
+            (0..spec.len() as u64).into_par_iter().map(|i| std * stream.normal(i)).collect()
+        }
         Role::Norm if config.norm.unit_offset => vec![0.0; spec.len()],
         Role::Norm => vec![1.0; spec.len()],
         Role::Bias => vec![0.0; spec.len()],

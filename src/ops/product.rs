@@ -95,8 +95,10 @@ pub(crate) fn reference(
     alpha: f64,
     accumulate: bool,
 ) -> Result<()> {
-    // Mixed operands are widened, so that an f32 adapter beside bf16 activations loses nothing.
-    let dtype = if a.tensor.dtype() == b.tensor.dtype() { a.tensor.dtype() } else { DType::F32 };
+    // Widened unless all three are of one type: an f32 adapter beside bf16 activations, logits and weight gradients
+    // (f32 from bf16 operands) would otherwise be rounded to bf16 on the way.
+    let dtype = a.tensor.dtype();
+    let dtype = if b.tensor.dtype() == dtype && dst.tensor.dtype() == dtype { dtype } else { DType::F32 };
     let load =
         |columns: &Columns<'_>| -> Result<Tensor> { Ok(columns.narrow()?.to_dtype(dtype)?.contiguous()?) };
     let (a, b) = (load(&a)?, load(&b)?);

@@ -177,7 +177,8 @@ fn spec_of(recipe: &recipe::Adapter) -> TargetSpec {
 fn refuse_unready(recipe: &recipe::Adapter) -> Result<()> {
     let later = |key: &str, value: &str, accepted: &str| {
         Err(Error::user(format!("`adapter.{key} = \"{value}\"` is not available in this version"))
-            .because(format!("accepted now: {accepted}")))
+            .because(format!("accepted now: {accepted}"))
+            .hint(format!("remove `{key}`, or write one of these")))
     };
     match (recipe.kind, recipe.init) {
         (AdapterKind::Dora, _) => later("kind", "dora", "lora"),

@@ -16,7 +16,14 @@ macro_rules! assets {
     };
 }
 
-assets! {}
+assets! {
+    "quickstart": "quickstart" [
+        "config.json", "generation_config.json", "model.safetensors", "special_tokens_map.json", "tokenizer.json",
+        "tokenizer_config.json"
+    ],
+    "questions-train.jsonl": "datasets" ["questions-train.jsonl"],
+    "questions-heldout.jsonl": "datasets" ["questions-heldout.jsonl"],
+}
 
 /// Unpacks `builtin:name`: the folder of a model, or the file of a data set.
 ///

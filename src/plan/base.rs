@@ -84,6 +84,15 @@ impl Base {
         Ok(Base { found, config, files })
     }
 
+    /// Whether the files hold every tensor in the shape that config.json says, and no other: by their headers alone.
+    ///
+    /// # Errors
+    /// A tensor is missing, has another shape, or has no place in the model.
+    pub fn check(&self, adaptation: Option<&Adaptation>, trains_all: bool) -> Result<()> {
+        let values = Values { config: &self.config, files: self.files.as_ref(), adaptation, seed: 0 };
+        values.check(&slots(&self.config, adaptation, trains_all))
+    }
+
     /// Loads the weights: an engine in which `adaptation` trains, or everything when there is none and
     /// `trains_all`, or nothing.
     ///
@@ -95,10 +104,10 @@ impl Base {
         trains_all: bool,
         options: &EngineOptions,
     ) -> Result<Engine> {
+        self.check(adaptation, trains_all)?;
         let values =
             Values { config: &self.config, files: self.files.as_ref(), adaptation, seed: options.seed };
         let slots = slots(&self.config, adaptation, trains_all);
-        values.check(&slots)?;
         let loras = adaptation.map(Adaptation::loras).unwrap_or_default();
         let strategy =
             Single::new(&self.config, slots, loras, options.dtype, &options.device, &mut |slot, fill| {

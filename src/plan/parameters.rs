@@ -10,6 +10,8 @@ use crate::weights::{Element, ModelFiles};
 
 const EMBED: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
+/// The way out when weights and config.json do not fit.
+const ONE_MODEL: &str = "give config.json and weights of one and the same model";
 
 /// The module that a tied model computes with the same weight.
 pub(super) fn twin_of(module: &str) -> Option<&'static str> {
@@ -93,7 +95,7 @@ impl Values<'_> {
         let Some(files) = self.files else { return Ok(()) };
         for slot in slots.iter().filter(|slot| !slot.adapter) {
             let name = self.stored_name(files, &slot.name);
-            let info = files.require(name)?;
+            let info = files.require(name).map_err(|e| e.hint(ONE_MODEL))?;
             if info.shape != slot.shape {
                 return Err(Error::user(format!("cannot load {}", info.file.display()))
                     .because(format!(
@@ -102,7 +104,7 @@ impl Values<'_> {
                         slot.shape,
                         self.dimensions()
                     ))
-                    .hint("give config.json and weights of one and the same model"));
+                    .hint(ONE_MODEL));
             }
         }
         for name in files.names() {
@@ -112,7 +114,7 @@ impl Values<'_> {
                 let file = files.info(name).map(|info| info.file.display().to_string()).unwrap_or_default();
                 return Err(Error::user(format!("cannot load {file}"))
                     .because(format!("{name} has no place in the model that config.json describes"))
-                    .hint("give config.json and weights of one and the same model"));
+                    .hint(ONE_MODEL));
             }
         }
         Ok(())

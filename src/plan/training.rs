@@ -62,6 +62,7 @@ impl Plan {
             .as_ref()
             .map(|adapter| Adaptation::from_recipe(adapter, &base.config, &base.found.id, finder))
             .transpose()?;
+        base.check(adaptation.as_ref(), adaptation.is_none())?;
         let rows = Rows::open(&base.found.folder, &recipe.data, base.config.vocab_size)?;
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
         let held_out = match recipe.data.eval.is_empty() {
@@ -374,23 +375,24 @@ fn write_model(
 
 /// Keys of the contract whose feature comes with a later version: an error, never a key without effect.
 fn refuse_unready(recipe: &Recipe) -> Result<()> {
-    let strategy = recipe.parallel.strategy;
+    let (strategy, offload) = (recipe.parallel.strategy, recipe.parallel.offload);
+    let (state, ratio) = (recipe.optimizer.state, recipe.optimizer.lora_plus_ratio);
     let checks = [
-        (recipe.quantization.is_some(), "[quantization]", "no such table".to_owned()),
+        (recipe.quantization.is_some(), "[quantization]".to_owned(), "no such table"),
         (
             !matches!(strategy, Strategy::Auto | Strategy::Single),
-            "parallel.strategy",
-            "auto, single".to_owned(),
+            format!("parallel.strategy = \"{strategy}\""),
+            "\"auto\", \"single\"",
         ),
-        (recipe.parallel.offload != Offload::None, "parallel.offload", "none".to_owned()),
-        (recipe.parallel.shard_size.is_some(), "parallel.shard_size", "not set".to_owned()),
-        (recipe.optimizer.state != StateDtype::F32, "optimizer.state", "f32".to_owned()),
-        (recipe.optimizer.lora_plus_ratio != 1.0, "optimizer.lora_plus_ratio", "1.0".to_owned()),
+        (offload != Offload::None, format!("parallel.offload = \"{offload}\""), "\"none\""),
+        (recipe.parallel.shard_size.is_some(), "parallel.shard_size".to_owned(), "no such key"),
+        (state != StateDtype::F32, format!("optimizer.state = \"{state}\""), "\"f32\""),
+        (ratio != 1.0, format!("optimizer.lora_plus_ratio = {ratio}"), "1.0"),
     ];
     match checks.into_iter().find(|(asked, ..)| *asked) {
         None => Ok(()),
-        Some((_, key, accepted)) => Err(Error::user(format!("`{key}` is not available in this version"))
+        Some((_, asked, accepted)) => Err(Error::user(format!("`{asked}` is not available in this version"))
             .because(format!("accepted now: {accepted}"))
-            .hint("remove it from the recipe")),
+            .hint("remove it from recipe and `--set`")),
     }
 }

@@ -281,7 +281,9 @@ impl Reader {
         if self.faults.is_empty() {
             return Ok(self.recipe);
         }
-        let mut error = Error::user(what);
+        // Where only flags are at fault, the recipe is not what cannot be used.
+        let in_flags = self.faults.iter().all(|fault| fault.place.starts_with("--"));
+        let mut error = Error::user(if in_flags { "cannot use these settings".to_owned() } else { what });
         let mut hints: Vec<String> = Vec::new();
         for Fault { place, text, hint } in self.faults {
             error = error.because(if place.is_empty() { text } else { format!("{place}: {text}") });

@@ -32,13 +32,13 @@ pub enum Source {
 }
 
 impl Source {
-    /// What the argument of a flag names, by the rules of a recipe value; relative paths start at `folder`.
+    /// What the argument of a flag (or, with an empty `flag`, a bare argument) names, by the rules of a recipe value; relative paths start at `folder`.
     ///
     /// # Errors
     /// When it is empty, or a path that does not exist.
     pub fn from_argument(flag: &str, text: &str, folder: &Path) -> Result<Source> {
         Source::parse(text, folder).map_err(|refusal| {
-            let error = Error::user(format!("cannot use `{flag} {text}`"));
+            let error = Error::user(format!("cannot use `{}`", format!("{flag} {text}").trim_start()));
             match refusal {
                 Refusal::Unusable(why) => error.because(why),
                 Refusal::Shape | Refusal::Empty => error.because(format!("accepted: {}", Source::accepted())),

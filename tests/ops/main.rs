@@ -31,7 +31,8 @@ fn values(tensor: &Tensor) -> Vec<f64> {
 }
 
 /// Public functions in `ops` that compute nothing on tensors.
-const NO_OPS: [&str; 6] = ["default_dtype", "empty", "free_bytes", "gpus", "open", "run"];
+const NO_OPS: [&str; 8] =
+    ["default_dtype", "empty", "free_bytes", "gpus", "open", "peak_bytes", "preferred", "run"];
 
 #[test]
 fn every_op_passes_the_self_test_in_every_dtype_it_knows() {

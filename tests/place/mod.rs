@@ -1,0 +1,72 @@
+//! A temporary folder with a copy of a golden model in it, and the binary run there.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use assert_cmd::cargo::cargo_bin;
+
+/// Where the golden files lie.
+pub(crate) fn golden(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
+}
+
+/// A folder of its own for one test: `model/` is tiny-llama, `rows.jsonl` its chats.
+pub(crate) struct Place(tempfile::TempDir);
+
+impl Place {
+    pub(crate) fn new() -> Self {
+        Self::with_model("tiny-llama")
+    }
+
+    pub(crate) fn with_model(name: &str) -> Self {
+        let place = Place(tempfile::tempdir().unwrap());
+        copy_folder(&golden("models").join(name), &place.path("model"));
+        std::fs::copy(golden("data/sft_messages.jsonl"), place.path("rows.jsonl")).unwrap();
+        place
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    pub(crate) fn write(&self, name: &str, text: &str) {
+        std::fs::write(self.path(name), text).unwrap();
+    }
+
+    /// The binary in this folder, without the network and with a hub cache of its own.
+    pub(crate) fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(cargo_bin!("finetune"));
+        command.args(args).current_dir(self.0.path()).stdin(Stdio::null());
+        for name in ["RUST_BACKTRACE", "HF_ENDPOINT", "HF_HUB_CACHE", "HF_TOKEN", "HF_TOKEN_PATH"] {
+            command.env_remove(name);
+        }
+        command.env("HF_HUB_OFFLINE", "1").env("HF_HOME", self.path("hf"));
+        command
+    }
+
+    /// `text` with this folder's path as `[DIR]`.
+    pub(crate) fn told(&self, text: &[u8]) -> String {
+        let real = self.0.path().canonicalize().unwrap();
+        let text = String::from_utf8(text.to_vec()).unwrap();
+        text.replace(&real.display().to_string(), "[DIR]")
+            .replace(&self.0.path().display().to_string(), "[DIR]")
+    }
+}
+
+pub(crate) fn copy_folder(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, to.join(path.file_name().unwrap())).unwrap();
+    }
+}
+
+/// A short LoRA run: 96 tokens a row, no packing, file order; `more` are further flags.
+pub(crate) fn lora<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    let mut args = vec!["--model", "model", "--dataset", "rows.jsonl", "--recipe", "lora", "--output", "out"];
+    for pair in ["data.max_seq_len=96", "data.packing=false", "data.shuffle=false", "train.max_steps=4"] {
+        args.extend(["--set", pair]);
+    }
+    args.extend(more);
+    args
+}
