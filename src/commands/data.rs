@@ -5,7 +5,7 @@ use std::fmt::Write;
 use super::{terminal, working_folder};
 use crate::cli::DataArgs;
 use crate::data::{Dataset, Example, Sampler, SamplerOptions, Split, Tokenizer};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::ModelConfig;
 use crate::plan::{Finder, Rows};
 use crate::recipe::{OnBadRow, Recipe};
@@ -18,11 +18,8 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
     // Every bad row is to be seen, not only the first.
     recipe.data.on_bad_row = OnBadRow::Skip;
     let finder = Finder::new(args.common.offline, &terminal)?;
-    let source = recipe.model.id.clone();
-    let folder = match &source {
-        Some(source) => finder.model_headers(source, &recipe.model.revision)?.folder,
-        None => return Ok(()),
-    };
+    let source = recipe.model.id.as_ref().ok_or_else(|| Error::internal("`--model` was not taken over"))?;
+    let folder = finder.model_headers(source, &recipe.model.revision)?.folder;
     let vocab_size = match std::fs::read_to_string(folder.join("config.json")) {
         Ok(text) => ModelConfig::from_json(&text, "config.json")?.vocab_size,
         Err(_) => usize::MAX,

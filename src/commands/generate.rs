@@ -135,6 +135,9 @@ impl Generator<'_> {
             self.terminal.data(&piece)?;
             Ok(!self.terminal.reader_gone())
         })?;
+        let rest = text.finish()?;
+        self.terminal.data(&rest)?;
+        whole.push_str(&rest);
         Ok(whole)
     }
 }

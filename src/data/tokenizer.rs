@@ -162,7 +162,7 @@ impl Tokenizer {
 
     /// Decodes ids one by one as they are generated.
     pub fn stream(&self, skip_special: bool) -> TextStream<'_> {
-        TextStream { tokenizer: self, skip_special, ids: Vec::new(), shown: 0 }
+        TextStream { tokenizer: self, skip_special, ids: Vec::new(), shown: String::new() }
     }
 
     /// The token's own text (`Ġthe`, `▁the`, `<0x0A>`), for display.
@@ -253,7 +253,7 @@ pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
     skip_special: bool,
     ids: Vec<u32>,
-    shown: usize,
+    shown: String,
 }
 
 impl TextStream<'_> {
@@ -264,23 +264,31 @@ impl TextStream<'_> {
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
         let text = self.tokenizer.decode(&self.ids, self.skip_special)?;
-        if text.ends_with('\u{FFFD}') || text.len() <= self.shown {
+        if text.ends_with('\u{FFFD}') {
             return Ok(String::new());
         }
-        // A decoder may rewrite what it gave before (cleaning spaces); then only whole characters are cut.
-        let new = text.get(self.shown..).unwrap_or_default().to_owned();
-        self.shown = text.len();
+        let new = self.unseen(&text).to_owned();
         self.forget_old(&text)?;
         Ok(new)
+    }
+
+    /// What of `text` has not been shown, which then counts as shown. A decoder may rewrite what it gave before
+    /// (bytes that turn out to be no character): what follows the common beginning is new.
+    fn unseen<'t>(&mut self, text: &'t str) -> &'t str {
+        let same = |((_, a), b): &((usize, char), char)| a == b;
+        let common = text.char_indices().zip(self.shown.chars()).take_while(same).last();
+        let from = common.map_or(0, |((at, character), _)| at + character.len_utf8());
+        text.clone_into(&mut self.shown);
+        &text[from..]
     }
 
     /// What is still held back at the end of a generation.
     ///
     /// # Errors
     /// As [`Tokenizer::decode`].
-    pub fn finish(self) -> Result<String> {
+    pub fn finish(mut self) -> Result<String> {
         let text = self.tokenizer.decode(&self.ids, self.skip_special)?;
-        Ok(text.get(self.shown..).unwrap_or_default().to_owned())
+        Ok(self.unseen(&text).to_owned())
     }
 
     /// Keeps the cost of a long generation linear: only the last ids matter for the text of the next. A cut is made
@@ -293,7 +301,7 @@ impl TextStream<'_> {
         let tail = self.ids.split_off(self.ids.len() - WINDOW);
         let kept = self.tokenizer.decode(&tail, self.skip_special)?;
         if text.ends_with(&kept) && !kept.starts_with('\u{FFFD}') {
-            self.shown = kept.len();
+            self.shown = kept;
             self.ids = tail;
         } else {
             // A decoder that drops a leading space still ends the same way.
