@@ -146,11 +146,6 @@ impl Trainer {
         let view = |t: &Tensor| t.narrow(0, place.start, place.slot.elements());
         Ok([view(first)?, view(second)?])
     }
-
-    /// The peak of what training holds beyond the weights: bytes of gradients and moments.
-    pub fn state_bytes(&self) -> usize {
-        self.engine.strategy.bytes().2 + self.optimizer.bytes()
-    }
 }
 
 /// The runs of a bucket whose entries are decayed alike; padding between entries belongs to the run before it and

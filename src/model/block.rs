@@ -275,13 +275,3 @@ pub fn backward(
     )?;
     Ok(Some(dx))
 }
-
-impl BlockSaved {
-    /// Bytes held beyond the block's input.
-    pub fn bytes(&self) -> usize {
-        let tensors = [&self.qkv, &self.attended.out, &self.attended.lse, &self.h, &self.gate_up];
-        let all = tensors.into_iter().chain(&self.o).chain(&self.m);
-        all.map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum::<usize>()
-            + self.lora.iter().map(LoraSaved::bytes).sum::<usize>()
-    }
-}

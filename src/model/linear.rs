@@ -44,13 +44,6 @@ pub struct Lora {
 #[derive(Debug, Clone, Default)]
 pub struct LoraSaved(Vec<Option<Tensor>>);
 
-impl LoraSaved {
-    /// Bytes held.
-    pub fn bytes(&self) -> usize {
-        self.0.iter().flatten().map(|u| u.elem_count() * 4).sum()
-    }
-}
-
 /// Where the dropout of a block draws from; none outside training.
 pub(super) type DropoutSource = Option<(Stream, u64)>;
 

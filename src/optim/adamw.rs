@@ -80,9 +80,4 @@ impl Optimizer {
     pub fn resume(&mut self, updates: u64) {
         self.updates = updates;
     }
-
-    /// Bytes of the moments.
-    pub fn bytes(&self) -> usize {
-        self.moments.iter().flatten().map(|t| t.elem_count() * 4).sum()
-    }
 }

@@ -26,7 +26,6 @@ pub struct Single {
     buckets: Vec<Bucket>,
     /// Name → (bucket, entry).
     index: HashMap<String, (usize, usize)>,
-    loras: BTreeMap<String, LoraSpec>,
     embed: EmbedWeights,
     blocks: Vec<BlockWeights>,
     head: HeadWeights,
@@ -64,7 +63,7 @@ impl Single {
             .map(|layer| model::assemble::block(config, layer, &parts))
             .collect::<Result<Vec<_>>>()?;
         let head = model::assemble::head(config, &parts)?;
-        Ok(Single { buckets, index, loras, embed, blocks, head })
+        Ok(Single { buckets, index, embed, blocks, head })
     }
 
     /// The embedding's weights.
@@ -98,11 +97,6 @@ impl Single {
     /// True when anything in the embedding trains, so that gradients must flow down to it.
     pub fn embedding_trains(&self) -> bool {
         self.embed.table.grad.is_some()
-    }
-
-    /// The adapters' constants, by module.
-    pub fn loras(&self) -> &BTreeMap<String, LoraSpec> {
-        &self.loras
     }
 
     /// Sets all gradients to zero.
@@ -139,17 +133,6 @@ impl Single {
             }
         }
         Ok(None)
-    }
-
-    /// Bytes of (values, masters, gradients).
-    pub fn bytes(&self) -> (usize, usize, usize) {
-        let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
-        let sum = |f: &dyn Fn(&Bucket) -> usize| self.buckets.iter().map(f).sum();
-        (
-            sum(&|b| size(&b.value)),
-            sum(&|b| b.master.as_ref().map_or(0, size)),
-            sum(&|b| b.grad.as_ref().map_or(0, size)),
-        )
     }
 
     /// The entry of a name, with its bucket.
