@@ -28,6 +28,7 @@ pub mod model;
 pub mod ops;
 pub mod optim;
 pub mod plan;
+pub mod quant;
 pub mod recipe;
 pub mod report;
 pub mod strategy;

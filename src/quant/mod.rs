@@ -1,0 +1,47 @@
+//! Block-quantized numbers, bit-compatible with bitsandbytes: NF4 and FP4 (QLoRA, arXiv 2305.14314), blockwise int8
+//! (arXiv 2110.02861), the rows of LLM.int8() (arXiv 2208.07339), double quantization of scales.
+//!
+//! A tensor is flattened and cut into blocks; a block's scale is its largest magnitude, a value its nearest code times
+//! that scale. 4-bit codes lie two in a byte, the first in the high nibble. Here are slices and arithmetic alone: how
+//! files name the parts is `weights`', products with codes are `ops`'.
+
+mod codes;
+mod dequantize;
+mod quantize;
+
+pub use codes::{Kind, dynamic_signed, dynamic_unsigned, nearest};
+pub use dequantize::{Blocks, Scales};
+pub use quantize::{nest, quantize};
+
+/// Scales that share an outer scale in double quantization.
+pub const NESTED_BLOCK: usize = 256;
+
+/// How a tensor is quantized.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Format {
+    /// The codes.
+    pub kind: Kind,
+    /// Values that share a scale.
+    pub block_size: usize,
+    /// Whether the scales are quantized too.
+    pub double_quant: bool,
+}
+
+impl Default for Format {
+    /// QLoRA's.
+    fn default() -> Self {
+        Format { kind: Kind::Nf4, block_size: 64, double_quant: true }
+    }
+}
+
+impl Format {
+    /// Bytes of the codes of `n` values.
+    pub fn code_bytes(&self, n: usize) -> usize {
+        (n * self.kind.bits()).div_ceil(8)
+    }
+
+    /// Scales of `n` values.
+    pub fn blocks(&self, n: usize) -> usize {
+        n.div_ceil(self.block_size)
+    }
+}

@@ -1,0 +1,140 @@
+//! From f32 to codes and scales, with bitsandbytes' rounding.
+
+use rayon::prelude::*;
+
+use super::{Kind, NESTED_BLOCK, dynamic_signed, nearest};
+
+/// Values a thread takes at once.
+const TASK: usize = 1 << 14;
+
+/// Quantizes `values`, a tensor or a run of whole blocks of one, into `codes` and one scale a block. Values are finite.
+///
+/// # Panics
+/// `codes` or `absmax` do not have the lengths that [`super::Format`] gives for `values`.
+pub fn quantize(kind: Kind, block_size: usize, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
+    assert_eq!(absmax.len(), values.len().div_ceil(block_size), "one scale a block");
+    assert_eq!(codes.len(), (values.len() * kind.bits()).div_ceil(8), "codes of all values");
+    let blocks = (TASK / block_size).max(1);
+    // With an odd block size bytes would be shared between blocks, so that one thread does all.
+    let blocks = if kind.bits() == 4 && !(blocks * block_size).is_multiple_of(2) { absmax.len().max(1) } else { blocks };
+    let bytes = (blocks * block_size * kind.bits()).div_ceil(8);
+    values
+        .par_chunks(blocks * block_size)
+        .zip(codes.par_chunks_mut(bytes))
+        .zip(absmax.par_chunks_mut(blocks))
+        .for_each(|((values, codes), absmax)| match kind {
+            Kind::Nf4 | Kind::Fp4 => four_bits(kind, block_size, values, codes, absmax),
+            Kind::Int8 => {
+                for ((values, codes), absmax) in blocks_of(block_size, values, codes).zip(absmax) {
+                    *absmax = largest(values);
+                    for (code, value) in codes.iter_mut().zip(values) {
+                        *code = nearest(dynamic_signed(), if *absmax > 0.0 { value / *absmax } else { 0.0 });
+                    }
+                }
+            }
+            Kind::Int8Rows => {
+                for ((values, codes), absmax) in blocks_of(block_size, values, codes).zip(absmax) {
+                    *absmax = largest(values);
+                    for (code, value) in codes.iter_mut().zip(values) {
+                        let scaled = if *absmax > 0.0 { value * (127.0 / *absmax) } else { 0.0 };
+                        *code = scaled.round_ties_even() as i8 as u8;
+                    }
+                }
+            }
+        });
+}
+
+fn blocks_of<'a>(
+    block_size: usize,
+    values: &'a [f32],
+    codes: &'a mut [u8],
+) -> impl Iterator<Item = (&'a [f32], &'a mut [u8])> {
+    values.chunks(block_size).zip(codes.chunks_mut(block_size))
+}
+
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+fn largest(values: &[f32]) -> f32 {
+    let mut lanes = [0f32; 16];
+    let chunks = values.chunks_exact(16);
+    let rest = chunks.remainder().iter().fold(0f32, |max, value| max.max(value.abs()));
+    for chunk in chunks {
+        for (lane, value) in lanes.iter_mut().zip(chunk) {
+            *lane = if value.abs() > *lane { value.abs() } else { *lane };
+        }
+    }
+    lanes.iter().fold(rest, |max, &lane| max.max(lane))
+}
+
+fn four_bits(kind: Kind, block_size: usize, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
+    let ladder = Ladder::new(kind);
+    // One code a byte first, then two: whole blocks may end in the middle of a byte.
+    let mut wide = vec![0u8; values.len()];
+    for ((values, wide), absmax) in blocks_of(block_size, values, &mut wide).zip(absmax) {
+        *absmax = largest(values);
+        // bitsandbytes multiplies by the reciprocal, which is not the quotient to the last bit.
+        ladder.codes(values, if *absmax > 0.0 { 1.0 / *absmax } else { 0.0 }, wide);
+    }
+    pack(&wide, codes, ladder.zero);
+}
+
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+fn pack(wide: &[u8], codes: &mut [u8], zero: u8) {
+    let pairs = wide.chunks_exact(2);
+    if let (Some(last), [odd]) = (codes.last_mut(), pairs.remainder()) {
+        *last = odd << 4 | zero;
+    }
+    for (code, pair) in codes.iter_mut().zip(pairs) {
+        *code = pair[0] << 4 | pair[1];
+    }
+}
+
+/// The codes of a 4-bit kind in ascending order of their values, and the midpoints between them.
+struct Ladder {
+    midpoints: [f32; 15],
+    by_place: [u8; 16],
+    /// The code of 0, which fills the last byte of an odd count.
+    zero: u8,
+}
+
+impl Ladder {
+    fn new(kind: Kind) -> Self {
+        let table = kind.table();
+        let mut by_place: [u8; 16] = std::array::from_fn(|code| code as u8);
+        by_place.sort_by(|&a, &b| table[usize::from(a)].total_cmp(&table[usize::from(b)]));
+        let value = |place: usize| table[usize::from(by_place[place])];
+        let midpoints = std::array::from_fn(|place| (value(place) + value(place + 1)) / 2.0);
+        let zero = if kind == Kind::Nf4 { 7 } else { 0 };
+        Ladder { midpoints, by_place, zero }
+    }
+
+    fn codes(&self, values: &[f32], factor: f32, codes: &mut [u8]) {
+        places(values, factor, &self.midpoints, codes);
+        for code in codes {
+            *code = self.by_place[usize::from(*code & 15)];
+        }
+    }
+}
+
+/// How many midpoints lie below each value: its code's place, the lower of two at a tie.
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+fn places(values: &[f32], factor: f32, midpoints: &[f32; 15], places: &mut [u8]) {
+    for (place, value) in places.iter_mut().zip(values) {
+        let scaled = value * factor;
+        let mut below = 0u32;
+        for midpoint in midpoints {
+            below += u32::from(scaled > *midpoint);
+        }
+        *place = below as u8;
+    }
+}
+
+/// Double quantization: the codes of `absmax` less their mean, their scales in `outer`; returns the mean.
+///
+/// # Panics
+/// `codes` is not as long as `absmax`, or `outer` does not have one value for [`NESTED_BLOCK`] of them.
+pub fn nest(absmax: &[f32], codes: &mut [u8], outer: &mut [f32]) -> f32 {
+    let mean = (absmax.iter().map(|&x| f64::from(x)).sum::<f64>() / absmax.len().max(1) as f64) as f32;
+    let centred: Vec<f32> = absmax.iter().map(|x| x - mean).collect();
+    quantize(Kind::Int8, NESTED_BLOCK, &centred, codes, outer);
+    mean
+}
