@@ -133,8 +133,48 @@ fn places(values: &[f32], factor: f32, midpoints: &[f32; 15], places: &mut [u8])
 /// # Panics
 /// `codes` is not as long as `absmax`, or `outer` does not have one value for [`NESTED_BLOCK`] of them.
 pub fn nest(absmax: &[f32], codes: &mut [u8], outer: &mut [f32]) -> f32 {
-    let mean = (absmax.iter().map(|&x| f64::from(x)).sum::<f64>() / absmax.len().max(1) as f64) as f32;
+    let mean = sum_as_torch(absmax) / absmax.len().max(1) as f32;
     let centred: Vec<f32> = absmax.iter().map(|x| x - mean).collect();
     quantize(Kind::Int8, NESTED_BLOCK, &centred, codes, outer);
     mean
+}
+
+/// Lanes of a vector and vectors added side by side in torch's sum.
+const LANES: usize = 8;
+const VECTORS: usize = 4;
+
+/// The f32 sum of torch on a CPU (ATen's SumKernel.cpp: 4 vectors of 8 lanes side by side, each in a cascade of four
+/// levels), to the bit: the mean shifts every scale, so another order of summation would give other codes.
+fn sum_as_torch(values: &[f32]) -> f32 {
+    const LEVELS: usize = 4;
+    const WIDTH: usize = LANES * VECTORS;
+    let rows = values.len() / WIDTH;
+    let power = (rows.max(1).next_power_of_two().trailing_zeros() as usize / LEVELS).max(4);
+    let mut levels = [[0f32; WIDTH]; LEVELS];
+    for (i, row) in values.chunks_exact(WIDTH).enumerate() {
+        levels[0].iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
+        let done = i + 1;
+        // A level is passed on to the next whenever it is full.
+        let mut level = 1;
+        while level < LEVELS && done.is_multiple_of(1 << (level * power)) {
+            let (below, above) = levels.split_at_mut(level);
+            above[0].iter_mut().zip(&mut below[level - 1]).for_each(|(sum, part)| *sum += std::mem::take(part));
+            level += 1;
+        }
+    }
+    let [mut sums, above @ ..] = levels;
+    for level in above {
+        sums.iter_mut().zip(level).for_each(|(sum, part)| *sum += part);
+    }
+    let mut rest = values[rows * WIDTH..].chunks_exact(LANES);
+    for vector in &mut rest {
+        sums.iter_mut().zip(vector).for_each(|(sum, value)| *sum += value);
+    }
+    for vector in 1..VECTORS {
+        for lane in 0..LANES {
+            sums[lane] += sums[vector * LANES + lane];
+        }
+    }
+    let tail = rest.remainder().iter().fold(0f32, |sum, value| sum + value);
+    sums[..LANES].iter().fold(tail, |sum, lane| sum + lane)
 }
