@@ -93,7 +93,11 @@ fn four_bits(kind: Kind, expected_cases: usize) {
         // The library's CPU code misses the nearest code now and then; its CUDA code does not.
         let library = file.bytes(&tensor("nested.absmax_u8"));
         let missed = nested.iter().zip(&library).filter(|(ours, theirs)| ours != theirs).count();
-        assert_eq!(missed, case["nested_codes_not_nearest"].as_u64().unwrap() as usize, "{name}: nested codes");
+        assert_eq!(
+            missed,
+            case["nested_codes_not_nearest"].as_u64().unwrap() as usize,
+            "{name}: nested codes"
+        );
         if file.has(&tensor("nested_nearest.dequant")) {
             let scales = Scales::Nested { codes: &nested, absmax: &outer, offset };
             Blocks { kind, block_size, codes: &codes, scales }.dequantize(0, &mut values);

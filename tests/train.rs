@@ -67,7 +67,11 @@ fn golden_flags(trajectory: &Value, folder: &Path, output: &Path) -> Vec<String>
     set("optimizer.eps", run["eps"].to_string());
     set("scheduler.kind", run["schedule"].to_string());
     set("scheduler.warmup_steps", run["warmup"].to_string());
-    if run["method"] == "lora" {
+    if let Some(kind) = run["quant"].as_str() {
+        set("quantization.kind", format!("{kind:?}"));
+        set("quantization.double_quant", run["double_quant"].to_string());
+    }
+    if run["method"] != "full" {
         set("adapter.path", format!("{:?}", folder.join("adapter_step0").display().to_string()));
     }
     flags
@@ -113,7 +117,7 @@ fn follows(name: &str) {
         let rate = (number(ours, "learning_rate") - number(theirs, "lr")).abs();
         assert!(rate < 1e-9, "{name} step {step}: {ours} {theirs}");
     }
-    let (ours, theirs) = match trajectory["run"]["method"] == "lora" {
+    let (ours, theirs) = match trajectory["run"]["method"] != "full" {
         true => ("adapter_model.safetensors", "adapter_final/adapter_model.safetensors"),
         false => ("model.safetensors", "final/model.safetensors"),
     };
@@ -124,6 +128,16 @@ fn follows(name: &str) {
 #[test]
 fn lora_follows_peft() {
     follows("lora");
+}
+
+#[test]
+fn qlora_follows_peft_on_bitsandbytes() {
+    follows("qlora");
+}
+
+#[test]
+fn dora_follows_peft() {
+    follows("dora");
 }
 
 #[test]

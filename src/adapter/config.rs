@@ -111,6 +111,7 @@ impl AdapterConfig {
             r: keys.take("r", "a whole number from 1")?.unwrap_or(8),
             lora_alpha: keys.take("lora_alpha", "a number")?.unwrap_or(8.0),
             use_rslora: keys.take("use_rslora", "true or false")?.unwrap_or(false),
+            use_dora: keys.take("use_dora", "true or false")?.unwrap_or(false),
             rank_pattern: keys.pattern("rank_pattern", "a whole number from 1")?,
             alpha_pattern: keys.pattern("alpha_pattern", "a number")?,
         };
@@ -172,6 +173,7 @@ impl AdapterConfig {
         newer("alpha_pattern", spec.alpha_pattern.iter().map(|(key, a)| (key.clone(), number(*a))).collect());
         newer("exclude_modules", names_value(&spec.exclude_modules));
         newer("use_rslora", json!(spec.use_rslora));
+        newer("use_dora", json!(spec.use_dora));
         newer("ensure_weight_tying", json!(self.ensure_weight_tying));
         format!("{config:#}\n")
     }

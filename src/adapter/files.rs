@@ -24,6 +24,14 @@ pub enum TensorKind {
     LoraA,
     /// B: [out, r].
     LoraB,
+    /// DoRA's magnitudes: [out].
+    LoraMagnitude,
+    /// A of an embedding: [r, vocab].
+    LoraEmbeddingA,
+    /// B of an embedding: [hidden, r].
+    LoraEmbeddingB,
+    /// Rows of an embedding that train: [n, hidden].
+    TokensDelta,
     /// The weight of a module that is saved whole.
     SavedWeight,
     /// The bias of a module that is saved whole.
@@ -32,12 +40,25 @@ pub enum TensorKind {
 
 impl TensorKind {
     // The longer ends stand first: `.lora_A.weight` ends in `.weight` too.
-    const ALL: [Self; 4] = [Self::LoraA, Self::LoraB, Self::SavedWeight, Self::SavedBias];
+    const ALL: [Self; 8] = [
+        Self::LoraA,
+        Self::LoraB,
+        Self::LoraMagnitude,
+        Self::LoraEmbeddingA,
+        Self::LoraEmbeddingB,
+        Self::TokensDelta,
+        Self::SavedWeight,
+        Self::SavedBias,
+    ];
 
     fn suffix(self) -> &'static str {
         match self {
             Self::LoraA => ".lora_A.weight",
             Self::LoraB => ".lora_B.weight",
+            Self::LoraMagnitude => ".lora_magnitude_vector",
+            Self::LoraEmbeddingA => ".lora_embedding_A",
+            Self::LoraEmbeddingB => ".lora_embedding_B",
+            Self::TokensDelta => ".token_adapter.trainable_tokens_delta",
             Self::SavedWeight => ".weight",
             Self::SavedBias => ".bias",
         }
@@ -192,6 +213,7 @@ impl Adapter {
             let fits = match (kind, found.shape.as_slice(), info.shape.as_slice()) {
                 (TensorKind::LoraA, &[_, inputs], &[_, found]) => inputs == found,
                 (TensorKind::LoraB, &[outputs, _], &[found, _]) => outputs == found,
+                (TensorKind::LoraMagnitude, &[outputs, _], &[found]) => outputs == found,
                 (TensorKind::SavedWeight, expected, found) => expected == found,
                 (TensorKind::SavedBias, expected, &[found]) => expected.first() == Some(&found),
                 _ => false,

@@ -8,11 +8,13 @@
 //! do not support is refused by name: an adapter that is half understood would give wrong answers in silence.
 
 mod config;
+mod factors;
 mod files;
 mod merge;
 mod targets;
 
 pub use config::{AdapterConfig, CONFIG_FILE, InitLoraWeights};
+pub use factors::{Factors, principal};
 pub use files::{Adapter, AdapterTensor, TensorKind, WEIGHTS_FILE, write};
 pub use merge::{MergeReport, merge};
 pub use targets::{

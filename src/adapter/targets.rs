@@ -78,6 +78,8 @@ pub struct TargetSpec {
     pub lora_alpha: f64,
     /// Scale by alpha / sqrt(r) instead of alpha / r (rsLoRA, <https://arxiv.org/abs/2312.03732>).
     pub use_rslora: bool,
+    /// Learn the magnitudes of rows apart from their directions (DoRA, <https://arxiv.org/abs/2402.09353>).
+    pub use_dora: bool,
     /// Ranks by end of name (a regular expression); the first that matches wins.
     pub rank_pattern: Vec<(String, usize)>,
     /// As `rank_pattern`, for alpha.
@@ -96,6 +98,7 @@ impl Default for TargetSpec {
             r: 8,
             lora_alpha: 8.0,
             use_rslora: false,
+            use_dora: false,
             rank_pattern: Vec::new(),
             alpha_pattern: Vec::new(),
         }

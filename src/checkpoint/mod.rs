@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-pub use saver::{Saver, SnapshotTensor, WriteWeights};
+pub use saver::{SavedMoment, Saver, SnapshotTensor, WriteWeights};
 
 use crate::error::{Error, Kind, Result};
 use crate::weights::ModelFiles;
@@ -26,6 +26,8 @@ use crate::weights::ModelFiles;
 const STATE_FILE: &str = "trainer_state.json";
 const OPTIMIZER_FILE: &str = "optimizer.safetensors";
 const PREFIX: &str = "checkpoint-";
+/// The end of the name of an 8-bit moment's scales.
+const ABSMAX: &str = ".absmax";
 
 /// Where a run stood, and what it was: a run goes on only with the same.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -96,6 +98,13 @@ impl Saved {
     /// Reads a moment of the parameter called `name`.
     pub fn moment(&self, name: &str, moment: Moment, out: &mut [f32]) -> Result<()> {
         self.optimizer.read_f32(&format!("{name}.{}", moment.suffix()), out)
+    }
+
+    /// The codes of an 8-bit moment; reads its scales.
+    pub fn int8_moment(&self, name: &str, moment: Moment, absmax: &mut [f32]) -> Result<&[u8]> {
+        let name = format!("{name}.{}", moment.suffix());
+        self.optimizer.read_f32(&format!("{name}{ABSMAX}"), absmax)?;
+        self.optimizer.bytes(&name)
     }
 
     /// Refuses to go on as a different run.

@@ -1,10 +1,11 @@
 //! Writing checkpoints, beside the training when asked to, and keeping the last few.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use super::{Moment, OPTIMIZER_FILE, PREFIX, STATE_FILE, State, list, manifest};
+use super::{ABSMAX, Moment, OPTIMIZER_FILE, PREFIX, STATE_FILE, State, list, manifest};
 use crate::error::{Context, Error, Result};
 use crate::weights::{Entry, NewFolder, StoredDtype, write_file, write_text};
 
@@ -17,8 +18,22 @@ pub struct SnapshotTensor {
     pub shape: Vec<usize>,
     /// f32 values.
     pub values: Vec<f32>,
-    /// First and second moment.
-    pub moments: [Vec<f32>; 2],
+    /// First and second moment, unless only the weights are wanted.
+    pub moments: Option<[SavedMoment; 2]>,
+}
+
+/// A moment as the optimizer keeps it.
+#[derive(Debug, Clone)]
+pub enum SavedMoment {
+    /// In f32.
+    F32(Vec<f32>),
+    /// As codes with one scale per block.
+    Int8 {
+        /// One per value.
+        codes: Vec<u8>,
+        /// One per block.
+        absmax: Vec<f32>,
+    },
 }
 
 /// Writes the weights of a snapshot into a folder, in the form that the run leaves (an adapter, a model).
@@ -87,25 +102,51 @@ fn save(place: &Path, state: &State, tensors: &[SnapshotTensor], write_weights: 
     }
     let folder = NewFolder::create(place)?;
     write_weights(folder.path(), tensors)?;
-    let moments = [Moment::First, Moment::Second];
-    let entry = |tensor: &SnapshotTensor, moment: Moment| Entry {
-        name: format!("{}.{}", tensor.name, moment.suffix()),
-        dtype: StoredDtype::F32,
-        shape: tensor.shape.clone(),
-    };
-    let entries: Vec<Entry> =
-        tensors.iter().flat_map(|tensor| moments.map(|moment| entry(tensor, moment))).collect();
-    let mut values = tensors.iter().flat_map(|tensor| &tensor.moments);
-    write_file(&folder.path().join(OPTIMIZER_FILE), &entries, |entry, sink| match values.next() {
-        Some(values) => sink.write_values(values),
-        None => Err(Error::internal(format!("no moment for {}", entry.name))),
-    })?;
+    write_moments(&folder.path().join(OPTIMIZER_FILE), tensors)?;
     let text = serde_json::to_string_pretty(state).map_err(|e| Error::internal(e.to_string()))?;
     write_text(&folder.path().join(STATE_FILE), &text)?;
     manifest::write(folder.path())?;
     sync(folder.path())?;
     folder.commit()?;
     sync(place.parent().unwrap_or(place))
+}
+
+/// optimizer.safetensors: `<name>.exp_avg` and `.exp_avg_sq`; in 8 bits also their `.absmax`.
+fn write_moments(path: &Path, tensors: &[SnapshotTensor]) -> Result<()> {
+    let mut parts: Vec<(Entry, Part<'_>)> = Vec::new();
+    for tensor in tensors {
+        for (moment, saved) in [Moment::First, Moment::Second].iter().zip(tensor.moments.iter().flatten()) {
+            let name = format!("{}.{}", tensor.name, moment.suffix());
+            let mut push = |name: String, dtype, shape: Vec<usize>, part| {
+                parts.push((Entry { name, dtype, shape }, part));
+            };
+            match saved {
+                SavedMoment::F32(values) => {
+                    push(name, StoredDtype::F32, tensor.shape.clone(), Part::Floats(values));
+                }
+                SavedMoment::Int8 { codes, absmax } => {
+                    let scales = format!("{name}{ABSMAX}");
+                    push(name, StoredDtype::U8, tensor.shape.clone(), Part::Bytes(codes));
+                    push(scales, StoredDtype::F32, vec![absmax.len()], Part::Floats(absmax));
+                }
+            }
+        }
+    }
+    let entries: Vec<Entry> = parts.iter().map(|(entry, _)| entry.clone()).collect();
+    let by_name: HashMap<&str, &Part<'_>> =
+        parts.iter().map(|(entry, part)| (entry.name.as_str(), part)).collect();
+    write_file(path, &entries, |entry, sink| match by_name.get(entry.name.as_str()) {
+        Some(Part::Floats(values)) => sink.write_values(values),
+        Some(Part::Bytes(bytes)) => sink.write_bytes(bytes),
+        None => Err(Error::internal(format!("no moment for {}", entry.name))),
+    })?;
+    Ok(())
+}
+
+/// A tensor of optimizer.safetensors.
+enum Part<'a> {
+    Floats(&'a [f32]),
+    Bytes(&'a [u8]),
 }
 
 /// Removes all but the last `keep` checkpoints, each by a rename first so that none is ever seen half removed.

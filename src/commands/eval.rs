@@ -15,7 +15,7 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let folder = working_folder()?;
     let recipe = Recipe::load(&args.rows.layers(&args.model, &args.dataset, &folder)?)?;
     let finder = Finder::new(args.common.offline, &terminal)?;
-    let base = Base::open(&recipe.model, &finder)?;
+    let base = Base::open(&recipe.model, recipe.quantization.as_ref(), &finder)?;
     let adapter = args.adapter.as_deref().map(|adapter| Source::from_argument("--adapter", adapter, &folder));
     let adaptation = match adapter.transpose()? {
         Some(source) => Some(Adaptation::saved_in(&finder.adapter(&source)?.folder, &base.config)?),

@@ -100,7 +100,8 @@ impl Engine {
             });
             x = y;
         }
-        let (loss, mut dx) = strategy.head().loss_and_grad(config, &x, &batch.targets, scale)?;
+        let source = context.source(config.num_layers());
+        let (loss, mut dx) = strategy.head().loss_and_grad(config, &x, &batch.targets, scale, source)?;
         drop(x);
         for layer in (0..config.num_layers()).rev() {
             let weights = strategy.block(layer);

@@ -1,10 +1,15 @@
 //! From named parameters to the structs that a segment takes: the one place that knows both.
 
+use candle_core::DType;
+
 use super::block::BlockWeights;
-use super::linear::{Linear, Lora};
-use super::segments::{EmbedWeights, HeadWeights};
-use super::{ModelConfig, Param};
+use super::linear::Linear;
+use super::segments::{EmbedWeights, HeadWeights, TokenRows};
+use super::{Lora, Matrix, ModelConfig, Param};
 use crate::error::Result;
+
+const EMBED: &str = "model.embed_tokens";
+const HEAD: &str = "lm_head";
 
 /// Wherever parameters live.
 pub trait Lookup {
@@ -13,22 +18,41 @@ pub trait Lookup {
     /// # Errors
     /// There is none: a fault of the caller.
     fn param(&self, name: &str) -> Result<Param>;
+    /// The weight of a linear layer of a block, which may be quantized.
+    ///
+    /// # Errors
+    /// There is none: a fault of the caller.
+    fn matrix(&self, name: &str) -> Result<Matrix>;
     /// The adapter on a module, if it is a target.
     fn lora(&self, module: &str, site: u64) -> Result<Option<Lora>>;
+    /// The rows of a token table that train, if the module has such.
+    fn rows(&self, module: &str) -> Result<Option<TokenRows>>;
+    /// The dtype of activations.
+    fn dtype(&self) -> DType;
     /// True when the output layer has a parameter of its own, although the model ties it to the embedding.
     fn has_own_head(&self) -> bool;
 }
 
 /// The embedding's weights.
 pub fn embed(from: &dyn Lookup) -> Result<EmbedWeights> {
-    Ok(EmbedWeights { table: from.param("model.embed_tokens.weight")? })
+    Ok(EmbedWeights {
+        table: from.param(&format!("{EMBED}.weight"))?,
+        rows: from.rows(EMBED)?,
+        lora: from.lora(EMBED, 0)?,
+        dtype: from.dtype(),
+    })
 }
 
 /// The head's weights; a tied one is the embedding's own parameter.
 pub fn head(config: &ModelConfig, from: &dyn Lookup) -> Result<HeadWeights> {
     let tied = config.tie_word_embeddings && !from.has_own_head();
-    let table = if tied { "model.embed_tokens.weight" } else { "lm_head.weight" };
-    Ok(HeadWeights { norm: from.param("model.norm.weight")?, lm_head: from.param(table)? })
+    let table = if tied { EMBED } else { HEAD };
+    Ok(HeadWeights {
+        norm: from.param("model.norm.weight")?,
+        lm_head: from.param(&format!("{table}.weight"))?,
+        rows: from.rows(table)?,
+        lora: from.lora(HEAD, 0)?,
+    })
 }
 
 /// The weights of block `layer`.
@@ -39,7 +63,7 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn Lookup) -> Result<Bl
         let module = format!("{prefix}.{name}");
         site += 1;
         Ok(Linear {
-            weight: from.param(&format!("{module}.weight"))?,
+            weight: from.matrix(&format!("{module}.weight"))?,
             bias: bias.then(|| from.param(&format!("{module}.bias"))).transpose()?,
             lora: from.lora(&module, site)?,
         })

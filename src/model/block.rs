@@ -11,7 +11,8 @@
 
 use candle_core::Tensor;
 
-use super::linear::{self, DropoutSource, Linear, LoraSaved};
+use super::linear::{self, Linear, LoraSaved};
+use super::lora::DropoutSource;
 use super::{ModelConfig, Param};
 use crate::error::Result;
 use crate::ops::Columns;
@@ -68,7 +69,8 @@ pub struct DropoutContext {
 }
 
 impl Context<'_> {
-    fn source(&self, layer: usize) -> DropoutSource {
+    /// The dropout of block `layer`; of the head, the number after the last block.
+    pub(crate) fn source(&self, layer: usize) -> DropoutSource {
         self.dropout.map(|d| (d.stream.part(layer as u64), d.first_token))
     }
 }

@@ -13,6 +13,7 @@ mod config;
 mod families;
 mod init;
 mod linear;
+mod lora;
 mod rope;
 mod segments;
 mod spec;
@@ -21,12 +22,15 @@ pub use assemble::Lookup;
 pub use block::{BlockCache, BlockSaved, BlockWeights, Context, DropoutContext, backward, forward};
 pub use config::{Family, LayerKind, ModelConfig};
 pub use init::{initial_lora, initial_value};
-pub use linear::{Linear, Lora, LoraSaved};
+pub use linear::{Linear, LoraSaved};
+pub use lora::Lora;
 pub use rope::{Rope, RopeKind};
-pub use segments::{EmbedWeights, HeadWeights};
+pub use segments::{EmbedWeights, HeadWeights, TokenRows};
 pub use spec::{Module, ModuleKind, ParamSpec, Role, Segment, modules, parameters};
 
 use candle_core::Tensor;
+
+use crate::ops::weight::{Quantized, Weight};
 
 /// One parameter in use: its value and, if it trains, where its gradient is added up.
 #[derive(Debug, Clone)]
@@ -35,4 +39,31 @@ pub struct Param {
     pub value: Tensor,
     /// f32, same shape; none for a frozen parameter, which has no weight-gradient code path.
     pub grad: Option<Tensor>,
+}
+
+/// The matrix of a linear layer in use.
+#[derive(Debug, Clone)]
+pub enum Matrix {
+    /// Frozen or trainable, as any parameter.
+    Dense(Param),
+    /// Frozen, in blocks of 4 or 8 bits.
+    Quantized(Quantized),
+}
+
+impl Matrix {
+    /// What products take.
+    pub(crate) fn get(&self) -> Weight<'_> {
+        match self {
+            Matrix::Dense(param) => Weight::Dense(&param.value),
+            Matrix::Quantized(quantized) => Weight::Quantized(quantized),
+        }
+    }
+
+    /// Where its gradient is added up.
+    pub(crate) fn grad(&self) -> Option<&Tensor> {
+        match self {
+            Matrix::Dense(param) => param.grad.as_ref(),
+            Matrix::Quantized(_) => None,
+        }
+    }
 }

@@ -1,30 +1,81 @@
 //! The two ends of the model: embedding, and final norm with output layer and loss.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
+use super::lora::{DropoutSource, Lora};
 use super::{ModelConfig, Param};
 use crate::error::Result;
-use crate::ops::cross_entropy::{LossKind, TokenScore, linear_cross_entropy, logits, score_targets};
-use crate::ops::embedding::{embed, embed_backward};
+use crate::ops::cross_entropy::{
+    Delta, LossKind, Output, OutputGrads, TokenScore, linear_cross_entropy, logits, score_targets,
+};
+use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward};
 use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
+use crate::ops::{Columns, Form, empty, product};
+
+/// Single rows of a token table that train while the table is frozen (PEFT's `trainable_token_indices`). Their values
+/// are the table's own; the strategy puts them back there after each update.
+#[derive(Debug, Clone)]
+pub struct TokenRows {
+    /// The tokens, ascending.
+    pub ids: Vec<u32>,
+    /// `[ids, D]` f32.
+    pub grad: Tensor,
+}
 
 /// The token embedding, for one use.
 #[derive(Debug, Clone)]
 pub struct EmbedWeights {
-    /// `[V, D]`.
+    /// `[V, D]`, in the dtype it is kept in.
     pub table: Param,
+    /// Rows of it that train.
+    pub rows: Option<TokenRows>,
+    /// An adapter on the table: A is `[r, V]`, B `[D, r]`.
+    pub lora: Option<Lora>,
+    /// The dtype of activations.
+    pub dtype: DType,
 }
 
 impl EmbedWeights {
     /// ids → `[N, D]`.
     pub fn forward(&self, config: &ModelConfig, ids: &[u32]) -> Result<Tensor> {
-        embed(&self.table.value, ids, config.embedding_factor)
+        let x = embed(&self.table.value, ids, config.embedding_factor, self.dtype)?;
+        if let Some(lora) = &self.lora {
+            let (u, b) = (columns_of(&lora.a.value, ids)?, Columns::all(&lora.b.value));
+            let scale = lora.scale * config.embedding_factor;
+            product(Columns::all(&x), Columns::all(&u), b, Form::Nt, scale, true)?;
+        }
+        Ok(x)
     }
 
-    /// Adds the table's gradient, if it trains.
+    /// Whether anything here trains.
+    pub fn trains(&self) -> bool {
+        self.table.grad.is_some() || self.rows.is_some() || self.lora.is_some()
+    }
+
+    /// Adds the gradients of what trains.
     pub fn backward(&self, config: &ModelConfig, ids: &[u32], dx: &Tensor) -> Result<()> {
-        match &self.table.grad {
-            Some(grad) => embed_backward(grad, ids, dx, config.embedding_factor, config.pad_token_id),
+        let (factor, skip) = (config.embedding_factor, config.pad_token_id);
+        if let Some(grad) = &self.table.grad {
+            embed_backward(grad, ids, dx, factor, skip)?;
+        }
+        if let Some(rows) = &self.rows {
+            const ELSEWHERE: u32 = u32::MAX;
+            let place = |id: &u32| rows.ids.binary_search(id).map_or(ELSEWHERE, |row| row as u32);
+            let places: Vec<u32> = ids.iter().map(place).collect();
+            embed_backward(&rows.grad, &places, dx, factor, Some(ELSEWHERE))?;
+        }
+        let Some(lora) = &self.lora else { return Ok(()) };
+        let scale = lora.scale * factor;
+        let u = columns_of(&lora.a.value, ids)?;
+        let (rows, r) = u.dims2()?;
+        let du = empty(rows, r, DType::F32, dx.device())?;
+        let b = Columns::all(&lora.b.value);
+        product(Columns::all(&du), Columns::all(dx), b, Form::Nn, scale, false)?;
+        if let Some(grad) = &lora.b.grad {
+            product(Columns::all(grad), Columns::all(dx), Columns::all(&u), Form::Tn, scale, true)?;
+        }
+        match &lora.a.grad {
+            Some(grad) => columns_of_backward(grad, ids, &du, skip),
             None => Ok(()),
         }
     }
@@ -37,6 +88,10 @@ pub struct HeadWeights {
     pub norm: Param,
     /// `lm_head`, or the embedding table when tied: `[V, D]`.
     pub lm_head: Param,
+    /// Rows of a tied table that train.
+    pub rows: Option<TokenRows>,
+    /// An adapter on the output layer.
+    pub lora: Option<Lora>,
 }
 
 impl HeadWeights {
@@ -47,24 +102,47 @@ impl HeadWeights {
         x: &Tensor,
         targets: &[u32],
         scale: f64,
+        source: DropoutSource,
     ) -> Result<(f64, Tensor)> {
         let normed = rms_norm(x, &self.norm.value, config.norm)?;
+        let u = self.down(&normed, source)?;
         let kind = LossKind { scale, softcap: config.logit_softcap };
-        let (loss, d) =
-            linear_cross_entropy(&normed, &self.lm_head.value, targets, kind, self.lm_head.grad.as_ref())?;
-        let dx = rms_norm_backward(x, &self.norm.value, &d, None, self.norm.grad.as_ref(), config.norm)?;
-        Ok((loss, dx))
+        let grads = OutputGrads {
+            weight: self.lm_head.grad.as_ref(),
+            rows: self.rows.as_ref().map(|rows| (rows.ids.as_slice(), &rows.grad)),
+            b: self.lora.as_ref().and_then(|lora| lora.b.grad.as_ref()),
+        };
+        let out = linear_cross_entropy(&normed, self.output(u.as_ref()), targets, kind, grads)?;
+        if let (Some(lora), Some(du)) = (&self.lora, &out.du) {
+            lora.down_backward(&normed, du, Some(&out.dx), source)?;
+        }
+        let grad = self.norm.grad.as_ref();
+        let dx = rms_norm_backward(x, &self.norm.value, &out.dx, None, grad, config.norm)?;
+        Ok((out.loss, dx))
     }
 
     /// Loss and hit of every row with a target, in order.
     pub fn score(&self, config: &ModelConfig, x: &Tensor, targets: &[u32]) -> Result<Vec<TokenScore>> {
         let normed = rms_norm(x, &self.norm.value, config.norm)?;
-        score_targets(&normed, &self.lm_head.value, targets, config.logit_softcap)
+        let u = self.down(&normed, None)?;
+        score_targets(&normed, self.output(u.as_ref()), targets, config.logit_softcap)
     }
 
     /// f32 logits `[N, V]`.
     pub fn logits(&self, config: &ModelConfig, x: &Tensor) -> Result<Tensor> {
         let normed = rms_norm(x, &self.norm.value, config.norm)?;
-        logits(&normed, &self.lm_head.value, config.logit_softcap)
+        let u = self.down(&normed, None)?;
+        logits(&normed, self.output(u.as_ref()), config.logit_softcap)
+    }
+
+    /// The adapter's inner activations, `[N, r]`.
+    fn down(&self, normed: &Tensor, source: DropoutSource) -> Result<Option<Tensor>> {
+        self.lora.as_ref().map(|lora| lora.down(normed, source)).transpose()
+    }
+
+    fn output<'a>(&'a self, u: Option<&'a Tensor>) -> Output<'a> {
+        let delta = self.lora.as_ref().zip(u);
+        let delta = delta.map(|(lora, u)| Delta { u, b: &lora.b.value, scale: lora.scale });
+        Output { weight: &self.lm_head.value, delta }
     }
 }

@@ -13,27 +13,23 @@ use half::bf16;
 
 use crate::error::{Error, Result};
 
-/// An element type of activations and weights that the CPU forms know.
-pub(crate) trait Elem: candle_core::WithDType + Default + Send + Sync {
-    fn widen(self) -> f32;
-    /// The number of this type that is nearest to `value`. Not `round`: where the type is written out, that name
-    /// would be `f32`'s own, to an integer.
-    fn nearest(value: f32) -> Self;
+/// A type whose values can be read and written in place.
+pub(crate) trait Plain: candle_core::WithDType + Default + Send + Sync {
     fn slice(storage: &CpuStorage) -> Option<&[Self]>;
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
 
-macro_rules! elem {
-    ($type:ty, $variant:ident, $widen:expr, $nearest:expr) => {
-        impl Elem for $type {
-            #[inline(always)]
-            fn widen(self) -> f32 {
-                $widen(self)
-            }
-            #[inline(always)]
-            fn nearest(value: f32) -> Self {
-                $nearest(value)
-            }
+/// An element type of activations and weights that the CPU forms know.
+pub(crate) trait Elem: Plain {
+    fn widen(self) -> f32;
+    /// The number of this type that is nearest to `value`. Not `round`: where the type is written out, that name
+    /// would be `f32`'s own, to an integer.
+    fn nearest(value: f32) -> Self;
+}
+
+macro_rules! plain {
+    ($type:ty, $variant:ident) => {
+        impl Plain for $type {
             fn slice(storage: &CpuStorage) -> Option<&[Self]> {
                 match storage {
                     CpuStorage::$variant(values) => Some(values),
@@ -49,8 +45,26 @@ macro_rules! elem {
         }
     };
 }
-elem!(f32, F32, |x| x, |x| x);
-elem!(bf16, BF16, bf16_to_f32, f32_to_bf16);
+plain!(f32, F32);
+plain!(bf16, BF16);
+plain!(u8, U8);
+
+macro_rules! elem {
+    ($type:ty, $widen:expr, $nearest:expr) => {
+        impl Elem for $type {
+            #[inline(always)]
+            fn widen(self) -> f32 {
+                $widen(self)
+            }
+            #[inline(always)]
+            fn nearest(value: f32) -> Self {
+                $nearest(value)
+            }
+        }
+    };
+}
+elem!(f32, |x| x, |x| x);
+elem!(bf16, bf16_to_f32, f32_to_bf16);
 
 #[inline(always)]
 fn bf16_to_f32(x: bf16) -> f32 {
@@ -97,7 +111,7 @@ pub(crate) struct Elements<G, T> {
     elem: PhantomData<T>,
 }
 
-impl<G: Deref<Target = Storage>, T: Elem> Deref for Elements<G, T> {
+impl<G: Deref<Target = Storage>, T: Plain> Deref for Elements<G, T> {
     type Target = [T];
     fn deref(&self) -> &[T] {
         let values = match &*self.guard {
@@ -110,7 +124,7 @@ impl<G: Deref<Target = Storage>, T: Elem> Deref for Elements<G, T> {
 }
 
 /// The elements of `tensor`, which must be contiguous, on the CPU and of type `T`.
-pub(crate) fn read<T: Elem>(tensor: &Tensor) -> Result<Elements<impl Deref<Target = Storage> + '_, T>> {
+pub(crate) fn read<T: Plain>(tensor: &Tensor) -> Result<Elements<impl Deref<Target = Storage> + '_, T>> {
     let (guard, layout) = tensor.storage_and_layout();
     let (start, end) = contiguous(layout)?;
     match &*guard {
@@ -122,10 +136,10 @@ pub(crate) fn read<T: Elem>(tensor: &Tensor) -> Result<Elements<impl Deref<Targe
 
 /// Lets `write` change the elements of the contiguous CPU tensor `tensor` in place.
 /// The other tensors that `write` reads must not share its storage.
-pub(crate) fn update<T: Elem, R>(tensor: &Tensor, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+pub(crate) fn update<T: Plain, R>(tensor: &Tensor, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
     /// The closure before the call, its result after.
     struct Write<T, F, R>(Mutex<(Option<F>, Option<R>)>, PhantomData<fn(T)>);
-    impl<T: Elem, R, F: FnOnce(&mut [T]) -> R> InplaceOp1 for Write<T, F, R> {
+    impl<T: Plain, R, F: FnOnce(&mut [T]) -> R> InplaceOp1 for Write<T, F, R> {
         fn name(&self) -> &'static str {
             "write"
         }
@@ -146,7 +160,7 @@ pub(crate) fn update<T: Elem, R>(tensor: &Tensor, write: impl FnOnce(&mut [T]) -
 }
 
 /// `values` as a CPU tensor, without a copy.
-pub(crate) fn tensor<T: Elem, S: Into<Shape>>(values: Vec<T>, shape: S) -> Result<Tensor> {
+pub(crate) fn tensor<T: Plain, S: Into<Shape>>(values: Vec<T>, shape: S) -> Result<Tensor> {
     let shape = shape.into();
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
 }

@@ -26,7 +26,7 @@ pub struct AdamW {
 
 /// The constants of the loop.
 #[derive(Clone, Copy)]
-struct Rates {
+pub(super) struct Rates {
     decay: f32,
     step: f32,
     root: f32,
@@ -37,7 +37,7 @@ struct Rates {
 }
 
 impl AdamW {
-    fn rates(&self) -> Rates {
+    pub(super) fn rates(&self) -> Rates {
         let correction1 = 1.0 - self.betas[0].powf(self.update as f64);
         let correction2 = 1.0 - self.betas[1].powf(self.update as f64);
         Rates {
@@ -78,7 +78,7 @@ pub fn adamw(param: &Tensor, grad: &Tensor, moments: [&Tensor; 2], options: &Ada
 }
 
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn update_chunk(p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32], rates: Rates) {
+pub(super) fn update_chunk(p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32], rates: Rates) {
     for (((p, m), v), g) in p.iter_mut().zip(m).zip(v).zip(g) {
         let g = g * rates.grad_scale;
         *p *= rates.decay;

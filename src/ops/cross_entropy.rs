@@ -37,25 +37,67 @@ pub struct TokenScore {
     pub correct: bool,
 }
 
-/// The sum of the losses of all rows with a target, and the gradient of `x` for `scale` times that sum.
-/// `x: [N, D]`, `weight: [V, D]`; the weight's gradient is added to `dweight: [V, D]` f32 when given.
+/// The output layer: `logits = x · Wᵀ + scale · u · Bᵀ`.
+#[derive(Debug, Clone, Copy)]
+pub struct Output<'a> {
+    /// `[V, D]`.
+    pub weight: &'a Tensor,
+    /// What an adapter adds.
+    pub delta: Option<Delta<'a>>,
+}
+
+/// A low-rank addition to the logits.
+#[derive(Debug, Clone, Copy)]
+pub struct Delta<'a> {
+    /// The adapter's inner activations, `[N, r]` f32.
+    pub u: &'a Tensor,
+    /// `[V, r]` f32.
+    pub b: &'a Tensor,
+    /// Factor on the product.
+    pub scale: f64,
+}
+
+/// Where the gradients of the output layer's parameters are added, f32; none for frozen ones.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct OutputGrads<'a> {
+    /// Of the weight, `[V, D]`.
+    pub weight: Option<&'a Tensor>,
+    /// Of single rows of the weight: their ids and `[ids, D]`.
+    pub rows: Option<(&'a [u32], &'a Tensor)>,
+    /// Of the adapter's B, `[V, r]`.
+    pub b: Option<&'a Tensor>,
+}
+
+/// A micro-batch's loss and what flows back from it.
+#[derive(Debug)]
+pub struct LossAndGrad {
+    /// The sum of the losses of all rows with a target.
+    pub loss: f64,
+    /// The gradient of `x` for `scale` times that sum.
+    pub dx: Tensor,
+    /// That of the adapter's `u`, f32.
+    pub du: Option<Tensor>,
+}
+
+/// The loss of `x: [N, D]` under `output`; adds its parameters' gradients to `grads`.
 pub fn linear_cross_entropy(
     x: &Tensor,
-    weight: &Tensor,
+    output: Output<'_>,
     targets: &[u32],
     kind: LossKind,
-    dweight: Option<&Tensor>,
-) -> Result<(f64, Tensor)> {
-    let rows = counted(targets);
-    let (n, width) = dims2(x)?;
+    grads: OutputGrads<'_>,
+) -> Result<LossAndGrad> {
     if !x.device().is_cpu() {
-        return reference(x, weight, targets, kind, dweight);
+        return reference(x, output, targets, kind, grads);
     }
-    let (vocab, _) = dims2(weight)?;
-    with_elem!(x.dtype(), T => with_elem!(weight.dtype(), W => {
-        let (xs, w) = (read::<T>(x)?, read::<W>(weight)?);
+    let rows = counted(targets);
+    let ((n, width), (vocab, _)) = (dims2(x)?, dims2(output.weight)?);
+    let adapter = output.delta.map(DeltaOnCpu::new).transpose()?;
+    with_elem!(x.dtype(), T => with_elem!(output.weight.dtype(), W => {
+        let (xs, w) = (read::<T>(x)?, read::<W>(output.weight)?);
         let w = Mat::new(&w, vocab, width, width);
         let mut dx = vec![T::default(); n * width];
+        let mut du = vec![0f32; adapter.as_ref().map_or(0, |adapter| n * adapter.r)];
         let mut loss = 0f64;
         let mut logits: Vec<f32> = unwritten(chunk_rows(vocab).min(rows.len()) * vocab);
         for chunk in rows.chunks(chunk_rows(vocab)) {
@@ -63,6 +105,9 @@ pub fn linear_cross_entropy(
             let x = Mat::new(&x, chunk.len(), width, width);
             let logits = &mut logits[..chunk.len() * vocab];
             product(Dst { data: logits, stride: vocab, accumulate: false }, x, w.t(), 1.0, Threads::All);
+            if let Some(adapter) = &adapter {
+                adapter.add_logits(logits, chunk)?;
+            }
             let losses: Vec<f32> = logits
                 .par_chunks_mut(vocab)
                 .zip(chunk)
@@ -72,33 +117,90 @@ pub fn linear_cross_entropy(
             let d = Mat::new(logits, chunk.len(), vocab, vocab);
             let mut out = vec![T::default(); chunk.len() * width];
             product(Dst { data: &mut out, stride: width, accumulate: false }, d, w, 1.0, Threads::All);
-            for (row, &n) in out.chunks_exact(width).zip(chunk) {
-                dx[n * width..(n + 1) * width].copy_from_slice(row);
-            }
-            if let Some(dweight) = dweight {
+            scatter(&mut dx, &out, chunk, width);
+            if let Some(dweight) = grads.weight {
                 update(dweight, |g: &mut [f32]| {
                     product(Dst { data: g, stride: width, accumulate: true }, d.t(), x, 1.0, Threads::All);
                 })?;
             }
+            if let Some((ids, drows)) = grads.rows {
+                let picked: Vec<f32> =
+                    logits.chunks_exact(vocab).flat_map(|row| ids.iter().map(|&id| row[id as usize])).collect();
+                let picked = Mat::new(&picked, chunk.len(), ids.len(), ids.len());
+                update(drows, |g: &mut [f32]| {
+                    let dst = Dst { data: g, stride: width, accumulate: true };
+                    product(dst, picked.t(), x, 1.0, Threads::All);
+                })?;
+            }
+            if let Some(adapter) = &adapter {
+                adapter.backward(d, chunk, &mut du, grads.b)?;
+            }
         }
-        Ok((loss, tensor(dx, (n, width))?))
+        let du = adapter.as_ref().map(|adapter| tensor(du, (n, adapter.r))).transpose()?;
+        Ok(LossAndGrad { loss, dx: tensor(dx, (n, width))?, du })
     }))
+}
+
+/// A [`Delta`] as slices.
+struct DeltaOnCpu {
+    u: Vec<f32>,
+    b: Vec<f32>,
+    r: usize,
+    vocab: usize,
+    scale: f32,
+}
+
+impl DeltaOnCpu {
+    fn new(delta: Delta<'_>) -> Result<Self> {
+        let (vocab, r) = dims2(delta.b)?;
+        let (u, b) = (read::<f32>(delta.u)?.to_vec(), read::<f32>(delta.b)?.to_vec());
+        Ok(DeltaOnCpu { u, b, r, vocab, scale: delta.scale as f32 })
+    }
+
+    fn b(&self) -> Mat<'_, f32> {
+        Mat::new(&self.b, self.vocab, self.r, self.r)
+    }
+
+    fn add_logits(&self, logits: &mut [f32], chunk: &[usize]) -> Result<()> {
+        let u = gather::<f32>(&self.u, chunk, self.r);
+        let u = Mat::new(&u, chunk.len(), self.r, self.r);
+        let dst = Dst { data: logits, stride: self.vocab, accumulate: true };
+        product(dst, u, self.b().t(), self.scale, Threads::All);
+        Ok(())
+    }
+
+    /// Writes the chunk's rows of `du` and adds to the gradient of B.
+    fn backward(&self, d: Mat<'_, f32>, chunk: &[usize], du: &mut [f32], db: Option<&Tensor>) -> Result<()> {
+        let mut out = vec![0f32; chunk.len() * self.r];
+        let dst = Dst { data: &mut out, stride: self.r, accumulate: false };
+        product(dst, d, self.b(), self.scale, Threads::All);
+        scatter(du, &out, chunk, self.r);
+        let Some(db) = db else { return Ok(()) };
+        let u = gather::<f32>(&self.u, chunk, self.r);
+        let u = Mat::new(&u, chunk.len(), self.r, self.r);
+        update(db, |g: &mut [f32]| {
+            let dst = Dst { data: g, stride: self.r, accumulate: true };
+            product(dst, d.t(), u, self.scale, Threads::All);
+        })
+    }
 }
 
 /// Scores of the rows that have a target, in order.
 pub fn score_targets(
     x: &Tensor,
-    weight: &Tensor,
+    output: Output<'_>,
     targets: &[u32],
     softcap: Option<f64>,
 ) -> Result<Vec<TokenScore>> {
     let rows = counted(targets);
     let mut scores = Vec::with_capacity(rows.len());
-    let (vocab, _) = dims2(weight)?;
+    let (vocab, _) = dims2(output.weight)?;
     for chunk in rows.chunks(chunk_rows(vocab)) {
-        let ids: Vec<u32> = chunk.iter().map(|&n| n as u32).collect();
-        let x = x.index_select(&Tensor::from_vec(ids, chunk.len(), x.device())?, 0)?;
-        let logits = logits(&x, weight, softcap)?.to_device(&candle_core::Device::Cpu)?;
+        let ids = indices(chunk, x.device())?;
+        let u = output.delta.map(|delta| delta.u.index_select(&ids, 0)).transpose()?;
+        let delta = output.delta.zip(u.as_ref()).map(|(delta, u)| Delta { u, ..delta });
+        let x = x.index_select(&ids, 0)?;
+        let logits = logits(&x, Output { delta, ..output }, softcap)?.to_device(&candle_core::Device::Cpu)?;
         let logits = read::<f32>(&logits)?;
         let part: Vec<TokenScore> =
             logits.par_chunks(vocab).zip(chunk).map(|(row, &n)| score(row, targets[n] as usize)).collect();
@@ -107,15 +209,24 @@ pub fn score_targets(
     Ok(scores)
 }
 
-/// `x · Wᵀ` with the soft-cap, in f32: `[N, V]`.
-pub fn logits(x: &Tensor, weight: &Tensor, softcap: Option<f64>) -> Result<Tensor> {
-    let ((rows, _), (vocab, _)) = (dims2(x)?, dims2(weight)?);
+/// The logits with the soft-cap, in f32: `[N, V]`.
+pub fn logits(x: &Tensor, output: Output<'_>, softcap: Option<f64>) -> Result<Tensor> {
+    let ((rows, _), (vocab, _)) = (dims2(x)?, dims2(output.weight)?);
     let out = super::empty(rows, vocab, DType::F32, x.device())?;
-    columns_product(Columns::all(&out), Columns::all(x), Columns::all(weight), Form::Nt, 1.0, false)?;
+    let all = Columns::all(&out);
+    columns_product(all, Columns::all(x), Columns::all(output.weight), Form::Nt, 1.0, false)?;
+    if let Some(Delta { u, b, scale }) = output.delta {
+        columns_product(all, Columns::all(u), Columns::all(b), Form::Nt, scale, true)?;
+    }
     Ok(match softcap {
         Some(cap) => ((out / cap)?.tanh()? * cap)?,
         None => out,
     })
+}
+
+fn indices(rows: &[usize], device: &candle_core::Device) -> Result<Tensor> {
+    let ids: Vec<u32> = rows.iter().map(|&n| n as u32).collect();
+    Ok(Tensor::from_vec(ids, rows.len(), device)?)
 }
 
 fn counted(targets: &[u32]) -> Vec<usize> {
@@ -124,6 +235,13 @@ fn counted(targets: &[u32]) -> Vec<usize> {
 
 fn chunk_rows(vocab: usize) -> usize {
     (LOGITS_BYTES / (4 * vocab.max(1))).clamp(16, 2048)
+}
+
+/// Puts the rows of `from` to their places in `to`.
+fn scatter<T: Elem>(to: &mut [T], from: &[T], rows: &[usize], width: usize) {
+    for (row, &n) in from.chunks_exact(width).zip(rows) {
+        to[n * width..(n + 1) * width].copy_from_slice(row);
+    }
 }
 
 fn gather<T: Elem>(x: &[T], rows: &[usize], width: usize) -> Vec<T> {
@@ -170,43 +288,70 @@ fn score(row: &[f32], target: usize) -> TokenScore {
 /// The definition, chunk by chunk, in candle's primitives.
 pub(crate) fn reference(
     x: &Tensor,
-    weight: &Tensor,
+    output: Output<'_>,
     targets: &[u32],
     kind: LossKind,
-    dweight: Option<&Tensor>,
-) -> Result<(f64, Tensor)> {
-    let ((vocab, _), (n, width)) = (dims2(weight)?, dims2(x)?);
+    grads: OutputGrads<'_>,
+) -> Result<LossAndGrad> {
+    let ((vocab, _), (n, width)) = (dims2(output.weight)?, dims2(x)?);
     let rows = counted(targets);
     let device = x.device();
     let mut dx = Tensor::zeros((n, width), DType::F32, device)?;
+    let mut du = output.delta.map(|delta| delta.u.zeros_like()).transpose()?;
     // Read once at the end: each read would wait for the device.
     let mut losses = Vec::new();
     for chunk in rows.chunks(chunk_rows(vocab)) {
-        let ids: Vec<u32> = chunk.iter().map(|&n| n as u32).collect();
         let hits: Vec<u32> = chunk.iter().map(|&n| targets[n]).collect();
-        let ids = Tensor::from_vec(ids, chunk.len(), device)?;
+        let ids = indices(chunk, device)?;
         let hits = Tensor::from_vec(hits, (chunk.len(), 1), device)?;
         let x = x.index_select(&ids, 0)?;
-        let logits = logits(&x, weight, kind.softcap)?;
-        let max = logits.max_keepdim(1)?;
-        let exp = logits.broadcast_sub(&max)?.exp()?;
-        let sum = exp.sum_keepdim(1)?;
-        let row_loss = ((max + sum.log()?)? - logits.gather(&hits, 1)?)?;
+        let u = output.delta.map(|delta| delta.u.index_select(&ids, 0)).transpose()?;
+        let delta = output.delta.zip(u.as_ref()).map(|(delta, u)| Delta { u, ..delta });
+        let (d, row_loss) = reference_chunk(&x, Output { delta, ..output }, &hits, kind)?;
         losses.push(row_loss);
-        let minus_one = hits.ones_like()?.to_dtype(DType::F32)?.neg()?;
-        let mut d = (exp.broadcast_div(&sum)?.scatter_add(&hits, &minus_one, 1)? * kind.scale)?;
-        if let Some(cap) = kind.softcap {
-            d = (d * (1.0 - (logits / cap)?.sqr()?)?)?;
+        let dlow = d.to_dtype(output.weight.dtype())?;
+        dx = dx.index_add(&ids, &dlow.matmul(output.weight)?.to_dtype(DType::F32)?, 0)?;
+        let add = |to: &Tensor, d: &Tensor, right: &Tensor, scale: f64| {
+            columns_product(Columns::all(to), Columns::all(d), Columns::all(right), Form::Tn, scale, true)
+        };
+        if let Some(dweight) = grads.weight {
+            add(dweight, &dlow, &x, 1.0)?;
         }
-        let d = d.to_dtype(weight.dtype())?;
-        dx = dx.index_add(&ids, &d.matmul(weight)?.to_dtype(DType::F32)?, 0)?;
-        if let Some(dweight) = dweight {
-            columns_product(Columns::all(dweight), Columns::all(&d), Columns::all(&x), Form::Tn, 1.0, true)?;
+        if let Some((rows, drows)) = grads.rows {
+            let rows = Tensor::from_slice(rows, rows.len(), device)?;
+            add(drows, &d.index_select(&rows, 1)?, &x, 1.0)?;
+        }
+        if let Some(Delta { u, b, scale }) = delta {
+            du = du.map(|du| du.index_add(&ids, &(d.matmul(b)? * scale)?, 0)).transpose()?;
+            if let Some(db) = grads.b {
+                add(db, &d, u, scale)?;
+            }
         }
     }
     let losses = match losses.is_empty() {
         true => Vec::new(),
         false => Tensor::cat(&losses, 0)?.flatten_all()?.to_vec1::<f32>()?,
     };
-    Ok((losses.iter().map(|&loss| f64::from(loss)).sum(), dx.to_dtype(x.dtype())?))
+    let loss = losses.iter().map(|&loss| f64::from(loss)).sum();
+    Ok(LossAndGrad { loss, dx: dx.to_dtype(x.dtype())?, du })
+}
+
+/// The logits' gradient of one chunk, and its rows' losses; both f32.
+fn reference_chunk(
+    x: &Tensor,
+    output: Output<'_>,
+    hits: &Tensor,
+    kind: LossKind,
+) -> Result<(Tensor, Tensor)> {
+    let logits = logits(x, output, kind.softcap)?;
+    let max = logits.max_keepdim(1)?;
+    let exp = logits.broadcast_sub(&max)?.exp()?;
+    let sum = exp.sum_keepdim(1)?;
+    let row_loss = ((max + sum.log()?)? - logits.gather(hits, 1)?)?;
+    let minus_one = hits.ones_like()?.to_dtype(DType::F32)?.neg()?;
+    let mut d = (exp.broadcast_div(&sum)?.scatter_add(hits, &minus_one, 1)? * kind.scale)?;
+    if let Some(cap) = kind.softcap {
+        d = (d * (1.0 - (logits / cap)?.sqr()?)?)?;
+    }
+    Ok((d, row_loss))
 }

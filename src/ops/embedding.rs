@@ -1,4 +1,5 @@
-//! Token embedding: rows of the table times a factor (Gemma's √hidden), and the table's gradient.
+//! Token embedding: rows of the table times a factor (Gemma's √hidden), the table's gradient, and what LoRA on it
+//! needs: columns of A by token (PEFT's `lora_embedding_A`).
 
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
@@ -6,23 +7,74 @@ use rayon::prelude::*;
 use super::access::{Elem, dims2, read, tensor, unwritten, update, with_elem};
 use crate::error::Result;
 
-/// `table: [V, D]`, ids below V → `[N, D]` in the table's dtype.
-pub fn embed(table: &Tensor, ids: &[u32], factor: f64) -> Result<Tensor> {
+/// `table: [V, D]`, ids below V → `[N, D]` in `dtype`, whatever the table is kept in.
+pub fn embed(table: &Tensor, ids: &[u32], factor: f64, dtype: DType) -> Result<Tensor> {
     if !table.device().is_cpu() {
-        return reference(table, ids, factor);
+        return reference(table, ids, factor, dtype);
     }
     let (_, width) = dims2(table)?;
-    with_elem!(table.dtype(), T => {
+    with_elem!(table.dtype(), T => with_elem!(dtype, Y => {
         let table = read::<T>(table)?;
-        let mut out = unwritten::<T>(ids.len() * width);
+        let mut out = unwritten::<Y>(ids.len() * width);
         out.par_chunks_mut(width).zip(ids).with_min_len(16).for_each(|(row, &id)| {
             let source = &table[id as usize * width..(id as usize + 1) * width];
             for (y, x) in row.iter_mut().zip(source) {
-                *y = T::nearest(x.widen() * factor as f32);
+                *y = Y::nearest(x.widen() * factor as f32);
             }
         });
         tensor(out, (ids.len(), width))
+    }))
+}
+
+/// `a: [r, V]` f32 → `[N, r]`: the column of each token.
+pub fn columns_of(a: &Tensor, ids: &[u32]) -> Result<Tensor> {
+    if !a.device().is_cpu() {
+        return columns_of_reference(a, ids);
+    }
+    let (r, vocab) = dims2(a)?;
+    let a = read::<f32>(a)?;
+    let values = ids.iter().flat_map(|&id| (0..r).map(move |j| (j, id as usize)));
+    tensor(values.map(|(j, id)| a[j * vocab + id]).collect::<Vec<f32>>(), (ids.len(), r))
+}
+
+/// The definition of [`columns_of`] in candle's primitives.
+pub(crate) fn columns_of_reference(a: &Tensor, ids: &[u32]) -> Result<Tensor> {
+    Ok(a.index_select(&indices(ids, a.device())?, 1)?.t()?.contiguous()?)
+}
+
+/// `grad[j, id] += du[n, j]` for every token n but those `skip`: the gradient of `a` in [`columns_of`]; all f32.
+pub fn columns_of_backward(grad: &Tensor, ids: &[u32], du: &Tensor, skip: Option<u32>) -> Result<()> {
+    if !grad.device().is_cpu() {
+        return columns_of_backward_reference(grad, ids, du, skip);
+    }
+    let (r, vocab) = dims2(grad)?;
+    let du = read::<f32>(du)?;
+    let du: &[f32] = &du;
+    update(grad, |grad: &mut [f32]| {
+        for (du, &id) in du.chunks_exact(r.max(1)).zip(ids).filter(|(_, id)| Some(**id) != skip) {
+            for (j, du) in du.iter().enumerate() {
+                grad[j * vocab + id as usize] += du;
+            }
+        }
     })
+}
+
+/// The definition of [`columns_of_backward`] in candle's primitives.
+pub(crate) fn columns_of_backward_reference(
+    grad: &Tensor,
+    ids: &[u32],
+    du: &Tensor,
+    skip: Option<u32>,
+) -> Result<()> {
+    let (kept, kept_ids) = without(ids, skip);
+    let du = du.index_select(&indices(&kept, du.device())?, 0)?.t()?.contiguous()?;
+    let sum = grad.contiguous()?.index_add(&indices(&kept_ids, grad.device())?, &du, 1)?;
+    Ok(grad.slice_set(&sum, 0, 0)?)
+}
+
+/// The places of all tokens but those `skip`, and the tokens themselves.
+fn without(ids: &[u32], skip: Option<u32>) -> (Vec<u32>, Vec<u32>) {
+    (0u32..).zip(ids).filter(|(_, id)| Some(**id) != skip).map(|(n, id)| (n, *id)).unzip()
 }
 
 /// `grad[id] += factor · dy[n]` for every token n, in order; `grad: [V, D]` f32. Tokens `skip` add nothing, as those
@@ -50,9 +102,9 @@ fn indices(ids: &[u32], device: &candle_core::Device) -> Result<Tensor> {
 }
 
 /// The definition, in candle's primitives.
-pub(crate) fn reference(table: &Tensor, ids: &[u32], factor: f64) -> Result<Tensor> {
+pub(crate) fn reference(table: &Tensor, ids: &[u32], factor: f64, dtype: DType) -> Result<Tensor> {
     let rows = table.index_select(&indices(ids, table.device())?, 0)?;
-    Ok((rows.to_dtype(DType::F32)? * factor)?.to_dtype(table.dtype())?)
+    Ok((rows.to_dtype(DType::F32)? * factor)?.to_dtype(dtype)?)
 }
 
 /// The backward formula in candle's primitives (f32: candle's bf16 `index_add` adds up in bf16).
@@ -63,8 +115,7 @@ pub(crate) fn reference_backward(
     factor: f64,
     skip: Option<u32>,
 ) -> Result<()> {
-    let kept: Vec<u32> = (0..ids.len() as u32).filter(|n| Some(ids[*n as usize]) != skip).collect();
-    let kept_ids: Vec<u32> = kept.iter().map(|n| ids[*n as usize]).collect();
+    let (kept, kept_ids) = without(ids, skip);
     let dy = (dy.index_select(&indices(&kept, dy.device())?, 0)?.to_dtype(DType::F32)? * factor)?;
     let sum = grad.contiguous()?.index_add(&indices(&kept_ids, grad.device())?, &dy, 0)?;
     grad.slice_set(&sum, 0, 0)?;

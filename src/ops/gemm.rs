@@ -1,16 +1,81 @@
 //! Matrix products on CPU slices: `dst = [dst +] alpha · a · b` for any strides, `f32` inside whatever the operands are.
 //!
 //! The `gemm` crate multiplies (AVX-512 or AVX2 by run-time detection). Operands that are not `f32` are widened:
-//! `a` (activations) whole, `b` (often a weight) panel by panel, so that a half-precision weight never exists in
-//! full as `f32`.
+//! `a` (activations) whole, `b` (often a weight) panel by panel, so that a half-precision or a quantized weight never
+//! exists in full as `f32`.
 
 use gemm::Parallelism;
 use rayon::prelude::*;
 
-use super::access::{Elem, unwritten};
+use super::access::{Elem, Plain, unwritten};
+use crate::quant::Blocks;
 
 /// `f32` values a widened panel of `b` may hold: 4 MiB, which stays in the L2/L3 caches.
 const PANEL: usize = 1 << 20;
+
+/// The right operand of a product: `f32` as it lies in memory, or something that becomes `f32` panel by panel.
+pub(crate) trait Right: Copy + Sync {
+    fn rows(&self) -> usize;
+    fn cols(&self) -> usize;
+    /// The values and both strides, when they are `f32` already.
+    fn dense(&self) -> Option<Operand<'_>>;
+    /// Columns `start..start + len` as `f32` in `panel`; returns its strides.
+    fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize);
+}
+
+/// Makes `panel` `len` values long; what they are is for the caller to write.
+fn resize(panel: &mut Vec<f32>, len: usize) {
+    if panel.len() < len {
+        *panel = unwritten(len);
+    } else {
+        panel.truncate(len);
+    }
+}
+
+/// A quantized matrix, row by row in blocks, or its transpose.
+#[derive(Clone, Copy)]
+pub(crate) struct QuantMat<'a> {
+    blocks: Blocks<'a>,
+    rows: usize,
+    cols: usize,
+    transposed: bool,
+}
+
+impl<'a> QuantMat<'a> {
+    pub(crate) fn new(blocks: Blocks<'a>, rows: usize, cols: usize) -> Self {
+        QuantMat { blocks, rows, cols, transposed: false }
+    }
+
+    /// The transpose; no element moves.
+    pub(crate) fn t(self) -> Self {
+        QuantMat { transposed: !self.transposed, ..self }
+    }
+}
+
+impl Right for QuantMat<'_> {
+    fn rows(&self) -> usize {
+        if self.transposed { self.cols } else { self.rows }
+    }
+
+    fn cols(&self) -> usize {
+        if self.transposed { self.rows } else { self.cols }
+    }
+
+    fn dense(&self) -> Option<Operand<'_>> {
+        None
+    }
+
+    fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize) {
+        // Whole stored rows for the transpose, a part of each stored row otherwise.
+        let (first, count, from, width) =
+            if self.transposed { (start, len, 0, self.cols) } else { (0, self.rows, start, len) };
+        resize(panel, count * width);
+        panel.par_chunks_mut(width.max(1)).with_min_len(8).enumerate().for_each(|(i, out)| {
+            self.blocks.dequantize((first + i) * self.cols + from, out);
+        });
+        if self.transposed { (1, width) } else { (width, 1) }
+    }
+}
 
 /// A strided matrix on a slice. Element `(i, j)` is `data[i * row_stride + j * col_stride]`.
 #[derive(Clone, Copy)]
@@ -22,7 +87,7 @@ pub(crate) struct Mat<'a, T> {
     col_stride: usize,
 }
 
-impl<'a, T: Elem> Mat<'a, T> {
+impl<'a, T: Plain> Mat<'a, T> {
     /// A row-major matrix whose rows begin `stride` elements apart; `data` begins at element (0, 0).
     pub(crate) fn new(data: &'a [T], rows: usize, cols: usize, stride: usize) -> Self {
         assert!(
@@ -47,20 +112,43 @@ impl<'a, T: Elem> Mat<'a, T> {
     fn columns(self, start: usize, len: usize) -> Self {
         Mat { data: &self.data[(start * self.col_stride).min(self.data.len())..], cols: len, ..self }
     }
+}
 
+impl<T: Elem> Mat<'_, T> {
     /// A dense `f32` copy in the same orientation.
     fn widened(self) -> (Vec<f32>, usize, usize) {
-        let (outer, inner, stride) = match self.col_stride {
-            1 => (self.rows, self.cols, self.row_stride),
-            _ => (self.cols, self.rows, self.col_stride),
+        let mut dense = Vec::new();
+        let (rs, cs) = self.widen_columns(0, self.cols, &mut dense);
+        (dense, rs, cs)
+    }
+}
+
+impl<T: Elem> Right for Mat<'_, T> {
+    fn rows(&self) -> usize {
+        self.rows
+    }
+
+    fn cols(&self) -> usize {
+        self.cols
+    }
+
+    fn dense(&self) -> Option<Operand<'_>> {
+        is_f32::<T>().then(|| (as_f32(self.data), self.row_stride, self.col_stride))
+    }
+
+    fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize) {
+        let part = self.columns(start, len);
+        let (outer, inner, stride) = match part.col_stride {
+            1 => (part.rows, part.cols, part.row_stride),
+            _ => (part.cols, part.rows, part.col_stride),
         };
-        let mut dense: Vec<f32> = unwritten(outer * inner);
+        resize(panel, outer * inner);
         if inner > 0 {
-            dense.par_chunks_mut(inner).with_min_len(16).enumerate().for_each(|(i, row)| {
-                widen(row, &self.data[i * stride..i * stride + inner]);
+            panel.par_chunks_mut(inner).with_min_len(16).enumerate().for_each(|(i, row)| {
+                widen(row, &part.data[i * stride..i * stride + inner]);
             });
         }
-        if self.col_stride == 1 { (dense, inner, 1) } else { (dense, 1, inner) }
+        if part.col_stride == 1 { (inner, 1) } else { (1, inner) }
     }
 }
 
@@ -94,56 +182,41 @@ pub(crate) enum Threads {
     All,
 }
 
-/// `dst = [dst +] alpha · a · b`, with `a: [m, k]` and `b: [k, n]` of any two element types.
-pub(crate) fn product<D: Elem, A: Elem, B: Elem>(
+/// `dst = [dst +] alpha · a · b`, with `a: [m, k]` and `b: [k, n]` of any types.
+pub(crate) fn product<D: Elem, A: Elem, B: Right>(
     dst: Dst<'_, D>,
     a: Mat<'_, A>,
-    b: Mat<'_, B>,
+    b: B,
     alpha: f32,
     threads: Threads,
 ) {
-    let (m, n, k) = (a.rows, b.cols, a.cols);
-    assert_eq!(k, b.rows, "inner dimensions of a product");
+    let (m, n, k) = (a.rows, b.cols(), a.cols);
+    assert_eq!(k, b.rows(), "inner dimensions of a product");
     assert!(m == 0 || dst.data.len() >= (m - 1) * dst.stride + n, "product outside its destination");
     let held = (!is_f32::<A>()).then(|| a.widened());
-    let (a_data, a_rs, a_cs) = match &held {
+    let a = match &held {
         Some((dense, rs, cs)) => (&dense[..], *rs, *cs),
         None => (as_f32(a.data), a.row_stride, a.col_stride),
     };
-    let step =
-        if is_f32::<B>() && is_f32::<D>() { n } else { (PANEL / k.max(m).max(1)).clamp(16, n.max(16)) };
+    let dense = b.dense();
+    // Blocks of scales are a power of two: panels that start at a multiple keep to whole ones.
+    let panel = ((PANEL / k.max(m).max(1)) / 64 * 64).clamp(16, n.max(16));
+    let step = if dense.is_some() && is_f32::<D>() { n } else { panel };
+    let mut widened = Vec::new();
     for start in (0..n).step_by(step.max(1)) {
         let len = step.min(n - start);
-        let b = b.columns(start, len);
-        let held = (!is_f32::<B>()).then(|| b.widened());
-        let (b_data, b_rs, b_cs) = match &held {
-            Some((dense, rs, cs)) => (&dense[..], *rs, *cs),
-            None => (as_f32(b.data), b.row_stride, b.col_stride),
+        let b = match dense {
+            Some((data, rs, cs)) => (&data[(start * cs).min(data.len())..], rs, cs),
+            None => {
+                let (rs, cs) = b.widen_columns(start, len, &mut widened);
+                (&widened[..], rs, cs)
+            }
         };
         if let Some(out) = as_f32_mut(&mut *dst.data) {
-            let out = &mut out[start..];
-            raw(
-                out,
-                dst.stride,
-                dst.accumulate,
-                (m, len, k),
-                (a_data, a_rs, a_cs),
-                (b_data, b_rs, b_cs),
-                alpha,
-                threads,
-            );
+            raw(&mut out[start..], dst.stride, dst.accumulate, (m, len, k), a, b, alpha, threads);
         } else {
             let mut out: Vec<f32> = unwritten(m * len);
-            raw(
-                &mut out,
-                len,
-                false,
-                (m, len, k),
-                (a_data, a_rs, a_cs),
-                (b_data, b_rs, b_cs),
-                alpha,
-                threads,
-            );
+            raw(&mut out, len, false, (m, len, k), a, b, alpha, threads);
             for (row, values) in out.chunks_exact(len).enumerate() {
                 let at = row * dst.stride + start;
                 store(&mut dst.data[at..at + len], values, dst.accumulate);
@@ -152,6 +225,7 @@ pub(crate) fn product<D: Elem, A: Elem, B: Elem>(
     }
 }
 
+/// Values, row stride, column stride.
 type Operand<'a> = (&'a [f32], usize, usize);
 
 /// The one call of the `gemm` crate.

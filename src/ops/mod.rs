@@ -11,9 +11,11 @@
 
 pub(crate) mod access;
 pub mod adamw;
+pub mod adamw_int8;
 pub mod attention;
 pub mod cross_entropy;
 pub mod device;
+pub mod dora;
 pub mod dropout;
 pub mod embedding;
 pub mod gated;
@@ -25,5 +27,6 @@ pub mod rms_norm;
 pub mod rotary;
 pub mod selftest;
 mod simd;
+pub mod weight;
 
 pub use product::{Columns, Form, empty, product};

@@ -1,9 +1,10 @@
-//! AdamW with f32 moments, one pair per piece of parameter memory.
+//! AdamW over pieces of parameter memory, with moments in f32 or in 8 bits.
 
 use candle_core::{DType, Tensor};
 
 use crate::error::Result;
 use crate::ops::adamw::{AdamW, adamw};
+use crate::ops::adamw_int8::{Int8Moment, adamw_int8};
 
 /// The constants of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -14,7 +15,21 @@ pub struct OptimizerOptions {
     pub eps: f64,
     /// Decoupled decay of matrices and tables; norms and biases are never decayed.
     pub weight_decay: f64,
+    /// How moments are kept.
+    pub state: MomentDtype,
 }
+
+/// How moments are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MomentDtype {
+    /// 32 bits each.
+    F32,
+    /// 8 bits each, in blocks; pieces below [`INT8_MIN_ELEMENTS`] in 32.
+    Int8,
+}
+
+/// Smaller parameters keep f32 moments (bitsandbytes' `min_8bit_size`).
+pub const INT8_MIN_ELEMENTS: usize = 4096;
 
 /// A run of parameter memory that is updated alike: f32 values and gradients, one-dimensional.
 #[derive(Debug, Clone)]
@@ -25,6 +40,28 @@ pub struct Piece {
     pub grad: Tensor,
     /// Weight decay applies.
     pub decay: bool,
+    /// Factor on the learning rate (LoRA+ for B).
+    pub rate: f64,
+}
+
+/// Both moments of a piece: the mean of gradients and the mean of their squares.
+#[derive(Debug, Clone)]
+pub enum Moments {
+    /// f32, as the piece.
+    F32([Tensor; 2]),
+    /// Codes and scales.
+    Int8([Int8Moment; 2]),
+}
+
+impl Moments {
+    fn zeros(piece: &Piece, dtype: MomentDtype) -> Result<Self> {
+        let len = piece.param.elem_count();
+        if dtype == MomentDtype::Int8 && len >= INT8_MIN_ELEMENTS {
+            return Ok(Moments::Int8([Int8Moment::zeros(len)?, Int8Moment::zeros(len)?]));
+        }
+        let zeros = || Tensor::zeros(piece.param.shape(), DType::F32, piece.param.device());
+        Ok(Moments::F32([zeros()?, zeros()?]))
+    }
 }
 
 /// State beside the pieces it was made for.
@@ -32,36 +69,36 @@ pub struct Piece {
 pub struct Optimizer {
     options: OptimizerOptions,
     pieces: Vec<Piece>,
-    moments: Vec<[Tensor; 2]>,
+    moments: Vec<Moments>,
     updates: u64,
 }
 
 impl Optimizer {
     /// Moments of zero for every piece.
     pub fn new(options: OptimizerOptions, pieces: Vec<Piece>) -> Result<Self> {
-        let moments = pieces
-            .iter()
-            .map(|piece| {
-                let zeros = || Tensor::zeros(piece.param.shape(), DType::F32, piece.param.device());
-                Ok([zeros()?, zeros()?])
-            })
-            .collect::<Result<_>>()?;
+        let moments =
+            pieces.iter().map(|piece| Moments::zeros(piece, options.state)).collect::<Result<_>>()?;
         Ok(Optimizer { options, pieces, moments, updates: 0 })
     }
 
     /// One update at this learning rate; gradients count `grad_scale` times.
     pub fn update(&mut self, learning_rate: f64, grad_scale: f64) -> Result<()> {
         self.updates += 1;
-        for (piece, [first, second]) in self.pieces.iter().zip(&self.moments) {
+        for (piece, moments) in self.pieces.iter().zip(&self.moments) {
             let step = AdamW {
-                learning_rate,
+                learning_rate: learning_rate * piece.rate,
                 betas: self.options.betas,
                 eps: self.options.eps,
                 weight_decay: if piece.decay { self.options.weight_decay } else { 0.0 },
                 update: self.updates,
                 grad_scale,
             };
-            adamw(&piece.param, &piece.grad, [first, second], &step)?;
+            match moments {
+                Moments::F32([first, second]) => adamw(&piece.param, &piece.grad, [first, second], &step)?,
+                Moments::Int8([first, second]) => {
+                    adamw_int8(&piece.param, &piece.grad, [first, second], &step)?;
+                }
+            }
         }
         Ok(())
     }
@@ -72,7 +109,7 @@ impl Optimizer {
     }
 
     /// The state to save: both moments of each piece, in order.
-    pub fn moments(&self) -> &[[Tensor; 2]] {
+    pub fn moments(&self) -> &[Moments] {
         &self.moments
     }
 

@@ -3,5 +3,5 @@
 mod adamw;
 mod schedule;
 
-pub use adamw::{Optimizer, OptimizerOptions, Piece};
+pub use adamw::{INT8_MIN_ELEMENTS, MomentDtype, Moments, Optimizer, OptimizerOptions, Piece};
 pub use schedule::{Schedule, ScheduleKind};

@@ -5,13 +5,14 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::locate::Finder;
+use super::pissa::Pissa;
 use crate::adapter::{
     self, Adapter, AdapterConfig, InitLoraWeights, ModuleInfo, Names, Target, TargetModules, TargetSpec,
 };
 use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig, ModuleKind};
 use crate::recipe::{self, AdapterInit, AdapterKind};
-use crate::strategy::LoraSpec;
+use crate::strategy::{Adapters, LoraSpec};
 
 /// An adapter on a model: which modules, how, and from which values it starts.
 #[derive(Debug)]
@@ -22,12 +23,33 @@ pub struct Adaptation {
     pub saved: Vec<String>,
     /// Probability that an input of A is dropped in training.
     pub dropout: f32,
-    /// A starts normal instead of uniform.
-    pub gaussian: bool,
-    /// A saved adapter whose values it starts from.
-    pub start: Option<Adapter>,
+    /// Tokens whose rows train, by table.
+    pub rows: BTreeMap<String, Vec<u32>>,
     /// What adapter_config.json will say.
     pub config: AdapterConfig,
+    /// Where its values come from.
+    pub(super) start: Start,
+}
+
+/// Where an adapter's first values come from.
+#[derive(Debug)]
+pub(super) enum Start {
+    /// It is new.
+    Fresh(AdapterInit),
+    /// From a saved one.
+    Saved(Adapter),
+    /// From a checkpoint of a run that began with PiSSA.
+    Pissa(Pissa),
+}
+
+impl Start {
+    /// The adapter whose whole modules are read.
+    pub(super) fn saved(&self) -> Option<&Adapter> {
+        match self {
+            Start::Fresh(_) => None,
+            Start::Saved(saved) | Start::Pissa(Pissa(saved)) => Some(saved),
+        }
+    }
 }
 
 impl Adaptation {
@@ -42,7 +64,6 @@ impl Adaptation {
         base: &str,
         finder: &Finder<'_>,
     ) -> Result<Self> {
-        refuse_unready(recipe)?;
         let modules = module_infos(model);
         if let Some(source) = &recipe.path {
             let mut adaptation = Self::saved_in(&finder.adapter(source)?.folder, model)?;
@@ -56,22 +77,32 @@ impl Adaptation {
         }
         let mut spec = spec_of(recipe);
         let targets = adapter::resolve(&spec, &modules)?;
-        refuse_ends(&targets, &modules)?;
+        refuse_dora_on_tables(&spec, &targets, &modules)?;
         let saved = adapter::resolve_saved(&spec, &modules)?;
         // Written as the module names that were meant: PEFT versions differ in what "all-linear" covers.
         spec.target_modules = TargetModules::Named(Names::List(adapter::target_names(&targets, &modules)));
         spec.exclude_modules = Names::NONE;
-        let gaussian = recipe.init == AdapterInit::Gaussian;
         let config = AdapterConfig {
             base_model_name_or_path: Some(base.to_owned()),
             revision: None,
             spec,
             lora_dropout: recipe.lora_dropout,
             inference_mode: true,
-            init_lora_weights: if gaussian { InitLoraWeights::Gaussian } else { InitLoraWeights::Default },
+            // What PiSSA and LoftQ leave is an ordinary adapter.
+            init_lora_weights: match recipe.init {
+                AdapterInit::Gaussian => InitLoraWeights::Gaussian,
+                _ => InitLoraWeights::Default,
+            },
             ensure_weight_tying: false,
         };
-        Ok(Adaptation { targets, saved, dropout: recipe.lora_dropout as f32, gaussian, start: None, config })
+        Ok(Adaptation {
+            targets,
+            saved,
+            dropout: recipe.lora_dropout as f32,
+            rows: BTreeMap::new(),
+            start: Start::Fresh(recipe.init),
+            config,
+        })
     }
 
     /// The adapter in `folder`, as it was saved.
@@ -82,14 +113,14 @@ impl Adaptation {
         let adapter = Adapter::read(folder)?;
         let modules = module_infos(model);
         adapter.check_fits(&modules)?;
-        refuse_ends(adapter.targets(), &modules)?;
+        refuse_dora_on_tables(&adapter.config().spec, adapter.targets(), &modules)?;
         Ok(Adaptation {
             targets: adapter.targets().to_vec(),
             saved: adapter.saved().map(str::to_owned).collect(),
             dropout: adapter.config().lora_dropout as f32,
-            gaussian: false,
+            rows: BTreeMap::new(),
             config: adapter.config().clone(),
-            start: Some(adapter),
+            start: Start::Saved(adapter),
         })
     }
 
@@ -103,10 +134,30 @@ impl Adaptation {
         !self.config.ensure_weight_tying && (self.saves("lm_head") || self.saves("model.embed_tokens"))
     }
 
-    /// The constants of each target.
-    pub fn loras(&self) -> BTreeMap<String, LoraSpec> {
+    /// What the strategy needs to know of it.
+    pub fn adapters(&self) -> Adapters {
         let spec = |target: &Target| LoraSpec { scale: target.scale, dropout: self.dropout };
-        self.targets.iter().map(|target| (target.name.clone(), spec(target))).collect()
+        let loras = self.targets.iter().map(|target| (target.name.clone(), spec(target))).collect();
+        Adapters { loras, rows: self.rows.clone() }
+    }
+
+    /// Goes on from the adapter of a checkpoint of the same run.
+    pub(super) fn resume(&mut self, saved: Adapter) {
+        self.start = if self.is_pissa() { Start::Pissa(Pissa(saved)) } else { Start::Saved(saved) };
+    }
+
+    /// Whether the base lacks what the adapter started from.
+    pub(super) fn is_pissa(&self) -> bool {
+        matches!(self.start, Start::Fresh(AdapterInit::Pissa) | Start::Pissa(_))
+    }
+
+    /// Whether first values depend on the base's.
+    pub(super) fn derives_from_weights(&self) -> bool {
+        match &self.start {
+            Start::Fresh(AdapterInit::Pissa | AdapterInit::Loftq) | Start::Pissa(_) => true,
+            Start::Fresh(_) => self.config.spec.use_dora,
+            Start::Saved(_) => false,
+        }
     }
 
     /// A setting of the recipe that is neither the default nor the saved adapter's cannot take effect.
@@ -127,6 +178,12 @@ impl Adaptation {
                 recipe.use_rslora && !saved.use_rslora,
                 recipe.use_rslora.to_string(),
                 saved.use_rslora.to_string(),
+            ),
+            (
+                "kind",
+                recipe.kind == AdapterKind::Dora && !saved.use_dora,
+                recipe.kind.to_string(),
+                AdapterKind::Lora.to_string(),
             ),
             (
                 "target_modules",
@@ -168,36 +225,23 @@ fn spec_of(recipe: &recipe::Adapter) -> TargetSpec {
         r: recipe.r,
         lora_alpha: recipe.lora_alpha,
         use_rslora: recipe.use_rslora,
+        use_dora: recipe.kind == AdapterKind::Dora,
         rank_pattern: recipe.rank_pattern.0.clone(),
         alpha_pattern: recipe.alpha_pattern.0.clone(),
         ..TargetSpec::default()
     }
 }
 
-fn refuse_unready(recipe: &recipe::Adapter) -> Result<()> {
-    let later = |key: &str, value: &str, accepted: &str| {
-        Err(Error::user(format!("`adapter.{key} = \"{value}\"` is not available in this version"))
-            .because(format!("accepted now: {accepted}"))
-            .hint(format!("remove `{key}`, or write one of these")))
-    };
-    match (recipe.kind, recipe.init) {
-        (AdapterKind::Dora, _) => later("kind", "dora", "lora"),
-        (_, AdapterInit::Pissa) => later("init", "pissa", "default, gaussian"),
-        (_, AdapterInit::Loftq) => later("init", "loftq", "default, gaussian"),
-        (AdapterKind::Lora, AdapterInit::Default | AdapterInit::Gaussian) => Ok(()),
-    }
-}
-
-/// LoRA on the embedding or the output layer is not computed by the engine yet.
-fn refuse_ends(targets: &[Target], modules: &[ModuleInfo]) -> Result<()> {
+/// DoRA on a token table is not computed by the engine.
+fn refuse_dora_on_tables(spec: &TargetSpec, targets: &[Target], modules: &[ModuleInfo]) -> Result<()> {
     let linear = |name: &str| {
         modules.iter().any(|module| module.name == name && module.kind == adapter::ModuleKind::Linear)
     };
-    match targets.iter().find(|target| !linear(&target.name)) {
+    match targets.iter().find(|target| spec.use_dora && !linear(&target.name)) {
         None => Ok(()),
-        Some(target) => Err(Error::user(format!("`{}` cannot carry LoRA in this version", target.name))
-            .because("accepted now: the linear layers of the blocks")
-            .hint("train it whole: name it in `adapter.modules_to_save`")),
+        Some(target) => Err(Error::user(format!("`{}` cannot carry DoRA", target.name))
+            .because("`adapter.kind` is \"dora\"; accepted with it: the linear layers of the blocks")
+            .hint("write `kind = \"lora\"`, or train the table whole: name it in `adapter.modules_to_save`")),
     }
 }
 

@@ -1,17 +1,22 @@
 //! A model found and understood, and the engine made of it.
 
+use std::collections::BTreeMap;
+
 use candle_core::{DType, Device};
 
 use super::adaptation::Adaptation;
 use super::locate::{Finder, Found};
-use super::parameters::{Values, slots};
+use super::parameters::{Keeping, slots};
+use super::values::Values;
+use crate::adapter::Factors;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
 use crate::ops::attention::Algorithm;
 use crate::ops::device;
-use crate::recipe::{Attention, Dtype, Model, ModelInit};
-use crate::strategy::Single;
+use crate::quant::{Format, Kind};
+use crate::recipe::{Attention, Dtype, Model, ModelInit, QuantKind, Quantization};
+use crate::strategy::{Single, Slot};
 use crate::weights::ModelFiles;
 
 /// A model before its weights are read.
@@ -23,6 +28,8 @@ pub struct Base {
     pub config: ModelConfig,
     /// Its weights on disk; none when they start random.
     pub files: Option<ModelFiles>,
+    /// The format that the frozen linear layers are quantized to, or were before.
+    pub format: Option<Format>,
 }
 
 /// How an engine computes.
@@ -66,7 +73,11 @@ impl EngineOptions {
 
 impl Base {
     /// Finds the model of `[model]`, reads its config.json and, unless it starts random, opens its weights.
-    pub fn open(model: &Model, finder: &Finder<'_>) -> Result<Self> {
+    /// `[quantization]`, if given, says how its frozen linear layers are kept.
+    ///
+    /// # Errors
+    /// The model cannot be found or understood; it is quantized already, otherwise than `[quantization]` says.
+    pub fn open(model: &Model, quantization: Option<&Quantization>, finder: &Finder<'_>) -> Result<Self> {
         let source = model.id.as_ref().ok_or_else(|| {
             Error::user("no model is given").hint("give one with `--model`, or as `model.id` in the recipe")
         })?;
@@ -81,16 +92,45 @@ impl Base {
             ModelInit::Pretrained => Some(ModelFiles::open(&found.folder)?),
             ModelInit::Random => None,
         };
-        Ok(Base { found, config, files })
+        let wanted = quantization.map(format);
+        let stored = files.as_ref().map(stored_format).transpose()?.flatten();
+        if let (Some(wanted), Some(stored)) = (wanted, stored)
+            && wanted != stored
+        {
+            return Err(Error::user(format!("cannot quantize {}", found.folder.display()))
+                .because(format!(
+                    "it is quantized already, to {}; `[quantization]` asks for {}",
+                    describe(&stored),
+                    describe(&wanted)
+                ))
+                .hint(
+                    "remove `[quantization]` to use the checkpoint as it is, or give the unquantized model",
+                ));
+        }
+        Ok(Base { found, config, files, format: stored.or(wanted) })
+    }
+
+    /// How its parameters are kept in a run.
+    pub(super) fn slots(&self, adaptation: Option<&Adaptation>, trains_all: bool) -> Result<Vec<Slot>> {
+        let keeping = Keeping { format: self.format, files: self.files.as_ref() };
+        slots(&self.config, adaptation, trains_all, keeping)
     }
 
     /// Whether the files hold every tensor in the shape that config.json says, and no other: by their headers alone.
     ///
     /// # Errors
-    /// A tensor is missing, has another shape, or has no place in the model.
+    /// A tensor is missing, has another shape, or has no place in the model; all weights of a quantized one shall train.
     pub fn check(&self, adaptation: Option<&Adaptation>, trains_all: bool) -> Result<()> {
-        let values = Values { config: &self.config, files: self.files.as_ref(), adaptation, seed: 0 };
-        values.check(&slots(&self.config, adaptation, trains_all))
+        if let (Some(format), true) = (&self.format, trains_all) {
+            return Err(Error::user("cannot train all weights of a quantized model")
+                .because(format!(
+                    "its linear layers are kept in {}, which takes no updates; there is no `[adapter]`",
+                    describe(format)
+                ))
+                .hint("add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model"));
+        }
+        let values = Values::new(&self.config, self.files.as_ref(), adaptation, 0);
+        values.check(&self.slots(adaptation, trains_all)?)
     }
 
     /// Loads the weights: an engine in which `adaptation` trains, or everything when there is none and
@@ -104,20 +144,55 @@ impl Base {
         trains_all: bool,
         options: &EngineOptions,
     ) -> Result<Engine> {
-        self.check(adaptation, trains_all)?;
-        let values =
-            Values { config: &self.config, files: self.files.as_ref(), adaptation, seed: options.seed };
-        let slots = slots(&self.config, adaptation, trains_all);
-        let loras = adaptation.map(Adaptation::loras).unwrap_or_default();
-        let strategy =
-            Single::new(&self.config, slots, loras, options.dtype, &options.device, &mut |slot, fill| {
-                values.fill(slot, fill)
-            })?;
-        Ok(Engine {
-            config: self.config.clone(),
-            strategy,
-            algorithm: options.algorithm,
-            device: options.device.clone(),
-        })
+        Ok(self.load(adaptation, trains_all, options)?.0)
     }
+
+    /// As [`Base::engine`], and what PiSSA took from the weights.
+    pub(super) fn load(
+        &self,
+        adaptation: Option<&Adaptation>,
+        trains_all: bool,
+        options: &EngineOptions,
+    ) -> Result<(Engine, BTreeMap<String, Factors>)> {
+        self.check(adaptation, trains_all)?;
+        let values = Values::new(&self.config, self.files.as_ref(), adaptation, options.seed);
+        let slots = self.slots(adaptation, trains_all)?;
+        let adapters = adaptation.map(Adaptation::adapters).unwrap_or_default();
+        let (dtype, device) = (options.dtype, &options.device);
+        let strategy = Single::new(&self.config, slots, adapters, dtype, device, &mut |slot, fill| {
+            values.fill(slot, fill)
+        })?;
+        let (config, device) = (self.config.clone(), options.device.clone());
+        let engine = Engine { config, strategy, algorithm: options.algorithm, device };
+        Ok((engine, values.into_initial()))
+    }
+}
+
+/// What `[quantization]` says.
+fn format(quantization: &Quantization) -> Format {
+    Format {
+        kind: match quantization.kind {
+            QuantKind::Nf4 => Kind::Nf4,
+            QuantKind::Fp4 => Kind::Fp4,
+            QuantKind::Int8 => Kind::Int8,
+        },
+        block_size: quantization.block_size,
+        double_quant: quantization.double_quant,
+    }
+}
+
+/// The format of the quantized tensors in `files`, if there are any.
+fn stored_format(files: &ModelFiles) -> Result<Option<Format>> {
+    for name in files.names() {
+        if let Some(quantized) = files.quantized(name)? {
+            return Ok(Some(quantized.format()));
+        }
+    }
+    Ok(None)
+}
+
+/// A format in words.
+pub(super) fn describe(format: &Format) -> String {
+    let scales = if format.double_quant { "double-quantized scales" } else { "f32 scales" };
+    format!("{} in blocks of {} with {scales}", format.kind.name(), format.block_size)
 }

@@ -5,6 +5,9 @@ use candle_core::{DType, Device};
 use super::adaptation::Adaptation;
 use crate::engine::Recompute;
 use crate::model::ModelConfig;
+use crate::ops::adamw_int8::STATE_BLOCK;
+use crate::optim::{INT8_MIN_ELEMENTS, MomentDtype};
+use crate::quant::NESTED_BLOCK;
 use crate::strategy::Slot;
 
 /// Bytes by cause.
@@ -14,7 +17,7 @@ pub struct Memory {
     pub weights: u64,
     /// f32 gradients.
     pub gradients: u64,
-    /// Both moments.
+    /// Both moments, in 32 or 8 bits.
     pub optimizer: u64,
     /// What forward keeps for backward.
     pub activations: u64,
@@ -36,17 +39,16 @@ impl Memory {
         dtype: DType,
         tokens: usize,
         recompute: Recompute,
+        moments: MomentDtype,
     ) -> Self {
         let size = dtype.size_in_bytes();
         let mut memory = Memory::default();
         for slot in slots {
             let n = slot.elements() as u64;
-            let held = if slot.adapter { 4 } else { size as u64 };
-            let master = if slot.trainable && held != 4 { 4 } else { 0 };
-            memory.weights += n * (held + master);
+            memory.weights += weight_bytes(slot, size);
             if slot.trainable {
                 memory.gradients += 4 * n;
-                memory.optimizer += 8 * n;
+                memory.optimizer += moment_bytes(n, moments);
             }
         }
         let (input, saved) = block_bytes(config, adaptation, size);
@@ -64,6 +66,31 @@ impl Memory {
     }
 }
 
+/// Bytes that a parameter's value takes, with the master of a trainable one.
+fn weight_bytes(slot: &Slot, size: usize) -> u64 {
+    let n = slot.elements();
+    let bytes = match (slot.format, slot.kept_as) {
+        (Some(format), _) => {
+            let blocks = format.blocks(n);
+            let scales =
+                if format.double_quant { blocks + 4 * blocks.div_ceil(NESTED_BLOCK) } else { 4 * blocks };
+            format.code_bytes(n) + scales
+        }
+        (_, Some(dtype)) => n * dtype.size_in_bytes(),
+        _ if slot.adapter => 4 * n,
+        _ => n * size + if slot.trainable && size != 4 { 4 * n } else { 0 },
+    };
+    bytes as u64
+}
+
+/// Bytes of both moments of a parameter.
+fn moment_bytes(n: u64, moments: MomentDtype) -> u64 {
+    match moments {
+        MomentDtype::Int8 if n >= INT8_MIN_ELEMENTS as u64 => 2 * (n + 4 * n.div_ceil(STATE_BLOCK as u64)),
+        _ => 8 * n,
+    }
+}
+
 /// Bytes a token of a block's input, and of the rest that its backward needs.
 fn block_bytes(config: &ModelConfig, adaptation: Option<&Adaptation>, size: usize) -> (usize, usize) {
     let heads = config.heads;
@@ -71,7 +98,15 @@ fn block_bytes(config: &ModelConfig, adaptation: Option<&Adaptation>, size: usiz
     let values =
         heads.qkv_width() + heads.q_width() + config.hidden_size + 2 * config.intermediate_size + post;
     let ranks: usize = adaptation.map_or(0, |a| a.targets.iter().map(|target| target.r).sum());
-    (config.hidden_size * size, values * size + 4 * (heads.num_heads + ranks / config.num_layers().max(1)))
+    // DoRA keeps each layer's output before the magnitudes.
+    let dora = match adaptation {
+        Some(a) if a.config.spec.use_dora => {
+            heads.qkv_width() + 2 * config.hidden_size + 2 * config.intermediate_size
+        }
+        _ => 0,
+    };
+    let adapters = 4 * (heads.num_heads + ranks / config.num_layers().max(1));
+    (config.hidden_size * size, (values + dora) * size + adapters)
 }
 
 /// Bytes that can still be had on the device; none when nothing tells.

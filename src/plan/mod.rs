@@ -11,8 +11,10 @@ mod base;
 mod locate;
 mod memory;
 mod parameters;
+mod pissa;
 mod rows;
 mod training;
+mod values;
 
 pub use adaptation::Adaptation;
 pub use base::{Base, EngineOptions};

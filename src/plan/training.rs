@@ -1,5 +1,6 @@
 //! A training run, resolved: nothing is optional any more.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -7,18 +8,20 @@ use std::sync::Arc;
 use candle_core::Device;
 
 use super::adaptation::Adaptation;
-use super::base::{Base, EngineOptions};
+use super::base::{Base, EngineOptions, describe};
 use super::locate::{Finder, Found};
 use super::memory::{Memory, available};
-use super::parameters::{slots, twin_of};
+use super::parameters::twin_of;
+use super::pissa::{saved_config, saved_matrix};
 use super::rows::Rows;
-use crate::adapter::{self, AdapterTensor, TensorKind};
+use super::values::AdapterPart;
+use crate::adapter::{self, AdapterTensor, Factors};
 use crate::checkpoint::{Saved, SnapshotTensor, WriteWeights};
 use crate::data::{Dataset, Sampler, SamplerOptions, Split};
 use crate::engine::{Recompute, Trainer, TrainerOptions};
 use crate::error::{Error, Result};
 use crate::export::hf;
-use crate::optim::{OptimizerOptions, Schedule, ScheduleKind};
+use crate::optim::{MomentDtype, OptimizerOptions, Schedule, ScheduleKind};
 use crate::recipe::{self, Dtype, Offload, Recipe, SchedulerKind, StateDtype, Strategy};
 use crate::units;
 use crate::weights::{Entry, ModelFiles, StoredDtype};
@@ -46,6 +49,8 @@ pub struct Plan {
     pub memory: Memory,
     /// Optimizer steps of the run.
     pub total_steps: u64,
+    /// What PiSSA took from the weights when they were loaded, by module.
+    initial: Arc<BTreeMap<String, Factors>>,
 }
 
 impl Plan {
@@ -55,7 +60,7 @@ impl Plan {
     /// Whatever in recipe, model or data cannot be used; all of it before weights are read.
     pub fn resolve(mut recipe: Recipe, finder: &Finder<'_>, device: Device) -> Result<Self> {
         refuse_unready(&recipe)?;
-        let base = Base::open(&recipe.model, finder)?;
+        let base = Base::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
         let engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
         let adaptation = recipe
             .adapter
@@ -70,10 +75,11 @@ impl Plan {
             false => Some(rows.load(&recipe.data.eval, Split::Eval, finder)?),
         };
         let total_steps = Sampler::new(&train.0, sampler_options(&recipe))?.total_steps();
-        let all = slots(&base.config, adaptation.as_ref(), adaptation.is_none());
+        let all = base.slots(adaptation.as_ref(), adaptation.is_none())?;
         let tokens = widest_micro_batch(&recipe, &train.0);
+        let moments = moment_dtype(&recipe);
         let needed = |recompute| {
-            Memory::of_step(&base.config, &all, adaptation.as_ref(), engine.dtype, tokens, recompute)
+            Memory::of_step(&base.config, &all, adaptation.as_ref(), engine.dtype, tokens, recompute, moments)
         };
         let recompute = decide_recompute(recipe.train.recompute, &engine.device, needed);
         recipe.train.recompute = match recompute {
@@ -86,12 +92,25 @@ impl Plan {
             recipe.model.revision = commit.clone();
         }
         let memory = needed(recompute);
-        Ok(Plan { recipe, base, adaptation, rows, train, held_out, engine, recompute, memory, total_steps })
+        let initial = Arc::default();
+        Ok(Plan {
+            recipe,
+            base,
+            adaptation,
+            rows,
+            train,
+            held_out,
+            engine,
+            recompute,
+            memory,
+            total_steps,
+            initial,
+        })
     }
 
     /// Trainable and all parameters.
     pub fn parameters(&self) -> (u64, u64) {
-        let all = slots(&self.base.config, self.adaptation.as_ref(), self.adaptation.is_none());
+        let all = self.base.slots(self.adaptation.as_ref(), self.adaptation.is_none()).unwrap_or_default();
         let count = |trainable: bool| {
             all.iter().filter(|slot| slot.trainable || !trainable).map(|slot| slot.elements() as u64).sum()
         };
@@ -108,17 +127,21 @@ impl Plan {
         if let Some(saved) = resumed {
             saved.check_same_run(&self.fingerprint())?;
             match &mut self.adaptation {
-                Some(adaptation) => adaptation.start = Some(adapter::Adapter::read(&saved.folder)?),
+                Some(adaptation) => adaptation.resume(adapter::Adapter::read(&saved.folder)?),
                 None => self.base.files = Some(ModelFiles::open(&saved.folder)?),
             }
         }
-        let engine = self.base.engine(self.adaptation.as_ref(), self.adaptation.is_none(), &self.engine)?;
+        let (engine, initial) =
+            self.base.load(self.adaptation.as_ref(), self.adaptation.is_none(), &self.engine)?;
+        self.initial = Arc::new(initial);
         let options = TrainerOptions {
             optimizer: OptimizerOptions {
                 betas: self.recipe.optimizer.betas,
                 eps: self.recipe.optimizer.eps,
                 weight_decay: self.recipe.optimizer.weight_decay,
+                state: moment_dtype(&self.recipe),
             },
+            lora_plus_ratio: self.recipe.optimizer.lora_plus_ratio,
             schedule: self.schedule()?,
             max_grad_norm: Some(self.recipe.train.max_grad_norm).filter(|max| *max > 0.0),
             seed: self.recipe.train.seed,
@@ -196,15 +219,20 @@ impl Plan {
     }
 
     /// Writes trained weights in the form this run leaves: a PEFT adapter, or a Hugging Face model. `exact`: in f32,
-    /// as checkpoints need it; else as `checkpoint.output_dtype` says.
+    /// as checkpoints need it; else as `checkpoint.output_dtype` says. To be asked for when the trainer was made.
     pub fn writer(&self, exact: bool) -> WriteWeights {
         let given = if exact { Dtype::F32 } else { self.recipe.checkpoint.output_dtype };
         match &self.adaptation {
             Some(adaptation) => {
-                let (config, dtype) = (adaptation.config.clone(), stored(given).unwrap_or(StoredDtype::F32));
+                let initial = Arc::clone(&self.initial);
+                let config = match adaptation.is_pissa() {
+                    true => saved_config(&adaptation.config),
+                    false => adaptation.config.clone(),
+                };
+                let dtype = stored(given).unwrap_or(StoredDtype::F32);
                 let tied = self.base.config.tie_word_embeddings && !adaptation.unties();
                 Arc::new(move |folder: &Path, tensors: &[SnapshotTensor]| {
-                    write_adapter(folder, &config, tied, tensors, dtype)
+                    write_adapter(folder, &config, tied, tensors, &initial, dtype)
                 })
             }
             None => {
@@ -243,7 +271,11 @@ impl Plan {
     pub fn describe(&self) -> String {
         let (trainable, all) = self.parameters();
         let method = match &self.adaptation {
-            Some(a) => format!("LoRA on {} modules", a.targets.len()),
+            Some(a) => {
+                let kind = if a.config.spec.use_dora { "DoRA" } else { "LoRA" };
+                let base = self.base.format.map_or(String::new(), |f| format!(" over {}", describe(&f)));
+                format!("{kind} on {} modules{base}", a.targets.len())
+            }
             None => "all weights".into(),
         };
         let recompute = match self.recompute {
@@ -264,6 +296,13 @@ impl Plan {
             units::bytes(memory.activations),
             units::bytes(memory.workspace),
         )
+    }
+}
+
+fn moment_dtype(recipe: &Recipe) -> MomentDtype {
+    match recipe.optimizer.state {
+        StateDtype::F32 => MomentDtype::F32,
+        StateDtype::Int8 => MomentDtype::Int8,
     }
 }
 
@@ -321,28 +360,27 @@ fn write_adapter(
     config: &adapter::AdapterConfig,
     tied: bool,
     tensors: &[SnapshotTensor],
+    initial: &BTreeMap<String, Factors>,
     dtype: StoredDtype,
 ) -> Result<()> {
-    let kinds = [
-        (".lora_A.weight", TensorKind::LoraA),
-        (".lora_B.weight", TensorKind::LoraB),
-        (".weight", TensorKind::SavedWeight),
-        (".bias", TensorKind::SavedBias),
-    ];
-    let mut values: BTreeMap<AdapterTensor, &[f32]> = BTreeMap::new();
+    let mut values: BTreeMap<AdapterTensor, Cow<'_, [f32]>> = BTreeMap::new();
     for tensor in tensors {
-        let split = kinds.iter().find_map(|(end, kind)| Some((tensor.name.strip_suffix(end)?, *kind)));
-        let (module, kind) =
-            split.ok_or_else(|| Error::internal(format!("no module for {}", tensor.name)))?;
-        let key = AdapterTensor { module: module.to_owned(), kind, shape: tensor.shape.clone() };
-        values.insert(key, &tensor.values);
+        let AdapterPart { module, kind } = AdapterPart::of(&tensor.name)?;
+        let (shape, data) = match initial.get(module) {
+            None => (tensor.shape.clone(), Cow::Borrowed(tensor.values.as_slice())),
+            Some(factors) => {
+                let (shape, data) = saved_matrix(kind, &tensor.shape, &tensor.values, factors);
+                (shape, Cow::Owned(data))
+            }
+        };
+        values.insert(AdapterTensor { module: module.to_owned(), kind, shape }, data);
     }
     // A tied pair trains as one parameter; PEFT reads it under both names.
     let twins: Vec<_> = values
         .iter()
         .filter_map(|(tensor, values)| {
-            let module = twin_of(&tensor.module).filter(|_| tied)?;
-            Some((AdapterTensor { module: module.to_owned(), ..tensor.clone() }, *values))
+            let module = twin_of(&tensor.module).filter(|_| tied && tensor.kind.is_saved())?;
+            Some((AdapterTensor { module: module.to_owned(), ..tensor.clone() }, values.clone()))
         })
         .collect();
     values.extend(twins);
@@ -376,9 +414,7 @@ fn write_model(
 /// Keys of the contract whose feature comes with a later version: an error, never a key without effect.
 fn refuse_unready(recipe: &Recipe) -> Result<()> {
     let (strategy, offload) = (recipe.parallel.strategy, recipe.parallel.offload);
-    let (state, ratio) = (recipe.optimizer.state, recipe.optimizer.lora_plus_ratio);
     let checks = [
-        (recipe.quantization.is_some(), "[quantization]".to_owned(), "no such table"),
         (
             !matches!(strategy, Strategy::Auto | Strategy::Single),
             format!("parallel.strategy = \"{strategy}\""),
@@ -386,8 +422,6 @@ fn refuse_unready(recipe: &Recipe) -> Result<()> {
         ),
         (offload != Offload::None, format!("parallel.offload = \"{offload}\""), "\"none\""),
         (recipe.parallel.shard_size.is_some(), "parallel.shard_size".to_owned(), "no such key"),
-        (state != StateDtype::F32, format!("optimizer.state = \"{state}\""), "\"f32\""),
-        (ratio != 1.0, format!("optimizer.lora_plus_ratio = {ratio}"), "1.0"),
     ];
     match checks.into_iter().find(|(asked, ..)| *asked) {
         None => Ok(()),

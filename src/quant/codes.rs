@@ -109,7 +109,11 @@ fn dynamic(signed: bool) -> [f32; 256] {
         // torch.linspace counts from both ends.
         let step = (1.0f32 - 0.1) / steps as f32;
         let bound = |i: usize| {
-            if i < steps.div_ceil(2) { step.mul_add(i as f32, 0.1) } else { (-step).mul_add((steps - i) as f32, 1.0) }
+            if i < steps.div_ceil(2) {
+                step.mul_add(i as f32, 0.1)
+            } else {
+                (-step).mul_add((steps - i) as f32, 1.0)
+            }
         };
         for i in 0..steps {
             let mean = power * ((bound(i) + bound(i + 1)) / 2.0);

@@ -142,9 +142,8 @@ mod x86 {
     pub(super) fn avx2(table: &[f32; 16], codes: &[u8], scale: f32, out: &mut [f32]) {
         let factor = _mm256_set1_ps(scale);
         // SAFETY: the table has 16 values.
-        let (first, second) = unsafe {
-            (_mm256_loadu_ps(table.as_ptr()), _mm256_loadu_ps(table.as_ptr().add(8)))
-        };
+        let (first, second) =
+            unsafe { (_mm256_loadu_ps(table.as_ptr()), _mm256_loadu_ps(table.as_ptr().add(8))) };
         let (first, second) = (_mm256_mul_ps(first, factor), _mm256_mul_ps(second, factor));
         let shifts = _mm256_set_epi32(0, 4, 0, 4, 0, 4, 0, 4);
         let mut outs = out.chunks_exact_mut(8);

@@ -16,7 +16,11 @@ pub fn quantize(kind: Kind, block_size: usize, values: &[f32], codes: &mut [u8],
     assert_eq!(codes.len(), (values.len() * kind.bits()).div_ceil(8), "codes of all values");
     let blocks = (TASK / block_size).max(1);
     // With an odd block size bytes would be shared between blocks, so that one thread does all.
-    let blocks = if kind.bits() == 4 && !(blocks * block_size).is_multiple_of(2) { absmax.len().max(1) } else { blocks };
+    let blocks = if kind.bits() == 4 && !(blocks * block_size).is_multiple_of(2) {
+        absmax.len().max(1)
+    } else {
+        blocks
+    };
     let bytes = (blocks * block_size * kind.bits()).div_ceil(8);
     values
         .par_chunks(blocks * block_size)
@@ -158,7 +162,10 @@ fn sum_as_torch(values: &[f32]) -> f32 {
         let mut level = 1;
         while level < LEVELS && done.is_multiple_of(1 << (level * power)) {
             let (below, above) = levels.split_at_mut(level);
-            above[0].iter_mut().zip(&mut below[level - 1]).for_each(|(sum, part)| *sum += std::mem::take(part));
+            above[0]
+                .iter_mut()
+                .zip(&mut below[level - 1])
+                .for_each(|(sum, part)| *sum += std::mem::take(part));
             level += 1;
         }
     }

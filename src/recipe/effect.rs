@@ -3,9 +3,9 @@
 //!
 //! A key at its default never counts, so that a resolved recipe, which spells every default out, reads back.
 
-use super::choices::{AdapterInit, QuantKind, SchedulerKind, Strategy};
+use super::Recipe;
+use super::choices::{AdapterInit, SchedulerKind, Strategy};
 use super::source::Source;
-use super::{Quantization, Recipe};
 
 /// A key at odds with another.
 pub(super) struct Conflict {
@@ -114,18 +114,13 @@ fn adapter(recipe: &Recipe, found: &mut Vec<Conflict>) {
 }
 
 fn quantization(recipe: &Recipe, found: &mut Vec<Conflict>) {
-    let Some(quantization) = &recipe.quantization else { return };
-    let mut add = |key: &'static str, text: &str, hint: &str| {
-        let (text, hint) = (text.to_owned(), hint.to_owned());
-        found.push(Conflict { section: "quantization", key, text, hint });
-    };
-    if recipe.adapter.is_none() {
-        add("kind", "needs [adapter]: quantized weights cannot be trained themselves", "add `[adapter]`");
-    }
-    let default = Quantization::default();
-    let no_effect = "has no effect with `kind = \"int8\"`";
-    if quantization.kind == QuantKind::Int8 && quantization.block_size != default.block_size {
-        add("block_size", no_effect, "remove it, or write `kind = \"nf4\"`");
+    if recipe.quantization.is_some() && recipe.adapter.is_none() {
+        found.push(Conflict {
+            section: "quantization",
+            key: "kind",
+            text: "needs [adapter]: quantized weights cannot be trained themselves".into(),
+            hint: "add `[adapter]`".into(),
+        });
     }
 }
 

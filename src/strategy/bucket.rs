@@ -4,14 +4,16 @@
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
+use super::packed::BlocksMut;
 use crate::error::Result;
 use crate::model::{Param, Segment};
 use crate::ops::reduce::copy_into;
+use crate::quant::Format;
 
 /// One parameter before it has a value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slot {
-    /// Name: the checkpoint's, or `<module>.lora_A.weight` and `<module>.lora_B.weight` for adapters.
+    /// Name: the checkpoint's; for adapters PEFT's without its prefix, such as `<module>.lora_A.weight`.
     pub name: String,
     /// Shape.
     pub shape: Vec<usize>,
@@ -23,6 +25,10 @@ pub struct Slot {
     pub trainable: bool,
     /// It is an adapter matrix: f32 whatever the model's dtype is.
     pub adapter: bool,
+    /// It is kept quantized, in this format.
+    pub format: Option<Format>,
+    /// It is kept in this dtype instead of the one that is computed with.
+    pub kept_as: Option<DType>,
 }
 
 impl Slot {
@@ -33,11 +39,14 @@ impl Slot {
 }
 
 /// Memory that a slot's value goes to.
+#[derive(Debug)]
 pub enum Fill<'a> {
     /// As f32.
     F32(&'a mut [f32]),
     /// As bf16.
     Bf16(&'a mut [bf16]),
+    /// As codes and scales.
+    Blocks(BlocksMut<'a>),
 }
 
 /// Where a slot lies in its bucket.

@@ -266,6 +266,11 @@ impl ModelFiles {
         drop(advised);
     }
 
+    /// TEMPORARY stand-in.
+    pub fn quantized(&self, _name: &str) -> Result<Option<QuantizedTensor>> {
+        Ok(None)
+    }
+
     /// A digest of what the model is: names, types, shapes and the first and last bytes of each tensor. It tells two
     /// models of one architecture apart without reading their weights; it is no proof against tampering.
     pub fn fingerprint(&self) -> blake3::Hash {
@@ -280,6 +285,18 @@ impl ModelFiles {
         }
         hasher.finalize()
     }
+}
+
+/// TEMPORARY stand-in.
+#[derive(Debug)]
+pub struct QuantizedTensor;
+impl QuantizedTensor {
+    /// TEMPORARY
+    pub fn format(&self) -> crate::quant::Format {
+        crate::quant::Format::default()
+    }
+    /// TEMPORARY
+    pub fn copy_to(&self, _codes: &mut [u8], _nested: &mut [u8], _scales: &mut [f32], _offset: &mut f32) {}
 }
 
 /// Why `folder` has no safetensors weights, by what it has instead.

@@ -7,7 +7,9 @@ use finetune::ops::adamw::{AdamW, adamw};
 use finetune::ops::attention::{
     Algorithm, AttentionKind, Columns, Heads, Qkv, Span, attention, attention_backward,
 };
-use finetune::ops::cross_entropy::{IGNORE, LossKind, linear_cross_entropy, logits, score_targets};
+use finetune::ops::cross_entropy::{
+    IGNORE, LossKind, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
+};
 use finetune::ops::dropout::{Dropout, dropout};
 use finetune::ops::embedding::{embed, embed_backward};
 use finetune::ops::gated::{Activation, gated, gated_backward};
@@ -125,16 +127,18 @@ fn loss_and_update(dtype: DType, results: &mut Results) {
     let (x, w, dw) = (cast("x", (210, 64), dtype), cast("w", (300, 64), dtype), zeros((300, 64)));
     let targets: Vec<u32> = (0..210).map(|i| if i % 7 == 0 { IGNORE } else { i * 31 % 300 }).collect();
     let kind = LossKind { scale: 0.01, softcap: None };
-    let (loss, dx) = linear_cross_entropy(&x, &w, &targets, kind, Some(&dw)).unwrap();
-    results.insert("linear_cross_entropy", vec![loss.to_bits()]);
-    results.insert("linear_cross_entropy dx", bits(&dx));
+    let output = Output { weight: &w, delta: None };
+    let grads = OutputGrads { weight: Some(&dw), ..OutputGrads::default() };
+    let out = linear_cross_entropy(&x, output, &targets, kind, grads).unwrap();
+    results.insert("linear_cross_entropy", vec![out.loss.to_bits()]);
+    results.insert("linear_cross_entropy dx", bits(&out.dx));
     results.insert("linear_cross_entropy dweight", bits(&dw));
-    results.insert("logits", bits(&logits(&x, &w, Some(3.0)).unwrap()));
-    let scores = score_targets(&x, &w, &targets, None).unwrap();
+    results.insert("logits", bits(&logits(&x, output, Some(3.0)).unwrap()));
+    let scores = score_targets(&x, output, &targets, None).unwrap();
     results.insert("score_targets", scores.iter().map(|score| u64::from(score.loss.to_bits())).collect());
 
     let ids: Vec<u32> = (0..210).map(|i| i % 40).collect();
-    results.insert("embed", bits(&embed(&w, &ids, 8.0).unwrap()));
+    results.insert("embed", bits(&embed(&w, &ids, 8.0, dtype).unwrap()));
     embed_backward(&dw, &ids, &dx, 8.0, None).unwrap();
     results.insert("embed_backward", bits(&dw));
 

@@ -5,7 +5,9 @@ use candle_core::{Device, Tensor};
 use finetune::ops::attention::{
     Algorithm, AttentionKind, Columns, Heads, Qkv, Span, attention, attention_backward,
 };
-use finetune::ops::cross_entropy::{IGNORE, LossKind, TokenScore, linear_cross_entropy, score_targets};
+use finetune::ops::cross_entropy::{
+    IGNORE, LossAndGrad, LossKind, Output, OutputGrads, TokenScore, linear_cross_entropy, score_targets,
+};
 use finetune::ops::gated::{Activation, gated, gated_backward};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{RotaryTable, rotary, rotary_backward};
@@ -208,13 +210,15 @@ fn of_the_loss() {
         let (x64, w64) = (values(&x), values(&w));
         let kind = LossKind { scale: 0.2, softcap };
         let dw = zeros((13, 6));
-        let (loss, dx) = linear_cross_entropy(&x, &w, &targets, kind, Some(&dw)).unwrap();
+        let output = Output { weight: &w, delta: None };
+        let grads = OutputGrads { weight: Some(&dw), ..OutputGrads::default() };
+        let LossAndGrad { loss, dx, .. } = linear_cross_entropy(&x, output, &targets, kind, grads).unwrap();
         let want = loss_f64(&x64, &w64, 6, &targets, softcap);
         assert!((loss - want).abs() < 1e-5 * want, "{loss}, by definition {want}");
         close("dx", &dx, &differences(&x64, |x| 0.2 * loss_f64(x, &w64, 6, &targets, softcap)));
         close("dw", &dw, &differences(&w64, |w| 0.2 * loss_f64(&x64, w, 6, &targets, softcap)));
 
-        let scores = score_targets(&x, &w, &targets, softcap).unwrap();
+        let scores = score_targets(&x, output, &targets, softcap).unwrap();
         let sum: f64 = scores.iter().map(|score: &TokenScore| f64::from(score.loss)).sum();
         assert_eq!(scores.len(), 5);
         assert!((sum - want).abs() < 1e-5 * want, "{sum}, by definition {want}");

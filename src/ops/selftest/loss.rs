@@ -6,7 +6,8 @@ use super::{Bench, Case, Pair, Tolerance, Twin};
 use crate::error::Result;
 use crate::ops::adamw::{self, AdamW};
 use crate::ops::cross_entropy::{
-    self, IGNORE, LossKind, TokenScore, linear_cross_entropy, logits, score_targets,
+    self, Delta, IGNORE, LossKind, Output, OutputGrads, TokenScore, linear_cross_entropy, logits,
+    score_targets,
 };
 use crate::ops::embedding;
 use crate::ops::random::Stream;
@@ -32,8 +33,11 @@ fn embeddings() -> Vec<Case> {
         [
             Case::new("embed", what, Tolerance::ROUNDED, move |bench| {
                 let table = bench.normal("table", (VOCAB, 24))?;
-                let got = embedding::embed(&table.here, &tokens(130), factor)?;
-                Ok(vec![Pair::new(got, embedding::reference(&table.plain, &tokens(130), factor)?)])
+                let got = embedding::embed(&table.here, &tokens(130), factor, bench.dtype)?;
+                let want = embedding::reference(&table.plain, &tokens(130), factor, DType::F32)?;
+                // A table may be kept in fewer bits than activations have.
+                let wide = embedding::embed(&table.here, &tokens(130), factor, DType::F32)?;
+                Ok(vec![Pair::new(got, want.clone()), Pair::new(wide, want)])
             }),
             Case::new("embed_backward", what, Tolerance::BACKWARD, move |bench| {
                 let grad = bench.normal_f32("grad", (VOCAB, 24))?;
@@ -44,7 +48,25 @@ fn embeddings() -> Vec<Case> {
             }),
         ]
     };
-    [(1.0, "factor 1"), (4.898_979, "factor 4.9")].into_iter().flat_map(case).collect()
+    let mut cases: Vec<Case> =
+        [(1.0, "factor 1"), (4.898_979, "factor 4.9")].into_iter().flat_map(case).collect();
+    cases.push(Case::new("columns_of", "A of an adapter", Tolerance::ROUNDED.only_f32(), |bench| {
+        let a = bench.normal_f32("a", (4, VOCAB))?;
+        let got = embedding::columns_of(&a.here, &tokens(130))?;
+        Ok(vec![Pair::new(got, embedding::columns_of_reference(&a.plain, &tokens(130))?)])
+    }));
+    cases.push(Case::new(
+        "columns_of_backward",
+        "A of an adapter",
+        Tolerance::BACKWARD.only_f32(),
+        |bench| {
+            let (grad, du) = (bench.normal_f32("grad", (4, VOCAB))?, bench.normal_f32("du", (130, 4))?);
+            embedding::columns_of_backward(&grad.here, &tokens(130), &du.here, Some(3))?;
+            embedding::columns_of_backward_reference(&grad.plain, &tokens(130), &du.plain, Some(3))?;
+            Ok(vec![grad.pair()])
+        },
+    ));
+    cases
 }
 
 /// One variant of the loss.
@@ -55,12 +77,14 @@ struct Loss {
     ignore_every: usize,
     softcap: Option<f64>,
     dweight: bool,
+    /// An adapter on the head, and single rows of it that train.
+    adapter: bool,
 }
 
 const LOSS_WIDTH: usize = 24;
 
 fn losses() -> Vec<Case> {
-    let plain = Loss { rows: 45, ignore_every: 1000, softcap: None, dweight: false };
+    let plain = Loss { rows: 45, ignore_every: 1000, softcap: None, dweight: false, adapter: false };
     let variants = [
         (plain, "frozen head"),
         (Loss { dweight: true, ..plain }, "dweight"),
@@ -69,6 +93,11 @@ fn losses() -> Vec<Case> {
         (Loss { softcap: Some(2.0), dweight: true, ..plain }, "soft-cap, dweight"),
         (Loss { rows: 2100, ignore_every: 50, dweight: true, ..plain }, "more rows than a chunk"),
         (Loss { ignore_every: 1, dweight: true, ..plain }, "no target at all"),
+        (Loss { ignore_every: 3, adapter: true, ..plain }, "adapter, token rows"),
+        (
+            Loss { rows: 2100, softcap: Some(2.0), adapter: true, ..plain },
+            "adapter, token rows, soft-cap, two chunks",
+        ),
     ];
     let case = |(loss, what): (Loss, &str)| {
         Case::new("linear_cross_entropy", what, Tolerance::BACKWARD, move |bench| loss.compare(bench))
@@ -89,15 +118,31 @@ impl Loss {
         // As large as what is there before, so that neither hides the other.
         let kind = LossKind { scale: 0.3, softcap: self.softcap };
         let targets = self.targets();
-        let dweight = grad.as_ref().map(|g| &g.here);
-        let (loss, dx) = linear_cross_entropy(&x.here, &w.here, &targets, kind, dweight)?;
-        let dweight = grad.as_ref().map(|g| &g.plain);
-        let (want, want_dx) = cross_entropy::reference(&x.plain, &w.plain, &targets, kind, dweight)?;
-        let mut pairs = vec![Pair::scalars(loss, want)?, Pair::new(dx, want_dx)];
+        let (u, b) = (bench.normal_f32("u", (self.rows, 3))?, bench.normal_f32("b", (VOCAB, 3))?);
+        let (drows, db) =
+            (bench.normal_f32("drows", (ROWS.len(), LOSS_WIDTH))?, bench.normal_f32("db", (VOCAB, 3))?);
+        let output =
+            |w, u, b| Output { weight: w, delta: self.adapter.then_some(Delta { u, b, scale: 0.4 }) };
+        let grads = |weight, rows, b| OutputGrads {
+            weight,
+            rows: self.adapter.then_some((&ROWS[..], rows)),
+            b: self.adapter.then_some(b),
+        };
+        let here = grads(grad.as_ref().map(|g| &g.here), &drows.here, &db.here);
+        let got = linear_cross_entropy(&x.here, output(&w.here, &u.here, &b.here), &targets, kind, here)?;
+        let plain = grads(grad.as_ref().map(|g| &g.plain), &drows.plain, &db.plain);
+        let output = output(&w.plain, &u.plain, &b.plain);
+        let want = cross_entropy::reference(&x.plain, output, &targets, kind, plain)?;
+        let mut pairs = vec![Pair::scalars(got.loss, want.loss)?, Pair::new(got.dx, want.dx)];
+        pairs.extend(got.du.zip(want.du).map(|(got, want)| Pair::new(got, want)));
         pairs.extend(grad.map(Twin::pair));
+        pairs.extend([drows.pair(), db.pair()]);
         Ok(pairs)
     }
 }
+
+/// The rows that train.
+const ROWS: [u32; 3] = [1, 17, 60];
 
 /// The last hidden states, and the head's weight such that logits are about 1.
 fn head_inputs(bench: &Bench<'_>, rows: usize) -> Result<(Twin, Twin)> {
@@ -110,7 +155,7 @@ fn scores() -> Vec<Case> {
     for (softcap, what) in [(None, "plain"), (Some(2.0), "soft-cap")] {
         cases.push(Case::new("logits", what, Tolerance::FORWARD, move |bench| {
             let (x, w) = head_inputs(bench, 17)?;
-            let got = logits(&x.here, &w.here, softcap)?;
+            let got = logits(&x.here, Output { weight: &w.here, delta: None }, softcap)?;
             Ok(vec![Pair::new(got, plain_logits(&x.plain, &w.plain, softcap)?)])
         }));
         cases.push(Case::new("score_targets", what, Tolerance::FORWARD, move |bench| {
@@ -119,7 +164,8 @@ fn scores() -> Vec<Case> {
             targets.iter_mut().step_by(4).for_each(|target| *target = IGNORE);
             let logits = plain_logits(&x.plain, &w.plain, softcap)?;
             aim(&mut targets, &logits)?;
-            compare_scores(&score_targets(&x.here, &w.here, &targets, softcap)?, &targets, &logits)
+            let output = Output { weight: &w.here, delta: None };
+            compare_scores(&score_targets(&x.here, output, &targets, softcap)?, &targets, &logits)
         }));
     }
     cases

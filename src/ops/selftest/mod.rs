@@ -16,6 +16,7 @@ mod loss;
 mod mutations;
 #[cfg(test)]
 mod oracle;
+mod weight;
 
 use std::time::Instant;
 
@@ -57,7 +58,10 @@ pub fn run(device: &Device) -> impl Iterator<Item = Outcome> {
 }
 
 fn cases() -> Vec<Case> {
-    [linear::cases(), elementwise::cases(), attention::cases(), loss::cases()].into_iter().flatten().collect()
+    [linear::cases(), weight::cases(), elementwise::cases(), attention::cases(), loss::cases()]
+        .into_iter()
+        .flatten()
+        .collect()
 }
 
 /// The most an error may be in each dtype; none where a case says nothing new in that dtype.

@@ -173,15 +173,18 @@ fn both_ends_of_the_model() -> Result<()> {
     ] {
         told_apart(what, |bench| {
             let (x, w) = (bench.normal("x", (20, 8))?, bench.normal("w", (11, 8))?);
-            let (_, got) = cross_entropy::linear_cross_entropy(&x.here, &w.here, &targets, kind, None)?;
-            let (_, want) = cross_entropy::reference(&x.plain, &w.plain, targets_of_reference, other, None)?;
+            let output = cross_entropy::Output { weight: &w.here, delta: None };
+            let none = cross_entropy::OutputGrads::default();
+            let got = cross_entropy::linear_cross_entropy(&x.here, output, &targets, kind, none)?.dx;
+            let plain = cross_entropy::Output { weight: &w.plain, delta: None };
+            let want = cross_entropy::reference(&x.plain, plain, targets_of_reference, other, none)?.dx;
             Ok(vec![Pair::new(got, want)])
         })?;
     }
     told_apart("embedding's factor", |bench| {
         let table = bench.normal("table", (5, 8))?;
-        let want = embedding::reference(&table.plain, &[1, 4, 1], 1.0)?;
-        Ok(vec![Pair::new(embedding::embed(&table.here, &[1, 4, 1], 1.1)?, want)])
+        let want = embedding::reference(&table.plain, &[1, 4, 1], 1.0, DType::F32)?;
+        Ok(vec![Pair::new(embedding::embed(&table.here, &[1, 4, 1], 1.1, bench.dtype)?, want)])
     })?;
     told_apart("dropout's token", |bench| {
         let x = bench.normal("x", (20, 8))?;

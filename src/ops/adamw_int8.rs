@@ -1,0 +1,85 @@
+//! AdamW with both moments in 8 bits (arXiv 2110.02861): codes of bitsandbytes' dynamic maps in blocks of
+//! [`STATE_BLOCK`], one f32 scale a block. A block is widened, updated and rounded again in one visit; the parameter
+//! is updated from the widened moments, as in bitsandbytes' AdamW8bit.
+
+use candle_core::{Device, Tensor};
+use rayon::prelude::*;
+
+use super::access::{read, update};
+use super::adamw::{AdamW, update_chunk};
+use crate::error::Result;
+use crate::quant;
+
+/// Values that share a scale.
+pub const STATE_BLOCK: usize = 256;
+
+/// One moment of a run of parameters.
+#[derive(Debug, Clone)]
+pub struct Int8Moment {
+    /// u8, one per parameter.
+    pub codes: Tensor,
+    /// f32, one per block.
+    pub absmax: Tensor,
+}
+
+impl Int8Moment {
+    /// A moment of zero for `len` parameters. The state lives on the host whatever the parameters are on.
+    pub fn zeros(len: usize) -> Result<Self> {
+        let zeros = |len, dtype| Tensor::zeros(len, dtype, &Device::Cpu);
+        Ok(Int8Moment {
+            codes: zeros(len, candle_core::DType::U8)?,
+            absmax: zeros(len.div_ceil(STATE_BLOCK), candle_core::DType::F32)?,
+        })
+    }
+}
+
+/// Updates `param` and its moments (mean of gradients, mean of their squares) in place. `param` and `grad` are
+/// contiguous f32 of one length; off the CPU they pass through the host.
+pub fn adamw_int8(param: &Tensor, grad: &Tensor, moments: [&Int8Moment; 2], options: &AdamW) -> Result<()> {
+    if !param.device().is_cpu() {
+        let host = param.to_device(&Device::Cpu)?;
+        adamw_int8(&host, &grad.to_device(&Device::Cpu)?, moments, options)?;
+        return Ok(param.slice_set(&host.to_device(param.device())?, 0, 0)?);
+    }
+    let grad = read::<f32>(grad)?;
+    let grad: &[f32] = &grad;
+    let rates = options.rates();
+    let (maps, [first, second]) = ([quant::dynamic_signed(), quant::dynamic_unsigned()], moments);
+    update(param, |p: &mut [f32]| {
+        update(&first.codes, |c1: &mut [u8]| {
+            update(&second.codes, |c2: &mut [u8]| {
+                update(&first.absmax, |a1: &mut [f32]| {
+                    update(&second.absmax, |a2: &mut [f32]| {
+                        let codes = c1.par_chunks_mut(STATE_BLOCK).zip(c2.par_chunks_mut(STATE_BLOCK));
+                        let states = codes.zip(a1.par_iter_mut()).zip(a2.par_iter_mut());
+                        let values = p.par_chunks_mut(STATE_BLOCK).zip(grad.par_chunks(STATE_BLOCK));
+                        values.zip(states).with_min_len(8).for_each(|((p, g), (((c1, c2), a1), a2))| {
+                            let (mut m, mut v) = ([0f32; STATE_BLOCK], [0f32; STATE_BLOCK]);
+                            let (m, v) = (&mut m[..p.len()], &mut v[..p.len()]);
+                            widen(m, c1, *a1, maps[0]);
+                            widen(v, c2, *a2, maps[1]);
+                            update_chunk(p, m, v, g, rates);
+                            *a1 = round(c1, m, maps[0]);
+                            *a2 = round(c2, v, maps[1]);
+                        });
+                    })
+                })
+            })
+        })
+    })????
+}
+
+fn widen(values: &mut [f32], codes: &[u8], absmax: f32, map: &[f32; 256]) {
+    for (value, &code) in values.iter_mut().zip(codes) {
+        *value = map[usize::from(code)] * absmax;
+    }
+}
+
+/// Writes the codes of `values` and returns their scale.
+fn round(codes: &mut [u8], values: &[f32], map: &[f32; 256]) -> f32 {
+    let absmax = values.iter().fold(0f32, |max, value| max.max(value.abs()));
+    for (code, value) in codes.iter_mut().zip(values) {
+        *code = quant::nearest(map, if absmax > 0.0 { value / absmax } else { 0.0 });
+    }
+    absmax
+}

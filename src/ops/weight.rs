@@ -1,0 +1,181 @@
+//! The frozen or trainable matrix of a linear layer, dense or quantized, and the products with it.
+//!
+//! A quantized matrix is never dequantized whole: on the CPU the product widens panels of it on the way into the
+//! GEMM, forward (`x · Wᵀ`) and for the input's gradient (`dy · W`). A quantized weight has no gradient of its own.
+//! Off the CPU it is dequantized by candle's primitives for the length of one product.
+
+use candle_core::{DType, Device, Tensor};
+use rayon::prelude::*;
+
+use super::access::{dims2, read, tensor, unwritten, update, with_elem};
+use super::gemm::{Dst, Mat, QuantMat, Threads, product as gemm};
+use super::product::{Columns, Form, product};
+use crate::error::{Error, Result};
+use crate::quant::{Blocks, Kind, NESTED_BLOCK, Scales};
+
+/// A matrix `[out, in]` as codes in blocks with a scale each (bitsandbytes' layout, see [`crate::quant`]).
+#[derive(Debug, Clone)]
+pub struct Quantized {
+    /// The format of the codes.
+    pub kind: Kind,
+    /// Values that share a scale, counted over the flattened matrix.
+    pub block_size: usize,
+    /// `[out, in]`.
+    pub shape: (usize, usize),
+    /// u8: two 4-bit codes or one 8-bit code a byte.
+    pub codes: Tensor,
+    /// The scales.
+    pub scales: BlockScales,
+}
+
+/// One scale for each block.
+#[derive(Debug, Clone)]
+pub enum BlockScales {
+    /// f32.
+    Plain(Tensor),
+    /// Quantized themselves (double quantization): u8 codes, f32 scales of [`NESTED_BLOCK`] codes each, their mean.
+    Nested {
+        /// u8, one per block.
+        codes: Tensor,
+        /// f32.
+        absmax: Tensor,
+        /// Added to each.
+        offset: f32,
+    },
+}
+
+/// The weight of a linear layer, for one use.
+#[derive(Debug, Clone, Copy)]
+pub enum Weight<'a> {
+    /// `[out, in]` in the dtype it is kept in.
+    Dense(&'a Tensor),
+    /// In blocks.
+    Quantized(&'a Quantized),
+}
+
+impl Quantized {
+    /// Lets `use_blocks` see codes and scales as slices. CPU only.
+    pub(crate) fn with_blocks<R>(&self, use_blocks: impl FnOnce(Blocks<'_>) -> R) -> Result<R> {
+        let codes = read::<u8>(&self.codes)?;
+        let (kind, block_size) = (self.kind, self.block_size);
+        Ok(match &self.scales {
+            BlockScales::Plain(scales) => {
+                let scales = read::<f32>(scales)?;
+                use_blocks(Blocks { kind, block_size, codes: &codes, scales: Scales::Plain(&scales) })
+            }
+            BlockScales::Nested { codes: nested, absmax, offset } => {
+                let (nested, absmax) = (read::<u8>(nested)?, read::<f32>(absmax)?);
+                let scales = Scales::Nested { codes: &nested, absmax: &absmax, offset: *offset };
+                use_blocks(Blocks { kind, block_size, codes: &codes, scales })
+            }
+        })
+    }
+
+    /// The whole matrix in f32.
+    pub fn dequantize(&self) -> Result<Tensor> {
+        if !self.codes.device().is_cpu() {
+            return self.dequantize_reference();
+        }
+        let (out, width) = self.shape;
+        let mut values: Vec<f32> = unwritten(out * width);
+        self.with_blocks(|blocks| {
+            let rows = values.par_chunks_mut(width.max(1)).with_min_len(16).enumerate();
+            rows.for_each(|(i, row)| blocks.dequantize(i * width, row));
+        })?;
+        tensor(values, self.shape)
+    }
+
+    /// The definition of [`Quantized::dequantize`] in candle's primitives.
+    pub(crate) fn dequantize_reference(&self) -> Result<Tensor> {
+        let device = self.codes.device();
+        let n = self.shape.0 * self.shape.1;
+        let codes = self.codes.to_dtype(DType::U32)?;
+        let codes = match self.kind.bits() {
+            4 => {
+                let high = (codes.to_dtype(DType::F32)? / 16.0)?.floor()?;
+                let low = (codes.to_dtype(DType::F32)? - (&high * 16.0)?)?;
+                Tensor::stack(&[high, low], 1)?.flatten_all()?.to_dtype(DType::U32)?.narrow(0, 0, n)?
+            }
+            _ => codes.narrow(0, 0, n)?,
+        };
+        let values = look_up(self.kind.table(), &codes, device)?;
+        let scales = match &self.scales {
+            BlockScales::Plain(scales) => scales.clone(),
+            BlockScales::Nested { codes, absmax, offset } => {
+                let values = look_up(crate::quant::dynamic_signed(), &codes.to_dtype(DType::U32)?, device)?;
+                let outer = repeat(absmax, NESTED_BLOCK, codes.elem_count())?;
+                ((values * outer)? + f64::from(*offset))?
+            }
+        };
+        Ok((values * repeat(&scales, self.block_size, n)?)?.reshape(self.shape)?)
+    }
+}
+
+/// `table[code]` of each code.
+fn look_up(table: &[f32], codes: &Tensor, device: &Device) -> Result<Tensor> {
+    Ok(Tensor::from_slice(table, table.len(), device)?.index_select(codes, 0)?)
+}
+
+/// Each of `values` `times` times in a row, `len` values in all.
+fn repeat(values: &Tensor, times: usize, len: usize) -> Result<Tensor> {
+    let n = values.elem_count();
+    Ok(values.reshape((n, 1))?.broadcast_as((n, times))?.contiguous()?.flatten_all()?.narrow(0, 0, len)?)
+}
+
+impl Weight<'_> {
+    /// `(out, in)`.
+    pub fn dims(&self) -> Result<(usize, usize)> {
+        match self {
+            Weight::Dense(weight) => dims2(weight),
+            Weight::Quantized(weight) => Ok(weight.shape),
+        }
+    }
+}
+
+/// `dst = [dst +] form(a, weight)`; `form` is [`Form::Nt`] (forward) or [`Form::Nn`] (the input's gradient).
+pub fn weight_product(
+    dst: Columns<'_>,
+    a: Columns<'_>,
+    weight: Weight<'_>,
+    form: Form,
+    accumulate: bool,
+) -> Result<()> {
+    let quantized = match weight {
+        Weight::Dense(weight) => return product(dst, a, Columns::all(weight), form, 1.0, accumulate),
+        Weight::Quantized(quantized) => quantized,
+    };
+    if !dst.tensor.device().is_cpu() {
+        return quantized_reference(dst, a, quantized, form, accumulate);
+    }
+    let ((rows, a_width), (_, width)) = (dims2(a.tensor)?, dims2(dst.tensor)?);
+    let (out, inputs) = quantized.shape;
+    with_elem!(a.tensor.dtype(), A => with_elem!(dst.tensor.dtype(), D => {
+        let data = read::<A>(a.tensor)?;
+        let a = Mat::new(data.get(a.start..).unwrap_or(&[]), rows, a.len, a_width);
+        quantized.with_blocks(|blocks| {
+            let matrix = QuantMat::new(blocks, out, inputs);
+            let matrix = match form {
+                Form::Nt => matrix.t(),
+                Form::Nn => matrix,
+                Form::Tn => return Err(Error::internal("a quantized weight as the right side of a gradient")),
+            };
+            update(dst.tensor, |data: &mut [D]| {
+                let data = data.get_mut(dst.start..).unwrap_or(&mut []);
+                gemm(Dst { data, stride: width, accumulate }, a, matrix, 1.0, Threads::All);
+            })
+        })?
+    }))
+}
+
+/// The definition of [`weight_product`] for a quantized weight: dequantize, then multiply.
+pub(crate) fn quantized_reference(
+    dst: Columns<'_>,
+    a: Columns<'_>,
+    weight: &Quantized,
+    form: Form,
+    accumulate: bool,
+) -> Result<()> {
+    // In the activations' dtype, as bitsandbytes dequantizes for its compute dtype.
+    let dense = weight.dequantize_reference()?.to_dtype(a.tensor.dtype())?;
+    super::product::reference(dst, a, Columns::all(&dense), form, 1.0, accumulate)
+}

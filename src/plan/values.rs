@@ -1,0 +1,396 @@
+//! First values: the model's own from files or a seed, the adapter's from a saved one, fresh, or derived from the base
+//! weight it sits on (PiSSA, LoftQ, DoRA's magnitudes).
+//!
+//! Files are read and quantized in pieces, so loading a quantized base needs the memory of the quantized model and of a
+//! piece; where an adapter is derived from a weight, of that weight.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use candle_core::{Device, Tensor};
+
+use super::adaptation::{Adaptation, Start};
+use super::parameters::{EMBED, HEAD, saved_as};
+use crate::adapter::{Factors, Target, TensorKind, principal};
+use crate::error::{Error, Result};
+use crate::model::{self, ModelConfig, initial_lora, initial_value};
+use crate::ops::dora::weight_norm;
+use crate::ops::random::Stream;
+use crate::ops::weight::Weight;
+use crate::quant::{self, Blocks, Scales};
+use crate::recipe::AdapterInit;
+use crate::strategy::{BlocksMut, Fill, Slot, TOKEN_ROWS};
+use crate::weights::{Element, ModelFiles};
+
+/// The way out when weights and config.json do not fit.
+const ONE_MODEL: &str = "give config.json and weights of one and the same model";
+/// Values read and quantized at once, a multiple of every block size: 16 MiB of f32.
+const PIECE: usize = 1 << 22;
+
+/// Where first values come from.
+pub(super) struct Values<'a> {
+    config: &'a ModelConfig,
+    files: Option<&'a ModelFiles>,
+    adaptation: Option<&'a Adaptation>,
+    seed: u64,
+    /// What base weights gave for the adapters on them, until those are filled.
+    derived: RefCell<BTreeMap<String, Derived>>,
+}
+
+/// An adapter's first values, from the weight it sits on.
+#[derive(Default)]
+struct Derived {
+    factors: Option<Factors>,
+    magnitude: Vec<f32>,
+}
+
+impl<'a> Values<'a> {
+    pub(super) fn new(
+        config: &'a ModelConfig,
+        files: Option<&'a ModelFiles>,
+        adaptation: Option<&'a Adaptation>,
+        seed: u64,
+    ) -> Self {
+        Values { config, files, adaptation, seed, derived: RefCell::default() }
+    }
+
+    /// Checks names and shapes of the whole checkpoint against the model before a byte of weights is read.
+    pub(super) fn check(&self, slots: &[Slot]) -> Result<()> {
+        let Some(files) = self.files else { return Ok(()) };
+        for slot in slots.iter().filter(|slot| !slot.adapter) {
+            let name = self.stored_name(files, &slot.name);
+            let info = files.require(name).map_err(|e| e.hint(ONE_MODEL))?;
+            if info.shape != slot.shape {
+                return Err(Error::user(format!("cannot load {}", info.file.display()))
+                    .because(format!(
+                        "{name} has shape {:?}, config.json makes it {:?} ({})",
+                        info.shape,
+                        slot.shape,
+                        self.dimensions()
+                    ))
+                    .hint(ONE_MODEL));
+            }
+        }
+        for name in files.names() {
+            // Buffers that old checkpoints carry, and the second copy of a tied table.
+            let harmless = name.ends_with("rotary_emb.inv_freq") || name == HEAD || name == EMBED;
+            if !harmless && !slots.iter().any(|slot| slot.name == name) {
+                let file = files.info(name).map(|info| info.file.display().to_string()).unwrap_or_default();
+                return Err(Error::user(format!("cannot load {file}"))
+                    .because(format!("{name} has no place in the model that config.json describes"))
+                    .hint(ONE_MODEL));
+            }
+        }
+        Ok(())
+    }
+
+    fn dimensions(&self) -> String {
+        let c = self.config;
+        format!(
+            "hidden_size {}, intermediate_size {}, vocab_size {}, {} and {} heads of {}",
+            c.hidden_size,
+            c.intermediate_size,
+            c.vocab_size,
+            c.heads.num_heads,
+            c.heads.num_kv_heads,
+            c.heads.head_dim
+        )
+    }
+
+    /// The name that a parameter has in the files: a tied table may be stored as the embedding or as the head.
+    fn stored_name<'n>(&self, files: &ModelFiles, name: &'n str) -> &'n str {
+        let other = match name {
+            EMBED => HEAD,
+            HEAD => EMBED,
+            _ => return name,
+        };
+        if self.config.tie_word_embeddings && files.info(name).is_none() { other } else { name }
+    }
+
+    /// Writes the first value of `slot` to its place.
+    pub(super) fn fill(&self, slot: &Slot, to: Fill<'_>) -> Result<()> {
+        let (module, last) = slot.name.rsplit_once('.').unwrap_or((&slot.name, ""));
+        let target = self.adaptation.and_then(|a| a.targets.iter().find(|target| target.name == module));
+        if let Some((adaptation, target)) = self.adaptation.zip(target)
+            && last == "weight"
+            && !slot.adapter
+            && adaptation.derives_from_weights()
+        {
+            return self.fill_and_derive(slot, adaptation, target, to);
+        }
+        match to {
+            Fill::F32(out) => self.fill_as(slot, out),
+            Fill::Bf16(out) => self.fill_as(slot, out),
+            Fill::Blocks(blocks) => self.fill_blocks(slot, blocks),
+        }
+    }
+
+    fn fill_as<T: Element>(&self, slot: &Slot, out: &mut [T]) -> Result<()> {
+        if slot.adapter {
+            return self.fill_adapter(slot, out);
+        }
+        let (module, last) = slot.name.rsplit_once('.').unwrap_or((&slot.name, ""));
+        let saved = self.adaptation.and_then(|a| a.start.saved().zip(saved_as(self.config, a, module)));
+        if let Some((adapter, name)) = saved {
+            let kind = if last == "bias" { TensorKind::SavedBias } else { TensorKind::SavedWeight };
+            return adapter.read_into(name, kind, out);
+        }
+        self.read_base(&slot.name, 0, out)
+    }
+
+    /// Elements of a base weight from `start` on.
+    fn read_base<T: Element>(&self, name: &str, start: usize, out: &mut [T]) -> Result<()> {
+        match self.files {
+            Some(files) => {
+                let name = self.stored_name(files, name);
+                files.read_part(name, start, out)?;
+                files.discard(name);
+            }
+            None => {
+                // A head that was untied starts as the embedding it was tied to.
+                let tied = self.config.tie_word_embeddings && name == HEAD;
+                let name = if tied { EMBED } else { name };
+                let spec = model::parameters(self.config).into_iter().find(|spec| spec.name == name);
+                let spec = spec.ok_or_else(|| Error::internal(format!("no parameter is called {name}")))?;
+                copy(out, &initial_value(self.config, &spec, self.seed, start, out.len()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Quantizes a base weight piece by piece, or takes the codes of a checkpoint that is quantized already.
+    fn fill_blocks(&self, slot: &Slot, to: BlocksMut<'_>) -> Result<()> {
+        if let Some(stored) = self.files.map(|files| files.quantized(&slot.name)).transpose()?.flatten() {
+            stored.copy_to(to.codes, to.nested, to.scales, to.offset);
+            return Ok(());
+        }
+        let n = slot.elements();
+        let mut values = vec![0f32; PIECE.min(n)];
+        self.quantize(n, to, &mut |start, len, quantize| {
+            let values = &mut values[..len];
+            self.read_base(&slot.name, start, values)?;
+            check_finite(&slot.name, values)?;
+            quantize(values);
+            Ok(())
+        })
+    }
+
+    /// Fills the parts of a quantized tensor of `n` elements, asking `piece` for its values in order.
+    fn quantize(
+        &self,
+        n: usize,
+        to: BlocksMut<'_>,
+        piece: &mut dyn FnMut(usize, usize, &mut dyn FnMut(&[f32])) -> Result<()>,
+    ) -> Result<()> {
+        let format = to.format;
+        let mut own = vec![0f32; if format.double_quant { format.blocks(n) } else { 0 }];
+        let absmax: &mut [f32] = if format.double_quant { &mut own } else { &mut *to.scales };
+        for start in (0..n).step_by(PIECE) {
+            let len = PIECE.min(n - start);
+            let codes = &mut to.codes[format.code_bytes(start)..format.code_bytes(start + len)];
+            let absmax = &mut absmax[format.blocks(start)..format.blocks(start + len)];
+            piece(start, len, &mut |values| {
+                quant::quantize(format.kind, format.block_size, values, codes, absmax);
+            })?;
+        }
+        if format.double_quant {
+            *to.offset = quant::nest(&own, to.nested, to.scales);
+        }
+        Ok(())
+    }
+
+    /// Fills the weight of an adapter's module, and works out what the adapter starts from.
+    fn fill_and_derive(
+        &self,
+        slot: &Slot,
+        adaptation: &Adaptation,
+        target: &Target,
+        to: Fill<'_>,
+    ) -> Result<()> {
+        let (out, inputs) = (slot.shape[0], slot.shape[1]);
+        let mut weight = vec![0f32; out * inputs];
+        self.read_base(&slot.name, 0, &mut weight)?;
+        check_finite(&slot.name, &weight)?;
+        let stream = Stream::new(self.seed).named(&target.name);
+        let best = |weight: &[f32]| {
+            principal(weight, (out, inputs), target.r, stream).map(|factors| scaled(factors, target.scale))
+        };
+        let mut factors = match &adaptation.start {
+            Start::Fresh(AdapterInit::Pissa) => Some(best(&weight)?),
+            Start::Pissa(saved) => Some(saved.initial(&target.name)?),
+            _ => None,
+        };
+        if let Some(factors) = &factors {
+            // What the adapter takes over is taken from the base.
+            subtract_product(&mut weight, factors, inputs, target.scale as f32);
+        }
+        let wanted = matches!(adaptation.start, Start::Fresh(AdapterInit::Loftq)).then(|| weight.clone());
+        match to {
+            Fill::F32(to) => to.copy_from_slice(&weight),
+            Fill::Bf16(to) => {
+                copy(to, &weight);
+                weight.iter_mut().zip(to).for_each(|(w, kept)| *w = kept.to_f32());
+            }
+            Fill::Blocks(blocks) => self.quantize_in_place(&mut weight, blocks)?,
+        }
+        if let Some(mut lost) = wanted {
+            lost.iter_mut().zip(&weight).for_each(|(w, kept)| *w -= kept);
+            factors = Some(best(&lost)?);
+        }
+        let magnitude = match adaptation.config.spec.use_dora {
+            true => norms(weight, (out, inputs), factors.as_ref(), target)?,
+            false => Vec::new(),
+        };
+        self.derived.borrow_mut().insert(target.name.clone(), Derived { factors, magnitude });
+        Ok(())
+    }
+
+    /// Quantizes `weight` into `to` and replaces it by what came of it.
+    fn quantize_in_place(&self, weight: &mut [f32], to: BlocksMut<'_>) -> Result<()> {
+        let BlocksMut { format, codes, nested, scales, offset } = to;
+        let parts = BlocksMut {
+            format,
+            codes: &mut *codes,
+            nested: &mut *nested,
+            scales: &mut *scales,
+            offset: &mut *offset,
+        };
+        self.quantize(weight.len(), parts, &mut |start, len, quantize| {
+            quantize(&weight[start..start + len]);
+            Ok(())
+        })?;
+        let scales = match format.double_quant {
+            true => Scales::Nested { codes: nested, absmax: scales, offset: *offset },
+            false => Scales::Plain(scales),
+        };
+        let blocks = Blocks { kind: format.kind, block_size: format.block_size, codes, scales };
+        blocks.dequantize(0, weight);
+        Ok(())
+    }
+
+    /// What PiSSA took from each base weight.
+    pub(super) fn into_initial(self) -> BTreeMap<String, Factors> {
+        let pissa = self.adaptation.is_some_and(Adaptation::is_pissa);
+        let derived = self.derived.into_inner().into_iter().filter(|_| pissa);
+        derived.filter_map(|(module, derived)| Some((module, derived.factors?))).collect()
+    }
+
+    fn fill_adapter<T: Element>(&self, slot: &Slot, out: &mut [T]) -> Result<()> {
+        let adaptation =
+            self.adaptation.ok_or_else(|| Error::internal("an adapter slot without an adapter"))?;
+        let part = AdapterPart::of(&slot.name)?;
+        match &adaptation.start {
+            Start::Saved(saved) => return saved.read_into(part.module, part.kind, out),
+            Start::Pissa(saved) => return saved.read_trained(part.module, part.kind, out),
+            _ => {}
+        }
+        let derived = self.derived.borrow();
+        let derived = derived.get(part.module);
+        let factors = derived.and_then(|derived| derived.factors.as_ref());
+        match (part.kind, factors) {
+            (TensorKind::LoraA, Some(factors)) => copy(out, &factors.a),
+            (TensorKind::LoraB, Some(factors)) => copy(out, &factors.b),
+            (TensorKind::LoraMagnitude, _) => {
+                copy(out, derived.map_or(&[][..], |derived| &derived.magnitude));
+            }
+            (TensorKind::TokensDelta, _) => self.fill_rows(part.module, adaptation, out)?,
+            (TensorKind::LoraA | TensorKind::LoraEmbeddingB, None) => {
+                let gaussian = matches!(adaptation.start, Start::Fresh(AdapterInit::Gaussian));
+                let modules = model::modules(self.config);
+                let found = modules.iter().find(|m| m.name == part.module);
+                let found =
+                    found.ok_or_else(|| Error::internal(format!("no module is called {}", part.module)))?;
+                copy(out, &initial_lora(found, &slot.shape, gaussian, self.seed));
+            }
+            // B, and an embedding's A, start as zero.
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Rows that train start as the table has them.
+    fn fill_rows<T: Element>(&self, module: &str, adaptation: &Adaptation, out: &mut [T]) -> Result<()> {
+        let width = self.config.hidden_size;
+        let ids = adaptation.rows.get(module).map_or(&[][..], Vec::as_slice);
+        for (row, &id) in out.chunks_exact_mut(width).zip(ids) {
+            self.read_base(&format!("{module}.weight"), id as usize * width, row)?;
+        }
+        Ok(())
+    }
+}
+
+/// A slot's name, taken apart.
+pub(super) struct AdapterPart<'a> {
+    pub(super) module: &'a str,
+    pub(super) kind: TensorKind,
+}
+
+impl<'a> AdapterPart<'a> {
+    const ENDS: [(&'static str, TensorKind); 8] = [
+        (".lora_A.weight", TensorKind::LoraA),
+        (".lora_B.weight", TensorKind::LoraB),
+        (".lora_embedding_A", TensorKind::LoraEmbeddingA),
+        (".lora_embedding_B", TensorKind::LoraEmbeddingB),
+        (".lora_magnitude_vector", TensorKind::LoraMagnitude),
+        (TOKEN_ROWS, TensorKind::TokensDelta),
+        (".weight", TensorKind::SavedWeight),
+        (".bias", TensorKind::SavedBias),
+    ];
+
+    /// Of a slot that an adapter trains.
+    pub(super) fn of(name: &'a str) -> Result<Self> {
+        let split = Self::ENDS.iter().find_map(|(end, kind)| Some((name.strip_suffix(end)?, *kind)));
+        let (module, kind) = split.ok_or_else(|| Error::internal(format!("no module for {name}")))?;
+        Ok(AdapterPart { module, kind })
+    }
+}
+
+/// `weight −= scale · b · a`.
+fn subtract_product(weight: &mut [f32], factors: &Factors, inputs: usize, scale: f32) {
+    let r = factors.a.len() / inputs.max(1);
+    for (row, b) in weight.chunks_exact_mut(inputs).zip(factors.b.chunks_exact(r.max(1))) {
+        for (b, a) in b.iter().zip(factors.a.chunks_exact(inputs)) {
+            row.iter_mut().zip(a).for_each(|(w, a)| *w -= scale * b * a);
+        }
+    }
+}
+
+/// Factors of a product that LoRA multiplies by `scale`.
+fn scaled(mut factors: Factors, scale: f64) -> Factors {
+    let root = (1.0 / scale).sqrt() as f32;
+    factors.a.iter_mut().chain(&mut factors.b).for_each(|value| *value *= root);
+    factors
+}
+
+/// DoRA's first magnitudes: the norms of the rows that the layer computes with.
+fn norms(
+    weight: Vec<f32>,
+    (out, inputs): (usize, usize),
+    factors: Option<&Factors>,
+    target: &Target,
+) -> Result<Vec<f32>> {
+    let host = &Device::Cpu;
+    let weight = Tensor::from_vec(weight, (out, inputs), host)?;
+    let (a, b) = match factors {
+        Some(Factors { a, b }) => (a.clone(), b.clone()),
+        None => (vec![0.0; target.r * inputs], vec![0.0; out * target.r]),
+    };
+    let a = Tensor::from_vec(a, (target.r, inputs), host)?;
+    let b = Tensor::from_vec(b, (out, target.r), host)?;
+    Ok(weight_norm(Weight::Dense(&weight), &a, &b, target.scale)?.to_vec1()?)
+}
+
+fn check_finite(name: &str, values: &[f32]) -> Result<()> {
+    match values.iter().find(|value| !value.is_finite()) {
+        None => Ok(()),
+        Some(value) => Err(Error::user(format!("cannot load {name}"))
+            .because(format!("it holds {value}; accepted: finite numbers"))
+            .hint("download the model again, or give another")),
+    }
+}
+
+fn copy<T: Element>(out: &mut [T], values: &[f32]) {
+    for (out, value) in out.iter_mut().zip(values) {
+        *out = T::from_f32(*value);
+    }
+}
