@@ -23,6 +23,25 @@ use crate::weights::{
 /// Elements (or bytes that are only copied) of a tensor in memory at once, if a row is not longer.
 const BLOCK: usize = 1 << 22;
 
+/// TEMPORARY
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum BaseValues {
+    /// As stored.
+    AsStored,
+    /// Quantized.
+    Quantized(crate::quant::Format),
+}
+
+/// TEMPORARY
+pub struct MergeOptions<'a> {
+    /// Dtype.
+    pub dtype: OutputDtype,
+    /// Base.
+    pub base: BaseValues,
+    /// Verify.
+    pub verify: &'a dyn Fn(&Path) -> Result<Option<Value>>,
+}
+
 /// What a merge did.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MergeReport {
@@ -43,7 +62,8 @@ pub struct MergeReport {
 /// # Errors
 /// The user's: the adapter cannot be read or is not of this base; the base is quantized; `output` is not empty.
 /// Storage: the disk is full or fails; nothing is left of `output` then.
-pub fn merge(base: &ModelFiles, adapter: &Path, output: &Path, dtype: OutputDtype) -> Result<MergeReport> {
+pub fn merge(base: &ModelFiles, adapter: &Path, output: &Path, options: &MergeOptions<'_>) -> Result<MergeReport> {
+    let dtype = options.dtype;
     let adapter = Adapter::read(adapter)?;
     let config = companions::read_config(base.folder())?;
     let plan = Plan::new(base, &adapter, &config, dtype)?;
@@ -69,6 +89,7 @@ pub fn merge(base: &ModelFiles, adapter: &Path, output: &Path, dtype: OutputDtyp
     let tie_word_embeddings = plan.untied.then_some(false);
     let changes = ConfigChanges { tie_word_embeddings, ..ConfigChanges::for_weights(&entries) };
     companions::copy(base.folder(), folder.path(), changes)?;
+    (options.verify)(folder.path())?;
     folder.commit()?;
     for file in &mut files {
         file.path = output.join(file.path.file_name().unwrap_or_default());
