@@ -150,6 +150,15 @@ pub struct MergeArgs {
     /// Type of the merged weights; auto: the model's
     #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = dtype())]
     pub dtype: Dtype,
+    /// The weights to add to; without it those the adapter was trained on
+    #[arg(long, value_name = "BASE")]
+    pub base: Option<MergeBaseArg>,
+    /// Compare base and adapter with the merged model on the first 64 rows of this data set before anything is written
+    #[arg(long, value_name = "DATASET")]
+    pub verify_on: Option<String>,
+    /// The mean KL divergence, in nats a token, above which the merge is refused
+    #[arg(long, value_name = "NATS", requires = "verify_on", value_parser = nats)]
+    pub max_kl: Option<f64>,
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
@@ -336,6 +345,15 @@ pub struct DoctorArgs {
     pub selftest: bool,
 }
 
+/// What `finetune merge --base` accepts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum MergeBaseArg {
+    /// The unquantized weights in the model's files
+    Original,
+    /// The weights that quantizing left of them
+    Quantized,
+}
+
 /// `finetune completions`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
@@ -385,6 +403,11 @@ fn dtype() -> impl TypedValueParser<Value = Dtype> {
 
 fn positive(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|n| *n >= 1).ok_or_else(|| "accepted: a whole number, at least 1".into())
+}
+
+fn nats(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|kl: &f64| kl.is_finite() && *kl > 0.0);
+    number.ok_or_else(|| "accepted: a number above 0".into())
 }
 
 fn temperature(text: &str) -> Result<f64, String> {
