@@ -449,17 +449,21 @@ mod tests {
         .map(|extra| parse(extra).expect_err(extra).cause)
         .collect();
         insta::assert_snapshot!(refusals.join("\n"), @r#"
-        `use_dora` is true, which is not supported; accepted: no such key, or its default
         `bias` is "all", which is not supported; accepted: no such key, or its default
         `fan_in_fan_out` is true, which is not supported; accepted: no such key, or its default
         `lora_bias` is true, which is not supported; accepted: no such key, or its default
         `layer_replication` is [[0,2]], which is not supported; accepted: no such key, or its default
         `target_parameters` is ["experts.w"], which is not supported; accepted: no such key, or its default
-        `trainable_token_indices` is [1], which is not supported; accepted: no such key, or its default
+        `trainable_token_indices` is [-1]; accepted: a list of token ids, or an object from module names to such lists
+        `trainable_token_indices` is {"embed_tokens":5}; accepted: a list of token ids, or an object from module names to such lists
+        `use_qalora` is true, which is not supported; accepted: no such key, or its default
+        `kasa_config` is {"beta":0.0001}, which is not supported; accepted: no such key, or its default
         `megatron_config` is {"a":1}, which is not supported; accepted: no such key, or its default
         `alora_invocation_tokens` is [5], which is not supported; accepted: no such key, or its default
         `eva_config` is {"rho":2.0}, which is not supported; accepted: no such key, or its default
-        `init_lora_weights` is "pissa", which may have changed the base too; accepted: true, false, "gaussian"
+        `init_lora_weights` is "pissa_niter_16", with which PEFT takes what the adapter starts from out of the base's weights; accepted: true, false, "gaussian", "orthogonal", "eva", "mica"
+        `init_lora_weights` is "loftq", with which PEFT replaces the base's weights by quantized ones; accepted: true, false, "gaussian", "orthogonal", "eva", "mica"
+        `init_lora_weights` is "tomorrow", which is not known here; accepted: true, false, "gaussian", "orthogonal", "eva", "mica"
         `a_key_of_tomorrow` is 1, which is not supported; accepted: no such key, or its default
         `task_type` is SEQ_CLS; accepted: CAUSAL_LM
         `r` is "eight"; accepted: a whole number from 1

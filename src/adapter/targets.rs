@@ -635,7 +635,20 @@ mod tests {
         let target_modules = TargetModules::Named(list(&["lm_head"]));
         let adapted = TargetSpec { target_modules, ..spec("lm_head", &[1]) };
         errors.push(rows(&adapted).expect_err("adapted too").to_string());
-        insta::assert_snapshot!(errors.join("\n"), @"");
+        insta::assert_snapshot!(errors.join("\n"), @"
+        error: cannot choose the tokens whose rows train
+          caused by: `trainable_token_indices` has `q_proj`, which is no embedding or head; the model has embed_tokens, lm_head
+        error: cannot choose the tokens whose rows train
+          caused by: `trainable_token_indices` has token 48; `model.embed_tokens` has 48 rows; accepted: 0 to 47
+        error: cannot choose the tokens whose rows train
+          caused by: `trainable_token_indices` has token 3 twice
+        error: cannot choose the tokens whose rows train
+          caused by: `modules_to_save` has `lm_head` too
+        hint: remove it from `modules_to_save`, or from `trainable_token_indices`
+        error: cannot choose the tokens whose rows train
+          caused by: `target_modules` has `lm_head` too
+        hint: remove it from `target_modules`, or from `trainable_token_indices`
+        ");
     }
 
     #[test]
