@@ -62,7 +62,12 @@ pub struct MergeReport {
 /// # Errors
 /// The user's: the adapter cannot be read or is not of this base; the base is quantized; `output` is not empty.
 /// Storage: the disk is full or fails; nothing is left of `output` then.
-pub fn merge(base: &ModelFiles, adapter: &Path, output: &Path, options: &MergeOptions<'_>) -> Result<MergeReport> {
+pub fn merge(
+    base: &ModelFiles,
+    adapter: &Path,
+    output: &Path,
+    options: &MergeOptions<'_>,
+) -> Result<MergeReport> {
     let dtype = options.dtype;
     let adapter = Adapter::read(adapter)?;
     let config = companions::read_config(base.folder())?;
