@@ -14,7 +14,8 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
     let finder = Finder::new(args.common.offline, &terminal)?;
-    let model = Model { id: Some(Source::from_argument("--model", &args.model, &folder)?), ..Model::default() };
+    let model =
+        Model { id: Some(Source::from_argument("--model", &args.model, &folder)?), ..Model::default() };
     let mut base = Base::open(&model, None, &finder)?;
     let adapter = finder.adapter(&Source::from_argument("--adapter", &args.adapter, &folder)?)?.folder;
     // An adapter of another model is told apart by names and shapes before anything is written.

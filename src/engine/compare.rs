@@ -47,8 +47,11 @@ impl Engine {
         let mut sums = Comparison::default();
         for batch in batches {
             let both = [self.hidden(&batch)?, other.hidden(&batch)?];
-            let counted: Vec<u32> =
-                (0u32..).zip(&batch.targets).filter(|(_, target)| **target != IGNORE).map(|(n, _)| n).collect();
+            let counted: Vec<u32> = (0u32..)
+                .zip(&batch.targets)
+                .filter(|(_, target)| **target != IGNORE)
+                .map(|(n, _)| n)
+                .collect();
             for chunk in counted.chunks(ROWS) {
                 self.add_chunk(other, &both, chunk, &mut sums)?;
             }

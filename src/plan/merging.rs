@@ -106,7 +106,12 @@ fn recipe_format(adapter: &Path) -> Result<Option<Format>> {
         return Ok(None);
     }
     let text = RecipeText::find(&path.display().to_string(), adapter)?;
-    let layers = Layers { recipe: Some(text), folder: adapter.to_owned(), purpose: Purpose::Other, ..Layers::default() };
+    let layers = Layers {
+        recipe: Some(text),
+        folder: adapter.to_owned(),
+        purpose: Purpose::Other,
+        ..Layers::default()
+    };
     Ok(Recipe::load(&layers)?.quantization.as_ref().map(format))
 }
 
@@ -183,7 +188,8 @@ impl Check<'_> {
 }
 
 fn open_merged(folder: &Path, finder: &Finder<'_>) -> Result<Base> {
-    let model = Model { id: Some(Source::Path(folder.to_owned())), init: ModelInit::Pretrained, ..Model::default() };
+    let model =
+        Model { id: Some(Source::Path(folder.to_owned())), init: ModelInit::Pretrained, ..Model::default() };
     Base::open(&model, None, finder)
 }
 

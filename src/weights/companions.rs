@@ -1,7 +1,8 @@
 //! What travels with weights: config.json, the generation settings, the tokenizer and its chat templates.
 //!
 //! Merged, trained and exported models are new weights beside the same companions. All are copied as they are
-//! but config.json, which must describe the new weights: their dtype, and whether the embedding is still tied.
+//! but config.json, which must describe the new weights: their dtype, whether they are quantized, the number of tokens
+//! and whether the embedding is still tied.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -34,6 +35,10 @@ pub struct ConfigChanges {
     pub dtype: Option<StoredDtype>,
     /// Whether embedding and head are one tensor.
     pub tie_word_embeddings: Option<bool>,
+    /// The number of tokens.
+    pub vocab_size: Option<usize>,
+    /// Whether weights that were quantized are plain now.
+    pub dequantized: bool,
 }
 
 impl ConfigChanges {
@@ -44,7 +49,7 @@ impl ConfigChanges {
             *bytes.entry(entry.dtype).or_insert(0) += entry.bytes();
         }
         let dtype = bytes.into_iter().max_by_key(|&(_, bytes)| bytes).map(|(dtype, _)| dtype);
-        Self { dtype, tie_word_embeddings: None }
+        Self { dtype, ..Self::default() }
     }
 }
 
@@ -66,14 +71,7 @@ pub fn read_config(folder: &Path) -> Result<Map<String, Value>> {
 /// The user's: `from` has no valid config.json. Storage: reading or writing fails.
 pub fn copy(from: &Path, to: &Path, changes: ConfigChanges) -> Result<()> {
     let config = changed(read_config(from)?, changes);
-    for name in file_names(from)? {
-        if COPIED.contains(&name.as_str())
-            || name.starts_with("tokenizer")
-            || name.starts_with("chat_template")
-        {
-            copy_file(&from.join(&name), &to.join(&name))?;
-        }
-    }
+    copy_tokenizer(from, to)?;
     let (templates, copies) = (from.join(NAMED_TEMPLATES), to.join(NAMED_TEMPLATES));
     if templates.is_dir() {
         std::fs::create_dir_all(&copies).map_err(|error| Error::io("create", &copies, &error))?;
@@ -82,6 +80,22 @@ pub fn copy(from: &Path, to: &Path, changes: ConfigChanges) -> Result<()> {
         }
     }
     write::write_text(&to.join(CONFIG_FILE), &format!("{:#}\n", Value::Object(config)))?;
+    Ok(())
+}
+
+/// Copies the tokenizer and its settings from `from`, as far as they are there, over what `to` has.
+///
+/// # Errors
+/// Storage: reading or writing fails.
+pub fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
+    for name in file_names(from)? {
+        if COPIED.contains(&name.as_str())
+            || name.starts_with("tokenizer")
+            || name.starts_with("chat_template")
+        {
+            copy_file(&from.join(&name), &to.join(&name))?;
+        }
+    }
     Ok(())
 }
 
@@ -117,6 +131,12 @@ fn changed(mut config: Map<String, Value>, changes: ConfigChanges) -> Map<String
     if let Some(tied) = changes.tie_word_embeddings {
         config.insert("tie_word_embeddings".into(), tied.into());
     }
+    if let Some(tokens) = changes.vocab_size {
+        config.insert("vocab_size".into(), tokens.into());
+    }
+    if changes.dequantized {
+        config.shift_remove("quantization_config");
+    }
     config
 }
 
@@ -144,6 +164,11 @@ mod tests {
     fn what_did_not_change_stays() {
         let config = r#"{"tie_word_embeddings":true,"dtype":"float16"}"#;
         assert_eq!(change(config, ConfigChanges::default()), config);
+        let plain = ConfigChanges { vocab_size: Some(7), dequantized: true, ..Default::default() };
+        assert_eq!(
+            change(r#"{"quantization_config":{"load_in_4bit":true},"vocab_size":5,"z":1}"#, plain),
+            r#"{"vocab_size":7,"z":1}"#
+        );
         let untied = ConfigChanges { tie_word_embeddings: Some(false), ..Default::default() };
         assert_eq!(change(config, untied), r#"{"tie_word_embeddings":false,"dtype":"float16"}"#);
     }
