@@ -314,8 +314,8 @@ fn features_of_a_config_that_are_not_supported() {
     assert_snapshot!(no_run_with_config("quantization_config", json!({"quant_method": "gptq", "bits": 4})), @r#"
     exit 1
     error: cannot use the model of [DIR]/model/config.json
-      caused by: `quantization_config` is {"quant_method":"gptq","bits":4}
-      caused by: this engine does not compute it; accepted: no such key, null, 0, false
+      caused by: the model is quantized in a format that this program does not read
+      caused by: `quantization_config.quant_method` is "gptq"; accepted: "bitsandbytes"
     hint: give the model that was not quantized
     "#);
     let rope = json!({"rope_type": "spiral", "factor": 2.0});

@@ -39,6 +39,9 @@ fn of_model(folder: &Path) -> Result<String> {
     for (dtype, part) in &summary.dtypes {
         let _ = writeln!(text, "  {:<11} {}", dtype.to_string(), tally(part));
     }
+    for (kind, part) in &summary.quantized {
+        let _ = writeln!(text, "  {kind:<11} {}", tally(part));
+    }
     let _ = writeln!(text, "tensors by group");
     for (group, part) in &summary.groups {
         let _ = writeln!(text, "  {:<11} {}", format!("{group:?}").to_lowercase(), tally(part));

@@ -19,12 +19,11 @@ const FAMILIES: [(&str, Family); 7] = [
 ];
 
 /// Keys whose non-zero (non-false) value asks for something the engine does not compute.
-const UNSUPPORTED: [&str; 7] = [
+const UNSUPPORTED: [&str; 6] = [
     "attention_dropout",
     "resid_pdrop",
     "embd_pdrop",
     "use_bidirectional_attention",
-    "quantization_config",
     "num_local_experts",
     "num_experts",
 ];
@@ -32,6 +31,7 @@ const UNSUPPORTED: [&str; 7] = [
 pub(super) fn read(keys: &Keys<'_>) -> Result<ModelConfig> {
     let family = family(keys)?;
     refuse_unsupported(keys)?;
+    refuse_unknown_quantization(keys)?;
     let gemma = matches!(family, Family::Gemma2 | Family::Gemma3);
     let hidden_size = keys.usize("hidden_size")?;
     let heads = heads(keys, family, hidden_size)?;
@@ -93,7 +93,6 @@ fn refuse_unsupported(keys: &Keys<'_>) -> Result<()> {
         if asks {
             let found = keys.get(key).map(ToString::to_string).unwrap_or_default();
             let hint = match key {
-                "quantization_config" => "give the model that was not quantized".to_owned(),
                 "num_local_experts" | "num_experts" => "choose a model without experts".to_owned(),
                 "use_bidirectional_attention" => "choose a causal model".to_owned(),
                 _ => format!("write `\"{key}\": 0.0` into config.json to train without it"),
@@ -104,6 +103,20 @@ fn refuse_unsupported(keys: &Keys<'_>) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// bitsandbytes' formats are read by `weights`; the first configurations of its kind did not name it.
+fn refuse_unknown_quantization(keys: &Keys<'_>) -> Result<()> {
+    let Some(config) = keys.opt_keys("quantization_config")? else { return Ok(()) };
+    let method = match config.opt_str("quant_method")? {
+        Some("bitsandbytes") => return Ok(()),
+        None if config.mentions("load_in_4bit") || config.mentions("load_in_8bit") => return Ok(()),
+        Some(other) => format!("\"{other}\""),
+        None => "missing".into(),
+    };
+    Err(Error::user("the model is quantized in a format that this program does not read")
+        .because(format!("`quantization_config.quant_method` is {method}; accepted: \"bitsandbytes\""))
+        .hint("give the model that was not quantized"))
 }
 
 fn heads(keys: &Keys<'_>, family: Family, hidden_size: usize) -> Result<Heads> {

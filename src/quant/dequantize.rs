@@ -55,8 +55,7 @@ impl Blocks<'_> {
             match self.kind {
                 Kind::Nf4 | Kind::Fp4 => four_bits(table, self.codes, at, scale, part),
                 Kind::Int8 => eight_bits(table, &self.codes[at..at + len], scale, part),
-                // LLM.int8() has scales of whole rows, to be divided by 127.
-                Kind::Int8Rows => eight_bits(table, &self.codes[at..at + len], scale / 127.0, part),
+                Kind::Int8Rows => rows(&self.codes[at..at + len], scale, part),
             }
             done += len;
         }
@@ -66,6 +65,14 @@ impl Blocks<'_> {
 fn eight_bits(table: &[f32], codes: &[u8], scale: f32, out: &mut [f32]) {
     for (value, &code) in out.iter_mut().zip(codes) {
         *value = table[usize::from(code)] * scale;
+    }
+}
+
+/// LLM.int8(): scales belong to 127. Two products in this order, as bitsandbytes' `int8_vectorwise_dequant`.
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+fn rows(codes: &[u8], scale: f32, out: &mut [f32]) {
+    for (value, &code) in out.iter_mut().zip(codes) {
+        *value = f32::from(code as i8) * scale * (1.0 / 127.0);
     }
 }
 

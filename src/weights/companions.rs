@@ -1,15 +1,15 @@
 //! What travels with weights: config.json, the generation settings, the tokenizer and its chat templates.
 //!
 //! Merged, trained and exported models are new weights beside the same companions. All are copied as they are
-//! but config.json, which must describe the new weights: their dtype, whether they are quantized, the number of tokens
-//! and whether the embedding is still tied.
+//! but config.json, which must describe the new weights: their dtype, the number of tokens, whether the embedding is
+//! still tied, how they are quantized.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::{Entry, StoredDtype, write};
+use super::{Entry, StoredDtype, bitsandbytes, write};
 use crate::error::{Error, Result};
 
 /// The architecture and its sizes.
@@ -28,8 +28,23 @@ const COPIED: [&str; 7] = [
 /// Where transformers keeps named chat templates, one `.jinja` file each.
 const NAMED_TEMPLATES: &str = "additional_chat_templates";
 
+/// The key of config.json that says how weights are quantized.
+pub const QUANTIZATION_CONFIG: &str = "quantization_config";
+
+/// What becomes of [`QUANTIZATION_CONFIG`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum QuantizationChange {
+    /// It stays.
+    #[default]
+    Keep,
+    /// The new weights are not quantized.
+    Remove,
+    /// They are, like this.
+    Set(Value),
+}
+
 /// What new weights change in config.json; `None` leaves a key as it is.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ConfigChanges {
     /// The dtype of the new weights.
     pub dtype: Option<StoredDtype>,
@@ -37,19 +52,24 @@ pub struct ConfigChanges {
     pub tie_word_embeddings: Option<bool>,
     /// The number of tokens.
     pub vocab_size: Option<usize>,
-    /// Whether weights that were quantized are plain now.
-    pub dequantized: bool,
+    /// How the new weights are quantized.
+    pub quantization: QuantizationChange,
 }
 
 impl ConfigChanges {
-    /// For weights that hold `entries`: config.json gets the float type that most of their bytes have.
+    /// For weights that hold `entries`: config.json gets the float type that most of their bytes have, and says
+    /// nothing of quantization where none of them belongs to a quantized tensor.
     pub fn for_weights(entries: &[Entry]) -> Self {
         let mut bytes = BTreeMap::new();
         for entry in entries.iter().filter(|entry| entry.dtype.is_float()) {
             *bytes.entry(entry.dtype).or_insert(0) += entry.bytes();
         }
         let dtype = bytes.into_iter().max_by_key(|&(_, bytes)| bytes).map(|(dtype, _)| dtype);
-        Self { dtype, ..Self::default() }
+        let quantization = match entries.iter().any(|entry| bitsandbytes::is_companion(&entry.name)) {
+            true => QuantizationChange::Keep,
+            false => QuantizationChange::Remove,
+        };
+        Self { dtype, quantization, ..Self::default() }
     }
 }
 
@@ -134,8 +154,15 @@ fn changed(mut config: Map<String, Value>, changes: ConfigChanges) -> Map<String
     if let Some(tokens) = changes.vocab_size {
         config.insert("vocab_size".into(), tokens.into());
     }
-    if changes.dequantized {
-        config.shift_remove("quantization_config");
+    match changes.quantization {
+        QuantizationChange::Keep => {}
+        QuantizationChange::Remove => {
+            // Not `remove`, which would move the last key to this one's place.
+            config.shift_remove(QUANTIZATION_CONFIG);
+        }
+        QuantizationChange::Set(value) => {
+            config.insert(QUANTIZATION_CONFIG.into(), value);
+        }
     }
     config
 }
@@ -164,7 +191,11 @@ mod tests {
     fn what_did_not_change_stays() {
         let config = r#"{"tie_word_embeddings":true,"dtype":"float16"}"#;
         assert_eq!(change(config, ConfigChanges::default()), config);
-        let plain = ConfigChanges { vocab_size: Some(7), dequantized: true, ..Default::default() };
+        let plain = ConfigChanges {
+            vocab_size: Some(7),
+            quantization: QuantizationChange::Remove,
+            ..Default::default()
+        };
         assert_eq!(
             change(r#"{"quantization_config":{"load_in_4bit":true},"vocab_size":5,"z":1}"#, plain),
             r#"{"vocab_size":7,"z":1}"#

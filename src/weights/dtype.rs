@@ -247,6 +247,25 @@ fn map_elements<T: Element>(
     }
 }
 
+/// Fills `out` by parts: `values_at` gives the values from a place on.
+pub(super) fn fill<T: Element>(out: &mut [T], values_at: impl Fn(usize, &mut [f32]) + Sync) {
+    /// Values between the two passes, few enough to stay in the cache.
+    const PART: usize = 1 << 12;
+    let fill_chunk = |start: usize, out: &mut [T]| {
+        let mut values = [0f32; PART];
+        for (i, out) in out.chunks_mut(PART).enumerate() {
+            let values = &mut values[..out.len()];
+            values_at(start + i * PART, values);
+            out.iter_mut().zip(values).for_each(|(out, value)| *out = T::from_f32(*value));
+        }
+    };
+    if out.len() < 4 * CHUNK {
+        fill_chunk(0, out);
+    } else {
+        out.par_chunks_mut(CHUNK).enumerate().for_each(|(i, out)| fill_chunk(i * CHUNK, out));
+    }
+}
+
 /// Appends `values` as elements of `dtype` to `bytes`. False if `dtype` is not a float.
 #[must_use]
 pub(super) fn encode<T: Element>(values: &[T], dtype: StoredDtype, bytes: &mut Vec<u8>) -> bool {

@@ -14,27 +14,28 @@ use std::sync::Arc;
 use memmap2::{Mmap, UncheckedAdvice};
 
 use super::header::clip;
-use super::{Element, INDEX_FILE, MODEL_FILE, StoredDtype, dtype, header, index};
+use super::quantized::{Parts, Place, QuantizedTensor};
+use super::{Element, INDEX_FILE, MODEL_FILE, StoredDtype, bitsandbytes, dtype, header, index};
 use crate::error::{Error, Result};
 
 /// Where a tensor is and what it is, from the header alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorInfo {
-    /// The type of its elements on disk.
+    /// The type of its elements on disk; of a quantized tensor, the type it was quantized from.
     pub dtype: StoredDtype,
     /// Its shape; empty for a scalar.
     pub shape: Vec<usize>,
     /// The file that holds it.
     pub file: Arc<Path>,
-    /// Its bytes in that file.
+    /// Its bytes in that file; of a quantized tensor, its codes.
     pub range: Range<usize>,
-    shard: usize,
+    pub(super) shard: usize,
 }
 
 impl TensorInfo {
     /// Number of elements.
     pub fn elements(&self) -> usize {
-        self.range.len() / self.dtype.size_bytes()
+        self.shape.iter().product()
     }
 }
 
@@ -44,6 +45,7 @@ pub struct ModelFiles {
     place: PathBuf,
     shards: Vec<Shard>,
     tensors: BTreeMap<String, TensorInfo>,
+    quantized: BTreeMap<String, Parts>,
     indexed: bool,
 }
 
@@ -51,6 +53,8 @@ pub struct ModelFiles {
 struct Shard {
     path: Arc<Path>,
     map: Mmap,
+    /// Of all its tensors.
+    data_bytes: u64,
 }
 
 impl ModelFiles {
@@ -58,8 +62,17 @@ impl ModelFiles {
     ///
     /// # Errors
     /// The user's: no weights, weights in another format (pickle, GGUF, an adapter), a file that is malformed or
-    /// cut short, an index that does not fit its shards or leads out of the folder.
+    /// cut short, an index that does not fit its shards or leads out of the folder, a quantized tensor whose parts
+    /// do not fit each other.
     pub fn open(folder: &Path) -> Result<Self> {
+        let mut files = Self::open_folder(folder)?;
+        let shards = &files.shards;
+        files.quantized =
+            bitsandbytes::recognise(&mut files.tensors, |info| &shards[info.shard].map[info.range.clone()])?;
+        Ok(files)
+    }
+
+    fn open_folder(folder: &Path) -> Result<Self> {
         let single = folder.join(MODEL_FILE);
         if single.exists() {
             return Self::open_file(&single);
@@ -69,8 +82,7 @@ impl ModelFiles {
             return Err(no_weights(folder));
         }
         let weight_map = index::read(&index_path)?;
-        let mut files =
-            Self { place: folder.into(), shards: Vec::new(), tensors: BTreeMap::new(), indexed: true };
+        let mut files = Self { indexed: true, ..Self::empty(folder) };
         let mut names: Vec<&str> = weight_map.values().map(String::as_str).collect();
         names.sort_unstable();
         names.dedup();
@@ -103,15 +115,19 @@ impl ModelFiles {
         Ok(files)
     }
 
-    /// Opens one safetensors file of any name.
+    /// Opens one safetensors file of any name, whose tensors are taken as they are stored: none counts as quantized.
     ///
     /// # Errors
     /// The user's: the file is missing, malformed or cut short.
     pub fn open_file(path: &Path) -> Result<Self> {
-        let place = path.parent().unwrap_or(Path::new("")).to_path_buf();
-        let mut files = Self { place, shards: Vec::new(), tensors: BTreeMap::new(), indexed: false };
+        let mut files = Self::empty(path.parent().unwrap_or(Path::new("")));
         files.add_file(path)?;
         Ok(files)
+    }
+
+    fn empty(place: &Path) -> Self {
+        let (tensors, quantized) = (BTreeMap::new(), BTreeMap::new());
+        Self { place: place.into(), shards: Vec::new(), tensors, quantized, indexed: false }
     }
 
     fn add_file(&mut self, path: &Path) -> Result<()> {
@@ -127,8 +143,10 @@ impl ModelFiles {
         // contract of this module, see its documentation.
         let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
         let (shard, path) = (self.shards.len(), Arc::<Path>::from(path));
+        let mut data_bytes = 0;
         for tensor in header::parse(&map, &path)? {
             let header::HeaderTensor { name, dtype, shape, range } = tensor;
+            data_bytes += range.len() as u64;
             let info = TensorInfo { dtype, shape, file: Arc::clone(&path), range, shard };
             if let Some(first) = self.tensors.get(&name) {
                 return Err(Error::user(format!("cannot read weights in {}", self.place.display()))
@@ -142,7 +160,7 @@ impl ModelFiles {
             }
             self.tensors.insert(name, info);
         }
-        self.shards.push(Shard { path, map });
+        self.shards.push(Shard { path, map, data_bytes });
         Ok(())
     }
 
@@ -180,6 +198,31 @@ impl ModelFiles {
         })
     }
 
+    /// Each file with the bytes of its tensors, the companions of quantized ones included.
+    pub fn file_bytes(&self) -> impl ExactSizeIterator<Item = (&Path, u64)> {
+        self.shards.iter().map(|shard| (&*shard.path, shard.data_bytes))
+    }
+
+    /// Bytes of a tensor in its files: of a quantized one, those of all its parts. 0 for an unknown name.
+    pub fn stored_bytes(&self, name: &str) -> u64 {
+        let plain = || self.info(name).map_or(0, |info| info.range.len() as u64);
+        self.quantized.get(name).map_or_else(plain, |parts| parts.bytes)
+    }
+
+    /// Codes and scales of a tensor; none if it is not quantized, or if there is no such tensor, which is for
+    /// [`ModelFiles::require`] to say.
+    ///
+    /// # Errors
+    /// None now: the parts were checked when the files were opened.
+    pub fn quantized(&self, name: &str) -> Result<Option<QuantizedTensor<'_>>> {
+        let bytes = |place: &Place| &self.shards[place.shard].map[place.range.clone()];
+        let parts = self.info(name).zip(self.quantized.get(name));
+        Ok(parts.map(|(info, parts)| {
+            let codes = &self.shards[info.shard].map[info.range.clone()];
+            QuantizedTensor::new(parts, codes, bytes)
+        }))
+    }
+
     /// As [`ModelFiles::info`], with an error that names the nearest tensor.
     ///
     /// # Errors
@@ -199,9 +242,18 @@ impl ModelFiles {
     /// The bytes of a tensor as they are in the file: little-endian, row by row, not aligned.
     ///
     /// # Errors
-    /// The user's: there is no tensor `name`.
+    /// The user's: there is no tensor `name`, or it is quantized, so that its values lie in several places.
     pub fn bytes(&self, name: &str) -> Result<&[u8]> {
         let info = self.require(name)?;
+        if let Some(parts) = self.quantized.get(name) {
+            return Err(Error::user(format!("cannot copy tensor `{}` as it is stored", clip(name)))
+                .because(format!(
+                    "{} holds it quantized to {}",
+                    info.file.display(),
+                    parts.format.kind.name()
+                ))
+                .hint("give the unquantized model"));
+        }
         Ok(&self.shards[info.shard].map[info.range.clone()])
     }
 
@@ -218,7 +270,8 @@ impl ModelFiles {
         self.read_part(name, 0, out)
     }
 
-    /// Reads `out.len()` elements of a tensor from element `start` on, rounded to `T`.
+    /// Reads `out.len()` elements of a tensor from element `start` on, rounded to `T`. Those of a quantized tensor are
+    /// its codes' values times their scales in f32, not rounded to the type it was quantized from.
     ///
     /// # Errors
     /// As [`ModelFiles::read_into`]; a fault of ours: the part is not inside the tensor.
@@ -230,6 +283,10 @@ impl ModelFiles {
                 out.len(),
                 info.elements()
             )));
+        }
+        if let Some(quantized) = self.quantized(name)? {
+            dtype::fill(out, |at, values| quantized.dequantize(start + at, values));
+            return Ok(());
         }
         let size = info.dtype.size_bytes();
         let first = info.range.start + start * size;
@@ -266,11 +323,6 @@ impl ModelFiles {
         drop(advised);
     }
 
-    /// TEMPORARY stand-in.
-    pub fn quantized(&self, _name: &str) -> Result<Option<QuantizedTensor>> {
-        Ok(None)
-    }
-
     /// A digest of what the model is: names, types, shapes and the first and last bytes of each tensor. It tells two
     /// models of one architecture apart without reading their weights; it is no proof against tampering.
     pub fn fingerprint(&self) -> blake3::Hash {
@@ -285,18 +337,6 @@ impl ModelFiles {
         }
         hasher.finalize()
     }
-}
-
-/// TEMPORARY stand-in.
-#[derive(Debug)]
-pub struct QuantizedTensor;
-impl QuantizedTensor {
-    /// TEMPORARY
-    pub fn format(&self) -> crate::quant::Format {
-        crate::quant::Format::default()
-    }
-    /// TEMPORARY
-    pub fn copy_to(&self, _codes: &mut [u8], _nested: &mut [u8], _scales: &mut [f32], _offset: &mut f32) {}
 }
 
 /// Why `folder` has no safetensors weights, by what it has instead.

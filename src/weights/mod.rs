@@ -1,14 +1,15 @@
 //! Model weights on disk: safetensors in and out, and the files that travel with them.
 //!
 //! [`ModelFiles`] opens a Hugging Face folder (one file, or shards and their index) as memory maps and gives
-//! tensors by name, converted while they are read; [`write_file`] and [`write_sharded`] stream tensors back, one at
-//! a time, to the same layout. [`companions`] copies config.json and the tokenizer beside new weights, and
-//! [`Summary`] describes a folder from headers alone. What a name means, and which shape it must have, is for
-//! `model` to say; PEFT names are `adapter`'s.
+//! tensors by name, converted while they are read, dequantized where bitsandbytes quantized them; [`write_file`] and
+//! [`write_sharded`] stream tensors back, one at a time, to the same layout. [`companions`] copies config.json and the
+//! tokenizer beside new weights, and [`Summary`] describes a folder from headers alone. What a name means, and which
+//! shape it must have, is for `model` to say; PEFT names are `adapter`'s.
 //!
 //! Headers are parsed here and not by the `safetensors` crate: a weights file comes from a stranger, and each way
 //! to be malformed gets an error that names file, tensor, the value found and the values accepted.
 
+mod bitsandbytes;
 pub mod companions;
 mod dtype;
 mod files;
@@ -16,6 +17,7 @@ mod header;
 mod index;
 mod load;
 mod new_folder;
+mod quantized;
 mod summary;
 mod write;
 
@@ -23,6 +25,7 @@ pub use dtype::{Element, OutputDtype, StoredDtype};
 pub use files::{ModelFiles, TensorInfo};
 pub use load::{Expected, load_tensor};
 pub use new_folder::NewFolder;
+pub use quantized::QuantizedTensor;
 pub use summary::{Group, Summary, Tally, summary};
 pub use write::{Entry, TensorSink, Written, write_file, write_index, write_sharded, write_text};
 

@@ -1,4 +1,5 @@
-//! What a model folder holds, from config.json and headers alone: not one tensor byte is read.
+//! What a model folder holds, from config.json and headers alone: of tensors, not one byte is read but the labels of
+//! quantized ones.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -74,8 +75,10 @@ pub struct Summary {
     pub model_type: Option<String>,
     /// All tensors. A tied embedding that is stored once is counted once.
     pub total: Tally,
-    /// By dtype.
+    /// By dtype, without the quantized.
     pub dtypes: BTreeMap<StoredDtype, Tally>,
+    /// Quantized tensors, by the name of their codes.
+    pub quantized: BTreeMap<&'static str, Tally>,
     /// By part of the model.
     pub groups: BTreeMap<Group, Tally>,
     /// Each file with its tensors' bytes, in order.
@@ -91,18 +94,20 @@ pub fn summary(folder: &Path) -> Result<Summary> {
     let files = ModelFiles::open(folder)?;
     let config = companions::read_config(folder)?;
     let (mut total, mut dtypes, mut groups) = (Tally::default(), BTreeMap::new(), BTreeMap::new());
+    let mut quantized = BTreeMap::new();
     for (name, info) in files.tensors() {
-        let (elements, bytes) = (info.elements() as u64, info.range.len() as u64);
+        let (elements, bytes) = (info.elements() as u64, files.stored_bytes(name));
         total.add(elements, bytes);
-        dtypes.entry(info.dtype).or_insert_with(Tally::default).add(elements, bytes);
+        match files.quantized(name)? {
+            Some(tensor) => quantized.entry(tensor.format().kind.name()).or_insert_with(Tally::default),
+            None => dtypes.entry(info.dtype).or_insert_with(Tally::default),
+        }
+        .add(elements, bytes);
         groups.entry(Group::of(name)).or_insert_with(Tally::default).add(elements, bytes);
     }
-    let file_bytes = files.files().map(|(path, tensors)| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let bytes =
-            tensors.iter().filter_map(|name| files.info(name)).map(|info| info.range.len() as u64).sum();
-        (name, bytes)
-    });
+    let file_bytes = files
+        .file_bytes()
+        .map(|(path, bytes)| (path.file_name().unwrap_or_default().to_string_lossy().into_owned(), bytes));
     Ok(Summary {
         architecture: config
             .get("architectures")
@@ -112,6 +117,7 @@ pub fn summary(folder: &Path) -> Result<Summary> {
         model_type: config.get("model_type").and_then(Value::as_str).map(Into::into),
         total,
         dtypes,
+        quantized,
         groups,
         files: file_bytes.collect(),
     })

@@ -91,9 +91,9 @@ pub fn merge(
     let changes = ConfigChanges {
         tie_word_embeddings: plan.untied.then_some(false),
         vocab_size: plan.resized,
-        dequantized: plan.dequantized,
         ..ConfigChanges::for_weights(&entries)
     };
+    let dtype = changes.dtype;
     companions::copy(base.folder(), folder.path(), changes)?;
     if plan.resized.is_some() {
         companions::copy_tokenizer(adapter.folder(), folder.path())?;
@@ -103,7 +103,7 @@ pub fn merge(
         base_values: words(options.base),
         adapter: adapter.folder().display().to_string(),
         adapter_blake3: digest,
-        dtype: changes.dtype.and_then(StoredDtype::config_name).map(String::from),
+        dtype: dtype.and_then(StoredDtype::config_name).map(String::from),
         certificate: (options.verify)(folder.path())?,
         earlier,
     };
@@ -114,8 +114,8 @@ pub fn merge(
     }
     let count = |wanted: fn(&Out<'_>) -> bool| plan.outs().filter(|out| wanted(out)).count();
     Ok(MergeReport {
-        merged: count(Out::is_changed),
-        replaced: count(Out::is_replaced),
+        merged: count(|out| out.is_changed()),
+        replaced: count(|out| out.is_replaced()),
         copied: count(|out| !out.is_changed() && !out.is_replaced()),
         untied: plan.untied,
         files,
@@ -160,8 +160,6 @@ struct Plan<'a> {
     untied: bool,
     /// The number of tokens, if the adapter changed it.
     resized: Option<usize>,
-    /// Whether the base has quantized tensors, which the merged model has not.
-    dequantized: bool,
 }
 
 impl<'a> Plan<'a> {
@@ -177,20 +175,14 @@ impl<'a> Plan<'a> {
         let untied = tie.is_broken_by(adapter, &modules)?;
         let modules: BTreeMap<&str, &ModuleInfo> =
             modules.iter().map(|module| (module.name.as_str(), module)).collect();
-        let mut plan = Self { base, adapter, files: Vec::new(), untied, resized, dequantized: false };
+        let mut plan = Self { base, adapter, files: Vec::new(), untied, resized };
         for (path, names) in base.files() {
             let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let split = tie.only_one_stored().filter(|(_, stored)| untied && names.contains(stored));
             let mut outs = Vec::with_capacity(names.len() + 1);
             for (name, stored) in names.into_iter().map(|name| (name, name)).chain(split) {
                 let module = name.strip_suffix(".weight").and_then(|module| modules.get(module).copied());
-                let quantized = base.quantized(stored)?.is_some();
-                plan.dequantized |= quantized;
-                let dtype = match (quantized, options.dtype) {
-                    (true, OutputDtype::Auto) => StoredDtype::BF16,
-                    (true, dtype) => dtype.of(StoredDtype::F32),
-                    (false, dtype) => dtype.of(base.require(stored)?.dtype),
-                };
+                let dtype = options.dtype.of(base.require(stored)?.dtype);
                 outs.push(plan.out((name, stored), dtype, module, &tie, options.base)?);
             }
             plan.files.push((file, outs));

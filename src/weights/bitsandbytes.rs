@@ -1,0 +1,312 @@
+//! The tensors that bitsandbytes quantized, found among those of a checkpoint.
+//!
+//! Its 4-bit layers store `X.weight` (codes, flat) with `X.weight.absmax`, `.quant_map`, with double quantization
+//! `.nested_absmax` and `.nested_quant_map`, and a JSON text in bytes, `.quant_state.bitsandbytes__nf4` or `…__fp4`
+//! (`QuantState.as_dict` of bitsandbytes/functional.py). LLM.int8() stores `X.weight` (i8), `X.SCB` (the largest
+//! magnitude of each row) and `X.weight_format`. [`recognise`] takes these companions out of the list of tensors
+//! and gives the weight the shape and type it was quantized from, so that such a checkpoint reads as any other.
+//!
+//! Everything but codes and scales is checked here, while the files are opened: a mislabelled part would give wrong
+//! numbers without a sign.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::Deserialize;
+
+use super::header::clip;
+use super::quantized::{Parts, Place, ScalePlaces, read_f32};
+use super::{StoredDtype, TensorInfo};
+use crate::error::{Error, Result};
+use crate::quant::{self, Format, Kind, NESTED_BLOCK};
+
+/// What the name of a quantized weight is followed by in the name of its JSON text.
+const STATE: &str = ".quant_state.bitsandbytes__";
+const ABSMAX: &str = ".absmax";
+const QUANT_MAP: &str = ".quant_map";
+const NESTED_ABSMAX: &str = ".nested_absmax";
+const NESTED_QUANT_MAP: &str = ".nested_quant_map";
+/// What the name of a module is followed by in the names of LLM.int8().
+const ROW_SCALES: &str = ".SCB";
+const ROW_LAYOUT: &str = ".weight_format";
+/// The block sizes that bitsandbytes has kernels for.
+pub(crate) const BLOCK_SIZES: [usize; 8] = [32, 64, 128, 256, 512, 1024, 2048, 4096];
+
+/// Tensors by name.
+pub(super) type Tensors = BTreeMap<String, TensorInfo>;
+
+/// The JSON text of a 4-bit tensor.
+#[derive(Deserialize)]
+struct State {
+    quant_type: String,
+    blocksize: usize,
+    dtype: String,
+    shape: Vec<usize>,
+    nested_blocksize: Option<usize>,
+    nested_offset: Option<f64>,
+}
+
+/// Whether a tensor of this name belongs to the quantized weight of another.
+pub(super) fn is_companion(name: &str) -> bool {
+    owner(name).is_some()
+}
+
+/// The weight that a tensor of this name would be a companion of.
+fn owner(name: &str) -> Option<String> {
+    if let Some((weight, _)) = name.split_once(STATE) {
+        return Some(weight.to_owned());
+    }
+    let of_module = [ROW_SCALES, ROW_LAYOUT].iter().find_map(|end| name.strip_suffix(end));
+    if let Some(module) = of_module {
+        return Some(format!("{module}.weight"));
+    }
+    let ends = [NESTED_ABSMAX, NESTED_QUANT_MAP, ABSMAX, QUANT_MAP];
+    ends.iter()
+        .find_map(|end| name.strip_suffix(end))
+        .filter(|weight| weight.ends_with(".weight"))
+        .map(Into::into)
+}
+
+/// Takes the companions out of `tensors` and gives quantized weights their own shapes and types; `bytes` reads.
+///
+/// # Errors
+/// The user's: a companion is missing, malformed, or does not fit the codes.
+pub(super) fn recognise<'a>(
+    tensors: &mut Tensors,
+    bytes: impl Fn(&TensorInfo) -> &'a [u8],
+) -> Result<BTreeMap<String, Parts>> {
+    let weights: BTreeSet<String> = tensors.keys().filter_map(|name| owner(name)).collect();
+    let mut quantized = BTreeMap::new();
+    for weight in weights {
+        let group = Group { tensors, weight: &weight, bytes: &bytes };
+        let (info, parts) = group.read().map_err(|cause| group.malformed(cause))?;
+        tensors.insert(weight.clone(), info);
+        quantized.insert(weight, parts);
+    }
+    tensors.retain(|name, _| !is_companion(name));
+    Ok(quantized)
+}
+
+/// A weight and its companions.
+struct Group<'g, F> {
+    tensors: &'g Tensors,
+    weight: &'g str,
+    bytes: &'g F,
+}
+
+impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> Group<'_, F> {
+    fn malformed(&self, cause: String) -> Error {
+        let any =
+            self.tensors.iter().find(|(name, _)| name.starts_with(self.weight.trim_end_matches(".weight")));
+        let file = any.map(|(_, info)| info.file.display().to_string()).unwrap_or_default();
+        Error::user(format!("cannot read weights {file}"))
+            .because(format!("tensor `{}`, quantized by bitsandbytes: {cause}", clip(self.weight)))
+            .hint("quantize the model again: `finetune quantize --model ORIGINAL --kind nf4 --output NEW`")
+    }
+
+    fn companion(&self, end: &str) -> Option<&TensorInfo> {
+        self.tensors.get(&format!("{}{end}", self.weight))
+    }
+
+    fn of_module(&self, end: &str) -> Option<&TensorInfo> {
+        self.tensors.get(&format!("{}{end}", self.weight.trim_end_matches(".weight")))
+    }
+
+    fn codes(&self) -> Result<&TensorInfo, String> {
+        self.tensors.get(self.weight).ok_or_else(|| "its codes are missing".into())
+    }
+
+    fn read(&self) -> Result<(TensorInfo, Parts), String> {
+        match (self.of_module(ROW_SCALES), self.of_module(ROW_LAYOUT)) {
+            (Some(scales), layout) => self.rows(scales, layout),
+            (None, Some(_)) => {
+                Err("it has weight_format, but SCB, the scales of its rows, is missing".into())
+            }
+            (None, None) => self.four_bits(),
+        }
+    }
+
+    /// LLM.int8().
+    fn rows(&self, scales: &TensorInfo, layout: Option<&TensorInfo>) -> Result<(TensorInfo, Parts), String> {
+        let codes = self.codes()?;
+        let &[rows, columns] = codes.shape.as_slice() else {
+            return Err(format!("it has shape {:?}; accepted: [out, in]", codes.shape));
+        };
+        if codes.dtype != StoredDtype::I8 {
+            return Err(format!("it has dtype {} beside SCB; accepted: I8", codes.dtype));
+        }
+        floats("SCB", scales, rows, &format!("{rows} rows"))?;
+        // 0 stands for "row", the one layout that bitsandbytes still reads.
+        if let Some(layout) = layout
+            && (self.bytes)(layout).iter().any(|&byte| byte != 0)
+        {
+            return Err(format!("weight_format is {:?}; accepted: 0 (rows)", (self.bytes)(layout)));
+        }
+        let companions = [Some(scales), layout].into_iter().flatten();
+        let parts = Parts {
+            format: Format { kind: Kind::Int8Rows, block_size: columns.max(1), double_quant: false },
+            scales: ScalePlaces::Plain(place(scales)),
+            bytes: companions.chain([codes]).map(|info| info.range.len() as u64).sum(),
+        };
+        // bitsandbytes makes the codes from f16 values.
+        Ok((TensorInfo { dtype: StoredDtype::F16, ..codes.clone() }, parts))
+    }
+
+    fn four_bits(&self) -> Result<(TensorInfo, Parts), String> {
+        let (kind, text) = self.state()?;
+        let state = parse_state(kind, (self.bytes)(text))?;
+        let codes = self.codes()?;
+        let elements = state.shape.iter().try_fold(1usize, |n, &dim| n.checked_mul(dim));
+        let format = Format {
+            kind,
+            block_size: state.blocksize,
+            double_quant: self.companion(NESTED_ABSMAX).is_some(),
+        };
+        let bytes = elements.map(|n| n.div_ceil(2));
+        if bytes != Some(codes.range.len()) {
+            let needed = bytes.map_or("more than a file can hold".into(), |bytes| bytes.to_string());
+            return Err(format!(
+                "it has {} bytes of codes; the shape of its quant_state, {:?}, needs {needed}",
+                codes.range.len(),
+                state.shape
+            ));
+        }
+        let blocks = format.blocks(elements.unwrap_or(0));
+        let needs = format!("{blocks} blocks (shape {:?}, blocksize {})", state.shape, state.blocksize);
+        let scales = self.scales(&state, blocks, &needs)?;
+        self.check_map(QUANT_MAP, kind.table(), kind.name())?;
+        if format.double_quant {
+            self.check_map(NESTED_QUANT_MAP, quant::dynamic_signed(), "nested scales")?;
+        }
+        let ends = [ABSMAX, QUANT_MAP, NESTED_ABSMAX, NESTED_QUANT_MAP];
+        let companions = ends.iter().filter_map(|end| self.companion(end)).chain([text, codes]);
+        let bytes = companions.map(|info| info.range.len() as u64).sum();
+        let dtype = state.stored_dtype()?;
+        Ok((TensorInfo { dtype, shape: state.shape, ..codes.clone() }, Parts { format, scales, bytes }))
+    }
+
+    /// The JSON text, and the kind that its name says.
+    fn state(&self) -> Result<(Kind, &TensorInfo), String> {
+        let start = format!("{}{STATE}", self.weight);
+        let mut states = self.tensors.range(start.clone()..).take_while(|(name, _)| name.starts_with(&start));
+        let Some((name, text)) = states.next() else {
+            let scales = self.tensors.keys().find(|name| owner(name).as_deref() == Some(self.weight));
+            return Err(format!(
+                "{} is there, but its quant_state is missing",
+                scales.map_or("a companion", |name| clip_end(name, self.weight))
+            ));
+        };
+        if let Some((other, _)) = states.next() {
+            return Err(format!(
+                "it has two quant_states, {} and {}",
+                clip_end(name, self.weight),
+                clip_end(other, self.weight)
+            ));
+        }
+        let kind = name.strip_prefix(&start).and_then(four_bit_kind);
+        let kind = kind.ok_or_else(|| {
+            format!(
+                "its quant_state is called {}; accepted: bitsandbytes__nf4, bitsandbytes__fp4",
+                clip_end(name, self.weight)
+            )
+        })?;
+        if text.dtype != StoredDtype::U8 {
+            return Err(format!("its quant_state has dtype {}; accepted: U8", text.dtype));
+        }
+        Ok((kind, text))
+    }
+
+    fn scales(&self, state: &State, blocks: usize, needs: &str) -> Result<ScalePlaces, String> {
+        let absmax = self.companion(ABSMAX).ok_or("absmax, the scales of its blocks, is missing")?;
+        let Some(outer) = self.companion(NESTED_ABSMAX) else {
+            if state.nested_offset.is_some() {
+                return Err("its quant_state has a nested_offset, but nested_absmax is missing".into());
+            }
+            floats("absmax", absmax, blocks, needs)?;
+            return Ok(ScalePlaces::Plain(place(absmax)));
+        };
+        if absmax.dtype != StoredDtype::U8 {
+            return Err(format!("absmax has dtype {} beside nested_absmax; accepted: U8", absmax.dtype));
+        }
+        if absmax.elements() != blocks {
+            return Err(format!("absmax has {} scales for {needs}", absmax.elements()));
+        }
+        if state.nested_blocksize != Some(NESTED_BLOCK) {
+            let found = state.nested_blocksize.map_or("missing".into(), |size| size.to_string());
+            return Err(format!("nested_blocksize is {found}; accepted: {NESTED_BLOCK}"));
+        }
+        floats("nested_absmax", outer, blocks.div_ceil(NESTED_BLOCK), &format!("{blocks} nested scales"))?;
+        let offset = state.nested_offset.ok_or("its quant_state has no nested_offset")? as f32;
+        Ok(ScalePlaces::Nested { codes: place(absmax), absmax: place(outer), offset })
+    }
+
+    /// A map of other values than the kind's would give other weights.
+    fn check_map(&self, end: &str, table: &[f32], what: &str) -> Result<(), String> {
+        let name = &end[1..];
+        let map = self.companion(end).ok_or_else(|| format!("{name} is missing"))?;
+        floats(name, map, table.len(), &format!("{} codes", table.len()))?;
+        let found = read_f32((self.bytes)(map));
+        // Not to the last bit: other versions of torch round the tables' arithmetic otherwise.
+        let same = |(found, ours): (f32, &f32)| (found - ours).abs() <= 1e-6 * ours.abs();
+        match found.zip(table).position(|pair| !same(pair)) {
+            Some(code) => Err(format!(
+                "{name} is not the table of {what}: code {code} does not stand for {}",
+                table[code]
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
+impl State {
+    fn stored_dtype(&self) -> Result<StoredDtype, String> {
+        let dtypes = [StoredDtype::F32, StoredDtype::F16, StoredDtype::BF16];
+        dtypes.into_iter().find(|dtype| dtype.config_name() == Some(&self.dtype)).ok_or_else(|| {
+            format!(
+                "its quant_state has dtype \"{}\"; accepted: float32, float16, bfloat16",
+                clip(&self.dtype)
+            )
+        })
+    }
+}
+
+fn parse_state(kind: Kind, text: &[u8]) -> Result<State, String> {
+    let state: State = serde_json::from_slice(text)
+        .map_err(|error| format!("its quant_state ({} bytes) is not valid: {error}", text.len()))?;
+    if four_bit_kind(&state.quant_type) != Some(kind) {
+        return Err(format!(
+            "its quant_state is called bitsandbytes__{}, but says quant_type \"{}\"",
+            kind.name(),
+            clip(&state.quant_type)
+        ));
+    }
+    if !BLOCK_SIZES.contains(&state.blocksize) {
+        return Err(format!("its quant_state has blocksize {}; accepted: {BLOCK_SIZES:?}", state.blocksize));
+    }
+    Ok(state)
+}
+
+fn four_bit_kind(name: &str) -> Option<Kind> {
+    [Kind::Nf4, Kind::Fp4].into_iter().find(|kind| kind.name() == name)
+}
+
+/// The name of a companion without that of its weight and the dot.
+fn clip_end<'n>(name: &'n str, weight: &str) -> &'n str {
+    let module = weight.trim_end_matches(".weight");
+    let end = name.strip_prefix(weight).or(name.strip_prefix(module)).unwrap_or(name);
+    end.trim_start_matches('.').trim_start_matches("quant_state.")
+}
+
+/// Checks that `info` holds `wanted` f32 values.
+fn floats(name: &str, info: &TensorInfo, wanted: usize, needs: &str) -> Result<(), String> {
+    if info.dtype != StoredDtype::F32 {
+        return Err(format!("{name} has dtype {}; accepted: F32", info.dtype));
+    }
+    if info.elements() != wanted {
+        return Err(format!("{name} has {} values for {needs}", info.elements()));
+    }
+    Ok(())
+}
+
+fn place(info: &TensorInfo) -> Place {
+    Place { shard: info.shard, range: info.range.clone() }
+}
