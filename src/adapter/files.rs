@@ -70,6 +70,11 @@ impl Adapter {
         Ok(adapter)
     }
 
+    /// The folder it was read from.
+    pub fn folder(&self) -> &Path {
+        self.files.folder()
+    }
+
     /// Its configuration.
     pub fn config(&self) -> &AdapterConfig {
         &self.config
@@ -110,12 +115,32 @@ impl Adapter {
     pub fn read_into<T: Element>(&self, module: &str, kind: TensorKind, out: &mut [T]) -> Result<()> {
         let name = self.name(module, kind);
         self.files.read_into(&name, out)?;
-        if let Some(value) = out.iter().map(|value| value.to_f32()).find(|value| !value.is_finite()) {
-            return Err(Error::user(format!("cannot read adapter {}", self.files.folder().display()))
+        self.check_finite(&name, out)
+    }
+
+    /// Reads `out.len()` elements of a tensor from element `start` on, rounded to `T`.
+    ///
+    /// # Errors
+    /// As [`Adapter::read_into`]; a fault of ours: the part is not inside the tensor.
+    pub fn read_part<T: Element>(
+        &self,
+        module: &str,
+        kind: TensorKind,
+        start: usize,
+        out: &mut [T],
+    ) -> Result<()> {
+        let name = self.name(module, kind);
+        self.files.read_part(&name, start, out)?;
+        self.check_finite(&name, out)
+    }
+
+    fn check_finite<T: Element>(&self, name: &str, values: &[T]) -> Result<()> {
+        match values.iter().map(|value| value.to_f32()).find(|value| !value.is_finite()) {
+            None => Ok(()),
+            Some(value) => Err(Error::user(format!("cannot read adapter {}", self.files.folder().display()))
                 .because(format!("tensor `{name}` holds {value}; accepted: finite numbers"))
-                .hint("give an earlier checkpoint of that run"));
+                .hint("give an earlier checkpoint of that run")),
         }
-        Ok(())
     }
 
     /// The bytes of a tensor as they are in the file.

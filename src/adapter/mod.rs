@@ -18,7 +18,7 @@ mod tensors;
 pub use config::{AdapterConfig, CONFIG_FILE, InitLoraWeights};
 pub use factors::{Factors, principal};
 pub use files::{Adapter, WEIGHTS_FILE, write};
-pub use merge::{BaseValues, MergeOptions, MergeReport, merge};
+pub use merge::{BaseValues, MERGE_FILE, MergeOptions, MergeRecord, MergeReport, Verify, merge};
 pub use targets::{
     ModuleInfo, ModuleKind, Names, Target, TargetModules, TargetSpec, resolve, resolve_rows, resolve_saved,
     target_names,
