@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Parser, Subcommand};
 use clap_complete::Shell;
 
 use crate::error::Result;
@@ -175,10 +175,10 @@ pub struct ExportArgs {
     /// The file (gguf) or folder (hf) to write; must not exist
     #[arg(long, value_name = "PATH")]
     pub output: PathBuf,
-    /// The layout
-    #[arg(long, value_name = "FORMAT")]
+    /// hf: a folder that transformers opens; gguf: a file that llama.cpp runs
+    #[arg(long, value_name = "FORMAT", value_parser = export_format())]
     pub format: ExportFormat,
-    /// How weights are stored; hf and adapters have no types of blocks [default: as they are]
+    /// How weights are stored: hf takes f32, f16, bf16, an adapter f32, f16 [default: as they are]
     #[arg(long, value_name = "TYPE", value_parser = gguf_type())]
     pub r#type: Option<GgufType>,
     /// The model's branch, tag or commit on the hub
@@ -190,11 +190,11 @@ pub struct ExportArgs {
 }
 
 /// The layouts of `finetune export`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExportFormat {
-    /// A folder that transformers opens
+    /// A folder that transformers opens.
     Hf,
-    /// A file that llama.cpp runs
+    /// A file that llama.cpp runs.
     Gguf,
 }
 
@@ -424,6 +424,11 @@ const MOST_GPUS: usize = 1024;
 
 fn dtype() -> impl TypedValueParser<Value = Dtype> {
     PossibleValuesParser::new(Dtype::NAMES).try_map(|text| text.parse::<Dtype>())
+}
+
+fn export_format() -> impl TypedValueParser<Value = ExportFormat> {
+    PossibleValuesParser::new(["hf", "gguf"])
+        .map(|text| if text == "hf" { ExportFormat::Hf } else { ExportFormat::Gguf })
 }
 
 fn gguf_type() -> impl TypedValueParser<Value = GgufType> {

@@ -51,7 +51,9 @@ fn task(name: &str, values: &[f32], row: usize, kind: BlockType) -> Result<Vec<u
 fn quantize(values: &[f32], row: usize, kind: BlockType) -> Result<Vec<u8>> {
     let rows = Tensor::from_slice(values, (values.len() / row, row), &Device::Cpu)?;
     let blocks = match kind {
-        BlockType::Q4K | BlockType::Q5K => QTensor::quantize_imatrix(&rows, &vec![1.0; row], kind.ggml())?,
+        BlockType::Q4K | BlockType::Q5K | BlockType::Q6K => {
+            QTensor::quantize_imatrix(&rows, &vec![1.0; row], kind.ggml())?
+        }
         _ => QTensor::quantize(&rows, kind.ggml())?,
     };
     Ok(blocks.data()?.into_owned())

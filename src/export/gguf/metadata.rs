@@ -106,7 +106,7 @@ fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
     let activation = if gemma { Activation::GeluTanh } else { Activation::Silu };
     let width = config.heads.q_width();
     let faults = [
-        (config.activation != activation, "another activation".to_owned()),
+        (config.activation != activation, format!("the activation {:?}", config.activation)),
         (
             matches!(family, Family::Qwen2 | Family::Phi3) && width != config.hidden_size,
             format!("heads that are {width} wide together, not hidden_size {}", config.hidden_size),

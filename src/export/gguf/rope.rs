@@ -47,6 +47,13 @@ impl<'a> Spec<'a> {
         self.scaling?.get(key)?.as_f64()
     }
 
+    /// llama.cpp reads no key for the ramp of YaRN in these architectures: it takes the paper's.
+    fn is_usual_yarn(&self) -> bool {
+        let is = |key: &str, usual: f64| self.number(key).is_none_or(|found| found == usual);
+        let truncates = self.scaling.and_then(|scaling| scaling.get("truncate")) != Some(&Json::Bool(false));
+        is("beta_fast", 32.0) && is("beta_slow", 1.0) && truncates
+    }
+
     /// The context that frequencies were trained for.
     fn original(&self, config: &ModelConfig) -> usize {
         let outside = self.raw.get("original_max_position_embeddings").and_then(Json::as_f64);
@@ -108,10 +115,7 @@ fn scale(
     let kind = spec.kind();
     let known = match kind {
         "default" | "linear" | "dynamic" => true,
-        "yarn" => {
-            config.family != Family::Gemma3
-                && spec.scaling.is_none_or(|s| s.get("truncate") != Some(&Json::Bool(false)))
-        }
+        "yarn" => config.family != Family::Gemma3 && spec.is_usual_yarn(),
         "llama3" => arch == "llama",
         "longrope" | "su" => matches!(arch, "llama" | "phi3"),
         _ => false,
@@ -133,11 +137,6 @@ fn scale(
             set("type", Value::Text("yarn".into()));
             set("factor", Value::F32(factor as f32));
             set("original_context_length", count("original context", spec.original(config))?);
-            for beta in ["beta_fast", "beta_slow"] {
-                if let Some(value) = spec.number(beta) {
-                    set(&format!("yarn_{beta}"), Value::F32(value as f32));
-                }
-            }
             // llama.cpp applies the paper's factor by itself; the key is on top of it.
             let natural = if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 };
             let rest = f64::from(rope.attention_factor) / natural;

@@ -148,7 +148,7 @@ impl BlockType {
 
     /// Whether rows of this length are made of whole blocks.
     fn divides(self, row: usize) -> bool {
-        row % self.elements() == 0
+        row.is_multiple_of(self.elements())
     }
 
     fn is_quantized(self) -> bool {

@@ -107,6 +107,7 @@ impl Vocabulary {
                 pretokenizer::sentencepiece(&json.normalizer, &json.pre_tokenizer).map_err(refused)?;
             let merges = Merges::new(&json.model)?;
             notes.extend(merges.missing(&json.model.vocab));
+            notes.extend(list.missing_bytes());
             metadata.text("tokenizer.ggml.model", "llama");
             metadata.text("tokenizer.ggml.pre", "default");
             metadata.set("tokenizer.ggml.scores", Value::F32s(list.scores(&merges)));
@@ -222,6 +223,14 @@ impl TokenList {
 
     fn types(&self) -> Vec<i32> {
         self.0.iter().map(|(_, kind)| *kind as i32).collect()
+    }
+
+    /// Where HF's tokenizers give an unknown token for a character without one, llama.cpp needs the bytes of it.
+    fn missing_bytes(&self) -> Option<String> {
+        let bytes = self.0.iter().filter(|(_, kind)| *kind == TokenType::Byte).count();
+        (bytes < 256).then(|| {
+            format!("the tokenizer has {bytes} of 256 byte tokens: llama.cpp ends at a character that has no token")
+        })
     }
 
     /// Minus the rank of the merge that makes the token; a token that no merge makes comes after all of them.
@@ -374,5 +383,66 @@ fn named_templates(config: &Map<String, Json>) -> BTreeMap<String, String> {
         Some(Json::String(text)) => BTreeMap::from([("default".to_owned(), text.clone())]),
         Some(Json::Array(list)) => list.iter().filter_map(named).collect(),
         _ => BTreeMap::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn json(added: &str, vocab: &str, merges: &str) -> TokenizerJson {
+        serde_json::from_str(&format!(
+            r#"{{"added_tokens":[{added}],"model":{{"vocab":{vocab},"merges":{merges},"unk_token":"<unk>","byte_fallback":true}}}}"#
+        ))
+        .expect("valid")
+    }
+
+    #[test]
+    fn types_of_tokens() {
+        let json = json(
+            r#"{"id":0,"content":"<unk>","special":true},{"id":4,"content":"<s>","special":true},{"id":5,"content":"<think>"},{"id":6,"content":"<|x|>"}"#,
+            r#"{"<unk>":0,"<0x0A>":1,"a":2,"▁a":3}"#,
+            r#"["▁ a"]"#,
+        );
+        let mut notes = Vec::new();
+        let list = TokenList::new(&json, 8, &mut notes).expect("no token twice");
+        assert_eq!(list.types(), [2, 6, 1, 1, 3, 4, 3, 5]);
+        assert_eq!(list.texts()[5..], ["<think>", "<|x|>", "[PAD7]"]);
+        let merges = Merges::new(&json.model).expect("pairs");
+        assert_eq!(list.scores(&merges)[1..4], [0.0, -1.0, 0.0]);
+        assert_eq!(notes, [""; 0]);
+        assert!(list.missing_bytes().expect("1 of 256").contains("1 of 256"));
+    }
+
+    #[test]
+    fn tokens_without_a_place() {
+        let json = json(
+            r#"{"id":3,"content":"<image>","special":true}"#,
+            r#"{"a":0,"b":1,"ab":2}"#,
+            r#"[["a","b"]]"#,
+        );
+        let mut notes = Vec::new();
+        assert_eq!(TokenList::new(&json, 3, &mut notes).expect("an added one is left out").0.len(), 3);
+        assert_eq!(notes, ["left out token 3 (\"<image>\"), which has no embedding"]);
+        assert!(TokenList::new(&json, 2, &mut notes).is_err(), "`ab` is no added token");
+    }
+
+    #[test]
+    fn a_token_twice_is_refused() {
+        let json = json(r#"{"id":2,"content":"a","special":true}"#, r#"{"a":0,"b":1}"#, "[]");
+        assert!(TokenList::new(&json, 3, &mut Vec::new()).is_err());
+    }
+
+    /// `abc` from `ab` and `c` is listed; from `a` and `bc` it is not, though both are tokens that merges make.
+    #[test]
+    fn merges_that_are_not_listed() {
+        let vocab = r#"{"a":0,"b":1,"c":2,"ab":3,"bc":4,"abc":5}"#;
+        let missing = |merges: &str| {
+            let json = json("", vocab, merges);
+            let merges = Merges::new(&json.model).expect("pairs");
+            merges.missing(&json.model.vocab)
+        };
+        assert_eq!(missing(r#"["a b","b c","ab c","a bc"]"#), None);
+        assert!(missing(r#"["a b","b c","ab c"]"#).expect("a + bc").starts_with("1 tokens"));
     }
 }
