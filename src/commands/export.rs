@@ -24,37 +24,37 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
     let dtype = check(args)?;
     let finder = Finder::new(args.common.offline, &terminal)?;
     let source = Source::from_argument("--model", &args.model, &folder)?;
-    let Some(adapter) = &args.adapter else {
-        let found = finder.model(&source, &args.revision)?;
-        let config = config_of(&found)?;
-        let files = ModelFiles::open(&found.folder)?;
-        return match args.format {
-            ExportFormat::Hf => {
-                let bytes = hf::export(&files, &args.output, dtype, hf::SHARD_BYTES)?;
-                let shown = args.output.display();
-                terminal.line(format!("exported {} of weights to {shown}", units::bytes(bytes)));
-                Ok(())
-            }
-            ExportFormat::Gguf => {
-                let kind = args.r#type.unwrap_or_else(|| gguf::stored_type(&files));
-                let name = name_of(&found.id, &found.folder);
-                say(&terminal, &gguf::write_model(&config, &files, &name, kind, &args.output)?, &args.output);
-                Ok(())
-            }
-        };
-    };
-    // Of the base only config.json is read.
-    let found = finder.model_headers(&source, &args.revision)?;
+    if let Some(adapter) = &args.adapter {
+        // Of the base only config.json is read.
+        let config = config_of(&finder.model_headers(&source, &args.revision)?)?;
+        let adapter = finder.adapter(&Source::from_argument("--adapter", adapter, &folder)?)?;
+        let kind = args.r#type.unwrap_or(GgufType::F32);
+        let exported = gguf::write_adapter(&config, &adapter.folder, &name_of(&adapter), kind, &args.output)?;
+        say(&terminal, &exported, &args.output);
+        return Ok(());
+    }
+    let found = finder.model(&source, &args.revision)?;
     let config = config_of(&found)?;
-    let adapter = finder.adapter(&Source::from_argument("--adapter", adapter, &folder)?)?;
-    let (kind, name) = (args.r#type.unwrap_or(GgufType::F32), name_of(&adapter.id, &adapter.folder));
-    say(&terminal, &gguf::write_adapter(&config, &adapter.folder, &name, kind, &args.output)?, &args.output);
+    let files = ModelFiles::open(&found.folder)?;
+    match args.format {
+        ExportFormat::Hf => {
+            let bytes = hf::export(&files, &args.output, dtype, hf::SHARD_BYTES)?;
+            let shown = args.output.display();
+            terminal.line(format!("exported {} of weights to {shown}", units::bytes(bytes)));
+        }
+        ExportFormat::Gguf => {
+            let kind = args.r#type.unwrap_or_else(|| gguf::stored_type(&files));
+            let exported = gguf::write_model(&config, &files, &name_of(&found), kind, &args.output)?;
+            say(&terminal, &exported, &args.output);
+        }
+    }
     Ok(())
 }
 
 /// Refuses what does not go together, before anything is looked for; the type of a Hugging Face folder.
 fn check(args: &ExportArgs) -> Result<OutputDtype> {
     if args.format == ExportFormat::Gguf {
+        gguf::refuse_existing(&args.output)?;
         return Ok(OutputDtype::Auto);
     }
     if let Some(adapter) = &args.adapter {
@@ -83,14 +83,14 @@ fn config_of(found: &Found) -> Result<ModelConfig> {
     ModelConfig::from_json(&text, &path.display().to_string())
 }
 
-/// The last part of a hub id or of the folder's whole path: `.` is no name.
-fn name_of(id: &str, folder: &Path) -> String {
-    let whole = folder.canonicalize().ok();
-    let last = whole.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
-    match id.rsplit_once('/') {
-        Some((_, name)) if !Path::new(id).exists() => name.to_owned(),
-        _ => last.unwrap_or_else(|| id.to_owned()),
+/// The name of a hub repository, or of the folder: of its whole path, since `.` is no name.
+fn name_of(found: &Found) -> String {
+    if found.on_hub {
+        return found.id.rsplit('/').next().unwrap_or(&found.id).to_owned();
     }
+    let whole = found.folder.canonicalize().ok();
+    let last = whole.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
+    last.unwrap_or_else(|| found.id.clone())
 }
 
 fn say(terminal: &Terminal, exported: &Exported, output: &Path) {

@@ -20,6 +20,7 @@ use std::path::Path;
 
 pub use lora::write_adapter;
 pub use types::GgufType;
+pub use writer::refuse_existing;
 
 use crate::error::{Error, Result};
 use crate::model::{Family, ModelConfig};

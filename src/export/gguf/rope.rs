@@ -105,13 +105,7 @@ fn plain(theta: f64, len: usize) -> impl Iterator<Item = f32> {
     (0..len).map(move |i| 1.0 / (theta as f32).powf((2 * i) as f32 / (2 * len) as f32))
 }
 
-fn scale(
-    config: &ModelConfig,
-    spec: &Spec<'_>,
-    rope: &Rope,
-    arch: &str,
-    description: &mut Description,
-) -> Result<()> {
+fn refuse_unknown(config: &ModelConfig, spec: &Spec<'_>, arch: &str) -> Result<()> {
     let kind = spec.kind();
     let known = match kind {
         "default" | "linear" | "dynamic" => true,
@@ -120,15 +114,26 @@ fn scale(
         "longrope" | "su" => matches!(arch, "llama" | "phi3"),
         _ => false,
     };
-    if !known {
-        return Err(refused(format!(
+    match known {
+        true => Ok(()),
+        false => Err(refused(format!(
             "llama.cpp's {arch} cannot compute `rope_scaling` of type \"{kind}\" as it is set here"
-        )));
+        ))),
     }
+}
+
+fn scale(
+    config: &ModelConfig,
+    spec: &Spec<'_>,
+    rope: &Rope,
+    arch: &str,
+    description: &mut Description,
+) -> Result<()> {
+    refuse_unknown(config, spec, arch)?;
     let mut set =
         |key: &str, value: Value| description.metadata.set(format!("{arch}.rope.scaling.{key}"), value);
     let factor = spec.number("factor").unwrap_or(1.0);
-    match kind {
+    match spec.kind() {
         "linear" => {
             set("type", Value::Text("linear".into()));
             set("factor", Value::F32(factor as f32));

@@ -174,7 +174,7 @@ pub(super) fn write(
 ///
 /// # Errors
 /// The user's: something is at `path`.
-pub(super) fn refuse_existing(path: &Path) -> Result<()> {
+pub fn refuse_existing(path: &Path) -> Result<()> {
     let refused = Error::user(format!("cannot write {}", path.display()));
     match std::fs::symlink_metadata(path) {
         Ok(found) if found.is_dir() => Err(refused
