@@ -8,6 +8,7 @@ use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 
 use crate::error::Result;
+use crate::export::gguf::GgufType;
 use crate::recipe::{Dtype, Layers, Purpose, RecipeText};
 
 const TRAIN_EXAMPLES: &str = "\
@@ -45,6 +46,8 @@ pub struct Cli {
 pub enum Verb {
     /// Merge an adapter into its model: a Hugging Face folder
     Merge(MergeArgs),
+    /// Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
+    Export(ExportArgs),
     /// Continue a prompt, or chat
     Generate(GenerateArgs),
     /// Measure loss, perplexity and token accuracy on a data set
@@ -162,6 +165,46 @@ pub struct MergeArgs {
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
+}
+
+/// `finetune export`.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "\
+Examples:
+  finetune export --model out --format gguf --type q4_k_m --output model.gguf
+  finetune export --model Qwen/Qwen2.5-0.5B --adapter out --format gguf --output adapter.gguf
+  finetune export --model out --format hf --type f16 --output half")]
+pub struct ExportArgs {
+    /// A folder in Hugging Face layout, or a hub id
+    #[arg(long, value_name = "MODEL")]
+    pub model: String,
+    /// An adapter's folder, or a hub id: write it alone, as a LoRA GGUF for this model
+    #[arg(long, value_name = "ADAPTER")]
+    pub adapter: Option<String>,
+    /// The file (gguf) or folder (hf) to write; must not exist
+    #[arg(long, value_name = "PATH")]
+    pub output: PathBuf,
+    /// hf: a folder that transformers opens; gguf: a file that llama.cpp runs
+    #[arg(long, value_name = "FORMAT", value_parser = export_format())]
+    pub format: ExportFormat,
+    /// How weights are stored: hf takes f32, f16, bf16, an adapter f32, f16 [default: as they are]
+    #[arg(long, value_name = "TYPE", value_parser = gguf_type())]
+    pub r#type: Option<GgufType>,
+    /// The model's branch, tag or commit on the hub
+    #[arg(long, value_name = "REVISION", default_value = "main")]
+    pub revision: String,
+    /// Network and verbosity.
+    #[command(flatten)]
+    pub common: CommonArgs,
+}
+
+/// The layouts of `finetune export`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExportFormat {
+    /// A folder that transformers opens.
+    Hf,
+    /// A file that llama.cpp runs.
+    Gguf,
 }
 
 /// `finetune generate`.
@@ -399,6 +442,15 @@ const MOST_GPUS: usize = 1024;
 
 fn dtype() -> impl TypedValueParser<Value = Dtype> {
     PossibleValuesParser::new(Dtype::NAMES).try_map(|text| text.parse::<Dtype>())
+}
+
+fn export_format() -> impl TypedValueParser<Value = ExportFormat> {
+    PossibleValuesParser::new(["hf", "gguf"])
+        .map(|text| if text == "hf" { ExportFormat::Hf } else { ExportFormat::Gguf })
+}
+
+fn gguf_type() -> impl TypedValueParser<Value = GgufType> {
+    PossibleValuesParser::new(GgufType::ALL.map(|(name, _)| name)).try_map(|text| text.parse::<GgufType>())
 }
 
 fn positive(text: &str) -> Result<usize, String> {

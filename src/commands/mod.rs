@@ -8,6 +8,7 @@ mod completions;
 mod data;
 mod doctor;
 mod eval;
+mod export;
 mod generate;
 mod inspect;
 mod merge;
@@ -36,6 +37,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Verb::Completions(args)) => completions::run(&args),
         None => train::run(&cli.train),
         Some(Verb::Merge(args)) => merge::run(&args),
+        Some(Verb::Export(args)) => export::run(&args),
         Some(Verb::Generate(args)) => generate::run(&args),
         Some(Verb::Eval(args)) => eval::run(&args),
         Some(Verb::Inspect(args)) => inspect::run(&args),
