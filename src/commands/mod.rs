@@ -11,6 +11,7 @@ mod eval;
 mod generate;
 mod inspect;
 mod merge;
+mod quantize;
 mod recipes;
 mod showcase;
 mod train;
@@ -36,6 +37,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Verb::Completions(args)) => completions::run(&args),
         None => train::run(&cli.train),
         Some(Verb::Merge(args)) => merge::run(&args),
+        Some(Verb::Quantize(args)) => quantize::run(&args),
         Some(Verb::Generate(args)) => generate::run(&args),
         Some(Verb::Eval(args)) => eval::run(&args),
         Some(Verb::Inspect(args)) => inspect::run(&args),

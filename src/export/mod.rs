@@ -1,5 +1,6 @@
 //! Trained models in the layouts that other programs open.
 //!
-//! [`hf`] writes a Hugging Face folder. Adapters are written by `adapter`, checkpoints by `checkpoint`.
+//! [`hf`] writes a Hugging Face folder, [`bitsandbytes`] one with its linear layers quantized. Adapters are written by `adapter`, checkpoints by `checkpoint`.
 
+pub mod bitsandbytes;
 pub mod hf;
