@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{ArgGroup, Args, Parser, Subcommand};
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 
 use crate::error::Result;
+use crate::export::gguf::GgufType;
 use crate::recipe::{Dtype, Layers, Purpose, QuantKind, RecipeText};
 
 const TRAIN_EXAMPLES: &str = "\
@@ -47,6 +48,8 @@ pub enum Verb {
     Merge(MergeArgs),
     /// Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
     Quantize(QuantizeArgs),
+    /// Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
+    Export(ExportArgs),
     /// Continue a prompt, or chat
     Generate(GenerateArgs),
     /// Measure loss, perplexity and token accuracy on a data set
@@ -152,6 +155,15 @@ pub struct MergeArgs {
     /// Type of the merged weights; auto: the model's
     #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = dtype())]
     pub dtype: Dtype,
+    /// The weights to add to; without it those the adapter was trained on
+    #[arg(long, value_name = "BASE")]
+    pub base: Option<MergeBaseArg>,
+    /// Compare base and adapter with the merged model on the first 64 rows of this data set before anything is written
+    #[arg(long, value_name = "DATASET")]
+    pub verify_on: Option<String>,
+    /// The mean KL divergence, in nats a token, above which the merge is refused
+    #[arg(long, value_name = "NATS", requires = "verify_on", value_parser = nats)]
+    pub max_kl: Option<f64>,
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
@@ -185,6 +197,46 @@ pub struct QuantizeArgs {
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
+}
+
+/// `finetune export`.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "\
+Examples:
+  finetune export --model out --format gguf --type q4_k_m --output model.gguf
+  finetune export --model Qwen/Qwen2.5-0.5B --adapter out --format gguf --output adapter.gguf
+  finetune export --model out --format hf --type f16 --output half")]
+pub struct ExportArgs {
+    /// A folder in Hugging Face layout, or a hub id
+    #[arg(long, value_name = "MODEL")]
+    pub model: String,
+    /// An adapter's folder, or a hub id: write it alone, as a LoRA GGUF for this model
+    #[arg(long, value_name = "ADAPTER")]
+    pub adapter: Option<String>,
+    /// The file (gguf) or folder (hf) to write; must not exist
+    #[arg(long, value_name = "PATH")]
+    pub output: PathBuf,
+    /// hf: a folder that transformers opens; gguf: a file that llama.cpp runs
+    #[arg(long, value_name = "FORMAT", value_parser = export_format())]
+    pub format: ExportFormat,
+    /// How weights are stored: hf takes f32, f16, bf16, an adapter f32, f16 [default: as they are]
+    #[arg(long, value_name = "TYPE", value_parser = gguf_type())]
+    pub r#type: Option<GgufType>,
+    /// The model's branch, tag or commit on the hub
+    #[arg(long, value_name = "REVISION", default_value = "main")]
+    pub revision: String,
+    /// Network and verbosity.
+    #[command(flatten)]
+    pub common: CommonArgs,
+}
+
+/// The layouts of `finetune export`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExportFormat {
+    /// A folder that transformers opens.
+    Hf,
+    /// A file that llama.cpp runs.
+    Gguf,
 }
 
 /// `finetune generate`.
@@ -368,6 +420,15 @@ pub struct DoctorArgs {
     pub selftest: bool,
 }
 
+/// What `finetune merge --base` accepts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum MergeBaseArg {
+    /// The unquantized weights in the model's files
+    Original,
+    /// The weights that quantizing left of them
+    Quantized,
+}
+
 /// `finetune completions`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
@@ -424,8 +485,22 @@ fn block_size(text: &str) -> Result<usize, String> {
     size.ok_or_else(|| "accepted: 32, 64, 128, 256, 512, 1024, 2048, 4096".into())
 }
 
+fn export_format() -> impl TypedValueParser<Value = ExportFormat> {
+    PossibleValuesParser::new(["hf", "gguf"])
+        .map(|text| if text == "hf" { ExportFormat::Hf } else { ExportFormat::Gguf })
+}
+
+fn gguf_type() -> impl TypedValueParser<Value = GgufType> {
+    PossibleValuesParser::new(GgufType::ALL.map(|(name, _)| name)).try_map(|text| text.parse::<GgufType>())
+}
+
 fn positive(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|n| *n >= 1).ok_or_else(|| "accepted: a whole number, at least 1".into())
+}
+
+fn nats(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|kl: &f64| kl.is_finite() && *kl > 0.0);
+    number.ok_or_else(|| "accepted: a number above 0".into())
 }
 
 fn temperature(text: &str) -> Result<f64, String> {

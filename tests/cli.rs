@@ -37,6 +37,7 @@ fn help_of_the_root() {
     Commands:
       merge        Merge an adapter into its model: a Hugging Face folder
       quantize     Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
+      export       Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
       generate     Continue a prompt, or chat
       eval         Measure loss, perplexity and token accuracy on a data set
       inspect      Say what a model or adapter is, from its headers alone
@@ -119,6 +120,33 @@ fn help_of_every_verb() {
 
     Example:
       finetune merge --model Qwen/Qwen2.5-0.5B --adapter out --output merged
+    ");
+    assert_snapshot!(told(&["export", "--help"]), @"
+    exit 0
+    Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
+
+    Usage: finetune export [OPTIONS] --model <MODEL> --output <PATH> --format <FORMAT>
+
+    Options:
+          --model <MODEL>        A folder in Hugging Face layout, or a hub id
+          --adapter <ADAPTER>    An adapter's folder, or a hub id: write it alone, as a LoRA GGUF for
+                                 this model
+          --output <PATH>        The file (gguf) or folder (hf) to write; must not exist
+          --format <FORMAT>      hf: a folder that transformers opens; gguf: a file that llama.cpp runs
+                                 [possible values: hf, gguf]
+          --type <TYPE>          How weights are stored: hf takes f32, f16, bf16, an adapter f32, f16
+                                 [default: as they are] [possible values: f32, f16, bf16, q8_0, q4_0,
+                                 q4_k_m, q5_k_m, q6_k]
+          --revision <REVISION>  The model's branch, tag or commit on the hub [default: main]
+          --offline              Use only what is on this machine
+      -q, --quiet                Say only what went wrong
+      -v, --verbose              Say more
+      -h, --help                 Print help
+
+    Examples:
+      finetune export --model out --format gguf --type q4_k_m --output model.gguf
+      finetune export --model Qwen/Qwen2.5-0.5B --adapter out --format gguf --output adapter.gguf
+      finetune export --model out --format hf --type f16 --output half
     ");
     assert_snapshot!(told(&["generate", "--help"]), @r#"
     exit 0

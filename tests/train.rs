@@ -141,6 +141,23 @@ fn dora_follows_peft() {
 }
 
 #[test]
+fn dora_over_nf4_follows_peft_on_bitsandbytes() {
+    follows("qdora");
+}
+
+#[test]
+fn lora_on_embedding_and_head_follows_peft() {
+    follows("lora_tables");
+    follows("lora_tables_tied");
+}
+
+#[test]
+fn single_token_rows_follow_peft() {
+    follows("lora_tokens");
+    follows("lora_tokens_untied");
+}
+
+#[test]
 fn rslora_follows_peft() {
     follows("rslora");
 }

@@ -5,6 +5,7 @@
 //! ours. Written: what every PEFT since 0.5 knows, and a newer key only when its value is not the default,
 //! because an older PEFT refuses keys it does not know. Key list: peft 0.21 `LoraConfig`.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::de::DeserializeOwned;
@@ -16,7 +17,9 @@ use crate::error::{Error, Result};
 /// The name of the file.
 pub const CONFIG_FILE: &str = "adapter_config.json";
 
-/// How PEFT would initialise the adapter; the base stays as it is with each of these.
+/// How PEFT would initialise the adapter; the base stays as it is with each of these. Of PEFT's other ways those that
+/// leave the base alone (orthogonal, EVA, MiCA) are read as the default: the values are in the file, and an older PEFT
+/// does not know their names.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum InitLoraWeights {
     /// A uniform (Kaiming), B zero.
@@ -47,6 +50,10 @@ pub struct AdapterConfig {
     pub ensure_weight_tying: bool,
 }
 
+/// Inits that take what the adapter starts from out of the base, by how their names begin (peft 0.21
+/// `LoraModel._convert_state_dict_for_initial_model`).
+const MUTATED: [&str; 4] = ["pissa", "corda", "olora", "lora_ga"];
+
 /// Keys that pass at exactly this value, besides null, false and empty ones.
 fn passes(key: &str, value: &Value) -> bool {
     match (key, value) {
@@ -59,6 +66,19 @@ fn passes(key: &str, value: &Value) -> bool {
         ("megatron_core", Value::String(text)) => text == "megatron.core",
         ("qalora_group_size", _) => true,
         _ => false,
+    }
+}
+
+/// Why a configuration cannot be used, and the way out if there is one.
+#[derive(Debug, PartialEq)]
+struct Refusal {
+    cause: String,
+    hint: Option<String>,
+}
+
+impl From<String> for Refusal {
+    fn from(cause: String) -> Self {
+        Refusal { cause, hint: None }
     }
 }
 
@@ -76,11 +96,16 @@ impl AdapterConfig {
                 .hint(format!("give the folder that holds {CONFIG_FILE} and {}", super::WEIGHTS_FILE)));
         }
         let text = std::fs::read(&path).map_err(|error| Error::io("read", &path, &error))?;
-        Self::parse(&text)
-            .map_err(|cause| Error::user(format!("cannot use {}", path.display())).because(cause))
+        Self::parse(&text).map_err(|refusal| {
+            let error = Error::user(format!("cannot use {}", path.display())).because(refusal.cause);
+            match refusal.hint {
+                Some(hint) => error.hint(hint),
+                None => error,
+            }
+        })
     }
 
-    fn parse(text: &[u8]) -> Result<Self, String> {
+    fn parse(text: &[u8]) -> Result<Self, Refusal> {
         let mut keys =
             Keys(serde_json::from_slice(text).map_err(|error| format!("it is not valid: {error}"))?);
         for (key, accepted) in [("peft_type", "LORA"), ("task_type", "CAUSAL_LM")] {
@@ -88,16 +113,14 @@ impl AdapterConfig {
             if found.as_deref().is_some_and(|found| found != accepted)
                 || (found.is_none() && key == "peft_type")
             {
-                return Err(format!(
-                    "`{key}` is {}; accepted: {accepted}",
-                    found.unwrap_or("missing".into())
-                ));
+                let found = found.unwrap_or("missing".into());
+                return Err(format!("`{key}` is {found}; accepted: {accepted}").into());
             }
         }
         let target_modules = match keys.names("target_modules")? {
             Some(Names::Regex(all)) if all.eq_ignore_ascii_case("all-linear") => TargetModules::AllLinear,
             Some(names) => TargetModules::Named(names),
-            None => return Err("`target_modules` is missing".into()),
+            None => return Err("`target_modules` is missing".to_owned().into()),
         };
         let spec = TargetSpec {
             target_modules,
@@ -114,6 +137,7 @@ impl AdapterConfig {
             use_dora: keys.take("use_dora", "true or false")?.unwrap_or(false),
             rank_pattern: keys.pattern("rank_pattern", "a whole number from 1")?,
             alpha_pattern: keys.pattern("alpha_pattern", "a number")?,
+            trainable_token_indices: keys.tokens()?,
         };
         let config = Self {
             base_model_name_or_path: keys.take("base_model_name_or_path", "a text")?,
@@ -121,16 +145,18 @@ impl AdapterConfig {
             spec,
             lora_dropout: keys.take("lora_dropout", "a number")?.unwrap_or(0.0),
             inference_mode: keys.take("inference_mode", "true or false")?.unwrap_or(false),
-            init_lora_weights: init(keys.take("init_lora_weights", "true, false, \"gaussian\"")?)?,
+            init_lora_weights: init(&mut keys)?,
             ensure_weight_tying: keys.take("ensure_weight_tying", "true or false")?.unwrap_or(false),
         };
         if !(0.0..1.0).contains(&config.lora_dropout) {
-            return Err(format!("`lora_dropout` is {}; accepted: from 0 to below 1", config.lora_dropout));
+            let found = config.lora_dropout;
+            return Err(format!("`lora_dropout` is {found}; accepted: from 0 to below 1").into());
         }
         match keys.0.iter().find(|(key, value)| !passes(key, value)) {
             Some((key, value)) => Err(format!(
                 "`{key}` is {value}, which is not supported; accepted: no such key, or its default"
-            )),
+            )
+            .into()),
             None => Ok(config),
         }
     }
@@ -174,20 +200,44 @@ impl AdapterConfig {
         newer("exclude_modules", names_value(&spec.exclude_modules));
         newer("use_rslora", json!(spec.use_rslora));
         newer("use_dora", json!(spec.use_dora));
+        newer("trainable_token_indices", tokens_value(&spec.trainable_token_indices));
         newer("ensure_weight_tying", json!(self.ensure_weight_tying));
         format!("{config:#}\n")
     }
 }
 
-fn init(found: Option<Value>) -> Result<InitLoraWeights, String> {
-    match found {
-        None | Some(Value::Bool(true)) => Ok(InitLoraWeights::Default),
-        Some(Value::Bool(false)) => Ok(InitLoraWeights::Random),
-        Some(Value::String(text)) if text == "gaussian" => Ok(InitLoraWeights::Gaussian),
-        Some(other) => Err(format!(
-            "`init_lora_weights` is {other}, which may have changed the base too; accepted: true, false, \"gaussian\""
-        )),
+fn init(keys: &mut Keys) -> Result<InitLoraWeights, Refusal> {
+    let found: Value = keys.take("init_lora_weights", "true, false or a name")?.unwrap_or(json!(true));
+    let name = found.as_str().unwrap_or_default().to_ascii_lowercase();
+    match (&found, name.as_str()) {
+        (Value::Bool(true), _) | (_, "orthogonal" | "mica") => return Ok(InitLoraWeights::Default),
+        (Value::Bool(false), _) => return Ok(InitLoraWeights::Random),
+        (_, "gaussian") => return Ok(InitLoraWeights::Gaussian),
+        (_, "eva") => {
+            // It chose where A starts and the ranks, which rank_pattern has.
+            keys.0.shift_remove("eva_config");
+            return Ok(InitLoraWeights::Default);
+        }
+        _ => {}
     }
+    let accepted = r#"accepted: true, false, "gaussian", "orthogonal", "eva", "mica""#;
+    let (effect, hint) = match name.as_str() {
+        "loftq" => (
+            "with which PEFT replaces the base's weights by quantized ones",
+            "save the base that PEFT trained on with `model.unload().save_pretrained(folder)`, give that, and write `true` here",
+        ),
+        name if MUTATED.iter().any(|start| name.starts_with(start)) => (
+            "with which PEFT takes what the adapter starts from out of the base's weights",
+            "save it from PEFT as an adapter of the unchanged base: `model.save_pretrained(folder, path_initial_model_for_weight_conversion=start)`, where `start` holds the adapter as it was before training",
+        ),
+        _ => {
+            return Err(format!("`init_lora_weights` is {found}, which is not known here; {accepted}").into());
+        }
+    };
+    Err(Refusal {
+        cause: format!("`init_lora_weights` is {found}, {effect}; {accepted}"),
+        hint: Some(hint.into()),
+    })
 }
 
 /// Whole numbers as PEFT writes them: 16, not 16.0.
@@ -197,6 +247,15 @@ fn number(value: f64) -> Value {
         json!(value as i64)
     } else {
         json!(value)
+    }
+}
+
+/// A list where it is the embedding's, as PEFT's documentation writes it, else an object.
+fn tokens_value(tokens: &BTreeMap<String, Vec<u32>>) -> Value {
+    let embedding = |name: &str| name == "embed_tokens" || name.ends_with(".embed_tokens");
+    match tokens.first_key_value() {
+        Some((name, ids)) if tokens.len() == 1 && embedding(name) => json!(ids),
+        _ => json!(tokens),
     }
 }
 
@@ -246,6 +305,17 @@ impl Keys {
         }
     }
 
+    fn tokens(&mut self) -> Result<BTreeMap<String, Vec<u32>>, String> {
+        let key = "trainable_token_indices";
+        let accepted = "a list of token ids, or an object from module names to such lists";
+        if let Some(Value::Object(_)) = self.0.get(key) {
+            return Ok(self.take(key, accepted)?.unwrap_or_default());
+        }
+        let ids: Vec<u32> = self.take(key, accepted)?.unwrap_or_default();
+        let table = |ids| BTreeMap::from([("embed_tokens".to_owned(), ids)]);
+        Ok(if ids.is_empty() { BTreeMap::new() } else { table(ids) })
+    }
+
     fn pattern<T: DeserializeOwned>(
         &mut self,
         key: &str,
@@ -264,7 +334,7 @@ impl Keys {
 mod tests {
     use super::*;
 
-    fn parse(extra: &str) -> Result<AdapterConfig, String> {
+    fn parse(extra: &str) -> Result<AdapterConfig, Refusal> {
         AdapterConfig::parse(
             format!(r#"{{"peft_type":"LORA","target_modules":["q_proj"]{extra}}}"#).as_bytes(),
         )
@@ -289,6 +359,35 @@ mod tests {
         assert_eq!(config.spec.layers_to_transform, Some(vec![3]));
         assert_eq!(config.spec.rank_pattern, [("z".into(), 2), ("a".into(), 3)]);
         assert_eq!(AdapterConfig::parse(config.to_json().as_bytes()), Ok(config));
+    }
+
+    #[test]
+    fn inits_that_leave_the_base_alone_are_read_as_the_default() {
+        for name in ["orthogonal", "mica", "eva"] {
+            let config = parse(&format!(r#","init_lora_weights":"{name}","eva_config":null"#)).expect(name);
+            assert_eq!(config.init_lora_weights, InitLoraWeights::Default);
+        }
+        assert!(parse(r#","init_lora_weights":"eva","eva_config":{"rho":2.0}"#).is_ok());
+        assert!(parse(r#","eva_config":{"rho":2.0}"#).is_err());
+        let refusal = parse(r#","init_lora_weights":"pissa""#).expect_err("changes the base");
+        assert!(refusal.hint.is_some_and(|hint| hint.contains("path_initial_model_for_weight_conversion")));
+    }
+
+    #[test]
+    fn tokens_of_the_embedding_are_a_list() {
+        let config = parse(r#","trainable_token_indices":[7,3]"#).expect("valid");
+        assert_eq!(
+            config.spec.trainable_token_indices,
+            BTreeMap::from([("embed_tokens".into(), vec![7, 3])])
+        );
+        let written = |config: &AdapterConfig| -> Value {
+            let keys: Value = serde_json::from_str(&config.to_json()).expect("JSON");
+            keys["trainable_token_indices"].clone()
+        };
+        assert_eq!(written(&config), json!([7, 3]));
+        let config = parse(r#","trainable_token_indices":{"lm_head":[1]}"#).expect("valid");
+        assert_eq!(written(&config), json!({"lm_head": [1]}));
+        assert_eq!(written(&parse(r#","trainable_token_indices":[]"#).expect("valid")), Value::Null);
     }
 
     #[test]
@@ -325,17 +424,21 @@ mod tests {
     #[test]
     fn what_would_compute_something_else_is_refused() {
         let refusals: Vec<String> = [
-            r#","use_dora":true"#,
             r#","bias":"all""#,
             r#","fan_in_fan_out":true"#,
             r#","lora_bias":true"#,
             r#","layer_replication":[[0,2]]"#,
             r#","target_parameters":["experts.w"]"#,
-            r#","trainable_token_indices":[1]"#,
+            r#","trainable_token_indices":[-1]"#,
+            r#","trainable_token_indices":{"embed_tokens":5}"#,
+            r#","use_qalora":true"#,
+            r#","kasa_config":{"beta":1e-4}"#,
             r#","megatron_config":{"a":1}"#,
             r#","alora_invocation_tokens":[5]"#,
             r#","eva_config":{"rho":2.0}"#,
-            r#","init_lora_weights":"pissa""#,
+            r#","init_lora_weights":"pissa_niter_16""#,
+            r#","init_lora_weights":"loftq","loftq_config":{"loftq_bits":4}"#,
+            r#","init_lora_weights":"tomorrow""#,
             r#","a_key_of_tomorrow":1"#,
             r#","task_type":"SEQ_CLS""#,
             r#","r":"eight""#,
@@ -343,20 +446,24 @@ mod tests {
             r#","rank_pattern":{"q_proj":-1}"#,
         ]
         .iter()
-        .map(|extra| parse(extra).expect_err(extra))
+        .map(|extra| parse(extra).expect_err(extra).cause)
         .collect();
         insta::assert_snapshot!(refusals.join("\n"), @r#"
-        `use_dora` is true, which is not supported; accepted: no such key, or its default
         `bias` is "all", which is not supported; accepted: no such key, or its default
         `fan_in_fan_out` is true, which is not supported; accepted: no such key, or its default
         `lora_bias` is true, which is not supported; accepted: no such key, or its default
         `layer_replication` is [[0,2]], which is not supported; accepted: no such key, or its default
         `target_parameters` is ["experts.w"], which is not supported; accepted: no such key, or its default
-        `trainable_token_indices` is [1], which is not supported; accepted: no such key, or its default
+        `trainable_token_indices` is [-1]; accepted: a list of token ids, or an object from module names to such lists
+        `trainable_token_indices` is {"embed_tokens":5}; accepted: a list of token ids, or an object from module names to such lists
+        `use_qalora` is true, which is not supported; accepted: no such key, or its default
+        `kasa_config` is {"beta":0.0001}, which is not supported; accepted: no such key, or its default
         `megatron_config` is {"a":1}, which is not supported; accepted: no such key, or its default
         `alora_invocation_tokens` is [5], which is not supported; accepted: no such key, or its default
         `eva_config` is {"rho":2.0}, which is not supported; accepted: no such key, or its default
-        `init_lora_weights` is "pissa", which may have changed the base too; accepted: true, false, "gaussian"
+        `init_lora_weights` is "pissa_niter_16", with which PEFT takes what the adapter starts from out of the base's weights; accepted: true, false, "gaussian", "orthogonal", "eva", "mica"
+        `init_lora_weights` is "loftq", with which PEFT replaces the base's weights by quantized ones; accepted: true, false, "gaussian", "orthogonal", "eva", "mica"
+        `init_lora_weights` is "tomorrow", which is not known here; accepted: true, false, "gaussian", "orthogonal", "eva", "mica"
         `a_key_of_tomorrow` is 1, which is not supported; accepted: no such key, or its default
         `task_type` is SEQ_CLS; accepted: CAUSAL_LM
         `r` is "eight"; accepted: a whole number from 1

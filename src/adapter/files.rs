@@ -1,112 +1,45 @@
-//! adapter_model.safetensors: PEFT's names for the tensors of an adapter.
+//! adapter_model.safetensors: an adapter on disk.
 //!
-//! `base_model.model.<module>.lora_A.weight` is A [r, in], `….lora_B.weight` is B [out, r]; a module of
-//! modules_to_save is there whole as `base_model.model.<module>.weight` and `.bias`. Reading checks that the
-//! file is what the configuration says and keeps it mapped; [`Adapter::check_fits`] then holds it against a model.
+//! Reading checks that the file is what the configuration says (each module has all its tensors, in shapes that its
+//! rank makes) and keeps it mapped; [`Adapter::check_fits`] then holds it against a model. Names are `tensors`'.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use super::{AdapterConfig, CONFIG_FILE, ModuleInfo, Target, targets};
+use super::targets::{self, check_ids, check_vocabulary, ends_with_name};
+use super::tensors::{PREFIX, file_name, split_name};
+use super::{AdapterConfig, AdapterTensor, CONFIG_FILE, ModuleInfo, ModuleKind, Target, TensorKind};
 use crate::error::{Error, Result};
 use crate::weights::{self, Element, Entry, ModelFiles, StoredDtype, TensorInfo, TensorSink, Written};
 
 /// The name of the file.
 pub const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 
-/// What PEFT puts before the module names of a model.
-const PREFIX: &str = "base_model.model.";
-
-/// Which tensor of a module.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum TensorKind {
-    /// A: [r, in].
-    LoraA,
-    /// B: [out, r].
-    LoraB,
-    /// DoRA's magnitudes: [out].
-    LoraMagnitude,
-    /// A of an embedding: [r, vocab].
-    LoraEmbeddingA,
-    /// B of an embedding: [hidden, r].
-    LoraEmbeddingB,
-    /// Rows of an embedding that train: [n, hidden].
-    TokensDelta,
-    /// The weight of a module that is saved whole.
-    SavedWeight,
-    /// The bias of a module that is saved whole.
-    SavedBias,
-}
-
-impl TensorKind {
-    // The longer ends stand first: `.lora_A.weight` ends in `.weight` too.
-    const ALL: [Self; 8] = [
-        Self::LoraA,
-        Self::LoraB,
-        Self::LoraMagnitude,
-        Self::LoraEmbeddingA,
-        Self::LoraEmbeddingB,
-        Self::TokensDelta,
-        Self::SavedWeight,
-        Self::SavedBias,
-    ];
-
-    fn suffix(self) -> &'static str {
-        match self {
-            Self::LoraA => ".lora_A.weight",
-            Self::LoraB => ".lora_B.weight",
-            Self::LoraMagnitude => ".lora_magnitude_vector",
-            Self::LoraEmbeddingA => ".lora_embedding_A",
-            Self::LoraEmbeddingB => ".lora_embedding_B",
-            Self::TokensDelta => ".token_adapter.trainable_tokens_delta",
-            Self::SavedWeight => ".weight",
-            Self::SavedBias => ".bias",
-        }
-    }
-
-    /// Whether it belongs to a module that is saved whole.
-    pub fn is_saved(self) -> bool {
-        matches!(self, Self::SavedWeight | Self::SavedBias)
-    }
-}
-
-/// A tensor of an adapter: its module, its kind and its shape.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct AdapterTensor {
-    /// The module's Hugging Face name: `model.layers.0.self_attn.q_proj`.
-    pub module: String,
-    /// Which tensor of it.
-    pub kind: TensorKind,
-    /// Its shape.
-    pub shape: Vec<usize>,
-}
-
-impl AdapterTensor {
-    /// Its name in the file.
-    pub fn name(&self) -> String {
-        file_name(&self.module, self.kind)
-    }
-}
-
-fn file_name(module: &str, kind: TensorKind) -> String {
-    format!("{PREFIX}{module}{}", kind.suffix())
-}
+/// The output head's module, in every family.
+const HEAD: &str = "lm_head";
 
 /// An adapter on disk, open and checked against its own configuration.
 #[derive(Debug)]
 pub struct Adapter {
     config: AdapterConfig,
     files: ModelFiles,
+    names: Names,
     targets: Vec<Target>,
     saved: BTreeSet<String>,
+    rows: BTreeMap<String, Vec<u32>>,
 }
+
+/// The name in the file of each module's tensors.
+type Names = BTreeMap<String, BTreeMap<TensorKind, String>>;
 
 impl Adapter {
     /// Opens the adapter in `folder`.
     ///
     /// # Errors
     /// The user's: a file is missing or malformed; weights are a pickle; a tensor has a name or a type that is not
-    /// LoRA's; A or B is missing or has not the rank that the configuration gives it; no tensor at all.
+    /// LoRA's; a module lacks a tensor, or has one that has not the rank, the magnitudes or the tokens that the
+    /// configuration gives it; no tensor at all.
     pub fn read(folder: &Path) -> Result<Self> {
         let config = AdapterConfig::read(folder)?;
         let path = folder.join(WEIGHTS_FILE);
@@ -116,37 +49,30 @@ impl Adapter {
             return Err(missing_weights(folder));
         }
         let files = ModelFiles::open_file(&path)?;
-        let mut modules: BTreeMap<&str, BTreeSet<TensorKind>> = BTreeMap::new();
-        for (name, info) in files.tensors() {
-            let (module, kind) = split_name(name).ok_or_else(|| {
-                failed(format!("{WEIGHTS_FILE} has tensor `{name}`; accepted: {PREFIX}<module> and .lora_A.weight, .lora_B.weight, .weight or .bias"))
-            })?;
-            if !info.dtype.is_float() {
-                return Err(failed(format!(
-                    "tensor `{name}` has dtype {}; accepted: F32, F16, BF16, F64",
-                    info.dtype
-                )));
-            }
-            modules.entry(module).or_default().insert(kind);
+        let names = index(&files).map_err(failed)?;
+        let adapted =
+            names.iter().filter_map(|(module, kinds)| Some((module.as_str(), adapted(module, kinds)?)));
+        let targets = targets::targets_of(&config.spec, adapted)?;
+        let saved = names.iter().filter(|(_, kinds)| kinds.keys().any(|kind| kind.is_saved()));
+        let saved: BTreeSet<String> = saved.map(|(module, _)| module.clone()).collect();
+        let mut adapter = Self { config, files, names, targets, saved, rows: BTreeMap::new() };
+        for target in &adapter.targets {
+            adapter.check_target(target).map_err(failed)?;
         }
-        if modules.is_empty() {
-            return Err(failed(format!("{WEIGHTS_FILE} holds no tensor")));
-        }
-        let is_saved = |kinds: &BTreeSet<TensorKind>| kinds.iter().all(|kind| kind.is_saved());
-        let (saved, adapted): (Vec<_>, Vec<_>) = modules.iter().partition(|(_, kinds)| is_saved(kinds));
-        let targets = targets::targets_of(&config.spec, adapted.iter().map(|(module, _)| **module))?;
-        for target in &targets {
-            check_target(&files, target).map_err(failed)?;
-        }
-        let saved: BTreeSet<String> = saved.into_iter().map(|(module, _)| (*module).to_owned()).collect();
-        for name in &config.spec.modules_to_save {
-            if !saved.iter().any(|module| module.ends_with(name)) {
+        for name in &adapter.config.spec.modules_to_save {
+            if !adapter.saved.iter().any(|module| module.ends_with(name)) {
                 return Err(failed(format!(
                     "{CONFIG_FILE} has `modules_to_save` with `{name}`, of which {WEIGHTS_FILE} holds no tensor"
                 )));
             }
         }
-        Ok(Self { config, files, targets, saved })
+        adapter.rows = adapter.read_rows().map_err(failed)?;
+        Ok(adapter)
+    }
+
+    /// The folder it was read from.
+    pub fn folder(&self) -> &Path {
+        self.files.folder()
     }
 
     /// Its configuration.
@@ -164,9 +90,22 @@ impl Adapter {
         self.saved.iter().map(String::as_str)
     }
 
+    /// The tokens whose rows train, by embedding or head, in the order of their rows.
+    pub fn rows(&self) -> &BTreeMap<String, Vec<u32>> {
+        &self.rows
+    }
+
     /// The header's word on a tensor.
     pub fn info(&self, module: &str, kind: TensorKind) -> Option<&TensorInfo> {
-        self.files.info(&file_name(module, kind))
+        self.files.info(&self.name(module, kind))
+    }
+
+    /// The tensor's name in this file; in a file of ours if it is not there.
+    fn name(&self, module: &str, kind: TensorKind) -> Cow<'_, str> {
+        match self.names.get(module).and_then(|kinds| kinds.get(&kind)) {
+            Some(name) => Cow::Borrowed(name),
+            None => Cow::Owned(file_name(module, kind)),
+        }
     }
 
     /// Reads a tensor, rounded to `T`; `out` has its number of elements.
@@ -174,14 +113,34 @@ impl Adapter {
     /// # Errors
     /// The user's: there is no such tensor, or it holds NaN or infinity. A fault of ours: `out` has another length.
     pub fn read_into<T: Element>(&self, module: &str, kind: TensorKind, out: &mut [T]) -> Result<()> {
-        let name = file_name(module, kind);
+        let name = self.name(module, kind);
         self.files.read_into(&name, out)?;
-        if let Some(value) = out.iter().map(|value| value.to_f32()).find(|value| !value.is_finite()) {
-            return Err(Error::user(format!("cannot read adapter {}", self.files.folder().display()))
+        self.check_finite(&name, out)
+    }
+
+    /// Reads `out.len()` elements of a tensor from element `start` on, rounded to `T`.
+    ///
+    /// # Errors
+    /// As [`Adapter::read_into`]; a fault of ours: the part is not inside the tensor.
+    pub fn read_part<T: Element>(
+        &self,
+        module: &str,
+        kind: TensorKind,
+        start: usize,
+        out: &mut [T],
+    ) -> Result<()> {
+        let name = self.name(module, kind);
+        self.files.read_part(&name, start, out)?;
+        self.check_finite(&name, out)
+    }
+
+    fn check_finite<T: Element>(&self, name: &str, values: &[T]) -> Result<()> {
+        match values.iter().map(|value| value.to_f32()).find(|value| !value.is_finite()) {
+            None => Ok(()),
+            Some(value) => Err(Error::user(format!("cannot read adapter {}", self.files.folder().display()))
                 .because(format!("tensor `{name}` holds {value}; accepted: finite numbers"))
-                .hint("give an earlier checkpoint of that run"));
+                .hint("give an earlier checkpoint of that run")),
         }
-        Ok(())
     }
 
     /// The bytes of a tensor as they are in the file.
@@ -189,7 +148,7 @@ impl Adapter {
     /// # Errors
     /// The user's: there is no such tensor.
     pub fn bytes(&self, module: &str, kind: TensorKind) -> Result<&[u8]> {
-        self.files.bytes(&file_name(module, kind))
+        self.files.bytes(&self.name(module, kind))
     }
 
     /// Checks that each tensor fits a module of the model.
@@ -210,55 +169,173 @@ impl Adapter {
             let Some(found) = by_name.get(module) else {
                 return Err(other(format!("it has tensors for `{module}`, which the model has not")));
             };
-            let fits = match (kind, found.shape.as_slice(), info.shape.as_slice()) {
-                (TensorKind::LoraA, &[_, inputs], &[_, found]) => inputs == found,
-                (TensorKind::LoraB, &[outputs, _], &[found, _]) => outputs == found,
-                (TensorKind::LoraMagnitude, &[outputs, _], &[found]) => outputs == found,
-                (TensorKind::SavedWeight, expected, found) => expected == found,
-                (TensorKind::SavedBias, expected, &[found]) => expected.first() == Some(&found),
-                _ => false,
-            };
-            if !fits {
+            if !fits(kind, found, &info.shape) {
                 return Err(other(format!(
                     "`{name}` has shape {:?}, the weight of `{module}` has {:?}",
                     info.shape, found.shape
                 )));
             }
         }
+        for (module, ids) in &self.rows {
+            by_name
+                .get(module.as_str())
+                .map_or(Ok(()), |table| check_vocabulary(ids, table))
+                .map_err(other)?;
+        }
         Ok(())
     }
+
+    fn check_target(&self, target: &Target) -> Result<(), String> {
+        let module = &target.name;
+        let [first, second] = halves(target.kind);
+        for (kind, rank_at) in [(first, 0), (second, 1)] {
+            let name = self.name(module, kind);
+            let Some(info) = self.files.info(&name) else {
+                return Err(format!("{WEIGHTS_FILE} has no tensor `{name}`, though it has the other half"));
+            };
+            if info.shape.len() != 2 || info.shape[rank_at] != target.r {
+                let expected =
+                    if rank_at == 0 { format!("[{}, in]", target.r) } else { format!("[out, {}]", target.r) };
+                return Err(format!(
+                    "tensor `{name}` has shape {:?}; r = {} in {CONFIG_FILE} makes it {expected}",
+                    info.shape, target.r
+                ));
+            }
+        }
+        self.check_magnitude(target)?;
+        let also =
+            |kinds: &[TensorKind]| kinds.iter().find(|kind| self.info(module, **kind).is_some()).copied();
+        if let Some(kind) = also(&[TensorKind::SavedWeight, TensorKind::SavedBias]) {
+            let name = self.name(module, kind);
+            return Err(format!("module `{module}` has LoRA and is saved whole too (`{name}`)"));
+        }
+        let [other, _] = halves(match target.kind {
+            ModuleKind::Embedding => ModuleKind::Linear,
+            _ => ModuleKind::Embedding,
+        });
+        if let Some(kind) = also(&[TensorKind::TokensDelta, other]) {
+            let name = self.name(module, kind);
+            return Err(format!("module `{module}` has `{}` and `{name}` too", self.name(module, first)));
+        }
+        Ok(())
+    }
+
+    /// DoRA has magnitudes for every module, of one value for each row of B.
+    fn check_magnitude(&self, target: &Target) -> Result<(), String> {
+        let name = self.name(&target.name, TensorKind::LoraMagnitude);
+        match (self.config.spec.use_dora, self.files.info(&name)) {
+            (false, None) => Ok(()),
+            (false, Some(_)) => Err(format!(
+                "{WEIGHTS_FILE} has tensor `{name}`, but `use_dora` is not true in {CONFIG_FILE}"
+            )),
+            (true, None) => {
+                Err(format!("{WEIGHTS_FILE} has no tensor `{name}`, but `use_dora` is true in {CONFIG_FILE}"))
+            }
+            (true, Some(info)) => {
+                let [_, b] = halves(target.kind);
+                let expected: Option<&[usize]> = self.info(&target.name, b).map(|b| &b.shape[..1]);
+                if expected == Some(&info.shape) {
+                    return Ok(());
+                }
+                let (found, b) = (&info.shape, self.name(&target.name, b));
+                Err(format!(
+                    "tensor `{name}` has shape {found:?}; `{b}` makes it {:?}",
+                    expected.unwrap_or(&[])
+                ))
+            }
+        }
+    }
+
+    /// The tokens of each tensor of rows, in the order of the configuration.
+    fn read_rows(&self) -> Result<BTreeMap<String, Vec<u32>>, String> {
+        let key = "trainable_token_indices";
+        let tokens = &self.config.spec.trainable_token_indices;
+        let mut rows: BTreeMap<String, Vec<u32>> = BTreeMap::new();
+        for (module, kinds) in &self.names {
+            let Some(name) = kinds.get(&TensorKind::TokensDelta) else { continue };
+            // Of a tied pair PEFT may save the rows under both names though the configuration has one.
+            let own = tokens.iter().find(|(end, _)| ends_with_name(module, end));
+            let Some((_, ids)) = own.or_else(|| tokens.first_key_value().filter(|_| tokens.len() == 1))
+            else {
+                return Err(format!(
+                    "{WEIGHTS_FILE} has tensor `{name}`, but {CONFIG_FILE} has no `{key}` for it"
+                ));
+            };
+            check_ids(ids)?;
+            let shape = self.files.info(name).map(|info| info.shape.as_slice()).unwrap_or_default();
+            if shape.len() != 2 || shape[0] != ids.len() {
+                return Err(format!(
+                    "tensor `{name}` has shape {shape:?}; `{key}` in {CONFIG_FILE} makes it [{}, hidden]",
+                    ids.len()
+                ));
+            }
+            rows.insert(module.clone(), ids.clone());
+        }
+        for (end, ids) in tokens {
+            // Of a tied pair with the same tokens PEFT saves one.
+            let found = |(module, found): (&String, &Vec<u32>)| ends_with_name(module, end) || found == ids;
+            if !rows.iter().any(found) {
+                return Err(format!(
+                    "{CONFIG_FILE} has `{key}` for `{end}`, of which {WEIGHTS_FILE} holds no rows"
+                ));
+            }
+        }
+        Ok(rows)
+    }
 }
 
-fn split_name(name: &str) -> Option<(&str, TensorKind)> {
-    let name = name.strip_prefix(PREFIX)?;
-    let (module, kind) =
-        TensorKind::ALL.into_iter().find_map(|kind| Some((name.strip_suffix(kind.suffix())?, kind)))?;
-    // `lora_magnitude_vector`, `lora_embedding_A` and the like of other methods are no modules of a model.
-    (!module.is_empty() && !module.contains(".lora_")).then_some((module, kind))
-}
-
-fn check_target(files: &ModelFiles, target: &Target) -> Result<(), String> {
-    for (kind, rank_at) in [(TensorKind::LoraA, 0), (TensorKind::LoraB, 1)] {
-        let name = file_name(&target.name, kind);
-        let Some(info) = files.info(&name) else {
-            return Err(format!("{WEIGHTS_FILE} has no tensor `{name}`, though it has the other half"));
-        };
-        if info.shape.len() != 2 || info.shape[rank_at] != target.r {
-            let expected =
-                if rank_at == 0 { format!("[{}, in]", target.r) } else { format!("[out, {}]", target.r) };
+/// Files each tensor under its module and kind.
+fn index(files: &ModelFiles) -> Result<Names, String> {
+    let mut names = Names::new();
+    for (name, info) in files.tensors() {
+        let Some((module, kind)) = split_name(name) else {
             return Err(format!(
-                "tensor `{name}` has shape {:?}; r = {} in {CONFIG_FILE} makes it {expected}",
-                info.shape, target.r
+                "{WEIGHTS_FILE} has tensor `{name}`; accepted: {PREFIX}<module> and .lora_A.weight, .lora_B.weight, .lora_magnitude_vector, .lora_embedding_A, .lora_embedding_B, .token_adapter.trainable_tokens_delta, .base_layer.weight, .weight or .bias"
             ));
+        };
+        if !info.dtype.is_float() {
+            return Err(format!("tensor `{name}` has dtype {}; accepted: F32, F16, BF16, F64", info.dtype));
+        }
+        if let Some(twin) = names.entry(module.into()).or_default().insert(kind, name.into()) {
+            return Err(format!("{WEIGHTS_FILE} has both `{twin}` and `{name}`, which mean the same tensor"));
         }
     }
-    for kind in [TensorKind::SavedWeight, TensorKind::SavedBias] {
-        let name = file_name(&target.name, kind);
-        if files.info(&name).is_some() {
-            return Err(format!("module `{}` has LoRA and is saved whole too (`{name}`)", target.name));
-        }
+    if names.is_empty() { Err(format!("{WEIGHTS_FILE} holds no tensor")) } else { Ok(names) }
+}
+
+/// What a module with these tensors is, if it has LoRA.
+fn adapted(module: &str, kinds: &BTreeMap<TensorKind, String>) -> Option<ModuleKind> {
+    let has = |kind| kinds.contains_key(&kind);
+    if has(TensorKind::LoraEmbeddingA) || has(TensorKind::LoraEmbeddingB) {
+        return Some(ModuleKind::Embedding);
     }
-    Ok(())
+    let kind = if module == HEAD { ModuleKind::Head } else { ModuleKind::Linear };
+    kinds.keys().any(|kind| kind.is_lora()).then_some(kind)
+}
+
+/// A and B.
+fn halves(kind: ModuleKind) -> [TensorKind; 2] {
+    match kind {
+        ModuleKind::Embedding => [TensorKind::LoraEmbeddingA, TensorKind::LoraEmbeddingB],
+        _ => [TensorKind::LoraA, TensorKind::LoraB],
+    }
+}
+
+/// Whether a tensor of this shape belongs on the module.
+fn fits(kind: TensorKind, module: &ModuleInfo, found: &[usize]) -> bool {
+    use ModuleKind::{Embedding, Head, Linear};
+    match (kind, module.kind, module.shape.as_slice(), found) {
+        (TensorKind::LoraA, Linear | Head, &[_, inputs], &[_, found]) => inputs == found,
+        (TensorKind::LoraB, Linear | Head, &[outputs, _], &[found, _]) => outputs == found,
+        (TensorKind::LoraMagnitude, Linear | Head, &[outputs, _], &[found]) => outputs == found,
+        (TensorKind::LoraMagnitude, Embedding, &[_, hidden], &[found]) => hidden == found,
+        (TensorKind::LoraEmbeddingA, Embedding, &[vocabulary, _], &[_, found]) => vocabulary == found,
+        (TensorKind::LoraEmbeddingB, Embedding, &[_, hidden], &[found, _]) => hidden == found,
+        (TensorKind::TokensDelta, Embedding | Head, &[_, hidden], &[_, found]) => hidden == found,
+        (TensorKind::BaseWeight | TensorKind::SavedWeight, _, expected, found) => expected == found,
+        (TensorKind::SavedBias, _, expected, &[found]) => expected.first() == Some(&found),
+        _ => false,
+    }
 }
 
 fn missing_weights(folder: &Path) -> Error {
@@ -304,35 +381,4 @@ pub fn write(
     })?;
     let config = weights::write_text(&folder.join(CONFIG_FILE), &config.to_json())?;
     Ok(vec![weights, config])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_are_peft_s() {
-        for (name, module, kind) in [
-            (
-                "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight",
-                "model.layers.0.mlp.down_proj",
-                TensorKind::LoraA,
-            ),
-            ("base_model.model.lm_head.lora_B.weight", "lm_head", TensorKind::LoraB),
-            ("base_model.model.lm_head.weight", "lm_head", TensorKind::SavedWeight),
-            ("base_model.model.model.norm.bias", "model.norm", TensorKind::SavedBias),
-        ] {
-            assert_eq!(split_name(name), Some((module, kind)));
-            assert_eq!(file_name(module, kind), name);
-        }
-        for other in [
-            "model.layers.0.mlp.down_proj.lora_A.weight",
-            "base_model.model.lm_head.lora_magnitude_vector",
-            "base_model.model.model.embed_tokens.lora_embedding_A",
-            "base_model.model.x.lora_A.default.weight",
-            "base_model.model..weight",
-        ] {
-            assert_eq!(split_name(other), None, "{other}");
-        }
-    }
 }

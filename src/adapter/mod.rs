@@ -1,4 +1,5 @@
-//! LoRA adapters as PEFT (huggingface/peft) writes and reads them.
+//! LoRA adapters as PEFT (huggingface/peft) writes and reads them, with its relatives: DoRA, LoRA on the embedding,
+//! modules and single token rows that train whole.
 //!
 //! [`AdapterConfig`] is adapter_config.json, [`resolve`] says which modules of a model get LoRA and with what rank
 //! and scale, [`Adapter`] and [`write`] are adapter_model.safetensors, and [`merge`] adds an adapter into its base.
@@ -12,11 +13,14 @@ mod factors;
 mod files;
 mod merge;
 mod targets;
+mod tensors;
 
 pub use config::{AdapterConfig, CONFIG_FILE, InitLoraWeights};
 pub use factors::{Factors, principal};
-pub use files::{Adapter, AdapterTensor, TensorKind, WEIGHTS_FILE, write};
-pub use merge::{MergeReport, merge};
+pub use files::{Adapter, WEIGHTS_FILE, write};
+pub use merge::{BaseValues, MERGE_FILE, MergeOptions, MergeRecord, MergeReport, Verify, merge};
 pub use targets::{
-    ModuleInfo, ModuleKind, Names, Target, TargetModules, TargetSpec, resolve, resolve_saved, target_names,
+    ModuleInfo, ModuleKind, Names, Target, TargetModules, TargetSpec, resolve, resolve_rows, resolve_saved,
+    target_names,
 };
+pub use tensors::{AdapterTensor, TensorKind};

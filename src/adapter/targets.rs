@@ -6,7 +6,7 @@
 //! `_maybe_include_all_linear_layers`, `_set_trainable`.) PEFT passes over names without effect; here each
 //! is an error with the nearest name.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use regex::Regex;
 
@@ -84,6 +84,8 @@ pub struct TargetSpec {
     pub rank_pattern: Vec<(String, usize)>,
     /// As `rank_pattern`, for alpha.
     pub alpha_pattern: Vec<(String, f64)>,
+    /// Tokens whose rows of an embedding or head train, by end of the module's name.
+    pub trainable_token_indices: BTreeMap<String, Vec<u32>>,
 }
 
 impl Default for TargetSpec {
@@ -101,15 +103,18 @@ impl Default for TargetSpec {
             use_dora: false,
             rank_pattern: Vec::new(),
             alpha_pattern: Vec::new(),
+            trainable_token_indices: BTreeMap::new(),
         }
     }
 }
 
-/// A module with LoRA: y = W x + scale · B (A x).
+/// A module with LoRA: y = W x + scale · B (A x), of an embedding E[token] + scale · B A[:, token].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Target {
     /// The module.
     pub name: String,
+    /// What it is; never a norm.
+    pub kind: ModuleKind,
     /// The rank: A is [r, in], B is [out, r].
     pub r: usize,
     /// The numerator of the scale.
@@ -149,28 +154,31 @@ pub fn resolve(spec: &TargetSpec, modules: &[ModuleInfo]) -> Result<Vec<Target>>
             .because("`target_modules` leaves no module: exclude_modules, modules_to_save or layers_to_transform take all")
             .hint("write `target_modules = \"all-linear\"` and remove the others"));
     }
-    if let Some(module) = targets.iter().find(|module| !can_have_lora(module.kind)) {
+    if let Some(module) = targets.iter().find(|module| module.kind == ModuleKind::Norm) {
         return Err(failed()
-            .because(format!("`target_modules` matches `{}`, which is not a linear layer", module.name))
+            .because(format!(
+                "`target_modules` matches `{}`, a norm; accepted: linear layers, the embedding, the head",
+                module.name
+            ))
             .hint(format!("write `modules_to_save = [\"{}\"]` to train it whole", leaf(&module.name))));
     }
     let (ranks, alphas) = patterns(spec)?;
     ranks.refuse_unused(&targets)?;
     alphas.refuse_unused(&targets)?;
-    targets.into_iter().map(|module| target(&module.name, spec, &ranks, &alphas)).collect()
+    targets.into_iter().map(|module| target(&module.name, module.kind, spec, &ranks, &alphas)).collect()
 }
 
-/// The targets called `names` by the rank and scale of `spec`, whose other fields are not looked at: for an
+/// The targets `modules` by the rank and scale of `spec`, whose other fields are not looked at: for an
 /// adapter that exists.
 ///
 /// # Errors
 /// The user's: a pattern is not a regular expression, or gives a rank of 0.
 pub(super) fn targets_of<'a>(
     spec: &TargetSpec,
-    names: impl IntoIterator<Item = &'a str>,
+    modules: impl IntoIterator<Item = (&'a str, ModuleKind)>,
 ) -> Result<Vec<Target>> {
     let (ranks, alphas) = patterns(spec)?;
-    names.into_iter().map(|name| target(name, spec, &ranks, &alphas)).collect()
+    modules.into_iter().map(|(name, kind)| target(name, kind, spec, &ranks, &alphas)).collect()
 }
 
 fn patterns(spec: &TargetSpec) -> Result<(Patterns<usize>, Patterns<f64>)> {
@@ -178,7 +186,13 @@ fn patterns(spec: &TargetSpec) -> Result<(Patterns<usize>, Patterns<f64>)> {
     Ok((ranks, Patterns::new("alpha_pattern", &spec.alpha_pattern)?))
 }
 
-fn target(name: &str, spec: &TargetSpec, ranks: &Patterns<usize>, alphas: &Patterns<f64>) -> Result<Target> {
+fn target(
+    name: &str,
+    kind: ModuleKind,
+    spec: &TargetSpec,
+    ranks: &Patterns<usize>,
+    alphas: &Patterns<f64>,
+) -> Result<Target> {
     let r = ranks.get(name).unwrap_or(spec.r);
     let alpha = alphas.get(name).unwrap_or(spec.lora_alpha);
     if r == 0 || !alpha.is_finite() {
@@ -187,7 +201,7 @@ fn target(name: &str, spec: &TargetSpec, ranks: &Patterns<usize>, alphas: &Patte
         )));
     }
     let scale = if spec.use_rslora { alpha / (r as f64).sqrt() } else { alpha / r as f64 };
-    Ok(Target { name: name.into(), r, alpha, scale })
+    Ok(Target { name: name.into(), kind, r, alpha, scale })
 }
 
 /// The modules of a model that are trained and saved whole, in the order of `modules`.
@@ -206,6 +220,60 @@ pub fn resolve_saved(spec: &TargetSpec, modules: &[ModuleInfo]) -> Result<Vec<St
     Ok(modules.iter().filter(saved).map(|module| module.name.clone()).collect())
 }
 
+/// The tables (embedding, head) of which single rows train, with the tokens.
+///
+/// # Errors
+/// The user's: a name matches no table; a token is outside its vocabulary or named twice; the table has LoRA or trains
+/// whole besides.
+pub fn resolve_rows(spec: &TargetSpec, modules: &[ModuleInfo]) -> Result<BTreeMap<String, Vec<u32>>> {
+    let key = "trainable_token_indices";
+    let mut rows = BTreeMap::new();
+    let tables = || modules.iter().filter(|m| matches!(m.kind, ModuleKind::Embedding | ModuleKind::Head));
+    for (name, ids) in &spec.trainable_token_indices {
+        let Some(table) = tables().find(|table| ends_with_name(&table.name, name)) else {
+            let all: Vec<&str> = tables().map(|table| leaf(&table.name)).collect();
+            return Err(rows_failed().because(format!(
+                "`{key}` has `{name}`, which is no embedding or head; the model has {}",
+                all.join(", ")
+            )));
+        };
+        check_ids(ids).and_then(|()| check_vocabulary(ids, table)).map_err(|e| rows_failed().because(e))?;
+        let saved = resolve_saved(spec, modules)?.contains(&table.name);
+        let adapted = !matches!(spec.target_modules, TargetModules::AllLinear)
+            && resolve(spec, modules)?.iter().any(|target| target.name == table.name);
+        if saved || adapted {
+            let other = if saved { "modules_to_save" } else { "target_modules" };
+            return Err(rows_failed()
+                .because(format!("`{other}` has `{}` too", table.name))
+                .hint(format!("remove it from `{other}`, or from `{key}`")));
+        }
+        rows.insert(table.name.clone(), ids.clone());
+    }
+    Ok(rows)
+}
+
+/// Whether no token is named twice.
+pub(super) fn check_ids(ids: &[u32]) -> Result<(), String> {
+    let mut seen = BTreeSet::new();
+    match ids.iter().find(|id| !seen.insert(**id)) {
+        Some(twice) => Err(format!("`trainable_token_indices` has token {twice} twice")),
+        None => Ok(()),
+    }
+}
+
+/// Whether all tokens are rows of the table.
+pub(super) fn check_vocabulary(ids: &[u32], table: &ModuleInfo) -> Result<(), String> {
+    let rows = table.shape.first().copied().unwrap_or(0);
+    match ids.iter().find(|id| **id as usize >= rows) {
+        Some(id) => Err(format!(
+            "`trainable_token_indices` has token {id}; `{}` has {rows} rows; accepted: 0 to {}",
+            table.name,
+            rows.saturating_sub(1)
+        )),
+        None => Ok(()),
+    }
+}
+
 /// The shortest `target_modules` list that means exactly `targets`: last words of names where all modules that end
 /// so are targets, else whole names. Sorted. What a resolved `all-linear`, exclude_modules or
 /// layers_to_transform is written as, so that every PEFT reads it.
@@ -222,16 +290,16 @@ pub fn target_names(targets: &[Target], modules: &[ModuleInfo]) -> Vec<String> {
     names.into_iter().map(String::from).collect()
 }
 
-fn can_have_lora(kind: ModuleKind) -> bool {
-    matches!(kind, ModuleKind::Linear | ModuleKind::Head)
-}
-
 fn leaf(name: &str) -> &str {
     name.rsplit('.').next().unwrap_or(name)
 }
 
 fn failed() -> Error {
     Error::user("cannot choose the modules that get LoRA")
+}
+
+fn rows_failed() -> Error {
+    Error::user("cannot choose the tokens whose rows train")
 }
 
 fn no_match(key: &str, name: &str, modules: &[ModuleInfo]) -> Error {
@@ -306,7 +374,7 @@ impl<'a> Matcher<'a> {
     }
 }
 
-fn ends_with_name(module: &str, name: &str) -> bool {
+pub(super) fn ends_with_name(module: &str, name: &str) -> bool {
     module.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
@@ -512,10 +580,10 @@ mod tests {
           caused by: `rank_pattern` has `up_proj`, which matches no module with LoRA
         hint: remove it, or write the end of a module's name: `q_proj`
         ");
-        insta::assert_snapshot!(error(&named(list(&["embed_tokens"]))), @r#"
+        insta::assert_snapshot!(error(&named(list(&["norm"]))), @r#"
         error: cannot choose the modules that get LoRA
-          caused by: `target_modules` matches `model.embed_tokens`, which is not a linear layer
-        hint: write `modules_to_save = ["embed_tokens"]` to train it whole
+          caused by: `target_modules` matches `model.norm`, a norm; accepted: linear layers, the embedding, the head
+        hint: write `modules_to_save = ["norm"]` to train it whole
         "#);
         let none = TargetSpec { exclude_modules: Names::Regex(".*".into()), ..Default::default() };
         insta::assert_snapshot!(error(&none), @r#"
@@ -535,6 +603,52 @@ mod tests {
         assert_eq!(resolve_saved(&spec("lm_head"), &model()).expect("known"), ["lm_head"]);
         assert_eq!(resolve_saved(&spec("norm"), &model()).expect("known").len(), 4);
         assert!(resolve_saved(&spec("score"), &model()).is_err());
+    }
+
+    #[test]
+    fn tables_may_have_lora_where_they_are_named() {
+        let targets = resolve(&named(list(&["embed_tokens", "lm_head"])), &model()).expect("resolves");
+        let kinds: Vec<ModuleKind> = targets.iter().map(|target| target.kind).collect();
+        assert_eq!(kinds, [ModuleKind::Embedding, ModuleKind::Head]);
+        let all = resolve(&named(Names::Regex(r".*(embed_tokens|\.0\..*q_proj)".into())), &model());
+        assert_eq!(all.expect("resolves").len(), 2);
+    }
+
+    #[test]
+    fn rows_are_of_tables_and_within_them() {
+        let spec = |name: &str, ids: &[u32]| TargetSpec {
+            trainable_token_indices: BTreeMap::from([(name.into(), ids.into())]),
+            ..Default::default()
+        };
+        let rows = |spec: &TargetSpec| resolve_rows(spec, &model());
+        assert_eq!(
+            rows(&spec("embed_tokens", &[47, 0])).expect("resolves"),
+            BTreeMap::from([("model.embed_tokens".to_owned(), vec![47, 0])])
+        );
+        assert!(rows(&spec("lm_head", &[1])).is_ok());
+        let mut errors: Vec<_> = [("q_proj", &[1][..]), ("embed_tokens", &[1, 48]), ("lm_head", &[3, 3])]
+            .iter()
+            .map(|(name, ids)| rows(&spec(name, ids)).expect_err(name).to_string())
+            .collect();
+        let saved = TargetSpec { modules_to_save: vec!["lm_head".into()], ..spec("lm_head", &[1]) };
+        errors.push(rows(&saved).expect_err("saved too").to_string());
+        let target_modules = TargetModules::Named(list(&["lm_head"]));
+        let adapted = TargetSpec { target_modules, ..spec("lm_head", &[1]) };
+        errors.push(rows(&adapted).expect_err("adapted too").to_string());
+        insta::assert_snapshot!(errors.join("\n"), @"
+        error: cannot choose the tokens whose rows train
+          caused by: `trainable_token_indices` has `q_proj`, which is no embedding or head; the model has embed_tokens, lm_head
+        error: cannot choose the tokens whose rows train
+          caused by: `trainable_token_indices` has token 48; `model.embed_tokens` has 48 rows; accepted: 0 to 47
+        error: cannot choose the tokens whose rows train
+          caused by: `trainable_token_indices` has token 3 twice
+        error: cannot choose the tokens whose rows train
+          caused by: `modules_to_save` has `lm_head` too
+        hint: remove it from `modules_to_save`, or from `trainable_token_indices`
+        error: cannot choose the tokens whose rows train
+          caused by: `target_modules` has `lm_head` too
+        hint: remove it from `target_modules`, or from `trainable_token_indices`
+        ");
     }
 
     #[test]

@@ -1,35 +1,53 @@
-//! `finetune merge`: base + adapter → a Hugging Face folder.
+//! `finetune merge`: base + adapter → a Hugging Face folder, with a certificate if asked for.
 
-use super::{terminal, working_folder};
-use crate::adapter;
-use crate::cli::MergeArgs;
-use crate::error::{Error, Result};
-use crate::model::ModelConfig;
-use crate::plan::{Adaptation, Finder};
-use crate::recipe::{Dtype, Source};
+use super::{open_device, terminal, working_folder};
+use crate::adapter::{self, MergeOptions};
+use crate::cli::{MergeArgs, MergeBaseArg};
+use crate::error::Result;
+use crate::plan::{Adaptation, Base, BaseChoice, Check, EngineOptions, Finder, MergeBase};
+use crate::recipe::{Dtype, Model, Recipe, Source};
 use crate::units;
-use crate::weights::{ModelFiles, OutputDtype};
+use crate::weights::OutputDtype;
 
 /// Merges.
 pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
     let finder = Finder::new(args.common.offline, &terminal)?;
-    let base = finder.model(&Source::from_argument("--model", &args.model, &folder)?, "main")?;
-    let adapter = finder.adapter(&Source::from_argument("--adapter", &args.adapter, &folder)?)?;
-    let path = base.folder.join("config.json");
-    let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
-    let config = ModelConfig::from_json(&text, &path.display().to_string())?;
+    let model =
+        Model { id: Some(Source::from_argument("--model", &args.model, &folder)?), ..Model::default() };
+    let mut base = Base::open(&model, None, &finder)?;
+    let adapter = finder.adapter(&Source::from_argument("--adapter", &args.adapter, &folder)?)?.folder;
     // An adapter of another model is told apart by names and shapes before anything is written.
-    Adaptation::saved_in(&adapter.folder, &config)?;
-    let files = ModelFiles::open(&base.folder)?;
-    let dtype = match args.dtype {
-        Dtype::Auto => OutputDtype::Auto,
-        Dtype::F32 => OutputDtype::F32,
-        Dtype::Bf16 => OutputDtype::BF16,
-        Dtype::F16 => OutputDtype::F16,
+    Adaptation::saved_in(&adapter, &base.config)?;
+    let choice = match args.base {
+        None => BaseChoice::Trained,
+        Some(MergeBaseArg::Original) => BaseChoice::Original,
+        Some(MergeBaseArg::Quantized) => BaseChoice::Quantized,
     };
-    let report = adapter::merge(&files, &adapter.folder, &args.output, dtype)?;
+    let decided = MergeBase::decide(choice, &base, &adapter)?;
+    terminal.line(format!("merging {}", decided.reason));
+    let dataset = args.verify_on.as_deref().map(|data| Source::from_argument("--verify-on", data, &folder));
+    let dataset = dataset.transpose()?;
+    base.format = decided.trained_over;
+    let recipe = Recipe::default();
+    let options = EngineOptions::new(&recipe.model, open_device(None)?, recipe.train.seed)?;
+    let max_kl = args.max_kl.unwrap_or(decided.threshold());
+    let verify = |merged: &std::path::Path| {
+        let Some(dataset) = &dataset else { return Ok(None) };
+        let (base, adapter, options, finder) = (&base, adapter.as_path(), &options, &finder);
+        let certificate = Check { base, adapter, dataset, max_kl, options, finder }.certify(merged)?;
+        terminal.line(format!(
+            "verified on {} rows: KL divergence {:.6} nats a token (up to {max_kl} accepted), same likeliest token at {:.2} %",
+            certificate.found.rows,
+            certificate.found.mean_kl(),
+            100.0 * certificate.found.top1_agreement()
+        ));
+        Ok(Some(certificate.to_json()))
+    };
+    let files = base.files.as_ref().ok_or_else(|| crate::error::Error::internal("a model without files"))?;
+    let options = MergeOptions { dtype: output_dtype(args.dtype), base: decided.values, verify: &verify };
+    let report = adapter::merge(files, &adapter, &args.output, &options)?;
     let bytes: u64 = report.files.iter().map(|file| file.bytes).sum();
     terminal.line(format!(
         "merged {} modules, replaced {}, copied {} tensors: {} in {}",
@@ -44,4 +62,13 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
             .line("the adapter trained embedding or head apart: config.json now says that they are not tied");
     }
     Ok(())
+}
+
+fn output_dtype(dtype: Dtype) -> OutputDtype {
+    match dtype {
+        Dtype::Auto => OutputDtype::Auto,
+        Dtype::F32 => OutputDtype::F32,
+        Dtype::Bf16 => OutputDtype::BF16,
+        Dtype::F16 => OutputDtype::F16,
+    }
 }

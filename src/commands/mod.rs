@@ -8,6 +8,7 @@ mod completions;
 mod data;
 mod doctor;
 mod eval;
+mod export;
 mod generate;
 mod inspect;
 mod merge;
@@ -38,6 +39,7 @@ pub fn run(cli: Cli) -> Result<()> {
         None => train::run(&cli.train),
         Some(Verb::Merge(args)) => merge::run(&args),
         Some(Verb::Quantize(args)) => quantize::run(&args),
+        Some(Verb::Export(args)) => export::run(&args),
         Some(Verb::Generate(args)) => generate::run(&args),
         Some(Verb::Eval(args)) => eval::run(&args),
         Some(Verb::Inspect(args)) => inspect::run(&args),

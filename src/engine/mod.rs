@@ -7,6 +7,7 @@
 //! - The loss is summed, then divided once by the step's number of targets.
 //! - No update happens when the loss or the gradient norm is not finite.
 
+mod compare;
 mod evaluate;
 mod generate;
 mod run;
@@ -14,6 +15,7 @@ mod trainer;
 
 use candle_core::{Device, Tensor};
 
+pub use compare::Comparison;
 pub use evaluate::Evaluation;
 pub use generate::Sampling;
 pub use run::{Moment, Reporter, Run, RunOptions, RunSummary};

@@ -1,16 +1,23 @@
 //! A Hugging Face model folder: weights, config.json, tokenizer.
 //!
 //! The weights come tensor by tensor from the caller and go through [`write_sharded`]; everything else is the source
-//! model's, since training changes neither architecture nor vocabulary.
+//! model's, since training changes neither architecture nor vocabulary. [`export`] is the caller whose weights are the
+//! source's own.
 
 use std::path::Path;
 
+use half::f16;
+
 use crate::error::{Error, Result};
 use crate::weights::companions::{self, ConfigChanges};
-use crate::weights::{Entry, TensorSink, Written, write_sharded};
+use crate::weights::{
+    Entry, ModelFiles, NewFolder, OutputDtype, StoredDtype, TensorSink, Written, write_sharded,
+};
 
 /// The size that transformers shards at, in bytes.
 pub const SHARD_BYTES: u64 = 5_000_000_000;
+/// Elements (or bytes that are only copied) of a tensor in memory at once.
+const BLOCK: usize = 1 << 22;
 
 /// Writes a model to `folder`, which is made if need be: `entries` as its weights, in that order, and the companions
 /// of the model in `source`. `write` is called once for each entry to give its values to the sink. Weights go first,
@@ -30,4 +37,53 @@ pub fn write_model(
     let written = write_sharded(folder, entries, shard_bytes, write)?;
     companions::copy(source, folder, ConfigChanges::for_weights(entries))?;
     Ok(written)
+}
+
+/// Writes the model of `files`, with everything that stands beside it, to the new folder `output`: shards of at most
+/// `shard_bytes`, weights as `dtype`. The folder appears whole or not at all. Returns the size of the weights.
+///
+/// # Errors
+/// The user's: `output` is not empty, a value does not fit `dtype`, or there is no valid config.json. Storage: the
+/// disk is full or fails; nothing is left of `output` then.
+pub fn export(files: &ModelFiles, output: &Path, dtype: OutputDtype, shard_bytes: u64) -> Result<u64> {
+    let entries: Vec<Entry> = files
+        .tensors()
+        .map(|(name, info)| Entry {
+            name: name.into(),
+            dtype: dtype.of(info.dtype),
+            shape: info.shape.clone(),
+        })
+        .collect();
+    let folder = NewFolder::create(output)?;
+    let written = write_model(folder.path(), files.folder(), &entries, shard_bytes, |entry, sink| {
+        copy_tensor(files, entry, sink)
+    })?;
+    folder.commit()?;
+    Ok(written.iter().map(|file| file.bytes).sum())
+}
+
+fn copy_tensor(files: &ModelFiles, entry: &Entry, sink: &mut TensorSink<'_>) -> Result<()> {
+    let info = files.require(&entry.name)?;
+    if info.dtype == entry.dtype {
+        for block in files.bytes(&entry.name)?.chunks(BLOCK) {
+            sink.write_bytes(block)?;
+            files.discard(&entry.name);
+        }
+        return Ok(());
+    }
+    let mut values = vec![0f32; BLOCK.min(info.elements())];
+    for start in (0..info.elements()).step_by(BLOCK) {
+        let values = &mut values[..BLOCK.min(info.elements() - start)];
+        files.read_part(&entry.name, start, values)?;
+        if entry.dtype == StoredDtype::F16
+            && let Some(value) = values.iter().find(|v| v.is_finite() && f16::from_f32(**v).is_infinite())
+        {
+            return Err(Error::user(format!("cannot store tensor `{}` as f16", entry.name))
+                .because(format!("it holds {value}; the largest number of f16 is 65504"))
+                .hint("write `--type bf16` or `--type f32`"));
+        }
+        sink.write_values(values)?;
+        files.discard(&entry.name);
+    }
+    Ok(())
 }

@@ -1,5 +1,7 @@
 //! The two ends of the model: embedding, and final norm with output layer and loss.
 
+use std::collections::HashMap;
+
 use candle_core::{DType, Tensor};
 
 use super::lora::{DropoutSource, Lora};
@@ -16,7 +18,7 @@ use crate::ops::{Columns, Form, empty, product};
 /// are the table's own; the strategy puts them back there after each update.
 #[derive(Debug, Clone)]
 pub struct TokenRows {
-    /// The tokens, ascending.
+    /// The token of each row.
     pub ids: Vec<u32>,
     /// `[ids, D]` f32.
     pub grad: Tensor,
@@ -60,8 +62,8 @@ impl EmbedWeights {
         }
         if let Some(rows) = &self.rows {
             const ELSEWHERE: u32 = u32::MAX;
-            let place = |id: &u32| rows.ids.binary_search(id).map_or(ELSEWHERE, |row| row as u32);
-            let places: Vec<u32> = ids.iter().map(place).collect();
+            let row_of: HashMap<u32, u32> = rows.ids.iter().copied().zip(0..).collect();
+            let places: Vec<u32> = ids.iter().map(|id| *row_of.get(id).unwrap_or(&ELSEWHERE)).collect();
             embed_backward(&rows.grad, &places, dx, factor, Some(ELSEWHERE))?;
         }
         let Some(lora) = &self.lora else { return Ok(()) };

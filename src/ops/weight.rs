@@ -4,14 +4,12 @@
 //! GEMM, forward (`x · Wᵀ`) and for the input's gradient (`dy · W`). A quantized weight has no gradient of its own.
 //! Off the CPU it is dequantized by candle's primitives for the length of one product.
 
-use candle_core::{DType, Device, Tensor};
-use rayon::prelude::*;
-
-use super::access::{dims2, read, tensor, unwritten, update, with_elem};
+use super::access::{dims2, read, update, with_elem};
 use super::gemm::{Dst, Mat, QuantMat, Threads, product as gemm};
 use super::product::{Columns, Form, product};
 use crate::error::{Error, Result};
 use crate::quant::{Blocks, Kind, NESTED_BLOCK, Scales};
+use candle_core::{DType, Device, Tensor};
 
 /// A matrix `[out, in]` as codes in blocks with a scale each (bitsandbytes' layout, see [`crate::quant`]).
 #[derive(Debug, Clone)]
@@ -71,21 +69,7 @@ impl Quantized {
         })
     }
 
-    /// The whole matrix in f32.
-    pub fn dequantize(&self) -> Result<Tensor> {
-        if !self.codes.device().is_cpu() {
-            return self.dequantize_reference();
-        }
-        let (out, width) = self.shape;
-        let mut values: Vec<f32> = unwritten(out * width);
-        self.with_blocks(|blocks| {
-            let rows = values.par_chunks_mut(width.max(1)).with_min_len(16).enumerate();
-            rows.for_each(|(i, row)| blocks.dequantize(i * width, row));
-        })?;
-        tensor(values, self.shape)
-    }
-
-    /// The definition of [`Quantized::dequantize`] in candle's primitives.
+    /// The whole matrix in f32, by candle's primitives.
     pub(crate) fn dequantize_reference(&self) -> Result<Tensor> {
         let device = self.codes.device();
         let n = self.shape.0 * self.shape.1;

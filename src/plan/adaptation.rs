@@ -79,6 +79,7 @@ impl Adaptation {
         let targets = adapter::resolve(&spec, &modules)?;
         refuse_dora_on_tables(&spec, &targets, &modules)?;
         let saved = adapter::resolve_saved(&spec, &modules)?;
+        let rows = adapter::resolve_rows(&spec, &modules)?;
         // Written as the module names that were meant: PEFT versions differ in what "all-linear" covers.
         spec.target_modules = TargetModules::Named(Names::List(adapter::target_names(&targets, &modules)));
         spec.exclude_modules = Names::NONE;
@@ -99,7 +100,7 @@ impl Adaptation {
             targets,
             saved,
             dropout: recipe.lora_dropout as f32,
-            rows: BTreeMap::new(),
+            rows,
             start: Start::Fresh(recipe.init),
             config,
         })
@@ -118,7 +119,7 @@ impl Adaptation {
             targets: adapter.targets().to_vec(),
             saved: adapter.saved().map(str::to_owned).collect(),
             dropout: adapter.config().lora_dropout as f32,
-            rows: BTreeMap::new(),
+            rows: adapter.rows().clone(),
             config: adapter.config().clone(),
             start: Start::Saved(adapter),
         })

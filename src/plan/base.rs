@@ -169,7 +169,7 @@ impl Base {
 }
 
 /// What `[quantization]` says.
-fn format(quantization: &Quantization) -> Format {
+pub(super) fn format(quantization: &Quantization) -> Format {
     Format {
         kind: match quantization.kind {
             QuantKind::Nf4 => Kind::Nf4,

@@ -135,6 +135,13 @@ impl<'a> Values<'a> {
             let kind = if last == "bias" { TensorKind::SavedBias } else { TensorKind::SavedWeight };
             return adapter.read_into(name, kind, out);
         }
+        // PEFT saves a copy of a table under its adapter; that is what the adapter was trained on.
+        let base = self.adaptation.and_then(|a| a.start.saved());
+        if let Some(adapter) =
+            base.filter(|a| last == "weight" && a.info(module, TensorKind::BaseWeight).is_some())
+        {
+            return adapter.read_into(module, TensorKind::BaseWeight, out);
+        }
         self.read_base(&slot.name, 0, out)
     }
 

@@ -45,7 +45,8 @@ macro_rules! built_in {
 }
 
 /// Every recipe in `recipes/`.
-pub const BUILT_IN: &[BuiltIn] = built_in!["quickstart", "pretrain-tiny", "lora", "full"];
+pub const BUILT_IN: &[BuiltIn] =
+    built_in!["quickstart", "pretrain-tiny", "lora", "qlora", "qlora-8bit-optimizer", "dora", "full"];
 
 /// The text of a recipe and where it came from.
 #[derive(Debug, Clone)]

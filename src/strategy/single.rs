@@ -27,7 +27,7 @@ pub struct LoraSpec {
 pub struct Adapters {
     /// Constants of the modules with LoRA or DoRA.
     pub loras: BTreeMap<String, LoraSpec>,
-    /// Tokens, ascending, whose rows of a table train.
+    /// Tokens whose rows of a table train.
     pub rows: BTreeMap<String, Vec<u32>>,
 }
 

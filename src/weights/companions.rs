@@ -1,8 +1,8 @@
 //! What travels with weights: config.json, the generation settings, the tokenizer and its chat templates.
 //!
 //! Merged, trained and exported models are new weights beside the same companions. All are copied as they are
-//! but config.json, which must describe the new weights: their dtype, whether the embedding is still tied, how they
-//! are quantized.
+//! but config.json, which must describe the new weights: their dtype, the number of tokens, whether the embedding is
+//! still tied, how they are quantized.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -50,6 +50,8 @@ pub struct ConfigChanges {
     pub dtype: Option<StoredDtype>,
     /// Whether embedding and head are one tensor.
     pub tie_word_embeddings: Option<bool>,
+    /// The number of tokens.
+    pub vocab_size: Option<usize>,
     /// How the new weights are quantized.
     pub quantization: QuantizationChange,
 }
@@ -67,7 +69,7 @@ impl ConfigChanges {
             true => QuantizationChange::Keep,
             false => QuantizationChange::Remove,
         };
-        Self { dtype, tie_word_embeddings: None, quantization }
+        Self { dtype, quantization, ..Self::default() }
     }
 }
 
@@ -89,14 +91,7 @@ pub fn read_config(folder: &Path) -> Result<Map<String, Value>> {
 /// The user's: `from` has no valid config.json. Storage: reading or writing fails.
 pub fn copy(from: &Path, to: &Path, changes: ConfigChanges) -> Result<()> {
     let config = changed(read_config(from)?, changes);
-    for name in file_names(from)? {
-        if COPIED.contains(&name.as_str())
-            || name.starts_with("tokenizer")
-            || name.starts_with("chat_template")
-        {
-            copy_file(&from.join(&name), &to.join(&name))?;
-        }
-    }
+    copy_tokenizer(from, to)?;
     let (templates, copies) = (from.join(NAMED_TEMPLATES), to.join(NAMED_TEMPLATES));
     if templates.is_dir() {
         std::fs::create_dir_all(&copies).map_err(|error| Error::io("create", &copies, &error))?;
@@ -105,6 +100,22 @@ pub fn copy(from: &Path, to: &Path, changes: ConfigChanges) -> Result<()> {
         }
     }
     write::write_text(&to.join(CONFIG_FILE), &format!("{:#}\n", Value::Object(config)))?;
+    Ok(())
+}
+
+/// Copies the tokenizer and its settings from `from`, as far as they are there, over what `to` has.
+///
+/// # Errors
+/// Storage: reading or writing fails.
+pub fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
+    for name in file_names(from)? {
+        if COPIED.contains(&name.as_str())
+            || name.starts_with("tokenizer")
+            || name.starts_with("chat_template")
+        {
+            copy_file(&from.join(&name), &to.join(&name))?;
+        }
+    }
     Ok(())
 }
 
@@ -139,6 +150,9 @@ fn changed(mut config: Map<String, Value>, changes: ConfigChanges) -> Map<String
     }
     if let Some(tied) = changes.tie_word_embeddings {
         config.insert("tie_word_embeddings".into(), tied.into());
+    }
+    if let Some(tokens) = changes.vocab_size {
+        config.insert("vocab_size".into(), tokens.into());
     }
     match changes.quantization {
         QuantizationChange::Keep => {}
@@ -190,6 +204,15 @@ mod tests {
     fn what_did_not_change_stays() {
         let config = r#"{"tie_word_embeddings":true,"dtype":"float16"}"#;
         assert_eq!(change(config, ConfigChanges::default()), config);
+        let plain = ConfigChanges {
+            vocab_size: Some(7),
+            quantization: QuantizationChange::Remove,
+            ..Default::default()
+        };
+        assert_eq!(
+            change(r#"{"quantization_config":{"load_in_4bit":true},"vocab_size":5,"z":1}"#, plain),
+            r#"{"vocab_size":7,"z":1}"#
+        );
         let untied = ConfigChanges { tie_word_embeddings: Some(false), ..Default::default() };
         assert_eq!(change(config, untied), r#"{"tie_word_embeddings":false,"dtype":"float16"}"#);
     }

@@ -139,7 +139,7 @@ fn loss_and_update(dtype: DType, results: &mut Results) {
 
     let ids: Vec<u32> = (0..210).map(|i| i % 40).collect();
     results.insert("embed", bits(&embed(&w, &ids, 8.0, dtype).unwrap()));
-    embed_backward(&dw, &ids, &dx, 8.0, None).unwrap();
+    embed_backward(&dw, &ids, &out.dx, 8.0, None).unwrap();
     results.insert("embed_backward", bits(&dw));
 
     let options = AdamW {

@@ -8,7 +8,8 @@ use crate::error::Result;
 use crate::ops::attention::{
     Algorithm, AttentionKind, Columns, Heads, Qkv, Span, attention, attention_backward,
 };
-use crate::ops::cross_entropy::{self, IGNORE, LossKind};
+use crate::ops::cross_entropy::{self, Delta, IGNORE, LossKind, Output, OutputGrads};
+use crate::ops::dora;
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::embedding;
 use crate::ops::gated::{self, Activation};
@@ -16,6 +17,7 @@ use crate::ops::product::{self, Form};
 use crate::ops::random::Stream;
 use crate::ops::rms_norm::{self, NormKind};
 use crate::ops::rotary::{self, QkNorm, RotaryTable};
+use crate::ops::weight::Weight;
 
 /// Sends a given gradient back from where it is applied.
 struct Pull(Tensor);
@@ -235,11 +237,15 @@ fn attention_of_packed_spans() -> Result<()> {
 fn cross_entropy_of_a_linear_layer() -> Result<()> {
     for softcap in [None, Some(1.5)] {
         let (x, w) = (var("x", (12, 8))?, var("w", (19, 8))?);
+        // An adapter on the head, and rows of it that train beside all of them.
+        let (u, b) = (var("u", (12, 3))?, var("b", (19, 3))?);
+        let rows = [4u32, 11];
         let targets: Vec<u32> = (0..12).map(|i| if i % 4 == 1 { IGNORE } else { i * 5 % 19 }).collect();
         let kept: Vec<u32> = (0..12).filter(|&i| targets[i as usize] != IGNORE).collect();
         let hits: Vec<u32> = kept.iter().map(|&i| targets[i as usize]).collect();
         let index = |values: &[u32]| Tensor::from_slice(values, values.len(), &Device::Cpu);
         let mut logits = x.index_select(&index(&kept)?, 0)?.matmul(&w.t()?)?;
+        logits = (logits + (u.index_select(&index(&kept)?, 0)?.matmul(&b.t()?)? * 0.6)?)?;
         if let Some(cap) = softcap {
             logits = ((logits / cap)?.tanh()? * cap)?;
         }
@@ -247,13 +253,18 @@ fn cross_entropy_of_a_linear_layer() -> Result<()> {
         let loss = (logits.exp()?.sum(1)?.log()? - at_target)?.sum_all()?;
         let scale = 0.125;
         let dloss = Tensor::new(scale as f32, &Device::Cpu)?;
-        let [want_dx, want_dw] = pulled(&loss, &dloss, [&x, &w])?;
-        let dw = zeros((19, 8))?;
+        let [want_dx, want_dw, want_du, want_db] = pulled(&loss, &dloss, [&x, &w, &u, &b])?;
+        let (dw, drows, db) = (zeros((19, 8))?, zeros((2, 8))?, zeros((19, 3))?);
         let kind = LossKind { scale, softcap };
-        let (got, dx) = cross_entropy::reference(&x, &w, &targets, kind, Some(&dw))?;
-        assert!((got - f64::from(loss.to_scalar::<f32>()?)).abs() < 1e-4, "{got}");
-        close("dx", &dx, &want_dx)?;
+        let output = Output { weight: &w, delta: Some(Delta { u: &u, b: &b, scale: 0.6 }) };
+        let grads = OutputGrads { weight: Some(&dw), rows: Some((&rows, &drows)), b: Some(&db) };
+        let got = cross_entropy::reference(&x, output, &targets, kind, grads)?;
+        assert!((got.loss - f64::from(loss.to_scalar::<f32>()?)).abs() < 1e-4, "{got:?}");
+        close("dx", &got.dx, &want_dx)?;
         close("dw", &dw, &want_dw)?;
+        close("drows", &drows, &want_dw.index_select(&index(&rows)?, 0)?)?;
+        close("du", &got.du.ok_or_else(|| crate::error::Error::internal("no du"))?, &want_du)?;
+        close("db", &db, &want_db)?;
     }
     Ok(())
 }
@@ -263,11 +274,19 @@ fn embedding_and_dropout() -> Result<()> {
     let (table, dy) = (var("table", (6, 8))?, normal("dy", (7, 8))?);
     let ids = [3u32, 0, 3, 5, 1, 3, 0];
     let y = (table.index_select(&Tensor::new(&ids, &Device::Cpu)?, 0)? * 2.5)?;
-    close("y", &embedding::reference(&table, &ids, 2.5)?, &y)?;
+    close("y", &embedding::reference(&table, &ids, 2.5, DType::F32)?, &y)?;
     let [want] = pulled(&y, &dy, [&table])?;
     let grad = zeros((6, 8))?;
     embedding::reference_backward(&grad, &ids, &dy, 2.5, None)?;
     close("dtable", &grad, &want)?;
+
+    let (a, du) = (var("a", (3, 6))?, normal("du", (7, 3))?);
+    let u = a.index_select(&Tensor::new(&ids, &Device::Cpu)?, 1)?.t()?.contiguous()?;
+    close("columns", &embedding::columns_of_reference(&a, &ids)?, &u)?;
+    let [want] = pulled(&u, &du, [&a])?;
+    let grad = zeros((3, 6))?;
+    embedding::columns_of_backward_reference(&grad, &ids, &du, None)?;
+    close("da", &grad, &want)?;
 
     // The mask does not depend on the values: the op on ones is the mask, and the op on dy the gradient.
     let site = Dropout { p: 0.4, stream: Stream::new(5), first_token: 2 };
@@ -277,4 +296,19 @@ fn embedding_and_dropout() -> Result<()> {
     let dy = normal("dy", (6, 8))?;
     let [want] = pulled(&y, &dy, [&table])?;
     close("dx of dropout", &dropout(&dy, site)?, &want)
+}
+
+/// DoRA's layer, its norm a constant: magnitudes, both matrices and the input.
+#[test]
+fn magnitudes_of_dora() -> Result<()> {
+    let (x, w, m) = (var("x", (9, 6))?, normal("w", (5, 6))?, var("m", 5)?);
+    let (a, b, dy) = (var("a", (2, 6))?, var("b", (5, 2))?, normal("dy", (9, 5))?);
+    let norm = (&w + (b.matmul(&a)? * 0.7)?)?.sqr()?.sum(1)?.sqrt()?.detach();
+    close("norm", &dora::weight_norm_reference(Weight::Dense(&w), &a, &b, 0.7)?, &norm)?;
+    let unscaled = (x.matmul(&w.t()?)? + (x.matmul(&a.t()?)?.matmul(&b.t()?)? * 0.7)?)?;
+    let y = unscaled.broadcast_mul(&(m.as_tensor() / &norm)?)?;
+    let [want] = pulled(&y, &dy, [&m])?;
+    let grad = zeros(5)?;
+    dora::magnitude_backward_reference(&grad, Columns::all(&dy), &unscaled.detach(), &norm)?;
+    close("dm", &grad, &want)
 }

@@ -81,10 +81,6 @@ fn products() -> Vec<Case> {
                 }));
             }
         }
-        cases.push(Case::new("dequantize", name, Tolerance::ROUNDED.only_f32(), move |bench| {
-            let [here, plain] = quantized(bench, format, (53, 72))?;
-            Ok(vec![Pair::new(here.dequantize()?, plain.dequantize_reference()?)])
-        }));
     }
     cases
 }

@@ -1,0 +1,297 @@
+//! A model with an adapter in its weights, streamed.
+//!
+//! Files keep the base's names and order, and tensors pass through in blocks of rows, so memory holds a block and the
+//! adapter's A and B of one module (and, where the base is to be quantized first, the codes of one tensor), whatever
+//! the model's size. Each weight is rounded once, at the end. The output folder appears whole or not at all, and says
+//! in merge.json what it was made of.
+//!
+//! [`values`] reads what a weight was, [`change`] is what the adapter makes of it, [`tables`] settles embedding and
+//! head, [`record`] keeps an adapter from being merged twice.
+
+mod change;
+mod record;
+mod tables;
+mod values;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use self::change::Change;
+pub use self::record::{MERGE_FILE, MergeRecord};
+use self::tables::{Parts, Tie};
+use self::values::{Source, Values};
+use super::{Adapter, ModuleInfo, ModuleKind, Target, TensorKind};
+use crate::error::{Error, Result};
+use crate::quant::Format;
+use crate::weights::companions::{self, ConfigChanges};
+use crate::weights::{self, Entry, ModelFiles, NewFolder, OutputDtype, StoredDtype, TensorSink, Written};
+
+/// Elements (or bytes that are only copied) of a tensor in memory at once, if a row is not longer.
+const BLOCK: usize = 1 << 22;
+
+/// What an adapter is added to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum BaseValues {
+    /// The values in the model's files, dequantized where they are quantized there.
+    #[default]
+    AsStored,
+    /// What quantizing to this format leaves of the linear layers of the blocks, for an adapter that was trained on
+    /// such a base; the other tensors as they are stored.
+    Quantized(Format),
+}
+
+/// Looks at the merged model before its folder gets its name; what it returns goes into merge.json.
+pub type Verify<'a> = dyn Fn(&Path) -> Result<Option<Value>> + 'a;
+
+/// How to merge.
+pub struct MergeOptions<'a> {
+    /// The type of the merged weights.
+    pub dtype: OutputDtype,
+    /// What the adapter is added to.
+    pub base: BaseValues,
+    /// A check of the result; if it fails, nothing is left of it.
+    pub verify: &'a Verify<'a>,
+}
+
+/// What a merge did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MergeReport {
+    /// Tensors that the adapter changed.
+    pub merged: usize,
+    /// Tensors replaced by ones the adapter saved whole.
+    pub replaced: usize,
+    /// Tensors that are the base's.
+    pub copied: usize,
+    /// Whether a tied embedding and head are two tensors now.
+    pub untied: bool,
+    /// The weights that were written, under their names in the output folder.
+    pub files: Vec<Written>,
+}
+
+/// Writes to the new folder `output` the model `base` with the adapter in the folder `adapter` in its weights.
+///
+/// # Errors
+/// The user's: the adapter cannot be read, is not of this base or is in it already; `output` is not empty. Storage: the
+/// disk is full or fails. What `options.verify` returns. Nothing is left of `output` then.
+pub fn merge(
+    base: &ModelFiles,
+    adapter: &Path,
+    output: &Path,
+    options: &MergeOptions<'_>,
+) -> Result<MergeReport> {
+    let adapter = Adapter::read(adapter)?;
+    let (earlier, digest) = record::merges_before(base.folder(), &adapter)?;
+    let config = companions::read_config(base.folder())?;
+    let plan = Plan::new(base, &adapter, &config, options)?;
+    let folder = NewFolder::create(output)?;
+    let mut files = plan.write(folder.path())?;
+    let entries: Vec<Entry> = plan.outs().map(|out| out.entry.clone()).collect();
+    let changes = ConfigChanges {
+        tie_word_embeddings: plan.untied.then_some(false),
+        vocab_size: plan.resized,
+        ..ConfigChanges::for_weights(&entries)
+    };
+    let dtype = changes.dtype;
+    companions::copy(base.folder(), folder.path(), changes)?;
+    if plan.resized.is_some() {
+        companions::copy_tokenizer(adapter.folder(), folder.path())?;
+    }
+    let record = MergeRecord {
+        base: base.folder().display().to_string(),
+        base_values: words(options.base),
+        adapter: adapter.folder().display().to_string(),
+        adapter_blake3: digest,
+        dtype: dtype.and_then(StoredDtype::config_name).map(String::from),
+        certificate: (options.verify)(folder.path())?,
+        earlier,
+    };
+    record.write(folder.path())?;
+    folder.commit()?;
+    for file in &mut files {
+        file.path = output.join(file.path.file_name().unwrap_or_default());
+    }
+    let count = |wanted: fn(&Out<'_>) -> bool| plan.outs().filter(|out| wanted(out)).count();
+    Ok(MergeReport {
+        merged: count(|out| out.is_changed()),
+        replaced: count(|out| out.is_replaced()),
+        copied: count(|out| !out.is_changed() && !out.is_replaced()),
+        untied: plan.untied,
+        files,
+    })
+}
+
+fn words(base: BaseValues) -> String {
+    match base {
+        BaseValues::AsStored => "as stored".into(),
+        BaseValues::Quantized(Format { kind, block_size, double_quant }) => {
+            let scales = if double_quant { "double-quantized" } else { "f32" };
+            format!("dequantized from {} in blocks of {block_size} with {scales} scales", kind.name())
+        }
+    }
+}
+
+/// A tensor of the merged model.
+struct Out<'a> {
+    entry: Entry,
+    source: Source<'a>,
+    /// Quantized to this before the adapter is added.
+    format: Option<Format>,
+    rows: Option<&'a str>,
+    lora: Option<&'a Target>,
+}
+
+impl Out<'_> {
+    fn is_changed(&self) -> bool {
+        self.lora.is_some() || self.rows.is_some()
+    }
+
+    fn is_replaced(&self) -> bool {
+        matches!(self.source, Source::Adapter(_, kind) if kind.is_saved())
+    }
+}
+
+/// The files of the merged model with their tensors in order.
+struct Plan<'a> {
+    base: &'a ModelFiles,
+    adapter: &'a Adapter,
+    files: Vec<(String, Vec<Out<'a>>)>,
+    untied: bool,
+    /// The number of tokens, if the adapter changed it.
+    resized: Option<usize>,
+}
+
+impl<'a> Plan<'a> {
+    fn new(
+        base: &'a ModelFiles,
+        adapter: &'a Adapter,
+        config: &Map<String, Value>,
+        options: &MergeOptions<'_>,
+    ) -> Result<Self> {
+        let tie = Tie::new(base, config);
+        let (modules, resized) = tables::modules(base, &tie, adapter);
+        adapter.check_fits(&modules)?;
+        let untied = tie.is_broken_by(adapter, &modules)?;
+        let modules: BTreeMap<&str, &ModuleInfo> =
+            modules.iter().map(|module| (module.name.as_str(), module)).collect();
+        let mut plan = Self { base, adapter, files: Vec::new(), untied, resized };
+        for (path, names) in base.files() {
+            let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let split = tie.only_one_stored().filter(|(_, stored)| untied && names.contains(stored));
+            let mut outs = Vec::with_capacity(names.len() + 1);
+            for (name, stored) in names.into_iter().map(|name| (name, name)).chain(split) {
+                let module = name.strip_suffix(".weight").and_then(|module| modules.get(module).copied());
+                let dtype = options.dtype.of(base.require(stored)?.dtype);
+                outs.push(plan.out((name, stored), dtype, module, &tie, options.base)?);
+            }
+            plan.files.push((file, outs));
+        }
+        Ok(plan)
+    }
+
+    /// The tensor `name`, which the base has as `stored`; the weight of `module`, if it is one's.
+    fn out(
+        &self,
+        (name, stored): (&'a str, &'a str),
+        dtype: StoredDtype,
+        module: Option<&ModuleInfo>,
+        tie: &Tie,
+        values: BaseValues,
+    ) -> Result<Out<'a>> {
+        let shape = module.map_or(&self.base.require(stored)?.shape, |module| &module.shape).clone();
+        let mut out = Out {
+            entry: Entry { name: name.into(), dtype, shape },
+            source: Source::Base(stored),
+            format: None,
+            rows: None,
+            lora: None,
+        };
+        if let (Some(module), Some(name)) = (module, name.strip_suffix(".weight")) {
+            let parts = Parts::of(self.adapter, name, tie);
+            out.source = match parts {
+                Parts { whole: Some(module), .. } => Source::Adapter(module, TensorKind::SavedWeight),
+                Parts { base: Some(module), .. } => Source::Adapter(module, TensorKind::BaseWeight),
+                _ => out.source,
+            };
+            if parts.whole.is_none() {
+                (out.rows, out.lora) = (parts.rows, parts.lora);
+                out.format = match values {
+                    BaseValues::Quantized(format) if module.kind == ModuleKind::Linear => Some(format),
+                    _ => None,
+                };
+            }
+        } else if let Some(module) = name.strip_suffix(".bias")
+            && self.adapter.info(module, TensorKind::SavedBias).is_some()
+        {
+            out.source = Source::Adapter(module, TensorKind::SavedBias);
+        }
+        Ok(out)
+    }
+
+    fn outs(&self) -> impl Iterator<Item = &Out<'a>> {
+        self.files.iter().flat_map(|(_, outs)| outs)
+    }
+
+    /// Writes the weights, and their index if the base has one.
+    fn write(&self, folder: &Path) -> Result<Vec<Written>> {
+        let mut files = Vec::with_capacity(self.files.len() + 1);
+        for (name, outs) in &self.files {
+            let by_name: BTreeMap<&str, &Out<'_>> =
+                outs.iter().map(|out| (out.entry.name.as_str(), out)).collect();
+            let entries: Vec<Entry> = outs.iter().map(|out| out.entry.clone()).collect();
+            files.push(weights::write_file(&folder.join(name), &entries, |entry, sink| {
+                match by_name.get(entry.name.as_str()) {
+                    Some(out) => self.write_tensor(out, sink),
+                    None => Err(Error::internal(format!("cannot write tensor `{}`", entry.name))),
+                }
+            })?);
+        }
+        if self.base.is_indexed() {
+            let places = self.files.iter();
+            let map = places.flat_map(|(name, outs)| outs.iter().map(move |out| (&out.entry, name.as_str())));
+            files.push(weights::write_index(folder, map)?);
+        }
+        Ok(files)
+    }
+
+    fn write_tensor(&self, out: &Out<'_>, sink: &mut TensorSink<'_>) -> Result<()> {
+        if let Some(name) = self.kept(out)? {
+            for block in self.base.bytes(name)?.chunks(BLOCK) {
+                sink.write_bytes(block)?;
+                self.base.discard(name);
+            }
+            return Ok(());
+        }
+        let shape = &out.entry.shape;
+        let elements = shape.iter().product();
+        let values = Values::open(self.base, self.adapter, out.source, (elements, out.format))?;
+        let mut change = Change::read(self.adapter, out.rows, out.lora, shape)?;
+        // Whole rows, so that each block's rows meet their rows of B.
+        let row = shape.last().copied().unwrap_or(1).max(1);
+        let block = (BLOCK / row).max(1) * row;
+        let mut buffer = vec![0f32; block.min(elements)];
+        let starts = || (0..elements).step_by(block);
+        if change.needs_measuring() {
+            for start in starts() {
+                let block = &mut buffer[..block.min(elements - start)];
+                values.read(start, block)?;
+                change.measure(block, start / row);
+            }
+        }
+        for start in starts() {
+            let block = &mut buffer[..block.min(elements - start)];
+            values.read(start, block)?;
+            change.apply(block, start / row)?;
+            sink.write_values(block)?;
+        }
+        Ok(())
+    }
+
+    /// The base's tensor whose bytes are the output's.
+    fn kept<'o>(&self, out: &Out<'o>) -> Result<Option<&'o str>> {
+        let Source::Base(name) = out.source else { return Ok(None) };
+        let plain = self.base.quantized(name)?.is_none() && self.base.require(name)?.dtype == out.entry.dtype;
+        Ok((plain && out.format.is_none() && !out.is_changed()).then_some(name))
+    }
+}

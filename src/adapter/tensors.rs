@@ -1,0 +1,169 @@
+//! PEFT's names for the tensors of an adapter.
+//!
+//! A module's tensors are called `base_model.model.<module>` and an end that says which one it is. A few ends have
+//! changed over PEFT's versions: all are read, the one that every version reads is written.
+
+/// What PEFT puts before the module names of a model.
+pub(super) const PREFIX: &str = "base_model.model.";
+
+/// Which tensor of a module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum TensorKind {
+    /// A: [r, in].
+    LoraA,
+    /// B: [out, r].
+    LoraB,
+    /// DoRA's magnitudes: [out]; of an embedding [hidden].
+    LoraMagnitude,
+    /// A of an embedding: [r, vocab].
+    LoraEmbeddingA,
+    /// B of an embedding: [hidden, r].
+    LoraEmbeddingB,
+    /// Rows of an embedding that train, whole as they are now and not their difference from the base's: [n, hidden].
+    TokensDelta,
+    /// The base's weight under the adapter, of which PEFT saves a copy for embeddings and heads with LoRA and after
+    /// the vocabulary was resized; it takes the place of the base's.
+    BaseWeight,
+    /// The weight of a module that is saved whole.
+    SavedWeight,
+    /// The bias of a module that is saved whole.
+    SavedBias,
+}
+
+impl TensorKind {
+    const ALL: [Self; 9] = [
+        Self::LoraA,
+        Self::LoraB,
+        Self::LoraMagnitude,
+        Self::LoraEmbeddingA,
+        Self::LoraEmbeddingB,
+        Self::TokensDelta,
+        Self::BaseWeight,
+        Self::SavedWeight,
+        Self::SavedBias,
+    ];
+
+    /// How its name ends: as it is written, then as it is read besides.
+    fn ends(self) -> &'static [&'static str] {
+        match self {
+            Self::LoraA => &[".lora_A.weight"],
+            Self::LoraB => &[".lora_B.weight"],
+            // PEFT 0.9 to 0.12 kept it in a plain parameter, then in a module; files of both are about.
+            Self::LoraMagnitude => &[
+                ".lora_magnitude_vector",
+                ".lora_magnitude_vector.weight",
+                ".lora_magnitude_vector.default",
+                ".lora_magnitude_vector.default.weight",
+            ],
+            Self::LoraEmbeddingA => &[".lora_embedding_A"],
+            Self::LoraEmbeddingB => &[".lora_embedding_B"],
+            Self::TokensDelta => &[".token_adapter.trainable_tokens_delta"],
+            Self::BaseWeight => &[".base_layer.weight", ".token_adapter.base_layer.weight"],
+            Self::SavedWeight => &[".weight"],
+            Self::SavedBias => &[".bias"],
+        }
+    }
+
+    /// Whether it belongs to a module that is saved whole.
+    pub fn is_saved(self) -> bool {
+        matches!(self, Self::SavedWeight | Self::SavedBias)
+    }
+
+    /// Whether it belongs to a module with LoRA.
+    pub fn is_lora(self) -> bool {
+        matches!(
+            self,
+            Self::LoraA | Self::LoraB | Self::LoraMagnitude | Self::LoraEmbeddingA | Self::LoraEmbeddingB
+        )
+    }
+}
+
+/// A tensor of an adapter: its module, its kind and its shape.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct AdapterTensor {
+    /// The module's Hugging Face name: `model.layers.0.self_attn.q_proj`.
+    pub module: String,
+    /// Which tensor of it.
+    pub kind: TensorKind,
+    /// Its shape.
+    pub shape: Vec<usize>,
+}
+
+impl AdapterTensor {
+    /// Its name in the file.
+    pub fn name(&self) -> String {
+        file_name(&self.module, self.kind)
+    }
+}
+
+/// The name under which a tensor is written.
+pub(super) fn file_name(module: &str, kind: TensorKind) -> String {
+    format!("{PREFIX}{module}{}", kind.ends()[0])
+}
+
+/// The module and the kind that a name in a file means.
+pub(super) fn split_name(name: &str) -> Option<(&str, TensorKind)> {
+    let name = name.strip_prefix(PREFIX)?;
+    let ends = TensorKind::ALL.into_iter().flat_map(|kind| kind.ends().iter().map(move |end| (*end, kind)));
+    // The longest end is the meaning: `.lora_A.weight` and `.base_layer.weight` end in `.weight` too.
+    let (end, kind) = ends.filter(|(end, _)| name.ends_with(end)).max_by_key(|(end, _)| end.len())?;
+    let module = name.strip_suffix(end)?;
+    // Tensors of other methods would pass as modules that are saved whole.
+    let foreign = [".lora_", ".token_adapter", ".base_layer"].iter().any(|part| module.contains(part));
+    (!module.is_empty() && !foreign).then_some((module, kind))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_peft_s() {
+        for (name, module, kind) in [
+            ("model.layers.0.mlp.down_proj.lora_A.weight", "model.layers.0.mlp.down_proj", TensorKind::LoraA),
+            ("lm_head.lora_B.weight", "lm_head", TensorKind::LoraB),
+            ("lm_head.lora_magnitude_vector", "lm_head", TensorKind::LoraMagnitude),
+            ("model.embed_tokens.lora_embedding_A", "model.embed_tokens", TensorKind::LoraEmbeddingA),
+            ("model.embed_tokens.lora_embedding_B", "model.embed_tokens", TensorKind::LoraEmbeddingB),
+            (
+                "model.embed_tokens.token_adapter.trainable_tokens_delta",
+                "model.embed_tokens",
+                TensorKind::TokensDelta,
+            ),
+            ("lm_head.base_layer.weight", "lm_head", TensorKind::BaseWeight),
+            ("lm_head.weight", "lm_head", TensorKind::SavedWeight),
+            ("model.norm.bias", "model.norm", TensorKind::SavedBias),
+        ] {
+            let name = format!("{PREFIX}{name}");
+            assert_eq!(split_name(&name), Some((module, kind)));
+            assert_eq!(file_name(module, kind), name);
+        }
+    }
+
+    #[test]
+    fn names_of_other_versions_are_read() {
+        for (end, kind) in [
+            ("lora_magnitude_vector.weight", TensorKind::LoraMagnitude),
+            ("lora_magnitude_vector.default", TensorKind::LoraMagnitude),
+            ("lora_magnitude_vector.default.weight", TensorKind::LoraMagnitude),
+            ("token_adapter.base_layer.weight", TensorKind::BaseWeight),
+        ] {
+            assert_eq!(split_name(&format!("{PREFIX}lm_head.{end}")), Some(("lm_head", kind)), "{end}");
+        }
+    }
+
+    #[test]
+    fn names_of_other_methods_are_not() {
+        for other in [
+            "model.layers.0.mlp.down_proj.lora_A.weight",
+            "base_model.model.x.lora_A.default.weight",
+            "base_model.model.x.lora_B.bias",
+            "base_model.model.x.lora_diag",
+            "base_model.model.x.token_adapter.weight",
+            "base_model.model.x.base_layer.bias",
+            "base_model.model..weight",
+        ] {
+            assert_eq!(split_name(other), None, "{other}");
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! `finetune export`: a model as a GGUF file or a Hugging Face folder, an adapter as a GGUF file.
+//!
+//! An adapter is not merged on the way: merging has a verb of its own, which checks its result, and what that leaves
+//! is a model to export.
+
+use std::path::Path;
+
+use super::{terminal, working_folder};
+use crate::cli::{ExportArgs, ExportFormat};
+use crate::error::{Error, Result};
+use crate::export::gguf::{self, Exported, GgufType};
+use crate::export::hf;
+use crate::model::ModelConfig;
+use crate::plan::{Finder, Found};
+use crate::recipe::Source;
+use crate::report::Terminal;
+use crate::units;
+use crate::weights::{ModelFiles, OutputDtype};
+
+/// Exports.
+pub(super) fn run(args: &ExportArgs) -> Result<()> {
+    let terminal = terminal(&args.common);
+    let folder = working_folder()?;
+    let dtype = check(args)?;
+    let finder = Finder::new(args.common.offline, &terminal)?;
+    let source = Source::from_argument("--model", &args.model, &folder)?;
+    if let Some(adapter) = &args.adapter {
+        // Of the base only config.json is read.
+        let config = config_of(&finder.model_headers(&source, &args.revision)?)?;
+        let adapter = finder.adapter(&Source::from_argument("--adapter", adapter, &folder)?)?;
+        let kind = args.r#type.unwrap_or(GgufType::F32);
+        let exported = gguf::write_adapter(&config, &adapter.folder, &name_of(&adapter), kind, &args.output)?;
+        say(&terminal, &exported, &args.output);
+        return Ok(());
+    }
+    let found = finder.model(&source, &args.revision)?;
+    let config = config_of(&found)?;
+    let files = ModelFiles::open(&found.folder)?;
+    match args.format {
+        ExportFormat::Hf => {
+            let bytes = hf::export(&files, &args.output, dtype, hf::SHARD_BYTES)?;
+            let shown = args.output.display();
+            terminal.line(format!("exported {} of weights to {shown}", units::bytes(bytes)));
+        }
+        ExportFormat::Gguf => {
+            let kind = args.r#type.unwrap_or_else(|| gguf::stored_type(&files));
+            let exported = gguf::write_model(&config, &files, &name_of(&found), kind, &args.output)?;
+            say(&terminal, &exported, &args.output);
+        }
+    }
+    Ok(())
+}
+
+/// Refuses what does not go together, before anything is looked for; the type of a Hugging Face folder.
+fn check(args: &ExportArgs) -> Result<OutputDtype> {
+    if args.format == ExportFormat::Gguf {
+        gguf::refuse_existing(&args.output)?;
+        return Ok(OutputDtype::Auto);
+    }
+    if let Some(adapter) = &args.adapter {
+        return Err(Error::user("cannot export an adapter as a Hugging Face model")
+            .because("accepted with `--adapter`: `--format gguf`, the adapter alone")
+            .hint(format!(
+                "merge it: `finetune merge --model {} --adapter {adapter} --output {}`",
+                args.model,
+                args.output.display()
+            )));
+    }
+    match args.r#type {
+        None => Ok(OutputDtype::Auto),
+        Some(GgufType::F32) => Ok(OutputDtype::F32),
+        Some(GgufType::F16) => Ok(OutputDtype::F16),
+        Some(GgufType::BF16) => Ok(OutputDtype::BF16),
+        Some(other) => Err(Error::user(format!("cannot store a Hugging Face model as {other}"))
+            .because("accepted with `--format hf`: f32, f16, bf16")
+            .hint("write `--format gguf`")),
+    }
+}
+
+fn config_of(found: &Found) -> Result<ModelConfig> {
+    let path = found.folder.join("config.json");
+    let text = std::fs::read_to_string(&path).map_err(|error| Error::io("read", &path, &error))?;
+    ModelConfig::from_json(&text, &path.display().to_string())
+}
+
+/// The name of a hub repository, or of the folder: of its whole path, since `.` is no name.
+fn name_of(found: &Found) -> String {
+    if found.on_hub {
+        return found.id.rsplit('/').next().unwrap_or(&found.id).to_owned();
+    }
+    let whole = found.folder.canonicalize().ok();
+    let last = whole.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
+    last.unwrap_or_else(|| found.id.clone())
+}
+
+fn say(terminal: &Terminal, exported: &Exported, output: &Path) {
+    let types: Vec<String> =
+        exported.types.iter().map(|(kind, count)| format!("{count} tensors {kind}")).collect();
+    let size = units::bytes(exported.bytes);
+    terminal.line(format!("exported {}: {size} in {}", types.join(", "), output.display()));
+    if exported.fallbacks > 0 {
+        terminal.line(format!(
+            "{} tensors have a larger type than asked for: its blocks do not divide their rows",
+            exported.fallbacks
+        ));
+    }
+    for note in &exported.notes {
+        terminal.warn(note);
+    }
+}

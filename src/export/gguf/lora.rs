@@ -1,0 +1,166 @@
+//! A LoRA adapter as a GGUF file that llama.cpp loads beside its base.
+//!
+//! For each weight W there are `W.lora_a`, A [r, in], and `W.lora_b`, B [out, r], under the base's names
+//! (convert_lora_to_gguf.py); rows of B are reordered and scaled as the rows of W are. llama.cpp scales by one alpha for
+//! the whole file over each r. What an adapter has beyond that (rsLoRA, alpha patterns) goes into B, so the sum is
+//! the one it was trained with. What is no product of A and B has no place in such a file.
+
+use std::path::Path;
+
+use super::metadata::{architecture, refused};
+use super::tensors::{change, gguf_name};
+use super::types::BlockType;
+use super::writer::{self, Entry, Metadata, Value};
+use super::{Exported, GgufType, blocks};
+use crate::adapter::{Adapter, CONFIG_FILE, ModuleInfo, ModuleKind, Target, TensorKind};
+use crate::error::{Error, Result};
+use crate::model::{self, ModelConfig};
+
+/// Writes the adapter in the folder `adapter`, made for the model `config`, to the new file `output`; `name` is for
+/// people.
+///
+/// # Errors
+/// The user's: the adapter cannot be read, is of another model, or is more than LoRA; `kind` is neither f32 nor f16;
+/// something is at `output`. Storage: the disk is full or fails; nothing is left then.
+pub fn write_adapter(
+    config: &ModelConfig,
+    adapter: &Path,
+    name: &str,
+    kind: GgufType,
+    output: &Path,
+) -> Result<Exported> {
+    writer::refuse_existing(output)?;
+    let block = match kind {
+        GgufType::F32 => BlockType::F32,
+        GgufType::F16 => BlockType::F16,
+        other => {
+            return Err(Error::user(format!("cannot export an adapter as {other}"))
+                .because("accepted for an adapter: f32, f16")
+                .hint(merge_hint(adapter)));
+        }
+    };
+    refuse_more_than_lora(adapter)?;
+    let opened = Adapter::read(adapter)?;
+    opened.check_fits(&modules(config))?;
+    if let Some(saved) = opened.saved().next() {
+        return Err(more_than_lora(adapter, &format!("it has the module `{saved}` saved whole")));
+    }
+    let parts = parts(config, &opened, adapter)?;
+    let alpha = Some(opened.config().spec.lora_alpha).filter(|alpha| *alpha > 0.0).unwrap_or(1.0);
+    let mut metadata = Metadata::default();
+    metadata.text("general.architecture", architecture(config));
+    metadata.text("general.type", "adapter");
+    metadata.text("general.name", name);
+    metadata.set("general.file_type", Value::U32(kind.file_type()));
+    metadata.text("adapter.type", "lora");
+    metadata.set("adapter.lora.alpha", Value::F32(alpha as f32));
+    let mut entries: Vec<Entry> = Vec::with_capacity(parts.len());
+    for part in &parts {
+        let info = opened.info(&part.target.name, part.kind);
+        let shape = info.map(|info| info.shape.clone()).unwrap_or_default();
+        entries.push(Entry { name: part.name.clone(), shape, kind: block });
+    }
+    let mut exported = Exported::default();
+    let mut left = parts.iter();
+    exported.bytes = writer::write(output, &metadata, &entries, |entry, sink| {
+        let part = left.next().ok_or_else(|| Error::internal("an entry without a part"))?;
+        exported.count(entry.kind, entry.kind);
+        sink.write(&part.encode(config, &opened, alpha, entry)?)
+    })?;
+    Ok(exported)
+}
+
+/// Half of a module's LoRA.
+struct Part<'a> {
+    name: String,
+    target: &'a Target,
+    kind: TensorKind,
+}
+
+fn parts<'a>(config: &ModelConfig, opened: &'a Adapter, folder: &Path) -> Result<Vec<Part<'a>>> {
+    let mut parts = Vec::with_capacity(2 * opened.targets().len());
+    for target in opened.targets() {
+        if config.tie_word_embeddings && target.name == "lm_head" {
+            return Err(more_than_lora(
+                folder,
+                "it has LoRA on the head, which is one tensor with the embedding",
+            ));
+        }
+        let weight = format!("{}.weight", target.name);
+        let name = gguf_name(config, &weight)
+            .ok_or_else(|| refused(format!("`{}` has no name in llama.cpp", target.name)))?;
+        if name == "token_embd.weight" {
+            return Err(more_than_lora(folder, "it has LoRA on the embedding"));
+        }
+        let halves = [("lora_a", TensorKind::LoraA), ("lora_b", TensorKind::LoraB)];
+        parts.extend(halves.map(|(half, kind)| Part { name: format!("{name}.{half}"), target, kind }));
+    }
+    Ok(parts)
+}
+
+impl Part<'_> {
+    fn encode(&self, config: &ModelConfig, opened: &Adapter, alpha: f64, entry: &Entry) -> Result<Vec<u8>> {
+        let &[rows, row] = entry.shape.as_slice() else {
+            return Err(Error::internal(format!("`{}` has shape {:?}", entry.name, entry.shape)));
+        };
+        let mut values = vec![0f32; rows * row];
+        opened.read_into(&self.target.name, self.kind, &mut values)?;
+        if self.kind == TensorKind::LoraB {
+            let change = change(config, &format!("{}.weight", self.target.name));
+            let factor = self.target.scale * self.target.r as f64 / alpha * f64::from(change.factor);
+            let rows = (0..rows).map(|at| change.source_row(at, rows));
+            let moved = rows.flat_map(|from| &values[from * row..(from + 1) * row]);
+            values = moved.map(|value| (f64::from(*value) * factor) as f32).collect();
+        }
+        blocks::encode(&entry.name, &values, row, entry.kind)
+    }
+}
+
+/// Reads of adapter_config.json what makes an adapter more than LoRA.
+fn refuse_more_than_lora(folder: &Path) -> Result<()> {
+    let path = folder.join(CONFIG_FILE);
+    let Ok(text) = std::fs::read(&path) else { return Ok(()) };
+    let Ok(config) = serde_json::from_slice::<serde_json::Value>(&text) else { return Ok(()) };
+    let asks = |key: &str| match &config[key] {
+        serde_json::Value::Null | serde_json::Value::Bool(false) => false,
+        serde_json::Value::Array(list) => !list.is_empty(),
+        serde_json::Value::Object(map) => !map.is_empty(),
+        _ => true,
+    };
+    let keys = ["use_dora", "modules_to_save", "trainable_token_indices", "lora_bias"];
+    match keys.into_iter().find(|key| asks(key)) {
+        Some(key) => Err(more_than_lora(folder, &format!("it has `{key}`: {}", config[key]))),
+        None => Ok(()),
+    }
+}
+
+fn more_than_lora(folder: &Path, cause: &str) -> Error {
+    Error::user(format!("cannot export adapter {} as GGUF", folder.display()))
+        .because(format!("{cause}; a GGUF adapter holds LoRA of linear layers alone"))
+        .hint(merge_hint(folder))
+}
+
+fn merge_hint(folder: &Path) -> String {
+    format!(
+        "merge first: `finetune merge --model MODEL --adapter {} --output merged`, then export `--model merged`",
+        folder.display()
+    )
+}
+
+/// The modules of the model as the adapter checks them.
+fn modules(config: &ModelConfig) -> Vec<ModuleInfo> {
+    let module = |module: model::Module| ModuleInfo {
+        kind: match module.kind {
+            model::ModuleKind::Linear => ModuleKind::Linear,
+            model::ModuleKind::Embedding => ModuleKind::Embedding,
+            model::ModuleKind::Head => ModuleKind::Head,
+            model::ModuleKind::Norm => ModuleKind::Norm,
+        },
+        shape: match module.kind {
+            model::ModuleKind::Norm => vec![module.out_features],
+            _ => vec![module.out_features, module.in_features],
+        },
+        name: module.name,
+    };
+    model::modules(config).into_iter().map(module).collect()
+}

@@ -1,0 +1,120 @@
+//! GGUF, the file that llama.cpp and its kin run: a model with its tokenizer and chat template, or a LoRA adapter.
+//!
+//! The writer is ours and streams: a block of rows is read, changed, rounded and written, so memory holds a few of them
+//! whatever the model's size. What llama.cpp expects is spread over [`tensors`] (names and changes of values),
+//! [`metadata`] and [`rope`] (keys), [`vocabulary`] (tokenizer), [`types`] (which tensor gets which type) and
+//! [`lora`]; the facts are llama.cpp's own, read in its sources at the version that llama-cpp-python 0.3.36 carries.
+
+mod blocks;
+mod lora;
+mod metadata;
+mod pretokenizer;
+mod rope;
+mod tensors;
+mod types;
+mod vocabulary;
+mod writer;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+pub use lora::write_adapter;
+pub use types::GgufType;
+pub use writer::refuse_existing;
+
+use crate::error::{Error, Result};
+use crate::model::{Family, ModelConfig};
+use crate::weights::{ModelFiles, StoredDtype, companions};
+use types::{BlockType, Mixture};
+use vocabulary::Vocabulary;
+use writer::Entry;
+
+/// What an export left.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Exported {
+    /// Size of the file.
+    pub bytes: u64,
+    /// Number of tensors of each type, by its name in ggml.
+    pub types: BTreeMap<String, usize>,
+    /// Tensors that have another type than the mixture gives them, because its blocks do not divide their rows.
+    pub fallbacks: usize,
+    /// What a person should know of the file.
+    pub notes: Vec<String>,
+}
+
+impl Exported {
+    fn count(&mut self, kind: BlockType, wanted: BlockType) {
+        *self.types.entry(kind.to_string()).or_default() += 1;
+        self.fallbacks += usize::from(kind != wanted);
+    }
+}
+
+/// Writes the model `config` with the weights `files` and the tokenizer beside them to the new file `output`; `name`
+/// is for people.
+///
+/// # Errors
+/// The user's: the weights are not this model's, llama.cpp cannot compute it or does not have its tokenizer, a value
+/// does not fit `kind`, or something is at `output`. Storage: the disk is full or fails; nothing is left then.
+pub fn write_model(
+    config: &ModelConfig,
+    files: &ModelFiles,
+    name: &str,
+    kind: GgufType,
+    output: &Path,
+) -> Result<Exported> {
+    writer::refuse_existing(output)?;
+    let planned = tensors::plan(config, files)?;
+    let vocabulary = Vocabulary::read(files.folder(), config.vocab_size)?;
+    let raw = companions::read_config(files.folder())?;
+    let name = name_for(config, name, &vocabulary);
+    let mut description = metadata::describe(config, &raw, &name, kind)?;
+    description.metadata.append(vocabulary.metadata);
+    let mixture = Mixture::new(kind, config);
+    let mut exported = Exported { notes: description.notes, ..Exported::default() };
+    exported.notes.extend(vocabulary.notes);
+    let mut entries = Vec::new();
+    for (name, values) in &description.tensors {
+        let entry = Entry { name: (*name).into(), shape: vec![values.len()], kind: BlockType::F32 };
+        exported.count(entry.kind, entry.kind);
+        entries.push(entry);
+    }
+    for tensor in &planned {
+        let (kind, wanted) = mixture.choose(&tensor.name, &tensor.shape);
+        exported.count(kind, wanted);
+        entries.push(Entry { name: tensor.name.clone(), shape: tensor.shape.clone(), kind });
+    }
+    let (mut made, mut stored) = (description.tensors.iter(), planned.iter());
+    exported.bytes = writer::write(output, &description.metadata, &entries, |entry, sink| {
+        let row = entry.shape.last().copied().unwrap_or(1);
+        if let Some((name, values)) = made.next() {
+            return sink.write(&blocks::encode(name, values, row, entry.kind)?);
+        }
+        let tensor = stored.next().ok_or_else(|| Error::internal("an entry without a tensor"))?;
+        tensors::read(files, tensor, |values| {
+            sink.write(&blocks::encode(&tensor.stored, values, row, entry.kind)?)
+        })
+    })?;
+    Ok(exported)
+}
+
+/// The type that loses nothing: what most of the bytes of the weights are stored as.
+pub fn stored_type(files: &ModelFiles) -> GgufType {
+    let bytes = |wanted: StoredDtype| -> usize {
+        let of = files.tensors().filter(|(_, info)| info.dtype == wanted);
+        of.map(|(_, info)| info.range.len()).sum()
+    };
+    let halves = [(StoredDtype::BF16, GgufType::BF16), (StoredDtype::F16, GgufType::F16)];
+    let all: usize = files.tensors().map(|(_, info)| info.range.len()).sum();
+    let most = halves.into_iter().find(|(dtype, _)| 2 * bytes(*dtype) > all);
+    most.map_or(GgufType::F32, |(_, kind)| kind)
+}
+
+/// llama.cpp knows by the model's name alone that phi-3's special tokens take the white space after them.
+fn name_for(config: &ModelConfig, name: &str, vocabulary: &Vocabulary) -> String {
+    let lower = name.to_lowercase();
+    let told = lower.contains("phi-3") || lower.contains("phi3");
+    match config.family == Family::Phi3 && vocabulary.strips_right && !told {
+        true => format!("{name} (phi-3)"),
+        false => name.to_owned(),
+    }
+}

@@ -1,0 +1,166 @@
+//! What a tokenizer does to a text before BPE, recognised: the name that llama.cpp has for it.
+//!
+//! llama.cpp carries the regular expressions in its own code (src/llama-vocab.cpp), by name. A tokenizer.json is matched
+//! by what it says, not by its ids, so a fine-tuned model with a token more is the same as its base.
+
+use serde_json::{Value as Json, json};
+
+/// Regular expressions that cut a text into words; whether a word that is a token skips the merges; llama.cpp's name.
+const WORDS: [(&str, bool, &str); 6] = [
+    (LLAMA3, true, "llama-bpe"),
+    (LLAMA3, false, "dbrx"),
+    (QWEN2, false, "qwen2"),
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        false,
+        "gpt-4o",
+    ),
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        true,
+        "tekken",
+    ),
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
+        false,
+        "seed-coder",
+    ),
+];
+const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// `tokenizer.ggml.pre` of a byte-level BPE.
+///
+/// # Errors
+/// What is not known, and what is.
+pub(super) fn byte_level(
+    normalizer: &Json,
+    pre_tokenizer: &Json,
+    ignore_merges: bool,
+) -> Result<&'static str, String> {
+    // llama.cpp reads text as it is; NFC changes only text that is not composed, which is rare.
+    if !normalizer.is_null() && *normalizer != json!({ "type": "NFC" }) {
+        return Err(format!("its normalizer is {}; accepted: none, NFC", shown(normalizer)));
+    }
+    let unknown =
+        || format!("its pre-tokenizer is {}, for which llama.cpp has no name", shown(pre_tokenizer));
+    let steps = steps(pre_tokenizer, "pretokenizers");
+    let (last, first) = steps.split_last().ok_or_else(unknown)?;
+    let flag =
+        |step: &Json, key: &str, default: bool| step.get(key).and_then(Json::as_bool).unwrap_or(default);
+    if last["type"] != "ByteLevel" || flag(last, "add_prefix_space", true) {
+        return Err(unknown());
+    }
+    match (first, flag(last, "use_regex", true)) {
+        ([], true) => Ok("gpt-2"),
+        ([digits], true) if digits["type"] == "Digits" && flag(digits, "individual_digits", false) => {
+            Ok("smollm")
+        }
+        ([split], false) if split["type"] == "Split" => {
+            let isolated = split["behavior"] == "Isolated" && !flag(split, "invert", false);
+            let regex = split["pattern"]["Regex"].as_str().filter(|_| isolated).ok_or_else(unknown)?;
+            let of_regex = || WORDS.iter().filter(|(known, ..)| *known == regex);
+            let exact = of_regex().find(|(_, ignores, _)| *ignores == ignore_merges);
+            exact.or_else(|| of_regex().next()).map(|(.., name)| *name).ok_or_else(unknown)
+        }
+        _ => Err(unknown()),
+    }
+}
+
+/// Whether a sentencepiece-like BPE puts a space before a text.
+///
+/// # Errors
+/// What is not known, and what is.
+pub(super) fn sentencepiece(normalizer: &Json, pre_tokenizer: &Json) -> Result<bool, String> {
+    let (mut prefix, mut escapes) = (false, false);
+    for step in steps(normalizer, "normalizers") {
+        let replaces = step["type"] == "Replace" && step["pattern"] == json!({ "String": " " });
+        match () {
+            () if step["type"] == "Prepend" && step["prepend"] == "▁" => prefix = true,
+            () if replaces && step["content"] == "▁" => escapes = true,
+            () => {
+                return Err(format!(
+                    "its normalizer has {}; accepted: `▁` before the text and for each space",
+                    shown(step)
+                ));
+            }
+        }
+    }
+    for step in steps(pre_tokenizer, "pretokenizers") {
+        match step["type"].as_str() {
+            Some("Metaspace") => {
+                escapes = true;
+                let scheme = step["prepend_scheme"].as_str();
+                // Older files have a flag instead.
+                prefix |= scheme.map_or(step["add_prefix_space"] != false, |scheme| scheme != "never");
+            }
+            // After spaces have been replaced there are none to split at.
+            Some("Split") if escapes && step["pattern"] == json!({ "String": " " }) => {}
+            _ => return Err(format!("its pre-tokenizer has {}; accepted: Metaspace, none", shown(step))),
+        }
+    }
+    if escapes { Ok(prefix) } else { Err("it does not write spaces as `▁`".into()) }
+}
+
+/// The steps of a sequence; one step alone is a sequence of one, and null of none.
+fn steps<'a>(value: &'a Json, key: &str) -> Vec<&'a Json> {
+    match value {
+        Json::Null => Vec::new(),
+        _ if value["type"] == "Sequence" => value[key].as_array().into_iter().flatten().collect(),
+        one => vec![one],
+    }
+}
+
+fn shown(value: &Json) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(200) {
+        Some((at, _)) => format!("{}…", &text[..at]),
+        None => text,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cut(regex: &str) -> Json {
+        let split = json!({ "type": "Split", "pattern": { "Regex": regex }, "behavior": "Isolated", "invert": false });
+        let bytes = json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false });
+        json!({ "type": "Sequence", "pretokenizers": [split, bytes] })
+    }
+
+    #[test]
+    fn names_by_what_is_done() {
+        let bytes = json!({ "type": "ByteLevel", "add_prefix_space": false, "use_regex": true });
+        let digits = json!({ "type": "Digits", "individual_digits": true });
+        let smollm = json!({ "type": "Sequence", "pretokenizers": [digits, bytes] });
+        let none = Json::Null;
+        assert_eq!(byte_level(&none, &bytes, false), Ok("gpt-2"));
+        assert_eq!(byte_level(&none, &smollm, false), Ok("smollm"));
+        assert_eq!(byte_level(&none, &cut(LLAMA3), true), Ok("llama-bpe"));
+        assert_eq!(byte_level(&none, &cut(LLAMA3), false), Ok("dbrx"));
+        assert_eq!(byte_level(&json!({ "type": "NFC" }), &cut(QWEN2), false), Ok("qwen2"));
+        assert!(byte_level(&json!({ "type": "Lowercase" }), &bytes, false).is_err());
+        assert!(byte_level(&none, &cut(r"\w+"), false).is_err());
+        assert!(byte_level(&none, &json!({ "type": "ByteLevel", "add_prefix_space": true }), false).is_err());
+        assert!(byte_level(&none, &none, false).is_err());
+    }
+
+    #[test]
+    fn spaces_of_sentencepiece() {
+        let prepend = json!({ "type": "Prepend", "prepend": "▁" });
+        let replace = json!({ "type": "Replace", "pattern": { "String": " " }, "content": "▁" });
+        let both = json!({ "type": "Sequence", "normalizers": [prepend, replace] });
+        let split =
+            json!({ "type": "Split", "pattern": { "String": " " }, "behavior": "MergedWithPrevious" });
+        let none = Json::Null;
+        assert_eq!(sentencepiece(&both, &none), Ok(true));
+        assert_eq!(sentencepiece(&replace, &split), Ok(false));
+        let metaspace =
+            |scheme: &str| json!({ "type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme });
+        assert_eq!(sentencepiece(&none, &metaspace("first")), Ok(true));
+        assert_eq!(sentencepiece(&none, &metaspace("never")), Ok(false));
+        assert!(sentencepiece(&none, &none).is_err());
+        assert!(sentencepiece(&json!({ "type": "NFKC" }), &none).is_err());
+    }
+}

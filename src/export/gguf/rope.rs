@@ -1,0 +1,173 @@
+//! Rotary positions as keys and tensors.
+//!
+//! llama.cpp computes the frequencies itself from a base, and knows linear and YaRN scaling by keys; what llama3 and
+//! longrope do to each frequency it reads as a tensor of divisors, in the architectures that look for one. Our own
+//! frequencies ([`crate::model::Rope`]) are the reference: the divisors are quotients of them.
+
+use serde_json::{Map, Value as Json};
+
+use super::metadata::{Description, count, refused};
+use super::writer::Value;
+use crate::error::Result;
+use crate::model::{Family, ModelConfig, Rope, RopeKind};
+
+/// What config.json says about the ropes; defaults as in `model`.
+struct Spec<'a> {
+    scaling: Option<&'a Map<String, Json>>,
+    raw: &'a Map<String, Json>,
+    theta: f64,
+    local_theta: f64,
+}
+
+impl<'a> Spec<'a> {
+    fn new(config: &ModelConfig, raw: &'a Map<String, Json>) -> Self {
+        let object = |map: &'a Map<String, Json>, key: &str| map.get(key).and_then(Json::as_object);
+        let number = |map: Option<&Map<String, Json>>, key: &str| map?.get(key)?.as_f64();
+        let given = object(raw, "rope_parameters").or_else(|| object(raw, "rope_scaling"));
+        let of = |kind: &str| given.and_then(|given| object(given, kind));
+        let (full, local) = (of("full_attention"), of("sliding_attention"));
+        let scaling = if full.is_some() || local.is_some() { full } else { given };
+        let default = if config.family == Family::Gemma3 { 1e6 } else { 1e4 };
+        Self {
+            scaling,
+            raw,
+            theta: number(scaling, "rope_theta").or(number(Some(raw), "rope_theta")).unwrap_or(default),
+            local_theta: number(local, "rope_theta")
+                .or(number(Some(raw), "rope_local_base_freq"))
+                .unwrap_or(1e4),
+        }
+    }
+
+    fn kind(&self) -> &'a str {
+        let named = |key: &str| self.scaling?.get(key)?.as_str();
+        named("rope_type").or_else(|| named("type")).unwrap_or("default")
+    }
+
+    fn number(&self, key: &str) -> Option<f64> {
+        self.scaling?.get(key)?.as_f64()
+    }
+
+    /// llama.cpp reads no key for the ramp of YaRN in these architectures: it takes the paper's.
+    fn is_usual_yarn(&self) -> bool {
+        let is = |key: &str, usual: f64| self.number(key).is_none_or(|found| found == usual);
+        let truncates = self.scaling.and_then(|scaling| scaling.get("truncate")) != Some(&Json::Bool(false));
+        is("beta_fast", 32.0) && is("beta_slow", 1.0) && truncates
+    }
+
+    /// The context that frequencies were trained for.
+    fn original(&self, config: &ModelConfig) -> usize {
+        let outside = self.raw.get("original_max_position_embeddings").and_then(Json::as_f64);
+        let original = self.number("original_max_position_embeddings").or(outside);
+        original.map_or(config.max_position_embeddings, |original| original as usize)
+    }
+}
+
+/// Adds the keys and tensors of the model's ropes.
+///
+/// # Errors
+/// The user's: the architecture cannot compute this kind of rope.
+pub(super) fn describe(
+    config: &ModelConfig,
+    raw: &Map<String, Json>,
+    arch: &str,
+    description: &mut Description,
+) -> Result<()> {
+    let spec = Spec::new(config, raw);
+    let Some(rope) = config.ropes.first() else { return Ok(()) };
+    let width = 2 * rope.inv_freq.len();
+    if width != config.heads.head_dim && config.family != Family::Phi3 {
+        return Err(refused(format!(
+            "it rotates {width} of {} elements of a head; llama.cpp's {arch} rotates all",
+            config.heads.head_dim
+        )));
+    }
+    let metadata = &mut description.metadata;
+    metadata.set(format!("{arch}.rope.dimension_count"), count("rotary width", width)?);
+    metadata.set(format!("{arch}.rope.freq_base"), Value::F32(spec.theta as f32));
+    if config.family == Family::Gemma3 {
+        metadata.set(format!("{arch}.rope.freq_base_swa"), Value::F32(spec.local_theta as f32));
+        if config.ropes.iter().skip(1).any(|rope| !is_plain(rope, spec.local_theta)) {
+            return Err(refused("the rotary positions of its sliding layers are scaled".into()));
+        }
+    }
+    scale(config, &spec, rope, arch, description)
+}
+
+/// Whether `rope` has the frequencies of base `theta` and nothing else.
+fn is_plain(rope: &Rope, theta: f64) -> bool {
+    rope.kind == RopeKind::Fixed
+        && rope.attention_factor == 1.0
+        && rope.inv_freq.iter().copied().eq(plain(theta, rope.inv_freq.len()))
+}
+
+/// The frequencies without scaling, as `model` computes them.
+fn plain(theta: f64, len: usize) -> impl Iterator<Item = f32> {
+    (0..len).map(move |i| 1.0 / (theta as f32).powf((2 * i) as f32 / (2 * len) as f32))
+}
+
+fn refuse_unknown(config: &ModelConfig, spec: &Spec<'_>, arch: &str) -> Result<()> {
+    let kind = spec.kind();
+    let known = match kind {
+        "default" | "linear" | "dynamic" => true,
+        "yarn" => config.family != Family::Gemma3 && spec.is_usual_yarn(),
+        "llama3" => arch == "llama",
+        "longrope" | "su" => matches!(arch, "llama" | "phi3"),
+        _ => false,
+    };
+    match known {
+        true => Ok(()),
+        false => Err(refused(format!(
+            "llama.cpp's {arch} cannot compute `rope_scaling` of type \"{kind}\" as it is set here"
+        ))),
+    }
+}
+
+fn scale(
+    config: &ModelConfig,
+    spec: &Spec<'_>,
+    rope: &Rope,
+    arch: &str,
+    description: &mut Description,
+) -> Result<()> {
+    refuse_unknown(config, spec, arch)?;
+    let mut set =
+        |key: &str, value: Value| description.metadata.set(format!("{arch}.rope.scaling.{key}"), value);
+    let factor = spec.number("factor").unwrap_or(1.0);
+    match spec.kind() {
+        "linear" => {
+            set("type", Value::Text("linear".into()));
+            set("factor", Value::F32(factor as f32));
+        }
+        "yarn" => {
+            set("type", Value::Text("yarn".into()));
+            set("factor", Value::F32(factor as f32));
+            set("original_context_length", count("original context", spec.original(config))?);
+            // llama.cpp applies the paper's factor by itself; the key is on top of it.
+            let natural = if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 };
+            let rest = f64::from(rope.attention_factor) / natural;
+            if (rest - 1.0).abs() > 1e-6 {
+                set("attn_factor", Value::F32(rest as f32));
+            }
+        }
+        "llama3" => {
+            let divisors =
+                plain(spec.theta, rope.inv_freq.len()).zip(&rope.inv_freq).map(|(plain, f)| plain / f);
+            description.tensors.push(("rope_freqs.weight", divisors.collect()));
+        }
+        "longrope" | "su" => {
+            set("type", Value::Text("longrope".into()));
+            set("original_context_length", count("original context", spec.original(config))?);
+            set("attn_factor", Value::F32(rope.attention_factor));
+            if let RopeKind::LongRope { short, long } = &rope.kind {
+                description.tensors.push(("rope_factors_long.weight", long.clone()));
+                description.tensors.push(("rope_factors_short.weight", short.clone()));
+            }
+        }
+        "dynamic" => description.notes.push(format!(
+            "llama.cpp has no dynamic rotary scaling: beyond {} tokens its results differ",
+            config.max_position_embeddings
+        )),
+        _ => {}
+    }
+    Ok(())
+}

@@ -1,0 +1,222 @@
+//! The tensors of a model under llama.cpp's names, and what changes in them on the way.
+//!
+//! Names and changes follow llama.cpp's conversion scripts (conversion/*.py, gguf-py/gguf/tensor_mapping.py): q and k of the
+//! llama architecture have the two halves of each head interleaved, because llama.cpp rotates neighbouring elements
+//! there; gemma's norms are stored as 1 + w. One change is ours: llama.cpp's gemma takes the scale of attention from
+//! the width of a head and reads no key for it, so where config.json's `query_pre_attn_scalar` says otherwise the
+//! quotient goes into q.
+
+use crate::error::{Error, Result};
+use crate::model::{self, Family, ModelConfig};
+use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles};
+
+/// Elements of a tensor in memory at once, if a row is not longer.
+const BLOCK: usize = 1 << 22;
+
+/// What happens to a tensor's values: rows are reordered, then each value v becomes (v + `add`) · `factor`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Change {
+    /// Heads whose halves are interleaved.
+    pub(super) interleave_heads: Option<usize>,
+    /// What is added.
+    pub(super) add: f32,
+    /// What is multiplied.
+    pub(super) factor: f32,
+}
+
+impl Change {
+    const NONE: Self = Self { interleave_heads: None, add: 0.0, factor: 1.0 };
+
+    /// The row (of `rows`) that comes to stand at `row`.
+    pub(super) fn source_row(&self, row: usize, rows: usize) -> usize {
+        let Some(heads) = self.interleave_heads else { return row };
+        let width = rows / heads;
+        let (head, at) = (row / width, row % width);
+        head * width + at % 2 * (width / 2) + at / 2
+    }
+
+    /// Changes values in place; rows are not touched.
+    pub(super) fn apply(&self, values: &mut [f32]) {
+        if self.add != 0.0 || self.factor != 1.0 {
+            values.iter_mut().for_each(|value| *value = (*value + self.add) * self.factor);
+        }
+    }
+}
+
+/// A parameter of the model and what it is in the file.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Planned {
+    /// llama.cpp's name.
+    pub(super) name: String,
+    /// The name in the checkpoint.
+    pub(super) stored: String,
+    /// Its shape, the same in both.
+    pub(super) shape: Vec<usize>,
+    /// What changes.
+    pub(super) change: Change,
+}
+
+/// Every parameter of the model, in order.
+///
+/// # Errors
+/// The user's: a tensor is missing, has another shape than config.json says, or has no place in the model.
+pub(super) fn plan(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<Planned>> {
+    let one_model = "give config.json and weights of one and the same model";
+    let parameters = model::parameters(config);
+    let mut planned = Vec::with_capacity(parameters.len());
+    for parameter in &parameters {
+        let stored = stored_name(config, files, &parameter.name);
+        let info = files.require(stored).map_err(|error| error.hint(one_model))?;
+        if info.shape != parameter.shape {
+            return Err(Error::user(format!("cannot export {}", info.file.display()))
+                .because(format!(
+                    "{stored} has shape {:?}, config.json makes it {:?}",
+                    info.shape, parameter.shape
+                ))
+                .hint(one_model));
+        }
+        planned.push(Planned {
+            name: gguf_name(config, &parameter.name)
+                .ok_or_else(|| Error::internal(format!("`{}` has no name in GGUF", parameter.name)))?,
+            stored: stored.to_owned(),
+            shape: parameter.shape.clone(),
+            change: change(config, &parameter.name),
+        });
+    }
+    for name in files.names() {
+        // Buffers that old checkpoints carry, and the second copy of a tied table.
+        let harmless = name.ends_with("rotary_emb.inv_freq") || name == EMBED_TOKENS || name == LM_HEAD;
+        if !harmless && !parameters.iter().any(|parameter| parameter.name == name) {
+            return Err(Error::user(format!("cannot export {}", files.folder().display()))
+                .because(format!("{name} has no place in the model that config.json describes"))
+                .hint(one_model));
+        }
+    }
+    Ok(planned)
+}
+
+/// A tied table may be stored as the embedding or as the head.
+fn stored_name<'n>(config: &ModelConfig, files: &ModelFiles, name: &'n str) -> &'n str {
+    match name {
+        EMBED_TOKENS if config.tie_word_embeddings && files.info(name).is_none() => LM_HEAD,
+        _ => name,
+    }
+}
+
+/// llama.cpp's name of a parameter; none for a name that no family has.
+pub(super) fn gguf_name(config: &ModelConfig, name: &str) -> Option<String> {
+    match name {
+        EMBED_TOKENS => return Some("token_embd.weight".into()),
+        "model.norm.weight" => return Some("output_norm.weight".into()),
+        LM_HEAD => return Some("output.weight".into()),
+        _ => {}
+    }
+    let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
+    let (module, kind) = rest.rsplit_once('.')?;
+    let part = match module {
+        "self_attn.q_proj" => "attn_q",
+        "self_attn.k_proj" => "attn_k",
+        "self_attn.v_proj" => "attn_v",
+        "self_attn.qkv_proj" => "attn_qkv",
+        "self_attn.o_proj" => "attn_output",
+        "self_attn.q_norm" => "attn_q_norm",
+        "self_attn.k_norm" => "attn_k_norm",
+        "mlp.gate_proj" => "ffn_gate",
+        // llama.cpp splits a matrix of this name that has twice the rows: the gate is the first half, as here.
+        "mlp.up_proj" | "mlp.gate_up_proj" => "ffn_up",
+        "mlp.down_proj" => "ffn_down",
+        "input_layernorm" => "attn_norm",
+        "post_attention_layernorm" if config.post_norms => "post_attention_norm",
+        "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
+        "post_feedforward_layernorm" => "post_ffw_norm",
+        _ => return None,
+    };
+    Some(format!("blk.{layer}.{part}.{kind}"))
+}
+
+/// What happens to the values of a parameter.
+pub(super) fn change(config: &ModelConfig, name: &str) -> Change {
+    let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
+    let ends = |end: &str| module.ends_with(end);
+    let mut change = Change::NONE;
+    if matches!(config.family, Family::Llama | Family::Mistral) {
+        if ends("self_attn.q_proj") {
+            change.interleave_heads = Some(config.heads.num_heads);
+        } else if ends("self_attn.k_proj") {
+            change.interleave_heads = Some(config.heads.num_kv_heads);
+        }
+    }
+    if config.norm.unit_offset && ends("norm") {
+        change.add = 1.0;
+    }
+    // Scores are linear in q: where q is normed, in the norm's weight.
+    let scaled = if config.qk_norm { "self_attn.q_norm" } else { "self_attn.q_proj" };
+    if ends(scaled) {
+        change.factor = (config.attention_scale / assumed_attention_scale(config)) as f32;
+    }
+    change
+}
+
+/// The factor on attention scores that llama.cpp computes with.
+fn assumed_attention_scale(config: &ModelConfig) -> f64 {
+    let heads = config.heads;
+    // The 27B models are told by their number of layers (src/models/gemma2.cpp, gemma3.cpp).
+    let width = match (config.family, config.num_layers()) {
+        (Family::Gemma2, 46) | (Family::Gemma3, 62) => config.hidden_size / heads.num_heads,
+        _ => heads.head_dim,
+    };
+    1.0 / (width as f64).sqrt()
+}
+
+/// Reads a tensor block by block, changed, and gives each block of whole rows to `take`.
+///
+/// # Errors
+/// The user's: the tensor holds no floats. What `take` returns.
+pub(super) fn read(
+    files: &ModelFiles,
+    planned: &Planned,
+    mut take: impl FnMut(&[f32]) -> Result<()>,
+) -> Result<()> {
+    let rows = planned.shape.first().copied().unwrap_or(1);
+    let row = planned.shape[1..].iter().product::<usize>().max(1);
+    let block = (BLOCK / row).max(1);
+    let mut values = vec![0f32; block.min(rows) * row];
+    for first in (0..rows).step_by(block) {
+        let count = block.min(rows - first);
+        let values = &mut values[..count * row];
+        if planned.change.interleave_heads.is_some() {
+            for (i, out) in values.chunks_exact_mut(row).enumerate() {
+                let source = planned.change.source_row(first + i, rows);
+                files.read_part(&planned.stored, source * row, out)?;
+            }
+        } else {
+            files.read_part(&planned.stored, first * row, values)?;
+            files.discard(&planned.stored);
+        }
+        planned.change.apply(values);
+        take(values)?;
+    }
+    files.discard(&planned.stored);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `permute` of conversion/llama.py on rows 0–15 with 2 heads, by hand: a head's rows 0 1 2 3 | 4 5 6 7 become
+    /// 0 4 1 5 2 6 3 7.
+    #[test]
+    fn halves_of_heads_are_interleaved() {
+        let change = Change { interleave_heads: Some(2), ..Change::NONE };
+        let rows: Vec<usize> = (0..16).map(|row| change.source_row(row, 16)).collect();
+        assert_eq!(rows, [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]);
+    }
+
+    #[test]
+    fn values_change_in_order() {
+        let mut values = [0.0, -0.5, 1.0];
+        Change { add: 1.0, factor: 2.0, ..Change::NONE }.apply(&mut values);
+        assert_eq!(values, [2.0, 1.0, 4.0]);
+    }
+}

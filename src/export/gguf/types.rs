@@ -1,0 +1,348 @@
+//! Which types a GGUF file holds, and which tensor gets which.
+//!
+//! A [`GgufType`] is what a person asks for; it is a mixture of [`BlockType`]s. The rules of the mixtures are those of
+//! `llama_tensor_get_type` in llama.cpp's src/llama-quant.cpp, for dense models without an importance matrix, so that
+//! a file has the types that `llama-quantize` would give it: more bits for the output, and in the `_k_m` mixtures for
+//! some layers' values and down projections. A row that a block does not divide falls back to a type with smaller
+//! blocks, and to f16 where none fits.
+
+use std::fmt;
+use std::str::FromStr;
+
+use candle_core::quantized::GgmlDType;
+
+use crate::model::{Family, ModelConfig};
+
+/// What the file is called by; tensors of one dimension are always f32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs, reason = "each name is the type's own")]
+pub enum GgufType {
+    F32,
+    F16,
+    BF16,
+    Q8_0,
+    Q4_0,
+    Q4KM,
+    Q5KM,
+    Q6K,
+}
+
+impl GgufType {
+    /// Every type with its name.
+    pub const ALL: [(&'static str, GgufType); 8] = [
+        ("f32", Self::F32),
+        ("f16", Self::F16),
+        ("bf16", Self::BF16),
+        ("q8_0", Self::Q8_0),
+        ("q4_0", Self::Q4_0),
+        ("q4_k_m", Self::Q4KM),
+        ("q5_k_m", Self::Q5KM),
+        ("q6_k", Self::Q6K),
+    ];
+
+    /// The number in `general.file_type` (`llama_ftype` in llama.h).
+    pub(super) fn file_type(self) -> u32 {
+        match self {
+            Self::F32 => 0,
+            Self::F16 => 1,
+            Self::Q4_0 => 2,
+            Self::Q8_0 => 7,
+            Self::Q4KM => 15,
+            Self::Q5KM => 17,
+            Self::Q6K => 18,
+            Self::BF16 => 32,
+        }
+    }
+
+    /// What a matrix gets unless a rule says otherwise.
+    fn default_type(self) -> BlockType {
+        match self {
+            Self::F32 => BlockType::F32,
+            Self::F16 => BlockType::F16,
+            Self::BF16 => BlockType::BF16,
+            Self::Q8_0 => BlockType::Q8_0,
+            Self::Q4_0 => BlockType::Q4_0,
+            Self::Q4KM => BlockType::Q4K,
+            Self::Q5KM => BlockType::Q5K,
+            Self::Q6K => BlockType::Q6K,
+        }
+    }
+}
+
+impl fmt::Display for GgufType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = Self::ALL.iter().find(|(_, kind)| kind == self).map_or("", |(name, _)| name);
+        f.write_str(name)
+    }
+}
+
+impl FromStr for GgufType {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL
+            .iter()
+            .find(|(name, _)| *name == text)
+            .map(|(_, kind)| *kind)
+            .ok_or_else(|| format!("accepted: {}", Self::ALL.map(|(name, _)| name).join(", ")))
+    }
+}
+
+/// How the values of one tensor are stored: in blocks of a fixed number of elements and bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) enum BlockType {
+    F32,
+    F16,
+    BF16,
+    Q4_0,
+    Q5_0,
+    Q5_1,
+    Q8_0,
+    Q4K,
+    Q5K,
+    Q6K,
+}
+
+impl BlockType {
+    /// The number in a tensor's entry (`ggml_type` in ggml.h).
+    pub(super) fn id(self) -> u32 {
+        match self {
+            Self::F32 => 0,
+            Self::F16 => 1,
+            Self::Q4_0 => 2,
+            Self::Q5_0 => 6,
+            Self::Q5_1 => 7,
+            Self::Q8_0 => 8,
+            Self::Q4K => 12,
+            Self::Q5K => 13,
+            Self::Q6K => 14,
+            Self::BF16 => 30,
+        }
+    }
+
+    /// The same type in candle.
+    pub(super) fn ggml(self) -> GgmlDType {
+        match self {
+            Self::F32 => GgmlDType::F32,
+            Self::F16 => GgmlDType::F16,
+            Self::BF16 => GgmlDType::BF16,
+            Self::Q4_0 => GgmlDType::Q4_0,
+            Self::Q5_0 => GgmlDType::Q5_0,
+            Self::Q5_1 => GgmlDType::Q5_1,
+            Self::Q8_0 => GgmlDType::Q8_0,
+            Self::Q4K => GgmlDType::Q4K,
+            Self::Q5K => GgmlDType::Q5K,
+            Self::Q6K => GgmlDType::Q6K,
+        }
+    }
+
+    /// Elements of a block.
+    pub(super) fn elements(self) -> usize {
+        self.ggml().block_size()
+    }
+
+    /// Bytes of a block.
+    pub(super) fn bytes(self) -> usize {
+        self.ggml().type_size()
+    }
+
+    /// Whether rows of this length are made of whole blocks.
+    fn divides(self, row: usize) -> bool {
+        row.is_multiple_of(self.elements())
+    }
+
+    fn is_quantized(self) -> bool {
+        self.elements() > 1
+    }
+
+    /// The type, or the one that llama.cpp takes instead for rows of this length.
+    fn or_smaller_blocks(self, row: usize) -> Self {
+        let smaller = match self {
+            _ if self.divides(row) => return self,
+            Self::Q4K => Self::Q5_0,
+            Self::Q5K => Self::Q5_1,
+            Self::Q6K => Self::Q8_0,
+            other => other,
+        };
+        if smaller.divides(row) { smaller } else { Self::F16 }
+    }
+}
+
+impl fmt::Display for BlockType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::BF16 => "bf16",
+            Self::Q4_0 => "q4_0",
+            Self::Q5_0 => "q5_0",
+            Self::Q5_1 => "q5_1",
+            Self::Q8_0 => "q8_0",
+            Self::Q4K => "q4_K",
+            Self::Q5K => "q5_K",
+            Self::Q6K => "q6_K",
+        })
+    }
+}
+
+/// What the rules ask of a model.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Mixture {
+    kind: GgufType,
+    layers: usize,
+    tied: bool,
+    seventy_b: bool,
+}
+
+impl Mixture {
+    pub(super) fn new(kind: GgufType, config: &ModelConfig) -> Self {
+        let grouped = config.heads.num_heads != config.heads.num_kv_heads;
+        let seventy_b = config.num_layers() == 80
+            && match config.family {
+                Family::Llama | Family::Mistral => grouped,
+                Family::Qwen2 => true,
+                _ => false,
+            };
+        // Gemma's head is its embedding in llama.cpp, which then counts as the output.
+        Self { kind, layers: config.num_layers(), tied: config.tie_word_embeddings, seventy_b }
+    }
+
+    /// The type of the tensor `name` (as in the file), and the one it would have if its rows were whole blocks.
+    pub(super) fn choose(&self, name: &str, shape: &[usize]) -> (BlockType, BlockType) {
+        let default = self.kind.default_type();
+        let &[_, row] = shape else { return (BlockType::F32, BlockType::F32) };
+        if !default.is_quantized() {
+            return (default, default);
+        }
+        let wanted = self.wanted(default, name, row);
+        (wanted.or_smaller_blocks(row), wanted)
+    }
+
+    fn wanted(&self, default: BlockType, name: &str, row: usize) -> BlockType {
+        let mixed = matches!(self.kind, GgufType::Q4KM | GgufType::Q5KM);
+        let (layer, part) = match name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
+            Some((layer, part)) => (layer.parse().unwrap_or(0), part),
+            None => (0, name),
+        };
+        match part {
+            "output.weight" | "token_embd.weight" if part == "output.weight" || self.tied => match default {
+                _ if !default.divides(row) => BlockType::Q8_0,
+                BlockType::Q8_0 => BlockType::Q8_0,
+                _ => BlockType::Q6K,
+            },
+            "attn_v.weight" | "attn_qkv.weight" => match default {
+                _ if mixed && self.gets_more_bits(layer) => BlockType::Q6K,
+                BlockType::Q4K if self.seventy_b => BlockType::Q5K,
+                _ => default,
+            },
+            "ffn_down.weight" if mixed && self.gets_more_bits(layer) => BlockType::Q6K,
+            _ => default,
+        }
+    }
+
+    /// The first and last eighth of the layers, and every third between them.
+    fn gets_more_bits(&self, layer: usize) -> bool {
+        let eighth = self.layers / 8;
+        layer < eighth || layer >= 7 * self.layers / 8 || (layer - eighth) % 3 == 2
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mixture(kind: GgufType, layers: usize, tied: bool) -> Mixture {
+        Mixture { kind, layers, tied, seventy_b: false }
+    }
+
+    #[test]
+    fn names_round_trip() {
+        for (name, kind) in GgufType::ALL {
+            assert_eq!(name.parse::<GgufType>(), Ok(kind));
+            assert_eq!(kind.to_string(), name);
+        }
+        assert!("q4_k_s".parse::<GgufType>().is_err());
+    }
+
+    /// llama.cpp's rule by hand. 12 layers: 12/8 = 1, 7·12/8 = 10: layer 0; 10, 11; and between them i - 1 = 2, 5, 8.
+    /// 32 layers: 4 and 28: 0–3; 28–31; i - 4 = 2, 5, …, 23. 2 layers: 0 and 1 (7·2/8 = 1): layer 1 alone.
+    #[test]
+    fn more_bits_by_hand() {
+        let more = |layers: usize| {
+            let mixture = mixture(GgufType::Q4KM, layers, false);
+            (0..layers).filter(|layer| mixture.gets_more_bits(*layer)).collect::<Vec<_>>()
+        };
+        assert_eq!(more(2), [1]);
+        assert_eq!(more(12), [0, 3, 6, 9, 10, 11]);
+        assert_eq!(more(32), [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]);
+    }
+
+    /// Each line worked out from llama_tensor_get_type_impl and tensor_type_fallback.
+    #[test]
+    fn types_by_hand() {
+        use BlockType::{BF16, F16, F32, Q4_0, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+        use GgufType as G;
+        let table: [(GgufType, bool, &str, usize, BlockType); 32] = [
+            // Layers 0, 3, 6, 9, 10, 11 of 12 have more bits.
+            (G::Q4KM, false, "blk.0.attn_v.weight", 256, Q6K),
+            (G::Q4KM, false, "blk.1.attn_v.weight", 256, Q4K),
+            (G::Q4KM, false, "blk.3.ffn_down.weight", 512, Q6K),
+            (G::Q4KM, false, "blk.4.ffn_down.weight", 512, Q4K),
+            (G::Q4KM, false, "blk.0.attn_q.weight", 256, Q4K),
+            (G::Q4KM, false, "blk.0.attn_output.weight", 256, Q4K),
+            (G::Q4KM, false, "blk.11.ffn_gate.weight", 256, Q4K),
+            (G::Q4KM, false, "blk.0.attn_qkv.weight", 256, Q6K),
+            (G::Q4KM, false, "blk.1.attn_qkv.weight", 256, Q4K),
+            (G::Q4KM, false, "output.weight", 256, Q6K),
+            (G::Q4KM, false, "token_embd.weight", 256, Q4K),
+            (G::Q4KM, true, "token_embd.weight", 256, Q6K),
+            (G::Q4KM, false, "blk.0.attn_norm.weight", 0, F32),
+            (G::Q5KM, false, "blk.9.attn_v.weight", 256, Q6K),
+            (G::Q5KM, false, "blk.8.attn_v.weight", 256, Q5K),
+            (G::Q5KM, false, "blk.10.ffn_down.weight", 256, Q6K),
+            (G::Q5KM, false, "token_embd.weight", 256, Q5K),
+            (G::Q6K, false, "blk.0.attn_v.weight", 256, Q6K),
+            (G::Q6K, true, "token_embd.weight", 256, Q6K),
+            (G::Q8_0, false, "output.weight", 64, Q8_0),
+            (G::Q4_0, false, "output.weight", 256, Q6K),
+            (G::Q4_0, false, "blk.0.ffn_down.weight", 256, Q4_0),
+            // Rows that are no multiple of 256, then of 32.
+            (G::Q4KM, false, "blk.1.attn_q.weight", 64, Q5_0),
+            (G::Q5KM, false, "blk.1.attn_q.weight", 64, Q5_1),
+            (G::Q4KM, false, "blk.0.attn_v.weight", 64, Q8_0),
+            (G::Q6K, false, "blk.0.attn_q.weight", 96, Q8_0),
+            (G::Q4KM, true, "token_embd.weight", 64, Q8_0),
+            (G::Q4_0, false, "output.weight", 64, Q8_0),
+            (G::Q4KM, false, "blk.1.ffn_down.weight", 172, F16),
+            (G::Q8_0, false, "blk.1.ffn_down.weight", 172, F16),
+            (G::BF16, false, "output.weight", 172, BF16),
+            (G::F32, false, "blk.1.attn_q.weight", 64, F32),
+        ];
+        for (kind, tied, name, row, wanted) in table {
+            let shape = if row == 0 { vec![256] } else { vec![8, row] };
+            let (chosen, _) = mixture(kind, 12, tied).choose(name, &shape);
+            assert_eq!(chosen, wanted, "{kind} {name} rows of {row}, tied {tied}");
+        }
+        let seventy_b = Mixture { seventy_b: true, ..mixture(G::Q4KM, 80, false) };
+        assert_eq!(seventy_b.choose("blk.11.attn_v.weight", &[8, 256]).0, Q5K);
+        assert_eq!(seventy_b.choose("blk.0.attn_v.weight", &[8, 256]).0, Q6K);
+    }
+
+    #[test]
+    fn sizes_are_ggml_s() {
+        // Bytes and elements of a block: ggml-common.h.
+        for (kind, elements, bytes) in [
+            (BlockType::F32, 1, 4),
+            (BlockType::BF16, 1, 2),
+            (BlockType::Q4_0, 32, 18),
+            (BlockType::Q5_0, 32, 22),
+            (BlockType::Q5_1, 32, 24),
+            (BlockType::Q8_0, 32, 34),
+            (BlockType::Q4K, 256, 144),
+            (BlockType::Q5K, 256, 176),
+            (BlockType::Q6K, 256, 210),
+        ] {
+            assert_eq!((kind.elements(), kind.bytes()), (elements, bytes), "{kind}");
+        }
+    }
+}

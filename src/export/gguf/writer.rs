@@ -1,0 +1,324 @@
+//! The GGUF container, version 3: a header of keys, values and tensor entries, then the tensors' bytes.
+//!
+//! Layout and type numbers are those of ggml's `gguf.h` (docs/gguf.md in ggml-org/ggml). Everything is little-endian; each
+//! tensor starts at a multiple of [`ALIGNMENT`] after the header. The caller lists the tensors, then is asked for the
+//! bytes of each in turn, so no more than a part of one tensor is held. The file is written beside its place, flushed,
+//! then renamed: it appears whole or not at all.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{self, BufWriter, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+use super::types::BlockType;
+use crate::error::{Error, Kind, Result};
+use crate::units;
+
+/// What readers assume where `general.alignment` is not given.
+const ALIGNMENT: u64 = 32;
+const MAGIC: &[u8; 4] = b"GGUF";
+const VERSION: u32 = 3;
+/// Longest name that ggml keeps, with its final NUL (`GGML_MAX_NAME`).
+const MAX_NAME_BYTES: usize = 64;
+
+/// The value of a key.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Value {
+    U32(u32),
+    F32(f32),
+    Bool(bool),
+    Text(String),
+    Texts(Vec<String>),
+    F32s(Vec<f32>),
+    I32s(Vec<i32>),
+    Bools(Vec<bool>),
+}
+
+impl Value {
+    fn type_id(&self) -> u32 {
+        match self {
+            Self::U32(_) => 4,
+            Self::F32(_) => 6,
+            Self::Bool(_) => 7,
+            Self::Text(_) => 8,
+            Self::Texts(_) | Self::F32s(_) | Self::I32s(_) | Self::Bools(_) => 9,
+        }
+    }
+
+    fn put(&self, bytes: &mut Vec<u8>) {
+        let array = |bytes: &mut Vec<u8>, type_id: u32, len: usize| {
+            bytes.extend_from_slice(&type_id.to_le_bytes());
+            bytes.extend_from_slice(&(len as u64).to_le_bytes());
+        };
+        match self {
+            Self::U32(value) => bytes.extend_from_slice(&value.to_le_bytes()),
+            Self::F32(value) => bytes.extend_from_slice(&value.to_le_bytes()),
+            Self::Bool(value) => bytes.push(u8::from(*value)),
+            Self::Text(value) => put_text(value, bytes),
+            Self::Texts(values) => {
+                array(bytes, 8, values.len());
+                values.iter().for_each(|value| put_text(value, bytes));
+            }
+            Self::F32s(values) => {
+                array(bytes, 6, values.len());
+                values.iter().for_each(|value| bytes.extend_from_slice(&value.to_le_bytes()));
+            }
+            Self::I32s(values) => {
+                array(bytes, 5, values.len());
+                values.iter().for_each(|value| bytes.extend_from_slice(&value.to_le_bytes()));
+            }
+            Self::Bools(values) => {
+                array(bytes, 7, values.len());
+                bytes.extend(values.iter().map(|value| u8::from(*value)));
+            }
+        }
+    }
+}
+
+fn put_text(text: &str, bytes: &mut Vec<u8>) {
+    bytes.extend_from_slice(&(text.len() as u64).to_le_bytes());
+    bytes.extend_from_slice(text.as_bytes());
+}
+
+/// Keys and values in order.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Metadata(Vec<(String, Value)>);
+
+impl Metadata {
+    pub(super) fn set(&mut self, key: impl Into<String>, value: Value) {
+        self.0.push((key.into(), value));
+    }
+
+    pub(super) fn text(&mut self, key: impl Into<String>, value: impl Into<String>) {
+        self.set(key, Value::Text(value.into()));
+    }
+
+    pub(super) fn append(&mut self, more: Metadata) {
+        self.0.extend(more.0);
+    }
+}
+
+/// A tensor to be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Entry {
+    /// Its name in the file.
+    pub(super) name: String,
+    /// Its shape, rows first as in safetensors; the file has the dimensions the other way round.
+    pub(super) shape: Vec<usize>,
+    /// How its values are stored; the length of a row is a multiple of its block.
+    pub(super) kind: BlockType,
+}
+
+impl Entry {
+    /// Bytes of its data, without padding.
+    pub(super) fn bytes(&self) -> u64 {
+        let blocks = self.shape.iter().map(|&dim| dim as u64).product::<u64>() / self.kind.elements() as u64;
+        blocks * self.kind.bytes() as u64
+    }
+}
+
+/// Takes the bytes of one tensor.
+pub(super) struct Sink<'a> {
+    entry: &'a Entry,
+    left: u64,
+    file: &'a mut Unfinished,
+}
+
+impl Sink<'_> {
+    /// The next bytes.
+    ///
+    /// # Errors
+    /// Storage: the disk is full or fails. A fault of ours: too many bytes.
+    pub(super) fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.left = self.left.checked_sub(bytes.len() as u64).ok_or_else(|| {
+            Error::internal(format!("cannot write tensor `{}`", self.entry.name))
+                .because(format!("more than its {} bytes were given", self.entry.bytes()))
+        })?;
+        self.file.put(bytes)
+    }
+}
+
+/// Writes the new file `path`; `write` is called once for each entry, in order, to give its bytes. Returns the
+/// size of the file.
+///
+/// # Errors
+/// The user's: something is at `path` already. Storage: the disk is full or fails; nothing is left then. What `write`
+/// returns. A fault of ours: two entries or keys of one name, or `write` gives too few or too many bytes.
+pub(super) fn write(
+    path: &Path,
+    metadata: &Metadata,
+    entries: &[Entry],
+    mut write: impl FnMut(&Entry, &mut Sink<'_>) -> Result<()>,
+) -> Result<u64> {
+    refuse_existing(path)?;
+    let header = header(metadata, entries)?;
+    let data: u64 = entries.iter().map(|entry| entry.bytes().next_multiple_of(ALIGNMENT)).sum();
+    let mut file = Unfinished::create(path, header.len() as u64 + data)?;
+    file.put(&header)?;
+    for entry in entries {
+        let mut sink = Sink { entry, left: entry.bytes(), file: &mut file };
+        write(entry, &mut sink)?;
+        if sink.left > 0 {
+            return Err(Error::internal(format!("cannot write tensor `{}`", entry.name)).because(format!(
+                "{} of its {} bytes were not given",
+                sink.left,
+                entry.bytes()
+            )));
+        }
+        file.pad()?;
+    }
+    file.commit()
+}
+
+/// Refuses a place that is taken: an export is long, and what is there may be the only copy.
+///
+/// # Errors
+/// The user's: something is at `path`.
+pub fn refuse_existing(path: &Path) -> Result<()> {
+    let refused = Error::user(format!("cannot write {}", path.display()));
+    match std::fs::symlink_metadata(path) {
+        Ok(found) if found.is_dir() => Err(refused
+            .because("it is a folder; a GGUF is one file")
+            .hint(format!("write `--output {}`", path.join("model.gguf").display()))),
+        Ok(_) => Err(refused
+            .because("there is a file of that name")
+            .hint("give another name as `--output`, or remove the file")),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(Error::io("write", path, &error)),
+    }
+}
+
+fn header(metadata: &Metadata, entries: &[Entry]) -> Result<Vec<u8>> {
+    let mut bytes = MAGIC.to_vec();
+    bytes.extend_from_slice(&VERSION.to_le_bytes());
+    bytes.extend_from_slice(&(entries.len() as u64).to_le_bytes());
+    bytes.extend_from_slice(&(metadata.0.len() as u64).to_le_bytes());
+    let mut names = BTreeSet::new();
+    let mut once = |name: &str| match names.insert(name.to_owned()) {
+        true => Ok(()),
+        false => Err(Error::internal("cannot write a GGUF file").because(format!("`{name}` is there twice"))),
+    };
+    for (key, value) in &metadata.0 {
+        once(key)?;
+        put_text(key, &mut bytes);
+        bytes.extend_from_slice(&value.type_id().to_le_bytes());
+        value.put(&mut bytes);
+    }
+    let mut offset = 0u64;
+    for entry in entries {
+        once(&entry.name)?;
+        if entry.name.len() >= MAX_NAME_BYTES {
+            return Err(Error::internal("cannot write a GGUF file")
+                .because(format!("the name `{}` is too long", entry.name)));
+        }
+        put_text(&entry.name, &mut bytes);
+        bytes.extend_from_slice(&(entry.shape.len() as u32).to_le_bytes());
+        for &dim in entry.shape.iter().rev() {
+            bytes.extend_from_slice(&(dim as u64).to_le_bytes());
+        }
+        bytes.extend_from_slice(&entry.kind.id().to_le_bytes());
+        bytes.extend_from_slice(&offset.to_le_bytes());
+        offset += entry.bytes().next_multiple_of(ALIGNMENT);
+    }
+    bytes.resize((bytes.len() as u64).next_multiple_of(ALIGNMENT) as usize, 0);
+    Ok(bytes)
+}
+
+/// A file under its temporary name; dropped before [`Unfinished::commit`], it leaves nothing.
+struct Unfinished {
+    path: PathBuf,
+    temporary: PathBuf,
+    out: BufWriter<File>,
+    written: u64,
+    needed: u64,
+}
+
+impl Unfinished {
+    fn create(path: &Path, needed: u64) -> Result<Self> {
+        if let Some(folder) = path.parent().filter(|folder| *folder != Path::new("")) {
+            std::fs::create_dir_all(folder).map_err(|error| Error::io("create", folder, &error))?;
+        }
+        let mut temporary = path.as_os_str().to_owned();
+        temporary.push(format!(".tmp-{}", std::process::id()));
+        let temporary = PathBuf::from(temporary);
+        let file = File::create(&temporary).map_err(|error| Error::io("write", path, &error))?;
+        let out = BufWriter::with_capacity(1 << 20, file);
+        Ok(Self { path: path.into(), temporary, out, written: 0, needed })
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        self.out.write_all(bytes).map_err(|error| self.failed(&error))?;
+        self.written += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn pad(&mut self) -> Result<()> {
+        let missing = self.written.next_multiple_of(ALIGNMENT) - self.written;
+        self.put(&[0; ALIGNMENT as usize][..missing as usize])
+    }
+
+    fn commit(mut self) -> Result<u64> {
+        self.out.flush().map_err(|error| self.failed(&error))?;
+        self.out.get_ref().sync_all().map_err(|error| self.failed(&error))?;
+        std::fs::rename(&self.temporary, &self.path).map_err(|error| self.failed(&error))?;
+        Ok(self.written)
+    }
+
+    fn failed(&self, source: &io::Error) -> Error {
+        let error = Error::new(Kind::Storage, format!("cannot write {}", self.path.display()))
+            .because(format!("{source}; the file needs {}", units::bytes(self.needed)));
+        match source.kind() {
+            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+                error.hint("make room on that disk, or choose another place with `--output`")
+            }
+            _ => error,
+        }
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        // After a commit there is nothing of that name; before it a failed removal changes nothing for the caller.
+        drop(std::fs::remove_file(&self.temporary));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn header_is_the_format_to_the_byte() {
+        let mut metadata = Metadata::default();
+        metadata.text("k", "ab");
+        metadata.set("a", Value::I32s(vec![-1]));
+        let entries = [
+            Entry { name: "t".into(), shape: vec![2, 3], kind: BlockType::F16 },
+            Entry { name: "u".into(), shape: vec![1], kind: BlockType::F32 },
+        ];
+        let mut wanted = b"GGUF\x03\0\0\0\x02\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0".to_vec();
+        wanted.extend(b"\x01\0\0\0\0\0\0\0k\x08\0\0\0\x02\0\0\0\0\0\0\0ab");
+        wanted.extend(b"\x01\0\0\0\0\0\0\0a\x09\0\0\0\x05\0\0\0\x01\0\0\0\0\0\0\0\xff\xff\xff\xff");
+        // 3 columns first, then 2 rows; f16 is type 1; 12 bytes are padded to 32.
+        wanted.extend(b"\x01\0\0\0\0\0\0\0t\x02\0\0\0\x03\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0\x01\0\0\0");
+        wanted.extend(b"\0\0\0\0\0\0\0\0");
+        wanted.extend(b"\x01\0\0\0\0\0\0\0u\x01\0\0\0\x01\0\0\0\0\0\0\0\0\0\0\0\x20\0\0\0\0\0\0\0");
+        wanted.resize(wanted.len().next_multiple_of(32), 0);
+        assert_eq!(header(&metadata, &entries).expect("names differ"), wanted);
+    }
+
+    #[test]
+    fn nothing_is_left_of_a_file_that_failed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("m.gguf");
+        let entry = [Entry { name: "t".into(), shape: vec![4], kind: BlockType::F32 }];
+        for given in [0, 15, 17] {
+            let written = write(&path, &Metadata::default(), &entry, |_, sink| sink.write(&vec![0; given]));
+            assert!(written.is_err(), "{given} bytes");
+            assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 0);
+        }
+        write(&path, &Metadata::default(), &entry, |_, sink| sink.write(&[0; 16])).expect("16 bytes");
+        let again = write(&path, &Metadata::default(), &entry, |_, sink| sink.write(&[0; 16]));
+        assert!(again.expect_err("exists").to_string().contains("there is a file of that name"));
+    }
+}
