@@ -73,9 +73,13 @@ fn tensor<'a>(tensors: &'a mut [Tensor], name: &str) -> &'a mut Tensor {
 }
 
 fn no_run_with_tensors(change: impl FnOnce(&mut Vec<Tensor>)) -> String {
+    no_run_with_tensors_and(&[], change)
+}
+
+fn no_run_with_tensors_and(more: &[&str], change: impl FnOnce(&mut Vec<Tensor>)) -> String {
     let place = Place::new();
     change_tensors(&place.path("model/model.safetensors"), change);
-    no_run(&place, &[])
+    no_run(&place, more)
 }
 
 // Recipes and flags.
@@ -157,30 +161,50 @@ fn no_learning_rate_and_no_data() {
 #[test]
 fn features_of_later_versions() {
     let place = Place::new();
-    assert_snapshot!(no_run(&place, &["--set", "quantization.kind=nf4"]), @"
-    exit 1
-    error: `[quantization]` is not available in this version
-      caused by: accepted now: no such table
-    hint: remove it from recipe and `--set`
-    ");
     assert_snapshot!(no_run(&place, &["--set", "parallel.strategy=fsdp"]), @r#"
     exit 1
     error: `parallel.strategy = "fsdp"` is not available in this version
       caused by: accepted now: "auto", "single"
     hint: remove it from recipe and `--set`
     "#);
-    assert_snapshot!(no_run(&place, &["--set", "adapter.kind=dora"]), @r#"
-    exit 1
-    error: `adapter.kind = "dora"` is not available in this version
-      caused by: accepted now: lora
-    hint: remove `kind`, or write one of these
-    "#);
-    assert_snapshot!(no_run(&place, &["--set", "optimizer.state=int8"]), @r#"
-    exit 1
-    error: `optimizer.state = "int8"` is not available in this version
-      caused by: accepted now: "f32"
-    hint: remove it from recipe and `--set`
-    "#);
+}
+
+#[test]
+fn quantized_bases() {
+    let place = Place::new();
+    let full = |more: &[&str]| {
+        let line = ["--model", "model", "--dataset", "rows.jsonl", "--output", "out", "--recipe", "full"];
+        refused(&place, &[&line, more].concat())
+    };
+    assert_snapshot!(full(&["--set", "quantization.kind=nf4"]), @"");
+    assert_snapshot!(no_run(&place, &["--set", "quantization.block_size=48"]), @"");
+    // A checkpoint that is quantized already.
+    for name in ["config.json", "model.safetensors"] {
+        let from =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/quant/tiny-llama-bnb-nf4").join(name);
+        std::fs::copy(from, place.path("model").join(name)).unwrap();
+    }
+    assert_snapshot!(full(&[]), @"");
+    assert_snapshot!(no_run(&place, &["--set", "quantization.kind=fp4"]), @"");
+    assert_snapshot!(no_run(&place, &["--set", "adapter.init=pissa"]), @"");
+}
+
+#[test]
+fn adapters_that_cannot_be() {
+    let place = Place::new();
+    let dora = ["--set", "adapter.kind=dora", "--set", "adapter.target_modules=[\"q_proj\",\"lm_head\"]"];
+    assert_snapshot!(no_run(&place, &dora), @"");
+    assert_snapshot!(no_run(&place, &["--set", "adapter.init=pissa", "--set", "adapter.r=100"]), @"");
+    assert_snapshot!(no_run(&place, &["--set", "adapter.target_modules=[\"norm\"]"]), @"");
+}
+
+#[test]
+fn weights_that_cannot_be_quantized() {
+    let text = no_run_with_tensors_and(&["--set", "quantization.kind=nf4"], |tensors| {
+        let data = &mut tensor(tensors, "model.layers.1.mlp.up_proj.weight").3;
+        data[40..44].copy_from_slice(&f32::NAN.to_le_bytes());
+    });
+    assert_snapshot!(text, @"");
 }
 
 #[test]

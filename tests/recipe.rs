@@ -420,12 +420,6 @@ fn keys_without_effect() {
       caused by: my.toml:8:8: `adapter.init` has no effect with `path`: a saved adapter brings its own weights
     hint: remove `init` or `path`
     ");
-    assert_snapshot!(fault("[quantization]\nkind = \"int8\"\nblock_size = 128\n"), @r#"
-    error: cannot use recipe my.toml
-      caused by: my.toml:8:8: `quantization.kind` needs [adapter]: quantized weights cannot be trained themselves
-      caused by: my.toml:9:14: `quantization.block_size` has no effect with `kind = "int8"`
-    hint: add `[adapter]`; remove it, or write `kind = "nf4"`
-    "#);
     assert_snapshot!(set_fault(&["optimizer.lora_plus_ratio=16", "eval.steps=5"]), @"
     error: cannot use these settings
       caused by: --set optimizer.lora_plus_ratio=16: `optimizer.lora_plus_ratio` has no effect without [adapter]

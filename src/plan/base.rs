@@ -129,6 +129,15 @@ impl Base {
                 ))
                 .hint("add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model"));
         }
+        let stored = self.files.as_ref().map(stored_format).transpose()?.flatten();
+        if let (Some(format), true) = (stored, adaptation.is_some_and(Adaptation::needs_exact_weights)) {
+            return Err(Error::user("cannot start the adapter from this model's weights")
+                .because(format!(
+                    "`adapter.init` is \"pissa\" or \"loftq\", which factor the weights before they are quantized; the model is stored in {}",
+                    describe(&format)
+                ))
+                .hint("give the unquantized model and `[quantization]`, or write `init = \"default\"`"));
+        }
         let values = Values::new(&self.config, self.files.as_ref(), adaptation, 0);
         values.check(&self.slots(adaptation, trains_all)?)
     }
