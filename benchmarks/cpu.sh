@@ -8,7 +8,7 @@
 #   PYTHON=python3   the interpreter, with torch, transformers and peft
 #   OUT=FILE         where the figures go
 #   THREADS=2 ROUNDS=2 STEPS=8 SEQ=512 SHAPE=135m
-#   RUNS="lora-f32 lora-f32-checkpointing lora-bf16 full-f32 full-bf16"
+#   RUNS="lora-f32 lora-f32-checkpointing lora-bf16 qlora-f32 qlora-f32-checkpointing full-f32 full-bf16"; qlora needs bitsandbytes too
 set -uo pipefail
 
 if [ $# -ne 1 ] || [ ! -x "$1" ]; then
@@ -27,7 +27,7 @@ fi
 
 parts=$(mktemp -d) || exit 1
 trap 'rm -rf "$parts"' EXIT
-for run in ${RUNS:-lora-f32 lora-f32-checkpointing lora-bf16 full-f32 full-bf16}; do
+for run in ${RUNS:-lora-f32 lora-f32-checkpointing lora-bf16 qlora-f32 qlora-f32-checkpointing full-f32 full-bf16}; do
     IFS=- read -r mode dtype checkpointing <<<"$run"
     echo "cpu.sh: $run" >&2
     "$python" "$here/side_by_side.py" --binary "$binary" --device cpu --shape "${SHAPE:-135m}" --mode "$mode" --dtype "$dtype" \

@@ -34,7 +34,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="135m")
     parser.add_argument("--folder", type=Path, help="model folder made before (shapes.py); default: a new one")
-    parser.add_argument("--mode", choices=("lora", "full"), default="lora")
+    parser.add_argument("--mode", choices=("lora", "qlora", "full"), default="lora")
     parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32")
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--micro-batch", type=int, default=1)
@@ -43,6 +43,7 @@ def arguments():
     parser.add_argument("--warmup", type=int, default=2, help="first steps that do not count in the median")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--write-weights", action="store_true", help="only write random bf16 weights into --folder")
     parser.add_argument("--threads", type=int, default=0, help="0: PyTorch's own choice")
     return parser.parse_args()
 
@@ -52,11 +53,21 @@ def build(args, torch):
 
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(args.folder)
-    with torch.device(args.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if args.mode == "qlora":
+        from transformers import BitsAndBytesConfig
+
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        )
+        model = AutoModelForCausalLM.from_pretrained(
+            args.folder, dtype=dtype, attn_implementation="sdpa", quantization_config=quantization, device_map=args.device
+        )
+    else:
+        config = AutoConfig.from_pretrained(args.folder)
+        with torch.device(args.device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.config.use_cache = False
-    if args.mode == "lora":
+    if args.mode != "full":
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(
@@ -90,6 +101,13 @@ def main():
 
     import torch
 
+    if args.write_weights:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained(args.folder)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(args.folder)
+        return
     if args.threads:
         torch.set_num_threads(args.threads)
     model, ids = build(args, torch), rows(args, torch)

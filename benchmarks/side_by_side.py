@@ -61,7 +61,7 @@ class DeviceMemory:
 def ours(args, folder, output):
     """The command that trains with the binary."""
     settings = {
-        "model.init": "random",
+        "model.init": "pretrained" if from_disk(args) else "random",
         "model.dtype": args.dtype,
         "data.format": "text",
         "data.packing": "false",
@@ -75,13 +75,20 @@ def ours(args, folder, output):
         "scheduler.kind": "constant",
         "log.tensorboard": "false",
     }
-    if args.mode == "lora":
+    if args.mode == "qlora":
+        settings |= {"quantization.kind": "nf4", "quantization.double_quant": "true"}
+    if args.mode != "full":
         settings |= {"adapter.r": 16, "adapter.lora_alpha": 32, "adapter.target_modules": "all-linear"}
     line = [args.binary, "--model", folder, "--dataset", folder / "text.jsonl", "--output", output, "--offline", "--quiet"]
     line += ["--gpus", "0"] if args.device == "cuda" else []
     for key, value in settings.items():
         line += ["--set", f"{key}={value}"]
     return line
+
+
+def from_disk(args):
+    """Whether both start from a checkpoint, as a 4-bit base must, and not from random weights."""
+    return args.mode == "qlora"
 
 
 def theirs(args, folder):
@@ -168,7 +175,7 @@ def arguments():
     parser.add_argument("--binary", required=True)
     parser.add_argument("--python", default=sys.executable, help="interpreter with torch, transformers, peft")
     parser.add_argument("--shape", choices=SHAPES, default="135m")
-    parser.add_argument("--mode", choices=("lora", "full"), default="lora")
+    parser.add_argument("--mode", choices=("lora", "qlora", "full"), default="lora")
     parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32")
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--micro-batch", type=int, default=1)
@@ -189,6 +196,9 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         write_model(folder, args.shape, args.seq, args.steps * args.micro_batch * args.accumulation)
+        if from_disk(args):
+            maker = Path(__file__).with_name("peft_bench.py")
+            subprocess.run([args.python, maker, "--folder", folder, "--write-weights"], check=True, stdout=sys.stderr)
         for turn in range(args.rounds):
             mine.append(run_ours(args, folder, Path(scratch) / f"out-{turn}"))
             other.append(run_theirs(args, folder))

@@ -9,7 +9,7 @@ use clap_complete::Shell;
 
 use crate::error::Result;
 use crate::export::gguf::GgufType;
-use crate::recipe::{Dtype, Layers, Purpose, RecipeText};
+use crate::recipe::{Dtype, Layers, Purpose, QuantKind, RecipeText};
 
 const TRAIN_EXAMPLES: &str = "\
 Examples:
@@ -46,6 +46,8 @@ pub struct Cli {
 pub enum Verb {
     /// Merge an adapter into its model: a Hugging Face folder
     Merge(MergeArgs),
+    /// Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
+    Quantize(QuantizeArgs),
     /// Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
     Export(ExportArgs),
     /// Continue a prompt, or chat
@@ -162,6 +164,36 @@ pub struct MergeArgs {
     /// The mean KL divergence, in nats a token, above which the merge is refused
     #[arg(long, value_name = "NATS", requires = "verify_on", value_parser = nats)]
     pub max_kl: Option<f64>,
+    /// Network and verbosity.
+    #[command(flatten)]
+    pub common: CommonArgs,
+}
+
+/// `finetune quantize`.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "\
+Examples:
+  finetune quantize --model Qwen/Qwen2.5-0.5B --kind nf4 --output qwen-nf4
+  finetune quantize --model merged --kind int8 --skip down_proj --output merged-int8")]
+pub struct QuantizeArgs {
+    /// The model: a folder or a hub id
+    #[arg(long, value_name = "MODEL")]
+    pub model: String,
+    /// The codes of the linear layers; all else stays as it is stored
+    #[arg(long, value_name = "KIND", value_parser = quant_kind())]
+    pub kind: QuantKind,
+    /// The folder to write; must be new or empty
+    #[arg(long, value_name = "DIR")]
+    pub output: PathBuf,
+    /// Weights that share one scale: a power of two from 32 to 4096 [default: 64; not with int8]
+    #[arg(long, value_name = "N", value_parser = block_size)]
+    pub block_size: Option<usize>,
+    /// Keep the scales in f32 (not with int8, which always does)
+    #[arg(long)]
+    pub no_double_quant: bool,
+    /// Layers to leave as they are, such as down_proj or layers.0; may be repeated
+    #[arg(long, value_name = "NAME")]
+    pub skip: Vec<String>,
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
@@ -442,6 +474,15 @@ const MOST_GPUS: usize = 1024;
 
 fn dtype() -> impl TypedValueParser<Value = Dtype> {
     PossibleValuesParser::new(Dtype::NAMES).try_map(|text| text.parse::<Dtype>())
+}
+
+fn quant_kind() -> impl TypedValueParser<Value = QuantKind> {
+    PossibleValuesParser::new(QuantKind::NAMES).try_map(|text| text.parse::<QuantKind>())
+}
+
+fn block_size(text: &str) -> Result<usize, String> {
+    let size = text.parse().ok().filter(|n: &usize| n.is_power_of_two() && (32..=4096).contains(n));
+    size.ok_or_else(|| "accepted: 32, 64, 128, 256, 512, 1024, 2048, 4096".into())
 }
 
 fn export_format() -> impl TypedValueParser<Value = ExportFormat> {

@@ -36,6 +36,7 @@ fn help_of_the_root() {
 
     Commands:
       merge        Merge an adapter into its model: a Hugging Face folder
+      quantize     Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
       export       Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
       generate     Continue a prompt, or chat
       eval         Measure loss, perplexity and token accuracy on a data set
@@ -76,6 +77,30 @@ fn help_of_the_root() {
 
 #[test]
 fn help_of_every_verb() {
+    assert_snapshot!(told(&["quantize", "--help"]), @"
+    exit 0
+    Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
+
+    Usage: finetune quantize [OPTIONS] --model <MODEL> --kind <KIND> --output <DIR>
+
+    Options:
+          --model <MODEL>    The model: a folder or a hub id
+          --kind <KIND>      The codes of the linear layers; all else stays as it is stored [possible
+                             values: nf4, fp4, int8]
+          --output <DIR>     The folder to write; must be new or empty
+          --block-size <N>   Weights that share one scale: a power of two from 32 to 4096 [default: 64;
+                             not with int8]
+          --no-double-quant  Keep the scales in f32 (not with int8, which always does)
+          --skip <NAME>      Layers to leave as they are, such as down_proj or layers.0; may be repeated
+          --offline          Use only what is on this machine
+      -q, --quiet            Say only what went wrong
+      -v, --verbose          Say more
+      -h, --help             Print help
+
+    Examples:
+      finetune quantize --model Qwen/Qwen2.5-0.5B --kind nf4 --output qwen-nf4
+      finetune quantize --model merged --kind int8 --skip down_proj --output merged-int8
+    ");
     assert_snapshot!(told(&["merge", "--help"]), @"
     exit 0
     Merge an adapter into its model: a Hugging Face folder

@@ -12,6 +12,7 @@ mod export;
 mod generate;
 mod inspect;
 mod merge;
+mod quantize;
 mod recipes;
 mod showcase;
 mod train;
@@ -37,6 +38,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Verb::Completions(args)) => completions::run(&args),
         None => train::run(&cli.train),
         Some(Verb::Merge(args)) => merge::run(&args),
+        Some(Verb::Quantize(args)) => quantize::run(&args),
         Some(Verb::Export(args)) => export::run(&args),
         Some(Verb::Generate(args)) => generate::run(&args),
         Some(Verb::Eval(args)) => eval::run(&args),

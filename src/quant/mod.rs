@@ -11,7 +11,7 @@ mod quantize;
 
 pub use codes::{Kind, dynamic_signed, dynamic_unsigned, nearest};
 pub use dequantize::{Blocks, Scales};
-pub use quantize::{nest, quantize};
+pub use quantize::{first_not_finite, nest, quantize};
 
 /// Scales that share an outer scale in double quantization.
 pub const NESTED_BLOCK: usize = 256;

@@ -39,13 +39,23 @@ pub fn quantize(kind: Kind, block_size: usize, values: &[f32], codes: &mut [u8],
             Kind::Int8Rows => {
                 for ((values, codes), absmax) in blocks_of(block_size, values, codes).zip(absmax) {
                     *absmax = largest(values);
-                    for (code, value) in codes.iter_mut().zip(values) {
-                        let scaled = if *absmax > 0.0 { value * (127.0 / *absmax) } else { 0.0 };
-                        *code = scaled.round_ties_even() as i8 as u8;
-                    }
+                    // torch divides a number by a tensor in these two steps; ties depend on it.
+                    let factor = if *absmax > 0.0 { 1.0 / *absmax * 127.0 } else { 0.0 };
+                    round_all(values, factor, codes);
                 }
             }
         });
+}
+
+/// The place of the first value that cannot be quantized: a NaN or an infinity.
+pub fn first_not_finite(values: &[f32]) -> Option<usize> {
+    let bad = |values: &[f32]| {
+        // Without a way out in the middle, so that it becomes vector code.
+        let all = values.iter().fold(true, |all, value| all & value.is_finite());
+        (!all).then(|| values.iter().position(|value| !value.is_finite())).flatten()
+    };
+    let tasks = values.par_chunks(TASK).enumerate();
+    tasks.find_map_first(|(i, values)| bad(values).map(|at| i * TASK + at))
 }
 
 fn blocks_of<'a>(
@@ -54,6 +64,14 @@ fn blocks_of<'a>(
     codes: &'a mut [u8],
 ) -> impl Iterator<Item = (&'a [f32], &'a mut [u8])> {
     values.chunks(block_size).zip(codes.chunks_mut(block_size))
+}
+
+/// Whole numbers, ties to even, as two's complement.
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+fn round_all(values: &[f32], factor: f32, codes: &mut [u8]) {
+    for (code, value) in codes.iter_mut().zip(values) {
+        *code = (value * factor).round_ties_even() as i8 as u8;
+    }
 }
 
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]

@@ -178,13 +178,26 @@ mod tests {
 
     #[test]
     fn dtype_goes_under_the_key_of_its_generation() {
-        let bf16 = ConfigChanges { dtype: Some(StoredDtype::BF16), ..Default::default() };
+        let bf16 = || ConfigChanges { dtype: Some(StoredDtype::BF16), ..Default::default() };
         assert_eq!(
-            change(r#"{"z":1,"torch_dtype":"float32","a":2}"#, bf16),
+            change(r#"{"z":1,"torch_dtype":"float32","a":2}"#, bf16()),
             r#"{"z":1,"torch_dtype":"bfloat16","a":2}"#
         );
-        assert_eq!(change(r#"{"dtype":"float16"}"#, bf16), r#"{"dtype":"bfloat16"}"#);
-        assert_eq!(change("{}", bf16), r#"{"torch_dtype":"bfloat16"}"#);
+        assert_eq!(change(r#"{"dtype":"float16"}"#, bf16()), r#"{"dtype":"bfloat16"}"#);
+        assert_eq!(change("{}", bf16()), r#"{"torch_dtype":"bfloat16"}"#);
+    }
+
+    #[test]
+    fn quantization_follows_the_weights() {
+        let config = r#"{"a":1,"quantization_config":{"quant_method":"bitsandbytes"},"z":2}"#;
+        let entry = |name: &str| Entry { name: name.into(), dtype: StoredDtype::F32, shape: vec![1] };
+        let of = |quantization| ConfigChanges { quantization, ..Default::default() };
+        let plain = ConfigChanges::for_weights(&[entry("a.weight")]).quantization;
+        assert_eq!(change(config, of(plain)), r#"{"a":1,"z":2}"#);
+        let both = ConfigChanges::for_weights(&[entry("a.weight"), entry("a.SCB")]).quantization;
+        assert_eq!(change(config, of(both)), config);
+        let set = QuantizationChange::Set("new".into());
+        assert_eq!(change(config, of(set)), r#"{"a":1,"quantization_config":"new","z":2}"#);
     }
 
     #[test]

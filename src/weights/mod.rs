@@ -2,7 +2,7 @@
 //!
 //! [`ModelFiles`] opens a Hugging Face folder (one file, or shards and their index) as memory maps and gives
 //! tensors by name, converted while they are read, dequantized where bitsandbytes quantized them; [`write_file`] and
-//! [`write_sharded`] stream tensors back, one at a time, to the same layout. [`companions`] copies config.json and the
+//! [`write_sharded`] stream tensors back, one at a time, to the same layout; [`ScatteredWriter`] takes them in any order. [`companions`] copies config.json and the
 //! tokenizer beside new weights, and [`Summary`] describes a folder from headers alone. What a name means, and which
 //! shape it must have, is for `model` to say; PEFT names are `adapter`'s.
 //!
@@ -18,6 +18,7 @@ mod index;
 mod load;
 mod new_folder;
 mod quantized;
+mod scattered;
 mod summary;
 mod write;
 
@@ -26,6 +27,7 @@ pub use files::{ModelFiles, TensorInfo};
 pub use load::{Expected, load_tensor};
 pub use new_folder::NewFolder;
 pub use quantized::QuantizedTensor;
+pub use scattered::{Planned, ScatteredWriter};
 pub use summary::{Group, Summary, Tally, summary};
 pub use write::{Entry, TensorSink, Written, write_file, write_index, write_sharded, write_text};
 

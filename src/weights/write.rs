@@ -117,10 +117,7 @@ pub fn write_sharded(
     mut write: impl FnMut(&Entry, &mut TensorSink<'_>) -> Result<()>,
 ) -> Result<Vec<Written>> {
     let shards = split(entries, shard_bytes);
-    let names: Vec<String> = match shards.len() {
-        1 => vec![MODEL_FILE.into()],
-        n => (1..=n).map(|i| format!("model-{i:05}-of-{n:05}.safetensors")).collect(),
-    };
+    let names = shard_names(shards.len());
     refuse_other_weights(folder, &names)?;
     let mut unfinished = Vec::with_capacity(shards.len());
     for (name, shard) in names.iter().zip(&shards) {
@@ -163,6 +160,14 @@ pub fn write_text(path: &Path, text: &str) -> Result<Written> {
     let written = file.commit()?;
     sync_folder(path)?;
     Ok(written)
+}
+
+/// The names of a model's files, as transformers gives them.
+pub(super) fn shard_names(shards: usize) -> Vec<String> {
+    match shards {
+        1 => vec![MODEL_FILE.into()],
+        n => (1..=n).map(|i| format!("model-{i:05}-of-{n:05}.safetensors")).collect(),
+    }
 }
 
 /// Entries in order, a new shard when the next one does not fit; a tensor larger than a shard has one of its own.
@@ -222,7 +227,7 @@ fn write_temporary(
 }
 
 /// The length and the JSON object, padded with spaces so that the data starts at a multiple of 8.
-fn header(entries: &[&Entry]) -> Result<Vec<u8>> {
+pub(super) fn header(entries: &[&Entry]) -> Result<Vec<u8>> {
     let mut json = serde_json::Map::new();
     json.insert("__metadata__".into(), serde_json::json!({ "format": "pt" }));
     let mut offset = 0;
@@ -280,14 +285,19 @@ impl Unfinished {
     }
 
     fn failed(&self, source: &io::Error) -> Error {
-        let error = Error::new(Kind::Storage, format!("cannot write {}", self.path.display()))
-            .because(format!("{source}; the file needs {}", units::bytes(self.needed)));
-        match source.kind() {
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-                error.hint("make room on that disk, or choose another place with `--output`")
-            }
-            _ => error,
+        failed(&self.path, self.needed, source)
+    }
+}
+
+/// The error of a write to `path`, a file of `needed` bytes.
+pub(super) fn failed(path: &Path, needed: u64, source: &io::Error) -> Error {
+    let error = Error::new(Kind::Storage, format!("cannot write {}", path.display()))
+        .because(format!("{source}; the file needs {}", units::bytes(needed)));
+    match source.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            error.hint("make room on that disk, or choose another place with `--output`")
         }
+        _ => error,
     }
 }
 
@@ -299,7 +309,7 @@ impl Drop for Unfinished {
 }
 
 /// Makes the renames in the folder of `path` last through a power cut.
-fn sync_folder(path: &Path) -> Result<()> {
+pub(super) fn sync_folder(path: &Path) -> Result<()> {
     let folder = match path.parent() {
         Some(folder) if folder != Path::new("") => folder,
         _ => Path::new("."),

@@ -1,0 +1,66 @@
+//! `finetune quantize`: a model → its 4-bit or 8-bit checkpoint, as bitsandbytes saves it.
+
+use std::time::Instant;
+
+use super::{terminal, working_folder};
+use crate::cli::QuantizeArgs;
+use crate::error::{Error, Kind, Result};
+use crate::export::bitsandbytes::{Scheme, write_quantized};
+use crate::plan::{Base, Finder};
+use crate::quant::{self, Format};
+use crate::recipe::{Model, QuantKind, Source};
+use crate::units;
+
+/// Quantizes.
+pub(super) fn run(args: &QuantizeArgs) -> Result<()> {
+    let terminal = terminal(&args.common);
+    let scheme = scheme(args)?;
+    let id = Some(Source::from_argument("--model", &args.model, &working_folder()?)?);
+    let finder = Finder::new(args.common.offline, &terminal)?;
+    let base = Base::open(&Model { id, ..Model::default() }, None, &finder)?;
+    // A tensor of another shape would be quantized without a word, and fail when it is loaded.
+    base.check(None, false)?;
+    let files =
+        base.files.as_ref().ok_or_else(|| Error::internal("the model was opened without its weights"))?;
+    let start = Instant::now();
+    let report = write_quantized(files, &base.config, scheme, &args.skip, &args.output, |name| {
+        terminal.detail(name);
+    })?;
+    let secs = start.elapsed().as_secs_f64();
+    terminal.line(format!(
+        "quantized {} tensors to {}, copied {}: {} in {}, {} before",
+        report.quantized,
+        args.kind,
+        report.copied,
+        units::bytes(report.files.iter().map(|(_, bytes)| bytes).sum()),
+        args.output.display(),
+        units::bytes(report.bytes_before),
+    ));
+    terminal.line(format!(
+        "read in {}, {}/s",
+        units::duration(secs),
+        units::bytes((report.bytes_before as f64 / secs.max(1e-9)) as u64)
+    ));
+    Ok(())
+}
+
+fn scheme(args: &QuantizeArgs) -> Result<Scheme> {
+    let kind = match args.kind {
+        QuantKind::Nf4 => quant::Kind::Nf4,
+        QuantKind::Fp4 => quant::Kind::Fp4,
+        QuantKind::Int8 => {
+            let flag = match (args.block_size, args.no_double_quant) {
+                (Some(_), _) => "--block-size",
+                (None, true) => "--no-double-quant",
+                (None, false) => return Ok(Scheme::LlmInt8),
+            };
+            return Err(Error::new(Kind::Usage, format!("cannot use `{flag}` with `--kind int8`"))
+                .because(
+                    "LLM.int8(), the 8-bit format that transformers loads, has one f32 scale for each row",
+                )
+                .hint(format!("remove `{flag}`")));
+        }
+    };
+    let block_size = args.block_size.unwrap_or(Format::default().block_size);
+    Ok(Scheme::FourBits(Format { kind, block_size, double_quant: !args.no_double_quant }))
+}

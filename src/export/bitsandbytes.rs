@@ -1,0 +1,404 @@
+//! A model whose linear layers are quantized as bitsandbytes saves them, for transformers to load.
+//!
+//! Tensors are streamed from the source's memory map a piece at a time, so that memory holds one tensor's scales and
+//! a piece. Which layers: every linear one but the head, as transformers does; embeddings, norms and biases stay as
+//! they are stored. The names and the JSON text are those of `QuantState.as_dict` (bitsandbytes/functional.py) and of
+//! `Linear8bitLt`, the keys of `quantization_config` those of transformers' `BitsAndBytesConfig`.
+
+use std::path::{Path, PathBuf};
+
+use half::f16;
+use serde_json::{Value, json};
+
+use super::hf::SHARD_BYTES;
+use crate::error::{Error, Result};
+use crate::model::{self, ModelConfig, ModuleKind};
+use crate::quant::{self, Format, Kind, NESTED_BLOCK};
+use crate::weights::companions::{self, ConfigChanges, QUANTIZATION_CONFIG, QuantizationChange};
+use crate::weights::{Entry, ModelFiles, NewFolder, Planned, ScatteredWriter, StoredDtype};
+
+/// Elements (or bytes that are only copied) in memory at once, if a row is not longer.
+const PIECE: usize = 1 << 22;
+/// More than any number of a quant_state has.
+const LONGEST_NUMBER: usize = 24;
+
+/// How linear layers are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scheme {
+    /// NF4 or FP4.
+    FourBits(Format),
+    /// LLM.int8(): whole numbers with a scale for each row.
+    LlmInt8,
+}
+
+/// What was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Report {
+    /// Tensors that were quantized.
+    pub quantized: usize,
+    /// Tensors that are the source's.
+    pub copied: usize,
+    /// Bytes of the source's tensors.
+    pub bytes_before: u64,
+    /// The files, with their sizes, under their names in the output folder.
+    pub files: Vec<(PathBuf, u64)>,
+}
+
+/// Writes the model of `files` and `config` to the new folder `output`, its linear layers in `scheme` but for those
+/// that a name in `skip` names: the whole name, or some of its parts in a row, such as `down_proj` or `layers.0`.
+/// `done` is called with the name of each tensor that was written.
+///
+/// # Errors
+/// The user's: the model is quantized already, a name in `skip` names no linear layer, a weight is NaN or infinite,
+/// `output` is not empty. Storage: the disk is full or fails; nothing is left of `output` then.
+pub fn write_quantized(
+    files: &ModelFiles,
+    config: &ModelConfig,
+    scheme: Scheme,
+    skip: &[String],
+    output: &Path,
+    mut done: impl FnMut(&str),
+) -> Result<Report> {
+    let json = companions::read_config(files.folder())?;
+    refuse_quantized(files, json.contains_key(QUANTIZATION_CONFIG))?;
+    let layers = Layers::new(config, skip)?;
+    let names: Vec<&str> = files.files().flat_map(|(_, names)| names).collect();
+    let mut groups = Vec::with_capacity(names.len());
+    for name in &names {
+        groups.push(planned(files, name, layers.quantizes(name).then_some(scheme))?);
+    }
+    let folder = NewFolder::create(output)?;
+    let mut writer = ScatteredWriter::create(folder.path(), &groups, SHARD_BYTES)?;
+    for name in &names {
+        let mut source = SourceTensor { files, name, writer: &mut writer };
+        match (layers.quantizes(name), scheme) {
+            (false, _) => source.copy()?,
+            (true, Scheme::FourBits(format)) => source.four_bits(format)?,
+            (true, Scheme::LlmInt8) => source.rows()?,
+        }
+        files.discard(name);
+        done(name);
+    }
+    let mut written = writer.finish()?;
+    let dtype = layers
+        .quantized
+        .first()
+        .and_then(|name| files.info(&format!("{name}.weight")))
+        .map(|info| info.dtype);
+    let settings = quantization_config(scheme, dtype.unwrap_or(StoredDtype::F32), &layers.skipped);
+    let quantization = QuantizationChange::Set(settings);
+    companions::copy(
+        files.folder(),
+        folder.path(),
+        ConfigChanges { quantization, ..ConfigChanges::default() },
+    )?;
+    folder.commit()?;
+    for (path, _) in &mut written {
+        *path = output.join(path.file_name().unwrap_or_default());
+    }
+    let quantized = names.iter().filter(|name| layers.quantizes(name)).count();
+    Ok(Report {
+        quantized,
+        copied: names.len() - quantized,
+        bytes_before: files.file_bytes().map(|(_, bytes)| bytes).sum(),
+        files: written,
+    })
+}
+
+fn refuse_quantized(files: &ModelFiles, says_so: bool) -> Result<()> {
+    let mut found = None;
+    for name in files.names() {
+        if let Some(tensor) = files.quantized(name)? {
+            found = Some(format!("`{name}` is quantized to {}", tensor.format().kind.name()));
+            break;
+        }
+    }
+    match found.or(says_so.then(|| format!("config.json has `{QUANTIZATION_CONFIG}`"))) {
+        Some(cause) => Err(Error::user(format!("cannot quantize {}", files.folder().display()))
+            .because(format!("it is quantized already: {cause}"))
+            .hint("give the model that was not quantized")),
+        None => Ok(()),
+    }
+}
+
+/// The linear layers of a model, by whether they are quantized.
+struct Layers {
+    quantized: Vec<String>,
+    skipped: Vec<String>,
+}
+
+impl Layers {
+    fn new(config: &ModelConfig, skip: &[String]) -> Result<Self> {
+        let linear: Vec<String> = model::modules(config)
+            .into_iter()
+            .filter(|module| module.kind == ModuleKind::Linear)
+            .map(|module| module.name)
+            .collect();
+        for name in skip {
+            if !linear.iter().any(|layer| names(name, layer)) {
+                let mut ends: Vec<&str> =
+                    linear.iter().filter_map(|layer| layer.rsplit('.').next()).collect();
+                ends.sort_unstable();
+                ends.dedup();
+                return Err(Error::user(format!("cannot skip `{name}`")).because(format!(
+                    "no layer that would be quantized has this name; there are {}, each also with what stands before it, as in `{}`",
+                    ends.join(", "),
+                    linear.first().map_or("", String::as_str)
+                )));
+            }
+        }
+        let (skipped, quantized): (Vec<_>, Vec<_>) =
+            linear.into_iter().partition(|layer| skip.iter().any(|name| names(name, layer)));
+        if quantized.is_empty() {
+            return Err(Error::user("cannot quantize the model")
+                .because("`--skip` names every linear layer")
+                .hint("leave one of the names out"));
+        }
+        Ok(Self { quantized, skipped })
+    }
+
+    /// Whether the tensor `name` is the weight of a layer that is quantized.
+    fn quantizes(&self, name: &str) -> bool {
+        let module = name.strip_suffix(".weight");
+        module.is_some_and(|module| self.quantized.iter().any(|layer| layer == module))
+    }
+}
+
+/// Whether the parts of `name` are parts of the module's name, in a row.
+fn names(name: &str, module: &str) -> bool {
+    !name.is_empty() && format!(".{module}.").contains(&format!(".{name}."))
+}
+
+/// The tensors that `name` becomes.
+fn planned(files: &ModelFiles, name: &str, scheme: Option<Scheme>) -> Result<Vec<Planned>> {
+    let info = files.require(name)?;
+    let sized = |end: &str, dtype, shape: &[usize]| {
+        Planned::Sized(Entry { name: format!("{name}{end}"), dtype, shape: shape.into() })
+    };
+    let (n, float, byte) = (info.elements(), StoredDtype::F32, StoredDtype::U8);
+    Ok(match scheme {
+        None => vec![sized("", info.dtype, &info.shape)],
+        Some(Scheme::FourBits(format)) => {
+            let (blocks, table) = (format.blocks(n), format.kind.table().len());
+            let mut tensors = vec![sized("", byte, &[format.code_bytes(n), 1])];
+            tensors.push(sized(".absmax", if format.double_quant { byte } else { float }, &[blocks]));
+            if format.double_quant {
+                tensors.push(sized(".nested_absmax", float, &[blocks.div_ceil(NESTED_BLOCK)]));
+                tensors.push(sized(".nested_quant_map", float, &[quant::dynamic_signed().len()]));
+            }
+            tensors.push(sized(".quant_map", float, &[table]));
+            let longest = state(format, info.dtype, &info.shape, Some(0.0)).len() + LONGEST_NUMBER;
+            tensors.push(Planned::Text(state_name(name, format.kind), longest));
+            tensors
+        }
+        Some(Scheme::LlmInt8) => {
+            let module = |end: &str| name.replace(".weight", end);
+            vec![
+                sized("", StoredDtype::I8, &info.shape),
+                Planned::Sized(Entry { name: module(".SCB"), dtype: float, shape: vec![info.shape[0]] }),
+                Planned::Sized(Entry { name: module(".weight_format"), dtype: byte, shape: Vec::new() }),
+            ]
+        }
+    })
+}
+
+/// A tensor on its way.
+struct SourceTensor<'a> {
+    files: &'a ModelFiles,
+    name: &'a str,
+    writer: &'a mut ScatteredWriter,
+}
+
+impl SourceTensor<'_> {
+    fn put(&mut self, end: &str, bytes: &[u8]) -> Result<()> {
+        self.writer.write(&format!("{}{end}", self.name), 0, bytes)
+    }
+
+    fn copy(&mut self) -> Result<()> {
+        for (i, block) in self.files.bytes(self.name)?.chunks(PIECE).enumerate() {
+            self.writer.write(self.name, (i * PIECE) as u64, block)?;
+            self.files.discard(self.name);
+        }
+        Ok(())
+    }
+
+    /// Calls `take` with the values piece by piece, whose lengths but the last's are multiples of `unit`.
+    fn pieces(
+        &mut self,
+        unit: usize,
+        mut take: impl FnMut(&mut Self, usize, &mut [f32]) -> Result<()>,
+    ) -> Result<()> {
+        let n = self.files.require(self.name)?.elements();
+        let piece = (PIECE / unit).max(1) * unit;
+        let mut values = vec![0f32; piece.min(n)];
+        for start in (0..n).step_by(piece) {
+            let values = &mut values[..piece.min(n - start)];
+            self.files.read_part(self.name, start, values)?;
+            self.files.discard(self.name);
+            take(self, start, values)?;
+        }
+        Ok(())
+    }
+
+    fn check(&self, start: usize, values: &[f32], range: &str) -> Result<()> {
+        let Some(at) = quant::first_not_finite(values) else { return Ok(()) };
+        let mut stored = [0f32];
+        self.files.read_part(self.name, start + at, &mut stored)?;
+        Err(Error::user(format!("cannot quantize tensor `{}`", self.name))
+            .because(format!("its value {} is {}; accepted: {range}", start + at, stored[0]))
+            .hint(format!("leave it as it is with `--skip {}`, or repair the model", self.module())))
+    }
+
+    fn module(&self) -> &str {
+        self.name.strip_suffix(".weight").unwrap_or(self.name)
+    }
+
+    fn four_bits(&mut self, format: Format) -> Result<()> {
+        let Format { kind, block_size, .. } = format;
+        let info = self.files.require(self.name)?;
+        let mut absmax = vec![0f32; format.blocks(info.elements())];
+        let mut codes = vec![0u8; format.code_bytes(PIECE.min(info.elements()))];
+        self.pieces(block_size, |tensor, start, values| {
+            tensor.check(start, values, "finite numbers")?;
+            let codes = &mut codes[..format.code_bytes(values.len())];
+            let first = format.blocks(start);
+            let absmax = &mut absmax[first..first + format.blocks(values.len())];
+            quant::quantize(kind, block_size, values, codes, absmax);
+            tensor.writer.write(tensor.name, format.code_bytes(start) as u64, codes)
+        })?;
+        let mut offset = None;
+        if format.double_quant {
+            let mut nested = vec![0u8; absmax.len()];
+            let mut outer = vec![0f32; absmax.len().div_ceil(NESTED_BLOCK)];
+            offset = Some(quant::nest(&absmax, &mut nested, &mut outer));
+            self.put(".absmax", &nested)?;
+            self.put(".nested_absmax", &le(&outer))?;
+            self.put(".nested_quant_map", &le(quant::dynamic_signed()))?;
+        } else {
+            self.put(".absmax", &le(&absmax))?;
+        }
+        self.put(".quant_map", &le(kind.table()))?;
+        let text = state(format, info.dtype, &info.shape, offset);
+        self.writer.write(&state_name(self.name, kind), 0, text.as_bytes())
+    }
+
+    fn rows(&mut self) -> Result<()> {
+        let &[rows, columns] = self.files.require(self.name)?.shape.as_slice() else {
+            return Err(Error::internal(format!("tensor `{}` is no matrix", self.name)));
+        };
+        let mut scales = vec![0f32; rows];
+        let mut codes = Vec::new();
+        self.pieces(columns, |tensor, start, values| {
+            // bitsandbytes quantizes from f16, whatever the weights were stored as.
+            values.iter_mut().for_each(|value| *value = f16::from_f32(*value).to_f32());
+            tensor.check(start, values, "numbers that f16 holds, which LLM.int8() is made from")?;
+            codes.resize(values.len(), 0);
+            let scales = &mut scales[start / columns..(start + values.len()) / columns];
+            quant::quantize(Kind::Int8Rows, columns, values, &mut codes, scales);
+            tensor.writer.write(tensor.name, start as u64, &codes)
+        })?;
+        let module = self.module().to_owned();
+        self.writer.write(&format!("{module}.SCB"), 0, &le(&scales))?;
+        // "row" in bitsandbytes' list of layouts.
+        self.writer.write(&format!("{module}.weight_format"), 0, &[0])
+    }
+}
+
+fn le(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+fn state_name(weight: &str, kind: Kind) -> String {
+    format!("{weight}.quant_state.bitsandbytes__{}", kind.name())
+}
+
+/// The JSON text beside the codes, to the byte as Python writes it.
+fn state(format: Format, dtype: StoredDtype, shape: &[usize], offset: Option<f32>) -> String {
+    // Numbers of any other width are quantized from f32.
+    let dtype = dtype.config_name().filter(|_| dtype.size_bytes() <= 4).unwrap_or("float32");
+    let mut text = format!(
+        "{{\"quant_type\": \"{}\", \"blocksize\": {}, \"dtype\": \"{dtype}\", \"shape\": {shape:?}",
+        format.kind.name(),
+        format.block_size
+    );
+    if let Some(offset) = offset {
+        text += &format!(
+            ", \"nested_blocksize\": {NESTED_BLOCK}, \"nested_dtype\": \"float32\", \"nested_offset\": {}",
+            python_float(f64::from(offset))
+        );
+    }
+    text + "}"
+}
+
+/// Python's `repr` of a number that is not negative.
+fn python_float(x: f64) -> String {
+    let scientific = format!("{x:e}");
+    match scientific.split_once('e').map(|(digits, power)| (digits, power.parse::<i32>())) {
+        Some((digits, Ok(power))) if x != 0.0 && !(-4..16).contains(&power) => {
+            format!("{digits}e{}{:02}", if power < 0 { '-' } else { '+' }, power.abs())
+        }
+        _ => format!("{x:?}"),
+    }
+}
+
+/// What config.json says of the new weights. `skipped` are whole names, which every version of transformers compares
+/// in the same way; a list replaces the default one, so that the head stands in it too.
+fn quantization_config(scheme: Scheme, dtype: StoredDtype, skipped: &[String]) -> Value {
+    let skip: Option<Vec<&str>> = (!skipped.is_empty())
+        .then(|| ["lm_head"].into_iter().chain(skipped.iter().map(String::as_str)).collect());
+    let four = match scheme {
+        Scheme::FourBits(format) => Some(format),
+        Scheme::LlmInt8 => None,
+    };
+    // What bitsandbytes takes for granted stands there for 8 bits too.
+    let format = four.unwrap_or(Format { kind: Kind::Fp4, block_size: 64, double_quant: false });
+    let compute = dtype.config_name().filter(|_| four.is_some()).unwrap_or("float32");
+    json!({
+        "_load_in_4bit": four.is_some(),
+        "_load_in_8bit": four.is_none(),
+        "bnb_4bit_compute_dtype": compute,
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": format.kind.name(),
+        "bnb_4bit_use_double_quant": format.double_quant,
+        "llm_int8_enable_fp32_cpu_offload": false,
+        "llm_int8_has_fp16_weight": false,
+        "llm_int8_skip_modules": skip,
+        "llm_int8_threshold": 6.0,
+        "load_in_4bit": four.is_some(),
+        "load_in_8bit": four.is_none(),
+        "quant_method": "bitsandbytes",
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_as_python_writes_them() {
+        for (x, text) in [
+            (0.0, "0.0"),
+            (1.0, "1.0"),
+            (0.210_155_874_490_737_92, "0.21015587449073792"),
+            (0.0001, "0.0001"),
+            (0.000_099, "9.9e-05"),
+            (1e-7, "1e-07"),
+            (1.5e16, "1.5e+16"),
+            (123_456_789.0, "123456789.0"),
+            (9_007_199_254_740_992.0, "9007199254740992.0"),
+        ] {
+            assert_eq!(python_float(x), text);
+        }
+    }
+
+    #[test]
+    fn names_in_a_row() {
+        let module = "model.layers.10.mlp.down_proj";
+        for name in ["down_proj", "mlp", "mlp.down_proj", "layers.10", "model.layers.10", module, "10"] {
+            assert!(names(name, module), "{name}");
+        }
+        for name in ["", "proj", "layers.1", "mlp.up_proj", "layers.down_proj", "model.layers.1"] {
+            assert!(!names(name, module), "{name}");
+        }
+    }
+}
