@@ -4,7 +4,7 @@ use super::{open_device, terminal, working_folder};
 use crate::adapter::{self, MergeOptions};
 use crate::cli::{MergeArgs, MergeBaseArg};
 use crate::error::Result;
-use crate::plan::{Adaptation, Base, BaseChoice, Check, EngineOptions, Finder, MergeBase};
+use crate::plan::{Base, BaseChoice, Check, EngineOptions, Finder, MergeBase};
 use crate::recipe::{Dtype, Model, Recipe, Source};
 use crate::units;
 use crate::weights::OutputDtype;
@@ -18,8 +18,6 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
         Model { id: Some(Source::from_argument("--model", &args.model, &folder)?), ..Model::default() };
     let mut base = Base::open(&model, None, &finder)?;
     let adapter = finder.adapter(&Source::from_argument("--adapter", &args.adapter, &folder)?)?.folder;
-    // An adapter of another model is told apart by names and shapes before anything is written.
-    Adaptation::saved_in(&adapter, &base.config)?;
     let choice = match args.base {
         None => BaseChoice::Trained,
         Some(MergeBaseArg::Original) => BaseChoice::Original,
