@@ -234,6 +234,14 @@ fn halves_round_to_nearest_and_vectors_stay_f32() {
 }
 
 #[test]
+fn the_default_type_loses_nothing() {
+    for (model, kind) in [("tiny-llama", "f32"), ("tiny-mistral", "bf16"), ("tiny-phi3", "f16")] {
+        let files = ModelFiles::open(&golden("models").join(model)).unwrap();
+        assert_eq!(gguf::stored_type(&files).to_string(), kind, "{model}");
+    }
+}
+
+#[test]
 fn keys_say_what_config_json_says() {
     for model in FAMILIES {
         let folder = golden("models").join(model);

@@ -1,8 +1,9 @@
 //! Values to the bytes of a [`BlockType`].
 //!
-//! The rounding of blocks is candle's, whose types are ggml's to the byte. Where candle offers a search over scales
-//! that weighs large values more (made for importance matrices; here with all importances equal) it is used: it is
-//! what brings 4 and 5 bits to the error of `llama-quantize`. Rows are converted by all threads.
+//! The rounding of blocks is candle's, whose types are ggml's to the byte: q8_0 and q4_0 come out byte-equal to ggml's.
+//! For the k-quants candle's search over scales for importance matrices is used, with all importances equal: it brings
+//! them within 1 % of the error of ggml's own on heavy-tailed noise (q6_K: 2 % by the plain search). Rows are
+//! converted by all threads.
 
 use candle_core::quantized::QTensor;
 use candle_core::{Device, Tensor};
