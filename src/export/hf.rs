@@ -40,7 +40,7 @@ pub fn write_model(
 }
 
 /// Writes the model of `files`, with everything that stands beside it, to the new folder `output`: shards of at most
-/// `shard_bytes`, weights as `dtype`. The folder appears whole or not at all. Returns the size of the weights.
+/// `shard_bytes`, weights as `dtype`, quantized ones dequantized. The folder appears whole or not at all. Returns the size of the weights.
 ///
 /// # Errors
 /// The user's: `output` is not empty, a value does not fit `dtype`, or there is no valid config.json. Storage: the
@@ -64,7 +64,7 @@ pub fn export(files: &ModelFiles, output: &Path, dtype: OutputDtype, shard_bytes
 
 fn copy_tensor(files: &ModelFiles, entry: &Entry, sink: &mut TensorSink<'_>) -> Result<()> {
     let info = files.require(&entry.name)?;
-    if info.dtype == entry.dtype {
+    if info.dtype == entry.dtype && files.quantized(&entry.name)?.is_none() {
         for block in files.bytes(&entry.name)?.chunks(BLOCK) {
             sink.write_bytes(block)?;
             files.discard(&entry.name);
