@@ -28,7 +28,7 @@ fn shown(error: &Error, folder: &Path) -> String {
 
 /// Merges onto the base as it is stored, without a check.
 fn merge(base: &ModelFiles, adapter: &Path, output: &Path, dtype: OutputDtype) -> Result<MergeReport> {
-    let options = MergeOptions { dtype, base: BaseValues::AsStored, verify: &|_| Ok(None) };
+    let options = MergeOptions { dtype, base: BaseValues::AsStored, skip: &[], verify: &|_| Ok(None) };
     adapter::merge(base, adapter, output, &options)
 }
 

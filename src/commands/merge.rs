@@ -27,7 +27,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     terminal.line(format!("merging {}", decided.reason));
     let dataset = args.verify_on.as_deref().map(|data| Source::from_argument("--verify-on", data, &folder));
     let dataset = dataset.transpose()?;
-    base.format = decided.trained_over;
+    (base.format, base.skipped) = (decided.trained_over, decided.skipped.clone());
     let recipe = Recipe::default();
     let options = EngineOptions::new(&recipe.model, open_device(None)?, recipe.train.seed)?;
     let max_kl = args.max_kl.unwrap_or(decided.threshold());
@@ -44,7 +44,12 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
         Ok(Some(certificate.to_json()))
     };
     let files = base.files.as_ref().ok_or_else(|| crate::error::Error::internal("a model without files"))?;
-    let options = MergeOptions { dtype: output_dtype(args.dtype), base: decided.values, verify: &verify };
+    let options = MergeOptions {
+        dtype: output_dtype(args.dtype),
+        base: decided.values,
+        skip: &decided.skipped,
+        verify: &verify,
+    };
     let report = adapter::merge(files, &adapter, &args.output, &options)?;
     let bytes: u64 = report.files.iter().map(|file| file.bytes).sum();
     terminal.line(format!(
