@@ -256,3 +256,20 @@ fn a_merge_is_certified_or_refused() {
         assert!(!left.iter().any(|file| file.to_string_lossy().contains("refused")), "{left:?}");
     }
 }
+
+/// Embedding and head stay in the 16 bits they are stored in beside a quantized base, also where f32 is computed.
+#[test]
+fn tables_in_16_bits_generate_and_evaluate() {
+    let place = tempfile::tempdir().unwrap();
+    // Stored in bf16, tied.
+    let settings = "train.max_steps=2 quantization.kind=\"nf4\" model.dtype=\"f32\"";
+    let run = Run::train(place.path(), "run", "models/tiny-llama3", settings);
+    let recipe = run.output.join("recipe.toml").display().to_string();
+    let model = golden().join("models/tiny-llama3").display().to_string();
+    let adapter = run.output.display().to_string();
+    let mut args = words("generate --prompt word --max-new-tokens 5 --temperature 0 --recipe");
+    args.extend([recipe, "--model".into(), model, "--adapter".into(), adapter]);
+    let generated = finetune(&args);
+    assert!(generated.status.success(), "{}", told(&generated));
+    assert!(!generated.stdout.is_empty());
+}

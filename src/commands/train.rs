@@ -34,7 +34,17 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     }
     let output = args.output.as_path();
     let stop = watch_signals()?;
+    let loading = std::time::Instant::now();
     let mut trainer = plan.trainer(resumed.as_ref())?;
+    if let Some(bytes) = plan.bytes_read() {
+        let secs = loading.elapsed().as_secs_f64();
+        let rate = units::bytes((bytes as f64 / secs.max(1e-9)) as u64);
+        let said = |done: &str| format!("weights: {} {done} in {secs:.2} s, {rate}/s", units::bytes(bytes));
+        match plan.base.format {
+            Some(_) => terminal.line(said("read and quantized")),
+            None => terminal.detail(said("read")),
+        }
+    }
     std::fs::create_dir_all(output).map_err(|e| Error::io("create", output, &e))?;
     write_text(&output.join("recipe.toml"), &plan.recipe.to_toml())?;
     let plan = plan;

@@ -35,10 +35,10 @@ impl Engine {
                 Error::user("cannot generate from an empty prompt").hint("give a text with `--prompt`")
             );
         }
-        let like = &self.strategy.embed().table.value;
+        let dtype = self.strategy.embed().dtype;
         let capacity = prompt.len() + max_new_tokens;
         let mut caches = (0..self.config.num_layers())
-            .map(|_| BlockCache::new(&self.config, capacity, like))
+            .map(|_| BlockCache::new(&self.config, capacity, dtype, &self.device))
             .collect::<Result<Vec<_>>>()?;
         let mut made = Vec::new();
         let mut input = prompt.to_vec();

@@ -9,7 +9,7 @@
 //! holds what cannot be had again cheaply: the projections and the attention output. Norm outputs, rotated heads and
 //! the gated product are made again in backward, elementwise.
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 
 use super::linear::{self, Linear, LoraSaved};
 use super::lora::DropoutSource;
@@ -100,9 +100,9 @@ pub struct BlockCache {
 
 impl BlockCache {
     /// An empty cache for `capacity` tokens.
-    pub fn new(config: &ModelConfig, capacity: usize, like: &Tensor) -> Result<Self> {
+    pub fn new(config: &ModelConfig, capacity: usize, dtype: DType, device: &Device) -> Result<Self> {
         let shape = (capacity, config.heads.kv_width());
-        let zeros = || Tensor::zeros(shape, like.dtype(), like.device());
+        let zeros = || Tensor::zeros(shape, dtype, device);
         Ok(BlockCache { k: zeros()?, v: zeros()?, len: 0 })
     }
 

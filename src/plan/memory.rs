@@ -7,7 +7,6 @@ use crate::engine::Recompute;
 use crate::model::ModelConfig;
 use crate::ops::adamw_int8::STATE_BLOCK;
 use crate::optim::{INT8_MIN_ELEMENTS, MomentDtype};
-use crate::quant::NESTED_BLOCK;
 use crate::strategy::Slot;
 
 /// Bytes by cause.
@@ -71,10 +70,8 @@ fn weight_bytes(slot: &Slot, size: usize) -> u64 {
     let n = slot.elements();
     let bytes = match (slot.format, slot.kept_as) {
         (Some(format), _) => {
-            let blocks = format.blocks(n);
-            let scales =
-                if format.double_quant { blocks + 4 * blocks.div_ceil(NESTED_BLOCK) } else { 4 * blocks };
-            format.code_bytes(n) + scales
+            let nested = if format.double_quant { format.blocks(n) } else { 0 };
+            format.code_bytes(n) + nested + 4 * format.scales(n)
         }
         (_, Some(dtype)) => n * dtype.size_in_bytes(),
         _ if slot.adapter => 4 * n,

@@ -117,6 +117,12 @@ impl Plan {
         (count(true), count(false))
     }
 
+    /// Bytes of the model's files that loading it reads; none when it starts random.
+    pub fn bytes_read(&self) -> Option<u64> {
+        let files = self.base.files.as_ref()?;
+        Some(files.files().filter_map(|(path, _)| Some(path.metadata().ok()?.len())).sum())
+    }
+
     /// The sampler at the beginning of the run.
     pub fn sampler(&self) -> Result<Sampler<'_>> {
         Sampler::new(&self.train.0, sampler_options(&self.recipe))

@@ -17,14 +17,14 @@ use crate::model::{self, ModelConfig, initial_lora, initial_value};
 use crate::ops::dora::weight_norm;
 use crate::ops::random::Stream;
 use crate::ops::weight::Weight;
-use crate::quant::{self, Blocks, Scales};
+use crate::quant::BlocksMut;
 use crate::recipe::AdapterInit;
-use crate::strategy::{BlocksMut, Fill, Slot, TOKEN_ROWS};
+use crate::strategy::{Fill, Slot, TOKEN_ROWS};
 use crate::weights::{Element, ModelFiles};
 
 /// The way out when weights and config.json do not fit.
 const ONE_MODEL: &str = "give config.json and weights of one and the same model";
-/// Values read and quantized at once, a multiple of every block size: 16 MiB of f32.
+/// Values read at once: 16 MiB of f32.
 const PIECE: usize = 1 << 22;
 
 /// Where first values come from.
@@ -172,44 +172,15 @@ impl<'a> Values<'a> {
     }
 
     /// Quantizes a base weight piece by piece, or takes the codes of a checkpoint that is quantized already.
-    fn fill_blocks(&self, slot: &Slot, to: BlocksMut<'_>) -> Result<()> {
+    fn fill_blocks(&self, slot: &Slot, mut to: BlocksMut<'_>) -> Result<()> {
         if let Some(stored) = self.files.map(|files| files.quantized(&slot.name)).transpose()?.flatten() {
             stored.copy_to(to.codes, to.nested, to.scales, to.offset);
             return Ok(());
         }
-        let n = slot.elements();
-        let mut values = vec![0f32; PIECE.min(n)];
-        self.quantize(n, to, &mut |start, len, quantize| {
-            let values = &mut values[..len];
+        to.fill(slot.elements(), |start, values| {
             self.read_base(&slot.name, start, values)?;
-            check_finite(&slot.name, values)?;
-            quantize(values);
-            Ok(())
+            check_finite(&slot.name, values)
         })
-    }
-
-    /// Fills the parts of a quantized tensor of `n` elements, asking `piece` for its values in order.
-    fn quantize(
-        &self,
-        n: usize,
-        to: BlocksMut<'_>,
-        piece: &mut dyn FnMut(usize, usize, &mut dyn FnMut(&[f32])) -> Result<()>,
-    ) -> Result<()> {
-        let format = to.format;
-        let mut own = vec![0f32; if format.double_quant { format.blocks(n) } else { 0 }];
-        let absmax: &mut [f32] = if format.double_quant { &mut own } else { &mut *to.scales };
-        for start in (0..n).step_by(PIECE) {
-            let len = PIECE.min(n - start);
-            let codes = &mut to.codes[format.code_bytes(start)..format.code_bytes(start + len)];
-            let absmax = &mut absmax[format.blocks(start)..format.blocks(start + len)];
-            piece(start, len, &mut |values| {
-                quant::quantize(format.kind, format.block_size, values, codes, absmax);
-            })?;
-        }
-        if format.double_quant {
-            *to.offset = quant::nest(&own, to.nested, to.scales);
-        }
-        Ok(())
     }
 
     /// Fills the weight of an adapter's module, and works out what the adapter starts from.
@@ -244,7 +215,13 @@ impl<'a> Values<'a> {
                 copy(to, &weight);
                 weight.iter_mut().zip(to).for_each(|(w, kept)| *w = kept.to_f32());
             }
-            Fill::Blocks(blocks) => self.quantize_in_place(&mut weight, blocks)?,
+            Fill::Blocks(mut blocks) => {
+                blocks.fill(weight.len(), |start, values| {
+                    values.copy_from_slice(&weight[start..start + values.len()]);
+                    Ok::<(), Error>(())
+                })?;
+                blocks.blocks().dequantize(0, &mut weight);
+            }
         }
         if let Some(mut lost) = wanted {
             lost.iter_mut().zip(&weight).for_each(|(w, kept)| *w -= kept);
@@ -255,29 +232,6 @@ impl<'a> Values<'a> {
             false => Vec::new(),
         };
         self.derived.borrow_mut().insert(target.name.clone(), Derived { factors, magnitude });
-        Ok(())
-    }
-
-    /// Quantizes `weight` into `to` and replaces it by what came of it.
-    fn quantize_in_place(&self, weight: &mut [f32], to: BlocksMut<'_>) -> Result<()> {
-        let BlocksMut { format, codes, nested, scales, offset } = to;
-        let parts = BlocksMut {
-            format,
-            codes: &mut *codes,
-            nested: &mut *nested,
-            scales: &mut *scales,
-            offset: &mut *offset,
-        };
-        self.quantize(weight.len(), parts, &mut |start, len, quantize| {
-            quantize(&weight[start..start + len]);
-            Ok(())
-        })?;
-        let scales = match format.double_quant {
-            true => Scales::Nested { codes: nested, absmax: scales, offset: *offset },
-            false => Scales::Plain(scales),
-        };
-        let blocks = Blocks { kind: format.kind, block_size: format.block_size, codes, scales };
-        blocks.dequantize(0, weight);
         Ok(())
     }
 

@@ -8,10 +8,12 @@
 mod codes;
 mod dequantize;
 mod quantize;
+mod tensor;
 
 pub use codes::{Kind, dynamic_signed, dynamic_unsigned, nearest};
 pub use dequantize::{Blocks, Scales};
 pub use quantize::{first_not_finite, nest, quantize};
+pub use tensor::{BlocksMut, QuantizedTensor};
 
 /// Scales that share an outer scale in double quantization.
 pub const NESTED_BLOCK: usize = 256;

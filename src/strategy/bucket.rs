@@ -4,11 +4,10 @@
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
-use super::packed::BlocksMut;
 use crate::error::Result;
 use crate::model::{Param, Segment};
 use crate::ops::reduce::copy_into;
-use crate::quant::Format;
+use crate::quant::{BlocksMut, Format};
 
 /// One parameter before it has a value.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -10,5 +10,5 @@ mod packed;
 mod single;
 
 pub use bucket::{Bucket, Entry, Fill, Slot};
-pub use packed::{BlocksMut, Packed};
+pub use packed::Packed;
 pub use single::{Adapters, LoraSpec, Single, TOKEN_ROWS};

@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use super::bucket::Slot;
 use crate::error::{Error, Result};
 use crate::ops::weight::{BlockScales, Quantized};
-use crate::quant::{Format, NESTED_BLOCK};
+use crate::quant::{BlocksMut, Format};
 
 /// Where the parts of a slot lie.
 #[derive(Debug, Clone)]
@@ -18,21 +18,6 @@ struct Entry {
     nested: (usize, usize),
     scales: (usize, usize),
     offset: f32,
-}
-
-/// Memory that a quantized slot's parts go to.
-#[derive(Debug)]
-pub struct BlocksMut<'a> {
-    /// What they are.
-    pub format: Format,
-    /// Codes of the weights.
-    pub codes: &'a mut [u8],
-    /// Codes of the scales; empty without double quantization.
-    pub nested: &'a mut [u8],
-    /// The scales, or with double quantization the scales of their codes.
-    pub scales: &'a mut [f32],
-    /// The mean of the scales, with double quantization.
-    pub offset: &'a mut f32,
 }
 
 /// Quantized slots of one segment.
@@ -63,13 +48,12 @@ impl Packed {
         for slot in slots {
             let format =
                 slot.format.ok_or_else(|| Error::internal(format!("{} is not quantized", slot.name)))?;
-            let (n, blocks) = (slot.elements(), format.blocks(slot.elements()));
-            let nested = if format.double_quant { blocks } else { 0 };
-            let scales = if format.double_quant { blocks.div_ceil(NESTED_BLOCK) } else { blocks };
+            let n = slot.elements();
+            let nested = if format.double_quant { format.blocks(n) } else { 0 };
             entries.push(Entry {
                 codes: take(&mut n_bytes, format.code_bytes(n)),
                 nested: take(&mut n_bytes, nested),
-                scales: take(&mut n_floats, scales),
+                scales: take(&mut n_floats, format.scales(n)),
                 offset: 0.0,
                 format,
                 slot,

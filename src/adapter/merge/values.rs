@@ -5,11 +5,9 @@ use rayon::prelude::*;
 
 use crate::adapter::{Adapter, TensorKind};
 use crate::error::{Error, Result};
-use crate::quant::{self, Blocks, Format, Scales};
+use crate::quant::{Format, QuantizedTensor};
 use crate::weights::ModelFiles;
 
-/// Values quantized at once: 16 MiB of f32.
-const PIECE: usize = 1 << 22;
 /// Values a thread dequantizes at once.
 const TASK: usize = 1 << 16;
 
@@ -26,7 +24,7 @@ pub(super) enum Source<'a> {
 pub(super) enum Values<'a> {
     Base(&'a ModelFiles, &'a str),
     Adapter(&'a Adapter, &'a str, TensorKind),
-    Quantized(Quantized),
+    Quantized(QuantizedTensor),
 }
 
 impl<'a> Values<'a> {
@@ -46,7 +44,7 @@ impl<'a> Values<'a> {
         };
         match format {
             None => Ok(values),
-            Some(format) => Ok(Self::Quantized(Quantized::new(&values, elements, format)?)),
+            Some(format) => Ok(Self::Quantized(quantized(&values, elements, format)?)),
         }
     }
 
@@ -80,54 +78,15 @@ impl<'a> Values<'a> {
     }
 }
 
-/// A tensor, quantized.
-pub(super) struct Quantized {
-    format: Format,
-    codes: Vec<u8>,
-    /// One a block; with double quantization one for [`quant::NESTED_BLOCK`] of them.
-    scales: Vec<f32>,
-    nested: Vec<u8>,
-    offset: f32,
-}
-
-impl Quantized {
-    fn new(values: &Values<'_>, elements: usize, format: Format) -> Result<Self> {
-        let mut codes = vec![0u8; format.code_bytes(elements)];
-        let mut absmax = vec![0f32; format.blocks(elements)];
-        // Whole blocks, and whole bytes of two codes.
-        let piece = (PIECE / format.block_size).max(2) / 2 * 2 * format.block_size;
-        let mut buffer = vec![0f32; piece.min(elements)];
-        for start in (0..elements).step_by(piece) {
-            let part = &mut buffer[..piece.min(elements - start)];
-            values.read(start, part)?;
-            if let Some(value) = part.iter().find(|value| !value.is_finite()) {
-                return Err(Error::user(format!("cannot quantize `{}`", values.name()))
-                    .because(format!("it holds {value}; accepted: finite numbers"))
-                    .hint("download the model again, or give another"));
-            }
-            let end = start + part.len();
-            let codes = &mut codes[format.code_bytes(start)..format.code_bytes(end)];
-            let absmax = &mut absmax[format.blocks(start)..format.blocks(end)];
-            quant::quantize(format.kind, format.block_size, part, codes, absmax);
+/// Quantizes a tensor of `elements` values.
+fn quantized(values: &Values<'_>, elements: usize, format: Format) -> Result<QuantizedTensor> {
+    QuantizedTensor::new(format, elements, |start, part| {
+        values.read(start, part)?;
+        match part.iter().find(|value| !value.is_finite()) {
+            None => Ok(()),
+            Some(value) => Err(Error::user(format!("cannot quantize `{}`", values.name()))
+                .because(format!("it holds {value}; accepted: finite numbers"))
+                .hint("download the model again, or give another")),
         }
-        if !format.double_quant {
-            return Ok(Self { format, codes, scales: absmax, nested: Vec::new(), offset: 0.0 });
-        }
-        let mut nested = vec![0u8; absmax.len()];
-        let mut scales = vec![0f32; absmax.len().div_ceil(quant::NESTED_BLOCK)];
-        let offset = quant::nest(&absmax, &mut nested, &mut scales);
-        Ok(Self { format, codes, scales, nested, offset })
-    }
-
-    fn blocks(&self) -> Blocks<'_> {
-        Blocks {
-            kind: self.format.kind,
-            block_size: self.format.block_size,
-            codes: &self.codes,
-            scales: match self.format.double_quant {
-                true => Scales::Nested { codes: &self.nested, absmax: &self.scales, offset: self.offset },
-                false => Scales::Plain(&self.scales),
-            },
-        }
-    }
+    })
 }

@@ -1,0 +1,116 @@
+//! A whole tensor in codes and scales, quantized as its values stream by.
+
+use super::{Blocks, Format, NESTED_BLOCK, Scales, nest, quantize};
+
+/// Values held in f32 at once: 16 MiB.
+const PIECE: usize = 1 << 22;
+
+/// Memory that the parts of a quantized tensor go to.
+#[derive(Debug)]
+pub struct BlocksMut<'a> {
+    /// What they are.
+    pub format: Format,
+    /// Codes of the values: [`Format::code_bytes`].
+    pub codes: &'a mut [u8],
+    /// Codes of the scales, one a block; empty without double quantization.
+    pub nested: &'a mut [u8],
+    /// The scales: [`Format::scales`].
+    pub scales: &'a mut [f32],
+    /// The mean of the scales, with double quantization.
+    pub offset: &'a mut f32,
+}
+
+impl BlocksMut<'_> {
+    /// Quantizes `n` values; `read` writes those from an index on into the slice it is given, piece by piece in order.
+    ///
+    /// # Errors
+    /// Those of `read`, which also answers for the values being finite.
+    pub fn fill<E>(
+        &mut self,
+        n: usize,
+        mut read: impl FnMut(usize, &mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let format = self.format;
+        let mut own = vec![0f32; if format.double_quant { format.blocks(n) } else { 0 }];
+        let absmax: &mut [f32] = if format.double_quant { &mut own } else { self.scales };
+        // Whole blocks, and whole bytes of two codes.
+        let piece = (PIECE / format.block_size).max(2) / 2 * 2 * format.block_size;
+        let mut values = vec![0f32; piece.min(n)];
+        for start in (0..n).step_by(piece) {
+            let values = &mut values[..piece.min(n - start)];
+            read(start, values)?;
+            let end = start + values.len();
+            let codes = &mut self.codes[format.code_bytes(start)..format.code_bytes(end)];
+            let absmax = &mut absmax[format.blocks(start)..format.blocks(end)];
+            quantize(format.kind, format.block_size, values, codes, absmax);
+        }
+        if format.double_quant {
+            *self.offset = nest(&own, self.nested, self.scales);
+        }
+        Ok(())
+    }
+
+    /// The tensor as it is now.
+    pub fn blocks(&self) -> Blocks<'_> {
+        together(self.format, self.codes, self.nested, self.scales, *self.offset)
+    }
+}
+
+/// A quantized tensor with memory of its own.
+#[derive(Debug)]
+pub struct QuantizedTensor {
+    format: Format,
+    codes: Vec<u8>,
+    nested: Vec<u8>,
+    scales: Vec<f32>,
+    offset: f32,
+}
+
+impl QuantizedTensor {
+    /// Quantizes `n` values, as [`BlocksMut::fill`].
+    ///
+    /// # Errors
+    /// Those of `read`.
+    pub fn new<E>(
+        format: Format,
+        n: usize,
+        read: impl FnMut(usize, &mut [f32]) -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let nested = vec![0; if format.double_quant { format.blocks(n) } else { 0 }];
+        let (codes, scales) = (vec![0; format.code_bytes(n)], vec![0.0; format.scales(n)]);
+        let mut tensor = QuantizedTensor { format, codes, nested, scales, offset: 0.0 };
+        tensor.parts().fill(n, read)?;
+        Ok(tensor)
+    }
+
+    fn parts(&mut self) -> BlocksMut<'_> {
+        let QuantizedTensor { format, codes, nested, scales, offset } = self;
+        BlocksMut { format: *format, codes, nested, scales, offset }
+    }
+
+    /// What products and dequantizing take.
+    pub fn blocks(&self) -> Blocks<'_> {
+        together(self.format, &self.codes, &self.nested, &self.scales, self.offset)
+    }
+}
+
+fn together<'a>(
+    Format { kind, block_size, double_quant }: Format,
+    codes: &'a [u8],
+    nested: &'a [u8],
+    scales: &'a [f32],
+    offset: f32,
+) -> Blocks<'a> {
+    let scales = match double_quant {
+        true => Scales::Nested { codes: nested, absmax: scales, offset },
+        false => Scales::Plain(scales),
+    };
+    Blocks { kind, block_size, codes, scales }
+}
+
+impl Format {
+    /// f32 values beside the codes: the scales of `n` values, or with double quantization the scales of their codes.
+    pub fn scales(&self, n: usize) -> usize {
+        if self.double_quant { self.blocks(n).div_ceil(NESTED_BLOCK) } else { self.blocks(n) }
+    }
+}
