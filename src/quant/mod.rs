@@ -9,7 +9,7 @@ mod codes;
 mod dequantize;
 mod quantize;
 
-pub use codes::{Kind, dynamic_signed, dynamic_unsigned, nearest};
+pub use codes::{DynamicMap, Kind, dynamic_signed, dynamic_unsigned, nearest};
 pub use dequantize::{Blocks, Scales};
 pub use quantize::{first_not_finite, nest, quantize};
 
