@@ -4,8 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use finetune::adapter::{
-    self, Adapter, AdapterConfig, AdapterTensor, BaseValues, MERGE_FILE, MergeOptions, MergeRecord,
-    MergeReport, ModuleInfo, ModuleKind, Names, TargetModules, TargetSpec, TensorKind, WEIGHTS_FILE, write,
+    self, Adapter, AdapterConfig, AdapterTensor, BaseValues, MergeOptions, MergeReport, ModuleInfo,
+    ModuleKind, Names, TargetModules, TargetSpec, TensorKind, WEIGHTS_FILE, write,
 };
 use finetune::error::{Error, Kind, Result};
 use finetune::weights::{
@@ -28,7 +28,7 @@ fn shown(error: &Error, folder: &Path) -> String {
 
 /// Merges onto the base as it is stored, without a check.
 fn merge(base: &ModelFiles, adapter: &Path, output: &Path, dtype: OutputDtype) -> Result<MergeReport> {
-    let options = MergeOptions { dtype, base: BaseValues::AsStored, verify: &|_| Ok(None) };
+    let options = MergeOptions { dtype, base: BaseValues::AsStored, skip: &[], verify: &|_| Ok(None) };
     adapter::merge(base, adapter, output, &options)
 }
 
@@ -352,6 +352,55 @@ fn adapters_that_cannot_be_used_say_why() {
         text(dir, "adapter_config.json", &config.to_json());
         text(dir, "adapter_model.bin", "");
     });
+    let dora = |magnitudes: Option<&[usize]>, use_dora: bool| {
+        let mut config = config.clone();
+        config.spec.use_dora = use_dora;
+        let magnitudes = magnitudes.map(|shape| tensor(Q, TensorKind::LoraMagnitude, shape));
+        (config, pair(Q, 2, [6, 4]).into_iter().chain(magnitudes).collect::<Vec<_>>())
+    };
+    for (case, magnitudes, use_dora) in [
+        ("DoRA without magnitudes", None, true),
+        ("magnitudes without DoRA", Some(&[6][..]), false),
+        ("magnitudes of the inputs", Some(&[4]), true),
+    ] {
+        let (config, tensors) = dora(magnitudes, use_dora);
+        refuse(case, &|dir| put(dir, &config, &tensors, |_, _| 1.0));
+    }
+    let rows = |ids: &[u32], rows: usize| {
+        let mut config = config.clone();
+        if !ids.is_empty() {
+            config.spec.trainable_token_indices = [("embed_tokens".into(), ids.into())].into();
+        }
+        let rows = (rows > 0).then(|| tensor("model.embed_tokens", TensorKind::TokensDelta, &[rows, 4]));
+        (config, pair(Q, 2, [6, 4]).into_iter().chain(rows).collect::<Vec<_>>())
+    };
+    for (case, ids, count) in [
+        ("rows of other tokens", &[1, 2][..], 3),
+        ("no rows", &[1, 2], 0),
+        ("no tokens", &[], 2),
+        ("a token twice", &[1, 2, 1], 3),
+    ] {
+        let (config, tensors) = rows(ids, count);
+        refuse(case, &|dir| put(dir, &config, &tensors, |_, _| 1.0));
+    }
+    refuse("an embedding and a linear layer in one", &|dir| {
+        let table =
+            [tensor(Q, TensorKind::LoraEmbeddingA, &[2, 6]), tensor(Q, TensorKind::LoraEmbeddingB, &[4, 2])];
+        put(dir, &config, &[&pair(Q, 2, [6, 4])[..], &table].concat(), |_, _| 0.0);
+    });
+    refuse("two names of a tensor", &|dir| {
+        let (config, _) = dora(None, true);
+        text(dir, "adapter_config.json", &config.to_json());
+        let entry = |end: &str| Entry {
+            name: format!("base_model.model.{Q}.lora_magnitude_vector{end}"),
+            dtype: StoredDtype::F32,
+            shape: vec![1],
+        };
+        write_file(&dir.join(WEIGHTS_FILE), &[entry(""), entry(".weight")], |_, sink| {
+            sink.write_values(&[1f32])
+        })
+        .expect("written");
+    });
     refuse("no tensor", &|dir| put(dir, &config, &[], |_, _| 0.0));
     refuse("half a pair", &|dir| put(dir, &config, &pair(Q, 2, [6, 4])[..1], |_, _| 0.0));
     refuse("another rank", &|dir| put(dir, &config, &pair(Q, 3, [6, 4]), |_, _| 0.0));
@@ -391,6 +440,33 @@ fn adapters_that_cannot_be_used_say_why() {
     error: cannot read adapter <dir>
       caused by: its weights are a pickle file (adapter_model.bin), which can run code when opened; accepted: adapter_model.safetensors
     hint: convert it once with Python: python -c "import torch; from safetensors.torch import save_file; save_file(torch.load('<dir>/adapter_model.bin', weights_only=True), '<dir>/adapter_model.safetensors')"
+    [DoRA without magnitudes]
+    error: cannot read adapter <dir>
+      caused by: adapter_model.safetensors has no tensor `base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector`, but `use_dora` is true in adapter_config.json
+    [magnitudes without DoRA]
+    error: cannot read adapter <dir>
+      caused by: adapter_model.safetensors has tensor `base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector`, but `use_dora` is not true in adapter_config.json
+    [magnitudes of the inputs]
+    error: cannot read adapter <dir>
+      caused by: tensor `base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector` has shape [4]; `base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight` makes it [6]
+    [rows of other tokens]
+    error: cannot read adapter <dir>
+      caused by: tensor `base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta` has shape [3, 4]; `trainable_token_indices` in adapter_config.json makes it [2, hidden]
+    [no rows]
+    error: cannot read adapter <dir>
+      caused by: adapter_config.json has `trainable_token_indices` for `embed_tokens`, of which adapter_model.safetensors holds no rows
+    [no tokens]
+    error: cannot read adapter <dir>
+      caused by: adapter_model.safetensors has tensor `base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta`, but adapter_config.json has no `trainable_token_indices` for it
+    [a token twice]
+    error: cannot read adapter <dir>
+      caused by: `trainable_token_indices` has token 1 twice
+    [an embedding and a linear layer in one]
+    error: cannot read adapter <dir>
+      caused by: module `model.layers.0.self_attn.q_proj` has `base_model.model.model.layers.0.self_attn.q_proj.lora_embedding_A` and `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight` too
+    [two names of a tensor]
+    error: cannot read adapter <dir>
+      caused by: adapter_model.safetensors has both `base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector` and `base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector.weight`, which mean the same tensor
     [no tensor]
     error: cannot read adapter <dir>
       caused by: adapter_model.safetensors holds no tensor
@@ -477,4 +553,73 @@ fn an_adapter_knows_the_models_it_fits() {
     assert!(adapter.check_fits(&model(5, 4)).is_err());
     assert!(adapter.check_fits(&model(4, 5)).is_err());
     assert!(adapter.check_fits(&model(4, 4)[..1]).is_err());
+
+    let rows = |ids: &[u32], hidden: usize| {
+        let dir = temp();
+        let mut config = lora(&["q_proj"]);
+        config.spec.trainable_token_indices = [("embed_tokens".into(), ids.into())].into();
+        let rows = tensor("model.embed_tokens", TensorKind::TokensDelta, &[ids.len(), hidden]);
+        let tensors: Vec<AdapterTensor> = pair(Q, 2, [6, 4]).into_iter().chain([rows]).collect();
+        put(dir.path(), &config, &tensors, |_, _| 0.0);
+        let adapter = Adapter::read(dir.path()).expect("reads");
+        let embedding = module("model.embed_tokens", ModuleKind::Embedding, &[9, 4]);
+        let fits = adapter.check_fits(&[module(Q, ModuleKind::Linear, &[6, 4]), embedding]);
+        fits.map_err(|error| shown(&error, dir.path()))
+    };
+    assert_eq!(rows(&[8, 0], 4), Ok(()));
+    assert!(rows(&[8], 5).is_err());
+    insta::assert_snapshot!(rows(&[0, 9], 4).expect_err("outside"), @"
+    error: cannot use adapter <dir> with this model
+      caused by: `trainable_token_indices` has token 9; `model.embed_tokens` has 9 rows; accepted: 0 to 8
+    hint: give the model it was trained on as `--model`: org/base
+    ");
+}
+
+#[test]
+fn tables_have_lora_of_their_own_shape() {
+    let dir = temp();
+    let tensors = [
+        tensor("model.embed_tokens", TensorKind::LoraEmbeddingA, &[2, 9]),
+        tensor("model.embed_tokens", TensorKind::LoraEmbeddingB, &[4, 2]),
+        tensor("lm_head", TensorKind::LoraA, &[2, 4]),
+        tensor("lm_head", TensorKind::LoraB, &[9, 2]),
+    ];
+    put(dir.path(), &lora(&["embed_tokens", "lm_head"]), &tensors, |_, _| 0.0);
+    let adapter = Adapter::read(dir.path()).expect("reads");
+    let kinds: Vec<_> = adapter.targets().iter().map(|target| (target.name.as_str(), target.kind)).collect();
+    assert_eq!(kinds, [("lm_head", ModuleKind::Head), ("model.embed_tokens", ModuleKind::Embedding)]);
+    let table = |name: &str, kind, rows| ModuleInfo { name: name.into(), kind, shape: vec![rows, 4] };
+    let model =
+        |rows, kind| [table("model.embed_tokens", kind, rows), table("lm_head", ModuleKind::Head, rows)];
+    assert!(adapter.check_fits(&model(9, ModuleKind::Embedding)).is_ok());
+    assert!(adapter.check_fits(&model(8, ModuleKind::Embedding)).is_err());
+    assert!(adapter.check_fits(&model(9, ModuleKind::Linear)).is_err());
+}
+
+#[test]
+fn new_tokens_make_a_larger_model() {
+    let dir = temp();
+    let (adapter, output) = (dir.path().join("adapter"), dir.path().join("merged"));
+    let base = ModelFiles::open(&golden("models/tiny-llama")).expect("opens");
+    let table = |name: &str, rows| tensor(name, TensorKind::SavedWeight, &[rows, 64]);
+    let tables = [table("model.embed_tokens", 482), table("lm_head", 482)];
+    let tensors = [&pair(Q, 2, [64, 64])[..], &tables].concat();
+    put(&adapter, &lora(&["q_proj"]), &tensors, |_, i| (i % 5) as f32);
+    write_text(&adapter.join("tokenizer.json"), "its own").expect("written");
+    let report = merge(&base, &adapter, &output, OutputDtype::Auto).expect("merges");
+    assert_eq!((report.merged, report.replaced), (1, 2));
+    assert_eq!(config_of(&output)["vocab_size"], 482);
+    assert_eq!(fs::read_to_string(output.join("tokenizer.json")).expect("there"), "its own");
+    let ours = ModelFiles::open(&output).expect("opens");
+    assert_eq!(ours.info(EMBED_TOKENS).expect("there").shape, [482, 64]);
+    assert_eq!(read(&ours, LM_HEAD)[..6], [0.0, 1.0, 2.0, 3.0, 4.0, 0.0]);
+    // The head would stay behind.
+    let tensors = [&pair(Q, 2, [64, 64])[..], &tables[..1]].concat();
+    put(&adapter, &lora(&["q_proj"]), &tensors, |_, _| 0.0);
+    let error = merge(&base, &adapter, &dir.path().join("half"), OutputDtype::Auto).expect_err("half");
+    insta::assert_snapshot!(shown(&error, dir.path()), @"
+    error: cannot use adapter <dir>/adapter with this model
+      caused by: `base_model.model.model.embed_tokens.weight` has shape [482, 64], the weight of `model.embed_tokens` has [480, 64]
+    hint: give the model it was trained on as `--model`: org/base
+    ");
 }

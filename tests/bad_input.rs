@@ -73,9 +73,13 @@ fn tensor<'a>(tensors: &'a mut [Tensor], name: &str) -> &'a mut Tensor {
 }
 
 fn no_run_with_tensors(change: impl FnOnce(&mut Vec<Tensor>)) -> String {
+    no_run_with_tensors_and(&[], change)
+}
+
+fn no_run_with_tensors_and(more: &[&str], change: impl FnOnce(&mut Vec<Tensor>)) -> String {
     let place = Place::new();
     change_tensors(&place.path("model/model.safetensors"), change);
-    no_run(&place, &[])
+    no_run(&place, more)
 }
 
 // Recipes and flags.
@@ -117,7 +121,7 @@ fn a_recipe_that_is_not_there() {
     error: cannot find recipe `lorra`
       caused by: there is no such file
       caused by: there is no built-in recipe `lorra`
-      caused by: built in: quickstart, pretrain-tiny, lora, full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full
     hint: write `lora`
     ");
     assert_snapshot!(refused(&place, &["--recipe", "mine/my.toml"]), @"
@@ -125,7 +129,7 @@ fn a_recipe_that_is_not_there() {
     error: cannot find recipe `mine/my.toml`
       caused by: there is no such file
       caused by: there is no built-in recipe `mine/my`
-      caused by: built in: quickstart, pretrain-tiny, lora, full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full
     hint: `finetune recipes` says what each built-in recipe is for
     ");
 }
@@ -157,30 +161,95 @@ fn no_learning_rate_and_no_data() {
 #[test]
 fn features_of_later_versions() {
     let place = Place::new();
-    assert_snapshot!(no_run(&place, &["--set", "quantization.kind=nf4"]), @"
-    exit 1
-    error: `[quantization]` is not available in this version
-      caused by: accepted now: no such table
-    hint: remove it from recipe and `--set`
-    ");
     assert_snapshot!(no_run(&place, &["--set", "parallel.strategy=fsdp"]), @r#"
     exit 1
     error: `parallel.strategy = "fsdp"` is not available in this version
       caused by: accepted now: "auto", "single"
     hint: remove it from recipe and `--set`
     "#);
-    assert_snapshot!(no_run(&place, &["--set", "adapter.kind=dora"]), @r#"
+}
+
+#[test]
+fn quantized_bases() {
+    let place = Place::new();
+    let full = |more: &[&str]| {
+        let line = ["--model", "model", "--dataset", "rows.jsonl", "--output", "out", "--recipe", "full"];
+        refused(&place, &[&line, more].concat())
+    };
+    assert_snapshot!(full(&["--set", "quantization.kind=nf4"]), @"
     exit 1
-    error: `adapter.kind = "dora"` is not available in this version
-      caused by: accepted now: lora
-    hint: remove `kind`, or write one of these
-    "#);
-    assert_snapshot!(no_run(&place, &["--set", "optimizer.state=int8"]), @r#"
+    error: cannot train all weights of a quantized model
+      caused by: its linear layers are kept in nf4 in blocks of 64 with double-quantized scales, which takes no updates; there is no `[adapter]`
+    hint: add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model
+    ");
+    assert_snapshot!(no_run(&place, &["--set", "quantization.block_size=48"]), @"
     exit 1
-    error: `optimizer.state = "int8"` is not available in this version
-      caused by: accepted now: "f32"
-    hint: remove it from recipe and `--set`
+    error: cannot use these settings
+      caused by: --set quantization.block_size=48: `quantization.block_size` is 48; accepted: a whole number: one of 32, 64, 128, 256, 512, 1024, 2048, 4096
+    hint: `finetune recipes show reference` documents every key
+    ");
+    // A checkpoint that is quantized already.
+    for name in ["config.json", "model.safetensors"] {
+        let from =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/quant/tiny-llama-bnb-nf4").join(name);
+        std::fs::copy(from, place.path("model").join(name)).unwrap();
+    }
+    assert_snapshot!(full(&[]), @"
+    exit 1
+    error: cannot train all weights of a quantized model
+      caused by: its linear layers are kept in nf4 in blocks of 64 with double-quantized scales, which takes no updates; there is no `[adapter]`
+    hint: add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model
+    ");
+    assert_snapshot!(no_run(&place, &["--set", "quantization.kind=fp4"]), @"
+    exit 1
+    error: cannot quantize [DIR]/model
+      caused by: it is quantized already, to nf4 in blocks of 64 with double-quantized scales; `[quantization]` asks for fp4 in blocks of 64 with double-quantized scales
+    hint: remove `[quantization]` to use the checkpoint as it is, or give the unquantized model
+    ");
+    assert_snapshot!(no_run(&place, &["--set", "adapter.init=pissa"]), @r#"
+    exit 1
+    error: cannot start the adapter from this model's weights
+      caused by: `adapter.init` is "pissa" or "loftq", which factor the weights before they are quantized; the model is stored in nf4 in blocks of 64 with double-quantized scales
+    hint: give the unquantized model and `[quantization]`, or write `init = "default"`
     "#);
+}
+
+#[test]
+fn adapters_that_cannot_be() {
+    let place = Place::new();
+    let dora = ["--set", "adapter.kind=dora", "--set", "adapter.target_modules=[\"q_proj\",\"lm_head\"]"];
+    assert_snapshot!(no_run(&place, &dora), @r#"
+    exit 1
+    error: `lm_head` cannot carry DoRA
+      caused by: `adapter.kind` is "dora"; accepted with it: the linear layers of the blocks
+    hint: write `kind = "lora"`, or train the table whole: name it in `adapter.modules_to_save`
+    "#);
+    assert_snapshot!(no_run(&place, &["--set", "adapter.init=pissa", "--set", "adapter.r=100"]), @r#"
+    exit 1
+    error: cannot factor a weight for the adapter's start
+      caused by: r is 100; the weight is 64 x 64; accepted: r up to the smaller
+    hint: lower `adapter.r`, or start with `init = "default"`
+    "#);
+    assert_snapshot!(no_run(&place, &["--set", "adapter.target_modules=[\"norm\"]"]), @r#"
+    exit 1
+    error: cannot choose the modules that get LoRA
+      caused by: `target_modules` matches `model.norm`, a norm; accepted: linear layers, the embedding, the head
+    hint: write `modules_to_save = ["norm"]` to train it whole
+    "#);
+}
+
+#[test]
+fn weights_that_cannot_be_quantized() {
+    let text = no_run_with_tensors_and(&["--set", "quantization.kind=nf4"], |tensors| {
+        let data = &mut tensor(tensors, "model.layers.1.mlp.up_proj.weight").3;
+        data[40..44].copy_from_slice(&f32::NAN.to_le_bytes());
+    });
+    assert_snapshot!(text, @"
+    exit 1
+    error: cannot load model.layers.1.mlp.up_proj.weight
+      caused by: it holds NaN; accepted: finite numbers
+    hint: download the model again, or give another
+    ");
 }
 
 #[test]
@@ -782,11 +851,12 @@ fn an_adapter_in_another_format() {
       caused by: it has no adapter_config.json
     hint: give the folder that holds adapter_config.json and adapter_model.safetensors
     ");
-    copy_folder(&golden("train/dora/adapter_final"), &place.path("adapter"));
+    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    change_json(&place.path("adapter/adapter_config.json"), |config| config["lora_bias"] = true.into());
     assert_snapshot!(refused(&place, &args), @"
     exit 1
     error: cannot use [DIR]/adapter/adapter_config.json
-      caused by: `use_dora` is true, which is not supported; accepted: no such key, or its default
+      caused by: `lora_bias` is true, which is not supported; accepted: no such key, or its default
     ");
 }
 

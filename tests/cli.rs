@@ -108,15 +108,46 @@ fn help_of_every_verb() {
     Usage: finetune merge [OPTIONS] --model <MODEL> --adapter <ADAPTER> --output <DIR>
 
     Options:
-          --model <MODEL>      The model the adapter was trained on: a folder or a hub id
-          --adapter <ADAPTER>  The adapter's folder, or a hub id
-          --output <DIR>       The folder to write; must be new or empty
-          --dtype <DTYPE>      Type of the merged weights; auto: the model's [default: auto] [possible
-                               values: auto, f32, bf16, f16]
-          --offline            Use only what is on this machine
-      -q, --quiet              Say only what went wrong
-      -v, --verbose            Say more
-      -h, --help               Print help
+          --model <MODEL>
+              The model the adapter was trained on: a folder or a hub id
+
+          --adapter <ADAPTER>
+              The adapter's folder, or a hub id
+
+          --output <DIR>
+              The folder to write; must be new or empty
+
+          --dtype <DTYPE>
+              Type of the merged weights; auto: the model's
+              
+              [default: auto]
+              [possible values: auto, f32, bf16, f16]
+
+          --base <BASE>
+              The weights to add to; without it those the adapter was trained on
+
+              Possible values:
+              - original:  The unquantized weights in the model's files
+              - quantized: The weights that quantizing left of them
+
+          --verify-on <DATASET>
+              Compare base and adapter with the merged model on the first 64 rows of this data set
+              before anything is written
+
+          --max-kl <NATS>
+              The mean KL divergence, in nats a token, above which the merge is refused
+
+          --offline
+              Use only what is on this machine
+
+      -q, --quiet
+              Say only what went wrong
+
+      -v, --verbose
+              Say more
+
+      -h, --help
+              Print help (see a summary with '-h')
 
     Example:
       finetune merge --model Qwen/Qwen2.5-0.5B --adapter out --output merged
@@ -374,11 +405,14 @@ fn recipes_listed_and_shown() {
     assert_eq!(told(&["recipes"]), told(&["recipes", "list"]));
     assert_snapshot!(told(&["recipes"]), @"
     exit 0
-    quickstart     Quickstart: a LoRA adapter teaches the built-in tiny model to answer questions. No network, no GPU.
-    pretrain-tiny  The quickstart's base model: a small llama, trained from random weights on stories of a tiny world.
-    lora           LoRA: a small adapter on a frozen model, on your own data.
-    full           Full fine-tuning: every weight of the model is trained.
-    reference      Every section and key, with its default.
+    quickstart            Quickstart: a LoRA adapter teaches the built-in tiny model to answer questions. No network, no GPU.
+    pretrain-tiny         The quickstart's base model: a small llama, trained from random weights on stories of a tiny world.
+    lora                  LoRA: a small adapter on a frozen model, on your own data.
+    qlora                 QLoRA: a small adapter on a model whose weights are kept in 4 bits.
+    qlora-8bit-optimizer  QLoRA with the optimizer's moments in 8 bits: least memory for large ranks.
+    dora                  DoRA: an adapter that learns the direction and the magnitude of each row apart.
+    full                  Full fine-tuning: every weight of the model is trained.
+    reference             Every section and key, with its default.
     ");
     let shown = told(&["recipes", "show", "lora.toml"]);
     assert_eq!(shown, format!("exit 0\n{}", include_str!("../recipes/lora.toml")));
@@ -415,6 +449,9 @@ fn recipes_listed_and_shown() {
     # Whether the scales are quantized too.
     # Accepted: true, false.
     # double_quant = true
+    # Linear layers that stay as they are stored, such as "down_proj" or "layers.0"; embedding and head always do.
+    # Accepted: a list of strings.
+    # skip_modules = []
 
     # The adapter to train, in PEFT's words. Without this table all weights are trained.
     # [adapter]
@@ -611,7 +648,7 @@ fn recipes_listed_and_shown() {
     assert_snapshot!(told(&["recipes", "show", "flul"]), @"
     exit 1
     error: there is no built-in recipe `flul`
-      caused by: built in: quickstart, pretrain-tiny, lora, full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full
     hint: write `full`
     ");
 }

@@ -36,6 +36,8 @@ fn base(name: &str) -> Base {
         config: ModelConfig::from_json(&text, "config.json").unwrap(),
         files: Some(ModelFiles::open(&folder).unwrap()),
         found: Found { id: name.into(), folder, commit: None, on_hub: false },
+        format: None,
+        skipped: Vec::new(),
     }
 }
 

@@ -3,19 +3,15 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod logits;
 mod place;
 
 use std::path::Path;
 
-use candle_core::{DType, Device};
-use finetune::data::{Batch, IGNORE, Segment};
-use finetune::ops::attention::Algorithm;
-use finetune::plan::{Base, EngineOptions, Finder};
 use finetune::quant::{Format, Kind, NESTED_BLOCK};
-use finetune::recipe::{self, Source};
-use finetune::report::{Terminal, Verbosity};
 use finetune::weights::{ModelFiles, StoredDtype};
 use insta::assert_snapshot;
+use logits::{base, distance, floats};
 use place::{Place, copy_folder, golden, lora};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::{Value, json};
@@ -34,57 +30,11 @@ fn place(checkpoint: &str) -> Place {
     place
 }
 
-fn base(folder: &Path) -> Base {
-    let terminal = Terminal::stderr(Verbosity::Quiet);
-    let finder = Finder::new(true, &terminal).unwrap();
-    let model = recipe::Model { id: Some(Source::Path(folder.into())), ..recipe::Model::default() };
-    Base::open(&model, None, &finder).unwrap()
-}
-
-fn floats(files: &ModelFiles, name: &str) -> Vec<f32> {
-    let mut values = vec![0f32; files.require(name).unwrap().elements()];
-    files.read_f32(name, &mut values).unwrap();
-    values
-}
-
-fn integers(files: &ModelFiles, name: &str) -> Vec<i64> {
-    files.bytes(name).unwrap().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap())).collect()
-}
-
-/// The largest distance of our logits from the stored ones, over tokens that are no padding.
-fn distance(checkpoint: &str) -> f32 {
-    let expected = golden(checkpoint).join("expected_forward.safetensors");
-    let expected = ModelFiles::open_file(&expected).unwrap();
-    let (ids, mask) = (integers(&expected, "input_ids"), integers(&expected, "attention_mask"));
-    let length = expected.info("input_ids").unwrap().shape[1];
-    let mut batch = Batch::default();
-    for (ids, mask) in ids.chunks(length).zip(mask.chunks(length)) {
-        let valid: Vec<u32> =
-            ids.iter().zip(mask).filter(|(_, m)| **m == 1).map(|(id, _)| *id as u32).collect();
-        batch.segments.push(Segment { start: batch.ids.len(), len: valid.len() });
-        batch.targets.extend(vec![IGNORE; valid.len()]);
-        batch.positions.extend(0..valid.len() as u32);
-        batch.ids.extend(valid);
-        batch.rows += 1;
-    }
-    let options =
-        EngineOptions { device: Device::Cpu, dtype: DType::F32, algorithm: Algorithm::Flash, seed: 0 };
-    let engine = base(&golden(checkpoint)).engine(None, false, &options).unwrap();
-    let ours: Vec<f32> = engine.logits(&batch).unwrap().flatten_all().unwrap().to_vec1().unwrap();
-    let stored = floats(&expected, "logits");
-    let vocab = engine.config.vocab_size;
-    let valid = stored.chunks(vocab).zip(&mask).filter(|(_, m)| **m == 1).flat_map(|(row, _)| row);
-    let (count, distance) = valid.zip(&ours).fold((0, 0f32), |(count, distance), (theirs, ours)| {
-        (count + 1, distance.max((theirs - ours).abs()))
-    });
-    assert_eq!(count, ours.len());
-    distance
-}
-
 #[test]
 fn logits_equal_transformers() {
     for checkpoint in [NF4, INT8] {
-        let distance = distance(checkpoint);
+        let folder = golden(checkpoint);
+        let distance = distance(&folder.join("expected_forward.safetensors"), &folder);
         assert!(distance < 1e-4, "{checkpoint}: {distance}");
     }
 }

@@ -41,7 +41,7 @@ fn set_fault(set: &[&str]) -> Error {
 
 #[test]
 fn every_built_in_recipe_resolves() {
-    assert_eq!(BUILT_IN.len(), 4);
+    assert_eq!(BUILT_IN.len(), 7);
     for recipe in BUILT_IN {
         assert!(recipe.text.starts_with("# "), "{} opens with what it is for", recipe.name);
         for word in ["Hardware:", "Memory:", "Command:"] {
@@ -179,14 +179,14 @@ fn unknown_recipes_name_the_nearest() {
     error: cannot find recipe `loar.toml`
       caused by: there is no such file
       caused by: there is no built-in recipe `loar`
-      caused by: built in: quickstart, pretrain-tiny, lora, full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full
     hint: write `lora`
     ");
     assert_snapshot!(find("mine/best.toml"), @"
     error: cannot find recipe `mine/best.toml`
       caused by: there is no such file
       caused by: there is no built-in recipe `mine/best`
-      caused by: built in: quickstart, pretrain-tiny, lora, full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full
     hint: `finetune recipes` says what each built-in recipe is for
     ");
 }
@@ -420,12 +420,6 @@ fn keys_without_effect() {
       caused by: my.toml:8:8: `adapter.init` has no effect with `path`: a saved adapter brings its own weights
     hint: remove `init` or `path`
     ");
-    assert_snapshot!(fault("[quantization]\nkind = \"int8\"\nblock_size = 128\n"), @r#"
-    error: cannot use recipe my.toml
-      caused by: my.toml:8:8: `quantization.kind` needs [adapter]: quantized weights cannot be trained themselves
-      caused by: my.toml:9:14: `quantization.block_size` has no effect with `kind = "int8"`
-    hint: add `[adapter]`; remove it, or write `kind = "nf4"`
-    "#);
     assert_snapshot!(set_fault(&["optimizer.lora_plus_ratio=16", "eval.steps=5"]), @"
     error: cannot use these settings
       caused by: --set optimizer.lora_plus_ratio=16: `optimizer.lora_plus_ratio` has no effect without [adapter]

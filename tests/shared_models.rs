@@ -56,6 +56,8 @@ fn engine(name: &str, folder: &Path) -> Result<Engine> {
         config: ModelConfig::from_json(&text, "config.json")?,
         files: Some(ModelFiles::open(folder)?),
         found: Found { id: name.into(), folder: folder.into(), commit: None, on_hub: false },
+        format: None,
+        skipped: Vec::new(),
     };
     let options =
         EngineOptions { device: Device::Cpu, dtype: DType::F32, algorithm: Algorithm::Flash, seed: 0 };

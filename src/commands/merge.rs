@@ -4,7 +4,7 @@ use super::{open_device, terminal, working_folder};
 use crate::adapter::{self, MergeOptions};
 use crate::cli::{MergeArgs, MergeBaseArg};
 use crate::error::Result;
-use crate::plan::{Adaptation, Base, BaseChoice, Check, EngineOptions, Finder, MergeBase};
+use crate::plan::{Base, BaseChoice, Check, EngineOptions, Finder, MergeBase};
 use crate::recipe::{Dtype, Model, Recipe, Source};
 use crate::units;
 use crate::weights::OutputDtype;
@@ -18,8 +18,6 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
         Model { id: Some(Source::from_argument("--model", &args.model, &folder)?), ..Model::default() };
     let mut base = Base::open(&model, None, &finder)?;
     let adapter = finder.adapter(&Source::from_argument("--adapter", &args.adapter, &folder)?)?.folder;
-    // An adapter of another model is told apart by names and shapes before anything is written.
-    Adaptation::saved_in(&adapter, &base.config)?;
     let choice = match args.base {
         None => BaseChoice::Trained,
         Some(MergeBaseArg::Original) => BaseChoice::Original,
@@ -29,7 +27,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     terminal.line(format!("merging {}", decided.reason));
     let dataset = args.verify_on.as_deref().map(|data| Source::from_argument("--verify-on", data, &folder));
     let dataset = dataset.transpose()?;
-    base.format = decided.trained_over;
+    (base.format, base.skipped) = (decided.trained_over, decided.skipped.clone());
     let recipe = Recipe::default();
     let options = EngineOptions::new(&recipe.model, open_device(None)?, recipe.train.seed)?;
     let max_kl = args.max_kl.unwrap_or(decided.threshold());
@@ -46,7 +44,12 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
         Ok(Some(certificate.to_json()))
     };
     let files = base.files.as_ref().ok_or_else(|| crate::error::Error::internal("a model without files"))?;
-    let options = MergeOptions { dtype: output_dtype(args.dtype), base: decided.values, verify: &verify };
+    let options = MergeOptions {
+        dtype: output_dtype(args.dtype),
+        base: decided.values,
+        skip: &decided.skipped,
+        verify: &verify,
+    };
     let report = adapter::merge(files, &adapter, &args.output, &options)?;
     let bytes: u64 = report.files.iter().map(|file| file.bytes).sum();
     terminal.line(format!(

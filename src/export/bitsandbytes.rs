@@ -61,7 +61,7 @@ pub fn write_quantized(
 ) -> Result<Report> {
     let json = companions::read_config(files.folder())?;
     refuse_quantized(files, json.contains_key(QUANTIZATION_CONFIG))?;
-    let layers = Layers::new(config, skip)?;
+    let layers = LinearLayers::new(config, skip)?;
     let names: Vec<&str> = files.files().flat_map(|(_, names)| names).collect();
     let mut groups = Vec::with_capacity(names.len());
     for name in &names {
@@ -121,14 +121,21 @@ fn refuse_quantized(files: &ModelFiles, says_so: bool) -> Result<()> {
     }
 }
 
-/// The linear layers of a model, by whether they are quantized.
-struct Layers {
-    quantized: Vec<String>,
-    skipped: Vec<String>,
+/// The linear layers of a model's blocks, by whether they are quantized; head and embedding never are.
+#[derive(Debug)]
+pub struct LinearLayers {
+    /// The names of those that are.
+    pub quantized: Vec<String>,
+    /// The names of those that are skipped.
+    pub skipped: Vec<String>,
 }
 
-impl Layers {
-    fn new(config: &ModelConfig, skip: &[String]) -> Result<Self> {
+impl LinearLayers {
+    /// Skips the layers that `skip` names: by the whole name, or by some of its parts in a row.
+    ///
+    /// # Errors
+    /// The user's: a name in `skip` names no linear layer, or nothing is left.
+    pub fn new(config: &ModelConfig, skip: &[String]) -> Result<Self> {
         let linear: Vec<String> = model::modules(config)
             .into_iter()
             .filter(|module| module.kind == ModuleKind::Linear)
@@ -151,7 +158,7 @@ impl Layers {
             linear.into_iter().partition(|layer| skip.iter().any(|name| names(name, layer)));
         if quantized.is_empty() {
             return Err(Error::user("cannot quantize the model")
-                .because("`--skip` names every linear layer")
+                .because("every linear layer is skipped")
                 .hint("leave one of the names out"));
         }
         Ok(Self { quantized, skipped })

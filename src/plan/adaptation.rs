@@ -152,6 +152,11 @@ impl Adaptation {
         matches!(self.start, Start::Fresh(AdapterInit::Pissa) | Start::Pissa(_))
     }
 
+    /// Whether it starts from weights that quantizing would have changed.
+    pub(super) fn needs_exact_weights(&self) -> bool {
+        self.is_pissa() || matches!(self.start, Start::Fresh(AdapterInit::Loftq))
+    }
+
     /// Whether first values depend on the base's.
     pub(super) fn derives_from_weights(&self) -> bool {
         match &self.start {

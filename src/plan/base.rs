@@ -11,6 +11,7 @@ use super::values::Values;
 use crate::adapter::Factors;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::export::bitsandbytes::LinearLayers;
 use crate::model::ModelConfig;
 use crate::ops::attention::Algorithm;
 use crate::ops::device;
@@ -30,6 +31,8 @@ pub struct Base {
     pub files: Option<ModelFiles>,
     /// The format that the frozen linear layers are quantized to, or were before.
     pub format: Option<Format>,
+    /// The linear layers that are not.
+    pub skipped: Vec<String>,
 }
 
 /// How an engine computes.
@@ -107,12 +110,23 @@ impl Base {
                     "remove `[quantization]` to use the checkpoint as it is, or give the unquantized model",
                 ));
         }
-        Ok(Base { found, config, files, format: stored.or(wanted) })
+        let skip = quantization.map_or(&[][..], |quantization| &quantization.skip_modules);
+        let mut skipped = LinearLayers::new(&config, skip)?.skipped;
+        if let (Some(files), true) = (&files, stored.is_some()) {
+            let own = unquantized(&config, files)?;
+            if !skip.is_empty() && own != skipped {
+                return Err(Error::user(format!("cannot quantize {}", found.folder.display()))
+                    .because("it is quantized already, and other layers are skipped than `skip_modules` says")
+                    .hint("remove `[quantization]` to use the checkpoint as it is"));
+            }
+            skipped = own;
+        }
+        Ok(Base { found, config, files, format: stored.or(wanted), skipped })
     }
 
     /// How its parameters are kept in a run.
     pub(super) fn slots(&self, adaptation: Option<&Adaptation>, trains_all: bool) -> Result<Vec<Slot>> {
-        let keeping = Keeping { format: self.format, files: self.files.as_ref() };
+        let keeping = Keeping { format: self.format, skipped: &self.skipped, files: self.files.as_ref() };
         slots(&self.config, adaptation, trains_all, keeping)
     }
 
@@ -128,6 +142,15 @@ impl Base {
                     describe(format)
                 ))
                 .hint("add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model"));
+        }
+        let stored = self.files.as_ref().map(stored_format).transpose()?.flatten();
+        if let (Some(format), true) = (stored, adaptation.is_some_and(Adaptation::needs_exact_weights)) {
+            return Err(Error::user("cannot start the adapter from this model's weights")
+                .because(format!(
+                    "`adapter.init` is \"pissa\" or \"loftq\", which factor the weights before they are quantized; the model is stored in {}",
+                    describe(&format)
+                ))
+                .hint("give the unquantized model and `[quantization]`, or write `init = \"default\"`"));
         }
         let values = Values::new(&self.config, self.files.as_ref(), adaptation, 0);
         values.check(&self.slots(adaptation, trains_all)?)
@@ -189,6 +212,17 @@ fn stored_format(files: &ModelFiles) -> Result<Option<Format>> {
         }
     }
     Ok(None)
+}
+
+/// The linear layers of a quantized checkpoint that it holds unquantized.
+fn unquantized(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<String>> {
+    let mut kept = Vec::new();
+    for layer in LinearLayers::new(config, &[])?.quantized {
+        if files.quantized(&format!("{layer}.weight"))?.is_none() {
+            kept.push(layer);
+        }
+    }
+    Ok(kept)
 }
 
 /// A format in words.

@@ -12,8 +12,9 @@ use crate::adapter::BaseValues;
 use crate::data::{self, Split};
 use crate::engine::{Comparison, Engine};
 use crate::error::{Error, Result};
+use crate::export::bitsandbytes::LinearLayers;
 use crate::quant::Format;
-use crate::recipe::{Layers, Model, ModelInit, Purpose, Recipe, RecipeText, Source};
+use crate::recipe::{Layers, Model, ModelInit, Purpose, Quantization, Recipe, RecipeText, Source};
 
 /// The file a run leaves beside its adapter.
 const RECIPE_FILE: &str = "recipe.toml";
@@ -40,6 +41,8 @@ pub enum BaseChoice {
 pub struct MergeBase {
     /// The format that the adapter was trained over, if its base was quantized.
     pub trained_over: Option<Format>,
+    /// The linear layers that were not quantized.
+    pub skipped: Vec<String>,
     /// What it is added to.
     pub values: BaseValues,
     /// Whether it is what the adapter was trained on.
@@ -55,11 +58,15 @@ impl MergeBase {
     /// `quantized` was asked for, and nothing says how the base was quantized.
     pub fn decide(choice: BaseChoice, base: &Base, adapter: &Path) -> Result<Self> {
         let stored = base.format;
-        let trained_over = match stored {
-            Some(format) => Some(format),
-            None => recipe_format(adapter)?,
+        let (trained_over, skipped) = match (stored, recipe_quantization(adapter)?) {
+            (Some(format), _) => (Some(format), base.skipped.clone()),
+            (None, Some(said)) => {
+                (Some(format(&said)), LinearLayers::new(&base.config, &said.skip_modules)?.skipped)
+            }
+            (None, None) => (None, Vec::new()),
         };
-        let merge = |values, same, reason: String| Ok(MergeBase { trained_over, values, same, reason });
+        let merge =
+            |values, same, reason: String| Ok(MergeBase { trained_over, skipped, values, same, reason });
         match (choice, stored, trained_over) {
             (_, Some(format), _) => merge(
                 BaseValues::AsStored,
@@ -100,7 +107,7 @@ impl MergeBase {
 }
 
 /// `[quantization]` of the run that left the adapter.
-fn recipe_format(adapter: &Path) -> Result<Option<Format>> {
+fn recipe_quantization(adapter: &Path) -> Result<Option<Quantization>> {
     let path = adapter.join(RECIPE_FILE);
     if !path.exists() {
         return Ok(None);
@@ -112,7 +119,7 @@ fn recipe_format(adapter: &Path) -> Result<Option<Format>> {
         purpose: Purpose::Other,
         ..Layers::default()
     };
-    Ok(Recipe::load(&layers)?.quantization.as_ref().map(format))
+    Ok(Recipe::load(&layers)?.quantization)
 }
 
 /// What a merge is checked with.

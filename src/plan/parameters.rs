@@ -40,6 +40,8 @@ pub(super) fn saved_as<'a>(
 pub(super) struct Keeping<'a> {
     /// The format of the linear layers, when the run quantizes them.
     pub(super) format: Option<Format>,
+    /// Linear layers that are not.
+    pub(super) skipped: &'a [String],
     /// The files, which may hold quantized layers already.
     pub(super) files: Option<&'a ModelFiles>,
 }
@@ -51,7 +53,8 @@ impl Keeping<'_> {
             return Ok(None);
         }
         let stored = self.files.map(|files| files.quantized(&spec.name)).transpose()?.flatten();
-        Ok(stored.map(|stored| stored.format()).or(self.format))
+        let own = self.format.filter(|_| !self.skipped.iter().any(|module| module == spec.module()));
+        Ok(stored.map(|stored| stored.format()).or(own))
     }
 
     /// Beside a quantized base, tables stay in the 16 bits they are stored in: widening them would cost more memory

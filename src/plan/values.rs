@@ -142,7 +142,13 @@ impl<'a> Values<'a> {
         {
             return adapter.read_into(module, TensorKind::BaseWeight, out);
         }
-        self.read_base(&slot.name, 0, out)
+        // Piece by piece, so that the pages of a file that were read can go before the next come.
+        let mut start = 0;
+        for piece in out.chunks_mut(PIECE) {
+            self.read_base(&slot.name, start, piece)?;
+            start += piece.len();
+        }
+        Ok(())
     }
 
     /// Elements of a base weight from `start` on.

@@ -22,7 +22,6 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<Conflict> {
     let mut found = Vec::new();
     schedule(recipe, &mut found);
     adapter(recipe, &mut found);
-    quantization(recipe, &mut found);
     places(recipe, &mut found);
     found
 }
@@ -110,17 +109,6 @@ fn adapter(recipe: &Recipe, found: &mut Vec<Conflict>) {
             hint: "add `[adapter]`, or remove `lora_plus_ratio`".into(),
         }),
         None => {}
-    }
-}
-
-fn quantization(recipe: &Recipe, found: &mut Vec<Conflict>) {
-    if recipe.quantization.is_some() && recipe.adapter.is_none() {
-        found.push(Conflict {
-            section: "quantization",
-            key: "kind",
-            text: "needs [adapter]: quantized weights cannot be trained themselves".into(),
-            hint: "add `[adapter]`".into(),
-        });
     }
 }
 

@@ -36,6 +36,8 @@ section! {
         block_size: usize = 64, OneOf(&[32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0]);
         /// Whether the scales are quantized too.
         double_quant: bool = true;
+        /// Linear layers that stay as they are stored, such as "down_proj" or "layers.0"; embedding and head always do.
+        skip_modules: Vec<String> = Vec::new();
     }
 }
 

@@ -51,6 +51,8 @@ pub struct MergeOptions<'a> {
     pub dtype: OutputDtype,
     /// What the adapter is added to.
     pub base: BaseValues,
+    /// Modules that stay as stored on a base that is quantized first.
+    pub skip: &'a [String],
     /// A check of the result; if it fails, nothing is left of it.
     pub verify: &'a Verify<'a>,
 }
@@ -183,7 +185,7 @@ impl<'a> Plan<'a> {
             for (name, stored) in names.into_iter().map(|name| (name, name)).chain(split) {
                 let module = name.strip_suffix(".weight").and_then(|module| modules.get(module).copied());
                 let dtype = options.dtype.of(base.require(stored)?.dtype);
-                outs.push(plan.out((name, stored), dtype, module, &tie, options.base)?);
+                outs.push(plan.out((name, stored), dtype, module, &tie, options)?);
             }
             plan.files.push((file, outs));
         }
@@ -197,7 +199,7 @@ impl<'a> Plan<'a> {
         dtype: StoredDtype,
         module: Option<&ModuleInfo>,
         tie: &Tie,
-        values: BaseValues,
+        options: &MergeOptions<'_>,
     ) -> Result<Out<'a>> {
         let shape = module.map_or(&self.base.require(stored)?.shape, |module| &module.shape).clone();
         let mut out = Out {
@@ -216,8 +218,9 @@ impl<'a> Plan<'a> {
             };
             if parts.whole.is_none() {
                 (out.rows, out.lora) = (parts.rows, parts.lora);
-                out.format = match values {
-                    BaseValues::Quantized(format) if module.kind == ModuleKind::Linear => Some(format),
+                let quantized = module.kind == ModuleKind::Linear && !options.skip.contains(&module.name);
+                out.format = match options.base {
+                    BaseValues::Quantized(format) if quantized => Some(format),
                     _ => None,
                 };
             }

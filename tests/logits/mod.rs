@@ -1,0 +1,62 @@
+//! Our logits beside stored ones of transformers (input_ids, attention_mask and logits in one safetensors file).
+
+use std::path::Path;
+
+use candle_core::{DType, Device};
+use finetune::data::{Batch, IGNORE, Segment};
+use finetune::ops::attention::Algorithm;
+use finetune::plan::{Base, EngineOptions, Finder};
+use finetune::recipe::{self, Source};
+use finetune::report::{Terminal, Verbosity};
+use finetune::weights::ModelFiles;
+
+/// The model in `folder`.
+pub(crate) fn base(folder: &Path) -> Base {
+    let terminal = Terminal::stderr(Verbosity::Quiet);
+    let finder = Finder::new(true, &terminal).expect("offline");
+    let model = recipe::Model { id: Some(Source::Path(folder.into())), ..recipe::Model::default() };
+    Base::open(&model, None, &finder).expect("a model")
+}
+
+/// The values of a tensor.
+pub(crate) fn floats(files: &ModelFiles, name: &str) -> Vec<f32> {
+    let mut values = vec![0f32; files.require(name).expect("there").elements()];
+    files.read_f32(name, &mut values).expect("floats");
+    values
+}
+
+fn integers(files: &ModelFiles, name: &str) -> Vec<i64> {
+    let bytes = files.bytes(name).expect("there").chunks_exact(8);
+    bytes.map(|b| i64::from_le_bytes(b.try_into().expect("eight bytes"))).collect()
+}
+
+/// The largest distance of the logits of the model in `folder` from those in `expected`, over tokens that are no
+/// padding.
+pub(crate) fn distance(expected: &Path, folder: &Path) -> f32 {
+    let expected = ModelFiles::open_file(expected).expect("stored logits");
+    let (ids, mask) = (integers(&expected, "input_ids"), integers(&expected, "attention_mask"));
+    let length = expected.info("input_ids").expect("there").shape[1];
+    let mut batch = Batch::default();
+    for (ids, mask) in ids.chunks(length).zip(mask.chunks(length)) {
+        let valid: Vec<u32> =
+            ids.iter().zip(mask).filter(|(_, m)| **m == 1).map(|(id, _)| *id as u32).collect();
+        batch.segments.push(Segment { start: batch.ids.len(), len: valid.len() });
+        batch.targets.extend(vec![IGNORE; valid.len()]);
+        batch.positions.extend(0..valid.len() as u32);
+        batch.ids.extend(valid);
+        batch.rows += 1;
+    }
+    let options =
+        EngineOptions { device: Device::Cpu, dtype: DType::F32, algorithm: Algorithm::Flash, seed: 0 };
+    let engine = base(folder).engine(None, false, &options).expect("loads");
+    let logits = engine.logits(&batch).and_then(|logits| Ok(logits.flatten_all()?.to_vec1()?));
+    let ours: Vec<f32> = logits.expect("computes");
+    let stored = floats(&expected, "logits");
+    let vocab = engine.config.vocab_size;
+    let valid = stored.chunks(vocab).zip(&mask).filter(|(_, m)| **m == 1).flat_map(|(row, _)| row);
+    let (count, distance) = valid.zip(&ours).fold((0, 0f32), |(count, distance), (theirs, ours)| {
+        (count + 1, distance.max((theirs - ours).abs()))
+    });
+    assert_eq!(count, ours.len());
+    distance
+}
