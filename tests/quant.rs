@@ -200,7 +200,7 @@ proptest! {
         quant::quantize(kind, block_size, &input, &mut codes, &mut absmax);
         let blocks = Blocks { kind, block_size, codes: &codes, scales: Scales::Plain(&absmax) };
         let code = |i: usize| match kind.bits() {
-            4 if i % 2 == 0 => codes[i / 2] >> 4,
+            4 if i.is_multiple_of(2) => codes[i / 2] >> 4,
             4 => codes[i / 2] & 15,
             _ => codes[i],
         };
