@@ -17,7 +17,11 @@ struct File(ModelFiles);
 
 impl File {
     fn open(name: &str) -> Self {
-        File(ModelFiles::open_file(&golden().join(format!("{name}.safetensors"))).unwrap())
+        Self::open_in(&golden(), name)
+    }
+
+    fn open_in(folder: &Path, name: &str) -> Self {
+        File(ModelFiles::open_file(&folder.join(format!("{name}.safetensors"))).unwrap())
     }
 
     fn floats(&self, name: &str) -> Vec<f32> {
@@ -62,8 +66,8 @@ fn the_maps_are_bitsandbytes() {
     assert_eq!(quant::dynamic_unsigned()[..], maps.floats("dynamic_unsigned"));
 }
 
-fn four_bits(kind: Kind, expected_cases: usize) {
-    let file = File::open(kind.name());
+fn four_bits(folder: &Path, kind: Kind, expected_cases: usize) {
+    let file = File::open_in(folder, kind.name());
     let cases = cases(kind.name());
     assert_eq!(cases.len(), expected_cases);
     for (name, case) in cases {
@@ -120,12 +124,27 @@ fn four_bits(kind: Kind, expected_cases: usize) {
 
 #[test]
 fn nf4_is_bitsandbytes() {
-    four_bits(Kind::Nf4, 14);
+    four_bits(&golden(), Kind::Nf4, 14);
 }
 
 #[test]
 fn fp4_is_bitsandbytes() {
-    four_bits(Kind::Fp4, 5);
+    four_bits(&golden(), Kind::Fp4, 5);
+}
+
+/// With the tensors that trim_quant.py leaves out of the repository.
+#[test]
+fn all_fixtures_are_met() {
+    let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared");
+    let shared = std::env::var_os("FINETUNE_SHARED").map_or_else(beside, PathBuf::from);
+    let folder = shared.join("fixtures/golden/quant");
+    if !folder.exists() {
+        eprintln!("SKIPPED all_fixtures_are_met: {} is not there; set FINETUNE_SHARED", folder.display());
+        return;
+    }
+    assert!(File::open_in(&folder, "nf4").has("nested3_192x256.dequant"), "the whole set");
+    four_bits(&folder, Kind::Nf4, 14);
+    four_bits(&folder, Kind::Fp4, 5);
 }
 
 #[test]

@@ -577,7 +577,7 @@ fn flags_that_do_not_fit() {
     assert_snapshot!(not_quantized(&place, &["--kind", "nf4", "--skip", "layers"]), @"
     exit 1
     error: cannot quantize the model
-      caused by: `--skip` names every linear layer
+      caused by: every linear layer is skipped
     hint: leave one of the names out
     ");
     assert_snapshot!(not_quantized(&place, &["--kind", "nf4", "--block-size", "48"]), @"

@@ -55,8 +55,8 @@ static FP4: [f32; 16] = [
     -0.25,
 ];
 
-static SIGNED: LazyLock<[f32; 256]> = LazyLock::new(|| dynamic(true));
-static UNSIGNED: LazyLock<[f32; 256]> = LazyLock::new(|| dynamic(false));
+static SIGNED: LazyLock<DynamicMap> = LazyLock::new(|| DynamicMap::new(dynamic(true)));
+static UNSIGNED: LazyLock<DynamicMap> = LazyLock::new(|| DynamicMap::new(dynamic(false)));
 /// By byte, as two's complement.
 static ROWS: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|i| f32::from(i as u8 as i8)));
 
@@ -84,7 +84,7 @@ impl Kind {
         match self {
             Kind::Nf4 => &NF4,
             Kind::Fp4 => &FP4,
-            Kind::Int8 => &*SIGNED,
+            Kind::Int8 => &SIGNED.values,
             Kind::Int8Rows => &*ROWS,
         }
     }
@@ -92,12 +92,12 @@ impl Kind {
 
 /// bitsandbytes' map for numbers of either sign, ascending.
 pub fn dynamic_signed() -> &'static [f32; 256] {
-    &SIGNED
+    &SIGNED.values
 }
 
 /// bitsandbytes' map for numbers that are not negative, ascending.
 pub fn dynamic_unsigned() -> &'static [f32; 256] {
-    &UNSIGNED
+    &UNSIGNED.values
 }
 
 /// Seven decades with 1, 2, 4 … (unsigned: 2, 4, 8 …) linear steps each, zero and one (`create_dynamic_map`).
@@ -127,6 +127,80 @@ fn dynamic(signed: bool) -> [f32; 256] {
     values.try_into().unwrap_or([0.0; 256])
 }
 
+/// A dynamic map with an index that finds nearest codes at once.
+///
+/// A number's exponent and first mantissa bits choose a start; steps of the map are so wide that at most one midpoint
+/// lies among the numbers with the same bits, so one comparison gives the code.
+#[derive(Debug)]
+pub struct DynamicMap {
+    values: [f32; 256],
+    /// Between neighbours; an infinity after the last.
+    midpoints: [f32; 256],
+    /// By leading bits of the magnitude, from [`DynamicMap::LEAST`] on, first of numbers that are not negative.
+    starts: [u8; 2 * DynamicMap::BUCKETS],
+}
+
+impl DynamicMap {
+    /// Bits of a f32 that do not count: all but sign, exponent and 7 of the mantissa.
+    const SHIFT: u32 = 16;
+    /// The leading bits of 2^-22; numbers nearer to zero have the code of zero.
+    const LEAST: u32 = (127 - 22) << 7;
+    /// Up to 1, the largest number of a map.
+    const BUCKETS: usize = (22 << 7) + 1;
+
+    /// For numbers of either sign.
+    pub fn signed() -> &'static Self {
+        &SIGNED
+    }
+
+    /// For numbers that are not negative.
+    pub fn unsigned() -> &'static Self {
+        &UNSIGNED
+    }
+
+    fn new(values: [f32; 256]) -> Self {
+        let midpoint =
+            |code: usize| values.get(code + 1).map_or(f32::INFINITY, |next| (values[code] + next) / 2.0);
+        let midpoints: [f32; 256] = std::array::from_fn(midpoint);
+        let below = |x: f32| midpoints.iter().take_while(|midpoint| **midpoint < x).count() as u8;
+        let starts = std::array::from_fn(|bucket| {
+            let bits = |bucket: usize| f32::from_bits((bucket as u32 + Self::LEAST) << Self::SHIFT);
+            match bucket.checked_sub(Self::BUCKETS) {
+                None if bucket == 0 => below(0.0),
+                None => below(bits(bucket)),
+                // The farthest from zero of its numbers comes first, which is one step before the next bucket's.
+                Some(bucket) => below(-bits(bucket + 1).next_down()),
+            }
+        });
+        DynamicMap { values, midpoints, starts }
+    }
+
+    /// The value of each code, ascending.
+    pub fn values(&self) -> &[f32; 256] {
+        &self.values
+    }
+
+    /// The code nearest to `x`; halfway between two, the lower. As [`nearest`] for numbers from -1 to 1.
+    #[inline]
+    pub fn nearest(&self, x: f32) -> u8 {
+        let leading = (x.abs().to_bits() >> Self::SHIFT).saturating_sub(Self::LEAST) as usize;
+        let side = if x.is_sign_negative() { Self::BUCKETS } else { 0 };
+        let start = self.starts[leading.min(Self::BUCKETS - 1) + side];
+        start + u8::from(x > self.midpoints[usize::from(start)])
+    }
+
+    /// Writes the codes of one block of `values` and returns its scale, the largest magnitude.
+    pub fn quantize(&self, values: &[f32], codes: &mut [u8]) -> f32 {
+        let absmax = super::quantize::largest(values);
+        // Divided, not multiplied by the reciprocal as in 4 bits: so bitsandbytes has it.
+        let unit = if absmax > 0.0 { absmax } else { 1.0 };
+        for (code, value) in codes.iter_mut().zip(values) {
+            *code = self.nearest(value / unit);
+        }
+        absmax
+    }
+}
+
 /// The code of `map` (ascending) nearest to `x`; halfway between two, the lower.
 pub fn nearest(map: &[f32; 256], x: f32) -> u8 {
     let (mut low, mut high) = (0usize, 255usize);
@@ -136,4 +210,27 @@ pub fn nearest(map: &[f32; 256], x: f32) -> u8 {
         if x > (map[middle] + map[middle + 1]) / 2.0 { low = middle + 1 } else { high = middle }
     }
     low as u8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_index_finds_what_the_search_finds() {
+        for map in [DynamicMap::signed(), DynamicMap::unsigned()] {
+            let around = |x: f32| [x.next_down(), x, x.next_up()];
+            let ties = map.midpoints[..255].iter().copied().flat_map(around);
+            let edges = map.starts.iter().enumerate().flat_map(|(i, _)| {
+                let bits = ((i % DynamicMap::BUCKETS) as u32 + DynamicMap::LEAST) << DynamicMap::SHIFT;
+                let edge = f32::from_bits(bits);
+                around(if i < DynamicMap::BUCKETS { edge } else { -edge })
+            });
+            let even = (-4_000_000..=4_000_000).map(|i| i as f32 / 4e6);
+            let tiny = [0.0, -0.0, f32::MIN_POSITIVE, -f32::MIN_POSITIVE, 1e-45, 1.0, -1.0];
+            for x in ties.chain(edges).chain(even).chain(tiny).filter(|x| x.abs() <= 1.0) {
+                assert_eq!(map.nearest(x), nearest(map.values(), x), "{x:e}");
+            }
+        }
+    }
 }

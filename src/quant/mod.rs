@@ -10,7 +10,7 @@ mod dequantize;
 mod quantize;
 mod tensor;
 
-pub use codes::{Kind, dynamic_signed, dynamic_unsigned, nearest};
+pub use codes::{DynamicMap, Kind, dynamic_signed, dynamic_unsigned, nearest};
 pub use dequantize::{Blocks, Scales};
 pub use quantize::{first_not_finite, nest, quantize};
 pub use tensor::{BlocksMut, QuantizedTensor};

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{Kind, NESTED_BLOCK, dynamic_signed, nearest};
+use super::{DynamicMap, Kind, NESTED_BLOCK};
 
 /// Values a thread takes at once.
 const TASK: usize = 1 << 14;
@@ -30,10 +30,7 @@ pub fn quantize(kind: Kind, block_size: usize, values: &[f32], codes: &mut [u8],
             Kind::Nf4 | Kind::Fp4 => four_bits(kind, block_size, values, codes, absmax),
             Kind::Int8 => {
                 for ((values, codes), absmax) in blocks_of(block_size, values, codes).zip(absmax) {
-                    *absmax = largest(values);
-                    for (code, value) in codes.iter_mut().zip(values) {
-                        *code = nearest(dynamic_signed(), if *absmax > 0.0 { value / *absmax } else { 0.0 });
-                    }
+                    *absmax = DynamicMap::signed().quantize(values, codes);
                 }
             }
             Kind::Int8Rows => {
@@ -75,7 +72,7 @@ fn round_all(values: &[f32], factor: f32, codes: &mut [u8]) {
 }
 
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn largest(values: &[f32]) -> f32 {
+pub(super) fn largest(values: &[f32]) -> f32 {
     let mut lanes = [0f32; 16];
     let chunks = values.chunks_exact(16);
     let rest = chunks.remainder().iter().fold(0f32, |max, value| max.max(value.abs()));
