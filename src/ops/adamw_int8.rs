@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::access::{read, update};
 use super::adamw::{AdamW, update_chunk};
 use crate::error::Result;
-use crate::quant;
+use crate::quant::DynamicMap;
 
 /// Values that share a scale.
 pub const STATE_BLOCK: usize = 256;
@@ -44,7 +44,7 @@ pub fn adamw_int8(param: &Tensor, grad: &Tensor, moments: [&Int8Moment; 2], opti
     let grad = read::<f32>(grad)?;
     let grad: &[f32] = &grad;
     let rates = options.rates();
-    let (maps, [first, second]) = ([quant::dynamic_signed(), quant::dynamic_unsigned()], moments);
+    let (maps, [first, second]) = ([DynamicMap::signed(), DynamicMap::unsigned()], moments);
     update(param, |p: &mut [f32]| {
         update(&first.codes, |c1: &mut [u8]| {
             update(&second.codes, |c2: &mut [u8]| {
@@ -59,8 +59,8 @@ pub fn adamw_int8(param: &Tensor, grad: &Tensor, moments: [&Int8Moment; 2], opti
                             widen(m, c1, *a1, maps[0]);
                             widen(v, c2, *a2, maps[1]);
                             update_chunk(p, m, v, g, rates);
-                            *a1 = round(c1, m, maps[0]);
-                            *a2 = round(c2, v, maps[1]);
+                            *a1 = maps[0].quantize(m, c1);
+                            *a2 = maps[1].quantize(v, c2);
                         });
                     })
                 })
@@ -69,17 +69,9 @@ pub fn adamw_int8(param: &Tensor, grad: &Tensor, moments: [&Int8Moment; 2], opti
     })????
 }
 
-fn widen(values: &mut [f32], codes: &[u8], absmax: f32, map: &[f32; 256]) {
+fn widen(values: &mut [f32], codes: &[u8], absmax: f32, map: &DynamicMap) {
+    let map = map.values();
     for (value, &code) in values.iter_mut().zip(codes) {
         *value = map[usize::from(code)] * absmax;
     }
-}
-
-/// Writes the codes of `values` and returns their scale.
-fn round(codes: &mut [u8], values: &[f32], map: &[f32; 256]) -> f32 {
-    let absmax = values.iter().fold(0f32, |max, value| max.max(value.abs()));
-    for (code, value) in codes.iter_mut().zip(values) {
-        *code = quant::nearest(map, if absmax > 0.0 { value / absmax } else { 0.0 });
-    }
-    absmax
 }

@@ -91,7 +91,10 @@ impl Quantized {
                 ((values * outer)? + f64::from(*offset))?
             }
         };
-        Ok((values * repeat(&scales, self.block_size, n)?)?.reshape(self.shape)?)
+        let values = (values * repeat(&scales, self.block_size, n)?)?;
+        // LLM.int8() has whole numbers up to 127 for codes.
+        let values = if self.kind == Kind::Int8Rows { (values / 127.0)? } else { values };
+        Ok(values.reshape(self.shape)?)
     }
 }
 

@@ -13,7 +13,7 @@ mod tensor;
 pub use codes::{DynamicMap, Kind, dynamic_signed, dynamic_unsigned, nearest};
 pub use dequantize::{Blocks, Scales};
 pub use quantize::{first_not_finite, nest, quantize};
-pub use tensor::{BlocksMut, QuantizedTensor};
+pub use tensor::{BlocksMut, OwnedBlocks};
 
 /// Scales that share an outer scale in double quantization.
 pub const NESTED_BLOCK: usize = 256;

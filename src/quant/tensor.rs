@@ -58,7 +58,7 @@ impl BlocksMut<'_> {
 
 /// A quantized tensor with memory of its own.
 #[derive(Debug)]
-pub struct QuantizedTensor {
+pub struct OwnedBlocks {
     format: Format,
     codes: Vec<u8>,
     nested: Vec<u8>,
@@ -66,7 +66,7 @@ pub struct QuantizedTensor {
     offset: f32,
 }
 
-impl QuantizedTensor {
+impl OwnedBlocks {
     /// Quantizes `n` values, as [`BlocksMut::fill`].
     ///
     /// # Errors
@@ -78,13 +78,13 @@ impl QuantizedTensor {
     ) -> Result<Self, E> {
         let nested = vec![0; if format.double_quant { format.blocks(n) } else { 0 }];
         let (codes, scales) = (vec![0; format.code_bytes(n)], vec![0.0; format.scales(n)]);
-        let mut tensor = QuantizedTensor { format, codes, nested, scales, offset: 0.0 };
+        let mut tensor = OwnedBlocks { format, codes, nested, scales, offset: 0.0 };
         tensor.parts().fill(n, read)?;
         Ok(tensor)
     }
 
     fn parts(&mut self) -> BlocksMut<'_> {
-        let QuantizedTensor { format, codes, nested, scales, offset } = self;
+        let OwnedBlocks { format, codes, nested, scales, offset } = self;
         BlocksMut { format: *format, codes, nested, scales, offset }
     }
 

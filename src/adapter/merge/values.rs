@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use crate::adapter::{Adapter, TensorKind};
 use crate::error::{Error, Result};
-use crate::quant::{Format, QuantizedTensor};
+use crate::quant::{Format, OwnedBlocks};
 use crate::weights::ModelFiles;
 
 /// Values a thread dequantizes at once.
@@ -24,7 +24,7 @@ pub(super) enum Source<'a> {
 pub(super) enum Values<'a> {
     Base(&'a ModelFiles, &'a str),
     Adapter(&'a Adapter, &'a str, TensorKind),
-    Quantized(QuantizedTensor),
+    Quantized(OwnedBlocks),
 }
 
 impl<'a> Values<'a> {
@@ -79,8 +79,8 @@ impl<'a> Values<'a> {
 }
 
 /// Quantizes a tensor of `elements` values.
-fn quantized(values: &Values<'_>, elements: usize, format: Format) -> Result<QuantizedTensor> {
-    QuantizedTensor::new(format, elements, |start, part| {
+fn quantized(values: &Values<'_>, elements: usize, format: Format) -> Result<OwnedBlocks> {
+    OwnedBlocks::new(format, elements, |start, part| {
         values.read(start, part)?;
         match part.iter().find(|value| !value.is_finite()) {
             None => Ok(()),

@@ -43,11 +43,12 @@ fn quantized(bench: &Bench<'_>, format: Format, shape: (usize, usize)) -> Result
     Ok([on(bench.device)?, on(&Device::Cpu)?])
 }
 
-const FORMATS: [Format; 5] = [
+const FORMATS: [Format; 6] = [
     Format { kind: Kind::Nf4, block_size: 64, double_quant: true },
     Format { kind: Kind::Nf4, block_size: 64, double_quant: false },
     Format { kind: Kind::Fp4, block_size: 128, double_quant: true },
     Format { kind: Kind::Int8, block_size: 64, double_quant: false },
+    Format { kind: Kind::Int8Rows, block_size: 72, double_quant: false },
     // The last block is a short one.
     Format { kind: Kind::Nf4, block_size: 4096, double_quant: false },
 ];
