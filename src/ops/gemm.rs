@@ -4,14 +4,21 @@
 //! `a` (activations) whole, `b` (often a weight) panel by panel, so that a half-precision or a quantized weight never
 //! exists in full as `f32`.
 
+use std::cell::Cell;
+
 use gemm::Parallelism;
 use rayon::prelude::*;
 
 use super::access::{Elem, Plain, unwritten};
 use crate::quant::Blocks;
 
-/// `f32` values a widened panel of `b` may hold: 4 MiB, which stays in the L2/L3 caches.
+/// `f32` values a widened panel of `b` may hold: 4 MiB, which stays in the L2 and L3 caches until it is multiplied.
 const PANEL: usize = 1 << 20;
+
+thread_local! {
+    /// The panel of the last product on this thread: fresh memory would cost a page fault every 4 KiB, more than widening does.
+    static LAST_PANEL: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+}
 
 /// The right operand of a product: `f32` as it lies in memory, or something that becomes `f32` panel by panel.
 pub(crate) trait Right: Copy + Sync {
@@ -23,13 +30,12 @@ pub(crate) trait Right: Copy + Sync {
     fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize);
 }
 
-/// Makes `panel` `len` values long; what they are is for the caller to write.
-fn resize(panel: &mut Vec<f32>, len: usize) {
+/// The first `len` values of `panel`, which grows to hold them; what they are is for the caller to write.
+fn first(panel: &mut Vec<f32>, len: usize) -> &mut [f32] {
     if panel.len() < len {
         *panel = unwritten(len);
-    } else {
-        panel.truncate(len);
     }
+    &mut panel[..len]
 }
 
 /// A quantized matrix, row by row in blocks, or its transpose.
@@ -67,11 +73,11 @@ impl Right for QuantMat<'_> {
 
     fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize) {
         // Whole stored rows for the transpose, a part of each stored row otherwise.
-        let (first, count, from, width) =
+        let (top, count, from, width) =
             if self.transposed { (start, len, 0, self.cols) } else { (0, self.rows, start, len) };
-        resize(panel, count * width);
+        let panel = first(panel, count * width);
         panel.par_chunks_mut(width.max(1)).with_min_len(8).enumerate().for_each(|(i, out)| {
-            self.blocks.dequantize((first + i) * self.cols + from, out);
+            self.blocks.dequantize((top + i) * self.cols + from, out);
         });
         if self.transposed { (1, width) } else { (width, 1) }
     }
@@ -142,7 +148,7 @@ impl<T: Elem> Right for Mat<'_, T> {
             1 => (part.rows, part.cols, part.row_stride),
             _ => (part.cols, part.rows, part.col_stride),
         };
-        resize(panel, outer * inner);
+        let panel = first(panel, outer * inner);
         if inner > 0 {
             panel.par_chunks_mut(inner).with_min_len(16).enumerate().for_each(|(i, row)| {
                 widen(row, &part.data[i * stride..i * stride + inner]);
@@ -199,10 +205,12 @@ pub(crate) fn product<D: Elem, A: Elem, B: Right>(
         None => (as_f32(a.data), a.row_stride, a.col_stride),
     };
     let dense = b.dense();
-    // Blocks of scales are a power of two: panels that start at a multiple keep to whole ones.
-    let panel = ((PANEL / k.max(m).max(1)) / 64 * 64).clamp(16, n.max(16));
+    // A destination that is not f32 has a panel of its own. Panels of one width: a narrow last one would be slow.
+    let most = PANEL / if is_f32::<D>() { k } else { k.max(m) }.max(1);
+    let panels = n.div_ceil(most.max(64)).max(1);
+    let panel = n.div_ceil(panels).next_multiple_of(64).min(n.max(16));
     let step = if dense.is_some() && is_f32::<D>() { n } else { panel };
-    let mut widened = Vec::new();
+    let mut widened = if dense.is_some() { Vec::new() } else { LAST_PANEL.take() };
     for start in (0..n).step_by(step.max(1)) {
         let len = step.min(n - start);
         let b = match dense {
@@ -222,6 +230,9 @@ pub(crate) fn product<D: Elem, A: Elem, B: Right>(
                 store(&mut dst.data[at..at + len], values, dst.accumulate);
             }
         }
+    }
+    if dense.is_none() {
+        LAST_PANEL.set(widened);
     }
 }
 
