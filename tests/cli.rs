@@ -437,6 +437,10 @@ fn recipes_listed_and_shown() {
     # Tiled attention, or the plain formula as a reference.
     # Accepted: "flash", "eager".
     attention = "flash"
+    # Tokens to train, beside the adapter if there is one; those that the tokenizer does not have are added to it.
+    # Embedding and head grow by their rows, which start as the mean of the others, where they have none unused.
+    # Accepted: a list of strings.
+    new_tokens = []
 
     # How the frozen base is stored. Without this table it is not quantized.
     # [quantization]

@@ -611,6 +611,7 @@ fn the_resolved_recipe_in_full() {
     init = "pretrained"
     dtype = "auto"
     attention = "flash"
+    new_tokens = []
 
     [adapter]
     kind = "lora"

@@ -496,7 +496,7 @@ fn a_model_folder_is_exported_with_its_companions() {
         .map(|(name, info)| Entry { name: name.into(), dtype: StoredDtype::F32, shape: info.shape.clone() })
         .collect();
     let output = dir.path().join("a/b");
-    hf::write_model(&output, &source, &entries, hf::SHARD_BYTES, |entry, sink| {
+    hf::write_model(&output, &source, None, &entries, hf::SHARD_BYTES, |entry, sink| {
         let mut values = vec![0f32; entry.shape.iter().product()];
         base.read_f32(&entry.name, &mut values)?;
         sink.write_values(&values)

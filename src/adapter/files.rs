@@ -16,8 +16,8 @@ use crate::weights::{self, Element, Entry, ModelFiles, StoredDtype, TensorInfo, 
 /// The name of the file.
 pub const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 
-/// The output head's module, in every family.
-const HEAD: &str = "lm_head";
+/// The token embedding's and the output head's module, in every family.
+pub(super) const TABLES: [&str; 2] = ["model.embed_tokens", "lm_head"];
 
 /// An adapter on disk, open and checked against its own configuration.
 #[derive(Debug)]
@@ -93,6 +93,25 @@ impl Adapter {
     /// The tokens whose rows train, by embedding or head, in the order of their rows.
     pub fn rows(&self) -> &BTreeMap<String, Vec<u32>> {
         &self.rows
+    }
+
+    /// The number of tokens that a model of `own` has with this adapter: that of the tables it saved, where embedding
+    /// and head agree on it; else `own`, or more if it trains the rows of all tokens that come right after.
+    pub fn vocab_size(&self, own: usize, tied: bool) -> usize {
+        let ids: BTreeSet<usize> = self.rows.values().flatten().map(|id| *id as usize).collect();
+        let grown = (own..).find(|id| !ids.contains(id)).unwrap_or(own);
+        // A saved one is the other's too if they stay tied, a copy of the base's always.
+        let whole = |module: &str| {
+            let saved = self.info(module, TensorKind::SavedWeight);
+            let found = saved.or_else(|| self.info(module, TensorKind::BaseWeight))?;
+            let shared = tied && (saved.is_none() || self.config.ensure_weight_tying);
+            Some((*found.shape.first()?, shared))
+        };
+        match TABLES.map(whole) {
+            [Some((embed, _)), Some((head, _))] if embed == head => embed,
+            [Some((tokens, true)), None] | [None, Some((tokens, true))] => tokens,
+            _ => grown,
+        }
     }
 
     /// The header's word on a tensor.
@@ -309,7 +328,7 @@ fn adapted(module: &str, kinds: &BTreeMap<TensorKind, String>) -> Option<ModuleK
     if has(TensorKind::LoraEmbeddingA) || has(TensorKind::LoraEmbeddingB) {
         return Some(ModuleKind::Embedding);
     }
-    let kind = if module == HEAD { ModuleKind::Head } else { ModuleKind::Linear };
+    let kind = if module == TABLES[1] { ModuleKind::Head } else { ModuleKind::Linear };
     kinds.keys().any(|kind| kind.is_lora()).then_some(kind)
 }
 

@@ -24,7 +24,10 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
         Ok(text) => ModelConfig::from_json(&text, "config.json")?.vocab_size,
         Err(_) => usize::MAX,
     };
-    let rows = Rows::open(&folder, &recipe.data, vocab_size)?;
+    let mut tokenizer = Tokenizer::load(&folder)?;
+    let added = tokenizer.add_tokens(&recipe.model.new_tokens)?;
+    let vocab_size = added.into_iter().fold(vocab_size, |size, id| size.max(id as usize + 1));
+    let rows = Rows::new(tokenizer, &recipe.data, vocab_size)?;
     let (dataset, _) = rows.load(&recipe.data.train, Split::Train, &finder)?;
     for (number, example) in dataset.examples().iter().take(args.rows).enumerate() {
         terminal.data(row(number + 1, example, &rows.tokenizer)?)?;

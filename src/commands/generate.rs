@@ -26,13 +26,18 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
         ..Layers::default()
     })?;
     let finder = Finder::new(args.common.offline, &terminal)?;
-    let base = Base::open(&recipe.model, recipe.quantization.as_ref(), &finder)?;
+    let mut base = Base::open(&recipe.model, recipe.quantization.as_ref(), &finder)?;
     let adapter = args.adapter.as_deref().map(|adapter| Source::from_argument("--adapter", adapter, &folder));
     let adaptation = match adapter.transpose()? {
-        Some(source) => Some(Adaptation::saved_in(&finder.adapter(&source)?.folder, &base.config)?),
+        Some(source) => {
+            let folder = finder.adapter(&source)?.folder;
+            base.adopt(&folder)?;
+            Some(Adaptation::saved_in(&folder, &base.config)?)
+        }
         None => None,
     };
-    let rows = Rows::open(&base.found.folder, &recipe.data, base.config.vocab_size)?;
+    let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
+    let rows = Rows::new(tokenizer, &recipe.data, base.config.vocab_size)?;
     // What can be wrong with the input is said before weights are read.
     let task = match &args.prompt {
         Some(text) => {

@@ -18,6 +18,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
         Model { id: Some(Source::from_argument("--model", &args.model, &folder)?), ..Model::default() };
     let mut base = Base::open(&model, None, &finder)?;
     let adapter = finder.adapter(&Source::from_argument("--adapter", &args.adapter, &folder)?)?.folder;
+    base.adopt(&adapter)?;
     let choice = match args.base {
         None => BaseChoice::Trained,
         Some(MergeBaseArg::Original) => BaseChoice::Original,

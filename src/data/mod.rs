@@ -31,6 +31,7 @@ pub mod tokenizer;
 
 mod conversation;
 mod json_rows;
+mod new_tokens;
 mod python;
 mod report;
 mod spans;

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
+use super::new_tokens::{self, NewToken};
 use crate::error::{Error, Result};
 
 /// A special token by text and id.
@@ -49,6 +50,8 @@ pub struct Tokenizer {
     adds_bos: bool,
     vocab_size: usize,
     digest: blake3::Hash,
+    /// Files that say something else than those in `folder`: name and text.
+    changed: Vec<(String, String)>,
 }
 
 impl Tokenizer {
@@ -63,15 +66,7 @@ impl Tokenizer {
             return Err(missing_tokenizer(folder));
         }
         let bytes = std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?;
-        let unreadable = |e: tokenizers::Error| {
-            Error::user(format!("cannot read the tokenizer {}", path.display()))
-                .because(format!("it is not a tokenizer.json: {e}"))
-                .hint("copy tokenizer.json from the model this one was made from")
-        };
-        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(unreadable)?;
-        // Files saved after use may carry these; they would cut or fill rows behind our back.
-        inner.with_truncation(None).map_err(unreadable)?;
-        inner.with_padding(None);
+        let inner = inner(&bytes, &path)?;
         let config = read_object(&folder.join("tokenizer_config.json"))?;
         let map = read_object(&folder.join("special_tokens_map.json"))?;
         let token = |key: &str| -> Result<Option<SpecialToken>> {
@@ -92,8 +87,8 @@ impl Tokenizer {
             .map(|(id, added)| (id, added.content))
             .collect();
         let eos_ids = eos_ids(folder, eos.as_ref())?;
-        let vocab_size = inner.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1);
         let mut tokenizer = Tokenizer {
+            vocab_size: largest(&inner),
             inner,
             folder: folder.to_owned(),
             named: map
@@ -111,11 +106,88 @@ impl Tokenizer {
             eos_ids,
             special,
             adds_bos: false,
-            vocab_size,
             digest: blake3::hash(&bytes),
+            changed: Vec::new(),
         };
         tokenizer.adds_bos = tokenizer.finds_bos_added()?;
         Ok(tokenizer)
+    }
+
+    /// The tokenizer in `folder`, for the model in `model`: its files say which ids end a generation.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn load_for(folder: &Path, model: &Path) -> Result<Self> {
+        let mut tokenizer = Self::load(folder)?;
+        tokenizer.eos_ids = eos_ids(model, tokenizer.eos.as_ref())?;
+        Ok(tokenizer)
+    }
+
+    /// Adds `texts` as tokens that are not special, with the ids after the last; a text that is one of the added
+    /// tokens already, or in the vocabulary, keeps its id. Returns the id of each.
+    ///
+    /// # Errors
+    /// tokenizer.json numbers its tokens otherwise than transformers does, so that a new one has no free id.
+    pub fn add_tokens(&mut self, texts: &[String]) -> Result<Vec<u32>> {
+        let known: BTreeMap<String, u32> = self
+            .inner
+            .get_added_tokens_decoder()
+            .into_iter()
+            .map(|(id, token)| (token.content, id))
+            .collect();
+        let (mut ids, mut new) = (Vec::with_capacity(texts.len()), Vec::new());
+        let mut next = self.vocab_size as u32;
+        for text in texts {
+            let id = known.get(text).copied().or_else(|| {
+                let id = self.inner.token_to_id(text).unwrap_or(next);
+                next = next.max(id + 1);
+                new.push(NewToken { id, text: text.clone() });
+                Some(id)
+            });
+            ids.extend(id);
+        }
+        if !new.is_empty() {
+            self.rewrite(&new)?;
+        }
+        Ok(ids)
+    }
+
+    /// Goes on with the tokenizer that the changed files describe.
+    fn rewrite(&mut self, new: &[NewToken]) -> Result<()> {
+        let path = self.folder.join("tokenizer.json");
+        let text = |file: Map<String, Value>| format!("{:#}\n", Value::Object(file));
+        let tokenizer = text(new_tokens::in_tokenizer(read_object(&path)?, new));
+        let inner = inner(tokenizer.as_bytes(), &path)?;
+        if let Some(token) = new.iter().find(|token| inner.token_to_id(&token.text) != Some(token.id)) {
+            return Err(Error::user(format!(
+                "cannot add the token {:?} to the tokenizer in {}",
+                token.text,
+                self.folder.display()
+            ))
+            .because(format!(
+                "its largest id is {}, but a new token gets id {}: its ids have holes; accepted: ids without",
+                self.vocab_size.saturating_sub(1),
+                inner.token_to_id(&token.text).map_or_else(|| "none".into(), |id| id.to_string())
+            ))
+            .hint("take tokens that the tokenizer has and nothing uses; tokenizer_config.json lists reserved ones"));
+        }
+        (self.vocab_size, self.digest) = (largest(&inner), blake3::hash(tokenizer.as_bytes()));
+        self.inner = inner;
+        let list = read_object(&self.folder.join(new_tokens::LIST))?;
+        self.changed = vec![("tokenizer.json".into(), tokenizer)];
+        for (name, file) in [
+            (new_tokens::CONFIG, new_tokens::in_config(self.config.clone(), new)),
+            (new_tokens::LIST, new_tokens::in_list(list, new)),
+        ] {
+            self.changed.extend(file.map(|file| (name.to_owned(), text(file))));
+        }
+        Ok(())
+    }
+
+    /// The files that describe this tokenizer otherwise than those in its folder, because tokens were added: names and
+    /// texts.
+    pub fn changed_files(&self) -> &[(String, String)] {
+        &self.changed
     }
 
     /// Ids of `text`; with `add_special`, with what the post-processor adds.
@@ -309,6 +381,24 @@ impl TextStream<'_> {
         }
         Ok(())
     }
+}
+
+fn inner(bytes: &[u8], path: &Path) -> Result<tokenizers::Tokenizer> {
+    let unreadable = |e: tokenizers::Error| {
+        Error::user(format!("cannot read the tokenizer {}", path.display()))
+            .because(format!("it is not a tokenizer.json: {e}"))
+            .hint("copy tokenizer.json from the model this one was made from")
+    };
+    let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(unreadable)?;
+    // Files saved after use may carry these; they would cut or fill rows behind our back.
+    inner.with_truncation(None).map_err(unreadable)?;
+    inner.with_padding(None);
+    Ok(inner)
+}
+
+/// The largest id plus one.
+fn largest(inner: &tokenizers::Tokenizer) -> usize {
+    inner.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1)
 }
 
 fn missing_tokenizer(folder: &Path) -> Error {

@@ -89,6 +89,7 @@ pub fn write_quantized(
     let quantization = QuantizationChange::Set(settings);
     companions::copy(
         files.folder(),
+        None,
         folder.path(),
         ConfigChanges { quantization, ..ConfigChanges::default() },
     )?;

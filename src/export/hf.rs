@@ -1,7 +1,7 @@
 //! A Hugging Face model folder: weights, config.json, tokenizer.
 //!
 //! The weights come tensor by tensor from the caller and go through [`write_sharded`]; everything else is the source
-//! model's, since training changes neither architecture nor vocabulary. [`export`] is the caller whose weights are the
+//! model's, but the tokenizer where training added tokens. [`export`] is the caller whose weights are the
 //! source's own.
 
 use std::path::Path;
@@ -9,7 +9,7 @@ use std::path::Path;
 use half::f16;
 
 use crate::error::{Error, Result};
-use crate::weights::companions::{self, ConfigChanges};
+use crate::weights::companions::{self, ConfigChanges, TokenizerFiles};
 use crate::weights::{
     Entry, ModelFiles, NewFolder, OutputDtype, StoredDtype, TensorSink, Written, write_sharded,
 };
@@ -20,7 +20,7 @@ pub const SHARD_BYTES: u64 = 5_000_000_000;
 const BLOCK: usize = 1 << 22;
 
 /// Writes a model to `folder`, which is made if need be: `entries` as its weights, in that order, and the companions
-/// of the model in `source`. `write` is called once for each entry to give its values to the sink. Weights go first,
+/// of the model in `source`, with `tokenizer` in place of its own if there is one. `write` is called once for each entry to give its values to the sink. Weights go first,
 /// config.json last, so a folder with one is complete.
 ///
 /// # Errors
@@ -29,13 +29,14 @@ const BLOCK: usize = 1 << 22;
 pub fn write_model(
     folder: &Path,
     source: &Path,
+    tokenizer: Option<&TokenizerFiles>,
     entries: &[Entry],
     shard_bytes: u64,
     write: impl FnMut(&Entry, &mut TensorSink<'_>) -> Result<()>,
 ) -> Result<Vec<Written>> {
     std::fs::create_dir_all(folder).map_err(|error| Error::io("create", folder, &error))?;
     let written = write_sharded(folder, entries, shard_bytes, write)?;
-    companions::copy(source, folder, ConfigChanges::for_weights(entries))?;
+    companions::copy(source, tokenizer, folder, ConfigChanges::for_weights(entries))?;
     Ok(written)
 }
 
@@ -55,7 +56,7 @@ pub fn export(files: &ModelFiles, output: &Path, dtype: OutputDtype, shard_bytes
         })
         .collect();
     let folder = NewFolder::create(output)?;
-    let written = write_model(folder.path(), files.folder(), &entries, shard_bytes, |entry, sink| {
+    let written = write_model(folder.path(), files.folder(), None, &entries, shard_bytes, |entry, sink| {
         copy_tensor(files, entry, sink)
     })?;
     folder.commit()?;

@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::locate::Finder;
 use super::pissa::Pissa;
+use super::vocabulary::tables_with_rows;
 use crate::adapter::{
     self, Adapter, AdapterConfig, InitLoraWeights, ModuleInfo, Names, Target, TargetModules, TargetSpec,
 };
@@ -53,21 +53,23 @@ impl Start {
 }
 
 impl Adaptation {
-    /// The recipe's `[adapter]` on this model, which `base` names in adapter_config.json.
+    /// The recipe's `[adapter]` on the model `base` (its name in adapter_config.json, its shape), with the rows of new
+    /// `tokens`; `saved`: the folder of the adapter to go on with.
     ///
     /// # Errors
     /// An adapter kind or start that this program does not have yet; a target that does not exist or cannot carry
     /// LoRA; settings that contradict the saved adapter of `adapter.path`.
     pub fn from_recipe(
         recipe: &recipe::Adapter,
-        model: &ModelConfig,
-        base: &str,
-        finder: &Finder<'_>,
+        saved: Option<&Path>,
+        (base, model): (&str, &ModelConfig),
+        tokens: &[u32],
     ) -> Result<Self> {
         let modules = module_infos(model);
-        if let Some(source) = &recipe.path {
-            let mut adaptation = Self::saved_in(&finder.adapter(source)?.folder, model)?;
+        if let Some(folder) = saved {
+            let mut adaptation = Self::saved_in(folder, model)?;
             adaptation.check_agrees(recipe)?;
+            adaptation.check_trains(tokens)?;
             if recipe.lora_dropout > 0.0 {
                 adaptation.config.lora_dropout = recipe.lora_dropout;
             }
@@ -79,6 +81,12 @@ impl Adaptation {
         let targets = adapter::resolve(&spec, &modules)?;
         refuse_dora_on_tables(&spec, &targets, &modules)?;
         let saved = adapter::resolve_saved(&spec, &modules)?;
+        if !tokens.is_empty() {
+            let tables = tables_with_rows(model, &saved);
+            refuse_new_tokens_on_lora(&tables, &targets)?;
+            spec.trainable_token_indices =
+                tables.into_iter().map(|table| (table.to_owned(), tokens.to_vec())).collect();
+        }
         let rows = adapter::resolve_rows(&spec, &modules)?;
         // Written as the module names that were meant: PEFT versions differ in what "all-linear" covers.
         spec.target_modules = TargetModules::Named(Names::List(adapter::target_names(&targets, &modules)));
@@ -123,6 +131,17 @@ impl Adaptation {
             config: adapter.config().clone(),
             start: Start::Saved(adapter),
         })
+    }
+
+    /// Tokens that a saved adapter does not train cannot be trained beside it.
+    fn check_trains(&self, tokens: &[u32]) -> Result<()> {
+        let whole = self.saves("model.embed_tokens") || self.saves("lm_head");
+        match tokens.iter().find(|id| !whole && !self.rows.values().any(|rows| rows.contains(id))) {
+            None => Ok(()),
+            Some(id) => Err(Error::user("`model.new_tokens` contradicts the adapter of `adapter.path`")
+                .because(format!("one of them is token {id}, for which the saved adapter has no row"))
+                .hint("remove `new_tokens` from the recipe, or leave out `path` to start a new adapter")),
+        }
     }
 
     /// Whether the module trains whole.
@@ -235,6 +254,21 @@ fn spec_of(recipe: &recipe::Adapter) -> TargetSpec {
         rank_pattern: recipe.rank_pattern.0.clone(),
         alpha_pattern: recipe.alpha_pattern.0.clone(),
         ..TargetSpec::default()
+    }
+}
+
+/// PEFT trains either LoRA on a table or single rows of it.
+fn refuse_new_tokens_on_lora(tables: &[&str], targets: &[Target]) -> Result<()> {
+    let on = |table: &&&str| targets.iter().any(|target| target.name.ends_with(**table));
+    match tables.iter().find(on) {
+        None => Ok(()),
+        Some(table) => Err(Error::user("cannot train new tokens")
+            .because(format!(
+                "`{table}`, of which their rows train, has LoRA: `adapter.target_modules` names it"
+            ))
+            .hint(format!(
+                "remove it from `target_modules`, or train it whole: `modules_to_save = [{table:?}]`"
+            ))),
     }
 }
 

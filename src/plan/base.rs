@@ -1,6 +1,7 @@
 //! A model found and understood, and the engine made of it.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use candle_core::{DType, Device};
 
@@ -33,6 +34,10 @@ pub struct Base {
     pub format: Option<Format>,
     /// The linear layers that are not.
     pub skipped: Vec<String>,
+    /// The folder of the tokenizer: the model's, or that of an adapter with a tokenizer of its own.
+    pub(super) tokenizer: PathBuf,
+    /// The number of tokens by config.json; the model in use may have more.
+    pub(super) stored_tokens: usize,
 }
 
 /// How an engine computes.
@@ -121,7 +126,8 @@ impl Base {
             }
             skipped = own;
         }
-        Ok(Base { found, config, files, format: stored.or(wanted), skipped })
+        let (tokenizer, stored_tokens) = (found.folder.clone(), config.vocab_size);
+        Ok(Base { found, config, files, format: stored.or(wanted), skipped, tokenizer, stored_tokens })
     }
 
     /// How its parameters are kept in a run.
@@ -153,7 +159,7 @@ impl Base {
                 .hint("give the unquantized model and `[quantization]`, or write `init = \"default\"`"));
         }
         let values = Values::new(&self.config, self.files.as_ref(), adaptation, 0);
-        values.check(&self.slots(adaptation, trains_all)?)
+        values.check(&self.slots(adaptation, trains_all)?, self.stored_tokens)
     }
 
     /// Loads the weights: an engine in which `adaptation` trains, or everything when there is none and

@@ -168,7 +168,7 @@ impl Check<'_> {
     /// The mean divergence exceeds the threshold: the user's choice of base or dtype does not keep what was trained.
     pub fn certify(&self, merged: &Path) -> Result<Certificate> {
         let recipe = Recipe::default();
-        let rows = Rows::open(&self.base.found.folder, &recipe.data, self.base.config.vocab_size)?;
+        let rows = Rows::new(self.base.tokenizer()?, &recipe.data, self.base.config.vocab_size)?;
         let (dataset, _) = rows.load(std::slice::from_ref(self.dataset), Split::Eval, self.finder)?;
         let examples = &dataset.examples()[..dataset.len().min(ROWS)];
         let adaptation = Adaptation::saved_in(self.adapter, &self.base.config)?;

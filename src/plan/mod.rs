@@ -16,6 +16,7 @@ mod pissa;
 mod rows;
 mod training;
 mod values;
+mod vocabulary;
 
 pub use adaptation::Adaptation;
 pub use base::{Base, EngineOptions};

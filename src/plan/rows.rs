@@ -1,7 +1,5 @@
 //! From `[data]` to examples: data sets found, tokenizer and template loaded, rows encoded.
 
-use std::path::Path;
-
 use super::locate::{Finder, Found};
 use crate::data::{
     ChatTemplate, DataOptions, Dataset, Format, OnFault, OnLongRow, Split, Tokenizer, TrainOn,
@@ -20,9 +18,8 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// The tokenizer in `folder` and the rules of `[data]`; ids from `vocab_size` on are refused.
-    pub fn open(folder: &Path, data: &recipe::Data, vocab_size: usize) -> Result<Self> {
-        let tokenizer = Tokenizer::load(folder)?;
+    /// The tokenizer and the rules of `[data]`; ids from `vocab_size` on are refused.
+    pub fn new(tokenizer: Tokenizer, data: &recipe::Data, vocab_size: usize) -> Result<Self> {
         let template =
             ChatTemplate::load(&tokenizer, data.chat_template.as_ref().map(|template| template.0.as_str()))?;
         let options = DataOptions {

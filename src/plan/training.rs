@@ -24,6 +24,7 @@ use crate::export::hf;
 use crate::optim::{MomentDtype, OptimizerOptions, Schedule, ScheduleKind};
 use crate::recipe::{self, Dtype, Offload, Recipe, SchedulerKind, StateDtype, Strategy};
 use crate::units;
+use crate::weights::companions::TokenizerFiles;
 use crate::weights::{Entry, ModelFiles, StoredDtype};
 
 /// What will run.
@@ -60,15 +61,22 @@ impl Plan {
     /// Whatever in recipe, model or data cannot be used; all of it before weights are read.
     pub fn resolve(mut recipe: Recipe, finder: &Finder<'_>, device: Device) -> Result<Self> {
         refuse_unready(&recipe)?;
-        let base = Base::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
+        let mut base = Base::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
         let engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
+        let saved = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
+        let saved = saved.map(|source| finder.adapter(source)).transpose()?.map(|found| found.folder);
+        saved.as_deref().map_or(Ok(()), |folder| base.adopt(folder))?;
+        let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
         let adaptation = recipe
             .adapter
             .as_ref()
-            .map(|adapter| Adaptation::from_recipe(adapter, &base.config, &base.found.id, finder))
+            .map(|adapter| {
+                let named = (base.found.id.as_str(), &base.config);
+                Adaptation::from_recipe(adapter, saved.as_deref(), named, &tokens)
+            })
             .transpose()?;
         base.check(adaptation.as_ref(), adaptation.is_none())?;
-        let rows = Rows::open(&base.found.folder, &recipe.data, base.config.vocab_size)?;
+        let rows = Rows::new(tokenizer, &recipe.data, base.config.vocab_size)?;
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
         let held_out = match recipe.data.eval.is_empty() {
             true => None,
@@ -228,6 +236,7 @@ impl Plan {
     /// as checkpoints need it; else as `checkpoint.output_dtype` says. To be asked for when the trainer was made.
     pub fn writer(&self, exact: bool) -> WriteWeights {
         let given = if exact { Dtype::F32 } else { self.recipe.checkpoint.output_dtype };
+        let tokenizer = self.base.other_tokenizer(&self.rows.tokenizer);
         match &self.adaptation {
             Some(adaptation) => {
                 let initial = Arc::clone(&self.initial);
@@ -238,6 +247,7 @@ impl Plan {
                 let dtype = stored(given).unwrap_or(StoredDtype::F32);
                 let tied = self.base.config.tie_word_embeddings && !adaptation.unties();
                 Arc::new(move |folder: &Path, tensors: &[SnapshotTensor]| {
+                    tokenizer.as_ref().map_or(Ok(()), |tokenizer| tokenizer.write(folder))?;
                     write_adapter(folder, &config, tied, tensors, &initial, dtype)
                 })
             }
@@ -249,7 +259,7 @@ impl Plan {
                         let own = || dtypes.get(name).copied().unwrap_or(StoredDtype::F32);
                         stored(given).unwrap_or_else(own)
                     };
-                    write_model(folder, &source, tensors, dtype)
+                    write_model(folder, &source, tokenizer.as_ref(), tensors, dtype)
                 })
             }
         }
@@ -401,6 +411,7 @@ fn write_adapter(
 fn write_model(
     folder: &Path,
     source: &Path,
+    tokenizer: Option<&TokenizerFiles>,
     tensors: &[SnapshotTensor],
     dtype: impl Fn(&str) -> StoredDtype,
 ) -> Result<()> {
@@ -408,7 +419,7 @@ fn write_model(
     let entry =
         |t: &SnapshotTensor| Entry { name: t.name.clone(), dtype: dtype(&t.name), shape: t.shape.clone() };
     let entries: Vec<Entry> = tensors.iter().map(entry).collect();
-    hf::write_model(folder, source, &entries, hf::SHARD_BYTES, |entry, sink| {
+    hf::write_model(folder, source, tokenizer, &entries, hf::SHARD_BYTES, |entry, sink| {
         match by_name.get(entry.name.as_str()) {
             Some(tensor) => sink.write_values(&tensor.values),
             None => Err(Error::internal(format!("no values for {}", entry.name))),

@@ -20,7 +20,7 @@ use crate::ops::weight::Weight;
 use crate::quant::BlocksMut;
 use crate::recipe::AdapterInit;
 use crate::strategy::{Fill, Slot, TOKEN_ROWS};
-use crate::weights::{Element, ModelFiles};
+use crate::weights::{Element, GrownTable, ModelFiles};
 
 /// The way out when weights and config.json do not fit.
 const ONE_MODEL: &str = "give config.json and weights of one and the same model";
@@ -35,6 +35,8 @@ pub(super) struct Values<'a> {
     seed: u64,
     /// What base weights gave for the adapters on them, until those are filled.
     derived: RefCell<BTreeMap<String, Derived>>,
+    /// Embedding and head as they are stored, with rows for new tokens.
+    tables: [Option<GrownTable<'a>>; 2],
 }
 
 /// An adapter's first values, from the weight it sits on.
@@ -51,21 +53,27 @@ impl<'a> Values<'a> {
         adaptation: Option<&'a Adaptation>,
         seed: u64,
     ) -> Self {
-        Values { config, files, adaptation, seed, derived: RefCell::default() }
+        let table = |name| files.map(|files| GrownTable::new(files, name));
+        let tables = [EMBED, HEAD].map(table);
+        Values { config, files, adaptation, seed, derived: RefCell::default(), tables }
     }
 
-    /// Checks names and shapes of the whole checkpoint against the model before a byte of weights is read.
-    pub(super) fn check(&self, slots: &[Slot]) -> Result<()> {
+    /// Checks names and shapes of the whole checkpoint against the model before a byte of weights is read. Embedding
+    /// and head may have rows for the `stored_tokens` that config.json says, when the model in use has more.
+    pub(super) fn check(&self, slots: &[Slot], stored_tokens: usize) -> Result<()> {
         let Some(files) = self.files else { return Ok(()) };
         for slot in slots.iter().filter(|slot| !slot.adapter) {
             let name = self.stored_name(files, &slot.name);
             let info = files.require(name).map_err(|e| e.hint(ONE_MODEL))?;
-            if info.shape != slot.shape {
+            let mut stored = slot.shape.clone();
+            if name == EMBED || name == HEAD {
+                stored[0] = stored_tokens;
+            }
+            if info.shape != slot.shape && info.shape != stored {
                 return Err(Error::user(format!("cannot load {}", info.file.display()))
                     .because(format!(
-                        "{name} has shape {:?}, config.json makes it {:?} ({})",
+                        "{name} has shape {:?}, config.json makes it {stored:?} ({})",
                         info.shape,
-                        slot.shape,
                         self.dimensions()
                     ))
                     .hint(ONE_MODEL));
@@ -156,8 +164,13 @@ impl<'a> Values<'a> {
         match self.files {
             Some(files) => {
                 let name = self.stored_name(files, name);
-                files.read_part(name, start, out)?;
-                files.discard(name);
+                match (name, &self.tables) {
+                    (EMBED, [Some(table), _]) | (HEAD, [_, Some(table)]) => table.read_part(start, out)?,
+                    _ => {
+                        files.read_part(name, start, out)?;
+                        files.discard(name);
+                    }
+                }
             }
             None => {
                 // A head that was untied starts as the embedding it was tied to.

@@ -130,6 +130,15 @@ fn places(recipe: &Recipe, found: &mut Vec<Conflict>) {
             hint: "add `--eval-dataset DATASET`".into(),
         });
     }
+    let tokens = &recipe.model.new_tokens;
+    if let Some(twice) = tokens.iter().enumerate().find(|(i, text)| tokens[..*i].contains(text)) {
+        found.push(Conflict {
+            section: "model",
+            key: "new_tokens",
+            text: format!("has {:?} twice", twice.1),
+            hint: "name each token once".into(),
+        });
+    }
     let local = matches!(recipe.model.id, Some(Source::Path(_) | Source::Builtin(_)));
     if local && recipe.model.revision != "main" {
         found.push(Conflict {

@@ -24,6 +24,9 @@ section! {
         dtype: Dtype = Dtype::Auto;
         /// Tiled attention, or the plain formula as a reference.
         attention: Attention = Attention::Flash;
+        /// Tokens to train, beside the adapter if there is one; those that the tokenizer does not have are added to it.
+        /// Embedding and head grow by their rows, which start as the mean of the others, where they have none unused.
+        new_tokens: Vec<String> = Vec::new();
     }
 }
 

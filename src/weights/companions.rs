@@ -5,15 +5,18 @@
 //! still tied, how they are quantized.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::{Entry, StoredDtype, bitsandbytes, write};
+use super::{EMBED_TOKENS, Entry, LM_HEAD, StoredDtype, bitsandbytes, write};
 use crate::error::{Error, Result};
 
 /// The architecture and its sizes.
 pub const CONFIG_FILE: &str = "config.json";
+
+/// The tokenizer, without which its settings are of no use.
+const TOKENIZER_FILE: &str = "tokenizer.json";
 
 /// Files copied unchanged where they exist, besides all that start with `tokenizer` or `chat_template`.
 const COPIED: [&str; 7] = [
@@ -57,8 +60,9 @@ pub struct ConfigChanges {
 }
 
 impl ConfigChanges {
-    /// For weights that hold `entries`: config.json gets the float type that most of their bytes have, and says
-    /// nothing of quantization where none of them belongs to a quantized tensor.
+    /// For weights that hold `entries`: config.json gets the float type that most of their bytes have and the number of
+    /// tokens that the embedding has rows for, and says nothing of quantization where none of them belongs to a
+    /// quantized tensor.
     pub fn for_weights(entries: &[Entry]) -> Self {
         let mut bytes = BTreeMap::new();
         for entry in entries.iter().filter(|entry| entry.dtype.is_float()) {
@@ -69,7 +73,9 @@ impl ConfigChanges {
             true => QuantizationChange::Keep,
             false => QuantizationChange::Remove,
         };
-        Self { dtype, quantization, ..Self::default() }
+        let table = entries.iter().find(|entry| entry.name == EMBED_TOKENS || entry.name == LM_HEAD);
+        let vocab_size = table.filter(|table| table.dtype.is_float()).and_then(|table| table.shape.first());
+        Self { dtype, quantization, vocab_size: vocab_size.copied(), ..Self::default() }
     }
 }
 
@@ -84,36 +90,68 @@ pub fn read_config(folder: &Path) -> Result<Map<String, Value>> {
         .map_err(|error| Error::user(format!("cannot read {}", path.display())).because(error.to_string()))
 }
 
-/// Copies the companions of the weights in `from` to the existing folder `to`, with `changes` made in config.json,
-/// which is written last: a folder that has one is complete.
+/// A tokenizer other than the one beside the weights: its folder, and files that say something else than those there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TokenizerFiles {
+    /// Where its files are.
+    pub folder: PathBuf,
+    /// What takes their place: names and texts.
+    pub changed: Vec<(String, String)>,
+}
+
+impl TokenizerFiles {
+    /// The tokenizer in `folder`, if there is one.
+    pub fn find(folder: &Path) -> Option<Self> {
+        let there = folder.join(TOKENIZER_FILE).is_file();
+        there.then(|| TokenizerFiles { folder: folder.to_owned(), changed: Vec::new() })
+    }
+
+    /// Writes it into the existing folder `to`, over what is there.
+    ///
+    /// # Errors
+    /// Storage: reading or writing fails.
+    pub fn write(&self, to: &Path) -> Result<()> {
+        copy_tokenizer(&self.folder, to)?;
+        self.changed.iter().try_for_each(|(name, text)| write::write_text(&to.join(name), text).map(drop))
+    }
+}
+
+/// Copies the companions of the weights in `from` to the existing folder `to`, with `tokenizer` in place of the one in
+/// `from` if there is one, and `changes` made in config.json, which is written last: a folder that has one is complete.
 ///
 /// # Errors
 /// The user's: `from` has no valid config.json. Storage: reading or writing fails.
-pub fn copy(from: &Path, to: &Path, changes: ConfigChanges) -> Result<()> {
+pub fn copy(
+    from: &Path,
+    tokenizer: Option<&TokenizerFiles>,
+    to: &Path,
+    changes: ConfigChanges,
+) -> Result<()> {
     let config = changed(read_config(from)?, changes);
     copy_tokenizer(from, to)?;
-    let (templates, copies) = (from.join(NAMED_TEMPLATES), to.join(NAMED_TEMPLATES));
-    if templates.is_dir() {
-        std::fs::create_dir_all(&copies).map_err(|error| Error::io("create", &copies, &error))?;
-        for name in file_names(&templates)? {
-            copy_file(&templates.join(&name), &copies.join(&name))?;
-        }
-    }
+    tokenizer.map_or(Ok(()), |tokenizer| tokenizer.write(to))?;
     write::write_text(&to.join(CONFIG_FILE), &format!("{:#}\n", Value::Object(config)))?;
     Ok(())
 }
 
-/// Copies the tokenizer and its settings from `from`, as far as they are there, over what `to` has.
+/// Copies the tokenizer, its templates and its settings from `from`, as far as they are there, over what `to` has.
 ///
 /// # Errors
 /// Storage: reading or writing fails.
-pub fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
+fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
     for name in file_names(from)? {
         if COPIED.contains(&name.as_str())
             || name.starts_with("tokenizer")
             || name.starts_with("chat_template")
         {
             copy_file(&from.join(&name), &to.join(&name))?;
+        }
+    }
+    let (templates, copies) = (from.join(NAMED_TEMPLATES), to.join(NAMED_TEMPLATES));
+    if templates.is_dir() {
+        std::fs::create_dir_all(&copies).map_err(|error| Error::io("create", &copies, &error))?;
+        for name in file_names(&templates)? {
+            copy_file(&templates.join(&name), &copies.join(&name))?;
         }
     }
     Ok(())
@@ -151,8 +189,8 @@ fn changed(mut config: Map<String, Value>, changes: ConfigChanges) -> Map<String
     if let Some(tied) = changes.tie_word_embeddings {
         config.insert("tie_word_embeddings".into(), tied.into());
     }
-    if let Some(tokens) = changes.vocab_size {
-        config.insert("vocab_size".into(), tokens.into());
+    if let (Some(tokens), Some(vocab_size)) = (changes.vocab_size, config.get_mut("vocab_size")) {
+        *vocab_size = tokens.into();
     }
     match changes.quantization {
         QuantizationChange::Keep => {}

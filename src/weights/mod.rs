@@ -13,6 +13,7 @@ mod bitsandbytes;
 pub mod companions;
 mod dtype;
 mod files;
+mod grown;
 mod header;
 mod index;
 mod load;
@@ -24,6 +25,7 @@ mod write;
 
 pub use dtype::{Element, OutputDtype, StoredDtype};
 pub use files::{ModelFiles, TensorInfo};
+pub use grown::GrownTable;
 pub use load::{Expected, load_tensor};
 pub use new_folder::NewFolder;
 pub use quantized::QuantizedTensor;

@@ -25,7 +25,7 @@ use self::values::{Source, Values};
 use super::{Adapter, ModuleInfo, ModuleKind, Target, TensorKind};
 use crate::error::{Error, Result};
 use crate::quant::Format;
-use crate::weights::companions::{self, ConfigChanges};
+use crate::weights::companions::{self, ConfigChanges, TokenizerFiles};
 use crate::weights::{self, Entry, ModelFiles, NewFolder, OutputDtype, StoredDtype, TensorSink, Written};
 
 /// Elements (or bytes that are only copied) of a tensor in memory at once, if a row is not longer.
@@ -92,14 +92,10 @@ pub fn merge(
     let entries: Vec<Entry> = plan.outs().map(|out| out.entry.clone()).collect();
     let changes = ConfigChanges {
         tie_word_embeddings: plan.untied.then_some(false),
-        vocab_size: plan.resized,
         ..ConfigChanges::for_weights(&entries)
     };
     let dtype = changes.dtype;
-    companions::copy(base.folder(), folder.path(), changes)?;
-    if plan.resized.is_some() {
-        companions::copy_tokenizer(adapter.folder(), folder.path())?;
-    }
+    companions::copy(base.folder(), TokenizerFiles::find(adapter.folder()).as_ref(), folder.path(), changes)?;
     let record = MergeRecord {
         base: base.folder().display().to_string(),
         base_values: words(options.base),
@@ -160,8 +156,6 @@ struct Plan<'a> {
     adapter: &'a Adapter,
     files: Vec<(String, Vec<Out<'a>>)>,
     untied: bool,
-    /// The number of tokens, if the adapter changed it.
-    resized: Option<usize>,
 }
 
 impl<'a> Plan<'a> {
@@ -172,12 +166,12 @@ impl<'a> Plan<'a> {
         options: &MergeOptions<'_>,
     ) -> Result<Self> {
         let tie = Tie::new(base, config);
-        let (modules, resized) = tables::modules(base, &tie, adapter);
+        let modules = tables::modules(base, &tie, adapter);
         adapter.check_fits(&modules)?;
         let untied = tie.is_broken_by(adapter, &modules)?;
         let modules: BTreeMap<&str, &ModuleInfo> =
             modules.iter().map(|module| (module.name.as_str(), module)).collect();
-        let mut plan = Self { base, adapter, files: Vec::new(), untied, resized };
+        let mut plan = Self { base, adapter, files: Vec::new(), untied };
         for (path, names) in base.files() {
             let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let split = tie.only_one_stored().filter(|(_, stored)| untied && names.contains(stored));
@@ -294,7 +288,9 @@ impl<'a> Plan<'a> {
     /// The base's tensor whose bytes are the output's.
     fn kept<'o>(&self, out: &Out<'o>) -> Result<Option<&'o str>> {
         let Source::Base(name) = out.source else { return Ok(None) };
-        let plain = self.base.quantized(name)?.is_none() && self.base.require(name)?.dtype == out.entry.dtype;
+        let info = self.base.require(name)?;
+        let same = info.dtype == out.entry.dtype && info.shape == out.entry.shape;
+        let plain = same && self.base.quantized(name)?.is_none();
         Ok((plain && out.format.is_none() && !out.is_changed()).then_some(name))
     }
 }

@@ -8,12 +8,10 @@
 use serde_json::{Map, Value};
 
 use super::change::Lora;
+use crate::adapter::files::TABLES;
 use crate::adapter::{Adapter, ModuleInfo, ModuleKind, Target, TensorKind};
 use crate::error::Result;
 use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles};
-
-/// The modules of [`EMBED_TOKENS`] and [`LM_HEAD`].
-const TABLES: [&str; 2] = ["model.embed_tokens", "lm_head"];
 
 /// Whether embedding and head are one tensor, and which of the names the base has stored.
 pub(super) struct Tie {
@@ -115,9 +113,8 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// The modules of the base by its tensors, both of a tied pair, with as many rows as the adapter gives the tables; and
-/// that number, if it is another than the base's.
-pub(super) fn modules(base: &ModelFiles, tie: &Tie, adapter: &Adapter) -> (Vec<ModuleInfo>, Option<usize>) {
+/// The modules of the base by its tensors, both of a tied pair, with as many rows as the adapter gives the tables.
+pub(super) fn modules(base: &ModelFiles, tie: &Tie, adapter: &Adapter) -> Vec<ModuleInfo> {
     let module = |tensor: &str, shape: &[usize]| {
         let name = tensor.strip_suffix(".weight")?;
         let kind = match tensor {
@@ -132,28 +129,10 @@ pub(super) fn modules(base: &ModelFiles, tie: &Tie, adapter: &Adapter) -> (Vec<M
     if let Some((missing, stored)) = tie.only_one_stored() {
         modules.extend(base.info(stored).and_then(|info| module(missing, &info.shape)));
     }
-    let resized = resized(&modules, tie, adapter);
     for table in modules.iter_mut().filter(|module| TABLES.contains(&module.name.as_str())) {
-        if let (Some(rows), Some(first)) = (resized, table.shape.first_mut()) {
-            *first = rows;
+        if let Some(tokens) = table.shape.first_mut() {
+            *tokens = adapter.vocab_size(*tokens, tie.tied);
         }
     }
-    (modules, resized)
-}
-
-/// The rows that the adapter's whole tables have, if all have the same and it is another number than the base's: new
-/// tokens were added before training.
-fn resized(modules: &[ModuleInfo], tie: &Tie, adapter: &Adapter) -> Option<usize> {
-    let rows = |table: &ModuleInfo| {
-        let parts = Parts::of(adapter, &table.name, tie);
-        let whole = parts.whole.and_then(|module| adapter.info(module, TensorKind::SavedWeight));
-        let found = whole.or_else(|| adapter.info(parts.base?, TensorKind::BaseWeight));
-        found.map_or(table.shape.first(), |info| info.shape.first()).copied()
-    };
-    let tables: Vec<&ModuleInfo> =
-        modules.iter().filter(|module| TABLES.contains(&module.name.as_str())).collect();
-    let wanted = rows(tables.first()?)?;
-    let agreed = tables.iter().all(|table| rows(table) == Some(wanted));
-    let changed = tables.iter().any(|table| table.shape.first() != Some(&wanted));
-    (agreed && changed).then_some(wanted)
+    modules
 }

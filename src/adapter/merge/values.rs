@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use crate::adapter::{Adapter, TensorKind};
 use crate::error::{Error, Result};
 use crate::quant::{Format, OwnedBlocks};
-use crate::weights::ModelFiles;
+use crate::weights::{GrownTable, ModelFiles};
 
 /// Values a thread dequantizes at once.
 const TASK: usize = 1 << 16;
@@ -22,7 +22,7 @@ pub(super) enum Source<'a> {
 
 /// A tensor to be read in blocks.
 pub(super) enum Values<'a> {
-    Base(&'a ModelFiles, &'a str),
+    Base(GrownTable<'a>),
     Adapter(&'a Adapter, &'a str, TensorKind),
     Quantized(OwnedBlocks),
 }
@@ -39,7 +39,7 @@ impl<'a> Values<'a> {
         (elements, format): (usize, Option<Format>),
     ) -> Result<Self> {
         let values = match source {
-            Source::Base(name) => Self::Base(base, name),
+            Source::Base(name) => Self::Base(GrownTable::new(base, name)),
             Source::Adapter(module, kind) => Self::Adapter(adapter, module, kind),
         };
         match format {
@@ -54,11 +54,7 @@ impl<'a> Values<'a> {
     /// As [`ModelFiles::read_part`] and [`Adapter::read_part`].
     pub(super) fn read(&self, start: usize, out: &mut [f32]) -> Result<()> {
         match self {
-            Self::Base(files, name) => {
-                files.read_part(name, start, out)?;
-                files.discard(name);
-                Ok(())
-            }
+            Self::Base(tensor) => tensor.read_part(start, out),
             Self::Adapter(adapter, module, kind) => adapter.read_part(module, *kind, start, out),
             Self::Quantized(quantized) => {
                 let blocks = quantized.blocks();
@@ -72,7 +68,8 @@ impl<'a> Values<'a> {
 
     fn name(&self) -> &str {
         match self {
-            Self::Base(_, name) | Self::Adapter(_, name, _) => name,
+            Self::Base(tensor) => tensor.name(),
+            Self::Adapter(_, name, _) => name,
             Self::Quantized(_) => "",
         }
     }

@@ -1,0 +1,98 @@
+//! Tokens that are added to a tokenizer, written into its files as transformers' `add_tokens` leaves them.
+//!
+//! The files are edited, not made anew: what a tokenizer says otherwise stays as its author wrote it. The tokenizer
+//! itself is then read from the edited text, so what is used is what is saved.
+
+use serde_json::{Map, Value, json};
+
+/// Files that name tokens beside tokenizer.json: the settings, and the list that older tokenizers have.
+pub(super) const CONFIG: &str = "tokenizer_config.json";
+pub(super) const LIST: &str = "added_tokens.json";
+
+/// A token with the id it is to have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct NewToken {
+    pub(super) id: u32,
+    pub(super) text: String,
+}
+
+impl NewToken {
+    /// What transformers says of a token that was added as a plain text: it is matched after normalization, anywhere.
+    fn properties(&self) -> Map<String, Value> {
+        let mut map = Map::new();
+        map.insert("content".into(), self.text.as_str().into());
+        for (key, value) in [
+            ("single_word", false),
+            ("lstrip", false),
+            ("rstrip", false),
+            ("normalized", true),
+            ("special", false),
+        ] {
+            map.insert(key.into(), value.into());
+        }
+        map
+    }
+}
+
+/// tokenizer.json with `tokens`.
+pub(super) fn in_tokenizer(mut file: Map<String, Value>, tokens: &[NewToken]) -> Map<String, Value> {
+    let entry = |token: &NewToken| {
+        let mut entry = Map::new();
+        entry.insert("id".into(), token.id.into());
+        entry.extend(token.properties());
+        Value::Object(entry)
+    };
+    let list = file.entry("added_tokens").or_insert_with(|| json!([]));
+    if let Some(list) = list.as_array_mut() {
+        list.extend(tokens.iter().map(entry));
+        list.sort_by_key(|entry| entry["id"].as_u64());
+    }
+    file
+}
+
+/// tokenizer_config.json with `tokens`, if it lists the added ones.
+pub(super) fn in_config(mut file: Map<String, Value>, tokens: &[NewToken]) -> Option<Map<String, Value>> {
+    let listed = file.get_mut("added_tokens_decoder")?.as_object_mut()?;
+    listed.extend(tokens.iter().map(|token| (token.id.to_string(), Value::Object(token.properties()))));
+    Some(file)
+}
+
+/// added_tokens.json with `tokens`, if it is there at all.
+pub(super) fn in_list(mut file: Map<String, Value>, tokens: &[NewToken]) -> Option<Map<String, Value>> {
+    if file.is_empty() {
+        return None;
+    }
+    file.extend(tokens.iter().map(|token| (token.text.clone(), token.id.into())));
+    Some(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn object(value: Value) -> Map<String, Value> {
+        value.as_object().cloned().unwrap_or_default()
+    }
+
+    #[test]
+    fn entries_are_those_of_transformers() {
+        let token = NewToken { id: 5, text: "<tool>".into() };
+        let file =
+            object(json!({"version": "1.0", "added_tokens": [{"id": 7, "content": "z"}], "model": {}}));
+        let written = Value::Object(in_tokenizer(file, std::slice::from_ref(&token)));
+        let entry = json!({"id": 5, "content": "<tool>", "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": true, "special": false});
+        assert_eq!(written["added_tokens"], json!([entry, {"id": 7, "content": "z"}]));
+        let keys: Vec<String> = object(written).keys().cloned().collect();
+        assert_eq!(keys, ["version", "added_tokens", "model"]);
+
+        let config = object(json!({"added_tokens_decoder": {"4": {"content": "y"}}}));
+        let written = in_config(config, std::slice::from_ref(&token)).map(Value::Object);
+        let content = written.map(|config| config["added_tokens_decoder"]["5"]["content"].clone());
+        assert_eq!(content, Some("<tool>".into()));
+        assert_eq!(in_config(object(json!({"bos_token": "a"})), std::slice::from_ref(&token)), None);
+        assert_eq!(in_list(Map::new(), std::slice::from_ref(&token)), None);
+        let list = in_list(object(json!({"y": 4})), std::slice::from_ref(&token));
+        assert_eq!(list, Some(object(json!({"y": 4, "<tool>": 5}))));
+    }
+}
