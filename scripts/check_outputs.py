@@ -10,6 +10,8 @@ tests/golden/models:
                  the logits of PEFT's model, loads in transformers without a missing or unexpected tensor, and keeps
                  the tokenizer
   full           the folder of a full run loads in transformers: same loss, same continuation
+  new tokens     the tokenizer beside an adapter or in a model has the ids that transformers gives them; the model
+                 resized to it, and PEFT on it, have the same logits as the merged one and the same loss
   made by PEFT   adapters with random values give `finetune eval` the loss PEFT has, and training can start from them
 
 Losses are compared over a text and a prompt/completion data set that are tokenized here, from tokenizer.json alone.
@@ -69,12 +71,18 @@ class Family:
             raise AssertionError(f"{folder}: {wrong}")
         return model.eval()
 
-    def load_adapter(self, adapter):
-        """PEFT's model; a tensor missing in the file, or one too many, is a failure."""
-        model = peft.PeftModel.from_pretrained(self.load(), adapter).eval()
+    def load_adapter(self, adapter, tokens=0):
+        """PEFT's model, of `tokens` at least; a tensor missing in the file, or one too many, is a failure."""
+        base = self.load()
+        # Beside a resized base PEFT would by itself save a copy of its tables too.
+        tables = False if tokens > base.config.vocab_size else "auto"
+        if tokens > base.config.vocab_size:
+            base.resize_token_embeddings(tokens)
+        model = peft.PeftModel.from_pretrained(base, adapter).eval()
         stored = safetensors.torch.load_file(adapter / "adapter_model.safetensors").keys()
         # PEFT writes a copy of a table beside the adapter on it and does without when it reads; we do not write one.
-        wrong = {name for name in stored ^ peft.get_peft_model_state_dict(model).keys() if "base_layer" not in name}
+        asked = peft.get_peft_model_state_dict(model, save_embedding_layers=tables).keys()
+        wrong = {name for name in stored ^ asked if "base_layer" not in name}
         if wrong:
             raise AssertionError(f"{adapter}: tensors missing or not asked for: {sorted(wrong)}")
         return model
@@ -115,10 +123,10 @@ class Figures:
 class Rows:
     """The tokens of a data set as its documentation says they are, and the loss of a model over them."""
 
-    def __init__(self, family, file):
+    def __init__(self, folder, file):
         self.file = file
-        tokenizer = tokenizers.Tokenizer.from_file(str(family.folder / "tokenizer.json"))
-        settings = json.loads((family.folder / "tokenizer_config.json").read_text())
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
         eos = settings["eos_token"]
         eos = tokenizer.token_to_id(eos if isinstance(eos, str) else eos["content"])
         self.examples = [self.example(tokenizer, json.loads(row), eos) for row in file.read_text().splitlines()]
@@ -179,7 +187,7 @@ class Program:
             raise AssertionError(f"finetune {args[0]} …: {done.stderr.decode(errors='replace').strip()}")
         return done.stdout.decode(errors="replace")
 
-    def train(self, family, recipe, output, **keys):
+    def train(self, family, recipe, output, dataset=GOLDEN / "data" / "sft_messages.jsonl", **keys):
         keys = {
             "data.on_bad_row": '"skip"',
             "data.max_seq_len": MAX_SEQ_LEN,
@@ -190,7 +198,7 @@ class Program:
         self.run(
             *("--model", family.folder, "--output", output, "--quiet"),
             *(("--recipe", recipe) if recipe else ()),
-            *("--dataset", GOLDEN / "data" / "sft_messages.jsonl"),
+            *("--dataset", dataset),
             *("--eval-dataset", GOLDEN / "data" / "text.jsonl"),
             *flags,
         )
@@ -221,7 +229,7 @@ class Checks:
 
     def __init__(self, program, family, figures, place):
         self.program, self.family, self.figures, self.place = program, family, figures, place
-        self.rows = [Rows(family, GOLDEN / "data" / name) for name in ("text.jsonl", "prompt_completion.jsonl")]
+        self.rows = [Rows(family.folder, GOLDEN / "data" / name) for name in ("text.jsonl", "prompt_completion.jsonl")]
 
     def note(self, check, value, limit, where):
         self.figures.difference(self.family.name, check, value, limit, where)
@@ -313,6 +321,36 @@ class Checks:
             if dtype == "f32":
                 self.note("full: loss in the run", abs(losses[1] - self.rows[0].loss(model)[0]), LOSS_LIMIT, where)
 
+    def new_tokens(self, recipe, **keys):
+        where = " ".join(["new tokens", recipe, *keys])
+        out, merged, data = self.place / where, self.place / f"{where} merged", self.place / f"{where}.jsonl"
+        texts = ["<tool>", "</tool>", "new word"]
+        lines = [f"The <tool>amber {i}</tool> signs a new word, <tool>river</tool>." for i in range(16)]
+        data.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        keys["model__new_tokens"] = json.dumps(texts)
+        keys["checkpoint__output_dtype"] = '"f32"'
+        self.program.train(self.family, recipe, out, dataset=data, optimizer__learning_rate=1e-2, **keys)
+        theirs = transformers.AutoTokenizer.from_pretrained(self.family.folder)
+        theirs.add_tokens(texts)
+        ours = transformers.AutoTokenizer.from_pretrained(out)
+        self.same("new tokens: ids", ours(lines).input_ids, theirs(lines).input_ids, where)
+        self.same("new tokens: ids", len(ours), len(theirs), where)
+        rows = Rows(out, data)
+        if recipe == "full":
+            model, files = self.family.load(out), (out,)
+        else:
+            model, files = self.family.load_adapter(out, len(ours)), (self.family.folder, rows, out)
+            self.program.run(
+                *("merge", "--model", self.family.folder, "--adapter", out, "--output", merged, "--dtype", "f32")
+            )
+            loaded = self.family.load(merged)
+            difference = (rows.logits(loaded) - rows.logits(model)).abs().max().item()
+            self.note("new tokens: logits merged", difference, LOGITS_LIMIT, where)
+            self.same("new tokens: ids", len(transformers.AutoTokenizer.from_pretrained(merged)), len(theirs), where)
+        theirs = rows.loss(model)[0]
+        ours = self.program.loss(files[0], rows, *files[2:])[0]
+        self.note("new tokens: loss", abs(ours - theirs), LOSS_LIMIT, where)
+
     def peft_kinds(self):
         """Settings of LoraConfig."""
         attention, gate = self.family.attention, self.family.gate
@@ -369,6 +407,9 @@ class Checks:
     def all(self, only):
         checks = [(name, lambda n=name, k=keys: self.our_adapter(n, k)) for name, keys in self.adapter_kinds().items()]
         checks.append(("full", self.full))
+        both = {"adapter__modules_to_save": '["embed_tokens", "lm_head"]'}
+        for recipe, keys in (("lora", {}), ("lora", both), ("full", {})):
+            checks.append(("new tokens", lambda r=recipe, k=keys: self.new_tokens(r, **k)))
         checks += [
             (f"peft {name}", lambda n=name, k=kind: self.peft_adapter(n, k)) for name, kind in self.peft_kinds().items()
         ]

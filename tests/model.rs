@@ -3,15 +3,17 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+#[allow(dead_code, reason = "each test binary uses its part")]
+mod logits;
+
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE, Segment};
 use finetune::engine::{Engine, Recompute, Sampling};
 use finetune::error::Result;
-use finetune::model::ModelConfig;
 use finetune::ops::attention::Algorithm;
-use finetune::plan::{Base, EngineOptions, Found};
+use finetune::plan::{Base, EngineOptions};
 use finetune::weights::ModelFiles;
 
 const MODELS: [&str; 8] = [
@@ -30,15 +32,7 @@ fn golden() -> PathBuf {
 }
 
 fn base(name: &str) -> Base {
-    let folder = golden().join("models").join(name);
-    let text = std::fs::read_to_string(folder.join("config.json")).unwrap();
-    Base {
-        config: ModelConfig::from_json(&text, "config.json").unwrap(),
-        files: Some(ModelFiles::open(&folder).unwrap()),
-        found: Found { id: name.into(), folder, commit: None, on_hub: false },
-        format: None,
-        skipped: Vec::new(),
-    }
+    logits::base(&golden().join("models").join(name))
 }
 
 fn engine(name: &str, algorithm: Algorithm, trains: bool) -> Engine {

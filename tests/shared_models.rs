@@ -5,16 +5,17 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+#[allow(dead_code, reason = "each test binary uses its part")]
+mod logits;
+
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
 use finetune::data::{Batch, IGNORE, Segment, Tokenizer};
 use finetune::engine::{Engine, Sampling};
 use finetune::error::Result;
-use finetune::model::ModelConfig;
 use finetune::ops::attention::Algorithm;
-use finetune::plan::{Base, EngineOptions, Found};
-use finetune::weights::ModelFiles;
+use finetune::plan::EngineOptions;
 use serde_json::Value;
 
 const REFERENCE: &str = "models/REFERENCE.json";
@@ -50,18 +51,10 @@ impl Known {
     }
 }
 
-fn engine(name: &str, folder: &Path) -> Result<Engine> {
-    let text = std::fs::read_to_string(folder.join("config.json")).unwrap();
-    let base = Base {
-        config: ModelConfig::from_json(&text, "config.json")?,
-        files: Some(ModelFiles::open(folder)?),
-        found: Found { id: name.into(), folder: folder.into(), commit: None, on_hub: false },
-        format: None,
-        skipped: Vec::new(),
-    };
+fn engine(folder: &Path) -> Result<Engine> {
     let options =
         EngineOptions { device: Device::Cpu, dtype: DType::F32, algorithm: Algorithm::Flash, seed: 0 };
-    base.engine(None, false, &options)
+    logits::base(folder).engine(None, false, &options)
 }
 
 /// Every model of REFERENCE.json, the file itself, and the folder of all.
@@ -76,7 +69,7 @@ fn known() -> Result<Option<(Vec<Known>, Value, PathBuf)>> {
             name: name.clone(),
             wanted: wanted.clone(),
             tokenizer: Tokenizer::load(&folder)?,
-            engine: engine(name, &folder)?,
+            engine: engine(&folder)?,
             folder,
         })
     };
