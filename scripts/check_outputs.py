@@ -404,12 +404,44 @@ class Checks:
         difference = self.rows[0].logits(self.family.load(merged)) - self.rows[0].logits(model)
         self.note("of PEFT: logits merged", difference.abs().max().item(), LOGITS_LIMIT, where)
 
+    def peft_new_tokens(self, **kind):
+        where = " ".join(["peft new tokens", *kind])
+        folder, merged, data = self.place / where, self.place / f"{where} merged", self.place / f"{where}.jsonl"
+        data.write_text("".join(json.dumps({"text": f"The <tool>amber {i}</tool> end"}) + "\n" for i in range(8)))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.family.folder)
+        first = len(tokenizer)
+        tokenizer.add_tokens(["<tool>", "</tool>"])
+        if "trainable_token_indices" in kind:
+            kind["trainable_token_indices"] = {"embed_tokens": [first, first + 1]}
+        torch.manual_seed(7)
+        base = self.family.load()
+        if len(tokenizer) > base.config.vocab_size:
+            base.resize_token_embeddings(len(tokenizer))
+        config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=self.family.attention, **kind)
+        model = peft.get_peft_model(base, config).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora" not in name and parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        rows = Rows(folder, data)
+        theirs = rows.loss(model)[0]
+        ours = self.program.loss(self.family.folder, rows, folder)[0]
+        self.note("of PEFT: loss with new tokens", abs(ours - theirs), LOSS_LIMIT, where)
+        flags = ("--model", self.family.folder, "--adapter", folder, "--output", merged, "--dtype", "f32")
+        self.program.run("merge", *flags)
+        difference = (rows.logits(self.family.load(merged)) - rows.logits(model)).abs().max().item()
+        self.note("of PEFT: logits merged with new tokens", difference, LOGITS_LIMIT, where)
+
     def all(self, only):
         checks = [(name, lambda n=name, k=keys: self.our_adapter(n, k)) for name, keys in self.adapter_kinds().items()]
         checks.append(("full", self.full))
         both = {"adapter__modules_to_save": '["embed_tokens", "lm_head"]'}
         for recipe, keys in (("lora", {}), ("lora", both), ("full", {})):
             checks.append(("new tokens", lambda r=recipe, k=keys: self.new_tokens(r, **k)))
+        for kind in ({}, {"trainable_token_indices": None}, {"modules_to_save": ["embed_tokens", "lm_head"]}):
+            checks.append(("peft new tokens", lambda k=kind: self.peft_new_tokens(**k)))
         checks += [
             (f"peft {name}", lambda n=name, k=kind: self.peft_adapter(n, k)) for name, kind in self.peft_kinds().items()
         ]

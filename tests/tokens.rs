@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
-use finetune::weights::ModelFiles;
+use finetune::weights::{Entry, ModelFiles, write_file};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -252,6 +252,61 @@ fn a_resumed_run_equals_the_unbroken_one() {
             assert!(place.loss(&["--model", &whole.display().to_string()]).is_finite());
         }
     }
+}
+
+/// Adds copies of tensors to an adapter, as PEFT has them in files of resized or tied models.
+fn add_copies(adapter: &Path, copies: &[(&str, &str)]) {
+    let path = adapter.join("adapter_model.safetensors");
+    let files = ModelFiles::open_file(&path).unwrap();
+    let prefixed = |name: &str| format!("base_model.model.{name}");
+    let own = files.names().map(|name| (name.to_owned(), name.to_owned()));
+    let copied = copies.iter().map(|(name, of)| (prefixed(name), prefixed(of)));
+    let sources: std::collections::BTreeMap<String, String> = own.chain(copied).collect();
+    let entry = |(name, of): (&String, &String)| {
+        let info = files.require(of).unwrap();
+        Entry { name: name.clone(), dtype: info.dtype, shape: info.shape.clone() }
+    };
+    let entries: Vec<Entry> = sources.iter().map(entry).collect();
+    let copy = adapter.join("copy.safetensors");
+    write_file(&copy, &entries, |entry, sink| sink.write_values(&floats(&files, &sources[&entry.name])))
+        .unwrap();
+    std::fs::rename(copy, path).unwrap();
+}
+
+#[test]
+fn what_peft_saves_twice_counts_once() {
+    let place = Place::new();
+    let (rows, head_rows) = (format!("model.embed_tokens.{ROWS}"), format!("lm_head.{ROWS}"));
+    let whole = r#"adapter.modules_to_save=["embed_tokens", "lm_head"]"#;
+    for (model, extra, copies) in [
+        ("tiny-qwen2", "train.seed=1", vec![(head_rows.as_str(), rows.as_str())]),
+        (
+            "tiny-llama",
+            whole,
+            vec![("lm_head.modules_to_save.weight", HEAD), ("lm_head.original_module.weight", EMBED)],
+        ),
+    ] {
+        let more = [NEW, extra, "train.max_steps=2", "optimizer.learning_rate=1e-2"];
+        let adapter = place.train(model, model, "lora", &more);
+        let (base, folder) = (golden(model), adapter.display().to_string());
+        let before = place.loss(&["--model", &base, "--adapter", &folder]);
+        add_copies(&adapter, &copies);
+        assert_eq!(place.loss(&["--model", &base, "--adapter", &folder]), before, "{model}");
+        place.merge(model, model);
+    }
+}
+
+/// The rows of a tied head alone: embedding and head part.
+#[test]
+fn rows_of_a_tied_head_untie_it() {
+    let place = Place::new();
+    let apart = r#"adapter.modules_to_save=["embed_tokens"]"#;
+    let more = [NEW, apart, "train.max_steps=3", "optimizer.learning_rate=1e-2"];
+    let adapter = place.train("tiny-qwen2", "adapter", "lora", &more);
+    let config = object(&adapter, "adapter_config.json");
+    assert_eq!(config["trainable_token_indices"], json!({"lm_head": [500, 501]}));
+    let merged = place.merge("tiny-qwen2", "adapter");
+    assert_eq!(floats(&merged, HEAD)[500 * WIDTH..502 * WIDTH], adapter_rows(&adapter, "lm_head"));
 }
 
 #[test]

@@ -19,6 +19,9 @@ pub const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 /// The token embedding's and the output head's module, in every family.
 pub(super) const TABLES: [&str; 2] = ["model.embed_tokens", "lm_head"];
 
+/// The ends of names of tensors that say nothing new.
+const COPIES: [&str; 2] = [".original_module.weight", ".modules_to_save.weight"];
+
 /// An adapter on disk, open and checked against its own configuration.
 #[derive(Debug)]
 pub struct Adapter {
@@ -183,12 +186,15 @@ impl Adapter {
                 .because(cause)
                 .hint(format!("give the model it was trained on as `--model`: {base}"))
         };
-        for (name, info) in self.files.tensors() {
-            let Some((module, kind)) = split_name(name) else { continue };
-            let Some(found) = by_name.get(module) else {
+        for (module, kinds) in &self.names {
+            let Some(found) = by_name.get(module.as_str()) else {
                 return Err(other(format!("it has tensors for `{module}`, which the model has not")));
             };
-            if !fits(kind, found, &info.shape) {
+            let misfit = kinds
+                .iter()
+                .filter_map(|(kind, name)| Some((*kind, name, self.files.info(name)?)))
+                .find(|(kind, _, info)| !fits(*kind, found, &info.shape));
+            if let Some((_, name, info)) = misfit {
                 return Err(other(format!(
                     "`{name}` has shape {:?}, the weight of `{module}` has {:?}",
                     info.shape, found.shape
@@ -307,6 +313,11 @@ impl Adapter {
 fn index(files: &ModelFiles) -> Result<Names, String> {
     let mut names = Names::new();
     for (name, info) in files.tensors() {
+        // Of a resized table that is saved whole, PEFT saves the original and a second copy besides.
+        let table = COPIES.iter().find_map(|end| name.strip_suffix(end));
+        if table.is_some_and(|table| files.info(&format!("{table}.weight")).is_some()) {
+            continue;
+        }
         let Some((module, kind)) = split_name(name) else {
             return Err(format!(
                 "{WEIGHTS_FILE} has tensor `{name}`; accepted: {PREFIX}<module> and .lora_A.weight, .lora_B.weight, .lora_magnitude_vector, .lora_embedding_A, .lora_embedding_B, .token_adapter.trainable_tokens_delta, .base_layer.weight, .weight or .bias"

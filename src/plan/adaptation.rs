@@ -123,11 +123,17 @@ impl Adaptation {
         let modules = module_infos(model);
         adapter.check_fits(&modules)?;
         refuse_dora_on_tables(&adapter.config().spec, adapter.targets(), &modules)?;
+        let mut rows = adapter.rows().clone();
+        // PEFT saves the embedding's rows under the name of a head that is tied to it too.
+        let own = adapter.config().spec.trainable_token_indices.keys().any(|end| end.ends_with("lm_head"));
+        if model.tie_word_embeddings && rows.contains_key("model.embed_tokens") && !own {
+            rows.remove("lm_head");
+        }
         Ok(Adaptation {
             targets: adapter.targets().to_vec(),
             saved: adapter.saved().map(str::to_owned).collect(),
             dropout: adapter.config().lora_dropout as f32,
-            rows: adapter.rows().clone(),
+            rows,
             config: adapter.config().clone(),
             start: Start::Saved(adapter),
         })
@@ -151,7 +157,8 @@ impl Adaptation {
 
     /// Whether a tied head gets parameters of its own, because it or the embedding trains.
     pub fn unties(&self) -> bool {
-        !self.config.ensure_weight_tying && (self.saves("lm_head") || self.saves("model.embed_tokens"))
+        let apart = self.saves("lm_head") || self.saves("model.embed_tokens");
+        self.rows.contains_key("lm_head") || (apart && !self.config.ensure_weight_tying)
     }
 
     /// What the strategy needs to know of it.
