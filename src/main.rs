@@ -10,9 +10,11 @@ use clap::Parser;
 use finetune::cli::Cli;
 use finetune::commands;
 use finetune::error::Kind;
+use finetune::ops::threads::share_one_heap;
 
 fn main() -> ExitCode {
     set_hook(Box::new(say_panic));
+    share_one_heap();
     let cli = Cli::parse();
     match catch_unwind(|| commands::run(cli)) {
         Ok(Ok(())) => ExitCode::SUCCESS,

@@ -4,6 +4,7 @@ use super::Engine;
 use crate::data::Batch;
 use crate::error::{Error, Kind, Result};
 use crate::ops::cross_entropy::IGNORE;
+use crate::ops::threads;
 
 /// Sums over evaluated rows.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -65,8 +66,8 @@ impl Engine {
     }
 
     fn add_scores(&self, batch: &Batch, sums: &mut Evaluation) -> Result<()> {
-        let hidden = self.hidden(batch)?;
-        let mut scores = self.strategy.head().score(&self.config, &hidden, &batch.targets)?.into_iter();
+        let score = || self.strategy.head().score(&self.config, &self.hidden(batch)?, &batch.targets);
+        let mut scores = threads::inside(score)?.into_iter();
         for segment in &batch.segments {
             let targets = &batch.targets[segment.start..segment.start + segment.len];
             let count = targets.iter().filter(|&&target| target != IGNORE).count();

@@ -10,6 +10,7 @@ use crate::model::DropoutContext;
 use crate::ops::adamw_int8::Int8Moment;
 use crate::ops::random::Stream;
 use crate::ops::reduce::copy_into;
+use crate::ops::threads;
 use crate::optim::{MomentDtype, Moments, Optimizer, OptimizerOptions, Piece, Schedule};
 use crate::strategy::{Bucket, Entry, Slot};
 
@@ -88,11 +89,14 @@ impl Trainer {
         let stream = Stream::new(self.options.seed).named("dropout").part(number);
         self.engine.strategy.zero_gradients()?;
         let scale = 1.0 / step.valid as f64;
-        let mut sum = 0f64;
-        for batch in &step.micro_batches {
-            let dropout = Some(DropoutContext { stream, first_token: batch.first_token });
-            sum += self.engine.micro_step(batch, scale, self.options.recompute, dropout)?;
-        }
+        let sum = threads::inside(|| -> Result<f64> {
+            let mut sum = 0f64;
+            for batch in &step.micro_batches {
+                let dropout = Some(DropoutContext { stream, first_token: batch.first_token });
+                sum += self.engine.micro_step(batch, scale, self.options.recompute, dropout)?;
+            }
+            Ok(sum)
+        })?;
         let loss = sum * scale;
         let grad_norm = self.engine.strategy.gradient_norm()?;
         if !loss.is_finite() || !grad_norm.is_finite() {

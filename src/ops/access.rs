@@ -177,6 +177,14 @@ pub(crate) fn unwritten<T: Elem>(len: usize) -> Vec<T> {
     values
 }
 
+/// The first `len` values of `held`, which grows to hold them; what they are is for the caller to write.
+pub(crate) fn first(held: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if held.len() < len {
+        *held = unwritten(len);
+    }
+    &mut held[..len]
+}
+
 fn contiguous(layout: &Layout) -> Result<(usize, usize)> {
     layout.contiguous_offsets().ok_or_else(|| {
         Error::internal("an op met a tensor that is not contiguous").because(format!("layout {layout:?}"))

@@ -4,10 +4,12 @@
 //! chunk's logits turn into their own gradient in place before the next chunk is made (as in Liger and Cut Cross
 //! Entropy, arXiv 2411.09009). Logits, softmax and sums are f32 whatever the weights are.
 
+use std::cell::Cell;
+
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::access::{Elem, dims2, read, tensor, unwritten, update, with_elem};
+use super::access::{Elem, dims2, first, read, tensor, update, with_elem};
 use super::gemm::{Dst, Mat, Threads, product};
 use super::product::{Columns, Form, product as columns_product};
 use super::simd;
@@ -18,6 +20,12 @@ pub const IGNORE: u32 = u32::MAX;
 
 /// Bytes of f32 logits alive at once.
 const LOGITS_BYTES: usize = 48 << 20;
+
+thread_local! {
+    /// The logits of the last loss on this thread: the allocator gives pieces this large back to the system, and fresh
+    /// ones cost a page fault every 4 KiB.
+    static LAST_LOGITS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+}
 
 /// What the loss of a micro-batch is divided by, and what happens to logits.
 #[derive(Debug, Clone, Copy)]
@@ -99,7 +107,8 @@ pub fn linear_cross_entropy(
         let mut dx = vec![T::default(); n * width];
         let mut du = vec![0f32; adapter.as_ref().map_or(0, |adapter| n * adapter.r)];
         let mut loss = 0f64;
-        let mut logits: Vec<f32> = unwritten(chunk_rows(vocab).min(rows.len()) * vocab);
+        let mut held = LAST_LOGITS.take();
+        let logits = first(&mut held, chunk_rows(vocab).min(rows.len()) * vocab);
         for chunk in rows.chunks(chunk_rows(vocab)) {
             let x = gather::<T>(&xs, chunk, width);
             let x = Mat::new(&x, chunk.len(), width, width);
@@ -136,6 +145,7 @@ pub fn linear_cross_entropy(
                 adapter.backward(d, chunk, &mut du, grads.b)?;
             }
         }
+        LAST_LOGITS.set(held);
         let du = adapter.as_ref().map(|adapter| tensor(du, (n, adapter.r))).transpose()?;
         Ok(LossAndGrad { loss, dx: tensor(dx, (n, width))?, du })
     }))

@@ -9,7 +9,7 @@ use std::cell::Cell;
 use gemm::Parallelism;
 use rayon::prelude::*;
 
-use super::access::{Elem, Plain, unwritten};
+use super::access::{Elem, Plain, first, unwritten};
 use crate::quant::Blocks;
 
 /// `f32` values a widened panel of `b` may hold: 4 MiB, which stays in the L2 and L3 caches until it is multiplied.
@@ -28,14 +28,6 @@ pub(crate) trait Right: Copy + Sync {
     fn dense(&self) -> Option<Operand<'_>>;
     /// Columns `start..start + len` as `f32` in `panel`; returns its strides.
     fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize);
-}
-
-/// The first `len` values of `panel`, which grows to hold them; what they are is for the caller to write.
-fn first(panel: &mut Vec<f32>, len: usize) -> &mut [f32] {
-    if panel.len() < len {
-        *panel = unwritten(len);
-    }
-    &mut panel[..len]
 }
 
 /// A quantized matrix, row by row in blocks, or its transpose.

@@ -27,6 +27,7 @@ pub mod rms_norm;
 pub mod rotary;
 pub mod selftest;
 mod simd;
+pub mod threads;
 pub mod weight;
 
 pub use product::{Columns, Form, empty, product};
