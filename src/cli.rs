@@ -107,6 +107,9 @@ pub struct TrainArgs {
     /// Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the CPU]
     #[arg(long, value_name = "LIST")]
     pub gpus: Option<Gpus>,
+    /// Train on the CPU with this many ranks, threads of this process
+    #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub ranks: Option<u16>,
     /// Print the resolved recipe and what the run would do; train nothing
     #[arg(long)]
     pub dry_run: bool,

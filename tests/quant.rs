@@ -230,7 +230,13 @@ fn adamw_in_8_bits_follows_bitsandbytes() {
         Tensor::from_vec(values, len, &Device::Cpu).unwrap()
     };
     let param = tensor("param0");
-    let piece = Piece { param: param.clone(), grad: param.zeros_like().unwrap(), decay: true, rate: 1.0 };
+    let piece = Piece {
+        param: param.clone(),
+        grad: param.zeros_like().unwrap(),
+        decay: true,
+        rate: 1.0,
+        large: true,
+    };
     let options = OptimizerOptions {
         betas: [case["betas"][0].as_f64().unwrap(), case["betas"][1].as_f64().unwrap()],
         eps: number("eps"),

@@ -52,8 +52,7 @@ impl Known {
 }
 
 fn engine(folder: &Path) -> Result<Engine> {
-    let options =
-        EngineOptions { device: Device::Cpu, dtype: DType::F32, algorithm: Algorithm::Flash, seed: 0 };
+    let options = EngineOptions::alone(Device::Cpu, DType::F32, Algorithm::Flash, 0);
     logits::base(folder).engine(None, false, &options)
 }
 

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! OUT/checkpoint-120/   adapter_model.safetensors + adapter_config.json, or model*.safetensors + config.json …  (f32)
-//!                       optimizer.safetensors     both moments of every trainable tensor
+//!                       optimizer*.safetensors    both moments of every trainable tensor; a file a rank
 //!                       trainer_state.json        step, place in the data, what the run was started with
 //!                       manifest.json             size and BLAKE3 digest of every other file
 //! ```
@@ -18,13 +18,14 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-pub use saver::{SavedMoment, Saver, SnapshotTensor, WriteWeights};
+pub use saver::{Part, SavedMoment, Saver, SnapshotTensor, WriteWeights};
 
 use crate::error::{Error, Kind, Result};
 use crate::weights::ModelFiles;
 
 const STATE_FILE: &str = "trainer_state.json";
-const OPTIMIZER_FILE: &str = "optimizer.safetensors";
+/// How the names of files with moments begin.
+const OPTIMIZER: &str = "optimizer";
 const PREFIX: &str = "checkpoint-";
 /// The end of the name of an 8-bit moment's scales.
 const ABSMAX: &str = ".absmax";
@@ -42,8 +43,16 @@ pub struct State {
     pub index: u64,
     /// Tokens trained on so far.
     pub tokens: u64,
+    /// Ranks that trained.
+    #[serde(default = "one")]
+    pub ranks: usize,
     /// What decides the numbers of the run: name → value or digest.
     pub fingerprint: std::collections::BTreeMap<String, String>,
+}
+
+/// Checkpoints that do not say were made by one.
+fn one() -> usize {
+    1
 }
 
 /// The form of [`State`] that this program writes and reads.
@@ -91,7 +100,7 @@ impl Saved {
         if state.schema != SCHEMA {
             return Err(unreadable(format!("its schema is {}; this program reads {SCHEMA}", state.schema)));
         }
-        let optimizer = ModelFiles::open_file(&folder.join(OPTIMIZER_FILE))?;
+        let optimizer = ModelFiles::open_files(folder, &optimizer_files(folder)?)?;
         Ok(Saved { folder: folder.to_owned(), state, optimizer })
     }
 
@@ -134,6 +143,15 @@ impl Saved {
             "resume with the recipe, model and data of the first run, or start anew with another --output",
         ))
     }
+}
+
+fn optimizer_files(folder: &Path) -> Result<Vec<String>> {
+    let entries = std::fs::read_dir(folder).map_err(|e| Error::io("read", folder, &e))?;
+    let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let mut files: Vec<String> =
+        names.filter(|name| name.starts_with(OPTIMIZER) && name.ends_with(".safetensors")).collect();
+    files.sort();
+    Ok(files)
 }
 
 /// Whether `folder` is itself a checkpoint, sound or not, and not a folder of checkpoints.

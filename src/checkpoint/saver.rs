@@ -5,8 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use super::{ABSMAX, Moment, OPTIMIZER_FILE, PREFIX, STATE_FILE, State, list, manifest};
+use candle_core::{Device, Tensor};
+
+use super::{ABSMAX, Moment, OPTIMIZER, PREFIX, STATE_FILE, State, list, manifest};
+use crate::collective::{Call, Collective};
 use crate::error::{Context, Error, Result};
+use crate::ops::access::memory;
 use crate::weights::{Entry, NewFolder, StoredDtype, write_file, write_text};
 
 /// One trainable tensor as it was at a step.
@@ -36,8 +40,17 @@ pub enum SavedMoment {
     },
 }
 
+/// Who writes what of a folder that ranks fill together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// The tensors of this rank.
+    Tensors(usize),
+    /// What stands beside the tensors, when all of them are there: an index, a configuration, a tokenizer.
+    Rest,
+}
+
 /// Writes the weights of a snapshot into a folder, in the form that the run leaves (an adapter, a model).
-pub type WriteWeights = Arc<dyn Fn(&Path, &[SnapshotTensor]) -> Result<()> + Send + Sync>;
+pub type WriteWeights = Arc<dyn Fn(&Path, &[SnapshotTensor], Part) -> Result<()> + Send + Sync>;
 
 /// Saves checkpoints into one output folder.
 pub struct Saver {
@@ -60,11 +73,16 @@ impl Saver {
         Ok(Saver { output: output.to_owned(), keep_last, in_background, write_weights, writing: None })
     }
 
-    /// Saves `tensors` as `checkpoint-<step>`. In the background, the error of a save comes with the next call.
+    /// Saves `tensors`, this rank's share of all, as `checkpoint-<step>`. All ranks call it. One rank may write in the
+    /// background; the error of such a save comes with the next call. Several write at once, each its own files.
     ///
     /// # Errors
     /// Storage: the disk is full or fails. Earlier checkpoints stay as they are.
-    pub fn save(&mut self, state: State, tensors: Vec<SnapshotTensor>) -> Result<()> {
+    pub fn save(&mut self, state: State, tensors: Vec<SnapshotTensor>, world: &dyn Collective) -> Result<()> {
+        if world.size() > 1 {
+            let step = state.step;
+            return self.save_together(&state, &tensors, world).during(|| format!("cannot save step {step}"));
+        }
         self.finish()?;
         let (output, keep_last, write) = (self.output.clone(), self.keep_last, self.write_weights.clone());
         let work = move || {
@@ -82,6 +100,32 @@ impl Saver {
         work().map(drop)
     }
 
+    fn save_together(
+        &self,
+        state: &State,
+        tensors: &[SnapshotTensor],
+        world: &dyn Collective,
+    ) -> Result<()> {
+        let (rank, size) = (world.rank(), world.size());
+        let place = self.output.join(format!("{PREFIX}{}", state.step));
+        let folder = (rank == 0).then(|| fresh(&place)).transpose()?;
+        // All ranks write where the first one says.
+        let tag = Tensor::new(&[folder.as_ref().map_or(0.0, |folder| f64::from(folder.tag()))], &Device::Cpu)?;
+        let call = |what| Call { what, index: state.step as usize };
+        world.broadcast(call("the folder of step"), 0, &memory(&tag)?)?;
+        let shared = NewFolder::shared(&place, tag.to_vec1::<f64>()?[0] as u32);
+        (self.write_weights)(&shared, tensors, Part::Tensors(rank))?;
+        if !tensors.is_empty() {
+            write_moments(&shared.join(optimizer_file(rank, size)), tensors)?;
+        }
+        world.barrier(call("the parts of step"))?;
+        if let Some(folder) = folder {
+            commit(folder, state, tensors, &self.write_weights)?;
+            retain(&self.output, self.keep_last)?;
+        }
+        world.barrier(call("the save of step"))
+    }
+
     /// Waits for the save in the background.
     ///
     /// # Errors
@@ -96,24 +140,49 @@ impl Saver {
 }
 
 fn save(place: &Path, state: &State, tensors: &[SnapshotTensor], write_weights: &WriteWeights) -> Result<()> {
+    let folder = fresh(place)?;
+    write_weights(folder.path(), tensors, Part::Tensors(0))?;
+    write_moments(&folder.path().join(optimizer_file(0, 1)), tensors)?;
+    commit(folder, state, tensors, write_weights)
+}
+
+/// The folder that will be `place`.
+fn fresh(place: &Path) -> Result<NewFolder> {
     if place.exists() {
         // The same step, saved by a run that was resumed from an earlier checkpoint: the same bytes.
         std::fs::remove_dir_all(place).map_err(|e| Error::io("replace", place, &e))?;
     }
-    let folder = NewFolder::create(place)?;
-    write_weights(folder.path(), tensors)?;
-    write_moments(&folder.path().join(OPTIMIZER_FILE), tensors)?;
+    NewFolder::create(place)
+}
+
+/// Completes a folder that holds all tensors and gives it its name.
+fn commit(
+    folder: NewFolder,
+    state: &State,
+    tensors: &[SnapshotTensor],
+    write_weights: &WriteWeights,
+) -> Result<()> {
+    write_weights(folder.path(), tensors, Part::Rest)?;
     let text = serde_json::to_string_pretty(state).map_err(|e| Error::internal(e.to_string()))?;
     write_text(&folder.path().join(STATE_FILE), &text)?;
     manifest::write(folder.path())?;
     sync(folder.path())?;
+    let parent = folder.path().parent().map(Path::to_owned);
     folder.commit()?;
-    sync(place.parent().unwrap_or(place))
+    parent.map_or(Ok(()), |parent| sync(&parent))
+}
+
+/// The file of a rank's moments.
+fn optimizer_file(rank: usize, size: usize) -> String {
+    match size {
+        1 => format!("{OPTIMIZER}.safetensors"),
+        _ => format!("{OPTIMIZER}-{:05}-of-{size:05}.safetensors", rank + 1),
+    }
 }
 
 /// optimizer.safetensors: `<name>.exp_avg` and `.exp_avg_sq`; in 8 bits also their `.absmax`.
 fn write_moments(path: &Path, tensors: &[SnapshotTensor]) -> Result<()> {
-    let mut parts: Vec<(Entry, Part<'_>)> = Vec::new();
+    let mut parts: Vec<(Entry, Stored<'_>)> = Vec::new();
     for tensor in tensors {
         for (moment, saved) in [Moment::First, Moment::Second].iter().zip(tensor.moments.iter().flatten()) {
             let name = format!("{}.{}", tensor.name, moment.suffix());
@@ -122,29 +191,29 @@ fn write_moments(path: &Path, tensors: &[SnapshotTensor]) -> Result<()> {
             };
             match saved {
                 SavedMoment::F32(values) => {
-                    push(name, StoredDtype::F32, tensor.shape.clone(), Part::Floats(values));
+                    push(name, StoredDtype::F32, tensor.shape.clone(), Stored::Floats(values));
                 }
                 SavedMoment::Int8 { codes, absmax } => {
                     let scales = format!("{name}{ABSMAX}");
-                    push(name, StoredDtype::U8, tensor.shape.clone(), Part::Bytes(codes));
-                    push(scales, StoredDtype::F32, vec![absmax.len()], Part::Floats(absmax));
+                    push(name, StoredDtype::U8, tensor.shape.clone(), Stored::Bytes(codes));
+                    push(scales, StoredDtype::F32, vec![absmax.len()], Stored::Floats(absmax));
                 }
             }
         }
     }
     let entries: Vec<Entry> = parts.iter().map(|(entry, _)| entry.clone()).collect();
-    let by_name: HashMap<&str, &Part<'_>> =
+    let by_name: HashMap<&str, &Stored<'_>> =
         parts.iter().map(|(entry, part)| (entry.name.as_str(), part)).collect();
     write_file(path, &entries, |entry, sink| match by_name.get(entry.name.as_str()) {
-        Some(Part::Floats(values)) => sink.write_values(values),
-        Some(Part::Bytes(bytes)) => sink.write_bytes(bytes),
+        Some(Stored::Floats(values)) => sink.write_values(values),
+        Some(Stored::Bytes(bytes)) => sink.write_bytes(bytes),
         None => Err(Error::internal(format!("no moment for {}", entry.name))),
     })?;
     Ok(())
 }
 
 /// A tensor of optimizer.safetensors.
-enum Part<'a> {
+enum Stored<'a> {
     Floats(&'a [f32]),
     Bytes(&'a [u8]),
 }

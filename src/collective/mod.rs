@@ -8,10 +8,13 @@
 //! What is gathered and when is the strategies' business; who the ranks are and how they meet is `launch`'s and
 //! `control`'s.
 
+mod alone;
+pub mod local;
 mod memory;
 mod phase;
 mod traffic;
 
+pub use alone::Alone;
 pub use memory::{Element, Memory};
 pub use phase::Phase;
 pub use traffic::{Op, Traffic};

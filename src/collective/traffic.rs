@@ -38,6 +38,16 @@ impl Traffic {
         self.calls[op as usize] += 1;
     }
 
+    /// Adds what another end of the same rank counted.
+    pub fn add(&mut self, other: &Traffic) {
+        for (sum, n) in self.bytes.iter_mut().zip(other.bytes) {
+            *sum += n;
+        }
+        for (sum, n) in self.calls.iter_mut().zip(other.calls) {
+            *sum += n;
+        }
+    }
+
     /// Bytes sent by calls of this kind.
     pub fn bytes(&self, op: Op) -> u64 {
         self.bytes[op as usize]

@@ -13,6 +13,7 @@ mod generate;
 mod inspect;
 mod merge;
 mod quantize;
+mod ranks;
 mod recipes;
 mod showcase;
 mod train;
@@ -61,12 +62,15 @@ fn working_folder() -> Result<PathBuf> {
 }
 
 /// The device of `--gpus`; without the flag the first GPU, where this build and machine have one, else the CPU.
-fn open_device(gpus: Option<&Gpus>) -> Result<Device> {
+fn open_device(gpus: Option<&Gpus>, ranks: Option<u16>) -> Result<Device> {
+    if ranks.is_some() {
+        return Ok(Device::Cpu);
+    }
     match gpus.map(|gpus| gpus.0.as_slice()) {
         Some([gpu]) => device::open(DeviceChoice::Gpu(*gpu)),
         Some(several) => Err(Error::user(format!("cannot train on {} GPUs in this version", several.len()))
             .because("accepted now: one")
-            .hint("give one number, such as `--gpus 0`")),
+            .hint("give one number, such as `--gpus 0`; `--ranks N` trains on the CPU with N ranks")),
         None => device::open(device::preferred()?),
     }
 }

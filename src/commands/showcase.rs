@@ -58,16 +58,13 @@ pub(super) fn answers(questions: &[Question], engine: &Engine, tokenizer: &Token
 /// Prints the figures before and after, and the questions with both answers.
 pub(super) fn show(
     questions: &[Question],
-    before: &[String],
-    engine: &Engine,
-    plan: &Plan,
+    [before, after]: [&[String]; 2],
     summary: &RunSummary,
     terminal: &Terminal,
-) -> Result<()> {
+) {
     if questions.is_empty() {
-        return Ok(());
+        return;
     }
-    let after = answers(questions, engine, &plan.rows.tokenizer)?;
     if let (Some(first), Some(last)) = (&summary.before, &summary.after) {
         terminal.heading("held-out questions, before and after");
         terminal.line(format!("loss         {:.4} -> {:.4}", first.eval_loss, last.eval_loss));
@@ -75,11 +72,10 @@ pub(super) fn show(
         let (was, is) = (percent(first.eval_exact_match), percent(last.eval_exact_match));
         terminal.line(format!("exact match  {was:.1} % -> {is:.1} %"));
     }
-    for ((question, before), after) in questions.iter().zip(before).zip(&after) {
+    for ((question, before), after) in questions.iter().zip(before).zip(after) {
         terminal.heading(&question.text);
         terminal.line(format!("expected  {}", question.reference));
         terminal.line(format!("before    {before}"));
         terminal.line(format!("after     {after}"));
     }
-    Ok(())
 }

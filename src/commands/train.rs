@@ -5,9 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-use super::{open_device, showcase, terminal};
-use crate::checkpoint::{self, Saved, Saver, State};
+use super::ranks::run_ranks;
+use super::showcase::{self, Question};
+use super::{open_device, terminal};
+use crate::checkpoint::{self, Part, Saved, Saver, State};
 use crate::cli::TrainArgs;
+use crate::collective::{Alone, Call, Collective, Phase};
 use crate::data::{self, Batch};
 use crate::engine::{Reporter, Run, RunOptions, RunSummary, Trainer};
 use crate::error::{Error, Kind, Result};
@@ -24,52 +27,168 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let started = Instant::now();
     let terminal = terminal(&args.common);
     let recipe = Recipe::load(&args.layers(&super::working_folder()?)?)?;
-    let device = open_device(args.gpus.as_ref())?;
+    let device = open_device(args.gpus.as_ref(), args.ranks)?;
+    let ranks = args.ranks.map_or(1, usize::from);
     let resumed = if args.dry_run { None } else { prepare_output(args, &terminal)? };
     let finder = Finder::new(args.common.offline, &terminal)?;
-    let mut plan = Plan::resolve(recipe, &finder, device)?;
+    let mut plan = Plan::resolve(recipe, &finder, device, ranks, resumed.as_ref())?;
     say(&plan, &terminal);
     if args.dry_run {
         return terminal.data(plan.recipe.to_toml());
     }
-    let output = args.output.as_path();
+    if let Some(saved) = &resumed {
+        plan.resume(saved)?;
+    }
     let stop = watch_signals()?;
-    let loading = std::time::Instant::now();
-    let mut trainer = plan.trainer(resumed.as_ref())?;
-    if let Some(bytes) = plan.bytes_read() {
-        let secs = loading.elapsed().as_secs_f64();
-        let rate = units::bytes((bytes as f64 / secs.max(1e-9)) as u64);
-        let said = |done: &str| format!("weights: {} {done} in {secs:.2} s, {rate}/s", units::bytes(bytes));
-        match plan.base.format {
-            Some(_) => terminal.line(said("read and quantized")),
-            None => terminal.detail(said("read")),
+    let run = TrainRun {
+        args,
+        questions: showcase::questions(args, &plan)?,
+        plan: &plan,
+        resumed: resumed.as_ref(),
+        stop: &stop,
+        terminal: &terminal,
+        started,
+    };
+    if ranks == 1 {
+        return run.rank(Arc::new(Alone));
+    }
+    run_ranks(ranks, |world| run.rank(world))
+}
+
+/// What all ranks share.
+struct TrainRun<'a> {
+    args: &'a TrainArgs,
+    plan: &'a Plan,
+    questions: Vec<Question>,
+    resumed: Option<&'a Saved>,
+    stop: &'a AtomicBool,
+    terminal: &'a Terminal,
+    started: Instant,
+}
+
+impl TrainRun<'_> {
+    /// What one rank does; the first one speaks and writes for all.
+    fn rank(&self, world: Arc<dyn Collective>) -> Result<()> {
+        let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
+        let first = world.rank() == 0;
+        world.enter(Phase::Load)?;
+        let mut trainer = self.load(Arc::clone(&world))?;
+        if first {
+            std::fs::create_dir_all(output).map_err(|e| Error::io("create", output, &e))?;
+            write_text(&output.join("recipe.toml"), &plan.recipe.to_toml())?;
         }
+        let before = showcase::answers(&self.questions, &trainer.engine, &plan.rows.tokenizer)?;
+        if first {
+            let took = units::duration(self.started.elapsed().as_secs_f64());
+            terminal.detail(format!("ready to train after {took}"));
+        }
+        let summary = self.train(&mut trainer, &*world)?;
+        if summary.stopped {
+            return Err(stopped(&summary, output));
+        }
+        world.enter(Phase::Output)?;
+        self.write(&trainer, &*world)?;
+        let after = showcase::answers(&self.questions, &trainer.engine, &plan.rows.tokenizer)?;
+        if first {
+            let name = output.file_name();
+            let title = name.map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned());
+            card(plan, &summary, title.clone()).write(&output.join("README.md"))?;
+            html(plan, &summary, output, &title, self.started)?;
+            showcase::show(&self.questions, [&before, &after], &summary, terminal);
+            terminal.line(format!("{} in {}", finished(plan), output.display()));
+        }
+        Ok(())
     }
-    std::fs::create_dir_all(output).map_err(|e| Error::io("create", output, &e))?;
-    write_text(&output.join("recipe.toml"), &plan.recipe.to_toml())?;
-    let plan = plan;
-    let questions = showcase::questions(args, &plan)?;
-    let answers_before = showcase::answers(&questions, &trainer.engine, &plan.rows.tokenizer)?;
-    terminal.detail(format!("ready to train after {}", units::duration(started.elapsed().as_secs_f64())));
-    let summary = train(&plan, &mut trainer, resumed.as_ref(), output, &stop, &terminal)?;
-    if summary.stopped {
-        return Err(Error::new(
-            Kind::SavedAndStopped,
-            format!("stopped by a signal after step {}", summary.steps),
-        )
-        .because(format!(
-            "the run is saved in {}",
-            output.join(format!("checkpoint-{}", summary.steps)).display()
-        ))
-        .hint("the same command with `--resume` goes on from there"));
+
+    fn load(&self, world: Arc<dyn Collective>) -> Result<Trainer> {
+        let first = world.rank() == 0;
+        let loading = Instant::now();
+        let trainer = self.plan.trainer(self.resumed, world)?;
+        if let (Some(bytes), true) = (self.plan.bytes_read(), first) {
+            let secs = loading.elapsed().as_secs_f64();
+            let rate = units::bytes((bytes as f64 / secs.max(1e-9)) as u64);
+            let said =
+                |done: &str| format!("weights: {} {done} in {secs:.2} s, {rate}/s", units::bytes(bytes));
+            match self.plan.base.format {
+                Some(_) => self.terminal.line(said("read and quantized")),
+                None => self.terminal.detail(said("read")),
+            }
+        }
+        Ok(trainer)
     }
-    (plan.writer(false))(output, &trainer.snapshot(false)?)?;
-    let title = output.file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned());
-    card(&plan, &summary, title.clone()).write(&output.join("README.md"))?;
-    html(&plan, &summary, output, &title, started)?;
-    showcase::show(&questions, &answers_before, &trainer.engine, &plan, &summary, &terminal)?;
-    terminal.line(format!("{} in {}", finished(&plan), output.display()));
-    Ok(())
+
+    /// Writes the trained weights to the output folder: each rank its share, then the first what stands beside.
+    fn write(&self, trainer: &Trainer, world: &dyn Collective) -> Result<()> {
+        let output = self.args.output.as_path();
+        let write = self.plan.writer(false, trainer);
+        write(output, &trainer.snapshot(false)?, Part::Tensors(world.rank()))?;
+        world.barrier(Call { what: "the parts of the result", index: 0 })?;
+        if world.rank() == 0 { write(output, &[], Part::Rest) } else { Ok(()) }
+    }
+
+    fn train(&self, trainer: &mut Trainer, world: &dyn Collective) -> Result<RunSummary> {
+        let (plan, output) = (self.plan, self.args.output.as_path());
+        let settings = &plan.recipe.checkpoint;
+        let writer = plan.writer(true, trainer);
+        let mut saver = Saver::new(output, settings.keep_last, settings.async_save, writer)?;
+        let mut sampler = plan.sampler()?;
+        let state = self.resumed.map(|saved| &saved.state);
+        if let Some(state) = state {
+            sampler.seek(data::Cursor { epoch: state.epoch, index: state.index })?;
+        }
+        let fingerprint = plan.fingerprint();
+        let summary = Run {
+            trainer,
+            sampler: &mut sampler,
+            held_out: held_out_batches(plan),
+            reporter: if world.rank() == 0 { Some(self.reporter(state)?) } else { None },
+            save: &mut |trainer, moment| {
+                let state = State {
+                    schema: checkpoint::SCHEMA,
+                    step: moment.step,
+                    epoch: moment.cursor.epoch,
+                    index: moment.cursor.index,
+                    tokens: moment.tokens,
+                    ranks: world.size(),
+                    fingerprint: fingerprint.clone(),
+                };
+                saver.save(state, trainer.snapshot(true)?, world)
+            },
+            stop: self.stop,
+            options: RunOptions {
+                save_steps: settings.save_steps,
+                eval_steps: plan.recipe.eval.steps,
+                eval_at_end: plan.recipe.eval.at_end,
+                every_steps: plan.recipe.log.every_steps,
+            },
+        }
+        .to_the_end(state.map_or(0, |state| state.tokens));
+        let saved = saver.finish();
+        let summary = summary?;
+        saved?;
+        Ok(summary)
+    }
+
+    fn reporter(&self, state: Option<&State>) -> Result<Reporter<'_>> {
+        let output = self.args.output.as_path();
+        let path = output.join("metrics.jsonl");
+        let metrics = match state {
+            Some(state) => MetricsLog::resume(&path, state.step)?,
+            None => MetricsLog::create(&path)?,
+        };
+        let events = output.join("tensorboard");
+        let wanted = self.plan.recipe.log.tensorboard;
+        let tensorboard =
+            wanted.then(|| EventWriter::create(&events, state.map(|s| s.step))).transpose()?;
+        Ok(Reporter { terminal: self.terminal, metrics, tensorboard })
+    }
+}
+
+fn stopped(summary: &RunSummary, output: &Path) -> Error {
+    let folder = output.join(format!("checkpoint-{}", summary.steps));
+    Error::new(Kind::SavedAndStopped, format!("stopped by a signal after step {}", summary.steps))
+        .because(format!("the run is saved in {}", folder.display()))
+        .hint("the same command with `--resume` goes on from there")
 }
 
 /// Everything a person should know before the first step.
@@ -153,65 +272,6 @@ fn watch_signals() -> Result<Arc<AtomicBool>> {
             .map_err(|e| Error::internal("cannot watch signals").because(e.to_string()))?;
     }
     Ok(stop)
-}
-
-fn train(
-    plan: &Plan,
-    trainer: &mut Trainer,
-    resumed: Option<&Saved>,
-    output: &Path,
-    stop: &AtomicBool,
-    terminal: &Terminal,
-) -> Result<RunSummary> {
-    let settings = &plan.recipe.checkpoint;
-    let mut saver = Saver::new(output, settings.keep_last, settings.async_save, plan.writer(true))?;
-    let mut sampler = plan.sampler()?;
-    let state = resumed.map(|saved| &saved.state);
-    if let Some(state) = state {
-        sampler.seek(data::Cursor { epoch: state.epoch, index: state.index })?;
-    }
-    let metrics_path = output.join("metrics.jsonl");
-    let metrics = match state {
-        Some(state) => MetricsLog::resume(&metrics_path, state.step)?,
-        None => MetricsLog::create(&metrics_path)?,
-    };
-    let events = output.join("tensorboard");
-    let tensorboard = plan
-        .recipe
-        .log
-        .tensorboard
-        .then(|| EventWriter::create(&events, state.map(|s| s.step)))
-        .transpose()?;
-    let fingerprint = plan.fingerprint();
-    let summary = Run {
-        trainer,
-        sampler: &mut sampler,
-        held_out: held_out_batches(plan),
-        reporter: Reporter { terminal, metrics, tensorboard },
-        save: &mut |trainer, moment| {
-            let state = State {
-                schema: checkpoint::SCHEMA,
-                step: moment.step,
-                epoch: moment.cursor.epoch,
-                index: moment.cursor.index,
-                tokens: moment.tokens,
-                fingerprint: fingerprint.clone(),
-            };
-            saver.save(state, trainer.snapshot(true)?)
-        },
-        stop,
-        options: RunOptions {
-            save_steps: settings.save_steps,
-            eval_steps: plan.recipe.eval.steps,
-            eval_at_end: plan.recipe.eval.at_end,
-            every_steps: plan.recipe.log.every_steps,
-        },
-    }
-    .to_the_end(state.map_or(0, |state| state.tokens));
-    let saved = saver.finish();
-    let summary = summary?;
-    saved?;
-    Ok(summary)
 }
 
 fn held_out_batches(plan: &Plan) -> Vec<Batch> {

@@ -4,6 +4,8 @@
 //! sample sees another and no token is spent on padding. A target is the next token of the same segment, where that
 //! token is trained. Pure functions of the examples; which rows meet is the sampler's business.
 
+use std::borrow::Cow;
+
 use super::encode::Example;
 
 /// The target of a position that carries no loss.
@@ -55,6 +57,11 @@ impl Batch {
         batch
     }
 
+    /// The same tokens without targets: no loss, and gradients of zero.
+    pub fn silent(&self) -> Self {
+        Batch { targets: vec![IGNORE; self.targets.len()], ..self.clone() }
+    }
+
     /// Tokens.
     pub fn len(&self) -> usize {
         self.ids.len()
@@ -90,6 +97,16 @@ impl Step {
         let valid = micro_batches.iter().map(Batch::valid).sum();
         let tokens = micro_batches.iter().map(|batch| batch.len() as u64).sum();
         Step { micro_batches, valid, tokens, epoch }
+    }
+
+    /// The micro-batches of one rank of `size`: each `size`-th, so that the ranks' first ones, in order, are followed by
+    /// their second ones. Where a rank has none for its last turn, it gets one without targets: all ranks take the
+    /// same number of turns.
+    pub fn turns(&self, rank: usize, size: usize) -> Vec<Cow<'_, Batch>> {
+        let idle = || self.micro_batches.first().map(|batch| Cow::Owned(batch.silent()));
+        let turns = self.micro_batches.len().div_ceil(size);
+        let turn = |i| self.micro_batches.get(i * size + rank).map(Cow::Borrowed).or_else(idle);
+        (0..turns).filter_map(turn).collect()
     }
 }
 

@@ -51,8 +51,17 @@ impl Engine {
         mut seen: impl FnMut(u64),
     ) -> Result<Evaluation> {
         let mut sums = Evaluation::default();
-        for batch in batches {
-            let done = sums.rows;
+        let world = self.strategy.ranks().world();
+        let mut batches = batches.into_iter();
+        while let Some(first) = batches.next() {
+            // Each rank takes one of the next batches; where there is none left, one without targets.
+            let mut mine = first.silent();
+            for (turn, batch) in std::iter::once(first).chain(batches.by_ref()).take(world.size()).enumerate() {
+                if turn == world.rank() {
+                    mine = batch;
+                }
+            }
+            let (batch, done) = (mine, sums.rows);
             self.add_scores(&batch, &mut sums)?;
             if !sums.loss_sum.is_finite() {
                 let found = self.first_non_finite(std::slice::from_ref(&batch))?;
@@ -62,11 +71,22 @@ impl Engine {
             }
             seen(sums.rows);
         }
-        Ok(sums)
+        self.over_ranks(sums)
+    }
+
+    fn over_ranks(&self, sums: Evaluation) -> Result<Evaluation> {
+        let counts = [sums.tokens, sums.correct, sums.rows, sums.exact].map(|count| count as f64);
+        let mut all = [sums.loss_sum, counts[0], counts[1], counts[2], counts[3]];
+        self.strategy.sum("losses of the evaluation", &mut all)?;
+        let [tokens, correct, rows, exact] = [all[1], all[2], all[3], all[4]].map(|count| count as u64);
+        Ok(Evaluation { loss_sum: all[0], tokens, correct, rows, exact })
     }
 
     fn add_scores(&self, batch: &Batch, sums: &mut Evaluation) -> Result<()> {
-        let score = || self.strategy.head().score(&self.config, &self.hidden(batch)?, &batch.targets);
+        let score = || {
+            let hidden = self.hidden(batch)?;
+            self.strategy.head()?.score(&self.config, &hidden, &batch.targets)
+        };
         let mut scores = threads::inside(score)?.into_iter();
         for segment in &batch.segments {
             let targets = &batch.targets[segment.start..segment.start + segment.len];

@@ -35,7 +35,7 @@ impl Engine {
                 Error::user("cannot generate from an empty prompt").hint("give a text with `--prompt`")
             );
         }
-        let dtype = self.strategy.embed().dtype;
+        let dtype = self.strategy.embed()?.dtype;
         let capacity = prompt.len() + max_new_tokens;
         let mut caches = (0..self.config.num_layers())
             .map(|_| BlockCache::new(&self.config, capacity, dtype, &self.device))
@@ -69,13 +69,13 @@ impl Engine {
             .map(|rope| rope.table(&spans, &self.device))
             .collect::<Result<Vec<_>>>()?;
         let context = Context { spans: &spans, tables: &tables, algorithm: self.algorithm, dropout: None };
-        let mut x = self.strategy.embed().forward(&self.config, ids)?;
+        let mut x = self.strategy.embed()?.forward(&self.config, ids)?;
         for (layer, cache) in caches.iter_mut().enumerate() {
-            (x, _) =
-                model::forward(&self.config, layer, self.strategy.block(layer), &x, &context, Some(cache))?;
+            let weights = self.strategy.block(layer, self.after(layer))?;
+            (x, _) = model::forward(&self.config, layer, &weights, &x, &context, Some(cache))?;
         }
         let last: Tensor = x.narrow(0, ids.len() - 1, 1)?.contiguous()?;
-        Ok(self.strategy.head().logits(&self.config, &last)?.flatten_all()?.to_vec1::<f32>()?)
+        Ok(self.strategy.head()?.logits(&self.config, &last)?.flatten_all()?.to_vec1::<f32>()?)
     }
 }
 

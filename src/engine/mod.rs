@@ -11,6 +11,7 @@ mod compare;
 mod evaluate;
 mod generate;
 mod run;
+mod state;
 mod trainer;
 
 use candle_core::{Device, Tensor};
@@ -19,14 +20,15 @@ pub use compare::Comparison;
 pub use evaluate::Evaluation;
 pub use generate::Sampling;
 pub use run::{Moment, Reporter, Run, RunOptions, RunSummary};
-pub use trainer::{Recompute, StepResult, Trainer, TrainerOptions};
+pub use trainer::{Deal, Recompute, StepResult, Trainer, TrainerOptions};
 
+use crate::collective::Phase;
 use crate::data::Batch;
 use crate::error::Result;
-use crate::model::{self, BlockSaved, Context, DropoutContext, ModelConfig};
+use crate::model::{self, BlockSaved, Context, DropoutContext, ModelConfig, Segment};
 use crate::ops::attention::{Algorithm, Span};
 use crate::ops::rotary::RotaryTable;
-use crate::strategy::Single;
+use crate::strategy::Store;
 
 /// A model whose weights are somewhere, ready to compute.
 #[derive(Debug)]
@@ -34,11 +36,24 @@ pub struct Engine {
     /// Its shape.
     pub config: ModelConfig,
     /// Its weights.
-    pub strategy: Single,
+    pub strategy: Store,
     /// Flash or eager attention.
     pub algorithm: Algorithm,
     /// Where activations live.
     pub device: Device,
+}
+
+/// How a micro-batch is computed.
+#[derive(Debug, Clone, Copy)]
+pub struct MicroStep {
+    /// Gradients are those of the loss times this: one over the step's targets.
+    pub scale: f64,
+    /// Gradient checkpointing.
+    pub recompute: Recompute,
+    /// Keys of dropout; none: nothing is dropped.
+    pub dropout: Option<DropoutContext>,
+    /// The rank's last one of the step: sums that wait for it are due.
+    pub last: bool,
 }
 
 /// What a block leaves for its backward.
@@ -69,58 +84,71 @@ impl Engine {
     pub fn hidden(&self, batch: &Batch) -> Result<Tensor> {
         let layout = self.layout(batch)?;
         let context = self.context(&layout, None);
-        let mut x = self.strategy.embed().forward(&self.config, &batch.ids)?;
+        let mut x = self.strategy.embed()?.forward(&self.config, &batch.ids)?;
         for layer in 0..self.config.num_layers() {
-            (x, _) = model::forward(&self.config, layer, self.strategy.block(layer), &x, &context, None)?;
+            let weights = self.strategy.block(layer, self.after(layer))?;
+            (x, _) = model::forward(&self.config, layer, &weights, &x, &context, None)?;
         }
         Ok(x)
     }
 
-    /// f32 logits of every position: `[N, V]`.
-    pub fn logits(&self, batch: &Batch) -> Result<Tensor> {
-        self.strategy.head().logits(&self.config, &self.hidden(batch)?)
+    /// The block that comes after `layer` in forward.
+    fn after(&self, layer: usize) -> Option<usize> {
+        Some(layer + 1).filter(|next| *next < self.config.num_layers())
     }
 
-    /// Forward and backward of one micro-batch: returns the summed loss, adds up the gradients of `loss · scale`.
-    pub fn micro_step(
-        &self,
-        batch: &Batch,
-        scale: f64,
-        recompute: Recompute,
-        dropout: Option<DropoutContext>,
-    ) -> Result<f64> {
+    /// f32 logits of every position: `[N, V]`.
+    pub fn logits(&self, batch: &Batch) -> Result<Tensor> {
+        let hidden = self.hidden(batch)?;
+        self.strategy.head()?.logits(&self.config, &hidden)
+    }
+
+    /// Forward and backward of one micro-batch: returns the summed loss, hands in the gradients of `loss · scale`.
+    pub fn micro_step(&self, batch: &Batch, step: MicroStep) -> Result<f64> {
         let (config, strategy) = (&self.config, &self.strategy);
+        let MicroStep { scale, recompute, dropout, last } = step;
+        let world = strategy.ranks().world();
         let layout = self.layout(batch)?;
         let context = self.context(&layout, dropout);
-        let mut x = strategy.embed().forward(config, &batch.ids)?;
+        world.enter(Phase::Forward)?;
+        let mut x = strategy.embed()?.forward(config, &batch.ids)?;
         let mut kept = Vec::with_capacity(config.num_layers());
         for layer in 0..config.num_layers() {
-            let (y, saved) = model::forward(config, layer, strategy.block(layer), &x, &context, None)?;
+            let weights = strategy.block(layer, self.after(layer))?;
+            let (y, saved) = model::forward(config, layer, &weights, &x, &context, None)?;
             kept.push(match recompute {
                 Recompute::None => Kept::All(Box::new(saved)),
                 Recompute::Block => Kept::Input(x),
             });
             x = y;
         }
+        world.enter(Phase::Loss)?;
         let source = context.source(config.num_layers());
-        let (loss, mut dx) = strategy.head().loss_and_grad(config, &x, &batch.targets, scale, source)?;
-        drop(x);
+        let head = strategy.head_and_gradients(config.num_layers().checked_sub(1))?;
+        let (loss, mut dx) = head.loss_and_grad(config, &x, &batch.targets, scale, source)?;
+        drop((x, head));
+        strategy.reduce(Segment::Head, last)?;
+        world.enter(Phase::Backward)?;
         for layer in (0..config.num_layers()).rev() {
-            let weights = strategy.block(layer);
+            let weights = strategy.block(layer, layer.checked_sub(1))?;
             let saved = match kept.pop() {
                 Some(Kept::All(saved)) => saved,
                 Some(Kept::Input(x)) => {
-                    Box::new(model::forward(config, layer, weights, &x, &context, None)?.1)
+                    Box::new(model::forward(config, layer, &weights, &x, &context, None)?.1)
                 }
                 None => break,
             };
             let need_dx = layer > 0 || strategy.embedding_trains();
-            match model::backward(config, layer, weights, &saved, &dx, &context, need_dx)? {
+            let gradient = model::backward(config, layer, &weights, &saved, &dx, &context, need_dx)?;
+            drop(weights);
+            strategy.reduce(Segment::Block(layer), last)?;
+            match gradient {
                 Some(gradient) => dx = gradient,
                 None => return Ok(loss),
             }
         }
-        strategy.embed().backward(config, &batch.ids, &dx)?;
+        strategy.embed_gradients()?.backward(config, &batch.ids, &dx)?;
+        strategy.reduce(Segment::Embed, last)?;
         Ok(loss)
     }
 
@@ -132,9 +160,11 @@ impl Engine {
         for (i, batch) in batches.iter().enumerate() {
             let layout = self.layout(batch)?;
             let context = self.context(&layout, None);
-            let mut x = self.strategy.embed().forward(&self.config, &batch.ids)?;
+            let mut x = self.strategy.embed()?.forward(&self.config, &batch.ids)?;
             for layer in 0..self.config.num_layers() {
-                (x, _) = model::forward(&self.config, layer, self.strategy.block(layer), &x, &context, None)?;
+                let weights = self.strategy.block(layer, None)?;
+                (x, _) = model::forward(&self.config, layer, &weights, &x, &context, None)?;
+                drop(weights);
                 let flat = x.flatten_all()?.to_dtype(candle_core::DType::F32)?;
                 if flat.to_vec1::<f32>()?.iter().any(|v| !v.is_finite()) {
                     return Ok(format!("the output of model.layers.{layer} on micro-batch {}", i + 1));

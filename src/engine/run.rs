@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::{Evaluation, Trainer};
+use crate::collective::Phase;
 use crate::data::{Batch, Cursor, Sampler};
 use crate::error::{Context as _, Result};
 use crate::ops::device::peak_bytes;
@@ -68,8 +69,8 @@ pub struct Run<'a> {
     pub sampler: &'a mut Sampler<'a>,
     /// The held-out micro-batches.
     pub held_out: Vec<Batch>,
-    /// Where it reports.
-    pub reporter: Reporter<'a>,
+    /// Where it reports; one rank of all does.
+    pub reporter: Option<Reporter<'a>>,
     /// Saves a checkpoint.
     pub save: &'a mut dyn FnMut(&Trainer, Moment) -> Result<()>,
     /// Set by a signal: save and end.
@@ -89,8 +90,12 @@ impl Run<'_> {
         if self.options.eval_at_end && done.steps == 0 {
             done.before = self.evaluate(0)?;
         }
-        self.reporter.terminal.train_start(done.steps, total);
-        while let Some(step) = self.sampler.next_step() {
+        if let Some(reporter) = &self.reporter {
+            reporter.terminal.train_start(done.steps, total);
+        }
+        loop {
+            self.enter(Phase::Data)?;
+            let Some(step) = self.sampler.next_step() else { break };
             let started = Instant::now();
             let result = self.trainer.step(&step)?;
             let secs = started.elapsed().as_secs_f64();
@@ -115,29 +120,48 @@ impl Run<'_> {
             if due(self.options.eval_steps) && done.steps < total {
                 self.evaluate(done.steps)?;
             }
-            let stop = self.stop.load(Ordering::Relaxed) && done.steps < total;
+            let stop = self.asked_to_stop()? && done.steps < total;
             if due(self.options.save_steps) || stop {
                 let moment = Moment { step: done.steps, cursor: self.sampler.cursor(), tokens: done.tokens };
+                self.enter(Phase::Save)?;
                 (self.save)(self.trainer, moment)?;
             }
             if stop {
                 done.stopped = true;
-                self.reporter.terminal.train_finish();
+                self.finish();
                 return Ok(done);
             }
         }
-        self.reporter.terminal.train_finish();
+        self.finish();
         if self.options.eval_at_end {
             done.after = self.evaluate(done.steps)?;
         }
         Ok(done)
     }
 
+    fn enter(&self, phase: Phase) -> Result<()> {
+        self.trainer.engine.strategy.ranks().world().enter(phase)
+    }
+
+    /// A signal reaches ranks at different moments: all stop where any has seen one.
+    fn asked_to_stop(&self) -> Result<bool> {
+        let mut seen = [f64::from(u8::from(self.stop.load(Ordering::Relaxed)))];
+        self.trainer.engine.strategy.sum("whether to stop", &mut seen)?;
+        Ok(seen[0] > 0.0)
+    }
+
+    fn finish(&self) {
+        if let Some(reporter) = &self.reporter {
+            reporter.terminal.train_finish();
+        }
+    }
+
     fn report(&mut self, report: &StepReport, last: bool) -> Result<()> {
-        self.reporter.metrics.step(report)?;
+        let Some(reporter) = &mut self.reporter else { return Ok(()) };
+        reporter.metrics.step(report)?;
         if last || report.step.is_multiple_of(self.options.every_steps) {
-            self.reporter.terminal.train_step(report);
-            if let Some(tensorboard) = &mut self.reporter.tensorboard {
+            reporter.terminal.train_step(report);
+            if let Some(tensorboard) = &mut reporter.tensorboard {
                 tensorboard.step(report)?;
             }
         }
@@ -148,15 +172,18 @@ impl Run<'_> {
         if self.held_out.is_empty() {
             return Ok(None);
         }
+        self.enter(Phase::Evaluate)?;
         let engine = &self.trainer.engine;
         let evaluation = engine
             .evaluate(self.held_out.iter().cloned(), |_| ())
             .during(|| format!("cannot evaluate after step {step}"))?;
         let report = evaluation.report(step);
-        self.reporter.terminal.eval(&report);
-        self.reporter.metrics.eval(&report)?;
-        if let Some(tensorboard) = &mut self.reporter.tensorboard {
-            tensorboard.eval(&report)?;
+        if let Some(reporter) = &mut self.reporter {
+            reporter.terminal.eval(&report);
+            reporter.metrics.eval(&report)?;
+            if let Some(tensorboard) = &mut reporter.tensorboard {
+                tensorboard.eval(&report)?;
+            }
         }
         Ok(Some(report))
     }

@@ -1,17 +1,17 @@
 //! The optimizer step.
 
+use std::ops::Range;
+
 use candle_core::Tensor;
 
-use super::Engine;
-use crate::checkpoint::{Moment, Saved, SavedMoment, SnapshotTensor};
+use super::{Engine, MicroStep};
+use crate::collective::Phase;
 use crate::data::Step;
 use crate::error::{Error, Kind, Result};
 use crate::model::DropoutContext;
-use crate::ops::adamw_int8::Int8Moment;
 use crate::ops::random::Stream;
-use crate::ops::reduce::copy_into;
 use crate::ops::threads;
-use crate::optim::{MomentDtype, Moments, Optimizer, OptimizerOptions, Piece, Schedule};
+use crate::optim::{INT8_MIN_ELEMENTS, MomentDtype, Optimizer, OptimizerOptions, Piece, Schedule};
 use crate::strategy::{Bucket, Entry, Slot};
 
 /// What forward keeps for backward (gradient checkpointing).
@@ -38,6 +38,17 @@ pub struct TrainerOptions {
     pub seed: u64,
     /// Gradient checkpointing.
     pub recompute: Recompute,
+    /// Who saves which of the trained tensors.
+    pub deal: Deal,
+}
+
+/// How trained tensors are dealt out to the ranks that save them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Deal {
+    /// All to the first: adapters, which are one small file.
+    First,
+    /// Segments in turn.
+    Turns,
 }
 
 /// What a step was.
@@ -56,129 +67,91 @@ pub struct StepResult {
 pub struct Trainer {
     /// The model.
     pub engine: Engine,
-    options: TrainerOptions,
-    optimizer: Optimizer,
-    places: Vec<Place>,
+    pub(super) options: TrainerOptions,
+    pub(super) optimizer: Optimizer,
+    /// By piece of the optimizer.
+    pub(super) places: Vec<Place>,
 }
 
-/// Where the moments of a slot lie in the optimizer's pieces.
+/// What a piece of the optimizer is.
 #[derive(Debug)]
-struct Place {
-    slot: Slot,
-    piece: usize,
-    start: usize,
+pub(super) struct Place {
+    /// Index among the trainable buckets.
+    pub(super) bucket: usize,
+    /// Its run of the bucket.
+    pub(super) range: Range<usize>,
 }
 
 impl Trainer {
     /// An optimizer over the engine's trainable parameters.
     pub fn new(engine: Engine, options: TrainerOptions) -> Result<Self> {
-        let (mut all, mut places) = (Vec::new(), Vec::new());
-        for bucket in engine.strategy.trainable() {
-            pieces(bucket, &options, &mut all, &mut places)?;
+        let mut found = Vec::new();
+        for (index, bucket) in engine.strategy.trainable().enumerate() {
+            found.extend(pieces(index, bucket, &options)?);
         }
+        let (all, places) = found.into_iter().unzip();
         let optimizer = Optimizer::new(options.optimizer, all)?;
         Ok(Trainer { engine, options, optimizer, places })
     }
 
-    /// One step: gradients of all micro-batches, clipping, one update. Steps count from 1.
+    /// One step: gradients of all micro-batches, clipping, one update. Steps count from 1. `step` is the whole step on
+    /// every rank, which takes the micro-batches that are its turn.
     ///
     /// # Errors
-    /// [`Kind::Diverged`] when the loss or the gradient norm is not finite; nothing was updated then.
+    /// [`Kind::Diverged`] when the loss or the gradient norm is not finite; nothing was updated then. A peer failed.
     pub fn step(&mut self, step: &Step) -> Result<StepResult> {
         let number = self.optimizer.updates() + 1;
-        let stream = Stream::new(self.options.seed).named("dropout").part(number);
-        self.engine.strategy.zero_gradients()?;
+        let strategy = &self.engine.strategy;
+        strategy.zero_gradients()?;
         let scale = 1.0 / step.valid as f64;
-        let sum = threads::inside(|| -> Result<f64> {
-            let mut sum = 0f64;
-            for batch in &step.micro_batches {
-                let dropout = Some(DropoutContext { stream, first_token: batch.first_token });
-                sum += self.engine.micro_step(batch, scale, self.options.recompute, dropout)?;
-            }
-            Ok(sum)
-        })?;
-        let loss = sum * scale;
-        let grad_norm = self.engine.strategy.gradient_norm()?;
+        let mut sum = [self.gradients(step, number, scale)?];
+        strategy.ranks().world().enter(Phase::Norm)?;
+        strategy.sum("losses", &mut sum)?;
+        let loss = sum[0] * scale;
+        let grad_norm = strategy.gradient_norm()?;
         if !loss.is_finite() || !grad_norm.is_finite() {
-            let found = self.engine.first_non_finite(&step.micro_batches)?;
-            return Err(Error::new(Kind::Diverged, format!("the numbers diverged at step {number}"))
-                .because(format!("loss {loss}, gradient norm {grad_norm}; the first bad value is in {found}"))
-                .because("nothing was updated in this step")
-                .hint(
-                    "lower `optimizer.learning_rate`, or look at the rows of this step with `finetune data`",
-                ));
+            return Err(self.diverged(step, number, loss, grad_norm)?);
         }
+        strategy.ranks().world().enter(Phase::Update)?;
         // As torch's clip_grad_norm_.
         let clip = self.options.max_grad_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
         let learning_rate = self.options.schedule.at(number - 1);
         self.optimizer.update(learning_rate, clip)?;
-        self.engine.strategy.after_update()?;
+        strategy.after_update()?;
         Ok(StepResult { loss, grad_norm, learning_rate })
     }
 
-    /// Every trainable tensor as it is now, in f32; its moments too unless only the weights are wanted.
-    pub fn snapshot(&self, with_moments: bool) -> Result<Vec<SnapshotTensor>> {
-        let values = self.engine.strategy.trainable_values()?;
-        let tensor = |((slot, value), place): ((Slot, Tensor), &Place)| {
-            let moments = with_moments.then(|| self.saved_moments(place)).transpose()?;
-            let values = value.flatten_all()?.to_vec1()?;
-            Ok(SnapshotTensor { name: slot.name, shape: slot.shape, values, moments })
-        };
-        values.into_iter().zip(&self.places).map(tensor).collect()
-    }
-
-    fn saved_moments(&self, place: &Place) -> Result<[SavedMoment; 2]> {
-        let save = |moment: Moment| -> Result<SavedMoment> {
-            Ok(match &self.optimizer.moments()[place.piece] {
-                Moments::F32(both) => {
-                    let part = both[moment as usize].narrow(0, place.start, place.slot.elements())?;
-                    SavedMoment::F32(part.to_vec1()?)
-                }
-                Moments::Int8(both) => SavedMoment::Int8 {
-                    codes: both[moment as usize].codes.to_vec1()?,
-                    absmax: both[moment as usize].absmax.to_vec1()?,
-                },
-            })
-        };
-        Ok([save(Moment::First)?, save(Moment::Second)?])
-    }
-
-    /// Goes on from a checkpoint whose weights the engine was loaded with: takes over moments and count of updates.
-    pub fn restore(&mut self, saved: &Saved) -> Result<()> {
-        for place in &self.places {
-            let name = &place.slot.name;
-            for moment in [Moment::First, Moment::Second] {
-                match &self.optimizer.moments()[place.piece] {
-                    Moments::F32(both) => {
-                        let tensor = both[moment as usize].narrow(0, place.start, place.slot.elements())?;
-                        let mut values = vec![0f32; tensor.elem_count()];
-                        saved.moment(name, moment, &mut values)?;
-                        copy_into(&tensor, &Tensor::from_vec(values, tensor.shape(), tensor.device())?)?;
-                    }
-                    Moments::Int8(both) => {
-                        let Int8Moment { codes, absmax } = &both[moment as usize];
-                        let mut scales = vec![0f32; absmax.elem_count()];
-                        let found = saved.int8_moment(name, moment, &mut scales)?;
-                        codes.slice_set(&Tensor::from_slice(found, codes.shape(), codes.device())?, 0, 0)?;
-                        copy_into(absmax, &Tensor::from_vec(scales, absmax.shape(), absmax.device())?)?;
-                    }
-                }
+    /// Adds up the gradients of this rank's micro-batches and returns the sum of their losses.
+    fn gradients(&self, step: &Step, number: u64, scale: f64) -> Result<f64> {
+        let stream = Stream::new(self.options.seed).named("dropout").part(number);
+        let world = self.engine.strategy.ranks().world();
+        let turns = step.turns(world.rank(), world.size());
+        threads::inside(|| {
+            let mut sum = 0f64;
+            for (i, batch) in turns.iter().enumerate() {
+                let dropout = Some(DropoutContext { stream, first_token: batch.first_token });
+                let (recompute, last) = (self.options.recompute, i + 1 == turns.len());
+                sum += self.engine.micro_step(batch, MicroStep { scale, recompute, dropout, last })?;
             }
-        }
-        self.optimizer.resume(saved.state.step);
-        Ok(())
+            Ok(sum)
+        })
+    }
+
+    fn diverged(&self, step: &Step, number: u64, loss: f64, grad_norm: f64) -> Result<Error> {
+        let found = self.engine.first_non_finite(&step.micro_batches)?;
+        let error = Error::new(Kind::Diverged, format!("the numbers diverged at step {number}"))
+            .because(format!("loss {loss}, gradient norm {grad_norm}; the first bad value is in {found}"))
+            .because("nothing was updated in this step");
+        Ok(error
+            .hint("lower `optimizer.learning_rate`, or look at the rows of this step with `finetune data`"))
     }
 }
 
-/// The runs of a bucket whose entries are updated alike; padding between entries belongs to the run before it and
-/// stays zero. Blocks of 8-bit moments are counted within a tensor, so there each entry is a run.
-fn pieces(
-    bucket: &Bucket,
-    options: &TrainerOptions,
-    all: &mut Vec<Piece>,
-    places: &mut Vec<Place>,
-) -> Result<()> {
-    let Some(grad) = &bucket.grad else { return Ok(()) };
+/// The runs of a bucket whose entries are updated alike, as far as this rank updates them; padding between entries
+/// belongs to the run before it and stays zero. Blocks of 8-bit moments are counted within a tensor, so there each entry is a run.
+fn pieces(index: usize, bucket: &Bucket, options: &TrainerOptions) -> Result<Vec<(Piece, Place)>> {
+    let Some(grad) = bucket.gradient()? else { return Ok(Vec::new()) };
+    let (param, own) = (bucket.updated()?, bucket.own());
     let rate = |slot: &Slot| {
         // PEFT's groups: B, and all vectors.
         let is_b = slot.name.contains("lora_B") || slot.shape.len() == 1;
@@ -186,23 +159,26 @@ fn pieces(
     };
     let kind = |entry: &Entry| (entry.slot.decay, rate(&entry.slot));
     let alone = options.optimizer.state == MomentDtype::Int8;
-    let mut i = 0;
-    while i < bucket.entries.len() {
-        let (decay, rate) = kind(&bucket.entries[i]);
-        let alike = bucket.entries[i..].iter().take_while(|entry| kind(entry) == (decay, rate)).count();
-        let same = if alone { 1 } else { alike };
-        let (first, start) = (&bucket.entries[i], bucket.entries[i].start);
-        let end = match bucket.entries.get(i + same) {
-            _ if alone => start + first.slot.elements(),
+    let mut found = Vec::new();
+    let mut rest = &bucket.entries[..];
+    while let [first, ..] = rest {
+        let (decay, rate) = kind(first);
+        let alike = rest.iter().take_while(|entry| kind(entry) == (decay, rate)).count();
+        let (_, after) = rest.split_at(if alone { 1 } else { alike });
+        let end = match after.first() {
+            _ if alone => first.range().end,
             Some(next) => next.start,
-            None => grad.elem_count(),
+            None => own.end.max(first.range().end),
         };
-        let part = |flat: &Tensor| flat.narrow(0, start, end - start);
-        let place =
-            |entry: &Entry| Place { slot: entry.slot.clone(), piece: all.len(), start: entry.start - start };
-        places.extend(bucket.entries[i..i + same].iter().map(place));
-        all.push(Piece { param: part(bucket.updated())?, grad: part(grad)?, decay, rate });
-        i += same;
+        rest = after;
+        let range = first.start.max(own.start)..end.min(own.end);
+        if range.is_empty() {
+            continue;
+        }
+        let part = |flat: &Tensor| flat.narrow(0, range.start - own.start, range.len());
+        let large = alone && first.slot.elements() >= INT8_MIN_ELEMENTS;
+        let piece = Piece { param: part(&param)?, grad: part(&grad)?, decay, rate, large };
+        found.push((piece, Place { bucket: index, range }));
     }
-    Ok(())
+    Ok(found)
 }

@@ -4,14 +4,16 @@
 //! model's, but the tokenizer where training added tokens. [`export`] is the caller whose weights are the
 //! source's own.
 
-use std::path::Path;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 
 use half::f16;
 
 use crate::error::{Error, Result};
 use crate::weights::companions::{self, ConfigChanges, TokenizerFiles};
 use crate::weights::{
-    Entry, ModelFiles, NewFolder, OutputDtype, StoredDtype, TensorSink, Written, write_sharded,
+    Entry, ModelFiles, NewFolder, OutputDtype, StoredDtype, TensorSink, Written, split, write_index_of,
+    write_sharded, write_shards,
 };
 
 /// The size that transformers shards at, in bytes.
@@ -38,6 +40,59 @@ pub fn write_model(
     let written = write_sharded(folder, entries, shard_bytes, write)?;
     companions::copy(source, tokenizer, folder, ConfigChanges::for_weights(entries))?;
     Ok(written)
+}
+
+/// A model that several ranks write together, each some shards of it.
+#[derive(Debug)]
+pub struct Parts {
+    shards: Vec<Vec<Entry>>,
+    /// The shards of each rank.
+    of_rank: Vec<Range<usize>>,
+    source: PathBuf,
+    tokenizer: Option<TokenizerFiles>,
+}
+
+impl Parts {
+    /// A model of the tensors in `shares`, by rank; what stands beside them is that of `source`, with `tokenizer` in
+    /// place of its own if there is one.
+    pub fn new(shares: Vec<Vec<Entry>>, source: PathBuf, tokenizer: Option<TokenizerFiles>) -> Self {
+        let (mut shards, mut of_rank) = (Vec::new(), Vec::new());
+        for share in shares {
+            let start = shards.len();
+            if !share.is_empty() {
+                shards.extend(split(&share, SHARD_BYTES));
+            }
+            of_rank.push(start..shards.len());
+        }
+        Parts { shards, of_rank, source, tokenizer }
+    }
+
+    /// Writes the tensors of a rank's share to the folder that all ranks write to; `write` as in [`write_model`].
+    ///
+    /// # Errors
+    /// As [`write_model`].
+    pub fn write(
+        &self,
+        rank: usize,
+        folder: &Path,
+        write: impl FnMut(&Entry, &mut TensorSink<'_>) -> Result<()>,
+    ) -> Result<()> {
+        std::fs::create_dir_all(folder).map_err(|error| Error::io("create", folder, &error))?;
+        write_shards(folder, &self.shards, self.of_rank[rank].clone(), write)?;
+        Ok(())
+    }
+
+    /// Writes index, config.json and tokenizer beside the tensors of all ranks.
+    ///
+    /// # Errors
+    /// As [`write_model`].
+    pub fn write_rest(&self, folder: &Path) -> Result<()> {
+        write_index_of(folder, &self.shards)?;
+        let entries: Vec<Entry> = self.shards.iter().flatten().cloned().collect();
+        let changes = ConfigChanges::for_weights(&entries);
+        companions::copy(&self.source, self.tokenizer.as_ref(), folder, changes)?;
+        Ok(())
+    }
 }
 
 /// Writes the model of `files`, with everything that stands beside it, to the new folder `output`: shards of at most

@@ -6,11 +6,12 @@
 
 use std::marker::PhantomData;
 use std::ops::Deref;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor};
 use half::bf16;
 
+use crate::collective::{Element, Memory};
 use crate::error::{Error, Result};
 
 /// A type whose values can be read and written in place.
@@ -175,6 +176,27 @@ pub(crate) fn unwritten<T: Elem>(len: usize) -> Vec<T> {
         values.set_len(len);
     }
     values
+}
+
+/// The memory of a contiguous tensor, for collectives. It stays valid while the result lives; what is written there,
+/// the tensor shows.
+///
+/// # Errors
+/// The tensor is not contiguous, or has a dtype that is not sent.
+pub(crate) fn memory(tensor: &Tensor) -> Result<Memory> {
+    let (guard, layout) = tensor.storage_and_layout();
+    let (start, end) = contiguous(layout)?;
+    let (element, base) = match &*guard {
+        Storage::Cpu(CpuStorage::U8(values)) => (Element::U8, values.as_ptr() as usize),
+        Storage::Cpu(CpuStorage::BF16(values)) => (Element::Bf16, values.as_ptr() as usize),
+        Storage::Cpu(CpuStorage::F32(values)) => (Element::F32, values.as_ptr() as usize),
+        Storage::Cpu(CpuStorage::F64(values)) => (Element::F64, values.as_ptr() as usize),
+        _ => return Err(mismatch(tensor, DType::F32)),
+    };
+    let address = base + start * element.bytes();
+    // SAFETY: the clone keeps the storage alive, whose memory does not move; `start..end` lies inside it. That nothing
+    // else touches it during a collective is the strategies' schedule.
+    Ok(unsafe { Memory::new(address, end - start, element, Arc::new(tensor.clone())) })
 }
 
 /// The first `len` values of `held`, which grows to hold them; what they are is for the caller to write.

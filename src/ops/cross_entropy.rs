@@ -128,18 +128,12 @@ pub fn linear_cross_entropy(
             product(Dst { data: &mut out, stride: width, accumulate: false }, d, w, 1.0, Threads::All);
             scatter(&mut dx, &out, chunk, width);
             if let Some(dweight) = grads.weight {
-                update(dweight, |g: &mut [f32]| {
-                    product(Dst { data: g, stride: width, accumulate: true }, d.t(), x, 1.0, Threads::All);
-                })?;
+                add_gradient(dweight, d, x)?;
             }
             if let Some((ids, drows)) = grads.rows {
                 let picked: Vec<f32> =
                     logits.chunks_exact(vocab).flat_map(|row| ids.iter().map(|&id| row[id as usize])).collect();
-                let picked = Mat::new(&picked, chunk.len(), ids.len(), ids.len());
-                update(drows, |g: &mut [f32]| {
-                    let dst = Dst { data: g, stride: width, accumulate: true };
-                    product(dst, picked.t(), x, 1.0, Threads::All);
-                })?;
+                add_gradient(drows, Mat::new(&picked, chunk.len(), ids.len(), ids.len()), x)?;
             }
             if let Some(adapter) = &adapter {
                 adapter.backward(d, chunk, &mut du, grads.b)?;
@@ -149,6 +143,14 @@ pub fn linear_cross_entropy(
         let du = adapter.as_ref().map(|adapter| tensor(du, (n, adapter.r))).transpose()?;
         Ok(LossAndGrad { loss, dx: tensor(dx, (n, width))?, du })
     }))
+}
+
+/// `grad += dᵀ · x`, f32.
+fn add_gradient<T: Elem>(grad: &Tensor, d: Mat<'_, f32>, x: Mat<'_, T>) -> Result<()> {
+    let (_, stride) = dims2(grad)?;
+    update(grad, |data: &mut [f32]| {
+        product(Dst { data, stride, accumulate: true }, d.t(), x, 1.0, Threads::All);
+    })
 }
 
 /// A [`Delta`] as slices.

@@ -4,9 +4,26 @@
 //! a thread outside hands it over and sleeps until it is done, which on two cores cost a training step 8 %
 //! (43,000 switches of threads a step against 3,400). So steps run inside.
 
+use crate::error::{Error, Result};
+
 /// Runs `work` on a thread of the pool.
 pub fn inside<R: Send>(work: impl FnOnce() -> R + Send) -> R {
     rayon::scope(|_| work())
+}
+
+/// Runs `work` in a pool of its own of `threads` threads: a rank beside others.
+///
+/// # Errors
+/// The threads cannot be started; what `work` returns.
+pub fn in_own_pool<R: Send>(threads: usize, work: impl FnOnce() -> Result<R> + Send) -> Result<R> {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    let failed = |e: rayon::ThreadPoolBuildError| Error::internal("cannot start threads").because(e.to_string());
+    pool.map_err(failed)?.install(work)
+}
+
+/// Threads of the pool that a caller is in.
+pub fn count() -> usize {
+    rayon::current_num_threads()
 }
 
 /// Lets all threads allocate from one heap: glibc gives each thread its own, and what one has freed the others cannot

@@ -24,7 +24,7 @@ pub struct OptimizerOptions {
 pub enum MomentDtype {
     /// 32 bits each.
     F32,
-    /// 8 bits each, in blocks; pieces below [`INT8_MIN_ELEMENTS`] in 32.
+    /// 8 bits each, in blocks; tensors below [`INT8_MIN_ELEMENTS`] in 32.
     Int8,
 }
 
@@ -42,6 +42,8 @@ pub struct Piece {
     pub decay: bool,
     /// Factor on the learning rate (LoRA+ for B).
     pub rate: f64,
+    /// Its moments may be kept in 8 bits: it is one tensor, or a shard of one, of [`INT8_MIN_ELEMENTS`] or more.
+    pub large: bool,
 }
 
 /// Both moments of a piece: the mean of gradients and the mean of their squares.
@@ -56,7 +58,7 @@ pub enum Moments {
 impl Moments {
     fn zeros(piece: &Piece, dtype: MomentDtype) -> Result<Self> {
         let len = piece.param.elem_count();
-        if dtype == MomentDtype::Int8 && len >= INT8_MIN_ELEMENTS {
+        if dtype == MomentDtype::Int8 && piece.large {
             return Ok(Moments::Int8([Int8Moment::zeros(len)?, Int8Moment::zeros(len)?]));
         }
         let zeros = || Tensor::zeros(piece.param.shape(), DType::F32, piece.param.device());

@@ -18,7 +18,7 @@ use crate::ops::attention::Algorithm;
 use crate::ops::device;
 use crate::quant::{Format, Kind};
 use crate::recipe::{Attention, Dtype, Model, ModelInit, QuantKind, Quantization};
-use crate::strategy::{Single, Slot};
+use crate::strategy::{self, Ranks, Reducing, Slot, Store};
 use crate::weights::ModelFiles;
 
 /// A model before its weights are read.
@@ -51,6 +51,10 @@ pub struct EngineOptions {
     pub algorithm: Algorithm,
     /// Seeds random initial values.
     pub seed: u64,
+    /// With whom weights are shared.
+    pub ranks: Ranks,
+    /// How gradients are summed.
+    pub reducing: Reducing,
 }
 
 impl EngineOptions {
@@ -75,7 +79,13 @@ impl EngineOptions {
             Attention::Flash => Algorithm::Flash,
             Attention::Eager => Algorithm::Eager,
         };
-        Ok(EngineOptions { device, dtype, algorithm, seed })
+        Ok(EngineOptions::alone(device, dtype, algorithm, seed))
+    }
+
+    /// On one rank, one micro-batch a step.
+    pub fn alone(device: Device, dtype: DType, algorithm: Algorithm, seed: u64) -> Self {
+        let reducing = Reducing { accumulates: false, dtype: DType::F32 };
+        EngineOptions { device, dtype, algorithm, seed, ranks: Ranks::alone(), reducing }
     }
 }
 
@@ -187,10 +197,16 @@ impl Base {
         let values = Values::new(&self.config, self.files.as_ref(), adaptation, options.seed);
         let slots = self.slots(adaptation, trains_all)?;
         let adapters = adaptation.map(Adaptation::adapters).unwrap_or_default();
-        let (dtype, device) = (options.dtype, &options.device);
-        let strategy = Single::new(&self.config, slots, adapters, dtype, device, &mut |slot, fill| {
-            values.fill(slot, fill)
-        })?;
+        let fill_all = adaptation.is_some_and(Adaptation::derives_from_weights);
+        let store = strategy::Options {
+            dtype: options.dtype,
+            device: options.device.clone(),
+            ranks: options.ranks.clone(),
+            reducing: options.reducing,
+            fill_all,
+        };
+        let strategy =
+            Store::new(&self.config, slots, adapters, store, &mut |slot, fill| values.fill(slot, fill))?;
         let (config, device) = (self.config.clone(), options.device.clone());
         let engine = Engine { config, strategy, algorithm: options.algorithm, device };
         Ok((engine, values.into_initial()))

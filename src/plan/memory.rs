@@ -1,13 +1,15 @@
 //! How much memory a step will need, from shapes alone, and whether it fits: the ground for `recompute = "auto"`.
 
+use std::collections::BTreeMap;
+
 use candle_core::{DType, Device};
 
 use super::adaptation::Adaptation;
 use crate::engine::Recompute;
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, Segment};
 use crate::ops::adamw_int8::STATE_BLOCK;
 use crate::optim::{INT8_MIN_ELEMENTS, MomentDtype};
-use crate::strategy::Slot;
+use crate::strategy::{Content, Extent, Kind, Slot};
 
 /// Bytes by cause.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -30,24 +32,35 @@ impl Memory {
         self.weights + self.gradients + self.optimizer + self.activations + self.workspace
     }
 
-    /// Of a step over `tokens` tokens a micro-batch.
+    /// Of a step of one rank, over micro-batches of `tokens` tokens.
     pub fn of_step(
         config: &ModelConfig,
         slots: &[Slot],
         adaptation: Option<&Adaptation>,
-        dtype: DType,
         tokens: usize,
         recompute: Recompute,
-        moments: MomentDtype,
+        how: &How,
     ) -> Self {
-        let size = dtype.size_in_bytes();
+        let size = how.dtype.size_in_bytes();
         let mut memory = Memory::default();
+        // What is gathered for one use, and gradients before they are added up: by segment.
+        let mut moment: BTreeMap<Segment, [u64; 2]> = BTreeMap::new();
         for slot in slots {
             let n = slot.elements() as u64;
-            memory.weights += weight_bytes(slot, size);
+            let keep = how.kind.keep(content(slot));
+            let share = |extent| if extent == Extent::Shard { how.sharded_over as u64 } else { 1 };
+            let (value, master) = weight_bytes(slot, size);
+            memory.weights += value / share(keep.values) + master / share(keep.update);
+            let [gathered, fresh] = moment.entry(slot.segment).or_default();
+            if keep.values == Extent::Shard {
+                *gathered += value;
+            }
             if slot.trainable {
-                memory.gradients += 4 * n;
-                memory.optimizer += moment_bytes(n, moments);
+                memory.gradients += 4 * n / share(keep.gradients);
+                memory.optimizer += moment_bytes(n, how.moments) / share(keep.update);
+                if keep.gradients == Extent::Shard || how.accumulates {
+                    *fresh += 4 * n;
+                }
             }
         }
         let (input, saved) = block_bytes(config, adaptation, size);
@@ -60,13 +73,45 @@ impl Memory {
         // Backward holds the gradients of a block's widest tensors beside what it recomputes.
         let widest = 2 * config.intermediate_size + config.heads.qkv_width() + 4 * config.hidden_size;
         let logits = (48 << 20).max(64 * config.vocab_size);
-        memory.workspace = (2 * widest * size * tokens + logits) as u64;
+        memory.workspace = (2 * widest * size * tokens + logits) as u64 + for_a_moment(&moment);
         memory
     }
 }
 
-/// Bytes that a parameter's value takes, with the master of a trainable one.
-fn weight_bytes(slot: &Slot, size: usize) -> u64 {
+/// How parameters are kept and computed with.
+#[derive(Debug, Clone, Copy)]
+pub struct How {
+    /// The dtype that is computed with.
+    pub dtype: DType,
+    /// How moments are kept.
+    pub moments: MomentDtype,
+    /// Who keeps what.
+    pub kind: Kind,
+    /// Ranks that share one copy of what is sharded.
+    pub sharded_over: usize,
+    /// More than one micro-batch a step adds up on a rank.
+    pub accumulates: bool,
+}
+
+/// Two blocks are whole at a time, or an end and a block; one segment's gradients are fresh.
+fn for_a_moment(segments: &BTreeMap<Segment, [u64; 2]>) -> u64 {
+    let largest = |index: usize, ends: bool| {
+        let of_kind = segments.iter().filter(|(segment, _)| matches!(segment, Segment::Block(_)) != ends);
+        of_kind.map(|(_, bytes)| bytes[index]).max().unwrap_or(0)
+    };
+    2 * largest(0, false) + largest(0, true) + largest(1, false) + largest(1, true)
+}
+
+fn content(slot: &Slot) -> Content {
+    match slot {
+        Slot { adapter: true, .. } => Content::Adapter,
+        Slot { trainable: true, .. } => Content::Trainable,
+        _ => Content::Frozen,
+    }
+}
+
+/// Bytes that a parameter's value takes, and the master of a trainable one.
+fn weight_bytes(slot: &Slot, size: usize) -> (u64, u64) {
     let n = slot.elements();
     let bytes = match (slot.format, slot.kept_as) {
         (Some(format), _) => {
@@ -75,9 +120,10 @@ fn weight_bytes(slot: &Slot, size: usize) -> u64 {
         }
         (_, Some(dtype)) => n * dtype.size_in_bytes(),
         _ if slot.adapter => 4 * n,
-        _ => n * size + if slot.trainable && size != 4 { 4 * n } else { 0 },
+        _ => n * size,
     };
-    bytes as u64
+    let master = if slot.trainable && !slot.adapter && size != 4 { 4 * n } else { 0 };
+    (bytes as u64, master as u64)
 }
 
 /// Bytes of both moments of a parameter.

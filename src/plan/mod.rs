@@ -13,6 +13,7 @@ mod memory;
 mod merging;
 mod parameters;
 mod pissa;
+mod ranks;
 mod rows;
 mod training;
 mod values;

@@ -3,28 +3,30 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use candle_core::Device;
 
 use super::adaptation::Adaptation;
 use super::base::{Base, EngineOptions, describe};
 use super::locate::{Finder, Found};
-use super::memory::{Memory, available};
+use super::memory::{How, Memory, available};
 use super::parameters::twin_of;
 use super::pissa::{saved_config, saved_matrix};
+use super::ranks;
 use super::rows::Rows;
 use super::values::AdapterPart;
 use crate::adapter::{self, AdapterTensor, Factors};
-use crate::checkpoint::{Saved, SnapshotTensor, WriteWeights};
+use crate::checkpoint::{Part, Saved, SnapshotTensor, WriteWeights};
+use crate::collective::Collective;
 use crate::data::{Dataset, Sampler, SamplerOptions, Split};
-use crate::engine::{Recompute, Trainer, TrainerOptions};
+use crate::engine::{Deal, Recompute, Trainer, TrainerOptions};
 use crate::error::{Error, Result};
 use crate::export::hf;
 use crate::optim::{MomentDtype, OptimizerOptions, Schedule, ScheduleKind};
-use crate::recipe::{self, Dtype, Offload, Recipe, SchedulerKind, StateDtype, Strategy};
+use crate::recipe::{self, Dtype, Recipe, SchedulerKind, StateDtype};
+use crate::strategy::{Kind, Ranks, Reducing, Slot};
 use crate::units;
-use crate::weights::companions::TokenizerFiles;
 use crate::weights::{Entry, ModelFiles, StoredDtype};
 
 /// What will run.
@@ -50,8 +52,14 @@ pub struct Plan {
     pub memory: Memory,
     /// Optimizer steps of the run.
     pub total_steps: u64,
+    /// Ranks that train together.
+    pub ranks: usize,
+    /// Who keeps what.
+    pub kind: Kind,
+    /// Why it was picked, when the recipe left it open.
+    why: Option<String>,
     /// What PiSSA took from the weights when they were loaded, by module.
-    initial: Arc<BTreeMap<String, Factors>>,
+    initial: OnceLock<Arc<BTreeMap<String, Factors>>>,
 }
 
 impl Plan {
@@ -59,10 +67,17 @@ impl Plan {
     ///
     /// # Errors
     /// Whatever in recipe, model or data cannot be used; all of it before weights are read.
-    pub fn resolve(mut recipe: Recipe, finder: &Finder<'_>, device: Device) -> Result<Self> {
-        refuse_unready(&recipe)?;
+    /// `resumed` is the checkpoint that the run goes on from.
+    pub fn resolve(
+        mut recipe: Recipe,
+        finder: &Finder<'_>,
+        device: Device,
+        ranks: usize,
+        resumed: Option<&Saved>,
+    ) -> Result<Self> {
+        ranks::deal_out(&mut recipe, ranks, resumed)?;
         let mut base = Base::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
-        let engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
+        let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
         let saved = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
         let saved = saved.map(|source| finder.adapter(source)).transpose()?.map(|found| found.folder);
         saved.as_deref().map_or(Ok(()), |folder| base.adopt(folder))?;
@@ -82,25 +97,34 @@ impl Plan {
             true => None,
             false => Some(rows.load(&recipe.data.eval, Split::Eval, finder)?),
         };
-        let total_steps = Sampler::new(&train.0, sampler_options(&recipe))?.total_steps();
+        let total_steps = Sampler::new(&train.0, sampler_options(&recipe, ranks))?.total_steps();
         let all = base.slots(adaptation.as_ref(), adaptation.is_none())?;
         let tokens = widest_micro_batch(&recipe, &train.0);
-        let moments = moment_dtype(&recipe);
-        let needed = |recompute| {
-            Memory::of_step(&base.config, &all, adaptation.as_ref(), engine.dtype, tokens, recompute, moments)
+        let accumulates = recipe.train.gradient_accumulation_steps > 1;
+        let needed = |kind, recompute| {
+            let sharded_over = if let Kind::Hsdp(size) = kind { size } else { ranks };
+            let moments = moment_dtype(&recipe);
+            let how = How { dtype: engine.dtype, moments, kind, sharded_over, accumulates };
+            Memory::of_step(&base.config, &all, adaptation.as_ref(), tokens, recompute, &how)
         };
-        let recompute = decide_recompute(recipe.train.recompute, &engine.device, needed);
+        // Where recomputing is left open it may make room for a strategy that sends less.
+        let least = match recipe.train.recompute {
+            recipe::Recompute::None => Recompute::None,
+            _ => Recompute::Block,
+        };
+        let (kind, why) = ranks::strategy(&recipe, ranks, &engine.device, |kind| needed(kind, least))?;
+        let recompute = decide_recompute(recipe.train.recompute, &engine.device, ranks, |r| needed(kind, r));
+        let memory = needed(kind, recompute);
         recipe.train.recompute = match recompute {
             Recompute::None => recipe::Recompute::None,
             Recompute::Block => recipe::Recompute::Block,
         };
         recipe.model.dtype = if engine.dtype == candle_core::DType::F32 { Dtype::F32 } else { Dtype::Bf16 };
-        recipe.parallel.strategy = Strategy::Single;
+        recipe.parallel.strategy = ranks::named(kind);
         if let Some(commit) = &base.found.commit {
             recipe.model.revision = commit.clone();
         }
-        let memory = needed(recompute);
-        let initial = Arc::default();
+        engine.reducing = Reducing { accumulates, dtype: ranks::reduce_dtype(&recipe.parallel) };
         Ok(Plan {
             recipe,
             base,
@@ -112,7 +136,10 @@ impl Plan {
             recompute,
             memory,
             total_steps,
-            initial,
+            ranks,
+            kind,
+            why,
+            initial: OnceLock::new(),
         })
     }
 
@@ -133,21 +160,27 @@ impl Plan {
 
     /// The sampler at the beginning of the run.
     pub fn sampler(&self) -> Result<Sampler<'_>> {
-        Sampler::new(&self.train.0, sampler_options(&self.recipe))
+        Sampler::new(&self.train.0, sampler_options(&self.recipe, self.ranks))
     }
 
-    /// A trainer with weights loaded: the base's, or those of a checkpoint.
-    pub fn trainer(&mut self, resumed: Option<&Saved>) -> Result<Trainer> {
-        if let Some(saved) = resumed {
-            saved.check_same_run(&self.fingerprint())?;
-            match &mut self.adaptation {
-                Some(adaptation) => adaptation.resume(adapter::Adapter::read(&saved.folder)?),
-                None => self.base.files = Some(ModelFiles::open(&saved.folder)?),
-            }
+    /// Takes the weights from a checkpoint instead of the base.
+    ///
+    /// # Errors
+    /// The checkpoint is of another run.
+    pub fn resume(&mut self, saved: &Saved) -> Result<()> {
+        saved.check_same_run(&self.fingerprint())?;
+        match &mut self.adaptation {
+            Some(adaptation) => adaptation.resume(adapter::Adapter::read(&saved.folder)?),
+            None => self.base.files = Some(ModelFiles::open(&saved.folder)?),
         }
-        let (engine, initial) =
-            self.base.load(self.adaptation.as_ref(), self.adaptation.is_none(), &self.engine)?;
-        self.initial = Arc::new(initial);
+        Ok(())
+    }
+
+    /// A rank's trainer with weights loaded; `resumed` is what [`Plan::resume`] was given. All ranks call it.
+    pub fn trainer(&self, resumed: Option<&Saved>, world: Arc<dyn Collective>) -> Result<Trainer> {
+        let engine = EngineOptions { ranks: Ranks::new(self.kind, world)?, ..self.engine.clone() };
+        let (engine, initial) = self.base.load(self.adaptation.as_ref(), self.adaptation.is_none(), &engine)?;
+        self.initial.get_or_init(|| Arc::new(initial));
         let options = TrainerOptions {
             optimizer: OptimizerOptions {
                 betas: self.recipe.optimizer.betas,
@@ -160,6 +193,7 @@ impl Plan {
             max_grad_norm: Some(self.recipe.train.max_grad_norm).filter(|max| *max > 0.0),
             seed: self.recipe.train.seed,
             recompute: self.recompute,
+            deal: if self.adaptation.is_some() { Deal::First } else { Deal::Turns },
         };
         let mut trainer = Trainer::new(engine, options)?;
         if let Some(saved) = resumed {
@@ -208,6 +242,13 @@ impl Plan {
         recipe.data.eval = Vec::new();
         recipe.train.recompute = recipe::Recompute::Auto;
         recipe.model.id = None;
+        // How a run is spread over ranks does not change it: what counts is all ranks' micro-batches.
+        recipe.parallel = recipe::Parallel {
+            strategy: recipe::Strategy::Single,
+            reduce_dtype: recipe.parallel.reduce_dtype,
+            ..recipe::Parallel::default()
+        };
+        recipe.train.gradient_accumulation_steps *= self.ranks;
         let mut facts: BTreeMap<String, String> = recipe
             .to_toml()
             .lines()
@@ -232,37 +273,37 @@ impl Plan {
         facts
     }
 
-    /// Writes trained weights in the form this run leaves: a PEFT adapter, or a Hugging Face model. `exact`: in f32,
-    /// as checkpoints need it; else as `checkpoint.output_dtype` says. To be asked for when the trainer was made.
-    pub fn writer(&self, exact: bool) -> WriteWeights {
+    /// Writes trained weights in the form this run leaves: a PEFT adapter, or a Hugging Face model, whose tensors the
+    /// ranks of `trainer` share. `exact`: in f32, as checkpoints need it; else as `checkpoint.output_dtype` says.
+    pub fn writer(&self, exact: bool, trainer: &Trainer) -> WriteWeights {
         let given = if exact { Dtype::F32 } else { self.recipe.checkpoint.output_dtype };
         let tokenizer = self.base.other_tokenizer(&self.rows.tokenizer);
-        match &self.adaptation {
-            Some(adaptation) => {
-                let initial = Arc::clone(&self.initial);
-                let config = match adaptation.is_pissa() {
-                    true => saved_config(&adaptation.config),
-                    false => adaptation.config.clone(),
-                };
-                let dtype = stored(given).unwrap_or(StoredDtype::F32);
-                let tied = self.base.config.tie_word_embeddings && !adaptation.unties();
-                Arc::new(move |folder: &Path, tensors: &[SnapshotTensor]| {
-                    tokenizer.as_ref().map_or(Ok(()), |tokenizer| tokenizer.write(folder))?;
-                    write_adapter(folder, &config, tied, tensors, &initial, dtype)
-                })
-            }
-            None => {
-                let source = self.base.found.folder.clone();
-                let dtypes: BTreeMap<String, StoredDtype> = self.stored_dtypes();
-                Arc::new(move |folder: &Path, tensors: &[SnapshotTensor]| {
-                    let dtype = |name: &str| {
-                        let own = || dtypes.get(name).copied().unwrap_or(StoredDtype::F32);
-                        stored(given).unwrap_or_else(own)
-                    };
-                    write_model(folder, &source, tokenizer.as_ref(), tensors, dtype)
-                })
-            }
-        }
+        let Some(adaptation) = &self.adaptation else {
+            let dtypes = self.stored_dtypes();
+            let dtype = |name: &str| {
+                let own = || dtypes.get(name).copied().unwrap_or(StoredDtype::F32);
+                stored(given).unwrap_or_else(own)
+            };
+            let entry = |slot: Slot| Entry { dtype: dtype(&slot.name), name: slot.name, shape: slot.shape };
+            let shares = trainer.shares().into_iter().map(|slots| slots.into_iter().map(entry).collect());
+            let parts = hf::Parts::new(shares.collect(), self.base.found.folder.clone(), tokenizer);
+            return Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: Part| match part {
+                Part::Tensors(rank) => write_tensors(&parts, rank, folder, tensors),
+                Part::Rest => parts.write_rest(folder),
+            });
+        };
+        let initial = self.initial.get().cloned().unwrap_or_default();
+        let config = match adaptation.is_pissa() {
+            true => saved_config(&adaptation.config),
+            false => adaptation.config.clone(),
+        };
+        let dtype = stored(given).unwrap_or(StoredDtype::F32);
+        let tied = self.base.config.tie_word_embeddings && !adaptation.unties();
+        Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: Part| match part {
+            Part::Tensors(0) => write_adapter(folder, &config, tied, tensors, &initial, dtype),
+            Part::Tensors(_) => Ok(()),
+            Part::Rest => tokenizer.as_ref().map_or(Ok(()), |tokenizer| tokenizer.write(folder)),
+        })
     }
 
     /// The dtype of each tensor of the base; what config.json says for one that starts random.
@@ -299,8 +340,15 @@ impl Plan {
             Recompute::Block => "block",
         };
         let memory = &self.memory;
+        let spread = match (self.ranks, &self.why) {
+            (1, _) => String::new(),
+            (n, why) => {
+                let why = why.as_ref().map_or_else(String::new, |why| format!(" ({why})"));
+                format!("\n{n} ranks, strategy {}{why}; below, what each of them needs", self.recipe.parallel.strategy)
+            }
+        };
         format!(
-            "training {method}: {} of {} parameters, {:?}, {} steps\nmemory of a step: {} = weights {} + gradients {} + optimizer {} + activations {} (recompute {recompute}) + workspace {}",
+            "training {method}: {} of {} parameters, {:?}, {} steps{spread}\nmemory of a step: {} = weights {} + gradients {} + optimizer {} + activations {} (recompute {recompute}) + workspace {}",
             units::count(trainable),
             units::count(all),
             self.engine.dtype,
@@ -322,14 +370,15 @@ fn moment_dtype(recipe: &Recipe) -> MomentDtype {
     }
 }
 
-fn sampler_options(recipe: &Recipe) -> SamplerOptions {
+/// The steps of all ranks together.
+fn sampler_options(recipe: &Recipe, ranks: usize) -> SamplerOptions {
     SamplerOptions {
         seed: recipe.train.seed,
         shuffle: recipe.data.shuffle,
         packing: recipe.data.packing,
         max_seq_len: recipe.data.max_seq_len,
         micro_batch_size: recipe.train.micro_batch_size,
-        gradient_accumulation_steps: recipe.train.gradient_accumulation_steps,
+        gradient_accumulation_steps: recipe.train.gradient_accumulation_steps.saturating_mul(ranks),
         epochs: recipe.train.epochs,
         max_steps: recipe.train.max_steps,
     }
@@ -349,14 +398,17 @@ fn widest_micro_batch(recipe: &Recipe, data: &Dataset) -> usize {
 fn decide_recompute(
     wanted: recipe::Recompute,
     device: &Device,
+    ranks: usize,
     needed: impl Fn(Recompute) -> Memory,
 ) -> Recompute {
+    // Ranks on the CPU share one memory.
+    let sharing = if device.is_cpu() { ranks as u64 } else { 1 };
     match wanted {
         recipe::Recompute::None => Recompute::None,
         recipe::Recompute::Block => Recompute::Block,
         recipe::Recompute::Auto => match available(device) {
             // A tenth is left for what the estimate does not know.
-            Some(bytes) if needed(Recompute::None).total() > bytes / 10 * 9 => Recompute::Block,
+            Some(bytes) if needed(Recompute::None).total() > bytes / sharing / 10 * 9 => Recompute::Block,
             _ => Recompute::None,
         },
     }
@@ -408,42 +460,10 @@ fn write_adapter(
     Ok(())
 }
 
-fn write_model(
-    folder: &Path,
-    source: &Path,
-    tokenizer: Option<&TokenizerFiles>,
-    tensors: &[SnapshotTensor],
-    dtype: impl Fn(&str) -> StoredDtype,
-) -> Result<()> {
+fn write_tensors(parts: &hf::Parts, rank: usize, folder: &Path, tensors: &[SnapshotTensor]) -> Result<()> {
     let by_name: BTreeMap<&str, &SnapshotTensor> = tensors.iter().map(|t| (t.name.as_str(), t)).collect();
-    let entry =
-        |t: &SnapshotTensor| Entry { name: t.name.clone(), dtype: dtype(&t.name), shape: t.shape.clone() };
-    let entries: Vec<Entry> = tensors.iter().map(entry).collect();
-    hf::write_model(folder, source, tokenizer, &entries, hf::SHARD_BYTES, |entry, sink| {
-        match by_name.get(entry.name.as_str()) {
-            Some(tensor) => sink.write_values(&tensor.values),
-            None => Err(Error::internal(format!("no values for {}", entry.name))),
-        }
-    })?;
-    Ok(())
-}
-
-/// Keys of the contract whose feature comes with a later version: an error, never a key without effect.
-fn refuse_unready(recipe: &Recipe) -> Result<()> {
-    let (strategy, offload) = (recipe.parallel.strategy, recipe.parallel.offload);
-    let checks = [
-        (
-            !matches!(strategy, Strategy::Auto | Strategy::Single),
-            format!("parallel.strategy = \"{strategy}\""),
-            "\"auto\", \"single\"",
-        ),
-        (offload != Offload::None, format!("parallel.offload = \"{offload}\""), "\"none\""),
-        (recipe.parallel.shard_size.is_some(), "parallel.shard_size".to_owned(), "no such key"),
-    ];
-    match checks.into_iter().find(|(asked, ..)| *asked) {
-        None => Ok(()),
-        Some((_, asked, accepted)) => Err(Error::user(format!("`{asked}` is not available in this version"))
-            .because(format!("accepted now: {accepted}"))
-            .hint("remove it from recipe and `--set`")),
-    }
+    parts.write(rank, folder, |entry, sink| match by_name.get(entry.name.as_str()) {
+        Some(tensor) => sink.write_values(&tensor.values),
+        None => Err(Error::internal(format!("no values for {}", entry.name))),
+    })
 }

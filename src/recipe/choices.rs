@@ -232,5 +232,7 @@ choices! {
     pub enum ReduceDtype {
         /// 32 bits.
         F32 = "f32",
+        /// 16 bits: half of what is sent, sums rounded to 8 significant bits.
+        Bf16 = "bf16",
     }
 }

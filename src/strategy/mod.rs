@@ -1,14 +1,20 @@
 //! Where parameters live and how their gradients meet.
 //!
 //! Parameters lie in flat buckets, one per segment and kind (frozen, quantized, trainable, adapter), and a segment's
-//! weights are views on them. The engine
-//! asks a strategy for the weights of a segment, uses them once and lets go; with one device ([`Single`]) that is a
-//! borrow. Sharded strategies come with their issue and keep this interface.
+//! weights are views on them. The engine asks the [`Store`] for the weights of a segment, uses them once, lets them go,
+//! and hands in the gradients. What a rank keeps, what is gathered and what is summed follows from one
+//! table ([`Kind`], in `placement`); one rank is the row of it in which nothing is sent.
 
 mod bucket;
+mod gather;
 mod packed;
-mod single;
+mod placement;
+mod reduce;
+mod store;
+mod views;
 
 pub use bucket::{Bucket, Entry, Fill, Slot};
-pub use packed::Packed;
-pub use single::{Adapters, LoraSpec, Single, TOKEN_ROWS};
+pub use placement::{Content, Extent, Keep, Kind, Ranks};
+pub use reduce::Reducing;
+pub use store::{Held, Options, Store};
+pub use views::{Adapters, LoraSpec, TOKEN_ROWS};

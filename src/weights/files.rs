@@ -115,6 +115,19 @@ impl ModelFiles {
         Ok(files)
     }
 
+    /// Opens safetensors files of any names in one folder as one set of tensors, taken as they are stored.
+    ///
+    /// # Errors
+    /// The user's: there is none, or one is malformed or cut short; two hold a tensor of one name.
+    pub fn open_files(folder: &Path, names: &[String]) -> Result<Self> {
+        if names.is_empty() {
+            return Err(no_weights(folder));
+        }
+        let mut files = Self::empty(folder);
+        names.iter().try_for_each(|name| files.add_file(&folder.join(name)))?;
+        Ok(files)
+    }
+
     /// Opens one safetensors file of any name, whose tensors are taken as they are stored: none counts as quantized.
     ///
     /// # Errors

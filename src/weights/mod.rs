@@ -31,7 +31,10 @@ pub use new_folder::NewFolder;
 pub use quantized::QuantizedTensor;
 pub use scattered::{Planned, ScatteredWriter};
 pub use summary::{Group, Summary, Tally, summary};
-pub use write::{Entry, TensorSink, Written, write_file, write_index, write_sharded, write_text};
+pub use write::{
+    Entry, TensorSink, Written, split, write_file, write_index, write_index_of, write_sharded, write_shards,
+    write_text,
+};
 
 /// The weights of a model that is not sharded.
 pub const MODEL_FILE: &str = "model.safetensors";

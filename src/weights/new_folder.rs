@@ -29,11 +29,22 @@ impl NewFolder {
         }
         // `out/` and `out` are one place; a sibling needs the name alone.
         let place: PathBuf = place.components().collect();
-        let mut temporary = place.clone().into_os_string();
-        temporary.push(format!(".tmp-{}", std::process::id()));
-        let temporary = PathBuf::from(temporary);
+        let temporary = Self::shared(&place, std::process::id());
         std::fs::create_dir_all(&temporary).map_err(|error| Error::io("create", &temporary, &error))?;
         Ok(Self { place, temporary })
+    }
+
+    /// The number in the temporary name, for others who write into the folder ([`NewFolder::shared`]).
+    pub fn tag(&self) -> u32 {
+        std::process::id()
+    }
+
+    /// Where the folder that another process or thread made for `place`, with this tag, is filled.
+    pub fn shared(place: &Path, tag: u32) -> PathBuf {
+        let place: PathBuf = place.components().collect();
+        let mut temporary = place.into_os_string();
+        temporary.push(format!(".tmp-{tag}"));
+        PathBuf::from(temporary)
     }
 
     /// Where to write until the commit.

@@ -7,6 +7,7 @@
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::{Element, INDEX_FILE, MODEL_FILE, StoredDtype, dtype};
@@ -117,20 +118,45 @@ pub fn write_sharded(
     mut write: impl FnMut(&Entry, &mut TensorSink<'_>) -> Result<()>,
 ) -> Result<Vec<Written>> {
     let shards = split(entries, shard_bytes);
-    let names = shard_names(shards.len());
-    refuse_other_weights(folder, &names)?;
-    let mut unfinished = Vec::with_capacity(shards.len());
-    for (name, shard) in names.iter().zip(&shards) {
-        unfinished.push(write_temporary(&folder.join(name), shard, &mut write)?);
-    }
-    let mut written = unfinished.into_iter().map(Unfinished::commit).collect::<Result<Vec<_>>>()?;
-    if shards.len() > 1 {
-        let places = names.iter().zip(&shards);
-        let map = places.flat_map(|(name, shard)| shard.iter().map(move |entry| (*entry, name.as_str())));
-        written.push(write_index(folder, map)?);
-    }
+    let mut written = write_shards(folder, &shards, 0..shards.len(), &mut write)?;
+    written.extend(write_index_of(folder, &shards)?);
     sync_folder(&folder.join(MODEL_FILE))?;
     Ok(written)
+}
+
+/// Writes those of a model's `shards` that are `mine`; who else writes the others, and that the index follows when all
+/// are there ([`write_index_of`]), is the caller's care.
+///
+/// # Errors
+/// As [`write_sharded`].
+pub fn write_shards(
+    folder: &Path,
+    shards: &[Vec<Entry>],
+    mine: Range<usize>,
+    mut write: impl FnMut(&Entry, &mut TensorSink<'_>) -> Result<()>,
+) -> Result<Vec<Written>> {
+    let names = shard_names(shards.len());
+    refuse_other_weights(folder, &names)?;
+    let mut unfinished = Vec::with_capacity(mine.len());
+    for (name, shard) in names[mine.clone()].iter().zip(&shards[mine]) {
+        let shard: Vec<&Entry> = shard.iter().collect();
+        unfinished.push(write_temporary(&folder.join(name), &shard, &mut write)?);
+    }
+    unfinished.into_iter().map(Unfinished::commit).collect()
+}
+
+/// Writes the index of a model of several `shards`; one shard needs none.
+///
+/// # Errors
+/// Storage: the disk is full or fails.
+pub fn write_index_of(folder: &Path, shards: &[Vec<Entry>]) -> Result<Option<Written>> {
+    if shards.len() < 2 {
+        return Ok(None);
+    }
+    let names = shard_names(shards.len());
+    let places = names.iter().zip(shards);
+    let map = places.flat_map(|(name, shard)| shard.iter().map(move |entry| (entry, name.as_str())));
+    write_index(folder, map).map(Some)
 }
 
 /// Writes model.safetensors.index.json: each tensor with the name of its shard, in the given order.
@@ -170,8 +196,8 @@ pub(super) fn shard_names(shards: usize) -> Vec<String> {
     }
 }
 
-/// Entries in order, a new shard when the next one does not fit; a tensor larger than a shard has one of its own.
-fn split(entries: &[Entry], shard_bytes: u64) -> Vec<Vec<&Entry>> {
+/// Shards of at most `shard_bytes`: entries in order, a new shard when the next one does not fit; a tensor larger than a shard has one of its own.
+pub fn split(entries: &[Entry], shard_bytes: u64) -> Vec<Vec<Entry>> {
     let mut shards = vec![Vec::new()];
     let mut filled = 0;
     for entry in entries {
@@ -181,7 +207,7 @@ fn split(entries: &[Entry], shard_bytes: u64) -> Vec<Vec<&Entry>> {
         }
         filled += entry.bytes();
         if let Some(shard) = shards.last_mut() {
-            shard.push(entry);
+            shard.push(entry.clone());
         }
     }
     shards

@@ -47,7 +47,7 @@ pub(crate) fn distance(expected: &Path, folder: &Path) -> f32 {
         batch.rows += 1;
     }
     let options =
-        EngineOptions { device: Device::Cpu, dtype: DType::F32, algorithm: Algorithm::Flash, seed: 0 };
+        EngineOptions::alone(Device::Cpu, DType::F32, Algorithm::Flash, 0);
     let engine = base(folder).engine(None, false, &options).expect("loads");
     let logits = engine.logits(&batch).and_then(|logits| Ok(logits.flatten_all()?.to_vec1()?));
     let ours: Vec<f32> = logits.expect("computes");

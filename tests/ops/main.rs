@@ -31,8 +31,20 @@ fn values(tensor: &Tensor) -> Vec<f64> {
 }
 
 /// Public functions in `ops` that compute nothing on tensors.
-const NO_OPS: [&str; 8] =
-    ["default_dtype", "empty", "free_bytes", "gpus", "open", "peak_bytes", "preferred", "run"];
+const NO_OPS: [&str; 12] = [
+    "count",
+    "default_dtype",
+    "empty",
+    "free_bytes",
+    "gpus",
+    "in_own_pool",
+    "inside",
+    "open",
+    "peak_bytes",
+    "preferred",
+    "run",
+    "share_one_heap",
+];
 
 #[test]
 fn every_op_passes_the_self_test_in_every_dtype_it_knows() {

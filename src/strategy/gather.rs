@@ -1,0 +1,189 @@
+//! Whole values for a moment: what is sharded is gathered for one use of its segment.
+//!
+//! Blocks take turns in two fixed pieces of memory (the even and the odd ones), so at most two are whole at a time: the
+//! one in use and the next, which is gathered meanwhile. Embedding and head are gathered into memory of their own that
+//! goes when they are let go.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::{DType, Device, Tensor};
+
+use super::placement::Ranks;
+use crate::collective::{Call, Ticket};
+use crate::error::{Error, Result};
+use crate::model::Segment;
+use crate::ops::access::memory;
+
+/// Which piece of memory a run is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Piece {
+    /// The values of a bucket, by its index.
+    Values(usize),
+    /// The codes of a packed bucket.
+    Bytes(usize),
+    /// The scales of a packed bucket.
+    Floats(usize),
+}
+
+/// A sharded run of values.
+#[derive(Debug)]
+pub(super) struct Sharded {
+    /// What it is.
+    pub(super) piece: Piece,
+    /// Blocks' runs of one kind share memory.
+    pub(super) kind: u8,
+    /// This rank's part.
+    pub(super) part: Tensor,
+    /// Elements of the whole.
+    pub(super) len: usize,
+}
+
+/// Gathers in flight, and what is whole now.
+#[derive(Debug, Default)]
+pub(super) struct Gathers {
+    /// The sharded runs of each segment.
+    runs: BTreeMap<Segment, Vec<Sharded>>,
+    /// Where the runs of even and odd blocks become whole, by kind.
+    memory: [BTreeMap<u8, Tensor>; 2],
+    started: Mutex<Option<Started>>,
+    whole: AtomicUsize,
+    most: AtomicUsize,
+}
+
+#[derive(Debug)]
+struct Started {
+    segment: Segment,
+    tickets: Vec<Ticket>,
+    full: Full,
+}
+
+/// Whole runs by what they are.
+pub(super) type Full = BTreeMap<Piece, Tensor>;
+
+/// Segments that may be whole at a time.
+const MOST: usize = 2;
+
+/// Lets go of a segment's whole values when dropped.
+#[derive(Debug)]
+pub(super) struct Whole<'a>(Option<&'a AtomicUsize>);
+
+impl Drop for Whole<'_> {
+    fn drop(&mut self) {
+        if let Some(count) = self.0 {
+            count.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Gathers {
+    /// Memory for the blocks' runs, in which the runs of all blocks have the same types and order.
+    pub(super) fn new(runs: BTreeMap<Segment, Vec<Sharded>>, device: &Device) -> Result<Self> {
+        let mut widest: BTreeMap<u8, (usize, DType)> = BTreeMap::new();
+        for (_, runs) in runs.iter().filter(|(segment, _)| matches!(segment, Segment::Block(_))) {
+            for run in runs {
+                let (len, _) = widest.entry(run.kind).or_insert((0, run.part.dtype()));
+                *len = run.len.max(*len);
+            }
+        }
+        let turn = || -> Result<BTreeMap<u8, Tensor>> {
+            let fresh = |(&kind, &(len, dtype)): (&u8, &(usize, DType))| {
+                Ok((kind, Tensor::zeros(len, dtype, device)?))
+            };
+            widest.iter().map(fresh).collect()
+        };
+        let memory = [turn()?, turn()?];
+        Ok(Gathers { runs, memory, ..Gathers::default() })
+    }
+
+    /// The memory in which the runs of a block become whole.
+    pub(super) fn block(&self, layer: usize) -> Result<Full> {
+        let runs = self.runs.get(&Segment::Block(layer)).map_or(&[][..], Vec::as_slice);
+        let place = |run: &Sharded| {
+            let memory = self.memory[layer % 2].get(&run.kind);
+            let memory = memory.ok_or_else(|| Error::internal("no memory for a sharded run"))?;
+            Ok((run.piece, memory.narrow(0, 0, run.len)?))
+        };
+        runs.iter().map(place).collect()
+    }
+
+    /// Most segments that were whole at a time.
+    pub(super) fn most(&self) -> usize {
+        self.most.load(Ordering::Relaxed)
+    }
+
+    /// Makes `segment` whole and starts to gather `next`. Returns the whole runs.
+    pub(super) fn hold(
+        &self,
+        ranks: &Ranks,
+        segment: Segment,
+        next: Option<Segment>,
+    ) -> Result<(Full, Whole<'_>)> {
+        if !self.runs.contains_key(&segment) && next.is_none_or(|next| !self.runs.contains_key(&next)) {
+            return Ok((Full::new(), Whole(None)));
+        }
+        let mut started = self.started.lock().map_err(|_| Error::internal("a gather panicked"))?;
+        let mut now = started.take();
+        if let Some(other) = now.take_if(|now| now.segment != segment) {
+            // Gathered ahead for a walk that ended early.
+            self.finish(ranks, other)?;
+            self.whole.fetch_sub(1, Ordering::Relaxed);
+        }
+        let now = match now {
+            Some(now) => Some(now),
+            None => self.start(ranks, segment)?,
+        };
+        let held = now.is_some();
+        let full = now.map_or(Ok(Full::new()), |now| self.finish(ranks, now))?;
+        if let Some(next) = next {
+            *started = self.start(ranks, next)?;
+        }
+        Ok((full, Whole(held.then_some(&self.whole))))
+    }
+
+    fn start(&self, ranks: &Ranks, segment: Segment) -> Result<Option<Started>> {
+        let Some(runs) = self.runs.get(&segment) else { return Ok(None) };
+        let whole = self.whole.fetch_add(1, Ordering::Relaxed) + 1;
+        self.most.fetch_max(whole, Ordering::Relaxed);
+        if whole > MOST {
+            return Err(Error::internal(format!(
+                "{whole} segments are gathered at once, at most {MOST} may be"
+            )));
+        }
+        let full = match segment {
+            Segment::Block(layer) => self.block(layer)?,
+            Segment::Embed | Segment::Head => {
+                let fresh = |run: &Sharded| -> Result<(Piece, Tensor)> {
+                    Ok((run.piece, Tensor::zeros(run.len, run.part.dtype(), run.part.device())?))
+                };
+                runs.iter().map(fresh).collect::<Result<_>>()?
+            }
+        };
+        let call = call("values of", segment);
+        let tickets = runs
+            .iter()
+            .map(|run| {
+                ranks.shards().start_all_gather(call, &memory(&run.part)?, &memory(&full[&run.piece])?)
+            })
+            .collect::<Result<_>>()?;
+        Ok(Some(Started { segment, tickets, full }))
+    }
+
+    fn finish(&self, ranks: &Ranks, started: Started) -> Result<Full> {
+        for ticket in started.tickets {
+            ranks.shards().finish(ticket)?;
+        }
+        Ok(started.full)
+    }
+}
+
+/// Names a call on a segment; embedding and head have the numbers after the last block's.
+pub(super) fn call(what: &'static str, segment: Segment) -> Call {
+    let index = match segment {
+        Segment::Block(layer) => layer,
+        Segment::Embed => usize::MAX - 1,
+        Segment::Head => usize::MAX,
+    };
+    Call { what, index }
+}

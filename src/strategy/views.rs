@@ -1,0 +1,118 @@
+//! Names to weights: a segment's parameters as views on buckets, kept whole or gathered for the moment.
+
+use std::collections::{BTreeMap, HashMap};
+
+use candle_core::{DType, Tensor};
+
+use super::bucket::{Bucket, view};
+use super::gather::{Full, Piece};
+use super::packed::Packed;
+use super::placement::Extent;
+use crate::error::{Error, Result};
+use crate::model::{Lookup, Lora, Matrix, Param, TokenRows};
+
+/// The adapter on one module.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LoraSpec {
+    /// Factor on B·A.
+    pub scale: f64,
+    /// Probability that an input value is dropped.
+    pub dropout: f32,
+}
+
+/// What is adapted, by module.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Adapters {
+    /// Constants of the modules with LoRA or DoRA.
+    pub loras: BTreeMap<String, LoraSpec>,
+    /// Tokens whose rows of a table train.
+    pub rows: BTreeMap<String, Vec<u32>>,
+}
+
+/// The end of the name of the slot that holds a table's trainable rows (PEFT's).
+pub const TOKEN_ROWS: &str = ".token_adapter.trainable_tokens_delta";
+
+/// The buckets while the weights of a segment are put together.
+pub(super) struct Views<'a> {
+    pub(super) buckets: &'a [Bucket],
+    pub(super) packed: &'a [Packed],
+    pub(super) index: &'a HashMap<String, (usize, usize)>,
+    pub(super) adapters: &'a Adapters,
+    pub(super) dtype: DType,
+    /// What is gathered.
+    pub(super) full: &'a Full,
+    /// Where backward adds the gradients of a bucket; none where there is no backward.
+    pub(super) grad: Option<Gradients<'a>>,
+}
+
+/// From a bucket's index to the memory of its gradients.
+type Gradients<'a> = Box<dyn Fn(usize) -> Result<Option<Tensor>> + 'a>;
+
+impl Views<'_> {
+    fn optional(&self, name: &str) -> Result<Option<Param>> {
+        self.index.contains_key(name).then(|| self.param(name)).transpose()
+    }
+
+    /// All values of a bucket; none when it is sharded and not gathered.
+    fn values(&self, index: usize) -> Option<&Tensor> {
+        match self.buckets[index].keep.values {
+            Extent::Whole => Some(&self.buckets[index].value),
+            Extent::Shard => self.full.get(&Piece::Values(index)),
+        }
+    }
+}
+
+impl Lookup for Views<'_> {
+    fn param(&self, name: &str) -> Result<Param> {
+        let &(b, e) =
+            self.index.get(name).ok_or_else(|| Error::internal(format!("no parameter is called {name}")))?;
+        let entry = &self.buckets[b].entries[e];
+        let value = match self.values(b) {
+            Some(values) => view(values, entry)?,
+            // For a backward that does not read it.
+            None => Tensor::zeros(0, self.buckets[b].value.dtype(), self.buckets[b].value.device())?,
+        };
+        let grad = self.grad.as_ref().map_or(Ok(None), |grad| grad(b))?;
+        let grad = grad.map(|grad| view(&grad, entry)).transpose()?;
+        Ok(Param { value, grad })
+    }
+
+    fn matrix(&self, name: &str) -> Result<Matrix> {
+        for (i, packed) in self.packed.iter().enumerate() {
+            if let Some(entry) = packed.names().position(|found| found == name) {
+                let bytes = self.full.get(&Piece::Bytes(i)).unwrap_or(&packed.bytes);
+                let floats = self.full.get(&Piece::Floats(i)).unwrap_or(&packed.floats);
+                return Ok(Matrix::Quantized(packed.quantized(entry, bytes, floats)?));
+            }
+        }
+        Ok(Matrix::Dense(self.param(name)?))
+    }
+
+    fn lora(&self, module: &str, site: u64) -> Result<Option<Lora>> {
+        let Some(spec) = self.adapters.loras.get(module) else { return Ok(None) };
+        // PEFT names the pair of an embedding otherwise.
+        let [a, b] = match self.optional(&format!("{module}.lora_embedding_A"))? {
+            Some(a) => [a, self.param(&format!("{module}.lora_embedding_B"))?],
+            None => [
+                self.param(&format!("{module}.lora_A.weight"))?,
+                self.param(&format!("{module}.lora_B.weight"))?,
+            ],
+        };
+        let magnitude = self.optional(&format!("{module}.lora_magnitude_vector"))?;
+        Ok(Some(Lora { a, b, magnitude, scale: spec.scale, dropout: spec.dropout, site }))
+    }
+
+    fn rows(&self, module: &str) -> Result<Option<TokenRows>> {
+        let Some(ids) = self.adapters.rows.get(module) else { return Ok(None) };
+        let rows = self.param(&format!("{module}{TOKEN_ROWS}"))?;
+        Ok(rows.grad.map(|grad| TokenRows { ids: ids.clone(), grad }))
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn has_own_head(&self) -> bool {
+        self.index.contains_key("lm_head.weight")
+    }
+}
