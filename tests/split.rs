@@ -31,7 +31,23 @@ impl Case<'_> {
         Case { ranks: 1, strategy: "single", shard_size: None, ..self }
     }
 
-    fn train(self, output: &Path) -> std::process::Output {
+    fn train(self, output: &Path) {
+        self.succeed(self.command(output));
+    }
+
+    fn resume(self, output: &Path) {
+        let mut command = self.command(output);
+        command.arg("--resume");
+        self.succeed(command);
+    }
+
+    fn succeed(self, mut command: assert_cmd::Command) {
+        let done = command.output().unwrap();
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert!(done.status.success(), "{} on {} ranks, {}: {said}", self.strategy, self.ranks, self.method);
+    }
+
+    fn command(self, output: &Path) -> assert_cmd::Command {
         let golden = golden();
         let (model, data) = (golden.join("models/tiny-llama"), golden.join("data/sft_messages.jsonl"));
         let mut set = vec![
@@ -64,10 +80,7 @@ impl Case<'_> {
         set.iter().for_each(|key| {
             command.args(["--set", key]);
         });
-        let done = command.output().unwrap();
-        let said = String::from_utf8_lossy(&done.stderr);
-        assert!(done.status.success(), "{} on {} ranks, {}: {said}", self.strategy, self.ranks, self.method);
-        done
+        command
     }
 }
 
@@ -115,6 +128,131 @@ fn equal_to_the_bit(cases: &[Case<'_>]) {
     }
 }
 
+/// Euclidean distance over the norm.
+fn relative(found: &BTreeMap<String, Vec<f32>>, wanted: &BTreeMap<String, Vec<f32>>) -> f64 {
+    let (mut off, mut all) = (0f64, 0f64);
+    for (tensor, values) in wanted {
+        for (a, b) in found[tensor].iter().zip(values) {
+            off += (f64::from(*a) - f64::from(*b)).powi(2);
+            all += f64::from(*b).powi(2);
+        }
+    }
+    (off / all).sqrt()
+}
+
+fn near(found: &[f64], wanted: &[f64], name: &str) {
+    assert_eq!(found.len(), wanted.len(), "{name}");
+    for (step, (a, b)) in found.iter().zip(wanted).enumerate() {
+        assert!((a / b - 1.0).abs() < 1e-6, "{name}: loss {a} at step {step}, {b} on one rank");
+    }
+}
+
+/// With several micro-batches a rank sums add up in another order, and a clipped gradient depends on a norm of parts.
+#[test]
+fn accumulated_and_clipped_steps_are_the_same_to_rounding() {
+    for (method, ranks) in [("full", 2), ("full", 3), ("lora", 2)] {
+        let place = tempfile::tempdir().unwrap();
+        let base = Case {
+            method,
+            micro_batches: 2 * ranks,
+            ranks,
+            strategy: "",
+            shard_size: None,
+            more: &["train.max_grad_norm=0.5"],
+        };
+        let alone = place.path().join("alone");
+        base.one_rank().train(&alone);
+        for strategy in STRATEGIES {
+            let output = place.path().join(strategy);
+            Case { strategy, ..base }.train(&output);
+            let name = format!("{strategy} on {ranks} ranks, {method}");
+            near(&losses(&output), &losses(&alone), &name);
+            let distance = relative(&result(&output), &result(&alone));
+            assert!(distance < 1e-6, "{name}: weights off by {distance}");
+        }
+    }
+}
+
+/// Gradients sent in 16 bits change the run a little, and are sent.
+#[test]
+fn reduce_dtype_is_used() {
+    let place = tempfile::tempdir().unwrap();
+    let train = |more: &[&str]| {
+        let case =
+            Case { method: "full", micro_batches: 2, ranks: 2, strategy: "fsdp", shard_size: None, more };
+        let output = place.path().join(more[0]);
+        case.train(&output);
+        result(&output)
+    };
+    let (f32s, bf16s) = (train(&["parallel.reduce_dtype=f32"]), train(&["parallel.reduce_dtype=bf16"]));
+    let distance = relative(&bf16s, &f32s);
+    assert!(distance > 1e-7 && distance < 1e-2, "{distance}");
+}
+
+/// A checkpoint of any number of ranks and any strategy goes on under another: the same weights, the same run.
+#[test]
+fn runs_go_on_with_other_ranks() {
+    for (method, state) in [("full", "f32"), ("full", "int8"), ("qlora", "f32")] {
+        let place = tempfile::tempdir().unwrap();
+        let state = format!("optimizer.state={state}");
+        let more = [state.as_str(), "checkpoint.save_steps=4", "checkpoint.keep_last=9"];
+        let case = |ranks, strategy| Case {
+            method,
+            micro_batches: 12,
+            ranks,
+            strategy,
+            shard_size: (strategy == "hsdp").then_some(2),
+            more: &more,
+        };
+        let alone = place.path().join("alone");
+        case(1, "single").train(&alone);
+        let (wanted, mut from) = (losses(&alone), alone.clone());
+        for (hop, (ranks, strategy)) in
+            [(2, "fsdp"), (4, "hsdp"), (3, "zero2"), (1, "single")].into_iter().enumerate()
+        {
+            let output = place.path().join(format!("hop-{hop}"));
+            let step = 4 * (hop + 1);
+            copy_folder(&from.join(format!("checkpoint-{step}")), &output.join(format!("checkpoint-{step}")));
+            case(ranks, strategy).resume(&output);
+            let name = format!("{method} {state} from step {step} on {ranks} ranks");
+            near(&losses(&output), &wanted[step..], &name);
+            // Nothing is left to do after the last step: what is loaded is what is written.
+            let again = place.path().join(format!("again-{hop}"));
+            copy_folder(&output.join("checkpoint-20"), &again.join("checkpoint-20"));
+            case(5 - ranks.min(4), if ranks == 4 { "single" } else { "zero1" }).resume(&again);
+            assert!(result(&again) == result(&output), "weights of {name}, loaded again");
+            from = output;
+        }
+    }
+}
+
+#[test]
+fn ranks_that_do_not_divide_a_resumed_step() {
+    let place = tempfile::tempdir().unwrap();
+    let case = |ranks, strategy| Case {
+        method: "lora",
+        micro_batches: 4,
+        ranks,
+        strategy,
+        shard_size: None,
+        more: &["checkpoint.save_steps=20"],
+    };
+    case(4, "ddp").train(place.path());
+    let said = case(3, "ddp").command(place.path()).arg("--resume").output().unwrap();
+    let text = String::from_utf8_lossy(&said.stderr);
+    assert_eq!(said.status.code(), Some(1), "{text}");
+    assert!(text.contains("which 3 ranks cannot share evenly"), "{text}");
+    assert!(text.contains("use one of these numbers of ranks: 1, 2, 4"), "{text}");
+}
+
+fn copy_folder(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+}
+
 const STRATEGIES: [&str; 5] = ["ddp", "zero1", "zero2", "fsdp", "hsdp"];
 
 fn matrix(method: &str) {
@@ -123,7 +261,14 @@ fn matrix(method: &str) {
         for (ranks, shard_size) in [(2, 2), (3, 1), (4, 2)] {
             for strategy in STRATEGIES {
                 let shard_size = (strategy == "hsdp").then_some(shard_size);
-                cases.push(Case { method, micro_batches: ranks, ranks, strategy, shard_size, more: recompute });
+                cases.push(Case {
+                    method,
+                    micro_batches: ranks,
+                    ranks,
+                    strategy,
+                    shard_size,
+                    more: recompute,
+                });
             }
         }
     }

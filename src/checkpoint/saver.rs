@@ -62,14 +62,17 @@ pub struct Saver {
 }
 
 impl Saver {
-    /// A saver for `output`; unfinished folders of earlier, killed runs are removed.
+    /// A rank's saver for `output`; the first rank removes unfinished folders of earlier, killed runs.
     pub fn new(
         output: &Path,
         keep_last: usize,
         in_background: bool,
         write_weights: WriteWeights,
+        first: bool,
     ) -> Result<Self> {
-        remove_unfinished(output)?;
+        if first {
+            remove_unfinished(output)?;
+        }
         Ok(Saver { output: output.to_owned(), keep_last, in_background, write_weights, writing: None })
     }
 
@@ -100,17 +103,13 @@ impl Saver {
         work().map(drop)
     }
 
-    fn save_together(
-        &self,
-        state: &State,
-        tensors: &[SnapshotTensor],
-        world: &dyn Collective,
-    ) -> Result<()> {
+    fn save_together(&self, state: &State, tensors: &[SnapshotTensor], world: &dyn Collective) -> Result<()> {
         let (rank, size) = (world.rank(), world.size());
         let place = self.output.join(format!("{PREFIX}{}", state.step));
         let folder = (rank == 0).then(|| fresh(&place)).transpose()?;
         // All ranks write where the first one says.
-        let tag = Tensor::new(&[folder.as_ref().map_or(0.0, |folder| f64::from(folder.tag()))], &Device::Cpu)?;
+        let tag =
+            Tensor::new(&[folder.as_ref().map_or(0.0, |folder| f64::from(folder.tag()))], &Device::Cpu)?;
         let call = |what| Call { what, index: state.step as usize };
         world.broadcast(call("the folder of step"), 0, &memory(&tag)?)?;
         let shared = NewFolder::shared(&place, tag.to_vec1::<f64>()?[0] as u32);

@@ -48,6 +48,14 @@ impl Traffic {
         }
     }
 
+    /// What was counted after `before`.
+    pub fn since(&self, before: &Traffic) -> Traffic {
+        let mut rest = *self;
+        rest.bytes.iter_mut().zip(before.bytes).for_each(|(n, then)| *n -= then);
+        rest.calls.iter_mut().zip(before.calls).for_each(|(n, then)| *n -= then);
+        rest
+    }
+
     /// Bytes sent by calls of this kind.
     pub fn bytes(&self, op: Op) -> u64 {
         self.bytes[op as usize]

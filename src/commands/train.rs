@@ -130,7 +130,8 @@ impl TrainRun<'_> {
         let (plan, output) = (self.plan, self.args.output.as_path());
         let settings = &plan.recipe.checkpoint;
         let writer = plan.writer(true, trainer);
-        let mut saver = Saver::new(output, settings.keep_last, settings.async_save, writer)?;
+        let mut saver =
+            Saver::new(output, settings.keep_last, settings.async_save, writer, world.rank() == 0)?;
         let mut sampler = plan.sampler()?;
         let state = self.resumed.map(|saved| &saved.state);
         if let Some(state) = state {
@@ -178,8 +179,7 @@ impl TrainRun<'_> {
         };
         let events = output.join("tensorboard");
         let wanted = self.plan.recipe.log.tensorboard;
-        let tensorboard =
-            wanted.then(|| EventWriter::create(&events, state.map(|s| s.step))).transpose()?;
+        let tensorboard = wanted.then(|| EventWriter::create(&events, state.map(|s| s.step))).transpose()?;
         Ok(Reporter { terminal: self.terminal, metrics, tensorboard })
     }
 }

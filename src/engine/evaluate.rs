@@ -56,7 +56,8 @@ impl Engine {
         while let Some(first) = batches.next() {
             // Each rank takes one of the next batches; where there is none left, one without targets.
             let mut mine = first.silent();
-            for (turn, batch) in std::iter::once(first).chain(batches.by_ref()).take(world.size()).enumerate() {
+            for (turn, batch) in std::iter::once(first).chain(batches.by_ref()).take(world.size()).enumerate()
+            {
                 if turn == world.rank() {
                     mine = batch;
                 }

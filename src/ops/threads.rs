@@ -17,7 +17,8 @@ pub fn inside<R: Send>(work: impl FnOnce() -> R + Send) -> R {
 /// The threads cannot be started; what `work` returns.
 pub fn in_own_pool<R: Send>(threads: usize, work: impl FnOnce() -> Result<R> + Send) -> Result<R> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-    let failed = |e: rayon::ThreadPoolBuildError| Error::internal("cannot start threads").because(e.to_string());
+    let failed =
+        |e: rayon::ThreadPoolBuildError| Error::internal("cannot start threads").because(e.to_string());
     pool.map_err(failed)?.install(work)
 }
 

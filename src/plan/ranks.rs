@@ -28,7 +28,10 @@ pub(super) fn deal_out(recipe: &mut Recipe, ranks: usize, resumed: Option<&Saved
         let counts: Vec<String> =
             (1..=steps).filter(|count| steps.is_multiple_of(*count)).map(|count| count.to_string()).collect();
         return Err(Error::user(format!("cannot resume {} with {ranks} ranks", saved.folder.display()))
-            .because(format!("its steps are {steps} micro-batches of {}, which {ranks} ranks cannot share evenly", recipe.train.micro_batch_size))
+            .because(format!(
+                "its steps are {steps} micro-batches of {}, which {ranks} ranks cannot share evenly",
+                recipe.train.micro_batch_size
+            ))
             .hint(format!("use one of these numbers of ranks: {}", counts.join(", "))));
     }
     recipe.train.gradient_accumulation_steps = steps / ranks;
@@ -52,7 +55,11 @@ pub(super) fn strategy(
     };
     if parallel.offload != Offload::None {
         let asked = format!("parallel.offload = \"{}\"", parallel.offload);
-        return refuse(asked, "it is not available in this version; accepted now: \"none\"".into(), "remove it");
+        return refuse(
+            asked,
+            "it is not available in this version; accepted now: \"none\"".into(),
+            "remove it",
+        );
     }
     if let (Some(size), false) = (parallel.shard_size, parallel.strategy == Strategy::Hsdp) {
         let asked = format!("parallel.shard_size = {size}");
@@ -73,7 +80,9 @@ pub(super) fn strategy(
         (Kind::Single, 1) => Ok((kind, None)),
         (Kind::Single, _) => refuse(
             asked,
-            format!("there are {ranks} ranks; accepted with more than one: auto, ddp, zero1, zero2, fsdp, hsdp"),
+            format!(
+                "there are {ranks} ranks; accepted with more than one: auto, ddp, zero1, zero2, fsdp, hsdp"
+            ),
             "leave the strategy out, or run without `--ranks`",
         ),
         (_, 1) => refuse(

@@ -179,7 +179,8 @@ impl Plan {
     /// A rank's trainer with weights loaded; `resumed` is what [`Plan::resume`] was given. All ranks call it.
     pub fn trainer(&self, resumed: Option<&Saved>, world: Arc<dyn Collective>) -> Result<Trainer> {
         let engine = EngineOptions { ranks: Ranks::new(self.kind, world)?, ..self.engine.clone() };
-        let (engine, initial) = self.base.load(self.adaptation.as_ref(), self.adaptation.is_none(), &engine)?;
+        let (engine, initial) =
+            self.base.load(self.adaptation.as_ref(), self.adaptation.is_none(), &engine)?;
         self.initial.get_or_init(|| Arc::new(initial));
         let options = TrainerOptions {
             optimizer: OptimizerOptions {
@@ -344,7 +345,10 @@ impl Plan {
             (1, _) => String::new(),
             (n, why) => {
                 let why = why.as_ref().map_or_else(String::new, |why| format!(" ({why})"));
-                format!("\n{n} ranks, strategy {}{why}; below, what each of them needs", self.recipe.parallel.strategy)
+                format!(
+                    "\n{n} ranks, strategy {}{why}; below, what each of them needs",
+                    self.recipe.parallel.strategy
+                )
             }
         };
         format!(

@@ -46,8 +46,7 @@ pub(crate) fn distance(expected: &Path, folder: &Path) -> f32 {
         batch.ids.extend(valid);
         batch.rows += 1;
     }
-    let options =
-        EngineOptions::alone(Device::Cpu, DType::F32, Algorithm::Flash, 0);
+    let options = EngineOptions::alone(Device::Cpu, DType::F32, Algorithm::Flash, 0);
     let engine = base(folder).engine(None, false, &options).expect("loads");
     let logits = engine.logits(&batch).and_then(|logits| Ok(logits.flatten_all()?.to_vec1()?));
     let ours: Vec<f32> = logits.expect("computes");

@@ -1,0 +1,151 @@
+//! What ranks send in a step, byte by byte, against the formulas (src/strategy/placement.rs has the table), and how much
+//! is whole at a time.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+#[allow(dead_code, reason = "each test binary uses its part")]
+mod logits;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
+use finetune::collective::{Collective, Op, Traffic, local};
+use finetune::data::{Batch, IGNORE, Segment, Step};
+use finetune::engine::{Deal, Recompute, Trainer, TrainerOptions};
+use finetune::error::Result;
+use finetune::model;
+use finetune::ops::attention::Algorithm;
+use finetune::optim::{MomentDtype, OptimizerOptions, Schedule, ScheduleKind};
+use finetune::plan::EngineOptions;
+use finetune::strategy::{Kind, Ranks, Reducing};
+
+const OPTIONS: TrainerOptions = TrainerOptions {
+    optimizer: OptimizerOptions {
+        betas: [0.9, 0.999],
+        eps: 1e-8,
+        weight_decay: 0.0,
+        state: MomentDtype::F32,
+    },
+    lora_plus_ratio: 1.0,
+    schedule: Schedule {
+        kind: ScheduleKind::Constant,
+        learning_rate: 1e-3,
+        warmup_steps: 0,
+        total_steps: 10,
+        min_lr_ratio: 0.0,
+    },
+    max_grad_norm: Some(1.0),
+    seed: 0,
+    recompute: Recompute::Block,
+    deal: Deal::Turns,
+};
+
+fn batch(salt: u32) -> Batch {
+    let ids: Vec<u32> = (0..24).map(|i| (i * 31 + salt * 17) % 300 + 3).collect();
+    let mut targets: Vec<u32> = ids[1..].to_vec();
+    targets.push(IGNORE);
+    let segments = vec![Segment { start: 0, len: ids.len() }];
+    Batch { positions: (0..24).collect(), ids, targets, segments, first_token: u64::from(salt) * 24, rows: 1 }
+}
+
+/// What one rank saw: bytes and calls of a step after the first, elements it trains, most segments whole at a time.
+struct Seen {
+    sent: Traffic,
+    /// Of the blocks, and of embedding and head.
+    elements: [u64; 2],
+    tied: bool,
+    most: usize,
+    kept: usize,
+}
+
+fn run(kind: Kind, ranks: usize, turns: usize) -> Vec<Seen> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
+    let rank = |end| -> Result<Seen> {
+        let world: Arc<dyn Collective> = Arc::new(end);
+        let options = EngineOptions {
+            ranks: Ranks::new(kind, world)?,
+            reducing: Reducing { accumulates: turns > 1, dtype: DType::F32 },
+            ..EngineOptions::alone(Device::Cpu, DType::F32, Algorithm::Flash, 0)
+        };
+        let engine = logits::base(&folder).engine(None, true, &options)?;
+        let mut trainer = Trainer::new(engine, OPTIONS)?;
+        let step = Step::new((0..(ranks * turns) as u32).map(batch).collect(), 1.0);
+        trainer.step(&step)?;
+        let before = options.ranks.traffic();
+        trainer.step(&step)?;
+        let strategy = &trainer.engine.strategy;
+        let mut elements = [0; 2];
+        let mut kept = 0;
+        for bucket in strategy.trainable() {
+            let end = !matches!(bucket.segment, model::Segment::Block(_));
+            elements[usize::from(end)] += bucket.elements() as u64;
+            kept += bucket.own().len();
+        }
+        Ok(Seen {
+            sent: options.ranks.traffic().since(&before),
+            elements,
+            tied: trainer.engine.config.tie_word_embeddings,
+            most: strategy.most_gathered(),
+            kept,
+        })
+    };
+    local::run_ranks(local::World::ends(ranks), rank).unwrap()
+}
+
+/// What a rank of `n` passes on of `bytes` in one round of a ring.
+fn part(bytes: u64, n: usize) -> u64 {
+    bytes / n as u64 * (n as u64 - 1)
+}
+
+#[test]
+fn every_byte_sent_is_in_the_formula() {
+    for ranks in [2, 3, 4] {
+        for turns in [1, 2] {
+            let a = turns as u64;
+            for kind in [Kind::Ddp, Kind::Zero1, Kind::Zero2, Kind::Fsdp, Kind::Hsdp(ranks.min(2))] {
+                if matches!(kind, Kind::Hsdp(size) if ranks % size != 0) {
+                    continue;
+                }
+                for seen in run(kind, ranks, turns) {
+                    let [blocks, ends] = seen.elements.map(|elements| 4 * elements);
+                    let all = blocks + ends;
+                    // A tied table is gathered for the embedding and for the head.
+                    assert!(!seen.tied, "tiny-llama has a head of its own");
+                    let n = ranks;
+                    // Losses; squares of sharded gradients.
+                    let (loss, squares) = (2 * part(8, n), 2 * part(8, n));
+                    let wanted = match kind {
+                        Kind::Single => 0,
+                        Kind::Ddp => 2 * part(all, n) + loss,
+                        Kind::Zero1 => 2 * part(all, n) + loss + squares,
+                        Kind::Zero2 => (a + 1) * part(all, n) + loss + squares,
+                        Kind::Fsdp => {
+                            a * (2 * part(blocks, n) + part(ends, n) + part(all, n)) + loss + squares
+                        }
+                        Kind::Hsdp(s) => {
+                            let across = 2 * part(all / s as u64, n / s);
+                            let inside = 2 * part(blocks, s) + part(ends, s) + part(all, s);
+                            a * (inside + across) + loss + 2 * part(8, s)
+                        }
+                    };
+                    assert_eq!(seen.sent.total_bytes(), wanted, "{kind:?} on {ranks} ranks, {turns} turns");
+                    let sharded = matches!(kind, Kind::Fsdp | Kind::Hsdp(_));
+                    assert_eq!(seen.most, if sharded { 2 } else { 0 }, "{kind:?}: segments whole at a time");
+                    let copies = if let Kind::Hsdp(s) = kind { ranks / s } else { 1 };
+                    let owned = if kind == Kind::Ddp { 1 } else { ranks / copies };
+                    assert_eq!(seen.kept as u64 * 4 * owned as u64, all, "{kind:?}: what a rank updates");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn collectives_are_as_many_as_buckets() {
+    let seen = &run(Kind::Fsdp, 2, 1)[0];
+    // Embedding, two per block, head; one reduction a bucket.
+    let blocks = 4;
+    assert!(seen.sent.calls(Op::AllGather) >= 2 * blocks + 2);
+    assert_eq!(seen.sent.calls(Op::AllGather) - 2, 2 * (seen.sent.calls(Op::ReduceScatter) - 2));
+}
