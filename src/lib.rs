@@ -18,6 +18,7 @@
 pub mod adapter;
 pub mod checkpoint;
 pub mod cli;
+pub mod collective;
 pub mod commands;
 pub mod data;
 pub mod engine;

@@ -1,0 +1,81 @@
+//! The memory that collectives read and write.
+
+use std::any::Any;
+use std::sync::Arc;
+
+/// What the memory holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Element {
+    /// Bytes: codes of quantized weights.
+    U8,
+    /// Parameters and gradients in bf16.
+    Bf16,
+    /// Parameters and gradients in f32.
+    F32,
+    /// Sums of losses and squares.
+    F64,
+}
+
+impl Element {
+    /// Bytes of one.
+    pub fn bytes(self) -> usize {
+        match self {
+            Element::U8 => 1,
+            Element::Bf16 => 2,
+            Element::F32 => 4,
+            Element::F64 => 8,
+        }
+    }
+}
+
+/// A run of elements in host or device memory that stays where it is for as long as this value lives.
+#[derive(Clone)]
+pub struct Memory {
+    address: usize,
+    elements: usize,
+    element: Element,
+    /// Keeps the allocation (a tensor's storage).
+    _owner: Arc<dyn Any + Send + Sync>,
+}
+
+impl Memory {
+    /// Wraps `elements` elements at `address`.
+    ///
+    /// # Safety
+    /// `owner` keeps the memory valid and in place, aligned for `element`; nothing else reads or writes it while a
+    /// collective that was given it runs.
+    pub unsafe fn new(
+        address: usize,
+        elements: usize,
+        element: Element,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Self {
+        Memory { address, elements, element, _owner: owner }
+    }
+
+    /// Where it begins.
+    pub fn address(&self) -> usize {
+        self.address
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.elements
+    }
+
+    /// What it holds.
+    pub fn element(&self) -> Element {
+        self.element
+    }
+
+    /// Its size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.elements * self.element.bytes()
+    }
+}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {:?} at {:#x}", self.elements, self.element, self.address)
+    }
+}

@@ -1,0 +1,93 @@
+//! What ranks say to one another: sums, gathers, broadcasts, over memory that each rank holds.
+//!
+//! A [`Collective`] is one rank's end of a group. Every rank of the group makes the same calls in the same order; a
+//! call that does not match its peers' is an error that names both, never a wait without end. Backends: `local`
+//! (ranks are threads of this process; sums in ascending order of ranks, so exact), `nccl` (GPUs) and `mpi` (CPU
+//! clusters, feature `mpi`). Bytes are counted as a ring would send them, which is what the formulas of the plan say.
+//!
+//! What is gathered and when is the strategies' business; who the ranks are and how they meet is `launch`'s and
+//! `control`'s.
+
+mod memory;
+mod phase;
+mod traffic;
+
+pub use memory::{Element, Memory};
+pub use phase::Phase;
+pub use traffic::{Op, Traffic};
+
+use crate::error::Result;
+
+/// Names a call for people and for the check that all ranks make the same one: `("gradients of block", 3)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Call {
+    /// What is communicated.
+    pub what: &'static str,
+    /// Which one of them.
+    pub index: usize,
+}
+
+/// A gather that was started and not yet finished.
+#[derive(Debug)]
+#[must_use = "the memory is filled only by `finish`"]
+pub struct Ticket(pub(in crate::collective) u64);
+
+/// One rank's end of a group of ranks.
+///
+/// All methods take `&self`: the memory they write is behind [`Memory`], as tensors' is everywhere in this program.
+///
+/// # Errors
+/// [`crate::error::Kind::Transient`] when a peer failed or called something else: the error names the rank, its phase and its last call.
+pub trait Collective: Send + Sync + std::fmt::Debug {
+    /// This rank in the group.
+    fn rank(&self) -> usize;
+
+    /// Ranks in the group.
+    fn size(&self) -> usize;
+
+    /// Replaces `buffer` by its sum over the ranks (f32, bf16, f64).
+    fn all_reduce(&self, call: Call, buffer: &Memory) -> Result<()>;
+
+    /// Sums `full` over the ranks and leaves this rank's `1/size` of the sum in `shard` (f32, bf16).
+    fn reduce_scatter(&self, call: Call, full: &Memory, shard: &Memory) -> Result<()>;
+
+    /// As [`Collective::reduce_scatter`] in this group and then a sum of the shards over the ranks of `replicas`,
+    /// which hold the same shard of other groups. The in-process backend adds in ascending order of all ranks.
+    fn reduce_scatter_across(
+        &self,
+        call: Call,
+        replicas: &dyn Collective,
+        full: &Memory,
+        shard: &Memory,
+    ) -> Result<()> {
+        self.reduce_scatter(call, full, shard)?;
+        replicas.all_reduce(call, shard)
+    }
+
+    /// Starts to put the ranks' `shard`s side by side into `full` (any element). Neither memory is touched by the
+    /// caller before [`Collective::finish`]; `shard` is not written before a later all-reduce or barrier of the same
+    /// group has returned, because slower peers may still read it.
+    fn start_all_gather(&self, call: Call, shard: &Memory, full: &Memory) -> Result<Ticket>;
+
+    /// Waits for a started gather. Gathers are finished in the order in which they were started.
+    fn finish(&self, ticket: Ticket) -> Result<()>;
+
+    /// Copies `buffer` of rank `root` to all others (any element).
+    fn broadcast(&self, call: Call, root: usize, buffer: &Memory) -> Result<()>;
+
+    /// Returns when all ranks have called it.
+    fn barrier(&self, call: Call) -> Result<()>;
+
+    /// The group of the ranks that give the same `color`, in ascending order of their rank here. All ranks call it.
+    fn split(&self, color: usize) -> Result<Box<dyn Collective>>;
+
+    /// Bytes sent and calls made by this end so far.
+    fn traffic(&self) -> Traffic;
+
+    /// Says what this rank is doing now, for its peers' messages; the place where planted faults strike.
+    fn enter(&self, phase: Phase) -> Result<()>;
+
+    /// Tells all peers that this rank has failed with `why`: their waits and next calls return an error. Called once;
+    /// later calls change nothing. Groups made by [`Collective::split`] fail together.
+    fn abort(&self, why: &str);
+}

@@ -1,0 +1,66 @@
+//! What a rank is doing, as its peers' messages name it.
+
+/// The parts of a run in which a rank can fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Phase {
+    /// Ranks meet and compare what they are about to run.
+    Meet,
+    /// Weights are read.
+    Load,
+    /// A step begins: its rows are taken.
+    Data,
+    /// Forward through the blocks.
+    Forward,
+    /// The head's loss and gradient.
+    Loss,
+    /// Backward through the blocks.
+    Backward,
+    /// The gradient norm.
+    Norm,
+    /// The optimizer's update.
+    Update,
+    /// New values go to the ranks that compute with them.
+    Spread,
+    /// Held-out rows.
+    Evaluate,
+    /// A checkpoint is written.
+    Save,
+    /// The result is gathered and written.
+    Output,
+}
+
+impl Phase {
+    /// All of them.
+    pub const ALL: [Phase; 12] = [
+        Phase::Meet,
+        Phase::Load,
+        Phase::Data,
+        Phase::Forward,
+        Phase::Loss,
+        Phase::Backward,
+        Phase::Norm,
+        Phase::Update,
+        Phase::Spread,
+        Phase::Evaluate,
+        Phase::Save,
+        Phase::Output,
+    ];
+
+    /// As people read it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Phase::Meet => "meet",
+            Phase::Load => "load",
+            Phase::Data => "data",
+            Phase::Forward => "forward",
+            Phase::Loss => "loss",
+            Phase::Backward => "backward",
+            Phase::Norm => "norm",
+            Phase::Update => "update",
+            Phase::Spread => "spread",
+            Phase::Evaluate => "evaluate",
+            Phase::Save => "save",
+            Phase::Output => "output",
+        }
+    }
+}
