@@ -9,7 +9,11 @@
 //! `control`'s.
 
 mod memory;
+#[cfg(feature = "mpi")]
+pub mod mpi;
+pub mod nccl;
 mod phase;
+mod record;
 mod traffic;
 
 pub use memory::{Element, Memory};
