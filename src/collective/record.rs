@@ -80,14 +80,10 @@ impl Record {
         self
     }
 
-    /// Whether both are the same call. Phases may differ (they are for people), and colors of a split must.
-    pub(super) fn is_same_call(&self, other: &Record) -> bool {
-        let number = |record: &Record| if record.action == Action::Split { 0 } else { record.number };
-        let key = |record: &Record| (record.sequence, record.element, record.elements, record.index);
-        key(self) == key(other)
-            && self.action == other.action
-            && number(self) == number(other)
-            && (&self.what, self.what_bytes) == (&other.what, other.what_bytes)
+    /// The bytes that are the same on every rank: phases are for people, and colors of a split differ.
+    pub(super) fn key(&self) -> [u8; RECORD_BYTES] {
+        let number = if self.action == Action::Split { 0 } else { self.number };
+        Record { phase: None, number, ..self.clone() }.encode()
     }
 
     pub(super) fn encode(&self) -> [u8; RECORD_BYTES] {
@@ -173,7 +169,7 @@ mod tests {
         assert_eq!(cut.what, "a".repeat(31));
         let other = Record::new(0, Action::Op(Op::Barrier), call("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaé"), None);
         assert_eq!(cut.what, other.what);
-        assert!(!cut.is_same_call(&other));
+        assert_ne!(cut.key(), other.key());
         assert_eq!(Record::decode(&cut.encode()).unwrap(), cut);
     }
 
@@ -183,7 +179,7 @@ mod tests {
         let call = Call { what: "weights of block", index: 3 };
         let at = |sequence, action, call| Record::new(sequence, action, call, None);
         let gather = Action::Op(Op::AllGather);
-        assert!(own.is_same_call(&at(17, gather, call).moving(Element::F32, 4096)));
+        assert_eq!(own.key(), at(17, gather, call).moving(Element::F32, 4096).key());
         for other in [
             at(18, gather, call).moving(Element::F32, 4096),
             at(17, Action::Op(Op::AllReduce), call).moving(Element::F32, 4096),
@@ -192,11 +188,11 @@ mod tests {
             at(17, gather, call).moving(Element::Bf16, 4096),
             at(17, gather, call).moving(Element::F32, 4095),
         ] {
-            assert!(!own.is_same_call(&other), "{other}");
+            assert_ne!(own.key(), other.key(), "{other}");
         }
         let colors = [0, 1].map(|color| at(0, Action::Split, call).number(color));
-        assert!(colors[0].is_same_call(&colors[1]));
+        assert_eq!(colors[0].key(), colors[1].key());
         let roots = [0, 1].map(|root| at(0, Action::Op(Op::Broadcast), call).number(root));
-        assert!(!roots[0].is_same_call(&roots[1]));
+        assert_ne!(roots[0].key(), roots[1].key());
     }
 }

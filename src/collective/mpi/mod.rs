@@ -98,7 +98,7 @@ impl Mpi {
         let mut records = Vec::with_capacity(size);
         for (rank, bytes) in bytes.as_chunks::<RECORD_BYTES>().0.iter().enumerate() {
             match Record::decode(bytes) {
-                Some(record) if record.is_same_call(own) => records.push(record),
+                Some(record) if record.key() == own.key() => records.push(record),
                 Some(other) => return Err(self.wire.fail(self.mismatch(own, rank, &other.to_string()))),
                 None => {
                     let what = "a message that this version does not know";
