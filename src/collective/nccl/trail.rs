@@ -71,7 +71,7 @@ pub(super) fn first_difference(tails: &[u8], ranks: usize, own: usize) -> Vec<(u
         let tail = &tails[rank * TAIL * ENTRY_BYTES..(rank + 1) * TAIL * ENTRY_BYTES];
         tail.as_chunks::<ENTRY_BYTES>().0.iter().filter(|entry| **entry != [0; ENTRY_BYTES])
     };
-    let last = |rank: usize| entries(rank).last().map(|entry| &entry[..8]);
+    let last = |rank: usize| entries(rank).next_back().map(|entry| &entry[..8]);
     let Some(other) = (0..ranks).find(|rank| last(*rank) != last(own)) else {
         return Vec::new();
     };
@@ -87,7 +87,8 @@ pub(super) fn first_difference(tails: &[u8], ranks: usize, own: usize) -> Vec<(u
         }
     }
     // They parted before the tails begin, or one made more calls: then the last of each.
-    let latest = |rank: usize| entries(rank).last().and_then(record).map(|record| (rank, record.to_string()));
+    let latest =
+        |rank: usize| entries(rank).next_back().and_then(record).map(|record| (rank, record.to_string()));
     [own, other].into_iter().filter_map(latest).collect()
 }
 

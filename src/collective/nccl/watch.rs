@@ -105,9 +105,21 @@ impl<D: Device> Shared<D> {
 
     fn look(&self) -> Result<()> {
         self.alarm.check()?;
+        let oldest = self.oldest()?;
         for communicator in self.alarm.communicators() {
-            communicator.poll()?;
+            communicator.poll().map_err(|error| match &oldest {
+                Some((_, record)) => error.because(format!("rank {} was at {record}", self.rank)),
+                None => error,
+            })?;
         }
+        match oldest {
+            Some((since, record)) if since.elapsed() > self.deadline => Err(self.stuck(&record)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The call that has waited for longest, since when. The computation may wait for a gather, so both streams count.
+    fn oldest(&self) -> Result<Option<(Instant, Record)>> {
         let mut queues = locked(&self.queues);
         for queue in queues.iter_mut() {
             while let Some(call) = queue.calls.front() {
@@ -118,12 +130,8 @@ impl<D: Device> Shared<D> {
                 queue.since = Instant::now();
             }
         }
-        // The computation may wait for a gather: the one that waits for longest is to blame.
         let first = |queue: &Queue<D::Mark>| Some((queue.since, queue.calls.front()?.record.clone()));
-        match queues.iter().filter_map(first).min_by_key(|(since, _)| *since) {
-            Some((since, record)) if since.elapsed() > self.deadline => Err(self.stuck(&record)),
-            _ => Ok(()),
-        }
+        Ok(queues.iter().filter_map(first).min_by_key(|(since, _)| *since))
     }
 
     fn stuck(&self, record: &Record) -> Error {
