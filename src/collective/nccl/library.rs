@@ -337,4 +337,25 @@ mod tests {
         assert_ne!(ids[0], ids[1]);
         assert!(library.text(Status::REMOTE_ERROR, None).contains("(code 6)"));
     }
+
+    /// The real library refuses to meet without a driver: an error with its own words, at once.
+    #[test]
+    #[allow(clippy::print_stderr, reason = "a skipped test says so")]
+    fn the_real_library_says_why_it_cannot_meet() {
+        use crate::collective::nccl::{Alarm, Meeting, Nccl, stand_in};
+        let Ok(library) = Library::open() else {
+            eprintln!("SKIPPED: no NCCL here; point {LIBRARY_VARIABLE} at one");
+            return;
+        };
+        if Path::new("/dev/nvidiactl").exists() {
+            eprintln!("SKIPPED: there is a GPU here, and this test has no memory on it");
+            return;
+        }
+        let deadline = std::time::Duration::from_secs(60);
+        let meeting = Meeting { id: library.unique_id().unwrap(), rank: 0, size: 1, deadline };
+        let met = Nccl::connect(&library, &meeting, stand_in::Host::default(), &Alarm::new());
+        let error = met.unwrap_err().to_string();
+        assert!(error.contains("cannot make an NCCL communicator"), "{error}");
+        assert!(error.contains("(code 1)"), "ncclUnhandledCudaError: {error}");
+    }
 }
