@@ -11,7 +11,11 @@
 mod alone;
 pub mod local;
 mod memory;
+#[cfg(feature = "mpi")]
+pub mod mpi;
+pub mod nccl;
 mod phase;
+mod record;
 mod traffic;
 
 pub use alone::Alone;

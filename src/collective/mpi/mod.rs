@@ -1,0 +1,339 @@
+//! Ranks as processes of an MPI job (CPU clusters, cargo feature `mpi`), over memory of the host.
+//!
+//! Before each call every rank sends every other its 64-byte record (op, name, size, sequence): a call that does not
+//! match, a rank that failed and a rank that does not come are errors that name it. Then only messages between
+//! pairs move data: an own exchange instead of `MPI_Allreduce`, whose order of additions depends on the library and on
+//! the size. Each rank receives the N pieces of its part, adds them in ascending order of ranks (`sum`) and, for an
+//! all-reduce, sends the sum to all: the same bytes as a ring sends, the same bits as the in-process backend. In
+//! [`Collective::reduce_scatter_across`] the order is ascending inside each group and then across groups.
+//!
+//! [`Mpi`]'s calls come from one thread, `abort` from any. A failed rank tells its peers and then exits without
+//! `MPI_Finalize`, which mpirun takes as the end of the job; `MPI_Abort` would add nothing but its own text.
+//! Gathers move while the library is inside any call (a property of MPI): they end at the latest in `finish`.
+
+mod sum;
+mod wire;
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use self::wire::{Comm, TAG_DATA, TAG_RECORD, Transfer, Wire};
+use super::record::{Action, RECORD_BYTES, Record};
+use super::{Call, Collective, Element, Memory, Op, Phase, Ticket, Traffic};
+use crate::error::{Error, Kind, Result};
+
+/// Bytes of a part that are exchanged and added at a time; bounds the scratch to one such piece per rank.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// How long a rank waits for its peers unless told otherwise; longer than any step, evaluation or save.
+pub const DEADLINE: Duration = Duration::from_secs(1800);
+
+/// One rank's end of a group of MPI processes.
+pub struct Mpi {
+    wire: Arc<Wire>,
+    comm: Comm,
+    rank: usize,
+    /// The ranks of the group by their rank in the world.
+    ranks: Vec<usize>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    sequence: u64,
+    tickets: u64,
+    gathers: VecDeque<(u64, Transfer)>,
+    traffic: Traffic,
+}
+
+impl Mpi {
+    /// Starts MPI and gives this process's end of the group of all processes. Once in a process, on the thread that
+    /// will drop the last group (MPI ends then, which waits for all ranks).
+    ///
+    /// # Errors
+    /// MPI was started before or lacks threads.
+    pub fn world(deadline: Duration) -> Result<Mpi> {
+        let wire = Arc::new(Wire::start(deadline)?);
+        let (comm, rank, ranks) = (wire.world(), wire.rank, (0..wire.size).collect());
+        Ok(Mpi { wire, comm, rank, ranks, state: Mutex::default() })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The other ranks, beginning with the next: not all send to rank 0 first.
+    fn peers(&self) -> impl Iterator<Item = usize> {
+        let (rank, size) = (self.rank, self.ranks.len());
+        (1..size).map(move |step| (rank + step) % size)
+    }
+
+    fn record(&self, action: Action, call: Call) -> Record {
+        let phase = *self.wire.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state();
+        state.sequence += 1;
+        Record::new(state.sequence - 1, action, call, phase)
+    }
+
+    /// The records of all ranks, which name the same call.
+    fn agree(&self, own: &Record) -> Result<Vec<Record>> {
+        self.wire.healthy()?;
+        let size = self.ranks.len();
+        let mut scratch = vec![0_u64; size * RECORD_BYTES / 8];
+        for (word, bytes) in scratch[self.rank * RECORD_BYTES / 8..].iter_mut().zip(own.encode().chunks(8)) {
+            *word = u64::from_ne_bytes(*bytes.first_chunk().unwrap_or(&[0; 8]));
+        }
+        let mut transfer = Transfer::new(&self.wire, self.comm, TAG_RECORD, Vec::new(), scratch);
+        let base = transfer.scratch();
+        for peer in self.peers() {
+            transfer.receive(base + peer * RECORD_BYTES, RECORD_BYTES, peer)?;
+        }
+        for peer in self.peers() {
+            transfer.send(base + self.rank * RECORD_BYTES, RECORD_BYTES, peer)?;
+        }
+        let scratch = transfer.finish(|silent, waited| self.late(own, silent, waited))?;
+        let bytes: Vec<u8> = scratch.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        let mut records = Vec::with_capacity(size);
+        for (rank, bytes) in bytes.as_chunks::<RECORD_BYTES>().0.iter().enumerate() {
+            match Record::decode(bytes) {
+                Some(record) if record.key() == own.key() => records.push(record),
+                Some(other) => return Err(self.wire.fail(self.mismatch(own, rank, &other.to_string()))),
+                None => {
+                    let what = "a message that this version does not know";
+                    return Err(self.wire.fail(self.mismatch(own, rank, what)));
+                }
+            }
+        }
+        Ok(records)
+    }
+
+    fn mismatch(&self, own: &Record, rank: usize, other: &str) -> Error {
+        Error::new(Kind::Transient, "ranks do not make the same call")
+            .because(format!("rank {} makes {own}", self.ranks[self.rank]))
+            .because(format!("rank {} makes {other}", self.ranks[rank]))
+    }
+
+    fn late(&self, own: &Record, silent: &[usize], waited: Duration) -> Error {
+        let silent: Vec<String> = silent.iter().map(|rank| self.ranks[*rank].to_string()).collect();
+        Error::new(Kind::Transient, format!("no answer from rank {}", silent.join(", ")))
+            .because(format!("waited {} s at {own}", waited.as_secs()))
+    }
+
+    /// The range of elements of `part` when `elements` are shared among the ranks as evenly as they can be.
+    fn part(&self, elements: usize, part: usize) -> Range<usize> {
+        let size = self.ranks.len();
+        elements * part / size..elements * (part + 1) / size
+    }
+
+    /// Leaves the sum of this rank's part of all `full` at `out`, which may be its place in `full`.
+    fn sum_parts(&self, record: &Record, full: &Memory, out: &Memory, out_address: usize) -> Result<()> {
+        let width = full.element().bytes();
+        let own = self.part(full.elements(), self.rank);
+        let longest = full.elements().div_ceil(self.ranks.len());
+        let piece = PIECE_BYTES / width;
+        let cut = |part: Range<usize>, at: usize| {
+            let begin = (part.start + at).min(part.end);
+            begin..(begin + piece).min(part.end)
+        };
+        let mut scratch = vec![0_u64; self.ranks.len() * PIECE_BYTES.min(longest * width).div_ceil(8)];
+        let slot = scratch.len() / self.ranks.len() * 8;
+        for at in (0..longest).step_by(piece) {
+            let memory = vec![full.clone(), out.clone()];
+            let mut transfer = Transfer::new(&self.wire, self.comm, TAG_DATA, memory, scratch);
+            let base = transfer.scratch();
+            let mine = cut(own.clone(), at);
+            for peer in self.peers() {
+                transfer.receive(base + peer * slot, mine.len() * width, peer)?;
+            }
+            for peer in self.peers() {
+                let theirs = cut(self.part(full.elements(), peer), at);
+                transfer.send(full.address() + theirs.start * width, theirs.len() * width, peer)?;
+            }
+            scratch = transfer.finish(|silent, waited| self.late(record, silent, waited))?;
+            let base = scratch.as_ptr() as usize;
+            let place = |rank| match rank == self.rank {
+                true => full.address() + mine.start * width,
+                false => base + rank * slot,
+            };
+            let pieces: Vec<usize> = (0..self.ranks.len()).map(place).collect();
+            let to = out_address + (mine.start - own.start) * width;
+            // SAFETY: pieces are in `full` or in slots of the scratch, aligned to 8; `to` is in `out`, whose lengths were
+            // checked; nothing is in flight.
+            unsafe { sum::ascending(full.element(), &pieces, mine.len(), to)? };
+        }
+        Ok(())
+    }
+
+    /// Starts to send this rank's part of `full` to all and to receive theirs.
+    fn start_parts(&self, full: &Memory) -> Result<Transfer> {
+        let mut transfer = Transfer::new(&self.wire, self.comm, TAG_DATA, vec![full.clone()], Vec::new());
+        let width = full.element().bytes();
+        let place = |part: usize| {
+            let range = self.part(full.elements(), part);
+            (full.address() + range.start * width, range.len() * width)
+        };
+        for peer in self.peers() {
+            let (address, bytes) = place(peer);
+            transfer.receive(address, bytes, peer)?;
+        }
+        let (address, bytes) = place(self.rank);
+        for peer in self.peers() {
+            transfer.send(address, bytes, peer)?;
+        }
+        Ok(transfer)
+    }
+
+    fn count(&self, op: Op, bytes: usize, is_root: bool) {
+        self.state().traffic.count(op, bytes, self.ranks.len(), is_root);
+    }
+
+    /// A shard and the data that the ranks' shards make up.
+    fn check_shard(&self, call: Call, shard: &Memory, full: &Memory) -> Result<()> {
+        let fits = full.element() == shard.element()
+            && shard.elements().checked_mul(self.ranks.len()) == Some(full.elements());
+        if fits {
+            return Ok(());
+        }
+        let what = format!("the shard of {} {} does not fit its data", call.what, call.index);
+        Err(Error::internal(what).because(format!("{shard:?}, {full:?}, {} ranks", self.ranks.len())))
+    }
+}
+
+/// Bytes have no sum.
+fn check_sum(call: Call, memory: &Memory) -> Result<()> {
+    match memory.element() {
+        Element::U8 => {
+            Err(Error::internal(format!("{} {} are bytes: they have no sum", call.what, call.index)))
+        }
+        Element::Bf16 | Element::F32 | Element::F64 => Ok(()),
+    }
+}
+
+impl Collective for Mpi {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    fn all_reduce(&self, call: Call, buffer: &Memory) -> Result<()> {
+        check_sum(call, buffer)?;
+        let record = self.record(Action::Op(Op::AllReduce), call).moving(buffer.element(), buffer.elements());
+        self.agree(&record)?;
+        let place = self.part(buffer.elements(), self.rank).start * buffer.element().bytes();
+        self.sum_parts(&record, buffer, buffer, buffer.address() + place)?;
+        self.start_parts(buffer)?.finish(|silent, waited| self.late(&record, silent, waited))?;
+        self.count(Op::AllReduce, buffer.bytes(), false);
+        Ok(())
+    }
+
+    fn reduce_scatter(&self, call: Call, full: &Memory, shard: &Memory) -> Result<()> {
+        check_sum(call, full)?;
+        self.check_shard(call, shard, full)?;
+        let record = self.record(Action::Op(Op::ReduceScatter), call).moving(full.element(), full.elements());
+        self.agree(&record)?;
+        self.sum_parts(&record, full, shard, shard.address())?;
+        self.count(Op::ReduceScatter, full.bytes(), false);
+        Ok(())
+    }
+
+    fn start_all_gather(&self, call: Call, shard: &Memory, full: &Memory) -> Result<Ticket> {
+        self.check_shard(call, shard, full)?;
+        let record = self.record(Action::Op(Op::AllGather), call).moving(full.element(), full.elements());
+        self.agree(&record)?;
+        let place = full.address() + self.rank * shard.bytes();
+        // SAFETY: `full` has room for every rank's shard, and nobody else uses either memory now. A shard that is
+        // its place in `full` is copied to itself.
+        unsafe { std::ptr::copy(shard.address() as *const u8, place as *mut u8, shard.bytes()) };
+        let transfer = self.start_parts(full)?;
+        self.count(Op::AllGather, full.bytes(), false);
+        let mut state = self.state();
+        state.tickets += 1;
+        let ticket = state.tickets;
+        state.gathers.push_back((ticket, transfer));
+        Ok(Ticket(ticket))
+    }
+
+    fn finish(&self, ticket: Ticket) -> Result<()> {
+        let first = self.state().gathers.pop_front();
+        let Some((_, transfer)) = first.filter(|(first, _)| *first == ticket.0) else {
+            return Err(Error::internal("a gather is finished out of turn"));
+        };
+        transfer.finish(|silent, waited| {
+            let silent: Vec<String> = silent.iter().map(|rank| self.ranks[*rank].to_string()).collect();
+            Error::new(Kind::Transient, format!("no data from rank {}", silent.join(", "))).because(format!(
+                "waited {} s for gather {} of this group",
+                waited.as_secs(),
+                ticket.0
+            ))
+        })?;
+        Ok(())
+    }
+
+    fn broadcast(&self, call: Call, root: usize, buffer: &Memory) -> Result<()> {
+        if root >= self.ranks.len() {
+            return Err(Error::internal(format!("rank {root} of {} broadcasts", self.ranks.len())));
+        }
+        let record = self.record(Action::Op(Op::Broadcast), call);
+        let record = record.moving(buffer.element(), buffer.elements()).number(root);
+        self.agree(&record)?;
+        let mut transfer = Transfer::new(&self.wire, self.comm, TAG_DATA, vec![buffer.clone()], Vec::new());
+        if self.rank == root {
+            for peer in self.peers() {
+                transfer.send(buffer.address(), buffer.bytes(), peer)?;
+            }
+        } else {
+            transfer.receive(buffer.address(), buffer.bytes(), root)?;
+        }
+        transfer.finish(|silent, waited| self.late(&record, silent, waited))?;
+        self.count(Op::Broadcast, buffer.bytes(), self.rank == root);
+        Ok(())
+    }
+
+    fn barrier(&self, call: Call) -> Result<()> {
+        self.agree(&self.record(Action::Op(Op::Barrier), call))?;
+        self.count(Op::Barrier, 0, false);
+        Ok(())
+    }
+
+    fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
+        let call = Call { what: "ranks", index: 0 };
+        let records = self.agree(&self.record(Action::Split, call).number(color))?;
+        let members = || (0..records.len()).filter(|rank| records[*rank].number == records[self.rank].number);
+        let comm = self.wire.split(self.comm, color, self.rank).map_err(|error| self.wire.fail(error))?;
+        Ok(Box::new(Mpi {
+            wire: Arc::clone(&self.wire),
+            comm,
+            rank: members().position(|rank| rank == self.rank).unwrap_or(0),
+            ranks: members().map(|rank| self.ranks[rank]).collect(),
+            state: Mutex::default(),
+        }))
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.state().traffic
+    }
+
+    fn enter(&self, phase: Phase) -> Result<()> {
+        *self.wire.phase.lock().unwrap_or_else(PoisonError::into_inner) = Some(phase);
+        self.wire.healthy()
+    }
+
+    fn abort(&self, why: &str) {
+        let phase = *self.wire.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        match phase {
+            Some(phase) => self.wire.raise(&format!("in phase {}: {why}", phase.name())),
+            None => self.wire.raise(why),
+        }
+    }
+}
+
+impl std::fmt::Debug for Mpi {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "rank {} of {} over MPI", self.rank, self.ranks.len())
+    }
+}

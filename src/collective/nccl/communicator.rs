@@ -1,0 +1,274 @@
+//! A communicator of the library that cannot hang: every call returns at once, and what goes on behind it is polled
+//! until it is done, another rank fails or the deadline passes.
+//!
+//! The handle is behind a lock that is held for one such call at a time. So the alarm can take it from another thread
+//! and abort it at any moment, and nobody uses it afterwards.
+
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use super::library::{Config, Library, RawComm, Status, Table, UniqueId};
+use crate::error::{Error, Kind, Result};
+
+/// How long the end of a communicator may take before it is cut short.
+const FAREWELL: Duration = Duration::from_secs(10);
+
+/// Stops all communicators of this process at once, with the reason that later calls give. One for all ranks that are
+/// threads of the process; the control channel raises it when it hears of a failure elsewhere.
+#[derive(Debug, Default)]
+pub struct Alarm {
+    cause: OnceLock<Error>,
+    raised: AtomicBool,
+    communicators: Mutex<Vec<Weak<Communicator>>>,
+}
+
+impl Alarm {
+    /// Not raised.
+    pub fn new() -> Arc<Alarm> {
+        Arc::default()
+    }
+
+    /// Aborts all communicators, which ends kernels that wait for other ranks. The first cause stays; it is given back.
+    pub fn raise(&self, cause: Error) -> Error {
+        let cause = self.keep(cause);
+        self.raised.store(true, Ordering::SeqCst);
+        for communicator in self.communicators() {
+            communicator.abort();
+        }
+        cause
+    }
+
+    /// Keeps the cause of an alarm that will be raised soon, without stopping anything yet.
+    pub(super) fn keep(&self, cause: Error) -> Error {
+        self.cause.get_or_init(|| cause).clone()
+    }
+
+    /// # Errors
+    /// The cause, if it was raised.
+    pub fn check(&self) -> Result<()> {
+        match self.cause.get() {
+            Some(cause) if self.raised.load(Ordering::SeqCst) => Err(cause.clone()),
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn communicators(&self) -> Vec<Arc<Communicator>> {
+        let mut all = self.communicators.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|communicator| communicator.strong_count() > 0);
+        all.iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
+/// The handle: an address that only the library reads.
+struct Handle(RawComm);
+
+// SAFETY: NCCL takes calls on a communicator from any thread, one at a time: the lock around the handle sees to it.
+unsafe impl Send for Handle {}
+
+/// See the module.
+pub(super) struct Communicator {
+    library: Arc<Library>,
+    alarm: Arc<Alarm>,
+    deadline: Duration,
+    /// `None` once aborted.
+    handle: Mutex<Option<Handle>>,
+}
+
+impl Communicator {
+    /// Meets `size` ranks under `id`. The GPU of this rank is current on this thread.
+    pub(super) fn meet(
+        library: &Arc<Library>,
+        alarm: &Arc<Alarm>,
+        id: &UniqueId,
+        (rank, size): (usize, usize),
+        deadline: Duration,
+    ) -> Result<Arc<Communicator>> {
+        alarm.check()?;
+        let (rank, size) = (int(rank)?, int(size)?);
+        // The library may write there later, also after an error here.
+        let place: &'static mut RawComm = Box::leak(Box::new(std::ptr::null_mut()));
+        let mut config = Config::non_blocking();
+        // SAFETY: the place outlives the library's use of it, the configuration is read before the call returns.
+        let status = unsafe {
+            (library.table.comm_init_rank_config)(&raw mut *place, size, *id, rank, &raw mut config)
+        };
+        if status != Status::SUCCESS && status != Status::IN_PROGRESS || place.is_null() {
+            return Err(Error::new(Kind::Transient, "cannot make an NCCL communicator")
+                .because(library.text(status, None)));
+        }
+        let made = Self::of(library, alarm, deadline, *place);
+        made.settled("the meeting of the ranks")
+    }
+
+    fn of(
+        library: &Arc<Library>,
+        alarm: &Arc<Alarm>,
+        deadline: Duration,
+        comm: RawComm,
+    ) -> Arc<Communicator> {
+        let made = Arc::new(Communicator {
+            library: Arc::clone(library),
+            alarm: Arc::clone(alarm),
+            deadline,
+            handle: Mutex::new(Some(Handle(comm))),
+        });
+        let mut all = alarm.communicators.lock().unwrap_or_else(PoisonError::into_inner);
+        all.push(Arc::downgrade(&made));
+        drop(all);
+        // Raised while this one was made: it was not on the list.
+        if alarm.check().is_err() {
+            made.abort();
+        }
+        made
+    }
+
+    /// This new communicator when it is ready; one that never was is not ended in order.
+    fn settled(self: Arc<Self>, what: &str) -> Result<Arc<Self>> {
+        match self.settle(what) {
+            Ok(()) => Ok(self),
+            Err(error) => {
+                self.abort();
+                Err(error)
+            }
+        }
+    }
+
+    /// The communicator of the ranks that give the same `color`, in the order of `rank`.
+    pub(super) fn split(self: &Arc<Self>, color: usize, rank: usize) -> Result<Arc<Communicator>> {
+        let (color, rank) = (int(color)?, int(rank)?);
+        // Filled when this communicator has settled (NCCL 2.23), or at once.
+        let place = Box::leak(Box::new(std::ptr::null_mut::<std::ffi::c_void>())) as *mut RawComm;
+        let mut config = Config::non_blocking();
+        // SAFETY: as for `meet`; the handle is alive under the lock.
+        self.call("the split", |table, comm| unsafe {
+            (table.comm_split)(comm, color, rank, place, &raw mut config)
+        })?;
+        // SAFETY: leaked above; the library has finished with it.
+        let comm = unsafe { place.read_volatile() };
+        if comm.is_null() {
+            return Err(Error::internal("NCCL split a communicator and gave none"));
+        }
+        let made = Self::of(&self.library, &self.alarm, self.deadline, comm);
+        made.settled("the split")
+    }
+
+    /// Makes one call and waits until it is done or, for collectives, on its stream.
+    pub(super) fn call(&self, what: &str, call: impl FnOnce(&Table, RawComm) -> Status) -> Result<()> {
+        let handle = self.handle()?;
+        let status = match handle.as_ref() {
+            Some(handle) => call(&self.library.table, handle.0),
+            None => return self.gone(),
+        };
+        drop(handle);
+        match status {
+            Status::SUCCESS => Ok(()),
+            Status::IN_PROGRESS => self.settle(what),
+            failed => Err(self.failed(what, failed)),
+        }
+    }
+
+    /// Whether the library reports a failure; one question, no waiting.
+    pub(super) fn poll(&self) -> Result<Status> {
+        let handle = self.handle()?;
+        let Some(comm) = handle.as_ref() else { return self.gone().map(|()| Status::SUCCESS) };
+        let mut state = Status::SUCCESS;
+        // SAFETY: the handle is alive under the lock, the pointer is to a local.
+        let status = unsafe { (self.library.table.comm_get_async_error)(comm.0, &raw mut state) };
+        drop(handle);
+        match (status, state) {
+            (Status::SUCCESS, Status::SUCCESS | Status::IN_PROGRESS) => Ok(state),
+            (Status::SUCCESS, failed) | (failed, _) => Err(self.failed("a collective", failed)),
+        }
+    }
+
+    fn settle(&self, what: &str) -> Result<()> {
+        let begin = Instant::now();
+        let mut rounds = 0_u32;
+        while self.poll()? == Status::IN_PROGRESS {
+            if begin.elapsed() > self.deadline {
+                let error = Error::new(Kind::Transient, format!("{what} did not begin on all ranks"))
+                    .because(format!("waited {} s for the other ranks", self.deadline.as_secs()));
+                return Err(error);
+            }
+            rounds = rounds.saturating_add(1);
+            if rounds < 1000 {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends it, whatever it waits for. Later calls give the alarm's cause.
+    pub(super) fn abort(&self) {
+        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(handle) = handle {
+            // SAFETY: taken, so nobody uses it after this. The status does not matter: it is gone either way.
+            unsafe { (self.library.table.comm_abort)(handle.0) };
+        }
+    }
+
+    fn handle(&self) -> Result<MutexGuard<'_, Option<Handle>>> {
+        self.alarm.check()?;
+        Ok(self.handle.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn gone(&self) -> Result<()> {
+        self.alarm.check()?;
+        Err(Error::new(Kind::Transient, "the NCCL communicator was aborted"))
+    }
+
+    fn failed(&self, what: &str, status: Status) -> Error {
+        let error = Error::new(Kind::Transient, format!("{what} failed in NCCL"))
+            .because(self.library.text(status, None));
+        match status {
+            Status::REMOTE_ERROR => error.because("another rank stopped, or the network between them did"),
+            _ => error.hint("set `NCCL_DEBUG=WARN` and run again to see why"),
+        }
+    }
+
+    /// Lets what is under way end on all ranks; for a short while.
+    fn farewell(&self) -> Result<()> {
+        // SAFETY: the handle is alive under the lock.
+        self.call("the end", |table, comm| match unsafe { (table.comm_finalize)(comm) } {
+            // Polled below, with a shorter deadline.
+            Status::IN_PROGRESS => Status::SUCCESS,
+            status => status,
+        })?;
+        let begin = Instant::now();
+        while self.poll()? == Status::IN_PROGRESS {
+            if begin.elapsed() > FAREWELL {
+                return Err(Error::new(Kind::Transient, "the NCCL communicator did not end"));
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        if std::thread::panicking() || self.farewell().is_err() {
+            self.abort();
+            return;
+        }
+        let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(handle) = handle {
+            // SAFETY: finalized and taken.
+            unsafe { (self.library.table.comm_destroy)(handle.0) };
+        }
+    }
+}
+
+impl std::fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "a communicator of {:?}", self.library)
+    }
+}
+
+fn int(number: usize) -> Result<c_int> {
+    c_int::try_from(number).map_err(|_| Error::internal(format!("rank or color {number} is too large")))
+}

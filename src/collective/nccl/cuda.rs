@@ -1,0 +1,116 @@
+//! The streams and marks of an NVIDIA GPU, through the cudarc that candle uses. Not yet run on a GPU.
+//!
+//! Compute is candle's own stream of the device. Memory that NCCL reads or writes there is freed by candle on that same
+//! stream, so after the work; the gather stream's memory is kept until compute follows its mark.
+
+use std::sync::Arc;
+
+use candle_core::CudaDevice;
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DriverError, PinnedHostSlice,
+};
+
+use super::device::{Device, Lane};
+use super::library::RawStream;
+use crate::error::{Error, Kind, Result};
+
+/// A GPU of this process. candle's event tracking is off for it (`disable_event_tracking`): order is by marks.
+pub struct Cuda {
+    context: Arc<CudaContext>,
+    compute: Arc<CudaStream>,
+    gather: Arc<CudaStream>,
+}
+
+impl Cuda {
+    /// The backend's view of candle's `device`, made by `CudaDevice::new_with_stream`: the default per-thread stream would be
+    /// another stream on another thread.
+    ///
+    /// # Errors
+    /// The driver gives no stream.
+    pub fn new(device: &CudaDevice) -> Result<Cuda> {
+        let compute = device.cuda_stream();
+        let context = Arc::clone(compute.context());
+        let gather = context.new_stream().map_err(|error| failed("cannot make a stream", &error))?;
+        Ok(Cuda { context, compute, gather })
+    }
+
+    fn lane(&self, lane: Lane) -> &Arc<CudaStream> {
+        match lane {
+            Lane::Compute => &self.compute,
+            Lane::Gather => &self.gather,
+        }
+    }
+}
+
+/// Memory of the GPU with page-locked memory of the host.
+pub struct Scratch {
+    address: usize,
+    device: CudaSlice<u8>,
+    host: PinnedHostSlice<u8>,
+}
+
+fn failed(what: &str, error: &DriverError) -> Error {
+    Error::new(Kind::Transient, format!("{what} on the GPU")).because(error.to_string())
+}
+
+impl Device for Cuda {
+    type Mark = Arc<CudaEvent>;
+    type Scratch = Scratch;
+
+    fn bind(&self) -> Result<()> {
+        self.context.bind_to_thread().map_err(|error| failed("cannot select a thread's device", &error))
+    }
+
+    fn stream(&self, lane: Lane) -> RawStream {
+        self.lane(lane).cu_stream().cast()
+    }
+
+    fn mark(&self, lane: Lane) -> Result<Self::Mark> {
+        let event = self.lane(lane).record_event(None);
+        event.map(Arc::new).map_err(|error| failed("cannot mark a stream", &error))
+    }
+
+    fn follow(&self, lane: Lane, mark: &Self::Mark) -> Result<()> {
+        self.lane(lane).wait(mark).map_err(|error| failed("cannot order streams", &error))
+    }
+
+    fn reached(&self, mark: &Self::Mark) -> Result<bool> {
+        mark.try_is_complete().map_err(|error| failed("a kernel failed", &error))
+    }
+
+    fn scratch(&self, bytes: usize) -> Result<Scratch> {
+        let make = || {
+            let device = self.compute.alloc_zeros::<u8>(bytes)?;
+            // Read by the host: not write-combined.
+            // SAFETY: its bytes are written before they are read, by `put` or `fetch`; zeroed below all the same.
+            let mut host = unsafe { self.context.alloc_pinned_with_flags::<u8>(bytes, 0) }?;
+            host.as_mut_slice()?.fill(0);
+            let address = device.device_ptr(&self.compute).0 as usize;
+            Ok(Scratch { address, device, host })
+        };
+        make().map_err(|error| failed("cannot get memory for comparing calls", &error))
+    }
+
+    fn address(&self, scratch: &Scratch) -> usize {
+        scratch.address
+    }
+
+    fn put(&self, scratch: &mut Scratch, bytes: &[u8]) -> Result<()> {
+        let Scratch { device, host, .. } = scratch;
+        let mut put = || {
+            host.as_mut_slice()?[..bytes.len()].copy_from_slice(bytes);
+            self.compute.memcpy_htod(&*host, device)
+        };
+        put().map_err(|error| failed("cannot copy to memory", &error))
+    }
+
+    fn fetch(&self, scratch: &mut Scratch) -> Result<()> {
+        let Scratch { device, host, .. } = scratch;
+        self.compute.memcpy_dtoh(&*device, host).map_err(|error| failed("cannot copy from memory", &error))
+    }
+
+    fn fetched(&self, scratch: &Scratch) -> Result<Vec<u8>> {
+        let bytes = scratch.host.as_slice().map_err(|error| failed("cannot copy from memory", &error))?;
+        Ok(bytes.to_vec())
+    }
+}

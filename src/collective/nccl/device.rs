@@ -1,0 +1,53 @@
+//! What the backend needs of a GPU: two streams, marks on them, and a few bytes to and fro.
+//!
+//! `Cuda` is the real one; a stand-in in host memory lets the backend's tests run without a GPU.
+
+use super::library::RawStream;
+use crate::error::Result;
+
+/// Which of a rank's two streams.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lane {
+    /// All computation and all reductions, in the order in which they are called.
+    Compute,
+    /// Gathers, beside the computation.
+    Gather,
+}
+
+/// See the module.
+pub trait Device: Send + Sync + 'static {
+    /// A point on a stream that work has reached or not; clones are the same point.
+    type Mark: Clone + Send + Sync + 'static;
+    /// Memory of the device with its counterpart on the host.
+    type Scratch: Send + 'static;
+
+    /// Makes this device the current one of the calling thread.
+    fn bind(&self) -> Result<()>;
+
+    /// The stream.
+    fn stream(&self, lane: Lane) -> RawStream;
+
+    /// Marks the end of all that is on the stream now.
+    fn mark(&self, lane: Lane) -> Result<Self::Mark>;
+
+    /// Lets what comes next on the stream wait for the mark; the host goes on.
+    fn follow(&self, lane: Lane, mark: &Self::Mark) -> Result<()>;
+
+    /// Whether the work before the mark is done; one question, no waiting.
+    fn reached(&self, mark: &Self::Mark) -> Result<bool>;
+
+    /// New scratch of `bytes` bytes.
+    fn scratch(&self, bytes: usize) -> Result<Self::Scratch>;
+
+    /// Its address on the device.
+    fn address(&self, scratch: &Self::Scratch) -> usize;
+
+    /// Puts `bytes` at its beginning, on the compute stream.
+    fn put(&self, scratch: &mut Self::Scratch, bytes: &[u8]) -> Result<()>;
+
+    /// Starts to bring its bytes to the host, on the compute stream.
+    fn fetch(&self, scratch: &mut Self::Scratch) -> Result<()>;
+
+    /// The bytes that [`Device::fetch`] brought, once a mark after it is reached.
+    fn fetched(&self, scratch: &Self::Scratch) -> Result<Vec<u8>>;
+}

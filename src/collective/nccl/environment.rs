@@ -1,0 +1,37 @@
+//! Several ranks on one GPU, for tests.
+
+/// Environment variables under which ranks that are *processes* share one GPU, over the loopback interface. The
+/// launcher sets them on each rank's process before that loads NCCL; within one process it cannot work, because NCCL
+/// reads `NCCL_HOSTID` once.
+///
+/// NCCL refuses two ranks with the same host and GPU: each pretends to be a host of its own (`NCCL_HOSTID`), which leaves
+/// sockets as the way between them. Neither supported by NVIDIA nor fast; kernels take turns on the GPU, so
+/// every call needs a deadline. From 2.30 on there is `NCCL_MULTI_RANK_GPU_ENABLE`, for at most two ranks.
+pub fn one_gpu_environment(rank: usize) -> Vec<(&'static str, String)> {
+    let fixed = [
+        ("NCCL_P2P_DISABLE", "1"),
+        ("NCCL_SHM_DISABLE", "1"),
+        ("NCCL_IB_DISABLE", "1"),
+        ("NCCL_NET", "Socket"),
+        ("NCCL_SOCKET_IFNAME", "lo"),
+        ("NCCL_ALGO", "Ring"),
+        ("NCCL_PROTO", "Simple"),
+        // Kernels of all ranks must fit on the GPU at once.
+        ("NCCL_MAX_NCHANNELS", "2"),
+    ];
+    let own = ("NCCL_HOSTID", format!("finetune-rank-{rank}"));
+    fixed.map(|(name, value)| (name, value.to_owned())).into_iter().chain([own]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_host_differs_between_ranks() {
+        let [one, two] = [0, 1].map(one_gpu_environment);
+        let differing: Vec<_> = one.iter().zip(&two).filter(|(a, b)| a != b).map(|(a, _)| a.0).collect();
+        assert_eq!(differing, ["NCCL_HOSTID"]);
+        assert!(one.contains(&("NCCL_SOCKET_IFNAME", "lo".to_owned())));
+    }
+}

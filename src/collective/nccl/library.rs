@@ -1,0 +1,361 @@
+//! NCCL's functions, found at run time: the program starts without the library and needs it for several GPUs only.
+//!
+//! Signatures, values and the layout of the configuration are those of `nccl.h` 2.18 to 2.32, in which they are the
+//! same; the header promises that the configuration only grows at its end. The table is ours and not cudarc's because
+//! that one never tries `libnccl.so.2`, the only name in NVIDIA's wheels, panics without the library, and hides what is
+//! needed to poll errors and to abort.
+
+use std::ffi::{CStr, OsString, c_char, c_int, c_void};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::collective::Element;
+use crate::error::{Error, Result};
+
+/// Names the library or a folder that holds it.
+pub const LIBRARY_VARIABLE: &str = "FINETUNE_NCCL_LIB";
+
+/// `ncclCommSplit` and the layout of [`Config`] came with 2.18.
+const OLDEST: Version = Version(21800);
+
+/// The name in distributions and wheels, then the one of developer packages.
+const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+
+/// `ncclComm_t`: a communicator of the library.
+pub type RawComm = *mut c_void;
+
+/// `cudaStream_t`.
+pub type RawStream = *mut c_void;
+
+/// `ncclResult_t`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Status(pub c_int);
+
+impl Status {
+    /// `ncclSuccess`
+    pub const SUCCESS: Status = Status(0);
+    /// `ncclRemoteError`
+    pub const REMOTE_ERROR: Status = Status(6);
+    /// `ncclInProgress`: a non-blocking call goes on behind the scenes.
+    pub const IN_PROGRESS: Status = Status(7);
+}
+
+/// `ncclDataType_t` of an element.
+pub fn data_type(element: Element) -> c_int {
+    match element {
+        Element::U8 => 1,
+        Element::F32 => 7,
+        Element::F64 => 8,
+        Element::Bf16 => 9,
+    }
+}
+
+/// `ncclSum` of `ncclRedOp_t`.
+pub const SUM: c_int = 0;
+
+/// `ncclUniqueId`: rank 0 makes one, the control channel takes it to the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub struct UniqueId(pub [u8; 128]);
+
+/// `ncclConfig_t` as of 2.18: what came later is left to the library, which tells by `version`.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Config {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+    /// `trafficClass` since 2.22, padding before.
+    unused: c_int,
+}
+
+impl Config {
+    /// All calls return at once and are polled; the rest is the library's choice.
+    pub fn non_blocking() -> Self {
+        /// `NCCL_CONFIG_UNDEF_INT`
+        const UNSET: c_int = c_int::MIN;
+        Config {
+            size: size_of::<Config>(),
+            magic: 0xcafe_beef,
+            version: OLDEST.0 as u32,
+            blocking: 0,
+            cga_cluster_size: UNSET,
+            min_ctas: UNSET,
+            max_ctas: UNSET,
+            net_name: std::ptr::null(),
+            split_share: UNSET,
+            unused: UNSET,
+        }
+    }
+}
+
+/// Declares the table and how it is filled, so that a name stands once.
+macro_rules! table {
+    ($($field:ident = $symbol:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
+        /// The functions that are used, under the names of `nccl.h`.
+        #[allow(missing_docs, reason = "each is documented by NVIDIA under the name that it is loaded by")]
+        #[derive(Clone, Copy)]
+        pub struct Table {
+            $(pub $field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
+        }
+
+        impl Table {
+            /// # Safety
+            /// The library is NCCL.
+            unsafe fn load(library: &libloading::Library) -> Result<Table, String> {
+                Ok(Table {
+                    $($field: {
+                        // SAFETY: the signature is that of nccl.h.
+                        let symbol = unsafe { library.get($symbol.as_bytes()) };
+                        *symbol.map_err(|_| format!("it lacks {}", $symbol))?
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+table! {
+    get_version = "ncclGetVersion": fn(*mut c_int) -> Status;
+    get_unique_id = "ncclGetUniqueId": fn(*mut UniqueId) -> Status;
+    get_error_string = "ncclGetErrorString": fn(Status) -> *const c_char;
+    get_last_error = "ncclGetLastError": fn(RawComm) -> *const c_char;
+    comm_init_rank_config = "ncclCommInitRankConfig": fn(*mut RawComm, c_int, UniqueId, c_int, *mut Config) -> Status;
+    comm_split = "ncclCommSplit": fn(RawComm, c_int, c_int, *mut RawComm, *mut Config) -> Status;
+    comm_get_async_error = "ncclCommGetAsyncError": fn(RawComm, *mut Status) -> Status;
+    comm_finalize = "ncclCommFinalize": fn(RawComm) -> Status;
+    comm_destroy = "ncclCommDestroy": fn(RawComm) -> Status;
+    comm_abort = "ncclCommAbort": fn(RawComm) -> Status;
+    all_reduce = "ncclAllReduce":
+        fn(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, RawStream) -> Status;
+    reduce_scatter = "ncclReduceScatter":
+        fn(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, RawStream) -> Status;
+    all_gather = "ncclAllGather": fn(*const c_void, *mut c_void, usize, c_int, RawComm, RawStream) -> Status;
+    broadcast = "ncclBroadcast":
+        fn(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, RawStream) -> Status;
+}
+
+/// A version as `ncclGetVersion` codes it since 2.9: 2.28.9 is 22809.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version(pub c_int);
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.0 / 10000, self.0 / 100 % 100, self.0 % 100)
+    }
+}
+
+/// The loaded library.
+pub struct Library {
+    pub(super) table: Table,
+    version: Version,
+    origin: PathBuf,
+}
+
+impl Library {
+    /// Loads NCCL: the file or folder in `FINETUNE_NCCL_LIB` if that is set, else by name where the loader looks
+    /// (`LD_LIBRARY_PATH`, the system's folders). It stays loaded until the process ends: NCCL has threads of its own.
+    ///
+    /// # Errors
+    /// The library is not there or is older than 2.18; names what was tried.
+    pub fn open() -> Result<Arc<Library>> {
+        Self::open_among(&candidates(std::env::var_os(LIBRARY_VARIABLE)))
+    }
+
+    fn open_among(candidates: &[PathBuf]) -> Result<Arc<Library>> {
+        let mut tried = Vec::new();
+        for candidate in candidates {
+            match Self::load(candidate) {
+                Ok(library) => return Ok(Arc::new(library)),
+                Err(why) => tried.push(format!("{}: {why}", candidate.display())),
+            }
+        }
+        let error = Error::user("cannot load NCCL, which several GPUs need");
+        Err(tried.into_iter().fold(error, Error::because).hint(format!(
+            "install it (`apt-get install libnccl2`, or `pip install nvidia-nccl-cu13` and \
+             {LIBRARY_VARIABLE}=.../site-packages/nvidia/nccl)"
+        )))
+    }
+
+    fn load(path: &Path) -> Result<Library, String> {
+        // SAFETY: NCCL's initializers only read the environment.
+        let library = unsafe { libloading::Library::new(path) }.map_err(|error| error.to_string())?;
+        // SAFETY: a library under NCCL's name; its version is checked before anything else is called.
+        let table = unsafe { Table::load(&library) }?;
+        let library = Library::new(table, path.to_owned(), library)?;
+        Ok(library)
+    }
+
+    /// A library of these functions, which `keep` keeps loaded.
+    fn new(table: Table, origin: PathBuf, keep: libloading::Library) -> Result<Library, String> {
+        std::mem::forget(keep);
+        Self::of_table(table, origin)
+    }
+
+    pub(super) fn of_table(table: Table, origin: PathBuf) -> Result<Library, String> {
+        let mut version = 0;
+        // SAFETY: the pointer is to a local.
+        let status = unsafe { (table.get_version)(&mut version) };
+        let version = Version(version);
+        match status {
+            Status::SUCCESS if version >= OLDEST => Ok(Library { table, version, origin }),
+            Status::SUCCESS => Err(format!("it is version {version}, at least {OLDEST} is needed")),
+            Status(code) => Err(format!("ncclGetVersion failed with code {code}")),
+        }
+    }
+
+    /// The version that was loaded.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// The name or path that it was loaded by.
+    pub fn origin(&self) -> &Path {
+        &self.origin
+    }
+
+    /// A new id for [`super::Nccl::connect`]; rank 0 makes it. Opens a socket that the other ranks will meet at, on
+    /// the interface that `NCCL_SOCKET_IFNAME` names.
+    ///
+    /// # Errors
+    /// The library finds no network interface.
+    pub fn unique_id(&self) -> Result<UniqueId> {
+        let mut id = UniqueId([0; 128]);
+        // SAFETY: the pointer is to a local of the library's size.
+        let status = unsafe { (self.table.get_unique_id)(&mut id) };
+        if status == Status::SUCCESS {
+            return Ok(id);
+        }
+        Err(Error::user("cannot make an NCCL id")
+            .because(self.text(status, None))
+            .hint("name a network interface: `NCCL_SOCKET_IFNAME=eth0`, or `lo` on a single host"))
+    }
+
+    /// What the library says about `status`, and about its latest error.
+    pub(super) fn text(&self, status: Status, comm: Option<RawComm>) -> String {
+        let read = |text: *const c_char| {
+            // SAFETY: the library returns null or a string that lives on.
+            let text = (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) });
+            text.map(|text| text.to_string_lossy().trim().to_owned()).unwrap_or_default()
+        };
+        // SAFETY: any status is accepted.
+        let kind = read(unsafe { (self.table.get_error_string)(status) });
+        // SAFETY: null or a living communicator; the argument is unused up to 2.32.
+        let last = read(unsafe { (self.table.get_last_error)(comm.unwrap_or(std::ptr::null_mut())) });
+        let text = format!("{kind} (code {})", status.0);
+        if last.is_empty() { text } else { format!("{text}: {last}") }
+    }
+}
+
+impl fmt::Debug for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NCCL {} from {}", self.version, self.origin.display())
+    }
+}
+
+/// What to try for a value of `FINETUNE_NCCL_LIB`. A folder may be the library's, a wheel's or site-packages.
+fn candidates(given: Option<OsString>) -> Vec<PathBuf> {
+    let Some(given) = given.filter(|given| !given.is_empty()).map(PathBuf::from) else {
+        return NAMES.map(PathBuf::from).to_vec();
+    };
+    if !given.is_dir() {
+        return vec![given];
+    }
+    let folders = ["", "lib", "nccl/lib", "nvidia/nccl/lib"];
+    let all = folders.iter().flat_map(|folder| NAMES.map(|name| given.join(folder).join(name)));
+    let there: Vec<PathBuf> = all.clone().filter(|path| path.exists()).collect();
+    if there.is_empty() { all.collect() } else { there }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// From `nccl.h` 2.28.9: the enums, and `offsetof` of the members that 2.18 had.
+    #[test]
+    fn values_are_those_of_the_header() {
+        assert_eq!([Element::U8, Element::F32, Element::F64, Element::Bf16].map(data_type), [1, 7, 8, 9]);
+        assert_eq!(size_of::<UniqueId>(), 128);
+        assert_eq!(size_of::<Config>(), 48);
+        assert_eq!(std::mem::offset_of!(Config, magic), 8);
+        assert_eq!(std::mem::offset_of!(Config, blocking), 16);
+        assert_eq!(std::mem::offset_of!(Config, net_name), 32);
+        assert_eq!(std::mem::offset_of!(Config, split_share), 40);
+        assert_eq!(std::mem::offset_of!(Config, unused), 44);
+        assert_eq!(Version(22809).to_string(), "2.28.9");
+    }
+
+    #[test]
+    fn an_absent_library_is_an_error_that_says_what_was_tried() {
+        let error = Library::open_among(&candidates(Some("/nowhere/libnccl.so.2".into()))).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("cannot load NCCL"), "{text}");
+        assert!(text.contains("/nowhere/libnccl.so.2: "), "{text}");
+        assert!(text.contains("hint: install it"), "{text}");
+    }
+
+    #[test]
+    fn another_library_is_refused() {
+        let Err(error) = Library::load(Path::new("libc.so.6")) else { panic!("libc is no NCCL") };
+        assert_eq!(error, "it lacks ncclGetVersion");
+    }
+
+    #[test]
+    fn a_folder_may_be_a_wheels() {
+        let folder = tempfile::tempdir().unwrap();
+        let library = folder.path().join("nvidia/nccl/lib/libnccl.so.2");
+        std::fs::create_dir_all(library.parent().unwrap()).unwrap();
+        std::fs::write(&library, "").unwrap();
+        for given in ["", "nvidia", "nvidia/nccl", "nvidia/nccl/lib", "nvidia/nccl/lib/libnccl.so.2"] {
+            let found = candidates(Some(folder.path().join(given).into()));
+            assert_eq!(
+                found.iter().map(|path| path.canonicalize().unwrap()).collect::<Vec<_>>(),
+                [library.canonicalize().unwrap()]
+            );
+        }
+        assert_eq!(candidates(None)[0], Path::new("libnccl.so.2"));
+    }
+
+    /// With the real library, if there is one: it needs no GPU for these.
+    #[test]
+    #[allow(clippy::print_stderr, reason = "a skipped test says so")]
+    fn the_real_library_gives_a_version_and_ids() {
+        let Ok(library) = Library::open() else {
+            eprintln!("SKIPPED: no NCCL here; point {LIBRARY_VARIABLE} at one");
+            return;
+        };
+        assert!(library.version() >= OLDEST);
+        let ids = [library.unique_id().unwrap(), library.unique_id().unwrap()];
+        assert_ne!(ids[0], ids[1]);
+        assert!(library.text(Status::REMOTE_ERROR, None).contains("(code 6)"));
+    }
+
+    /// The real library refuses to meet without a driver: an error with its own words, at once.
+    #[test]
+    #[allow(clippy::print_stderr, reason = "a skipped test says so")]
+    fn the_real_library_says_why_it_cannot_meet() {
+        use crate::collective::nccl::{Alarm, Meeting, Nccl, stand_in};
+        let Ok(library) = Library::open() else {
+            eprintln!("SKIPPED: no NCCL here; point {LIBRARY_VARIABLE} at one");
+            return;
+        };
+        if Path::new("/dev/nvidiactl").exists() {
+            eprintln!("SKIPPED: there is a GPU here, and this test has no memory on it");
+            return;
+        }
+        let deadline = std::time::Duration::from_secs(60);
+        let meeting = Meeting { id: library.unique_id().unwrap(), rank: 0, size: 1, deadline };
+        let met = Nccl::connect(&library, &meeting, stand_in::Host::default(), &Alarm::new());
+        let error = met.unwrap_err().to_string();
+        assert!(error.contains("cannot make an NCCL communicator"), "{error}");
+        assert!(error.contains("(code 1)"), "ncclUnhandledCudaError: {error}");
+    }
+}

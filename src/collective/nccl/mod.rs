@@ -1,0 +1,379 @@
+//! Ranks on GPUs, over NCCL that is loaded at run time (`library`). **Not yet run on a GPU**: the logic runs in
+//! tests over a stand-in for the library and the device, the library's errors over the real one, the rest compiles.
+//!
+//! Calls put work on the rank's streams and return: sums and broadcasts on the compute stream, gathers on their own one,
+//! with marks for the order between the two. Communicators are non-blocking, so every wait polls (`communicator`),
+//! and a thread watches over what is on the streams (`watch`). Failures end all communicators of the process
+//! ([`Alarm`]); other processes see NCCL's remote error, the deadline, or the word on the control channel, which is
+//! the launcher's to pass on by [`Alarm::raise`].
+//!
+//! Comparing every call would cost a round trip each. Instead each rank hashes its calls as it makes them, and
+//! compares the hash with its peers' at barriers, splits and sums of f64 (once or twice a step): there the first call that
+//! differs is named, with the ranks. A difference that stops NCCL before that ends at the deadline, with this rank's call.
+//! NCCL picks the order of its sums; `NCCL_ALGO=Ring` makes it the same in every run.
+
+mod communicator;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod device;
+mod environment;
+mod library;
+mod trail;
+mod watch;
+
+pub use communicator::Alarm;
+#[cfg(feature = "cuda")]
+pub use cuda::Cuda;
+pub use device::{Device, Lane};
+pub use environment::one_gpu_environment;
+pub use library::{
+    Config, LIBRARY_VARIABLE, Library, RawComm, RawStream, SUM, Status, Table, UniqueId, Version, data_type,
+};
+
+use std::collections::VecDeque;
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use self::communicator::Communicator;
+use self::trail::Trail;
+use self::watch::Watch;
+use super::record::{Action, Record};
+use super::{Call, Collective, Element, Memory, Op, Phase, Ticket, Traffic};
+use crate::error::{Error, Kind, Result};
+
+/// How long a rank waits for its peers unless told otherwise; longer than any evaluation or save.
+pub const DEADLINE: Duration = Duration::from_secs(1800);
+
+/// Who meets, and how.
+#[derive(Debug, Clone, Copy)]
+pub struct Meeting {
+    /// Rank 0's [`Library::unique_id`].
+    pub id: UniqueId,
+    /// This rank.
+    pub rank: usize,
+    /// All ranks.
+    pub size: usize,
+    /// How long a call may wait for other ranks.
+    pub deadline: Duration,
+}
+
+/// One rank's end of a group of GPUs. Its calls come from one thread, that of the device's compute stream.
+pub struct Nccl<D: Device> {
+    // Dropped in this order: the communicator ends while it is watched.
+    communicator: Arc<Communicator>,
+    member: Arc<Member<D>>,
+    rank: usize,
+    /// The ranks of the group by their rank in the world.
+    ranks: Vec<usize>,
+    state: Mutex<State<D>>,
+}
+
+/// What this rank's groups share.
+struct Member<D: Device> {
+    watch: Watch<D>,
+    device: Arc<D>,
+    library: Arc<Library>,
+    alarm: Arc<Alarm>,
+    /// In the world.
+    rank: usize,
+    phase: Mutex<Option<Phase>>,
+}
+
+struct State<D: Device> {
+    trail: Trail,
+    tickets: u64,
+    gathers: VecDeque<Gather<D>>,
+    traffic: Traffic,
+    scratch: Option<(usize, D::Scratch)>,
+}
+
+impl<D: Device> Default for State<D> {
+    fn default() -> Self {
+        State {
+            trail: Trail::default(),
+            tickets: 0,
+            gathers: VecDeque::new(),
+            traffic: Traffic::default(),
+            scratch: None,
+        }
+    }
+}
+
+/// A gather on its stream, with the memory that must live until computation has been told to wait for it.
+struct Gather<D: Device> {
+    ticket: u64,
+    mark: D::Mark,
+    _memory: [Memory; 2],
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<D: Device> Nccl<D> {
+    /// Meets the other ranks. `alarm` is shared by the ranks that are threads of this process.
+    ///
+    /// # Errors
+    /// NCCL refuses (two ranks on one GPU, no driver, no network), or not all ranks come before the deadline.
+    pub fn connect(library: &Arc<Library>, meeting: &Meeting, device: D, alarm: &Arc<Alarm>) -> Result<Self> {
+        let Meeting { id, rank, size, deadline } = *meeting;
+        let device = Arc::new(device);
+        device.bind()?;
+        let communicator = Communicator::meet(library, alarm, &id, (rank, size), deadline)?;
+        let watch = Watch::start(&device, alarm, rank, deadline)?;
+        let (library, alarm) = (Arc::clone(library), Arc::clone(alarm));
+        let member = Arc::new(Member { watch, device, library, alarm, rank, phase: Mutex::default() });
+        Ok(Nccl { communicator, member, rank, ranks: (0..size).collect(), state: Mutex::default() })
+    }
+
+    fn record(&self, action: Action, call: Call) -> Record {
+        let phase = *locked(&self.member.phase);
+        Record::new(locked(&self.state).trail.calls(), action, call, phase)
+    }
+
+    /// Remembers a call that is about to be made.
+    fn note(&self, record: &Record) {
+        locked(&self.state).trail.add(record);
+    }
+
+    /// Puts a call on a stream. What fails here fails for good: the first cause is kept for all later calls.
+    fn enqueue(
+        &self,
+        lane: Lane,
+        record: &Record,
+        call: impl FnOnce(&Table, RawComm, RawStream) -> Status,
+    ) -> Result<D::Mark> {
+        let member = &*self.member;
+        let put = || {
+            member.device.bind()?;
+            let stream = member.device.stream(lane);
+            self.communicator.call(&record.to_string(), |table, comm| call(table, comm, stream))?;
+            member.device.mark(lane)
+        };
+        let mark = put().map_err(|error| member.alarm.raise(error))?;
+        member.watch.add(lane, mark.clone(), record.clone());
+        Ok(mark)
+    }
+
+    /// Waits until all that is before the mark is done.
+    fn wait(&self, mark: &D::Mark) -> Result<()> {
+        let member = &*self.member;
+        while !member.device.reached(mark).map_err(|error| member.alarm.raise(error))? {
+            member.alarm.check()?;
+            std::thread::sleep(Duration::from_micros(20));
+        }
+        // An aborted kernel ends as well, with nothing in its memory.
+        member.alarm.check()
+    }
+
+    /// The `own` of all ranks, which are of one length, side by side.
+    fn exchange(&self, record: &Record, own: &[u8]) -> Result<Vec<u8>> {
+        let (device, ranks) = (&*self.member.device, self.ranks.len());
+        let need = own.len() * (ranks + 1);
+        let kept = locked(&self.state).scratch.take().filter(|(bytes, _)| *bytes >= need);
+        let (bytes, mut scratch) = match kept {
+            Some(kept) => kept,
+            None => (need, device.scratch(need)?),
+        };
+        device.put(&mut scratch, own)?;
+        let from = device.address(&scratch);
+        let to = from + own.len();
+        self.enqueue(Lane::Compute, record, |table, comm, stream| {
+            let element = data_type(Element::U8);
+            // SAFETY: the scratch holds all parts, and lives until the wait below is over.
+            unsafe {
+                (table.all_gather)(from as *const c_void, to as *mut c_void, own.len(), element, comm, stream)
+            }
+        })?;
+        device.fetch(&mut scratch)?;
+        self.wait(&device.mark(Lane::Compute)?)?;
+        let all = device.fetched(&scratch)?;
+        locked(&self.state).scratch = Some((bytes, scratch));
+        Ok(all[own.len()..need].to_vec())
+    }
+
+    /// Compares all calls so far, of which `record` is the last, with the peers'. Returns the records of all.
+    fn compare(&self, record: &Record) -> Result<Vec<Record>> {
+        let own = locked(&self.state).trail.digest();
+        let all = self.exchange(record, &own)?;
+        if let Some(records) = trail::agreeing(&all, self.rank) {
+            return Ok(records);
+        }
+        // All ranks saw that: all tell what they called.
+        let own = locked(&self.state).trail.tail();
+        let tails = self.exchange(record, &own)?;
+        let error = Error::new(Kind::Transient, "ranks do not make the same calls");
+        let lines = trail::first_difference(&tails, self.ranks.len(), self.rank);
+        let name = |(rank, call): (usize, String)| format!("rank {} makes {call}", self.ranks[rank]);
+        let error = self.member.alarm.keep(lines.into_iter().map(name).fold(error, Error::because));
+        // Stopping now would take the answer from slower ranks: they have it once they come here too.
+        let _ = self.exchange(record, &[0; 8]);
+        Err(self.member.alarm.raise(error))
+    }
+
+    fn count(&self, op: Op, bytes: usize, is_root: bool) {
+        locked(&self.state).traffic.count(op, bytes, self.ranks.len(), is_root);
+    }
+
+    /// A shard and the data that the ranks' shards make up.
+    fn check_shard(&self, call: Call, shard: &Memory, full: &Memory) -> Result<()> {
+        let fits = full.element() == shard.element()
+            && shard.elements().checked_mul(self.ranks.len()) == Some(full.elements());
+        if fits {
+            return Ok(());
+        }
+        let what = format!("the shard of {} {} does not fit its data", call.what, call.index);
+        Err(Error::internal(what).because(format!("{shard:?}, {full:?}, {} ranks", self.ranks.len())))
+    }
+}
+
+/// Bytes have no sum.
+fn check_sum(call: Call, memory: &Memory) -> Result<()> {
+    match memory.element() {
+        Element::U8 => {
+            Err(Error::internal(format!("{} {} are bytes: they have no sum", call.what, call.index)))
+        }
+        Element::Bf16 | Element::F32 | Element::F64 => Ok(()),
+    }
+}
+
+impl<D: Device> Collective for Nccl<D> {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    fn all_reduce(&self, call: Call, buffer: &Memory) -> Result<()> {
+        check_sum(call, buffer)?;
+        let record = self.record(Action::Op(Op::AllReduce), call).moving(buffer.element(), buffer.elements());
+        self.note(&record);
+        if buffer.element() == Element::F64 {
+            self.compare(&record)?;
+        }
+        let (at, element) = (buffer.address() as *mut c_void, data_type(buffer.element()));
+        self.enqueue(Lane::Compute, &record, |table, comm, stream| {
+            // SAFETY: the memory is valid on the device by `Memory`'s contract, freed on the compute stream at the earliest.
+            unsafe { (table.all_reduce)(at, at, buffer.elements(), element, SUM, comm, stream) }
+        })?;
+        self.count(Op::AllReduce, buffer.bytes(), false);
+        Ok(())
+    }
+
+    fn reduce_scatter(&self, call: Call, full: &Memory, shard: &Memory) -> Result<()> {
+        check_sum(call, full)?;
+        self.check_shard(call, shard, full)?;
+        let record = self.record(Action::Op(Op::ReduceScatter), call).moving(full.element(), full.elements());
+        self.note(&record);
+        let (from, to) = (full.address() as *const c_void, shard.address() as *mut c_void);
+        self.enqueue(Lane::Compute, &record, |table, comm, stream| {
+            let element = data_type(full.element());
+            // SAFETY: as for all_reduce; the lengths were checked.
+            unsafe { (table.reduce_scatter)(from, to, shard.elements(), element, SUM, comm, stream) }
+        })?;
+        self.count(Op::ReduceScatter, full.bytes(), false);
+        Ok(())
+    }
+
+    fn start_all_gather(&self, call: Call, shard: &Memory, full: &Memory) -> Result<Ticket> {
+        self.check_shard(call, shard, full)?;
+        let record = self.record(Action::Op(Op::AllGather), call).moving(full.element(), full.elements());
+        self.note(&record);
+        // The shard was written, and the room for the full data last read, by computation.
+        let device = &*self.member.device;
+        device.follow(Lane::Gather, &device.mark(Lane::Compute)?)?;
+        let (from, to) = (shard.address() as *const c_void, full.address() as *mut c_void);
+        let mark = self.enqueue(Lane::Gather, &record, |table, comm, stream| {
+            let element = data_type(full.element());
+            // SAFETY: as for all_reduce; the memory is kept with the gather until `finish`.
+            unsafe { (table.all_gather)(from, to, shard.elements(), element, comm, stream) }
+        })?;
+        self.count(Op::AllGather, full.bytes(), false);
+        let mut state = locked(&self.state);
+        state.tickets += 1;
+        let ticket = state.tickets;
+        state.gathers.push_back(Gather { ticket, mark, _memory: [shard.clone(), full.clone()] });
+        Ok(Ticket(ticket))
+    }
+
+    fn finish(&self, ticket: Ticket) -> Result<()> {
+        self.member.alarm.check()?;
+        let first = locked(&self.state).gathers.pop_front();
+        let Some(gather) = first.filter(|gather| gather.ticket == ticket.0) else {
+            return Err(Error::internal("a gather is finished out of turn"));
+        };
+        self.member.device.follow(Lane::Compute, &gather.mark)
+    }
+
+    fn broadcast(&self, call: Call, root: usize, buffer: &Memory) -> Result<()> {
+        if root >= self.ranks.len() {
+            return Err(Error::internal(format!("rank {root} of {} broadcasts", self.ranks.len())));
+        }
+        let record = self.record(Action::Op(Op::Broadcast), call);
+        let record = record.moving(buffer.element(), buffer.elements()).number(root);
+        self.note(&record);
+        let at = buffer.address() as *mut c_void;
+        self.enqueue(Lane::Compute, &record, |table, comm, stream| {
+            let element = data_type(buffer.element());
+            // SAFETY: as for all_reduce; the root is a rank of this group.
+            unsafe { (table.broadcast)(at, at, buffer.elements(), element, root as i32, comm, stream) }
+        })?;
+        self.count(Op::Broadcast, buffer.bytes(), self.rank == root);
+        Ok(())
+    }
+
+    fn barrier(&self, call: Call) -> Result<()> {
+        let record = self.record(Action::Op(Op::Barrier), call);
+        self.note(&record);
+        self.compare(&record)?;
+        self.count(Op::Barrier, 0, false);
+        Ok(())
+    }
+
+    fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
+        let record = self.record(Action::Split, Call { what: "ranks", index: 0 }).number(color);
+        self.note(&record);
+        let records = self.compare(&record)?;
+        let members = || (0..records.len()).filter(|rank| records[*rank].number == records[self.rank].number);
+        let member = &self.member;
+        let communicator =
+            self.communicator.split(color, self.rank).map_err(|error| member.alarm.raise(error))?;
+        Ok(Box::new(Nccl {
+            communicator,
+            member: Arc::clone(member),
+            rank: members().position(|rank| rank == self.rank).unwrap_or(0),
+            ranks: members().map(|rank| self.ranks[rank]).collect(),
+            state: Mutex::default(),
+        }))
+    }
+
+    fn traffic(&self) -> Traffic {
+        locked(&self.state).traffic
+    }
+
+    fn enter(&self, phase: Phase) -> Result<()> {
+        *locked(&self.member.phase) = Some(phase);
+        self.member.alarm.check()
+    }
+
+    fn abort(&self, why: &str) {
+        let phase = *locked(&self.member.phase);
+        let place = phase.map(|phase| format!("in phase {}: ", phase.name())).unwrap_or_default();
+        let error = Error::new(Kind::Transient, format!("rank {} failed", self.member.rank));
+        self.member.alarm.raise(error.because(format!("{place}{why}")));
+    }
+}
+
+impl<D: Device> std::fmt::Debug for Nccl<D> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "rank {} of {} over {:?}", self.rank, self.ranks.len(), self.member.library)
+    }
+}
+
+#[cfg(test)]
+mod stand_in;
+#[cfg(test)]
+mod tests;

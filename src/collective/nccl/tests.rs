@@ -1,0 +1,219 @@
+//! The backend over the stand-in: no GPU, no library.
+
+use std::any::Any;
+use std::sync::atomic::Ordering;
+
+use super::stand_in::{Host, library};
+use super::*;
+
+const PATIENT: Duration = Duration::from_secs(60);
+const SHORT: Duration = Duration::from_millis(300);
+
+const fn call(what: &'static str, index: usize) -> Call {
+    Call { what, index }
+}
+
+/// Memory over a vector, which is read back after collectives.
+struct Values<T>(Arc<Vec<T>>, Memory);
+
+impl<T: Copy + Send + Sync + 'static> Values<T> {
+    fn new(element: Element, values: Vec<T>) -> Self {
+        let values = Arc::new(values);
+        let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&values) as _;
+        // SAFETY: kept by its owner, and not read while a collective runs.
+        let memory = unsafe { Memory::new(values.as_ptr() as usize, values.len(), element, owner) };
+        Values(values, memory)
+    }
+
+    fn read(&self) -> Vec<T> {
+        // SAFETY: in bounds; written behind the compiler's back.
+        (0..self.0.len()).map(|i| unsafe { self.0.as_ptr().add(i).read_volatile() }).collect()
+    }
+}
+
+/// Runs ranks as threads, each with its own alarm as if in its own process, or all with one.
+fn run<T: Send>(
+    size: usize,
+    deadline: Duration,
+    one_process: bool,
+    rank: impl Fn(&Nccl<Host>, &Host) -> T + Sync,
+) -> Vec<T> {
+    let library = library();
+    let id = library.unique_id().unwrap();
+    let shared = Alarm::new();
+    std::thread::scope(|scope| {
+        let start = |number: usize| {
+            let (library, rank) = (&library, &rank);
+            let alarm = if one_process { Arc::clone(&shared) } else { Alarm::new() };
+            scope.spawn(move || {
+                let meeting = Meeting { id, rank: number, size, deadline };
+                let device = Host::default();
+                let other_end = Host { stuck: Arc::clone(&device.stuck) };
+                rank(&Nccl::connect(library, &meeting, device, &alarm).unwrap(), &other_end)
+            })
+        };
+        let threads: Vec<_> = (0..size).map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn texts(results: Vec<Result<()>>) -> Vec<String> {
+    results.into_iter().map(|result| result.unwrap_err().to_string()).collect()
+}
+
+#[test]
+fn every_operation_moves_its_data_and_counts_it() {
+    run(3, PATIENT, false, |nccl, _| {
+        let rank = nccl.rank();
+        let buffer = Values::new(Element::F32, vec![rank as f32 + 1.0; 5]);
+        nccl.all_reduce(call("f32", 0), &buffer.1).unwrap();
+        assert_eq!(buffer.read(), [6.0; 5]);
+        let loss = Values::new(Element::F64, vec![0.25 * rank as f64]);
+        nccl.all_reduce(call("loss", 0), &loss.1).unwrap();
+        assert_eq!(loss.read(), [0.75]);
+
+        let full = Values::new(Element::F32, (0..6).map(|i| i as f32).collect());
+        let shard = Values::new(Element::F32, vec![0.0_f32; 2]);
+        nccl.reduce_scatter(call("full", 0), &full.1, &shard.1).unwrap();
+        assert_eq!(shard.read(), [6.0 * rank as f32, 6.0 * rank as f32 + 3.0]);
+
+        let codes = Values::new(Element::U8, vec![rank as u8; 4]);
+        let [one, two] = [(); 2].map(|()| Values::new(Element::U8, vec![9_u8; 12]));
+        let first = nccl.start_all_gather(call("codes", 0), &codes.1, &one.1).unwrap();
+        let second = nccl.start_all_gather(call("codes", 1), &codes.1, &two.1).unwrap();
+        nccl.finish(first).unwrap();
+        nccl.finish(second).unwrap();
+        assert_eq!(one.read(), [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]);
+        assert_eq!(one.read(), two.read());
+
+        nccl.broadcast(call("codes", 2), 2, &codes.1).unwrap();
+        assert_eq!(codes.read(), [2; 4]);
+        nccl.barrier(call("end", 0)).unwrap();
+        let traffic = nccl.traffic();
+        assert_eq!(traffic.calls(Op::AllGather), 2);
+        assert_eq!(traffic.bytes(Op::AllGather), 16);
+        assert_eq!(traffic.bytes(Op::ReduceScatter), 16);
+    });
+}
+
+#[test]
+fn groups_are_of_one_color_and_apart() {
+    run(3, PATIENT, true, |nccl, _| {
+        let rank = nccl.rank();
+        let group = nccl.split(rank % 2).unwrap();
+        assert_eq!((group.rank(), group.size()), if rank == 1 { (0, 1) } else { (rank / 2, 2) });
+        let buffer = Values::new(Element::F32, vec![1.0_f32; 3]);
+        // Groups need not make the same number of calls.
+        for index in 0..=group.size() {
+            group.all_reduce(call("group", index), &buffer.1).unwrap();
+        }
+        assert_eq!(buffer.read(), [if rank == 1 { 1.0 } else { 8.0 }; 3]);
+        group.barrier(call("group", 0)).unwrap();
+        nccl.barrier(call("world", 0)).unwrap();
+    });
+}
+
+#[test]
+fn a_call_that_differs_is_named_with_its_rank_at_the_next_comparison() {
+    let results = run(3, PATIENT, false, |nccl, _| {
+        nccl.enter(Phase::Backward).unwrap();
+        let buffer = Values::new(Element::F32, vec![1.0_f32; 4]);
+        let block = if nccl.rank() == 1 { 4 } else { 3 };
+        nccl.all_reduce(call("gradients of block", block), &buffer.1).unwrap();
+        nccl.all_reduce(call("gradients of block", 2), &buffer.1).unwrap();
+        let result = nccl.barrier(call("end", 0));
+        assert!(nccl.barrier(call("after", 0)).is_err(), "a failed group stays failed");
+        result
+    });
+    let calls = [3, 4].map(|block| {
+        format!("makes call 0: all-reduce of gradients of block {block} (4 x F32), in phase backward")
+    });
+    for (rank, text) in texts(results).into_iter().enumerate() {
+        let (own, other) = (&calls[usize::from(rank == 1)], &calls[usize::from(rank != 1)]);
+        let peer = usize::from(rank != 1);
+        assert!(text.contains(&format!("rank {rank} {own}\n  caused by: rank {peer} {other}")), "{text}");
+    }
+}
+
+#[test]
+fn calls_that_nccl_cannot_match_end_at_the_deadline() {
+    let results = run(2, SHORT, false, |nccl, _| {
+        let buffer = Values::new(Element::F32, vec![1.0_f32; 4 + nccl.rank()]);
+        nccl.all_reduce(call("gradients", 7), &buffer.1)
+    });
+    // The first one ends the wait of the other, which then speaks of its peer.
+    let own = "call 0: all-reduce of gradients 7 (";
+    let late = |text: &String| text.contains(own) && text.contains("did not begin on all ranks");
+    let all = texts(results);
+    assert!(all.iter().any(late), "{all:?}");
+    assert!(all.iter().all(|text| late(text) || text.contains("another rank stopped")), "{all:?}");
+}
+
+#[test]
+fn a_failure_ends_waits_in_this_process_with_its_reason() {
+    let results = run(3, PATIENT, true, |nccl, _| {
+        if nccl.rank() == 1 {
+            nccl.enter(Phase::Save).unwrap();
+            std::thread::sleep(Duration::from_millis(50));
+            nccl.abort("no space left");
+            nccl.abort("said twice");
+        }
+        nccl.barrier(call("end", 0))
+    });
+    for text in texts(results) {
+        assert_eq!(text, "error: rank 1 failed\n  caused by: in phase save: no space left");
+    }
+}
+
+#[test]
+fn a_failure_ends_waits_in_other_processes() {
+    let results = run(2, PATIENT, false, |nccl, _| {
+        nccl.barrier(call("start", 0))?;
+        if nccl.rank() == 1 {
+            nccl.abort("no space left");
+        }
+        nccl.barrier(call("end", 0))
+    });
+    let all = texts(results);
+    assert!(all[0].contains("another rank stopped"), "{all:?}");
+    assert!(all[1].contains("rank 1 failed"), "{all:?}");
+}
+
+#[test]
+fn a_kernel_that_does_not_end_raises_the_alarm() {
+    let results = run(2, SHORT, false, |nccl, device| {
+        nccl.enter(Phase::Forward).unwrap();
+        device.stuck.store(true, Ordering::SeqCst);
+        let [shard, full] = [1, 2].map(|n| Values::new(Element::F32, vec![1.0_f32; n]));
+        let ticket = nccl.start_all_gather(call("weights of block", 5), &shard.1, &full.1)?;
+        nccl.finish(ticket)?;
+        nccl.barrier(call("end", 0))
+    });
+    let all = texts(results);
+    let stuck = "call 0: all-gather of weights of block 5 (2 x F32), in phase forward did not end in 0 s";
+    assert!(all.iter().any(|text| text.contains("waits for other ranks without end")), "{all:?}");
+    assert!(all.iter().any(|text| text.contains(stuck)), "{all:?}");
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_missed_at_the_deadline() {
+    let library = library();
+    let meeting = Meeting { id: library.unique_id().unwrap(), rank: 0, size: 2, deadline: SHORT };
+    let error = Nccl::connect(&library, &meeting, Host::default(), &Alarm::new()).unwrap_err();
+    assert_eq!(error.what(), "the meeting of the ranks did not begin on all ranks");
+}
+
+#[test]
+fn misuse_is_refused_before_anything_is_called() {
+    run(1, PATIENT, false, |nccl, _| {
+        let bytes = Values::new(Element::U8, vec![0_u8; 3]);
+        let floats = Values::new(Element::F32, vec![0.0_f32; 2]);
+        assert!(nccl.all_reduce(call("bytes", 0), &bytes.1).is_err());
+        assert!(nccl.reduce_scatter(call("full", 0), &floats.1, &bytes.1).is_err());
+        assert!(nccl.broadcast(call("bytes", 0), 1, &bytes.1).is_err());
+        let first = nccl.start_all_gather(call("one", 0), &bytes.1, &bytes.1).unwrap();
+        let second = nccl.start_all_gather(call("two", 0), &bytes.1, &bytes.1).unwrap();
+        assert!(nccl.finish(second).is_err(), "out of turn");
+        assert!(nccl.finish(first).is_err());
+    });
+}

@@ -1,0 +1,198 @@
+//! One call as 64 bytes that ranks compare: the same call on every rank gives the same bytes but for the phase.
+//!
+//! MPI's ranks send a record before each call; NCCL's ranks gather their last one, with a hash over all before it, at
+//! barriers and sums of scalars. A record names the call in errors, so it holds the words and not their hash.
+
+use std::fmt;
+
+use super::{Call, Element, Op, Phase};
+
+/// Bytes of a record.
+pub(super) const RECORD_BYTES: usize = 64;
+
+/// Bytes of [`Call::what`] that a record has room for; its full length is compared as well.
+const WHAT_BYTES: usize = 32;
+
+const ELEMENTS: [Element; 4] = [Element::U8, Element::Bf16, Element::F32, Element::F64];
+
+/// What a rank calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Action {
+    /// One of the counted calls.
+    Op(Op),
+    /// `Collective::split`.
+    Split,
+}
+
+const ACTIONS: [(Action, &str); 6] = [
+    (Action::Op(Op::AllReduce), "all-reduce"),
+    (Action::Op(Op::ReduceScatter), "reduce-scatter"),
+    (Action::Op(Op::AllGather), "all-gather"),
+    (Action::Op(Op::Broadcast), "broadcast"),
+    (Action::Op(Op::Barrier), "barrier"),
+    (Action::Split, "split"),
+];
+
+/// A call that a rank makes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Record {
+    /// Calls before it in this group.
+    pub(super) sequence: u64,
+    pub(super) action: Action,
+    /// What the memory holds, if there is any.
+    pub(super) element: Option<Element>,
+    /// Elements of the full (not sharded) data.
+    pub(super) elements: u64,
+    /// The root of a broadcast, the color of a split.
+    pub(super) number: u32,
+    /// The beginning of [`Call::what`].
+    what: String,
+    what_bytes: u8,
+    index: u64,
+    phase: Option<Phase>,
+}
+
+impl Record {
+    pub(super) fn new(sequence: u64, action: Action, call: Call, phase: Option<Phase>) -> Self {
+        let end = (0..=WHAT_BYTES.min(call.what.len())).rev().find(|end| call.what.is_char_boundary(*end));
+        Record {
+            sequence,
+            action,
+            element: None,
+            elements: 0,
+            number: 0,
+            what: call.what[..end.unwrap_or(0)].to_owned(),
+            what_bytes: call.what.len().min(255) as u8,
+            index: call.index as u64,
+            phase,
+        }
+    }
+
+    /// With the data that it moves: `elements` of the full data.
+    pub(super) fn moving(mut self, element: Element, elements: usize) -> Self {
+        self.element = Some(element);
+        self.elements = elements as u64;
+        self
+    }
+
+    pub(super) fn number(mut self, number: usize) -> Self {
+        self.number = u32::try_from(number).unwrap_or(u32::MAX);
+        self
+    }
+
+    /// The bytes that are the same on every rank: phases are for people, and colors of a split differ.
+    pub(super) fn key(&self) -> [u8; RECORD_BYTES] {
+        let number = if self.action == Action::Split { 0 } else { self.number };
+        Record { phase: None, number, ..self.clone() }.encode()
+    }
+
+    pub(super) fn encode(&self) -> [u8; RECORD_BYTES] {
+        let mut bytes = [0; RECORD_BYTES];
+        bytes[..8].copy_from_slice(&self.sequence.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.elements.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.index.to_le_bytes());
+        bytes[24..28].copy_from_slice(&self.number.to_le_bytes());
+        let code = |place: Option<usize>| place.map_or(u8::MAX, |place| place as u8);
+        bytes[28] = code(ACTIONS.iter().position(|(action, _)| *action == self.action));
+        bytes[29] = code(ELEMENTS.iter().position(|element| Some(*element) == self.element));
+        bytes[30] = code(Phase::ALL.iter().position(|phase| Some(*phase) == self.phase));
+        bytes[31] = self.what_bytes;
+        bytes[32..32 + self.what.len()].copy_from_slice(self.what.as_bytes());
+        bytes
+    }
+
+    /// The record that [`Record::encode`] wrote; `None` for bytes that no rank of this program sends.
+    pub(super) fn decode(bytes: &[u8; RECORD_BYTES]) -> Option<Self> {
+        let long = |at: usize| bytes[at..].first_chunk().map(|word| u64::from_le_bytes(*word));
+        let what = &bytes[32..];
+        let end = what.iter().position(|byte| *byte == 0).unwrap_or(what.len());
+        Some(Record {
+            sequence: long(0)?,
+            elements: long(8)?,
+            index: long(16)?,
+            number: u32::from_le_bytes(*bytes[24..].first_chunk()?),
+            action: ACTIONS.get(usize::from(bytes[28]))?.0,
+            element: ELEMENTS.get(usize::from(bytes[29])).copied(),
+            phase: Phase::ALL.get(usize::from(bytes[30])).copied(),
+            what_bytes: bytes[31],
+            what: std::str::from_utf8(&what[..end]).ok()?.to_owned(),
+        })
+    }
+}
+
+impl fmt::Display for Record {
+    /// `call 17: all-gather of weights of block 3 (4096 x F32), in phase backward`
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = ACTIONS.iter().find(|(action, _)| *action == self.action).map_or("", |(_, name)| name);
+        write!(f, "call {}: {name} of {} {}", self.sequence, self.what, self.index)?;
+        match (self.element, self.action) {
+            (Some(element), Action::Op(Op::Broadcast)) => {
+                write!(f, " ({} x {element:?} from rank {})", self.elements, self.number)?;
+            }
+            (Some(element), _) => write!(f, " ({} x {element:?})", self.elements)?,
+            (None, _) => {}
+        }
+        match self.phase {
+            Some(phase) => write!(f, ", in phase {}", phase.name()),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record() -> Record {
+        let call = Call { what: "weights of block", index: 3 };
+        Record::new(17, Action::Op(Op::AllGather), call, Some(Phase::Backward)).moving(Element::F32, 4096)
+    }
+
+    #[test]
+    fn bytes_and_back() {
+        let back = Record::decode(&record().encode()).unwrap();
+        assert_eq!(back, record());
+        assert_eq!(
+            back.to_string(),
+            "call 17: all-gather of weights of block 3 (4096 x F32), in phase backward"
+        );
+        let split = Record::new(0, Action::Split, Call { what: "ranks", index: 0 }, None).number(2);
+        assert_eq!(Record::decode(&split.encode()).unwrap(), split);
+        assert_eq!(Record::decode(&[0xff; RECORD_BYTES]), None);
+    }
+
+    #[test]
+    fn long_names_are_cut_between_characters_and_compared_by_length() {
+        let call = |what| Call { what, index: 0 };
+        let cut =
+            Record::new(0, Action::Op(Op::Barrier), call("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaé tail"), None);
+        assert_eq!(cut.what, "a".repeat(31));
+        let other = Record::new(0, Action::Op(Op::Barrier), call("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaé"), None);
+        assert_eq!(cut.what, other.what);
+        assert_ne!(cut.key(), other.key());
+        assert_eq!(Record::decode(&cut.encode()).unwrap(), cut);
+    }
+
+    #[test]
+    fn every_part_of_a_call_counts_but_not_the_phase() {
+        let own = record();
+        let call = Call { what: "weights of block", index: 3 };
+        let at = |sequence, action, call| Record::new(sequence, action, call, None);
+        let gather = Action::Op(Op::AllGather);
+        assert_eq!(own.key(), at(17, gather, call).moving(Element::F32, 4096).key());
+        for other in [
+            at(18, gather, call).moving(Element::F32, 4096),
+            at(17, Action::Op(Op::AllReduce), call).moving(Element::F32, 4096),
+            at(17, gather, Call { what: "weights of block", index: 4 }).moving(Element::F32, 4096),
+            at(17, gather, Call { what: "gradients of block", index: 3 }).moving(Element::F32, 4096),
+            at(17, gather, call).moving(Element::Bf16, 4096),
+            at(17, gather, call).moving(Element::F32, 4095),
+        ] {
+            assert_ne!(own.key(), other.key(), "{other}");
+        }
+        let colors = [0, 1].map(|color| at(0, Action::Split, call).number(color));
+        assert_eq!(colors[0].key(), colors[1].key());
+        let roots = [0, 1].map(|root| at(0, Action::Op(Op::Broadcast), call).number(root));
+        assert_ne!(roots[0].key(), roots[1].key());
+    }
+}
