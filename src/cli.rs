@@ -60,6 +60,8 @@ pub enum Verb {
     Data(DataArgs),
     /// List, show or write the built-in recipes
     Recipes(RecipesArgs),
+    /// Measure: speed by number of ranks
+    Bench(BenchArgs),
     /// Say what this machine offers; check every operation on it
     Doctor(DoctorArgs),
     /// Print a completion script for a shell
@@ -308,6 +310,72 @@ pub struct EvalArgs {
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
+}
+
+/// `finetune bench`.
+#[derive(Debug, Clone, Args)]
+pub struct BenchArgs {
+    /// What is measured.
+    #[command(subcommand)]
+    pub what: BenchVerb,
+}
+
+/// What can be measured.
+#[derive(Debug, Clone, Subcommand)]
+pub enum BenchVerb {
+    /// Tokens a second at 1 to N ranks on the CPU, bytes sent beside the formula, time lost to communication
+    Scaling(ScalingArgs),
+}
+
+/// `finetune bench scaling`.
+#[derive(Debug, Clone, Args)]
+pub struct ScalingArgs {
+    /// A folder in Hugging Face layout, or a hub id
+    #[arg(long, value_name = "MODEL")]
+    pub model: Option<String>,
+    /// A recipe file, or the name of a built-in recipe
+    #[arg(long, value_name = "RECIPE")]
+    pub recipe: Option<String>,
+    /// A file, a folder or a hub data set to train on; may be repeated
+    #[arg(long, value_name = "DATASET")]
+    pub dataset: Vec<String>,
+    /// Set one key of the recipe; wins over flags and recipe; may be repeated
+    #[arg(long, value_name = "SECTION.KEY=VALUE")]
+    pub set: Vec<String>,
+    /// The numbers of ranks to measure
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1, 2],
+        value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub ranks: Vec<u16>,
+    /// Threads of each rank [default: those there are, over the most ranks]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Option<u16>,
+    /// Steps measured, after two that are not
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub steps: u32,
+    /// Print the figures as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Network and verbosity.
+    #[command(flatten)]
+    pub common: CommonArgs,
+}
+
+impl ScalingArgs {
+    /// The layers of the recipe; relative paths in flags start at `folder`.
+    ///
+    /// # Errors
+    /// When the recipe cannot be found or read.
+    pub fn layers(&self, folder: &Path) -> Result<Layers> {
+        Ok(Layers {
+            recipe: find_recipe(self.recipe.as_deref(), folder)?,
+            model: self.model.clone(),
+            train: self.dataset.clone(),
+            eval: Vec::new(),
+            set: self.set.clone(),
+            folder: folder.to_owned(),
+            purpose: Purpose::Train,
+        })
+    }
 }
 
 /// What decides how rows are read, apart from the model.

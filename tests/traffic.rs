@@ -59,6 +59,7 @@ struct Seen {
     most: usize,
     kept: usize,
     layers: u64,
+    formula: u64,
 }
 
 fn run(kind: Kind, ranks: usize, turns: usize) -> Vec<Seen> {
@@ -91,6 +92,7 @@ fn run(kind: Kind, ranks: usize, turns: usize) -> Vec<Seen> {
             most: strategy.most_gathered(),
             kept,
             layers: trainer.engine.config.num_layers() as u64,
+            formula: strategy.sent_by_formula(turns as u64),
         })
     };
     local::run_ranks(local::World::ends(ranks), |end| threads::in_own_pool(1, || rank(end))).unwrap()
@@ -133,6 +135,7 @@ fn every_byte_sent_is_in_the_formula() {
                         }
                     };
                     assert_eq!(seen.sent.total_bytes(), wanted, "{kind:?} on {ranks} ranks, {turns} turns");
+                    assert_eq!(seen.formula, wanted, "{kind:?}: what a plan says");
                     let sharded = matches!(kind, Kind::Fsdp | Kind::Hsdp(_));
                     assert_eq!(seen.most, if sharded { 2 } else { 0 }, "{kind:?}: segments whole at a time");
                     let copies = if let Kind::Hsdp(s) = kind { ranks / s } else { 1 };

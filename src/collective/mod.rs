@@ -16,11 +16,13 @@ pub mod mpi;
 pub mod nccl;
 mod phase;
 mod record;
+mod timed;
 mod traffic;
 
 pub use alone::Alone;
 pub use memory::{Element, Memory};
 pub use phase::Phase;
+pub use timed::{Clock, Timed};
 pub use traffic::{Op, Traffic};
 
 use crate::error::Result;

@@ -4,6 +4,7 @@
 //! What a person asked for goes to the standard output through [`print`]; everything said about it goes to the
 //! standard error, by way of `report`.
 
+mod bench;
 mod completions;
 mod data;
 mod doctor;
@@ -45,6 +46,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Verb::Eval(args)) => eval::run(&args),
         Some(Verb::Inspect(args)) => inspect::run(&args),
         Some(Verb::Data(args)) => data::run(&args),
+        Some(Verb::Bench(args)) => bench::run(&args),
         Some(Verb::Doctor(args)) => doctor::run(&args),
     }
 }

@@ -45,8 +45,19 @@ macro_rules! built_in {
 }
 
 /// Every recipe in `recipes/`.
-pub const BUILT_IN: &[BuiltIn] =
-    built_in!["quickstart", "pretrain-tiny", "lora", "qlora", "qlora-8bit-optimizer", "dora", "full"];
+pub const BUILT_IN: &[BuiltIn] = built_in![
+    "quickstart",
+    "pretrain-tiny",
+    "lora",
+    "qlora",
+    "qlora-8bit-optimizer",
+    "dora",
+    "full",
+    "ddp-lora",
+    "fsdp-full",
+    "fsdp-qlora",
+    "hsdp-full",
+];
 
 /// The text of a recipe and where it came from.
 #[derive(Debug, Clone)]

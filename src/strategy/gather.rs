@@ -113,6 +113,12 @@ impl Gathers {
         self.most.load(Ordering::Relaxed)
     }
 
+    /// Bytes of each segment's runs when whole.
+    pub(super) fn bytes(&self) -> impl Iterator<Item = (Segment, usize)> {
+        let bytes = |run: &Sharded| run.len * run.part.dtype().size_in_bytes();
+        self.runs.iter().map(move |(segment, runs)| (*segment, runs.iter().map(bytes).sum()))
+    }
+
     /// Makes `segment` whole and starts to gather `next`. Returns the whole runs.
     pub(super) fn hold(
         &self,

@@ -10,6 +10,7 @@ mod gather;
 mod packed;
 mod placement;
 mod reduce;
+mod sent;
 mod store;
 mod views;
 

@@ -52,6 +52,10 @@ impl Fresh {
         Ok(Fresh { reducing, blocks, ends: Mutex::default() })
     }
 
+    pub(super) fn reducing(&self) -> Reducing {
+        self.reducing
+    }
+
     /// Where backward adds the gradients of bucket `index`: all of it, f32; none when it is frozen.
     pub(super) fn target(&self, index: usize, kind: u8, bucket: &Bucket) -> Result<Option<Tensor>> {
         let Some(grad) = &bucket.grad else { return Ok(None) };

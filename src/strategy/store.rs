@@ -270,6 +270,14 @@ impl Store {
         &self.ranks
     }
 
+    pub(super) fn reducing(&self) -> Reducing {
+        self.fresh.reducing()
+    }
+
+    pub(super) fn gathered_bytes(&self) -> impl Iterator<Item = (Segment, usize)> {
+        self.gathers.bytes()
+    }
+
     /// The buckets that train, in order of segments.
     pub fn trainable(&self) -> impl Iterator<Item = &Bucket> {
         self.buckets.iter().filter(|bucket| bucket.grad.is_some())

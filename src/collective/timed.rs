@@ -1,0 +1,106 @@
+//! An end whose waiting is measured: the time that communication takes from computing.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::{Call, Collective, Memory, Phase, Ticket, Traffic};
+use crate::error::Result;
+
+/// Another end, with a clock. Groups split from it share the clock.
+#[derive(Debug)]
+pub struct Timed<C: ?Sized> {
+    nanos: Arc<AtomicU64>,
+    inner: Box<C>,
+}
+
+impl<C: Collective + ?Sized> Timed<C> {
+    /// `inner` with a clock at 0.
+    pub fn new(inner: Box<C>) -> Self {
+        Timed { nanos: Arc::default(), inner }
+    }
+
+    /// The clock: nanoseconds inside calls, that is sending, summing and waiting for peers.
+    pub fn clock(&self) -> Clock {
+        Clock(Arc::clone(&self.nanos))
+    }
+
+    fn timed<R>(&self, call: impl FnOnce(&C) -> R) -> R {
+        let started = Instant::now();
+        let result = call(&self.inner);
+        let took = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.nanos.fetch_add(took, Ordering::Relaxed);
+        result
+    }
+}
+
+/// Reads the clock of a [`Timed`] end.
+#[derive(Debug, Clone)]
+pub struct Clock(Arc<AtomicU64>);
+
+impl Clock {
+    /// Time in calls so far.
+    pub fn read(&self) -> Duration {
+        Duration::from_nanos(self.0.load(Ordering::Relaxed))
+    }
+}
+
+impl<C: Collective + ?Sized> Collective for Timed<C> {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn all_reduce(&self, call: Call, buffer: &Memory) -> Result<()> {
+        self.timed(|inner| inner.all_reduce(call, buffer))
+    }
+
+    fn reduce_scatter(&self, call: Call, full: &Memory, shard: &Memory) -> Result<()> {
+        self.timed(|inner| inner.reduce_scatter(call, full, shard))
+    }
+
+    fn reduce_scatter_across(
+        &self,
+        call: Call,
+        replicas: &dyn Collective,
+        full: &Memory,
+        shard: &Memory,
+    ) -> Result<()> {
+        self.timed(|inner| inner.reduce_scatter_across(call, replicas, full, shard))
+    }
+
+    fn start_all_gather(&self, call: Call, shard: &Memory, full: &Memory) -> Result<Ticket> {
+        self.timed(|inner| inner.start_all_gather(call, shard, full))
+    }
+
+    fn finish(&self, ticket: Ticket) -> Result<()> {
+        self.timed(|inner| inner.finish(ticket))
+    }
+
+    fn broadcast(&self, call: Call, root: usize, buffer: &Memory) -> Result<()> {
+        self.timed(|inner| inner.broadcast(call, root, buffer))
+    }
+
+    fn barrier(&self, call: Call) -> Result<()> {
+        self.timed(|inner| inner.barrier(call))
+    }
+
+    fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
+        Ok(Box::new(Timed { nanos: Arc::clone(&self.nanos), inner: self.inner.split(color)? }))
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
+    }
+
+    fn enter(&self, phase: Phase) -> Result<()> {
+        self.inner.enter(phase)
+    }
+
+    fn abort(&self, why: &str) {
+        self.inner.abort(why);
+    }
+}
