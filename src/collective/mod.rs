@@ -8,8 +8,10 @@
 //! What is gathered and when is the strategies' business; who the ranks are and how they meet is `launch`'s and
 //! `control`'s.
 
+pub mod local;
 mod memory;
 mod phase;
+mod sum;
 mod traffic;
 
 pub use memory::{Element, Memory};
@@ -80,6 +82,11 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
 
     /// The group of the ranks that give the same `color`, in ascending order of their rank here. All ranks call it.
     fn split(&self, color: usize) -> Result<Box<dyn Collective>>;
+
+    /// This end as the in-process backend's, which sums across groups in its own way.
+    fn as_local(&self) -> Option<&local::Local> {
+        None
+    }
 
     /// Bytes sent and calls made by this end so far.
     fn traffic(&self) -> Traffic;
