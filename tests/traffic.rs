@@ -95,7 +95,7 @@ fn run(kind: Kind, ranks: usize, turns: usize) -> Vec<Seen> {
             formula: strategy.sent_by_formula(turns as u64),
         })
     };
-    local::run_ranks(local::World::ends(ranks), |end| threads::in_own_pool(1, || rank(end))).unwrap()
+    local::run_ranks(local::World::new(ranks).ends(), |end| threads::in_own_pool(1, || rank(end))).unwrap()
 }
 
 /// What a rank of `n` passes on of `bytes` in one round of a ring.

@@ -16,6 +16,7 @@ pub mod mpi;
 pub mod nccl;
 mod phase;
 mod record;
+mod sum;
 mod timed;
 mod traffic;
 
@@ -89,6 +90,11 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
 
     /// The group of the ranks that give the same `color`, in ascending order of their rank here. All ranks call it.
     fn split(&self, color: usize) -> Result<Box<dyn Collective>>;
+
+    /// This end as the in-process backend's, which sums across groups in its own way.
+    fn as_local(&self) -> Option<&local::Local> {
+        None
+    }
 
     /// Bytes sent and calls made by this end so far.
     fn traffic(&self) -> Traffic;

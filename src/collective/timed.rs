@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use super::local::Local;
 use super::{Call, Collective, Memory, Phase, Ticket, Traffic};
 use crate::error::Result;
 
@@ -102,5 +103,9 @@ impl<C: Collective + ?Sized> Collective for Timed<C> {
 
     fn abort(&self, why: &str) {
         self.inner.abort(why);
+    }
+
+    fn as_local(&self) -> Option<&Local> {
+        self.inner.as_local()
     }
 }

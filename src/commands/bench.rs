@@ -69,7 +69,7 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
         }
         let plan = Plan::resolve(recipe, &finder, Device::Cpu, ranks, None)?;
         terminal.line(plan.describe());
-        let seen = local::run_ranks(local::World::ends(ranks), |end| {
+        let seen = local::run_ranks(local::World::new(ranks).ends(), |end| {
             threads::in_own_pool(threads, || steps(&plan, end))
         })?;
         let first = seen.into_iter().next().ok_or_else(|| Error::internal("no rank"))?;

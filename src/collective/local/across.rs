@@ -1,0 +1,100 @@
+//! Sums over the ranks of several groups that share out the same data (HSDP): in ascending order of all ranks of the
+//! world, so 2 groups of 2 give the bits of one rank that adds 4 micro-batches.
+//!
+//! A rank posts its full data in its group; when all have, it posts what it found there to its replicas (the ranks
+//! with the same shard of other groups), so each knows the full data of every rank. Each replica sums its part of the
+//! shard and copies the others' parts. It returns when its replicas are done, which have read only its shard's place
+//! of every rank's data, and then its group, each of which has waited for its own replicas: then all have read.
+
+use super::Local;
+use super::calls::{Action, Fingerprint, Load, Stage, Turn};
+use super::parts::{addresses, check_parts, check_sum, copy, part};
+use super::shared::Reading;
+use crate::collective::{Call, Memory, Op, sum};
+use crate::error::{Error, Result};
+
+/// What the replicas know of one another.
+struct Known {
+    /// The full data of all ranks, ascending.
+    fulls: Vec<Memory>,
+    /// The replicas' shards.
+    shards: Vec<Memory>,
+}
+
+impl Local {
+    pub(super) fn across(&self, call: Call, replicas: &Local, full: &Memory, shard: &Memory) -> Result<()> {
+        check_sum(call, full)?;
+        let place = check_parts(call, (self.member, self.size), shard, full)?;
+        if !std::ptr::eq(self.shared(), replicas.shared()) || self.seat.rank != replicas.seat.rank {
+            return Err(Error::internal("the replicas' end is another rank's")
+                .because(format!("{replicas:?}; this end is {self:?}")));
+        }
+        let print = |memory: &Memory, root| Fingerprint {
+            action: Action::Across,
+            call,
+            data: Some((memory.element(), memory.elements())),
+            root: Some(root),
+        };
+        let in_group = print(full, replicas.member);
+        let inner = self.post(Some(Op::ReduceScatter), in_group, Load::Memory(full.clone()))?;
+        let found = self.posted(inner)?;
+        let among_replicas = print(shard, self.member);
+        let outer = replicas.post(Some(Op::AllReduce), among_replicas, Load::Across(found, shard.clone()))?;
+        let (known, reading) = replicas.known(outer)?;
+        let bytes = shard.element().bytes();
+        let own = part(shard.elements(), bytes, replicas.size, replicas.member);
+        let at = own.start * bytes;
+        // SAFETY: every rank's full data is as long as this one's (`known` has seen to it). Only this rank reads the part
+        // `own` of the shard's place in any of them, so it may lie in its own.
+        unsafe {
+            let pieces = addresses(&known.fulls, place + at);
+            sum::ascending(shard.element(), &pieces, own.len(), shard.address() + at)?;
+        }
+        drop(reading);
+        replicas.reach(outer, Stage::Summed);
+        let reading = Reading::start(replicas.shared(), replicas.all(outer, Stage::Summed)?)?;
+        for peer in replicas.others() {
+            let theirs = part(shard.elements(), bytes, replicas.size, peer);
+            let at = theirs.start * bytes;
+            // SAFETY: the replica has written this part for the last time; nobody reads this rank's any more.
+            unsafe {
+                copy(known.shards[peer].address() + at, shard.address() + at, theirs.len() * bytes);
+            }
+        }
+        drop(reading);
+        replicas.reach(outer, Stage::Copied);
+        replicas.all(outer, Stage::Copied)?.leave(outer);
+        self.reach(inner, Stage::Summed);
+        self.all(inner, Stage::Summed)?.leave(inner);
+        Ok(())
+    }
+
+    /// The memory that each member has posted, beside its rank in the world.
+    fn posted(&self, turn: Turn) -> Result<Vec<(usize, Memory)>> {
+        let mut state = self.all(turn, Stage::Posted)?;
+        let memories = state.entry(turn).memories();
+        Ok(state.groups[self.group].ranks.iter().copied().zip(memories).collect())
+    }
+
+    /// What the replicas have posted; none of it changes while the second value lives.
+    fn known(&self, turn: Turn) -> Result<(Known, Reading<'_>)> {
+        let mut state = self.all(turn, Stage::Posted)?;
+        let (mut fulls, mut shards) = (Vec::new(), Vec::new());
+        for load in &state.entry(turn).loads {
+            if let Load::Across(theirs, shard) = load {
+                fulls.extend(theirs.iter().cloned());
+                shards.push(shard.clone());
+            }
+        }
+        let reading = Reading::start(self.shared(), state)?;
+        fulls.sort_by_key(|(rank, _)| *rank);
+        let differ = fulls.windows(2).any(|pair| pair[0].0 == pair[1].0)
+            || fulls.iter().any(|(_, full)| full.elements() != fulls[0].1.elements());
+        if differ {
+            return Err(Error::internal("the groups of the replicas overlap or differ in size").because(
+                format!("their ranks: {:?}", fulls.iter().map(|(rank, _)| *rank).collect::<Vec<_>>()),
+            ));
+        }
+        Ok((Known { fulls: fulls.into_iter().map(|(_, full)| full).collect(), shards }, reading))
+    }
+}

@@ -1,0 +1,268 @@
+//! The lock around the [`State`], sleeping and waking, and how a failure ends everybody's waits.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::calls::{Fingerprint, Load, Need, Stage, Turn};
+use super::fault::{Fault, FaultKind};
+use super::state::{Failure, State, Waiting};
+use crate::collective::{Op, Phase};
+use crate::error::{Error, Result};
+
+/// Looks at the version before a rank sleeps, some tens of microseconds: what a peer with a core of its own needs.
+const SPINS: u32 = 1000;
+
+/// What the ranks of a world share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    state: Mutex<State>,
+    /// Counts changes of the state, for ranks that spin.
+    version: AtomicU64,
+    /// Where each rank sleeps.
+    wake: Vec<Condvar>,
+    /// Where ranks that return a failure wait for `readers` to be 0.
+    unread: Condvar,
+    timeout: Duration,
+    faults: Vec<Fault>,
+    spins: u32,
+}
+
+impl Shared {
+    pub(super) fn new(size: usize, timeout: Duration, faults: Vec<Fault>) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Shared {
+            state: Mutex::new(State::new(size)),
+            version: AtomicU64::new(0),
+            wake: (0..size).map(|_| Condvar::new()).collect(),
+            unread: Condvar::new(),
+            timeout,
+            faults,
+            spins: if size <= cores { SPINS } else { 0 },
+        }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The state, for a call of `rank`.
+    ///
+    /// # Errors
+    /// The failure of the world; a call of a rank that has left.
+    pub(super) fn open(&self, rank: usize) -> Result<MutexGuard<'_, State>> {
+        let mut state = self.lock();
+        state.driven(rank);
+        if state.failure.is_some() {
+            return Err(self.failed(state));
+        }
+        if state.ranks[rank].gone {
+            return Err(Error::internal(format!("rank {rank} has left{}", state.in_phase(rank))));
+        }
+        Ok(state)
+    }
+
+    /// Posts `member`'s next call of `group`, counted as `op` on `bytes` bytes of full data.
+    pub(super) fn post(
+        &self,
+        (rank, group, member): (usize, usize, usize),
+        (op, bytes): (Option<Op>, usize),
+        print: Fingerprint,
+        load: Load,
+    ) -> Result<Turn> {
+        let mut state = self.open(rank)?;
+        if let Some(op) = op {
+            state.count(group, member, op, bytes, print.root == Some(member));
+        }
+        match state.post(group, member, print, load) {
+            Ok(turn) => {
+                self.changed(&state, turn);
+                Ok(turn)
+            }
+            Err(failure) => {
+                self.fail(&mut state, failure);
+                Err(self.failed(state))
+            }
+        }
+    }
+
+    /// `member` has come to `stage` of the call.
+    pub(super) fn reach(&self, turn: Turn, member: usize, stage: Stage) {
+        let mut state = self.lock();
+        state.entry(turn).reached[member] = stage;
+        self.changed(&state, turn);
+    }
+
+    /// Wakes who can go on after a change of the call.
+    fn changed(&self, state: &State, turn: Turn) {
+        self.version.fetch_add(1, Ordering::Release);
+        for waiting in state.waiting.iter().filter(|waiting| waiting.turn == turn) {
+            if state.missing(turn, waiting.need).next().is_none() {
+                self.wake[waiting.rank].notify_all();
+            }
+        }
+    }
+
+    fn wake_all(&self) {
+        self.version.fetch_add(1, Ordering::Release);
+        self.wake.iter().for_each(Condvar::notify_all);
+    }
+
+    /// Returns, with the lock, when `need` is met, after a failure too: what all ranks have agreed on (that the norm is NaN)
+    /// is then known to all of them, and none reports only that a peer failed.
+    pub(super) fn wait(&self, rank: usize, turn: Turn, need: Need) -> Result<MutexGuard<'_, State>> {
+        let mut spins = self.spins;
+        let mut deadline = None;
+        let mut state = self.lock();
+        loop {
+            if state.missing(turn, need).next().is_none() {
+                return Ok(state);
+            }
+            if state.failure.is_some() {
+                return Err(self.failed(state));
+            }
+            let gone = state.missing(turn, need).find(|rank| state.ranks[*rank].gone);
+            if let Some(gone) = gone {
+                let failure = state.left(gone, rank);
+                self.fail(&mut state, failure);
+            } else if spins > 0 {
+                let version = self.version.load(Ordering::Relaxed);
+                drop(state);
+                spins = self.spin(version, spins);
+                state = self.lock();
+            } else {
+                let deadline = *deadline.get_or_insert_with(|| Instant::now() + self.timeout);
+                state = self.sleep(state, Waiting { rank, turn, need }, deadline);
+            }
+        }
+    }
+
+    /// Spins until the version is another one; returns the spins that are left.
+    fn spin(&self, version: u64, mut spins: u32) -> u32 {
+        while spins > 0 && self.version.load(Ordering::Acquire) == version {
+            std::hint::spin_loop();
+            spins -= 1;
+        }
+        spins
+    }
+
+    /// Sleeps until woken, or fails the world when that cannot be or takes too long.
+    fn sleep<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        waiting: Waiting,
+        deadline: Instant,
+    ) -> MutexGuard<'a, State> {
+        state.waiting.push(waiting);
+        let left = deadline.saturating_duration_since(Instant::now());
+        if let Some(failure) = state.stuck() {
+            self.fail(&mut state, failure);
+        } else if left.is_zero() {
+            let late = state.missing(waiting.turn, waiting.need).next().unwrap_or(waiting.rank);
+            let failure = state.late(late, waiting.rank, self.timeout);
+            self.fail(&mut state, failure);
+        } else {
+            let slept = self.wake[waiting.rank].wait_timeout(state, left);
+            (state, _) = slept.unwrap_or_else(PoisonError::into_inner);
+        }
+        if let Some(place) = state.waiting.iter().position(|other| *other == waiting) {
+            state.waiting.swap_remove(place);
+        }
+        state
+    }
+
+    /// Records the failure if it is the first, and wakes everybody.
+    pub(super) fn fail(&self, state: &mut State, failure: Failure) {
+        state.failure.get_or_insert(failure);
+        self.wake_all();
+    }
+
+    /// The error of a failed world, once nobody reads this rank's memory any more: no call starts to after a failure.
+    fn failed<'a>(&'a self, mut state: MutexGuard<'a, State>) -> Error {
+        while state.readers > 0 {
+            state = self.unread.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        match &state.failure {
+            Some(failure) => failure.error.clone(),
+            None => Error::internal("no rank has failed"),
+        }
+    }
+
+    /// As [`crate::collective::Collective::abort`].
+    pub(super) fn abort(&self, rank: usize, why: &str) {
+        let mut state = self.lock();
+        if state.failure.is_none() && !state.ranks[rank].gone {
+            let failure = state.aborted(rank, why);
+            self.fail(&mut state, failure);
+        }
+    }
+
+    /// `rank` makes no more calls; who waits for it wakes and finds it gone.
+    pub(super) fn leave(&self, rank: usize) {
+        self.lock().ranks[rank].gone = true;
+        self.wake_all();
+    }
+
+    /// As [`crate::collective::Collective::enter`].
+    pub(super) fn enter(&self, rank: usize, phase: Phase) -> Result<()> {
+        let occurrence = self.open(rank)?.enter(rank, phase);
+        let strikes =
+            |fault: &&Fault| (fault.rank, fault.phase, fault.occurrence) == (rank, phase, occurrence);
+        let Some(fault) = self.faults.iter().find(strikes) else { return Ok(()) };
+        match fault.kind {
+            FaultKind::Error => return Err(Error::internal(format!("planted fault {fault}"))),
+            FaultKind::Panic => panic!("planted fault {fault}"),
+            FaultKind::Exit => {
+                self.leave(rank);
+                let what = format!("rank {rank} left in phase {}", phase.name());
+                return Err(Error::internal(what).because(format!("planted fault {fault}")));
+            }
+            FaultKind::Delay(time) => std::thread::sleep(time),
+        }
+        Ok(())
+    }
+}
+
+/// Peers' memory is read for as long as this lives.
+#[derive(Debug)]
+pub(super) struct Reading<'a>(&'a Shared);
+
+impl<'a> Reading<'a> {
+    /// Begins under the lock that showed the memory posted.
+    ///
+    /// # Errors
+    /// The failure of the world: peers may have returned and write their memory.
+    pub(super) fn start(shared: &'a Shared, mut state: MutexGuard<'a, State>) -> Result<Self> {
+        if state.failure.is_some() {
+            return Err(shared.failed(state));
+        }
+        state.readers += 1;
+        Ok(Reading(shared))
+    }
+}
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        state.readers -= 1;
+        if state.readers == 0 && state.failure.is_some() {
+            self.0.unread.notify_all();
+        }
+    }
+}
+
+/// A rank's presence: all its ends hold it, and when the last is dropped the rank has left.
+#[derive(Debug)]
+pub(super) struct Seat {
+    pub(super) shared: Arc<Shared>,
+    pub(super) rank: usize,
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.shared.abort(self.rank, "its thread panicked");
+        }
+        self.shared.leave(self.rank);
+    }
+}

@@ -1,0 +1,123 @@
+//! Sums of the ranks' pieces in ascending order of ranks, `((x0 + x1) + x2) + …`, from raw addresses: to the bit what
+//! one rank gets that adds the pieces one after the other. bf16 is added up in f32 and rounded once.
+//!
+//! A tile of sums stays in the first-level cache while the pieces stream by, so nothing of the size of the data is
+//! allocated and each piece is read once.
+
+use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
+use std::slice::{from_raw_parts, from_raw_parts_mut};
+
+use super::Element;
+use crate::error::{Error, Result};
+
+/// Replaces `out` by the sum of `pieces`, addresses of `elements` elements each; one of them may be `out` itself.
+///
+/// # Errors
+/// An internal error for bytes, which have no sum.
+///
+/// # Safety
+/// All addresses are aligned for `element`, valid for `elements` and, but for `out` among `pieces`, do not overlap
+/// `out`; nobody else writes them meanwhile, nor reads `out`.
+pub(super) unsafe fn ascending(
+    element: Element,
+    pieces: &[usize],
+    elements: usize,
+    out: usize,
+) -> Result<()> {
+    // SAFETY: by this function's contract.
+    unsafe {
+        match element {
+            Element::F32 => add::<f32, f32>(pieces, elements, out, |x| x, |x| x),
+            Element::F64 => add::<f64, f64>(pieces, elements, out, |x| x, |x| x),
+            Element::Bf16 => add::<u16, f32>(pieces, elements, out, widen, narrow),
+            Element::U8 => return Err(Error::internal("bytes are not added up")),
+        }
+    }
+    Ok(())
+}
+
+/// Elements that are added at a time: 16 KiB of f32.
+const TILE: usize = 4096;
+
+/// The bits of a bf16 as f32, without `half`'s branch for NaN, which keeps the loop from being vectorized.
+fn widen(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
+/// The bits of the nearest bf16, ties to even; a NaN stays one.
+fn narrow(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16;
+    let quiet = (bits >> 16) as u16 | 0x40;
+    if x.is_nan() { quiet } else { rounded }
+}
+
+/// # Safety
+/// As [`ascending`], for elements of type `T`.
+unsafe fn add<T: Copy, S: Copy + Default + std::ops::AddAssign>(
+    pieces: &[usize],
+    elements: usize,
+    out: usize,
+    widen: impl Fn(T) -> S,
+    narrow: impl Fn(S) -> T,
+) {
+    let mut sums = vec![S::default(); TILE.min(elements)];
+    for begin in (0..elements).step_by(TILE) {
+        let sums = &mut sums[..TILE.min(elements - begin)];
+        for (rank, piece) in pieces.iter().enumerate() {
+            // SAFETY: `begin + sums.len() <= elements`; `out`, which a piece may be, is written after this slice is gone.
+            let piece =
+                unsafe { from_raw_parts(with_exposed_provenance::<T>(*piece).add(begin), sums.len()) };
+            let each = sums.iter_mut().zip(piece);
+            // The first is copied, not added to zero: -0.0 stays.
+            if rank == 0 {
+                each.for_each(|(sum, x)| *sum = widen(*x));
+            } else {
+                each.for_each(|(sum, x)| *sum += widen(*x));
+            }
+        }
+        // SAFETY: as above, and no slice of a piece is alive.
+        let out = unsafe { from_raw_parts_mut(with_exposed_provenance_mut::<T>(out).add(begin), sums.len()) };
+        out.iter_mut().zip(sums).for_each(|(x, sum)| *x = narrow(*sum));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::bf16;
+
+    #[test]
+    fn bf16_widens_and_rounds_as_half_does() {
+        for bits in 0..=u16::MAX {
+            let ours = widen(bits);
+            assert!(
+                ours == bf16::from_bits(bits).to_f32() || ours.is_nan() && bf16::from_bits(bits).is_nan()
+            );
+            for low in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff_u32] {
+                let x = f32::from_bits(u32::from(bits) << 16 | low);
+                let (ours, theirs) = (bf16::from_bits(narrow(x)), bf16::from_f32(x));
+                assert!(ours.to_bits() == theirs.to_bits() || x.is_nan() && ours.is_nan(), "{x}");
+            }
+        }
+    }
+
+    #[test]
+    fn out_may_be_a_piece_and_lengths_need_not_fill_tiles() {
+        for elements in [0, 1, TILE - 1, TILE, TILE + 1, 2 * TILE + 7] {
+            let first: Vec<f64> = (0..elements).map(|i| i as f64).collect();
+            let mut second = vec![0.5_f64; elements];
+            let address = second.as_mut_ptr().expose_provenance();
+            let pieces = [first.as_ptr().expose_provenance(), address, first.as_ptr().expose_provenance()];
+            // SAFETY: all are vectors of `elements` f64.
+            unsafe { ascending(Element::F64, &pieces, elements, address).unwrap() };
+            assert!(second.iter().zip(&first).all(|(sum, x)| *sum == x + 0.5 + x), "{elements}");
+        }
+    }
+
+    #[test]
+    fn bytes_have_no_sum() {
+        // SAFETY: no element is touched.
+        assert!(unsafe { ascending(Element::U8, &[], 0, 0) }.is_err());
+    }
+}
