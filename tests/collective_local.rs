@@ -801,7 +801,8 @@ fn abort_wakes_all_and_the_first_reason_stays() {
                 assert_eq!(error.causes(), ["the disk is full", "rank 3: it had made no call"]);
             }
         });
-        let every_call: [&dyn Fn(&Local) -> Result<()>; 7] = [
+        type Try<'a> = &'a dyn Fn(&Local) -> Result<()>;
+        let every_call: [Try<'_>; 7] = [
             &|end| end.barrier(call(2)),
             &|end| end.all_reduce(call(2), &zeros::<f32>(3)),
             &|end| end.reduce_scatter(call(2), &zeros::<f32>(4), &zeros::<f32>(1)),

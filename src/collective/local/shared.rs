@@ -197,10 +197,20 @@ impl Shared {
         }
     }
 
-    /// `rank` makes no more calls; who waits for it wakes and finds it gone.
+    /// `rank` makes no more calls: a failure if another waits for it, or for one that only it could wake.
     pub(super) fn leave(&self, rank: usize) {
-        self.lock().ranks[rank].gone = true;
-        self.wake_all();
+        let mut state = self.lock();
+        state.ranks[rank].gone = true;
+        let waits = |waiting: &&Waiting| state.missing(waiting.turn, waiting.need).any(|late| late == rank);
+        let waiter = state.waiting.iter().find(waits).map(|waiting| waiting.rank);
+        let failure = waiter.map(|waiter| state.left(rank, waiter)).or_else(|| state.stuck());
+        match failure {
+            Some(failure) => self.fail(&mut state, failure),
+            // Those who spin look again.
+            None => {
+                self.version.fetch_add(1, Ordering::Release);
+            }
+        }
     }
 
     /// As [`crate::collective::Collective::enter`].

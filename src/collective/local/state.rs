@@ -261,12 +261,10 @@ impl State {
             own.any(|waiting| self.missing(waiting.turn, waiting.need).next().is_some())
         };
         let ends =
-            (0..self.ranks.len()).all(|rank| self.ranks[rank].gone || sleeps(rank)) && !self.threads_vary;
-        ends.then(|| {
-            let error = Error::internal("the ranks wait for one another in different calls");
-            let rank = self.waiting.first().map_or(0, |waiting| waiting.rank);
-            Failure { rank, own: false, error: self.record().fold(error, Error::because) }
-        })
+            !self.threads_vary && (0..self.ranks.len()).all(|rank| self.ranks[rank].gone || sleeps(rank));
+        let rank = self.waiting.first().filter(|_| ends)?.rank;
+        let error = Error::internal("the ranks wait for one another in different calls");
+        Some(Failure { rank, own: false, error: self.record().fold(error, Error::because) })
     }
 
     /// What each rank did last, and how much it sent.
