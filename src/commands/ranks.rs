@@ -16,8 +16,6 @@ pub(super) fn run_ranks(ranks: usize, rank: impl Fn(Arc<dyn Collective>) -> Resu
     if let Ok(text) = std::env::var(FAULT) {
         world = world.with_fault(text.parse().during(|| format!("cannot use {FAULT}"))?);
     }
-    local::run_ranks(world.ends(), |end| {
-        threads::in_own_pool(each, || rank(Arc::new(end)))
-    })?;
+    local::run_ranks(world.ends(), |end| threads::in_own_pool(each, || rank(Arc::new(end))))?;
     Ok(())
 }

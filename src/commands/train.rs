@@ -71,6 +71,8 @@ impl TrainRun<'_> {
     fn rank(&self, world: Arc<dyn Collective>) -> Result<()> {
         let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
         let first = world.rank() == 0;
+        world.enter(Phase::Meet)?;
+        world.barrier(Call { what: "the start", index: 0 })?;
         world.enter(Phase::Load)?;
         let mut trainer = self.load(Arc::clone(&world))?;
         if first {

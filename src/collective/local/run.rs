@@ -57,9 +57,11 @@ fn run_rank<T>(end: Local, work: impl Fn(Local) -> Result<T>) -> Result<T> {
     result
 }
 
+/// A panic is a fault of ours, but to whoever starts runs it is a rank that was lost: the run can go on from its last
+/// checkpoint.
 fn panicked(panic: &(dyn Any + Send)) -> Error {
     let text = panic.downcast_ref::<&str>().copied().or(panic.downcast_ref::<String>().map(String::as_str));
-    Error::internal("the thread panicked").because(text.unwrap_or("its message is no text"))
+    Error::new(Kind::Transient, "the thread panicked").because(text.unwrap_or("its message is no text"))
 }
 
 /// `what: cause: cause`

@@ -8,7 +8,7 @@ use super::calls::{Fingerprint, Load, Need, Stage, Turn};
 use super::fault::{Fault, FaultKind};
 use super::state::{Failure, State, Waiting};
 use crate::collective::{Op, Phase};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 
 /// Looks at the version before a rank sleeps, some tens of microseconds: what a peer with a core of its own needs.
 const SPINS: u32 = 1000;
@@ -220,7 +220,7 @@ impl Shared {
             |fault: &&Fault| (fault.rank, fault.phase, fault.occurrence) == (rank, phase, occurrence);
         let Some(fault) = self.faults.iter().find(strikes) else { return Ok(()) };
         match fault.kind {
-            FaultKind::Error => return Err(Error::internal(format!("planted fault {fault}"))),
+            FaultKind::Error => return Err(Error::new(Kind::Transient, format!("planted fault {fault}"))),
             FaultKind::Panic => panic!("planted fault {fault}"),
             FaultKind::Exit => {
                 self.leave(rank);

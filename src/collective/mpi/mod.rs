@@ -3,7 +3,7 @@
 //! Before each call every rank sends every other its 64-byte record (op, name, size, sequence): a call that does not
 //! match, a rank that failed and a rank that does not come are errors that name it. Then only messages between
 //! pairs move data: an own exchange instead of `MPI_Allreduce`, whose order of additions depends on the library and on
-//! the size. Each rank receives the N pieces of its part, adds them in ascending order of ranks (`sum`) and, for an
+//! the size. Each rank receives the N pieces of its part, adds them in ascending order of ranks (`super::sum`) and, for an
 //! all-reduce, sends the sum to all: the same bytes as a ring sends, the same bits as the in-process backend. In
 //! [`Collective::reduce_scatter_across`] the order is ascending inside each group and then across groups.
 //!
@@ -11,7 +11,6 @@
 //! `MPI_Finalize`, which mpirun takes as the end of the job; `MPI_Abort` would add nothing but its own text.
 //! Gathers move while the library is inside any call (a property of MPI): they end at the latest in `finish`.
 
-mod sum;
 mod wire;
 
 use std::collections::VecDeque;
@@ -161,7 +160,7 @@ impl Mpi {
             let to = out_address + (mine.start - own.start) * width;
             // SAFETY: pieces are in `full` or in slots of the scratch, aligned to 8; `to` is in `out`, whose lengths were
             // checked; nothing is in flight.
-            unsafe { sum::ascending(full.element(), &pieces, mine.len(), to)? };
+            unsafe { super::sum::ascending(full.element(), &pieces, mine.len(), to)? };
         }
         Ok(())
     }
