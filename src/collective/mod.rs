@@ -8,6 +8,7 @@
 //! What is gathered and when is the strategies' business; who the ranks are and how they meet is `launch`'s and
 //! `control`'s.
 
+pub mod control;
 pub mod launch;
 mod memory;
 mod phase;
