@@ -9,6 +9,8 @@
 //! `control`'s.
 
 mod alone;
+pub mod control;
+pub mod launch;
 pub mod local;
 mod memory;
 #[cfg(feature = "mpi")]

@@ -1,0 +1,271 @@
+//! The secret that the processes of a run share, and the terms on which they meet.
+//!
+//! `FINETUNE_RDZV_SECRET`, or a file that its owner alone can read, named by `FINETUNE_RDZV_SECRET_FILE`. Never on the
+//! command line, which every user of a host can see. Whoever can reach the port and knows the secret is a rank, so
+//! without one only the loopback address will do, unless `FINETUNE_RDZV_WITHOUT_SECRET=1` says that the network is
+//! the user's alone. The secret never leaves this module but as a key: `Debug` and errors do not show it.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::Read;
+use std::net::SocketAddr;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+
+const SECRET: &str = "FINETUNE_RDZV_SECRET";
+const SECRET_FILE: &str = "FINETUNE_RDZV_SECRET_FILE";
+const WITHOUT_SECRET: &str = "FINETUNE_RDZV_WITHOUT_SECRET";
+const BIND: &str = "FINETUNE_RDZV_BIND";
+const TIMEOUT: &str = "FINETUNE_RDZV_TIMEOUT";
+
+/// Fewer bytes could be guessed offline from one recorded handshake.
+const SHORTEST: usize = 16;
+const LONGEST: usize = 4096;
+const MAKE_ONE: &str =
+    "make one and give it to every process: `export FINETUNE_RDZV_SECRET=$(openssl rand -hex 32)`";
+
+/// What proves that a process belongs to the run.
+#[derive(Clone, PartialEq, Eq)]
+pub enum Secret {
+    /// Only on the loopback address.
+    Absent,
+    /// None, on any address: the user said so.
+    Waived,
+    /// The bytes that all processes know.
+    Shared(Arc<[u8]>),
+}
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Secret::Absent => "Absent",
+            Secret::Waived => "Waived",
+            Secret::Shared(_) => "Shared(..)",
+        })
+    }
+}
+
+impl Secret {
+    /// A secret of these bytes; white space around them does not count.
+    ///
+    /// # Errors
+    /// [`crate::error::Kind::User`] when it is shorter than 16 bytes or longer than 4096.
+    pub fn shared(bytes: &[u8]) -> Result<Secret> {
+        let bytes = bytes.trim_ascii();
+        if !(SHORTEST..=LONGEST).contains(&bytes.len()) {
+            return Err(Error::user("cannot use the secret of this run")
+                .because(format!("it has {} bytes; accepted: {SHORTEST} to {LONGEST}", bytes.len()))
+                .hint(MAKE_ONE));
+        }
+        Ok(Secret::Shared(bytes.into()))
+    }
+
+    /// The secret that the environment names.
+    ///
+    /// # Errors
+    /// [`crate::error::Kind::User`] when both variables are set, or the file can be read by others than its owner.
+    pub fn from_environment(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Secret> {
+        let set = |name: &str| lookup(name).filter(|value| !value.is_empty());
+        match (set(SECRET), set(SECRET_FILE)) {
+            (Some(_), Some(_)) => Err(Error::user("cannot tell which secret to use")
+                .because(format!("{SECRET} and {SECRET_FILE} are both set; accepted: one of them"))),
+            (Some(text), None) => Secret::shared(text.as_encoded_bytes()),
+            (None, Some(path)) => Secret::from_file(&PathBuf::from(path)),
+            (None, None) => match set(WITHOUT_SECRET).as_ref().map(|value| value.to_str()) {
+                None | Some(Some("0")) => Ok(Secret::Absent),
+                Some(Some("1")) => Ok(Secret::Waived),
+                Some(_) => Err(Error::user(format!("cannot use {WITHOUT_SECRET}")).because("accepted: 0, 1")),
+            },
+        }
+    }
+
+    fn from_file(path: &Path) -> Result<Secret> {
+        let fault = |source: std::io::Error| Error::io("read the secret in", path, &source);
+        // Opened once, so that what is checked is what is read; without waiting for the writer of a pipe.
+        let mut options = File::options();
+        let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(fault)?;
+        let facts = file.metadata().map_err(fault)?;
+        let refused =
+            |why: String| Error::user(format!("cannot use the secret in {}", path.display())).because(why);
+        if !facts.is_file() {
+            return Err(refused("it is not a regular file".to_owned()));
+        }
+        let mode = facts.mode() & 0o777;
+        if mode & 0o077 != 0 {
+            let hint = format!("chmod 600 {} (a Kubernetes Secret: `defaultMode: 0400`)", path.display());
+            return Err(
+                refused(format!("its mode is {mode:03o}: others than its owner may use it")).hint(hint)
+            );
+        }
+        let mut bytes = Vec::new();
+        file.take(2 * LONGEST as u64).read_to_end(&mut bytes).map_err(fault)?;
+        Secret::shared(&bytes)
+    }
+
+    /// The key of proofs.
+    pub(super) fn key(&self) -> &[u8] {
+        match self {
+            Secret::Shared(bytes) => bytes,
+            Secret::Absent | Secret::Waived => b"",
+        }
+    }
+
+    pub(super) fn is_shared(&self) -> bool {
+        matches!(self, Secret::Shared(_))
+    }
+
+    /// Refuses to talk over `address` without a secret.
+    pub(super) fn suffices(&self, address: &SocketAddr) -> Result<()> {
+        match self {
+            Secret::Absent if !address.ip().is_loopback() => {
+                Err(Error::user("cannot meet other hosts without a secret")
+                    .because(format!("rank 0 is at {address}, and neither {SECRET} nor {SECRET_FILE} is set"))
+                    .hint(format!(
+                        "{MAKE_ONE}, or, on a network that is yours alone, set {WITHOUT_SECRET}=1"
+                    )))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Gets a line for the log: a refused connection, once for each reason.
+pub type Notice = Arc<dyn Fn(&str) + Send + Sync>;
+
+/// On what terms the processes meet.
+#[derive(Clone)]
+pub struct Terms {
+    /// What proves that a process belongs to the run.
+    pub secret: Secret,
+    /// How long to wait for all to come.
+    pub deadline: Duration,
+    /// How long rank 0 waits for the rest, so that they hear why, once the meeting cannot succeed any more.
+    pub grace: Duration,
+    /// How long a call waits for the other processes.
+    pub patience: Duration,
+    /// The address of this host that rank 0 listens on, where the master address is not one (behind a NAT).
+    pub bind: Option<String>,
+    /// What to tell the log.
+    pub notice: Notice,
+}
+
+impl std::fmt::Debug for Terms {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut shown = f.debug_struct("Terms");
+        shown.field("secret", &self.secret).field("deadline", &self.deadline).field("bind", &self.bind);
+        shown.finish_non_exhaustive()
+    }
+}
+
+impl Terms {
+    /// The terms with `secret` and the defaults: 300 s to meet, 1800 s for a call.
+    pub fn new(secret: Secret) -> Self {
+        Terms {
+            secret,
+            deadline: Duration::from_secs(300),
+            grace: Duration::from_secs(5),
+            patience: Duration::from_secs(1800),
+            bind: None,
+            notice: Arc::new(|_| {}),
+        }
+    }
+
+    /// The terms that the environment names: the secret, `FINETUNE_RDZV_TIMEOUT` (seconds to wait for all ranks) and
+    /// `FINETUNE_RDZV_BIND`.
+    ///
+    /// # Errors
+    /// [`crate::error::Kind::User`] when a variable cannot be used.
+    pub fn from_environment(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Terms> {
+        let mut terms = Terms::new(Secret::from_environment(lookup)?);
+        let text = |name: &str| {
+            let value = lookup(name).filter(|value| !value.is_empty())?;
+            Some(value.to_string_lossy().into_owned())
+        };
+        if let Some(value) = text(TIMEOUT) {
+            let secs = value.parse().ok().filter(|secs| (1..=86_400).contains(secs));
+            let secs = secs.ok_or_else(|| {
+                Error::user(format!("cannot use {TIMEOUT}"))
+                    .because(format!("it is `{value}`; accepted: 1 to 86400 (seconds)"))
+            })?;
+            terms.deadline = Duration::from_secs(secs);
+        }
+        terms.bind = text(BIND);
+        Ok(terms)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    const CANARY: &str = "canary-0123456789-canary";
+
+    fn from(variables: &[(&str, &str)]) -> Result<Secret> {
+        let find = |name: &str| variables.iter().find(|(n, _)| *n == name).map(|(_, v)| OsString::from(v));
+        Secret::from_environment(&find)
+    }
+
+    #[test]
+    fn comes_from_a_variable_or_from_a_file_of_its_owner() {
+        assert_eq!(from(&[]).unwrap(), Secret::Absent);
+        assert_eq!(from(&[(WITHOUT_SECRET, "1")]).unwrap(), Secret::Waived);
+        assert!(from(&[(WITHOUT_SECRET, "yes")]).is_err());
+        assert_eq!(from(&[(SECRET, CANARY)]).unwrap().key(), CANARY.as_bytes());
+        assert!(
+            from(&[(SECRET, "short")]).unwrap_err().causes()[0].contains("5 bytes; accepted: 16 to 4096")
+        );
+
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("secret");
+        std::fs::write(&path, format!("{CANARY}\n")).unwrap();
+        let name = path.to_str().unwrap();
+        for mode in [0o644, 0o640, 0o604, 0o620] {
+            std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).unwrap();
+            let error = from(&[(SECRET_FILE, name)]).unwrap_err().to_string();
+            assert!(error.contains(&format!("its mode is {mode:03o}")), "{error}");
+            assert!(error.contains(&format!("chmod 600 {name}")) && !error.contains(CANARY), "{error}");
+        }
+        for mode in [0o600, 0o400] {
+            std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).unwrap();
+            assert_eq!(from(&[(SECRET_FILE, name)]).unwrap().key(), CANARY.as_bytes());
+        }
+        let both = from(&[(SECRET, CANARY), (SECRET_FILE, name)]).unwrap_err().to_string();
+        assert!(both.contains("both set") && !both.contains(CANARY), "{both}");
+        assert!(from(&[(SECRET_FILE, folder.path().to_str().unwrap())]).is_err());
+    }
+
+    #[test]
+    fn is_not_shown() {
+        let secret = Secret::shared(CANARY.as_bytes()).unwrap();
+        let shown = format!("{secret:?} {:?}", Terms::new(secret.clone()));
+        assert!(
+            shown.contains("Shared(..)") && !shown.contains("canary") && !shown.contains("99, 97"),
+            "{shown}"
+        );
+    }
+
+    #[test]
+    fn without_it_only_loopback_will_do() {
+        let (here, there) = ("127.0.0.1:1".parse().unwrap(), "10.0.0.1:1".parse().unwrap());
+        assert!(Secret::Absent.suffices(&here).is_ok());
+        let error = Secret::Absent.suffices(&there).unwrap_err().to_string();
+        assert!(error.contains(SECRET) && error.contains(WITHOUT_SECRET), "{error}");
+        assert!(Secret::Waived.suffices(&there).is_ok());
+        assert!(Secret::shared(CANARY.as_bytes()).unwrap().suffices(&there).is_ok());
+    }
+
+    #[test]
+    fn terms_name_what_they_accept() {
+        let find = |name: &str| (name == TIMEOUT).then(|| OsString::from("soon"));
+        let error = Terms::from_environment(&find).unwrap_err().to_string();
+        assert!(error.contains("`soon`; accepted: 1 to 86400"), "{error}");
+        let find = |name: &str| (name == TIMEOUT).then(|| OsString::from("60"));
+        assert_eq!(Terms::from_environment(&find).unwrap().deadline, Duration::from_secs(60));
+    }
+}

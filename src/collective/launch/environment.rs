@@ -1,0 +1,103 @@
+//! Typed reading of environment variables through a lookup, so that tests need no environment of their own.
+
+use std::ffi::OsString;
+
+use super::MAX_WORLD;
+use crate::error::{Error, Result};
+
+/// The variables of a process. An empty one counts as unset, as launchers and shells mean it.
+pub(super) struct Environment<'a> {
+    lookup: &'a dyn Fn(&str) -> Option<OsString>,
+}
+
+/// A variable and the value it had.
+pub(super) struct Count {
+    pub(super) name: &'static str,
+    pub(super) value: usize,
+}
+
+impl<'a> Environment<'a> {
+    pub(super) fn new(lookup: &'a dyn Fn(&str) -> Option<OsString>) -> Self {
+        Environment { lookup }
+    }
+
+    /// The value of `name`.
+    pub(super) fn text(&self, name: &'static str) -> Result<Option<String>> {
+        match (self.lookup)(name).filter(|value| !value.is_empty()) {
+            None => Ok(None),
+            Some(value) => match value.into_string() {
+                Ok(value) => Ok(Some(value)),
+                Err(value) => Err(refused(name, &value.to_string_lossy(), "UTF-8 text")),
+            },
+        }
+    }
+
+    pub(super) fn is_set(&self, name: &'static str) -> bool {
+        (self.lookup)(name).is_some_and(|value| !value.is_empty())
+    }
+
+    /// A number of ranks, processes or hosts: at least 1.
+    pub(super) fn count(&self, name: &'static str) -> Result<Option<Count>> {
+        self.number(name, 1, MAX_WORLD as u64).map(|found| found.map(|n| Count { name, value: n as usize }))
+    }
+
+    /// The first of `names` that is set, as [`Environment::count`].
+    pub(super) fn first_count(&self, names: &[&'static str]) -> Result<Option<Count>> {
+        match names.iter().find(|name| self.is_set(name)) {
+            Some(name) => self.count(name),
+            None => Ok(None),
+        }
+    }
+
+    /// A place among ranks, processes or hosts: from 0.
+    pub(super) fn index(&self, name: &'static str) -> Result<Option<Count>> {
+        let found = self.number(name, 0, MAX_WORLD as u64 - 1)?;
+        Ok(found.map(|n| Count { name, value: n as usize }))
+    }
+
+    /// The first of `names` that is set, as [`Environment::index`].
+    pub(super) fn first_index(&self, names: &[&'static str]) -> Result<Option<Count>> {
+        match names.iter().find(|name| self.is_set(name)) {
+            Some(name) => self.index(name),
+            None => Ok(None),
+        }
+    }
+
+    /// A TCP port.
+    pub(super) fn port(&self, name: &'static str) -> Result<Option<u16>> {
+        Ok(self.number(name, 1, u64::from(u16::MAX))?.map(|n| n as u16))
+    }
+
+    /// A number from `least` to `most`.
+    pub(super) fn number(&self, name: &'static str, least: u64, most: u64) -> Result<Option<u64>> {
+        let Some(text) = self.text(name)? else { return Ok(None) };
+        match text.parse() {
+            Ok(number) if (least..=most).contains(&number) => Ok(Some(number)),
+            _ => Err(refused(name, &text, &format!("a whole number from {least} to {most}"))),
+        }
+    }
+}
+
+impl Count {
+    /// Refuses a place that is not below a number of places.
+    pub(super) fn below(&self, count: &Count) -> Result<()> {
+        if self.value < count.value {
+            return Ok(());
+        }
+        let accepted = format!("0 to {}, because {} is {}", count.value - 1, count.name, count.value);
+        Err(refused(self.name, &self.value.to_string(), &accepted))
+    }
+}
+
+/// A variable whose value cannot be used.
+pub(super) fn refused(name: &str, value: &str, accepted: &str) -> Error {
+    let value: String = value.chars().take(80).map(|c| if c.is_control() { ' ' } else { c }).collect();
+    Error::user("cannot tell the place of this process among the ranks")
+        .because(format!("{name} is `{value}`; accepted: {accepted}"))
+}
+
+/// A variable that others call for.
+pub(super) fn missing(name: &str, because: &str) -> Error {
+    Error::user("cannot tell the place of this process among the ranks")
+        .because(format!("{name} is not set, although {because}"))
+}

@@ -1,0 +1,249 @@
+//! What each launcher but Slurm leaves in the environment.
+//!
+//! Sources: PyTorch's `torchrun` documentation ("Environment Variables"), Open MPI's "Environment variables set for
+//! MPI applications", MPICH's Hydra (`PMI_*`, `MPI_LOCAL*`), the PMIx standard, Kubernetes' "Indexed Job" and
+//! "Job with Pod-to-Pod Communication".
+
+use super::environment::{Count, Environment, missing, refused};
+use super::{DEFAULT_PORT, Flags, Found, Master, PORTS_TRIED, Slot, Source, slurm};
+use crate::error::{Error, Result};
+
+/// Ports below the end of all that are derived from a run's name; above Linux's ephemeral ports (32768 to 60999).
+const FIRST_DERIVED_PORT: u16 = 61_440;
+
+/// `RANK`, `WORLD_SIZE`: torchrun, PyTorchJob, and whoever sets them by hand.
+pub(super) fn torchrun(env: &Environment<'_>, flags: &Flags) -> Result<Option<Found>> {
+    let Some(rank) = env.index("RANK")? else { return Ok(None) };
+    let world = env.count("WORLD_SIZE")?.ok_or_else(|| missing("WORLD_SIZE", "RANK is"))?;
+    rank.below(&world)?;
+    let local = env.index("LOCAL_RANK")?;
+    let local_world = env.count("LOCAL_WORLD_SIZE")?;
+    let index = local.as_ref().map_or(0, |local| local.value);
+    if let Some(local_world) = &local_world {
+        let local = local.ok_or_else(|| missing("LOCAL_RANK", "LOCAL_WORLD_SIZE is"))?;
+        local.below(local_world)?;
+        if local_world.value > world.value {
+            let accepted = format!("1 to {}, because WORLD_SIZE is {}", world.value, world.value);
+            return Err(refused(local_world.name, &local_world.value.to_string(), &accepted));
+        }
+    }
+    let host = torchrun_host(env, &rank, &world, local_world.as_ref())?;
+    let (master, run) = match world.value {
+        1 => (None, String::new()),
+        _ => (Some(torchrun_master(env, flags)?), env.text("TORCHELASTIC_RUN_ID")?.unwrap_or_default()),
+    };
+    let process = Slot { index: rank.value, count: world.value };
+    Ok(Some(Found { source: Source::Torchrun, process, local_index: index, host, master, run }))
+}
+
+/// The agents' own places, else what an even spread of the processes means.
+fn torchrun_host(
+    env: &Environment<'_>,
+    rank: &Count,
+    world: &Count,
+    local_world: Option<&Count>,
+) -> Result<Option<Slot>> {
+    if let Some(count) = env.count("GROUP_WORLD_SIZE")? {
+        let index = env.index("GROUP_RANK")?.ok_or_else(|| missing("GROUP_RANK", "GROUP_WORLD_SIZE is"))?;
+        index.below(&count)?;
+        return Ok(Some(Slot { index: index.value, count: count.value }));
+    }
+    Ok(local_world
+        .filter(|local| world.value.is_multiple_of(local.value))
+        .map(|local| Slot { index: rank.value / local.value, count: world.value / local.value }))
+}
+
+/// torchrun's agent keeps its store on MASTER_PORT: then the ports behind it are used.
+fn torchrun_master(env: &Environment<'_>, flags: &Flags) -> Result<Master> {
+    let because = "WORLD_SIZE is above 1";
+    let mut master = named_master(env, flags, because)?;
+    if flags.master_port.is_none() && env.port("MASTER_PORT")?.is_none() {
+        return Err(missing("MASTER_PORT", because)
+            .hint("set the same free port in every process: `MASTER_PORT=29500`"));
+    }
+    let agent = match env.text("TORCHELASTIC_USE_AGENT_STORE")?.as_deref() {
+        None | Some("False" | "false" | "0") => false,
+        Some("True" | "true" | "1") => flags.master_port.is_none(),
+        Some(other) => return Err(refused("TORCHELASTIC_USE_AGENT_STORE", other, "True, False")),
+    };
+    if agent {
+        let first = master.port.checked_add(1).filter(|first| first.checked_add(PORTS_TRIED - 1).is_some());
+        let most = u16::MAX - PORTS_TRIED;
+        let why = format!("1 to {most}: {PORTS_TRIED} ports behind it are used");
+        master.port = first.ok_or_else(|| refused("MASTER_PORT", &master.port.to_string(), &why))?;
+        master.ports = PORTS_TRIED;
+    }
+    Ok(master)
+}
+
+/// Open MPI's `mpirun`.
+pub(super) fn open_mpi(env: &Environment<'_>, flags: &Flags) -> Result<Option<Found>> {
+    let Some(rank) = env.index("OMPI_COMM_WORLD_RANK")? else { return Ok(None) };
+    let size = env.count("OMPI_COMM_WORLD_SIZE")?;
+    let size = size.ok_or_else(|| missing("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK is"))?;
+    let local = env.index("OMPI_COMM_WORLD_LOCAL_RANK")?;
+    let local_size = env.count("OMPI_COMM_WORLD_LOCAL_SIZE")?;
+    let run = match env.text("PMIX_NAMESPACE")? {
+        Some(run) => run,
+        None => env.text("OMPI_MCA_ess_base_jobid")?.unwrap_or_default(),
+    };
+    mpi(env, flags, Source::OpenMpi, Mpi { rank, size, local, local_size, run }).map(Some)
+}
+
+/// Launchers that speak PMI (Hydra, PALS) or PMIx.
+pub(super) fn pmi(env: &Environment<'_>, flags: &Flags) -> Result<Option<Found>> {
+    let Some(rank) = env.first_index(&["PMI_RANK", "PMIX_RANK"])? else { return Ok(None) };
+    let size = match rank.name {
+        "PMI_RANK" => env.count("PMI_SIZE")?.ok_or_else(|| missing("PMI_SIZE", "PMI_RANK is"))?,
+        // PMIx tells the number of processes only to those who link its library.
+        _ => env.first_count(&["PMIX_SIZE", "WORLD_SIZE"])?.ok_or_else(|| {
+            missing("WORLD_SIZE", "PMIX_RANK is")
+                .hint("set the number of processes in every process: `WORLD_SIZE=16`")
+        })?,
+    };
+    let local =
+        env.first_index(&["MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "PMIX_LOCAL_RANK"])?;
+    let local_size =
+        env.first_count(&["MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE", "PMIX_LOCAL_SIZE"])?;
+    let run = match env.text("PMI_JOBID")? {
+        Some(run) => run,
+        None => env.text("PMIX_NAMESPACE")?.unwrap_or_default(),
+    };
+    mpi(env, flags, Source::Pmi, Mpi { rank, size, local, local_size, run }).map(Some)
+}
+
+/// What MPI launchers tell.
+struct Mpi {
+    rank: Count,
+    size: Count,
+    local: Option<Count>,
+    local_size: Option<Count>,
+    run: String,
+}
+
+fn mpi(env: &Environment<'_>, flags: &Flags, source: Source, told: Mpi) -> Result<Found> {
+    let Mpi { rank, size, local, local_size, run } = told;
+    rank.below(&size)?;
+    if let (Some(local), Some(local_size)) = (&local, &local_size) {
+        local.below(local_size)?;
+    }
+    let one_host = local_size.as_ref().is_some_and(|local| local.value == size.value);
+    let master = match size.value {
+        1 => None,
+        _ => Some(mpi_master(env, flags, one_host, &run)?),
+    };
+    // Which host of how many is not told but where there is one: hosts may hold different numbers of processes.
+    let host = one_host.then_some(Slot { index: 0, count: 1 });
+    let process = Slot { index: rank.value, count: size.value };
+    Ok(Found { source, process, local_index: local.map_or(0, |local| local.value), host, master, run })
+}
+
+/// MASTER_ADDR; else this host if it has all processes; else the first host of a surrounding Slurm job, on which
+/// `mpirun` puts process 0.
+fn mpi_master(env: &Environment<'_>, flags: &Flags, one_host: bool, run: &str) -> Result<Master> {
+    let address = match address(env, flags)? {
+        Some(address) => address,
+        None if one_host => "127.0.0.1".to_owned(),
+        None => slurm::first_host(env)?.ok_or_else(|| {
+            missing("MASTER_ADDR", "the processes are on several hosts")
+                .hint("name the host of process 0: `mpirun -x MASTER_ADDR=HOST ...` (MPICH: `-genv MASTER_ADDR HOST`)")
+        })?,
+    };
+    with_derived_port(env, flags, address, number_of(run))
+}
+
+/// A Kubernetes Job with `completionMode: Indexed`. The index alone may as well number independent runs, so the pods
+/// are one run only when WORLD_SIZE or MASTER_ADDR says so.
+pub(super) fn kubernetes(env: &Environment<'_>, flags: &Flags) -> Result<Option<Found>> {
+    let Some(index) = env.index("JOB_COMPLETION_INDEX")? else { return Ok(None) };
+    let world = env.count("WORLD_SIZE")?;
+    let joined = world.as_ref().is_some_and(|world| world.value > 1);
+    if !joined && address(env, flags)?.is_none() {
+        return Ok(None);
+    }
+    let world = world.ok_or_else(|| {
+        missing("WORLD_SIZE", "JOB_COMPLETION_INDEX and MASTER_ADDR are")
+            .hint("set it in the pod's env to the Job's `completions`")
+    })?;
+    index.below(&world)?;
+    let master = match world.value {
+        1 => None,
+        _ => Some(
+            named_master(env, flags, "WORLD_SIZE is above 1").map_err(|error| kubernetes_hint(env, error))?,
+        ),
+    };
+    let process = Slot { index: index.value, count: world.value };
+    // A pod counts as a host: it has its own network, devices and files.
+    let (source, host) = (Source::KubernetesIndexedJob, Some(process));
+    Ok(Some(Found { source, process, local_index: 0, host, master, run: String::new() }))
+}
+
+/// The address of pod 0: its host name is JOB-0, resolved through a headless service.
+fn kubernetes_hint(env: &Environment<'_>, error: Error) -> Error {
+    let name = env.text("HOSTNAME").ok().flatten();
+    let job = name.as_deref().and_then(|name| name.rsplit_once('-')).map_or("JOB", |(job, _)| job);
+    error.hint(format!(
+        "set `MASTER_ADDR={job}-0.SERVICE` in the pod's env, SERVICE being a headless service that is the pods' `subdomain`"
+    ))
+}
+
+/// The master that flags or variables name, on one port.
+pub(super) fn named_master(env: &Environment<'_>, flags: &Flags, because: &str) -> Result<Master> {
+    let address = address(env, flags)?.ok_or_else(|| {
+        missing("MASTER_ADDR", because)
+            .hint("name the host of rank 0 in every process: `MASTER_ADDR=HOST`, or `--master-addr HOST`")
+    })?;
+    let port = port(env, flags)?.unwrap_or(DEFAULT_PORT);
+    Ok(Master { address, port, ports: 1 })
+}
+
+/// The port that is named, else one of a block of ports that every process of the run derives from `number`.
+pub(super) fn with_derived_port(
+    env: &Environment<'_>,
+    flags: &Flags,
+    address: String,
+    number: u64,
+) -> Result<Master> {
+    if let Some(port) = port(env, flags)? {
+        return Ok(Master { address, port, ports: 1 });
+    }
+    let blocks = u64::from((u16::MAX - FIRST_DERIVED_PORT) / PORTS_TRIED) + 1;
+    let port = FIRST_DERIVED_PORT + (number % blocks) as u16 * PORTS_TRIED;
+    Ok(Master { address, port, ports: PORTS_TRIED })
+}
+
+/// A number for a run's name, the same on every host (FNV-1a).
+fn number_of(run: &str) -> u64 {
+    run.bytes()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+fn port(env: &Environment<'_>, flags: &Flags) -> Result<Option<u16>> {
+    match flags.master_port {
+        Some(0) => Err(Error::user("cannot use --master-port 0").because("accepted: 1 to 65535")),
+        Some(port) => Ok(Some(port)),
+        None => env.port("MASTER_PORT"),
+    }
+}
+
+/// The address that the flag or MASTER_ADDR names.
+pub(super) fn address(env: &Environment<'_>, flags: &Flags) -> Result<Option<String>> {
+    let (name, text) = match (&flags.master_addr, env.text("MASTER_ADDR")?) {
+        (Some(address), _) => ("--master-addr", address.clone()),
+        (None, Some(address)) => ("MASTER_ADDR", address),
+        (None, None) => return Ok(None),
+    };
+    let inner = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(&text);
+    let accepted = "a host name or an IP address, the port apart";
+    if let Ok(ip) = inner.parse::<std::net::IpAddr>() {
+        return match ip.is_unspecified() {
+            true => Err(refused(name, &text, "the one address that the other hosts reach rank 0 by")),
+            false => Ok(Some(ip.to_string())),
+        };
+    }
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+    match !text.is_empty() && text.len() <= 255 && text.chars().all(plain) {
+        true => Ok(Some(text)),
+        false => Err(refused(name, &text, accepted)),
+    }
+}
