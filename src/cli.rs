@@ -112,12 +112,33 @@ pub struct TrainArgs {
     /// Train on the CPU with this many ranks, threads of this process
     #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: Option<u16>,
+    /// Where the run is spread over several processes and no launcher says how.
+    #[command(flatten)]
+    pub processes: ProcessArgs,
     /// Print the resolved recipe and what the run would do; train nothing
     #[arg(long)]
     pub dry_run: bool,
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
+}
+
+/// The place of this process among several; torchrun, mpirun, Slurm and Kubernetes say it in the environment.
+#[derive(Debug, Clone, Default, Args)]
+#[command(next_help_heading = "Several processes without a launcher")]
+pub struct ProcessArgs {
+    /// Ranks in all processes
+    #[arg(long, value_name = "N", requires = "rank")]
+    pub world_size: Option<usize>,
+    /// The first rank of this process
+    #[arg(long, value_name = "R", requires = "world_size")]
+    pub rank: Option<usize>,
+    /// The address at which rank 0 listens
+    #[arg(long, value_name = "HOST")]
+    pub master_addr: Option<String>,
+    /// Its port
+    #[arg(long, value_name = "PORT")]
+    pub master_port: Option<u16>,
 }
 
 impl TrainArgs {

@@ -12,6 +12,8 @@ fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
+type Tensors = BTreeMap<String, Vec<f32>>;
+
 /// What is trained, how a step is cut, who keeps what.
 #[derive(Clone, Copy)]
 struct Case<'a> {
@@ -85,7 +87,7 @@ impl Case<'_> {
 }
 
 /// All tensors of a run's result.
-fn result(output: &Path) -> BTreeMap<String, Vec<f32>> {
+fn result(output: &Path) -> Tensors {
     let files = match output.join("adapter_model.safetensors") {
         adapter if adapter.exists() => ModelFiles::open_file(&adapter).unwrap(),
         _ => ModelFiles::open(output).unwrap(),
@@ -106,7 +108,7 @@ fn losses(output: &Path) -> Vec<f64> {
 
 /// Trains `cases` and the same on one rank; each must end equal to the bit.
 fn equal_to_the_bit(cases: &[Case<'_>]) {
-    let mut alone: BTreeMap<String, (BTreeMap<String, Vec<f32>>, Vec<f64>)> = BTreeMap::new();
+    let mut alone: BTreeMap<String, (Tensors, Vec<f64>)> = BTreeMap::new();
     for case in cases {
         let place = tempfile::tempdir().unwrap();
         let key = format!("{} {:?}", case.micro_batches, case.more);
@@ -129,7 +131,7 @@ fn equal_to_the_bit(cases: &[Case<'_>]) {
 }
 
 /// Euclidean distance over the norm.
-fn relative(found: &BTreeMap<String, Vec<f32>>, wanted: &BTreeMap<String, Vec<f32>>) -> f64 {
+fn relative(found: &Tensors, wanted: &Tensors) -> f64 {
     let (mut off, mut all) = (0f64, 0f64);
     for (tensor, values) in wanted {
         for (a, b) in found[tensor].iter().zip(values) {

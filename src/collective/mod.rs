@@ -28,7 +28,23 @@ pub use phase::Phase;
 pub use timed::{Clock, Timed};
 pub use traffic::{Op, Traffic};
 
+use std::sync::Arc;
+
 use crate::error::Result;
+
+/// Whether this build can connect the ranks of several processes.
+pub const CONNECTS_PROCESSES: bool = cfg!(feature = "mpi");
+
+/// This process's end of the group of all processes that a launcher started; one rank each.
+///
+/// # Errors
+/// This build has no MPI; MPI was started before or lacks threads.
+pub fn between_processes() -> Result<Arc<dyn Collective>> {
+    #[cfg(feature = "mpi")]
+    return Ok(Arc::new(mpi::Mpi::world(mpi::DEADLINE)?));
+    #[cfg(not(feature = "mpi"))]
+    Err(crate::error::Error::internal("this build has no MPI"))
+}
 
 /// Names a call for people and for the check that all ranks make the same one: `("gradients of block", 3)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -63,9 +63,9 @@ fn working_folder() -> Result<PathBuf> {
     std::env::current_dir().map_err(|e| Error::io("find", Path::new("the working folder"), &e))
 }
 
-/// The device of `--gpus`; without the flag the first GPU, where this build and machine have one, else the CPU.
-fn open_device(gpus: Option<&Gpus>, ranks: Option<u16>) -> Result<Device> {
-    if ranks.is_some() {
+/// The device of `--gpus`, or the CPU where that is settled; without the flag the first GPU, where this build and machine have one, else the CPU.
+fn open_device(gpus: Option<&Gpus>, on_cpu: bool) -> Result<Device> {
+    if on_cpu {
         return Ok(Device::Cpu);
     }
     match gpus.map(|gpus| gpus.0.as_slice()) {

@@ -5,12 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-use super::ranks::run_ranks;
 use super::showcase::{self, Question};
-use super::{open_device, terminal};
+use super::{open_device, ranks, terminal};
 use crate::checkpoint::{self, Part, Saved, Saver, State};
 use crate::cli::TrainArgs;
-use crate::collective::{Alone, Call, Collective, Phase};
+use crate::collective::{Call, Collective, Phase};
 use crate::data::{self, Batch};
 use crate::engine::{Reporter, Run, RunOptions, RunSummary, Trainer};
 use crate::error::{Error, Kind, Result};
@@ -18,20 +17,24 @@ use crate::plan::{Finder, Plan};
 use crate::recipe::Recipe;
 use crate::report::card::{Artifact, Base, Card, CardData};
 use crate::report::html::HtmlReport;
-use crate::report::{EventWriter, MetricsLog, Terminal, metrics};
+use crate::report::{EventWriter, MetricsLog, Terminal, Verbosity, metrics};
 use crate::units;
 use crate::weights::write_text;
 
 /// Trains.
 pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let started = Instant::now();
-    let terminal = terminal(&args.common);
+    let launch = ranks::launch(args)?;
+    let terminal = match launch.rank {
+        0 => terminal(&args.common),
+        _ => Terminal::stderr(Verbosity::Quiet),
+    };
     let recipe = Recipe::load(&args.layers(&super::working_folder()?)?)?;
-    let device = open_device(args.gpus.as_ref(), args.ranks)?;
-    let ranks = args.ranks.map_or(1, usize::from);
-    let resumed = if args.dry_run { None } else { prepare_output(args, &terminal)? };
+    let on_cpu = args.ranks.is_some() || launch.master.is_some();
+    let device = open_device(args.gpus.as_ref(), on_cpu)?;
+    let resumed = if args.dry_run { None } else { prepare_output(args, launch.rank == 0, &terminal)? };
     let finder = Finder::new(args.common.offline, &terminal)?;
-    let mut plan = Plan::resolve(recipe, &finder, device, ranks, resumed.as_ref())?;
+    let mut plan = Plan::resolve(recipe, &finder, device, launch.world_size, resumed.as_ref())?;
     say(&plan, &terminal);
     if args.dry_run {
         return terminal.data(plan.recipe.to_toml());
@@ -49,10 +52,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         terminal: &terminal,
         started,
     };
-    if ranks == 1 {
-        return run.rank(Arc::new(Alone));
-    }
-    run_ranks(ranks, |world| run.rank(world))
+    ranks::run(&launch, &plan, |world| run.rank(world))
 }
 
 /// What all ranks share.
@@ -208,10 +208,12 @@ fn finished(plan: &Plan) -> &'static str {
     if plan.adaptation.is_some() { "adapter saved" } else { "model saved" }
 }
 
-/// Looks at the output folder: what to resume, or that it is free.
-fn prepare_output(args: &TrainArgs, terminal: &Terminal) -> Result<Option<Saved>> {
+/// Looks at the output folder: what to resume, or that it is free, which the `first` process answers for.
+fn prepare_output(args: &TrainArgs, first: bool, terminal: &Terminal) -> Result<Option<Saved>> {
     let output = &args.output;
-    let Some(from) = &args.resume else { return free_output(output).map(|()| None) };
+    let Some(from) = &args.resume else {
+        return if first { free_output(output).map(|()| None) } else { Ok(None) };
+    };
     let (saved, passed) = match from {
         Some(folder) if checkpoint::is_one(folder) => (Some(Saved::open(folder)?), Vec::new()),
         Some(folder) => checkpoint::newest(folder)?,
@@ -240,7 +242,7 @@ fn prepare_output(args: &TrainArgs, terminal: &Terminal) -> Result<Option<Saved>
             }
             let finished =
                 ["adapter_config.json", "config.json"].iter().any(|name| output.join(name).exists());
-            if finished {
+            if finished && first {
                 free_output(output)?;
             }
         }

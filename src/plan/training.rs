@@ -274,6 +274,14 @@ impl Plan {
         facts
     }
 
+    /// The recipe as text, but for what names places of one host: what processes of one run must have alike.
+    pub fn run_text(&self) -> String {
+        let mut recipe = self.recipe.clone();
+        recipe.model.id = None;
+        (recipe.data.train, recipe.data.eval) = (Vec::new(), Vec::new());
+        format!("{}\n{} ranks, {} steps", recipe.to_toml(), self.ranks, self.total_steps)
+    }
+
     /// Writes trained weights in the form this run leaves: a PEFT adapter, or a Hugging Face model, whose tensors the
     /// ranks of `trainer` share. `exact`: in f32, as checkpoints need it; else as `checkpoint.output_dtype` says.
     pub fn writer(&self, exact: bool, trainer: &Trainer) -> WriteWeights {
