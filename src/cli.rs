@@ -382,20 +382,14 @@ pub struct ScalingArgs {
 }
 
 impl ScalingArgs {
-    /// The layers of the recipe; relative paths in flags start at `folder`.
+    /// As [`TrainArgs::layers`].
     ///
     /// # Errors
-    /// When the recipe cannot be found or read.
+    /// As there.
     pub fn layers(&self, folder: &Path) -> Result<Layers> {
-        Ok(Layers {
-            recipe: find_recipe(self.recipe.as_deref(), folder)?,
-            model: self.model.clone(),
-            train: self.dataset.clone(),
-            eval: Vec::new(),
-            set: self.set.clone(),
-            folder: folder.to_owned(),
-            purpose: Purpose::Train,
-        })
+        let (model, train, set) = (self.model.clone(), self.dataset.clone(), self.set.clone());
+        let recipe = find_recipe(self.recipe.as_deref(), folder)?;
+        Ok(Layers { recipe, model, train, set, folder: folder.to_owned(), ..Layers::default() })
     }
 }
 

@@ -24,6 +24,7 @@ fn step(step: u64) -> StepReport {
         step_secs: 0.25,
         tokens_per_sec: 2048.0,
         peak_bytes: 1 << 30,
+        rank_secs: Vec::new(),
     }
 }
 

@@ -10,14 +10,14 @@ use crate::error::Result;
 
 /// Another end, with a clock. Groups split from it share the clock.
 #[derive(Debug)]
-pub struct Timed<C: ?Sized> {
+pub struct Timed {
     nanos: Arc<AtomicU64>,
-    inner: Box<C>,
+    inner: Arc<dyn Collective>,
 }
 
-impl<C: Collective + ?Sized> Timed<C> {
+impl Timed {
     /// `inner` with a clock at 0.
-    pub fn new(inner: Box<C>) -> Self {
+    pub fn new(inner: Arc<dyn Collective>) -> Self {
         Timed { nanos: Arc::default(), inner }
     }
 
@@ -26,9 +26,9 @@ impl<C: Collective + ?Sized> Timed<C> {
         Clock(Arc::clone(&self.nanos))
     }
 
-    fn timed<R>(&self, call: impl FnOnce(&C) -> R) -> R {
+    fn timed<R>(&self, call: impl FnOnce(&dyn Collective) -> R) -> R {
         let started = Instant::now();
-        let result = call(&self.inner);
+        let result = call(&*self.inner);
         let took = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.nanos.fetch_add(took, Ordering::Relaxed);
         result
@@ -46,7 +46,7 @@ impl Clock {
     }
 }
 
-impl<C: Collective + ?Sized> Collective for Timed<C> {
+impl Collective for Timed {
     fn rank(&self) -> usize {
         self.inner.rank()
     }
@@ -90,7 +90,7 @@ impl<C: Collective + ?Sized> Collective for Timed<C> {
     }
 
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
-        Ok(Box::new(Timed { nanos: Arc::clone(&self.nanos), inner: self.inner.split(color)? }))
+        Ok(Box::new(Timed { nanos: Arc::clone(&self.nanos), inner: Arc::from(self.inner.split(color)?) }))
     }
 
     fn traffic(&self) -> Traffic {

@@ -80,7 +80,7 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
 }
 
 fn steps(plan: &Plan, end: impl Collective + 'static) -> Result<Seen> {
-    let timed = Timed::new(Box::new(end));
+    let timed = Timed::new(Arc::new(end));
     let (clock, size) = (timed.clock(), timed.size());
     let mut trainer = plan.trainer(None, Arc::new(timed))?;
     let mut sampler = plan.sampler()?;

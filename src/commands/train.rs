@@ -9,7 +9,7 @@ use super::showcase::{self, Question};
 use super::{open_device, ranks, terminal};
 use crate::checkpoint::{self, Part, Saved, Saver, State};
 use crate::cli::TrainArgs;
-use crate::collective::{Call, Collective, Phase};
+use crate::collective::{Call, Clock, Collective, Phase, Timed};
 use crate::data::{self, Batch};
 use crate::engine::{Reporter, Run, RunOptions, RunSummary, Trainer};
 use crate::error::{Error, Kind, Result};
@@ -69,6 +69,9 @@ struct TrainRun<'a> {
 impl TrainRun<'_> {
     /// What one rank does; the first one speaks and writes for all.
     fn rank(&self, world: Arc<dyn Collective>) -> Result<()> {
+        let timed = Timed::new(world);
+        let clock = timed.clock();
+        let world: Arc<dyn Collective> = Arc::new(timed);
         let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
         let first = world.rank() == 0;
         world.enter(Phase::Meet)?;
@@ -84,7 +87,7 @@ impl TrainRun<'_> {
             let took = units::duration(self.started.elapsed().as_secs_f64());
             terminal.detail(format!("ready to train after {took}"));
         }
-        let summary = self.train(&mut trainer, &*world)?;
+        let summary = self.train(&mut trainer, &*world, clock)?;
         if summary.stopped {
             return Err(stopped(&summary, output));
         }
@@ -128,7 +131,7 @@ impl TrainRun<'_> {
         if world.rank() == 0 { write(output, &[], Part::Rest) } else { Ok(()) }
     }
 
-    fn train(&self, trainer: &mut Trainer, world: &dyn Collective) -> Result<RunSummary> {
+    fn train(&self, trainer: &mut Trainer, world: &dyn Collective, clock: Clock) -> Result<RunSummary> {
         let (plan, output) = (self.plan, self.args.output.as_path());
         let settings = &plan.recipe.checkpoint;
         let writer = plan.writer(true, trainer);
@@ -158,6 +161,7 @@ impl TrainRun<'_> {
                 saver.save(state, trainer.snapshot(true)?, world)
             },
             stop: self.stop,
+            clock,
             options: RunOptions {
                 save_steps: settings.save_steps,
                 eval_steps: plan.recipe.eval.steps,

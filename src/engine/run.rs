@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::{Evaluation, Trainer};
-use crate::collective::Phase;
-use crate::data::{Batch, Cursor, Sampler};
+use crate::collective::{Clock, Phase};
+use crate::data::{Batch, Cursor, Sampler, Step};
 use crate::error::{Context as _, Result};
 use crate::ops::device::peak_bytes;
 use crate::report::{EvalReport, EventWriter, MetricsLog, StepReport, Terminal, memory};
@@ -75,6 +75,8 @@ pub struct Run<'a> {
     pub save: &'a mut dyn FnMut(&Trainer, Moment) -> Result<()>,
     /// Set by a signal: save and end.
     pub stop: &'a AtomicBool,
+    /// Time spent in collectives.
+    pub clock: Clock,
     /// When what happens.
     pub options: RunOptions,
 }
@@ -90,37 +92,27 @@ impl Run<'_> {
         if self.options.eval_at_end && done.steps == 0 {
             done.before = self.evaluate(0)?;
         }
+        // Seconds by rank.
+        let mut computed_by: Vec<f64> = Vec::new();
         if let Some(reporter) = &self.reporter {
             reporter.terminal.train_start(done.steps, total);
         }
         loop {
             self.enter(Phase::Data)?;
             let Some(step) = self.sampler.next_step() else { break };
-            let started = Instant::now();
-            let result = self.trainer.step(&step)?;
-            let secs = started.elapsed().as_secs_f64();
+            let (mut report, asked_to_stop) = self.step(&step)?;
+            computed_by.resize(report.rank_secs.len(), 0.0);
+            computed_by.iter_mut().zip(&report.rank_secs).for_each(|(sum, secs)| *sum += secs);
             done.steps += 1;
             done.tokens += step.tokens;
-            done.last_loss = Some(result.loss);
-            self.report(
-                &StepReport {
-                    step: done.steps,
-                    epoch: step.epoch,
-                    loss: result.loss,
-                    learning_rate: result.learning_rate,
-                    grad_norm: result.grad_norm,
-                    tokens: step.tokens,
-                    step_secs: secs,
-                    tokens_per_sec: step.tokens as f64 / secs,
-                    peak_bytes: peak_bytes(&self.trainer.engine.device).unwrap_or_else(memory::peak_bytes),
-                },
-                done.steps == total,
-            )?;
+            done.last_loss = Some(report.loss);
+            report.step = done.steps;
+            self.report(&report, done.steps == total)?;
             let due = |every: Option<u64>| every.is_some_and(|every| done.steps.is_multiple_of(every));
             if due(self.options.eval_steps) && done.steps < total {
                 self.evaluate(done.steps)?;
             }
-            let stop = self.asked_to_stop()? && done.steps < total;
+            let stop = asked_to_stop && done.steps < total;
             if due(self.options.save_steps) || stop {
                 let moment = Moment { step: done.steps, cursor: self.sampler.cursor(), tokens: done.tokens };
                 self.enter(Phase::Save)?;
@@ -128,31 +120,66 @@ impl Run<'_> {
             }
             if stop {
                 done.stopped = true;
-                self.finish();
+                self.finish(&computed_by);
                 return Ok(done);
             }
         }
-        self.finish();
+        self.finish(&computed_by);
         if self.options.eval_at_end {
             done.after = self.evaluate(done.steps)?;
         }
         Ok(done)
     }
 
+    /// Takes a step; its report, still without its number, and whether any rank was asked to stop.
+    fn step(&mut self, step: &Step) -> Result<(StepReport, bool)> {
+        let (started, waited) = (Instant::now(), self.clock.read());
+        let result = self.trainer.step(step)?;
+        let secs = started.elapsed().as_secs_f64();
+        let computed = secs - (self.clock.read() - waited).as_secs_f64();
+        let (asked_to_stop, rank_secs) = self.agree(computed)?;
+        let report = StepReport {
+            step: 0,
+            epoch: step.epoch,
+            loss: result.loss,
+            learning_rate: result.learning_rate,
+            grad_norm: result.grad_norm,
+            tokens: step.tokens,
+            step_secs: secs,
+            tokens_per_sec: step.tokens as f64 / secs,
+            peak_bytes: peak_bytes(&self.trainer.engine.device).unwrap_or_else(memory::peak_bytes),
+            rank_secs,
+        };
+        Ok((report, asked_to_stop))
+    }
+
     fn enter(&self, phase: Phase) -> Result<()> {
         self.trainer.engine.strategy.ranks().world().enter(phase)
     }
 
-    /// A signal reaches ranks at different moments: all stop where any has seen one.
-    fn asked_to_stop(&self) -> Result<bool> {
-        let mut seen = [f64::from(u8::from(self.stop.load(Ordering::Relaxed)))];
-        self.trainer.engine.strategy.sum("whether to stop", &mut seen)?;
-        Ok(seen[0] > 0.0)
+    /// What all ranks must know after a step: whether any has seen a signal, which reaches them at different moments, so
+    /// that all stop; and how long each computed.
+    fn agree(&self, computed: f64) -> Result<(bool, Vec<f64>)> {
+        let strategy = &self.trainer.engine.strategy;
+        let world = strategy.ranks().world();
+        let mut said = vec![0.0; 1 + world.size()];
+        said[0] = f64::from(u8::from(self.stop.load(Ordering::Relaxed)));
+        said[1 + world.rank()] = computed;
+        strategy.sum("signals and times", &mut said)?;
+        let secs = if world.size() > 1 { said.split_off(1) } else { Vec::new() };
+        Ok((said[0] > 0.0, secs))
     }
 
-    fn finish(&self) {
-        if let Some(reporter) = &self.reporter {
-            reporter.terminal.train_finish();
+    /// Ends the progress, and names a rank that the others waited for.
+    fn finish(&self, computed_by: &[f64]) {
+        let Some(reporter) = &self.reporter else { return };
+        reporter.terminal.train_finish();
+        let mean = computed_by.iter().sum::<f64>() / computed_by.len().max(1) as f64;
+        let slowest = computed_by.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1));
+        if let Some((rank, secs)) = slowest.filter(|(_, secs)| **secs > 1.1 * mean) {
+            reporter.terminal.warn(format!(
+                "rank {rank} was the slowest: it computed for {secs:.1} s, the ranks' mean is {mean:.1} s; the others waited"
+            ));
         }
     }
 

@@ -4,6 +4,7 @@ use candle_core::{DType, Device};
 
 use super::memory::{Memory, available};
 use crate::checkpoint::Saved;
+use crate::engine::Recompute;
 use crate::error::{Error, Result};
 use crate::recipe::{self, Offload, Recipe, ReduceDtype, Strategy};
 use crate::strategy::Kind;
@@ -47,8 +48,13 @@ pub(super) fn strategy(
     recipe: &Recipe,
     ranks: usize,
     device: &Device,
-    needed: impl Fn(Kind) -> Memory,
+    needed: &dyn Fn(Kind, Recompute) -> Memory,
 ) -> Result<(Kind, Option<String>)> {
+    // Where recomputing is left open it may make room for a strategy that sends less.
+    let least = match recipe.train.recompute {
+        recipe::Recompute::None => Recompute::None,
+        _ => Recompute::Block,
+    };
     let parallel = &recipe.parallel;
     let refuse = |asked: String, why: String, hint: &str| {
         Err(Error::user(format!("cannot use `{asked}`")).because(why).hint(hint))
@@ -67,7 +73,7 @@ pub(super) fn strategy(
         return refuse(asked, why, "write `strategy = \"hsdp\"`, or remove `shard_size`");
     }
     let kind = match parallel.strategy {
-        Strategy::Auto => return Ok(pick(ranks, device, needed)),
+        Strategy::Auto => return Ok(pick(ranks, device, |kind| needed(kind, least))),
         Strategy::Single => Kind::Single,
         Strategy::Ddp => Kind::Ddp,
         Strategy::Zero1 => Kind::Zero1,

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-use candle_core::Device;
+use candle_core::{DType, Device};
 
 use super::adaptation::Adaptation;
 use super::base::{Base, EngineOptions, describe};
@@ -82,21 +82,18 @@ impl Plan {
         let saved = saved.map(|source| finder.adapter(source)).transpose()?.map(|found| found.folder);
         saved.as_deref().map_or(Ok(()), |folder| base.adopt(folder))?;
         let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
+        let named = (base.found.id.as_str(), &base.config);
         let adaptation = recipe
             .adapter
             .as_ref()
-            .map(|adapter| {
-                let named = (base.found.id.as_str(), &base.config);
-                Adaptation::from_recipe(adapter, saved.as_deref(), named, &tokens)
-            })
+            .map(|adapter| Adaptation::from_recipe(adapter, saved.as_deref(), named, &tokens))
             .transpose()?;
         base.check(adaptation.as_ref(), adaptation.is_none())?;
         let rows = Rows::new(tokenizer, &recipe.data, base.config.vocab_size)?;
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
-        let held_out = match recipe.data.eval.is_empty() {
-            true => None,
-            false => Some(rows.load(&recipe.data.eval, Split::Eval, finder)?),
-        };
+        let held_out = (!recipe.data.eval.is_empty())
+            .then(|| rows.load(&recipe.data.eval, Split::Eval, finder))
+            .transpose()?;
         let total_steps = Sampler::new(&train.0, sampler_options(&recipe, ranks))?.total_steps();
         let all = base.slots(adaptation.as_ref(), adaptation.is_none())?;
         let tokens = widest_micro_batch(&recipe, &train.0);
@@ -107,23 +104,10 @@ impl Plan {
             let how = How { dtype: engine.dtype, moments, kind, sharded_over, accumulates };
             Memory::of_step(&base.config, &all, adaptation.as_ref(), tokens, recompute, &how)
         };
-        // Where recomputing is left open it may make room for a strategy that sends less.
-        let least = match recipe.train.recompute {
-            recipe::Recompute::None => Recompute::None,
-            _ => Recompute::Block,
-        };
-        let (kind, why) = ranks::strategy(&recipe, ranks, &engine.device, |kind| needed(kind, least))?;
+        let (kind, why) = ranks::strategy(&recipe, ranks, &engine.device, &needed)?;
         let recompute = decide_recompute(recipe.train.recompute, &engine.device, ranks, |r| needed(kind, r));
         let memory = needed(kind, recompute);
-        recipe.train.recompute = match recompute {
-            Recompute::None => recipe::Recompute::None,
-            Recompute::Block => recipe::Recompute::Block,
-        };
-        recipe.model.dtype = if engine.dtype == candle_core::DType::F32 { Dtype::F32 } else { Dtype::Bf16 };
-        recipe.parallel.strategy = ranks::named(kind);
-        if let Some(commit) = &base.found.commit {
-            recipe.model.revision = commit.clone();
-        }
+        decided(&mut recipe, recompute, engine.dtype, kind, base.found.commit.as_deref());
         engine.reducing = Reducing { accumulates, dtype: ranks::reduce_dtype(&recipe.parallel) };
         Ok(Plan {
             recipe,
@@ -372,6 +356,19 @@ impl Plan {
             units::bytes(memory.activations),
             units::bytes(memory.workspace),
         )
+    }
+}
+
+/// Writes what was left open into the recipe.
+fn decided(recipe: &mut Recipe, recompute: Recompute, dtype: DType, kind: Kind, commit: Option<&str>) {
+    recipe.train.recompute = match recompute {
+        Recompute::None => recipe::Recompute::None,
+        Recompute::Block => recipe::Recompute::Block,
+    };
+    recipe.model.dtype = if dtype == DType::F32 { Dtype::F32 } else { Dtype::Bf16 };
+    recipe.parallel.strategy = ranks::named(kind);
+    if let Some(commit) = commit {
+        recipe.model.revision = commit.to_owned();
     }
 }
 

@@ -37,6 +37,9 @@ pub struct StepReport {
     pub tokens_per_sec: f64,
     /// Most memory the run has held so far, in bytes: of the device, or of the process on a CPU.
     pub peak_bytes: u64,
+    /// Seconds that each rank computed in this step, not counting its waits for others; nothing for a single rank.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub rank_secs: Vec<f64>,
 }
 
 /// The figures of one evaluation on held-out rows.
