@@ -42,9 +42,10 @@ trait Value: Copy + Debug + PartialEq + Send + Sync + 'static {
     fn sum(values: &[Self]) -> Self;
 }
 
+/// Of random sign and digits, of size 2^-8 to 2^24.
 fn spread(bits: u64) -> f64 {
-    let sign = if bits & 1 == 0 { 1.0 } else { -1.0 };
-    sign * (1.0 + (bits >> 12) as f64 / (1_u64 << 52) as f64) * 2_f64.powi((bits >> 1 & 31) as i32 - 8)
+    let exponent = 1023 - 8 + (bits >> 1 & 31);
+    f64::from_bits(bits << 63 | exponent << 52 | bits >> 12)
 }
 
 impl Value for f32 {

@@ -16,7 +16,8 @@ const STACK_BYTES: usize = 8 << 20;
 ///
 /// # Errors
 /// When a rank returns an error or panics, its peers' calls fail and the error is that rank's, of its kind, with its
-/// rank and phase; not the survivors', whose calls failed because of it. What all ranks say alike is said once.
+/// rank and phase; not the survivors', whose calls failed because of it. What all ranks say alike is said once. Every
+/// thread is waited for: one that neither calls nor returns keeps this from returning.
 pub fn run_ranks<T: Send>(ends: Vec<Local>, work: impl Fn(Local) -> Result<T> + Sync) -> Result<Vec<T>> {
     if ends.len() <= 1 {
         return ends.into_iter().map(work).collect();
