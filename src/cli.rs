@@ -112,15 +112,15 @@ pub struct TrainArgs {
     /// Train on the CPU with this many ranks, threads of this process
     #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: Option<u16>,
-    /// Where the run is spread over several processes and no launcher says how.
-    #[command(flatten)]
-    pub processes: ProcessArgs,
     /// Print the resolved recipe and what the run would do; train nothing
     #[arg(long)]
     pub dry_run: bool,
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
+    /// Where the run is spread over several processes and no launcher says how.
+    #[command(flatten)]
+    pub processes: ProcessArgs,
 }
 
 /// The place of this process among several; torchrun, mpirun, Slurm and Kubernetes say it in the environment.
@@ -333,7 +333,7 @@ pub struct EvalArgs {
     pub common: CommonArgs,
 }
 
-/// `finetune bench`.
+/// What to measure.
 #[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
     /// What is measured.
@@ -344,7 +344,7 @@ pub struct BenchArgs {
 /// What can be measured.
 #[derive(Debug, Clone, Subcommand)]
 pub enum BenchVerb {
-    /// Tokens a second at 1 to N ranks on the CPU, bytes sent beside the formula, time lost to communication
+    /// Tokens a second by ranks on the CPU, bytes sent beside the formula, time lost to communication
     Scaling(ScalingArgs),
 }
 
@@ -364,8 +364,7 @@ pub struct ScalingArgs {
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     pub set: Vec<String>,
     /// The numbers of ranks to measure
-    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1, 2],
-        value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1, 2], value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: Vec<u16>,
     /// Threads of each rank [default: those there are, over the most ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]

@@ -121,7 +121,7 @@ fn a_recipe_that_is_not_there() {
     error: cannot find recipe `lorra`
       caused by: there is no such file
       caused by: there is no built-in recipe `lorra`
-      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: write `lora`
     ");
     assert_snapshot!(refused(&place, &["--recipe", "mine/my.toml"]), @"
@@ -129,7 +129,7 @@ fn a_recipe_that_is_not_there() {
     error: cannot find recipe `mine/my.toml`
       caused by: there is no such file
       caused by: there is no built-in recipe `mine/my`
-      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: `finetune recipes` says what each built-in recipe is for
     ");
 }
@@ -159,13 +159,49 @@ fn no_learning_rate_and_no_data() {
 }
 
 #[test]
-fn features_of_later_versions() {
+fn ranks_and_strategies_that_do_not_fit() {
     let place = Place::new();
+    let ranks = |set: &str| no_run(&place, &["--ranks", "3", "--set", set]);
+    assert_snapshot!(ranks("parallel.strategy=single"), @r#"
+    exit 1
+    error: cannot use `parallel.strategy = "single"`
+      caused by: there are 3 ranks; accepted with more than one: auto, ddp, zero1, zero2, fsdp, hsdp
+    hint: leave the strategy out, or run without `--ranks`
+    "#);
+    assert_snapshot!(ranks("parallel.shard_size=2"), @r#"
+    exit 1
+    error: cannot use `parallel.shard_size = 2`
+      caused by: it belongs to strategy "hsdp"; the strategy is "auto"
+    hint: write `strategy = "hsdp"`, or remove `shard_size`
+    "#);
+    assert_snapshot!(ranks("parallel.offload=params"), @r#"
+    exit 1
+    error: cannot use `parallel.offload = "params"`
+      caused by: it is not available in this version; accepted now: "none"
+    hint: remove it
+    "#);
+    let hsdp = ["--ranks", "3", "--set", "parallel.strategy=hsdp", "--set", "parallel.shard_size=2"];
+    assert_snapshot!(no_run(&place, &hsdp), @"
+    exit 1
+    error: cannot use `parallel.shard_size = 2`
+      caused by: groups of 2 do not divide 3 ranks
+    hint: give a divisor of the number of ranks
+    ");
+    if finetune::collective::CONNECTS_PROCESSES {
+        return;
+    }
+    assert_snapshot!(no_run(&place, &["--world-size", "2", "--rank", "0", "--master-addr", "127.0.0.1"]), @"
+    exit 1
+    error: cannot train over several processes
+      caused by: there are 2 ranks, by --world-size and --rank
+      caused by: this binary was built without MPI, which carries what ranks say between processes
+    hint: build it with `cargo build --release --features mpi`; on one host, `--ranks N` needs neither
+    ");
     assert_snapshot!(no_run(&place, &["--set", "parallel.strategy=fsdp"]), @r#"
     exit 1
-    error: `parallel.strategy = "fsdp"` is not available in this version
-      caused by: accepted now: "auto", "single"
-    hint: remove it from recipe and `--set`
+    error: cannot use `parallel.strategy = "fsdp"`
+      caused by: there is one rank; accepted with one: auto, single
+    hint: give more ranks, with `--ranks N`, or leave the strategy out
     "#);
 }
 
@@ -277,7 +313,7 @@ fn gpus_that_are_not_there() {
     exit 1
     error: cannot train on 2 GPUs in this version
       caused by: accepted now: one
-    hint: give one number, such as `--gpus 0`
+    hint: give one number, such as `--gpus 0`; `--ranks N` trains on the CPU with N ranks
     ");
 }
 

@@ -43,6 +43,7 @@ fn help_of_the_root() {
       inspect      Say what a model or adapter is, from its headers alone
       data         Show how rows become tokens and masks, and what is wrong with them
       recipes      List, show or write the built-in recipes
+      bench        Measure: speed by number of ranks
       doctor       Say what this machine offers; check every operation on it
       completions  Print a completion script for a shell
 
@@ -57,12 +58,19 @@ fn help_of_the_root() {
           --resume [<DIR>]           Go on from the newest checkpoint in the output folder, or from DIR
           --gpus <LIST>              Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the
                                      CPU]
+          --ranks <N>                Train on the CPU with this many ranks, threads of this process
           --dry-run                  Print the resolved recipe and what the run would do; train nothing
           --offline                  Use only what is on this machine
       -q, --quiet                    Say only what went wrong
       -v, --verbose                  Say more
       -h, --help                     Print help
       -V, --version                  Print version
+
+    Several processes without a launcher:
+          --world-size <N>      Ranks in all processes
+          --rank <R>            The first rank of this process
+          --master-addr <HOST>  The address at which rank 0 listens
+          --master-port <PORT>  Its port
 
     Examples:
       finetune --recipe quickstart
@@ -412,6 +420,10 @@ fn recipes_listed_and_shown() {
     qlora-8bit-optimizer  QLoRA with the optimizer's moments in 8 bits: least memory for large ranks.
     dora                  DoRA: an adapter that learns the direction and the magnitude of each row apart.
     full                  Full fine-tuning: every weight of the model is trained.
+    ddp-lora              LoRA on several ranks, each with a whole copy of the base: the fastest way when the base fits.
+    fsdp-full             Full fine-tuning sharded over ranks: weights, gradients and optimizer states, a part on each.
+    fsdp-qlora            QLoRA with the 4-bit base sharded over ranks: large models on several small devices.
+    hsdp-full             Full fine-tuning sharded inside groups of ranks, with a copy in each group: fsdp for many hosts.
     reference             Every section and key, with its default.
     ");
     let shown = told(&["recipes", "show", "lora.toml"]);
@@ -613,7 +625,7 @@ fn recipes_listed_and_shown() {
     # Accepted: "none", "optimizer", "params".
     offload = "none"
     # Type in which gradients are summed over ranks.
-    # Accepted: "f32".
+    # Accepted: "f32", "bf16".
     reduce_dtype = "f32"
 
     # What is saved on the way and at the end.
@@ -652,7 +664,7 @@ fn recipes_listed_and_shown() {
     assert_snapshot!(told(&["recipes", "show", "flul"]), @"
     exit 1
     error: there is no built-in recipe `flul`
-      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: write `full`
     ");
 }

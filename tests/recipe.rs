@@ -179,14 +179,14 @@ fn unknown_recipes_name_the_nearest() {
     error: cannot find recipe `loar.toml`
       caused by: there is no such file
       caused by: there is no built-in recipe `loar`
-      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: write `lora`
     ");
     assert_snapshot!(find("mine/best.toml"), @"
     error: cannot find recipe `mine/best.toml`
       caused by: there is no such file
       caused by: there is no built-in recipe `mine/best`
-      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
     hint: `finetune recipes` says what each built-in recipe is for
     ");
 }

@@ -94,7 +94,7 @@ pub(super) fn strategy(
         (_, 1) => refuse(
             asked,
             "there is one rank; accepted with one: auto, single".into(),
-            "give more ranks, with `--ranks N` on the CPU or `--gpus 0-N`, or leave the strategy out",
+            "give more ranks, with `--ranks N`, or leave the strategy out",
         ),
         (Kind::Hsdp(size), _) if !ranks.is_multiple_of(size) => refuse(
             format!("parallel.shard_size = {size}"),
