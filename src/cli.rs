@@ -11,6 +11,10 @@ use crate::error::Result;
 use crate::export::gguf::GgufType;
 use crate::recipe::{Dtype, Layers, Purpose, QuantKind, RecipeText};
 
+mod bench;
+
+pub use bench::{BenchArgs, BenchVerb, ScalingArgs};
+
 const TRAIN_EXAMPLES: &str = "\
 Examples:
   finetune --recipe quickstart
@@ -82,9 +86,9 @@ pub struct CommonArgs {
     pub verbose: bool,
 }
 
-/// `finetune` without a verb: training.
-#[derive(Debug, Clone, Args)]
-pub struct TrainArgs {
+/// What is trained, on what, by which recipe.
+#[derive(Debug, Clone, Default, Args)]
+pub struct RunArgs {
     /// A folder in Hugging Face layout, or a hub id
     #[arg(long, value_name = "MODEL")]
     pub model: Option<String>,
@@ -94,6 +98,14 @@ pub struct TrainArgs {
     /// A file, a folder or a hub data set to train on; may be repeated
     #[arg(long, value_name = "DATASET")]
     pub dataset: Vec<String>,
+}
+
+/// `finetune` without a verb: training.
+#[derive(Debug, Clone, Args)]
+pub struct TrainArgs {
+    /// What is trained.
+    #[command(flatten)]
+    pub run: RunArgs,
     /// The same, held out for evaluation; may be repeated
     #[arg(long, value_name = "DATASET")]
     pub eval_dataset: Vec<String>,
@@ -148,9 +160,9 @@ impl TrainArgs {
     /// When the recipe cannot be found or read.
     pub fn layers(&self, folder: &Path) -> Result<Layers> {
         Ok(Layers {
-            recipe: find_recipe(self.recipe.as_deref(), folder)?,
-            model: self.model.clone(),
-            train: self.dataset.clone(),
+            recipe: find_recipe(self.run.recipe.as_deref(), folder)?,
+            model: self.run.model.clone(),
+            train: self.run.dataset.clone(),
             eval: self.eval_dataset.clone(),
             set: self.set.clone(),
             folder: folder.to_owned(),
@@ -331,65 +343,6 @@ pub struct EvalArgs {
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
-}
-
-/// What to measure.
-#[derive(Debug, Clone, Args)]
-pub struct BenchArgs {
-    /// What is measured.
-    #[command(subcommand)]
-    pub what: BenchVerb,
-}
-
-/// What can be measured.
-#[derive(Debug, Clone, Subcommand)]
-pub enum BenchVerb {
-    /// Tokens a second by ranks on the CPU, bytes sent beside the formula, time lost to communication
-    Scaling(ScalingArgs),
-}
-
-/// `finetune bench scaling`.
-#[derive(Debug, Clone, Args)]
-pub struct ScalingArgs {
-    /// A folder in Hugging Face layout, or a hub id
-    #[arg(long, value_name = "MODEL")]
-    pub model: Option<String>,
-    /// A recipe file, or the name of a built-in recipe
-    #[arg(long, value_name = "RECIPE")]
-    pub recipe: Option<String>,
-    /// A file, a folder or a hub data set to train on; may be repeated
-    #[arg(long, value_name = "DATASET")]
-    pub dataset: Vec<String>,
-    /// Set one key of the recipe; wins over flags and recipe; may be repeated
-    #[arg(long, value_name = "SECTION.KEY=VALUE")]
-    pub set: Vec<String>,
-    /// The numbers of ranks to measure
-    #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1, 2], value_parser = clap::value_parser!(u16).range(1..=1024))]
-    pub ranks: Vec<u16>,
-    /// Threads of each rank [default: those there are, over the most ranks]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
-    pub threads: Option<u16>,
-    /// Steps measured, after two that are not
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100_000))]
-    pub steps: u32,
-    /// Print the figures as JSON
-    #[arg(long)]
-    pub json: bool,
-    /// Network and verbosity.
-    #[command(flatten)]
-    pub common: CommonArgs,
-}
-
-impl ScalingArgs {
-    /// As [`TrainArgs::layers`].
-    ///
-    /// # Errors
-    /// As there.
-    pub fn layers(&self, folder: &Path) -> Result<Layers> {
-        let (model, train, set) = (self.model.clone(), self.dataset.clone(), self.set.clone());
-        let recipe = find_recipe(self.recipe.as_deref(), folder)?;
-        Ok(Layers { recipe, model, train, set, folder: folder.to_owned(), ..Layers::default() })
-    }
 }
 
 /// What decides how rows are read, apart from the model.
@@ -599,40 +552,4 @@ fn probability(text: &str) -> Result<f64, String> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_types_hold_together() {
-        use clap::CommandFactory;
-        Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn gpus_in_words() {
-        let read = |text: &str| text.parse::<Gpus>().map(|gpus| gpus.0);
-        assert_eq!(read("0").unwrap(), [0]);
-        assert_eq!(read("2,0").unwrap(), [2, 0]);
-        assert_eq!(read("0-2,5").unwrap(), [0, 1, 2, 5]);
-        for wrong in ["", "a", "3-1", "0,0", "0-2,1", "-1", "0-99999999999"] {
-            assert!(read(wrong).is_err(), "{wrong}");
-        }
-    }
-
-    #[test]
-    fn a_mistyped_verb_is_not_training() {
-        for line in
-            [&["finetune", "merg"][..], &["finetune", "--recipe", "lora", "merge"], &["finetune", "x.toml"]]
-        {
-            assert!(Cli::try_parse_from(line).is_err(), "{line:?}");
-        }
-    }
-
-    #[test]
-    fn resume_with_and_without_a_folder() {
-        let resume = |line: &[&str]| Cli::try_parse_from(line).unwrap().train.resume;
-        assert_eq!(resume(&["finetune", "--recipe", "r"]), None);
-        assert_eq!(resume(&["finetune", "--resume", "--recipe", "r"]), Some(None));
-        assert_eq!(resume(&["finetune", "--resume", "out"]), Some(Some("out".into())));
-    }
-}
+mod tests;

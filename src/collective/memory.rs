@@ -3,6 +3,9 @@
 use std::any::Any;
 use std::sync::Arc;
 
+use super::Call;
+use crate::error::{Error, Result};
+
 /// What the memory holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Element {
@@ -71,6 +74,25 @@ impl Memory {
     /// Its size in bytes.
     pub fn bytes(&self) -> usize {
         self.elements * self.element.bytes()
+    }
+}
+
+/// Refuses a shard that is not one of `ranks` equal parts of `full`.
+pub(super) fn check_shard(call: Call, shard: &Memory, full: &Memory, ranks: usize) -> Result<()> {
+    let fits = full.element == shard.element && shard.elements.checked_mul(ranks) == Some(full.elements);
+    if fits {
+        return Ok(());
+    }
+    let what = format!("the shard of {} {} does not fit its data", call.what, call.index);
+    Err(Error::internal(what).because(format!("{shard:?}, {full:?}, {ranks} ranks")))
+}
+
+/// Refuses to add up bytes.
+pub(super) fn check_sum(call: Call, memory: &Memory) -> Result<()> {
+    match memory.element {
+        Element::U8 => Err(Error::internal(format!("cannot sum {} {}", call.what, call.index))
+            .because("it is bytes, expected bf16, f32 or f64")),
+        Element::Bf16 | Element::F32 | Element::F64 => Ok(()),
     }
 }
 

@@ -79,7 +79,7 @@ fn open_device(gpus: Option<&Gpus>, on_cpu: bool) -> Result<Device> {
 
 /// Whether a training command runs the built-in recipe of this name.
 fn train_recipe_is(args: &TrainArgs, name: &str) -> bool {
-    let found = args.recipe.as_deref().map(|text| RecipeText::find(text, Path::new(".")));
+    let found = args.run.recipe.as_deref().map(|text| RecipeText::find(text, Path::new(".")));
     matches!(found, Some(Ok(recipe)) if recipe.is_built_in(name))
 }
 

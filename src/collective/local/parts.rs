@@ -4,7 +4,8 @@ use std::ops::Range;
 use std::ptr::{copy_nonoverlapping, with_exposed_provenance, with_exposed_provenance_mut};
 use std::sync::Arc;
 
-use crate::collective::{Call, Element, Memory};
+use crate::collective::memory;
+use crate::collective::{Call, Memory};
 use crate::error::{Error, Result};
 
 /// Parts of a buffer that ranks write side by side begin at multiples of this, so no two write one cache line.
@@ -48,10 +49,7 @@ pub(super) fn check_aligned(call: Call, memory: &Memory) -> Result<()> {
 }
 
 pub(super) fn check_sum(call: Call, memory: &Memory) -> Result<()> {
-    if memory.element() == Element::U8 {
-        return Err(Error::internal(format!("cannot sum {} {}", call.what, call.index))
-            .because("it is bytes, expected bf16, f32 or f64"));
-    }
+    memory::check_sum(call, memory)?;
     check_aligned(call, memory)
 }
 
@@ -94,6 +92,7 @@ pub(super) unsafe fn copy(from: usize, to: usize, bytes: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::collective::Element;
 
     #[test]
     fn parts_cover_everything_once() {

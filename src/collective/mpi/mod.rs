@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use self::wire::{Comm, TAG_DATA, TAG_RECORD, Transfer, Wire};
+use super::memory::{check_shard, check_sum};
 use super::record::{Action, RECORD_BYTES, Record};
 use super::{Call, Collective, Element, Memory, Op, Phase, Ticket, Traffic};
 use crate::error::{Error, Kind, Result};
@@ -187,27 +188,6 @@ impl Mpi {
     fn count(&self, op: Op, bytes: usize, is_root: bool) {
         self.state().traffic.count(op, bytes, self.ranks.len(), is_root);
     }
-
-    /// A shard and the data that the ranks' shards make up.
-    fn check_shard(&self, call: Call, shard: &Memory, full: &Memory) -> Result<()> {
-        let fits = full.element() == shard.element()
-            && shard.elements().checked_mul(self.ranks.len()) == Some(full.elements());
-        if fits {
-            return Ok(());
-        }
-        let what = format!("the shard of {} {} does not fit its data", call.what, call.index);
-        Err(Error::internal(what).because(format!("{shard:?}, {full:?}, {} ranks", self.ranks.len())))
-    }
-}
-
-/// Bytes have no sum.
-fn check_sum(call: Call, memory: &Memory) -> Result<()> {
-    match memory.element() {
-        Element::U8 => {
-            Err(Error::internal(format!("{} {} are bytes: they have no sum", call.what, call.index)))
-        }
-        Element::Bf16 | Element::F32 | Element::F64 => Ok(()),
-    }
 }
 
 impl Collective for Mpi {
@@ -232,7 +212,7 @@ impl Collective for Mpi {
 
     fn reduce_scatter(&self, call: Call, full: &Memory, shard: &Memory) -> Result<()> {
         check_sum(call, full)?;
-        self.check_shard(call, shard, full)?;
+        check_shard(call, shard, full, self.ranks.len())?;
         let record = self.record(Action::Op(Op::ReduceScatter), call).moving(full.element(), full.elements());
         self.agree(&record)?;
         self.sum_parts(&record, full, shard, shard.address())?;
@@ -241,7 +221,7 @@ impl Collective for Mpi {
     }
 
     fn start_all_gather(&self, call: Call, shard: &Memory, full: &Memory) -> Result<Ticket> {
-        self.check_shard(call, shard, full)?;
+        check_shard(call, shard, full, self.ranks.len())?;
         let record = self.record(Action::Op(Op::AllGather), call).moving(full.element(), full.elements());
         self.agree(&record)?;
         let place = full.address() + self.rank * shard.bytes();

@@ -69,7 +69,7 @@ unsafe impl Send for Handle {}
 
 /// See the module.
 pub(super) struct Communicator {
-    library: Arc<Library>,
+    nccl: Arc<Library>,
     alarm: Arc<Alarm>,
     deadline: Duration,
     /// `None` once aborted.
@@ -109,7 +109,7 @@ impl Communicator {
         comm: RawComm,
     ) -> Arc<Communicator> {
         let made = Arc::new(Communicator {
-            library: Arc::clone(library),
+            nccl: Arc::clone(library),
             alarm: Arc::clone(alarm),
             deadline,
             handle: Mutex::new(Some(Handle(comm))),
@@ -150,7 +150,7 @@ impl Communicator {
         if comm.is_null() {
             return Err(Error::internal("NCCL split a communicator and gave none"));
         }
-        let made = Self::of(&self.library, &self.alarm, self.deadline, comm);
+        let made = Self::of(&self.nccl, &self.alarm, self.deadline, comm);
         made.settled("the split")
     }
 
@@ -158,7 +158,7 @@ impl Communicator {
     pub(super) fn call(&self, what: &str, call: impl FnOnce(&Table, RawComm) -> Status) -> Result<()> {
         let handle = self.handle()?;
         let status = match handle.as_ref() {
-            Some(handle) => call(&self.library.table, handle.0),
+            Some(handle) => call(&self.nccl.table, handle.0),
             None => return self.gone(),
         };
         drop(handle);
@@ -175,7 +175,7 @@ impl Communicator {
         let Some(comm) = handle.as_ref() else { return self.gone().map(|()| Status::SUCCESS) };
         let mut state = Status::SUCCESS;
         // SAFETY: the handle is alive under the lock, the pointer is to a local.
-        let status = unsafe { (self.library.table.comm_get_async_error)(comm.0, &raw mut state) };
+        let status = unsafe { (self.nccl.table.comm_get_async_error)(comm.0, &raw mut state) };
         drop(handle);
         match (status, state) {
             (Status::SUCCESS, Status::SUCCESS | Status::IN_PROGRESS) => Ok(state),
@@ -207,7 +207,7 @@ impl Communicator {
         let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(handle) = handle {
             // SAFETY: taken, so nobody uses it after this. The status does not matter: it is gone either way.
-            unsafe { (self.library.table.comm_abort)(handle.0) };
+            unsafe { (self.nccl.table.comm_abort)(handle.0) };
         }
     }
 
@@ -223,7 +223,7 @@ impl Communicator {
 
     fn failed(&self, what: &str, status: Status) -> Error {
         let error = Error::new(Kind::Transient, format!("{what} failed in NCCL"))
-            .because(self.library.text(status, None));
+            .because(self.nccl.text(status, None));
         match status {
             Status::REMOTE_ERROR => error.because("another rank stopped, or the network between them did"),
             _ => error.hint("set `NCCL_DEBUG=WARN` and run again to see why"),
@@ -258,14 +258,14 @@ impl Drop for Communicator {
         let handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(handle) = handle {
             // SAFETY: finalized and taken.
-            unsafe { (self.library.table.comm_destroy)(handle.0) };
+            unsafe { (self.nccl.table.comm_destroy)(handle.0) };
         }
     }
 }
 
 impl std::fmt::Debug for Communicator {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "a communicator of {:?}", self.library)
+        write!(f, "a communicator of {:?}", self.nccl)
     }
 }
 

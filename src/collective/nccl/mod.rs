@@ -38,6 +38,7 @@ use std::time::Duration;
 use self::communicator::Communicator;
 use self::trail::Trail;
 use self::watch::Watch;
+use super::memory::{check_shard, check_sum};
 use super::record::{Action, Record};
 use super::{Call, Collective, Element, Memory, Op, Phase, Ticket, Traffic};
 use crate::error::{Error, Kind, Result};
@@ -73,7 +74,7 @@ pub struct Nccl<D: Device> {
 struct Member<D: Device> {
     watch: Watch<D>,
     device: Arc<D>,
-    library: Arc<Library>,
+    nccl: Arc<Library>,
     alarm: Arc<Alarm>,
     /// In the world.
     rank: usize,
@@ -122,8 +123,8 @@ impl<D: Device> Nccl<D> {
         device.bind()?;
         let communicator = Communicator::meet(library, alarm, &id, (rank, size), deadline)?;
         let watch = Watch::start(&device, alarm, rank, deadline)?;
-        let (library, alarm) = (Arc::clone(library), Arc::clone(alarm));
-        let member = Arc::new(Member { watch, device, library, alarm, rank, phase: Mutex::default() });
+        let (nccl, alarm) = (Arc::clone(library), Arc::clone(alarm));
+        let member = Arc::new(Member { watch, device, nccl, alarm, rank, phase: Mutex::default() });
         Ok(Nccl { communicator, member, rank, ranks: (0..size).collect(), state: Mutex::default() })
     }
 
@@ -215,27 +216,6 @@ impl<D: Device> Nccl<D> {
     fn count(&self, op: Op, bytes: usize, is_root: bool) {
         locked(&self.state).traffic.count(op, bytes, self.ranks.len(), is_root);
     }
-
-    /// A shard and the data that the ranks' shards make up.
-    fn check_shard(&self, call: Call, shard: &Memory, full: &Memory) -> Result<()> {
-        let fits = full.element() == shard.element()
-            && shard.elements().checked_mul(self.ranks.len()) == Some(full.elements());
-        if fits {
-            return Ok(());
-        }
-        let what = format!("the shard of {} {} does not fit its data", call.what, call.index);
-        Err(Error::internal(what).because(format!("{shard:?}, {full:?}, {} ranks", self.ranks.len())))
-    }
-}
-
-/// Bytes have no sum.
-fn check_sum(call: Call, memory: &Memory) -> Result<()> {
-    match memory.element() {
-        Element::U8 => {
-            Err(Error::internal(format!("{} {} are bytes: they have no sum", call.what, call.index)))
-        }
-        Element::Bf16 | Element::F32 | Element::F64 => Ok(()),
-    }
 }
 
 impl<D: Device> Collective for Nccl<D> {
@@ -265,7 +245,7 @@ impl<D: Device> Collective for Nccl<D> {
 
     fn reduce_scatter(&self, call: Call, full: &Memory, shard: &Memory) -> Result<()> {
         check_sum(call, full)?;
-        self.check_shard(call, shard, full)?;
+        check_shard(call, shard, full, self.ranks.len())?;
         let record = self.record(Action::Op(Op::ReduceScatter), call).moving(full.element(), full.elements());
         self.note(&record);
         let (from, to) = (full.address() as *const c_void, shard.address() as *mut c_void);
@@ -279,7 +259,7 @@ impl<D: Device> Collective for Nccl<D> {
     }
 
     fn start_all_gather(&self, call: Call, shard: &Memory, full: &Memory) -> Result<Ticket> {
-        self.check_shard(call, shard, full)?;
+        check_shard(call, shard, full, self.ranks.len())?;
         let record = self.record(Action::Op(Op::AllGather), call).moving(full.element(), full.elements());
         self.note(&record);
         // The shard was written, and the room for the full data last read, by computation.
@@ -369,7 +349,7 @@ impl<D: Device> Collective for Nccl<D> {
 
 impl<D: Device> std::fmt::Debug for Nccl<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "rank {} of {} over {:?}", self.rank, self.ranks.len(), self.member.library)
+        write!(f, "rank {} of {} over {:?}", self.rank, self.ranks.len(), self.member.nccl)
     }
 }
 
