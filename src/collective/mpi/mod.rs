@@ -21,7 +21,7 @@ use std::time::Duration;
 use self::wire::{Comm, TAG_DATA, TAG_RECORD, Transfer, Wire};
 use super::memory::{check_shard, check_sum};
 use super::record::{Action, RECORD_BYTES, Record};
-use super::{Call, Collective, Element, Memory, Op, Phase, Ticket, Traffic};
+use super::{Call, Collective, Memory, Op, Phase, Ticket, Traffic};
 use crate::error::{Error, Kind, Result};
 
 /// Bytes of a part that are exchanged and added at a time; bounds the scratch to one such piece per rank.
