@@ -41,14 +41,12 @@ impl Source<'_> {
     }
 }
 
-/// Elements of the right operand that are packed at a time, 6 bytes each: they stay in the last cache.
-const PACKED: usize = 1 << 20;
-/// Most inner elements of them.
-const MOST_INNER: usize = 2048;
-/// Steps whose left tiles stay in the L2 cache while all columns pass: 512 inner elements.
-const STEPS: usize = 16;
-/// Most rows of a task.
-const ROWS: usize = 128;
+/// Elements of the right operand that are packed at a time, 6 bytes each: about what the L2 cache holds.
+const PACKED: usize = 1 << 18;
+/// Most inner elements that are added up in the unit.
+const INNER: usize = 768;
+/// Most rows of a task: more of them read the packed operand less often, until their own tiles leave the L2 cache.
+const ROWS: usize = 256;
 /// Fewest multiplications that pay for packing.
 const LEAST: usize = 1 << 22;
 
@@ -76,15 +74,17 @@ pub(super) fn product(
     parallel: bool,
 ) {
     let dst = &mut dst[..(m - 1) * stride + n];
-    let width = (PACKED / k.min(MOST_INNER)).next_multiple_of(PAIR).min(n.next_multiple_of(PAIR));
-    let rows = if parallel { m.div_ceil(4 * threads::count()) } else { m };
+    // Parts of one size: a short last one would cost as much traffic of sums as the others.
+    let depth = k.div_ceil(k.div_ceil(INNER)).next_multiple_of(STEP);
+    let width = (PACKED / depth).next_multiple_of(PAIR).min(n.next_multiple_of(PAIR));
+    let rows = if parallel { m.div_ceil(2 * threads::count()) } else { m };
     let rows = rows.next_multiple_of(PAIR).min(ROWS);
     let mut packed = LAST.with(|last| last[0].take());
     for first in (0..n).step_by(width) {
         let columns = width.min(n - first);
-        for from in (0..k).step_by(MOST_INNER) {
-            let part = Part { inner: from..(from + MOST_INNER).min(k), columns: first..first + columns };
-            let strip = part.steps() * 2 * b.planes();
+        for from in (0..k).step_by(depth) {
+            let part = Part { inner: from..(from + depth).min(k), columns: first..first + columns };
+            let strip = part.inner.len().div_ceil(STEP) * 2 * b.planes();
             let right = grown(&mut packed, strip * columns.div_ceil(PAIR));
             each(parallel, right, strip, |i, tiles| {
                 let outer = first + i * PAIR..(first + (i + 1) * PAIR).min(n);
@@ -122,18 +122,12 @@ struct Part {
     columns: std::ops::Range<usize>,
 }
 
-impl Part {
-    fn steps(&self) -> usize {
-        self.inner.len().div_ceil(STEP)
-    }
-}
-
 /// What the tasks of a product share.
 struct Task<'a> {
     amx: Amx,
     part: Part,
     a: Source<'a>,
-    /// Strips of [`PAIR`] columns, each of all steps.
+    /// Strips of [`PAIR`] columns.
     right: &'a [Tile],
     /// Tiles of a strip.
     strip: usize,
@@ -147,35 +141,21 @@ impl Task<'_> {
     fn run(&self, dst: &mut [f32], rows: std::ops::Range<usize>, accumulate: bool) {
         let mut packed = LAST.with(|last| last[1].take());
         let unit = self.amx.open();
-        let (left_planes, right_planes) = self.planes;
         let mut square = Square::default();
-        for (block, first) in (0..self.part.steps()).step_by(STEPS).enumerate() {
-            let steps = STEPS.min(self.part.steps() - first);
-            let from = self.part.inner.start + first * STEP;
-            let inner = from..(from + steps * STEP).min(self.part.inner.end);
-            let pair = steps * 2 * left_planes;
-            let left = grown(&mut packed, pair * rows.len().div_ceil(PAIR));
-            for (tiles, top) in left.chunks_exact_mut(pair).zip(rows.clone().step_by(PAIR)) {
-                let outer = top..(top + PAIR).min(rows.end);
-                self.amx.pack(tiles, self.a, outer, inner.clone(), Role::Left);
-            }
-            let columns = self.part.columns.clone().step_by(PAIR);
-            for (strip, column) in self.right.chunks_exact(self.strip).zip(columns) {
-                let right = &strip[first * 2 * right_planes..][..steps * 2 * right_planes];
-                let width = PAIR.min(self.part.columns.end - column);
-                for (left, row) in left.chunks_exact(pair).zip((0..rows.len()).step_by(PAIR)) {
-                    unit.multiply(left, right, self.planes, &mut square);
-                    let height = PAIR.min(rows.len() - row);
-                    let to = &mut dst[row * self.stride + column..];
-                    self.amx.add(
-                        to,
-                        self.stride,
-                        &square,
-                        (height, width),
-                        self.alpha,
-                        accumulate || block > 0,
-                    );
-                }
+        let pair = self.strip / self.planes.1 * self.planes.0;
+        let left = grown(&mut packed, pair * rows.len().div_ceil(PAIR));
+        for (tiles, top) in left.chunks_exact_mut(pair).zip(rows.clone().step_by(PAIR)) {
+            let outer = top..(top + PAIR).min(rows.end);
+            self.amx.pack(tiles, self.a, outer, self.part.inner.clone(), Role::Left);
+        }
+        let columns = self.part.columns.clone().step_by(PAIR);
+        for (right, column) in self.right.chunks_exact(self.strip).zip(columns) {
+            let width = PAIR.min(self.part.columns.end - column);
+            for (left, row) in left.chunks_exact(pair).zip((0..rows.len()).step_by(PAIR)) {
+                unit.multiply(left, right, self.planes, &mut square);
+                let height = PAIR.min(rows.len() - row);
+                let to = &mut dst[row * self.stride + column..];
+                self.amx.add(to, self.stride, &square, (height, width), self.alpha, accumulate);
             }
         }
         drop(unit);

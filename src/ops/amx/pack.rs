@@ -41,6 +41,7 @@ pub(super) fn pack(
     }
 }
 
+#[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pack_parts<const PARTS: usize>(
     tiles: &mut [Tile],
@@ -49,74 +50,95 @@ fn pack_parts<const PARTS: usize>(
     inner: Range<usize>,
     role: Role,
 ) {
-    for (tiles, k) in tiles.chunks_exact_mut(2 * PARTS).zip(inner.clone().step_by(STEP)) {
-        let ks = k..(k + STEP).min(inner.end);
-        for half in 0..2 {
-            let start = (outer.start + half * LANES).min(outer.end);
-            let lines = match from.outer {
-                1 => pairs::<PARTS>(from, start..(start + LANES).min(outer.end), ks.clone()),
-                _ => rows::<PARTS>(from, start..(start + LANES).min(outer.end), ks.clone()),
-            };
-            // `rows` has a line for each outer element, `pairs` for each pair of inner ones.
-            let turn = (from.outer == 1) == (role == Role::Left);
-            for (part, lines) in lines.into_iter().enumerate() {
-                let lines = if turn { transposed(lines) } else { lines };
-                for (row, line) in tiles[2 * part + half].0.iter_mut().zip(lines) {
-                    // SAFETY: a row is 64 bytes.
-                    unsafe { _mm512_storeu_si512(row.as_mut_ptr().cast(), line) };
+    if outer.len() < 2 * LANES || !inner.len().is_multiple_of(STEP) {
+        tiles.fill(Tile::ZERO);
+    }
+    if from.outer == 1 {
+        pairs::<PARTS>(tiles, from, outer, inner);
+    } else {
+        rows::<PARTS>(tiles, from, outer, inner);
+    }
+    // `rows` leaves a line for each outer element, `pairs` one for each pair of inner ones.
+    if (from.outer == 1) == (role == Role::Left) {
+        for tile in tiles {
+            transpose(tile);
+        }
+    }
+}
+
+/// Line i of a tile becomes the inner elements of an outer element. Goes along each row in memory: in the order of
+/// tiles, every few bytes would wait for another page.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn rows<const PARTS: usize>(tiles: &mut [Tile], from: Source<'_>, outer: Range<usize>, inner: Range<usize>) {
+    // The upper half of each of 32 lanes.
+    let upper = _mm512_set_epi16(
+        63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15,
+        13, 11, 9, 7, 5, 3, 1,
+    );
+    for (i, o) in outer.enumerate() {
+        let row = &from.data[o * from.outer + inner.start..][..inner.len()];
+        for (tiles, line) in tiles.chunks_exact_mut(2 * PARTS).zip(row.chunks(STEP)) {
+            let (first, second) = line.split_at(line.len().min(LANES));
+            let (mut x, mut y) = (load(first), load(second));
+            for part in 0..PARTS {
+                let (x0, y0) = (top(x, part + 1 < PARTS), top(y, part + 1 < PARTS));
+                let both = _mm512_permutex2var_epi16(_mm512_castps_si512(x0), upper, _mm512_castps_si512(y0));
+                put(&mut tiles[2 * part + i / LANES], i % LANES, both);
+                (x, y) = (_mm512_sub_ps(x, x0), _mm512_sub_ps(y, y0));
+            }
+        }
+    }
+}
+
+/// Line i of a tile becomes inner elements 2i and 2i + 1 of each outer element.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn pairs<'a, const PARTS: usize>(
+    tiles: &mut [Tile],
+    from: Source<'a>,
+    outer: Range<usize>,
+    inner: Range<usize>,
+) {
+    /// Rows whose elements are asked for ahead of their use.
+    const AHEAD: usize = 16;
+    let at = |k: usize| match k < inner.end {
+        true => &from.data[k * from.inner + outer.start..][..outer.len()],
+        false => &[],
+    };
+    for (tiles, first) in tiles.chunks_exact_mut(2 * PARTS).zip(inner.clone().step_by(STEP)) {
+        for (i, k) in (first..(first + STEP).min(inner.end)).step_by(2).enumerate() {
+            let (even, odd) = (at(k), at(k + 1));
+            for next in [at(k + AHEAD), at(k + AHEAD + 1)] {
+                for line in next.chunks(LANES) {
+                    _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast());
+                }
+            }
+            for half in 0..2 {
+                // The rows are empty past the end.
+                let values = |row: &'a [f32]| row.get(half * LANES..).unwrap_or(&[]);
+                let (mut x, mut y) = (load(values(even)), load(values(odd)));
+                for part in 0..PARTS {
+                    let (x0, y0) = (top(x, part + 1 < PARTS), top(y, part + 1 < PARTS));
+                    let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(x0));
+                    let both = _mm512_or_si512(low, _mm512_castps_si512(y0));
+                    put(&mut tiles[2 * part + half], i, both);
+                    (x, y) = (_mm512_sub_ps(x, x0), _mm512_sub_ps(y, y0));
                 }
             }
         }
     }
 }
 
-type Lines = [__m512i; LANES];
-
-/// Line i holds the inner elements of outer element i.
-#[target_feature(enable = "avx512f,avx512bw")]
-fn rows<const PARTS: usize>(from: Source<'_>, outer: Range<usize>, inner: Range<usize>) -> [Lines; PARTS] {
-    // The upper half of each of 32 lanes.
-    let upper = _mm512_set_epi16(
-        63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15,
-        13, 11, 9, 7, 5, 3, 1,
-    );
-    let mut lines = [[_mm512_setzero_si512(); LANES]; PARTS];
-    for (i, o) in outer.enumerate() {
-        let line = &from.data[o * from.outer + inner.start..][..inner.len()];
-        let (first, second) = line.split_at(line.len().min(LANES));
-        let (mut x, mut y) = (load(first), load(second));
-        for part in 0..PARTS {
-            let (x0, y0) = (top(x, part + 1 < PARTS), top(y, part + 1 < PARTS));
-            lines[part][i] =
-                _mm512_permutex2var_epi16(_mm512_castps_si512(x0), upper, _mm512_castps_si512(y0));
-            (x, y) = (_mm512_sub_ps(x, x0), _mm512_sub_ps(y, y0));
-        }
-    }
-    lines
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn put(tile: &mut Tile, line: usize, values: __m512i) {
+    // SAFETY: a line is 64 bytes.
+    unsafe { _mm512_store_si512(tile.0[line].as_mut_ptr().cast(), values) };
 }
 
-/// Line i holds inner elements 2i and 2i + 1 of each outer element.
-#[target_feature(enable = "avx512f,avx512bw")]
-fn pairs<const PARTS: usize>(from: Source<'_>, outer: Range<usize>, inner: Range<usize>) -> [Lines; PARTS] {
-    let mut lines = [[_mm512_setzero_si512(); LANES]; PARTS];
-    let at = |k: usize| match k < inner.end {
-        true => &from.data[k * from.inner + outer.start..][..outer.len()],
-        false => &[],
-    };
-    for i in 0..inner.len().div_ceil(2) {
-        let k = inner.start + 2 * i;
-        let (mut x, mut y) = (load(at(k)), load(at(k + 1)));
-        for part in 0..PARTS {
-            let (x0, y0) = (top(x, part + 1 < PARTS), top(y, part + 1 < PARTS));
-            let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(x0));
-            lines[part][i] = _mm512_or_si512(low, _mm512_castps_si512(y0));
-            (x, y) = (_mm512_sub_ps(x, x0), _mm512_sub_ps(y, y0));
-        }
-    }
-    lines
-}
-
-/// Up to 16 values, then zeros.
+/// The first 16 values; zeros where there are fewer.
+#[inline]
 #[target_feature(enable = "avx512f")]
 fn load(values: &[f32]) -> __m512 {
     let there = ((1u32 << values.len().min(LANES)) - 1) as __mmask16;
@@ -125,6 +147,7 @@ fn load(values: &[f32]) -> __m512 {
 }
 
 /// The bf16 number nearest to `x` (ties away from zero), or what `x` begins with: the last part has no more bits than that.
+#[inline]
 #[target_feature(enable = "avx512f")]
 fn top(x: __m512, round: bool) -> __m512 {
     let bits = _mm512_castps_si512(x);
@@ -133,8 +156,14 @@ fn top(x: __m512, round: bool) -> __m512 {
 }
 
 /// Lane j of line i becomes lane i of line j.
+#[inline]
 #[target_feature(enable = "avx512f")]
-fn transposed(lines: Lines) -> Lines {
+fn transpose(tile: &mut Tile) {
+    let mut lines = [_mm512_setzero_si512(); LANES];
+    for (line, row) in lines.iter_mut().zip(&tile.0) {
+        // SAFETY: a row is 64 bytes.
+        *line = unsafe { _mm512_load_si512(row.as_ptr().cast()) };
+    }
     let mut a = lines;
     for i in (0..LANES).step_by(2) {
         a[i] = _mm512_unpacklo_epi32(lines[i], lines[i + 1]);
@@ -148,7 +177,6 @@ fn transposed(lines: Lines) -> Lines {
         b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
         b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
     }
-    let mut done = b;
     for c in 0..4 {
         let low =
             [_mm512_shuffle_i32x4::<0x88>(b[c], b[4 + c]), _mm512_shuffle_i32x4::<0xdd>(b[c], b[4 + c])];
@@ -157,9 +185,8 @@ fn transposed(lines: Lines) -> Lines {
             _mm512_shuffle_i32x4::<0xdd>(b[8 + c], b[12 + c]),
         ];
         for odd in 0..2 {
-            done[4 * odd + c] = _mm512_shuffle_i32x4::<0x88>(low[odd], high[odd]);
-            done[4 * odd + 8 + c] = _mm512_shuffle_i32x4::<0xdd>(low[odd], high[odd]);
+            put(tile, 4 * odd + c, _mm512_shuffle_i32x4::<0x88>(low[odd], high[odd]));
+            put(tile, 4 * odd + 8 + c, _mm512_shuffle_i32x4::<0xdd>(low[odd], high[odd]));
         }
     }
-    done
 }
