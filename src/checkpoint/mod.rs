@@ -11,6 +11,7 @@
 //! A checkpoint is written beside its place, synced, then renamed: the rename is the commit. A reader takes the newest
 //! one whose digests hold.
 
+mod folder;
 mod manifest;
 mod saver;
 
@@ -18,7 +19,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-pub use saver::{Part, SavedMoment, Saver, SnapshotTensor, WriteWeights};
+pub use saver::{Part, SavedMoment, Saver, SaverOptions, SnapshotTensor, WriteWeights, Writers};
 
 use crate::error::{Error, Kind, Result};
 use crate::weights::ModelFiles;
