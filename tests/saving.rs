@@ -271,12 +271,13 @@ fn a_save_under_way_when_a_rank_is_lost() {
     for (whole, left) in [(true, &["checkpoint-1", "checkpoint-2"][..]), (false, &["checkpoint-1"])] {
         for (lost, writing) in [(1, 0), (1, 1), (0, 1)] {
             let place = tempfile::tempdir().unwrap();
-            let gone = Arc::new(AtomicBool::new(false));
-            let seen = Arc::clone(&gone);
+            let (begun, gone) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+            let (told, seen) = (Arc::clone(&begun), Arc::clone(&gone));
             let after = move |write: Write| {
                 if write != (2, writing, Part::Tensors(writing)) {
                     return Ok(());
                 }
+                told.store(true, Ordering::SeqCst);
                 until("a rank is lost", || seen.load(Ordering::SeqCst));
                 if whole { Ok(()) } else { Err(Error::new(Kind::Storage, "cannot write x")) }
             };
@@ -284,6 +285,7 @@ fn a_save_under_way_when_a_rank_is_lost() {
                 if rank != lost {
                     return Ok(());
                 }
+                until("the write has begun", || begun.load(Ordering::SeqCst));
                 gone.store(true, Ordering::SeqCst);
                 Err(Error::new(Kind::Transient, "lost"))
             };
