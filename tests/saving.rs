@@ -184,7 +184,7 @@ fn a_slow_rank_holds_up_the_commit_and_not_the_steps() {
             let mut saver = saver(output, &end, &writers, Arc::new(after));
             saver.save(state(1, ranks), share(end.rank(), 1), &end)?;
             for step in 0..20 {
-                saver.check()?;
+                saver.check(&end)?;
                 step_end(&end, step)?;
             }
             assert_eq!(newest(output), None);
@@ -218,7 +218,7 @@ fn run(
             saver.save(state(step, ranks), share(end.rank(), step), &end)?;
         }
         for step in 0.. {
-            saver.check()?;
+            saver.check(&end)?;
             steps(end.rank())?;
             step_end(&end, step)?;
             std::thread::sleep(Duration::from_millis(1));

@@ -8,6 +8,7 @@
 //! A rank that fails tells its peers as in any phase. What was being saved is then committed all the same if every
 //! rank's files turn out whole, else removed. The threads outlive the ranks for that: [`Writers`] waits for them.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -162,23 +163,10 @@ impl<'a> Saver<'a> {
         world.broadcast(call, 0, &memory(&tag)?)?;
         let shared = NewFolder::shared(&place, tag.to_vec1::<f64>()?[0] as u32);
         let ((say_share, share), (say_end, end), (parts, all_parts)) = (channel(), channel(), channel());
-        self.writers.start(&self.options.output, move || {
-            let write = || -> Result<()> {
-                let files = folder::write_share(&shared, (rank, size), &tensors, &options.write_weights)?;
-                drop(tensors);
-                let Some(folder) = folder else {
-                    manifest::write_part(&shared, rank, size, files)?;
-                    // Nobody listens any more when the run has failed.
-                    let _ = say_share.send(());
-                    return Ok(());
-                };
-                let _ = say_share.send(());
-                let files = gather_parts(&shared, files, size, &all_parts)?;
-                folder::commit(folder, &state, files, &options.write_weights)?;
-                folder::retain(&options.output, options.keep_last)
-            };
-            let written = write().during(|| format!("cannot save step {step}"));
-            let _ = say_end.send(written);
+        let work = Work { state, tensors, options, shared, rank, size, share: say_share, all_parts };
+        self.writers.start(&self.options.output, move || match folder {
+            Some(folder) => work.first(folder, &say_end),
+            None => work.other(&say_end),
         })?;
         self.writing = Some(Writing { step: step as usize, share, end, ended: false, parts });
         Ok(())
@@ -188,15 +176,15 @@ impl<'a> Saver<'a> {
     ///
     /// # Errors
     /// That of the save.
-    pub fn check(&mut self) -> Result<()> {
+    pub fn check(&mut self, world: &dyn Collective) -> Result<()> {
         let Some(writing) = &mut self.writing else { return Ok(()) };
         match writing.end.try_recv() {
             Ok(end) => {
-                end?;
+                told(end, world)?;
                 writing.ended = true;
                 Ok(())
             }
-            Err(TryRecvError::Disconnected) if !writing.ended => Err(panicked()),
+            Err(TryRecvError::Disconnected) if !writing.ended => told(Err(panicked()), world),
             Err(_) => Ok(()),
         }
     }
@@ -214,7 +202,7 @@ impl<'a> Saver<'a> {
             let _ = writing.parts.send(());
         }
         if !writing.ended {
-            writing.end.recv().unwrap_or_else(|_| Err(panicked()))?;
+            told(writing.end.recv().unwrap_or_else(|_| Err(panicked())), world)?;
         }
         world.barrier(call("the save of step"))
     }
@@ -224,31 +212,104 @@ fn panicked() -> Error {
     Error::internal("the thread that saves checkpoints panicked")
 }
 
-/// Waits for what ranks 1 to `size` wrote and adds it to the `files` of the first.
-///
-/// # Errors
-/// The run has failed, and not all files are there.
-fn gather_parts(folder: &Path, mut files: Files, size: usize, all_parts: &Receiver<()>) -> Result<Files> {
-    let [mut pause, longest] = LOOKS;
-    let mut failed: Option<Instant> = None;
-    for rank in 1..size {
-        loop {
-            if let Some(part) = manifest::read_part(folder, rank, size)? {
-                files.extend(part);
-                break;
+/// The `end` of a save. Peers are told of a failure before the folder goes, so that none takes that for the cause.
+fn told(end: Result<()>, world: &dyn Collective) -> Result<()> {
+    if let Err(error) = &end {
+        let causes = error.causes().iter().map(String::as_str);
+        world.abort(&std::iter::once(error.what()).chain(causes).collect::<Vec<_>>().join(": "));
+    }
+    end
+}
+
+/// What a rank's thread works on.
+struct Work {
+    state: State,
+    tensors: Vec<SnapshotTensor>,
+    options: SaverOptions,
+    /// The folder that all ranks fill.
+    shared: PathBuf,
+    rank: usize,
+    size: usize,
+    share: Sender<()>,
+    all_parts: Receiver<()>,
+}
+
+impl Work {
+    fn write_share(&mut self) -> Result<Files> {
+        let tensors = std::mem::take(&mut self.tensors);
+        folder::write_share(&self.shared, (self.rank, self.size), &tensors, &self.options.write_weights)
+    }
+
+    fn context<T>(&self, result: Result<T>) -> Result<T> {
+        result.during(|| format!("cannot save step {}", self.state.step))
+    }
+
+    /// What a rank other than the first does.
+    fn other(mut self, end: &Sender<Result<()>>) {
+        let written = self
+            .write_share()
+            .and_then(|files| manifest::write_part(&self.shared, self.rank, self.size, files));
+        // Nobody listens any more when the run has failed.
+        if written.is_ok() {
+            let _ = self.share.send(());
+        }
+        let _ = end.send(self.context(written));
+    }
+
+    /// What the first rank does, which made `folder`.
+    fn first(mut self, folder: NewFolder, end: &Sender<Result<()>>) {
+        // A panic must not take the folder away either.
+        let written = catch_unwind(AssertUnwindSafe(|| self.write_share()));
+        let written = written.unwrap_or_else(|_| Err(panicked()));
+        let share = std::mem::replace(&mut self.share, channel().0);
+        match written {
+            Ok(files) => {
+                let _ = share.send(());
+                let committed = self.commit(folder, files);
+                let _ = end.send(self.context(committed));
             }
-            match all_parts.recv_timeout(pause) {
-                Ok(()) => {}
-                Err(RecvTimeoutError::Timeout) => pause = (2 * pause).min(longest),
-                Err(RecvTimeoutError::Disconnected) => {
-                    if failed.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
-                        return Err(Error::new(Kind::Transient, "not all ranks have written their part")
-                            .because(format!("that of rank {rank} is missing, and the run has failed")));
-                    }
-                    std::thread::sleep(LOOKS[0]);
-                }
+            Err(error) => {
+                let _ = end.send(self.context(Err(error)));
+                drop(share);
+                // The folder goes when nobody writes into it any more.
+                drop(self.gather_parts(Files::new()));
+                drop(folder);
             }
         }
     }
-    Ok(files)
+
+    fn commit(&self, folder: NewFolder, files: Files) -> Result<()> {
+        let files = self.gather_parts(files)?;
+        folder::commit(folder, &self.state, files, &self.options.write_weights)?;
+        folder::retain(&self.options.output, self.options.keep_last)
+    }
+
+    /// Waits for what the other ranks wrote and adds it to the `files` of the first.
+    ///
+    /// # Errors
+    /// The run has failed, and not all files are there.
+    fn gather_parts(&self, mut files: Files) -> Result<Files> {
+        let [mut pause, longest] = LOOKS;
+        let mut failed: Option<Instant> = None;
+        for rank in 1..self.size {
+            loop {
+                if let Some(part) = manifest::read_part(&self.shared, rank, self.size)? {
+                    files.extend(part);
+                    break;
+                }
+                match self.all_parts.recv_timeout(pause) {
+                    Ok(()) => {}
+                    Err(RecvTimeoutError::Timeout) => pause = (2 * pause).min(longest),
+                    Err(RecvTimeoutError::Disconnected) => {
+                        if failed.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
+                            return Err(Error::new(Kind::Transient, "not all ranks have written their part")
+                                .because(format!("that of rank {rank} is missing, and the run has failed")));
+                        }
+                        std::thread::sleep(LOOKS[0]);
+                    }
+                }
+            }
+        }
+        Ok(files)
+    }
 }

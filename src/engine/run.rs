@@ -143,7 +143,7 @@ impl Run<'_> {
     /// Takes a step; its report, still without its number, and whether any rank was asked to stop.
     fn step(&mut self, step: &Step) -> Result<(StepReport, bool)> {
         let (started, waited) = (Instant::now(), self.clock.read());
-        self.saver.check()?;
+        self.saver.check(self.trainer.engine.strategy.ranks().world())?;
         let result = self.trainer.step(step)?;
         let secs = started.elapsed().as_secs_f64();
         let computed = secs - (self.clock.read() - waited).as_secs_f64();
