@@ -45,7 +45,6 @@ pub(super) fn commit(
     files.extend(manifest::part(folder.path(), write_weights(folder.path(), &[], Part::Rest)?));
     let text = serde_json::to_string_pretty(state).map_err(|e| Error::internal(e.to_string()))?;
     write_text(&folder.path().join(STATE_FILE), &text)?;
-    manifest::remove_parts(folder.path(), state.ranks)?;
     manifest::complete(folder.path(), files)?;
     sync(folder.path())?;
     let parent = folder.path().parent().map(Path::to_owned);

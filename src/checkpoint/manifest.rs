@@ -4,6 +4,7 @@
 //! they are whole; the first rank puts the parts together, so that no rank reads what another one wrote.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -84,8 +85,8 @@ pub(super) fn complete(folder: &Path, mut files: Files) -> Result<()> {
         }
     }
     for (name, path) in present {
-        if !files.contains_key(&name) {
-            files.insert(name, listed(&path)?);
+        if let Entry::Vacant(file) = files.entry(name) {
+            file.insert(listed(&path)?);
         }
     }
     write(&folder.join(FILE), files)

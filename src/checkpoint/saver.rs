@@ -280,6 +280,7 @@ impl Work {
 
     fn commit(&self, folder: NewFolder, files: Files) -> Result<()> {
         let files = self.gather_parts(files)?;
+        manifest::remove_parts(folder.path(), self.size)?;
         folder::commit(folder, &self.state, files, &self.options.write_weights)?;
         folder::retain(&self.options.output, self.options.keep_last)
     }
