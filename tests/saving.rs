@@ -7,6 +7,7 @@ mod place;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -37,7 +38,11 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 /// Trains in `place`; the checkpoints of every second step are kept.
-fn train(place: &Place, output: &str, ranks: usize, keys: &[&str], more: &[&str]) -> std::process::Output {
+fn train(place: &Place, output: &str, ranks: usize, keys: &[&str], more: &[&str]) -> Output {
+    command(place, output, ranks, keys, more).output().unwrap()
+}
+
+fn command(place: &Place, output: &str, ranks: usize, keys: &[&str], more: &[&str]) -> Command {
     let ranks = ranks.to_string();
     let mut args = vec!["--model", "model", "--dataset", "rows.jsonl", "--output", output, "--quiet"];
     args.extend(["--ranks", &ranks]);
@@ -56,7 +61,9 @@ fn train(place: &Place, output: &str, ranks: usize, keys: &[&str], more: &[&str]
         args.extend(["--set", key]);
     }
     args.extend(more);
-    place.command(&args).env("RAYON_NUM_THREADS", "1").output().unwrap()
+    let mut command = place.command(&args);
+    command.env("RAYON_NUM_THREADS", "1");
+    command
 }
 
 #[test]
@@ -97,6 +104,44 @@ fn checkpoints_written_beside_the_training_are_the_same_bytes() {
                 assert!(found[file] == wanted[file], "{file} of {name}");
             }
         }
+    }
+}
+
+/// A file that the limit of the process is too small for, on the first rank alone: it saves embedding and head, each of
+/// the others a block.
+#[test]
+#[cfg(unix)]
+fn a_file_that_does_not_fit_ends_the_run_with_74() {
+    let place = Place::new();
+    let keys = ["parallel.strategy=fsdp", "checkpoint.keep_last=9"];
+    let whole = train(&place, "whole", 3, &keys, &[]);
+    assert!(whole.status.success(), "{}", place.told(&whole.stderr));
+    let sizes = [1, 2, 3].map(|rank| {
+        let name = format!("whole/checkpoint-2/optimizer-0000{rank}-of-00003.safetensors");
+        place.path(&name).metadata().unwrap().len()
+    });
+    // In the units of POSIX, with room for what lies between.
+    let limit = (sizes[1].max(sizes[2]) + sizes[0]) / 2 / 512;
+    assert!(sizes[1].max(sizes[2]) < limit * 512 && limit * 512 < sizes[0], "{sizes:?}");
+    for asynchronous in [true, false] {
+        let output = format!("limited-{asynchronous}");
+        let command =
+            command(&place, &output, 3, &keys, &["--set", &format!("checkpoint.async_save={asynchronous}")]);
+        // An ignored signal stays so, and the write returns an error.
+        let script = format!("trap '' XFSZ; ulimit -f {limit}; exec \"$0\" \"$@\"");
+        let mut limited = Command::new("sh");
+        limited.args(["-c", &script]).arg(command.get_program()).args(command.get_args());
+        limited.current_dir(command.get_current_dir().unwrap());
+        for (name, value) in command.get_envs() {
+            value.map(|value| limited.env(name, value));
+        }
+        let done = limited.output().unwrap();
+        let text = place.told(&done.stderr);
+        assert_eq!(done.status.code(), Some(74), "{text}");
+        assert!(text.contains("rank 0 failed") && text.contains("cannot save step 2"), "{text}");
+        assert!(text.contains("optimizer-00001-of-00003.safetensors"), "{text}");
+        let left = names(&place.path(&output));
+        assert!(!left.iter().any(|name| name.starts_with("checkpoint-")), "{left:?}");
     }
 }
 
@@ -326,7 +371,7 @@ fn the_process_that_is_killed() {
 fn a_process_killed_before_the_commit_leaves_the_checkpoint_before() {
     for at in ["0", "1", "2", "commit"] {
         let place = tempfile::tempdir().unwrap();
-        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--ignored", "--exact", "the_process_that_is_killed"]);
         let killed = command.env(KILLED_IN, place.path()).env(KILLED_AT, at).output().unwrap();
         assert_eq!(killed.status.code(), None, "{at}: {}", String::from_utf8_lossy(&killed.stderr));

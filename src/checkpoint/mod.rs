@@ -8,8 +8,8 @@
 //!                       manifest.json             size and BLAKE3 digest of every other file
 //! ```
 //!
-//! A checkpoint is written beside its place, synced, then renamed: the rename is the commit. A reader takes the newest
-//! one whose digests hold.
+//! A checkpoint is written beside its place by all ranks, synced, then renamed: the rename is the commit. A reader takes
+//! the newest one whose digests hold.
 
 mod folder;
 mod manifest;
