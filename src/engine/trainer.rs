@@ -95,6 +95,11 @@ impl Trainer {
         Ok(Trainer { engine, options, optimizer, places })
     }
 
+    /// Most values that an update had on the device at a time; 0 when nothing is offloaded.
+    pub fn most_staged(&self) -> usize {
+        self.optimizer.most_staged()
+    }
+
     /// One step: gradients of all micro-batches, clipping, one update. Steps count from 1. `step` is the whole step on
     /// every rank, which takes the micro-batches that are its turn.
     ///

@@ -47,33 +47,24 @@ impl MappedFile {
         (len * dtype.size_in_bytes()).next_multiple_of(ALIGN)
     }
 
+    /// Whether [`MappedFile::create`] would succeed now; nothing is set aside.
+    ///
+    /// # Errors
+    /// As that.
+    pub fn check(folder: &Path, bytes: usize) -> Result<()> {
+        open(folder, bytes).map(drop)
+    }
+
     /// A file of `bytes` bytes in `folder`, which no other process finds.
     ///
     /// # Errors
     /// The folder is missing or not writable ([`Kind::User`]); the disk has no room ([`Kind::Storage`]).
     pub fn create(folder: &Path, bytes: usize) -> Result<Arc<Self>> {
         let bytes = bytes.max(ALIGN);
-        let file = nameless(folder).map_err(|error| {
-            let kind = match error.kind() {
-                ErrorKind::NotFound | ErrorKind::PermissionDenied | ErrorKind::NotADirectory => Kind::User,
-                _ => Kind::Storage,
-            };
-            Error::new(kind, format!("cannot make a file in {}", folder.display()))
-                .because(error.to_string())
-                .hint("give another folder as `parallel.offload_folder`")
-        })?;
-        let refuse = |why: String| {
-            let size = units::bytes(bytes as u64);
-            Error::new(Kind::Storage, format!("cannot set {size} aside in {}", folder.display()))
-                .because(why)
-                .hint("make room there, or give a folder on another disk as `parallel.offload_folder`")
-        };
-        // Some file systems fill the disk to its end before they refuse.
-        if let Some(free) = free_bytes(&file).filter(|free| *free < bytes as u64) {
-            return Err(refuse(format!("{} are free there", units::bytes(free))));
-        }
-        allocate(&file, bytes).map_err(|error| refuse(error.to_string()))?;
-        let map = MmapOptions::new().len(bytes).map_raw(&file).map_err(|error| refuse(error.to_string()))?;
+        let file = open(folder, bytes)?;
+        let refuse = |error: io::Error| no_room(folder, bytes, error.to_string());
+        allocate(&file, bytes).map_err(refuse)?;
+        let map = MmapOptions::new().len(bytes).map_raw(&file).map_err(refuse)?;
         Ok(Arc::new(MappedFile { map, taken: AtomicUsize::new(0), turn: RwLock::new(()) }))
     }
 
@@ -180,6 +171,34 @@ impl MappedRun {
         // SAFETY: `start` lies inside the map.
         Ok(unsafe { self.file.map.as_mut_ptr().add(self.start) }.cast())
     }
+}
+
+/// A new file without a name in `folder`, where `bytes` are free.
+fn open(folder: &Path, bytes: usize) -> Result<File> {
+    let file = nameless(folder).map_err(|error| {
+        let kind = match error.kind() {
+            ErrorKind::NotFound
+            | ErrorKind::PermissionDenied
+            | ErrorKind::NotADirectory
+            | ErrorKind::ReadOnlyFilesystem => Kind::User,
+            _ => Kind::Storage,
+        };
+        Error::new(kind, format!("cannot make a file in {}", folder.display()))
+            .because(error.to_string())
+            .hint("give another folder as `parallel.offload_folder`")
+    })?;
+    // Some file systems fill the disk to its end before they refuse.
+    match free_bytes(&file).filter(|free| *free < bytes as u64) {
+        Some(free) => Err(no_room(folder, bytes, format!("{} are free there", units::bytes(free)))),
+        None => Ok(file),
+    }
+}
+
+fn no_room(folder: &Path, bytes: usize, why: String) -> Error {
+    let size = units::bytes(bytes as u64);
+    Error::new(Kind::Storage, format!("cannot set {size} aside in {}", folder.display()))
+        .because(why)
+        .hint("make room there, or give a folder on another disk as `parallel.offload_folder`")
 }
 
 /// A new file in `folder` that has lost its name.

@@ -109,6 +109,7 @@ impl Plan {
         let (kind, why) = ranks::strategy(&recipe, ranks, &engine.device, &needed)?;
         let recompute = decide_recompute(recipe.train.recompute, &engine.device, ranks, |r| needed(kind, r));
         let memory = needed(kind, recompute);
+        offload.check(memory.file)?;
         decided(&mut recipe, recompute, engine.dtype, kind, base.found.commit.as_deref());
         engine.offload = offload;
         engine.reducing = Reducing { accumulates, dtype: ranks::reduce_dtype(&recipe.parallel) };

@@ -42,6 +42,19 @@ impl Offload {
         matches!(self, Offload::Params(_)) && content != Content::Adapter
     }
 
+    /// Refuses a folder that cannot take `bytes` of parameters, before anything is loaded.
+    ///
+    /// # Errors
+    /// It cannot be written to, or its disk is full.
+    pub fn check(&self, bytes: u64) -> Result<()> {
+        match self {
+            Offload::Params(Some(folder)) => {
+                MappedFile::check(folder, usize::try_from(bytes).unwrap_or(usize::MAX))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Where masters are kept.
     pub(super) fn state_on(&self, device: &Device) -> Device {
         if self.has_state() { Device::Cpu } else { device.clone() }
