@@ -143,8 +143,10 @@ fn updates_are_staged_in_short_runs() {
 fn train(model: &Path, place: &Path, output: &str, keys: &[String], fault: Option<&str>) -> Output {
     let mut command = assert_cmd::Command::cargo_bin("finetune").unwrap();
     command.env("HF_HUB_OFFLINE", "1").env("RAYON_NUM_THREADS", "1");
-    if let Some(fault) = fault {
-        command.env("FINETUNE_FAULT", fault).args(["--ranks", "2"]);
+    match fault {
+        None => {}
+        Some("--dry-run") => drop(command.arg("--dry-run")),
+        Some(fault) => drop(command.env("FINETUNE_FAULT", fault).args(["--ranks", "2"])),
     }
     command.arg("--model").arg(model).arg("--output").arg(place.join(output));
     command.arg("--dataset").arg(golden().join("data/sft_messages.jsonl"));
@@ -154,6 +156,25 @@ fn train(model: &Path, place: &Path, output: &str, keys: &[String], fault: Optio
         command.args(["--set", &key]);
     }
     command.output().unwrap()
+}
+
+/// 4 bytes a parameter: all of them in the file, and none in memory.
+#[test]
+fn a_plan_says_where_parameters_are() {
+    let place = tempfile::tempdir().unwrap();
+    let model = golden().join("models/tiny-llama");
+    let said = |keys: &[String]| {
+        let done = train(&model, place.path(), "out", keys, Some("--dry-run"));
+        assert!(done.status.success());
+        String::from_utf8(done.stderr).unwrap()
+    };
+    let folder = format!("parallel.offload_folder={}", place.path().display());
+    let (text, host) = (said(&[folder]), said(&[]));
+    // tiny-llama has 135,488 parameters: 529.25 KiB in f32.
+    assert!(text.contains(&format!("in a file in {}: 529 KiB", place.path().display())), "{text}");
+    assert!(text.contains("= weights 0 B + gradients 529 KiB + optimizer 1.03 MiB"), "{text}");
+    assert!(host.contains("= weights 529 KiB + gradients 529 KiB"), "{host}");
+    assert!(host.contains("on the CPU offload to host memory frees nothing"), "{host}");
 }
 
 #[test]

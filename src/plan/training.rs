@@ -98,20 +98,16 @@ impl Plan {
         let all = base.slots(adaptation.as_ref(), adaptation.is_none())?;
         let tokens = widest_micro_batch(&recipe, &train.0);
         let accumulates = recipe.train.gradient_accumulation_steps > 1;
-        let offload = ranks::offload(&recipe.parallel);
+        engine.offload = ranks::offload(&recipe.parallel);
         let needed = |kind, recompute| {
-            let sharded_over = if let Kind::Hsdp(size) = kind { size } else { ranks };
-            let moments = moment_dtype(&recipe);
-            let (offload, on_host) = (&offload, engine.device.is_cpu());
-            let how = How { dtype: engine.dtype, moments, kind, sharded_over, accumulates, offload, on_host };
+            let how = how(&recipe, &engine, kind, ranks);
             Memory::of_step(&base.config, &all, adaptation.as_ref(), tokens, recompute, &how)
         };
         let (kind, why) = ranks::strategy(&recipe, ranks, &engine.device, &needed)?;
         let recompute = decide_recompute(recipe.train.recompute, &engine.device, ranks, |r| needed(kind, r));
         let memory = needed(kind, recompute);
-        offload.check(memory.file)?;
+        engine.offload.check(memory.file)?;
         decided(&mut recipe, recompute, engine.dtype, kind, base.found.commit.as_deref());
-        engine.offload = offload;
         engine.reducing = Reducing { accumulates, dtype: ranks::reduce_dtype(&recipe.parallel) };
         Ok(Plan {
             recipe,
@@ -400,6 +396,19 @@ fn moment_dtype(recipe: &Recipe) -> MomentDtype {
     match recipe.optimizer.state {
         StateDtype::F32 => MomentDtype::F32,
         StateDtype::Int8 => MomentDtype::Int8,
+    }
+}
+
+/// How parameters are kept under a strategy.
+fn how<'a>(recipe: &Recipe, engine: &'a EngineOptions, kind: Kind, ranks: usize) -> How<'a> {
+    How {
+        dtype: engine.dtype,
+        moments: moment_dtype(recipe),
+        kind,
+        sharded_over: if let Kind::Hsdp(size) = kind { size } else { ranks },
+        accumulates: recipe.train.gradient_accumulation_steps > 1,
+        offload: &engine.offload,
+        on_host: engine.device.is_cpu(),
     }
 }
 
