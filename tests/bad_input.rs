@@ -174,11 +174,17 @@ fn ranks_and_strategies_that_do_not_fit() {
       caused by: it belongs to strategy "hsdp"; the strategy is "auto"
     hint: write `strategy = "hsdp"`, or remove `shard_size`
     "#);
-    assert_snapshot!(ranks("parallel.offload=params"), @r#"
+    assert_snapshot!(ranks("parallel.offload_folder=."), @r#"
     exit 1
-    error: cannot use `parallel.offload = "params"`
-      caused by: it is not available in this version; accepted now: "none"
-    hint: remove it
+    error: cannot use these settings
+      caused by: --set parallel.offload_folder=.: `parallel.offload_folder` has no effect with `offload = "none"`
+    hint: write `offload = "params"`, or remove `offload_folder`
+    "#);
+    let nowhere = ["--set", "parallel.offload=params", "--set", "parallel.offload_folder=./nowhere"];
+    assert_snapshot!(no_run(&place, &nowhere), @r#"
+    exit 1
+    error: cannot use these settings
+      caused by: --set parallel.offload_folder=./nowhere: `parallel.offload_folder` is "./nowhere": [DIR]/nowhere is not a folder
     "#);
     let hsdp = ["--ranks", "3", "--set", "parallel.strategy=hsdp", "--set", "parallel.shard_size=2"];
     assert_snapshot!(no_run(&place, &hsdp), @"

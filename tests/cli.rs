@@ -621,9 +621,12 @@ fn recipes_listed_and_shown() {
     # Ranks in a group of "hsdp"; default: those of one host.
     # Accepted: a whole number, at least 1.
     # shard_size =
-    # What is kept in host memory.
+    # What is kept in host memory: the optimizer's state, or parameters and gradients too.
     # Accepted: "none", "optimizer", "params".
     offload = "none"
+    # A folder on a fast disk; parameters are kept in a file there instead. With `offload = "params"`.
+    # Accepted: a folder that exists.
+    # offload_folder =
     # Type in which gradients are summed over ranks.
     # Accepted: "f32", "bf16".
     reduce_dtype = "f32"

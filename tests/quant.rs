@@ -231,7 +231,7 @@ fn adamw_in_8_bits_follows_bitsandbytes() {
     };
     let param = tensor("param0");
     let piece = Piece {
-        param: param.clone(),
+        param: param.clone().into(),
         grad: param.zeros_like().unwrap(),
         decay: true,
         rate: 1.0,

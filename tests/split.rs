@@ -1,4 +1,5 @@
-//! The same run however it is split: every strategy on 2 to 4 ranks against one rank that takes the same micro-batches.
+//! The same run however it is split, and wherever its parts are kept: every strategy on 2 to 4 ranks, with and without
+//! offload, against one rank that takes the same micro-batches and keeps everything on the device.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -23,6 +24,8 @@ struct Case<'a> {
     ranks: usize,
     strategy: &'a str,
     shard_size: Option<usize>,
+    /// `parallel.offload`, or "file" for parameters in a file.
+    offload: &'a str,
     more: &'a [&'a str],
 }
 
@@ -33,7 +36,7 @@ const STEPS: usize = 20;
 
 impl Case<'_> {
     fn one_rank(self) -> Self {
-        Case { ranks: 1, strategy: "single", shard_size: None, ..self }
+        Case { ranks: 1, strategy: "single", shard_size: None, offload: "none", ..self }
     }
 
     fn train(self, output: &Path) {
@@ -75,6 +78,17 @@ impl Case<'_> {
             "full" => {}
             "lora" => set.extend(adapter.map(String::from)),
             _ => set.extend(adapter.iter().chain(&["quantization.kind=nf4"]).map(|key| (*key).to_owned())),
+        }
+        match self.offload {
+            "none" => {}
+            "file" => {
+                let folder = output.parent().unwrap();
+                set.extend([
+                    "parallel.offload=params".into(),
+                    format!("parallel.offload_folder={}", folder.display()),
+                ]);
+            }
+            offload => set.push(format!("parallel.offload={offload}")),
         }
         set.extend(self.shard_size.map(|size| format!("parallel.shard_size={size}")));
         let keys = self.more.iter().filter(|key| !key.starts_with("model="));
@@ -125,7 +139,10 @@ fn equal_to_the_bit(cases: &[Case<'_>]) {
         });
         let output = place.path().join("split");
         case.train(&output);
-        let name = format!("{} on {} ranks, {}, {:?}", case.strategy, case.ranks, case.method, case.more);
+        let name = format!(
+            "{} on {} ranks, {}, offload {}, {:?}",
+            case.strategy, case.ranks, case.method, case.offload, case.more
+        );
         assert_eq!(wanted.1.len(), STEPS);
         assert_eq!(losses(&output), wanted.1, "losses of {name}");
         let found = result(&output);
@@ -133,6 +150,8 @@ fn equal_to_the_bit(cases: &[Case<'_>]) {
         for (tensor, values) in &wanted.0 {
             assert!(found[tensor] == *values, "{tensor} of {name}");
         }
+        let left = std::fs::read_dir(place.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        assert!(left.into_iter().all(|name| name == "alone" || name == "split"), "a file of {name} is left");
     }
 }
 
@@ -173,7 +192,20 @@ fn every_kind_of_parameter_is_the_same_on_ranks() {
     let mut cases = Vec::new();
     for (method, more) in kinds {
         for strategy in ["ddp", "zero1", "zero2", "fsdp"] {
-            cases.push(Case { method, micro_batches: 2, ranks: 2, strategy, shard_size: None, more });
+            cases.push(Case {
+                method,
+                micro_batches: 2,
+                ranks: 2,
+                strategy,
+                shard_size: None,
+                offload: "none",
+                more,
+            });
+        }
+        for (ranks, strategy, offload) in
+            [(1, "single", "file"), (2, "ddp", "params"), (2, "zero2", "optimizer"), (2, "fsdp", "file")]
+        {
+            cases.push(Case { method, micro_batches: 2, ranks, strategy, shard_size: None, offload, more });
         }
     }
     equal_to_the_bit(&cases);
@@ -190,6 +222,7 @@ fn accumulated_and_clipped_steps_are_the_same_to_rounding() {
             ranks,
             strategy: "",
             shard_size: None,
+            offload: "none",
             more: &["train.max_grad_norm=0.5"],
         };
         let alone = place.path().join("alone");
@@ -210,8 +243,15 @@ fn accumulated_and_clipped_steps_are_the_same_to_rounding() {
 fn reduce_dtype_is_used() {
     let place = tempfile::tempdir().unwrap();
     let train = |more: &[&str]| {
-        let case =
-            Case { method: "full", micro_batches: 2, ranks: 2, strategy: "fsdp", shard_size: None, more };
+        let case = Case {
+            method: "full",
+            micro_batches: 2,
+            ranks: 2,
+            strategy: "fsdp",
+            shard_size: None,
+            offload: "none",
+            more,
+        };
         let output = place.path().join(more[0]);
         case.train(&output);
         result(&output)
@@ -221,37 +261,39 @@ fn reduce_dtype_is_used() {
     assert!(distance > 1e-7 && distance < 1e-2, "{distance}");
 }
 
-/// A checkpoint of any number of ranks and any strategy goes on under another: the same weights, the same run.
+/// A checkpoint of any number of ranks, any strategy and any offload goes on under another: the same weights, the same
+/// run.
 #[test]
 fn runs_go_on_with_other_ranks() {
     for (method, state) in [("full", "f32"), ("full", "int8"), ("qlora", "f32")] {
         let place = tempfile::tempdir().unwrap();
         let state = format!("optimizer.state={state}");
         let more = [state.as_str(), "checkpoint.save_steps=4", "checkpoint.keep_last=9"];
-        let case = |ranks, strategy| Case {
+        let case = |ranks, strategy, offload| Case {
             method,
             micro_batches: 12,
             ranks,
             strategy,
             shard_size: (strategy == "hsdp").then_some(2),
+            offload,
             more: &more,
         };
         let alone = place.path().join("alone");
-        case(1, "single").train(&alone);
+        case(1, "single", "none").train(&alone);
         let (wanted, mut from) = (losses(&alone), alone.clone());
-        for (hop, (ranks, strategy)) in
-            [(2, "fsdp"), (4, "hsdp"), (3, "zero2"), (1, "single")].into_iter().enumerate()
-        {
+        let hops =
+            [(2, "fsdp", "params"), (4, "hsdp", "optimizer"), (3, "zero2", "file"), (1, "single", "none")];
+        for (hop, (ranks, strategy, offload)) in hops.into_iter().enumerate() {
             let output = place.path().join(format!("hop-{hop}"));
             let step = 4 * (hop + 1);
             copy_folder(&from.join(format!("checkpoint-{step}")), &output.join(format!("checkpoint-{step}")));
-            case(ranks, strategy).resume(&output);
-            let name = format!("{method} {state} from step {step} on {ranks} ranks");
+            case(ranks, strategy, offload).resume(&output);
+            let name = format!("{method} {state} from step {step} on {ranks} ranks, offload {offload}");
             near(&losses(&output), &wanted[step..], &name);
             // Nothing is left to do after the last step: what is loaded is what is written.
             let again = place.path().join(format!("again-{hop}"));
             copy_folder(&output.join("checkpoint-20"), &again.join("checkpoint-20"));
-            case(5 - ranks.min(4), if ranks == 4 { "single" } else { "zero1" }).resume(&again);
+            case(5 - ranks.min(4), if ranks == 4 { "single" } else { "zero1" }, "none").resume(&again);
             assert!(result(&again) == result(&output), "weights of {name}, loaded again");
             from = output;
         }
@@ -267,6 +309,7 @@ fn ranks_that_do_not_divide_a_resumed_step() {
         ranks,
         strategy,
         shard_size: None,
+        offload: "none",
         more: &["checkpoint.save_steps=20"],
     };
     case(4, "ddp").train(place.path());
@@ -287,37 +330,63 @@ fn copy_folder(from: &Path, to: &Path) {
 
 const STRATEGIES: [&str; 5] = ["ddp", "zero1", "zero2", "fsdp", "hsdp"];
 
-fn matrix(method: &str) {
+const RECOMPUTE: [&[&str]; 2] = [&["train.recompute=none"], &["train.recompute=block"]];
+
+/// Every strategy, as many micro-batches a step as ranks; `ranks` come with the groups of hsdp.
+fn matrix(method: &str, ranks: &[(usize, usize)], offloads: &[&str]) {
     let mut cases = Vec::new();
-    for recompute in [&["train.recompute=none"], &["train.recompute=block"]] {
-        for (ranks, shard_size) in [(2, 2), (3, 1), (4, 2)] {
+    for more in RECOMPUTE {
+        for &(ranks, shard_size) in ranks {
             for strategy in STRATEGIES {
-                let shard_size = (strategy == "hsdp").then_some(shard_size);
-                cases.push(Case {
-                    method,
-                    micro_batches: ranks,
-                    ranks,
-                    strategy,
-                    shard_size,
-                    more: recompute,
-                });
+                for offload in offloads {
+                    let shard_size = (strategy == "hsdp").then_some(shard_size);
+                    cases.push(Case {
+                        method,
+                        micro_batches: ranks,
+                        ranks,
+                        strategy,
+                        shard_size,
+                        offload,
+                        more,
+                    });
+                }
             }
         }
     }
     equal_to_the_bit(&cases);
 }
 
+const RANKS: [(usize, usize); 3] = [(2, 2), (3, 1), (4, 2)];
+
+const OFFLOADS: [&str; 3] = ["none", "optimizer", "params"];
+
 #[test]
 fn full_training_is_the_same_on_ranks() {
-    matrix("full");
+    matrix("full", &RANKS, &OFFLOADS);
 }
 
 #[test]
 fn lora_is_the_same_on_ranks() {
-    matrix("lora");
+    matrix("lora", &RANKS, &OFFLOADS);
 }
 
 #[test]
 fn qlora_is_the_same_on_ranks() {
-    matrix("qlora");
+    matrix("qlora", &RANKS, &OFFLOADS);
+}
+
+/// One rank, with one micro-batch a step and with two; and parameters in files, one a rank.
+#[test]
+fn offload_changes_nothing_on_one_rank_and_with_files() {
+    for method in ["full", "lora", "qlora"] {
+        let (ranks, strategy, shard_size) = (1, "single", None);
+        let mut cases = Vec::new();
+        for more in RECOMPUTE {
+            for (micro_batches, offload) in [(1, "optimizer"), (2, "params"), (1, "params"), (1, "file")] {
+                cases.push(Case { method, micro_batches, ranks, strategy, shard_size, offload, more });
+            }
+        }
+        equal_to_the_bit(&cases);
+        matrix(method, &RANKS[..1], &["file"]);
+    }
 }

@@ -49,7 +49,7 @@ impl Trainer {
         let world = strategy.ranks().world();
         let mut share = Vec::new();
         for (index, bucket) in strategy.trainable().enumerate() {
-            let values = strategy.collect(bucket, &bucket.updated()?)?;
+            let values = strategy.collect(bucket, &bucket.updated()?.to_read()?)?;
             let moments = match with_moments {
                 true => Some([
                     self.flat(index, bucket, Moment::First)?,

@@ -2,8 +2,6 @@
 
 use std::ops::Range;
 
-use candle_core::Tensor;
-
 use super::{Engine, MicroStep};
 use crate::collective::Phase;
 use crate::data::Step;
@@ -90,8 +88,16 @@ impl Trainer {
             found.extend(pieces(index, bucket, &options)?);
         }
         let (all, places) = found.into_iter().unzip();
-        let optimizer = Optimizer::new(options.optimizer, all)?;
+        let optimizer = match engine.strategy.offload().has_state() {
+            true => Optimizer::offloaded(options.optimizer, all, &engine.device, None)?,
+            false => Optimizer::new(options.optimizer, all)?,
+        };
         Ok(Trainer { engine, options, optimizer, places })
+    }
+
+    /// Most values that an update had on the device at a time; 0 when nothing is offloaded.
+    pub fn most_staged(&self) -> usize {
+        self.optimizer.most_staged()
     }
 
     /// One step: gradients of all micro-batches, clipping, one update. Steps count from 1. `step` is the whole step on
@@ -175,9 +181,10 @@ fn pieces(index: usize, bucket: &Bucket, options: &TrainerOptions) -> Result<Vec
         if range.is_empty() {
             continue;
         }
-        let part = |flat: &Tensor| flat.narrow(0, range.start - own.start, range.len());
+        let (start, len) = (range.start - own.start, range.len());
         let large = alone && first.slot.elements() >= INT8_MIN_ELEMENTS;
-        let piece = Piece { param: part(&param)?, grad: part(&grad)?, decay, rate, large };
+        let (param, grad) = (param.narrow(start, len)?, grad.narrow(0, start, len)?);
+        let piece = Piece { param, grad, decay, rate, large };
         found.push((piece, Place { bucket: index, range }));
     }
     Ok(found)

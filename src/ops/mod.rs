@@ -22,6 +22,8 @@ pub mod dropout;
 pub mod embedding;
 pub mod gated;
 mod gemm;
+pub mod home;
+pub mod mapped;
 pub mod product;
 pub mod random;
 pub mod reduce;

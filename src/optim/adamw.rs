@@ -1,10 +1,12 @@
 //! AdamW over pieces of parameter memory, with moments in f32 or in 8 bits.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
+use super::staging::Staging;
 use crate::error::Result;
 use crate::ops::adamw::{AdamW, adamw};
 use crate::ops::adamw_int8::{Int8Moment, adamw_int8};
+use crate::ops::home::{Home, STAGED};
 
 /// The constants of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -35,8 +37,8 @@ pub const INT8_MIN_ELEMENTS: usize = 4096;
 #[derive(Debug, Clone)]
 pub struct Piece {
     /// What is updated in place.
-    pub param: Tensor,
-    /// Its gradient.
+    pub param: Home,
+    /// Its gradient, on the device or, where state is offloaded, on the host.
     pub grad: Tensor,
     /// Weight decay applies.
     pub decay: bool,
@@ -56,12 +58,12 @@ pub enum Moments {
 }
 
 impl Moments {
-    fn zeros(piece: &Piece, dtype: MomentDtype) -> Result<Self> {
-        let len = piece.param.elem_count();
+    fn zeros(piece: &Piece, dtype: MomentDtype, device: &Device) -> Result<Self> {
+        let len = piece.param.elements();
         if dtype == MomentDtype::Int8 && piece.large {
             return Ok(Moments::Int8([Int8Moment::zeros(len)?, Int8Moment::zeros(len)?]));
         }
-        let zeros = || Tensor::zeros(piece.param.shape(), DType::F32, piece.param.device());
+        let zeros = || Tensor::zeros(len, DType::F32, device);
         Ok(Moments::F32([zeros()?, zeros()?]))
     }
 }
@@ -73,14 +75,35 @@ pub struct Optimizer {
     pieces: Vec<Piece>,
     moments: Vec<Moments>,
     updates: u64,
+    /// Where state is not on the device.
+    staging: Option<Staging>,
 }
 
 impl Optimizer {
-    /// Moments of zero for every piece.
+    /// Moments of zero for every piece, beside its gradient.
     pub fn new(options: OptimizerOptions, pieces: Vec<Piece>) -> Result<Self> {
-        let moments =
-            pieces.iter().map(|piece| Moments::zeros(piece, options.state)).collect::<Result<_>>()?;
-        Ok(Optimizer { options, pieces, moments, updates: 0 })
+        let zeros = |piece: &Piece| Moments::zeros(piece, options.state, piece.grad.device());
+        let moments = pieces.iter().map(zeros).collect::<Result<_>>()?;
+        Ok(Optimizer { options, pieces, moments, updates: 0, staging: None })
+    }
+
+    /// Moments of zero in host memory, from where runs of at most `limit` values are brought to `device` and updated;
+    /// none: [`STAGED`]. Pieces may be anywhere.
+    pub fn offloaded(
+        options: OptimizerOptions,
+        pieces: Vec<Piece>,
+        device: &Device,
+        limit: Option<usize>,
+    ) -> Result<Self> {
+        let staging = Staging::new(device, options.state, &pieces, limit.unwrap_or(STAGED))?;
+        let zeros = |piece: &Piece| Moments::zeros(piece, options.state, &Device::Cpu);
+        let moments = pieces.iter().map(zeros).collect::<Result<_>>()?;
+        Ok(Optimizer { options, pieces, moments, updates: 0, staging: Some(staging) })
+    }
+
+    /// Most values of a piece that were on the device at a time; 0 when nothing is offloaded.
+    pub fn most_staged(&self) -> usize {
+        self.staging.as_ref().map_or(0, Staging::most)
     }
 
     /// One update at this learning rate; gradients count `grad_scale` times.
@@ -95,11 +118,14 @@ impl Optimizer {
                 update: self.updates,
                 grad_scale,
             };
+            if let Some(staging) = &mut self.staging {
+                staging.update(piece, moments, &step)?;
+                continue;
+            }
+            let param = piece.param.tensor()?;
             match moments {
-                Moments::F32([first, second]) => adamw(&piece.param, &piece.grad, [first, second], &step)?,
-                Moments::Int8([first, second]) => {
-                    adamw_int8(&piece.param, &piece.grad, [first, second], &step)?;
-                }
+                Moments::F32([first, second]) => adamw(param, &piece.grad, [first, second], &step)?,
+                Moments::Int8([first, second]) => adamw_int8(param, &piece.grad, [first, second], &step)?,
             }
         }
         Ok(())

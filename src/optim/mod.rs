@@ -2,6 +2,7 @@
 
 mod adamw;
 mod schedule;
+mod staging;
 
 pub use adamw::{INT8_MIN_ELEMENTS, MomentDtype, Moments, Optimizer, OptimizerOptions, Piece};
 pub use schedule::{Schedule, ScheduleKind};

@@ -18,7 +18,7 @@ use crate::ops::attention::Algorithm;
 use crate::ops::device;
 use crate::quant::{Format, Kind};
 use crate::recipe::{Attention, Dtype, Model, ModelInit, QuantKind, Quantization};
-use crate::strategy::{self, Ranks, Reducing, Slot, Store};
+use crate::strategy::{self, Offload, Ranks, Reducing, Slot, Store};
 use crate::weights::ModelFiles;
 
 /// A model before its weights are read.
@@ -55,6 +55,8 @@ pub struct EngineOptions {
     pub ranks: Ranks,
     /// How gradients are summed.
     pub reducing: Reducing,
+    /// What is kept away from the device.
+    pub offload: Offload,
 }
 
 impl EngineOptions {
@@ -85,7 +87,8 @@ impl EngineOptions {
     /// On one rank, one micro-batch a step.
     pub fn alone(device: Device, dtype: DType, algorithm: Algorithm, seed: u64) -> Self {
         let reducing = Reducing { accumulates: false, dtype: DType::F32 };
-        EngineOptions { device, dtype, algorithm, seed, ranks: Ranks::alone(), reducing }
+        let (ranks, offload) = (Ranks::alone(), Offload::None);
+        EngineOptions { device, dtype, algorithm, seed, ranks, reducing, offload }
     }
 }
 
@@ -203,6 +206,7 @@ impl Base {
             device: options.device.clone(),
             ranks: options.ranks.clone(),
             reducing: options.reducing,
+            offload: options.offload.clone(),
             fill_all,
         };
         let strategy =

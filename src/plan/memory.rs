@@ -8,10 +8,11 @@ use super::adaptation::Adaptation;
 use crate::engine::Recompute;
 use crate::model::{ModelConfig, Segment};
 use crate::ops::adamw_int8::STATE_BLOCK;
+use crate::ops::home::STAGED;
 use crate::optim::{INT8_MIN_ELEMENTS, MomentDtype};
-use crate::strategy::{Content, Extent, Kind, Slot};
+use crate::strategy::{Content, Extent, Kind, Offload, Slot};
 
-/// Bytes by cause.
+/// Bytes by cause. What is offloaded to host memory counts under its cause where the device is the host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Memory {
     /// Weights in the compute dtype, and f32 masters.
@@ -24,10 +25,14 @@ pub struct Memory {
     pub activations: u64,
     /// What lives for a moment: one block's temporaries, the logits of a chunk.
     pub workspace: u64,
+    /// Beside the device: what is offloaded to host memory.
+    pub host: u64,
+    /// Beside both: parameters in a file.
+    pub file: u64,
 }
 
 impl Memory {
-    /// The sum.
+    /// The sum on the device.
     pub fn total(&self) -> u64 {
         self.weights + self.gradients + self.optimizer + self.activations + self.workspace
     }
@@ -39,29 +44,42 @@ impl Memory {
         adaptation: Option<&Adaptation>,
         tokens: usize,
         recompute: Recompute,
-        how: &How,
+        how: &How<'_>,
     ) -> Self {
         let size = how.dtype.size_in_bytes();
         let mut memory = Memory::default();
         // What is gathered for one use, and gradients before they are added up: by segment.
         let mut moment: BTreeMap<Segment, [u64; 2]> = BTreeMap::new();
+        let mut longest = 0;
         for slot in slots {
             let n = slot.elements() as u64;
             let keep = how.kind.keep(content(slot));
             let share = |extent| if extent == Extent::Shard { how.sharded_over as u64 } else { 1 };
             let (value, master) = weight_bytes(slot, size);
-            memory.weights += value / share(keep.values) + master / share(keep.update);
+            let away = how.offload.has_values(content(slot));
             let [gathered, fresh] = moment.entry(slot.segment).or_default();
-            if keep.values == Extent::Shard {
+            if keep.values == Extent::Shard || away {
                 *gathered += value;
             }
+            match (away, how.offload) {
+                (true, Offload::Params(Some(_))) => memory.file += value / share(keep.values),
+                _ => memory.add(away && !how.on_host, |m| &mut m.weights, value / share(keep.values)),
+            }
+            let state_away = how.offload.has_state() && !how.on_host;
+            memory.add(state_away, |m| &mut m.weights, master / share(keep.update));
             if slot.trainable {
-                memory.gradients += 4 * n / share(keep.gradients);
-                memory.optimizer += moment_bytes(n, how.moments) / share(keep.update);
-                if keep.gradients == Extent::Shard || how.accumulates {
+                memory.add(away && !how.on_host, |m| &mut m.gradients, 4 * n / share(keep.gradients));
+                let moments = moment_bytes(n, how.moments) / share(keep.update);
+                memory.add(state_away, |m| &mut m.optimizer, moments);
+                if keep.gradients == Extent::Shard || how.accumulates || away {
                     *fresh += 4 * n;
                 }
+                longest = longest.max(n / share(keep.update));
             }
+        }
+        if how.offload.has_state() {
+            // A run of values, gradients and both moments.
+            memory.workspace += 16 * longest.min(STAGED as u64);
         }
         let (input, saved) = block_bytes(config, adaptation, size);
         let layers = config.num_layers();
@@ -73,14 +91,19 @@ impl Memory {
         // Backward holds the gradients of a block's widest tensors beside what it recomputes.
         let widest = 2 * config.intermediate_size + config.heads.qkv_width() + 4 * config.hidden_size;
         let logits = (48 << 20).max(64 * config.vocab_size);
-        memory.workspace = (2 * widest * size * tokens + logits) as u64 + for_a_moment(&moment);
+        memory.workspace += (2 * widest * size * tokens + logits) as u64 + for_a_moment(&moment);
         memory
+    }
+
+    /// Counts `bytes` to the host, or to a cause.
+    fn add(&mut self, to_host: bool, cause: impl Fn(&mut Self) -> &mut u64, bytes: u64) {
+        *(if to_host { &mut self.host } else { cause(self) }) += bytes;
     }
 }
 
 /// How parameters are kept and computed with.
 #[derive(Debug, Clone, Copy)]
-pub struct How {
+pub struct How<'a> {
     /// The dtype that is computed with.
     pub dtype: DType,
     /// How moments are kept.
@@ -91,6 +114,10 @@ pub struct How {
     pub sharded_over: usize,
     /// More than one micro-batch a step adds up on a rank.
     pub accumulates: bool,
+    /// What is kept away from the device.
+    pub offload: &'a Offload,
+    /// The device is the host.
+    pub on_host: bool,
 }
 
 /// Two blocks are whole at a time, or an end and a block; one segment's gradients are fresh.

@@ -6,8 +6,8 @@ use super::memory::{Memory, available};
 use crate::checkpoint::Saved;
 use crate::engine::Recompute;
 use crate::error::{Error, Result};
-use crate::recipe::{self, Offload, Recipe, ReduceDtype, Strategy};
-use crate::strategy::Kind;
+use crate::recipe::{self, Recipe, ReduceDtype, Strategy};
+use crate::strategy::{Kind, Offload};
 
 /// The key whose value in a checkpoint counts the micro-batches of all ranks.
 pub(super) const ACCUMULATION: &str = "train.gradient_accumulation_steps";
@@ -59,14 +59,6 @@ pub(super) fn strategy(
     let refuse = |asked: String, why: String, hint: &str| {
         Err(Error::user(format!("cannot use `{asked}`")).because(why).hint(hint))
     };
-    if parallel.offload != Offload::None {
-        let asked = format!("parallel.offload = \"{}\"", parallel.offload);
-        return refuse(
-            asked,
-            "it is not available in this version; accepted now: \"none\"".into(),
-            "remove it",
-        );
-    }
     if let (Some(size), false) = (parallel.shard_size, parallel.strategy == Strategy::Hsdp) {
         let asked = format!("parallel.shard_size = {size}");
         let why = format!("it belongs to strategy \"hsdp\"; the strategy is \"{}\"", parallel.strategy);
@@ -150,5 +142,16 @@ pub(super) fn reduce_dtype(recipe: &recipe::Parallel) -> DType {
     match recipe.reduce_dtype {
         ReduceDtype::F32 => DType::F32,
         ReduceDtype::Bf16 => DType::BF16,
+    }
+}
+
+/// What is kept away from the device, and where.
+pub(super) fn offload(parallel: &recipe::Parallel) -> Offload {
+    match parallel.offload {
+        recipe::Offload::None => Offload::None,
+        recipe::Offload::Optimizer => Offload::Optimizer,
+        recipe::Offload::Params => {
+            Offload::Params(parallel.offload_folder.as_ref().map(|folder| folder.0.clone()))
+        }
     }
 }

@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 use crate::export::hf;
 use crate::optim::{MomentDtype, OptimizerOptions, Schedule, ScheduleKind};
 use crate::recipe::{self, Dtype, Recipe, SchedulerKind, StateDtype};
-use crate::strategy::{Kind, Ranks, Reducing, Slot};
+use crate::strategy::{Kind, Offload, Ranks, Reducing, Slot};
 use crate::units;
 use crate::weights::{Entry, ModelFiles, StoredDtype, Written};
 
@@ -98,15 +98,15 @@ impl Plan {
         let all = base.slots(adaptation.as_ref(), adaptation.is_none())?;
         let tokens = widest_micro_batch(&recipe, &train.0);
         let accumulates = recipe.train.gradient_accumulation_steps > 1;
+        engine.offload = ranks::offload(&recipe.parallel);
         let needed = |kind, recompute| {
-            let sharded_over = if let Kind::Hsdp(size) = kind { size } else { ranks };
-            let moments = moment_dtype(&recipe);
-            let how = How { dtype: engine.dtype, moments, kind, sharded_over, accumulates };
+            let how = how(&recipe, &engine, kind, ranks);
             Memory::of_step(&base.config, &all, adaptation.as_ref(), tokens, recompute, &how)
         };
         let (kind, why) = ranks::strategy(&recipe, ranks, &engine.device, &needed)?;
         let recompute = decide_recompute(recipe.train.recompute, &engine.device, ranks, |r| needed(kind, r));
         let memory = needed(kind, recompute);
+        engine.offload.check(memory.file)?;
         decided(&mut recipe, recompute, engine.dtype, kind, base.found.commit.as_deref());
         engine.reducing = Reducing { accumulates, dtype: ranks::reduce_dtype(&recipe.parallel) };
         Ok(Plan {
@@ -263,6 +263,7 @@ impl Plan {
         let mut recipe = self.recipe.clone();
         recipe.model.id = None;
         (recipe.data.train, recipe.data.eval) = (Vec::new(), Vec::new());
+        recipe.parallel.offload_folder = None;
         format!("{}\n{} ranks, {} steps", recipe.to_toml(), self.ranks, self.total_steps)
     }
 
@@ -320,6 +321,24 @@ impl Plan {
             .collect()
     }
 
+    /// What is kept away from the device, in lines of its own.
+    fn describe_offload(&self) -> String {
+        let Memory { host, file, .. } = self.memory;
+        let mut text = String::new();
+        if self.engine.offload == Offload::None {
+            return text;
+        }
+        if host > 0 {
+            text += &format!("\nbeside it, in host memory: {}", units::bytes(host));
+        }
+        if let Offload::Params(Some(folder)) = &self.engine.offload {
+            text += &format!("\nin a file in {}: {}", folder.display(), units::bytes(file));
+        } else if self.engine.device.is_cpu() {
+            text += "\non the CPU offload to host memory frees nothing; `parallel.offload_folder` keeps parameters on a disk";
+        }
+        text
+    }
+
     /// The plan in a few lines.
     pub fn describe(&self) -> String {
         let (trainable, all) = self.parameters();
@@ -336,6 +355,7 @@ impl Plan {
             Recompute::Block => "block",
         };
         let memory = &self.memory;
+        let away = self.describe_offload();
         let spread = match (self.ranks, &self.why) {
             (1, _) => String::new(),
             (n, why) => {
@@ -347,7 +367,7 @@ impl Plan {
             }
         };
         format!(
-            "training {method}: {} of {} parameters, {:?}, {} steps{spread}\nmemory of a step: {} = weights {} + gradients {} + optimizer {} + activations {} (recompute {recompute}) + workspace {}",
+            "training {method}: {} of {} parameters, {:?}, {} steps{spread}\nmemory of a step: {} = weights {} + gradients {} + optimizer {} + activations {} (recompute {recompute}) + workspace {}{away}",
             units::count(trainable),
             units::count(all),
             self.engine.dtype,
@@ -379,6 +399,19 @@ fn moment_dtype(recipe: &Recipe) -> MomentDtype {
     match recipe.optimizer.state {
         StateDtype::F32 => MomentDtype::F32,
         StateDtype::Int8 => MomentDtype::Int8,
+    }
+}
+
+/// How parameters are kept under a strategy.
+fn how<'a>(recipe: &Recipe, engine: &'a EngineOptions, kind: Kind, ranks: usize) -> How<'a> {
+    How {
+        dtype: engine.dtype,
+        moments: moment_dtype(recipe),
+        kind,
+        sharded_over: if let Kind::Hsdp(size) = kind { size } else { ranks },
+        accumulates: recipe.train.gradient_accumulation_steps > 1,
+        offload: &engine.offload,
+        on_host: engine.device.is_cpu(),
     }
 }
 

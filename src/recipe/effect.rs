@@ -4,7 +4,7 @@
 //! A key at its default never counts, so that a resolved recipe, which spells every default out, reads back.
 
 use super::Recipe;
-use super::choices::{AdapterInit, SchedulerKind, Strategy};
+use super::choices::{AdapterInit, Offload, SchedulerKind, Strategy};
 use super::source::Source;
 
 /// A key at odds with another.
@@ -120,6 +120,14 @@ fn places(recipe: &Recipe, found: &mut Vec<Conflict>) {
             key: "shard_size",
             text: format!("has no effect with `strategy = \"{}\"`", parallel.strategy),
             hint: "write `strategy = \"hsdp\"`".into(),
+        });
+    }
+    if parallel.offload_folder.is_some() && parallel.offload != Offload::Params {
+        found.push(Conflict {
+            section: "parallel",
+            key: "offload_folder",
+            text: format!("has no effect with `offload = \"{}\"`", parallel.offload),
+            hint: "write `offload = \"params\"`, or remove `offload_folder`".into(),
         });
     }
     if recipe.eval.steps.is_some() && recipe.data.eval.is_empty() {

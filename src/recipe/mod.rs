@@ -29,7 +29,7 @@ pub use sections::{
     Adapter, Checkpoint, Data, Eval, Log, Model, Optimizer, Parallel, Quantization, Scheduler, Train,
 };
 pub use setting::{Patterns, TargetModules};
-pub use source::{Source, Template};
+pub use source::{Folder, Source, Template};
 
 use declare::Section;
 

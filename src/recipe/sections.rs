@@ -9,7 +9,7 @@ use super::choices::{
 use super::declare::section;
 use super::setting::Range::{Above, AtLeast, Between, FromToBelow, OneOf};
 use super::setting::{Patterns, TargetModules};
-use super::source::{Source, Template};
+use super::source::{Folder, Source, Template};
 
 section! {
     /// The model to start from.
@@ -167,8 +167,10 @@ section! {
         strategy: Strategy = Strategy::Auto;
         /// Ranks in a group of "hsdp"; default: those of one host.
         shard_size: Option<usize> = None, AtLeast(1.0);
-        /// What is kept in host memory.
+        /// What is kept in host memory: the optimizer's state, or parameters and gradients too.
         offload: Offload = Offload::None;
+        /// A folder on a fast disk; parameters are kept in a file there instead. With `offload = "params"`.
+        offload_folder: Option<Folder> = None;
         /// Type in which gradients are summed over ranks.
         reduce_dtype: ReduceDtype = ReduceDtype::F32;
     }

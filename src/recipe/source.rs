@@ -110,6 +110,32 @@ impl Setting for Vec<Source> {
     }
 }
 
+/// A folder that exists; absolute.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Folder(pub PathBuf);
+
+impl Setting for Folder {
+    fn accepted() -> String {
+        "a folder that exists".into()
+    }
+
+    fn read(value: &Value, folder: &Path) -> Result<Self, Refusal> {
+        let text = value.as_str().ok_or(Refusal::Shape)?;
+        if text.is_empty() {
+            return Err(Refusal::Empty);
+        }
+        let path = absolute(text, folder)?;
+        match path.is_dir() {
+            true => Ok(Folder(path)),
+            false => Err(Refusal::Unusable(format!("{} is not a folder", path.display()))),
+        }
+    }
+
+    fn write(&self) -> Option<Value> {
+        Some(Value::String(self.0.display().to_string()))
+    }
+}
+
 /// The text of a chat template, read from its file where one was named.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Template(pub String);

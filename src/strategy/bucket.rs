@@ -2,17 +2,21 @@
 //! contiguous piece of memory.
 //!
 //! A rank keeps all of a bucket or its shard, one of N equal runs: for the values that are computed with, for the
-//! gradients, for what the optimizer updates ([`super::placement`]).
+//! gradients, for what the optimizer updates ([`super::placement`]). What it keeps may be away from the device
+//! ([`super::offload`]).
 
 use std::ops::Range;
 
-use candle_core::{DType, Device, Tensor, WithDType};
+use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
+use super::offload::{Filling, Offload, Place};
 use super::placement::{Extent, Keep};
 use crate::error::Result;
 use crate::model::Segment;
-use crate::ops::reduce::copy_into;
+use crate::ops::access::Plain;
+use crate::ops::home::Home;
+use crate::ops::mapped::MappedFile;
 use crate::quant::{BlocksMut, Format};
 
 /// One parameter before it has a value.
@@ -85,7 +89,9 @@ pub struct Bucket {
     pub(super) len: usize,
     pub(super) keep: Keep,
     /// What is computed with: all of it or this rank's shard.
-    pub(super) value: Tensor,
+    pub(super) value: Home,
+    /// Values and gradients are not on the device.
+    pub(super) away: bool,
     /// The f32 values that the optimizer updates, when `value` is not f32; of `own`.
     master: Option<Tensor>,
     /// Gradients, f32; none for frozen buckets. All of them or the shard's.
@@ -102,6 +108,9 @@ pub(super) struct Making<'a> {
     pub(super) place: (usize, usize),
     pub(super) dtype: DType,
     pub(super) device: &'a Device,
+    /// Where values are kept.
+    pub(super) values: Place<'a>,
+    pub(super) offload: &'a Offload,
     /// Fill every entry, although the rank keeps only a part.
     pub(super) fill_all: bool,
 }
@@ -129,33 +138,54 @@ impl Bucket {
         making: Making<'_>,
         fill: &mut dyn FnMut(&Slot, Fill<'_>) -> Result<()>,
     ) -> Result<Self> {
-        let Making { keep, device, dtype, .. } = making;
+        let Making { keep, device, dtype, values, .. } = making;
         let (segment, trainable) = (slots[0].segment, slots.iter().any(|slot| slot.trainable));
         let (entries, len) = layout(slots, making.place.1 * ALIGN);
         let (kept, own) = (making.part(keep.values, len), making.part(keep.update, len));
-        let load = Loading { entries: &entries, len, kept: &kept, making };
         // Trainable values are read in f32 whatever they are computed in: that is the master.
         let loaded = if trainable { DType::F32 } else { dtype };
-        let value = match loaded {
-            DType::BF16 => load.filled(fill, |values: &mut [bf16]| Fill::Bf16(values))?,
-            _ => load.filled(fill, |values: &mut [f32]| Fill::F32(values))?,
-        };
-        let value = if device.is_cpu() { value } else { value.to_device(device)? };
         let (value, master) = if loaded == dtype {
-            (value, None)
+            let load = Loading { entries: &entries, kept: &kept, making };
+            let filled = match dtype {
+                DType::BF16 => load.filled(fill, |values: &mut [bf16]| Fill::Bf16(values))?,
+                _ => load.filled(fill, |values: &mut [f32]| Fill::F32(values))?,
+            };
+            (values.settle(filled)?, None)
         } else {
-            let master = value.narrow(0, own.start - kept.start, own.len())?.force_contiguous()?;
-            (value.to_dtype(dtype)?, Some(master))
+            // Where it was filled it need not stay.
+            let load =
+                Loading { entries: &entries, kept: &kept, making: Making { values: Place::Host, ..making } };
+            let filled = load.filled(fill, |values: &mut [f32]| Fill::F32(values))?;
+            let filled = filled.tensor()?;
+            let master = filled.narrow(0, own.start - kept.start, own.len())?.force_contiguous()?;
+            let master = master.to_device(&making.offload.state_on(device))?;
+            (values.settle(filled.to_dtype(dtype)?.into())?, Some(master))
         };
         let part = making.part(keep.gradients, len).len();
-        let grad = trainable.then(|| Tensor::zeros(part, DType::F32, device)).transpose()?;
-        Ok(Bucket { segment, entries, len, keep, value, master, grad, own })
+        let away = values.is_away();
+        let grads_on = if away { &Device::Cpu } else { device };
+        let grad = trainable.then(|| Tensor::zeros(part, DType::F32, grads_on)).transpose()?;
+        Ok(Bucket { segment, entries, len, keep, value, away, master, grad, own })
+    }
+
+    /// Bytes that the values of a bucket of `slots` take up in a file.
+    pub(super) fn room(slots: &[Slot], making: &Making<'_>) -> usize {
+        let (_, len) = layout(slots.to_vec(), making.place.1 * ALIGN);
+        MappedFile::room(making.part(making.keep.values, len).len(), making.dtype)
+    }
+
+    /// All values where they can be computed with; none when they are sharded or away.
+    pub(super) fn resident(&self) -> Option<&Tensor> {
+        match &self.value {
+            Home::Memory(value) if !self.away && self.keep.values == Extent::Whole => Some(value),
+            _ => None,
+        }
     }
 
     /// What the optimizer updates, f32: [`Bucket::own`]'s part of the master, or of the value when that is f32.
-    pub fn updated(&self) -> Result<Tensor> {
+    pub fn updated(&self) -> Result<Home> {
         match &self.master {
-            Some(master) => Ok(master.clone()),
+            Some(master) => Ok(master.clone().into()),
             None => self.own_value(),
         }
     }
@@ -170,9 +200,9 @@ impl Bucket {
     }
 
     /// This rank's part of the values that are computed with.
-    pub(super) fn own_value(&self) -> Result<Tensor> {
+    pub(super) fn own_value(&self) -> Result<Home> {
         match self.keep.values {
-            Extent::Whole => Ok(self.value.narrow(0, self.own.start, self.own.len())?),
+            Extent::Whole => self.value.narrow(self.own.start, self.own.len()),
             Extent::Shard => Ok(self.value.clone()),
         }
     }
@@ -190,7 +220,7 @@ impl Bucket {
     /// Brings this rank's part of `value` in line with the master after an update.
     pub(super) fn refresh(&self) -> Result<()> {
         match &self.master {
-            Some(master) => copy_into(&self.own_value()?, master),
+            Some(master) => self.own_value()?.round(master),
             None => Ok(()),
         }
     }
@@ -218,26 +248,21 @@ fn layout(slots: Vec<Slot>, unit: usize) -> (Vec<Entry>, usize) {
 
 struct Loading<'a> {
     entries: &'a [Entry],
-    len: usize,
     /// What this rank keeps.
     kept: &'a Range<usize>,
     making: Making<'a>,
 }
 
 impl Loading<'_> {
-    fn filled<T: WithDType + Default>(
+    fn filled<T: Plain>(
         &self,
         fill: &mut dyn FnMut(&Slot, Fill<'_>) -> Result<()>,
         wrap: fn(&mut [T]) -> Fill<'_>,
-    ) -> Result<Tensor> {
-        // Memory that is never touched costs none: of a whole that is mostly another rank's, little is.
-        let mut values = vec![T::default(); self.len];
+    ) -> Result<Home> {
+        let mut filling = Filling::new(self.kept.clone(), self.making.values)?;
         for entry in self.entries.iter().filter(|entry| self.making.wants(&entry.range(), self.kept)) {
-            fill(&entry.slot, wrap(&mut values[entry.range()]))?;
+            filling.fill(entry.range(), |values| fill(&entry.slot, wrap(values)))?;
         }
-        if self.kept.len() < self.len {
-            values = values[self.kept.clone()].to_vec();
-        }
-        Ok(Tensor::from_vec(values, self.kept.len(), &Device::Cpu)?)
+        filling.finish()
     }
 }

@@ -1,7 +1,8 @@
-//! Whole values for a moment: what is sharded is gathered for one use of its segment.
+//! Whole values for a moment: what is sharded is gathered, what is away from the device is brought, for one use of its
+//! segment.
 //!
 //! Blocks take turns in two fixed pieces of memory (the even and the odd ones), so at most two are whole at a time: the
-//! one in use and the next, which is gathered meanwhile. Embedding and head are gathered into memory of their own that
+//! one in use and the next, which is gathered (or read ahead, when it is in a file) meanwhile. Embedding and head are gathered into memory of their own that
 //! goes when they are let go.
 
 use std::collections::BTreeMap;
@@ -11,10 +12,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::{DType, Device, Tensor};
 
 use super::placement::Ranks;
-use crate::collective::{Call, Ticket};
+use crate::collective::{Call, Memory, Ticket};
 use crate::error::{Error, Result};
 use crate::model::Segment;
 use crate::ops::access::memory;
+use crate::ops::home::Home;
 
 /// Which piece of memory a run is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -27,24 +29,27 @@ pub(super) enum Piece {
     Floats(usize),
 }
 
-/// A sharded run of values.
+/// A run of values that is not whole on the device.
 #[derive(Debug)]
-pub(super) struct Sharded {
+pub(super) struct Apart {
     /// What it is.
     pub(super) piece: Piece,
     /// Blocks' runs of one kind share memory.
     pub(super) kind: u8,
-    /// This rank's part.
-    pub(super) part: Tensor,
+    /// This rank's part, or all of it.
+    pub(super) part: Home,
+    /// It is a part: others have the rest.
+    pub(super) sharded: bool,
     /// Elements of the whole.
     pub(super) len: usize,
 }
 
 /// Gathers in flight, and what is whole now.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Gathers {
-    /// The sharded runs of each segment.
-    runs: BTreeMap<Segment, Vec<Sharded>>,
+    device: Device,
+    /// The runs of each segment.
+    runs: BTreeMap<Segment, Vec<Apart>>,
     /// Where the runs of even and odd blocks become whole, by kind.
     memory: [BTreeMap<u8, Tensor>; 2],
     started: Mutex<Option<Started>>,
@@ -79,7 +84,7 @@ impl Drop for Whole<'_> {
 
 impl Gathers {
     /// Memory for the blocks' runs, in which the runs of all blocks have the same types and order.
-    pub(super) fn new(runs: BTreeMap<Segment, Vec<Sharded>>, device: &Device) -> Result<Self> {
+    pub(super) fn new(runs: BTreeMap<Segment, Vec<Apart>>, device: &Device) -> Result<Self> {
         let mut widest: BTreeMap<u8, (usize, DType)> = BTreeMap::new();
         for (_, runs) in runs.iter().filter(|(segment, _)| matches!(segment, Segment::Block(_))) {
             for run in runs {
@@ -94,13 +99,15 @@ impl Gathers {
             widest.iter().map(fresh).collect()
         };
         let memory = [turn()?, turn()?];
-        Ok(Gathers { runs, memory, ..Gathers::default() })
+        let started = Mutex::default();
+        let [whole, most] = [AtomicUsize::new(0), AtomicUsize::new(0)];
+        Ok(Gathers { device: device.clone(), runs, memory, started, whole, most })
     }
 
     /// The memory in which the runs of a block become whole.
     pub(super) fn block(&self, layer: usize) -> Result<Full> {
         let runs = self.runs.get(&Segment::Block(layer)).map_or(&[][..], Vec::as_slice);
-        let place = |run: &Sharded| {
+        let place = |run: &Apart| {
             let memory = self.memory[layer % 2].get(&run.kind);
             let memory = memory.ok_or_else(|| Error::internal("no memory for a sharded run"))?;
             Ok((run.piece, memory.narrow(0, 0, run.len)?))
@@ -113,10 +120,11 @@ impl Gathers {
         self.most.load(Ordering::Relaxed)
     }
 
-    /// Bytes of each segment's runs when whole.
+    /// Bytes of each segment's sharded runs when whole.
     pub(super) fn bytes(&self) -> impl Iterator<Item = (Segment, usize)> {
-        let bytes = |run: &Sharded| run.len * run.part.dtype().size_in_bytes();
-        self.runs.iter().map(move |(segment, runs)| (*segment, runs.iter().map(bytes).sum()))
+        let bytes = |run: &Apart| run.len * run.part.dtype().size_in_bytes();
+        let of_all = move |runs: &Vec<Apart>| runs.iter().filter(|run| run.sharded).map(bytes).sum();
+        self.runs.iter().map(move |(segment, runs)| (*segment, of_all(runs)))
     }
 
     /// Makes `segment` whole and starts to gather `next`. Returns the whole runs.
@@ -160,25 +168,47 @@ impl Gathers {
         let full = match segment {
             Segment::Block(layer) => self.block(layer)?,
             Segment::Embed | Segment::Head => {
-                let fresh = |run: &Sharded| -> Result<(Piece, Tensor)> {
-                    Ok((run.piece, Tensor::zeros(run.len, run.part.dtype(), run.part.device())?))
+                let fresh = |run: &Apart| -> Result<(Piece, Tensor)> {
+                    Ok((run.piece, Tensor::zeros(run.len, run.part.dtype(), &self.device)?))
                 };
                 runs.iter().map(fresh).collect::<Result<_>>()?
             }
         };
         let call = call("values of", segment);
-        let tickets = runs
-            .iter()
-            .map(|run| {
-                ranks.shards().start_all_gather(call, &memory(&run.part)?, &memory(&full[&run.piece])?)
-            })
-            .collect::<Result<_>>()?;
+        let mut tickets = Vec::new();
+        for run in runs {
+            run.part.expect();
+            if run.sharded {
+                let whole = &full[&run.piece];
+                let part = self.within_reach(ranks, run, whole)?;
+                tickets.push(ranks.shards().start_all_gather(call, &part, &memory(whole)?)?);
+            }
+        }
         Ok(Some(Started { segment, tickets, full }))
+    }
+
+    /// This rank's part where collectives find it: at home on the host, else at its place in the whole.
+    fn within_reach(&self, ranks: &Ranks, run: &Apart, whole: &Tensor) -> Result<Memory> {
+        match &run.part {
+            Home::Memory(part) if part.device().same_device(&self.device) => memory(part),
+            part if self.device.is_cpu() => part.memory(),
+            part => {
+                let own = whole.narrow(0, ranks.shards().rank() * part.elements(), part.elements())?;
+                part.bring(&own)?;
+                memory(&own)
+            }
+        }
     }
 
     fn finish(&self, ranks: &Ranks, started: Started) -> Result<Full> {
         for ticket in started.tickets {
             ranks.shards().finish(ticket)?;
+        }
+        for run in self.runs.get(&started.segment).into_iter().flatten() {
+            if !run.sharded {
+                run.part.bring(&started.full[&run.piece])?;
+            }
+            run.part.let_go();
         }
         Ok(started.full)
     }

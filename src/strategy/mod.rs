@@ -7,6 +7,7 @@
 
 mod bucket;
 mod gather;
+mod offload;
 mod packed;
 mod placement;
 mod reduce;
@@ -15,6 +16,7 @@ mod store;
 mod views;
 
 pub use bucket::{Bucket, Entry, Fill, Slot};
+pub use offload::Offload;
 pub use placement::{Content, Extent, Keep, Kind, Ranks};
 pub use reduce::Reducing;
 pub use store::{Held, Options, Store};

@@ -3,11 +3,14 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Tensor};
 
 use super::bucket::{Making, Slot};
+use super::offload::Filling;
 use crate::error::{Error, Result};
 use crate::model::Segment;
+use crate::ops::home::Home;
+use crate::ops::mapped::MappedFile;
 use crate::ops::weight::{BlockScales, Quantized};
 use crate::quant::{BlocksMut, Format};
 
@@ -30,11 +33,13 @@ pub(super) struct Packed {
     /// The segment that uses it.
     pub(super) segment: Segment,
     /// All bytes, or this rank's shard of them.
-    pub(super) bytes: Tensor,
+    pub(super) bytes: Home,
     /// All scales, or this rank's shard of them.
-    pub(super) floats: Tensor,
+    pub(super) floats: Home,
     /// Bytes and scales of the whole, padding included.
     pub(super) len: [usize; 2],
+    /// Both are not on the device.
+    pub(super) away: bool,
     entries: Vec<Entry>,
 }
 
@@ -51,34 +56,47 @@ impl Packed {
         let segment = slots[0].segment;
         let (mut entries, len) = layout(slots, making.place.1 * ALIGN)?;
         let [kept, floats_kept] = len.map(|len| making.part(making.keep.values, len));
-        let (mut bytes, mut floats) = (vec![0u8; len[0]], vec![0f32; len[1]]);
+        let mut bytes = Filling::<u8>::new(kept.clone(), making.values)?;
+        let mut floats = Filling::<f32>::new(floats_kept.clone(), making.values)?;
         for entry in &mut entries {
             let parts = [(&entry.codes, &kept), (&entry.nested, &kept), (&entry.scales, &floats_kept)];
             if !parts.iter().any(|(range, kept)| making.wants(range, kept)) {
                 continue;
             }
-            // Codes come before the codes of scales.
-            let (before, after) = bytes.split_at_mut(entry.nested.start);
+            let (mut codes, mut nested) = (vec![0; entry.codes.len()], vec![0; entry.nested.len()]);
+            let mut scales = vec![0.0; entry.scales.len()];
             let parts = BlocksMut {
                 format: entry.format,
-                codes: &mut before[entry.codes.clone()],
-                nested: &mut after[..entry.nested.len()],
-                scales: &mut floats[entry.scales.clone()],
+                codes: &mut codes,
+                nested: &mut nested,
+                scales: &mut scales,
                 offset: &mut entry.offset,
             };
             fill(&entry.slot, parts)?;
+            for (range, values) in [(&entry.codes, &codes), (&entry.nested, &nested)] {
+                bytes.fill(range.clone(), |to| copy(to, values))?;
+            }
+            floats.fill(entry.scales.clone(), |to| copy(to, &scales))?;
             if !kept.contains(&entry.codes.start) {
                 // Another rank answers for it.
                 entry.offset = 0.0;
             }
         }
-        if kept.len() < len[0] {
-            (bytes, floats) = (bytes[kept].to_vec(), floats[floats_kept].to_vec());
-        }
-        let (n_bytes, n_floats) = (bytes.len(), floats.len());
-        let bytes = Tensor::from_vec(bytes, n_bytes, &Device::Cpu)?.to_device(making.device)?;
-        let floats = Tensor::from_vec(floats, n_floats, &Device::Cpu)?.to_device(making.device)?;
-        Ok(Packed { segment, bytes, floats, len, entries })
+        let [bytes, floats] =
+            [making.values.settle(bytes.finish()?)?, making.values.settle(floats.finish()?)?];
+        Ok(Packed { segment, bytes, floats, len, away: making.values.is_away(), entries })
+    }
+
+    /// Bytes that both runs of `slots` take up in a file.
+    pub(super) fn room(slots: &[Slot], making: &Making<'_>) -> Result<usize> {
+        let (_, len) = layout(slots.to_vec(), making.place.1 * ALIGN)?;
+        let [bytes, floats] = len.map(|len| making.part(making.keep.values, len).len());
+        Ok(MappedFile::room(bytes, DType::U8) + MappedFile::room(floats, DType::F32))
+    }
+
+    /// This rank keeps less than all.
+    pub(super) fn sharded(&self) -> bool {
+        self.bytes.elements() < self.len[0]
     }
 
     /// The mean of each entry's scales, 0 where another rank of the shard's group knows it.
@@ -113,6 +131,11 @@ impl Packed {
             },
         })
     }
+}
+
+fn copy<T: Copy>(to: &mut [T], values: &[T]) -> Result<()> {
+    to.copy_from_slice(values);
+    Ok(())
 }
 
 /// Places for `slots`, and the lengths of both runs, multiples of `unit`.

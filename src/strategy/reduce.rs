@@ -13,9 +13,11 @@ use candle_core::{DType, Device, Tensor};
 use super::bucket::Bucket;
 use super::gather::call;
 use super::placement::{Extent, Ranks};
+use crate::collective::Call;
 use crate::error::{Error, Result};
 use crate::model::Segment;
 use crate::ops::access::memory;
+use crate::ops::home::{STAGED, carry};
 use crate::ops::reduce::{add_into, copy_into, zero};
 
 /// How gradients are summed.
@@ -31,6 +33,7 @@ pub struct Reducing {
 #[derive(Debug)]
 pub(super) struct Fresh {
     reducing: Reducing,
+    device: Device,
     /// Of blocks, by kind of bucket: one block's backward runs at a time.
     blocks: BTreeMap<u8, Tensor>,
     /// Of embedding and head, by bucket, from backward to reduction.
@@ -49,7 +52,7 @@ impl Fresh {
         }
         let fresh = |(kind, len)| Ok((kind, Tensor::zeros(len, DType::F32, device)?));
         let blocks = widest.into_iter().map(fresh).collect::<Result<_>>()?;
-        Ok(Fresh { reducing, blocks, ends: Mutex::default() })
+        Ok(Fresh { reducing, device: device.clone(), blocks, ends: Mutex::default() })
     }
 
     pub(super) fn reducing(&self) -> Reducing {
@@ -70,7 +73,7 @@ impl Fresh {
         if let Some(fresh) = ends.get(&index) {
             return Ok(Some(fresh.clone()));
         }
-        let fresh = Tensor::zeros(bucket.len, DType::F32, grad.device())?;
+        let fresh = Tensor::zeros(bucket.len, DType::F32, &self.device)?;
         ends.insert(index, fresh.clone());
         Ok(Some(fresh))
     }
@@ -91,16 +94,28 @@ impl Fresh {
         };
         if bucket.keep.gradients == Extent::Shard {
             let fresh = fresh.ok_or_else(|| Error::internal("gradients without memory"))?;
-            add_into(grad, &self.reduce_scatter(ranks, call, &fresh, bucket)?)?;
+            add_from_anywhere(grad, &self.reduce_scatter(ranks, call, &fresh, bucket)?)?;
             return self.let_go(index, &fresh);
         }
         if let Some(fresh) = &fresh {
-            add_into(grad, fresh)?;
-            self.let_go(index, fresh)?;
+            add_from_anywhere(grad, fresh)?;
         }
-        if !last || ranks.world().size() == 1 {
-            return Ok(());
+        if last && ranks.world().size() > 1 {
+            match fresh.as_ref().filter(|_| bucket.away) {
+                None => self.sum(ranks, call, grad, bucket)?,
+                Some(here) => {
+                    carry(grad, here)?;
+                    self.sum(ranks, call, here, bucket)?;
+                    let own = |flat: &Tensor| flat.narrow(0, bucket.own.start, bucket.own.len());
+                    carry(&own(here)?, &own(grad)?)?;
+                }
+            }
         }
+        fresh.map_or(Ok(()), |fresh| self.let_go(index, &fresh))
+    }
+
+    /// Sums `grad`, a bucket's whole gradients, over the ranks: at least the run that this rank updates.
+    fn sum(&self, ranks: &Ranks, call: Call, grad: &Tensor, bucket: &Bucket) -> Result<()> {
         match bucket.keep.update {
             Extent::Whole => self.all_reduce(ranks, call, grad),
             // In place: this rank's run of `grad` becomes the sum, the rest is not read again.
@@ -123,13 +138,7 @@ impl Fresh {
     }
 
     /// This rank's run of the sum of `full`, in `full`'s own memory when it is sent as it is.
-    fn reduce_scatter(
-        &self,
-        ranks: &Ranks,
-        call: crate::collective::Call,
-        full: &Tensor,
-        bucket: &Bucket,
-    ) -> Result<Tensor> {
+    fn reduce_scatter(&self, ranks: &Ranks, call: Call, full: &Tensor, bucket: &Bucket) -> Result<Tensor> {
         let full = if self.reducing.dtype == DType::F32 {
             full.clone()
         } else {
@@ -144,7 +153,7 @@ impl Fresh {
         Ok(own)
     }
 
-    fn all_reduce(&self, ranks: &Ranks, call: crate::collective::Call, grad: &Tensor) -> Result<()> {
+    fn all_reduce(&self, ranks: &Ranks, call: Call, grad: &Tensor) -> Result<()> {
         if self.reducing.dtype == DType::F32 {
             return ranks.world().all_reduce(call, &memory(grad)?);
         }
@@ -155,5 +164,18 @@ impl Fresh {
 }
 
 fn needs_fresh(bucket: &Bucket, reducing: Reducing) -> bool {
-    bucket.grad.is_some() && (reducing.accumulates || bucket.keep.gradients == Extent::Shard)
+    let elsewhere = bucket.away || bucket.keep.gradients == Extent::Shard;
+    bucket.grad.is_some() && (reducing.accumulates || elsewhere)
+}
+
+/// `kept += fresh`, brought to where `kept` is.
+fn add_from_anywhere(kept: &Tensor, fresh: &Tensor) -> Result<()> {
+    if kept.device().same_device(fresh.device()) {
+        return add_into(kept, fresh);
+    }
+    let len = kept.elem_count();
+    (0..len).step_by(STAGED).try_for_each(|start| {
+        let run = |flat: &Tensor| flat.narrow(0, start, STAGED.min(len - start));
+        add_into(&run(kept)?, &run(fresh)?.to_device(kept.device())?)
+    })
 }

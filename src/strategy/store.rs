@@ -6,7 +6,8 @@ use std::ops::Deref;
 use candle_core::{DType, Device, Tensor};
 
 use super::bucket::{Bucket, Entry, Fill, Making, Slot, view};
-use super::gather::{Full, Gathers, Piece, Sharded, Whole, call};
+use super::gather::{Apart, Full, Gathers, Piece, Whole, call};
+use super::offload::{Offload, Place};
 use super::packed::Packed;
 use super::placement::{Content, Extent, Ranks};
 use super::reduce::{Fresh, Reducing};
@@ -15,6 +16,7 @@ use crate::collective::Phase;
 use crate::error::{Error, Result};
 use crate::model::{self, BlockWeights, EmbedWeights, HeadWeights, ModelConfig, Segment};
 use crate::ops::access::memory;
+use crate::ops::home::Home;
 use crate::ops::reduce::{copy_into, sum_of_squares, zero};
 
 /// What a strategy is made of, besides parameters.
@@ -28,6 +30,8 @@ pub struct Options {
     pub ranks: Ranks,
     /// How gradients are summed.
     pub reducing: Reducing,
+    /// What is kept away from the device.
+    pub offload: Offload,
     /// Read every parameter, also where the rank keeps only a shard: values of others are derived from it.
     pub fill_all: bool,
 }
@@ -45,6 +49,8 @@ pub struct Store {
     index: HashMap<String, (usize, usize)>,
     adapters: Adapters,
     dtype: DType,
+    device: Device,
+    offload: Offload,
     gathers: Gathers,
     fresh: Fresh,
     blocks: Vec<BlockWeights>,
@@ -110,7 +116,7 @@ impl Store {
         fill: &mut dyn FnMut(&Slot, Fill<'_>) -> Result<()>,
     ) -> Result<Self> {
         let (buckets, groups, packed) = buckets(slots, &options, fill)?;
-        let Options { dtype, device, ranks, reducing, .. } = options;
+        let Options { dtype, device, ranks, reducing, offload, .. } = options;
         let index = buckets
             .iter()
             .enumerate()
@@ -121,7 +127,7 @@ impl Store {
         let kinds: Vec<_> = groups.iter().map(|group| *group as u8).zip(&buckets).collect();
         let fresh = Fresh::new(&kinds, reducing, &device)?;
         let mut store = Store {
-            gathers: Gathers::new(sharded(config, &buckets, &groups, &packed)?, &device)?,
+            gathers: Gathers::new(apart(config, &buckets, &groups, &packed)?, &device)?,
             ranks,
             config: config.clone(),
             buckets,
@@ -130,6 +136,8 @@ impl Store {
             index,
             adapters,
             dtype,
+            device,
+            offload,
             fresh,
             blocks: Vec::new(),
         };
@@ -146,8 +154,7 @@ impl Store {
         if self.ranks.world().size() == 1 {
             return Ok(());
         }
-        let sharded = self.packed.iter().any(|packed| packed.bytes.elem_count() < packed.len[0]);
-        if sharded {
+        if self.packed.iter().any(Packed::sharded) {
             let mut offsets: Vec<&mut f32> = self.packed.iter_mut().flat_map(Packed::offsets).collect();
             let values: Vec<f64> = offsets.iter().map(|offset| f64::from(**offset)).collect();
             let sum = Tensor::from_vec(values, offsets.len(), &Device::Cpu)?;
@@ -158,9 +165,22 @@ impl Store {
         }
         for bucket in self.trainable().filter(|bucket| bucket.keep.values == Extent::Whole) {
             let first = call("first values of", bucket.segment);
-            self.ranks.world().broadcast(first, 0, &memory(&bucket.value)?)?;
+            self.within_reach(&bucket.value, |values| {
+                self.ranks.world().broadcast(first, 0, &values.memory()?)
+            })?;
         }
         Ok(())
+    }
+
+    /// Lets a collective work on values: where they are on the host, else on the device.
+    fn within_reach(&self, values: &Home, work: impl FnOnce(&Home) -> Result<()>) -> Result<()> {
+        if self.device.is_cpu() || values.tensor().is_ok_and(|tensor| !tensor.device().is_cpu()) {
+            return work(values);
+        }
+        let here = Tensor::zeros(values.elements(), values.dtype(), &self.device)?;
+        values.bring(&here)?;
+        work(&here.clone().into())?;
+        values.keep(&here)
     }
 
     /// Views with gradients, for a backward.
@@ -177,6 +197,7 @@ impl Store {
             index: &self.index,
             adapters: &self.adapters,
             dtype: self.dtype,
+            device: &self.device,
             full,
             grad: None,
         }
@@ -232,11 +253,13 @@ impl Store {
         for bucket in self.trainable() {
             bucket.refresh()?;
             if (bucket.keep.values, bucket.keep.update) == (Extent::Whole, Extent::Shard) {
-                let (own, whole) = (memory(&bucket.own_value()?)?, memory(&bucket.value)?);
-                let updated = call("updated values of", bucket.segment);
-                let ticket = self.ranks.shards().start_all_gather(updated, &own, &whole)?;
-                self.ranks.shards().finish(ticket)?;
+                let (updated, shards) = (call("updated values of", bucket.segment), self.ranks.shards());
+                self.within_reach(&bucket.value, |whole| {
+                    let own = whole.narrow(bucket.own.start, bucket.own.len())?;
+                    shards.finish(shards.start_all_gather(updated, &own.memory()?, &whole.memory()?)?)
+                })?;
             }
+            bucket.value.let_go();
         }
         self.place_rows(None)
     }
@@ -251,13 +274,13 @@ impl Store {
             else {
                 return Err(Error::internal(format!("no rows for {module}")));
             };
-            let table = match (gathered, self.buckets[table].keep.values) {
-                (None, Extent::Whole) => Some(&self.buckets[table].value),
-                (Some(full), Extent::Shard) => full.get(&Piece::Values(table)),
+            let table = match (gathered, self.buckets[table].resident()) {
+                (None, Some(values)) => Some(values),
+                (Some(full), None) => full.get(&Piece::Values(table)),
                 _ => None,
             };
             let Some(table) = table else { continue };
-            let (table, rows) = (view(table, at)?, view(&self.buckets[rows].value, rows_at)?);
+            let (table, rows) = (view(table, at)?, view(self.buckets[rows].value.tensor()?, rows_at)?);
             for (i, &id) in ids.iter().enumerate() {
                 copy_into(&table.narrow(0, id as usize, 1)?, &rows.narrow(0, i, 1)?)?;
             }
@@ -276,6 +299,11 @@ impl Store {
 
     pub(super) fn gathered_bytes(&self) -> impl Iterator<Item = (Segment, usize)> {
         self.gathers.bytes()
+    }
+
+    /// What is kept away from the device.
+    pub fn offload(&self) -> &Offload {
+        &self.offload
     }
 
     /// The buckets that train, in order of segments.
@@ -302,7 +330,11 @@ impl Store {
     pub fn gradient_norm(&self) -> Result<f64> {
         let (mut whole, mut shards, mut sharded) = (0f64, 0f64, false);
         for bucket in self.trainable() {
-            let squares = bucket.gradient()?.map_or(Ok(0.0), |grad| sum_of_squares(&grad))?;
+            // On the device, wherever gradients are kept: sums of parts differ between devices.
+            let squares = match bucket.gradient()? {
+                Some(grad) => sum_of_squares(&grad.to_device(&self.device)?)?,
+                None => 0.0,
+            };
             match bucket.keep.update {
                 Extent::Whole => whole += squares,
                 Extent::Shard => (shards, sharded) = (shards + squares, true),
@@ -344,15 +376,16 @@ impl Store {
 
     /// The first parameter, and then the first gradient, that holds a NaN or an infinity in this rank's part.
     pub fn first_non_finite(&self) -> Result<Option<String>> {
-        let parts =
-            self.buckets.iter().map(|bucket| (bucket, "the weight", Some(&bucket.value), bucket.keep.values));
-        let grads = self.trainable().map(|b| (b, "the gradient of", b.grad.as_ref(), b.keep.gradients));
-        for (bucket, what, flat, extent) in parts.chain(grads) {
-            let Some(flat) = flat else { continue };
+        let values = self.buckets.iter().map(|b| (b, "the weight", b.value.clone(), b.keep.values));
+        let grads = self.trainable().filter_map(|b| {
+            let grad = b.grad.clone()?;
+            Some((b, "the gradient of", Home::from(grad), b.keep.gradients))
+        });
+        for (bucket, what, flat, extent) in values.chain(grads) {
             let from = if extent == Extent::Whole { 0 } else { bucket.own.start };
             for entry in &bucket.entries {
-                let (start, end) = (entry.start.max(from), entry.range().end.min(from + flat.elem_count()));
-                if start < end && !finite(&flat.narrow(0, start - from, end - start)?)? {
+                let (start, end) = (entry.start.max(from), entry.range().end.min(from + flat.elements()));
+                if start < end && !finite(&flat.narrow(start - from, end - start)?.to_read()?)? {
                     return Ok(Some(format!("{what} {}", entry.slot.name)));
                 }
             }
@@ -383,19 +416,36 @@ fn buckets(
         by_group.entry((slot.segment, Group::of(&slot))).or_default().push(slot);
     }
     let shards = options.ranks.shards();
+    let place = (shards.rank(), shards.size());
+    let making = |group: Group, slots: &[Slot]| Making {
+        keep: options.ranks.kind.keep(group.content()),
+        place,
+        dtype: match group {
+            Group::Adapter => DType::F32,
+            Group::FrozenAs => slots[0].kept_as.unwrap_or(options.dtype),
+            _ => options.dtype,
+        },
+        device: &options.device,
+        values: Place::Device(&options.device),
+        offload: &options.offload,
+        fill_all: options.fill_all,
+    };
+    let mut room = 0;
+    for ((_, group), slots) in &by_group {
+        if options.offload.has_values(group.content()) {
+            room += match group {
+                Group::Quantized => Packed::room(slots, &making(*group, slots))?,
+                _ => Bucket::room(slots, &making(*group, slots)),
+            };
+        }
+    }
+    let file = options.offload.file(room)?;
     let (mut buckets, mut groups, mut packed) = (Vec::new(), Vec::new(), Vec::new());
     for ((_, group), slots) in by_group {
-        let making = Making {
-            keep: options.ranks.kind.keep(group.content()),
-            place: (shards.rank(), shards.size()),
-            dtype: match group {
-                Group::Adapter => DType::F32,
-                Group::FrozenAs => slots[0].kept_as.unwrap_or(options.dtype),
-                _ => options.dtype,
-            },
-            device: &options.device,
-            fill_all: options.fill_all,
-        };
+        let mut making = making(group, &slots);
+        if options.offload.has_values(group.content()) {
+            making.values = file.as_ref().map_or(Place::Host, Place::File);
+        }
         if group == Group::Quantized {
             packed.push(Packed::new(slots, making, &mut |slot, blocks| fill(slot, Fill::Blocks(blocks)))?);
         } else {
@@ -406,24 +456,25 @@ fn buckets(
     Ok((buckets, groups, packed))
 }
 
-/// What has to be gathered for each segment: its own runs, for the head of a tied model also the table's.
-fn sharded(
+/// What has to be gathered or brought for each segment: its own runs, for the head of a tied model also the table's.
+fn apart(
     config: &ModelConfig,
     buckets: &[Bucket],
     groups: &[Group],
     packed: &[Packed],
-) -> Result<BTreeMap<Segment, Vec<Sharded>>> {
-    let mut runs: BTreeMap<Segment, Vec<Sharded>> = BTreeMap::new();
+) -> Result<BTreeMap<Segment, Vec<Apart>>> {
+    let mut runs: BTreeMap<Segment, Vec<Apart>> = BTreeMap::new();
     let has_head = buckets.iter().flat_map(|b| &b.entries).any(|entry| entry.slot.name == "lm_head.weight");
     let tied = config.tie_word_embeddings && !has_head;
     for (i, (bucket, group)) in buckets.iter().zip(groups).enumerate() {
-        if bucket.keep.values == Extent::Whole {
+        if bucket.resident().is_some() {
             continue;
         }
-        let run = || Sharded {
+        let run = || Apart {
             piece: Piece::Values(i),
             kind: *group as u8,
             part: bucket.value.clone(),
+            sharded: bucket.keep.values == Extent::Shard,
             len: bucket.len,
         };
         runs.entry(bucket.segment).or_default().push(run());
@@ -432,14 +483,22 @@ fn sharded(
         }
     }
     for (i, packed) in packed.iter().enumerate() {
-        if packed.bytes.elem_count() == packed.len[0] {
+        let sharded = packed.sharded();
+        if !sharded && !packed.away {
             continue;
         }
         let kind = Group::Quantized as u8;
         let (bytes, floats) = (packed.bytes.clone(), packed.floats.clone());
+        let [n_bytes, n_floats] = packed.len;
         let runs = runs.entry(packed.segment).or_default();
-        runs.push(Sharded { piece: Piece::Bytes(i), kind, part: bytes, len: packed.len[0] });
-        runs.push(Sharded { piece: Piece::Floats(i), kind: kind + SCALES, part: floats, len: packed.len[1] });
+        runs.push(Apart { piece: Piece::Bytes(i), kind, part: bytes, sharded, len: n_bytes });
+        runs.push(Apart {
+            piece: Piece::Floats(i),
+            kind: kind + SCALES,
+            part: floats,
+            sharded,
+            len: n_floats,
+        });
     }
     Ok(runs)
 }

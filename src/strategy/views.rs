@@ -2,14 +2,14 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::bucket::{Bucket, view};
 use super::gather::{Full, Piece};
 use super::packed::Packed;
-use super::placement::Extent;
 use crate::error::{Error, Result};
 use crate::model::{Lookup, Lora, Matrix, Param, TokenRows};
+use crate::ops::home::Home;
 
 /// The adapter on one module.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -39,6 +39,7 @@ pub(super) struct Views<'a> {
     pub(super) index: &'a HashMap<String, (usize, usize)>,
     pub(super) adapters: &'a Adapters,
     pub(super) dtype: DType,
+    pub(super) device: &'a Device,
     /// What is gathered.
     pub(super) full: &'a Full,
     /// Where backward adds the gradients of a bucket; none where there is no backward.
@@ -53,12 +54,9 @@ impl Views<'_> {
         self.index.contains_key(name).then(|| self.param(name)).transpose()
     }
 
-    /// All values of a bucket; none when it is sharded and not gathered.
+    /// All values of a bucket; none when it is sharded or away, and not gathered.
     fn values(&self, index: usize) -> Option<&Tensor> {
-        match self.buckets[index].keep.values {
-            Extent::Whole => Some(&self.buckets[index].value),
-            Extent::Shard => self.full.get(&Piece::Values(index)),
-        }
+        self.buckets[index].resident().or_else(|| self.full.get(&Piece::Values(index)))
     }
 }
 
@@ -70,7 +68,7 @@ impl Lookup for Views<'_> {
         let value = match self.values(b) {
             Some(values) => view(values, entry)?,
             // For a backward that does not read it.
-            None => Tensor::zeros(0, self.buckets[b].value.dtype(), self.buckets[b].value.device())?,
+            None => Tensor::zeros(0, self.buckets[b].value.dtype(), self.device)?,
         };
         let grad = self.grad.as_ref().map_or(Ok(None), |grad| grad(b))?;
         let grad = grad.map(|grad| view(&grad, entry)).transpose()?;
@@ -80,9 +78,13 @@ impl Lookup for Views<'_> {
     fn matrix(&self, name: &str) -> Result<Matrix> {
         for (i, packed) in self.packed.iter().enumerate() {
             if let Some(entry) = packed.names().position(|found| found == name) {
-                let bytes = self.full.get(&Piece::Bytes(i)).unwrap_or(&packed.bytes);
-                let floats = self.full.get(&Piece::Floats(i)).unwrap_or(&packed.floats);
-                return Ok(Matrix::Quantized(packed.quantized(entry, bytes, floats)?));
+                let gathered = |piece, own: &Home| match self.full.get(&piece) {
+                    Some(whole) => Ok(whole.clone()),
+                    None => own.tensor().cloned(),
+                };
+                let bytes = gathered(Piece::Bytes(i), &packed.bytes)?;
+                let floats = gathered(Piece::Floats(i), &packed.floats)?;
+                return Ok(Matrix::Quantized(packed.quantized(entry, &bytes, &floats)?));
             }
         }
         Ok(Matrix::Dense(self.param(name)?))
