@@ -15,6 +15,7 @@ mod pack;
 mod tests;
 
 use std::cell::Cell;
+use std::ops::Range;
 
 use rayon::prelude::*;
 
@@ -34,25 +35,20 @@ pub(super) struct Source<'a> {
     pub(super) is_bf16: bool,
 }
 
-impl Source<'_> {
-    /// bf16 numbers that a value is the sum of.
-    fn planes(&self) -> usize {
-        if self.is_bf16 { 1 } else { 3 }
-    }
-}
-
 /// Elements of the right operand that are packed at a time, 6 bytes each: about what the L2 cache holds.
 const PACKED: usize = 1 << 18;
 /// Most inner elements that are added up in the unit.
 const INNER: usize = 768;
-/// Most rows of a task: more of them read the packed operand less often, until their own tiles leave the L2 cache.
-const ROWS: usize = 256;
+/// Most rows that are packed at a time, for all columns: 9 MiB.
+const ROWS: usize = 2048;
+/// Most rows of a task: more of them read the right tiles less often, until their own leave the L2 cache.
+const TASK_ROWS: usize = 256;
 /// Fewest multiplications that pay for packing.
 const LEAST: usize = 1 << 22;
 
 thread_local! {
-    /// Packed operands of the last product and of the last task on this thread: fresh memory would cost page faults.
-    static LAST: [Cell<Vec<Tile>>; 2] = const { [Cell::new(Vec::new()), Cell::new(Vec::new())] };
+    /// The packed operands of the last product on this thread: fresh memory would cost page faults.
+    static LAST: Cell<[Vec<Tile>; 2]> = const { Cell::new([Vec::new(), Vec::new()]) };
 }
 
 /// Whether a product of this shape is faster here.
@@ -77,26 +73,62 @@ pub(super) fn product(
     // Parts of one size: a short last one would cost as much traffic of sums as the others.
     let depth = k.div_ceil(k.div_ceil(INNER)).next_multiple_of(STEP);
     let width = (PACKED / depth).next_multiple_of(PAIR).min(n.next_multiple_of(PAIR));
-    let rows = if parallel { m.div_ceil(2 * threads::count()) } else { m };
-    let rows = rows.next_multiple_of(PAIR).min(ROWS);
-    let mut packed = LAST.with(|last| last[0].take());
-    for first in (0..n).step_by(width) {
-        let columns = width.min(n - first);
+    let [mut left, mut right] = LAST.with(Cell::take);
+    for (rows, dst) in
+        (0..m).step_by(ROWS).map(|top| top..(top + ROWS).min(m)).zip(dst.chunks_mut(ROWS * stride))
+    {
+        let tasks = if parallel { 2 * threads::count() } else { 1 };
+        let task_rows = rows.len().div_ceil(tasks).next_multiple_of(PAIR).min(TASK_ROWS);
         for from in (0..k).step_by(depth) {
-            let part = Part { inner: from..(from + depth).min(k), columns: first..first + columns };
-            let strip = part.inner.len().div_ceil(STEP) * 2 * b.planes();
-            let right = grown(&mut packed, strip * columns.div_ceil(PAIR));
-            each(parallel, right, strip, |i, tiles| {
-                let outer = first + i * PAIR..(first + (i + 1) * PAIR).min(n);
-                amx.pack(tiles, b, outer, part.inner.clone(), Role::Right);
-            });
-            let task = Task { amx, part, a, right, strip, planes: (a.planes(), b.planes()), alpha, stride };
-            each(parallel, dst, rows * stride, |i, dst| {
-                task.run(dst, i * rows..((i + 1) * rows).min(m), accumulate || from > 0);
-            });
+            let inner = from..(from + depth).min(k);
+            let left = packed(amx, &mut left, a, rows.clone(), inner.clone(), Role::Left, parallel);
+            for first in (0..n).step_by(width) {
+                let columns = first..(first + width).min(n);
+                let right = packed(amx, &mut right, b, columns.clone(), inner.clone(), Role::Right, parallel);
+                let part =
+                    Part { amx, left, right, columns, stride, alpha, accumulate: accumulate || from > 0 };
+                each(parallel, dst, task_rows * stride, |i, dst| {
+                    part.rows(dst, i * task_rows / PAIR, task_rows / PAIR)
+                });
+            }
         }
     }
-    LAST.with(|last| last[0].set(packed));
+    LAST.with(|last| last.set([left, right]));
+}
+
+/// A packed operand.
+#[derive(Clone, Copy)]
+struct Packed<'a> {
+    tiles: &'a [Tile],
+    /// Tiles of [`PAIR`] outer elements.
+    strip: usize,
+    /// Outer elements.
+    outer: usize,
+    planes: usize,
+}
+
+/// Packs a part of an operand into `memory`.
+fn packed<'a>(
+    amx: Amx,
+    memory: &'a mut Vec<Tile>,
+    from: Source<'_>,
+    outer: Range<usize>,
+    inner: Range<usize>,
+    role: Role,
+    parallel: bool,
+) -> Packed<'a> {
+    let planes = if from.is_bf16 { 1 } else { 3 };
+    let strip = inner.len().div_ceil(STEP) * 2 * planes;
+    let len = strip * outer.len().div_ceil(PAIR);
+    if memory.len() < len {
+        memory.resize(len, Tile::ZERO);
+    }
+    let tiles = &mut memory[..len];
+    each(parallel, tiles, strip, |i, tiles| {
+        let start = outer.start + i * PAIR;
+        amx.pack(tiles, from, start..(start + PAIR).min(outer.end), inner.clone(), role);
+    });
+    Packed { tiles, strip, outer: outer.len(), planes }
 }
 
 /// Calls `work` on each chunk of `data` with its number.
@@ -108,57 +140,33 @@ fn each<T: Send>(parallel: bool, data: &mut [T], chunk: usize, work: impl Fn(usi
     }
 }
 
-/// The first `len` tiles, whatever they hold.
-fn grown(tiles: &mut Vec<Tile>, len: usize) -> &mut [Tile] {
-    if tiles.len() < len {
-        tiles.resize(len, Tile::ZERO);
-    }
-    &mut tiles[..len]
-}
-
-/// The part of the right operand that is packed.
-struct Part {
-    inner: std::ops::Range<usize>,
-    columns: std::ops::Range<usize>,
-}
-
-/// What the tasks of a product share.
-struct Task<'a> {
+/// A product of packed operands: a part of the inner elements, and some columns.
+struct Part<'a> {
     amx: Amx,
-    part: Part,
-    a: Source<'a>,
-    /// Strips of [`PAIR`] columns.
-    right: &'a [Tile],
-    /// Tiles of a strip.
-    strip: usize,
-    planes: (usize, usize),
-    alpha: f32,
+    left: Packed<'a>,
+    right: Packed<'a>,
+    columns: Range<usize>,
     stride: usize,
+    alpha: f32,
+    accumulate: bool,
 }
 
-impl Task<'_> {
-    /// Rows `rows` of the product, which `dst` begins with.
-    fn run(&self, dst: &mut [f32], rows: std::ops::Range<usize>, accumulate: bool) {
-        let mut packed = LAST.with(|last| last[1].take());
+impl Part<'_> {
+    /// Rows of `count` strips from `first` on; `dst` begins with them.
+    fn rows(&self, dst: &mut [f32], first: usize, count: usize) {
         let unit = self.amx.open();
         let mut square = Square::default();
-        let pair = self.strip / self.planes.1 * self.planes.0;
-        let left = grown(&mut packed, pair * rows.len().div_ceil(PAIR));
-        for (tiles, top) in left.chunks_exact_mut(pair).zip(rows.clone().step_by(PAIR)) {
-            let outer = top..(top + PAIR).min(rows.end);
-            self.amx.pack(tiles, self.a, outer, self.part.inner.clone(), Role::Left);
-        }
-        let columns = self.part.columns.clone().step_by(PAIR);
-        for (right, column) in self.right.chunks_exact(self.strip).zip(columns) {
-            let width = PAIR.min(self.part.columns.end - column);
-            for (left, row) in left.chunks_exact(pair).zip((0..rows.len()).step_by(PAIR)) {
-                unit.multiply(left, right, self.planes, &mut square);
-                let height = PAIR.min(rows.len() - row);
-                let to = &mut dst[row * self.stride + column..];
-                self.amx.add(to, self.stride, &square, (height, width), self.alpha, accumulate);
+        let (left, right) = (self.left, self.right);
+        let planes = (left.planes, right.planes);
+        for (j, column) in right.tiles.chunks_exact(right.strip).zip(self.columns.clone().step_by(PAIR)) {
+            let width = PAIR.min(self.columns.end - column);
+            let rows = left.tiles.chunks_exact(left.strip).enumerate().skip(first).take(count);
+            for (strip, i) in rows {
+                unit.multiply(i, j, planes, &mut square);
+                let height = PAIR.min(left.outer - strip * PAIR);
+                let to = &mut dst[(strip - first) * PAIR * self.stride + column..];
+                self.amx.add(to, self.stride, &square, (height, width), self.alpha, self.accumulate);
             }
         }
-        drop(unit);
-        LAST.with(|last| last[1].set(packed));
     }
 }
