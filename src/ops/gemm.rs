@@ -10,7 +10,7 @@ use std::cell::Cell;
 use gemm::Parallelism;
 use rayon::prelude::*;
 
-use super::access::{Elem, Plain, first, unwritten};
+use super::access::{Elem, Plain, first as first_of, unwritten};
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::amx;
 use crate::quant::Blocks;
@@ -23,16 +23,33 @@ thread_local! {
     static LAST_PANEL: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// The right operand of a product: `f32` as it lies in memory, or something that becomes `f32` panel by panel.
-pub(crate) trait Right: Copy + Sync {
+/// An operand of a product: `f32` as it lies in memory, or something that becomes `f32` part by part.
+pub(crate) trait Matrix: Copy + Sync {
     fn rows(&self) -> usize;
     fn cols(&self) -> usize;
     /// The values and both strides, when they are `f32` already.
     fn dense(&self) -> Option<Operand<'_>>;
-    /// Columns `start..start + len` as `f32` in `panel`; returns its strides.
-    fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize);
+    /// Its columns are contiguous in memory, instead of its rows.
+    fn is_transposed(&self) -> bool;
     /// Every value is a bf16 number.
     fn is_bf16(&self) -> bool;
+    /// The values from `from` on of a line, as `f32`: of a row, or of a column of a transposed matrix.
+    fn widen(&self, line: usize, from: usize, out: &mut [f32]);
+
+    /// Columns `start..start + len` as `f32` in `panel`; returns its strides.
+    fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize) {
+        let (lines, first, from, width) = match self.is_transposed() {
+            true => (len, start, 0, self.rows()),
+            false => (self.rows(), 0, start, len),
+        };
+        let panel = first_of(panel, lines * width);
+        panel
+            .par_chunks_mut(width.max(1))
+            .with_min_len(8)
+            .enumerate()
+            .for_each(|(i, line)| self.widen(first + i, from, line));
+        if self.is_transposed() { (1, width) } else { (width, 1) }
+    }
 }
 
 /// A quantized matrix, row by row in blocks, or its transpose.
@@ -55,7 +72,7 @@ impl<'a> QuantMat<'a> {
     }
 }
 
-impl Right for QuantMat<'_> {
+impl Matrix for QuantMat<'_> {
     fn rows(&self) -> usize {
         if self.transposed { self.cols } else { self.rows }
     }
@@ -68,30 +85,27 @@ impl Right for QuantMat<'_> {
         None
     }
 
-    fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize) {
-        // Whole stored rows for the transpose, a part of each stored row otherwise.
-        let (top, count, from, width) =
-            if self.transposed { (start, len, 0, self.cols) } else { (0, self.rows, start, len) };
-        let panel = first(panel, count * width);
-        panel.par_chunks_mut(width.max(1)).with_min_len(8).enumerate().for_each(|(i, out)| {
-            self.blocks.dequantize((top + i) * self.cols + from, out);
-        });
-        if self.transposed { (1, width) } else { (width, 1) }
+    fn is_transposed(&self) -> bool {
+        self.transposed
     }
 
     fn is_bf16(&self) -> bool {
         false
     }
+
+    fn widen(&self, line: usize, from: usize, out: &mut [f32]) {
+        self.blocks.dequantize(line * self.cols + from, out);
+    }
 }
 
-/// A strided matrix on a slice. Element `(i, j)` is `data[i * row_stride + j * col_stride]`.
+/// A matrix on a slice: element `(i, j)` is `data[i * stride + j]`, or `data[j * stride + i]` when it is transposed.
 #[derive(Clone, Copy)]
 pub(crate) struct Mat<'a, T> {
     data: &'a [T],
     rows: usize,
     cols: usize,
-    row_stride: usize,
-    col_stride: usize,
+    stride: usize,
+    transposed: bool,
 }
 
 impl<'a, T: Plain> Mat<'a, T> {
@@ -101,36 +115,16 @@ impl<'a, T: Plain> Mat<'a, T> {
             stride >= cols && (rows == 0 || data.len() >= (rows - 1) * stride + cols),
             "matrix outside its slice"
         );
-        Mat { data, rows, cols, row_stride: stride, col_stride: 1 }
+        Mat { data, rows, cols, stride, transposed: false }
     }
 
     /// The transpose; no element moves.
     pub(crate) fn t(self) -> Self {
-        Mat {
-            rows: self.cols,
-            cols: self.rows,
-            row_stride: self.col_stride,
-            col_stride: self.row_stride,
-            ..self
-        }
-    }
-
-    /// Columns `start..start + len`.
-    fn columns(self, start: usize, len: usize) -> Self {
-        Mat { data: &self.data[(start * self.col_stride).min(self.data.len())..], cols: len, ..self }
+        Mat { rows: self.cols, cols: self.rows, transposed: !self.transposed, ..self }
     }
 }
 
-impl<T: Elem> Mat<'_, T> {
-    /// A dense `f32` copy in the same orientation.
-    fn widened(self) -> (Vec<f32>, usize, usize) {
-        let mut dense = Vec::new();
-        let (rs, cs) = self.widen_columns(0, self.cols, &mut dense);
-        (dense, rs, cs)
-    }
-}
-
-impl<T: Elem> Right for Mat<'_, T> {
+impl<T: Elem> Matrix for Mat<'_, T> {
     fn rows(&self) -> usize {
         self.rows
     }
@@ -140,27 +134,20 @@ impl<T: Elem> Right for Mat<'_, T> {
     }
 
     fn dense(&self) -> Option<Operand<'_>> {
-        let strides = (self.row_stride, self.col_stride);
-        is_f32::<T>().then(|| Operand { data: as_f32(self.data), strides, is_bf16: false })
+        let strides = if self.transposed { (1, self.stride) } else { (self.stride, 1) };
+        is_f32::<T>().then(|| Operand { data: as_f32(self.data), strides })
     }
 
-    fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize) {
-        let part = self.columns(start, len);
-        let (outer, inner, stride) = match part.col_stride {
-            1 => (part.rows, part.cols, part.row_stride),
-            _ => (part.cols, part.rows, part.col_stride),
-        };
-        let panel = first(panel, outer * inner);
-        if inner > 0 {
-            panel.par_chunks_mut(inner).with_min_len(16).enumerate().for_each(|(i, row)| {
-                widen(row, &part.data[i * stride..i * stride + inner]);
-            });
-        }
-        if part.col_stride == 1 { (inner, 1) } else { (1, inner) }
+    fn is_transposed(&self) -> bool {
+        self.transposed
     }
 
     fn is_bf16(&self) -> bool {
         !is_f32::<T>()
+    }
+
+    fn widen(&self, line: usize, from: usize, out: &mut [f32]) {
+        widen(out, &self.data[line * self.stride + from..][..out.len()]);
     }
 }
 
@@ -171,8 +158,9 @@ fn widen<T: Elem>(dst: &mut [f32], src: &[T]) {
     }
 }
 
+/// Writes a row of results, or adds it to what is there.
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn store<T: Elem>(dst: &mut [T], src: &[f32], accumulate: bool) {
+pub(super) fn store<T: Elem>(dst: &mut [T], src: &[f32], accumulate: bool) {
     for (dst, src) in dst.iter_mut().zip(src) {
         *dst = T::nearest(if accumulate { dst.widen() + src } else { *src });
     }
@@ -195,7 +183,7 @@ pub(crate) enum Threads {
 }
 
 /// `dst = [dst +] alpha · a · b`, with `a: [m, k]` and `b: [k, n]` of any types.
-pub(crate) fn product<D: Elem, A: Elem, B: Right>(
+pub(crate) fn product<D: Elem, A: Elem, B: Matrix>(
     dst: Dst<'_, D>,
     a: Mat<'_, A>,
     b: B,
@@ -205,10 +193,22 @@ pub(crate) fn product<D: Elem, A: Elem, B: Right>(
     let (m, n, k) = (a.rows, b.cols(), a.cols);
     assert_eq!(k, b.rows(), "inner dimensions of a product");
     assert!(m == 0 || dst.data.len() >= (m - 1) * dst.stride + n, "product outside its destination");
-    let held = (!is_f32::<A>()).then(|| a.widened());
-    let a = match &held {
-        Some((dense, rs, cs)) => Operand { data: dense, strides: (*rs, *cs), is_bf16: true },
-        None => Operand { data: as_f32(a.data), strides: (a.row_stride, a.col_stride), is_bf16: false },
+    if m == 0 || n == 0 {
+        return;
+    }
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    if amx::pays(m, n, k)
+        && let Some(unit) = amx::Amx::here()
+    {
+        return amx::product(unit, dst, a, b, alpha, threads);
+    }
+    let mut held = Vec::new();
+    let a = match a.dense() {
+        Some(dense) => dense,
+        None => {
+            let strides = a.widen_columns(0, k, &mut held);
+            Operand { data: &held, strides }
+        }
     };
     let dense = b.dense();
     // A destination that is not f32 has a panel of its own. Panels of one width: a narrow last one would be slow.
@@ -223,7 +223,7 @@ pub(crate) fn product<D: Elem, A: Elem, B: Right>(
             Some(all) => Operand { data: &all.data[(start * all.strides.1).min(all.data.len())..], ..all },
             None => {
                 let strides = b.widen_columns(start, len, &mut widened);
-                Operand { data: &widened, strides, is_bf16: b.is_bf16() }
+                Operand { data: &widened, strides }
             }
         };
         if let Some(out) = as_f32_mut(&mut *dst.data) {
@@ -242,13 +242,11 @@ pub(crate) fn product<D: Elem, A: Elem, B: Right>(
     }
 }
 
-/// A matrix in `f32`: element `(i, j)` is `data[i * strides.0 + j * strides.1]`.
+/// A matrix in `f32`: element `(i, j)` is `data[i * strides.0 + j * strides.1]`, one of which is 1.
 #[derive(Clone, Copy)]
 pub(crate) struct Operand<'a> {
-    data: &'a [f32],
-    strides: (usize, usize),
-    /// Every value is a bf16 number.
-    is_bf16: bool,
+    pub(crate) data: &'a [f32],
+    pub(crate) strides: (usize, usize),
 }
 
 impl Operand<'_> {
@@ -258,6 +256,7 @@ impl Operand<'_> {
     }
 }
 
+/// The one call of the `gemm` crate.
 #[allow(clippy::too_many_arguments)]
 fn raw(
     dst: &mut [f32],
@@ -269,40 +268,13 @@ fn raw(
     alpha: f32,
     threads: Threads,
 ) {
-    if m == 0 || n == 0 {
-        return;
-    }
     assert!(k == 0 || (a.holds(m, k) && b.holds(k, n)), "operand too short");
     assert!((m - 1) * stride + n <= dst.len() && stride >= n, "destination too short");
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if amx::pays(m, n, k)
-        && let Some(unit) = amx::Amx::here()
-    {
-        let a = amx::Source { data: a.data, outer: a.strides.0, inner: a.strides.1, is_bf16: a.is_bf16 };
-        let b = amx::Source { data: b.data, outer: b.strides.1, inner: b.strides.0, is_bf16: b.is_bf16 };
-        let parallel = threads == Threads::All;
-        return amx::product(unit, dst, stride, accumulate, (m, n, k), a, b, alpha, parallel);
-    }
-    general(dst, stride, accumulate, (m, n, k), a, b, alpha, threads);
-}
-
-/// The one call of the `gemm` crate. The shapes are checked.
-#[allow(clippy::too_many_arguments)]
-fn general(
-    dst: &mut [f32],
-    stride: usize,
-    accumulate: bool,
-    (m, n, k): (usize, usize, usize),
-    a: Operand<'_>,
-    b: Operand<'_>,
-    alpha: f32,
-    threads: Threads,
-) {
     let parallelism = match threads {
         Threads::One => Parallelism::None,
         Threads::All => Parallelism::Rayon(0),
     };
-    // SAFETY: `raw`'s assertions keep every access of the strided operands and of the destination inside their
+    // SAFETY: the assertions above keep every access of the strided operands and of the destination inside their
     // slices; `dst` is borrowed mutably, so it overlaps neither operand, and its rows do not overlap each other.
     unsafe {
         gemm::gemm(

@@ -8,8 +8,8 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::Source;
-use super::pack::{self, Role, Tile};
+use super::pack::{self, Role, Source, Tile};
+use crate::ops::access::Elem;
 
 /// Rows and columns of a call: two tiles each.
 pub(super) const PAIR: usize = 32;
@@ -47,7 +47,7 @@ impl Amx {
         tiles: &mut [Tile],
         from: Source<'_>,
         outer: Range<usize>,
-        inner: Range<usize>,
+        inner: usize,
         role: Role,
     ) {
         // SAFETY: a processor with the unit has AVX-512 (`has_unit`).
@@ -55,9 +55,9 @@ impl Amx {
     }
 
     /// `dst[i * stride + j] = [itself +] alpha · square[i][j]` for `i < height`, `j < width`.
-    pub(super) fn add(
+    pub(super) fn add<D: Elem>(
         self,
-        dst: &mut [f32],
+        dst: &mut [D],
         stride: usize,
         square: &Square,
         (height, width): (usize, usize),
@@ -71,12 +71,10 @@ impl Amx {
     }
 }
 
-#[target_feature(enable = "avx512f")]
-fn add_row(dst: &mut [f32], values: &[f32], alpha: f32, accumulate: bool) {
-    if accumulate {
-        dst.iter_mut().zip(values).for_each(|(dst, value)| *dst += alpha * value);
-    } else {
-        dst.iter_mut().zip(values).for_each(|(dst, value)| *dst = alpha * value);
+#[target_feature(enable = "avx512f,avx512bw")]
+fn add_row<D: Elem>(dst: &mut [D], values: &[f32], alpha: f32, accumulate: bool) {
+    for (dst, value) in dst.iter_mut().zip(values) {
+        *dst = D::nearest(if accumulate { dst.widen() + alpha * value } else { alpha * value });
     }
 }
 

@@ -19,21 +19,12 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::access::{Elem, first};
+use super::gemm::{Dst, Matrix, Operand, Threads};
 use super::threads;
 pub(crate) use kernel::Amx;
 use kernel::{PAIR, Square};
-use pack::{Role, STEP, Tile};
-
-/// An operand: element (outer, inner) is `data[outer * stride_outer + inner * stride_inner]`, where one stride is 1.
-/// Outer are the rows of the left operand and the columns of the right one.
-#[derive(Clone, Copy)]
-pub(super) struct Source<'a> {
-    pub(super) data: &'a [f32],
-    pub(super) outer: usize,
-    pub(super) inner: usize,
-    /// Every value is a bf16 number.
-    pub(super) is_bf16: bool,
-}
+use pack::{Role, STEP, Source, Tile};
 
 /// Elements of the right operand that are packed at a time, 6 bytes each: about what the L2 cache holds.
 const PACKED: usize = 1 << 18;
@@ -43,12 +34,16 @@ const INNER: usize = 768;
 const ROWS: usize = 2048;
 /// Most rows of a task: more of them read the right tiles less often, until their own leave the L2 cache.
 const TASK_ROWS: usize = 256;
+/// Strips that are widened together: the blocks of a quantized matrix are two strips wide.
+const STRIPS: usize = 2;
 /// Fewest multiplications that pay for packing.
 const LEAST: usize = 1 << 22;
 
 thread_local! {
     /// The packed operands of the last product on this thread: fresh memory would cost page faults.
     static LAST: Cell<[Vec<Tile>; 2]> = const { Cell::new([Vec::new(), Vec::new()]) };
+    /// The part of an operand that this thread widened last.
+    static WIDENED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
 /// Whether a product of this shape is faster here.
@@ -56,39 +51,38 @@ pub(super) fn pays(m: usize, n: usize, k: usize) -> bool {
     m.min(n).min(k) >= PAIR && m * n * k >= LEAST
 }
 
-/// `dst = [dst +] alpha · a · b` with `dst: [m, n]` at `dst[i * stride + j]`; on all threads of the pool if `parallel`.
-#[allow(clippy::too_many_arguments)]
-pub(super) fn product(
+/// `dst = [dst +] alpha · a · b`, with `a: [m, k]` and `b: [k, n]`, none of which is empty.
+pub(super) fn product<D: Elem>(
     amx: Amx,
-    dst: &mut [f32],
-    stride: usize,
-    accumulate: bool,
-    (m, n, k): (usize, usize, usize),
-    a: Source<'_>,
-    b: Source<'_>,
+    dst: Dst<'_, D>,
+    a: impl Matrix,
+    b: impl Matrix,
     alpha: f32,
-    parallel: bool,
+    threads: Threads,
 ) {
-    let dst = &mut dst[..(m - 1) * stride + n];
-    // Parts of one size: a short last one would cost as much traffic of sums as the others.
-    let depth = k.div_ceil(k.div_ceil(INNER)).next_multiple_of(STEP);
-    let width = (PACKED / depth).next_multiple_of(PAIR).min(n.next_multiple_of(PAIR));
+    let (m, k, n) = (a.rows(), a.cols(), b.cols());
+    let Dst { data, stride, accumulate } = dst;
+    let data = &mut data[..(m - 1) * stride + n];
+    // Parts of one size: a short last one would cost as much traffic of sums as the others. Sums of a narrower type
+    // are rounded once, so there all inner elements are one part.
+    let parts = if D::DTYPE == candle_core::DType::F32 { k.div_ceil(INNER) } else { 1 };
+    let depth = k.div_ceil(parts).next_multiple_of(STEP);
+    let width = (PACKED / depth).max(1).next_multiple_of(PAIR).min(n.next_multiple_of(PAIR));
+    let tasks = if threads == Threads::All { 2 * threads::count() } else { 1 };
     let [mut left, mut right] = LAST.with(Cell::take);
-    for (rows, dst) in
-        (0..m).step_by(ROWS).map(|top| top..(top + ROWS).min(m)).zip(dst.chunks_mut(ROWS * stride))
-    {
-        let tasks = if parallel { 2 * threads::count() } else { 1 };
+    for (top, data) in (0..m).step_by(ROWS).zip(data.chunks_mut(ROWS * stride)) {
+        let rows = top..(top + ROWS).min(m);
         let task_rows = rows.len().div_ceil(tasks).next_multiple_of(PAIR).min(TASK_ROWS);
         for from in (0..k).step_by(depth) {
             let inner = from..(from + depth).min(k);
-            let left = packed(amx, &mut left, a, rows.clone(), inner.clone(), Role::Left, parallel);
+            let left = packed(amx, &mut left, a, rows.clone(), inner.clone(), Role::Left, threads);
             for first in (0..n).step_by(width) {
                 let columns = first..(first + width).min(n);
-                let right = packed(amx, &mut right, b, columns.clone(), inner.clone(), Role::Right, parallel);
-                let part =
-                    Part { amx, left, right, columns, stride, alpha, accumulate: accumulate || from > 0 };
-                each(parallel, dst, task_rows * stride, |i, dst| {
-                    part.rows(dst, i * task_rows / PAIR, task_rows / PAIR)
+                let right = packed(amx, &mut right, b, columns.clone(), inner.clone(), Role::Right, threads);
+                let accumulate = accumulate || from > 0;
+                let part = Part { amx, left, right, columns, stride, alpha, accumulate };
+                each(threads, data, task_rows * stride, |i, data| {
+                    part.rows(data, i * task_rows / PAIR, task_rows / PAIR);
                 });
             }
         }
@@ -107,36 +101,67 @@ struct Packed<'a> {
     planes: usize,
 }
 
-/// Packs a part of an operand into `memory`.
+/// Packs a part of an operand into `memory`. Outer are the rows of the left operand and the columns of the right one.
 fn packed<'a>(
     amx: Amx,
     memory: &'a mut Vec<Tile>,
-    from: Source<'_>,
+    from: impl Matrix,
     outer: Range<usize>,
     inner: Range<usize>,
     role: Role,
-    parallel: bool,
+    threads: Threads,
 ) -> Packed<'a> {
-    let planes = if from.is_bf16 { 1 } else { 3 };
+    let planes = if from.is_bf16() { 1 } else { 3 };
     let strip = inner.len().div_ceil(STEP) * 2 * planes;
     let len = strip * outer.len().div_ceil(PAIR);
     if memory.len() < len {
         memory.resize(len, Tile::ZERO);
     }
     let tiles = &mut memory[..len];
-    each(parallel, tiles, strip, |i, tiles| {
-        let start = outer.start + i * PAIR;
-        amx.pack(tiles, from, start..(start + PAIR).min(outer.end), inner.clone(), role);
+    let strips = if from.dense().is_some() { 1 } else { STRIPS };
+    each(threads, tiles, strips * strip, |i, tiles| {
+        let start = outer.start + i * strips * PAIR;
+        let outer = start..(start + strips * PAIR).min(outer.end);
+        let mut widened = WIDENED.with(Cell::take);
+        let source = source(&from, outer.clone(), inner.clone(), role, &mut widened);
+        for (tiles, start) in tiles.chunks_exact_mut(strip).zip((0..outer.len()).step_by(PAIR)) {
+            amx.pack(tiles, source, start..(start + PAIR).min(outer.len()), inner.len(), role);
+        }
+        WIDENED.with(|last| last.set(widened));
     });
     Packed { tiles, strip, outer: outer.len(), planes }
 }
 
+/// A part of an operand in `f32`: where it lies, or widened.
+fn source<'a>(
+    from: &'a impl Matrix,
+    outer: Range<usize>,
+    inner: Range<usize>,
+    role: Role,
+    widened: &'a mut Vec<f32>,
+) -> Source<'a> {
+    let is_bf16 = from.is_bf16();
+    if let Some(Operand { data, strides: (rows, columns) }) = from.dense() {
+        let (by_outer, by_inner) = if role == Role::Left { (rows, columns) } else { (columns, rows) };
+        let data = &data[outer.start * by_outer + inner.start * by_inner..];
+        return Source { data, outer: by_outer, inner: by_inner, is_bf16 };
+    }
+    // Lines of the memory go along the inner elements of a left matrix, and of a right one that is transposed.
+    let along = (role == Role::Left) != from.is_transposed();
+    let (lines, elements) = if along { (&outer, &inner) } else { (&inner, &outer) };
+    let values = first(widened, lines.len() * elements.len());
+    for (line, values) in lines.clone().zip(values.chunks_exact_mut(elements.len())) {
+        from.widen(line, elements.start, values);
+    }
+    let (outer, inner) = if along { (elements.len(), 1) } else { (1, elements.len()) };
+    Source { data: values, outer, inner, is_bf16 }
+}
+
 /// Calls `work` on each chunk of `data` with its number.
-fn each<T: Send>(parallel: bool, data: &mut [T], chunk: usize, work: impl Fn(usize, &mut [T]) + Sync) {
-    if parallel {
-        data.par_chunks_mut(chunk).enumerate().for_each(|(i, part)| work(i, part));
-    } else {
-        data.chunks_mut(chunk).enumerate().for_each(|(i, part)| work(i, part));
+fn each<T: Send>(threads: Threads, data: &mut [T], chunk: usize, work: impl Fn(usize, &mut [T]) + Sync) {
+    match threads {
+        Threads::All => data.par_chunks_mut(chunk).enumerate().for_each(|(i, part)| work(i, part)),
+        Threads::One => data.chunks_mut(chunk).enumerate().for_each(|(i, part)| work(i, part)),
     }
 }
 
@@ -153,7 +178,7 @@ struct Part<'a> {
 
 impl Part<'_> {
     /// Rows of `count` strips from `first` on; `dst` begins with them.
-    fn rows(&self, dst: &mut [f32], first: usize, count: usize) {
+    fn rows<D: Elem>(&self, dst: &mut [D], first: usize, count: usize) {
         let unit = self.amx.open();
         let mut square = Square::default();
         let (left, right) = (self.left, self.right);

@@ -3,8 +3,6 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::Source;
-
 /// Inner elements of a tile.
 pub(super) const STEP: usize = 32;
 /// Outer elements of a tile, and values in a register.
@@ -19,6 +17,18 @@ impl Tile {
     pub(super) const ZERO: Tile = Tile([[0; LANES]; LANES]);
 }
 
+/// A part of an operand: element (outer, inner) is `data[outer * outer stride + inner * inner stride]`, one of which is 1.
+#[derive(Clone, Copy)]
+pub(super) struct Source<'a> {
+    pub(super) data: &'a [f32],
+    /// Stride.
+    pub(super) outer: usize,
+    /// Stride.
+    pub(super) inner: usize,
+    /// Every value is a bf16 number.
+    pub(super) is_bf16: bool,
+}
+
 /// A left tile has a row for each outer element, a right one for each pair of inner elements.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
@@ -28,13 +38,7 @@ pub(super) enum Role {
 
 /// Fills `tiles` with up to 32 outer elements, step by step; in a step part by part, two tiles each. Zeros where there is nothing.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(super) fn pack(
-    tiles: &mut [Tile],
-    from: Source<'_>,
-    outer: Range<usize>,
-    inner: Range<usize>,
-    role: Role,
-) {
+pub(super) fn pack(tiles: &mut [Tile], from: Source<'_>, outer: Range<usize>, inner: usize, role: Role) {
     match from.is_bf16 {
         true => pack_parts::<1>(tiles, from, outer, inner, role),
         false => pack_parts::<3>(tiles, from, outer, inner, role),
@@ -47,10 +51,10 @@ fn pack_parts<const PARTS: usize>(
     tiles: &mut [Tile],
     from: Source<'_>,
     outer: Range<usize>,
-    inner: Range<usize>,
+    inner: usize,
     role: Role,
 ) {
-    if outer.len() < 2 * LANES || !inner.len().is_multiple_of(STEP) {
+    if outer.len() < 2 * LANES || !inner.is_multiple_of(STEP) {
         tiles.fill(Tile::ZERO);
     }
     if from.outer == 1 {
@@ -70,14 +74,14 @@ fn pack_parts<const PARTS: usize>(
 /// tiles, every few bytes would wait for another page.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn rows<const PARTS: usize>(tiles: &mut [Tile], from: Source<'_>, outer: Range<usize>, inner: Range<usize>) {
+fn rows<const PARTS: usize>(tiles: &mut [Tile], from: Source<'_>, outer: Range<usize>, inner: usize) {
     // The upper half of each of 32 lanes.
     let upper = _mm512_set_epi16(
         63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15,
         13, 11, 9, 7, 5, 3, 1,
     );
     for (i, o) in outer.enumerate() {
-        let row = &from.data[o * from.outer + inner.start..][..inner.len()];
+        let row = &from.data[o * from.outer..][..inner];
         for (tiles, line) in tiles.chunks_exact_mut(2 * PARTS).zip(row.chunks(STEP)) {
             let (first, second) = line.split_at(line.len().min(LANES));
             let (mut x, mut y) = (load(first), load(second));
@@ -94,20 +98,15 @@ fn rows<const PARTS: usize>(tiles: &mut [Tile], from: Source<'_>, outer: Range<u
 /// Line i of a tile becomes inner elements 2i and 2i + 1 of each outer element.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn pairs<'a, const PARTS: usize>(
-    tiles: &mut [Tile],
-    from: Source<'a>,
-    outer: Range<usize>,
-    inner: Range<usize>,
-) {
+fn pairs<'a, const PARTS: usize>(tiles: &mut [Tile], from: Source<'a>, outer: Range<usize>, inner: usize) {
     /// Rows whose elements are asked for ahead of their use.
     const AHEAD: usize = 16;
-    let at = |k: usize| match k < inner.end {
+    let at = |k: usize| match k < inner {
         true => &from.data[k * from.inner + outer.start..][..outer.len()],
         false => &[],
     };
-    for (tiles, first) in tiles.chunks_exact_mut(2 * PARTS).zip(inner.clone().step_by(STEP)) {
-        for (i, k) in (first..(first + STEP).min(inner.end)).step_by(2).enumerate() {
+    for (tiles, first) in tiles.chunks_exact_mut(2 * PARTS).zip((0..inner).step_by(STEP)) {
+        for (i, k) in (first..(first + STEP).min(inner)).step_by(2).enumerate() {
             let (even, odd) = (at(k), at(k + 1));
             for next in [at(k + AHEAD), at(k + AHEAD + 1)] {
                 for line in next.chunks(LANES) {

@@ -3,6 +3,8 @@
 use half::bf16;
 
 use super::*;
+use crate::ops::gemm::{Mat, QuantMat};
+use crate::quant::{Blocks, Kind, Scales};
 
 /// Numbers in -1..1 with all bits in use.
 fn numbers(len: usize, seed: u64) -> Vec<f32> {
@@ -18,34 +20,36 @@ struct Case {
     shape: (usize, usize, usize),
     /// The operands lie transposed in memory.
     turned: (bool, bool),
-    is_bf16: (bool, bool),
     accumulate: bool,
-    parallel: bool,
+    threads: Threads,
+}
+
+/// `rows · cols` values, of which the transpose is meant if `turned`.
+fn matrix<T: Elem>(values: &[T], rows: usize, cols: usize, turned: bool) -> Mat<'_, T> {
+    if turned { Mat::new(values, cols, rows, rows).t() } else { Mat::new(values, rows, cols, cols) }
 }
 
 /// The largest error of any element against f64, in units of 2⁻²⁴ · Σ|a||b|: of the unit, and of f32 sums.
-fn errors(amx: Amx, case: &Case) -> (f64, f64) {
+fn errors<A: Elem, B: Elem>(amx: Amx, case: &Case) -> (f64, f64) {
     let (m, n, k) = case.shape;
-    let values = |len, seed, is_bf16| -> Vec<f32> {
-        let values = numbers(len, seed);
-        if is_bf16 { values.iter().map(|&x| bf16::from_f32(x).to_f32()).collect() } else { values }
-    };
-    let (a, b) = (values(m * k, 1, case.is_bf16.0), values(k * n, 2, case.is_bf16.1));
-    let (a_outer, a_inner) = if case.turned.0 { (1, m) } else { (k, 1) };
-    let (b_outer, b_inner) = if case.turned.1 { (k, 1) } else { (1, n) };
+    let a: Vec<A> = numbers(m * k, 1).into_iter().map(A::nearest).collect();
+    let b: Vec<B> = numbers(k * n, 2).into_iter().map(B::nearest).collect();
     let stride = n + 5;
     let before = if case.accumulate { numbers(m * stride, 3) } else { vec![f32::NAN; m * stride] };
     let mut out = before.clone();
-    let source = |data, outer, inner, is_bf16| Source { data, outer, inner, is_bf16 };
-    let sources =
-        (source(&a, a_outer, a_inner, case.is_bf16.0), source(&b, b_outer, b_inner, case.is_bf16.1));
-    product(amx, &mut out, stride, case.accumulate, case.shape, sources.0, sources.1, 0.5, case.parallel);
+    let dst = Dst { data: &mut out, stride, accumulate: case.accumulate };
+    let matrices = (matrix(&a, m, k, case.turned.0), matrix(&b, k, n, case.turned.1));
+    product(amx, dst, matrices.0, matrices.1, 0.5, case.threads);
+    let at = |i: usize, j: usize, (rows, cols): (usize, usize), turned| {
+        if turned { j * rows + i } else { i * cols + j }
+    };
     let (mut worst, mut worst_f32) = (0f64, 0f64);
     for i in 0..m {
         for j in 0..n {
             let (mut exact, mut size, mut single) = (0f64, 0f64, 0f32);
             for l in 0..k {
-                let (x, y) = (a[i * a_outer + l * a_inner], b[j * b_outer + l * b_inner]);
+                let x = a[at(i, l, (m, k), case.turned.0)].widen();
+                let y = b[at(l, j, (k, n), case.turned.1)].widen();
                 exact += f64::from(x) * f64::from(y);
                 size += (f64::from(x) * f64::from(y)).abs();
                 single += x * y;
@@ -63,22 +67,37 @@ fn errors(amx: Amx, case: &Case) -> (f64, f64) {
     (worst, worst_f32)
 }
 
+/// The unit, or a word that nothing was tested.
+fn unit() -> Option<Amx> {
+    let here = Amx::here();
+    if here.is_none() {
+        std::io::Write::write_all(&mut std::io::stderr(), b"SKIPPED: this processor has no AMX\n").unwrap();
+    }
+    here
+}
+
 #[test]
 fn a_product_is_as_exact_as_in_f32() {
-    let Some(amx) = Amx::here() else { return eprintln!("SKIPPED: this processor has no AMX") };
+    let Some(amx) = unit() else { return };
     for (i, shape) in
         [(32, 32, 32), (64, 96, 512), (33, 35, 37), (130, 47, 550), (70, 40, 2100), (40, 1100, 1000)]
             .into_iter()
             .enumerate()
     {
         for turned in [(false, false), (false, true), (true, false), (true, true)] {
-            for is_bf16 in [(false, false), (true, false), (false, true), (true, true)] {
-                let (accumulate, parallel) = (i % 2 == 0, i % 3 == 0);
-                let (unit, single) = errors(amx, &Case { shape, turned, is_bf16, accumulate, parallel });
+            let threads = if i % 3 == 0 { Threads::All } else { Threads::One };
+            let case = Case { shape, turned, accumulate: i % 2 == 0, threads };
+            let found = [
+                errors::<f32, f32>(amx, &case),
+                errors::<bf16, f32>(amx, &case),
+                errors::<f32, bf16>(amx, &case),
+                errors::<bf16, bf16>(amx, &case),
+            ];
+            for (kind, (unit, single)) in found.into_iter().enumerate() {
                 // One rounding of the result and some of the sum; f32 sums in a row lose more with every term.
                 assert!(
                     unit <= single.max(2.0),
-                    "{shape:?} {turned:?} {is_bf16:?}: {unit} beside {single} of f32"
+                    "{shape:?} {turned:?} {kind}: {unit} beside {single} of f32"
                 );
             }
         }
@@ -87,33 +106,78 @@ fn a_product_is_as_exact_as_in_f32() {
 
 #[test]
 fn an_element_does_not_depend_on_the_tasks() {
-    let Some(amx) = Amx::here() else { return eprintln!("SKIPPED: this processor has no AMX") };
-    let (m, n, k) = (300, 200, 700);
+    let Some(amx) = unit() else { return };
+    let (m, n, k) = (300, 200, 900);
     let (a, b) = (numbers(m * k, 4), numbers(k * n, 5));
-    let whole = |rows: usize, parallel| {
+    let whole = |rows: usize, threads| {
         let mut out = vec![0f32; rows * n];
-        let a = Source { data: &a, outer: k, inner: 1, is_bf16: false };
-        let b = Source { data: &b, outer: 1, inner: n, is_bf16: false };
-        product(amx, &mut out, n, false, (rows, n, k), a, b, 1.0, parallel);
+        let dst = Dst { data: &mut out, stride: n, accumulate: false };
+        product(amx, dst, Mat::new(&a, rows, k, k), Mat::new(&b, k, n, n), 1.0, threads);
         out
     };
-    let want = whole(m, false);
-    assert_eq!(want, whole(m, true));
-    assert_eq!(want, threads::in_own_pool(3, || Ok(whole(m, true))).unwrap());
-    assert_eq!(want[..75 * n], whole(75, true));
+    let want = whole(m, Threads::One);
+    assert_eq!(want, whole(m, Threads::All));
+    assert_eq!(want, super::threads::in_own_pool(3, || Ok(whole(m, Threads::All))).unwrap());
+    assert_eq!(want[..75 * n], whole(75, Threads::All));
+}
+
+#[test]
+fn quantized_is_dequantized_on_the_way() {
+    let Some(amx) = unit() else { return };
+    let (m, out, inputs) = (100, 160, 832);
+    let codes: Vec<u8> = numbers(out * inputs / 2, 8).iter().map(|x| x.to_bits() as u8).collect();
+    let scales: Vec<f32> = numbers(out * inputs / 64, 9);
+    let blocks = Blocks { kind: Kind::Nf4, block_size: 64, codes: &codes, scales: Scales::Plain(&scales) };
+    let mut dense = vec![0f32; out * inputs];
+    blocks.dequantize(0, &mut dense);
+    let (quantized, dense) = (QuantMat::new(blocks, out, inputs), Mat::new(&dense, out, inputs, inputs));
+    let a = numbers(m * inputs, 10);
+    for transposed in [false, true] {
+        let (k, n) = if transposed { (inputs, out) } else { (out, inputs) };
+        let a = Mat::new(&a, m, k, k);
+        let mut results = [vec![0f32; m * n], vec![0f32; m * n]];
+        let dst = |data| Dst { data, stride: n, accumulate: false };
+        let [first, second] = &mut results;
+        if transposed {
+            product(amx, dst(first), a, quantized.t(), 1.0, Threads::All);
+            product(amx, dst(second), a, dense.t(), 1.0, Threads::All);
+        } else {
+            product(amx, dst(first), a, quantized, 1.0, Threads::All);
+            product(amx, dst(second), a, dense, 1.0, Threads::All);
+        }
+        assert!(results[0].iter().any(|x| *x != 0.0));
+        assert_eq!(results[0], results[1]);
+    }
+}
+
+#[test]
+fn a_narrower_result_is_rounded_once() {
+    let Some(amx) = unit() else { return };
+    let (m, n, k) = (40, 70, 2000);
+    let (a, b) = (numbers(m * k, 11), numbers(k * n, 12));
+    let (a, b) = (Mat::new(&a, m, k, k), Mat::new(&b, k, n, n));
+    let mut narrow = vec![bf16::from_f32(1.0); m * n];
+    product(amx, Dst { data: &mut narrow, stride: n, accumulate: true }, a, b, 1.0, Threads::All);
+    let mut wide = vec![1f64; m * n];
+    let mut sums = vec![0f32; m * n];
+    product(amx, Dst { data: &mut sums, stride: n, accumulate: false }, a, b, 1.0, Threads::All);
+    wide.iter_mut().zip(&sums).for_each(|(x, sum)| *x += f64::from(*sum));
+    for (narrow, wide) in narrow.iter().zip(wide) {
+        // Half a unit in the last of eight bits, and the f32 sums' own error.
+        assert!((f64::from(narrow.to_f32()) - wide).abs() <= wide.abs() * 2f64.powi(-8) + 2e-4);
+    }
 }
 
 #[test]
 fn what_is_not_finite_stays_so() {
-    let Some(amx) = Amx::here() else { return eprintln!("SKIPPED: this processor has no AMX") };
+    let Some(amx) = unit() else { return };
     for bad in [f32::NAN, f32::INFINITY, f32::from_bits(0x7fff_ffff)] {
         let mut a = numbers(32 * 32, 6);
         a[5 * 32 + 7] = bad;
         let b = numbers(32 * 32, 7);
         let mut out = vec![0f32; 32 * 32];
-        let a = Source { data: &a, outer: 32, inner: 1, is_bf16: false };
-        let b = Source { data: &b, outer: 1, inner: 32, is_bf16: false };
-        product(amx, &mut out, 32, false, (32, 32, 32), a, b, 1.0, false);
+        let dst = Dst { data: &mut out, stride: 32, accumulate: false };
+        product(amx, dst, Mat::new(&a, 32, 32, 32), Mat::new(&b, 32, 32, 32), 1.0, Threads::One);
         for (i, row) in out.chunks(32).enumerate() {
             assert!(row.iter().all(|x| x.is_finite() == (i != 5)));
         }
