@@ -2,13 +2,77 @@
 //!
 //! Ops divide their work over the rayon pool of the thread that calls them. A thread of the pool divides its own work;
 //! a thread outside hands it over and sleeps until it is done, which on two cores cost a training step 8 %
-//! (43,000 switches of threads a step against 3,400). So steps run inside.
+//! (43,000 switches of threads a step against 3,400). So steps run inside, and the pool's other threads stay awake
+//! meanwhile: between two ops, some ten thousand times a step, rayon would put them to sleep and wake them again.
+
+use std::hint::spin_loop;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 
-/// Runs `work` on a thread of the pool.
+/// How long threads that are at other work are waited for before a step goes on without them.
+const PATIENCE: Duration = Duration::from_millis(1);
+/// Pauses of the processor between two looks for work: short against the smallest task.
+const PAUSES: usize = 16;
+
+/// Whether a thread came to stay awake.
+#[derive(Default)]
+struct Seat(AtomicU8);
+
+impl Seat {
+    const FREE: u8 = 0;
+    const TAKEN: u8 = 1;
+    const CLOSED: u8 = 2;
+
+    /// Looks for work until `done`, unless it came too late: then it could be the step's own thread that came,
+    /// waiting for a part of the step.
+    fn take(&self, done: &AtomicBool) {
+        if self.0.compare_exchange(Self::FREE, Self::TAKEN, Ordering::AcqRel, Ordering::Acquire).is_err() {
+            return;
+        }
+        while !done.load(Ordering::Acquire) {
+            if rayon::yield_now() != Some(rayon::Yield::Executed) {
+                (0..PAUSES).for_each(|_| spin_loop());
+            }
+        }
+    }
+
+    fn is_free(&self) -> bool {
+        self.0.load(Ordering::Acquire) == Self::FREE
+    }
+
+    fn close(&self) {
+        // Where it is taken, it stays so.
+        let _ = self.0.compare_exchange(Self::FREE, Self::CLOSED, Ordering::AcqRel, Ordering::Acquire);
+    }
+}
+
+/// Says that the work is done when dropped, also by a panic.
+struct Done<'a>(&'a AtomicBool);
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+/// Runs `work` on a thread of the pool, whose other threads look for its parts without sleeping until it is done.
 pub fn inside<R: Send>(work: impl FnOnce() -> R + Send) -> R {
-    rayon::scope(|_| work())
+    let seats: Vec<Seat> = (1..count()).map(|_| Seat::default()).collect();
+    let done = AtomicBool::new(false);
+    rayon::scope(|scope| {
+        let _done = Done(&done);
+        for seat in &seats {
+            scope.spawn(|_| seat.take(&done));
+        }
+        let until = Instant::now() + PATIENCE;
+        while seats.iter().any(Seat::is_free) && Instant::now() < until {
+            spin_loop();
+        }
+        seats.iter().for_each(Seat::close);
+        work()
+    })
 }
 
 /// Runs `work` in a pool of its own of `threads` threads: a rank beside others.
@@ -37,6 +101,6 @@ pub fn share_one_heap() {
         libc::mallopt(libc::M_ARENA_MAX, 1);
         // The most that glibc takes; without it the threshold depends on what was freed before.
         libc::mallopt(libc::M_MMAP_THRESHOLD, 32 << 20);
-        libc::mallopt(libc::M_TRIM_THRESHOLD, 64 << 20);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
     }
 }

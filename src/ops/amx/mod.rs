@@ -68,7 +68,7 @@ pub(super) fn product<D: Elem>(
     let parts = if D::DTYPE == candle_core::DType::F32 { k.div_ceil(INNER) } else { 1 };
     let depth = k.div_ceil(parts).next_multiple_of(STEP);
     let width = (PACKED / depth).max(1).next_multiple_of(PAIR).min(n.next_multiple_of(PAIR));
-    let tasks = if threads == Threads::All { 2 * threads::count() } else { 1 };
+    let tasks = if threads == Threads::All { 4 * threads::count() } else { 1 };
     let [mut left, mut right] = LAST.with(Cell::take);
     for (top, data) in (0..m).step_by(ROWS).zip(data.chunks_mut(ROWS * stride)) {
         let rows = top..(top + ROWS).min(m);

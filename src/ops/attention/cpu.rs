@@ -17,7 +17,7 @@ use crate::ops::simd;
 /// Rows and columns of a score tile.
 const TILE: usize = 64;
 /// Query rows of a forward task.
-const TASK_ROWS: usize = 512;
+const TASK_ROWS: usize = 128;
 
 pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Result<Attended> {
     let (rows, _) = dims2(qkv.q.tensor)?;
