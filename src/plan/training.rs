@@ -160,9 +160,16 @@ impl Plan {
         Ok(())
     }
 
-    /// A rank's trainer with weights loaded; `resumed` is what [`Plan::resume`] was given. All ranks call it.
-    pub fn trainer(&self, resumed: Option<&Saved>, world: Arc<dyn Collective>) -> Result<Trainer> {
-        let engine = EngineOptions { ranks: Ranks::new(self.kind, world)?, ..self.engine.clone() };
+    /// A rank's trainer on its `device`, with weights loaded; `resumed` is what [`Plan::resume`] was given. All ranks call
+    /// it.
+    pub fn trainer(
+        &self,
+        resumed: Option<&Saved>,
+        world: Arc<dyn Collective>,
+        device: &Device,
+    ) -> Result<Trainer> {
+        let (ranks, device) = (Ranks::new(self.kind, world)?, device.clone());
+        let engine = EngineOptions { ranks, device, ..self.engine.clone() };
         let (engine, initial) =
             self.base.load(self.adaptation.as_ref(), self.adaptation.is_none(), &engine)?;
         self.initial.get_or_init(|| Arc::new(initial));
