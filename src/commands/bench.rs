@@ -72,9 +72,8 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
         }
         let plan = Plan::resolve(recipe, &finder, place.device(), ranks, None)?;
         terminal.line(plan.describe());
-        let seen = place.run(ranks, |end, device| {
-            threads::in_own_pool(threads, || steps(&plan, end, device))
-        })?;
+        let seen =
+            place.run(ranks, |end, device| threads::in_own_pool(threads, || steps(&plan, end, device)))?;
         let first = seen.into_iter().next().ok_or_else(|| Error::internal("no rank"))?;
         all.push(figures(&plan, ranks, threads, first, all.first()));
     }
@@ -123,9 +122,7 @@ impl Place {
                 let done = nccl::run_on_gpus(library, &crew, &gpus[..ranks], &Alarm::new(), work);
                 done.map_err(|failed| failed.error)
             }
-            _ => local::run_ranks(local::World::new(ranks).ends(), |end| {
-                rank(Arc::new(end), &self.device())
-            }),
+            _ => local::run_ranks(local::World::new(ranks).ends(), |end| rank(Arc::new(end), &self.device())),
         }
     }
 }

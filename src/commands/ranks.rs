@@ -175,9 +175,7 @@ impl Ranks {
                     control.on_failure(move |failure| stop(failure.clone().into()));
                 };
                 let all = threads::count();
-                collective::run_among_processes(armed, |world| {
-                    threads::in_own_pool(all, || rank(0, world))
-                })
+                collective::run_among_processes(armed, |world| threads::in_own_pool(all, || rank(0, world)))
             }
         };
         match done {
@@ -211,10 +209,7 @@ fn with_fault(world: Arc<dyn Collective>, fault: Option<Fault>) -> Arc<dyn Colle
     Arc::new(Planted::new(world, fault, &notice))
 }
 
-fn on_cpu(
-    ranks: usize,
-    rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync),
-) -> Result<()> {
+fn on_cpu(ranks: usize, rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync)) -> Result<()> {
     let each = (threads::count() / ranks).max(1);
     local::run_ranks(local::World::new(ranks).ends(), |end| match ranks {
         1 => rank(0, Arc::new(end)),

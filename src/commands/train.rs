@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use candle_core::Device;
 
-use super::showcase::{self, Question};
 use super::ranks::{self, Ranks};
+use super::showcase::{self, Question};
 use super::terminal;
 use crate::checkpoint::{self, Part, Saved, Saver, State};
 use crate::cli::TrainArgs;

@@ -29,11 +29,11 @@ pub use communicator::Alarm;
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
 pub use device::{Device, Lane};
-pub use run::{Crew, run_on_gpus, run_ranks};
 pub use environment::one_gpu_environment;
 pub use library::{
     Config, LIBRARY_VARIABLE, Library, RawComm, RawStream, SUM, Status, Table, UniqueId, Version, data_type,
 };
+pub use run::{Crew, run_on_gpus, run_ranks};
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
