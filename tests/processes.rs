@@ -122,12 +122,6 @@ fn a_process_that_fails_names_rank_phase_and_last_call() {
         assert!(text.contains(&format!("error: rank {rank} failed in phase {phase}")), "{fault}: {text}");
         assert!(text.contains(cause), "{fault}: {text}");
         assert!(text.contains(&format!("rank {rank}: its last call was call ")), "{fault}: {text}");
-        let left: Vec<_> =
-            std::fs::read_dir(&output).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-        assert!(
-            !left.iter().any(|name| name.to_string_lossy().starts_with("checkpoint-2.tmp"))
-                || phase == "save"
-        );
     }
 }
 

@@ -12,7 +12,8 @@
 //! Comparing every call would cost a round trip each. Instead each rank hashes its calls as it makes them, and
 //! compares the hash with its peers' at barriers, splits and sums of f64 (once or twice a step): there the first call that
 //! differs is named, with the ranks. A difference that stops NCCL before that ends at the deadline, with this rank's call.
-//! NCCL picks the order of its sums; `NCCL_ALGO=Ring` makes it the same in every run.
+//! NCCL picks the order of its sums; `NCCL_ALGO=Ring` makes it the same in every run. hsdp has three communicators a rank, whose
+//! kernels wait for peers on both streams: they need room on the GPU at once, which NCCL's channels leave.
 
 mod communicator;
 #[cfg(feature = "cuda")]
