@@ -636,7 +636,7 @@ fn recipes_listed_and_shown() {
     # Checkpoints kept.
     # Accepted: a whole number, at least 1.
     keep_last = 2
-    # Write while training goes on, where one rank saves; several write together and wait for it.
+    # Write while training goes on: each rank its share of the tensors as they were.
     # Accepted: true, false.
     async_save = true
     # Type of the weights a run leaves; auto: the base's.

@@ -3,15 +3,14 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod golden_run;
+
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
 use finetune::weights::ModelFiles;
+use golden_run::{ONE_RANK, golden, metrics, number};
 use serde_json::Value;
-
-fn golden() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
-}
 
 fn finetune(args: &[&str]) -> Output {
     let mut command = assert_cmd::Command::cargo_bin("finetune").unwrap();
@@ -24,105 +23,12 @@ fn succeed(args: &[&str]) -> Output {
     output
 }
 
-/// The objects of metrics.jsonl that have `key`.
-fn metrics(output: &Path, key: &str) -> Vec<Value> {
-    let text = std::fs::read_to_string(output.join("metrics.jsonl")).unwrap();
-    text.lines()
-        .map(|line| serde_json::from_str::<Value>(line).unwrap())
-        .filter(|v| v.get(key).is_some())
-        .collect()
-}
-
-fn number(value: &Value, key: &str) -> f64 {
-    value[key].as_f64().unwrap_or_else(|| panic!("no {key} in {value}"))
-}
-
 fn losses(output: &Path) -> Vec<f64> {
     metrics(output, "loss").iter().map(|step| number(step, "loss")).collect()
 }
 
-/// The flags that repeat a golden run.
-fn golden_flags(trajectory: &Value, folder: &Path, output: &Path) -> Vec<String> {
-    let run = &trajectory["run"];
-    let model = golden().join("models").join(run["model"].as_str().unwrap());
-    let mut flags = vec![
-        "--model".to_owned(),
-        model.display().to_string(),
-        "--dataset".into(),
-        golden().join("data/sft_messages.jsonl").display().to_string(),
-        "--output".into(),
-        output.display().to_string(),
-    ];
-    let mut set = |key: &str, value: String| flags.extend(["--set".to_owned(), format!("{key}={value}")]);
-    set("data.shuffle", "false".into());
-    set("data.packing", "false".into());
-    set("data.max_seq_len", run["max_len"].to_string());
-    set("train.max_steps", run["steps"].to_string());
-    set("train.micro_batch_size", run["micro_batch"].to_string());
-    set("train.gradient_accumulation_steps", run["accum"].to_string());
-    set("train.max_grad_norm", run["clip"].to_string());
-    set("optimizer.learning_rate", run["lr"].to_string());
-    set("optimizer.weight_decay", run["weight_decay"].to_string());
-    set("optimizer.betas", run["betas"].to_string());
-    set("optimizer.eps", run["eps"].to_string());
-    set("scheduler.kind", run["schedule"].to_string());
-    set("scheduler.warmup_steps", run["warmup"].to_string());
-    if let Some(kind) = run["quant"].as_str() {
-        set("quantization.kind", format!("{kind:?}"));
-        set("quantization.double_quant", run["double_quant"].to_string());
-    }
-    if run["method"] != "full" {
-        set("adapter.path", format!("{:?}", folder.join("adapter_step0").display().to_string()));
-    }
-    flags
-}
-
-/// Largest absolute difference of all tensors of two safetensors files with the same names.
-fn weights_difference(ours: &Path, theirs: &Path) -> f32 {
-    let (ours, theirs) = (ModelFiles::open_file(ours).unwrap(), ModelFiles::open_file(theirs).unwrap());
-    assert_eq!(ours.names().collect::<Vec<_>>(), theirs.names().collect::<Vec<_>>());
-    let mut largest = 0f32;
-    for (name, info) in theirs.tensors() {
-        let read = |files: &ModelFiles| {
-            let mut values = vec![0f32; info.elements()];
-            files.read_f32(name, &mut values).unwrap();
-            values
-        };
-        assert_eq!(ours.info(name).unwrap().shape, info.shape, "{name}");
-        let pairs = read(&ours).into_iter().zip(read(&theirs));
-        largest = pairs.map(|(a, b)| (a - b).abs()).fold(largest, f32::max);
-    }
-    largest
-}
-
 fn follows(name: &str) {
-    let folder = golden().join("train").join(name);
-    let text = std::fs::read_to_string(folder.join("trajectory.json")).unwrap();
-    let trajectory: Value = serde_json::from_str(&text).unwrap();
-    let place = tempfile::tempdir().unwrap();
-    let output = place.path().join("out");
-    let flags = golden_flags(&trajectory, &folder, &output);
-    succeed(&flags.iter().map(String::as_str).collect::<Vec<_>>());
-    let wanted = trajectory["steps"].as_array().unwrap();
-    let steps = metrics(&output, "loss");
-    assert_eq!(steps.len(), wanted.len());
-    for (ours, theirs) in steps.iter().zip(wanted) {
-        let relative = |key: &str, reference: &str| {
-            let wanted = number(theirs, reference);
-            (number(ours, key) - wanted).abs() / wanted.abs().max(1e-30)
-        };
-        let step = &theirs["step"];
-        assert!(relative("loss", "loss_f64") < 2e-5, "{name} step {step}: {ours} {theirs}");
-        assert!(relative("grad_norm", "grad_norm_f64") < 2e-4, "{name} step {step}: {ours} {theirs}");
-        let rate = (number(ours, "learning_rate") - number(theirs, "lr")).abs();
-        assert!(rate < 1e-9, "{name} step {step}: {ours} {theirs}");
-    }
-    let (ours, theirs) = match trajectory["run"]["method"] != "full" {
-        true => ("adapter_model.safetensors", "adapter_final/adapter_model.safetensors"),
-        false => ("model.safetensors", "final/model.safetensors"),
-    };
-    let difference = weights_difference(&output.join(ours), &folder.join(theirs));
-    assert!(difference < 1e-4, "{name}: final weights differ by {difference}");
+    golden_run::follows(name, ONE_RANK);
 }
 
 #[test]

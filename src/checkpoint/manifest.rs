@@ -1,37 +1,101 @@
 //! manifest.json: every other file of the folder with its size and BLAKE3 digest.
+//!
+//! Each rank digests its files while it writes them and leaves the list as `part-00001-of-00002.json`, which says that
+//! they are whole; the first rank puts the parts together, so that no rank reads what another one wrote.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
-use crate::weights::write_text;
+use crate::error::{Error, Kind, Result};
+use crate::weights::{Written, write_text};
 
 const FILE: &str = "manifest.json";
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Manifest {
     schema: u32,
-    files: BTreeMap<String, Listed>,
+    files: Files,
 }
 
+/// Files by their name below the folder.
+pub(super) type Files = BTreeMap<String, Listed>;
+
+/// What a file was when it was written.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
-struct Listed {
+pub(super) struct Listed {
     bytes: u64,
     blake3: String,
 }
 
-/// Writes the manifest of everything in `folder`.
-pub(super) fn write(folder: &Path) -> Result<()> {
-    let mut files = BTreeMap::new();
-    for (name, path) in files_below(folder)? {
-        files.insert(name, listed(&path)?);
+/// What a rank wrote into `folder`.
+pub(super) fn part(folder: &Path, written: Vec<Written>) -> Files {
+    let name = |path: &Path| path.strip_prefix(folder).unwrap_or(path).to_string_lossy().into_owned();
+    let listed = |file: &Written| Listed { bytes: file.bytes, blake3: file.digest.to_hex().to_string() };
+    written.iter().map(|file| (name(&file.path), listed(file))).collect()
+}
+
+/// Says that the files of rank `rank` of `size` are whole.
+pub(super) fn write_part(folder: &Path, rank: usize, size: usize, files: Files) -> Result<()> {
+    write(&folder.join(part_file(rank, size)), files)
+}
+
+/// What rank `rank` of `size` wrote; none: its files are not whole yet.
+pub(super) fn read_part(folder: &Path, rank: usize, size: usize) -> Result<Option<Files>> {
+    let path = folder.join(part_file(rank, size));
+    let text = match std::fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(Error::io("read", &path, &error)),
+    };
+    let part: Manifest = serde_json::from_str(&text)
+        .map_err(|e| Error::internal(format!("cannot read {}", path.display())).because(e.to_string()))?;
+    Ok(Some(part.files))
+}
+
+/// Removes what the ranks of `size` beside the first said.
+pub(super) fn remove_parts(folder: &Path, size: usize) -> Result<()> {
+    for rank in 1..size {
+        let path = folder.join(part_file(rank, size));
+        std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))?;
     }
+    Ok(())
+}
+
+fn part_file(rank: usize, size: usize) -> String {
+    format!("part-{:05}-of-{size:05}.json", rank + 1)
+}
+
+/// Completes `files`, which ranks wrote into `folder`, with what else stands in it, and writes the manifest.
+///
+/// # Errors
+/// Storage; one of `files` is not there as it was written.
+pub(super) fn complete(folder: &Path, mut files: Files) -> Result<()> {
+    let present: BTreeMap<String, PathBuf> = files_below(folder)?.into_iter().collect();
+    for (name, wanted) in &files {
+        let found = present.get(name).and_then(|path| path.metadata().ok()).map(|data| data.len());
+        if found != Some(wanted.bytes) {
+            let found = found.map_or_else(|| "is missing".to_owned(), |bytes| format!("has {bytes} bytes"));
+            return Err(Error::new(Kind::Storage, format!("cannot complete {}", folder.display()))
+                .because(format!("{name} {found}, {} were written", wanted.bytes)));
+        }
+    }
+    for (name, path) in present {
+        if let Entry::Vacant(file) = files.entry(name) {
+            file.insert(listed(&path)?);
+        }
+    }
+    write(&folder.join(FILE), files)
+}
+
+fn write(path: &Path, files: Files) -> Result<()> {
     let manifest = Manifest { schema: super::SCHEMA, files };
     let text = serde_json::to_string_pretty(&manifest).map_err(|e| Error::internal(e.to_string()))?;
-    write_text(&folder.join(FILE), &text)?;
+    write_text(path, &text)?;
     Ok(())
 }
 

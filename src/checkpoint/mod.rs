@@ -8,9 +8,10 @@
 //!                       manifest.json             size and BLAKE3 digest of every other file
 //! ```
 //!
-//! A checkpoint is written beside its place, synced, then renamed: the rename is the commit. A reader takes the newest
-//! one whose digests hold.
+//! A checkpoint is written beside its place by all ranks, synced, then renamed: the rename is the commit. A reader takes
+//! the newest one whose digests hold.
 
+mod folder;
 mod manifest;
 mod saver;
 
@@ -18,7 +19,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-pub use saver::{Part, SavedMoment, Saver, SnapshotTensor, WriteWeights};
+pub use saver::{Part, SavedMoment, Saver, SaverOptions, SnapshotTensor, WriteWeights, Writers};
 
 use crate::error::{Error, Kind, Result};
 use crate::weights::ModelFiles;

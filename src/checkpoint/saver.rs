@@ -1,17 +1,34 @@
-//! Writing checkpoints, beside the training when asked to, and keeping the last few.
+//! Saves checkpoints of all ranks together, beside the training when asked to.
+//!
+//! A save is one thread on each rank. It writes the rank's share of the tensors into the folder they all fill, then a
+//! list of these files with their digests. The first rank's thread waits for the lists of all, completes the folder and
+//! renames it: the commit. No thread calls a collective, whose order is the ranks' own: ranks meet only when a save
+//! begins and in [`Saver::finish`], before the next one and at the end.
+//!
+//! A rank that fails tells its peers as in any phase. What was being saved is then committed all the same if every
+//! rank's files turn out whole, else removed. The threads outlive the ranks for that: [`Writers`] waits for them.
 
-use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
 
-use super::{ABSMAX, Moment, OPTIMIZER, PREFIX, STATE_FILE, State, list, manifest};
+use super::manifest::{self, Files};
+use super::{PREFIX, State, folder};
 use crate::collective::{Call, Collective};
-use crate::error::{Context, Error, Result};
+use crate::error::{Context, Error, Kind, Result};
 use crate::ops::access::memory;
-use crate::weights::{Entry, NewFolder, StoredDtype, write_file, write_text};
+use crate::weights::{NewFolder, Written};
+
+/// How often the first rank looks for the files of the others, at first and later.
+const LOOKS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(200)];
+
+/// How long it goes on looking after a run has failed.
+const PATIENCE: Duration = Duration::from_secs(3);
 
 /// One trainable tensor as it was at a step.
 #[derive(Debug, Clone)]
@@ -49,199 +66,251 @@ pub enum Part {
     Rest,
 }
 
-/// Writes the weights of a snapshot into a folder, in the form that the run leaves (an adapter, a model).
-pub type WriteWeights = Arc<dyn Fn(&Path, &[SnapshotTensor], Part) -> Result<()> + Send + Sync>;
+/// Writes the weights of a snapshot into a folder, in the form that the run leaves (an adapter, a model). Returns what
+/// it wrote; of [`Part::Rest`] that may be a part.
+pub type WriteWeights = Arc<dyn Fn(&Path, &[SnapshotTensor], Part) -> Result<Vec<Written>> + Send + Sync>;
 
-/// Saves checkpoints into one output folder.
-pub struct Saver {
-    output: PathBuf,
-    keep_last: usize,
-    in_background: bool,
-    write_weights: WriteWeights,
-    writing: Option<JoinHandle<Result<PathBuf>>>,
+/// The threads that save for the ranks of this process. Dropped after the ranks have ended, it waits for those that
+/// are still at work.
+#[derive(Debug, Default)]
+pub struct Writers(Mutex<Vec<JoinHandle<()>>>);
+
+impl Writers {
+    fn start(&self, output: &Path, work: impl FnOnce() + Send + 'static) -> Result<()> {
+        let thread = Builder::new().name("checkpoint".into()).spawn(work);
+        let thread = thread.map_err(|e| Error::io("start a thread for", output, &e))?;
+        let mut threads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        threads.retain(|thread| !thread.is_finished());
+        threads.push(thread);
+        Ok(())
+    }
 }
 
-impl Saver {
-    /// A rank's saver for `output`; the first rank removes unfinished folders of earlier, killed runs.
-    pub fn new(
-        output: &Path,
-        keep_last: usize,
-        in_background: bool,
-        write_weights: WriteWeights,
-        first: bool,
-    ) -> Result<Self> {
-        if first {
-            remove_unfinished(output)?;
-        }
-        Ok(Saver { output: output.to_owned(), keep_last, in_background, write_weights, writing: None })
+impl Drop for Writers {
+    fn drop(&mut self) {
+        let threads = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
+        // A panic has been told by the sender it dropped.
+        threads.drain(..).for_each(|thread| drop(thread.join()));
     }
+}
 
-    /// Saves `tensors`, this rank's share of all, as `checkpoint-<step>`. All ranks call it. One rank may write in the
-    /// background; the error of such a save comes with the next call. Several write at once, each its own files.
+/// How a rank's saver works.
+#[derive(Clone)]
+pub struct SaverOptions {
+    /// Where checkpoints lie.
+    pub output: PathBuf,
+    /// How many are kept.
+    pub keep_last: usize,
+    /// Whether training goes on while they are written.
+    pub in_background: bool,
+    /// Writes the weights.
+    pub write_weights: WriteWeights,
+}
+
+/// Saves a rank's part of checkpoints into one output folder.
+pub struct Saver<'a> {
+    options: SaverOptions,
+    writers: &'a Writers,
+    writing: Option<Writing>,
+}
+
+/// A save that a thread is at.
+struct Writing {
+    step: usize,
+    /// A word when this rank's files are whole.
+    share: Receiver<()>,
+    /// The end of the thread.
+    end: Receiver<Result<()>>,
+    /// It ended well.
+    ended: bool,
+    /// A word when all ranks' files are whole; dropped when they may never be.
+    parts: Sender<()>,
+}
+
+impl<'a> Saver<'a> {
+    /// A rank's saver; the first rank removes unfinished folders of earlier, killed runs.
     ///
     /// # Errors
-    /// Storage: the disk is full or fails. Earlier checkpoints stay as they are.
-    pub fn save(&mut self, state: State, tensors: Vec<SnapshotTensor>, world: &dyn Collective) -> Result<()> {
-        if world.size() > 1 {
-            let step = state.step;
-            return self.save_together(&state, &tensors, world).during(|| format!("cannot save step {step}"));
+    /// Storage: such a folder cannot be removed.
+    pub fn new(options: SaverOptions, first: bool, writers: &'a Writers) -> Result<Self> {
+        if first {
+            folder::remove_unfinished(&options.output)?;
         }
-        self.finish()?;
-        let (output, keep_last, write) = (self.output.clone(), self.keep_last, self.write_weights.clone());
-        let work = move || {
-            let step = state.step;
-            let place = output.join(format!("{PREFIX}{step}"));
-            save(&place, &state, &tensors, &write).during(|| format!("cannot save step {step}"))?;
-            retain(&output, keep_last)?;
-            Ok(place)
-        };
-        if self.in_background {
-            let thread = std::thread::Builder::new().name("checkpoint".into()).spawn(work);
-            self.writing = Some(thread.map_err(|e| Error::io("start a thread for", &self.output, &e))?);
-            return Ok(());
-        }
-        work().map(drop)
+        Ok(Saver { options, writers, writing: None })
     }
 
-    fn save_together(&self, state: &State, tensors: &[SnapshotTensor], world: &dyn Collective) -> Result<()> {
-        let (rank, size) = (world.rank(), world.size());
-        let place = self.output.join(format!("{PREFIX}{}", state.step));
-        let folder = (rank == 0).then(|| fresh(&place)).transpose()?;
+    /// Saves `tensors`, this rank's share of all, as `checkpoint-<step>`, after the save before has ended. All ranks
+    /// call it. In the background, later calls return the error of this save.
+    ///
+    /// # Errors
+    /// Storage: the disk is full or fails. A peer failed. Earlier checkpoints stay as they are.
+    pub fn save(&mut self, state: State, tensors: Vec<SnapshotTensor>, world: &dyn Collective) -> Result<()> {
+        self.finish(world)?;
+        let step = state.step;
+        self.start(state, tensors, world).during(|| format!("cannot save step {step}"))?;
+        if self.options.in_background { Ok(()) } else { self.finish(world) }
+    }
+
+    fn start(&mut self, state: State, tensors: Vec<SnapshotTensor>, world: &dyn Collective) -> Result<()> {
+        let (rank, size, step) = (world.rank(), world.size(), state.step);
+        let options = self.options.clone();
+        let place = options.output.join(format!("{PREFIX}{step}"));
+        let folder = (rank == 0).then(|| folder::fresh(&place)).transpose()?;
         // All ranks write where the first one says.
         let tag =
             Tensor::new(&[folder.as_ref().map_or(0.0, |folder| f64::from(folder.tag()))], &Device::Cpu)?;
-        let call = |what| Call { what, index: state.step as usize };
-        world.broadcast(call("the folder of step"), 0, &memory(&tag)?)?;
+        let call = Call { what: "the folder of step", index: step as usize };
+        world.broadcast(call, 0, &memory(&tag)?)?;
         let shared = NewFolder::shared(&place, tag.to_vec1::<f64>()?[0] as u32);
-        (self.write_weights)(&shared, tensors, Part::Tensors(rank))?;
-        if !tensors.is_empty() {
-            write_moments(&shared.join(optimizer_file(rank, size)), tensors)?;
-        }
-        world.barrier(call("the parts of step"))?;
-        if let Some(folder) = folder {
-            commit(folder, state, tensors, &self.write_weights)?;
-            retain(&self.output, self.keep_last)?;
-        }
-        world.barrier(call("the save of step"))
+        let ((say_share, share), (say_end, end), (parts, all_parts)) = (channel(), channel(), channel());
+        let work = Work { state, tensors, options, shared, rank, size, share: say_share, all_parts };
+        self.writers.start(&self.options.output, move || match folder {
+            Some(folder) => work.first(folder, &say_end),
+            None => work.other(&say_end),
+        })?;
+        self.writing = Some(Writing { step: step as usize, share, end, ended: false, parts });
+        Ok(())
     }
 
-    /// Waits for the save in the background.
+    /// Looks whether a save in the background has failed on this rank.
     ///
     /// # Errors
     /// That of the save.
-    pub fn finish(&mut self) -> Result<Option<PathBuf>> {
-        let Some(thread) = self.writing.take() else { return Ok(None) };
-        match thread.join() {
-            Ok(result) => result.map(Some),
-            Err(_) => Err(Error::internal("the thread that saves checkpoints panicked")),
+    pub fn check(&mut self, world: &dyn Collective) -> Result<()> {
+        let Some(writing) = &mut self.writing else { return Ok(()) };
+        match writing.end.try_recv() {
+            Ok(end) => {
+                told(end, world)?;
+                writing.ended = true;
+                Ok(())
+            }
+            Err(TryRecvError::Disconnected) if !writing.ended => told(Err(panicked()), world),
+            Err(_) => Ok(()),
         }
     }
-}
 
-fn save(place: &Path, state: &State, tensors: &[SnapshotTensor], write_weights: &WriteWeights) -> Result<()> {
-    let folder = fresh(place)?;
-    write_weights(folder.path(), tensors, Part::Tensors(0))?;
-    write_moments(&folder.path().join(optimizer_file(0, 1)), tensors)?;
-    commit(folder, state, tensors, write_weights)
-}
-
-/// The folder that will be `place`.
-fn fresh(place: &Path) -> Result<NewFolder> {
-    if place.exists() {
-        // The same step, saved by a run that was resumed from an earlier checkpoint: the same bytes.
-        std::fs::remove_dir_all(place).map_err(|e| Error::io("replace", place, &e))?;
-    }
-    NewFolder::create(place)
-}
-
-/// Completes a folder that holds all tensors and gives it its name.
-fn commit(
-    folder: NewFolder,
-    state: &State,
-    tensors: &[SnapshotTensor],
-    write_weights: &WriteWeights,
-) -> Result<()> {
-    write_weights(folder.path(), tensors, Part::Rest)?;
-    let text = serde_json::to_string_pretty(state).map_err(|e| Error::internal(e.to_string()))?;
-    write_text(&folder.path().join(STATE_FILE), &text)?;
-    manifest::write(folder.path())?;
-    sync(folder.path())?;
-    let parent = folder.path().parent().map(Path::to_owned);
-    folder.commit()?;
-    parent.map_or(Ok(()), |parent| sync(&parent))
-}
-
-/// The file of a rank's moments.
-fn optimizer_file(rank: usize, size: usize) -> String {
-    match size {
-        1 => format!("{OPTIMIZER}.safetensors"),
-        _ => format!("{OPTIMIZER}-{:05}-of-{size:05}.safetensors", rank + 1),
+    /// Waits until the save in the background, if there is one, is committed. All ranks call it.
+    ///
+    /// # Errors
+    /// That of the save; a peer failed.
+    pub fn finish(&mut self, world: &dyn Collective) -> Result<()> {
+        let Some(writing) = self.writing.take() else { return Ok(()) };
+        let call = |what| Call { what, index: writing.step };
+        // Without a word the thread has failed, which its end tells.
+        if writing.share.recv().is_ok() {
+            world.barrier(call("the parts of step"))?;
+            let _ = writing.parts.send(());
+        }
+        if !writing.ended {
+            told(writing.end.recv().unwrap_or_else(|_| Err(panicked())), world)?;
+        }
+        world.barrier(call("the save of step"))
     }
 }
 
-/// optimizer.safetensors: `<name>.exp_avg` and `.exp_avg_sq`; in 8 bits also their `.absmax`.
-fn write_moments(path: &Path, tensors: &[SnapshotTensor]) -> Result<()> {
-    let mut parts: Vec<(Entry, Stored<'_>)> = Vec::new();
-    for tensor in tensors {
-        for (moment, saved) in [Moment::First, Moment::Second].iter().zip(tensor.moments.iter().flatten()) {
-            let name = format!("{}.{}", tensor.name, moment.suffix());
-            let mut push = |name: String, dtype, shape: Vec<usize>, part| {
-                parts.push((Entry { name, dtype, shape }, part));
-            };
-            match saved {
-                SavedMoment::F32(values) => {
-                    push(name, StoredDtype::F32, tensor.shape.clone(), Stored::Floats(values));
-                }
-                SavedMoment::Int8 { codes, absmax } => {
-                    let scales = format!("{name}{ABSMAX}");
-                    push(name, StoredDtype::U8, tensor.shape.clone(), Stored::Bytes(codes));
-                    push(scales, StoredDtype::F32, vec![absmax.len()], Stored::Floats(absmax));
-                }
+fn panicked() -> Error {
+    Error::internal("the thread that saves checkpoints panicked")
+}
+
+/// The `end` of a save. Peers are told of a failure before the folder goes, so that none takes that for the cause.
+fn told(end: Result<()>, world: &dyn Collective) -> Result<()> {
+    if let Err(error) = &end {
+        let causes = error.causes().iter().map(String::as_str);
+        world.abort(&std::iter::once(error.what()).chain(causes).collect::<Vec<_>>().join(": "));
+    }
+    end
+}
+
+/// What a rank's thread works on.
+struct Work {
+    state: State,
+    tensors: Vec<SnapshotTensor>,
+    options: SaverOptions,
+    /// The folder that all ranks fill.
+    shared: PathBuf,
+    rank: usize,
+    size: usize,
+    share: Sender<()>,
+    all_parts: Receiver<()>,
+}
+
+impl Work {
+    fn write_share(&mut self) -> Result<Files> {
+        let tensors = std::mem::take(&mut self.tensors);
+        folder::write_share(&self.shared, (self.rank, self.size), &tensors, &self.options.write_weights)
+    }
+
+    fn context<T>(&self, result: Result<T>) -> Result<T> {
+        result.during(|| format!("cannot save step {}", self.state.step))
+    }
+
+    /// What a rank other than the first does.
+    fn other(mut self, end: &Sender<Result<()>>) {
+        let written = self
+            .write_share()
+            .and_then(|files| manifest::write_part(&self.shared, self.rank, self.size, files));
+        // Nobody listens any more when the run has failed.
+        if written.is_ok() {
+            let _ = self.share.send(());
+        }
+        let _ = end.send(self.context(written));
+    }
+
+    /// What the first rank does, which made `folder`.
+    fn first(mut self, folder: NewFolder, end: &Sender<Result<()>>) {
+        // A panic must not take the folder away either.
+        let written = catch_unwind(AssertUnwindSafe(|| self.write_share()));
+        let written = written.unwrap_or_else(|_| Err(panicked()));
+        let share = std::mem::replace(&mut self.share, channel().0);
+        match written {
+            Ok(files) => {
+                let _ = share.send(());
+                let committed = self.commit(folder, files);
+                let _ = end.send(self.context(committed));
+            }
+            Err(error) => {
+                let _ = end.send(self.context(Err(error)));
+                drop(share);
+                // The folder goes when nobody writes into it any more.
+                drop(self.gather_parts(Files::new()));
+                drop(folder);
             }
         }
     }
-    let entries: Vec<Entry> = parts.iter().map(|(entry, _)| entry.clone()).collect();
-    let by_name: HashMap<&str, &Stored<'_>> =
-        parts.iter().map(|(entry, part)| (entry.name.as_str(), part)).collect();
-    write_file(path, &entries, |entry, sink| match by_name.get(entry.name.as_str()) {
-        Some(Stored::Floats(values)) => sink.write_values(values),
-        Some(Stored::Bytes(bytes)) => sink.write_bytes(bytes),
-        None => Err(Error::internal(format!("no moment for {}", entry.name))),
-    })?;
-    Ok(())
-}
 
-/// A tensor of optimizer.safetensors.
-enum Stored<'a> {
-    Floats(&'a [f32]),
-    Bytes(&'a [u8]),
-}
-
-/// Removes all but the last `keep` checkpoints, each by a rename first so that none is ever seen half removed.
-fn retain(output: &Path, keep: usize) -> Result<()> {
-    let all = list(output)?;
-    for (_, folder) in all.iter().take(all.len().saturating_sub(keep)) {
-        let mut doomed = folder.clone().into_os_string();
-        doomed.push(format!(".tmp-{}", std::process::id()));
-        let doomed = PathBuf::from(doomed);
-        std::fs::rename(folder, &doomed).map_err(|e| Error::io("remove", folder, &e))?;
-        std::fs::remove_dir_all(&doomed).map_err(|e| Error::io("remove", &doomed, &e))?;
+    fn commit(&self, folder: NewFolder, files: Files) -> Result<()> {
+        let files = self.gather_parts(files)?;
+        manifest::remove_parts(folder.path(), self.size)?;
+        folder::commit(folder, &self.state, files, &self.options.write_weights)?;
+        folder::retain(&self.options.output, self.options.keep_last)
     }
-    Ok(())
-}
 
-fn remove_unfinished(output: &Path) -> Result<()> {
-    let Ok(entries) = std::fs::read_dir(output) else { return Ok(()) };
-    for entry in entries.flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if name.starts_with(PREFIX) && name.contains(".tmp-") {
-            std::fs::remove_dir_all(entry.path()).map_err(|e| Error::io("remove", &entry.path(), &e))?;
+    /// Waits for what the other ranks wrote and adds it to the `files` of the first.
+    ///
+    /// # Errors
+    /// The run has failed, and not all files are there.
+    fn gather_parts(&self, mut files: Files) -> Result<Files> {
+        let [mut pause, longest] = LOOKS;
+        let mut failed: Option<Instant> = None;
+        for rank in 1..self.size {
+            loop {
+                if let Some(part) = manifest::read_part(&self.shared, rank, self.size)? {
+                    files.extend(part);
+                    break;
+                }
+                match self.all_parts.recv_timeout(pause) {
+                    Ok(()) => {}
+                    Err(RecvTimeoutError::Timeout) => pause = (2 * pause).min(longest),
+                    Err(RecvTimeoutError::Disconnected) => {
+                        if failed.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
+                            return Err(Error::new(Kind::Transient, "not all ranks have written their part")
+                                .because(format!("that of rank {rank} is missing, and the run has failed")));
+                        }
+                        std::thread::sleep(LOOKS[0]);
+                    }
+                }
+            }
         }
+        Ok(files)
     }
-    Ok(())
-}
-
-fn sync(folder: &Path) -> Result<()> {
-    let file = std::fs::File::open(folder).map_err(|e| Error::io("sync", folder, &e))?;
-    file.sync_all().map_err(|e| Error::io("sync", folder, &e))
 }

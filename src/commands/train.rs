@@ -10,7 +10,7 @@ use candle_core::Device;
 use super::ranks::{self, Ranks};
 use super::showcase::{self, Question};
 use super::terminal;
-use crate::checkpoint::{self, Part, Saved, Saver, State};
+use crate::checkpoint::{self, Part, Saved, Saver, SaverOptions, State, Writers};
 use crate::cli::TrainArgs;
 use crate::collective::launch::Launch;
 use crate::collective::{Call, Clock, Collective, Phase, Timed};
@@ -47,12 +47,15 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         plan.resume(saved)?;
     }
     let stop = watch_signals()?;
+    // Dropped when all ranks have ended.
+    let writers = Writers::default();
     let run = TrainRun {
         args,
         questions: showcase::questions(args, &plan)?,
         plan: &plan,
         resumed: resumed.as_ref(),
         stop: &stop,
+        writers: &writers,
         terminal: &terminal,
         started,
     };
@@ -66,6 +69,7 @@ struct TrainRun<'a> {
     questions: Vec<Question>,
     resumed: Option<&'a Saved>,
     stop: &'a AtomicBool,
+    writers: &'a Writers,
     terminal: &'a Terminal,
     started: Instant,
 }
@@ -132,37 +136,43 @@ impl TrainRun<'_> {
         let write = self.plan.writer(false, trainer);
         write(output, &trainer.snapshot(false)?, Part::Tensors(world.rank()))?;
         world.barrier(Call { what: "the parts of the result", index: 0 })?;
-        if world.rank() == 0 { write(output, &[], Part::Rest) } else { Ok(()) }
+        if world.rank() == 0 {
+            write(output, &[], Part::Rest)?;
+        }
+        Ok(())
     }
 
     fn train(&self, trainer: &mut Trainer, world: &dyn Collective, clock: Clock) -> Result<RunSummary> {
         let (plan, output) = (self.plan, self.args.output.as_path());
         let settings = &plan.recipe.checkpoint;
-        let writer = plan.writer(true, trainer);
-        let mut saver =
-            Saver::new(output, settings.keep_last, settings.async_save, writer, world.rank() == 0)?;
+        let options = SaverOptions {
+            output: output.to_owned(),
+            keep_last: settings.keep_last,
+            in_background: settings.async_save,
+            write_weights: plan.writer(true, trainer),
+        };
+        let first = world.rank() == 0;
+        let saver = Saver::new(options, first, self.writers)?;
         let mut sampler = plan.sampler()?;
         let state = self.resumed.map(|saved| &saved.state);
         if let Some(state) = state {
             sampler.seek(data::Cursor { epoch: state.epoch, index: state.index })?;
         }
         let fingerprint = plan.fingerprint();
-        let summary = Run {
+        Run {
             trainer,
             sampler: &mut sampler,
             held_out: held_out_batches(plan),
-            reporter: if world.rank() == 0 { Some(self.reporter(state)?) } else { None },
-            save: &mut |trainer, moment| {
-                let state = State {
-                    schema: checkpoint::SCHEMA,
-                    step: moment.step,
-                    epoch: moment.cursor.epoch,
-                    index: moment.cursor.index,
-                    tokens: moment.tokens,
-                    ranks: world.size(),
-                    fingerprint: fingerprint.clone(),
-                };
-                saver.save(state, trainer.snapshot(true)?, world)
+            reporter: if first { Some(self.reporter(state)?) } else { None },
+            saver,
+            state: &|moment| State {
+                schema: checkpoint::SCHEMA,
+                step: moment.step,
+                epoch: moment.cursor.epoch,
+                index: moment.cursor.index,
+                tokens: moment.tokens,
+                ranks: world.size(),
+                fingerprint: fingerprint.clone(),
             },
             stop: self.stop,
             clock,
@@ -173,11 +183,7 @@ impl TrainRun<'_> {
                 every_steps: plan.recipe.log.every_steps,
             },
         }
-        .to_the_end(state.map_or(0, |state| state.tokens));
-        let saved = saver.finish();
-        let summary = summary?;
-        saved?;
-        Ok(summary)
+        .to_the_end(state.map_or(0, |state| state.tokens))
     }
 
     fn reporter(&self, state: Option<&State>) -> Result<Reporter<'_>> {

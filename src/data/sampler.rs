@@ -4,9 +4,9 @@
 //! the product of micro-batch size and accumulation decides which rows meet, not how it is split.
 //!
 //! A *unit* is a row, or with packing a bin of rows, packed once in a shuffled order; epochs shuffle the units.
-//! Without packing, shuffled rows are sorted by length inside windows of 64 global batches before they are cut
-//! into batches, and the batches are shuffled: rows of like length share a step, so that its micro-batches and
-//! ranks take equal time (there is no padding to save). `shuffle = false` takes rows as they stand in the files.
+//! Shuffled units are sorted by length inside windows of 64 global batches before they are cut into batches, and the
+//! batches are shuffled, then each in itself: units of like length share a step, so that its micro-batches and ranks
+//! take equal time (there is no padding to save). `shuffle = false` takes rows as they stand in the files.
 //! The last, smaller batch of an epoch is a step of its own and stays last. Fractional epochs and `max_steps` count
 //! steps as transformers does: `ceil(epochs x steps per epoch)`; `max_steps` alone decides where it is given.
 
@@ -189,9 +189,7 @@ impl<'a> Sampler<'a> {
             return order;
         }
         Random::new(self.options.seed, epoch).shuffle(&mut order);
-        if !self.options.packing {
-            self.group_by_length(&mut order, epoch);
-        }
+        self.group_by_length(&mut order, epoch);
         order
     }
 
@@ -204,7 +202,12 @@ impl<'a> Sampler<'a> {
             window.sort_by_key(|unit| self.lengths[*unit as usize]);
         }
         let mut batches: Vec<u32> = (0u32..).take(whole).collect();
-        Random::new(self.options.seed, epoch ^ Random::BATCHES).shuffle(&mut batches);
+        let mut random = Random::new(self.options.seed, epoch ^ Random::BATCHES);
+        random.shuffle(&mut batches);
+        for units in order.chunks_mut(batch) {
+            // Sorted, they would give the last rank the longest of every step.
+            random.shuffle(units);
+        }
         let sorted = std::mem::take(order);
         order.extend(batches.iter().flat_map(|index| &sorted[*index as usize * batch..][..batch]));
         order.extend(rest);

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::{Evaluation, Trainer};
+use crate::checkpoint::{Saver, State};
 use crate::collective::{Clock, Phase};
 use crate::data::{Batch, Cursor, Sampler, Step};
 use crate::error::{Context as _, Result};
@@ -71,8 +72,10 @@ pub struct Run<'a> {
     pub held_out: Vec<Batch>,
     /// Where it reports; one rank of all does.
     pub reporter: Option<Reporter<'a>>,
-    /// Saves a checkpoint.
-    pub save: &'a mut dyn FnMut(&Trainer, Moment) -> Result<()>,
+    /// Saves checkpoints.
+    pub saver: Saver<'a>,
+    /// What a checkpoint of a moment says of the run.
+    pub state: &'a dyn Fn(Moment) -> State,
     /// Set by a signal: save and end.
     pub stop: &'a AtomicBool,
     /// Time spent in collectives.
@@ -114,26 +117,33 @@ impl Run<'_> {
             }
             let stop = asked_to_stop && done.steps < total;
             if due(self.options.save_steps) || stop {
-                let moment = Moment { step: done.steps, cursor: self.sampler.cursor(), tokens: done.tokens };
-                self.enter(Phase::Save)?;
-                (self.save)(self.trainer, moment)?;
+                self.save(Moment { step: done.steps, cursor: self.sampler.cursor(), tokens: done.tokens })?;
             }
             if stop {
                 done.stopped = true;
-                self.finish(&computed_by);
-                return Ok(done);
+                break;
             }
         }
         self.finish(&computed_by);
-        if self.options.eval_at_end {
+        if self.options.eval_at_end && !done.stopped {
             done.after = self.evaluate(done.steps)?;
         }
+        self.saver.finish(self.trainer.engine.strategy.ranks().world())?;
         Ok(done)
+    }
+
+    fn save(&mut self, moment: Moment) -> Result<()> {
+        self.enter(Phase::Save)?;
+        let world = self.trainer.engine.strategy.ranks().world();
+        // Before the next snapshot: one at a time is in memory.
+        self.saver.finish(world)?;
+        self.saver.save((self.state)(moment), self.trainer.snapshot(true)?, world)
     }
 
     /// Takes a step; its report, still without its number, and whether any rank was asked to stop.
     fn step(&mut self, step: &Step) -> Result<(StepReport, bool)> {
         let (started, waited) = (Instant::now(), self.clock.read());
+        self.saver.check(self.trainer.engine.strategy.ranks().world())?;
         let result = self.trainer.step(step)?;
         let secs = started.elapsed().as_secs_f64();
         let computed = secs - (self.clock.read() - waited).as_secs_f64();

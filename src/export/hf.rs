@@ -67,7 +67,7 @@ impl Parts {
         Parts { shards, of_rank, source, tokenizer }
     }
 
-    /// Writes the tensors of a rank's share to the folder that all ranks write to; `write` as in [`write_model`].
+    /// Writes the tensors of a rank's share to the folder that all ranks write to, which is there; `write` as in [`write_model`].
     ///
     /// # Errors
     /// As [`write_model`].
@@ -76,22 +76,20 @@ impl Parts {
         rank: usize,
         folder: &Path,
         write: impl FnMut(&Entry, &mut TensorSink<'_>) -> Result<()>,
-    ) -> Result<()> {
-        std::fs::create_dir_all(folder).map_err(|error| Error::io("create", folder, &error))?;
-        write_shards(folder, &self.shards, self.of_rank[rank].clone(), write)?;
-        Ok(())
+    ) -> Result<Vec<Written>> {
+        write_shards(folder, &self.shards, self.of_rank[rank].clone(), write)
     }
 
-    /// Writes index, config.json and tokenizer beside the tensors of all ranks.
+    /// Writes index, config.json and tokenizer beside the tensors of all ranks; returns the index.
     ///
     /// # Errors
     /// As [`write_model`].
-    pub fn write_rest(&self, folder: &Path) -> Result<()> {
-        write_index_of(folder, &self.shards)?;
+    pub fn write_rest(&self, folder: &Path) -> Result<Vec<Written>> {
+        let index = write_index_of(folder, &self.shards)?;
         let entries: Vec<Entry> = self.shards.iter().flatten().cloned().collect();
         let changes = ConfigChanges::for_weights(&entries);
         companions::copy(&self.source, self.tokenizer.as_ref(), folder, changes)?;
-        Ok(())
+        Ok(index.into_iter().collect())
     }
 }
 

@@ -1,6 +1,7 @@
 //! Matrix products on CPU slices: `dst = [dst +] alpha · a · b` for any strides, `f32` inside whatever the operands are.
 //!
-//! The `gemm` crate multiplies (AVX-512 or AVX2 by run-time detection). Operands that are not `f32` are widened:
+//! The `gemm` crate multiplies (AVX-512 or AVX2 by run-time detection), for large products the matrix unit of newer
+//! processors where there is one (`amx`). Operands that are not `f32` are widened:
 //! `a` (activations) whole, `b` (often a weight) panel by panel, so that a half-precision or a quantized weight never
 //! exists in full as `f32`.
 
@@ -10,6 +11,8 @@ use gemm::Parallelism;
 use rayon::prelude::*;
 
 use super::access::{Elem, Plain, first, unwritten};
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use super::amx;
 use crate::quant::Blocks;
 
 /// `f32` values a widened panel of `b` may hold: 4 MiB, which stays in the L2 and L3 caches until it is multiplied.
@@ -28,6 +31,8 @@ pub(crate) trait Right: Copy + Sync {
     fn dense(&self) -> Option<Operand<'_>>;
     /// Columns `start..start + len` as `f32` in `panel`; returns its strides.
     fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize);
+    /// Every value is a bf16 number.
+    fn is_bf16(&self) -> bool;
 }
 
 /// A quantized matrix, row by row in blocks, or its transpose.
@@ -72,6 +77,10 @@ impl Right for QuantMat<'_> {
             self.blocks.dequantize((top + i) * self.cols + from, out);
         });
         if self.transposed { (1, width) } else { (width, 1) }
+    }
+
+    fn is_bf16(&self) -> bool {
+        false
     }
 }
 
@@ -131,7 +140,8 @@ impl<T: Elem> Right for Mat<'_, T> {
     }
 
     fn dense(&self) -> Option<Operand<'_>> {
-        is_f32::<T>().then(|| (as_f32(self.data), self.row_stride, self.col_stride))
+        let strides = (self.row_stride, self.col_stride);
+        is_f32::<T>().then(|| Operand { data: as_f32(self.data), strides, is_bf16: false })
     }
 
     fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize) {
@@ -147,6 +157,10 @@ impl<T: Elem> Right for Mat<'_, T> {
             });
         }
         if part.col_stride == 1 { (inner, 1) } else { (1, inner) }
+    }
+
+    fn is_bf16(&self) -> bool {
+        !is_f32::<T>()
     }
 }
 
@@ -193,8 +207,8 @@ pub(crate) fn product<D: Elem, A: Elem, B: Right>(
     assert!(m == 0 || dst.data.len() >= (m - 1) * dst.stride + n, "product outside its destination");
     let held = (!is_f32::<A>()).then(|| a.widened());
     let a = match &held {
-        Some((dense, rs, cs)) => (&dense[..], *rs, *cs),
-        None => (as_f32(a.data), a.row_stride, a.col_stride),
+        Some((dense, rs, cs)) => Operand { data: dense, strides: (*rs, *cs), is_bf16: true },
+        None => Operand { data: as_f32(a.data), strides: (a.row_stride, a.col_stride), is_bf16: false },
     };
     let dense = b.dense();
     // A destination that is not f32 has a panel of its own. Panels of one width: a narrow last one would be slow.
@@ -206,10 +220,10 @@ pub(crate) fn product<D: Elem, A: Elem, B: Right>(
     for start in (0..n).step_by(step.max(1)) {
         let len = step.min(n - start);
         let b = match dense {
-            Some((data, rs, cs)) => (&data[(start * cs).min(data.len())..], rs, cs),
+            Some(all) => Operand { data: &all.data[(start * all.strides.1).min(all.data.len())..], ..all },
             None => {
-                let (rs, cs) = b.widen_columns(start, len, &mut widened);
-                (&widened[..], rs, cs)
+                let strides = b.widen_columns(start, len, &mut widened);
+                Operand { data: &widened, strides, is_bf16: b.is_bf16() }
             }
         };
         if let Some(out) = as_f32_mut(&mut *dst.data) {
@@ -228,36 +242,67 @@ pub(crate) fn product<D: Elem, A: Elem, B: Right>(
     }
 }
 
-/// Values, row stride, column stride.
-type Operand<'a> = (&'a [f32], usize, usize);
+/// A matrix in `f32`: element `(i, j)` is `data[i * strides.0 + j * strides.1]`.
+#[derive(Clone, Copy)]
+pub(crate) struct Operand<'a> {
+    data: &'a [f32],
+    strides: (usize, usize),
+    /// Every value is a bf16 number.
+    is_bf16: bool,
+}
 
-/// The one call of the `gemm` crate.
+impl Operand<'_> {
+    /// Whether a matrix of this shape lies inside the slice.
+    fn holds(&self, rows: usize, cols: usize) -> bool {
+        (rows.max(1) - 1) * self.strides.0 + (cols.max(1) - 1) * self.strides.1 < self.data.len()
+    }
+}
+
 #[allow(clippy::too_many_arguments)]
 fn raw(
     dst: &mut [f32],
     stride: usize,
     accumulate: bool,
     (m, n, k): (usize, usize, usize),
-    (a, a_rs, a_cs): Operand<'_>,
-    (b, b_rs, b_cs): Operand<'_>,
+    a: Operand<'_>,
+    b: Operand<'_>,
     alpha: f32,
     threads: Threads,
 ) {
     if m == 0 || n == 0 {
         return;
     }
-    let last =
-        |rows: usize, cols: usize, rs: usize, cs: usize| (rows.max(1) - 1) * rs + (cols.max(1) - 1) * cs;
-    assert!(
-        k == 0 || (last(m, k, a_rs, a_cs) < a.len() && last(k, n, b_rs, b_cs) < b.len()),
-        "operand too short"
-    );
-    assert!(last(m, n, stride, 1) < dst.len() && stride >= n, "destination too short");
+    assert!(k == 0 || (a.holds(m, k) && b.holds(k, n)), "operand too short");
+    assert!((m - 1) * stride + n <= dst.len() && stride >= n, "destination too short");
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    if amx::pays(m, n, k)
+        && let Some(unit) = amx::Amx::here()
+    {
+        let a = amx::Source { data: a.data, outer: a.strides.0, inner: a.strides.1, is_bf16: a.is_bf16 };
+        let b = amx::Source { data: b.data, outer: b.strides.1, inner: b.strides.0, is_bf16: b.is_bf16 };
+        let parallel = threads == Threads::All;
+        return amx::product(unit, dst, stride, accumulate, (m, n, k), a, b, alpha, parallel);
+    }
+    general(dst, stride, accumulate, (m, n, k), a, b, alpha, threads);
+}
+
+/// The one call of the `gemm` crate. The shapes are checked.
+#[allow(clippy::too_many_arguments)]
+fn general(
+    dst: &mut [f32],
+    stride: usize,
+    accumulate: bool,
+    (m, n, k): (usize, usize, usize),
+    a: Operand<'_>,
+    b: Operand<'_>,
+    alpha: f32,
+    threads: Threads,
+) {
     let parallelism = match threads {
         Threads::One => Parallelism::None,
         Threads::All => Parallelism::Rayon(0),
     };
-    // SAFETY: the assertions above keep every access of the strided operands and of the destination inside their
+    // SAFETY: `raw`'s assertions keep every access of the strided operands and of the destination inside their
     // slices; `dst` is borrowed mutably, so it overlaps neither operand, and its rows do not overlap each other.
     unsafe {
         gemm::gemm(
@@ -268,12 +313,12 @@ fn raw(
             1,
             stride as isize,
             accumulate,
-            a.as_ptr(),
-            a_cs as isize,
-            a_rs as isize,
-            b.as_ptr(),
-            b_cs as isize,
-            b_rs as isize,
+            a.data.as_ptr(),
+            a.strides.1 as isize,
+            a.strides.0 as isize,
+            b.data.as_ptr(),
+            b.strides.1 as isize,
+            b.strides.0 as isize,
             1.0,
             alpha,
             false,

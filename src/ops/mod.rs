@@ -12,6 +12,8 @@
 pub(crate) mod access;
 pub mod adamw;
 pub mod adamw_int8;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx;
 pub mod attention;
 pub mod cross_entropy;
 pub mod device;

@@ -27,7 +27,7 @@ use crate::optim::{MomentDtype, OptimizerOptions, Schedule, ScheduleKind};
 use crate::recipe::{self, Dtype, Recipe, SchedulerKind, StateDtype};
 use crate::strategy::{Kind, Ranks, Reducing, Slot};
 use crate::units;
-use crate::weights::{Entry, ModelFiles, StoredDtype};
+use crate::weights::{Entry, ModelFiles, StoredDtype, Written};
 
 /// What will run.
 #[derive(Debug)]
@@ -301,8 +301,11 @@ impl Plan {
         let tied = self.base.config.tie_word_embeddings && !adaptation.unties();
         Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: Part| match part {
             Part::Tensors(0) => write_adapter(folder, &config, tied, tensors, &initial, dtype),
-            Part::Tensors(_) => Ok(()),
-            Part::Rest => tokenizer.as_ref().map_or(Ok(()), |tokenizer| tokenizer.write(folder)),
+            Part::Tensors(_) => Ok(Vec::new()),
+            Part::Rest => {
+                let written = tokenizer.as_ref().map_or(Ok(()), |tokenizer| tokenizer.write(folder));
+                written.map(|()| Vec::new())
+            }
         })
     }
 
@@ -446,7 +449,7 @@ fn write_adapter(
     tensors: &[SnapshotTensor],
     initial: &BTreeMap<String, Factors>,
     dtype: StoredDtype,
-) -> Result<()> {
+) -> Result<Vec<Written>> {
     let mut values: BTreeMap<AdapterTensor, Cow<'_, [f32]>> = BTreeMap::new();
     for tensor in tensors {
         let AdapterPart { module, kind } = AdapterPart::of(&tensor.name)?;
@@ -472,11 +475,15 @@ fn write_adapter(
     adapter::write(folder, config, &list, dtype, |tensor, sink| match values.get(tensor) {
         Some(values) => sink.write_values(values),
         None => Err(Error::internal(format!("no values for {}", tensor.name()))),
-    })?;
-    Ok(())
+    })
 }
 
-fn write_tensors(parts: &hf::Parts, rank: usize, folder: &Path, tensors: &[SnapshotTensor]) -> Result<()> {
+fn write_tensors(
+    parts: &hf::Parts,
+    rank: usize,
+    folder: &Path,
+    tensors: &[SnapshotTensor],
+) -> Result<Vec<Written>> {
     let by_name: BTreeMap<&str, &SnapshotTensor> = tensors.iter().map(|t| (t.name.as_str(), t)).collect();
     parts.write(rank, folder, |entry, sink| match by_name.get(entry.name.as_str()) {
         Some(tensor) => sink.write_values(&tensor.values),

@@ -181,7 +181,7 @@ section! {
         save_steps: Option<u64> = None, AtLeast(1.0);
         /// Checkpoints kept.
         keep_last: usize = 2, AtLeast(1.0);
-        /// Write while training goes on, where one rank saves; several write together and wait for it.
+        /// Write while training goes on: each rank its share of the tensors as they were.
         async_save: bool = true;
         /// Type of the weights a run leaves; auto: the base's.
         output_dtype: Dtype = Dtype::Auto;

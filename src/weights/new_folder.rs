@@ -64,7 +64,12 @@ impl NewFolder {
 
 impl Drop for NewFolder {
     fn drop(&mut self) {
+        // Others may still write into it; under another name nothing of theirs comes in between.
+        let mut doomed = self.temporary.clone().into_os_string();
+        doomed.push("-removed");
         // After a commit there is nothing of that name; before it a failed removal changes nothing for the caller.
-        drop(std::fs::remove_dir_all(&self.temporary));
+        if std::fs::rename(&self.temporary, &doomed).is_ok() {
+            drop(std::fs::remove_dir_all(doomed));
+        }
     }
 }

@@ -7,6 +7,7 @@ mod bombs;
 mod encoding;
 mod golden_batches;
 mod golden_chat;
+mod ranks;
 mod sampling;
 mod shared_data;
 mod sources;

@@ -6,7 +6,7 @@ use finetune::data::{ChatTemplate, DataOptions, Dataset, Format, Tokenizer};
 
 use crate::{template, tokenizer};
 
-fn shared() -> Option<PathBuf> {
+pub(crate) fn shared() -> Option<PathBuf> {
     let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared");
     let folder = std::env::var_os("FINETUNE_SHARED").map_or_else(beside, PathBuf::from);
     if folder.join("data").is_dir() {

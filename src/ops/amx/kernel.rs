@@ -1,0 +1,244 @@
+//! The unit itself: eight registers of 16 rows of 64 bytes, and the loop that keeps it busy.
+//!
+//! A call multiplies 32 rows by 32 columns: four registers sum, two hold tiles of the left operand and two of the right
+//! one, so that each pair of parts (left part i, right part j) is four instructions between two loads.
+
+use std::arch::asm;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use super::Source;
+use super::pack::{self, Role, Tile};
+
+/// Rows and columns of a call: two tiles each.
+pub(super) const PAIR: usize = 32;
+
+/// Says that the unit is there and that this process may use it.
+#[derive(Clone, Copy)]
+pub(crate) struct Amx(());
+
+impl Amx {
+    /// None where the processor lacks it or the kernel does not give it.
+    pub(crate) fn here() -> Option<Amx> {
+        static HERE: OnceLock<bool> = OnceLock::new();
+        HERE.get_or_init(|| has_unit() && is_permitted()).then_some(Amx(()))
+    }
+
+    /// Sets the registers up on this thread until the result is dropped. One at a time on a thread.
+    pub(super) fn open(self) -> Unit {
+        let config = Config {
+            palette: 1,
+            start_row: 0,
+            zero: [0; 14],
+            bytes: [64; 8],
+            none: [0; 8],
+            rows: [16; 8],
+            last: [0; 8],
+        };
+        // SAFETY: the unit is there; the configuration is palette 1's with eight registers of 16 rows of 64 bytes.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly)) };
+        Unit(PhantomData)
+    }
+
+    /// [`pack::pack`].
+    pub(super) fn pack(
+        self,
+        tiles: &mut [Tile],
+        from: Source<'_>,
+        outer: Range<usize>,
+        inner: Range<usize>,
+        role: Role,
+    ) {
+        // SAFETY: a processor with the unit has AVX-512 (`has_unit`).
+        unsafe { pack::pack(tiles, from, outer, inner, role) }
+    }
+
+    /// `dst[i * stride + j] = [itself +] alpha · square[i][j]` for `i < height`, `j < width`.
+    pub(super) fn add(
+        self,
+        dst: &mut [f32],
+        stride: usize,
+        square: &Square,
+        (height, width): (usize, usize),
+        alpha: f32,
+        accumulate: bool,
+    ) {
+        for (dst, values) in dst.chunks_mut(stride).zip(&square.0).take(height) {
+            // SAFETY: as above.
+            unsafe { add_row(&mut dst[..width], &values[..width], alpha, accumulate) };
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f")]
+fn add_row(dst: &mut [f32], values: &[f32], alpha: f32, accumulate: bool) {
+    if accumulate {
+        dst.iter_mut().zip(values).for_each(|(dst, value)| *dst += alpha * value);
+    } else {
+        dst.iter_mut().zip(values).for_each(|(dst, value)| *dst = alpha * value);
+    }
+}
+
+fn has_unit() -> bool {
+    // Leaf 7: EDX bit 22 is AMX-BF16, bit 24 AMX-TILE.
+    let leaf = std::arch::x86_64::__cpuid_count(7, 0);
+    let both = (1 << 22) | (1 << 24);
+    leaf.edx & both == both && is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw")
+}
+
+/// Asks the kernel for the registers' state, for all threads of this process.
+fn is_permitted() -> bool {
+    /// `ARCH_REQ_XCOMP_PERM` of asm/prctl.h.
+    const ASK: libc::c_long = 0x1023;
+    /// `XFEATURE_XTILEDATA`.
+    const TILE_DATA: libc::c_long = 18;
+    // SAFETY: the call takes two numbers and touches no memory of ours; an old kernel answers with an error.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ASK, TILE_DATA) == 0 }
+}
+
+/// What `ldtilecfg` reads.
+#[repr(C, align(64))]
+struct Config {
+    palette: u8,
+    start_row: u8,
+    zero: [u8; 14],
+    bytes: [u16; 8],
+    none: [u16; 8],
+    rows: [u8; 8],
+    last: [u8; 8],
+}
+
+/// 32 × 32 sums.
+#[repr(C, align(64))]
+#[derive(Default)]
+pub(super) struct Square([[f32; PAIR]; PAIR]);
+
+/// The registers, set up on one thread.
+pub(super) struct Unit(PhantomData<*const ()>);
+
+impl Drop for Unit {
+    fn drop(&mut self) {
+        // SAFETY: sets the registers back to unused.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) };
+    }
+}
+
+macro_rules! load {
+    ($first:literal, $second:literal, $from:literal, $part:literal) => {
+        concat!(
+            "tileloadd tmm",
+            $first,
+            ", [{",
+            $from,
+            "} + {line} + 2048*",
+            $part,
+            "]\n",
+            "tileloadd tmm",
+            $second,
+            ", [{",
+            $from,
+            "} + {line} + 2048*",
+            $part,
+            " + 1024]\n",
+        )
+    };
+}
+
+/// Two left tiles from part `$part`.
+macro_rules! left {
+    ($part:literal) => {
+        load!("4", "5", "a", $part)
+    };
+}
+
+/// Two right tiles from part `$part`.
+macro_rules! right {
+    ($part:literal) => {
+        load!("6", "7", "b", $part)
+    };
+}
+
+/// A loop of `$steps` steps, each of the given loads with four multiplications after each line.
+macro_rules! square {
+    ($a:expr, $b:expr, $c:expr, $steps:expr, $a_parts:literal, $b_parts:literal, $($loads:expr),+) => {
+        asm!(
+            "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+            "2:",
+            $(
+                $loads,
+                "tdpbf16ps tmm0, tmm4, tmm6", "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm2, tmm5, tmm6", "tdpbf16ps tmm3, tmm5, tmm7",
+            )+
+            concat!("add {a}, 2048*", $a_parts), concat!("add {b}, 2048*", $b_parts),
+            "dec {steps}", "jnz 2b",
+            "mov {line:e}, 128",
+            "tilestored [{c} + {line}], tmm0", "tilestored [{c} + {line} + 64], tmm1",
+            "tilestored [{c} + {line} + 2048], tmm2", "tilestored [{c} + {line} + 2112], tmm3",
+            a = inout(reg) $a => _, b = inout(reg) $b => _, c = in(reg) $c, steps = inout(reg) $steps => _,
+            line = inout(reg) 64usize => _,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        )
+    };
+}
+
+impl Unit {
+    /// `square = left · right`, each as [`pack::pack`] lays it out, in `planes` parts. The smallest products come first.
+    pub(super) fn multiply(
+        &self,
+        left: &[Tile],
+        right: &[Tile],
+        planes: (usize, usize),
+        square: &mut Square,
+    ) {
+        let steps = left.len() / (2 * planes.0);
+        assert!(steps > 0 && left.len() == steps * 2 * planes.0 && right.len() == steps * 2 * planes.1);
+        let (a, b, c) = (left.as_ptr(), right.as_ptr(), square.0.as_mut_ptr());
+        // SAFETY: the registers are set up on this thread, which `self` cannot leave. Each step reads 2 · planes tiles
+        // of each operand, as many as the assertion says there are; `square` is 32 rows of 128 bytes.
+        unsafe {
+            match planes {
+                (3, 3) => square!(
+                    a,
+                    b,
+                    c,
+                    steps,
+                    "3",
+                    "3",
+                    concat!(left!("0"), right!("2")),
+                    right!("1"),
+                    left!("1"),
+                    right!("0"),
+                    left!("2"),
+                    left!("0")
+                ),
+                (3, 1) => square!(
+                    a,
+                    b,
+                    c,
+                    steps,
+                    "3",
+                    "1",
+                    concat!(left!("2"), right!("0")),
+                    left!("1"),
+                    left!("0")
+                ),
+                (1, 3) => square!(
+                    a,
+                    b,
+                    c,
+                    steps,
+                    "1",
+                    "3",
+                    concat!(left!("0"), right!("2")),
+                    right!("1"),
+                    right!("0")
+                ),
+                (1, 1) => square!(a, b, c, steps, "1", "1", concat!(left!("0"), right!("0"))),
+                _ => unreachable!("a value is one part or three"),
+            }
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! Operands as the unit reads them: tiles of 16 rows of 32 bf16 numbers, for each part of the values.
+
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+use super::Source;
+
+/// Inner elements of a tile.
+pub(super) const STEP: usize = 32;
+/// Outer elements of a tile, and values in a register.
+const LANES: usize = 16;
+
+/// 16 rows of 16 pairs of bf16 numbers.
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+pub(super) struct Tile([[u32; LANES]; LANES]);
+
+impl Tile {
+    pub(super) const ZERO: Tile = Tile([[0; LANES]; LANES]);
+}
+
+/// A left tile has a row for each outer element, a right one for each pair of inner elements.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Role {
+    Left,
+    Right,
+}
+
+/// Fills `tiles` with up to 32 outer elements, step by step; in a step part by part, two tiles each. Zeros where there is nothing.
+#[target_feature(enable = "avx512f,avx512bw")]
+pub(super) fn pack(
+    tiles: &mut [Tile],
+    from: Source<'_>,
+    outer: Range<usize>,
+    inner: Range<usize>,
+    role: Role,
+) {
+    match from.is_bf16 {
+        true => pack_parts::<1>(tiles, from, outer, inner, role),
+        false => pack_parts::<3>(tiles, from, outer, inner, role),
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn pack_parts<const PARTS: usize>(
+    tiles: &mut [Tile],
+    from: Source<'_>,
+    outer: Range<usize>,
+    inner: Range<usize>,
+    role: Role,
+) {
+    if outer.len() < 2 * LANES || !inner.len().is_multiple_of(STEP) {
+        tiles.fill(Tile::ZERO);
+    }
+    if from.outer == 1 {
+        pairs::<PARTS>(tiles, from, outer, inner);
+    } else {
+        rows::<PARTS>(tiles, from, outer, inner);
+    }
+    // `rows` leaves a line for each outer element, `pairs` one for each pair of inner ones.
+    if (from.outer == 1) == (role == Role::Left) {
+        for tile in tiles {
+            transpose(tile);
+        }
+    }
+}
+
+/// Line i of a tile becomes the inner elements of an outer element. Goes along each row in memory: in the order of
+/// tiles, every few bytes would wait for another page.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn rows<const PARTS: usize>(tiles: &mut [Tile], from: Source<'_>, outer: Range<usize>, inner: Range<usize>) {
+    // The upper half of each of 32 lanes.
+    let upper = _mm512_set_epi16(
+        63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15,
+        13, 11, 9, 7, 5, 3, 1,
+    );
+    for (i, o) in outer.enumerate() {
+        let row = &from.data[o * from.outer + inner.start..][..inner.len()];
+        for (tiles, line) in tiles.chunks_exact_mut(2 * PARTS).zip(row.chunks(STEP)) {
+            let (first, second) = line.split_at(line.len().min(LANES));
+            let (mut x, mut y) = (load(first), load(second));
+            for part in 0..PARTS {
+                let (x0, y0) = (top(x, part + 1 < PARTS), top(y, part + 1 < PARTS));
+                let both = _mm512_permutex2var_epi16(_mm512_castps_si512(x0), upper, _mm512_castps_si512(y0));
+                put(&mut tiles[2 * part + i / LANES], i % LANES, both);
+                (x, y) = (_mm512_sub_ps(x, x0), _mm512_sub_ps(y, y0));
+            }
+        }
+    }
+}
+
+/// Line i of a tile becomes inner elements 2i and 2i + 1 of each outer element.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn pairs<'a, const PARTS: usize>(
+    tiles: &mut [Tile],
+    from: Source<'a>,
+    outer: Range<usize>,
+    inner: Range<usize>,
+) {
+    /// Rows whose elements are asked for ahead of their use.
+    const AHEAD: usize = 16;
+    let at = |k: usize| match k < inner.end {
+        true => &from.data[k * from.inner + outer.start..][..outer.len()],
+        false => &[],
+    };
+    for (tiles, first) in tiles.chunks_exact_mut(2 * PARTS).zip(inner.clone().step_by(STEP)) {
+        for (i, k) in (first..(first + STEP).min(inner.end)).step_by(2).enumerate() {
+            let (even, odd) = (at(k), at(k + 1));
+            for next in [at(k + AHEAD), at(k + AHEAD + 1)] {
+                for line in next.chunks(LANES) {
+                    _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast());
+                }
+            }
+            for half in 0..2 {
+                // The rows are empty past the end.
+                let values = |row: &'a [f32]| row.get(half * LANES..).unwrap_or(&[]);
+                let (mut x, mut y) = (load(values(even)), load(values(odd)));
+                for part in 0..PARTS {
+                    let (x0, y0) = (top(x, part + 1 < PARTS), top(y, part + 1 < PARTS));
+                    let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(x0));
+                    let both = _mm512_or_si512(low, _mm512_castps_si512(y0));
+                    put(&mut tiles[2 * part + half], i, both);
+                    (x, y) = (_mm512_sub_ps(x, x0), _mm512_sub_ps(y, y0));
+                }
+            }
+        }
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn put(tile: &mut Tile, line: usize, values: __m512i) {
+    // SAFETY: a line is 64 bytes.
+    unsafe { _mm512_store_si512(tile.0[line].as_mut_ptr().cast(), values) };
+}
+
+/// The first 16 values; zeros where there are fewer.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load(values: &[f32]) -> __m512 {
+    let there = ((1u32 << values.len().min(LANES)) - 1) as __mmask16;
+    // SAFETY: lanes that are not there are not read.
+    unsafe { _mm512_maskz_loadu_ps(there, values.as_ptr()) }
+}
+
+/// The bf16 number nearest to `x` (ties away from zero), or what `x` begins with: the last part has no more bits than that.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn top(x: __m512, round: bool) -> __m512 {
+    let bits = _mm512_castps_si512(x);
+    let bits = if round { _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000)) } else { bits };
+    _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(0xffff_0000u32 as i32)))
+}
+
+/// Lane j of line i becomes lane i of line j.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn transpose(tile: &mut Tile) {
+    let mut lines = [_mm512_setzero_si512(); LANES];
+    for (line, row) in lines.iter_mut().zip(&tile.0) {
+        // SAFETY: a row is 64 bytes.
+        *line = unsafe { _mm512_load_si512(row.as_ptr().cast()) };
+    }
+    let mut a = lines;
+    for i in (0..LANES).step_by(2) {
+        a[i] = _mm512_unpacklo_epi32(lines[i], lines[i + 1]);
+        a[i + 1] = _mm512_unpackhi_epi32(lines[i], lines[i + 1]);
+    }
+    // Within each 128 bits of b[4i + c]: column 4·quarter + c of rows 4i..4i + 4.
+    let mut b = a;
+    for i in (0..LANES).step_by(4) {
+        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    for c in 0..4 {
+        let low =
+            [_mm512_shuffle_i32x4::<0x88>(b[c], b[4 + c]), _mm512_shuffle_i32x4::<0xdd>(b[c], b[4 + c])];
+        let high = [
+            _mm512_shuffle_i32x4::<0x88>(b[8 + c], b[12 + c]),
+            _mm512_shuffle_i32x4::<0xdd>(b[8 + c], b[12 + c]),
+        ];
+        for odd in 0..2 {
+            put(tile, 4 * odd + c, _mm512_shuffle_i32x4::<0x88>(low[odd], high[odd]));
+            put(tile, 4 * odd + 8 + c, _mm512_shuffle_i32x4::<0xdd>(low[odd], high[odd]));
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! A run of transformers + PEFT repeated through the binary, on any number of ranks, and held against the original.
+
+use std::path::{Path, PathBuf};
+
+use finetune::weights::ModelFiles;
+use serde_json::Value;
+
+/// How a golden run's steps are split.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Split {
+    pub(crate) ranks: usize,
+    pub(crate) strategy: &'static str,
+    /// Of hsdp.
+    pub(crate) shard_size: Option<usize>,
+}
+
+pub(crate) const ONE_RANK: Split = Split { ranks: 1, strategy: "single", shard_size: None };
+
+pub(crate) fn golden() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
+}
+
+/// The objects of metrics.jsonl that have `key`.
+pub(crate) fn metrics(output: &Path, key: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(output.join("metrics.jsonl")).unwrap();
+    text.lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap())
+        .filter(|v| v.get(key).is_some())
+        .collect()
+}
+
+pub(crate) fn number(value: &Value, key: &str) -> f64 {
+    value[key].as_f64().unwrap_or_else(|| panic!("no {key} in {value}"))
+}
+
+fn trajectory(folder: &Path) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(folder.join("trajectory.json")).unwrap()).unwrap()
+}
+
+/// Rows in a micro-batch and micro-batches of a rank, where `ranks` take the rows of a golden step in equal numbers.
+fn cut(run: &Value, ranks: usize) -> (u64, u64) {
+    let (rows, turns) = (run["micro_batch"].as_u64().unwrap(), run["accum"].as_u64().unwrap());
+    let ranks = ranks as u64;
+    assert!((rows * turns).is_multiple_of(ranks), "{} rows over {ranks} ranks", rows * turns);
+    // Whole micro-batches where they go round, else single rows.
+    if turns.is_multiple_of(ranks) { (rows, turns / ranks) } else { (1, rows * turns / ranks) }
+}
+
+/// The flags that repeat a golden run.
+fn flags(trajectory: &Value, folder: &Path, output: &Path, split: Split) -> Vec<String> {
+    let run = &trajectory["run"];
+    let model = golden().join("models").join(run["model"].as_str().unwrap());
+    let mut flags = vec![
+        "--model".to_owned(),
+        model.display().to_string(),
+        "--dataset".into(),
+        golden().join("data/sft_messages.jsonl").display().to_string(),
+        "--output".into(),
+        output.display().to_string(),
+    ];
+    if split.ranks > 1 {
+        flags.extend(["--ranks".to_owned(), split.ranks.to_string()]);
+    }
+    let mut set = |key: &str, value: String| flags.extend(["--set".to_owned(), format!("{key}={value}")]);
+    let (rows, turns) = cut(run, split.ranks);
+    set("parallel.strategy", split.strategy.into());
+    if let Some(size) = split.shard_size {
+        set("parallel.shard_size", size.to_string());
+    }
+    set("data.shuffle", "false".into());
+    set("data.packing", "false".into());
+    set("data.max_seq_len", run["max_len"].to_string());
+    set("train.max_steps", run["steps"].to_string());
+    set("train.micro_batch_size", rows.to_string());
+    set("train.gradient_accumulation_steps", turns.to_string());
+    set("train.max_grad_norm", run["clip"].to_string());
+    set("optimizer.learning_rate", run["lr"].to_string());
+    set("optimizer.weight_decay", run["weight_decay"].to_string());
+    set("optimizer.betas", run["betas"].to_string());
+    set("optimizer.eps", run["eps"].to_string());
+    set("scheduler.kind", run["schedule"].to_string());
+    set("scheduler.warmup_steps", run["warmup"].to_string());
+    if let Some(kind) = run["quant"].as_str() {
+        set("quantization.kind", format!("{kind:?}"));
+        set("quantization.double_quant", run["double_quant"].to_string());
+    }
+    if run["method"] != "full" {
+        set("adapter.path", format!("{:?}", folder.join("adapter_step0").display().to_string()));
+    }
+    flags
+}
+
+/// Largest absolute difference of all tensors of two models or adapters with the same names.
+fn weights_difference(ours: &ModelFiles, theirs: &ModelFiles) -> f32 {
+    assert_eq!(ours.names().collect::<Vec<_>>(), theirs.names().collect::<Vec<_>>());
+    let mut largest = 0f32;
+    for (name, info) in theirs.tensors() {
+        let read = |files: &ModelFiles| {
+            let mut values = vec![0f32; info.elements()];
+            files.read_f32(name, &mut values).unwrap();
+            values
+        };
+        assert_eq!(ours.info(name).unwrap().shape, info.shape, "{name}");
+        let pairs = read(ours).into_iter().zip(read(theirs));
+        largest = pairs.map(|(a, b)| (a - b).abs()).fold(largest, f32::max);
+    }
+    largest
+}
+
+/// The golden run `name`, split so, step by step and in its final weights.
+pub(crate) fn follows(name: &str, split: Split) {
+    let folder = golden().join("train").join(name);
+    let trajectory = trajectory(&folder);
+    let place = tempfile::tempdir().unwrap();
+    let output = place.path().join("out");
+    let mut command = assert_cmd::Command::cargo_bin("finetune").unwrap();
+    command.env("HF_HUB_OFFLINE", "1").args(flags(&trajectory, &folder, &output, split));
+    let done = command.output().unwrap();
+    let name = format!("{name}, {split:?}");
+    assert!(done.status.success(), "{name}\n{}", String::from_utf8_lossy(&done.stderr));
+    let wanted = trajectory["steps"].as_array().unwrap();
+    let steps = metrics(&output, "loss");
+    assert_eq!(steps.len(), wanted.len());
+    for (ours, theirs) in steps.iter().zip(wanted) {
+        let relative = |key: &str, reference: &str| {
+            let wanted = number(theirs, reference);
+            (number(ours, key) - wanted).abs() / wanted.abs().max(1e-30)
+        };
+        let step = &theirs["step"];
+        assert!(relative("loss", "loss_f64") < 2e-5, "{name} step {step}: {ours} {theirs}");
+        assert!(relative("grad_norm", "grad_norm_f64") < 2e-4, "{name} step {step}: {ours} {theirs}");
+        let rate = (number(ours, "learning_rate") - number(theirs, "lr")).abs();
+        assert!(rate < 1e-9, "{name} step {step}: {ours} {theirs}");
+    }
+    let (ours, theirs) = match trajectory["run"]["method"] != "full" {
+        true => {
+            let open = |folder: &Path| ModelFiles::open_file(&folder.join("adapter_model.safetensors"));
+            (open(&output).unwrap(), open(&folder.join("adapter_final")).unwrap())
+        }
+        // Several ranks leave several files.
+        false => (
+            ModelFiles::open(&output).unwrap(),
+            ModelFiles::open_file(&folder.join("final/model.safetensors")).unwrap(),
+        ),
+    };
+    let difference = weights_difference(&ours, &theirs);
+    assert!(difference < 1e-4, "{name}: final weights differ by {difference}");
+}
