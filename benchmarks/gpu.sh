@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What a machine with an NVIDIA GPU is asked once it has the binary: every op against its reference, the golden trajectories,
-# and LoRA on a Qwen3-0.6B shape beside PEFT. Needs Python 3, no Rust and no network; under nine minutes.
+# two ranks on the one GPU over NCCL (two processes, see two_ranks.py) beside one rank, and LoRA on a Qwen3-0.6B shape beside
+# PEFT. Needs Python 3, no Rust and no network; under thirteen minutes.
 #
 #     benchmarks/gpu.sh BINARY OUT_DIR
 #
@@ -44,15 +45,18 @@ part() {
 if [ -n "${GPU_SH_DRY:-}" ]; then
     device=(--device cpu --shape tiny --dtype f32 --seq 64 --micro-batch 2 --steps 4 --warmup 1)
     golden=()
+    shared=()
 else
     device=(--device cuda --shape 0.6b --dtype bf16 --seq 2048 --micro-batch 2 --accumulation 2 --steps 10 --warmup 3)
     golden=(--gpus 0)
+    shared=(--gpu 0)
     part facts 20 nvidia-smi
 fi
 part libraries 20 ldd "$binary"
 part doctor 30 "$binary" doctor
 part selftest 90 "$binary" doctor --selftest
 part golden 120 "$python" "$here/golden.py" --binary "$binary" --timeout 30 ${golden[@]+"${golden[@]}"}
+part two_ranks 200 "$python" "$here/two_ranks.py" --binary "$binary" --timeout 40 ${shared[@]+"${shared[@]}"}
 part lora 250 "$python" "$here/side_by_side.py" --binary "$binary" --mode lora "${device[@]}" --timeout 120
 
 exec "$python" "$here/collect.py" --binary "$binary" --python "$python" --parts "$out/parts" --out "$out/gpu.json"

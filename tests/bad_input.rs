@@ -193,6 +193,21 @@ fn ranks_and_strategies_that_do_not_fit() {
       caused by: groups of 2 do not divide 3 ranks
     hint: give a divisor of the number of ranks
     ");
+    let several = ["--ranks", "2", "--world-size", "4", "--rank", "0", "--master-addr", "127.0.0.1"];
+    assert_snapshot!(no_run(&place, &several), @"
+    exit 1
+    error: cannot train over several processes
+      caused by: there are 4 ranks, by --world-size and --rank
+      caused by: each process holds 2; accepted on CPUs: one rank in each process
+    hint: start more processes, and leave out `--ranks`
+    ");
+    let bench = ["bench", "scaling", "--model", "model", "--dataset", "rows.jsonl", "--recipe", "lora"];
+    assert_snapshot!(refused(&place, &[&bench[..], &["--gpus", "0,1", "--ranks", "1,4"]].concat()), @"
+    exit 1
+    error: cannot measure 4 ranks
+      caused by: `--gpus` names 2; each rank needs one of its own
+    hint: name more with `--gpus`, or give smaller numbers with `--ranks`
+    ");
     if finetune::collective::CONNECTS_PROCESSES {
         return;
     }
@@ -200,7 +215,7 @@ fn ranks_and_strategies_that_do_not_fit() {
     exit 1
     error: cannot train over several processes
       caused by: there are 2 ranks, by --world-size and --rank
-      caused by: this binary was built without MPI, which carries what ranks say between processes
+      caused by: this binary was built without MPI, which carries what ranks say between processes on CPUs
     hint: build it with `cargo build --release --features mpi`; on one host, `--ranks N` needs neither
     ");
     assert_snapshot!(no_run(&place, &["--set", "parallel.strategy=fsdp"]), @r#"
@@ -314,13 +329,13 @@ fn gpus_that_are_not_there() {
           caused by: this binary was built for the CPU alone
         hint: build it with `cargo build --release --features cuda`, or leave out `--gpus`
         ");
+        assert_snapshot!(no_run(&place, &["--gpus", "2,3"]), @"
+        exit 1
+        error: cannot use GPU 2
+          caused by: this binary was built for the CPU alone
+        hint: build it with `cargo build --release --features cuda`, or leave out `--gpus`
+        ");
     }
-    assert_snapshot!(no_run(&place, &["--gpus", "0,1"]), @"
-    exit 1
-    error: cannot train on 2 GPUs in this version
-      caused by: accepted now: one
-    hint: give one number, such as `--gpus 0`; `--ranks N` trains on the CPU with N ranks
-    ");
 }
 
 // The model's folder.

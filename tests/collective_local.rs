@@ -6,7 +6,7 @@
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use finetune::collective::local::{Fault, FaultKind, Local, World, run_ranks};
 use finetune::collective::{Call, Collective, Element, Memory, Op, Phase};
@@ -15,6 +15,9 @@ use half::bf16;
 use proptest::prelude::*;
 
 const HANG: Duration = Duration::from_secs(240);
+
+/// How long survivors may be at work after a rank has failed.
+const PROMISE: Duration = Duration::from_secs(5);
 
 /// Runs `test` and fails if it hangs.
 fn within<T: Send + 'static>(test: impl FnOnce() -> T + Send + 'static) -> T {
@@ -603,10 +606,30 @@ fn step(end: &Local, shard: &Local, replicas: &Local) -> Result<()> {
 }
 
 /// Runs two steps with a fault; gives the survivors' errors beside the run's.
+/// A survivor that is still at work this long after the failure fails the test: the promise to whoever starts runs.
 fn struck(size: usize, fault: Fault) -> (Vec<(usize, Error)>, Error) {
-    within(move || {
+    /// Tells when a rank is done, also with a panic.
+    struct Done(mpsc::Sender<usize>, usize);
+    impl Drop for Done {
+        fn drop(&mut self) {
+            // Nobody listens once the promise was broken.
+            let _ = self.0.send(self.1);
+        }
+    }
+    let (tell, ended) = mpsc::channel();
+    let watch = std::thread::spawn(move || {
+        let mut failed = None;
+        for _ in 0..size {
+            let left = failed.map_or(HANG, |at: Instant| PROMISE.saturating_sub(at.elapsed()));
+            ended.recv_timeout(left).map_err(|_| "a survivor is still at work")?;
+            failed.get_or_insert_with(Instant::now);
+        }
+        Ok::<_, &str>(())
+    });
+    let outcome = within(move || {
         let (send, receive) = mpsc::channel();
         let run = |end: Local| {
+            let _done = Done(tell.clone(), end.rank());
             let shard = end.subgroup(end.rank() / 2)?;
             let replicas = end.subgroup(end.rank() % 2)?;
             let result = (0..2).try_for_each(|_| step(&end, &shard, &replicas));
@@ -617,7 +640,9 @@ fn struck(size: usize, fault: Fault) -> (Vec<(usize, Error)>, Error) {
         };
         let error = run_ranks(World::new(size).with_fault(fault).ends(), run).unwrap_err();
         (receive.try_iter().filter(|(rank, _)| *rank != fault.rank).collect(), error)
-    })
+    });
+    watch.join().unwrap().unwrap_or_else(|why| panic!("{fault}: {why} after {} s", PROMISE.as_secs()));
+    outcome
 }
 
 #[test]
@@ -687,7 +712,7 @@ fn the_error_of_a_run_is_that_of_the_rank_that_failed() {
     assert_eq!(error.kind().exit_code(), 4);
     assert_eq!(
         error.to_string(),
-        "error: rank 1 failed in phase loss\n  caused by: the loss is NaN\n  caused by: step 3\nhint: lower it"
+        "error: rank 1 failed in phase loss\n  caused by: the loss is NaN\n  caused by: step 3\n  caused by: rank 1: it had made no call\nhint: lower it"
     );
 }
 

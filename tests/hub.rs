@@ -684,6 +684,41 @@ fn several_at_once_download_once() {
     assert_eq!(world.hub.count("GET /ada/tiny/resolve"), 3);
 }
 
+/// What the ranks of a host do when a launcher starts them at once: the first one downloads, the others wait for it.
+#[test]
+fn processes_started_at_once_download_each_file_once() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let mut repo = RepoDouble::model("ada/tiny");
+    let mut files = names(&golden.join("models/tiny-llama"));
+    files.retain(|name| name.ends_with(".json") || name.ends_with(".safetensors"));
+    for name in &files {
+        let bytes = std::fs::read(golden.join("models/tiny-llama").join(name)).unwrap();
+        repo = if name.ends_with(".json") { repo.file(name, bytes) } else { repo.lfs(name, bytes) };
+    }
+    let commit = repo.commit();
+    let world = World::new(vec![repo]);
+    let start = |_| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_finetune"));
+        command.args(["--model", "ada/tiny", "--recipe", "lora", "--dry-run", "--dataset"]);
+        command.arg(golden.join("data/sft_messages.jsonl"));
+        command.env("HF_ENDPOINT", world.hub.url()).env("HF_HUB_CACHE", world.cache.path().join("hub"));
+        for name in ["HF_HUB_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"] {
+            command.env_remove(name);
+        }
+        command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::piped()).spawn().unwrap()
+    };
+    let all: Vec<_> = (0..4).map(start).collect();
+    for process in all {
+        let done = process.wait_with_output().unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    }
+    for name in files {
+        let line = format!("GET /ada/tiny/resolve/{commit}/{name}");
+        assert_eq!(world.hub.count(&line), 1, "{name}: {:?}", world.hub.requests());
+    }
+    assert!(world.files().iter().all(|path| path.extension().is_none_or(|end| end != "part")));
+}
+
 #[test]
 fn no_hub_at_the_address() {
     let mut world = World::new(Vec::new());

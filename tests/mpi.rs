@@ -51,9 +51,17 @@ const SCENES: [Scene; 6] = [
         run: failure,
         deadline: Duration::from_secs(60),
         errors: [
-            &["rank 2 failed", "in phase save: no space left"],
-            &["rank 2 failed", "in phase save: no space left"],
-            &["rank 2 failed", "no space left"],
+            &[
+                "rank 2 failed in phase save",
+                "no space left",
+                "rank 2: its last call was call 0: split of ranks 0",
+            ],
+            &[
+                "rank 2 failed in phase save",
+                "no space left",
+                "rank 2: its last call was call 0: split of ranks 0",
+            ],
+            &["rank 2 failed in phase save", "no space left"],
         ],
     },
     Scene {

@@ -139,7 +139,7 @@ impl<T: DeviceRepr + Clone + Default + Send + Sync + 'static> Values<T> {
         let address = slice.device_ptr(stream).0 as usize;
         let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&slice) as _;
         // SAFETY: the slice is kept by its owner, and is read on the compute stream only.
-        let memory = unsafe { Memory::new(address, values.len(), element, owner) };
+        let memory = unsafe { Memory::on_gpu(address, values.len(), element, owner) };
         Values { slice, memory }
     }
 
@@ -157,6 +157,13 @@ fn values(nccl: &Nccl<Cuda>, stream: &Arc<CudaStream>) -> Result<()> {
     let loss = Values::new(stream, Element::F64, &[0.25, 0.5 * f64::from(own)]);
     nccl.all_reduce(call("loss", 0), &loss.memory)?;
     assert_eq!(loss.read(stream), [0.5, 1.5]);
+
+    let mut norms = [0.5, f64::from(own)];
+    let owner: Arc<dyn Any + Send + Sync> = Arc::new(());
+    // SAFETY: the values outlive the call.
+    let host = unsafe { Memory::new(norms.as_mut_ptr() as usize, 2, Element::F64, owner) };
+    nccl.all_reduce(call("norms", 0), &host)?;
+    assert_eq!(norms, [1.0, 3.0], "memory of the host");
 
     let full = Values::new(stream, Element::F32, &[own, own, 2.0 * own, 2.0 * own]);
     let shard = Values::new(stream, Element::F32, &[0.0_f32; 2]);

@@ -63,14 +63,17 @@ fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-#[test]
-fn processes_give_the_bytes_of_threads() {
+/// Compares what `ranks` processes leave with what as many threads of one process leave.
+fn same_bytes(ranks: usize, more: &[&str]) {
     let Some(mpirun) = mpirun() else { return };
     let place = tempfile::tempdir().unwrap();
     let [apart, together] = ["apart", "together"].map(|name| place.path().join(name));
-    let done = run(mpirun, &[(&[], line(&apart, &[])), (&[], line(&apart, &[]))]);
+    let apps: Vec<(&[&str], Vec<String>)> = (0..ranks).map(|_| (&[] as _, line(&apart, more))).collect();
+    let done = run(mpirun, &apps);
     assert!(done.status.success(), "{}", said(&done));
-    let one = Command::new(BINARY).args(line(&together, &["--ranks", "2"])).output().unwrap();
+    let threads = ranks.to_string();
+    let line = line(&together, &[more, &["--ranks", &threads]].concat());
+    let one = Command::new(BINARY).args(line).output().unwrap();
     assert!(one.status.success(), "{}", said(&one));
     let mut compared = 0;
     for folder in ["", "checkpoint-2"] {
@@ -83,7 +86,43 @@ fn processes_give_the_bytes_of_threads() {
             }
         }
     }
-    assert_eq!(compared, 2 + 4);
+    assert_eq!(compared, ranks + 2 * ranks);
+}
+
+#[test]
+fn processes_give_the_bytes_of_threads() {
+    same_bytes(2, &[]);
+}
+
+/// Sums over several groups are in the order of all ranks here too, in f32 and in bf16.
+#[test]
+fn groups_of_processes_give_the_bytes_of_threads() {
+    for dtype in ["f32", "bf16"] {
+        let reduce = format!("parallel.reduce_dtype={dtype}");
+        let hsdp = ["parallel.strategy=hsdp", "parallel.shard_size=2", "train.gradient_accumulation_steps=1"];
+        let sets: Vec<&str> = hsdp.iter().chain([&reduce.as_str()]).flat_map(|key| ["--set", key]).collect();
+        same_bytes(4, &sets);
+    }
+}
+
+/// A process that fails ends the others, and says itself who it is, where it was and what it called last.
+#[test]
+fn a_process_that_fails_names_rank_phase_and_last_call() {
+    for (fault, cause) in [("1:backward:2:error", "planted fault"), ("0:save:panic", "the thread panicked")] {
+        let Some(mpirun) = mpirun() else { return };
+        let place = tempfile::tempdir().unwrap();
+        let output = place.path().join("out");
+        let set = format!("FINETUNE_FAULT={fault}");
+        let environment = [set.as_str()];
+        let app = (&environment as &[&str], line(&output, &[]));
+        let done = run(mpirun, &[app.clone(), app]);
+        assert_eq!(done.status.code(), Some(75), "{fault}: {}", said(&done));
+        let (rank, phase) = (&fault[..1], if fault.contains("save") { "save" } else { "backward" });
+        let text = said(&done);
+        assert!(text.contains(&format!("error: rank {rank} failed in phase {phase}")), "{fault}: {text}");
+        assert!(text.contains(cause), "{fault}: {text}");
+        assert!(text.contains(&format!("rank {rank}: its last call was call ")), "{fault}: {text}");
+    }
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use clap::{Args, Subcommand};
 
-use super::{CommonArgs, RunArgs, find_recipe};
+use super::{CommonArgs, Gpus, RunArgs, find_recipe};
 use crate::error::Result;
 use crate::recipe::Layers;
 
@@ -19,7 +19,7 @@ pub struct BenchArgs {
 /// What can be measured.
 #[derive(Debug, Clone, Subcommand)]
 pub enum BenchVerb {
-    /// Tokens a second by ranks on the CPU, bytes sent beside the formula, time lost to communication
+    /// Tokens a second by ranks, bytes sent beside the formula, time lost to communication
     Scaling(ScalingArgs),
 }
 
@@ -32,6 +32,9 @@ pub struct ScalingArgs {
     /// Set one key of the recipe; wins over flags and recipe; may be repeated
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     pub set: Vec<String>,
+    /// Measure on these GPUs, a rank on each, instead of the CPU: the first ones of the list for fewer ranks
+    #[arg(long, value_name = "LIST")]
+    pub gpus: Option<Gpus>,
     /// The numbers of ranks to measure
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1, 2], value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: Vec<u16>,

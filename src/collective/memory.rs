@@ -31,18 +31,28 @@ impl Element {
     }
 }
 
+/// Whose memory it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Place {
+    /// The processor's: what every backend takes.
+    Host,
+    /// A GPU's, read and written on its streams: NCCL's alone.
+    Gpu,
+}
+
 /// A run of elements in host or device memory that stays where it is for as long as this value lives.
 #[derive(Clone)]
 pub struct Memory {
     address: usize,
     elements: usize,
     element: Element,
+    place: Place,
     /// Keeps the allocation (a tensor's storage).
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
 impl Memory {
-    /// Wraps `elements` elements at `address`.
+    /// Wraps `elements` elements at `address` in memory of the host.
     ///
     /// # Safety
     /// `owner` keeps the memory valid and in place, aligned for `element`; nothing else reads or writes it while a
@@ -53,7 +63,27 @@ impl Memory {
         element: Element,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Self {
-        Memory { address, elements, element, _owner: owner }
+        Memory { address, elements, element, place: Place::Host, _owner: owner }
+    }
+
+    /// Wraps `elements` elements at `address` in memory of a GPU.
+    ///
+    /// # Safety
+    /// As [`Memory::new`], in the order of the GPU's compute stream: what is put there before a collective is done
+    /// before it, and the memory is freed there.
+    #[cfg(any(feature = "cuda", test))]
+    pub unsafe fn on_gpu(
+        address: usize,
+        elements: usize,
+        element: Element,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Self {
+        Memory { address, elements, element, place: Place::Gpu, _owner: owner }
+    }
+
+    /// Whose memory it is.
+    pub fn place(&self) -> Place {
+        self.place
     }
 
     /// Where it begins.
@@ -87,6 +117,15 @@ pub(super) fn check_shard(call: Call, shard: &Memory, full: &Memory, ranks: usiz
     Err(Error::internal(what).because(format!("{shard:?}, {full:?}, {ranks} ranks")))
 }
 
+/// Refuses memory of a GPU, for backends that read and write it with the processor.
+pub(super) fn check_host(call: Call, memory: &Memory) -> Result<()> {
+    match memory.place {
+        Place::Host => Ok(()),
+        Place::Gpu => Err(Error::internal(format!("cannot move {} {}", call.what, call.index))
+            .because(format!("it is {memory:?}, and these ranks meet in the host's memory"))),
+    }
+}
+
 /// Refuses to add up bytes.
 pub(super) fn check_sum(call: Call, memory: &Memory) -> Result<()> {
     match memory.element {
@@ -98,6 +137,7 @@ pub(super) fn check_sum(call: Call, memory: &Memory) -> Result<()> {
 
 impl std::fmt::Debug for Memory {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} {:?} at {:#x}", self.elements, self.element, self.address)
+        let place = if self.place == Place::Gpu { " on a GPU" } else { "" };
+        write!(f, "{} {:?} at {:#x}{place}", self.elements, self.element, self.address)
     }
 }

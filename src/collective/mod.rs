@@ -17,33 +17,50 @@ mod memory;
 pub mod mpi;
 pub mod nccl;
 mod phase;
+mod planted;
 mod record;
 mod sum;
+mod threads;
 mod timed;
 mod traffic;
 
 pub use alone::Alone;
-pub use memory::{Element, Memory};
+pub use memory::{Element, Memory, Place};
 pub use phase::Phase;
+pub use planted::{Notice, Planted};
+pub use threads::Failed;
 pub use timed::{Clock, Timed};
 pub use traffic::{Op, Traffic};
 
+use std::any::Any;
 use std::sync::Arc;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
-/// Whether this build can connect the ranks of several processes.
+/// Whether this build can connect the ranks of several processes on CPUs. GPUs are connected by NCCL in every build that
+/// can use them.
 pub const CONNECTS_PROCESSES: bool = cfg!(feature = "mpi");
 
-/// This process's end of the group of all processes that a launcher started; one rank each.
+/// Runs `work` as the one rank of this process among those that a launcher started, on CPUs. `armed` gets what ends the
+/// rank's waits with a failure that was heard of elsewhere.
 ///
 /// # Errors
-/// This build has no MPI; MPI was started before or lacks threads.
-pub fn between_processes() -> Result<Arc<dyn Collective>> {
+/// The failure that came first; this build has no MPI.
+pub fn run_among_processes<T>(
+    armed: impl FnOnce(Box<dyn Fn(Error) + Send>),
+    work: impl FnOnce(Arc<dyn Collective>) -> Result<T>,
+) -> Result<T, Failed> {
     #[cfg(feature = "mpi")]
-    return Ok(Arc::new(mpi::Mpi::world(mpi::DEADLINE)?));
+    return mpi::run_rank(
+        mpi::DEADLINE,
+        |stop| armed(Box::new(move |cause| stop.raise(cause))),
+        |world| work(world),
+    );
     #[cfg(not(feature = "mpi"))]
-    Err(crate::error::Error::internal("this build has no MPI"))
+    {
+        drop((armed, work));
+        Err(Failed::heard(Error::internal("this build has no MPI")))
+    }
 }
 
 /// Names a call for people and for the check that all ranks make the same one: `("gradients of block", 3)`.
@@ -80,7 +97,9 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
     fn reduce_scatter(&self, call: Call, full: &Memory, shard: &Memory) -> Result<()>;
 
     /// As [`Collective::reduce_scatter`] in this group and then a sum of the shards over the ranks of `replicas`,
-    /// which hold the same shard of other groups. The in-process backend adds in ascending order of all ranks.
+    /// which hold the same shard of other groups. In-process and over MPI the additions are in ascending order of all ranks,
+    /// as one rank would make them; NCCL sums inside the groups first, `(x0 + x1) + (x2 + x3)`, and picks the order in each,
+    /// so there hsdp differs from one rank by the rounding of f32 sums.
     fn reduce_scatter_across(
         &self,
         call: Call,
@@ -109,8 +128,8 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
     /// The group of the ranks that give the same `color`, in ascending order of their rank here. All ranks call it.
     fn split(&self, color: usize) -> Result<Box<dyn Collective>>;
 
-    /// This end as the in-process backend's, which sums across groups in its own way.
-    fn as_local(&self) -> Option<&local::Local> {
+    /// This end as its backend's own type, for backends that sum across groups in a way of their own.
+    fn as_backend(&self) -> Option<&dyn Any> {
         None
     }
 

@@ -6,6 +6,7 @@
 use std::fmt;
 
 use super::{Call, Element, Op, Phase};
+use crate::error::{Error, Kind};
 
 /// Bytes of a record.
 pub(super) const RECORD_BYTES: usize = 64;
@@ -136,6 +137,39 @@ impl fmt::Display for Record {
             Some(phase) => write!(f, ", in phase {}", phase.name()),
             None => Ok(()),
         }
+    }
+}
+
+/// Where a rank was when it failed: what its peers and its own process say of it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Whereabouts {
+    pub(super) phase: Option<Phase>,
+    /// Over all its groups.
+    pub(super) last: Option<Record>,
+}
+
+impl Whereabouts {
+    /// `rank 2 failed in phase save`
+    fn what(&self, rank: usize) -> String {
+        let phase = self.phase.map_or(String::new(), |phase| format!(" in phase {}", phase.name()));
+        format!("rank {rank} failed{phase}")
+    }
+
+    fn last_call(&self, rank: usize) -> String {
+        match &self.last {
+            Some(record) => format!("rank {rank}: its last call was {record}"),
+            None => format!("rank {rank}: it had made no call"),
+        }
+    }
+
+    /// What the peers of `rank` get.
+    pub(super) fn news(&self, rank: usize, why: &str) -> Error {
+        Error::new(Kind::Transient, self.what(rank)).because(why).because(self.last_call(rank))
+    }
+
+    /// The rank's own error, of its own kind, with its place around it.
+    pub(super) fn around(&self, rank: usize, error: Error) -> Error {
+        error.during(self.what(rank)).because(self.last_call(rank))
     }
 }
 

@@ -36,6 +36,92 @@ pub(super) unsafe fn ascending(
     Ok(())
 }
 
+/// Adds `pieces` in order to the sums at `sums`, f32 for f32 and bf16, f64 for f64; `fresh`: they begin with the first piece.
+///
+/// # Errors
+/// As [`ascending`].
+///
+/// # Safety
+/// As [`ascending`]; the sums overlap no piece.
+#[cfg(feature = "mpi")]
+pub(super) unsafe fn go_on(
+    element: Element,
+    pieces: &[usize],
+    elements: usize,
+    sums: usize,
+    fresh: bool,
+) -> Result<()> {
+    // SAFETY: by this function's contract.
+    unsafe {
+        match element {
+            Element::F32 => add_to::<f32, f32>(pieces, elements, sums, fresh, |x| x),
+            Element::F64 => add_to::<f64, f64>(pieces, elements, sums, fresh, |x| x),
+            Element::Bf16 => add_to::<u16, f32>(pieces, elements, sums, fresh, widen),
+            Element::U8 => return Err(Error::internal("bytes are not added up")),
+        }
+    }
+    Ok(())
+}
+
+/// Rounds what [`go_on`] has added to elements at `out`.
+///
+/// # Errors
+/// As [`ascending`].
+///
+/// # Safety
+/// As [`go_on`]; `out` does not overlap the sums.
+#[cfg(feature = "mpi")]
+pub(super) unsafe fn rounded(element: Element, sums: usize, elements: usize, out: usize) -> Result<()> {
+    // SAFETY: by this function's contract.
+    unsafe {
+        match element {
+            Element::F32 => round_to::<f32, f32>(sums, elements, out, |x| x),
+            Element::F64 => round_to::<f64, f64>(sums, elements, out, |x| x),
+            Element::Bf16 => round_to::<f32, u16>(sums, elements, out, narrow),
+            Element::U8 => return Err(Error::internal("bytes are not added up")),
+        }
+    }
+    Ok(())
+}
+
+/// # Safety
+/// As [`rounded`], for sums of type `S` and elements of type `T`.
+#[cfg(feature = "mpi")]
+unsafe fn round_to<S: Copy, T>(sums: usize, elements: usize, out: usize, narrow: impl Fn(S) -> T) {
+    // SAFETY: by this function's contract.
+    let (sums, out) = unsafe {
+        (
+            from_raw_parts(with_exposed_provenance::<S>(sums), elements),
+            from_raw_parts_mut(with_exposed_provenance_mut::<T>(out), elements),
+        )
+    };
+    out.iter_mut().zip(sums).for_each(|(x, sum)| *x = narrow(*sum));
+}
+
+/// # Safety
+/// As [`go_on`], for elements of type `T` and sums of type `S`.
+#[cfg(feature = "mpi")]
+unsafe fn add_to<T: Copy, S: Copy + std::ops::AddAssign>(
+    pieces: &[usize],
+    elements: usize,
+    sums: usize,
+    fresh: bool,
+    widen: impl Fn(T) -> S,
+) {
+    // SAFETY: by this function's contract.
+    let sums = unsafe { from_raw_parts_mut(with_exposed_provenance_mut::<S>(sums), elements) };
+    for (place, piece) in pieces.iter().enumerate() {
+        // SAFETY: as above.
+        let piece = unsafe { from_raw_parts(with_exposed_provenance::<T>(*piece), elements) };
+        let each = sums.iter_mut().zip(piece);
+        if fresh && place == 0 {
+            each.for_each(|(sum, x)| *sum = widen(*x));
+        } else {
+            each.for_each(|(sum, x)| *sum += widen(*x));
+        }
+    }
+}
+
 /// Elements that are added at a time: 16 KiB of f32.
 const TILE: usize = 4096;
 

@@ -1,10 +1,10 @@
 //! An end whose waiting is measured: the time that communication takes from computing.
 
+use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::local::Local;
 use super::{Call, Collective, Memory, Phase, Ticket, Traffic};
 use crate::error::Result;
 
@@ -105,7 +105,7 @@ impl Collective for Timed {
         self.inner.abort(why);
     }
 
-    fn as_local(&self) -> Option<&Local> {
-        self.inner.as_local()
+    fn as_backend(&self) -> Option<&dyn Any> {
+        self.inner.as_backend()
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Each number of ranks trains the same recipe for some steps, every rank its own micro-batches (weak scaling). Efficiency is the
 //! speed of N ranks over N times that of the first number measured, by rank. Bytes are counted where they are sent and shown beside what the
-//! placement of parameters says they must be; exposed time is what the first rank spent inside collectives.
+//! placement of parameters says they must be; exposed time is what the first rank spent inside collectives: on GPUs, where
+//! calls return before their work, only where the host itself waits.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,8 +11,9 @@ use std::time::Duration;
 use candle_core::Device;
 use serde::Serialize;
 
-use super::{print, terminal};
+use super::{open_gpus, print, terminal};
 use crate::cli::{BenchArgs, BenchVerb, ScalingArgs};
+use crate::collective::nccl::{self, Alarm, Crew, Library};
 use crate::collective::{Collective, Timed, local};
 use crate::error::{Error, Result};
 use crate::ops::threads;
@@ -59,6 +61,7 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
     let recipe = Recipe::load(&args.layers(&super::working_folder()?)?)?;
     let finder = Finder::new(args.common.offline, &terminal)?;
     let most = args.ranks.iter().copied().max().map_or(1, usize::from);
+    let place = Place::open(args, most)?;
     let threads = args.threads.map_or_else(|| (threads::count() / most).max(1), usize::from);
     let mut all: Vec<Figures> = Vec::new();
     for ranks in args.ranks.iter().copied().map(usize::from) {
@@ -67,11 +70,10 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
         if ranks == 1 {
             (recipe.parallel.strategy, recipe.parallel.shard_size) = (Strategy::Single, None);
         }
-        let plan = Plan::resolve(recipe, &finder, Device::Cpu, ranks, None)?;
+        let plan = Plan::resolve(recipe, &finder, place.device(), ranks, None)?;
         terminal.line(plan.describe());
-        let seen = local::run_ranks(local::World::new(ranks).ends(), |end| {
-            threads::in_own_pool(threads, || steps(&plan, end))
-        })?;
+        let seen =
+            place.run(ranks, |end, device| threads::in_own_pool(threads, || steps(&plan, end, device)))?;
         let first = seen.into_iter().next().ok_or_else(|| Error::internal("no rank"))?;
         all.push(figures(&plan, ranks, threads, first, all.first()));
     }
@@ -79,10 +81,56 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
     if args.json { print(&format!("{}\n", json()?)) } else { print(&table(&all)) }
 }
 
-fn steps(plan: &Plan, end: impl Collective + 'static) -> Result<Seen> {
-    let timed = Timed::new(Arc::new(end));
+/// Where ranks run.
+enum Place {
+    Cpu,
+    /// A rank on each of the first ones; NCCL where there is more than one rank.
+    Gpus(Vec<Device>, Option<Arc<Library>>),
+}
+
+impl Place {
+    /// What `--gpus` names, for up to `most` ranks.
+    fn open(args: &ScalingArgs, most: usize) -> Result<Self> {
+        let Some(gpus) = &args.gpus else { return Ok(Place::Cpu) };
+        let count = gpus.0.len();
+        if most > count {
+            return Err(Error::user(format!("cannot measure {most} ranks"))
+                .because(format!("`--gpus` names {count}; each rank needs one of its own"))
+                .hint("name more with `--gpus`, or give smaller numbers with `--ranks`"));
+        }
+        let nccl = (most > 1).then(Library::open).transpose()?;
+        Ok(Place::Gpus(open_gpus(&gpus.0[..most])?, nccl))
+    }
+
+    fn device(&self) -> Device {
+        match self {
+            Place::Gpus(gpus, _) => gpus.first().cloned().unwrap_or(Device::Cpu),
+            Place::Cpu => Device::Cpu,
+        }
+    }
+
+    fn run(
+        &self,
+        ranks: usize,
+        rank: impl Fn(Arc<dyn Collective>, &Device) -> Result<Seen> + Sync,
+    ) -> Result<Vec<Seen>> {
+        match self {
+            Place::Gpus(gpus, Some(library)) if ranks > 1 => {
+                let id = library.unique_id()?;
+                let crew = Crew { id, first: 0, size: ranks, deadline: nccl::DEADLINE };
+                let work = |place: usize, end| rank(end, &gpus[place]);
+                let done = nccl::run_on_gpus(library, &crew, &gpus[..ranks], &Alarm::new(), work);
+                done.map_err(|failed| failed.error)
+            }
+            _ => local::run_ranks(local::World::new(ranks).ends(), |end| rank(Arc::new(end), &self.device())),
+        }
+    }
+}
+
+fn steps(plan: &Plan, end: Arc<dyn Collective>, device: &Device) -> Result<Seen> {
+    let timed = Timed::new(end);
     let (clock, size) = (timed.clock(), timed.size());
-    let mut trainer = plan.trainer(None, Arc::new(timed))?;
+    let mut trainer = plan.trainer(None, Arc::new(timed), device)?;
     let mut sampler = plan.sampler()?;
     let mut seen = Seen { secs: Vec::new(), tokens: 0, sent: 0, formula: 0, exposed: Duration::ZERO };
     while let Some(step) = sampler.next_step() {

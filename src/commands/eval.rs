@@ -29,7 +29,7 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let rows = Rows::new(tokenizer, &recipe.data, base.config.vocab_size)?;
     let (dataset, _) = rows.load(&recipe.data.train, Split::Eval, &finder)?;
     terminal.line(format!("data: {}", dataset.report()));
-    let options = EngineOptions::new(&recipe.model, open_device(None, false)?, recipe.train.seed)?;
+    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
     let engine = base.engine(adaptation.as_ref(), false, &options)?;
     let tokens = recipe.train.micro_batch_size * recipe.data.max_seq_len;
     let total = dataset.len();

@@ -49,7 +49,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
                 .hint("give one in a recipe (`data.chat_template`), or use `--prompt`")
         })?),
     };
-    let options = EngineOptions::new(&recipe.model, open_device(None, false)?, recipe.train.seed)?;
+    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
     let engine = base.engine(adaptation.as_ref(), false, &options)?;
     let generator = Generator { engine, tokenizer: &rows.tokenizer, args, terminal };
     match task {

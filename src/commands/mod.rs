@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::Device;
 
-use crate::cli::{Cli, CommonArgs, Gpus, TrainArgs, Verb};
+use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
 use crate::error::{Error, Kind, Result};
 use crate::ops::device::{self, DeviceChoice};
 use crate::recipe::RecipeText;
@@ -63,18 +63,14 @@ fn working_folder() -> Result<PathBuf> {
     std::env::current_dir().map_err(|e| Error::io("find", Path::new("the working folder"), &e))
 }
 
-/// The device of `--gpus`, or the CPU where that is settled; without the flag the first GPU, where this build and machine have one, else the CPU.
-fn open_device(gpus: Option<&Gpus>, on_cpu: bool) -> Result<Device> {
-    if on_cpu {
-        return Ok(Device::Cpu);
-    }
-    match gpus.map(|gpus| gpus.0.as_slice()) {
-        Some([gpu]) => device::open(DeviceChoice::Gpu(*gpu)),
-        Some(several) => Err(Error::user(format!("cannot train on {} GPUs in this version", several.len()))
-            .because("accepted now: one")
-            .hint("give one number, such as `--gpus 0`; `--ranks N` trains on the CPU with N ranks")),
-        None => device::open(device::preferred()?),
-    }
+/// The first GPU, where this build and machine have one, else the CPU.
+fn open_device() -> Result<Device> {
+    device::open(device::preferred()?)
+}
+
+/// GPUs by their numbers.
+fn open_gpus(numbers: &[usize]) -> Result<Vec<Device>> {
+    numbers.iter().map(|number| device::open(DeviceChoice::Gpu(*number))).collect()
 }
 
 /// Whether a training command runs the built-in recipe of this name.

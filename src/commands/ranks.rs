@@ -1,19 +1,33 @@
-//! Ranks: threads of this process, or one in each of several processes that a launcher started.
+//! The ranks of this process: threads, one for each of its GPUs or shares of its cores; where a launcher started several
+//! processes, those of all of them together.
+//!
+//! Ranks on GPUs talk over NCCL, in one process or many; ranks on CPUs through memory inside one process, over MPI between
+//! processes, one in each.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use candle_core::Device;
+
+use super::open_gpus;
 use crate::cli::TrainArgs;
 use crate::collective::control::{Control, Identity, Terms};
 use crate::collective::launch::{Flags, Launch};
-use crate::collective::{self, Collective, local};
+use crate::collective::local::Fault;
+use crate::collective::nccl::{self, Alarm, Crew, Library, UniqueId};
+use crate::collective::{self, Collective, Failed, Notice, Planted, local};
 use crate::error::{Context as _, Error, Result};
+use crate::ops::device::{self, DeviceChoice};
 use crate::ops::threads;
 use crate::plan::Plan;
 use crate::report::{Terminal, Verbosity};
 
 /// Plants a fault in a rank, as `1:backward:panic`: for tests of how runs end.
 const FAULT: &str = "FINETUNE_FAULT";
+
+/// How long a process that noticed the loss of a peer waits to hear by the control channel who failed and why.
+const HEARSAY: Duration = Duration::from_secs(2);
 
 /// Who the ranks are, by flags and environment.
 ///
@@ -29,7 +43,7 @@ pub(super) fn launch(args: &TrainArgs) -> Result<Launch> {
         master_port: args.processes.master_port,
     };
     let launch = Launch::detect(&flags, &|name| std::env::var_os(name))?;
-    if launch.master.is_none() {
+    if launch.master.is_none() || on_gpus(args)? {
         return Ok(launch);
     }
     let found = || {
@@ -37,82 +51,175 @@ pub(super) fn launch(args: &TrainArgs) -> Result<Launch> {
         Error::user("cannot train over several processes")
             .because(format!("there are {all} ranks, by {source}"))
     };
-    if gpus.is_some() {
-        return Err(found()
-            .because("GPUs of several processes are not connected in this version")
-            .hint("leave out `--gpus` to train on the CPUs"));
-    }
     if launch.ranks_here > 1 {
         return Err(found()
-            .because(format!("each process holds {}; accepted: one rank in each process", launch.ranks_here))
+            .because(format!(
+                "each process holds {}; accepted on CPUs: one rank in each process",
+                launch.ranks_here
+            ))
             .hint("start more processes, and leave out `--ranks`"));
     }
     if collective::CONNECTS_PROCESSES {
         Ok(launch)
     } else {
         Err(found()
-            .because("this binary was built without MPI, which carries what ranks say between processes")
+            .because("this binary was built without MPI, which carries what ranks say between processes on CPUs")
             .hint("build it with `cargo build --release --features mpi`; on one host, `--ranks N` needs neither"))
     }
 }
 
-/// Runs `rank` on every rank of this process and returns the failure that came first.
-pub(super) fn run(
-    launch: &Launch,
-    plan: &Plan,
-    rank: impl Fn(Arc<dyn Collective>) -> Result<()> + Sync,
-) -> Result<()> {
-    match launch.master {
-        None => in_this_process(launch.world_size, rank),
-        Some(_) => among_processes(launch, plan, rank),
+/// Whether the ranks are on GPUs: those that are named, else whatever this build and machine have unless `--ranks` asks
+/// for the CPU.
+fn on_gpus(args: &TrainArgs) -> Result<bool> {
+    Ok(match (&args.gpus, args.ranks) {
+        (Some(_), _) => true,
+        (None, Some(_)) => false,
+        (None, None) => device::preferred()? != DeviceChoice::Cpu,
+    })
+}
+
+/// The ranks of this process with what they compute on.
+pub(super) struct Ranks {
+    /// Who they are.
+    pub(super) launch: Launch,
+    /// A GPU for each of them, or the CPU for all.
+    devices: Vec<Device>,
+    /// What connects GPUs; none where there is nothing to connect, or CPUs.
+    nccl: Option<Arc<Library>>,
+}
+
+impl Ranks {
+    /// Opens the devices, and NCCL where several GPUs need it.
+    ///
+    /// # Errors
+    /// A GPU that is named is not there or cannot be opened; NCCL is missing or too old.
+    pub(super) fn open(launch: Launch, args: &TrainArgs) -> Result<Self> {
+        if !on_gpus(args)? {
+            return Ok(Ranks { launch, devices: vec![Device::Cpu], nccl: None });
+        }
+        let devices = match &args.gpus {
+            Some(gpus) => open_gpus(&gpus.0)?,
+            // One process for each GPU: its own is the one with its number on the host. Where the launcher shows each
+            // process its GPU alone, that is number 0; two on one GPU are refused by NCCL.
+            None => open_gpus(&[launch.local_rank % device::gpus()?.len().max(1)])?,
+        };
+        let nccl = (launch.world_size > 1).then(Library::open).transpose()?;
+        Ok(Ranks { launch, devices, nccl })
+    }
+
+    /// What to plan for.
+    pub(super) fn device(&self) -> Device {
+        self.devices.first().cloned().unwrap_or(Device::Cpu)
+    }
+
+    /// Runs `rank` on every rank of this process, with its end and its device, and returns the failure that came first.
+    pub(super) fn run(
+        &self,
+        plan: &Plan,
+        rank: impl Fn(Arc<dyn Collective>, &Device) -> Result<()> + Sync,
+    ) -> Result<()> {
+        let fault = match std::env::var(FAULT) {
+            Ok(text) => Some(text.parse().during(|| format!("cannot use {FAULT}"))?),
+            Err(_) => None,
+        };
+        let rank = |place: usize, world: Arc<dyn Collective>| {
+            let device = self.devices.get(place).unwrap_or(&Device::Cpu);
+            rank(with_fault(world, fault), device)
+        };
+        match (&self.launch.master, &self.nccl) {
+            (None, None) => on_cpu(self.launch.world_size, &rank),
+            (None, Some(library)) => {
+                let id = library.unique_id()?;
+                self.on_gpus(library, id, &Alarm::new(), &rank).map_err(|failed| failed.error)
+            }
+            (Some(_), library) => self.among_processes(plan, library.as_ref(), &rank),
+        }
+    }
+
+    fn on_gpus(
+        &self,
+        library: &Arc<Library>,
+        id: UniqueId,
+        alarm: &Arc<Alarm>,
+        rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync),
+    ) -> Result<(), Failed> {
+        let Launch { rank: first, world_size: size, .. } = self.launch;
+        let crew = Crew { id, first, size, deadline: nccl::DEADLINE };
+        let each = (threads::count() / self.devices.len()).max(1);
+        let work = |place, world| threads::in_own_pool(each, || rank(place, world));
+        nccl::run_on_gpus(library, &crew, &self.devices, alarm, work).map(drop)
+    }
+
+    /// Meets the other processes, which must be about to run the same, then trains among them.
+    fn among_processes(
+        &self,
+        plan: &Plan,
+        library: Option<&Arc<Library>>,
+        rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync),
+    ) -> Result<()> {
+        let mut terms = Terms::from_environment(&|name| std::env::var_os(name))?;
+        terms.notice = Arc::new(|text| Terminal::stderr(Verbosity::Normal).warn(text));
+        let control = Control::meet(&self.launch, &Identity::here(digests(plan, library)?), &terms)?;
+        let done = match library {
+            Some(library) => {
+                let id = control.broadcast("the NCCL id", || Ok(library.unique_id()?.0.to_vec()))?;
+                let id = <[u8; 128]>::try_from(id.as_slice())
+                    .map_err(|_| Error::internal(format!("the NCCL id came as {} bytes", id.len())))?;
+                let alarm = Alarm::new();
+                let stop = Arc::clone(&alarm);
+                control.on_failure(move |failure| drop(stop.raise(failure.clone().into())));
+                self.on_gpus(library, UniqueId(id), &alarm, rank)
+            }
+            None => {
+                let armed = |stop: Box<dyn Fn(Error) + Send>| {
+                    control.on_failure(move |failure| stop(failure.clone().into()));
+                };
+                let all = threads::count();
+                collective::run_among_processes(armed, |world| threads::in_own_pool(all, || rank(0, world)))
+            }
+        };
+        match done {
+            Ok(()) => control.leave(),
+            Err(failed) => Err(self.ended(&control, failed)),
+        }
+    }
+
+    /// Tells the other processes of a failure of this one's, or hears from them what it was.
+    fn ended(&self, control: &Control, failed: Failed) -> Error {
+        if let Some((rank, why)) = &failed.own {
+            control.fail(*rank, why);
+            return failed.error;
+        }
+        let begin = Instant::now();
+        while begin.elapsed() < HEARSAY {
+            if let Some(failure) = control.failure() {
+                return failure.into();
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        control.fail(self.launch.rank, failed.error.what());
+        failed.error
     }
 }
 
-fn in_this_process(ranks: usize, rank: impl Fn(Arc<dyn Collective>) -> Result<()> + Sync) -> Result<()> {
-    let mut world = local::World::new(ranks);
-    if let Ok(text) = std::env::var(FAULT) {
-        world = world.with_fault(text.parse().during(|| format!("cannot use {FAULT}"))?);
-    }
+/// `world` as it is, or with the fault that was planted.
+fn with_fault(world: Arc<dyn Collective>, fault: Option<Fault>) -> Arc<dyn Collective> {
+    let Some(fault) = fault else { return world };
+    let notice: Notice = Arc::new(|text| Terminal::stderr(Verbosity::Normal).warn(format!("{text} strikes")));
+    Arc::new(Planted::new(world, fault, &notice))
+}
+
+fn on_cpu(ranks: usize, rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync)) -> Result<()> {
     let each = (threads::count() / ranks).max(1);
-    local::run_ranks(world.ends(), |end| match ranks {
-        1 => rank(Arc::new(end)),
-        _ => threads::in_own_pool(each, || rank(Arc::new(end))),
+    local::run_ranks(local::World::new(ranks).ends(), |end| match ranks {
+        1 => rank(0, Arc::new(end)),
+        _ => threads::in_own_pool(each, || rank(0, Arc::new(end))),
     })?;
     Ok(())
 }
 
-/// Meets the other processes, which must be about to run the same, then trains as one rank of them.
-fn among_processes(
-    launch: &Launch,
-    plan: &Plan,
-    rank: impl Fn(Arc<dyn Collective>) -> Result<()> + Sync,
-) -> Result<()> {
-    let mut terms = Terms::from_environment(&|name| std::env::var_os(name))?;
-    terms.notice = Arc::new(|text| Terminal::stderr(Verbosity::Normal).warn(text));
-    let control = Control::meet(launch, &Identity::here(digests(plan)?), &terms)?;
-    let done = threads::in_own_pool(threads::count(), || {
-        let world = collective::between_processes()?;
-        let peers = Arc::downgrade(&world);
-        control.on_failure(move |failure| {
-            if let Some(world) = peers.upgrade() {
-                world.abort(&format!("rank {} on {}: {}", failure.rank, failure.host, failure.why));
-            }
-        });
-        let done = rank(Arc::clone(&world));
-        if let Err(error) = &done {
-            world.abort(error.what());
-        }
-        done
-    });
-    match &done {
-        Ok(()) => control.leave()?,
-        Err(error) => control.fail(launch.rank, error.what()),
-    }
-    done
-}
-
 /// What all processes must have alike.
-fn digests(plan: &Plan) -> Result<BTreeMap<String, String>> {
+fn digests(plan: &Plan, library: Option<&Arc<Library>>) -> Result<BTreeMap<String, String>> {
     let binary = std::env::current_exe()
         .map_err(|e| Error::internal("cannot find this binary").because(e.to_string()))?;
     let mut hasher = blake3::Hasher::new();
@@ -124,6 +231,9 @@ fn digests(plan: &Plan) -> Result<BTreeMap<String, String>> {
         ("plan".to_owned(), of(&plan.run_text())),
         ("data".to_owned(), plan.train.0.digest().to_hex().to_string()),
     ]);
+    if let Some(library) = library {
+        digests.insert("NCCL".to_owned(), of(&library.version().to_string()));
+    }
     if let Some(files) = &plan.base.files {
         digests.insert("model".to_owned(), files.fingerprint().to_hex().to_string());
     }

@@ -5,10 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
+use candle_core::Device;
+
+use super::ranks::{self, Ranks};
 use super::showcase::{self, Question};
-use super::{open_device, ranks, terminal};
+use super::terminal;
 use crate::checkpoint::{self, Part, Saved, Saver, SaverOptions, State, Writers};
 use crate::cli::TrainArgs;
+use crate::collective::launch::Launch;
 use crate::collective::{Call, Clock, Collective, Phase, Timed};
 use crate::data::{self, Batch};
 use crate::engine::{Reporter, Run, RunOptions, RunSummary, Trainer};
@@ -30,11 +34,11 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         _ => Terminal::stderr(Verbosity::Quiet),
     };
     let recipe = Recipe::load(&args.layers(&super::working_folder()?)?)?;
-    let on_cpu = args.ranks.is_some() || launch.master.is_some();
-    let device = open_device(args.gpus.as_ref(), on_cpu)?;
-    let resumed = if args.dry_run { None } else { prepare_output(args, launch.rank == 0, &terminal)? };
+    let ranks = Ranks::open(launch, args)?;
+    let Launch { rank: first_rank, world_size, .. } = ranks.launch;
+    let resumed = if args.dry_run { None } else { prepare_output(args, first_rank == 0, &terminal)? };
     let finder = Finder::new(args.common.offline, &terminal)?;
-    let mut plan = Plan::resolve(recipe, &finder, device, launch.world_size, resumed.as_ref())?;
+    let mut plan = Plan::resolve(recipe, &finder, ranks.device(), world_size, resumed.as_ref())?;
     say(&plan, &terminal);
     if args.dry_run {
         return terminal.data(plan.recipe.to_toml());
@@ -55,7 +59,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         terminal: &terminal,
         started,
     };
-    ranks::run(&launch, &plan, |world| run.rank(world))
+    ranks.run(&plan, |world, device| run.rank(world, device))
 }
 
 /// What all ranks share.
@@ -72,7 +76,7 @@ struct TrainRun<'a> {
 
 impl TrainRun<'_> {
     /// What one rank does; the first one speaks and writes for all.
-    fn rank(&self, world: Arc<dyn Collective>) -> Result<()> {
+    fn rank(&self, world: Arc<dyn Collective>, device: &Device) -> Result<()> {
         let timed = Timed::new(world);
         let clock = timed.clock();
         let world: Arc<dyn Collective> = Arc::new(timed);
@@ -81,7 +85,7 @@ impl TrainRun<'_> {
         world.enter(Phase::Meet)?;
         world.barrier(Call { what: "the start", index: 0 })?;
         world.enter(Phase::Load)?;
-        let mut trainer = self.load(Arc::clone(&world))?;
+        let mut trainer = self.load(Arc::clone(&world), device)?;
         if first {
             std::fs::create_dir_all(output).map_err(|e| Error::io("create", output, &e))?;
             write_text(&output.join("recipe.toml"), &plan.recipe.to_toml())?;
@@ -109,10 +113,10 @@ impl TrainRun<'_> {
         Ok(())
     }
 
-    fn load(&self, world: Arc<dyn Collective>) -> Result<Trainer> {
+    fn load(&self, world: Arc<dyn Collective>, device: &Device) -> Result<Trainer> {
         let first = world.rank() == 0;
         let loading = Instant::now();
-        let trainer = self.plan.trainer(self.resumed, world)?;
+        let trainer = self.plan.trainer(self.resumed, world, device)?;
         if let (Some(bytes), true) = (self.plan.bytes_read(), first) {
             let secs = loading.elapsed().as_secs_f64();
             let rate = units::bytes((bytes as f64 / secs.max(1e-9)) as u64);

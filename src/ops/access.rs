@@ -191,12 +191,38 @@ pub(crate) fn memory(tensor: &Tensor) -> Result<Memory> {
         Storage::Cpu(CpuStorage::BF16(values)) => (Element::Bf16, values.as_ptr() as usize),
         Storage::Cpu(CpuStorage::F32(values)) => (Element::F32, values.as_ptr() as usize),
         Storage::Cpu(CpuStorage::F64(values)) => (Element::F64, values.as_ptr() as usize),
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => return gpu_memory(tensor, storage, start..end),
         _ => return Err(mismatch(tensor, DType::F32)),
     };
     let address = base + start * element.bytes();
     // SAFETY: the clone keeps the storage alive, whose memory does not move; `start..end` lies inside it. That nothing
     // else touches it during a collective is the strategies' schedule.
     Ok(unsafe { Memory::new(address, end - start, element, Arc::new(tensor.clone())) })
+}
+
+/// As [`memory`], of a tensor on a GPU.
+#[cfg(feature = "cuda")]
+fn gpu_memory(
+    tensor: &Tensor,
+    storage: &candle_core::CudaStorage,
+    range: std::ops::Range<usize>,
+) -> Result<Memory> {
+    use candle_core::backend::BackendStorage;
+    use candle_core::cuda_backend::CudaStorageSlice as Slice;
+    use candle_core::cuda_backend::cudarc::driver::DevicePtr;
+    let stream = storage.device().cuda_stream();
+    let (element, base) = match &storage.slice {
+        Slice::U8(values) => (Element::U8, values.device_ptr(&stream).0),
+        Slice::BF16(values) => (Element::Bf16, values.device_ptr(&stream).0),
+        Slice::F32(values) => (Element::F32, values.device_ptr(&stream).0),
+        Slice::F64(values) => (Element::F64, values.device_ptr(&stream).0),
+        _ => return Err(mismatch(tensor, DType::F32)),
+    };
+    let address = base as usize + range.start * element.bytes();
+    // SAFETY: the clone keeps the storage alive, which candle works on and frees on its one stream of the device; the
+    // range lies inside it.
+    Ok(unsafe { Memory::on_gpu(address, range.len(), element, Arc::new(tensor.clone())) })
 }
 
 /// The first `len` values of `held`, which grows to hold them; what they are is for the caller to write.

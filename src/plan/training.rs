@@ -23,6 +23,7 @@ use crate::data::{Dataset, Sampler, SamplerOptions, Split};
 use crate::engine::{Deal, Recompute, Trainer, TrainerOptions};
 use crate::error::{Error, Result};
 use crate::export::hf;
+use crate::ops::threads::inside;
 use crate::optim::{MomentDtype, OptimizerOptions, Schedule, ScheduleKind};
 use crate::recipe::{self, Dtype, Recipe, SchedulerKind, StateDtype};
 use crate::strategy::{Kind, Offload, Ranks, Reducing, Slot};
@@ -160,11 +161,18 @@ impl Plan {
         Ok(())
     }
 
-    /// A rank's trainer with weights loaded; `resumed` is what [`Plan::resume`] was given. All ranks call it.
-    pub fn trainer(&self, resumed: Option<&Saved>, world: Arc<dyn Collective>) -> Result<Trainer> {
-        let engine = EngineOptions { ranks: Ranks::new(self.kind, world)?, ..self.engine.clone() };
+    /// A rank's trainer on its `device`, with weights loaded; `resumed` is what [`Plan::resume`] was given. All ranks call
+    /// it.
+    pub fn trainer(
+        &self,
+        resumed: Option<&Saved>,
+        world: Arc<dyn Collective>,
+        device: &Device,
+    ) -> Result<Trainer> {
+        let (ranks, device) = (Ranks::new(self.kind, world)?, device.clone());
+        let engine = EngineOptions { ranks, device, ..self.engine.clone() };
         let (engine, initial) =
-            self.base.load(self.adaptation.as_ref(), self.adaptation.is_none(), &engine)?;
+            inside(|| self.base.load(self.adaptation.as_ref(), self.adaptation.is_none(), &engine))?;
         self.initial.get_or_init(|| Arc::new(initial));
         let options = TrainerOptions {
             optimizer: OptimizerOptions {

@@ -26,6 +26,7 @@ mod run;
 mod shared;
 mod state;
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -310,7 +311,7 @@ impl Collective for Local {
         full: &Memory,
         shard: &Memory,
     ) -> Result<()> {
-        match replicas.as_local() {
+        match replicas.as_backend().and_then(|backend| backend.downcast_ref::<Local>()) {
             Some(local) if self.size > 1 && local.size > 1 => self.across(call, local, full, shard),
             // One of the two sums is none: the order is that of the other.
             _ => {
@@ -386,7 +387,7 @@ impl Collective for Local {
         Ok(Box::new(self.subgroup(color)?))
     }
 
-    fn as_local(&self) -> Option<&Local> {
+    fn as_backend(&self) -> Option<&dyn Any> {
         Some(self)
     }
 

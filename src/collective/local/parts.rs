@@ -41,6 +41,7 @@ pub(super) fn check_parts(
 }
 
 pub(super) fn check_aligned(call: Call, memory: &Memory) -> Result<()> {
+    memory::check_host(call, memory)?;
     if memory.address().is_multiple_of(memory.element().bytes()) {
         return Ok(());
     }

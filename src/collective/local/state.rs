@@ -225,6 +225,12 @@ impl State {
         Failure { rank, own: true, error }
     }
 
+    /// The own error of `rank`, which failed, with its place around it.
+    pub(super) fn around(&self, rank: usize, error: Error) -> Error {
+        let what = format!("rank {rank} failed{}", self.in_phase(rank));
+        error.during(what).because(format!("rank {rank}: {}", self.last_call(rank)))
+    }
+
     /// `rank` is gone while `waiter` waits for it.
     pub(super) fn left(&self, rank: usize, waiter: usize) -> Failure {
         let error = Error::new(Kind::Transient, format!("rank {rank} left{}", self.in_phase(rank)))

@@ -4,22 +4,27 @@
 //! match, a rank that failed and a rank that does not come are errors that name it. Then only messages between
 //! pairs move data: an own exchange instead of `MPI_Allreduce`, whose order of additions depends on the library and on
 //! the size. Each rank receives the N pieces of its part, adds them in ascending order of ranks (`super::sum`) and, for an
-//! all-reduce, sends the sum to all: the same bytes as a ring sends, the same bits as the in-process backend. In
-//! [`Collective::reduce_scatter_across`] the order is ascending inside each group and then across groups.
+//! all-reduce, sends the sum to all: the same bytes as a ring sends, the same bits as the in-process backend, also across
+//! the groups of hsdp (`across`).
 //!
 //! [`Mpi`]'s calls come from one thread, `abort` from any. A failed rank tells its peers and then exits without
 //! `MPI_Finalize`, which mpirun takes as the end of the job; `MPI_Abort` would add nothing but its own text.
 //! Gathers move while the library is inside any call (a property of MPI): they end at the latest in `finish`.
 
+mod across;
+mod run;
 mod wire;
 
+pub use run::{Stop, run_rank};
+
+use std::any::Any;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use self::wire::{Comm, TAG_DATA, TAG_RECORD, Transfer, Wire};
-use super::memory::{check_shard, check_sum};
+use super::memory::{check_host, check_shard, check_sum};
 use super::record::{Action, RECORD_BYTES, Record};
 use super::{Call, Collective, Memory, Op, Phase, Ticket, Traffic};
 use crate::error::{Error, Kind, Result};
@@ -71,7 +76,7 @@ impl Mpi {
     }
 
     fn record(&self, action: Action, call: Call) -> Record {
-        let phase = *self.wire.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        let phase = self.wire.place().phase;
         let mut state = self.state();
         state.sequence += 1;
         Record::new(state.sequence - 1, action, call, phase)
@@ -80,6 +85,7 @@ impl Mpi {
     /// The records of all ranks, which name the same call.
     fn agree(&self, own: &Record) -> Result<Vec<Record>> {
         self.wire.healthy()?;
+        self.wire.place.lock().unwrap_or_else(PoisonError::into_inner).last = Some(own.clone());
         let size = self.ranks.len();
         let mut scratch = vec![0_u64; size * RECORD_BYTES / 8];
         for (word, bytes) in scratch[self.rank * RECORD_BYTES / 8..].iter_mut().zip(own.encode().chunks(8)) {
@@ -201,6 +207,7 @@ impl Collective for Mpi {
 
     fn all_reduce(&self, call: Call, buffer: &Memory) -> Result<()> {
         check_sum(call, buffer)?;
+        check_host(call, buffer)?;
         let record = self.record(Action::Op(Op::AllReduce), call).moving(buffer.element(), buffer.elements());
         self.agree(&record)?;
         let place = self.part(buffer.elements(), self.rank).start * buffer.element().bytes();
@@ -212,6 +219,7 @@ impl Collective for Mpi {
 
     fn reduce_scatter(&self, call: Call, full: &Memory, shard: &Memory) -> Result<()> {
         check_sum(call, full)?;
+        check_host(call, full)?;
         check_shard(call, shard, full, self.ranks.len())?;
         let record = self.record(Action::Op(Op::ReduceScatter), call).moving(full.element(), full.elements());
         self.agree(&record)?;
@@ -220,8 +228,29 @@ impl Collective for Mpi {
         Ok(())
     }
 
+    fn reduce_scatter_across(
+        &self,
+        call: Call,
+        replicas: &dyn Collective,
+        full: &Memory,
+        shard: &Memory,
+    ) -> Result<()> {
+        let backend = replicas.as_backend().and_then(|backend| backend.downcast_ref::<Mpi>());
+        match backend {
+            Some(replicas) if self.size() > 1 && replicas.size() > 1 => {
+                self.across(call, replicas, full, shard)
+            }
+            // One of the two sums is none: the order is that of the other.
+            _ => {
+                self.reduce_scatter(call, full, shard)?;
+                replicas.all_reduce(call, shard)
+            }
+        }
+    }
+
     fn start_all_gather(&self, call: Call, shard: &Memory, full: &Memory) -> Result<Ticket> {
         check_shard(call, shard, full, self.ranks.len())?;
+        check_host(call, full)?;
         let record = self.record(Action::Op(Op::AllGather), call).moving(full.element(), full.elements());
         self.agree(&record)?;
         let place = full.address() + self.rank * shard.bytes();
@@ -257,6 +286,7 @@ impl Collective for Mpi {
         if root >= self.ranks.len() {
             return Err(Error::internal(format!("rank {root} of {} broadcasts", self.ranks.len())));
         }
+        check_host(call, buffer)?;
         let record = self.record(Action::Op(Op::Broadcast), call);
         let record = record.moving(buffer.element(), buffer.elements()).number(root);
         self.agree(&record)?;
@@ -293,21 +323,21 @@ impl Collective for Mpi {
         }))
     }
 
+    fn as_backend(&self) -> Option<&dyn Any> {
+        Some(self)
+    }
+
     fn traffic(&self) -> Traffic {
         self.state().traffic
     }
 
     fn enter(&self, phase: Phase) -> Result<()> {
-        *self.wire.phase.lock().unwrap_or_else(PoisonError::into_inner) = Some(phase);
+        self.wire.place.lock().unwrap_or_else(PoisonError::into_inner).phase = Some(phase);
         self.wire.healthy()
     }
 
     fn abort(&self, why: &str) {
-        let phase = *self.wire.phase.lock().unwrap_or_else(PoisonError::into_inner);
-        match phase {
-            Some(phase) => self.wire.raise(&format!("in phase {}: {why}", phase.name())),
-            None => self.wire.raise(why),
-        }
+        self.wire.raise(&self.wire.place().news(self.wire.rank, why));
     }
 }
 

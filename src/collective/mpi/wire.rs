@@ -17,7 +17,8 @@ use mpi::environment::Universe;
 use mpi::ffi;
 use mpi::traits::AsRaw;
 
-use crate::collective::{Memory, Phase};
+use crate::collective::Memory;
+use crate::collective::record::Whereabouts;
 use crate::error::{Error, Kind, Result};
 
 /// Tags of messages. A failure has its own communicator as well, so that no group's messages are in its way.
@@ -58,7 +59,7 @@ pub(super) struct Wire {
     raised: AtomicBool,
     /// A message was left behind: MPI must not be asked to end in order.
     abandoned: AtomicBool,
-    pub(super) phase: Mutex<Option<Phase>>,
+    pub(super) place: Mutex<Whereabouts>,
 }
 
 impl Wire {
@@ -96,7 +97,7 @@ impl Wire {
             failure: OnceLock::new(),
             raised: AtomicBool::new(false),
             abandoned: AtomicBool::new(false),
-            phase: Mutex::new(None),
+            place: Mutex::default(),
         })
     }
 
@@ -172,16 +173,25 @@ impl Wire {
         drop(lock);
         let end = reason.iter().position(|byte| *byte == 0).unwrap_or(reason.len());
         let reason = String::from_utf8_lossy(&reason[..end]).into_owned();
-        Err(self.fail(Error::new(Kind::Transient, format!("rank {source} failed")).because(reason)))
+        let mut lines = reason.lines();
+        let what = lines.next().map_or_else(|| format!("rank {source} failed"), ToOwned::to_owned);
+        Err(self.fail(lines.fold(Error::new(Kind::Transient, what), Error::because)))
+    }
+
+    /// Where this rank is.
+    pub(super) fn place(&self) -> Whereabouts {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Tells all ranks of the world that this one has failed.
-    pub(super) fn raise(&self, why: &str) {
+    pub(super) fn raise(&self, news: &Error) {
         if self.raised.swap(true, Ordering::SeqCst) {
             return;
         }
-        let own = Error::new(Kind::Transient, format!("rank {} failed", self.rank)).because(why);
-        self.fail(own);
+        self.fail(news.clone());
+        let lines: Vec<&str> =
+            std::iter::once(news.what()).chain(news.causes().iter().map(String::as_str)).collect();
+        let why = lines.join("\n");
         let mut reason = vec![0_u8; REASON_BYTES];
         let end = why.len().min(REASON_BYTES);
         reason[..end].copy_from_slice(&why.as_bytes()[..end]);

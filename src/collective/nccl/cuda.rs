@@ -3,11 +3,12 @@
 //! Compute is candle's own stream of the device. Memory that NCCL reads or writes there is freed by candle on that same
 //! stream, so after the work; the gather stream's memory is kept until compute follows its mark.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DriverError, PinnedHostSlice,
+    CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DriverError, PinnedHostSlice, result,
 };
 
 use super::device::{Device, Lane};
@@ -45,7 +46,7 @@ impl Cuda {
 /// Memory of the GPU with page-locked memory of the host.
 pub struct Scratch {
     address: usize,
-    device: CudaSlice<u8>,
+    _device: CudaSlice<u8>,
     host: PinnedHostSlice<u8>,
 }
 
@@ -86,7 +87,7 @@ impl Device for Cuda {
             let mut host = unsafe { self.context.alloc_pinned_with_flags::<u8>(bytes, 0) }?;
             host.as_mut_slice()?.fill(0);
             let address = device.device_ptr(&self.compute).0 as usize;
-            Ok(Scratch { address, device, host })
+            Ok(Scratch { address, _device: device, host })
         };
         make().map_err(|error| failed("cannot get memory for comparing calls", &error))
     }
@@ -95,22 +96,29 @@ impl Device for Cuda {
         scratch.address
     }
 
-    fn put(&self, scratch: &mut Scratch, bytes: &[u8]) -> Result<()> {
-        let Scratch { device, host, .. } = scratch;
-        let mut put = || {
-            host.as_mut_slice()?[..bytes.len()].copy_from_slice(bytes);
-            self.compute.memcpy_htod(&*host, device)
+    fn host<'a>(&self, scratch: &'a mut Scratch) -> Result<&'a mut [u8]> {
+        scratch.host.as_mut_slice().map_err(|error| failed("cannot reach page-locked memory", &error))
+    }
+
+    fn put(&self, scratch: &mut Scratch, range: Range<usize>) -> Result<()> {
+        let (to, stream) = (scratch.address + range.start, self.compute.cu_stream());
+        let copy = || {
+            self.context.bind_to_thread()?;
+            // SAFETY: both lie inside the scratch, which is not touched or freed before a mark after this is reached.
+            unsafe { result::memcpy_htod_async(to as u64, &scratch.host.as_slice()?[range], stream) }
         };
-        put().map_err(|error| failed("cannot copy to memory", &error))
+        copy().map_err(|error| failed("cannot copy to memory", &error))
     }
 
-    fn fetch(&self, scratch: &mut Scratch) -> Result<()> {
-        let Scratch { device, host, .. } = scratch;
-        self.compute.memcpy_dtoh(&*device, host).map_err(|error| failed("cannot copy from memory", &error))
-    }
-
-    fn fetched(&self, scratch: &Scratch) -> Result<Vec<u8>> {
-        let bytes = scratch.host.as_slice().map_err(|error| failed("cannot copy from memory", &error))?;
-        Ok(bytes.to_vec())
+    fn fetch(&self, scratch: &mut Scratch, range: Range<usize>) -> Result<()> {
+        let (from, stream) = (scratch.address + range.start, self.compute.cu_stream());
+        let copy = || {
+            self.context.bind_to_thread()?;
+            // SAFETY: as for `put`.
+            unsafe {
+                result::memcpy_dtoh_async(&mut scratch.host.as_mut_slice()?[range], from as u64, stream)
+            }
+        };
+        copy().map_err(|error| failed("cannot copy from memory", &error))
     }
 }

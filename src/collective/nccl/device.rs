@@ -2,6 +2,8 @@
 //!
 //! `Cuda` is the real one; a stand-in in host memory lets the backend's tests run without a GPU.
 
+use std::ops::Range;
+
 use super::library::RawStream;
 use crate::error::Result;
 
@@ -42,12 +44,12 @@ pub trait Device: Send + Sync + 'static {
     /// Its address on the device.
     fn address(&self, scratch: &Self::Scratch) -> usize;
 
-    /// Puts `bytes` at its beginning, on the compute stream.
-    fn put(&self, scratch: &mut Self::Scratch, bytes: &[u8]) -> Result<()>;
+    /// Its counterpart on the host. Nothing is under way there: a mark after the last copy was reached.
+    fn host<'a>(&self, scratch: &'a mut Self::Scratch) -> Result<&'a mut [u8]>;
 
-    /// Starts to bring its bytes to the host, on the compute stream.
-    fn fetch(&self, scratch: &mut Self::Scratch) -> Result<()>;
+    /// Starts to bring `range` of its bytes from the host, on the compute stream.
+    fn put(&self, scratch: &mut Self::Scratch, range: Range<usize>) -> Result<()>;
 
-    /// The bytes that [`Device::fetch`] brought, once a mark after it is reached.
-    fn fetched(&self, scratch: &Self::Scratch) -> Result<Vec<u8>>;
+    /// Starts to bring `range` of its bytes to the host, on the compute stream.
+    fn fetch(&self, scratch: &mut Self::Scratch, range: Range<usize>) -> Result<()>;
 }

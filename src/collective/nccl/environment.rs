@@ -1,4 +1,11 @@
-//! Several ranks on one GPU, for tests.
+//! Several ranks on one GPU, for tests: `tests/nccl.rs` on its own, `benchmarks/two_ranks.py` with whole runs
+//! (`benchmarks/gpu.sh` has it as a step). Not yet run on a GPU.
+//!
+//! By hand, once for each rank R of two, under the variables of [`one_gpu_environment`]:
+//!
+//! ```text
+//! finetune … --gpus 0 --world-size 2 --rank R --master-addr 127.0.0.1
+//! ```
 
 /// Environment variables under which ranks that are *processes* share one GPU, over the loopback interface. The
 /// launcher sets them on each rank's process before that loads NCCL; within one process it cannot work, because NCCL

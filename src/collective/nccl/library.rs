@@ -167,10 +167,15 @@ impl Library {
     /// # Errors
     /// The library is not there or is older than 2.18; names what was tried.
     pub fn open() -> Result<Arc<Library>> {
-        Self::open_among(&candidates(std::env::var_os(LIBRARY_VARIABLE)))
+        let given = std::env::var_os(LIBRARY_VARIABLE);
+        let searched = match std::env::var_os("LD_LIBRARY_PATH").filter(|path| !path.is_empty()) {
+            Some(path) => format!("LD_LIBRARY_PATH, which is {}", path.to_string_lossy()),
+            None => "LD_LIBRARY_PATH, which is not set".to_owned(),
+        };
+        Self::open_among(&candidates(given), &searched)
     }
 
-    fn open_among(candidates: &[PathBuf]) -> Result<Arc<Library>> {
+    fn open_among(candidates: &[PathBuf], searched: &str) -> Result<Arc<Library>> {
         let mut tried = Vec::new();
         for candidate in candidates {
             match Self::load(candidate) {
@@ -179,6 +184,9 @@ impl Library {
             }
         }
         let error = Error::user("cannot load NCCL, which several GPUs need");
+        if candidates.iter().any(|path| path.parent() == Some(Path::new(""))) {
+            tried.push(format!("searched: {searched}; then the system's folders (`ldconfig -p`)"));
+        }
         Err(tried.into_iter().fold(error, Error::because).hint(format!(
             "install it (`apt-get install libnccl2`, or `pip install nvidia-nccl-cu13` and \
              {LIBRARY_VARIABLE}=.../site-packages/nvidia/nccl)"
@@ -295,11 +303,21 @@ mod tests {
 
     #[test]
     fn an_absent_library_is_an_error_that_says_what_was_tried() {
-        let error = Library::open_among(&candidates(Some("/nowhere/libnccl.so.2".into()))).unwrap_err();
+        let error = Library::open_among(&candidates(Some("/nowhere/libnccl.so.2".into())), "").unwrap_err();
         let text = error.to_string();
         assert!(text.contains("cannot load NCCL"), "{text}");
         assert!(text.contains("/nowhere/libnccl.so.2: "), "{text}");
         assert!(text.contains("hint: install it"), "{text}");
+        assert!(!text.contains("searched"), "a path is not searched for: {text}");
+    }
+
+    #[test]
+    fn what_the_loader_searched_is_named() {
+        let error =
+            Library::open_among(&[PathBuf::from("libno-nccl.so.2")], "LD_LIBRARY_PATH, which is /a:/b");
+        let text = error.unwrap_err().to_string();
+        assert!(text.contains("libno-nccl.so.2: "), "{text}");
+        assert!(text.contains("searched: LD_LIBRARY_PATH, which is /a:/b; then the system's"), "{text}");
     }
 
     #[test]

@@ -1,16 +1,19 @@
 //! Ranks on GPUs, over NCCL that is loaded at run time (`library`). **Not yet run on a GPU**: the logic runs in
 //! tests over a stand-in for the library and the device, the library's errors over the real one, the rest compiles.
 //!
-//! Calls put work on the rank's streams and return: sums and broadcasts on the compute stream, gathers on their own one,
-//! with marks for the order between the two. Communicators are non-blocking, so every wait polls (`communicator`),
-//! and a thread watches over what is on the streams (`watch`). Failures end all communicators of the process
+//! Calls on a GPU's memory put work on the rank's streams and return: sums and broadcasts on the compute stream, which is
+//! candle's, so before and after them computation is in order; gathers on their own one, with marks for the order between
+//! the two. Memory of the host (sums of losses, saved moments) goes through the GPU by pieces and is there on return
+//! (`staged`). [`run_ranks`] runs the ranks of a process as threads, one a GPU. Communicators are non-blocking, so every wait polls
+//! (`communicator`), and a thread watches over what is on the streams (`watch`). Failures end all communicators of the process
 //! ([`Alarm`]); other processes see NCCL's remote error, the deadline, or the word on the control channel, which is
 //! the launcher's to pass on by [`Alarm::raise`].
 //!
 //! Comparing every call would cost a round trip each. Instead each rank hashes its calls as it makes them, and
 //! compares the hash with its peers' at barriers, splits and sums of f64 (once or twice a step): there the first call that
 //! differs is named, with the ranks. A difference that stops NCCL before that ends at the deadline, with this rank's call.
-//! NCCL picks the order of its sums; `NCCL_ALGO=Ring` makes it the same in every run.
+//! NCCL picks the order of its sums; `NCCL_ALGO=Ring` makes it the same in every run. hsdp has three communicators a rank, whose
+//! kernels wait for peers on both streams: they need room on the GPU at once, which NCCL's channels leave.
 
 mod communicator;
 #[cfg(feature = "cuda")]
@@ -18,6 +21,8 @@ mod cuda;
 mod device;
 mod environment;
 mod library;
+mod run;
+mod staged;
 mod trail;
 mod watch;
 
@@ -29,6 +34,7 @@ pub use environment::one_gpu_environment;
 pub use library::{
     Config, LIBRARY_VARIABLE, Library, RawComm, RawStream, SUM, Status, Table, UniqueId, Version, data_type,
 };
+pub use run::{Crew, run_on_gpus, run_ranks};
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -39,8 +45,8 @@ use self::communicator::Communicator;
 use self::trail::Trail;
 use self::watch::Watch;
 use super::memory::{check_shard, check_sum};
-use super::record::{Action, Record};
-use super::{Call, Collective, Element, Memory, Op, Phase, Ticket, Traffic};
+use super::record::{Action, Record, Whereabouts};
+use super::{Call, Collective, Element, Memory, Op, Phase, Place, Ticket, Traffic};
 use crate::error::{Error, Kind, Result};
 
 /// How long a rank waits for its peers unless told otherwise; longer than any evaluation or save.
@@ -72,13 +78,16 @@ pub struct Nccl<D: Device> {
 
 /// What this rank's groups share.
 struct Member<D: Device> {
+    /// Those of its smaller groups. They end with the last group, not before: a rank that fails drops its groups on the
+    /// way out, and ending one in order waits for peers that do not know yet.
+    groups: Mutex<Vec<Arc<Communicator>>>,
     watch: Watch<D>,
     device: Arc<D>,
     nccl: Arc<Library>,
     alarm: Arc<Alarm>,
     /// In the world.
     rank: usize,
-    phase: Mutex<Option<Phase>>,
+    place: Mutex<Whereabouts>,
 }
 
 struct State<D: Device> {
@@ -104,8 +113,18 @@ impl<D: Device> Default for State<D> {
 /// A gather on its stream, with the memory that must live until computation has been told to wait for it.
 struct Gather<D: Device> {
     ticket: u64,
-    mark: D::Mark,
+    /// None when it is done: over memory of the host.
+    mark: Option<D::Mark>,
     _memory: [Memory; 2],
+}
+
+/// Refuses data of which a part is on the GPU.
+fn check_places(call: Call, shard: &Memory, full: &Memory) -> Result<()> {
+    if shard.place() == full.place() {
+        return Ok(());
+    }
+    let what = format!("the shard of {} {} is elsewhere than its data", call.what, call.index);
+    Err(Error::internal(what).because(format!("{shard:?}, {full:?}")))
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -124,18 +143,20 @@ impl<D: Device> Nccl<D> {
         let communicator = Communicator::meet(library, alarm, &id, (rank, size), deadline)?;
         let watch = Watch::start(&device, alarm, rank, deadline)?;
         let (nccl, alarm) = (Arc::clone(library), Arc::clone(alarm));
-        let member = Arc::new(Member { watch, device, nccl, alarm, rank, phase: Mutex::default() });
+        let (groups, place) = (Mutex::default(), Mutex::default());
+        let member = Arc::new(Member { groups, watch, device, nccl, alarm, rank, place });
         Ok(Nccl { communicator, member, rank, ranks: (0..size).collect(), state: Mutex::default() })
     }
 
     fn record(&self, action: Action, call: Call) -> Record {
-        let phase = *locked(&self.member.phase);
+        let phase = locked(&self.member.place).phase;
         Record::new(locked(&self.state).trail.calls(), action, call, phase)
     }
 
     /// Remembers a call that is about to be made.
     fn note(&self, record: &Record) {
         locked(&self.state).trail.add(record);
+        locked(&self.member.place).last = Some(record.clone());
     }
 
     /// Puts a call on a stream. What fails here fails for good: the first cause is kept for all later calls.
@@ -168,32 +189,6 @@ impl<D: Device> Nccl<D> {
         member.alarm.check()
     }
 
-    /// The `own` of all ranks, which are of one length, side by side.
-    fn exchange(&self, record: &Record, own: &[u8]) -> Result<Vec<u8>> {
-        let (device, ranks) = (&*self.member.device, self.ranks.len());
-        let need = own.len() * (ranks + 1);
-        let kept = locked(&self.state).scratch.take().filter(|(bytes, _)| *bytes >= need);
-        let (bytes, mut scratch) = match kept {
-            Some(kept) => kept,
-            None => (need, device.scratch(need)?),
-        };
-        device.put(&mut scratch, own)?;
-        let from = device.address(&scratch);
-        let to = from + own.len();
-        self.enqueue(Lane::Compute, record, |table, comm, stream| {
-            let element = data_type(Element::U8);
-            // SAFETY: the scratch holds all parts, and lives until the wait below is over.
-            unsafe {
-                (table.all_gather)(from as *const c_void, to as *mut c_void, own.len(), element, comm, stream)
-            }
-        })?;
-        device.fetch(&mut scratch)?;
-        self.wait(&device.mark(Lane::Compute)?)?;
-        let all = device.fetched(&scratch)?;
-        locked(&self.state).scratch = Some((bytes, scratch));
-        Ok(all[own.len()..need].to_vec())
-    }
-
     /// Compares all calls so far, of which `record` is the last, with the peers'. Returns the records of all.
     fn compare(&self, record: &Record) -> Result<Vec<Record>> {
         let own = locked(&self.state).trail.digest();
@@ -211,6 +206,15 @@ impl<D: Device> Nccl<D> {
         // Stopping now would take the answer from slower ranks: they have it once they come here too.
         let _ = self.exchange(record, &[0; 8]);
         Err(self.member.alarm.raise(error))
+    }
+
+    /// The ticket of a gather that was started, or is done when there is no mark to wait for.
+    fn started(&self, mark: Option<D::Mark>, shard: &Memory, full: &Memory) -> Ticket {
+        let mut state = locked(&self.state);
+        state.tickets += 1;
+        let ticket = state.tickets;
+        state.gathers.push_back(Gather { ticket, mark, _memory: [shard.clone(), full.clone()] });
+        Ticket(ticket)
     }
 
     fn count(&self, op: Op, bytes: usize, is_root: bool) {
@@ -234,34 +238,47 @@ impl<D: Device> Collective for Nccl<D> {
         if buffer.element() == Element::F64 {
             self.compare(&record)?;
         }
+        self.count(Op::AllReduce, buffer.bytes(), false);
+        if buffer.place() == Place::Host {
+            return self.all_reduce_staged(&record, buffer);
+        }
         let (at, element) = (buffer.address() as *mut c_void, data_type(buffer.element()));
         self.enqueue(Lane::Compute, &record, |table, comm, stream| {
             // SAFETY: the memory is valid on the device by `Memory`'s contract, freed on the compute stream at the earliest.
             unsafe { (table.all_reduce)(at, at, buffer.elements(), element, SUM, comm, stream) }
         })?;
-        self.count(Op::AllReduce, buffer.bytes(), false);
         Ok(())
     }
 
     fn reduce_scatter(&self, call: Call, full: &Memory, shard: &Memory) -> Result<()> {
         check_sum(call, full)?;
         check_shard(call, shard, full, self.ranks.len())?;
+        check_places(call, shard, full)?;
         let record = self.record(Action::Op(Op::ReduceScatter), call).moving(full.element(), full.elements());
         self.note(&record);
+        self.count(Op::ReduceScatter, full.bytes(), false);
+        if full.place() == Place::Host {
+            return self.reduce_scatter_staged(&record, full, shard);
+        }
         let (from, to) = (full.address() as *const c_void, shard.address() as *mut c_void);
         self.enqueue(Lane::Compute, &record, |table, comm, stream| {
             let element = data_type(full.element());
             // SAFETY: as for all_reduce; the lengths were checked.
             unsafe { (table.reduce_scatter)(from, to, shard.elements(), element, SUM, comm, stream) }
         })?;
-        self.count(Op::ReduceScatter, full.bytes(), false);
         Ok(())
     }
 
     fn start_all_gather(&self, call: Call, shard: &Memory, full: &Memory) -> Result<Ticket> {
         check_shard(call, shard, full, self.ranks.len())?;
+        check_places(call, shard, full)?;
         let record = self.record(Action::Op(Op::AllGather), call).moving(full.element(), full.elements());
         self.note(&record);
+        self.count(Op::AllGather, full.bytes(), false);
+        if full.place() == Place::Host {
+            self.all_gather_staged(&record, shard, full)?;
+            return Ok(self.started(None, shard, full));
+        }
         // The shard was written, and the room for the full data last read, by computation.
         let device = &*self.member.device;
         device.follow(Lane::Gather, &device.mark(Lane::Compute)?)?;
@@ -271,12 +288,7 @@ impl<D: Device> Collective for Nccl<D> {
             // SAFETY: as for all_reduce; the memory is kept with the gather until `finish`.
             unsafe { (table.all_gather)(from, to, shard.elements(), element, comm, stream) }
         })?;
-        self.count(Op::AllGather, full.bytes(), false);
-        let mut state = locked(&self.state);
-        state.tickets += 1;
-        let ticket = state.tickets;
-        state.gathers.push_back(Gather { ticket, mark, _memory: [shard.clone(), full.clone()] });
-        Ok(Ticket(ticket))
+        Ok(self.started(Some(mark), shard, full))
     }
 
     fn finish(&self, ticket: Ticket) -> Result<()> {
@@ -285,7 +297,10 @@ impl<D: Device> Collective for Nccl<D> {
         let Some(gather) = first.filter(|gather| gather.ticket == ticket.0) else {
             return Err(Error::internal("a gather is finished out of turn"));
         };
-        self.member.device.follow(Lane::Compute, &gather.mark)
+        match &gather.mark {
+            Some(mark) => self.member.device.follow(Lane::Compute, mark),
+            None => Ok(()),
+        }
     }
 
     fn broadcast(&self, call: Call, root: usize, buffer: &Memory) -> Result<()> {
@@ -295,13 +310,16 @@ impl<D: Device> Collective for Nccl<D> {
         let record = self.record(Action::Op(Op::Broadcast), call);
         let record = record.moving(buffer.element(), buffer.elements()).number(root);
         self.note(&record);
+        self.count(Op::Broadcast, buffer.bytes(), self.rank == root);
+        if buffer.place() == Place::Host {
+            return self.broadcast_staged(&record, root, buffer);
+        }
         let at = buffer.address() as *mut c_void;
         self.enqueue(Lane::Compute, &record, |table, comm, stream| {
             let element = data_type(buffer.element());
             // SAFETY: as for all_reduce; the root is a rank of this group.
             unsafe { (table.broadcast)(at, at, buffer.elements(), element, root as i32, comm, stream) }
         })?;
-        self.count(Op::Broadcast, buffer.bytes(), self.rank == root);
         Ok(())
     }
 
@@ -321,6 +339,7 @@ impl<D: Device> Collective for Nccl<D> {
         let member = &self.member;
         let communicator =
             self.communicator.split(color, self.rank).map_err(|error| member.alarm.raise(error))?;
+        locked(&member.groups).push(Arc::clone(&communicator));
         Ok(Box::new(Nccl {
             communicator,
             member: Arc::clone(member),
@@ -335,15 +354,13 @@ impl<D: Device> Collective for Nccl<D> {
     }
 
     fn enter(&self, phase: Phase) -> Result<()> {
-        *locked(&self.member.phase) = Some(phase);
+        locked(&self.member.place).phase = Some(phase);
         self.member.alarm.check()
     }
 
     fn abort(&self, why: &str) {
-        let phase = *locked(&self.member.phase);
-        let place = phase.map(|phase| format!("in phase {}: ", phase.name())).unwrap_or_default();
-        let error = Error::new(Kind::Transient, format!("rank {} failed", self.member.rank));
-        self.member.alarm.raise(error.because(format!("{place}{why}")));
+        let news = locked(&self.member.place).news(self.member.rank, why);
+        self.member.alarm.raise(news);
     }
 }
 

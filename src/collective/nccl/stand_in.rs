@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_void};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
 
@@ -289,9 +290,15 @@ pub(super) struct Host {
     pub(super) stuck: Arc<AtomicBool>,
 }
 
+/// "Device" memory and its counterpart.
+pub(super) struct Scratch {
+    device: Vec<u8>,
+    host: Vec<u8>,
+}
+
 impl Device for Host {
     type Mark = Lane;
-    type Scratch = Vec<u8>;
+    type Scratch = Scratch;
 
     fn bind(&self) -> Result<()> {
         Ok(())
@@ -314,24 +321,25 @@ impl Device for Host {
         Ok(!self.stuck.load(Ordering::SeqCst))
     }
 
-    fn scratch(&self, bytes: usize) -> Result<Vec<u8>> {
-        Ok(vec![0; bytes])
+    fn scratch(&self, bytes: usize) -> Result<Scratch> {
+        Ok(Scratch { device: vec![0; bytes], host: vec![0; bytes] })
     }
 
-    fn address(&self, scratch: &Vec<u8>) -> usize {
-        scratch.as_ptr() as usize
+    fn address(&self, scratch: &Scratch) -> usize {
+        scratch.device.as_ptr() as usize
     }
 
-    fn put(&self, scratch: &mut Vec<u8>, bytes: &[u8]) -> Result<()> {
-        scratch[..bytes.len()].copy_from_slice(bytes);
+    fn host<'a>(&self, scratch: &'a mut Scratch) -> Result<&'a mut [u8]> {
+        Ok(&mut scratch.host)
+    }
+
+    fn put(&self, scratch: &mut Scratch, range: Range<usize>) -> Result<()> {
+        scratch.device[range.clone()].copy_from_slice(&scratch.host[range]);
         Ok(())
     }
 
-    fn fetch(&self, _: &mut Vec<u8>) -> Result<()> {
+    fn fetch(&self, scratch: &mut Scratch, range: Range<usize>) -> Result<()> {
+        scratch.host[range.clone()].copy_from_slice(&scratch.device[range]);
         Ok(())
-    }
-
-    fn fetched(&self, scratch: &Vec<u8>) -> Result<Vec<u8>> {
-        Ok(scratch.clone())
     }
 }

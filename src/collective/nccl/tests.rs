@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use super::stand_in::{Host, library};
 use super::*;
+use crate::collective::Failed;
 
 const PATIENT: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(300);
@@ -20,8 +21,17 @@ impl<T: Copy + Send + Sync + 'static> Values<T> {
     fn new(element: Element, values: Vec<T>) -> Self {
         let values = Arc::new(values);
         let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&values) as _;
-        // SAFETY: kept by its owner, and not read while a collective runs.
-        let memory = unsafe { Memory::new(values.as_ptr() as usize, values.len(), element, owner) };
+        // SAFETY: kept by its owner, and not read while a collective runs; the stand-in's GPU is in the host's memory.
+        let memory = unsafe { Memory::on_gpu(values.as_ptr() as usize, values.len(), element, owner) };
+        Values(values, memory)
+    }
+
+    /// In memory that the library cannot reach.
+    fn on_host(element: Element, values: Vec<T>) -> Self {
+        let Values(values, memory) = Values::new(element, values);
+        let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&values) as _;
+        // SAFETY: as above.
+        let memory = unsafe { Memory::new(memory.address(), memory.elements(), element, owner) };
         Values(values, memory)
     }
 
@@ -96,6 +106,51 @@ fn every_operation_moves_its_data_and_counts_it() {
     });
 }
 
+/// Values for which f32 sums are exact.
+fn numbers(rank: usize, len: usize) -> Vec<f32> {
+    (0..len).map(|i| ((i * 7 + rank * 3) % 1000) as f32).collect()
+}
+
+#[test]
+fn memory_of_the_host_goes_through_the_device_by_pieces() {
+    // More than one piece for each rank, and not whole ones.
+    let len = (4 << 20) / 4 + 1001;
+    run(2, PATIENT, false, |nccl, _| {
+        let rank = nccl.rank();
+        let buffer = Values::on_host(Element::F32, numbers(rank, len));
+        nccl.all_reduce(call("sums", 0), &buffer.1).unwrap();
+        let (read, first, second) = (buffer.read(), numbers(0, len), numbers(1, len));
+        assert!(read.iter().enumerate().all(|(i, x)| *x == first[i] + second[i]));
+
+        let full = Values::on_host(Element::F32, numbers(rank, 2 * len));
+        let shard = Values::on_host(Element::F32, vec![0.0_f32; len]);
+        nccl.reduce_scatter(call("parts", 0), &full.1, &shard.1).unwrap();
+        let (first, second) = (numbers(0, 2 * len), numbers(1, 2 * len));
+        let own = rank * len;
+        assert!(shard.read().iter().enumerate().all(|(i, x)| *x == first[own + i] + second[own + i]));
+
+        let part = Values::on_host(Element::F32, numbers(rank, len));
+        let all = Values::on_host(Element::F32, vec![0.0_f32; 2 * len]);
+        let ticket = nccl.start_all_gather(call("whole", 0), &part.1, &all.1).unwrap();
+        nccl.finish(ticket).unwrap();
+        assert_eq!(all.read(), [numbers(0, len), numbers(1, len)].concat());
+
+        let told = Values::on_host(Element::F32, numbers(rank, len));
+        nccl.broadcast(call("first values", 0), 1, &told.1).unwrap();
+        assert_eq!(told.read(), numbers(1, len));
+
+        // Small ones after large ones, in the same scratch.
+        let loss = Values::on_host(Element::F64, vec![0.25 * rank as f64, 1.0]);
+        nccl.all_reduce(call("loss", 0), &loss.1).unwrap();
+        assert_eq!(loss.read(), [0.25, 2.0]);
+        let (there, here) =
+            (Values::new(Element::F32, numbers(rank, 2)), Values::on_host(Element::F32, vec![0.0_f32; 1]));
+        let mixed = nccl.reduce_scatter(call("parts", 1), &there.1, &here.1);
+        assert!(mixed.unwrap_err().to_string().contains("is elsewhere than its data"));
+        nccl.barrier(call("end", 0)).unwrap();
+    });
+}
+
 #[test]
 fn groups_are_of_one_color_and_apart() {
     run(3, PATIENT, true, |nccl, _| {
@@ -161,7 +216,8 @@ fn a_failure_ends_waits_in_this_process_with_its_reason() {
         nccl.barrier(call("end", 0))
     });
     for text in texts(results) {
-        assert_eq!(text, "error: rank 1 failed\n  caused by: in phase save: no space left");
+        let wanted = "error: rank 1 failed in phase save\n  caused by: no space left\n  caused by: rank 1: it had made no call";
+        assert_eq!(text, wanted);
     }
 }
 
@@ -216,4 +272,89 @@ fn misuse_is_refused_before_anything_is_called() {
         assert!(nccl.finish(second).is_err(), "out of turn");
         assert!(nccl.finish(first).is_err());
     });
+}
+
+/// One process with all ranks, which do what `work` says.
+fn crew(
+    size: usize,
+    alarm: &Arc<Alarm>,
+    work: impl Fn(Arc<Nccl<Host>>) -> Result<usize> + Sync,
+) -> Result<Vec<usize>, Failed> {
+    let library = library();
+    let crew = Crew { id: library.unique_id().unwrap(), first: 0, size, deadline: PATIENT };
+    let devices = (0..size).map(|_| Host::default()).collect();
+    run_ranks(&library, &crew, devices, alarm, |place, end| {
+        assert_eq!(place, end.rank());
+        work(end)
+    })
+}
+
+#[test]
+fn the_ranks_of_a_process_run_to_their_end() {
+    let done = crew(3, &Alarm::new(), |end| {
+        let group = end.split(0)?;
+        group.barrier(call("group", 0))?;
+        Ok(10 * end.rank())
+    });
+    assert_eq!(done.unwrap(), [0, 10, 20]);
+}
+
+#[test]
+fn a_rank_that_fails_is_named_with_phase_and_last_call_and_ends_the_others() {
+    for panics in [false, true] {
+        let begin = std::time::Instant::now();
+        let failed = crew(3, &Alarm::new(), |end| {
+            // A group that is dropped on the way out: its end must not wait for the others.
+            let group = end.split(0)?;
+            group.barrier(call("group", 4))?;
+            if end.rank() == 1 {
+                end.enter(Phase::Save)?;
+                assert!(!panics, "a slip");
+                return Err(Error::new(Kind::Storage, "cannot write w").because("no space left"));
+            }
+            end.barrier(call("end", 0)).map(|()| 0)
+        })
+        .unwrap_err();
+        let text = failed.error.to_string();
+        assert!(text.starts_with("error: rank 1 failed in phase save\n  caused by: "), "{text}");
+        assert!(text.contains("rank 1: its last call was call 0: barrier of group 4"), "{text}");
+        assert!(text.contains(if panics { "a slip" } else { "no space left" }), "{text}");
+        assert_eq!(failed.error.kind(), if panics { Kind::Transient } else { Kind::Storage });
+        let (rank, why) = failed.own.unwrap();
+        assert_eq!(rank, 1);
+        assert!(why.starts_with("rank 1 failed in phase save: "), "{why}");
+        // Far less than ending communicators in order would wait.
+        assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+    }
+}
+
+#[test]
+fn what_all_ranks_say_alike_is_said_once() {
+    let both = std::sync::Barrier::new(2);
+    let failed = crew(2, &Alarm::new(), |end| {
+        end.barrier(call("start", 0))?;
+        // The failure of the first would end the other's call.
+        both.wait();
+        Err(Error::new(Kind::Diverged, "the numbers diverged"))
+    });
+    let failed = failed.unwrap_err();
+    assert_eq!(failed.error.to_string(), "error: the numbers diverged");
+    assert_eq!(failed.error.kind(), Kind::Diverged);
+}
+
+#[test]
+fn a_failure_heard_from_another_process_ends_the_ranks_of_this_one() {
+    let alarm = Alarm::new();
+    let heard = Arc::clone(&alarm);
+    let failed = crew(2, &alarm, move |end| {
+        if end.rank() == 0 {
+            heard.raise(Error::new(Kind::Transient, "rank 7 on b failed"));
+        }
+        loop {
+            end.barrier(call("step", 0))?;
+        }
+    });
+    let failed = failed.unwrap_err();
+    assert_eq!(failed.error.to_string(), "error: rank 7 on b failed");
+    assert!(failed.own.is_none(), "{:?}", failed.own);
 }

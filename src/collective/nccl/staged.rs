@@ -1,0 +1,202 @@
+//! Collectives over memory of the host: piece by piece through scratch on the GPU, done on return.
+//!
+//! NCCL reads and writes a GPU's memory alone. What lies on the host is small (sums of losses and norms) or rare (moments that a
+//! checkpoint gathers), so a copy each way, and waiting for it, costs nothing that counts. All ranks have the same memory in
+//! the same place, so all cut it into the same pieces. Work that is on the compute stream already goes first.
+
+use std::ffi::c_void;
+use std::ops::Range;
+use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
+use std::slice::{from_raw_parts, from_raw_parts_mut};
+
+use super::device::{Device, Lane};
+use super::library::{RawComm, RawStream, SUM, Status, Table, data_type};
+use super::{Nccl, locked};
+use crate::collective::record::Record;
+use crate::collective::{Element, Memory};
+use crate::error::Result;
+
+/// Bytes that a rank contributes to one piece.
+const PIECE_BYTES: usize = 4 << 20;
+
+/// What of the scratch is brought to the GPU before a call and back after it.
+struct Pass {
+    put: Range<usize>,
+    fetch: Range<usize>,
+}
+
+impl<D: Device> Nccl<D> {
+    /// One call over scratch: `fill` writes the host's side, `take` reads it. Returns when all is done.
+    fn pass(
+        &self,
+        record: &Record,
+        pass: Pass,
+        fill: impl FnOnce(&mut [u8]),
+        call: impl FnOnce(&Table, RawComm, RawStream, usize) -> Status,
+        take: impl FnOnce(&[u8]),
+    ) -> Result<()> {
+        let device = &*self.member.device;
+        let need = pass.put.end.max(pass.fetch.end);
+        let kept = locked(&self.state).scratch.take().filter(|(bytes, _)| *bytes >= need);
+        let (bytes, mut scratch) = match kept {
+            Some(kept) => kept,
+            None => (need, device.scratch(need)?),
+        };
+        let at = device.address(&scratch);
+        let run = || {
+            fill(&mut device.host(&mut scratch)?[..need]);
+            device.put(&mut scratch, pass.put)?;
+            self.enqueue(Lane::Compute, record, |table, comm, stream| call(table, comm, stream, at))?;
+            device.fetch(&mut scratch, pass.fetch)?;
+            self.wait(&device.mark(Lane::Compute)?)?;
+            take(&device.host(&mut scratch)?[..need]);
+            Ok(())
+        };
+        let done = run();
+        match done {
+            Ok(()) => locked(&self.state).scratch = Some((bytes, scratch)),
+            // A copy may still be under way there.
+            Err(_) => std::mem::forget(scratch),
+        }
+        done
+    }
+
+    /// The `own` of all ranks, which are of one length, side by side.
+    pub(super) fn exchange(&self, record: &Record, own: &[u8]) -> Result<Vec<u8>> {
+        let (len, ranks) = (own.len(), self.ranks.len());
+        let mut all = Vec::new();
+        self.pass(
+            record,
+            Pass { put: 0..len, fetch: len..len * (ranks + 1) },
+            |host| host[..len].copy_from_slice(own),
+            |table, comm, stream, at| {
+                let (from, to) = (at as *const c_void, (at + len) as *mut c_void);
+                // SAFETY: the scratch holds all parts, and lives until the pass is over.
+                unsafe { (table.all_gather)(from, to, len, data_type(Element::U8), comm, stream) }
+            },
+            |host| all = host[len..].to_vec(),
+        )?;
+        Ok(all)
+    }
+
+    pub(super) fn all_reduce_staged(&self, record: &Record, buffer: &Memory) -> Result<()> {
+        for range in pieces(buffer) {
+            let (len, width) = (range.len(), buffer.element().bytes());
+            self.pass(
+                record,
+                Pass { put: 0..len, fetch: 0..len },
+                |host| read(buffer, range.start, &mut host[..len]),
+                |table, comm, stream, at| {
+                    let (at, element) = (at as *mut c_void, data_type(buffer.element()));
+                    // SAFETY: as for `exchange`.
+                    unsafe { (table.all_reduce)(at, at, len / width, element, SUM, comm, stream) }
+                },
+                |host| write(buffer, range.start, &host[..len]),
+            )?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn reduce_scatter_staged(&self, record: &Record, full: &Memory, shard: &Memory) -> Result<()> {
+        let ranks = self.ranks.len();
+        for range in pieces(shard) {
+            let (len, width) = (range.len(), shard.element().bytes());
+            let own = self.rank * len..(self.rank + 1) * len;
+            self.pass(
+                record,
+                Pass { put: 0..len * ranks, fetch: own.clone() },
+                |host| {
+                    for (rank, part) in host[..len * ranks].chunks_exact_mut(len).enumerate() {
+                        read(full, rank * shard.bytes() + range.start, part);
+                    }
+                },
+                |table, comm, stream, at| {
+                    let (from, to) = (at as *const c_void, (at + own.start) as *mut c_void);
+                    let element = data_type(shard.element());
+                    // SAFETY: as for `exchange`; in place, as NCCL has it.
+                    unsafe { (table.reduce_scatter)(from, to, len / width, element, SUM, comm, stream) }
+                },
+                |host| write(shard, range.start, &host[own.clone()]),
+            )?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn all_gather_staged(&self, record: &Record, shard: &Memory, full: &Memory) -> Result<()> {
+        let ranks = self.ranks.len();
+        for range in pieces(shard) {
+            let (len, width) = (range.len(), shard.element().bytes());
+            let own = self.rank * len..(self.rank + 1) * len;
+            self.pass(
+                record,
+                Pass { put: own.clone(), fetch: 0..len * ranks },
+                |host| read(shard, range.start, &mut host[own.clone()]),
+                |table, comm, stream, at| {
+                    let (from, to) = ((at + own.start) as *const c_void, at as *mut c_void);
+                    let element = data_type(shard.element());
+                    // SAFETY: as for `exchange`; in place, as NCCL has it.
+                    unsafe { (table.all_gather)(from, to, len / width, element, comm, stream) }
+                },
+                |host| {
+                    for (rank, part) in host[..len * ranks].chunks_exact(len).enumerate() {
+                        write(full, rank * shard.bytes() + range.start, part);
+                    }
+                },
+            )?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn broadcast_staged(&self, record: &Record, root: usize, buffer: &Memory) -> Result<()> {
+        let is_root = self.rank == root;
+        for range in pieces(buffer) {
+            let (len, width) = (range.len(), buffer.element().bytes());
+            let (put, fetch) = if is_root { (0..len, len..len) } else { (0..0, 0..len) };
+            self.pass(
+                record,
+                Pass { put, fetch },
+                |host| {
+                    if is_root {
+                        read(buffer, range.start, &mut host[..len]);
+                    }
+                },
+                |table, comm, stream, at| {
+                    let (at, element) = (at as *mut c_void, data_type(buffer.element()));
+                    // SAFETY: as for `exchange`; the root is a rank of this group.
+                    unsafe { (table.broadcast)(at, at, len / width, element, root as i32, comm, stream) }
+                },
+                |host| {
+                    if !is_root {
+                        write(buffer, range.start, &host[..len]);
+                    }
+                },
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// The ranges of bytes in which memory is passed on.
+fn pieces(memory: &Memory) -> impl Iterator<Item = Range<usize>> + use<> {
+    let bytes = memory.bytes();
+    (0..bytes).step_by(PIECE_BYTES).map(move |at| at..(at + PIECE_BYTES).min(bytes))
+}
+
+/// Copies from `memory`, from byte `at` on.
+fn read(memory: &Memory, at: usize, to: &mut [u8]) {
+    debug_assert!(at + to.len() <= memory.bytes());
+    // SAFETY: memory of the host by its place, as long as its bytes, which nobody else writes during a collective.
+    to.copy_from_slice(unsafe {
+        from_raw_parts(with_exposed_provenance::<u8>(memory.address() + at), to.len())
+    });
+}
+
+/// Copies to `memory`, from byte `at` on.
+fn write(memory: &Memory, at: usize, from: &[u8]) {
+    debug_assert!(at + from.len() <= memory.bytes());
+    // SAFETY: as for `read`; nobody else reads it either.
+    unsafe {
+        from_raw_parts_mut(with_exposed_provenance_mut::<u8>(memory.address() + at), from.len())
+            .copy_from_slice(from);
+    }
+}

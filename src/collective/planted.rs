@@ -1,0 +1,117 @@
+//! Faults planted in the ranks of a real run, whatever connects them: for tests of how runs end.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::local::{Fault, FaultKind};
+use super::{Call, Collective, Memory, Phase, Ticket, Traffic};
+use crate::error::{Error, Kind, Result};
+
+/// What is called at the moment a fault strikes, with what is known of it: who watches a run counts from there.
+pub type Notice = Arc<dyn Fn(&str) + Send + Sync>;
+
+/// Another end, which a fault strikes as it enters a phase.
+pub struct Planted {
+    inner: Arc<dyn Collective>,
+    fault: Fault,
+    notice: Notice,
+    entered: AtomicU64,
+}
+
+impl Planted {
+    /// `inner` with `fault`, if that is this rank's.
+    pub fn new(inner: Arc<dyn Collective>, fault: Fault, notice: &Notice) -> Self {
+        Planted { inner, fault, notice: Arc::clone(notice), entered: AtomicU64::new(0) }
+    }
+
+    fn strike(&self) -> Result<()> {
+        let text = format!("planted fault {}", self.fault);
+        (self.notice)(&text);
+        match self.fault.kind {
+            FaultKind::Error => Err(Error::new(Kind::Transient, text)),
+            FaultKind::Panic => panic!("{text}"),
+            // Without a word: as if the process had been killed.
+            FaultKind::Exit => std::process::exit(i32::from(Kind::Internal.exit_code())),
+            FaultKind::Delay(time) => {
+                std::thread::sleep(time);
+                Ok(())
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Planted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?} with planted fault {}", self.inner, self.fault)
+    }
+}
+
+impl Collective for Planted {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn all_reduce(&self, call: Call, buffer: &Memory) -> Result<()> {
+        self.inner.all_reduce(call, buffer)
+    }
+
+    fn reduce_scatter(&self, call: Call, full: &Memory, shard: &Memory) -> Result<()> {
+        self.inner.reduce_scatter(call, full, shard)
+    }
+
+    fn reduce_scatter_across(
+        &self,
+        call: Call,
+        replicas: &dyn Collective,
+        full: &Memory,
+        shard: &Memory,
+    ) -> Result<()> {
+        self.inner.reduce_scatter_across(call, replicas, full, shard)
+    }
+
+    fn start_all_gather(&self, call: Call, shard: &Memory, full: &Memory) -> Result<Ticket> {
+        self.inner.start_all_gather(call, shard, full)
+    }
+
+    fn finish(&self, ticket: Ticket) -> Result<()> {
+        self.inner.finish(ticket)
+    }
+
+    fn broadcast(&self, call: Call, root: usize, buffer: &Memory) -> Result<()> {
+        self.inner.broadcast(call, root, buffer)
+    }
+
+    fn barrier(&self, call: Call) -> Result<()> {
+        self.inner.barrier(call)
+    }
+
+    fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
+        self.inner.split(color)
+    }
+
+    fn as_backend(&self) -> Option<&dyn Any> {
+        self.inner.as_backend()
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
+    }
+
+    fn enter(&self, phase: Phase) -> Result<()> {
+        self.inner.enter(phase)?;
+        if (self.inner.rank(), phase) != (self.fault.rank, self.fault.phase) {
+            return Ok(());
+        }
+        let time = self.entered.fetch_add(1, Ordering::Relaxed) + 1;
+        if time == self.fault.occurrence { self.strike() } else { Ok(()) }
+    }
+
+    fn abort(&self, why: &str) {
+        self.inner.abort(why);
+    }
+}
