@@ -10,8 +10,11 @@ use super::print;
 use crate::cli::DoctorArgs;
 use crate::error::{Error, Result};
 use crate::hub::HubOptions;
-use crate::ops::device::{self, GPU_BUILD};
 use crate::ops::selftest::{self, Outcome};
+use crate::ops::{
+    self,
+    device::{self, GPU_BUILD},
+};
 use crate::units;
 
 /// Prints what there is; with `--selftest`, then a line an op.
@@ -70,6 +73,9 @@ fn instructions() -> Vec<&'static str> {
         }
         if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw") {
             found.push("AVX-512");
+        }
+        if ops::has_matrix_unit() {
+            found.push("AMX");
         }
         found
     }

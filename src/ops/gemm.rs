@@ -182,6 +182,14 @@ pub(crate) enum Threads {
     All,
 }
 
+/// Whether large products run on a matrix unit of this processor.
+pub(crate) fn has_matrix_unit() -> bool {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    return amx::Amx::here().is_some();
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    false
+}
+
 /// `dst = [dst +] alpha · a · b`, with `a: [m, k]` and `b: [k, n]` of any types.
 pub(crate) fn product<D: Elem, A: Elem, B: Matrix>(
     dst: Dst<'_, D>,

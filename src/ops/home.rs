@@ -153,7 +153,7 @@ impl Home {
 }
 
 /// Copies `from` to `to`, one-dimensional and of one type, on any two devices.
-pub fn carry(from: &Tensor, to: &Tensor) -> Result<()> {
+pub(crate) fn carry(from: &Tensor, to: &Tensor) -> Result<()> {
     if from.device().is_cpu() && to.device().is_cpu() {
         return match to.dtype() {
             DType::F32 => copy::<f32>(from, to),

@@ -34,4 +34,5 @@ mod simd;
 pub mod threads;
 pub mod weight;
 
+pub(crate) use gemm::has_matrix_unit;
 pub use product::{Columns, Form, empty, product};

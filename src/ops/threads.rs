@@ -13,9 +13,6 @@ use crate::error::{Error, Result};
 
 /// How long threads that are at other work are waited for before a step goes on without them.
 const PATIENCE: Duration = Duration::from_millis(1);
-/// Pauses of the processor between two looks for work: short against the smallest task.
-const PAUSES: usize = 16;
-
 /// Whether a thread came to stay awake.
 #[derive(Default)]
 struct Seat(AtomicU8);
@@ -33,7 +30,8 @@ impl Seat {
         }
         while !done.load(Ordering::Acquire) {
             if rayon::yield_now() != Some(rayon::Yield::Executed) {
-                (0..PAUSES).for_each(|_| spin_loop());
+                // Costs little where nobody waits for the core, and leaves it to whoever does.
+                std::thread::yield_now();
             }
         }
     }
