@@ -73,6 +73,12 @@ pub fn inside<R: Send>(work: impl FnOnce() -> R + Send) -> R {
     })
 }
 
+/// Runs `work`, which has many steps, on one thread of the pool: each thread keeps the memory of its last products, so
+/// steps on changing threads would keep it twice.
+pub fn in_pool<R: Send>(work: impl FnOnce() -> R + Send) -> R {
+    rayon::scope(|_| work())
+}
+
 /// Runs `work` in a pool of its own of `threads` threads: a rank beside others.
 ///
 /// # Errors
