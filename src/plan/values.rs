@@ -17,7 +17,7 @@ use crate::model::{self, ModelConfig, initial_lora, initial_value};
 use crate::ops::dora::weight_norm;
 use crate::ops::random::Stream;
 use crate::ops::weight::Weight;
-use crate::quant::BlocksMut;
+use crate::quant::{BlocksMut, first_not_finite};
 use crate::recipe::AdapterInit;
 use crate::strategy::{Fill, Slot, TOKEN_ROWS};
 use crate::weights::{Element, GrownTable, ModelFiles};
@@ -361,7 +361,7 @@ fn norms(
 }
 
 fn check_finite(name: &str, values: &[f32]) -> Result<()> {
-    match values.iter().find(|value| !value.is_finite()) {
+    match first_not_finite(values).map(|at| values[at]) {
         None => Ok(()),
         Some(value) => Err(Error::user(format!("cannot load {name}"))
             .because(format!("it holds {value}; accepted: finite numbers"))
