@@ -319,7 +319,7 @@ fn as_f32<T: Elem>(data: &[T]) -> &[f32] {
     unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), data.len()) }
 }
 
-fn as_f32_mut<T: Elem>(data: &mut [T]) -> Option<&mut [f32]> {
+pub(super) fn as_f32_mut<T: Elem>(data: &mut [T]) -> Option<&mut [f32]> {
     // SAFETY: as above; the mutable borrow is handed on.
     is_f32::<T>().then(|| unsafe { std::slice::from_raw_parts_mut(data.as_mut_ptr().cast(), data.len()) })
 }

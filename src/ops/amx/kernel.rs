@@ -9,7 +9,6 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use super::pack::{self, Role, Source, Tile};
-use crate::ops::access::Elem;
 
 /// Rows and columns of a call: two tiles each.
 pub(super) const PAIR: usize = 32;
@@ -55,9 +54,9 @@ impl Amx {
     }
 
     /// `dst[i * stride + j] = [itself +] alpha · square[i][j]` for `i < height`, `j < width`.
-    pub(super) fn add<D: Elem>(
+    pub(super) fn add(
         self,
-        dst: &mut [D],
+        dst: &mut [f32],
         stride: usize,
         square: &Square,
         (height, width): (usize, usize),
@@ -72,9 +71,9 @@ impl Amx {
 }
 
 #[target_feature(enable = "avx512f,avx512bw")]
-fn add_row<D: Elem>(dst: &mut [D], values: &[f32], alpha: f32, accumulate: bool) {
+fn add_row(dst: &mut [f32], values: &[f32], alpha: f32, accumulate: bool) {
     for (dst, value) in dst.iter_mut().zip(values) {
-        *dst = D::nearest(if accumulate { dst.widen() + alpha * value } else { alpha * value });
+        *dst = if accumulate { *dst + alpha * value } else { alpha * value };
     }
 }
 

@@ -19,8 +19,8 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::access::{Elem, first};
-use super::gemm::{Dst, Matrix, Operand, Threads};
+use super::access::{Elem, first, unwritten};
+use super::gemm::{Dst, Matrix, Operand, Threads, as_f32_mut, store};
 use super::threads;
 pub(crate) use kernel::Amx;
 use kernel::{PAIR, Square};
@@ -36,6 +36,10 @@ const ROWS: usize = 2048;
 const TASK_ROWS: usize = 256;
 /// Strips that are widened together: the blocks of a quantized matrix are two strips wide.
 const STRIPS: usize = 2;
+/// Sums that are held before they are rounded to a narrower type: 16 MiB.
+const SUMS: usize = 1 << 22;
+/// Rows that a task rounds.
+const STORED: usize = 16;
 /// Fewest multiplications that pay for packing.
 const LEAST: usize = 1 << 22;
 
@@ -60,14 +64,44 @@ pub(super) fn product<D: Elem>(
     alpha: f32,
     threads: Threads,
 ) {
-    let (m, k, n) = (a.rows(), a.cols(), b.cols());
+    let (m, n) = (a.rows(), b.cols());
     let Dst { data, stride, accumulate } = dst;
     let data = &mut data[..(m - 1) * stride + n];
-    // Parts of one size: a short last one would cost as much traffic of sums as the others. Sums of a narrower type
-    // are rounded once, so there all inner elements are one part.
-    let parts = if D::DTYPE == candle_core::DType::F32 { k.div_ceil(INNER) } else { 1 };
-    let depth = k.div_ceil(parts).next_multiple_of(STEP);
-    let width = (PACKED / depth).max(1).next_multiple_of(PAIR).min(n.next_multiple_of(PAIR));
+    if let Some(data) = as_f32_mut(&mut *data) {
+        return sums(amx, Dst { data, stride, accumulate }, a, b, 0..n, alpha, threads);
+    }
+    // A narrower type is rounded once, when all is summed up.
+    let width = (SUMS / m).max(1).next_multiple_of(PAIR).min(n);
+    let mut wide: Vec<f32> = unwritten(m * width);
+    for first in (0..n).step_by(width) {
+        let columns = first..(first + width).min(n);
+        let width = columns.len();
+        let dst = Dst { data: &mut wide[..m * width], stride: width, accumulate: false };
+        sums(amx, dst, a, b, columns.clone(), alpha, threads);
+        each(threads, data, STORED * stride, |i, rows| {
+            let wide = wide[i * STORED * width..].chunks_exact(width);
+            for (row, values) in rows.chunks_mut(stride).zip(wide) {
+                store(&mut row[columns.clone()], values, accumulate);
+            }
+        });
+    }
+}
+
+/// Columns `all` of `dst = [dst +] alpha · a · b`; `dst` begins with the first of them.
+fn sums(
+    amx: Amx,
+    dst: Dst<'_, f32>,
+    a: impl Matrix,
+    b: impl Matrix,
+    all: Range<usize>,
+    alpha: f32,
+    threads: Threads,
+) {
+    let (m, k) = (a.rows(), a.cols());
+    let Dst { data, stride, accumulate } = dst;
+    // Parts of one size: a short last one would cost as much traffic of sums as the others.
+    let depth = k.div_ceil(k.div_ceil(INNER)).next_multiple_of(STEP);
+    let width = (PACKED / depth).next_multiple_of(PAIR);
     let tasks = if threads == Threads::All { 4 * threads::count() } else { 1 };
     let [mut left, mut right] = LAST.with(Cell::take);
     for (top, data) in (0..m).step_by(ROWS).zip(data.chunks_mut(ROWS * stride)) {
@@ -76,11 +110,11 @@ pub(super) fn product<D: Elem>(
         for from in (0..k).step_by(depth) {
             let inner = from..(from + depth).min(k);
             let left = packed(amx, &mut left, a, rows.clone(), inner.clone(), Role::Left, threads);
-            for first in (0..n).step_by(width) {
-                let columns = first..(first + width).min(n);
+            for first in all.clone().step_by(width) {
+                let columns = first..(first + width).min(all.end);
                 let right = packed(amx, &mut right, b, columns.clone(), inner.clone(), Role::Right, threads);
-                let accumulate = accumulate || from > 0;
-                let part = Part { amx, left, right, columns, stride, alpha, accumulate };
+                let (accumulate, first) = (accumulate || from > 0, first - all.start);
+                let part = Part { amx, left, right, first, stride, alpha, accumulate };
                 each(threads, data, task_rows * stride, |i, data| {
                     part.rows(data, i * task_rows / PAIR, task_rows / PAIR);
                 });
@@ -170,7 +204,8 @@ struct Part<'a> {
     amx: Amx,
     left: Packed<'a>,
     right: Packed<'a>,
-    columns: Range<usize>,
+    /// The first column.
+    first: usize,
     stride: usize,
     alpha: f32,
     accumulate: bool,
@@ -178,13 +213,13 @@ struct Part<'a> {
 
 impl Part<'_> {
     /// Rows of `count` strips from `first` on; `dst` begins with them.
-    fn rows<D: Elem>(&self, dst: &mut [D], first: usize, count: usize) {
+    fn rows(&self, dst: &mut [f32], first: usize, count: usize) {
         let unit = self.amx.open();
         let mut square = Square::default();
         let (left, right) = (self.left, self.right);
         let planes = (left.planes, right.planes);
-        for (j, column) in right.tiles.chunks_exact(right.strip).zip(self.columns.clone().step_by(PAIR)) {
-            let width = PAIR.min(self.columns.end - column);
+        for (strip, j) in right.tiles.chunks_exact(right.strip).enumerate() {
+            let (column, width) = (self.first + strip * PAIR, PAIR.min(right.outer - strip * PAIR));
             let rows = left.tiles.chunks_exact(left.strip).enumerate().skip(first).take(count);
             for (strip, i) in rows {
                 unit.multiply(i, j, planes, &mut square);
