@@ -31,7 +31,8 @@ pub(crate) trait Matrix: Copy + Sync {
     fn dense(&self) -> Option<Operand<'_>>;
     /// Its columns are contiguous in memory, instead of its rows.
     fn is_transposed(&self) -> bool;
-    /// Every value is a bf16 number.
+    /// Every value is a bf16 number; the matrix unit asks.
+    #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
     fn is_bf16(&self) -> bool;
     /// The values from `from` on of a line, as `f32`: of a row, or of a column of a transposed matrix.
     fn widen(&self, line: usize, from: usize, out: &mut [f32]);
