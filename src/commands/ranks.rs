@@ -211,9 +211,8 @@ fn with_fault(world: Arc<dyn Collective>, fault: Option<Fault>) -> Arc<dyn Colle
 
 fn on_cpu(ranks: usize, rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync)) -> Result<()> {
     let each = (threads::count() / ranks).max(1);
-    local::run_ranks(local::World::new(ranks).ends(), |end| match ranks {
-        1 => threads::in_pool(|| rank(0, Arc::new(end))),
-        _ => threads::in_own_pool(each, || rank(0, Arc::new(end))),
+    local::run_ranks(local::World::new(ranks).ends(), |end| {
+        threads::in_own_pool(each, || rank(0, Arc::new(end)))
     })?;
     Ok(())
 }

@@ -88,7 +88,7 @@ impl Engine {
             let hidden = self.hidden(batch)?;
             self.strategy.head()?.score(&self.config, &hidden, &batch.targets)
         };
-        let mut scores = threads::inside(score)?.into_iter();
+        let mut scores = threads::inside(&self.device, score)?.into_iter();
         for segment in &batch.segments {
             let targets = &batch.targets[segment.start..segment.start + segment.len];
             let count = targets.iter().filter(|&&target| target != IGNORE).count();

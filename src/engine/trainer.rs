@@ -132,7 +132,7 @@ impl Trainer {
         let stream = Stream::new(self.options.seed).named("dropout").part(number);
         let world = self.engine.strategy.ranks().world();
         let turns = step.turns(world.rank(), world.size());
-        threads::inside(|| {
+        threads::inside(&self.engine.device, || {
             let mut sum = 0f64;
             for (i, batch) in turns.iter().enumerate() {
                 let dropout = Some(DropoutContext { stream, first_token: batch.first_token });

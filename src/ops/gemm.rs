@@ -201,7 +201,10 @@ pub(crate) fn product<D: Elem, A: Elem, B: Matrix>(
 ) {
     let (m, n, k) = (a.rows, b.cols(), a.cols);
     assert_eq!(k, b.rows(), "inner dimensions of a product");
-    assert!(m == 0 || dst.data.len() >= (m - 1) * dst.stride + n, "product outside its destination");
+    assert!(
+        m == 0 || (dst.data.len() >= (m - 1) * dst.stride + n && dst.stride >= n),
+        "product outside its destination"
+    );
     if m == 0 || n == 0 {
         return;
     }

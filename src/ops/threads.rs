@@ -9,6 +9,8 @@ use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
+use candle_core::Device;
+
 use crate::error::{Error, Result};
 
 /// How long threads that are at other work are waited for before a step goes on without them.
@@ -55,8 +57,12 @@ impl Drop for Done<'_> {
     }
 }
 
-/// Runs `work` on a thread of the pool, whose other threads look for its parts without sleeping until it is done.
-pub fn inside<R: Send>(work: impl FnOnce() -> R + Send) -> R {
+/// Runs `work`, which computes on `device`, on a thread of the pool, whose other threads look for its parts without
+/// sleeping until it is done. What a GPU does keeps no threads awake.
+pub fn inside<R: Send>(device: &Device, work: impl FnOnce() -> R + Send) -> R {
+    if !device.is_cpu() {
+        return work();
+    }
     let seats: Vec<Seat> = (1..count()).map(|_| Seat::default()).collect();
     let done = AtomicBool::new(false);
     rayon::scope(|scope| {
@@ -73,18 +79,14 @@ pub fn inside<R: Send>(work: impl FnOnce() -> R + Send) -> R {
     })
 }
 
-/// Runs `work`, which has many steps, on one thread of the pool: each thread keeps the memory of its last products, so
-/// steps on changing threads would keep it twice.
-pub fn in_pool<R: Send>(work: impl FnOnce() -> R + Send) -> R {
-    rayon::scope(|_| work())
-}
-
-/// Runs `work` in a pool of its own of `threads` threads: a rank beside others.
+/// Runs `work` in a pool of its own of `threads` threads: a rank. Ranks that share a pool would wait in collectives for
+/// one another's jobs; and on one thread throughout, the memory of last products is kept once.
 ///
 /// # Errors
 /// The threads cannot be started; what `work` returns.
 pub fn in_own_pool<R: Send>(threads: usize, work: impl FnOnce() -> Result<R> + Send) -> Result<R> {
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    // The stack of a main thread.
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).stack_size(8 << 20).build();
     let failed =
         |e: rayon::ThreadPoolBuildError| Error::internal("cannot start threads").because(e.to_string());
     pool.map_err(failed)?.install(work)

@@ -171,8 +171,9 @@ impl Plan {
     ) -> Result<Trainer> {
         let (ranks, device) = (Ranks::new(self.kind, world)?, device.clone());
         let engine = EngineOptions { ranks, device, ..self.engine.clone() };
-        let (engine, initial) =
-            inside(|| self.base.load(self.adaptation.as_ref(), self.adaptation.is_none(), &engine))?;
+        let (engine, initial) = inside(&Device::Cpu, || {
+            self.base.load(self.adaptation.as_ref(), self.adaptation.is_none(), &engine)
+        })?;
         self.initial.get_or_init(|| Arc::new(initial));
         let options = TrainerOptions {
             optimizer: OptimizerOptions {

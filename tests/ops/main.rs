@@ -31,14 +31,13 @@ fn values(tensor: &Tensor) -> Vec<f64> {
 }
 
 /// Public functions in `ops` that compute nothing on tensors.
-const NO_OPS: [&str; 13] = [
+const NO_OPS: [&str; 12] = [
     "count",
     "default_dtype",
     "empty",
     "free_bytes",
     "gpus",
     "in_own_pool",
-    "in_pool",
     "inside",
     "open",
     "peak_bytes",

@@ -6,8 +6,8 @@
 //! intelligence datatype for higher-precision computations", 2019). Six passes at sixteen times the rate of AVX-512 are faster. What is bf16 already
 //! is one number: three passes beside f32, one beside bf16, with nothing left out.
 //!
-//! An element's products are added in one order, whatever the threads and the shape of their tasks are. Infinities come out as
-//! NaN, and parts below 2⁻¹²⁶ as zero. Whatever the unit does not pay for is the `gemm` crate's ([`super::gemm`]).
+//! An element's products are added in one order, whatever the threads and the shape of their tasks are. Infinities, and
+//! numbers above 3.396e38, come out as NaN, and parts below 2⁻¹²⁶ as zero. Whatever the unit does not pay for is the `gemm` crate's ([`super::gemm`]).
 
 mod kernel;
 mod pack;
