@@ -201,13 +201,11 @@ pub(crate) fn product<D: Elem, A: Elem, B: Matrix>(
 ) {
     let (m, n, k) = (a.rows, b.cols(), a.cols);
     assert_eq!(k, b.rows(), "inner dimensions of a product");
-    assert!(
-        m == 0 || (dst.data.len() >= (m - 1) * dst.stride + n && dst.stride >= n),
-        "product outside its destination"
-    );
     if m == 0 || n == 0 {
         return;
     }
+    let end = (m - 1) * dst.stride + n;
+    assert!(dst.stride >= n && end <= dst.data.len(), "product outside its destination");
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     if amx::pays(m, n, k)
         && let Some(unit) = amx::Amx::here()
