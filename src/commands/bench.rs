@@ -16,7 +16,7 @@ use crate::cli::{BenchArgs, BenchVerb, ScalingArgs};
 use crate::collective::nccl::{self, Alarm, Crew, Library};
 use crate::collective::{Collective, Timed, local};
 use crate::error::{Error, Result};
-use crate::ops::threads;
+use crate::ops::{device, threads};
 use crate::plan::{Finder, Plan};
 use crate::recipe::{Recipe, Strategy};
 use crate::units;
@@ -104,7 +104,7 @@ impl Place {
 
     fn device(&self) -> Device {
         match self {
-            Place::Gpus(gpus, _) => gpus.first().cloned().unwrap_or(Device::Cpu),
+            Place::Gpus(gpus, _) => device::tightest(gpus),
             Place::Cpu => Device::Cpu,
         }
     }

@@ -109,7 +109,7 @@ impl Ranks {
 
     /// What to plan for.
     pub(super) fn device(&self) -> Device {
-        self.devices.first().cloned().unwrap_or(Device::Cpu)
+        device::tightest(&self.devices)
     }
 
     /// Runs `rank` on every rank of this process, with its end and its device, and returns the failure that came first.

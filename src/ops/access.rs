@@ -10,12 +10,15 @@ use std::sync::{Arc, Mutex};
 
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor};
 use half::bf16;
+use half::vec::HalfBitsVecExt;
 
 use crate::collective::{Element, Memory};
 use crate::error::{Error, Result};
 
 /// A type whose values can be read and written in place.
 pub(crate) trait Plain: candle_core::WithDType + Default + Send + Sync {
+    /// Zeros that are not written yet: the threads that fill them touch the pages.
+    fn zeros(len: usize) -> Vec<Self>;
     fn slice(storage: &CpuStorage) -> Option<&[Self]>;
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
@@ -29,8 +32,11 @@ pub(crate) trait Elem: Plain {
 }
 
 macro_rules! plain {
-    ($type:ty, $variant:ident) => {
+    ($type:ty, $variant:ident, $zeros:expr) => {
         impl Plain for $type {
+            fn zeros(len: usize) -> Vec<Self> {
+                $zeros(len)
+            }
             fn slice(storage: &CpuStorage) -> Option<&[Self]> {
                 match storage {
                     CpuStorage::$variant(values) => Some(values),
@@ -46,9 +52,9 @@ macro_rules! plain {
         }
     };
 }
-plain!(f32, F32);
-plain!(bf16, BF16);
-plain!(u8, U8);
+plain!(f32, F32, |len| vec![0.0; len]);
+plain!(bf16, BF16, |len| vec![0u16; len].reinterpret_into());
+plain!(u8, U8, |len| vec![0; len]);
 
 macro_rules! elem {
     ($type:ty, $widen:expr, $nearest:expr) => {

@@ -198,6 +198,12 @@ pub fn default_dtype(device: &Device) -> DType {
     if device.is_cpu() { DType::F32 } else { DType::BF16 }
 }
 
+/// The one of `devices` with the least free memory, for what fits there fits on all; the host when there are none.
+pub fn tightest(devices: &[Device]) -> Device {
+    let tightest = devices.iter().min_by_key(|device| free_bytes(device).unwrap_or(u64::MAX));
+    tightest.cloned().unwrap_or(Device::Cpu)
+}
+
 /// Bytes of GPU memory that are free; none when the driver does not say.
 #[cfg(feature = "cuda")]
 pub fn free_bytes(device: &Device) -> Option<u64> {

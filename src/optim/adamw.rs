@@ -7,6 +7,7 @@ use crate::error::Result;
 use crate::ops::adamw::{AdamW, adamw};
 use crate::ops::adamw_int8::{Int8Moment, adamw_int8};
 use crate::ops::home::{Home, STAGED};
+use crate::ops::reduce::zero;
 
 /// The constants of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -63,7 +64,12 @@ impl Moments {
         if dtype == MomentDtype::Int8 && piece.large {
             return Ok(Moments::Int8([Int8Moment::zeros(len)?, Int8Moment::zeros(len)?]));
         }
-        let zeros = || Tensor::zeros(len, DType::F32, device);
+        let zeros = || -> Result<Tensor> {
+            let zeros = Tensor::zeros(len, DType::F32, device)?;
+            // Written here: a new page that is read before it is written costs two faults, and all threads a flush.
+            zero(&zeros)?;
+            Ok(zeros)
+        };
         Ok(Moments::F32([zeros()?, zeros()?]))
     }
 }

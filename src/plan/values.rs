@@ -4,8 +4,8 @@
 //! Files are read and quantized in pieces, so loading a quantized base needs the memory of the quantized model and of a
 //! piece; where an adapter is derived from a weight, of that weight.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Device, Tensor};
 
@@ -34,7 +34,7 @@ pub(super) struct Values<'a> {
     adaptation: Option<&'a Adaptation>,
     seed: u64,
     /// What base weights gave for the adapters on them, until those are filled.
-    derived: RefCell<BTreeMap<String, Derived>>,
+    derived: Mutex<BTreeMap<String, Derived>>,
     /// Embedding and head as they are stored, with rows for new tokens.
     tables: [Option<GrownTable<'a>>; 2],
 }
@@ -55,7 +55,7 @@ impl<'a> Values<'a> {
     ) -> Self {
         let table = |name| files.map(|files| GrownTable::new(files, name));
         let tables = [EMBED, HEAD].map(table);
-        Values { config, files, adaptation, seed, derived: RefCell::default(), tables }
+        Values { config, files, adaptation, seed, derived: Mutex::default(), tables }
     }
 
     /// Checks names and shapes of the whole checkpoint against the model before a byte of weights is read. Embedding
@@ -154,9 +154,22 @@ impl<'a> Values<'a> {
         let mut start = 0;
         for piece in out.chunks_mut(PIECE) {
             self.read_base(&slot.name, start, piece)?;
+            self.let_go(&slot.name);
             start += piece.len();
         }
         Ok(())
+    }
+
+    /// Lets go of the pages of a base weight that were read.
+    fn let_go(&self, name: &str) {
+        if let Some(files) = self.files {
+            files.discard(self.stored_name(files, name));
+        }
+    }
+
+    fn derived(&self) -> MutexGuard<'_, BTreeMap<String, Derived>> {
+        // After a panic nobody asks.
+        self.derived.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Elements of a base weight from `start` on.
@@ -166,10 +179,7 @@ impl<'a> Values<'a> {
                 let name = self.stored_name(files, name);
                 match (name, &self.tables) {
                     (EMBED, [Some(table), _]) | (HEAD, [_, Some(table)]) => table.read_part(start, out)?,
-                    _ => {
-                        files.read_part(name, start, out)?;
-                        files.discard(name);
-                    }
+                    _ => files.read_part(name, start, out)?,
                 }
             }
             None => {
@@ -193,7 +203,9 @@ impl<'a> Values<'a> {
         to.fill(slot.elements(), |start, values| {
             self.read_base(&slot.name, start, values)?;
             check_finite(&slot.name, values)
-        })
+        })?;
+        self.let_go(&slot.name);
+        Ok(())
     }
 
     /// Fills the weight of an adapter's module, and works out what the adapter starts from.
@@ -207,6 +219,7 @@ impl<'a> Values<'a> {
         let (out, inputs) = (slot.shape[0], slot.shape[1]);
         let mut weight = vec![0f32; out * inputs];
         self.read_base(&slot.name, 0, &mut weight)?;
+        self.let_go(&slot.name);
         check_finite(&slot.name, &weight)?;
         let stream = Stream::new(self.seed).named(&target.name);
         let best = |weight: &[f32]| {
@@ -244,14 +257,14 @@ impl<'a> Values<'a> {
             true => norms(weight, (out, inputs), factors.as_ref(), target)?,
             false => Vec::new(),
         };
-        self.derived.borrow_mut().insert(target.name.clone(), Derived { factors, magnitude });
+        self.derived().insert(target.name.clone(), Derived { factors, magnitude });
         Ok(())
     }
 
     /// What PiSSA took from each base weight.
     pub(super) fn into_initial(self) -> BTreeMap<String, Factors> {
         let pissa = self.adaptation.is_some_and(Adaptation::is_pissa);
-        let derived = self.derived.into_inner().into_iter().filter(|_| pissa);
+        let derived = std::mem::take(&mut *self.derived()).into_iter().filter(|_| pissa);
         derived.filter_map(|(module, derived)| Some((module, derived.factors?))).collect()
     }
 
@@ -264,7 +277,7 @@ impl<'a> Values<'a> {
             Start::Pissa(saved) => return saved.read_trained(part.module, part.kind, out),
             _ => {}
         }
-        let derived = self.derived.borrow();
+        let derived = self.derived();
         let derived = derived.get(part.module);
         let factors = derived.and_then(|derived| derived.factors.as_ref());
         match (part.kind, factors) {
@@ -295,6 +308,7 @@ impl<'a> Values<'a> {
         for (row, &id) in out.chunks_exact_mut(width).zip(ids) {
             self.read_base(&format!("{module}.weight"), id as usize * width, row)?;
         }
+        self.let_go(&format!("{module}.weight"));
         Ok(())
     }
 }

@@ -46,10 +46,9 @@ pub fn quantize(kind: Kind, block_size: usize, values: &[f32], codes: &mut [u8],
 
 /// The place of the first value that cannot be quantized: a NaN or an infinity.
 pub fn first_not_finite(values: &[f32]) -> Option<usize> {
-    let bad = |values: &[f32]| {
-        // Without a way out in the middle, so that it becomes vector code.
-        let all = values.iter().fold(true, |all, value| all & value.is_finite());
-        (!all).then(|| values.iter().position(|value| !value.is_finite())).flatten()
+    let bad = |values: &[f32]| match all_finite(values) {
+        true => None,
+        false => values.iter().position(|value| !value.is_finite()),
     };
     let tasks = values.par_chunks(TASK).enumerate();
     tasks.find_map_first(|(i, values)| bad(values).map(|at| i * TASK + at))
@@ -73,30 +72,40 @@ fn round_all(values: &[f32], factor: f32, codes: &mut [u8]) {
 
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
 pub(super) fn largest(values: &[f32]) -> f32 {
-    let mut lanes = [0f32; 16];
-    let chunks = values.chunks_exact(16);
-    let rest = chunks.remainder().iter().fold(0f32, |max, value| max.max(value.abs()));
-    for chunk in chunks {
-        for (lane, value) in lanes.iter_mut().zip(chunk) {
-            *lane = if value.abs() > *lane { value.abs() } else { *lane };
-        }
-    }
-    lanes.iter().fold(rest, |max, &lane| max.max(lane))
+    f32::from_bits(largest_bits(values))
 }
 
+/// The bits of the largest magnitude. As whole numbers they are in the order of the magnitudes, infinities and then NaNs
+/// last, and their maximum is vector code.
+#[inline(always)]
+fn largest_bits(values: &[f32]) -> u32 {
+    values.iter().fold(0, |max, value| max.max(value.abs().to_bits()))
+}
+
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+fn all_finite(values: &[f32]) -> bool {
+    largest_bits(values) < f32::INFINITY.to_bits()
+}
+
+/// One function for a run of blocks: calls for each block would cost as much as its work.
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
 fn four_bits(kind: Kind, block_size: usize, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
     let ladder = Ladder::new(kind);
     // One code a byte first, then two: whole blocks may end in the middle of a byte.
     let mut wide = vec![0u8; values.len()];
     for ((values, wide), absmax) in blocks_of(block_size, values, &mut wide).zip(absmax) {
-        *absmax = largest(values);
+        *absmax = f32::from_bits(largest_bits(values));
         // bitsandbytes multiplies by the reciprocal, which is not the quotient to the last bit.
-        ladder.codes(values, if *absmax > 0.0 { 1.0 / *absmax } else { 0.0 }, wide);
+        places(values, if *absmax > 0.0 { 1.0 / *absmax } else { 0.0 }, &ladder.midpoints, wide);
+    }
+    if kind != Kind::Nf4 {
+        // NF4's codes are in the order of their values.
+        wide.iter_mut().for_each(|place| *place = ladder.by_place[usize::from(*place & 15)]);
     }
     pack(&wide, codes, ladder.zero);
 }
 
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+#[inline(always)]
 fn pack(wide: &[u8], codes: &mut [u8], zero: u8) {
     let pairs = wide.chunks_exact(2);
     if let (Some(last), [odd]) = (codes.last_mut(), pairs.remainder()) {
@@ -125,17 +134,10 @@ impl Ladder {
         let zero = if kind == Kind::Nf4 { 7 } else { 0 };
         Ladder { midpoints, by_place, zero }
     }
-
-    fn codes(&self, values: &[f32], factor: f32, codes: &mut [u8]) {
-        places(values, factor, &self.midpoints, codes);
-        for code in codes {
-            *code = self.by_place[usize::from(*code & 15)];
-        }
-    }
 }
 
 /// How many midpoints lie below each value: its code's place, the lower of two at a tie.
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+#[inline(always)]
 fn places(values: &[f32], factor: f32, midpoints: &[f32; 15], places: &mut [u8]) {
     for (place, value) in places.iter_mut().zip(values) {
         let scaled = value * factor;

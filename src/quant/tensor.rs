@@ -1,9 +1,11 @@
 //! A whole tensor in codes and scales, quantized as its values stream by.
 
+use rayon::prelude::*;
+
 use super::{Blocks, Format, NESTED_BLOCK, Scales, nest, quantize};
 
-/// Values held in f32 at once: 2 MiB, which stay in the caches from reading to the codes.
-const PIECE: usize = 1 << 19;
+/// Values that a thread holds in f32: 64 KiB, which stay in its own cache from reading to the codes.
+const PIECE: usize = 1 << 14;
 
 /// Memory that the parts of a quantized tensor go to.
 #[derive(Debug)]
@@ -21,28 +23,34 @@ pub struct BlocksMut<'a> {
 }
 
 impl BlocksMut<'_> {
-    /// Quantizes `n` values; `read` writes those from an index on into the slice it is given, piece by piece in order.
+    /// Quantizes `n` values; `read` writes those from an index on into the slice it is given, piece by piece on all threads.
     ///
     /// # Errors
-    /// Those of `read`, which also answers for the values being finite.
-    pub fn fill<E>(
+    /// Those of `read`, which also answers for the values being finite: that of the first piece that has one.
+    pub fn fill<E: Send>(
         &mut self,
         n: usize,
-        mut read: impl FnMut(usize, &mut [f32]) -> Result<(), E>,
+        read: impl Fn(usize, &mut [f32]) -> Result<(), E> + Sync,
     ) -> Result<(), E> {
         let format = self.format;
         let mut own = vec![0f32; if format.double_quant { format.blocks(n) } else { 0 }];
         let absmax: &mut [f32] = if format.double_quant { &mut own } else { self.scales };
         // Whole blocks, and whole bytes of two codes.
         let piece = (PIECE / format.block_size).max(2) / 2 * 2 * format.block_size;
-        let mut values = vec![0f32; piece.min(n)];
-        for start in (0..n).step_by(piece) {
-            let values = &mut values[..piece.min(n - start)];
-            read(start, values)?;
-            let end = start + values.len();
-            let codes = &mut self.codes[format.code_bytes(start)..format.code_bytes(end)];
-            let absmax = &mut absmax[format.blocks(start)..format.blocks(end)];
-            quantize(format.kind, format.block_size, values, codes, absmax);
+        let codes = self.codes[..format.code_bytes(n)].par_chunks_mut(format.code_bytes(piece));
+        let absmax = absmax[..format.blocks(n)].par_chunks_mut(format.blocks(piece));
+        let failed = codes.zip(absmax).enumerate().map_init(
+            || vec![0f32; piece.min(n)],
+            |values, (i, (codes, absmax))| {
+                let start = i * piece;
+                let values = &mut values[..piece.min(n - start)];
+                read(start, values)?;
+                quantize(format.kind, format.block_size, values, codes, absmax);
+                Ok(())
+            },
+        );
+        if let Some(failed) = failed.find_first(Result::is_err) {
+            return failed;
         }
         if format.double_quant {
             *self.offset = nest(&own, self.nested, self.scales);
@@ -71,10 +79,10 @@ impl OwnedBlocks {
     ///
     /// # Errors
     /// Those of `read`.
-    pub fn new<E>(
+    pub fn new<E: Send>(
         format: Format,
         n: usize,
-        read: impl FnMut(usize, &mut [f32]) -> Result<(), E>,
+        read: impl Fn(usize, &mut [f32]) -> Result<(), E> + Sync,
     ) -> Result<Self, E> {
         let nested = vec![0; if format.double_quant { format.blocks(n) } else { 0 }];
         let (codes, scales) = (vec![0; format.code_bytes(n)], vec![0.0; format.scales(n)]);

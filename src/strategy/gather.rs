@@ -2,8 +2,8 @@
 //! segment.
 //!
 //! Blocks take turns in two fixed pieces of memory (the even and the odd ones), so at most two are whole at a time: the
-//! one in use and the next, which is gathered (or read ahead, when it is in a file) meanwhile. Embedding and head are gathered into memory of their own that
-//! goes when they are let go.
+//! one in use and the next, which is gathered (or read ahead, when it is in a file) meanwhile. Embedding and head are
+//! gathered into memory of their own, which they share: one is let go before the other is held.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::{DType, Device, Tensor};
 
 use super::placement::Ranks;
+use super::spare::Spare;
 use crate::collective::{Call, Memory, Ticket};
 use crate::error::{Error, Result};
 use crate::model::Segment;
@@ -52,6 +53,8 @@ pub(super) struct Gathers {
     runs: BTreeMap<Segment, Vec<Apart>>,
     /// Where the runs of even and odd blocks become whole, by kind.
     memory: [BTreeMap<u8, Tensor>; 2],
+    /// Of embedding and head.
+    spare: Spare,
     started: Mutex<Option<Started>>,
     whole: AtomicUsize,
     most: AtomicUsize,
@@ -62,6 +65,8 @@ struct Started {
     segment: Segment,
     tickets: Vec<Ticket>,
     full: Full,
+    /// What `full` lies in, unless it is the blocks'.
+    memory: Vec<Tensor>,
 }
 
 /// Whole runs by what they are.
@@ -72,12 +77,13 @@ const MOST: usize = 2;
 
 /// Lets go of a segment's whole values when dropped.
 #[derive(Debug)]
-pub(super) struct Whole<'a>(Option<&'a AtomicUsize>);
+pub(super) struct Whole<'a>(Option<(&'a Gathers, Vec<Tensor>)>);
 
 impl Drop for Whole<'_> {
     fn drop(&mut self) {
-        if let Some(count) = self.0 {
-            count.fetch_sub(1, Ordering::Relaxed);
+        if let Some((gathers, memory)) = self.0.take() {
+            gathers.whole.fetch_sub(1, Ordering::Relaxed);
+            memory.into_iter().for_each(|memory| gathers.spare.give(memory));
         }
     }
 }
@@ -101,7 +107,7 @@ impl Gathers {
         let memory = [turn()?, turn()?];
         let started = Mutex::default();
         let [whole, most] = [AtomicUsize::new(0), AtomicUsize::new(0)];
-        Ok(Gathers { device: device.clone(), runs, memory, started, whole, most })
+        Ok(Gathers { device: device.clone(), runs, memory, spare: Spare::default(), started, whole, most })
     }
 
     /// The memory in which the runs of a block become whole.
@@ -141,19 +147,17 @@ impl Gathers {
         let mut now = started.take();
         if let Some(other) = now.take_if(|now| now.segment != segment) {
             // Gathered ahead for a walk that ended early.
-            self.finish(ranks, other)?;
-            self.whole.fetch_sub(1, Ordering::Relaxed);
+            drop(self.finish(ranks, other)?);
         }
         let now = match now {
             Some(now) => Some(now),
             None => self.start(ranks, segment)?,
         };
-        let held = now.is_some();
-        let full = now.map_or(Ok(Full::new()), |now| self.finish(ranks, now))?;
+        let held = now.map_or(Ok((Full::new(), Whole(None))), |now| self.finish(ranks, now))?;
         if let Some(next) = next {
             *started = self.start(ranks, next)?;
         }
-        Ok((full, Whole(held.then_some(&self.whole))))
+        Ok(held)
     }
 
     fn start(&self, ranks: &Ranks, segment: Segment) -> Result<Option<Started>> {
@@ -165,13 +169,17 @@ impl Gathers {
                 "{whole} segments are gathered at once, at most {MOST} may be"
             )));
         }
+        let mut memory_of_end = Vec::new();
         let full = match segment {
             Segment::Block(layer) => self.block(layer)?,
             Segment::Embed | Segment::Head => {
-                let fresh = |run: &Apart| -> Result<(Piece, Tensor)> {
-                    Ok((run.piece, Tensor::zeros(run.len, run.part.dtype(), &self.device)?))
+                let mut taken = |run: &Apart| -> Result<(Piece, Tensor)> {
+                    let memory = self.spare.take(run.len, run.part.dtype(), &self.device)?;
+                    let whole = memory.narrow(0, 0, run.len)?;
+                    memory_of_end.push(memory);
+                    Ok((run.piece, whole))
                 };
-                runs.iter().map(fresh).collect::<Result<_>>()?
+                runs.iter().map(&mut taken).collect::<Result<_>>()?
             }
         };
         let call = call("values of", segment);
@@ -184,7 +192,7 @@ impl Gathers {
                 tickets.push(ranks.shards().start_all_gather(call, &part, &memory(whole)?)?);
             }
         }
-        Ok(Some(Started { segment, tickets, full }))
+        Ok(Some(Started { segment, tickets, full, memory: memory_of_end }))
     }
 
     /// This rank's part where collectives find it: at home on the host, else at its place in the whole.
@@ -200,7 +208,7 @@ impl Gathers {
         }
     }
 
-    fn finish(&self, ranks: &Ranks, started: Started) -> Result<Full> {
+    fn finish(&self, ranks: &Ranks, started: Started) -> Result<(Full, Whole<'_>)> {
         for ticket in started.tickets {
             ranks.shards().finish(ticket)?;
         }
@@ -210,7 +218,7 @@ impl Gathers {
             }
             run.part.let_go();
         }
-        Ok(started.full)
+        Ok((started.full, Whole(Some((self, started.memory)))))
     }
 }
 

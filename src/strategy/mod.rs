@@ -12,6 +12,7 @@ mod packed;
 mod placement;
 mod reduce;
 mod sent;
+mod spare;
 mod store;
 mod views;
 

@@ -117,7 +117,7 @@ impl<T: Plain> Filling<T> {
     pub(super) fn new(kept: Range<usize>, place: Place<'_>) -> Result<Self> {
         let to = match place {
             Place::File(file) => To::File(file.run(kept.len(), T::DTYPE)?),
-            _ => To::Memory(vec![T::default(); kept.len()]),
+            _ => To::Memory(T::zeros(kept.len())),
         };
         Ok(Filling { kept, to })
     }
@@ -132,12 +132,22 @@ impl<T: Plain> Filling<T> {
         if (start..end) == range {
             return self.at(start, end, write)?;
         }
-        let mut values = vec![T::default(); range.len()];
+        let mut values = T::zeros(range.len());
         write(&mut values)?;
         if start >= end {
             return Ok(());
         }
         self.at(start, end, |to| to.copy_from_slice(&values[start - range.start..end - range.start]))
+    }
+
+    /// Runs of the whole where they lie, to be written in place; none unless all are kept and in memory.
+    pub(super) fn in_place<const N: usize>(&mut self, runs: [&Range<usize>; N]) -> Option<[&mut [T]; N]> {
+        let To::Memory(values) = &mut self.to else { return None };
+        let kept = &self.kept;
+        if runs.iter().any(|run| run.start < kept.start || run.end > kept.end) {
+            return None;
+        }
+        values.get_disjoint_mut(runs.map(|run| run.start - kept.start..run.end - kept.start)).ok()
     }
 
     /// Elements `start..end` of the whole, which are kept.

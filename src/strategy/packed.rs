@@ -63,15 +63,17 @@ impl Packed {
             if !parts.iter().any(|(range, kept)| making.wants(range, kept)) {
                 continue;
             }
+            let (format, offset) = (entry.format, &mut entry.offset);
+            if let (Some([codes, nested]), Some([scales])) =
+                (bytes.in_place([&entry.codes, &entry.nested]), floats.in_place([&entry.scales]))
+            {
+                fill(&entry.slot, BlocksMut { format, codes, nested, scales, offset })?;
+                continue;
+            }
             let (mut codes, mut nested) = (vec![0; entry.codes.len()], vec![0; entry.nested.len()]);
             let mut scales = vec![0.0; entry.scales.len()];
-            let parts = BlocksMut {
-                format: entry.format,
-                codes: &mut codes,
-                nested: &mut nested,
-                scales: &mut scales,
-                offset: &mut entry.offset,
-            };
+            let parts =
+                BlocksMut { format, codes: &mut codes, nested: &mut nested, scales: &mut scales, offset };
             fill(&entry.slot, parts)?;
             for (range, values) in [(&entry.codes, &codes), (&entry.nested, &nested)] {
                 bytes.fill(range.clone(), |to| copy(to, values))?;

@@ -13,6 +13,7 @@ use candle_core::{DType, Device, Tensor};
 use super::bucket::Bucket;
 use super::gather::call;
 use super::placement::{Extent, Ranks};
+use super::spare::Spare;
 use crate::collective::Call;
 use crate::error::{Error, Result};
 use crate::model::Segment;
@@ -38,6 +39,7 @@ pub(super) struct Fresh {
     blocks: BTreeMap<u8, Tensor>,
     /// Of embedding and head, by bucket, from backward to reduction.
     ends: Mutex<BTreeMap<usize, Tensor>>,
+    spare: Spare,
 }
 
 impl Fresh {
@@ -52,7 +54,13 @@ impl Fresh {
         }
         let fresh = |(kind, len)| Ok((kind, Tensor::zeros(len, DType::F32, device)?));
         let blocks = widest.into_iter().map(fresh).collect::<Result<_>>()?;
-        Ok(Fresh { reducing, device: device.clone(), blocks, ends: Mutex::default() })
+        Ok(Fresh {
+            reducing,
+            device: device.clone(),
+            blocks,
+            ends: Mutex::default(),
+            spare: Spare::default(),
+        })
     }
 
     pub(super) fn reducing(&self) -> Reducing {
@@ -70,11 +78,13 @@ impl Fresh {
             return Ok(Some(memory.narrow(0, 0, bucket.len)?));
         }
         let mut ends = self.ends.lock().map_err(|_| Error::internal("a backward panicked"))?;
-        if let Some(fresh) = ends.get(&index) {
-            return Ok(Some(fresh.clone()));
+        if let Some(memory) = ends.get(&index) {
+            return Ok(Some(memory.narrow(0, 0, bucket.len)?));
         }
-        let fresh = Tensor::zeros(bucket.len, DType::F32, &self.device)?;
-        ends.insert(index, fresh.clone());
+        let memory = self.spare.take(bucket.len, DType::F32, &self.device)?;
+        let fresh = memory.narrow(0, 0, bucket.len)?;
+        zero(&fresh)?;
+        ends.insert(index, memory);
         Ok(Some(fresh))
     }
 
@@ -132,7 +142,10 @@ impl Fresh {
     fn let_go(&self, index: usize, fresh: &Tensor) -> Result<()> {
         let mut ends = self.ends.lock().map_err(|_| Error::internal("a backward panicked"))?;
         match ends.remove(&index) {
-            Some(_) => Ok(()),
+            Some(memory) => {
+                self.spare.give(memory);
+                Ok(())
+            }
             None => zero(fresh),
         }
     }

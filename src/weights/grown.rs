@@ -4,7 +4,7 @@
 //! (<https://nlp.stanford.edu/~johnhew/vocab-expansion.html>). transformers draws them around this mean, with a
 //! billionth of the rows' covariance; the mean itself needs no seed.
 
-use std::cell::OnceCell;
+use std::sync::OnceLock;
 
 use super::{Element, ModelFiles};
 use crate::error::Result;
@@ -17,13 +17,13 @@ const PIECE: usize = 1 << 20;
 pub struct GrownTable<'a> {
     files: &'a ModelFiles,
     name: &'a str,
-    mean: OnceCell<Vec<f32>>,
+    mean: OnceLock<Vec<f32>>,
 }
 
 impl<'a> GrownTable<'a> {
     /// The tensor stored as `name`.
     pub fn new(files: &'a ModelFiles, name: &'a str) -> Self {
-        GrownTable { files, name, mean: OnceCell::new() }
+        GrownTable { files, name, mean: OnceLock::new() }
     }
 
     /// Its name.
@@ -48,8 +48,12 @@ impl<'a> GrownTable<'a> {
                 *value = T::from_f32(*mean);
             }
         }
-        self.files.discard(self.name);
         Ok(())
+    }
+
+    /// As [`ModelFiles::discard`].
+    pub fn discard(&self) {
+        self.files.discard(self.name);
     }
 
     /// The mean of the stored rows, summed in f64.

@@ -31,11 +31,12 @@ fn values(tensor: &Tensor) -> Vec<f64> {
 }
 
 /// Public functions in `ops` that compute nothing on tensors.
-const NO_OPS: [&str; 12] = [
+const NO_OPS: [&str; 13] = [
     "count",
     "default_dtype",
     "empty",
     "free_bytes",
+    "tightest",
     "gpus",
     "in_own_pool",
     "inside",

@@ -53,6 +53,20 @@ impl<'a> Values<'a> {
     /// # Errors
     /// As [`ModelFiles::read_part`] and [`Adapter::read_part`].
     pub(super) fn read(&self, start: usize, out: &mut [f32]) -> Result<()> {
+        self.peek(start, out)?;
+        self.let_go();
+        Ok(())
+    }
+
+    /// Lets go of the pages that were read.
+    fn let_go(&self) {
+        if let Self::Base(tensor) = self {
+            tensor.discard();
+        }
+    }
+
+    /// As [`Values::read`], by several threads; they keep the pages.
+    fn peek(&self, start: usize, out: &mut [f32]) -> Result<()> {
         match self {
             Self::Base(tensor) => tensor.read_part(start, out),
             Self::Adapter(adapter, module, kind) => adapter.read_part(module, *kind, start, out),
@@ -77,13 +91,15 @@ impl<'a> Values<'a> {
 
 /// Quantizes a tensor of `elements` values.
 fn quantized(values: &Values<'_>, elements: usize, format: Format) -> Result<OwnedBlocks> {
-    OwnedBlocks::new(format, elements, |start, part| {
-        values.read(start, part)?;
+    let quantized = OwnedBlocks::new(format, elements, |start, part| {
+        values.peek(start, part)?;
         match part.iter().find(|value| !value.is_finite()) {
             None => Ok(()),
             Some(value) => Err(Error::user(format!("cannot quantize `{}`", values.name()))
                 .because(format!("it holds {value}; accepted: finite numbers"))
                 .hint("download the model again, or give another")),
         }
-    })
+    });
+    values.let_go();
+    quantized
 }

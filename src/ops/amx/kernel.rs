@@ -156,7 +156,19 @@ macro_rules! right {
     };
 }
 
-/// A loop of `$steps` steps, each of the given loads with four multiplications after each line.
+/// Asks for the 16 lines from `$from` on, and goes past them.
+macro_rules! fetch {
+    ($from:literal) => {
+        fetch!($from; "0", "64", "128", "192", "256", "320", "384", "448",
+            "512", "576", "640", "704", "768", "832", "896", "960")
+    };
+    ($from:literal; $($line:literal),+) => {
+        concat!($("prefetcht0 [{", $from, "} + ", $line, "]\n",)+ "add {", $from, "}, 1024")
+    };
+}
+
+/// A loop of `$steps` steps, each of the given loads with four multiplications after each line. The next step's tiles
+/// are asked for meanwhile, a kilobyte of each operand a line (all of them where both have three parts): they lie in the L2 cache.
 macro_rules! square {
     ($a:expr, $b:expr, $c:expr, $steps:expr, $a_parts:literal, $b_parts:literal, $($loads:expr),+) => {
         asm!(
@@ -165,7 +177,9 @@ macro_rules! square {
             $(
                 $loads,
                 "tdpbf16ps tmm0, tmm4, tmm6", "tdpbf16ps tmm1, tmm4, tmm7",
+                fetch!("a_next"),
                 "tdpbf16ps tmm2, tmm5, tmm6", "tdpbf16ps tmm3, tmm5, tmm7",
+                fetch!("b_next"),
             )+
             concat!("add {a}, 2048*", $a_parts), concat!("add {b}, 2048*", $b_parts),
             "dec {steps}", "jnz 2b",
@@ -173,6 +187,8 @@ macro_rules! square {
             "tilestored [{c} + {line}], tmm0", "tilestored [{c} + {line} + 64], tmm1",
             "tilestored [{c} + {line} + 2048], tmm2", "tilestored [{c} + {line} + 2112], tmm3",
             a = inout(reg) $a => _, b = inout(reg) $b => _, c = in(reg) $c, steps = inout(reg) $steps => _,
+            a_next = inout(reg) $a.wrapping_byte_add(2048 * $a_parts) => _,
+            b_next = inout(reg) $b.wrapping_byte_add(2048 * $b_parts) => _,
             line = inout(reg) 64usize => _,
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
@@ -202,8 +218,8 @@ impl Unit {
                     b,
                     c,
                     steps,
-                    "3",
-                    "3",
+                    3,
+                    3,
                     concat!(left!("0"), right!("2")),
                     right!("1"),
                     left!("1"),
@@ -211,29 +227,13 @@ impl Unit {
                     left!("2"),
                     left!("0")
                 ),
-                (3, 1) => square!(
-                    a,
-                    b,
-                    c,
-                    steps,
-                    "3",
-                    "1",
-                    concat!(left!("2"), right!("0")),
-                    left!("1"),
-                    left!("0")
-                ),
-                (1, 3) => square!(
-                    a,
-                    b,
-                    c,
-                    steps,
-                    "1",
-                    "3",
-                    concat!(left!("0"), right!("2")),
-                    right!("1"),
-                    right!("0")
-                ),
-                (1, 1) => square!(a, b, c, steps, "1", "1", concat!(left!("0"), right!("0"))),
+                (3, 1) => {
+                    square!(a, b, c, steps, 3, 1, concat!(left!("2"), right!("0")), left!("1"), left!("0"))
+                }
+                (1, 3) => {
+                    square!(a, b, c, steps, 1, 3, concat!(left!("0"), right!("2")), right!("1"), right!("0"))
+                }
+                (1, 1) => square!(a, b, c, steps, 1, 1, concat!(left!("0"), right!("0"))),
                 _ => unreachable!("a value is one part or three"),
             }
         }

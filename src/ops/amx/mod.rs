@@ -104,15 +104,21 @@ fn sums(
     let width = (PACKED / depth).next_multiple_of(PAIR);
     let tasks = if threads == Threads::All { 4 * threads::count() } else { 1 };
     let [mut left, mut right] = LAST.with(Cell::take);
+    // The part that `right` holds: where there is but one, it serves all rows.
+    let mut held = None;
     for (top, data) in (0..m).step_by(ROWS).zip(data.chunks_mut(ROWS * stride)) {
         let rows = top..(top + ROWS).min(m);
         let task_rows = rows.len().div_ceil(tasks).next_multiple_of(PAIR).min(TASK_ROWS);
         for from in (0..k).step_by(depth) {
             let inner = from..(from + depth).min(k);
-            let left = packed(amx, &mut left, a, rows.clone(), inner.clone(), Role::Left, threads);
+            pack(amx, &mut left, &a, rows.clone(), inner.clone(), Role::Left, threads);
+            let left = packed(&left, &a, rows.len(), inner.len());
             for first in all.clone().step_by(width) {
                 let columns = first..(first + width).min(all.end);
-                let right = packed(amx, &mut right, b, columns.clone(), inner.clone(), Role::Right, threads);
+                if held.replace((from, first)) != Some((from, first)) {
+                    pack(amx, &mut right, &b, columns.clone(), inner.clone(), Role::Right, threads);
+                }
+                let right = packed(&right, &b, columns.len(), inner.len());
                 let (accumulate, first) = (accumulate || from > 0, first - all.start);
                 let part = Part { amx, left, right, first, stride, alpha, accumulate };
                 each(threads, data, task_rows * stride, |i, data| {
@@ -135,35 +141,44 @@ struct Packed<'a> {
     planes: usize,
 }
 
+/// The parts of an operand's values.
+fn planes(of: &impl Matrix) -> usize {
+    if of.is_bf16() { 1 } else { 3 }
+}
+
+/// What [`pack`] left in `memory`.
+fn packed<'a>(memory: &'a [Tile], from: &impl Matrix, outer: usize, inner: usize) -> Packed<'a> {
+    let planes = planes(from);
+    let strip = inner.div_ceil(STEP) * 2 * planes;
+    Packed { tiles: &memory[..strip * outer.div_ceil(PAIR)], strip, outer, planes }
+}
+
 /// Packs a part of an operand into `memory`. Outer are the rows of the left operand and the columns of the right one.
-fn packed<'a>(
+fn pack(
     amx: Amx,
-    memory: &'a mut Vec<Tile>,
-    from: impl Matrix,
+    memory: &mut Vec<Tile>,
+    from: &impl Matrix,
     outer: Range<usize>,
     inner: Range<usize>,
     role: Role,
     threads: Threads,
-) -> Packed<'a> {
-    let planes = if from.is_bf16() { 1 } else { 3 };
-    let strip = inner.len().div_ceil(STEP) * 2 * planes;
+) {
+    let strip = inner.len().div_ceil(STEP) * 2 * planes(from);
     let len = strip * outer.len().div_ceil(PAIR);
     if memory.len() < len {
         memory.resize(len, Tile::ZERO);
     }
-    let tiles = &mut memory[..len];
     let strips = if from.dense().is_some() { 1 } else { STRIPS };
-    each(threads, tiles, strips * strip, |i, tiles| {
+    each(threads, &mut memory[..len], strips * strip, |i, tiles| {
         let start = outer.start + i * strips * PAIR;
         let outer = start..(start + strips * PAIR).min(outer.end);
         let mut widened = WIDENED.with(Cell::take);
-        let source = source(&from, outer.clone(), inner.clone(), role, &mut widened);
+        let source = source(from, outer.clone(), inner.clone(), role, &mut widened);
         for (tiles, start) in tiles.chunks_exact_mut(strip).zip((0..outer.len()).step_by(PAIR)) {
             amx.pack(tiles, source, start..(start + PAIR).min(outer.len()), inner.len(), role);
         }
         WIDENED.with(|last| last.set(widened));
     });
-    Packed { tiles, strip, outer: outer.len(), planes }
 }
 
 /// A part of an operand in `f32`: where it lies, or widened.

@@ -54,43 +54,47 @@ fn pack_parts<const PARTS: usize>(
     inner: usize,
     role: Role,
 ) {
-    if outer.len() < 2 * LANES || !inner.is_multiple_of(STEP) {
-        tiles.fill(Tile::ZERO);
-    }
-    if from.outer == 1 {
-        pairs::<PARTS>(tiles, from, outer, inner);
-    } else {
-        rows::<PARTS>(tiles, from, outer, inner);
-    }
     // `rows` leaves a line for each outer element, `pairs` one for each pair of inner ones.
-    if (from.outer == 1) == (role == Role::Left) {
-        for tile in tiles {
-            transpose(tile);
+    let turned = (from.outer == 1) == (role == Role::Left);
+    for (tiles, first) in tiles.chunks_exact_mut(2 * PARTS).zip((0..inner).step_by(STEP)) {
+        if outer.len() < 2 * LANES || inner - first < STEP {
+            tiles.fill(Tile::ZERO);
+        }
+        if from.outer == 1 {
+            pairs::<PARTS>(tiles, from, outer.clone(), first..inner);
+        } else {
+            rows::<PARTS>(tiles, from, outer.clone(), first..inner);
+        }
+        if turned {
+            tiles.iter_mut().for_each(|tile| transpose(tile));
         }
     }
 }
 
-/// Line i of a tile becomes the inner elements of an outer element. Goes along each row in memory: in the order of
-/// tiles, every few bytes would wait for another page.
+/// Line i of a tile becomes the first inner elements of an outer element.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn rows<const PARTS: usize>(tiles: &mut [Tile], from: Source<'_>, outer: Range<usize>, inner: usize) {
+fn rows<const PARTS: usize>(tiles: &mut [Tile], from: Source<'_>, outer: Range<usize>, inner: Range<usize>) {
+    /// Elements that are asked for ahead of their use: each row of memory is another page.
+    const AHEAD: usize = 2 * STEP;
     // The upper half of each of 32 lanes.
     let upper = _mm512_set_epi16(
         63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15,
         13, 11, 9, 7, 5, 3, 1,
     );
     for (i, o) in outer.enumerate() {
-        let row = &from.data[o * from.outer..][..inner];
-        for (tiles, line) in tiles.chunks_exact_mut(2 * PARTS).zip(row.chunks(STEP)) {
-            let (first, second) = line.split_at(line.len().min(LANES));
-            let (mut x, mut y) = (load(first), load(second));
-            for part in 0..PARTS {
-                let (x0, y0) = (top(x, part + 1 < PARTS), top(y, part + 1 < PARTS));
-                let both = _mm512_permutex2var_epi16(_mm512_castps_si512(x0), upper, _mm512_castps_si512(y0));
-                put(&mut tiles[2 * part + i / LANES], i % LANES, both);
-                (x, y) = (_mm512_sub_ps(x, x0), _mm512_sub_ps(y, y0));
-            }
+        let row = &from.data[o * from.outer..][inner.clone()];
+        for line in row.get(AHEAD..).unwrap_or(&[]).chunks(LANES).take(STEP / LANES) {
+            _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast());
+        }
+        let row = &row[..row.len().min(STEP)];
+        let (first, second) = row.split_at(row.len().min(LANES));
+        let (mut x, mut y) = (load(first), load(second));
+        for part in 0..PARTS {
+            let (x0, y0) = (top(x, part + 1 < PARTS), top(y, part + 1 < PARTS));
+            let both = _mm512_permutex2var_epi16(_mm512_castps_si512(x0), upper, _mm512_castps_si512(y0));
+            put(&mut tiles[2 * part + i / LANES], i % LANES, both);
+            (x, y) = (_mm512_sub_ps(x, x0), _mm512_sub_ps(y, y0));
         }
     }
 }
@@ -98,32 +102,35 @@ fn rows<const PARTS: usize>(tiles: &mut [Tile], from: Source<'_>, outer: Range<u
 /// Line i of a tile becomes inner elements 2i and 2i + 1 of each outer element.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn pairs<'a, const PARTS: usize>(tiles: &mut [Tile], from: Source<'a>, outer: Range<usize>, inner: usize) {
+fn pairs<'a, const PARTS: usize>(
+    tiles: &mut [Tile],
+    from: Source<'a>,
+    outer: Range<usize>,
+    inner: Range<usize>,
+) {
     /// Rows whose elements are asked for ahead of their use.
     const AHEAD: usize = 16;
-    let at = |k: usize| match k < inner {
+    let at = |k: usize| match k < inner.end {
         true => &from.data[k * from.inner + outer.start..][..outer.len()],
         false => &[],
     };
-    for (tiles, first) in tiles.chunks_exact_mut(2 * PARTS).zip((0..inner).step_by(STEP)) {
-        for (i, k) in (first..(first + STEP).min(inner)).step_by(2).enumerate() {
-            let (even, odd) = (at(k), at(k + 1));
-            for next in [at(k + AHEAD), at(k + AHEAD + 1)] {
-                for line in next.chunks(LANES) {
-                    _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast());
-                }
+    for (i, k) in inner.clone().take(STEP).step_by(2).enumerate() {
+        let (even, odd) = (at(k), at(k + 1));
+        for next in [at(k + AHEAD), at(k + AHEAD + 1)] {
+            for line in next.chunks(LANES) {
+                _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast());
             }
-            for half in 0..2 {
-                // The rows are empty past the end.
-                let values = |row: &'a [f32]| row.get(half * LANES..).unwrap_or(&[]);
-                let (mut x, mut y) = (load(values(even)), load(values(odd)));
-                for part in 0..PARTS {
-                    let (x0, y0) = (top(x, part + 1 < PARTS), top(y, part + 1 < PARTS));
-                    let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(x0));
-                    let both = _mm512_or_si512(low, _mm512_castps_si512(y0));
-                    put(&mut tiles[2 * part + half], i, both);
-                    (x, y) = (_mm512_sub_ps(x, x0), _mm512_sub_ps(y, y0));
-                }
+        }
+        for half in 0..2 {
+            // The rows are empty past the end.
+            let values = |row: &'a [f32]| row.get(half * LANES..).unwrap_or(&[]);
+            let (mut x, mut y) = (load(values(even)), load(values(odd)));
+            for part in 0..PARTS {
+                let (x0, y0) = (top(x, part + 1 < PARTS), top(y, part + 1 < PARTS));
+                let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(x0));
+                let both = _mm512_or_si512(low, _mm512_castps_si512(y0));
+                put(&mut tiles[2 * part + half], i, both);
+                (x, y) = (_mm512_sub_ps(x, x0), _mm512_sub_ps(y, y0));
             }
         }
     }
