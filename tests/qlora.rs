@@ -29,6 +29,7 @@ fn words(line: &str) -> Vec<String> {
 /// A run on `model` (below tests/golden) with the given settings; returns its losses and its evaluations.
 struct Run {
     output: PathBuf,
+    said: String,
 }
 
 impl Run {
@@ -41,7 +42,7 @@ impl Run {
         let defaults = "data.max_seq_len=96 data.packing=false data.shuffle=false log.tensorboard=false \
                         optimizer.learning_rate=2e-3 train.micro_batch_size=2 scheduler.kind=constant adapter.r=4";
         for setting in words(defaults).into_iter().chain(words(settings)) {
-            if setting == "--resume" {
+            if setting.starts_with("--") {
                 args.push(setting);
             } else {
                 args.extend(["--set".into(), setting]);
@@ -49,7 +50,7 @@ impl Run {
         }
         let run = finetune(&args);
         assert!(run.status.success(), "{settings}\n{}", told(&run));
-        Run { output }
+        Run { output, said: told(&run) }
     }
 
     fn metrics(&self, key: &str) -> Vec<f64> {
@@ -71,6 +72,34 @@ fn close(a: &[f64], b: &[f64], tolerance: f64) {
     assert_eq!(a.len(), b.len());
     for (a, b) in a.iter().zip(b) {
         assert!((a / b - 1.0).abs() < tolerance, "{a} {b}");
+    }
+}
+
+#[test]
+fn a_base_stored_in_16_bits_stays_so_and_trains_as_in_32() {
+    let place = tempfile::tempdir().unwrap();
+    let model = golden().join("models/tiny-qwen3").display().to_string();
+    let wide = place.path().join("wide").display().to_string();
+    let export = ["export", "--model", &model, "--output", &wide, "--format", "hf", "--type", "f32"];
+    assert!(finetune(&export.map(str::to_owned)).status.success());
+    let settings = "train.max_steps=5 train.max_grad_norm=0 model.dtype=\"f32\" adapter.kind=\"lora\" \
+                    train.micro_batch_size=1";
+    let train = |name: &str, model: &str, more: &str| {
+        Run::train(place.path(), name, model, &format!("{settings} {more}"))
+    };
+    let [narrow, wide] =
+        [("narrow", &model), ("wide-run", &wide)].map(|(name, model)| train(name, model, ""));
+    close(&narrow.losses(), &wide.losses(), 1e-6);
+    // All but the norms takes half the memory.
+    assert!(narrow.said.contains("= weights 296 KiB"), "{}", narrow.said);
+    assert!(wide.said.contains("= weights 552 KiB"), "{}", wide.said);
+    // Ranks gather it as the 16 bits it is.
+    let one = train("one", &model, "train.gradient_accumulation_steps=2");
+    let two = train("two", &model, "parallel.strategy=\"fsdp\" --ranks=2");
+    let away = train("away", &model, "train.gradient_accumulation_steps=2 parallel.offload=\"params\"");
+    for other in [two, away] {
+        assert_eq!(one.losses(), other.losses());
+        assert!(one.adapter() == other.adapter());
     }
 }
 

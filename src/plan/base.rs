@@ -143,9 +143,21 @@ impl Base {
         Ok(Base { found, config, files, format: stored.or(wanted), skipped, tokenizer, stored_tokens })
     }
 
-    /// How its parameters are kept in a run.
-    pub(super) fn slots(&self, adaptation: Option<&Adaptation>, trains_all: bool) -> Result<Vec<Slot>> {
-        let keeping = Keeping { format: self.format, skipped: &self.skipped, files: self.files.as_ref() };
+    /// How its parameters are kept in a run; without `options`, which there are.
+    pub(super) fn slots(
+        &self,
+        adaptation: Option<&Adaptation>,
+        trains_all: bool,
+        options: Option<&EngineOptions>,
+    ) -> Result<Vec<Slot>> {
+        let keeping = Keeping {
+            format: self.format,
+            skipped: &self.skipped,
+            files: self.files.as_ref(),
+            // PiSSA and LoftQ change the weights, and need all digits for that.
+            narrow: adaptation.is_some_and(|a| !a.needs_exact_weights())
+                && options.is_some_and(|o| o.dtype == DType::F32 && o.device.is_cpu()),
+        };
         slots(&self.config, adaptation, trains_all, keeping)
     }
 
@@ -172,7 +184,7 @@ impl Base {
                 .hint("give the unquantized model and `[quantization]`, or write `init = \"default\"`"));
         }
         let values = Values::new(&self.config, self.files.as_ref(), adaptation, 0);
-        values.check(&self.slots(adaptation, trains_all)?, self.stored_tokens)
+        values.check(&self.slots(adaptation, trains_all, None)?, self.stored_tokens)
     }
 
     /// Loads the weights: an engine in which `adaptation` trains, or everything when there is none and
@@ -198,7 +210,7 @@ impl Base {
     ) -> Result<(Engine, BTreeMap<String, Factors>)> {
         self.check(adaptation, trains_all)?;
         let values = Values::new(&self.config, self.files.as_ref(), adaptation, options.seed);
-        let slots = self.slots(adaptation, trains_all)?;
+        let slots = self.slots(adaptation, trains_all, Some(options))?;
         let adapters = adaptation.map(Adaptation::adapters).unwrap_or_default();
         let fill_all = adaptation.is_some_and(Adaptation::derives_from_weights);
         let store = strategy::Options {

@@ -3,6 +3,7 @@
 use candle_core::DType;
 
 use super::adaptation::Adaptation;
+use crate::adapter::TensorKind;
 use crate::error::Result;
 use crate::model::{self, ModelConfig, Module, ModuleKind, ParamSpec, Role, Segment};
 use crate::quant::Format;
@@ -44,6 +45,9 @@ pub(super) struct Keeping<'a> {
     pub(super) skipped: &'a [String],
     /// The files, which may hold quantized layers already.
     pub(super) files: Option<&'a ModelFiles>,
+    /// Matrices may stay in the 16 bits they are stored in: they are computed with in f32, on the CPU, where products
+    /// widen what they read.
+    pub(super) narrow: bool,
 }
 
 impl Keeping<'_> {
@@ -57,12 +61,14 @@ impl Keeping<'_> {
         Ok(stored.map(|stored| stored.format()).or(own))
     }
 
-    /// Beside a quantized base, tables stay in the 16 bits they are stored in: widening them would cost more memory
-    /// than quantizing saves.
+    /// What a frozen matrix is kept in other than the dtype that is computed with: bf16, if that is how it is stored.
+    /// Beside a quantized base tables are always, for widening them would cost more memory than quantizing saves.
     fn kept_as(&self, spec: &ParamSpec) -> Option<DType> {
-        let table = matches!((spec.role, spec.segment), (Role::Embedding, _) | (Role::Weight, Segment::Head));
+        let matrix = matches!(spec.role, Role::Weight | Role::Embedding);
+        let table = matrix && !matches!(spec.segment, Segment::Block(_));
         let stored = self.files?.info(&spec.name)?.dtype;
-        (table && self.format.is_some() && stored == StoredDtype::BF16).then_some(DType::BF16)
+        let stays = matrix && self.narrow || table && self.format.is_some();
+        (stays && stored == StoredDtype::BF16).then_some(DType::BF16)
     }
 }
 
@@ -76,16 +82,23 @@ pub(super) fn slots(
 ) -> Result<Vec<Slot>> {
     let trains =
         |module: &str| trains_all || adaptation.is_some_and(|a| saved_as(config, a, module).is_some());
+    // PEFT saves a copy of a table under its adapter, in a dtype of its own.
+    let has_copy = |module: &str| {
+        let saved = adaptation.and_then(|a| a.start.saved());
+        saved.is_some_and(|saved| saved.info(module, TensorKind::BaseWeight).is_some())
+    };
     let has_rows = |module: &str| adaptation.is_some_and(|a| a.rows.contains_key(module));
     let mut slots = Vec::new();
     for spec in model::parameters(config) {
         let trainable = trains(spec.module());
         let frozen = !trainable && !has_rows(spec.module());
+        let format = if frozen { keeping.format_of(&spec)? } else { None };
+        let as_stored = frozen && format.is_none() && !has_copy(spec.module());
         slots.push(Slot {
             trainable,
             decay: matches!(spec.role, Role::Weight | Role::Embedding),
-            format: if frozen { keeping.format_of(&spec)? } else { None },
-            kept_as: keeping.kept_as(&spec).filter(|_| frozen),
+            format,
+            kept_as: keeping.kept_as(&spec).filter(|_| as_stored),
             name: spec.name,
             shape: spec.shape,
             segment: spec.segment,

@@ -96,7 +96,7 @@ impl Plan {
             .then(|| rows.load(&recipe.data.eval, Split::Eval, finder))
             .transpose()?;
         let total_steps = Sampler::new(&train.0, sampler_options(&recipe, ranks))?.total_steps();
-        let all = base.slots(adaptation.as_ref(), adaptation.is_none())?;
+        let all = base.slots(adaptation.as_ref(), adaptation.is_none(), Some(&engine))?;
         let tokens = widest_micro_batch(&recipe, &train.0);
         let accumulates = recipe.train.gradient_accumulation_steps > 1;
         engine.offload = ranks::offload(&recipe.parallel);
@@ -130,7 +130,8 @@ impl Plan {
 
     /// Trainable and all parameters.
     pub fn parameters(&self) -> (u64, u64) {
-        let all = self.base.slots(self.adaptation.as_ref(), self.adaptation.is_none()).unwrap_or_default();
+        let all =
+            self.base.slots(self.adaptation.as_ref(), self.adaptation.is_none(), None).unwrap_or_default();
         let count = |trainable: bool| {
             all.iter().filter(|slot| slot.trainable || !trainable).map(|slot| slot.elements() as u64).sum()
         };
