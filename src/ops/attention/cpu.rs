@@ -4,12 +4,14 @@
 //! rows) forward and one (span, head) backward. Results are written in task order, so a run repeats to the bit for
 //! any number of threads.
 
+use std::ops::Range;
+
 use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::{Attended, AttentionKind, Qkv, Span};
 use crate::error::Result;
-use crate::ops::access::{Elem, dims2, read, tensor, unwritten, with_elem};
+use crate::ops::access::{Elem, Plain, dims2, read, tensor, unwritten, with_elem};
 use crate::ops::gemm::{Dst, Mat, Threads, product};
 use crate::ops::product::Columns;
 use crate::ops::simd;
@@ -39,17 +41,22 @@ pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Resu
             })
             .collect();
         // Zeros, for rows of no span.
-        let mut out = vec![T::default(); rows * heads * dim];
-        let mut lse = vec![0f32; heads * rows];
-        for ((span, h, from), (o, l)) in tasks.iter().zip(&done) {
-            for (i, o) in o.chunks_exact(dim).enumerate() {
-                let at = (span.q_start + from + i) * heads * dim + h * dim;
-                narrow(&mut out[at..at + dim], o);
+        let width = heads * dim;
+        let mut out = T::zeros(rows * width);
+        out.par_chunks_mut(TASK_ROWS * width).enumerate().for_each(|(i, out)| {
+            let here = i * TASK_ROWS..(i + 1) * TASK_ROWS;
+            for ((span, h, from), (o, _)) in tasks.iter().zip(&done) {
+                for (n, o) in rows_in(&here, o, dim, span.q_start + from) {
+                    narrow(&mut out[(n - here.start) * width + h * dim..][..dim], o);
+                }
             }
+        });
+        let mut lse = vec![0f32; heads * rows];
+        for ((span, h, from), (_, l)) in tasks.iter().zip(&done) {
             let at = h * rows + span.q_start + from;
             lse[at..at + l.len()].copy_from_slice(l);
         }
-        Ok(Attended { out: tensor(out, (rows, heads * dim))?, lse: tensor(lse, (heads, rows))? })
+        Ok(Attended { out: tensor(out, (rows, width))?, lse: tensor(lse, (heads, rows))? })
     })
 }
 
@@ -74,7 +81,7 @@ pub(super) fn backward(
             .par_iter()
             .map(|&(span, h)| {
                 let kv = h * kv_heads / heads;
-                let rows_of = |x: &'_ [Vec<f32>], head: usize| -> std::ops::Range<usize> {
+                let rows_of = |x: &'_ [Vec<f32>], head: usize| -> Range<usize> {
                     debug_assert!(x[head].len() >= (span.q_start + span.q_len) * dim);
                     span.q_start * dim..(span.q_start + span.q_len) * dim
                 };
@@ -90,19 +97,22 @@ pub(super) fn backward(
             })
             .collect();
         let width = kind.heads.qkv_width();
-        let mut d = vec![0f32; rows * width];
-        for ((span, h), g) in tasks.iter().zip(&done) {
-            let kv = h * kv_heads / heads;
-            let columns = [(h * dim, &g.dq), ((heads + kv) * dim, &g.dk), ((heads + kv_heads + kv) * dim, &g.dv)];
-            for (column, part) in columns {
-                for (i, row) in part.chunks_exact(dim).enumerate() {
-                    let at = (span.q_start + i) * width + column;
-                    d[at..at + dim].iter_mut().zip(row).for_each(|(d, x)| *d += x);
+        let mut out = unwritten::<T>(rows * width);
+        out.par_chunks_mut(TASK_ROWS * width).enumerate().for_each(|(i, out)| {
+            let here = i * TASK_ROWS..(i + 1) * TASK_ROWS;
+            let mut sums = vec![0f32; out.len()];
+            for ((span, h), g) in tasks.iter().zip(&done) {
+                let kv = h * kv_heads / heads;
+                let columns = [(h * dim, &g.dq), ((heads + kv) * dim, &g.dk), ((heads + kv_heads + kv) * dim, &g.dv)];
+                for (column, part) in columns {
+                    for (n, row) in rows_in(&here, part, dim, span.q_start) {
+                        let sums = &mut sums[(n - here.start) * width + column..][..dim];
+                        sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+                    }
                 }
             }
-        }
-        let mut out = unwritten::<T>(rows * width);
-        out.par_chunks_mut(width).zip(d.par_chunks(width)).for_each(|(out, d)| narrow(out, d));
+            narrow(out, &sums);
+        });
         tensor(out, (rows, width))
     })
 }
@@ -125,6 +135,18 @@ fn packed<T: Elem>(columns: Columns<'_>, dim: usize, scale: f32) -> Result<Vec<V
             dense
         })
         .collect())
+}
+
+/// The rows of a head's part, the first of which is row `first` of the batch, that are among `rows`, with their numbers.
+fn rows_in<'a>(
+    rows: &Range<usize>,
+    part: &'a [f32],
+    dim: usize,
+    first: usize,
+) -> impl Iterator<Item = (usize, &'a [f32])> {
+    let from = rows.start.max(first);
+    let to = rows.end.min(first + part.len() / dim).max(from);
+    (from..to).zip(part.chunks_exact(dim).skip(from - first))
 }
 
 fn narrow<T: Elem>(dst: &mut [T], src: &[f32]) {
