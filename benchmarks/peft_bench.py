@@ -53,15 +53,15 @@ def build(args, torch):
 
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
     torch.manual_seed(0)
+    how = {"dtype": dtype, "attn_implementation": "sdpa", "device_map": args.device}
     if args.mode == "qlora":
         from transformers import BitsAndBytesConfig
 
-        quantization = BitsAndBytesConfig(
+        how["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
         )
-        model = AutoModelForCausalLM.from_pretrained(
-            args.folder, dtype=dtype, attn_implementation="sdpa", quantization_config=quantization, device_map=args.device
-        )
+    if any(args.folder.glob("*.safetensors")):
+        model = AutoModelForCausalLM.from_pretrained(args.folder, **how)
     else:
         config = AutoConfig.from_pretrained(args.folder)
         with torch.device(args.device):

@@ -87,8 +87,8 @@ def ours(args, folder, output):
 
 
 def from_disk(args):
-    """Whether both start from a checkpoint, as a 4-bit base must, and not from random weights."""
-    return args.mode == "qlora"
+    """Whether both start from a bf16 checkpoint, as people do, and not from random weights."""
+    return args.mode != "full"
 
 
 def theirs(args, folder):
