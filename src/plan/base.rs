@@ -154,8 +154,8 @@ impl Base {
             format: self.format,
             skipped: &self.skipped,
             files: self.files.as_ref(),
-            // PiSSA and LoftQ change the weights, and need all digits for that.
-            narrow: adaptation.is_some_and(|a| !a.needs_exact_weights())
+            // PiSSA changes the weights.
+            narrow: adaptation.is_some_and(|a| !a.is_pissa())
                 && options.is_some_and(|o| o.dtype == DType::F32 && o.device.is_cpu()),
         };
         slots(&self.config, adaptation, trains_all, keeping)

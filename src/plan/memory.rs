@@ -15,7 +15,7 @@ use crate::strategy::{Content, Extent, Kind, Offload, Slot};
 /// Bytes by cause. What is offloaded to host memory counts under its cause where the device is the host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// Weights in the compute dtype, and f32 masters.
+    /// Weights as they are kept, and f32 masters.
     pub weights: u64,
     /// f32 gradients.
     pub gradients: u64,

@@ -66,9 +66,11 @@ impl Keeping<'_> {
     fn kept_as(&self, spec: &ParamSpec) -> Option<DType> {
         let matrix = matches!(spec.role, Role::Weight | Role::Embedding);
         let table = matrix && !matches!(spec.segment, Segment::Block(_));
-        let stored = self.files?.info(&spec.name)?.dtype;
+        let stored = self.files?.info(&spec.name)?;
         let stays = matrix && self.narrow || table && self.format.is_some();
-        (stays && stored == StoredDtype::BF16).then_some(DType::BF16)
+        // Rows beyond the stored ones are means, which need more digits.
+        let whole = stored.dtype == StoredDtype::BF16 && stored.shape == spec.shape;
+        (stays && whole).then_some(DType::BF16)
     }
 }
 

@@ -1,8 +1,8 @@
 //! First values: the model's own from files or a seed, the adapter's from a saved one, fresh, or derived from the base
 //! weight it sits on (PiSSA, LoftQ, DoRA's magnitudes).
 //!
-//! Files are read and quantized in pieces, so loading a quantized base needs the memory of the quantized model and of a
-//! piece; where an adapter is derived from a weight, of that weight.
+//! Files are read and quantized in pieces, so loading a quantized base needs the memory of the quantized model and the
+//! pages of one tensor as it is stored; where an adapter is derived from a weight, of that weight in f32.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,7 +13,7 @@ use super::adaptation::{Adaptation, Start};
 use super::parameters::{EMBED, HEAD, saved_as};
 use crate::adapter::{Factors, Target, TensorKind, principal};
 use crate::error::{Error, Result};
-use crate::model::{self, ModelConfig, initial_lora, initial_value};
+use crate::model::{self, ModelConfig, ParamSpec, initial_lora, initial_value};
 use crate::ops::dora::weight_norm;
 use crate::ops::random::Stream;
 use crate::ops::weight::Weight;
@@ -35,6 +35,8 @@ pub(super) struct Values<'a> {
     seed: u64,
     /// What base weights gave for the adapters on them, until those are filled.
     derived: Mutex<BTreeMap<String, Derived>>,
+    /// What is drawn where there are no files.
+    drawn: Vec<ParamSpec>,
     /// Embedding and head as they are stored, with rows for new tokens.
     tables: [Option<GrownTable<'a>>; 2],
 }
@@ -55,7 +57,8 @@ impl<'a> Values<'a> {
     ) -> Self {
         let table = |name| files.map(|files| GrownTable::new(files, name));
         let tables = [EMBED, HEAD].map(table);
-        Values { config, files, adaptation, seed, derived: Mutex::default(), tables }
+        let drawn = if files.is_none() { model::parameters(config) } else { Vec::new() };
+        Values { config, files, adaptation, seed, derived: Mutex::default(), drawn, tables }
     }
 
     /// Checks names and shapes of the whole checkpoint against the model before a byte of weights is read. Embedding
@@ -186,9 +189,9 @@ impl<'a> Values<'a> {
                 // A head that was untied starts as the embedding it was tied to.
                 let tied = self.config.tie_word_embeddings && name == HEAD;
                 let name = if tied { EMBED } else { name };
-                let spec = model::parameters(self.config).into_iter().find(|spec| spec.name == name);
+                let spec = self.drawn.iter().find(|spec| spec.name == name);
                 let spec = spec.ok_or_else(|| Error::internal(format!("no parameter is called {name}")))?;
-                copy(out, &initial_value(self.config, &spec, self.seed, start, out.len()));
+                copy(out, &initial_value(self.config, spec, self.seed, start, out.len()));
             }
         }
         Ok(())

@@ -3,8 +3,9 @@
 //!
 //! Blocks take turns in two fixed pieces of memory (the even and the odd ones), so at most two are whole at a time: the
 //! one in use and the next, which is gathered (or read ahead, when it is in a file) meanwhile. Embedding and head are
-//! gathered into memory of their own, which they share: one is let go before the other is held.
+//! gathered into memory of their own, which they share and keep: one is let go before the other is held.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -179,7 +180,9 @@ impl Gathers {
                     memory_of_end.push(memory);
                     Ok((run.piece, whole))
                 };
-                runs.iter().map(&mut taken).collect::<Result<_>>()?
+                let mut longest_first: Vec<&Apart> = runs.iter().collect();
+                longest_first.sort_by_key(|run| Reverse(run.len));
+                longest_first.into_iter().map(&mut taken).collect::<Result<_>>()?
             }
         };
         let call = call("values of", segment);

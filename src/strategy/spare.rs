@@ -13,15 +13,22 @@ use crate::error::{Error, Result};
 pub(super) struct Spare(Mutex<Vec<Tensor>>);
 
 impl Spare {
-    /// A flat piece of at least `len` elements, whatever they are: the smallest that fits, or a new one.
+    /// A flat piece of at least `len` elements, whatever they are: the smallest that fits, or a new one in place of the
+    /// largest that does not. Who takes several begins with the longest.
     pub(super) fn take(&self, len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
         let mut pieces = self.0.lock().map_err(|_| Error::internal("memory was lost in a panic"))?;
-        let fits = |piece: &Tensor| piece.dtype() == dtype && piece.elem_count() >= len;
-        let fitting = pieces.iter().enumerate().filter(|(_, piece)| fits(piece));
-        match fitting.min_by_key(|(_, piece)| piece.elem_count()).map(|(i, _)| i) {
-            Some(i) => Ok(pieces.swap_remove(i)),
-            None => Ok(Tensor::zeros(len, dtype, device)?),
+        let free = || {
+            let sizes = pieces.iter().map(Tensor::elem_count).enumerate();
+            sizes.filter(|(i, _)| pieces[*i].dtype() == dtype)
+        };
+        if let Some((i, _)) = free().filter(|(_, n)| *n >= len).min_by_key(|(_, n)| *n) {
+            return Ok(pieces.swap_remove(i));
         }
+        // Freed first: the two are never there together.
+        if let Some((i, _)) = free().max_by_key(|(_, n)| *n) {
+            drop(pieces.swap_remove(i));
+        }
+        Ok(Tensor::zeros(len, dtype, device)?)
     }
 
     /// Takes a piece back. After a panic it is freed instead.
@@ -42,10 +49,12 @@ mod tests {
         for len in [10, 4, 7] {
             spare.give(Tensor::zeros(len, DType::F32, &Device::Cpu)?);
         }
-        let lens = [5, 5, 5, 4, 1].map(|len| spare.take(len, DType::F32, &Device::Cpu));
-        let lens: Vec<usize> =
-            lens.into_iter().map(|piece| piece.map(|p| p.elem_count())).collect::<Result<_>>()?;
-        assert_eq!(lens, [7, 10, 5, 4, 1]);
+        let take = |len: usize| spare.take(len, DType::F32, &Device::Cpu).map(|piece| piece.elem_count());
+        assert_eq!([take(5)?, take(5)?, take(4)?, take(1)?], [7, 10, 4, 1]);
+        // A table, then a longer one with a norm beside it: one piece for both tables.
+        spare.give(Tensor::zeros(10, DType::F32, &Device::Cpu)?);
+        spare.give(spare.take(12, DType::F32, &Device::Cpu)?);
+        assert_eq!([take(10)?, take(10)?], [12, 10]);
         spare.give(Tensor::zeros(9, DType::BF16, &Device::Cpu)?);
         assert_eq!(spare.take(3, DType::F32, &Device::Cpu)?.dtype(), DType::F32);
         Ok(())

@@ -167,8 +167,9 @@ macro_rules! fetch {
     };
 }
 
-/// A loop of `$steps` steps, each of the given loads with four multiplications after each line. The next step's tiles
-/// are asked for meanwhile, a kilobyte of each operand a line (all of them where both have three parts): they lie in the L2 cache.
+/// A loop of `$steps` steps, each of the given loads with four multiplications after each line. Tiles of the next step,
+/// which lie in the L2 cache, are asked for meanwhile: a kilobyte of each operand a line, all of them where both have
+/// three parts.
 macro_rules! square {
     ($a:expr, $b:expr, $c:expr, $steps:expr, $a_parts:literal, $b_parts:literal, $($loads:expr),+) => {
         asm!(
@@ -182,6 +183,8 @@ macro_rules! square {
                 fetch!("b_next"),
             )+
             concat!("add {a}, 2048*", $a_parts), concat!("add {b}, 2048*", $b_parts),
+            concat!("lea {a_next}, [{a} + 2048*", $a_parts, "]"),
+            concat!("lea {b_next}, [{b} + 2048*", $b_parts, "]"),
             "dec {steps}", "jnz 2b",
             "mov {line:e}, 128",
             "tilestored [{c} + {line}], tmm0", "tilestored [{c} + {line} + 64], tmm1",
