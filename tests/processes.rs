@@ -87,7 +87,8 @@ fn same_bytes(processes: usize, here: usize, more: &[&str]) {
             }
         }
     }
-    assert_eq!(compared, 3 * processes * here);
+    // The tensors of the tiny model make four shares at most.
+    assert_eq!(compared, 3 * (processes * here).min(4));
 }
 
 #[test]
