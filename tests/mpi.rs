@@ -1,5 +1,6 @@
-//! The MPI backend, by three processes under `mpirun`: this test starts itself there, once for each scene. Every rank
-//! writes what it found to a file of its own, because mpirun ends the others as soon as one exits without ending MPI.
+//! The MPI backend, by processes under `mpirun` that hold one rank or several: this test starts itself there, once for
+//! each scene. Every rank and every process writes what it found to a file of its own, because mpirun ends the others as
+//! soon as one exits without ending MPI.
 //!
 //! `cargo test --features mpi --test mpi`; skips loudly where there is no `mpirun`.
 
@@ -7,36 +8,64 @@
 #![allow(clippy::print_stderr, reason = "a test without harness says what it does")]
 
 use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use finetune::collective::mpi::Mpi;
+use finetune::collective::launch::{Flags, Launch};
+use finetune::collective::mpi::{Mpi, run_ranks};
 use finetune::collective::{Call, Collective, Element, Memory, Op, Phase};
+use finetune::error::{Error, Kind};
 use half::bf16;
 
-const RANKS: usize = 3;
 const SCENE: &str = "FINETUNE_MPI_SCENE";
 const FOLDER: &str = "FINETUNE_MPI_FOLDER";
 
-/// What each rank does, and what it must find: `None` for "no error".
+/// What a text must hold, all of it.
+type Parts = &'static [&'static str];
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// What each rank does, and what it must find.
 struct Scene {
     name: &'static str,
-    run: fn(&Mpi) -> Result<(), finetune::error::Error>,
+    /// Processes, and ranks in each.
+    layout: (usize, usize),
+    run: fn(&Mpi) -> Result<(), Error>,
     deadline: Duration,
-    /// For each rank, parts of the error that it gets.
-    errors: [&'static [&'static str]; RANKS],
+    /// For each rank, parts of the error that it gets; none for no error. No ranks: nobody gets one.
+    errors: &'static [Parts],
+    /// For each process, parts of how it ends: whose failure, and the error.
+    ends: &'static [Parts],
 }
 
-const SCENES: [Scene; 6] = [
-    Scene { name: "values", run: values, deadline: Duration::from_secs(60), errors: [&[]; RANKS] },
-    Scene { name: "groups", run: groups, deadline: Duration::from_secs(60), errors: [&[]; RANKS] },
+/// A scene without errors.
+const fn fine(name: &'static str, layout: (usize, usize), run: fn(&Mpi) -> Result<(), Error>) -> Scene {
+    Scene { name, layout, run, deadline: MINUTE, errors: &[], ends: &[] }
+}
+
+const FULL_DISK: Parts =
+    &["rank 2 failed in phase save", "no space left", "rank 2: its last call was call 0: split of ranks 0"];
+
+const BROKEN: Parts = &["rank 0 failed", "the control channel broke"];
+
+const ONE_MORE: Parts =
+    &["rank 1 makes call 1: all-reduce of gradients 7 (11 x F32), in phase norm", "(10 x F32)"];
+
+const SCENES: [Scene; 14] = [
+    fine("values", (3, 1), values),
+    fine("values of threads", (2, 2), values),
+    fine("groups", (3, 1), groups),
+    fine("groups of threads", (2, 2), groups_of_four),
+    fine("sums across groups", (2, 3), across),
     Scene {
         name: "mismatch",
+        layout: (3, 1),
         run: mismatch,
-        deadline: Duration::from_secs(60),
-        errors: [
+        deadline: MINUTE,
+        errors: &[
             &[
                 "ranks do not make the same call",
                 "rank 0 makes call 1: all-reduce of gradients 7 (10 x F32), in phase backward",
@@ -45,46 +74,105 @@ const SCENES: [Scene; 6] = [
             &["rank 1 makes call 1: all-reduce of gradients 7 (11 x F32)", "(10 x F32)"],
             &["rank 2 makes call 1: all-reduce of gradients 7 (10 x F32)", "rank 1 makes call 1"],
         ],
+        ends: &[&["heard", "rank 0 makes"], &["heard", "rank 1 makes"], &["heard", "rank 2 makes"]],
+    },
+    Scene {
+        name: "mismatch of threads",
+        layout: (2, 2),
+        run: mismatch,
+        deadline: MINUTE,
+        errors: &[ONE_MORE; 4],
+        ends: &[&["heard", "rank 1 makes"], &["heard", "rank 1 makes"]],
     },
     Scene {
         name: "failure",
+        layout: (3, 1),
         run: failure,
-        deadline: Duration::from_secs(60),
-        errors: [
+        deadline: MINUTE,
+        errors: &[FULL_DISK; 3],
+        ends: &[FULL_DISK; 3],
+    },
+    Scene {
+        name: "failure of a thread",
+        layout: (2, 2),
+        run: failure,
+        deadline: MINUTE,
+        errors: &[FULL_DISK; 4],
+        ends: &[FULL_DISK; 2],
+    },
+    Scene {
+        name: "error of a thread",
+        layout: (2, 2),
+        run: error,
+        deadline: MINUTE,
+        errors: &[
+            &["rank 2 failed in phase norm"],
+            &["rank 2 failed in phase norm"],
+            &["not a number"],
+            &["rank 2 failed in phase norm"],
+        ],
+        ends: &[
             &[
-                "rank 2 failed in phase save",
-                "no space left",
-                "rank 2: its last call was call 0: split of ranks 0",
+                "heard",
+                "rank 2 failed in phase norm",
+                "not a number",
+                "rank 2: its last call was call 0: barrier of start 0",
             ],
             &[
-                "rank 2 failed in phase save",
-                "no space left",
-                "rank 2: its last call was call 0: split of ranks 0",
+                "rank 2: rank 2 failed in phase norm: not a number",
+                "rank 2: its last call was call 0: barrier of start 0",
             ],
-            &["rank 2 failed in phase save", "no space left"],
+        ],
+    },
+    Scene {
+        name: "panic of a thread",
+        layout: (2, 2),
+        run: panic,
+        deadline: MINUTE,
+        errors: &[
+            &["rank 1 failed in phase backward"],
+            &["a panic"],
+            &["rank 1 failed in phase backward"],
+            &["rank 1 failed in phase backward"],
+        ],
+        ends: &[
+            &["rank 1: rank 1 failed in phase backward: the thread panicked: index out of everything"],
+            &["heard", "rank 1 failed in phase backward", "index out of everything"],
         ],
     },
     Scene {
         name: "late",
+        layout: (3, 1),
         run: late,
         deadline: Duration::from_secs(2),
-        errors: [
+        errors: &[
             &["no answer from rank 1", "waited 2 s at call 0: barrier of start 0"],
             &[],
             &["no answer from rank 1"],
         ],
+        ends: &[&["heard", "no answer from rank 1"], &[], &["heard", "no answer from rank 1"]],
     },
     Scene {
         name: "another thread",
+        layout: (3, 1),
         run: another_thread,
-        deadline: Duration::from_secs(60),
-        errors: [&["rank 0 failed", "the control channel broke"], &["rank 0 failed"], &["rank 0 failed"]],
+        deadline: MINUTE,
+        errors: &[&["rank 0 failed", "the control channel broke"], &["rank 0 failed"], &["rank 0 failed"]],
+        ends: &[BROKEN; 3],
+    },
+    Scene {
+        name: "another thread beside several",
+        layout: (2, 2),
+        run: another_thread,
+        deadline: MINUTE,
+        errors: &[BROKEN; 4],
+        ends: &[BROKEN; 2],
     },
 ];
 
 fn main() -> ExitCode {
     match std::env::var(SCENE) {
-        Ok(name) => rank(SCENES.iter().find(|scene| scene.name == name).unwrap()),
+        Ok(name) => process(SCENES.iter().find(|scene| scene.name == name).unwrap()),
         Err(_) => launch(),
     }
 }
@@ -99,14 +187,8 @@ fn launch() -> ExitCode {
     for scene in &SCENES {
         let folder = tempfile::tempdir().unwrap();
         let mut mpirun = Command::new("mpirun");
-        mpirun.args([
-            "-n",
-            &RANKS.to_string(),
-            "--oversubscribe",
-            "--allow-run-as-root",
-            "--bind-to",
-            "none",
-        ]);
+        mpirun.args(["-n", &scene.layout.0.to_string()]);
+        mpirun.args(["--oversubscribe", "--allow-run-as-root", "--bind-to", "none"]);
         mpirun.arg(std::env::current_exe().unwrap());
         mpirun.env(SCENE, scene.name).env(FOLDER, folder.path());
         let output = mpirun.output().unwrap();
@@ -122,43 +204,75 @@ fn launch() -> ExitCode {
 }
 
 fn judge(scene: &Scene, folder: &Path, code: Option<i32>) -> Result<(), String> {
-    for (rank, parts) in scene.errors.iter().enumerate() {
-        let found =
-            std::fs::read_to_string(found(folder, rank)).map_err(|_| format!("rank {rank} left nothing"))?;
-        if parts.is_empty() && found != "done" {
-            return Err(format!("rank {rank}: {found}"));
-        }
-        if let Some(part) = parts.iter().find(|part| !found.contains(**part)) {
-            return Err(format!("rank {rank} does not say `{part}` but {found}"));
-        }
+    let (processes, here) = scene.layout;
+    for rank in 0..processes * here {
+        compare(folder, &rank_name(rank), scene.errors.get(rank).unwrap_or(&&[][..]))?;
     }
-    let failing = scene.errors.iter().any(|parts| !parts.is_empty());
-    let accepted = if failing { 75 } else { 0 };
+    for (process, parts) in scene.ends.iter().enumerate().filter(|(_, parts)| !parts.is_empty()) {
+        compare(folder, &process_name(process), parts)?;
+    }
+    let accepted = if scene.ends.is_empty() { 0 } else { 75 };
     if code == Some(accepted) { Ok(()) } else { Err(format!("mpirun ended with {code:?}, not {accepted}")) }
 }
 
-fn found(folder: &Path, rank: usize) -> PathBuf {
-    folder.join(format!("rank-{rank}"))
+/// What is in the file of that name: all `parts`, or the word that there was no error.
+fn compare(folder: &Path, name: &str, parts: &[&str]) -> Result<(), String> {
+    let found = std::fs::read_to_string(folder.join(name)).map_err(|_| format!("{name} left nothing"))?;
+    if parts.is_empty() && found != "done" {
+        return Err(format!("{name}: {found}"));
+    }
+    match parts.iter().find(|part| !found.contains(**part)) {
+        Some(part) => Err(format!("{name} does not say `{part}` but {found}")),
+        None => Ok(()),
+    }
 }
 
-/// One rank of a scene.
-fn rank(scene: &Scene) -> ExitCode {
+fn rank_name(rank: usize) -> String {
+    format!("rank-{rank}")
+}
+
+fn process_name(process: usize) -> String {
+    format!("process-{process}")
+}
+
+/// Leaves `text` under `name`, whole or not at all.
+fn leave(folder: &Path, name: &str, text: &str) {
+    let new = folder.join(format!("new-{name}"));
+    std::fs::write(&new, text).unwrap();
+    std::fs::rename(new, folder.join(name)).unwrap();
+}
+
+/// The ranks of a process in a scene.
+fn process(scene: &Scene) -> ExitCode {
     let folder = PathBuf::from(std::env::var(FOLDER).unwrap());
-    let world = Mpi::world(scene.deadline).unwrap();
-    assert_eq!(world.size(), RANKS);
-    let result = (scene.run)(&world);
-    let text = result.as_ref().map_or_else(ToString::to_string, |()| "done".to_owned());
-    std::fs::write(folder.join(format!("new-{}", world.rank())), text).unwrap();
-    std::fs::rename(folder.join(format!("new-{}", world.rank())), found(&folder, world.rank())).unwrap();
-    if scene.errors.iter().all(|parts| parts.is_empty()) {
-        return if result.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
-    }
+    let (processes, here) = scene.layout;
+    let flags = Flags { ranks_here: Some(here), ..Flags::default() };
+    let launch = Launch::detect(&flags, &|name| std::env::var_os(name)).unwrap();
+    let work = |place: usize, world: Arc<Mpi>| {
+        assert_eq!((world.rank(), world.size()), (launch.rank + place, processes * here));
+        let name = rank_name(world.rank());
+        assert_eq!(std::thread::current().name(), Some(name.as_str()));
+        let result = catch_unwind(AssertUnwindSafe(|| (scene.run)(&world)));
+        let text = match &result {
+            Ok(Ok(())) => "done".to_owned(),
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "a panic".to_owned(),
+        };
+        leave(&folder, &name, &text);
+        result.unwrap_or_else(|panic| resume_unwind(panic))
+    };
+    let Err(failed) = run_ranks(&launch, scene.deadline, drop, work) else { return ExitCode::SUCCESS };
+    let whose = failed.own.map_or("heard".to_owned(), |(rank, why)| format!("rank {rank}: {why}"));
+    leave(&folder, &process_name(launch.rank / here), &format!("{whose}\n{}", failed.error));
+    let failing = scene.ends.iter().enumerate().filter(|(_, parts)| !parts.is_empty());
+    let mut names: Vec<String> = failing.map(|(process, _)| process_name(process)).collect();
+    names.extend((0..processes * here).map(rank_name));
     let begin = Instant::now();
-    while begin.elapsed() < Duration::from_secs(30) && !(0..RANKS).all(|rank| found(&folder, rank).exists()) {
+    while begin.elapsed() < Duration::from_secs(30) && !names.iter().all(|name| folder.join(name).exists()) {
         std::thread::sleep(Duration::from_millis(10));
     }
     // As the program does on an error: after a failure MPI is not ended in order.
-    std::process::exit(75);
+    std::process::exit(i32::from(failed.error.kind().exit_code()));
 }
 
 const fn call(what: &'static str, index: usize) -> Call {
@@ -190,7 +304,7 @@ impl<T: Copy + Send + Sync + 'static> Host<T> {
 
 /// Values of very different size, so that sums depend on their order.
 fn value(rank: usize, i: usize) -> f32 {
-    let hash = ((i * RANKS + rank) as u32).wrapping_mul(2_654_435_761);
+    let hash = ((i * 8 + rank) as u32).wrapping_mul(2_654_435_761);
     let exponent = i32::try_from(hash % 40).unwrap() - 20;
     ((hash >> 8) as f32 / 8_388_608.0 - 1.0) * 2.0_f32.powi(exponent)
 }
@@ -200,30 +314,36 @@ fn values_f32(rank: usize, elements: usize) -> Vec<f32> {
 }
 
 /// The sum in ascending order of ranks, in plain words.
-fn sum_f32(i: usize) -> f32 {
-    (value(0, i) + value(1, i)) + value(2, i)
+fn sum_f32(ranks: usize, i: usize) -> f32 {
+    (0..ranks).map(|rank| value(rank, i)).reduce(|sum, next| sum + next).unwrap()
 }
 
-/// Every operation on every element that it takes; sizes that 3 does not divide; a size of several pieces.
-fn values(world: &Mpi) -> Result<(), finetune::error::Error> {
-    let rank = world.rank();
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|x| x.to_bits()).collect()
+}
+
+/// Every operation on every element that it takes; sizes that the ranks do not divide; a size of several pieces.
+fn values(world: &Mpi) -> Result<(), Error> {
+    let (rank, ranks) = (world.rank(), world.size());
     world.enter(Phase::Forward)?;
     for elements in [0, 1, 2, 7, 1000, 1_000_001] {
         let buffer = Host::new(Element::F32, values_f32(rank, elements));
         world.all_reduce(call("f32", elements), &buffer.memory)?;
-        let wanted: Vec<u32> = (0..elements).map(|i| sum_f32(i).to_bits()).collect();
-        assert_eq!(buffer.read().iter().map(|x| x.to_bits()).collect::<Vec<_>>(), wanted, "{elements}");
+        let wanted: Vec<f32> = (0..elements).map(|i| sum_f32(ranks, i)).collect();
+        assert_eq!(bits(&buffer.read()), bits(&wanted), "{elements}");
     }
     let double = |rank, i| f64::from(value(rank, i)) / 3.0;
     let buffer = Host::new(Element::F64, (0..5).map(|i| double(rank, i)).collect());
     world.all_reduce(call("f64", 0), &buffer.memory)?;
-    let wanted: Vec<f64> = (0..5).map(|i| double(0, i) + double(1, i) + double(2, i)).collect();
+    let wanted: Vec<f64> = (0..5)
+        .map(|i| (0..ranks).map(|rank| double(rank, i)).reduce(|sum, next| sum + next).unwrap())
+        .collect();
     assert_eq!(buffer.read(), wanted);
 
     let narrow = |rank, i| bf16::from_f32(value(rank, i));
     let buffer = Host::new(Element::Bf16, (0..1001).map(|i| narrow(rank, i)).collect());
     world.all_reduce(call("bf16", 0), &buffer.memory)?;
-    let wide = |i| (narrow(0, i).to_f32() + narrow(1, i).to_f32()) + narrow(2, i).to_f32();
+    let wide = |i| (0..ranks).map(|rank| narrow(rank, i).to_f32()).reduce(|sum, next| sum + next).unwrap();
     assert_eq!(buffer.read(), (0..1001).map(|i| bf16::from_f32(wide(i))).collect::<Vec<_>>());
 
     let bytes = Host::new(Element::U8, vec![1_u8; 3]);
@@ -231,56 +351,57 @@ fn values(world: &Mpi) -> Result<(), finetune::error::Error> {
 
     // Two pieces and a bit for each rank.
     let part = 600_000;
-    let full = Host::new(Element::F32, values_f32(rank, part * RANKS));
+    let full = Host::new(Element::F32, values_f32(rank, part * ranks));
     let shard = Host::new(Element::F32, vec![0.0_f32; part]);
     world.reduce_scatter(call("full", 0), &full.memory, &shard.memory)?;
-    let wanted: Vec<u32> = (rank * part..(rank + 1) * part).map(|i| sum_f32(i).to_bits()).collect();
-    assert_eq!(shard.read().iter().map(|x| x.to_bits()).collect::<Vec<_>>(), wanted);
+    let wanted: Vec<f32> = (rank * part..(rank + 1) * part).map(|i| sum_f32(ranks, i)).collect();
+    assert_eq!(bits(&shard.read()), bits(&wanted));
 
     gathers(world)?;
-    for root in 0..RANKS {
+    for root in 0..ranks {
         let buffer = Host::new(Element::U8, vec![rank as u8 + 10; 5]);
         world.broadcast(call("bytes", root), root, &buffer.memory)?;
         assert_eq!(buffer.read(), vec![root as u8 + 10; 5]);
     }
     world.barrier(call("end", 0))?;
     let traffic = world.traffic();
-    assert_eq!(traffic.calls(Op::Broadcast), 3);
-    assert_eq!(traffic.bytes(Op::Broadcast), 10);
-    assert_eq!(traffic.bytes(Op::ReduceScatter), (part * 4 * 2) as u64);
+    let others = ranks as u64 - 1;
+    assert_eq!(traffic.calls(Op::Broadcast), ranks as u64);
+    assert_eq!(traffic.bytes(Op::Broadcast), 5 * others);
+    assert_eq!(traffic.bytes(Op::ReduceScatter), part as u64 * 4 * others);
     Ok(())
 }
 
 /// Two gathers at once, one in place, with a sum between start and finish.
-fn gathers(world: &Mpi) -> Result<(), finetune::error::Error> {
-    let rank = world.rank();
+fn gathers(world: &Mpi) -> Result<(), Error> {
+    let (rank, ranks) = (world.rank(), world.size());
     let shard = Host::new(Element::U8, vec![rank as u8 + 1; 70_001]);
-    let full = Host::new(Element::U8, vec![0_u8; 70_001 * RANKS]);
+    let full = Host::new(Element::U8, vec![0_u8; 70_001 * ranks]);
     let first = world.start_all_gather(call("codes", 0), &shard.memory, &full.memory)?;
 
-    let mut own = vec![0.0_f32; 4 * RANKS];
+    let mut own = vec![0.0_f32; 4 * ranks];
     own[rank * 4..(rank + 1) * 4].fill(rank as f32 + 0.5);
     let in_place = Host::new(Element::F32, own);
     let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&in_place.values) as _;
-    // SAFETY: this rank's quarter of the vector above.
+    // SAFETY: this rank's part of the vector above.
     let part = unsafe { Memory::new(in_place.memory.address() + rank * 16, 4, Element::F32, owner) };
     let second = world.start_all_gather(call("weights", 1), &part, &in_place.memory)?;
 
     let scalar = Host::new(Element::F64, vec![rank as f64]);
     world.all_reduce(call("loss", 0), &scalar.memory)?;
-    assert_eq!(scalar.read(), [3.0]);
+    assert_eq!(scalar.read(), [(0..ranks).sum::<usize>() as f64]);
 
     world.finish(first)?;
     world.finish(second)?;
-    let wanted: Vec<u8> = (0..RANKS).flat_map(|rank| vec![rank as u8 + 1; 70_001]).collect();
+    let wanted: Vec<u8> = (0..ranks).flat_map(|rank| vec![rank as u8 + 1; 70_001]).collect();
     assert_eq!(full.read(), wanted);
-    let wanted: Vec<f32> = (0..RANKS).flat_map(|rank| [rank as f32 + 0.5; 4]).collect();
+    let wanted: Vec<f32> = (0..ranks).flat_map(|rank| [rank as f32 + 0.5; 4]).collect();
     assert_eq!(in_place.read(), wanted);
     Ok(())
 }
 
 /// Ranks 0 and 2 form one group, rank 1 another; the groups' calls do not meet.
-fn groups(world: &Mpi) -> Result<(), finetune::error::Error> {
+fn groups(world: &Mpi) -> Result<(), Error> {
     let rank = world.rank();
     let group = world.split(rank % 2)?;
     let (place, size) = if rank == 1 { (0, 1) } else { (rank / 2, 2) };
@@ -300,8 +421,109 @@ fn groups(world: &Mpi) -> Result<(), finetune::error::Error> {
     world.barrier(call("end", 0))
 }
 
+/// Groups inside the processes, groups across them, a group of all again and groups of groups: each has messages of its
+/// own, also while gathers of two of them and of the world are under way.
+fn groups_of_four(world: &Mpi) -> Result<(), Error> {
+    let rank = world.rank();
+    let (inside, between) = (world.split(rank / 2)?, world.split(rank % 2)?);
+    assert_eq!([inside.rank(), inside.size(), between.rank(), between.size()], [rank % 2, 2, rank / 2, 2]);
+    // Rank 2 alone makes groups that the others know nothing of.
+    let alone = world.split(rank)?;
+    for _ in 0..if rank == 2 { 3 } else { 0 } {
+        alone.split(0)?.barrier(call("alone", 0))?;
+    }
+    let all = world.split(0)?;
+    let pair = all.split(rank % 2)?;
+    for (group, members) in [
+        (&inside, [rank / 2 * 2, rank / 2 * 2 + 1]),
+        (&between, [rank % 2, rank % 2 + 2]),
+        (&pair, [rank % 2, rank % 2 + 2]),
+    ] {
+        in_pair(group.as_ref(), members)?;
+    }
+
+    let gathered = |group: &dyn Collective, what| -> Result<_, Error> {
+        let shard = Host::new(Element::F32, vec![rank as f32 + 1.0; 50_000]);
+        let full = Host::new(Element::F32, vec![0.0_f32; 50_000 * group.size()]);
+        let ticket = group.start_all_gather(call(what, 0), &shard.memory, &full.memory)?;
+        Ok((ticket, shard, full))
+    };
+    let started = [
+        (gathered(inside.as_ref(), "inside")?, inside.as_ref(), vec![rank / 2 * 2, rank / 2 * 2 + 1]),
+        (gathered(world, "world")?, world, vec![0, 1, 2, 3]),
+        (gathered(between.as_ref(), "between")?, between.as_ref(), vec![rank % 2, rank % 2 + 2]),
+        (gathered(all.as_ref(), "all")?, all.as_ref(), vec![0, 1, 2, 3]),
+    ];
+    pair.barrier(call("while they move", 0))?;
+    // The later ones first.
+    for ((ticket, _shard, full), group, members) in started.into_iter().rev() {
+        group.finish(ticket)?;
+        let wanted: Vec<f32> = members.iter().flat_map(|rank| vec![*rank as f32 + 1.0; 50_000]).collect();
+        assert_eq!(full.read(), wanted);
+    }
+    world.barrier(call("end", 0))
+}
+
+/// All kinds of calls between two ranks, `members` of the world.
+fn in_pair(group: &dyn Collective, members: [usize; 2]) -> Result<(), Error> {
+    let rank = members[group.rank()];
+    let sum = |i: usize| value(members[0], i) + value(members[1], i);
+    let buffer = Host::new(Element::F32, values_f32(rank, 1001));
+    group.all_reduce(call("pair", 0), &buffer.memory)?;
+    assert_eq!(bits(&buffer.read()), bits(&(0..1001).map(sum).collect::<Vec<_>>()));
+    let full = Host::new(Element::F32, values_f32(rank, 1000));
+    let shard = Host::new(Element::F32, vec![0.0_f32; 500]);
+    group.reduce_scatter(call("pair", 1), &full.memory, &shard.memory)?;
+    let own = group.rank() * 500..(group.rank() + 1) * 500;
+    assert_eq!(bits(&shard.read()), bits(&own.map(sum).collect::<Vec<_>>()));
+    let word = Host::new(Element::U8, vec![rank as u8; 3]);
+    group.broadcast(call("pair", 2), 1, &word.memory)?;
+    assert_eq!(word.read(), vec![members[1] as u8; 3]);
+    group.barrier(call("pair", 3))
+}
+
+/// hsdp's sum on three groups of two, the middle one of both processes: in ascending order of all six ranks.
+fn across(world: &Mpi) -> Result<(), Error> {
+    let rank = world.rank();
+    let (shards, replicas) = (world.split(rank / 2)?, world.split(rank % 2)?);
+    // Two pieces and a bit.
+    let part = 600_000;
+    let full = Host::new(Element::F32, values_f32(rank, 2 * part));
+    let shard = Host::new(Element::F32, vec![0.0_f32; part]);
+    shards.reduce_scatter_across(call("across", 0), &*replicas, &full.memory, &shard.memory)?;
+    let own = rank % 2 * part..(rank % 2 + 1) * part;
+    let wanted: Vec<f32> = own.map(|i| sum_f32(6, i)).collect();
+    assert_eq!(bits(&shard.read()), bits(&wanted));
+    let narrow = |rank, i| bf16::from_f32(value(rank, i));
+    let full = Host::new(Element::Bf16, (0..1000).map(|i| narrow(rank, i)).collect());
+    let shard = Host::new(Element::Bf16, vec![bf16::ZERO; 500]);
+    shards.reduce_scatter_across(call("across", 1), &*replicas, &full.memory, &shard.memory)?;
+    let wide = |i| (0..6).map(|rank| narrow(rank, i).to_f32()).reduce(|sum, next| sum + next).unwrap();
+    let own = rank % 2 * 500..(rank % 2 + 1) * 500;
+    assert_eq!(shard.read(), own.map(|i| bf16::from_f32(wide(i))).collect::<Vec<_>>());
+    Ok(())
+}
+
+/// Rank 2 returns an error while the others wait for it.
+fn error(world: &Mpi) -> Result<(), Error> {
+    world.barrier(call("start", 0))?;
+    world.enter(if world.rank() == 2 { Phase::Norm } else { Phase::Backward })?;
+    if world.rank() == 2 {
+        return Err(Error::new(Kind::Transient, "not a number"));
+    }
+    world.barrier(call("end", 0))
+}
+
+/// Rank 1 panics while the others wait for it.
+fn panic(world: &Mpi) -> Result<(), Error> {
+    world.barrier(call("start", 0))?;
+    world.enter(Phase::Backward)?;
+    assert!(world.rank() != 1, "index out of everything");
+    world.barrier(call("end", 0))
+}
+
 /// Rank 1 reduces one element more, after a call on which all agree.
-fn mismatch(world: &Mpi) -> Result<(), finetune::error::Error> {
+fn mismatch(world: &Mpi) -> Result<(), Error> {
     world.barrier(call("start", 0))?;
     world.enter(if world.rank() == 1 { Phase::Norm } else { Phase::Backward })?;
     let buffer = Host::new(Element::F32, vec![1.0_f32; if world.rank() == 1 { 11 } else { 10 }]);
@@ -312,8 +534,8 @@ fn mismatch(world: &Mpi) -> Result<(), finetune::error::Error> {
     result
 }
 
-/// Rank 2 fails while the others wait for it, one of them in another group.
-fn failure(world: &Mpi) -> Result<(), finetune::error::Error> {
+/// Rank 2 fails while the others wait for it, one or two of them in other groups.
+fn failure(world: &Mpi) -> Result<(), Error> {
     let group = world.split(world.rank() / 2)?;
     if world.rank() == 2 {
         world.enter(Phase::Save)?;
@@ -321,15 +543,15 @@ fn failure(world: &Mpi) -> Result<(), finetune::error::Error> {
         group.abort("said twice");
         return world.barrier(call("end", 0));
     }
-    if world.rank() == 1 {
-        // Never matched: rank 0 waits in the world.
+    if world.rank() % 2 == 1 {
+        // Never matched: rank 0 waits in the world, and 2 has failed.
         return group.barrier(call("group", 0));
     }
     world.barrier(call("end", 0))
 }
 
 /// Rank 1 does not come.
-fn late(world: &Mpi) -> Result<(), finetune::error::Error> {
+fn late(world: &Mpi) -> Result<(), Error> {
     if world.rank() == 1 {
         return Ok(());
     }
@@ -337,7 +559,7 @@ fn late(world: &Mpi) -> Result<(), finetune::error::Error> {
 }
 
 /// Rank 0's other thread raises the alarm while the rank waits for ranks that wait for it in another group.
-fn another_thread(world: &Mpi) -> Result<(), finetune::error::Error> {
+fn another_thread(world: &Mpi) -> Result<(), Error> {
     let groups = [world.split(0)?, world.split(0)?];
     std::thread::scope(|scope| {
         if world.rank() == 0 {

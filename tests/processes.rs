@@ -63,17 +63,18 @@ fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// Compares what `ranks` processes leave with what as many threads of one process leave.
-fn same_bytes(ranks: usize, more: &[&str]) {
+/// Compares what `processes` of `here` ranks each leave with what as many threads of one process leave.
+fn same_bytes(processes: usize, here: usize, more: &[&str]) {
     let Some(mpirun) = mpirun() else { return };
     let place = tempfile::tempdir().unwrap();
     let [apart, together] = ["apart", "together"].map(|name| place.path().join(name));
-    let apps: Vec<(&[&str], Vec<String>)> = (0..ranks).map(|_| (&[] as _, line(&apart, more))).collect();
+    let [each, all] = [here, processes * here].map(|ranks| ranks.to_string());
+    let with_ranks = |output, ranks| line(output, &[more, &["--ranks", ranks]].concat());
+    let one_each = if here == 1 { line(&apart, more) } else { with_ranks(&apart, &each) };
+    let apps: Vec<(&[&str], Vec<String>)> = (0..processes).map(|_| (&[] as _, one_each.clone())).collect();
     let done = run(mpirun, &apps);
     assert!(done.status.success(), "{}", said(&done));
-    let threads = ranks.to_string();
-    let line = line(&together, &[more, &["--ranks", &threads]].concat());
-    let one = Command::new(BINARY).args(line).output().unwrap();
+    let one = Command::new(BINARY).args(with_ranks(&together, &all)).output().unwrap();
     assert!(one.status.success(), "{}", said(&one));
     let mut compared = 0;
     for folder in ["", "checkpoint-2"] {
@@ -86,12 +87,24 @@ fn same_bytes(ranks: usize, more: &[&str]) {
             }
         }
     }
-    assert_eq!(compared, ranks + 2 * ranks);
+    // The tensors of the tiny model make four shares at most.
+    assert_eq!(compared, 3 * (processes * here).min(4));
 }
 
 #[test]
 fn processes_give_the_bytes_of_threads() {
-    same_bytes(2, &[]);
+    same_bytes(2, 1, &[]);
+}
+
+/// Several ranks in each process: groups of all ranks; groups inside the processes, whose sums cross them; three groups
+/// of two, of which one crosses.
+#[test]
+fn processes_of_threads_give_the_bytes_of_threads() {
+    same_bytes(2, 2, &[]);
+    let hsdp = ["parallel.strategy=hsdp", "parallel.shard_size=2", "train.gradient_accumulation_steps=1"];
+    let sets: Vec<&str> = hsdp.iter().flat_map(|key| ["--set", key]).collect();
+    same_bytes(2, 2, &sets);
+    same_bytes(2, 3, &sets);
 }
 
 /// Sums over several groups are in the order of all ranks here too, in f32 and in bf16.
@@ -101,28 +114,74 @@ fn groups_of_processes_give_the_bytes_of_threads() {
         let reduce = format!("parallel.reduce_dtype={dtype}");
         let hsdp = ["parallel.strategy=hsdp", "parallel.shard_size=2", "train.gradient_accumulation_steps=1"];
         let sets: Vec<&str> = hsdp.iter().chain([&reduce.as_str()]).flat_map(|key| ["--set", key]).collect();
-        same_bytes(4, &sets);
+        same_bytes(4, 1, &sets);
     }
+}
+
+/// Starts two processes with a planted fault, and looks at what they say in the end.
+fn names_the_rank(fault: &str, more: &[&str], cause: &str) {
+    let Some(mpirun) = mpirun() else { return };
+    let place = tempfile::tempdir().unwrap();
+    let output = place.path().join("out");
+    let set = format!("FINETUNE_FAULT={fault}");
+    let environment = [set.as_str()];
+    let app = (&environment as &[&str], line(&output, more));
+    let done = run(mpirun, &[app.clone(), app]);
+    assert_eq!(done.status.code(), Some(75), "{fault}: {}", said(&done));
+    let (rank, phase) = (&fault[..1], if fault.contains("save") { "save" } else { "backward" });
+    let text = said(&done);
+    assert!(text.contains(&format!("error: rank {rank} failed in phase {phase}")), "{fault}: {text}");
+    assert!(text.contains(cause), "{fault}: {text}");
+    assert!(text.contains(&format!("rank {rank}: its last call was call ")), "{fault}: {text}");
 }
 
 /// A process that fails ends the others, and says itself who it is, where it was and what it called last.
 #[test]
 fn a_process_that_fails_names_rank_phase_and_last_call() {
-    for (fault, cause) in [("1:backward:2:error", "planted fault"), ("0:save:panic", "the thread panicked")] {
-        let Some(mpirun) = mpirun() else { return };
-        let place = tempfile::tempdir().unwrap();
-        let output = place.path().join("out");
-        let set = format!("FINETUNE_FAULT={fault}");
-        let environment = [set.as_str()];
-        let app = (&environment as &[&str], line(&output, &[]));
-        let done = run(mpirun, &[app.clone(), app]);
-        assert_eq!(done.status.code(), Some(75), "{fault}: {}", said(&done));
-        let (rank, phase) = (&fault[..1], if fault.contains("save") { "save" } else { "backward" });
-        let text = said(&done);
-        assert!(text.contains(&format!("error: rank {rank} failed in phase {phase}")), "{fault}: {text}");
-        assert!(text.contains(cause), "{fault}: {text}");
-        assert!(text.contains(&format!("rank {rank}: its last call was call ")), "{fault}: {text}");
-    }
+    names_the_rank("1:backward:2:error", &[], "planted fault");
+    names_the_rank("0:save:panic", &[], "the thread panicked");
+}
+
+/// So does a rank that shares its process with another one, which it ends too.
+#[test]
+fn a_thread_that_fails_ends_its_process_and_the_others() {
+    names_the_rank("2:backward:2:error", &["--ranks", "2"], "planted fault");
+    names_the_rank("1:save:panic", &["--ranks", "2"], "the thread panicked");
+}
+
+#[test]
+fn other_numbers_of_ranks_in_each_process_are_refused() {
+    let Some(mpirun) = mpirun() else { return };
+    let place = tempfile::tempdir().unwrap();
+    let output = place.path().join("out");
+    let apps = ["1", "2"].map(|ranks| (&[] as &[&str], line(&output, &["--ranks", ranks])));
+    let done = run(mpirun, &apps);
+    assert_eq!(done.status.code(), Some(1), "{}", said(&done));
+    assert!(said(&done).contains("the processes were started with different world sizes"), "{}", said(&done));
+    assert!(!output.exists(), "weights were loaded");
+}
+
+/// Flags that give the processes another order than MPI does.
+#[test]
+fn another_order_than_that_of_mpi_is_refused() {
+    let Some(mpirun) = mpirun() else { return };
+    let place = tempfile::tempdir().unwrap();
+    let output = place.path().join("out");
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().port().to_string();
+    drop(free);
+    let world = ["--world-size", "4", "--ranks", "2", "--master-addr", "127.0.0.1", "--master-port", &port];
+    let apps =
+        ["2", "0"].map(|rank| (&[] as &[&str], line(&output, &[&world[..], &["--rank", rank]].concat())));
+    let done = run(mpirun, &apps);
+    let text = said(&done);
+    assert_eq!(done.status.code(), Some(1), "{text}");
+    assert!(text.contains("error: cannot train over MPI"), "{text}");
+    assert!(
+        text.contains("MPI started it as process 0 of 2, which is ranks 0-1 of 4")
+            || text.contains("MPI started it as process 1 of 2, which is ranks 2-3 of 4"),
+        "{text}"
+    );
 }
 
 #[test]

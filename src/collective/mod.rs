@@ -35,31 +35,36 @@ pub use traffic::{Op, Traffic};
 use std::any::Any;
 use std::sync::Arc;
 
+use self::launch::Launch;
 use crate::error::{Error, Result};
 
 /// Whether this build can connect the ranks of several processes on CPUs. GPUs are connected by NCCL in every build that
 /// can use them.
 pub const CONNECTS_PROCESSES: bool = cfg!(feature = "mpi");
 
-/// Runs `work` as the one rank of this process among those that a launcher started, on CPUs. `armed` gets what ends the
-/// rank's waits with a failure that was heard of elsewhere.
+/// Runs `work` for each rank that `launch` gives this process among those that a launcher started, on CPUs, with its place
+/// in the process. `armed` gets what ends the ranks' waits with a failure that was heard of elsewhere.
 ///
 /// # Errors
 /// The failure that came first; this build has no MPI.
-pub fn run_among_processes<T>(
+pub fn run_among_processes(
+    launch: &Launch,
     armed: impl FnOnce(Box<dyn Fn(Error) + Send>),
-    work: impl FnOnce(Arc<dyn Collective>) -> Result<T>,
-) -> Result<T, Failed> {
+    work: impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync,
+) -> Result<(), Failed> {
     #[cfg(feature = "mpi")]
-    return mpi::run_rank(
+    return mpi::run_ranks(
+        launch,
         mpi::DEADLINE,
         |stop| armed(Box::new(move |cause| stop.raise(cause))),
-        |world| work(world),
-    );
+        |place, world| work(place, world),
+    )
+    .map(drop);
     #[cfg(not(feature = "mpi"))]
     {
         drop((armed, work));
-        Err(Failed::heard(Error::internal("this build has no MPI")))
+        let what = format!("cannot connect the ranks of {}", launch.source.name());
+        Err(Failed::heard(Error::internal(what).because("this build has no MPI")))
     }
 }
 

@@ -42,7 +42,7 @@ pub(super) struct Record {
     pub(super) action: Action,
     /// What the memory holds, if there is any.
     pub(super) element: Option<Element>,
-    /// Elements of the full (not sharded) data.
+    /// Elements of the full (not sharded) data; of a split over MPI, the least number that the rank has free for a group.
     pub(super) elements: u64,
     /// The root of a broadcast, the color of a split.
     pub(super) number: u32,
@@ -81,10 +81,13 @@ impl Record {
         self
     }
 
-    /// The bytes that are the same on every rank: phases are for people, and colors of a split differ.
+    /// The bytes that are the same on every rank: phases are for people, and the numbers of a split differ.
     pub(super) fn key(&self) -> [u8; RECORD_BYTES] {
-        let number = if self.action == Action::Split { 0 } else { self.number };
-        Record { phase: None, number, ..self.clone() }.encode()
+        let (number, elements) = match self.action {
+            Action::Split => (0, 0),
+            Action::Op(_) => (self.number, self.elements),
+        };
+        Record { phase: None, number, elements, ..self.clone() }.encode()
     }
 
     pub(super) fn encode(&self) -> [u8; RECORD_BYTES] {
@@ -224,7 +227,8 @@ mod tests {
         ] {
             assert_ne!(own.key(), other.key(), "{other}");
         }
-        let colors = [0, 1].map(|color| at(0, Action::Split, call).number(color));
+        let mut colors = [0, 1].map(|color| at(0, Action::Split, call).number(color));
+        colors[1].elements = 3;
         assert_eq!(colors[0].key(), colors[1].key());
         let roots = [0, 1].map(|root| at(0, Action::Op(Op::Broadcast), call).number(root));
         assert_ne!(roots[0].key(), roots[1].key());

@@ -1,8 +1,8 @@
 //! The ranks of this process: threads, one for each of its GPUs or shares of its cores; where a launcher started several
 //! processes, those of all of them together.
 //!
-//! Ranks on GPUs talk over NCCL, in one process or many; ranks on CPUs through memory inside one process, over MPI between
-//! processes, one in each.
+//! Ranks on GPUs talk over NCCL, in one process or many; ranks on CPUs through memory inside one process, over MPI where
+//! there are several.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -46,26 +46,14 @@ pub(super) fn launch(args: &TrainArgs) -> Result<Launch> {
     if launch.master.is_none() || on_gpus(args)? {
         return Ok(launch);
     }
-    let found = || {
-        let (all, source) = (launch.world_size, launch.source.name());
-        Error::user("cannot train over several processes")
-            .because(format!("there are {all} ranks, by {source}"))
-    };
-    if launch.ranks_here > 1 {
-        return Err(found()
-            .because(format!(
-                "each process holds {}; accepted on CPUs: one rank in each process",
-                launch.ranks_here
-            ))
-            .hint("start more processes, and leave out `--ranks`"));
-    }
     if collective::CONNECTS_PROCESSES {
-        Ok(launch)
-    } else {
-        Err(found()
-            .because("this binary was built without MPI, which carries what ranks say between processes on CPUs")
-            .hint("build it with `cargo build --release --features mpi`; on one host, `--ranks N` needs neither"))
+        return Ok(launch);
     }
+    let (all, source) = (launch.world_size, launch.source.name());
+    Err(Error::user("cannot train over several processes")
+        .because(format!("there are {all} ranks, by {source}"))
+        .because("this binary was built without MPI, which carries what ranks say between processes on CPUs")
+        .hint("build it with `cargo build --release --features mpi`; on one host, `--ranks N` needs neither"))
 }
 
 /// Whether the ranks are on GPUs: those that are named, else whatever this build and machine have unless `--ranks` asks
@@ -174,8 +162,10 @@ impl Ranks {
                 let armed = |stop: Box<dyn Fn(Error) + Send>| {
                     control.on_failure(move |failure| stop(failure.clone().into()));
                 };
-                let all = threads::count();
-                collective::run_among_processes(armed, |world| threads::in_own_pool(all, || rank(0, world)))
+                let each = (threads::count() / self.launch.ranks_here).max(1);
+                collective::run_among_processes(&self.launch, armed, |place, world| {
+                    threads::in_own_pool(each, || rank(place, world))
+                })
             }
         };
         match done {

@@ -6,7 +6,7 @@
 //! last one rounds them and sends them to all. What is sent is what a ring would send, but the groups add one after the
 //! other, piece by piece behind one another. Sums of bf16 travel in f32, in which they are added.
 
-use super::wire::{TAG_DATA, Transfer};
+use super::tags::Load;
 use super::{Mpi, PIECE_BYTES};
 use crate::collective::memory::{check_host, check_shard, check_sum};
 use crate::collective::record::{Action, Record};
@@ -29,8 +29,7 @@ impl Mpi {
             self.across_piece(&record, replicas, full, shard, piece)?;
         }
         let last = replicas.size() - 1;
-        let mut transfer =
-            Transfer::new(&replicas.wire, replicas.comm, TAG_DATA, vec![shard.clone()], Vec::new());
+        let mut transfer = replicas.transfer(Load::Data, vec![shard.clone()], Vec::new());
         if replicas.rank == last {
             for peer in replicas.peers() {
                 transfer.send(shard.address(), shard.bytes(), peer)?;
@@ -58,7 +57,7 @@ impl Mpi {
         // A slot for each rank of the group, then the sums.
         let words = (self.size() * slot + piece.len() * wide).div_ceil(8);
         let memory = vec![full.clone(), shard.clone()];
-        let mut transfer = Transfer::new(&self.wire, self.comm, TAG_DATA, memory, vec![0_u64; words]);
+        let mut transfer = self.transfer(Load::Data, memory, vec![0_u64; words]);
         let base = transfer.scratch();
         let at = |rank: usize| full.address() + rank * shard.bytes() + piece.start * width;
         for peer in self.peers() {
@@ -70,7 +69,7 @@ impl Mpi {
         let scratch = transfer.finish(|silent, waited| self.late(record, silent, waited))?;
 
         let pass_on = |scratch, to: Option<usize>, from: Option<usize>| -> Result<Vec<u64>> {
-            let mut transfer = Transfer::new(&replicas.wire, replicas.comm, TAG_DATA, Vec::new(), scratch);
+            let mut transfer = replicas.transfer(Load::Data, Vec::new(), scratch);
             let sums = transfer.scratch() + self.size() * slot;
             from.map_or(Ok(()), |peer| transfer.receive(sums, piece.len() * wide, peer))?;
             to.map_or(Ok(()), |peer| transfer.send(sums, piece.len() * wide, peer))?;

@@ -1,21 +1,25 @@
-//! Ranks as processes of an MPI job (CPU clusters, cargo feature `mpi`), over memory of the host.
+//! Ranks on CPUs in the processes of an MPI job (clusters, cargo feature `mpi`), over memory of the host.
 //!
 //! Before each call every rank sends every other its 64-byte record (op, name, size, sequence): a call that does not
 //! match, a rank that failed and a rank that does not come are errors that name it. Then only messages between
 //! pairs move data: an own exchange instead of `MPI_Allreduce`, whose order of additions depends on the library and on
 //! the size. Each rank receives the N pieces of its part, adds them in ascending order of ranks (`super::sum`) and, for an
 //! all-reduce, sends the sum to all: the same bytes as a ring sends, the same bits as the in-process backend, also across
-//! the groups of hsdp (`across`).
+//! the groups of hsdp (`across`). Between ranks of one process messages take the same way.
 //!
-//! [`Mpi`]'s calls come from one thread, `abort` from any. A failed rank tells its peers and then exits without
-//! `MPI_Finalize`, which mpirun takes as the end of the job; `MPI_Abort` would add nothing but its own text.
-//! Gathers move while the library is inside any call (a property of MPI): they end at the latest in `finish`.
+//! The ranks of a process are threads ([`run_ranks`]) that share MPI (`wire`). Messages find them by tags (`tags`), so a
+//! group is a number and a list of ranks. An [`Mpi`]'s calls come from one thread, `abort` from any. A process with a failed
+//! rank tells the others and exits without `MPI_Finalize`, which mpirun takes as the end of the job; `MPI_Abort` would add
+//! nothing but its own text. Gathers move while the library is inside any call (a property of MPI): they end at the
+//! latest in `finish`.
 
 mod across;
 mod run;
+mod tags;
+mod transfer;
 mod wire;
 
-pub use run::{Stop, run_rank};
+pub use run::{Stop, run_ranks};
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -23,9 +27,11 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use self::wire::{Comm, TAG_DATA, TAG_RECORD, Transfer, Wire};
+use self::tags::Load;
+use self::transfer::{Route, Transfer};
+use self::wire::Wire;
 use super::memory::{check_host, check_shard, check_sum};
-use super::record::{Action, RECORD_BYTES, Record};
+use super::record::{Action, RECORD_BYTES, Record, Whereabouts};
 use super::{Call, Collective, Memory, Op, Phase, Ticket, Traffic};
 use crate::error::{Error, Kind, Result};
 
@@ -35,14 +41,45 @@ const PIECE_BYTES: usize = 1 << 20;
 /// How long a rank waits for its peers unless told otherwise; longer than any step, evaluation or save.
 pub const DEADLINE: Duration = Duration::from_secs(1800);
 
-/// One rank's end of a group of MPI processes.
+/// One rank's end of a group of ranks.
 pub struct Mpi {
-    wire: Arc<Wire>,
-    comm: Comm,
+    member: Arc<Member>,
+    /// The group's number: of the groups that two ranks share, each has another.
+    group: u64,
     rank: usize,
     /// The ranks of the group by their rank in the world.
-    ranks: Vec<usize>,
+    ranks: Arc<[usize]>,
     state: Mutex<State>,
+}
+
+/// What a rank's groups share.
+struct Member {
+    wire: Arc<Wire>,
+    /// In the world.
+    rank: usize,
+    at: Mutex<At>,
+}
+
+/// Where a rank is.
+struct At {
+    place: Whereabouts,
+    /// The least number that none of its groups has.
+    free_group: u64,
+}
+
+impl Member {
+    fn new(wire: &Arc<Wire>, rank: usize) -> Self {
+        let at = At { place: Whereabouts::default(), free_group: 1 };
+        Member { wire: Arc::clone(wire), rank, at: Mutex::new(at) }
+    }
+
+    fn at(&self) -> MutexGuard<'_, At> {
+        self.at.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn place(&self) -> Whereabouts {
+        self.at().place.clone()
+    }
 }
 
 #[derive(Default)]
@@ -54,15 +91,23 @@ struct State {
 }
 
 impl Mpi {
-    /// Starts MPI and gives this process's end of the group of all processes. Once in a process, on the thread that
-    /// will drop the last group (MPI ends then, which waits for all ranks).
-    ///
-    /// # Errors
-    /// MPI was started before or lacks threads.
-    pub fn world(deadline: Duration) -> Result<Mpi> {
-        let wire = Arc::new(Wire::start(deadline)?);
-        let (comm, rank, ranks) = (wire.world(), wire.rank, (0..wire.size).collect());
-        Ok(Mpi { wire, comm, rank, ranks, state: Mutex::default() })
+    /// A rank's end of the group of all `size` ranks.
+    fn world(member: &Arc<Member>, size: usize) -> Mpi {
+        Mpi::new(member, 0, member.rank, (0..size).collect())
+    }
+
+    fn new(member: &Arc<Member>, group: u64, rank: usize, ranks: Arc<[usize]>) -> Mpi {
+        Mpi { member: Arc::clone(member), group, rank, ranks, state: Mutex::default() }
+    }
+
+    fn wire(&self) -> &Wire {
+        &self.member.wire
+    }
+
+    /// Messages in this group, none yet.
+    fn transfer(&self, load: Load, memory: Vec<Memory>, scratch: Vec<u64>) -> Transfer {
+        let route = Route { group: self.group, ranks: Arc::clone(&self.ranks), rank: self.rank, load };
+        Transfer::new(&self.member.wire, route, memory, scratch)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -76,7 +121,7 @@ impl Mpi {
     }
 
     fn record(&self, action: Action, call: Call) -> Record {
-        let phase = self.wire.place().phase;
+        let phase = self.member.at().place.phase;
         let mut state = self.state();
         state.sequence += 1;
         Record::new(state.sequence - 1, action, call, phase)
@@ -84,14 +129,14 @@ impl Mpi {
 
     /// The records of all ranks, which name the same call.
     fn agree(&self, own: &Record) -> Result<Vec<Record>> {
-        self.wire.healthy()?;
-        self.wire.place.lock().unwrap_or_else(PoisonError::into_inner).last = Some(own.clone());
+        self.wire().healthy()?;
+        self.member.at().place.last = Some(own.clone());
         let size = self.ranks.len();
         let mut scratch = vec![0_u64; size * RECORD_BYTES / 8];
         for (word, bytes) in scratch[self.rank * RECORD_BYTES / 8..].iter_mut().zip(own.encode().chunks(8)) {
             *word = u64::from_ne_bytes(*bytes.first_chunk().unwrap_or(&[0; 8]));
         }
-        let mut transfer = Transfer::new(&self.wire, self.comm, TAG_RECORD, Vec::new(), scratch);
+        let mut transfer = self.transfer(Load::Record, Vec::new(), scratch);
         let base = transfer.scratch();
         for peer in self.peers() {
             transfer.receive(base + peer * RECORD_BYTES, RECORD_BYTES, peer)?;
@@ -105,10 +150,10 @@ impl Mpi {
         for (rank, bytes) in bytes.as_chunks::<RECORD_BYTES>().0.iter().enumerate() {
             match Record::decode(bytes) {
                 Some(record) if record.key() == own.key() => records.push(record),
-                Some(other) => return Err(self.wire.fail(self.mismatch(own, rank, &other.to_string()))),
+                Some(other) => return Err(self.wire().fail(self.mismatch(own, rank, &other.to_string()))),
                 None => {
                     let what = "a message that this version does not know";
-                    return Err(self.wire.fail(self.mismatch(own, rank, what)));
+                    return Err(self.wire().fail(self.mismatch(own, rank, what)));
                 }
             }
         }
@@ -147,7 +192,7 @@ impl Mpi {
         let slot = scratch.len() / self.ranks.len() * 8;
         for at in (0..longest).step_by(piece) {
             let memory = vec![full.clone(), out.clone()];
-            let mut transfer = Transfer::new(&self.wire, self.comm, TAG_DATA, memory, scratch);
+            let mut transfer = self.transfer(Load::Data, memory, scratch);
             let base = transfer.scratch();
             let mine = cut(own.clone(), at);
             for peer in self.peers() {
@@ -174,7 +219,7 @@ impl Mpi {
 
     /// Starts to send this rank's part of `full` to all and to receive theirs.
     fn start_parts(&self, full: &Memory) -> Result<Transfer> {
-        let mut transfer = Transfer::new(&self.wire, self.comm, TAG_DATA, vec![full.clone()], Vec::new());
+        let mut transfer = self.transfer(Load::Data, vec![full.clone()], Vec::new());
         let width = full.element().bytes();
         let place = |part: usize| {
             let range = self.part(full.elements(), part);
@@ -290,7 +335,7 @@ impl Collective for Mpi {
         let record = self.record(Action::Op(Op::Broadcast), call);
         let record = record.moving(buffer.element(), buffer.elements()).number(root);
         self.agree(&record)?;
-        let mut transfer = Transfer::new(&self.wire, self.comm, TAG_DATA, vec![buffer.clone()], Vec::new());
+        let mut transfer = self.transfer(Load::Data, vec![buffer.clone()], Vec::new());
         if self.rank == root {
             for peer in self.peers() {
                 transfer.send(buffer.address(), buffer.bytes(), peer)?;
@@ -311,16 +356,17 @@ impl Collective for Mpi {
 
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
         let call = Call { what: "ranks", index: 0 };
-        let records = self.agree(&self.record(Action::Split, call).number(color))?;
+        let mut record = self.record(Action::Split, call).number(color);
+        record.elements = self.member.at().free_group;
+        let records = self.agree(&record)?;
+        // A number that is free at all ranks of this group. Groups of other colors may have it too: they share no ranks.
+        let group = records.iter().map(|record| record.elements).max().unwrap_or(record.elements);
+        self.member.at().free_group = group + 1;
+        self.wire().tags.check(group).map_err(|error| self.wire().fail(error))?;
         let members = || (0..records.len()).filter(|rank| records[*rank].number == records[self.rank].number);
-        let comm = self.wire.split(self.comm, color, self.rank).map_err(|error| self.wire.fail(error))?;
-        Ok(Box::new(Mpi {
-            wire: Arc::clone(&self.wire),
-            comm,
-            rank: members().position(|rank| rank == self.rank).unwrap_or(0),
-            ranks: members().map(|rank| self.ranks[rank]).collect(),
-            state: Mutex::default(),
-        }))
+        let rank = members().position(|rank| rank == self.rank).unwrap_or(0);
+        let ranks = members().map(|rank| self.ranks[rank]).collect();
+        Ok(Box::new(Mpi::new(&self.member, group, rank, ranks)))
     }
 
     fn as_backend(&self) -> Option<&dyn Any> {
@@ -332,12 +378,12 @@ impl Collective for Mpi {
     }
 
     fn enter(&self, phase: Phase) -> Result<()> {
-        self.wire.place.lock().unwrap_or_else(PoisonError::into_inner).phase = Some(phase);
-        self.wire.healthy()
+        self.member.at().place.phase = Some(phase);
+        self.wire().healthy()
     }
 
     fn abort(&self, why: &str) {
-        self.wire.raise(&self.wire.place().news(self.wire.rank, why));
+        self.wire().raise(&self.member.place().news(self.member.rank, why));
     }
 }
 

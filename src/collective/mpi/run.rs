@@ -1,19 +1,21 @@
-//! This process as one rank of an MPI job, from its start to its end or the first failure.
+//! The ranks of a process among those of an MPI job: threads that start, work and end together, from the start of MPI to
+//! its end or the first failure.
 
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use super::Mpi;
 use super::wire::Wire;
-use crate::collective::threads::{Failed, caught, in_a_line, stems_from};
+use super::{Member, Mpi};
+use crate::collective::launch::Launch;
+use crate::collective::threads::{self, Failed, caught, in_a_line, stems_from};
 use crate::error::{Error, Result};
 
-/// Ends the waits of this process's rank for a failure that was heard of elsewhere. It keeps nothing alive.
+/// Ends the waits of this process's ranks for a failure that was heard of elsewhere. It keeps nothing alive.
 #[derive(Clone)]
 pub struct Stop(Weak<Wire>);
 
 impl Stop {
-    /// From now on the rank's calls return `cause`, unless another failure came first. The peers are not told.
+    /// From now on the ranks' calls return `cause`, unless another failure came first. Other processes are not told.
     pub fn raise(&self, cause: Error) {
         if let Some(wire) = self.0.upgrade() {
             wire.fail(cause);
@@ -21,27 +23,50 @@ impl Stop {
     }
 }
 
-/// Starts MPI and runs `work` as the rank of this process; `armed` gets what stops it from outside.
+/// Starts MPI and runs `work` for each rank that `launch` gives this process, in threads `rank-4`, `rank-5`, …, with its
+/// place among them; `armed` gets what stops them from outside. Once in a process; MPI ends on this thread, after all
+/// ranks, which waits for the other processes.
 ///
 /// # Errors
-/// When `work` returns an error or panics, or a peer did: the first failure, of which the peers have been told if it is
-/// this rank's.
-pub fn run_rank<T>(
+/// MPI cannot be started, or sees other processes than `launch`; when `work` returns an error or panics, in this process
+/// or another, all ranks' calls fail: the first failure, of which the other processes have been told if it is of a
+/// rank here.
+pub fn run_ranks<T: Send>(
+    launch: &Launch,
     deadline: Duration,
     armed: impl FnOnce(Stop),
-    work: impl FnOnce(Arc<Mpi>) -> Result<T>,
-) -> Result<T, Failed> {
-    let world = Arc::new(Mpi::world(deadline).map_err(Failed::heard)?);
-    armed(Stop(Arc::downgrade(&world.wire)));
-    let done = caught(|| work(Arc::clone(&world)));
-    done.map_err(|error| {
-        let (wire, rank) = (&world.wire, world.wire.rank);
-        if let Some(first) = wire.healthy().err().filter(|first| stems_from(&error, first)) {
-            return Failed::heard(first);
+    work: impl Fn(usize, Arc<Mpi>) -> Result<T> + Sync,
+) -> Result<Vec<T>, Failed> {
+    let wire = Wire::start(launch, deadline).map_err(|error| Failed::of_all(launch.rank, error))?;
+    let wire = Arc::new(wire);
+    armed(Stop(Arc::downgrade(&wire)));
+    let first: OnceLock<Failed> = OnceLock::new();
+    let rank = |place: usize| {
+        let member = Arc::new(Member::new(&wire, launch.rank + place));
+        let world = Arc::new(Mpi::world(&member, launch.world_size));
+        let done = caught(|| work(place, world));
+        if let Err(error) = &done
+            && wire.healthy().err().is_none_or(|cause| !stems_from(error, &cause))
+        {
+            let (at, rank) = (member.place(), member.rank);
+            let news = at.news(rank, &in_a_line(error));
+            let own = Some((rank, in_a_line(&news)));
+            first.get_or_init(|| Failed { error: at.around(rank, error.clone()), own });
+            wire.raise(&news);
         }
-        let at = wire.place();
-        let news = at.news(rank, &in_a_line(&error));
-        wire.raise(&news);
-        Failed { error: at.around(rank, error), own: Some((rank, in_a_line(&news))) }
-    })
+        done
+    };
+    let results: Vec<Result<T>> = std::thread::scope(|scope| {
+        let start = |place| {
+            let rank = &rank;
+            threads::start(scope, launch.rank + place, move || rank(place)).inspect_err(|error| {
+                first.get_or_init(|| Failed::of_all(launch.rank + place, error.clone()));
+                wire.raise(error);
+            })
+        };
+        let started: Vec<_> = (0..launch.ranks_here).map(start).collect();
+        started.into_iter().map(threads::join).collect()
+    });
+    let done: Result<Vec<T>> = results.into_iter().collect();
+    done.map_err(|error| first.into_inner().unwrap_or_else(|| Failed::heard(wire.fail(error))))
 }

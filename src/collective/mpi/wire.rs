@@ -1,15 +1,15 @@
-//! The MPI library of this process, as far as the backend uses it: messages that are started, tested and never waited
-//! for inside MPI, splits, and the word of a failed rank.
+//! The MPI library of this process, which its ranks share, as far as the backend uses it: messages that are started,
+//! tested and never waited for inside MPI, and the word of a failed rank.
 //!
-//! Every call to MPI is made under one lock and returns at once (splits apart, on which all ranks have agreed before).
-//! So thread level `Serialized` is enough, another thread can raise the alarm while the rank's thread waits, and each
-//! wait here looks for a failed peer and at its deadline. Errors come back as codes: MPI's own handler, which
-//! ends the process, is switched off.
+//! Every call to MPI is made under one lock and returns at once. So thread level `Serialized` is enough for any number of
+//! ranks, another thread can raise the alarm while a rank's thread waits, and each wait looks for a failed peer and at
+//! its deadline. A failure is the process's: the first one ends the waits of all its ranks and is told to the other
+//! processes once. Errors come back as codes: MPI's own handler, which ends the process, is switched off.
 
 use std::ffi::{c_int, c_void};
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use mpi::Threading;
@@ -17,17 +17,15 @@ use mpi::environment::Universe;
 use mpi::ffi;
 use mpi::traits::AsRaw;
 
-use crate::collective::Memory;
-use crate::collective::record::Whereabouts;
+use super::tags::Tags;
+use crate::collective::launch::Launch;
 use crate::error::{Error, Kind, Result};
 
-/// Tags of messages. A failure has its own communicator as well, so that no group's messages are in its way.
-pub(super) const TAG_RECORD: c_int = 1;
-pub(super) const TAG_DATA: c_int = 2;
-const TAG_FAILURE: c_int = 3;
+/// The one tag on the communicator of failures.
+const TAG_FAILURE: c_int = 0;
 
-/// Counts are C ints in MPI 3: longer messages go in pieces.
-const MESSAGE_BYTES: usize = 1 << 30;
+/// The largest tag that every MPI library takes (MPI 3.1, section 8.1.2).
+const LEAST_LARGEST_TAG: c_int = 32_767;
 
 /// What a failed rank says is cut to this.
 const REASON_BYTES: usize = 1024;
@@ -38,7 +36,7 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 /// A communicator's handle. It is freed when MPI ends: freeing is collective, and nothing that a failed rank drops
 /// may wait for its peers.
 #[derive(Clone, Copy)]
-pub(super) struct Comm(ffi::MPI_Comm);
+struct Comm(ffi::MPI_Comm);
 
 // SAFETY: a handle is an address or a number that MPI gave out for the whole process; it is used under `Wire::calls`.
 unsafe impl Send for Comm {}
@@ -50,21 +48,25 @@ pub(super) struct Wire {
     universe: ManuallyDrop<Universe>,
     calls: Mutex<()>,
     world: Comm,
-    /// Carries failures only.
+    /// Carries failures only, so that no other messages are in their way.
     control: Comm,
-    pub(super) rank: usize,
-    pub(super) size: usize,
-    deadline: Duration,
+    process: usize,
+    processes: usize,
+    pub(super) tags: Tags,
+    pub(super) deadline: Duration,
     failure: OnceLock<Error>,
     raised: AtomicBool,
     /// A message was left behind: MPI must not be asked to end in order.
     abandoned: AtomicBool,
-    pub(super) place: Mutex<Whereabouts>,
 }
 
 impl Wire {
-    /// Starts MPI in this process.
-    pub(super) fn start(deadline: Duration) -> Result<Wire> {
+    /// Starts MPI in this process, on the thread that will drop this value (MPI ends then, which waits for all
+    /// processes).
+    ///
+    /// # Errors
+    /// MPI was started before, lacks threads, or sees other processes than `launch`.
+    pub(super) fn start(launch: &Launch, deadline: Duration) -> Result<Wire> {
         let cannot = || Error::user("cannot start MPI");
         let Some((universe, level)) = mpi::initialize_with_threading(Threading::Serialized) else {
             return Err(Error::internal("MPI is started a second time in this process"));
@@ -76,57 +78,61 @@ impl Wire {
         }
         let world = universe.world().as_raw();
         let mut control = MaybeUninit::uninit();
-        let (mut rank, mut size) = (0, 0);
+        let (mut process, mut processes) = (0, 0);
         // SAFETY: MPI is initialized, the pointers are to locals of the types that MPI writes.
         let code = unsafe {
             ffi::MPI_Comm_set_errhandler(world, ffi::RSMPI_ERRORS_RETURN);
-            ffi::MPI_Comm_rank(world, &mut rank);
-            ffi::MPI_Comm_size(world, &mut size);
+            ffi::MPI_Comm_rank(world, &mut process);
+            ffi::MPI_Comm_size(world, &mut processes);
             ffi::MPI_Comm_dup(world, control.as_mut_ptr())
         };
         checked(code, "MPI_Comm_dup")?;
-        Ok(Wire {
+        let wire = Wire {
             universe: ManuallyDrop::new(universe),
             calls: Mutex::new(()),
             world: Comm(world),
             // SAFETY: MPI_Comm_dup succeeded.
             control: Comm(unsafe { control.assume_init() }),
-            rank: usize::try_from(rank).unwrap_or(0),
-            size: usize::try_from(size).unwrap_or(1),
+            process: usize::try_from(process).unwrap_or(0),
+            processes: usize::try_from(processes).unwrap_or(1),
+            tags: Tags { ranks_here: launch.ranks_here, largest: largest_tag(world) },
             deadline,
             failure: OnceLock::new(),
             raised: AtomicBool::new(false),
             abandoned: AtomicBool::new(false),
-            place: Mutex::default(),
-        })
+        };
+        // Noted as the failure, so that ending MPI does not wait for processes that are in order.
+        wire.check(launch).map_err(|error| wire.fail(error))?;
+        Ok(wire)
+    }
+
+    /// Refuses processes in another number or order than the ranks that they were told to be.
+    fn check(&self, launch: &Launch) -> Result<()> {
+        let here = launch.ranks_here;
+        let (first, size) = (self.process * here, self.processes * here);
+        if (first, size) == (launch.rank, launch.world_size) {
+            return self.tags.check(0);
+        }
+        let named = |first: usize, size: usize| match here {
+            1 => format!("rank {first} of {size}"),
+            _ => format!("ranks {first}-{} of {size}", first + here - 1),
+        };
+        Err(Error::user("cannot train over MPI")
+            .because(format!("by {} this process is {}", launch.source.name(), named(launch.rank, launch.world_size)))
+            .because(format!(
+                "MPI started it as process {} of {}, which is {}",
+                self.process,
+                self.processes,
+                named(first, size)
+            ))
+            .hint("start all processes with one `mpirun`, the same `--ranks` in each, without `--rank` and `--world-size`"))
     }
 
     fn lock(&self) -> MutexGuard<'_, ()> {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A copy of the world, for the world's group.
-    pub(super) fn world(&self) -> Comm {
-        self.world
-    }
-
-    /// The group of the ranks of `comm` that give the same `color`, by their rank there. All of them call it.
-    pub(super) fn split(&self, comm: Comm, color: usize, rank: usize) -> Result<Comm> {
-        let int = |number: usize| {
-            c_int::try_from(number)
-                .map_err(|_| Error::internal(format!("color or rank {number} is too large")))
-        };
-        let (color, rank) = (int(color)?, int(rank)?);
-        let mut made = MaybeUninit::uninit();
-        let _lock = self.lock();
-        // SAFETY: the communicator is valid, `made` is written on success.
-        let code = unsafe { ffi::MPI_Comm_split(comm.0, color, rank, made.as_mut_ptr()) };
-        checked(code, "MPI_Comm_split")?;
-        // SAFETY: MPI_Comm_split succeeded.
-        Ok(Comm(unsafe { made.assume_init() }))
-    }
-
-    /// The failure of this or another rank, if there is one.
+    /// The failure of a rank, of this process or another, if there is one.
     pub(super) fn healthy(&self) -> Result<()> {
         match self.failure.get() {
             Some(failure) => Err(failure.clone()),
@@ -174,16 +180,13 @@ impl Wire {
         let end = reason.iter().position(|byte| *byte == 0).unwrap_or(reason.len());
         let reason = String::from_utf8_lossy(&reason[..end]).into_owned();
         let mut lines = reason.lines();
-        let what = lines.next().map_or_else(|| format!("rank {source} failed"), ToOwned::to_owned);
+        let what =
+            lines.next().map_or_else(|| format!("a rank of process {source} failed"), ToOwned::to_owned);
         Err(self.fail(lines.fold(Error::new(Kind::Transient, what), Error::because)))
     }
 
-    /// Where this rank is.
-    pub(super) fn place(&self) -> Whereabouts {
-        self.place.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Tells all ranks of the world that this one has failed.
+    /// Ends the waits of this process's ranks with `news` and tells it to the other processes. Later calls change
+    /// nothing: one failure of a process is told.
     pub(super) fn raise(&self, news: &Error) {
         if self.raised.swap(true, Ordering::SeqCst) {
             return;
@@ -198,10 +201,9 @@ impl Wire {
         // MPI may read it until the process ends.
         let reason: &'static [u8] = Vec::leak(reason);
         let mut requests = Vec::new();
-        for peer in (0..self.size).filter(|peer| *peer != self.rank) {
-            if let Ok(request) =
-                self.send(self.control, reason.as_ptr() as usize, REASON_BYTES, peer, TAG_FAILURE)
-            {
+        for peer in (0..self.processes).filter(|peer| *peer != self.process) {
+            let address = reason.as_ptr() as usize;
+            if let Ok(request) = self.send_on(self.control, address, REASON_BYTES, peer, TAG_FAILURE) {
                 requests.push(request);
             }
         }
@@ -211,7 +213,24 @@ impl Wire {
         }
     }
 
-    fn send(&self, comm: Comm, address: usize, bytes: usize, peer: usize, tag: c_int) -> Result<Request> {
+    /// Remembers that messages were left behind.
+    pub(super) fn abandon(&self) {
+        self.abandoned.store(true, Ordering::SeqCst);
+    }
+
+    /// Starts to send `bytes` bytes at `address`, which the caller keeps in place until the request is done.
+    pub(super) fn send(&self, address: usize, bytes: usize, process: usize, tag: c_int) -> Result<Request> {
+        self.send_on(self.world, address, bytes, process, tag)
+    }
+
+    fn send_on(
+        &self,
+        comm: Comm,
+        address: usize,
+        bytes: usize,
+        process: usize,
+        tag: c_int,
+    ) -> Result<Request> {
         let mut request = MaybeUninit::uninit();
         let _lock = self.lock();
         // SAFETY: the caller keeps the bytes in place until the request is done (`Transfer`, or for ever).
@@ -220,7 +239,7 @@ impl Wire {
                 address as *const c_void,
                 bytes as c_int,
                 ffi::RSMPI_UINT8_T,
-                peer as c_int,
+                process as c_int,
                 tag,
                 comm.0,
                 request.as_mut_ptr(),
@@ -231,7 +250,15 @@ impl Wire {
         Ok(Request(unsafe { request.assume_init() }))
     }
 
-    fn receive(&self, comm: Comm, address: usize, bytes: usize, peer: usize, tag: c_int) -> Result<Request> {
+    /// Starts to receive `bytes` bytes to `address`, which the caller keeps in place and to itself until the request is
+    /// done.
+    pub(super) fn receive(
+        &self,
+        address: usize,
+        bytes: usize,
+        process: usize,
+        tag: c_int,
+    ) -> Result<Request> {
         let mut request = MaybeUninit::uninit();
         let _lock = self.lock();
         // SAFETY: the caller keeps the bytes in place and to itself until the request is done (`Transfer`).
@@ -240,9 +267,9 @@ impl Wire {
                 address as *mut c_void,
                 bytes as c_int,
                 ffi::RSMPI_UINT8_T,
-                peer as c_int,
+                process as c_int,
                 tag,
-                comm.0,
+                self.world.0,
                 request.as_mut_ptr(),
             )
         };
@@ -252,7 +279,7 @@ impl Wire {
     }
 
     /// Whether all are done; those that are become null.
-    fn done(&self, requests: &mut [Request]) -> Result<bool> {
+    pub(super) fn done(&self, requests: &mut [Request]) -> Result<bool> {
         let mut flag = 0;
         let _lock = self.lock();
         // SAFETY: `Request` is its handle alone; the number is that of the slice.
@@ -284,125 +311,21 @@ impl Drop for Wire {
 /// A started message.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
-struct Request(ffi::MPI_Request);
+pub(super) struct Request(ffi::MPI_Request);
 
 // SAFETY: as `Comm`.
 unsafe impl Send for Request {}
 // SAFETY: as above.
 unsafe impl Sync for Request {}
 
-/// Messages that belong together, with the memory that MPI reads and writes until they are done. Memory of messages that
-/// never were is leaked: MPI may still write it.
-pub(super) struct Transfer {
-    wire: Arc<Wire>,
-    comm: Comm,
-    tag: c_int,
-    requests: Vec<Request>,
-    /// The peer of each request, ranks of `comm`, and whether it is a receive.
-    peers: Vec<(usize, bool)>,
-    memory: Vec<Memory>,
-    scratch: Vec<u64>,
-}
-
-impl Transfer {
-    /// Nothing started yet; `memory` and `scratch` are what the messages will read and write.
-    pub(super) fn new(
-        wire: &Arc<Wire>,
-        comm: Comm,
-        tag: c_int,
-        memory: Vec<Memory>,
-        scratch: Vec<u64>,
-    ) -> Self {
-        Transfer {
-            wire: Arc::clone(wire),
-            comm,
-            tag,
-            requests: Vec::new(),
-            peers: Vec::new(),
-            memory,
-            scratch,
-        }
-    }
-
-    /// Where the scratch begins.
-    pub(super) fn scratch(&mut self) -> usize {
-        self.scratch.as_mut_ptr() as usize
-    }
-
-    /// Starts to send what is at `address`, inside the memory of this transfer.
-    pub(super) fn send(&mut self, address: usize, bytes: usize, peer: usize) -> Result<()> {
-        self.start(address, bytes, peer, false)
-    }
-
-    /// Starts to receive to `address`, inside the memory of this transfer.
-    pub(super) fn receive(&mut self, address: usize, bytes: usize, peer: usize) -> Result<()> {
-        self.start(address, bytes, peer, true)
-    }
-
-    fn start(&mut self, address: usize, bytes: usize, peer: usize, receive: bool) -> Result<()> {
-        for at in (0..bytes).step_by(MESSAGE_BYTES) {
-            let piece = MESSAGE_BYTES.min(bytes - at);
-            let (wire, comm, tag) = (&self.wire, self.comm, self.tag);
-            let request = if receive {
-                wire.receive(comm, address + at, piece, peer, tag)
-            } else {
-                wire.send(comm, address + at, piece, peer, tag)
-            };
-            self.requests.push(request.map_err(|error| wire.fail(error))?);
-            self.peers.push((peer, receive));
-        }
-        Ok(())
-    }
-
-    /// Waits for all messages and gives the scratch back.
-    ///
-    /// # Errors
-    /// A rank failed or did not answer in time: `late` makes the error from the silent peers.
-    pub(super) fn finish(mut self, late: impl FnOnce(&[usize], Duration) -> Error) -> Result<Vec<u64>> {
-        let begin = Instant::now();
-        let mut rounds = 0_u32;
-        loop {
-            if self.wire.done(&mut self.requests).map_err(|error| self.wire.fail(error))? {
-                self.requests.clear();
-                return Ok(std::mem::take(&mut self.scratch));
-            }
-            rounds = rounds.saturating_add(1);
-            if rounds.is_multiple_of(64) {
-                self.wire.healthy()?;
-                if begin.elapsed() > self.wire.deadline {
-                    let silent = self.silent();
-                    return Err(self.wire.fail(late(&silent, self.wire.deadline)));
-                }
-            }
-            // Ranks may outnumber cores: a peer that waits for this core must get it.
-            if rounds < 4096 {
-                std::thread::yield_now();
-            } else {
-                std::thread::sleep(Duration::from_micros(50));
-            }
-        }
-    }
-
-    /// The peers whose messages have not come, or who have not taken theirs.
-    fn silent(&mut self) -> Vec<usize> {
-        let mut silent = Vec::new();
-        for (request, (peer, receive)) in self.requests.iter_mut().zip(&self.peers) {
-            let done = self.wire.done(std::slice::from_mut(request)).unwrap_or(false);
-            if !done && *receive && !silent.contains(peer) {
-                silent.push(*peer);
-            }
-        }
-        silent
-    }
-}
-
-impl Drop for Transfer {
-    fn drop(&mut self) {
-        if !self.requests.is_empty() {
-            self.wire.abandoned.store(true, Ordering::SeqCst);
-            std::mem::forget(std::mem::take(&mut self.memory));
-            std::mem::forget(std::mem::take(&mut self.scratch));
-        }
+/// The largest tag that this MPI library takes.
+fn largest_tag(world: ffi::MPI_Comm) -> c_int {
+    let (mut value, mut found): (*const c_int, c_int) = (std::ptr::null(), 0);
+    // SAFETY: MPI is initialized; the attribute's value is the address of an int that MPI keeps.
+    unsafe {
+        let key = ffi::MPI_TAG_UB as c_int;
+        let code = ffi::MPI_Comm_get_attr(world, key, (&raw mut value).cast::<c_void>(), &mut found);
+        if code == 0 && found != 0 && !value.is_null() { *value } else { LEAST_LARGEST_TAG }
     }
 }
 
