@@ -113,7 +113,7 @@ pub(super) fn check_shard(call: Call, shard: &Memory, full: &Memory, ranks: usiz
     if fits {
         return Ok(());
     }
-    let what = format!("the shard of {} {} does not fit its data", call.what, call.index);
+    let what = format!("the shard of {call} does not fit its data");
     Err(Error::internal(what).because(format!("{shard:?}, {full:?}, {ranks} ranks")))
 }
 
@@ -121,7 +121,7 @@ pub(super) fn check_shard(call: Call, shard: &Memory, full: &Memory, ranks: usiz
 pub(super) fn check_host(call: Call, memory: &Memory) -> Result<()> {
     match memory.place {
         Place::Host => Ok(()),
-        Place::Gpu => Err(Error::internal(format!("cannot move {} {}", call.what, call.index))
+        Place::Gpu => Err(Error::internal(format!("cannot move {call}"))
             .because(format!("it is {memory:?}, and these ranks meet in the host's memory"))),
     }
 }
@@ -129,8 +129,10 @@ pub(super) fn check_host(call: Call, memory: &Memory) -> Result<()> {
 /// Refuses to add up bytes.
 pub(super) fn check_sum(call: Call, memory: &Memory) -> Result<()> {
     match memory.element {
-        Element::U8 => Err(Error::internal(format!("cannot sum {} {}", call.what, call.index))
-            .because("it is bytes, expected bf16, f32 or f64")),
+        Element::U8 => {
+            Err(Error::internal(format!("cannot sum {call}"))
+                .because("it is bytes, expected bf16, f32 or f64"))
+        }
         Element::Bf16 | Element::F32 | Element::F64 => Ok(()),
     }
 }

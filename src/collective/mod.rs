@@ -33,6 +33,7 @@ pub use timed::{Clock, Timed};
 pub use traffic::{Op, Traffic};
 
 use std::any::Any;
+use std::fmt;
 use std::sync::Arc;
 
 use self::launch::Launch;
@@ -75,6 +76,25 @@ pub struct Call {
     pub what: &'static str,
     /// Which one of them.
     pub index: usize,
+}
+
+impl Call {
+    /// Of something that there is one of.
+    pub const fn single(what: &'static str) -> Self {
+        Call { what, index: usize::MAX }
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        named(f, self.what, self.index)
+    }
+}
+
+/// `gradients of block 3`, `squares of gradients`
+fn named(f: &mut fmt::Formatter<'_>, what: &str, index: usize) -> fmt::Result {
+    f.write_str(what)?;
+    if index == usize::MAX { Ok(()) } else { write!(f, " {index}") }
 }
 
 /// A gather that was started and not yet finished.

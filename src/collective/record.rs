@@ -128,7 +128,8 @@ impl fmt::Display for Record {
     /// `call 17: all-gather of weights of block 3 (4096 x F32), in phase backward`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = ACTIONS.iter().find(|(action, _)| *action == self.action).map_or("", |(_, name)| name);
-        write!(f, "call {}: {name} of {} {}", self.sequence, self.what, self.index)?;
+        write!(f, "call {}: {name} of ", self.sequence)?;
+        super::named(f, &self.what, usize::try_from(self.index).unwrap_or(usize::MAX))?;
         match (self.element, self.action) {
             (Some(element), Action::Op(Op::Broadcast)) => {
                 write!(f, " ({} x {element:?} from rank {})", self.elements, self.number)?;

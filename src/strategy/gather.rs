@@ -14,7 +14,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::placement::Ranks;
 use super::spare::Spare;
-use crate::collective::{Call, Memory, Ticket};
+use crate::collective::{Memory, Ticket};
 use crate::error::{Error, Result};
 use crate::model::Segment;
 use crate::ops::access::memory;
@@ -185,7 +185,7 @@ impl Gathers {
                 longest_first.into_iter().map(&mut taken).collect::<Result<_>>()?
             }
         };
-        let call = call("values of", segment);
+        let call = call!("values of", segment);
         let mut tickets = Vec::new();
         for run in runs {
             run.part.expect();
@@ -225,12 +225,16 @@ impl Gathers {
     }
 }
 
-/// Names a call on a segment; embedding and head have the numbers after the last block's.
-pub(super) fn call(what: &'static str, segment: Segment) -> Call {
-    let index = match segment {
-        Segment::Block(layer) => layer,
-        Segment::Embed => usize::MAX - 1,
-        Segment::Head => usize::MAX,
+/// Names a call on a segment: `values of block 3`, `gradients of head`.
+macro_rules! call {
+    ($what:literal, $segment:expr) => {
+        match $segment {
+            $crate::model::Segment::Block(index) => {
+                $crate::collective::Call { what: concat!($what, " block"), index }
+            }
+            $crate::model::Segment::Embed => $crate::collective::Call::single(concat!($what, " embedding")),
+            $crate::model::Segment::Head => $crate::collective::Call::single(concat!($what, " head")),
+        }
     };
-    Call { what, index }
 }
+pub(super) use call;

@@ -97,7 +97,7 @@ impl Fresh {
         last: bool,
     ) -> Result<()> {
         let Some(grad) = &bucket.grad else { return Ok(()) };
-        let call = call("gradients of", bucket.segment);
+        let call = call!("gradients of", bucket.segment);
         let fresh = match needs_fresh(bucket, self.reducing) {
             true => self.target(index, kind, bucket)?,
             false => None,

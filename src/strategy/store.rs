@@ -12,7 +12,7 @@ use super::packed::Packed;
 use super::placement::{Content, Extent, Ranks};
 use super::reduce::{Fresh, Reducing};
 use super::views::{Adapters, TOKEN_ROWS, Views};
-use crate::collective::Phase;
+use crate::collective::{Call, Phase};
 use crate::error::{Error, Result};
 use crate::model::{self, BlockWeights, EmbedWeights, HeadWeights, ModelConfig, Segment};
 use crate::ops::access::memory;
@@ -158,13 +158,13 @@ impl Store {
             let mut offsets: Vec<&mut f32> = self.packed.iter_mut().flat_map(Packed::offsets).collect();
             let values: Vec<f64> = offsets.iter().map(|offset| f64::from(**offset)).collect();
             let sum = Tensor::from_vec(values, offsets.len(), &Device::Cpu)?;
-            self.ranks.shards().all_reduce(call("means of scales", Segment::Head), &memory(&sum)?)?;
+            self.ranks.shards().all_reduce(Call::single("means of scales"), &memory(&sum)?)?;
             for (offset, sum) in offsets.iter_mut().zip(sum.to_vec1::<f64>()?) {
                 **offset = sum as f32;
             }
         }
         for bucket in self.trainable().filter(|bucket| bucket.keep.values == Extent::Whole) {
-            let first = call("first values of", bucket.segment);
+            let first = call!("first values of", bucket.segment);
             self.within_reach(&bucket.value, |values| {
                 self.ranks.world().broadcast(first, 0, &values.memory()?)
             })?;
@@ -253,7 +253,7 @@ impl Store {
         for bucket in self.trainable() {
             bucket.refresh()?;
             if (bucket.keep.values, bucket.keep.update) == (Extent::Whole, Extent::Shard) {
-                let (updated, shards) = (call("updated values of", bucket.segment), self.ranks.shards());
+                let (updated, shards) = (call!("updated values of", bucket.segment), self.ranks.shards());
                 self.within_reach(&bucket.value, |whole| {
                     let own = whole.narrow(bucket.own.start, bucket.own.len())?;
                     shards.finish(shards.start_all_gather(updated, &own.memory()?, &whole.memory()?)?)
@@ -342,7 +342,7 @@ impl Store {
         }
         if sharded && self.ranks.shards().size() > 1 {
             let sum = Tensor::from_vec(vec![shards], 1, &Device::Cpu)?;
-            self.ranks.shards().all_reduce(call("squares of gradients", Segment::Head), &memory(&sum)?)?;
+            self.ranks.shards().all_reduce(Call::single("squares of gradients"), &memory(&sum)?)?;
             shards = sum.to_vec1::<f64>()?[0];
         }
         Ok((whole + shards).sqrt())
@@ -354,7 +354,7 @@ impl Store {
             return Ok(());
         }
         let sum = Tensor::from_slice(values, values.len(), &Device::Cpu)?;
-        self.ranks.world().all_reduce(call(what, Segment::Head), &memory(&sum)?)?;
+        self.ranks.world().all_reduce(Call::single(what), &memory(&sum)?)?;
         values.copy_from_slice(&sum.to_vec1::<f64>()?);
         Ok(())
     }
@@ -367,10 +367,10 @@ impl Store {
         let shards = self.ranks.shards();
         let all = Tensor::zeros(own.elem_count() * shards.size(), own.dtype(), own.device())?;
         let ticket =
-            shards.start_all_gather(call("whole of", bucket.segment), &memory(own)?, &memory(&all)?)?;
+            shards.start_all_gather(call!("whole of", bucket.segment), &memory(own)?, &memory(&all)?)?;
         shards.finish(ticket)?;
         // Nobody frees what a slower peer still reads.
-        shards.barrier(call("whole of", bucket.segment))?;
+        shards.barrier(call!("whole of", bucket.segment))?;
         Ok(all)
     }
 

@@ -38,7 +38,7 @@ impl fmt::Display for Fingerprint {
             Action::Across => "reduce_scatter_across",
             Action::Split => "split",
         };
-        write!(f, "{name} of {} {}", self.call.what, self.call.index)?;
+        write!(f, "{name} of {}", self.call)?;
         if let Some((element, elements)) = self.data {
             let element = match element {
                 Element::U8 => "u8",

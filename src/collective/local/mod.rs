@@ -342,7 +342,7 @@ impl Collective for Local {
     fn broadcast(&self, call: Call, root: usize, buffer: &Memory) -> Result<()> {
         check_aligned(call, buffer)?;
         if root >= self.size {
-            let what = format!("cannot broadcast {} {} from rank {root}", call.what, call.index);
+            let what = format!("cannot broadcast {call} from rank {root}");
             return Err(Error::internal(what).because(format!("the group has {} ranks", self.size)));
         }
         if self.size == 1 {

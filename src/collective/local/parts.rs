@@ -21,9 +21,7 @@ pub(super) fn check_parts(
 ) -> Result<usize> {
     check_aligned(call, shard)?;
     check_aligned(call, full)?;
-    let fault = |cause: String| {
-        Err(Error::internal(format!("cannot share out {} {}", call.what, call.index)).because(cause))
-    };
+    let fault = |cause: String| Err(Error::internal(format!("cannot share out {call}")).because(cause));
     let fits = shard.elements().checked_mul(size) == Some(full.elements());
     if !fits || shard.element() != full.element() {
         return fault(format!(
@@ -45,8 +43,7 @@ pub(super) fn check_aligned(call: Call, memory: &Memory) -> Result<()> {
     if memory.address().is_multiple_of(memory.element().bytes()) {
         return Ok(());
     }
-    Err(Error::internal(format!("cannot move {} {}", call.what, call.index))
-        .because(format!("{memory:?} is not aligned")))
+    Err(Error::internal(format!("cannot move {call}")).because(format!("{memory:?} is not aligned")))
 }
 
 pub(super) fn check_sum(call: Call, memory: &Memory) -> Result<()> {

@@ -123,7 +123,7 @@ fn check_places(call: Call, shard: &Memory, full: &Memory) -> Result<()> {
     if shard.place() == full.place() {
         return Ok(());
     }
-    let what = format!("the shard of {} {} is elsewhere than its data", call.what, call.index);
+    let what = format!("the shard of {call} is elsewhere than its data");
     Err(Error::internal(what).because(format!("{shard:?}, {full:?}")))
 }
 
