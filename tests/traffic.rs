@@ -19,7 +19,7 @@ use finetune::ops::attention::Algorithm;
 use finetune::ops::threads;
 use finetune::optim::{MomentDtype, OptimizerOptions, Schedule, ScheduleKind};
 use finetune::plan::EngineOptions;
-use finetune::strategy::{Kind, Ranks, Reducing};
+use finetune::strategy::{Bucket, Kind, Ranks, Reducing};
 
 const OPTIONS: TrainerOptions = TrainerOptions {
     optimizer: OptimizerOptions {
@@ -141,6 +141,47 @@ fn every_byte_sent_is_in_the_formula() {
                     let copies = if let Kind::Hsdp(s) = kind { ranks / s } else { 1 };
                     let owned = if kind == Kind::Ddp { 1 } else { ranks / copies };
                     assert_eq!(seen.kept as u64 * 4 * owned as u64, all, "{kind:?}: what a rank updates");
+                }
+            }
+        }
+    }
+}
+
+/// Values, f32 masters and gradients as they are, and 8 bytes of moments for each parameter that the rank updates.
+fn kept(kind: Kind, ranks: usize, dtype: DType) -> Vec<(u64, u64)> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
+    let rank = |end| -> Result<(u64, u64)> {
+        let world: Arc<dyn Collective> = Arc::new(end);
+        let options = EngineOptions {
+            ranks: Ranks::new(kind, world)?,
+            ..EngineOptions::alone(Device::Cpu, dtype, Algorithm::Flash, 0)
+        };
+        let engine = logits::base(&folder).engine(None, true, &options)?;
+        let of = |bucket: &Bucket| bucket.kept_bytes().iter().sum::<usize>() + 8 * bucket.own().len();
+        let bytes: usize = engine.strategy.trainable().map(of).sum();
+        let all: usize = engine.strategy.trainable().map(Bucket::elements).sum();
+        Ok((bytes as u64, all as u64))
+    };
+    local::run_ranks(local::World::new(ranks).ends(), |end| threads::in_own_pool(1, || rank(end))).unwrap()
+}
+
+/// ZeRO's table (arXiv 1910.02054, figure 1), with gradients in f32: with bf16 values 18, 6 + 12/N, 2 + 16/N and 18/N
+/// bytes a parameter; where f32 values are their own masters 16, 8 + 8/N, 4 + 12/N and 16/N.
+#[test]
+fn a_rank_keeps_the_bytes_of_the_table() {
+    for (dtype, value, master) in [(DType::F32, 4, 0), (DType::BF16, 2, 4)] {
+        for ranks in [2, 4] {
+            let n = ranks as u64;
+            for (kind, whole, shared, over) in [
+                (Kind::Ddp, value + 4 + master + 8, 0, n),
+                (Kind::Zero1, value + 4, master + 8, n),
+                (Kind::Zero2, value, 4 + master + 8, n),
+                (Kind::Fsdp, 0, value + 4 + master + 8, n),
+                (Kind::Hsdp(2), 0, value + 4 + master + 8, 2),
+            ] {
+                for (bytes, parameters) in kept(kind, ranks, dtype) {
+                    let wanted = parameters * whole + parameters * shared / over;
+                    assert_eq!(bytes, wanted, "{kind:?} on {ranks} ranks in {dtype:?}");
                 }
             }
         }

@@ -212,6 +212,13 @@ impl Bucket {
         self.len
     }
 
+    /// Bytes that this rank keeps of values, of f32 masters and of gradients.
+    pub fn kept_bytes(&self) -> [usize; 3] {
+        let bytes = |tensor: &Tensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
+        let values = self.value.elements() * self.value.dtype().size_in_bytes();
+        [values, self.master.as_ref().map_or(0, bytes), self.grad.as_ref().map_or(0, bytes)]
+    }
+
     /// The run of the bucket that this rank updates.
     pub fn own(&self) -> Range<usize> {
         self.own.clone()
