@@ -107,7 +107,7 @@ class Checks:
         self.program, self.family, self.figures, self.place = program, family, figures, place
         self.wide = place / "f32"
         family.load().save_pretrained(self.wide)
-        self.rows = Rows(family, GOLDEN / "data" / "text.jsonl") if family.folder.parent.parent == GOLDEN else None
+        self.rows = Rows(family.folder, GOLDEN / "data" / "text.jsonl") if family.folder.parent.parent == GOLDEN else None
 
     def note(self, check, value, limit, where):
         self.figures.difference(self.family.name, check, value, limit, where)
