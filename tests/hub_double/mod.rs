@@ -2,7 +2,7 @@
 //!
 //! `HubDouble::start(repos)` listens on 127.0.0.1 and serves the repositories given; `url()` is what `HF_ENDPOINT`
 //! takes, `requests()` is what was asked so far. A [`Fault`] spoils matching requests a number of times. Commit
-//! hashes follow from the contents. Another integration test takes it in with `mod hub_double;`.
+//! hashes follow from the contents. A test binary takes it in by its path (tests/suite/main.rs).
 
 #![allow(dead_code)] // Each test binary uses a part of it.
 #![allow(clippy::unwrap_used)] // A failure of the double is a failure of the test.

@@ -1,0 +1,1122 @@
+//! Bad input through the binary: each kind ends in one clear error and the right exit code, and leaves nothing behind.
+
+use std::path::Path;
+
+use crate::place::{Place, copy_folder, golden, lora};
+use insta::assert_snapshot;
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde_json::{Value, json};
+
+/// Runs a command that must fail: its exit code and all it says.
+fn refused(place: &Place, args: &[&str]) -> String {
+    let output = place.command(args).arg("--quiet").output().unwrap();
+    let said = place.told(&output.stderr);
+    let code = output.status.code().expect("ended by itself");
+    assert_ne!(code, 0, "{said}");
+    assert_eq!(said.lines().filter(|line| line.starts_with("error: ")).count(), 1, "one error: {said}");
+    assert!(!said.contains("a fault of ours"), "{said}");
+    assert!(output.stdout.is_empty(), "errors go to stderr alone");
+    format!("exit {code}\n{said}")
+}
+
+/// A training run that must fail before it begins, and so leaves no output folder.
+fn no_run(place: &Place, more: &[&str]) -> String {
+    let text = refused(place, &lora(more));
+    assert!(!place.path("out").exists(), "an output folder after: {text}");
+    text
+}
+
+/// The same over `rows`.
+fn no_run_on(rows: &str) -> String {
+    let place = Place::new();
+    place.write("rows.jsonl", rows);
+    no_run(&place, &[])
+}
+
+fn change_json(path: &Path, change: impl FnOnce(&mut Value)) {
+    let mut value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    change(&mut value);
+    std::fs::write(path, value.to_string()).unwrap();
+}
+
+/// A run on tiny-llama whose config.json says something else.
+fn no_run_with_config(key: &str, value: Value) -> String {
+    let place = Place::new();
+    change_json(&place.path("model/config.json"), |config| config[key] = value);
+    no_run(&place, &[])
+}
+
+type Tensor = (String, Dtype, Vec<usize>, Vec<u8>);
+
+/// Writes a safetensors file anew with its tensors changed.
+fn change_tensors(path: &Path, change: impl FnOnce(&mut Vec<Tensor>)) {
+    let bytes = std::fs::read(path).unwrap();
+    let mut tensors: Vec<Tensor> = SafeTensors::deserialize(&bytes)
+        .unwrap()
+        .tensors()
+        .into_iter()
+        .map(|(name, view)| (name, view.dtype(), view.shape().to_vec(), view.data().to_vec()))
+        .collect();
+    change(&mut tensors);
+    let views = tensors.iter().map(|(name, dtype, shape, data)| {
+        (name.as_str(), TensorView::new(*dtype, shape.clone(), data).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, path).unwrap();
+}
+
+fn tensor<'a>(tensors: &'a mut [Tensor], name: &str) -> &'a mut Tensor {
+    tensors.iter_mut().find(|tensor| tensor.0 == name).unwrap()
+}
+
+fn no_run_with_tensors(change: impl FnOnce(&mut Vec<Tensor>)) -> String {
+    no_run_with_tensors_and(&[], change)
+}
+
+fn no_run_with_tensors_and(more: &[&str], change: impl FnOnce(&mut Vec<Tensor>)) -> String {
+    let place = Place::new();
+    change_tensors(&place.path("model/model.safetensors"), change);
+    no_run(&place, more)
+}
+
+// Recipes and flags.
+
+#[test]
+fn an_unknown_key() {
+    let place = Place::new();
+    place.write("my.toml", "[adapter]\nr = 8\nlora_aplha = 16\n\n[optimizer]\nlearning_rate = 1e-4\n");
+    assert_snapshot!(refused(&place, &["--model", "model", "--dataset", "rows.jsonl", "--recipe", "my.toml"]), @"
+    exit 1
+    error: cannot use recipe my.toml
+      caused by: my.toml:3:1: unknown key `adapter.lora_aplha`; nearest: `adapter.lora_alpha`; [adapter] has: kind, r, lora_alpha, lora_dropout, target_modules, exclude_modules, modules_to_save, rank_pattern, alpha_pattern, use_rslora, init, path
+    hint: write `lora_alpha`
+    ");
+}
+
+#[test]
+fn values_of_the_wrong_type() {
+    let place = Place::new();
+    place.write(
+        "my.toml",
+        "[adapter]\nr = \"8\"\n\n[optimizer]\nlearning_rate = -1\n\n[train]\nrecompute = \"yes\"\n",
+    );
+    assert_snapshot!(refused(&place, &["--model", "model", "--dataset", "rows.jsonl", "--recipe", "my.toml"]), @r#"
+    exit 1
+    error: cannot use recipe my.toml
+      caused by: my.toml:2:5: `adapter.r` is "8"; accepted: a whole number, at least 1
+      caused by: my.toml:5:17: `optimizer.learning_rate` is -1; accepted: a number above 0
+      caused by: my.toml:8:13: `train.recompute` is "yes"; accepted: "auto", "none", "block"
+    hint: `finetune recipes show reference` documents every key
+    "#);
+}
+
+#[test]
+fn a_recipe_that_is_not_there() {
+    let place = Place::new();
+    assert_snapshot!(refused(&place, &["--recipe", "lorra"]), @"
+    exit 1
+    error: cannot find recipe `lorra`
+      caused by: there is no such file
+      caused by: there is no built-in recipe `lorra`
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
+    hint: write `lora`
+    ");
+    assert_snapshot!(refused(&place, &["--recipe", "mine/my.toml"]), @"
+    exit 1
+    error: cannot find recipe `mine/my.toml`
+      caused by: there is no such file
+      caused by: there is no built-in recipe `mine/my`
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
+    hint: `finetune recipes` says what each built-in recipe is for
+    ");
+}
+
+#[test]
+fn a_recipe_that_is_not_toml() {
+    let place = Place::new();
+    place.write("my.toml", "[adapter]\nr = = 8\n");
+    assert_snapshot!(refused(&place, &["--recipe", "my.toml"]), @"
+    exit 1
+    error: cannot use recipe my.toml
+      caused by: my.toml:2:5: not TOML: extra `=`, expected nothing
+      caused by: my.toml:2:7: not TOML: unexpected key or value, expected newline, `#`
+    ");
+}
+
+#[test]
+fn no_learning_rate_and_no_data() {
+    let place = Place::new();
+    assert_snapshot!(refused(&place, &["--model", "model"]), @"
+    exit 1
+    error: cannot use these settings
+      caused by: `data.train` is not set
+      caused by: `optimizer.learning_rate` is not set
+    hint: add `--dataset DATASET`; add `--recipe lora`
+    ");
+}
+
+#[test]
+fn ranks_and_strategies_that_do_not_fit() {
+    let place = Place::new();
+    let ranks = |set: &str| no_run(&place, &["--ranks", "3", "--set", set]);
+    assert_snapshot!(ranks("parallel.strategy=single"), @r#"
+    exit 1
+    error: cannot use `parallel.strategy = "single"`
+      caused by: there are 3 ranks; accepted with more than one: auto, ddp, zero1, zero2, fsdp, hsdp
+    hint: leave the strategy out, or run without `--ranks`
+    "#);
+    assert_snapshot!(ranks("parallel.shard_size=2"), @r#"
+    exit 1
+    error: cannot use `parallel.shard_size = 2`
+      caused by: it belongs to strategy "hsdp"; the strategy is "auto"
+    hint: write `strategy = "hsdp"`, or remove `shard_size`
+    "#);
+    assert_snapshot!(ranks("parallel.offload_folder=."), @r#"
+    exit 1
+    error: cannot use these settings
+      caused by: --set parallel.offload_folder=.: `parallel.offload_folder` has no effect with `offload = "none"`
+    hint: write `offload = "params"`, or remove `offload_folder`
+    "#);
+    let nowhere = ["--set", "parallel.offload=params", "--set", "parallel.offload_folder=./nowhere"];
+    assert_snapshot!(no_run(&place, &nowhere), @r#"
+    exit 1
+    error: cannot use these settings
+      caused by: --set parallel.offload_folder=./nowhere: `parallel.offload_folder` is "./nowhere": [DIR]/nowhere is not a folder
+    "#);
+    let hsdp = ["--ranks", "3", "--set", "parallel.strategy=hsdp", "--set", "parallel.shard_size=2"];
+    assert_snapshot!(no_run(&place, &hsdp), @"
+    exit 1
+    error: cannot use `parallel.shard_size = 2`
+      caused by: groups of 2 do not divide 3 ranks
+    hint: give a divisor of the number of ranks
+    ");
+    let bench = ["bench", "scaling", "--model", "model", "--dataset", "rows.jsonl", "--recipe", "lora"];
+    assert_snapshot!(refused(&place, &[&bench[..], &["--gpus", "0,1", "--ranks", "1,4"]].concat()), @"
+    exit 1
+    error: cannot measure 4 ranks
+      caused by: `--gpus` names 2; each rank needs one of its own
+    hint: name more with `--gpus`, or give smaller numbers with `--ranks`
+    ");
+    if finetune::collective::CONNECTS_PROCESSES {
+        return;
+    }
+    assert_snapshot!(no_run(&place, &["--world-size", "2", "--rank", "0", "--master-addr", "127.0.0.1"]), @"
+    exit 1
+    error: cannot train over several processes
+      caused by: there are 2 ranks, by --world-size and --rank
+      caused by: this binary was built without MPI, which carries what ranks say between processes on CPUs
+    hint: build it with `cargo build --release --features mpi`; on one host, `--ranks N` needs neither
+    ");
+    assert_snapshot!(no_run(&place, &["--set", "parallel.strategy=fsdp"]), @r#"
+    exit 1
+    error: cannot use `parallel.strategy = "fsdp"`
+      caused by: there is one rank; accepted with one: auto, single
+    hint: give more ranks, with `--ranks N`, or leave the strategy out
+    "#);
+}
+
+#[test]
+fn quantized_bases() {
+    let place = Place::new();
+    let full = |more: &[&str]| {
+        let line = ["--model", "model", "--dataset", "rows.jsonl", "--output", "out", "--recipe", "full"];
+        refused(&place, &[&line, more].concat())
+    };
+    assert_snapshot!(full(&["--set", "quantization.kind=nf4"]), @"
+    exit 1
+    error: cannot train all weights of a quantized model
+      caused by: its linear layers are kept in nf4 in blocks of 64 with double-quantized scales, which takes no updates; there is no `[adapter]`
+    hint: add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model
+    ");
+    assert_snapshot!(no_run(&place, &["--set", "quantization.block_size=48"]), @"
+    exit 1
+    error: cannot use these settings
+      caused by: --set quantization.block_size=48: `quantization.block_size` is 48; accepted: a whole number: one of 32, 64, 128, 256, 512, 1024, 2048, 4096
+    hint: `finetune recipes show reference` documents every key
+    ");
+    // A checkpoint that is quantized already.
+    for name in ["config.json", "model.safetensors"] {
+        let from =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/quant/tiny-llama-bnb-nf4").join(name);
+        std::fs::copy(from, place.path("model").join(name)).unwrap();
+    }
+    assert_snapshot!(full(&[]), @"
+    exit 1
+    error: cannot train all weights of a quantized model
+      caused by: its linear layers are kept in nf4 in blocks of 64 with double-quantized scales, which takes no updates; there is no `[adapter]`
+    hint: add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model
+    ");
+    assert_snapshot!(no_run(&place, &["--set", "quantization.kind=fp4"]), @"
+    exit 1
+    error: cannot quantize [DIR]/model
+      caused by: it is quantized already, to nf4 in blocks of 64 with double-quantized scales; `[quantization]` asks for fp4 in blocks of 64 with double-quantized scales
+    hint: remove `[quantization]` to use the checkpoint as it is, or give the unquantized model
+    ");
+    assert_snapshot!(no_run(&place, &["--set", "adapter.init=pissa"]), @r#"
+    exit 1
+    error: cannot start the adapter from this model's weights
+      caused by: `adapter.init` is "pissa" or "loftq", which factor the weights before they are quantized; the model is stored in nf4 in blocks of 64 with double-quantized scales
+    hint: give the unquantized model and `[quantization]`, or write `init = "default"`
+    "#);
+}
+
+#[test]
+fn adapters_that_cannot_be() {
+    let place = Place::new();
+    let dora = ["--set", "adapter.kind=dora", "--set", "adapter.target_modules=[\"q_proj\",\"lm_head\"]"];
+    assert_snapshot!(no_run(&place, &dora), @r#"
+    exit 1
+    error: `lm_head` cannot carry DoRA
+      caused by: `adapter.kind` is "dora"; accepted with it: the linear layers of the blocks
+    hint: write `kind = "lora"`, or train the table whole: name it in `adapter.modules_to_save`
+    "#);
+    assert_snapshot!(no_run(&place, &["--set", "adapter.init=pissa", "--set", "adapter.r=100"]), @r#"
+    exit 1
+    error: cannot factor a weight for the adapter's start
+      caused by: r is 100; the weight is 64 x 64; accepted: r up to the smaller
+    hint: lower `adapter.r`, or start with `init = "default"`
+    "#);
+    assert_snapshot!(no_run(&place, &["--set", "adapter.target_modules=[\"norm\"]"]), @r#"
+    exit 1
+    error: cannot choose the modules that get LoRA
+      caused by: `target_modules` matches `model.norm`, a norm; accepted: linear layers, the embedding, the head
+    hint: write `modules_to_save = ["norm"]` to train it whole
+    "#);
+}
+
+#[test]
+fn weights_that_cannot_be_quantized() {
+    let text = no_run_with_tensors_and(&["--set", "quantization.kind=nf4"], |tensors| {
+        let data = &mut tensor(tensors, "model.layers.1.mlp.up_proj.weight").3;
+        data[40..44].copy_from_slice(&f32::NAN.to_le_bytes());
+    });
+    assert_snapshot!(text, @"
+    exit 1
+    error: cannot load model.layers.1.mlp.up_proj.weight
+      caused by: it holds NaN; accepted: finite numbers
+    hint: download the model again, or give another
+    ");
+}
+
+#[test]
+fn training_in_f16() {
+    assert_snapshot!(no_run(&Place::new(), &["--set", "model.dtype=f16"]), @r#"
+    exit 1
+    error: cannot compute in f16
+      caused by: `model.dtype` is "f16", which needs loss scaling; accepted now: auto, f32, bf16
+    hint: write `dtype = "bf16"`; a model stored in f16 is converted as it is read
+    "#);
+}
+
+#[test]
+fn gpus_that_are_not_there() {
+    let place = Place::new();
+    if !cfg!(feature = "cuda") {
+        assert_snapshot!(no_run(&place, &["--gpus", "0"]), @"
+        exit 1
+        error: cannot use GPU 0
+          caused by: this binary was built for the CPU alone
+        hint: build it with `cargo build --release --features cuda`, or leave out `--gpus`
+        ");
+        assert_snapshot!(no_run(&place, &["--gpus", "2,3"]), @"
+        exit 1
+        error: cannot use GPU 2
+          caused by: this binary was built for the CPU alone
+        hint: build it with `cargo build --release --features cuda`, or leave out `--gpus`
+        ");
+    }
+}
+
+// The model's folder.
+
+#[test]
+fn a_model_folder_that_is_not_there() {
+    let place = Place::new();
+    assert_snapshot!(refused(&place, &["--model", "./modle", "--dataset", "rows.jsonl", "--recipe", "lora"]), @r#"
+    exit 1
+    error: cannot use these settings
+      caused by: --model: `model.id` is "./modle": there is no [DIR]/modle
+    "#);
+}
+
+#[test]
+fn a_hub_id_that_is_not_cached_while_offline() {
+    let place = Place::new();
+    assert_snapshot!(refused(&place, &["--model", "org/name", "--dataset", "rows.jsonl", "--recipe", "lora"]), @"
+    exit 1
+    error: model `org/name` is not in the cache, and this run is offline
+      caused by: looked for revision `main` in [DIR]/hf/hub
+    hint: run once without `--offline` and HF_HUB_OFFLINE to download it, or give a folder
+    ");
+}
+
+#[test]
+fn no_config() {
+    let place = Place::new();
+    std::fs::remove_file(place.path("model/config.json")).unwrap();
+    assert_snapshot!(no_run(&place, &[]), @"
+    exit 1
+    error: folder `[DIR]/model` has no config.json
+      caused by: a model is a config.json, a tokenizer.json and safetensors
+    hint: give a folder that holds config.json, or a hub id such as `owner/name`
+    ");
+}
+
+#[test]
+fn a_config_that_is_not_json() {
+    let place = Place::new();
+    place.write("model/config.json", "{\"model_type\": \"llama\",\n \"hidden_size\": 64,,}");
+    assert_snapshot!(no_run(&place, &[]), @"
+    exit 1
+    error: cannot read [DIR]/model/config.json
+      caused by: it is not JSON: key must be a string at line 2 column 20
+    hint: download or save the model again
+    ");
+}
+
+#[test]
+fn a_config_without_a_key_it_needs() {
+    let place = Place::new();
+    change_json(&place.path("model/config.json"), |config| {
+        config.as_object_mut().unwrap().remove("hidden_size");
+    });
+    assert_snapshot!(no_run(&place, &[]), @"
+    exit 1
+    error: cannot use the model of [DIR]/model/config.json
+      caused by: `hidden_size` is missing
+      caused by: every model of this family has it
+    ");
+    assert_snapshot!(no_run_with_config("num_key_value_heads", json!(3)), @"
+    exit 1
+    error: cannot use the model of [DIR]/model/config.json
+      caused by: the head counts do not fit each other
+      caused by: num_attention_heads is 4, num_key_value_heads 3; the first must be a multiple of the second
+    ");
+    assert_snapshot!(no_run_with_config("hidden_size", json!("wide")), @r#"
+    exit 1
+    error: cannot use the model of [DIR]/model/config.json
+      caused by: `hidden_size` is "wide"
+      caused by: accepted: a whole number
+    "#);
+}
+
+#[test]
+fn a_family_that_is_not_known() {
+    assert_snapshot!(no_run_with_config("model_type", json!("mamba2")), @r#"
+    exit 1
+    error: cannot use the model of [DIR]/model/config.json
+      caused by: `model_type` is "mamba2"
+      caused by: accepted: llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3
+    hint: choose a model of one of these families
+    "#);
+}
+
+#[test]
+fn features_of_a_config_that_are_not_supported() {
+    assert_snapshot!(no_run_with_config("attention_dropout", json!(0.1)), @r#"
+    exit 1
+    error: cannot use the model of [DIR]/model/config.json
+      caused by: `attention_dropout` is 0.1
+      caused by: this engine does not compute it; accepted: no such key, null, 0, false
+    hint: write `"attention_dropout": 0.0` into config.json to train without it
+    "#);
+    assert_snapshot!(no_run_with_config("hidden_act", json!("xielu")), @r#"
+    exit 1
+    error: cannot use the model of [DIR]/model/config.json
+      caused by: `hidden_act` is "xielu"
+      caused by: accepted: silu, gelu_pytorch_tanh
+    "#);
+    assert_snapshot!(no_run_with_config("quantization_config", json!({"quant_method": "gptq", "bits": 4})), @r#"
+    exit 1
+    error: cannot use the model of [DIR]/model/config.json
+      caused by: the model is quantized in a format that this program does not read
+      caused by: `quantization_config.quant_method` is "gptq"; accepted: "bitsandbytes"
+    hint: give the model that was not quantized
+    "#);
+    let rope = json!({"rope_type": "spiral", "factor": 2.0});
+    assert_snapshot!(no_run_with_config("rope_scaling", rope), @r#"
+    exit 1
+    error: cannot use the model of [DIR]/model/config.json
+      caused by: `rope_scaling` has type "spiral"
+      caused by: accepted: default, linear, dynamic, llama3, yarn, longrope
+    "#);
+}
+
+#[test]
+fn weights_cut_short() {
+    let place = Place::new();
+    let path = place.path("model/model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    std::fs::write(&path, &bytes[..bytes.len() - 1000]).unwrap();
+    assert_snapshot!(no_run(&place, &[]), @"
+    exit 1
+    error: cannot read weights [DIR]/model/model.safetensors
+      caused by: it is truncated: its tensors need 541952 bytes, 540952 are there
+    hint: download or save the file again
+    ");
+    std::fs::write(&path, &bytes[..5]).unwrap();
+    assert_snapshot!(no_run(&place, &[]), @"
+    exit 1
+    error: cannot read weights [DIR]/model/model.safetensors
+      caused by: it has 5 bytes; a safetensors file has at least 8
+    hint: download or save the file again
+    ");
+}
+
+#[test]
+fn weights_with_a_damaged_header() {
+    let place = Place::new();
+    let path = place.path("model/model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let mut damaged = bytes.clone();
+    damaged[8..12].fill(b'x');
+    std::fs::write(&path, &damaged).unwrap();
+    assert_snapshot!(no_run(&place, &[]), @"
+    exit 1
+    error: cannot read weights [DIR]/model/model.safetensors
+      caused by: its header does not start with `{` (not a safetensors file?)
+    hint: download or save the file again
+    ");
+    damaged = bytes;
+    damaged[..8].fill(0xff);
+    std::fs::write(&path, &damaged).unwrap();
+    assert_snapshot!(no_run(&place, &[]), @"
+    exit 1
+    error: cannot read weights [DIR]/model/model.safetensors
+      caused by: its first 8 bytes give a header of 18446744073709551615 bytes; accepted: up to 100000000 (not a safetensors file?)
+    hint: download or save the file again
+    ");
+}
+
+#[test]
+fn a_tensor_of_another_shape() {
+    assert_snapshot!(no_run_with_config("intermediate_size", json!(96)), @"
+    exit 1
+    error: cannot load [DIR]/model/model.safetensors
+      caused by: model.layers.0.mlp.gate_proj.weight has shape [128, 64], config.json makes it [96, 64] (hidden_size 64, intermediate_size 96, vocab_size 480, 4 and 2 heads of 16)
+    hint: give config.json and weights of one and the same model
+    ");
+}
+
+#[test]
+fn a_tensor_is_missing() {
+    assert_snapshot!(no_run_with_tensors(|tensors| {
+        tensors.retain(|tensor| tensor.0 != "model.layers.1.mlp.up_proj.weight");
+    }), @"
+    exit 1
+    error: cannot read weights in [DIR]/model
+      caused by: tensor `model.layers.1.mlp.up_proj.weight` is missing; the nearest is `model.layers.0.mlp.up_proj.weight`
+    hint: give config.json and weights of one and the same model
+    ");
+}
+
+#[test]
+fn a_tensor_too_many() {
+    assert_snapshot!(no_run_with_tensors(|tensors| {
+        let bias = "model.layers.0.self_attn.q_proj.bias".to_owned();
+        tensors.push((bias, Dtype::F32, vec![64], vec![0; 256]));
+    }), @"
+    exit 1
+    error: cannot load [DIR]/model/model.safetensors
+      caused by: model.layers.0.self_attn.q_proj.bias has no place in the model that config.json describes
+    hint: give config.json and weights of one and the same model
+    ");
+}
+
+#[test]
+fn weights_that_are_whole_numbers() {
+    assert_snapshot!(no_run_with_tensors(|tensors| {
+        tensor(tensors, "model.norm.weight").1 = Dtype::I32;
+    }), @"
+    exit 1
+    error: cannot read weights [DIR]/model/model.safetensors
+      caused by: tensor `model.norm.weight` has dtype I32; accepted: F32, F16, BF16, F64
+    hint: give the unquantized model
+    ");
+}
+
+#[test]
+fn a_missing_shard() {
+    let place = Place::with_model("tiny-mistral");
+    std::fs::remove_file(place.path("model/model-00002-of-00002.safetensors")).unwrap();
+    assert_snapshot!(no_run(&place, &[]), @"
+    exit 1
+    error: cannot read weights in [DIR]/model
+      caused by: model.safetensors.index.json puts tensor `lm_head.weight` in model-00002-of-00002.safetensors, which is missing
+    hint: download the whole model again
+    ");
+}
+
+#[test]
+fn an_index_that_leads_out_of_the_folder() {
+    let place = Place::with_model("tiny-mistral");
+    std::fs::rename(
+        place.path("model/model-00002-of-00002.safetensors"),
+        place.path("model-00002-of-00002.safetensors"),
+    )
+    .unwrap();
+    let index = place.path("model/model.safetensors.index.json");
+    let text = std::fs::read_to_string(&index).unwrap();
+    std::fs::write(&index, text.replace("\"model-00002", "\"../model-00002")).unwrap();
+    assert_snapshot!(no_run(&place, &[]), @"
+    exit 1
+    error: cannot read index [DIR]/model/model.safetensors.index.json
+      caused by: tensor `lm_head.weight` is in `../model-00002-of-00002.safetensors`; accepted: a file name ending in .safetensors, in the same folder
+    hint: download or save the model again
+    ");
+}
+
+#[test]
+fn an_index_that_is_damaged() {
+    let place = Place::with_model("tiny-mistral");
+    place.write("model/model.safetensors.index.json", "{\"weight_map\": [");
+    assert_snapshot!(no_run(&place, &[]), @"
+    exit 1
+    error: cannot read index [DIR]/model/model.safetensors.index.json
+      caused by: it is not valid: invalid type: sequence, expected an object from tensor names to file names at line 1 column 15
+    hint: download or save the model again
+    ");
+}
+
+#[test]
+fn weights_in_other_formats() {
+    let place = Place::new();
+    std::fs::remove_file(place.path("model/model.safetensors")).unwrap();
+    assert_snapshot!(no_run(&place, &[]), @"
+    exit 1
+    error: folder `[DIR]/model` has no weights
+      caused by: accepted: model.safetensors, or model.safetensors.index.json with its shards
+    ");
+    place.write("model/model-q4_k_m.gguf", "GGUF");
+    assert_snapshot!(no_run(&place, &[]), @"
+    exit 1
+    error: folder `[DIR]/model` holds only GGUF files (model-q4_k_m.gguf)
+      caused by: GGUF is written for inference and is not trained here
+      caused by: accepted: model.safetensors, or model.safetensors.index.json with its shards
+    hint: give the repository that the GGUF was made from; its card calls it the base model
+    ");
+    place.write("model/pytorch_model.bin", "PK");
+    assert_snapshot!(no_run(&place, &[]), @r#"
+    exit 1
+    error: folder `[DIR]/model` holds only pickled weights (pytorch_model.bin)
+      caused by: a pickle can run code when it is opened, so it is neither downloaded nor read
+      caused by: accepted: model.safetensors, or model.safetensors.index.json with its shards
+    hint: convert it once with Python: `python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('MODEL').save_pretrained('OUT', safe_serialization=True)"`, and copy its tokenizer files into OUT
+    "#);
+}
+
+#[test]
+fn no_tokenizer() {
+    let place = Place::new();
+    std::fs::remove_file(place.path("model/tokenizer.json")).unwrap();
+    assert_snapshot!(no_run(&place, &[]), @"
+    exit 1
+    error: cannot read the tokenizer of [DIR]/model
+      caused by: it holds no tokenizer.json
+    hint: copy tokenizer.json and tokenizer_config.json from the model this one was made from
+    ");
+    place.write("model/tokenizer.json", "{\"version\": \"1.0\"}");
+    assert_snapshot!(no_run(&place, &[]), @"
+    exit 1
+    error: cannot read the tokenizer [DIR]/model/tokenizer.json
+      caused by: it is not a tokenizer.json: Model missing. at line 1 column 18
+    hint: copy tokenizer.json from the model this one was made from
+    ");
+}
+
+#[test]
+fn a_tokenizer_with_more_tokens_than_the_model() {
+    let place = Place::new();
+    change_json(&place.path("model/config.json"), |config| config["vocab_size"] = json!(400));
+    change_tensors(&place.path("model/model.safetensors"), |tensors| {
+        for name in ["model.embed_tokens.weight", "lm_head.weight"] {
+            let (_, _, shape, data) = tensor(tensors, name);
+            shape[0] = 400;
+            data.truncate(400 * 64 * 4);
+        }
+    });
+    assert_snapshot!(no_run(&place, &[]), @r#"
+    exit 1
+    error: cannot use the data set [DIR]/rows.jsonl
+      caused by: cannot use 80 of 80 rows of the data set
+      caused by: [DIR]/rows.jsonl:1: token 478 ("<|im_start|>"); the model has the ids below 400
+      caused by: [DIR]/rows.jsonl:2: token 478 ("<|im_start|>"); the model has the ids below 400
+      caused by: [DIR]/rows.jsonl:3: token 478 ("<|im_start|>"); the model has the ids below 400
+      caused by: and 77 more
+    hint: give tokenizer files and weights of one and the same model
+    "#);
+    assert_snapshot!(refused(&place, &["generate", "--model", "model", "--prompt", "<|im_start|>"]), @r#"
+    exit 1
+    error: the prompt has a token that the model does not know
+      caused by: token 478 ("<|im_start|>"); the model has the ids below 400
+    hint: give tokenizer files and weights of one and the same model
+    "#);
+}
+
+// Data.
+
+#[test]
+fn a_data_file_that_is_not_there() {
+    let place = Place::new();
+    std::fs::remove_file(place.path("rows.jsonl")).unwrap();
+    assert_snapshot!(no_run(&place, &[]), @r#"
+    exit 1
+    error: cannot use these settings
+      caused by: --dataset: `data.train` is ["rows.jsonl"]: there is no [DIR]/rows.jsonl
+    "#);
+}
+
+#[test]
+fn a_row_that_is_not_json() {
+    let good = r#"{"prompt": "1 + 1 =", "completion": " 2"}"#;
+    assert_snapshot!(no_run_on(&format!("{good}\n{{\"prompt\": \"1 + 2 =\", \"completion\": }}\n{good}\n")), @r#"
+    exit 1
+    error: cannot use the data set [DIR]/rows.jsonl
+      caused by: cannot use 1 of 3 rows of the data set
+      caused by: [DIR]/rows.jsonl:2: not JSON: expected value at column 37
+    hint: mend the rows, or write `data.on_bad_row = "skip"` to leave them out
+    "#);
+}
+
+#[test]
+fn a_row_without_what_its_format_needs() {
+    let good = r#"{"prompt": "1 + 1 =", "completion": " 2"}"#;
+    assert_snapshot!(no_run_on(&format!("{good}\n{{\"prompt\": \"1 + 2 =\"}}\n")), @"
+    exit 1
+    error: cannot use the data set [DIR]/rows.jsonl
+      caused by: cannot tell the format of the data set
+      caused by: 1 of 2 rows have the keys of prompt_completion
+      caused by: [DIR]/rows.jsonl:2 has the keys prompt
+      caused by: known: preference (chosen, rejected); messages (messages); sharegpt (conversations); alpaca (instruction, output); instruction (instruction, response); prompt_completion (prompt, completion); question_answer (question, answer); text (text)
+    hint: rename the keys of the rows, or write `data.format`, one of auto, preference, messages, sharegpt, alpaca, instruction, prompt_completion, question_answer, text
+    ");
+    assert_snapshot!(no_run_on("{\"messages\": [{\"role\": \"robot\", \"content\": \"beep\"}]}\n"), @r#"
+    exit 1
+    error: cannot use the data set [DIR]/rows.jsonl
+      caused by: cannot use 1 of 1 rows of the data set
+      caused by: [DIR]/rows.jsonl:1: there is no trained token
+    hint: write `data.train_on = "all"` to train on every token, or `data.on_bad_row = "skip"` to leave the rows out
+    "#);
+}
+
+#[test]
+fn an_empty_data_set() {
+    assert_snapshot!(no_run_on(""), @"
+    exit 1
+    error: cannot use the data set [DIR]/rows.jsonl
+      caused by: the data set is empty
+      caused by: no row in [DIR]/rows.jsonl
+    ");
+    assert_snapshot!(no_run_on("\n\n"), @"
+    exit 1
+    error: cannot use the data set [DIR]/rows.jsonl
+      caused by: the data set is empty
+      caused by: no row in [DIR]/rows.jsonl
+    ");
+}
+
+#[test]
+fn a_row_with_nothing_to_learn() {
+    let chat = json!({"messages": [{"role": "user", "content": "hello"}]});
+    assert_snapshot!(no_run_on(&format!("{chat}\n")), @r#"
+    exit 1
+    error: cannot use the data set [DIR]/rows.jsonl
+      caused by: cannot use 1 of 1 rows of the data set
+      caused by: [DIR]/rows.jsonl:1: there is no trained token
+    hint: write `data.train_on = "all"` to train on every token, or `data.on_bad_row = "skip"` to leave the rows out
+    "#);
+}
+
+#[test]
+fn rows_of_no_known_format() {
+    assert_snapshot!(no_run_on("{\"frage\": \"1 + 1?\", \"antwort\": \"2\"}\n"), @"
+    exit 1
+    error: cannot use the data set [DIR]/rows.jsonl
+      caused by: cannot tell the format of the data set
+      caused by: [DIR]/rows.jsonl:1 has the keys frage, antwort
+      caused by: known: preference (chosen, rejected); messages (messages); sharegpt (conversations); alpaca (instruction, output); instruction (instruction, response); prompt_completion (prompt, completion); question_answer (question, answer); text (text)
+    hint: rename the keys of the rows, or write `data.format`, one of auto, preference, messages, sharegpt, alpaca, instruction, prompt_completion, question_answer, text
+    ");
+}
+
+#[test]
+fn a_file_of_no_known_kind() {
+    let place = Place::new();
+    place.write("rows.xlsx", "PK");
+    assert_snapshot!(refused(&place, &["--model", "model", "--dataset", "rows.xlsx", "--recipe", "lora"]), @"
+    exit 1
+    error: cannot use the data set [DIR]/rows.xlsx
+      caused by: cannot read the data file [DIR]/rows.xlsx
+      caused by: accepted: .jsonl, .ndjson, .json, .parquet, .csv, .tsv, .txt, .md, or a folder of these
+    ");
+}
+
+#[test]
+fn chats_without_a_template() {
+    let place = Place::new();
+    change_json(&place.path("model/tokenizer_config.json"), |config| {
+        config.as_object_mut().unwrap().remove("chat_template");
+    });
+    assert_snapshot!(no_run(&place, &[]), @"
+    exit 1
+    error: cannot use the data set [DIR]/rows.jsonl
+      caused by: cannot use messages rows with the tokenizer in [DIR]/model
+      caused by: it has no chat template
+    hint: write `data.chat_template`, Jinja text or the path of a file
+    ");
+    assert_snapshot!(refused(&place, &["generate", "--model", "model", "--chat"]), @"
+    exit 1
+    error: cannot chat with this model
+      caused by: its tokenizer has no chat template
+    hint: give one in a recipe (`data.chat_template`), or use `--prompt`
+    ");
+}
+
+#[test]
+fn a_broken_chat_template() {
+    let place = Place::new();
+    let template = "data.chat_template=\"{% for m in messages %}{{ m.content }}\"";
+    assert_snapshot!(no_run(&place, &["--set", template]), @"
+    exit 1
+    error: cannot use `data.chat_template`
+      caused by: cannot use the chat template `default`
+      caused by: syntax error: unexpected end of input, expected end of block, on line 1 of the template
+    ");
+    let template = "data.chat_template=\"{{ messages[0].content.nothing.more }}\"";
+    assert_snapshot!(no_run(&place, &["--set", template]), @r#"
+    exit 1
+    error: cannot use the data set [DIR]/rows.jsonl
+      caused by: cannot use 80 of 80 rows of the data set
+      caused by: [DIR]/rows.jsonl:1: cannot render the chat template: undefined value: `messages[0].content.nothing` is undefined, on line 1 of the template
+      caused by: [DIR]/rows.jsonl:2: cannot render the chat template: undefined value: `messages[0].content.nothing` is undefined, on line 1 of the template
+      caused by: [DIR]/rows.jsonl:3: cannot render the chat template: undefined value: `messages[0].content.nothing` is undefined, on line 1 of the template
+      caused by: and 77 more
+    hint: mend the rows or the chat template (`data.chat_template` replaces the tokenizer's), or write `data.on_bad_row = "skip"`
+    "#);
+    assert_snapshot!(no_run(&place, &["--set", "data.chat_template=chat.jinja"]), @r#"
+    exit 1
+    error: cannot use these settings
+      caused by: --set data.chat_template=chat.jinja: `data.chat_template` is "chat.jinja": cannot read [DIR]/chat.jinja: No such file or directory (os error 2)
+    "#);
+}
+
+#[test]
+fn rows_that_are_too_long() {
+    let place = Place::new();
+    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=8"]), @r#"
+    exit 1
+    error: cannot use the data set [DIR]/rows.jsonl
+      caused by: cannot use 80 of 80 rows of the data set
+      caused by: [DIR]/rows.jsonl:1: there is no trained token in the first 8 of its 59 tokens
+      caused by: [DIR]/rows.jsonl:2: there is no trained token in the first 8 of its 64 tokens
+      caused by: [DIR]/rows.jsonl:3: there is no trained token in the first 8 of its 118 tokens
+      caused by: and 77 more
+    hint: raise `data.max_seq_len`, or write `data.on_bad_row = "skip"` to leave the rows out
+    "#);
+    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=8", "--set", "data.on_long_row=stop"]), @r#"
+    exit 1
+    error: cannot use the data set [DIR]/rows.jsonl
+      caused by: cannot use 80 of 80 rows of the data set
+      caused by: [DIR]/rows.jsonl:1: 59 tokens; `data.max_seq_len` is 8
+      caused by: [DIR]/rows.jsonl:2: 64 tokens; `data.max_seq_len` is 8
+      caused by: [DIR]/rows.jsonl:3: 118 tokens; `data.max_seq_len` is 8
+      caused by: and 77 more
+    hint: raise `data.max_seq_len`, or write `data.on_long_row = "truncate"` or `"drop"`
+    "#);
+    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=8", "--set", "data.on_long_row=drop"]), @r#"
+    exit 1
+    error: cannot use the data set [DIR]/rows.jsonl
+      caused by: no row of the data set can be used
+      caused by: 80 rows in 1 file, messages: every row has `messages`
+      caused by: 0 examples, 0 tokens, 0 of them trained (0 %)
+      caused by: longest row: 127 tokens ([DIR]/rows.jsonl:46)
+      caused by: 80 rows dropped for their length
+    hint: raise `data.max_seq_len`, or write `data.on_long_row = "truncate"`
+    "#);
+    assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=1"]), @"
+    exit 1
+    error: cannot use these settings
+      caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: a whole number, at least 2
+    hint: `finetune recipes show reference` documents every key
+    ");
+}
+
+// Adapters.
+
+#[test]
+fn an_adapter_for_another_model() {
+    let place = Place::with_model("tiny-qwen3");
+    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    let args = ["generate", "--model", "model", "--adapter", "adapter", "--prompt", "a"];
+    assert_snapshot!(refused(&place, &args), @"
+    exit 1
+    error: cannot use adapter [DIR]/adapter with this model
+      caused by: `base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight` has shape [32, 8], the weight of `model.layers.0.self_attn.k_proj` has [64, 64]
+    hint: give the model it was trained on as `--model`: tiny-llama
+    ");
+    let args = ["merge", "--model", "model", "--adapter", "adapter", "--output", "merged"];
+    assert_snapshot!(refused(&place, &args), @"
+    exit 1
+    error: cannot use adapter [DIR]/adapter with this model
+      caused by: `base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight` has shape [32, 8], the weight of `model.layers.0.self_attn.k_proj` has [64, 64]
+    hint: give the model it was trained on as `--model`: tiny-llama
+    ");
+    assert!(!place.path("merged").exists());
+    assert_snapshot!(no_run(&place, &["--set", "adapter.path=adapter"]), @"
+    exit 1
+    error: cannot use adapter [DIR]/adapter with this model
+      caused by: `base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight` has shape [32, 8], the weight of `model.layers.0.self_attn.k_proj` has [64, 64]
+    hint: give the model it was trained on as `--model`: tiny-llama
+    ");
+}
+
+#[test]
+fn an_adapter_in_another_format() {
+    let place = Place::new();
+    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    let args = ["generate", "--model", "model", "--adapter", "adapter", "--prompt", "a"];
+    let weights = place.path("adapter/adapter_model.safetensors");
+    std::fs::rename(&weights, place.path("adapter/adapter_model.bin")).unwrap();
+    assert_snapshot!(refused(&place, &args), @r#"
+    exit 1
+    error: cannot read adapter [DIR]/adapter
+      caused by: its weights are a pickle file (adapter_model.bin), which can run code when opened; accepted: adapter_model.safetensors
+    hint: convert it once with Python: python -c "import torch; from safetensors.torch import save_file; save_file(torch.load('[DIR]/adapter/adapter_model.bin', weights_only=True), '[DIR]/adapter/adapter_model.safetensors')"
+    "#);
+    std::fs::remove_file(place.path("adapter/adapter_model.bin")).unwrap();
+    assert_snapshot!(refused(&place, &args), @"
+    exit 1
+    error: cannot read adapter [DIR]/adapter
+      caused by: it has no adapter_model.safetensors
+    hint: give the folder that holds adapter_config.json and adapter_model.safetensors
+    ");
+    std::fs::remove_file(place.path("adapter/adapter_config.json")).unwrap();
+    assert_snapshot!(refused(&place, &args), @"
+    exit 1
+    error: cannot read adapter [DIR]/adapter
+      caused by: it has no adapter_config.json
+    hint: give the folder that holds adapter_config.json and adapter_model.safetensors
+    ");
+    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    change_json(&place.path("adapter/adapter_config.json"), |config| config["lora_bias"] = true.into());
+    assert_snapshot!(refused(&place, &args), @"
+    exit 1
+    error: cannot use [DIR]/adapter/adapter_config.json
+      caused by: `lora_bias` is true, which is not supported; accepted: no such key, or its default
+    ");
+}
+
+#[test]
+fn targets_that_name_nothing() {
+    let place = Place::new();
+    assert_snapshot!(no_run(&place, &["--set", "adapter.target_modules=[\"q_proj\", \"query\"]"]), @"
+    exit 1
+    error: cannot choose the modules that get LoRA
+      caused by: `target_modules` has `query`, which matches no module; the model has down_proj, embed_tokens, gate_proj, input_layernorm, k_proj, lm_head, norm, o_proj, post_attention_layernorm, q_proj, up_proj, v_proj
+    ");
+    assert_snapshot!(no_run(&place, &["--set", "adapter.modules_to_save=[\"lm_haed\"]"]), @"
+    exit 1
+    error: cannot choose the modules that get LoRA
+      caused by: `modules_to_save` has `lm_haed`, which matches no module; the model has down_proj, embed_tokens, gate_proj, input_layernorm, k_proj, lm_head, norm, o_proj, post_attention_layernorm, q_proj, up_proj, v_proj
+    hint: did you mean `lm_head`?
+    ");
+    assert_snapshot!(no_run(&place, &["--set", "adapter.target_modules=[]"]), @"
+    exit 1
+    error: cannot use these settings
+      caused by: --set adapter.target_modules=[]: `adapter.target_modules` is []: an empty list trains nothing
+    ");
+}
+
+// Output and resuming.
+
+#[test]
+fn an_output_folder_that_is_not_empty() {
+    let place = Place::new();
+    std::fs::create_dir(place.path("out")).unwrap();
+    place.write("out/notes.txt", "mine");
+    assert_snapshot!(refused(&place, &lora(&[])), @"
+    exit 1
+    error: cannot write to out
+      caused by: the folder is not empty
+    hint: give a new folder with `--output`, or `--resume` to go on with the run in this one
+    ");
+    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    let args = ["merge", "--model", "model", "--adapter", "adapter", "--output", "out"];
+    assert_snapshot!(refused(&place, &args), @"
+    exit 1
+    error: cannot write to out
+      caused by: the folder is not empty
+    hint: give a new or empty folder as `--output`
+    ");
+    assert_eq!(std::fs::read_dir(place.path("out")).unwrap().count(), 1);
+}
+
+#[test]
+fn an_output_that_is_a_file() {
+    let place = Place::new();
+    place.write("out", "mine");
+    assert_snapshot!(refused(&place, &lora(&[])), @"
+    exit 1
+    error: cannot write to out
+      caused by: Not a directory (os error 20)
+    hint: give a new folder with `--output`
+    ");
+}
+
+/// A run of 4 steps with a checkpoint after the second and the fourth.
+fn finished_run() -> Place {
+    let place = Place::new();
+    let output = place.command(&lora(&["--set", "checkpoint.save_steps=2"])).output().unwrap();
+    assert!(output.status.success(), "{}", place.told(&output.stderr));
+    std::fs::remove_file(place.path("out/adapter_config.json")).unwrap();
+    place
+}
+
+#[test]
+fn resuming_as_a_different_run() {
+    let place = finished_run();
+    let more = ["--resume", "--set", "optimizer.learning_rate=1e-3", "--set", "adapter.r=8"];
+    assert_snapshot!(refused(&place, &lora(&more)), @"
+    exit 1
+    error: cannot resume out/checkpoint-4
+      caused by: adapter.r: 16 in the checkpoint, 8 now
+      caused by: optimizer.learning_rate: 0.0002 in the checkpoint, 0.001 now
+    hint: resume with the recipe, model and data of the first run, or start anew with another --output
+    ");
+    place.write("rows.jsonl", "{\"prompt\": \"1 + 1 =\", \"completion\": \" 2\"}\n");
+    assert_snapshot!(filtered(refused(&place, &lora(&["--resume"]))), @"
+    exit 1
+    error: cannot resume out/checkpoint-4
+      caused by: data: [DIGEST] in the checkpoint, [DIGEST] now
+    hint: resume with the recipe, model and data of the first run, or start anew with another --output
+    ");
+}
+
+/// Digests, which say nothing to a reader of a snapshot.
+fn filtered(text: String) -> String {
+    regex::Regex::new("[0-9a-f]{16,64}").unwrap().replace_all(&text, "[DIGEST]").into_owned()
+}
+
+fn flip(path: &Path) {
+    let mut bytes = std::fs::read(path).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    std::fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_damaged_checkpoint() {
+    let place = finished_run();
+    flip(&place.path("out/checkpoint-4/optimizer.safetensors"));
+    assert_snapshot!(filtered(refused(&place, &lora(&["--resume", "out/checkpoint-4"]))), @"
+    exit 1
+    error: cannot use checkpoint out/checkpoint-4
+      caused by: optimizer.safetensors is not what was written: its digest differs
+    hint: `--resume` without a folder takes the newest sound checkpoint of the output folder
+    ");
+    // The newest that is sound serves; the damaged one is named.
+    let output = place.command(&lora(&["--resume", "--quiet"])).output().unwrap();
+    assert!(output.status.success());
+    assert_snapshot!(filtered(place.told(&output.stderr)), @"
+    warning: out/checkpoint-4 is damaged: optimizer.safetensors is not what was written: its digest differs; passed over
+    ");
+}
+
+#[test]
+fn only_damaged_checkpoints() {
+    let place = finished_run();
+    flip(&place.path("out/checkpoint-4/adapter_model.safetensors"));
+    std::fs::remove_file(place.path("out/checkpoint-2/trainer_state.json")).unwrap();
+    assert_snapshot!(filtered(refused(&place, &lora(&["--resume"]))), @"
+    exit 1
+    error: cannot resume the run in out
+      caused by: out/checkpoint-4 is damaged: adapter_model.safetensors is not what was written: its digest differs
+      caused by: out/checkpoint-2 is damaged: trainer_state.json is missing
+    hint: start anew in another folder, with `--output`
+    ");
+}
+
+/// Nothing to resume: from the beginning, and a folder that was named for it is said even when quiet.
+#[test]
+fn resuming_from_a_folder_that_is_not_there() {
+    let place = Place::new();
+    let output = place.command(&lora(&["--resume", "elsewhere", "--quiet"])).output().unwrap();
+    assert!(output.status.success());
+    assert_snapshot!(place.told(&output.stderr), @"
+    warning: no checkpoint in elsewhere: starting from the beginning
+    ");
+}
+
+// Numbers.
+
+#[test]
+fn weights_that_are_not_numbers() {
+    let place = Place::new();
+    change_tensors(&place.path("model/model.safetensors"), |tensors| {
+        let (_, _, _, data) = tensor(tensors, "model.layers.1.mlp.down_proj.weight");
+        data[400..404].copy_from_slice(&f32::NAN.to_le_bytes());
+    });
+    assert_snapshot!(refused(&place, &lora(&["--set", "checkpoint.save_steps=1"])), @"
+    exit 4
+    error: the numbers diverged at step 1
+      caused by: loss NaN, gradient norm NaN; the first bad value is in the weight model.layers.1.mlp.down_proj.weight
+      caused by: nothing was updated in this step
+    hint: lower `optimizer.learning_rate`, or look at the rows of this step with `finetune data`
+    ");
+    let left = |name: &str| place.path("out").join(name).exists();
+    assert!(!left("checkpoint-1") && !left("adapter_model.safetensors"), "nothing was saved");
+    assert_eq!(std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap(), "");
+    std::fs::remove_dir_all(place.path("out")).unwrap();
+    assert_snapshot!(refused(&place, &lora(&["--eval-dataset", "rows.jsonl"])), @"
+    exit 4
+    error: cannot evaluate after step 0
+      caused by: the evaluation loss is not finite
+      caused by: the first bad value is in the weight model.layers.1.mlp.down_proj.weight, in the batch from row 1 on
+    ");
+    assert_snapshot!(refused(&place, &["eval", "--model", "model", "--dataset", "rows.jsonl"]), @"
+    exit 4
+    error: the evaluation loss is not finite
+      caused by: the first bad value is in the weight model.layers.1.mlp.down_proj.weight, in the batch from row 1 on
+    ");
+    let output = place.command(&["generate", "--model", "model", "--prompt", "a"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(4));
+    assert_snapshot!(place.told(&output.stderr), @"
+    error: the model's logits are not numbers
+    hint: check the weights with `finetune inspect`
+    ");
+}
+
+// Verbs.
+
+#[test]
+fn nothing_to_continue() {
+    let place = Place::new();
+    assert_snapshot!(refused(&place, &["generate", "--model", "model", "--prompt", ""]), @"
+    exit 1
+    error: cannot continue an empty prompt
+      caused by: this tokenizer puts no token of its own before it
+    hint: give a text with `--prompt`
+    ");
+}
+
+#[test]
+fn nothing_to_inspect() {
+    let place = Place::new();
+    std::fs::create_dir(place.path("empty")).unwrap();
+    assert_snapshot!(refused(&place, &["inspect", "empty"]), @"
+    exit 1
+    error: cannot read a model from [DIR]/empty
+      caused by: it has neither model.safetensors nor model.safetensors.index.json
+    hint: give a folder that holds config.json and the weights, or a hub id such as `org/name`
+    ");
+    assert_snapshot!(refused(&place, &["inspect", "./nowhere"]), @"
+    exit 1
+    error: cannot use `./nowhere`
+      caused by: there is no [DIR]/nowhere
+    ");
+    assert_snapshot!(refused(&place, &["inspect", "rows.jsonl"]), @"
+    exit 1
+    error: cannot read weights [DIR]/rows.jsonl
+      caused by: its first 8 bytes give a header of 7449362198107595387 bytes; accepted: up to 100000000 (not a safetensors file?)
+    hint: download or save the file again
+    ");
+}

@@ -1,0 +1,729 @@
+//! The binary from the outside: help, exit codes, and the verbs that need no model.
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use assert_cmd::cargo::cargo_bin;
+use insta::assert_snapshot;
+
+fn finetune(folder: &Path, args: &[&str]) -> Output {
+    Command::new(cargo_bin!("finetune"))
+        .args(args)
+        .current_dir(folder)
+        .env_remove("RUST_BACKTRACE")
+        .stdin(Stdio::null())
+        .output()
+        .unwrap()
+}
+
+/// Exit code, standard output and standard error as one text.
+fn told(args: &[&str]) -> String {
+    let output = finetune(Path::new(env!("CARGO_TARGET_TMPDIR")), args);
+    let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap().replace(".exe", "");
+    format!("exit {:?}\n{}{}", output.status.code().unwrap(), text(&output.stdout), text(&output.stderr))
+}
+
+#[test]
+fn help_of_the_root() {
+    assert_snapshot!(told(&["--help"]), @"
+    exit 0
+    Fine-tunes Hugging Face language models: LoRA and full training in one binary
+
+    Usage: finetune [OPTIONS]
+           finetune <COMMAND>
+
+    Commands:
+      merge        Merge an adapter into its model: a Hugging Face folder
+      quantize     Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
+      export       Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
+      generate     Continue a prompt, or chat
+      eval         Measure loss, perplexity and token accuracy on a data set
+      inspect      Say what a model or adapter is, from its headers alone
+      data         Show how rows become tokens and masks, and what is wrong with them
+      recipes      List, show or write the built-in recipes
+      bench        Measure: speed by number of ranks
+      doctor       Say what this machine offers; check every operation on it
+      completions  Print a completion script for a shell
+
+    Options:
+          --model <MODEL>            A folder in Hugging Face layout, or a hub id
+          --recipe <RECIPE>          A recipe file, or the name of a built-in recipe
+          --dataset <DATASET>        A file, a folder or a hub data set to train on; may be repeated
+          --eval-dataset <DATASET>   The same, held out for evaluation; may be repeated
+          --output <DIR>             The folder for everything the run leaves [default: out]
+          --set <SECTION.KEY=VALUE>  Set one key of the recipe; wins over flags and recipe; may be
+                                     repeated
+          --resume [<DIR>]           Go on from the newest checkpoint in the output folder, or from DIR
+          --gpus <LIST>              Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the
+                                     CPU]
+          --ranks <N>                Train on the CPU with this many ranks, threads of this process
+          --dry-run                  Print the resolved recipe and what the run would do; train nothing
+          --offline                  Use only what is on this machine
+      -q, --quiet                    Say only what went wrong
+      -v, --verbose                  Say more
+      -h, --help                     Print help
+      -V, --version                  Print version
+
+    Several processes without a launcher:
+          --world-size <N>      Ranks in all processes
+          --rank <R>            The first rank of this process
+          --master-addr <HOST>  The address at which rank 0 listens
+          --master-port <PORT>  Its port
+
+    Examples:
+      finetune --recipe quickstart
+      finetune --model Qwen/Qwen2.5-0.5B --recipe lora --dataset rows.jsonl --output out
+      finetune --recipe my.toml --set train.epochs=3 --set optimizer.learning_rate=1e-4
+      finetune --recipe my.toml --output out --resume
+
+    `finetune recipes` lists the built-in recipes, `finetune recipes show reference` every key.
+    ");
+    assert_eq!(told(&[]).replace("exit 2", "exit 0"), told(&["--help"]), "nothing asked: help");
+}
+
+#[test]
+fn help_of_every_verb() {
+    assert_snapshot!(told(&["quantize", "--help"]), @"
+    exit 0
+    Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
+
+    Usage: finetune quantize [OPTIONS] --model <MODEL> --kind <KIND> --output <DIR>
+
+    Options:
+          --model <MODEL>    The model: a folder or a hub id
+          --kind <KIND>      The codes of the linear layers; all else stays as it is stored [possible
+                             values: nf4, fp4, int8]
+          --output <DIR>     The folder to write; must be new or empty
+          --block-size <N>   Weights that share one scale: a power of two from 32 to 4096 [default: 64;
+                             not with int8]
+          --no-double-quant  Keep the scales in f32 (not with int8, which always does)
+          --skip <NAME>      Layers to leave as they are, such as down_proj or layers.0; may be repeated
+          --offline          Use only what is on this machine
+      -q, --quiet            Say only what went wrong
+      -v, --verbose          Say more
+      -h, --help             Print help
+
+    Examples:
+      finetune quantize --model Qwen/Qwen2.5-0.5B --kind nf4 --output qwen-nf4
+      finetune quantize --model merged --kind int8 --skip down_proj --output merged-int8
+    ");
+    assert_snapshot!(told(&["merge", "--help"]), @"
+    exit 0
+    Merge an adapter into its model: a Hugging Face folder
+
+    Usage: finetune merge [OPTIONS] --model <MODEL> --adapter <ADAPTER> --output <DIR>
+
+    Options:
+          --model <MODEL>
+              The model the adapter was trained on: a folder or a hub id
+
+          --adapter <ADAPTER>
+              The adapter's folder, or a hub id
+
+          --output <DIR>
+              The folder to write; must be new or empty
+
+          --dtype <DTYPE>
+              Type of the merged weights; auto: the model's
+              
+              [default: auto]
+              [possible values: auto, f32, bf16, f16]
+
+          --base <BASE>
+              The weights to add to; without it those the adapter was trained on
+
+              Possible values:
+              - original:  The unquantized weights in the model's files
+              - quantized: The weights that quantizing left of them
+
+          --verify-on <DATASET>
+              Compare base and adapter with the merged model on the first 64 rows of this data set
+              before anything is written
+
+          --max-kl <NATS>
+              The mean KL divergence, in nats a token, above which the merge is refused
+
+          --offline
+              Use only what is on this machine
+
+      -q, --quiet
+              Say only what went wrong
+
+      -v, --verbose
+              Say more
+
+      -h, --help
+              Print help (see a summary with '-h')
+
+    Example:
+      finetune merge --model Qwen/Qwen2.5-0.5B --adapter out --output merged
+    ");
+    assert_snapshot!(told(&["export", "--help"]), @"
+    exit 0
+    Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
+
+    Usage: finetune export [OPTIONS] --model <MODEL> --output <PATH> --format <FORMAT>
+
+    Options:
+          --model <MODEL>        A folder in Hugging Face layout, or a hub id
+          --adapter <ADAPTER>    An adapter's folder, or a hub id: write it alone, as a LoRA GGUF for
+                                 this model
+          --output <PATH>        The file (gguf) or folder (hf) to write; must not exist
+          --format <FORMAT>      hf: a folder that transformers opens; gguf: a file that llama.cpp runs
+                                 [possible values: hf, gguf]
+          --type <TYPE>          How weights are stored: hf takes f32, f16, bf16, an adapter f32, f16
+                                 [default: as they are] [possible values: f32, f16, bf16, q8_0, q4_0,
+                                 q4_k_m, q5_k_m, q6_k]
+          --revision <REVISION>  The model's branch, tag or commit on the hub [default: main]
+          --offline              Use only what is on this machine
+      -q, --quiet                Say only what went wrong
+      -v, --verbose              Say more
+      -h, --help                 Print help
+
+    Examples:
+      finetune export --model out --format gguf --type q4_k_m --output model.gguf
+      finetune export --model Qwen/Qwen2.5-0.5B --adapter out --format gguf --output adapter.gguf
+      finetune export --model out --format hf --type f16 --output half
+    ");
+    assert_snapshot!(told(&["generate", "--help"]), @r#"
+    exit 0
+    Continue a prompt, or chat
+
+    Usage: finetune generate [OPTIONS] --model <MODEL> <--prompt <TEXT>|--chat>
+
+    Options:
+          --model <MODEL>       A folder in Hugging Face layout, or a hub id
+          --adapter <ADAPTER>   An adapter's folder, or a hub id
+          --recipe <RECIPE>     A recipe whose chat template and model settings count
+          --prompt <TEXT>       The text to continue
+          --chat                Chat: each line of the standard input is a turn
+          --max-new-tokens <N>  Tokens to generate at most [default: 256]
+          --temperature <T>     0: always the likeliest token [default: 0]
+          --top-p <P>           Sample among the likeliest tokens that together have this probability
+                                [default: 1]
+          --seed <S>            Seed of the sampling [default: 0]
+          --offline             Use only what is on this machine
+      -q, --quiet               Say only what went wrong
+      -v, --verbose             Say more
+      -h, --help                Print help
+
+    Examples:
+      finetune generate --model out --prompt "Once upon a time"
+      finetune generate --model Qwen/Qwen2.5-0.5B --adapter out --chat --temperature 0.7
+    "#);
+    assert_snapshot!(told(&["eval", "--help"]), @"
+    exit 0
+    Measure loss, perplexity and token accuracy on a data set
+
+    Usage: finetune eval [OPTIONS] --model <MODEL> --dataset <DATASET>
+
+    Options:
+          --model <MODEL>            A folder in Hugging Face layout, or a hub id
+          --adapter <ADAPTER>        An adapter's folder, or a hub id
+          --dataset <DATASET>        A file, a folder or a hub data set; may be repeated
+          --recipe <RECIPE>          A recipe whose [data] and [model] tables count
+          --set <SECTION.KEY=VALUE>  Set one key of the recipe, such as data.max_seq_len=512; may be
+                                     repeated
+          --json                     Print the figures as JSON
+          --offline                  Use only what is on this machine
+      -q, --quiet                    Say only what went wrong
+      -v, --verbose                  Say more
+      -h, --help                     Print help
+
+    Example:
+      finetune eval --model Qwen/Qwen2.5-0.5B --adapter out --dataset test.jsonl --json
+    ");
+    assert_snapshot!(told(&["inspect", "--help"]), @"
+    exit 0
+    Say what a model or adapter is, from its headers alone
+
+    Usage: finetune inspect [OPTIONS] <PATH_OR_ID>
+
+    Arguments:
+      <PATH_OR_ID>  A model or adapter: a folder, a safetensors file or a hub id
+
+    Options:
+          --offline  Use only what is on this machine
+      -q, --quiet    Say only what went wrong
+      -v, --verbose  Say more
+      -h, --help     Print help
+
+    Examples:
+      finetune inspect out
+      finetune inspect meta-llama/Llama-2-7b-hf
+    ");
+    assert_snapshot!(told(&["data", "--help"]), @"
+    exit 0
+    Show how rows become tokens and masks, and what is wrong with them
+
+    Usage: finetune data [OPTIONS] --model <MODEL> --dataset <DATASET>
+
+    Options:
+          --model <MODEL>            The model whose tokenizer and chat template count: a folder or a
+                                     hub id
+          --dataset <DATASET>        A file, a folder or a hub data set; may be repeated
+          --rows <N>                 Rows to show; all are checked [default: 3]
+          --recipe <RECIPE>          A recipe whose [data] and [model] tables count
+          --set <SECTION.KEY=VALUE>  Set one key of the recipe, such as data.max_seq_len=512; may be
+                                     repeated
+          --offline                  Use only what is on this machine
+      -q, --quiet                    Say only what went wrong
+      -v, --verbose                  Say more
+      -h, --help                     Print help
+
+    Examples:
+      finetune data --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl
+      finetune data --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl --rows 20 --set data.train_on=all
+    ");
+    assert_snapshot!(told(&["recipes", "--help"]), @"
+    exit 0
+    List, show or write the built-in recipes
+
+    Usage: finetune recipes [COMMAND]
+
+    Commands:
+      list   Say what each is for
+      show   Print one
+      write  Write one to NAME.toml in the working folder; an existing file is not replaced
+
+    Options:
+      -h, --help  Print help
+
+    Examples:
+      finetune recipes show lora
+      finetune recipes write lora        writes lora.toml here, to be changed
+      finetune recipes show reference    every key, with its default
+    ");
+    assert_snapshot!(told(&["doctor", "--help"]), @"
+    exit 0
+    Say what this machine offers; check every operation on it
+
+    Usage: finetune doctor [OPTIONS]
+
+    Options:
+          --selftest  Compare every operation, forward and backward, with its reference
+      -h, --help      Print help
+
+    Examples:
+      finetune doctor
+      finetune doctor --selftest
+    ");
+    assert_snapshot!(told(&["completions", "--help"]), @"
+    exit 0
+    Print a completion script for a shell
+
+    Usage: finetune completions <SHELL>
+
+    Arguments:
+      <SHELL>  The shell [possible values: bash, elvish, fish, powershell, zsh]
+
+    Options:
+      -h, --help  Print help
+
+    Example:
+      finetune completions bash > ~/.local/share/bash-completion/completions/finetune
+    ");
+}
+
+#[test]
+fn usage_errors() {
+    assert_snapshot!(told(&["merg"]), @"
+    exit 2
+    error: unrecognized subcommand 'merg'
+
+      tip: a similar subcommand exists: 'merge'
+
+    Usage: finetune [OPTIONS]
+           finetune <COMMAND>
+
+    For more information, try '--help'.
+    ");
+    assert_snapshot!(told(&["--modle", "x"]), @"
+    exit 2
+    error: unexpected argument '--modle' found
+
+      tip: a similar argument exists: '--model'
+
+    Usage: finetune --model <MODEL>
+
+    For more information, try '--help'.
+    ");
+    assert_snapshot!(told(&["my.toml"]), @"
+    exit 2
+    error: unrecognized subcommand 'my.toml'
+
+    Usage: finetune [OPTIONS]
+           finetune <COMMAND>
+
+    For more information, try '--help'.
+    ");
+    assert_snapshot!(told(&["--recipe", "lora", "merge"]), @"
+    exit 2
+    error: the subcommand 'merge' cannot be used with '--recipe <RECIPE>'
+
+    Usage: finetune [OPTIONS]
+           finetune <COMMAND>
+
+    For more information, try '--help'.
+    ");
+    assert_snapshot!(told(&["--recipe", "lora", "--gpus", "3-1"]), @"
+    exit 2
+    error: invalid value '3-1' for '--gpus <LIST>': accepted: numbers and ranges such as 0 or 0,2 or 0-3
+
+    For more information, try '--help'.
+    ");
+    assert_snapshot!(told(&["merge", "--model", "m", "--adapter", "a", "--output", "o", "--dtype", "bf15"]), @"
+    exit 2
+    error: invalid value 'bf15' for '--dtype <DTYPE>'
+      [possible values: auto, f32, bf16, f16]
+
+      tip: a similar value exists: 'bf16'
+
+    For more information, try '--help'.
+    ");
+    assert_snapshot!(told(&["generate", "--model", "m"]), @"
+    exit 2
+    error: the following required arguments were not provided:
+      <--prompt <TEXT>|--chat>
+
+    Usage: finetune generate --model <MODEL> <--prompt <TEXT>|--chat>
+
+    For more information, try '--help'.
+    ");
+    assert_snapshot!(told(&["generate", "--model", "m", "--prompt", "p", "--top-p", "1.5"]), @"
+    exit 2
+    error: invalid value '1.5' for '--top-p <P>': accepted: a number above 0, at most 1
+
+    For more information, try '--help'.
+    ");
+    assert_snapshot!(told(&["--recipe", "lora", "--quiet", "-v"]), @"
+    exit 2
+    error: the argument '--quiet' cannot be used with '--verbose'
+
+    Usage: finetune --recipe <RECIPE> --quiet
+
+    For more information, try '--help'.
+    ");
+}
+
+#[test]
+fn recipes_listed_and_shown() {
+    assert_eq!(told(&["recipes"]), told(&["recipes", "list"]));
+    assert_snapshot!(told(&["recipes"]), @"
+    exit 0
+    quickstart            Quickstart: a LoRA adapter teaches the built-in tiny model to answer questions. No network, no GPU.
+    pretrain-tiny         The quickstart's base model: a small llama, trained from random weights on stories of a tiny world.
+    lora                  LoRA: a small adapter on a frozen model, on your own data.
+    qlora                 QLoRA: a small adapter on a model whose weights are kept in 4 bits.
+    qlora-8bit-optimizer  QLoRA with the optimizer's moments in 8 bits: least memory for large ranks.
+    dora                  DoRA: an adapter that learns the direction and the magnitude of each row apart.
+    full                  Full fine-tuning: every weight of the model is trained.
+    ddp-lora              LoRA on several ranks, each with a whole copy of the base: the fastest way when the base fits.
+    fsdp-full             Full fine-tuning sharded over ranks: weights, gradients and optimizer states, a part on each.
+    fsdp-qlora            QLoRA with the 4-bit base sharded over ranks: large models on several small devices.
+    hsdp-full             Full fine-tuning sharded inside groups of ranks, with a copy in each group: fsdp for many hosts.
+    reference             Every section and key, with its default.
+    ");
+    let shown = told(&["recipes", "show", "lora.toml"]);
+    assert_eq!(shown, format!("exit 0\n{}", include_str!("../../recipes/lora.toml")));
+    assert_snapshot!(told(&["recipes", "show", "reference"]), @r#"
+    exit 0
+    # Every section and key of a recipe, with its default. A key in a comment is not set by default.
+
+    # The model to start from.
+    [model]
+    # A folder in Hugging Face layout, or a hub id such as `Qwen/Qwen2.5-0.5B`. `--model` sets it.
+    # Accepted: a path, a hub id.
+    # id =
+    # Branch, tag or commit of a hub id.
+    # Accepted: a string.
+    revision = "main"
+    # Where the weights come from: the model's files, or seeded random numbers.
+    # Accepted: "pretrained", "random".
+    init = "pretrained"
+    # Type of the weights and of the computation; auto: bf16 on a GPU, f32 on the CPU.
+    # Accepted: "auto", "f32", "bf16", "f16".
+    dtype = "auto"
+    # Tiled attention, or the plain formula as a reference.
+    # Accepted: "flash", "eager".
+    attention = "flash"
+    # Tokens to train, beside the adapter if there is one; those that the tokenizer does not have are added to it.
+    # Embedding and head grow by their rows, which start as the mean of the others, where they have none unused.
+    # Accepted: a list of strings.
+    new_tokens = []
+
+    # How the frozen base is stored. Without this table it is not quantized.
+    # [quantization]
+    # The format.
+    # Accepted: "nf4", "fp4", "int8".
+    # kind = "nf4"
+    # Weights that share one scale.
+    # Accepted: a whole number: one of 32, 64, 128, 256, 512, 1024, 2048, 4096.
+    # block_size = 64
+    # Whether the scales are quantized too.
+    # Accepted: true, false.
+    # double_quant = true
+    # Linear layers that stay as they are stored, such as "down_proj" or "layers.0"; embedding and head always do.
+    # Accepted: a list of strings.
+    # skip_modules = []
+
+    # The adapter to train, in PEFT's words. Without this table all weights are trained.
+    # [adapter]
+    # The kind.
+    # Accepted: "lora", "dora".
+    # kind = "lora"
+    # Rank of the update.
+    # Accepted: a whole number, at least 1.
+    # r = 16
+    # The update is scaled by `lora_alpha / r`.
+    # Accepted: a number above 0.
+    # lora_alpha = 16.0
+    # Share of the adapter's inputs set to zero in training.
+    # Accepted: a number from 0 to below 1.
+    # lora_dropout = 0.0
+    # Modules that get an adapter: every linear layer but the head, or a list of names.
+    # Accepted: "all-linear", a list of module names such as ["q_proj", "v_proj"].
+    # target_modules = "all-linear"
+    # Modules among them that get none.
+    # Accepted: a list of strings.
+    # exclude_modules = []
+    # Modules trained in full beside the adapter, such as "lm_head".
+    # Accepted: a list of strings.
+    # modules_to_save = []
+    # Other ranks by module-name pattern; the first that matches counts.
+    # Accepted: a table from module names to numbers, each a whole number, at least 1.
+    # rank_pattern = {}
+    # Other alphas by module-name pattern; the first that matches counts.
+    # Accepted: a table from module names to numbers, each a number above 0.
+    # alpha_pattern = {}
+    # Scale by `lora_alpha / sqrt(r)` instead (arXiv:2312.03732).
+    # Accepted: true, false.
+    # use_rslora = false
+    # How a new adapter starts.
+    # Accepted: "default", "gaussian", "pissa", "loftq".
+    # init = "default"
+    # A saved PEFT adapter to start from.
+    # Accepted: a path, a hub id.
+    # path =
+
+    # What the model learns from.
+    [data]
+    # Files, folders or hub data sets to train on. `--dataset` sets it.
+    # Accepted: a list of paths and hub ids.
+    train = []
+    # The same, held out for evaluation. `--eval-dataset` sets it.
+    # Accepted: a list of paths and hub ids.
+    eval = []
+    # What a row looks like; auto: recognised, and said.
+    # Accepted: "auto", "messages", "sharegpt", "preference", "alpaca", "instruction", "prompt_completion", "question_answer", "text".
+    format = "auto"
+    # Tokens of a row at most.
+    # Accepted: a whole number, at least 2.
+    max_seq_len = 2048
+    # Put several samples into one row, without attention between them.
+    # Accepted: true, false.
+    packing = true
+    # A new order each epoch, from the seed; else file order.
+    # Accepted: true, false.
+    shuffle = true
+    # Tokens that count in the loss. Plain text has nothing to mask.
+    # Accepted: "assistant", "all".
+    train_on = "assistant"
+    # A chat template, as Jinja text or its file; default: the tokenizer's own.
+    # Accepted: Jinja text, a file that holds it.
+    # chat_template =
+    # What happens to a row that cannot be used.
+    # Accepted: "stop", "skip".
+    on_bad_row = "stop"
+    # What happens to a row longer than `max_seq_len`.
+    # Accepted: "truncate", "drop", "stop".
+    on_long_row = "truncate"
+
+    # How long and in which portions.
+    [train]
+    # Passes over the data.
+    # Accepted: a number above 0.
+    epochs = 1.0
+    # Optimizer steps of the whole run; set, it decides instead of `epochs`.
+    # Accepted: a whole number, at least 1.
+    # max_steps =
+    # Rows that go through the model at once, on each rank.
+    # Accepted: a whole number, at least 1.
+    micro_batch_size = 1
+    # Micro-batches whose gradients make one optimizer step, on each rank.
+    # Accepted: a whole number, at least 1.
+    gradient_accumulation_steps = 1
+    # Gradients are scaled down to this norm; 0: never.
+    # Accepted: a number, at least 0.
+    max_grad_norm = 1.0
+    # Seed of everything random.
+    # Accepted: a whole number, at least 0.
+    seed = 0
+    # Compute activations again in the backward pass to save memory.
+    # Accepted: "auto", "none", "block".
+    recompute = "auto"
+
+    # What turns gradients into updates.
+    [optimizer]
+    # The algorithm.
+    # Accepted: "adamw".
+    kind = "adamw"
+    # Learning rate after the warm-up; about 2e-4 for an adapter, 2e-5 for all weights.
+    # Accepted: a number above 0.
+    # learning_rate =
+    # Decay of the two moments.
+    # Accepted: two numbers, each from 0 to below 1.
+    betas = [0.9, 0.999]
+    # Added to the denominator.
+    # Accepted: a number above 0.
+    eps = 1e-8
+    # Decoupled weight decay; biases and norms are spared.
+    # Accepted: a number, at least 0.
+    weight_decay = 0.0
+    # How the moments are stored.
+    # Accepted: "f32", "int8".
+    state = "f32"
+    # Learning rate of B over that of A (LoRA+, arXiv:2402.12354).
+    # Accepted: a number above 0.
+    lora_plus_ratio = 1.0
+
+    # The learning rate over the steps, in the schedules of transformers.
+    [scheduler]
+    # The schedule.
+    # Accepted: "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay".
+    kind = "cosine"
+    # Steps of the linear warm-up from 0; excludes `warmup_ratio`.
+    # Accepted: a whole number, at least 0.
+    # warmup_steps =
+    # The warm-up as a share of all steps; excludes `warmup_steps`.
+    # Accepted: a number from 0 to 1.
+    # warmup_ratio =
+    # Learning rate at the end, as a share of `learning_rate`.
+    # Accepted: a number from 0 to 1.
+    min_lr_ratio = 0.0
+    # Restarts of "cosine_with_restarts".
+    # Accepted: a whole number, at least 1.
+    num_cycles = 1
+    # Exponent of "polynomial".
+    # Accepted: a number above 0.
+    power = 1.0
+    # Steps of the fall at the end of "warmup_stable_decay", which needs it.
+    # Accepted: a whole number, at least 1.
+    # num_decay_steps =
+
+    # How the work is spread over devices.
+    [parallel]
+    # Where parameters, gradients and optimizer states live.
+    # Accepted: "auto", "single", "ddp", "zero1", "zero2", "fsdp", "hsdp".
+    strategy = "auto"
+    # Ranks in a group of "hsdp"; default: those of one host.
+    # Accepted: a whole number, at least 1.
+    # shard_size =
+    # What is kept in host memory: the optimizer's state, or parameters and gradients too.
+    # Accepted: "none", "optimizer", "params".
+    offload = "none"
+    # A folder on a fast disk; parameters are kept in a file there instead. With `offload = "params"`.
+    # Accepted: a folder that exists.
+    # offload_folder =
+    # Type in which gradients are summed over ranks.
+    # Accepted: "f32", "bf16".
+    reduce_dtype = "f32"
+
+    # What is saved on the way and at the end.
+    [checkpoint]
+    # Steps between checkpoints; not set: only at the end.
+    # Accepted: a whole number, at least 1.
+    # save_steps =
+    # Checkpoints kept.
+    # Accepted: a whole number, at least 1.
+    keep_last = 2
+    # Write while training goes on: each rank its share of the tensors as they were.
+    # Accepted: true, false.
+    async_save = true
+    # Type of the weights a run leaves; auto: the base's.
+    # Accepted: "auto", "f32", "bf16", "f16".
+    output_dtype = "auto"
+
+    # Evaluation on `data.eval`.
+    [eval]
+    # Steps between evaluations.
+    # Accepted: a whole number, at least 1.
+    # steps =
+    # Evaluate after the last step.
+    # Accepted: true, false.
+    at_end = true
+
+    # What a run reports.
+    [log]
+    # Steps between lines of progress.
+    # Accepted: a whole number, at least 1.
+    every_steps = 1
+    # Write TensorBoard event files.
+    # Accepted: true, false.
+    tensorboard = true
+    "#);
+    assert_snapshot!(told(&["recipes", "show", "flul"]), @"
+    exit 1
+    error: there is no built-in recipe `flul`
+      caused by: built in: quickstart, pretrain-tiny, lora, qlora, qlora-8bit-optimizer, dora, full, ddp-lora, fsdp-full, fsdp-qlora, hsdp-full
+    hint: write `full`
+    ");
+}
+
+#[test]
+fn a_recipe_is_written_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let first = finetune(folder.path(), &["recipes", "write", "full"]);
+    assert!(first.status.success());
+    assert_eq!(first.stdout, b"full.toml\n");
+    let path = folder.path().join("full.toml");
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), include_str!("../../recipes/full.toml"));
+
+    std::fs::write(&path, "mine").unwrap();
+    let second = finetune(folder.path(), &["recipes", "write", "full"]);
+    assert_eq!((second.status.code(), std::fs::read(&path).unwrap()), (Some(1), b"mine".to_vec()));
+    assert_snapshot!(String::from_utf8(second.stderr).unwrap(), @"
+    error: cannot write full.toml
+      caused by: a file of that name exists
+    hint: `finetune recipes show full > OTHER.toml` writes to another file
+    ");
+}
+
+#[test]
+fn completions_know_the_verbs() {
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = told(&["completions", shell]);
+        assert!(
+            script.starts_with("exit 0\n") && script.contains("eval-dataset") && script.contains("merge"),
+            "{shell}"
+        );
+    }
+}
+
+/// `finetune recipes show reference | head -1` is no crash.
+#[cfg(unix)]
+#[test]
+fn a_reader_may_leave() {
+    let mut child = Command::new(cargo_bin!("finetune"))
+        .args(["completions", "zsh"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), output.stderr), (Some(0), Vec::new()));
+}
+
+/// An output that cannot be written is said, with the exit code of storage.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_is_said() {
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let output = Command::new(cargo_bin!("finetune")).arg("recipes").stdout(full).output().unwrap();
+    assert_eq!(output.status.code(), Some(74));
+    assert_snapshot!(String::from_utf8(output.stderr).unwrap(), @"
+    error: cannot write the output
+      caused by: No space left on device (os error 28)
+    ");
+}

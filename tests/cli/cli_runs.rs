@@ -1,0 +1,414 @@
+//! Runs through the binary that succeed: what each command prints and leaves, and that a run can be repeated, stopped
+//! and continued.
+
+use std::path::Path;
+use std::process::{Output, Stdio};
+
+use crate::place::{Place, copy_folder, golden, lora};
+use finetune::data::Tokenizer;
+use finetune::weights::ModelFiles;
+use insta::assert_snapshot;
+use serde_json::Value;
+
+fn succeed(place: &Place, args: &[&str]) -> Output {
+    let output = place.command(args).output().unwrap();
+    assert!(output.status.success(), "{args:?}\n{}", place.told(&output.stderr));
+    output
+}
+
+/// What a command that must succeed prints.
+fn printed(place: &Place, args: &[&str]) -> String {
+    place.told(&succeed(place, args).stdout)
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+/// The lines of metrics.jsonl.
+fn metrics(folder: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(folder.join("metrics.jsonl")).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn keys(object: &Value) -> Vec<&str> {
+    object.as_object().unwrap().keys().map(String::as_str).collect()
+}
+
+/// The text that transformers' greedy ids of golden/forward decode to.
+#[test]
+fn generate_continues_as_transformers_does() {
+    for name in ["tiny-llama", "tiny-qwen3"] {
+        let place = Place::with_model(name);
+        let greedy = &json(&golden("forward/forward.json"))[name]["greedy"];
+        let ids = |key: &str| -> Vec<u32> {
+            greedy[key].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+        };
+        let (prompt, new) = (ids("prompt_ids"), ids("new_ids"));
+        let tokenizer = Tokenizer::load(&place.path("model")).unwrap();
+        let text = tokenizer.decode(&prompt, false).unwrap();
+        assert_eq!(tokenizer.encode(&text, true).unwrap(), prompt, "{name}: the prompt survives as text");
+        let count = new.len().to_string();
+        let args = ["generate", "--model", "model", "--prompt", &text, "--max-new-tokens", &count];
+        let wanted = tokenizer.decode(&[prompt, new].concat(), false).unwrap();
+        assert_eq!(printed(&place, &args), format!("{wanted}\n"), "{name}");
+    }
+}
+
+#[test]
+fn sampling_repeats_with_its_seed() {
+    let place = Place::new();
+    let sample = |more: &[&str]| {
+        let args = ["generate", "--model", "model", "--prompt", "the island", "--max-new-tokens", "24"];
+        printed(&place, &[&args[..], more].concat())
+    };
+    let greedy = sample(&[]);
+    assert_eq!(greedy, sample(&["--seed", "5"]), "greedy needs no seed");
+    let hot = |seed: &str| sample(&["--temperature", "1.5", "--seed", seed]);
+    assert_eq!(hot("1"), hot("1"));
+    assert_ne!(hot("1"), hot("2"));
+    // Only the likeliest token takes part.
+    assert_eq!(sample(&["--temperature", "1.5", "--top-p", "1e-6"]), greedy);
+}
+
+#[test]
+fn a_chat_answers_each_line() {
+    let place = Place::new();
+    let chat = |lines: &str| {
+        place.write("turns", lines);
+        let turns = std::fs::File::open(place.path("turns")).unwrap();
+        let args = ["generate", "--model", "model", "--chat", "--max-new-tokens", "6", "--quiet"];
+        let output = place.command(&args).stdin(turns).output().unwrap();
+        assert!(output.status.success());
+        assert!(output.stderr.is_empty());
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let both = chat("Count to 4\nAnd to 5\n\nnever read\n");
+    let first = chat("Count to 4\n");
+    assert!(first.len() > 1 && both.starts_with(&first) && both.len() > first.len(), "{first:?} {both:?}");
+    assert_eq!(chat(""), "");
+}
+
+#[test]
+fn eval_measures_what_training_measured() {
+    let place = Place::new();
+    succeed(&place, &lora(&["--eval-dataset", "rows.jsonl"]));
+    let args = ["eval", "--model", "model", "--adapter", "out", "--dataset", "rows.jsonl", "--json"];
+    let text = printed(&place, &[&args[..], &["--set", "data.max_seq_len=96"]].concat());
+    let figures: Value = serde_json::from_str(&text).unwrap();
+    let names = ["loss", "perplexity", "token_accuracy", "exact_match", "tokens", "rows"];
+    assert_eq!(keys(&figures), names);
+    let logged = metrics(&place.path("out"));
+    let last = logged.iter().rfind(|line| line.get("eval_loss").is_some()).unwrap();
+    let number = |value: &Value| value.as_f64().unwrap();
+    assert_eq!(last["step"], 4);
+    assert_eq!(figures["tokens"], last["eval_tokens"]);
+    assert_eq!(figures["rows"], 80);
+    let (loss, logged_loss) = (number(&figures["loss"]), number(&last["eval_loss"]));
+    assert!((loss - logged_loss).abs() < 1e-6, "{loss} {logged_loss}");
+    assert!((number(&figures["perplexity"]) - loss.exp()).abs() < 1e-9 * loss.exp());
+    // Without the adapter: what was measured before the first step.
+    let args = ["eval", "--model", "model", "--dataset", "rows.jsonl", "--json"];
+    let base: Value =
+        serde_json::from_str(&printed(&place, &[&args[..], &["--set", "data.max_seq_len=96"]].concat()))
+            .unwrap();
+    assert!((number(&base["loss"]) - number(&logged[0]["eval_loss"])).abs() < 1e-6);
+    assert!(number(&base["loss"]) != loss);
+}
+
+/// Against `merge_and_unload` of PEFT.
+#[test]
+fn merge_equals_peft() {
+    let place = Place::new();
+    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    let said = succeed(&place, &["merge", "--model", "model", "--adapter", "adapter", "--output", "merged"]);
+    assert!(said.stdout.is_empty());
+    let ours = ModelFiles::open(&place.path("merged")).unwrap();
+    let theirs = ModelFiles::open(&golden("train/lora/merged")).unwrap();
+    assert_eq!(ours.names().collect::<Vec<_>>(), theirs.names().collect::<Vec<_>>());
+    let mut changed = false;
+    let base = ModelFiles::open(&place.path("model")).unwrap();
+    for (name, info) in theirs.tensors() {
+        let read = |files: &ModelFiles| {
+            let mut values = vec![0f32; info.elements()];
+            files.read_f32(name, &mut values).unwrap();
+            values
+        };
+        let (ours, theirs) = (read(&ours), read(&theirs));
+        let difference = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+        assert!(difference < 1e-6, "{name}: {difference}");
+        changed |= ours != read(&base);
+    }
+    assert!(changed);
+    // The merged folder is a model of its own.
+    assert!(printed(&place, &["inspect", "merged"]).starts_with("architecture  LlamaForCausalLM\n"));
+    succeed(&place, &["generate", "--model", "merged", "--prompt", "a", "--max-new-tokens", "2"]);
+}
+
+#[test]
+fn inspect_reads_headers() {
+    let place = Place::new();
+    assert_snapshot!(printed(&place, &["inspect", "model"]), @"
+    architecture  LlamaForCausalLM
+    model_type    llama
+    parameters    135K in 21 tensors, 529 KiB
+      F32         135K in 21 tensors, 529 KiB
+    tensors by group
+      embedding   30.7K in 1 tensors, 120 KiB
+      attention   24.6K in 8 tensors, 96.0 KiB
+      mlp         49.2K in 6 tensors, 192 KiB
+      norm        320 in 5 tensors, 1.25 KiB
+      head        30.7K in 1 tensors, 120 KiB
+    files
+      model.safetensors  529 KiB
+    ");
+    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    assert_snapshot!(printed(&place, &["inspect", "adapter"]), @"
+    PEFT adapter   LoRA
+    base           tiny-llama
+    r              8
+    lora_alpha     16
+    lora_dropout   0
+    use_rslora     false
+    modules        14
+      model.layers.0.mlp.down_proj  r 8  scale 2
+      model.layers.0.mlp.gate_proj  r 8  scale 2
+      model.layers.0.mlp.up_proj  r 8  scale 2
+      model.layers.0.self_attn.k_proj  r 8  scale 2
+      model.layers.0.self_attn.o_proj  r 8  scale 2
+      model.layers.0.self_attn.q_proj  r 8  scale 2
+      model.layers.0.self_attn.v_proj  r 8  scale 2
+      model.layers.1.mlp.down_proj  r 8  scale 2
+      model.layers.1.mlp.gate_proj  r 8  scale 2
+      model.layers.1.mlp.up_proj  r 8  scale 2
+      model.layers.1.self_attn.k_proj  r 8  scale 2
+      model.layers.1.self_attn.o_proj  r 8  scale 2
+      model.layers.1.self_attn.q_proj  r 8  scale 2
+      model.layers.1.self_attn.v_proj  r 8  scale 2
+    ");
+}
+
+#[test]
+fn data_shows_tokens_and_mask() {
+    let place = Place::new();
+    place.write("rows.jsonl", "{\"prompt\": \"What is 2 + 2?\", \"completion\": \" 4\"}\n");
+    let args = ["data", "--model", "model", "--dataset", "rows.jsonl", "--set", "data.max_seq_len=64"];
+    assert_snapshot!(printed(&place, &args), @r#"
+    row 1, [DIR]/rows.jsonl:1: 14 tokens, 3 trained
+          0       54         W                 "W"
+          1       71         h                 "h"
+          2      348         at                "at"
+          3      291         Ġi                " i"
+          4       82         s                 "s"
+          5      220         Ġ                 " "
+          6       17         2                 "2"
+          7      331         Ġ+                " +"
+          8      220         Ġ                 " "
+          9       17         2                 "2"
+         10       30         ?                 "?"
+         11      220  train  Ġ                 " "
+         12       19  train  4                 "4"
+         13      479  train  <|im_end|>        "<|im_end|>"
+
+    1 rows in 1 file, prompt_completion: every row has `prompt`, `completion`
+    1 examples, 14 tokens, 3 of them trained (21 %)
+    longest row: 14 tokens ([DIR]/rows.jsonl:1)
+    an epoch: 1 steps of 1 packed rows; micro-batches of 14 tokens on average, 14 at most, no padding
+    packing fills 21.9 % of 64 tokens
+    "#);
+}
+
+/// `data` shows every fault and does not stop at it.
+#[test]
+fn data_names_bad_rows() {
+    let place = Place::new();
+    let good = "{\"prompt\": \"a\", \"completion\": \" b\"}";
+    place.write(
+        "rows.jsonl",
+        &format!("{good}\nnot a row\n{good}\n{{\"prompt\": 5, \"completion\": \"c\"}}\n"),
+    );
+    let args = ["data", "--model", "model", "--dataset", "rows.jsonl", "--rows", "0"];
+    assert_snapshot!(printed(&place, &args), @"
+    4 rows in 1 file, prompt_completion: every row has `prompt`, `completion`
+    2 examples, 6 tokens, 4 of them trained (67 %)
+    longest row: 3 tokens ([DIR]/rows.jsonl:1)
+    1 bad rows: unreadable
+      [DIR]/rows.jsonl:2: not JSON: expected ident at column 2
+    1 bad rows: not a row of this format
+      [DIR]/rows.jsonl:4: `prompt` is a number and `completion` is a string; two strings or two lists of messages are needed
+    an epoch: 1 steps of 1 packed rows; micro-batches of 6 tokens on average, 6 at most, no padding
+    packing fills 0.3 % of 2.05K tokens
+    ");
+}
+
+#[test]
+fn a_dry_run_prints_a_recipe_that_says_the_same() {
+    let place = Place::new();
+    let recipe = printed(&place, &lora(&["--dry-run"]));
+    assert!(!place.path("out").exists());
+    // Paths in it are absolute, so the folder's real name comes back.
+    let real = std::fs::canonicalize(place.path("model")).unwrap().parent().unwrap().display().to_string();
+    place.write("again.toml", &recipe.replace("[DIR]", &real));
+    assert_eq!(printed(&place, &["--recipe", "again.toml", "--dry-run"]), recipe);
+    assert!(recipe.contains("\nmax_seq_len = 96\n") && recipe.contains("\nlora_alpha = 32"), "{recipe}");
+    assert!(!recipe.contains("dtype = \"auto\"\nattention"), "every auto of a run is decided: {recipe}");
+}
+
+#[test]
+fn the_recipe_of_a_run_repeats_it() {
+    let place = Place::new();
+    let more = ["--set", "adapter.lora_dropout=0.1", "--set", "train.seed=7", "--set", "data.shuffle=true"];
+    succeed(&place, &lora(&more));
+    succeed(&place, &["--recipe", "out/recipe.toml", "--output", "again"]);
+    for file in ["adapter_model.safetensors", "adapter_config.json", "recipe.toml"] {
+        let read = |folder: &str| std::fs::read(place.path(folder).join(file)).unwrap();
+        assert!(read("out") == read("again"), "{file} differs");
+    }
+}
+
+#[test]
+fn quiet_says_nothing() {
+    let place = Place::new();
+    let adapter = ["--model", "model", "--adapter", "out", "--quiet"];
+    let commands = [
+        lora(&["--quiet", "--eval-dataset", "rows.jsonl", "--set", "checkpoint.save_steps=2"]),
+        [&["merge"], &adapter[..], &["--output", "merged"]].concat(),
+    ];
+    for args in commands {
+        let output = succeed(&place, &args);
+        assert_eq!((place.told(&output.stdout), place.told(&output.stderr)), Default::default(), "{args:?}");
+    }
+    let output = succeed(&place, &[&["eval"], &adapter[..], &["--dataset", "rows.jsonl"]].concat());
+    assert!(output.stderr.is_empty() && !output.stdout.is_empty(), "what was asked for is not talk");
+}
+
+/// The names of files and fields that other programs read (DESIGN, files a run leaves).
+#[test]
+fn a_run_leaves_what_is_promised() {
+    let place = Place::new();
+    succeed(&place, &lora(&["--eval-dataset", "rows.jsonl", "--set", "checkpoint.save_steps=4"]));
+    let mut files: Vec<String> = std::fs::read_dir(place.path("out"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    files.sort();
+    assert_snapshot!(files.join("\n"), @"
+    README.md
+    adapter_config.json
+    adapter_model.safetensors
+    checkpoint-4
+    metrics.jsonl
+    recipe.toml
+    report.html
+    tensorboard
+    ");
+    let lines = metrics(&place.path("out"));
+    let (steps, evaluations): (Vec<&Value>, Vec<&Value>) =
+        lines.iter().partition(|line| line.get("loss").is_some());
+    assert_eq!((steps.len(), evaluations.len()), (4, 2));
+    let step = [
+        "step",
+        "epoch",
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "tokens",
+        "step_secs",
+        "tokens_per_sec",
+        "peak_bytes",
+    ];
+    assert!(steps.iter().all(|line| keys(line) == step), "{steps:?}");
+    for line in evaluations {
+        assert_eq!(keys(line)[..4], ["step", "eval_loss", "eval_perplexity", "eval_tokens"]);
+    }
+}
+
+#[cfg(unix)]
+mod signals {
+    use std::process::{Child, Command};
+    use std::thread::sleep;
+    use std::time::Duration;
+
+    use super::*;
+
+    fn start(place: &Place, args: &[&str]) -> Child {
+        place.command(args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+
+    fn send(signal: &str, child: &Child) {
+        let sent = Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
+        assert!(sent.success());
+    }
+
+    /// Waits until metrics.jsonl of `out` is there and has `lines` lines.
+    fn wait_for(place: &Place, child: &mut Child, lines: usize) {
+        loop {
+            let text = std::fs::read_to_string(place.path("out/metrics.jsonl"));
+            if text.is_ok_and(|text| text.lines().count() >= lines) {
+                return;
+            }
+            assert!(child.try_wait().unwrap().is_none(), "the run ended before it was stopped");
+            sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// A run of 300 steps, long enough to be stopped on the way.
+    fn long<'a>(output: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+        let base = ["--set", "train.max_steps=300", "--set", "adapter.lora_dropout=0.1"];
+        let base = [&base[..], &["--set", "train.gradient_accumulation_steps=2"]].concat();
+        let args = lora(&[&base[..], more].concat());
+        args.into_iter().map(|arg| if arg == "out" { output } else { arg }).collect()
+    }
+
+    #[test]
+    fn a_signal_saves_and_the_run_goes_on_from_there() {
+        let place = Place::new();
+        succeed(&place, &long("whole", &[]));
+        for signal in ["-INT", "-TERM"] {
+            let mut child = start(&place, &long("out", &["--resume"]));
+            let lines = if signal == "-INT" { 3 } else { 100 };
+            wait_for(&place, &mut child, lines);
+            send(signal, &child);
+            let output = child.wait_with_output().unwrap();
+            let said = place.told(&output.stderr);
+            assert_eq!(output.status.code(), Some(85), "{said}");
+            let step = metrics(&place.path("out")).last().unwrap()["step"].to_string();
+            let error = said.split("error: ").nth(1).unwrap().replace(&step, "[STEP]");
+            assert_eq!(
+                error.trim_end(),
+                "stopped by a signal after step [STEP]\n  caused by: the run is saved in out/checkpoint-[STEP]\n\
+                 hint: the same command with `--resume` goes on from there"
+            );
+            assert!(place.path(&format!("out/checkpoint-{step}/manifest.json")).exists());
+            assert!(!place.path("out/adapter_model.safetensors").exists());
+        }
+        succeed(&place, &long("out", &["--resume"]));
+        let read =
+            |folder: &str| std::fs::read(place.path(folder).join("adapter_model.safetensors")).unwrap();
+        assert!(read("out") == read("whole"), "stopped twice and continued: the same bytes");
+        let losses = |folder: &str| -> Vec<Value> {
+            metrics(&place.path(folder)).into_iter().map(|line| line["loss"].clone()).collect()
+        };
+        assert_eq!(losses("out"), losses("whole"));
+    }
+
+    /// The step is so long that the second signal comes in it.
+    #[test]
+    fn a_second_signal_ends_at_once() {
+        let place = Place::new();
+        let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
+        place.write("rows.jsonl", &rows.repeat(200));
+        let more = ["--set", "train.gradient_accumulation_steps=16000", "--set", "train.max_steps=1"];
+        let mut child = start(&place, &lora(&more));
+        wait_for(&place, &mut child, 0);
+        send("-INT", &child);
+        sleep(Duration::from_millis(100));
+        send("-INT", &child);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(130), "{}", place.told(&output.stderr));
+        let saved = std::fs::read_dir(place.path("out"))
+            .unwrap()
+            .any(|entry| entry.unwrap().file_name().to_string_lossy().starts_with("checkpoint-"));
+        assert!(!saved);
+    }
+}

@@ -1,0 +1,77 @@
+//! `finetune doctor` from the outside: what it says of the machine, that it keeps the token, and the self-test.
+
+use std::process::{Command, Stdio};
+
+use assert_cmd::cargo::cargo_bin;
+
+/// Standard output of a run that ends well, with only these variables of the hub set.
+fn doctor(args: &[&str], env: &[(&str, &str)]) -> String {
+    let mut command = Command::new(cargo_bin!("finetune"));
+    command.arg("doctor").args(args).stdin(Stdio::null());
+    for name in [
+        "HF_ENDPOINT",
+        "HF_HUB_CACHE",
+        "HUGGINGFACE_HUB_CACHE",
+        "HF_TOKEN",
+        "HF_TOKEN_PATH",
+        "HF_HUB_OFFLINE",
+    ] {
+        command.env_remove(name);
+    }
+    let output = command.env("HF_HOME", "no-such-home").envs(env.iter().copied()).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    assert!(output.status.success(), "{:?}: {}", output.status, text(output.stderr));
+    assert_eq!(text(output.stderr), "");
+    text(output.stdout)
+}
+
+/// The value of the line that begins with `name`.
+fn value<'a>(text: &'a str, name: &str) -> &'a str {
+    let line =
+        text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("no {name} in {text}"));
+    line[name.len()..].trim()
+}
+
+#[test]
+fn says_what_there_is() {
+    let text = doctor(&[], &[]);
+    assert_eq!(value(&text, "finetune"), env!("CARGO_PKG_VERSION"));
+    assert!(value(&text, "build").contains(std::env::consts::ARCH), "{text}");
+    assert!(value(&text, "processor").contains("cores"), "{text}");
+    assert!(!value(&text, "memory").is_empty() && !value(&text, "GPU").is_empty(), "{text}");
+    assert_eq!(value(&text, "hub  "), "https://huggingface.co");
+    assert_eq!(std::path::Path::new(value(&text, "hub cache")), std::path::Path::new("no-such-home/hub"));
+    assert!(value(&text, "hub token").starts_with("not set"), "{text}");
+    assert!(!text.contains("self-test"));
+}
+
+#[test]
+fn threads_are_those_that_will_run() {
+    let text = doctor(&[], &[("RAYON_NUM_THREADS", "3")]);
+    assert!(value(&text, "threads").starts_with("3 "), "{text}");
+}
+
+#[test]
+fn a_token_is_never_shown() {
+    let text = doctor(&[], &[("HF_TOKEN", "hf_secretsecret"), ("HF_ENDPOINT", "http://localhost:1")]);
+    assert_eq!(value(&text, "hub token"), "set");
+    assert_eq!(value(&text, "hub  "), "http://localhost:1");
+    assert!(!text.contains("secret"), "{text}");
+}
+
+#[test]
+fn a_wrong_endpoint_is_said_and_does_no_harm() {
+    let text = doctor(&[], &[("HF_ENDPOINT", "huggingface.co")]);
+    assert!(value(&text, "hub").contains("HF_ENDPOINT"), "{text}");
+}
+
+#[test]
+fn the_self_test_passes_and_lists_the_ops() {
+    let text = doctor(&["--selftest"], &[]);
+    for op in ["product", "attention_backward", "linear_cross_entropy", "adamw"] {
+        let row: Vec<&str> = value(&text, &format!("{op} ")).split_whitespace().collect();
+        assert_eq!(row.len(), 3, "{text}");
+        assert!(row[0].parse::<usize>().unwrap() >= 3 && row[1].ends_with('%'), "{text}");
+    }
+    assert!(text.lines().last().unwrap().contains("passed"), "{text}");
+}

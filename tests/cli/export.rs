@@ -1,0 +1,920 @@
+//! Models and adapters in other programs' files: GGUF read back by candle, Hugging Face folders by our own reader.
+//!
+//! Expected names, permutations and bounds are written here by hand from llama.cpp's sources and ggml's block formats;
+//! values come from the golden checkpoints, and an adapter's sum from the model that PEFT merged.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use crate::place::{Place, copy_folder, golden};
+use candle_core::Device;
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::{Content, Value, VersionedMagic};
+use finetune::error::Result;
+use finetune::export::{gguf, hf};
+use finetune::model::ModelConfig;
+use finetune::weights::{ModelFiles, OutputDtype};
+use half::{bf16, f16};
+use insta::assert_snapshot;
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde_json::{Value as Json, json};
+
+const FAMILIES: [&str; 8] = [
+    "tiny-llama",
+    "tiny-llama3",
+    "tiny-mistral",
+    "tiny-qwen2",
+    "tiny-qwen3",
+    "tiny-gemma2",
+    "tiny-gemma3",
+    "tiny-phi3",
+];
+
+fn read_json(path: &Path) -> Json {
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+fn config_of(folder: &Path) -> ModelConfig {
+    let text = std::fs::read_to_string(folder.join("config.json")).unwrap();
+    ModelConfig::from_json(&text, "config.json").unwrap()
+}
+
+/// Every tensor of a folder's safetensors files: its shape and values.
+fn stored(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
+    let mut tensors = BTreeMap::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_none_or(|extension| extension != "safetensors") {
+            continue;
+        }
+        let bytes = std::fs::read(&path).unwrap();
+        for (name, view) in SafeTensors::deserialize(&bytes).unwrap().tensors() {
+            let data = view.data();
+            let values = match view.dtype() {
+                Dtype::F32 => data.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect(),
+                Dtype::F16 => data.chunks(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+                Dtype::BF16 => data.chunks(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+                other => panic!("{name} is {other:?}"),
+            };
+            tensors.insert(name.clone(), (view.shape().to_vec(), values));
+        }
+    }
+    tensors
+}
+
+/// A GGUF file as candle reads it.
+struct Read {
+    content: Content,
+    path: PathBuf,
+}
+
+impl Read {
+    fn open(path: &Path) -> Self {
+        let content = Content::read(&mut File::open(path).unwrap()).unwrap();
+        Read { content, path: path.into() }
+    }
+
+    fn value(&self, key: &str) -> &Value {
+        self.content.metadata.get(key).unwrap_or_else(|| panic!("no key {key}"))
+    }
+
+    fn number(&self, key: &str) -> u32 {
+        self.value(key).to_u32().unwrap()
+    }
+
+    fn text(&self, key: &str) -> &str {
+        self.value(key).to_string().unwrap()
+    }
+
+    fn has(&self, key: &str) -> bool {
+        self.content.metadata.contains_key(key)
+    }
+
+    fn list(&self, key: &str) -> &[Value] {
+        self.value(key).to_vec().unwrap()
+    }
+
+    fn dtype(&self, name: &str) -> GgmlDType {
+        self.content.tensor_infos[name].ggml_dtype
+    }
+
+    fn values(&self, name: &str) -> Vec<f32> {
+        let tensor = self.content.tensor(&mut File::open(&self.path).unwrap(), name, &Device::Cpu).unwrap();
+        tensor.dequantize(&Device::Cpu).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    }
+}
+
+fn export(folder: &Path, kind: &str, output: &Path) -> Result<gguf::Exported> {
+    let (config, files) = (config_of(folder), ModelFiles::open(folder)?);
+    gguf::write_model(&config, &files, "name", kind.parse().unwrap(), output)
+}
+
+fn exported(folder: &Path, kind: &str) -> (tempfile::TempDir, Read) {
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("m.gguf");
+    export(folder, kind, &path).unwrap();
+    let read = Read::open(&path);
+    (place, read)
+}
+
+fn arch(model: &str) -> &str {
+    match model {
+        "tiny-llama" | "tiny-llama3" | "tiny-mistral" => "llama",
+        other => other.strip_prefix("tiny-").unwrap(),
+    }
+}
+
+/// llama.cpp's name of a tensor, from its tensor_mapping.py.
+fn gguf_name(model: &str, name: &str) -> String {
+    let gemma = model.contains("gemma");
+    let name = name.replace("model.layers.", "blk.").replace("model.embed_tokens", "token_embd");
+    let name = name.replace("model.norm", "output_norm").replace("lm_head", "output");
+    let pairs = [
+        ("self_attn.qkv_proj", "attn_qkv"),
+        ("self_attn.q_proj", "attn_q"),
+        ("self_attn.k_proj", "attn_k"),
+        ("self_attn.v_proj", "attn_v"),
+        ("self_attn.o_proj", "attn_output"),
+        ("self_attn.q_norm", "attn_q_norm"),
+        ("self_attn.k_norm", "attn_k_norm"),
+        ("mlp.gate_up_proj", "ffn_up"),
+        ("mlp.gate_proj", "ffn_gate"),
+        ("mlp.up_proj", "ffn_up"),
+        ("mlp.down_proj", "ffn_down"),
+        ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", if gemma { "post_attention_norm" } else { "ffn_norm" }),
+        ("pre_feedforward_layernorm", "ffn_norm"),
+        ("post_feedforward_layernorm", "post_ffw_norm"),
+    ];
+    pairs.iter().fold(name, |name, (hf, ours)| name.replace(hf, ours))
+}
+
+/// What a tensor of a checkpoint is in the file, to the bit: `reshape(heads, 2, d / 2, …).swapaxes(1, 2)` for q and k
+/// of the llama architecture; 1 + w for gemma's norms.
+fn wanted(model: &str, config: &Json, name: &str, shape: &[usize], values: &[f32]) -> Vec<f32> {
+    let heads = match name {
+        _ if arch(model) != "llama" => None,
+        name if name.contains("q_proj") => config["num_attention_heads"].as_u64(),
+        name if name.contains("k_proj") => config["num_key_value_heads"].as_u64(),
+        _ => None,
+    };
+    if let Some(heads) = heads {
+        let heads = usize::try_from(heads).unwrap();
+        let (rows, row) = (shape[0], values.len() / shape[0]);
+        let width = rows / heads;
+        let mut out = Vec::with_capacity(values.len());
+        for head in 0..heads {
+            for pair in 0..width / 2 {
+                for half in 0..2 {
+                    let from = head * width + half * (width / 2) + pair;
+                    out.extend_from_slice(&values[from * row..(from + 1) * row]);
+                }
+            }
+        }
+        return out;
+    }
+    if model.contains("gemma") && name.contains("norm") {
+        return values.iter().map(|value| value + 1.0).collect();
+    }
+    // llama.cpp scales by 1/√head_dim, this model by 1/√query_pre_attn_scalar: 32 and 24.
+    if model == "tiny-gemma2" && name.contains("q_proj") {
+        let factor = (32f64 / 24.0).sqrt() as f32;
+        return values.iter().map(|value| value * factor).collect();
+    }
+    values.to_vec()
+}
+
+#[test]
+fn f32_holds_every_family_to_the_bit() {
+    for model in FAMILIES {
+        let folder = golden("models").join(model);
+        let (_place, read) = exported(&folder, "f32");
+        assert!(matches!(read.content.magic, VersionedMagic::GgufV3), "{model}");
+        assert_eq!(read.content.tensor_data_offset % 32, 0);
+        assert!(read.content.tensor_infos.values().all(|info| info.offset % 32 == 0));
+        assert_eq!(std::fs::metadata(&read.path).unwrap().len() % 32, 0, "the last tensor is padded too");
+        let config = read_json(&folder.join("config.json"));
+        let tensors = stored(&folder);
+        let made = if model == "tiny-llama3" { 1 } else { 0 };
+        assert_eq!(read.content.tensor_infos.len(), tensors.len() + made, "{model}");
+        for (name, (shape, values)) in &tensors {
+            let ours = gguf_name(model, name);
+            let info = read.content.tensor_infos.get(&ours).unwrap_or_else(|| panic!("{model}: {ours}"));
+            assert_eq!(info.shape.dims(), shape, "{model}: {ours}");
+            let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+            let wanted = wanted(model, &config, name, shape, values);
+            assert!(bits(read.values(&ours)) == bits(wanted), "{model}: {ours}");
+        }
+    }
+}
+
+#[test]
+fn halves_round_to_nearest_and_vectors_stay_f32() {
+    let folder = golden("models/tiny-llama");
+    let config = read_json(&folder.join("config.json"));
+    for kind in ["f16", "bf16"] {
+        let (_place, read) = exported(&folder, kind);
+        for (name, (shape, values)) in stored(&folder) {
+            let ours = gguf_name("tiny-llama", &name);
+            let wanted = wanted("tiny-llama", &config, &name, &shape, &values);
+            let round = |value: &f32| match kind {
+                _ if shape.len() == 1 => *value,
+                "f16" => f16::from_f32(*value).to_f32(),
+                _ => bf16::from_f32(*value).to_f32(),
+            };
+            assert!(read.values(&ours) == wanted.iter().map(round).collect::<Vec<_>>(), "{kind}: {ours}");
+        }
+    }
+}
+
+#[test]
+fn the_default_type_loses_nothing() {
+    for (model, kind) in [("tiny-llama", "f32"), ("tiny-mistral", "bf16"), ("tiny-phi3", "f16")] {
+        let files = ModelFiles::open(&golden("models").join(model)).unwrap();
+        assert_eq!(gguf::stored_type(&files).to_string(), kind, "{model}");
+    }
+}
+
+#[test]
+fn keys_say_what_config_json_says() {
+    for model in FAMILIES {
+        let folder = golden("models").join(model);
+        let config = read_json(&folder.join("config.json"));
+        let (_place, read) = exported(&folder, "f32");
+        let arch = arch(model);
+        assert_eq!(read.text("general.architecture"), arch);
+        assert_eq!(read.text("general.type"), "model");
+        assert_eq!((read.number("general.file_type"), read.number("general.quantization_version")), (0, 2));
+        for (key, hf) in [
+            ("vocab_size", "vocab_size"),
+            ("context_length", "max_position_embeddings"),
+            ("embedding_length", "hidden_size"),
+            ("block_count", "num_hidden_layers"),
+            ("feed_forward_length", "intermediate_size"),
+            ("attention.head_count", "num_attention_heads"),
+            ("attention.head_count_kv", "num_key_value_heads"),
+        ] {
+            assert_eq!(
+                Some(u64::from(read.number(&format!("{arch}.{key}")))),
+                config[hf].as_u64(),
+                "{model}: {key}"
+            );
+        }
+        let head_dim = config["head_dim"].as_u64().unwrap_or(16);
+        for key in ["attention.key_length", "attention.value_length", "rope.dimension_count"] {
+            assert_eq!(u64::from(read.number(&format!("{arch}.{key}"))), head_dim, "{model}: {key}");
+        }
+        let float = |key: &str| read.value(&format!("{arch}.{key}")).to_f32().unwrap();
+        assert_eq!(
+            float("attention.layer_norm_rms_epsilon"),
+            config["rms_norm_eps"].as_f64().unwrap() as f32
+        );
+        let theta = match model {
+            "tiny-llama3" => 5e5,
+            "tiny-qwen2" | "tiny-qwen3" | "tiny-gemma3" => 1e6,
+            _ => 1e4,
+        };
+        assert_eq!(float("rope.freq_base"), theta, "{model}");
+        assert!(!read.has(&format!("{arch}.rope.scaling.type")), "{model}");
+    }
+}
+
+#[test]
+fn windows_and_caps_of_gemma() {
+    let (_place, read) = exported(&golden("models/tiny-gemma2"), "f32");
+    assert_eq!(read.number("gemma2.attention.sliding_window"), 8);
+    assert_eq!(read.value("gemma2.attn_logit_softcapping").to_f32().unwrap(), 5.0);
+    assert_eq!(read.value("gemma2.final_logit_softcapping").to_f32().unwrap(), 6.0);
+    assert!(!read.has("gemma2.attention.sliding_window_pattern"), "even layers slide without a key");
+    let (_place, read) = exported(&golden("models/tiny-gemma3"), "f32");
+    assert_eq!(read.number("gemma3.attention.sliding_window"), 8);
+    assert_eq!(read.value("gemma3.rope.freq_base_swa").to_f32().unwrap(), 1e4);
+    let pattern: Vec<bool> = read
+        .list("gemma3.attention.sliding_window_pattern")
+        .iter()
+        .map(|slides| slides.to_bool().unwrap())
+        .collect();
+    assert_eq!(pattern, [true, false], "not five of six");
+}
+
+/// The divisors of conversion/llama.py, in f64: factor 8, frequencies of wavelengths above 64 / 1 divided by it, those
+/// below 64 / 4 kept.
+#[test]
+fn llama3_frequencies_are_a_tensor() {
+    let (_place, read) = exported(&golden("models/tiny-llama3"), "q8_0");
+    let found = read.values("rope_freqs.weight");
+    assert_eq!((found.len(), read.dtype("rope_freqs.weight")), (8, GgmlDType::F32));
+    for (i, found) in found.iter().enumerate() {
+        let wavelength = std::f64::consts::TAU * 500_000f64.powf(2.0 * i as f64 / 16.0);
+        let wanted = match wavelength {
+            short if short < 16.0 => 1.0,
+            long if long > 64.0 => 8.0,
+            middle => {
+                let smooth = (64.0 / middle - 1.0) / (4.0 - 1.0);
+                1.0 / ((1.0 - smooth) / 8.0 + smooth)
+            }
+        };
+        assert!((f64::from(*found) / wanted - 1.0).abs() < 1e-5, "{i}: {found}, {wanted}");
+    }
+}
+
+/// A copy of a golden model whose config.json and tokenizer.json are changed.
+fn changed(
+    model: &str,
+    config: impl FnOnce(&mut Json),
+    tokenizer: impl FnOnce(&mut Json),
+) -> tempfile::TempDir {
+    let place = tempfile::tempdir().unwrap();
+    copy_folder(&golden("models").join(model), place.path());
+    let rewrite = |name: &str, change: &mut dyn FnMut(&mut Json)| {
+        let path = place.path().join(name);
+        let mut json = read_json(&path);
+        change(&mut json);
+        std::fs::write(&path, json.to_string()).unwrap();
+    };
+    let (mut config, mut tokenizer) = (Some(config), Some(tokenizer));
+    rewrite("config.json", &mut |json| config.take().unwrap()(json));
+    rewrite("tokenizer.json", &mut |json| tokenizer.take().unwrap()(json));
+    place
+}
+
+#[test]
+fn scaled_positions_are_keys_and_tensors() {
+    let factors = |from: f64| (0..8).map(|i| from + f64::from(i)).collect::<Vec<f64>>();
+    let folder = changed(
+        "tiny-phi3",
+        |config| {
+            config["rope_scaling"] =
+                json!({ "type": "longrope", "short_factor": factors(1.0), "long_factor": factors(2.0) });
+            config["original_max_position_embeddings"] = json!(64);
+        },
+        |_| {},
+    );
+    let (_place, read) = exported(folder.path(), "f16");
+    let floats = |from: f64| factors(from).into_iter().map(|f| f as f32).collect::<Vec<f32>>();
+    assert_eq!(read.values("rope_factors_short.weight"), floats(1.0));
+    assert_eq!(read.values("rope_factors_long.weight"), floats(2.0));
+    assert_eq!(read.number("phi3.rope.scaling.original_context_length"), 64);
+    // √(1 + ln(256 / 64) / ln 64)
+    let factor = read.value("phi3.rope.scaling.attn_factor").to_f32().unwrap();
+    assert!((f64::from(factor) - (4.0f64 / 3.0).sqrt()).abs() < 1e-6, "{factor}");
+
+    let yarn = json!({ "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64 });
+    let folder = changed("tiny-qwen2", |config| config["rope_scaling"] = yarn, |_| {});
+    let (_place, read) = exported(folder.path(), "f16");
+    assert_eq!(read.text("qwen2.rope.scaling.type"), "yarn");
+    assert_eq!(read.value("qwen2.rope.scaling.factor").to_f32().unwrap(), 4.0);
+    assert_eq!(read.number("qwen2.rope.scaling.original_context_length"), 64);
+    assert!(!read.has("qwen2.rope.scaling.attn_factor"), "llama.cpp has the paper's factor");
+}
+
+#[test]
+fn tokenizers_are_whole() {
+    let texts = |read: &Read, key: &str| -> Vec<String> {
+        read.list(key).iter().map(|text| text.to_string().unwrap().clone()).collect()
+    };
+    // Model, kind, pre-tokenizer, tokens without padding, BOS put before a text, space put before a text.
+    let table = [
+        ("tiny-llama", "gpt2", "smollm", 480, false, false),
+        ("tiny-llama3", "gpt2", "llama-bpe", 600, true, false),
+        ("tiny-qwen2", "gpt2", "qwen2", 500, false, false),
+        ("tiny-qwen3", "gpt2", "qwen2", 512, false, false),
+        ("tiny-mistral", "llama", "default", 520, true, true),
+        ("tiny-phi3", "llama", "default", 530, false, true),
+        ("tiny-gemma2", "llama", "default", 640, true, false),
+        ("tiny-gemma3", "llama", "default", 560, true, false),
+    ];
+    for (model, kind, pre, tokens, bos, space) in table {
+        let folder = golden("models").join(model);
+        let (config, json) = (config_of(&folder), read_json(&folder.join("tokenizer.json")));
+        let (_place, read) = exported(&folder, "f16");
+        assert_eq!(read.text("tokenizer.ggml.model"), kind, "{model}");
+        assert_eq!(read.text("tokenizer.ggml.pre"), pre, "{model}");
+        let list = texts(&read, "tokenizer.ggml.tokens");
+        let types: Vec<i32> =
+            read.list("tokenizer.ggml.token_type").iter().map(|kind| kind.to_i32().unwrap()).collect();
+        assert_eq!((list.len(), types.len()), (config.vocab_size, config.vocab_size), "{model}");
+        assert_eq!(types.iter().position(|kind| *kind == 5).unwrap_or(list.len()), tokens, "{model}");
+        for (text, id) in json["model"]["vocab"].as_object().unwrap() {
+            assert_eq!(&list[usize::try_from(id.as_u64().unwrap()).unwrap()], text, "{model}");
+        }
+        for token in json["added_tokens"].as_array().unwrap() {
+            let id = usize::try_from(token["id"].as_u64().unwrap()).unwrap();
+            assert_eq!(list[id], token["content"].as_str().unwrap(), "{model}");
+            let unknown = token["content"] == json["model"]["unk_token"];
+            let wanted = match token["special"].as_bool().unwrap() {
+                _ if unknown => 2,
+                true => 3,
+                false => 4,
+            };
+            assert_eq!(types[id], wanted, "{model}: {token}");
+        }
+        assert_eq!(read.value("tokenizer.ggml.add_bos_token").to_bool().unwrap(), bos, "{model}");
+        assert!(!read.value("tokenizer.ggml.add_eos_token").to_bool().unwrap(), "{model}");
+        if kind == "gpt2" {
+            let merges = json["model"]["merges"].as_array().unwrap();
+            assert_eq!(read.list("tokenizer.ggml.merges").len(), merges.len(), "{model}");
+        } else {
+            assert_eq!(read.value("tokenizer.ggml.add_space_prefix").to_bool().unwrap(), space, "{model}");
+            assert_eq!(types.iter().filter(|kind| **kind == 6).count(), 256, "{model}: bytes");
+            scores(&read, &json, &list);
+        }
+    }
+}
+
+/// The earlier a token is made by a merge, the higher its score: all that llama.cpp's merging goes by.
+fn scores(read: &Read, json: &Json, tokens: &[String]) {
+    let scores = read.list("tokenizer.ggml.scores");
+    assert_eq!(scores.len(), tokens.len());
+    let score = |text: &str| {
+        let id = tokens.iter().position(|token| token == text).unwrap();
+        scores[id].to_f32().unwrap()
+    };
+    let merged: Vec<String> = json["model"]["merges"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|merge| match merge {
+            Json::String(text) => text.replace(' ', ""),
+            pair => format!("{}{}", pair[0].as_str().unwrap(), pair[1].as_str().unwrap()),
+        })
+        .collect();
+    for (rank, text) in merged.iter().enumerate() {
+        let first = merged.iter().position(|other| other == text).unwrap();
+        assert_eq!(score(text), 0.0 - first as f32, "{rank}: {text}");
+    }
+}
+
+#[test]
+fn special_tokens_and_templates() {
+    let (_place, read) = exported(&golden("models/tiny-llama3"), "f16");
+    let id = |name: &str| read.number(&format!("tokenizer.ggml.{name}_token_id"));
+    // tokenizer_config.json: <|begin_of_text|>, <|eot_id|>; config.json ends at <|end_of_text|> too.
+    assert_eq!((id("bos"), id("eos"), id("eot")), (595, 599, 596));
+    let tokenizer = read_json(&golden("models/tiny-llama3/tokenizer_config.json"));
+    assert_eq!(read.text("tokenizer.chat_template"), tokenizer["chat_template"].as_str().unwrap());
+    let (_place, read) = exported(&golden("models/tiny-qwen3"), "f16");
+    let template = std::fs::read_to_string(golden("models/tiny-qwen3/chat_template.jinja")).unwrap();
+    assert_eq!(read.text("tokenizer.chat_template"), template);
+    assert!(!read.has("tokenizer.ggml.bos_token_id"), "qwen has none");
+    let (_place, read) = exported(&golden("models/tiny-phi3"), "f16");
+    let id = |name: &str| read.number(&format!("tokenizer.ggml.{name}_token_id"));
+    assert_eq!((id("eos"), id("eot"), id("eom"), id("padding"), id("unknown")), (525, 528, 526, 525, 0));
+    assert_eq!(read.text("general.name"), "name (phi-3)", "its special tokens strip what follows");
+}
+
+/// A llama with rows of 256 and 512, of seeded noise, with tiny-llama's tokenizer.
+fn wide() -> tempfile::TempDir {
+    let place = tempfile::tempdir().unwrap();
+    copy_folder(&golden("models/tiny-llama"), place.path());
+    let path = place.path().join("config.json");
+    let mut config = read_json(&path);
+    (config["hidden_size"], config["intermediate_size"]) = (json!(256), json!(512));
+    config["num_hidden_layers"] = json!(8);
+    std::fs::write(&path, config.to_string()).unwrap();
+    let mut state = 1u64;
+    let mut noise = || {
+        // Knuth's MMIX generator; the sum of four uniform numbers has a bell's shape.
+        let mut uniform = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+        };
+        0.05 * (uniform() + uniform() + uniform() + uniform())
+    };
+    let shapes = finetune::model::parameters(&config_of(place.path()));
+    let tensors: Vec<_> = shapes
+        .iter()
+        .map(|spec| {
+            let bytes: Vec<u8> = (0..spec.len()).flat_map(|_| noise().to_le_bytes()).collect();
+            (spec.name.clone(), spec.shape.clone(), bytes)
+        })
+        .collect();
+    let views = tensors
+        .iter()
+        .map(|(name, shape, bytes)| (name, TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap()));
+    safetensors::serialize_to_file(views, None, &place.path().join("model.safetensors")).unwrap();
+    place
+}
+
+/// The largest error that rounding in the blocks of a type can make: half a step, and where scales are themselves
+/// rounded to 6 or 8 bits (k-quants) at most a whole step of the widest block of 256.
+fn bound(dtype: GgmlDType, values: &[f32]) -> f32 {
+    let amax = values.iter().fold(0f32, |max, value| max.max(value.abs()));
+    let width = |block: &[f32]| {
+        let low = block.iter().copied().fold(0f32, f32::min);
+        block.iter().copied().fold(0f32, f32::max) - low
+    };
+    // Scales are f16, so half a unit of 2^-10 off.
+    let scale = amax / 2048.0;
+    match dtype {
+        GgmlDType::Q8_0 => 0.5 * amax / 127.0 + scale,
+        // From -8 to 7 steps: the largest value of the other sign may be a whole step off.
+        GgmlDType::Q4_0 => amax / 8.0 + scale,
+        GgmlDType::Q5_0 => amax / 16.0 + scale,
+        GgmlDType::Q5_1 => 0.5 * width(values) / 31.0 + 2.0 * scale,
+        GgmlDType::Q4K => values.chunks(32).map(|block| width(block) / 15.0).fold(0.0, f32::max),
+        GgmlDType::Q5K => values.chunks(32).map(|block| width(block) / 31.0).fold(0.0, f32::max),
+        // From -32 to 31 steps, and scales of blocks of 16 in 127ths of the largest.
+        GgmlDType::Q6K => amax / 32.0 + amax / 254.0,
+        GgmlDType::F16 => amax / 1024.0,
+        GgmlDType::F32 => 0.0,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn check_errors(folder: &Path, model: &str, read: &Read) {
+    let config = read_json(&folder.join("config.json"));
+    for (name, (shape, values)) in stored(folder) {
+        let ours = gguf_name(model, &name);
+        let (dtype, wanted) = (read.dtype(&ours), wanted(model, &config, &name, &shape, &values));
+        let found = read.values(&ours);
+        let block = if dtype.block_size() == 1 { wanted.len() } else { dtype.block_size() };
+        for (wanted, found) in wanted.chunks(block).zip(found.chunks(block)) {
+            let bound = bound(dtype, wanted);
+            let worst = wanted.iter().zip(found).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(worst <= bound, "{ours} {dtype:?}: {worst} > {bound}");
+        }
+    }
+}
+
+/// Types by hand from llama_tensor_get_type. 8 layers: 8/8 = 1, 7·8/8 = 7; more bits in layers 0, 7 and 3, 6.
+#[test]
+fn mixtures_of_blocks() {
+    let folder = wide();
+    use GgmlDType::{F32, Q4_0, Q4K, Q5K, Q6K, Q8_0};
+    for (kind, most, more, output) in [
+        ("q8_0", Q8_0, Q8_0, Q8_0),
+        ("q4_0", Q4_0, Q4_0, Q6K),
+        ("q4_k_m", Q4K, Q6K, Q6K),
+        ("q5_k_m", Q5K, Q6K, Q6K),
+        ("q6_k", Q6K, Q6K, Q6K),
+    ] {
+        let (_place, read) = exported(folder.path(), kind);
+        for (name, info) in &read.content.tensor_infos {
+            let layer = name.split('.').nth(1).and_then(|layer| layer.parse::<usize>().ok());
+            let favoured = matches!(layer, Some(0 | 3 | 6 | 7));
+            let wanted = match name.as_str() {
+                "output.weight" => output,
+                name if name.contains("norm") => F32,
+                name if favoured && (name.contains("attn_v") || name.contains("ffn_down")) => more,
+                _ => most,
+            };
+            assert_eq!(info.ggml_dtype, wanted, "{kind}: {name}");
+        }
+        check_errors(folder.path(), "tiny-llama", &read);
+    }
+}
+
+/// tiny-llama3 has rows of 64 and, in its down projections, 112: no multiple of 32 in sight, which leaves f16.
+#[test]
+fn rows_that_blocks_do_not_divide() {
+    use GgmlDType::{F16, Q4_0, Q5_0, Q5_1, Q8_0};
+    let folder = golden("models/tiny-llama3");
+    for (kind, rows_of_64, value, embedding) in [
+        ("q8_0", Q8_0, Q8_0, Q8_0),
+        ("q4_0", Q4_0, Q4_0, Q8_0),
+        ("q4_k_m", Q5_0, Q8_0, Q8_0),
+        ("q5_k_m", Q5_1, Q8_0, Q8_0),
+        ("q6_k", Q8_0, Q8_0, Q8_0),
+    ] {
+        let (_place, read) = exported(&folder, kind);
+        assert_eq!(read.dtype("blk.0.attn_q.weight"), rows_of_64, "{kind}");
+        assert_eq!(read.dtype("blk.1.attn_v.weight"), value, "{kind}: layer 1 of 2 has more bits");
+        assert_eq!(read.dtype("token_embd.weight"), embedding, "{kind}: tied, so also the output");
+        assert_eq!(read.dtype("blk.0.ffn_down.weight"), F16, "{kind}");
+        check_errors(&folder, "tiny-llama3", &read);
+    }
+    let place = tempfile::tempdir().unwrap();
+    let report = export(&folder, "q6_k", &place.path().join("m.gguf")).unwrap();
+    assert_eq!(report.fallbacks, 14, "7 matrices in each of 2 layers; the output's q8_0 is the rule");
+}
+
+/// W + alpha / r · B A with A and B from the GGUF file, rows put back, is what PEFT merged.
+#[test]
+fn an_adapter_is_the_sum_that_peft_merged() {
+    let (base, adapter) = (golden("models/tiny-llama"), golden("train/lora/adapter_final"));
+    let config = read_json(&base.join("config.json"));
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("a.gguf");
+    let kind = "f32".parse().unwrap();
+    gguf::write_adapter(&config_of(&base), &adapter, "a", kind, &path).unwrap();
+    let read = Read::open(&path);
+    assert_eq!(read.text("general.type"), "adapter");
+    assert_eq!((read.text("general.architecture"), read.text("adapter.type")), ("llama", "lora"));
+    let alpha = read.value("adapter.lora.alpha").to_f32().unwrap();
+    let (merged, mut changed) = (stored(&golden("train/lora/merged")), 0);
+    for (name, (shape, values)) in stored(&base) {
+        let ours = gguf_name("tiny-llama", &name);
+        let merged = wanted("tiny-llama", &config, &name, &shape, &merged[&name].1);
+        let mut sum = wanted("tiny-llama", &config, &name, &shape, &values);
+        if read.content.tensor_infos.contains_key(&format!("{ours}.lora_a")) {
+            let (a, b) = (read.values(&format!("{ours}.lora_a")), read.values(&format!("{ours}.lora_b")));
+            let r = a.len() / shape[1];
+            assert_eq!(b.len(), shape[0] * r);
+            for (row, out) in sum.chunks_mut(shape[1]).enumerate() {
+                for (column, out) in out.iter_mut().enumerate() {
+                    let dot: f32 = (0..r).map(|k| b[row * r + k] * a[k * shape[1] + column]).sum();
+                    *out += alpha / r as f32 * dot;
+                }
+            }
+            changed += 1;
+        }
+        let worst = sum.iter().zip(&merged).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(worst < 1e-6, "{ours}: {worst}");
+    }
+    assert_eq!(read.content.tensor_infos.len(), 2 * changed);
+    assert!(changed > 0);
+}
+
+/// rsLoRA scales by alpha / √r; llama.cpp by alpha / r, so B carries the quotient.
+#[test]
+fn an_adapter_keeps_its_scale() {
+    let (base, adapter) = (golden("models/tiny-llama"), golden("train/rslora/adapter_final"));
+    let config = read_json(&adapter.join("adapter_config.json"));
+    assert_eq!(config["use_rslora"], true);
+    let r = config["r"].as_f64().unwrap();
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("a.gguf");
+    gguf::write_adapter(&config_of(&base), &adapter, "a", "f32".parse().unwrap(), &path).unwrap();
+    let read = Read::open(&path);
+    assert_eq!(
+        f64::from(read.value("adapter.lora.alpha").to_f32().unwrap()),
+        config["lora_alpha"].as_f64().unwrap()
+    );
+    let tensors = stored(&adapter);
+    let (_, b) = &tensors["base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"];
+    for (found, b) in read.values("blk.0.attn_v.weight.lora_b").iter().zip(b) {
+        assert!(
+            (f64::from(*found) - f64::from(*b) * r.sqrt()).abs() <= 1e-6 * f64::from(b.abs()),
+            "{found}, {b}"
+        );
+    }
+}
+
+#[test]
+fn a_hugging_face_folder_is_the_model_again() {
+    let source = golden("models/tiny-mistral");
+    let files = ModelFiles::open(&source).unwrap();
+    let place = tempfile::tempdir().unwrap();
+    let output = place.path().join("same");
+    hf::export(&files, &output, OutputDtype::Auto, hf::SHARD_BYTES).unwrap();
+    assert!(output.join("model.safetensors").exists(), "one file, whatever the source had");
+    let same = ModelFiles::open(&output).unwrap();
+    assert!(same.names().eq(files.names()));
+    assert!(files.names().all(|name| same.bytes(name).unwrap() == files.bytes(name).unwrap()));
+    for name in ["config.json", "generation_config.json"] {
+        assert_eq!(read_json(&output.join(name)), read_json(&source.join(name)), "{name}");
+    }
+    let bytes =
+        |name: &str| (std::fs::read(output.join(name)).unwrap(), std::fs::read(source.join(name)).unwrap());
+    let (ours, theirs) = bytes("tokenizer.json");
+    assert!(ours == theirs);
+
+    let output = place.path().join("f16");
+    hf::export(&files, &output, OutputDtype::F16, 200_000).unwrap();
+    assert_eq!(read_json(&output.join("config.json"))["torch_dtype"], "float16");
+    let half = ModelFiles::open(&output).unwrap();
+    assert!(half.is_indexed() && half.files().len() > 1, "sharded");
+    for (name, (_, values)) in stored(&source) {
+        let mut found = vec![0f32; values.len()];
+        half.read_f32(&name, &mut found).unwrap();
+        assert!(found.iter().zip(&values).all(|(a, b)| *a == f16::from_f32(*b).to_f32()), "{name}");
+    }
+}
+
+// Through the binary: bad input.
+
+fn refused(place: &Place, args: &[&str]) -> String {
+    let output = place.command(&[&["export"], args].concat()).arg("--quiet").output().unwrap();
+    let said = place.told(&output.stderr);
+    let code = output.status.code().unwrap();
+    assert_ne!(code, 0, "{said}");
+    assert!(!said.contains("a fault of ours"), "{said}");
+    assert!(output.stdout.is_empty(), "errors go to stderr alone");
+    let left = std::fs::read_dir(place.path("model").parent().unwrap()).unwrap();
+    let left: Vec<_> = left.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    assert!(!left.iter().any(|name| name.contains("tmp")), "{left:?}");
+    format!("exit {code}\n{said}")
+}
+
+const GGUF: [&str; 6] = ["--model", "model", "--format", "gguf", "--output", "m.gguf"];
+
+fn refused_gguf(place: &Place, more: &[&str]) -> String {
+    let text = refused(place, &[&GGUF, more].concat());
+    assert!(!place.path("m.gguf").exists(), "a file after: {text}");
+    text
+}
+
+#[test]
+fn an_unknown_type() {
+    assert_snapshot!(refused_gguf(&Place::new(), &["--type", "q3_k_l"]), @"
+    exit 2
+    error: invalid value 'q3_k_l' for '--type <TYPE>'
+      [possible values: f32, f16, bf16, q8_0, q4_0, q4_k_m, q5_k_m, q6_k]
+
+      tip: a similar value exists: 'q5_k_m'
+
+    For more information, try '--help'.
+    ");
+}
+
+#[test]
+fn an_output_that_exists() {
+    let place = Place::new();
+    place.write("m.gguf", "mine");
+    assert_snapshot!(refused(&place, &GGUF), @"
+    exit 1
+    error: cannot write m.gguf
+      caused by: there is a file of that name
+    hint: give another name as `--output`, or remove the file
+    ");
+    assert_eq!(std::fs::read(place.path("m.gguf")).unwrap(), b"mine");
+    assert_snapshot!(refused(&place, &["--model", "model", "--format", "gguf", "--output", "model"]), @"
+    exit 1
+    error: cannot write model
+      caused by: it is a folder; a GGUF is one file
+    hint: write `--output model/model.gguf`
+    ");
+    assert_snapshot!(refused(&place, &["--model", "model", "--format", "hf", "--output", "model"]), @"
+    exit 1
+    error: cannot write to model
+      caused by: the folder is not empty
+    hint: give a new or empty folder as `--output`
+    ");
+}
+
+#[test]
+fn what_does_not_go_together() {
+    let place = Place::new();
+    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    let hf = ["--model", "model", "--format", "hf", "--output", "out"];
+    assert_snapshot!(refused(&place, &[&hf[..], &["--type", "q8_0"]].concat()), @"
+    exit 1
+    error: cannot store a Hugging Face model as q8_0
+      caused by: accepted with `--format hf`: f32, f16, bf16
+    hint: write `--format gguf`
+    ");
+    assert_snapshot!(refused(&place, &[&hf[..], &["--adapter", "adapter"]].concat()), @"
+    exit 1
+    error: cannot export an adapter as a Hugging Face model
+      caused by: accepted with `--adapter`: `--format gguf`, the adapter alone
+    hint: merge it: `finetune merge --model model --adapter adapter --output out`
+    ");
+    assert_snapshot!(refused_gguf(&place, &["--adapter", "adapter", "--type", "q4_k_m"]), @"
+    exit 1
+    error: cannot export an adapter as q4_k_m
+      caused by: accepted for an adapter: f32, f16
+    hint: merge first: `finetune merge --model MODEL --adapter [DIR]/adapter --output merged`, then export `--model merged`
+    ");
+}
+
+#[test]
+fn an_adapter_that_is_more_than_lora() {
+    let place = Place::new();
+    copy_folder(&golden("train/dora/adapter_final"), &place.path("dora"));
+    assert_snapshot!(refused_gguf(&place, &["--adapter", "dora"]), @"
+    exit 1
+    error: cannot export adapter [DIR]/dora as GGUF
+      caused by: it has `use_dora`: true; a GGUF adapter holds LoRA of linear layers alone
+    hint: merge first: `finetune merge --model MODEL --adapter [DIR]/dora --output merged`, then export `--model merged`
+    ");
+    copy_folder(&golden("train/lora/adapter_final"), &place.path("saved"));
+    let path = place.path("saved/adapter_config.json");
+    let mut config = read_json(&path);
+    config["modules_to_save"] = json!(["lm_head"]);
+    std::fs::write(&path, config.to_string()).unwrap();
+    assert_snapshot!(refused_gguf(&place, &["--adapter", "saved"]), @r#"
+    exit 1
+    error: cannot export adapter [DIR]/saved as GGUF
+      caused by: it has `modules_to_save`: ["lm_head"]; a GGUF adapter holds LoRA of linear layers alone
+    hint: merge first: `finetune merge --model MODEL --adapter [DIR]/saved --output merged`, then export `--model merged`
+    "#);
+}
+
+#[test]
+fn an_adapter_of_another_model() {
+    let place = Place::with_model("tiny-qwen2");
+    copy_folder(&golden("train/lora_phi3/adapter_final"), &place.path("adapter"));
+    assert_snapshot!(refused_gguf(&place, &["--adapter", "adapter"]), @"
+    exit 1
+    error: cannot use adapter [DIR]/adapter with this model
+      caused by: it has tensors for `model.layers.0.mlp.gate_up_proj`, which the model has not
+    hint: give the model it was trained on as `--model`: tiny-phi3
+    ");
+}
+
+/// tiny-llama whose tokenizer.json or config.json says something else.
+fn refused_model(config: impl FnOnce(&mut Json), tokenizer: impl FnOnce(&mut Json)) -> String {
+    let place = Place::new();
+    copy_folder(changed("tiny-llama", config, tokenizer).path(), &place.path("model"));
+    refused_gguf(&place, &[])
+}
+
+#[test]
+fn a_tokenizer_that_llama_cpp_does_not_have() {
+    assert_snapshot!(refused_model(
+        |_| {},
+        |tokenizer| {
+            tokenizer["model"] = json!({ "type": "Unigram", "vocab": [["a", -1.0]], "unk_id": 0 });
+        }
+    ), @"
+    exit 1
+    error: cannot express this model's tokenizer in GGUF
+      caused by: its model is Unigram; accepted: BPE
+    hint: write `--format hf` for programs that read Hugging Face folders
+    ");
+    assert_snapshot!(refused_model(
+        |_| {},
+        |tokenizer| tokenizer["pre_tokenizer"]["pretokenizers"][0] =
+            json!({ "type": "Punctuation", "behavior": "Isolated" })
+    ), @r#"
+    exit 1
+    error: cannot express this model's tokenizer in GGUF
+      caused by: its pre-tokenizer is {"type":"Sequence","pretokenizers":[{"type":"Punctuation","behavior":"Isolated"},{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":true,"use_regex":true}]}, for which llama.cpp has no name
+    hint: write `--format hf` for programs that read Hugging Face folders
+    "#);
+    assert_snapshot!(refused_model(
+        |_| {},
+        |tokenizer| tokenizer["normalizer"] = json!({ "type": "Lowercase" })
+    ), @r#"
+    exit 1
+    error: cannot express this model's tokenizer in GGUF
+      caused by: its normalizer is {"type":"Lowercase"}; accepted: none, NFC
+    hint: write `--format hf` for programs that read Hugging Face folders
+    "#);
+}
+
+/// tiny-qwen2 with this `rope_scaling`.
+fn refused_of(scaling: &Json) -> String {
+    let place = Place::new();
+    let model = changed("tiny-qwen2", |config| config["rope_scaling"] = scaling.clone(), |_| {});
+    copy_folder(model.path(), &place.path("model"));
+    refused_gguf(&place, &[])
+}
+
+#[test]
+fn a_model_that_llama_cpp_cannot_compute() {
+    assert_snapshot!(refused_model(|config| config["hidden_act"] = json!("gelu_pytorch_tanh"), |_| {}), @"
+    exit 1
+    error: cannot export this model as GGUF
+      caused by: it has the activation GeluTanh, which llama.cpp's llama has no key for
+    hint: write `--format hf` for programs that read Hugging Face folders
+    ");
+    let scaling = json!({ "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64 });
+    assert!(refused_of(&json!({ "rope_type": "yarn", "factor": 4.0, "beta_fast": 16 })).contains("\"yarn\""));
+    assert_snapshot!(refused_of(&scaling), @r#"
+    exit 1
+    error: cannot export this model as GGUF
+      caused by: llama.cpp's qwen2 cannot compute `rope_scaling` of type "llama3" as it is set here
+    hint: write `--format hf` for programs that read Hugging Face folders
+    "#);
+}
+
+#[test]
+fn weights_that_do_not_fit() {
+    let place = Place::new();
+    let path = place.path("model/model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let mut up = file.tensor("model.layers.1.mlp.up_proj.weight").unwrap().data().to_vec();
+    up[..4].copy_from_slice(&70000f32.to_le_bytes());
+    let write = |keep: &dyn Fn(&str) -> bool, up: &[u8]| {
+        let tensors = file.tensors();
+        let views = tensors.iter().filter(|(name, _)| keep(name)).map(|(name, view)| {
+            let data = if name == "model.layers.1.mlp.up_proj.weight" { up } else { view.data() };
+            (name.as_str(), TensorView::new(view.dtype(), view.shape().to_vec(), data).unwrap())
+        });
+        safetensors::serialize_to_file(views, None, &path).unwrap();
+    };
+    write(&|_| true, &up);
+    assert_snapshot!(refused_gguf(&place, &["--type", "f16"]), @"
+    exit 1
+    error: cannot store tensor `model.layers.1.mlp.up_proj.weight` as f16
+      caused by: it holds 70000; the largest number of f16 is 65504
+    hint: write `--type bf16` or `--type f32`
+    ");
+    let hf = ["--model", "model", "--format", "hf", "--type", "f16", "--output", "out"];
+    assert_snapshot!(refused(&place, &hf), @"
+    exit 1
+    error: cannot store tensor `model.layers.1.mlp.up_proj.weight` as f16
+      caused by: it holds 70000; the largest number of f16 is 65504
+    hint: write `--type bf16` or `--type f32`
+    ");
+    assert!(!place.path("out").exists());
+    up[..4].copy_from_slice(&f32::NAN.to_le_bytes());
+    write(&|_| true, &up);
+    assert_snapshot!(refused_gguf(&place, &["--type", "q8_0"]), @"
+    exit 1
+    error: cannot store tensor `model.layers.1.mlp.up_proj.weight` as q8_0
+      caused by: it holds NaN; accepted: finite numbers
+    hint: give an earlier checkpoint of that run
+    ");
+    write(&|name| name != "model.norm.weight", &up);
+    assert_snapshot!(refused_gguf(&place, &[]), @"
+    exit 1
+    error: cannot read weights in [DIR]/model
+      caused by: tensor `model.norm.weight` is missing; the nearest is `lm_head.weight`
+    hint: give config.json and weights of one and the same model
+    ");
+}

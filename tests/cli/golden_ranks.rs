@@ -1,0 +1,68 @@
+//! The trajectories of transformers + PEFT again, on 2 and 4 ranks under sharding and without, within the tolerances
+//! that one rank is held to (the module `train`). A golden step is one global batch in file order: ranks share its
+//! micro-batches, or its rows where there are fewer of those than ranks.
+
+use crate::golden_run::{Split, follows};
+
+const ON_2: [Split; 4] = [
+    Split { ranks: 2, strategy: "ddp", shard_size: None },
+    Split { ranks: 2, strategy: "zero2", shard_size: None },
+    Split { ranks: 2, strategy: "fsdp", shard_size: None },
+    Split { ranks: 2, strategy: "hsdp", shard_size: Some(1) },
+];
+
+/// For steps of four rows.
+const ON_4: [Split; 3] = [
+    Split { ranks: 4, strategy: "ddp", shard_size: None },
+    Split { ranks: 4, strategy: "fsdp", shard_size: None },
+    Split { ranks: 4, strategy: "hsdp", shard_size: Some(2) },
+];
+
+/// Steps of two micro-batches of two rows.
+fn four_rows_follow(name: &str) {
+    ON_2.into_iter().chain(ON_4).for_each(|split| follows(name, split));
+}
+
+/// Steps of one micro-batch of two rows.
+fn two_rows_follow(name: &str) {
+    ON_2.into_iter().for_each(|split| follows(name, split));
+}
+
+#[test]
+fn full_follows_transformers() {
+    four_rows_follow("full");
+}
+
+#[test]
+fn lora_follows_peft() {
+    four_rows_follow("lora");
+}
+
+#[test]
+fn rslora_follows_peft() {
+    four_rows_follow("rslora");
+}
+
+#[test]
+fn qlora_follows_peft_on_bitsandbytes() {
+    four_rows_follow("qlora");
+}
+
+#[test]
+fn dora_follows_peft() {
+    four_rows_follow("dora");
+    four_rows_follow("qdora");
+}
+
+#[test]
+fn lora_on_other_families_follows_peft() {
+    two_rows_follow("lora_qwen2");
+    two_rows_follow("lora_phi3");
+}
+
+#[test]
+fn lora_on_tables_and_token_rows_follows_peft() {
+    for name in ["lora_tables", "lora_tables_tied", "lora_tokens", "lora_tokens_untied"] {
+        two_rows_follow(name);
+    }
+}

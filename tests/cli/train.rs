@@ -1,0 +1,214 @@
+//! Whole runs through the binary: trajectories of transformers + PEFT step by step, splits, resume, outputs.
+//! The golden runs were made by tests/golden/scripts/make_golden.py.
+
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+use crate::golden_run::{self, ONE_RANK, golden, metrics, number};
+use finetune::weights::ModelFiles;
+use serde_json::Value;
+
+fn finetune(args: &[&str]) -> Output {
+    let mut command = assert_cmd::Command::cargo_bin("finetune").unwrap();
+    command.env("HF_HUB_OFFLINE", "1").args(args).output().unwrap()
+}
+
+fn succeed(args: &[&str]) -> Output {
+    let output = finetune(args);
+    assert!(output.status.success(), "{args:?}\n{}", String::from_utf8_lossy(&output.stderr));
+    output
+}
+
+fn losses(output: &Path) -> Vec<f64> {
+    metrics(output, "loss").iter().map(|step| number(step, "loss")).collect()
+}
+
+fn follows(name: &str) {
+    golden_run::follows(name, ONE_RANK);
+}
+
+#[test]
+fn lora_follows_peft() {
+    follows("lora");
+}
+
+#[test]
+fn qlora_follows_peft_on_bitsandbytes() {
+    follows("qlora");
+}
+
+#[test]
+fn dora_follows_peft() {
+    follows("dora");
+}
+
+#[test]
+fn dora_over_nf4_follows_peft_on_bitsandbytes() {
+    follows("qdora");
+}
+
+#[test]
+fn lora_on_embedding_and_head_follows_peft() {
+    follows("lora_tables");
+    follows("lora_tables_tied");
+}
+
+#[test]
+fn single_token_rows_follow_peft() {
+    follows("lora_tokens");
+    follows("lora_tokens_untied");
+}
+
+#[test]
+fn rslora_follows_peft() {
+    follows("rslora");
+}
+
+#[test]
+fn full_follows_transformers() {
+    follows("full");
+}
+
+#[test]
+fn lora_on_qwen2_follows_peft() {
+    follows("lora_qwen2");
+}
+
+#[test]
+fn lora_on_phi3_follows_peft() {
+    follows("lora_phi3");
+}
+
+fn lora_flags<'a>(output: &'a str, model: &'a str, data: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut flags = vec!["--model", model, "--dataset", data, "--output", output, "--recipe", "lora"];
+    flags.extend(["--set", "data.max_seq_len=96", "--set", "data.packing=false"]);
+    for pair in more {
+        flags.extend(["--set", pair]);
+    }
+    flags
+}
+
+fn paths(model: &str) -> (String, String) {
+    let text = |path: PathBuf| path.display().to_string();
+    (text(golden().join("models").join(model)), text(golden().join("data/sft_messages.jsonl")))
+}
+
+/// Micro-batches and accumulation share one global batch: the same curve, dropout on.
+#[test]
+fn splits_of_a_batch_give_the_same_curve() {
+    let (model, data) = paths("tiny-llama");
+    let place = tempfile::tempdir().unwrap();
+    let mut curves = Vec::new();
+    for (micro, accumulation) in [(1, 8), (2, 4), (4, 2), (8, 1)] {
+        let output = place.path().join(format!("{micro}x{accumulation}")).display().to_string();
+        let micro = format!("train.micro_batch_size={micro}");
+        let accumulation = format!("train.gradient_accumulation_steps={accumulation}");
+        let more = [
+            micro.as_str(),
+            &accumulation,
+            "train.max_steps=20",
+            "adapter.lora_dropout=0.2",
+            "optimizer.learning_rate=2e-3",
+        ];
+        succeed(&lora_flags(&output, &model, &data, &more));
+        curves.push(losses(Path::new(&output)));
+    }
+    assert_eq!(curves[0].len(), 20);
+    for curve in &curves[1..] {
+        for (a, b) in curve.iter().zip(&curves[0]) {
+            assert!((a / b - 1.0).abs() < 1e-5, "{a} {b}");
+        }
+    }
+    assert!(curves[0][19] < curves[0][0]);
+}
+
+/// Steps 1–12 at once, and 1–7, a kill, 8–12: the same bytes, for an adapter and for all weights.
+#[test]
+fn a_resumed_run_equals_the_unbroken_one() {
+    let (model, data) = paths("tiny-qwen2");
+    for (recipe, file, rate) in [
+        ("lora", "adapter_model.safetensors", "optimizer.learning_rate=1e-3"),
+        ("full", "model.safetensors", "optimizer.learning_rate=1e-3"),
+    ] {
+        let place = tempfile::tempdir().unwrap();
+        let output = |name: &str| place.path().join(name).display().to_string();
+        let flags = |output: &str, dropout: bool| -> Vec<String> {
+            let mut more = vec![
+                rate,
+                "train.epochs=2",
+                "train.micro_batch_size=3",
+                "train.gradient_accumulation_steps=4",
+            ];
+            more.push("checkpoint.save_steps=7");
+            if dropout {
+                more.push("adapter.lora_dropout=0.1");
+            }
+            let flags = lora_flags(output, &model, &data, &more);
+            flags
+                .iter()
+                .map(|flag| if *flag == "lora" { recipe.to_owned() } else { (*flag).to_owned() })
+                .collect()
+        };
+        let (whole, broken) = (output("whole"), output("broken"));
+        let run = |flags: Vec<String>| succeed(&flags.iter().map(String::as_str).collect::<Vec<_>>());
+        run(flags(&whole, recipe == "lora"));
+        run(flags(&broken, recipe == "lora"));
+        // As a kill after step 7 leaves it.
+        for name in ["adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"] {
+            let _ = std::fs::remove_file(Path::new(&broken).join(name));
+        }
+        assert!(Path::new(&broken).join("checkpoint-7/manifest.json").exists());
+        let mut again = flags(&broken, recipe == "lora");
+        again.push("--resume".into());
+        run(again);
+        let bytes = |folder: &str| std::fs::read(Path::new(folder).join(file)).unwrap();
+        assert!(bytes(&whole) == bytes(&broken), "{recipe}");
+        assert_eq!(losses(Path::new(&whole)), losses(Path::new(&broken)), "{recipe}");
+    }
+}
+
+/// PEFT's `ensure_weight_tying`: one parameter, read under either name and written under both.
+#[test]
+fn a_tie_that_is_kept_trains_as_one() {
+    let (model, data) = paths("tiny-llama3");
+    let place = tempfile::tempdir().unwrap();
+    let folder = |name: &str| place.path().join(name).display().to_string();
+    let text = golden().join("data/text.jsonl").display().to_string();
+    let loss = |more: &[&str]| {
+        let mut args = vec!["eval", "--dataset", &text, "--set", "data.max_seq_len=96", "--json"];
+        args.extend(more);
+        number(&serde_json::from_slice(&succeed(&args).stdout).unwrap(), "loss")
+    };
+    for modules in [r#"["lm_head"]"#, r#"["embed_tokens", "lm_head"]"#] {
+        let (start, output, merged) =
+            (folder(&format!("{modules} start")), folder(modules), folder(&format!("{modules} merged")));
+        // So small a rate leaves embedding and head of the second equal, as PEFT's are.
+        let rate = if modules.contains("embed") { "1e-30" } else { "1e-2" };
+        let (modules, rate) =
+            (format!("adapter.modules_to_save={modules}"), format!("optimizer.learning_rate={rate}"));
+        succeed(&lora_flags(&start, &model, &data, &[&modules, &rate, "train.max_steps=4"]));
+        let config = Path::new(&start).join("adapter_config.json");
+        let mut keys: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
+        keys["ensure_weight_tying"] = true.into();
+        std::fs::write(&config, keys.to_string()).unwrap();
+
+        succeed(&["merge", "--model", &model, "--adapter", &start, "--output", &merged, "--dtype", "f32"]);
+        let wanted = loss(&["--model", &merged]);
+        let ours = loss(&["--model", &model, "--adapter", &start]);
+        assert!((ours - wanted).abs() < 1e-5, "{modules}: {ours}, merged {wanted}");
+
+        let path = format!("adapter.path={start:?}");
+        let mut flags = vec!["--model", &model, "--dataset", &data, "--output", &output];
+        for pair in [&path, "optimizer.learning_rate=1e-2", "train.max_steps=3", "data.max_seq_len=96"] {
+            flags.extend(["--set", pair]);
+        }
+        succeed(&flags);
+        let open = |folder: &str| {
+            ModelFiles::open_file(&Path::new(folder).join("adapter_model.safetensors")).unwrap()
+        };
+        let (start, output) = (open(&start), open(&output));
+        let (embed, head) = ("base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight");
+        assert!(output.bytes(head).unwrap() != start.bytes(head).unwrap(), "{modules}: it does not train");
+        assert!(output.bytes(embed).unwrap() == output.bytes(head).unwrap(), "{modules}: it is untied");
+    }
+}

@@ -1,0 +1,50 @@
+//! Rows to tokens, masks and batches, against transformers' own results (tests/golden) and on every format.
+
+mod bombs;
+mod encoding;
+mod golden_batches;
+mod golden_chat;
+mod ranks;
+mod sampling;
+#[allow(clippy::print_stderr, reason = "a skipped check is said aloud")]
+mod shared_data;
+mod sources;
+
+use std::path::{Path, PathBuf};
+
+use finetune::data::{ChatTemplate, Tokenizer};
+
+/// The tiny families of tests/golden/models.
+const MODELS: [&str; 8] = [
+    "tiny-gemma2",
+    "tiny-gemma3",
+    "tiny-llama",
+    "tiny-llama3",
+    "tiny-mistral",
+    "tiny-phi3",
+    "tiny-qwen2",
+    "tiny-qwen3",
+];
+
+fn golden(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
+}
+
+fn tokenizer(model: &str) -> Tokenizer {
+    Tokenizer::load(&golden("models").join(model)).unwrap()
+}
+
+fn template(tokenizer: &Tokenizer) -> ChatTemplate {
+    ChatTemplate::load(tokenizer, None).unwrap().unwrap()
+}
+
+/// Files of their own for a test.
+fn folder(files: &[(&str, &[u8])]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, bytes) in files {
+        let path = folder.path().join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, bytes).unwrap();
+    }
+    folder
+}

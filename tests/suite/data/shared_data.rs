@@ -1,0 +1,91 @@
+//! Every file of the shared data, where it is at hand (`FINETUNE_SHARED`, or a folder `shared` beside the project).
+
+use std::path::{Path, PathBuf};
+
+use finetune::data::{ChatTemplate, DataOptions, Dataset, RowFormat, Tokenizer};
+
+use super::{template, tokenizer};
+
+pub(crate) fn shared() -> Option<PathBuf> {
+    let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared");
+    let folder = std::env::var_os("FINETUNE_SHARED").map_or_else(beside, PathBuf::from);
+    if folder.join("data").is_dir() {
+        return Some(folder);
+    }
+    eprintln!("SKIPPED: there is no {}; set FINETUNE_SHARED", folder.join("data").display());
+    None
+}
+
+/// File, rows, format, and rows that are left out for their label.
+const FILES: [(&str, usize, RowFormat, usize); 19] = [
+    ("gsm8k_train.jsonl", 1200, RowFormat::QuestionAnswer, 0),
+    ("gsm8k_test.jsonl", 200, RowFormat::QuestionAnswer, 0),
+    ("alpaca_self_instruct.json", 300, RowFormat::Alpaca, 0),
+    ("alpaca_identity.json", 91, RowFormat::Alpaca, 0),
+    ("dolly_pairs.jsonl", 1800, RowFormat::Instruction, 0),
+    ("sharegpt_identity.json", 300, RowFormat::ShareGpt, 0),
+    ("sharegpt_toolcall.jsonl", 180, RowFormat::ShareGpt, 0),
+    ("sharegpt_toolcall_zh.jsonl", 60, RowFormat::ShareGpt, 0),
+    ("messages_sgd.jsonl", 450, RowFormat::Messages, 0),
+    ("messages_parts_tools.jsonl", 25, RowFormat::Messages, 0),
+    ("kto_messages.jsonl", 120, RowFormat::Messages, 65),
+    ("dpo_hh_clean.jsonl", 277, RowFormat::Preference, 0),
+    ("dpo_sharegpt.jsonl", 110, RowFormat::Preference, 0),
+    ("humaneval.jsonl", 110, RowFormat::PromptCompletion, 0),
+    ("prompt_completion.jsonl", 500, RowFormat::PromptCompletion, 0),
+    ("text_wikisql_train.jsonl", 1000, RowFormat::Text, 0),
+    ("text_wikisql_valid.jsonl", 100, RowFormat::Text, 0),
+    ("tinystories.jsonl", 974, RowFormat::Text, 0),
+    ("c4.jsonl", 150, RowFormat::Text, 0),
+];
+
+fn load(path: PathBuf, tokenizer: &Tokenizer, template: &ChatTemplate) -> Dataset {
+    let options =
+        DataOptions { max_seq_len: 1 << 20, vocab_size: tokenizer.vocab_size(), ..DataOptions::default() };
+    Dataset::load(&[path], &options, tokenizer, Some(template)).unwrap_or_else(|error| panic!("{error}"))
+}
+
+#[test]
+fn every_file_loads() {
+    let Some(shared) = shared() else { return };
+    let tokenizer = tokenizer("tiny-qwen3");
+    let template = template(&tokenizer);
+    for (file, rows, format, left_out) in FILES {
+        let data = load(shared.join("data").join(file), &tokenizer, &template);
+        let report = data.report();
+        assert_eq!((report.rows, report.format, report.left_out), (rows, format, left_out), "{file}");
+        assert_eq!(data.len(), rows - left_out, "{file}");
+        assert_eq!(report.num_bad(), 0, "{file}");
+    }
+    let data = load(shared.join("data/tinyshakespeare.txt"), &tokenizer, &template);
+    assert_eq!((data.report().rows, data.len()), (1, 1));
+}
+
+/// The real models: chats without tags, by prefix difference; no BOS from the template.
+#[test]
+fn real_tokenizers_take_real_chats() {
+    let Some(shared) = shared() else { return };
+    for model in ["stories260K", "stories3M"] {
+        let tokenizer = Tokenizer::load(&shared.join("models").join(model)).unwrap();
+        let template = template(&tokenizer);
+        for file in
+            ["gsm8k_test.jsonl", "sharegpt_identity.json", "messages_sgd.jsonl", "alpaca_identity.json"]
+        {
+            let data = load(shared.join("data").join(file), &tokenizer, &template);
+            for example in data.examples() {
+                let mut ids =
+                    example.ids.iter().zip(&example.trained).filter(|(_, t)| **t).map(|(id, _)| *id);
+                assert_eq!(ids.next_back(), tokenizer.eos().map(|eos| eos.id), "{model}: {}", example.origin);
+            }
+        }
+    }
+}
+
+#[test]
+fn placeholders_and_literals_stay() {
+    let Some(shared) = shared() else { return };
+    let tokenizer = tokenizer("tiny-llama");
+    let data = load(shared.join("data/alpaca_identity.json"), &tokenizer, &template(&tokenizer));
+    let text = tokenizer.decode(&data.examples()[0].ids, false).unwrap();
+    assert!(text.contains("I am {{name}}, an AI assistant developed by {{author}}."), "{text}");
+}

@@ -1,0 +1,382 @@
+//! Files of every kind to rows, and rows of every format to records.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use parquet::data_type::ByteArrayType;
+use parquet::file::properties::WriterProperties;
+use parquet::file::writer::SerializedFileWriter;
+use serde_json::{Value, json};
+
+use finetune::data::format::{convert, detect};
+use finetune::data::source::{DataFile, RawRow, read};
+use finetune::data::{Origin, ParsedRow, RowFormat, RowOrigin, Split};
+
+use super::folder;
+
+fn source(name: &str, bytes: &[u8]) -> DataFile {
+    let folder = folder(&[(name, bytes)]);
+    read(&folder.path().join(name), Split::Train).unwrap()
+}
+
+fn places(source: &DataFile) -> Vec<(RowOrigin, Value)> {
+    source.rows.iter().map(|row| (row.origin.place, Value::Object(row.value.clone()))).collect()
+}
+
+#[test]
+fn json_lines_are_located() {
+    let text =
+        b"\xEF\xBB\xBF{\"a\": 1}\r\n\n  {\"a\": 2}\n[3]\n{\"a\": \"\\ud800\"}\n{\"a\": \"\xff\"}\n{\"a\": 7}";
+    let found = source("a.jsonl", text);
+    assert_eq!(
+        places(&found),
+        [
+            (RowOrigin::Line(1), json!({"a": 1})),
+            (RowOrigin::Line(3), json!({"a": 2})),
+            (RowOrigin::Line(7), json!({"a": 7}))
+        ]
+    );
+    let bad: Vec<_> = found.bad.iter().map(|bad| bad.origin.place).collect();
+    assert_eq!(bad, [RowOrigin::Line(4), RowOrigin::Line(5), RowOrigin::Line(6)]);
+    assert_eq!(found.bad[0].fault.why, "the row is an array; an object is needed");
+}
+
+#[test]
+fn json_files_hold_an_array_an_object_or_lines() {
+    let rows = [(RowOrigin::Line(2), json!({"t": "a]}"})), (RowOrigin::Line(3), json!({"t": "\\\"["}))];
+    let array = "[\n {\"t\": \"a]}\"},\n\n{\"t\": \"\\\\\\\"[\"}\n]";
+    assert_eq!(places(&source("a.json", array.replace("\n\n", "\n").as_bytes())), rows);
+    let object = "{\"version\": [1], \"data\":\n[{\"t\": 1},\n {\"t\": 2}]}";
+    let found = places(&source("a.json", object.as_bytes()));
+    assert_eq!(found, [(RowOrigin::Line(2), json!({"t": 1})), (RowOrigin::Line(3), json!({"t": 2}))]);
+    let lines = "{\"t\": 1}\n{\"t\": 2}\n";
+    let found = places(&source("a.json", lines.as_bytes()));
+    assert_eq!(found, [(RowOrigin::Line(1), json!({"t": 1})), (RowOrigin::Line(2), json!({"t": 2}))]);
+    let one = "{\"messages\": [{\"role\": \"user\"}]}";
+    assert_eq!(places(&source("a.json", one.as_bytes())).len(), 1);
+    let bad = source("a.json", b"[{\"t\": 1},\n{\"t\" 2},\n{\"t\": 3}]");
+    assert_eq!((bad.rows.len(), bad.bad.len(), bad.bad[0].origin.place), (2, 1, RowOrigin::Line(2)));
+}
+
+#[test]
+fn unusable_files_say_why() {
+    for (name, text, why) in [
+        ("a.json", "[{\"t\": 1}", "does not end"),
+        ("a.json", "[{\"t\": 1}]\n{}", "something follows its array, on line 2"),
+        ("a.json", "3", "a JSON array or object is needed"),
+        ("a.json", "{\"a\": [{}], \"b\": [{}]}", "2 arrays of objects"),
+        ("a.xlsx", "", "accepted: .jsonl"),
+        ("a.jsonl.gz", "", "unpack it first"),
+        ("a.parquet", "PAR1", "a.parquet"),
+        ("a.csv", "a,a\n1,2\n", "twice"),
+    ] {
+        let folder = folder(&[(name, text.as_bytes())]);
+        let error = read(&folder.path().join(name), Split::Train).unwrap_err().to_string();
+        assert!(error.contains(why), "{name} {text}: {error}");
+    }
+}
+
+#[test]
+fn tables_keep_quotes_and_lines() {
+    let found = source("a.csv", b"prompt,completion\n\"a, \"\"b\"\"\nc\",d\nonly one\n1,2\n");
+    assert_eq!(
+        places(&found),
+        [
+            (RowOrigin::Line(2), json!({"prompt": "a, \"b\"\nc", "completion": "d"})),
+            (RowOrigin::Line(5), json!({"prompt": "1", "completion": "2"}))
+        ]
+    );
+    assert_eq!(found.bad[0].to_string().rsplit_once('/').unwrap().1, "a.csv:4: 1 fields; the header has 2");
+    let found = source("a.tsv", b"text\nx,y\n");
+    assert_eq!(places(&found), [(RowOrigin::Line(2), json!({"text": "x,y"}))]);
+}
+
+#[test]
+fn parquet_keeps_nested_messages() {
+    let schema =
+        "message rows { optional binary id (UTF8); required group messages (LIST) { repeated group list {
+        required group element { required binary role (UTF8); required binary content (UTF8); } } } }";
+    let schema = Arc::new(parquet::schema::parser::parse_message_type(schema).unwrap());
+    let mut file = Vec::new();
+    let mut writer =
+        SerializedFileWriter::new(&mut file, schema, Arc::new(WriterProperties::default())).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let columns: [(&[&str], &[i16], &[i16]); 3] = [
+        (&["x"], &[1, 0], &[0, 0]),
+        (&["user", "assistant", "user"], &[1, 1, 1], &[0, 1, 0]),
+        (&["hi", "ho", "é"], &[1, 1, 1], &[0, 1, 0]),
+    ];
+    for (values, definition, repetition) in columns {
+        let mut column = group.next_column().unwrap().unwrap();
+        let values: Vec<_> = values.iter().map(|text| (*text).into()).collect();
+        column.typed::<ByteArrayType>().write_batch(&values, Some(definition), Some(repetition)).unwrap();
+        column.close().unwrap();
+    }
+    group.close().unwrap();
+    writer.close().unwrap();
+    let message = |role: &str, content: &str| json!({"role": role, "content": content});
+    assert_eq!(
+        places(&source("a.parquet", &file)),
+        [
+            (
+                RowOrigin::Row(1),
+                json!({"id": "x", "messages": [message("user", "hi"), message("assistant", "ho")]})
+            ),
+            (RowOrigin::Row(2), json!({"id": null, "messages": [message("user", "é")]})),
+        ]
+    );
+}
+
+#[test]
+fn a_folder_gives_its_split() {
+    let files: [(&str, &[u8]); 5] = [
+        ("README.md", b"about"),
+        ("data/test-00000-of-00001.jsonl", b"{\"t\": \"test\"}"),
+        ("data/train-00001-of-00002.jsonl", b"{\"t\": \"b\"}"),
+        ("data/train-00000-of-00002.jsonl", b"{\"t\": \"a\"}"),
+        ("dataset_infos.json", b"{}"),
+    ];
+    let folder = folder(&files);
+    let texts = |split| {
+        let found = read(folder.path(), split).unwrap();
+        let texts: Vec<String> =
+            found.rows.iter().map(|r| r.value["t"].as_str().unwrap().to_owned()).collect();
+        (texts, found.notes)
+    };
+    assert_eq!(
+        texts(Split::Train),
+        (vec!["a".into(), "b".into()], vec!["took the train split: 2 of 3 files".into()])
+    );
+    assert_eq!(texts(Split::Eval).0, ["test"]);
+
+    let empty = super::folder(&[("notes.pdf", b"")]);
+    let why = read(empty.path(), Split::Train).unwrap_err().to_string();
+    assert!(why.contains("the folder holds no data file"), "{why}");
+}
+
+#[test]
+fn texts_are_documents() {
+    let folder = folder(&[("b.txt", b"two"), ("a.md", b"one")]);
+    let found = read(folder.path(), Split::Train).unwrap();
+    let texts: Vec<_> =
+        found.rows.iter().map(|row| (row.value["text"].as_str().unwrap(), row.document)).collect();
+    assert_eq!(texts, [("one", true), ("two", true)]);
+}
+
+fn rows(values: &[Value]) -> Vec<RawRow> {
+    let origin =
+        |i: usize| Origin { file: Arc::from(Path::new("x.jsonl")), place: RowOrigin::Line(i as u64 + 1) };
+    let row = |(i, value): (usize, &Value)| RawRow {
+        value: value.as_object().unwrap().clone(),
+        origin: origin(i),
+        document: false,
+    };
+    values.iter().enumerate().map(row).collect()
+}
+
+#[test]
+fn formats_are_recognised() {
+    let chat = json!([{"role": "user", "content": "a"}]);
+    let table = [
+        (json!({"messages": chat, "tools": []}), RowFormat::Messages),
+        (json!({"messages": chat, "label": true}), RowFormat::Messages),
+        (json!({"id": "1", "conversations": [{"from": "human", "value": "a"}]}), RowFormat::ShareGpt),
+        (json!({"conversations": [], "chosen": {}, "rejected": {}}), RowFormat::Preference),
+        (json!({"prompt": "a", "chosen": "b", "rejected": "c"}), RowFormat::Preference),
+        (json!({"instruction": "a", "input": "", "output": "b"}), RowFormat::Alpaca),
+        (json!({"instruction": "a", "output": "b"}), RowFormat::Alpaca),
+        (
+            json!({"instruction": "a", "context": "", "response": "b", "category": "c"}),
+            RowFormat::Instruction,
+        ),
+        (json!({"prompt": "a", "completion": "b"}), RowFormat::PromptCompletion),
+        (
+            json!({"task_id": "1", "prompt": "a", "canonical_solution": "b", "test": "c"}),
+            RowFormat::PromptCompletion,
+        ),
+        (json!({"question": "a", "answer": "b"}), RowFormat::QuestionAnswer),
+        (json!({"text": "a", "meta": 1}), RowFormat::Text),
+    ];
+    for (row, format) in table {
+        let (found, why) = detect(&rows(&[row.clone(), row.clone()])).unwrap();
+        assert_eq!(found, format, "{row}");
+        assert!(why.starts_with(&format!("{format}: every row has `")), "{why}");
+        let name = serde_json::to_value(format).unwrap();
+        assert_eq!(name, format.name(), "the name in a recipe");
+    }
+    let (found, why) = detect(&rows(&[json!({"text": "a"}), json!({"text": "b"}), json!({"x": 1})])).unwrap();
+    assert_eq!((found, why.as_str()), (RowFormat::Text, "text: 2 of 3 rows have `text`"));
+    let error = detect(&rows(&[json!({"text": "a"}), json!({"body": "b", "n": 1})])).unwrap_err().to_string();
+    assert!(error.contains("1 of 2 rows have the keys of text"), "{error}");
+    assert!(error.contains("x.jsonl:2 has the keys body, n"), "{error}");
+}
+
+fn record(row: Value, format: RowFormat) -> Result<Option<ParsedRow>, String> {
+    convert(row.as_object().unwrap(), format).map_err(|fault| fault.why)
+}
+
+fn messages(row: Value, format: RowFormat) -> (Vec<Value>, Option<Value>) {
+    match record(row, format) {
+        Ok(Some(ParsedRow::Messages { messages, tools, .. })) => (messages, tools),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn sharegpt_becomes_messages() {
+    let row = json!({
+        "system": "s",
+        "conversations": [
+            {"from": "human", "value": "h"},
+            {"from": "function_call", "value": "{\"name\": \"f\", \"arguments\": {\"x\": 1}}"},
+            {"from": "observation", "value": "{\"t\": 7}"},
+            {"from": "gpt", "value": "g {{name}}"},
+        ],
+        "tools": "[{\"name\": \"f\", \"parameters\": {}}]",
+    });
+    let (found, tools) = messages(row, RowFormat::ShareGpt);
+    assert_eq!(
+        found,
+        [
+            json!({"role": "system", "content": "s"}),
+            json!({"role": "user", "content": "h"}),
+            json!({"role": "assistant", "content": "",
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}),
+            json!({"role": "tool", "content": "{\"t\": 7}"}),
+            json!({"role": "assistant", "content": "g {{name}}"}),
+        ]
+    );
+    assert_eq!(tools, Some(json!([{"type": "function", "function": {"name": "f", "parameters": {}}}])));
+    let none = json!({"conversations": [{"from": "human", "value": "h"}], "tools": "[]"});
+    assert_eq!(messages(none, RowFormat::ShareGpt).1, None);
+}
+
+#[test]
+fn parts_and_calls_become_regular() {
+    let row = json!({"messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "value": "b"}], "name": null},
+        {"role": "assistant", "content": [
+            {"type": "reasoning", "value": "why"},
+            {"type": "tool_call", "value": "{\"name\": \"f\", \"arguments\": {}}"},
+        ]},
+        {"role": "assistant", "content": null, "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "g", "arguments": "{\"y\": [2]}"}}]},
+    ]});
+    let (found, _) = messages(row, RowFormat::Messages);
+    assert_eq!(
+        found,
+        [
+            json!({"role": "user", "content": "ab"}),
+            json!({"role": "assistant", "content": "", "reasoning_content": "why",
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}),
+            json!({"role": "assistant", "content": "",
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "g", "arguments": {"y": [2]}}}]}),
+        ]
+    );
+}
+
+#[test]
+fn other_formats_become_records() {
+    let task = |input: &str| ParsedRow::Task {
+        system: None,
+        instruction: "a".into(),
+        input: input.into(),
+        output: "b".into(),
+    };
+    let pair = |prompt: &str, completion: &str| ParsedRow::Pair {
+        prompt: prompt.into(),
+        completion: completion.into(),
+    };
+    let cases = [
+        (json!({"instruction": "a", "input": "i", "output": "b"}), RowFormat::Alpaca, task("i")),
+        (json!({"instruction": "a", "input": null, "output": "b"}), RowFormat::Alpaca, task("")),
+        (json!({"instruction": "a", "context": "c", "response": "b"}), RowFormat::Instruction, task("c")),
+        (json!({"question": "a", "answer": "b"}), RowFormat::QuestionAnswer, task("")),
+        (json!({"prompt": "a", "completion": "b"}), RowFormat::PromptCompletion, pair("a", "b")),
+        (json!({"prompt": "a", "canonical_solution": "b"}), RowFormat::PromptCompletion, pair("a", "b")),
+        (json!({"prompt": "a", "chosen": "b", "rejected": "c"}), RowFormat::Preference, pair("a", "b")),
+        (
+            json!({"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d", "rejected": "e"}),
+            RowFormat::Preference,
+            pair("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " d"),
+        ),
+        (json!({"text": "a"}), RowFormat::Text, ParsedRow::Text("a".into())),
+        (json!({"text": "a"}), RowFormat::Auto, ParsedRow::Text("a".into())),
+    ];
+    for (row, format, expected) in cases {
+        assert_eq!(record(row.clone(), format).unwrap(), Some(expected), "{row}");
+    }
+    let history =
+        json!({"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]], "system": "s"});
+    let contents: Vec<Value> =
+        messages(history, RowFormat::Alpaca).0.into_iter().map(|m| m["content"].clone()).collect();
+    assert_eq!(contents, ["s", "a", "b", "c", "d"]);
+    let kept = json!({"messages": [{"role": "user", "content": "a"}], "label": false});
+    assert_eq!(record(kept, RowFormat::Messages).unwrap(), None);
+}
+
+#[test]
+fn malformed_rows_say_what_is_wrong() {
+    let messages = |message: Value| json!({"messages": [message]});
+    for (row, format, why) in [
+        (messages(json!("a")), RowFormat::Messages, "`messages[0]` is a string; an object is needed"),
+        (messages(json!({"content": "a"})), RowFormat::Messages, "has no `role`"),
+        (messages(json!({"role": "user"})), RowFormat::Messages, "has no `content`"),
+        (messages(json!({"role": "user", "content": 3})), RowFormat::Messages, "has a number as `content`"),
+        (
+            messages(json!({"role": "user", "content": [{"type": "image_url", "image_url": {}}]})),
+            RowFormat::Messages,
+            "has a part of the type `image_url` without text",
+        ),
+        (
+            messages(json!({"role": "assistant", "tool_calls": [{}]})),
+            RowFormat::Messages,
+            "a tool call without `name`",
+        ),
+        (
+            messages(json!({"role": "assistant", "content": "", "weight": 2})),
+            RowFormat::Messages,
+            "the `weight` 2",
+        ),
+        (json!({"messages": []}), RowFormat::Messages, "`messages` is empty"),
+        (
+            json!({"messages": "a"}),
+            RowFormat::Messages,
+            "`messages` is a string; a list of messages is needed",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": "a"}], "label": "maybe"}),
+            RowFormat::Messages,
+            "`label` is",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": "a"}], "tools": "{"}),
+            RowFormat::Messages,
+            "`tools` is not JSON",
+        ),
+        (
+            json!({"conversations": [{"from": "alien", "value": "a"}]}),
+            RowFormat::ShareGpt,
+            "is from \"alien\"; accepted",
+        ),
+        (
+            json!({"conversations": [{"from": "function_call", "value": "f(x)"}]}),
+            RowFormat::ShareGpt,
+            "is a function call that is not JSON",
+        ),
+        (
+            json!({"prompt": "a", "completion": []}),
+            RowFormat::PromptCompletion,
+            "`prompt` is a string and `completion` is an array",
+        ),
+        (json!({"txt": "a"}), RowFormat::Text, "it has no `text`; its keys are txt"),
+        (
+            json!({"instruction": "a", "output": null}),
+            RowFormat::Alpaca,
+            "`output` is null; a string is needed",
+        ),
+    ] {
+        let found = record(row.clone(), format).unwrap_err();
+        assert!(found.contains(why), "{row}: {found}");
+    }
+}

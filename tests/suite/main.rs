@@ -1,0 +1,32 @@
+//! The library from the outside: every public module against references, faults and the golden files.
+//!
+//! Each module is a topic; `cargo test --test suite saving::` runs one. Nothing here may change the process that the
+//! modules share (environment, working folder, signal handlers); what must run in one of its own starts this binary
+//! again with `--exact` and the test's path.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+#[path = "../hub_double/mod.rs"]
+mod hub_double;
+#[path = "../logits/mod.rs"]
+mod logits;
+#[allow(dead_code, reason = "saving needs a part of it")]
+#[path = "../place/mod.rs"]
+mod place;
+
+mod adapter;
+mod collective_local;
+mod control;
+mod data;
+mod hub;
+mod launch;
+mod merge;
+mod model;
+mod offload;
+mod ops;
+mod quant;
+mod recipe;
+mod report;
+mod saving;
+mod traffic;
+mod weights;

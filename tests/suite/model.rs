@@ -1,0 +1,283 @@
+//! Logits, losses, gradients and greedy continuations of the eight tiny families against transformers
+//! (tests/golden/forward, made by tests/golden/scripts/make_golden.py).
+
+use std::path::{Path, PathBuf};
+
+use crate::logits;
+use candle_core::{DType, Device, Tensor};
+use finetune::data::{Batch, IGNORE, PackedSample};
+use finetune::engine::{Engine, MicroStep, Recompute, Sampling};
+use finetune::error::Result;
+use finetune::ops::attention::AttentionAlgorithm;
+use finetune::setup::{BaseModel, EngineOptions};
+use finetune::sharding::{Bucket, BucketEntry};
+use finetune::weights::ModelFiles;
+
+const MODELS: [&str; 8] = [
+    "tiny-llama",
+    "tiny-llama3",
+    "tiny-mistral",
+    "tiny-qwen2",
+    "tiny-qwen3",
+    "tiny-gemma2",
+    "tiny-gemma3",
+    "tiny-phi3",
+];
+
+fn golden() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
+}
+
+fn base(name: &str) -> BaseModel {
+    logits::base(&golden().join("models").join(name))
+}
+
+fn engine(name: &str, algorithm: AttentionAlgorithm, trains: bool) -> Engine {
+    let options = EngineOptions::alone(Device::Cpu, DType::F32, algorithm, 0);
+    base(name).engine(None, trains, &options).unwrap()
+}
+
+/// A micro-batch that is a step of its own, without dropout.
+fn micro(scale: f64, recompute: Recompute) -> MicroStep {
+    MicroStep { scale, recompute, dropout: None, last: true }
+}
+
+fn gradient(bucket: &Bucket, entry: &BucketEntry) -> Vec<f32> {
+    let all = bucket.gradient().unwrap().unwrap();
+    flat(&all.narrow(0, entry.start, entry.desc.elements()).unwrap())
+}
+
+struct Forward {
+    files: ModelFiles,
+    info: serde_json::Value,
+    /// Tokens of each sequence, without padding.
+    sequences: Vec<Vec<u32>>,
+}
+
+impl Forward {
+    fn open(name: &str) -> Self {
+        let folder = golden().join("forward");
+        let files = ModelFiles::open_file(&folder.join(format!("{name}.safetensors"))).unwrap();
+        let info: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(folder.join("forward.json")).unwrap()).unwrap();
+        let ids = integers(&files, "input_ids");
+        let mask = integers(&files, "attention_mask");
+        let sequences = ids
+            .chunks(32)
+            .zip(mask.chunks(32))
+            .map(|(ids, mask)| {
+                ids.iter().zip(mask).filter(|(_, m)| **m == 1).map(|(id, _)| *id as u32).collect()
+            })
+            .collect();
+        Forward { files, info: info[name].clone(), sequences }
+    }
+
+    /// The sequences as one packed micro-batch, every token but the first of each a label.
+    fn packed(&self) -> Batch {
+        packed(&self.sequences)
+    }
+}
+
+fn packed(sequences: &[Vec<u32>]) -> Batch {
+    let mut batch = Batch::default();
+    for ids in sequences {
+        batch.segments.push(PackedSample { start: batch.ids.len(), len: ids.len() });
+        batch.ids.extend(ids);
+        batch.targets.extend(ids[1..].iter().copied().chain([IGNORE]));
+        batch.positions.extend(0..ids.len() as u32);
+        batch.rows += 1;
+    }
+    batch
+}
+
+fn integers(files: &ModelFiles, name: &str) -> Vec<i64> {
+    files.bytes(name).unwrap().chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap())).collect()
+}
+
+fn floats(files: &ModelFiles, name: &str) -> Vec<f32> {
+    let mut out = vec![0f32; files.info(name).unwrap().elements()];
+    files.read_f32(name, &mut out).unwrap();
+    out
+}
+
+fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+fn flat(t: &Tensor) -> Vec<f32> {
+    t.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+#[test]
+fn logits_equal_transformers() -> Result<()> {
+    for name in MODELS {
+        let golden = Forward::open(name);
+        for algorithm in [AttentionAlgorithm::Flash, AttentionAlgorithm::Eager] {
+            let engine = engine(name, algorithm, false);
+            let logits = flat(&engine.logits(&golden.packed())?);
+            let vocab = engine.config.vocab_size;
+            let wanted = floats(&golden.files, "logits");
+            let mut row = 0;
+            for (i, sequence) in golden.sequences.iter().enumerate() {
+                let (len, start) = (sequence.len() * vocab, i * 32 * vocab);
+                let difference = largest_difference(&logits[row..row + len], &wanted[start..start + len]);
+                assert!(difference < 1e-4, "{name} {algorithm:?} sequence {i}: {difference}");
+                row += len;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn losses_and_gradients_equal_transformers() -> Result<()> {
+    for name in MODELS {
+        let golden = Forward::open(name);
+        let engine = engine(name, AttentionAlgorithm::Flash, true);
+        let batch = golden.packed();
+        let valid = batch.valid();
+        assert_eq!(Some(valid), golden.info["n_loss_tokens"].as_u64(), "{name}");
+        for recompute in [Recompute::None, Recompute::Block] {
+            engine.store.zero_gradients()?;
+            let loss = engine.micro_step(&batch, micro(1.0 / valid as f64, recompute))? / valid as f64;
+            let wanted = golden.info["loss_f64"].as_f64().unwrap();
+            assert!((loss - wanted).abs() < 1e-5, "{name}: loss {loss}, transformers {wanted}");
+            let mut compared = 0;
+            for stored in golden.files.names().filter(|stored| stored.starts_with("grad.")) {
+                let parameter = stored.trim_start_matches("grad.");
+                let (bucket, entry) = engine.store.find(parameter).expect(parameter);
+                let ours = gradient(bucket, entry);
+                let wanted = floats(&golden.files, stored);
+                let scale = wanted.iter().fold(0f32, |m, x| m.max(x.abs()));
+                let difference = largest_difference(&ours, &wanted) / scale;
+                assert!(difference < 1e-4, "{name} {parameter}: relative difference {difference}");
+                compared += 1;
+            }
+            assert!(compared >= 8, "{name}: only {compared} gradients stored");
+            let norm = engine.store.gradient_norm()?;
+            let wanted = golden.info["grad_norm"].as_f64().unwrap();
+            assert!(
+                (norm / wanted - 1.0).abs() < 1e-4,
+                "{name}: gradient norm {norm}, transformers {wanted}"
+            );
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn greedy_continuations_equal_transformers() -> Result<()> {
+    for name in MODELS {
+        let golden = Forward::open(name);
+        let list = |key: &str| -> Vec<u32> {
+            golden.info["greedy"][key]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|v| v.as_u64().unwrap() as u32)
+                .collect()
+        };
+        let (prompt, wanted) = (list("prompt_ids"), list("new_ids"));
+        let greedy = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
+        let engine = engine(name, AttentionAlgorithm::Flash, false);
+        let ours = engine.generate(&prompt, wanted.len(), greedy, &[], &mut |_| Ok(true))?;
+        assert_eq!(ours, wanted, "{name}");
+    }
+    Ok(())
+}
+
+/// A packed row gives the summed loss and the gradients of its samples alone.
+#[test]
+fn packing_has_no_cross_talk() -> Result<()> {
+    for name in MODELS {
+        let engine = engine(name, AttentionAlgorithm::Flash, true);
+        let sequences: Vec<Vec<u32>> =
+            [40usize, 3, 70, 1, 17].iter().enumerate().map(|(s, &n)| ids(n, s as u32)).collect();
+        let gradients = |batches: &[Batch]| -> Result<(f64, Vec<Vec<f32>>)> {
+            engine.store.zero_gradients()?;
+            let mut loss = 0.0;
+            for batch in batches {
+                loss += engine.micro_step(batch, micro(1.0, Recompute::None))?;
+            }
+            let all = engine.store.trainable().map(|b| flat(&b.gradient().unwrap().unwrap())).collect();
+            Ok((loss, all))
+        };
+        let (whole, packed_gradients) = gradients(&[packed(&sequences)])?;
+        let alone: Vec<Batch> = sequences.iter().map(|s| packed(std::slice::from_ref(s))).collect();
+        let (parts, alone_gradients) = gradients(&alone)?;
+        assert!((whole / parts - 1.0).abs() < 1e-6, "{name}: loss {whole} packed, {parts} alone");
+        for (packed, alone) in packed_gradients.iter().zip(&alone_gradients) {
+            let scale = alone.iter().fold(0f32, |m, x| m.max(x.abs()));
+            let difference = largest_difference(packed, alone) / scale;
+            assert!(difference < 1e-6, "{name}: relative difference {difference}");
+        }
+    }
+    Ok(())
+}
+
+fn ids(n: usize, salt: u32) -> Vec<u32> {
+    (0..n as u32).map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(salt * 97) >> 7) % 400 + 3).collect()
+}
+
+/// Keeping a block's input alone changes no bit of loss or gradients.
+#[test]
+fn recompute_changes_nothing() -> Result<()> {
+    for name in MODELS {
+        let engine = engine(name, AttentionAlgorithm::Flash, true);
+        let batch = packed(&[ids(70, 1), ids(33, 2)]);
+        let run = |recompute| -> Result<(f64, Vec<Vec<f32>>)> {
+            engine.store.zero_gradients()?;
+            let loss = engine.micro_step(&batch, micro(0.01, recompute))?;
+            Ok((loss, engine.store.trainable().map(|b| flat(&b.gradient().unwrap().unwrap())).collect()))
+        };
+        assert!(run(Recompute::None)? == run(Recompute::Block)?, "{name}");
+    }
+    Ok(())
+}
+
+/// Every trainable parameter gets a finite gradient that is not zero.
+#[test]
+fn every_parameter_gets_a_gradient() -> Result<()> {
+    for name in MODELS {
+        let engine = engine(name, AttentionAlgorithm::Flash, true);
+        engine.micro_step(&packed(&[ids(60, 5)]), micro(1.0, Recompute::None))?;
+        for bucket in engine.store.trainable() {
+            for entry in &bucket.entries {
+                let grad = gradient(bucket, entry);
+                let name = format!("{name} {}", entry.desc.name);
+                assert!(grad.iter().all(|g| g.is_finite()), "{name}");
+                assert!(grad.iter().any(|g| *g != 0.0), "{name} has no gradient");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// bf16 weights and activations stay near the f32 model: no further than transformers' own bf16 run, times two.
+#[test]
+fn bf16_is_close() -> Result<()> {
+    for name in MODELS {
+        let golden = Forward::open(name);
+        let options = EngineOptions::alone(Device::Cpu, DType::BF16, AttentionAlgorithm::Flash, 0);
+        let engine = base(name).engine(None, true, &options)?;
+        let batch = golden.packed();
+        let loss = engine.micro_step(&batch, micro(1.0 / batch.valid() as f64, Recompute::None))?
+            / batch.valid() as f64;
+        let exact = golden.info["loss_f64"].as_f64().unwrap();
+        assert!((loss - exact).abs() < 0.01, "{name}: bf16 loss {loss}, exactly {exact}");
+        let logits = flat(&engine.logits(&batch)?);
+        let wanted = floats(&golden.files, "logits");
+        let len = golden.sequences[0].len() * engine.config.vocab_size;
+        let difference = largest_difference(&logits[..len], &wanted[..len]);
+        let theirs = golden.info["max_abs_diff_bf16_vs_f64"].as_f64().unwrap();
+        assert!(
+            f64::from(difference) < 2.0 * theirs,
+            "{name}: bf16 logits off by {difference}, transformers' by {theirs}"
+        );
+        let norm = engine.store.gradient_norm()?;
+        let wanted = golden.info["grad_norm"].as_f64().unwrap();
+        assert!((norm / wanted - 1.0).abs() < 0.02, "{name}: gradient norm {norm}, exactly {wanted}");
+    }
+    Ok(())
+}

@@ -1,0 +1,242 @@
+//! Offload beyond the equality that `split.rs` shows: what is on the device at a time, that memory shrinks, that no file
+//! is left, and every use of weights that is not a training step.
+
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+use crate::logits;
+use candle_core::{DType, Device, Tensor};
+use finetune::data::{Batch, IGNORE, PackedSample, Step};
+use finetune::engine::{Recompute, Sampling, SaveAssignment, Trainer, TrainerOptions};
+use finetune::ops::attention::AttentionAlgorithm;
+use finetune::optim::{
+    MomentDtype, Moments, Optimizer, OptimizerOptions, ParamGroup, Schedule, ScheduleKind,
+};
+use finetune::setup::EngineOptions;
+use finetune::sharding::Offload;
+use serde_json::{Value, json};
+
+fn golden() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
+}
+
+fn adamw(state: MomentDtype) -> OptimizerOptions {
+    OptimizerOptions { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.1, state }
+}
+
+fn trainer(offload: Offload, dtype: DType) -> Trainer {
+    let options =
+        EngineOptions { offload, ..EngineOptions::alone(Device::Cpu, dtype, AttentionAlgorithm::Flash, 0) };
+    let engine = logits::base(&golden().join("models/tiny-llama")).engine(None, true, &options).unwrap();
+    let options = TrainerOptions {
+        optimizer: adamw(MomentDtype::F32),
+        lora_plus_ratio: 1.0,
+        schedule: Schedule {
+            kind: ScheduleKind::Constant,
+            learning_rate: 1e-3,
+            warmup_steps: 0,
+            total_steps: 10,
+            min_lr_ratio: 0.0,
+        },
+        max_grad_norm: Some(1.0),
+        seed: 0,
+        recompute: Recompute::Block,
+        save_assignment: SaveAssignment::RoundRobin,
+    };
+    Trainer::new(engine, options).unwrap()
+}
+
+fn batch() -> Batch {
+    let ids: Vec<u32> = (0..24).map(|i| i * 31 % 300 + 3).collect();
+    let mut targets: Vec<u32> = ids[1..].to_vec();
+    targets.push(IGNORE);
+    let segments = vec![PackedSample { start: 0, len: ids.len() }];
+    Batch { positions: (0..24).collect(), ids, targets, segments, first_token: 0, rows: 1 }
+}
+
+/// Everything that is asked of a model after two steps, in bits.
+fn answers(trainer: &mut Trainer) -> (Vec<u32>, Vec<u32>, String, Vec<Vec<u32>>) {
+    let step = Step::new(vec![batch()], 1.0);
+    for _ in 0..2 {
+        trainer.step(&step).unwrap();
+    }
+    let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+    let logits = trainer.engine.logits(&batch()).unwrap().to_dtype(DType::F32).unwrap();
+    let greedy = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
+    let text = trainer.engine.generate(&[5, 6, 7], 8, greedy, &[], &mut |_| Ok(true)).unwrap();
+    let evaluation = trainer.engine.evaluate([batch()].into_iter(), |_| ()).unwrap();
+    let saved = trainer.snapshot(true).unwrap();
+    let saved = saved.into_iter().map(|tensor| bits(tensor.values)).collect();
+    (bits(logits.flatten_all().unwrap().to_vec1().unwrap()), text, format!("{:?}", evaluation.loss()), saved)
+}
+
+#[test]
+fn every_use_of_weights_is_the_same_away_from_the_device() {
+    let folder = tempfile::tempdir().unwrap();
+    for dtype in [DType::F32, DType::BF16] {
+        let mut alone = trainer(Offload::None, dtype);
+        let wanted = answers(&mut alone);
+        assert_eq!(alone.engine.store.most_gathered(), 0);
+        assert_eq!(alone.most_staged(), 0);
+        let in_file = Offload::Params(Some(folder.path().to_owned()));
+        for offload in [Offload::Optimizer, Offload::Params(None), in_file] {
+            let mut away = trainer(offload.clone(), dtype);
+            assert!(answers(&mut away) == wanted, "{offload:?} in {dtype:?}");
+            // Two segments are brought at a time, never more.
+            let most = if offload == Offload::Optimizer { 0 } else { 2 };
+            assert_eq!(away.engine.store.most_gathered(), most, "{offload:?}");
+            assert!(away.most_staged() > 0, "{offload:?}");
+            // No name to find, while it is in use.
+            assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        }
+    }
+}
+
+#[test]
+fn a_bad_value_is_named_wherever_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut diverging = trainer(Offload::Params(Some(folder.path().to_owned())), DType::F32);
+    let step = Step { valid: 0, ..Step::new(vec![batch()], 1.0) };
+    let error = diverging.step(&step).unwrap_err();
+    assert!(error.causes()[0].contains("the gradient of model.embed_tokens.weight"), "{error}");
+}
+
+fn piece(len: usize, salt: usize) -> ParamGroup {
+    let wave = |step: usize| (0..len).map(|i| ((i * step + salt) as f32).sin()).collect::<Vec<_>>();
+    let flat = |step| Tensor::from_vec(wave(step), len, &Device::Cpu).unwrap();
+    ParamGroup { param: flat(3).into(), grad: flat(7), decay: true, rate: 1.0, large: len >= 4096 }
+}
+
+fn bits(optimizer: &Optimizer, pieces: &[ParamGroup]) -> Vec<Vec<u8>> {
+    let f32s = |flat: &Tensor| -> Vec<u8> {
+        flat.to_vec1::<f32>().unwrap().into_iter().flat_map(f32::to_le_bytes).collect()
+    };
+    let mut all: Vec<Vec<u8>> = pieces.iter().map(|piece| f32s(&piece.param.to_read().unwrap())).collect();
+    for moments in optimizer.moments() {
+        match moments {
+            Moments::F32(both) => all.extend(both.iter().map(f32s)),
+            Moments::Int8(both) => all.extend(
+                both.iter().flat_map(|moment| [moment.codes.to_vec1().unwrap(), f32s(&moment.absmax)]),
+            ),
+        }
+    }
+    all
+}
+
+/// Runs of 512 values, the last one short: the same bits, and never more on the device.
+#[test]
+fn updates_are_staged_in_short_runs() {
+    for state in [MomentDtype::F32, MomentDtype::Int8] {
+        let [pieces, others] = [0, 1].map(|_| vec![piece(5000, 1), piece(300, 2), piece(4096, 3)]);
+        let mut in_place = Optimizer::new(adamw(state), pieces.clone()).unwrap();
+        let mut staged = Optimizer::offloaded(adamw(state), others.clone(), &Device::Cpu, Some(512)).unwrap();
+        for _ in 0..3 {
+            in_place.update(1e-2, 0.5).unwrap();
+            staged.update(1e-2, 0.5).unwrap();
+        }
+        assert!(bits(&in_place, &pieces) == bits(&staged, &others), "{state:?}");
+        assert_eq!((staged.most_staged(), in_place.most_staged()), (512, 0));
+    }
+}
+
+fn train(model: &Path, place: &Path, output: &str, keys: &[String], fault: Option<&str>) -> Output {
+    let mut command = assert_cmd::Command::cargo_bin("finetune").unwrap();
+    command.env("HF_HUB_OFFLINE", "1").env("RAYON_NUM_THREADS", "1");
+    match fault {
+        None => {}
+        Some("--dry-run") => drop(command.arg("--dry-run")),
+        Some(fault) => drop(command.env("FINETUNE_FAULT", fault).args(["--ranks", "2"])),
+    }
+    command.arg("--model").arg(model).arg("--output").arg(place.join(output));
+    command.arg("--dataset").arg(golden().join("data/sft_messages.jsonl"));
+    let fixed = ["train.max_steps=2", "data.max_seq_len=256", "data.packing=false", "log.tensorboard=false"];
+    let rate = ["optimizer.learning_rate=1e-3", "parallel.offload=params"];
+    for key in fixed.iter().chain(&rate).map(|key| (*key).to_owned()).chain(keys.iter().cloned()) {
+        command.args(["--set", &key]);
+    }
+    command.output().unwrap()
+}
+
+/// 4 bytes a parameter: all of them in the file, and none in memory.
+#[test]
+fn a_plan_says_where_parameters_are() {
+    let place = tempfile::tempdir().unwrap();
+    let model = golden().join("models/tiny-llama");
+    let said = |keys: &[String]| {
+        let done = train(&model, place.path(), "out", keys, Some("--dry-run"));
+        assert!(done.status.success());
+        String::from_utf8(done.stderr).unwrap()
+    };
+    let folder = format!("parallel.offload_folder={}", place.path().display());
+    let (text, host) = (said(&[folder]), said(&[]));
+    // tiny-llama has 135,488 parameters: 529.25 KiB in f32.
+    assert!(text.contains(&format!("in a file in {}: 529 KiB", place.path().display())), "{text}");
+    assert!(text.contains("= weights 0 B + gradients 529 KiB + optimizer 1.03 MiB"), "{text}");
+    assert!(host.contains("= weights 529 KiB + gradients 529 KiB"), "{host}");
+    assert!(host.contains("on the CPU offload to host memory frees nothing"), "{host}");
+}
+
+#[test]
+fn no_file_is_left_whatever_ends_the_run() {
+    let place = tempfile::tempdir().unwrap();
+    let folder = place.path().join("disk");
+    std::fs::create_dir(&folder).unwrap();
+    let keys = [format!("parallel.offload_folder={}", folder.display())];
+    let model = golden().join("models/tiny-llama");
+    let faults = [None, Some("0:backward:panic"), Some("1:backward:error"), Some("1:load:panic")];
+    for (i, fault) in faults.into_iter().enumerate() {
+        let done = train(&model, place.path(), &format!("out-{i}"), &keys, fault);
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(if fault.is_some() { 75 } else { 0 }), "{fault:?}: {said}");
+        assert!(said.contains(&format!("in a file in {}", folder.display())), "{said}");
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0, "{fault:?}");
+    }
+}
+
+#[test]
+fn a_folder_that_takes_no_file() {
+    let place = tempfile::tempdir().unwrap();
+    let model = golden().join("models/tiny-llama");
+    let keys = ["parallel.offload_folder=/proc".to_owned()];
+    let done = train(&model, place.path(), "out", &keys, None);
+    let said = String::from_utf8_lossy(&done.stderr);
+    if Path::new("/proc/self").exists() {
+        assert_eq!(done.status.code(), Some(1), "{said}");
+        assert!(said.contains("cannot make a file in /proc"), "{said}");
+        assert!(said.contains("hint: give another folder as `parallel.offload_folder`"), "{said}");
+    }
+}
+
+/// The most memory that a run held, as its metrics say.
+fn peak(output: &Path) -> u64 {
+    let text = std::fs::read_to_string(output.join("metrics.jsonl")).unwrap();
+    let peaks =
+        text.lines().filter_map(|line| serde_json::from_str::<Value>(line).unwrap()["peak_bytes"].as_u64());
+    peaks.max().unwrap()
+}
+
+/// A base of 17 million frozen parameters, 68 MB in f32, under a small adapter.
+#[test]
+fn parameters_in_a_file_are_not_in_memory() {
+    let place = tempfile::tempdir().unwrap();
+    let model = place.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    let tiny = golden().join("models/tiny-llama");
+    for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
+        std::fs::copy(tiny.join(name), model.join(name)).unwrap();
+    }
+    let text = std::fs::read_to_string(tiny.join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&text).unwrap();
+    let larger = [("hidden_size", 256), ("intermediate_size", 1024), ("num_hidden_layers", 17)];
+    larger.iter().for_each(|(key, value)| config[*key] = json!(value));
+    std::fs::write(model.join("config.json"), config.to_string()).unwrap();
+    let mut peaks = Vec::new();
+    for (output, folder) in [("memory", None), ("file", Some(place.path()))] {
+        let mut keys = vec!["model.init=random".to_owned(), "adapter.r=2".to_owned()];
+        keys.extend(folder.map(|folder| format!("parallel.offload_folder={}", folder.display())));
+        let done = train(&model, place.path(), output, &keys, None);
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        peaks.push(peak(&place.path().join(output)));
+    }
+    assert!(peaks[1] + (50 << 20) < peaks[0], "{peaks:?}");
+}

@@ -1,0 +1,87 @@
+//! The operations from the outside: the self-test on the CPU, finite differences of definitions in f64, and the same
+//! bits from every run. Oracles that need the references lie beside them, in `src/ops/selftest`.
+
+mod bits;
+mod finite_differences;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Shape, Tensor};
+use finetune::ops::selftest;
+use finetune::runtime::rng::RngStream;
+use regex::Regex;
+
+/// Standard normal values, named.
+fn normal(name: &str, shape: impl Into<Shape>) -> Tensor {
+    let (shape, stream) = (shape.into(), RngStream::new(2).named(name));
+    let values: Vec<f32> = (0..shape.elem_count() as u64).map(|i| stream.normal(i)).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+}
+
+fn zeros(shape: impl Into<Shape>) -> Tensor {
+    Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap()
+}
+
+fn values(tensor: &Tensor) -> Vec<f64> {
+    tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
+}
+
+/// Public functions in `ops` that compute nothing on tensors.
+const NO_OPS: [&str; 13] = [
+    "count",
+    "default_dtype",
+    "empty",
+    "free_bytes",
+    "tightest",
+    "gpus",
+    "in_own_pool",
+    "inside",
+    "open",
+    "peak_bytes",
+    "preferred",
+    "run",
+    "share_one_heap",
+];
+
+#[test]
+fn every_op_passes_the_self_test_in_every_dtype_it_knows() {
+    let (mut ops, mut cases, mut failed) = (BTreeSet::new(), 0, Vec::new());
+    let mut bf16 = BTreeSet::new();
+    for outcome in selftest::run(&Device::Cpu) {
+        assert_eq!(outcome.passed, outcome.error <= outcome.tolerance);
+        assert!(outcome.tolerance < 0.02, "{}: {:e}", outcome.op, outcome.tolerance);
+        ops.insert(outcome.op.to_owned());
+        cases += 1;
+        if outcome.dtype == DType::BF16 {
+            bf16.insert(outcome.op);
+        }
+        if !outcome.passed {
+            failed.push(format!("{outcome:?}"));
+        }
+    }
+    assert!(failed.is_empty(), "{} of {cases} failed:\n{}", failed.len(), failed.join("\n"));
+    assert_eq!(ops, public_ops(), "the self-test and the public functions of `ops`");
+    assert_eq!(ops.len(), 30);
+    let f32_alone: Vec<&str> = ops.iter().map(String::as_str).filter(|op| !bf16.contains(op)).collect();
+    assert_eq!(f32_alone, ["adamw", "adamw_int8", "columns_of", "columns_of_backward", "sum_of_squares"]);
+    assert!(cases > 200, "{cases}");
+}
+
+/// The names of the free public functions below `src/ops`, but for those that are no ops.
+fn public_ops() -> BTreeSet<String> {
+    let head = Regex::new(r"(?m)^pub fn (\w+)").unwrap();
+    let mut found = BTreeSet::new();
+    for path in sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ops")) {
+        let text = fs::read_to_string(path).unwrap();
+        found.extend(head.captures_iter(&text).map(|name| name[1].to_owned()));
+    }
+    found.retain(|name| !NO_OPS.contains(&name.as_str()));
+    found
+}
+
+fn sources(folder: &Path) -> Vec<PathBuf> {
+    let paths = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    paths.flat_map(|path| if path.is_dir() { sources(&path) } else { vec![path] }).collect()
+}

@@ -1,0 +1,207 @@
+//! What ranks send in a step, byte by byte, against the formulas (src/strategy/placement.rs has the table), and how much
+//! is whole at a time.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::logits;
+use candle_core::{DType, Device};
+use finetune::collective::{Collective, Op, Traffic, in_process};
+use finetune::data::{Batch, IGNORE, PackedSample, Step};
+use finetune::engine::{Recompute, SaveAssignment, Trainer, TrainerOptions};
+use finetune::error::Result;
+use finetune::model;
+use finetune::ops::attention::AttentionAlgorithm;
+use finetune::optim::{MomentDtype, OptimizerOptions, Schedule, ScheduleKind};
+use finetune::runtime::thread_pool;
+use finetune::setup::EngineOptions;
+use finetune::sharding::{Bucket, DeviceMesh, GradReduceOptions, ShardingStrategy};
+
+const OPTIONS: TrainerOptions = TrainerOptions {
+    optimizer: OptimizerOptions {
+        betas: [0.9, 0.999],
+        eps: 1e-8,
+        weight_decay: 0.0,
+        state: MomentDtype::F32,
+    },
+    lora_plus_ratio: 1.0,
+    schedule: Schedule {
+        kind: ScheduleKind::Constant,
+        learning_rate: 1e-3,
+        warmup_steps: 0,
+        total_steps: 10,
+        min_lr_ratio: 0.0,
+    },
+    max_grad_norm: Some(1.0),
+    seed: 0,
+    recompute: Recompute::Block,
+    save_assignment: SaveAssignment::RoundRobin,
+};
+
+fn batch(salt: u32) -> Batch {
+    let ids: Vec<u32> = (0..24).map(|i| (i * 31 + salt * 17) % 300 + 3).collect();
+    let mut targets: Vec<u32> = ids[1..].to_vec();
+    targets.push(IGNORE);
+    let segments = vec![PackedSample { start: 0, len: ids.len() }];
+    Batch { positions: (0..24).collect(), ids, targets, segments, first_token: u64::from(salt) * 24, rows: 1 }
+}
+
+/// What one rank saw: bytes and calls of a step after the first, elements it trains, most segments whole at a time.
+struct Seen {
+    sent: Traffic,
+    /// Of the blocks, and of embedding and head.
+    elements: [u64; 2],
+    tied: bool,
+    most: usize,
+    kept: usize,
+    layers: u64,
+    formula: u64,
+}
+
+fn run(kind: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
+    let rank = |end| -> Result<Seen> {
+        let world: Arc<dyn Collective> = Arc::new(end);
+        let options = EngineOptions {
+            ranks: DeviceMesh::new(kind, world)?,
+            reducing: GradReduceOptions { accumulates: turns > 1, dtype: DType::F32 },
+            ..EngineOptions::alone(Device::Cpu, DType::F32, AttentionAlgorithm::Flash, 0)
+        };
+        let engine = logits::base(&folder).engine(None, true, &options)?;
+        let mut trainer = Trainer::new(engine, OPTIONS)?;
+        let step = Step::new((0..(ranks * turns) as u32).map(batch).collect(), 1.0);
+        trainer.step(&step)?;
+        let before = options.ranks.traffic();
+        trainer.step(&step)?;
+        let strategy = &trainer.engine.store;
+        let mut elements = [0; 2];
+        let mut kept = 0;
+        for bucket in strategy.trainable() {
+            let end = !matches!(bucket.segment, model::Segment::Block(_));
+            elements[usize::from(end)] += bucket.elements() as u64;
+            kept += bucket.own().len();
+        }
+        Ok(Seen {
+            sent: options.ranks.traffic().since(&before),
+            elements,
+            tied: trainer.engine.config.tie_word_embeddings,
+            most: strategy.most_gathered(),
+            kept,
+            layers: trainer.engine.config.num_layers() as u64,
+            formula: strategy.sent_by_formula(turns as u64),
+        })
+    };
+    in_process::run_ranks(in_process::InProcessWorld::new(ranks).communicators(), |end| {
+        thread_pool::in_own_pool(1, || rank(end))
+    })
+    .unwrap()
+}
+
+/// What a rank of `n` passes on of `bytes` in one round of a ring.
+fn part(bytes: u64, n: usize) -> u64 {
+    bytes / n as u64 * (n as u64 - 1)
+}
+
+#[test]
+fn every_byte_sent_is_in_the_formula() {
+    for ranks in [2, 3, 4] {
+        for turns in [1, 2] {
+            let a = turns as u64;
+            for kind in [
+                ShardingStrategy::Ddp,
+                ShardingStrategy::Zero1,
+                ShardingStrategy::Zero2,
+                ShardingStrategy::Fsdp,
+                ShardingStrategy::Hsdp(ranks.min(2)),
+            ] {
+                if matches!(kind, ShardingStrategy::Hsdp(size) if ranks % size != 0) {
+                    continue;
+                }
+                for seen in run(kind, ranks, turns) {
+                    let [blocks, ends] = seen.elements.map(|elements| 4 * elements);
+                    let all = blocks + ends;
+                    // A tied table is gathered for the embedding and for the head.
+                    assert!(!seen.tied, "tiny-llama has a head of its own");
+                    let n = ranks;
+                    // Losses; squares of sharded gradients.
+                    let (loss, squares) = (2 * part(8, n), 2 * part(8, n));
+                    let wanted = match kind {
+                        ShardingStrategy::Single => 0,
+                        ShardingStrategy::Ddp => 2 * part(all, n) + loss,
+                        ShardingStrategy::Zero1 => 2 * part(all, n) + loss + squares,
+                        ShardingStrategy::Zero2 => (a + 1) * part(all, n) + loss + squares,
+                        ShardingStrategy::Fsdp => {
+                            a * (2 * part(blocks, n) + part(ends, n) + part(all, n)) + loss + squares
+                        }
+                        ShardingStrategy::Hsdp(s) => {
+                            let across = 2 * part(all / s as u64, n / s);
+                            let inside = 2 * part(blocks, s) + part(ends, s) + part(all, s);
+                            a * (inside + across) + loss + 2 * part(8, s)
+                        }
+                    };
+                    assert_eq!(seen.sent.total_bytes(), wanted, "{kind:?} on {ranks} ranks, {turns} turns");
+                    assert_eq!(seen.formula, wanted, "{kind:?}: what a plan says");
+                    let sharded = matches!(kind, ShardingStrategy::Fsdp | ShardingStrategy::Hsdp(_));
+                    assert_eq!(seen.most, if sharded { 2 } else { 0 }, "{kind:?}: segments whole at a time");
+                    let copies = if let ShardingStrategy::Hsdp(s) = kind { ranks / s } else { 1 };
+                    let owned = if kind == ShardingStrategy::Ddp { 1 } else { ranks / copies };
+                    assert_eq!(seen.kept as u64 * 4 * owned as u64, all, "{kind:?}: what a rank updates");
+                }
+            }
+        }
+    }
+}
+
+/// Values, f32 masters and gradients as they are, and 8 bytes of moments for each parameter that the rank updates.
+fn kept(kind: ShardingStrategy, ranks: usize, dtype: DType) -> Vec<(u64, u64)> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
+    let rank = |end| -> Result<(u64, u64)> {
+        let world: Arc<dyn Collective> = Arc::new(end);
+        let options = EngineOptions {
+            ranks: DeviceMesh::new(kind, world)?,
+            ..EngineOptions::alone(Device::Cpu, dtype, AttentionAlgorithm::Flash, 0)
+        };
+        let engine = logits::base(&folder).engine(None, true, &options)?;
+        let of = |bucket: &Bucket| bucket.kept_bytes().iter().sum::<usize>() + 8 * bucket.own().len();
+        let bytes: usize = engine.store.trainable().map(of).sum();
+        let all: usize = engine.store.trainable().map(Bucket::elements).sum();
+        Ok((bytes as u64, all as u64))
+    };
+    in_process::run_ranks(in_process::InProcessWorld::new(ranks).communicators(), |end| {
+        thread_pool::in_own_pool(1, || rank(end))
+    })
+    .unwrap()
+}
+
+/// ZeRO's table (arXiv 1910.02054, figure 1), with gradients in f32: with bf16 values 18, 6 + 12/N, 2 + 16/N and 18/N
+/// bytes a parameter; where f32 values are their own masters 16, 8 + 8/N, 4 + 12/N and 16/N.
+#[test]
+fn a_rank_keeps_the_bytes_of_the_table() {
+    for (dtype, value, master) in [(DType::F32, 4, 0), (DType::BF16, 2, 4)] {
+        for ranks in [2, 4] {
+            let n = ranks as u64;
+            for (kind, whole, shared, over) in [
+                (ShardingStrategy::Ddp, value + 4 + master + 8, 0, n),
+                (ShardingStrategy::Zero1, value + 4, master + 8, n),
+                (ShardingStrategy::Zero2, value, 4 + master + 8, n),
+                (ShardingStrategy::Fsdp, 0, value + 4 + master + 8, n),
+                (ShardingStrategy::Hsdp(2), 0, value + 4 + master + 8, 2),
+            ] {
+                for (bytes, parameters) in kept(kind, ranks, dtype) {
+                    let wanted = parameters * whole + parameters * shared / over;
+                    assert_eq!(bytes, wanted, "{kind:?} on {ranks} ranks in {dtype:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn collectives_are_as_many_as_buckets() {
+    let seen = &run(ShardingStrategy::Fsdp, 2, 1)[0];
+    // A bucket each: blocks are gathered twice, embedding and head once, and each is reduced once.
+    assert_eq!(seen.sent.calls(Op::AllGather), 2 * seen.layers + 2);
+    assert_eq!(seen.sent.calls(Op::ReduceScatter), seen.layers + 2);
+    // Losses, squares of gradients.
+    assert_eq!(seen.sent.calls(Op::AllReduce), 2);
+}
