@@ -13,8 +13,9 @@ use super::format::detect;
 use super::source::{DataFile, read};
 use super::template::ChatTemplate;
 use super::tokenizer::Tokenizer;
-use super::{DataOptions, DataReport, OnFault, ParsedRow, RowFault, RowFaultKind, RowFormat};
+use super::{DataOptions, DataReport, ParsedRow, RowFault, RowFaultKind};
 use crate::error::{Error, Result};
+use crate::recipe::enums::{DataFormat, OnBadRow};
 
 /// Bad rows that an error names.
 const NAMED_IN_ERROR: usize = 5;
@@ -135,15 +136,15 @@ fn nothing_left(report: &DataReport) -> Error {
     }
 }
 
-fn choose_format(source: &DataFile, options: &DataOptions) -> Result<(RowFormat, String)> {
+fn choose_format(source: &DataFile, options: &DataOptions) -> Result<(DataFormat, String)> {
     if source.rows.is_empty() && source.bad.is_empty() {
         let files: Vec<String> = source.files.iter().map(|file| file.display().to_string()).collect();
         return Err(Error::user("the data set is empty").because(format!("no row in {}", files.join(", "))));
     }
     match options.format {
         // Nothing to look at: the faults of the rows say more than a failed guess.
-        RowFormat::Auto if source.rows.is_empty() => Ok((RowFormat::Auto, "no row is readable".to_owned())),
-        RowFormat::Auto => detect(&source.rows),
+        DataFormat::Auto if source.rows.is_empty() => Ok((DataFormat::Auto, "no row is readable".to_owned())),
+        DataFormat::Auto => detect(&source.rows),
         format => Ok((format, format!("{format}: as `data.format` says"))),
     }
 }
@@ -151,7 +152,7 @@ fn choose_format(source: &DataFile, options: &DataOptions) -> Result<(RowFormat,
 /// What the rows of a format need of the tokenizer, before every row fails for the same reason.
 fn needs_met(
     rows: &[super::source::RawRow],
-    format: RowFormat,
+    format: DataFormat,
     tokenizer: &Tokenizer,
     template: Option<&ChatTemplate>,
 ) -> Result<()> {
@@ -180,7 +181,7 @@ fn needs_met(
 }
 
 fn stop_on_faults(report: &DataReport, options: &DataOptions) -> Result<()> {
-    let stops = |kind: &RowFaultKind| *kind == RowFaultKind::TooLong || options.on_bad_row == OnFault::Stop;
+    let stops = |kind: &RowFaultKind| *kind == RowFaultKind::TooLong || options.on_bad_row == OnBadRow::Stop;
     let total: usize = report.bad.iter().filter(|(kind, _)| stops(kind)).map(|(_, (count, _))| count).sum();
     if total == 0 {
         return Ok(());

@@ -13,8 +13,9 @@ use super::source::RawRow;
 use super::spans::render_trained;
 use super::template::{ChatTemplate, TemplateInputs};
 use super::tokenizer::{Encoded, Tokenizer};
-use super::{DataOptions, OnLongRow, Origin, RowFault, RowFaultKind, TrainOn};
+use super::{DataOptions, Origin, RowFault, RowFaultKind};
 use crate::error::Error;
+use crate::recipe::enums::{DataFormat, OnLongRow, TrainOn};
 
 /// A row as the model sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -84,7 +85,7 @@ impl<'a> Encoder<'a> {
     ///
     /// # Errors
     /// Whatever makes the row unusable.
-    pub fn encode_row(&self, row: &RawRow, format: super::RowFormat) -> Result<Encoding, RowFault> {
+    pub fn encode_row(&self, row: &RawRow, format: DataFormat) -> Result<Encoding, RowFault> {
         match super::format::convert(&row.value, format)? {
             Some(record) => self.encode(&record, &row.origin, row.document),
             None => Ok(Encoding::LeftOut),

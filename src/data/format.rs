@@ -4,9 +4,6 @@
 //! that are not of it are faults, never read by another rule. Literal `{{name}}` placeholders stay as they are:
 //! nothing in a row is a template.
 
-use std::fmt;
-
-use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::conversation::{Conversation, messages_of, tools_of};
@@ -14,100 +11,49 @@ use super::json_rows::json_type;
 use super::source::RawRow;
 use super::{RowFault, RowFaultKind};
 use crate::error::{Error, Result};
-
-/// The shape of a data set's rows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum RowFormat {
-    /// The format most rows have.
-    #[default]
-    Auto,
-    /// `messages` of `role` and `content` (OpenAI), with `tools`; with `label`, only the rows where it is true.
-    Messages,
-    /// `conversations` of `from` and `value`, with `system` and `tools`.
-    #[serde(rename = "sharegpt")]
-    ShareGpt,
-    /// `chosen` and `rejected`: the chosen side is trained.
-    Preference,
-    /// `instruction`, `output`, perhaps `input`, `system` and `history`.
-    Alpaca,
-    /// `instruction`, `response`, perhaps `context`.
-    Instruction,
-    /// `prompt` and `completion` (or `canonical_solution`), both text or both messages.
-    PromptCompletion,
-    /// `question` and `answer`.
-    QuestionAnswer,
-    /// `text`.
-    Text,
-}
+use crate::recipe::enums::DataFormat;
 
 /// All formats a row can have, in the order in which its keys are looked at.
-const FORMATS: [RowFormat; 8] = [
-    RowFormat::Preference,
-    RowFormat::Messages,
-    RowFormat::ShareGpt,
-    RowFormat::Alpaca,
-    RowFormat::Instruction,
-    RowFormat::PromptCompletion,
-    RowFormat::QuestionAnswer,
-    RowFormat::Text,
+const FORMATS: [DataFormat; 8] = [
+    DataFormat::Preference,
+    DataFormat::Messages,
+    DataFormat::Sharegpt,
+    DataFormat::Alpaca,
+    DataFormat::Instruction,
+    DataFormat::PromptCompletion,
+    DataFormat::QuestionAnswer,
+    DataFormat::Text,
 ];
 
-impl RowFormat {
-    /// The name as a recipe writes it.
-    pub fn name(self) -> &'static str {
-        match self {
-            RowFormat::Auto => "auto",
-            RowFormat::Messages => "messages",
-            RowFormat::ShareGpt => "sharegpt",
-            RowFormat::Preference => "preference",
-            RowFormat::Alpaca => "alpaca",
-            RowFormat::Instruction => "instruction",
-            RowFormat::PromptCompletion => "prompt_completion",
-            RowFormat::QuestionAnswer => "question_answer",
-            RowFormat::Text => "text",
-        }
-    }
-
-    /// The names a recipe may use.
-    pub fn names() -> impl Iterator<Item = &'static str> {
-        std::iter::once(RowFormat::Auto).chain(FORMATS).map(RowFormat::name)
-    }
-
+impl DataFormat {
     /// The keys a row of this format has, for people.
     fn keys(self) -> &'static str {
         match self {
-            RowFormat::Auto => "any",
-            RowFormat::Messages => "messages",
-            RowFormat::ShareGpt => "conversations",
-            RowFormat::Preference => "chosen, rejected",
-            RowFormat::Alpaca => "instruction, output",
-            RowFormat::Instruction => "instruction, response",
-            RowFormat::PromptCompletion => "prompt, completion",
-            RowFormat::QuestionAnswer => "question, answer",
-            RowFormat::Text => "text",
+            DataFormat::Auto => "any",
+            DataFormat::Messages => "messages",
+            DataFormat::Sharegpt => "conversations",
+            DataFormat::Preference => "chosen, rejected",
+            DataFormat::Alpaca => "instruction, output",
+            DataFormat::Instruction => "instruction, response",
+            DataFormat::PromptCompletion => "prompt, completion",
+            DataFormat::QuestionAnswer => "question, answer",
+            DataFormat::Text => "text",
         }
     }
 
     fn fits(self, row: &Map<String, Value>) -> bool {
         let has = |key: &str| row.get(key).is_some_and(|value| !value.is_null());
         match self {
-            RowFormat::Auto => true,
-            RowFormat::Messages => has("messages"),
-            RowFormat::ShareGpt => has("conversations") || has("conversation"),
-            RowFormat::Preference => has("chosen") && has("rejected"),
-            RowFormat::Alpaca => has("instruction") && has("output"),
-            RowFormat::Instruction => has("instruction") && has("response"),
-            RowFormat::PromptCompletion => has("prompt") && (has("completion") || has("canonical_solution")),
-            RowFormat::QuestionAnswer => has("question") && has("answer"),
-            RowFormat::Text => has("text"),
+            DataFormat::Auto => true,
+            DataFormat::Messages => has("messages"),
+            DataFormat::Sharegpt => has("conversations") || has("conversation"),
+            DataFormat::Preference => has("chosen") && has("rejected"),
+            DataFormat::Alpaca => has("instruction") && has("output"),
+            DataFormat::Instruction => has("instruction") && has("response"),
+            DataFormat::PromptCompletion => has("prompt") && (has("completion") || has("canonical_solution")),
+            DataFormat::QuestionAnswer => has("question") && has("answer"),
+            DataFormat::Text => has("text"),
         }
-    }
-}
-
-impl fmt::Display for RowFormat {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 
@@ -149,7 +95,7 @@ pub enum ParsedRow {
 ///
 /// # Errors
 /// When no row, or less than half of them, has a known format.
-pub fn detect(rows: &[RawRow]) -> Result<(RowFormat, String)> {
+pub fn detect(rows: &[RawRow]) -> Result<(DataFormat, String)> {
     let mut counts = [0usize; FORMATS.len()];
     let mut unknown = None;
     for row in rows {
@@ -175,10 +121,9 @@ pub fn detect(rows: &[RawRow]) -> Result<(RowFormat, String)> {
             error = error.because(format!("{} has the keys {}", row.origin, keys.join(", ")));
         }
         let known: Vec<String> = FORMATS.iter().map(|f| format!("{f} ({})", f.keys())).collect();
-        return Err(error.because(format!("known: {}", known.join("; "))).hint(format!(
-            "rename the keys of the rows, or {hint}{}",
-            RowFormat::names().collect::<Vec<_>>().join(", ")
-        )));
+        return Err(error
+            .because(format!("known: {}", known.join("; ")))
+            .hint(format!("rename the keys of the rows, or {hint}{}", DataFormat::NAMES.join(", "))));
     }
     let format = FORMATS[best];
     let share = if count == rows.len() {
@@ -187,24 +132,24 @@ pub fn detect(rows: &[RawRow]) -> Result<(RowFormat, String)> {
         format!("{count} of {} rows have", rows.len())
     };
     let mut why = format!("{format}: {share} {}", keys_found(format, rows));
-    if format == RowFormat::Preference {
+    if format == DataFormat::Preference {
         why.push_str("; only the chosen side is trained");
     }
-    if format == RowFormat::Messages && rows.iter().any(|row| row.value.contains_key("label")) {
+    if format == DataFormat::Messages && rows.iter().any(|row| row.value.contains_key("label")) {
         why.push_str("; of the labelled rows those with a true label are trained");
     }
     Ok((format, why))
 }
 
 /// The keys of the first row that has the format, as they stand there.
-fn keys_found(format: RowFormat, rows: &[RawRow]) -> String {
+fn keys_found(format: DataFormat, rows: &[RawRow]) -> String {
     let wanted: Vec<&str> = match format {
-        RowFormat::ShareGpt => vec!["conversations", "conversation", "tools"],
-        RowFormat::PromptCompletion => vec!["prompt", "completion", "canonical_solution"],
-        RowFormat::Alpaca => vec!["instruction", "input", "output"],
-        RowFormat::Instruction => vec!["instruction", "context", "response"],
-        RowFormat::Messages => vec!["messages", "tools", "label"],
-        RowFormat::Preference => vec!["prompt", "messages", "conversations", "chosen", "rejected"],
+        DataFormat::Sharegpt => vec!["conversations", "conversation", "tools"],
+        DataFormat::PromptCompletion => vec!["prompt", "completion", "canonical_solution"],
+        DataFormat::Alpaca => vec!["instruction", "input", "output"],
+        DataFormat::Instruction => vec!["instruction", "context", "response"],
+        DataFormat::Messages => vec!["messages", "tools", "label"],
+        DataFormat::Preference => vec!["prompt", "messages", "conversations", "chosen", "rejected"],
         _ => format.keys().split(", ").collect(),
     };
     let row = rows.iter().find(|row| format.fits(&row.value));
@@ -220,13 +165,13 @@ fn keys_found(format: RowFormat, rows: &[RawRow]) -> String {
 ///
 /// # Errors
 /// When the row is not of the format.
-pub fn convert(row: &Map<String, Value>, format: RowFormat) -> Result<Option<ParsedRow>, RowFault> {
+pub fn convert(row: &Map<String, Value>, format: DataFormat) -> Result<Option<ParsedRow>, RowFault> {
     let record = match format {
-        RowFormat::Auto => match FORMATS.iter().find(|format| format.fits(row)) {
+        DataFormat::Auto => match FORMATS.iter().find(|format| format.fits(row)) {
             Some(format) => return convert(row, *format),
             None => return Err(no_format(row)),
         },
-        RowFormat::Messages => {
+        DataFormat::Messages => {
             if let Some(label) = row.get("label") {
                 match truth(label) {
                     Some(true) => {}
@@ -236,16 +181,16 @@ pub fn convert(row: &Map<String, Value>, format: RowFormat) -> Result<Option<Par
             }
             Conversation::read(row, "messages")?.into_record(tools_of(row)?)
         }
-        RowFormat::ShareGpt => {
+        DataFormat::Sharegpt => {
             let key = if row.contains_key("conversations") { "conversations" } else { "conversation" };
             Conversation::read(row, key)?.with_system(row)?.into_record(tools_of(row)?)
         }
-        RowFormat::Preference => preference(row)?,
-        RowFormat::Alpaca => alpaca(row)?,
-        RowFormat::Instruction => task(row, "instruction", "context", "response")?,
-        RowFormat::QuestionAnswer => task(row, "question", "context", "answer")?,
-        RowFormat::PromptCompletion => prompt_completion(row)?,
-        RowFormat::Text => ParsedRow::Text(text(row, "text")?),
+        DataFormat::Preference => preference(row)?,
+        DataFormat::Alpaca => alpaca(row)?,
+        DataFormat::Instruction => task(row, "instruction", "context", "response")?,
+        DataFormat::QuestionAnswer => task(row, "question", "context", "answer")?,
+        DataFormat::PromptCompletion => prompt_completion(row)?,
+        DataFormat::Text => ParsedRow::Text(text(row, "text")?),
     };
     Ok(Some(record))
 }

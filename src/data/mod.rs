@@ -17,7 +17,7 @@
 //! | text | text + EOS | the same | everything |
 //!
 //! A row that cannot be used is never dropped in silence: it is a [`BadRow`] with file, line and reason, and
-//! [`OnFault`] decides whether it ends the run.
+//! [`OnBadRow`] decides whether it ends the run.
 
 pub mod batch;
 pub mod dataset;
@@ -41,58 +41,23 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
-use serde::{Deserialize, Serialize};
-
 pub use batch::{Batch, IGNORE, PackedSample, Step};
 pub use dataset::Dataset;
 pub use encode::Example;
-pub use format::{ParsedRow, RowFormat};
+pub use format::ParsedRow;
 pub use report::DataReport;
 pub use sampler::{Cursor, Sampler, SamplerOptions};
 pub use source::Split;
 pub use template::ChatTemplate;
 pub use tokenizer::Tokenizer;
 
-/// Which tokens of a row carry loss.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum TrainOn {
-    /// The assistant's turns of a chat, the completion of a pair, all of a text.
-    #[default]
-    Assistant,
-    /// Every token.
-    All,
-}
-
-/// What a row that cannot be used does to the run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum OnFault {
-    /// All such rows are named in one error.
-    #[default]
-    Stop,
-    /// They are left out, counted and reported.
-    Skip,
-}
-
-/// What happens to a row of more than `max_seq_len` tokens.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum OnLongRow {
-    /// Its first `max_seq_len` tokens are kept.
-    #[default]
-    Truncate,
-    /// It is left out and counted.
-    Drop,
-    /// It is an error.
-    Stop,
-}
+use crate::recipe::enums::{DataFormat, OnBadRow, OnLongRow, TrainOn};
 
 /// How rows become examples; the keys of `[data]` that concern rows, and two facts about the model.
 #[derive(Debug, Clone)]
 pub struct DataOptions {
-    /// The row format; [`RowFormat::Auto`] looks at the rows.
-    pub format: RowFormat,
+    /// The row format; [`DataFormat::Auto`] looks at the rows.
+    pub format: DataFormat,
     /// The files of a folder to take.
     pub split: Split,
     /// The longest row, in tokens.
@@ -100,7 +65,7 @@ pub struct DataOptions {
     /// Which tokens carry loss.
     pub train_on: TrainOn,
     /// What a row that cannot be used does.
-    pub on_bad_row: OnFault,
+    pub on_bad_row: OnBadRow,
     /// What a row that is too long does.
     pub on_long_row: OnLongRow,
     /// Rows of the model's embedding: a larger token id is refused.
@@ -110,11 +75,11 @@ pub struct DataOptions {
 impl Default for DataOptions {
     fn default() -> Self {
         DataOptions {
-            format: RowFormat::Auto,
+            format: DataFormat::Auto,
             split: Split::Train,
             max_seq_len: 2048,
             train_on: TrainOn::Assistant,
-            on_bad_row: OnFault::Stop,
+            on_bad_row: OnBadRow::Stop,
             on_long_row: OnLongRow::Truncate,
             vocab_size: usize::MAX,
         }

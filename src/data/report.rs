@@ -1,10 +1,11 @@
 //! What a data set turned out to be: the figures and faults a person should see before hours of training.
 
+use crate::recipe::enums::DataFormat;
 use std::collections::BTreeMap;
 use std::fmt;
 
 use super::encode::{Encoding, Example};
-use super::{BadRow, Origin, RowFault, RowFaultKind, RowFormat};
+use super::{BadRow, Origin, RowFault, RowFaultKind};
 use crate::units;
 
 /// Bad rows of one kind that are named.
@@ -20,7 +21,7 @@ pub struct DataReport {
     /// Examples made of them.
     pub examples: usize,
     /// The format of the rows.
-    pub format: RowFormat,
+    pub format: DataFormat,
     /// Why it was taken to be that.
     pub why: String,
     /// What a person should know besides.

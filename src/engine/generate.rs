@@ -69,7 +69,7 @@ impl Engine {
             .map(|rope| rope.table(&spans, &self.device))
             .collect::<Result<Vec<_>>>()?;
         let context =
-            BlockContext { spans: &spans, tables: &tables, algorithm: self.algorithm, dropout: None };
+            BlockContext { spans: &spans, tables: &tables, attention: self.attention, dropout: None };
         let mut x = self.store.embed()?.forward(&self.config, ids)?;
         for (layer, cache) in caches.iter_mut().enumerate() {
             let weights = self.store.block(layer, self.after(layer))?;

@@ -26,8 +26,9 @@ use crate::collective::Phase;
 use crate::data::Batch;
 use crate::error::Result;
 use crate::model::{self, BlockContext, BlockSaved, DropoutContext, ModelConfig, Segment};
-use crate::ops::attention::{AttentionAlgorithm, Span};
+use crate::ops::attention::Span;
 use crate::ops::rotary::RotaryTable;
+use crate::recipe::enums::Attention;
 use crate::sharding::ParamStore;
 
 /// A model whose weights are somewhere, ready to compute.
@@ -38,7 +39,7 @@ pub struct Engine {
     /// Its weights.
     pub store: ParamStore,
     /// Flash or eager attention.
-    pub algorithm: AttentionAlgorithm,
+    pub attention: Attention,
     /// Where activations live.
     pub device: Device,
 }
@@ -77,7 +78,7 @@ impl Engine {
     }
 
     fn context<'a>(&self, layout: &'a BatchLayout, dropout: Option<DropoutContext>) -> BlockContext<'a> {
-        BlockContext { spans: &layout.spans, tables: &layout.tables, algorithm: self.algorithm, dropout }
+        BlockContext { spans: &layout.spans, tables: &layout.tables, attention: self.attention, dropout }
     }
 
     /// The hidden states after the last block: `[N, D]`.

@@ -11,7 +11,8 @@ use super::{SaveAssignment, Trainer};
 use crate::checkpoint::{MomentKind, SavedCheckpoint, SavedMoment, SnapshotTensor};
 use crate::error::Result;
 use crate::ops::adamw_int8::{Int8Moment, STATE_BLOCK};
-use crate::optim::{INT8_MIN_ELEMENTS, MomentDtype, Moments};
+use crate::optim::{INT8_MIN_ELEMENTS, Moments};
+use crate::recipe::enums::StateDtype;
 use crate::runtime::copy::copy_into;
 use crate::sharding::{Bucket, BucketEntry, ParamDesc};
 
@@ -124,7 +125,7 @@ impl Trainer {
     }
 
     fn is_int8(&self, entry: &BucketEntry) -> bool {
-        self.options.optimizer.state == MomentDtype::Int8 && entry.desc.elements() >= INT8_MIN_ELEMENTS
+        self.options.optimizer.state == StateDtype::Int8 && entry.desc.elements() >= INT8_MIN_ELEMENTS
     }
 
     /// Goes on from a checkpoint whose weights the engine was loaded with: takes over moments and count of updates.

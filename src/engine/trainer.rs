@@ -7,7 +7,8 @@ use crate::collective::Phase;
 use crate::data::Step;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::model::DropoutContext;
-use crate::optim::{INT8_MIN_ELEMENTS, MomentDtype, Optimizer, OptimizerOptions, ParamGroup, Schedule};
+use crate::optim::{INT8_MIN_ELEMENTS, Optimizer, OptimizerOptions, ParamGroup, Schedule};
+use crate::recipe::enums::StateDtype;
 use crate::runtime::rng::RngStream;
 use crate::runtime::thread_pool;
 use crate::sharding::{Bucket, BucketEntry, ParamDesc};
@@ -168,7 +169,7 @@ fn param_groups(
         if is_b { options.lora_plus_ratio } else { 1.0 }
     };
     let kind = |entry: &BucketEntry| (entry.desc.decay, rate(&entry.desc));
-    let alone = options.optimizer.state == MomentDtype::Int8;
+    let alone = options.optimizer.state == StateDtype::Int8;
     let mut found = Vec::new();
     let mut rest = &bucket.entries[..];
     while let [first, ..] = rest {

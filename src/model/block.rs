@@ -16,11 +16,12 @@ use super::lora::DropoutSource;
 use super::{ModelConfig, Param};
 use crate::error::Result;
 use crate::ops::ColumnView;
-use crate::ops::attention::{AttentionAlgorithm, AttentionOutput, Qkv, Span, attention, attention_backward};
+use crate::ops::attention::{AttentionOutput, Qkv, Span, attention, attention_backward};
 use crate::ops::elementwise::add;
 use crate::ops::glu::{glu, glu_backward};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
+use crate::recipe::enums::Attention;
 use crate::runtime::rng::RngStream;
 
 /// The parameters of one block, for one use.
@@ -54,7 +55,7 @@ pub struct BlockContext<'a> {
     /// One table per rope of the model.
     pub tables: &'a [RotaryTable],
     /// Flash or eager.
-    pub algorithm: AttentionAlgorithm,
+    pub attention: Attention,
     /// Present in training only.
     pub dropout: Option<DropoutContext>,
 }
@@ -195,11 +196,11 @@ fn attention_forward(
     let inputs = attention_inputs(config, &rotated, qkv);
     let kind = config.attention(layer);
     match cache {
-        None => attention(inputs, context.spans, kind, context.algorithm),
+        None => attention(inputs, context.spans, kind, context.attention),
         Some(cache) => {
             let (k, v, span) = cache.append(inputs.k, inputs.v)?;
             let inputs = Qkv { q: inputs.q, k: ColumnView::all(&k), v: ColumnView::all(&v) };
-            attention(inputs, &[span], kind, context.algorithm)
+            attention(inputs, &[span], kind, context.attention)
         }
     }
 }
@@ -259,7 +260,7 @@ pub fn backward(
         let rotated = rotate(config, layer, w, &saved.qkv, context)?;
         let inputs = attention_inputs(config, &rotated, &saved.qkv);
         let kind = config.attention(layer);
-        attention_backward(inputs, &saved.attended, &dout, context.spans, kind, context.algorithm)?
+        attention_backward(inputs, &saved.attended, &dout, context.spans, kind, context.attention)?
     };
     let table = &context.tables[config.layers[layer].rope];
     rotary_backward(&saved.qkv, &dqkv, config.heads, qk_norm(config, w), table)?;

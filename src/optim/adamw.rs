@@ -6,6 +6,7 @@ use super::staging::UpdateStaging;
 use crate::error::Result;
 use crate::ops::adamw::{AdamW, adamw};
 use crate::ops::adamw_int8::{Int8Moment, adamw_int8};
+use crate::recipe::enums::StateDtype;
 use crate::runtime::copy::zero;
 use crate::runtime::param_storage::{ParamStorage, STAGING_ELEMENTS};
 
@@ -19,16 +20,7 @@ pub struct OptimizerOptions {
     /// Decoupled decay of matrices and tables; norms and biases are never decayed.
     pub weight_decay: f64,
     /// How moments are kept.
-    pub state: MomentDtype,
-}
-
-/// How moments are kept.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MomentDtype {
-    /// 32 bits each.
-    F32,
-    /// 8 bits each, in blocks; tensors below [`INT8_MIN_ELEMENTS`] in 32.
-    Int8,
+    pub state: StateDtype,
 }
 
 /// Smaller parameters keep f32 moments (bitsandbytes' `min_8bit_size`).
@@ -59,9 +51,9 @@ pub enum Moments {
 }
 
 impl Moments {
-    fn zeros(group: &ParamGroup, dtype: MomentDtype, device: &Device) -> Result<Self> {
+    fn zeros(group: &ParamGroup, dtype: StateDtype, device: &Device) -> Result<Self> {
         let len = group.param.elements();
-        if dtype == MomentDtype::Int8 && group.large {
+        if dtype == StateDtype::Int8 && group.large {
             return Ok(Moments::Int8([Int8Moment::zeros(len)?, Int8Moment::zeros(len)?]));
         }
         let zeros = || -> Result<Tensor> {

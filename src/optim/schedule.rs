@@ -3,41 +3,13 @@
 
 use std::f64::consts::PI;
 
-/// The shape after warm-up. What falls, falls to `min_lr_ratio` of the peak.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum ScheduleKind {
-    /// The rate itself, without warm-up.
-    Constant,
-    /// The rate itself after a linear warm-up.
-    ConstantWithWarmup,
-    /// Straight down.
-    Linear,
-    /// Half a cosine down.
-    Cosine,
-    /// A cosine with hard restarts.
-    CosineWithRestarts {
-        /// How many times it goes down.
-        num_cycles: f64,
-    },
-    /// A polynomial down.
-    Polynomial {
-        /// The exponent.
-        power: f64,
-    },
-    /// `√t / √(n + t − warmup)`, with t the warm-up's length, or 10 000 without one.
-    InverseSqrt,
-    /// Warm-up, plateau, then half a cosine down over the last updates.
-    WarmupStableDecay {
-        /// Length of the fall, in updates.
-        num_decay_steps: u64,
-    },
-}
+use crate::recipe::enums::SchedulerKind;
 
 /// A run's learning rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Schedule {
-    /// Shape.
-    pub kind: ScheduleKind,
+    /// The shape after the warm-up. What falls, falls to `min_lr_ratio` of the peak.
+    pub kind: SchedulerKind,
     /// Peak rate.
     pub learning_rate: f64,
     /// Updates of linear warm-up.
@@ -46,6 +18,12 @@ pub struct Schedule {
     pub total_steps: u64,
     /// Where a falling schedule ends, as a share of the peak.
     pub min_lr_ratio: f64,
+    /// How many times [`SchedulerKind::CosineWithRestarts`] comes down.
+    pub num_cycles: f64,
+    /// The exponent of [`SchedulerKind::Polynomial`].
+    pub power: f64,
+    /// Updates of the fall at the end of [`SchedulerKind::WarmupStableDecay`].
+    pub num_decay_steps: u64,
 }
 
 impl Schedule {
@@ -56,28 +34,30 @@ impl Schedule {
 
     fn factor(&self, n: f64) -> f64 {
         let (warmup, total) = (self.warmup_steps as f64, self.total_steps as f64);
-        let warms_up = !matches!(self.kind, ScheduleKind::Constant);
+        let warms_up = self.kind.has_warmup();
         if warms_up && n < warmup {
             return n / warmup.max(1.0);
         }
         let progress = (n - warmup) / (total - warmup).max(1.0);
         let half_cosine = |t: f64| 0.5 * (1.0 + (PI * t).cos());
         match self.kind {
-            ScheduleKind::Constant | ScheduleKind::ConstantWithWarmup => 1.0,
-            ScheduleKind::Linear => self.floored(((total - n) / (total - warmup).max(1.0)).max(0.0)),
-            ScheduleKind::Cosine => self.floored(half_cosine(progress).max(0.0)),
-            ScheduleKind::CosineWithRestarts { .. } if progress >= 1.0 => self.floored(0.0),
-            ScheduleKind::CosineWithRestarts { num_cycles } => {
-                self.floored(half_cosine((num_cycles * progress) % 1.0))
+            SchedulerKind::Constant | SchedulerKind::ConstantWithWarmup => 1.0,
+            SchedulerKind::Linear => self.floored(((total - n) / (total - warmup).max(1.0)).max(0.0)),
+            SchedulerKind::Cosine | SchedulerKind::CosineWithMinLr => {
+                self.floored(half_cosine(progress).max(0.0))
             }
-            ScheduleKind::Polynomial { .. } if n > total => self.floored(0.0),
-            ScheduleKind::Polynomial { power } => self.floored((1.0 - progress).powf(power)),
-            ScheduleKind::InverseSqrt => {
+            SchedulerKind::CosineWithRestarts if progress >= 1.0 => self.floored(0.0),
+            SchedulerKind::CosineWithRestarts => {
+                self.floored(half_cosine((self.num_cycles * progress) % 1.0))
+            }
+            SchedulerKind::Polynomial if n > total => self.floored(0.0),
+            SchedulerKind::Polynomial => self.floored((1.0 - progress).powf(self.power)),
+            SchedulerKind::InverseSqrt => {
                 let scale = if warmup > 0.0 { warmup } else { 10_000.0 };
                 1.0 / ((n + (scale - warmup)) / scale).sqrt()
             }
-            ScheduleKind::WarmupStableDecay { num_decay_steps } => {
-                let decay = num_decay_steps as f64;
+            SchedulerKind::WarmupStableDecay => {
+                let decay = self.num_decay_steps as f64;
                 let into = n - (total - decay).max(warmup);
                 if into < 0.0 { 1.0 } else { self.floored(half_cosine((into / decay.max(1.0)).min(1.0))) }
             }
@@ -104,18 +84,14 @@ mod tests {
             let kwargs = &case["kwargs"];
             let learning_rate = case["lr"].as_f64().unwrap();
             let kind = match case["name"].as_str().unwrap() {
-                "linear" => ScheduleKind::Linear,
-                "cosine" | "cosine_with_min_lr" => ScheduleKind::Cosine,
-                "constant" => ScheduleKind::Constant,
-                "constant_with_warmup" => ScheduleKind::ConstantWithWarmup,
-                "cosine_with_restarts" => {
-                    ScheduleKind::CosineWithRestarts { num_cycles: kwargs["num_cycles"].as_f64().unwrap() }
-                }
-                "polynomial" => ScheduleKind::Polynomial { power: kwargs["power"].as_f64().unwrap() },
-                "inverse_sqrt" => ScheduleKind::InverseSqrt,
-                "warmup_stable_decay" => ScheduleKind::WarmupStableDecay {
-                    num_decay_steps: kwargs["num_decay_steps"].as_u64().unwrap(),
-                },
+                "linear" => SchedulerKind::Linear,
+                "cosine" | "cosine_with_min_lr" => SchedulerKind::Cosine,
+                "constant" => SchedulerKind::Constant,
+                "constant_with_warmup" => SchedulerKind::ConstantWithWarmup,
+                "cosine_with_restarts" => SchedulerKind::CosineWithRestarts,
+                "polynomial" => SchedulerKind::Polynomial,
+                "inverse_sqrt" => SchedulerKind::InverseSqrt,
+                "warmup_stable_decay" => SchedulerKind::WarmupStableDecay,
                 other => panic!("no schedule is called {other}"),
             };
             let min_lr_ratio = match (kwargs["min_lr_rate"].as_f64(), kwargs["lr_end"].as_f64()) {
@@ -125,7 +101,16 @@ mod tests {
             };
             let total_steps = case["steps"].as_u64().unwrap();
             let warmup_steps = case["warmup"].as_u64().unwrap();
-            let schedule = Schedule { kind, learning_rate, warmup_steps, total_steps, min_lr_ratio };
+            let schedule = Schedule {
+                kind,
+                learning_rate,
+                warmup_steps,
+                total_steps,
+                min_lr_ratio,
+                num_cycles: kwargs["num_cycles"].as_f64().unwrap_or(1.0),
+                power: kwargs["power"].as_f64().unwrap_or(1.0),
+                num_decay_steps: kwargs["num_decay_steps"].as_u64().unwrap_or(0),
+            };
             let wanted = case["lr_used_at_step"].as_array().unwrap();
             assert_eq!(wanted.len() as u64, total_steps);
             for (n, wanted) in wanted.iter().enumerate() {

@@ -4,10 +4,11 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{MomentDtype, Moments, ParamGroup};
+use super::{Moments, ParamGroup};
 use crate::error::{Error, Result};
 use crate::ops::adamw::{AdamW, adamw};
 use crate::ops::adamw_int8::{Int8Moment, STATE_BLOCK, adamw_int8};
+use crate::recipe::enums::StateDtype;
 use crate::runtime::param_storage::copy_across;
 
 /// One run of each on the device.
@@ -27,7 +28,7 @@ impl UpdateStaging {
     /// Memory on `device` for runs of at most `limit` values of `groups`.
     pub(super) fn new(
         device: &Device,
-        state: MomentDtype,
+        state: StateDtype,
         groups: &[ParamGroup],
         limit: usize,
     ) -> Result<Self> {
@@ -35,8 +36,8 @@ impl UpdateStaging {
         let limit = limit.min(longest).next_multiple_of(STATE_BLOCK).max(STATE_BLOCK);
         let zeros = || Tensor::zeros(limit, DType::F32, device);
         let int8s = match state {
-            MomentDtype::F32 => None,
-            MomentDtype::Int8 => Some([Int8Moment::zeros(limit)?, Int8Moment::zeros(limit)?]),
+            StateDtype::F32 => None,
+            StateDtype::Int8 => Some([Int8Moment::zeros(limit)?, Int8Moment::zeros(limit)?]),
         };
         let f32s = [zeros()?, zeros()?];
         Ok(UpdateStaging { param: zeros()?, grad: zeros()?, f32s, int8s, limit, most: 0 })

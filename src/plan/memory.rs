@@ -7,7 +7,8 @@ use candle_core::{DType, Device};
 use crate::engine::Recompute;
 use crate::model::{ModelConfig, Segment};
 use crate::ops::adamw_int8::STATE_BLOCK;
-use crate::optim::{INT8_MIN_ELEMENTS, MomentDtype};
+use crate::optim::INT8_MIN_ELEMENTS;
+use crate::recipe::enums::StateDtype;
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::sharding::{Offload, ParamDesc, ParamRole, Placement, ShardingStrategy};
@@ -107,7 +108,7 @@ pub struct MemoryOptions<'a> {
     /// The dtype that is computed with.
     pub dtype: DType,
     /// How moments are kept.
-    pub moments: MomentDtype,
+    pub moments: StateDtype,
     /// Who keeps what.
     pub kind: ShardingStrategy,
     /// Ranks that share one copy of what is sharded.
@@ -154,9 +155,9 @@ fn weight_bytes(desc: &ParamDesc, size: usize) -> (u64, u64) {
 }
 
 /// Bytes of both moments of a parameter.
-fn moment_bytes(n: u64, moments: MomentDtype) -> u64 {
+fn moment_bytes(n: u64, moments: StateDtype) -> u64 {
     match moments {
-        MomentDtype::Int8 if n >= INT8_MIN_ELEMENTS as u64 => 2 * (n + 4 * n.div_ceil(STATE_BLOCK as u64)),
+        StateDtype::Int8 if n >= INT8_MIN_ELEMENTS as u64 => 2 * (n + 4 * n.div_ceil(STATE_BLOCK as u64)),
         _ => 8 * n,
     }
 }

@@ -16,8 +16,8 @@ use crate::data::{Dataset, Sampler, SamplerOptions, Split};
 use crate::engine::{Recompute, SaveAssignment, Trainer, TrainerOptions};
 use crate::error::{Error, Result};
 use crate::export::hf;
-use crate::optim::{MomentDtype, OptimizerOptions, Schedule, ScheduleKind};
-use crate::recipe::{self, Dtype, Recipe, SchedulerKind, StateDtype};
+use crate::optim::{OptimizerOptions, Schedule};
+use crate::recipe::{self, Dtype, Recipe};
 use crate::runtime::thread_pool::run_in_pool;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions, describe};
@@ -183,7 +183,7 @@ impl Plan {
                 betas: self.recipe.optimizer.betas,
                 eps: self.recipe.optimizer.eps,
                 weight_decay: self.recipe.optimizer.weight_decay,
-                state: moment_dtype(&self.recipe),
+                state: self.recipe.optimizer.state,
             },
             lora_plus_ratio: self.recipe.optimizer.lora_plus_ratio,
             schedule: self.schedule()?,
@@ -211,24 +211,14 @@ impl Plan {
         })?;
         let share = scheduler.warmup_ratio.unwrap_or(0.0) * self.total_steps as f64;
         Ok(Schedule {
-            kind: match scheduler.kind {
-                SchedulerKind::Cosine | SchedulerKind::CosineWithMinLr => ScheduleKind::Cosine,
-                SchedulerKind::Linear => ScheduleKind::Linear,
-                SchedulerKind::Constant => ScheduleKind::Constant,
-                SchedulerKind::ConstantWithWarmup => ScheduleKind::ConstantWithWarmup,
-                SchedulerKind::CosineWithRestarts => {
-                    ScheduleKind::CosineWithRestarts { num_cycles: scheduler.num_cycles as f64 }
-                }
-                SchedulerKind::Polynomial => ScheduleKind::Polynomial { power: scheduler.power },
-                SchedulerKind::InverseSqrt => ScheduleKind::InverseSqrt,
-                SchedulerKind::WarmupStableDecay => ScheduleKind::WarmupStableDecay {
-                    num_decay_steps: scheduler.num_decay_steps.unwrap_or(0),
-                },
-            },
+            kind: scheduler.kind,
             learning_rate,
             warmup_steps: scheduler.warmup_steps.unwrap_or(share.ceil() as u64),
             total_steps: self.total_steps,
             min_lr_ratio: scheduler.min_lr_ratio,
+            num_cycles: scheduler.num_cycles as f64,
+            power: scheduler.power,
+            num_decay_steps: scheduler.num_decay_steps.unwrap_or(0),
         })
     }
 
@@ -420,13 +410,6 @@ fn decided(
     }
 }
 
-fn moment_dtype(recipe: &Recipe) -> MomentDtype {
-    match recipe.optimizer.state {
-        StateDtype::F32 => MomentDtype::F32,
-        StateDtype::Int8 => MomentDtype::Int8,
-    }
-}
-
 /// How parameters are kept under a strategy.
 fn how<'a>(
     recipe: &Recipe,
@@ -436,7 +419,7 @@ fn how<'a>(
 ) -> MemoryOptions<'a> {
     MemoryOptions {
         dtype: engine.dtype,
-        moments: moment_dtype(recipe),
+        moments: recipe.optimizer.state,
         kind,
         sharded_over: if let ShardingStrategy::Hsdp(size) = kind { size } else { ranks },
         accumulates: recipe.train.gradient_accumulation_steps > 1,

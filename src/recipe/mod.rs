@@ -10,7 +10,7 @@
 
 mod builtin;
 mod conflicts;
-mod enums;
+pub mod enums;
 mod layers;
 mod render;
 mod schema;

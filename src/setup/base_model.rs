@@ -14,9 +14,9 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
 use crate::model::ModelConfig;
-use crate::ops::attention::AttentionAlgorithm;
 use crate::quant::{CodeKind, QuantFormat};
-use crate::recipe::{Attention, Dtype, ModelInit, ModelSection, QuantKind, QuantizationSection};
+use crate::recipe::enums::Attention;
+use crate::recipe::{Dtype, ModelInit, ModelSection, QuantKind, QuantizationSection};
 use crate::runtime::device;
 use crate::sharding;
 use crate::sharding::{DeviceMesh, GradReduceOptions, Offload, ParamDesc, ParamStore};
@@ -49,7 +49,7 @@ pub struct EngineOptions {
     /// In which dtype.
     pub dtype: DType,
     /// With which attention.
-    pub algorithm: AttentionAlgorithm,
+    pub attention: Attention,
     /// Seeds random initial values.
     pub seed: u64,
     /// With whom weights are shared.
@@ -78,18 +78,14 @@ impl EngineOptions {
                     .hint("write `dtype = \"bf16\"`; a model stored in f16 is converted as it is read"));
             }
         };
-        let algorithm = match model.attention {
-            Attention::Flash => AttentionAlgorithm::Flash,
-            Attention::Eager => AttentionAlgorithm::Eager,
-        };
-        Ok(EngineOptions::alone(device, dtype, algorithm, seed))
+        Ok(EngineOptions::alone(device, dtype, model.attention, seed))
     }
 
     /// On one rank, one micro-batch a step.
-    pub fn alone(device: Device, dtype: DType, algorithm: AttentionAlgorithm, seed: u64) -> Self {
+    pub fn alone(device: Device, dtype: DType, attention: Attention, seed: u64) -> Self {
         let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32 };
         let (ranks, offload) = (DeviceMesh::alone(), Offload::None);
-        EngineOptions { device, dtype, algorithm, seed, ranks, reducing, offload }
+        EngineOptions { device, dtype, attention, seed, ranks, reducing, offload }
     }
 }
 
@@ -229,7 +225,7 @@ impl BaseModel {
         let store =
             ParamStore::new(&self.config, descs, adapters, store, &mut |desc, fill| values.fill(desc, fill))?;
         let (config, device) = (self.config.clone(), options.device.clone());
-        let engine = Engine { config, store, algorithm: options.algorithm, device };
+        let engine = Engine { config, store, attention: options.attention, device };
         Ok((engine, values.into_initial()))
     }
 }

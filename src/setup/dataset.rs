@@ -1,11 +1,9 @@
 //! From `[data]` to examples: data sets found, tokenizer and template loaded, rows encoded.
 
 use super::resolver::{ResolvedSource, Resolver};
-use crate::data::{
-    ChatTemplate, DataOptions, Dataset, OnFault, OnLongRow, RowFormat, Split, Tokenizer, TrainOn,
-};
+use crate::data::{ChatTemplate, DataOptions, Dataset, Split, Tokenizer};
 use crate::error::{ErrorContext, Result};
-use crate::recipe::{self, DataFormat, DataSource, OnBadRow};
+use crate::recipe::{self, DataSource};
 
 /// What turns rows into tokens for one model.
 #[derive(Debug)]
@@ -23,22 +21,12 @@ impl DatasetLoader {
         let template =
             ChatTemplate::load(&tokenizer, data.chat_template.as_ref().map(|template| template.0.as_str()))?;
         let options = DataOptions {
-            format: format_of(data.format),
+            format: data.format,
             split: Split::Train,
             max_seq_len: data.max_seq_len,
-            train_on: match data.train_on {
-                recipe::TrainOn::Assistant => TrainOn::Assistant,
-                recipe::TrainOn::All => TrainOn::All,
-            },
-            on_bad_row: match data.on_bad_row {
-                OnBadRow::Stop => OnFault::Stop,
-                OnBadRow::Skip => OnFault::Skip,
-            },
-            on_long_row: match data.on_long_row {
-                recipe::OnLongRow::Truncate => OnLongRow::Truncate,
-                recipe::OnLongRow::Drop => OnLongRow::Drop,
-                recipe::OnLongRow::Stop => OnLongRow::Stop,
-            },
+            train_on: data.train_on,
+            on_bad_row: data.on_bad_row,
+            on_long_row: data.on_long_row,
             vocab_size,
         };
         Ok(DatasetLoader { tokenizer, template, options })
@@ -58,19 +46,5 @@ impl DatasetLoader {
         let dataset = Dataset::load(&paths, &options, &self.tokenizer, self.template.as_ref())
             .during(|| format!("cannot use the data set {}", names()))?;
         Ok((dataset, found))
-    }
-}
-
-fn format_of(format: DataFormat) -> RowFormat {
-    match format {
-        DataFormat::Auto => RowFormat::Auto,
-        DataFormat::Messages => RowFormat::Messages,
-        DataFormat::Sharegpt => RowFormat::ShareGpt,
-        DataFormat::Preference => RowFormat::Preference,
-        DataFormat::Alpaca => RowFormat::Alpaca,
-        DataFormat::Instruction => RowFormat::Instruction,
-        DataFormat::PromptCompletion => RowFormat::PromptCompletion,
-        DataFormat::QuestionAnswer => RowFormat::QuestionAnswer,
-        DataFormat::Text => RowFormat::Text,
     }
 }

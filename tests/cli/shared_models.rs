@@ -10,7 +10,7 @@ use candle_core::{DType, Device};
 use finetune::data::{Batch, IGNORE, PackedSample, Tokenizer};
 use finetune::engine::{Engine, Sampling};
 use finetune::error::Result;
-use finetune::ops::attention::AttentionAlgorithm;
+use finetune::recipe::enums::Attention;
 use finetune::setup::EngineOptions;
 use serde_json::Value;
 
@@ -48,7 +48,7 @@ impl Known {
 }
 
 fn engine(folder: &Path) -> Result<Engine> {
-    let options = EngineOptions::alone(Device::Cpu, DType::F32, AttentionAlgorithm::Flash, 0);
+    let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
     logits::base(folder).engine(None, false, &options)
 }
 

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device};
 use finetune::data::{Batch, IGNORE, PackedSample};
-use finetune::ops::attention::AttentionAlgorithm;
+use finetune::recipe::enums::Attention;
 use finetune::recipe::{self, DataSource};
 use finetune::report::{Terminal, Verbosity};
 use finetune::setup::{BaseModel, EngineOptions, Resolver};
@@ -47,7 +47,7 @@ pub(crate) fn distance(expected: &Path, folder: &Path) -> f32 {
         batch.ids.extend(valid);
         batch.rows += 1;
     }
-    let options = EngineOptions::alone(Device::Cpu, DType::F32, AttentionAlgorithm::Flash, 0);
+    let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
     let engine = base(folder).engine(None, false, &options).expect("loads");
     let logits = engine.logits(&batch).and_then(|logits| Ok(logits.flatten_all()?.to_vec1()?));
     let ours: Vec<f32> = logits.expect("computes");

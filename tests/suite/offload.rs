@@ -8,10 +8,10 @@ use crate::logits;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE, PackedSample, Step};
 use finetune::engine::{Recompute, Sampling, SaveAssignment, Trainer, TrainerOptions};
-use finetune::ops::attention::AttentionAlgorithm;
-use finetune::optim::{
-    MomentDtype, Moments, Optimizer, OptimizerOptions, ParamGroup, Schedule, ScheduleKind,
-};
+use finetune::optim::{Moments, Optimizer, OptimizerOptions, ParamGroup, Schedule};
+use finetune::recipe::enums::Attention;
+use finetune::recipe::enums::SchedulerKind;
+use finetune::recipe::enums::StateDtype;
 use finetune::setup::EngineOptions;
 use finetune::sharding::Offload;
 use serde_json::{Value, json};
@@ -20,23 +20,25 @@ fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
-fn adamw(state: MomentDtype) -> OptimizerOptions {
+fn adamw(state: StateDtype) -> OptimizerOptions {
     OptimizerOptions { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.1, state }
 }
 
 fn trainer(offload: Offload, dtype: DType) -> Trainer {
-    let options =
-        EngineOptions { offload, ..EngineOptions::alone(Device::Cpu, dtype, AttentionAlgorithm::Flash, 0) };
+    let options = EngineOptions { offload, ..EngineOptions::alone(Device::Cpu, dtype, Attention::Flash, 0) };
     let engine = logits::base(&golden().join("models/tiny-llama")).engine(None, true, &options).unwrap();
     let options = TrainerOptions {
-        optimizer: adamw(MomentDtype::F32),
+        optimizer: adamw(StateDtype::F32),
         lora_plus_ratio: 1.0,
         schedule: Schedule {
-            kind: ScheduleKind::Constant,
+            kind: SchedulerKind::Constant,
             learning_rate: 1e-3,
             warmup_steps: 0,
             total_steps: 10,
             min_lr_ratio: 0.0,
+            num_cycles: 1.0,
+            power: 1.0,
+            num_decay_steps: 0,
         },
         max_grad_norm: Some(1.0),
         seed: 0,
@@ -126,7 +128,7 @@ fn bits(optimizer: &Optimizer, pieces: &[ParamGroup]) -> Vec<Vec<u8>> {
 /// Runs of 512 values, the last one short: the same bits, and never more on the device.
 #[test]
 fn updates_are_staged_in_short_runs() {
-    for state in [MomentDtype::F32, MomentDtype::Int8] {
+    for state in [StateDtype::F32, StateDtype::Int8] {
         let [pieces, others] = [0, 1].map(|_| vec![piece(5000, 1), piece(300, 2), piece(4096, 3)]);
         let mut in_place = Optimizer::new(adamw(state), pieces.clone()).unwrap();
         let mut staged = Optimizer::offloaded(adamw(state), others.clone(), &Device::Cpu, Some(512)).unwrap();

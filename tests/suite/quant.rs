@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use finetune::quant::{self, Blocks, CodeKind, NESTED_BLOCK, QuantFormat, Scales};
+use finetune::recipe::enums::StateDtype;
 use finetune::weights::{ModelFiles, StoredDtype};
 use proptest::prelude::*;
 use serde_json::Value;
@@ -216,7 +217,7 @@ proptest! {
 #[test]
 fn adamw_in_8_bits_follows_bitsandbytes() {
     use candle_core::{Device, Tensor};
-    use finetune::optim::{MomentDtype, Moments, Optimizer, OptimizerOptions, ParamGroup};
+    use finetune::optim::{Moments, Optimizer, OptimizerOptions, ParamGroup};
 
     let file = File::open("adamw8bit");
     let text = std::fs::read_to_string(golden().join("cases.json")).unwrap();
@@ -239,7 +240,7 @@ fn adamw_in_8_bits_follows_bitsandbytes() {
         betas: [case["betas"][0].as_f64().unwrap(), case["betas"][1].as_f64().unwrap()],
         eps: number("eps"),
         weight_decay: number("weight_decay"),
-        state: MomentDtype::Int8,
+        state: StateDtype::Int8,
     };
     let mut optimizer = Optimizer::new(options, vec![piece.clone()]).unwrap();
     let steps = case["steps"].as_u64().unwrap();

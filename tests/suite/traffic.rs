@@ -11,26 +11,26 @@ use finetune::data::{Batch, IGNORE, PackedSample, Step};
 use finetune::engine::{Recompute, SaveAssignment, Trainer, TrainerOptions};
 use finetune::error::Result;
 use finetune::model;
-use finetune::ops::attention::AttentionAlgorithm;
-use finetune::optim::{MomentDtype, OptimizerOptions, Schedule, ScheduleKind};
+use finetune::optim::{OptimizerOptions, Schedule};
+use finetune::recipe::enums::Attention;
+use finetune::recipe::enums::SchedulerKind;
+use finetune::recipe::enums::StateDtype;
 use finetune::runtime::thread_pool;
 use finetune::setup::EngineOptions;
 use finetune::sharding::{Bucket, DeviceMesh, GradReduceOptions, ShardingStrategy};
 
 const OPTIONS: TrainerOptions = TrainerOptions {
-    optimizer: OptimizerOptions {
-        betas: [0.9, 0.999],
-        eps: 1e-8,
-        weight_decay: 0.0,
-        state: MomentDtype::F32,
-    },
+    optimizer: OptimizerOptions { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, state: StateDtype::F32 },
     lora_plus_ratio: 1.0,
     schedule: Schedule {
-        kind: ScheduleKind::Constant,
+        kind: SchedulerKind::Constant,
         learning_rate: 1e-3,
         warmup_steps: 0,
         total_steps: 10,
         min_lr_ratio: 0.0,
+        num_cycles: 1.0,
+        power: 1.0,
+        num_decay_steps: 0,
     },
     max_grad_norm: Some(1.0),
     seed: 0,
@@ -65,7 +65,7 @@ fn run(kind: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
         let options = EngineOptions {
             ranks: DeviceMesh::new(kind, world)?,
             reducing: GradReduceOptions { accumulates: turns > 1, dtype: DType::F32 },
-            ..EngineOptions::alone(Device::Cpu, DType::F32, AttentionAlgorithm::Flash, 0)
+            ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
         };
         let engine = logits::base(&folder).engine(None, true, &options)?;
         let mut trainer = Trainer::new(engine, OPTIONS)?;
@@ -159,7 +159,7 @@ fn kept(kind: ShardingStrategy, ranks: usize, dtype: DType) -> Vec<(u64, u64)> {
         let world: Arc<dyn Collective> = Arc::new(end);
         let options = EngineOptions {
             ranks: DeviceMesh::new(kind, world)?,
-            ..EngineOptions::alone(Device::Cpu, dtype, AttentionAlgorithm::Flash, 0)
+            ..EngineOptions::alone(Device::Cpu, dtype, Attention::Flash, 0)
         };
         let engine = logits::base(&folder).engine(None, true, &options)?;
         let of = |bucket: &Bucket| bucket.kept_bytes().iter().sum::<usize>() + 8 * bucket.own().len();

@@ -14,6 +14,7 @@ use candle_core::Tensor;
 pub use super::matmul::ColumnView;
 pub use super::rotary::Heads;
 use crate::error::Result;
+use crate::recipe::enums::Attention;
 
 mod cpu;
 mod reference;
@@ -58,15 +59,6 @@ pub struct AttentionKind {
     pub window: Option<usize>,
 }
 
-/// Which implementation computes attention.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AttentionAlgorithm {
-    /// O(S) memory.
-    Flash,
-    /// The S × S definition: the reference.
-    Eager,
-}
-
 /// The result of attention, and what its backward needs.
 #[derive(Debug, Clone)]
 pub struct AttentionOutput {
@@ -95,12 +87,12 @@ pub fn attention(
     qkv: Qkv<'_>,
     spans: &[Span],
     kind: AttentionKind,
-    algorithm: AttentionAlgorithm,
+    algorithm: Attention,
 ) -> Result<AttentionOutput> {
     match algorithm {
-        AttentionAlgorithm::Flash if qkv.q.tensor.device().is_cpu() => cpu::forward(qkv, spans, kind),
-        AttentionAlgorithm::Flash => reference::forward(qkv, spans, kind, COMPOSED_TILE),
-        AttentionAlgorithm::Eager => reference::forward(qkv, spans, kind, usize::MAX),
+        Attention::Flash if qkv.q.tensor.device().is_cpu() => cpu::forward(qkv, spans, kind),
+        Attention::Flash => reference::forward(qkv, spans, kind, COMPOSED_TILE),
+        Attention::Eager => reference::forward(qkv, spans, kind, usize::MAX),
     }
 }
 
@@ -111,14 +103,12 @@ pub fn attention_backward(
     dout: &Tensor,
     spans: &[Span],
     kind: AttentionKind,
-    algorithm: AttentionAlgorithm,
+    algorithm: Attention,
 ) -> Result<Tensor> {
     match algorithm {
-        AttentionAlgorithm::Flash if dout.device().is_cpu() => {
-            cpu::backward(qkv, attended, dout, spans, kind)
-        }
-        AttentionAlgorithm::Flash => reference::backward(qkv, attended, dout, spans, kind, COMPOSED_TILE),
-        AttentionAlgorithm::Eager => reference::backward(qkv, attended, dout, spans, kind, usize::MAX),
+        Attention::Flash if dout.device().is_cpu() => cpu::backward(qkv, attended, dout, spans, kind),
+        Attention::Flash => reference::backward(qkv, attended, dout, spans, kind, COMPOSED_TILE),
+        Attention::Eager => reference::backward(qkv, attended, dout, spans, kind, usize::MAX),
     }
 }
 

@@ -6,9 +6,9 @@ use candle_core::Tensor;
 use super::{CaseRunner, OpPair, SelftestCase, TensorPair, Tolerance};
 use crate::error::Result;
 use crate::ops::attention::{
-    AttentionAlgorithm, AttentionKind, AttentionOutput, ColumnView, Heads, Qkv, Span, attention,
-    attention_backward,
+    AttentionKind, AttentionOutput, ColumnView, Heads, Qkv, Span, attention, attention_backward,
 };
+use crate::recipe::enums::Attention;
 
 /// One layer's attention over one packed batch.
 #[derive(Debug, Clone)]
@@ -19,7 +19,7 @@ struct PackedSpans {
 
 pub(super) fn cases() -> Vec<SelftestCase> {
     let mut cases = Vec::new();
-    for algorithm in [AttentionAlgorithm::Flash, AttentionAlgorithm::Eager] {
+    for algorithm in [Attention::Flash, Attention::Eager] {
         for (what, packed) in sequences() {
             let what = format!("{algorithm:?}, {what}");
             let same = packed.clone();
@@ -137,33 +137,26 @@ impl PackedSpans {
         })
     }
 
-    fn attend(&self, qkv: Qkv<'_>, algorithm: AttentionAlgorithm) -> Result<AttentionOutput> {
+    fn attend(&self, qkv: Qkv<'_>, algorithm: Attention) -> Result<AttentionOutput> {
         attention(qkv, &self.spans, self.kind, algorithm)
     }
 
-    fn forward(&self, bench: &CaseRunner<'_>, algorithm: AttentionAlgorithm) -> Result<Vec<TensorPair>> {
+    fn forward(&self, bench: &CaseRunner<'_>, algorithm: Attention) -> Result<Vec<TensorPair>> {
         let x = self.inputs(bench)?;
         let got = self.attend(x.qkv(self.kind.heads, |t| &t.here), algorithm)?;
-        let want = self.attend(x.qkv(self.kind.heads, |t| &t.plain), AttentionAlgorithm::Eager)?;
+        let want = self.attend(x.qkv(self.kind.heads, |t| &t.plain), Attention::Eager)?;
         Ok(vec![TensorPair::new(got.out, want.out), TensorPair::new(got.lse, want.lse)])
     }
 
     /// Each from its own forward, as in a step.
-    fn backward(&self, bench: &CaseRunner<'_>, algorithm: AttentionAlgorithm) -> Result<Vec<TensorPair>> {
+    fn backward(&self, bench: &CaseRunner<'_>, algorithm: Attention) -> Result<Vec<TensorPair>> {
         let (x, heads) = (self.inputs(bench)?, self.kind.heads);
         let dout = bench.normal("dout", (self.rows().0, heads.q_width()))?;
         let (here, plain) = (x.qkv(heads, |t| &t.here), x.qkv(heads, |t| &t.plain));
         let saved = self.attend(here, algorithm)?;
         let got = attention_backward(here, &saved, &dout.here, &self.spans, self.kind, algorithm)?;
-        let saved = self.attend(plain, AttentionAlgorithm::Eager)?;
-        let want = attention_backward(
-            plain,
-            &saved,
-            &dout.plain,
-            &self.spans,
-            self.kind,
-            AttentionAlgorithm::Eager,
-        )?;
+        let saved = self.attend(plain, Attention::Eager)?;
+        let want = attention_backward(plain, &saved, &dout.plain, &self.spans, self.kind, Attention::Eager)?;
         let parts =
             [(0, heads.q_width()), (heads.q_width(), heads.kv_width()), (heads.qk_width(), heads.kv_width())];
         let part =

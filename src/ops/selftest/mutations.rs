@@ -5,9 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use super::{CaseRunner, TensorPair, Tolerance, cases, largest_error};
 use crate::error::Result;
 use crate::ops::adamw::{self, AdamW};
-use crate::ops::attention::{
-    AttentionAlgorithm, AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward,
-};
+use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use crate::ops::cross_entropy::{self, IGNORE, LossKind};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::embedding;
@@ -17,6 +15,7 @@ use crate::ops::matmul;
 use crate::ops::matmul::Transpose;
 use crate::ops::rms_norm::{self, NormKind};
 use crate::ops::rotary::{self, RotaryTable};
+use crate::recipe::enums::Attention;
 use crate::runtime::rng::RngStream;
 
 #[test]
@@ -177,8 +176,8 @@ fn attended(
         let d = attention_backward(qkv, &saved, dout, spans, kind, algorithm)?;
         Ok((saved.out, d))
     };
-    let got = both(&x.here, &dout.here, op, AttentionAlgorithm::Flash)?;
-    let want = both(&x.plain, &dout.plain, reference, AttentionAlgorithm::Eager)?;
+    let got = both(&x.here, &dout.here, op, Attention::Flash)?;
+    let want = both(&x.plain, &dout.plain, reference, Attention::Eager)?;
     Ok((TensorPair::new(got.0, want.0), TensorPair::new(got.1, want.1)))
 }
 

@@ -5,9 +5,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, V
 
 use super::TensorPair;
 use crate::error::Result;
-use crate::ops::attention::{
-    AttentionAlgorithm, AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward,
-};
+use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use crate::ops::cross_entropy::{self, Delta, IGNORE, LossKind, Output, OutputGrads};
 use crate::ops::dora;
 use crate::ops::dropout::{Dropout, dropout};
@@ -19,6 +17,7 @@ use crate::ops::matmul::Transpose;
 use crate::ops::matmul_quantized::Weight;
 use crate::ops::rms_norm::{self, NormKind};
 use crate::ops::rotary::{self, QkNorm, RotaryTable};
+use crate::recipe::enums::Attention;
 use crate::runtime::rng::RngStream;
 
 /// Sends a given gradient back from where it is applied.
@@ -225,7 +224,7 @@ fn attention_of_packed_spans() -> Result<()> {
             k: range(heads.q_width(), heads.kv_width()),
             v: range(heads.qk_width(), heads.kv_width()),
         };
-        for algorithm in [AttentionAlgorithm::Flash, AttentionAlgorithm::Eager] {
+        for algorithm in [Attention::Flash, Attention::Eager] {
             let attended = attention(qkv, &spans, kind, algorithm)?;
             close("out", &attended.out, &out)?;
             let d = attention_backward(qkv, &attended, &dout, &spans, kind, algorithm)?;

@@ -2,9 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use finetune::data::{
-    ChatTemplate, DataOptions, Dataset, Example, OnFault, OnLongRow, RowFormat, Tokenizer, TrainOn,
-};
+use finetune::data::{ChatTemplate, DataOptions, Dataset, Example, Tokenizer};
+use finetune::recipe::enums::{DataFormat, OnBadRow, OnLongRow, TrainOn};
 
 use super::{folder, golden, template, tokenizer};
 
@@ -123,7 +122,7 @@ fn long_rows_are_cut_dropped_or_refused() {
     let data = load(&llama, "a.jsonl", rows, &drop).unwrap();
     assert_eq!((data.len(), data.report().dropped), (1, 1));
 
-    let stop = DataOptions { on_long_row: OnLongRow::Stop, on_bad_row: OnFault::Skip, ..cut };
+    let stop = DataOptions { on_long_row: OnLongRow::Stop, on_bad_row: OnBadRow::Skip, ..cut };
     let why = load(&llama, "a.jsonl", rows, &stop).unwrap_err();
     assert!(why.contains("a.jsonl:1: ") && why.contains("`data.max_seq_len` is 8"), "{why}");
 }
@@ -170,7 +169,7 @@ fn bad_rows_stop_together_or_are_skipped() {
     assert!(why.starts_with("error: cannot use 2 of 4 rows of the data set\n"), "{why}");
     assert!(why.contains("a.jsonl:2: `text` is a number; a string is needed"), "{why}");
     assert!(why.contains("a.jsonl:4: not JSON: "), "{why}");
-    let skip = DataOptions { on_bad_row: OnFault::Skip, ..DataOptions::default() };
+    let skip = DataOptions { on_bad_row: OnBadRow::Skip, ..DataOptions::default() };
     let data = load(&llama, "a.jsonl", rows, &skip).unwrap();
     assert_eq!((data.len(), data.report().num_bad(), data.report().rows), (2, 2, 4));
     let shown = data.report().to_string();
@@ -336,7 +335,7 @@ fn equal_data_has_an_equal_digest() {
 fn a_wrong_guess_can_be_overridden() {
     let llama = tokenizer("tiny-llama");
     let row = r#"{"messages": [{"role": "user", "content": "a"}], "text": "plain"}"#;
-    let text = DataOptions { format: RowFormat::Text, ..DataOptions::default() };
+    let text = DataOptions { format: DataFormat::Text, ..DataOptions::default() };
     let data = load(&llama, "a.jsonl", row, &text).unwrap();
     assert_eq!(whole(&llama, &data.examples()[0]), "plain<|im_end|>");
     assert_eq!(data.report().why, "text: as `data.format` says");

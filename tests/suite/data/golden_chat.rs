@@ -3,7 +3,8 @@
 use serde_json::Value;
 
 use finetune::data::template::TemplateInputs;
-use finetune::data::{DataOptions, Example, OnFault, ParsedRow, Tokenizer, encode};
+use finetune::data::{DataOptions, Example, ParsedRow, Tokenizer, encode};
+use finetune::recipe::enums::OnBadRow;
 
 use super::{MODELS, golden, template, tokenizer};
 
@@ -143,7 +144,7 @@ fn an_assistant_may_begin() {
 
 fn encode(tokenizer: &Tokenizer, chat: &Value) -> Result<Example, String> {
     let template = template(tokenizer);
-    let options = DataOptions { on_bad_row: OnFault::Stop, ..DataOptions::default() };
+    let options = DataOptions { on_bad_row: OnBadRow::Stop, ..DataOptions::default() };
     let encoder = encode::Encoder::new(tokenizer, Some(&template), &options);
     let record = ParsedRow::Messages {
         messages: chat["messages"].as_array().unwrap().clone(),

@@ -4,9 +4,8 @@
 use std::collections::BTreeMap;
 
 use finetune::data::source::{DataFile, RawRow};
-use finetune::data::{
-    Batch, DataOptions, Dataset, OnFault, Origin, RowOrigin, Sampler, SamplerOptions, Step, TrainOn,
-};
+use finetune::data::{Batch, DataOptions, Dataset, Origin, RowOrigin, Sampler, SamplerOptions, Step};
+use finetune::recipe::enums::{OnBadRow, TrainOn};
 
 use super::shared_data::shared;
 use super::{template, tokenizer};
@@ -195,7 +194,7 @@ fn ranks_have_as_many_tokens_of_real_rows() {
     for file in ["gsm8k_train.jsonl", "dolly_pairs.jsonl", "messages_sgd.jsonl", "tinystories.jsonl"] {
         let (max_seq_len, vocab_size) = (1024, tokenizer.vocab_size());
         let options =
-            DataOptions { max_seq_len, vocab_size, on_bad_row: OnFault::Skip, ..DataOptions::default() };
+            DataOptions { max_seq_len, vocab_size, on_bad_row: OnBadRow::Skip, ..DataOptions::default() };
         let data =
             Dataset::load(&[shared.join("data").join(file)], &options, &tokenizer, Some(&template)).unwrap();
         let steps = whole(steps_of(&data, max_seq_len, true, true, 1, 12), 12);

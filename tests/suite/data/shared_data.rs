@@ -1,8 +1,9 @@
 //! Every file of the shared data, where it is at hand (`FINETUNE_SHARED`, or a folder `shared` beside the project).
 
+use finetune::recipe::enums::DataFormat;
 use std::path::{Path, PathBuf};
 
-use finetune::data::{ChatTemplate, DataOptions, Dataset, RowFormat, Tokenizer};
+use finetune::data::{ChatTemplate, DataOptions, Dataset, Tokenizer};
 
 use super::{template, tokenizer};
 
@@ -17,26 +18,26 @@ pub(crate) fn shared() -> Option<PathBuf> {
 }
 
 /// File, rows, format, and rows that are left out for their label.
-const FILES: [(&str, usize, RowFormat, usize); 19] = [
-    ("gsm8k_train.jsonl", 1200, RowFormat::QuestionAnswer, 0),
-    ("gsm8k_test.jsonl", 200, RowFormat::QuestionAnswer, 0),
-    ("alpaca_self_instruct.json", 300, RowFormat::Alpaca, 0),
-    ("alpaca_identity.json", 91, RowFormat::Alpaca, 0),
-    ("dolly_pairs.jsonl", 1800, RowFormat::Instruction, 0),
-    ("sharegpt_identity.json", 300, RowFormat::ShareGpt, 0),
-    ("sharegpt_toolcall.jsonl", 180, RowFormat::ShareGpt, 0),
-    ("sharegpt_toolcall_zh.jsonl", 60, RowFormat::ShareGpt, 0),
-    ("messages_sgd.jsonl", 450, RowFormat::Messages, 0),
-    ("messages_parts_tools.jsonl", 25, RowFormat::Messages, 0),
-    ("kto_messages.jsonl", 120, RowFormat::Messages, 65),
-    ("dpo_hh_clean.jsonl", 277, RowFormat::Preference, 0),
-    ("dpo_sharegpt.jsonl", 110, RowFormat::Preference, 0),
-    ("humaneval.jsonl", 110, RowFormat::PromptCompletion, 0),
-    ("prompt_completion.jsonl", 500, RowFormat::PromptCompletion, 0),
-    ("text_wikisql_train.jsonl", 1000, RowFormat::Text, 0),
-    ("text_wikisql_valid.jsonl", 100, RowFormat::Text, 0),
-    ("tinystories.jsonl", 974, RowFormat::Text, 0),
-    ("c4.jsonl", 150, RowFormat::Text, 0),
+const FILES: [(&str, usize, DataFormat, usize); 19] = [
+    ("gsm8k_train.jsonl", 1200, DataFormat::QuestionAnswer, 0),
+    ("gsm8k_test.jsonl", 200, DataFormat::QuestionAnswer, 0),
+    ("alpaca_self_instruct.json", 300, DataFormat::Alpaca, 0),
+    ("alpaca_identity.json", 91, DataFormat::Alpaca, 0),
+    ("dolly_pairs.jsonl", 1800, DataFormat::Instruction, 0),
+    ("sharegpt_identity.json", 300, DataFormat::Sharegpt, 0),
+    ("sharegpt_toolcall.jsonl", 180, DataFormat::Sharegpt, 0),
+    ("sharegpt_toolcall_zh.jsonl", 60, DataFormat::Sharegpt, 0),
+    ("messages_sgd.jsonl", 450, DataFormat::Messages, 0),
+    ("messages_parts_tools.jsonl", 25, DataFormat::Messages, 0),
+    ("kto_messages.jsonl", 120, DataFormat::Messages, 65),
+    ("dpo_hh_clean.jsonl", 277, DataFormat::Preference, 0),
+    ("dpo_sharegpt.jsonl", 110, DataFormat::Preference, 0),
+    ("humaneval.jsonl", 110, DataFormat::PromptCompletion, 0),
+    ("prompt_completion.jsonl", 500, DataFormat::PromptCompletion, 0),
+    ("text_wikisql_train.jsonl", 1000, DataFormat::Text, 0),
+    ("text_wikisql_valid.jsonl", 100, DataFormat::Text, 0),
+    ("tinystories.jsonl", 974, DataFormat::Text, 0),
+    ("c4.jsonl", 150, DataFormat::Text, 0),
 ];
 
 fn load(path: PathBuf, tokenizer: &Tokenizer, template: &ChatTemplate) -> Dataset {

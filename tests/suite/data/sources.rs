@@ -1,5 +1,6 @@
 //! Files of every kind to rows, and rows of every format to records.
 
+use finetune::recipe::enums::DataFormat;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use serde_json::{Value, json};
 
 use finetune::data::format::{convert, detect};
 use finetune::data::source::{DataFile, RawRow, read};
-use finetune::data::{Origin, ParsedRow, RowFormat, RowOrigin, Split};
+use finetune::data::{Origin, ParsedRow, RowOrigin, Split};
 
 use super::folder;
 
@@ -178,44 +179,42 @@ fn rows(values: &[Value]) -> Vec<RawRow> {
 fn formats_are_recognised() {
     let chat = json!([{"role": "user", "content": "a"}]);
     let table = [
-        (json!({"messages": chat, "tools": []}), RowFormat::Messages),
-        (json!({"messages": chat, "label": true}), RowFormat::Messages),
-        (json!({"id": "1", "conversations": [{"from": "human", "value": "a"}]}), RowFormat::ShareGpt),
-        (json!({"conversations": [], "chosen": {}, "rejected": {}}), RowFormat::Preference),
-        (json!({"prompt": "a", "chosen": "b", "rejected": "c"}), RowFormat::Preference),
-        (json!({"instruction": "a", "input": "", "output": "b"}), RowFormat::Alpaca),
-        (json!({"instruction": "a", "output": "b"}), RowFormat::Alpaca),
+        (json!({"messages": chat, "tools": []}), DataFormat::Messages),
+        (json!({"messages": chat, "label": true}), DataFormat::Messages),
+        (json!({"id": "1", "conversations": [{"from": "human", "value": "a"}]}), DataFormat::Sharegpt),
+        (json!({"conversations": [], "chosen": {}, "rejected": {}}), DataFormat::Preference),
+        (json!({"prompt": "a", "chosen": "b", "rejected": "c"}), DataFormat::Preference),
+        (json!({"instruction": "a", "input": "", "output": "b"}), DataFormat::Alpaca),
+        (json!({"instruction": "a", "output": "b"}), DataFormat::Alpaca),
         (
             json!({"instruction": "a", "context": "", "response": "b", "category": "c"}),
-            RowFormat::Instruction,
+            DataFormat::Instruction,
         ),
-        (json!({"prompt": "a", "completion": "b"}), RowFormat::PromptCompletion),
+        (json!({"prompt": "a", "completion": "b"}), DataFormat::PromptCompletion),
         (
             json!({"task_id": "1", "prompt": "a", "canonical_solution": "b", "test": "c"}),
-            RowFormat::PromptCompletion,
+            DataFormat::PromptCompletion,
         ),
-        (json!({"question": "a", "answer": "b"}), RowFormat::QuestionAnswer),
-        (json!({"text": "a", "meta": 1}), RowFormat::Text),
+        (json!({"question": "a", "answer": "b"}), DataFormat::QuestionAnswer),
+        (json!({"text": "a", "meta": 1}), DataFormat::Text),
     ];
     for (row, format) in table {
         let (found, why) = detect(&rows(&[row.clone(), row.clone()])).unwrap();
         assert_eq!(found, format, "{row}");
         assert!(why.starts_with(&format!("{format}: every row has `")), "{why}");
-        let name = serde_json::to_value(format).unwrap();
-        assert_eq!(name, format.name(), "the name in a recipe");
     }
     let (found, why) = detect(&rows(&[json!({"text": "a"}), json!({"text": "b"}), json!({"x": 1})])).unwrap();
-    assert_eq!((found, why.as_str()), (RowFormat::Text, "text: 2 of 3 rows have `text`"));
+    assert_eq!((found, why.as_str()), (DataFormat::Text, "text: 2 of 3 rows have `text`"));
     let error = detect(&rows(&[json!({"text": "a"}), json!({"body": "b", "n": 1})])).unwrap_err().to_string();
     assert!(error.contains("1 of 2 rows have the keys of text"), "{error}");
     assert!(error.contains("x.jsonl:2 has the keys body, n"), "{error}");
 }
 
-fn record(row: Value, format: RowFormat) -> Result<Option<ParsedRow>, String> {
+fn record(row: Value, format: DataFormat) -> Result<Option<ParsedRow>, String> {
     convert(row.as_object().unwrap(), format).map_err(|fault| fault.why)
 }
 
-fn messages(row: Value, format: RowFormat) -> (Vec<Value>, Option<Value>) {
+fn messages(row: Value, format: DataFormat) -> (Vec<Value>, Option<Value>) {
     match record(row, format) {
         Ok(Some(ParsedRow::Messages { messages, tools, .. })) => (messages, tools),
         other => panic!("{other:?}"),
@@ -234,7 +233,7 @@ fn sharegpt_becomes_messages() {
         ],
         "tools": "[{\"name\": \"f\", \"parameters\": {}}]",
     });
-    let (found, tools) = messages(row, RowFormat::ShareGpt);
+    let (found, tools) = messages(row, DataFormat::Sharegpt);
     assert_eq!(
         found,
         [
@@ -248,7 +247,7 @@ fn sharegpt_becomes_messages() {
     );
     assert_eq!(tools, Some(json!([{"type": "function", "function": {"name": "f", "parameters": {}}}])));
     let none = json!({"conversations": [{"from": "human", "value": "h"}], "tools": "[]"});
-    assert_eq!(messages(none, RowFormat::ShareGpt).1, None);
+    assert_eq!(messages(none, DataFormat::Sharegpt).1, None);
 }
 
 #[test]
@@ -262,7 +261,7 @@ fn parts_and_calls_become_regular() {
         {"role": "assistant", "content": null, "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "g", "arguments": "{\"y\": [2]}"}}]},
     ]});
-    let (found, _) = messages(row, RowFormat::Messages);
+    let (found, _) = messages(row, DataFormat::Messages);
     assert_eq!(
         found,
         [
@@ -288,20 +287,20 @@ fn other_formats_become_records() {
         completion: completion.into(),
     };
     let cases = [
-        (json!({"instruction": "a", "input": "i", "output": "b"}), RowFormat::Alpaca, task("i")),
-        (json!({"instruction": "a", "input": null, "output": "b"}), RowFormat::Alpaca, task("")),
-        (json!({"instruction": "a", "context": "c", "response": "b"}), RowFormat::Instruction, task("c")),
-        (json!({"question": "a", "answer": "b"}), RowFormat::QuestionAnswer, task("")),
-        (json!({"prompt": "a", "completion": "b"}), RowFormat::PromptCompletion, pair("a", "b")),
-        (json!({"prompt": "a", "canonical_solution": "b"}), RowFormat::PromptCompletion, pair("a", "b")),
-        (json!({"prompt": "a", "chosen": "b", "rejected": "c"}), RowFormat::Preference, pair("a", "b")),
+        (json!({"instruction": "a", "input": "i", "output": "b"}), DataFormat::Alpaca, task("i")),
+        (json!({"instruction": "a", "input": null, "output": "b"}), DataFormat::Alpaca, task("")),
+        (json!({"instruction": "a", "context": "c", "response": "b"}), DataFormat::Instruction, task("c")),
+        (json!({"question": "a", "answer": "b"}), DataFormat::QuestionAnswer, task("")),
+        (json!({"prompt": "a", "completion": "b"}), DataFormat::PromptCompletion, pair("a", "b")),
+        (json!({"prompt": "a", "canonical_solution": "b"}), DataFormat::PromptCompletion, pair("a", "b")),
+        (json!({"prompt": "a", "chosen": "b", "rejected": "c"}), DataFormat::Preference, pair("a", "b")),
         (
             json!({"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d", "rejected": "e"}),
-            RowFormat::Preference,
+            DataFormat::Preference,
             pair("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " d"),
         ),
-        (json!({"text": "a"}), RowFormat::Text, ParsedRow::Text("a".into())),
-        (json!({"text": "a"}), RowFormat::Auto, ParsedRow::Text("a".into())),
+        (json!({"text": "a"}), DataFormat::Text, ParsedRow::Text("a".into())),
+        (json!({"text": "a"}), DataFormat::Auto, ParsedRow::Text("a".into())),
     ];
     for (row, format, expected) in cases {
         assert_eq!(record(row.clone(), format).unwrap(), Some(expected), "{row}");
@@ -309,70 +308,70 @@ fn other_formats_become_records() {
     let history =
         json!({"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]], "system": "s"});
     let contents: Vec<Value> =
-        messages(history, RowFormat::Alpaca).0.into_iter().map(|m| m["content"].clone()).collect();
+        messages(history, DataFormat::Alpaca).0.into_iter().map(|m| m["content"].clone()).collect();
     assert_eq!(contents, ["s", "a", "b", "c", "d"]);
     let kept = json!({"messages": [{"role": "user", "content": "a"}], "label": false});
-    assert_eq!(record(kept, RowFormat::Messages).unwrap(), None);
+    assert_eq!(record(kept, DataFormat::Messages).unwrap(), None);
 }
 
 #[test]
 fn malformed_rows_say_what_is_wrong() {
     let messages = |message: Value| json!({"messages": [message]});
     for (row, format, why) in [
-        (messages(json!("a")), RowFormat::Messages, "`messages[0]` is a string; an object is needed"),
-        (messages(json!({"content": "a"})), RowFormat::Messages, "has no `role`"),
-        (messages(json!({"role": "user"})), RowFormat::Messages, "has no `content`"),
-        (messages(json!({"role": "user", "content": 3})), RowFormat::Messages, "has a number as `content`"),
+        (messages(json!("a")), DataFormat::Messages, "`messages[0]` is a string; an object is needed"),
+        (messages(json!({"content": "a"})), DataFormat::Messages, "has no `role`"),
+        (messages(json!({"role": "user"})), DataFormat::Messages, "has no `content`"),
+        (messages(json!({"role": "user", "content": 3})), DataFormat::Messages, "has a number as `content`"),
         (
             messages(json!({"role": "user", "content": [{"type": "image_url", "image_url": {}}]})),
-            RowFormat::Messages,
+            DataFormat::Messages,
             "has a part of the type `image_url` without text",
         ),
         (
             messages(json!({"role": "assistant", "tool_calls": [{}]})),
-            RowFormat::Messages,
+            DataFormat::Messages,
             "a tool call without `name`",
         ),
         (
             messages(json!({"role": "assistant", "content": "", "weight": 2})),
-            RowFormat::Messages,
+            DataFormat::Messages,
             "the `weight` 2",
         ),
-        (json!({"messages": []}), RowFormat::Messages, "`messages` is empty"),
+        (json!({"messages": []}), DataFormat::Messages, "`messages` is empty"),
         (
             json!({"messages": "a"}),
-            RowFormat::Messages,
+            DataFormat::Messages,
             "`messages` is a string; a list of messages is needed",
         ),
         (
             json!({"messages": [{"role": "user", "content": "a"}], "label": "maybe"}),
-            RowFormat::Messages,
+            DataFormat::Messages,
             "`label` is",
         ),
         (
             json!({"messages": [{"role": "user", "content": "a"}], "tools": "{"}),
-            RowFormat::Messages,
+            DataFormat::Messages,
             "`tools` is not JSON",
         ),
         (
             json!({"conversations": [{"from": "alien", "value": "a"}]}),
-            RowFormat::ShareGpt,
+            DataFormat::Sharegpt,
             "is from \"alien\"; accepted",
         ),
         (
             json!({"conversations": [{"from": "function_call", "value": "f(x)"}]}),
-            RowFormat::ShareGpt,
+            DataFormat::Sharegpt,
             "is a function call that is not JSON",
         ),
         (
             json!({"prompt": "a", "completion": []}),
-            RowFormat::PromptCompletion,
+            DataFormat::PromptCompletion,
             "`prompt` is a string and `completion` is an array",
         ),
-        (json!({"txt": "a"}), RowFormat::Text, "it has no `text`; its keys are txt"),
+        (json!({"txt": "a"}), DataFormat::Text, "it has no `text`; its keys are txt"),
         (
             json!({"instruction": "a", "output": null}),
-            RowFormat::Alpaca,
+            DataFormat::Alpaca,
             "`output` is null; a string is needed",
         ),
     ] {

@@ -4,9 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
 use finetune::ops::adamw::{AdamW, adamw};
-use finetune::ops::attention::{
-    AttentionAlgorithm, AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward,
-};
+use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use finetune::ops::cross_entropy::{
     IGNORE, LossKind, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
 };
@@ -18,6 +16,7 @@ use finetune::ops::matmul::{add_bias, sum_rows};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
 use finetune::ops::{Transpose, matmul};
+use finetune::recipe::enums::Attention;
 use finetune::runtime::copy::copy_into;
 use finetune::runtime::rng::RngStream;
 
@@ -113,8 +112,8 @@ fn attended(dtype: DType, results: &mut Results) {
     let (q, k) = (range(0, heads.q_width()), range(heads.q_width(), heads.kv_width()));
     let qkv = Qkv { q, k, v: range(heads.qk_width(), heads.kv_width()) };
     for (names, algorithm) in [
-        (["flash", "flash lse", "flash backward"], AttentionAlgorithm::Flash),
-        (["eager", "eager lse", "eager backward"], AttentionAlgorithm::Eager),
+        (["flash", "flash lse", "flash backward"], Attention::Flash),
+        (["eager", "eager lse", "eager backward"], Attention::Eager),
     ] {
         let attended = attention(qkv, &spans, kind, algorithm).unwrap();
         let d = attention_backward(qkv, &attended, &dout, &spans, kind, algorithm).unwrap();

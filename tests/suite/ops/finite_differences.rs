@@ -2,15 +2,14 @@
 //! gradients against their central differences.
 
 use candle_core::{Device, Tensor};
-use finetune::ops::attention::{
-    AttentionAlgorithm, AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward,
-};
+use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use finetune::ops::cross_entropy::{
     IGNORE, LossAndGrad, LossKind, Output, OutputGrads, TokenScore, linear_cross_entropy, score_targets,
 };
 use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{RotaryTable, rotary, rotary_backward};
+use finetune::recipe::enums::Attention;
 
 use super::{normal, values, zeros};
 
@@ -182,7 +181,7 @@ fn of_attention() {
             k: range(heads.q_width(), heads.kv_width()),
             v: range(heads.qk_width(), heads.kv_width()),
         };
-        for algorithm in [AttentionAlgorithm::Flash, AttentionAlgorithm::Eager] {
+        for algorithm in [Attention::Flash, Attention::Eager] {
             let attended = attention(qkv, &spans, kind, algorithm).unwrap();
             close("out", &attended.out, &want);
             let d = attention_backward(qkv, &attended, &dout, &spans, kind, algorithm).unwrap();
