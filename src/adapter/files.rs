@@ -9,8 +9,9 @@ use std::path::Path;
 
 use super::targets::{self, check_ids, check_vocabulary, ends_with_name};
 use super::tensors::{PREFIX, file_name, split_name};
-use super::{AdapterConfig, AdapterTensor, CONFIG_FILE, ModuleInfo, ModuleKind, Target, TensorKind};
+use super::{AdapterConfig, AdapterTensor, CONFIG_FILE, Target, TensorKind};
 use crate::error::{Error, Result};
+use crate::model::{Module, ModuleKind};
 use crate::weights::{
     self, ModelFiles, StoredDtype, StoredElement, TensorInfo, TensorSink, WriteEntry, Written,
 };
@@ -179,8 +180,8 @@ impl SavedAdapter {
     ///
     /// # Errors
     /// The user's: the adapter was made for another model.
-    pub fn check_fits(&self, modules: &[ModuleInfo]) -> Result<()> {
-        let by_name: BTreeMap<&str, &ModuleInfo> =
+    pub fn check_fits(&self, modules: &[Module]) -> Result<()> {
+        let by_name: BTreeMap<&str, &Module> =
             modules.iter().map(|module| (module.name.as_str(), module)).collect();
         let base = self.config.base_model_name_or_path.as_deref().unwrap_or("a model it does not name");
         let other = |cause: String| {
@@ -354,7 +355,7 @@ fn halves(kind: ModuleKind) -> [TensorKind; 2] {
 }
 
 /// Whether a tensor of this shape belongs on the module.
-fn fits(kind: TensorKind, module: &ModuleInfo, found: &[usize]) -> bool {
+fn fits(kind: TensorKind, module: &Module, found: &[usize]) -> bool {
     use ModuleKind::{Embedding, Head, Linear};
     match (kind, module.kind, module.shape.as_slice(), found) {
         (TensorKind::LoraA, Linear | Head, &[_, inputs], &[_, found]) => inputs == found,

@@ -20,7 +20,6 @@ pub use files::{SavedAdapter, WEIGHTS_FILE, write};
 pub use merge::{BaseValues, MERGE_FILE, MergeOptions, MergeRecord, MergeReport, Verify, merge};
 pub use svd::{LowRankFactors, principal};
 pub use targets::{
-    ModuleInfo, ModuleKind, ModulePattern, NamePattern, Target, TargetSpec, resolve, resolve_rows,
-    resolve_saved, target_names,
+    ModulePattern, NamePattern, Target, TargetSpec, resolve, resolve_rows, resolve_saved, target_names,
 };
 pub use tensors::{AdapterTensor, TensorKind};

@@ -11,30 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use regex::Regex;
 
 use crate::error::{Error, Result};
-
-/// What a module is, which decides what can be attached to it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ModuleKind {
-    /// A linear layer inside a block.
-    Linear,
-    /// The token embedding.
-    Embedding,
-    /// A norm.
-    Norm,
-    /// The output head, a linear layer of its own or tied to the embedding.
-    Head,
-}
-
-/// A module of the model that has a weight.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ModuleInfo {
-    /// Its Hugging Face name, without `.weight`: `model.layers.0.self_attn.q_proj`.
-    pub name: String,
-    /// What it is.
-    pub kind: ModuleKind,
-    /// The shape of its weight: [out, in], [vocab, hidden] of an embedding, [n] of a norm.
-    pub shape: Vec<usize>,
-}
+use crate::model::{Module, ModuleKind};
 
 /// Module names as PEFT takes them.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -128,24 +105,23 @@ pub struct Target {
 /// # Errors
 /// The user's: a name, pattern key or regular expression that is invalid or has no effect; a matching module
 /// that cannot have LoRA; a rank of 0; no module at all.
-pub fn resolve(spec: &TargetSpec, modules: &[ModuleInfo]) -> Result<Vec<Target>> {
+pub fn resolve(spec: &TargetSpec, modules: &[Module]) -> Result<Vec<Target>> {
     let exclude = Matcher::new("exclude_modules", &spec.exclude_modules)?;
     let saved = SavedMatcher::new(&spec.modules_to_save)?;
     let layers = LayerFilter::new(spec)?;
-    let wanted: Vec<&ModuleInfo> = match &spec.target_modules {
+    let wanted: Vec<&Module> = match &spec.target_modules {
         ModulePattern::AllLinear => {
             modules.iter().filter(|module| module.kind == ModuleKind::Linear).collect()
         }
         ModulePattern::Named(names) => {
             let matcher = Matcher::new("target_modules", names)?;
             matcher.refuse_unused(modules)?;
-            let in_layer =
-                |module: &&ModuleInfo| matcher.names_exactly(&module.name) || layers.has(&module.name);
+            let in_layer = |module: &&Module| matcher.names_exactly(&module.name) || layers.has(&module.name);
             modules.iter().filter(|module| matcher.matches(&module.name)).filter(in_layer).collect()
         }
     };
     exclude.refuse_unused(modules)?;
-    let targets: Vec<&ModuleInfo> = wanted
+    let targets: Vec<&Module> = wanted
         .into_iter()
         .filter(|module| !exclude.matches(&module.name) && !saved.matches(&module.name))
         .collect();
@@ -210,13 +186,13 @@ fn target(
 ///
 /// # Errors
 /// The user's: a name matches no module.
-pub fn resolve_saved(spec: &TargetSpec, modules: &[ModuleInfo]) -> Result<Vec<String>> {
+pub fn resolve_saved(spec: &TargetSpec, modules: &[Module]) -> Result<Vec<String>> {
     for name in &spec.modules_to_save {
         if !modules.iter().any(|module| module.name.ends_with(name)) {
             return Err(no_match("modules_to_save", name, modules));
         }
     }
-    let saved = |module: &&ModuleInfo| spec.modules_to_save.iter().any(|name| module.name.ends_with(name));
+    let saved = |module: &&Module| spec.modules_to_save.iter().any(|name| module.name.ends_with(name));
     Ok(modules.iter().filter(saved).map(|module| module.name.clone()).collect())
 }
 
@@ -225,7 +201,7 @@ pub fn resolve_saved(spec: &TargetSpec, modules: &[ModuleInfo]) -> Result<Vec<St
 /// # Errors
 /// The user's: a name matches no table; a token is outside its vocabulary or named twice; the table has LoRA or trains
 /// whole besides.
-pub fn resolve_rows(spec: &TargetSpec, modules: &[ModuleInfo]) -> Result<BTreeMap<String, Vec<u32>>> {
+pub fn resolve_rows(spec: &TargetSpec, modules: &[Module]) -> Result<BTreeMap<String, Vec<u32>>> {
     let key = "trainable_token_indices";
     let mut rows = BTreeMap::new();
     let tables = || modules.iter().filter(|m| matches!(m.kind, ModuleKind::Embedding | ModuleKind::Head));
@@ -262,7 +238,7 @@ pub(super) fn check_ids(ids: &[u32]) -> Result<(), String> {
 }
 
 /// Whether all tokens are rows of the table.
-pub(super) fn check_vocabulary(ids: &[u32], table: &ModuleInfo) -> Result<(), String> {
+pub(super) fn check_vocabulary(ids: &[u32], table: &Module) -> Result<(), String> {
     let rows = table.shape.first().copied().unwrap_or(0);
     match ids.iter().find(|id| **id as usize >= rows) {
         Some(id) => Err(format!(
@@ -277,7 +253,7 @@ pub(super) fn check_vocabulary(ids: &[u32], table: &ModuleInfo) -> Result<(), St
 /// The shortest `target_modules` list that means exactly `targets`: last words of names where all modules that end
 /// so are targets, else whole names. Sorted. What a resolved `all-linear`, exclude_modules or
 /// layers_to_transform is written as, so that every PEFT reads it.
-pub fn target_names(targets: &[Target], modules: &[ModuleInfo]) -> Vec<String> {
+pub fn target_names(targets: &[Target], modules: &[Module]) -> Vec<String> {
     let is_target = |name: &str| targets.iter().any(|target| target.name == name);
     let names: BTreeSet<&str> = targets
         .iter()
@@ -302,7 +278,7 @@ fn rows_failed() -> Error {
     Error::user("cannot choose the tokens whose rows train")
 }
 
-fn no_match(key: &str, name: &str, modules: &[ModuleInfo]) -> Error {
+fn no_match(key: &str, name: &str, modules: &[Module]) -> Error {
     let leaves: BTreeSet<&str> = modules.iter().map(|module| leaf(&module.name)).collect();
     let distance = |other: &&&str| strsim::damerau_levenshtein(leaf(name), other);
     // Further off it is another word, not a slip.
@@ -359,7 +335,7 @@ impl<'a> Matcher<'a> {
         }
     }
 
-    fn refuse_unused(&self, modules: &[ModuleInfo]) -> Result<()> {
+    fn refuse_unused(&self, modules: &[Module]) -> Result<()> {
         let (key, unused) = match self {
             Self::List(key, list) => {
                 let unused =
@@ -440,7 +416,7 @@ impl<T: Copy> CompiledPatterns<T> {
         self.values.iter().find(|(regex, ..)| regex.is_match(module)).map(|&(.., value)| value)
     }
 
-    fn refuse_unused(&self, targets: &[&ModuleInfo]) -> Result<()> {
+    fn refuse_unused(&self, targets: &[&Module]) -> Result<()> {
         for (regex, pattern, _) in &self.values {
             if !targets.iter().any(|module| regex.is_match(&module.name)) {
                 return Err(failed()

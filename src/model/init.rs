@@ -32,7 +32,7 @@ pub fn initial_value(
 /// (Kaiming with a = √5), or normal with standard deviation 1/r. On an embedding it is B that is random, and normal.
 pub fn initial_lora(module: &Module, shape: &[usize], gaussian: bool, seed: u64) -> Vec<f32> {
     let stream = RngStream::new(seed).named(&module.name).named("lora_A");
-    let bound = 1.0 / (module.in_features as f32).sqrt();
+    let bound = 1.0 / (module.in_features() as f32).sqrt();
     let len = shape.iter().product::<usize>() as u64;
     let value = |i: u64| match (module.kind, gaussian) {
         (ModuleKind::Embedding, _) => stream.normal(i),

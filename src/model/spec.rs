@@ -75,12 +75,22 @@ pub enum ModuleKind {
 pub struct Module {
     /// Name such as `model.layers.0.self_attn.q_proj`.
     pub name: String,
-    /// Width of its output (rows of its weight).
-    pub out_features: usize,
-    /// Width of its input (0 for norms).
-    pub in_features: usize,
-    /// Kind.
+    /// The shape of its weight: [out, in], [vocab, hidden] of a token table, [n] of a norm.
+    pub shape: Vec<usize>,
+    /// What it is, which decides what an adapter can attach to it.
     pub kind: ModuleKind,
+}
+
+impl Module {
+    /// The width of its output: the rows of its weight.
+    pub fn out_features(&self) -> usize {
+        self.shape.first().copied().unwrap_or(0)
+    }
+
+    /// The width of its input: the columns of its weight, 0 for a norm.
+    pub fn in_features(&self) -> usize {
+        self.shape.get(1).copied().unwrap_or(0)
+    }
 }
 
 /// Every parameter of the model, in order. A tied head has none of its own.
@@ -159,8 +169,7 @@ pub fn modules(config: &ModelConfig) -> Vec<Module> {
         .filter(|spec| spec.role != Role::Bias)
         .map(|spec| Module {
             name: spec.module().to_string(),
-            out_features: spec.shape[0],
-            in_features: spec.shape.get(1).copied().unwrap_or(0),
+            shape: spec.shape.clone(),
             kind: match (spec.role, spec.segment) {
                 (Role::Norm, _) => ModuleKind::Norm,
                 (Role::Embedding, _) => ModuleKind::Embedding,
@@ -172,8 +181,7 @@ pub fn modules(config: &ModelConfig) -> Vec<Module> {
     if config.tie_word_embeddings {
         modules.push(Module {
             name: "lm_head".into(),
-            out_features: config.vocab_size,
-            in_features: config.hidden_size,
+            shape: vec![config.vocab_size, config.hidden_size],
             kind: ModuleKind::Head,
         });
     }

@@ -2,6 +2,8 @@
 
 use std::sync::LazyLock;
 
+use crate::recipe::enums::QuantKind;
+
 /// A set of codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum CodeKind {
@@ -13,6 +15,16 @@ pub enum CodeKind {
     Int8,
     /// LLM.int8(): whole numbers from -127 to 127 with one scale a row, which is the block.
     Int8Rows,
+}
+
+impl From<QuantKind> for CodeKind {
+    fn from(kind: QuantKind) -> Self {
+        match kind {
+            QuantKind::Nf4 => CodeKind::Nf4,
+            QuantKind::Fp4 => CodeKind::Fp4,
+            QuantKind::Int8 => CodeKind::Int8,
+        }
+    }
 }
 
 /// QLoRA's appendix E, in f32.

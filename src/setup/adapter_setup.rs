@@ -7,11 +7,10 @@ use std::path::Path;
 use super::pissa::PissaStart;
 use super::vocabulary::tables_with_rows;
 use crate::adapter::{
-    self, AdapterConfig, InitLoraWeights, ModuleInfo, ModulePattern, NamePattern, SavedAdapter, Target,
-    TargetSpec,
+    self, AdapterConfig, InitLoraWeights, ModulePattern, NamePattern, SavedAdapter, Target, TargetSpec,
 };
 use crate::error::{Error, Result};
-use crate::model::{self, ModelConfig, ModuleKind};
+use crate::model::{self, ModelConfig, Module, ModuleKind};
 use crate::recipe::{self, AdapterInit, AdapterKind};
 use crate::sharding::{Adapters, LoraSpec};
 
@@ -66,7 +65,7 @@ impl AdapterSetup {
         (base, model): (&str, &ModelConfig),
         tokens: &[u32],
     ) -> Result<Self> {
-        let modules = module_infos(model);
+        let modules = model::modules(model);
         if let Some(folder) = saved {
             let mut adapter_setup = Self::saved_in(folder, model)?;
             adapter_setup.check_agrees(recipe)?;
@@ -122,7 +121,7 @@ impl AdapterSetup {
     /// It cannot be read, or was made for another model.
     pub fn saved_in(folder: &Path, model: &ModelConfig) -> Result<Self> {
         let adapter = SavedAdapter::read(folder)?;
-        let modules = module_infos(model);
+        let modules = model::modules(model);
         adapter.check_fits(&modules)?;
         refuse_dora_on_tables(&adapter.config().spec, adapter.targets(), &modules)?;
         let mut rows = adapter.rows().clone();
@@ -283,33 +282,13 @@ fn refuse_new_tokens_on_lora(tables: &[&str], targets: &[Target]) -> Result<()> 
 }
 
 /// DoRA on a token table is not computed by the engine.
-fn refuse_dora_on_tables(spec: &TargetSpec, targets: &[Target], modules: &[ModuleInfo]) -> Result<()> {
-    let linear = |name: &str| {
-        modules.iter().any(|module| module.name == name && module.kind == adapter::ModuleKind::Linear)
-    };
+fn refuse_dora_on_tables(spec: &TargetSpec, targets: &[Target], modules: &[Module]) -> Result<()> {
+    let linear =
+        |name: &str| modules.iter().any(|module| module.name == name && module.kind == ModuleKind::Linear);
     match targets.iter().find(|target| spec.use_dora && !linear(&target.name)) {
         None => Ok(()),
         Some(target) => Err(Error::user(format!("`{}` cannot carry DoRA", target.name))
             .because("`adapter.kind` is \"dora\"; accepted with it: the linear layers of the blocks")
             .hint("write `kind = \"lora\"`, or train the table whole: name it in `adapter.modules_to_save`")),
     }
-}
-
-fn module_infos(model: &ModelConfig) -> Vec<ModuleInfo> {
-    model::modules(model)
-        .into_iter()
-        .map(|module| ModuleInfo {
-            kind: match module.kind {
-                ModuleKind::Linear => adapter::ModuleKind::Linear,
-                ModuleKind::Embedding => adapter::ModuleKind::Embedding,
-                ModuleKind::Head => adapter::ModuleKind::Head,
-                ModuleKind::Norm => adapter::ModuleKind::Norm,
-            },
-            shape: match module.kind {
-                ModuleKind::Norm => vec![module.out_features],
-                _ => vec![module.out_features, module.in_features],
-            },
-            name: module.name,
-        })
-        .collect()
 }

@@ -14,9 +14,9 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
 use crate::model::ModelConfig;
-use crate::quant::{CodeKind, QuantFormat};
+use crate::quant::QuantFormat;
 use crate::recipe::enums::Attention;
-use crate::recipe::{Dtype, ModelInit, ModelSection, QuantKind, QuantizationSection};
+use crate::recipe::{Dtype, ModelInit, ModelSection, QuantizationSection};
 use crate::runtime::device;
 use crate::sharding;
 use crate::sharding::{DeviceMesh, GradReduceOptions, Offload, ParamDesc, ParamStore};
@@ -233,11 +233,7 @@ impl BaseModel {
 /// What `[quantization]` says.
 pub(crate) fn format(quantization: &QuantizationSection) -> QuantFormat {
     QuantFormat {
-        kind: match quantization.kind {
-            QuantKind::Nf4 => CodeKind::Nf4,
-            QuantKind::Fp4 => CodeKind::Fp4,
-            QuantKind::Int8 => CodeKind::Int8,
-        },
+        kind: quantization.kind.into(),
         block_size: quantization.block_size,
         double_quant: quantization.double_quant,
     }

@@ -143,7 +143,7 @@ fn adapter_slots(config: &ModelConfig, adapter_setup: &AdapterSetup, descs: &mut
     };
     for target in &adapter_setup.targets {
         let Some(module) = modules.iter().find(|module| module.name == target.name) else { continue };
-        let (out, inputs, r) = (module.out_features, module.in_features, target.r);
+        let (out, inputs, r) = (module.out_features(), module.in_features(), target.r);
         if module.kind == ModuleKind::Embedding {
             push(module, "lora_embedding_A", vec![r, out]);
             push(module, "lora_embedding_B", vec![inputs, r]);
@@ -157,6 +157,6 @@ fn adapter_slots(config: &ModelConfig, adapter_setup: &AdapterSetup, descs: &mut
     }
     for (name, ids) in &adapter_setup.rows {
         let Some(module) = modules.iter().find(|module| module.name == *name) else { continue };
-        push(module, TOKEN_ROWS.trim_start_matches('.'), vec![ids.len(), module.in_features]);
+        push(module, TOKEN_ROWS.trim_start_matches('.'), vec![ids.len(), module.in_features()]);
     }
 }

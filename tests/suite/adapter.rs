@@ -4,10 +4,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use finetune::adapter::{
-    self, AdapterConfig, AdapterTensor, BaseValues, MergeOptions, MergeReport, ModuleInfo, ModuleKind,
-    ModulePattern, NamePattern, SavedAdapter, TargetSpec, TensorKind, WEIGHTS_FILE, write,
+    self, AdapterConfig, AdapterTensor, BaseValues, MergeOptions, MergeReport, ModulePattern, NamePattern,
+    SavedAdapter, TargetSpec, TensorKind, WEIGHTS_FILE, write,
 };
 use finetune::error::{Error, ErrorCategory, Result};
+use finetune::model::{Module, ModuleKind};
 use finetune::weights::{
     EMBED_TOKENS, LM_HEAD, MODEL_FILE, ModelFiles, OutputDtype, StoredDtype, WriteEntry, write_file,
     write_text,
@@ -540,8 +541,7 @@ fn merges_that_cannot_be_right_are_refused() {
 
 #[test]
 fn an_adapter_knows_the_models_it_fits() {
-    let module =
-        |name: &str, kind, shape: &[usize]| ModuleInfo { name: name.into(), kind, shape: shape.into() };
+    let module = |name: &str, kind, shape: &[usize]| Module { name: name.into(), kind, shape: shape.into() };
     let dir = temp();
     let norm = tensor("model.norm", TensorKind::SavedWeight, &[4]);
     let tensors: Vec<AdapterTensor> = pair(Q, 2, [6, 4]).into_iter().chain([norm]).collect();
@@ -589,7 +589,7 @@ fn tables_have_lora_of_their_own_shape() {
     let adapter = SavedAdapter::read(dir.path()).expect("reads");
     let kinds: Vec<_> = adapter.targets().iter().map(|target| (target.name.as_str(), target.kind)).collect();
     assert_eq!(kinds, [("lm_head", ModuleKind::Head), ("model.embed_tokens", ModuleKind::Embedding)]);
-    let table = |name: &str, kind, rows| ModuleInfo { name: name.into(), kind, shape: vec![rows, 4] };
+    let table = |name: &str, kind, rows| Module { name: name.into(), kind, shape: vec![rows, 4] };
     let model =
         |rows, kind| [table("model.embed_tokens", kind, rows), table("lm_head", ModuleKind::Head, rows)];
     assert!(adapter.check_fits(&model(9, ModuleKind::Embedding)).is_ok());

@@ -8,8 +8,9 @@ use std::collections::BTreeMap;
 
 use rayon::prelude::*;
 
-use crate::adapter::{ModuleKind, SavedAdapter, Target, TensorKind};
+use crate::adapter::{SavedAdapter, Target, TensorKind};
 use crate::error::{Error, Result};
+use crate::model::ModuleKind;
 
 /// A change of a weight [rows, columns].
 pub(super) struct WeightDelta {

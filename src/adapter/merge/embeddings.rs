@@ -9,8 +9,9 @@ use serde_json::{Map, Value};
 
 use super::delta::LoraDelta;
 use crate::adapter::files::TABLES;
-use crate::adapter::{ModuleInfo, ModuleKind, SavedAdapter, Target, TensorKind};
+use crate::adapter::{SavedAdapter, Target, TensorKind};
 use crate::error::Result;
+use crate::model::{Module, ModuleKind};
 use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles};
 
 /// Whether embedding and head are one tensor, and which of the names the base has stored.
@@ -49,7 +50,7 @@ impl Tie {
     ///
     /// # Errors
     /// As [`SavedAdapter::read_into`].
-    pub(super) fn is_broken_by(&self, adapter: &SavedAdapter, modules: &[ModuleInfo]) -> Result<bool> {
+    pub(super) fn is_broken_by(&self, adapter: &SavedAdapter, modules: &[Module]) -> Result<bool> {
         let Some(embedding) = modules.iter().find(|module| module.name == TABLES[0]) else {
             return Ok(false);
         };
@@ -114,7 +115,7 @@ impl<'a> EmbeddingParts<'a> {
 }
 
 /// The modules of the base by its tensors, both of a tied pair, with as many rows as the adapter gives the tables.
-pub(super) fn modules(base: &ModelFiles, tie: &Tie, adapter: &SavedAdapter) -> Vec<ModuleInfo> {
+pub(super) fn modules(base: &ModelFiles, tie: &Tie, adapter: &SavedAdapter) -> Vec<Module> {
     let module = |tensor: &str, shape: &[usize]| {
         let name = tensor.strip_suffix(".weight")?;
         let kind = match tensor {
@@ -123,7 +124,7 @@ pub(super) fn modules(base: &ModelFiles, tie: &Tie, adapter: &SavedAdapter) -> V
             _ if shape.len() == 1 => ModuleKind::Norm,
             _ => ModuleKind::Linear,
         };
-        Some(ModuleInfo { name: name.into(), kind, shape: shape.into() })
+        Some(Module { name: name.into(), kind, shape: shape.into() })
     };
     let mut modules: Vec<_> = base.tensors().filter_map(|(name, info)| module(name, &info.shape)).collect();
     if let Some((missing, stored)) = tie.only_one_stored() {

@@ -22,8 +22,9 @@ use self::base_values::{MergeValues, ValueSource};
 use self::delta::WeightDelta;
 use self::embeddings::{EmbeddingParts, Tie};
 pub use self::report::{MERGE_FILE, MergeRecord};
-use super::{ModuleInfo, ModuleKind, SavedAdapter, Target, TensorKind};
+use super::{SavedAdapter, Target, TensorKind};
 use crate::error::{Error, Result};
+use crate::model::{Module, ModuleKind};
 use crate::quant::QuantFormat;
 use crate::weights::sidecar_files;
 use crate::weights::sidecar_files::{ConfigChanges, TokenizerFiles};
@@ -177,7 +178,7 @@ impl<'a> MergePlan<'a> {
         let modules = embeddings::modules(base, &tie, adapter);
         adapter.check_fits(&modules)?;
         let untied = tie.is_broken_by(adapter, &modules)?;
-        let modules: BTreeMap<&str, &ModuleInfo> =
+        let modules: BTreeMap<&str, &Module> =
             modules.iter().map(|module| (module.name.as_str(), module)).collect();
         let mut plan = Self { base, adapter, files: Vec::new(), untied };
         for (path, names) in base.files() {
@@ -199,7 +200,7 @@ impl<'a> MergePlan<'a> {
         &self,
         (name, stored): (&'a str, &'a str),
         dtype: StoredDtype,
-        module: Option<&ModuleInfo>,
+        module: Option<&Module>,
         tie: &Tie,
         options: &MergeOptions<'_>,
     ) -> Result<MergeOutput<'a>> {

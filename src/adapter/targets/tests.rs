@@ -1,7 +1,7 @@
 use super::*;
 
-fn model() -> Vec<ModuleInfo> {
-    let module = |name: String, kind, shape: &[usize]| ModuleInfo { name, kind, shape: shape.into() };
+fn model() -> Vec<Module> {
+    let module = |name: String, kind, shape: &[usize]| Module { name, kind, shape: shape.into() };
     let mut modules = vec![module("model.embed_tokens".into(), ModuleKind::Embedding, &[48, 8])];
     for layer in [0, 1, 10] {
         let block = format!("model.layers.{layer}");

@@ -12,7 +12,7 @@ use super::tensors::{change, gguf_name};
 use super::types::BlockType;
 use super::writer::{self, Metadata, MetadataValue, TensorEntry};
 use super::{Exported, GgufType, blocks};
-use crate::adapter::{CONFIG_FILE, ModuleInfo, ModuleKind, SavedAdapter, Target, TensorKind};
+use crate::adapter::{CONFIG_FILE, SavedAdapter, Target, TensorKind};
 use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig};
 
@@ -41,7 +41,7 @@ pub fn write_adapter(
     };
     refuse_more_than_lora(adapter)?;
     let opened = SavedAdapter::read(adapter)?;
-    opened.check_fits(&modules(config))?;
+    opened.check_fits(&model::modules(config))?;
     if let Some(saved) = opened.saved().next() {
         return Err(more_than_lora(adapter, &format!("it has the module `{saved}` saved whole")));
     }
@@ -151,22 +151,4 @@ fn merge_hint(folder: &Path) -> String {
         "merge first: `finetune merge --model MODEL --adapter {} --output merged`, then export `--model merged`",
         folder.display()
     )
-}
-
-/// The modules of the model as the adapter checks them.
-fn modules(config: &ModelConfig) -> Vec<ModuleInfo> {
-    let module = |module: model::Module| ModuleInfo {
-        kind: match module.kind {
-            model::ModuleKind::Linear => ModuleKind::Linear,
-            model::ModuleKind::Embedding => ModuleKind::Embedding,
-            model::ModuleKind::Head => ModuleKind::Head,
-            model::ModuleKind::Norm => ModuleKind::Norm,
-        },
-        shape: match module.kind {
-            model::ModuleKind::Norm => vec![module.out_features],
-            _ => vec![module.out_features, module.in_features],
-        },
-        name: module.name,
-    };
-    model::modules(config).into_iter().map(module).collect()
 }
