@@ -5,15 +5,21 @@
 //!
 //! | floor | modules | what lives there |
 //! |---|---|---|
-//! | 0 | [`error`], [`units`] | the one error type, human-readable sizes |
-//! | 1 | `hub`, [`report`] | downloads; everything a run prints or logs |
-//! | 2 | [`ops`] | every tensor operation with its backward |
-//! | 3 | [`weights`], [`data`] | safetensors in and out; rows to tokens, masks and batches |
-//! | 4 | [`model`], [`optim`], [`adapter`] | the block and its segments; AdamW and schedules; PEFT files |
-//! | 5 | [`strategy`], [`checkpoint`], [`export`] | where parameters live; what goes to disk |
-//! | 6 | [`engine`], [`recipe`] | the training step and loop; what the TOML may say |
-//! | 7 | [`plan`] | the one place where a recipe meets parts |
-//! | 8 | [`cli`], [`commands`] | the verbs |
+//! | 0 | [`error`], [`units`], [`recipe::enums`] | the one error type, human-readable sizes, the closed choices of the recipe |
+//! | 1 | [`quant`], [`recipe`], `hub`, [`report`] | number formats; what the TOML may say; downloads; all that a run prints or logs |
+//! | 2 | [`runtime`] | devices, thread pool, allocator, memory of tensors, parameter storage, random numbers |
+//! | 3 | [`collective`] | sums, gathers and broadcasts between ranks |
+//! | 4 | [`ops`] | every tensor operation with its backward, and nothing but mathematics |
+//! | 5 | [`weights`], [`data`] | safetensors in and out; rows to tokens, masks and batches |
+//! | 6 | [`model`], [`optim`] | the block and its segments; AdamW and schedules |
+//! | 7 | [`adapter`] | PEFT files, targets, merging |
+//! | 8 | [`sharding`], [`checkpoint`], [`export`] | where parameters live; what goes to disk |
+//! | 9 | [`engine`] | the training step, the loop, evaluation, generation |
+//! | 10 | [`setup`] | the base model, the adapter on it, the layout and first values of parameters, data sets |
+//! | 11 | [`plan`] | decides and describes what will run: builds and prints nothing |
+//! | 12 | [`run`] | ranks, trainers, what a run leaves |
+//! | 13 | [`cli`] | the command line's types |
+//! | 14 | [`commands`] | one file a verb |
 
 pub mod adapter;
 pub mod checkpoint;
