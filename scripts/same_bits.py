@@ -31,6 +31,9 @@ GOLDEN = ROOT / "tests" / "golden"
 # What a clock or the system decides.
 NOT_COMPARED = {"step_secs", "tokens_per_sec", "peak_bytes", "rank_secs"}
 
+# A run of seconds that takes so long hangs.
+HANGS_SECS = 1200
+
 STEPS = 8
 # Where every run saves, and from where a resumed one goes on.
 MIDDLE = 4
@@ -195,7 +198,11 @@ def call(binary, arguments, place):
     """Runs `binary` and returns its standard output."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(place / "hf")}
     command = [str(binary), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    try:
+        done = subprocess.run(command, env=environment, timeout=HANGS_SECS, **quiet)
+    except subprocess.TimeoutExpired as expired:
+        raise Failed(f"{' '.join(command)}\nstill ran after {HANGS_SECS} s") from expired
     if done.returncode:
         raise Failed(f"{' '.join(command)}\nexit {done.returncode}\n{done.stderr[-2000:]}")
     return done.stdout
@@ -359,6 +366,9 @@ def main():
     with tempfile.TemporaryDirectory(prefix="same-bits-target-") as temporary:
         if arguments.binaries:
             binaries = [Path(path).resolve() for path in arguments.pair]
+            for binary in binaries:
+                if not os.access(binary, os.X_OK):
+                    parser.error(f"{binary} is no program")
         else:
             target = Path(os.environ.get("CARGO_TARGET_DIR") or temporary).resolve()
             binaries = [build(revision, target, arguments.profile) for revision in arguments.pair]
