@@ -452,6 +452,79 @@ fn a_mirror_that_sends_everybody_elsewhere_gets_the_token_alone() {
     assert!(elsewhere.iter().all(|request| request.authorization.is_none()), "{elsewhere:?}");
 }
 
+/// Faults that answer every request of `hub` that contains all of `of` with a redirect to the same path at `to`.
+fn redirect(hub: &HubDouble, of: &[&str], path: &str, to: &str, status: u16) {
+    let location = vec![("Location", format!("{to}{path}"))];
+    hub.fault(Fault::new(of, 9, Spoil::Status(status, location)));
+}
+
+#[test]
+fn the_token_goes_to_no_other_port_of_the_host() {
+    for status in [301, 302, 303, 307, 308] {
+        let repo = single("ada/tiny");
+        let commit = repo.commit();
+        let elsewhere = HubDouble::start(vec![repo.clone()]);
+        let world = World::new(vec![repo]).with_token();
+        redirect(&world.hub, &["/api/"], "/api/models/ada/tiny/revision/main", elsewhere.url(), status);
+        for file in ["config.json", "tokenizer.json", "model.safetensors"] {
+            let path = format!("/ada/tiny/resolve/{commit}/{file}");
+            redirect(&world.hub, &[&path], &path, elsewhere.url(), status);
+        }
+        let found = world.model("ada/tiny").unwrap();
+        assert_eq!(read(&found, "model.safetensors"), weights(400_000));
+        let away = elsewhere.requests();
+        // The description, and a HEAD and a GET for each of three files.
+        assert_eq!(away.len(), 7, "{status}: {away:?}");
+        assert!(away.iter().all(|request| request.authorization.is_none()), "{status}: {away:?}");
+        assert!(world.hub.requests().iter().all(|request| request.authorization.is_some()), "{status}");
+    }
+}
+
+#[test]
+fn the_token_does_not_come_back_with_a_redirect() {
+    let repo = single("ada/tiny");
+    let path = format!("/ada/tiny/resolve/{}/model.safetensors", repo.commit());
+    let world = World::new(vec![repo]).with_token();
+    let elsewhere = HubDouble::start(Vec::new());
+    world.hub.fault(Fault::new(
+        &["GET", &path],
+        1,
+        Spoil::Status(302, vec![("Location", format!("{}/there", elsewhere.url()))]),
+    ));
+    redirect(&elsewhere, &["/there"], &path, world.hub.url(), 302);
+    world.model("ada/tiny").unwrap();
+    let mut asked = world.hub.requests();
+    asked.retain(|request| request.method == "GET" && request.path == path);
+    let with_token: Vec<bool> = asked.iter().map(|request| request.authorization.is_some()).collect();
+    assert_eq!(with_token, [true, false]);
+    assert!(elsewhere.requests().iter().all(|request| request.authorization.is_none()));
+}
+
+#[test]
+fn a_redirect_with_a_user_name_is_not_followed() {
+    let elsewhere = HubDouble::start(vec![single("ada/tiny")]);
+    let host = elsewhere.url().trim_start_matches("http://").to_owned();
+    let world = World::new(vec![single("ada/tiny")]).with_token();
+    let own = world.hub.url().trim_start_matches("http://").to_owned();
+    for target in [format!("http://{own}@{host}"), format!("http://ada:geheim@{own}")] {
+        world.hub.forget();
+        redirect(&world.hub, &["/api/"], "/api/models/ada/tiny/revision/main", &target, 302);
+        let text = world.refused("ada/tiny");
+        assert!(text.contains("an address that holds a user name") && !text.contains("geheim"), "{text}");
+        assert_eq!((world.hub.requests().len(), elsewhere.requests().len()), (1, 0), "{target}");
+    }
+}
+
+#[test]
+fn a_refusal_behind_a_redirect_says_that_the_token_stayed_behind() {
+    let elsewhere = HubDouble::start(vec![single("ada/tiny").access(Access::Private { good: SECRET })]);
+    let world = World::new(Vec::new()).with_token();
+    redirect(&world.hub, &["/api/"], "/api/models/ada/tiny/revision/main", elsewhere.url(), 307);
+    let text = world.refused("ada/tiny");
+    let said = format!("{}; the token goes to {} alone", elsewhere.url(), world.hub.url());
+    assert!(text.contains(&said), "{text}");
+}
+
 #[test]
 fn a_resumed_download_behind_a_redirect() {
     let world = World::with(HubDouble::start_with_cdn(vec![single("ada/tiny")]));

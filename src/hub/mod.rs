@@ -16,6 +16,7 @@ mod digest;
 mod fetch;
 mod names;
 mod options;
+mod redirect;
 mod refusal;
 mod select;
 
