@@ -693,6 +693,7 @@ fn weights_that_are_no_safetensors() {
         text.contains("only pickled weights (pytorch_model.bin)") && text.contains("save_pretrained"),
         "{text}"
     );
+    assert!(text.contains("often the same name with `-hf` at its end"), "{text}");
     assert!(world.refused("ada/gguf").contains("only GGUF files (m.Q4_K_M.gguf)"));
     assert!(world.refused("ada/lora").contains("a PEFT adapter and not a model"));
     assert!(world.refused("ada/empty").contains("has no config.json"));

@@ -128,7 +128,8 @@ impl Lack {
                 .because("a pickle can run code when it is opened, so it is neither downloaded nor read")
                 .because(accepted)
                 .hint(
-                    "convert it once with Python: `python -c \"from transformers import AutoModelForCausalLM as M; \
+                    "look for a repository of the same model that holds safetensors, often the same name with `-hf` \
+                     at its end; or convert it once with Python: `python -c \"from transformers import AutoModelForCausalLM as M; \
                      M.from_pretrained('MODEL').save_pretrained('OUT', safe_serialization=True)\"`, \
                      and copy its tokenizer files into OUT",
                 ),
