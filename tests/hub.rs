@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used)] // Functions beside the tests fail them, too.
 
+#[path = "hub/headers.rs"]
+mod headers;
 mod hub_double;
 
 use std::path::{Path, PathBuf};
@@ -771,10 +773,10 @@ fn processes_started_at_once_download_each_file_once() {
     }
     let commit = repo.commit();
     let world = World::new(vec![repo]);
-    let start = |_| {
+    let start = |number| {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_finetune"));
-        command.args(["--model", "ada/tiny", "--recipe", "lora", "--dry-run", "--dataset"]);
-        command.arg(golden.join("data/sft_messages.jsonl"));
+        command.args(["export", "--model", "ada/tiny", "--format", "hf", "--output"]);
+        command.arg(world.cache.path().join(format!("out-{number}")));
         command.env("HF_ENDPOINT", world.hub.url()).env("HF_HUB_CACHE", world.cache.path().join("hub"));
         for name in ["HF_HUB_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"] {
             command.env_remove(name);

@@ -5,6 +5,8 @@
 //! (`X-Error-Code`, `Retry-After`), sends the token to the host of a redirect, takes the server's ETag as a file
 //! name unchecked, has no timeout, and moves a file into place before anybody could verify it.
 
+use std::io::Read;
+use std::ops::Range;
 use std::time::Duration;
 
 use hf_hub::Repo;
@@ -15,12 +17,15 @@ use super::digest::Digest;
 use super::options::{HubOptions, Retry};
 use super::redirect::Hop;
 use super::refusal::{Answer, Asked};
+use super::remote::FileRange;
 use super::{DownloadEvent, Progress};
 use crate::error::{Error, Kind, Result};
 
 /// More than the description of the largest repositories, less than what would hurt.
 const MAX_DESCRIPTION_BYTES: u64 = 64 << 20;
 const MAX_REDIRECTS: usize = 5;
+/// What a server without ranges may make us read before a range. A header starts within it, most tensors do not.
+const MAX_SKIPPED_BYTES: u64 = 1 << 20;
 /// A server that asks for a longer pause is reported and not waited for.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(300);
 
@@ -206,6 +211,59 @@ impl<'a> Client<'a> {
             416 => Ok(Bytes::BeyondEnd),
             _ => Err(self.refused(&answered, Some(file), gated)),
         }
+    }
+
+    /// Reads a range of a file, and no more: what a server without ranges sends beyond it is not waited for.
+    pub(super) fn range(
+        &self,
+        commit: &str,
+        file: &str,
+        range: &Range<u64>,
+        gated: bool,
+        progress: &mut Progress<'_>,
+    ) -> Result<FileRange> {
+        let wanted = format!("bytes={}-{}", range.start, range.end.saturating_sub(1));
+        self.patiently(progress, || {
+            let answered = self.get(&self.file_url(commit, file), Some(&wanted))?;
+            let headers = answered.response.headers();
+            let content_range = text(headers, "content-range").and_then(ContentRange::parse);
+            let (skipped, file_bytes) = match (answered.response.status().as_u16(), content_range) {
+                (200, _) => (range.start, number(headers, "content-length")),
+                (206, Some(ContentRange { start: Some(start), file_bytes })) if start == range.start => {
+                    (0, file_bytes)
+                }
+                // The file ends before the range.
+                (416, Some(ContentRange { file_bytes: Some(file_bytes), .. })) => {
+                    return Ok(FileRange { bytes: Vec::new(), file_bytes });
+                }
+                (206 | 416, _) => {
+                    let reason = format!("asked for the bytes {wanted}, the server sent others");
+                    return Err(Fault::Passing { reason, wait: None });
+                }
+                _ => return Err(self.refused(&answered, Some(file), gated)),
+            };
+            let file_bytes = file_bytes
+                .ok_or_else(|| self.not_a_hub(&format!("it announces no size for a range of `{file}`")))?;
+            if skipped > MAX_SKIPPED_BYTES {
+                return Err(self.not_a_hub(&format!(
+                    "it sends the whole of `{file}` ({file_bytes} bytes) where a range of it was asked for"
+                )));
+            }
+            let length = range.end.min(file_bytes).saturating_sub(range.start);
+            let mut body = answered.response.into_body().into_reader();
+            let broke = |error: std::io::Error| Fault::Passing {
+                reason: format!("the connection broke: {error}"),
+                wait: None,
+            };
+            std::io::copy(&mut (&mut body).take(skipped), &mut std::io::sink()).map_err(broke)?;
+            let mut bytes = Vec::new();
+            body.take(length).read_to_end(&mut bytes).map_err(broke)?;
+            if (bytes.len() as u64) < length {
+                let reason = format!("the connection ended after {} of {length} bytes", bytes.len());
+                return Err(Fault::Passing { reason, wait: None });
+            }
+            Ok(FileRange { bytes, file_bytes })
+        })
     }
 
     /// A GET and the redirects that it is answered with; `range` as in [`Client::send`].
@@ -397,13 +455,14 @@ fn number(headers: &HeaderMap, name: &str) -> Option<u64> {
 /// A header `Content-Range`: `bytes 0-7/100`, or `bytes */100` where there is no such range.
 struct ContentRange {
     start: Option<u64>,
+    file_bytes: Option<u64>,
 }
 
 impl ContentRange {
     fn parse(text: &str) -> Option<Self> {
-        let (range, _) = text.strip_prefix("bytes ")?.split_once('/')?;
+        let (range, size) = text.strip_prefix("bytes ")?.split_once('/')?;
         let start = range.split('-').next().and_then(|start| start.trim().parse().ok());
-        Some(ContentRange { start })
+        Some(ContentRange { start, file_bytes: size.trim().parse().ok() })
     }
 }
 

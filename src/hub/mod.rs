@@ -18,6 +18,7 @@ mod names;
 mod options;
 mod redirect;
 mod refusal;
+mod remote;
 mod select;
 
 use std::path::{Path, PathBuf};
@@ -32,6 +33,7 @@ use client::{Client, Description};
 use fetch::Download;
 use names::Place;
 pub use options::{HubOptions, Retry, Token};
+pub use remote::{FileRange, LocatedModel, RemoteWeights};
 use select::{Lack, Scope, Weights};
 
 /// What happens during a download.
@@ -108,7 +110,20 @@ pub fn locate_model(
     options: &HubOptions,
     progress: &mut Progress<'_>,
 ) -> Result<Located> {
-    locate(id_or_path, revision, Scope::Weights, options, progress)
+    Ok(locate(id_or_path, revision, Scope::Weights, options, progress)?.located)
+}
+
+/// As [`locate_model`], but weights that the cache does not hold stay on the hub, to be read by ranges.
+///
+/// # Errors
+/// As there.
+pub fn locate_model_in_place<'a>(
+    id_or_path: &str,
+    revision: &str,
+    options: &'a HubOptions,
+    progress: &mut Progress<'_>,
+) -> Result<LocatedModel<'a>> {
+    locate(id_or_path, revision, Scope::InPlace, options, progress)
 }
 
 /// As [`locate_model`], but only configuration, tokenizer and the list of shards, without weights.
@@ -121,23 +136,24 @@ pub fn locate_model_headers(
     options: &HubOptions,
     progress: &mut Progress<'_>,
 ) -> Result<Located> {
-    locate(id_or_path, revision, Scope::Headers, options, progress)
+    Ok(locate(id_or_path, revision, Scope::Headers, options, progress)?.located)
 }
 
-fn locate(
+fn locate<'a>(
     given: &str,
     revision: &str,
     scope: Scope,
-    options: &HubOptions,
+    options: &'a HubOptions,
     progress: &mut Progress<'_>,
-) -> Result<Located> {
+) -> Result<LocatedModel<'a>> {
+    let whole = |located| LocatedModel { located, remote: None };
     let id = match names::place(given, options.home.as_deref())? {
-        Place::Local(path) => return local_model(given, path, scope),
+        Place::Local(path) => return local_model(given, path, scope).map(whole),
         Place::Hub(id) => id,
     };
     names::check_revision(revision)?;
     let model = Source { subject: Subject::Model, id, revision: revision.to_owned(), options };
-    if options.offline { model.cached_model(scope) } else { model.fetched_model(scope, progress) }
+    if options.offline { model.cached_model(scope).map(whole) } else { model.fetched_model(scope, progress) }
 }
 
 /// Finds a data set; `id_or_path` is a file, a folder, or an id such as `owner/name` or `owner/name@revision`.
@@ -222,7 +238,7 @@ struct Source<'a> {
     options: &'a HubOptions,
 }
 
-impl Source<'_> {
+impl<'a> Source<'a> {
     fn repo(&self) -> Repo {
         let kind = match self.subject {
             Subject::Model | Subject::Adapter => RepoType::Model,
@@ -235,7 +251,7 @@ impl Source<'_> {
         Store::new(&self.options.cache_dir, &self.repo())
     }
 
-    fn client(&self) -> Client<'_> {
+    fn client(&self) -> Client<'a> {
         Client::new(self.options, self.repo(), self.subject())
     }
 
@@ -270,17 +286,22 @@ impl Source<'_> {
         }
     }
 
-    fn fetched_model(&self, scope: Scope, progress: &mut Progress<'_>) -> Result<Located> {
+    fn fetched_model(&self, scope: Scope, progress: &mut Progress<'_>) -> Result<LocatedModel<'a>> {
         let client = self.client();
         let description = client.describe(progress)?;
         match select::check_model(&description.files, scope) {
-            Ok(()) => self.fetch_model(&client, &description, scope, None, progress),
+            Ok(()) => self.fetch_model(client, &description, scope, None, progress),
             Err(Lack::Consolidated(file)) => self.fetch_sibling(Lack::Consolidated(file), scope, progress),
             Err(lack) => Err(lack.error(client.subject())),
         }
     }
 
-    fn fetch_sibling(&self, lack: Lack, scope: Scope, progress: &mut Progress<'_>) -> Result<Located> {
+    fn fetch_sibling(
+        &self,
+        lack: Lack,
+        scope: Scope,
+        progress: &mut Progress<'_>,
+    ) -> Result<LocatedModel<'a>> {
         let Some(sibling) = self.sibling() else { return Err(lack.error(&self.subject())) };
         let client = sibling.client();
         let description = client.describe(progress).map_err(|error| {
@@ -289,7 +310,7 @@ impl Source<'_> {
         select::check_model(&description.files, scope)
             .map_err(|other| other.error(&sibling.subject()))
             .during(|| format!("{} holds only Meta's original checkpoint", self.subject()))?;
-        sibling.fetch_model(&client, &description, scope, Some(self.sibling_note(&sibling)), progress)
+        sibling.fetch_model(client, &description, scope, Some(self.sibling_note(&sibling)), progress)
     }
 
     fn sibling_note(&self, sibling: &Source<'_>) -> String {
@@ -301,29 +322,31 @@ impl Source<'_> {
 
     fn fetch_model(
         &self,
-        client: &Client<'_>,
+        client: Client<'a>,
         description: &Description,
         scope: Scope,
         note: Option<String>,
         progress: &mut Progress<'_>,
-    ) -> Result<Located> {
+    ) -> Result<LocatedModel<'a>> {
         let store = self.store();
-        let commit = description.commit.as_str();
-        let download = Download { client, store: &store, commit, gated: description.gated };
+        let (commit, gated) = (description.commit.as_str(), description.gated);
+        let download = Download { client: &client, store: &store, commit, gated };
         let texts = select::texts(&description.files);
         names::check_files(texts.iter().copied())?;
         download.fetch(&texts, progress)?;
         let folder = store.snapshot(commit);
+        let weights = match (scope, select::weights(&description.files)) {
+            (Scope::Headers, _) => Vec::new(),
+            (_, Ok(Weights::Sharded)) => read_shards(&folder, &description.files)?,
+            _ => vec![select::SINGLE.to_owned()],
+        };
         if scope == Scope::Weights {
-            let shards = match select::weights(&description.files) {
-                Ok(Weights::Sharded) => read_shards(&folder, &description.files)?,
-                _ => vec![select::SINGLE.to_owned()],
-            };
-            let shards: Vec<&str> = shards.iter().map(String::as_str).collect();
-            download.fetch(&shards, progress)?;
+            let weights: Vec<&str> = weights.iter().map(String::as_str).collect();
+            download.fetch(&weights, progress)?;
         }
         store.set_commit(commit)?;
-        Ok(self.located(folder, commit.to_owned(), note))
+        let remote = RemoteWeights::new(client, commit, gated, weights, &folder);
+        Ok(LocatedModel { located: self.located(folder, commit.to_owned(), note), remote })
     }
 
     fn fetched_rows(&self, progress: &mut Progress<'_>) -> Result<Located> {
@@ -357,12 +380,13 @@ impl Source<'_> {
             let missing = if has_config { select::SINGLE } else { select::CONFIG };
             return Err(source.incomplete(&folder, missing));
         }
-        if scope == Scope::Weights && select::weights(&files) == Ok(Weights::Sharded) {
+        if scope != Scope::Headers && select::weights(&files) == Ok(Weights::Sharded) {
             let index = read_index(&folder)?;
             // Against the names in the index itself: what is not in the folder is missing, not refused.
-            let named = select::named_shards(&index)?;
-            if let Some(missing) = named.iter().find(|shard| !files.contains(shard)) {
-                return Err(source.incomplete(&folder, missing));
+            let mut missing = select::named_shards(&index)?;
+            missing.retain(|shard| !files.contains(shard));
+            if !missing.is_empty() {
+                return Err(source.incomplete(&folder, &missing.join(", ")));
             }
         }
         Ok(source.located(folder, commit, note))

@@ -24,6 +24,8 @@ const TOKENIZER: [&str; 4] =
 pub(super) enum Scope {
     /// Configuration, tokenizer and the list of shards.
     Headers,
+    /// These, of a repository that has weights, which stay where they are.
+    InPlace,
     /// These and the weights.
     Weights,
 }
@@ -99,7 +101,7 @@ pub(super) fn check_model(names: &[String], scope: Scope) -> Result<(), Lack> {
     let weights = weights(names);
     match (has(names, CONFIG), weights, scope) {
         (true, Ok(_), _) | (true, Err(_), Scope::Headers) => Ok(()),
-        (true, Err(lack), Scope::Weights) => Err(lack),
+        (true, Err(lack), Scope::InPlace | Scope::Weights) => Err(lack),
         (false, Ok(_) | Err(Lack::Weights | Lack::OtherSafetensors(_)), _) => Err(Lack::Config),
         (false, Err(lack), _) => Err(lack),
     }

@@ -1,18 +1,27 @@
 //! Finds what a recipe or a flag names: a folder, an asset inside the binary, or the hub (with progress on the
 //! terminal).
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::assets;
-use crate::error::Result;
-use crate::hub::{self, DownloadEvent, HubOptions, Located};
+use crate::error::{Error, Result};
+use crate::hub::{self, DownloadEvent, HubOptions, Located, RemoteWeights};
 use crate::recipe::Source;
 use crate::report::Terminal;
+use crate::weights::{ModelFiles, RangeReader, RemoteRange};
 
 /// Finds models, adapters and data sets for a command.
 pub struct Finder<'a> {
     options: HubOptions,
     terminal: &'a Terminal,
+    leaves_weights: bool,
+}
+
+/// The weights of a model that was found, not yet opened.
+pub struct FoundWeights<'f> {
+    remote: Option<RemoteWeights<'f>>,
+    finder: &'f Finder<'f>,
 }
 
 /// A model or adapter that was found.
@@ -31,7 +40,35 @@ pub struct Found {
 impl<'a> Finder<'a> {
     /// A finder that obeys the hub's environment variables.
     pub fn new(offline: bool, terminal: &'a Terminal) -> Result<Self> {
-        Ok(Finder { options: HubOptions::from_env(offline)?, terminal })
+        Ok(Finder { options: HubOptions::from_env(offline)?, terminal, leaves_weights: false })
+    }
+
+    /// A finder for what is planned or described and not run: of weights that are on the hub alone, only the headers
+    /// are read.
+    #[must_use]
+    pub fn leaving_weights(self) -> Self {
+        Finder { leaves_weights: true, ..self }
+    }
+
+    /// A model, and its weights: downloaded, or left on the hub by a finder [`Finder::leaving_weights`].
+    ///
+    /// # Errors
+    /// As [`hub::locate_model`].
+    pub fn model_and_weights<'f>(
+        &'f self,
+        source: &Source,
+        revision: &str,
+    ) -> Result<(Found, FoundWeights<'f>)> {
+        let mut remote = None;
+        let found = self.find(source, |id, options, progress| {
+            if !self.leaves_weights {
+                return hub::locate_model(id, revision, options, progress);
+            }
+            let model = hub::locate_model_in_place(id, revision, &self.options, progress)?;
+            remote = model.remote;
+            Ok(model.located)
+        })?;
+        Ok((found, FoundWeights { remote, finder: self }))
     }
 
     /// A model with its weights.
@@ -65,7 +102,7 @@ impl<'a> Finder<'a> {
     fn find(
         &self,
         source: &Source,
-        locate: impl Fn(&str, &HubOptions, &mut hub::Progress<'_>) -> Result<Located>,
+        locate: impl FnOnce(&str, &HubOptions, &mut hub::Progress<'_>) -> Result<Located>,
     ) -> Result<Found> {
         let (text, on_hub) = match source {
             Source::Builtin(name) => return Ok(local(source, &assets::unpack(name)?)),
@@ -101,6 +138,34 @@ impl<'a> Finder<'a> {
                 ));
             }
         }
+    }
+}
+
+impl FoundWeights<'_> {
+    /// Opens them; `folder` is that of the model.
+    ///
+    /// # Errors
+    /// As [`ModelFiles::open`]; what stayed on the hub cannot be read there.
+    pub fn open(&self, folder: &Path) -> Result<ModelFiles> {
+        let Some(remote) = &self.remote else { return ModelFiles::open(folder) };
+        let files = remote.files().len();
+        self.finder.terminal.line(format!("reading the headers of {files} weights files on the hub"));
+        ModelFiles::open_in_place(folder, self)
+    }
+}
+
+impl RangeReader for FoundWeights<'_> {
+    fn files(&self) -> &[String] {
+        self.remote.as_ref().map_or(&[], RemoteWeights::files)
+    }
+
+    fn read(&self, file: &str, range: Range<u64>) -> Result<RemoteRange> {
+        let Some(remote) = &self.remote else {
+            return Err(Error::internal(format!("`{file}` is not on the hub")));
+        };
+        let hub::FileRange { bytes, file_bytes } =
+            remote.read(file, range, &mut |event| self.finder.show(event))?;
+        Ok(RemoteRange { bytes, file_bytes })
     }
 }
 

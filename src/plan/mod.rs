@@ -21,7 +21,7 @@ mod vocabulary;
 
 pub use adaptation::Adaptation;
 pub use base::{Base, EngineOptions};
-pub use locate::{Finder, Found};
+pub use locate::{Finder, Found, FoundWeights};
 pub use memory::Memory;
 pub use merging::{BaseChoice, Certificate, Check, MergeBase};
 pub use rows::Rows;

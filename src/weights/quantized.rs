@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use crate::error::Result;
 use crate::quant::{self, Blocks, Format, NESTED_BLOCK, Scales};
 
 /// Bytes of a file.
@@ -49,14 +50,18 @@ pub struct QuantizedTensor<'a> {
 
 impl<'a> QuantizedTensor<'a> {
     /// `bytes` reads a place.
-    pub(super) fn new(parts: &Parts, codes: &'a [u8], bytes: impl Fn(&Place) -> &'a [u8]) -> Self {
+    pub(super) fn new(
+        parts: &Parts,
+        codes: &'a [u8],
+        bytes: impl Fn(&Place) -> Result<&'a [u8]>,
+    ) -> Result<Self> {
         let scales = match &parts.scales {
-            ScalePlaces::Plain(scales) => StoredScales::Plain(bytes(scales)),
+            ScalePlaces::Plain(scales) => StoredScales::Plain(bytes(scales)?),
             ScalePlaces::Nested { codes, absmax, offset } => {
-                StoredScales::Nested { codes: bytes(codes), absmax: bytes(absmax), offset: *offset }
+                StoredScales::Nested { codes: bytes(codes)?, absmax: bytes(absmax)?, offset: *offset }
             }
         };
-        QuantizedTensor { format: parts.format, codes, scales }
+        Ok(QuantizedTensor { format: parts.format, codes, scales })
     }
 
     /// How it is quantized. The block of LLM.int8() is a row.
