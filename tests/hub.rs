@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used)] // Functions beside the tests fail them, too.
 
+#[path = "hub/configurations.rs"]
+mod configurations;
 #[path = "hub/headers.rs"]
 mod headers;
 mod hub_double;
@@ -11,7 +13,7 @@ use std::time::Duration;
 
 use finetune::error::{Kind, Result};
 use finetune::hub::{
-    DownloadEvent, HubOptions, Located, Retry, Token, locate_adapter, locate_dataset, locate_model,
+    DownloadEvent, HubOptions, Located, Retry, RowsFor, Token, locate_adapter, locate_dataset, locate_model,
     locate_model_headers,
 };
 use hub_double::{Access, Fault, HubDouble, RepoDouble, Spoil};
@@ -48,7 +50,7 @@ impl World {
     }
 
     fn dataset(&self, id: &str) -> Result<Located> {
-        locate_dataset(id, &self.options, &mut |_| {})
+        locate_dataset(id, RowsFor::Training, &self.options, &mut |_| {})
     }
 
     fn adapter(&self, id: &str) -> Result<Located> {
@@ -872,10 +874,15 @@ fn data_sets() {
     let script = RepoDouble::dataset("ada/only-script").file("script.py", "");
     let world = World::new(vec![rows, converted, script]);
     let found = world.dataset("ada/rows").unwrap();
-    assert_eq!(names(&found.folder), ["data", "train.jsonl"]);
+    assert_eq!(names(&found.folder), ["README.md", "train.jsonl"]);
+    assert_eq!(found.rows, [found.folder.join("train.jsonl")]);
+    let held_out =
+        |options: &HubOptions| locate_dataset("ada/rows", RowsFor::Evaluation, options, &mut |_| {});
+    let found = held_out(&world.options).unwrap();
+    assert_eq!(found.rows, [found.folder.join("data/test.jsonl")]);
     assert_eq!(read(&found, "data/test.jsonl"), b"{\"text\":\"b\"}\n");
-    let found = world.dataset("ada/script@refs/convert/parquet").unwrap();
-    assert_eq!(read(&found, "d/0000.parquet"), b"PAR1");
+    let converted = world.dataset("ada/script@refs/convert/parquet").unwrap();
+    assert_eq!(read(&converted, "d/0000.parquet"), b"PAR1");
     let text = world.dataset("ada/only-script").unwrap_err().to_string();
     assert!(text.contains("data set `ada/only-script` has no file of rows"), "{text}");
     assert!(text.contains("@refs/convert/parquet"), "{text}");
@@ -886,9 +893,10 @@ fn data_sets() {
     );
 
     world.hub.forget();
-    let offline = locate_dataset("ada/rows", &world.offline(), &mut |_| {}).unwrap();
-    assert!(offline.note.unwrap().contains("2 file(s)"));
-    assert!(locate_dataset("ada/none", &world.offline(), &mut |_| {}).is_err());
+    let offline = held_out(&world.offline()).unwrap();
+    assert_eq!(offline.rows, found.rows);
+    assert!(offline.note.unwrap().contains("1 file(s)"));
+    assert!(locate_dataset("ada/none", RowsFor::Training, &world.offline(), &mut |_| {}).is_err());
     assert_eq!(world.hub.requests().len(), 0);
 }
 

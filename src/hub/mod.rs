@@ -5,6 +5,9 @@
 //! the digest that the hub announces, and put into the cache that Python's `huggingface_hub` uses, too. With
 //! everything in the cache one request is made (what does the revision stand for?), offline none.
 //!
+//! What is only planned or described needs no weights: [`locate_model_in_place`] leaves them on the hub, to be read by
+//! ranges ([`RemoteWeights`]). Of a data set one split of one configuration is taken.
+//!
 //! This module opens the only sockets of a run on one machine. It does not read what it brings: weights, data and
 //! recipe do, with the care that a stranger's file needs. It prints nothing; what happens is told through
 //! [`DownloadEvent`]s, and what a person must know through [`Located::note`].
@@ -12,8 +15,11 @@
 mod adapter;
 mod cache;
 mod client;
+mod configurations;
+mod dataset;
 mod digest;
 mod fetch;
+mod front_matter;
 mod names;
 mod options;
 mod redirect;
@@ -30,6 +36,7 @@ use crate::error::{Context, Error, Result};
 pub use adapter::locate_adapter;
 use cache::Store;
 use client::{Client, Description};
+pub use dataset::{RowsFor, locate_dataset};
 use fetch::Download;
 use names::Place;
 pub use options::{HubOptions, Retry, Token};
@@ -94,6 +101,8 @@ pub struct Located {
     pub commit: Option<String>,
     /// What the user must be told.
     pub note: Option<String>,
+    /// The files with the rows of a data set from the hub; empty for all else.
+    pub rows: Vec<PathBuf>,
 }
 
 /// Finds a model with its weights; `id_or_path` is a folder, an id such as `owner/name`, or `hf://owner/name`.
@@ -156,40 +165,6 @@ fn locate<'a>(
     if options.offline { model.cached_model(scope).map(whole) } else { model.fetched_model(scope, progress) }
 }
 
-/// Finds a data set; `id_or_path` is a file, a folder, or an id such as `owner/name` or `owner/name@revision`.
-///
-/// From the hub come all files of rows in one format, the first present of parquet, jsonl, json, csv, txt. They
-/// keep the names they have there; which of them are for training and which for testing is not decided here.
-///
-/// # Errors
-/// As for [`locate_model`].
-pub fn locate_dataset(
-    id_or_path: &str,
-    options: &HubOptions,
-    progress: &mut Progress<'_>,
-) -> Result<Located> {
-    let is_id = |name: &str| names::check_repo_id(name.strip_prefix("hf://").unwrap_or(name)).is_ok();
-    let (name, revision) = match id_or_path.split_once('@') {
-        Some((name, revision)) if is_id(name) && !Path::new(id_or_path).exists() => (name, Some(revision)),
-        _ => (id_or_path, None),
-    };
-    let id = match (names::place(name, options.home.as_deref())?, revision) {
-        (Place::Hub(id), _) => id,
-        (Place::Local(folder), None) => {
-            return Ok(Located { id: name.to_owned(), folder, commit: None, note: None });
-        }
-        (Place::Local(_), Some(_)) => {
-            return Err(Error::user(format!("there is no file or folder `{id_or_path}`"))
-                .because(format!("`{name}` is one, but only what is on the hub has revisions (`@...`)"))
-                .hint(format!("write `hf://{id_or_path}` to take it from the hub")));
-        }
-    };
-    let revision = revision.unwrap_or("main");
-    names::check_revision(revision)?;
-    let data = Source { subject: Subject::Dataset, id, revision: revision.to_owned(), options };
-    if options.offline { data.cached_rows() } else { data.fetched_rows(progress) }
-}
-
 /// A local folder is used as it is, once its file names show that it holds a model.
 fn local_model(given: &str, folder: PathBuf, scope: Scope) -> Result<Located> {
     if !folder.is_dir() {
@@ -198,7 +173,7 @@ fn local_model(given: &str, folder: PathBuf, scope: Scope) -> Result<Located> {
             .hint("give the folder that holds config.json"));
     }
     match select::check_model(&list_folder(&folder)?, scope) {
-        Ok(()) => Ok(Located { id: given.to_owned(), folder, commit: None, note: None }),
+        Ok(()) => Ok(Located { id: given.to_owned(), folder, commit: None, note: None, rows: Vec::new() }),
         Err(lack) => {
             let error = lack.error(&format!("folder `{}`", folder.display()));
             Err(match names::check_repo_id(given) {
@@ -283,6 +258,7 @@ impl<'a> Source<'a> {
             folder,
             commit: Some(commit),
             note: (!notes.is_empty()).then(|| notes.join("; ")),
+            rows: Vec::new(),
         }
     }
 
@@ -349,22 +325,6 @@ impl<'a> Source<'a> {
         Ok(LocatedModel { located: self.located(folder, commit.to_owned(), note), remote })
     }
 
-    fn fetched_rows(&self, progress: &mut Progress<'_>) -> Result<Located> {
-        let client = self.client();
-        let description = client.describe(progress)?;
-        let rows = select::rows(&description.files);
-        if rows.is_empty() {
-            return Err(select::no_rows(client.subject(), &description.files));
-        }
-        names::check_files(rows.iter().copied())?;
-        let store = self.store();
-        let commit = description.commit.as_str();
-        Download { client: &client, store: &store, commit, gated: description.gated }
-            .fetch(&rows, progress)?;
-        store.set_commit(commit)?;
-        Ok(self.located(store.snapshot(commit), commit.to_owned(), None))
-    }
-
     fn cached_model(&self, scope: Scope) -> Result<Located> {
         let (source, note) = match self.sibling() {
             Some(sibling) if self.cached_files()?.is_none() && sibling.cached_files()?.is_some() => {
@@ -390,16 +350,6 @@ impl<'a> Source<'a> {
             }
         }
         Ok(source.located(folder, commit, note))
-    }
-
-    fn cached_rows(&self) -> Result<Located> {
-        let (commit, files) = self.cached_files()?.ok_or_else(|| self.not_cached())?;
-        let rows = select::rows(&files).len();
-        if rows == 0 {
-            return Err(self.not_cached());
-        }
-        let note = format!("offline: {} is the {rows} file(s) that the cache holds of it", self.subject());
-        Ok(self.located(self.store().snapshot(&commit), commit, Some(note)))
     }
 
     /// The commit and the files that the cache holds of this revision.

@@ -209,12 +209,20 @@ const NOT_ROWS: [&str; 7] = [
     "license.txt",
 ];
 
+/// Whether a file of this name may hold rows.
+pub(super) fn is_rows(name: &str) -> bool {
+    let base = name.rsplit('/').next().unwrap_or(name);
+    let is_listed = ROW_ENDINGS.iter().any(|ending| base.ends_with(ending));
+    is_listed && !base.starts_with('.') && !NOT_ROWS.contains(&base.to_ascii_lowercase().as_str())
+}
+
+/// The endings of files of rows, for an error.
+pub(super) fn accepted_rows() -> String {
+    format!("accepted: {}", ROW_ENDINGS.join(", "))
+}
+
 /// The files of a data set that hold rows: all that are in the best format present.
 pub(super) fn rows(names: &[String]) -> Vec<&str> {
-    let is_rows = |name: &str| {
-        let base = name.rsplit('/').next().unwrap_or(name);
-        !base.starts_with('.') && !NOT_ROWS.contains(&base.to_ascii_lowercase().as_str())
-    };
     ROW_ENDINGS
         .iter()
         .map(|ending| {
@@ -226,8 +234,7 @@ pub(super) fn rows(names: &[String]) -> Vec<&str> {
 
 /// The error for a data set without rows that can be read.
 pub(super) fn no_rows(subject: &str, names: &[String]) -> Error {
-    let accepted = format!("accepted: {}", ROW_ENDINGS.join(", "));
-    let error = Error::user(format!("{subject} has no file of rows")).because(accepted);
+    let error = Error::user(format!("{subject} has no file of rows")).because(accepted_rows());
     if names.iter().any(|name| name.ends_with(".py")) {
         error
             .because("it is made by a Python script, which is never run")

@@ -5,8 +5,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::assets;
+use crate::data::Split;
 use crate::error::{Error, Result};
-use crate::hub::{self, DownloadEvent, HubOptions, Located, RemoteWeights};
+use crate::hub::{self, DownloadEvent, HubOptions, Located, RemoteWeights, RowsFor};
 use crate::recipe::Source;
 use crate::report::Terminal;
 use crate::weights::{ModelFiles, RangeReader, RemoteRange};
@@ -35,6 +36,15 @@ pub struct Found {
     pub commit: Option<String>,
     /// It came from the hub.
     pub on_hub: bool,
+    /// The files with the rows of a data set from the hub; empty for all else.
+    pub rows: Vec<PathBuf>,
+}
+
+impl Found {
+    /// Where the rows of a data set are: its files, or the file or folder itself.
+    pub fn row_paths(&self) -> &[PathBuf] {
+        if self.rows.is_empty() { std::slice::from_ref(&self.folder) } else { &self.rows }
+    }
 }
 
 impl<'a> Finder<'a> {
@@ -81,11 +91,16 @@ impl<'a> Finder<'a> {
         self.find(source, |id, options, progress| hub::locate_model_headers(id, revision, options, progress))
     }
 
-    /// A data set: a file or a folder.
-    pub fn dataset(&self, source: &Source) -> Result<Found> {
+    /// A data set: a file or a folder, or the files of `split` in a hub repository.
+    pub fn dataset(&self, source: &Source, split: Split) -> Result<Found> {
+        let rows_for = match split {
+            Split::Train => RowsFor::Training,
+            Split::Eval => RowsFor::Evaluation,
+        };
         match source {
             Source::Path(path) => Ok(local(source, path)),
-            _ => self.find(source, hub::locate_dataset),
+            _ => self
+                .find(source, |id, options, progress| hub::locate_dataset(id, rows_for, options, progress)),
         }
     }
 
@@ -113,7 +128,8 @@ impl<'a> Finder<'a> {
         if let Some(note) = &located.note {
             self.terminal.warn(note);
         }
-        Ok(Found { id: located.id, folder: located.folder, commit: located.commit, on_hub })
+        let Located { id, folder, commit, rows, .. } = located;
+        Ok(Found { id, folder, commit, on_hub, rows })
     }
 
     fn show(&self, event: DownloadEvent<'_>) {
@@ -170,5 +186,5 @@ impl RangeReader for FoundWeights<'_> {
 }
 
 fn local(source: &Source, path: &Path) -> Found {
-    Found { id: source.to_string(), folder: path.to_owned(), commit: None, on_hub: false }
+    Found { id: source.to_string(), folder: path.to_owned(), commit: None, on_hub: false, rows: Vec::new() }
 }
