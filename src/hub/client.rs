@@ -18,8 +18,8 @@ use super::options::{HubOptions, Retry};
 use super::redirect::Hop;
 use super::refusal::{Answer, Asked};
 use super::remote::FileRange;
-use super::{DownloadEvent, Progress};
-use crate::error::{Error, Kind, Result};
+use super::{DownloadEvent, DownloadProgress};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// More than the description of the largest repositories, less than what would hurt.
 const MAX_DESCRIPTION_BYTES: u64 = 64 << 20;
@@ -30,7 +30,7 @@ const MAX_SKIPPED_BYTES: u64 = 1 << 20;
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(300);
 
 /// Why an attempt failed.
-pub(super) enum Fault {
+pub(super) enum HttpFault {
     /// Another attempt may succeed; the server may have said when.
     Passing { reason: String, wait: Option<Duration> },
     /// It will not.
@@ -38,7 +38,7 @@ pub(super) enum Fault {
 }
 
 /// What the hub says about a repository.
-pub(super) struct Description {
+pub(super) struct RepoDescription {
     /// The commit that the revision stands for, as the hub wrote it.
     pub(super) commit: String,
     pub(super) gated: bool,
@@ -108,7 +108,7 @@ impl<'a> Client<'a> {
     }
 
     /// Asks what the repository holds under its revision.
-    pub(super) fn describe(&self, progress: &mut Progress<'_>) -> Result<Description> {
+    pub(super) fn describe(&self, progress: &mut DownloadProgress<'_>) -> Result<RepoDescription> {
         let url = format!("{}/api/{}", self.options.endpoint(), self.repo.api_url());
         self.patiently(progress, || {
             let answered = self.get(&url, None)?;
@@ -119,9 +119,9 @@ impl<'a> Client<'a> {
         })
     }
 
-    fn read_description(&self, response: Response<Body>) -> Result<Description, Fault> {
+    fn read_description(&self, response: Response<Body>) -> Result<RepoDescription, HttpFault> {
         #[derive(serde::Deserialize)]
-        struct Wire {
+        struct JsonPage {
             sha: String,
             #[serde(default)]
             gated: serde_json::Value,
@@ -137,11 +137,11 @@ impl<'a> Client<'a> {
             .limit(MAX_DESCRIPTION_BYTES)
             .read_to_vec()
             .map_err(|e| self.transport(&e))?;
-        let wire: Wire = serde_json::from_slice(&bytes).map_err(|e| self.not_a_hub(&e.to_string()))?;
+        let wire: JsonPage = serde_json::from_slice(&bytes).map_err(|e| self.not_a_hub(&e.to_string()))?;
         if !super::names::is_commit(&wire.sha) {
             return Err(self.not_a_hub("its `sha` is not the hash of a commit"));
         }
-        Ok(Description {
+        Ok(RepoDescription {
             commit: wire.sha,
             gated: !matches!(wire.gated, serde_json::Value::Null | serde_json::Value::Bool(false)),
             files: wire.siblings.into_iter().map(|sibling| sibling.rfilename).collect(),
@@ -155,7 +155,7 @@ impl<'a> Client<'a> {
         commit: &str,
         file: &str,
         gated: bool,
-        progress: &mut Progress<'_>,
+        progress: &mut DownloadProgress<'_>,
     ) -> Result<Facts> {
         self.patiently(progress, || {
             let (mut etag, mut size) = (None, None);
@@ -191,7 +191,7 @@ impl<'a> Client<'a> {
     }
 
     /// Asks for the bytes of a file from an offset on.
-    pub(super) fn bytes(&self, commit: &str, file: &str, from: u64, gated: bool) -> Result<Bytes, Fault> {
+    pub(super) fn bytes(&self, commit: &str, file: &str, from: u64, gated: bool) -> Result<Bytes, HttpFault> {
         let range = if from > 0 { format!("bytes={from}-") } else { String::new() };
         let answered = self.get(&self.file_url(commit, file), Some(&range))?;
         match answered.response.status().as_u16() {
@@ -202,7 +202,7 @@ impl<'a> Client<'a> {
                     Some(start) if start == from => {
                         Ok(Bytes::From(start, answered.response.into_body().into_reader()))
                     }
-                    _ => Err(Fault::Passing {
+                    _ => Err(HttpFault::Passing {
                         reason: format!("asked for the bytes from {from} on, the server sent others"),
                         wait: None,
                     }),
@@ -220,7 +220,7 @@ impl<'a> Client<'a> {
         file: &str,
         range: &Range<u64>,
         gated: bool,
-        progress: &mut Progress<'_>,
+        progress: &mut DownloadProgress<'_>,
     ) -> Result<FileRange> {
         let wanted = format!("bytes={}-{}", range.start, range.end.saturating_sub(1));
         self.patiently(progress, || {
@@ -238,7 +238,7 @@ impl<'a> Client<'a> {
                 }
                 (206 | 416, _) => {
                     let reason = format!("asked for the bytes {wanted}, the server sent others");
-                    return Err(Fault::Passing { reason, wait: None });
+                    return Err(HttpFault::Passing { reason, wait: None });
                 }
                 _ => return Err(self.refused(&answered, Some(file), gated)),
             };
@@ -251,7 +251,7 @@ impl<'a> Client<'a> {
             }
             let length = range.end.min(file_bytes).saturating_sub(range.start);
             let mut body = answered.response.into_body().into_reader();
-            let broke = |error: std::io::Error| Fault::Passing {
+            let broke = |error: std::io::Error| HttpFault::Passing {
                 reason: format!("the connection broke: {error}"),
                 wait: None,
             };
@@ -260,14 +260,14 @@ impl<'a> Client<'a> {
             body.take(length).read_to_end(&mut bytes).map_err(broke)?;
             if (bytes.len() as u64) < length {
                 let reason = format!("the connection ended after {} of {length} bytes", bytes.len());
-                return Err(Fault::Passing { reason, wait: None });
+                return Err(HttpFault::Passing { reason, wait: None });
             }
             Ok(FileRange { bytes, file_bytes })
         })
     }
 
     /// A GET and the redirects that it is answered with; `range` as in [`Client::send`].
-    fn get(&self, url: &str, range: Option<&str>) -> Result<Answered, Fault> {
+    fn get(&self, url: &str, range: Option<&str>) -> Result<Answered, HttpFault> {
         let mut hop = self.first_hop(url)?;
         for _ in 0..=MAX_REDIRECTS {
             let response = self.send(Method::Get, &hop, range)?;
@@ -279,12 +279,12 @@ impl<'a> Client<'a> {
         Err(self.not_a_hub(&format!("it redirects more than {MAX_REDIRECTS} times")))
     }
 
-    fn first_hop(&self, url: &str) -> Result<Hop, Fault> {
+    fn first_hop(&self, url: &str) -> Result<Hop, HttpFault> {
         Hop::first(url, self.options.endpoint()).map_err(|why| self.not_a_hub(&why))
     }
 
     /// One request. `range`, given for files and perhaps empty, is the value of the header `Range`.
-    fn send(&self, method: Method, hop: &Hop, range: Option<&str>) -> Result<Response<Body>, Fault> {
+    fn send(&self, method: Method, hop: &Hop, range: Option<&str>) -> Result<Response<Body>, HttpFault> {
         let mut request = match method {
             Method::Get => self.agent.get(&hop.uri),
             Method::Head => self.agent.head(&hop.uri),
@@ -308,15 +308,15 @@ impl<'a> Client<'a> {
     /// Repeats `attempt` while it fails for now.
     fn patiently<T>(
         &self,
-        progress: &mut Progress<'_>,
-        mut attempt: impl FnMut() -> Result<T, Fault>,
+        progress: &mut DownloadProgress<'_>,
+        mut attempt: impl FnMut() -> Result<T, HttpFault>,
     ) -> Result<T> {
         let mut patience = Patience::new(self.retry());
         loop {
             match attempt() {
                 Ok(value) => return Ok(value),
-                Err(Fault::Final(error)) => return Err(error),
-                Err(Fault::Passing { reason, wait }) => {
+                Err(HttpFault::Final(error)) => return Err(error),
+                Err(HttpFault::Passing { reason, wait }) => {
                     self.pause(&mut patience, reason, wait, progress)?;
                 }
             }
@@ -332,11 +332,11 @@ impl<'a> Client<'a> {
         patience: &mut Patience<'_>,
         reason: String,
         asked: Option<Duration>,
-        progress: &mut Progress<'_>,
+        progress: &mut DownloadProgress<'_>,
     ) -> Result<()> {
         let Some(wait) = patience.next(asked) else {
             let what = format!("cannot get {} from {}", self.subject, self.options.endpoint());
-            return Err(Error::new(Kind::Transient, what)
+            return Err(Error::new(ErrorCategory::Transient, what)
                 .because(reason)
                 .because(format!("{} attempts without progress", patience.failures))
                 .hint("check the network and HF_ENDPOINT, or try again later; `--offline` uses a copy that the cache holds"));
@@ -347,19 +347,19 @@ impl<'a> Client<'a> {
     }
 
     /// A failure below HTTP: the network's, unless TLS says that this is the wrong server.
-    fn transport(&self, error: &ureq::Error) -> Fault {
+    fn transport(&self, error: &ureq::Error) -> HttpFault {
         let reason = self.options.redact(&error.to_string());
         let is_tls = matches!(error, ureq::Error::Io(e) if e.kind() == std::io::ErrorKind::InvalidData);
         match error {
-            ureq::Error::Io(_) if !is_tls => Fault::Passing { reason, wait: None },
+            ureq::Error::Io(_) if !is_tls => HttpFault::Passing { reason, wait: None },
             ureq::Error::Timeout(_)
             | ureq::Error::HostNotFound
             | ureq::Error::ConnectionFailed
             | ureq::Error::ConnectProxyFailed(_)
-            | ureq::Error::Protocol(_) => Fault::Passing { reason, wait: None },
-            _ => Fault::Final(
+            | ureq::Error::Protocol(_) => HttpFault::Passing { reason, wait: None },
+            _ => HttpFault::Final(
                 Error::new(
-                    Kind::Transient,
+                    ErrorCategory::Transient,
                     format!("cannot get {} from {}", self.subject, self.options.endpoint()),
                 )
                 .because(reason)
@@ -369,7 +369,7 @@ impl<'a> Client<'a> {
     }
 
     /// An answer other than success.
-    fn refused(&self, answered: &Answered, file: Option<&str>, gated: bool) -> Fault {
+    fn refused(&self, answered: &Answered, file: Option<&str>, gated: bool) -> HttpFault {
         let Answered { response, hop } = answered;
         let headers = response.headers();
         let shown = |name| text(headers, name).map(|value| self.shown(value));
@@ -380,7 +380,7 @@ impl<'a> Client<'a> {
         };
         if matches!(answer.status, 408 | 429 | 500 | 502 | 503 | 504) {
             let wait = number(headers, "retry-after").map(Duration::from_secs);
-            return Fault::Passing { reason: answer.to_string(), wait };
+            return HttpFault::Passing { reason: answer.to_string(), wait };
         }
         let error = answer.error(&Asked {
             subject: &self.subject,
@@ -390,7 +390,7 @@ impl<'a> Client<'a> {
             has_token: self.options.token.is_some(),
             gated,
         });
-        Fault::Final(if hop.is_trusted || self.options.token.is_none() {
+        HttpFault::Final(if hop.is_trusted || self.options.token.is_none() {
             error
         } else {
             error.because(format!(
@@ -401,8 +401,8 @@ impl<'a> Client<'a> {
         })
     }
 
-    fn not_a_hub(&self, why: &str) -> Fault {
-        Fault::Final(
+    fn not_a_hub(&self, why: &str) -> HttpFault {
+        HttpFault::Final(
             Error::user(format!("{} does not answer as a hub does", self.options.endpoint()))
                 .because(format!("asked for {}: {}", self.subject, self.shown(why)))
                 .hint("check HF_ENDPOINT; a network that asks for a login page answers so, too"),

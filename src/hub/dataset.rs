@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use super::client::Client;
 use super::configurations::{self, Chosen, Configuration};
 use super::fetch::Download;
-use super::names::{self, Place};
+use super::names::{self, Reference};
 use super::select;
-use super::{HubOptions, Located, Progress, Source, Subject};
+use super::{DownloadProgress, HubOptions, Located, RepoSource, Subject};
 use crate::error::{Error, Result};
 
 const README: &str = "README.md";
@@ -65,15 +65,15 @@ pub fn locate_dataset(
     id_or_path: &str,
     rows_for: RowsFor,
     options: &HubOptions,
-    progress: &mut Progress<'_>,
+    progress: &mut DownloadProgress<'_>,
 ) -> Result<Located> {
     let Spec { name, revision, wanted } = Spec::parse(id_or_path);
     let id = match names::place(name, options.home.as_deref())? {
-        Place::Hub(id) => id,
-        Place::Local(folder) if revision.or(wanted).is_none() => {
+        Reference::Hub(id) => id,
+        Reference::Local(folder) if revision.or(wanted).is_none() => {
             return Ok(Located { id: name.to_owned(), folder, commit: None, note: None, rows: Vec::new() });
         }
-        Place::Local(_) => {
+        Reference::Local(_) => {
             return Err(Error::user(format!("there is no file or folder `{id_or_path}`"))
                 .because(format!(
                     "`{name}` is one, but only what is on the hub has revisions (`@...`) and configurations (`:...`)"
@@ -83,7 +83,7 @@ pub fn locate_dataset(
     };
     let revision = revision.unwrap_or("main");
     names::check_revision(revision)?;
-    let data = Source { subject: Subject::Dataset, id, revision: revision.to_owned(), options };
+    let data = RepoSource { subject: Subject::Dataset, id, revision: revision.to_owned(), options };
     if options.offline {
         data.cached_rows(wanted, rows_for)
     } else {
@@ -91,12 +91,12 @@ pub fn locate_dataset(
     }
 }
 
-impl Source<'_> {
+impl RepoSource<'_> {
     fn fetched_rows(
         &self,
         wanted: Option<&str>,
         rows_for: RowsFor,
-        progress: &mut Progress<'_>,
+        progress: &mut DownloadProgress<'_>,
     ) -> Result<Located> {
         let client: Client<'_> = self.client();
         let description = client.describe(progress)?;

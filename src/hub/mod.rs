@@ -32,13 +32,13 @@ use std::time::Duration;
 
 use hf_hub::{Repo, RepoType};
 
-use crate::error::{Context, Error, Result};
+use crate::error::{Error, ErrorContext, Result};
 pub use adapter::locate_adapter;
-use cache::Store;
-use client::{Client, Description};
+use cache::HubCache;
+use client::{Client, RepoDescription};
 pub use dataset::{RowsFor, locate_dataset};
 use fetch::Download;
-use names::Place;
+use names::Reference;
 pub use options::{HubOptions, Retry, Token};
 pub use remote::{FileRange, LocatedModel, RemoteWeights};
 use select::{Lack, Scope, Weights};
@@ -87,7 +87,7 @@ pub enum DownloadEvent<'a> {
 }
 
 /// Told what happens, on the thread that downloads.
-pub type Progress<'p> = dyn FnMut(DownloadEvent<'_>) + 'p;
+pub type DownloadProgress<'p> = dyn FnMut(DownloadEvent<'_>) + 'p;
 
 /// A model, adapter or data set that is on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -117,7 +117,7 @@ pub fn locate_model(
     id_or_path: &str,
     revision: &str,
     options: &HubOptions,
-    progress: &mut Progress<'_>,
+    progress: &mut DownloadProgress<'_>,
 ) -> Result<Located> {
     Ok(locate(id_or_path, revision, Scope::Weights, options, progress)?.located)
 }
@@ -130,7 +130,7 @@ pub fn locate_model_in_place<'a>(
     id_or_path: &str,
     revision: &str,
     options: &'a HubOptions,
-    progress: &mut Progress<'_>,
+    progress: &mut DownloadProgress<'_>,
 ) -> Result<LocatedModel<'a>> {
     locate(id_or_path, revision, Scope::InPlace, options, progress)
 }
@@ -143,7 +143,7 @@ pub fn locate_model_headers(
     id_or_path: &str,
     revision: &str,
     options: &HubOptions,
-    progress: &mut Progress<'_>,
+    progress: &mut DownloadProgress<'_>,
 ) -> Result<Located> {
     Ok(locate(id_or_path, revision, Scope::Headers, options, progress)?.located)
 }
@@ -153,15 +153,15 @@ fn locate<'a>(
     revision: &str,
     scope: Scope,
     options: &'a HubOptions,
-    progress: &mut Progress<'_>,
+    progress: &mut DownloadProgress<'_>,
 ) -> Result<LocatedModel<'a>> {
     let whole = |located| LocatedModel { located, remote: None };
     let id = match names::place(given, options.home.as_deref())? {
-        Place::Local(path) => return local_model(given, path, scope).map(whole),
-        Place::Hub(id) => id,
+        Reference::Local(path) => return local_model(given, path, scope).map(whole),
+        Reference::Hub(id) => id,
     };
     names::check_revision(revision)?;
-    let model = Source { subject: Subject::Model, id, revision: revision.to_owned(), options };
+    let model = RepoSource { subject: Subject::Model, id, revision: revision.to_owned(), options };
     if options.offline { model.cached_model(scope).map(whole) } else { model.fetched_model(scope, progress) }
 }
 
@@ -206,14 +206,14 @@ enum Subject {
 }
 
 /// A repository at a revision, not yet looked for.
-struct Source<'a> {
+struct RepoSource<'a> {
     subject: Subject,
     id: String,
     revision: String,
     options: &'a HubOptions,
 }
 
-impl<'a> Source<'a> {
+impl<'a> RepoSource<'a> {
     fn repo(&self) -> Repo {
         let kind = match self.subject {
             Subject::Model | Subject::Adapter => RepoType::Model,
@@ -222,8 +222,8 @@ impl<'a> Source<'a> {
         Repo::with_revision(self.id.clone(), kind, self.revision.clone())
     }
 
-    fn store(&self) -> Store {
-        Store::new(&self.options.cache_dir, &self.repo())
+    fn store(&self) -> HubCache {
+        HubCache::new(&self.options.cache_dir, &self.repo())
     }
 
     fn client(&self) -> Client<'a> {
@@ -242,7 +242,7 @@ impl<'a> Source<'a> {
     /// The same model as converted for transformers, by Meta's naming.
     fn sibling(&self) -> Option<Self> {
         let is_model = self.subject == Subject::Model && !self.id.ends_with("-hf");
-        is_model.then(|| Source {
+        is_model.then(|| RepoSource {
             subject: self.subject,
             id: format!("{}-hf", self.id),
             revision: self.revision.clone(),
@@ -262,7 +262,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    fn fetched_model(&self, scope: Scope, progress: &mut Progress<'_>) -> Result<LocatedModel<'a>> {
+    fn fetched_model(&self, scope: Scope, progress: &mut DownloadProgress<'_>) -> Result<LocatedModel<'a>> {
         let client = self.client();
         let description = client.describe(progress)?;
         match select::check_model(&description.files, scope) {
@@ -276,7 +276,7 @@ impl<'a> Source<'a> {
         &self,
         lack: Lack,
         scope: Scope,
-        progress: &mut Progress<'_>,
+        progress: &mut DownloadProgress<'_>,
     ) -> Result<LocatedModel<'a>> {
         let Some(sibling) = self.sibling() else { return Err(lack.error(&self.subject())) };
         let client = sibling.client();
@@ -289,7 +289,7 @@ impl<'a> Source<'a> {
         sibling.fetch_model(client, &description, scope, Some(self.sibling_note(&sibling)), progress)
     }
 
-    fn sibling_note(&self, sibling: &Source<'_>) -> String {
+    fn sibling_note(&self, sibling: &RepoSource<'_>) -> String {
         format!(
             "`{}` holds only Meta's original checkpoint; `{}`, the same model as safetensors, was taken",
             self.id, sibling.id
@@ -299,10 +299,10 @@ impl<'a> Source<'a> {
     fn fetch_model(
         &self,
         client: Client<'a>,
-        description: &Description,
+        description: &RepoDescription,
         scope: Scope,
         note: Option<String>,
-        progress: &mut Progress<'_>,
+        progress: &mut DownloadProgress<'_>,
     ) -> Result<LocatedModel<'a>> {
         let store = self.store();
         let (commit, gated) = (description.commit.as_str(), description.gated);
@@ -331,7 +331,7 @@ impl<'a> Source<'a> {
                 let note = self.sibling_note(&sibling);
                 (sibling, Some(note))
             }
-            _ => (Source { id: self.id.clone(), revision: self.revision.clone(), ..*self }, None),
+            _ => (RepoSource { id: self.id.clone(), revision: self.revision.clone(), ..*self }, None),
         };
         let (commit, files) = source.cached_files()?.ok_or_else(|| source.not_cached())?;
         let folder = source.store().snapshot(&commit);

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use super::client::Client;
-use super::{Located, Progress};
+use super::{DownloadProgress, Located};
 use crate::error::Result;
 
 /// A model of which the cache need not hold the weights.
@@ -59,7 +59,12 @@ impl<'a> RemoteWeights<'a> {
     ///
     /// # Errors
     /// `User` when the file may not be read, `Transient` when hub or network fail or the server has no ranges.
-    pub fn read(&self, file: &str, range: Range<u64>, progress: &mut Progress<'_>) -> Result<FileRange> {
+    pub fn read(
+        &self,
+        file: &str,
+        range: Range<u64>,
+        progress: &mut DownloadProgress<'_>,
+    ) -> Result<FileRange> {
         self.client
             .range(&self.commit, file, &range, self.gated, progress)
             .map_err(|error| error.during(format!("cannot read the header of `{file}` on the hub")))

@@ -11,11 +11,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::header::clip;
-use super::quantized::{Parts, Place, QuantizedTensor};
+use super::quantized::{FileRange, QuantizedParts, QuantizedTensor};
 use super::shard::{RangeReader, Shard};
-use super::{Element, INDEX_FILE, MODEL_FILE, StoredDtype, bitsandbytes, dtype, header, index};
+use super::{INDEX_FILE, MODEL_FILE, StoredDtype, StoredElement, bitsandbytes, dtype, header, index};
 use crate::error::{Error, Result};
-use crate::quant::Format;
+use crate::quant::QuantFormat;
 
 /// Where a tensor is and what it is, from the header alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,7 +44,7 @@ pub struct ModelFiles {
     place: PathBuf,
     shards: Vec<Shard>,
     tensors: BTreeMap<String, TensorInfo>,
-    quantized: BTreeMap<String, Parts>,
+    quantized: BTreeMap<String, QuantizedParts>,
     indexed: bool,
 }
 
@@ -227,7 +227,7 @@ impl ModelFiles {
     }
 
     /// How a tensor is quantized; none if it is not, or if there is no such tensor.
-    pub fn quantized_format(&self, name: &str) -> Option<Format> {
+    pub fn quantized_format(&self, name: &str) -> Option<QuantFormat> {
         self.quantized.get(name).map(|parts| parts.format)
     }
 
@@ -244,7 +244,7 @@ impl ModelFiles {
     pub fn quantized(&self, name: &str) -> Result<Option<QuantizedTensor<'_>>> {
         let Some((info, parts)) = self.info(name).zip(self.quantized.get(name)) else { return Ok(None) };
         let codes = self.stored(name, info.shard, &info.range)?;
-        let place = |place: &Place| self.stored(name, place.shard, &place.range);
+        let place = |place: &FileRange| self.stored(name, place.shard, &place.range);
         QuantizedTensor::new(parts, codes, place).map(Some)
     }
 
@@ -295,7 +295,7 @@ impl ModelFiles {
     ///
     /// # Errors
     /// The user's: there is no tensor `name`, or it holds no floats. A fault of ours: `out` has another length.
-    pub fn read_into<T: Element>(&self, name: &str, out: &mut [T]) -> Result<()> {
+    pub fn read_into<T: StoredElement>(&self, name: &str, out: &mut [T]) -> Result<()> {
         let elements = self.require(name)?.elements();
         if elements != out.len() {
             return Err(Error::internal(format!("cannot read tensor `{name}`"))
@@ -309,7 +309,7 @@ impl ModelFiles {
     ///
     /// # Errors
     /// As [`ModelFiles::read_into`]; a fault of ours: the part is not inside the tensor.
-    pub fn read_part<T: Element>(&self, name: &str, start: usize, out: &mut [T]) -> Result<()> {
+    pub fn read_part<T: StoredElement>(&self, name: &str, start: usize, out: &mut [T]) -> Result<()> {
         let info = self.require(name)?;
         if start.checked_add(out.len()).is_none_or(|end| end > info.elements()) {
             return Err(Error::internal(format!("cannot read tensor `{name}`")).because(format!(

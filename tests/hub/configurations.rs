@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use finetune::error::{Kind, Result};
+use finetune::error::{ErrorCategory, Result};
 use finetune::hub::{HubOptions, RowsFor, locate_dataset};
 
 use super::World;
@@ -26,7 +26,7 @@ fn held_out(world: &World, id: &str) -> Vec<PathBuf> {
 
 fn refused(world: &World, id: &str, rows_for: RowsFor) -> String {
     let error = taken(id, rows_for, &world.options).unwrap_err();
-    assert_eq!(error.kind(), Kind::User);
+    assert_eq!(error.kind(), ErrorCategory::User);
     error.to_string()
 }
 
