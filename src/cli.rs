@@ -165,6 +165,7 @@ impl TrainArgs {
             train: self.run.dataset.clone(),
             eval: self.eval_dataset.clone(),
             set: self.set.clone(),
+            typed: std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect(),
             folder: folder.to_owned(),
             purpose: Purpose::Train,
         })

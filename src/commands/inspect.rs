@@ -23,14 +23,15 @@ pub(super) fn run(args: &InspectArgs) -> Result<()> {
         if path.join(adapter::CONFIG_FILE).exists() {
             return terminal.data(of_adapter(path)?);
         }
-        return terminal.data(of_model(path)?);
+        return terminal.data(of_model(&ModelFiles::open(path)?)?);
     }
-    let finder = Resolver::new(args.common.offline, &terminal)?;
-    terminal.data(of_model(&finder.model(&source, "main")?.folder)?)
+    let finder = Resolver::new(args.common.offline, &terminal)?.leaving_weights();
+    let (found, weights) = finder.model_and_weights(&source, "main")?;
+    terminal.data(of_model(&weights.open(&found.folder)?)?)
 }
 
-fn of_model(folder: &Path) -> Result<String> {
-    let summary = weights::summary(folder)?;
+fn of_model(files: &ModelFiles) -> Result<String> {
+    let summary = weights::summary_of(files)?;
     let mut text = String::new();
     let unknown = || "unknown".to_owned();
     let _ = writeln!(text, "architecture  {}", summary.architecture.clone().unwrap_or_else(unknown));

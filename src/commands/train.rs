@@ -41,6 +41,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let Launch { rank: first_rank, world_size, .. } = ranks.launch;
     let resumed = if args.dry_run { None } else { prepare_output(args, first_rank == 0, &terminal)? };
     let finder = Resolver::new(args.common.offline, &terminal)?;
+    let finder = if args.dry_run { finder.leaving_weights() } else { finder };
     let mut plan = Plan::resolve(recipe, &finder, ranks.device(), world_size, resumed.as_ref())?;
     say(&plan, &terminal);
     if args.dry_run {

@@ -48,7 +48,7 @@ fn local_adapter(given: &str, folder: PathBuf) -> Result<Located> {
             .hint(format!("give the folder that holds {CONFIG}")));
     }
     match check(&list_folder(&folder)?) {
-        Ok(()) => Ok(Located { id: given.to_owned(), folder, commit: None, note: None }),
+        Ok(()) => Ok(Located { id: given.to_owned(), folder, commit: None, note: None, rows: Vec::new() }),
         Err(unfit) => {
             let error = unfit.error(&format!("folder `{}`", folder.display()));
             Err(match unfit {

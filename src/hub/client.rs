@@ -5,22 +5,27 @@
 //! (`X-Error-Code`, `Retry-After`), sends the token to the host of a redirect, takes the server's ETag as a file
 //! name unchecked, has no timeout, and moves a file into place before anybody could verify it.
 
+use std::io::Read;
+use std::ops::Range;
 use std::time::Duration;
 
 use hf_hub::Repo;
-use ureq::config::RedirectAuthHeaders;
 use ureq::http::{HeaderMap, Response};
 use ureq::{Agent, Body, BodyReader};
 
 use super::digest::Digest;
 use super::options::{HubOptions, Retry};
+use super::redirect::Hop;
 use super::refusal::{Answer, Asked};
+use super::remote::FileRange;
 use super::{DownloadEvent, DownloadProgress};
 use crate::error::{Error, ErrorCategory, Result};
 
 /// More than the description of the largest repositories, less than what would hurt.
 const MAX_DESCRIPTION_BYTES: u64 = 64 << 20;
 const MAX_REDIRECTS: usize = 5;
+/// What a server without ranges may make us read before a range. A header starts within it, most tensors do not.
+const MAX_SKIPPED_BYTES: u64 = 1 << 20;
 /// A server that asks for a longer pause is reported and not waited for.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(300);
 
@@ -48,6 +53,18 @@ pub(super) struct Facts {
     pub(super) size: u64,
 }
 
+/// An answer that is no redirect, and where it came from.
+struct Answered {
+    response: Response<Body>,
+    hop: Hop,
+}
+
+#[derive(Clone, Copy)]
+enum Method {
+    Get,
+    Head,
+}
+
 /// The answer to a request for the bytes of a file.
 pub(super) enum Bytes {
     /// The bytes from this offset on.
@@ -59,8 +76,7 @@ pub(super) enum Bytes {
 /// One repository of one hub.
 pub(super) struct Client<'a> {
     options: &'a HubOptions,
-    follow: Agent,
-    direct: Agent,
+    agent: Agent,
     repo: Repo,
     subject: String,
     page: String,
@@ -69,22 +85,18 @@ pub(super) struct Client<'a> {
 impl<'a> Client<'a> {
     /// `subject` names the repository in messages, such as "model `a/b`".
     pub(super) fn new(options: &'a HubOptions, repo: Repo, subject: String) -> Self {
-        let builder = || {
-            let mut config = Agent::config_builder()
-                .http_status_as_error(false)
-                .user_agent(concat!("finetune/", env!("CARGO_PKG_VERSION")))
-                .timeout_connect(Some(options.retry.stall))
-                .timeout_recv_response(Some(options.retry.stall))
-                .timeout_per_read(Some(options.retry.stall));
-            if is_loopback(options.endpoint()) {
-                config = config.proxy(None);
-            }
-            config
-        };
-        let follow = builder().redirect_auth_headers(RedirectAuthHeaders::SameHost).build().into();
-        let direct = builder().max_redirects(0).build().into();
+        let mut config = Agent::config_builder()
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .user_agent(concat!("finetune/", env!("CARGO_PKG_VERSION")))
+            .timeout_connect(Some(options.retry.stall))
+            .timeout_recv_response(Some(options.retry.stall))
+            .timeout_per_read(Some(options.retry.stall));
+        if is_loopback(options.endpoint()) {
+            config = config.proxy(None);
+        }
         let page = format!("{}/{}", options.endpoint(), repo.url());
-        Client { options, follow, direct, repo, subject, page }
+        Client { options, agent: config.build().into(), repo, subject, page }
     }
 
     pub(super) fn retry(&self) -> &'a Retry {
@@ -99,11 +111,11 @@ impl<'a> Client<'a> {
     pub(super) fn describe(&self, progress: &mut DownloadProgress<'_>) -> Result<RepoDescription> {
         let url = format!("{}/api/{}", self.options.endpoint(), self.repo.api_url());
         self.patiently(progress, || {
-            let response = self.get(&url, None)?;
-            if response.status() != 200 {
-                return Err(self.refused(&response, None, false));
+            let answered = self.get(&url, None)?;
+            if answered.response.status() != 200 {
+                return Err(self.refused(&answered, None, false));
             }
-            self.read_description(response)
+            self.read_description(answered.response)
         })
     }
 
@@ -136,8 +148,8 @@ impl<'a> Client<'a> {
         })
     }
 
-    /// Asks for size and digest of a file. Redirects are followed by hand, because the facts stand on the hub's
-    /// own answer and the token must not go further than the hub.
+    /// Asks for size and digest of a file. The facts stand on the hub's own answer, so a redirect to elsewhere is not
+    /// followed once they are known.
     pub(super) fn facts(
         &self,
         commit: &str,
@@ -146,17 +158,10 @@ impl<'a> Client<'a> {
         progress: &mut DownloadProgress<'_>,
     ) -> Result<Facts> {
         self.patiently(progress, || {
-            let mut url = self.file_url(commit, file);
             let (mut etag, mut size) = (None, None);
+            let mut hop = self.first_hop(&self.file_url(commit, file))?;
             for _ in 0..=MAX_REDIRECTS {
-                let request = self.direct.head(&url).header("Accept-Encoding", "identity");
-                let request = match &self.options.token {
-                    Some(token) if origin(&url) == origin(self.options.endpoint()) => {
-                        request.header("Authorization", format!("Bearer {}", token.secret()))
-                    }
-                    _ => request,
-                };
-                let response = request.call().map_err(|e| self.transport(&e))?;
+                let response = self.send(Method::Head, &hop, Some(""))?;
                 let headers = response.headers();
                 let digest = |name| text(headers, name).and_then(Digest::from_etag);
                 etag = digest("x-linked-etag").or_else(|| digest("etag")).or(etag);
@@ -165,20 +170,16 @@ impl<'a> Client<'a> {
                 if status == 200 {
                     size = size.or_else(|| number(headers, "content-length"));
                 } else if !status.is_redirection() {
-                    return Err(self.refused(&response, Some(file), gated));
+                    return Err(self.refused(&Answered { response, hop }, Some(file), gated));
                 }
-                let target = text(headers, "location").filter(|_| status.is_redirection());
-                match (target, etag.take(), size) {
-                    // Only a redirect to elsewhere ends here; the hub also moves within itself.
-                    (Some(target), Some(digest), Some(size)) if target.contains("://") => {
-                        return Ok(Facts { digest, size });
+                let next = hop.next(&response).map_err(|why| self.not_a_hub(&why))?;
+                match (next, etag.clone(), size) {
+                    // The hub also moves within itself; there it may know more.
+                    (Some(next), digest, size) if next.is_trusted || digest.is_none() || size.is_none() => {
+                        hop = next;
                     }
-                    (Some(target), digest, _) => {
-                        etag = digest;
-                        url = self.resolve(target);
-                    }
-                    (None, Some(digest), Some(size)) => return Ok(Facts { digest, size }),
-                    (None, ..) => {
+                    (_, Some(digest), Some(size)) => return Ok(Facts { digest, size }),
+                    _ => {
                         return Err(self.not_a_hub(&format!(
                             "it announces no size or no digest (ETag) for `{file}`, so the file could not be verified"
                         )));
@@ -191,15 +192,15 @@ impl<'a> Client<'a> {
 
     /// Asks for the bytes of a file from an offset on.
     pub(super) fn bytes(&self, commit: &str, file: &str, from: u64, gated: bool) -> Result<Bytes, HttpFault> {
-        let response = self.get(&self.file_url(commit, file), Some(from))?;
-        match response.status().as_u16() {
-            200 => Ok(Bytes::From(0, response.into_body().into_reader())),
+        let range = if from > 0 { format!("bytes={from}-") } else { String::new() };
+        let answered = self.get(&self.file_url(commit, file), Some(&range))?;
+        match answered.response.status().as_u16() {
+            200 => Ok(Bytes::From(0, answered.response.into_body().into_reader())),
             206 => {
-                let range = text(response.headers(), "content-range").unwrap_or_default().to_owned();
-                let start = range.strip_prefix("bytes ").and_then(|rest| rest.split('-').next());
-                match start.and_then(|start| start.parse().ok()) {
+                let range = text(answered.response.headers(), "content-range").and_then(ContentRange::parse);
+                match range.and_then(|range| range.start) {
                     Some(start) if start == from => {
-                        Ok(Bytes::From(start, response.into_body().into_reader()))
+                        Ok(Bytes::From(start, answered.response.into_body().into_reader()))
                     }
                     _ => Err(HttpFault::Passing {
                         reason: format!("asked for the bytes from {from} on, the server sent others"),
@@ -208,20 +209,93 @@ impl<'a> Client<'a> {
                 }
             }
             416 => Ok(Bytes::BeyondEnd),
-            _ => Err(self.refused(&response, Some(file), gated)),
+            _ => Err(self.refused(&answered, Some(file), gated)),
         }
     }
 
-    /// A GET as the crate hf-hub makes it; `from` is the offset in a file.
-    fn get(&self, url: &str, from: Option<u64>) -> Result<Response<Body>, HttpFault> {
-        let mut request = self.follow.get(url);
-        if let Some(from) = from {
-            request = request.header("Accept-Encoding", "identity");
-            if from > 0 {
-                request = request.header("Range", format!("bytes={from}-"));
+    /// Reads a range of a file, and no more: what a server without ranges sends beyond it is not waited for.
+    pub(super) fn range(
+        &self,
+        commit: &str,
+        file: &str,
+        range: &Range<u64>,
+        gated: bool,
+        progress: &mut DownloadProgress<'_>,
+    ) -> Result<FileRange> {
+        let wanted = format!("bytes={}-{}", range.start, range.end.saturating_sub(1));
+        self.patiently(progress, || {
+            let answered = self.get(&self.file_url(commit, file), Some(&wanted))?;
+            let headers = answered.response.headers();
+            let content_range = text(headers, "content-range").and_then(ContentRange::parse);
+            let (skipped, file_bytes) = match (answered.response.status().as_u16(), content_range) {
+                (200, _) => (range.start, number(headers, "content-length")),
+                (206, Some(ContentRange { start: Some(start), file_bytes })) if start == range.start => {
+                    (0, file_bytes)
+                }
+                // The file ends before the range.
+                (416, Some(ContentRange { file_bytes: Some(file_bytes), .. })) => {
+                    return Ok(FileRange { bytes: Vec::new(), file_bytes });
+                }
+                (206 | 416, _) => {
+                    let reason = format!("asked for the bytes {wanted}, the server sent others");
+                    return Err(HttpFault::Passing { reason, wait: None });
+                }
+                _ => return Err(self.refused(&answered, Some(file), gated)),
+            };
+            let file_bytes = file_bytes
+                .ok_or_else(|| self.not_a_hub(&format!("it announces no size for a range of `{file}`")))?;
+            if skipped > MAX_SKIPPED_BYTES {
+                return Err(self.not_a_hub(&format!(
+                    "it sends the whole of `{file}` ({file_bytes} bytes) where a range of it was asked for"
+                )));
+            }
+            let length = range.end.min(file_bytes).saturating_sub(range.start);
+            let mut body = answered.response.into_body().into_reader();
+            let broke = |error: std::io::Error| HttpFault::Passing {
+                reason: format!("the connection broke: {error}"),
+                wait: None,
+            };
+            std::io::copy(&mut (&mut body).take(skipped), &mut std::io::sink()).map_err(broke)?;
+            let mut bytes = Vec::new();
+            body.take(length).read_to_end(&mut bytes).map_err(broke)?;
+            if (bytes.len() as u64) < length {
+                let reason = format!("the connection ended after {} of {length} bytes", bytes.len());
+                return Err(HttpFault::Passing { reason, wait: None });
+            }
+            Ok(FileRange { bytes, file_bytes })
+        })
+    }
+
+    /// A GET and the redirects that it is answered with; `range` as in [`Client::send`].
+    fn get(&self, url: &str, range: Option<&str>) -> Result<Answered, HttpFault> {
+        let mut hop = self.first_hop(url)?;
+        for _ in 0..=MAX_REDIRECTS {
+            let response = self.send(Method::Get, &hop, range)?;
+            match hop.next(&response).map_err(|why| self.not_a_hub(&why))? {
+                Some(next) => hop = next,
+                None => return Ok(Answered { response, hop }),
             }
         }
-        if let Some(token) = &self.options.token {
+        Err(self.not_a_hub(&format!("it redirects more than {MAX_REDIRECTS} times")))
+    }
+
+    fn first_hop(&self, url: &str) -> Result<Hop, HttpFault> {
+        Hop::first(url, self.options.endpoint()).map_err(|why| self.not_a_hub(&why))
+    }
+
+    /// One request. `range`, given for files and perhaps empty, is the value of the header `Range`.
+    fn send(&self, method: Method, hop: &Hop, range: Option<&str>) -> Result<Response<Body>, HttpFault> {
+        let mut request = match method {
+            Method::Get => self.agent.get(&hop.uri),
+            Method::Head => self.agent.head(&hop.uri),
+        };
+        if let Some(range) = range {
+            request = request.header("Accept-Encoding", "identity");
+            if !range.is_empty() {
+                request = request.header("Range", range);
+            }
+        }
+        if let Some(token) = self.options.token.as_ref().filter(|_| hop.is_trusted) {
             request = request.header("Authorization", format!("Bearer {}", token.secret()));
         }
         request.call().map_err(|e| self.transport(&e))
@@ -229,14 +303,6 @@ impl<'a> Client<'a> {
 
     fn file_url(&self, commit: &str, file: &str) -> String {
         format!("{}/resolve/{commit}/{}", self.page, percent_encoded(file))
-    }
-
-    fn resolve(&self, location: &str) -> String {
-        if location.contains("://") {
-            location.to_owned()
-        } else {
-            format!("{}/{}", origin(self.options.endpoint()), location.trim_start_matches('/'))
-        }
     }
 
     /// Repeats `attempt` while it fails for now.
@@ -303,7 +369,8 @@ impl<'a> Client<'a> {
     }
 
     /// An answer other than success.
-    fn refused(&self, response: &Response<Body>, file: Option<&str>, gated: bool) -> HttpFault {
+    fn refused(&self, answered: &Answered, file: Option<&str>, gated: bool) -> HttpFault {
+        let Answered { response, hop } = answered;
         let headers = response.headers();
         let shown = |name| text(headers, name).map(|value| self.shown(value));
         let answer = Answer {
@@ -315,14 +382,23 @@ impl<'a> Client<'a> {
             let wait = number(headers, "retry-after").map(Duration::from_secs);
             return HttpFault::Passing { reason: answer.to_string(), wait };
         }
-        HttpFault::Final(answer.error(&Asked {
+        let error = answer.error(&Asked {
             subject: &self.subject,
             revision: self.repo.revision(),
             page: &self.page,
             file,
             has_token: self.options.token.is_some(),
             gated,
-        }))
+        });
+        HttpFault::Final(if hop.is_trusted || self.options.token.is_none() {
+            error
+        } else {
+            error.because(format!(
+                "this was answered by {}; the token goes to {} alone (HF_ENDPOINT)",
+                self.shown(&hop.origin()),
+                self.options.endpoint()
+            ))
+        })
     }
 
     fn not_a_hub(&self, why: &str) -> HttpFault {
@@ -374,6 +450,20 @@ fn text<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
 
 fn number(headers: &HeaderMap, name: &str) -> Option<u64> {
     text(headers, name).and_then(|value| value.trim().parse().ok())
+}
+
+/// A header `Content-Range`: `bytes 0-7/100`, or `bytes */100` where there is no such range.
+struct ContentRange {
+    start: Option<u64>,
+    file_bytes: Option<u64>,
+}
+
+impl ContentRange {
+    fn parse(text: &str) -> Option<Self> {
+        let (range, size) = text.strip_prefix("bytes ")?.split_once('/')?;
+        let start = range.split('-').next().and_then(|start| start.trim().parse().ok());
+        Some(ContentRange { start, file_bytes: size.trim().parse().ok() })
+    }
 }
 
 /// Scheme, host and port of an address.

@@ -5,6 +5,9 @@
 //! the digest that the hub announces, and put into the cache that Python's `huggingface_hub` uses, too. With
 //! everything in the cache one request is made (what does the revision stand for?), offline none.
 //!
+//! What is only planned or described needs no weights: [`locate_model_in_place`] leaves them on the hub, to be read by
+//! ranges ([`RemoteWeights`]). Of a data set one split of one configuration is taken.
+//!
 //! This module opens the only sockets of a run on one machine. It does not read what it brings: weights, data and
 //! recipe do, with the care that a stranger's file needs. It prints nothing; what happens is told through
 //! [`DownloadEvent`]s, and what a person must know through [`Located::note`].
@@ -12,11 +15,16 @@
 mod adapter;
 mod cache;
 mod client;
+mod configurations;
+mod dataset;
 mod digest;
 mod fetch;
+mod front_matter;
 mod names;
 mod options;
+mod redirect;
 mod refusal;
+mod remote;
 mod select;
 
 use std::path::{Path, PathBuf};
@@ -28,9 +36,11 @@ use crate::error::{Error, ErrorContext, Result};
 pub use adapter::locate_adapter;
 use cache::HubCache;
 use client::{Client, RepoDescription};
+pub use dataset::{RowsFor, locate_dataset};
 use fetch::Download;
 use names::Reference;
 pub use options::{HubOptions, Retry, Token};
+pub use remote::{FileRange, LocatedModel, RemoteWeights};
 use select::{Lack, Scope, Weights};
 
 /// What happens during a download.
@@ -91,6 +101,8 @@ pub struct Located {
     pub commit: Option<String>,
     /// What the user must be told.
     pub note: Option<String>,
+    /// The files with the rows of a data set from the hub; empty for all else.
+    pub rows: Vec<PathBuf>,
 }
 
 /// Finds a model with its weights; `id_or_path` is a folder, an id such as `owner/name`, or `hf://owner/name`.
@@ -107,7 +119,20 @@ pub fn locate_model(
     options: &HubOptions,
     progress: &mut DownloadProgress<'_>,
 ) -> Result<Located> {
-    locate(id_or_path, revision, Scope::Weights, options, progress)
+    Ok(locate(id_or_path, revision, Scope::Weights, options, progress)?.located)
+}
+
+/// As [`locate_model`], but weights that the cache does not hold stay on the hub, to be read by ranges.
+///
+/// # Errors
+/// As there.
+pub fn locate_model_in_place<'a>(
+    id_or_path: &str,
+    revision: &str,
+    options: &'a HubOptions,
+    progress: &mut DownloadProgress<'_>,
+) -> Result<LocatedModel<'a>> {
+    locate(id_or_path, revision, Scope::InPlace, options, progress)
 }
 
 /// As [`locate_model`], but only configuration, tokenizer and the list of shards, without weights.
@@ -120,57 +145,24 @@ pub fn locate_model_headers(
     options: &HubOptions,
     progress: &mut DownloadProgress<'_>,
 ) -> Result<Located> {
-    locate(id_or_path, revision, Scope::Headers, options, progress)
+    Ok(locate(id_or_path, revision, Scope::Headers, options, progress)?.located)
 }
 
-fn locate(
+fn locate<'a>(
     given: &str,
     revision: &str,
     scope: Scope,
-    options: &HubOptions,
+    options: &'a HubOptions,
     progress: &mut DownloadProgress<'_>,
-) -> Result<Located> {
+) -> Result<LocatedModel<'a>> {
+    let whole = |located| LocatedModel { located, remote: None };
     let id = match names::place(given, options.home.as_deref())? {
-        Reference::Local(path) => return local_model(given, path, scope),
+        Reference::Local(path) => return local_model(given, path, scope).map(whole),
         Reference::Hub(id) => id,
     };
     names::check_revision(revision)?;
     let model = RepoSource { subject: Subject::Model, id, revision: revision.to_owned(), options };
-    if options.offline { model.cached_model(scope) } else { model.fetched_model(scope, progress) }
-}
-
-/// Finds a data set; `id_or_path` is a file, a folder, or an id such as `owner/name` or `owner/name@revision`.
-///
-/// From the hub come all files of rows in one format, the first present of parquet, jsonl, json, csv, txt. They
-/// keep the names they have there; which of them are for training and which for testing is not decided here.
-///
-/// # Errors
-/// As for [`locate_model`].
-pub fn locate_dataset(
-    id_or_path: &str,
-    options: &HubOptions,
-    progress: &mut DownloadProgress<'_>,
-) -> Result<Located> {
-    let is_id = |name: &str| names::check_repo_id(name.strip_prefix("hf://").unwrap_or(name)).is_ok();
-    let (name, revision) = match id_or_path.split_once('@') {
-        Some((name, revision)) if is_id(name) && !Path::new(id_or_path).exists() => (name, Some(revision)),
-        _ => (id_or_path, None),
-    };
-    let id = match (names::place(name, options.home.as_deref())?, revision) {
-        (Reference::Hub(id), _) => id,
-        (Reference::Local(folder), None) => {
-            return Ok(Located { id: name.to_owned(), folder, commit: None, note: None });
-        }
-        (Reference::Local(_), Some(_)) => {
-            return Err(Error::user(format!("there is no file or folder `{id_or_path}`"))
-                .because(format!("`{name}` is one, but only what is on the hub has revisions (`@...`)"))
-                .hint(format!("write `hf://{id_or_path}` to take it from the hub")));
-        }
-    };
-    let revision = revision.unwrap_or("main");
-    names::check_revision(revision)?;
-    let data = RepoSource { subject: Subject::Dataset, id, revision: revision.to_owned(), options };
-    if options.offline { data.cached_rows() } else { data.fetched_rows(progress) }
+    if options.offline { model.cached_model(scope).map(whole) } else { model.fetched_model(scope, progress) }
 }
 
 /// A local folder is used as it is, once its file names show that it holds a model.
@@ -181,7 +173,7 @@ fn local_model(given: &str, folder: PathBuf, scope: Scope) -> Result<Located> {
             .hint("give the folder that holds config.json"));
     }
     match select::check_model(&list_folder(&folder)?, scope) {
-        Ok(()) => Ok(Located { id: given.to_owned(), folder, commit: None, note: None }),
+        Ok(()) => Ok(Located { id: given.to_owned(), folder, commit: None, note: None, rows: Vec::new() }),
         Err(lack) => {
             let error = lack.error(&format!("folder `{}`", folder.display()));
             Err(match names::check_repo_id(given) {
@@ -221,7 +213,7 @@ struct RepoSource<'a> {
     options: &'a HubOptions,
 }
 
-impl RepoSource<'_> {
+impl<'a> RepoSource<'a> {
     fn repo(&self) -> Repo {
         let kind = match self.subject {
             Subject::Model | Subject::Adapter => RepoType::Model,
@@ -234,7 +226,7 @@ impl RepoSource<'_> {
         HubCache::new(&self.options.cache_dir, &self.repo())
     }
 
-    fn client(&self) -> Client<'_> {
+    fn client(&self) -> Client<'a> {
         Client::new(self.options, self.repo(), self.subject())
     }
 
@@ -266,14 +258,15 @@ impl RepoSource<'_> {
             folder,
             commit: Some(commit),
             note: (!notes.is_empty()).then(|| notes.join("; ")),
+            rows: Vec::new(),
         }
     }
 
-    fn fetched_model(&self, scope: Scope, progress: &mut DownloadProgress<'_>) -> Result<Located> {
+    fn fetched_model(&self, scope: Scope, progress: &mut DownloadProgress<'_>) -> Result<LocatedModel<'a>> {
         let client = self.client();
         let description = client.describe(progress)?;
         match select::check_model(&description.files, scope) {
-            Ok(()) => self.fetch_model(&client, &description, scope, None, progress),
+            Ok(()) => self.fetch_model(client, &description, scope, None, progress),
             Err(Lack::Consolidated(file)) => self.fetch_sibling(Lack::Consolidated(file), scope, progress),
             Err(lack) => Err(lack.error(client.subject())),
         }
@@ -284,7 +277,7 @@ impl RepoSource<'_> {
         lack: Lack,
         scope: Scope,
         progress: &mut DownloadProgress<'_>,
-    ) -> Result<Located> {
+    ) -> Result<LocatedModel<'a>> {
         let Some(sibling) = self.sibling() else { return Err(lack.error(&self.subject())) };
         let client = sibling.client();
         let description = client.describe(progress).map_err(|error| {
@@ -293,7 +286,7 @@ impl RepoSource<'_> {
         select::check_model(&description.files, scope)
             .map_err(|other| other.error(&sibling.subject()))
             .during(|| format!("{} holds only Meta's original checkpoint", self.subject()))?;
-        sibling.fetch_model(&client, &description, scope, Some(self.sibling_note(&sibling)), progress)
+        sibling.fetch_model(client, &description, scope, Some(self.sibling_note(&sibling)), progress)
     }
 
     fn sibling_note(&self, sibling: &RepoSource<'_>) -> String {
@@ -305,45 +298,31 @@ impl RepoSource<'_> {
 
     fn fetch_model(
         &self,
-        client: &Client<'_>,
+        client: Client<'a>,
         description: &RepoDescription,
         scope: Scope,
         note: Option<String>,
         progress: &mut DownloadProgress<'_>,
-    ) -> Result<Located> {
+    ) -> Result<LocatedModel<'a>> {
         let store = self.store();
-        let commit = description.commit.as_str();
-        let download = Download { client, store: &store, commit, gated: description.gated };
+        let (commit, gated) = (description.commit.as_str(), description.gated);
+        let download = Download { client: &client, store: &store, commit, gated };
         let texts = select::texts(&description.files);
         names::check_files(texts.iter().copied())?;
         download.fetch(&texts, progress)?;
         let folder = store.snapshot(commit);
+        let weights = match (scope, select::weights(&description.files)) {
+            (Scope::Headers, _) => Vec::new(),
+            (_, Ok(Weights::Sharded)) => read_shards(&folder, &description.files)?,
+            _ => vec![select::SINGLE.to_owned()],
+        };
         if scope == Scope::Weights {
-            let shards = match select::weights(&description.files) {
-                Ok(Weights::Sharded) => read_shards(&folder, &description.files)?,
-                _ => vec![select::SINGLE.to_owned()],
-            };
-            let shards: Vec<&str> = shards.iter().map(String::as_str).collect();
-            download.fetch(&shards, progress)?;
+            let weights: Vec<&str> = weights.iter().map(String::as_str).collect();
+            download.fetch(&weights, progress)?;
         }
         store.set_commit(commit)?;
-        Ok(self.located(folder, commit.to_owned(), note))
-    }
-
-    fn fetched_rows(&self, progress: &mut DownloadProgress<'_>) -> Result<Located> {
-        let client = self.client();
-        let description = client.describe(progress)?;
-        let rows = select::rows(&description.files);
-        if rows.is_empty() {
-            return Err(select::no_rows(client.subject(), &description.files));
-        }
-        names::check_files(rows.iter().copied())?;
-        let store = self.store();
-        let commit = description.commit.as_str();
-        Download { client: &client, store: &store, commit, gated: description.gated }
-            .fetch(&rows, progress)?;
-        store.set_commit(commit)?;
-        Ok(self.located(store.snapshot(commit), commit.to_owned(), None))
+        let remote = RemoteWeights::new(client, commit, gated, weights, &folder);
+        Ok(LocatedModel { located: self.located(folder, commit.to_owned(), note), remote })
     }
 
     fn cached_model(&self, scope: Scope) -> Result<Located> {
@@ -361,25 +340,16 @@ impl RepoSource<'_> {
             let missing = if has_config { select::SINGLE } else { select::CONFIG };
             return Err(source.incomplete(&folder, missing));
         }
-        if scope == Scope::Weights && select::weights(&files) == Ok(Weights::Sharded) {
+        if scope != Scope::Headers && select::weights(&files) == Ok(Weights::Sharded) {
             let index = read_index(&folder)?;
             // Against the names in the index itself: what is not in the folder is missing, not refused.
-            let named = select::named_shards(&index)?;
-            if let Some(missing) = named.iter().find(|shard| !files.contains(shard)) {
-                return Err(source.incomplete(&folder, missing));
+            let mut missing = select::named_shards(&index)?;
+            missing.retain(|shard| !files.contains(shard));
+            if !missing.is_empty() {
+                return Err(source.incomplete(&folder, &missing.join(", ")));
             }
         }
         Ok(source.located(folder, commit, note))
-    }
-
-    fn cached_rows(&self) -> Result<Located> {
-        let (commit, files) = self.cached_files()?.ok_or_else(|| self.not_cached())?;
-        let rows = select::rows(&files).len();
-        if rows == 0 {
-            return Err(self.not_cached());
-        }
-        let note = format!("offline: {} is the {rows} file(s) that the cache holds of it", self.subject());
-        Ok(self.located(self.store().snapshot(&commit), commit, Some(note)))
     }
 
     /// The commit and the files that the cache holds of this revision.

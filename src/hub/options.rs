@@ -67,7 +67,7 @@ pub struct HubOptions {
     endpoint: String,
     /// The folder that holds `models--owner--name`, as `huggingface_hub` lays it out.
     pub cache_dir: PathBuf,
-    /// Sent as `Authorization: Bearer` to the endpoint and to no other host.
+    /// Sent as `Authorization: Bearer` to the endpoint's origin (scheme, host and port) alone.
     pub token: Option<Token>,
     /// Open no socket at all; only what the cache holds is used.
     pub offline: bool,

@@ -24,6 +24,8 @@ const TOKENIZER: [&str; 4] =
 pub(super) enum Scope {
     /// Configuration, tokenizer and the list of shards.
     Headers,
+    /// These, of a repository that has weights, which stay where they are.
+    InPlace,
     /// These and the weights.
     Weights,
 }
@@ -99,7 +101,7 @@ pub(super) fn check_model(names: &[String], scope: Scope) -> Result<(), Lack> {
     let weights = weights(names);
     match (has(names, CONFIG), weights, scope) {
         (true, Ok(_), _) | (true, Err(_), Scope::Headers) => Ok(()),
-        (true, Err(lack), Scope::Weights) => Err(lack),
+        (true, Err(lack), Scope::InPlace | Scope::Weights) => Err(lack),
         (false, Ok(_) | Err(Lack::Weights | Lack::OtherSafetensors(_)), _) => Err(Lack::Config),
         (false, Err(lack), _) => Err(lack),
     }
@@ -128,7 +130,8 @@ impl Lack {
                 .because("a pickle can run code when it is opened, so it is neither downloaded nor read")
                 .because(accepted)
                 .hint(
-                    "convert it once with Python: `python -c \"from transformers import AutoModelForCausalLM as M; \
+                    "look for a repository of the same model that holds safetensors, often the same name with `-hf` \
+                     at its end; or convert it once with Python: `python -c \"from transformers import AutoModelForCausalLM as M; \
                      M.from_pretrained('MODEL').save_pretrained('OUT', safe_serialization=True)\"`, \
                      and copy its tokenizer files into OUT",
                 ),
@@ -206,12 +209,20 @@ const NOT_ROWS: [&str; 7] = [
     "license.txt",
 ];
 
+/// Whether a file of this name may hold rows.
+pub(super) fn is_rows(name: &str) -> bool {
+    let base = name.rsplit('/').next().unwrap_or(name);
+    let is_listed = ROW_ENDINGS.iter().any(|ending| base.ends_with(ending));
+    is_listed && !base.starts_with('.') && !NOT_ROWS.contains(&base.to_ascii_lowercase().as_str())
+}
+
+/// The endings of files of rows, for an error.
+pub(super) fn accepted_rows() -> String {
+    format!("accepted: {}", ROW_ENDINGS.join(", "))
+}
+
 /// The files of a data set that hold rows: all that are in the best format present.
 pub(super) fn rows(names: &[String]) -> Vec<&str> {
-    let is_rows = |name: &str| {
-        let base = name.rsplit('/').next().unwrap_or(name);
-        !base.starts_with('.') && !NOT_ROWS.contains(&base.to_ascii_lowercase().as_str())
-    };
     ROW_ENDINGS
         .iter()
         .map(|ending| {
@@ -223,8 +234,7 @@ pub(super) fn rows(names: &[String]) -> Vec<&str> {
 
 /// The error for a data set without rows that can be read.
 pub(super) fn no_rows(subject: &str, names: &[String]) -> Error {
-    let accepted = format!("accepted: {}", ROW_ENDINGS.join(", "));
-    let error = Error::user(format!("{subject} has no file of rows")).because(accepted);
+    let error = Error::user(format!("{subject} has no file of rows")).because(accepted_rows());
     if names.iter().any(|name| name.ends_with(".py")) {
         error
             .because("it is made by a Python script, which is never run")

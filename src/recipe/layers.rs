@@ -42,6 +42,8 @@ pub struct RecipeLayers {
     pub eval: Vec<String>,
     /// `--set section.key=value`, repeated; of two for one key the last counts.
     pub set: Vec<String>,
+    /// The arguments as they were typed, for an error that shows the command with what it lacks.
+    pub typed: Vec<String>,
     /// Where relative paths in flags start: the working folder.
     pub folder: PathBuf,
     /// What must be known in the end.
@@ -53,6 +55,13 @@ const EXCLUSIVE: (&str, [&str; 2]) = ("scheduler", ["warmup_steps", "warmup_rati
 
 /// What the TOML parser says of a key written twice; all else in such a text is sound.
 const DUPLICATE: &str = "duplicate key";
+
+/// The flag that training most often lacks.
+const EXAMPLE_DATASET: &str = "--dataset rows.jsonl";
+
+/// A line of such a file.
+const EXAMPLE_ROW: &str =
+    r#"{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}"#;
 
 /// The way out of a fault that suggests nothing better.
 const REFERENCE: &str = "`finetune recipes show reference` documents every key";
@@ -74,7 +83,7 @@ pub(super) fn load(layers: &RecipeLayers) -> Result<Recipe> {
     }
     reader.check_conflicts();
     if layers.purpose == Purpose::Train {
-        reader.check_complete(layers.recipe.is_some());
+        reader.check_complete(layers);
     }
     let what = match &layers.recipe {
         Some(text) => format!("cannot use recipe {}", text.name),
@@ -259,21 +268,26 @@ impl Reader {
     }
 
     /// What training cannot do without.
-    fn check_complete(&mut self, has_recipe: bool) {
-        let rate = match has_recipe {
-            true => "add `learning_rate = 2e-4` under `[optimizer]`",
-            false => "add `--recipe lora`",
+    fn check_complete(&mut self, layers: &RecipeLayers) {
+        let rate = match layers.recipe {
+            Some(_) => "--set optimizer.learning_rate=2e-4",
+            None => "--recipe lora",
         };
         let needed = [
-            ("model", "id", self.recipe.model.id.is_none(), "add `--model MODEL`"),
-            ("data", "train", self.recipe.data.train.is_empty(), "add `--dataset DATASET`"),
+            ("model", "id", self.recipe.model.id.is_none(), "--model Qwen/Qwen2.5-0.5B"),
+            ("data", "train", self.recipe.data.train.is_empty(), EXAMPLE_DATASET),
             ("optimizer", "learning_rate", self.recipe.optimizer.learning_rate.is_none(), rate),
         ];
-        for (section, key, missing, hint) in needed {
+        let mut flags = Vec::new();
+        for (section, key, missing, flag) in needed {
             if missing && !self.faulty.contains(section) {
+                flags.push(flag);
                 let text = format!("`{section}.{key}` is not set");
-                self.faults.push(RecipeFault { place: String::new(), text, hint: Some(hint.into()) });
+                self.faults.push(RecipeFault { place: String::new(), text, hint: None });
             }
+        }
+        if let (Some(fault), false) = (self.faults.last_mut(), flags.is_empty()) {
+            fault.hint = Some(completed(&layers.typed, &flags));
         }
     }
 
@@ -350,4 +364,25 @@ fn position(name: &str, text: &str, byte: usize) -> String {
     let line = before.matches('\n').count() + 1;
     let column = before.rsplit('\n').next().map_or(0, |line| line.chars().count()) + 1;
     format!("{name}:{line}:{column}")
+}
+
+/// The command as it was typed, with the flags that it lacks.
+fn completed(typed: &[String], flags: &[&str]) -> String {
+    let words = typed.iter().map(|word| quoted_for_shell(word)).chain(flags.iter().map(ToString::to_string));
+    let command = words.fold("finetune".to_owned(), |command, word| format!("{command} {word}"));
+    let row = if flags.contains(&EXAMPLE_DATASET) {
+        format!("; each line of rows.jsonl is a row, such as {EXAMPLE_ROW}")
+    } else {
+        String::new()
+    };
+    format!("add what is missing: `{command}`{row}")
+}
+
+/// A word of a command as a POSIX shell reads it.
+fn quoted_for_shell(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@+%".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) {
+        return word.to_owned();
+    }
+    format!("'{}'", word.replace('\'', r"'\''"))
 }

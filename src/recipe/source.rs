@@ -3,7 +3,8 @@
 //!
 //! A text is a path when something of that name exists relative to the recipe's folder, when it starts with `/`,
 //! `./`, `../` or `~`, or when it cannot be a hub id (`name` or `owner/name`, of letters, digits, `.`, `_`, `-`) or
-//! ends as data files do. A path must exist: a typing error is found here, with its line, and not after a
+//! ends as data files do. An id may be followed by `@revision`, and that of a data set by `:configuration/split`;
+//! `hf://` before it says that it is one. A path must exist: a typing error is found here, with its line, and not after a
 //! download. The rest is left to the hub.
 
 use std::fmt;
@@ -174,6 +175,13 @@ fn is_jinja(text: &str) -> bool {
 }
 
 fn means_path(text: &str) -> bool {
+    let is_part = |rest: &str| !rest.starts_with("//") && !rest.starts_with('\\');
+    // What follows an id: `@revision`, and of a data set `:configuration/split`.
+    let text = text.strip_prefix("hf://").unwrap_or(text);
+    let text = match text.split_once(['@', ':']) {
+        Some((id, rest)) if is_part(rest) => id,
+        _ => text,
+    };
     let rooted = ["/", "./", "../", "~"].iter().any(|start| text.starts_with(start));
     let dots = matches!(text, "." | "..");
     let data_file =
@@ -203,10 +211,37 @@ mod tests {
 
     #[test]
     fn a_text_is_a_path_or_a_hub_id() {
-        for path in ["/m", "./m", "../m", "~/m", "a/b/c", "rows.jsonl", "d/rows.parquet", "a b", "m/", "."] {
+        for path in [
+            "/m",
+            "./m",
+            "../m",
+            "~/m",
+            "a/b/c",
+            "rows.jsonl",
+            "d/rows.parquet",
+            "a b",
+            "m/",
+            ".",
+            "C:\\m",
+            "https://h/x",
+            "./m:n",
+            "a/b/c:d",
+            "rows.jsonl:n",
+        ] {
             assert!(means_path(path), "{path}");
         }
-        for id in ["gpt2", "meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-0.5B", "a/json"] {
+        for id in [
+            "gpt2",
+            "meta-llama/Llama-2-7b-hf",
+            "Qwen/Qwen2.5-0.5B",
+            "a/json",
+            "a/b@v1",
+            "a/b:c",
+            "a/b:c/d",
+            "a/b:/d",
+            "hf://a/b",
+            "a/b@refs/convert/parquet:c/d",
+        ] {
             assert!(!means_path(id), "{id}");
         }
     }

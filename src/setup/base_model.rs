@@ -103,19 +103,19 @@ impl BaseModel {
         let source = model.id.as_ref().ok_or_else(|| {
             Error::user("no model is given").hint("give one with `--model`, or as `model.id` in the recipe")
         })?;
-        let found = match model.init {
-            ModelInit::Pretrained => finder.model(source, &model.revision)?,
-            ModelInit::Random => finder.model_headers(source, &model.revision)?,
+        let (found, weights) = match model.init {
+            ModelInit::Pretrained => {
+                let (found, weights) = finder.model_and_weights(source, &model.revision)?;
+                (found, Some(weights))
+            }
+            ModelInit::Random => (finder.model_headers(source, &model.revision)?, None),
         };
         let path = found.folder.join("config.json");
         let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
         let config = ModelConfig::from_json(&text, &path.display().to_string())?;
-        let files = match model.init {
-            ModelInit::Pretrained => Some(ModelFiles::open(&found.folder)?),
-            ModelInit::Random => None,
-        };
+        let files = weights.map(|weights| weights.open(&found.folder)).transpose()?;
         let wanted = quantization.map(format);
-        let stored = files.as_ref().map(stored_format).transpose()?.flatten();
+        let stored = files.as_ref().and_then(stored_format);
         if let (Some(wanted), Some(stored)) = (wanted, stored)
             && wanted != stored
         {
@@ -175,7 +175,7 @@ impl BaseModel {
                 ))
                 .hint("add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model"));
         }
-        let stored = self.files.as_ref().map(stored_format).transpose()?.flatten();
+        let stored = self.files.as_ref().and_then(stored_format);
         if let (Some(format), true) = (stored, adapter_setup.is_some_and(AdapterSetup::needs_exact_weights)) {
             return Err(Error::user("cannot start the adapter from this model's weights")
                 .because(format!(
@@ -240,20 +240,15 @@ pub(crate) fn format(quantization: &QuantizationSection) -> QuantFormat {
 }
 
 /// The format of the quantized tensors in `files`, if there are any.
-fn stored_format(files: &ModelFiles) -> Result<Option<QuantFormat>> {
-    for name in files.names() {
-        if let Some(quantized) = files.quantized(name)? {
-            return Ok(Some(quantized.format()));
-        }
-    }
-    Ok(None)
+fn stored_format(files: &ModelFiles) -> Option<QuantFormat> {
+    files.names().find_map(|name| files.quantized_format(name))
 }
 
 /// The linear layers of a quantized checkpoint that it holds unquantized.
 fn unquantized(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<String>> {
     let mut kept = Vec::new();
     for layer in LinearLayers::new(config, &[])?.quantized {
-        if files.quantized(&format!("{layer}.weight"))?.is_none() {
+        if files.quantized_format(&format!("{layer}.weight")).is_none() {
             kept.push(layer);
         }
     }

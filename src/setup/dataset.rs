@@ -39,8 +39,8 @@ impl DatasetLoader {
         split: Split,
         finder: &Resolver<'_>,
     ) -> Result<(Dataset, Vec<ResolvedSource>)> {
-        let found = sources.iter().map(|source| finder.dataset(source)).collect::<Result<Vec<_>>>()?;
-        let paths: Vec<_> = found.iter().map(|found| found.folder.clone()).collect();
+        let found = sources.iter().map(|source| finder.dataset(source, split)).collect::<Result<Vec<_>>>()?;
+        let paths: Vec<_> = found.iter().flat_map(|found| found.row_paths().to_vec()).collect();
         let options = DataOptions { split, ..self.options.clone() };
         let names = || sources.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let dataset = Dataset::load(&paths, &options, &self.tokenizer, self.template.as_ref())

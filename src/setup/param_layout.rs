@@ -52,13 +52,13 @@ pub(crate) struct Keeping<'a> {
 
 impl Keeping<'_> {
     /// The format of a frozen parameter; none for what is never quantized.
-    fn format_of(&self, spec: &ParamSpec) -> Result<Option<QuantFormat>> {
+    fn format_of(&self, spec: &ParamSpec) -> Option<QuantFormat> {
         if !matches!((spec.role, spec.segment), (Role::Weight, Segment::Block(_))) {
-            return Ok(None);
+            return None;
         }
-        let stored = self.files.map(|files| files.quantized(&spec.name)).transpose()?.flatten();
+        let stored = self.files.and_then(|files| files.quantized_format(&spec.name));
         let own = self.format.filter(|_| !self.skipped.iter().any(|module| module == spec.module()));
-        Ok(stored.map(|stored| stored.format()).or(own))
+        stored.or(own)
     }
 
     /// What a frozen matrix is kept in other than the dtype that is computed with: bf16, if that is how it is stored.
@@ -94,7 +94,7 @@ pub(crate) fn descs(
     for spec in model::parameters(config) {
         let trainable = trains(spec.module());
         let frozen = !trainable && !has_rows(spec.module());
-        let format = if frozen { keeping.format_of(&spec)? } else { None };
+        let format = if frozen { keeping.format_of(&spec) } else { None };
         let as_stored = frozen && format.is_none() && !has_copy(spec.module());
         descs.push(ParamDesc {
             trainable,

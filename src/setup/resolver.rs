@@ -1,18 +1,28 @@
 //! Finds what a recipe or a flag names: a folder, an asset inside the binary, or the hub (with progress on the
 //! terminal).
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::assets;
-use crate::error::Result;
-use crate::hub::{self, DownloadEvent, HubOptions, Located};
+use crate::data::Split;
+use crate::error::{Error, Result};
+use crate::hub::{self, DownloadEvent, HubOptions, Located, RemoteWeights, RowsFor};
 use crate::recipe::DataSource;
 use crate::report::Terminal;
+use crate::weights::{ModelFiles, RangeReader, RemoteRange};
 
 /// Finds models, adapters and data sets for a command.
 pub struct Resolver<'a> {
     options: HubOptions,
     terminal: &'a Terminal,
+    leaves_weights: bool,
+}
+
+/// The weights of a model that was found, not yet opened.
+pub struct FoundWeights<'f> {
+    remote: Option<RemoteWeights<'f>>,
+    finder: &'f Resolver<'f>,
 }
 
 /// A model or adapter that was found.
@@ -26,12 +36,49 @@ pub struct ResolvedSource {
     pub commit: Option<String>,
     /// It came from the hub.
     pub on_hub: bool,
+    /// The files with the rows of a data set from the hub; empty for all else.
+    pub rows: Vec<PathBuf>,
+}
+
+impl ResolvedSource {
+    /// Where the rows of a data set are: its files, or the file or folder itself.
+    pub fn row_paths(&self) -> &[PathBuf] {
+        if self.rows.is_empty() { std::slice::from_ref(&self.folder) } else { &self.rows }
+    }
 }
 
 impl<'a> Resolver<'a> {
     /// A finder that obeys the hub's environment variables.
     pub fn new(offline: bool, terminal: &'a Terminal) -> Result<Self> {
-        Ok(Resolver { options: HubOptions::from_env(offline)?, terminal })
+        Ok(Resolver { options: HubOptions::from_env(offline)?, terminal, leaves_weights: false })
+    }
+
+    /// A finder for what is planned or described and not run: of weights that are on the hub alone, only the headers
+    /// are read.
+    #[must_use]
+    pub fn leaving_weights(self) -> Self {
+        Resolver { leaves_weights: true, ..self }
+    }
+
+    /// A model, and its weights: downloaded, or left on the hub by a finder [`Resolver::leaving_weights`].
+    ///
+    /// # Errors
+    /// As [`hub::locate_model`].
+    pub fn model_and_weights<'f>(
+        &'f self,
+        source: &DataSource,
+        revision: &str,
+    ) -> Result<(ResolvedSource, FoundWeights<'f>)> {
+        let mut remote = None;
+        let found = self.find(source, |id, options, progress| {
+            if !self.leaves_weights {
+                return hub::locate_model(id, revision, options, progress);
+            }
+            let model = hub::locate_model_in_place(id, revision, &self.options, progress)?;
+            remote = model.remote;
+            Ok(model.located)
+        })?;
+        Ok((found, FoundWeights { remote, finder: self }))
     }
 
     /// A model with its weights.
@@ -44,11 +91,16 @@ impl<'a> Resolver<'a> {
         self.find(source, |id, options, progress| hub::locate_model_headers(id, revision, options, progress))
     }
 
-    /// A data set: a file or a folder.
-    pub fn dataset(&self, source: &DataSource) -> Result<ResolvedSource> {
+    /// A data set: a file or a folder, or the files of `split` in a hub repository.
+    pub fn dataset(&self, source: &DataSource, split: Split) -> Result<ResolvedSource> {
+        let rows_for = match split {
+            Split::Train => RowsFor::Training,
+            Split::Eval => RowsFor::Evaluation,
+        };
         match source {
             DataSource::Path(path) => Ok(local(source, path)),
-            _ => self.find(source, hub::locate_dataset),
+            _ => self
+                .find(source, |id, options, progress| hub::locate_dataset(id, rows_for, options, progress)),
         }
     }
 
@@ -65,7 +117,7 @@ impl<'a> Resolver<'a> {
     fn find(
         &self,
         source: &DataSource,
-        locate: impl Fn(&str, &HubOptions, &mut hub::DownloadProgress<'_>) -> Result<Located>,
+        locate: impl FnOnce(&str, &HubOptions, &mut hub::DownloadProgress<'_>) -> Result<Located>,
     ) -> Result<ResolvedSource> {
         let (text, on_hub) = match source {
             DataSource::Builtin(name) => return Ok(local(source, &assets::unpack(name)?)),
@@ -76,7 +128,8 @@ impl<'a> Resolver<'a> {
         if let Some(note) = &located.note {
             self.terminal.warn(note);
         }
-        Ok(ResolvedSource { id: located.id, folder: located.folder, commit: located.commit, on_hub })
+        let Located { id, folder, commit, rows, .. } = located;
+        Ok(ResolvedSource { id, folder, commit, on_hub, rows })
     }
 
     fn show(&self, event: DownloadEvent<'_>) {
@@ -104,6 +157,40 @@ impl<'a> Resolver<'a> {
     }
 }
 
+impl FoundWeights<'_> {
+    /// Opens them; `folder` is that of the model.
+    ///
+    /// # Errors
+    /// As [`ModelFiles::open`]; what stayed on the hub cannot be read there.
+    pub fn open(&self, folder: &Path) -> Result<ModelFiles> {
+        let Some(remote) = &self.remote else { return ModelFiles::open(folder) };
+        let files = remote.files().len();
+        self.finder.terminal.line(format!("reading the headers of {files} weights files on the hub"));
+        ModelFiles::open_in_place(folder, self)
+    }
+}
+
+impl RangeReader for FoundWeights<'_> {
+    fn files(&self) -> &[String] {
+        self.remote.as_ref().map_or(&[], RemoteWeights::files)
+    }
+
+    fn read(&self, file: &str, range: Range<u64>) -> Result<RemoteRange> {
+        let Some(remote) = &self.remote else {
+            return Err(Error::internal(format!("`{file}` is not on the hub")));
+        };
+        let hub::FileRange { bytes, file_bytes } =
+            remote.read(file, range, &mut |event| self.finder.show(event))?;
+        Ok(RemoteRange { bytes, file_bytes })
+    }
+}
+
 fn local(source: &DataSource, path: &Path) -> ResolvedSource {
-    ResolvedSource { id: source.to_string(), folder: path.to_owned(), commit: None, on_hub: false }
+    ResolvedSource {
+        id: source.to_string(),
+        folder: path.to_owned(),
+        commit: None,
+        on_hub: false,
+        rows: Vec::new(),
+    }
 }

@@ -50,6 +50,11 @@ pub(super) fn is_companion(name: &str) -> bool {
     owner(name).is_some()
 }
 
+/// Whether a tensor of this name is one whose values [`recognise`] reads.
+pub(super) fn is_label(name: &str) -> bool {
+    name.contains(STATE) || [QUANT_MAP, NESTED_QUANT_MAP, ROW_LAYOUT].iter().any(|end| name.ends_with(end))
+}
+
 /// The weight that a tensor of this name would be a companion of.
 fn owner(name: &str) -> Option<String> {
     if let Some((weight, _)) = name.split_once(STATE) {

@@ -6,17 +6,16 @@
 //! process with SIGBUS, as it does any program that maps it).
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use memmap2::{Mmap, UncheckedAdvice};
-
 use super::header::clip;
 use super::quantized::{FileRange, QuantizedParts, QuantizedTensor};
+use super::shard::{RangeReader, Shard};
 use super::{INDEX_FILE, MODEL_FILE, StoredDtype, StoredElement, bitsandbytes, dtype, header, index};
 use crate::error::{Error, Result};
+use crate::quant::QuantFormat;
 
 /// Where a tensor is and what it is, from the header alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,18 +42,10 @@ impl TensorInfo {
 #[derive(Debug)]
 pub struct ModelFiles {
     place: PathBuf,
-    shards: Vec<ShardFile>,
+    shards: Vec<Shard>,
     tensors: BTreeMap<String, TensorInfo>,
     quantized: BTreeMap<String, QuantizedParts>,
     indexed: bool,
-}
-
-#[derive(Debug)]
-struct ShardFile {
-    path: Arc<Path>,
-    map: Mmap,
-    /// Of all its tensors.
-    data_bytes: u64,
 }
 
 impl ModelFiles {
@@ -65,17 +56,38 @@ impl ModelFiles {
     /// cut short, an index that does not fit its shards or leads out of the folder, a quantized tensor whose parts
     /// do not fit each other.
     pub fn open(folder: &Path) -> Result<Self> {
-        let mut files = Self::open_folder(folder)?;
-        let shards = &files.shards;
-        files.quantized =
-            bitsandbytes::recognise(&mut files.tensors, |info| &shards[info.shard].map[info.range.clone()])?;
-        Ok(files)
+        Self::open_folder(folder, None)?.recognised()
     }
 
-    fn open_folder(folder: &Path) -> Result<Self> {
+    /// As [`ModelFiles::open`], of a folder from which weights files are absent that `remote` can read: of these the
+    /// headers are read, and values that are asked for are an error.
+    ///
+    /// # Errors
+    /// As [`ModelFiles::open`], and those of `remote`.
+    pub fn open_in_place(folder: &Path, remote: &dyn RangeReader) -> Result<Self> {
+        let mut files = Self::open_folder(folder, Some(remote))?;
+        for (at, shard) in files.shards.iter_mut().enumerate() {
+            shard.read_labels(remote, files.tensors.iter().filter(|(_, info)| info.shard == at))?;
+        }
+        files.recognised()
+    }
+
+    fn recognised(mut self) -> Result<Self> {
+        let shards = &self.shards;
+        self.quantized = bitsandbytes::recognise(&mut self.tensors, |info| {
+            shards[info.shard].bytes(&info.range).unwrap_or_default()
+        })?;
+        Ok(self)
+    }
+
+    fn open_folder(folder: &Path, remote: Option<&dyn RangeReader>) -> Result<Self> {
+        let is_remote =
+            |name: &str| remote.is_some_and(|remote| remote.files().iter().any(|file| file == name));
         let single = folder.join(MODEL_FILE);
-        if single.exists() {
-            return Self::open_file(&single);
+        if single.exists() || is_remote(MODEL_FILE) {
+            let mut files = Self::empty(folder);
+            files.add_file(&single, remote)?;
+            return Ok(files);
         }
         let index_path = folder.join(INDEX_FILE);
         if !index_path.exists() {
@@ -88,7 +100,7 @@ impl ModelFiles {
         names.dedup();
         for name in names {
             let path = folder.join(name);
-            if !path.exists() {
+            if !path.exists() && !is_remote(name) {
                 let tensor =
                     weight_map.iter().find(|(_, shard)| *shard == name).map_or("", |(tensor, _)| tensor);
                 return Err(Error::user(format!("cannot read weights in {}", folder.display()))
@@ -98,7 +110,7 @@ impl ModelFiles {
                     ))
                     .hint("download the whole model again"));
             }
-            files.add_file(&path)?;
+            files.add_file(&path, remote)?;
         }
         for (tensor, shard) in &weight_map {
             let found = files.tensors.get(tensor).map(|info| info.file.file_name());
@@ -124,7 +136,7 @@ impl ModelFiles {
             return Err(no_weights(folder));
         }
         let mut files = Self::empty(folder);
-        names.iter().try_for_each(|name| files.add_file(&folder.join(name)))?;
+        names.iter().try_for_each(|name| files.add_file(&folder.join(name), None))?;
         Ok(files)
     }
 
@@ -134,7 +146,7 @@ impl ModelFiles {
     /// The user's: the file is missing, malformed or cut short.
     pub fn open_file(path: &Path) -> Result<Self> {
         let mut files = Self::empty(path.parent().unwrap_or(Path::new("")));
-        files.add_file(path)?;
+        files.add_file(path, None)?;
         Ok(files)
     }
 
@@ -143,23 +155,15 @@ impl ModelFiles {
         Self { place: place.into(), shards: Vec::new(), tensors, quantized, indexed: false }
     }
 
-    fn add_file(&mut self, path: &Path) -> Result<()> {
-        let failed = |error| Error::io("open weights", path, &error);
-        // Opening a FIFO would wait for its writer for ever.
-        if !std::fs::metadata(path).map_err(failed)?.is_file() {
-            return Err(
-                Error::user(format!("cannot open weights {}", path.display())).because("it is not a file")
-            );
-        }
-        let file = File::open(path).map_err(failed)?;
-        // SAFETY: the map is read-only and lives in `self`; that nobody cuts the file short meanwhile is the
-        // contract of this module, see its documentation.
-        let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
-        let (shard, path) = (self.shards.len(), Arc::<Path>::from(path));
-        let mut data_bytes = 0;
-        for tensor in header::parse(&map, &path)? {
+    /// Adds a file, read from `remote` if it is not at `path`.
+    fn add_file(&mut self, path: &Path, remote: Option<&dyn RangeReader>) -> Result<()> {
+        let (file, tensors) = match remote.filter(|_| !path.exists()) {
+            Some(remote) => Shard::open_remote(remote, path)?,
+            None => Shard::open(path)?,
+        };
+        let (shard, path) = (self.shards.len(), Arc::clone(&file.path));
+        for tensor in tensors {
             let header::HeaderTensor { name, dtype, shape, range } = tensor;
-            data_bytes += range.len() as u64;
             let info = TensorInfo { dtype, shape, file: Arc::clone(&path), range, shard };
             if let Some(first) = self.tensors.get(&name) {
                 return Err(Error::user(format!("cannot read weights in {}", self.place.display()))
@@ -173,7 +177,7 @@ impl ModelFiles {
             }
             self.tensors.insert(name, info);
         }
-        self.shards.push(ShardFile { path, map, data_bytes });
+        self.shards.push(file);
         Ok(())
     }
 
@@ -222,18 +226,35 @@ impl ModelFiles {
         self.quantized.get(name).map_or_else(plain, |parts| parts.bytes)
     }
 
+    /// How a tensor is quantized; none if it is not, or if there is no such tensor.
+    pub fn quantized_format(&self, name: &str) -> Option<QuantFormat> {
+        self.quantized.get(name).map(|parts| parts.format)
+    }
+
+    /// Whether values are absent: of some files only the headers were read ([`ModelFiles::open_in_place`]).
+    pub fn is_header_only(&self) -> bool {
+        self.shards.iter().any(Shard::is_remote)
+    }
+
     /// Codes and scales of a tensor; none if it is not quantized, or if there is no such tensor, which is for
     /// [`ModelFiles::require`] to say.
     ///
     /// # Errors
-    /// None now: the parts were checked when the files were opened.
+    /// A fault of ours: only the header of a file was read. The parts were checked when the files were opened.
     pub fn quantized(&self, name: &str) -> Result<Option<QuantizedTensor<'_>>> {
-        let bytes = |place: &FileRange| &self.shards[place.shard].map[place.range.clone()];
-        let parts = self.info(name).zip(self.quantized.get(name));
-        Ok(parts.map(|(info, parts)| {
-            let codes = &self.shards[info.shard].map[info.range.clone()];
-            QuantizedTensor::new(parts, codes, bytes)
-        }))
+        let Some((info, parts)) = self.info(name).zip(self.quantized.get(name)) else { return Ok(None) };
+        let codes = self.stored(name, info.shard, &info.range)?;
+        let place = |place: &FileRange| self.stored(name, place.shard, &place.range);
+        QuantizedTensor::new(parts, codes, place).map(Some)
+    }
+
+    /// Bytes of a file, for tensor `name`.
+    fn stored(&self, name: &str, shard: usize, range: &Range<usize>) -> Result<&[u8]> {
+        let shard = &self.shards[shard];
+        shard.bytes(range).ok_or_else(|| {
+            Error::internal(format!("cannot read the values of tensor `{}`", clip(name)))
+                .because(format!("of {} only the header was read", shard.path.display()))
+        })
     }
 
     /// As [`ModelFiles::info`], with an error that names the nearest tensor.
@@ -267,7 +288,7 @@ impl ModelFiles {
                 ))
                 .hint("give the unquantized model"));
         }
-        Ok(&self.shards[info.shard].map[info.range.clone()])
+        self.stored(name, info.shard, &info.range)
     }
 
     /// Reads a whole tensor, rounded to `T`; `out` has its number of elements.
@@ -303,7 +324,7 @@ impl ModelFiles {
         }
         let size = info.dtype.size_bytes();
         let first = info.range.start + start * size;
-        let bytes = &self.shards[info.shard].map[first..first + out.len() * size];
+        let bytes = self.stored(name, info.shard, &(first..first + out.len() * size))?;
         if !dtype::decode(bytes, info.dtype, out) {
             return Err(Error::user(format!("cannot read weights {}", info.file.display()))
                 .because(format!("tensor `{name}` has dtype {}; accepted: F32, F16, BF16, F64", info.dtype))
@@ -327,22 +348,17 @@ impl ModelFiles {
         if info.range.is_empty() {
             return;
         }
-        let map = &self.shards[info.shard].map;
-        // SAFETY: dropping pages of a read-only map of a file only makes the next access load them again.
-        let advised = unsafe {
-            map.unchecked_advise_range(UncheckedAdvice::DontNeed, info.range.start, info.range.len())
-        };
-        // Advice that the system does not take costs memory, never correctness.
-        drop(advised);
+        self.shards[info.shard].discard(&info.range);
     }
 
     /// A digest of what the model is: names, types, shapes and the first and last bytes of each tensor. It tells two
     /// models of one architecture apart without reading their weights; it is no proof against tampering.
+    /// Where only headers were read ([`ModelFiles::is_header_only`]) it is another digest than that of the whole files.
     pub fn fingerprint(&self) -> blake3::Hash {
         const EDGE: usize = 256;
         let mut hasher = blake3::Hasher::new();
         for (name, info) in &self.tensors {
-            let bytes = &self.shards[info.shard].map[info.range.clone()];
+            let bytes = self.shards[info.shard].bytes(&info.range).unwrap_or(b"not at hand");
             hasher.update(&(name.len() as u64).to_le_bytes()).update(name.as_bytes());
             hasher.update(format!("{}{:?}", info.dtype, info.shape).as_bytes());
             hasher.update(&bytes[..bytes.len().min(EDGE)]);

@@ -27,18 +27,27 @@ pub(super) struct HeaderTensor {
     pub(super) range: Range<usize>,
 }
 
-/// The tensors of the file `path`, whose whole contents are `file`, in the order of their bytes.
-pub(super) fn parse(file: &[u8], path: &Path) -> Result<Vec<HeaderTensor>> {
-    parse_checked(file).map_err(|cause| {
-        Error::user(format!("cannot read weights {}", path.display()))
-            .because(cause)
-            .hint("download or save the file again")
-    })
+/// The tensors of the file `path` of `file_bytes` bytes, in the order of their bytes; `start` holds its header at least.
+pub(super) fn parse(start: &[u8], file_bytes: u64, path: &Path) -> Result<Vec<HeaderTensor>> {
+    parse_checked(start, file_bytes).map_err(|cause| malformed(path, cause))
 }
 
-fn parse_checked(file: &[u8]) -> Result<Vec<HeaderTensor>, String> {
-    let Some((length, rest)) = file.split_first_chunk::<8>() else {
-        return Err(format!("it has {} bytes; a safetensors file has at least 8", file.len()));
+/// Where the header of the file `path` of `file_bytes` bytes ends; `start` holds its first 8 bytes at least.
+pub(super) fn end(start: &[u8], file_bytes: u64, path: &Path) -> Result<u64> {
+    let length = json_length(start, file_bytes).map_err(|cause| malformed(path, cause))?;
+    Ok(8 + length as u64)
+}
+
+fn malformed(path: &Path, cause: String) -> Error {
+    Error::user(format!("cannot read weights {}", path.display()))
+        .because(cause)
+        .hint("download or save the file again")
+}
+
+/// The length of the header's JSON, which is inside of the file.
+fn json_length(start: &[u8], file_bytes: u64) -> Result<usize, String> {
+    let Some((length, rest)) = start.split_first_chunk::<8>() else {
+        return Err(format!("it has {file_bytes} bytes; a safetensors file has at least 8"));
     };
     let length = u64::from_le_bytes(*length);
     if length > MAX_HEADER_BYTES {
@@ -49,14 +58,20 @@ fn parse_checked(file: &[u8]) -> Result<Vec<HeaderTensor>, String> {
     if rest.first().is_some_and(|&first| first != b'{') {
         return Err("its header does not start with `{` (not a safetensors file?)".into());
     }
-    let length = length as usize;
-    if rest.len() < length || length == 0 {
+    let left = file_bytes.saturating_sub(8);
+    if left < length || length == 0 {
         return Err(format!(
-            "it is truncated: the header should have {length} bytes, at least 2; {} are there",
-            rest.len()
+            "it is truncated: the header should have {length} bytes, at least 2; {left} are there"
         ));
     }
-    let (json, data) = rest.split_at(length);
+    Ok(length as usize)
+}
+
+fn parse_checked(start: &[u8], file_bytes: u64) -> Result<Vec<HeaderTensor>, String> {
+    let length = json_length(start, file_bytes)?;
+    let json = start.get(8..8 + length).ok_or("its header was not read to its end")?;
+    let data_bytes = usize::try_from(file_bytes - 8 - length as u64)
+        .map_err(|_| "it is larger than this machine can address".to_owned())?;
     let RawHeader(raw) =
         serde_json::from_slice(json).map_err(|error| format!("its header is not valid: {error}"))?;
     let mut tensors = raw
@@ -67,7 +82,7 @@ fn parse_checked(file: &[u8]) -> Result<Vec<HeaderTensor>, String> {
         .collect::<Result<Vec<_>, String>>()?;
     refuse_duplicates(&tensors)?;
     tensors.sort_by_key(|tensor| (tensor.range.start, tensor.range.end));
-    check_cover(&tensors, data.len())?;
+    check_cover(&tensors, data_bytes)?;
     for tensor in &mut tensors {
         tensor.range = tensor.range.start + 8 + length..tensor.range.end + 8 + length;
     }

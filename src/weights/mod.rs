@@ -3,7 +3,8 @@
 //! [`ModelFiles`] opens a Hugging Face folder (one file, or shards and their index) as memory maps and gives
 //! tensors by name, converted while they are read, dequantized where bitsandbytes quantized them; [`write_file`] and
 //! [`write_sharded`] stream tensors back, one at a time, to the same layout; [`RandomAccessWriter`] takes them in any order. [`companions`] copies config.json and the
-//! tokenizer beside new weights, and [`Summary`] describes a folder from headers alone. What a name means, and which
+//! tokenizer beside new weights, and [`Summary`] describes a folder from headers alone, which
+//! [`RangeReader`] can read where they are. What a name means, and which
 //! shape it must have, is for `model` to say; PEFT names are `adapter`'s.
 //!
 //! Headers are parsed here and not by the `safetensors` crate: a weights file comes from a stranger, and each way
@@ -19,6 +20,7 @@ mod load;
 mod quantized;
 mod random_access_writer;
 mod resized_embedding;
+mod shard;
 pub mod sidecar_files;
 mod summary;
 mod write;
@@ -30,7 +32,8 @@ pub use load::{Expected, load_tensor};
 pub use quantized::QuantizedTensor;
 pub use random_access_writer::{PlannedFile, RandomAccessWriter};
 pub use resized_embedding::ResizedEmbedding;
-pub use summary::{Summary, Tally, TensorGroup, summary};
+pub use shard::{RangeReader, RemoteRange};
+pub use summary::{Summary, Tally, TensorGroup, summary, summary_of};
 pub use write::{
     TensorSink, WriteEntry, Written, split, write_file, write_index, write_index_of, write_sharded,
     write_shards, write_text,

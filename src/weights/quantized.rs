@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use crate::error::Result;
 use crate::quant::{self, Blocks, NESTED_BLOCK, QuantFormat, Scales};
 
 /// Bytes of a file.
@@ -52,15 +53,15 @@ impl<'a> QuantizedTensor<'a> {
     pub(super) fn new(
         parts: &QuantizedParts,
         codes: &'a [u8],
-        bytes: impl Fn(&FileRange) -> &'a [u8],
-    ) -> Self {
+        bytes: impl Fn(&FileRange) -> Result<&'a [u8]>,
+    ) -> Result<Self> {
         let scales = match &parts.scales {
-            ScalePlaces::Plain(scales) => StoredScales::Plain(bytes(scales)),
+            ScalePlaces::Plain(scales) => StoredScales::Plain(bytes(scales)?),
             ScalePlaces::Nested { codes, absmax, offset } => {
-                StoredScales::Nested { codes: bytes(codes), absmax: bytes(absmax), offset: *offset }
+                StoredScales::Nested { codes: bytes(codes)?, absmax: bytes(absmax)?, offset: *offset }
             }
         };
-        QuantizedTensor { format: parts.format, codes, scales }
+        Ok(QuantizedTensor { format: parts.format, codes, scales })
     }
 
     /// How it is quantized. The block of LLM.int8() is a row.

@@ -91,15 +91,22 @@ pub struct Summary {
 /// The user's: as [`ModelFiles::open`], or config.json is missing or malformed.
 pub fn summary(folder: &Path) -> Result<Summary> {
     // The weights first: their error says what the folder is when it is no model.
-    let files = ModelFiles::open(folder)?;
-    let config = sidecar_files::read_config(folder)?;
+    summary_of(&ModelFiles::open(folder)?)
+}
+
+/// Describes the model of which `files` are the weights.
+///
+/// # Errors
+/// The user's: the config.json in their folder is missing or malformed.
+pub fn summary_of(files: &ModelFiles) -> Result<Summary> {
+    let config = sidecar_files::read_config(files.folder())?;
     let (mut total, mut dtypes, mut groups) = (Tally::default(), BTreeMap::new(), BTreeMap::new());
     let mut quantized = BTreeMap::new();
     for (name, info) in files.tensors() {
         let (elements, bytes) = (info.elements() as u64, files.stored_bytes(name));
         total.add(elements, bytes);
-        match files.quantized(name)? {
-            Some(tensor) => quantized.entry(tensor.format().kind.name()).or_insert_with(Tally::default),
+        match files.quantized_format(name) {
+            Some(format) => quantized.entry(format.kind.name()).or_insert_with(Tally::default),
             None => dtypes.entry(info.dtype).or_insert_with(Tally::default),
         }
         .add(elements, bytes);

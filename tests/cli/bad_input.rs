@@ -145,13 +145,35 @@ fn a_recipe_that_is_not_toml() {
 #[test]
 fn no_learning_rate_and_no_data() {
     let place = Place::new();
-    assert_snapshot!(refused(&place, &["--model", "model"]), @"
+    assert_snapshot!(refused(&place, &["--model", "model"]), @r#"
     exit 1
     error: cannot use these settings
       caused by: `data.train` is not set
       caused by: `optimizer.learning_rate` is not set
-    hint: add `--dataset DATASET`; add `--recipe lora`
-    ");
+    hint: add what is missing: `finetune --model model --quiet --dataset rows.jsonl --recipe lora`; each line of rows.jsonl is a row, such as {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    "#);
+}
+
+/// The first command of many people, as it stands.
+#[test]
+fn the_one_flag_that_is_missing_is_shown_in_the_command() {
+    let place = Place::new();
+    let typed = ["--model", "meta-llama/Llama-2-7b", "--recipe", "qlora.toml", "--output", "my run"];
+    assert_snapshot!(refused(&place, &typed), @r#"
+    exit 1
+    error: cannot use recipe qlora (built in)
+      caused by: `data.train` is not set
+    hint: add what is missing: `finetune --model meta-llama/Llama-2-7b --recipe qlora.toml --output 'my run' --quiet --dataset rows.jsonl`; each line of rows.jsonl is a row, such as {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    "#);
+    // The example is a command that works, and the row one that is understood.
+    place.write(
+        "rows.jsonl",
+        r#"{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}"#,
+    );
+    let typed =
+        ["--model", "model", "--recipe", "qlora.toml", "--output", "my run", "--dataset", "rows.jsonl"];
+    let done = place.command(&typed).arg("--dry-run").output().unwrap();
+    assert!(done.status.success(), "{}", place.told(&done.stderr));
 }
 
 #[test]
@@ -600,7 +622,7 @@ fn weights_in_other_formats() {
     error: folder `[DIR]/model` holds only pickled weights (pytorch_model.bin)
       caused by: a pickle can run code when it is opened, so it is neither downloaded nor read
       caused by: accepted: model.safetensors, or model.safetensors.index.json with its shards
-    hint: convert it once with Python: `python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('MODEL').save_pretrained('OUT', safe_serialization=True)"`, and copy its tokenizer files into OUT
+    hint: look for a repository of the same model that holds safetensors, often the same name with `-hf` at its end; or convert it once with Python: `python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('MODEL').save_pretrained('OUT', safe_serialization=True)"`, and copy its tokenizer files into OUT
     "#);
 }
 

@@ -184,6 +184,8 @@ struct State {
     repos: Vec<RepoDouble>,
     faults: Mutex<Vec<Fault>>,
     requests: Mutex<Vec<Request>>,
+    /// Request lines with the bytes of the body that went out.
+    sent: Mutex<Vec<(String, usize)>>,
     stop: AtomicBool,
     connections: AtomicUsize,
     redirect_to: Option<String>,
@@ -214,6 +216,7 @@ impl HubDouble {
             repos,
             faults: Mutex::default(),
             requests: Mutex::default(),
+            sent: Mutex::default(),
             stop: AtomicBool::new(false),
             connections: AtomicUsize::new(0),
             redirect_to: has_cdn.then(|| format!("http://localhost:{port}/cdn")),
@@ -241,7 +244,15 @@ impl HubDouble {
     /// Forgets requests and faults.
     pub(crate) fn forget(&self) {
         self.state.requests.lock().unwrap().clear();
+        self.state.sent.lock().unwrap().clear();
         self.state.faults.lock().unwrap().clear();
+    }
+
+    /// Bytes of bodies that went out since the start or the last [`HubDouble::forget`], for requests whose line
+    /// contains this text.
+    pub(crate) fn bytes_sent(&self, text: &str) -> usize {
+        let sent = self.state.sent.lock().unwrap();
+        sent.iter().filter(|(line, _)| line.contains(text)).map(|(_, bytes)| bytes).sum()
     }
 
     /// The number of requests whose line contains this text.
@@ -336,7 +347,7 @@ fn serve(mut stream: TcpStream, state: &State) -> std::io::Result<()> {
     head.push_str("\r\n");
     stream.write_all(head.as_bytes())?;
     if request.method != "HEAD" {
-        stream.write_all(&reply.body[..reply.sent])?;
+        send(&mut stream, &reply.body[..reply.sent], &request.line(), state)?;
     }
     stream.flush()?;
     if !stalls {
@@ -344,6 +355,15 @@ fn serve(mut stream: TcpStream, state: &State) -> std::io::Result<()> {
     }
     // Until the client closes: closing with unread input would reset the connection under the answer.
     std::io::copy(&mut stream.take(1 << 16), &mut std::io::sink()).map(|_| ())
+}
+
+/// Sends a body piece by piece, and counts what went out before the client closed.
+fn send(stream: &mut TcpStream, body: &[u8], line: &str, state: &State) -> std::io::Result<()> {
+    for piece in body.chunks(1 << 14) {
+        stream.write_all(piece)?;
+        state.sent.lock().unwrap().push((line.to_owned(), piece.len()));
+    }
+    Ok(())
 }
 
 fn read_request(stream: &TcpStream) -> std::io::Result<Option<Request>> {

@@ -1,12 +1,15 @@
 //! Finding models and data sets on a hub, against an in-process double of its protocol, with faults.
 
+mod configurations;
+mod headers;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::hub_double::{Access, Fault, HubDouble, RepoDouble, Spoil};
 use finetune::error::{ErrorCategory, Result};
 use finetune::hub::{
-    DownloadEvent, HubOptions, Located, Retry, Token, locate_adapter, locate_dataset, locate_model,
+    DownloadEvent, HubOptions, Located, Retry, RowsFor, Token, locate_adapter, locate_dataset, locate_model,
     locate_model_headers,
 };
 
@@ -42,7 +45,7 @@ impl World {
     }
 
     fn dataset(&self, id: &str) -> Result<Located> {
-        locate_dataset(id, &self.options, &mut |_| {})
+        locate_dataset(id, RowsFor::Training, &self.options, &mut |_| {})
     }
 
     fn adapter(&self, id: &str) -> Result<Located> {
@@ -448,6 +451,79 @@ fn a_mirror_that_sends_everybody_elsewhere_gets_the_token_alone() {
     assert!(elsewhere.iter().all(|request| request.authorization.is_none()), "{elsewhere:?}");
 }
 
+/// Faults that answer every request of `hub` that contains all of `of` with a redirect to the same path at `to`.
+fn redirect(hub: &HubDouble, of: &[&str], path: &str, to: &str, status: u16) {
+    let location = vec![("Location", format!("{to}{path}"))];
+    hub.fault(Fault::new(of, 9, Spoil::Status(status, location)));
+}
+
+#[test]
+fn the_token_goes_to_no_other_port_of_the_host() {
+    for status in [301, 302, 303, 307, 308] {
+        let repo = single("ada/tiny");
+        let commit = repo.commit();
+        let elsewhere = HubDouble::start(vec![repo.clone()]);
+        let world = World::new(vec![repo]).with_token();
+        redirect(&world.hub, &["/api/"], "/api/models/ada/tiny/revision/main", elsewhere.url(), status);
+        for file in ["config.json", "tokenizer.json", "model.safetensors"] {
+            let path = format!("/ada/tiny/resolve/{commit}/{file}");
+            redirect(&world.hub, &[&path], &path, elsewhere.url(), status);
+        }
+        let found = world.model("ada/tiny").unwrap();
+        assert_eq!(read(&found, "model.safetensors"), weights(400_000));
+        let away = elsewhere.requests();
+        // The description, and a HEAD and a GET for each of three files.
+        assert_eq!(away.len(), 7, "{status}: {away:?}");
+        assert!(away.iter().all(|request| request.authorization.is_none()), "{status}: {away:?}");
+        assert!(world.hub.requests().iter().all(|request| request.authorization.is_some()), "{status}");
+    }
+}
+
+#[test]
+fn the_token_does_not_come_back_with_a_redirect() {
+    let repo = single("ada/tiny");
+    let path = format!("/ada/tiny/resolve/{}/model.safetensors", repo.commit());
+    let world = World::new(vec![repo]).with_token();
+    let elsewhere = HubDouble::start(Vec::new());
+    world.hub.fault(Fault::new(
+        &["GET", &path],
+        1,
+        Spoil::Status(302, vec![("Location", format!("{}/there", elsewhere.url()))]),
+    ));
+    redirect(&elsewhere, &["/there"], &path, world.hub.url(), 302);
+    world.model("ada/tiny").unwrap();
+    let mut asked = world.hub.requests();
+    asked.retain(|request| request.method == "GET" && request.path == path);
+    let with_token: Vec<bool> = asked.iter().map(|request| request.authorization.is_some()).collect();
+    assert_eq!(with_token, [true, false]);
+    assert!(elsewhere.requests().iter().all(|request| request.authorization.is_none()));
+}
+
+#[test]
+fn a_redirect_with_a_user_name_is_not_followed() {
+    let elsewhere = HubDouble::start(vec![single("ada/tiny")]);
+    let host = elsewhere.url().trim_start_matches("http://").to_owned();
+    let world = World::new(vec![single("ada/tiny")]).with_token();
+    let own = world.hub.url().trim_start_matches("http://").to_owned();
+    for target in [format!("http://{own}@{host}"), format!("http://ada:geheim@{own}")] {
+        world.hub.forget();
+        redirect(&world.hub, &["/api/"], "/api/models/ada/tiny/revision/main", &target, 302);
+        let text = world.refused("ada/tiny");
+        assert!(text.contains("an address that holds a user name") && !text.contains("geheim"), "{text}");
+        assert_eq!((world.hub.requests().len(), elsewhere.requests().len()), (1, 0), "{target}");
+    }
+}
+
+#[test]
+fn a_refusal_behind_a_redirect_says_that_the_token_stayed_behind() {
+    let elsewhere = HubDouble::start(vec![single("ada/tiny").access(Access::Private { good: SECRET })]);
+    let world = World::new(Vec::new()).with_token();
+    redirect(&world.hub, &["/api/"], "/api/models/ada/tiny/revision/main", elsewhere.url(), 307);
+    let text = world.refused("ada/tiny");
+    let said = format!("{}; the token goes to {} alone", elsewhere.url(), world.hub.url());
+    assert!(text.contains(&said), "{text}");
+}
+
 #[test]
 fn a_resumed_download_behind_a_redirect() {
     let world = World::with(HubDouble::start_with_cdn(vec![single("ada/tiny")]));
@@ -616,6 +692,7 @@ fn weights_that_are_no_safetensors() {
         text.contains("only pickled weights (pytorch_model.bin)") && text.contains("save_pretrained"),
         "{text}"
     );
+    assert!(text.contains("often the same name with `-hf` at its end"), "{text}");
     assert!(world.refused("ada/gguf").contains("only GGUF files (m.Q4_K_M.gguf)"));
     assert!(world.refused("ada/lora").contains("a PEFT adapter and not a model"));
     assert!(world.refused("ada/empty").contains("has no config.json"));
@@ -693,10 +770,10 @@ fn processes_started_at_once_download_each_file_once() {
     }
     let commit = repo.commit();
     let world = World::new(vec![repo]);
-    let start = |_| {
+    let start = |number| {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_finetune"));
-        command.args(["--model", "ada/tiny", "--recipe", "lora", "--dry-run", "--dataset"]);
-        command.arg(golden.join("data/sft_messages.jsonl"));
+        command.args(["export", "--model", "ada/tiny", "--format", "hf", "--output"]);
+        command.arg(world.cache.path().join(format!("out-{number}")));
         command.env("HF_ENDPOINT", world.hub.url()).env("HF_HUB_CACHE", world.cache.path().join("hub"));
         for name in ["HF_HUB_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"] {
             command.env_remove(name);
@@ -792,10 +869,15 @@ fn data_sets() {
     let script = RepoDouble::dataset("ada/only-script").file("script.py", "");
     let world = World::new(vec![rows, converted, script]);
     let found = world.dataset("ada/rows").unwrap();
-    assert_eq!(names(&found.folder), ["data", "train.jsonl"]);
+    assert_eq!(names(&found.folder), ["README.md", "train.jsonl"]);
+    assert_eq!(found.rows, [found.folder.join("train.jsonl")]);
+    let held_out =
+        |options: &HubOptions| locate_dataset("ada/rows", RowsFor::Evaluation, options, &mut |_| {});
+    let found = held_out(&world.options).unwrap();
+    assert_eq!(found.rows, [found.folder.join("data/test.jsonl")]);
     assert_eq!(read(&found, "data/test.jsonl"), b"{\"text\":\"b\"}\n");
-    let found = world.dataset("ada/script@refs/convert/parquet").unwrap();
-    assert_eq!(read(&found, "d/0000.parquet"), b"PAR1");
+    let converted = world.dataset("ada/script@refs/convert/parquet").unwrap();
+    assert_eq!(read(&converted, "d/0000.parquet"), b"PAR1");
     let text = world.dataset("ada/only-script").unwrap_err().to_string();
     assert!(text.contains("data set `ada/only-script` has no file of rows"), "{text}");
     assert!(text.contains("@refs/convert/parquet"), "{text}");
@@ -806,9 +888,10 @@ fn data_sets() {
     );
 
     world.hub.forget();
-    let offline = locate_dataset("ada/rows", &world.offline(), &mut |_| {}).unwrap();
-    assert!(offline.note.unwrap().contains("2 file(s)"));
-    assert!(locate_dataset("ada/none", &world.offline(), &mut |_| {}).is_err());
+    let offline = held_out(&world.offline()).unwrap();
+    assert_eq!(offline.rows, found.rows);
+    assert!(offline.note.unwrap().contains("1 file(s)"));
+    assert!(locate_dataset("ada/none", RowsFor::Training, &world.offline(), &mut |_| {}).is_err());
     assert_eq!(world.hub.requests().len(), 0);
 }
 

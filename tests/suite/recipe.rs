@@ -58,6 +58,41 @@ fn every_built_in_recipe_resolves() {
     }
 }
 
+/// The words of the `finetune` command in the header of a recipe, lines that go on included.
+fn header_command(text: &str) -> Vec<String> {
+    let header = text.lines().map_while(|line| line.strip_prefix('#')).collect::<Vec<_>>().join("\n");
+    let header = header.replace("\\\n", " ");
+    let after = |line: &str| line.split_once("finetune ").map(|(_, command)| command.to_owned());
+    let command = header.lines().skip_while(|line| !line.contains("Command:")).find_map(after).unwrap();
+    command.split_whitespace().map(ToOwned::to_owned).collect()
+}
+
+#[test]
+fn the_header_of_every_built_in_recipe_shows_a_command_that_lacks_nothing() {
+    for recipe in BUILT_IN {
+        let words = header_command(recipe.text);
+        let value = |flag: &str| words.iter().skip_while(|word| *word != flag).nth(1).cloned();
+        assert_eq!(value("--recipe").as_deref(), Some(recipe.name), "{words:?}");
+        let flags = ["--model", "--recipe", "--dataset", "--eval-dataset", "--output", "--ranks"];
+        assert!(words.iter().step_by(2).all(|word| flags.contains(&word.as_str())), "{words:?}");
+        let layers = RecipeLayers {
+            recipe: Some(RecipeText::find(recipe.name, Path::new("/nowhere")).unwrap()),
+            model: value("--model"),
+            train: value("--dataset").map(|_| "org/d".to_owned()).into_iter().collect(),
+            folder: "/nowhere".into(),
+            ..RecipeLayers::default()
+        };
+        let loaded = Recipe::load(&layers).map_err(|error| format!("{}: {error}", recipe.name)).unwrap();
+        // Rows of one's own have their form shown.
+        if !matches!(recipe.name, "quickstart" | "pretrain-tiny") {
+            let row = recipe.text.lines().find_map(|line| line.strip_prefix("# Rows:")).unwrap();
+            let row = &row[row.find('{').unwrap()..=row.find('}').unwrap()];
+            assert!(serde_json::from_str::<serde_json::Value>(row).is_ok(), "{}: {row}", recipe.name);
+        }
+        assert!(loaded.model.id.is_some() && !loaded.data.train.is_empty());
+    }
+}
+
 #[test]
 fn defaults_are_those_of_the_contract() {
     let recipe = load(&format!("{BASE}[adapter]\n"), &[]);
@@ -194,20 +229,24 @@ fn unknown_recipes_name_the_nearest() {
 
 #[test]
 fn what_training_needs() {
-    assert_snapshot!(Recipe::load(&RecipeLayers::default()).unwrap_err(), @"
+    assert_snapshot!(Recipe::load(&RecipeLayers::default()).unwrap_err(), @r#"
     error: cannot use these settings
       caused by: `model.id` is not set
       caused by: `data.train` is not set
       caused by: `optimizer.learning_rate` is not set
-    hint: add `--model MODEL`; add `--dataset DATASET`; add `--recipe lora`
-    ");
-    assert_snapshot!(Recipe::load(&layers("[train]\nepochs = 2\n", &[])).unwrap_err(), @"
+    hint: add what is missing: `finetune --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl --recipe lora`; each line of rows.jsonl is a row, such as {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    "#);
+    let lacking = RecipeLayers {
+        typed: vec!["--recipe".into(), "my.toml".into()],
+        ..layers("[train]\nepochs = 2\n", &[])
+    };
+    assert_snapshot!(Recipe::load(&lacking).unwrap_err(), @r#"
     error: cannot use recipe my.toml
       caused by: `model.id` is not set
       caused by: `data.train` is not set
       caused by: `optimizer.learning_rate` is not set
-    hint: add `--model MODEL`; add `--dataset DATASET`; add `learning_rate = 2e-4` under `[optimizer]`
-    ");
+    hint: add what is missing: `finetune --recipe my.toml --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl --set optimizer.learning_rate=2e-4`; each line of rows.jsonl is a row, such as {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    "#);
     let other = RecipeLayers { purpose: Purpose::Other, ..RecipeLayers::default() };
     assert_eq!(Recipe::load(&other).unwrap(), Recipe::default());
 }
@@ -319,7 +358,7 @@ fn wrong_values() {
     assert_snapshot!(Recipe::load(&layers(&BASE.replace("\"org/m\"", "\"\""), &[])).unwrap_err(), @"
     error: cannot use recipe my.toml
       caused by: `model.id` is not set
-    hint: add `--model MODEL`
+    hint: add what is missing: `finetune --model Qwen/Qwen2.5-0.5B`
     ");
     assert_snapshot!(Recipe::load(&layers(&BASE.replace("\"org/d\"", "\"rows.jsonl\", \"\""), &[])).unwrap_err(), @r#"
     error: cannot use recipe my.toml
@@ -509,7 +548,7 @@ fn mistyped_assignments() {
     error: cannot use recipe my.toml
       caused by: --dataset: `data.train` is ["./rows.jsonl"]: there is no /nowhere/rows.jsonl
       caused by: `model.id` is not set
-    hint: add `--model MODEL`
+    hint: add what is missing: `finetune --model Qwen/Qwen2.5-0.5B`
     "#);
 }
 

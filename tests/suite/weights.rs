@@ -1,14 +1,15 @@
 //! Safetensors in and out: malformed and hostile files, shards, round trips, companions.
 
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
-use finetune::error::ErrorCategory;
+use finetune::error::{ErrorCategory, Result};
 use finetune::export::hf;
 use finetune::weights::{
-    Expected, INDEX_FILE, MODEL_FILE, ModelFiles, StoredDtype, TensorGroup, WriteEntry, load_tensor, summary,
-    write_file, write_sharded,
+    Expected, INDEX_FILE, MODEL_FILE, ModelFiles, RangeReader, RemoteRange, StoredDtype, TensorGroup,
+    WriteEntry, load_tensor, summary, write_file, write_sharded,
 };
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -641,5 +642,49 @@ proptest! {
         let dir = temp();
         put(dir.path(), MODEL_FILE, file(&format!("{{{header}"), &data));
         prop_assert!(ModelFiles::open(dir.path()).is_err() || data.is_empty());
+    }
+}
+
+/// Weights that lie in another folder, as if that were the hub.
+struct Elsewhere(PathBuf, Vec<String>);
+
+impl RangeReader for Elsewhere {
+    fn files(&self) -> &[String] {
+        &self.1
+    }
+
+    fn read(&self, file: &str, range: Range<u64>) -> Result<RemoteRange> {
+        let bytes = std::fs::read(self.0.join(file)).expect("a golden file");
+        let part = &bytes[range.start as usize..bytes.len().min(range.end as usize)];
+        Ok(RemoteRange { bytes: part.to_vec(), file_bytes: bytes.len() as u64 })
+    }
+}
+
+#[test]
+fn headers_alone_tell_all_but_values() {
+    for model in ["models/tiny-llama", "quant/tiny-llama-bnb-nf4", "quant/tiny-llama-bnb-int8"] {
+        let whole = ModelFiles::open(&golden(model)).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let elsewhere = Elsewhere(golden(model), vec!["model.safetensors".to_owned()]);
+        let files = ModelFiles::open_in_place(folder.path(), &elsewhere).unwrap();
+        assert!(files.is_header_only() && !whole.is_header_only());
+        assert_eq!(files.names().collect::<Vec<_>>(), whole.names().collect::<Vec<_>>());
+        for (name, info) in whole.tensors() {
+            let found = files.info(name).unwrap();
+            assert_eq!((found.dtype, &found.shape, &found.range), (info.dtype, &info.shape, &info.range));
+            assert_eq!(files.quantized_format(name), whole.quantized_format(name));
+            assert_eq!(files.stored_bytes(name), whole.stored_bytes(name));
+            if model.starts_with("quant/") {
+                // Of a model this small the labels are read with what lies between them.
+                continue;
+            }
+            let mut values = vec![0.0f32; info.elements()];
+            let error = files.read_f32(name, &mut values).unwrap_err();
+            assert!(error.to_string().contains("only the header was read"), "{error}");
+            assert_eq!(error.kind(), ErrorCategory::Internal);
+            assert!(files.bytes(name).is_err());
+            files.discard(name);
+        }
+        assert_ne!(files.fingerprint(), whole.fingerprint(), "{model}");
     }
 }

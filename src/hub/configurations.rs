@@ -1,0 +1,327 @@
+//! Configurations and splits of a data set: which of its files belong together.
+//!
+//! As the library `datasets` has it, a repository holds configurations (subsets), and each of these splits. README.md
+//! lists them (`configs`, with `data_files` by pattern), or the names of files tell: `main/train-00000-of-00001.parquet`,
+//! `main/train/0000.parquet` as the hub converts to, `data/test.jsonl`. Unlike there, folders that repeat the same
+//! splits are configurations even if no README.md says so: their rows are never mixed unasked.
+
+use std::collections::BTreeMap;
+
+use regex::Regex;
+
+use super::RowsFor;
+use super::front_matter::{self, Node};
+use super::select;
+use crate::error::{Error, Result};
+
+/// The name of a configuration that has none, and of one that is taken unasked.
+const DEFAULT: &str = "default";
+const TRAIN: &str = "train";
+/// Splits to evaluate on, the first that is there.
+const HELD_OUT: [&str; 5] = ["validation", "valid", "val", "dev", "test"];
+/// More names than fit an error are counted.
+const MAX_SHOWN: usize = 12;
+
+/// A part of a data set that is made to be used alone.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Configuration {
+    name: String,
+    is_default: bool,
+    /// Files by the name of their split, in the order of the repository.
+    splits: BTreeMap<String, Vec<String>>,
+    /// No file is named for a split: `train` stands for all of them.
+    is_unnamed: bool,
+}
+
+/// The files of one split of one configuration.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Chosen {
+    pub(super) files: Vec<String>,
+    /// What was taken unasked although there is something else.
+    pub(super) note: Option<String>,
+}
+
+/// The configurations of a repository with these files and this README.md.
+///
+/// # Errors
+/// README.md lists configurations in a way that is not understood.
+pub(super) fn configurations(names: &[String], readme: Option<&str>) -> Result<Vec<Configuration>, String> {
+    let listed = readme.map(front_matter::configs).transpose()?.flatten();
+    match listed {
+        Some(Node::List(entries)) if !entries.is_empty() => {
+            let all: Vec<Configuration> =
+                entries.iter().map(|entry| listed_configuration(entry, names)).collect::<Result<_, _>>()?;
+            let repeats = |config: &Configuration| all.iter().filter(|c| c.name == config.name).count() > 1;
+            match all.iter().find(|config| repeats(config)) {
+                Some(config) => Err(format!("it lists the configuration `{}` twice", config.name)),
+                None => Ok(all),
+            }
+        }
+        Some(Node::Map(_)) => Err("its `configs` is no list".into()),
+        _ => Ok(inferred(names)),
+    }
+}
+
+fn listed_configuration(entry: &Node, names: &[String]) -> Result<Configuration, String> {
+    let name = entry.get("config_name").and_then(Node::text).unwrap_or(DEFAULT).to_owned();
+    let of_config = |why: String| format!("configuration `{name}`: {why}");
+    let is_default = entry.get("default").and_then(Node::text).is_some_and(|text| text == "true");
+    let folder = entry.get("data_dir").and_then(Node::text).unwrap_or_default().trim_matches(['/', '.']);
+    let prefix = if folder.is_empty() { String::new() } else { format!("{folder}/") };
+    let Some(data_files) = entry.get("data_files") else {
+        let inside: Vec<String> = names.iter().filter(|name| name.starts_with(&prefix)).cloned().collect();
+        let found = by_split(&select::rows(&inside));
+        return Ok(Configuration { is_default, is_unnamed: found.is_unnamed, splits: found.splits, name });
+    };
+    let mut splits: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (split, patterns) in split_patterns(data_files).map_err(of_config)? {
+        let files = splits.entry(split).or_default();
+        for pattern in patterns {
+            let regex = pattern_regex(&format!("{prefix}{}", pattern.trim_start_matches("./")));
+            let regex = regex.map_err(|why| of_config(format!("the pattern `{pattern}` {why}")))?;
+            files.extend(names.iter().filter(|name| regex.is_match(name) && select::is_rows(name)).cloned());
+        }
+        files.sort();
+        files.dedup();
+    }
+    Ok(Configuration { name, is_default, splits, is_unnamed: false })
+}
+
+/// `data_files` as patterns by split: a pattern, a list of patterns, a list of `split` and `path`, or a mapping.
+fn split_patterns(data_files: &Node) -> Result<Vec<(String, Vec<String>)>, String> {
+    let texts = |node: &Node| -> Result<Vec<String>, String> {
+        let text = |node: &Node| node.text().map(ToOwned::to_owned).ok_or("a path is no text".to_owned());
+        match node {
+            Node::List(items) => items.iter().map(text).collect(),
+            other => text(other).map(|text| vec![text]),
+        }
+    };
+    match data_files {
+        Node::Map(pairs) => pairs.iter().map(|(split, paths)| Ok((split.clone(), texts(paths)?))).collect(),
+        Node::List(items) if items.iter().any(|item| item.text().is_none()) => items
+            .iter()
+            .map(|item| {
+                let path = item.get("path").ok_or("an entry of `data_files` has no `path`")?;
+                let split = item.get("split").and_then(Node::text).unwrap_or(TRAIN);
+                Ok((split.to_owned(), texts(path)?))
+            })
+            .collect(),
+        paths => Ok(vec![(TRAIN.to_owned(), texts(paths)?)]),
+    }
+}
+
+/// A pattern of file names as `datasets` reads it: `*` and `?` stay inside a folder, `**` does not.
+fn pattern_regex(pattern: &str) -> Result<Regex, String> {
+    if pattern.contains("://") {
+        return Err("leads out of the repository".into());
+    }
+    let (mut regex, mut rest) = ("^".to_owned(), pattern);
+    while let Some(c) = rest.chars().next() {
+        if let Some(after) = rest.strip_prefix("**/") {
+            regex.push_str("(?:.*/)?");
+            rest = after;
+            continue;
+        }
+        if let Some(after) = rest.strip_prefix("**") {
+            regex.push_str(".*");
+            rest = after;
+            continue;
+        }
+        match c {
+            '*' => regex.push_str("[^/]*"),
+            '?' => regex.push_str("[^/]"),
+            '[' if rest.contains(']') => {
+                let (class, after) = rest[1..].split_once(']').unwrap_or((&rest[1..], ""));
+                let class = class.replace('\\', r"\\").replace('[', r"\[").replacen('!', "^", 1);
+                regex.push_str(&format!("[{class}]"));
+                rest = after;
+                continue;
+            }
+            _ => regex.push_str(&regex::escape(c.encode_utf8(&mut [0; 4]))),
+        }
+        rest = &rest[c.len_utf8()..];
+    }
+    regex.push('$');
+    Regex::new(&regex).map_err(|_| "is not understood".to_owned())
+}
+
+/// What the names of files alone tell.
+fn inferred(names: &[String]) -> Vec<Configuration> {
+    let rows = select::rows(names);
+    let mut folders: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for file in &rows {
+        folders.entry(folder_of(file).unwrap_or(DEFAULT)).or_default().push(file);
+    }
+    let have_splits = rows.iter().all(|file| split_of(file).is_some());
+    if !have_splits || folders.len() < 2 {
+        let name = match folders.keys().next() {
+            Some(folder) if have_splits && folders.len() == 1 => *folder,
+            _ => DEFAULT,
+        };
+        folders = BTreeMap::from([(name, rows)]);
+    }
+    let configuration = |(name, files): (&str, Vec<&str>)| {
+        let found = by_split(&files);
+        let (splits, is_unnamed) = (found.splits, found.is_unnamed);
+        Configuration { name: name.to_owned(), is_default: false, splits, is_unnamed }
+    };
+    folders.into_iter().map(configuration).collect()
+}
+
+struct BySplit {
+    splits: BTreeMap<String, Vec<String>>,
+    is_unnamed: bool,
+}
+
+/// Files by split; those that are named for none count only if all are.
+fn by_split(files: &[&str]) -> BySplit {
+    let is_unnamed = files.iter().all(|file| split_of(file).is_none());
+    let mut splits: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for file in files {
+        match split_of(file) {
+            Some(split) => splits.entry(split).or_default().push((*file).to_owned()),
+            None if is_unnamed => splits.entry(TRAIN.to_owned()).or_default().push((*file).to_owned()),
+            None => {}
+        }
+    }
+    BySplit { splits, is_unnamed }
+}
+
+/// The first folder of a file, unless its name is one for rows of any kind or for a split.
+fn folder_of(file: &str) -> Option<&str> {
+    let (folder, _) = file.strip_prefix("data/").unwrap_or(file).split_once('/')?;
+    (split_in_word(folder).is_none()).then_some(folder)
+}
+
+/// The split in a file's name, else in those of its folders.
+fn split_of(file: &str) -> Option<String> {
+    let parts: Vec<&str> = file.split('/').collect();
+    let (name, folders) = parts.split_last()?;
+    let stem = name.split('.').next().unwrap_or(name);
+    // `main/train/0000.parquet`: the branch refs/convert/parquet. What it cut short is called partial.
+    if let ([_, split], true) =
+        (folders, stem.bytes().all(|b| b.is_ascii_digit()) && name.ends_with(".parquet"))
+    {
+        return Some(split.trim_start_matches("partial-").to_owned());
+    }
+    // `train_sft-00000-of-00003-0123456789abcdef.parquet`
+    let mut words = stem.split("-of-");
+    if let (Some((split, shard)), Some(rest)) = (words.next().and_then(|w| w.rsplit_once('-')), words.next())
+    {
+        let is_number = |text: &str| text.len() >= 5 && text.bytes().take(5).all(|b| b.is_ascii_digit());
+        if is_number(shard) && is_number(rest) {
+            return Some(split.to_owned());
+        }
+    }
+    std::iter::once(&stem).chain(folders.iter().rev()).find_map(|part| split_in_word(part))
+}
+
+/// The split that a word of a name stands for.
+fn split_in_word(name: &str) -> Option<String> {
+    let split = |word: &str| match word.to_ascii_lowercase().as_str() {
+        "train" | "training" => Some(TRAIN),
+        "validation" | "valid" | "dev" | "val" => Some("validation"),
+        "test" | "testing" | "eval" | "evaluation" => Some("test"),
+        _ => None,
+    };
+    name.split(|c: char| !c.is_ascii_alphabetic()).find_map(split).map(ToOwned::to_owned)
+}
+
+/// Takes the configuration and the split that `wanted` names (`config`, `config/split`, `/split`), or else those that
+/// `datasets` would take; `subject` and `id` name the data set in messages.
+///
+/// # Errors
+/// There is no such configuration or split, or none is the obvious one.
+pub(super) fn choose(
+    all: &[Configuration],
+    wanted: Option<&str>,
+    rows_for: RowsFor,
+    subject: &str,
+    id: &str,
+) -> Result<Chosen> {
+    let Meant { config, split } = meant(all, wanted).ok_or_else(|| {
+        let shown = wanted.unwrap_or_default();
+        let error = Error::user(format!("{subject} has no configuration `{shown}`")).because(overview(all));
+        match all {
+            [only] if only.splits.contains_key(shown) => {
+                error.hint(format!("write `{id}:/{shown}` for its split"))
+            }
+            _ => error.hint(format!("write `{}`", example(all, id))),
+        }
+    })?;
+    let config = config.ok_or_else(|| {
+        Error::user(format!("{subject} has {} configurations, and one of them must be named", all.len()))
+            .because(overview(all))
+            .hint(format!("write `{}`", example(all, id)))
+    })?;
+    let taken = match (split, rows_for) {
+        (Some(split), _) => config.splits.get_key_value(split),
+        (None, RowsFor::Training) => config.splits.get_key_value(TRAIN),
+        (None, RowsFor::Evaluation) if config.is_unnamed => config.splits.get_key_value(TRAIN),
+        (None, RowsFor::Evaluation) => HELD_OUT.iter().find_map(|split| config.splits.get_key_value(*split)),
+    };
+    let Some((split, files)) = taken else {
+        let lacking = match (split, rows_for) {
+            (Some(split), _) => format!("no split `{split}`"),
+            (None, RowsFor::Training) => format!("no split `{TRAIN}`"),
+            (None, RowsFor::Evaluation) => "no split to evaluate on (validation, test)".to_owned(),
+        };
+        return Err(Error::user(format!("configuration `{}` of {subject} has {lacking}", config.name))
+            .because(overview(std::slice::from_ref(config)))
+            .hint(format!("write `{}`", example(std::slice::from_ref(config), id))));
+    };
+    if files.is_empty() {
+        return Err(Error::user(format!(
+            "split `{split}` of configuration `{}` of {subject} has no file of rows",
+            config.name
+        ))
+        .because("README.md gives patterns for it that match no file that can be read")
+        .because(select::accepted_rows()));
+    }
+    let is_unasked = all.len() > 1 && wanted.is_none_or(|wanted| wanted.starts_with('/'));
+    let note = is_unasked.then(|| {
+        format!("of {subject} the default configuration `{}` is taken; {}", config.name, overview(all))
+    });
+    Ok(Chosen { files: files.clone(), note })
+}
+
+/// What `wanted` names; a part that is left open is none, as is a configuration where none is the default.
+struct Meant<'a> {
+    config: Option<&'a Configuration>,
+    split: Option<&'a str>,
+}
+
+/// None if there is no configuration of the name.
+fn meant<'a>(all: &'a [Configuration], wanted: Option<&'a str>) -> Option<Meant<'a>> {
+    let find = |name: &str| all.iter().find(|config| config.name == name);
+    let default = || match all {
+        [only] => Some(only),
+        _ => all.iter().find(|config| config.is_default).or_else(|| find(DEFAULT)),
+    };
+    let Some(wanted) = wanted else { return Some(Meant { config: default(), split: None }) };
+    if let Some(split) = wanted.strip_prefix('/') {
+        return Some(Meant { config: default(), split: Some(split) });
+    }
+    if let Some(config) = find(wanted) {
+        return Some(Meant { config: Some(config), split: None });
+    }
+    let (config, split) = wanted.rsplit_once('/')?;
+    Some(Meant { config: Some(find(config)?), split: Some(split) })
+}
+
+/// What there is, for an error.
+fn overview(all: &[Configuration]) -> String {
+    let splits = |config: &Configuration| config.splits.keys().cloned().collect::<Vec<_>>().join(", ");
+    let shown = all.iter().take(MAX_SHOWN).map(|config| format!("{} ({})", config.name, splits(config)));
+    let more = all.len().saturating_sub(MAX_SHOWN);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    format!("configurations and their splits: {}{more}", shown.collect::<Vec<_>>().join(", "))
+}
+
+fn example(all: &[Configuration], id: &str) -> String {
+    let Some(config) = all.first() else { return id.to_owned() };
+    match config.splits.keys().find(|split| *split == TRAIN).or(config.splits.keys().next()) {
+        Some(split) => format!("{id}:{}/{split}", config.name),
+        None => format!("{id}:{}", config.name),
+    }
+}

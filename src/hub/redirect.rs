@@ -1,0 +1,152 @@
+//! Redirects, followed by hand: where an answer sends a request next, and whether the token goes with it.
+//!
+//! The token is for one origin (scheme, host and port, RFC 6454): that of the configured endpoint. ureq compares host
+//! names alone, so whoever listens on another port of the hub's host would be given it. A chain of redirects that has
+//! left the origin once is not trusted to come back: the token stays off from there on.
+
+use ureq::http::{Response, Uri};
+
+/// Where a request goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Hop {
+    /// The address.
+    pub(super) uri: Uri,
+    /// Whether this and every hop before it are of the endpoint's origin, so that the token may go there.
+    pub(super) is_trusted: bool,
+}
+
+impl Hop {
+    /// The first hop of a request to `url`, an address below `endpoint`.
+    pub(super) fn first(url: &str, endpoint: &str) -> Result<Self, String> {
+        let uri = parse(url)?;
+        let is_trusted = is_same_origin(&uri, &parse(endpoint)?);
+        Ok(Hop { uri, is_trusted })
+    }
+
+    /// Where `response` redirects to; none if it is no redirect.
+    pub(super) fn next<B>(&self, response: &Response<B>) -> Result<Option<Self>, String> {
+        if !matches!(response.status().as_u16(), 301 | 302 | 303 | 307 | 308) {
+            return Ok(None);
+        }
+        let location = response.headers().get("location").and_then(|value| value.to_str().ok());
+        location.map(|location| self.follow(location)).transpose()
+    }
+
+    fn follow(&self, location: &str) -> Result<Self, String> {
+        let uri = self.resolve(location)?;
+        if uri.authority().is_some_and(|authority| authority.as_str().contains('@')) {
+            return Err("it redirects to an address that holds a user name".into());
+        }
+        if self.uri.scheme_str() == Some("https") && uri.scheme_str() != Some("https") {
+            return Err("it redirects from https to http, where anybody on the way could answer".into());
+        }
+        let is_trusted = self.is_trusted && is_same_origin(&self.uri, &uri);
+        Ok(Hop { uri, is_trusted })
+    }
+
+    /// A `Location` as an absolute address (RFC 3986, section 5.2).
+    fn resolve(&self, location: &str) -> Result<Uri, String> {
+        if location.split(['/', '?', '#']).next().is_some_and(|start| start.contains(':')) {
+            return parse(location);
+        }
+        let scheme = self.uri.scheme_str().unwrap_or("https");
+        if location.starts_with("//") {
+            return parse(&format!("{scheme}:{location}"));
+        }
+        let folder = self.uri.path().rsplit_once('/').map_or("", |(folder, _)| folder);
+        let path =
+            if location.starts_with('/') { location.to_owned() } else { format!("{folder}/{location}") };
+        parse(&format!(
+            "{scheme}://{}{path}",
+            self.uri.authority().map_or("", |authority| authority.as_str())
+        ))
+    }
+
+    /// Scheme, host and port, for messages.
+    pub(super) fn origin(&self) -> String {
+        let authority = self.uri.authority().map_or("", |authority| authority.as_str());
+        format!("{}://{authority}", self.uri.scheme_str().unwrap_or("https"))
+    }
+}
+
+fn parse(address: &str) -> Result<Uri, String> {
+    let uri: Uri = address.parse().map_err(|error| format!("`{address}` is not an address: {error}"))?;
+    match (uri.scheme_str(), uri.host()) {
+        (Some("http" | "https"), Some(_)) => Ok(uri),
+        _ => Err(format!("`{address}` is no http or https address")),
+    }
+}
+
+/// Whether two addresses are of one scheme, host and port.
+fn is_same_origin(a: &Uri, b: &Uri) -> bool {
+    let port = |uri: &Uri| uri.port_u16().unwrap_or(if uri.scheme_str() == Some("https") { 443 } else { 80 });
+    let host = |uri: &Uri| uri.host().map(str::to_ascii_lowercase);
+    a.scheme_str() == b.scheme_str() && host(a) == host(b) && port(a) == port(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hop(url: &str) -> Hop {
+        Hop::first(url, url).unwrap()
+    }
+
+    #[test]
+    fn the_token_goes_to_the_endpoints_origin_alone() {
+        let hub = hop("https://hub.example/a/resolve/main/x");
+        for (location, is_trusted) in [
+            ("/b", true),
+            ("y?download=1", true),
+            ("https://hub.example/b", true),
+            ("https://HUB.example:443/b", true),
+            ("//hub.example/b", true),
+            ("https://hub.example:8443/b", false),
+            ("https://cdn.hub.example/b", false),
+            ("https://hub.example.evil/b", false),
+            ("https://hub.example./b", false),
+            ("//evil/b", false),
+        ] {
+            assert_eq!(hub.follow(location).unwrap().is_trusted, is_trusted, "{location}");
+        }
+        assert!(!Hop::first("https://evil/x", "https://hub.example").unwrap().is_trusted);
+    }
+
+    #[test]
+    fn a_chain_that_has_left_the_origin_does_not_get_the_token_back() {
+        let away = hop("http://hub:1/x").follow("http://hub:2/x").unwrap();
+        let back = away.follow("http://hub:1/x").unwrap();
+        assert_eq!((away.is_trusted, back.is_trusted), (false, false));
+        assert_eq!(back.uri.port_u16(), Some(1));
+    }
+
+    #[test]
+    fn what_is_not_followed() {
+        let hub = hop("https://hub.example/a/x");
+        for location in [
+            "http://hub.example/x",
+            "https://hub.example@evil/x",
+            "https://ada:secret@hub.example/x",
+            "//ada@hub.example/x",
+            "ftp://hub.example/x",
+            "javascript:x",
+            "file:///etc/passwd",
+        ] {
+            assert!(hub.follow(location).is_err(), "{location}");
+        }
+        assert!(hop("http://hub/x").follow("https://hub/x").is_ok_and(|next| !next.is_trusted));
+    }
+
+    #[test]
+    fn relative_locations_are_those_of_the_address_that_answered() {
+        let elsewhere = hop("http://hub:1/a/b").follow("http://cdn:2/c/d?e=f").unwrap();
+        for (location, address) in [
+            ("/x", "http://cdn:2/x"),
+            ("x", "http://cdn:2/c/x"),
+            ("//h/x", "http://h/x"),
+            ("x?u=http://hub:1/", "http://cdn:2/c/x?u=http://hub:1/"),
+        ] {
+            assert_eq!(elsewhere.follow(location).unwrap().uri, address, "{location}");
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! One safetensors file of a model: mapped, or lying elsewhere, with its header alone at hand.
+//!
+//! What a model is (names, types, shapes, sizes, formats of quantized tensors) stands in headers and a few labels, so
+//! [`RangeReader`] suffices to plan a run or describe a model whose weights are on no disk of this machine. Values
+//! are then absent, and asking for them is an error.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use memmap2::{Mmap, UncheckedAdvice};
+
+use super::header::{self, HeaderTensor, clip};
+use super::{TensorInfo, bitsandbytes};
+use crate::error::{Error, Result};
+
+/// Labels this near to each other are read at once, with what lies between them.
+const READ_THROUGH: usize = 64 << 10;
+/// Larger than any label of bitsandbytes.
+const MAX_LABEL_BYTES: usize = 64 << 10;
+
+/// Weights files that are not in the folder of their model, but can be read by ranges of their bytes.
+pub trait RangeReader {
+    /// The names of the files.
+    fn files(&self) -> &[String];
+
+    /// Reads some bytes of one of them.
+    ///
+    /// # Errors
+    /// The file cannot be read there.
+    fn read(&self, file: &str, range: Range<u64>) -> Result<RemoteRange>;
+}
+
+/// Some bytes of a file that lies elsewhere.
+#[derive(Debug, Clone)]
+pub struct RemoteRange {
+    /// The bytes that were asked for; fewer where the file ends before.
+    pub bytes: Vec<u8>,
+    /// The size of the whole file.
+    pub file_bytes: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Shard {
+    pub(super) path: Arc<Path>,
+    contents: Contents,
+    /// Of all its tensors.
+    pub(super) data_bytes: u64,
+}
+
+#[derive(Debug)]
+enum Contents {
+    Mapped(Mmap),
+    /// The labels of its quantized tensors, and what lies between them, by their first byte in the file.
+    Remote(BTreeMap<usize, Vec<u8>>),
+}
+
+impl Shard {
+    /// Maps the file `path`; also its tensors.
+    pub(super) fn open(path: &Path) -> Result<(Self, Vec<HeaderTensor>)> {
+        let failed = |error| Error::io("open weights", path, &error);
+        // Opening a FIFO would wait for its writer for ever.
+        if !std::fs::metadata(path).map_err(failed)?.is_file() {
+            return Err(
+                Error::user(format!("cannot open weights {}", path.display())).because("it is not a file")
+            );
+        }
+        let file = File::open(path).map_err(failed)?;
+        // SAFETY: the map is read-only and lives in the shard; that nobody cuts the file short meanwhile is the
+        // contract of `files`, see its documentation.
+        let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
+        let tensors = header::parse(&map, map.len() as u64, path)?;
+        Ok((Self::new(path, Contents::Mapped(map), &tensors), tensors))
+    }
+
+    /// Reads the header of a file that lies elsewhere; `path` is where it would lie here. Also its tensors.
+    pub(super) fn open_remote(remote: &dyn RangeReader, path: &Path) -> Result<(Self, Vec<HeaderTensor>)> {
+        let name = file_name(path);
+        let RemoteRange { bytes: mut start, file_bytes } = remote.read(&name, 0..8)?;
+        let end = header::end(&start, file_bytes, path)?;
+        start.extend(remote.read(&name, 8..end)?.bytes);
+        let tensors = header::parse(&start, file_bytes, path)?;
+        Ok((Self::new(path, Contents::Remote(BTreeMap::new()), &tensors), tensors))
+    }
+
+    fn new(path: &Path, contents: Contents, tensors: &[HeaderTensor]) -> Self {
+        let data_bytes = tensors.iter().map(|tensor| tensor.range.len() as u64).sum();
+        Shard { path: path.into(), contents, data_bytes }
+    }
+
+    /// Whether only its header is at hand.
+    pub(super) fn is_remote(&self) -> bool {
+        matches!(self.contents, Contents::Remote(_))
+    }
+
+    /// Reads the labels of quantized tensors among `tensors`, which are this file's, unless it is mapped.
+    pub(super) fn read_labels<'t>(
+        &mut self,
+        remote: &dyn RangeReader,
+        tensors: impl Iterator<Item = (&'t String, &'t TensorInfo)>,
+    ) -> Result<()> {
+        let Contents::Remote(parts) = &mut self.contents else { return Ok(()) };
+        let mut labels: Vec<Range<usize>> = Vec::new();
+        for (name, info) in tensors.filter(|(name, _)| bitsandbytes::is_label(name)) {
+            if info.range.len() > MAX_LABEL_BYTES {
+                return Err(Error::user(format!("cannot read weights {}", self.path.display()))
+                    .because(format!("tensor `{}` has {} bytes", clip(name), info.range.len()))
+                    .because(format!(
+                        "accepted: up to {MAX_LABEL_BYTES} for what describes a quantized tensor"
+                    )));
+            }
+            labels.push(info.range.clone());
+        }
+        labels.sort_unstable_by_key(|range| range.start);
+        let mut reads: Vec<Range<usize>> = Vec::new();
+        for label in labels {
+            match reads.last_mut() {
+                Some(last) if label.start - last.end <= READ_THROUGH => last.end = label.end,
+                _ => reads.push(label),
+            }
+        }
+        let name = file_name(&self.path);
+        for read in reads {
+            parts.insert(read.start, remote.read(&name, read.start as u64..read.end as u64)?.bytes);
+        }
+        Ok(())
+    }
+
+    /// Some bytes of the file, which lie inside of one tensor; none if they are not at hand.
+    pub(super) fn bytes(&self, range: &Range<usize>) -> Option<&[u8]> {
+        match &self.contents {
+            Contents::Mapped(map) => map.get(range.clone()),
+            Contents::Remote(parts) => {
+                let (start, part) = parts.range(..=range.start).next_back()?;
+                part.get(range.start - start..range.end - start)
+            }
+        }
+    }
+
+    /// Gives the memory of some pages back to the system.
+    pub(super) fn discard(&self, range: &Range<usize>) {
+        let Contents::Mapped(map) = &self.contents else { return };
+        // SAFETY: dropping pages of a read-only map of a file only makes the next access load them again.
+        let advised =
+            unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, range.start, range.len()) };
+        // Advice that the system does not take costs memory, never correctness.
+        drop(advised);
+    }
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
