@@ -287,6 +287,20 @@ fn bf16_is_close() -> Result<()> {
     Ok(())
 }
 
+/// Sixteen tokens made one by one, past the golden models' original context of 16, are what the logits of all before say.
+fn tokens_are_those_of_the_whole_text(engine: &Engine, prompt: &[u32], name: &str) -> Result<()> {
+    let greedy = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
+    let made = engine.generate(prompt, 16, greedy, &[], &mut |_| Ok(true))?;
+    let text = [prompt, &made[..]].concat();
+    for (len, made) in (prompt.len()..).zip(&made) {
+        let logits = flat(&engine.logits(&packed(&[text[..len].to_vec()]))?);
+        let last = &logits[logits.len() - engine.config.vocab_size..];
+        let best = (0..last.len()).max_by(|&a, &b| last[a].total_cmp(&last[b])).unwrap();
+        assert_eq!(*made, best as u32, "{name}: the token at {len}");
+    }
+    Ok(())
+}
+
 /// Every `rope_type`, in the keys of either generation of transformers, for a sequence within the original context and one
 /// beyond it, alone and side by side.
 #[test]
@@ -320,6 +334,8 @@ fn every_rope_equals_transformers() -> Result<()> {
         }
         let difference = largest_difference(&flat(&engine.logits(&together)?), &alone);
         assert!(difference < 1e-5, "{name}: side by side {difference}");
+
+        tokens_are_those_of_the_whole_text(&engine, &sequences[0].1, name)?;
 
         let valid = together.valid() as f64;
         let loss = engine.micro_step(&together, micro(1.0 / valid, Recompute::Block))? / valid;

@@ -203,6 +203,11 @@ impl Rope {
         }
     }
 
+    /// Whether sequences of these two lengths have other frequencies.
+    pub fn differs(&self, one: usize, other: usize) -> bool {
+        self.kind != RopeKind::Fixed && self.frequencies(one) != self.frequencies(other)
+    }
+
     /// cos and sin for the queries of each span; a span's tokens stand at positions `k_len − q_len ..`.
     pub fn table(&self, spans: &[Span], device: &Device) -> Result<RotaryTable> {
         let half = self.inv_freq.len();
