@@ -7,7 +7,7 @@
 
 use candle_core::{Device, Tensor};
 
-use super::config::Keys;
+use super::config::ConfigReader;
 use crate::error::{Error, Result};
 use crate::ops::attention::Span;
 use crate::ops::rotary::RotaryTable;
@@ -57,7 +57,7 @@ pub(super) struct RopeContext {
 
 impl RopeContext {
     /// The context length before stretching: the key outside the scaling object goes before the one inside.
-    fn original(&self, s: &Keys<'_>) -> Result<usize> {
+    fn original(&self, s: &ConfigReader<'_>) -> Result<usize> {
         let inside = s.opt_usize("original_max_position_embeddings")?;
         match self.original_max_positions.or(inside).unwrap_or(self.max_positions) {
             0 => Err(Error::user("`original_max_position_embeddings` is 0").because("accepted: above 0")),
@@ -66,7 +66,7 @@ impl RopeContext {
     }
 
     /// How many times longer than the original context sequences may be.
-    fn stretch(&self, s: &Keys<'_>) -> Result<f64> {
+    fn stretch(&self, s: &ConfigReader<'_>) -> Result<f64> {
         match s.opt_f64("factor")? {
             Some(_) => needed(s, "factor"),
             None => Ok(self.max_positions as f64 / self.original(s)? as f64),
@@ -76,7 +76,7 @@ impl RopeContext {
 
 impl Rope {
     /// Reads `rope_scaling` or `rope_parameters` (which also carries theta).
-    pub(super) fn read(scaling: Option<&Keys<'_>>, context: &RopeContext) -> Result<Self> {
+    pub(super) fn read(scaling: Option<&ConfigReader<'_>>, context: &RopeContext) -> Result<Self> {
         let theta =
             scaling.map(|s| s.f64_or("rope_theta", context.theta)).transpose()?.unwrap_or(context.theta);
         let partial = scaling
@@ -119,7 +119,7 @@ impl Rope {
         Ok(rope)
     }
 
-    fn llama3(&mut self, s: &Keys<'_>, context: &RopeContext) -> Result<()> {
+    fn llama3(&mut self, s: &ConfigReader<'_>, context: &RopeContext) -> Result<()> {
         let factor = needed(s, "factor")?;
         let (low, high) = (needed(s, "low_freq_factor")?, needed(s, "high_freq_factor")?);
         let original = context.original(s)? as f64;
@@ -132,7 +132,7 @@ impl Rope {
     }
 
     /// arXiv 2309.00071.
-    fn yarn(&mut self, s: &Keys<'_>, context: &RopeContext, dim: usize) -> Result<()> {
+    fn yarn(&mut self, s: &ConfigReader<'_>, context: &RopeContext, dim: usize) -> Result<()> {
         self.trained_positions = context.original(s)?;
         let original = self.trained_positions as f64;
         let factor = context.stretch(s)?;
@@ -165,7 +165,7 @@ impl Rope {
         Ok(())
     }
 
-    fn longrope(&mut self, s: &Keys<'_>, context: &RopeContext) -> Result<()> {
+    fn longrope(&mut self, s: &ConfigReader<'_>, context: &RopeContext) -> Result<()> {
         let divisors = |key: &str| -> Result<Vec<f32>> {
             let list =
                 s.f64_list(key)?.ok_or_else(|| Error::user(format!("`rope_scaling` lacks `{key}`")))?;
@@ -228,7 +228,7 @@ impl Rope {
     }
 }
 
-fn needed(s: &Keys<'_>, key: &str) -> Result<f64> {
+fn needed(s: &ConfigReader<'_>, key: &str) -> Result<f64> {
     match s.opt_f64(key)? {
         Some(value) if value > 0.0 && value.is_finite() => Ok(value),
         Some(value) => {
