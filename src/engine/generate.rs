@@ -1,4 +1,5 @@
-//! Generation with a key/value cache: the prompt in one pass, then one token at a time.
+//! Generation with a key/value cache: the prompt in one pass, then one token at a time. Where the sequence's length
+//! changes the rotary frequencies (dynamic, longrope), the cached keys are of another rotation: all tokens pass again.
 
 use candle_core::Tensor;
 
@@ -37,15 +38,21 @@ impl Engine {
         }
         let dtype = self.store.embed()?.dtype;
         let capacity = prompt.len() + max_new_tokens;
-        let mut caches = (0..self.config.num_layers())
-            .map(|_| BlockCache::new(&self.config, capacity, dtype, &self.device))
-            .collect::<Result<Vec<_>>>()?;
+        let empty = || -> Result<Vec<BlockCache>> {
+            (0..self.config.num_layers())
+                .map(|_| BlockCache::new(&self.config, capacity, dtype, &self.device))
+                .collect()
+        };
+        let mut caches = empty()?;
         let mut made = Vec::new();
-        let mut input = prompt.to_vec();
+        let mut all = prompt.to_vec();
         let mut past = 0;
         while made.len() < max_new_tokens {
-            let logits = self.next_logits(&input, past, &mut caches)?;
-            past += input.len();
+            if past > 0 && self.config.ropes.iter().any(|rope| rope.differs(past, all.len())) {
+                (caches, past) = (empty()?, 0);
+            }
+            let logits = self.next_logits(&all[past..], past, &mut caches)?;
+            past = all.len();
             let token = choose(&logits, sampling, made.len() as u64)?;
             if stop.contains(&token) {
                 break;
@@ -54,7 +61,7 @@ impl Engine {
             if !emit(token)? {
                 break;
             }
-            input = vec![token];
+            all.push(token);
         }
         Ok(made)
     }

@@ -206,6 +206,9 @@ fn layers(
         .collect()
 }
 
+/// transformers' default, which stands whatever `rope_scaling` says.
+const PHI3_ORIGINAL_POSITIONS: usize = 4096;
+
 /// The ropes of a model, and which of them its sliding layers use.
 fn ropes(
     keys: &ConfigReader<'_>,
@@ -219,7 +222,9 @@ fn ropes(
         theta: keys.f64_or("rope_theta", default_theta)?,
         partial: keys.f64_or("partial_rotary_factor", 1.0)?,
         max_positions,
-        original_max_positions: keys.opt_usize("original_max_position_embeddings")?,
+        original_max_positions: keys
+            .opt_usize("original_max_position_embeddings")?
+            .or((family == Family::Phi3).then_some(PHI3_ORIGINAL_POSITIONS)),
     };
     let parameters = keys.opt_keys("rope_parameters")?;
     let scaling = match parameters {

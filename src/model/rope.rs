@@ -1,5 +1,9 @@
 //! Rotary frequencies and the tables of a micro-batch, with every `rope_type` that files of these families use.
 //! Formulas follow transformers' `modeling_rope_utils.py`; angles are computed in f32 as there.
+//!
+//! Frequencies of dynamic and longrope depend on a length. Here it is a sequence's own, so that a sample has the same
+//! logits alone, beside others of a micro-batch and packed with them. transformers takes the longest position of the
+//! batch, padding included, for all rows (and for dynamic the longest batch yet), which is the same for a row alone.
 
 use candle_core::{Device, Tensor};
 
@@ -37,8 +41,8 @@ pub struct Rope {
     /// How long sequences change the frequencies.
     pub kind: RopeKind,
     theta: f64,
-    /// The context length at which `kind` takes effect.
-    trained_positions: usize,
+    /// The context length before stretching, beyond which `kind` takes effect.
+    pub trained_positions: usize,
 }
 
 /// What stands outside the scaling object of config.json.
@@ -49,6 +53,25 @@ pub(super) struct RopeContext {
     pub(super) partial: f64,
     pub(super) max_positions: usize,
     pub(super) original_max_positions: Option<usize>,
+}
+
+impl RopeContext {
+    /// The context length before stretching: the key outside the scaling object goes before the one inside.
+    fn original(&self, s: &ConfigReader<'_>) -> Result<usize> {
+        let inside = s.opt_usize("original_max_position_embeddings")?;
+        match self.original_max_positions.or(inside).unwrap_or(self.max_positions) {
+            0 => Err(Error::user("`original_max_position_embeddings` is 0").because("accepted: above 0")),
+            original => Ok(original),
+        }
+    }
+
+    /// How many times longer than the original context sequences may be.
+    fn stretch(&self, s: &ConfigReader<'_>) -> Result<f64> {
+        match s.opt_f64("factor")? {
+            Some(_) => needed(s, "factor"),
+            None => Ok(self.max_positions as f64 / self.original(s)? as f64),
+        }
+    }
 }
 
 impl Rope {
@@ -83,7 +106,9 @@ impl Rope {
                 rope.inv_freq.iter_mut().for_each(|f| *f /= factor);
             }
             "dynamic" => rope.kind = RopeKind::Dynamic { factor: needed(s, "factor")? },
-            "llama3" => rope.llama3(s)?,
+            "llama3" => rope.llama3(s, context)?,
+            // The first Phi-3 files call longrope so.
+            "yarn" if s.mentions("short_factor") => rope.longrope(s, context)?,
             "yarn" => rope.yarn(s, context, rotary_dim)?,
             "longrope" | "su" => rope.longrope(s, context)?,
             other => {
@@ -94,10 +119,10 @@ impl Rope {
         Ok(rope)
     }
 
-    fn llama3(&mut self, s: &ConfigReader<'_>) -> Result<()> {
+    fn llama3(&mut self, s: &ConfigReader<'_>, context: &RopeContext) -> Result<()> {
         let factor = needed(s, "factor")?;
         let (low, high) = (needed(s, "low_freq_factor")?, needed(s, "high_freq_factor")?);
-        let original = needed(s, "original_max_position_embeddings")?;
+        let original = context.original(s)? as f64;
         for f in &mut self.inv_freq {
             let wavelength = std::f64::consts::TAU / f64::from(*f);
             let kept = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0);
@@ -108,8 +133,9 @@ impl Rope {
 
     /// arXiv 2309.00071.
     fn yarn(&mut self, s: &ConfigReader<'_>, context: &RopeContext, dim: usize) -> Result<()> {
-        let factor = needed(s, "factor")?;
-        let original = s.f64_or("original_max_position_embeddings", context.max_positions as f64)?;
+        self.trained_positions = context.original(s)?;
+        let original = self.trained_positions as f64;
+        let factor = context.stretch(s)?;
         let mscale = |m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
         self.attention_factor = match s.opt_f64("attention_factor")? {
             Some(given) => given,
@@ -121,8 +147,10 @@ impl Rope {
         let turns_at = |turns: f64| {
             dim as f64 * (original / (turns * std::f64::consts::TAU)).ln() / (2.0 * self.theta.ln())
         };
-        let (mut low, mut high) =
-            (turns_at(s.f64_or("beta_fast", 32.0)?), turns_at(s.f64_or("beta_slow", 1.0)?));
+        // A zero counts as absent.
+        let turns = |key, default| Ok(s.opt_f64(key)?.filter(|turns| *turns != 0.0).unwrap_or(default));
+        let fast: Result<f64> = turns("beta_fast", 32.0);
+        let (mut low, mut high) = (turns_at(fast?), turns_at(turns("beta_slow", 1.0)?));
         if s.bool_or("truncate", true)? {
             (low, high) = (low.floor(), high.ceil());
         }
@@ -148,11 +176,8 @@ impl Rope {
             Ok(list.into_iter().map(|x| x as f32).collect())
         };
         let kind = RopeKind::LongRope { short: divisors("short_factor")?, long: divisors("long_factor")? };
-        let original = match s.opt_usize("original_max_position_embeddings")? {
-            Some(original) => original,
-            None => context.original_max_positions.unwrap_or(context.max_positions),
-        };
-        let factor = context.max_positions as f64 / original as f64;
+        let original = context.original(s)?;
+        let factor = context.stretch(s)?;
         let natural = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
         self.attention_factor = s.f64_or("attention_factor", natural)? as f32;
         self.kind = kind;
@@ -176,6 +201,11 @@ impl Rope {
                 self.inv_freq.iter().zip(divisors).map(|(f, d)| f / d).collect()
             }
         }
+    }
+
+    /// Whether sequences of these two lengths have other frequencies.
+    pub fn differs(&self, one: usize, other: usize) -> bool {
+        self.kind != RopeKind::Fixed && self.frequencies(one) != self.frequencies(other)
     }
 
     /// cos and sin for the queries of each span; a span's tokens stand at positions `k_len − q_len ..`.

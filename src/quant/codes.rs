@@ -139,15 +139,19 @@ fn dynamic(signed: bool) -> [f32; 256] {
     values.try_into().unwrap_or([0.0; 256])
 }
 
-/// A dynamic map with an index that finds nearest codes at once.
+/// A dynamic map with an index that finds nearest codes at once, for optimizer states.
+///
+/// Halfway between two codes it takes the even one, as bitsandbytes' CUDA kernels do: their binary search ends at an even
+/// code and leaves it only past a midpoint. (Its CPU library goes through a table that turns zero into 1.5e-5, so that a
+/// parameter without gradient would drift; weights follow it nevertheless: `table`.)
 ///
 /// A number's exponent and first mantissa bits choose a start; steps of the map are so wide that at most one midpoint
 /// lies among the numbers with the same bits, so one comparison gives the code.
 #[derive(Debug)]
 pub struct DynamicMap {
     values: [f32; 256],
-    /// Between neighbours; an infinity after the last.
-    midpoints: [f32; 256],
+    /// The largest f32 whose code is not above each code; an infinity for the last.
+    limits: [f32; 256],
     /// By leading bits of the magnitude, from [`DynamicMap::LEAST`] on, first of numbers that are not negative.
     starts: [u8; 2 * DynamicMap::BUCKETS],
 }
@@ -171,10 +175,12 @@ impl DynamicMap {
     }
 
     fn new(values: [f32; 256]) -> Self {
-        let midpoint =
-            |code: usize| values.get(code + 1).map_or(f32::INFINITY, |next| (values[code] + next) / 2.0);
-        let midpoints: [f32; 256] = std::array::from_fn(midpoint);
-        let below = |x: f32| midpoints.iter().take_while(|midpoint| **midpoint < x).count() as u8;
+        let limits: [f32; 256] = std::array::from_fn(|code| match values.get(code + 1) {
+            Some(next) if code.is_multiple_of(2) => (values[code] + next) / 2.0,
+            Some(next) => ((values[code] + next) / 2.0).next_down(),
+            None => f32::INFINITY,
+        });
+        let below = |x: f32| limits.iter().take_while(|limit| **limit < x).count() as u8;
         let starts = std::array::from_fn(|bucket| {
             let bits = |bucket: usize| f32::from_bits((bucket as u32 + Self::LEAST) << Self::SHIFT);
             match bucket.checked_sub(Self::BUCKETS) {
@@ -184,7 +190,7 @@ impl DynamicMap {
                 Some(bucket) => below(-bits(bucket + 1).next_down()),
             }
         });
-        DynamicMap { values, midpoints, starts }
+        DynamicMap { values, limits, starts }
     }
 
     /// The value of each code, ascending.
@@ -192,19 +198,19 @@ impl DynamicMap {
         &self.values
     }
 
-    /// The code nearest to `x`; halfway between two, the lower. As [`nearest`] for numbers from -1 to 1.
+    /// The code nearest to `x`; halfway between two, the even one. As [`nearest`] for numbers from -1 to 1.
     #[inline]
     pub fn nearest(&self, x: f32) -> u8 {
         let leading = (x.abs().to_bits() >> Self::SHIFT).saturating_sub(Self::LEAST) as usize;
         let side = if x.is_sign_negative() { Self::BUCKETS } else { 0 };
         let start = self.starts[leading.min(Self::BUCKETS - 1) + side];
-        start + u8::from(x > self.midpoints[usize::from(start)])
+        start + u8::from(x > self.limits[usize::from(start)])
     }
 
     /// Writes the codes of one block of `values` and returns its scale, the largest magnitude.
     pub fn quantize(&self, values: &[f32], codes: &mut [u8]) -> f32 {
         let absmax = super::quantize::largest(values);
-        // Divided, not multiplied by the reciprocal as in 4 bits: so bitsandbytes has it.
+        // Divided, not multiplied by the reciprocal as in 4 bits: so bitsandbytes' optimizer kernels have it.
         let unit = if absmax > 0.0 { absmax } else { 1.0 };
         for (code, value) in codes.iter_mut().zip(values) {
             *code = self.nearest(value / unit);
@@ -213,13 +219,14 @@ impl DynamicMap {
     }
 }
 
-/// The code of `map` (ascending) nearest to `x`; halfway between two, the lower.
+/// The code of `map` (ascending) nearest to `x`; halfway between two, the even one.
 pub fn nearest(map: &[f32; 256], x: f32) -> u8 {
     let (mut low, mut high) = (0usize, 255usize);
-    // The invariant of the binary search: the midpoint below `low` is below x, that above `high` is not.
+    // The invariant of the binary search: `low` is not above the code, `high` not below it.
     while low < high {
         let middle = usize::midpoint(low, high);
-        if x > (map[middle] + map[middle + 1]) / 2.0 { low = middle + 1 } else { high = middle }
+        let midpoint = (map[middle] + map[middle + 1]) / 2.0;
+        if x > midpoint || x == midpoint && middle % 2 == 1 { low = middle + 1 } else { high = middle }
     }
     low as u8
 }
@@ -232,7 +239,7 @@ mod tests {
     fn the_index_finds_what_the_search_finds() {
         for map in [DynamicMap::signed(), DynamicMap::unsigned()] {
             let around = |x: f32| [x.next_down(), x, x.next_up()];
-            let ties = map.midpoints[..255].iter().copied().flat_map(around);
+            let ties = map.limits[..255].iter().map(|limit| limit.next_up()).flat_map(around);
             let edges = map.starts.iter().enumerate().flat_map(|(i, _)| {
                 let bits = ((i % DynamicMap::BUCKETS) as u32 + DynamicMap::LEAST) << DynamicMap::SHIFT;
                 let edge = f32::from_bits(bits);

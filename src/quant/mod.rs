@@ -8,6 +8,7 @@
 mod codes;
 mod dequantize;
 mod quantize;
+mod table;
 mod tensor;
 
 pub use codes::{CodeKind, DynamicMap, dynamic_signed, dynamic_unsigned, nearest};

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{CodeKind, DynamicMap, NESTED_BLOCK};
+use super::{CodeKind, NESTED_BLOCK};
 
 /// Values a thread takes at once.
 const TASK: usize = 1 << 14;
@@ -30,7 +30,7 @@ pub fn quantize(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [
             CodeKind::Nf4 | CodeKind::Fp4 => four_bits(kind, block_size, values, codes, absmax),
             CodeKind::Int8 => {
                 for ((values, codes), absmax) in blocks_of(block_size, values, codes).zip(absmax) {
-                    *absmax = DynamicMap::signed().quantize(values, codes);
+                    *absmax = super::table::quantize(values, codes);
                 }
             }
             CodeKind::Int8Rows => {
@@ -95,8 +95,15 @@ fn four_bits(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [u8]
     let mut wide = vec![0u8; values.len()];
     for ((values, wide), absmax) in blocks_of(block_size, values, &mut wide).zip(absmax) {
         *absmax = f32::from_bits(largest_bits(values));
-        // bitsandbytes multiplies by the reciprocal, which is not the quotient to the last bit.
-        places(values, if *absmax > 0.0 { 1.0 / *absmax } else { 0.0 }, &ladder.midpoints, wide);
+        // bitsandbytes multiplies by the reciprocal, which is not the quotient to the last bit, but divides the block
+        // at the end of a tensor that is not full; neither by less than this.
+        let divisor = absmax.max(1e-38);
+        if values.len() == block_size {
+            let factor = 1.0 / divisor;
+            places(values.iter().map(|value| value * factor), &ladder.midpoints, wide);
+        } else {
+            places(values.iter().map(|value| value / divisor), &ladder.midpoints, wide);
+        }
     }
     if kind != CodeKind::Nf4 {
         // NF4's codes are in the order of their values.
@@ -138,9 +145,8 @@ impl CodeThresholds {
 
 /// How many midpoints lie below each value: its code's place, the lower of two at a tie.
 #[inline(always)]
-fn places(values: &[f32], factor: f32, midpoints: &[f32; 15], places: &mut [u8]) {
-    for (place, value) in places.iter_mut().zip(values) {
-        let scaled = value * factor;
+fn places(values: impl Iterator<Item = f32>, midpoints: &[f32; 15], places: &mut [u8]) {
+    for (place, scaled) in places.iter_mut().zip(values) {
         let mut below = 0u32;
         for midpoint in midpoints {
             below += u32::from(scaled > *midpoint);

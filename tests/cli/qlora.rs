@@ -129,8 +129,7 @@ fn a_stored_4_bit_checkpoint_trains_like_its_quantized_original() {
         std::fs::copy(golden().join("quant/tiny-llama-bnb-nf4").join(name), stored.join(name)).unwrap();
     }
     let stored = Run::train(place.path(), "from-stored", &stored.display().to_string(), settings);
-    // A few of the library's scales have the neighbouring code (tests/suite/quant.rs).
-    close(&stored.losses(), &original.losses(), 1e-5);
+    assert_eq!(stored.losses(), original.losses());
 }
 
 #[test]
@@ -153,7 +152,7 @@ fn every_format_trains() {
         assert!(losses[11] < losses[0], "{format}: {losses:?}");
         // The base is another one, but not by much: 8 bits are nearer than 4.
         let far = (losses[0] / wanted[0] - 1.0).abs();
-        assert!(far > 0.0 && far < if format.contains("int8") { 0.002 } else { 0.05 }, "{format}: {far}");
+        assert!(far > 0.0 && far < if format.contains("int8") { 0.005 } else { 0.05 }, "{format}: {far}");
     }
 }
 

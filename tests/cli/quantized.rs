@@ -388,37 +388,13 @@ fn nf4_is_written_as_transformers_writes_it() {
     let (ours, theirs) =
         (raw(&place), ModelFiles::open_file(&golden(NF4).join("model.safetensors")).unwrap());
     assert!(ours.names().eq(theirs.names()));
-    let original = ModelFiles::open(&place.path("model")).unwrap();
-    let mut missed = 0;
     for (name, info) in theirs.tensors() {
         assert_eq!(
             (info.dtype, &info.shape),
             (ours.info(name).unwrap().dtype, &ours.info(name).unwrap().shape)
         );
-        let (our_bytes, their_bytes) = (ours.bytes(name).unwrap(), theirs.bytes(name).unwrap());
-        let Some(weight) = name.strip_suffix(".absmax") else {
-            assert_eq!(our_bytes, their_bytes, "{name}");
-            continue;
-        };
-        // The library's CPU code does not always take the nearest code of a scale; where it differs, it is farther.
-        let scale = |code: u8| {
-            let state: Value = serde_json::from_slice(
-                ours.bytes(&format!("{weight}.quant_state.bitsandbytes__nf4")).unwrap(),
-            )
-            .unwrap();
-            let outer = floats(&ours, &format!("{weight}.nested_absmax"))[0];
-            finetune::quant::dynamic_signed()[usize::from(code)] * outer
-                + state["nested_offset"].as_f64().unwrap() as f32
-        };
-        let values = floats(&original, weight);
-        for ((ours, theirs), block) in our_bytes.iter().zip(their_bytes).zip(values.chunks(64)) {
-            let largest = block.iter().fold(0f32, |max, x| max.max(x.abs()));
-            let off = |code: u8| (scale(code) - largest).abs();
-            assert!(ours == theirs || off(*ours) <= off(*theirs), "{name}: {ours} {theirs}");
-            missed += usize::from(ours != theirs);
-        }
+        assert_eq!(ours.bytes(name).unwrap(), theirs.bytes(name).unwrap(), "{name}");
     }
-    assert!(missed < 10, "{missed} of 1152 scales");
     let (ours, theirs) =
         (json_of(&place.path("quantized/config.json")), json_of(&golden(NF4).join("config.json")));
     assert_eq!(ours["quantization_config"], theirs["quantization_config"]);

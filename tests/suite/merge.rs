@@ -13,8 +13,6 @@ use tempfile::TempDir;
 
 /// Sums in another order leave this much of PEFT's logits.
 const LIMIT: f32 = 1e-4;
-/// Of the codes of double-quantized scales bitsandbytes takes a neighbour on a CPU now and then; ours are the nearest.
-const REQUANTIZED_LIMIT: f32 = 5e-4;
 
 fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
@@ -65,16 +63,15 @@ fn every_kind_computes_what_peft_computes() {
 fn an_adapter_of_a_quantized_base_merges_onto_it() {
     for run in ["qlora", "qdora"] {
         let quantized = BaseValues::Quantized(QuantFormat::default());
-        for (model, base, limit) in [
-            ("models/tiny-llama", quantized, REQUANTIZED_LIMIT),
-            ("quant/tiny-llama-bnb-nf4", BaseValues::AsStored, LIMIT),
-        ] {
+        for (model, base) in
+            [("models/tiny-llama", quantized), ("quant/tiny-llama-bnb-nf4", BaseValues::AsStored)]
+        {
             let (report, distance) = merged_distance(run, model, base);
-            assert!(distance < limit, "{run} onto {model}: {distance}");
+            assert!(distance < LIMIT, "{run} onto {model}: {distance}");
             assert_eq!((report.merged, report.replaced), (14, 0));
         }
         let (_, distance) = merged_distance(run, "models/tiny-llama", BaseValues::AsStored);
-        assert!(distance > 20.0 * REQUANTIZED_LIMIT, "{run}: the base makes a difference, {distance}");
+        assert!(distance > 100.0 * LIMIT, "{run}: the base makes a difference, {distance}");
     }
 }
 

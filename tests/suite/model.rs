@@ -1,5 +1,6 @@
 //! Logits, losses, gradients and greedy continuations of the eight tiny families against transformers
-//! (tests/golden/forward, made by tests/golden/scripts/make_golden.py).
+//! (tests/golden/forward, made by tests/golden/scripts/make_golden.py), and every kind of rope (tests/golden/rope, made by
+//! tests/golden/scripts/make_rope.py).
 
 use std::path::{Path, PathBuf};
 
@@ -278,6 +279,78 @@ fn bf16_is_close() -> Result<()> {
         let norm = engine.store.gradient_norm()?;
         let wanted = golden.info["grad_norm"].as_f64().unwrap();
         assert!((norm / wanted - 1.0).abs() < 0.02, "{name}: gradient norm {norm}, exactly {wanted}");
+    }
+    Ok(())
+}
+
+/// Sixteen tokens made one by one, past the golden models' original context of 16, are what the logits of all before say.
+fn tokens_are_those_of_the_whole_text(engine: &Engine, prompt: &[u32], name: &str) -> Result<()> {
+    let greedy = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
+    let made = engine.generate(prompt, 16, greedy, &[], &mut |_| Ok(true))?;
+    let text = [prompt, &made[..]].concat();
+    for (len, made) in (prompt.len()..).zip(&made) {
+        let logits = flat(&engine.logits(&packed(&[text[..len].to_vec()]))?);
+        let last = &logits[logits.len() - engine.config.vocab_size..];
+        let best = (0..last.len()).max_by(|&a, &b| last[a].total_cmp(&last[b])).unwrap();
+        assert_eq!(*made, best as u32, "{name}: the token at {len}");
+    }
+    Ok(())
+}
+
+/// Every `rope_type`, in the keys of either generation of transformers, for a sequence within the original context and one
+/// beyond it, alone and side by side.
+#[test]
+fn every_rope_equals_transformers() -> Result<()> {
+    let folder = golden().join("rope");
+    let cases = std::fs::read_to_string(folder.join("cases.json")).unwrap();
+    let cases: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&cases).unwrap();
+    assert_eq!(cases.len(), 18);
+    let expected = ModelFiles::open_file(&folder.join("expected.safetensors")).unwrap();
+    let tokens = |name: &str| integers(&expected, name).iter().map(|id| *id as u32).collect::<Vec<u32>>();
+    let sequences = [("short", tokens("ids.short")), ("long", tokens("ids.long"))];
+    let together = packed(&sequences.clone().map(|(_, ids)| ids));
+    for (name, case) in &cases {
+        let shared = folder.join(case["model"].as_str().unwrap());
+        let place = tempfile::tempdir().unwrap();
+        let config = std::fs::read_to_string(shared.join("config.json")).unwrap();
+        let mut config: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&config).unwrap();
+        config.extend(case["config"].as_object().unwrap().clone());
+        std::fs::write(place.path().join("config.json"), serde_json::to_vec(&config).unwrap()).unwrap();
+        std::fs::copy(shared.join("model.safetensors"), place.path().join("model.safetensors")).unwrap();
+        let options = EngineOptions::alone(Device::Cpu, DType::F32, AttentionAlgorithm::Flash, 0);
+        let engine = logits::base(place.path()).engine(None, true, &options)?;
+
+        let mut alone = Vec::new();
+        for (length, ids) in &sequences {
+            let ours = flat(&engine.logits(&packed(std::slice::from_ref(ids)))?);
+            let difference =
+                largest_difference(&ours, &floats(&expected, &format!("{name}.logits.{length}")));
+            assert!(difference < 1e-4, "{name} {length}: logits {difference}");
+            alone.extend(ours);
+        }
+        let difference = largest_difference(&flat(&engine.logits(&together)?), &alone);
+        assert!(difference < 1e-5, "{name}: side by side {difference}");
+
+        tokens_are_those_of_the_whole_text(&engine, &sequences[0].1, name)?;
+
+        let valid = together.valid() as f64;
+        let loss = engine.micro_step(&together, micro(1.0 / valid, Recompute::Block))? / valid;
+        let wanted = case["loss_f64"].as_f64().unwrap();
+        assert!((loss - wanted).abs() < 1e-5, "{name}: loss {loss}, transformers {wanted}");
+        let prefix = format!("{name}.grad.");
+        let mut compared = 0;
+        for stored in expected.names().filter(|stored| stored.starts_with(&prefix)) {
+            let parameter = stored.trim_start_matches(&prefix);
+            let (bucket, entry) = engine.store.find(parameter).expect(parameter);
+            let wanted = floats(&expected, stored);
+            let scale = wanted.iter().fold(0f32, |m, x| m.max(x.abs()));
+            let difference = largest_difference(&gradient(bucket, entry), &wanted) / scale;
+            assert!(difference < 1e-4, "{name} {parameter}: relative difference {difference}");
+            compared += 1;
+        }
+        assert!(compared >= 1, "{name}: no gradient stored");
+        let (norm, wanted) = (engine.store.gradient_norm()?, case["grad_norm"].as_f64().unwrap());
+        assert!((norm / wanted - 1.0).abs() < 1e-4, "{name}: gradient norm {norm}, transformers {wanted}");
     }
     Ok(())
 }

@@ -14,7 +14,6 @@ use crate::model::{Family, ModelConfig, Rope, RopeKind};
 /// What config.json says about the ropes; defaults as in `model`.
 struct Spec<'a> {
     scaling: Option<&'a Map<String, Json>>,
-    raw: &'a Map<String, Json>,
     theta: f64,
     local_theta: f64,
 }
@@ -30,7 +29,6 @@ impl<'a> Spec<'a> {
         let default = if config.family == Family::Gemma3 { 1e6 } else { 1e4 };
         Self {
             scaling,
-            raw,
             theta: number(scaling, "rope_theta").or(number(Some(raw), "rope_theta")).unwrap_or(default),
             local_theta: number(local, "rope_theta")
                 .or(number(Some(raw), "rope_local_base_freq"))
@@ -40,7 +38,9 @@ impl<'a> Spec<'a> {
 
     fn kind(&self) -> &'a str {
         let named = |key: &str| self.scaling?.get(key)?.as_str();
-        named("rope_type").or_else(|| named("type")).unwrap_or("default")
+        let kind = named("rope_type").or_else(|| named("type")).unwrap_or("default");
+        let divides = self.scaling.is_some_and(|scaling| scaling.contains_key("short_factor"));
+        if kind == "yarn" && divides { "longrope" } else { kind }
     }
 
     fn number(&self, key: &str) -> Option<f64> {
@@ -52,13 +52,6 @@ impl<'a> Spec<'a> {
         let is = |key: &str, usual: f64| self.number(key).is_none_or(|found| found == usual);
         let truncates = self.scaling.and_then(|scaling| scaling.get("truncate")) != Some(&Json::Bool(false));
         is("beta_fast", 32.0) && is("beta_slow", 1.0) && truncates
-    }
-
-    /// The context that frequencies were trained for.
-    fn original(&self, config: &ModelConfig) -> usize {
-        let outside = self.raw.get("original_max_position_embeddings").and_then(Json::as_f64);
-        let original = self.number("original_max_position_embeddings").or(outside);
-        original.map_or(config.max_position_embeddings, |original| original as usize)
     }
 }
 
@@ -133,7 +126,8 @@ fn scale(
     let mut set = |key: &str, value: MetadataValue| {
         description.metadata.set(format!("{arch}.rope.scaling.{key}"), value)
     };
-    let factor = spec.number("factor").unwrap_or(1.0);
+    let ratio = || config.max_position_embeddings as f64 / rope.trained_positions as f64;
+    let factor = spec.number("factor").unwrap_or_else(ratio);
     match spec.kind() {
         "linear" => {
             set("type", MetadataValue::Text("linear".into()));
@@ -142,7 +136,7 @@ fn scale(
         "yarn" => {
             set("type", MetadataValue::Text("yarn".into()));
             set("factor", MetadataValue::F32(factor as f32));
-            set("original_context_length", count("original context", spec.original(config))?);
+            set("original_context_length", count("original context", rope.trained_positions)?);
             // llama.cpp applies the paper's factor by itself; the key is on top of it.
             let natural = if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 };
             let rest = f64::from(rope.attention_factor) / natural;
@@ -157,7 +151,7 @@ fn scale(
         }
         "longrope" | "su" => {
             set("type", MetadataValue::Text("longrope".into()));
-            set("original_context_length", count("original context", spec.original(config))?);
+            set("original_context_length", count("original context", rope.trained_positions)?);
             set("attn_factor", MetadataValue::F32(rope.attention_factor));
             if let RopeKind::LongRope { short, long } = &rope.kind {
                 description.tensors.push(("rope_factors_long.weight", long.clone()));

@@ -1,0 +1,42 @@
+//! Codes of the signed dynamic map for weights and scales: those of bitsandbytes' CPU library, to the bit.
+//!
+//! The library finds a code not by comparing but in a table: a value is rounded to the nearest of 65536 numbers evenly
+//! spaced from -1 to 1, whose nearest code it takes. So a value within 1.5e-5 of the midpoint of two codes, or on it, may
+//! get either, and zero, which is none of those numbers, has the code of 1.5e-5. Midpoints are usual values of bf16
+//! weights, and their few distinct scales make one such value many codes. Optimizer states, where zero must stay zero,
+//! take the nearest code: [`super::DynamicMap`].
+
+use std::sync::LazyLock;
+
+use super::codes::dynamic_signed;
+use super::quantize::largest;
+
+const LEN: usize = 1 << 16;
+
+static CODES: LazyLock<Vec<u8>> = LazyLock::new(|| {
+    let map = dynamic_signed();
+    let mut code = 0;
+    let codes = (0..LEN).map(|i| {
+        let value = -1.0 + (2 * i) as f32 / (LEN - 1) as f32;
+        while code < 255 && 0.5 * (map[code] + map[code + 1]) < value {
+            code += 1;
+        }
+        code as u8
+    });
+    codes.collect()
+});
+
+/// Writes the codes of one block of `values` and returns its scale, the largest magnitude.
+pub(super) fn quantize(values: &[f32], codes: &mut [u8]) -> f32 {
+    let absmax = largest(values);
+    if absmax == 0.0 {
+        codes.fill(0);
+        return absmax;
+    }
+    let (factor, table) = (1.0 / absmax, &CODES[..LEN]);
+    for (code, value) in codes.iter_mut().zip(values) {
+        let scaled = (value * factor).clamp(-1.0, 1.0);
+        *code = table[((scaled + 1.0) * 0.5 * (LEN - 1) as f32 + 0.5) as usize & (LEN - 1)];
+    }
+    absmax
+}
