@@ -183,7 +183,16 @@ fn saver<'a>(output: &Path, world: &dyn Collective, writers: &'a Writers, after:
 
 fn state(step: u64, ranks: usize) -> State {
     let fingerprint = BTreeMap::new();
-    State { schema: checkpoint::SCHEMA, step, epoch: 0, index: step, tokens: 1, ranks, fingerprint }
+    State {
+        schema: checkpoint::SCHEMA,
+        step,
+        epoch: 0,
+        index: step,
+        tokens: 1,
+        ranks,
+        base: None,
+        fingerprint,
+    }
 }
 
 fn share(rank: usize, step: u64) -> Vec<SnapshotTensor> {

@@ -4,7 +4,7 @@ use std::io::BufRead;
 
 use serde_json::json;
 
-use super::{open_device, terminal, working_folder};
+use super::{open_device, say_base, terminal, working_folder};
 use crate::cli::GenerateArgs;
 use crate::data::template::Inputs;
 use crate::data::{ChatTemplate, Tokenizer};
@@ -32,7 +32,9 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
         Some(source) => {
             let folder = finder.adapter(&source)?.folder;
             base.adopt(&folder)?;
-            Some(Adaptation::saved_in(&folder, &base.config)?)
+            let adaptation = Adaptation::saved_in(&folder, &base.config)?;
+            say_base(&terminal, &base.check_adapter(&folder, recipe.train.seed, args.force_base)?);
+            Some(adaptation)
         }
         None => None,
     };

@@ -8,6 +8,7 @@ use crate::error::Result;
 use crate::hub::{self, DownloadEvent, HubOptions, Located};
 use crate::recipe::Source;
 use crate::report::Terminal;
+use crate::weights::ModelIdentity;
 
 /// Finds models, adapters and data sets for a command.
 pub struct Finder<'a> {
@@ -26,6 +27,21 @@ pub struct Found {
     pub commit: Option<String>,
     /// It came from the hub.
     pub on_hub: bool,
+}
+
+impl Found {
+    /// What it is called: its hub id, or the name of its folder without the way to it, which is this machine's alone.
+    pub fn name(&self) -> String {
+        // `.` is no name: that of its whole path is.
+        let whole = self.folder.canonicalize().ok().filter(|_| !self.on_hub);
+        let last = whole.as_deref().and_then(Path::file_name);
+        last.map_or_else(|| self.id.clone(), |name| name.to_string_lossy().into_owned())
+    }
+
+    /// Which model it is by name alone.
+    pub(super) fn identity(&self) -> ModelIdentity {
+        ModelIdentity::named(&self.name(), self.commit.as_deref())
+    }
 }
 
 impl<'a> Finder<'a> {

@@ -8,6 +8,7 @@
 mod adaptation;
 mod assets;
 mod base;
+mod base_check;
 mod locate;
 mod memory;
 mod merging;
@@ -21,6 +22,7 @@ mod vocabulary;
 
 pub use adaptation::Adaptation;
 pub use base::{Base, EngineOptions};
+pub use base_check::BaseCheck;
 pub use locate::{Finder, Found};
 pub use memory::Memory;
 pub use merging::{BaseChoice, Certificate, Check, MergeBase};

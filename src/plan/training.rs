@@ -9,6 +9,7 @@ use candle_core::{DType, Device};
 
 use super::adaptation::Adaptation;
 use super::base::{Base, EngineOptions, describe};
+use super::base_check::BaseCheck;
 use super::locate::{Finder, Found};
 use super::memory::{How, Memory, available};
 use super::parameters::twin_of;
@@ -28,7 +29,7 @@ use crate::optim::{MomentDtype, OptimizerOptions, Schedule, ScheduleKind};
 use crate::recipe::{self, Dtype, Recipe, SchedulerKind, StateDtype};
 use crate::strategy::{Kind, Offload, Ranks, Reducing, Slot};
 use crate::units;
-use crate::weights::{Entry, ModelFiles, StoredDtype, Written};
+use crate::weights::{Entry, ModelFiles, ModelIdentity, StoredDtype, Written};
 
 /// What will run.
 #[derive(Debug)]
@@ -59,6 +60,8 @@ pub struct Plan {
     pub kind: Kind,
     /// Why it was picked, when the recipe left it open.
     why: Option<String>,
+    /// Which model the run starts from, once somebody asked.
+    identity: OnceLock<ModelIdentity>,
     /// What PiSSA took from the weights when they were loaded, by module.
     initial: OnceLock<Arc<BTreeMap<String, Factors>>>,
 }
@@ -124,6 +127,7 @@ impl Plan {
             ranks,
             kind,
             why,
+            identity: OnceLock::new(),
             initial: OnceLock::new(),
         })
     }
@@ -149,11 +153,40 @@ impl Plan {
         Sampler::new(&self.train.0, sampler_options(&self.recipe, self.ranks))
     }
 
+    /// Which model the run starts from.
+    ///
+    /// # Errors
+    /// As [`Base::identity`].
+    pub fn identity(&self) -> Result<&ModelIdentity> {
+        if let Some(identity) = self.identity.get() {
+            return Ok(identity);
+        }
+        let identity = self.base.identity(self.recipe.train.seed)?;
+        Ok(self.identity.get_or_init(|| identity))
+    }
+
+    /// Compares the base with that of the checkpoint `resumed`, or of the adapter that the run starts from; none where
+    /// there is neither. `force_base` takes another one too.
+    ///
+    /// # Errors
+    /// The user's: they are different models; what the adapter says of its base is malformed.
+    pub fn check_base(&self, resumed: Option<&Saved>, force_base: bool) -> Result<Option<BaseCheck>> {
+        let start = self.adaptation.as_ref().and_then(|adaptation| adaptation.start.saved());
+        let (what, trained_on) = match (resumed, start) {
+            (Some(saved), _) => (format!("checkpoint {}", saved.folder.display()), saved.state.base.clone()),
+            (None, Some(start)) => (format!("adapter {}", start.folder().display()), start.base_model()?),
+            (None, None) => return Ok(None),
+        };
+        BaseCheck::new(&what, trained_on.as_ref(), self.identity()?, force_base).map(Some)
+    }
+
     /// Takes the weights from a checkpoint instead of the base.
     ///
     /// # Errors
     /// The checkpoint is of another run.
     pub fn resume(&mut self, saved: &Saved) -> Result<()> {
+        // While the files are still the base's.
+        self.identity()?;
         saved.check_same_run(&self.fingerprint())?;
         match &mut self.adaptation {
             Some(adaptation) => adaptation.resume(adapter::Adapter::read(&saved.folder)?),
@@ -261,10 +294,6 @@ impl Plan {
         facts.insert("data".into(), short(self.train.0.digest()));
         facts.insert("steps".into(), self.total_steps.to_string());
         facts.insert("tokenizer".into(), short(self.rows.tokenizer.digest()));
-        // The weights a full run is resumed with are the checkpoint's own.
-        if let (Some(files), true) = (&self.base.files, self.adaptation.is_some()) {
-            facts.insert("weights".into(), short(files.fingerprint()));
-        }
         facts
     }
 
@@ -279,7 +308,10 @@ impl Plan {
 
     /// Writes trained weights in the form this run leaves: a PEFT adapter, or a Hugging Face model, whose tensors the
     /// ranks of `trainer` share. `exact`: in f32, as checkpoints need it; else as `checkpoint.output_dtype` says.
-    pub fn writer(&self, exact: bool, trainer: &Trainer) -> WriteWeights {
+    ///
+    /// # Errors
+    /// As [`Plan::identity`].
+    pub fn writer(&self, exact: bool, trainer: &Trainer) -> Result<WriteWeights> {
         let given = if exact { Dtype::F32 } else { self.recipe.checkpoint.output_dtype };
         let tokenizer = self.base.other_tokenizer(&self.rows.tokenizer);
         let Some(adaptation) = &self.adaptation else {
@@ -291,10 +323,10 @@ impl Plan {
             let entry = |slot: Slot| Entry { dtype: dtype(&slot.name), name: slot.name, shape: slot.shape };
             let shares = trainer.shares().into_iter().map(|slots| slots.into_iter().map(entry).collect());
             let parts = hf::Parts::new(shares.collect(), self.base.found.folder.clone(), tokenizer);
-            return Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: Part| match part {
+            return Ok(Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: Part| match part {
                 Part::Tensors(rank) => write_tensors(&parts, rank, folder, tensors),
                 Part::Rest => parts.write_rest(folder),
-            });
+            }));
         };
         let initial = self.initial.get().cloned().unwrap_or_default();
         let config = match adaptation.is_pissa() {
@@ -303,14 +335,15 @@ impl Plan {
         };
         let dtype = stored(given).unwrap_or(StoredDtype::F32);
         let tied = self.base.config.tie_word_embeddings && !adaptation.unties();
-        Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: Part| match part {
-            Part::Tensors(0) => write_adapter(folder, &config, tied, tensors, &initial, dtype),
+        let adapter = AdapterOutput { config, base: self.identity()?.clone(), tied, initial, dtype };
+        Ok(Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: Part| match part {
+            Part::Tensors(0) => adapter.write(folder, tensors),
             Part::Tensors(_) => Ok(Vec::new()),
             Part::Rest => {
                 let written = tokenizer.as_ref().map_or(Ok(()), |tokenizer| tokenizer.write(folder));
                 written.map(|()| Vec::new())
             }
-        })
+        }))
     }
 
     /// The dtype of each tensor of the base; what config.json says for one that starts random.
@@ -478,40 +511,48 @@ fn stored(dtype: Dtype) -> Option<StoredDtype> {
     }
 }
 
-fn write_adapter(
-    folder: &Path,
-    config: &adapter::AdapterConfig,
+/// An adapter as a run leaves it.
+struct AdapterOutput {
+    config: adapter::AdapterConfig,
+    base: ModelIdentity,
+    /// Embedding and head are one parameter.
     tied: bool,
-    tensors: &[SnapshotTensor],
-    initial: &BTreeMap<String, Factors>,
+    /// What PiSSA took from the weights, by module.
+    initial: Arc<BTreeMap<String, Factors>>,
     dtype: StoredDtype,
-) -> Result<Vec<Written>> {
-    let mut values: BTreeMap<AdapterTensor, Cow<'_, [f32]>> = BTreeMap::new();
-    for tensor in tensors {
-        let AdapterPart { module, kind } = AdapterPart::of(&tensor.name)?;
-        let (shape, data) = match initial.get(module) {
-            None => (tensor.shape.clone(), Cow::Borrowed(tensor.values.as_slice())),
-            Some(factors) => {
-                let (shape, data) = saved_matrix(kind, &tensor.shape, &tensor.values, factors);
-                (shape, Cow::Owned(data))
+}
+
+impl AdapterOutput {
+    fn write(&self, folder: &Path, tensors: &[SnapshotTensor]) -> Result<Vec<Written>> {
+        let mut values: BTreeMap<AdapterTensor, Cow<'_, [f32]>> = BTreeMap::new();
+        for tensor in tensors {
+            let AdapterPart { module, kind } = AdapterPart::of(&tensor.name)?;
+            let (shape, data) = match self.initial.get(module) {
+                None => (tensor.shape.clone(), Cow::Borrowed(tensor.values.as_slice())),
+                Some(factors) => {
+                    let (shape, data) = saved_matrix(kind, &tensor.shape, &tensor.values, factors);
+                    (shape, Cow::Owned(data))
+                }
+            };
+            values.insert(AdapterTensor { module: module.to_owned(), kind, shape }, data);
+        }
+        // A tied pair trains as one parameter; PEFT reads it under both names.
+        let twins: Vec<_> = values
+            .iter()
+            .filter_map(|(tensor, values)| {
+                let module = twin_of(&tensor.module).filter(|_| self.tied && tensor.kind.is_saved())?;
+                Some((AdapterTensor { module: module.to_owned(), ..tensor.clone() }, values.clone()))
+            })
+            .collect();
+        values.extend(twins);
+        let list: Vec<AdapterTensor> = values.keys().cloned().collect();
+        adapter::write(folder, &self.config, &self.base, &list, self.dtype, |tensor, sink| {
+            match values.get(tensor) {
+                Some(values) => sink.write_values(values),
+                None => Err(Error::internal(format!("no values for {}", tensor.name()))),
             }
-        };
-        values.insert(AdapterTensor { module: module.to_owned(), kind, shape }, data);
-    }
-    // A tied pair trains as one parameter; PEFT reads it under both names.
-    let twins: Vec<_> = values
-        .iter()
-        .filter_map(|(tensor, values)| {
-            let module = twin_of(&tensor.module).filter(|_| tied && tensor.kind.is_saved())?;
-            Some((AdapterTensor { module: module.to_owned(), ..tensor.clone() }, values.clone()))
         })
-        .collect();
-    values.extend(twins);
-    let list: Vec<AdapterTensor> = values.keys().cloned().collect();
-    adapter::write(folder, config, &list, dtype, |tensor, sink| match values.get(tensor) {
-        Some(values) => sink.write_values(values),
-        None => Err(Error::internal(format!("no values for {}", tensor.name()))),
-    })
+    }
 }
 
 fn write_tensors(

@@ -55,6 +55,8 @@ struct Shard {
     map: Mmap,
     /// Of all its tensors.
     data_bytes: u64,
+    /// The texts of its header's `__metadata__`.
+    metadata: BTreeMap<String, String>,
 }
 
 impl ModelFiles {
@@ -157,7 +159,8 @@ impl ModelFiles {
         let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
         let (shard, path) = (self.shards.len(), Arc::<Path>::from(path));
         let mut data_bytes = 0;
-        for tensor in header::parse(&map, &path)? {
+        let header::Header { tensors, metadata } = header::parse(&map, &path)?;
+        for tensor in tensors {
             let header::HeaderTensor { name, dtype, shape, range } = tensor;
             data_bytes += range.len() as u64;
             let info = TensorInfo { dtype, shape, file: Arc::clone(&path), range, shard };
@@ -173,7 +176,7 @@ impl ModelFiles {
             }
             self.tensors.insert(name, info);
         }
-        self.shards.push(Shard { path, map, data_bytes });
+        self.shards.push(Shard { path, map, data_bytes, metadata });
         Ok(())
     }
 
@@ -336,19 +339,14 @@ impl ModelFiles {
         drop(advised);
     }
 
-    /// A digest of what the model is: names, types, shapes and the first and last bytes of each tensor. It tells two
-    /// models of one architecture apart without reading their weights; it is no proof against tampering.
-    pub fn fingerprint(&self) -> blake3::Hash {
-        const EDGE: usize = 256;
-        let mut hasher = blake3::Hasher::new();
-        for (name, info) in &self.tensors {
-            let bytes = &self.shards[info.shard].map[info.range.clone()];
-            hasher.update(&(name.len() as u64).to_le_bytes()).update(name.as_bytes());
-            hasher.update(format!("{}{:?}", info.dtype, info.shape).as_bytes());
-            hasher.update(&bytes[..bytes.len().min(EDGE)]);
-            hasher.update(&bytes[bytes.len().saturating_sub(EDGE)..]);
-        }
-        hasher.finalize()
+    /// The text called `key` in a header's `__metadata__`: that of the first file that has one.
+    pub fn metadata(&self, key: &str) -> Option<&str> {
+        self.shards.iter().find_map(|shard| shard.metadata.get(key)).map(String::as_str)
+    }
+
+    /// The bytes of a tensor as they lie in its file: of a quantized one, its codes.
+    pub(super) fn stored(&self, info: &TensorInfo) -> &[u8] {
+        &self.shards[info.shard].map[info.range.clone()]
     }
 }
 

@@ -4,6 +4,7 @@
 //! names to `dtype`, `shape` and `data_offsets`, then the data, which the offsets cover without a hole or overlap.
 //! Nothing is allocated for what a header merely claims, and no tensor byte is touched.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::path::Path;
@@ -27,8 +28,17 @@ pub(super) struct HeaderTensor {
     pub(super) range: Range<usize>,
 }
 
-/// The tensors of the file `path`, whose whole contents are `file`, in the order of their bytes.
-pub(super) fn parse(file: &[u8], path: &Path) -> Result<Vec<HeaderTensor>> {
+/// What a header says.
+#[derive(Debug)]
+pub(super) struct Header {
+    /// The tensors, in the order of their bytes.
+    pub(super) tensors: Vec<HeaderTensor>,
+    /// The texts of `__metadata__`.
+    pub(super) metadata: BTreeMap<String, String>,
+}
+
+/// The header of the file `path`, whose whole contents are `file`.
+pub(super) fn parse(file: &[u8], path: &Path) -> Result<Header> {
     parse_checked(file).map_err(|cause| {
         Error::user(format!("cannot read weights {}", path.display()))
             .because(cause)
@@ -36,7 +46,7 @@ pub(super) fn parse(file: &[u8], path: &Path) -> Result<Vec<HeaderTensor>> {
     })
 }
 
-fn parse_checked(file: &[u8]) -> Result<Vec<HeaderTensor>, String> {
+fn parse_checked(file: &[u8]) -> Result<Header, String> {
     let Some((length, rest)) = file.split_first_chunk::<8>() else {
         return Err(format!("it has {} bytes; a safetensors file has at least 8", file.len()));
     };
@@ -57,9 +67,9 @@ fn parse_checked(file: &[u8]) -> Result<Vec<HeaderTensor>, String> {
         ));
     }
     let (json, data) = rest.split_at(length);
-    let RawHeader(raw) =
+    let RawHeader { tensors, metadata } =
         serde_json::from_slice(json).map_err(|error| format!("its header is not valid: {error}"))?;
-    let mut tensors = raw
+    let mut tensors = tensors
         .into_iter()
         .map(|(name, raw)| {
             check_tensor(&name, raw).map(|(dtype, shape, range)| HeaderTensor { name, dtype, shape, range })
@@ -71,7 +81,7 @@ fn parse_checked(file: &[u8]) -> Result<Vec<HeaderTensor>, String> {
     for tensor in &mut tensors {
         tensor.range = tensor.range.start + 8 + length..tensor.range.end + 8 + length;
     }
-    Ok(tensors)
+    Ok(Header { tensors, metadata })
 }
 
 fn check_tensor(name: &str, raw: RawTensor) -> Result<(StoredDtype, Vec<usize>, Range<usize>), String> {
@@ -157,7 +167,10 @@ pub(super) fn clip(name: &str) -> String {
     shown
 }
 
-struct RawHeader(Vec<(String, RawTensor)>);
+struct RawHeader {
+    tensors: Vec<(String, RawTensor)>,
+    metadata: BTreeMap<String, String>,
+}
 
 struct RawTensor {
     dtype: String,
@@ -174,10 +187,10 @@ impl<'de> Deserialize<'de> for RawHeader {
                 f.write_str("an object from tensor names to dtype, shape and data_offsets")
             }
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
-                let mut tensors = Vec::new();
+                let (mut tensors, mut metadata) = (Vec::new(), BTreeMap::new());
                 while let Some(name) = map.next_key::<String>()? {
                     if name == "__metadata__" {
-                        map.next_value::<serde::de::IgnoredAny>()?;
+                        metadata.extend(texts(map.next_value()?));
                         continue;
                     }
                     let tensor = map
@@ -185,11 +198,18 @@ impl<'de> Deserialize<'de> for RawHeader {
                         .map_err(|error| A::Error::custom(format!("tensor `{}`: {error}", clip(&name))))?;
                     tensors.push((name, tensor));
                 }
-                Ok(RawHeader(tensors))
+                Ok(RawHeader { tensors, metadata })
             }
         }
         deserializer.deserialize_map(Names)
     }
+}
+
+/// The entries of `__metadata__` that are texts, as the format wants all of them.
+fn texts(metadata: serde_json::Value) -> impl Iterator<Item = (String, String)> {
+    let serde_json::Value::Object(entries) = metadata else { return None.into_iter().flatten() };
+    let text = |(key, value): (String, serde_json::Value)| Some((key, value.as_str()?.to_owned()));
+    Some(entries.into_iter().filter_map(text)).into_iter().flatten()
 }
 
 impl<'de> Deserialize<'de> for RawTensor {

@@ -15,6 +15,7 @@ mod dtype;
 mod files;
 mod grown;
 mod header;
+mod identity;
 mod index;
 mod load;
 mod new_folder;
@@ -26,14 +27,15 @@ mod write;
 pub use dtype::{Element, OutputDtype, StoredDtype};
 pub use files::{ModelFiles, TensorInfo};
 pub use grown::GrownTable;
+pub use identity::{ModelIdentity, QUANTIZED_FROM};
 pub use load::{Expected, load_tensor};
 pub use new_folder::NewFolder;
 pub use quantized::QuantizedTensor;
 pub use scattered::{Planned, ScatteredWriter};
 pub use summary::{Group, Summary, Tally, summary};
 pub use write::{
-    Entry, TensorSink, Written, split, write_file, write_index, write_index_of, write_sharded, write_shards,
-    write_text,
+    Entry, Metadata, TensorSink, Written, split, write_file, write_file_with, write_index, write_index_of,
+    write_sharded, write_shards, write_text,
 };
 
 /// The weights of a model that is not sharded.
