@@ -16,6 +16,7 @@ mod parameters;
 mod pissa;
 mod ranks;
 mod rows;
+mod saved_adapter;
 mod training;
 mod values;
 mod vocabulary;

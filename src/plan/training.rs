@@ -87,11 +87,11 @@ impl Plan {
         saved.as_deref().map_or(Ok(()), |folder| base.adopt(folder))?;
         let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
         let named = (base.found.id.as_str(), &base.config);
-        let adaptation = recipe
-            .adapter
-            .as_ref()
-            .map(|adapter| Adaptation::from_recipe(adapter, saved.as_deref(), named, &tokens))
-            .transpose()?;
+        let adaptation = match (&saved, &recipe.adapter) {
+            (Some(folder), _) => Some(Adaptation::from_saved(&mut recipe, folder, named, &tokens)?),
+            (None, Some(adapter)) => Some(Adaptation::from_recipe(adapter, named, &tokens)?),
+            (None, None) => None,
+        };
         base.check(adaptation.as_ref(), adaptation.is_none())?;
         let rows = Rows::new(tokenizer, &recipe.data, base.config.vocab_size)?;
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
