@@ -63,8 +63,12 @@ impl BaseCheck {
     /// weights where they are, else by commits.
     ///
     /// # Errors
-    /// The user's: they are different models; the adapter cannot be read.
+    /// The user's: they are different models.
     pub fn of_headers(folder: &Path, found: &Found, force_base: bool) -> Result<Self> {
+        // Who uses the adapter reads it too, and says better what is wrong with it.
+        if Adapter::read(folder).is_err() {
+            return Ok(BaseCheck::Same);
+        }
         let named = found.identity();
         let model = match ModelFiles::open(&found.folder) {
             Ok(files) => named.of_files(&files)?,
