@@ -11,9 +11,10 @@ use crate::error::{Error, Result};
 use crate::export::gguf::{self, Exported, GgufType};
 use crate::export::hf;
 use crate::model::ModelConfig;
-use crate::plan::{BaseCheck, Finder, Found};
-use crate::recipe::Source;
+use crate::plan::BaseCheck;
+use crate::recipe::DataSource;
 use crate::report::Terminal;
+use crate::setup::{ResolvedSource, Resolver};
 use crate::units;
 use crate::weights::{ModelFiles, OutputDtype};
 
@@ -22,13 +23,13 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
     let dtype = check(args)?;
-    let finder = Finder::new(args.common.offline, &terminal)?;
-    let source = Source::from_argument("--model", &args.model, &folder)?;
+    let finder = Resolver::new(args.common.offline, &terminal)?;
+    let source = DataSource::from_argument("--model", &args.model, &folder)?;
     if let Some(adapter) = &args.adapter {
         // Of the base only config.json is needed; of weights that are there besides, a sample is compared.
         let found = finder.model_headers(&source, &args.revision)?;
         let config = config_of(&found)?;
-        let adapter = finder.adapter(&Source::from_argument("--adapter", adapter, &folder)?)?;
+        let adapter = finder.adapter(&DataSource::from_argument("--adapter", adapter, &folder)?)?;
         say_base(&terminal, &BaseCheck::of_headers(&adapter.folder, &found, args.force_base)?);
         let kind = args.r#type.unwrap_or(GgufType::F32);
         let exported = gguf::write_adapter(&config, &adapter.folder, &name_of(&adapter), kind, &args.output)?;
@@ -79,14 +80,14 @@ fn check(args: &ExportArgs) -> Result<OutputDtype> {
     }
 }
 
-fn config_of(found: &Found) -> Result<ModelConfig> {
+fn config_of(found: &ResolvedSource) -> Result<ModelConfig> {
     let path = found.folder.join("config.json");
     let text = std::fs::read_to_string(&path).map_err(|error| Error::io("read", &path, &error))?;
     ModelConfig::from_json(&text, &path.display().to_string())
 }
 
 /// The name of a hub repository, or of the folder.
-fn name_of(found: &Found) -> String {
+fn name_of(found: &ResolvedSource) -> String {
     let name = found.name();
     name.rsplit('/').next().unwrap_or(&name).to_owned()
 }

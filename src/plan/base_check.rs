@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use super::locate::Found;
-use crate::adapter::Adapter;
+use crate::adapter::SavedAdapter;
 use crate::error::{Error, Result};
+use crate::setup::resolver::ResolvedSource;
 use crate::weights::{ModelFiles, ModelIdentity};
 
 /// What was found when the model at hand was compared with the one trained on.
@@ -55,7 +55,7 @@ impl BaseCheck {
     /// # Errors
     /// As [`BaseCheck::new`]; the adapter cannot be read.
     pub(super) fn of_adapter(folder: &Path, model: &ModelIdentity, force_base: bool) -> Result<Self> {
-        let trained_on = Adapter::read(folder)?.base_model()?;
+        let trained_on = SavedAdapter::read(folder)?.base_model()?;
         Self::new(&format!("adapter {}", folder.display()), trained_on.as_ref(), model, force_base)
     }
 
@@ -64,9 +64,9 @@ impl BaseCheck {
     ///
     /// # Errors
     /// The user's: they are different models.
-    pub fn of_headers(folder: &Path, found: &Found, force_base: bool) -> Result<Self> {
+    pub fn of_headers(folder: &Path, found: &ResolvedSource, force_base: bool) -> Result<Self> {
         // Who uses the adapter reads it too, and says better what is wrong with it.
-        if Adapter::read(folder).is_err() {
+        if SavedAdapter::read(folder).is_err() {
             return Ok(BaseCheck::Same);
         }
         let named = found.identity();

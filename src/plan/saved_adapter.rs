@@ -8,10 +8,10 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::adaptation::{Adaptation, spec_of};
-use crate::adapter::{self, ModuleInfo, Names, Target, TargetModules, TargetSpec};
+use crate::adapter::{self, ModuleInfo, ModulePattern, NamePattern, Target, TargetSpec};
 use crate::error::{Error, Result};
 use crate::recipe::{self, AdapterKind, Patterns, Recipe};
+use crate::setup::adapter_setup::{AdapterSetup, spec_of};
 
 /// The section.
 const SECTION: &str = "adapter";
@@ -34,10 +34,10 @@ const KEYS: [&str; 9] = [
 /// The user's: keys that are written contradict the adapter, or name what the model does not have.
 pub(super) fn settings(
     recipe: &Recipe,
-    saved: &Adaptation,
+    saved: &AdapterSetup,
     folder: &Path,
     modules: &[ModuleInfo],
-) -> Result<recipe::Adapter> {
+) -> Result<recipe::AdapterSection> {
     let said = recipe.adapter.clone().unwrap_or_default();
     let found = in_words_of_the_recipe(&said, saved, modules);
     let is_written = |key: &str| recipe.written.place(SECTION, key).is_some();
@@ -74,12 +74,12 @@ pub(super) fn settings(
 /// The saved adapter as `[adapter]` would say it. Modules are named as they are found in it, which is what its
 /// `all-linear`, regular expressions and layer numbers came to.
 fn in_words_of_the_recipe(
-    said: &recipe::Adapter,
-    saved: &Adaptation,
+    said: &recipe::AdapterSection,
+    saved: &AdapterSetup,
     modules: &[ModuleInfo],
-) -> recipe::Adapter {
+) -> recipe::AdapterSection {
     let spec = &saved.config.spec;
-    recipe::Adapter {
+    recipe::AdapterSection {
         kind: if spec.use_dora { AdapterKind::Dora } else { AdapterKind::Lora },
         r: spec.r,
         lora_alpha: spec.lora_alpha,
@@ -95,10 +95,10 @@ fn in_words_of_the_recipe(
 
 /// What the recipe says, beside what was found in the adapter.
 struct Compared<'a> {
-    said: &'a recipe::Adapter,
-    found: &'a recipe::Adapter,
+    said: &'a recipe::AdapterSection,
+    found: &'a recipe::AdapterSection,
     is_written: &'a dyn Fn(&str) -> bool,
-    saved: &'a Adaptation,
+    saved: &'a AdapterSetup,
     modules: &'a [ModuleInfo],
 }
 
@@ -132,17 +132,17 @@ impl Compared<'_> {
     }
 
     /// The adapter's modules, each by its whole name.
-    fn own_targets(&self) -> TargetModules {
+    fn own_targets(&self) -> ModulePattern {
         let names = self.saved.targets.iter().map(|target| target.name.clone());
-        TargetModules::Named(Names::List(names.collect()))
+        ModulePattern::Named(NamePattern::List(names.collect()))
     }
 
     /// Whether `target_modules`, less what the recipe excludes and what is saved whole, are the adapter's modules.
-    fn names_the_targets(&self, target_modules: TargetModules) -> Result<bool> {
+    fn names_the_targets(&self, target_modules: ModulePattern) -> Result<bool> {
         let of = |key: &str| if (self.is_written)(key) { self.said } else { self.found };
         let spec = TargetSpec {
             target_modules,
-            exclude_modules: Names::List(of("exclude_modules").exclude_modules.clone()),
+            exclude_modules: NamePattern::List(of("exclude_modules").exclude_modules.clone()),
             modules_to_save: of("modules_to_save").modules_to_save.clone(),
             ..TargetSpec::default()
         };
@@ -151,7 +151,7 @@ impl Compared<'_> {
     }
 
     /// The modules that `adapter` saves whole.
-    fn saved_by(&self, adapter: &recipe::Adapter) -> Result<Vec<String>> {
+    fn saved_by(&self, adapter: &recipe::AdapterSection) -> Result<Vec<String>> {
         adapter::resolve_saved(&spec_of(adapter), self.modules)
     }
 }
@@ -163,12 +163,12 @@ fn by_name<T>(targets: &[Target], value: impl Fn(&Target) -> T) -> BTreeMap<&str
 /// The error for the keys `contradictions`.
 fn refusal(
     recipe: &Recipe,
-    said: &recipe::Adapter,
-    found: &recipe::Adapter,
+    said: &recipe::AdapterSection,
+    found: &recipe::AdapterSection,
     folder: &Path,
     contradictions: &[&str],
 ) -> Error {
-    let value = |adapter: &recipe::Adapter, key: &str| adapter.value(key).unwrap_or_default();
+    let value = |adapter: &recipe::AdapterSection, key: &str| adapter.value(key).unwrap_or_default();
     let mut error = Error::user(format!("cannot go on with the adapter in {}", folder.display()));
     for key in contradictions {
         let place = recipe.written.place(SECTION, key).unwrap_or_default();

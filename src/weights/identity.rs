@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{EMBED_TOKENS, LM_HEAD, ModelFiles, TensorInfo};
 use crate::error::{Error, Result};
-use crate::quant::Format;
+use crate::quant::QuantFormat;
 
 /// The entry of a quantized checkpoint's metadata with the [`ModelIdentity`] of the model that was quantized.
 pub const QUANTIZED_FROM: &str = "finetune.quantized_from";
@@ -159,7 +159,7 @@ fn digest(files: &ModelFiles) -> Result<blake3::Hash> {
         text(&mut hasher, &format!("{} {:?}", info.dtype, info.shape));
         hasher.update(&sample(files.stored(info)));
         if let Some(quantized) = files.quantized(stored)? {
-            let Format { kind, block_size, double_quant } = quantized.format();
+            let QuantFormat { kind, block_size, double_quant } = quantized.format();
             let offset = quantized.offset().to_bits();
             text(&mut hasher, &format!("{} {block_size} {double_quant} {offset}", kind.name()));
             for scales in quantized.stored_scales() {
