@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::{open_device, terminal, working_folder};
+use super::{open_device, say_base, terminal, working_folder};
 use crate::cli::EvalArgs;
 use crate::data::{self, Split};
 use crate::error::Result;
@@ -22,7 +22,9 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
         Some(source) => {
             let folder = finder.adapter(&source)?.folder;
             base.adopt(&folder)?;
-            Some(AdapterSetup::saved_in(&folder, &base.config)?)
+            let adapter_setup = AdapterSetup::saved_in(&folder, &base.config)?;
+            say_base(&terminal, &base.check_adapter(&folder, recipe.train.seed, args.force_base)?);
+            Some(adapter_setup)
         }
         None => None,
     };

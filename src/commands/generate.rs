@@ -4,7 +4,7 @@ use std::io::BufRead;
 
 use serde_json::json;
 
-use super::{open_device, terminal, working_folder};
+use super::{open_device, say_base, terminal, working_folder};
 use crate::cli::GenerateArgs;
 use crate::data::template::TemplateInputs;
 use crate::data::{ChatTemplate, Tokenizer};
@@ -33,7 +33,9 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
         Some(source) => {
             let folder = finder.adapter(&source)?.folder;
             base.adopt(&folder)?;
-            Some(AdapterSetup::saved_in(&folder, &base.config)?)
+            let adapter_setup = AdapterSetup::saved_in(&folder, &base.config)?;
+            say_base(&terminal, &base.check_adapter(&folder, recipe.train.seed, args.force_base)?);
+            Some(adapter_setup)
         }
         None => None,
     };

@@ -30,6 +30,7 @@ use crate::recipe::RecipeText;
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::device;
 use crate::runtime::device::DeviceChoice;
+use crate::setup::BaseCheck;
 
 /// Does what the command line says.
 ///
@@ -72,6 +73,15 @@ fn open_device() -> Result<Device> {
 /// GPUs by their numbers.
 fn open_gpus(numbers: &[usize]) -> Result<Vec<Device>> {
     numbers.iter().map(|number| device::open(DeviceChoice::Gpu(*number))).collect()
+}
+
+/// Says what is known of an adapter's or a checkpoint's base where that is not the model at hand for sure.
+fn say_base(terminal: &Terminal, check: &BaseCheck) {
+    match check {
+        BaseCheck::Same => {}
+        BaseCheck::Unchecked(text) => terminal.line(text),
+        BaseCheck::Forced(text) => terminal.warn(text),
+    }
 }
 
 /// Whether a training command runs the built-in recipe of this name.

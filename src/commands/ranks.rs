@@ -226,8 +226,9 @@ fn digests(plan: &Plan, library: Option<&Arc<NcclLibrary>>) -> Result<BTreeMap<S
     if let Some(library) = library {
         digests.insert("NCCL".to_owned(), of(&library.version().to_string()));
     }
-    if let Some(files) = &plan.base.files {
-        digests.insert("model".to_owned(), files.fingerprint().to_hex().to_string());
+    // Of a resumed full run these are the weights of the checkpoint.
+    if let Some(digest) = plan.base.identity(plan.recipe.train.seed)?.digest() {
+        digests.insert("model".to_owned(), digest.to_owned());
     }
     Ok(digests)
 }

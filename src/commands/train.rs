@@ -9,7 +9,7 @@ use candle_core::Device;
 
 use super::ranks::{self, RankSetup};
 use super::showcase::{self, Question};
-use super::terminal;
+use super::{say_base, terminal};
 use crate::checkpoint::{
     self, SaveThreads, SavedCheckpoint, Saver, SaverOptions, SnapshotPart, TrainingState,
 };
@@ -43,6 +43,9 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let finder = Resolver::new(args.common.offline, &terminal)?;
     let finder = if args.dry_run { finder.leaving_weights() } else { finder };
     let mut plan = Plan::resolve(recipe, &finder, ranks.device(), world_size, resumed.as_ref())?;
+    if let Some(check) = plan.check_base(resumed.as_ref(), args.force_base)? {
+        say_base(&terminal, &check);
+    }
     say(&plan, &terminal);
     if args.dry_run {
         return terminal.data(plan.recipe.to_toml());
@@ -137,7 +140,7 @@ impl TrainRun<'_> {
     /// Writes the trained weights to the output folder: each rank its share, then the first what stands beside.
     fn write(&self, trainer: &Trainer, world: &dyn Collective) -> Result<()> {
         let output = self.args.output.as_path();
-        let write = self.plan.writer(false, trainer);
+        let write = self.plan.writer(false, trainer)?;
         write(output, &trainer.snapshot(false)?, SnapshotPart::Tensors(world.rank()))?;
         world.barrier(Call { what: "the parts of the result", index: 0 })?;
         if world.rank() == 0 {
@@ -158,7 +161,7 @@ impl TrainRun<'_> {
             output: output.to_owned(),
             keep_last: settings.keep_last,
             in_background: settings.async_save,
-            write_weights: plan.writer(true, trainer),
+            write_weights: plan.writer(true, trainer)?,
         };
         let first = world.rank() == 0;
         let saver = Saver::new(options, first, self.writers)?;
@@ -167,7 +170,7 @@ impl TrainRun<'_> {
         if let Some(state) = state {
             sampler.seek(data::Cursor { epoch: state.epoch, index: state.index })?;
         }
-        let fingerprint = plan.fingerprint();
+        let (fingerprint, base) = (plan.fingerprint(), plan.identity()?);
         TrainLoop {
             trainer,
             sampler: &mut sampler,
@@ -181,6 +184,7 @@ impl TrainRun<'_> {
                 index: moment.cursor.index,
                 tokens: moment.tokens,
                 ranks: world.size(),
+                base: Some(base.clone()),
                 fingerprint: fingerprint.clone(),
             },
             stop: self.stop,

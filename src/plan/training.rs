@@ -19,6 +19,7 @@ use crate::export::hf;
 use crate::optim::{OptimizerOptions, Schedule};
 use crate::recipe::{self, Dtype, Recipe};
 use crate::runtime::thread_pool::run_in_pool;
+use crate::setup::BaseCheck;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions, describe};
 use crate::setup::dataset::DatasetLoader;
@@ -28,7 +29,7 @@ use crate::setup::pissa::{saved_config, saved_matrix};
 use crate::setup::resolver::{ResolvedSource, Resolver};
 use crate::sharding::{DeviceMesh, GradReduceOptions, Offload, ParamDesc, ShardingStrategy};
 use crate::units;
-use crate::weights::{ModelFiles, StoredDtype, WriteEntry, Written};
+use crate::weights::{ModelFiles, ModelIdentity, StoredDtype, WriteEntry, Written};
 
 /// What will run.
 #[derive(Debug)]
@@ -59,6 +60,8 @@ pub struct Plan {
     pub kind: ShardingStrategy,
     /// Why it was picked, when the recipe left it open.
     why: Option<String>,
+    /// Which model the run starts from, once somebody asked.
+    identity: OnceLock<ModelIdentity>,
     /// What PiSSA took from the weights when they were loaded, by module.
     initial: OnceLock<Arc<BTreeMap<String, LowRankFactors>>>,
 }
@@ -84,11 +87,11 @@ impl Plan {
         saved.as_deref().map_or(Ok(()), |folder| base.adopt(folder))?;
         let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
         let named = (base.found.id.as_str(), &base.config);
-        let adapter_setup = recipe
-            .adapter
-            .as_ref()
-            .map(|adapter| AdapterSetup::from_recipe(adapter, saved.as_deref(), named, &tokens))
-            .transpose()?;
+        let adapter_setup = match (&saved, &recipe.adapter) {
+            (Some(folder), _) => Some(AdapterSetup::from_saved(&mut recipe, folder, named, &tokens)?),
+            (None, Some(adapter)) => Some(AdapterSetup::from_recipe(adapter, named, &tokens)?),
+            (None, None) => None,
+        };
         base.check(adapter_setup.as_ref(), adapter_setup.is_none())?;
         let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
@@ -124,6 +127,7 @@ impl Plan {
             ranks,
             kind,
             why,
+            identity: OnceLock::new(),
             initial: OnceLock::new(),
         })
     }
@@ -151,11 +155,44 @@ impl Plan {
         Sampler::new(&self.train.0, sampler_options(&self.recipe, self.ranks))
     }
 
+    /// Which model the run starts from.
+    ///
+    /// # Errors
+    /// As [`BaseModel::identity`].
+    pub fn identity(&self) -> Result<&ModelIdentity> {
+        if let Some(identity) = self.identity.get() {
+            return Ok(identity);
+        }
+        let identity = self.base.identity(self.recipe.train.seed)?;
+        Ok(self.identity.get_or_init(|| identity))
+    }
+
+    /// Compares the base with that of the checkpoint `resumed`, or of the adapter that the run starts from; none where
+    /// there is neither. `force_base` takes another one too.
+    ///
+    /// # Errors
+    /// The user's: they are different models; what the adapter says of its base is malformed.
+    pub fn check_base(
+        &self,
+        resumed: Option<&SavedCheckpoint>,
+        force_base: bool,
+    ) -> Result<Option<BaseCheck>> {
+        let start = self.adapter_setup.as_ref().and_then(|adapter_setup| adapter_setup.start.saved());
+        let (what, trained_on) = match (resumed, start) {
+            (Some(saved), _) => (format!("checkpoint {}", saved.folder.display()), saved.state.base.clone()),
+            (None, Some(start)) => (format!("adapter {}", start.folder().display()), start.base_model()?),
+            (None, None) => return Ok(None),
+        };
+        BaseCheck::new(&what, trained_on.as_ref(), self.identity()?, force_base).map(Some)
+    }
+
     /// Takes the weights from a checkpoint instead of the base.
     ///
     /// # Errors
     /// The checkpoint is of another run.
     pub fn resume(&mut self, saved: &SavedCheckpoint) -> Result<()> {
+        // While the files are still the base's.
+        self.identity()?;
         saved.check_same_run(&self.fingerprint())?;
         match &mut self.adapter_setup {
             Some(adapter_setup) => adapter_setup.resume(adapter::SavedAdapter::read(&saved.folder)?),
@@ -257,10 +294,6 @@ impl Plan {
         facts.insert("data".into(), short(self.train.0.digest()));
         facts.insert("steps".into(), self.total_steps.to_string());
         facts.insert("tokenizer".into(), short(self.rows.tokenizer.digest()));
-        // The weights a full run is resumed with are the checkpoint's own.
-        if let (Some(files), true) = (&self.base.files, self.adapter_setup.is_some()) {
-            facts.insert("weights".into(), short(files.fingerprint()));
-        }
         facts
     }
 
@@ -275,7 +308,10 @@ impl Plan {
 
     /// Writes trained weights in the form this run leaves: a PEFT adapter, or a Hugging Face model, whose tensors the
     /// ranks of `trainer` share. `exact`: in f32, as checkpoints need it; else as `checkpoint.output_dtype` says.
-    pub fn writer(&self, exact: bool, trainer: &Trainer) -> WriteWeights {
+    ///
+    /// # Errors
+    /// As [`Plan::identity`].
+    pub fn writer(&self, exact: bool, trainer: &Trainer) -> Result<WriteWeights> {
         let given = if exact { Dtype::F32 } else { self.recipe.checkpoint.output_dtype };
         let tokenizer = self.base.other_tokenizer(&self.rows.tokenizer);
         let Some(adapter_setup) = &self.adapter_setup else {
@@ -288,12 +324,12 @@ impl Plan {
                 |desc: ParamDesc| WriteEntry { dtype: dtype(&desc.name), name: desc.name, shape: desc.shape };
             let shares = trainer.shares().into_iter().map(|descs| descs.into_iter().map(entry).collect());
             let parts = hf::ExportParts::new(shares.collect(), self.base.found.folder.clone(), tokenizer);
-            return Arc::new(
+            return Ok(Arc::new(
                 move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
                     SnapshotPart::Tensors(rank) => write_tensors(&parts, rank, folder, tensors),
                     SnapshotPart::Rest => parts.write_rest(folder),
                 },
-            );
+            ));
         };
         let initial = self.initial.get().cloned().unwrap_or_default();
         let config = match adapter_setup.is_pissa() {
@@ -302,14 +338,15 @@ impl Plan {
         };
         let dtype = stored(given).unwrap_or(StoredDtype::F32);
         let tied = self.base.config.tie_word_embeddings && !adapter_setup.unties();
-        Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
-            SnapshotPart::Tensors(0) => write_adapter(folder, &config, tied, tensors, &initial, dtype),
+        let adapter = AdapterOutput { config, base: self.identity()?.clone(), tied, initial, dtype };
+        Ok(Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
+            SnapshotPart::Tensors(0) => adapter.write(folder, tensors),
             SnapshotPart::Tensors(_) => Ok(Vec::new()),
             SnapshotPart::Rest => {
                 let written = tokenizer.as_ref().map_or(Ok(()), |tokenizer| tokenizer.write(folder));
                 written.map(|()| Vec::new())
             }
-        })
+        }))
     }
 
     /// The dtype of each tensor of the base; what config.json says for one that starts random.
@@ -481,40 +518,48 @@ fn stored(dtype: Dtype) -> Option<StoredDtype> {
     }
 }
 
-fn write_adapter(
-    folder: &Path,
-    config: &adapter::AdapterConfig,
+/// An adapter as a run leaves it.
+struct AdapterOutput {
+    config: adapter::AdapterConfig,
+    base: ModelIdentity,
+    /// Embedding and head are one parameter.
     tied: bool,
-    tensors: &[SnapshotTensor],
-    initial: &BTreeMap<String, LowRankFactors>,
+    /// What PiSSA took from the weights, by module.
+    initial: Arc<BTreeMap<String, LowRankFactors>>,
     dtype: StoredDtype,
-) -> Result<Vec<Written>> {
-    let mut values: BTreeMap<AdapterTensor, Cow<'_, [f32]>> = BTreeMap::new();
-    for tensor in tensors {
-        let AdapterPart { module, kind } = AdapterPart::of(&tensor.name)?;
-        let (shape, data) = match initial.get(module) {
-            None => (tensor.shape.clone(), Cow::Borrowed(tensor.values.as_slice())),
-            Some(factors) => {
-                let (shape, data) = saved_matrix(kind, &tensor.shape, &tensor.values, factors);
-                (shape, Cow::Owned(data))
+}
+
+impl AdapterOutput {
+    fn write(&self, folder: &Path, tensors: &[SnapshotTensor]) -> Result<Vec<Written>> {
+        let mut values: BTreeMap<AdapterTensor, Cow<'_, [f32]>> = BTreeMap::new();
+        for tensor in tensors {
+            let AdapterPart { module, kind } = AdapterPart::of(&tensor.name)?;
+            let (shape, data) = match self.initial.get(module) {
+                None => (tensor.shape.clone(), Cow::Borrowed(tensor.values.as_slice())),
+                Some(factors) => {
+                    let (shape, data) = saved_matrix(kind, &tensor.shape, &tensor.values, factors);
+                    (shape, Cow::Owned(data))
+                }
+            };
+            values.insert(AdapterTensor { module: module.to_owned(), kind, shape }, data);
+        }
+        // A tied pair trains as one parameter; PEFT reads it under both names.
+        let twins: Vec<_> = values
+            .iter()
+            .filter_map(|(tensor, values)| {
+                let module = tied_module(&tensor.module).filter(|_| self.tied && tensor.kind.is_saved())?;
+                Some((AdapterTensor { module: module.to_owned(), ..tensor.clone() }, values.clone()))
+            })
+            .collect();
+        values.extend(twins);
+        let list: Vec<AdapterTensor> = values.keys().cloned().collect();
+        adapter::write(folder, &self.config, &self.base, &list, self.dtype, |tensor, sink| {
+            match values.get(tensor) {
+                Some(values) => sink.write_values(values),
+                None => Err(Error::internal(format!("no values for {}", tensor.name()))),
             }
-        };
-        values.insert(AdapterTensor { module: module.to_owned(), kind, shape }, data);
-    }
-    // A tied pair trains as one parameter; PEFT reads it under both names.
-    let twins: Vec<_> = values
-        .iter()
-        .filter_map(|(tensor, values)| {
-            let module = tied_module(&tensor.module).filter(|_| tied && tensor.kind.is_saved())?;
-            Some((AdapterTensor { module: module.to_owned(), ..tensor.clone() }, values.clone()))
         })
-        .collect();
-    values.extend(twins);
-    let list: Vec<AdapterTensor> = values.keys().cloned().collect();
-    adapter::write(folder, config, &list, dtype, |tensor, sink| match values.get(tensor) {
-        Some(values) => sink.write_values(values),
-        None => Err(Error::internal(format!("no values for {}", tensor.name()))),
-    })
+    }
 }
 
 fn write_tensors(

@@ -10,13 +10,13 @@ use serde::Deserialize;
 use toml::Value;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
-use super::Recipe;
 use super::builtin::RecipeText;
 use super::conflicts::conflicts;
 use super::render::inline;
 use super::schema::Key;
 use super::suggest::{nearest, nearest_key};
 use super::value::ValueRefusal;
+use super::{Recipe, WrittenKeys};
 use crate::error::{Error, Result};
 
 /// What a recipe is loaded for.
@@ -293,7 +293,8 @@ impl Reader {
 
     fn finish(self, what: String) -> Result<Recipe> {
         if self.faults.is_empty() {
-            return Ok(self.recipe);
+            let places = self.places.into_iter().map(|(key, (_, place))| (key, place));
+            return Ok(Recipe { written: WrittenKeys(places.collect()), ..self.recipe });
         }
         // Where only flags are at fault, the recipe is not what cannot be used.
         let in_flags = self.faults.iter().all(|fault| fault.place.starts_with("--"));

@@ -57,6 +57,7 @@ fn help_of_the_root() {
           --gpus <LIST>              Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the
                                      CPU]
           --ranks <N>                Train on the CPU with this many ranks, threads of this process
+          --force-base               Accept a checkpoint or adapter of another base model
           --dry-run                  Print the resolved recipe and what the run would do; train nothing
           --offline                  Use only what is on this machine
       -q, --quiet                    Say only what went wrong
@@ -143,6 +144,9 @@ fn help_of_every_verb() {
           --max-kl <NATS>
               The mean KL divergence, in nats a token, above which the merge is refused
 
+          --force-base
+              Use the adapter on this model though it was trained on another
+
           --offline
               Use only what is on this machine
 
@@ -175,6 +179,7 @@ fn help_of_every_verb() {
                                  [default: as they are] [possible values: f32, f16, bf16, q8_0, q4_0,
                                  q4_k_m, q5_k_m, q6_k]
           --revision <REVISION>  The model's branch, tag or commit on the hub [default: main]
+          --force-base           Use the adapter on this model though it was trained on another
           --offline              Use only what is on this machine
       -q, --quiet                Say only what went wrong
       -v, --verbose              Say more
@@ -202,6 +207,7 @@ fn help_of_every_verb() {
           --top-p <P>           Sample among the likeliest tokens that together have this probability
                                 [default: 1]
           --seed <S>            Seed of the sampling [default: 0]
+          --force-base          Use the adapter on this model though it was trained on another
           --offline             Use only what is on this machine
       -q, --quiet               Say only what went wrong
       -v, --verbose             Say more
@@ -224,6 +230,7 @@ fn help_of_every_verb() {
           --recipe <RECIPE>          A recipe whose [data] and [model] tables count
           --set <SECTION.KEY=VALUE>  Set one key of the recipe, such as data.max_seq_len=512; may be
                                      repeated
+          --force-base               Use the adapter on this model though it was trained on another
           --json                     Print the figures as JSON
           --offline                  Use only what is on this machine
       -q, --quiet                    Say only what went wrong

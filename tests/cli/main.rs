@@ -12,7 +12,9 @@ mod logits;
 #[path = "../place/mod.rs"]
 mod place;
 
+mod adapter_path;
 mod bad_input;
+mod base_identity;
 mod cli;
 mod cli_runs;
 mod doctor;

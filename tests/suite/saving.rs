@@ -179,7 +179,16 @@ fn saver<'a>(output: &Path, world: &dyn Collective, writers: &'a SaveThreads, af
 
 fn state(step: u64, ranks: usize) -> TrainingState {
     let fingerprint = BTreeMap::new();
-    TrainingState { schema: checkpoint::SCHEMA, step, epoch: 0, index: step, tokens: 1, ranks, fingerprint }
+    TrainingState {
+        schema: checkpoint::SCHEMA,
+        step,
+        epoch: 0,
+        index: step,
+        tokens: 1,
+        ranks,
+        base: None,
+        fingerprint,
+    }
 }
 
 fn share(rank: usize, step: u64) -> Vec<SnapshotTensor> {

@@ -8,8 +8,8 @@ use candle_core::{DType, Device};
 use finetune::error::{ErrorCategory, Result};
 use finetune::export::hf;
 use finetune::weights::{
-    Expected, INDEX_FILE, MODEL_FILE, ModelFiles, RangeReader, RemoteRange, StoredDtype, TensorGroup,
-    WriteEntry, load_tensor, summary, write_file, write_sharded,
+    Expected, INDEX_FILE, MODEL_FILE, ModelFiles, ModelIdentity, RangeReader, RemoteRange, StoredDtype,
+    TensorGroup, TensorInfo, WriteEntry, load_tensor, summary, write_file, write_sharded,
 };
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -556,11 +556,40 @@ fn summaries_come_from_headers() {
 }
 
 #[test]
-fn fingerprints_tell_models_apart() {
-    let print = |path: &str| ModelFiles::open(&golden(path)).expect("opens").fingerprint();
-    assert_eq!(print("models/tiny-llama"), print("models/tiny-llama"));
+fn identities_tell_models_apart() {
+    let identity = |folder: &Path| {
+        let files = ModelFiles::open(folder).expect("opens");
+        ModelIdentity::named("m", None).of_files(&files).expect("is read")
+    };
+    let llama = identity(&golden("models/tiny-llama"));
+    assert_eq!(llama.is_same(&identity(&golden("models/tiny-llama"))), Some(true));
     // The same architecture, other weights.
-    assert_ne!(print("models/tiny-llama"), print("train/lora/merged"));
+    assert_eq!(llama.is_same(&identity(&golden("train/lora/merged"))), Some(false));
+    assert_eq!(llama.is_same(&identity(&golden("quant/tiny-llama-bnb-nf4"))), Some(false));
+    // Without weights commits decide, if both are known.
+    let named = |commit| ModelIdentity::named("m", commit);
+    assert_eq!(named(Some("c0")).is_same(&named(Some("c0"))), Some(true));
+    assert_eq!(named(Some("c0")).is_same(&named(Some("c1"))), Some(false));
+    assert_eq!((named(Some("c0")).is_same(&named(None)), llama.is_same(&named(None))), (None, None));
+    assert_eq!(ModelIdentity::from_json(&llama.to_json()).expect("JSON"), llama);
+
+    // However it is sharded, and whatever is stored that loading does not read.
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let files = ModelFiles::open(&golden("models/tiny-llama")).expect("opens");
+    let entry = |(name, info): (&str, &TensorInfo)| WriteEntry {
+        name: name.into(),
+        dtype: info.dtype,
+        shape: info.shape.clone(),
+    };
+    let mut entries: Vec<WriteEntry> = files.tensors().map(entry).collect();
+    let buffer = "model.layers.0.self_attn.rotary_emb.inv_freq";
+    entries.insert(3, WriteEntry { name: buffer.into(), dtype: StoredDtype::F32, shape: vec![8] });
+    let written = write_sharded(dir.path(), &entries, 100_000, |entry, sink| match entry.name.as_str() {
+        name if name == buffer => sink.write_values(&[0f32; 8]),
+        name => sink.write_bytes(files.bytes(name)?),
+    });
+    assert!(written.expect("written").len() > 3);
+    assert_eq!(identity(dir.path()).is_same(&llama), Some(true));
 }
 
 #[test]
