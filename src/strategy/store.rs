@@ -80,6 +80,9 @@ enum Group {
     Adapter,
 }
 
+/// Bytes of a text that a rank tells the others; longer ones are cut.
+const FOUND_BYTES: usize = 512;
+
 /// The kind of the scales beside a group of codes.
 const SCALES: u8 = 16;
 
@@ -357,6 +360,38 @@ impl Store {
         self.ranks.world().all_reduce(Call::single(what), &memory(&sum)?)?;
         values.copy_from_slice(&sum.to_vec1::<f64>()?);
         Ok(())
+    }
+
+    /// The lowest rank that says `yes`, if any does; the same answer on all ranks, which all call it.
+    ///
+    /// # Errors
+    /// A peer failed.
+    pub fn first_rank(&self, yes: bool) -> Result<Option<usize>> {
+        let world = self.ranks.world();
+        let mut said = vec![0.0; world.size()];
+        said[world.rank()] = f64::from(u8::from(yes));
+        self.sum("what the ranks found", &mut said)?;
+        Ok(said.iter().position(|said| *said > 0.0))
+    }
+
+    /// What the lowest rank that found something found, with that rank where there are several; the same answer on
+    /// all ranks, which all call it.
+    ///
+    /// # Errors
+    /// A peer failed.
+    pub fn first_found(&self, found: Option<String>) -> Result<Option<String>> {
+        let world = self.ranks.world();
+        let Some(rank) = self.first_rank(found.is_some())? else { return Ok(None) };
+        if world.size() == 1 {
+            return Ok(found);
+        }
+        let mut text = found.unwrap_or_default().into_bytes();
+        text.resize(FOUND_BYTES, 0);
+        let text = Tensor::from_vec(text, FOUND_BYTES, &Device::Cpu)?;
+        world.broadcast(Call::single("what a rank found"), rank, &memory(&text)?)?;
+        let text = text.to_vec1::<u8>()?;
+        let text = String::from_utf8_lossy(text.split(|byte| *byte == 0).next().unwrap_or_default());
+        Ok(Some(format!("{text} on rank {rank}")))
     }
 
     /// All of what `own` is this rank's run of. All ranks of the shard's group call it.
