@@ -344,6 +344,13 @@ mod signals {
         assert!(sent.success());
     }
 
+    /// Whether these tests run under `nohup` or its like, which the runs that they start inherit.
+    fn hangups_are_ignored() -> bool {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+        ignored.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).unwrap() & 1 == 1)
+    }
+
     /// Waits until metrics.jsonl of `out` is there and has `lines` lines.
     fn wait_for(place: &Place, child: &mut Child, lines: usize) {
         loop {
@@ -368,10 +375,11 @@ mod signals {
     fn a_signal_saves_and_the_run_goes_on_from_there() {
         let place = Place::new();
         succeed(&place, &long("whole", &[]));
-        for signal in ["-INT", "-TERM"] {
+        let mut signals = vec!["-INT", "-TERM", "-USR1", "-USR2", "-XCPU"];
+        signals.extend((!hangups_are_ignored()).then_some("-HUP"));
+        for (turn, signal) in signals.into_iter().enumerate() {
             let mut child = start(&place, &long("out", &["--resume"]));
-            let lines = if signal == "-INT" { 3 } else { 100 };
-            wait_for(&place, &mut child, lines);
+            wait_for(&place, &mut child, 3 + 30 * turn);
             send(signal, &child);
             let output = child.wait_with_output().unwrap();
             let said = place.told(&output.stderr);
@@ -389,24 +397,28 @@ mod signals {
         succeed(&place, &long("out", &["--resume"]));
         let read =
             |folder: &str| std::fs::read(place.path(folder).join("adapter_model.safetensors")).unwrap();
-        assert!(read("out") == read("whole"), "stopped twice and continued: the same bytes");
+        assert!(read("out") == read("whole"), "stopped by each signal and continued: the same bytes");
         let losses = |folder: &str| -> Vec<Value> {
             metrics(&place.path(folder)).into_iter().map(|line| line["loss"].clone()).collect()
         };
         assert_eq!(losses("out"), losses("whole"));
     }
 
-    /// The step is so long that the second signal comes in it.
+    /// The step is so long that all signals come in it. A batch system's warning is repeated, and followed by another
+    /// signal: it ends nothing.
     #[test]
-    fn a_second_signal_ends_at_once() {
+    fn a_second_ending_signal_ends_at_once() {
         let place = Place::new();
         let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
         place.write("rows.jsonl", &rows.repeat(200));
         let more = ["--set", "train.gradient_accumulation_steps=16000", "--set", "train.max_steps=1"];
         let mut child = start(&place, &lora(&more));
         wait_for(&place, &mut child, 0);
-        send("-INT", &child);
-        sleep(Duration::from_millis(100));
+        for signal in ["-USR1", "-USR1", "-XCPU", "-TERM"] {
+            send(signal, &child);
+            sleep(Duration::from_millis(100));
+            assert!(child.try_wait().unwrap().is_none(), "{signal} ended the run");
+        }
         send("-INT", &child);
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(130), "{}", place.told(&output.stderr));
@@ -414,5 +426,27 @@ mod signals {
             .unwrap()
             .any(|entry| entry.unwrap().file_name().to_string_lossy().starts_with("checkpoint-"));
         assert!(!saved);
+    }
+
+    /// As under `nohup`: a signal that was ignored when the run was started stays so.
+    #[test]
+    fn an_ignored_hangup_stays_ignored() {
+        let place = Place::new();
+        let args = long("out", &["--set", "train.max_steps=60"]);
+        let run = place.command(&args);
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "trap '' HUP; exec \"$0\" \"$@\""]).arg(run.get_program()).args(run.get_args());
+        for (name, value) in run.get_envs() {
+            match value {
+                Some(value) => shell.env(name, value),
+                None => shell.env_remove(name),
+            };
+        }
+        shell.current_dir(run.get_current_dir().unwrap());
+        let mut child = shell.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        wait_for(&place, &mut child, 3);
+        send("-HUP", &child);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", place.told(&output.stderr));
     }
 }

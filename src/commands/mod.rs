@@ -17,6 +17,7 @@ mod quantize;
 mod ranks;
 mod recipes;
 mod showcase;
+mod signals;
 mod train;
 
 use std::io::{ErrorKind, Write};

@@ -9,6 +9,7 @@ use candle_core::Device;
 
 use super::ranks::{self, Ranks};
 use super::showcase::{self, Question};
+use super::signals;
 use super::terminal;
 use crate::checkpoint::{self, Part, Saved, Saver, SaverOptions, State, Writers};
 use crate::cli::TrainArgs;
@@ -46,7 +47,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     if let Some(saved) = &resumed {
         plan.resume(saved)?;
     }
-    let stop = watch_signals()?;
+    let stop = signals::watch()?;
     // Dropped when all ranks have ended.
     let writers = Writers::default();
     let run = TrainRun {
@@ -278,18 +279,6 @@ fn free_output(output: &Path) -> Result<()> {
             .because("the folder is not empty")
             .hint("give a new folder with `--output`, or `--resume` to go on with the run in this one")),
     }
-}
-
-/// SIGINT and SIGTERM ask for a save at the end of the step; a second one ends the program at once.
-fn watch_signals() -> Result<Arc<AtomicBool>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        let code = i32::from(Kind::Stopped.exit_code());
-        signal_hook::flag::register_conditional_shutdown(signal, code, stop.clone())
-            .and_then(|_| signal_hook::flag::register(signal, stop.clone()))
-            .map_err(|e| Error::internal("cannot watch signals").because(e.to_string()))?;
-    }
-    Ok(stop)
 }
 
 fn held_out_batches(plan: &Plan) -> Vec<Batch> {
