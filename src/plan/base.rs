@@ -17,7 +17,7 @@ use crate::model::ModelConfig;
 use crate::ops::attention::Algorithm;
 use crate::ops::device;
 use crate::quant::{Format, Kind};
-use crate::recipe::{Attention, Dtype, Model, ModelInit, QuantKind, Quantization};
+use crate::recipe::{Attention, ComputeDtype, Model, ModelInit, QuantKind, Quantization};
 use crate::strategy::{self, Offload, Ranks, Reducing, Slot, Store};
 use crate::weights::ModelFiles;
 
@@ -61,27 +61,17 @@ pub struct EngineOptions {
 
 impl EngineOptions {
     /// What `[model]` says on this device.
-    ///
-    /// # Errors
-    /// f16 was asked for: training in it needs loss scaling, which this program does not do yet.
-    pub fn new(model: &Model, device: Device, seed: u64) -> Result<Self> {
+    pub fn new(model: &Model, device: Device, seed: u64) -> Self {
         let dtype = match model.dtype {
-            Dtype::Auto => device::default_dtype(&device),
-            Dtype::F32 => DType::F32,
-            Dtype::Bf16 => DType::BF16,
-            Dtype::F16 => {
-                return Err(Error::user("cannot compute in f16")
-                    .because(
-                        "`model.dtype` is \"f16\", which needs loss scaling; accepted now: auto, f32, bf16",
-                    )
-                    .hint("write `dtype = \"bf16\"`; a model stored in f16 is converted as it is read"));
-            }
+            ComputeDtype::Auto => device::default_dtype(&device),
+            ComputeDtype::F32 => DType::F32,
+            ComputeDtype::Bf16 => DType::BF16,
         };
         let algorithm = match model.attention {
             Attention::Flash => Algorithm::Flash,
             Attention::Eager => Algorithm::Eager,
         };
-        Ok(EngineOptions::alone(device, dtype, algorithm, seed))
+        EngineOptions::alone(device, dtype, algorithm, seed)
     }
 
     /// On one rank, one micro-batch a step.
