@@ -286,6 +286,93 @@ fn quiet_says_nothing() {
     assert!(output.stderr.is_empty() && !output.stdout.is_empty(), "what was asked for is not talk");
 }
 
+/// `eval.at_end` switches the evaluation after the last step and no other.
+#[test]
+fn each_evaluation_is_made_when_its_key_says() {
+    for (keys, wanted) in [
+        (&[][..], &[0, 4][..]),
+        (&["eval.at_end=false"], &[0]),
+        (&["eval.steps=3"], &[0, 3, 4]),
+        (&["eval.steps=2", "eval.at_end=false"], &[0, 2]),
+    ] {
+        let place = Place::new();
+        let mut args = lora(&["--eval-dataset", "rows.jsonl"]);
+        keys.iter().for_each(|key| args.extend(["--set", key]));
+        succeed(&place, &args);
+        let lines = metrics(&place.path("out"));
+        let evaluated = lines.iter().filter(|line| line.get("eval_loss").is_some());
+        assert_eq!(
+            evaluated.map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(),
+            wanted,
+            "{keys:?}"
+        );
+    }
+}
+
+/// f16 is a type to store weights in: of a run's result, adapter or model, and of a merge.
+#[test]
+fn results_are_stored_in_f16_where_that_is_asked_for() {
+    let place = Place::new();
+    let stored = |file: &str| -> std::collections::BTreeSet<String> {
+        let files = ModelFiles::open_file(&place.path(file)).unwrap();
+        files.tensors().map(|(_, info)| format!("{:?}", info.dtype)).collect()
+    };
+    let f16 = ["--set", "checkpoint.output_dtype=f16", "--set", "train.max_steps=1"];
+    succeed(&place, &lora(&f16));
+    assert_eq!(stored("out/adapter_model.safetensors"), ["F16".to_owned()].into());
+    let merge = ["merge", "--model", "model", "--adapter", "out", "--output", "merged", "--dtype", "f16"];
+    succeed(&place, &merge);
+    assert_eq!(stored("merged/model.safetensors"), ["F16".to_owned()].into());
+    let renamed = |arg| match arg {
+        "lora" => "full",
+        "out" => "whole",
+        other => other,
+    };
+    let full: Vec<&str> = lora(&f16).into_iter().map(renamed).collect();
+    succeed(&place, &full);
+    assert_eq!(stored("whole/model.safetensors"), ["F16".to_owned()].into());
+}
+
+/// The card, its tag, the report and the plan call the method by one name.
+#[test]
+fn the_method_is_called_by_its_name() {
+    let nf4 = "nf4 in blocks of 64 with double-quantized scales";
+    for (keys, tag, wanted) in [
+        (&["adapter.r=8"][..], "lora", "LoRA, r 8, on 14 modules".to_owned()),
+        (
+            &["adapter.r=4", "adapter.rank_pattern={down_proj = 2}"],
+            "lora",
+            "LoRA, r 2 to 4, on 14 modules".into(),
+        ),
+        (&["adapter.kind=dora"], "dora", "DoRA, r 16, on 14 modules".into()),
+        (&["quantization.kind=nf4"], "qlora", format!("QLoRA, r 16, on 14 modules over {nf4}")),
+        (
+            &["adapter.kind=dora", "quantization.kind=nf4"],
+            "qdora",
+            format!("QDoRA, r 16, on 14 modules over {nf4}"),
+        ),
+        (
+            &["quantization.kind=int8", "quantization.double_quant=false"],
+            "lora",
+            "LoRA, r 16, on 14 modules over int8 in blocks of 64 with f32 scales".into(),
+        ),
+        (&[], "full", "all weights (full fine-tuning)".into()),
+    ] {
+        let place = Place::new();
+        let recipe = if tag == "full" { "full" } else { "lora" };
+        let mut args = lora(&["--set", "train.max_steps=1"]);
+        args.iter_mut().filter(|arg| **arg == "lora").for_each(|arg| *arg = recipe);
+        keys.iter().for_each(|key| args.extend(["--set", key]));
+        let said = place.told(&succeed(&place, &args).stderr);
+        assert!(said.contains(&format!("training {wanted}: ")), "{said}");
+        let card = std::fs::read_to_string(place.path("out/README.md")).unwrap();
+        assert!(card.contains(&format!("tags:\n- finetune\n- \"{tag}\"\n")), "{card}");
+        assert!(card.contains(&format!("trained by `finetune` ({wanted}): ")), "{card}");
+        let page = std::fs::read_to_string(place.path("out/report.html")).unwrap();
+        assert!(page.contains(&format!("<dt>method</dt><dd>{wanted}</dd>")), "{page}");
+    }
+}
+
 /// The names of files and fields that other programs read (DESIGN, files a run leaves).
 #[test]
 fn a_run_leaves_what_is_promised() {
