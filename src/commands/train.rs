@@ -173,6 +173,7 @@ impl TrainRun<'_> {
                 index: moment.cursor.index,
                 tokens: moment.tokens,
                 ranks: world.size(),
+                micro_batches: Some(plan.micro_batches()),
                 fingerprint: fingerprint.clone(),
             },
             stop: self.stop,
@@ -305,7 +306,8 @@ fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
             (_, true) => Base::Hub { id: found.id.clone(), commit: found.commit.clone() },
             (_, false) => Base::Folder { name: last_name(&found.id) },
         },
-        method: method(plan),
+        tag: plan.method().tag().into(),
+        method: plan.method().to_string(),
         train_data: sets(&plan.train.1, plan.train.0.report().rows),
         eval_data: plan.held_out.as_ref().map(|(d, found)| sets(found, d.report().rows)).unwrap_or_default(),
         recipe: plan.recipe.to_toml(),
@@ -324,13 +326,6 @@ fn last_name(id: &str) -> String {
     Path::new(id).file_name().map_or_else(|| id.to_owned(), |name| name.to_string_lossy().into_owned())
 }
 
-fn method(plan: &Plan) -> String {
-    match &plan.adaptation {
-        Some(adaptation) => format!("LoRA, r {}", adaptation.config.spec.r),
-        None => "all weights".into(),
-    }
-}
-
 fn html(plan: &Plan, summary: &RunSummary, output: &Path, title: &str, started: Instant) -> Result<()> {
     let entries = metrics::read(&output.join("metrics.jsonl"))?;
     let (trainable, all) = plan.parameters();
@@ -339,7 +334,7 @@ fn html(plan: &Plan, summary: &RunSummary, output: &Path, title: &str, started: 
     };
     let figures = [
         ("model", plan.base.found.id.clone()),
-        ("method", method(plan)),
+        ("method", plan.method().to_string()),
         ("trainable parameters", format!("{} of {}", units::count(trainable), units::count(all))),
         ("steps", summary.steps.to_string()),
         ("tokens", units::count(summary.tokens)),

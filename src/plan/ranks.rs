@@ -9,9 +9,6 @@ use crate::error::{Error, Result};
 use crate::recipe::{self, Recipe, ReduceDtype, Strategy};
 use crate::strategy::{Kind, Offload};
 
-/// The key whose value in a checkpoint counts the micro-batches of all ranks.
-pub(super) const ACCUMULATION: &str = "train.gradient_accumulation_steps";
-
 /// Splits a resumed run's global batch over the ranks there are now: accumulation adapts, so that the run goes on with
 /// the same steps. A fresh run takes the recipe's accumulation on every rank.
 ///
@@ -19,10 +16,12 @@ pub(super) const ACCUMULATION: &str = "train.gradient_accumulation_steps";
 /// The ranks do not divide the micro-batches of a step.
 pub(super) fn deal_out(recipe: &mut Recipe, ranks: usize, resumed: Option<&Saved>) -> Result<()> {
     let Some(saved) = resumed.filter(|saved| saved.state.ranks != ranks) else { return Ok(()) };
-    let steps = saved.state.fingerprint.get(ACCUMULATION).and_then(|text| text.parse::<usize>().ok());
-    let Some(steps) = steps else {
+    let Some(steps) = saved.state.micro_batches() else {
         return Err(Error::user(format!("cannot resume {}", saved.folder.display()))
-            .because(format!("it does not say `{ACCUMULATION}`, and was made by {} ranks", saved.state.ranks))
+            .because(format!(
+                "it does not say how many micro-batches a step had, and was made by {} ranks",
+                saved.state.ranks
+            ))
             .hint(format!("resume with `--ranks {}`", saved.state.ranks)));
     };
     if !steps.is_multiple_of(ranks) {
@@ -111,7 +110,7 @@ fn pick(ranks: usize, device: &Device, needed: impl Fn(Kind) -> Memory) -> (Kind
     let bytes = bytes / 10 * 9;
     let said = |kind: Kind, why: &str| {
         let [need, have] = [needed(kind).total(), bytes].map(crate::units::bytes);
-        format!("{why}: {need} a rank, {have} are there")
+        format!("{why}: {need} a rank, {have} are available")
     };
     for (kind, why) in [
         (Kind::Ddp, "ddp, which sends least, fits"),

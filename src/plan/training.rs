@@ -8,9 +8,10 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{DType, Device};
 
 use super::adaptation::Adaptation;
-use super::base::{Base, EngineOptions, describe};
+use super::base::{Base, EngineOptions};
 use super::locate::{Finder, Found};
 use super::memory::{How, Memory, available};
+use super::method::Method;
 use super::parameters::twin_of;
 use super::pissa::{saved_config, saved_matrix};
 use super::ranks;
@@ -25,7 +26,7 @@ use crate::error::{Error, Result};
 use crate::export::hf;
 use crate::ops::threads::inside;
 use crate::optim::{MomentDtype, OptimizerOptions, Schedule, ScheduleKind};
-use crate::recipe::{self, Dtype, Recipe, SchedulerKind, StateDtype};
+use crate::recipe::{self, ComputeDtype, Dtype, Recipe, SchedulerKind, StateDtype};
 use crate::strategy::{Kind, Offload, Ranks, Reducing, Slot};
 use crate::units;
 use crate::weights::{Entry, ModelFiles, StoredDtype, Written};
@@ -78,7 +79,7 @@ impl Plan {
     ) -> Result<Self> {
         ranks::deal_out(&mut recipe, ranks, resumed)?;
         let mut base = Base::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
-        let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
+        let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed);
         let saved = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
         let saved = saved.map(|source| finder.adapter(source)).transpose()?.map(|found| found.folder);
         saved.as_deref().map_or(Ok(()), |folder| base.adopt(folder))?;
@@ -226,6 +227,11 @@ impl Plan {
         })
     }
 
+    /// Micro-batches of a step, those of all ranks together.
+    pub fn micro_batches(&self) -> usize {
+        self.recipe.train.gradient_accumulation_steps.saturating_mul(self.ranks)
+    }
+
     /// What decides the numbers of the run: a checkpoint goes on only under the same.
     pub fn fingerprint(&self) -> BTreeMap<String, String> {
         let mut recipe = self.recipe.clone();
@@ -243,20 +249,8 @@ impl Plan {
             reduce_dtype: recipe.parallel.reduce_dtype,
             ..recipe::Parallel::default()
         };
-        recipe.train.gradient_accumulation_steps *= self.ranks;
-        let mut facts: BTreeMap<String, String> = recipe
-            .to_toml()
-            .lines()
-            .scan(String::new(), |section, line| {
-                if line.starts_with('[') {
-                    *section = line.trim_matches(['[', ']']).to_owned();
-                }
-                Some(
-                    line.split_once(" = ").map(|(key, value)| (format!("{section}.{key}"), value.to_owned())),
-                )
-            })
-            .flatten()
-            .collect();
+        recipe.train.gradient_accumulation_steps = self.micro_batches();
+        let mut facts = recipe.values();
         let short = |hash: blake3::Hash| hash.to_hex()[..16].to_owned();
         facts.insert("data".into(), short(self.train.0.digest()));
         facts.insert("steps".into(), self.total_steps.to_string());
@@ -297,10 +291,8 @@ impl Plan {
             });
         };
         let initial = self.initial.get().cloned().unwrap_or_default();
-        let config = match adaptation.is_pissa() {
-            true => saved_config(&adaptation.config),
-            false => adaptation.config.clone(),
-        };
+        let config =
+            if adaptation.is_pissa() { saved_config(&adaptation.config) } else { adaptation.config.clone() };
         let dtype = stored(given).unwrap_or(StoredDtype::F32);
         let tied = self.base.config.tie_word_embeddings && !adaptation.unties();
         Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: Part| match part {
@@ -349,17 +341,15 @@ impl Plan {
         text
     }
 
+    /// The training method, for the plan, the card and the report.
+    pub fn method(&self) -> Method {
+        Method::new(self.adaptation.as_ref(), self.base.format)
+    }
+
     /// The plan in a few lines.
     pub fn describe(&self) -> String {
         let (trainable, all) = self.parameters();
-        let method = match &self.adaptation {
-            Some(a) => {
-                let kind = if a.config.spec.use_dora { "DoRA" } else { "LoRA" };
-                let base = self.base.format.map_or(String::new(), |f| format!(" over {}", describe(&f)));
-                format!("{kind} on {} modules{base}", a.targets.len())
-            }
-            None => "all weights".into(),
-        };
+        let method = self.method();
         let recompute = match self.recompute {
             Recompute::None => "none",
             Recompute::Block => "block",
@@ -398,7 +388,7 @@ fn decided(recipe: &mut Recipe, recompute: Recompute, dtype: DType, kind: Kind, 
         Recompute::None => recipe::Recompute::None,
         Recompute::Block => recipe::Recompute::Block,
     };
-    recipe.model.dtype = if dtype == DType::F32 { Dtype::F32 } else { Dtype::Bf16 };
+    recipe.model.dtype = if dtype == DType::F32 { ComputeDtype::F32 } else { ComputeDtype::Bf16 };
     recipe.parallel.strategy = ranks::named(kind);
     if let Some(commit) = commit {
         recipe.model.revision = commit.to_owned();
