@@ -7,6 +7,7 @@
 
 #[allow(dead_code, reason = "each test binary uses its part")]
 mod logits;
+mod skipped;
 
 use std::path::{Path, PathBuf};
 
@@ -17,15 +18,16 @@ use finetune::error::Result;
 use finetune::ops::attention::Algorithm;
 use finetune::plan::EngineOptions;
 use serde_json::Value;
+use skipped::skipped;
 
 const REFERENCE: &str = "models/REFERENCE.json";
 
-#[allow(clippy::print_stderr, reason = "a skipped check is said aloud")]
 fn shared() -> Option<PathBuf> {
     let root = std::env::var_os("FINETUNE_SHARED")
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"), PathBuf::from);
     if !root.join(REFERENCE).exists() {
-        eprintln!("SKIPPED: {} is not there (set FINETUNE_SHARED)", root.join(REFERENCE).display());
+        let why = format!("{} is not there; set FINETUNE_SHARED", root.join(REFERENCE).display());
+        skipped("tests on pretrained models", &why);
         return None;
     }
     Some(root)
@@ -82,7 +84,6 @@ fn batch(ids: Vec<u32>) -> Batch {
     let len = ids.len();
     Batch {
         targets: ids[1..].iter().copied().chain([IGNORE]).collect(),
-        positions: (0..len as u32).collect(),
         segments: vec![Segment { start: 0, len }],
         rows: 1,
         ids,

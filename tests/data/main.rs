@@ -10,6 +10,8 @@ mod golden_chat;
 mod ranks;
 mod sampling;
 mod shared_data;
+#[path = "../skipped/mod.rs"]
+mod skipped;
 mod sources;
 
 use std::path::{Path, PathBuf};

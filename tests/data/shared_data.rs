@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use finetune::data::{ChatTemplate, DataOptions, Dataset, Format, Tokenizer};
 
+use crate::skipped::skipped;
 use crate::{template, tokenizer};
 
 pub(crate) fn shared() -> Option<PathBuf> {
@@ -12,7 +13,8 @@ pub(crate) fn shared() -> Option<PathBuf> {
     if folder.join("data").is_dir() {
         return Some(folder);
     }
-    eprintln!("SKIPPED: there is no {}; set FINETUNE_SHARED", folder.join("data").display());
+    let why = format!("there is no {}; set FINETUNE_SHARED", folder.join("data").display());
+    skipped("tests on shared data", &why);
     None
 }
 
