@@ -14,7 +14,7 @@ use super::reduce::{Fresh, Reducing};
 use super::views::{Adapters, TOKEN_ROWS, Views};
 use crate::collective::{Call, Phase};
 use crate::error::{Error, Result};
-use crate::model::{self, BlockWeights, EmbedWeights, HeadWeights, ModelConfig, Segment};
+use crate::model::{self, BlockWeights, EmbedGradients, EmbedWeights, HeadWeights, ModelConfig, Segment};
 use crate::ops::access::memory;
 use crate::ops::home::Home;
 use crate::ops::reduce::{copy_into, sum_of_squares, zero};
@@ -188,8 +188,8 @@ impl Store {
 
     /// Views with gradients, for a backward.
     fn views<'a>(&'a self, full: &'a Full) -> Views<'a> {
-        let grad = |index: usize| self.fresh.target(index, self.groups[index] as u8, &self.buckets[index]);
-        Views { grad: Some(Box::new(grad)), ..self.values(full) }
+        let grads = |index: usize| self.fresh.target(index, self.groups[index] as u8, &self.buckets[index]);
+        Views { grads: Some(Box::new(grads)), ..self.values(full) }
     }
 
     /// Views of values alone.
@@ -200,9 +200,8 @@ impl Store {
             index: &self.index,
             adapters: &self.adapters,
             dtype: self.dtype,
-            device: &self.device,
             full,
-            grad: None,
+            grads: None,
         }
     }
 
@@ -213,9 +212,9 @@ impl Store {
         Ok(Held { weights: model::assemble::embed(&self.values(&full))?, _whole: whole })
     }
 
-    /// What the embedding's backward needs: gradients and adapters. A sharded table itself is not there.
-    pub fn embed_gradients(&self) -> Result<EmbedWeights> {
-        model::assemble::embed(&self.views(&Full::new()))
+    /// What the embedding's backward needs: gradients and adapters, without the table.
+    pub fn embed_gradients(&self) -> Result<EmbedGradients> {
+        model::assemble::embed_gradients(&self.views(&Full::new()))
     }
 
     /// The weights of block `layer`; those of block `next` are gathered meanwhile.
