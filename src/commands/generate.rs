@@ -4,14 +4,14 @@ use std::io::BufRead;
 
 use serde_json::json;
 
-use super::{open_device, terminal, working_folder};
+use super::{Opened, open_device, terminal, working_folder};
 use crate::cli::GenerateArgs;
 use crate::data::template::Inputs;
 use crate::data::{ChatTemplate, Tokenizer};
 use crate::engine::{Engine, Sampling};
 use crate::error::{Error, Result};
-use crate::plan::{Adaptation, Base, EngineOptions, Finder, Rows};
-use crate::recipe::{Layers, Purpose, Recipe, RecipeText, Source};
+use crate::plan::{EngineOptions, Finder};
+use crate::recipe::{Layers, Purpose, Recipe, RecipeText};
 use crate::report::Terminal;
 
 /// Generates.
@@ -26,18 +26,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
         ..Layers::default()
     })?;
     let finder = Finder::new(args.common.offline, &terminal)?;
-    let mut base = Base::open(&recipe.model, recipe.quantization.as_ref(), &finder)?;
-    let adapter = args.adapter.as_deref().map(|adapter| Source::from_argument("--adapter", adapter, &folder));
-    let adaptation = match adapter.transpose()? {
-        Some(source) => {
-            let folder = finder.adapter(&source)?.folder;
-            base.adopt(&folder)?;
-            Some(Adaptation::saved_in(&folder, &base.config)?)
-        }
-        None => None,
-    };
-    let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
-    let rows = Rows::new(tokenizer, &recipe.data, base.config.vocab_size)?;
+    let Opened { base, adaptation, rows } = Opened::find(&recipe, args.adapter.as_deref(), &folder, &finder)?;
     // What can be wrong with the input is said before weights are read.
     let task = match &args.prompt {
         Some(text) => {
@@ -49,7 +38,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
                 .hint("give one in a recipe (`data.chat_template`), or use `--prompt`")
         })?),
     };
-    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
+    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed);
     let engine = base.engine(adaptation.as_ref(), false, &options)?;
     let generator = Generator { engine, tokenizer: &rows.tokenizer, args, terminal };
     match task {

@@ -28,7 +28,8 @@ use candle_core::Device;
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
 use crate::error::{Error, Kind, Result};
 use crate::ops::device::{self, DeviceChoice};
-use crate::recipe::RecipeText;
+use crate::plan::{Adaptation, Base, Finder, Rows};
+use crate::recipe::{Recipe, RecipeText, Source};
 use crate::report::{Terminal, Verbosity};
 
 /// Does what the command line says.
@@ -72,6 +73,33 @@ fn open_device() -> Result<Device> {
 /// GPUs by their numbers.
 fn open_gpus(numbers: &[usize]) -> Result<Vec<Device>> {
     numbers.iter().map(|number| device::open(DeviceChoice::Gpu(*number))).collect()
+}
+
+/// A model with its adapter, found and understood, not yet loaded.
+struct Opened {
+    base: Base,
+    adaptation: Option<Adaptation>,
+    rows: Rows,
+}
+
+impl Opened {
+    /// Finds the model of `recipe` and `adapter`, as it stands on the command line, relative to `folder`.
+    fn find(recipe: &Recipe, adapter: Option<&str>, folder: &Path, finder: &Finder<'_>) -> Result<Self> {
+        let mut base = Base::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
+        let adapter =
+            adapter.map(|adapter| Source::from_argument("--adapter", adapter, folder)).transpose()?;
+        let adaptation = match adapter {
+            Some(source) => {
+                let folder = finder.adapter(&source)?.folder;
+                base.adopt(&folder)?;
+                Some(Adaptation::saved_in(&folder, &base.config)?)
+            }
+            None => None,
+        };
+        let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
+        let rows = Rows::new(tokenizer, &recipe.data, base.config.vocab_size)?;
+        Ok(Opened { base, adaptation, rows })
+    }
 }
 
 /// Whether a training command runs the built-in recipe of this name.

@@ -43,7 +43,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-pub use batch::{Batch, IGNORE, Segment, Step};
+pub use batch::{Batch, Segment, Step};
 pub use dataset::Dataset;
 pub use encode::Example;
 pub use format::{Format, Record};
@@ -52,6 +52,8 @@ pub use sampler::{Cursor, Sampler, SamplerOptions};
 pub use source::Split;
 pub use template::ChatTemplate;
 pub use tokenizer::Tokenizer;
+
+pub use crate::ops::cross_entropy::IGNORE;
 
 /// Which tokens of a row carry loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]

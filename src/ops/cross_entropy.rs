@@ -15,7 +15,7 @@ use super::product::{Columns, Form, product as columns_product};
 use super::simd;
 use crate::error::Result;
 
-/// A target that does not count.
+/// The target of a position that carries no loss.
 pub const IGNORE: u32 = u32::MAX;
 
 /// Bytes of f32 logits alive at once.
@@ -340,9 +340,10 @@ pub(crate) fn reference(
             }
         }
     }
-    let losses = match losses.is_empty() {
-        true => Vec::new(),
-        false => Tensor::cat(&losses, 0)?.flatten_all()?.to_vec1::<f32>()?,
+    let losses = if losses.is_empty() {
+        Vec::new()
+    } else {
+        Tensor::cat(&losses, 0)?.flatten_all()?.to_vec1::<f32>()?
     };
     let loss = losses.iter().map(|&loss| f64::from(loss)).sum();
     Ok(LossAndGrad { loss, dx: dx.to_dtype(x.dtype())?, du })

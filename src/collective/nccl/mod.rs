@@ -38,7 +38,7 @@ pub use run::{Crew, run_on_gpus, run_ranks};
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use self::communicator::Communicator;
@@ -46,6 +46,7 @@ use self::trail::Trail;
 use self::watch::Watch;
 use super::memory::{check_shard, check_sum};
 use super::record::{Action, Record, Whereabouts};
+use super::threads::locked;
 use super::{Call, Collective, Element, Memory, Op, Phase, Place, Ticket, Traffic};
 use crate::error::{Error, Kind, Result};
 
@@ -125,10 +126,6 @@ fn check_places(call: Call, shard: &Memory, full: &Memory) -> Result<()> {
     }
     let what = format!("the shard of {call} is elsewhere than its data");
     Err(Error::internal(what).because(format!("{shard:?}, {full:?}")))
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<D: Device> Nccl<D> {

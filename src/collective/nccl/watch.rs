@@ -3,13 +3,14 @@
 //! aborted communicator's kernels end, and the wait with them.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::communicator::Alarm;
 use super::device::{Device, Lane};
 use crate::collective::record::Record;
+use crate::collective::threads::locked;
 use crate::error::{Error, Kind, Result};
 
 /// Between two looks; a failure is seen this late at most.
@@ -43,10 +44,6 @@ struct Shared<D: Device> {
 pub(super) struct Watch<D: Device> {
     shared: Arc<Shared<D>>,
     thread: Option<JoinHandle<()>>,
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<D: Device> Watch<D> {
