@@ -188,7 +188,7 @@ impl Adapter {
         };
         for (module, kinds) in &self.names {
             let Some(found) = by_name.get(module.as_str()) else {
-                return Err(other(format!("it has tensors for `{module}`, which the model has not")));
+                return Err(other(format!("it has tensors for `{module}`, which the model does not have")));
             };
             let misfit = kinds
                 .iter()

@@ -50,12 +50,10 @@ impl Trainer {
         let mut share = Vec::new();
         for (index, bucket) in strategy.trainable().enumerate() {
             let values = strategy.collect(bucket, &bucket.updated()?.to_read()?)?;
-            let moments = match with_moments {
-                true => Some([
-                    self.flat(index, bucket, Moment::First)?,
-                    self.flat(index, bucket, Moment::Second)?,
-                ]),
-                false => None,
+            let moments = if with_moments {
+                Some([self.flat(index, bucket, Moment::First)?, self.flat(index, bucket, Moment::Second)?])
+            } else {
+                None
             };
             if self.saved_by(index) != world.rank() {
                 continue;

@@ -88,9 +88,10 @@ impl Trainer {
             found.extend(pieces(index, bucket, &options)?);
         }
         let (all, places) = found.into_iter().unzip();
-        let optimizer = match engine.strategy.offload().has_state() {
-            true => Optimizer::offloaded(options.optimizer, all, &engine.device, None)?,
-            false => Optimizer::new(options.optimizer, all)?,
+        let optimizer = if engine.strategy.offload().has_state() {
+            Optimizer::offloaded(options.optimizer, all, &engine.device, None)?
+        } else {
+            Optimizer::new(options.optimizer, all)?
         };
         Ok(Trainer { engine, options, optimizer, places })
     }

@@ -256,9 +256,10 @@ impl<'a> Values<'a> {
             lost.iter_mut().zip(&weight).for_each(|(w, kept)| *w -= kept);
             factors = Some(best(&lost)?);
         }
-        let magnitude = match adaptation.config.spec.use_dora {
-            true => norms(weight, (out, inputs), factors.as_ref(), target)?,
-            false => Vec::new(),
+        let magnitude = if adaptation.config.spec.use_dora {
+            norms(weight, (out, inputs), factors.as_ref(), target)?
+        } else {
+            Vec::new()
         };
         self.derived().insert(target.name.clone(), Derived { factors, magnitude });
         Ok(())

@@ -125,9 +125,10 @@ impl Setting for Folder {
             return Err(Refusal::Empty);
         }
         let path = absolute(text, folder)?;
-        match path.is_dir() {
-            true => Ok(Folder(path)),
-            false => Err(Refusal::Unusable(format!("{} is not a folder", path.display()))),
+        if path.is_dir() {
+            Ok(Folder(path))
+        } else {
+            Err(Refusal::Unusable(format!("{} is not a folder", path.display())))
         }
     }
 

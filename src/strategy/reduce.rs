@@ -98,10 +98,7 @@ impl Fresh {
     ) -> Result<()> {
         let Some(grad) = &bucket.grad else { return Ok(()) };
         let call = call!("gradients of", bucket.segment);
-        let fresh = match needs_fresh(bucket, self.reducing) {
-            true => self.target(index, kind, bucket)?,
-            false => None,
-        };
+        let fresh = if needs_fresh(bucket, self.reducing) { self.target(index, kind, bucket)? } else { None };
         if bucket.keep.gradients == Extent::Shard {
             let fresh = fresh.ok_or_else(|| Error::internal("gradients without memory"))?;
             add_from_anywhere(grad, &self.reduce_scatter(ranks, call, &fresh, bucket)?)?;

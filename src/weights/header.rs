@@ -52,7 +52,7 @@ fn parse_checked(file: &[u8]) -> Result<Vec<HeaderTensor>, String> {
     let length = length as usize;
     if rest.len() < length || length == 0 {
         return Err(format!(
-            "it is truncated: the header should have {length} bytes, at least 2; {} are there",
+            "it is truncated: the header should have {length} bytes, at least 2; {} follow",
             rest.len()
         ));
     }
@@ -140,10 +140,10 @@ fn check_cover(tensors: &[HeaderTensor], data_bytes: usize) -> Result<(), String
         before = &tensor.name;
     }
     if covered > data_bytes {
-        return Err(format!("it is truncated: its tensors need {covered} bytes, {data_bytes} are there"));
+        return Err(format!("it is truncated: its tensors need {covered} bytes, the file has {data_bytes}"));
     }
     if covered < data_bytes {
-        return Err(format!("its tensors cover {covered} bytes of data, {data_bytes} are there"));
+        return Err(format!("its tensors cover {covered} bytes of data, the file has {data_bytes}"));
     }
     Ok(())
 }

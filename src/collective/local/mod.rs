@@ -365,9 +365,10 @@ impl Collective for Local {
             }
         }
         self.reach(turn, Stage::Copied);
-        let mut state = match root == self.member && !is_small {
-            true => self.all(turn, Stage::Copied)?,
-            false => self.shared().lock(),
+        let mut state = if root == self.member && !is_small {
+            self.all(turn, Stage::Copied)?
+        } else {
+            self.shared().lock()
         };
         state.leave(turn);
         Ok(())

@@ -39,9 +39,10 @@ pub(super) enum Role {
 /// Fills `tiles` with up to 32 outer elements, step by step; in a step part by part, two tiles each. Zeros where there is nothing.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) fn pack(tiles: &mut [Tile], from: Source<'_>, outer: Range<usize>, inner: usize, role: Role) {
-    match from.is_bf16 {
-        true => pack_parts::<1>(tiles, from, outer, inner, role),
-        false => pack_parts::<3>(tiles, from, outer, inner, role),
+    if from.is_bf16 {
+        pack_parts::<1>(tiles, from, outer, inner, role)
+    } else {
+        pack_parts::<3>(tiles, from, outer, inner, role)
     }
 }
 
@@ -110,9 +111,8 @@ fn pairs<'a, const PARTS: usize>(
 ) {
     /// Rows whose elements are asked for ahead of their use.
     const AHEAD: usize = 16;
-    let at = |k: usize| match k < inner.end {
-        true => &from.data[k * from.inner + outer.start..][..outer.len()],
-        false => &[],
+    let at = |k: usize| {
+        if k < inner.end { &from.data[k * from.inner + outer.start..][..outer.len()] } else { &[] }
     };
     for (i, k) in inner.clone().take(STEP).step_by(2).enumerate() {
         let (even, odd) = (at(k), at(k + 1));
