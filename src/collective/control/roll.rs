@@ -148,7 +148,10 @@ impl Roll {
         causes.extend(refused);
         Some(Rejection {
             users_fault: false,
-            what: format!("cannot connect the ranks: {here} of {world} joined within {}", units::duration(secs)),
+            what: format!(
+                "cannot connect the ranks: {here} of {world} joined within {}",
+                units::duration(secs)
+            ),
             causes,
             hint: "look at what the missing ranks print, or wait longer: `FINETUNE_RDZV_TIMEOUT=900`"
                 .to_owned(),
