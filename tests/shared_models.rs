@@ -12,11 +12,11 @@ mod skipped;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
-use finetune::data::{Batch, IGNORE, Segment, Tokenizer};
+use finetune::data::{Batch, IGNORE, PackedSample, Tokenizer};
 use finetune::engine::{Engine, Sampling};
 use finetune::error::Result;
-use finetune::ops::attention::Algorithm;
-use finetune::plan::EngineOptions;
+use finetune::ops::attention::AttentionAlgorithm;
+use finetune::setup::EngineOptions;
 use serde_json::Value;
 use skipped::skipped;
 
@@ -54,7 +54,7 @@ impl Known {
 }
 
 fn engine(folder: &Path) -> Result<Engine> {
-    let options = EngineOptions::alone(Device::Cpu, DType::F32, Algorithm::Flash, 0);
+    let options = EngineOptions::alone(Device::Cpu, DType::F32, AttentionAlgorithm::Flash, 0);
     logits::base(folder).engine(None, false, &options)
 }
 
@@ -84,7 +84,7 @@ fn batch(ids: Vec<u32>) -> Batch {
     let len = ids.len();
     Batch {
         targets: ids[1..].iter().copied().chain([IGNORE]).collect(),
-        segments: vec![Segment { start: 0, len }],
+        segments: vec![PackedSample { start: 0, len }],
         rows: 1,
         ids,
         ..Batch::default()

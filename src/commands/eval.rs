@@ -6,20 +6,21 @@ use super::{Opened, open_device, terminal, working_folder};
 use crate::cli::EvalArgs;
 use crate::data::{self, Split};
 use crate::error::Result;
-use crate::plan::{EngineOptions, Finder};
 use crate::recipe::Recipe;
+use crate::setup::{EngineOptions, Resolver};
 
 /// Evaluates.
 pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
     let recipe = Recipe::load(&args.rows.layers(&args.model, &args.dataset, &folder)?)?;
-    let finder = Finder::new(args.common.offline, &terminal)?;
-    let Opened { base, adaptation, rows } = Opened::find(&recipe, args.adapter.as_deref(), &folder, &finder)?;
+    let finder = Resolver::new(args.common.offline, &terminal)?;
+    let Opened { base, adapter_setup, rows } =
+        Opened::find(&recipe, args.adapter.as_deref(), &folder, &finder)?;
     let (dataset, _) = rows.load(&recipe.data.train, Split::Eval, &finder)?;
     terminal.line(format!("data: {}", dataset.report()));
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed);
-    let engine = base.engine(adaptation.as_ref(), false, &options)?;
+    let engine = base.engine(adapter_setup.as_ref(), false, &options)?;
     let tokens = recipe.train.micro_batch_size * recipe.data.max_seq_len;
     let total = dataset.len();
     let evaluation = engine.evaluate(data::batch::in_order(dataset.examples(), tokens), |rows| {

@@ -6,27 +6,28 @@ use serde_json::json;
 
 use super::{Opened, open_device, terminal, working_folder};
 use crate::cli::GenerateArgs;
-use crate::data::template::Inputs;
+use crate::data::template::TemplateInputs;
 use crate::data::{ChatTemplate, Tokenizer};
 use crate::engine::{Engine, Sampling};
 use crate::error::{Error, Result};
-use crate::plan::{EngineOptions, Finder};
-use crate::recipe::{Layers, Purpose, Recipe, RecipeText};
+use crate::recipe::{Purpose, Recipe, RecipeLayers, RecipeText};
 use crate::report::Terminal;
+use crate::setup::{EngineOptions, Resolver};
 
 /// Generates.
 pub(super) fn run(args: &GenerateArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
-    let recipe = Recipe::load(&Layers {
+    let recipe = Recipe::load(&RecipeLayers {
         recipe: args.recipe.as_deref().map(|name| RecipeText::find(name, &folder)).transpose()?,
         model: Some(args.model.clone()),
         folder: folder.clone(),
         purpose: Purpose::Other,
-        ..Layers::default()
+        ..RecipeLayers::default()
     })?;
-    let finder = Finder::new(args.common.offline, &terminal)?;
-    let Opened { base, adaptation, rows } = Opened::find(&recipe, args.adapter.as_deref(), &folder, &finder)?;
+    let finder = Resolver::new(args.common.offline, &terminal)?;
+    let Opened { base, adapter_setup, rows } =
+        Opened::find(&recipe, args.adapter.as_deref(), &folder, &finder)?;
     // What can be wrong with the input is said before weights are read.
     let task = match &args.prompt {
         Some(text) => {
@@ -39,7 +40,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
         })?),
     };
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed);
-    let engine = base.engine(adaptation.as_ref(), false, &options)?;
+    let engine = base.engine(adapter_setup.as_ref(), false, &options)?;
     let generator = Generator { engine, tokenizer: &rows.tokenizer, args, terminal };
     match task {
         Task::Continue { text, ids } => generator.continue_text(text, &ids),
@@ -101,7 +102,7 @@ impl Generator<'_> {
                 break;
             }
             messages.push(json!({ "role": "user", "content": line }));
-            let inputs = Inputs { add_generation_prompt: true, ..Inputs::default() };
+            let inputs = TemplateInputs { add_generation_prompt: true, ..TemplateInputs::default() };
             let rendered = template.render(&messages, &inputs)?;
             let ids = self.tokenizer.encode(&rendered.text, false)?;
             known(self.tokenizer, &ids, self.engine.config.vocab_size)?;

@@ -26,11 +26,12 @@ use std::path::{Path, PathBuf};
 use candle_core::Device;
 
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
-use crate::error::{Error, Kind, Result};
-use crate::ops::device::{self, DeviceChoice};
-use crate::plan::{Adaptation, Base, Finder, Rows};
-use crate::recipe::{Recipe, RecipeText, Source};
+use crate::error::{Error, ErrorCategory, Result};
+use crate::recipe::{DataSource, Recipe, RecipeText};
 use crate::report::{Terminal, Verbosity};
+use crate::runtime::device;
+use crate::runtime::device::DeviceChoice;
+use crate::setup::{AdapterSetup, BaseModel, DatasetLoader, Resolver};
 
 /// Does what the command line says.
 ///
@@ -77,28 +78,28 @@ fn open_gpus(numbers: &[usize]) -> Result<Vec<Device>> {
 
 /// A model with its adapter, found and understood, not yet loaded.
 struct Opened {
-    base: Base,
-    adaptation: Option<Adaptation>,
-    rows: Rows,
+    base: BaseModel,
+    adapter_setup: Option<AdapterSetup>,
+    rows: DatasetLoader,
 }
 
 impl Opened {
     /// Finds the model of `recipe` and `adapter`, as it stands on the command line, relative to `folder`.
-    fn find(recipe: &Recipe, adapter: Option<&str>, folder: &Path, finder: &Finder<'_>) -> Result<Self> {
-        let mut base = Base::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
+    fn find(recipe: &Recipe, adapter: Option<&str>, folder: &Path, finder: &Resolver<'_>) -> Result<Self> {
+        let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
         let adapter =
-            adapter.map(|adapter| Source::from_argument("--adapter", adapter, folder)).transpose()?;
-        let adaptation = match adapter {
+            adapter.map(|adapter| DataSource::from_argument("--adapter", adapter, folder)).transpose()?;
+        let adapter_setup = match adapter {
             Some(source) => {
                 let folder = finder.adapter(&source)?.folder;
                 base.adopt(&folder)?;
-                Some(Adaptation::saved_in(&folder, &base.config)?)
+                Some(AdapterSetup::saved_in(&folder, &base.config)?)
             }
             None => None,
         };
         let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
-        let rows = Rows::new(tokenizer, &recipe.data, base.config.vocab_size)?;
-        Ok(Opened { base, adaptation, rows })
+        let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
+        Ok(Opened { base, adapter_setup, rows })
     }
 }
 
@@ -117,7 +118,7 @@ fn print(text: &str) -> Result<()> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(Error::new(Kind::Storage, "cannot write the output").because(error.to_string()))
+            Err(Error::new(ErrorCategory::Storage, "cannot write the output").because(error.to_string()))
         }
         _ => Ok(()),
     }

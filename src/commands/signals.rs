@@ -7,7 +7,7 @@ use libc::c_int;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU};
 use signal_hook::flag;
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// Sent by a person or by whoever ends the process for good: the second of these does not wait for a save.
 const ENDING: [c_int; 2] = [SIGINT, SIGTERM];
@@ -24,7 +24,7 @@ pub(super) fn watch() -> Result<Arc<AtomicBool>> {
     let (stop, ending) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
     for signal in ENDING {
-        let code = i32::from(Kind::Stopped.exit_code());
+        let code = i32::from(ErrorCategory::Stopped.exit_code());
         // Called in this order: the first such signal finds `ending` still unset.
         flag::register_conditional_shutdown(signal, code, Arc::clone(&ending)).map_err(failed)?;
         flag::register(signal, Arc::clone(&ending)).map_err(failed)?;

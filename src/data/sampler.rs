@@ -16,7 +16,7 @@ use super::batch::{Batch, Step};
 use super::dataset::Dataset;
 use super::pack::{best_fit, next_fit};
 use crate::error::{Error, Result};
-use crate::ops::random::{GOLDEN_GAMMA, splitmix64};
+use crate::runtime::rng::{GOLDEN_GAMMA, splitmix64};
 
 /// Global batches that are sorted by length together.
 const WINDOW_BATCHES: usize = 64;

@@ -2,9 +2,9 @@
 
 use super::Engine;
 use crate::data::Batch;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 use crate::ops::cross_entropy::IGNORE;
-use crate::ops::threads;
+use crate::runtime::thread_pool;
 
 /// Sums over evaluated rows.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -45,14 +45,14 @@ impl Engine {
     /// with the same batches.
     ///
     /// # Errors
-    /// [`Kind::Diverged`] when the loss of any rank is not finite: the same error on every rank. A peer failed.
+    /// [`ErrorCategory::Diverged`] when the loss of any rank is not finite: the same error on every rank. A peer failed.
     pub fn evaluate(
         &self,
         batches: impl Iterator<Item = Batch>,
         mut seen: impl FnMut(u64),
     ) -> Result<Evaluation> {
         let (mut sums, mut rows) = (Evaluation::default(), 0);
-        let world = self.strategy.ranks().world();
+        let world = self.store.mesh().world();
         let mut batches = batches.into_iter();
         while let Some(first) = batches.next() {
             let round: Vec<Batch> =
@@ -60,10 +60,10 @@ impl Engine {
             // Each rank takes one of the round; where there is none left, one without targets.
             match round.get(world.rank()) {
                 Some(mine) => self.add_scores(mine, &mut sums)?,
-                None => self.add_scores(&round[0].silent(), &mut sums)?,
+                None => self.add_scores(&round[0].without_targets(), &mut sums)?,
             }
             // Only together may the ranks look for the cause: that gathers weights again.
-            if let Some(rank) = self.strategy.first_rank(!sums.loss_sum.is_finite())? {
+            if let Some(rank) = self.store.first_rank(!sums.loss_sum.is_finite())? {
                 return Err(self.evaluation_diverged(&round, rank, rows)?);
             }
             rows += round.iter().map(|batch| batch.rows as u64).sum::<u64>();
@@ -77,13 +77,13 @@ impl Engine {
         let rows = |batches: &[Batch]| batches.iter().map(|batch| batch.rows as u64).sum::<u64>();
         let (before, batch) = (done + rows(&round[..rank]), &round[rank..=rank]);
         let found = self.first_non_finite(batch)?;
-        let on_rank = if self.strategy.ranks().world().size() > 1 {
+        let on_rank = if self.store.mesh().world().size() > 1 {
             format!(", which rank {rank} evaluated")
         } else {
             String::new()
         };
         let (first, last) = (before + 1, before + rows(batch));
-        Ok(Error::new(Kind::Diverged, "the evaluation loss is not finite")
+        Ok(Error::new(ErrorCategory::Diverged, "the evaluation loss is not finite")
             .because(format!("the loss of rows {first} to {last}{on_rank}, is NaN or infinite"))
             .because(format!("the first bad value is in {found}")))
     }
@@ -91,7 +91,7 @@ impl Engine {
     fn over_ranks(&self, sums: Evaluation) -> Result<Evaluation> {
         let counts = [sums.tokens, sums.correct, sums.rows, sums.exact].map(|count| count as f64);
         let mut all = [sums.loss_sum, counts[0], counts[1], counts[2], counts[3]];
-        self.strategy.sum("losses of the evaluation", &mut all)?;
+        self.store.sum("losses of the evaluation", &mut all)?;
         let [tokens, correct, rows, exact] = [all[1], all[2], all[3], all[4]].map(|count| count as u64);
         Ok(Evaluation { loss_sum: all[0], tokens, correct, rows, exact })
     }
@@ -99,9 +99,9 @@ impl Engine {
     fn add_scores(&self, batch: &Batch, sums: &mut Evaluation) -> Result<()> {
         let score = || {
             let hidden = self.hidden(batch)?;
-            self.strategy.head()?.score(&self.config, &hidden, &batch.targets)
+            self.store.head()?.score(&self.config, &hidden, &batch.targets)
         };
-        let mut scores = threads::inside(&self.device, score)?.into_iter();
+        let mut scores = thread_pool::run_in_pool(&self.device, score)?.into_iter();
         for segment in &batch.segments {
             let targets = &batch.targets[segment.start..segment.start + segment.len];
             let count = targets.iter().filter(|&&target| target != IGNORE).count();

@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use super::adaptation::Adaptation;
-use super::base::describe;
-use crate::quant::Format;
+use crate::quant::QuantFormat;
+use crate::setup::adapter_setup::AdapterSetup;
+use crate::setup::base_model::describe;
 
 /// How a run trains the model: `LoRA, r 16, on 21 modules`, `all weights (full fine-tuning)`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -14,25 +14,25 @@ pub struct Method {
 }
 
 impl Method {
-    /// The method of a run that trains `adaptation` over a base quantized to `format`; without an adapter, all weights.
-    pub(super) fn new(adaptation: Option<&Adaptation>, format: Option<Format>) -> Self {
-        let Some(adaptation) = adaptation else {
+    /// The method of a run that trains `adapter_setup` over a base quantized to `format`; without an adapter, all weights.
+    pub(super) fn new(adapter_setup: Option<&AdapterSetup>, format: Option<QuantFormat>) -> Self {
+        let Some(adapter_setup) = adapter_setup else {
             return Method { tag: "full", text: "all weights (full fine-tuning)".into() };
         };
         let in_4_bits = format.is_some_and(|format| format.kind.bits() == 4);
-        let (tag, name) = match (adaptation.config.spec.use_dora, in_4_bits) {
+        let (tag, name) = match (adapter_setup.config.spec.use_dora, in_4_bits) {
             (false, false) => ("lora", "LoRA"),
             (false, true) => ("qlora", "QLoRA"),
             (true, false) => ("dora", "DoRA"),
             (true, true) => ("qdora", "QDoRA"),
         };
-        let ranks = adaptation.targets.iter().map(|target| target.r);
+        let ranks = adapter_setup.targets.iter().map(|target| target.r);
         let rank = match (ranks.clone().min(), ranks.max()) {
             (Some(least), Some(most)) if least < most => format!("{least} to {most}"),
-            (_, most) => most.unwrap_or(adaptation.config.spec.r).to_string(),
+            (_, most) => most.unwrap_or(adapter_setup.config.spec.r).to_string(),
         };
         let base = format.map_or_else(String::new, |format| format!(" over {}", describe(&format)));
-        let text = format!("{name}, r {rank}, on {} modules{base}", adaptation.targets.len());
+        let text = format!("{name}, r {rank}, on {} modules{base}", adapter_setup.targets.len());
         Method { tag, text }
     }
 

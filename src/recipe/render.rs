@@ -6,7 +6,7 @@ use std::fmt::Write;
 use toml::Value;
 
 use super::Recipe;
-use super::declare::{Key, Section};
+use super::schema::{Key, Section};
 
 /// Every value that is set, one line each.
 pub(super) fn plain(recipe: &Recipe) -> String {
