@@ -206,7 +206,7 @@ impl SavedAdapter {
         };
         for (module, kinds) in &self.names {
             let Some(found) = by_name.get(module.as_str()) else {
-                return Err(other(format!("it has tensors for `{module}`, which the model has not")));
+                return Err(other(format!("it has tensors for `{module}`, which the model does not have")));
             };
             let misfit = kinds
                 .iter()

@@ -47,11 +47,24 @@ pub struct TrainingState {
     /// Ranks that trained.
     #[serde(default = "one")]
     pub ranks: usize,
+    /// Micro-batches of a step, those of all ranks together; not in checkpoints from before this field.
+    #[serde(default)]
+    pub micro_batches: Option<usize>,
     /// The model that the run started from; none in checkpoints that do not say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<ModelIdentity>,
-    /// What decides the numbers of the run: name → value or digest.
+    /// What decides the numbers of the run: a recipe's key → its value as TOML, a name → a digest.
     pub fingerprint: std::collections::BTreeMap<String, String>,
+}
+
+/// The recipe's key that counts the micro-batches of a step. In a fingerprint it counts those of all ranks.
+const ACCUMULATION: &str = "train.gradient_accumulation_steps";
+
+impl TrainingState {
+    /// Micro-batches of a step, those of all ranks together, wherever this checkpoint says it.
+    pub fn micro_batches(&self) -> Option<usize> {
+        self.micro_batches.or_else(|| self.fingerprint.get(ACCUMULATION)?.parse().ok())
+    }
 }
 
 /// Checkpoints that do not say were made by one.

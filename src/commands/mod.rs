@@ -17,6 +17,7 @@ mod quantize;
 mod ranks;
 mod recipes;
 mod showcase;
+mod signals;
 mod train;
 
 use std::io::{ErrorKind, Write};
@@ -26,11 +27,11 @@ use candle_core::Device;
 
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
 use crate::error::{Error, ErrorCategory, Result};
-use crate::recipe::RecipeText;
+use crate::recipe::{DataSource, Recipe, RecipeText};
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::device;
 use crate::runtime::device::DeviceChoice;
-use crate::setup::BaseCheck;
+use crate::setup::{AdapterSetup, BaseCheck, BaseModel, DatasetLoader, Resolver};
 
 /// Does what the command line says.
 ///
@@ -81,6 +82,42 @@ fn say_base(terminal: &Terminal, check: &BaseCheck) {
         BaseCheck::Same => {}
         BaseCheck::Unchecked(text) => terminal.line(text),
         BaseCheck::Forced(text) => terminal.warn(text),
+    }
+}
+
+/// A model with its adapter, found and understood, not yet loaded.
+struct Opened {
+    base: BaseModel,
+    adapter_setup: Option<AdapterSetup>,
+    rows: DatasetLoader,
+}
+
+impl Opened {
+    /// Finds the model of `recipe` and `adapter`, as it stands on the command line, relative to `folder`; `force_base`
+    /// takes a model that the adapter was not trained on, which the terminal is told.
+    fn find(
+        recipe: &Recipe,
+        adapter: Option<&str>,
+        folder: &Path,
+        finder: &Resolver<'_>,
+        (terminal, force_base): (&Terminal, bool),
+    ) -> Result<Self> {
+        let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
+        let adapter =
+            adapter.map(|adapter| DataSource::from_argument("--adapter", adapter, folder)).transpose()?;
+        let adapter_setup = match adapter {
+            Some(source) => {
+                let folder = finder.adapter(&source)?.folder;
+                base.adopt(&folder)?;
+                let adapter_setup = AdapterSetup::saved_in(&folder, &base.config)?;
+                say_base(terminal, &base.check_adapter(&folder, recipe.train.seed, force_base)?);
+                Some(adapter_setup)
+            }
+            None => None,
+        };
+        let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
+        let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
+        Ok(Opened { base, adapter_setup, rows })
     }
 }
 

@@ -25,7 +25,8 @@ use crate::runtime::device;
 use crate::runtime::device::DeviceChoice;
 use crate::runtime::thread_pool;
 
-/// Plants a fault in a rank, as `1:backward:panic`: for tests of how runs end.
+/// The environment variable that plants a fault in a rank, as `1:backward:panic`, for tests of how runs end. Only builds
+/// with debug assertions, which tests run, read it.
 const FAULT: &str = "FINETUNE_FAULT";
 
 /// How long a process that noticed the loss of a peer waits to hear by the control channel who failed and why.
@@ -108,10 +109,7 @@ impl RankSetup {
         plan: &Plan,
         rank: impl Fn(Arc<dyn Collective>, &Device) -> Result<()> + Sync,
     ) -> Result<()> {
-        let fault = match std::env::var(FAULT) {
-            Ok(text) => Some(text.parse().during(|| format!("cannot use {FAULT}"))?),
-            Err(_) => None,
-        };
+        let fault = planted_fault()?;
         let rank = |place: usize, world: Arc<dyn Collective>| {
             let device = self.devices.get(place).unwrap_or(&Device::Cpu);
             rank(with_fault(world, fault), device)
@@ -191,6 +189,14 @@ impl RankSetup {
         }
         control.fail(self.launch.rank, failed.error.what());
         failed.error
+    }
+}
+
+/// The fault that [`FAULT`] asks for; none in a build for users.
+fn planted_fault() -> Result<Option<InjectedFault>> {
+    match std::env::var(FAULT) {
+        Ok(text) if cfg!(debug_assertions) => text.parse().map(Some).during(|| format!("cannot use {FAULT}")),
+        _ => Ok(None),
     }
 }
 

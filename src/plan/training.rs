@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{DType, Device};
 
 use super::memory::{MemoryOptions, MemoryPlan, available};
+use super::method::Method;
 use super::parallel;
 use crate::adapter::{self, AdapterTensor, LowRankFactors};
 use crate::checkpoint::{SavedCheckpoint, SnapshotPart, SnapshotTensor, WriteWeights};
@@ -17,11 +18,11 @@ use crate::engine::{Recompute, SaveAssignment, Trainer, TrainerOptions};
 use crate::error::{Error, Result};
 use crate::export::hf;
 use crate::optim::{OptimizerOptions, Schedule};
-use crate::recipe::{self, Dtype, Recipe};
+use crate::recipe::{self, ComputeDtype, Dtype, Recipe};
 use crate::runtime::thread_pool::run_in_pool;
 use crate::setup::BaseCheck;
 use crate::setup::adapter_setup::AdapterSetup;
-use crate::setup::base_model::{BaseModel, EngineOptions, describe};
+use crate::setup::base_model::{BaseModel, EngineOptions};
 use crate::setup::dataset::DatasetLoader;
 use crate::setup::initial_values::AdapterPart;
 use crate::setup::param_layout::tied_module;
@@ -81,7 +82,7 @@ impl Plan {
     ) -> Result<Self> {
         parallel::split_global_batch(&mut recipe, ranks, resumed)?;
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
-        let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
+        let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed);
         let saved = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
         let saved = saved.map(|source| finder.adapter(source)).transpose()?.map(|found| found.folder);
         saved.as_deref().map_or(Ok(()), |folder| base.adopt(folder))?;
@@ -259,6 +260,11 @@ impl Plan {
         })
     }
 
+    /// Micro-batches of a step, those of all ranks together.
+    pub fn micro_batches(&self) -> usize {
+        self.recipe.train.gradient_accumulation_steps.saturating_mul(self.ranks)
+    }
+
     /// What decides the numbers of the run: a checkpoint goes on only under the same.
     pub fn fingerprint(&self) -> BTreeMap<String, String> {
         let mut recipe = self.recipe.clone();
@@ -276,20 +282,8 @@ impl Plan {
             reduce_dtype: recipe.parallel.reduce_dtype,
             ..recipe::ParallelSection::default()
         };
-        recipe.train.gradient_accumulation_steps *= self.ranks;
-        let mut facts: BTreeMap<String, String> = recipe
-            .to_toml()
-            .lines()
-            .scan(String::new(), |section, line| {
-                if line.starts_with('[') {
-                    *section = line.trim_matches(['[', ']']).to_owned();
-                }
-                Some(
-                    line.split_once(" = ").map(|(key, value)| (format!("{section}.{key}"), value.to_owned())),
-                )
-            })
-            .flatten()
-            .collect();
+        recipe.train.gradient_accumulation_steps = self.micro_batches();
+        let mut facts = recipe.values();
         let short = |hash: blake3::Hash| hash.to_hex()[..16].to_owned();
         facts.insert("data".into(), short(self.train.0.digest()));
         facts.insert("steps".into(), self.total_steps.to_string());
@@ -332,9 +326,10 @@ impl Plan {
             ));
         };
         let initial = self.initial.get().cloned().unwrap_or_default();
-        let config = match adapter_setup.is_pissa() {
-            true => saved_config(&adapter_setup.config),
-            false => adapter_setup.config.clone(),
+        let config = if adapter_setup.is_pissa() {
+            saved_config(&adapter_setup.config)
+        } else {
+            adapter_setup.config.clone()
         };
         let dtype = stored(given).unwrap_or(StoredDtype::F32);
         let tied = self.base.config.tie_word_embeddings && !adapter_setup.unties();
@@ -385,17 +380,15 @@ impl Plan {
         text
     }
 
+    /// The training method, for the plan, the card and the report.
+    pub fn method(&self) -> Method {
+        Method::new(self.adapter_setup.as_ref(), self.base.format)
+    }
+
     /// The plan in a few lines.
     pub fn describe(&self) -> String {
         let (trainable, all) = self.parameters();
-        let method = match &self.adapter_setup {
-            Some(a) => {
-                let kind = if a.config.spec.use_dora { "DoRA" } else { "LoRA" };
-                let base = self.base.format.map_or(String::new(), |f| format!(" over {}", describe(&f)));
-                format!("{kind} on {} modules{base}", a.targets.len())
-            }
-            None => "all weights".into(),
-        };
+        let method = self.method();
         let recompute = match self.recompute {
             Recompute::None => "none",
             Recompute::Block => "block",
@@ -440,7 +433,7 @@ fn decided(
         Recompute::None => recipe::Recompute::None,
         Recompute::Block => recipe::Recompute::Block,
     };
-    recipe.model.dtype = if dtype == DType::F32 { Dtype::F32 } else { Dtype::Bf16 };
+    recipe.model.dtype = if dtype == DType::F32 { ComputeDtype::F32 } else { ComputeDtype::Bf16 };
     recipe.parallel.strategy = parallel::named(kind);
     if let Some(commit) = commit {
         recipe.model.revision = commit.to_owned();

@@ -21,8 +21,9 @@ mod value;
 
 pub use builtin::{BUILT_IN, BuiltIn, RecipeText};
 pub use enums::{
-    AdapterInit, AdapterKind, Attention, DataFormat, Dtype, ModelInit, Offload, OnBadRow, OnLongRow,
-    OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainOn,
+    AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, ModelInit, Offload, OnBadRow,
+    OnLongRow, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
+    TrainOn,
 };
 pub use layers::{Purpose, RecipeLayers};
 pub use sections::{
@@ -109,6 +110,11 @@ impl Recipe {
     /// its text.
     pub fn to_toml(&self) -> String {
         render::plain(self)
+    }
+
+    /// The value of every key that is set, as TOML, by `section.key`.
+    pub fn values(&self) -> BTreeMap<String, String> {
+        render::values(self)
     }
 
     /// Every section and key with its documentation, what it accepts and its default, as a recipe.

@@ -17,7 +17,7 @@ use crate::export::bitsandbytes::LinearLayers;
 use crate::model::{self, ModelConfig};
 use crate::quant::QuantFormat;
 use crate::recipe::enums::Attention;
-use crate::recipe::{Dtype, ModelInit, ModelSection, QuantizationSection};
+use crate::recipe::{ComputeDtype, ModelInit, ModelSection, QuantizationSection};
 use crate::runtime::device;
 use crate::sharding;
 use crate::sharding::{DeviceMesh, GradReduceOptions, Offload, ParamDesc, ParamStore};
@@ -63,23 +63,13 @@ pub struct EngineOptions {
 
 impl EngineOptions {
     /// What `[model]` says on this device.
-    ///
-    /// # Errors
-    /// f16 was asked for: training in it needs loss scaling, which this program does not do yet.
-    pub fn new(model: &ModelSection, device: Device, seed: u64) -> Result<Self> {
+    pub fn new(model: &ModelSection, device: Device, seed: u64) -> Self {
         let dtype = match model.dtype {
-            Dtype::Auto => device::default_dtype(&device),
-            Dtype::F32 => DType::F32,
-            Dtype::Bf16 => DType::BF16,
-            Dtype::F16 => {
-                return Err(Error::user("cannot compute in f16")
-                    .because(
-                        "`model.dtype` is \"f16\", which needs loss scaling; accepted now: auto, f32, bf16",
-                    )
-                    .hint("write `dtype = \"bf16\"`; a model stored in f16 is converted as it is read"));
-            }
+            ComputeDtype::Auto => device::default_dtype(&device),
+            ComputeDtype::F32 => DType::F32,
+            ComputeDtype::Bf16 => DType::BF16,
         };
-        Ok(EngineOptions::alone(device, dtype, model.attention, seed))
+        EngineOptions::alone(device, dtype, model.attention, seed)
     }
 
     /// On one rank, one micro-batch a step.

@@ -71,7 +71,7 @@ fn json_length(start: &[u8], file_bytes: u64) -> Result<usize, String> {
     let left = file_bytes.saturating_sub(8);
     if left < length || length == 0 {
         return Err(format!(
-            "it is truncated: the header should have {length} bytes, at least 2; {left} are there"
+            "it is truncated: the header should have {length} bytes, at least 2; {left} follow"
         ));
     }
     Ok(length as usize)
@@ -165,10 +165,10 @@ fn check_cover(tensors: &[HeaderTensor], data_bytes: usize) -> Result<(), String
         before = &tensor.name;
     }
     if covered > data_bytes {
-        return Err(format!("it is truncated: its tensors need {covered} bytes, {data_bytes} are there"));
+        return Err(format!("it is truncated: its tensors need {covered} bytes, the file has {data_bytes}"));
     }
     if covered < data_bytes {
-        return Err(format!("its tensors cover {covered} bytes of data, {data_bytes} are there"));
+        return Err(format!("its tensors cover {covered} bytes of data, the file has {data_bytes}"));
     }
     Ok(())
 }

@@ -449,7 +449,7 @@ fn recipes_listed_and_shown() {
     # Accepted: "pretrained", "random".
     init = "pretrained"
     # Type of the weights and of the computation; auto: bf16 on a GPU, f32 on the CPU.
-    # Accepted: "auto", "f32", "bf16", "f16".
+    # Accepted: "auto", "f32", "bf16".
     dtype = "auto"
     # Tiled attention, or the plain formula as a reference.
     # Accepted: "flash", "eager".
@@ -651,12 +651,12 @@ fn recipes_listed_and_shown() {
     # Accepted: "auto", "f32", "bf16", "f16".
     output_dtype = "auto"
 
-    # Evaluation on `data.eval`.
+    # Evaluation on `data.eval`. Where that is given, a run also evaluates before its first step, to compare with.
     [eval]
-    # Steps between evaluations.
+    # Steps between evaluations; not set: none between the first step and the last.
     # Accepted: a whole number, at least 1.
     # steps =
-    # Evaluate after the last step.
+    # Evaluate after the last step; false leaves out this evaluation alone.
     # Accepted: true, false.
     at_end = true
 

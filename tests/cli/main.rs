@@ -11,6 +11,8 @@ mod golden_run;
 mod logits;
 #[path = "../place/mod.rs"]
 mod place;
+#[path = "../skipped/mod.rs"]
+mod skipped;
 
 mod adapter_path;
 mod bad_input;

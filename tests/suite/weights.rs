@@ -4,6 +4,7 @@ use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use crate::skipped::skipped;
 use candle_core::{DType, Device};
 use finetune::error::{ErrorCategory, Result};
 use finetune::export::hf;
@@ -20,13 +21,13 @@ fn golden(path: &str) -> PathBuf {
 }
 
 /// The third-party models beside the repository, where there are any.
-#[allow(clippy::print_stderr, reason = "a skipped check is said aloud")]
 fn shared(path: &str) -> Option<PathBuf> {
     let root = std::env::var_os("FINETUNE_SHARED")
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"), PathBuf::from);
     let path = root.join(path);
     if !path.exists() {
-        eprintln!("SKIPPED: {} is not there (set FINETUNE_SHARED)", path.display());
+        let why = format!("{} is not there; set FINETUNE_SHARED", path.display());
+        skipped("tests on weights of pretrained models", &why);
         return None;
     }
     Some(path)
@@ -133,7 +134,7 @@ fn malformed_files_each_get_their_error() {
     seven bytes: it has 7 bytes; a safetensors file has at least 8
     length 2^63: its first 8 bytes give a header of 9223372036854775808 bytes; accepted: up to 100000000 (not a safetensors file?)
     length over the cap: its first 8 bytes give a header of 100000001 bytes; accepted: up to 100000000 (not a safetensors file?)
-    length past the end: it is truncated: the header should have 100 bytes, at least 2; 2 are there
+    length past the end: it is truncated: the header should have 100 bytes, at least 2; 2 follow
     a pickle in disguise: its header does not start with `{` (not a safetensors file?)
     no brace: its header does not start with `{` (not a safetensors file?)
     leading space: its header does not start with `{` (not a safetensors file?)
@@ -154,8 +155,8 @@ fn malformed_files_each_get_their_error() {
     overlap: tensor `b` starts at byte 2 and overlaps `a`, which ends at 4
     hole: no tensor covers bytes 4 to 5 of its data, before tensor `b`
     hole at the start: no tensor covers bytes 0 to 1 of its data, before tensor `a`
-    truncated data: it is truncated: its tensors need 8 bytes, 7 are there
-    bytes left over: its tensors cover 8 bytes of data, 9 are there
+    truncated data: it is truncated: its tensors need 8 bytes, the file has 7
+    bytes left over: its tensors cover 8 bytes of data, the file has 9
     long name: tensor `nnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnn…` has dtype `F7`; accepted: F32, F16, BF16, F64, F8_E4M3, F8_E5M2, F8_E8M0, I64, I32, I16, I8, U64, U32, U16, U8, BOOL
     control characters: tensor `\u{1b}[2J\0` has dtype `F7`; accepted: F32, F16, BF16, F64, F8_E4M3, F8_E5M2, F8_E8M0, I64, I32, I16, I8, U64, U32, U16, U8, BOOL
     ");
