@@ -183,7 +183,9 @@ fn saver<'a>(output: &Path, world: &dyn Collective, writers: &'a Writers, after:
 
 fn state(step: u64, ranks: usize) -> State {
     let fingerprint = BTreeMap::new();
-    State { schema: checkpoint::SCHEMA, step, epoch: 0, index: step, tokens: 1, ranks, fingerprint }
+    let chat_template_date = None;
+    let schema = checkpoint::SCHEMA;
+    State { schema, step, epoch: 0, index: step, tokens: 1, ranks, chat_template_date, fingerprint }
 }
 
 fn share(rank: usize, step: u64) -> Vec<SnapshotTensor> {

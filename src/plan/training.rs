@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device};
+use chrono::{DateTime, FixedOffset};
 
 use super::adaptation::Adaptation;
 use super::base::{Base, EngineOptions, describe};
@@ -68,13 +69,14 @@ impl Plan {
     ///
     /// # Errors
     /// Whatever in recipe, model or data cannot be used; all of it before weights are read.
-    /// `resumed` is the checkpoint that the run goes on from.
+    /// `resumed` is the checkpoint that the run goes on from, `now` the moment that the chat template is told.
     pub fn resolve(
         mut recipe: Recipe,
         finder: &Finder<'_>,
         device: Device,
         ranks: usize,
         resumed: Option<&Saved>,
+        now: DateTime<FixedOffset>,
     ) -> Result<Self> {
         ranks::deal_out(&mut recipe, ranks, resumed)?;
         let mut base = Base::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
@@ -90,7 +92,7 @@ impl Plan {
             .map(|adapter| Adaptation::from_recipe(adapter, saved.as_deref(), named, &tokens))
             .transpose()?;
         base.check(adaptation.as_ref(), adaptation.is_none())?;
-        let rows = Rows::new(tokenizer, &recipe.data, base.config.vocab_size)?;
+        let rows = Rows::new(tokenizer, &recipe.data, base.config.vocab_size)?.at(now);
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
         let held_out = (!recipe.data.eval.is_empty())
             .then(|| rows.load(&recipe.data.eval, Split::Eval, finder))
