@@ -63,8 +63,8 @@ fn make_room(place: &Path, state: &State) -> Result<Option<PathBuf>> {
     if Saved::open(place).is_ok_and(|saved| saved.state.fingerprint == state.fingerprint) {
         return move_to(with_suffix(place, &format!(".tmp-{}-replaced", std::process::id()))).map(Some);
     }
-    let free = (1_u32..).map(|n| with_suffix(place, &format!(".aside-{n}")));
-    let free = free.into_iter().find(|to| to.symlink_metadata().is_err());
+    let mut names = (1_u32..).map(|n| with_suffix(place, &format!(".aside-{n}")));
+    let free = names.find(|to| to.symlink_metadata().is_err());
     free.map_or(Ok(()), |to| move_to(to).map(drop)).map(|()| None)
 }
 
