@@ -37,7 +37,7 @@ fn args<'a>(output: &'a str, more: &[&'a str]) -> Vec<&'a str> {
 }
 
 fn run(place: &Place, args: &[&str]) -> Output {
-    place.command(args).output().unwrap()
+    place.command(args).env("RAYON_NUM_THREADS", "1").output().unwrap()
 }
 
 fn succeed(place: &Place, args: &[&str]) {
@@ -80,7 +80,9 @@ fn until(what: &str, child: &mut Child, mut done: impl FnMut() -> bool) {
 }
 
 fn start(place: &Place, args: &[&str]) -> Child {
-    place.command(args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    let mut command = place.command(args);
+    command.env("RAYON_NUM_THREADS", "1").stdout(Stdio::null()).stderr(Stdio::piped());
+    command.spawn().unwrap()
 }
 
 /// A run that takes long enough to be met at work, and has begun to train.
@@ -93,7 +95,7 @@ fn at_work(place: &Place, args: &[&str]) -> Child {
     child
 }
 
-const LONG: [&str; 4] = ["--set", "train.max_steps=400", "--set", "checkpoint.save_steps=1000"];
+const LONG: [&str; 4] = ["--set", "train.max_steps=200", "--set", "checkpoint.save_steps=1000"];
 
 fn flip(path: &Path) {
     let mut bytes = std::fs::read(path).unwrap();
@@ -339,7 +341,7 @@ fn a_run_at_work_is_not_joined_and_one_that_was_killed_goes_on() {
         let left = std::fs::read_to_string(place.path("out/.finetune/lock")).unwrap();
         assert!(left.contains(&child.id().to_string()), "a killed run leaves its record: {left}");
         succeed(&place, &again);
-        assert_eq!(steps(&place.path("out")), (1..=400).collect::<Vec<_>>());
+        assert_eq!(steps(&place.path("out")), (1..=200).collect::<Vec<_>>());
         std::fs::remove_dir_all(place.path("out")).unwrap();
     }
 }
