@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use finetune::checkpoint::{self, Saved};
+use finetune::checkpoint::{self, SavedCheckpoint};
 use place::{Place, copy_folder, lora};
 use serde_json::Value;
 
@@ -267,7 +267,7 @@ fn the_newest_sound_checkpoint_stays_and_strangers_too() {
     }
     assert!(!out.join(dead).exists(), "what a killed run left goes");
     assert!(!out.join("checkpoint-2").exists() && !out.join("checkpoint-3").exists(), "one is kept");
-    assert_eq!(Saved::open(&out.join("checkpoint-4")).unwrap().state.step, 4);
+    assert_eq!(SavedCheckpoint::open(&out.join("checkpoint-4")).unwrap().state.step, 4);
     let aside = out.join("checkpoint-4.aside-1");
     assert!(aside.join("manifest.json").exists(), "the damaged one is moved, not removed");
     assert_eq!(checkpoint::newest(&out).unwrap().0.unwrap().state.step, 4);
@@ -286,7 +286,7 @@ fn a_damaged_newer_checkpoint_does_not_count() {
     succeed(&place, &args("out", &more));
     // 3 was saved, beside a sound 4 of the same run.
     for (step, sound) in [(3, true), (4, true), (9, false)] {
-        let opened = Saved::open(&out.join(format!("checkpoint-{step}")));
+        let opened = SavedCheckpoint::open(&out.join(format!("checkpoint-{step}")));
         assert_eq!(opened.is_ok(), sound, "{step}");
     }
     assert!(!out.join("checkpoint-2").exists());

@@ -5,15 +5,15 @@ use std::path::{Path, PathBuf};
 
 use super::manifest::{self, Files};
 use super::{
-    ABSMAX, Moment, OPTIMIZER, PREFIX, Part, STATE_FILE, Saved, SavedMoment, SnapshotTensor, State,
-    WriteWeights, list, number, process,
+    ABSMAX, MomentKind, OPTIMIZER, PREFIX, STATE_FILE, SavedCheckpoint, SavedMoment, SnapshotPart,
+    SnapshotTensor, TrainingState, WriteWeights, list, number, process,
 };
 use crate::error::{Error, Result};
-use crate::weights::{Entry, NewFolder, StoredDtype, Written, write_file, write_text};
+use crate::weights::{AtomicDir, StoredDtype, WriteEntry, Written, write_file, write_text};
 
 /// The folder that will be `place`, whatever stands there now.
-pub(super) fn fresh(place: &Path) -> Result<NewFolder> {
-    NewFolder::beside(place)
+pub(super) fn fresh(place: &Path) -> Result<AtomicDir> {
+    AtomicDir::beside(place)
 }
 
 /// Writes what is rank `rank`'s of a folder that `size` ranks fill: its weights and their moments.
@@ -23,7 +23,7 @@ pub(super) fn write_share(
     tensors: &[SnapshotTensor],
     write_weights: &WriteWeights,
 ) -> Result<Files> {
-    let mut written = write_weights(folder, tensors, Part::Tensors(rank))?;
+    let mut written = write_weights(folder, tensors, SnapshotPart::Tensors(rank))?;
     // Alone, also where nothing is trained: a reader looks for the file.
     if size == 1 || !tensors.is_empty() {
         written.push(write_moments(&folder.join(optimizer_file(rank, size)), tensors)?);
@@ -33,12 +33,12 @@ pub(super) fn write_share(
 
 /// Completes a folder that holds the `files` of all ranks and gives it its name.
 pub(super) fn commit(
-    folder: NewFolder,
-    state: &State,
+    folder: AtomicDir,
+    state: &TrainingState,
     mut files: Files,
     write_weights: &WriteWeights,
 ) -> Result<()> {
-    files.extend(manifest::part(folder.path(), write_weights(folder.path(), &[], Part::Rest)?));
+    files.extend(manifest::part(folder.path(), write_weights(folder.path(), &[], SnapshotPart::Rest)?));
     let text = serde_json::to_string_pretty(state).map_err(|e| Error::internal(e.to_string()))?;
     write_text(&folder.path().join(STATE_FILE), &text)?;
     manifest::complete(folder.path(), files)?;
@@ -52,7 +52,7 @@ pub(super) fn commit(
 
 /// Moves what stands at `place` out of the way of the checkpoint of `state`. One of the same run and step, which a run
 /// that was resumed from an earlier one saves again, is returned to be removed; anything else is kept under another name.
-fn make_room(place: &Path, state: &State) -> Result<Option<PathBuf>> {
+fn make_room(place: &Path, state: &TrainingState) -> Result<Option<PathBuf>> {
     if place.symlink_metadata().is_err() {
         return Ok(None);
     }
@@ -60,7 +60,7 @@ fn make_room(place: &Path, state: &State) -> Result<Option<PathBuf>> {
         std::fs::rename(place, &to).map_err(|e| Error::io("move", place, &e))?;
         Ok(to)
     };
-    if Saved::open(place).is_ok_and(|saved| saved.state.fingerprint == state.fingerprint) {
+    if SavedCheckpoint::open(place).is_ok_and(|saved| saved.state.fingerprint == state.fingerprint) {
         return move_to(with_suffix(place, &format!(".tmp-{}-replaced", std::process::id()))).map(Some);
     }
     let mut names = (1_u32..).map(|n| with_suffix(place, &format!(".aside-{n}")));
@@ -84,12 +84,14 @@ fn optimizer_file(rank: usize, size: usize) -> String {
 
 /// optimizer.safetensors: `<name>.exp_avg` and `.exp_avg_sq`; in 8 bits also their `.absmax`.
 fn write_moments(path: &Path, tensors: &[SnapshotTensor]) -> Result<Written> {
-    let mut parts: Vec<(Entry, Stored<'_>)> = Vec::new();
+    let mut parts: Vec<(WriteEntry, Stored<'_>)> = Vec::new();
     for tensor in tensors {
-        for (moment, saved) in [Moment::First, Moment::Second].iter().zip(tensor.moments.iter().flatten()) {
+        for (moment, saved) in
+            [MomentKind::First, MomentKind::Second].iter().zip(tensor.moments.iter().flatten())
+        {
             let name = format!("{}.{}", tensor.name, moment.suffix());
             let mut push = |name: String, dtype, shape: Vec<usize>, part| {
-                parts.push((Entry { name, dtype, shape }, part));
+                parts.push((WriteEntry { name, dtype, shape }, part));
             };
             match saved {
                 SavedMoment::F32(values) => {
@@ -103,7 +105,7 @@ fn write_moments(path: &Path, tensors: &[SnapshotTensor]) -> Result<Written> {
             }
         }
     }
-    let entries: Vec<Entry> = parts.iter().map(|(entry, _)| entry.clone()).collect();
+    let entries: Vec<WriteEntry> = parts.iter().map(|(entry, _)| entry.clone()).collect();
     let by_name: HashMap<&str, &Stored<'_>> =
         parts.iter().map(|(entry, part)| (entry.name.as_str(), part)).collect();
     write_file(path, &entries, |entry, sink| match by_name.get(entry.name.as_str()) {
@@ -122,16 +124,17 @@ enum Stored<'a> {
 /// Removes the oldest checkpoints of the run that has just saved `state`, but for the last `keep` and that one. Only those
 /// count whose digests hold, and only those go that hold nothing but the run's files: one that is damaged or not of this
 /// run stays, and keeps none from staying. Each goes by a rename first, so that none is ever seen half removed.
-pub(super) fn retain(output: &Path, keep: usize, state: &State) -> Result<()> {
+pub(super) fn retain(output: &Path, keep: usize, state: &TrainingState) -> Result<()> {
     let mut kept = 0;
     for (step, folder) in list(output)?.into_iter().rev() {
         if step == state.step {
             kept += 1;
         } else if kept < keep {
-            let counts = Saved::open(&folder).is_ok_and(|saved| saved.state.fingerprint == state.fingerprint);
+            let counts = SavedCheckpoint::open(&folder)
+                .is_ok_and(|saved| saved.state.fingerprint == state.fingerprint);
             kept += usize::from(counts);
         } else if manifest::is_complete(&folder)
-            && State::read(&folder).is_ok_and(|saved| saved.fingerprint == state.fingerprint)
+            && TrainingState::read(&folder).is_ok_and(|saved| saved.fingerprint == state.fingerprint)
         {
             let doomed = with_suffix(&folder, &format!(".tmp-{}-removed", std::process::id()));
             std::fs::rename(&folder, &doomed).map_err(|e| Error::io("remove", &folder, &e))?;

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use chrono::{DateTime, FixedOffset};
 
-use crate::checkpoint::{self, RunFolder, RunRecord, Saved};
+use crate::checkpoint::{self, RunFolder, RunRecord, SavedCheckpoint};
 use crate::cli::TrainArgs;
 use crate::error::{Error, Result};
 use crate::plan::Plan;
@@ -29,7 +29,7 @@ pub(super) const REPORT: &str = "report.html";
 /// What was found in the output folder before the run is planned.
 pub(super) struct OutputFolder {
     /// The checkpoint to go on from.
-    pub(super) resumed: Option<Saved>,
+    pub(super) resumed: Option<SavedCheckpoint>,
     /// The record of the run whose folder it is.
     record: Option<RunRecord>,
     /// The folder, locked where there was something in it to go on with.
@@ -80,7 +80,7 @@ impl OutputFolder {
         self,
         args: &TrainArgs,
         plan: &Plan,
-        resumed: Option<&Saved>,
+        resumed: Option<&SavedCheckpoint>,
     ) -> Result<(RunFolder, RunRecord)> {
         let output = args.output.as_path();
         let folder = match self.claimed {
@@ -106,7 +106,7 @@ impl OutputFolder {
             (Some(record), _) => record,
             (None, Some(saved)) if lies_in(saved, output) => adopted(output, saved, &fingerprint)?,
             (None, from) => {
-                let resumed_from = from.map(Saved::digest).transpose()?;
+                let resumed_from = from.map(SavedCheckpoint::digest).transpose()?;
                 let mut record = RunRecord::new(&fingerprint)?;
                 record.resumed_from = resumed_from;
                 record
@@ -135,9 +135,9 @@ pub(super) fn parse_date(text: &str) -> Result<DateTime<FixedOffset>> {
 }
 
 /// The checkpoint that `--resume` means, and a word on those that were passed over.
-fn find(from: Option<&Path>, output: &Path, terminal: &Terminal) -> Result<Option<Saved>> {
+fn find(from: Option<&Path>, output: &Path, terminal: &Terminal) -> Result<Option<SavedCheckpoint>> {
     let (saved, passed) = match from {
-        Some(folder) if checkpoint::is_one(folder) => (Some(Saved::open(folder)?), Vec::new()),
+        Some(folder) if checkpoint::is_one(folder) => (Some(SavedCheckpoint::open(folder)?), Vec::new()),
         Some(folder) => checkpoint::newest(folder)?,
         None => checkpoint::newest(output)?,
     };
@@ -164,7 +164,11 @@ fn find(from: Option<&Path>, output: &Path, terminal: &Terminal) -> Result<Optio
 }
 
 /// Refuses to go on in a folder that is not the run's own.
-fn refuse_other_runs(output: &Path, record: Option<&RunRecord>, resumed: Option<&Saved>) -> Result<()> {
+fn refuse_other_runs(
+    output: &Path,
+    record: Option<&RunRecord>,
+    resumed: Option<&SavedCheckpoint>,
+) -> Result<()> {
     if RunFolder::is_free(output)? {
         return Ok(());
     }
@@ -199,7 +203,7 @@ fn refuse_other_runs(output: &Path, record: Option<&RunRecord>, resumed: Option<
 }
 
 /// Whether a checkpoint lies in the folder `output` itself.
-fn lies_in(saved: &Saved, output: &Path) -> bool {
+fn lies_in(saved: &SavedCheckpoint, output: &Path) -> bool {
     let parent = saved.folder.canonicalize().ok().and_then(|folder| folder.parent().map(Path::to_owned));
     parent.is_some() && parent == output.canonicalize().ok()
 }
@@ -227,10 +231,10 @@ fn refuse_foreign(
     record: &RunRecord,
     output: &Path,
     plan: &Plan,
-    resumed: Option<&Saved>,
+    resumed: Option<&SavedCheckpoint>,
 ) -> Result<()> {
     let mut names: Vec<String> = TEXTS.map(String::from).into();
-    names.extend(resumed.map(Saved::result_names).transpose()?.unwrap_or_default());
+    names.extend(resumed.map(SavedCheckpoint::result_names).transpose()?.unwrap_or_default());
     let done = resumed.map_or(0, |saved| saved.state.step);
     let due = |step: u64| {
         let saves = plan.recipe.checkpoint.save_steps.is_some_and(|every| step.is_multiple_of(every));
@@ -250,7 +254,7 @@ fn refuse_foreign(
 /// A record for the folder of a run that kept none, whose checkpoint is `saved`.
 fn adopted(
     output: &Path,
-    saved: &Saved,
+    saved: &SavedCheckpoint,
     fingerprint: &std::collections::BTreeMap<String, String>,
 ) -> Result<RunRecord> {
     let mut record = RunRecord::new(fingerprint)?;

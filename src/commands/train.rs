@@ -9,21 +9,25 @@ use candle_core::Device;
 use chrono::{DateTime, FixedOffset};
 
 use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, REPORT, date_text, parse_date};
-use super::ranks::{self, Ranks};
+use super::ranks::{self, RankSetup};
 use super::showcase::{self, Question};
 use super::terminal;
-use crate::checkpoint::{self, Part, RunFolder, RunRecord, Saved, Saver, SaverOptions, State, Writers};
+use crate::checkpoint::{
+    self, RunFolder, RunRecord, SaveThreads, SavedCheckpoint, Saver, SaverOptions, SnapshotPart,
+    TrainingState,
+};
 use crate::cli::TrainArgs;
 use crate::collective::launch::Launch;
-use crate::collective::{Call, Clock, Collective, Phase, Timed};
+use crate::collective::{Call, Collective, CollectiveTimer, Phase, TimedCollective};
 use crate::data::{self, Batch};
-use crate::engine::{Reporter, Run, RunOptions, RunSummary, Trainer};
-use crate::error::{Error, Kind, Result};
-use crate::plan::{Finder, Plan};
+use crate::engine::{Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
+use crate::error::{Error, ErrorCategory, Result};
+use crate::plan::Plan;
 use crate::recipe::Recipe;
-use crate::report::card::{Artifact, Base, Card, CardData};
+use crate::report::card::{Artifact, Card, CardBase, CardData};
 use crate::report::html::HtmlReport;
 use crate::report::{EventWriter, MetricsLog, Terminal, Verbosity, metrics};
+use crate::setup::Resolver;
 use crate::units;
 
 /// Trains.
@@ -35,11 +39,11 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         _ => Terminal::stderr(Verbosity::Quiet),
     };
     let recipe = Recipe::load(&args.layers(&super::working_folder()?)?)?;
-    let ranks = Ranks::open(launch, args)?;
+    let ranks = RankSetup::open(launch, args)?;
     let Launch { rank: first_rank, world_size, .. } = ranks.launch;
     let first = first_rank == 0;
     let found = (!args.dry_run).then(|| OutputFolder::prepare(args, first, &terminal)).transpose()?;
-    let finder = Finder::new(args.common.offline, &terminal)?;
+    let finder = Resolver::new(args.common.offline, &terminal)?;
     let recorded = found.as_ref().map_or(Ok(None), OutputFolder::date)?;
     let resolve = |recipe, now| {
         let resumed = found.as_ref().and_then(|found| found.resumed.as_ref());
@@ -61,7 +65,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let folder = first.then(|| found.claim(args, &plan, resumed.as_ref())).transpose()?;
     let stop = watch_signals()?;
     // Dropped when all ranks have ended.
-    let writers = Writers::default();
+    let writers = SaveThreads::default();
     let run = TrainRun {
         args,
         questions: showcase::questions(args, &plan)?,
@@ -81,7 +85,7 @@ fn now() -> DateTime<FixedOffset> {
 }
 
 /// The moment that rank 0 took for the chat template, for all processes; `own` where there is one process.
-fn agree_on_date(ranks: &Ranks, own: DateTime<FixedOffset>) -> Result<DateTime<FixedOffset>> {
+fn agree_on_date(ranks: &RankSetup, own: DateTime<FixedOffset>) -> Result<DateTime<FixedOffset>> {
     let agreed = ranks.agree("the date of the chat template", || Ok(date_text(own).into_bytes()))?;
     parse_date(&String::from_utf8_lossy(&agreed))
 }
@@ -91,11 +95,11 @@ struct TrainRun<'a> {
     args: &'a TrainArgs,
     plan: &'a Plan,
     questions: Vec<Question>,
-    resumed: Option<&'a Saved>,
+    resumed: Option<&'a SavedCheckpoint>,
     /// The output folder, and what it says of the run; the process of the first rank has them.
     folder: Option<&'a (RunFolder, RunRecord)>,
     stop: &'a AtomicBool,
-    writers: &'a Writers,
+    writers: &'a SaveThreads,
     terminal: &'a Terminal,
     started: Instant,
 }
@@ -103,7 +107,7 @@ struct TrainRun<'a> {
 impl TrainRun<'_> {
     /// What one rank does; the first one speaks and writes for all.
     fn rank(&self, world: Arc<dyn Collective>, device: &Device) -> Result<()> {
-        let timed = Timed::new(world);
+        let timed = TimedCollective::new(world);
         let clock = timed.clock();
         let world: Arc<dyn Collective> = Arc::new(timed);
         let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
@@ -176,15 +180,20 @@ impl TrainRun<'_> {
     fn write(&self, trainer: &Trainer, world: &dyn Collective) -> Result<()> {
         let result = RunFolder::result(&self.args.output);
         let write = self.plan.writer(false, trainer);
-        write(&result, &trainer.snapshot(false)?, Part::Tensors(world.rank()))?;
+        write(&result, &trainer.snapshot(false)?, SnapshotPart::Tensors(world.rank()))?;
         world.barrier(Call { what: "the parts of the result", index: 0 })?;
         if world.rank() == 0 {
-            write(&result, &[], Part::Rest)?;
+            write(&result, &[], SnapshotPart::Rest)?;
         }
         Ok(())
     }
 
-    fn train(&self, trainer: &mut Trainer, world: &dyn Collective, clock: Clock) -> Result<RunSummary> {
+    fn train(
+        &self,
+        trainer: &mut Trainer,
+        world: &dyn Collective,
+        clock: CollectiveTimer,
+    ) -> Result<RunSummary> {
         let (plan, output) = (self.plan, self.args.output.as_path());
         let settings = &plan.recipe.checkpoint;
         let options = SaverOptions {
@@ -201,13 +210,13 @@ impl TrainRun<'_> {
             sampler.seek(data::Cursor { epoch: state.epoch, index: state.index })?;
         }
         let fingerprint = plan.fingerprint();
-        Run {
+        TrainLoop {
             trainer,
             sampler: &mut sampler,
             held_out: held_out_batches(plan),
             reporter: if first { Some(self.reporter(state)?) } else { None },
             saver,
-            state: &|moment| State {
+            state: &|moment| TrainingState {
                 schema: checkpoint::SCHEMA,
                 step: moment.step,
                 epoch: moment.cursor.epoch,
@@ -226,10 +235,10 @@ impl TrainRun<'_> {
                 every_steps: plan.recipe.log.every_steps,
             },
         }
-        .to_the_end(state.map_or(0, |state| state.tokens))
+        .run(state.map_or(0, |state| state.tokens))
     }
 
-    fn reporter(&self, state: Option<&State>) -> Result<Reporter<'_>> {
+    fn reporter(&self, state: Option<&TrainingState>) -> Result<Reporter<'_>> {
         let output = self.args.output.as_path();
         let path = output.join(METRICS);
         let metrics = match state {
@@ -245,7 +254,7 @@ impl TrainRun<'_> {
 
 fn stopped(summary: &RunSummary, output: &Path) -> Error {
     let folder = output.join(format!("checkpoint-{}", summary.steps));
-    Error::new(Kind::SavedAndStopped, format!("stopped by a signal after step {}", summary.steps))
+    Error::new(ErrorCategory::SavedAndStopped, format!("stopped by a signal after step {}", summary.steps))
         .because(format!("the run is saved in {}", folder.display()))
         .hint("the same command with `--resume` goes on from there")
 }
@@ -262,14 +271,14 @@ fn say(plan: &Plan, terminal: &Terminal) {
 }
 
 fn finished(plan: &Plan) -> &'static str {
-    if plan.adaptation.is_some() { "adapter saved" } else { "model saved" }
+    if plan.adapter_setup.is_some() { "adapter saved" } else { "model saved" }
 }
 
 /// SIGINT and SIGTERM ask for a save at the end of the step; a second one ends the program at once.
 fn watch_signals() -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        let code = i32::from(Kind::Stopped.exit_code());
+        let code = i32::from(ErrorCategory::Stopped.exit_code());
         signal_hook::flag::register_conditional_shutdown(signal, code, stop.clone())
             .and_then(|_| signal_hook::flag::register(signal, stop.clone()))
             .map_err(|e| Error::internal("cannot watch signals").because(e.to_string()))?;
@@ -284,8 +293,8 @@ fn held_out_batches(plan: &Plan) -> Vec<Batch> {
 }
 
 fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
-    let sets = |found: &[crate::plan::Found], rows: usize| -> Vec<CardData> {
-        let data = |found: &crate::plan::Found| CardData {
+    let sets = |found: &[crate::setup::ResolvedSource], rows: usize| -> Vec<CardData> {
+        let data = |found: &crate::setup::ResolvedSource| CardData {
             name: if found.on_hub { found.id.clone() } else { last_name(&found.id) },
             on_hub: found.on_hub,
             rows: rows as u64,
@@ -295,11 +304,11 @@ fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
     let found = &plan.base.found;
     Card {
         title,
-        artifact: if plan.adaptation.is_some() { Artifact::Adapter } else { Artifact::Model },
+        artifact: if plan.adapter_setup.is_some() { Artifact::Adapter } else { Artifact::Model },
         base: match (&plan.base.files, found.on_hub) {
-            (None, _) => Base::Scratch,
-            (_, true) => Base::Hub { id: found.id.clone(), commit: found.commit.clone() },
-            (_, false) => Base::Folder { name: last_name(&found.id) },
+            (None, _) => CardBase::Scratch,
+            (_, true) => CardBase::Hub { id: found.id.clone(), commit: found.commit.clone() },
+            (_, false) => CardBase::Folder { name: last_name(&found.id) },
         },
         method: method(plan),
         train_data: sets(&plan.train.1, plan.train.0.report().rows),
@@ -321,8 +330,8 @@ fn last_name(id: &str) -> String {
 }
 
 fn method(plan: &Plan) -> String {
-    match &plan.adaptation {
-        Some(adaptation) => format!("LoRA, r {}", adaptation.config.spec.r),
+    match &plan.adapter_setup {
+        Some(adapter_setup) => format!("LoRA, r {}", adapter_setup.config.spec.r),
         None => "all weights".into(),
     }
 }
