@@ -103,6 +103,22 @@ impl RankSetup {
         device::tightest(&self.devices)
     }
 
+    /// Whether other processes train along.
+    pub(super) fn among_others(&self) -> bool {
+        self.launch.master.is_some()
+    }
+
+    /// Gives what `make` makes in the process of rank 0 to all processes, before they have a plan to compare.
+    ///
+    /// # Errors
+    /// What `make` returns; the processes do not meet.
+    pub(super) fn agree(&self, what: &str, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
+        if !self.among_others() {
+            return make();
+        }
+        agree(&self.launch, &terms()?, what, make)
+    }
+
     /// Runs `rank` on every rank of this process, with its end and its device, and returns the failure that came first.
     pub(super) fn run(
         &self,
@@ -145,8 +161,7 @@ impl RankSetup {
         library: Option<&Arc<NcclLibrary>>,
         rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync),
     ) -> Result<()> {
-        let mut terms = Terms::from_environment(&|name| std::env::var_os(name))?;
-        terms.notice = Arc::new(|text| Terminal::stderr(Verbosity::Normal).warn(text));
+        let terms = terms()?;
         let control = Control::meet(&self.launch, &Identity::here(digests(plan, library)?), &terms)?;
         let done = match library {
             Some(library) => {
@@ -200,6 +215,26 @@ fn planted_fault() -> Result<Option<InjectedFault>> {
     }
 }
 
+/// How processes meet, by the environment.
+fn terms() -> Result<Terms> {
+    let mut terms = Terms::from_environment(&|name| std::env::var_os(name))?;
+    terms.notice = Arc::new(|text| Terminal::stderr(Verbosity::Normal).warn(text));
+    Ok(terms)
+}
+
+/// A meeting of its own, which ends when all have what rank 0 made.
+fn agree(
+    launch: &Launch,
+    terms: &Terms,
+    what: &str,
+    make: impl FnOnce() -> Result<Vec<u8>>,
+) -> Result<Vec<u8>> {
+    let control = Control::meet(launch, &Identity::here(BTreeMap::new()), terms)?;
+    let made = control.broadcast(what, make)?;
+    control.leave()?;
+    Ok(made)
+}
+
 /// `world` as it is, or with the fault that was planted.
 fn with_fault(world: Arc<dyn Collective>, fault: Option<InjectedFault>) -> Arc<dyn Collective> {
     let Some(fault) = fault else { return world };
@@ -237,4 +272,46 @@ fn digests(plan: &Plan, library: Option<&Arc<NcclLibrary>>) -> Result<BTreeMap<S
         digests.insert("model".to_owned(), digest.to_owned());
     }
     Ok(digests)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collective::control::Secret;
+    use crate::collective::launch::{LaunchSource, Master};
+
+    /// Processes that each looked at their clock go on with what rank 0 saw, and can meet again at the same place.
+    #[test]
+    fn processes_agree_before_they_have_a_plan() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let port = listener.local_addr().expect("an address").port();
+        drop(listener);
+        let process = |rank: usize| {
+            let address = "127.0.0.1".to_owned();
+            let launch = Launch {
+                source: LaunchSource::Flags,
+                rank,
+                ranks_here: 1,
+                local_rank: rank,
+                world_size: 3,
+                host: None,
+                master: Some(Master { address, port, ports: 1 }),
+                run: "test run".to_owned(),
+            };
+            let secret = Secret::shared(b"canary-secret-0123456789").expect("a secret");
+            let patience = Duration::from_secs(60);
+            let terms = Terms { deadline: patience, grace: patience, patience, ..Terms::new(secret) };
+            ["first", "second"].map(|time| {
+                agree(&launch, &terms, "the date", || Ok(format!("{time} of {rank}").into_bytes()))
+                    .expect("agreed")
+            })
+        };
+        std::thread::scope(|scope| {
+            let processes: Vec<_> = (0..3).map(|rank| scope.spawn(move || process(rank))).collect();
+            for process in processes {
+                let agreed = process.join().expect("no panic");
+                assert_eq!(agreed, [b"first of 0".to_vec(), b"second of 0".to_vec()]);
+            }
+        });
+    }
 }
