@@ -6,14 +6,15 @@
 //! | floor | modules | what lives there |
 //! |---|---|---|
 //! | 0 | [`error`], [`units`] | the one error type, human-readable sizes |
-//! | 1 | `hub`, [`report`] | downloads; everything a run prints or logs |
-//! | 2 | [`ops`] | every tensor operation with its backward |
-//! | 3 | [`weights`], [`data`] | safetensors in and out; rows to tokens, masks and batches |
-//! | 4 | [`model`], [`optim`], [`adapter`] | the block and its segments; AdamW and schedules; PEFT files |
-//! | 5 | [`strategy`], [`checkpoint`], [`export`] | where parameters live; what goes to disk |
-//! | 6 | [`engine`], [`recipe`] | the training step and loop; what the TOML may say |
-//! | 7 | [`plan`] | the one place where a recipe meets parts |
-//! | 8 | [`cli`], [`commands`] | the verbs |
+//! | 1 | [`quant`], [`rendezvous`], [`hub`], [`report`] | quantized formats; how processes find each other; downloads; everything a run prints or logs |
+//! | 2 | [`collective`] | sums and gathers over ranks, launchers |
+//! | 3 | [`ops`] | every tensor operation with its backward |
+//! | 4 | [`weights`], [`data`] | safetensors in and out; rows to tokens, masks and batches |
+//! | 5 | [`model`], [`optim`], [`adapter`] | the block and its segments; AdamW and schedules; PEFT files |
+//! | 6 | [`strategy`], [`checkpoint`], [`export`] | where parameters live; what goes to disk |
+//! | 7 | [`engine`], [`recipe`] | the training step and loop; what the TOML may say |
+//! | 8 | [`plan`] | the one place where a recipe meets parts |
+//! | 9 | [`cli`], [`commands`] | the verbs |
 
 pub mod adapter;
 pub mod checkpoint;
@@ -31,6 +32,7 @@ pub mod optim;
 pub mod plan;
 pub mod quant;
 pub mod recipe;
+pub mod rendezvous;
 pub mod report;
 pub mod strategy;
 pub mod units;

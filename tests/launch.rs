@@ -4,8 +4,9 @@
 
 use std::ffi::OsString;
 
-use finetune::collective::launch::{Flags, Launch, Master, Slot, Source};
+use finetune::collective::launch::{Flags, Launch, Slot, Source};
 use finetune::error::{Error, Kind, Result};
+use finetune::rendezvous::Master;
 
 fn detect(flags: &Flags, variables: &[(&str, &str)]) -> Result<Launch> {
     Launch::detect(flags, &|name| {

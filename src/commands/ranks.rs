@@ -12,7 +12,6 @@ use candle_core::Device;
 
 use super::open_gpus;
 use crate::cli::TrainArgs;
-use crate::collective::control::{Control, Identity, Terms};
 use crate::collective::launch::{Flags, Launch};
 use crate::collective::local::Fault;
 use crate::collective::nccl::{self, Alarm, Crew, Library, UniqueId};
@@ -21,13 +20,14 @@ use crate::error::{Context as _, Error, Result};
 use crate::ops::device::{self, DeviceChoice};
 use crate::ops::threads;
 use crate::plan::Plan;
+use crate::rendezvous::{self, JoinRequest, Peer, RendezvousOptions, Session};
 use crate::report::{Terminal, Verbosity};
 
 /// Plants a fault in a rank, as `1:backward:panic`: for tests of how runs end.
 const FAULT: &str = "FINETUNE_FAULT";
 
-/// How long a process that noticed the loss of a peer waits to hear by the control channel who failed and why.
-const HEARSAY: Duration = Duration::from_secs(2);
+/// How long a process that noticed the loss of a peer waits to hear from the rendezvous which rank failed and why.
+const PEER_FAILURE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Who the ranks are, by flags and environment.
 ///
@@ -138,29 +138,27 @@ impl Ranks {
         nccl::run_on_gpus(library, &crew, &self.devices, alarm, work).map(drop)
     }
 
-    /// Meets the other processes, which must be about to run the same, then trains among them.
+    /// Joins the other processes, which must be about to run the same, then trains among them.
     fn among_processes(
         &self,
         plan: &Plan,
         library: Option<&Arc<Library>>,
         rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync),
     ) -> Result<()> {
-        let mut terms = Terms::from_environment(&|name| std::env::var_os(name))?;
-        terms.notice = Arc::new(|text| Terminal::stderr(Verbosity::Normal).warn(text));
-        let control = Control::meet(&self.launch, &Identity::here(digests(plan, library)?), &terms)?;
+        let session = self.join(digests(plan, library)?)?;
         let done = match library {
             Some(library) => {
-                let id = control.broadcast("the NCCL id", || Ok(library.unique_id()?.0.to_vec()))?;
+                let id = session.broadcast("the NCCL id", || Ok(library.unique_id()?.0.to_vec()))?;
                 let id = <[u8; 128]>::try_from(id.as_slice())
                     .map_err(|_| Error::internal(format!("the NCCL id came as {} bytes", id.len())))?;
                 let alarm = Alarm::new();
                 let stop = Arc::clone(&alarm);
-                control.on_failure(move |failure| drop(stop.raise(failure.clone().into())));
+                session.on_failure(move |failure| drop(stop.raise(failure.clone().into())));
                 self.on_gpus(library, UniqueId(id), &alarm, rank)
             }
             None => {
                 let armed = |stop: Box<dyn Fn(Error) + Send>| {
-                    control.on_failure(move |failure| stop(failure.clone().into()));
+                    session.on_failure(move |failure| stop(failure.clone().into()));
                 };
                 let each = (threads::count() / self.launch.ranks_here).max(1);
                 collective::run_among_processes(&self.launch, armed, |place, world| {
@@ -169,25 +167,38 @@ impl Ranks {
             }
         };
         match done {
-            Ok(()) => control.leave(),
-            Err(failed) => Err(self.ended(&control, failed)),
+            Ok(()) => session.leave(),
+            Err(failed) => Err(self.ended(&session, failed)),
         }
     }
 
+    /// Joins the other processes of the run.
+    fn join(&self, digests: BTreeMap<String, String>) -> Result<Session> {
+        let launch = &self.launch;
+        let peer = Peer { rank: launch.rank, ranks_here: launch.ranks_here, host: rendezvous::host_name() };
+        let request = JoinRequest { peer, world_size: launch.world_size, digests };
+        let lookup = |name: &str| std::env::var_os(name);
+        let mut options = RendezvousOptions::from_environment(launch.master.clone(), &lookup)?;
+        options.run.clone_from(&launch.run);
+        options.has_several_hosts = launch.host.is_some_and(|host| host.count > 1);
+        options.log = Arc::new(|text| Terminal::stderr(Verbosity::Normal).warn(text));
+        Session::join(request, &options)
+    }
+
     /// Tells the other processes of a failure of this one's, or hears from them what it was.
-    fn ended(&self, control: &Control, failed: Failed) -> Error {
+    fn ended(&self, session: &Session, failed: Failed) -> Error {
         if let Some((rank, why)) = &failed.own {
-            control.fail(*rank, why);
+            session.fail(*rank, why);
             return failed.error;
         }
         let begin = Instant::now();
-        while begin.elapsed() < HEARSAY {
-            if let Some(failure) = control.failure() {
+        while begin.elapsed() < PEER_FAILURE_TIMEOUT {
+            if let Some(failure) = session.failure() {
                 return failure.into();
             }
             std::thread::sleep(Duration::from_millis(10));
         }
-        control.fail(self.launch.rank, failed.error.what());
+        session.fail(self.launch.rank, failed.error.what());
         failed.error
     }
 }

@@ -5,8 +5,9 @@
 //! "Job with Pod-to-Pod Communication".
 
 use super::environment::{Count, Environment, missing, refused};
-use super::{DEFAULT_PORT, Flags, Found, Master, PORTS_TRIED, Slot, Source, slurm};
+use super::{DEFAULT_PORT, Flags, Found, PORTS_TRIED, Slot, Source, slurm};
 use crate::error::{Error, Result};
+use crate::rendezvous::Master;
 
 /// Ports below the end of all that are derived from a run's name; above Linux's ephemeral ports (32768 to 60999).
 const FIRST_DERIVED_PORT: u16 = 61_440;

@@ -6,7 +6,7 @@
 //! the two. Memory of the host (sums of losses, saved moments) goes through the GPU by pieces and is there on return
 //! (`staged`). [`run_ranks`] runs the ranks of a process as threads, one a GPU. Communicators are non-blocking, so every wait polls
 //! (`communicator`), and a thread watches over what is on the streams (`watch`). Failures end all communicators of the process
-//! ([`Alarm`]); other processes see NCCL's remote error, the deadline, or the word on the control channel, which is
+//! ([`Alarm`]); other processes see NCCL's remote error, the deadline, or the news from the rendezvous session, which is
 //! the launcher's to pass on by [`Alarm::raise`].
 //!
 //! Comparing every call would cost a round trip each. Instead each rank hashes its calls as it makes them, and

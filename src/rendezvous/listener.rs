@@ -1,0 +1,312 @@
+//! The port of rank 0 while processes join: who is let in, and how little the rest can do.
+//!
+//! It listens on exactly the master address. Every connection has its own thread and one deadline for all of its
+//! handshake, so a slow one stalls nobody; the number of those that are not authenticated is bounded, and beyond it the
+//! oldest is closed, because an honest process needs milliseconds. A wrong secret is answered late. Each reason for a
+//! refusal is logged once, the rest is counted. When the rendezvous ends, the port is closed.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::io::ErrorKind;
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread::{Builder, JoinHandle, sleep};
+use std::time::{Duration, Instant};
+
+use super::auth::Secret;
+use super::framing::{Connection, ConnectionError, prepare};
+use super::handshake::{Refusal, accept, refuse};
+use super::message::{JoinRequest, Message};
+use super::options::{LogLine, Master, RendezvousOptions};
+use crate::error::{Error, Kind, Result};
+
+/// For one connection from its first byte to its join request.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Before a wrong secret is answered.
+const PENALTY: Duration = Duration::from_millis(500);
+/// Connections that are not authenticated, beyond the processes that may all connect at once.
+const MAX_UNAUTHENTICATED: usize = 64;
+const STACK_BYTES: usize = 256 << 10;
+const POLL: Duration = Duration::from_millis(10);
+
+/// The open port of rank 0.
+#[derive(Debug)]
+pub struct Listener {
+    listener: TcpListener,
+    address: SocketAddr,
+}
+
+/// A process that is authenticated and has said what it is.
+pub(super) struct Arrival {
+    pub(super) request: JoinRequest,
+    pub(super) connection: Connection,
+}
+
+impl Listener {
+    /// Listens on the master address of `options` (or on its `bind`), on the first of its ports that is free; port 0
+    /// takes any. A name that cannot be resolved yet is tried until the join timeout.
+    ///
+    /// # Errors
+    /// [`Kind::User`] when the address is not one of this host, stands for all addresses, or is open to other hosts and
+    /// there is no secret; [`Kind::Transient`] when no port is free or the name stays unknown.
+    pub fn open(options: &RendezvousOptions) -> Result<Listener> {
+        let Some(master) = &options.master else {
+            return Err(Error::internal("a run of one process has no master address to listen on"));
+        };
+        let name = options.bind.as_ref().unwrap_or(&master.address);
+        let ips = resolve_until(name, Instant::now() + options.join_timeout)?;
+        if let Some(ip) = ips.iter().find(|ip| ip.is_unspecified()) {
+            return Err(Error::user(format!("cannot listen on {ip}")).because(
+                "it stands for all addresses of this host; accepted: the one that the other hosts use",
+            ));
+        }
+        if options.has_several_hosts && !master.is_loopback() && ips.iter().all(IpAddr::is_loopback) {
+            return Err(Error::user(format!("cannot listen on `{name}` for other hosts"))
+                .because(format!("on this host it means {}, which no other host reaches", ips[0]))
+                .hint("set MASTER_ADDR to this host's IP address in every process"));
+        }
+        let mut failures = Vec::new();
+        for port in master.all_ports() {
+            for ip in &ips {
+                let address = SocketAddr::new(*ip, port);
+                options.secret.suffices(&address)?;
+                match listen(address) {
+                    Ok(listener) => return Ok(listener),
+                    Err(error) => failures.push((address, error)),
+                }
+            }
+        }
+        Err(cannot_listen(master, &failures))
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Lets processes in until the returned value is dropped.
+    pub(super) fn accept(self, options: &RendezvousOptions, world_size: usize) -> Result<Arrivals> {
+        let (sender, queue) = mpsc::channel();
+        let acceptor = Arc::new(Acceptor {
+            secret: options.secret.clone(),
+            run: options.run.clone(),
+            log: options.log.clone(),
+            refused: Mutex::default(),
+            unauthenticated: Mutex::default(),
+            max_unauthenticated: MAX_UNAUTHENTICATED + world_size,
+            closed: AtomicBool::new(false),
+        });
+        let (theirs, listener) = (acceptor.clone(), self.listener);
+        let thread =
+            Builder::new().name("rendezvous".to_owned()).spawn(move || theirs.run(&listener, &sender));
+        let thread = thread.map_err(|error| {
+            Error::new(Kind::Transient, "cannot start the thread that lets processes join")
+                .because(error.to_string())
+        })?;
+        Ok(Arrivals { queue, acceptor, thread: Some(thread) })
+    }
+}
+
+fn listen(address: SocketAddr) -> std::io::Result<Listener> {
+    let listener = TcpListener::bind(address)?;
+    listener.set_nonblocking(true)?;
+    let address = listener.local_addr()?;
+    Ok(Listener { listener, address })
+}
+
+fn cannot_listen(master: &Master, failures: &[(SocketAddr, std::io::Error)]) -> Error {
+    let foreign = failures.iter().all(|(_, error)| error.kind() == ErrorKind::AddrNotAvailable);
+    let denied = failures.iter().any(|(_, error)| error.kind() == ErrorKind::PermissionDenied);
+    let kind = if foreign || denied { Kind::User } else { Kind::Transient };
+    let error = Error::new(kind, format!("cannot listen on the master address `{}`", master.address));
+    let shown = failures.iter().take(4).map(|(address, error)| format!("{address}: {error}"));
+    shown.fold(error, Error::because).hint(if foreign {
+        "start rank 0 on that host, or name an address of this one: `FINETUNE_RDZV_BIND=ADDRESS`"
+    } else {
+        "stop the other process, or set another MASTER_PORT in every process"
+    })
+}
+
+/// The addresses that `name` stands for.
+pub(super) fn resolve(name: &str) -> std::io::Result<Vec<IpAddr>> {
+    let found = (name, 0).to_socket_addrs()?;
+    let mut ips: Vec<IpAddr> = Vec::new();
+    for address in found {
+        if !ips.contains(&address.ip()) {
+            ips.push(address.ip());
+        }
+    }
+    if ips.is_empty() { Err(ErrorKind::NotFound.into()) } else { Ok(ips) }
+}
+
+/// In a new cluster a name may take a while to be known.
+fn resolve_until(name: &str, until: Instant) -> Result<Vec<IpAddr>> {
+    loop {
+        match resolve(name) {
+            Ok(ips) => return Ok(ips),
+            Err(error) if Instant::now() >= until => {
+                return Err(Error::new(Kind::Transient, format!("cannot find the master address `{name}`"))
+                    .because(error.to_string()));
+            }
+            Err(_) => sleep(Duration::from_millis(500).min(until.saturating_duration_since(Instant::now()))),
+        }
+    }
+}
+
+/// The processes that join, one after another.
+pub(super) struct Arrivals {
+    queue: mpsc::Receiver<Arrival>,
+    acceptor: Arc<Acceptor>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Arrivals {
+    /// The next to join before `until`.
+    pub(super) fn next(&self, until: Instant) -> Option<Arrival> {
+        self.queue.recv_timeout(until.saturating_duration_since(Instant::now())).ok()
+    }
+
+    /// How many connections were refused, and the last one's reason.
+    pub(super) fn refused(&self) -> Option<String> {
+        let refused = locked(&self.acceptor.refused);
+        match refused.total {
+            0 => None,
+            1 => Some(format!("a connection was refused: {}", refused.last)),
+            total => Some(format!("{total} connections were refused, the last: {}", refused.last)),
+        }
+    }
+}
+
+impl Drop for Arrivals {
+    fn drop(&mut self) {
+        self.acceptor.closed.store(true, Ordering::Relaxed);
+        for (_, stream) in locked(&self.acceptor.unauthenticated).drain(..) {
+            // It may be closed already.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        if let Some(thread) = self.thread.take() {
+            // A panic there has been reported by its own thread.
+            let _ = thread.join();
+        }
+        let total = locked(&self.acceptor.refused).total;
+        if total > 1 {
+            (self.acceptor.log)(&format!("refused {total} connections to the rendezvous in all"));
+        }
+    }
+}
+
+/// What the threads that let processes in share.
+struct Acceptor {
+    secret: Secret,
+    run: String,
+    log: LogLine,
+    refused: Mutex<Refused>,
+    unauthenticated: Mutex<VecDeque<(u64, TcpStream)>>,
+    max_unauthenticated: usize,
+    closed: AtomicBool,
+}
+
+/// The connections that were refused.
+#[derive(Default)]
+struct Refused {
+    total: u64,
+    last: String,
+    logged: BTreeSet<String>,
+}
+
+impl Acceptor {
+    fn run(self: &Arc<Self>, listener: &TcpListener, queue: &mpsc::Sender<Arrival>) {
+        let mut number = 0;
+        while !self.closed.load(Ordering::Relaxed) {
+            match listener.accept() {
+                Ok((stream, address)) => {
+                    number += 1;
+                    self.start(number, stream, address, queue.clone());
+                }
+                // Nobody is there, or the system is short of something: neither ends the rendezvous.
+                Err(_) => sleep(POLL),
+            }
+        }
+    }
+
+    fn start(
+        self: &Arc<Self>,
+        number: u64,
+        stream: TcpStream,
+        address: SocketAddr,
+        queue: mpsc::Sender<Arrival>,
+    ) {
+        let Ok(kept) = stream.try_clone() else { return };
+        {
+            let mut unauthenticated = locked(&self.unauthenticated);
+            if unauthenticated.len() >= self.max_unauthenticated
+                && let Some((_, oldest)) = unauthenticated.pop_front()
+            {
+                let _ = oldest.shutdown(Shutdown::Both);
+            }
+            unauthenticated.push_back((number, kept));
+        }
+        let acceptor = self.clone();
+        let let_in = move || {
+            acceptor.let_in(number, stream, address, &queue);
+            acceptor.forget(number);
+        };
+        let name = format!("rendezvous {number}");
+        if Builder::new().name(name).stack_size(STACK_BYTES).spawn(let_in).is_err() {
+            self.forget(number);
+        }
+    }
+
+    /// The connection is authenticated, or over.
+    fn forget(&self, number: u64) {
+        locked(&self.unauthenticated).retain(|(other, _)| *other != number);
+    }
+
+    /// Serves one connection from its first byte to its join request.
+    fn let_in(&self, number: u64, stream: TcpStream, address: SocketAddr, queue: &mpsc::Sender<Arrival>) {
+        let until = Instant::now() + HANDSHAKE_TIMEOUT;
+        let Ok(own) = prepare(&stream).and_then(|()| stream.try_clone()) else { return };
+        match accept(own, &self.secret, &self.run, until) {
+            // A recorded handshake comes as far as this, but cannot send what authenticates.
+            Ok(mut connection) => match connection.receiver.receive(Some(until)) {
+                Ok(Message::Join(request)) => {
+                    // Before it is passed on: the end of the rendezvous cuts off all that are not authenticated.
+                    self.forget(number);
+                    // Nobody listens to the queue any more when the rendezvous has just ended.
+                    drop(queue.send(Arrival { request, connection }));
+                }
+                Ok(_) => self.note(address, "it did not say what it is"),
+                Err(error) => self.note(address, &error.to_string()),
+            },
+            Err(error) => {
+                self.note(address, &error.to_string());
+                if let ConnectionError::Refused(refusal) = error {
+                    if refusal == Refusal::Secret {
+                        sleep(PENALTY);
+                    }
+                    refuse(&stream, refusal);
+                }
+            }
+        }
+    }
+
+    /// Counts a refusal, and logs the first of its reason.
+    fn note(&self, address: SocketAddr, why: &str) {
+        if self.closed.load(Ordering::Relaxed) {
+            return;
+        }
+        let line = format!("{}: {why}", address.ip());
+        let mut refused = locked(&self.refused);
+        refused.total += 1;
+        refused.last.clone_from(&line);
+        if refused.logged.len() < 16 && refused.logged.insert(why.to_owned()) {
+            drop(refused);
+            (self.log)(&format!("refused a connection to the rendezvous from {line}"));
+        }
+    }
+}
+
+/// The data are whole at every instant, so a panic elsewhere does not spoil them.
+pub(super) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
