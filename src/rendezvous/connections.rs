@@ -178,10 +178,11 @@ impl Connections {
             }
             Message::Failed { rank, why } => {
                 drop(state);
-                let holds = |peer: &&Peer| (peer.rank..peer.rank + peer.ranks_here).contains(&rank);
-                let sent_by = self.peers.iter().position(|peer| holds(&peer));
-                let peer =
-                    sent_by.filter(|process| self.own != 0 || *process == from).map(|p| &self.peers[p]);
+                let holds = |peer: &Peer| (peer.rank..peer.rank + peer.ranks_here).contains(&rank);
+                let process = self.peers.iter().position(holds);
+                // Rank 0 passes on what any process says; the others speak of themselves, or of rank 0.
+                let process = process.filter(|process| self.own != 0 || [0, from].contains(process));
+                let peer = process.map(|process| &self.peers[process]);
                 let peer = peer.ok_or(ConnectionError::Malformed("news of a rank that is not its own"))?;
                 self.fail(Failure { rank, host: peer.host.clone(), why }, Some(from));
                 return Ok(());
