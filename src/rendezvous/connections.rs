@@ -52,6 +52,8 @@ pub(super) struct Connections {
     senders: Vec<Option<Mutex<Sender>>>,
     state: Mutex<State>,
     changed: Condvar,
+    /// Held while the news of a failure goes out: nobody closes the connections before.
+    telling: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -85,7 +87,14 @@ impl Connections {
         }
         let state = State { left: vec![false; processes], ..State::default() };
         let (peers, state) = (joined.peers, Mutex::new(state));
-        let connections = Arc::new(Connections { own, peers, senders, state, changed: Condvar::new() });
+        let connections = Arc::new(Connections {
+            own,
+            peers,
+            senders,
+            state,
+            changed: Condvar::new(),
+            telling: Mutex::new(()),
+        });
         let mut readers = Vec::new();
         for (process, receiver) in receivers {
             let theirs = connections.clone();
@@ -116,6 +125,10 @@ impl Connections {
 
     /// Records `failure` unless there is one already, wakes everybody here and tells the other processes but `from`.
     pub(super) fn fail(&self, failure: Failure, from: Option<usize>) {
+        if self.failure().is_some() {
+            return;
+        }
+        let _telling = locked(&self.telling);
         let mut state = locked(&self.state);
         if state.failure.is_some() || state.closing {
             return;
@@ -236,6 +249,7 @@ impl Connections {
 
     /// Closes all connections; the readers end.
     pub(super) fn close(&self) {
+        drop(locked(&self.telling));
         locked(&self.state).closing = true;
         for sender in self.senders.iter().flatten() {
             locked(sender).close();
