@@ -457,7 +457,8 @@ fn frames_that_are_changed_or_sent_again_end_the_run() {
         let sessions = all_join(vec![first, plain_guest(1, 2, proxy.port)]);
         // Frames 0 to 4 of rank 0 were the handshake and who has joined; the first broadcast may still succeed.
         for name in ["one", "two"] {
-            sessions[0].broadcast(name, || Ok(vec![1; 8])).unwrap();
+            // The second one may find the failure already.
+            let _ = sessions[0].broadcast(name, || Ok(vec![1; 8]));
         }
         for told in failures(&sessions) {
             assert!(told.starts_with("rank 0 on host-0 failed"), "{told}");
