@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use finetune::error::{Error, Kind, Result};
+use finetune::error::{Error, ErrorCategory, Result};
 use finetune::rendezvous::{
     JoinRequest, Listener, MAX_PAYLOAD, Master, Peer, RendezvousOptions, Secret, Session,
 };
@@ -171,7 +171,7 @@ fn loopback_does_without_a_secret_on_both_sides_only() {
 
     let away = RendezvousOptions { master: master("192.0.2.1", 29500, 1), ..none(0) };
     let error = refusal(guest(request(1, 2), &away));
-    assert_eq!(error.kind(), Kind::User);
+    assert_eq!(error.kind(), ErrorCategory::User);
     assert!(error.to_string().contains("FINETUNE_RDZV_WITHOUT_SECRET=1"), "{error}");
 }
 
@@ -183,7 +183,7 @@ fn a_wrong_or_missing_secret_is_refused_and_the_rendezvous_goes_on() {
         RendezvousOptions { secret: Secret::shared(b"canary-another-secret").unwrap(), ..options(port) };
     for _ in 0..2 {
         let error = refusal(guest(request(1, 2), &wrong));
-        assert_eq!(error.kind(), Kind::User);
+        assert_eq!(error.kind(), ErrorCategory::User);
         assert!(error.to_string().contains("its secret is not the one of rank 0"), "{error}");
         assert!(error.to_string().contains("FINETUNE_RDZV_SECRET"), "{error}");
     }
@@ -223,7 +223,7 @@ fn a_mismatched_plan_is_refused_everywhere_with_both_sides_named() {
     other.digests.insert("plan".to_owned(), "77fe0011".to_owned());
     for thread in [first, plain_guest(1, 3, port), guest(other, &options(port))] {
         let error = refusal(thread);
-        assert_eq!(error.kind(), Kind::User);
+        assert_eq!(error.kind(), ErrorCategory::User);
         assert_eq!(error.causes(), ["rank 0 on host-0: plan 12ab34cd, rank 2 on host-2: plan 77fe0011"]);
     }
 }
@@ -234,7 +234,7 @@ fn a_missing_rank_is_named_at_the_deadline() {
     let (first, port) = host(4, &short);
     for thread in [first, plain_guest(2, 4, port)] {
         let error = refusal(thread);
-        assert_eq!(error.kind(), Kind::Transient);
+        assert_eq!(error.kind(), ErrorCategory::Transient);
         assert_eq!(error.causes(), ["missing: ranks 1, 3", "joined: rank 0 on host-0, rank 2 on host-2"]);
     }
 }
@@ -249,7 +249,7 @@ fn a_rank_that_joins_twice_is_named_everywhere() {
     };
     for thread in [first, on("host-1"), on("host-2")] {
         let error = refusal(thread);
-        assert_eq!(error.kind(), Kind::User);
+        assert_eq!(error.kind(), ErrorCategory::User);
         let cause = &error.causes()[0];
         assert!(cause.starts_with("rank 1 joined twice: rank 1 on host-"), "{cause}");
         assert!(cause.contains("host-1") && cause.contains("host-2"), "{cause}");
@@ -264,7 +264,7 @@ fn a_process_that_was_started_again_takes_its_place() {
     let crashed = plain_guest(1, 3, proxy.port);
     proxy.wait_for(3);
     proxy.cut();
-    assert_eq!(refusal(crashed).kind(), Kind::Transient);
+    assert_eq!(refusal(crashed).kind(), ErrorCategory::Transient);
     for session in all_join(vec![first, plain_guest(1, 3, port), plain_guest(2, 3, port)]) {
         assert_eq!(session.peers().len(), 3);
     }
@@ -280,7 +280,7 @@ fn places_that_do_not_exist_are_refused() {
         let (first, port) = host(2, &brief);
         for thread in [first, plain_guest(rank, world_size, port)] {
             let error = refusal(thread);
-            assert_eq!((error.kind(), error.causes()), (Kind::User, [cause.to_owned()].as_slice()));
+            assert_eq!((error.kind(), error.causes()), (ErrorCategory::User, [cause.to_owned()].as_slice()));
         }
     }
 }
@@ -295,7 +295,7 @@ fn nobody_listening_is_transient() {
         while listener.accept().is_ok_and(|(mut stream, _)| stream.write_all(b"SSH-2.0").is_ok()) {}
     });
     let error = refusal(guest(request(1, 2), &short));
-    assert_eq!(error.kind(), Kind::Transient);
+    assert_eq!(error.kind(), ErrorCategory::Transient);
     assert!(error.what().contains("no answer from rank 0 at `127.0.0.1`"), "{error}");
     drop(other);
 }
@@ -324,13 +324,13 @@ fn rank_0_listens_on_its_own_address_only() {
     assert!(error.to_string().contains("stands for all addresses"), "{error}");
     let foreign = at("192.0.2.1");
     let error = Listener::open(&foreign).unwrap_err();
-    assert_eq!(error.kind(), Kind::User);
+    assert_eq!(error.kind(), ErrorCategory::User);
     assert!(error.to_string().contains("FINETUNE_RDZV_BIND"), "{error}");
     let bound = RendezvousOptions { bind: Some("127.0.0.1".to_owned()), ..foreign };
     let bound = Listener::open(&bound).unwrap();
     assert_eq!(bound.address().ip().to_string(), "127.0.0.1");
     let error = Listener::open(&options(bound.address().port())).unwrap_err();
-    assert_eq!(error.kind(), Kind::Transient);
+    assert_eq!(error.kind(), ErrorCategory::Transient);
     let unreachable = RendezvousOptions {
         master: master("192.0.2.1", 0, 1),
         bind: Some("127.0.0.1".to_owned()),
@@ -392,7 +392,7 @@ fn a_changed_greeting_is_refused() {
             assert!(text.contains(from), "{text}");
             text.replacen(from, to, 1).into_bytes()
         });
-        assert_eq!(error.kind(), Kind::User, "{error}");
+        assert_eq!(error.kind(), ErrorCategory::User, "{error}");
         assert!(error.to_string().contains(why), "{error}");
         assert!(lines.concat().contains(why), "{why}: {lines:?}");
     }
@@ -423,7 +423,7 @@ fn another_version_is_refused_by_both_ends() {
     let (mut stream, _) = listener.accept().unwrap();
     write_frame(&mut stream, br#"{"refused":{"version":{"rank_0":9,"other":2}}}"#);
     let error = refusal(second);
-    assert_eq!(error.kind(), Kind::User);
+    assert_eq!(error.kind(), ErrorCategory::User);
     let text = error.to_string();
     assert!(text.contains("rank 0 speaks version 9 of the rendezvous protocol, the other process version 2"));
     assert!(text.contains("start all processes with the same binary"), "{text}");
@@ -542,7 +542,7 @@ fn a_failure_reaches_all_others() {
             let error = session.broadcast("next", || Ok(vec![])).unwrap_err();
             assert_eq!(
                 (error.kind(), error.what()),
-                (Kind::Transient, &*format!("rank {failing} on host-{failing} failed"))
+                (ErrorCategory::Transient, &*format!("rank {failing} on host-{failing} failed"))
             );
         }
     }

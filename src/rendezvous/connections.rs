@@ -13,7 +13,7 @@ use super::join::Joined;
 use super::listener::locked;
 use super::message::{Message, Peer};
 use super::roster::named;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// Broadcasts that rank 0 can be ahead of another process.
 const MAX_AHEAD: usize = 16;
@@ -37,7 +37,7 @@ impl std::fmt::Display for Failure {
 
 impl From<Failure> for Error {
     fn from(failure: Failure) -> Self {
-        Error::new(Kind::Transient, format!("rank {} on {} failed", failure.rank, failure.host))
+        Error::new(ErrorCategory::Transient, format!("rank {} on {} failed", failure.rank, failure.host))
             .because(failure.why)
     }
 }
@@ -101,7 +101,7 @@ impl Connections {
             let reader = Builder::new().name(format!("rendezvous peer {process}"));
             readers.push(reader.spawn(move || theirs.read(process, receiver)).map_err(|error| {
                 connections.close();
-                Error::new(Kind::Transient, "cannot start a thread that reads from another process")
+                Error::new(ErrorCategory::Transient, "cannot start a thread that reads from another process")
                     .because(error.to_string())
             })?);
         }
@@ -270,7 +270,7 @@ impl Connections {
         self.fail(Failure { rank: peer.rank, host: peer.host.clone(), why: why.clone() }, None);
         match self.failure() {
             Some(failure) => failure.into(),
-            None => Error::new(Kind::Transient, format!("{} failed", named(peer))).because(why),
+            None => Error::new(ErrorCategory::Transient, format!("{} failed", named(peer))).because(why),
         }
     }
 

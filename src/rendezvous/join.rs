@@ -10,7 +10,7 @@ use super::listener::{Arrival, Arrivals, Listener, resolve};
 use super::message::{JoinRequest, Message, Peer};
 use super::options::{Master, RendezvousOptions};
 use super::roster::Roster;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 use crate::units;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
@@ -126,9 +126,12 @@ pub(super) fn join(master: &Master, own: &JoinRequest, options: &RendezvousOptio
     let mut connection = find(master, options)?;
     let until = Instant::now() + options.join_timeout + OUTCOME_TIMEOUT;
     let lost = |error: ConnectionError| {
-        Error::new(Kind::Transient, "rendezvous failed: rank 0 went away before all ranks had joined")
-            .because(error.to_string())
-            .hint("look at what rank 0 prints")
+        Error::new(
+            ErrorCategory::Transient,
+            "rendezvous failed: rank 0 went away before all ranks had joined",
+        )
+        .because(error.to_string())
+        .hint("look at what rank 0 prints")
     };
     connection.sender.send(&Message::Join(own.clone())).map_err(lost)?;
     let out_of_place = || lost(ConnectionError::Malformed("a message out of place"));
@@ -195,7 +198,7 @@ fn find(master: &Master, options: &RendezvousOptions) -> Result<Connection> {
             let waited = units::duration(options.join_timeout.as_secs_f64());
             let what =
                 format!("rendezvous failed: no answer from rank 0 at `{}` within {waited}", master.address);
-            return Err(Error::new(Kind::Transient, what)
+            return Err(Error::new(ErrorCategory::Transient, what)
                 .because(last)
                 .hint("look at what rank 0 prints, or wait longer: `FINETUNE_RDZV_TIMEOUT=900`"));
         }

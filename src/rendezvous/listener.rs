@@ -18,7 +18,7 @@ use super::framing::{Connection, ConnectionError, prepare};
 use super::handshake::{Refusal, accept, refuse};
 use super::message::{JoinRequest, Message};
 use super::options::{LogLine, Master, RendezvousOptions};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// For one connection from its first byte to its join request.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -47,8 +47,8 @@ impl Listener {
     /// takes any. A name that cannot be resolved yet is tried until the join timeout.
     ///
     /// # Errors
-    /// [`Kind::User`] when the address is not one of this host, stands for all addresses, or is open to other hosts and
-    /// there is no secret; [`Kind::Transient`] when no port is free or the name stays unknown.
+    /// [`ErrorCategory::User`] when the address is not one of this host, stands for all addresses, or is open to other hosts and
+    /// there is no secret; [`ErrorCategory::Transient`] when no port is free or the name stays unknown.
     pub fn open(options: &RendezvousOptions) -> Result<Listener> {
         let Some(master) = &options.master else {
             return Err(Error::internal("a run of one process has no master address to listen on"));
@@ -100,7 +100,7 @@ impl Listener {
         let thread =
             Builder::new().name("rendezvous".to_owned()).spawn(move || theirs.run(&listener, &sender));
         let thread = thread.map_err(|error| {
-            Error::new(Kind::Transient, "cannot start the thread that lets processes join")
+            Error::new(ErrorCategory::Transient, "cannot start the thread that lets processes join")
                 .because(error.to_string())
         })?;
         Ok(Arrivals { queue, acceptor, thread: Some(thread) })
@@ -117,7 +117,7 @@ fn listen(address: SocketAddr) -> std::io::Result<Listener> {
 fn cannot_listen(master: &Master, failures: &[(SocketAddr, std::io::Error)]) -> Error {
     let foreign = failures.iter().all(|(_, error)| error.kind() == ErrorKind::AddrNotAvailable);
     let denied = failures.iter().any(|(_, error)| error.kind() == ErrorKind::PermissionDenied);
-    let kind = if foreign || denied { Kind::User } else { Kind::Transient };
+    let kind = if foreign || denied { ErrorCategory::User } else { ErrorCategory::Transient };
     let error = Error::new(kind, format!("cannot listen on the master address `{}`", master.address));
     let shown = failures.iter().take(4).map(|(address, error)| format!("{address}: {error}"));
     shown.fold(error, Error::because).hint(if foreign {
@@ -145,8 +145,11 @@ fn resolve_until(name: &str, until: Instant) -> Result<Vec<IpAddr>> {
         match resolve(name) {
             Ok(ips) => return Ok(ips),
             Err(error) if Instant::now() >= until => {
-                return Err(Error::new(Kind::Transient, format!("cannot find the master address `{name}`"))
-                    .because(error.to_string()));
+                return Err(Error::new(
+                    ErrorCategory::Transient,
+                    format!("cannot find the master address `{name}`"),
+                )
+                .because(error.to_string()));
             }
             Err(_) => sleep(Duration::from_millis(500).min(until.saturating_duration_since(Instant::now()))),
         }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::framing::ConnectionError;
-use crate::error::{Error, Kind};
+use crate::error::{Error, ErrorCategory};
 
 /// Ranks that a run may have.
 pub const MAX_WORLD: usize = 65_536;
@@ -60,7 +60,7 @@ pub(super) struct Rejection {
 
 impl From<Rejection> for Error {
     fn from(rejection: Rejection) -> Self {
-        let kind = if rejection.users_fault { Kind::User } else { Kind::Transient };
+        let kind = if rejection.users_fault { ErrorCategory::User } else { ErrorCategory::Transient };
         let error = Error::new(kind, rejection.what);
         rejection.causes.into_iter().fold(error, Error::because).hint(rejection.hint)
     }

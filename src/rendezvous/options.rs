@@ -91,7 +91,7 @@ impl RendezvousOptions {
     /// for all ranks) and `FINETUNE_RDZV_BIND`.
     ///
     /// # Errors
-    /// [`crate::error::Kind::User`] when a variable cannot be used.
+    /// [`crate::error::ErrorCategory::User`] when a variable cannot be used.
     pub fn from_environment(
         master: Option<Master>,
         lookup: &dyn Fn(&str) -> Option<OsString>,

@@ -23,8 +23,8 @@ impl Session {
     /// Joins the other processes of the run with `request`; returns when all are there and agree.
     ///
     /// # Errors
-    /// [`crate::error::Kind::User`] when secrets, world sizes, ranks or digests do not fit together, with both sides
-    /// named, the same in every process; [`crate::error::Kind::Transient`] when ranks are missing at the deadline or
+    /// [`crate::error::ErrorCategory::User`] when secrets, world sizes, ranks or digests do not fit together, with both sides
+    /// named, the same in every process; [`crate::error::ErrorCategory::Transient`] when ranks are missing at the deadline or
     /// rank 0 cannot be reached.
     pub fn join(request: JoinRequest, options: &RendezvousOptions) -> Result<Session> {
         match &options.master {
@@ -69,7 +69,7 @@ impl Session {
     ///
     /// # Errors
     /// What `make` returns (only there; the others wait until that process fails);
-    /// [`crate::error::Kind::Transient`] when a process has failed, rank 0 broadcasts something else, or nothing within
+    /// [`crate::error::ErrorCategory::Transient`] when a process has failed, rank 0 broadcasts something else, or nothing within
     /// the options' `call_timeout`; the rank is named.
     pub fn broadcast(&self, name: &str, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
         if self.process_index() != 0 {
@@ -105,7 +105,7 @@ impl Session {
     /// Ends the session without anybody's failure, when all processes have called it.
     ///
     /// # Errors
-    /// [`crate::error::Kind::Transient`] when a process has failed, is gone, or does not call it within the options'
+    /// [`crate::error::ErrorCategory::Transient`] when a process has failed, is gone, or does not call it within the options'
     /// `call_timeout`; the rank is named.
     pub fn leave(self) -> Result<()> {
         self.connections.leave(Instant::now() + self.call_timeout)
