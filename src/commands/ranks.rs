@@ -13,13 +13,13 @@ use candle_core::Device;
 use super::open_gpus;
 use crate::cli::TrainArgs;
 use crate::collective;
-use crate::collective::control::{Control, Identity, Terms};
 use crate::collective::in_process::InjectedFault;
 use crate::collective::launch::{Flags, Launch};
 use crate::collective::nccl::{self, AbortFlag, GroupInfo, NcclLibrary, UniqueId};
 use crate::collective::{Collective, FaultInjector, FaultNotice, RankFailure, in_process};
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::plan::Plan;
+use crate::rendezvous::{self, JoinRequest, Peer, RendezvousOptions, Session};
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::device;
 use crate::runtime::device::DeviceChoice;
@@ -29,7 +29,7 @@ use crate::runtime::thread_pool;
 /// with debug assertions, which tests run, read it.
 const FAULT: &str = "FINETUNE_FAULT";
 
-/// How long a process that noticed the loss of a peer waits to hear by the control channel who failed and why.
+/// How long a process that noticed the loss of a peer waits to hear from the rendezvous which rank failed and why.
 const PEER_FAILURE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Who the ranks are, by flags and environment.
@@ -116,7 +116,7 @@ impl RankSetup {
         if !self.among_others() {
             return make();
         }
-        agree(&self.launch, &terms()?, what, make)
+        agree(&self.launch, &rendezvous_options(&self.launch)?, what, make)
     }
 
     /// Runs `rank` on every rank of this process, with its end and its device, and returns the failure that came first.
@@ -154,28 +154,28 @@ impl RankSetup {
         nccl::run_on_gpus(library, &group_info, &self.devices, abort_flag, work).map(drop)
     }
 
-    /// Meets the other processes, which must be about to run the same, then trains among them.
+    /// Joins the other processes, which must be about to run the same, then trains among them.
     fn among_processes(
         &self,
         plan: &Plan,
         library: Option<&Arc<NcclLibrary>>,
         rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync),
     ) -> Result<()> {
-        let terms = terms()?;
-        let control = Control::meet(&self.launch, &Identity::here(digests(plan, library)?), &terms)?;
+        let request = join_request(&self.launch, digests(plan, library)?);
+        let session = Session::join(request, &rendezvous_options(&self.launch)?)?;
         let done = match library {
             Some(library) => {
-                let id = control.broadcast("the NCCL id", || Ok(library.unique_id()?.0.to_vec()))?;
+                let id = session.broadcast("the NCCL id", || Ok(library.unique_id()?.0.to_vec()))?;
                 let id = <[u8; 128]>::try_from(id.as_slice())
                     .map_err(|_| Error::internal(format!("the NCCL id came as {} bytes", id.len())))?;
                 let abort_flag = AbortFlag::new();
                 let stop = Arc::clone(&abort_flag);
-                control.on_failure(move |failure| drop(stop.raise(failure.clone().into())));
+                session.on_failure(move |failure| drop(stop.raise(failure.clone().into())));
                 self.on_gpus(library, UniqueId(id), &abort_flag, rank)
             }
             None => {
                 let armed = |stop: Box<dyn Fn(Error) + Send>| {
-                    control.on_failure(move |failure| stop(failure.clone().into()));
+                    session.on_failure(move |failure| stop(failure.clone().into()));
                 };
                 let each = (thread_pool::num_threads() / self.launch.ranks_here).max(1);
                 collective::run_among_processes(&self.launch, armed, |place, world| {
@@ -184,25 +184,25 @@ impl RankSetup {
             }
         };
         match done {
-            Ok(()) => control.leave(),
-            Err(failed) => Err(self.ended(&control, failed)),
+            Ok(()) => session.leave(),
+            Err(failed) => Err(self.ended(&session, failed)),
         }
     }
 
     /// Tells the other processes of a failure of this one's, or hears from them what it was.
-    fn ended(&self, control: &Control, failed: RankFailure) -> Error {
+    fn ended(&self, session: &Session, failed: RankFailure) -> Error {
         if let Some((rank, why)) = &failed.own {
-            control.fail(*rank, why);
+            session.fail(*rank, why);
             return failed.error;
         }
         let begin = Instant::now();
         while begin.elapsed() < PEER_FAILURE_TIMEOUT {
-            if let Some(failure) = control.failure() {
+            if let Some(failure) = session.failure() {
                 return failure.into();
             }
             std::thread::sleep(Duration::from_millis(10));
         }
-        control.fail(self.launch.rank, failed.error.what());
+        session.fail(self.launch.rank, failed.error.what());
         failed.error
     }
 }
@@ -215,23 +215,32 @@ fn planted_fault() -> Result<Option<InjectedFault>> {
     }
 }
 
-/// How processes meet, by the environment.
-fn terms() -> Result<Terms> {
-    let mut terms = Terms::from_environment(&|name| std::env::var_os(name))?;
-    terms.notice = Arc::new(|text| Terminal::stderr(Verbosity::Normal).warn(text));
-    Ok(terms)
+/// How the processes of `launch` find each other, by the environment.
+fn rendezvous_options(launch: &Launch) -> Result<RendezvousOptions> {
+    let lookup = |name: &str| std::env::var_os(name);
+    let mut options = RendezvousOptions::from_environment(launch.master.clone(), &lookup)?;
+    options.run.clone_from(&launch.run);
+    options.has_several_hosts = launch.host.is_some_and(|host| host.count > 1);
+    options.log = Arc::new(|text| Terminal::stderr(Verbosity::Normal).warn(text));
+    Ok(options)
 }
 
-/// A meeting of its own, which ends when all have what rank 0 made.
+/// What this process says of itself when it joins the others.
+fn join_request(launch: &Launch, digests: BTreeMap<String, String>) -> JoinRequest {
+    let peer = Peer { rank: launch.rank, ranks_here: launch.ranks_here, host: rendezvous::host_name() };
+    JoinRequest { peer, world_size: launch.world_size, digests }
+}
+
+/// A rendezvous of its own, which ends when all processes have what rank 0's made.
 fn agree(
     launch: &Launch,
-    terms: &Terms,
+    options: &RendezvousOptions,
     what: &str,
     make: impl FnOnce() -> Result<Vec<u8>>,
 ) -> Result<Vec<u8>> {
-    let control = Control::meet(launch, &Identity::here(BTreeMap::new()), terms)?;
-    let made = control.broadcast(what, make)?;
-    control.leave()?;
+    let session = Session::join(join_request(launch, BTreeMap::new()), options)?;
+    let made = session.broadcast(what, make)?;
+    session.leave()?;
     Ok(made)
 }
 
@@ -277,8 +286,8 @@ fn digests(plan: &Plan, library: Option<&Arc<NcclLibrary>>) -> Result<BTreeMap<S
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::collective::control::Secret;
-    use crate::collective::launch::{LaunchSource, Master};
+    use crate::collective::launch::LaunchSource;
+    use crate::rendezvous::{Master, Secret};
 
     /// Processes that each looked at their clock go on with what rank 0 saw, and can meet again at the same place.
     #[test]
@@ -300,9 +309,15 @@ mod tests {
             };
             let secret = Secret::shared(b"canary-secret-0123456789").expect("a secret");
             let patience = Duration::from_secs(60);
-            let terms = Terms { deadline: patience, grace: patience, patience, ..Terms::new(secret) };
+            let options = RendezvousOptions {
+                run: launch.run.clone(),
+                join_timeout: patience,
+                rejection_timeout: patience,
+                call_timeout: patience,
+                ..RendezvousOptions::new(launch.master.clone(), secret)
+            };
             ["first", "second"].map(|time| {
-                agree(&launch, &terms, "the date", || Ok(format!("{time} of {rank}").into_bytes()))
+                agree(&launch, &options, "the date", || Ok(format!("{time} of {rank}").into_bytes()))
                     .expect("agreed")
             })
         };
