@@ -22,7 +22,8 @@ const WATCHDOG: Duration = Duration::from_secs(60);
 fn launch(rank: usize, world_size: usize, port: u16) -> Launch {
     let master = Some(Master { address: "127.0.0.1".to_owned(), port, ports: 1 });
     let (ranks_here, local_rank, run) = (1, rank, "test run".to_owned());
-    Launch { source: Source::Flags, rank, ranks_here, local_rank, world_size, host: None, master, run }
+    let (source, local_world_size, host) = (Source::Flags, None, None);
+    Launch { source, rank, ranks_here, local_rank, local_world_size, world_size, host, master, run }
 }
 
 fn identity(rank: usize) -> Identity {

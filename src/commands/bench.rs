@@ -17,7 +17,7 @@ use crate::collective::nccl::{self, Alarm, Crew, Library};
 use crate::collective::{Collective, Timed, local};
 use crate::error::{Error, Result};
 use crate::ops::{device, threads};
-use crate::plan::{Finder, Plan};
+use crate::plan::{Finder, Plan, WorldSize};
 use crate::recipe::{Recipe, Strategy};
 use crate::units;
 
@@ -70,7 +70,7 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
         if ranks == 1 {
             (recipe.parallel.strategy, recipe.parallel.shard_size) = (Strategy::Single, None);
         }
-        let plan = Plan::resolve(recipe, &finder, place.device(), ranks, None)?;
+        let plan = Plan::resolve(recipe, &finder, place.device(), WorldSize::on_one_host(ranks), None)?;
         terminal.line(plan.describe());
         let seen =
             place.run(ranks, |end, device| threads::in_own_pool(threads, || steps(&plan, end, device)))?;

@@ -17,7 +17,7 @@ use crate::collective::{Call, Clock, Collective, Phase, Timed};
 use crate::data::{self, Batch};
 use crate::engine::{Reporter, Run, RunOptions, RunSummary, Trainer};
 use crate::error::{Error, Kind, Result};
-use crate::plan::{Finder, Plan};
+use crate::plan::{Finder, Plan, WorldSize};
 use crate::recipe::Recipe;
 use crate::report::card::{Artifact, Base, Card, CardData};
 use crate::report::html::HtmlReport;
@@ -35,10 +35,11 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     };
     let recipe = Recipe::load(&args.layers(&super::working_folder()?)?)?;
     let ranks = Ranks::open(launch, args)?;
-    let Launch { rank: first_rank, world_size, .. } = ranks.launch;
+    let Launch { rank: first_rank, world_size: all, local_world_size: local, .. } = ranks.launch;
     let resumed = if args.dry_run { None } else { prepare_output(args, first_rank == 0, &terminal)? };
     let finder = Finder::new(args.common.offline, &terminal)?;
-    let mut plan = Plan::resolve(recipe, &finder, ranks.device(), world_size, resumed.as_ref())?;
+    let mut plan =
+        Plan::resolve(recipe, &finder, ranks.device(), WorldSize { all, local }, resumed.as_ref())?;
     say(&plan, &terminal);
     if args.dry_run {
         return terminal.data(plan.recipe.to_toml());

@@ -150,9 +150,20 @@ impl Base {
         trains_all: bool,
         options: Option<&EngineOptions>,
     ) -> Result<Vec<Slot>> {
+        self.slots_in((self.format, &self.skipped), adaptation, trains_all, options)
+    }
+
+    /// As [`Base::slots`], were the frozen linear layers kept in `format` but for those that are `skipped`.
+    pub(super) fn slots_in(
+        &self,
+        (format, skipped): (Option<Format>, &[String]),
+        adaptation: Option<&Adaptation>,
+        trains_all: bool,
+        options: Option<&EngineOptions>,
+    ) -> Result<Vec<Slot>> {
         let keeping = Keeping {
-            format: self.format,
-            skipped: &self.skipped,
+            format,
+            skipped,
             files: self.files.as_ref(),
             // PiSSA changes the weights.
             narrow: adaptation.is_some_and(|a| !a.is_pissa())

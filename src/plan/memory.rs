@@ -11,6 +11,7 @@ use crate::ops::adamw_int8::STATE_BLOCK;
 use crate::ops::home::STAGED;
 use crate::optim::{INT8_MIN_ELEMENTS, MomentDtype};
 use crate::strategy::{Content, Extent, Kind, Offload, Slot};
+use crate::units;
 
 /// Bytes by cause. What is offloaded to host memory counts under its cause where the device is the host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -35,6 +36,18 @@ impl Memory {
     /// The sum on the device.
     pub fn total(&self) -> u64 {
         self.weights + self.gradients + self.optimizer + self.activations + self.workspace
+    }
+
+    /// The parts of [`Memory::total`] in words.
+    pub(super) fn by_cause(&self) -> String {
+        let causes = [
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("optimizer", self.optimizer),
+            ("activations", self.activations),
+            ("workspace", self.workspace),
+        ];
+        causes.map(|(cause, bytes)| format!("{cause} {}", units::bytes(bytes))).join(" + ")
     }
 
     /// Of a step of one rank, over micro-batches of `tokens` tokens.

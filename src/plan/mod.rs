@@ -8,6 +8,7 @@
 mod adaptation;
 mod assets;
 mod base;
+mod fit;
 mod locate;
 mod memory;
 mod merging;
@@ -24,5 +25,6 @@ pub use base::{Base, EngineOptions};
 pub use locate::{Finder, Found};
 pub use memory::Memory;
 pub use merging::{BaseChoice, Certificate, Check, MergeBase};
+pub use ranks::WorldSize;
 pub use rows::Rows;
 pub use training::Plan;

@@ -9,11 +9,12 @@ use candle_core::{DType, Device};
 
 use super::adaptation::Adaptation;
 use super::base::{Base, EngineOptions, describe};
+use super::fit::{Fit, StepInputs, moment_dtype};
 use super::locate::{Finder, Found};
-use super::memory::{How, Memory, available};
+use super::memory::Memory;
 use super::parameters::twin_of;
 use super::pissa::{saved_config, saved_matrix};
-use super::ranks;
+use super::ranks::{self, WorldSize};
 use super::rows::Rows;
 use super::values::AdapterPart;
 use crate::adapter::{self, AdapterTensor, Factors};
@@ -24,8 +25,8 @@ use crate::engine::{Deal, Recompute, Trainer, TrainerOptions};
 use crate::error::{Error, Result};
 use crate::export::hf;
 use crate::ops::threads::inside;
-use crate::optim::{MomentDtype, OptimizerOptions, Schedule, ScheduleKind};
-use crate::recipe::{self, Dtype, Recipe, SchedulerKind, StateDtype};
+use crate::optim::{OptimizerOptions, Schedule, ScheduleKind};
+use crate::recipe::{self, Dtype, Recipe, SchedulerKind};
 use crate::strategy::{Kind, Offload, Ranks, Reducing, Slot};
 use crate::units;
 use crate::weights::{Entry, ModelFiles, StoredDtype, Written};
@@ -73,9 +74,10 @@ impl Plan {
         mut recipe: Recipe,
         finder: &Finder<'_>,
         device: Device,
-        ranks: usize,
+        world: WorldSize,
         resumed: Option<&Saved>,
     ) -> Result<Self> {
+        let ranks = world.all;
         ranks::deal_out(&mut recipe, ranks, resumed)?;
         let mut base = Base::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
         let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
@@ -96,19 +98,18 @@ impl Plan {
             .then(|| rows.load(&recipe.data.eval, Split::Eval, finder))
             .transpose()?;
         let total_steps = Sampler::new(&train.0, sampler_options(&recipe, ranks))?.total_steps();
-        let all = base.slots(adaptation.as_ref(), adaptation.is_none(), Some(&engine))?;
-        let tokens = widest_micro_batch(&recipe, &train.0);
-        let accumulates = recipe.train.gradient_accumulation_steps > 1;
-        engine.offload = ranks::offload(&recipe.parallel);
-        let needed = |kind, recompute| {
-            let how = how(&recipe, &engine, kind, ranks);
-            Memory::of_step(&base.config, &all, adaptation.as_ref(), tokens, recompute, &how)
+        let inputs = StepInputs {
+            base: &base,
+            adaptation: adaptation.as_ref(),
+            data: &train.0,
+            new_tokens: &tokens,
+            engine: &engine,
         };
-        let (kind, why) = ranks::strategy(&recipe, ranks, &engine.device, &needed)?;
-        let recompute = decide_recompute(recipe.train.recompute, &engine.device, ranks, |r| needed(kind, r));
-        let memory = needed(kind, recompute);
+        let Fit { kind, why, recompute, memory } = inputs.decide(&recipe, world)?;
+        engine.offload = ranks::offload(&recipe.parallel);
         engine.offload.check(memory.file)?;
         decided(&mut recipe, recompute, engine.dtype, kind, base.found.commit.as_deref());
+        let accumulates = recipe.train.gradient_accumulation_steps > 1;
         engine.reducing = Reducing { accumulates, dtype: ranks::reduce_dtype(&recipe.parallel) };
         Ok(Plan {
             recipe,
@@ -377,17 +378,13 @@ impl Plan {
             }
         };
         format!(
-            "training {method}: {} of {} parameters, {:?}, {} steps{spread}\nmemory of a step: {} = weights {} + gradients {} + optimizer {} + activations {} (recompute {recompute}) + workspace {}{away}",
+            "training {method}: {} of {} parameters, {:?}, {} steps{spread}\nmemory of a step: {} = {} (recompute {recompute}){away}",
             units::count(trainable),
             units::count(all),
             self.engine.dtype,
             self.total_steps,
             units::bytes(memory.total()),
-            units::bytes(memory.weights),
-            units::bytes(memory.gradients),
-            units::bytes(memory.optimizer),
-            units::bytes(memory.activations),
-            units::bytes(memory.workspace),
+            memory.by_cause(),
         )
     }
 }
@@ -400,28 +397,11 @@ fn decided(recipe: &mut Recipe, recompute: Recompute, dtype: DType, kind: Kind, 
     };
     recipe.model.dtype = if dtype == DType::F32 { Dtype::F32 } else { Dtype::Bf16 };
     recipe.parallel.strategy = ranks::named(kind);
+    if let Kind::Hsdp(size) = kind {
+        recipe.parallel.shard_size = Some(size);
+    }
     if let Some(commit) = commit {
         recipe.model.revision = commit.to_owned();
-    }
-}
-
-fn moment_dtype(recipe: &Recipe) -> MomentDtype {
-    match recipe.optimizer.state {
-        StateDtype::F32 => MomentDtype::F32,
-        StateDtype::Int8 => MomentDtype::Int8,
-    }
-}
-
-/// How parameters are kept under a strategy.
-fn how<'a>(recipe: &Recipe, engine: &'a EngineOptions, kind: Kind, ranks: usize) -> How<'a> {
-    How {
-        dtype: engine.dtype,
-        moments: moment_dtype(recipe),
-        kind,
-        sharded_over: if let Kind::Hsdp(size) = kind { size } else { ranks },
-        accumulates: recipe.train.gradient_accumulation_steps > 1,
-        offload: &engine.offload,
-        on_host: engine.device.is_cpu(),
     }
 }
 
@@ -436,36 +416,6 @@ fn sampler_options(recipe: &Recipe, ranks: usize) -> SamplerOptions {
         gradient_accumulation_steps: recipe.train.gradient_accumulation_steps.saturating_mul(ranks),
         epochs: recipe.train.epochs,
         max_steps: recipe.train.max_steps,
-    }
-}
-
-/// Tokens of the largest micro-batch that can come.
-fn widest_micro_batch(recipe: &Recipe, data: &Dataset) -> usize {
-    let rows = recipe.train.micro_batch_size;
-    let mut lengths: Vec<usize> = data.examples().iter().map(|example| example.ids.len()).collect();
-    if recipe.data.packing {
-        return rows * recipe.data.max_seq_len.min(lengths.iter().sum());
-    }
-    lengths.sort_unstable_by(|a, b| b.cmp(a));
-    lengths.iter().take(rows).sum()
-}
-
-fn decide_recompute(
-    wanted: recipe::Recompute,
-    device: &Device,
-    ranks: usize,
-    needed: impl Fn(Recompute) -> Memory,
-) -> Recompute {
-    // Ranks on the CPU share one memory.
-    let sharing = if device.is_cpu() { ranks as u64 } else { 1 };
-    match wanted {
-        recipe::Recompute::None => Recompute::None,
-        recipe::Recompute::Block => Recompute::Block,
-        recipe::Recompute::Auto => match available(device) {
-            // A tenth is left for what the estimate does not know.
-            Some(bytes) if needed(Recompute::None).total() > bytes / sharing / 10 * 9 => Recompute::Block,
-            _ => Recompute::None,
-        },
     }
 }
 

@@ -28,12 +28,13 @@ pub(super) fn torchrun(env: &Environment<'_>, flags: &Flags) -> Result<Option<Fo
         }
     }
     let host = torchrun_host(env, &rank, &world, local_world.as_ref())?;
+    let local_count = local_world.map(|local_world| local_world.value);
     let (master, run) = match world.value {
         1 => (None, String::new()),
         _ => (Some(torchrun_master(env, flags)?), env.text("TORCHELASTIC_RUN_ID")?.unwrap_or_default()),
     };
     let process = Slot { index: rank.value, count: world.value };
-    Ok(Some(Found { source: Source::Torchrun, process, local_index: index, host, master, run }))
+    Ok(Some(Found { source: Source::Torchrun, process, local_index: index, local_count, host, master, run }))
 }
 
 /// The agents' own places, else what an even spread of the processes means.
@@ -135,7 +136,9 @@ fn mpi(env: &Environment<'_>, flags: &Flags, source: Source, told: Mpi) -> Resul
     // Which host of how many is not told but where there is one: hosts may hold different numbers of processes.
     let host = one_host.then_some(Slot { index: 0, count: 1 });
     let process = Slot { index: rank.value, count: size.value };
-    Ok(Found { source, process, local_index: local.map_or(0, |local| local.value), host, master, run })
+    let local_index = local.map_or(0, |local| local.value);
+    let local_count = local_size.map(|local| local.value);
+    Ok(Found { source, process, local_index, local_count, host, master, run })
 }
 
 /// MASTER_ADDR; else this host if it has all processes; else the first host of a surrounding Slurm job, on which
@@ -175,7 +178,8 @@ pub(super) fn kubernetes(env: &Environment<'_>, flags: &Flags) -> Result<Option<
     let process = Slot { index: index.value, count: world.value };
     // A pod counts as a host: it has its own network, devices and files.
     let (source, host) = (Source::KubernetesIndexedJob, Some(process));
-    Ok(Some(Found { source, process, local_index: 0, host, master, run: String::new() }))
+    let run = String::new();
+    Ok(Some(Found { source, process, local_index: 0, local_count: Some(1), host, master, run }))
 }
 
 /// The address of pod 0: its host name is JOB-0, resolved through a headless service.
