@@ -161,9 +161,10 @@ impl Base {
         trains_all: bool,
         options: Option<&EngineOptions>,
     ) -> Result<Vec<Slot>> {
+        let skipped = skipped.iter().map(String::as_str).collect();
         let keeping = Keeping {
             format,
-            skipped,
+            skipped: &skipped,
             files: self.files.as_ref(),
             // PiSSA changes the weights.
             narrow: adaptation.is_some_and(|a| !a.is_pissa())

@@ -4,7 +4,7 @@
 //! Files are read and quantized in pieces, so loading a quantized base needs the memory of the quantized model and the
 //! pages of one tensor as it is stored; where an adapter is derived from a weight, of that weight in f32.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Device, Tensor};
@@ -13,7 +13,7 @@ use super::adaptation::{Adaptation, Start};
 use super::parameters::{EMBED, HEAD, saved_as};
 use crate::adapter::{Factors, Target, TensorKind, principal};
 use crate::error::{Error, Result};
-use crate::model::{self, ModelConfig, ParamSpec, initial_lora, initial_value};
+use crate::model::{self, ModelConfig, Module, ParamSpec, initial_lora, initial_value};
 use crate::ops::dora::weight_norm;
 use crate::ops::random::Stream;
 use crate::ops::weight::Weight;
@@ -35,8 +35,12 @@ pub(super) struct Values<'a> {
     seed: u64,
     /// What base weights gave for the adapters on them, until those are filled.
     derived: Mutex<BTreeMap<String, Derived>>,
-    /// What is drawn where there are no files.
-    drawn: Vec<ParamSpec>,
+    /// What is drawn where there are no files, by name.
+    drawn: HashMap<String, ParamSpec>,
+    /// The modules that get adapters, by name.
+    modules: HashMap<String, Module>,
+    /// The modules with LoRA, by name.
+    targets: HashMap<&'a str, &'a Target>,
     /// Embedding and head as they are stored, with rows for new tokens.
     tables: [Option<GrownTable<'a>>; 2],
 }
@@ -58,7 +62,12 @@ impl<'a> Values<'a> {
         let table = |name| files.map(|files| GrownTable::new(files, name));
         let tables = [EMBED, HEAD].map(table);
         let drawn = if files.is_none() { model::parameters(config) } else { Vec::new() };
-        Values { config, files, adaptation, seed, derived: Mutex::default(), drawn, tables }
+        let drawn = drawn.into_iter().map(|spec| (spec.name.clone(), spec)).collect();
+        let modules = if adaptation.is_some() { model::modules(config) } else { Vec::new() };
+        let modules = modules.into_iter().map(|module| (module.name.clone(), module)).collect();
+        let targets = adaptation.map_or(&[][..], |adaptation| &adaptation.targets).iter();
+        let targets = targets.map(|target| (target.name.as_str(), target)).collect();
+        Values { config, files, adaptation, seed, derived: Mutex::default(), drawn, modules, targets, tables }
     }
 
     /// Checks names and shapes of the whole checkpoint against the model before a byte of weights is read. Embedding
@@ -82,10 +91,11 @@ impl<'a> Values<'a> {
                     .hint(ONE_MODEL));
             }
         }
+        let planned: HashSet<&str> = slots.iter().map(|slot| slot.name.as_str()).collect();
         for name in files.names() {
             // Buffers that old checkpoints carry, and the second copy of a tied table.
             let harmless = name.ends_with("rotary_emb.inv_freq") || name == HEAD || name == EMBED;
-            if !harmless && !slots.iter().any(|slot| slot.name == name) {
+            if !harmless && !planned.contains(name) {
                 let file = files.info(name).map(|info| info.file.display().to_string()).unwrap_or_default();
                 return Err(Error::user(format!("cannot load {file}"))
                     .because(format!("{name} has no place in the model that config.json describes"))
@@ -121,7 +131,7 @@ impl<'a> Values<'a> {
     /// Writes the first value of `slot` to its place.
     pub(super) fn fill(&self, slot: &Slot, to: Fill<'_>) -> Result<()> {
         let (module, last) = slot.name.rsplit_once('.').unwrap_or((&slot.name, ""));
-        let target = self.adaptation.and_then(|a| a.targets.iter().find(|target| target.name == module));
+        let target = self.targets.get(module).copied();
         if let Some((adaptation, target)) = self.adaptation.zip(target)
             && last == "weight"
             && !slot.adapter
@@ -189,7 +199,7 @@ impl<'a> Values<'a> {
                 // A head that was untied starts as the embedding it was tied to.
                 let tied = self.config.tie_word_embeddings && name == HEAD;
                 let name = if tied { EMBED } else { name };
-                let spec = self.drawn.iter().find(|spec| spec.name == name);
+                let spec = self.drawn.get(name);
                 let spec = spec.ok_or_else(|| Error::internal(format!("no parameter is called {name}")))?;
                 copy(out, &initial_value(self.config, spec, self.seed, start, out.len()));
             }
@@ -292,8 +302,7 @@ impl<'a> Values<'a> {
             (TensorKind::TokensDelta, _) => self.fill_rows(part.module, adaptation, out)?,
             (TensorKind::LoraA | TensorKind::LoraEmbeddingB, None) => {
                 let gaussian = matches!(adaptation.start, Start::Fresh(AdapterInit::Gaussian));
-                let modules = model::modules(self.config);
-                let found = modules.iter().find(|m| m.name == part.module);
+                let found = self.modules.get(part.module);
                 let found =
                     found.ok_or_else(|| Error::internal(format!("no module is called {}", part.module)))?;
                 copy(out, &initial_lora(found, &slot.shape, gaussian, self.seed));

@@ -47,6 +47,8 @@ pub struct Store {
     packed: Vec<Packed>,
     /// Name → (bucket, entry).
     index: HashMap<String, (usize, usize)>,
+    /// Name → (packed bucket, entry).
+    packed_index: HashMap<String, (usize, usize)>,
     adapters: Adapters,
     dtype: DType,
     device: Device,
@@ -124,6 +126,13 @@ impl Store {
                 bucket.entries.iter().enumerate().map(move |(e, entry)| (entry.slot.name.clone(), (b, e)))
             })
             .collect();
+        let packed_index = packed
+            .iter()
+            .enumerate()
+            .flat_map(|(p, packed)| {
+                packed.names().enumerate().map(move |(e, name)| (name.to_owned(), (p, e)))
+            })
+            .collect();
         let kinds: Vec<_> = groups.iter().map(|group| *group as u8).zip(&buckets).collect();
         let fresh = Fresh::new(&kinds, reducing, &device)?;
         let mut store = Store {
@@ -134,6 +143,7 @@ impl Store {
             groups,
             packed,
             index,
+            packed_index,
             adapters,
             dtype,
             device,
@@ -195,6 +205,7 @@ impl Store {
             buckets: &self.buckets,
             packed: &self.packed,
             index: &self.index,
+            packed_index: &self.packed_index,
             adapters: &self.adapters,
             dtype: self.dtype,
             device: &self.device,
@@ -241,7 +252,10 @@ impl Store {
 
     /// Takes in the gradients that the backward of a micro-batch left for a segment; `last` in the step.
     pub fn reduce(&self, segment: Segment, last: bool) -> Result<()> {
-        for (i, bucket) in self.buckets.iter().enumerate().filter(|(_, bucket)| bucket.segment == segment) {
+        // Buckets are in the order of segments.
+        let first = self.buckets.partition_point(|bucket| bucket.segment < segment);
+        let of_segment = self.buckets.iter().enumerate().skip(first);
+        for (i, bucket) in of_segment.take_while(|(_, bucket)| bucket.segment == segment) {
             self.fresh.reduce(&self.ranks, (i, self.groups[i] as u8, bucket), last)?;
         }
         Ok(())

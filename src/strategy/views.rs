@@ -37,6 +37,8 @@ pub(super) struct Views<'a> {
     pub(super) buckets: &'a [Bucket],
     pub(super) packed: &'a [Packed],
     pub(super) index: &'a HashMap<String, (usize, usize)>,
+    /// Name → (packed bucket, entry).
+    pub(super) packed_index: &'a HashMap<String, (usize, usize)>,
     pub(super) adapters: &'a Adapters,
     pub(super) dtype: DType,
     pub(super) device: &'a Device,
@@ -76,18 +78,17 @@ impl Lookup for Views<'_> {
     }
 
     fn matrix(&self, name: &str) -> Result<Matrix> {
-        for (i, packed) in self.packed.iter().enumerate() {
-            if let Some(entry) = packed.names().position(|found| found == name) {
-                let gathered = |piece, own: &Home| match self.full.get(&piece) {
-                    Some(whole) => Ok(whole.clone()),
-                    None => own.tensor().cloned(),
-                };
-                let bytes = gathered(Piece::Bytes(i), &packed.bytes)?;
-                let floats = gathered(Piece::Floats(i), &packed.floats)?;
-                return Ok(Matrix::Quantized(packed.quantized(entry, &bytes, &floats)?));
-            }
-        }
-        Ok(Matrix::Dense(self.param(name)?))
+        let Some(&(i, entry)) = self.packed_index.get(name) else {
+            return Ok(Matrix::Dense(self.param(name)?));
+        };
+        let packed = &self.packed[i];
+        let gathered = |piece, own: &Home| match self.full.get(&piece) {
+            Some(whole) => Ok(whole.clone()),
+            None => own.tensor().cloned(),
+        };
+        let bytes = gathered(Piece::Bytes(i), &packed.bytes)?;
+        let floats = gathered(Piece::Floats(i), &packed.floats)?;
+        Ok(Matrix::Quantized(packed.quantized(entry, &bytes, &floats)?))
     }
 
     fn lora(&self, module: &str, site: u64) -> Result<Option<Lora>> {
