@@ -9,9 +9,10 @@ use candle_core::Tensor;
 
 use super::{Deal, Trainer};
 use crate::checkpoint::{Moment, Saved, SavedMoment, SnapshotTensor};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ops::adamw_int8::{Int8Moment, STATE_BLOCK};
 use crate::ops::reduce::copy_into;
+use crate::ops::threads::release_freed_memory;
 use crate::optim::{INT8_MIN_ELEMENTS, MomentDtype, Moments};
 use crate::strategy::{Bucket, Entry, Slot};
 
@@ -45,28 +46,36 @@ impl Trainer {
     /// This rank's share of the trainable tensors as they are now, in f32; their moments too unless only the weights
     /// are wanted. All ranks call it.
     pub fn snapshot(&self, with_moments: bool) -> Result<Vec<SnapshotTensor>> {
+        // What a step has freed, the copies take instead.
+        release_freed_memory();
         let strategy = &self.engine.strategy;
         let world = strategy.ranks().world();
         let mut share = Vec::new();
         for (index, bucket) in strategy.trainable().enumerate() {
             let values = strategy.collect(bucket, &bucket.updated()?.to_read()?)?;
-            let moments = match with_moments {
+            let flats = match with_moments && bucket.own().len() < bucket.elements() {
                 true => Some([
-                    self.flat(index, bucket, Moment::First)?,
-                    self.flat(index, bucket, Moment::Second)?,
+                    self.gathered(index, bucket, Moment::First)?,
+                    self.gathered(index, bucket, Moment::Second)?,
                 ]),
                 false => None,
             };
             if self.saved_by(index) != world.rank() {
                 continue;
             }
-            let values = values.to_vec1::<f32>()?;
+            let moment = |entry: &Entry, moment: Moment| match &flats {
+                Some(flats) => Ok(flats[moment as usize].of(entry)),
+                None => self.own_moment(index, entry, moment),
+            };
             for entry in &bucket.entries {
+                let moments =
+                    || Ok::<_, Error>([moment(entry, Moment::First)?, moment(entry, Moment::Second)?]);
                 share.push(SnapshotTensor {
                     name: entry.slot.name.clone(),
                     shape: entry.slot.shape.clone(),
-                    values: values[entry.range()].to_vec(),
-                    moments: moments.as_ref().map(|[first, second]| [first.of(entry), second.of(entry)]),
+                    // Of each tensor one copy: a second one of everything would not be in the plan.
+                    values: values.narrow(0, entry.start, entry.slot.elements())?.to_vec1::<f32>()?,
+                    moments: with_moments.then(moments).transpose()?,
                 });
             }
         }
@@ -75,13 +84,34 @@ impl Trainer {
 
     /// The pieces of a bucket, with their runs of it.
     fn pieces_of(&self, bucket: usize) -> impl Iterator<Item = (&Moments, &Range<usize>)> {
-        let pieces = self.optimizer.moments().iter().zip(&self.places);
-        pieces
-            .filter(move |(_, place)| place.bucket == bucket)
-            .map(|(moments, place)| (moments, &place.range))
+        // Places are in the order of buckets.
+        let run = self.places.partition_point(|place| place.bucket < bucket)
+            ..self.places.partition_point(|place| place.bucket <= bucket);
+        let pieces = self.optimizer.moments()[run.clone()].iter().zip(&self.places[run]);
+        pieces.map(|(moments, place)| (moments, &place.range))
     }
 
-    fn flat(&self, index: usize, bucket: &Bucket, moment: Moment) -> Result<Flat> {
+    /// A moment of an entry of a bucket that this rank updates whole.
+    fn own_moment(&self, index: usize, entry: &Entry, moment: Moment) -> Result<SavedMoment> {
+        let mut pieces = self.pieces_of(index);
+        let piece = pieces.find(|(_, range)| range.start <= entry.start && entry.range().end <= range.end);
+        let (moments, range) =
+            piece.ok_or_else(|| Error::internal(format!("no moments for {}", entry.slot.name)))?;
+        Ok(match moments {
+            Moments::F32(both) => {
+                let part =
+                    both[moment as usize].narrow(0, entry.start - range.start, entry.slot.elements())?;
+                SavedMoment::F32(part.to_vec1()?)
+            }
+            Moments::Int8(both) => {
+                let Int8Moment { codes, absmax } = &both[moment as usize];
+                SavedMoment::Int8 { codes: codes.to_vec1()?, absmax: absmax.to_vec1()? }
+            }
+        })
+    }
+
+    /// A moment of a whole bucket, of which each rank updates a part. All ranks call it.
+    fn gathered(&self, index: usize, bucket: &Bucket, moment: Moment) -> Result<Flat> {
         let own = bucket.own();
         let mut flat = Flat { values: vec![0.0; own.len()], codes: Vec::new(), absmax: Vec::new() };
         for (moments, range) in self.pieces_of(index) {
@@ -100,9 +130,6 @@ impl Trainer {
                     flat.absmax[start / STATE_BLOCK..][..absmax.len()].copy_from_slice(&absmax);
                 }
             }
-        }
-        if own.len() == bucket.elements() {
-            return Ok(flat);
         }
         if bucket.entries.iter().any(|entry| self.is_int8(entry)) {
             // Also where this rank has none of them: all ranks gather alike.

@@ -3,7 +3,7 @@
 
 use super::adaptation::Adaptation;
 use super::base::{Base, EngineOptions, format};
-use super::memory::{How, Memory, available};
+use super::memory::{How, Memory, Saving, available};
 use super::ranks::{self, WorldSize, named_strategy, pick_strategy};
 use crate::data::Dataset;
 use crate::engine::Recompute;
@@ -11,11 +11,14 @@ use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
 use crate::optim::MomentDtype;
 use crate::recipe::{self, QuantKind, Quantization, Recipe, StateDtype};
+use crate::report::memory::current_bytes;
 use crate::strategy::{Kind, Slot};
 use crate::units;
 
 /// Fewest tokens of a row that shorter rows are suggested with.
 const SHORTEST_ROW: usize = 128;
+/// Bytes of the program and of its threads' stacks that come into memory with the first step (measured).
+const STARTED: u64 = 10 << 20;
 /// Most times that the number of ranks is doubled in a suggestion.
 const DOUBLINGS: u32 = 6;
 
@@ -48,7 +51,12 @@ impl StepInputs<'_> {
     /// Keys of `[parallel]` that contradict the number of ranks; `strategy = "auto"`, and no strategy fits.
     pub(super) fn decide(&self, recipe: &Recipe, world: WorldSize) -> Result<Fit> {
         match self.fit(recipe, world)? {
-            Some(fit) => Ok(fit),
+            Some(mut fit) => {
+                if world.all == 1 && self.engine.device.is_cpu() {
+                    fit.memory.process = current_bytes().unwrap_or(0) + STARTED;
+                }
+                Ok(fit)
+            }
             None => Err(self.refusal(recipe, world)?),
         }
     }
@@ -309,6 +317,12 @@ fn how<'a>(recipe: &Recipe, engine: &'a EngineOptions, kind: Kind, ranks: usize)
         dtype: engine.dtype,
         moments: moment_dtype(recipe),
         kind,
+        ranks,
+        saving: match (recipe.checkpoint.save_steps, recipe.checkpoint.async_save) {
+            (None, _) => Saving::Outputs,
+            (Some(_), false) => Saving::BetweenSteps,
+            (Some(_), true) => Saving::InBackground,
+        },
         sharded_over: if let Kind::Hsdp(size) = kind { size } else { ranks },
         accumulates: recipe.train.gradient_accumulation_steps > 1,
         offload: &engine.offload,

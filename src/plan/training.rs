@@ -77,8 +77,7 @@ impl Plan {
         world: WorldSize,
         resumed: Option<&Saved>,
     ) -> Result<Self> {
-        let ranks = world.all;
-        ranks::deal_out(&mut recipe, ranks, resumed)?;
+        ranks::deal_out(&mut recipe, world.all, resumed)?;
         let mut base = Base::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
         let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
         let saved = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
@@ -97,7 +96,7 @@ impl Plan {
         let held_out = (!recipe.data.eval.is_empty())
             .then(|| rows.load(&recipe.data.eval, Split::Eval, finder))
             .transpose()?;
-        let total_steps = Sampler::new(&train.0, sampler_options(&recipe, ranks))?.total_steps();
+        let total_steps = Sampler::new(&train.0, sampler_options(&recipe, world.all))?.total_steps();
         let inputs = StepInputs {
             base: &base,
             adaptation: adaptation.as_ref(),
@@ -122,7 +121,7 @@ impl Plan {
             recompute,
             memory,
             total_steps,
-            ranks,
+            ranks: world.all,
             kind,
             why,
             initial: OnceLock::new(),
