@@ -9,7 +9,7 @@ use clap_complete::Shell;
 
 use crate::error::Result;
 use crate::export::gguf::GgufType;
-use crate::recipe::{Dtype, Layers, Purpose, QuantKind, RecipeText};
+use crate::recipe::{Dtype, Purpose, QuantKind, RecipeLayers, RecipeText};
 
 mod bench;
 
@@ -158,8 +158,8 @@ impl TrainArgs {
     ///
     /// # Errors
     /// When the recipe cannot be found or read.
-    pub fn layers(&self, folder: &Path) -> Result<Layers> {
-        Ok(Layers {
+    pub fn layers(&self, folder: &Path) -> Result<RecipeLayers> {
+        Ok(RecipeLayers {
             recipe: find_recipe(self.run.recipe.as_deref(), folder)?,
             model: self.run.model.clone(),
             train: self.run.dataset.clone(),
@@ -361,15 +361,15 @@ impl RowArgs {
     ///
     /// # Errors
     /// When the recipe cannot be found or read.
-    pub fn layers(&self, model: &str, dataset: &[String], folder: &Path) -> Result<Layers> {
-        Ok(Layers {
+    pub fn layers(&self, model: &str, dataset: &[String], folder: &Path) -> Result<RecipeLayers> {
+        Ok(RecipeLayers {
             recipe: find_recipe(self.recipe.as_deref(), folder)?,
             model: Some(model.to_owned()),
             train: dataset.to_vec(),
             set: self.set.clone(),
             folder: folder.to_owned(),
             purpose: Purpose::Other,
-            ..Layers::default()
+            ..RecipeLayers::default()
         })
     }
 }

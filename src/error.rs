@@ -12,7 +12,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Whose fault it was; decides the exit code (DESIGN: command line).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum ErrorCategory {
     /// What the user gave cannot be used: a recipe, a model, a data set. Exit code 1.
     User,
     /// The command line does not parse. Exit code 2.
@@ -31,18 +31,18 @@ pub enum Kind {
     Stopped,
 }
 
-impl Kind {
+impl ErrorCategory {
     /// The process exit code of this kind.
     pub fn exit_code(self) -> u8 {
         match self {
-            Kind::User => 1,
-            Kind::Usage => 2,
-            Kind::Internal => 3,
-            Kind::Diverged => 4,
-            Kind::Storage => 74,
-            Kind::Transient => 75,
-            Kind::SavedAndStopped => 85,
-            Kind::Stopped => 130,
+            ErrorCategory::User => 1,
+            ErrorCategory::Usage => 2,
+            ErrorCategory::Internal => 3,
+            ErrorCategory::Diverged => 4,
+            ErrorCategory::Storage => 74,
+            ErrorCategory::Transient => 75,
+            ErrorCategory::SavedAndStopped => 85,
+            ErrorCategory::Stopped => 130,
         }
     }
 }
@@ -55,11 +55,11 @@ impl Kind {
 /// hint: give a folder that holds config.json, or a hub id such as `org/name`
 /// ```
 #[derive(Debug, Clone)]
-pub struct Error(Box<Parts>);
+pub struct Error(Box<ErrorParts>);
 
 #[derive(Debug, Clone)]
-struct Parts {
-    kind: Kind,
+struct ErrorParts {
+    kind: ErrorCategory,
     what: String,
     causes: Vec<String>,
     hint: Option<String>,
@@ -67,18 +67,18 @@ struct Parts {
 
 impl Error {
     /// A new error of `kind`; `what` is a lower-case phrase without a full stop.
-    pub fn new(kind: Kind, what: impl Into<String>) -> Self {
-        Error(Box::new(Parts { kind, what: what.into(), causes: Vec::new(), hint: None }))
+    pub fn new(kind: ErrorCategory, what: impl Into<String>) -> Self {
+        Error(Box::new(ErrorParts { kind, what: what.into(), causes: Vec::new(), hint: None }))
     }
 
     /// The user's input cannot be used.
     pub fn user(what: impl Into<String>) -> Self {
-        Self::new(Kind::User, what)
+        Self::new(ErrorCategory::User, what)
     }
 
     /// A fault of ours: an invariant of the program does not hold.
     pub fn internal(what: impl Into<String>) -> Self {
-        Self::new(Kind::Internal, what)
+        Self::new(ErrorCategory::Internal, what)
     }
 
     /// An I/O failure while doing `what` to `path`. A missing file is the user's fault, the rest is storage's.
@@ -86,8 +86,8 @@ impl Error {
         let kind = match source.kind() {
             std::io::ErrorKind::NotFound
             | std::io::ErrorKind::IsADirectory
-            | std::io::ErrorKind::NotADirectory => Kind::User,
-            _ => Kind::Storage,
+            | std::io::ErrorKind::NotADirectory => ErrorCategory::User,
+            _ => ErrorCategory::Storage,
         };
         Self::new(kind, format!("cannot {what} {}", path.display())).because(source.to_string())
     }
@@ -115,7 +115,7 @@ impl Error {
     }
 
     /// The kind, which decides the exit code.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> ErrorCategory {
         self.0.kind
     }
 
@@ -154,12 +154,12 @@ impl From<candle_core::Error> for Error {
 }
 
 /// Puts what was being done around the error of a [`Result`].
-pub trait Context<T> {
+pub trait ErrorContext<T> {
     /// See [`Error::during`]; the text is made only when there is an error.
     fn during(self, what: impl FnOnce() -> String) -> Result<T>;
 }
 
-impl<T, E: Into<Error>> Context<T> for Result<T, E> {
+impl<T, E: Into<Error>> ErrorContext<T> for Result<T, E> {
     fn during(self, what: impl FnOnce() -> String) -> Result<T> {
         self.map_err(|error| error.into().during(what()))
     }

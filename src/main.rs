@@ -9,12 +9,12 @@ use std::process::{ExitCode, exit};
 use clap::Parser;
 use finetune::cli::Cli;
 use finetune::commands;
-use finetune::error::Kind;
-use finetune::ops::threads::share_one_heap;
+use finetune::error::ErrorCategory;
+use finetune::runtime::allocator::use_one_heap;
 
 fn main() -> ExitCode {
     set_hook(Box::new(say_panic));
-    share_one_heap();
+    use_one_heap();
     let cli = Cli::parse();
     match catch_unwind(|| commands::run(cli)) {
         Ok(Ok(())) => ExitCode::SUCCESS,
@@ -22,7 +22,7 @@ fn main() -> ExitCode {
             say(&error);
             ExitCode::from(error.kind().exit_code())
         }
-        Err(_) => ExitCode::from(Kind::Internal.exit_code()),
+        Err(_) => ExitCode::from(ErrorCategory::Internal.exit_code()),
     }
 }
 

@@ -4,12 +4,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use finetune::adapter::{
-    self, Adapter, AdapterConfig, AdapterTensor, BaseValues, MergeOptions, MergeReport, ModuleInfo,
-    ModuleKind, Names, TargetModules, TargetSpec, TensorKind, WEIGHTS_FILE, write,
+    self, AdapterConfig, AdapterTensor, BaseValues, MergeOptions, MergeReport, ModuleInfo, ModuleKind,
+    ModulePattern, NamePattern, SavedAdapter, TargetSpec, TensorKind, WEIGHTS_FILE, write,
 };
-use finetune::error::{Error, Kind, Result};
+use finetune::error::{Error, ErrorCategory, Result};
 use finetune::weights::{
-    EMBED_TOKENS, Entry, LM_HEAD, MODEL_FILE, ModelFiles, OutputDtype, StoredDtype, write_file, write_text,
+    EMBED_TOKENS, LM_HEAD, MODEL_FILE, ModelFiles, OutputDtype, StoredDtype, WriteEntry, write_file,
+    write_text,
 };
 use half::bf16;
 use tempfile::TempDir;
@@ -49,7 +50,7 @@ fn lora(names: &[&str]) -> AdapterConfig {
         base_model_name_or_path: Some("org/base".into()),
         revision: None,
         spec: TargetSpec {
-            target_modules: TargetModules::Named(Names::List(list)),
+            target_modules: ModulePattern::Named(NamePattern::List(list)),
             r: 2,
             lora_alpha: 4.0,
             ..Default::default()
@@ -199,9 +200,9 @@ fn merge_tied(stored: &[&str], config: &AdapterConfig, tensors: &[AdapterTensor]
     fs::copy(golden("models/tiny-qwen2/config.json"), folder.join("config.json")).expect("copied");
     let entry = |name: &str, of: &str| {
         let info = source.info(of).expect("there");
-        Entry { name: name.into(), dtype: info.dtype, shape: info.shape.clone() }
+        WriteEntry { name: name.into(), dtype: info.dtype, shape: info.shape.clone() }
     };
-    let mut entries: Vec<Entry> =
+    let mut entries: Vec<WriteEntry> =
         source.names().filter(|&name| name != EMBED_TOKENS).map(|name| entry(name, name)).collect();
     entries.extend(stored.iter().map(|name| entry(name, EMBED_TOKENS)));
     write_file(&folder.join(MODEL_FILE), &entries, |entry, sink| {
@@ -300,7 +301,7 @@ fn an_adapter_reads_as_it_was_written() {
     let tensors: Vec<AdapterTensor> =
         [saved].into_iter().chain(pair(other, 3, [6, 4])).chain(pair(Q, 2, [6, 4])).collect();
     put(dir.path(), &config, &tensors, |tensor, i| tensor.shape[0] as f32 + i as f32);
-    let adapter = Adapter::read(dir.path()).expect("reads");
+    let adapter = SavedAdapter::read(dir.path()).expect("reads");
     assert_eq!(adapter.config(), &config);
     let targets: Vec<_> = adapter.targets().iter().map(|t| (t.name.as_str(), t.r, t.scale)).collect();
     assert_eq!(targets, [(Q, 2, 2.0), (other, 3, 4.0 / 3.0)]);
@@ -327,7 +328,7 @@ fn peft_s_own_configuration_reads() {
     assert_eq!((config.spec.r, config.spec.lora_alpha, config.spec.use_rslora), (8, 16.0, false));
     assert_eq!(config.base_model_name_or_path.as_deref(), Some("tiny-llama"));
     assert!(config.inference_mode);
-    let adapter = Adapter::read(&golden("train/rslora/adapter_final")).expect("reads");
+    let adapter = SavedAdapter::read(&golden("train/rslora/adapter_final")).expect("reads");
     assert!(adapter.targets().iter().all(|target| (target.r, target.scale) == (4, 8.0)));
     assert_eq!(adapter.targets().len(), 4);
 }
@@ -338,8 +339,8 @@ fn adapters_that_cannot_be_used_say_why() {
     let mut refuse = |case: &str, prepare: &dyn Fn(&Path)| {
         let dir = temp();
         prepare(dir.path());
-        let error = Adapter::read(dir.path()).expect_err(case);
-        assert_eq!(error.kind(), Kind::User, "{case}");
+        let error = SavedAdapter::read(dir.path()).expect_err(case);
+        assert_eq!(error.kind(), ErrorCategory::User, "{case}");
         errors.push(format!("[{case}]\n{}", shown(&error, dir.path())));
     };
     let config = lora(&["q_proj"]);
@@ -391,7 +392,7 @@ fn adapters_that_cannot_be_used_say_why() {
     refuse("two names of a tensor", &|dir| {
         let (config, _) = dora(None, true);
         text(dir, "adapter_config.json", &config.to_json());
-        let entry = |end: &str| Entry {
+        let entry = |end: &str| WriteEntry {
             name: format!("base_model.model.{Q}.lora_magnitude_vector{end}"),
             dtype: StoredDtype::F32,
             shape: vec![1],
@@ -419,7 +420,7 @@ fn adapters_that_cannot_be_used_say_why() {
     });
     refuse("foreign names", &|dir| {
         text(dir, "adapter_config.json", &config.to_json());
-        let entry = Entry { name: "layers.0.lora_a".into(), dtype: StoredDtype::F32, shape: vec![1] };
+        let entry = WriteEntry { name: "layers.0.lora_a".into(), dtype: StoredDtype::F32, shape: vec![1] };
         write_file(&dir.join(WEIGHTS_FILE), &[entry], |_, sink| sink.write_values(&[1f32])).expect("written");
     });
     refuse("truncated", &|dir| {
@@ -545,7 +546,7 @@ fn an_adapter_knows_the_models_it_fits() {
     let norm = tensor("model.norm", TensorKind::SavedWeight, &[4]);
     let tensors: Vec<AdapterTensor> = pair(Q, 2, [6, 4]).into_iter().chain([norm]).collect();
     put(dir.path(), &lora(&["q_proj"]), &tensors, |_, _| 0.0);
-    let adapter = Adapter::read(dir.path()).expect("reads");
+    let adapter = SavedAdapter::read(dir.path()).expect("reads");
     let model = |inputs, norm| {
         [module(Q, ModuleKind::Linear, &[6, inputs]), module("model.norm", ModuleKind::Norm, &[norm])]
     };
@@ -561,7 +562,7 @@ fn an_adapter_knows_the_models_it_fits() {
         let rows = tensor("model.embed_tokens", TensorKind::TokensDelta, &[ids.len(), hidden]);
         let tensors: Vec<AdapterTensor> = pair(Q, 2, [6, 4]).into_iter().chain([rows]).collect();
         put(dir.path(), &config, &tensors, |_, _| 0.0);
-        let adapter = Adapter::read(dir.path()).expect("reads");
+        let adapter = SavedAdapter::read(dir.path()).expect("reads");
         let embedding = module("model.embed_tokens", ModuleKind::Embedding, &[9, 4]);
         let fits = adapter.check_fits(&[module(Q, ModuleKind::Linear, &[6, 4]), embedding]);
         fits.map_err(|error| shown(&error, dir.path()))
@@ -585,7 +586,7 @@ fn tables_have_lora_of_their_own_shape() {
         tensor("lm_head", TensorKind::LoraB, &[9, 2]),
     ];
     put(dir.path(), &lora(&["embed_tokens", "lm_head"]), &tensors, |_, _| 0.0);
-    let adapter = Adapter::read(dir.path()).expect("reads");
+    let adapter = SavedAdapter::read(dir.path()).expect("reads");
     let kinds: Vec<_> = adapter.targets().iter().map(|target| (target.name.as_str(), target.kind)).collect();
     assert_eq!(kinds, [("lm_head", ModuleKind::Head), ("model.embed_tokens", ModuleKind::Embedding)]);
     let table = |name: &str, kind, rows| ModuleInfo { name: name.into(), kind, shape: vec![rows, 4] };

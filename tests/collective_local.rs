@@ -8,9 +8,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use finetune::collective::local::{Fault, FaultKind, Local, World, run_ranks};
-use finetune::collective::{Call, Collective, Element, Memory, Op, Phase};
-use finetune::error::{Error, Kind, Result};
+use finetune::collective::in_process::{
+    InProcess, InProcessWorld, InjectedFault, InjectedFaultKind, run_ranks,
+};
+use finetune::collective::{Call, Collective, Op, Phase};
+use finetune::error::{Error, ErrorCategory, Result};
+use finetune::runtime::buffer::{Buffer, ElementType};
 use half::bf16;
 use proptest::prelude::*;
 
@@ -38,7 +41,7 @@ fn call(index: usize) -> Call {
 
 /// What tests sum and move.
 trait Value: Copy + Debug + PartialEq + Send + Sync + 'static {
-    const ELEMENT: Element;
+    const ELEMENT: ElementType;
     /// From small and large numbers of both signs, so that the order of a sum shows.
     fn random(bits: u64) -> Self;
     /// The sum in this order.
@@ -52,7 +55,7 @@ fn spread(bits: u64) -> f64 {
 }
 
 impl Value for f32 {
-    const ELEMENT: Element = Element::F32;
+    const ELEMENT: ElementType = ElementType::F32;
     fn random(bits: u64) -> Self {
         spread(bits) as f32
     }
@@ -62,7 +65,7 @@ impl Value for f32 {
 }
 
 impl Value for f64 {
-    const ELEMENT: Element = Element::F64;
+    const ELEMENT: ElementType = ElementType::F64;
     fn random(bits: u64) -> Self {
         spread(bits)
     }
@@ -72,7 +75,7 @@ impl Value for f64 {
 }
 
 impl Value for bf16 {
-    const ELEMENT: Element = Element::Bf16;
+    const ELEMENT: ElementType = ElementType::Bf16;
     fn random(bits: u64) -> Self {
         bf16::from_f64(spread(bits))
     }
@@ -82,7 +85,7 @@ impl Value for bf16 {
 }
 
 impl Value for u8 {
-    const ELEMENT: Element = Element::U8;
+    const ELEMENT: ElementType = ElementType::U8;
     fn random(bits: u64) -> Self {
         (bits >> 40) as u8
     }
@@ -110,31 +113,31 @@ fn sums<T: Value>(seed: u64, ranks: usize, elements: usize) -> Vec<T> {
 }
 
 /// Memory that holds `values`.
-fn memory<T: Value>(mut values: Vec<T>) -> Memory {
+fn memory<T: Value>(mut values: Vec<T>) -> Buffer {
     let (address, elements) = (values.as_mut_ptr().expose_provenance(), values.len());
     // SAFETY: the vector stays where it is and is reached through this memory alone.
-    unsafe { Memory::new(address, elements, T::ELEMENT, Arc::new(values)) }
+    unsafe { Buffer::new(address, elements, T::ELEMENT, Arc::new(values)) }
 }
 
 /// A part of another memory.
-fn view<T: Value>(of: &Memory, from: usize, elements: usize) -> Memory {
+fn view<T: Value>(of: &Buffer, from: usize, elements: usize) -> Buffer {
     assert!(from + elements <= of.elements());
     let address = of.address() + from * T::ELEMENT.bytes();
     // SAFETY: inside `of`, which is its owner.
-    unsafe { Memory::new(address, elements, T::ELEMENT, Arc::new(of.clone())) }
+    unsafe { Buffer::new(address, elements, T::ELEMENT, Arc::new(of.clone())) }
 }
 
-fn read<T: Value>(memory: &Memory) -> Vec<T> {
+fn read<T: Value>(memory: &Buffer) -> Vec<T> {
     let begin = std::ptr::with_exposed_provenance::<T>(memory.address());
     // SAFETY: made by `memory` or `view` of this type; no collective runs on it.
     (0..memory.elements()).map(|i| unsafe { begin.add(i).read() }).collect()
 }
 
-fn zeros<T: Value>(elements: usize) -> Memory {
+fn zeros<T: Value>(elements: usize) -> Buffer {
     memory(vec![T::random(0); elements])
 }
 
-fn write<T: Value>(memory: &Memory, x: T) {
+fn write<T: Value>(memory: &Buffer, x: T) {
     let begin = std::ptr::with_exposed_provenance_mut::<T>(memory.address());
     for i in 0..memory.elements() {
         // SAFETY: as in `read`.
@@ -143,7 +146,7 @@ fn write<T: Value>(memory: &Memory, x: T) {
 }
 
 fn sums_are_exact<T: Value>(size: usize, elements: usize, seed: u64) {
-    let run = move |end: Local| {
+    let run = move |end: InProcess| {
         let rank = end.rank();
         let buffer = memory(values::<T>(seed, rank, elements));
         end.all_reduce(call(0), &buffer)?;
@@ -160,11 +163,11 @@ fn sums_are_exact<T: Value>(size: usize, elements: usize, seed: u64) {
         assert_eq!(read::<T>(&data)[rank * elements..(rank + 1) * elements], expected, "in place");
         Ok(())
     };
-    within(move || run_ranks(World::new(size).ends(), run)).unwrap();
+    within(move || run_ranks(InProcessWorld::new(size).communicators(), run)).unwrap();
 }
 
 fn moves_are_exact<T: Value>(size: usize, elements: usize, seed: u64) {
-    let run = move |end: Local| {
+    let run = move |end: InProcess| {
         let rank = end.rank();
         let all: Vec<T> = (0..size).flat_map(|rank| values::<T>(seed, rank, elements)).collect();
         let shard = memory(values::<T>(seed, rank, elements));
@@ -194,7 +197,7 @@ fn moves_are_exact<T: Value>(size: usize, elements: usize, seed: u64) {
         }
         end.barrier(call(0))
     };
-    within(move || run_ranks(World::new(size).ends(), run)).unwrap();
+    within(move || run_ranks(InProcessWorld::new(size).communicators(), run)).unwrap();
 }
 
 /// Short ones, and some beyond a page, a tile, and tiles that are not full.
@@ -237,7 +240,7 @@ fn across_is_exact<T: Value>(
     (apart, in_place): (bool, bool),
     seed: u64,
 ) {
-    let run = move |end: Local| {
+    let run = move |end: InProcess| {
         let rank = end.rank();
         let (group, place) =
             if apart { (rank % replicas, rank / replicas) } else { (rank / shards, rank % shards) };
@@ -267,14 +270,14 @@ fn across_is_exact<T: Value>(
         assert_eq!(end.traffic().total_bytes(), 0);
         Ok(())
     };
-    within(move || run_ranks(World::new(shards * replicas).ends(), run)).unwrap();
+    within(move || run_ranks(InProcessWorld::new(shards * replicas).communicators(), run)).unwrap();
 }
 
 #[test]
 fn the_order_of_a_sum_shows() {
     // ((1e8 + 1) - 1e8) is 0 in f32, (1e8 - 1e8) + 1 is 1; -0.0 alone stays; bf16 is rounded once.
     for elements in [1, 5000] {
-        let run = move |end: Local| {
+        let run = move |end: InProcess| {
             let rank = end.rank();
             let large = memory(vec![[1e8_f32, 1.0, -1e8][rank]; elements]);
             let zero = memory(vec![-0.0_f32; elements]);
@@ -287,17 +290,17 @@ fn the_order_of_a_sum_shows() {
             assert_eq!(read::<bf16>(&small), vec![bf16::from_f32(258.0); elements]);
             Ok(())
         };
-        within(move || run_ranks(World::new(3).ends(), run)).unwrap();
+        within(move || run_ranks(InProcessWorld::new(3).communicators(), run)).unwrap();
     }
 }
 
 #[test]
 fn gathers_stay_in_flight_while_others_are_summed() {
     const ELEMENTS: usize = 1500;
-    let run = |end: Local| {
+    let run = |end: InProcess| {
         let (rank, size) = (end.rank(), end.size());
-        let shards: Vec<Memory> = (0..6).map(|block| memory(values::<f32>(block, rank, ELEMENTS))).collect();
-        let fulls: Vec<Memory> = shards.iter().map(|_| zeros::<f32>(ELEMENTS * size)).collect();
+        let shards: Vec<Buffer> = (0..6).map(|block| memory(values::<f32>(block, rank, ELEMENTS))).collect();
+        let fulls: Vec<Buffer> = shards.iter().map(|_| zeros::<f32>(ELEMENTS * size)).collect();
         let expect = |block: usize| {
             let all = (0..size).flat_map(|rank| values::<f32>(block as u64, rank, ELEMENTS));
             assert_eq!(read::<f32>(&fulls[block]), all.collect::<Vec<_>>());
@@ -325,13 +328,13 @@ fn gathers_stay_in_flight_while_others_are_summed() {
         Ok(())
     };
     for size in [1, 2, 3, 4] {
-        within(move || run_ranks(World::new(size).ends(), run)).unwrap();
+        within(move || run_ranks(InProcessWorld::new(size).communicators(), run)).unwrap();
     }
 }
 
 #[test]
 fn a_shard_may_be_written_after_an_all_reduce_or_barrier_though_peers_have_not_finished() {
-    let run = |end: Local| {
+    let run = |end: InProcess| {
         for round in 0..50 {
             let shard = memory(vec![end.rank() as f32; 3000]);
             let full = zeros::<f32>(3000 * end.size());
@@ -349,13 +352,13 @@ fn a_shard_may_be_written_after_an_all_reduce_or_barrier_though_peers_have_not_f
         }
         Ok(())
     };
-    within(move || run_ranks(World::new(3).ends(), run)).unwrap();
+    within(move || run_ranks(InProcessWorld::new(3).communicators(), run)).unwrap();
 }
 
 #[test]
 fn gathers_finished_out_of_order_are_refused() {
     for size in [1, 2] {
-        let run = |end: Local| {
+        let run = |end: InProcess| {
             let (shard, full) = (zeros::<f32>(4), zeros::<f32>(4 * end.size()));
             let first = end.start_all_gather(call(0), &shard, &full)?;
             let second = end.start_all_gather(call(1), &shard, &full)?;
@@ -363,7 +366,7 @@ fn gathers_finished_out_of_order_are_refused() {
             assert_eq!(error.what(), "gathers are finished in the order in which they were started");
             end.finish(first)
         };
-        within(move || run_ranks(World::new(size).ends(), run)).unwrap();
+        within(move || run_ranks(InProcessWorld::new(size).communicators(), run)).unwrap();
     }
 }
 
@@ -379,7 +382,7 @@ fn bytes_equal_the_formulas() {
         let (b_p, b_g) = (2, 4);
         // r P b, in whole bytes: P is a multiple of N.
         let r = move |bytes: u64| bytes / n * (n - 1);
-        let run = move |end: Local| {
+        let run = move |end: InProcess| {
             let grads = zeros::<f32>(block);
             let grad_shard = zeros::<f32>(block / size);
             let params = zeros::<bf16>(block);
@@ -419,13 +422,13 @@ fn bytes_equal_the_formulas() {
             assert_eq!(end.rank_traffic(), end.traffic());
             Ok(())
         };
-        within(move || run_ranks(World::new(size).ends(), run)).unwrap();
+        within(move || run_ranks(InProcessWorld::new(size).communicators(), run)).unwrap();
     }
 }
 
 #[test]
 fn groups_within_groups() {
-    let run = |end: Local| {
+    let run = |end: InProcess| {
         let half = end.subgroup(usize::from(end.rank() >= 4))?;
         let pair = half.subgroup(10 + half.rank() % 2)?;
         assert_eq!((half.size(), pair.size(), pair.world_rank()), (4, 2, end.rank()));
@@ -441,17 +444,17 @@ fn groups_within_groups() {
         assert_eq!(end.rank_traffic().calls(Op::AllReduce), 3);
         Ok(())
     };
-    within(move || run_ranks(World::new(8).ends(), run)).unwrap();
+    within(move || run_ranks(InProcessWorld::new(8).communicators(), run)).unwrap();
 }
 
 /// What both of two ranks get that make different calls.
 fn mismatch(
-    rank_0: impl Fn(&Local) -> Result<()> + Send + Sync + 'static,
-    rank_1: impl Fn(&Local) -> Result<()> + Send + Sync + 'static,
+    rank_0: impl Fn(&InProcess) -> Result<()> + Send + Sync + 'static,
+    rank_1: impl Fn(&InProcess) -> Result<()> + Send + Sync + 'static,
 ) -> Error {
     within(move || {
         let (send, receive) = mpsc::channel();
-        let run = |end: Local| {
+        let run = |end: InProcess| {
             end.enter(Phase::Backward)?;
             end.barrier(call(0))?;
             let result = if end.rank() == 0 { rank_0(&end) } else { rank_1(&end) };
@@ -462,17 +465,17 @@ fn mismatch(
             assert_eq!(end.barrier(call(1)).unwrap_err().to_string(), error.to_string());
             Err::<(), Error>(error)
         };
-        let error = run_ranks(World::new(2).ends(), run).unwrap_err();
+        let error = run_ranks(InProcessWorld::new(2).communicators(), run).unwrap_err();
         let texts: Vec<String> = receive.try_iter().collect();
         assert_eq!(texts, [error.to_string(), error.to_string()]);
-        assert_eq!(error.kind(), Kind::Internal);
+        assert_eq!(error.kind(), ErrorCategory::Internal);
         error
     })
 }
 
 #[test]
 fn calls_that_do_not_match_name_both_ranks_and_both_calls() {
-    let reduce = |end: &Local| end.all_reduce(call(3), &zeros::<f32>(4096));
+    let reduce = |end: &InProcess| end.all_reduce(call(3), &zeros::<f32>(4096));
     let named = "gradients of block 3 (4096 f32)";
     let expect = |error: Error, one: &str, two: &str| {
         assert_eq!(error.what().replace("1 and 0", "0 and 1"), "ranks 0 and 1 do not make the same call");
@@ -518,7 +521,8 @@ fn calls_that_do_not_match_name_both_ranks_and_both_calls() {
     );
     expect(mismatch(reduce, |end| end.subgroup(0).map(drop)), &one, "split of ranks 0");
     for elements in [3, 4096] {
-        let broadcast = move |root| move |end: &Local| end.broadcast(call(0), root, &zeros::<u8>(elements));
+        let broadcast =
+            move |root| move |end: &InProcess| end.broadcast(call(0), root, &zeros::<u8>(elements));
         let said = |root| format!("broadcast of gradients of block 0 ({elements} u8) from rank {root}");
         expect(mismatch(broadcast(0), broadcast(1)), &said(0), &said(1));
     }
@@ -526,7 +530,7 @@ fn calls_that_do_not_match_name_both_ranks_and_both_calls() {
 
 #[test]
 fn calls_in_another_order_of_groups_are_told_and_not_waited_for() {
-    let run = |end: Local| {
+    let run = |end: InProcess| {
         let sub = end.subgroup(usize::from(end.rank() == 2))?;
         if end.rank() == 0 {
             end.barrier(call(5))?;
@@ -536,7 +540,7 @@ fn calls_in_another_order_of_groups_are_told_and_not_waited_for() {
             end.barrier(call(5))
         }
     };
-    let error = within(move || run_ranks(World::new(3).ends(), run)).unwrap_err();
+    let error = within(move || run_ranks(InProcessWorld::new(3).communicators(), run)).unwrap_err();
     assert_eq!(error.what(), "the ranks wait for one another in different calls");
     assert_eq!(
         error.causes(),
@@ -550,24 +554,24 @@ fn calls_in_another_order_of_groups_are_told_and_not_waited_for() {
 
 #[test]
 fn groups_of_replicas_that_do_not_fit_are_refused() {
-    let run = |end: Local| {
+    let run = |end: InProcess| {
         let inner = end.subgroup(end.rank() / 2)?;
         // Replicas with another shard: 0 with 3, 1 with 2.
         let outer = end.subgroup(usize::from(end.rank() == 1 || end.rank() == 2))?;
         inner.reduce_scatter_across(call(0), &outer, &zeros::<f32>(64), &zeros::<f32>(32))
     };
-    let error = within(move || run_ranks(World::new(4).ends(), run)).unwrap_err();
+    let error = within(move || run_ranks(InProcessWorld::new(4).communicators(), run)).unwrap_err();
     assert!(error.what().ends_with("do not make the same call"), "{error}");
     assert!(error.to_string().contains("as place 0 across"), "{error}");
 
-    let run = |end: Local| end.reduce_scatter_across(call(0), &end, &zeros::<f32>(64), &zeros::<f32>(32));
-    let error = within(move || run_ranks(World::new(2).ends(), run)).unwrap_err();
+    let run = |end: InProcess| end.reduce_scatter_across(call(0), &end, &zeros::<f32>(64), &zeros::<f32>(32));
+    let error = within(move || run_ranks(InProcessWorld::new(2).communicators(), run)).unwrap_err();
     assert!(error.to_string().contains("as place 1 across"), "{error}");
 }
 
 #[test]
 fn what_cannot_be_done_is_said_clearly() {
-    let run = |end: Local| {
+    let run = |end: InProcess| {
         let text = |result: Result<()>| result.unwrap_err().to_string();
         let uneven = end.reduce_scatter(call(1), &zeros::<f32>(7), &zeros::<f32>(3));
         let uneven = text(uneven);
@@ -580,11 +584,11 @@ fn what_cannot_be_done_is_said_clearly() {
         // None of them was a call.
         end.barrier(call(0))
     };
-    within(move || run_ranks(World::new(2).ends(), run)).unwrap();
+    within(move || run_ranks(InProcessWorld::new(2).communicators(), run)).unwrap();
 }
 
 /// A small step that enters every phase, with calls in most of them, as a run does.
-fn step(end: &Local, shard: &Local, replicas: &Local) -> Result<()> {
+fn step(end: &InProcess, shard: &InProcess, replicas: &InProcess) -> Result<()> {
     let grads = zeros::<f32>(1536 * shard.size());
     let own = zeros::<f32>(1536);
     for phase in Phase::ALL {
@@ -607,7 +611,7 @@ fn step(end: &Local, shard: &Local, replicas: &Local) -> Result<()> {
 
 /// Runs two steps with a fault; gives the survivors' errors beside the run's.
 /// A survivor that is still at work this long after the failure fails the test: the promise to whoever starts runs.
-fn struck(size: usize, fault: Fault) -> (Vec<(usize, Error)>, Error) {
+fn struck(size: usize, fault: InjectedFault) -> (Vec<(usize, Error)>, Error) {
     /// Tells when a rank is done, also with a panic.
     struct Done(mpsc::Sender<usize>, usize);
     impl Drop for Done {
@@ -628,7 +632,7 @@ fn struck(size: usize, fault: Fault) -> (Vec<(usize, Error)>, Error) {
     });
     let outcome = within(move || {
         let (send, receive) = mpsc::channel();
-        let run = |end: Local| {
+        let run = |end: InProcess| {
             let _done = Done(tell.clone(), end.rank());
             let shard = end.subgroup(end.rank() / 2)?;
             let replicas = end.subgroup(end.rank() % 2)?;
@@ -638,7 +642,7 @@ fn struck(size: usize, fault: Fault) -> (Vec<(usize, Error)>, Error) {
             }
             result
         };
-        let error = run_ranks(World::new(size).with_fault(fault).ends(), run).unwrap_err();
+        let error = run_ranks(InProcessWorld::new(size).with_fault(fault).communicators(), run).unwrap_err();
         (receive.try_iter().filter(|(rank, _)| *rank != fault.rank).collect(), error)
     });
     watch.join().unwrap().unwrap_or_else(|why| panic!("{fault}: {why} after {} s", PROMISE.as_secs()));
@@ -650,28 +654,33 @@ fn a_rank_that_errors_panics_or_leaves_in_any_phase_stops_all_others() {
     let mut struck_so_far = 0;
     for size in [2, 4] {
         for phase in Phase::ALL {
-            for (i, kind) in [FaultKind::Error, FaultKind::Panic, FaultKind::Exit].into_iter().enumerate() {
+            for (i, kind) in [InjectedFaultKind::Error, InjectedFaultKind::Panic, InjectedFaultKind::Exit]
+                .into_iter()
+                .enumerate()
+            {
                 let occurrence = 1 + (i as u64 + size as u64 / 2) % 2;
                 for rank in 0..size {
-                    let fault = Fault { rank, phase, occurrence, kind };
+                    let fault = InjectedFault { rank, phase, occurrence, kind };
                     let (survivors, error) = struck(size, fault);
                     let name = phase.name();
                     let said = match kind {
-                        FaultKind::Exit => format!("rank {rank} left in phase {name}"),
+                        InjectedFaultKind::Exit => format!("rank {rank} left in phase {name}"),
                         _ => format!("rank {rank} failed in phase {name}"),
                     };
                     assert_eq!(survivors.len(), size - 1, "{fault}: {survivors:?}");
                     for (survivor, theirs) in survivors {
                         assert_eq!(theirs.what(), said, "{fault}, rank {survivor}");
-                        assert_eq!(theirs.kind(), Kind::Transient);
+                        assert_eq!(theirs.kind(), ErrorCategory::Transient);
                         let last = format!("rank {rank}: its last call was no ");
                         assert!(theirs.causes().iter().any(|cause| cause.starts_with(&last)), "{theirs}");
                     }
                     assert_eq!(error.what(), said, "{fault}");
                     match kind {
-                        FaultKind::Exit => assert_eq!(error.kind(), Kind::Transient, "{error}"),
+                        InjectedFaultKind::Exit => {
+                            assert_eq!(error.kind(), ErrorCategory::Transient, "{error}")
+                        }
                         _ => {
-                            assert_eq!(error.kind(), Kind::Transient, "{error}");
+                            assert_eq!(error.kind(), ErrorCategory::Transient, "{error}");
                             assert!(error.to_string().contains(&format!("planted fault {fault}")), "{error}");
                         }
                     }
@@ -685,30 +694,35 @@ fn a_rank_that_errors_panics_or_leaves_in_any_phase_stops_all_others() {
 
 #[test]
 fn a_delay_is_no_fault_and_strikes_once() {
-    let delay = Fault {
+    let delay = InjectedFault {
         rank: 1,
         phase: Phase::Norm,
         occurrence: 2,
-        kind: FaultKind::Delay(Duration::from_millis(30)),
+        kind: InjectedFaultKind::Delay(Duration::from_millis(30)),
     };
-    let other = Fault { rank: 0, phase: Phase::Save, occurrence: 3, kind: FaultKind::Error };
-    let run = |end: Local| {
+    let other = InjectedFault { rank: 0, phase: Phase::Save, occurrence: 3, kind: InjectedFaultKind::Error };
+    let run = |end: InProcess| {
         let alone = end.subgroup(end.rank())?;
         (0..2).try_for_each(|_| step(&end, &end, &alone))
     };
-    within(move || run_ranks(World::new(2).with_fault(delay).with_fault(other).ends(), run)).unwrap();
+    within(move || {
+        run_ranks(InProcessWorld::new(2).with_fault(delay).with_fault(other).communicators(), run)
+    })
+    .unwrap();
 }
 
 #[test]
 fn the_error_of_a_run_is_that_of_the_rank_that_failed() {
-    let run = |end: Local| {
+    let run = |end: InProcess| {
         end.enter(Phase::Loss)?;
         if end.rank() == 1 {
-            return Err(Error::new(Kind::Diverged, "the loss is NaN").because("step 3").hint("lower it"));
+            return Err(Error::new(ErrorCategory::Diverged, "the loss is NaN")
+                .because("step 3")
+                .hint("lower it"));
         }
         end.barrier(call(0))
     };
-    let error = within(move || run_ranks(World::new(3).ends(), run)).unwrap_err();
+    let error = within(move || run_ranks(InProcessWorld::new(3).communicators(), run)).unwrap_err();
     assert_eq!(error.kind().exit_code(), 4);
     assert_eq!(
         error.to_string(),
@@ -718,26 +732,26 @@ fn the_error_of_a_run_is_that_of_the_rank_that_failed() {
 
 #[test]
 fn what_all_ranks_say_alike_is_said_once() {
-    let run = |end: Local| {
+    let run = |end: InProcess| {
         end.barrier(call(0))?;
-        Err::<(), Error>(Error::new(Kind::Diverged, "the gradient norm is NaN"))
+        Err::<(), Error>(Error::new(ErrorCategory::Diverged, "the gradient norm is NaN"))
     };
     for size in [1, 4] {
-        let error = within(move || run_ranks(World::new(size).ends(), run)).unwrap_err();
+        let error = within(move || run_ranks(InProcessWorld::new(size).communicators(), run)).unwrap_err();
         assert_eq!(error.to_string(), "error: the gradient norm is NaN");
-        assert_eq!(error.kind(), Kind::Diverged);
+        assert_eq!(error.kind(), ErrorCategory::Diverged);
     }
 }
 
 #[test]
 fn a_rank_that_returns_too_early_is_named() {
-    let run = |end: Local| {
+    let run = |end: InProcess| {
         end.enter(Phase::Backward)?;
         let sub = end.subgroup(0)?;
         if end.rank() == 2 { Ok(()) } else { sub.all_reduce(call(0), &zeros::<f32>(3)) }
     };
-    let error = within(move || run_ranks(World::new(3).ends(), run)).unwrap_err();
-    assert_eq!(error.kind(), Kind::Transient);
+    let error = within(move || run_ranks(InProcessWorld::new(3).communicators(), run)).unwrap_err();
+    assert_eq!(error.kind(), ErrorCategory::Transient);
     assert_eq!(error.what(), "rank 2 left in phase backward");
     assert!(error.causes()[1].ends_with(
         "waits for it: its last call was no 1 of the group of ranks 0, 1, 2, all_reduce of gradients of block 0 (3 f32)"
@@ -747,7 +761,7 @@ fn a_rank_that_returns_too_early_is_named() {
 #[test]
 fn a_clean_end_is_one_even_if_peers_are_still_reading() {
     // Rank 0 posts its shard, needs nothing from the others but theirs, and is gone while they still copy.
-    let run = |end: Local| {
+    let run = |end: InProcess| {
         let full = zeros::<f32>(50_000 * end.size());
         let shard = memory(vec![end.rank() as f32; 50_000]);
         let ticket = end.start_all_gather(call(0), &shard, &full)?;
@@ -755,8 +769,10 @@ fn a_clean_end_is_one_even_if_peers_are_still_reading() {
         end.finish(ticket)?;
         Ok((end.rank(), read::<f32>(&full)))
     };
-    for (rank, (also, full)) in
-        within(move || run_ranks(World::new(4).ends(), run)).unwrap().into_iter().enumerate()
+    for (rank, (also, full)) in within(move || run_ranks(InProcessWorld::new(4).communicators(), run))
+        .unwrap()
+        .into_iter()
+        .enumerate()
     {
         assert_eq!(rank, also);
         assert!(full.iter().enumerate().all(|(i, x)| *x == (i / 50_000) as f32));
@@ -765,20 +781,20 @@ fn a_clean_end_is_one_even_if_peers_are_still_reading() {
 
 #[test]
 fn threads_have_names_and_results_their_order() {
-    let run = |end: Local| {
+    let run = |end: InProcess| {
         let name = std::thread::current().name().map(str::to_owned);
         Ok((end.rank(), name.unwrap()))
     };
-    let ran = within(move || run_ranks(World::new(3).ends(), run)).unwrap();
+    let ran = within(move || run_ranks(InProcessWorld::new(3).communicators(), run)).unwrap();
     assert_eq!(ran, [(0, "rank-0".into()), (1, "rank-1".into()), (2, "rank-2".into())]);
-    assert_eq!(run_ranks(World::new(1).ends(), |end| Ok(end.size())).unwrap(), [1]);
-    assert!(run_ranks(World::new(0).ends(), |_| Ok(())).unwrap().is_empty());
+    assert_eq!(run_ranks(InProcessWorld::new(1).communicators(), |end| Ok(end.size())).unwrap(), [1]);
+    assert!(run_ranks(InProcessWorld::new(0).communicators(), |_| Ok(())).unwrap().is_empty());
 }
 
 #[test]
 fn a_panic_is_told_without_run_ranks_too() {
     let text = within(|| {
-        let mut ends = World::new(2).ends();
+        let mut ends = InProcessWorld::new(2).communicators();
         let (one, zero) = (ends.pop().unwrap(), ends.pop().unwrap());
         let thread = std::thread::spawn(move || {
             one.enter(Phase::Save).unwrap();
@@ -801,7 +817,7 @@ fn a_panic_is_told_without_run_ranks_too() {
 #[test]
 fn abort_wakes_all_and_the_first_reason_stays() {
     within(|| {
-        let mut ends = World::new(4).ends();
+        let mut ends = InProcessWorld::new(4).communicators();
         let last = ends.pop().unwrap();
         let waiting = AtomicUsize::new(0);
         std::thread::scope(|scope| {
@@ -827,7 +843,7 @@ fn abort_wakes_all_and_the_first_reason_stays() {
                 assert_eq!(error.causes(), ["the disk is full", "rank 3: it had made no call"]);
             }
         });
-        type Try<'a> = &'a dyn Fn(&Local) -> Result<()>;
+        type Try<'a> = &'a dyn Fn(&InProcess) -> Result<()>;
         let every_call: [Try<'_>; 7] = [
             &|end| end.barrier(call(2)),
             &|end| end.all_reduce(call(2), &zeros::<f32>(3)),
@@ -848,7 +864,7 @@ fn a_rank_waited_for_too_long_ends_with_a_record() {
     let error = within(|| {
         let (send, receive) = mpsc::channel();
         let (send, receive) = (std::sync::Mutex::new(send), std::sync::Mutex::new(receive));
-        let run = |end: Local| {
+        let run = |end: InProcess| {
             end.enter(Phase::Forward)?;
             end.all_reduce(call(0), &zeros::<f32>(4096))?;
             if end.rank() == 1 {
@@ -860,10 +876,10 @@ fn a_rank_waited_for_too_long_ends_with_a_record() {
             send.lock().unwrap().send(()).unwrap();
             Err(error)
         };
-        let world = World::new(2).with_timeout(Duration::from_millis(100));
-        run_ranks(world.ends(), run).unwrap_err()
+        let world = InProcessWorld::new(2).with_timeout(Duration::from_millis(100));
+        run_ranks(world.communicators(), run).unwrap_err()
     });
-    assert_eq!(error.kind(), Kind::Transient);
+    assert_eq!(error.kind(), ErrorCategory::Transient);
     assert_eq!(
         error.to_string(),
         "error: rank 0 waited 0.1 s for rank 1 in phase save\n  \
@@ -874,7 +890,7 @@ fn a_rank_waited_for_too_long_ends_with_a_record() {
 
 #[test]
 fn ten_thousand_small_calls_of_four_ranks() {
-    let run = |end: Local| {
+    let run = |end: InProcess| {
         let sub = end.subgroup(end.rank() % 2)?;
         let mut expected = [0.0_f64; 2];
         let sum = memory(vec![0.0_f64]);
@@ -909,12 +925,12 @@ fn ten_thousand_small_calls_of_four_ranks() {
         assert_eq!(expected[0], expected[1]);
         Ok(())
     };
-    within(move || run_ranks(World::new(4).ends(), run)).unwrap();
+    within(move || run_ranks(InProcessWorld::new(4).communicators(), run)).unwrap();
 }
 
 #[test]
 fn stress_of_large_sums_with_checked_results() {
-    let run = |end: Local| {
+    let run = |end: InProcess| {
         let elements = 6000;
         let buffer = zeros::<f32>(elements);
         let shard = zeros::<f32>(elements / 4);
@@ -931,5 +947,5 @@ fn stress_of_large_sums_with_checked_results() {
         }
         Ok(())
     };
-    within(move || run_ranks(World::new(4).ends(), run)).unwrap();
+    within(move || run_ranks(InProcessWorld::new(4).communicators(), run)).unwrap();
 }

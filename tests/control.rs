@@ -12,8 +12,8 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use finetune::collective::control::{Control, Door, Identity, MAX_SHARE, Secret, Terms};
-use finetune::collective::launch::{Launch, Master, Source};
-use finetune::error::{Error, Kind, Result};
+use finetune::collective::launch::{Launch, LaunchSource, Master};
+use finetune::error::{Error, ErrorCategory, Result};
 
 const SECRET: &str = "canary-secret-0123456789";
 /// For everything that is to happen; no test waits so long unless it fails.
@@ -22,7 +22,7 @@ const WATCHDOG: Duration = Duration::from_secs(60);
 fn launch(rank: usize, world_size: usize, port: u16) -> Launch {
     let master = Some(Master { address: "127.0.0.1".to_owned(), port, ports: 1 });
     let (ranks_here, local_rank, run) = (1, rank, "test run".to_owned());
-    let (source, local_world_size, host) = (Source::Flags, None, None);
+    let (source, local_world_size, host) = (LaunchSource::Flags, None, None);
     Launch { source, rank, ranks_here, local_rank, local_world_size, world_size, host, master, run }
 }
 
@@ -172,7 +172,7 @@ fn loopback_does_without_a_secret_on_both_sides_only() {
         ..launch(1, 2, 1)
     };
     let error = refusal(guest(away, identity(1), &none));
-    assert_eq!(error.kind(), Kind::User);
+    assert_eq!(error.kind(), ErrorCategory::User);
     assert!(error.to_string().contains("FINETUNE_RDZV_WITHOUT_SECRET=1"), "{error}");
 }
 
@@ -184,7 +184,7 @@ fn a_wrong_or_missing_secret_is_refused_and_the_meeting_goes_on() {
     let wrong = Terms { secret: Secret::shared(b"canary-another-secret").unwrap(), ..terms() };
     for _ in 0..2 {
         let error = refusal(guest(launch(1, 2, port), identity(1), &wrong));
-        assert_eq!(error.kind(), Kind::User);
+        assert_eq!(error.kind(), ErrorCategory::User);
         assert!(error.to_string().contains("its secret is not the one of rank 0"), "{error}");
         assert!(error.to_string().contains("FINETUNE_RDZV_SECRET"), "{error}");
     }
@@ -226,7 +226,7 @@ fn a_mismatched_plan_is_refused_everywhere_with_both_sides_named() {
     let threads = [first, plain_guest(1, 3, port), guest(launch(2, 3, port), other, &terms())];
     for thread in threads {
         let error = refusal(thread);
-        assert_eq!(error.kind(), Kind::User);
+        assert_eq!(error.kind(), ErrorCategory::User);
         assert_eq!(error.causes(), ["rank 0 on host-0: plan 12ab34cd, rank 2 on host-2: plan 77fe0011"]);
     }
 }
@@ -238,7 +238,7 @@ fn a_missing_rank_is_named_at_the_deadline() {
     let threads = [host(door, 4, &short), plain_guest(2, 4, port)];
     for thread in threads {
         let error = refusal(thread);
-        assert_eq!(error.kind(), Kind::Transient);
+        assert_eq!(error.kind(), ErrorCategory::Transient);
         assert_eq!(error.causes(), ["missing: ranks 1, 3", "came: rank 0 on host-0, rank 2 on host-2"]);
     }
 }
@@ -252,7 +252,7 @@ fn a_rank_that_comes_twice_is_named_everywhere() {
         [guest(launch(1, 3, port), identity(1), &terms()), guest(launch(1, 3, port), identity(2), &terms())];
     for thread in [first].into_iter().chain(twins) {
         let error = refusal(thread);
-        assert_eq!(error.kind(), Kind::User);
+        assert_eq!(error.kind(), ErrorCategory::User);
         let cause = &error.causes()[0];
         assert!(cause.starts_with("rank 1 came twice: rank 1 on host-"), "{cause}");
         assert!(cause.contains("host-1") && cause.contains("host-2"), "{cause}");
@@ -268,7 +268,7 @@ fn a_process_that_was_started_again_takes_its_place() {
     let crashed = plain_guest(1, 3, proxy.port);
     proxy.wait_for(3);
     proxy.cut();
-    assert_eq!(refusal(crashed).kind(), Kind::Transient);
+    assert_eq!(refusal(crashed).kind(), ErrorCategory::Transient);
     let second = plain_guest(1, 3, port);
     let third = plain_guest(2, 3, port);
     for thread in [first, second, third] {
@@ -286,7 +286,7 @@ fn places_that_do_not_exist_are_refused() {
         let (door, port) = open(2, &brief);
         for thread in [host(door, 2, &brief), plain_guest(rank, world_size, port)] {
             let error = refusal(thread);
-            assert_eq!((error.kind(), error.causes()), (Kind::User, [cause.to_owned()].as_slice()));
+            assert_eq!((error.kind(), error.causes()), (ErrorCategory::User, [cause.to_owned()].as_slice()));
         }
     }
 }
@@ -301,7 +301,7 @@ fn nobody_listening_is_transient() {
         while listener.accept().is_ok_and(|(mut stream, _)| stream.write_all(b"SSH-2.0").is_ok()) {}
     });
     let error = refusal(guest(launch(1, 2, port), identity(1), &short));
-    assert_eq!(error.kind(), Kind::Transient);
+    assert_eq!(error.kind(), ErrorCategory::Transient);
     assert!(error.what().contains("no answer from rank 0 at `127.0.0.1`"), "{error}");
     drop(other);
 }
@@ -342,12 +342,12 @@ fn rank_0_listens_on_its_own_address_only() {
         ..launch(0, 2, 0)
     };
     let error = Door::open(&foreign, &terms()).unwrap_err();
-    assert_eq!(error.kind(), Kind::User);
+    assert_eq!(error.kind(), ErrorCategory::User);
     assert!(error.to_string().contains("FINETUNE_RDZV_BIND"), "{error}");
     let bound = Door::open(&foreign, &Terms { bind: Some("127.0.0.1".to_owned()), ..terms() }).unwrap();
     assert_eq!(bound.address().ip().to_string(), "127.0.0.1");
     let error = Door::open(&launch(0, 2, bound.address().port()), &terms()).unwrap_err();
-    assert_eq!(error.kind(), Kind::Transient);
+    assert_eq!(error.kind(), ErrorCategory::Transient);
 }
 
 #[test]
@@ -386,7 +386,7 @@ fn a_changed_greeting_is_refused() {
             vec![frame]
         });
         let error = refusal(plain_guest(1, 2, proxy.port));
-        assert_eq!(error.kind(), Kind::User, "{error}");
+        assert_eq!(error.kind(), ErrorCategory::User, "{error}");
         assert!(lines.lock().unwrap().concat().contains(code), "{code}: {lines:?}");
         let second = plain_guest(1, 2, port);
         assert!(first.join().unwrap().is_ok() && second.join().unwrap().is_ok());
@@ -468,7 +468,7 @@ fn a_failure_reaches_all_others() {
             let error = control.barrier("next").unwrap_err();
             assert_eq!(
                 (error.kind(), error.what()),
-                (Kind::Transient, &*format!("rank {failing} on host-{failing} failed"))
+                (ErrorCategory::Transient, &*format!("rank {failing} on host-{failing} failed"))
             );
         }
     }

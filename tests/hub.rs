@@ -7,7 +7,7 @@ mod hub_double;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use finetune::error::{Kind, Result};
+use finetune::error::{ErrorCategory, Result};
 use finetune::hub::{
     DownloadEvent, HubOptions, Located, Retry, Token, locate_adapter, locate_dataset, locate_model,
     locate_model_headers,
@@ -61,13 +61,13 @@ impl World {
 
     fn refused(&self, id: &str) -> String {
         let error = self.model(id).unwrap_err();
-        assert_eq!(error.kind(), Kind::User, "{error}");
+        assert_eq!(error.kind(), ErrorCategory::User, "{error}");
         error.to_string()
     }
 
     fn refused_adapter(&self, id: &str) -> String {
         let error = self.adapter(id).unwrap_err();
-        assert_eq!(error.kind(), Kind::User, "{error}");
+        assert_eq!(error.kind(), ErrorCategory::User, "{error}");
         error.to_string()
     }
 
@@ -260,7 +260,7 @@ fn a_later_run_continues_what_an_earlier_one_left() {
     world.options.retry.attempts = 1;
     world.hub.fault(Fault::new(&["GET", "model.safetensors"], 1, Spoil::BreakAfter(123_456)));
     let error = world.model("ada/tiny").unwrap_err();
-    assert_eq!(error.kind(), Kind::Transient, "{error}");
+    assert_eq!(error.kind(), ErrorCategory::Transient, "{error}");
     assert!(error.to_string().contains("cannot download `model.safetensors`"), "{error}");
     let part =
         world.blobs().into_iter().find(|path| path.extension().is_some_and(|end| end == "part")).unwrap();
@@ -328,7 +328,7 @@ fn damaged_bytes_are_fetched_once_more_and_never_kept() {
             let world = World::new(vec![single("ada/tiny")]);
             world.hub.fault(Fault::new(&["GET", file], 9, spoil));
             let error = world.model("ada/tiny").unwrap_err();
-            assert_eq!(error.kind(), Kind::Transient);
+            assert_eq!(error.kind(), ErrorCategory::Transient);
             assert!(error.to_string().contains("damaged, twice"), "{error}");
             assert_eq!(world.hub.count(&format!("/{file}")), 3, "a HEAD and two attempts");
             let whole = if file == "config.json" { 0 } else { 2 };
@@ -346,7 +346,7 @@ fn a_short_body_is_not_taken_for_the_file() {
     let world = World::new(vec![single("ada/tiny")]);
     world.hub.fault(Fault::new(&["GET", "model.safetensors"], 99, Spoil::Shorten(0)));
     let error = world.model("ada/tiny").unwrap_err();
-    assert_eq!(error.kind(), Kind::Transient, "{error}");
+    assert_eq!(error.kind(), ErrorCategory::Transient, "{error}");
     assert!(error.to_string().contains("0 of 400000 bytes"), "{error}");
     assert_eq!(world.hub.count("GET /ada/tiny/resolve"), 2 + 3);
 }
@@ -504,14 +504,14 @@ fn lasting_failures_end() {
     let world = World::new(vec![single("ada/tiny")]);
     world.hub.fault(Fault::new(&["/api/"], 99, Spoil::Status(502, Vec::new())));
     let error = world.model("ada/tiny").unwrap_err();
-    assert_eq!(error.kind(), Kind::Transient);
+    assert_eq!(error.kind(), ErrorCategory::Transient);
     assert!(error.to_string().contains("the hub answered 502"), "{error}");
     assert_eq!(world.hub.requests().len(), 3);
 
     world.hub.forget();
     let later = vec![("Retry-After", "86400".to_owned())];
     world.hub.fault(Fault::new(&["/api/"], 99, Spoil::Status(429, later)));
-    assert_eq!(world.model("ada/tiny").unwrap_err().kind(), Kind::Transient);
+    assert_eq!(world.model("ada/tiny").unwrap_err().kind(), ErrorCategory::Transient);
     assert_eq!(world.hub.requests().len(), 1, "nobody waits for a day");
 }
 
@@ -729,7 +729,7 @@ fn no_hub_at_the_address() {
     world.options = HubOptions::new(&format!("http://127.0.0.1:{port}"), &cache).unwrap();
     world.options.retry = retry.clone();
     let error = world.model("ada/tiny").unwrap_err();
-    assert_eq!(error.kind(), Kind::Transient);
+    assert_eq!(error.kind(), ErrorCategory::Transient);
     let text = error.to_string();
     assert!(text.contains(&format!("http://127.0.0.1:{port}")) && text.contains("--offline"), "{text}");
 }
@@ -751,7 +751,7 @@ fn https_is_spoken() {
     let error = world.model("ada/tiny").unwrap_err();
     // A TLS handshake record, RFC 8446 section 5.1. What it was answered is not tried again.
     assert_eq!(server.join().unwrap(), [0x16, 0x03]);
-    assert_eq!(error.kind(), Kind::Transient);
+    assert_eq!(error.kind(), ErrorCategory::Transient);
     assert!(!error.to_string().contains("attempts"), "{error}");
 }
 
@@ -856,7 +856,7 @@ fn an_adapter_is_resumed_and_verified() {
     world.options.retry.attempts = 1;
     let file = "adapter_model.safetensors";
     world.hub.fault(Fault::new(&["GET", file], 1, Spoil::BreakAfter(20_000)));
-    assert_eq!(world.adapter("ada/lora").unwrap_err().kind(), Kind::Transient);
+    assert_eq!(world.adapter("ada/lora").unwrap_err().kind(), ErrorCategory::Transient);
     let text = locate_adapter("ada/lora", "main", &world.offline(), &mut |_| {}).unwrap_err().to_string();
     assert!(text.contains("is not in the cache"), "{text}");
 

@@ -4,8 +4,8 @@
 
 use std::ffi::OsString;
 
-use finetune::collective::launch::{Flags, Launch, Master, Slot, Source};
-use finetune::error::{Error, Kind, Result};
+use finetune::collective::launch::{Flags, Launch, LaunchSource, LocalRank, Master};
+use finetune::error::{Error, ErrorCategory, Result};
 
 fn detect(flags: &Flags, variables: &[(&str, &str)]) -> Result<Launch> {
     Launch::detect(flags, &|name| {
@@ -22,7 +22,7 @@ fn refused(variables: &[(&str, &str)]) -> String {
 }
 
 fn text(error: Error) -> String {
-    assert_eq!(error.kind(), Kind::User);
+    assert_eq!(error.kind(), ErrorCategory::User);
     error.to_string()
 }
 
@@ -82,13 +82,13 @@ const OPEN_MPI: &[(&str, &str)] = &[
 #[test]
 fn nothing_is_needed_on_one_host() {
     let alone = launch(&[]);
-    assert_eq!((alone.source, places(&alone)), (Source::Alone, [0, 1, 0, 1]));
+    assert_eq!((alone.source, places(&alone)), (LaunchSource::Alone, [0, 1, 0, 1]));
     let four = detect(&Flags { ranks_here: Some(4), ..Flags::default() }, &[]).unwrap();
     assert_eq!((places(&four), four.local_world_size, four.master), ([0, 4, 0, 4], Some(4), None));
     // What other tools leave behind means nothing by itself.
     let left =
         [("WORLD_SIZE", "1"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1"), ("LOCAL_RANK", "0"), ("RANK", "")];
-    assert_eq!(launch(&left).source, Source::Alone);
+    assert_eq!(launch(&left).source, LaunchSource::Alone);
     assert!(refused(&[("WORLD_SIZE", "4")]).contains("RANK is not set, although WORLD_SIZE is 4"));
     assert!(
         text(detect(&Flags { ranks_here: Some(0), ..Flags::default() }, &[]).unwrap_err())
@@ -108,7 +108,7 @@ fn flags_come_first() {
         master_port: Some(4000),
     };
     let found = detect(&flags, TORCHRUN).unwrap();
-    assert_eq!((found.source, places(&found)), (Source::Flags, [8, 4, 1, 16]));
+    assert_eq!((found.source, places(&found)), (LaunchSource::Flags, [8, 4, 1, 16]));
     assert_eq!(found.master, master("10.0.0.1", 4000, 1));
     let by_variable = Flags { master_addr: None, master_port: None, ..flags.clone() };
     assert_eq!(detect(&by_variable, &[("MASTER_ADDR", "a")]).unwrap().master, master("a", 29_500, 1));
@@ -138,8 +138,8 @@ fn flags_come_first() {
 #[test]
 fn torchrun_leaves_its_port_to_the_agent() {
     let found = launch(TORCHRUN);
-    assert_eq!((found.source, places(&found)), (Source::Torchrun, [5, 1, 1, 8]));
-    assert_eq!(found.host, Some(Slot { index: 1, count: 2 }));
+    assert_eq!((found.source, places(&found)), (LaunchSource::Torchrun, [5, 1, 1, 8]));
+    assert_eq!(found.host, Some(LocalRank { index: 1, count: 2 }));
     assert_eq!(found.local_world_size, Some(4));
     assert_eq!((found.master, found.run.as_str()), (master("node-a", 29_501, 16), "job7"));
     let own = with(TORCHRUN, &[("TORCHELASTIC_USE_AGENT_STORE", "False")]);
@@ -160,7 +160,7 @@ fn rank_and_world_size_are_enough() {
     let local = with(&job, &[("LOCAL_RANK", "2")]);
     assert_eq!(launch(&local).local_rank, 2);
     let spread = with(&job, &[("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "3")]);
-    assert_eq!(launch(&spread).host, Some(Slot { index: 0, count: 1 }));
+    assert_eq!(launch(&spread).host, Some(LocalRank { index: 0, count: 1 }));
     assert_eq!(launch(&[("RANK", "0"), ("WORLD_SIZE", "1")]).master, None);
 }
 
@@ -192,8 +192,8 @@ fn contradicting_variables_are_named() {
 #[test]
 fn slurm_steps_are_understood() {
     let found = launch(SLURM);
-    assert_eq!((found.source, places(&found)), (Source::Slurm, [3, 1, 1, 5]));
-    assert_eq!((found.host, found.local_world_size), (Some(Slot { index: 1, count: 3 }), Some(2)));
+    assert_eq!((found.source, places(&found)), (LaunchSource::Slurm, [3, 1, 1, 5]));
+    assert_eq!((found.host, found.local_world_size), (Some(LocalRank { index: 1, count: 3 }), Some(2)));
     // (1234567 + 2) mod 256 = 137 blocks of 16 ports from 61440 on.
     assert_eq!(found.master, master("gpu003", 61_440 + 16 * 137, 16));
     assert_eq!(found.run, "slurm 1234567.2");
@@ -260,7 +260,7 @@ fn a_batch_script_is_not_a_step() {
         ("SLURM_JOB_NUM_NODES", "1"),
         ("SLURM_JOB_NODELIST", "gpu1"),
     ];
-    assert_eq!(launch(&batch).source, Source::Alone);
+    assert_eq!(launch(&batch).source, LaunchSource::Alone);
     let several = with(&batch, &[("SLURM_JOB_NUM_NODES", "2")]);
     let error = refused(&several);
     assert!(error.contains("SLURM_JOB_NUM_NODES is 2, but this process was not started by srun"), "{error}");
@@ -270,8 +270,8 @@ fn a_batch_script_is_not_a_step() {
 #[test]
 fn open_mpi_is_understood_also_inside_a_slurm_job() {
     let found = launch(OPEN_MPI);
-    assert_eq!((found.source, places(&found)), (Source::OpenMpi, [1, 1, 1, 2]));
-    assert_eq!(found.host, Some(Slot { index: 0, count: 1 }));
+    assert_eq!((found.source, places(&found)), (LaunchSource::OpenMpi, [1, 1, 1, 2]));
+    assert_eq!(found.host, Some(LocalRank { index: 0, count: 1 }));
     let at = found.master.unwrap();
     assert_eq!((at.address.as_str(), at.ports, at.port % 16), ("127.0.0.1", 16, 0));
     assert!(at.port >= 61_440);
@@ -291,7 +291,7 @@ fn open_mpi_is_understood_also_inside_a_slurm_job() {
     let found = launch(&inside);
     assert_eq!(
         (found.source, found.rank, found.master.unwrap().address),
-        (Source::OpenMpi, 1, "n1".to_owned())
+        (LaunchSource::OpenMpi, 1, "n1".to_owned())
     );
 
     assert!(refused(&with(OPEN_MPI, &[("OMPI_COMM_WORLD_RANK", "2")])).contains("accepted: 0 to 1"));
@@ -308,7 +308,7 @@ fn open_mpi_is_understood_also_inside_a_slurm_job() {
 fn pmi_launchers_are_understood() {
     let hydra = [("PMI_RANK", "3"), ("PMI_SIZE", "4"), ("MPI_LOCALRANKID", "3"), ("MPI_LOCALNRANKS", "4")];
     let found = launch(&hydra);
-    assert_eq!((found.source, places(&found)), (Source::Pmi, [3, 1, 3, 4]));
+    assert_eq!((found.source, places(&found)), (LaunchSource::Pmi, [3, 1, 3, 4]));
     assert_eq!(found.master.unwrap().address, "127.0.0.1");
     assert!(refused(&with(&hydra, &[("PMI_SIZE", "")])).contains("PMI_SIZE is not set"));
 
@@ -316,25 +316,25 @@ fn pmi_launchers_are_understood() {
     let error = refused(&pmix);
     assert!(error.contains("WORLD_SIZE is not set, although PMIX_RANK is"), "{error}");
     let found = launch(&with(&pmix, &[("WORLD_SIZE", "2")]));
-    assert_eq!((found.source, places(&found), found.run.as_str()), (Source::Pmi, [1, 1, 0, 2], "x"));
+    assert_eq!((found.source, places(&found), found.run.as_str()), (LaunchSource::Pmi, [1, 1, 0, 2], "x"));
 
     // srun --mpi=pmi2 says the same twice; Hydra inside a job says something else.
     let srun = with(SLURM, &[("PMI_RANK", "3"), ("PMI_SIZE", "5")]);
-    assert_eq!(launch(&srun).source, Source::Slurm);
+    assert_eq!(launch(&srun).source, LaunchSource::Slurm);
     let inside = with(SLURM, &[("PMI_RANK", "7"), ("PMI_SIZE", "8")]);
-    assert_eq!((launch(&inside).source, launch(&inside).rank), (Source::Pmi, 7));
+    assert_eq!((launch(&inside).source, launch(&inside).rank), (LaunchSource::Pmi, 7));
 }
 
 #[test]
 fn kubernetes_indexed_jobs_are_one_run_when_they_say_so() {
     let pod = [("JOB_COMPLETION_INDEX", "2"), ("HOSTNAME", "tune-2")];
     // Indexes may as well number independent runs.
-    assert_eq!(launch(&pod).source, Source::Alone);
+    assert_eq!(launch(&pod).source, LaunchSource::Alone);
     let joined = with(&pod, &[("WORLD_SIZE", "4"), ("MASTER_ADDR", "tune-0.tune")]);
     let flags = Flags { ranks_here: Some(8), ..Flags::default() };
     let found = detect(&flags, &joined).unwrap();
-    assert_eq!((found.source, places(&found)), (Source::KubernetesIndexedJob, [16, 8, 0, 32]));
-    assert_eq!(found.host, Some(Slot { index: 2, count: 4 }));
+    assert_eq!((found.source, places(&found)), (LaunchSource::KubernetesIndexedJob, [16, 8, 0, 32]));
+    assert_eq!(found.host, Some(LocalRank { index: 2, count: 4 }));
     assert_eq!(found.master, master("tune-0.tune", 29_500, 1));
     let error = refused(&with(&pod, &[("WORLD_SIZE", "4")]));
     assert!(
@@ -347,7 +347,7 @@ fn kubernetes_indexed_jobs_are_one_run_when_they_say_so() {
             .contains("JOB_COMPLETION_INDEX is `2`; accepted: 0 to 1")
     );
     // A user who maps the index to RANK gets the same from there.
-    assert_eq!(launch(&with(&joined, &[("RANK", "2"), ("MASTER_PORT", "1")])).source, Source::Torchrun);
+    assert_eq!(launch(&with(&joined, &[("RANK", "2"), ("MASTER_PORT", "1")])).source, LaunchSource::Torchrun);
 }
 
 #[test]

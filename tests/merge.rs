@@ -6,8 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use finetune::adapter::{self, BaseValues, MERGE_FILE, MergeOptions, MergeRecord, MergeReport, WEIGHTS_FILE};
-use finetune::error::{Error, Kind, Result};
-use finetune::quant::Format;
+use finetune::error::{Error, ErrorCategory, Result};
+use finetune::quant::QuantFormat;
 use finetune::weights::{ModelFiles, OutputDtype};
 use logits::{distance, floats};
 use serde_json::{Value, json};
@@ -66,7 +66,7 @@ fn every_kind_computes_what_peft_computes() {
 #[test]
 fn an_adapter_of_a_quantized_base_merges_onto_it() {
     for run in ["qlora", "qdora"] {
-        let quantized = BaseValues::Quantized(Format::default());
+        let quantized = BaseValues::Quantized(QuantFormat::default());
         for (model, base, limit) in [
             ("models/tiny-llama", quantized, REQUANTIZED_LIMIT),
             ("quant/tiny-llama-bnb-nf4", BaseValues::AsStored, LIMIT),
@@ -85,7 +85,7 @@ fn only_linear_layers_of_blocks_are_quantized() {
     let dir = temp();
     let output = dir.path().join("merged");
     let adapter = golden("train/rslora/adapter_final");
-    let quantized = BaseValues::Quantized(Format::default());
+    let quantized = BaseValues::Quantized(QuantFormat::default());
     merge(&golden("models/tiny-llama"), &adapter, &output, quantized).expect("merges");
     let (ours, stored) = (ModelFiles::open(&output), ModelFiles::open(&golden("models/tiny-llama")));
     let (ours, stored) = (ours.expect("opens"), stored.expect("opens"));
@@ -155,7 +155,7 @@ fn what_was_merged_is_on_record() {
 
     let third = dir.path().join("third");
     let shown = |error: Error| {
-        assert_eq!(error.kind(), Kind::User);
+        assert_eq!(error.kind(), ErrorCategory::User);
         let root = golden("").parent().and_then(Path::parent).map(|root| root.display().to_string());
         let text = error.to_string().replace(&dir.path().display().to_string(), "<dir>");
         text.replace(&root.expect("the repository"), "<root>")

@@ -9,12 +9,12 @@ mod logits;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use finetune::data::{Batch, IGNORE, Segment};
+use finetune::data::{Batch, IGNORE, PackedSample};
 use finetune::engine::{Engine, MicroStep, Recompute, Sampling};
 use finetune::error::Result;
-use finetune::ops::attention::Algorithm;
-use finetune::plan::{Base, EngineOptions};
-use finetune::strategy::{Bucket, Entry};
+use finetune::ops::attention::AttentionAlgorithm;
+use finetune::setup::{BaseModel, EngineOptions};
+use finetune::sharding::{Bucket, BucketEntry};
 use finetune::weights::ModelFiles;
 
 const MODELS: [&str; 8] = [
@@ -32,11 +32,11 @@ fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
-fn base(name: &str) -> Base {
+fn base(name: &str) -> BaseModel {
     logits::base(&golden().join("models").join(name))
 }
 
-fn engine(name: &str, algorithm: Algorithm, trains: bool) -> Engine {
+fn engine(name: &str, algorithm: AttentionAlgorithm, trains: bool) -> Engine {
     let options = EngineOptions::alone(Device::Cpu, DType::F32, algorithm, 0);
     base(name).engine(None, trains, &options).unwrap()
 }
@@ -46,9 +46,9 @@ fn micro(scale: f64, recompute: Recompute) -> MicroStep {
     MicroStep { scale, recompute, dropout: None, last: true }
 }
 
-fn gradient(bucket: &Bucket, entry: &Entry) -> Vec<f32> {
+fn gradient(bucket: &Bucket, entry: &BucketEntry) -> Vec<f32> {
     let all = bucket.gradient().unwrap().unwrap();
-    flat(&all.narrow(0, entry.start, entry.slot.elements()).unwrap())
+    flat(&all.narrow(0, entry.start, entry.desc.elements()).unwrap())
 }
 
 struct Forward {
@@ -85,7 +85,7 @@ impl Forward {
 fn packed(sequences: &[Vec<u32>]) -> Batch {
     let mut batch = Batch::default();
     for ids in sequences {
-        batch.segments.push(Segment { start: batch.ids.len(), len: ids.len() });
+        batch.segments.push(PackedSample { start: batch.ids.len(), len: ids.len() });
         batch.ids.extend(ids);
         batch.targets.extend(ids[1..].iter().copied().chain([IGNORE]));
         batch.positions.extend(0..ids.len() as u32);
@@ -117,7 +117,7 @@ fn flat(t: &Tensor) -> Vec<f32> {
 fn logits_equal_transformers() -> Result<()> {
     for name in MODELS {
         let golden = Forward::open(name);
-        for algorithm in [Algorithm::Flash, Algorithm::Eager] {
+        for algorithm in [AttentionAlgorithm::Flash, AttentionAlgorithm::Eager] {
             let engine = engine(name, algorithm, false);
             let logits = flat(&engine.logits(&golden.packed())?);
             let vocab = engine.config.vocab_size;
@@ -138,19 +138,19 @@ fn logits_equal_transformers() -> Result<()> {
 fn losses_and_gradients_equal_transformers() -> Result<()> {
     for name in MODELS {
         let golden = Forward::open(name);
-        let engine = engine(name, Algorithm::Flash, true);
+        let engine = engine(name, AttentionAlgorithm::Flash, true);
         let batch = golden.packed();
         let valid = batch.valid();
         assert_eq!(Some(valid), golden.info["n_loss_tokens"].as_u64(), "{name}");
         for recompute in [Recompute::None, Recompute::Block] {
-            engine.strategy.zero_gradients()?;
+            engine.store.zero_gradients()?;
             let loss = engine.micro_step(&batch, micro(1.0 / valid as f64, recompute))? / valid as f64;
             let wanted = golden.info["loss_f64"].as_f64().unwrap();
             assert!((loss - wanted).abs() < 1e-5, "{name}: loss {loss}, transformers {wanted}");
             let mut compared = 0;
             for stored in golden.files.names().filter(|stored| stored.starts_with("grad.")) {
                 let parameter = stored.trim_start_matches("grad.");
-                let (bucket, entry) = engine.strategy.find(parameter).expect(parameter);
+                let (bucket, entry) = engine.store.find(parameter).expect(parameter);
                 let ours = gradient(bucket, entry);
                 let wanted = floats(&golden.files, stored);
                 let scale = wanted.iter().fold(0f32, |m, x| m.max(x.abs()));
@@ -159,7 +159,7 @@ fn losses_and_gradients_equal_transformers() -> Result<()> {
                 compared += 1;
             }
             assert!(compared >= 8, "{name}: only {compared} gradients stored");
-            let norm = engine.strategy.gradient_norm()?;
+            let norm = engine.store.gradient_norm()?;
             let wanted = golden.info["grad_norm"].as_f64().unwrap();
             assert!(
                 (norm / wanted - 1.0).abs() < 1e-4,
@@ -184,7 +184,7 @@ fn greedy_continuations_equal_transformers() -> Result<()> {
         };
         let (prompt, wanted) = (list("prompt_ids"), list("new_ids"));
         let greedy = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
-        let engine = engine(name, Algorithm::Flash, false);
+        let engine = engine(name, AttentionAlgorithm::Flash, false);
         let ours = engine.generate(&prompt, wanted.len(), greedy, &[], &mut |_| Ok(true))?;
         assert_eq!(ours, wanted, "{name}");
     }
@@ -195,16 +195,16 @@ fn greedy_continuations_equal_transformers() -> Result<()> {
 #[test]
 fn packing_has_no_cross_talk() -> Result<()> {
     for name in MODELS {
-        let engine = engine(name, Algorithm::Flash, true);
+        let engine = engine(name, AttentionAlgorithm::Flash, true);
         let sequences: Vec<Vec<u32>> =
             [40usize, 3, 70, 1, 17].iter().enumerate().map(|(s, &n)| ids(n, s as u32)).collect();
         let gradients = |batches: &[Batch]| -> Result<(f64, Vec<Vec<f32>>)> {
-            engine.strategy.zero_gradients()?;
+            engine.store.zero_gradients()?;
             let mut loss = 0.0;
             for batch in batches {
                 loss += engine.micro_step(batch, micro(1.0, Recompute::None))?;
             }
-            let all = engine.strategy.trainable().map(|b| flat(&b.gradient().unwrap().unwrap())).collect();
+            let all = engine.store.trainable().map(|b| flat(&b.gradient().unwrap().unwrap())).collect();
             Ok((loss, all))
         };
         let (whole, packed_gradients) = gradients(&[packed(&sequences)])?;
@@ -228,12 +228,12 @@ fn ids(n: usize, salt: u32) -> Vec<u32> {
 #[test]
 fn recompute_changes_nothing() -> Result<()> {
     for name in MODELS {
-        let engine = engine(name, Algorithm::Flash, true);
+        let engine = engine(name, AttentionAlgorithm::Flash, true);
         let batch = packed(&[ids(70, 1), ids(33, 2)]);
         let run = |recompute| -> Result<(f64, Vec<Vec<f32>>)> {
-            engine.strategy.zero_gradients()?;
+            engine.store.zero_gradients()?;
             let loss = engine.micro_step(&batch, micro(0.01, recompute))?;
-            Ok((loss, engine.strategy.trainable().map(|b| flat(&b.gradient().unwrap().unwrap())).collect()))
+            Ok((loss, engine.store.trainable().map(|b| flat(&b.gradient().unwrap().unwrap())).collect()))
         };
         assert!(run(Recompute::None)? == run(Recompute::Block)?, "{name}");
     }
@@ -244,12 +244,12 @@ fn recompute_changes_nothing() -> Result<()> {
 #[test]
 fn every_parameter_gets_a_gradient() -> Result<()> {
     for name in MODELS {
-        let engine = engine(name, Algorithm::Flash, true);
+        let engine = engine(name, AttentionAlgorithm::Flash, true);
         engine.micro_step(&packed(&[ids(60, 5)]), micro(1.0, Recompute::None))?;
-        for bucket in engine.strategy.trainable() {
+        for bucket in engine.store.trainable() {
             for entry in &bucket.entries {
                 let grad = gradient(bucket, entry);
-                let name = format!("{name} {}", entry.slot.name);
+                let name = format!("{name} {}", entry.desc.name);
                 assert!(grad.iter().all(|g| g.is_finite()), "{name}");
                 assert!(grad.iter().any(|g| *g != 0.0), "{name} has no gradient");
             }
@@ -263,7 +263,7 @@ fn every_parameter_gets_a_gradient() -> Result<()> {
 fn bf16_is_close() -> Result<()> {
     for name in MODELS {
         let golden = Forward::open(name);
-        let options = EngineOptions::alone(Device::Cpu, DType::BF16, Algorithm::Flash, 0);
+        let options = EngineOptions::alone(Device::Cpu, DType::BF16, AttentionAlgorithm::Flash, 0);
         let engine = base(name).engine(None, true, &options)?;
         let batch = golden.packed();
         let loss = engine.micro_step(&batch, micro(1.0 / batch.valid() as f64, Recompute::None))?
@@ -279,7 +279,7 @@ fn bf16_is_close() -> Result<()> {
             f64::from(difference) < 2.0 * theirs,
             "{name}: bf16 logits off by {difference}, transformers' by {theirs}"
         );
-        let norm = engine.strategy.gradient_norm()?;
+        let norm = engine.store.gradient_norm()?;
         let wanted = golden.info["grad_norm"].as_f64().unwrap();
         assert!((norm / wanted - 1.0).abs() < 0.02, "{name}: gradient norm {norm}, exactly {wanted}");
     }

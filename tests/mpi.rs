@@ -15,9 +15,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use finetune::collective::launch::{Flags, Launch};
-use finetune::collective::mpi::{Mpi, run_ranks};
-use finetune::collective::{Call, Collective, Element, Memory, Op, Phase};
-use finetune::error::{Error, Kind};
+use finetune::collective::mpi::{MpiCommunicator, run_ranks};
+use finetune::collective::{Call, Collective, Op, Phase};
+use finetune::error::{Error, ErrorCategory};
+use finetune::runtime::buffer::{Buffer, ElementType};
 use half::bf16;
 
 const SCENE: &str = "FINETUNE_MPI_SCENE";
@@ -33,7 +34,7 @@ struct Scene {
     name: &'static str,
     /// Processes, and ranks in each.
     layout: (usize, usize),
-    run: fn(&Mpi) -> Result<(), Error>,
+    run: fn(&MpiCommunicator) -> Result<(), Error>,
     deadline: Duration,
     /// For each rank, parts of the error that it gets; none for no error. No ranks: nobody gets one.
     errors: &'static [Parts],
@@ -42,7 +43,11 @@ struct Scene {
 }
 
 /// A scene without errors.
-const fn fine(name: &'static str, layout: (usize, usize), run: fn(&Mpi) -> Result<(), Error>) -> Scene {
+const fn fine(
+    name: &'static str,
+    layout: (usize, usize),
+    run: fn(&MpiCommunicator) -> Result<(), Error>,
+) -> Scene {
     Scene { name, layout, run, deadline: MINUTE, errors: &[], ends: &[] }
 }
 
@@ -248,7 +253,7 @@ fn process(scene: &Scene) -> ExitCode {
     let (processes, here) = scene.layout;
     let flags = Flags { ranks_here: Some(here), ..Flags::default() };
     let launch = Launch::detect(&flags, &|name| std::env::var_os(name)).unwrap();
-    let work = |place: usize, world: Arc<Mpi>| {
+    let work = |place: usize, world: Arc<MpiCommunicator>| {
         assert_eq!((world.rank(), world.size()), (launch.rank + place, processes * here));
         let name = rank_name(world.rank());
         assert_eq!(std::thread::current().name(), Some(name.as_str()));
@@ -282,15 +287,15 @@ const fn call(what: &'static str, index: usize) -> Call {
 /// Memory over a vector that lives as long.
 struct Host<T> {
     values: Arc<Vec<T>>,
-    memory: Memory,
+    memory: Buffer,
 }
 
 impl<T: Copy + Send + Sync + 'static> Host<T> {
-    fn new(element: Element, values: Vec<T>) -> Self {
+    fn new(element: ElementType, values: Vec<T>) -> Self {
         let values = Arc::new(values);
         let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&values) as _;
         // SAFETY: the vector is kept by its owner and read only between collectives.
-        let memory = unsafe { Memory::new(values.as_ptr() as usize, values.len(), element, owner) };
+        let memory = unsafe { Buffer::new(values.as_ptr() as usize, values.len(), element, owner) };
         Host { values, memory }
     }
 
@@ -323,17 +328,17 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 /// Every operation on every element that it takes; sizes that the ranks do not divide; a size of several pieces.
-fn values(world: &Mpi) -> Result<(), Error> {
+fn values(world: &MpiCommunicator) -> Result<(), Error> {
     let (rank, ranks) = (world.rank(), world.size());
     world.enter(Phase::Forward)?;
     for elements in [0, 1, 2, 7, 1000, 1_000_001] {
-        let buffer = Host::new(Element::F32, values_f32(rank, elements));
+        let buffer = Host::new(ElementType::F32, values_f32(rank, elements));
         world.all_reduce(call("f32", elements), &buffer.memory)?;
         let wanted: Vec<f32> = (0..elements).map(|i| sum_f32(ranks, i)).collect();
         assert_eq!(bits(&buffer.read()), bits(&wanted), "{elements}");
     }
     let double = |rank, i| f64::from(value(rank, i)) / 3.0;
-    let buffer = Host::new(Element::F64, (0..5).map(|i| double(rank, i)).collect());
+    let buffer = Host::new(ElementType::F64, (0..5).map(|i| double(rank, i)).collect());
     world.all_reduce(call("f64", 0), &buffer.memory)?;
     let wanted: Vec<f64> = (0..5)
         .map(|i| (0..ranks).map(|rank| double(rank, i)).reduce(|sum, next| sum + next).unwrap())
@@ -341,25 +346,25 @@ fn values(world: &Mpi) -> Result<(), Error> {
     assert_eq!(buffer.read(), wanted);
 
     let narrow = |rank, i| bf16::from_f32(value(rank, i));
-    let buffer = Host::new(Element::Bf16, (0..1001).map(|i| narrow(rank, i)).collect());
+    let buffer = Host::new(ElementType::Bf16, (0..1001).map(|i| narrow(rank, i)).collect());
     world.all_reduce(call("bf16", 0), &buffer.memory)?;
     let wide = |i| (0..ranks).map(|rank| narrow(rank, i).to_f32()).reduce(|sum, next| sum + next).unwrap();
     assert_eq!(buffer.read(), (0..1001).map(|i| bf16::from_f32(wide(i))).collect::<Vec<_>>());
 
-    let bytes = Host::new(Element::U8, vec![1_u8; 3]);
+    let bytes = Host::new(ElementType::U8, vec![1_u8; 3]);
     assert!(world.all_reduce(call("bytes", 0), &bytes.memory).is_err(), "bytes have no sum");
 
     // Two pieces and a bit for each rank.
     let part = 600_000;
-    let full = Host::new(Element::F32, values_f32(rank, part * ranks));
-    let shard = Host::new(Element::F32, vec![0.0_f32; part]);
+    let full = Host::new(ElementType::F32, values_f32(rank, part * ranks));
+    let shard = Host::new(ElementType::F32, vec![0.0_f32; part]);
     world.reduce_scatter(call("full", 0), &full.memory, &shard.memory)?;
     let wanted: Vec<f32> = (rank * part..(rank + 1) * part).map(|i| sum_f32(ranks, i)).collect();
     assert_eq!(bits(&shard.read()), bits(&wanted));
 
     gathers(world)?;
     for root in 0..ranks {
-        let buffer = Host::new(Element::U8, vec![rank as u8 + 10; 5]);
+        let buffer = Host::new(ElementType::U8, vec![rank as u8 + 10; 5]);
         world.broadcast(call("bytes", root), root, &buffer.memory)?;
         assert_eq!(buffer.read(), vec![root as u8 + 10; 5]);
     }
@@ -373,21 +378,21 @@ fn values(world: &Mpi) -> Result<(), Error> {
 }
 
 /// Two gathers at once, one in place, with a sum between start and finish.
-fn gathers(world: &Mpi) -> Result<(), Error> {
+fn gathers(world: &MpiCommunicator) -> Result<(), Error> {
     let (rank, ranks) = (world.rank(), world.size());
-    let shard = Host::new(Element::U8, vec![rank as u8 + 1; 70_001]);
-    let full = Host::new(Element::U8, vec![0_u8; 70_001 * ranks]);
+    let shard = Host::new(ElementType::U8, vec![rank as u8 + 1; 70_001]);
+    let full = Host::new(ElementType::U8, vec![0_u8; 70_001 * ranks]);
     let first = world.start_all_gather(call("codes", 0), &shard.memory, &full.memory)?;
 
     let mut own = vec![0.0_f32; 4 * ranks];
     own[rank * 4..(rank + 1) * 4].fill(rank as f32 + 0.5);
-    let in_place = Host::new(Element::F32, own);
+    let in_place = Host::new(ElementType::F32, own);
     let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&in_place.values) as _;
     // SAFETY: this rank's part of the vector above.
-    let part = unsafe { Memory::new(in_place.memory.address() + rank * 16, 4, Element::F32, owner) };
+    let part = unsafe { Buffer::new(in_place.memory.address() + rank * 16, 4, ElementType::F32, owner) };
     let second = world.start_all_gather(call("weights", 1), &part, &in_place.memory)?;
 
-    let scalar = Host::new(Element::F64, vec![rank as f64]);
+    let scalar = Host::new(ElementType::F64, vec![rank as f64]);
     world.all_reduce(call("loss", 0), &scalar.memory)?;
     assert_eq!(scalar.read(), [(0..ranks).sum::<usize>() as f64]);
 
@@ -401,12 +406,12 @@ fn gathers(world: &Mpi) -> Result<(), Error> {
 }
 
 /// Ranks 0 and 2 form one group, rank 1 another; the groups' calls do not meet.
-fn groups(world: &Mpi) -> Result<(), Error> {
+fn groups(world: &MpiCommunicator) -> Result<(), Error> {
     let rank = world.rank();
     let group = world.split(rank % 2)?;
     let (place, size) = if rank == 1 { (0, 1) } else { (rank / 2, 2) };
     assert_eq!((group.rank(), group.size()), (place, size));
-    let buffer = Host::new(Element::F32, vec![rank as f32 + 1.0; 3]);
+    let buffer = Host::new(ElementType::F32, vec![rank as f32 + 1.0; 3]);
     for index in 0..group.size() {
         group.all_reduce(call("group", index), &buffer.memory)?;
     }
@@ -415,7 +420,7 @@ fn groups(world: &Mpi) -> Result<(), Error> {
     // hsdp's sum: shards in a group of one, then over the three that hold the same shard.
     let (alone, replicas) = (world.split(rank)?, world.split(0)?);
     let (full, shard) =
-        (Host::new(Element::F32, vec![rank as f32; 5]), Host::new(Element::F32, vec![9.0_f32; 5]));
+        (Host::new(ElementType::F32, vec![rank as f32; 5]), Host::new(ElementType::F32, vec![9.0_f32; 5]));
     alone.reduce_scatter_across(call("across", 0), &*replicas, &full.memory, &shard.memory)?;
     assert_eq!(shard.read(), vec![3.0; 5]);
     world.barrier(call("end", 0))
@@ -423,7 +428,7 @@ fn groups(world: &Mpi) -> Result<(), Error> {
 
 /// Groups inside the processes, groups across them, a group of all again and groups of groups: each has messages of its
 /// own, also while gathers of two of them and of the world are under way.
-fn groups_of_four(world: &Mpi) -> Result<(), Error> {
+fn groups_of_four(world: &MpiCommunicator) -> Result<(), Error> {
     let rank = world.rank();
     let (inside, between) = (world.split(rank / 2)?, world.split(rank % 2)?);
     assert_eq!([inside.rank(), inside.size(), between.rank(), between.size()], [rank % 2, 2, rank / 2, 2]);
@@ -443,8 +448,8 @@ fn groups_of_four(world: &Mpi) -> Result<(), Error> {
     }
 
     let gathered = |group: &dyn Collective, what| -> Result<_, Error> {
-        let shard = Host::new(Element::F32, vec![rank as f32 + 1.0; 50_000]);
-        let full = Host::new(Element::F32, vec![0.0_f32; 50_000 * group.size()]);
+        let shard = Host::new(ElementType::F32, vec![rank as f32 + 1.0; 50_000]);
+        let full = Host::new(ElementType::F32, vec![0.0_f32; 50_000 * group.size()]);
         let ticket = group.start_all_gather(call(what, 0), &shard.memory, &full.memory)?;
         Ok((ticket, shard, full))
     };
@@ -468,35 +473,35 @@ fn groups_of_four(world: &Mpi) -> Result<(), Error> {
 fn in_pair(group: &dyn Collective, members: [usize; 2]) -> Result<(), Error> {
     let rank = members[group.rank()];
     let sum = |i: usize| value(members[0], i) + value(members[1], i);
-    let buffer = Host::new(Element::F32, values_f32(rank, 1001));
+    let buffer = Host::new(ElementType::F32, values_f32(rank, 1001));
     group.all_reduce(call("pair", 0), &buffer.memory)?;
     assert_eq!(bits(&buffer.read()), bits(&(0..1001).map(sum).collect::<Vec<_>>()));
-    let full = Host::new(Element::F32, values_f32(rank, 1000));
-    let shard = Host::new(Element::F32, vec![0.0_f32; 500]);
+    let full = Host::new(ElementType::F32, values_f32(rank, 1000));
+    let shard = Host::new(ElementType::F32, vec![0.0_f32; 500]);
     group.reduce_scatter(call("pair", 1), &full.memory, &shard.memory)?;
     let own = group.rank() * 500..(group.rank() + 1) * 500;
     assert_eq!(bits(&shard.read()), bits(&own.map(sum).collect::<Vec<_>>()));
-    let word = Host::new(Element::U8, vec![rank as u8; 3]);
+    let word = Host::new(ElementType::U8, vec![rank as u8; 3]);
     group.broadcast(call("pair", 2), 1, &word.memory)?;
     assert_eq!(word.read(), vec![members[1] as u8; 3]);
     group.barrier(call("pair", 3))
 }
 
 /// hsdp's sum on three groups of two, the middle one of both processes: in ascending order of all six ranks.
-fn across(world: &Mpi) -> Result<(), Error> {
+fn across(world: &MpiCommunicator) -> Result<(), Error> {
     let rank = world.rank();
     let (shards, replicas) = (world.split(rank / 2)?, world.split(rank % 2)?);
     // Two pieces and a bit.
     let part = 600_000;
-    let full = Host::new(Element::F32, values_f32(rank, 2 * part));
-    let shard = Host::new(Element::F32, vec![0.0_f32; part]);
+    let full = Host::new(ElementType::F32, values_f32(rank, 2 * part));
+    let shard = Host::new(ElementType::F32, vec![0.0_f32; part]);
     shards.reduce_scatter_across(call("across", 0), &*replicas, &full.memory, &shard.memory)?;
     let own = rank % 2 * part..(rank % 2 + 1) * part;
     let wanted: Vec<f32> = own.map(|i| sum_f32(6, i)).collect();
     assert_eq!(bits(&shard.read()), bits(&wanted));
     let narrow = |rank, i| bf16::from_f32(value(rank, i));
-    let full = Host::new(Element::Bf16, (0..1000).map(|i| narrow(rank, i)).collect());
-    let shard = Host::new(Element::Bf16, vec![bf16::ZERO; 500]);
+    let full = Host::new(ElementType::Bf16, (0..1000).map(|i| narrow(rank, i)).collect());
+    let shard = Host::new(ElementType::Bf16, vec![bf16::ZERO; 500]);
     shards.reduce_scatter_across(call("across", 1), &*replicas, &full.memory, &shard.memory)?;
     let wide = |i| (0..6).map(|rank| narrow(rank, i).to_f32()).reduce(|sum, next| sum + next).unwrap();
     let own = rank % 2 * 500..(rank % 2 + 1) * 500;
@@ -505,17 +510,17 @@ fn across(world: &Mpi) -> Result<(), Error> {
 }
 
 /// Rank 2 returns an error while the others wait for it.
-fn error(world: &Mpi) -> Result<(), Error> {
+fn error(world: &MpiCommunicator) -> Result<(), Error> {
     world.barrier(call("start", 0))?;
     world.enter(if world.rank() == 2 { Phase::Norm } else { Phase::Backward })?;
     if world.rank() == 2 {
-        return Err(Error::new(Kind::Transient, "not a number"));
+        return Err(Error::new(ErrorCategory::Transient, "not a number"));
     }
     world.barrier(call("end", 0))
 }
 
 /// Rank 1 panics while the others wait for it.
-fn panic(world: &Mpi) -> Result<(), Error> {
+fn panic(world: &MpiCommunicator) -> Result<(), Error> {
     world.barrier(call("start", 0))?;
     world.enter(Phase::Backward)?;
     assert!(world.rank() != 1, "index out of everything");
@@ -523,10 +528,10 @@ fn panic(world: &Mpi) -> Result<(), Error> {
 }
 
 /// Rank 1 reduces one element more, after a call on which all agree.
-fn mismatch(world: &Mpi) -> Result<(), Error> {
+fn mismatch(world: &MpiCommunicator) -> Result<(), Error> {
     world.barrier(call("start", 0))?;
     world.enter(if world.rank() == 1 { Phase::Norm } else { Phase::Backward })?;
-    let buffer = Host::new(Element::F32, vec![1.0_f32; if world.rank() == 1 { 11 } else { 10 }]);
+    let buffer = Host::new(ElementType::F32, vec![1.0_f32; if world.rank() == 1 { 11 } else { 10 }]);
     let result = world.all_reduce(call("gradients", 7), &buffer.memory);
     assert_eq!(buffer.read()[0], 1.0, "nothing is added to");
     let again = world.barrier(call("after", 0)).unwrap_err();
@@ -535,7 +540,7 @@ fn mismatch(world: &Mpi) -> Result<(), Error> {
 }
 
 /// Rank 2 fails while the others wait for it, one or two of them in other groups.
-fn failure(world: &Mpi) -> Result<(), Error> {
+fn failure(world: &MpiCommunicator) -> Result<(), Error> {
     let group = world.split(world.rank() / 2)?;
     if world.rank() == 2 {
         world.enter(Phase::Save)?;
@@ -551,7 +556,7 @@ fn failure(world: &Mpi) -> Result<(), Error> {
 }
 
 /// Rank 1 does not come.
-fn late(world: &Mpi) -> Result<(), Error> {
+fn late(world: &MpiCommunicator) -> Result<(), Error> {
     if world.rank() == 1 {
         return Ok(());
     }
@@ -559,7 +564,7 @@ fn late(world: &Mpi) -> Result<(), Error> {
 }
 
 /// Rank 0's other thread raises the alarm while the rank waits for ranks that wait for it in another group.
-fn another_thread(world: &Mpi) -> Result<(), Error> {
+fn another_thread(world: &MpiCommunicator) -> Result<(), Error> {
     let groups = [world.split(0)?, world.split(0)?];
     std::thread::scope(|scope| {
         if world.rank() == 0 {

@@ -14,9 +14,12 @@ use std::time::{Duration, Instant};
 
 use candle_core::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DeviceRepr};
-use finetune::collective::nccl::{Alarm, Cuda, Library, Meeting, Nccl, UniqueId, one_gpu_environment};
-use finetune::collective::{Call, Collective, Element, Memory, Phase};
+use finetune::collective::nccl::{
+    AbortFlag, Cuda, Nccl, NcclLibrary, NcclRankInfo, UniqueId, one_gpu_environment,
+};
+use finetune::collective::{Call, Collective, Phase};
 use finetune::error::Result;
+use finetune::runtime::buffer::{Buffer, ElementType};
 
 const RANKS: usize = 2;
 const SCENE: &str = "FINETUNE_NCCL_SCENE";
@@ -49,7 +52,7 @@ fn main() -> ExitCode {
         eprintln!("SKIPPED: no NVIDIA GPU here");
         return ExitCode::SUCCESS;
     }
-    if let Err(error) = Library::open() {
+    if let Err(error) = NcclLibrary::open() {
         eprintln!("SKIPPED: {error}");
         return ExitCode::SUCCESS;
     }
@@ -98,7 +101,7 @@ fn launch(name: &str, errors: &[&str; RANKS]) -> std::result::Result<(), String>
 fn rank(name: &str) {
     let folder = PathBuf::from(std::env::var(FOLDER).unwrap());
     let rank: usize = std::env::var(RANK).unwrap().parse().unwrap();
-    let library = Library::open().unwrap();
+    let library = NcclLibrary::open().unwrap();
     let device = CudaDevice::new_with_stream(0).unwrap();
     // SAFETY: before the first allocation; the streams are ordered by marks.
     unsafe { device.disable_event_tracking() };
@@ -114,9 +117,9 @@ fn rank(name: &str) {
         }
         UniqueId(std::fs::read(folder.join("id")).unwrap().try_into().unwrap())
     };
-    let meeting = Meeting { id, rank, size: RANKS, deadline: Duration::from_secs(60) };
+    let rank_info = NcclRankInfo { id, rank, size: RANKS, deadline: Duration::from_secs(60) };
     let cuda = Cuda::new(&device).unwrap();
-    let nccl = Nccl::connect(&library, &meeting, cuda, &Alarm::new()).unwrap();
+    let nccl = Nccl::connect(&library, &rank_info, cuda, &AbortFlag::new()).unwrap();
     let (_, scene, _) = SCENES.iter().find(|(scene, ..)| *scene == name).unwrap();
     let result = scene(&nccl, &device.cuda_stream());
     let text = result.map_or_else(|error| error.to_string(), |()| "done".to_owned());
@@ -130,16 +133,16 @@ const fn call(what: &'static str, index: usize) -> Call {
 /// A vector on the GPU.
 struct Values<T> {
     slice: Arc<CudaSlice<T>>,
-    memory: Memory,
+    memory: Buffer,
 }
 
 impl<T: DeviceRepr + Clone + Default + Send + Sync + 'static> Values<T> {
-    fn new(stream: &Arc<CudaStream>, element: Element, values: &[T]) -> Self {
+    fn new(stream: &Arc<CudaStream>, element: ElementType, values: &[T]) -> Self {
         let slice = Arc::new(stream.clone_htod(values).unwrap());
         let address = slice.device_ptr(stream).0 as usize;
         let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&slice) as _;
         // SAFETY: the slice is kept by its owner, and is read on the compute stream only.
-        let memory = unsafe { Memory::on_gpu(address, values.len(), element, owner) };
+        let memory = unsafe { Buffer::on_gpu(address, values.len(), element, owner) };
         Values { slice, memory }
     }
 
@@ -151,27 +154,27 @@ impl<T: DeviceRepr + Clone + Default + Send + Sync + 'static> Values<T> {
 fn values(nccl: &Nccl<Cuda>, stream: &Arc<CudaStream>) -> Result<()> {
     let rank = nccl.rank();
     let own = rank as f32 + 1.0;
-    let sum = Values::new(stream, Element::F32, &vec![own; 100_003]);
+    let sum = Values::new(stream, ElementType::F32, &vec![own; 100_003]);
     nccl.all_reduce(call("gradients", 0), &sum.memory)?;
     assert_eq!(sum.read(stream), vec![3.0; 100_003]);
-    let loss = Values::new(stream, Element::F64, &[0.25, 0.5 * f64::from(own)]);
+    let loss = Values::new(stream, ElementType::F64, &[0.25, 0.5 * f64::from(own)]);
     nccl.all_reduce(call("loss", 0), &loss.memory)?;
     assert_eq!(loss.read(stream), [0.5, 1.5]);
 
     let mut norms = [0.5, f64::from(own)];
     let owner: Arc<dyn Any + Send + Sync> = Arc::new(());
     // SAFETY: the values outlive the call.
-    let host = unsafe { Memory::new(norms.as_mut_ptr() as usize, 2, Element::F64, owner) };
+    let host = unsafe { Buffer::new(norms.as_mut_ptr() as usize, 2, ElementType::F64, owner) };
     nccl.all_reduce(call("norms", 0), &host)?;
     assert_eq!(norms, [1.0, 3.0], "memory of the host");
 
-    let full = Values::new(stream, Element::F32, &[own, own, 2.0 * own, 2.0 * own]);
-    let shard = Values::new(stream, Element::F32, &[0.0_f32; 2]);
+    let full = Values::new(stream, ElementType::F32, &[own, own, 2.0 * own, 2.0 * own]);
+    let shard = Values::new(stream, ElementType::F32, &[0.0_f32; 2]);
     nccl.reduce_scatter(call("gradients", 1), &full.memory, &shard.memory)?;
     assert_eq!(shard.read(stream), [3.0 * own; 2]);
 
-    let codes = Values::new(stream, Element::U8, &vec![rank as u8 + 1; 70_001]);
-    let all = Values::new(stream, Element::U8, &vec![0_u8; 140_002]);
+    let codes = Values::new(stream, ElementType::U8, &vec![rank as u8 + 1; 70_001]);
+    let all = Values::new(stream, ElementType::U8, &vec![0_u8; 140_002]);
     let ticket = nccl.start_all_gather(call("codes", 0), &codes.memory, &all.memory)?;
     nccl.finish(ticket)?;
     assert_eq!(all.read(stream), [vec![1_u8; 70_001], vec![2; 70_001]].concat());
@@ -187,7 +190,7 @@ fn values(nccl: &Nccl<Cuda>, stream: &Arc<CudaStream>) -> Result<()> {
 
 fn mismatch(nccl: &Nccl<Cuda>, stream: &Arc<CudaStream>) -> Result<()> {
     nccl.enter(Phase::Backward)?;
-    let sum = Values::new(stream, Element::F32, &[1.0_f32; 8]);
+    let sum = Values::new(stream, ElementType::F32, &[1.0_f32; 8]);
     nccl.all_reduce(call("gradients of block", nccl.rank()), &sum.memory)?;
     nccl.barrier(call("end", 0))
 }

@@ -10,12 +10,14 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 
 use candle_core::{DType, Device, Tensor};
-use finetune::data::{Batch, IGNORE, Segment, Step};
-use finetune::engine::{Deal, Recompute, Sampling, Trainer, TrainerOptions};
-use finetune::ops::attention::Algorithm;
-use finetune::optim::{MomentDtype, Moments, Optimizer, OptimizerOptions, Piece, Schedule, ScheduleKind};
-use finetune::plan::EngineOptions;
-use finetune::strategy::Offload;
+use finetune::data::{Batch, IGNORE, PackedSample, Step};
+use finetune::engine::{Recompute, Sampling, SaveAssignment, Trainer, TrainerOptions};
+use finetune::ops::attention::AttentionAlgorithm;
+use finetune::optim::{
+    MomentDtype, Moments, Optimizer, OptimizerOptions, ParamGroup, Schedule, ScheduleKind,
+};
+use finetune::setup::EngineOptions;
+use finetune::sharding::Offload;
 use serde_json::{Value, json};
 
 fn golden() -> PathBuf {
@@ -27,7 +29,8 @@ fn adamw(state: MomentDtype) -> OptimizerOptions {
 }
 
 fn trainer(offload: Offload, dtype: DType) -> Trainer {
-    let options = EngineOptions { offload, ..EngineOptions::alone(Device::Cpu, dtype, Algorithm::Flash, 0) };
+    let options =
+        EngineOptions { offload, ..EngineOptions::alone(Device::Cpu, dtype, AttentionAlgorithm::Flash, 0) };
     let engine = logits::base(&golden().join("models/tiny-llama")).engine(None, true, &options).unwrap();
     let options = TrainerOptions {
         optimizer: adamw(MomentDtype::F32),
@@ -42,7 +45,7 @@ fn trainer(offload: Offload, dtype: DType) -> Trainer {
         max_grad_norm: Some(1.0),
         seed: 0,
         recompute: Recompute::Block,
-        deal: Deal::Turns,
+        save_assignment: SaveAssignment::RoundRobin,
     };
     Trainer::new(engine, options).unwrap()
 }
@@ -51,7 +54,7 @@ fn batch() -> Batch {
     let ids: Vec<u32> = (0..24).map(|i| i * 31 % 300 + 3).collect();
     let mut targets: Vec<u32> = ids[1..].to_vec();
     targets.push(IGNORE);
-    let segments = vec![Segment { start: 0, len: ids.len() }];
+    let segments = vec![PackedSample { start: 0, len: ids.len() }];
     Batch { positions: (0..24).collect(), ids, targets, segments, first_token: 0, rows: 1 }
 }
 
@@ -77,7 +80,7 @@ fn every_use_of_weights_is_the_same_away_from_the_device() {
     for dtype in [DType::F32, DType::BF16] {
         let mut alone = trainer(Offload::None, dtype);
         let wanted = answers(&mut alone);
-        assert_eq!(alone.engine.strategy.most_gathered(), 0);
+        assert_eq!(alone.engine.store.most_gathered(), 0);
         assert_eq!(alone.most_staged(), 0);
         let in_file = Offload::Params(Some(folder.path().to_owned()));
         for offload in [Offload::Optimizer, Offload::Params(None), in_file] {
@@ -85,7 +88,7 @@ fn every_use_of_weights_is_the_same_away_from_the_device() {
             assert!(answers(&mut away) == wanted, "{offload:?} in {dtype:?}");
             // Two segments are brought at a time, never more.
             let most = if offload == Offload::Optimizer { 0 } else { 2 };
-            assert_eq!(away.engine.strategy.most_gathered(), most, "{offload:?}");
+            assert_eq!(away.engine.store.most_gathered(), most, "{offload:?}");
             assert!(away.most_staged() > 0, "{offload:?}");
             // No name to find, while it is in use.
             assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
@@ -102,13 +105,13 @@ fn a_bad_value_is_named_wherever_it_is() {
     assert!(error.causes()[0].contains("the gradient of model.embed_tokens.weight"), "{error}");
 }
 
-fn piece(len: usize, salt: usize) -> Piece {
+fn piece(len: usize, salt: usize) -> ParamGroup {
     let wave = |step: usize| (0..len).map(|i| ((i * step + salt) as f32).sin()).collect::<Vec<_>>();
     let flat = |step| Tensor::from_vec(wave(step), len, &Device::Cpu).unwrap();
-    Piece { param: flat(3).into(), grad: flat(7), decay: true, rate: 1.0, large: len >= 4096 }
+    ParamGroup { param: flat(3).into(), grad: flat(7), decay: true, rate: 1.0, large: len >= 4096 }
 }
 
-fn bits(optimizer: &Optimizer, pieces: &[Piece]) -> Vec<Vec<u8>> {
+fn bits(optimizer: &Optimizer, pieces: &[ParamGroup]) -> Vec<Vec<u8>> {
     let f32s = |flat: &Tensor| -> Vec<u8> {
         flat.to_vec1::<f32>().unwrap().into_iter().flat_map(f32::to_le_bytes).collect()
     };

@@ -4,7 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
-use finetune::quant::{self, Blocks, Format, Kind, NESTED_BLOCK, Scales};
+use finetune::quant::{self, Blocks, CodeKind, NESTED_BLOCK, QuantFormat, Scales};
 use finetune::weights::{ModelFiles, StoredDtype};
 use proptest::prelude::*;
 use serde_json::Value;
@@ -59,14 +59,14 @@ fn rounded(values: Vec<f32>, dtype: StoredDtype) -> Vec<f32> {
 #[test]
 fn the_maps_are_bitsandbytes() {
     let maps = File::open("maps");
-    assert_eq!(Kind::Nf4.table(), maps.floats("nf4"));
-    assert_eq!(Kind::Fp4.table(), maps.floats("fp4"));
-    assert_eq!(Kind::Int8.table(), maps.floats("dynamic_signed"));
+    assert_eq!(CodeKind::Nf4.table(), maps.floats("nf4"));
+    assert_eq!(CodeKind::Fp4.table(), maps.floats("fp4"));
+    assert_eq!(CodeKind::Int8.table(), maps.floats("dynamic_signed"));
     assert_eq!(quant::dynamic_signed()[..], maps.floats("dynamic_signed"));
     assert_eq!(quant::dynamic_unsigned()[..], maps.floats("dynamic_unsigned"));
 }
 
-fn four_bits(folder: &Path, kind: Kind, expected_cases: usize) {
+fn four_bits(folder: &Path, kind: CodeKind, expected_cases: usize) {
     let file = File::open_in(folder, kind.name());
     let cases = cases(kind.name());
     assert_eq!(cases.len(), expected_cases);
@@ -75,7 +75,7 @@ fn four_bits(folder: &Path, kind: Kind, expected_cases: usize) {
         let input = file.floats(&tensor("input"));
         let dtype = file.0.info(&tensor("input")).unwrap().dtype;
         let block_size = case["blocksize"].as_u64().unwrap() as usize;
-        let format = Format { kind, block_size, double_quant: true };
+        let format = QuantFormat { kind, block_size, double_quant: true };
         let n = input.len();
         let mut codes = vec![0u8; format.code_bytes(n)];
         let mut absmax = vec![0f32; format.blocks(n)];
@@ -124,12 +124,12 @@ fn four_bits(folder: &Path, kind: Kind, expected_cases: usize) {
 
 #[test]
 fn nf4_is_bitsandbytes() {
-    four_bits(&golden(), Kind::Nf4, 14);
+    four_bits(&golden(), CodeKind::Nf4, 14);
 }
 
 #[test]
 fn fp4_is_bitsandbytes() {
-    four_bits(&golden(), Kind::Fp4, 5);
+    four_bits(&golden(), CodeKind::Fp4, 5);
 }
 
 /// With the tensors that trim_quant.py leaves out of the repository.
@@ -143,8 +143,8 @@ fn all_fixtures_are_met() {
         return;
     }
     assert!(File::open_in(&folder, "nf4").has("nested3_192x256.dequant"), "the whole set");
-    four_bits(&folder, Kind::Nf4, 14);
-    four_bits(&folder, Kind::Fp4, 5);
+    four_bits(&folder, CodeKind::Nf4, 14);
+    four_bits(&folder, CodeKind::Fp4, 5);
 }
 
 #[test]
@@ -158,11 +158,11 @@ fn blockwise_int8_takes_the_nearest_codes() {
         let mut codes = vec![0u8; input.len()];
         if case["signed"] == true {
             let mut found = vec![0f32; absmax.len()];
-            quant::quantize(Kind::Int8, block_size, &input, &mut codes, &mut found);
+            quant::quantize(CodeKind::Int8, block_size, &input, &mut codes, &mut found);
             assert_eq!(found, absmax, "{name}: scales");
             let library = file.bytes(&tensor("codes"));
             let blocks =
-                Blocks { kind: Kind::Int8, block_size, codes: &library, scales: Scales::Plain(&absmax) };
+                Blocks { kind: CodeKind::Int8, block_size, codes: &library, scales: Scales::Plain(&absmax) };
             let mut values = vec![0f32; input.len()];
             blocks.dequantize(0, &mut values);
             assert_eq!(values, file.floats(&tensor("dequant")), "{name}: values");
@@ -181,7 +181,7 @@ fn rows_of_llm_int8_are_bitsandbytes() {
     let input = file.floats("vectorwise.input_f16");
     let shape = file.0.info("vectorwise.input_f16").unwrap().shape.clone();
     let (mut codes, mut absmax) = (vec![0u8; input.len()], vec![0f32; shape[0]]);
-    quant::quantize(Kind::Int8Rows, shape[1], &input, &mut codes, &mut absmax);
+    quant::quantize(CodeKind::Int8Rows, shape[1], &input, &mut codes, &mut absmax);
     assert_eq!(absmax, file.floats("vectorwise.absmax"));
     assert_eq!(codes, file.bytes("vectorwise.rows_i8"));
 }
@@ -191,11 +191,11 @@ proptest! {
     #[test]
     fn parts_are_parts_of_the_whole(
         seed in any::<u32>(), n in 1usize..700, block_size in 1usize..130, from in 0usize..700, len in 0usize..700,
-        kind in prop::sample::select(vec![Kind::Nf4, Kind::Fp4, Kind::Int8]),
+        kind in prop::sample::select(vec![CodeKind::Nf4, CodeKind::Fp4, CodeKind::Int8]),
     ) {
         let value = |i: usize| ((i as f32 + seed as f32 * 1e-4) * 12.9898).sin() * 0.1;
         let input: Vec<f32> = (0..n).map(value).collect();
-        let format = Format { kind, block_size, double_quant: false };
+        let format = QuantFormat { kind, block_size, double_quant: false };
         let (mut codes, mut absmax) = (vec![0u8; format.code_bytes(n)], vec![0f32; format.blocks(n)]);
         quant::quantize(kind, block_size, &input, &mut codes, &mut absmax);
         let blocks = Blocks { kind, block_size, codes: &codes, scales: Scales::Plain(&absmax) };
@@ -218,7 +218,7 @@ proptest! {
 #[test]
 fn adamw_in_8_bits_follows_bitsandbytes() {
     use candle_core::{Device, Tensor};
-    use finetune::optim::{MomentDtype, Moments, Optimizer, OptimizerOptions, Piece};
+    use finetune::optim::{MomentDtype, Moments, Optimizer, OptimizerOptions, ParamGroup};
 
     let file = File::open("adamw8bit");
     let text = std::fs::read_to_string(golden().join("cases.json")).unwrap();
@@ -230,7 +230,7 @@ fn adamw_in_8_bits_follows_bitsandbytes() {
         Tensor::from_vec(values, len, &Device::Cpu).unwrap()
     };
     let param = tensor("param0");
-    let piece = Piece {
+    let piece = ParamGroup {
         param: param.clone().into(),
         grad: param.zeros_like().unwrap(),
         decay: true,

@@ -8,7 +8,7 @@ mod place;
 
 use std::path::Path;
 
-use finetune::quant::{Format, Kind, NESTED_BLOCK};
+use finetune::quant::{CodeKind, NESTED_BLOCK, QuantFormat};
 use finetune::weights::{ModelFiles, StoredDtype};
 use insta::assert_snapshot;
 use logits::{base, distance, floats};
@@ -94,7 +94,7 @@ fn threads_read_what_one_thread_does() {
     let n = 300_000;
     let folder = tempfile::tempdir().unwrap();
     let values: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin()).collect();
-    let format = Format { kind: Kind::Fp4, block_size: 128, double_quant: false };
+    let format = QuantFormat { kind: CodeKind::Fp4, block_size: 128, double_quant: false };
     let (mut codes, mut absmax) = (vec![0u8; format.code_bytes(n)], vec![0f32; format.blocks(n)]);
     finetune::quant::quantize(format.kind, format.block_size, &values, &mut codes, &mut absmax);
     let state =
@@ -126,7 +126,7 @@ fn codes_and_scales_are_the_files_own() {
     let files = ModelFiles::open(&golden(NF4)).unwrap();
     let raw = ModelFiles::open_file(&golden(NF4).join("model.safetensors")).unwrap();
     let tensor = files.quantized(Q_PROJ).unwrap().unwrap();
-    assert_eq!(tensor.format(), Format::default());
+    assert_eq!(tensor.format(), QuantFormat::default());
     let (blocks, mut offset) = (tensor.format().blocks(4096), 0f32);
     let (mut codes, mut nested) = (vec![0u8; tensor.format().code_bytes(4096)], vec![0u8; blocks]);
     let mut scales = vec![0f32; blocks.div_ceil(NESTED_BLOCK)];
@@ -351,7 +351,7 @@ fn companions_that_do_not_fit() {
     // The table of another kind: its values are wrong by a little each.
     assert_snapshot!(cause(refused(NF4, |tensors| {
         tensor(tensors, &format!("{Q_PROJ}.quant_map")).3 =
-            Kind::Fp4.table().iter().flat_map(|value| value.to_le_bytes()).collect();
+            CodeKind::Fp4.table().iter().flat_map(|value| value.to_le_bytes()).collect();
     })), @"quant_map is not the table of nf4: code 0 does not stand for -1");
     assert_snapshot!(cause(refused(NF4, |tensors| {
         tensor(tensors, &format!("{Q_PROJ}.absmax")).1 = Dtype::I8;
@@ -511,7 +511,7 @@ fn layers_that_are_skipped_stay_as_they_are() {
         .collect();
     names.sort_unstable();
     assert_eq!(names, [&["lm_head"][..], &skipped].concat());
-    assert_eq!(files.quantized(Q_PROJ).unwrap().unwrap().format().kind, Kind::Fp4);
+    assert_eq!(files.quantized(Q_PROJ).unwrap().unwrap().format().kind, CodeKind::Fp4);
 }
 
 /// What is said of a command that leaves no output.

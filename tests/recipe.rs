@@ -7,8 +7,8 @@ use std::path::Path;
 
 use finetune::error::Error;
 use finetune::recipe::{
-    Adapter, AdapterInit, BUILT_IN, Dtype, Layers, OnLongRow, Patterns, Purpose, Recipe, RecipeText,
-    SchedulerKind, Source, Strategy, TargetModules, Template,
+    AdapterInit, AdapterSection, BUILT_IN, DataSource, Dtype, OnLongRow, Patterns, Purpose, Recipe,
+    RecipeLayers, RecipeText, SchedulerKind, Strategy, TargetModules, Template,
 };
 use insta::assert_snapshot;
 use proptest::{prop_assert_eq, prop_compose, proptest};
@@ -17,12 +17,12 @@ use proptest::{prop_assert_eq, prop_compose, proptest};
 const BASE: &str =
     "[model]\nid = \"org/m\"\n[data]\ntrain = [\"org/d\"]\n[optimizer]\nlearning_rate = 1e-3\n";
 
-fn layers(text: &str, set: &[&str]) -> Layers {
-    Layers {
+fn layers(text: &str, set: &[&str]) -> RecipeLayers {
+    RecipeLayers {
         recipe: Some(RecipeText { name: "my.toml".into(), text: text.into(), folder: "/nowhere".into() }),
         set: set.iter().map(ToString::to_string).collect(),
         folder: "/nowhere".into(),
-        ..Layers::default()
+        ..RecipeLayers::default()
     }
 }
 
@@ -48,12 +48,12 @@ fn every_built_in_recipe_resolves() {
             assert!(recipe.text.contains(word), "{} says its {word}", recipe.name);
         }
         for name in [recipe.name.to_owned(), format!("{}.toml", recipe.name)] {
-            let layers = Layers {
+            let layers = RecipeLayers {
                 recipe: Some(RecipeText::find(&name, Path::new("/nowhere")).unwrap()),
                 model: Some("org/m".into()),
                 train: vec!["org/d".into()],
                 folder: "/nowhere".into(),
-                ..Layers::default()
+                ..RecipeLayers::default()
             };
             Recipe::load(&layers).unwrap();
         }
@@ -79,7 +79,7 @@ fn defaults_are_those_of_the_contract() {
 fn set_wins_over_flags_over_recipe_over_defaults() {
     let text = "[model]\nid = \"org/text\"\n[data]\ntrain = [\"org/text\"]\neval = [\"org/text\"]\n\
                 [optimizer]\nlearning_rate = 1e-3\nweight_decay = 0.1\n";
-    let hub = |id: &str| Source::Hub(id.into());
+    let hub = |id: &str| DataSource::Hub(id.into());
     let mut layers = layers(text, &[]);
     layers.model = Some("org/flag".into());
     layers.train = vec!["org/flag".into(), "org/flag2".into()];
@@ -139,26 +139,29 @@ fn paths_start_where_they_were_written() {
     let text = "[model]\nid = \"model\"\n[data]\ntrain = [\"rows.jsonl\"]\nchat_template = \"chat.jinja\"\n\
                 [optimizer]\nlearning_rate = 1\n";
     std::fs::write(recipes.join("mine.toml"), text).unwrap();
-    let mut layers = Layers {
+    let mut layers = RecipeLayers {
         recipe: Some(RecipeText::find("recipes/mine", folder.path()).unwrap()),
         folder: folder.path().into(),
-        ..Layers::default()
+        ..RecipeLayers::default()
     };
     let recipe = Recipe::load(&layers).unwrap();
-    assert_eq!(recipe.model.id, Some(Source::Path(recipes.join("model"))));
-    assert_eq!(recipe.data.train, [Source::Path(recipes.join("rows.jsonl"))]);
+    assert_eq!(recipe.model.id, Some(DataSource::Path(recipes.join("model"))));
+    assert_eq!(recipe.data.train, [DataSource::Path(recipes.join("rows.jsonl"))]);
     assert_eq!(recipe.data.chat_template, Some(Template("{{ messages }}\n".into())));
 
     layers.train = vec!["rows.jsonl".into()];
     layers.model = Some("builtin:quickstart".into());
     let recipe = Recipe::load(&layers).unwrap();
-    assert_eq!(recipe.data.train, [Source::Path(folder.path().join("rows.jsonl"))]);
-    assert_eq!(recipe.model.id, Some(Source::Builtin("quickstart".into())));
+    assert_eq!(recipe.data.train, [DataSource::Path(folder.path().join("rows.jsonl"))]);
+    assert_eq!(recipe.model.id, Some(DataSource::Builtin("quickstart".into())));
 
     // What a run leaves reads back from anywhere.
     std::fs::write(folder.path().join("recipe.toml"), recipe.to_toml()).unwrap();
     let text = RecipeText::find("recipe.toml", folder.path()).unwrap();
-    assert_eq!(Recipe::load(&Layers { recipe: Some(text), ..Layers::default() }).unwrap(), recipe);
+    assert_eq!(
+        Recipe::load(&RecipeLayers { recipe: Some(text), ..RecipeLayers::default() }).unwrap(),
+        recipe
+    );
 }
 
 #[test]
@@ -193,7 +196,7 @@ fn unknown_recipes_name_the_nearest() {
 
 #[test]
 fn what_training_needs() {
-    assert_snapshot!(Recipe::load(&Layers::default()).unwrap_err(), @"
+    assert_snapshot!(Recipe::load(&RecipeLayers::default()).unwrap_err(), @"
     error: cannot use these settings
       caused by: `model.id` is not set
       caused by: `data.train` is not set
@@ -207,7 +210,7 @@ fn what_training_needs() {
       caused by: `optimizer.learning_rate` is not set
     hint: add `--model MODEL`; add `--dataset DATASET`; add `learning_rate = 2e-4` under `[optimizer]`
     ");
-    let other = Layers { purpose: Purpose::Other, ..Layers::default() };
+    let other = RecipeLayers { purpose: Purpose::Other, ..RecipeLayers::default() };
     assert_eq!(Recipe::load(&other).unwrap(), Recipe::default());
 }
 
@@ -541,9 +544,9 @@ prop_compose! {
         names in proptest::collection::vec("[a-z_.]{1,12}", 0..4),
         ranks in proptest::collection::vec(("[a-z0-9_.^$|]{1,12}", 1_usize..99), 0..4),
         use_rslora: bool,
-    ) -> Adapter {
+    ) -> AdapterSection {
         let mut seen = std::collections::BTreeSet::new();
-        Adapter {
+        AdapterSection {
             r,
             lora_alpha,
             lora_dropout,
@@ -554,7 +557,7 @@ prop_compose! {
             modules_to_save: names,
             rank_pattern: Patterns(ranks.into_iter().filter(|(name, _)| seen.insert(name.clone())).collect()),
             use_rslora,
-            ..Adapter::default()
+            ..AdapterSection::default()
         }
     }
 }
@@ -571,8 +574,8 @@ prop_compose! {
         kind in proptest::sample::select(SchedulerKind::ALL),
     ) -> Recipe {
         let mut recipe = Recipe { adapter, ..Recipe::default() };
-        recipe.model.id = Some(Source::Builtin(ids[0].clone()));
-        recipe.data.train = ids.into_iter().map(Source::Hub).collect();
+        recipe.model.id = Some(DataSource::Builtin(ids[0].clone()));
+        recipe.data.train = ids.into_iter().map(DataSource::Hub).collect();
         recipe.data.on_long_row = OnLongRow::Drop;
         recipe.data.chat_template = template.map(|text| Template(format!("{{{{ x }}}}{text}")));
         recipe.optimizer.learning_rate = Some(learning_rate);

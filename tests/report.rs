@@ -8,9 +8,9 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 
-use finetune::report::card::{Artifact, Base, Card, CardData};
+use finetune::report::card::{Artifact, Card, CardBase, CardData};
 use finetune::report::html::HtmlReport;
-use finetune::report::metrics::{self, Entry, EvalReport, MetricsLog, StepReport};
+use finetune::report::metrics::{self, EvalReport, MetricsEntry, MetricsLog, StepReport};
 use finetune::report::{EventWriter, Terminal, Verbosity};
 
 fn step(step: u64) -> StepReport {
@@ -63,11 +63,11 @@ fn metrics_come_back_to_the_bit() {
     let read = metrics::read(&path).unwrap();
     assert_eq!(read.len(), 6);
     for (entry, report) in read.iter().zip(&written) {
-        let Entry::Step(entry) = entry else { panic!("{entry:?}") };
+        let MetricsEntry::Step(entry) = entry else { panic!("{entry:?}") };
         assert_eq!(entry.loss.to_bits(), report.loss.to_bits());
         assert_eq!(entry, report);
     }
-    assert_eq!(read[5], Entry::Eval(eval));
+    assert_eq!(read[5], MetricsEntry::Eval(eval));
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn a_resumed_log_forgets_what_will_be_repeated() {
     let mut log = MetricsLog::resume(&path, 3).unwrap();
     log.step(&step(4)).unwrap();
     drop(log);
-    let steps: Vec<u64> = metrics::read(&path).unwrap().iter().map(Entry::step).collect();
+    let steps: Vec<u64> = metrics::read(&path).unwrap().iter().map(MetricsEntry::step).collect();
     assert_eq!(steps, [1, 2, 2, 3, 4]);
     let kept: String = before.split_inclusive('\n').take(4).collect();
     assert!(fs::read_to_string(&path).unwrap().starts_with(&kept), "kept lines must not change");
@@ -372,7 +372,7 @@ fn card() -> Card {
     Card {
         title: "out".into(),
         artifact: Artifact::Adapter,
-        base: Base::Hub { id: "org/name".into(), commit: Some("abc123".into()) },
+        base: CardBase::Hub { id: "org/name".into(), commit: Some("abc123".into()) },
         method: "lora".into(),
         train_data: vec![
             CardData { name: "rows.jsonl".into(), on_hub: false, rows: 80 },
@@ -416,7 +416,7 @@ fn the_card_says_what_was_measured() {
 fn a_card_of_local_things_names_no_hub() {
     let local = Card {
         artifact: Artifact::Model,
-        base: Base::Folder { name: "my-model".into() },
+        base: CardBase::Folder { name: "my-model".into() },
         method: "full".into(),
         train_data: vec![],
         before: None,
@@ -430,15 +430,15 @@ fn a_card_of_local_things_names_no_hub() {
     assert!(text.contains("made from the local model `my-model`"), "{text}");
     assert!(text.contains("nothing is known about unseen text"));
     assert!(!text.contains("peft"));
-    let scratch = Card { base: Base::Scratch, ..local }.render();
+    let scratch = Card { base: CardBase::Scratch, ..local }.render();
     assert!(scratch.contains("layout trained from random weights"), "{scratch}");
 }
 
 #[test]
 fn the_page_stands_alone() {
-    let mut entries: Vec<Entry> = (1..=50).map(|n| Entry::Step(step(n))).collect();
-    entries.push(Entry::Eval(EvalReport::new(0, 3.0, 10)));
-    entries.push(Entry::Eval(EvalReport::new(50, 1.0, 10)));
+    let mut entries: Vec<MetricsEntry> = (1..=50).map(|n| MetricsEntry::Step(step(n))).collect();
+    entries.push(MetricsEntry::Eval(EvalReport::new(0, 3.0, 10)));
+    entries.push(MetricsEntry::Eval(EvalReport::new(50, 1.0, 10)));
     let page = HtmlReport {
         title: "a <b> & \"c\"",
         figures: &[("parameters", "1.5M <of> 6.7B".to_owned())],

@@ -13,11 +13,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use finetune::checkpoint::{
-    self, Moment, Part, SavedMoment, Saver, SaverOptions, SnapshotTensor, State, WriteWeights, Writers,
+    self, MomentKind, SaveThreads, SavedMoment, Saver, SaverOptions, SnapshotPart, SnapshotTensor,
+    TrainingState, WriteWeights,
 };
-use finetune::collective::{Call, Collective, local};
-use finetune::error::{Error, Kind, Result};
-use finetune::weights::{Entry, StoredDtype, write_file, write_text};
+use finetune::collective::{Call, Collective, in_process};
+use finetune::error::{Error, ErrorCategory, Result};
+use finetune::weights::{StoredDtype, WriteEntry, write_file, write_text};
 use place::Place;
 
 /// Every file below a folder.
@@ -146,32 +147,32 @@ fn a_file_that_does_not_fit_ends_the_run_with_74() {
 }
 
 /// A write: of which step, by which rank, which part.
-type Write = (u64, usize, Part);
+type Write = (u64, usize, SnapshotPart);
 
 /// What happens after a rank has written its part.
 type After = Arc<dyn Fn(Write) -> Result<()> + Send + Sync>;
 
 /// A rank's saver whose weights are a file a rank and a text beside them.
-fn saver<'a>(output: &Path, world: &dyn Collective, writers: &'a Writers, after: After) -> Saver<'a> {
+fn saver<'a>(output: &Path, world: &dyn Collective, writers: &'a SaveThreads, after: After) -> Saver<'a> {
     let (rank, size) = (world.rank(), world.size());
     let write_weights: WriteWeights =
-        Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: Part| {
+        Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| {
             let name = folder.file_name().unwrap().to_string_lossy();
             let (step, _) = name.strip_prefix("checkpoint-").unwrap().split_once(".tmp-").unwrap();
             let mut written = Vec::new();
             match part {
-                Part::Tensors(_) => {
-                    let entry = |tensor: &SnapshotTensor| Entry {
+                SnapshotPart::Tensors(_) => {
+                    let entry = |tensor: &SnapshotTensor| WriteEntry {
                         name: tensor.name.clone(),
                         dtype: StoredDtype::F32,
                         shape: tensor.shape.clone(),
                     };
-                    let entries: Vec<Entry> = tensors.iter().map(entry).collect();
+                    let entries: Vec<WriteEntry> = tensors.iter().map(entry).collect();
                     let path = folder.join(format!("model-{rank}-of-{size}.safetensors"));
                     written
                         .push(write_file(&path, &entries, |_, sink| sink.write_values(&tensors[0].values))?);
                 }
-                Part::Rest => drop(write_text(&folder.join("config.json"), "{}")?),
+                SnapshotPart::Rest => drop(write_text(&folder.join("config.json"), "{}")?),
             }
             after((step.parse().unwrap(), rank, part))?;
             Ok(written)
@@ -181,9 +182,9 @@ fn saver<'a>(output: &Path, world: &dyn Collective, writers: &'a Writers, after:
     Saver::new(options, rank == 0, writers).unwrap()
 }
 
-fn state(step: u64, ranks: usize) -> State {
+fn state(step: u64, ranks: usize) -> TrainingState {
     let fingerprint = BTreeMap::new();
-    State { schema: checkpoint::SCHEMA, step, epoch: 0, index: step, tokens: 1, ranks, fingerprint }
+    TrainingState { schema: checkpoint::SCHEMA, step, epoch: 0, index: step, tokens: 1, ranks, fingerprint }
 }
 
 fn share(rank: usize, step: u64) -> Vec<SnapshotTensor> {
@@ -216,12 +217,12 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
 fn a_slow_rank_holds_up_the_commit_and_not_the_steps() {
     for (ranks, slow) in [(1, 0), (2, 0), (2, 1), (3, 1), (4, 3)] {
         let place = tempfile::tempdir().unwrap();
-        let (output, writers) = (place.path(), Writers::default());
+        let (output, writers) = (place.path(), SaveThreads::default());
         let go_on = Arc::new(AtomicBool::new(false));
-        let work = |end: local::Local| -> Result<()> {
+        let work = |end: in_process::InProcess| -> Result<()> {
             let told = Arc::clone(&go_on);
             let after = move |(_, rank, part)| {
-                if rank == slow && part != Part::Rest {
+                if rank == slow && part != SnapshotPart::Rest {
                     until("the word to go on", || told.load(Ordering::SeqCst));
                 }
                 Ok(())
@@ -240,11 +241,11 @@ fn a_slow_rank_holds_up_the_commit_and_not_the_steps() {
             saver.save(state(2, ranks), share(end.rank(), 2), &end)?;
             saver.finish(&end)
         };
-        local::run_ranks(local::World::new(ranks).ends(), work).unwrap();
+        in_process::run_ranks(in_process::InProcessWorld::new(ranks).communicators(), work).unwrap();
         assert_eq!(names(output), ["checkpoint-1", "checkpoint-2"]);
         let (saved, _) = checkpoint::newest(output).unwrap();
         let mut moment = [0f32; 6];
-        saved.unwrap().moment(&format!("weight.{}", ranks - 1), Moment::Second, &mut moment).unwrap();
+        saved.unwrap().moment(&format!("weight.{}", ranks - 1), MomentKind::Second, &mut moment).unwrap();
         assert_eq!(moment, [ranks as f32 - 1.0 + 20.0; 6]);
     }
 }
@@ -256,8 +257,8 @@ fn run(
     after: After,
     steps: impl Fn(usize) -> Result<()> + Sync,
 ) -> Result<Vec<()>> {
-    let writers = Writers::default();
-    let work = |end: local::Local| -> Result<()> {
+    let writers = SaveThreads::default();
+    let work = |end: in_process::InProcess| -> Result<()> {
         let mut saver = saver(output, &end, &writers, Arc::clone(&after));
         for step in 1..=2 {
             saver.save(state(step, ranks), share(end.rank(), step), &end)?;
@@ -270,24 +271,24 @@ fn run(
         }
         Ok(())
     };
-    local::run_ranks(local::World::new(ranks).ends(), work)
+    in_process::run_ranks(in_process::InProcessWorld::new(ranks).communicators(), work)
 }
 
 #[test]
 fn a_write_that_fails_on_a_rank_ends_the_run_with_its_cause() {
     for (ranks, at) in [(1, 0), (2, 0), (2, 1), (3, 2)]
-        .map(|(ranks, rank)| (ranks, (2, rank, Part::Tensors(rank))))
+        .map(|(ranks, rank)| (ranks, (2, rank, SnapshotPart::Tensors(rank))))
         .into_iter()
-        .chain([(1, (2, 0, Part::Rest)), (3, (2, 0, Part::Rest))])
+        .chain([(1, (2, 0, SnapshotPart::Rest)), (3, (2, 0, SnapshotPart::Rest))])
     {
         let place = tempfile::tempdir().unwrap();
         let after = move |write: Write| match write == at {
-            true => Err(Error::new(Kind::Storage, "cannot write x").because("the disk is full")),
+            true => Err(Error::new(ErrorCategory::Storage, "cannot write x").because("the disk is full")),
             false => Ok(()),
         };
         let error = run(place.path(), ranks, Arc::new(after), |_| Ok(())).unwrap_err();
         let text = error.to_string();
-        assert_eq!(error.kind(), Kind::Storage, "{text}");
+        assert_eq!(error.kind(), ErrorCategory::Storage, "{text}");
         assert!(text.contains("cannot save step 2") && text.contains("the disk is full"), "{text}");
         assert!(ranks == 1 || text.contains(&format!("rank {} failed", at.1)), "{text}");
         assert_eq!(names(place.path()), ["checkpoint-1"], "{ranks} ranks, {at:?}");
@@ -300,7 +301,7 @@ fn a_writer_that_panics_is_not_silent() {
     for rank in [0, 1] {
         let place = tempfile::tempdir().unwrap();
         let after = move |write: Write| {
-            assert!(write != (2, rank, Part::Tensors(rank)), "a planted panic");
+            assert!(write != (2, rank, SnapshotPart::Tensors(rank)), "a planted panic");
             Ok(())
         };
         let text = run(place.path(), 2, Arc::new(after), |_| Ok(())).unwrap_err().to_string();
@@ -319,12 +320,12 @@ fn a_save_under_way_when_a_rank_is_lost() {
             let (begun, gone) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
             let (told, seen) = (Arc::clone(&begun), Arc::clone(&gone));
             let after = move |write: Write| {
-                if write != (2, writing, Part::Tensors(writing)) {
+                if write != (2, writing, SnapshotPart::Tensors(writing)) {
                     return Ok(());
                 }
                 told.store(true, Ordering::SeqCst);
                 until("a rank is lost", || seen.load(Ordering::SeqCst));
-                if whole { Ok(()) } else { Err(Error::new(Kind::Storage, "cannot write x")) }
+                if whole { Ok(()) } else { Err(Error::new(ErrorCategory::Storage, "cannot write x")) }
             };
             let steps = |rank| {
                 if rank != lost {
@@ -332,7 +333,7 @@ fn a_save_under_way_when_a_rank_is_lost() {
                 }
                 until("the write has begun", || begun.load(Ordering::SeqCst));
                 gone.store(true, Ordering::SeqCst);
-                Err(Error::new(Kind::Transient, "lost"))
+                Err(Error::new(ErrorCategory::Transient, "lost"))
             };
             let text = run(place.path(), 2, Arc::new(after), steps).unwrap_err().to_string();
             assert!(text.contains(&format!("rank {lost} failed")) && text.contains("lost"), "{text}");
@@ -356,8 +357,8 @@ fn the_process_that_is_killed() {
     let (output, at) = (std::env::var(KILLED_IN).unwrap(), std::env::var(KILLED_AT).unwrap());
     let after = move |write: Write| {
         let here = match write {
-            (2, 0, Part::Rest) => at == "commit",
-            (2, rank, Part::Tensors(_)) => at == rank.to_string(),
+            (2, 0, SnapshotPart::Rest) => at == "commit",
+            (2, rank, SnapshotPart::Tensors(_)) => at == rank.to_string(),
             _ => false,
         };
         if here {
@@ -382,8 +383,8 @@ fn a_process_killed_before_the_commit_leaves_the_checkpoint_before() {
         assert!(left[0] == "checkpoint-1" && left[1].starts_with("checkpoint-2.tmp-"), "{at}: {left:?}");
         assert_eq!(newest(place.path()), Some(1), "{at}");
         // The next run clears up and goes on.
-        let writers = Writers::default();
-        let work = |end: local::Local| {
+        let writers = SaveThreads::default();
+        let work = |end: in_process::InProcess| {
             let mut saver = saver(place.path(), &end, &writers, Arc::new(|_| Ok(())));
             if end.rank() == 0 {
                 assert_eq!(names(place.path()), ["checkpoint-1"], "{at}");
@@ -392,7 +393,7 @@ fn a_process_killed_before_the_commit_leaves_the_checkpoint_before() {
             saver.save(state(2, 3), share(end.rank(), 2), &end)?;
             saver.finish(&end)
         };
-        local::run_ranks(local::World::new(3).ends(), work).unwrap();
+        in_process::run_ranks(in_process::InProcessWorld::new(3).communicators(), work).unwrap();
         assert_eq!(names(place.path()), ["checkpoint-1", "checkpoint-2"], "{at}");
         assert_eq!(newest(place.path()), Some(2), "{at}");
     }

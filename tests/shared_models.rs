@@ -11,11 +11,11 @@ mod logits;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
-use finetune::data::{Batch, IGNORE, Segment, Tokenizer};
+use finetune::data::{Batch, IGNORE, PackedSample, Tokenizer};
 use finetune::engine::{Engine, Sampling};
 use finetune::error::Result;
-use finetune::ops::attention::Algorithm;
-use finetune::plan::EngineOptions;
+use finetune::ops::attention::AttentionAlgorithm;
+use finetune::setup::EngineOptions;
 use serde_json::Value;
 
 const REFERENCE: &str = "models/REFERENCE.json";
@@ -52,7 +52,7 @@ impl Known {
 }
 
 fn engine(folder: &Path) -> Result<Engine> {
-    let options = EngineOptions::alone(Device::Cpu, DType::F32, Algorithm::Flash, 0);
+    let options = EngineOptions::alone(Device::Cpu, DType::F32, AttentionAlgorithm::Flash, 0);
     logits::base(folder).engine(None, false, &options)
 }
 
@@ -83,7 +83,7 @@ fn batch(ids: Vec<u32>) -> Batch {
     Batch {
         targets: ids[1..].iter().copied().chain([IGNORE]).collect(),
         positions: (0..len as u32).collect(),
-        segments: vec![Segment { start: 0, len }],
+        segments: vec![PackedSample { start: 0, len }],
         rows: 1,
         ids,
         ..Batch::default()

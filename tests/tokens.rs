@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
-use finetune::weights::{Entry, ModelFiles, write_file};
+use finetune::weights::{ModelFiles, WriteEntry, write_file};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -264,9 +264,9 @@ fn add_copies(adapter: &Path, copies: &[(&str, &str)]) {
     let sources: std::collections::BTreeMap<String, String> = own.chain(copied).collect();
     let entry = |(name, of): (&String, &String)| {
         let info = files.require(of).unwrap();
-        Entry { name: name.clone(), dtype: info.dtype, shape: info.shape.clone() }
+        WriteEntry { name: name.clone(), dtype: info.dtype, shape: info.shape.clone() }
     };
-    let entries: Vec<Entry> = sources.iter().map(entry).collect();
+    let entries: Vec<WriteEntry> = sources.iter().map(entry).collect();
     let copy = adapter.join("copy.safetensors");
     write_file(&copy, &entries, |entry, sink| sink.write_values(&floats(&files, &sources[&entry.name])))
         .unwrap();

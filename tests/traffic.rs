@@ -10,16 +10,16 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use finetune::collective::{Collective, Op, Traffic, local};
-use finetune::data::{Batch, IGNORE, Segment, Step};
-use finetune::engine::{Deal, Recompute, Trainer, TrainerOptions};
+use finetune::collective::{Collective, Op, Traffic, in_process};
+use finetune::data::{Batch, IGNORE, PackedSample, Step};
+use finetune::engine::{Recompute, SaveAssignment, Trainer, TrainerOptions};
 use finetune::error::Result;
 use finetune::model;
-use finetune::ops::attention::Algorithm;
-use finetune::ops::threads;
+use finetune::ops::attention::AttentionAlgorithm;
 use finetune::optim::{MomentDtype, OptimizerOptions, Schedule, ScheduleKind};
-use finetune::plan::EngineOptions;
-use finetune::strategy::{Bucket, Kind, Ranks, Reducing};
+use finetune::runtime::thread_pool;
+use finetune::setup::EngineOptions;
+use finetune::sharding::{Bucket, DeviceMesh, GradReduceOptions, ShardingStrategy};
 
 const OPTIONS: TrainerOptions = TrainerOptions {
     optimizer: OptimizerOptions {
@@ -39,14 +39,14 @@ const OPTIONS: TrainerOptions = TrainerOptions {
     max_grad_norm: Some(1.0),
     seed: 0,
     recompute: Recompute::Block,
-    deal: Deal::Turns,
+    save_assignment: SaveAssignment::RoundRobin,
 };
 
 fn batch(salt: u32) -> Batch {
     let ids: Vec<u32> = (0..24).map(|i| (i * 31 + salt * 17) % 300 + 3).collect();
     let mut targets: Vec<u32> = ids[1..].to_vec();
     targets.push(IGNORE);
-    let segments = vec![Segment { start: 0, len: ids.len() }];
+    let segments = vec![PackedSample { start: 0, len: ids.len() }];
     Batch { positions: (0..24).collect(), ids, targets, segments, first_token: u64::from(salt) * 24, rows: 1 }
 }
 
@@ -62,14 +62,14 @@ struct Seen {
     formula: u64,
 }
 
-fn run(kind: Kind, ranks: usize, turns: usize) -> Vec<Seen> {
+fn run(kind: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
     let rank = |end| -> Result<Seen> {
         let world: Arc<dyn Collective> = Arc::new(end);
         let options = EngineOptions {
-            ranks: Ranks::new(kind, world)?,
-            reducing: Reducing { accumulates: turns > 1, dtype: DType::F32 },
-            ..EngineOptions::alone(Device::Cpu, DType::F32, Algorithm::Flash, 0)
+            ranks: DeviceMesh::new(kind, world)?,
+            reducing: GradReduceOptions { accumulates: turns > 1, dtype: DType::F32 },
+            ..EngineOptions::alone(Device::Cpu, DType::F32, AttentionAlgorithm::Flash, 0)
         };
         let engine = logits::base(&folder).engine(None, true, &options)?;
         let mut trainer = Trainer::new(engine, OPTIONS)?;
@@ -77,7 +77,7 @@ fn run(kind: Kind, ranks: usize, turns: usize) -> Vec<Seen> {
         trainer.step(&step)?;
         let before = options.ranks.traffic();
         trainer.step(&step)?;
-        let strategy = &trainer.engine.strategy;
+        let strategy = &trainer.engine.store;
         let mut elements = [0; 2];
         let mut kept = 0;
         for bucket in strategy.trainable() {
@@ -95,7 +95,10 @@ fn run(kind: Kind, ranks: usize, turns: usize) -> Vec<Seen> {
             formula: strategy.sent_by_formula(turns as u64),
         })
     };
-    local::run_ranks(local::World::new(ranks).ends(), |end| threads::in_own_pool(1, || rank(end))).unwrap()
+    in_process::run_ranks(in_process::InProcessWorld::new(ranks).communicators(), |end| {
+        thread_pool::in_own_pool(1, || rank(end))
+    })
+    .unwrap()
 }
 
 /// What a rank of `n` passes on of `bytes` in one round of a ring.
@@ -108,8 +111,14 @@ fn every_byte_sent_is_in_the_formula() {
     for ranks in [2, 3, 4] {
         for turns in [1, 2] {
             let a = turns as u64;
-            for kind in [Kind::Ddp, Kind::Zero1, Kind::Zero2, Kind::Fsdp, Kind::Hsdp(ranks.min(2))] {
-                if matches!(kind, Kind::Hsdp(size) if ranks % size != 0) {
+            for kind in [
+                ShardingStrategy::Ddp,
+                ShardingStrategy::Zero1,
+                ShardingStrategy::Zero2,
+                ShardingStrategy::Fsdp,
+                ShardingStrategy::Hsdp(ranks.min(2)),
+            ] {
+                if matches!(kind, ShardingStrategy::Hsdp(size) if ranks % size != 0) {
                     continue;
                 }
                 for seen in run(kind, ranks, turns) {
@@ -121,14 +130,14 @@ fn every_byte_sent_is_in_the_formula() {
                     // Losses; squares of sharded gradients.
                     let (loss, squares) = (2 * part(8, n), 2 * part(8, n));
                     let wanted = match kind {
-                        Kind::Single => 0,
-                        Kind::Ddp => 2 * part(all, n) + loss,
-                        Kind::Zero1 => 2 * part(all, n) + loss + squares,
-                        Kind::Zero2 => (a + 1) * part(all, n) + loss + squares,
-                        Kind::Fsdp => {
+                        ShardingStrategy::Single => 0,
+                        ShardingStrategy::Ddp => 2 * part(all, n) + loss,
+                        ShardingStrategy::Zero1 => 2 * part(all, n) + loss + squares,
+                        ShardingStrategy::Zero2 => (a + 1) * part(all, n) + loss + squares,
+                        ShardingStrategy::Fsdp => {
                             a * (2 * part(blocks, n) + part(ends, n) + part(all, n)) + loss + squares
                         }
-                        Kind::Hsdp(s) => {
+                        ShardingStrategy::Hsdp(s) => {
                             let across = 2 * part(all / s as u64, n / s);
                             let inside = 2 * part(blocks, s) + part(ends, s) + part(all, s);
                             a * (inside + across) + loss + 2 * part(8, s)
@@ -136,10 +145,10 @@ fn every_byte_sent_is_in_the_formula() {
                     };
                     assert_eq!(seen.sent.total_bytes(), wanted, "{kind:?} on {ranks} ranks, {turns} turns");
                     assert_eq!(seen.formula, wanted, "{kind:?}: what a plan says");
-                    let sharded = matches!(kind, Kind::Fsdp | Kind::Hsdp(_));
+                    let sharded = matches!(kind, ShardingStrategy::Fsdp | ShardingStrategy::Hsdp(_));
                     assert_eq!(seen.most, if sharded { 2 } else { 0 }, "{kind:?}: segments whole at a time");
-                    let copies = if let Kind::Hsdp(s) = kind { ranks / s } else { 1 };
-                    let owned = if kind == Kind::Ddp { 1 } else { ranks / copies };
+                    let copies = if let ShardingStrategy::Hsdp(s) = kind { ranks / s } else { 1 };
+                    let owned = if kind == ShardingStrategy::Ddp { 1 } else { ranks / copies };
                     assert_eq!(seen.kept as u64 * 4 * owned as u64, all, "{kind:?}: what a rank updates");
                 }
             }
@@ -148,21 +157,24 @@ fn every_byte_sent_is_in_the_formula() {
 }
 
 /// Values, f32 masters and gradients as they are, and 8 bytes of moments for each parameter that the rank updates.
-fn kept(kind: Kind, ranks: usize, dtype: DType) -> Vec<(u64, u64)> {
+fn kept(kind: ShardingStrategy, ranks: usize, dtype: DType) -> Vec<(u64, u64)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
     let rank = |end| -> Result<(u64, u64)> {
         let world: Arc<dyn Collective> = Arc::new(end);
         let options = EngineOptions {
-            ranks: Ranks::new(kind, world)?,
-            ..EngineOptions::alone(Device::Cpu, dtype, Algorithm::Flash, 0)
+            ranks: DeviceMesh::new(kind, world)?,
+            ..EngineOptions::alone(Device::Cpu, dtype, AttentionAlgorithm::Flash, 0)
         };
         let engine = logits::base(&folder).engine(None, true, &options)?;
         let of = |bucket: &Bucket| bucket.kept_bytes().iter().sum::<usize>() + 8 * bucket.own().len();
-        let bytes: usize = engine.strategy.trainable().map(of).sum();
-        let all: usize = engine.strategy.trainable().map(Bucket::elements).sum();
+        let bytes: usize = engine.store.trainable().map(of).sum();
+        let all: usize = engine.store.trainable().map(Bucket::elements).sum();
         Ok((bytes as u64, all as u64))
     };
-    local::run_ranks(local::World::new(ranks).ends(), |end| threads::in_own_pool(1, || rank(end))).unwrap()
+    in_process::run_ranks(in_process::InProcessWorld::new(ranks).communicators(), |end| {
+        thread_pool::in_own_pool(1, || rank(end))
+    })
+    .unwrap()
 }
 
 /// ZeRO's table (arXiv 1910.02054, figure 1), with gradients in f32: with bf16 values 18, 6 + 12/N, 2 + 16/N and 18/N
@@ -173,11 +185,11 @@ fn a_rank_keeps_the_bytes_of_the_table() {
         for ranks in [2, 4] {
             let n = ranks as u64;
             for (kind, whole, shared, over) in [
-                (Kind::Ddp, value + 4 + master + 8, 0, n),
-                (Kind::Zero1, value + 4, master + 8, n),
-                (Kind::Zero2, value, 4 + master + 8, n),
-                (Kind::Fsdp, 0, value + 4 + master + 8, n),
-                (Kind::Hsdp(2), 0, value + 4 + master + 8, 2),
+                (ShardingStrategy::Ddp, value + 4 + master + 8, 0, n),
+                (ShardingStrategy::Zero1, value + 4, master + 8, n),
+                (ShardingStrategy::Zero2, value, 4 + master + 8, n),
+                (ShardingStrategy::Fsdp, 0, value + 4 + master + 8, n),
+                (ShardingStrategy::Hsdp(2), 0, value + 4 + master + 8, 2),
             ] {
                 for (bytes, parameters) in kept(kind, ranks, dtype) {
                     let wanted = parameters * whole + parameters * shared / over;
@@ -190,7 +202,7 @@ fn a_rank_keeps_the_bytes_of_the_table() {
 
 #[test]
 fn collectives_are_as_many_as_buckets() {
-    let seen = &run(Kind::Fsdp, 2, 1)[0];
+    let seen = &run(ShardingStrategy::Fsdp, 2, 1)[0];
     // A bucket each: blocks are gathered twice, embedding and head once, and each is reduced once.
     assert_eq!(seen.sent.calls(Op::AllGather), 2 * seen.layers + 2);
     assert_eq!(seen.sent.calls(Op::ReduceScatter), seen.layers + 2);

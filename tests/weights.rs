@@ -4,10 +4,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
-use finetune::error::Kind;
+use finetune::error::ErrorCategory;
 use finetune::export::hf;
 use finetune::weights::{
-    Entry, Expected, Group, INDEX_FILE, MODEL_FILE, ModelFiles, StoredDtype, load_tensor, summary,
+    Expected, INDEX_FILE, MODEL_FILE, ModelFiles, StoredDtype, TensorGroup, WriteEntry, load_tensor, summary,
     write_file, write_sharded,
 };
 use half::{bf16, f16};
@@ -50,7 +50,7 @@ fn shown(error: &finetune::error::Error, folder: &Path) -> String {
 
 fn open_error(folder: &Path) -> String {
     let error = ModelFiles::open(folder).expect_err("refused");
-    assert_eq!(error.kind(), Kind::User);
+    assert_eq!(error.kind(), ErrorCategory::User);
     shown(&error, folder)
 }
 
@@ -304,7 +304,7 @@ fn a_folder_in_place_of_a_file_is_no_weights() {
 fn reading_converts_and_checks() {
     let dir = temp();
     let values = [1.0f64, -2.5, 3.25, 1e-3];
-    let entry = |name: &str, dtype| Entry { name: name.into(), dtype, shape: vec![2, 2] };
+    let entry = |name: &str, dtype| WriteEntry { name: name.into(), dtype, shape: vec![2, 2] };
     let entries = [
         entry("f64", StoredDtype::F64),
         entry("f32", StoredDtype::F32),
@@ -332,8 +332,8 @@ fn reading_converts_and_checks() {
     let mut part = [bf16::ZERO; 2];
     files.read_part("f32", 1, &mut part).expect("inside");
     assert_eq!(part.map(|v| v.to_f32()), [-2.5, 3.25]);
-    assert_eq!(files.read_part("f32", 3, &mut part).expect_err("outside").kind(), Kind::Internal);
-    assert_eq!(files.read_into("f32", &mut part).expect_err("too short").kind(), Kind::Internal);
+    assert_eq!(files.read_part("f32", 3, &mut part).expect_err("outside").kind(), ErrorCategory::Internal);
+    assert_eq!(files.read_into("f32", &mut part).expect_err("too short").kind(), ErrorCategory::Internal);
     let error =
         |name: &str, out: &mut [f32]| shown(&files.read_f32(name, out).expect_err("refused"), dir.path());
     insta::assert_snapshot!(error("i64", &mut out), @"
@@ -372,7 +372,7 @@ fn tensors_arrive_in_candle_with_their_shape_checked() {
     ");
     assert_eq!(
         load_tensor(&files, name, expected, DType::U8, &Device::Cpu).expect_err("refused").kind(),
-        Kind::Internal
+        ErrorCategory::Internal
     );
 }
 
@@ -380,8 +380,8 @@ fn tensors_arrive_in_candle_with_their_shape_checked() {
 fn candle_reads_what_we_write() {
     let dir = temp();
     let entries = [
-        Entry { name: "half".into(), dtype: StoredDtype::BF16, shape: vec![3] },
-        Entry { name: "full".into(), dtype: StoredDtype::F32, shape: vec![2, 1] },
+        WriteEntry { name: "half".into(), dtype: StoredDtype::BF16, shape: vec![3] },
+        WriteEntry { name: "full".into(), dtype: StoredDtype::F32, shape: vec![2, 1] },
     ];
     let path = dir.path().join("x.safetensors");
     let written = write_file(&path, &entries, |entry, sink| {
@@ -407,7 +407,7 @@ fn candle_reads_what_we_write() {
 fn writers_that_give_the_wrong_amount_are_caught() {
     let dir = temp();
     let path = dir.path().join("x.safetensors");
-    let entry = |dtype| [Entry { name: "a".into(), dtype, shape: vec![2] }];
+    let entry = |dtype| [WriteEntry { name: "a".into(), dtype, shape: vec![2] }];
     let mut errors = Vec::new();
     for values in [&[1.0f32][..], &[1.0; 3]] {
         errors.push(write_file(&path, &entry(StoredDtype::F32), |_, sink| sink.write_values(values)));
@@ -439,10 +439,10 @@ fn a_full_disk_leaves_what_was_there() {
     // The temporary leads to a device that is always full.
     let temporary = dir.path().join(format!("{MODEL_FILE}.tmp-{}", std::process::id()));
     std::os::unix::fs::symlink("/dev/full", &temporary).expect("linked");
-    let entries = [Entry { name: "a".into(), dtype: StoredDtype::F32, shape: vec![1 << 20] }];
+    let entries = [WriteEntry { name: "a".into(), dtype: StoredDtype::F32, shape: vec![1 << 20] }];
     let error =
         write_file(&path, &entries, |_, sink| sink.write_values(&vec![0f32; 1 << 20])).expect_err("full");
-    assert_eq!(error.kind(), Kind::Storage);
+    assert_eq!(error.kind(), ErrorCategory::Storage);
     insta::assert_snapshot!(shown(&error, dir.path()), @"
     error: cannot write <dir>/model.safetensors
       caused by: No space left on device (os error 28); the file needs 4.00 MiB
@@ -455,9 +455,10 @@ fn a_full_disk_leaves_what_was_there() {
 #[test]
 fn shards_have_their_hugging_face_names_and_index() {
     let dir = temp();
-    let entries: Vec<Entry> =
-        (0..3).map(|i| Entry { name: format!("t{i}"), dtype: StoredDtype::F32, shape: vec![10] }).collect();
-    let write = |entry: &Entry, sink: &mut finetune::weights::TensorSink<'_>| {
+    let entries: Vec<WriteEntry> = (0..3)
+        .map(|i| WriteEntry { name: format!("t{i}"), dtype: StoredDtype::F32, shape: vec![10] })
+        .collect();
+    let write = |entry: &WriteEntry, sink: &mut finetune::weights::TensorSink<'_>| {
         sink.write_values(&[entry.name.len() as f32; 10])
     };
     write_sharded(dir.path(), &entries, 80, write).expect("written");
@@ -491,9 +492,13 @@ fn shards_have_their_hugging_face_names_and_index() {
 fn a_model_folder_is_exported_with_its_companions() {
     let (dir, source) = (temp(), golden("models/tiny-mistral"));
     let base = ModelFiles::open(&source).expect("opens");
-    let entries: Vec<Entry> = base
+    let entries: Vec<WriteEntry> = base
         .tensors()
-        .map(|(name, info)| Entry { name: name.into(), dtype: StoredDtype::F32, shape: info.shape.clone() })
+        .map(|(name, info)| WriteEntry {
+            name: name.into(),
+            dtype: StoredDtype::F32,
+            shape: info.shape.clone(),
+        })
         .collect();
     let output = dir.path().join("a/b");
     hf::write_model(&output, &source, None, &entries, hf::SHARD_BYTES, |entry, sink| {
@@ -543,8 +548,8 @@ fn summaries_come_from_headers() {
     // 305,792 bytes of bf16, by the total_size that transformers wrote.
     assert_eq!((found.total.tensors, found.total.elements, found.total.bytes), (21, 152_896, 305_792));
     assert_eq!(found.dtypes.keys().copied().collect::<Vec<_>>(), [StoredDtype::BF16]);
-    assert_eq!(found.groups[&Group::Norm].tensors, 5);
-    assert_eq!(found.groups[&Group::Attention].tensors, 8);
+    assert_eq!(found.groups[&TensorGroup::Norm].tensors, 5);
+    assert_eq!(found.groups[&TensorGroup::Attention].tensors, 8);
     let names: Vec<&str> = found.files.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!(names, ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]);
 }
@@ -577,7 +582,7 @@ fn real_models_open_where_they_are() {
     }
 }
 
-fn any_entries() -> impl Strategy<Value = Vec<(Entry, Vec<f32>)>> {
+fn any_entries() -> impl Strategy<Value = Vec<(WriteEntry, Vec<f32>)>> {
     let dtype = prop_oneof![
         Just(StoredDtype::F32),
         Just(StoredDtype::F16),
@@ -592,7 +597,7 @@ fn any_entries() -> impl Strategy<Value = Vec<(Entry, Vec<f32>)>> {
         let numbered = tensors.into_iter().enumerate();
         numbered
             .map(|(i, (name, (dtype, shape, values)))| {
-                (Entry { name: format!("{i}{name}"), dtype, shape }, values)
+                (WriteEntry { name: format!("{i}{name}"), dtype, shape }, values)
             })
             .collect()
     })
@@ -605,7 +610,7 @@ proptest! {
     #[test]
     fn what_is_written_is_read(tensors in any_entries(), shard_bytes in 1u64..400) {
         let (once, again) = (temp(), temp());
-        let entries: Vec<Entry> = tensors.iter().map(|(entry, _)| entry.clone()).collect();
+        let entries: Vec<WriteEntry> = tensors.iter().map(|(entry, _)| entry.clone()).collect();
         let mut digests = Vec::new();
         for dir in [&once, &again] {
             let written = write_sharded(dir.path(), &entries, shard_bytes, |entry, sink| {

@@ -11,7 +11,7 @@ use std::path::Path;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
-use super::{Names, TargetModules, TargetSpec};
+use super::{ModulePattern, NamePattern, TargetSpec};
 use crate::error::{Error, Result};
 
 /// The name of the file.
@@ -71,14 +71,14 @@ fn passes(key: &str, value: &Value) -> bool {
 
 /// Why a configuration cannot be used, and the way out if there is one.
 #[derive(Debug, PartialEq)]
-struct Refusal {
+struct ConfigRefusal {
     cause: String,
     hint: Option<String>,
 }
 
-impl From<String> for Refusal {
+impl From<String> for ConfigRefusal {
     fn from(cause: String) -> Self {
-        Refusal { cause, hint: None }
+        ConfigRefusal { cause, hint: None }
     }
 }
 
@@ -105,9 +105,9 @@ impl AdapterConfig {
         })
     }
 
-    fn parse(text: &[u8]) -> Result<Self, Refusal> {
+    fn parse(text: &[u8]) -> Result<Self, ConfigRefusal> {
         let mut keys =
-            Keys(serde_json::from_slice(text).map_err(|error| format!("it is not valid: {error}"))?);
+            ConfigKeys(serde_json::from_slice(text).map_err(|error| format!("it is not valid: {error}"))?);
         for (key, accepted) in [("peft_type", "LORA"), ("task_type", "CAUSAL_LM")] {
             let found: Option<String> = keys.take(key, "a text")?;
             if found.as_deref().is_some_and(|found| found != accepted)
@@ -118,13 +118,15 @@ impl AdapterConfig {
             }
         }
         let target_modules = match keys.names("target_modules")? {
-            Some(Names::Regex(all)) if all.eq_ignore_ascii_case("all-linear") => TargetModules::AllLinear,
-            Some(names) => TargetModules::Named(names),
+            Some(NamePattern::Regex(all)) if all.eq_ignore_ascii_case("all-linear") => {
+                ModulePattern::AllLinear
+            }
+            Some(names) => ModulePattern::Named(names),
             None => return Err("`target_modules` is missing".to_owned().into()),
         };
         let spec = TargetSpec {
             target_modules,
-            exclude_modules: keys.names("exclude_modules")?.unwrap_or(Names::NONE),
+            exclude_modules: keys.names("exclude_modules")?.unwrap_or(NamePattern::NONE),
             modules_to_save: keys.take("modules_to_save", "a list of names")?.unwrap_or_default(),
             layers_to_transform: keys
                 .one_or_many("layers_to_transform", "a layer, or a list of layers, from 0")?,
@@ -176,8 +178,8 @@ impl AdapterConfig {
             "lora_alpha": number(spec.lora_alpha),
             "lora_dropout": self.lora_dropout,
             "target_modules": match &spec.target_modules {
-                TargetModules::AllLinear => json!("all-linear"),
-                TargetModules::Named(names) => names_value(names),
+                ModulePattern::AllLinear => json!("all-linear"),
+                ModulePattern::Named(names) => names_value(names),
             },
             "modules_to_save": list(&spec.modules_to_save),
             "bias": "none",
@@ -206,7 +208,7 @@ impl AdapterConfig {
     }
 }
 
-fn init(keys: &mut Keys) -> Result<InitLoraWeights, Refusal> {
+fn init(keys: &mut ConfigKeys) -> Result<InitLoraWeights, ConfigRefusal> {
     let found: Value = keys.take("init_lora_weights", "true, false or a name")?.unwrap_or(json!(true));
     let name = found.as_str().unwrap_or_default().to_ascii_lowercase();
     match (&found, name.as_str()) {
@@ -234,7 +236,7 @@ fn init(keys: &mut Keys) -> Result<InitLoraWeights, Refusal> {
             return Err(format!("`init_lora_weights` is {found}, which is not known here; {accepted}").into());
         }
     };
-    Err(Refusal {
+    Err(ConfigRefusal {
         cause: format!("`init_lora_weights` is {found}, {effect}; {accepted}"),
         hint: Some(hint.into()),
     })
@@ -259,10 +261,10 @@ fn tokens_value(tokens: &BTreeMap<String, Vec<u32>>) -> Value {
     }
 }
 
-fn names_value(names: &Names) -> Value {
+fn names_value(names: &NamePattern) -> Value {
     match names {
-        Names::Regex(pattern) => json!(pattern),
-        Names::List(list) => {
+        NamePattern::Regex(pattern) => json!(pattern),
+        NamePattern::List(list) => {
             let mut list = list.clone();
             list.sort();
             list.dedup();
@@ -272,9 +274,9 @@ fn names_value(names: &Names) -> Value {
 }
 
 /// The keys not taken yet.
-struct Keys(Map<String, Value>);
+struct ConfigKeys(Map<String, Value>);
 
-impl Keys {
+impl ConfigKeys {
     /// The value of `key`; none if it is missing or null.
     fn take<T: DeserializeOwned>(&mut self, key: &str, accepted: &str) -> Result<Option<T>, String> {
         match self.0.shift_remove(key) {
@@ -297,11 +299,11 @@ impl Keys {
         }
     }
 
-    fn names(&mut self, key: &str) -> Result<Option<Names>, String> {
+    fn names(&mut self, key: &str) -> Result<Option<NamePattern>, String> {
         let accepted = "a list of names, or a regular expression";
         match self.0.get(key) {
-            Some(Value::String(_)) => Ok(self.take(key, accepted)?.map(Names::Regex)),
-            _ => Ok(self.take(key, accepted)?.map(Names::List)),
+            Some(Value::String(_)) => Ok(self.take(key, accepted)?.map(NamePattern::Regex)),
+            _ => Ok(self.take(key, accepted)?.map(NamePattern::List)),
         }
     }
 
@@ -334,7 +336,7 @@ impl Keys {
 mod tests {
     use super::*;
 
-    fn parse(extra: &str) -> Result<AdapterConfig, Refusal> {
+    fn parse(extra: &str) -> Result<AdapterConfig, ConfigRefusal> {
         AdapterConfig::parse(
             format!(r#"{{"peft_type":"LORA","target_modules":["q_proj"]{extra}}}"#).as_bytes(),
         )
@@ -394,7 +396,7 @@ mod tests {
     fn only_old_keys_are_written_by_default() {
         let mut config = parse("").expect("minimal");
         config.spec.target_modules =
-            TargetModules::Named(Names::List(["v_proj", "q_proj", "v_proj"].map(String::from).into()));
+            ModulePattern::Named(NamePattern::List(["v_proj", "q_proj", "v_proj"].map(String::from).into()));
         config.spec.lora_alpha = 16.0;
         insta::assert_snapshot!(config.to_json(), @r#"
         {

@@ -1,7 +1,7 @@
 //! adapter_model.safetensors: an adapter on disk.
 //!
 //! Reading checks that the file is what the configuration says (each module has all its tensors, in shapes that its
-//! rank makes) and keeps it mapped; [`Adapter::check_fits`] then holds it against a model. Names are `tensors`'.
+//! rank makes) and keeps it mapped; [`SavedAdapter::check_fits`] then holds it against a model. Names are `tensors`'.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,7 +11,9 @@ use super::targets::{self, check_ids, check_vocabulary, ends_with_name};
 use super::tensors::{PREFIX, file_name, split_name};
 use super::{AdapterConfig, AdapterTensor, CONFIG_FILE, ModuleInfo, ModuleKind, Target, TensorKind};
 use crate::error::{Error, Result};
-use crate::weights::{self, Element, Entry, ModelFiles, StoredDtype, TensorInfo, TensorSink, Written};
+use crate::weights::{
+    self, ModelFiles, StoredDtype, StoredElement, TensorInfo, TensorSink, WriteEntry, Written,
+};
 
 /// The name of the file.
 pub const WEIGHTS_FILE: &str = "adapter_model.safetensors";
@@ -24,19 +26,19 @@ const COPIES: [&str; 2] = [".original_module.weight", ".modules_to_save.weight"]
 
 /// An adapter on disk, open and checked against its own configuration.
 #[derive(Debug)]
-pub struct Adapter {
+pub struct SavedAdapter {
     config: AdapterConfig,
     files: ModelFiles,
-    names: Names,
+    names: TensorNames,
     targets: Vec<Target>,
     saved: BTreeSet<String>,
     rows: BTreeMap<String, Vec<u32>>,
 }
 
 /// The name in the file of each module's tensors.
-type Names = BTreeMap<String, BTreeMap<TensorKind, String>>;
+type TensorNames = BTreeMap<String, BTreeMap<TensorKind, String>>;
 
-impl Adapter {
+impl SavedAdapter {
     /// Opens the adapter in `folder`.
     ///
     /// # Errors
@@ -134,7 +136,7 @@ impl Adapter {
     ///
     /// # Errors
     /// The user's: there is no such tensor, or it holds NaN or infinity. A fault of ours: `out` has another length.
-    pub fn read_into<T: Element>(&self, module: &str, kind: TensorKind, out: &mut [T]) -> Result<()> {
+    pub fn read_into<T: StoredElement>(&self, module: &str, kind: TensorKind, out: &mut [T]) -> Result<()> {
         let name = self.name(module, kind);
         self.files.read_into(&name, out)?;
         self.check_finite(&name, out)
@@ -143,8 +145,8 @@ impl Adapter {
     /// Reads `out.len()` elements of a tensor from element `start` on, rounded to `T`.
     ///
     /// # Errors
-    /// As [`Adapter::read_into`]; a fault of ours: the part is not inside the tensor.
-    pub fn read_part<T: Element>(
+    /// As [`SavedAdapter::read_into`]; a fault of ours: the part is not inside the tensor.
+    pub fn read_part<T: StoredElement>(
         &self,
         module: &str,
         kind: TensorKind,
@@ -156,7 +158,7 @@ impl Adapter {
         self.check_finite(&name, out)
     }
 
-    fn check_finite<T: Element>(&self, name: &str, values: &[T]) -> Result<()> {
+    fn check_finite<T: StoredElement>(&self, name: &str, values: &[T]) -> Result<()> {
         match values.iter().map(|value| value.to_f32()).find(|value| !value.is_finite()) {
             None => Ok(()),
             Some(value) => Err(Error::user(format!("cannot read adapter {}", self.files.folder().display()))
@@ -310,8 +312,8 @@ impl Adapter {
 }
 
 /// Files each tensor under its module and kind.
-fn index(files: &ModelFiles) -> Result<Names, String> {
-    let mut names = Names::new();
+fn index(files: &ModelFiles) -> Result<TensorNames, String> {
+    let mut names = TensorNames::new();
     for (name, info) in files.tensors() {
         // Of a resized table that is saved whole, PEFT saves the original and a second copy besides.
         let table = COPIES.iter().find_map(|end| name.strip_suffix(end));
@@ -397,12 +399,12 @@ pub fn write(
 ) -> Result<Vec<Written>> {
     let by_name: BTreeMap<String, &AdapterTensor> =
         tensors.iter().map(|tensor| (tensor.name(), tensor)).collect();
-    let entry = |(name, tensor): (&String, &&AdapterTensor)| Entry {
+    let entry = |(name, tensor): (&String, &&AdapterTensor)| WriteEntry {
         name: name.clone(),
         dtype,
         shape: tensor.shape.clone(),
     };
-    let entries: Vec<Entry> = by_name.iter().map(entry).collect();
+    let entries: Vec<WriteEntry> = by_name.iter().map(entry).collect();
     let weights = weights::write_file(&folder.join(WEIGHTS_FILE), &entries, |entry, sink| {
         match by_name.get(&entry.name) {
             Some(tensor) => write(tensor, sink),

@@ -2,25 +2,25 @@
 //! modules and single token rows that train whole.
 //!
 //! [`AdapterConfig`] is adapter_config.json, [`resolve`] says which modules of a model get LoRA and with what rank
-//! and scale, [`Adapter`] and [`write`] are adapter_model.safetensors, and [`merge`] adds an adapter into its base.
+//! and scale, [`SavedAdapter`] and [`write`] are adapter_model.safetensors, and [`merge`] adds an adapter into its base.
 //! How LoRA is computed and trained is for `model` to know; here are names, files and sums of matrices.
 //!
 //! Matching follows PEFT 0.21 to the letter, so a recipe written with PEFT in mind tunes the same modules. What we
 //! do not support is refused by name: an adapter that is half understood would give wrong answers in silence.
 
 mod config;
-mod factors;
 mod files;
 mod merge;
+mod svd;
 mod targets;
 mod tensors;
 
 pub use config::{AdapterConfig, CONFIG_FILE, InitLoraWeights};
-pub use factors::{Factors, principal};
-pub use files::{Adapter, WEIGHTS_FILE, write};
+pub use files::{SavedAdapter, WEIGHTS_FILE, write};
 pub use merge::{BaseValues, MERGE_FILE, MergeOptions, MergeRecord, MergeReport, Verify, merge};
+pub use svd::{LowRankFactors, principal};
 pub use targets::{
-    ModuleInfo, ModuleKind, Names, Target, TargetModules, TargetSpec, resolve, resolve_rows, resolve_saved,
-    target_names,
+    ModuleInfo, ModuleKind, ModulePattern, NamePattern, Target, TargetSpec, resolve, resolve_rows,
+    resolve_saved, target_names,
 };
 pub use tensors::{AdapterTensor, TensorKind};

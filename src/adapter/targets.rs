@@ -38,34 +38,34 @@ pub struct ModuleInfo {
 
 /// Module names as PEFT takes them.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Names {
+pub enum NamePattern {
     /// Names, or ends of names from a dot on.
     List(Vec<String>),
     /// A regular expression for the whole name.
     Regex(String),
 }
 
-impl Names {
+impl NamePattern {
     /// Matches nothing.
-    pub const NONE: Names = Names::List(Vec::new());
+    pub const NONE: NamePattern = NamePattern::List(Vec::new());
 }
 
 /// `target_modules`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum TargetModules {
+pub enum ModulePattern {
     /// Every linear layer but the output head.
     AllLinear,
     /// These modules.
-    Named(Names),
+    Named(NamePattern),
 }
 
 /// Which modules are adapted and how: the part of a LoRA configuration that depends on module names.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TargetSpec {
     /// The modules that get LoRA.
-    pub target_modules: TargetModules,
+    pub target_modules: ModulePattern,
     /// Modules that get none, whatever `target_modules` says.
-    pub exclude_modules: Names,
+    pub exclude_modules: NamePattern,
     /// Ends of names of modules that are trained and saved whole; they get no LoRA.
     pub modules_to_save: Vec<String>,
     /// Layers that `target_modules` (if a list) is restricted to.
@@ -92,8 +92,8 @@ impl Default for TargetSpec {
     /// PEFT's defaults, on all linear layers.
     fn default() -> Self {
         Self {
-            target_modules: TargetModules::AllLinear,
-            exclude_modules: Names::NONE,
+            target_modules: ModulePattern::AllLinear,
+            exclude_modules: NamePattern::NONE,
             modules_to_save: Vec::new(),
             layers_to_transform: None,
             layers_pattern: Vec::new(),
@@ -131,12 +131,12 @@ pub struct Target {
 pub fn resolve(spec: &TargetSpec, modules: &[ModuleInfo]) -> Result<Vec<Target>> {
     let exclude = Matcher::new("exclude_modules", &spec.exclude_modules)?;
     let saved = SavedMatcher::new(&spec.modules_to_save)?;
-    let layers = Layers::new(spec)?;
+    let layers = LayerFilter::new(spec)?;
     let wanted: Vec<&ModuleInfo> = match &spec.target_modules {
-        TargetModules::AllLinear => {
+        ModulePattern::AllLinear => {
             modules.iter().filter(|module| module.kind == ModuleKind::Linear).collect()
         }
-        TargetModules::Named(names) => {
+        ModulePattern::Named(names) => {
             let matcher = Matcher::new("target_modules", names)?;
             matcher.refuse_unused(modules)?;
             let in_layer =
@@ -181,17 +181,17 @@ pub(super) fn targets_of<'a>(
     modules.into_iter().map(|(name, kind)| target(name, kind, spec, &ranks, &alphas)).collect()
 }
 
-fn patterns(spec: &TargetSpec) -> Result<(Patterns<usize>, Patterns<f64>)> {
-    let ranks = Patterns::new("rank_pattern", &spec.rank_pattern)?;
-    Ok((ranks, Patterns::new("alpha_pattern", &spec.alpha_pattern)?))
+fn patterns(spec: &TargetSpec) -> Result<(CompiledPatterns<usize>, CompiledPatterns<f64>)> {
+    let ranks = CompiledPatterns::new("rank_pattern", &spec.rank_pattern)?;
+    Ok((ranks, CompiledPatterns::new("alpha_pattern", &spec.alpha_pattern)?))
 }
 
 fn target(
     name: &str,
     kind: ModuleKind,
     spec: &TargetSpec,
-    ranks: &Patterns<usize>,
-    alphas: &Patterns<f64>,
+    ranks: &CompiledPatterns<usize>,
+    alphas: &CompiledPatterns<f64>,
 ) -> Result<Target> {
     let r = ranks.get(name).unwrap_or(spec.r);
     let alpha = alphas.get(name).unwrap_or(spec.lora_alpha);
@@ -246,7 +246,7 @@ pub fn resolve_rows(spec: &TargetSpec, modules: &[ModuleInfo]) -> Result<BTreeMa
         };
         check_ids(ids).and_then(|()| check_vocabulary(ids, table)).map_err(|e| rows_failed().because(e))?;
         let saved = resolve_saved(spec, modules)?.contains(&table.name);
-        let adapted = !matches!(spec.target_modules, TargetModules::AllLinear)
+        let adapted = !matches!(spec.target_modules, ModulePattern::AllLinear)
             && resolve(spec, modules)?.iter().any(|target| target.name == table.name);
         if saved || adapted {
             let other = if saved { "modules_to_save" } else { "target_modules" };
@@ -346,10 +346,10 @@ enum Matcher<'a> {
 }
 
 impl<'a> Matcher<'a> {
-    fn new(key: &'static str, names: &'a Names) -> Result<Self> {
+    fn new(key: &'static str, names: &'a NamePattern) -> Result<Self> {
         Ok(match names {
-            Names::List(list) => Self::List(key, list, list.iter().map(String::as_str).collect()),
-            Names::Regex(pattern) => Self::Regex(key, pattern, whole(key, pattern)?),
+            NamePattern::List(list) => Self::List(key, list, list.iter().map(String::as_str).collect()),
+            NamePattern::Regex(pattern) => Self::Regex(key, pattern, whole(key, pattern)?),
         })
     }
 
@@ -408,12 +408,12 @@ impl SavedMatcher {
 }
 
 /// The first number in a name that follows a word, and the layers it may be.
-struct Layers<'a> {
+struct LayerFilter<'a> {
     allowed: Option<&'a [usize]>,
     numbers: Vec<Regex>,
 }
 
-impl<'a> Layers<'a> {
+impl<'a> LayerFilter<'a> {
     fn new(spec: &'a TargetSpec) -> Result<Self> {
         let any = [r"[^.]*".to_owned()];
         let patterns = if spec.layers_pattern.is_empty() { &any[..] } else { &spec.layers_pattern };
@@ -437,12 +437,12 @@ impl<'a> Layers<'a> {
 }
 
 /// Values by end of name.
-struct Patterns<T> {
+struct CompiledPatterns<T> {
     key: &'static str,
     values: Vec<(Regex, String, T)>,
 }
 
-impl<T: Copy> Patterns<T> {
+impl<T: Copy> CompiledPatterns<T> {
     fn new(key: &'static str, patterns: &[(String, T)]) -> Result<Self> {
         let compile = |(pattern, value): &(String, T)| {
             Ok((whole(key, &format!(r"(?:.*\.)?(?:{pattern})"))?, pattern.clone(), *value))

@@ -5,19 +5,19 @@ use std::path::{Path, PathBuf};
 
 use super::manifest::{self, Files};
 use super::{
-    ABSMAX, Moment, OPTIMIZER, PREFIX, Part, STATE_FILE, SavedMoment, SnapshotTensor, State, WriteWeights,
-    list,
+    ABSMAX, MomentKind, OPTIMIZER, PREFIX, STATE_FILE, SavedMoment, SnapshotPart, SnapshotTensor,
+    TrainingState, WriteWeights, list,
 };
 use crate::error::{Error, Result};
-use crate::weights::{Entry, NewFolder, StoredDtype, Written, write_file, write_text};
+use crate::weights::{AtomicDir, StoredDtype, WriteEntry, Written, write_file, write_text};
 
 /// The folder that will be `place`.
-pub(super) fn fresh(place: &Path) -> Result<NewFolder> {
+pub(super) fn fresh(place: &Path) -> Result<AtomicDir> {
     if place.exists() {
         // The same step, saved by a run that was resumed from an earlier checkpoint: the same bytes.
         std::fs::remove_dir_all(place).map_err(|e| Error::io("replace", place, &e))?;
     }
-    NewFolder::create(place)
+    AtomicDir::create(place)
 }
 
 /// Writes what is rank `rank`'s of a folder that `size` ranks fill: its weights and their moments.
@@ -27,7 +27,7 @@ pub(super) fn write_share(
     tensors: &[SnapshotTensor],
     write_weights: &WriteWeights,
 ) -> Result<Files> {
-    let mut written = write_weights(folder, tensors, Part::Tensors(rank))?;
+    let mut written = write_weights(folder, tensors, SnapshotPart::Tensors(rank))?;
     // Alone, also where nothing is trained: a reader looks for the file.
     if size == 1 || !tensors.is_empty() {
         written.push(write_moments(&folder.join(optimizer_file(rank, size)), tensors)?);
@@ -37,12 +37,12 @@ pub(super) fn write_share(
 
 /// Completes a folder that holds the `files` of all ranks and gives it its name.
 pub(super) fn commit(
-    folder: NewFolder,
-    state: &State,
+    folder: AtomicDir,
+    state: &TrainingState,
     mut files: Files,
     write_weights: &WriteWeights,
 ) -> Result<()> {
-    files.extend(manifest::part(folder.path(), write_weights(folder.path(), &[], Part::Rest)?));
+    files.extend(manifest::part(folder.path(), write_weights(folder.path(), &[], SnapshotPart::Rest)?));
     let text = serde_json::to_string_pretty(state).map_err(|e| Error::internal(e.to_string()))?;
     write_text(&folder.path().join(STATE_FILE), &text)?;
     manifest::complete(folder.path(), files)?;
@@ -62,12 +62,14 @@ fn optimizer_file(rank: usize, size: usize) -> String {
 
 /// optimizer.safetensors: `<name>.exp_avg` and `.exp_avg_sq`; in 8 bits also their `.absmax`.
 fn write_moments(path: &Path, tensors: &[SnapshotTensor]) -> Result<Written> {
-    let mut parts: Vec<(Entry, Stored<'_>)> = Vec::new();
+    let mut parts: Vec<(WriteEntry, Stored<'_>)> = Vec::new();
     for tensor in tensors {
-        for (moment, saved) in [Moment::First, Moment::Second].iter().zip(tensor.moments.iter().flatten()) {
+        for (moment, saved) in
+            [MomentKind::First, MomentKind::Second].iter().zip(tensor.moments.iter().flatten())
+        {
             let name = format!("{}.{}", tensor.name, moment.suffix());
             let mut push = |name: String, dtype, shape: Vec<usize>, part| {
-                parts.push((Entry { name, dtype, shape }, part));
+                parts.push((WriteEntry { name, dtype, shape }, part));
             };
             match saved {
                 SavedMoment::F32(values) => {
@@ -81,7 +83,7 @@ fn write_moments(path: &Path, tensors: &[SnapshotTensor]) -> Result<Written> {
             }
         }
     }
-    let entries: Vec<Entry> = parts.iter().map(|(entry, _)| entry.clone()).collect();
+    let entries: Vec<WriteEntry> = parts.iter().map(|(entry, _)| entry.clone()).collect();
     let by_name: HashMap<&str, &Stored<'_>> =
         parts.iter().map(|(entry, part)| (entry.name.as_str(), part)).collect();
     write_file(path, &entries, |entry, sink| match by_name.get(entry.name.as_str()) {

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 use crate::weights::{Written, write_text};
 
 const FILE: &str = "manifest.json";
@@ -80,7 +80,7 @@ pub(super) fn complete(folder: &Path, mut files: Files) -> Result<()> {
         let found = present.get(name).and_then(|path| path.metadata().ok()).map(|data| data.len());
         if found != Some(wanted.bytes) {
             let found = found.map_or_else(|| "is missing".to_owned(), |bytes| format!("has {bytes} bytes"));
-            return Err(Error::new(Kind::Storage, format!("cannot complete {}", folder.display()))
+            return Err(Error::new(ErrorCategory::Storage, format!("cannot complete {}", folder.display()))
                 .because(format!("{name} {found}, {} were written", wanted.bytes)));
         }
     }

@@ -19,9 +19,9 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-pub use saver::{Part, SavedMoment, Saver, SaverOptions, SnapshotTensor, WriteWeights, Writers};
+pub use saver::{SaveThreads, SavedMoment, Saver, SaverOptions, SnapshotPart, SnapshotTensor, WriteWeights};
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 use crate::weights::ModelFiles;
 
 const STATE_FILE: &str = "trainer_state.json";
@@ -33,7 +33,7 @@ const ABSMAX: &str = ".absmax";
 
 /// Where a run stood, and what it was: a run goes on only with the same.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct State {
+pub struct TrainingState {
     /// Version of this file's form.
     pub schema: u32,
     /// Optimizer steps done.
@@ -56,38 +56,38 @@ fn one() -> usize {
     1
 }
 
-/// The form of [`State`] that this program writes and reads.
+/// The form of [`TrainingState`] that this program writes and reads.
 pub const SCHEMA: u32 = 1;
 
 /// A checkpoint on disk whose digests hold.
 #[derive(Debug)]
-pub struct Saved {
+pub struct SavedCheckpoint {
     /// Its folder.
     pub folder: PathBuf,
     /// Where the run stood.
-    pub state: State,
+    pub state: TrainingState,
     optimizer: ModelFiles,
 }
 
 /// Which moment of the optimizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Moment {
+pub enum MomentKind {
     /// The mean of gradients.
     First,
     /// The mean of their squares.
     Second,
 }
 
-impl Moment {
+impl MomentKind {
     fn suffix(self) -> &'static str {
         match self {
-            Moment::First => "exp_avg",
-            Moment::Second => "exp_avg_sq",
+            MomentKind::First => "exp_avg",
+            MomentKind::Second => "exp_avg_sq",
         }
     }
 }
 
-impl Saved {
+impl SavedCheckpoint {
     /// Opens the checkpoint in `folder` after checking every digest.
     ///
     /// # Errors
@@ -97,21 +97,21 @@ impl Saved {
         let path = folder.join(STATE_FILE);
         let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
         let unreadable = |why: String| Error::user(format!("cannot read {}", path.display())).because(why);
-        let state: State = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
+        let state: TrainingState = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
         if state.schema != SCHEMA {
             return Err(unreadable(format!("its schema is {}; this program reads {SCHEMA}", state.schema)));
         }
         let optimizer = ModelFiles::open_files(folder, &optimizer_files(folder)?)?;
-        Ok(Saved { folder: folder.to_owned(), state, optimizer })
+        Ok(SavedCheckpoint { folder: folder.to_owned(), state, optimizer })
     }
 
     /// Reads a moment of the parameter called `name`.
-    pub fn moment(&self, name: &str, moment: Moment, out: &mut [f32]) -> Result<()> {
+    pub fn moment(&self, name: &str, moment: MomentKind, out: &mut [f32]) -> Result<()> {
         self.optimizer.read_f32(&format!("{name}.{}", moment.suffix()), out)
     }
 
     /// The codes of an 8-bit moment; reads its scales.
-    pub fn int8_moment(&self, name: &str, moment: Moment, absmax: &mut [f32]) -> Result<&[u8]> {
+    pub fn int8_moment(&self, name: &str, moment: MomentKind, absmax: &mut [f32]) -> Result<&[u8]> {
         let name = format!("{name}.{}", moment.suffix());
         self.optimizer.read_f32(&format!("{name}{ABSMAX}"), absmax)?;
         self.optimizer.bytes(&name)
@@ -162,12 +162,12 @@ pub fn is_one(folder: &Path) -> bool {
 }
 
 /// The newest sound checkpoint in `output`, and a word on each damaged one that was passed over.
-pub fn newest(output: &Path) -> Result<(Option<Saved>, Vec<String>)> {
+pub fn newest(output: &Path) -> Result<(Option<SavedCheckpoint>, Vec<String>)> {
     let mut passed = Vec::new();
     for (_, folder) in list(output)?.into_iter().rev() {
-        match Saved::open(&folder) {
+        match SavedCheckpoint::open(&folder) {
             Ok(saved) => return Ok((Some(saved), passed)),
-            Err(error) if error.kind() == Kind::Storage => return Err(error),
+            Err(error) if error.kind() == ErrorCategory::Storage => return Err(error),
             Err(error) => {
                 passed.push(format!("{} is damaged: {}", folder.display(), error.causes().join("; ")));
             }

@@ -6,7 +6,7 @@
 //! begins and in [`Saver::finish`], before the next one and at the end.
 //!
 //! A rank that fails tells its peers as in any phase. What was being saved is then committed all the same if every
-//! rank's files turn out whole, else removed. The threads outlive the ranks for that: [`Writers`] waits for them.
+//! rank's files turn out whole, else removed. The threads outlive the ranks for that: [`SaveThreads`] waits for them.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -18,11 +18,11 @@ use std::time::{Duration, Instant};
 use candle_core::{Device, Tensor};
 
 use super::manifest::{self, Files};
-use super::{PREFIX, State, folder};
+use super::{PREFIX, TrainingState, folder};
 use crate::collective::{Call, Collective};
-use crate::error::{Context, Error, Kind, Result};
-use crate::ops::access::memory;
-use crate::weights::{NewFolder, Written};
+use crate::error::{Error, ErrorCategory, ErrorContext, Result};
+use crate::runtime::cpu_tensor::memory;
+use crate::weights::{AtomicDir, Written};
 
 /// How often the first rank looks for the files of the others, at first and later.
 const LOOKS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(200)];
@@ -59,7 +59,7 @@ pub enum SavedMoment {
 
 /// Who writes what of a folder that ranks fill together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Part {
+pub enum SnapshotPart {
     /// The tensors of this rank.
     Tensors(usize),
     /// What stands beside the tensors, when all of them are there: an index, a configuration, a tokenizer.
@@ -67,15 +67,16 @@ pub enum Part {
 }
 
 /// Writes the weights of a snapshot into a folder, in the form that the run leaves (an adapter, a model). Returns what
-/// it wrote; of [`Part::Rest`] that may be a part.
-pub type WriteWeights = Arc<dyn Fn(&Path, &[SnapshotTensor], Part) -> Result<Vec<Written>> + Send + Sync>;
+/// it wrote; of [`SnapshotPart::Rest`] that may be a part.
+pub type WriteWeights =
+    Arc<dyn Fn(&Path, &[SnapshotTensor], SnapshotPart) -> Result<Vec<Written>> + Send + Sync>;
 
 /// The threads that save for the ranks of this process. Dropped after the ranks have ended, it waits for those that
 /// are still at work.
 #[derive(Debug, Default)]
-pub struct Writers(Mutex<Vec<JoinHandle<()>>>);
+pub struct SaveThreads(Mutex<Vec<JoinHandle<()>>>);
 
-impl Writers {
+impl SaveThreads {
     fn start(&self, output: &Path, work: impl FnOnce() + Send + 'static) -> Result<()> {
         let thread = Builder::new().name("checkpoint".into()).spawn(work);
         let thread = thread.map_err(|e| Error::io("start a thread for", output, &e))?;
@@ -86,7 +87,7 @@ impl Writers {
     }
 }
 
-impl Drop for Writers {
+impl Drop for SaveThreads {
     fn drop(&mut self) {
         let threads = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
         // A panic has been told by the sender it dropped.
@@ -110,12 +111,12 @@ pub struct SaverOptions {
 /// Saves a rank's part of checkpoints into one output folder.
 pub struct Saver<'a> {
     options: SaverOptions,
-    writers: &'a Writers,
-    writing: Option<Writing>,
+    writers: &'a SaveThreads,
+    writing: Option<PendingSave>,
 }
 
 /// A save that a thread is at.
-struct Writing {
+struct PendingSave {
     step: usize,
     /// A word when this rank's files are whole.
     share: Receiver<()>,
@@ -132,7 +133,7 @@ impl<'a> Saver<'a> {
     ///
     /// # Errors
     /// Storage: such a folder cannot be removed.
-    pub fn new(options: SaverOptions, first: bool, writers: &'a Writers) -> Result<Self> {
+    pub fn new(options: SaverOptions, first: bool, writers: &'a SaveThreads) -> Result<Self> {
         if first {
             folder::remove_unfinished(&options.output)?;
         }
@@ -144,14 +145,24 @@ impl<'a> Saver<'a> {
     ///
     /// # Errors
     /// Storage: the disk is full or fails. A peer failed. Earlier checkpoints stay as they are.
-    pub fn save(&mut self, state: State, tensors: Vec<SnapshotTensor>, world: &dyn Collective) -> Result<()> {
+    pub fn save(
+        &mut self,
+        state: TrainingState,
+        tensors: Vec<SnapshotTensor>,
+        world: &dyn Collective,
+    ) -> Result<()> {
         self.finish(world)?;
         let step = state.step;
         self.start(state, tensors, world).during(|| format!("cannot save step {step}"))?;
         if self.options.in_background { Ok(()) } else { self.finish(world) }
     }
 
-    fn start(&mut self, state: State, tensors: Vec<SnapshotTensor>, world: &dyn Collective) -> Result<()> {
+    fn start(
+        &mut self,
+        state: TrainingState,
+        tensors: Vec<SnapshotTensor>,
+        world: &dyn Collective,
+    ) -> Result<()> {
         let (rank, size, step) = (world.rank(), world.size(), state.step);
         let options = self.options.clone();
         let place = options.output.join(format!("{PREFIX}{step}"));
@@ -161,14 +172,14 @@ impl<'a> Saver<'a> {
             Tensor::new(&[folder.as_ref().map_or(0.0, |folder| f64::from(folder.tag()))], &Device::Cpu)?;
         let call = Call { what: "the folder of step", index: step as usize };
         world.broadcast(call, 0, &memory(&tag)?)?;
-        let shared = NewFolder::shared(&place, tag.to_vec1::<f64>()?[0] as u32);
+        let shared = AtomicDir::shared(&place, tag.to_vec1::<f64>()?[0] as u32);
         let ((say_share, share), (say_end, end), (parts, all_parts)) = (channel(), channel(), channel());
-        let work = Work { state, tensors, options, shared, rank, size, share: say_share, all_parts };
+        let work = SaveTask { state, tensors, options, shared, rank, size, share: say_share, all_parts };
         self.writers.start(&self.options.output, move || match folder {
             Some(folder) => work.first(folder, &say_end),
             None => work.other(&say_end),
         })?;
-        self.writing = Some(Writing { step: step as usize, share, end, ended: false, parts });
+        self.writing = Some(PendingSave { step: step as usize, share, end, ended: false, parts });
         Ok(())
     }
 
@@ -180,11 +191,11 @@ impl<'a> Saver<'a> {
         let Some(writing) = &mut self.writing else { return Ok(()) };
         match writing.end.try_recv() {
             Ok(end) => {
-                told(end, world)?;
+                report_end(end, world)?;
                 writing.ended = true;
                 Ok(())
             }
-            Err(TryRecvError::Disconnected) if !writing.ended => told(Err(panicked()), world),
+            Err(TryRecvError::Disconnected) if !writing.ended => report_end(Err(panicked()), world),
             Err(_) => Ok(()),
         }
     }
@@ -202,7 +213,7 @@ impl<'a> Saver<'a> {
             let _ = writing.parts.send(());
         }
         if !writing.ended {
-            told(writing.end.recv().unwrap_or_else(|_| Err(panicked())), world)?;
+            report_end(writing.end.recv().unwrap_or_else(|_| Err(panicked())), world)?;
         }
         world.barrier(call("the save of step"))
     }
@@ -213,7 +224,7 @@ fn panicked() -> Error {
 }
 
 /// The `end` of a save. Peers are told of a failure before the folder goes, so that none takes that for the cause.
-fn told(end: Result<()>, world: &dyn Collective) -> Result<()> {
+fn report_end(end: Result<()>, world: &dyn Collective) -> Result<()> {
     if let Err(error) = &end {
         let causes = error.causes().iter().map(String::as_str);
         world.abort(&std::iter::once(error.what()).chain(causes).collect::<Vec<_>>().join(": "));
@@ -222,8 +233,8 @@ fn told(end: Result<()>, world: &dyn Collective) -> Result<()> {
 }
 
 /// What a rank's thread works on.
-struct Work {
-    state: State,
+struct SaveTask {
+    state: TrainingState,
     tensors: Vec<SnapshotTensor>,
     options: SaverOptions,
     /// The folder that all ranks fill.
@@ -234,7 +245,7 @@ struct Work {
     all_parts: Receiver<()>,
 }
 
-impl Work {
+impl SaveTask {
     fn write_share(&mut self) -> Result<Files> {
         let tensors = std::mem::take(&mut self.tensors);
         folder::write_share(&self.shared, (self.rank, self.size), &tensors, &self.options.write_weights)
@@ -257,7 +268,7 @@ impl Work {
     }
 
     /// What the first rank does, which made `folder`.
-    fn first(mut self, folder: NewFolder, end: &Sender<Result<()>>) {
+    fn first(mut self, folder: AtomicDir, end: &Sender<Result<()>>) {
         // A panic must not take the folder away either.
         let written = catch_unwind(AssertUnwindSafe(|| self.write_share()));
         let written = written.unwrap_or_else(|_| Err(panicked()));
@@ -278,7 +289,7 @@ impl Work {
         }
     }
 
-    fn commit(&self, folder: NewFolder, files: Files) -> Result<()> {
+    fn commit(&self, folder: AtomicDir, files: Files) -> Result<()> {
         let files = self.gather_parts(files)?;
         manifest::remove_parts(folder.path(), self.size)?;
         folder::commit(folder, &self.state, files, &self.options.write_weights)?;
@@ -303,8 +314,11 @@ impl Work {
                     Err(RecvTimeoutError::Timeout) => pause = (2 * pause).min(longest),
                     Err(RecvTimeoutError::Disconnected) => {
                         if failed.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
-                            return Err(Error::new(Kind::Transient, "not all ranks have written their part")
-                                .because(format!("that of rank {rank} is missing, and the run has failed")));
+                            return Err(Error::new(
+                                ErrorCategory::Transient,
+                                "not all ranks have written their part",
+                            )
+                            .because(format!("that of rank {rank} is missing, and the run has failed")));
                         }
                         std::thread::sleep(LOOKS[0]);
                     }

@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 
 use super::{CommonArgs, Gpus, RunArgs, find_recipe};
 use crate::error::Result;
-use crate::recipe::Layers;
+use crate::recipe::RecipeLayers;
 
 /// What to measure.
 #[derive(Debug, Clone, Args)]
@@ -57,9 +57,9 @@ impl ScalingArgs {
     ///
     /// # Errors
     /// As there.
-    pub fn layers(&self, folder: &Path) -> Result<Layers> {
+    pub fn layers(&self, folder: &Path) -> Result<RecipeLayers> {
         let (model, train, set) = (self.run.model.clone(), self.run.dataset.clone(), self.set.clone());
         let recipe = find_recipe(self.run.recipe.as_deref(), folder)?;
-        Ok(Layers { recipe, model, train, set, folder: folder.to_owned(), ..Layers::default() })
+        Ok(RecipeLayers { recipe, model, train, set, folder: folder.to_owned(), ..RecipeLayers::default() })
     }
 }

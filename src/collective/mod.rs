@@ -8,28 +8,27 @@
 //! What is gathered and when is the strategies' business; who the ranks are and how they meet is `launch`'s and
 //! `control`'s.
 
-mod alone;
+mod buffer_checks;
+mod call_record;
 pub mod control;
+mod fault_injection;
+pub mod in_process;
 pub mod launch;
-pub mod local;
-mod memory;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod nccl;
 mod phase;
-mod planted;
-mod record;
+mod rank_threads;
+mod single_rank;
 mod sum;
-mod threads;
 mod timed;
 mod traffic;
 
-pub use alone::Alone;
-pub use memory::{Element, Memory, Place};
+pub use fault_injection::{FaultInjector, FaultNotice};
 pub use phase::Phase;
-pub use planted::{Notice, Planted};
-pub use threads::Failed;
-pub use timed::{Clock, Timed};
+pub use rank_threads::RankFailure;
+pub use single_rank::SingleRank;
+pub use timed::{CollectiveTimer, TimedCollective};
 pub use traffic::{Op, Traffic};
 
 use std::any::Any;
@@ -38,6 +37,7 @@ use std::sync::Arc;
 
 use self::launch::Launch;
 use crate::error::{Error, Result};
+use crate::runtime::buffer::Buffer;
 
 /// Whether this build can connect the ranks of several processes on CPUs. GPUs are connected by NCCL in every build that
 /// can use them.
@@ -52,7 +52,7 @@ pub fn run_among_processes(
     launch: &Launch,
     armed: impl FnOnce(Box<dyn Fn(Error) + Send>),
     work: impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync,
-) -> Result<(), Failed> {
+) -> Result<(), RankFailure> {
     #[cfg(feature = "mpi")]
     return mpi::run_ranks(
         launch,
@@ -65,7 +65,7 @@ pub fn run_among_processes(
     {
         drop((armed, work));
         let what = format!("cannot connect the ranks of {}", launch.source.name());
-        Err(Failed::heard(Error::internal(what).because("this build has no MPI")))
+        Err(RankFailure::heard(Error::internal(what).because("this build has no MPI")))
     }
 }
 
@@ -104,10 +104,10 @@ pub struct Ticket(pub(in crate::collective) u64);
 
 /// One rank's end of a group of ranks.
 ///
-/// All methods take `&self`: the memory they write is behind [`Memory`], as tensors' is everywhere in this program.
+/// All methods take `&self`: the memory they write is behind [`Buffer`], as tensors' is everywhere in this program.
 ///
 /// # Errors
-/// [`crate::error::Kind::Transient`] when a peer failed or called something else: the error names the rank, its phase and its last call.
+/// [`crate::error::ErrorCategory::Transient`] when a peer failed or called something else: the error names the rank, its phase and its last call.
 pub trait Collective: Send + Sync + std::fmt::Debug {
     /// This rank in the group.
     fn rank(&self) -> usize;
@@ -116,10 +116,10 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
     fn size(&self) -> usize;
 
     /// Replaces `buffer` by its sum over the ranks (f32, bf16, f64).
-    fn all_reduce(&self, call: Call, buffer: &Memory) -> Result<()>;
+    fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()>;
 
     /// Sums `full` over the ranks and leaves this rank's `1/size` of the sum in `shard` (f32, bf16).
-    fn reduce_scatter(&self, call: Call, full: &Memory, shard: &Memory) -> Result<()>;
+    fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()>;
 
     /// As [`Collective::reduce_scatter`] in this group and then a sum of the shards over the ranks of `replicas`,
     /// which hold the same shard of other groups. In-process and over MPI the additions are in ascending order of all ranks,
@@ -129,8 +129,8 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
         &self,
         call: Call,
         replicas: &dyn Collective,
-        full: &Memory,
-        shard: &Memory,
+        full: &Buffer,
+        shard: &Buffer,
     ) -> Result<()> {
         self.reduce_scatter(call, full, shard)?;
         replicas.all_reduce(call, shard)
@@ -139,13 +139,13 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
     /// Starts to put the ranks' `shard`s side by side into `full` (any element). Neither memory is touched by the
     /// caller before [`Collective::finish`]; `shard` is not written before a later all-reduce or barrier of the same
     /// group has returned, because slower peers may still read it.
-    fn start_all_gather(&self, call: Call, shard: &Memory, full: &Memory) -> Result<Ticket>;
+    fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket>;
 
     /// Waits for a started gather. Gathers are finished in the order in which they were started.
     fn finish(&self, ticket: Ticket) -> Result<()>;
 
     /// Copies `buffer` of rank `root` to all others (any element).
-    fn broadcast(&self, call: Call, root: usize, buffer: &Memory) -> Result<()>;
+    fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()>;
 
     /// Returns when all ranks have called it.
     fn barrier(&self, call: Call) -> Result<()>;

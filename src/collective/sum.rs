@@ -7,8 +7,8 @@
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 
-use super::Element;
 use crate::error::{Error, Result};
+use crate::runtime::buffer::ElementType;
 
 /// Replaces `out` by the sum of `pieces`, addresses of `elements` elements each; one of them may be `out` itself.
 ///
@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 /// All addresses are aligned for `element`, valid for `elements` and, but for `out` among `pieces`, do not overlap
 /// `out`; nobody else writes them meanwhile, nor reads `out`.
 pub(super) unsafe fn ascending(
-    element: Element,
+    element: ElementType,
     pieces: &[usize],
     elements: usize,
     out: usize,
@@ -27,10 +27,10 @@ pub(super) unsafe fn ascending(
     // SAFETY: by this function's contract.
     unsafe {
         match element {
-            Element::F32 => add::<f32, f32>(pieces, elements, out, |x| x, |x| x),
-            Element::F64 => add::<f64, f64>(pieces, elements, out, |x| x, |x| x),
-            Element::Bf16 => add::<u16, f32>(pieces, elements, out, widen, narrow),
-            Element::U8 => return Err(Error::internal("bytes are not added up")),
+            ElementType::F32 => add::<f32, f32>(pieces, elements, out, |x| x, |x| x),
+            ElementType::F64 => add::<f64, f64>(pieces, elements, out, |x| x, |x| x),
+            ElementType::Bf16 => add::<u16, f32>(pieces, elements, out, widen, narrow),
+            ElementType::U8 => return Err(Error::internal("bytes are not added up")),
         }
     }
     Ok(())
@@ -45,7 +45,7 @@ pub(super) unsafe fn ascending(
 /// As [`ascending`]; the sums overlap no piece.
 #[cfg(feature = "mpi")]
 pub(super) unsafe fn go_on(
-    element: Element,
+    element: ElementType,
     pieces: &[usize],
     elements: usize,
     sums: usize,
@@ -54,10 +54,10 @@ pub(super) unsafe fn go_on(
     // SAFETY: by this function's contract.
     unsafe {
         match element {
-            Element::F32 => add_to::<f32, f32>(pieces, elements, sums, fresh, |x| x),
-            Element::F64 => add_to::<f64, f64>(pieces, elements, sums, fresh, |x| x),
-            Element::Bf16 => add_to::<u16, f32>(pieces, elements, sums, fresh, widen),
-            Element::U8 => return Err(Error::internal("bytes are not added up")),
+            ElementType::F32 => add_to::<f32, f32>(pieces, elements, sums, fresh, |x| x),
+            ElementType::F64 => add_to::<f64, f64>(pieces, elements, sums, fresh, |x| x),
+            ElementType::Bf16 => add_to::<u16, f32>(pieces, elements, sums, fresh, widen),
+            ElementType::U8 => return Err(Error::internal("bytes are not added up")),
         }
     }
     Ok(())
@@ -71,14 +71,14 @@ pub(super) unsafe fn go_on(
 /// # Safety
 /// As [`go_on`]; `out` does not overlap the sums.
 #[cfg(feature = "mpi")]
-pub(super) unsafe fn rounded(element: Element, sums: usize, elements: usize, out: usize) -> Result<()> {
+pub(super) unsafe fn rounded(element: ElementType, sums: usize, elements: usize, out: usize) -> Result<()> {
     // SAFETY: by this function's contract.
     unsafe {
         match element {
-            Element::F32 => round_to::<f32, f32>(sums, elements, out, |x| x),
-            Element::F64 => round_to::<f64, f64>(sums, elements, out, |x| x),
-            Element::Bf16 => round_to::<f32, u16>(sums, elements, out, narrow),
-            Element::U8 => return Err(Error::internal("bytes are not added up")),
+            ElementType::F32 => round_to::<f32, f32>(sums, elements, out, |x| x),
+            ElementType::F64 => round_to::<f64, f64>(sums, elements, out, |x| x),
+            ElementType::Bf16 => round_to::<f32, u16>(sums, elements, out, narrow),
+            ElementType::U8 => return Err(Error::internal("bytes are not added up")),
         }
     }
     Ok(())
@@ -196,7 +196,7 @@ mod tests {
             let address = second.as_mut_ptr().expose_provenance();
             let pieces = [first.as_ptr().expose_provenance(), address, first.as_ptr().expose_provenance()];
             // SAFETY: all are vectors of `elements` f64.
-            unsafe { ascending(Element::F64, &pieces, elements, address).unwrap() };
+            unsafe { ascending(ElementType::F64, &pieces, elements, address).unwrap() };
             assert!(second.iter().zip(&first).all(|(sum, x)| *sum == x + 0.5 + x), "{elements}");
         }
     }
@@ -204,6 +204,6 @@ mod tests {
     #[test]
     fn bytes_have_no_sum() {
         // SAFETY: no element is touched.
-        assert!(unsafe { ascending(Element::U8, &[], 0, 0) }.is_err());
+        assert!(unsafe { ascending(ElementType::U8, &[], 0, 0) }.is_err());
     }
 }

@@ -5,25 +5,26 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::{Call, Collective, Memory, Phase, Ticket, Traffic};
+use super::{Call, Collective, Phase, Ticket, Traffic};
 use crate::error::Result;
+use crate::runtime::buffer::Buffer;
 
 /// Another end, with a clock. Groups split from it share the clock.
 #[derive(Debug)]
-pub struct Timed {
+pub struct TimedCollective {
     nanos: Arc<AtomicU64>,
     inner: Arc<dyn Collective>,
 }
 
-impl Timed {
+impl TimedCollective {
     /// `inner` with a clock at 0.
     pub fn new(inner: Arc<dyn Collective>) -> Self {
-        Timed { nanos: Arc::default(), inner }
+        TimedCollective { nanos: Arc::default(), inner }
     }
 
     /// The clock: nanoseconds inside calls, that is sending, summing and waiting for peers.
-    pub fn clock(&self) -> Clock {
-        Clock(Arc::clone(&self.nanos))
+    pub fn clock(&self) -> CollectiveTimer {
+        CollectiveTimer(Arc::clone(&self.nanos))
     }
 
     fn timed<R>(&self, call: impl FnOnce(&dyn Collective) -> R) -> R {
@@ -35,18 +36,18 @@ impl Timed {
     }
 }
 
-/// Reads the clock of a [`Timed`] end.
+/// Reads the clock of a [`TimedCollective`] end.
 #[derive(Debug, Clone)]
-pub struct Clock(Arc<AtomicU64>);
+pub struct CollectiveTimer(Arc<AtomicU64>);
 
-impl Clock {
+impl CollectiveTimer {
     /// Time in calls so far.
     pub fn read(&self) -> Duration {
         Duration::from_nanos(self.0.load(Ordering::Relaxed))
     }
 }
 
-impl Collective for Timed {
+impl Collective for TimedCollective {
     fn rank(&self) -> usize {
         self.inner.rank()
     }
@@ -55,11 +56,11 @@ impl Collective for Timed {
         self.inner.size()
     }
 
-    fn all_reduce(&self, call: Call, buffer: &Memory) -> Result<()> {
+    fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
         self.timed(|inner| inner.all_reduce(call, buffer))
     }
 
-    fn reduce_scatter(&self, call: Call, full: &Memory, shard: &Memory) -> Result<()> {
+    fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
         self.timed(|inner| inner.reduce_scatter(call, full, shard))
     }
 
@@ -67,13 +68,13 @@ impl Collective for Timed {
         &self,
         call: Call,
         replicas: &dyn Collective,
-        full: &Memory,
-        shard: &Memory,
+        full: &Buffer,
+        shard: &Buffer,
     ) -> Result<()> {
         self.timed(|inner| inner.reduce_scatter_across(call, replicas, full, shard))
     }
 
-    fn start_all_gather(&self, call: Call, shard: &Memory, full: &Memory) -> Result<Ticket> {
+    fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
         self.timed(|inner| inner.start_all_gather(call, shard, full))
     }
 
@@ -81,7 +82,7 @@ impl Collective for Timed {
         self.timed(|inner| inner.finish(ticket))
     }
 
-    fn broadcast(&self, call: Call, root: usize, buffer: &Memory) -> Result<()> {
+    fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
         self.timed(|inner| inner.broadcast(call, root, buffer))
     }
 
@@ -90,7 +91,10 @@ impl Collective for Timed {
     }
 
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
-        Ok(Box::new(Timed { nanos: Arc::clone(&self.nanos), inner: Arc::from(self.inner.split(color)?) }))
+        Ok(Box::new(TimedCollective {
+            nanos: Arc::clone(&self.nanos),
+            inner: Arc::from(self.inner.split(color)?),
+        }))
     }
 
     fn traffic(&self) -> Traffic {

@@ -13,12 +13,13 @@ use serde::Serialize;
 
 use super::{open_gpus, print, terminal};
 use crate::cli::{BenchArgs, BenchVerb, ScalingArgs};
-use crate::collective::nccl::{self, Alarm, Crew, Library};
-use crate::collective::{Collective, Timed, local};
+use crate::collective::nccl::{self, AbortFlag, GroupInfo, NcclLibrary};
+use crate::collective::{Collective, TimedCollective, in_process};
 use crate::error::{Error, Result};
-use crate::ops::{device, threads};
-use crate::plan::{Finder, Plan, WorldSize};
+use crate::plan::{Plan, WorldSize};
 use crate::recipe::{Recipe, Strategy};
+use crate::runtime::{device, thread_pool};
+use crate::setup::Resolver;
 use crate::units;
 
 /// Steps before the first that is measured.
@@ -59,10 +60,10 @@ struct Seen {
 fn scaling(args: &ScalingArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let recipe = Recipe::load(&args.layers(&super::working_folder()?)?)?;
-    let finder = Finder::new(args.common.offline, &terminal)?;
+    let finder = Resolver::new(args.common.offline, &terminal)?;
     let most = args.ranks.iter().copied().max().map_or(1, usize::from);
-    let place = Place::open(args, most)?;
-    let threads = args.threads.map_or_else(|| (threads::count() / most).max(1), usize::from);
+    let place = BenchPlace::open(args, most)?;
+    let threads = args.threads.map_or_else(|| (thread_pool::num_threads() / most).max(1), usize::from);
     let mut all: Vec<Figures> = Vec::new();
     for ranks in args.ranks.iter().copied().map(usize::from) {
         let mut recipe = recipe.clone();
@@ -72,8 +73,8 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
         }
         let plan = Plan::resolve(recipe, &finder, place.device(), WorldSize::on_one_host(ranks), None)?;
         terminal.line(plan.describe());
-        let seen =
-            place.run(ranks, |end, device| threads::in_own_pool(threads, || steps(&plan, end, device)))?;
+        let seen = place
+            .run(ranks, |end, device| thread_pool::in_own_pool(threads, || steps(&plan, end, device)))?;
         let first = seen.into_iter().next().ok_or_else(|| Error::internal("no rank"))?;
         all.push(figures(&plan, ranks, threads, first, all.first()));
     }
@@ -82,30 +83,30 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
 }
 
 /// Where ranks run.
-enum Place {
+enum BenchPlace {
     Cpu,
     /// A rank on each of the first ones; NCCL where there is more than one rank.
-    Gpus(Vec<Device>, Option<Arc<Library>>),
+    Gpus(Vec<Device>, Option<Arc<NcclLibrary>>),
 }
 
-impl Place {
+impl BenchPlace {
     /// What `--gpus` names, for up to `most` ranks.
     fn open(args: &ScalingArgs, most: usize) -> Result<Self> {
-        let Some(gpus) = &args.gpus else { return Ok(Place::Cpu) };
+        let Some(gpus) = &args.gpus else { return Ok(BenchPlace::Cpu) };
         let count = gpus.0.len();
         if most > count {
             return Err(Error::user(format!("cannot measure {most} ranks"))
                 .because(format!("`--gpus` names {count}; each rank needs one of its own"))
                 .hint("name more with `--gpus`, or give smaller numbers with `--ranks`"));
         }
-        let nccl = (most > 1).then(Library::open).transpose()?;
-        Ok(Place::Gpus(open_gpus(&gpus.0[..most])?, nccl))
+        let nccl = (most > 1).then(NcclLibrary::open).transpose()?;
+        Ok(BenchPlace::Gpus(open_gpus(&gpus.0[..most])?, nccl))
     }
 
     fn device(&self) -> Device {
         match self {
-            Place::Gpus(gpus, _) => device::tightest(gpus),
-            Place::Cpu => Device::Cpu,
+            BenchPlace::Gpus(gpus, _) => device::tightest(gpus),
+            BenchPlace::Cpu => Device::Cpu,
         }
     }
 
@@ -115,34 +116,36 @@ impl Place {
         rank: impl Fn(Arc<dyn Collective>, &Device) -> Result<Seen> + Sync,
     ) -> Result<Vec<Seen>> {
         match self {
-            Place::Gpus(gpus, Some(library)) if ranks > 1 => {
+            BenchPlace::Gpus(gpus, Some(library)) if ranks > 1 => {
                 let id = library.unique_id()?;
-                let crew = Crew { id, first: 0, size: ranks, deadline: nccl::DEADLINE };
+                let group_info = GroupInfo { id, first: 0, size: ranks, deadline: nccl::DEADLINE };
                 let work = |place: usize, end| rank(end, &gpus[place]);
-                let done = nccl::run_on_gpus(library, &crew, &gpus[..ranks], &Alarm::new(), work);
+                let done = nccl::run_on_gpus(library, &group_info, &gpus[..ranks], &AbortFlag::new(), work);
                 done.map_err(|failed| failed.error)
             }
-            _ => local::run_ranks(local::World::new(ranks).ends(), |end| rank(Arc::new(end), &self.device())),
+            _ => in_process::run_ranks(in_process::InProcessWorld::new(ranks).communicators(), |end| {
+                rank(Arc::new(end), &self.device())
+            }),
         }
     }
 }
 
 fn steps(plan: &Plan, end: Arc<dyn Collective>, device: &Device) -> Result<Seen> {
-    let timed = Timed::new(end);
+    let timed = TimedCollective::new(end);
     let (clock, size) = (timed.clock(), timed.size());
     let mut trainer = plan.trainer(None, Arc::new(timed), device)?;
     let mut sampler = plan.sampler()?;
     let mut seen = Seen { secs: Vec::new(), tokens: 0, sent: 0, formula: 0, exposed: Duration::ZERO };
     while let Some(step) = sampler.next_step() {
-        let (before, waited) = (trainer.engine.strategy.ranks().traffic(), clock.read());
+        let (before, waited) = (trainer.engine.store.mesh().traffic(), clock.read());
         let started = std::time::Instant::now();
         trainer.step(&step)?;
         if sampler.steps_done() > WARM_UP {
             seen.secs.push(started.elapsed().as_secs_f64());
             seen.tokens += step.tokens;
             seen.exposed += clock.read() - waited;
-            let strategy = &trainer.engine.strategy;
-            seen.sent += strategy.ranks().traffic().since(&before).total_bytes();
+            let strategy = &trainer.engine.store;
+            seen.sent += strategy.mesh().traffic().since(&before).total_bytes();
             seen.formula += strategy.sent_by_formula(step.micro_batches.len().div_ceil(size) as u64);
         }
     }

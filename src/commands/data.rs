@@ -7,8 +7,8 @@ use crate::cli::DataArgs;
 use crate::data::{Dataset, Example, Sampler, SamplerOptions, Split, Tokenizer};
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
-use crate::plan::{Finder, Rows};
 use crate::recipe::{OnBadRow, Recipe};
+use crate::setup::{DatasetLoader, Resolver};
 use crate::units;
 
 /// Shows rows.
@@ -17,7 +17,7 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
     let mut recipe = Recipe::load(&args.reading.layers(&args.model, &args.dataset, &working_folder()?)?)?;
     // Every bad row is to be seen, not only the first.
     recipe.data.on_bad_row = OnBadRow::Skip;
-    let finder = Finder::new(args.common.offline, &terminal)?;
+    let finder = Resolver::new(args.common.offline, &terminal)?;
     let source = recipe.model.id.as_ref().ok_or_else(|| Error::internal("`--model` was not taken over"))?;
     let folder = finder.model_headers(source, &recipe.model.revision)?.folder;
     let vocab_size = match std::fs::read_to_string(folder.join("config.json")) {
@@ -27,7 +27,7 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
     let mut tokenizer = Tokenizer::load(&folder)?;
     let added = tokenizer.add_tokens(&recipe.model.new_tokens)?;
     let vocab_size = added.into_iter().fold(vocab_size, |size, id| size.max(id as usize + 1));
-    let rows = Rows::new(tokenizer, &recipe.data, vocab_size)?;
+    let rows = DatasetLoader::new(tokenizer, &recipe.data, vocab_size)?;
     let (dataset, _) = rows.load(&recipe.data.train, Split::Train, &finder)?;
     for (number, example) in dataset.examples().iter().take(args.rows).enumerate() {
         terminal.data(row(number + 1, example, &rows.tokenizer)?)?;

@@ -10,11 +10,10 @@ use super::print;
 use crate::cli::DoctorArgs;
 use crate::error::{Error, Result};
 use crate::hub::HubOptions;
-use crate::ops::selftest::{self, Outcome};
-use crate::ops::{
-    self,
-    device::{self, GPU_BUILD},
-};
+use crate::ops;
+use crate::ops::selftest::{self, CaseOutcome};
+use crate::runtime::device;
+use crate::runtime::device::GPU_BUILD;
 use crate::units;
 
 /// Prints what there is; with `--selftest`, then a line an op.
@@ -23,18 +22,18 @@ pub(super) fn run(args: &DoctorArgs) -> Result<()> {
     if args.selftest { check() } else { Ok(()) }
 }
 
-type Line = (String, String);
+type DoctorLine = (String, String);
 
-fn lines(lines: &[Line]) -> String {
+fn lines(lines: &[DoctorLine]) -> String {
     let width = lines.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
     lines.iter().map(|(name, value)| format!("{name:width$}  {value}\n")).collect()
 }
 
-fn line(name: &str, value: impl Into<String>) -> Line {
+fn line(name: &str, value: impl Into<String>) -> DoctorLine {
     (name.to_owned(), value.into())
 }
 
-fn machine() -> Vec<Line> {
+fn machine() -> Vec<DoctorLine> {
     let build = if GPU_BUILD { "CPU and CUDA" } else { "CPU alone (no feature `cuda`)" };
     vec![
         line("finetune", env!("CARGO_PKG_VERSION")),
@@ -95,7 +94,7 @@ fn kib(info: &str, key: &str) -> Option<u64> {
     value.trim().strip_suffix("kB")?.trim().parse().ok()
 }
 
-fn gpus() -> Vec<Line> {
+fn gpus() -> Vec<DoctorLine> {
     if !GPU_BUILD {
         return vec![line(
             "GPU",
@@ -115,7 +114,7 @@ fn gpus() -> Vec<Line> {
     }
 }
 
-fn hub() -> Vec<Line> {
+fn hub() -> Vec<DoctorLine> {
     let options = match HubOptions::from_env(false) {
         Ok(options) => options,
         Err(error) => return vec![line("hub", told(&error))],
@@ -143,27 +142,27 @@ fn check() -> Result<()> {
     let (device, name) = (device::open(choice)?, choice.to_string());
     print(&format!("\nself-test on {name}: largest error as a part of what is tolerated\n"))?;
     print(&format!("{:<22} {:>5} {:>7} {:>7}\n", "operation", "cases", "f32", "bf16"))?;
-    let mut all: Vec<Row> = Vec::new();
+    let mut all: Vec<DoctorRow> = Vec::new();
     for outcome in selftest::run(&device) {
         match all.iter_mut().find(|row| row.op == outcome.op) {
             Some(row) => row.add(outcome),
-            None => all.push(Row::new(outcome)),
+            None => all.push(DoctorRow::new(outcome)),
         }
     }
-    print(&all.iter().map(Row::line).collect::<String>())?;
+    print(&all.iter().map(DoctorRow::line).collect::<String>())?;
     let cases: usize = all.iter().map(|row| row.cases).sum();
     let secs: f64 = all.iter().map(|row| row.secs).sum();
-    let failed: Vec<Outcome> = all.into_iter().flat_map(|row| row.failed).collect();
+    let failed: Vec<CaseOutcome> = all.into_iter().flat_map(|row| row.failed).collect();
     if failed.is_empty() {
         return print(&format!("all {cases} cases passed in {}\n", units::duration(secs)));
     }
     Err(refusal(&name, cases, &failed))
 }
 
-fn refusal(device: &str, cases: usize, failed: &[Outcome]) -> Error {
+fn refusal(device: &str, cases: usize, failed: &[CaseOutcome]) -> Error {
     let what = format!("{} of {cases} cases of the self-test failed on {device}", failed.len());
-    let case = |error: Error, outcome: &Outcome| {
-        let Outcome { op, what, dtype, error: found, tolerance, .. } = outcome;
+    let case = |error: Error, outcome: &CaseOutcome| {
+        let CaseOutcome { op, what, dtype, error: found, tolerance, .. } = outcome;
         let why = match &outcome.fault {
             Some(fault) => told(fault),
             None => format!("error {found:.1e}, tolerated {tolerance:.1e}"),
@@ -179,23 +178,23 @@ fn prefix(dtype: DType, what: &str) -> String {
 }
 
 /// The cases of one op.
-struct Row {
+struct DoctorRow {
     op: &'static str,
     cases: usize,
     /// Largest `error / tolerance` in f32 and bf16.
     worst: [Option<f64>; 2],
     secs: f64,
-    failed: Vec<Outcome>,
+    failed: Vec<CaseOutcome>,
 }
 
-impl Row {
-    fn new(first: Outcome) -> Self {
-        let mut row = Row { op: first.op, cases: 0, worst: [None; 2], secs: 0.0, failed: Vec::new() };
+impl DoctorRow {
+    fn new(first: CaseOutcome) -> Self {
+        let mut row = DoctorRow { op: first.op, cases: 0, worst: [None; 2], secs: 0.0, failed: Vec::new() };
         row.add(first);
         row
     }
 
-    fn add(&mut self, outcome: Outcome) {
+    fn add(&mut self, outcome: CaseOutcome) {
         self.cases += 1;
         self.secs += outcome.secs;
         let worst = &mut self.worst[usize::from(outcome.dtype != DType::F32)];
@@ -223,8 +222,8 @@ impl Row {
 mod tests {
     use super::*;
 
-    fn outcome(what: &str, error: f64) -> Outcome {
-        Outcome {
+    fn outcome(what: &str, error: f64) -> CaseOutcome {
+        CaseOutcome {
             op: "add",
             what: what.into(),
             dtype: DType::BF16,
@@ -238,7 +237,7 @@ mod tests {
 
     #[test]
     fn a_failure_is_named_and_is_ours() {
-        let mut row = Row::new(outcome("one dtype", 0.005));
+        let mut row = DoctorRow::new(outcome("one dtype", 0.005));
         assert_eq!(row.line(), "add                        1       -   50.0%\n");
         row.add(outcome("into f32", 0.02));
         row.add(outcome("", f64::INFINITY));

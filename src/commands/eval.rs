@@ -6,31 +6,32 @@ use super::{open_device, terminal, working_folder};
 use crate::cli::EvalArgs;
 use crate::data::{self, Split};
 use crate::error::Result;
-use crate::plan::{Adaptation, Base, EngineOptions, Finder, Rows};
-use crate::recipe::{Recipe, Source};
+use crate::recipe::{DataSource, Recipe};
+use crate::setup::{AdapterSetup, BaseModel, DatasetLoader, EngineOptions, Resolver};
 
 /// Evaluates.
 pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
     let recipe = Recipe::load(&args.rows.layers(&args.model, &args.dataset, &folder)?)?;
-    let finder = Finder::new(args.common.offline, &terminal)?;
-    let mut base = Base::open(&recipe.model, recipe.quantization.as_ref(), &finder)?;
-    let adapter = args.adapter.as_deref().map(|adapter| Source::from_argument("--adapter", adapter, &folder));
-    let adaptation = match adapter.transpose()? {
+    let finder = Resolver::new(args.common.offline, &terminal)?;
+    let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), &finder)?;
+    let adapter =
+        args.adapter.as_deref().map(|adapter| DataSource::from_argument("--adapter", adapter, &folder));
+    let adapter_setup = match adapter.transpose()? {
         Some(source) => {
             let folder = finder.adapter(&source)?.folder;
             base.adopt(&folder)?;
-            Some(Adaptation::saved_in(&folder, &base.config)?)
+            Some(AdapterSetup::saved_in(&folder, &base.config)?)
         }
         None => None,
     };
     let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
-    let rows = Rows::new(tokenizer, &recipe.data, base.config.vocab_size)?;
+    let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
     let (dataset, _) = rows.load(&recipe.data.train, Split::Eval, &finder)?;
     terminal.line(format!("data: {}", dataset.report()));
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
-    let engine = base.engine(adaptation.as_ref(), false, &options)?;
+    let engine = base.engine(adapter_setup.as_ref(), false, &options)?;
     let tokens = recipe.train.micro_batch_size * recipe.data.max_seq_len;
     let total = dataset.len();
     let evaluation = engine.evaluate(data::batch::in_order(dataset.examples(), tokens), |rows| {

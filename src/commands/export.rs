@@ -11,9 +11,9 @@ use crate::error::{Error, Result};
 use crate::export::gguf::{self, Exported, GgufType};
 use crate::export::hf;
 use crate::model::ModelConfig;
-use crate::plan::{Finder, Found};
-use crate::recipe::Source;
+use crate::recipe::DataSource;
 use crate::report::Terminal;
+use crate::setup::{ResolvedSource, Resolver};
 use crate::units;
 use crate::weights::{ModelFiles, OutputDtype};
 
@@ -22,12 +22,12 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
     let dtype = check(args)?;
-    let finder = Finder::new(args.common.offline, &terminal)?;
-    let source = Source::from_argument("--model", &args.model, &folder)?;
+    let finder = Resolver::new(args.common.offline, &terminal)?;
+    let source = DataSource::from_argument("--model", &args.model, &folder)?;
     if let Some(adapter) = &args.adapter {
         // Of the base only config.json is read.
         let config = config_of(&finder.model_headers(&source, &args.revision)?)?;
-        let adapter = finder.adapter(&Source::from_argument("--adapter", adapter, &folder)?)?;
+        let adapter = finder.adapter(&DataSource::from_argument("--adapter", adapter, &folder)?)?;
         let kind = args.r#type.unwrap_or(GgufType::F32);
         let exported = gguf::write_adapter(&config, &adapter.folder, &name_of(&adapter), kind, &args.output)?;
         say(&terminal, &exported, &args.output);
@@ -77,14 +77,14 @@ fn check(args: &ExportArgs) -> Result<OutputDtype> {
     }
 }
 
-fn config_of(found: &Found) -> Result<ModelConfig> {
+fn config_of(found: &ResolvedSource) -> Result<ModelConfig> {
     let path = found.folder.join("config.json");
     let text = std::fs::read_to_string(&path).map_err(|error| Error::io("read", &path, &error))?;
     ModelConfig::from_json(&text, &path.display().to_string())
 }
 
 /// The name of a hub repository, or of the folder: of its whole path, since `.` is no name.
-fn name_of(found: &Found) -> String {
+fn name_of(found: &ResolvedSource) -> String {
     if found.on_hub {
         return found.id.rsplit('/').next().unwrap_or(&found.id).to_owned();
     }

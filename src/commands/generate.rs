@@ -6,38 +6,39 @@ use serde_json::json;
 
 use super::{open_device, terminal, working_folder};
 use crate::cli::GenerateArgs;
-use crate::data::template::Inputs;
+use crate::data::template::TemplateInputs;
 use crate::data::{ChatTemplate, Tokenizer};
 use crate::engine::{Engine, Sampling};
 use crate::error::{Error, Result};
-use crate::plan::{Adaptation, Base, EngineOptions, Finder, Rows};
-use crate::recipe::{Layers, Purpose, Recipe, RecipeText, Source};
+use crate::recipe::{DataSource, Purpose, Recipe, RecipeLayers, RecipeText};
 use crate::report::Terminal;
+use crate::setup::{AdapterSetup, BaseModel, DatasetLoader, EngineOptions, Resolver};
 
 /// Generates.
 pub(super) fn run(args: &GenerateArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
-    let recipe = Recipe::load(&Layers {
+    let recipe = Recipe::load(&RecipeLayers {
         recipe: args.recipe.as_deref().map(|name| RecipeText::find(name, &folder)).transpose()?,
         model: Some(args.model.clone()),
         folder: folder.clone(),
         purpose: Purpose::Other,
-        ..Layers::default()
+        ..RecipeLayers::default()
     })?;
-    let finder = Finder::new(args.common.offline, &terminal)?;
-    let mut base = Base::open(&recipe.model, recipe.quantization.as_ref(), &finder)?;
-    let adapter = args.adapter.as_deref().map(|adapter| Source::from_argument("--adapter", adapter, &folder));
-    let adaptation = match adapter.transpose()? {
+    let finder = Resolver::new(args.common.offline, &terminal)?;
+    let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), &finder)?;
+    let adapter =
+        args.adapter.as_deref().map(|adapter| DataSource::from_argument("--adapter", adapter, &folder));
+    let adapter_setup = match adapter.transpose()? {
         Some(source) => {
             let folder = finder.adapter(&source)?.folder;
             base.adopt(&folder)?;
-            Some(Adaptation::saved_in(&folder, &base.config)?)
+            Some(AdapterSetup::saved_in(&folder, &base.config)?)
         }
         None => None,
     };
     let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
-    let rows = Rows::new(tokenizer, &recipe.data, base.config.vocab_size)?;
+    let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
     // What can be wrong with the input is said before weights are read.
     let task = match &args.prompt {
         Some(text) => {
@@ -50,7 +51,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
         })?),
     };
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
-    let engine = base.engine(adaptation.as_ref(), false, &options)?;
+    let engine = base.engine(adapter_setup.as_ref(), false, &options)?;
     let generator = Generator { engine, tokenizer: &rows.tokenizer, args, terminal };
     match task {
         Task::Continue { text, ids } => generator.continue_text(text, &ids),
@@ -112,7 +113,7 @@ impl Generator<'_> {
                 break;
             }
             messages.push(json!({ "role": "user", "content": line }));
-            let inputs = Inputs { add_generation_prompt: true, ..Inputs::default() };
+            let inputs = TemplateInputs { add_generation_prompt: true, ..TemplateInputs::default() };
             let rendered = template.render(&messages, &inputs)?;
             let ids = self.tokenizer.encode(&rendered.text, false)?;
             known(self.tokenizer, &ids, self.engine.config.vocab_size)?;

@@ -4,19 +4,19 @@ use std::fmt::Write;
 use std::path::Path;
 
 use super::{terminal, working_folder};
-use crate::adapter::{self, Adapter};
+use crate::adapter::{self, SavedAdapter};
 use crate::cli::InspectArgs;
 use crate::error::Result;
-use crate::plan::Finder;
-use crate::recipe::Source;
+use crate::recipe::DataSource;
+use crate::setup::Resolver;
 use crate::units;
 use crate::weights::{self, ModelFiles, Tally};
 
 /// Inspects.
 pub(super) fn run(args: &InspectArgs) -> Result<()> {
     let terminal = terminal(&args.common);
-    let source = Source::from_argument("", &args.source, &working_folder()?)?;
-    if let Source::Path(path) = &source {
+    let source = DataSource::from_argument("", &args.source, &working_folder()?)?;
+    if let DataSource::Path(path) = &source {
         if path.is_file() {
             return terminal.data(of_file(path)?);
         }
@@ -25,7 +25,7 @@ pub(super) fn run(args: &InspectArgs) -> Result<()> {
         }
         return terminal.data(of_model(path)?);
     }
-    let finder = Finder::new(args.common.offline, &terminal)?;
+    let finder = Resolver::new(args.common.offline, &terminal)?;
     terminal.data(of_model(&finder.model(&source, "main")?.folder)?)
 }
 
@@ -58,7 +58,7 @@ fn tally(tally: &Tally) -> String {
 }
 
 fn of_adapter(folder: &Path) -> Result<String> {
-    let adapter = Adapter::read(folder)?;
+    let adapter = SavedAdapter::read(folder)?;
     let config = adapter.config();
     let mut text = String::from("PEFT adapter   LoRA\n");
     let base = config.base_model_name_or_path.as_deref().unwrap_or("not named");

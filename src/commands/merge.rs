@@ -4,8 +4,9 @@ use super::{open_device, terminal, working_folder};
 use crate::adapter::{self, MergeOptions};
 use crate::cli::{MergeArgs, MergeBaseArg};
 use crate::error::Result;
-use crate::plan::{Base, BaseChoice, Check, EngineOptions, Finder, MergeBase};
-use crate::recipe::{Dtype, Model, Recipe, Source};
+use crate::recipe::{DataSource, Dtype, ModelSection, Recipe};
+use crate::run::{BaseChoice, MergeBase, MergeCheck};
+use crate::setup::{BaseModel, EngineOptions, Resolver};
 use crate::units;
 use crate::weights::OutputDtype;
 
@@ -13,11 +14,13 @@ use crate::weights::OutputDtype;
 pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
-    let finder = Finder::new(args.common.offline, &terminal)?;
-    let model =
-        Model { id: Some(Source::from_argument("--model", &args.model, &folder)?), ..Model::default() };
-    let mut base = Base::open(&model, None, &finder)?;
-    let adapter = finder.adapter(&Source::from_argument("--adapter", &args.adapter, &folder)?)?.folder;
+    let finder = Resolver::new(args.common.offline, &terminal)?;
+    let model = ModelSection {
+        id: Some(DataSource::from_argument("--model", &args.model, &folder)?),
+        ..ModelSection::default()
+    };
+    let mut base = BaseModel::open(&model, None, &finder)?;
+    let adapter = finder.adapter(&DataSource::from_argument("--adapter", &args.adapter, &folder)?)?.folder;
     base.adopt(&adapter)?;
     let choice = match args.base {
         None => BaseChoice::Trained,
@@ -26,7 +29,8 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     };
     let decided = MergeBase::decide(choice, &base, &adapter)?;
     terminal.line(format!("merging {}", decided.reason));
-    let dataset = args.verify_on.as_deref().map(|data| Source::from_argument("--verify-on", data, &folder));
+    let dataset =
+        args.verify_on.as_deref().map(|data| DataSource::from_argument("--verify-on", data, &folder));
     let dataset = dataset.transpose()?;
     (base.format, base.skipped) = (decided.trained_over, decided.skipped.clone());
     let recipe = Recipe::default();
@@ -35,7 +39,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let verify = |merged: &std::path::Path| {
         let Some(dataset) = &dataset else { return Ok(None) };
         let (base, adapter, options, finder) = (&base, adapter.as_path(), &options, &finder);
-        let certificate = Check { base, adapter, dataset, max_kl, options, finder }.certify(merged)?;
+        let certificate = MergeCheck { base, adapter, dataset, max_kl, options, finder }.certify(merged)?;
         terminal.line(format!(
             "verified on {} rows: KL divergence {:.6} nats a token (up to {max_kl} accepted), same likeliest token at {:.2} %",
             certificate.found.rows,

@@ -25,10 +25,11 @@ use std::path::{Path, PathBuf};
 use candle_core::Device;
 
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
-use crate::error::{Error, Kind, Result};
-use crate::ops::device::{self, DeviceChoice};
+use crate::error::{Error, ErrorCategory, Result};
 use crate::recipe::RecipeText;
 use crate::report::{Terminal, Verbosity};
+use crate::runtime::device;
+use crate::runtime::device::DeviceChoice;
 
 /// Does what the command line says.
 ///
@@ -88,7 +89,7 @@ fn print(text: &str) -> Result<()> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(Error::new(Kind::Storage, "cannot write the output").because(error.to_string()))
+            Err(Error::new(ErrorCategory::Storage, "cannot write the output").because(error.to_string()))
         }
         _ => Ok(()),
     }

@@ -4,20 +4,20 @@ use std::time::Instant;
 
 use super::{terminal, working_folder};
 use crate::cli::QuantizeArgs;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 use crate::export::bitsandbytes::{Scheme, write_quantized};
-use crate::plan::{Base, Finder};
-use crate::quant::{self, Format};
-use crate::recipe::{Model, QuantKind, Source};
+use crate::quant::{self, QuantFormat};
+use crate::recipe::{DataSource, ModelSection, QuantKind};
+use crate::setup::{BaseModel, Resolver};
 use crate::units;
 
 /// Quantizes.
 pub(super) fn run(args: &QuantizeArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let scheme = scheme(args)?;
-    let id = Some(Source::from_argument("--model", &args.model, &working_folder()?)?);
-    let finder = Finder::new(args.common.offline, &terminal)?;
-    let base = Base::open(&Model { id, ..Model::default() }, None, &finder)?;
+    let id = Some(DataSource::from_argument("--model", &args.model, &working_folder()?)?);
+    let finder = Resolver::new(args.common.offline, &terminal)?;
+    let base = BaseModel::open(&ModelSection { id, ..ModelSection::default() }, None, &finder)?;
     // A tensor of another shape would be quantized without a word, and fail when it is loaded.
     base.check(None, false)?;
     let files =
@@ -46,21 +46,21 @@ pub(super) fn run(args: &QuantizeArgs) -> Result<()> {
 
 fn scheme(args: &QuantizeArgs) -> Result<Scheme> {
     let kind = match args.kind {
-        QuantKind::Nf4 => quant::Kind::Nf4,
-        QuantKind::Fp4 => quant::Kind::Fp4,
+        QuantKind::Nf4 => quant::CodeKind::Nf4,
+        QuantKind::Fp4 => quant::CodeKind::Fp4,
         QuantKind::Int8 => {
             let flag = match (args.block_size, args.no_double_quant) {
                 (Some(_), _) => "--block-size",
                 (None, true) => "--no-double-quant",
                 (None, false) => return Ok(Scheme::LlmInt8),
             };
-            return Err(Error::new(Kind::Usage, format!("cannot use `{flag}` with `--kind int8`"))
+            return Err(Error::new(ErrorCategory::Usage, format!("cannot use `{flag}` with `--kind int8`"))
                 .because(
                     "LLM.int8(), the 8-bit format that transformers loads, has one f32 scale for each row",
                 )
                 .hint(format!("remove `{flag}`")));
         }
     };
-    let block_size = args.block_size.unwrap_or(Format::default().block_size);
-    Ok(Scheme::FourBits(Format { kind, block_size, double_quant: !args.no_double_quant }))
+    let block_size = args.block_size.unwrap_or(QuantFormat::default().block_size);
+    Ok(Scheme::FourBits(QuantFormat { kind, block_size, double_quant: !args.no_double_quant }))
 }

@@ -12,22 +12,24 @@ use candle_core::Device;
 
 use super::open_gpus;
 use crate::cli::TrainArgs;
+use crate::collective;
 use crate::collective::control::{Control, Identity, Terms};
+use crate::collective::in_process::InjectedFault;
 use crate::collective::launch::{Flags, Launch};
-use crate::collective::local::Fault;
-use crate::collective::nccl::{self, Alarm, Crew, Library, UniqueId};
-use crate::collective::{self, Collective, Failed, Notice, Planted, local};
-use crate::error::{Context as _, Error, Result};
-use crate::ops::device::{self, DeviceChoice};
-use crate::ops::threads;
+use crate::collective::nccl::{self, AbortFlag, GroupInfo, NcclLibrary, UniqueId};
+use crate::collective::{Collective, FaultInjector, FaultNotice, RankFailure, in_process};
+use crate::error::{Error, ErrorContext as _, Result};
 use crate::plan::Plan;
 use crate::report::{Terminal, Verbosity};
+use crate::runtime::device;
+use crate::runtime::device::DeviceChoice;
+use crate::runtime::thread_pool;
 
 /// Plants a fault in a rank, as `1:backward:panic`: for tests of how runs end.
 const FAULT: &str = "FINETUNE_FAULT";
 
 /// How long a process that noticed the loss of a peer waits to hear by the control channel who failed and why.
-const HEARSAY: Duration = Duration::from_secs(2);
+const PEER_FAILURE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Who the ranks are, by flags and environment.
 ///
@@ -67,23 +69,23 @@ fn on_gpus(args: &TrainArgs) -> Result<bool> {
 }
 
 /// The ranks of this process with what they compute on.
-pub(super) struct Ranks {
+pub(super) struct RankSetup {
     /// Who they are.
     pub(super) launch: Launch,
     /// A GPU for each of them, or the CPU for all.
     devices: Vec<Device>,
     /// What connects GPUs; none where there is nothing to connect, or CPUs.
-    nccl: Option<Arc<Library>>,
+    nccl: Option<Arc<NcclLibrary>>,
 }
 
-impl Ranks {
+impl RankSetup {
     /// Opens the devices, and NCCL where several GPUs need it.
     ///
     /// # Errors
     /// A GPU that is named is not there or cannot be opened; NCCL is missing or too old.
     pub(super) fn open(launch: Launch, args: &TrainArgs) -> Result<Self> {
         if !on_gpus(args)? {
-            return Ok(Ranks { launch, devices: vec![Device::Cpu], nccl: None });
+            return Ok(RankSetup { launch, devices: vec![Device::Cpu], nccl: None });
         }
         let devices = match &args.gpus {
             Some(gpus) => open_gpus(&gpus.0)?,
@@ -91,8 +93,8 @@ impl Ranks {
             // process its GPU alone, that is number 0; two on one GPU are refused by NCCL.
             None => open_gpus(&[launch.local_rank % device::gpus()?.len().max(1)])?,
         };
-        let nccl = (launch.world_size > 1).then(Library::open).transpose()?;
-        Ok(Ranks { launch, devices, nccl })
+        let nccl = (launch.world_size > 1).then(NcclLibrary::open).transpose()?;
+        Ok(RankSetup { launch, devices, nccl })
     }
 
     /// What to plan for.
@@ -118,7 +120,7 @@ impl Ranks {
             (None, None) => on_cpu(self.launch.world_size, &rank),
             (None, Some(library)) => {
                 let id = library.unique_id()?;
-                self.on_gpus(library, id, &Alarm::new(), &rank).map_err(|failed| failed.error)
+                self.on_gpus(library, id, &AbortFlag::new(), &rank).map_err(|failed| failed.error)
             }
             (Some(_), library) => self.among_processes(plan, library.as_ref(), &rank),
         }
@@ -126,23 +128,23 @@ impl Ranks {
 
     fn on_gpus(
         &self,
-        library: &Arc<Library>,
+        library: &Arc<NcclLibrary>,
         id: UniqueId,
-        alarm: &Arc<Alarm>,
+        abort_flag: &Arc<AbortFlag>,
         rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync),
-    ) -> Result<(), Failed> {
+    ) -> Result<(), RankFailure> {
         let Launch { rank: first, world_size: size, .. } = self.launch;
-        let crew = Crew { id, first, size, deadline: nccl::DEADLINE };
-        let each = (threads::count() / self.devices.len()).max(1);
-        let work = |place, world| threads::in_own_pool(each, || rank(place, world));
-        nccl::run_on_gpus(library, &crew, &self.devices, alarm, work).map(drop)
+        let group_info = GroupInfo { id, first, size, deadline: nccl::DEADLINE };
+        let each = (thread_pool::num_threads() / self.devices.len()).max(1);
+        let work = |place, world| thread_pool::in_own_pool(each, || rank(place, world));
+        nccl::run_on_gpus(library, &group_info, &self.devices, abort_flag, work).map(drop)
     }
 
     /// Meets the other processes, which must be about to run the same, then trains among them.
     fn among_processes(
         &self,
         plan: &Plan,
-        library: Option<&Arc<Library>>,
+        library: Option<&Arc<NcclLibrary>>,
         rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync),
     ) -> Result<()> {
         let mut terms = Terms::from_environment(&|name| std::env::var_os(name))?;
@@ -153,18 +155,18 @@ impl Ranks {
                 let id = control.broadcast("the NCCL id", || Ok(library.unique_id()?.0.to_vec()))?;
                 let id = <[u8; 128]>::try_from(id.as_slice())
                     .map_err(|_| Error::internal(format!("the NCCL id came as {} bytes", id.len())))?;
-                let alarm = Alarm::new();
-                let stop = Arc::clone(&alarm);
+                let abort_flag = AbortFlag::new();
+                let stop = Arc::clone(&abort_flag);
                 control.on_failure(move |failure| drop(stop.raise(failure.clone().into())));
-                self.on_gpus(library, UniqueId(id), &alarm, rank)
+                self.on_gpus(library, UniqueId(id), &abort_flag, rank)
             }
             None => {
                 let armed = |stop: Box<dyn Fn(Error) + Send>| {
                     control.on_failure(move |failure| stop(failure.clone().into()));
                 };
-                let each = (threads::count() / self.launch.ranks_here).max(1);
+                let each = (thread_pool::num_threads() / self.launch.ranks_here).max(1);
                 collective::run_among_processes(&self.launch, armed, |place, world| {
-                    threads::in_own_pool(each, || rank(place, world))
+                    thread_pool::in_own_pool(each, || rank(place, world))
                 })
             }
         };
@@ -175,13 +177,13 @@ impl Ranks {
     }
 
     /// Tells the other processes of a failure of this one's, or hears from them what it was.
-    fn ended(&self, control: &Control, failed: Failed) -> Error {
+    fn ended(&self, control: &Control, failed: RankFailure) -> Error {
         if let Some((rank, why)) = &failed.own {
             control.fail(*rank, why);
             return failed.error;
         }
         let begin = Instant::now();
-        while begin.elapsed() < HEARSAY {
+        while begin.elapsed() < PEER_FAILURE_TIMEOUT {
             if let Some(failure) = control.failure() {
                 return failure.into();
             }
@@ -193,22 +195,23 @@ impl Ranks {
 }
 
 /// `world` as it is, or with the fault that was planted.
-fn with_fault(world: Arc<dyn Collective>, fault: Option<Fault>) -> Arc<dyn Collective> {
+fn with_fault(world: Arc<dyn Collective>, fault: Option<InjectedFault>) -> Arc<dyn Collective> {
     let Some(fault) = fault else { return world };
-    let notice: Notice = Arc::new(|text| Terminal::stderr(Verbosity::Normal).warn(format!("{text} strikes")));
-    Arc::new(Planted::new(world, fault, &notice))
+    let notice: FaultNotice =
+        Arc::new(|text| Terminal::stderr(Verbosity::Normal).warn(format!("{text} strikes")));
+    Arc::new(FaultInjector::new(world, fault, &notice))
 }
 
 fn on_cpu(ranks: usize, rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync)) -> Result<()> {
-    let each = (threads::count() / ranks).max(1);
-    local::run_ranks(local::World::new(ranks).ends(), |end| {
-        threads::in_own_pool(each, || rank(0, Arc::new(end)))
+    let each = (thread_pool::num_threads() / ranks).max(1);
+    in_process::run_ranks(in_process::InProcessWorld::new(ranks).communicators(), |end| {
+        thread_pool::in_own_pool(each, || rank(0, Arc::new(end)))
     })?;
     Ok(())
 }
 
 /// What all processes must have alike.
-fn digests(plan: &Plan, library: Option<&Arc<Library>>) -> Result<BTreeMap<String, String>> {
+fn digests(plan: &Plan, library: Option<&Arc<NcclLibrary>>) -> Result<BTreeMap<String, String>> {
     let binary = std::env::current_exe()
         .map_err(|e| Error::internal("cannot find this binary").because(e.to_string()))?;
     let mut hasher = blake3::Hasher::new();

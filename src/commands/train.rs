@@ -7,21 +7,24 @@ use std::time::Instant;
 
 use candle_core::Device;
 
-use super::ranks::{self, Ranks};
+use super::ranks::{self, RankSetup};
 use super::showcase::{self, Question};
 use super::terminal;
-use crate::checkpoint::{self, Part, Saved, Saver, SaverOptions, State, Writers};
+use crate::checkpoint::{
+    self, SaveThreads, SavedCheckpoint, Saver, SaverOptions, SnapshotPart, TrainingState,
+};
 use crate::cli::TrainArgs;
 use crate::collective::launch::Launch;
-use crate::collective::{Call, Clock, Collective, Phase, Timed};
+use crate::collective::{Call, Collective, CollectiveTimer, Phase, TimedCollective};
 use crate::data::{self, Batch};
-use crate::engine::{Reporter, Run, RunOptions, RunSummary, Trainer};
-use crate::error::{Error, Kind, Result};
-use crate::plan::{Finder, Plan, WorldSize};
+use crate::engine::{Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
+use crate::error::{Error, ErrorCategory, Result};
+use crate::plan::{Plan, WorldSize};
 use crate::recipe::Recipe;
-use crate::report::card::{Artifact, Base, Card, CardData};
+use crate::report::card::{Artifact, Card, CardBase, CardData};
 use crate::report::html::HtmlReport;
 use crate::report::{EventWriter, MetricsLog, Terminal, Verbosity, metrics};
+use crate::setup::Resolver;
 use crate::units;
 use crate::weights::write_text;
 
@@ -34,10 +37,10 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         _ => Terminal::stderr(Verbosity::Quiet),
     };
     let recipe = Recipe::load(&args.layers(&super::working_folder()?)?)?;
-    let ranks = Ranks::open(launch, args)?;
+    let ranks = RankSetup::open(launch, args)?;
     let Launch { rank: first_rank, world_size: all, local_world_size: local, .. } = ranks.launch;
     let resumed = if args.dry_run { None } else { prepare_output(args, first_rank == 0, &terminal)? };
-    let finder = Finder::new(args.common.offline, &terminal)?;
+    let finder = Resolver::new(args.common.offline, &terminal)?;
     let mut plan =
         Plan::resolve(recipe, &finder, ranks.device(), WorldSize { all, local }, resumed.as_ref())?;
     say(&plan, &terminal);
@@ -49,7 +52,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     }
     let stop = watch_signals()?;
     // Dropped when all ranks have ended.
-    let writers = Writers::default();
+    let writers = SaveThreads::default();
     let run = TrainRun {
         args,
         questions: showcase::questions(args, &plan)?,
@@ -68,9 +71,9 @@ struct TrainRun<'a> {
     args: &'a TrainArgs,
     plan: &'a Plan,
     questions: Vec<Question>,
-    resumed: Option<&'a Saved>,
+    resumed: Option<&'a SavedCheckpoint>,
     stop: &'a AtomicBool,
-    writers: &'a Writers,
+    writers: &'a SaveThreads,
     terminal: &'a Terminal,
     started: Instant,
 }
@@ -78,7 +81,7 @@ struct TrainRun<'a> {
 impl TrainRun<'_> {
     /// What one rank does; the first one speaks and writes for all.
     fn rank(&self, world: Arc<dyn Collective>, device: &Device) -> Result<()> {
-        let timed = Timed::new(world);
+        let timed = TimedCollective::new(world);
         let clock = timed.clock();
         let world: Arc<dyn Collective> = Arc::new(timed);
         let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
@@ -135,15 +138,20 @@ impl TrainRun<'_> {
     fn write(&self, trainer: &Trainer, world: &dyn Collective) -> Result<()> {
         let output = self.args.output.as_path();
         let write = self.plan.writer(false, trainer);
-        write(output, &trainer.snapshot(false)?, Part::Tensors(world.rank()))?;
+        write(output, &trainer.snapshot(false)?, SnapshotPart::Tensors(world.rank()))?;
         world.barrier(Call { what: "the parts of the result", index: 0 })?;
         if world.rank() == 0 {
-            write(output, &[], Part::Rest)?;
+            write(output, &[], SnapshotPart::Rest)?;
         }
         Ok(())
     }
 
-    fn train(&self, trainer: &mut Trainer, world: &dyn Collective, clock: Clock) -> Result<RunSummary> {
+    fn train(
+        &self,
+        trainer: &mut Trainer,
+        world: &dyn Collective,
+        clock: CollectiveTimer,
+    ) -> Result<RunSummary> {
         let (plan, output) = (self.plan, self.args.output.as_path());
         let settings = &plan.recipe.checkpoint;
         let options = SaverOptions {
@@ -160,13 +168,13 @@ impl TrainRun<'_> {
             sampler.seek(data::Cursor { epoch: state.epoch, index: state.index })?;
         }
         let fingerprint = plan.fingerprint();
-        Run {
+        TrainLoop {
             trainer,
             sampler: &mut sampler,
             held_out: held_out_batches(plan),
             reporter: if first { Some(self.reporter(state)?) } else { None },
             saver,
-            state: &|moment| State {
+            state: &|moment| TrainingState {
                 schema: checkpoint::SCHEMA,
                 step: moment.step,
                 epoch: moment.cursor.epoch,
@@ -184,10 +192,10 @@ impl TrainRun<'_> {
                 every_steps: plan.recipe.log.every_steps,
             },
         }
-        .to_the_end(state.map_or(0, |state| state.tokens))
+        .run(state.map_or(0, |state| state.tokens))
     }
 
-    fn reporter(&self, state: Option<&State>) -> Result<Reporter<'_>> {
+    fn reporter(&self, state: Option<&TrainingState>) -> Result<Reporter<'_>> {
         let output = self.args.output.as_path();
         let path = output.join("metrics.jsonl");
         let metrics = match state {
@@ -203,7 +211,7 @@ impl TrainRun<'_> {
 
 fn stopped(summary: &RunSummary, output: &Path) -> Error {
     let folder = output.join(format!("checkpoint-{}", summary.steps));
-    Error::new(Kind::SavedAndStopped, format!("stopped by a signal after step {}", summary.steps))
+    Error::new(ErrorCategory::SavedAndStopped, format!("stopped by a signal after step {}", summary.steps))
         .because(format!("the run is saved in {}", folder.display()))
         .hint("the same command with `--resume` goes on from there")
 }
@@ -220,17 +228,17 @@ fn say(plan: &Plan, terminal: &Terminal) {
 }
 
 fn finished(plan: &Plan) -> &'static str {
-    if plan.adaptation.is_some() { "adapter saved" } else { "model saved" }
+    if plan.adapter_setup.is_some() { "adapter saved" } else { "model saved" }
 }
 
 /// Looks at the output folder: what to resume, or that it is free, which the `first` process answers for.
-fn prepare_output(args: &TrainArgs, first: bool, terminal: &Terminal) -> Result<Option<Saved>> {
+fn prepare_output(args: &TrainArgs, first: bool, terminal: &Terminal) -> Result<Option<SavedCheckpoint>> {
     let output = &args.output;
     let Some(from) = &args.resume else {
         return if first { free_output(output).map(|()| None) } else { Ok(None) };
     };
     let (saved, passed) = match from {
-        Some(folder) if checkpoint::is_one(folder) => (Some(Saved::open(folder)?), Vec::new()),
+        Some(folder) if checkpoint::is_one(folder) => (Some(SavedCheckpoint::open(folder)?), Vec::new()),
         Some(folder) => checkpoint::newest(folder)?,
         None => checkpoint::newest(output)?,
     };
@@ -285,7 +293,7 @@ fn free_output(output: &Path) -> Result<()> {
 fn watch_signals() -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        let code = i32::from(Kind::Stopped.exit_code());
+        let code = i32::from(ErrorCategory::Stopped.exit_code());
         signal_hook::flag::register_conditional_shutdown(signal, code, stop.clone())
             .and_then(|_| signal_hook::flag::register(signal, stop.clone()))
             .map_err(|e| Error::internal("cannot watch signals").because(e.to_string()))?;
@@ -300,8 +308,8 @@ fn held_out_batches(plan: &Plan) -> Vec<Batch> {
 }
 
 fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
-    let sets = |found: &[crate::plan::Found], rows: usize| -> Vec<CardData> {
-        let data = |found: &crate::plan::Found| CardData {
+    let sets = |found: &[crate::setup::ResolvedSource], rows: usize| -> Vec<CardData> {
+        let data = |found: &crate::setup::ResolvedSource| CardData {
             name: if found.on_hub { found.id.clone() } else { last_name(&found.id) },
             on_hub: found.on_hub,
             rows: rows as u64,
@@ -311,11 +319,11 @@ fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
     let found = &plan.base.found;
     Card {
         title,
-        artifact: if plan.adaptation.is_some() { Artifact::Adapter } else { Artifact::Model },
+        artifact: if plan.adapter_setup.is_some() { Artifact::Adapter } else { Artifact::Model },
         base: match (&plan.base.files, found.on_hub) {
-            (None, _) => Base::Scratch,
-            (_, true) => Base::Hub { id: found.id.clone(), commit: found.commit.clone() },
-            (_, false) => Base::Folder { name: last_name(&found.id) },
+            (None, _) => CardBase::Scratch,
+            (_, true) => CardBase::Hub { id: found.id.clone(), commit: found.commit.clone() },
+            (_, false) => CardBase::Folder { name: last_name(&found.id) },
         },
         method: method(plan),
         train_data: sets(&plan.train.1, plan.train.0.report().rows),
@@ -337,8 +345,8 @@ fn last_name(id: &str) -> String {
 }
 
 fn method(plan: &Plan) -> String {
-    match &plan.adaptation {
-        Some(adaptation) => format!("LoRA, r {}", adaptation.config.spec.r),
+    match &plan.adapter_setup {
+        Some(adapter_setup) => format!("LoRA, r {}", adapter_setup.config.spec.r),
         None => "all weights".into(),
     }
 }

@@ -13,7 +13,7 @@ pub const IGNORE: u32 = u32::MAX;
 
 /// One sample inside a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Segment {
+pub struct PackedSample {
     /// Index of its first token.
     pub start: usize,
     /// Its tokens.
@@ -30,7 +30,7 @@ pub struct Batch {
     /// The position inside its segment, `[T]`.
     pub positions: Vec<u32>,
     /// The samples, in order; together they cover the T tokens.
-    pub segments: Vec<Segment>,
+    pub segments: Vec<PackedSample>,
     /// Index of the first token in the step's global batch: dropout is keyed by it, so that it does not depend on
     /// how the batch is split.
     pub first_token: u64,
@@ -44,7 +44,7 @@ impl Batch {
         let mut batch = Batch { first_token, ..Batch::default() };
         for example in examples {
             let len = example.ids.len();
-            batch.segments.push(Segment { start: batch.ids.len(), len });
+            batch.segments.push(PackedSample { start: batch.ids.len(), len });
             batch.ids.extend_from_slice(&example.ids);
             batch.positions.extend((0u32..).take(len));
             let next = example.ids.iter().zip(&example.trained).skip(1);
@@ -58,7 +58,7 @@ impl Batch {
     }
 
     /// The same tokens without targets: no loss, and gradients of zero.
-    pub fn silent(&self) -> Self {
+    pub fn without_targets(&self) -> Self {
         Batch { targets: vec![IGNORE; self.targets.len()], ..self.clone() }
     }
 
@@ -103,7 +103,7 @@ impl Step {
     /// their second ones. Where a rank has none for its last turn, it gets one without targets: all ranks take the
     /// same number of turns.
     pub fn turns(&self, rank: usize, size: usize) -> Vec<Cow<'_, Batch>> {
-        let idle = || self.micro_batches.first().map(|batch| Cow::Owned(batch.silent()));
+        let idle = || self.micro_batches.first().map(|batch| Cow::Owned(batch.without_targets()));
         let turns = self.micro_batches.len().div_ceil(size);
         let turn = |i| self.micro_batches.get(i * size + rank).map(Cow::Borrowed).or_else(idle);
         (0..turns).filter_map(turn).collect()
@@ -136,7 +136,7 @@ pub fn in_order(examples: &[Example], max_tokens: usize) -> impl Iterator<Item =
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::{Origin, Place};
+    use crate::data::{Origin, RowOrigin};
     use std::path::Path;
     use std::sync::Arc;
 
@@ -144,7 +144,7 @@ mod tests {
         Example {
             ids: ids.to_vec(),
             trained: trained.iter().map(|t| *t == 1).collect(),
-            origin: Origin { file: Arc::from(Path::new("x")), place: Place::Line(1) },
+            origin: Origin { file: Arc::from(Path::new("x")), place: RowOrigin::Line(1) },
         }
     }
 

@@ -7,9 +7,9 @@
 
 use serde_json::{Map, Value, json};
 
-use super::format::Record;
+use super::format::ParsedRow;
 use super::json_rows::json_type;
-use super::{Fault, FaultKind};
+use super::{RowFault, RowFaultKind};
 
 /// Messages in the regular form, and which of them are trained.
 #[derive(Debug, Default)]
@@ -20,16 +20,16 @@ pub(super) struct Conversation {
 
 impl Conversation {
     /// The messages under `key` of a row; a single message may stand without a list.
-    pub(super) fn read(row: &Map<String, Value>, key: &str) -> Result<Self, Fault> {
+    pub(super) fn read(row: &Map<String, Value>, key: &str) -> Result<Self, RowFault> {
         let mut chat = Conversation::default();
         for (index, message) in messages_of(row, key)?.iter().enumerate() {
             let (message, counts) = regular(message)
-                .map_err(|why| Fault::new(FaultKind::Format, format!("`{key}[{index}]` {why}")))?;
+                .map_err(|why| RowFault::new(RowFaultKind::Format, format!("`{key}[{index}]` {why}")))?;
             chat.messages.push(message);
             chat.counts.push(counts);
         }
         if chat.messages.is_empty() {
-            return Err(Fault::new(FaultKind::Format, format!("`{key}` is empty")));
+            return Err(RowFault::new(RowFaultKind::Format, format!("`{key}` is empty")));
         }
         Ok(chat)
     }
@@ -41,20 +41,20 @@ impl Conversation {
     }
 
     /// Puts the row's `system` text in front, unless the messages begin with one.
-    pub(super) fn with_system(mut self, row: &Map<String, Value>) -> Result<Self, Fault> {
+    pub(super) fn with_system(mut self, row: &Map<String, Value>) -> Result<Self, RowFault> {
         match row.get("system") {
             None | Some(Value::Null) => {}
             Some(Value::String(text)) if text.is_empty() => {}
             Some(Value::String(text)) => {
                 if self.messages.first().is_some_and(|first| first["role"] == "system") {
-                    return Err(Fault::new(FaultKind::Format, "it has `system` and a system message"));
+                    return Err(RowFault::new(RowFaultKind::Format, "it has `system` and a system message"));
                 }
                 self.messages.insert(0, json!({"role": "system", "content": text}));
                 self.counts.insert(0, true);
             }
             Some(other) => {
                 let why = format!("`system` is {}; a string is needed", json_type(other));
-                return Err(Fault::new(FaultKind::Format, why));
+                return Err(RowFault::new(RowFaultKind::Format, why));
             }
         }
         Ok(self)
@@ -75,27 +75,27 @@ impl Conversation {
         self
     }
 
-    pub(super) fn into_record(self, tools: Option<Value>) -> Record {
-        Record::Messages { messages: self.messages, tools, counts: self.counts }
+    pub(super) fn into_record(self, tools: Option<Value>) -> ParsedRow {
+        ParsedRow::Messages { messages: self.messages, tools, counts: self.counts }
     }
 }
 
 /// The raw messages under `key`.
-pub(super) fn messages_of<'a>(row: &'a Map<String, Value>, key: &str) -> Result<Vec<&'a Value>, Fault> {
+pub(super) fn messages_of<'a>(row: &'a Map<String, Value>, key: &str) -> Result<Vec<&'a Value>, RowFault> {
     match row.get(key) {
         Some(Value::Array(messages)) => Ok(messages.iter().collect()),
         Some(message @ Value::Object(_)) => Ok(vec![message]),
-        Some(other) => Err(Fault::new(
-            FaultKind::Format,
+        Some(other) => Err(RowFault::new(
+            RowFaultKind::Format,
             format!("`{key}` is {}; a list of messages is needed", json_type(other)),
         )),
-        None => Err(Fault::new(FaultKind::Format, format!("it has no `{key}`"))),
+        None => Err(RowFault::new(RowFaultKind::Format, format!("it has no `{key}`"))),
     }
 }
 
 /// The row's tools, from a list or its JSON text; `None` when there are none.
-pub(super) fn tools_of(row: &Map<String, Value>) -> Result<Option<Value>, Fault> {
-    let fault = |why: String| Fault::new(FaultKind::Format, why);
+pub(super) fn tools_of(row: &Map<String, Value>) -> Result<Option<Value>, RowFault> {
+    let fault = |why: String| RowFault::new(RowFaultKind::Format, why);
     let tools = match row.get("tools") {
         None | Some(Value::Null) => return Ok(None),
         Some(Value::String(text)) if text.trim().is_empty() => return Ok(None),

@@ -10,10 +10,10 @@ use rayon::prelude::*;
 
 use super::encode::{Encoder, Example};
 use super::format::detect;
-use super::source::{Source, read};
+use super::source::{DataFile, read};
 use super::template::ChatTemplate;
 use super::tokenizer::Tokenizer;
-use super::{DataOptions, DataReport, Fault, FaultKind, Format, OnFault, Record};
+use super::{DataOptions, DataReport, OnFault, ParsedRow, RowFault, RowFaultKind, RowFormat};
 use crate::error::{Error, Result};
 
 /// Bad rows that an error names.
@@ -42,7 +42,7 @@ impl Dataset {
             return Err(Error::user(format!("`data.max_seq_len` is {}", options.max_seq_len))
                 .because("a row needs two tokens at least: one to predict the other from"));
         }
-        let mut source = Source::default();
+        let mut source = DataFile::default();
         for path in paths {
             let mut one = read(path, options.split)?;
             source.files.append(&mut one.files);
@@ -58,7 +58,7 @@ impl Dataset {
     /// # Errors
     /// As [`Self::load`].
     pub fn from_source(
-        source: Source,
+        source: DataFile,
         options: &DataOptions,
         tokenizer: &Tokenizer,
         template: Option<&ChatTemplate>,
@@ -135,23 +135,23 @@ fn nothing_left(report: &DataReport) -> Error {
     }
 }
 
-fn choose_format(source: &Source, options: &DataOptions) -> Result<(Format, String)> {
+fn choose_format(source: &DataFile, options: &DataOptions) -> Result<(RowFormat, String)> {
     if source.rows.is_empty() && source.bad.is_empty() {
         let files: Vec<String> = source.files.iter().map(|file| file.display().to_string()).collect();
         return Err(Error::user("the data set is empty").because(format!("no row in {}", files.join(", "))));
     }
     match options.format {
         // Nothing to look at: the faults of the rows say more than a failed guess.
-        Format::Auto if source.rows.is_empty() => Ok((Format::Auto, "no row is readable".to_owned())),
-        Format::Auto => detect(&source.rows),
+        RowFormat::Auto if source.rows.is_empty() => Ok((RowFormat::Auto, "no row is readable".to_owned())),
+        RowFormat::Auto => detect(&source.rows),
         format => Ok((format, format!("{format}: as `data.format` says"))),
     }
 }
 
 /// What the rows of a format need of the tokenizer, before every row fails for the same reason.
 fn needs_met(
-    rows: &[super::source::Row],
-    format: Format,
+    rows: &[super::source::RawRow],
+    format: RowFormat,
     tokenizer: &Tokenizer,
     template: Option<&ChatTemplate>,
 ) -> Result<()> {
@@ -163,8 +163,8 @@ fn needs_met(
         .because("it names no EOS token, so a model could never learn to stop")
         .hint("write `\"eos_token\": \"...\"` into its tokenizer_config.json"));
     }
-    let is_chat = |row: &super::source::Row| {
-        matches!(super::format::convert(&row.value, format), Ok(Some(Record::Messages { .. })))
+    let is_chat = |row: &super::source::RawRow| {
+        matches!(super::format::convert(&row.value, format), Ok(Some(ParsedRow::Messages { .. })))
     };
     if template.is_none()
         && rows.iter().find(|row| super::format::convert(&row.value, format).is_ok()).is_some_and(is_chat)
@@ -180,7 +180,7 @@ fn needs_met(
 }
 
 fn stop_on_faults(report: &DataReport, options: &DataOptions) -> Result<()> {
-    let stops = |kind: &FaultKind| *kind == FaultKind::TooLong || options.on_bad_row == OnFault::Stop;
+    let stops = |kind: &RowFaultKind| *kind == RowFaultKind::TooLong || options.on_bad_row == OnFault::Stop;
     let total: usize = report.bad.iter().filter(|(kind, _)| stops(kind)).map(|(_, (count, _))| count).sum();
     if total == 0 {
         return Ok(());
@@ -196,24 +196,24 @@ fn stop_on_faults(report: &DataReport, options: &DataOptions) -> Result<()> {
     }
     let any = |kind| named.iter().any(|bad| bad.fault.kind == kind);
     let all = |kind| named.iter().all(|bad| bad.fault.kind == kind);
-    Err(error.hint(if any(FaultKind::TooLong) {
+    Err(error.hint(if any(RowFaultKind::TooLong) {
         "raise `data.max_seq_len`, or write `data.on_long_row = \"truncate\"` or `\"drop\"`"
-    } else if all(FaultKind::CutAway) {
+    } else if all(RowFaultKind::CutAway) {
         "raise `data.max_seq_len`, or write `data.on_bad_row = \"skip\"` to leave the rows out"
-    } else if all(FaultKind::Vocabulary) {
+    } else if all(RowFaultKind::Vocabulary) {
         "give tokenizer files and weights of one and the same model"
-    } else if all(FaultKind::Template) {
+    } else if all(RowFaultKind::Template) {
         "mend the rows or the chat template (`data.chat_template` replaces the tokenizer's), or write `data.on_bad_row = \"skip\"`"
-    } else if all(FaultKind::NothingTrained) {
+    } else if all(RowFaultKind::NothingTrained) {
         "write `data.train_on = \"all\"` to train on every token, or `data.on_bad_row = \"skip\"` to leave the rows out"
     } else {
         "mend the rows, or write `data.on_bad_row = \"skip\"` to leave them out"
     }))
 }
 
-impl From<Fault> for Error {
+impl From<RowFault> for Error {
     /// A fault that concerns no row of a file.
-    fn from(fault: Fault) -> Self {
+    fn from(fault: RowFault) -> Self {
         Error::user(fault.kind.to_string()).because(fault.why)
     }
 }

@@ -1,4 +1,4 @@
-//! A [`Record`] to an [`Example`]: token ids, and which of them are trained.
+//! A [`ParsedRow`] to an [`Example`]: token ids, and which of them are trained.
 //!
 //! The whole text is tokenized once and the trained characters are carried over by the tokens' offsets, so that
 //! what is trained is exactly what stands in a row. Chats are encoded without special tokens: the template writes
@@ -8,12 +8,12 @@
 
 use serde_json::{Value, json};
 
-use super::format::{Record, question};
-use super::source::Row;
+use super::format::{ParsedRow, question};
+use super::source::RawRow;
 use super::spans::render_trained;
-use super::template::{ChatTemplate, Inputs};
+use super::template::{ChatTemplate, TemplateInputs};
 use super::tokenizer::{Encoded, Tokenizer};
-use super::{DataOptions, Fault, FaultKind, OnLongRow, Origin, TrainOn};
+use super::{DataOptions, OnLongRow, Origin, RowFault, RowFaultKind, TrainOn};
 use crate::error::Error;
 
 /// A row as the model sees it.
@@ -36,7 +36,7 @@ impl Example {
 
 /// What became of a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Outcome {
+pub enum Encoding {
     /// Its examples: one, or the chunks of a document.
     Examples(Vec<Example>),
     /// One example, cut to `max_seq_len` from `was` tokens.
@@ -84,10 +84,10 @@ impl<'a> Encoder<'a> {
     ///
     /// # Errors
     /// Whatever makes the row unusable.
-    pub fn encode_row(&self, row: &Row, format: super::Format) -> Result<Outcome, Fault> {
+    pub fn encode_row(&self, row: &RawRow, format: super::RowFormat) -> Result<Encoding, RowFault> {
         match super::format::convert(&row.value, format)? {
             Some(record) => self.encode(&record, &row.origin, row.document),
-            None => Ok(Outcome::LeftOut),
+            None => Ok(Encoding::LeftOut),
         }
     }
 
@@ -95,46 +95,47 @@ impl<'a> Encoder<'a> {
     ///
     /// # Errors
     /// Whatever makes the record unusable.
-    pub fn encode(&self, record: &Record, origin: &Origin, document: bool) -> Result<Outcome, Fault> {
+    pub fn encode(&self, record: &ParsedRow, origin: &Origin, document: bool) -> Result<Encoding, RowFault> {
         let tokens = self.tokens(record)?;
         if let Some(id) = tokens.ids.iter().find(|id| **id as usize >= self.options.vocab_size) {
             let token = self.tokenizer.token(*id).unwrap_or_default();
             let why =
                 format!("token {id} ({token:?}); the model has the ids below {}", self.options.vocab_size);
-            return Err(Fault::new(FaultKind::Vocabulary, why));
+            return Err(RowFault::new(RowFaultKind::Vocabulary, why));
         }
         let (max, was) = (self.options.max_seq_len, tokens.ids.len());
         if was <= max {
-            return self.example(tokens, origin).map(|example| Outcome::Examples(vec![example]));
+            return self.example(tokens, origin).map(|example| Encoding::Examples(vec![example]));
         }
         if document {
             return self.chunks(&tokens, origin);
         }
         match self.options.on_long_row {
-            OnLongRow::Drop => Ok(Outcome::Dropped { was }),
-            OnLongRow::Stop => {
-                Err(Fault::new(FaultKind::TooLong, format!("{was} tokens; `data.max_seq_len` is {max}")))
-            }
+            OnLongRow::Drop => Ok(Encoding::Dropped { was }),
+            OnLongRow::Stop => Err(RowFault::new(
+                RowFaultKind::TooLong,
+                format!("{was} tokens; `data.max_seq_len` is {max}"),
+            )),
             OnLongRow::Truncate => {
                 let Tokens { mut ids, mut trained } = tokens;
                 let any = trained.iter().skip(1).any(|trained| *trained);
                 ids.truncate(max);
                 trained.truncate(max);
                 let example = self.example(Tokens { ids, trained }, origin).map_err(|fault| match any {
-                    true => Fault::new(
-                        FaultKind::CutAway,
+                    true => RowFault::new(
+                        RowFaultKind::CutAway,
                         format!("there is no trained token in the first {max} of its {was} tokens"),
                     ),
                     false => fault,
                 })?;
-                Ok(Outcome::Truncated { example, was })
+                Ok(Encoding::Truncated { example, was })
             }
         }
     }
 
     /// Consecutive pieces of at most `max_seq_len` tokens. A last piece of a single token would have nothing to be
     /// predicted from: the one before it gives up a token, if it has more than two.
-    fn chunks(&self, tokens: &Tokens, origin: &Origin) -> Result<Outcome, Fault> {
+    fn chunks(&self, tokens: &Tokens, origin: &Origin) -> Result<Encoding, RowFault> {
         let (size, mut len) = (self.options.max_seq_len, tokens.ids.len());
         let mut examples = Vec::with_capacity(len.div_ceil(size));
         let mut start = 0;
@@ -149,10 +150,10 @@ impl<'a> Encoder<'a> {
             examples.push(self.example(Tokens { ids, trained }, origin)?);
             start = end;
         }
-        Ok(Outcome::Examples(examples))
+        Ok(Encoding::Examples(examples))
     }
 
-    fn example(&self, tokens: Tokens, origin: &Origin) -> Result<Example, Fault> {
+    fn example(&self, tokens: Tokens, origin: &Origin) -> Result<Example, RowFault> {
         let example = Example { ids: tokens.ids, trained: tokens.trained, origin: origin.clone() };
         if example.num_trained() == 0 {
             let why = match (example.ids.len(), self.options.train_on) {
@@ -160,43 +161,44 @@ impl<'a> Encoder<'a> {
                 (_, TrainOn::Assistant) => "there is no trained token",
                 (_, TrainOn::All) => "there is nothing to predict",
             };
-            return Err(Fault::new(FaultKind::NothingTrained, why));
+            return Err(RowFault::new(RowFaultKind::NothingTrained, why));
         }
         Ok(example)
     }
 
-    fn tokens(&self, record: &Record) -> Result<Tokens, Fault> {
+    fn tokens(&self, record: &ParsedRow) -> Result<Tokens, RowFault> {
         match record {
-            Record::Messages { messages, tools, counts } => self.chat(messages, tools.as_ref(), counts),
-            Record::Task { system, instruction, input, output } if self.template.is_some() => {
+            ParsedRow::Messages { messages, tools, counts } => self.chat(messages, tools.as_ref(), counts),
+            ParsedRow::Task { system, instruction, input, output } if self.template.is_some() => {
                 let mut messages: Vec<Value> =
                     system.iter().map(|text| json!({"role": "system", "content": text})).collect();
                 messages.push(json!({"role": "user", "content": question(instruction, input)}));
                 messages.push(json!({"role": "assistant", "content": output}));
                 self.chat(&messages, None, &[])
             }
-            Record::Task { system, instruction, input, output } => {
+            ParsedRow::Task { system, instruction, input, output } => {
                 self.text(&task_prompt(system.as_deref(), instruction, input), output)
             }
-            Record::Pair { prompt, completion } => self.text(prompt, completion),
-            Record::Text(text) => self.text("", text),
+            ParsedRow::Pair { prompt, completion } => self.text(prompt, completion),
+            ParsedRow::Text(text) => self.text("", text),
         }
     }
 
-    fn chat(&self, messages: &[Value], tools: Option<&Value>, counts: &[bool]) -> Result<Tokens, Fault> {
+    fn chat(&self, messages: &[Value], tools: Option<&Value>, counts: &[bool]) -> Result<Tokens, RowFault> {
         let Some(template) = self.template else {
-            return Err(Fault::new(
-                FaultKind::Template,
+            return Err(RowFault::new(
+                RowFaultKind::Template,
                 "the tokenizer has no chat template; write `data.chat_template`",
             ));
         };
         let all = self.options.train_on == TrainOn::All;
         let rendered = if all {
-            template.render(messages, &Inputs { tools, ..Inputs::default() })
+            template.render(messages, &TemplateInputs { tools, ..TemplateInputs::default() })
         } else {
             render_trained(template, messages, counts, tools, &self.special)
         };
-        let rendered = rendered.map_err(|error| Fault::new(FaultKind::Template, in_one_line(&error)))?;
+        let rendered =
+            rendered.map_err(|error| RowFault::new(RowFaultKind::Template, in_one_line(&error)))?;
         let encoded = self.encoded(&rendered.text, false)?;
         let trained = match all {
             true => vec![true; encoded.ids.len()],
@@ -212,18 +214,18 @@ impl<'a> Encoder<'a> {
     }
 
     /// Text as it is; what comes after `prompt` is trained.
-    fn text(&self, prompt: &str, completion: &str) -> Result<Tokens, Fault> {
+    fn text(&self, prompt: &str, completion: &str) -> Result<Tokens, RowFault> {
         let text = format!("{prompt}{completion}");
         if let Some(bos) = self.tokenizer.bos()
             && self.tokenizer.adds_bos()
             && text.starts_with(&bos.text)
         {
             let why = format!("it begins with {:?}, which the tokenizer adds itself", bos.text);
-            return Err(Fault::new(FaultKind::DoubleBos, why));
+            return Err(RowFault::new(RowFaultKind::DoubleBos, why));
         }
         if completion.is_empty() {
             let why = if prompt.is_empty() { "it is empty" } else { "its completion is empty" };
-            return Err(Fault::new(FaultKind::NothingTrained, why));
+            return Err(RowFault::new(RowFaultKind::NothingTrained, why));
         }
         let encoded = self.encoded(&text, true)?;
         let all = prompt.is_empty() || self.options.train_on == TrainOn::All;
@@ -232,9 +234,9 @@ impl<'a> Encoder<'a> {
         Ok(self.with_eos(&text, encoded, trained, true))
     }
 
-    fn encoded(&self, text: &str, add_special: bool) -> Result<Encoded, Fault> {
+    fn encoded(&self, text: &str, add_special: bool) -> Result<Encoded, RowFault> {
         let encoded = self.tokenizer.encode_with_offsets(text, add_special);
-        encoded.map_err(|error| Fault::new(FaultKind::Unreadable, in_one_line(&error)))
+        encoded.map_err(|error| RowFault::new(RowFaultKind::Unreadable, in_one_line(&error)))
     }
 
     /// Appends EOS where the row does not end in a token that stops a generation. Whitespace between what is

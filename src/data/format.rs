@@ -1,4 +1,4 @@
-//! What kind of row a row is, and what it becomes: a [`Record`].
+//! What kind of row a row is, and what it becomes: a [`ParsedRow`].
 //!
 //! Every row is classed by its keys alone; the format of a data set is the one most of its rows have, and the rows
 //! that are not of it are faults, never read by another rule. Literal `{{name}}` placeholders stay as they are:
@@ -11,14 +11,14 @@ use serde_json::{Map, Value};
 
 use super::conversation::{Conversation, messages_of, tools_of};
 use super::json_rows::json_type;
-use super::source::Row;
-use super::{Fault, FaultKind};
+use super::source::RawRow;
+use super::{RowFault, RowFaultKind};
 use crate::error::{Error, Result};
 
 /// The shape of a data set's rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Format {
+pub enum RowFormat {
     /// The format most rows have.
     #[default]
     Auto,
@@ -42,70 +42,70 @@ pub enum Format {
 }
 
 /// All formats a row can have, in the order in which its keys are looked at.
-const FORMATS: [Format; 8] = [
-    Format::Preference,
-    Format::Messages,
-    Format::ShareGpt,
-    Format::Alpaca,
-    Format::Instruction,
-    Format::PromptCompletion,
-    Format::QuestionAnswer,
-    Format::Text,
+const FORMATS: [RowFormat; 8] = [
+    RowFormat::Preference,
+    RowFormat::Messages,
+    RowFormat::ShareGpt,
+    RowFormat::Alpaca,
+    RowFormat::Instruction,
+    RowFormat::PromptCompletion,
+    RowFormat::QuestionAnswer,
+    RowFormat::Text,
 ];
 
-impl Format {
+impl RowFormat {
     /// The name as a recipe writes it.
     pub fn name(self) -> &'static str {
         match self {
-            Format::Auto => "auto",
-            Format::Messages => "messages",
-            Format::ShareGpt => "sharegpt",
-            Format::Preference => "preference",
-            Format::Alpaca => "alpaca",
-            Format::Instruction => "instruction",
-            Format::PromptCompletion => "prompt_completion",
-            Format::QuestionAnswer => "question_answer",
-            Format::Text => "text",
+            RowFormat::Auto => "auto",
+            RowFormat::Messages => "messages",
+            RowFormat::ShareGpt => "sharegpt",
+            RowFormat::Preference => "preference",
+            RowFormat::Alpaca => "alpaca",
+            RowFormat::Instruction => "instruction",
+            RowFormat::PromptCompletion => "prompt_completion",
+            RowFormat::QuestionAnswer => "question_answer",
+            RowFormat::Text => "text",
         }
     }
 
     /// The names a recipe may use.
     pub fn names() -> impl Iterator<Item = &'static str> {
-        std::iter::once(Format::Auto).chain(FORMATS).map(Format::name)
+        std::iter::once(RowFormat::Auto).chain(FORMATS).map(RowFormat::name)
     }
 
     /// The keys a row of this format has, for people.
     fn keys(self) -> &'static str {
         match self {
-            Format::Auto => "any",
-            Format::Messages => "messages",
-            Format::ShareGpt => "conversations",
-            Format::Preference => "chosen, rejected",
-            Format::Alpaca => "instruction, output",
-            Format::Instruction => "instruction, response",
-            Format::PromptCompletion => "prompt, completion",
-            Format::QuestionAnswer => "question, answer",
-            Format::Text => "text",
+            RowFormat::Auto => "any",
+            RowFormat::Messages => "messages",
+            RowFormat::ShareGpt => "conversations",
+            RowFormat::Preference => "chosen, rejected",
+            RowFormat::Alpaca => "instruction, output",
+            RowFormat::Instruction => "instruction, response",
+            RowFormat::PromptCompletion => "prompt, completion",
+            RowFormat::QuestionAnswer => "question, answer",
+            RowFormat::Text => "text",
         }
     }
 
     fn fits(self, row: &Map<String, Value>) -> bool {
         let has = |key: &str| row.get(key).is_some_and(|value| !value.is_null());
         match self {
-            Format::Auto => true,
-            Format::Messages => has("messages"),
-            Format::ShareGpt => has("conversations") || has("conversation"),
-            Format::Preference => has("chosen") && has("rejected"),
-            Format::Alpaca => has("instruction") && has("output"),
-            Format::Instruction => has("instruction") && has("response"),
-            Format::PromptCompletion => has("prompt") && (has("completion") || has("canonical_solution")),
-            Format::QuestionAnswer => has("question") && has("answer"),
-            Format::Text => has("text"),
+            RowFormat::Auto => true,
+            RowFormat::Messages => has("messages"),
+            RowFormat::ShareGpt => has("conversations") || has("conversation"),
+            RowFormat::Preference => has("chosen") && has("rejected"),
+            RowFormat::Alpaca => has("instruction") && has("output"),
+            RowFormat::Instruction => has("instruction") && has("response"),
+            RowFormat::PromptCompletion => has("prompt") && (has("completion") || has("canonical_solution")),
+            RowFormat::QuestionAnswer => has("question") && has("answer"),
+            RowFormat::Text => has("text"),
         }
     }
 }
 
-impl fmt::Display for Format {
+impl fmt::Display for RowFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -113,7 +113,7 @@ impl fmt::Display for Format {
 
 /// A row made regular: what encoding works on.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Record {
+pub enum ParsedRow {
     /// A chat, for the chat template.
     Messages {
         /// `role` and `content`, perhaps `tool_calls` and `reasoning_content`; no key is null.
@@ -149,7 +149,7 @@ pub enum Record {
 ///
 /// # Errors
 /// When no row, or less than half of them, has a known format.
-pub fn detect(rows: &[Row]) -> Result<(Format, String)> {
+pub fn detect(rows: &[RawRow]) -> Result<(RowFormat, String)> {
     let mut counts = [0usize; FORMATS.len()];
     let mut unknown = None;
     for row in rows {
@@ -177,7 +177,7 @@ pub fn detect(rows: &[Row]) -> Result<(Format, String)> {
         let known: Vec<String> = FORMATS.iter().map(|f| format!("{f} ({})", f.keys())).collect();
         return Err(error.because(format!("known: {}", known.join("; "))).hint(format!(
             "rename the keys of the rows, or {hint}{}",
-            Format::names().collect::<Vec<_>>().join(", ")
+            RowFormat::names().collect::<Vec<_>>().join(", ")
         )));
     }
     let format = FORMATS[best];
@@ -187,24 +187,24 @@ pub fn detect(rows: &[Row]) -> Result<(Format, String)> {
         format!("{count} of {} rows have", rows.len())
     };
     let mut why = format!("{format}: {share} {}", keys_found(format, rows));
-    if format == Format::Preference {
+    if format == RowFormat::Preference {
         why.push_str("; only the chosen side is trained");
     }
-    if format == Format::Messages && rows.iter().any(|row| row.value.contains_key("label")) {
+    if format == RowFormat::Messages && rows.iter().any(|row| row.value.contains_key("label")) {
         why.push_str("; of the labelled rows those with a true label are trained");
     }
     Ok((format, why))
 }
 
 /// The keys of the first row that has the format, as they stand there.
-fn keys_found(format: Format, rows: &[Row]) -> String {
+fn keys_found(format: RowFormat, rows: &[RawRow]) -> String {
     let wanted: Vec<&str> = match format {
-        Format::ShareGpt => vec!["conversations", "conversation", "tools"],
-        Format::PromptCompletion => vec!["prompt", "completion", "canonical_solution"],
-        Format::Alpaca => vec!["instruction", "input", "output"],
-        Format::Instruction => vec!["instruction", "context", "response"],
-        Format::Messages => vec!["messages", "tools", "label"],
-        Format::Preference => vec!["prompt", "messages", "conversations", "chosen", "rejected"],
+        RowFormat::ShareGpt => vec!["conversations", "conversation", "tools"],
+        RowFormat::PromptCompletion => vec!["prompt", "completion", "canonical_solution"],
+        RowFormat::Alpaca => vec!["instruction", "input", "output"],
+        RowFormat::Instruction => vec!["instruction", "context", "response"],
+        RowFormat::Messages => vec!["messages", "tools", "label"],
+        RowFormat::Preference => vec!["prompt", "messages", "conversations", "chosen", "rejected"],
         _ => format.keys().split(", ").collect(),
     };
     let row = rows.iter().find(|row| format.fits(&row.value));
@@ -220,13 +220,13 @@ fn keys_found(format: Format, rows: &[Row]) -> String {
 ///
 /// # Errors
 /// When the row is not of the format.
-pub fn convert(row: &Map<String, Value>, format: Format) -> Result<Option<Record>, Fault> {
+pub fn convert(row: &Map<String, Value>, format: RowFormat) -> Result<Option<ParsedRow>, RowFault> {
     let record = match format {
-        Format::Auto => match FORMATS.iter().find(|format| format.fits(row)) {
+        RowFormat::Auto => match FORMATS.iter().find(|format| format.fits(row)) {
             Some(format) => return convert(row, *format),
             None => return Err(no_format(row)),
         },
-        Format::Messages => {
+        RowFormat::Messages => {
             if let Some(label) = row.get("label") {
                 match truth(label) {
                     Some(true) => {}
@@ -236,25 +236,25 @@ pub fn convert(row: &Map<String, Value>, format: Format) -> Result<Option<Record
             }
             Conversation::read(row, "messages")?.into_record(tools_of(row)?)
         }
-        Format::ShareGpt => {
+        RowFormat::ShareGpt => {
             let key = if row.contains_key("conversations") { "conversations" } else { "conversation" };
             Conversation::read(row, key)?.with_system(row)?.into_record(tools_of(row)?)
         }
-        Format::Preference => preference(row)?,
-        Format::Alpaca => alpaca(row)?,
-        Format::Instruction => task(row, "instruction", "context", "response")?,
-        Format::QuestionAnswer => task(row, "question", "context", "answer")?,
-        Format::PromptCompletion => prompt_completion(row)?,
-        Format::Text => Record::Text(text(row, "text")?),
+        RowFormat::Preference => preference(row)?,
+        RowFormat::Alpaca => alpaca(row)?,
+        RowFormat::Instruction => task(row, "instruction", "context", "response")?,
+        RowFormat::QuestionAnswer => task(row, "question", "context", "answer")?,
+        RowFormat::PromptCompletion => prompt_completion(row)?,
+        RowFormat::Text => ParsedRow::Text(text(row, "text")?),
     };
     Ok(Some(record))
 }
 
-fn fault(why: impl Into<String>) -> Fault {
-    Fault::new(FaultKind::Format, why)
+fn fault(why: impl Into<String>) -> RowFault {
+    RowFault::new(RowFaultKind::Format, why)
 }
 
-fn no_format(row: &Map<String, Value>) -> Fault {
+fn no_format(row: &Map<String, Value>) -> RowFault {
     let keys: Vec<&str> = row.keys().map(String::as_str).collect();
     fault(format!("its keys are those of no format: {}", keys.join(", ")))
 }
@@ -273,7 +273,7 @@ fn truth(value: &Value) -> Option<bool> {
     }
 }
 
-fn text(row: &Map<String, Value>, key: &str) -> Result<String, Fault> {
+fn text(row: &Map<String, Value>, key: &str) -> Result<String, RowFault> {
     match row.get(key) {
         Some(Value::String(text)) => Ok(text.clone()),
         Some(other) => Err(fault(format!("`{key}` is {}; a string is needed", json_type(other)))),
@@ -284,16 +284,16 @@ fn text(row: &Map<String, Value>, key: &str) -> Result<String, Fault> {
     }
 }
 
-fn optional_text(row: &Map<String, Value>, key: &str) -> Result<String, Fault> {
+fn optional_text(row: &Map<String, Value>, key: &str) -> Result<String, RowFault> {
     match row.get(key) {
         None | Some(Value::Null) => Ok(String::new()),
         Some(_) => text(row, key),
     }
 }
 
-fn task(row: &Map<String, Value>, ask: &str, about: &str, answer: &str) -> Result<Record, Fault> {
+fn task(row: &Map<String, Value>, ask: &str, about: &str, answer: &str) -> Result<ParsedRow, RowFault> {
     let system = optional_text(row, "system")?;
-    Ok(Record::Task {
+    Ok(ParsedRow::Task {
         system: (!system.is_empty()).then_some(system),
         instruction: text(row, ask)?,
         input: optional_text(row, about)?,
@@ -301,7 +301,7 @@ fn task(row: &Map<String, Value>, ask: &str, about: &str, answer: &str) -> Resul
     })
 }
 
-fn alpaca(row: &Map<String, Value>) -> Result<Record, Fault> {
+fn alpaca(row: &Map<String, Value>) -> Result<ParsedRow, RowFault> {
     let record = task(row, "instruction", "input", "output")?;
     let history = match row.get("history") {
         None | Some(Value::Null) => return Ok(record),
@@ -311,7 +311,7 @@ fn alpaca(row: &Map<String, Value>) -> Result<Record, Fault> {
             return Err(fault(format!("`history` is {}; a list of pairs is needed", json_type(other))));
         }
     };
-    let Record::Task { system, instruction, input, output } = record else { return Ok(record) };
+    let ParsedRow::Task { system, instruction, input, output } = record else { return Ok(record) };
     let mut chat = Conversation::default();
     if let Some(system) = system {
         chat.push("system", system);
@@ -339,7 +339,7 @@ pub(super) fn question(instruction: &str, input: &str) -> String {
     }
 }
 
-fn prompt_completion(row: &Map<String, Value>) -> Result<Record, Fault> {
+fn prompt_completion(row: &Map<String, Value>) -> Result<ParsedRow, RowFault> {
     let key = if row.contains_key("completion") { "completion" } else { "canonical_solution" };
     match (row.get("prompt"), row.get(key)) {
         (Some(Value::Array(_)), Some(Value::Array(_))) => {
@@ -347,7 +347,7 @@ fn prompt_completion(row: &Map<String, Value>) -> Result<Record, Fault> {
             Ok(prompt.answered_by(Conversation::read(row, key)?).into_record(tools_of(row)?))
         }
         (Some(Value::String(prompt)), Some(Value::String(completion))) => {
-            Ok(Record::Pair { prompt: prompt.clone(), completion: completion.clone() })
+            Ok(ParsedRow::Pair { prompt: prompt.clone(), completion: completion.clone() })
         }
         (Some(prompt), Some(completion)) => Err(fault(format!(
             "`prompt` is {} and `{key}` is {}; two strings or two lists of messages are needed",
@@ -358,16 +358,16 @@ fn prompt_completion(row: &Map<String, Value>) -> Result<Record, Fault> {
     }
 }
 
-fn preference(row: &Map<String, Value>) -> Result<Record, Fault> {
+fn preference(row: &Map<String, Value>) -> Result<ParsedRow, RowFault> {
     let before = ["prompt", "messages", "conversations"].into_iter().find(|key| row.contains_key(*key));
     match (before, row.get("chosen")) {
         (Some("prompt"), Some(Value::String(chosen))) if row["prompt"].is_string() => {
-            Ok(Record::Pair { prompt: text(row, "prompt")?, completion: chosen.clone() })
+            Ok(ParsedRow::Pair { prompt: text(row, "prompt")?, completion: chosen.clone() })
         }
         (None, Some(Value::String(chosen))) => {
             let rejected = text(row, "rejected")?;
             let at = transcript_answer(chosen).unwrap_or_else(|| common_prefix(chosen, &rejected));
-            Ok(Record::Pair { prompt: chosen[..at].to_owned(), completion: chosen[at..].to_owned() })
+            Ok(ParsedRow::Pair { prompt: chosen[..at].to_owned(), completion: chosen[at..].to_owned() })
         }
         (Some(key), Some(Value::Array(_) | Value::Object(_))) => {
             let chat = match &row[key] {

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use rayon::prelude::*;
 use serde_json::Value;
 
-use super::source::{Row, Source};
-use super::{BadRow, Fault, FaultKind, Origin, Place};
+use super::source::{DataFile, RawRow};
+use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin};
 use crate::error::{Error, Result};
 
 /// Keys that hold arrays inside a row: an object with one of them is a row, not a holder of rows.
@@ -19,7 +19,7 @@ const ROW_KEYS: [&str; 7] =
     ["messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected"];
 
 /// One object a line; empty lines are passed over. The first line of `bytes` is line `first` of the file.
-pub(super) fn lines(file: &Arc<Path>, bytes: &[u8], first: u64, source: &mut Source) {
+pub(super) fn lines(file: &Arc<Path>, bytes: &[u8], first: u64, source: &mut DataFile) {
     let parts: Vec<(u64, &[u8])> = bytes
         .split(|byte| *byte == b'\n')
         .enumerate()
@@ -30,7 +30,7 @@ pub(super) fn lines(file: &Arc<Path>, bytes: &[u8], first: u64, source: &mut Sou
 }
 
 /// A `.json` file in any of the three shapes.
-pub(super) fn json(file: &Arc<Path>, bytes: &[u8], source: &mut Source) -> Result<()> {
+pub(super) fn json(file: &Arc<Path>, bytes: &[u8], source: &mut DataFile) -> Result<()> {
     let start = bytes.iter().position(|byte| !byte.is_ascii_whitespace());
     match start.map(|start| (start, bytes[start])) {
         None => Ok(()),
@@ -52,7 +52,7 @@ pub(super) fn json(file: &Arc<Path>, bytes: &[u8], source: &mut Source) -> Resul
     }
 }
 
-fn object(file: &Arc<Path>, bytes: &[u8], start: usize, source: &mut Source) -> Result<()> {
+fn object(file: &Arc<Path>, bytes: &[u8], start: usize, source: &mut DataFile) -> Result<()> {
     let mut values = serde_json::Deserializer::from_slice(bytes).into_iter::<Value>();
     let first = match values.next() {
         Some(Ok(Value::Object(first))) => first,
@@ -83,13 +83,13 @@ fn object(file: &Arc<Path>, bytes: &[u8], start: usize, source: &mut Source) -> 
             None => Err(unreadable(file, "a key stands twice in its object")),
         },
         [] | [_] => {
-            let origin = Origin { file: file.clone(), place: Place::Line(line_of(bytes, start)) };
-            source.rows.push(Row { value: first, origin, document: false });
+            let origin = Origin { file: file.clone(), place: RowOrigin::Line(line_of(bytes, start)) };
+            source.rows.push(RawRow { value: first, origin, document: false });
             Ok(())
         }
         _ if is_row => {
-            let origin = Origin { file: file.clone(), place: Place::Line(line_of(bytes, start)) };
-            source.rows.push(Row { value: first, origin, document: false });
+            let origin = Origin { file: file.clone(), place: RowOrigin::Line(line_of(bytes, start)) };
+            source.rows.push(RawRow { value: first, origin, document: false });
             Ok(())
         }
         _ => Err(unreadable(
@@ -100,7 +100,7 @@ fn object(file: &Arc<Path>, bytes: &[u8], start: usize, source: &mut Source) -> 
 }
 
 /// Reads the array that begins at `start`; returns where it ends.
-fn array(file: &Arc<Path>, bytes: &[u8], start: usize, source: &mut Source) -> Result<usize> {
+fn array(file: &Arc<Path>, bytes: &[u8], start: usize, source: &mut DataFile) -> Result<usize> {
     let (elements, end) = elements(bytes, start).ok_or_else(|| {
         unreadable(file, &format!("the array that begins on line {} does not end", line_of(bytes, start)))
     })?;
@@ -118,8 +118,8 @@ fn array(file: &Arc<Path>, bytes: &[u8], start: usize, source: &mut Source) -> R
     Ok(end)
 }
 
-fn parse(file: &Arc<Path>, parts: &[(u64, &[u8])], source: &mut Source) {
-    let parsed: Vec<Result<Row, BadRow>> =
+fn parse(file: &Arc<Path>, parts: &[(u64, &[u8])], source: &mut DataFile) {
+    let parsed: Vec<Result<RawRow, BadRow>> =
         parts.par_iter().map(|(line, bytes)| parse_row(file, *line, bytes)).collect();
     for row in parsed {
         match row {
@@ -129,10 +129,10 @@ fn parse(file: &Arc<Path>, parts: &[(u64, &[u8])], source: &mut Source) {
     }
 }
 
-fn parse_row(file: &Arc<Path>, line: u64, bytes: &[u8]) -> Result<Row, BadRow> {
-    let origin = Origin { file: file.clone(), place: Place::Line(line) };
+fn parse_row(file: &Arc<Path>, line: u64, bytes: &[u8]) -> Result<RawRow, BadRow> {
+    let origin = Origin { file: file.clone(), place: RowOrigin::Line(line) };
     let why = match serde_json::from_slice(bytes) {
-        Ok(Value::Object(value)) => return Ok(Row { value, origin, document: false }),
+        Ok(Value::Object(value)) => return Ok(RawRow { value, origin, document: false }),
         Ok(other) => format!("the row is {}; an object is needed", json_type(&other)),
         Err(e) => {
             // The line it names is counted from the row's own beginning.
@@ -143,7 +143,7 @@ fn parse_row(file: &Arc<Path>, line: u64, bytes: &[u8]) -> Result<Row, BadRow> {
             }
         }
     };
-    Err(BadRow { origin, fault: Fault::new(FaultKind::Unreadable, why) })
+    Err(BadRow { origin, fault: RowFault::new(RowFaultKind::Unreadable, why) })
 }
 
 /// What a value is, for messages.

@@ -1,7 +1,7 @@
 //! Rows of any format to tokens, loss masks and micro-batches.
 //!
 //! The way of a row: [`source`] reads it from a file and remembers where it stood; [`mod@format`] says what kind of row
-//! it is and turns it into a [`Record`]; [`template`] renders chats; [`tokenizer`] makes ids; [`encode`] puts these
+//! it is and turns it into a [`ParsedRow`]; [`template`] renders chats; [`tokenizer`] makes ids; [`encode`] puts these
 //! together into an [`Example`] (ids and which of them are trained); [`dataset`] does so for all rows, in parallel,
 //! and reports; [`pack`], [`sampler`] and [`batch`] decide which rows share a step.
 //!
@@ -43,10 +43,10 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-pub use batch::{Batch, IGNORE, Segment, Step};
+pub use batch::{Batch, IGNORE, PackedSample, Step};
 pub use dataset::Dataset;
 pub use encode::Example;
-pub use format::{Format, Record};
+pub use format::{ParsedRow, RowFormat};
 pub use report::DataReport;
 pub use sampler::{Cursor, Sampler, SamplerOptions};
 pub use source::Split;
@@ -91,8 +91,8 @@ pub enum OnLongRow {
 /// How rows become examples; the keys of `[data]` that concern rows, and two facts about the model.
 #[derive(Debug, Clone)]
 pub struct DataOptions {
-    /// The row format; [`Format::Auto`] looks at the rows.
-    pub format: Format,
+    /// The row format; [`RowFormat::Auto`] looks at the rows.
+    pub format: RowFormat,
     /// The files of a folder to take.
     pub split: Split,
     /// The longest row, in tokens.
@@ -110,7 +110,7 @@ pub struct DataOptions {
 impl Default for DataOptions {
     fn default() -> Self {
         DataOptions {
-            format: Format::Auto,
+            format: RowFormat::Auto,
             split: Split::Train,
             max_seq_len: 2048,
             train_on: TrainOn::Assistant,
@@ -123,7 +123,7 @@ impl Default for DataOptions {
 
 /// Where in its file a row stood, counted from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Place {
+pub enum RowOrigin {
     /// The line on which it begins.
     Line(u64),
     /// Its number, in files without lines.
@@ -136,21 +136,21 @@ pub struct Origin {
     /// The file as it was named.
     pub file: Arc<Path>,
     /// The place in it.
-    pub place: Place,
+    pub place: RowOrigin,
 }
 
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.place {
-            Place::Line(line) => write!(f, "{}:{line}", self.file.display()),
-            Place::Row(row) => write!(f, "{} row {row}", self.file.display()),
+            RowOrigin::Line(line) => write!(f, "{}:{line}", self.file.display()),
+            RowOrigin::Row(row) => write!(f, "{} row {row}", self.file.display()),
         }
     }
 }
 
 /// The kinds of fault a row can have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum FaultKind {
+pub enum RowFaultKind {
     /// Not readable as a row of its file format.
     Unreadable,
     /// Not a row of the data set's format.
@@ -169,34 +169,34 @@ pub enum FaultKind {
     TooLong,
 }
 
-impl fmt::Display for FaultKind {
+impl fmt::Display for RowFaultKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            FaultKind::Unreadable => "unreadable",
-            FaultKind::Format => "not a row of this format",
-            FaultKind::Template => "refused by the chat template",
-            FaultKind::DoubleBos => "two BOS tokens",
-            FaultKind::Vocabulary => "token outside the vocabulary",
-            FaultKind::NothingTrained => "no trained token",
-            FaultKind::CutAway => "no trained token before data.max_seq_len",
-            FaultKind::TooLong => "too long",
+            RowFaultKind::Unreadable => "unreadable",
+            RowFaultKind::Format => "not a row of this format",
+            RowFaultKind::Template => "refused by the chat template",
+            RowFaultKind::DoubleBos => "two BOS tokens",
+            RowFaultKind::Vocabulary => "token outside the vocabulary",
+            RowFaultKind::NothingTrained => "no trained token",
+            RowFaultKind::CutAway => "no trained token before data.max_seq_len",
+            RowFaultKind::TooLong => "too long",
         })
     }
 }
 
 /// Why a row cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fault {
+pub struct RowFault {
     /// The kind, by which the report counts.
-    pub kind: FaultKind,
+    pub kind: RowFaultKind,
     /// The reason, with the value found.
     pub why: String,
 }
 
-impl Fault {
+impl RowFault {
     /// A fault of `kind` because of `why`.
-    pub fn new(kind: FaultKind, why: impl Into<String>) -> Self {
-        Fault { kind, why: why.into() }
+    pub fn new(kind: RowFaultKind, why: impl Into<String>) -> Self {
+        RowFault { kind, why: why.into() }
     }
 }
 
@@ -206,7 +206,7 @@ pub struct BadRow {
     /// Where it stands.
     pub origin: Origin,
     /// What is wrong with it.
-    pub fault: Fault,
+    pub fault: RowFault,
 }
 
 impl fmt::Display for BadRow {

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use super::encode::{Example, Outcome};
-use super::{BadRow, Fault, FaultKind, Format, Origin};
+use super::encode::{Encoding, Example};
+use super::{BadRow, Origin, RowFault, RowFaultKind, RowFormat};
 use crate::units;
 
 /// Bad rows of one kind that are named.
@@ -20,13 +20,13 @@ pub struct DataReport {
     /// Examples made of them.
     pub examples: usize,
     /// The format of the rows.
-    pub format: Format,
+    pub format: RowFormat,
     /// Why it was taken to be that.
     pub why: String,
     /// What a person should know besides.
     pub notes: Vec<String>,
     /// Rows that cannot be used, by kind: how many, and the first of them.
-    pub bad: BTreeMap<FaultKind, (usize, Vec<BadRow>)>,
+    pub bad: BTreeMap<RowFaultKind, (usize, Vec<BadRow>)>,
     /// Rows left out because they are labelled as bad answers.
     pub left_out: usize,
     /// Rows cut to `max_seq_len`.
@@ -54,7 +54,7 @@ impl DataReport {
         self.bad.values().flat_map(|(_, rows)| rows)
     }
 
-    pub(super) fn add_bad(&mut self, origin: Origin, fault: Fault) {
+    pub(super) fn add_bad(&mut self, origin: Origin, fault: RowFault) {
         let (count, rows) = self.bad.entry(fault.kind).or_default();
         *count += 1;
         if rows.len() < NAMED_ROWS {
@@ -63,22 +63,22 @@ impl DataReport {
     }
 
     /// Counts what became of a row and hands back its examples.
-    pub(super) fn add(&mut self, outcome: Outcome, origin: &Origin) -> Vec<Example> {
+    pub(super) fn add(&mut self, outcome: Encoding, origin: &Origin) -> Vec<Example> {
         let (examples, was) = match outcome {
-            Outcome::Examples(examples) => {
+            Encoding::Examples(examples) => {
                 self.chunked += usize::from(examples.len() > 1);
                 let was = examples.iter().map(|example| example.ids.len()).sum();
                 (examples, was)
             }
-            Outcome::Truncated { example, was } => {
+            Encoding::Truncated { example, was } => {
                 self.truncated += 1;
                 (vec![example], was)
             }
-            Outcome::Dropped { was } => {
+            Encoding::Dropped { was } => {
                 self.dropped += 1;
                 (Vec::new(), was)
             }
-            Outcome::LeftOut => {
+            Encoding::LeftOut => {
                 self.left_out += 1;
                 return Vec::new();
             }

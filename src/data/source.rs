@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use super::{BadRow, Fault, FaultKind, Origin, Place, json_rows, table_rows};
+use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin, json_rows, table_rows};
 use crate::error::{Error, Result};
 
 /// Folders deeper than this are not searched: data sets of the hub nest two or three levels.
@@ -28,7 +28,7 @@ pub enum Split {
 
 /// One record of a data file.
 #[derive(Debug, Clone)]
-pub struct Row {
+pub struct RawRow {
     /// Its fields, in the order of the file.
     pub value: Map<String, Value>,
     /// Where it stood.
@@ -39,11 +39,11 @@ pub struct Row {
 
 /// The rows of one path.
 #[derive(Debug, Clone, Default)]
-pub struct Source {
+pub struct DataFile {
     /// Files that were read, in order.
     pub files: Vec<PathBuf>,
     /// Readable rows, in the order of the files.
-    pub rows: Vec<Row>,
+    pub rows: Vec<RawRow>,
     /// Records that could not be read.
     pub bad: Vec<BadRow>,
     /// What a person should know about the choice of files.
@@ -51,7 +51,7 @@ pub struct Source {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum FileKind {
     Lines,
     Json,
     Parquet,
@@ -59,16 +59,16 @@ enum Kind {
     Text,
 }
 
-impl Kind {
+impl FileKind {
     fn of(path: &Path) -> Option<Self> {
         let extension = path.extension()?.to_str()?.to_ascii_lowercase();
         Some(match extension.as_str() {
-            "jsonl" | "ndjson" => Kind::Lines,
-            "json" => Kind::Json,
-            "parquet" => Kind::Parquet,
-            "csv" => Kind::Csv(b','),
-            "tsv" => Kind::Csv(b'\t'),
-            "txt" | "md" => Kind::Text,
+            "jsonl" | "ndjson" => FileKind::Lines,
+            "json" => FileKind::Json,
+            "parquet" => FileKind::Parquet,
+            "csv" => FileKind::Csv(b','),
+            "tsv" => FileKind::Csv(b'\t'),
+            "txt" | "md" => FileKind::Text,
             _ => return None,
         })
     }
@@ -81,10 +81,10 @@ const ACCEPTED: &str =
 ///
 /// # Errors
 /// When the path does not exist, is no data file, holds no data file, or a file as a whole cannot be read. Single
-/// records that cannot be read are in [`Source::bad`].
-pub fn read(path: &Path, split: Split) -> Result<Source> {
+/// records that cannot be read are in [`DataFile::bad`].
+pub fn read(path: &Path, split: Split) -> Result<DataFile> {
     let about = std::fs::metadata(path).map_err(|e| Error::io("read the data set", path, &e))?;
-    let mut source = Source::default();
+    let mut source = DataFile::default();
     if about.is_dir() {
         let mut files = Vec::new();
         list(path, 0, &mut files)?;
@@ -99,8 +99,8 @@ pub fn read(path: &Path, split: Split) -> Result<Source> {
     Ok(source)
 }
 
-fn read_file(path: &Path, source: &mut Source) -> Result<()> {
-    let Some(kind) = Kind::of(path) else {
+fn read_file(path: &Path, source: &mut DataFile) -> Result<()> {
+    let Some(kind) = FileKind::of(path) else {
         let error = Error::user(format!("cannot read the data file {}", path.display())).because(ACCEPTED);
         return Err(match path.extension().and_then(|e| e.to_str()) {
             Some("gz" | "zst" | "xz" | "bz2" | "zip") => {
@@ -111,14 +111,14 @@ fn read_file(path: &Path, source: &mut Source) -> Result<()> {
     };
     let file: Arc<Path> = Arc::from(path);
     match kind {
-        Kind::Parquet => table_rows::parquet(&file, source),
-        Kind::Csv(delimiter) => table_rows::csv(&file, delimiter, source),
-        Kind::Lines | Kind::Json | Kind::Text => {
+        FileKind::Parquet => table_rows::parquet(&file, source),
+        FileKind::Csv(delimiter) => table_rows::csv(&file, delimiter, source),
+        FileKind::Lines | FileKind::Json | FileKind::Text => {
             let bytes = std::fs::read(path).map_err(|e| Error::io("read the data file", path, &e))?;
             let bytes = bytes.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&bytes);
             match kind {
-                Kind::Lines => json_rows::lines(&file, bytes, 1, source),
-                Kind::Json => return json_rows::json(&file, bytes, source),
+                FileKind::Lines => json_rows::lines(&file, bytes, 1, source),
+                FileKind::Json => return json_rows::json(&file, bytes, source),
                 _ => document(&file, bytes, source),
             }
             Ok(())
@@ -126,17 +126,17 @@ fn read_file(path: &Path, source: &mut Source) -> Result<()> {
     }
 }
 
-fn document(file: &Arc<Path>, bytes: &[u8], source: &mut Source) {
-    let origin = Origin { file: file.clone(), place: Place::Line(1) };
+fn document(file: &Arc<Path>, bytes: &[u8], source: &mut DataFile) {
+    let origin = Origin { file: file.clone(), place: RowOrigin::Line(1) };
     match std::str::from_utf8(bytes) {
         Ok(text) if text.trim().is_empty() => {}
         Ok(text) => {
             let value = Map::from_iter([("text".to_owned(), Value::String(text.to_owned()))]);
-            source.rows.push(Row { value, origin, document: true });
+            source.rows.push(RawRow { value, origin, document: true });
         }
         Err(e) => source.bad.push(BadRow {
             origin,
-            fault: Fault::new(FaultKind::Unreadable, format!("not UTF-8 at byte {}", e.valid_up_to())),
+            fault: RowFault::new(RowFaultKind::Unreadable, format!("not UTF-8 at byte {}", e.valid_up_to())),
         }),
     }
 }
@@ -153,7 +153,7 @@ fn list(folder: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<()> {
             if depth < MAX_FOLDER_DEPTH {
                 list(&path, depth + 1, files)?;
             }
-        } else if Kind::of(&path).is_some() && !describes_a_data_set(name) {
+        } else if FileKind::of(&path).is_some() && !describes_a_data_set(name) {
             files.push(path);
         }
     }
@@ -179,19 +179,19 @@ fn choose(
             .because("the folder holds no data file")
             .because(ACCEPTED));
     }
-    let is_text = |path: &PathBuf| Kind::of(path) == Some(Kind::Text);
+    let is_text = |path: &PathBuf| FileKind::of(path) == Some(FileKind::Text);
     if files.iter().any(is_text) && !files.iter().all(is_text) {
         let before = files.len();
         files.retain(|path| !is_text(path));
         notes.push(format!("left out {} text files beside {} data files", before - files.len(), files.len()));
     }
-    let wanted: &[Named] = match split {
-        Split::Train => &[Named::Train],
-        Split::Eval => &[Named::Validation, Named::Test],
+    let wanted: &[SplitName] = match split {
+        Split::Train => &[SplitName::Train],
+        Split::Eval => &[SplitName::Validation, SplitName::Test],
     };
     for named in wanted {
         let chosen: Vec<PathBuf> =
-            files.iter().filter(|path| Named::of(folder, path) == Some(*named)).cloned().collect();
+            files.iter().filter(|path| SplitName::of(folder, path) == Some(*named)).cloned().collect();
         if !chosen.is_empty() {
             if chosen.len() < files.len() {
                 notes.push(format!(
@@ -204,7 +204,7 @@ fn choose(
             return Ok(chosen);
         }
     }
-    if split == Split::Eval && files.iter().any(|path| Named::of(folder, path).is_some()) {
+    if split == Split::Eval && files.iter().any(|path| SplitName::of(folder, path).is_some()) {
         return Err(Error::user(format!("cannot find evaluation rows in {}", folder.display()))
             .because("it has files named for training, but none for validation or test")
             .hint("name the file to evaluate on in `data.eval`"));
@@ -213,18 +213,18 @@ fn choose(
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Named {
+enum SplitName {
     Train,
     Validation,
     Test,
 }
 
-impl Named {
+impl SplitName {
     fn name(self) -> &'static str {
         match self {
-            Named::Train => "train",
-            Named::Validation => "validation",
-            Named::Test => "test",
+            SplitName::Train => "train",
+            SplitName::Validation => "validation",
+            SplitName::Test => "test",
         }
     }
 
@@ -234,9 +234,9 @@ impl Named {
         inside.iter().rev().filter_map(|part| part.to_str()).find_map(|part| {
             part.split(|c: char| !c.is_ascii_alphabetic()).find_map(|word| {
                 match word.to_ascii_lowercase().as_str() {
-                    "train" | "training" => Some(Named::Train),
-                    "valid" | "validation" | "val" | "dev" | "eval" => Some(Named::Validation),
-                    "test" | "testing" => Some(Named::Test),
+                    "train" | "training" => Some(SplitName::Train),
+                    "valid" | "validation" | "val" | "dev" | "eval" => Some(SplitName::Validation),
+                    "test" | "testing" => Some(SplitName::Test),
                     _ => None,
                 }
             })

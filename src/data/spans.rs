@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use serde_json::Value;
 
-use super::template::{ChatTemplate, Inputs, Rendered};
+use super::template::{ChatTemplate, Rendered, TemplateInputs};
 use crate::error::{Error, Result};
 
 const HINT: &str =
@@ -30,7 +30,7 @@ pub(super) fn render_trained(
     tools: Option<&Value>,
     special: &[&str],
 ) -> Result<Rendered> {
-    let inputs = Inputs { tools, ..Inputs::default() };
+    let inputs = TemplateInputs { tools, ..TemplateInputs::default() };
     let mut whole = template.render(messages, &inputs)?;
     let turns: Vec<usize> = (0..messages.len()).filter(|i| messages[*i]["role"] == "assistant").collect();
     let counted = |turn: usize| counts.get(turn).copied().unwrap_or(true);
@@ -75,7 +75,7 @@ struct Difference<'a> {
 
 impl Difference<'_> {
     fn render(&self, messages: usize, add_generation_prompt: bool) -> Result<String> {
-        let inputs = Inputs { tools: self.tools, add_generation_prompt, extra: None };
+        let inputs = TemplateInputs { tools: self.tools, add_generation_prompt, extra: None };
         Ok(self.template.render(&self.messages[..messages], &inputs)?.text)
     }
 

@@ -12,12 +12,12 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::{Field, Row as Record};
 use serde_json::{Map, Number, Value};
 
-use super::source::{Row, Source};
-use super::{BadRow, Fault, FaultKind, Origin, Place};
+use super::source::{DataFile, RawRow};
+use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin};
 use crate::error::{Error, Result};
 
 /// Reads a table with a header line.
-pub(super) fn csv(file: &Arc<Path>, delimiter: u8, source: &mut Source) -> Result<()> {
+pub(super) fn csv(file: &Arc<Path>, delimiter: u8, source: &mut DataFile) -> Result<()> {
     let opened = File::open(file).map_err(|e| Error::io("read the data file", file, &e))?;
     let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).flexible(true).from_reader(opened);
     let cannot = |e: csv::Error| {
@@ -38,11 +38,11 @@ pub(super) fn csv(file: &Arc<Path>, delimiter: u8, source: &mut Source) -> Resul
             Err(e) => return Err(cannot(e)),
         }
         let line = record.position().map_or(0, csv::Position::line);
-        let origin = Origin { file: file.clone(), place: Place::Line(line) };
+        let origin = Origin { file: file.clone(), place: RowOrigin::Line(line) };
         match fields(&names, &record) {
-            Ok(value) => source.rows.push(Row { value, origin, document: false }),
+            Ok(value) => source.rows.push(RawRow { value, origin, document: false }),
             Err(why) => {
-                source.bad.push(BadRow { origin, fault: Fault::new(FaultKind::Unreadable, why) });
+                source.bad.push(BadRow { origin, fault: RowFault::new(RowFaultKind::Unreadable, why) });
             }
         }
     }
@@ -61,7 +61,7 @@ fn fields(names: &[String], record: &csv::ByteRecord) -> Result<Map<String, Valu
 }
 
 /// Reads all row groups of a Parquet file.
-pub(super) fn parquet(file: &Arc<Path>, source: &mut Source) -> Result<()> {
+pub(super) fn parquet(file: &Arc<Path>, source: &mut DataFile) -> Result<()> {
     let opened = File::open(file).map_err(|e| Error::io("read the data file", file, &e))?;
     let cannot = |e: parquet::errors::ParquetError| {
         Error::user(format!("cannot read the data file {}", file.display())).because(e.to_string())
@@ -69,13 +69,13 @@ pub(super) fn parquet(file: &Arc<Path>, source: &mut Source) -> Result<()> {
     let reader = SerializedFileReader::new(opened).map_err(cannot)?;
     let records = reader.get_row_iter(None).map_err(cannot)?;
     for (index, record) in records.enumerate() {
-        let origin = Origin { file: file.clone(), place: Place::Row(index as u64 + 1) };
+        let origin = Origin { file: file.clone(), place: RowOrigin::Row(index as u64 + 1) };
         // A broken page breaks what follows too: the file, not the row, is at fault.
         let record = record.map_err(cannot)?;
         match object(&record) {
-            Ok(value) => source.rows.push(Row { value, origin, document: false }),
+            Ok(value) => source.rows.push(RawRow { value, origin, document: false }),
             Err(why) => {
-                source.bad.push(BadRow { origin, fault: Fault::new(FaultKind::Unreadable, why) });
+                source.bad.push(BadRow { origin, fault: RowFault::new(RowFaultKind::Unreadable, why) });
             }
         }
     }

@@ -23,7 +23,7 @@ use serde_json::Map;
 
 use super::python::{to_template, tojson};
 use super::tokenizer::Tokenizer;
-use crate::error::{Context, Error, Result};
+use crate::error::{Error, ErrorContext, Result};
 
 /// Noncharacters: never part of text that is exchanged (Unicode 16, section 23.7).
 const OPEN: char = '\u{FDD0}';
@@ -40,7 +40,7 @@ const MAX_TEMPLATE_BYTES: usize = 1 << 20;
 
 /// What a template is given beside the messages.
 #[derive(Debug, Clone, Default)]
-pub struct Inputs<'a> {
+pub struct TemplateInputs<'a> {
     /// Tool definitions.
     pub tools: Option<&'a serde_json::Value>,
     /// Whether the text ends where the assistant is to begin.
@@ -147,7 +147,7 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// What the template raises itself, and when it uses something unknown or exceeds its limits.
-    pub fn render(&self, messages: &[serde_json::Value], inputs: &Inputs<'_>) -> Result<Rendered> {
+    pub fn render(&self, messages: &[serde_json::Value], inputs: &TemplateInputs<'_>) -> Result<Rendered> {
         let name = self.choose(inputs.tools.is_some())?;
         let mut variables: Vec<(&str, Value)> =
             self.tokens.iter().map(|(name, token)| (name.as_str(), token.clone())).collect();
@@ -160,7 +160,7 @@ impl ChatTemplate {
         }
         let cannot = || Error::user("cannot render the chat template");
         let template = self.env.get_template(name).map_err(|e| cannot().because(reason(&e)))?;
-        let mut out = Bounded(Vec::new());
+        let mut out = BoundedOutput(Vec::new());
         template
             .render_captured_to(Value::from_pairs(variables), &mut out)
             .map_err(|e| cannot().because(reason(&e)))?;
@@ -341,9 +341,9 @@ fn reason(error: &minijinja::Error) -> String {
 }
 
 /// Takes text up to the limit.
-struct Bounded(Vec<u8>);
+struct BoundedOutput(Vec<u8>);
 
-impl Write for Bounded {
+impl Write for BoundedOutput {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if self.0.len() + bytes.len() > MAX_TEXT_BYTES {
             return Err(io::Error::other(format!("it prints more than {MAX_TEXT_BYTES} bytes")));

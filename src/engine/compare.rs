@@ -77,7 +77,7 @@ impl Engine {
         let logits = |engine: &Engine, hidden: &Tensor| -> Result<Vec<f32>> {
             let ids = Tensor::from_slice(rows, rows.len(), hidden.device())?;
             let part = hidden.index_select(&ids, 0)?;
-            Ok(engine.strategy.head()?.logits(&engine.config, &part)?.flatten_all()?.to_vec1()?)
+            Ok(engine.store.head()?.logits(&engine.config, &part)?.flatten_all()?.to_vec1()?)
         };
         let (first, second) = (logits(self, &hidden[0])?, logits(other, &hidden[1])?);
         if first.len() != second.len() {

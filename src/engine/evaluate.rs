@@ -2,9 +2,9 @@
 
 use super::Engine;
 use crate::data::Batch;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 use crate::ops::cross_entropy::IGNORE;
-use crate::ops::threads;
+use crate::runtime::thread_pool;
 
 /// Sums over evaluated rows.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -44,18 +44,18 @@ impl Engine {
     /// Evaluates every batch; `seen` is called after each with the rows done so far.
     ///
     /// # Errors
-    /// [`Kind::Diverged`] when the loss is not finite.
+    /// [`ErrorCategory::Diverged`] when the loss is not finite.
     pub fn evaluate(
         &self,
         batches: impl Iterator<Item = Batch>,
         mut seen: impl FnMut(u64),
     ) -> Result<Evaluation> {
         let mut sums = Evaluation::default();
-        let world = self.strategy.ranks().world();
+        let world = self.store.mesh().world();
         let mut batches = batches.into_iter();
         while let Some(first) = batches.next() {
             // Each rank takes one of the next batches; where there is none left, one without targets.
-            let mut mine = first.silent();
+            let mut mine = first.without_targets();
             for (turn, batch) in std::iter::once(first).chain(batches.by_ref()).take(world.size()).enumerate()
             {
                 if turn == world.rank() {
@@ -66,9 +66,11 @@ impl Engine {
             self.add_scores(&batch, &mut sums)?;
             if !sums.loss_sum.is_finite() {
                 let found = self.first_non_finite(std::slice::from_ref(&batch))?;
-                return Err(Error::new(Kind::Diverged, "the evaluation loss is not finite").because(
-                    format!("the first bad value is in {found}, in the batch from row {} on", done + 1),
-                ));
+                return Err(Error::new(ErrorCategory::Diverged, "the evaluation loss is not finite")
+                    .because(format!(
+                        "the first bad value is in {found}, in the batch from row {} on",
+                        done + 1
+                    )));
             }
             seen(sums.rows);
         }
@@ -78,7 +80,7 @@ impl Engine {
     fn over_ranks(&self, sums: Evaluation) -> Result<Evaluation> {
         let counts = [sums.tokens, sums.correct, sums.rows, sums.exact].map(|count| count as f64);
         let mut all = [sums.loss_sum, counts[0], counts[1], counts[2], counts[3]];
-        self.strategy.sum("losses of the evaluation", &mut all)?;
+        self.store.sum("losses of the evaluation", &mut all)?;
         let [tokens, correct, rows, exact] = [all[1], all[2], all[3], all[4]].map(|count| count as u64);
         Ok(Evaluation { loss_sum: all[0], tokens, correct, rows, exact })
     }
@@ -86,9 +88,9 @@ impl Engine {
     fn add_scores(&self, batch: &Batch, sums: &mut Evaluation) -> Result<()> {
         let score = || {
             let hidden = self.hidden(batch)?;
-            self.strategy.head()?.score(&self.config, &hidden, &batch.targets)
+            self.store.head()?.score(&self.config, &hidden, &batch.targets)
         };
-        let mut scores = threads::inside(&self.device, score)?.into_iter();
+        let mut scores = thread_pool::run_in_pool(&self.device, score)?.into_iter();
         for segment in &batch.segments {
             let targets = &batch.targets[segment.start..segment.start + segment.len];
             let count = targets.iter().filter(|&&target| target != IGNORE).count();

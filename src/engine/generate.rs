@@ -3,10 +3,10 @@
 use candle_core::Tensor;
 
 use super::Engine;
-use crate::error::{Error, Kind, Result};
-use crate::model::{self, BlockCache, Context};
+use crate::error::{Error, ErrorCategory, Result};
+use crate::model::{self, BlockCache, BlockContext};
 use crate::ops::attention::Span;
-use crate::ops::random::Stream;
+use crate::runtime::rng::RngStream;
 
 /// How the next token is chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -35,7 +35,7 @@ impl Engine {
                 Error::user("cannot generate from an empty prompt").hint("give a text with `--prompt`")
             );
         }
-        let dtype = self.strategy.embed()?.dtype;
+        let dtype = self.store.embed()?.dtype;
         let capacity = prompt.len() + max_new_tokens;
         let mut caches = (0..self.config.num_layers())
             .map(|_| BlockCache::new(&self.config, capacity, dtype, &self.device))
@@ -68,20 +68,21 @@ impl Engine {
             .iter()
             .map(|rope| rope.table(&spans, &self.device))
             .collect::<Result<Vec<_>>>()?;
-        let context = Context { spans: &spans, tables: &tables, algorithm: self.algorithm, dropout: None };
-        let mut x = self.strategy.embed()?.forward(&self.config, ids)?;
+        let context =
+            BlockContext { spans: &spans, tables: &tables, algorithm: self.algorithm, dropout: None };
+        let mut x = self.store.embed()?.forward(&self.config, ids)?;
         for (layer, cache) in caches.iter_mut().enumerate() {
-            let weights = self.strategy.block(layer, self.after(layer))?;
+            let weights = self.store.block(layer, self.after(layer))?;
             (x, _) = model::forward(&self.config, layer, &weights, &x, &context, Some(cache))?;
         }
         let last: Tensor = x.narrow(0, ids.len() - 1, 1)?.contiguous()?;
-        Ok(self.strategy.head()?.logits(&self.config, &last)?.flatten_all()?.to_vec1::<f32>()?)
+        Ok(self.store.head()?.logits(&self.config, &last)?.flatten_all()?.to_vec1::<f32>()?)
     }
 }
 
 fn choose(logits: &[f32], sampling: Sampling, index: u64) -> Result<u32> {
     if logits.iter().any(|l| l.is_nan()) {
-        return Err(Error::new(Kind::Diverged, "the model's logits are not numbers")
+        return Err(Error::new(ErrorCategory::Diverged, "the model's logits are not numbers")
             .hint("check the weights with `finetune inspect`"));
     }
     let mut order: Vec<u32> = (0..logits.len() as u32).collect();
@@ -100,7 +101,7 @@ fn choose(logits: &[f32], sampling: Sampling, index: u64) -> Result<u32> {
     });
     order.truncate(nucleus.map_or(order.len(), |last| last + 1));
     let mass: f64 = order.iter().map(weight).sum();
-    let mut at = f64::from(Stream::new(sampling.seed).named("generate").uniform(index)) * mass;
+    let mut at = f64::from(RngStream::new(sampling.seed).named("generate").uniform(index)) * mass;
     for id in &order {
         at -= weight(id);
         if at < 0.0 {

@@ -10,8 +10,8 @@
 mod compare;
 mod evaluate;
 mod generate;
-mod run;
 mod state;
+mod train_loop;
 mod trainer;
 
 use candle_core::{Device, Tensor};
@@ -19,16 +19,16 @@ use candle_core::{Device, Tensor};
 pub use compare::Comparison;
 pub use evaluate::Evaluation;
 pub use generate::Sampling;
-pub use run::{Moment, Reporter, Run, RunOptions, RunSummary};
-pub use trainer::{Deal, Recompute, StepResult, Trainer, TrainerOptions};
+pub use train_loop::{Progress, Reporter, RunOptions, RunSummary, TrainLoop};
+pub use trainer::{Recompute, SaveAssignment, StepResult, Trainer, TrainerOptions};
 
 use crate::collective::Phase;
 use crate::data::Batch;
 use crate::error::Result;
-use crate::model::{self, BlockSaved, Context, DropoutContext, ModelConfig, Segment};
-use crate::ops::attention::{Algorithm, Span};
+use crate::model::{self, BlockContext, BlockSaved, DropoutContext, ModelConfig, Segment};
+use crate::ops::attention::{AttentionAlgorithm, Span};
 use crate::ops::rotary::RotaryTable;
-use crate::strategy::Store;
+use crate::sharding::ParamStore;
 
 /// A model whose weights are somewhere, ready to compute.
 #[derive(Debug)]
@@ -36,9 +36,9 @@ pub struct Engine {
     /// Its shape.
     pub config: ModelConfig,
     /// Its weights.
-    pub strategy: Store,
+    pub store: ParamStore,
     /// Flash or eager attention.
-    pub algorithm: Algorithm,
+    pub algorithm: AttentionAlgorithm,
     /// Where activations live.
     pub device: Device,
 }
@@ -57,36 +57,36 @@ pub struct MicroStep {
 }
 
 /// What a block leaves for its backward.
-enum Kept {
-    All(Box<BlockSaved>),
+enum Checkpointed {
+    Saved(Box<BlockSaved>),
     Input(Tensor),
 }
 
 /// The sequences of a micro-batch and their rotary tables.
-struct Layout {
+struct BatchLayout {
     spans: Vec<Span>,
     tables: Vec<RotaryTable>,
 }
 
 impl Engine {
-    fn layout(&self, batch: &Batch) -> Result<Layout> {
+    fn layout(&self, batch: &Batch) -> Result<BatchLayout> {
         let spans: Vec<Span> = batch.segments.iter().map(|s| Span::sequence(s.start, s.len)).collect();
         let tables =
             self.config.ropes.iter().map(|rope| rope.table(&spans, &self.device)).collect::<Result<_>>()?;
-        Ok(Layout { spans, tables })
+        Ok(BatchLayout { spans, tables })
     }
 
-    fn context<'a>(&self, layout: &'a Layout, dropout: Option<DropoutContext>) -> Context<'a> {
-        Context { spans: &layout.spans, tables: &layout.tables, algorithm: self.algorithm, dropout }
+    fn context<'a>(&self, layout: &'a BatchLayout, dropout: Option<DropoutContext>) -> BlockContext<'a> {
+        BlockContext { spans: &layout.spans, tables: &layout.tables, algorithm: self.algorithm, dropout }
     }
 
     /// The hidden states after the last block: `[N, D]`.
     pub fn hidden(&self, batch: &Batch) -> Result<Tensor> {
         let layout = self.layout(batch)?;
         let context = self.context(&layout, None);
-        let mut x = self.strategy.embed()?.forward(&self.config, &batch.ids)?;
+        let mut x = self.store.embed()?.forward(&self.config, &batch.ids)?;
         for layer in 0..self.config.num_layers() {
-            let weights = self.strategy.block(layer, self.after(layer))?;
+            let weights = self.store.block(layer, self.after(layer))?;
             (x, _) = model::forward(&self.config, layer, &weights, &x, &context, None)?;
         }
         Ok(x)
@@ -100,69 +100,69 @@ impl Engine {
     /// f32 logits of every position: `[N, V]`.
     pub fn logits(&self, batch: &Batch) -> Result<Tensor> {
         let hidden = self.hidden(batch)?;
-        self.strategy.head()?.logits(&self.config, &hidden)
+        self.store.head()?.logits(&self.config, &hidden)
     }
 
     /// Forward and backward of one micro-batch: returns the summed loss, hands in the gradients of `loss · scale`.
     pub fn micro_step(&self, batch: &Batch, step: MicroStep) -> Result<f64> {
-        let (config, strategy) = (&self.config, &self.strategy);
+        let (config, store) = (&self.config, &self.store);
         let MicroStep { scale, recompute, dropout, last } = step;
-        let world = strategy.ranks().world();
+        let world = store.mesh().world();
         let layout = self.layout(batch)?;
         let context = self.context(&layout, dropout);
         world.enter(Phase::Forward)?;
-        let mut x = strategy.embed()?.forward(config, &batch.ids)?;
-        let mut kept = Vec::with_capacity(config.num_layers());
+        let mut x = store.embed()?.forward(config, &batch.ids)?;
+        let mut checkpointed = Vec::with_capacity(config.num_layers());
         for layer in 0..config.num_layers() {
-            let weights = strategy.block(layer, self.after(layer))?;
+            let weights = store.block(layer, self.after(layer))?;
             let (y, saved) = model::forward(config, layer, &weights, &x, &context, None)?;
-            kept.push(match recompute {
-                Recompute::None => Kept::All(Box::new(saved)),
-                Recompute::Block => Kept::Input(x),
+            checkpointed.push(match recompute {
+                Recompute::None => Checkpointed::Saved(Box::new(saved)),
+                Recompute::Block => Checkpointed::Input(x),
             });
             x = y;
         }
         world.enter(Phase::Loss)?;
         let source = context.source(config.num_layers());
-        let head = strategy.head_and_gradients(config.num_layers().checked_sub(1))?;
+        let head = store.head_and_gradients(config.num_layers().checked_sub(1))?;
         let (loss, mut dx) = head.loss_and_grad(config, &x, &batch.targets, scale, source)?;
         drop((x, head));
-        strategy.reduce(Segment::Head, last)?;
+        store.reduce(Segment::Head, last)?;
         world.enter(Phase::Backward)?;
         for layer in (0..config.num_layers()).rev() {
-            let weights = strategy.block(layer, layer.checked_sub(1))?;
-            let saved = match kept.pop() {
-                Some(Kept::All(saved)) => saved,
-                Some(Kept::Input(x)) => {
+            let weights = store.block(layer, layer.checked_sub(1))?;
+            let saved = match checkpointed.pop() {
+                Some(Checkpointed::Saved(saved)) => saved,
+                Some(Checkpointed::Input(x)) => {
                     Box::new(model::forward(config, layer, &weights, &x, &context, None)?.1)
                 }
                 None => break,
             };
-            let need_dx = layer > 0 || strategy.embedding_trains();
+            let need_dx = layer > 0 || store.embedding_trains();
             let gradient = model::backward(config, layer, &weights, &saved, &dx, &context, need_dx)?;
             drop(weights);
-            strategy.reduce(Segment::Block(layer), last)?;
+            store.reduce(Segment::Block(layer), last)?;
             match gradient {
                 Some(gradient) => dx = gradient,
                 None => return Ok(loss),
             }
         }
-        strategy.embed_gradients()?.backward(config, &batch.ids, &dx)?;
-        strategy.reduce(Segment::Embed, last)?;
+        store.embed_gradients()?.backward(config, &batch.ids, &dx)?;
+        store.reduce(Segment::Embed, last)?;
         Ok(loss)
     }
 
     /// The first place where a micro-batch turns up a NaN or an infinity: a weight, a gradient, a block's output.
     pub fn first_non_finite(&self, batches: &[Batch]) -> Result<String> {
-        if let Some(found) = self.strategy.first_non_finite()? {
+        if let Some(found) = self.store.first_non_finite()? {
             return Ok(found);
         }
         for (i, batch) in batches.iter().enumerate() {
             let layout = self.layout(batch)?;
             let context = self.context(&layout, None);
-            let mut x = self.strategy.embed()?.forward(&self.config, &batch.ids)?;
+            let mut x = self.store.embed()?.forward(&self.config, &batch.ids)?;
             for layer in 0..self.config.num_layers() {
-                let weights = self.strategy.block(layer, None)?;
+                let weights = self.store.block(layer, None)?;
                 (x, _) = model::forward(&self.config, layer, &weights, &x, &context, None)?;
                 drop(weights);
                 let flat = x.flatten_all()?.to_dtype(candle_core::DType::F32)?;

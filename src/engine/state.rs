@@ -7,17 +7,17 @@ use std::ops::Range;
 
 use candle_core::Tensor;
 
-use super::{Deal, Trainer};
-use crate::checkpoint::{Moment, Saved, SavedMoment, SnapshotTensor};
+use super::{SaveAssignment, Trainer};
+use crate::checkpoint::{MomentKind, SavedCheckpoint, SavedMoment, SnapshotTensor};
 use crate::error::{Error, Result};
 use crate::ops::adamw_int8::{Int8Moment, STATE_BLOCK};
-use crate::ops::reduce::copy_into;
-use crate::ops::threads::release_freed_memory;
 use crate::optim::{INT8_MIN_ELEMENTS, MomentDtype, Moments};
-use crate::strategy::{Bucket, Entry, Slot};
+use crate::runtime::copy::copy_into;
+use crate::runtime::thread_pool::release_freed_memory;
+use crate::sharding::{Bucket, BucketEntry, ParamDesc};
 
 /// One moment of a whole bucket.
-struct Flat {
+struct FlatValues {
     values: Vec<f32>,
     /// 8-bit moments; empty when there are none.
     codes: Vec<u8>,
@@ -26,20 +26,20 @@ struct Flat {
 
 impl Trainer {
     /// The trainable tensors by the rank that saves them, alike on all ranks.
-    pub fn shares(&self) -> Vec<Vec<Slot>> {
-        let mut shares = vec![Vec::new(); self.engine.strategy.ranks().world().size()];
-        for (index, bucket) in self.engine.strategy.trainable().enumerate() {
-            let slots = bucket.entries.iter().map(|entry| entry.slot.clone());
-            shares[self.saved_by(index)].extend(slots);
+    pub fn shares(&self) -> Vec<Vec<ParamDesc>> {
+        let mut shares = vec![Vec::new(); self.engine.store.mesh().world().size()];
+        for (index, bucket) in self.engine.store.trainable().enumerate() {
+            let descs = bucket.entries.iter().map(|entry| entry.desc.clone());
+            shares[self.saved_by(index)].extend(descs);
         }
         shares
     }
 
     /// The rank that saves trainable bucket `index`.
     fn saved_by(&self, index: usize) -> usize {
-        match self.options.deal {
-            Deal::First => 0,
-            Deal::Turns => index % self.engine.strategy.ranks().world().size(),
+        match self.options.save_assignment {
+            SaveAssignment::Rank0 => 0,
+            SaveAssignment::RoundRobin => index % self.engine.store.mesh().world().size(),
         }
     }
 
@@ -48,33 +48,34 @@ impl Trainer {
     pub fn snapshot(&self, with_moments: bool) -> Result<Vec<SnapshotTensor>> {
         // What a step has freed, the copies take instead.
         release_freed_memory();
-        let strategy = &self.engine.strategy;
-        let world = strategy.ranks().world();
+        let store = &self.engine.store;
+        let world = store.mesh().world();
         let mut share = Vec::new();
-        for (index, bucket) in strategy.trainable().enumerate() {
-            let values = strategy.collect(bucket, &bucket.updated()?.to_read()?)?;
+        for (index, bucket) in store.trainable().enumerate() {
+            let values = store.collect(bucket, &bucket.updated()?.to_read()?)?;
             let flats = match with_moments && bucket.own().len() < bucket.elements() {
                 true => Some([
-                    self.gathered(index, bucket, Moment::First)?,
-                    self.gathered(index, bucket, Moment::Second)?,
+                    self.gathered(index, bucket, MomentKind::First)?,
+                    self.gathered(index, bucket, MomentKind::Second)?,
                 ]),
                 false => None,
             };
             if self.saved_by(index) != world.rank() {
                 continue;
             }
-            let moment = |entry: &Entry, moment: Moment| match &flats {
+            let moment = |entry: &BucketEntry, moment: MomentKind| match &flats {
                 Some(flats) => Ok(flats[moment as usize].of(entry)),
                 None => self.own_moment(index, entry, moment),
             };
             for entry in &bucket.entries {
-                let moments =
-                    || Ok::<_, Error>([moment(entry, Moment::First)?, moment(entry, Moment::Second)?]);
+                let moments = || {
+                    Ok::<_, Error>([moment(entry, MomentKind::First)?, moment(entry, MomentKind::Second)?])
+                };
                 share.push(SnapshotTensor {
-                    name: entry.slot.name.clone(),
-                    shape: entry.slot.shape.clone(),
+                    name: entry.desc.name.clone(),
+                    shape: entry.desc.shape.clone(),
                     // Of each tensor one copy: a second one of everything would not be in the plan.
-                    values: values.narrow(0, entry.start, entry.slot.elements())?.to_vec1::<f32>()?,
+                    values: values.narrow(0, entry.start, entry.desc.elements())?.to_vec1::<f32>()?,
                     moments: with_moments.then(moments).transpose()?,
                 });
             }
@@ -85,22 +86,22 @@ impl Trainer {
     /// The pieces of a bucket, with their runs of it.
     fn pieces_of(&self, bucket: usize) -> impl Iterator<Item = (&Moments, &Range<usize>)> {
         // Places are in the order of buckets.
-        let run = self.places.partition_point(|place| place.bucket < bucket)
-            ..self.places.partition_point(|place| place.bucket <= bucket);
-        let pieces = self.optimizer.moments()[run.clone()].iter().zip(&self.places[run]);
-        pieces.map(|(moments, place)| (moments, &place.range))
+        let run = self.slices.partition_point(|place| place.bucket < bucket)
+            ..self.slices.partition_point(|place| place.bucket <= bucket);
+        let groups = self.optimizer.moments()[run.clone()].iter().zip(&self.slices[run]);
+        groups.map(|(moments, place)| (moments, &place.range))
     }
 
     /// A moment of an entry of a bucket that this rank updates whole.
-    fn own_moment(&self, index: usize, entry: &Entry, moment: Moment) -> Result<SavedMoment> {
-        let mut pieces = self.pieces_of(index);
-        let piece = pieces.find(|(_, range)| range.start <= entry.start && entry.range().end <= range.end);
+    fn own_moment(&self, index: usize, entry: &BucketEntry, moment: MomentKind) -> Result<SavedMoment> {
+        let mut groups = self.pieces_of(index);
+        let group = groups.find(|(_, range)| range.start <= entry.start && entry.range().end <= range.end);
         let (moments, range) =
-            piece.ok_or_else(|| Error::internal(format!("no moments for {}", entry.slot.name)))?;
+            group.ok_or_else(|| Error::internal(format!("no moments for {}", entry.desc.name)))?;
         Ok(match moments {
             Moments::F32(both) => {
                 let part =
-                    both[moment as usize].narrow(0, entry.start - range.start, entry.slot.elements())?;
+                    both[moment as usize].narrow(0, entry.start - range.start, entry.desc.elements())?;
                 SavedMoment::F32(part.to_vec1()?)
             }
             Moments::Int8(both) => {
@@ -111,9 +112,9 @@ impl Trainer {
     }
 
     /// A moment of a whole bucket, of which each rank updates a part. All ranks call it.
-    fn gathered(&self, index: usize, bucket: &Bucket, moment: Moment) -> Result<Flat> {
+    fn gathered(&self, index: usize, bucket: &Bucket, moment: MomentKind) -> Result<FlatValues> {
         let own = bucket.own();
-        let mut flat = Flat { values: vec![0.0; own.len()], codes: Vec::new(), absmax: Vec::new() };
+        let mut flat = FlatValues { values: vec![0.0; own.len()], codes: Vec::new(), absmax: Vec::new() };
         for (moments, range) in self.pieces_of(index) {
             let start = range.start - own.start;
             match moments {
@@ -136,13 +137,13 @@ impl Trainer {
             flat.codes.resize(own.len(), 0);
             flat.absmax.resize(own.len() / STATE_BLOCK, 0.0);
         }
-        let strategy = &self.engine.strategy;
+        let store = &self.engine.store;
         let host = candle_core::Device::Cpu;
-        let whole = |own: Tensor| strategy.collect(bucket, &own);
+        let whole = |own: Tensor| store.collect(bucket, &own);
         let floats = |own: &[f32]| -> Result<Vec<f32>> {
             Ok(whole(Tensor::from_slice(own, own.len(), &host)?)?.to_vec1()?)
         };
-        let mut all = Flat { values: floats(&flat.values)?, codes: Vec::new(), absmax: Vec::new() };
+        let mut all = FlatValues { values: floats(&flat.values)?, codes: Vec::new(), absmax: Vec::new() };
         if !flat.codes.is_empty() {
             all.codes = whole(Tensor::from_slice(&flat.codes, flat.codes.len(), &host)?)?.to_vec1()?;
             all.absmax = floats(&flat.absmax)?;
@@ -150,17 +151,18 @@ impl Trainer {
         Ok(all)
     }
 
-    fn is_int8(&self, entry: &Entry) -> bool {
-        self.options.optimizer.state == MomentDtype::Int8 && entry.slot.elements() >= INT8_MIN_ELEMENTS
+    fn is_int8(&self, entry: &BucketEntry) -> bool {
+        self.options.optimizer.state == MomentDtype::Int8 && entry.desc.elements() >= INT8_MIN_ELEMENTS
     }
 
     /// Goes on from a checkpoint whose weights the engine was loaded with: takes over moments and count of updates.
-    pub fn restore(&mut self, saved: &Saved) -> Result<()> {
-        for (index, bucket) in self.engine.strategy.trainable().enumerate() {
+    pub fn restore(&mut self, saved: &SavedCheckpoint) -> Result<()> {
+        for (index, bucket) in self.engine.store.trainable().enumerate() {
             for (moments, range) in self.pieces_of(index) {
-                let inside = |entry: &&Entry| entry.start < range.end && range.start < entry.range().end;
+                let inside =
+                    |entry: &&BucketEntry| entry.start < range.end && range.start < entry.range().end;
                 for entry in bucket.entries.iter().filter(inside) {
-                    for moment in [Moment::First, Moment::Second] {
+                    for moment in [MomentKind::First, MomentKind::Second] {
                         restore(moments, range, entry, moment, saved)?;
                     }
                 }
@@ -171,10 +173,10 @@ impl Trainer {
     }
 }
 
-impl Flat {
-    fn of(&self, entry: &Entry) -> SavedMoment {
+impl FlatValues {
+    fn of(&self, entry: &BucketEntry) -> SavedMoment {
         let range = entry.range();
-        if self.codes.is_empty() || entry.slot.elements() < INT8_MIN_ELEMENTS {
+        if self.codes.is_empty() || entry.desc.elements() < INT8_MIN_ELEMENTS {
             return SavedMoment::F32(self.values[range].to_vec());
         }
         let blocks = range.start / STATE_BLOCK..range.end.div_ceil(STATE_BLOCK);
@@ -186,24 +188,24 @@ impl Flat {
 fn restore(
     moments: &Moments,
     range: &Range<usize>,
-    entry: &Entry,
-    moment: Moment,
-    saved: &Saved,
+    entry: &BucketEntry,
+    moment: MomentKind,
+    saved: &SavedCheckpoint,
 ) -> Result<()> {
-    let name = &entry.slot.name;
+    let name = &entry.desc.name;
     let (from, to) = (range.start.max(entry.start), range.end.min(entry.range().end));
     // Counted in the entry, which the checkpoint holds whole.
     let part = from - entry.start..to - entry.start;
     match moments {
         Moments::F32(both) => {
-            let mut values = vec![0f32; entry.slot.elements()];
+            let mut values = vec![0f32; entry.desc.elements()];
             saved.moment(name, moment, &mut values)?;
             let tensor = both[moment as usize].narrow(0, from - range.start, part.len())?;
             copy_into(&tensor, &Tensor::from_slice(&values[part], tensor.shape(), tensor.device())?)
         }
         Moments::Int8(both) => {
             let Int8Moment { codes, absmax } = &both[moment as usize];
-            let mut scales = vec![0f32; entry.slot.elements().div_ceil(STATE_BLOCK)];
+            let mut scales = vec![0f32; entry.desc.elements().div_ceil(STATE_BLOCK)];
             let found = &saved.int8_moment(name, moment, &mut scales)?[part.clone()];
             codes.slice_set(&Tensor::from_slice(found, codes.shape(), codes.device())?, 0, 0)?;
             let scales = &scales[part.start / STATE_BLOCK..part.end.div_ceil(STATE_BLOCK)];

@@ -5,12 +5,12 @@ use std::ops::Range;
 use super::{Engine, MicroStep};
 use crate::collective::Phase;
 use crate::data::Step;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 use crate::model::DropoutContext;
-use crate::ops::random::Stream;
-use crate::ops::threads;
-use crate::optim::{INT8_MIN_ELEMENTS, MomentDtype, Optimizer, OptimizerOptions, Piece, Schedule};
-use crate::strategy::{Bucket, Entry, Slot};
+use crate::optim::{INT8_MIN_ELEMENTS, MomentDtype, Optimizer, OptimizerOptions, ParamGroup, Schedule};
+use crate::runtime::rng::RngStream;
+use crate::runtime::thread_pool;
+use crate::sharding::{Bucket, BucketEntry, ParamDesc};
 
 /// What forward keeps for backward (gradient checkpointing).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,16 +37,16 @@ pub struct TrainerOptions {
     /// Gradient checkpointing.
     pub recompute: Recompute,
     /// Who saves which of the trained tensors.
-    pub deal: Deal,
+    pub save_assignment: SaveAssignment,
 }
 
 /// How trained tensors are dealt out to the ranks that save them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Deal {
+pub enum SaveAssignment {
     /// All to the first: adapters, which are one small file.
-    First,
+    Rank0,
     /// Segments in turn.
-    Turns,
+    RoundRobin,
 }
 
 /// What a step was.
@@ -68,12 +68,12 @@ pub struct Trainer {
     pub(super) options: TrainerOptions,
     pub(super) optimizer: Optimizer,
     /// By piece of the optimizer.
-    pub(super) places: Vec<Place>,
+    pub(super) slices: Vec<ParamSlice>,
 }
 
 /// What a piece of the optimizer is.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct ParamSlice {
     /// Index among the trainable buckets.
     pub(super) bucket: usize,
     /// Its run of the bucket.
@@ -84,15 +84,15 @@ impl Trainer {
     /// An optimizer over the engine's trainable parameters.
     pub fn new(engine: Engine, options: TrainerOptions) -> Result<Self> {
         let mut found = Vec::new();
-        for (index, bucket) in engine.strategy.trainable().enumerate() {
-            found.extend(pieces(index, bucket, &options)?);
+        for (index, bucket) in engine.store.trainable().enumerate() {
+            found.extend(param_groups(index, bucket, &options)?);
         }
-        let (all, places) = found.into_iter().unzip();
-        let optimizer = match engine.strategy.offload().has_state() {
+        let (all, slices) = found.into_iter().unzip();
+        let optimizer = match engine.store.offload().has_state() {
             true => Optimizer::offloaded(options.optimizer, all, &engine.device, None)?,
             false => Optimizer::new(options.optimizer, all)?,
         };
-        Ok(Trainer { engine, options, optimizer, places })
+        Ok(Trainer { engine, options, optimizer, slices })
     }
 
     /// Most values that an update had on the device at a time; 0 when nothing is offloaded.
@@ -104,35 +104,35 @@ impl Trainer {
     /// every rank, which takes the micro-batches that are its turn.
     ///
     /// # Errors
-    /// [`Kind::Diverged`] when the loss or the gradient norm is not finite; nothing was updated then. A peer failed.
+    /// [`ErrorCategory::Diverged`] when the loss or the gradient norm is not finite; nothing was updated then. A peer failed.
     pub fn step(&mut self, step: &Step) -> Result<StepResult> {
         let number = self.optimizer.updates() + 1;
-        let strategy = &self.engine.strategy;
-        strategy.zero_gradients()?;
+        let store = &self.engine.store;
+        store.zero_gradients()?;
         let scale = 1.0 / step.valid as f64;
         let mut sum = [self.gradients(step, number, scale)?];
-        strategy.ranks().world().enter(Phase::Norm)?;
-        strategy.sum("losses", &mut sum)?;
+        store.mesh().world().enter(Phase::Norm)?;
+        store.sum("losses", &mut sum)?;
         let loss = sum[0] * scale;
-        let grad_norm = strategy.gradient_norm()?;
+        let grad_norm = store.gradient_norm()?;
         if !loss.is_finite() || !grad_norm.is_finite() {
             return Err(self.diverged(step, number, loss, grad_norm)?);
         }
-        strategy.ranks().world().enter(Phase::Update)?;
+        store.mesh().world().enter(Phase::Update)?;
         // As torch's clip_grad_norm_.
         let clip = self.options.max_grad_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
         let learning_rate = self.options.schedule.at(number - 1);
         self.optimizer.update(learning_rate, clip)?;
-        strategy.after_update()?;
+        store.after_update()?;
         Ok(StepResult { loss, grad_norm, learning_rate })
     }
 
     /// Adds up the gradients of this rank's micro-batches and returns the sum of their losses.
     fn gradients(&self, step: &Step, number: u64, scale: f64) -> Result<f64> {
-        let stream = Stream::new(self.options.seed).named("dropout").part(number);
-        let world = self.engine.strategy.ranks().world();
+        let stream = RngStream::new(self.options.seed).named("dropout").part(number);
+        let world = self.engine.store.mesh().world();
         let turns = step.turns(world.rank(), world.size());
-        threads::inside(&self.engine.device, || {
+        thread_pool::run_in_pool(&self.engine.device, || {
             let mut sum = 0f64;
             for (i, batch) in turns.iter().enumerate() {
                 let dropout = Some(DropoutContext { stream, first_token: batch.first_token });
@@ -145,7 +145,7 @@ impl Trainer {
 
     fn diverged(&self, step: &Step, number: u64, loss: f64, grad_norm: f64) -> Result<Error> {
         let found = self.engine.first_non_finite(&step.micro_batches)?;
-        let error = Error::new(Kind::Diverged, format!("the numbers diverged at step {number}"))
+        let error = Error::new(ErrorCategory::Diverged, format!("the numbers diverged at step {number}"))
             .because(format!("loss {loss}, gradient norm {grad_norm}; the first bad value is in {found}"))
             .because("nothing was updated in this step");
         Ok(error
@@ -155,15 +155,19 @@ impl Trainer {
 
 /// The runs of a bucket whose entries are updated alike, as far as this rank updates them; padding between entries
 /// belongs to the run before it and stays zero. Blocks of 8-bit moments are counted within a tensor, so there each entry is a run.
-fn pieces(index: usize, bucket: &Bucket, options: &TrainerOptions) -> Result<Vec<(Piece, Place)>> {
+fn param_groups(
+    index: usize,
+    bucket: &Bucket,
+    options: &TrainerOptions,
+) -> Result<Vec<(ParamGroup, ParamSlice)>> {
     let Some(grad) = bucket.gradient()? else { return Ok(Vec::new()) };
     let (param, own) = (bucket.updated()?, bucket.own());
-    let rate = |slot: &Slot| {
+    let rate = |desc: &ParamDesc| {
         // PEFT's groups: B, and all vectors.
-        let is_b = slot.name.contains("lora_B") || slot.shape.len() == 1;
+        let is_b = desc.name.contains("lora_B") || desc.shape.len() == 1;
         if is_b { options.lora_plus_ratio } else { 1.0 }
     };
-    let kind = |entry: &Entry| (entry.slot.decay, rate(&entry.slot));
+    let kind = |entry: &BucketEntry| (entry.desc.decay, rate(&entry.desc));
     let alone = options.optimizer.state == MomentDtype::Int8;
     let mut found = Vec::new();
     let mut rest = &bucket.entries[..];
@@ -182,10 +186,10 @@ fn pieces(index: usize, bucket: &Bucket, options: &TrainerOptions) -> Result<Vec
             continue;
         }
         let (start, len) = (range.start - own.start, range.len());
-        let large = alone && first.slot.elements() >= INT8_MIN_ELEMENTS;
+        let large = alone && first.desc.elements() >= INT8_MIN_ELEMENTS;
         let (param, grad) = (param.narrow(start, len)?, grad.narrow(0, start, len)?);
-        let piece = Piece { param, grad, decay, rate, large };
-        found.push((piece, Place { bucket: index, range }));
+        let group = ParamGroup { param, grad, decay, rate, large };
+        found.push((group, ParamSlice { bucket: index, range }));
     }
     Ok(found)
 }

@@ -14,9 +14,10 @@ use serde_json::{Value, json};
 use super::hf::SHARD_BYTES;
 use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig, ModuleKind};
-use crate::quant::{self, Format, Kind, NESTED_BLOCK};
-use crate::weights::companions::{self, ConfigChanges, QUANTIZATION_CONFIG, QuantizationChange};
-use crate::weights::{Entry, ModelFiles, NewFolder, Planned, ScatteredWriter, StoredDtype};
+use crate::quant::{self, CodeKind, NESTED_BLOCK, QuantFormat};
+use crate::weights::sidecar_files;
+use crate::weights::sidecar_files::{ConfigChanges, QUANTIZATION_CONFIG, QuantizationChange};
+use crate::weights::{AtomicDir, ModelFiles, PlannedFile, RandomAccessWriter, StoredDtype, WriteEntry};
 
 /// Elements (or bytes that are only copied) in memory at once, if a row is not longer.
 const PIECE: usize = 1 << 22;
@@ -27,7 +28,7 @@ const LONGEST_NUMBER: usize = 24;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scheme {
     /// NF4 or FP4.
-    FourBits(Format),
+    FourBits(QuantFormat),
     /// LLM.int8(): whole numbers with a scale for each row.
     LlmInt8,
 }
@@ -60,7 +61,7 @@ pub fn write_quantized(
     output: &Path,
     mut done: impl FnMut(&str),
 ) -> Result<Report> {
-    let json = companions::read_config(files.folder())?;
+    let json = sidecar_files::read_config(files.folder())?;
     refuse_quantized(files, json.contains_key(QUANTIZATION_CONFIG))?;
     let layers = LinearLayers::new(config, skip)?;
     let names: Vec<&str> = files.files().flat_map(|(_, names)| names).collect();
@@ -68,8 +69,8 @@ pub fn write_quantized(
     for name in &names {
         groups.push(planned(files, name, layers.quantizes(name).then_some(scheme))?);
     }
-    let folder = NewFolder::create(output)?;
-    let mut writer = ScatteredWriter::create(folder.path(), &groups, SHARD_BYTES)?;
+    let folder = AtomicDir::create(output)?;
+    let mut writer = RandomAccessWriter::create(folder.path(), &groups, SHARD_BYTES)?;
     for name in &names {
         let mut source = SourceTensor { files, name, writer: &mut writer };
         match (layers.quantizes(name), scheme) {
@@ -88,7 +89,7 @@ pub fn write_quantized(
         .map(|info| info.dtype);
     let settings = quantization_config(scheme, dtype.unwrap_or(StoredDtype::F32), &layers.skipped);
     let quantization = QuantizationChange::Set(settings);
-    companions::copy(
+    sidecar_files::copy(
         files.folder(),
         None,
         folder.path(),
@@ -188,10 +189,10 @@ fn runs_of_parts(module: &str) -> impl Iterator<Item = &str> {
 }
 
 /// The tensors that `name` becomes.
-fn planned(files: &ModelFiles, name: &str, scheme: Option<Scheme>) -> Result<Vec<Planned>> {
+fn planned(files: &ModelFiles, name: &str, scheme: Option<Scheme>) -> Result<Vec<PlannedFile>> {
     let info = files.require(name)?;
     let sized = |end: &str, dtype, shape: &[usize]| {
-        Planned::Sized(Entry { name: format!("{name}{end}"), dtype, shape: shape.into() })
+        PlannedFile::Sized(WriteEntry { name: format!("{name}{end}"), dtype, shape: shape.into() })
     };
     let (n, float, byte) = (info.elements(), StoredDtype::F32, StoredDtype::U8);
     Ok(match scheme {
@@ -206,15 +207,23 @@ fn planned(files: &ModelFiles, name: &str, scheme: Option<Scheme>) -> Result<Vec
             }
             tensors.push(sized(".quant_map", float, &[table]));
             let longest = state(format, info.dtype, &info.shape, Some(0.0)).len() + LONGEST_NUMBER;
-            tensors.push(Planned::Text(state_name(name, format.kind), longest));
+            tensors.push(PlannedFile::Text(state_name(name, format.kind), longest));
             tensors
         }
         Some(Scheme::LlmInt8) => {
             let module = |end: &str| name.replace(".weight", end);
             vec![
                 sized("", StoredDtype::I8, &info.shape),
-                Planned::Sized(Entry { name: module(".SCB"), dtype: float, shape: vec![info.shape[0]] }),
-                Planned::Sized(Entry { name: module(".weight_format"), dtype: byte, shape: Vec::new() }),
+                PlannedFile::Sized(WriteEntry {
+                    name: module(".SCB"),
+                    dtype: float,
+                    shape: vec![info.shape[0]],
+                }),
+                PlannedFile::Sized(WriteEntry {
+                    name: module(".weight_format"),
+                    dtype: byte,
+                    shape: Vec::new(),
+                }),
             ]
         }
     })
@@ -224,7 +233,7 @@ fn planned(files: &ModelFiles, name: &str, scheme: Option<Scheme>) -> Result<Vec
 struct SourceTensor<'a> {
     files: &'a ModelFiles,
     name: &'a str,
-    writer: &'a mut ScatteredWriter,
+    writer: &'a mut RandomAccessWriter,
 }
 
 impl SourceTensor<'_> {
@@ -271,8 +280,8 @@ impl SourceTensor<'_> {
         self.name.strip_suffix(".weight").unwrap_or(self.name)
     }
 
-    fn four_bits(&mut self, format: Format) -> Result<()> {
-        let Format { kind, block_size, .. } = format;
+    fn four_bits(&mut self, format: QuantFormat) -> Result<()> {
+        let QuantFormat { kind, block_size, .. } = format;
         let info = self.files.require(self.name)?;
         let mut absmax = vec![0f32; format.blocks(info.elements())];
         let mut codes = vec![0u8; format.code_bytes(PIECE.min(info.elements()))];
@@ -312,7 +321,7 @@ impl SourceTensor<'_> {
             tensor.check(start, values, "numbers that f16 holds, which LLM.int8() is made from")?;
             codes.resize(values.len(), 0);
             let scales = &mut scales[start / columns..(start + values.len()) / columns];
-            quant::quantize(Kind::Int8Rows, columns, values, &mut codes, scales);
+            quant::quantize(CodeKind::Int8Rows, columns, values, &mut codes, scales);
             tensor.writer.write(tensor.name, start as u64, &codes)
         })?;
         let module = self.module().to_owned();
@@ -326,12 +335,12 @@ fn le(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-fn state_name(weight: &str, kind: Kind) -> String {
+fn state_name(weight: &str, kind: CodeKind) -> String {
     format!("{weight}.quant_state.bitsandbytes__{}", kind.name())
 }
 
 /// The JSON text beside the codes, to the byte as Python writes it.
-fn state(format: Format, dtype: StoredDtype, shape: &[usize], offset: Option<f32>) -> String {
+fn state(format: QuantFormat, dtype: StoredDtype, shape: &[usize], offset: Option<f32>) -> String {
     // Numbers of any other width are quantized from f32.
     let dtype = dtype.config_name().filter(|_| dtype.size_bytes() <= 4).unwrap_or("float32");
     let mut text = format!(
@@ -369,7 +378,7 @@ fn quantization_config(scheme: Scheme, dtype: StoredDtype, skipped: &[String]) -
         Scheme::LlmInt8 => None,
     };
     // What bitsandbytes takes for granted stands there for 8 bits too.
-    let format = four.unwrap_or(Format { kind: Kind::Fp4, block_size: 64, double_quant: false });
+    let format = four.unwrap_or(QuantFormat { kind: CodeKind::Fp4, block_size: 64, double_quant: false });
     let compute = dtype.config_name().filter(|_| four.is_some()).unwrap_or("float32");
     json!({
         "_load_in_4bit": four.is_some(),

@@ -10,9 +10,10 @@ use std::path::{Path, PathBuf};
 use half::f16;
 
 use crate::error::{Error, Result};
-use crate::weights::companions::{self, ConfigChanges, TokenizerFiles};
+use crate::weights::sidecar_files;
+use crate::weights::sidecar_files::{ConfigChanges, TokenizerFiles};
 use crate::weights::{
-    Entry, ModelFiles, NewFolder, OutputDtype, StoredDtype, TensorSink, Written, split, write_index_of,
+    AtomicDir, ModelFiles, OutputDtype, StoredDtype, TensorSink, WriteEntry, Written, split, write_index_of,
     write_sharded, write_shards,
 };
 
@@ -32,30 +33,30 @@ pub fn write_model(
     folder: &Path,
     source: &Path,
     tokenizer: Option<&TokenizerFiles>,
-    entries: &[Entry],
+    entries: &[WriteEntry],
     shard_bytes: u64,
-    write: impl FnMut(&Entry, &mut TensorSink<'_>) -> Result<()>,
+    write: impl FnMut(&WriteEntry, &mut TensorSink<'_>) -> Result<()>,
 ) -> Result<Vec<Written>> {
     std::fs::create_dir_all(folder).map_err(|error| Error::io("create", folder, &error))?;
     let written = write_sharded(folder, entries, shard_bytes, write)?;
-    companions::copy(source, tokenizer, folder, ConfigChanges::for_weights(entries))?;
+    sidecar_files::copy(source, tokenizer, folder, ConfigChanges::for_weights(entries))?;
     Ok(written)
 }
 
 /// A model that several ranks write together, each some shards of it.
 #[derive(Debug)]
-pub struct Parts {
-    shards: Vec<Vec<Entry>>,
+pub struct ExportParts {
+    shards: Vec<Vec<WriteEntry>>,
     /// The shards of each rank.
     of_rank: Vec<Range<usize>>,
     source: PathBuf,
     tokenizer: Option<TokenizerFiles>,
 }
 
-impl Parts {
+impl ExportParts {
     /// A model of the tensors in `shares`, by rank; what stands beside them is that of `source`, with `tokenizer` in
     /// place of its own if there is one.
-    pub fn new(shares: Vec<Vec<Entry>>, source: PathBuf, tokenizer: Option<TokenizerFiles>) -> Self {
+    pub fn new(shares: Vec<Vec<WriteEntry>>, source: PathBuf, tokenizer: Option<TokenizerFiles>) -> Self {
         let (mut shards, mut of_rank) = (Vec::new(), Vec::new());
         for share in shares {
             let start = shards.len();
@@ -64,7 +65,7 @@ impl Parts {
             }
             of_rank.push(start..shards.len());
         }
-        Parts { shards, of_rank, source, tokenizer }
+        ExportParts { shards, of_rank, source, tokenizer }
     }
 
     /// Writes the tensors of a rank's share to the folder that all ranks write to, which is there; `write` as in [`write_model`].
@@ -75,7 +76,7 @@ impl Parts {
         &self,
         rank: usize,
         folder: &Path,
-        write: impl FnMut(&Entry, &mut TensorSink<'_>) -> Result<()>,
+        write: impl FnMut(&WriteEntry, &mut TensorSink<'_>) -> Result<()>,
     ) -> Result<Vec<Written>> {
         write_shards(folder, &self.shards, self.of_rank[rank].clone(), write)
     }
@@ -86,9 +87,9 @@ impl Parts {
     /// As [`write_model`].
     pub fn write_rest(&self, folder: &Path) -> Result<Vec<Written>> {
         let index = write_index_of(folder, &self.shards)?;
-        let entries: Vec<Entry> = self.shards.iter().flatten().cloned().collect();
+        let entries: Vec<WriteEntry> = self.shards.iter().flatten().cloned().collect();
         let changes = ConfigChanges::for_weights(&entries);
-        companions::copy(&self.source, self.tokenizer.as_ref(), folder, changes)?;
+        sidecar_files::copy(&self.source, self.tokenizer.as_ref(), folder, changes)?;
         Ok(index.into_iter().collect())
     }
 }
@@ -100,15 +101,15 @@ impl Parts {
 /// The user's: `output` is not empty, a value does not fit `dtype`, or there is no valid config.json. Storage: the
 /// disk is full or fails; nothing is left of `output` then.
 pub fn export(files: &ModelFiles, output: &Path, dtype: OutputDtype, shard_bytes: u64) -> Result<u64> {
-    let entries: Vec<Entry> = files
+    let entries: Vec<WriteEntry> = files
         .tensors()
-        .map(|(name, info)| Entry {
+        .map(|(name, info)| WriteEntry {
             name: name.into(),
             dtype: dtype.of(info.dtype),
             shape: info.shape.clone(),
         })
         .collect();
-    let folder = NewFolder::create(output)?;
+    let folder = AtomicDir::create(output)?;
     let written = write_model(folder.path(), files.folder(), None, &entries, shard_bytes, |entry, sink| {
         copy_tensor(files, entry, sink)
     })?;
@@ -116,7 +117,7 @@ pub fn export(files: &ModelFiles, output: &Path, dtype: OutputDtype, shard_bytes
     Ok(written.iter().map(|file| file.bytes).sum())
 }
 
-fn copy_tensor(files: &ModelFiles, entry: &Entry, sink: &mut TensorSink<'_>) -> Result<()> {
+fn copy_tensor(files: &ModelFiles, entry: &WriteEntry, sink: &mut TensorSink<'_>) -> Result<()> {
     let info = files.require(&entry.name)?;
     if info.dtype == entry.dtype && files.quantized(&entry.name)?.is_none() {
         for block in files.bytes(&entry.name)?.chunks(BLOCK) {

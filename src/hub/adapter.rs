@@ -8,9 +8,9 @@
 use std::path::{Path, PathBuf};
 
 use super::fetch::Download;
-use super::names::{self, Place};
+use super::names::{self, Reference};
 use super::select::{self, Lack, has};
-use super::{HubOptions, Located, Progress, Source, Subject, list_folder};
+use super::{DownloadProgress, HubOptions, Located, RepoSource, Subject, list_folder};
 use crate::error::{Error, Result};
 
 /// The configuration, without which there is no adapter.
@@ -29,14 +29,14 @@ pub fn locate_adapter(
     id_or_path: &str,
     revision: &str,
     options: &HubOptions,
-    progress: &mut Progress<'_>,
+    progress: &mut DownloadProgress<'_>,
 ) -> Result<Located> {
     let id = match names::place(id_or_path, options.home.as_deref())? {
-        Place::Local(path) => return local_adapter(id_or_path, path),
-        Place::Hub(id) => id,
+        Reference::Local(path) => return local_adapter(id_or_path, path),
+        Reference::Hub(id) => id,
     };
     names::check_revision(revision)?;
-    let adapter = Source { subject: Subject::Adapter, id, revision: revision.to_owned(), options };
+    let adapter = RepoSource { subject: Subject::Adapter, id, revision: revision.to_owned(), options };
     if options.offline { adapter.cached_adapter() } else { adapter.fetched_adapter(progress) }
 }
 
@@ -62,8 +62,8 @@ fn local_adapter(given: &str, folder: PathBuf) -> Result<Located> {
     }
 }
 
-impl Source<'_> {
-    fn fetched_adapter(&self, progress: &mut Progress<'_>) -> Result<Located> {
+impl RepoSource<'_> {
+    fn fetched_adapter(&self, progress: &mut DownloadProgress<'_>) -> Result<Located> {
         let client = self.client();
         let description = client.describe(progress)?;
         check(&description.files).map_err(|unfit| {

@@ -14,7 +14,7 @@ use super::names::is_commit;
 use crate::error::{Error, Result};
 
 /// The part of the cache that belongs to one repository.
-pub(super) struct Store {
+pub(super) struct HubCache {
     folder: PathBuf,
     layout: CacheRepo,
     revision: String,
@@ -25,10 +25,10 @@ pub(super) struct Lock {
     _file: Option<File>,
 }
 
-impl Store {
+impl HubCache {
     pub(super) fn new(cache_dir: &Path, repo: &Repo) -> Self {
         let cache = Cache::new(cache_dir.to_owned());
-        Store {
+        HubCache {
             folder: cache_dir.join(repo.folder_name()),
             layout: cache.repo(repo.clone()),
             revision: repo.revision().to_owned(),
@@ -155,8 +155,8 @@ mod tests {
 
     const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-    fn store(folder: &Path, revision: &str) -> Store {
-        Store::new(folder, &Repo::with_revision("a/b".into(), RepoType::Model, revision.into()))
+    fn store(folder: &Path, revision: &str) -> HubCache {
+        HubCache::new(folder, &Repo::with_revision("a/b".into(), RepoType::Model, revision.into()))
     }
 
     #[test]

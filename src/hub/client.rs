@@ -15,8 +15,8 @@ use ureq::{Agent, Body, BodyReader};
 use super::digest::Digest;
 use super::options::{HubOptions, Retry};
 use super::refusal::{Answer, Asked};
-use super::{DownloadEvent, Progress};
-use crate::error::{Error, Kind, Result};
+use super::{DownloadEvent, DownloadProgress};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// More than the description of the largest repositories, less than what would hurt.
 const MAX_DESCRIPTION_BYTES: u64 = 64 << 20;
@@ -25,7 +25,7 @@ const MAX_REDIRECTS: usize = 5;
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(300);
 
 /// Why an attempt failed.
-pub(super) enum Fault {
+pub(super) enum HttpFault {
     /// Another attempt may succeed; the server may have said when.
     Passing { reason: String, wait: Option<Duration> },
     /// It will not.
@@ -33,7 +33,7 @@ pub(super) enum Fault {
 }
 
 /// What the hub says about a repository.
-pub(super) struct Description {
+pub(super) struct RepoDescription {
     /// The commit that the revision stands for, as the hub wrote it.
     pub(super) commit: String,
     pub(super) gated: bool,
@@ -96,7 +96,7 @@ impl<'a> Client<'a> {
     }
 
     /// Asks what the repository holds under its revision.
-    pub(super) fn describe(&self, progress: &mut Progress<'_>) -> Result<Description> {
+    pub(super) fn describe(&self, progress: &mut DownloadProgress<'_>) -> Result<RepoDescription> {
         let url = format!("{}/api/{}", self.options.endpoint(), self.repo.api_url());
         self.patiently(progress, || {
             let response = self.get(&url, None)?;
@@ -107,9 +107,9 @@ impl<'a> Client<'a> {
         })
     }
 
-    fn read_description(&self, response: Response<Body>) -> Result<Description, Fault> {
+    fn read_description(&self, response: Response<Body>) -> Result<RepoDescription, HttpFault> {
         #[derive(serde::Deserialize)]
-        struct Wire {
+        struct JsonPage {
             sha: String,
             #[serde(default)]
             gated: serde_json::Value,
@@ -125,11 +125,11 @@ impl<'a> Client<'a> {
             .limit(MAX_DESCRIPTION_BYTES)
             .read_to_vec()
             .map_err(|e| self.transport(&e))?;
-        let wire: Wire = serde_json::from_slice(&bytes).map_err(|e| self.not_a_hub(&e.to_string()))?;
+        let wire: JsonPage = serde_json::from_slice(&bytes).map_err(|e| self.not_a_hub(&e.to_string()))?;
         if !super::names::is_commit(&wire.sha) {
             return Err(self.not_a_hub("its `sha` is not the hash of a commit"));
         }
-        Ok(Description {
+        Ok(RepoDescription {
             commit: wire.sha,
             gated: !matches!(wire.gated, serde_json::Value::Null | serde_json::Value::Bool(false)),
             files: wire.siblings.into_iter().map(|sibling| sibling.rfilename).collect(),
@@ -143,7 +143,7 @@ impl<'a> Client<'a> {
         commit: &str,
         file: &str,
         gated: bool,
-        progress: &mut Progress<'_>,
+        progress: &mut DownloadProgress<'_>,
     ) -> Result<Facts> {
         self.patiently(progress, || {
             let mut url = self.file_url(commit, file);
@@ -190,7 +190,7 @@ impl<'a> Client<'a> {
     }
 
     /// Asks for the bytes of a file from an offset on.
-    pub(super) fn bytes(&self, commit: &str, file: &str, from: u64, gated: bool) -> Result<Bytes, Fault> {
+    pub(super) fn bytes(&self, commit: &str, file: &str, from: u64, gated: bool) -> Result<Bytes, HttpFault> {
         let response = self.get(&self.file_url(commit, file), Some(from))?;
         match response.status().as_u16() {
             200 => Ok(Bytes::From(0, response.into_body().into_reader())),
@@ -201,7 +201,7 @@ impl<'a> Client<'a> {
                     Some(start) if start == from => {
                         Ok(Bytes::From(start, response.into_body().into_reader()))
                     }
-                    _ => Err(Fault::Passing {
+                    _ => Err(HttpFault::Passing {
                         reason: format!("asked for the bytes from {from} on, the server sent others"),
                         wait: None,
                     }),
@@ -213,7 +213,7 @@ impl<'a> Client<'a> {
     }
 
     /// A GET as the crate hf-hub makes it; `from` is the offset in a file.
-    fn get(&self, url: &str, from: Option<u64>) -> Result<Response<Body>, Fault> {
+    fn get(&self, url: &str, from: Option<u64>) -> Result<Response<Body>, HttpFault> {
         let mut request = self.follow.get(url);
         if let Some(from) = from {
             request = request.header("Accept-Encoding", "identity");
@@ -242,15 +242,15 @@ impl<'a> Client<'a> {
     /// Repeats `attempt` while it fails for now.
     fn patiently<T>(
         &self,
-        progress: &mut Progress<'_>,
-        mut attempt: impl FnMut() -> Result<T, Fault>,
+        progress: &mut DownloadProgress<'_>,
+        mut attempt: impl FnMut() -> Result<T, HttpFault>,
     ) -> Result<T> {
         let mut patience = Patience::new(self.retry());
         loop {
             match attempt() {
                 Ok(value) => return Ok(value),
-                Err(Fault::Final(error)) => return Err(error),
-                Err(Fault::Passing { reason, wait }) => {
+                Err(HttpFault::Final(error)) => return Err(error),
+                Err(HttpFault::Passing { reason, wait }) => {
                     self.pause(&mut patience, reason, wait, progress)?;
                 }
             }
@@ -266,11 +266,11 @@ impl<'a> Client<'a> {
         patience: &mut Patience<'_>,
         reason: String,
         asked: Option<Duration>,
-        progress: &mut Progress<'_>,
+        progress: &mut DownloadProgress<'_>,
     ) -> Result<()> {
         let Some(wait) = patience.next(asked) else {
             let what = format!("cannot get {} from {}", self.subject, self.options.endpoint());
-            return Err(Error::new(Kind::Transient, what)
+            return Err(Error::new(ErrorCategory::Transient, what)
                 .because(reason)
                 .because(format!("{} attempts without progress", patience.failures))
                 .hint("check the network and HF_ENDPOINT, or try again later; `--offline` uses a copy that the cache holds"));
@@ -281,19 +281,19 @@ impl<'a> Client<'a> {
     }
 
     /// A failure below HTTP: the network's, unless TLS says that this is the wrong server.
-    fn transport(&self, error: &ureq::Error) -> Fault {
+    fn transport(&self, error: &ureq::Error) -> HttpFault {
         let reason = self.options.redact(&error.to_string());
         let is_tls = matches!(error, ureq::Error::Io(e) if e.kind() == std::io::ErrorKind::InvalidData);
         match error {
-            ureq::Error::Io(_) if !is_tls => Fault::Passing { reason, wait: None },
+            ureq::Error::Io(_) if !is_tls => HttpFault::Passing { reason, wait: None },
             ureq::Error::Timeout(_)
             | ureq::Error::HostNotFound
             | ureq::Error::ConnectionFailed
             | ureq::Error::ConnectProxyFailed(_)
-            | ureq::Error::Protocol(_) => Fault::Passing { reason, wait: None },
-            _ => Fault::Final(
+            | ureq::Error::Protocol(_) => HttpFault::Passing { reason, wait: None },
+            _ => HttpFault::Final(
                 Error::new(
-                    Kind::Transient,
+                    ErrorCategory::Transient,
                     format!("cannot get {} from {}", self.subject, self.options.endpoint()),
                 )
                 .because(reason)
@@ -303,7 +303,7 @@ impl<'a> Client<'a> {
     }
 
     /// An answer other than success.
-    fn refused(&self, response: &Response<Body>, file: Option<&str>, gated: bool) -> Fault {
+    fn refused(&self, response: &Response<Body>, file: Option<&str>, gated: bool) -> HttpFault {
         let headers = response.headers();
         let shown = |name| text(headers, name).map(|value| self.shown(value));
         let answer = Answer {
@@ -313,9 +313,9 @@ impl<'a> Client<'a> {
         };
         if matches!(answer.status, 408 | 429 | 500 | 502 | 503 | 504) {
             let wait = number(headers, "retry-after").map(Duration::from_secs);
-            return Fault::Passing { reason: answer.to_string(), wait };
+            return HttpFault::Passing { reason: answer.to_string(), wait };
         }
-        Fault::Final(answer.error(&Asked {
+        HttpFault::Final(answer.error(&Asked {
             subject: &self.subject,
             revision: self.repo.revision(),
             page: &self.page,
@@ -325,8 +325,8 @@ impl<'a> Client<'a> {
         }))
     }
 
-    fn not_a_hub(&self, why: &str) -> Fault {
-        Fault::Final(
+    fn not_a_hub(&self, why: &str) -> HttpFault {
+        HttpFault::Final(
             Error::user(format!("{} does not answer as a hub does", self.options.endpoint()))
                 .because(format!("asked for {}: {}", self.subject, self.shown(why)))
                 .hint("check HF_ENDPOINT; a network that asks for a login page answers so, too"),

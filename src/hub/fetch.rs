@@ -9,23 +9,23 @@ use std::fs::File;
 use std::io::{Read, Seek, Write};
 use std::path::PathBuf;
 
-use super::cache::Store;
-use super::client::{Bytes, Client, Facts, Fault, Patience};
+use super::cache::HubCache;
+use super::client::{Bytes, Client, Facts, HttpFault, Patience};
 use super::digest::Sum;
-use super::{DownloadEvent, Progress};
-use crate::error::{Error, Kind, Result};
+use super::{DownloadEvent, DownloadProgress};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// One commit of one repository, on the hub and in the cache.
 pub(super) struct Download<'a> {
     pub(super) client: &'a Client<'a>,
-    pub(super) store: &'a Store,
+    pub(super) store: &'a HubCache,
     pub(super) commit: &'a str,
     pub(super) gated: bool,
 }
 
 impl Download<'_> {
     /// Makes sure that the snapshot holds these files; their names have been checked.
-    pub(super) fn fetch(&self, files: &[&str], progress: &mut Progress<'_>) -> Result<()> {
+    pub(super) fn fetch(&self, files: &[&str], progress: &mut DownloadProgress<'_>) -> Result<()> {
         let mut wanted = Vec::new();
         for &file in files {
             if !self.store.holds(self.commit, file) {
@@ -44,7 +44,7 @@ impl Download<'_> {
         Ok(())
     }
 
-    fn fetch_one(&self, file: &str, facts: &Facts, progress: &mut Progress<'_>) -> Result<()> {
+    fn fetch_one(&self, file: &str, facts: &Facts, progress: &mut DownloadProgress<'_>) -> Result<()> {
         let digest = facts.digest.hex();
         let _lock = self.store.lock(digest, || progress(DownloadEvent::Waiting { file }))?;
         let blob = self.store.blob(digest);
@@ -60,8 +60,8 @@ impl Download<'_> {
     }
 
     /// The path of a part file that is whole and verified.
-    fn complete(&self, file: &str, facts: &Facts, progress: &mut Progress<'_>) -> Result<PathBuf> {
-        let mut part = Part::open(self.store.blob(facts.digest.hex()).with_extension("part"), facts)?;
+    fn complete(&self, file: &str, facts: &Facts, progress: &mut DownloadProgress<'_>) -> Result<PathBuf> {
+        let mut part = DownloadPart::open(self.store.blob(facts.digest.hex()).with_extension("part"), facts)?;
         progress(DownloadEvent::Start { file, bytes: facts.size, present: part.len });
         let mut patience = Patience::new(self.client.retry());
         let mut furthest = part.len;
@@ -84,8 +84,8 @@ impl Download<'_> {
                     furthest = 0;
                     progress(DownloadEvent::Start { file, bytes: facts.size, present: 0 });
                 }
-                Err(Fault::Final(error)) => return Err(error),
-                Err(Fault::Passing { reason, wait }) => {
+                Err(HttpFault::Final(error)) => return Err(error),
+                Err(HttpFault::Passing { reason, wait }) => {
                     if part.len > furthest {
                         furthest = part.len;
                         patience.renew();
@@ -101,24 +101,24 @@ impl Download<'_> {
         &self,
         file: &str,
         facts: &Facts,
-        part: &mut Part,
-        progress: &mut Progress<'_>,
-    ) -> Result<(), Fault> {
+        part: &mut DownloadPart,
+        progress: &mut DownloadProgress<'_>,
+    ) -> Result<(), HttpFault> {
         if part.len >= facts.size {
             return Ok(());
         }
         let mut reader = match self.client.bytes(self.commit, file, part.len, self.gated)? {
             Bytes::From(start, reader) => {
                 if start != part.len {
-                    part.clear(facts).map_err(Fault::Final)?;
+                    part.clear(facts).map_err(HttpFault::Final)?;
                     progress(DownloadEvent::Start { file, bytes: facts.size, present: 0 });
                 }
                 reader
             }
             Bytes::BeyondEnd => {
-                part.clear(facts).map_err(Fault::Final)?;
+                part.clear(facts).map_err(HttpFault::Final)?;
                 let reason = "the server holds fewer bytes than it announced".to_owned();
-                return Err(Fault::Passing { reason, wait: None });
+                return Err(HttpFault::Passing { reason, wait: None });
             }
         };
         let mut buffer = vec![0; 1 << 18];
@@ -128,13 +128,13 @@ impl Download<'_> {
                 Ok(count) => count,
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
                 Err(error) => {
-                    return Err(Fault::Passing {
+                    return Err(HttpFault::Passing {
                         reason: format!("the connection broke: {error}"),
                         wait: None,
                     });
                 }
             };
-            part.append(&buffer[..count]).map_err(Fault::Final)?;
+            part.append(&buffer[..count]).map_err(HttpFault::Final)?;
             progress(DownloadEvent::Advance { bytes: count as u64 });
             if part.len > facts.size {
                 return Ok(());
@@ -142,28 +142,28 @@ impl Download<'_> {
         }
         if part.len < facts.size {
             let reason = format!("the connection ended after {} of {} bytes", part.len, facts.size);
-            return Err(Fault::Passing { reason, wait: None });
+            return Err(HttpFault::Passing { reason, wait: None });
         }
         Ok(())
     }
 }
 
 fn damaged(facts: &Facts, found: &str) -> Error {
-    Error::new(Kind::Transient, "the bytes are damaged, twice")
+    Error::new(ErrorCategory::Transient, "the bytes are damaged, twice")
         .because(format!("their digest is {found}, the hub announced {}", facts.digest.hex()))
         .because("nothing of it was kept")
         .hint("try again; if it stays so, a mirror (HF_ENDPOINT) or a proxy on the way changes files")
 }
 
 /// A file on its way, with the sum of what is there.
-struct Part {
+struct DownloadPart {
     path: PathBuf,
     file: File,
     len: u64,
     sum: Sum,
 }
 
-impl Part {
+impl DownloadPart {
     /// Opens what an earlier run left, or an empty file.
     fn open(path: PathBuf, facts: &Facts) -> Result<Self> {
         let failed = |e: std::io::Error| Error::io("write", &path, &e);
@@ -174,7 +174,7 @@ impl Part {
             .truncate(false)
             .open(&path)
             .map_err(failed)?;
-        let mut part = Part { path: path.clone(), file, len: 0, sum: facts.digest.sum(facts.size) };
+        let mut part = DownloadPart { path: path.clone(), file, len: 0, sum: facts.digest.sum(facts.size) };
         if part.file.metadata().map_err(failed)?.len() > facts.size {
             part.clear(facts)?;
         }

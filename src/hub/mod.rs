@@ -24,12 +24,12 @@ use std::time::Duration;
 
 use hf_hub::{Repo, RepoType};
 
-use crate::error::{Context, Error, Result};
+use crate::error::{Error, ErrorContext, Result};
 pub use adapter::locate_adapter;
-use cache::Store;
-use client::{Client, Description};
+use cache::HubCache;
+use client::{Client, RepoDescription};
 use fetch::Download;
-use names::Place;
+use names::Reference;
 pub use options::{HubOptions, Retry, Token};
 use select::{Lack, Scope, Weights};
 
@@ -77,7 +77,7 @@ pub enum DownloadEvent<'a> {
 }
 
 /// Told what happens, on the thread that downloads.
-pub type Progress<'p> = dyn FnMut(DownloadEvent<'_>) + 'p;
+pub type DownloadProgress<'p> = dyn FnMut(DownloadEvent<'_>) + 'p;
 
 /// A model, adapter or data set that is on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -105,7 +105,7 @@ pub fn locate_model(
     id_or_path: &str,
     revision: &str,
     options: &HubOptions,
-    progress: &mut Progress<'_>,
+    progress: &mut DownloadProgress<'_>,
 ) -> Result<Located> {
     locate(id_or_path, revision, Scope::Weights, options, progress)
 }
@@ -118,7 +118,7 @@ pub fn locate_model_headers(
     id_or_path: &str,
     revision: &str,
     options: &HubOptions,
-    progress: &mut Progress<'_>,
+    progress: &mut DownloadProgress<'_>,
 ) -> Result<Located> {
     locate(id_or_path, revision, Scope::Headers, options, progress)
 }
@@ -128,14 +128,14 @@ fn locate(
     revision: &str,
     scope: Scope,
     options: &HubOptions,
-    progress: &mut Progress<'_>,
+    progress: &mut DownloadProgress<'_>,
 ) -> Result<Located> {
     let id = match names::place(given, options.home.as_deref())? {
-        Place::Local(path) => return local_model(given, path, scope),
-        Place::Hub(id) => id,
+        Reference::Local(path) => return local_model(given, path, scope),
+        Reference::Hub(id) => id,
     };
     names::check_revision(revision)?;
-    let model = Source { subject: Subject::Model, id, revision: revision.to_owned(), options };
+    let model = RepoSource { subject: Subject::Model, id, revision: revision.to_owned(), options };
     if options.offline { model.cached_model(scope) } else { model.fetched_model(scope, progress) }
 }
 
@@ -149,7 +149,7 @@ fn locate(
 pub fn locate_dataset(
     id_or_path: &str,
     options: &HubOptions,
-    progress: &mut Progress<'_>,
+    progress: &mut DownloadProgress<'_>,
 ) -> Result<Located> {
     let is_id = |name: &str| names::check_repo_id(name.strip_prefix("hf://").unwrap_or(name)).is_ok();
     let (name, revision) = match id_or_path.split_once('@') {
@@ -157,11 +157,11 @@ pub fn locate_dataset(
         _ => (id_or_path, None),
     };
     let id = match (names::place(name, options.home.as_deref())?, revision) {
-        (Place::Hub(id), _) => id,
-        (Place::Local(folder), None) => {
+        (Reference::Hub(id), _) => id,
+        (Reference::Local(folder), None) => {
             return Ok(Located { id: name.to_owned(), folder, commit: None, note: None });
         }
-        (Place::Local(_), Some(_)) => {
+        (Reference::Local(_), Some(_)) => {
             return Err(Error::user(format!("there is no file or folder `{id_or_path}`"))
                 .because(format!("`{name}` is one, but only what is on the hub has revisions (`@...`)"))
                 .hint(format!("write `hf://{id_or_path}` to take it from the hub")));
@@ -169,7 +169,7 @@ pub fn locate_dataset(
     };
     let revision = revision.unwrap_or("main");
     names::check_revision(revision)?;
-    let data = Source { subject: Subject::Dataset, id, revision: revision.to_owned(), options };
+    let data = RepoSource { subject: Subject::Dataset, id, revision: revision.to_owned(), options };
     if options.offline { data.cached_rows() } else { data.fetched_rows(progress) }
 }
 
@@ -214,14 +214,14 @@ enum Subject {
 }
 
 /// A repository at a revision, not yet looked for.
-struct Source<'a> {
+struct RepoSource<'a> {
     subject: Subject,
     id: String,
     revision: String,
     options: &'a HubOptions,
 }
 
-impl Source<'_> {
+impl RepoSource<'_> {
     fn repo(&self) -> Repo {
         let kind = match self.subject {
             Subject::Model | Subject::Adapter => RepoType::Model,
@@ -230,8 +230,8 @@ impl Source<'_> {
         Repo::with_revision(self.id.clone(), kind, self.revision.clone())
     }
 
-    fn store(&self) -> Store {
-        Store::new(&self.options.cache_dir, &self.repo())
+    fn store(&self) -> HubCache {
+        HubCache::new(&self.options.cache_dir, &self.repo())
     }
 
     fn client(&self) -> Client<'_> {
@@ -250,7 +250,7 @@ impl Source<'_> {
     /// The same model as converted for transformers, by Meta's naming.
     fn sibling(&self) -> Option<Self> {
         let is_model = self.subject == Subject::Model && !self.id.ends_with("-hf");
-        is_model.then(|| Source {
+        is_model.then(|| RepoSource {
             subject: self.subject,
             id: format!("{}-hf", self.id),
             revision: self.revision.clone(),
@@ -269,7 +269,7 @@ impl Source<'_> {
         }
     }
 
-    fn fetched_model(&self, scope: Scope, progress: &mut Progress<'_>) -> Result<Located> {
+    fn fetched_model(&self, scope: Scope, progress: &mut DownloadProgress<'_>) -> Result<Located> {
         let client = self.client();
         let description = client.describe(progress)?;
         match select::check_model(&description.files, scope) {
@@ -279,7 +279,12 @@ impl Source<'_> {
         }
     }
 
-    fn fetch_sibling(&self, lack: Lack, scope: Scope, progress: &mut Progress<'_>) -> Result<Located> {
+    fn fetch_sibling(
+        &self,
+        lack: Lack,
+        scope: Scope,
+        progress: &mut DownloadProgress<'_>,
+    ) -> Result<Located> {
         let Some(sibling) = self.sibling() else { return Err(lack.error(&self.subject())) };
         let client = sibling.client();
         let description = client.describe(progress).map_err(|error| {
@@ -291,7 +296,7 @@ impl Source<'_> {
         sibling.fetch_model(&client, &description, scope, Some(self.sibling_note(&sibling)), progress)
     }
 
-    fn sibling_note(&self, sibling: &Source<'_>) -> String {
+    fn sibling_note(&self, sibling: &RepoSource<'_>) -> String {
         format!(
             "`{}` holds only Meta's original checkpoint; `{}`, the same model as safetensors, was taken",
             self.id, sibling.id
@@ -301,10 +306,10 @@ impl Source<'_> {
     fn fetch_model(
         &self,
         client: &Client<'_>,
-        description: &Description,
+        description: &RepoDescription,
         scope: Scope,
         note: Option<String>,
-        progress: &mut Progress<'_>,
+        progress: &mut DownloadProgress<'_>,
     ) -> Result<Located> {
         let store = self.store();
         let commit = description.commit.as_str();
@@ -325,7 +330,7 @@ impl Source<'_> {
         Ok(self.located(folder, commit.to_owned(), note))
     }
 
-    fn fetched_rows(&self, progress: &mut Progress<'_>) -> Result<Located> {
+    fn fetched_rows(&self, progress: &mut DownloadProgress<'_>) -> Result<Located> {
         let client = self.client();
         let description = client.describe(progress)?;
         let rows = select::rows(&description.files);
@@ -347,7 +352,7 @@ impl Source<'_> {
                 let note = self.sibling_note(&sibling);
                 (sibling, Some(note))
             }
-            _ => (Source { id: self.id.clone(), revision: self.revision.clone(), ..*self }, None),
+            _ => (RepoSource { id: self.id.clone(), revision: self.revision.clone(), ..*self }, None),
         };
         let (commit, files) = source.cached_files()?.ok_or_else(|| source.not_cached())?;
         let folder = source.store().snapshot(&commit);

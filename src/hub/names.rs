@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 
 /// What the user meant by a model or data set.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum Reference {
     /// Something that exists on this machine.
     Local(PathBuf),
     /// An id on the hub, `name` or `owner/name`, checked.
@@ -23,14 +23,14 @@ const FILE_ENDINGS: [&str; 9] =
     [".jsonl", ".json", ".parquet", ".csv", ".txt", ".safetensors", ".gguf", ".bin", ".toml"];
 
 /// Decides between a path and a hub id. What exists wins; `hf://` in front asks for the hub in any case.
-pub(super) fn place(given: &str, home: Option<&Path>) -> Result<Place> {
+pub(super) fn place(given: &str, home: Option<&Path>) -> Result<Reference> {
     if let Some(id) = given.strip_prefix("hf://") {
         check_repo_id(id).map_err(|why| bad_id(given, why))?;
-        return Ok(Place::Hub(id.to_owned()));
+        return Ok(Reference::Hub(id.to_owned()));
     }
     let path = expand_home(Path::new(given), home);
     if !given.is_empty() && path.exists() {
-        return Ok(Place::Local(path));
+        return Ok(Reference::Local(path));
     }
     if let Some(reason) = reads_as_path(given) {
         let error = Error::user(format!("there is no file or folder `{given}`")).because(reason);
@@ -40,7 +40,7 @@ pub(super) fn place(given: &str, home: Option<&Path>) -> Result<Place> {
         });
     }
     check_repo_id(given).map_err(|why| bad_id(given, why))?;
-    Ok(Place::Hub(given.to_owned()))
+    Ok(Reference::Hub(given.to_owned()))
 }
 
 fn bad_id(given: &str, why: &str) -> Error {
@@ -184,13 +184,13 @@ mod tests {
     fn what_exists_wins_and_the_rest_is_told_apart() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().to_str().unwrap();
-        assert_eq!(place(path, None).unwrap(), Place::Local(folder.path().to_owned()));
+        assert_eq!(place(path, None).unwrap(), Reference::Local(folder.path().to_owned()));
         std::fs::create_dir(folder.path().join("m")).unwrap();
-        assert_eq!(place("~/m", Some(folder.path())).unwrap(), Place::Local(folder.path().join("m")));
+        assert_eq!(place("~/m", Some(folder.path())).unwrap(), Reference::Local(folder.path().join("m")));
         for id in ["gpt2", "meta-llama/Llama-2-7b", "a/b.c_d-e"] {
-            assert_eq!(place(id, None).unwrap(), Place::Hub(id.to_owned()));
+            assert_eq!(place(id, None).unwrap(), Reference::Hub(id.to_owned()));
         }
-        assert_eq!(place("hf://src/x", None).unwrap(), Place::Hub("src/x".to_owned()));
+        assert_eq!(place("hf://src/x", None).unwrap(), Reference::Hub("src/x".to_owned()));
     }
 
     #[test]

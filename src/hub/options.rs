@@ -112,7 +112,7 @@ impl HubOptions {
         home: Option<PathBuf>,
         lookup: &dyn Fn(&str) -> Option<OsString>,
     ) -> Result<Self> {
-        let env = Environment { home, lookup };
+        let env = HubEnvironment { home, lookup };
         let endpoint = env.text("HF_ENDPOINT")?;
         let hf_home = env.hf_home();
         let cache_dir = env
@@ -163,12 +163,12 @@ fn checked_endpoint(given: &str) -> Result<String> {
         .hint("unset HF_ENDPOINT, or set it to an address such as https://huggingface.co"))
 }
 
-struct Environment<'a> {
+struct HubEnvironment<'a> {
     home: Option<PathBuf>,
     lookup: &'a dyn Fn(&str) -> Option<OsString>,
 }
 
-impl Environment<'_> {
+impl HubEnvironment<'_> {
     /// A variable; an empty one counts as not set.
     fn raw(&self, name: &str) -> Option<OsString> {
         (self.lookup)(name).filter(|value| !value.is_empty())

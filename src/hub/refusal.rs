@@ -3,7 +3,7 @@
 //! The status alone is ambiguous: the hub answers 401 to an anonymous reader of a repository that is missing,
 //! private or gated. `X-Error-Code` tells them apart where it is sent; where it is not, the message says both.
 
-use crate::error::{Error, Kind};
+use crate::error::{Error, ErrorCategory};
 
 const TOKENS: &str = "https://huggingface.co/settings/tokens";
 
@@ -61,7 +61,7 @@ impl Answer {
                     .hint(format!("its files are listed at {}/tree/{}", asked.page, asked.revision)),
                 None => self.not_found(asked),
             },
-            _ => Error::new(Kind::Transient, format!("the hub did not deliver {subject}"))
+            _ => Error::new(ErrorCategory::Transient, format!("the hub did not deliver {subject}"))
                 .hint("try again later; check HF_ENDPOINT and any proxy"),
         };
         let error = match asked.file {

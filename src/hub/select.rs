@@ -175,10 +175,10 @@ pub(super) fn shards(index: &[u8], names: &[String]) -> Result<Vec<String>> {
 /// When the text is no index, or names what is not a safetensors file inside the repository.
 pub(super) fn named_shards(index: &[u8]) -> Result<Vec<String>> {
     #[derive(serde::Deserialize)]
-    struct Index {
+    struct ShardIndex {
         weight_map: std::collections::BTreeMap<String, String>,
     }
-    let parsed: Index = serde_json::from_slice(index)
+    let parsed: ShardIndex = serde_json::from_slice(index)
         .map_err(|error| Error::user(format!("cannot read {INDEX}")).because(error.to_string()))?;
     let shards: BTreeSet<String> = parsed.weight_map.into_values().collect();
     if shards.is_empty() {

@@ -5,14 +5,14 @@ use candle_core::DType;
 use super::block::BlockWeights;
 use super::linear::Linear;
 use super::segments::{EmbedWeights, HeadWeights, TokenRows};
-use super::{Lora, Matrix, ModelConfig, Param};
+use super::{Lora, ModelConfig, Param, WeightMatrix};
 use crate::error::Result;
 
 const EMBED: &str = "model.embed_tokens";
 const HEAD: &str = "lm_head";
 
 /// Wherever parameters live.
-pub trait Lookup {
+pub trait ParamLookup {
     /// The parameter of this name.
     ///
     /// # Errors
@@ -22,9 +22,9 @@ pub trait Lookup {
     ///
     /// # Errors
     /// There is none: a fault of the caller.
-    fn matrix(&self, name: &str) -> Result<Matrix>;
+    fn matrix(&self, name: &str) -> Result<WeightMatrix>;
     /// The adapter on a module, if it is a target.
-    fn lora(&self, module: &str, site: u64) -> Result<Option<Lora>>;
+    fn lora(&self, module: &str, module_index: u64) -> Result<Option<Lora>>;
     /// The rows of a token table that train, if the module has such.
     fn rows(&self, module: &str) -> Result<Option<TokenRows>>;
     /// The dtype of activations.
@@ -34,7 +34,7 @@ pub trait Lookup {
 }
 
 /// The embedding's weights.
-pub fn embed(from: &dyn Lookup) -> Result<EmbedWeights> {
+pub fn embed(from: &dyn ParamLookup) -> Result<EmbedWeights> {
     Ok(EmbedWeights {
         table: from.param(&format!("{EMBED}.weight"))?,
         rows: from.rows(EMBED)?,
@@ -44,7 +44,7 @@ pub fn embed(from: &dyn Lookup) -> Result<EmbedWeights> {
 }
 
 /// The head's weights; a tied one is the embedding's own parameter.
-pub fn head(config: &ModelConfig, from: &dyn Lookup) -> Result<HeadWeights> {
+pub fn head(config: &ModelConfig, from: &dyn ParamLookup) -> Result<HeadWeights> {
     let tied = config.tie_word_embeddings && !from.has_own_head();
     let table = if tied { EMBED } else { HEAD };
     Ok(HeadWeights {
@@ -56,16 +56,16 @@ pub fn head(config: &ModelConfig, from: &dyn Lookup) -> Result<HeadWeights> {
 }
 
 /// The weights of block `layer`.
-pub fn block(config: &ModelConfig, layer: usize, from: &dyn Lookup) -> Result<BlockWeights> {
+pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Result<BlockWeights> {
     let prefix = format!("model.layers.{layer}");
-    let mut site = 0;
+    let mut module_index = 0;
     let mut linear = |name: &str, bias: bool| -> Result<Linear> {
         let module = format!("{prefix}.{name}");
-        site += 1;
+        module_index += 1;
         Ok(Linear {
             weight: from.matrix(&format!("{module}.weight"))?,
             bias: bias.then(|| from.param(&format!("{module}.bias"))).transpose()?,
-            lora: from.lora(&module, site)?,
+            lora: from.lora(&module, module_index)?,
         })
     };
     let qkv = match config.fused {

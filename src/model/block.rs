@@ -15,13 +15,13 @@ use super::linear::{self, Linear, LoraSaved};
 use super::lora::DropoutSource;
 use super::{ModelConfig, Param};
 use crate::error::Result;
-use crate::ops::Columns;
-use crate::ops::attention::{Algorithm, Attended, Qkv, Span, attention, attention_backward};
-use crate::ops::gated::{gated, gated_backward};
-use crate::ops::random::Stream;
-use crate::ops::reduce::add;
+use crate::ops::ColumnView;
+use crate::ops::attention::{AttentionAlgorithm, AttentionOutput, Qkv, Span, attention, attention_backward};
+use crate::ops::elementwise::add;
+use crate::ops::glu::{glu, glu_backward};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
+use crate::runtime::rng::RngStream;
 
 /// The parameters of one block, for one use.
 #[derive(Debug, Clone)]
@@ -48,13 +48,13 @@ pub struct BlockWeights {
 
 /// What a micro-batch hands to every block.
 #[derive(Debug, Clone)]
-pub struct Context<'a> {
+pub struct BlockContext<'a> {
     /// The sequences.
     pub spans: &'a [Span],
     /// One table per rope of the model.
     pub tables: &'a [RotaryTable],
     /// Flash or eager.
-    pub algorithm: Algorithm,
+    pub algorithm: AttentionAlgorithm,
     /// Present in training only.
     pub dropout: Option<DropoutContext>,
 }
@@ -63,12 +63,12 @@ pub struct Context<'a> {
 #[derive(Debug, Clone, Copy)]
 pub struct DropoutContext {
     /// The stream of (seed, step).
-    pub stream: Stream,
+    pub stream: RngStream,
     /// Index in the step's global batch of the micro-batch's first token.
     pub first_token: u64,
 }
 
-impl Context<'_> {
+impl BlockContext<'_> {
     /// The dropout of block `layer`; of the head, the number after the last block.
     pub(crate) fn source(&self, layer: usize) -> DropoutSource {
         self.dropout.map(|d| (d.stream.part(layer as u64), d.first_token))
@@ -80,7 +80,7 @@ impl Context<'_> {
 pub struct BlockSaved {
     x: Tensor,
     qkv: Tensor,
-    attended: Attended,
+    attended: AttentionOutput,
     /// The attention's output before Gemma's post norm.
     o: Option<Tensor>,
     h: Tensor,
@@ -107,7 +107,7 @@ impl BlockCache {
     }
 
     /// Appends the keys and values of new tokens; returns all so far and the span that attends to them.
-    fn append(&mut self, k: Columns<'_>, v: Columns<'_>) -> Result<(Tensor, Tensor, Span)> {
+    fn append(&mut self, k: ColumnView<'_>, v: ColumnView<'_>) -> Result<(Tensor, Tensor, Span)> {
         let new = k.tensor.dim(0)?;
         for (cache, columns) in [(&self.k, k), (&self.v, v)] {
             let rows = columns.tensor.narrow(1, columns.start, columns.len)?.contiguous()?;
@@ -125,24 +125,26 @@ pub fn forward(
     layer: usize,
     w: &BlockWeights,
     x: &Tensor,
-    context: &Context<'_>,
+    context: &BlockContext<'_>,
     cache: Option<&mut BlockCache>,
 ) -> Result<(Tensor, BlockSaved)> {
     let source = context.source(layer);
     let normed = rms_norm(x, &w.attn_norm.value, config.norm)?;
     let (qkv, lora_qkv) = linear::forward(&w.qkv, &normed, None, source)?;
-    let attended = attend(config, layer, w, &qkv, context, cache)?;
-    let (h, o, lora_o) = close(&w.o, w.attn_post_norm.as_ref(), &attended.out, x, config.norm, source)?;
+    let attended = attention_forward(config, layer, w, &qkv, context, cache)?;
+    let (h, o, lora_o) =
+        output_projection(&w.o, w.attn_post_norm.as_ref(), &attended.out, x, config.norm, source)?;
     let normed = rms_norm(&h, &w.mlp_norm.value, config.norm)?;
     let (gate_up, lora_gate_up) = linear::forward(&w.gate_up, &normed, None, source)?;
-    let product = gated(&gate_up, config.activation)?;
-    let (y, m, lora_down) = close(&w.down, w.mlp_post_norm.as_ref(), &product, &h, config.norm, source)?;
+    let product = glu(&gate_up, config.activation)?;
+    let (y, m, lora_down) =
+        output_projection(&w.down, w.mlp_post_norm.as_ref(), &product, &h, config.norm, source)?;
     let lora = [lora_qkv, lora_o, lora_gate_up, lora_down];
     Ok((y, BlockSaved { x: x.clone(), qkv, attended, o, h, gate_up, m, lora }))
 }
 
 /// The end of a half: `residual + post?(layer(x))`; also the layer's own output when a post norm reads it.
-fn close(
+fn output_projection(
     layer: &Linear,
     post_norm: Option<&Param>,
     x: &Tensor,
@@ -164,8 +166,8 @@ fn close(
     }
 }
 
-/// The backward of [`close`]: the gradient of the layer's input.
-fn close_backward(
+/// The backward of [`output_projection`]: the gradient of the layer's input.
+fn output_projection_backward(
     layer: &Linear,
     post_norm: Option<&Param>,
     (x, out, saved): (&Tensor, Option<&Tensor>, &LoraSaved),
@@ -181,14 +183,14 @@ fn close_backward(
     linear::backward(layers, saved, x, through_norm.as_ref().unwrap_or(dy), source)
 }
 
-fn attend(
+fn attention_forward(
     config: &ModelConfig,
     layer: usize,
     w: &BlockWeights,
     qkv: &Tensor,
-    context: &Context<'_>,
+    context: &BlockContext<'_>,
     cache: Option<&mut BlockCache>,
-) -> Result<Attended> {
+) -> Result<AttentionOutput> {
     let rotated = rotate(config, layer, w, qkv, context)?;
     let inputs = attention_inputs(config, &rotated, qkv);
     let kind = config.attention(layer);
@@ -196,7 +198,7 @@ fn attend(
         None => attention(inputs, context.spans, kind, context.algorithm),
         Some(cache) => {
             let (k, v, span) = cache.append(inputs.k, inputs.v)?;
-            let inputs = Qkv { q: inputs.q, k: Columns::all(&k), v: Columns::all(&v) };
+            let inputs = Qkv { q: inputs.q, k: ColumnView::all(&k), v: ColumnView::all(&v) };
             attention(inputs, &[span], kind, context.algorithm)
         }
     }
@@ -207,7 +209,7 @@ fn rotate(
     layer: usize,
     w: &BlockWeights,
     qkv: &Tensor,
-    context: &Context<'_>,
+    context: &BlockContext<'_>,
 ) -> Result<Tensor> {
     rotary(qkv, config.heads, qk_norm(config, w), &context.tables[config.layers[layer].rope])
 }
@@ -221,9 +223,9 @@ fn qk_norm<'a>(config: &ModelConfig, w: &'a BlockWeights) -> Option<QkNorm<'a>> 
 fn attention_inputs<'a>(config: &ModelConfig, rotated: &'a Tensor, qkv: &'a Tensor) -> Qkv<'a> {
     let heads = config.heads;
     Qkv {
-        q: Columns { tensor: rotated, start: 0, len: heads.q_width() },
-        k: Columns { tensor: rotated, start: heads.q_width(), len: heads.kv_width() },
-        v: Columns { tensor: qkv, start: heads.qk_width(), len: heads.kv_width() },
+        q: ColumnView { tensor: rotated, start: 0, len: heads.q_width() },
+        k: ColumnView { tensor: rotated, start: heads.q_width(), len: heads.kv_width() },
+        v: ColumnView { tensor: qkv, start: heads.qk_width(), len: heads.kv_width() },
     }
 }
 
@@ -235,24 +237,24 @@ pub fn backward(
     w: &BlockWeights,
     saved: &BlockSaved,
     dy: &Tensor,
-    context: &Context<'_>,
+    context: &BlockContext<'_>,
     need_dx: bool,
 ) -> Result<Option<Tensor>> {
     let source = context.source(layer);
     let norm = config.norm;
     let dh = {
-        let product = gated(&saved.gate_up, config.activation)?;
+        let product = glu(&saved.gate_up, config.activation)?;
         let ends = (&product, saved.m.as_ref(), &saved.lora[3]);
-        let dproduct = close_backward(&w.down, w.mlp_post_norm.as_ref(), ends, dy, norm, source)?;
+        let dproduct = output_projection_backward(&w.down, w.mlp_post_norm.as_ref(), ends, dy, norm, source)?;
         drop(product);
-        let dgate_up = gated_backward(&saved.gate_up, &dproduct, config.activation)?;
+        let dgate_up = glu_backward(&saved.gate_up, &dproduct, config.activation)?;
         drop(dproduct);
         let normed = rms_norm(&saved.h, &w.mlp_norm.value, norm)?;
         let dnormed = linear::backward(&w.gate_up, &saved.lora[2], &normed, &dgate_up, source)?;
         rms_norm_backward(&saved.h, &w.mlp_norm.value, &dnormed, Some(dy), w.mlp_norm.grad.as_ref(), norm)?
     };
     let ends = (&saved.attended.out, saved.o.as_ref(), &saved.lora[1]);
-    let dout = close_backward(&w.o, w.attn_post_norm.as_ref(), ends, &dh, norm, source)?;
+    let dout = output_projection_backward(&w.o, w.attn_post_norm.as_ref(), ends, &dh, norm, source)?;
     let dqkv = {
         let rotated = rotate(config, layer, w, &saved.qkv, context)?;
         let inputs = attention_inputs(config, &rotated, &saved.qkv);

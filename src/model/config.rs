@@ -7,9 +7,9 @@ use serde_json::Value;
 
 use super::families;
 use super::rope::Rope;
-use crate::error::{Context as _, Error, Result};
+use crate::error::{Error, ErrorContext as _, Result};
 use crate::ops::attention::{AttentionKind, Heads};
-use crate::ops::gated::Activation;
+use crate::ops::glu::Activation;
 use crate::ops::rms_norm::NormKind;
 
 /// The `model_type`s of config.json that share the block.
@@ -104,8 +104,8 @@ impl ModelConfig {
                 .because(format!("it is not JSON: {e}"))
                 .hint("download or save the model again")
         })?;
-        let config =
-            families::read(&Keys::new(&value)?).during(|| format!("cannot use the model of {file}"))?;
+        let config = families::read(&ConfigReader::new(&value)?)
+            .during(|| format!("cannot use the model of {file}"))?;
         config.check().during(|| format!("cannot use the model of {file}"))?;
         Ok(config)
     }
@@ -154,14 +154,14 @@ impl ModelConfig {
 }
 
 /// Typed access to the keys of a JSON object, with errors that name key, value found and type accepted.
-pub(super) struct Keys<'a> {
+pub(super) struct ConfigReader<'a> {
     object: &'a serde_json::Map<String, Value>,
 }
 
-impl<'a> Keys<'a> {
+impl<'a> ConfigReader<'a> {
     pub(super) fn new(value: &'a Value) -> Result<Self> {
         match value {
-            Value::Object(object) => Ok(Keys { object }),
+            Value::Object(object) => Ok(ConfigReader { object }),
             other => {
                 Err(Error::user("config.json does not hold an object").because(format!("found {other}")))
             }
@@ -210,8 +210,8 @@ impl<'a> Keys<'a> {
         self.typed(key, "a text", Value::as_str)
     }
 
-    pub(super) fn opt_keys(&self, key: &str) -> Result<Option<Keys<'a>>> {
-        Ok(self.typed(key, "an object", Value::as_object)?.map(|object| Keys { object }))
+    pub(super) fn opt_keys(&self, key: &str) -> Result<Option<ConfigReader<'a>>> {
+        Ok(self.typed(key, "an object", Value::as_object)?.map(|object| ConfigReader { object }))
     }
 
     pub(super) fn opt_list(&self, key: &str) -> Result<Option<&'a Vec<Value>>> {

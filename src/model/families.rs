@@ -1,10 +1,10 @@
 //! config.json of each family → [`ModelConfig`]. Defaults are those of transformers' configuration classes.
 
-use super::config::{Family, Keys, LayerKind, ModelConfig};
+use super::config::{ConfigReader, Family, LayerKind, ModelConfig};
 use super::rope::{Rope, RopeContext};
 use crate::error::{Error, Result};
 use crate::ops::attention::Heads;
-use crate::ops::gated::Activation;
+use crate::ops::glu::Activation;
 use crate::ops::rms_norm::NormKind;
 
 /// `model_type` → family; the one registry.
@@ -28,7 +28,7 @@ const UNSUPPORTED: [&str; 6] = [
     "num_experts",
 ];
 
-pub(super) fn read(keys: &Keys<'_>) -> Result<ModelConfig> {
+pub(super) fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
     let family = family(keys)?;
     refuse_unsupported(keys)?;
     refuse_unknown_quantization(keys)?;
@@ -69,7 +69,7 @@ pub(super) fn read(keys: &Keys<'_>) -> Result<ModelConfig> {
     })
 }
 
-fn family(keys: &Keys<'_>) -> Result<Family> {
+fn family(keys: &ConfigReader<'_>) -> Result<Family> {
     let known = || FAMILIES.map(|(name, _)| name).join(", ");
     let Some(model_type) = keys.opt_str("model_type")? else {
         return Err(Error::user("`model_type` is missing").because(format!("accepted: {}", known())));
@@ -87,7 +87,7 @@ fn family(keys: &Keys<'_>) -> Result<Family> {
     })
 }
 
-fn refuse_unsupported(keys: &Keys<'_>) -> Result<()> {
+fn refuse_unsupported(keys: &ConfigReader<'_>) -> Result<()> {
     for key in UNSUPPORTED {
         let asks = keys.get(key).is_some_and(|v| v.as_f64() != Some(0.0) && v.as_bool() != Some(false));
         if asks {
@@ -106,7 +106,7 @@ fn refuse_unsupported(keys: &Keys<'_>) -> Result<()> {
 }
 
 /// bitsandbytes' formats are read by `weights`; the first configurations of its kind did not name it.
-fn refuse_unknown_quantization(keys: &Keys<'_>) -> Result<()> {
+fn refuse_unknown_quantization(keys: &ConfigReader<'_>) -> Result<()> {
     let Some(config) = keys.opt_keys("quantization_config")? else { return Ok(()) };
     let method = match config.opt_str("quant_method")? {
         Some("bitsandbytes") => return Ok(()),
@@ -119,7 +119,7 @@ fn refuse_unknown_quantization(keys: &Keys<'_>) -> Result<()> {
         .hint("give the model that was not quantized"))
 }
 
-fn heads(keys: &Keys<'_>, family: Family, hidden_size: usize) -> Result<Heads> {
+fn heads(keys: &ConfigReader<'_>, family: Family, hidden_size: usize) -> Result<Heads> {
     let num_heads = keys.usize("num_attention_heads")?;
     let derived = match family {
         Family::Gemma2 | Family::Gemma3 => 256,
@@ -133,7 +133,7 @@ fn heads(keys: &Keys<'_>, family: Family, hidden_size: usize) -> Result<Heads> {
     })
 }
 
-fn activation(keys: &Keys<'_>) -> Result<Activation> {
+fn activation(keys: &ConfigReader<'_>) -> Result<Activation> {
     let name = match keys.opt_str("hidden_activation")? {
         Some(name) => name,
         None => keys.opt_str("hidden_act")?.unwrap_or("silu"),
@@ -149,11 +149,16 @@ fn activation(keys: &Keys<'_>) -> Result<Activation> {
 }
 
 /// A cap that is absent takes the class's default; one that is null is off.
-fn softcap(keys: &Keys<'_>, key: &str, default: Option<f64>) -> Result<Option<f64>> {
+fn softcap(keys: &ConfigReader<'_>, key: &str, default: Option<f64>) -> Result<Option<f64>> {
     if keys.mentions(key) { keys.opt_f64(key) } else { Ok(default) }
 }
 
-fn layers(keys: &Keys<'_>, family: Family, count: usize, sliding_rope: usize) -> Result<Vec<LayerKind>> {
+fn layers(
+    keys: &ConfigReader<'_>,
+    family: Family,
+    count: usize,
+    sliding_rope: usize,
+) -> Result<Vec<LayerKind>> {
     let window = match (keys.mentions("sliding_window"), family) {
         (true, _) => keys.opt_usize("sliding_window")?,
         (false, Family::Mistral | Family::Gemma2 | Family::Gemma3) => Some(4096),
@@ -203,7 +208,7 @@ fn layers(keys: &Keys<'_>, family: Family, count: usize, sliding_rope: usize) ->
 
 /// The ropes of a model, and which of them its sliding layers use.
 fn ropes(
-    keys: &Keys<'_>,
+    keys: &ConfigReader<'_>,
     family: Family,
     head_dim: usize,
     max_positions: usize,

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::spec::{ParamSpec, Role};
 use super::{ModelConfig, Module, ModuleKind};
-use crate::ops::random::Stream;
+use crate::runtime::rng::RngStream;
 
 /// Elements `start..start + len` of a fresh value of `spec`: matrices and tables normal with `initializer_range`,
 /// norms one (Gemma stores them minus one: zero), biases zero. As transformers' `_init_weights`.
@@ -16,7 +16,7 @@ pub fn initial_value(
     start: usize,
     len: usize,
 ) -> Vec<f32> {
-    let stream = Stream::new(seed).named(&spec.name);
+    let stream = RngStream::new(seed).named(&spec.name);
     let std = config.initializer_range as f32;
     match spec.role {
         Role::Weight | Role::Embedding => {
@@ -31,7 +31,7 @@ pub fn initial_value(
 /// The random matrix of a fresh adapter, of `shape`; the other one is zero. PEFT's default for A is uniform within 1/√in
 /// (Kaiming with a = √5), or normal with standard deviation 1/r. On an embedding it is B that is random, and normal.
 pub fn initial_lora(module: &Module, shape: &[usize], gaussian: bool, seed: u64) -> Vec<f32> {
-    let stream = Stream::new(seed).named(&module.name).named("lora_A");
+    let stream = RngStream::new(seed).named(&module.name).named("lora_A");
     let bound = 1.0 / (module.in_features as f32).sqrt();
     let len = shape.iter().product::<usize>() as u64;
     let value = |i: u64| match (module.kind, gaussian) {

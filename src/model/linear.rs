@@ -6,18 +6,18 @@
 use candle_core::Tensor;
 
 use super::lora::{self, BranchSaved, DropoutSource, Lora};
-use super::{Matrix, Param};
+use super::{Param, WeightMatrix};
 use crate::error::Result;
-use crate::ops::product::{add_bias, sum_rows};
-use crate::ops::reduce::copy_into;
-use crate::ops::weight::weight_product;
-use crate::ops::{Columns, Form, empty, product};
+use crate::ops::matmul::{add_bias, sum_rows};
+use crate::ops::matmul_quantized::matmul_weight;
+use crate::ops::{ColumnView, Transpose, empty, matmul};
+use crate::runtime::copy::copy_into;
 
 /// A linear layer's parameters.
 #[derive(Debug, Clone)]
 pub struct Linear {
     /// `[out, in]`.
-    pub weight: Matrix,
+    pub weight: WeightMatrix,
     /// `[out]`.
     pub bias: Option<Param>,
     /// The adapter, if this layer is a target.
@@ -50,12 +50,12 @@ pub(super) fn forward(
     let mut saved = LoraSaved::default();
     let mut start = 0;
     for (layer, &len) in layers.iter().zip(&widths) {
-        let out = Columns { tensor: &y, start, len };
+        let out = ColumnView { tensor: &y, start, len };
         start += len;
         let accumulate = residual.is_some();
         saved.0.push(match &layer.lora {
             None => {
-                weight_product(out, Columns::all(x), layer.weight.get(), Form::Nt, accumulate)?;
+                matmul_weight(out, ColumnView::all(x), layer.weight.get(), Transpose::Nt, accumulate)?;
                 None
             }
             Some(lora) => Some(lora::forward(layer, lora, x, out, accumulate, source)?),
@@ -102,19 +102,19 @@ fn backward_group(
 ) -> Result<()> {
     let mut start = 0;
     for (i, (layer, branch)) in layers.iter().zip(&saved.0).enumerate() {
-        let dy = Columns { tensor: dy, start, len: layer.out()? };
+        let dy = ColumnView { tensor: dy, start, len: layer.out()? };
         start += dy.len;
         let dx = dx.map(|dx| (dx, i > 0));
         match (&layer.lora, branch) {
             (Some(lora), Some(branch)) => lora::backward(layer, lora, branch, x, dy, dx, source)?,
             _ => {
                 if let Some((dx, accumulate)) = dx {
-                    weight_product(Columns::all(dx), dy, layer.weight.get(), Form::Nn, accumulate)?;
+                    matmul_weight(ColumnView::all(dx), dy, layer.weight.get(), Transpose::Nn, accumulate)?;
                 }
             }
         }
         if let Some(grad) = layer.weight.grad() {
-            product(Columns::all(grad), dy, Columns::all(x), Form::Tn, 1.0, true)?;
+            matmul(ColumnView::all(grad), dy, ColumnView::all(x), Transpose::Tn, 1.0, true)?;
         }
         if let Some(grad) = layer.bias.as_ref().and_then(|bias| bias.grad.as_ref()) {
             sum_rows(grad, dy)?;

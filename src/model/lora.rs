@@ -15,10 +15,10 @@ use super::linear::Linear;
 use crate::error::Result;
 use crate::ops::dora::{magnitude_backward, scale_columns, weight_norm};
 use crate::ops::dropout::{Dropout, dropout};
-use crate::ops::random::Stream;
-use crate::ops::reduce::add_into;
-use crate::ops::weight::weight_product;
-use crate::ops::{Columns, Form, empty, product};
+use crate::ops::elementwise::add_into;
+use crate::ops::matmul_quantized::matmul_weight;
+use crate::ops::{ColumnView, Transpose, empty, matmul};
+use crate::runtime::rng::RngStream;
 
 /// An adapter on a linear layer.
 #[derive(Debug, Clone)]
@@ -34,7 +34,7 @@ pub struct Lora {
     /// Probability that an input value is dropped in training.
     pub dropout: f32,
     /// Numbers the layer within its block, for the dropout stream.
-    pub site: u64,
+    pub module_index: u64,
 }
 
 /// What the branch's backward needs besides the layer's input.
@@ -56,24 +56,31 @@ struct DoraSaved {
 }
 
 /// Where the dropout of a block draws from; none outside training.
-pub(crate) type DropoutSource = Option<(Stream, u64)>;
+pub(crate) type DropoutSource = Option<(RngStream, u64)>;
 
 impl Lora {
-    fn site(&self, source: DropoutSource) -> Option<Dropout> {
+    fn dropout(&self, source: DropoutSource) -> Option<Dropout> {
         let (stream, first_token) = source.filter(|_| self.dropout > 0.0)?;
-        Some(Dropout { p: self.dropout, stream: stream.part(self.site), first_token })
+        Some(Dropout { p: self.dropout, stream: stream.part(self.module_index), first_token })
     }
 
     /// The adapter's input: `x`, or `x` with values dropped.
     fn input(&self, x: &Tensor, source: DropoutSource) -> Result<Tensor> {
-        self.site(source).map_or_else(|| Ok(x.clone()), |site| dropout(x, site))
+        self.dropout(source).map_or_else(|| Ok(x.clone()), |module_index| dropout(x, module_index))
     }
 
     /// `drop(x) Aᵀ`: `[N, r]` f32.
     pub(super) fn down(&self, x: &Tensor, source: DropoutSource) -> Result<Tensor> {
         let u = empty(x.dim(0)?, self.a.value.dim(0)?, DType::F32, x.device())?;
         let input = self.input(x, source)?;
-        product(Columns::all(&u), Columns::all(&input), Columns::all(&self.a.value), Form::Nt, 1.0, false)?;
+        matmul(
+            ColumnView::all(&u),
+            ColumnView::all(&input),
+            ColumnView::all(&self.a.value),
+            Transpose::Nt,
+            1.0,
+            false,
+        )?;
         Ok(u)
     }
 
@@ -87,30 +94,37 @@ impl Lora {
     ) -> Result<()> {
         if let Some(grad) = &self.a.grad {
             let input = self.input(x, source)?;
-            product(Columns::all(grad), Columns::all(du), Columns::all(&input), Form::Tn, 1.0, true)?;
+            matmul(
+                ColumnView::all(grad),
+                ColumnView::all(du),
+                ColumnView::all(&input),
+                Transpose::Tn,
+                1.0,
+                true,
+            )?;
         }
         let Some(dx) = dx else { return Ok(()) };
         let through_a = |dst: &Tensor, accumulate: bool| {
-            let a = Columns::all(&self.a.value);
-            product(Columns::all(dst), Columns::all(du), a, Form::Nn, 1.0, accumulate)
+            let a = ColumnView::all(&self.a.value);
+            matmul(ColumnView::all(dst), ColumnView::all(du), a, Transpose::Nn, 1.0, accumulate)
         };
-        match self.site(source) {
+        match self.dropout(source) {
             None => through_a(dx, true),
-            Some(site) => {
+            Some(module_index) => {
                 let branch = empty(dx.dim(0)?, dx.dim(1)?, DType::F32, x.device())?;
                 through_a(&branch, false)?;
-                add_into(dx, &dropout(&branch, site)?)
+                add_into(dx, &dropout(&branch, module_index)?)
             }
         }
     }
 
     /// The gradient of u, `s · dy B`, and B's gradient added; `dy` is the gradient of `s · u Bᵀ`.
-    fn up_backward(&self, u: &Tensor, dy: Columns<'_>) -> Result<Tensor> {
+    fn up_backward(&self, u: &Tensor, dy: ColumnView<'_>) -> Result<Tensor> {
         let (rows, r) = u.dims2()?;
         let du = empty(rows, r, DType::F32, u.device())?;
-        product(Columns::all(&du), dy, Columns::all(&self.b.value), Form::Nn, self.scale, false)?;
+        matmul(ColumnView::all(&du), dy, ColumnView::all(&self.b.value), Transpose::Nn, self.scale, false)?;
         if let Some(grad) = &self.b.grad {
-            product(Columns::all(grad), dy, Columns::all(u), Form::Tn, self.scale, true)?;
+            matmul(ColumnView::all(grad), dy, ColumnView::all(u), Transpose::Tn, self.scale, true)?;
         }
         Ok(du)
     }
@@ -121,29 +135,29 @@ pub(super) fn forward(
     layer: &Linear,
     lora: &Lora,
     x: &Tensor,
-    out: Columns<'_>,
+    out: ColumnView<'_>,
     accumulate: bool,
     source: DropoutSource,
 ) -> Result<BranchSaved> {
     let u = lora.down(x, source)?;
-    let b = Columns::all(&lora.b.value);
+    let b = ColumnView::all(&lora.b.value);
     let weight = layer.weight.get();
     let Some(magnitude) = &lora.magnitude else {
-        weight_product(out, Columns::all(x), weight, Form::Nt, accumulate)?;
-        product(out, Columns::all(&u), b, Form::Nt, lora.scale, true)?;
+        matmul_weight(out, ColumnView::all(x), weight, Transpose::Nt, accumulate)?;
+        matmul(out, ColumnView::all(&u), b, Transpose::Nt, lora.scale, true)?;
         return Ok(BranchSaved { u, dora: None });
     };
     let norm = weight_norm(weight, &lora.a.value, &lora.b.value, lora.scale)?;
     let factor = (&magnitude.value / &norm)?;
     let unscaled = empty(x.dim(0)?, out.len, x.dtype(), x.device())?;
-    let z = Columns::all(&unscaled);
-    let dropped = lora.site(source).is_some();
-    weight_product(z, Columns::all(&lora.input(x, source)?), weight, Form::Nt, false)?;
+    let z = ColumnView::all(&unscaled);
+    let dropped = lora.dropout(source).is_some();
+    matmul_weight(z, ColumnView::all(&lora.input(x, source)?), weight, Transpose::Nt, false)?;
     if dropped {
-        weight_product(out, Columns::all(x), weight, Form::Nt, accumulate)?;
+        matmul_weight(out, ColumnView::all(x), weight, Transpose::Nt, accumulate)?;
         scale_columns(out, z, &factor.ones_like()?.neg()?, true)?;
     }
-    product(z, Columns::all(&u), b, Form::Nt, lora.scale, true)?;
+    matmul(z, ColumnView::all(&u), b, Transpose::Nt, lora.scale, true)?;
     scale_columns(out, z, &factor, accumulate || dropped)?;
     Ok(BranchSaved { u, dora: Some(DoraSaved { unscaled, factor, norm }) })
 }
@@ -154,14 +168,14 @@ pub(super) fn backward(
     lora: &Lora,
     saved: &BranchSaved,
     x: &Tensor,
-    dy: Columns<'_>,
+    dy: ColumnView<'_>,
     dx: Option<(&Tensor, bool)>,
     source: DropoutSource,
 ) -> Result<()> {
     let weight = layer.weight.get();
     let Some(dora) = &saved.dora else {
         if let Some((dx, accumulate)) = dx {
-            weight_product(Columns::all(dx), dy, weight, Form::Nn, accumulate)?;
+            matmul_weight(ColumnView::all(dx), dy, weight, Transpose::Nn, accumulate)?;
         }
         let du = lora.up_backward(&saved.u, dy)?;
         return lora.down_backward(x, &du, dx.map(|(dx, _)| dx), source);
@@ -170,17 +184,29 @@ pub(super) fn backward(
         magnitude_backward(grad, dy, &dora.unscaled, &dora.norm)?;
     }
     let scaled = empty(x.dim(0)?, dy.len, x.dtype(), x.device())?;
-    scale_columns(Columns::all(&scaled), dy, &dora.factor, false)?;
-    let du = lora.up_backward(&saved.u, Columns::all(&scaled))?;
+    scale_columns(ColumnView::all(&scaled), dy, &dora.factor, false)?;
+    let du = lora.up_backward(&saved.u, ColumnView::all(&scaled))?;
     if let Some((dx, accumulate)) = dx {
-        match lora.site(source) {
-            None => weight_product(Columns::all(dx), Columns::all(&scaled), weight, Form::Nn, accumulate)?,
-            Some(site) => {
-                weight_product(Columns::all(dx), dy, weight, Form::Nn, accumulate)?;
-                scale_columns(Columns::all(&scaled), dy, &dora.factor.ones_like()?.neg()?, true)?;
+        match lora.dropout(source) {
+            None => matmul_weight(
+                ColumnView::all(dx),
+                ColumnView::all(&scaled),
+                weight,
+                Transpose::Nn,
+                accumulate,
+            )?,
+            Some(module_index) => {
+                matmul_weight(ColumnView::all(dx), dy, weight, Transpose::Nn, accumulate)?;
+                scale_columns(ColumnView::all(&scaled), dy, &dora.factor.ones_like()?.neg()?, true)?;
                 let through_z = empty(dx.dim(0)?, dx.dim(1)?, DType::F32, x.device())?;
-                weight_product(Columns::all(&through_z), Columns::all(&scaled), weight, Form::Nn, false)?;
-                add_into(dx, &dropout(&through_z, site)?)?;
+                matmul_weight(
+                    ColumnView::all(&through_z),
+                    ColumnView::all(&scaled),
+                    weight,
+                    Transpose::Nn,
+                    false,
+                )?;
+                add_into(dx, &dropout(&through_z, module_index)?)?;
             }
         }
     }

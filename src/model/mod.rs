@@ -18,8 +18,8 @@ mod rope;
 mod segments;
 mod spec;
 
-pub use assemble::Lookup;
-pub use block::{BlockCache, BlockSaved, BlockWeights, Context, DropoutContext, backward, forward};
+pub use assemble::ParamLookup;
+pub use block::{BlockCache, BlockContext, BlockSaved, BlockWeights, DropoutContext, backward, forward};
 pub use config::{Family, LayerKind, ModelConfig};
 pub use init::{initial_lora, initial_value};
 pub use linear::{Linear, LoraSaved};
@@ -30,7 +30,7 @@ pub use spec::{Module, ModuleKind, ParamSpec, Role, Segment, modules, parameters
 
 use candle_core::Tensor;
 
-use crate::ops::weight::{Quantized, Weight};
+use crate::ops::matmul_quantized::{Quantized, Weight};
 
 /// One parameter in use: its value and, if it trains, where its gradient is added up.
 #[derive(Debug, Clone)]
@@ -43,27 +43,27 @@ pub struct Param {
 
 /// The matrix of a linear layer in use.
 #[derive(Debug, Clone)]
-pub enum Matrix {
+pub enum WeightMatrix {
     /// Frozen or trainable, as any parameter.
     Dense(Param),
     /// Frozen, in blocks of 4 or 8 bits.
     Quantized(Quantized),
 }
 
-impl Matrix {
+impl WeightMatrix {
     /// What products take.
     pub(crate) fn get(&self) -> Weight<'_> {
         match self {
-            Matrix::Dense(param) => Weight::Dense(&param.value),
-            Matrix::Quantized(quantized) => Weight::Quantized(quantized),
+            WeightMatrix::Dense(param) => Weight::Dense(&param.value),
+            WeightMatrix::Quantized(quantized) => Weight::Quantized(quantized),
         }
     }
 
     /// Where its gradient is added up.
     pub(crate) fn grad(&self) -> Option<&Tensor> {
         match self {
-            Matrix::Dense(param) => param.grad.as_ref(),
-            Matrix::Quantized(_) => None,
+            WeightMatrix::Dense(param) => param.grad.as_ref(),
+            WeightMatrix::Quantized(_) => None,
         }
     }
 }

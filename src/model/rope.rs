@@ -3,7 +3,7 @@
 
 use candle_core::{Device, Tensor};
 
-use super::config::Keys;
+use super::config::ConfigReader;
 use crate::error::{Error, Result};
 use crate::ops::attention::Span;
 use crate::ops::rotary::RotaryTable;
@@ -53,7 +53,7 @@ pub(super) struct RopeContext {
 
 impl Rope {
     /// Reads `rope_scaling` or `rope_parameters` (which also carries theta).
-    pub(super) fn read(scaling: Option<&Keys<'_>>, context: &RopeContext) -> Result<Self> {
+    pub(super) fn read(scaling: Option<&ConfigReader<'_>>, context: &RopeContext) -> Result<Self> {
         let theta =
             scaling.map(|s| s.f64_or("rope_theta", context.theta)).transpose()?.unwrap_or(context.theta);
         let partial = scaling
@@ -94,7 +94,7 @@ impl Rope {
         Ok(rope)
     }
 
-    fn llama3(&mut self, s: &Keys<'_>) -> Result<()> {
+    fn llama3(&mut self, s: &ConfigReader<'_>) -> Result<()> {
         let factor = needed(s, "factor")?;
         let (low, high) = (needed(s, "low_freq_factor")?, needed(s, "high_freq_factor")?);
         let original = needed(s, "original_max_position_embeddings")?;
@@ -107,7 +107,7 @@ impl Rope {
     }
 
     /// arXiv 2309.00071.
-    fn yarn(&mut self, s: &Keys<'_>, context: &RopeContext, dim: usize) -> Result<()> {
+    fn yarn(&mut self, s: &ConfigReader<'_>, context: &RopeContext, dim: usize) -> Result<()> {
         let factor = needed(s, "factor")?;
         let original = s.f64_or("original_max_position_embeddings", context.max_positions as f64)?;
         let mscale = |m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
@@ -137,7 +137,7 @@ impl Rope {
         Ok(())
     }
 
-    fn longrope(&mut self, s: &Keys<'_>, context: &RopeContext) -> Result<()> {
+    fn longrope(&mut self, s: &ConfigReader<'_>, context: &RopeContext) -> Result<()> {
         let divisors = |key: &str| -> Result<Vec<f32>> {
             let list =
                 s.f64_list(key)?.ok_or_else(|| Error::user(format!("`rope_scaling` lacks `{key}`")))?;
@@ -198,7 +198,7 @@ impl Rope {
     }
 }
 
-fn needed(s: &Keys<'_>, key: &str) -> Result<f64> {
+fn needed(s: &ConfigReader<'_>, key: &str) -> Result<f64> {
     match s.opt_f64(key)? {
         Some(value) if value > 0.0 && value.is_finite() => Ok(value),
         Some(value) => {

@@ -12,7 +12,7 @@ use crate::ops::cross_entropy::{
 };
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward};
 use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
-use crate::ops::{Columns, Form, empty, product};
+use crate::ops::{ColumnView, Transpose, empty, matmul};
 
 /// Single rows of a token table that train while the table is frozen (PEFT's `trainable_token_indices`). Their values
 /// are the table's own; the strategy puts them back there after each update.
@@ -42,9 +42,9 @@ impl EmbedWeights {
     pub fn forward(&self, config: &ModelConfig, ids: &[u32]) -> Result<Tensor> {
         let x = embed(&self.table.value, ids, config.embedding_factor, self.dtype)?;
         if let Some(lora) = &self.lora {
-            let (u, b) = (columns_of(&lora.a.value, ids)?, Columns::all(&lora.b.value));
+            let (u, b) = (columns_of(&lora.a.value, ids)?, ColumnView::all(&lora.b.value));
             let scale = lora.scale * config.embedding_factor;
-            product(Columns::all(&x), Columns::all(&u), b, Form::Nt, scale, true)?;
+            matmul(ColumnView::all(&x), ColumnView::all(&u), b, Transpose::Nt, scale, true)?;
         }
         Ok(x)
     }
@@ -71,10 +71,17 @@ impl EmbedWeights {
         let u = columns_of(&lora.a.value, ids)?;
         let (rows, r) = u.dims2()?;
         let du = empty(rows, r, DType::F32, dx.device())?;
-        let b = Columns::all(&lora.b.value);
-        product(Columns::all(&du), Columns::all(dx), b, Form::Nn, scale, false)?;
+        let b = ColumnView::all(&lora.b.value);
+        matmul(ColumnView::all(&du), ColumnView::all(dx), b, Transpose::Nn, scale, false)?;
         if let Some(grad) = &lora.b.grad {
-            product(Columns::all(grad), Columns::all(dx), Columns::all(&u), Form::Tn, scale, true)?;
+            matmul(
+                ColumnView::all(grad),
+                ColumnView::all(dx),
+                ColumnView::all(&u),
+                Transpose::Tn,
+                scale,
+                true,
+            )?;
         }
         match &lora.a.grad {
             Some(grad) => columns_of_backward(grad, ids, &du, skip),

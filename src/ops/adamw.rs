@@ -4,8 +4,8 @@
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::access::{read, update};
 use crate::error::Result;
+use crate::runtime::cpu_tensor::{read, update};
 
 /// One update's constants.
 #[derive(Debug, Clone, Copy)]

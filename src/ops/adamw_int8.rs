@@ -5,10 +5,10 @@
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
-use super::access::{read, update};
 use super::adamw::{AdamW, update_chunk};
 use crate::error::Result;
 use crate::quant::DynamicMap;
+use crate::runtime::cpu_tensor::{read, update};
 
 /// Values that share a scale.
 pub const STATE_BLOCK: usize = 256;

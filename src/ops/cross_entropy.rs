@@ -9,11 +9,11 @@ use std::cell::Cell;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::access::{Elem, dims2, first, read, tensor, update, with_elem};
-use super::gemm::{Dst, Mat, Threads, product};
-use super::product::{Columns, Form, product as columns_product};
+use super::gemm::{MatView, MatViewMut, Threads, matmul};
+use super::matmul::{ColumnView, Transpose, matmul as columns_product};
 use super::simd;
 use crate::error::Result;
+use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, update, with_elem};
 
 /// A target that does not count.
 pub const IGNORE: u32 = u32::MAX;
@@ -108,7 +108,7 @@ pub fn linear_cross_entropy(
     let adapter = output.delta.map(DeltaOnCpu::new).transpose()?;
     with_elem!(x.dtype(), T => with_elem!(output.weight.dtype(), W => {
         let (xs, w) = (read::<T>(x)?, read::<W>(output.weight)?);
-        let w = Mat::new(&w, vocab, width, width);
+        let w = MatView::new(&w, vocab, width, width);
         let mut dx = vec![T::default(); n * width];
         let mut du = vec![0f32; adapter.as_ref().map_or(0, |adapter| n * adapter.r)];
         let mut loss = 0f64;
@@ -116,9 +116,9 @@ pub fn linear_cross_entropy(
         let logits = first(&mut held, chunk_rows(vocab).min(rows.len()) * vocab);
         for chunk in rows.chunks(chunk_rows(vocab)) {
             let x = gather::<T>(&xs, chunk, width);
-            let x = Mat::new(&x, chunk.len(), width, width);
+            let x = MatView::new(&x, chunk.len(), width, width);
             let logits = &mut logits[..chunk.len() * vocab];
-            product(Dst { data: logits, stride: vocab, accumulate: false }, x, w.t(), 1.0, Threads::All);
+            matmul(MatViewMut { data: logits, stride: vocab, accumulate: false }, x, w.t(), 1.0, Threads::All);
             if let Some(adapter) = &adapter {
                 adapter.add_logits(logits, chunk)?;
             }
@@ -128,9 +128,9 @@ pub fn linear_cross_entropy(
                 .map(|(row, &n)| loss_and_gradient(row, targets[n], kind.softcap, kind.scale as f32))
                 .collect();
             loss += losses.iter().map(|&l| f64::from(l)).sum::<f64>();
-            let d = Mat::new(logits, chunk.len(), vocab, vocab);
+            let d = MatView::new(logits, chunk.len(), vocab, vocab);
             let mut out = vec![T::default(); chunk.len() * width];
-            product(Dst { data: &mut out, stride: width, accumulate: false }, d, w, 1.0, Threads::All);
+            matmul(MatViewMut { data: &mut out, stride: width, accumulate: false }, d, w, 1.0, Threads::All);
             scatter(&mut dx, &out, chunk, width);
             if let Some(dweight) = grads.weight {
                 add_gradient(dweight, d, x)?;
@@ -138,7 +138,7 @@ pub fn linear_cross_entropy(
             if let Some((ids, drows)) = grads.rows {
                 let picked: Vec<f32> =
                     logits.chunks_exact(vocab).flat_map(|row| ids.iter().map(|&id| row[id as usize])).collect();
-                add_gradient(drows, Mat::new(&picked, chunk.len(), ids.len(), ids.len()), x)?;
+                add_gradient(drows, MatView::new(&picked, chunk.len(), ids.len(), ids.len()), x)?;
             }
             if let Some(adapter) = &adapter {
                 adapter.backward(d, chunk, &mut du, grads.b)?;
@@ -151,10 +151,10 @@ pub fn linear_cross_entropy(
 }
 
 /// `grad += dᵀ · x`, f32.
-fn add_gradient<T: Elem>(grad: &Tensor, d: Mat<'_, f32>, x: Mat<'_, T>) -> Result<()> {
+fn add_gradient<T: FloatElement>(grad: &Tensor, d: MatView<'_, f32>, x: MatView<'_, T>) -> Result<()> {
     let (_, stride) = dims2(grad)?;
     update(grad, |data: &mut [f32]| {
-        product(Dst { data, stride, accumulate: true }, d.t(), x, 1.0, Threads::All);
+        matmul(MatViewMut { data, stride, accumulate: true }, d.t(), x, 1.0, Threads::All);
     })
 }
 
@@ -174,30 +174,36 @@ impl DeltaOnCpu {
         Ok(DeltaOnCpu { u, b, r, vocab, scale: delta.scale as f32 })
     }
 
-    fn b(&self) -> Mat<'_, f32> {
-        Mat::new(&self.b, self.vocab, self.r, self.r)
+    fn b(&self) -> MatView<'_, f32> {
+        MatView::new(&self.b, self.vocab, self.r, self.r)
     }
 
     fn add_logits(&self, logits: &mut [f32], chunk: &[usize]) -> Result<()> {
         let u = gather::<f32>(&self.u, chunk, self.r);
-        let u = Mat::new(&u, chunk.len(), self.r, self.r);
-        let dst = Dst { data: logits, stride: self.vocab, accumulate: true };
-        product(dst, u, self.b().t(), self.scale, Threads::All);
+        let u = MatView::new(&u, chunk.len(), self.r, self.r);
+        let dst = MatViewMut { data: logits, stride: self.vocab, accumulate: true };
+        matmul(dst, u, self.b().t(), self.scale, Threads::All);
         Ok(())
     }
 
     /// Writes the chunk's rows of `du` and adds to the gradient of B.
-    fn backward(&self, d: Mat<'_, f32>, chunk: &[usize], du: &mut [f32], db: Option<&Tensor>) -> Result<()> {
+    fn backward(
+        &self,
+        d: MatView<'_, f32>,
+        chunk: &[usize],
+        du: &mut [f32],
+        db: Option<&Tensor>,
+    ) -> Result<()> {
         let mut out = vec![0f32; chunk.len() * self.r];
-        let dst = Dst { data: &mut out, stride: self.r, accumulate: false };
-        product(dst, d, self.b(), self.scale, Threads::All);
+        let dst = MatViewMut { data: &mut out, stride: self.r, accumulate: false };
+        matmul(dst, d, self.b(), self.scale, Threads::All);
         scatter(du, &out, chunk, self.r);
         let Some(db) = db else { return Ok(()) };
         let u = gather::<f32>(&self.u, chunk, self.r);
-        let u = Mat::new(&u, chunk.len(), self.r, self.r);
+        let u = MatView::new(&u, chunk.len(), self.r, self.r);
         update(db, |g: &mut [f32]| {
-            let dst = Dst { data: g, stride: self.r, accumulate: true };
-            product(dst, d.t(), u, self.scale, Threads::All);
+            let dst = MatViewMut { data: g, stride: self.r, accumulate: true };
+            matmul(dst, d.t(), u, self.scale, Threads::All);
         })
     }
 }
@@ -230,10 +236,10 @@ pub fn score_targets(
 pub fn logits(x: &Tensor, output: Output<'_>, softcap: Option<f64>) -> Result<Tensor> {
     let ((rows, _), (vocab, _)) = (dims2(x)?, dims2(output.weight)?);
     let out = super::empty(rows, vocab, DType::F32, x.device())?;
-    let all = Columns::all(&out);
-    columns_product(all, Columns::all(x), Columns::all(output.weight), Form::Nt, 1.0, false)?;
+    let all = ColumnView::all(&out);
+    columns_product(all, ColumnView::all(x), ColumnView::all(output.weight), Transpose::Nt, 1.0, false)?;
     if let Some(Delta { u, b, scale }) = output.delta {
-        columns_product(all, Columns::all(u), Columns::all(b), Form::Nt, scale, true)?;
+        columns_product(all, ColumnView::all(u), ColumnView::all(b), Transpose::Nt, scale, true)?;
     }
     Ok(match softcap {
         Some(cap) => ((out / cap)?.tanh()? * cap)?,
@@ -255,13 +261,13 @@ fn chunk_rows(vocab: usize) -> usize {
 }
 
 /// Puts the rows of `from` to their places in `to`.
-fn scatter<T: Elem>(to: &mut [T], from: &[T], rows: &[usize], width: usize) {
+fn scatter<T: FloatElement>(to: &mut [T], from: &[T], rows: &[usize], width: usize) {
     for (row, &n) in from.chunks_exact(width).zip(rows) {
         to[n * width..(n + 1) * width].copy_from_slice(row);
     }
 }
 
-fn gather<T: Elem>(x: &[T], rows: &[usize], width: usize) -> Vec<T> {
+fn gather<T: FloatElement>(x: &[T], rows: &[usize], width: usize) -> Vec<T> {
     rows.iter().flat_map(|&n| x[n * width..(n + 1) * width].iter().copied()).collect()
 }
 
@@ -329,7 +335,14 @@ pub(crate) fn reference(
         let dlow = d.to_dtype(output.weight.dtype())?;
         dx = dx.index_add(&ids, &dlow.matmul(output.weight)?.to_dtype(DType::F32)?, 0)?;
         let add = |to: &Tensor, d: &Tensor, right: &Tensor, scale: f64| {
-            columns_product(Columns::all(to), Columns::all(d), Columns::all(right), Form::Tn, scale, true)
+            columns_product(
+                ColumnView::all(to),
+                ColumnView::all(d),
+                ColumnView::all(right),
+                Transpose::Tn,
+                scale,
+                true,
+            )
         };
         if let Some(dweight) = grads.weight {
             add(dweight, &dlow, &x, 1.0)?;

@@ -4,11 +4,11 @@
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::access::{Elem, dims2, read, tensor, update, with_elem};
-use super::gemm::{Dst, Mat, Threads, product};
-use super::product::Columns;
-use super::weight::Weight;
+use super::gemm::{MatView, MatViewMut, Threads, matmul};
+use super::matmul::ColumnView;
+use super::matmul_quantized::Weight;
 use crate::error::Result;
+use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, update, with_elem};
 
 /// Rows of the weight whose update `s·B·A` is in memory at once, per thread.
 const ROWS: usize = 32;
@@ -30,9 +30,9 @@ pub fn weight_norm(weight: Weight<'_>, a: &Tensor, b: &Tensor, scale: f64) -> Re
             for (j, row) in sum.chunks_exact_mut(width).enumerate() {
                 widen(first + j, row);
             }
-            let b = Mat::new(&b[first * r..(first + rows) * r], rows, r, r);
-            let dst = Dst { data: &mut sum, stride: width, accumulate: true };
-            product(dst, b, Mat::new(a, r, width, width), scale as f32, Threads::One);
+            let b = MatView::new(&b[first * r..(first + rows) * r], rows, r, r);
+            let dst = MatViewMut { data: &mut sum, stride: width, accumulate: true };
+            matmul(dst, b, MatView::new(a, r, width, width), scale as f32, Threads::One);
             for (norm, row) in norms.iter_mut().zip(sum.chunks_exact(width)) {
                 *norm = super::simd::sum_of(row, |x| x * x).sqrt();
             }
@@ -71,7 +71,12 @@ pub(crate) fn weight_norm_reference(
 }
 
 /// `dst[n, j] = [dst +] factors[j] · x[n, j]`; `x: [N, len]`, `factors: [len]` f32.
-pub fn scale_columns(dst: Columns<'_>, x: Columns<'_>, factors: &Tensor, accumulate: bool) -> Result<()> {
+pub fn scale_columns(
+    dst: ColumnView<'_>,
+    x: ColumnView<'_>,
+    factors: &Tensor,
+    accumulate: bool,
+) -> Result<()> {
     if !factors.device().is_cpu() {
         return scale_columns_reference(dst, x, factors, accumulate);
     }
@@ -96,8 +101,8 @@ pub fn scale_columns(dst: Columns<'_>, x: Columns<'_>, factors: &Tensor, accumul
 
 /// The definition of [`scale_columns`], in candle's primitives.
 pub(crate) fn scale_columns_reference(
-    dst: Columns<'_>,
-    x: Columns<'_>,
+    dst: ColumnView<'_>,
+    x: ColumnView<'_>,
     factors: &Tensor,
     accumulate: bool,
 ) -> Result<()> {
@@ -111,7 +116,7 @@ pub(crate) fn scale_columns_reference(
 
 /// `grad[j] += Σ rows dy[n, j] · x[n, j] / norm[j]`: the gradient of DoRA's magnitudes. `x: [N, len]` is what they
 /// scale; `grad` and `norm` are `[len]` f32.
-pub fn magnitude_backward(grad: &Tensor, dy: Columns<'_>, x: &Tensor, norm: &Tensor) -> Result<()> {
+pub fn magnitude_backward(grad: &Tensor, dy: ColumnView<'_>, x: &Tensor, norm: &Tensor) -> Result<()> {
     if !grad.device().is_cpu() {
         return magnitude_backward_reference(grad, dy, x, norm);
     }
@@ -137,7 +142,7 @@ pub fn magnitude_backward(grad: &Tensor, dy: Columns<'_>, x: &Tensor, norm: &Ten
 /// The definition of [`magnitude_backward`], in candle's primitives.
 pub(crate) fn magnitude_backward_reference(
     grad: &Tensor,
-    dy: Columns<'_>,
+    dy: ColumnView<'_>,
     x: &Tensor,
     norm: &Tensor,
 ) -> Result<()> {

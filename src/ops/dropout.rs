@@ -4,9 +4,9 @@
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::access::{Elem, dims2, read, tensor, unwritten, with_elem};
-use super::random::Stream;
 use crate::error::Result;
+use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
+use crate::runtime::rng::RngStream;
 
 /// One dropout site in one step.
 #[derive(Debug, Clone, Copy)]
@@ -14,7 +14,7 @@ pub struct Dropout {
     /// Probability that a value is zeroed, in [0, 1).
     pub p: f32,
     /// Names (seed, step, layer, site).
-    pub stream: Stream,
+    pub stream: RngStream,
     /// Index in the step's global batch of the first row's token.
     pub first_token: u64,
 }
@@ -61,7 +61,7 @@ mod tests {
     #[test]
     fn the_mask_belongs_to_the_token_not_to_the_batch() -> Result<()> {
         let x = Tensor::ones((64, 100), DType::F32, &Device::Cpu)?;
-        let site = Dropout { p: 0.3, stream: Stream::new(1), first_token: 10 };
+        let site = Dropout { p: 0.3, stream: RngStream::new(1), first_token: 10 };
         let whole = dropout(&x, site)?.to_vec2::<f32>()?;
         let half = dropout(&x.narrow(0, 32, 32)?.contiguous()?, Dropout { first_token: 42, ..site })?;
         assert_eq!(half.to_vec2::<f32>()?, whole[32..]);

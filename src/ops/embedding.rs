@@ -4,8 +4,8 @@
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::access::{Elem, dims2, read, tensor, unwritten, update, with_elem};
 use crate::error::Result;
+use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 
 /// `table: [V, D]`, ids below V → `[N, D]` in `dtype`, whatever the table is kept in.
 pub fn embed(table: &Tensor, ids: &[u32], factor: f64, dtype: DType) -> Result<Tensor> {

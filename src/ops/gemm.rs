@@ -10,10 +10,10 @@ use std::cell::Cell;
 use gemm::Parallelism;
 use rayon::prelude::*;
 
-use super::access::{Elem, Plain, first as first_of, unwritten};
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::amx;
 use crate::quant::Blocks;
+use crate::runtime::cpu_tensor::{FloatElement, PlainElement, first as first_of, unwritten};
 
 /// `f32` values a widened panel of `b` may hold: 4 MiB, which stays in the L2 and L3 caches until it is multiplied.
 const PANEL: usize = 1 << 20;
@@ -24,11 +24,11 @@ thread_local! {
 }
 
 /// An operand of a product: `f32` as it lies in memory, or something that becomes `f32` part by part.
-pub(crate) trait Matrix: Copy + Sync {
+pub(crate) trait GemmMatrix: Copy + Sync {
     fn rows(&self) -> usize;
     fn cols(&self) -> usize;
     /// The values and both strides, when they are `f32` already.
-    fn dense(&self) -> Option<Operand<'_>>;
+    fn dense(&self) -> Option<GemmOperand<'_>>;
     /// Its columns are contiguous in memory, instead of its rows.
     fn is_transposed(&self) -> bool;
     /// Every value is a bf16 number; the matrix unit asks.
@@ -73,7 +73,7 @@ impl<'a> QuantMat<'a> {
     }
 }
 
-impl Matrix for QuantMat<'_> {
+impl GemmMatrix for QuantMat<'_> {
     fn rows(&self) -> usize {
         if self.transposed { self.cols } else { self.rows }
     }
@@ -82,7 +82,7 @@ impl Matrix for QuantMat<'_> {
         if self.transposed { self.rows } else { self.cols }
     }
 
-    fn dense(&self) -> Option<Operand<'_>> {
+    fn dense(&self) -> Option<GemmOperand<'_>> {
         None
     }
 
@@ -101,7 +101,7 @@ impl Matrix for QuantMat<'_> {
 
 /// A matrix on a slice: element `(i, j)` is `data[i * stride + j]`, or `data[j * stride + i]` when it is transposed.
 #[derive(Clone, Copy)]
-pub(crate) struct Mat<'a, T> {
+pub(crate) struct MatView<'a, T> {
     data: &'a [T],
     rows: usize,
     cols: usize,
@@ -109,23 +109,23 @@ pub(crate) struct Mat<'a, T> {
     transposed: bool,
 }
 
-impl<'a, T: Plain> Mat<'a, T> {
+impl<'a, T: PlainElement> MatView<'a, T> {
     /// A row-major matrix whose rows begin `stride` elements apart; `data` begins at element (0, 0).
     pub(crate) fn new(data: &'a [T], rows: usize, cols: usize, stride: usize) -> Self {
         assert!(
             stride >= cols && (rows == 0 || data.len() >= (rows - 1) * stride + cols),
             "matrix outside its slice"
         );
-        Mat { data, rows, cols, stride, transposed: false }
+        MatView { data, rows, cols, stride, transposed: false }
     }
 
     /// The transpose; no element moves.
     pub(crate) fn t(self) -> Self {
-        Mat { rows: self.cols, cols: self.rows, transposed: !self.transposed, ..self }
+        MatView { rows: self.cols, cols: self.rows, transposed: !self.transposed, ..self }
     }
 }
 
-impl<T: Elem> Matrix for Mat<'_, T> {
+impl<T: FloatElement> GemmMatrix for MatView<'_, T> {
     fn rows(&self) -> usize {
         self.rows
     }
@@ -134,9 +134,9 @@ impl<T: Elem> Matrix for Mat<'_, T> {
         self.cols
     }
 
-    fn dense(&self) -> Option<Operand<'_>> {
+    fn dense(&self) -> Option<GemmOperand<'_>> {
         let strides = if self.transposed { (1, self.stride) } else { (self.stride, 1) };
-        is_f32::<T>().then(|| Operand { data: as_f32(self.data), strides })
+        is_f32::<T>().then(|| GemmOperand { data: as_f32(self.data), strides })
     }
 
     fn is_transposed(&self) -> bool {
@@ -153,7 +153,7 @@ impl<T: Elem> Matrix for Mat<'_, T> {
 }
 
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn widen<T: Elem>(dst: &mut [f32], src: &[T]) {
+fn widen<T: FloatElement>(dst: &mut [f32], src: &[T]) {
     for (dst, src) in dst.iter_mut().zip(src) {
         *dst = src.widen();
     }
@@ -161,14 +161,14 @@ fn widen<T: Elem>(dst: &mut [f32], src: &[T]) {
 
 /// Writes a row of results, or adds it to what is there.
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-pub(super) fn store<T: Elem>(dst: &mut [T], src: &[f32], accumulate: bool) {
+pub(super) fn store<T: FloatElement>(dst: &mut [T], src: &[f32], accumulate: bool) {
     for (dst, src) in dst.iter_mut().zip(src) {
         *dst = T::nearest(if accumulate { dst.widen() + src } else { *src });
     }
 }
 
 /// Where a product goes: `rows × cols` at `data[i * stride + j]`.
-pub(crate) struct Dst<'a, T> {
+pub(crate) struct MatViewMut<'a, T> {
     pub(crate) data: &'a mut [T],
     pub(crate) stride: usize,
     /// Add to what is there instead of overwriting it.
@@ -192,9 +192,9 @@ pub(crate) fn has_matrix_unit() -> bool {
 }
 
 /// `dst = [dst +] alpha · a · b`, with `a: [m, k]` and `b: [k, n]` of any types.
-pub(crate) fn product<D: Elem, A: Elem, B: Matrix>(
-    dst: Dst<'_, D>,
-    a: Mat<'_, A>,
+pub(crate) fn matmul<D: FloatElement, A: FloatElement, B: GemmMatrix>(
+    dst: MatViewMut<'_, D>,
+    a: MatView<'_, A>,
     b: B,
     alpha: f32,
     threads: Threads,
@@ -207,7 +207,7 @@ pub(crate) fn product<D: Elem, A: Elem, B: Matrix>(
     let end = (m - 1) * dst.stride + n;
     assert!(dst.stride >= n && end <= dst.data.len(), "product outside its destination");
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if amx::pays(m, n, k)
+    if amx::is_profitable(m, n, k)
         && let Some(unit) = amx::Amx::here()
     {
         return amx::product(unit, dst, a, b, alpha, threads);
@@ -217,7 +217,7 @@ pub(crate) fn product<D: Elem, A: Elem, B: Matrix>(
         Some(dense) => dense,
         None => {
             let strides = a.widen_columns(0, k, &mut held);
-            Operand { data: &held, strides }
+            GemmOperand { data: &held, strides }
         }
     };
     let dense = b.dense();
@@ -230,10 +230,12 @@ pub(crate) fn product<D: Elem, A: Elem, B: Matrix>(
     for start in (0..n).step_by(step.max(1)) {
         let len = step.min(n - start);
         let b = match dense {
-            Some(all) => Operand { data: &all.data[(start * all.strides.1).min(all.data.len())..], ..all },
+            Some(all) => {
+                GemmOperand { data: &all.data[(start * all.strides.1).min(all.data.len())..], ..all }
+            }
             None => {
                 let strides = b.widen_columns(start, len, &mut widened);
-                Operand { data: &widened, strides }
+                GemmOperand { data: &widened, strides }
             }
         };
         if let Some(out) = as_f32_mut(&mut *dst.data) {
@@ -254,12 +256,12 @@ pub(crate) fn product<D: Elem, A: Elem, B: Matrix>(
 
 /// A matrix in `f32`: element `(i, j)` is `data[i * strides.0 + j * strides.1]`, one of which is 1.
 #[derive(Clone, Copy)]
-pub(crate) struct Operand<'a> {
+pub(crate) struct GemmOperand<'a> {
     pub(crate) data: &'a [f32],
     pub(crate) strides: (usize, usize),
 }
 
-impl Operand<'_> {
+impl GemmOperand<'_> {
     /// Whether a matrix of this shape lies inside the slice.
     fn holds(&self, rows: usize, cols: usize) -> bool {
         (rows.max(1) - 1) * self.strides.0 + (cols.max(1) - 1) * self.strides.1 < self.data.len()
@@ -273,8 +275,8 @@ fn raw(
     stride: usize,
     accumulate: bool,
     (m, n, k): (usize, usize, usize),
-    a: Operand<'_>,
-    b: Operand<'_>,
+    a: GemmOperand<'_>,
+    b: GemmOperand<'_>,
     alpha: f32,
     threads: Threads,
 ) {
@@ -311,17 +313,17 @@ fn raw(
     }
 }
 
-fn is_f32<T: Elem>() -> bool {
+fn is_f32<T: FloatElement>() -> bool {
     T::DTYPE == candle_core::DType::F32
 }
 
-fn as_f32<T: Elem>(data: &[T]) -> &[f32] {
+fn as_f32<T: FloatElement>(data: &[T]) -> &[f32] {
     assert!(is_f32::<T>());
-    // SAFETY: `Elem` is implemented for f32 and bf16 alone, and the assertion says that T is f32.
+    // SAFETY: `FloatElement` is implemented for f32 and bf16 alone, and the assertion says that T is f32.
     unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), data.len()) }
 }
 
-pub(super) fn as_f32_mut<T: Elem>(data: &mut [T]) -> Option<&mut [f32]> {
+pub(super) fn as_f32_mut<T: FloatElement>(data: &mut [T]) -> Option<&mut [f32]> {
     // SAFETY: as above; the mutable borrow is handed on.
     is_f32::<T>().then(|| unsafe { std::slice::from_raw_parts_mut(data.as_mut_ptr().cast(), data.len()) })
 }
@@ -345,14 +347,14 @@ mod tests {
         let bt: Vec<bf16> = (0..n * k).map(|i| bf16::from_f32(b[i % k * n + i / k])).collect();
         let a16: Vec<bf16> = a.iter().map(|&x| bf16::from_f32(x)).collect();
         let mut out = vec![1f32; m * (n + 3)];
-        let dst = Dst { data: &mut out, stride: n + 3, accumulate: true };
-        product(dst, Mat::new(&a16, m, k, k), Mat::new(&bt, n, k, k).t(), 2.0, Threads::All);
+        let dst = MatViewMut { data: &mut out, stride: n + 3, accumulate: true };
+        matmul(dst, MatView::new(&a16, m, k, k), MatView::new(&bt, n, k, k).t(), 2.0, Threads::All);
         for (i, want) in want.iter().enumerate() {
             assert_eq!(out[i / n * (n + 3) + i % n], 1.0 + 2.0 * want);
         }
         let mut out16 = vec![bf16::ZERO; m * n];
-        let dst = Dst { data: &mut out16, stride: n, accumulate: false };
-        product(dst, Mat::new(&a, m, k, k), Mat::new(&b, k, n, n), 1.0, Threads::One);
+        let dst = MatViewMut { data: &mut out16, stride: n, accumulate: false };
+        matmul(dst, MatView::new(&a, m, k, k), MatView::new(&b, k, n, n), 1.0, Threads::One);
         assert!(out16.iter().zip(&want).all(|(x, want)| *x == bf16::from_f32(*want)));
     }
 }

@@ -9,30 +9,24 @@
 //! Reductions run in a fixed order: two runs of one plan agree to the bit. Nothing here knows candle's autograd; it is
 //! the oracle of the tests.
 
-pub(crate) mod access;
 pub mod adamw;
 pub mod adamw_int8;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx;
 pub mod attention;
 pub mod cross_entropy;
-pub mod device;
 pub mod dora;
 pub mod dropout;
+pub mod elementwise;
 pub mod embedding;
-pub mod gated;
 mod gemm;
-pub mod home;
-pub mod mapped;
-pub mod product;
-pub mod random;
-pub mod reduce;
+pub mod glu;
+pub mod matmul;
+pub mod matmul_quantized;
 pub mod rms_norm;
 pub mod rotary;
 pub mod selftest;
 mod simd;
-pub mod threads;
-pub mod weight;
 
 pub(crate) use gemm::has_matrix_unit;
-pub use product::{Columns, Form, empty, product};
+pub use matmul::{ColumnView, Transpose, empty, matmul};

@@ -7,9 +7,9 @@
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::access::{Elem, dims2, read, tensor, unwritten, update, with_elem};
 use super::simd;
 use crate::error::Result;
+use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 
 /// What a norm does besides its weight.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -82,13 +82,13 @@ pub(super) fn gain(weight: &Tensor, kind: NormKind) -> Result<Vec<f32>> {
 }
 
 #[inline(always)]
-fn inverse_rms<T: Elem>(x: &[T], eps: f32) -> f32 {
+fn inverse_rms<T: FloatElement>(x: &[T], eps: f32) -> f32 {
     let mean = simd::sum_of(x, |x| x.widen() * x.widen()) / x.len() as f32;
     1.0 / (mean + eps).sqrt()
 }
 
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-pub(super) fn forward_row<T: Elem>(y: &mut [T], x: &[T], gain: &[f32], eps: f32) {
+pub(super) fn forward_row<T: FloatElement>(y: &mut [T], x: &[T], gain: &[f32], eps: f32) {
     let inverse = inverse_rms(x, eps);
     for ((y, x), g) in y.iter_mut().zip(x).zip(gain) {
         *y = T::nearest(x.widen() * inverse * g);
@@ -96,7 +96,7 @@ pub(super) fn forward_row<T: Elem>(y: &mut [T], x: &[T], gain: &[f32], eps: f32)
 }
 
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-pub(super) fn backward_row<T: Elem>(
+pub(super) fn backward_row<T: FloatElement>(
     dx: &mut [T],
     x: &[T],
     dy: &[T],
@@ -124,7 +124,7 @@ pub(super) fn backward_row<T: Elem>(
 }
 
 /// `dweight += Σ rows dy · x̂`, rows in order.
-pub(super) fn add_gain_gradient<T: Elem>(
+pub(super) fn add_gain_gradient<T: FloatElement>(
     dweight: &Tensor,
     x: &[T],
     dy: &[T],

@@ -2,12 +2,12 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::staging::Staging;
+use super::staging::UpdateStaging;
 use crate::error::Result;
 use crate::ops::adamw::{AdamW, adamw};
 use crate::ops::adamw_int8::{Int8Moment, adamw_int8};
-use crate::ops::home::{Home, STAGED};
-use crate::ops::reduce::zero;
+use crate::runtime::copy::zero;
+use crate::runtime::param_storage::{ParamStorage, STAGING_ELEMENTS};
 
 /// The constants of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -36,9 +36,9 @@ pub const INT8_MIN_ELEMENTS: usize = 4096;
 
 /// A run of parameter memory that is updated alike: f32 values and gradients, one-dimensional.
 #[derive(Debug, Clone)]
-pub struct Piece {
+pub struct ParamGroup {
     /// What is updated in place.
-    pub param: Home,
+    pub param: ParamStorage,
     /// Its gradient, on the device or, where state is offloaded, on the host.
     pub grad: Tensor,
     /// Weight decay applies.
@@ -59,9 +59,9 @@ pub enum Moments {
 }
 
 impl Moments {
-    fn zeros(piece: &Piece, dtype: MomentDtype, device: &Device) -> Result<Self> {
-        let len = piece.param.elements();
-        if dtype == MomentDtype::Int8 && piece.large {
+    fn zeros(group: &ParamGroup, dtype: MomentDtype, device: &Device) -> Result<Self> {
+        let len = group.param.elements();
+        if dtype == MomentDtype::Int8 && group.large {
             return Ok(Moments::Int8([Int8Moment::zeros(len)?, Int8Moment::zeros(len)?]));
         }
         let zeros = || -> Result<Tensor> {
@@ -78,60 +78,60 @@ impl Moments {
 #[derive(Debug)]
 pub struct Optimizer {
     options: OptimizerOptions,
-    pieces: Vec<Piece>,
+    groups: Vec<ParamGroup>,
     moments: Vec<Moments>,
     updates: u64,
     /// Where state is not on the device.
-    staging: Option<Staging>,
+    staging: Option<UpdateStaging>,
 }
 
 impl Optimizer {
     /// Moments of zero for every piece, beside its gradient.
-    pub fn new(options: OptimizerOptions, pieces: Vec<Piece>) -> Result<Self> {
-        let zeros = |piece: &Piece| Moments::zeros(piece, options.state, piece.grad.device());
-        let moments = pieces.iter().map(zeros).collect::<Result<_>>()?;
-        Ok(Optimizer { options, pieces, moments, updates: 0, staging: None })
+    pub fn new(options: OptimizerOptions, groups: Vec<ParamGroup>) -> Result<Self> {
+        let zeros = |group: &ParamGroup| Moments::zeros(group, options.state, group.grad.device());
+        let moments = groups.iter().map(zeros).collect::<Result<_>>()?;
+        Ok(Optimizer { options, groups, moments, updates: 0, staging: None })
     }
 
     /// Moments of zero in host memory, from where runs of at most `limit` values are brought to `device` and updated;
-    /// none: [`STAGED`]. Pieces may be anywhere.
+    /// none: [`STAGING_ELEMENTS`]. Pieces may be anywhere.
     pub fn offloaded(
         options: OptimizerOptions,
-        pieces: Vec<Piece>,
+        groups: Vec<ParamGroup>,
         device: &Device,
         limit: Option<usize>,
     ) -> Result<Self> {
-        let staging = Staging::new(device, options.state, &pieces, limit.unwrap_or(STAGED))?;
-        let zeros = |piece: &Piece| Moments::zeros(piece, options.state, &Device::Cpu);
-        let moments = pieces.iter().map(zeros).collect::<Result<_>>()?;
-        Ok(Optimizer { options, pieces, moments, updates: 0, staging: Some(staging) })
+        let staging = UpdateStaging::new(device, options.state, &groups, limit.unwrap_or(STAGING_ELEMENTS))?;
+        let zeros = |group: &ParamGroup| Moments::zeros(group, options.state, &Device::Cpu);
+        let moments = groups.iter().map(zeros).collect::<Result<_>>()?;
+        Ok(Optimizer { options, groups, moments, updates: 0, staging: Some(staging) })
     }
 
     /// Most values of a piece that were on the device at a time; 0 when nothing is offloaded.
     pub fn most_staged(&self) -> usize {
-        self.staging.as_ref().map_or(0, Staging::most)
+        self.staging.as_ref().map_or(0, UpdateStaging::most)
     }
 
     /// One update at this learning rate; gradients count `grad_scale` times.
     pub fn update(&mut self, learning_rate: f64, grad_scale: f64) -> Result<()> {
         self.updates += 1;
-        for (piece, moments) in self.pieces.iter().zip(&self.moments) {
+        for (group, moments) in self.groups.iter().zip(&self.moments) {
             let step = AdamW {
-                learning_rate: learning_rate * piece.rate,
+                learning_rate: learning_rate * group.rate,
                 betas: self.options.betas,
                 eps: self.options.eps,
-                weight_decay: if piece.decay { self.options.weight_decay } else { 0.0 },
+                weight_decay: if group.decay { self.options.weight_decay } else { 0.0 },
                 update: self.updates,
                 grad_scale,
             };
             if let Some(staging) = &mut self.staging {
-                staging.update(piece, moments, &step)?;
+                staging.update(group, moments, &step)?;
                 continue;
             }
-            let param = piece.param.tensor()?;
+            let param = group.param.tensor()?;
             match moments {
-                Moments::F32([first, second]) => adamw(param, &piece.grad, [first, second], &step)?,
-                Moments::Int8([first, second]) => adamw_int8(param, &piece.grad, [first, second], &step)?,
+                Moments::F32([first, second]) => adamw(param, &group.grad, [first, second], &step)?,
+                Moments::Int8([first, second]) => adamw_int8(param, &group.grad, [first, second], &step)?,
             }
         }
         Ok(())

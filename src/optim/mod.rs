@@ -4,5 +4,5 @@ mod adamw;
 mod schedule;
 mod staging;
 
-pub use adamw::{INT8_MIN_ELEMENTS, MomentDtype, Moments, Optimizer, OptimizerOptions, Piece};
+pub use adamw::{INT8_MIN_ELEMENTS, MomentDtype, Moments, Optimizer, OptimizerOptions, ParamGroup};
 pub use schedule::{Schedule, ScheduleKind};

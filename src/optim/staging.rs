@@ -4,15 +4,15 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{MomentDtype, Moments, Piece};
+use super::{MomentDtype, Moments, ParamGroup};
 use crate::error::{Error, Result};
 use crate::ops::adamw::{AdamW, adamw};
 use crate::ops::adamw_int8::{Int8Moment, STATE_BLOCK, adamw_int8};
-use crate::ops::home::carry;
+use crate::runtime::param_storage::copy_across;
 
 /// One run of each on the device.
 #[derive(Debug)]
-pub(super) struct Staging {
+pub(super) struct UpdateStaging {
     param: Tensor,
     grad: Tensor,
     f32s: [Tensor; 2],
@@ -23,10 +23,15 @@ pub(super) struct Staging {
     most: usize,
 }
 
-impl Staging {
-    /// Memory on `device` for runs of at most `limit` values of `pieces`.
-    pub(super) fn new(device: &Device, state: MomentDtype, pieces: &[Piece], limit: usize) -> Result<Self> {
-        let longest = pieces.iter().map(|piece| piece.param.elements()).max().unwrap_or(0);
+impl UpdateStaging {
+    /// Memory on `device` for runs of at most `limit` values of `groups`.
+    pub(super) fn new(
+        device: &Device,
+        state: MomentDtype,
+        groups: &[ParamGroup],
+        limit: usize,
+    ) -> Result<Self> {
+        let longest = groups.iter().map(|group| group.param.elements()).max().unwrap_or(0);
         let limit = limit.min(longest).next_multiple_of(STATE_BLOCK).max(STATE_BLOCK);
         let zeros = || Tensor::zeros(limit, DType::F32, device);
         let int8s = match state {
@@ -34,7 +39,7 @@ impl Staging {
             MomentDtype::Int8 => Some([Int8Moment::zeros(limit)?, Int8Moment::zeros(limit)?]),
         };
         let f32s = [zeros()?, zeros()?];
-        Ok(Staging { param: zeros()?, grad: zeros()?, f32s, int8s, limit, most: 0 })
+        Ok(UpdateStaging { param: zeros()?, grad: zeros()?, f32s, int8s, limit, most: 0 })
     }
 
     /// Most values that a run has had.
@@ -43,16 +48,16 @@ impl Staging {
     }
 
     /// Updates a piece, run after run.
-    pub(super) fn update(&mut self, piece: &Piece, moments: &Moments, step: &AdamW) -> Result<()> {
-        let len = piece.param.elements();
+    pub(super) fn update(&mut self, group: &ParamGroup, moments: &Moments, step: &AdamW) -> Result<()> {
+        let len = group.param.elements();
         for start in (0..len).step_by(self.limit) {
             let run = self.limit.min(len - start);
             self.most = self.most.max(run);
             let first = |staged: &Tensor| staged.narrow(0, 0, run);
             let (at_home, param, grad) =
-                (piece.param.narrow(start, run)?, first(&self.param)?, first(&self.grad)?);
-            at_home.bring(&param)?;
-            carry(&piece.grad.narrow(0, start, run)?, &grad)?;
+                (group.param.narrow(start, run)?, first(&self.param)?, first(&self.grad)?);
+            at_home.load_to(&param)?;
+            copy_across(&group.grad.narrow(0, start, run)?, &grad)?;
             match (moments, &self.int8s) {
                 (Moments::Int8(at_home), Some(staged)) => {
                     let at_home = [part(&at_home[0], start, run)?, part(&at_home[1], start, run)?];
@@ -65,15 +70,15 @@ impl Staging {
                 (Moments::F32(both), _) => {
                     let staged = [first(&self.f32s[0])?, first(&self.f32s[1])?];
                     for (moment, staged) in both.iter().zip(&staged) {
-                        carry(&moment.narrow(0, start, run)?, staged)?;
+                        copy_across(&moment.narrow(0, start, run)?, staged)?;
                     }
                     adamw(&param, &grad, [&staged[0], &staged[1]], step)?;
                     for (moment, staged) in both.iter().zip(&staged) {
-                        carry(staged, &moment.narrow(0, start, run)?)?;
+                        copy_across(staged, &moment.narrow(0, start, run)?)?;
                     }
                 }
             }
-            at_home.keep(&param)?;
+            at_home.store_from(&param)?;
         }
         Ok(())
     }
@@ -89,8 +94,8 @@ fn part(moment: &Int8Moment, start: usize, len: usize) -> Result<Int8Moment> {
 
 fn between(from: &[Int8Moment; 2], to: &[Int8Moment; 2]) -> Result<()> {
     for (from, to) in from.iter().zip(to) {
-        carry(&from.codes, &to.codes)?;
-        carry(&from.absmax, &to.absmax)?;
+        copy_across(&from.codes, &to.codes)?;
+        copy_across(&from.absmax, &to.absmax)?;
     }
     Ok(())
 }

@@ -1,18 +1,19 @@
 //! Whether a step fits the memory of its ranks: the strategy and the recomputing with which it does, and where none
-//! does, the changes of the run with which it would. All figures come from [`Memory::of_step`].
+//! does, the changes of the run with which it would. All figures come from [`MemoryPlan::of_step`].
 
-use super::adaptation::Adaptation;
-use super::base::{Base, EngineOptions, format};
-use super::memory::{How, Memory, Saving, available};
-use super::ranks::{self, WorldSize, named_strategy, pick_strategy};
+use super::memory::{MemoryOptions, MemoryPlan, Saving, available};
+use super::parallel;
+use super::parallel::{WorldSize, named_strategy, pick_strategy};
 use crate::data::Dataset;
 use crate::engine::Recompute;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
 use crate::optim::MomentDtype;
-use crate::recipe::{self, QuantKind, Quantization, Recipe, StateDtype};
+use crate::recipe::{self, QuantKind, QuantizationSection, Recipe, StateDtype};
 use crate::report::memory::current_bytes;
-use crate::strategy::{Kind, Slot};
+use crate::setup::adapter_setup::AdapterSetup;
+use crate::setup::base_model::{BaseModel, EngineOptions, format};
+use crate::sharding::{ParamDesc, ShardingStrategy};
 use crate::units;
 
 /// Fewest tokens of a row that shorter rows are suggested with.
@@ -25,8 +26,8 @@ const DOUBLINGS: u32 = 6;
 /// What the memory of a step depends on, beside the recipe's own keys.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StepInputs<'a> {
-    pub(super) base: &'a Base,
-    pub(super) adaptation: Option<&'a Adaptation>,
+    pub(super) base: &'a BaseModel,
+    pub(super) adapter_setup: Option<&'a AdapterSetup>,
     pub(super) data: &'a Dataset,
     /// Ids of `model.new_tokens`.
     pub(super) new_tokens: &'a [u32],
@@ -36,11 +37,11 @@ pub(super) struct StepInputs<'a> {
 /// How a step is run, and the memory that it needs on each rank.
 #[derive(Debug)]
 pub(super) struct Fit {
-    pub(super) kind: Kind,
+    pub(super) kind: ShardingStrategy,
     /// Why the strategy was picked, where the recipe left it open.
     pub(super) why: Option<String>,
     pub(super) recompute: Recompute,
-    pub(super) memory: Memory,
+    pub(super) memory: MemoryPlan,
 }
 
 impl StepInputs<'_> {
@@ -64,13 +65,13 @@ impl StepInputs<'_> {
     /// As [`StepInputs::decide`]; none where the strategy is left open and none fits.
     fn fit(&self, recipe: &Recipe, world: WorldSize) -> Result<Option<Fit>> {
         let own = self.adapter_of(recipe)?;
-        let adaptation = self.adaptation.or(own.as_ref());
-        let slots = self.slots(recipe, adaptation)?;
+        let adapter_setup = self.adapter_setup.or(own.as_ref());
+        let descs = self.descs(recipe, adapter_setup)?;
         let tokens = widest_micro_batch(recipe, self.data);
-        let engine = EngineOptions { offload: ranks::offload(&recipe.parallel), ..self.engine.clone() };
+        let engine = EngineOptions { offload: parallel::offload(&recipe.parallel), ..self.engine.clone() };
         let needed = |kind, recompute| {
             let how = how(recipe, &engine, kind, world.all);
-            Memory::of_step(&self.base.config, &slots, adaptation, tokens, recompute, &how)
+            MemoryPlan::of_step(&self.base.config, &descs, adapter_setup, tokens, recompute, &how)
         };
         let budget = self.budget(world.all);
         let picked = match named_strategy(recipe, world)? {
@@ -84,19 +85,19 @@ impl StepInputs<'_> {
     }
 
     /// The adapter of a recipe that has one where the run has none.
-    fn adapter_of(&self, recipe: &Recipe) -> Result<Option<Adaptation>> {
-        let wanted = recipe.adapter.as_ref().filter(|_| self.adaptation.is_none());
+    fn adapter_of(&self, recipe: &Recipe) -> Result<Option<AdapterSetup>> {
+        let wanted = recipe.adapter.as_ref().filter(|_| self.adapter_setup.is_none());
         let named = (self.base.found.id.as_str(), &self.base.config);
-        wanted.map(|adapter| Adaptation::from_recipe(adapter, None, named, self.new_tokens)).transpose()
+        wanted.map(|adapter| AdapterSetup::from_recipe(adapter, None, named, self.new_tokens)).transpose()
     }
 
-    fn slots(&self, recipe: &Recipe, adaptation: Option<&Adaptation>) -> Result<Vec<Slot>> {
-        let (base, trains_all) = (self.base, adaptation.is_none());
+    fn descs(&self, recipe: &Recipe, adapter_setup: Option<&AdapterSetup>) -> Result<Vec<ParamDesc>> {
+        let (base, trains_all) = (self.base, adapter_setup.is_none());
         match recipe.quantization.as_ref().filter(|_| base.format.is_none()) {
-            None => base.slots(adaptation, trains_all, Some(self.engine)),
+            None => base.descs(adapter_setup, trains_all, Some(self.engine)),
             Some(wanted) => {
                 let skipped = LinearLayers::new(&base.config, &wanted.skip_modules)?.skipped;
-                base.slots_in((Some(format(wanted)), &skipped), adaptation, trains_all, Some(self.engine))
+                base.slots_in((Some(format(wanted)), &skipped), adapter_setup, trains_all, Some(self.engine))
             }
         }
     }
@@ -225,7 +226,7 @@ fn set(assignment: &str) -> String {
 }
 
 fn said(typed: &str, fit: &Fit) -> String {
-    let strategy = ranks::named(fit.kind);
+    let strategy = parallel::named(fit.kind);
     format!("`{typed}` ({} a rank with {strategy})", units::bytes(fit.memory.total()))
 }
 
@@ -247,11 +248,12 @@ fn offload_to_file(recipe: &mut Recipe, world: &mut WorldSize) {
 }
 
 fn quantize(recipe: &mut Recipe, _: &mut WorldSize) {
-    recipe.quantization = Some(Quantization { kind: QuantKind::Nf4, ..Quantization::default() });
+    recipe.quantization =
+        Some(QuantizationSection { kind: QuantKind::Nf4, ..QuantizationSection::default() });
 }
 
 fn add_adapter(recipe: &mut Recipe, _: &mut WorldSize) {
-    recipe.adapter = Some(recipe::Adapter::default());
+    recipe.adapter = Some(recipe::AdapterSection::default());
 }
 
 fn add_adapter_and_quantize(recipe: &mut Recipe, world: &mut WorldSize) {
@@ -291,7 +293,7 @@ fn least(recipe: &Recipe) -> Recompute {
 fn decide_recompute(
     wanted: recipe::Recompute,
     budget: Option<u64>,
-    needed: impl Fn(Recompute) -> Memory,
+    needed: impl Fn(Recompute) -> MemoryPlan,
 ) -> Recompute {
     match wanted {
         recipe::Recompute::None => Recompute::None,
@@ -312,8 +314,13 @@ pub(super) fn moment_dtype(recipe: &Recipe) -> MomentDtype {
 }
 
 /// How parameters are kept under a strategy.
-fn how<'a>(recipe: &Recipe, engine: &'a EngineOptions, kind: Kind, ranks: usize) -> How<'a> {
-    How {
+fn how<'a>(
+    recipe: &Recipe,
+    engine: &'a EngineOptions,
+    kind: ShardingStrategy,
+    ranks: usize,
+) -> MemoryOptions<'a> {
+    MemoryOptions {
         dtype: engine.dtype,
         moments: moment_dtype(recipe),
         kind,
@@ -323,7 +330,7 @@ fn how<'a>(recipe: &Recipe, engine: &'a EngineOptions, kind: Kind, ranks: usize)
             (Some(_), false) => Saving::BetweenSteps,
             (Some(_), true) => Saving::InBackground,
         },
-        sharded_over: if let Kind::Hsdp(size) = kind { size } else { ranks },
+        sharded_over: if let ShardingStrategy::Hsdp(size) = kind { size } else { ranks },
         accumulates: recipe.train.gradient_accumulation_steps > 1,
         offload: &engine.offload,
         on_host: engine.device.is_cpu(),

@@ -4,19 +4,19 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device};
 
-use super::adaptation::Adaptation;
 use crate::engine::Recompute;
 use crate::model::{ModelConfig, Segment};
 use crate::ops::adamw_int8::STATE_BLOCK;
 use crate::ops::cross_entropy::logits_bytes;
-use crate::ops::home::STAGED;
 use crate::optim::{INT8_MIN_ELEMENTS, MomentDtype};
-use crate::strategy::{Content, Extent, Kind, Offload, Slot};
+use crate::runtime::param_storage::STAGING_ELEMENTS;
+use crate::setup::adapter_setup::AdapterSetup;
+use crate::sharding::{Offload, ParamDesc, ParamRole, Placement, ShardingStrategy};
 use crate::units;
 
 /// Bytes by cause. What is offloaded to host memory counts under its cause where the device is the host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Memory {
+pub struct MemoryPlan {
     /// Weights as they are kept, and f32 masters.
     pub weights: u64,
     /// f32 gradients.
@@ -37,14 +37,14 @@ pub struct Memory {
     pub file: u64,
 }
 
-impl Memory {
+impl MemoryPlan {
     /// The sum on the device.
     pub fn total(&self) -> u64 {
         let step = self.weights + self.gradients + self.optimizer + self.activations + self.workspace;
         step + self.saving + self.process
     }
 
-    /// The parts of [`Memory::total`] in words.
+    /// The parts of [`MemoryPlan::total`] in words.
     pub(super) fn by_cause(&self) -> String {
         let causes = [
             ("weights", self.weights),
@@ -62,48 +62,48 @@ impl Memory {
     /// Of a step of one rank, over micro-batches of `tokens` tokens.
     pub fn of_step(
         config: &ModelConfig,
-        slots: &[Slot],
-        adaptation: Option<&Adaptation>,
+        descs: &[ParamDesc],
+        adapter_setup: Option<&AdapterSetup>,
         tokens: usize,
         recompute: Recompute,
-        how: &How<'_>,
+        options: &MemoryOptions<'_>,
     ) -> Self {
-        let size = how.dtype.size_in_bytes();
-        let mut memory = Memory::default();
+        let size = options.dtype.size_in_bytes();
+        let mut memory = MemoryPlan::default();
         // What is gathered for one use, and gradients before they are added up: by segment.
         let mut moment: BTreeMap<Segment, [u64; 2]> = BTreeMap::new();
         let mut longest = 0;
-        for slot in slots {
-            let n = slot.elements() as u64;
-            let keep = how.kind.keep(content(slot));
-            let share = |extent| if extent == Extent::Shard { how.sharded_over as u64 } else { 1 };
-            let (value, master) = weight_bytes(slot, size);
-            let away = how.offload.has_values(content(slot));
-            let [gathered, fresh] = moment.entry(slot.segment).or_default();
-            if keep.values == Extent::Shard || away {
+        for desc in descs {
+            let n = desc.elements() as u64;
+            let spec = options.kind.sharding_spec(content(desc));
+            let share = |extent| if extent == Placement::Sharded { options.sharded_over as u64 } else { 1 };
+            let (value, master) = weight_bytes(desc, size);
+            let away = options.offload.has_values(content(desc));
+            let [gathered, fresh] = moment.entry(desc.segment).or_default();
+            if spec.values == Placement::Sharded || away {
                 *gathered += value;
             }
-            match (away, how.offload) {
-                (true, Offload::Params(Some(_))) => memory.file += value / share(keep.values),
-                _ => memory.add(away && !how.on_host, |m| &mut m.weights, value / share(keep.values)),
+            match (away, options.offload) {
+                (true, Offload::Params(Some(_))) => memory.file += value / share(spec.values),
+                _ => memory.add(away && !options.on_host, |m| &mut m.weights, value / share(spec.values)),
             }
-            let state_away = how.offload.has_state() && !how.on_host;
-            memory.add(state_away, |m| &mut m.weights, master / share(keep.update));
-            if slot.trainable {
-                memory.add(away && !how.on_host, |m| &mut m.gradients, 4 * n / share(keep.gradients));
-                let moments = moment_bytes(n, how.moments) / share(keep.update);
+            let state_away = options.offload.has_state() && !options.on_host;
+            memory.add(state_away, |m| &mut m.weights, master / share(spec.update));
+            if desc.trainable {
+                memory.add(away && !options.on_host, |m| &mut m.gradients, 4 * n / share(spec.gradients));
+                let moments = moment_bytes(n, options.moments) / share(spec.update);
                 memory.add(state_away, |m| &mut m.optimizer, moments);
-                if keep.gradients == Extent::Shard || how.accumulates || away {
+                if spec.gradients == Placement::Sharded || options.accumulates || away {
                     *fresh += 4 * n;
                 }
-                longest = longest.max(n / share(keep.update));
+                longest = longest.max(n / share(spec.update));
             }
         }
-        if how.offload.has_state() {
+        if options.offload.has_state() {
             // A run of values, gradients and both moments.
-            memory.workspace += 16 * longest.min(STAGED as u64);
+            memory.workspace += 16 * longest.min(STAGING_ELEMENTS as u64);
         }
-        let (input, saved) = block_bytes(config, adaptation, size);
+        let (input, saved) = block_bytes(config, adapter_setup, size);
         let layers = config.num_layers();
         let kept = match recompute {
             Recompute::None => layers * (input + saved),
@@ -117,14 +117,14 @@ impl Memory {
         memory.workspace += temporaries + logits as u64 + for_a_moment(&moment);
         // Logits, gathered values and fresh gradients keep their memory from step to step.
         let let_go = memory.activations + temporaries;
-        memory.add_saving(snapshot_bytes(slots, adaptation.is_some(), how), let_go, how);
+        memory.add_saving(snapshot_bytes(descs, adapter_setup.is_some(), options), let_go, options);
         memory
     }
 
     /// Counts a `snapshot` of what is saved, copies in host memory; between steps there is room where `let_go` bytes were.
-    fn add_saving(&mut self, snapshot: u64, let_go: u64, how: &How<'_>) {
-        match how.saving {
-            _ if !how.on_host => self.host += snapshot,
+    fn add_saving(&mut self, snapshot: u64, let_go: u64, options: &MemoryOptions<'_>) {
+        match options.saving {
+            _ if !options.on_host => self.host += snapshot,
             Saving::InBackground => self.saving = snapshot,
             Saving::BetweenSteps | Saving::Outputs => self.saving = snapshot.saturating_sub(let_go),
         }
@@ -149,13 +149,13 @@ pub enum Saving {
 
 /// How parameters are kept and computed with.
 #[derive(Debug, Clone, Copy)]
-pub struct How<'a> {
+pub struct MemoryOptions<'a> {
     /// The dtype that is computed with.
     pub dtype: DType,
     /// How moments are kept.
     pub moments: MomentDtype,
     /// Who keeps what.
-    pub kind: Kind,
+    pub kind: ShardingStrategy,
     /// All ranks.
     pub ranks: usize,
     /// Ranks that share one copy of what is sharded.
@@ -172,19 +172,21 @@ pub struct How<'a> {
 
 /// Bytes of the tensors that one rank copies to save them, at most: all of an adapter's run, the segments in turn of
 /// others.
-fn snapshot_bytes(slots: &[Slot], first_saves_all: bool, how: &How<'_>) -> u64 {
-    let moments = |n: u64| if how.saving == Saving::Outputs { 0 } else { moment_bytes(n, how.moments) };
+fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOptions<'_>) -> u64 {
+    let moments =
+        |n: u64| if options.saving == Saving::Outputs { 0 } else { moment_bytes(n, options.moments) };
     // Of a segment: its values and moments, and what is gathered of them for the moment.
     let mut segments: BTreeMap<Segment, [u64; 2]> = BTreeMap::new();
-    for slot in slots.iter().filter(|slot| slot.trainable) {
-        let n = slot.elements() as u64;
-        let [saved, gathered] = segments.entry(slot.segment).or_default();
+    for desc in descs.iter().filter(|desc| desc.trainable) {
+        let n = desc.elements() as u64;
+        let [saved, gathered] = segments.entry(desc.segment).or_default();
         *saved += 4 * n + moments(n);
-        if how.kind.keep(content(slot)).update == Extent::Shard && how.sharded_over > 1 {
+        if options.kind.sharding_spec(content(desc)).update == Placement::Sharded && options.sharded_over > 1
+        {
             *gathered += 8 * n + moments(n);
         }
     }
-    let savers = if first_saves_all { 1 } else { how.ranks };
+    let savers = if first_saves_all { 1 } else { options.ranks };
     let mut shares = vec![0; savers];
     for (i, [saved, _]) in segments.values().enumerate() {
         shares[i % savers] += saved;
@@ -202,27 +204,27 @@ fn for_a_moment(segments: &BTreeMap<Segment, [u64; 2]>) -> u64 {
     2 * largest(0, false) + largest(0, true) + largest(1, false) + largest(1, true)
 }
 
-fn content(slot: &Slot) -> Content {
-    match slot {
-        Slot { adapter: true, .. } => Content::Adapter,
-        Slot { trainable: true, .. } => Content::Trainable,
-        _ => Content::Frozen,
+fn content(desc: &ParamDesc) -> ParamRole {
+    match desc {
+        ParamDesc { adapter: true, .. } => ParamRole::Adapter,
+        ParamDesc { trainable: true, .. } => ParamRole::Trainable,
+        _ => ParamRole::Frozen,
     }
 }
 
 /// Bytes that a parameter's value takes, and the master of a trainable one.
-fn weight_bytes(slot: &Slot, size: usize) -> (u64, u64) {
-    let n = slot.elements();
-    let bytes = match (slot.format, slot.kept_as) {
+fn weight_bytes(desc: &ParamDesc, size: usize) -> (u64, u64) {
+    let n = desc.elements();
+    let bytes = match (desc.format, desc.kept_as) {
         (Some(format), _) => {
             let nested = if format.double_quant { format.blocks(n) } else { 0 };
             format.code_bytes(n) + nested + 4 * format.scales(n)
         }
         (_, Some(dtype)) => n * dtype.size_in_bytes(),
-        _ if slot.adapter => 4 * n,
+        _ if desc.adapter => 4 * n,
         _ => n * size,
     };
-    let master = if slot.trainable && !slot.adapter && size != 4 { 4 * n } else { 0 };
+    let master = if desc.trainable && !desc.adapter && size != 4 { 4 * n } else { 0 };
     (bytes as u64, master as u64)
 }
 
@@ -235,14 +237,14 @@ fn moment_bytes(n: u64, moments: MomentDtype) -> u64 {
 }
 
 /// Bytes a token of a block's input, and of the rest that its backward needs.
-fn block_bytes(config: &ModelConfig, adaptation: Option<&Adaptation>, size: usize) -> (usize, usize) {
+fn block_bytes(config: &ModelConfig, adapter_setup: Option<&AdapterSetup>, size: usize) -> (usize, usize) {
     let heads = config.heads;
     let post = if config.post_norms { 2 * config.hidden_size } else { 0 };
     let values =
         heads.qkv_width() + heads.q_width() + config.hidden_size + 2 * config.intermediate_size + post;
-    let ranks: usize = adaptation.map_or(0, |a| a.targets.iter().map(|target| target.r).sum());
+    let ranks: usize = adapter_setup.map_or(0, |a| a.targets.iter().map(|target| target.r).sum());
     // DoRA keeps each layer's output before the magnitudes.
-    let dora = match adaptation {
+    let dora = match adapter_setup {
         Some(a) if a.config.spec.use_dora => {
             heads.qkv_width() + 2 * config.hidden_size + 2 * config.intermediate_size
         }
@@ -255,7 +257,7 @@ fn block_bytes(config: &ModelConfig, adaptation: Option<&Adaptation>, size: usiz
 /// Bytes that can still be had on the device; none when nothing tells.
 pub(super) fn available(device: &Device) -> Option<u64> {
     if !device.is_cpu() {
-        return crate::ops::device::free_bytes(device);
+        return crate::runtime::device::free_bytes(device);
     }
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;

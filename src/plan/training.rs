@@ -7,29 +7,30 @@ use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device};
 
-use super::adaptation::Adaptation;
-use super::base::{Base, EngineOptions, describe};
 use super::fit::{Fit, StepInputs, moment_dtype};
-use super::locate::{Finder, Found};
-use super::memory::Memory;
-use super::parameters::twin_of;
-use super::pissa::{saved_config, saved_matrix};
-use super::ranks::{self, WorldSize};
-use super::rows::Rows;
-use super::values::AdapterPart;
-use crate::adapter::{self, AdapterTensor, Factors};
-use crate::checkpoint::{Part, Saved, SnapshotTensor, WriteWeights};
+use super::memory::MemoryPlan;
+use super::parallel;
+use super::parallel::WorldSize;
+use crate::adapter::{self, AdapterTensor, LowRankFactors};
+use crate::checkpoint::{SavedCheckpoint, SnapshotPart, SnapshotTensor, WriteWeights};
 use crate::collective::Collective;
 use crate::data::{Dataset, Sampler, SamplerOptions, Split};
-use crate::engine::{Deal, Recompute, Trainer, TrainerOptions};
+use crate::engine::{Recompute, SaveAssignment, Trainer, TrainerOptions};
 use crate::error::{Error, Result};
 use crate::export::hf;
-use crate::ops::threads::inside;
 use crate::optim::{OptimizerOptions, Schedule, ScheduleKind};
 use crate::recipe::{self, Dtype, Recipe, SchedulerKind};
-use crate::strategy::{Kind, Offload, Ranks, Reducing, Slot};
+use crate::runtime::thread_pool::run_in_pool;
+use crate::setup::adapter_setup::AdapterSetup;
+use crate::setup::base_model::{BaseModel, EngineOptions, describe};
+use crate::setup::dataset::DatasetLoader;
+use crate::setup::initial_values::AdapterPart;
+use crate::setup::param_layout::tied_module;
+use crate::setup::pissa::{saved_config, saved_matrix};
+use crate::setup::resolver::{ResolvedSource, Resolver};
+use crate::sharding::{DeviceMesh, GradReduceOptions, Offload, ParamDesc, ShardingStrategy};
 use crate::units;
-use crate::weights::{Entry, ModelFiles, StoredDtype, Written};
+use crate::weights::{ModelFiles, StoredDtype, WriteEntry, Written};
 
 /// What will run.
 #[derive(Debug)]
@@ -37,31 +38,31 @@ pub struct Plan {
     /// The recipe with every "auto" decided.
     pub recipe: Recipe,
     /// The model.
-    pub base: Base,
+    pub base: BaseModel,
     /// What trains; none: all weights.
-    pub adaptation: Option<Adaptation>,
+    pub adapter_setup: Option<AdapterSetup>,
     /// Tokenizer and template.
-    pub rows: Rows,
+    pub rows: DatasetLoader,
     /// The rows to learn from, and where they came from.
-    pub train: (Dataset, Vec<Found>),
+    pub train: (Dataset, Vec<ResolvedSource>),
     /// The held-out rows.
-    pub held_out: Option<(Dataset, Vec<Found>)>,
+    pub held_out: Option<(Dataset, Vec<ResolvedSource>)>,
     /// Device, dtype, attention.
     pub engine: EngineOptions,
     /// Gradient checkpointing.
     pub recompute: Recompute,
     /// What a step needs.
-    pub memory: Memory,
+    pub memory: MemoryPlan,
     /// Optimizer steps of the run.
     pub total_steps: u64,
     /// Ranks that train together.
     pub ranks: usize,
     /// Who keeps what.
-    pub kind: Kind,
+    pub kind: ShardingStrategy,
     /// Why it was picked, when the recipe left it open.
     why: Option<String>,
     /// What PiSSA took from the weights when they were loaded, by module.
-    initial: OnceLock<Arc<BTreeMap<String, Factors>>>,
+    initial: OnceLock<Arc<BTreeMap<String, LowRankFactors>>>,
 }
 
 impl Plan {
@@ -72,26 +73,26 @@ impl Plan {
     /// `resumed` is the checkpoint that the run goes on from.
     pub fn resolve(
         mut recipe: Recipe,
-        finder: &Finder<'_>,
+        finder: &Resolver<'_>,
         device: Device,
         world: WorldSize,
-        resumed: Option<&Saved>,
+        resumed: Option<&SavedCheckpoint>,
     ) -> Result<Self> {
-        ranks::deal_out(&mut recipe, world.all, resumed)?;
-        let mut base = Base::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
+        parallel::split_global_batch(&mut recipe, world.all, resumed)?;
+        let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
         let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
         let saved = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
         let saved = saved.map(|source| finder.adapter(source)).transpose()?.map(|found| found.folder);
         saved.as_deref().map_or(Ok(()), |folder| base.adopt(folder))?;
         let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
         let named = (base.found.id.as_str(), &base.config);
-        let adaptation = recipe
+        let adapter_setup = recipe
             .adapter
             .as_ref()
-            .map(|adapter| Adaptation::from_recipe(adapter, saved.as_deref(), named, &tokens))
+            .map(|adapter| AdapterSetup::from_recipe(adapter, saved.as_deref(), named, &tokens))
             .transpose()?;
-        base.check(adaptation.as_ref(), adaptation.is_none())?;
-        let rows = Rows::new(tokenizer, &recipe.data, base.config.vocab_size)?;
+        base.check(adapter_setup.as_ref(), adapter_setup.is_none())?;
+        let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
         let held_out = (!recipe.data.eval.is_empty())
             .then(|| rows.load(&recipe.data.eval, Split::Eval, finder))
@@ -99,21 +100,21 @@ impl Plan {
         let total_steps = Sampler::new(&train.0, sampler_options(&recipe, world.all))?.total_steps();
         let inputs = StepInputs {
             base: &base,
-            adaptation: adaptation.as_ref(),
+            adapter_setup: adapter_setup.as_ref(),
             data: &train.0,
             new_tokens: &tokens,
             engine: &engine,
         };
         let Fit { kind, why, recompute, memory } = inputs.decide(&recipe, world)?;
-        engine.offload = ranks::offload(&recipe.parallel);
+        engine.offload = parallel::offload(&recipe.parallel);
         engine.offload.check(memory.file)?;
         decided(&mut recipe, recompute, engine.dtype, kind, base.found.commit.as_deref());
         let accumulates = recipe.train.gradient_accumulation_steps > 1;
-        engine.reducing = Reducing { accumulates, dtype: ranks::reduce_dtype(&recipe.parallel) };
+        engine.reducing = GradReduceOptions { accumulates, dtype: parallel::reduce_dtype(&recipe.parallel) };
         Ok(Plan {
             recipe,
             base,
-            adaptation,
+            adapter_setup,
             rows,
             train,
             held_out,
@@ -130,10 +131,12 @@ impl Plan {
 
     /// Trainable and all parameters.
     pub fn parameters(&self) -> (u64, u64) {
-        let all =
-            self.base.slots(self.adaptation.as_ref(), self.adaptation.is_none(), None).unwrap_or_default();
+        let all = self
+            .base
+            .descs(self.adapter_setup.as_ref(), self.adapter_setup.is_none(), None)
+            .unwrap_or_default();
         let count = |trainable: bool| {
-            all.iter().filter(|slot| slot.trainable || !trainable).map(|slot| slot.elements() as u64).sum()
+            all.iter().filter(|desc| desc.trainable || !trainable).map(|desc| desc.elements() as u64).sum()
         };
         (count(true), count(false))
     }
@@ -153,10 +156,10 @@ impl Plan {
     ///
     /// # Errors
     /// The checkpoint is of another run.
-    pub fn resume(&mut self, saved: &Saved) -> Result<()> {
+    pub fn resume(&mut self, saved: &SavedCheckpoint) -> Result<()> {
         saved.check_same_run(&self.fingerprint())?;
-        match &mut self.adaptation {
-            Some(adaptation) => adaptation.resume(adapter::Adapter::read(&saved.folder)?),
+        match &mut self.adapter_setup {
+            Some(adapter_setup) => adapter_setup.resume(adapter::SavedAdapter::read(&saved.folder)?),
             None => self.base.files = Some(ModelFiles::open(&saved.folder)?),
         }
         Ok(())
@@ -166,14 +169,14 @@ impl Plan {
     /// it.
     pub fn trainer(
         &self,
-        resumed: Option<&Saved>,
+        resumed: Option<&SavedCheckpoint>,
         world: Arc<dyn Collective>,
         device: &Device,
     ) -> Result<Trainer> {
-        let (ranks, device) = (Ranks::new(self.kind, world)?, device.clone());
+        let (ranks, device) = (DeviceMesh::new(self.kind, world)?, device.clone());
         let engine = EngineOptions { ranks, device, ..self.engine.clone() };
-        let (engine, initial) = inside(&Device::Cpu, || {
-            self.base.load(self.adaptation.as_ref(), self.adaptation.is_none(), &engine)
+        let (engine, initial) = run_in_pool(&Device::Cpu, || {
+            self.base.load(self.adapter_setup.as_ref(), self.adapter_setup.is_none(), &engine)
         })?;
         self.initial.get_or_init(|| Arc::new(initial));
         let options = TrainerOptions {
@@ -188,7 +191,11 @@ impl Plan {
             max_grad_norm: Some(self.recipe.train.max_grad_norm).filter(|max| *max > 0.0),
             seed: self.recipe.train.seed,
             recompute: self.recompute,
-            deal: if self.adaptation.is_some() { Deal::First } else { Deal::Turns },
+            save_assignment: if self.adapter_setup.is_some() {
+                SaveAssignment::Rank0
+            } else {
+                SaveAssignment::RoundRobin
+            },
         };
         let mut trainer = Trainer::new(engine, options)?;
         if let Some(saved) = resumed {
@@ -230,18 +237,18 @@ impl Plan {
     pub fn fingerprint(&self) -> BTreeMap<String, String> {
         let mut recipe = self.recipe.clone();
         // These change what is saved, said or how long it takes, not the numbers.
-        recipe.checkpoint = recipe::Checkpoint::default();
-        recipe.log = recipe::Log::default();
-        recipe.eval = recipe::Eval::default();
+        recipe.checkpoint = recipe::CheckpointSection::default();
+        recipe.log = recipe::LogSection::default();
+        recipe.eval = recipe::EvalSection::default();
         recipe.data.train = Vec::new();
         recipe.data.eval = Vec::new();
         recipe.train.recompute = recipe::Recompute::Auto;
         recipe.model.id = None;
         // How a run is spread over ranks does not change it: what counts is all ranks' micro-batches.
-        recipe.parallel = recipe::Parallel {
+        recipe.parallel = recipe::ParallelSection {
             strategy: recipe::Strategy::Single,
             reduce_dtype: recipe.parallel.reduce_dtype,
-            ..recipe::Parallel::default()
+            ..recipe::ParallelSection::default()
         };
         recipe.train.gradient_accumulation_steps *= self.ranks;
         let mut facts: BTreeMap<String, String> = recipe
@@ -262,7 +269,7 @@ impl Plan {
         facts.insert("steps".into(), self.total_steps.to_string());
         facts.insert("tokenizer".into(), short(self.rows.tokenizer.digest()));
         // The weights a full run is resumed with are the checkpoint's own.
-        if let (Some(files), true) = (&self.base.files, self.adaptation.is_some()) {
+        if let (Some(files), true) = (&self.base.files, self.adapter_setup.is_some()) {
             facts.insert("weights".into(), short(files.fingerprint()));
         }
         facts
@@ -282,31 +289,34 @@ impl Plan {
     pub fn writer(&self, exact: bool, trainer: &Trainer) -> WriteWeights {
         let given = if exact { Dtype::F32 } else { self.recipe.checkpoint.output_dtype };
         let tokenizer = self.base.other_tokenizer(&self.rows.tokenizer);
-        let Some(adaptation) = &self.adaptation else {
+        let Some(adapter_setup) = &self.adapter_setup else {
             let dtypes = self.stored_dtypes();
             let dtype = |name: &str| {
                 let own = || dtypes.get(name).copied().unwrap_or(StoredDtype::F32);
                 stored(given).unwrap_or_else(own)
             };
-            let entry = |slot: Slot| Entry { dtype: dtype(&slot.name), name: slot.name, shape: slot.shape };
-            let shares = trainer.shares().into_iter().map(|slots| slots.into_iter().map(entry).collect());
-            let parts = hf::Parts::new(shares.collect(), self.base.found.folder.clone(), tokenizer);
-            return Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: Part| match part {
-                Part::Tensors(rank) => write_tensors(&parts, rank, folder, tensors),
-                Part::Rest => parts.write_rest(folder),
-            });
+            let entry =
+                |desc: ParamDesc| WriteEntry { dtype: dtype(&desc.name), name: desc.name, shape: desc.shape };
+            let shares = trainer.shares().into_iter().map(|descs| descs.into_iter().map(entry).collect());
+            let parts = hf::ExportParts::new(shares.collect(), self.base.found.folder.clone(), tokenizer);
+            return Arc::new(
+                move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
+                    SnapshotPart::Tensors(rank) => write_tensors(&parts, rank, folder, tensors),
+                    SnapshotPart::Rest => parts.write_rest(folder),
+                },
+            );
         };
         let initial = self.initial.get().cloned().unwrap_or_default();
-        let config = match adaptation.is_pissa() {
-            true => saved_config(&adaptation.config),
-            false => adaptation.config.clone(),
+        let config = match adapter_setup.is_pissa() {
+            true => saved_config(&adapter_setup.config),
+            false => adapter_setup.config.clone(),
         };
         let dtype = stored(given).unwrap_or(StoredDtype::F32);
-        let tied = self.base.config.tie_word_embeddings && !adaptation.unties();
-        Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: Part| match part {
-            Part::Tensors(0) => write_adapter(folder, &config, tied, tensors, &initial, dtype),
-            Part::Tensors(_) => Ok(Vec::new()),
-            Part::Rest => {
+        let tied = self.base.config.tie_word_embeddings && !adapter_setup.unties();
+        Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
+            SnapshotPart::Tensors(0) => write_adapter(folder, &config, tied, tensors, &initial, dtype),
+            SnapshotPart::Tensors(_) => Ok(Vec::new()),
+            SnapshotPart::Rest => {
                 let written = tokenizer.as_ref().map_or(Ok(()), |tokenizer| tokenizer.write(folder));
                 written.map(|()| Vec::new())
             }
@@ -333,7 +343,7 @@ impl Plan {
 
     /// What is kept away from the device, in lines of its own.
     fn describe_offload(&self) -> String {
-        let Memory { host, file, .. } = self.memory;
+        let MemoryPlan { host, file, .. } = self.memory;
         let mut text = String::new();
         if self.engine.offload == Offload::None {
             return text;
@@ -352,7 +362,7 @@ impl Plan {
     /// The plan in a few lines.
     pub fn describe(&self) -> String {
         let (trainable, all) = self.parameters();
-        let method = match &self.adaptation {
+        let method = match &self.adapter_setup {
             Some(a) => {
                 let kind = if a.config.spec.use_dora { "DoRA" } else { "LoRA" };
                 let base = self.base.format.map_or(String::new(), |f| format!(" over {}", describe(&f)));
@@ -389,14 +399,20 @@ impl Plan {
 }
 
 /// Writes what was left open into the recipe.
-fn decided(recipe: &mut Recipe, recompute: Recompute, dtype: DType, kind: Kind, commit: Option<&str>) {
+fn decided(
+    recipe: &mut Recipe,
+    recompute: Recompute,
+    dtype: DType,
+    kind: ShardingStrategy,
+    commit: Option<&str>,
+) {
     recipe.train.recompute = match recompute {
         Recompute::None => recipe::Recompute::None,
         Recompute::Block => recipe::Recompute::Block,
     };
     recipe.model.dtype = if dtype == DType::F32 { Dtype::F32 } else { Dtype::Bf16 };
-    recipe.parallel.strategy = ranks::named(kind);
-    if let Kind::Hsdp(size) = kind {
+    recipe.parallel.strategy = parallel::named(kind);
+    if let ShardingStrategy::Hsdp(size) = kind {
         recipe.parallel.shard_size = Some(size);
     }
     if let Some(commit) = commit {
@@ -432,7 +448,7 @@ fn write_adapter(
     config: &adapter::AdapterConfig,
     tied: bool,
     tensors: &[SnapshotTensor],
-    initial: &BTreeMap<String, Factors>,
+    initial: &BTreeMap<String, LowRankFactors>,
     dtype: StoredDtype,
 ) -> Result<Vec<Written>> {
     let mut values: BTreeMap<AdapterTensor, Cow<'_, [f32]>> = BTreeMap::new();
@@ -451,7 +467,7 @@ fn write_adapter(
     let twins: Vec<_> = values
         .iter()
         .filter_map(|(tensor, values)| {
-            let module = twin_of(&tensor.module).filter(|_| tied && tensor.kind.is_saved())?;
+            let module = tied_module(&tensor.module).filter(|_| tied && tensor.kind.is_saved())?;
             Some((AdapterTensor { module: module.to_owned(), ..tensor.clone() }, values.clone()))
         })
         .collect();
@@ -464,7 +480,7 @@ fn write_adapter(
 }
 
 fn write_tensors(
-    parts: &hf::Parts,
+    parts: &hf::ExportParts,
     rank: usize,
     folder: &Path,
     tensors: &[SnapshotTensor],

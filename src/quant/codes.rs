@@ -4,7 +4,7 @@ use std::sync::LazyLock;
 
 /// A set of codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Kind {
+pub enum CodeKind {
     /// 4-bit NormalFloat: quantiles of the normal distribution.
     Nf4,
     /// 4-bit float: sign, two bits of exponent, one of mantissa.
@@ -60,32 +60,32 @@ static UNSIGNED: LazyLock<DynamicMap> = LazyLock::new(|| DynamicMap::new(dynamic
 /// By byte, as two's complement.
 static ROWS: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|i| f32::from(i as u8 as i8)));
 
-impl Kind {
+impl CodeKind {
     /// The name in recipes and checkpoints.
     pub fn name(self) -> &'static str {
         match self {
-            Kind::Nf4 => "nf4",
-            Kind::Fp4 => "fp4",
-            Kind::Int8 => "int8",
-            Kind::Int8Rows => "int8 rows",
+            CodeKind::Nf4 => "nf4",
+            CodeKind::Fp4 => "fp4",
+            CodeKind::Int8 => "int8",
+            CodeKind::Int8Rows => "int8 rows",
         }
     }
 
     /// Bits of a code.
     pub fn bits(self) -> usize {
         match self {
-            Kind::Nf4 | Kind::Fp4 => 4,
-            Kind::Int8 | Kind::Int8Rows => 8,
+            CodeKind::Nf4 | CodeKind::Fp4 => 4,
+            CodeKind::Int8 | CodeKind::Int8Rows => 8,
         }
     }
 
     /// What each code stands for, before its block's scale: 16 or 256 values.
     pub fn table(self) -> &'static [f32] {
         match self {
-            Kind::Nf4 => &NF4,
-            Kind::Fp4 => &FP4,
-            Kind::Int8 => &SIGNED.values,
-            Kind::Int8Rows => &*ROWS,
+            CodeKind::Nf4 => &NF4,
+            CodeKind::Fp4 => &FP4,
+            CodeKind::Int8 => &SIGNED.values,
+            CodeKind::Int8Rows => &*ROWS,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! From codes and scales to f32.
 
-use super::{Kind, NESTED_BLOCK, dynamic_signed};
+use super::{CodeKind, NESTED_BLOCK, dynamic_signed};
 
 /// One scale for each block.
 #[derive(Debug, Clone, Copy)]
@@ -22,7 +22,7 @@ pub enum Scales<'a> {
 #[derive(Debug, Clone, Copy)]
 pub struct Blocks<'a> {
     /// What codes stand for.
-    pub kind: Kind,
+    pub kind: CodeKind,
     /// Values that share a scale.
     pub block_size: usize,
     /// The codes.
@@ -53,9 +53,9 @@ impl Blocks<'_> {
             let part = &mut out[done..done + len];
             let scale = self.scale(block);
             match self.kind {
-                Kind::Nf4 | Kind::Fp4 => four_bits(table, self.codes, at, scale, part),
-                Kind::Int8 => eight_bits(table, &self.codes[at..at + len], scale, part),
-                Kind::Int8Rows => rows(&self.codes[at..at + len], scale, part),
+                CodeKind::Nf4 | CodeKind::Fp4 => four_bits(table, self.codes, at, scale, part),
+                CodeKind::Int8 => eight_bits(table, &self.codes[at..at + len], scale, part),
+                CodeKind::Int8Rows => rows(&self.codes[at..at + len], scale, part),
             }
             done += len;
         }

@@ -10,7 +10,7 @@ mod dequantize;
 mod quantize;
 mod tensor;
 
-pub use codes::{DynamicMap, Kind, dynamic_signed, dynamic_unsigned, nearest};
+pub use codes::{CodeKind, DynamicMap, dynamic_signed, dynamic_unsigned, nearest};
 pub use dequantize::{Blocks, Scales};
 pub use quantize::{first_not_finite, nest, quantize};
 pub use tensor::{BlocksMut, OwnedBlocks};
@@ -20,23 +20,23 @@ pub const NESTED_BLOCK: usize = 256;
 
 /// How a tensor is quantized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Format {
+pub struct QuantFormat {
     /// The codes.
-    pub kind: Kind,
+    pub kind: CodeKind,
     /// Values that share a scale.
     pub block_size: usize,
     /// Whether the scales are quantized too.
     pub double_quant: bool,
 }
 
-impl Default for Format {
+impl Default for QuantFormat {
     /// QLoRA's.
     fn default() -> Self {
-        Format { kind: Kind::Nf4, block_size: 64, double_quant: true }
+        QuantFormat { kind: CodeKind::Nf4, block_size: 64, double_quant: true }
     }
 }
 
-impl Format {
+impl QuantFormat {
     /// Bytes of the codes of `n` values.
     pub fn code_bytes(&self, n: usize) -> usize {
         (n * self.kind.bits()).div_ceil(8)

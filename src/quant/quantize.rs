@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{DynamicMap, Kind, NESTED_BLOCK};
+use super::{CodeKind, DynamicMap, NESTED_BLOCK};
 
 /// Values a thread takes at once.
 const TASK: usize = 1 << 14;
@@ -10,8 +10,8 @@ const TASK: usize = 1 << 14;
 /// Quantizes `values`, a tensor or a run of whole blocks of one, into `codes` and one scale a block. Values are finite.
 ///
 /// # Panics
-/// `codes` or `absmax` do not have the lengths that [`super::Format`] gives for `values`.
-pub fn quantize(kind: Kind, block_size: usize, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
+/// `codes` or `absmax` do not have the lengths that [`super::QuantFormat`] gives for `values`.
+pub fn quantize(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
     assert_eq!(absmax.len(), values.len().div_ceil(block_size), "one scale a block");
     assert_eq!(codes.len(), (values.len() * kind.bits()).div_ceil(8), "codes of all values");
     let blocks = (TASK / block_size).max(1);
@@ -27,13 +27,13 @@ pub fn quantize(kind: Kind, block_size: usize, values: &[f32], codes: &mut [u8],
         .zip(codes.par_chunks_mut(bytes))
         .zip(absmax.par_chunks_mut(blocks))
         .for_each(|((values, codes), absmax)| match kind {
-            Kind::Nf4 | Kind::Fp4 => four_bits(kind, block_size, values, codes, absmax),
-            Kind::Int8 => {
+            CodeKind::Nf4 | CodeKind::Fp4 => four_bits(kind, block_size, values, codes, absmax),
+            CodeKind::Int8 => {
                 for ((values, codes), absmax) in blocks_of(block_size, values, codes).zip(absmax) {
                     *absmax = DynamicMap::signed().quantize(values, codes);
                 }
             }
-            Kind::Int8Rows => {
+            CodeKind::Int8Rows => {
                 for ((values, codes), absmax) in blocks_of(block_size, values, codes).zip(absmax) {
                     *absmax = largest(values);
                     // torch divides a number by a tensor in these two steps; ties depend on it.
@@ -89,8 +89,8 @@ fn all_finite(values: &[f32]) -> bool {
 
 /// One function for a run of blocks: calls for each block would cost as much as its work.
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn four_bits(kind: Kind, block_size: usize, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
-    let ladder = Ladder::new(kind);
+fn four_bits(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
+    let ladder = CodeThresholds::new(kind);
     // One code a byte first, then two: whole blocks may end in the middle of a byte.
     let mut wide = vec![0u8; values.len()];
     for ((values, wide), absmax) in blocks_of(block_size, values, &mut wide).zip(absmax) {
@@ -98,7 +98,7 @@ fn four_bits(kind: Kind, block_size: usize, values: &[f32], codes: &mut [u8], ab
         // bitsandbytes multiplies by the reciprocal, which is not the quotient to the last bit.
         places(values, if *absmax > 0.0 { 1.0 / *absmax } else { 0.0 }, &ladder.midpoints, wide);
     }
-    if kind != Kind::Nf4 {
+    if kind != CodeKind::Nf4 {
         // NF4's codes are in the order of their values.
         wide.iter_mut().for_each(|place| *place = ladder.by_place[usize::from(*place & 15)]);
     }
@@ -117,22 +117,22 @@ fn pack(wide: &[u8], codes: &mut [u8], zero: u8) {
 }
 
 /// The codes of a 4-bit kind in ascending order of their values, and the midpoints between them.
-struct Ladder {
+struct CodeThresholds {
     midpoints: [f32; 15],
     by_place: [u8; 16],
     /// The code of 0, which fills the last byte of an odd count.
     zero: u8,
 }
 
-impl Ladder {
-    fn new(kind: Kind) -> Self {
+impl CodeThresholds {
+    fn new(kind: CodeKind) -> Self {
         let table = kind.table();
         let mut by_place: [u8; 16] = std::array::from_fn(|code| code as u8);
         by_place.sort_by(|&a, &b| table[usize::from(a)].total_cmp(&table[usize::from(b)]));
         let value = |place: usize| table[usize::from(by_place[place])];
         let midpoints = std::array::from_fn(|place| (value(place) + value(place + 1)) / 2.0);
-        let zero = if kind == Kind::Nf4 { 7 } else { 0 };
-        Ladder { midpoints, by_place, zero }
+        let zero = if kind == CodeKind::Nf4 { 7 } else { 0 };
+        CodeThresholds { midpoints, by_place, zero }
     }
 }
 
@@ -156,7 +156,7 @@ fn places(values: &[f32], factor: f32, midpoints: &[f32; 15], places: &mut [u8])
 pub fn nest(absmax: &[f32], codes: &mut [u8], outer: &mut [f32]) -> f32 {
     let mean = sum_as_torch(absmax) / absmax.len().max(1) as f32;
     let centred: Vec<f32> = absmax.iter().map(|x| x - mean).collect();
-    quantize(Kind::Int8, NESTED_BLOCK, &centred, codes, outer);
+    quantize(CodeKind::Int8, NESTED_BLOCK, &centred, codes, outer);
     mean
 }
 

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{Blocks, Format, NESTED_BLOCK, Scales, nest, quantize};
+use super::{Blocks, NESTED_BLOCK, QuantFormat, Scales, nest, quantize};
 
 /// Values that a thread holds in f32: 64 KiB, which stay in its own cache from reading to the codes.
 const PIECE: usize = 1 << 14;
@@ -11,12 +11,12 @@ const PIECE: usize = 1 << 14;
 #[derive(Debug)]
 pub struct BlocksMut<'a> {
     /// What they are.
-    pub format: Format,
-    /// Codes of the values: [`Format::code_bytes`].
+    pub format: QuantFormat,
+    /// Codes of the values: [`QuantFormat::code_bytes`].
     pub codes: &'a mut [u8],
     /// Codes of the scales, one a block; empty without double quantization.
     pub nested: &'a mut [u8],
-    /// The scales: [`Format::scales`].
+    /// The scales: [`QuantFormat::scales`].
     pub scales: &'a mut [f32],
     /// The mean of the scales, with double quantization.
     pub offset: &'a mut f32,
@@ -67,7 +67,7 @@ impl BlocksMut<'_> {
 /// A quantized tensor with memory of its own.
 #[derive(Debug)]
 pub struct OwnedBlocks {
-    format: Format,
+    format: QuantFormat,
     codes: Vec<u8>,
     nested: Vec<u8>,
     scales: Vec<f32>,
@@ -80,7 +80,7 @@ impl OwnedBlocks {
     /// # Errors
     /// Those of `read`.
     pub fn new<E: Send>(
-        format: Format,
+        format: QuantFormat,
         n: usize,
         read: impl Fn(usize, &mut [f32]) -> Result<(), E> + Sync,
     ) -> Result<Self, E> {
@@ -103,7 +103,7 @@ impl OwnedBlocks {
 }
 
 fn together<'a>(
-    Format { kind, block_size, double_quant }: Format,
+    QuantFormat { kind, block_size, double_quant }: QuantFormat,
     codes: &'a [u8],
     nested: &'a [u8],
     scales: &'a [f32],
@@ -116,7 +116,7 @@ fn together<'a>(
     Blocks { kind, block_size, codes, scales }
 }
 
-impl Format {
+impl QuantFormat {
     /// f32 values beside the codes: the scales of `n` values, or with double quantization the scales of their codes.
     pub fn scales(&self, n: usize) -> usize {
         if self.double_quant { self.blocks(n).div_ceil(NESTED_BLOCK) } else { self.blocks(n) }

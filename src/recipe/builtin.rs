@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::nearest::nearest;
+use super::suggest::nearest;
 use crate::error::{Error, Result};
 
 /// A recipe that ships with the binary.

@@ -12,11 +12,11 @@ use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 use super::Recipe;
 use super::builtin::RecipeText;
-use super::declare::Key;
-use super::effect::conflicts;
-use super::nearest::{nearest, nearest_key};
+use super::conflicts::conflicts;
 use super::render::inline;
-use super::setting::Refusal;
+use super::schema::Key;
+use super::suggest::{nearest, nearest_key};
+use super::value::ValueRefusal;
 use crate::error::{Error, Result};
 
 /// What a recipe is loaded for.
@@ -31,7 +31,7 @@ pub enum Purpose {
 
 /// Everything that says something about a run, lowest layer first.
 #[derive(Debug, Clone, Default)]
-pub struct Layers {
+pub struct RecipeLayers {
     /// `--recipe`.
     pub recipe: Option<RecipeText>,
     /// `--model`: `model.id`.
@@ -64,7 +64,7 @@ const QUOTED_CHARS: usize = 60;
 const MAX_FAULTS: usize = 20;
 
 /// Puts the layers together.
-pub(super) fn load(layers: &Layers) -> Result<Recipe> {
+pub(super) fn load(layers: &RecipeLayers) -> Result<Recipe> {
     let mut reader = Reader::default();
     if let Some(text) = &layers.recipe {
         reader.read_text(text);
@@ -94,7 +94,7 @@ enum Layer {
     Set,
 }
 
-struct Fault {
+struct RecipeFault {
     /// `file:line:column` or the flag; empty for what is missing.
     place: String,
     text: String,
@@ -105,7 +105,7 @@ struct Fault {
 struct Reader {
     recipe: Recipe,
     layer: Layer,
-    faults: Vec<Fault>,
+    faults: Vec<RecipeFault>,
     /// Faults that are counted alone.
     untold: usize,
     /// Where each key was set last.
@@ -117,10 +117,10 @@ struct Reader {
 impl Reader {
     fn fault(&mut self, section: &str, place: &str, text: String, hint: Option<String>) {
         self.faulty.insert(section.to_owned());
-        self.push(Fault { place: place.to_owned(), text, hint });
+        self.push(RecipeFault { place: place.to_owned(), text, hint });
     }
 
-    fn push(&mut self, fault: Fault) {
+    fn push(&mut self, fault: RecipeFault) {
         if !self.counts_alone() {
             self.faults.push(fault);
         }
@@ -210,7 +210,7 @@ impl Reader {
         self.fault(near.unwrap_or(section), place, text, near.map(|near| format!("write `[{near}]`")));
     }
 
-    fn read_flags(&mut self, layers: &Layers) {
+    fn read_flags(&mut self, layers: &RecipeLayers) {
         let text = |text: &String| Value::String(text.clone());
         if let Some(id) = &layers.model {
             self.set("model", "id", &text(id), &layers.folder, ("--model", "--model"));
@@ -284,7 +284,7 @@ impl Reader {
                 let at = (conflict.section.to_owned(), conflict.key.to_owned());
                 let place = self.places.get(&at).map(|(_, place)| place.clone()).unwrap_or_default();
                 let text = format!("`{}.{}` {}", conflict.section, conflict.key, conflict.text);
-                self.push(Fault { place, text, hint: Some(conflict.hint) });
+                self.push(RecipeFault { place, text, hint: Some(conflict.hint) });
             }
         }
     }
@@ -303,7 +303,7 @@ impl Reader {
         for (section, key, missing, hint) in needed {
             if missing && !self.faulty.contains(section) {
                 let text = format!("`{section}.{key}` is not set");
-                self.push(Fault { place: String::new(), text, hint: Some(hint.into()) });
+                self.push(RecipeFault { place: String::new(), text, hint: Some(hint.into()) });
             }
         }
     }
@@ -316,7 +316,7 @@ impl Reader {
         let in_flags = self.faults.iter().all(|fault| fault.place.starts_with("--"));
         let mut error = Error::user(if in_flags { "cannot use these settings".to_owned() } else { what });
         let mut hints: Vec<String> = Vec::new();
-        for Fault { place, text, hint } in self.faults {
+        for RecipeFault { place, text, hint } in self.faults {
             error = error.because(if place.is_empty() { text } else { format!("{place}: {text}") });
             hints.extend(hint.filter(|hint| !hints.contains(hint)));
         }
@@ -358,19 +358,19 @@ fn unknown_key(section: &str, key: &str, keys: &[&str]) -> (String, Option<Strin
     (text, Some(hint))
 }
 
-fn refused(section: &str, key: &Key, value: &Value, refusal: &Refusal) -> (String, Option<String>) {
+fn refused(section: &str, key: &Key, value: &Value, refusal: &ValueRefusal) -> (String, Option<String>) {
     let name = key.name;
     let found = clip(&inline(value));
     let text = match refusal {
-        Refusal::Shape => format!("`{section}.{name}` is {found}; accepted: {}", (key.accepted)()),
-        Refusal::Empty => format!("`{section}.{name}` is empty; accepted: {}", (key.accepted)()),
-        Refusal::Unusable(why) => format!("`{section}.{name}` is {found}: {why}"),
+        ValueRefusal::Shape => format!("`{section}.{name}` is {found}; accepted: {}", (key.accepted)()),
+        ValueRefusal::Empty => format!("`{section}.{name}` is empty; accepted: {}", (key.accepted)()),
+        ValueRefusal::Unusable(why) => format!("`{section}.{name}` is {found}: {why}"),
     };
     let near = value.as_str().and_then(|text| nearest(text, (key.choices)().iter().copied()));
     let hint = match (near, refusal) {
         (Some(near), _) => Some(format!("write `{name} = {near:?}`")),
-        (None, Refusal::Unusable(_)) => None,
-        (None, Refusal::Shape | Refusal::Empty) => Some(REFERENCE.to_owned()),
+        (None, ValueRefusal::Unusable(_)) => None,
+        (None, ValueRefusal::Shape | ValueRefusal::Empty) => Some(REFERENCE.to_owned()),
     };
     (text, hint)
 }

@@ -9,29 +9,30 @@
 //! came from, and would need every key's documentation and range a second time.
 
 mod builtin;
-mod choices;
-mod declare;
-mod effect;
+mod conflicts;
+mod enums;
 mod layers;
-mod nearest;
 mod render;
+mod schema;
 mod sections;
-mod setting;
 mod source;
+mod suggest;
+mod value;
 
 pub use builtin::{BUILT_IN, BuiltIn, RecipeText};
-pub use choices::{
+pub use enums::{
     AdapterInit, AdapterKind, Attention, DataFormat, Dtype, ModelInit, Offload, OnBadRow, OnLongRow,
     OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainOn,
 };
-pub use layers::{Layers, Purpose};
+pub use layers::{Purpose, RecipeLayers};
 pub use sections::{
-    Adapter, Checkpoint, Data, Eval, Log, Model, Optimizer, Parallel, Quantization, Scheduler, Train,
+    AdapterSection, CheckpointSection, DataSection, EvalSection, LogSection, ModelSection, OptimizerSection,
+    ParallelSection, QuantizationSection, SchedulerSection, TrainSection,
 };
-pub use setting::{Patterns, TargetModules};
-pub use source::{Folder, Source, Template};
+pub use source::{DataSource, Folder, Template};
+pub use value::{Patterns, TargetModules};
 
-use declare::Section;
+use schema::Section;
 
 use crate::error::Result;
 
@@ -41,27 +42,27 @@ use crate::error::Result;
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Recipe {
     /// The model to start from.
-    pub model: Model,
+    pub model: ModelSection,
     /// How the frozen base is stored; `None`: as it is.
-    pub quantization: Option<Quantization>,
+    pub quantization: Option<QuantizationSection>,
     /// The adapter to train; `None`: all weights are trained.
-    pub adapter: Option<Adapter>,
+    pub adapter: Option<AdapterSection>,
     /// What the model learns from.
-    pub data: Data,
+    pub data: DataSection,
     /// How long and in which portions.
-    pub train: Train,
+    pub train: TrainSection,
     /// What turns gradients into updates.
-    pub optimizer: Optimizer,
+    pub optimizer: OptimizerSection,
     /// The learning rate over the steps.
-    pub scheduler: Scheduler,
+    pub scheduler: SchedulerSection,
     /// How the work is spread over devices.
-    pub parallel: Parallel,
+    pub parallel: ParallelSection,
     /// What is saved on the way and at the end.
-    pub checkpoint: Checkpoint,
+    pub checkpoint: CheckpointSection,
     /// Evaluation on held-out data.
-    pub eval: Eval,
+    pub eval: EvalSection,
     /// What a run reports.
-    pub log: Log,
+    pub log: LogSection,
 }
 
 impl Recipe {
@@ -69,7 +70,7 @@ impl Recipe {
     ///
     /// # Errors
     /// One error that lists every fault of every layer, each with its place.
-    pub fn load(layers: &Layers) -> Result<Recipe> {
+    pub fn load(layers: &RecipeLayers) -> Result<Recipe> {
         layers::load(layers)
     }
 
@@ -87,8 +88,8 @@ impl Recipe {
     /// A recipe in which every table is present.
     fn complete() -> Recipe {
         Recipe {
-            quantization: Some(Quantization::default()),
-            adapter: Some(Adapter::default()),
+            quantization: Some(QuantizationSection::default()),
+            adapter: Some(AdapterSection::default()),
             ..Recipe::default()
         }
     }

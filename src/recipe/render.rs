@@ -5,7 +5,7 @@ use std::fmt::Write;
 use toml::Value;
 
 use super::Recipe;
-use super::declare::Key;
+use super::schema::Key;
 
 /// Every value that is set, one line each.
 pub(super) fn plain(recipe: &Recipe) -> String {

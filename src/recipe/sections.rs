@@ -2,20 +2,20 @@
 //!
 //! Names and meanings follow transformers and PEFT where they have the key.
 
-use super::choices::{
+use super::enums::{
     AdapterInit, AdapterKind, Attention, DataFormat, Dtype, ModelInit, Offload, OnBadRow, OnLongRow,
     OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainOn,
 };
-use super::declare::section;
-use super::setting::Range::{Above, AtLeast, Between, FromToBelow, OneOf};
-use super::setting::{Patterns, TargetModules};
-use super::source::{Folder, Source, Template};
+use super::schema::section;
+use super::source::{DataSource, Folder, Template};
+use super::value::Bounds::{Above, AtLeast, Between, FromToBelow, OneOf};
+use super::value::{Patterns, TargetModules};
 
 section! {
     /// The model to start from.
-    pub struct Model "model" {
+    pub struct ModelSection "model" {
         /// A folder in Hugging Face layout, or a hub id such as `Qwen/Qwen2.5-0.5B`. `--model` sets it.
-        id: Option<Source> = None;
+        id: Option<DataSource> = None;
         /// Branch, tag or commit of a hub id.
         revision: String = "main".into();
         /// Where the weights come from: the model's files, or seeded random numbers.
@@ -32,7 +32,7 @@ section! {
 
 section! {
     /// How the frozen base is stored. Without this table it is not quantized.
-    pub struct Quantization "quantization" {
+    pub struct QuantizationSection "quantization" {
         /// The format.
         kind: QuantKind = QuantKind::Nf4;
         /// Weights that share one scale.
@@ -46,7 +46,7 @@ section! {
 
 section! {
     /// The adapter to train, in PEFT's words. Without this table all weights are trained.
-    pub struct Adapter "adapter" {
+    pub struct AdapterSection "adapter" {
         /// The kind.
         kind: AdapterKind = AdapterKind::Lora;
         /// Rank of the update.
@@ -70,17 +70,17 @@ section! {
         /// How a new adapter starts.
         init: AdapterInit = AdapterInit::Default;
         /// A saved PEFT adapter to start from.
-        path: Option<Source> = None;
+        path: Option<DataSource> = None;
     }
 }
 
 section! {
     /// What the model learns from.
-    pub struct Data "data" {
+    pub struct DataSection "data" {
         /// Files, folders or hub data sets to train on. `--dataset` sets it.
-        train: Vec<Source> = Vec::new();
+        train: Vec<DataSource> = Vec::new();
         /// The same, held out for evaluation. `--eval-dataset` sets it.
-        eval: Vec<Source> = Vec::new();
+        eval: Vec<DataSource> = Vec::new();
         /// What a row looks like; auto: recognised, and said.
         format: DataFormat = DataFormat::Auto;
         /// Tokens of a row at most.
@@ -102,7 +102,7 @@ section! {
 
 section! {
     /// How long and in which portions.
-    pub struct Train "train" {
+    pub struct TrainSection "train" {
         /// Passes over the data.
         epochs: f64 = 1.0, Above(0.0);
         /// Optimizer steps of the whole run; set, it decides instead of `epochs`.
@@ -122,7 +122,7 @@ section! {
 
 section! {
     /// What turns gradients into updates.
-    pub struct Optimizer "optimizer" {
+    pub struct OptimizerSection "optimizer" {
         /// The algorithm.
         kind: OptimizerKind = OptimizerKind::Adamw;
         /// Learning rate after the warm-up; about 2e-4 for an adapter, 2e-5 for all weights.
@@ -142,7 +142,7 @@ section! {
 
 section! {
     /// The learning rate over the steps, in the schedules of transformers.
-    pub struct Scheduler "scheduler" {
+    pub struct SchedulerSection "scheduler" {
         /// The schedule.
         kind: SchedulerKind = SchedulerKind::Cosine;
         /// Steps of the linear warm-up from 0; excludes `warmup_ratio`.
@@ -162,7 +162,7 @@ section! {
 
 section! {
     /// How the work is spread over devices.
-    pub struct Parallel "parallel" {
+    pub struct ParallelSection "parallel" {
         /// Where parameters, gradients and optimizer states live.
         strategy: Strategy = Strategy::Auto;
         /// Ranks in a group of "hsdp"; default: those of one host.
@@ -178,7 +178,7 @@ section! {
 
 section! {
     /// What is saved on the way and at the end.
-    pub struct Checkpoint "checkpoint" {
+    pub struct CheckpointSection "checkpoint" {
         /// Steps between checkpoints; not set: only at the end.
         save_steps: Option<u64> = None, AtLeast(1.0);
         /// Checkpoints kept.
@@ -192,7 +192,7 @@ section! {
 
 section! {
     /// Evaluation on `data.eval`.
-    pub struct Eval "eval" {
+    pub struct EvalSection "eval" {
         /// Steps between evaluations.
         steps: Option<u64> = None, AtLeast(1.0);
         /// Evaluate after the last step.
@@ -202,7 +202,7 @@ section! {
 
 section! {
     /// What a run reports.
-    pub struct Log "log" {
+    pub struct LogSection "log" {
         /// Steps between lines of progress.
         every_steps: u64 = 1, AtLeast(1.0);
         /// Write TensorBoard event files.

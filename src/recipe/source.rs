@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use toml::Value;
 
-use super::setting::{Refusal, Setting, read_list};
+use super::value::{Setting, ValueRefusal, read_list};
 use crate::error::{Error, Result};
 
 /// What an id that starts so names: an asset inside the binary.
@@ -22,7 +22,7 @@ const DATA_EXTENSIONS: [&str; 7] = ["jsonl", "json", "parquet", "csv", "tsv", "t
 
 /// Where a model, a data set or an adapter is.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum Source {
+pub enum DataSource {
     /// An absolute path that exists, or did when the recipe was read.
     Path(PathBuf),
     /// An id on the hub.
@@ -31,17 +31,19 @@ pub enum Source {
     Builtin(String),
 }
 
-impl Source {
+impl DataSource {
     /// What the argument of a flag (or, with an empty `flag`, a bare argument) names, by the rules of a recipe value; relative paths start at `folder`.
     ///
     /// # Errors
     /// When it is empty, or a path that does not exist.
-    pub fn from_argument(flag: &str, text: &str, folder: &Path) -> Result<Source> {
-        Source::parse(text, folder).map_err(|refusal| {
+    pub fn from_argument(flag: &str, text: &str, folder: &Path) -> Result<DataSource> {
+        DataSource::parse(text, folder).map_err(|refusal| {
             let error = Error::user(format!("cannot use `{}`", format!("{flag} {text}").trim_start()));
             match refusal {
-                Refusal::Unusable(why) => error.because(why),
-                Refusal::Shape | Refusal::Empty => error.because(format!("accepted: {}", Source::accepted())),
+                ValueRefusal::Unusable(why) => error.because(why),
+                ValueRefusal::Shape | ValueRefusal::Empty => {
+                    error.because(format!("accepted: {}", DataSource::accepted()))
+                }
             }
         })
     }
@@ -50,40 +52,40 @@ impl Source {
     ///
     /// # Errors
     /// When it is empty, or a path that does not exist.
-    pub(super) fn parse(text: &str, folder: &Path) -> Result<Source, Refusal> {
+    pub(super) fn parse(text: &str, folder: &Path) -> Result<DataSource, ValueRefusal> {
         if text.is_empty() {
-            return Err(Refusal::Empty);
+            return Err(ValueRefusal::Empty);
         }
         if let Some(name) = text.strip_prefix(BUILTIN) {
-            return Ok(Source::Builtin(name.to_owned()));
+            return Ok(DataSource::Builtin(name.to_owned()));
         }
         let path = absolute(text, folder)?;
         match path.try_exists() {
-            Ok(true) => Ok(Source::Path(path)),
-            Ok(false) if !means_path(text) => Ok(Source::Hub(text.to_owned())),
-            Ok(false) => Err(Refusal::Unusable(format!("there is no {}", path.display()))),
-            Err(error) => Err(Refusal::Unusable(format!("cannot look at {}: {error}", path.display()))),
+            Ok(true) => Ok(DataSource::Path(path)),
+            Ok(false) if !means_path(text) => Ok(DataSource::Hub(text.to_owned())),
+            Ok(false) => Err(ValueRefusal::Unusable(format!("there is no {}", path.display()))),
+            Err(error) => Err(ValueRefusal::Unusable(format!("cannot look at {}: {error}", path.display()))),
         }
     }
 }
 
-impl fmt::Display for Source {
+impl fmt::Display for DataSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Source::Path(path) => path.display().fmt(f),
-            Source::Hub(id) => id.fmt(f),
-            Source::Builtin(name) => write!(f, "{BUILTIN}{name}"),
+            DataSource::Path(path) => path.display().fmt(f),
+            DataSource::Hub(id) => id.fmt(f),
+            DataSource::Builtin(name) => write!(f, "{BUILTIN}{name}"),
         }
     }
 }
 
-impl Setting for Source {
+impl Setting for DataSource {
     fn accepted() -> String {
         "a path, a hub id".into()
     }
 
-    fn read(value: &Value, folder: &Path) -> Result<Self, Refusal> {
-        Source::parse(value.as_str().ok_or(Refusal::Shape)?, folder)
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        DataSource::parse(value.as_str().ok_or(ValueRefusal::Shape)?, folder)
     }
 
     fn write(&self) -> Option<Value> {
@@ -91,17 +93,17 @@ impl Setting for Source {
     }
 }
 
-impl Setting for Vec<Source> {
+impl Setting for Vec<DataSource> {
     fn accepted() -> String {
         "a list of paths and hub ids".into()
     }
 
     /// One text stands for a list of one, so that `--set data.train=rows.jsonl` works.
-    fn read(value: &Value, folder: &Path) -> Result<Self, Refusal> {
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
         match value {
             Value::Array(list) => read_list(list, folder),
-            Value::String(_) => Source::read(value, folder).map(|source| vec![source]),
-            _ => Err(Refusal::Shape),
+            Value::String(_) => DataSource::read(value, folder).map(|source| vec![source]),
+            _ => Err(ValueRefusal::Shape),
         }
     }
 
@@ -119,15 +121,15 @@ impl Setting for Folder {
         "a folder that exists".into()
     }
 
-    fn read(value: &Value, folder: &Path) -> Result<Self, Refusal> {
-        let text = value.as_str().ok_or(Refusal::Shape)?;
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        let text = value.as_str().ok_or(ValueRefusal::Shape)?;
         if text.is_empty() {
-            return Err(Refusal::Empty);
+            return Err(ValueRefusal::Empty);
         }
         let path = absolute(text, folder)?;
         match path.is_dir() {
             true => Ok(Folder(path)),
-            false => Err(Refusal::Unusable(format!("{} is not a folder", path.display()))),
+            false => Err(ValueRefusal::Unusable(format!("{} is not a folder", path.display()))),
         }
     }
 
@@ -145,16 +147,16 @@ impl Setting for Template {
         "Jinja text, a file that holds it".into()
     }
 
-    fn read(value: &Value, folder: &Path) -> Result<Self, Refusal> {
-        let text = value.as_str().ok_or(Refusal::Shape)?;
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        let text = value.as_str().ok_or(ValueRefusal::Shape)?;
         if text.is_empty() {
-            return Err(Refusal::Empty);
+            return Err(ValueRefusal::Empty);
         }
         if is_jinja(text) {
             return Ok(Template(text.to_owned()));
         }
         let path = absolute(text, folder)?;
-        let refuse = |why: String| Err(Refusal::Unusable(why));
+        let refuse = |why: String| Err(ValueRefusal::Unusable(why));
         match std::fs::read_to_string(&path) {
             Ok(jinja) if is_jinja(&jinja) => Ok(Template(jinja)),
             Ok(_) => refuse(format!("{} holds no `{{{{` and no `{{%`", path.display())),
@@ -183,16 +185,16 @@ fn means_path(text: &str) -> bool {
 }
 
 /// `text` from `folder` on, with `~` as the home folder.
-fn absolute(text: &str, folder: &Path) -> Result<PathBuf, Refusal> {
+fn absolute(text: &str, folder: &Path) -> Result<PathBuf, ValueRefusal> {
     let path = match text.strip_prefix('~') {
         Some(rest) if rest.is_empty() || rest.starts_with('/') => {
             let home = std::env::home_dir()
-                .ok_or_else(|| Refusal::Unusable("the home folder `~` is not known".into()))?;
+                .ok_or_else(|| ValueRefusal::Unusable("the home folder `~` is not known".into()))?;
             home.join(rest.trim_start_matches('/'))
         }
         _ => folder.join(text),
     };
-    std::path::absolute(&path).map_err(|error| Refusal::Unusable(format!("{}: {error}", path.display())))
+    std::path::absolute(&path).map_err(|error| ValueRefusal::Unusable(format!("{}: {error}", path.display())))
 }
 
 #[cfg(test)]
@@ -213,14 +215,14 @@ mod tests {
     fn what_exists_is_a_path() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(folder.path().join("org/model")).unwrap();
-        let found = Source::parse("org/model", folder.path()).unwrap();
-        assert_eq!(found, Source::Path(folder.path().join("org/model")));
-        let id = Source::parse("org/other", folder.path()).unwrap();
-        assert_eq!(id, Source::Hub("org/other".into()));
-        let asset = Source::parse("builtin:quickstart", folder.path()).unwrap();
+        let found = DataSource::parse("org/model", folder.path()).unwrap();
+        assert_eq!(found, DataSource::Path(folder.path().join("org/model")));
+        let id = DataSource::parse("org/other", folder.path()).unwrap();
+        assert_eq!(id, DataSource::Hub("org/other".into()));
+        let asset = DataSource::parse("builtin:quickstart", folder.path()).unwrap();
         assert_eq!(asset.to_string(), "builtin:quickstart");
-        assert!(matches!(Source::parse("rows.jsonl", folder.path()), Err(Refusal::Unusable(_))));
-        assert!(matches!(Source::parse("", folder.path()), Err(Refusal::Empty)));
+        assert!(matches!(DataSource::parse("rows.jsonl", folder.path()), Err(ValueRefusal::Unusable(_))));
+        assert!(matches!(DataSource::parse("", folder.path()), Err(ValueRefusal::Empty)));
     }
 
     #[test]
@@ -231,7 +233,7 @@ mod tests {
         let read = |text: &str| Template::read(&Value::String(text.into()), folder.path());
         assert_eq!(read("{% if x %}").unwrap().0, "{% if x %}");
         assert_eq!(read("chat.jinja").unwrap().0, "{{ messages }}");
-        assert!(matches!(read("plain"), Err(Refusal::Unusable(_))));
-        assert!(matches!(read("missing"), Err(Refusal::Unusable(_))));
+        assert!(matches!(read("plain"), Err(ValueRefusal::Unusable(_))));
+        assert!(matches!(read("missing"), Err(ValueRefusal::Unusable(_))));
     }
 }

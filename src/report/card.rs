@@ -13,7 +13,7 @@ use crate::units;
 
 /// Where the base model came from.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Base {
+pub enum CardBase {
     /// A model of the hub; `commit` is the one that its files were taken from.
     Hub {
         /// `org/name`.
@@ -58,7 +58,7 @@ pub struct Card {
     /// What lies beside the card.
     pub artifact: Artifact,
     /// What it was made from.
-    pub base: Base,
+    pub base: CardBase,
     /// How it was trained, for the tags: `lora`, `dora`, `full`.
     pub method: String,
     /// The data sets trained on.
@@ -105,7 +105,7 @@ impl Card {
             Artifact::Model => "transformers",
         };
         let mut yaml = String::from("---\n");
-        if let Base::Hub { id, .. } = &self.base {
+        if let CardBase::Hub { id, .. } = &self.base {
             yaml += &format!("base_model: {}\n", quoted(id));
             if self.artifact == Artifact::Adapter {
                 yaml += "base_model_relation: adapter\n";
@@ -127,12 +127,12 @@ impl Card {
             Artifact::Model => "A language model in Hugging Face's layout",
         };
         let base = match &self.base {
-            Base::Hub { id, commit: Some(commit) } => {
+            CardBase::Hub { id, commit: Some(commit) } => {
                 format!("for [{id}](https://huggingface.co/{id}) at commit `{commit}`")
             }
-            Base::Hub { id, commit: None } => format!("for [{id}](https://huggingface.co/{id})"),
-            Base::Folder { name } => format!("for the local model `{name}`"),
-            Base::Scratch => "from random weights".to_owned(),
+            CardBase::Hub { id, commit: None } => format!("for [{id}](https://huggingface.co/{id})"),
+            CardBase::Folder { name } => format!("for the local model `{name}`"),
+            CardBase::Scratch => "from random weights".to_owned(),
         };
         let base = match self.artifact {
             Artifact::Adapter => base,
@@ -186,9 +186,9 @@ impl Card {
 
     fn usage(&self) -> String {
         let (base, commit) = match &self.base {
-            Base::Hub { id, commit } => (id.as_str(), commit.as_deref()),
-            Base::Folder { name } => (name.as_str(), None),
-            Base::Scratch => ("BASE", None),
+            CardBase::Hub { id, commit } => (id.as_str(), commit.as_deref()),
+            CardBase::Folder { name } => (name.as_str(), None),
+            CardBase::Scratch => ("BASE", None),
         };
         let revision = commit.map(|c| format!(", revision={}", quoted(c))).unwrap_or_default();
         let (command, load) = match self.artifact {

@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
-use super::metrics::{Entry, EvalReport, StepReport};
+use super::metrics::{EvalReport, MetricsEntry, StepReport};
 use crate::error::{Error, Result};
 use crate::units;
 
@@ -29,11 +29,11 @@ pub struct HtmlReport<'a> {
     /// The resolved recipe, as TOML.
     pub recipe: &'a str,
     /// The run's metrics.
-    pub entries: &'a [Entry],
+    pub entries: &'a [MetricsEntry],
 }
 
 /// One line of a chart.
-struct Line {
+struct ChartLine {
     name: &'static str,
     class: &'static str,
     points: Vec<(f64, f64)>,
@@ -53,8 +53,8 @@ impl HtmlReport<'_> {
         let (mut steps, mut evals) = (Vec::new(), Vec::new());
         for entry in self.entries {
             match entry {
-                Entry::Step(report) => steps.push(report),
-                Entry::Eval(report) => evals.push(report),
+                MetricsEntry::Step(report) => steps.push(report),
+                MetricsEntry::Eval(report) => evals.push(report),
             }
         }
         let title = escape(self.title);
@@ -71,10 +71,10 @@ impl HtmlReport<'_> {
             |value: fn(&StepReport) -> f64| thin(steps.iter().map(|r| (r.step as f64, value(r))).collect());
         let eval_loss = evals.iter().map(|r| (r.step as f64, r.eval_loss)).collect();
         let loss = [
-            Line { name: "training", class: "a", points: of_steps(|r| r.loss) },
-            Line { name: "held-out (dashed)", class: "b", points: eval_loss },
+            ChartLine { name: "training", class: "a", points: of_steps(|r| r.loss) },
+            ChartLine { name: "held-out (dashed)", class: "b", points: eval_loss },
         ];
-        let single = |name, value| [Line { name, class: "a", points: of_steps(value) }];
+        let single = |name, value| [ChartLine { name, class: "a", points: of_steps(value) }];
         page += "<main>\n";
         page += &chart("Loss (nats per token)", &loss);
         page += &chart("Learning rate", &single("learning rate", |r| r.learning_rate));
@@ -98,8 +98,8 @@ fn thin(points: Vec<(f64, f64)>) -> Vec<(f64, f64)> {
 }
 
 /// A figure with the lines that have points, or nothing if none has.
-fn chart(title: &str, lines: &[Line]) -> String {
-    let lines: Vec<&Line> = lines.iter().filter(|line| !line.points.is_empty()).collect();
+fn chart(title: &str, lines: &[ChartLine]) -> String {
+    let lines: Vec<&ChartLine> = lines.iter().filter(|line| !line.points.is_empty()).collect();
     let all = || lines.iter().flat_map(|line| &line.points);
     let Some((left, right)) = bounds(all().map(|p| p.0)) else { return String::new() };
     let Some((low, high)) = bounds(all().map(|p| p.1)) else { return String::new() };
@@ -152,7 +152,7 @@ fn chart(title: &str, lines: &[Line]) -> String {
     svg + "</svg></figure>\n"
 }
 
-fn legend(title: &str, lines: &[&Line]) -> String {
+fn legend(title: &str, lines: &[&ChartLine]) -> String {
     let mut text = escape(title);
     if lines.len() > 1 {
         for line in lines {

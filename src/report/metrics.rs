@@ -80,26 +80,26 @@ impl EvalReport {
 /// One line of the file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
-pub enum Entry {
+pub enum MetricsEntry {
     /// An optimizer step.
     Step(StepReport),
     /// An evaluation.
     Eval(EvalReport),
 }
 
-impl Entry {
+impl MetricsEntry {
     /// The optimizer step that the entry belongs to.
     pub fn step(&self) -> u64 {
         match self {
-            Entry::Step(report) => report.step,
-            Entry::Eval(report) => report.step,
+            MetricsEntry::Step(report) => report.step,
+            MetricsEntry::Eval(report) => report.step,
         }
     }
 
     /// The first field that holds a number JSON has no word for.
     fn non_finite(&self) -> Option<(&'static str, f64)> {
         let fields: Vec<(&'static str, f64)> = match self {
-            Entry::Step(r) => vec![
+            MetricsEntry::Step(r) => vec![
                 ("epoch", r.epoch),
                 ("loss", r.loss),
                 ("learning_rate", r.learning_rate),
@@ -107,7 +107,7 @@ impl Entry {
                 ("step_secs", r.step_secs),
                 ("tokens_per_sec", r.tokens_per_sec),
             ],
-            Entry::Eval(r) => vec![
+            MetricsEntry::Eval(r) => vec![
                 ("eval_loss", r.eval_loss),
                 ("eval_perplexity", r.eval_perplexity),
                 ("eval_token_accuracy", r.eval_token_accuracy.unwrap_or_default()),
@@ -167,7 +167,7 @@ impl MetricsLog {
     /// # Errors
     /// The disk refuses the line, or a number in it is not finite.
     pub fn step(&mut self, report: &StepReport) -> Result<()> {
-        self.append(&Entry::Step(report.clone()))
+        self.append(&MetricsEntry::Step(report.clone()))
     }
 
     /// Appends the figures of an evaluation.
@@ -175,10 +175,10 @@ impl MetricsLog {
     /// # Errors
     /// As for [`MetricsLog::step`].
     pub fn eval(&mut self, report: &EvalReport) -> Result<()> {
-        self.append(&Entry::Eval(report.clone()))
+        self.append(&MetricsEntry::Eval(report.clone()))
     }
 
-    fn append(&mut self, entry: &Entry) -> Result<()> {
+    fn append(&mut self, entry: &MetricsEntry) -> Result<()> {
         if let Some((field, value)) = entry.non_finite() {
             return Err(Error::internal(format!(
                 "cannot log step {} to {}",
@@ -199,13 +199,13 @@ impl MetricsLog {
 ///
 /// # Errors
 /// The file cannot be read, or a line is not an entry.
-pub fn read(path: &Path) -> Result<Vec<Entry>> {
+pub fn read(path: &Path) -> Result<Vec<MetricsEntry>> {
     let text = fs::read_to_string(path).map_err(|e| Error::io("read", path, &e))?;
     Ok(parse(path, &text)?.into_iter().map(|(_, entry)| entry).collect())
 }
 
 /// The lines of `text` with their entries. Only a line without its line end may be cut short, and it is left out.
-fn parse<'a>(path: &Path, text: &'a str) -> Result<Vec<(&'a str, Entry)>> {
+fn parse<'a>(path: &Path, text: &'a str) -> Result<Vec<(&'a str, MetricsEntry)>> {
     let mut entries = Vec::new();
     for (index, line) in text.split_inclusive('\n').enumerate() {
         let Some(line) = line.strip_suffix('\n') else { break };

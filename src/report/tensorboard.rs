@@ -38,11 +38,11 @@ impl EventWriter {
             match OpenOptions::new().write(true).create_new(true).open(&path) {
                 Ok(file) => {
                     let mut writer = EventWriter { path, file };
-                    writer.event(0, &Message::default().bytes(3, b"brain.Event:2"))?;
+                    writer.event(0, &ProtoMessage::default().bytes(3, b"brain.Event:2"))?;
                     if let Some(step) = resumed_step {
                         const SESSION_START: u64 = 1;
-                        let session = Message::default().varint(1, SESSION_START);
-                        writer.event(step + 1, &Message::default().bytes(7, &session.0))?;
+                        let session = ProtoMessage::default().varint(1, SESSION_START);
+                        writer.event(step + 1, &ProtoMessage::default().bytes(7, &session.0))?;
                     }
                     return Ok(writer);
                 }
@@ -51,7 +51,7 @@ impl EventWriter {
             }
         }
         Err(Error::new(
-            crate::error::Kind::Storage,
+            crate::error::ErrorCategory::Storage,
             format!("cannot start an event file in {}", folder.display()),
         )
         .because("10000 files of this second are there already"))
@@ -85,17 +85,17 @@ impl EventWriter {
     }
 
     fn scalars(&mut self, step: u64, values: &[(&str, f64)]) -> Result<()> {
-        let mut summary = Message::default();
+        let mut summary = ProtoMessage::default();
         for (tag, value) in values {
-            let value = Message::default().bytes(1, tag.as_bytes()).float(2, *value as f32);
+            let value = ProtoMessage::default().bytes(1, tag.as_bytes()).float(2, *value as f32);
             summary = summary.bytes(1, &value.0);
         }
-        self.event(step, &Message::default().bytes(5, &summary.0))
+        self.event(step, &ProtoMessage::default().bytes(5, &summary.0))
     }
 
     /// One record: an `Event` of this moment and `step` with `content` as its further fields.
-    fn event(&mut self, step: u64, content: &Message) -> Result<()> {
-        let mut event = Message::default().double(1, now().as_secs_f64()).varint(2, step);
+    fn event(&mut self, step: u64, content: &ProtoMessage) -> Result<()> {
+        let mut event = ProtoMessage::default().double(1, now().as_secs_f64()).varint(2, step);
         event.0.extend_from_slice(&content.0);
         let length = (event.0.len() as u64).to_le_bytes();
         let mut record = Vec::with_capacity(event.0.len() + 16);
@@ -119,9 +119,9 @@ fn masked_crc(bytes: &[u8]) -> u32 {
 
 /// The bytes of a protobuf message (<https://protobuf.dev/programming-guides/encoding/>), field by field.
 #[derive(Default)]
-struct Message(Vec<u8>);
+struct ProtoMessage(Vec<u8>);
 
-impl Message {
+impl ProtoMessage {
     const VARINT: u64 = 0;
     const FIXED64: u64 = 1;
     const LENGTH_DELIMITED: u64 = 2;

@@ -15,7 +15,7 @@ use std::time::Instant;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::metrics::{EvalReport, StepReport};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 use crate::units;
 
 /// Plain lines of a run when there is no terminal to draw a bar on, about.
@@ -41,14 +41,14 @@ enum Screen {
 }
 
 /// What is under way and shown as a bar or as plain lines.
-enum Work {
+enum CurrentWork {
     Steps { first: u64, total: u64, started: Instant },
     Download { file: String, bytes: u64, done: u64, told_quarters: u64 },
 }
 
-struct State {
+struct TerminalState {
     screen: Screen,
-    work: Option<Work>,
+    work: Option<CurrentWork>,
     bar: Option<ProgressBar>,
     reader_gone: bool,
 }
@@ -56,7 +56,7 @@ struct State {
 /// The one voice of the binary.
 pub struct Terminal {
     verbosity: Verbosity,
-    state: Mutex<State>,
+    state: Mutex<TerminalState>,
 }
 
 impl Terminal {
@@ -79,7 +79,7 @@ impl Terminal {
     }
 
     fn on(screen: Screen, verbosity: Verbosity) -> Self {
-        let state = State { screen, work: None, bar: None, reader_gone: false };
+        let state = TerminalState { screen, work: None, bar: None, reader_gone: false };
         Terminal { verbosity, state: Mutex::new(state) }
     }
 
@@ -134,7 +134,9 @@ impl Terminal {
                 state.reader_gone = true;
                 Ok(())
             }
-            Err(e) => Err(Error::new(Kind::Storage, "cannot write to stdout").because(e.to_string())),
+            Err(e) => {
+                Err(Error::new(ErrorCategory::Storage, "cannot write to stdout").because(e.to_string()))
+            }
             Ok(()) => Ok(()),
         }
     }
@@ -150,13 +152,18 @@ impl Terminal {
             return;
         }
         let template = "{bar:24} {pos}/{len}  {msg}";
-        self.lock().begin(Work::Steps { first: done, total, started: Instant::now() }, total, done, template);
+        self.lock().begin(
+            CurrentWork::Steps { first: done, total, started: Instant::now() },
+            total,
+            done,
+            template,
+        );
     }
 
     /// A step is done: moves the bar, or writes a plain line for the first step, the last, and some in between.
     pub fn train_step(&self, report: &StepReport) {
         let mut state = self.lock();
-        let Some(Work::Steps { first, total, started }) = &state.work else { return };
+        let Some(CurrentWork::Steps { first, total, started }) = &state.work else { return };
         let (first, total) = (*first, *total);
         let mean_secs = started.elapsed().as_secs_f64() / report.step.saturating_sub(first).max(1) as f64;
         let left = units::duration(mean_secs * total.saturating_sub(report.step) as f64);
@@ -189,7 +196,7 @@ impl Terminal {
             "{msg}  {bar:24} {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left";
         let mut state = self.lock();
         state.begin(
-            Work::Download { file: file.to_owned(), bytes, done: 0, told_quarters: 0 },
+            CurrentWork::Download { file: file.to_owned(), bytes, done: 0, told_quarters: 0 },
             bytes,
             0,
             template,
@@ -206,7 +213,7 @@ impl Terminal {
         if let Some(bar) = &state.bar {
             bar.inc(bytes);
         }
-        let Some(Work::Download { file, bytes: total, done, told_quarters }) = &mut state.work else {
+        let Some(CurrentWork::Download { file, bytes: total, done, told_quarters }) = &mut state.work else {
             return;
         };
         *done += bytes;
@@ -224,20 +231,20 @@ impl Terminal {
     /// The download is over; it says so if all of it has arrived.
     pub fn download_finish(&self) {
         let mut state = self.lock();
-        if let Some(Work::Download { file, bytes, done, .. }) = state.end()
+        if let Some(CurrentWork::Download { file, bytes, done, .. }) = state.end()
             && done >= bytes
         {
             state.emit(&format!("downloaded {file} ({})", units::bytes(bytes)));
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, TerminalState> {
         // A panic elsewhere must not silence the report of it.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl TerminalState {
     /// Writes a whole line, above the bar if there is one.
     fn emit(&mut self, text: &str) {
         // Nobody is left to tell when stderr itself fails.
@@ -261,7 +268,7 @@ impl State {
         }
     }
 
-    fn begin(&mut self, work: Work, length: u64, position: u64, template: &str) {
+    fn begin(&mut self, work: CurrentWork, length: u64, position: u64, template: &str) {
         self.end();
         if let Screen::Terminal { .. } = self.screen {
             let style =
@@ -274,11 +281,11 @@ impl State {
         self.work = Some(work);
     }
 
-    fn end(&mut self) -> Option<Work> {
+    fn end(&mut self) -> Option<CurrentWork> {
         if let Some(bar) = self.bar.take() {
             match self.work {
                 // The bar of a run stays to be read; that of a download gives way to a line.
-                Some(Work::Steps { .. }) => bar.abandon(),
+                Some(CurrentWork::Steps { .. }) => bar.abandon(),
                 _ => bar.finish_and_clear(),
             }
         }

@@ -14,10 +14,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 
 use super::header::clip;
-use super::quantized::{Parts, Place, ScalePlaces, read_f32};
+use super::quantized::{FileRange, QuantizedParts, ScalePlaces, read_f32};
 use super::{StoredDtype, TensorInfo};
 use crate::error::{Error, Result};
-use crate::quant::{self, Format, Kind, NESTED_BLOCK};
+use crate::quant::{self, CodeKind, NESTED_BLOCK, QuantFormat};
 
 /// What the name of a quantized weight is followed by in the name of its JSON text.
 const STATE: &str = ".quant_state.bitsandbytes__";
@@ -36,7 +36,7 @@ pub(super) type Tensors = BTreeMap<String, TensorInfo>;
 
 /// The JSON text of a 4-bit tensor.
 #[derive(Deserialize)]
-struct State {
+struct BnbState {
     quant_type: String,
     blocksize: usize,
     dtype: String,
@@ -73,11 +73,11 @@ fn owner(name: &str) -> Option<String> {
 pub(super) fn recognise<'a>(
     tensors: &mut Tensors,
     bytes: impl Fn(&TensorInfo) -> &'a [u8],
-) -> Result<BTreeMap<String, Parts>> {
+) -> Result<BTreeMap<String, QuantizedParts>> {
     let weights: BTreeSet<String> = tensors.keys().filter_map(|name| owner(name)).collect();
     let mut quantized = BTreeMap::new();
     for weight in weights {
-        let group = Group { tensors, weight: &weight, bytes: &bytes };
+        let group = BnbGroup { tensors, weight: &weight, bytes: &bytes };
         let (info, parts) = group.read().map_err(|cause| group.malformed(cause))?;
         tensors.insert(weight.clone(), info);
         quantized.insert(weight, parts);
@@ -87,13 +87,13 @@ pub(super) fn recognise<'a>(
 }
 
 /// A weight and its companions.
-struct Group<'g, F> {
+struct BnbGroup<'g, F> {
     tensors: &'g Tensors,
     weight: &'g str,
     bytes: &'g F,
 }
 
-impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> Group<'_, F> {
+impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> BnbGroup<'_, F> {
     fn malformed(&self, cause: String) -> Error {
         let any =
             self.tensors.iter().find(|(name, _)| name.starts_with(self.weight.trim_end_matches(".weight")));
@@ -115,7 +115,7 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> Group<'_, F> {
         self.tensors.get(self.weight).ok_or_else(|| "its codes are missing".into())
     }
 
-    fn read(&self) -> Result<(TensorInfo, Parts), String> {
+    fn read(&self) -> Result<(TensorInfo, QuantizedParts), String> {
         match (self.of_module(ROW_SCALES), self.of_module(ROW_LAYOUT)) {
             (Some(scales), layout) => self.rows(scales, layout),
             (None, Some(_)) => {
@@ -126,7 +126,11 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> Group<'_, F> {
     }
 
     /// LLM.int8().
-    fn rows(&self, scales: &TensorInfo, layout: Option<&TensorInfo>) -> Result<(TensorInfo, Parts), String> {
+    fn rows(
+        &self,
+        scales: &TensorInfo,
+        layout: Option<&TensorInfo>,
+    ) -> Result<(TensorInfo, QuantizedParts), String> {
         let codes = self.codes()?;
         let &[rows, columns] = codes.shape.as_slice() else {
             return Err(format!("it has shape {:?}; accepted: [out, in]", codes.shape));
@@ -142,8 +146,8 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> Group<'_, F> {
             return Err(format!("weight_format is {:?}; accepted: 0 (rows)", (self.bytes)(layout)));
         }
         let companions = [Some(scales), layout].into_iter().flatten();
-        let parts = Parts {
-            format: Format { kind: Kind::Int8Rows, block_size: columns.max(1), double_quant: false },
+        let parts = QuantizedParts {
+            format: QuantFormat { kind: CodeKind::Int8Rows, block_size: columns.max(1), double_quant: false },
             scales: ScalePlaces::Plain(place(scales)),
             bytes: companions.chain([codes]).map(|info| info.range.len() as u64).sum(),
         };
@@ -151,12 +155,12 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> Group<'_, F> {
         Ok((TensorInfo { dtype: StoredDtype::F16, ..codes.clone() }, parts))
     }
 
-    fn four_bits(&self) -> Result<(TensorInfo, Parts), String> {
+    fn four_bits(&self) -> Result<(TensorInfo, QuantizedParts), String> {
         let (kind, text) = self.state()?;
         let state = parse_state(kind, (self.bytes)(text))?;
         let codes = self.codes()?;
         let elements = state.shape.iter().try_fold(1usize, |n, &dim| n.checked_mul(dim));
-        let format = Format {
+        let format = QuantFormat {
             kind,
             block_size: state.blocksize,
             double_quant: self.companion(NESTED_ABSMAX).is_some(),
@@ -181,11 +185,14 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> Group<'_, F> {
         let companions = ends.iter().filter_map(|end| self.companion(end)).chain([text, codes]);
         let bytes = companions.map(|info| info.range.len() as u64).sum();
         let dtype = state.stored_dtype()?;
-        Ok((TensorInfo { dtype, shape: state.shape, ..codes.clone() }, Parts { format, scales, bytes }))
+        Ok((
+            TensorInfo { dtype, shape: state.shape, ..codes.clone() },
+            QuantizedParts { format, scales, bytes },
+        ))
     }
 
     /// The JSON text, and the kind that its name says.
-    fn state(&self) -> Result<(Kind, &TensorInfo), String> {
+    fn state(&self) -> Result<(CodeKind, &TensorInfo), String> {
         let start = format!("{}{STATE}", self.weight);
         let mut states = self.tensors.range(start.clone()..).take_while(|(name, _)| name.starts_with(&start));
         let Some((name, text)) = states.next() else {
@@ -215,7 +222,7 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> Group<'_, F> {
         Ok((kind, text))
     }
 
-    fn scales(&self, state: &State, blocks: usize, needs: &str) -> Result<ScalePlaces, String> {
+    fn scales(&self, state: &BnbState, blocks: usize, needs: &str) -> Result<ScalePlaces, String> {
         let absmax = self.companion(ABSMAX).ok_or("absmax, the scales of its blocks, is missing")?;
         let Some(outer) = self.companion(NESTED_ABSMAX) else {
             if state.nested_offset.is_some() {
@@ -257,7 +264,7 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> Group<'_, F> {
     }
 }
 
-impl State {
+impl BnbState {
     fn stored_dtype(&self) -> Result<StoredDtype, String> {
         let dtypes = [StoredDtype::F32, StoredDtype::F16, StoredDtype::BF16];
         dtypes.into_iter().find(|dtype| dtype.config_name() == Some(&self.dtype)).ok_or_else(|| {
@@ -269,8 +276,8 @@ impl State {
     }
 }
 
-fn parse_state(kind: Kind, text: &[u8]) -> Result<State, String> {
-    let state: State = serde_json::from_slice(text)
+fn parse_state(kind: CodeKind, text: &[u8]) -> Result<BnbState, String> {
+    let state: BnbState = serde_json::from_slice(text)
         .map_err(|error| format!("its quant_state ({} bytes) is not valid: {error}", text.len()))?;
     if four_bit_kind(&state.quant_type) != Some(kind) {
         return Err(format!(
@@ -285,8 +292,8 @@ fn parse_state(kind: Kind, text: &[u8]) -> Result<State, String> {
     Ok(state)
 }
 
-fn four_bit_kind(name: &str) -> Option<Kind> {
-    [Kind::Nf4, Kind::Fp4].into_iter().find(|kind| kind.name() == name)
+fn four_bit_kind(name: &str) -> Option<CodeKind> {
+    [CodeKind::Nf4, CodeKind::Fp4].into_iter().find(|kind| kind.name() == name)
 }
 
 /// The name of a companion without that of its weight and the dot.
@@ -307,6 +314,6 @@ fn floats(name: &str, info: &TensorInfo, wanted: usize, needs: &str) -> Result<(
     Ok(())
 }
 
-fn place(info: &TensorInfo) -> Place {
-    Place { shard: info.shard, range: info.range.clone() }
+fn place(info: &TensorInfo) -> FileRange {
+    FileRange { shard: info.shard, range: info.range.clone() }
 }

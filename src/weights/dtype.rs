@@ -149,7 +149,7 @@ mod sealed {
 }
 
 /// An element type the engine computes in: f32, bf16 or f16.
-pub trait Element: Copy + Default + Send + Sync + sealed::Sealed {
+pub trait StoredElement: Copy + Default + Send + Sync + sealed::Sealed {
     /// The same type on disk.
     const DTYPE: StoredDtype;
     /// Rounds to nearest, ties to even.
@@ -162,7 +162,7 @@ pub trait Element: Copy + Default + Send + Sync + sealed::Sealed {
     fn put_le(self, bytes: &mut Vec<u8>);
 }
 
-impl Element for f32 {
+impl StoredElement for f32 {
     const DTYPE: StoredDtype = StoredDtype::F32;
     fn from_f32(value: f32) -> Self {
         value
@@ -178,7 +178,7 @@ impl Element for f32 {
     }
 }
 
-impl Element for bf16 {
+impl StoredElement for bf16 {
     const DTYPE: StoredDtype = StoredDtype::BF16;
     fn from_f32(value: f32) -> Self {
         bf16::from_f32(value)
@@ -194,7 +194,7 @@ impl Element for bf16 {
     }
 }
 
-impl Element for f16 {
+impl StoredElement for f16 {
     const DTYPE: StoredDtype = StoredDtype::F16;
     fn from_f32(value: f32) -> Self {
         f16::from_f32(value)
@@ -212,7 +212,7 @@ impl Element for f16 {
 
 /// Converts the stored elements of `bytes` into `out`, of equal count. False if `dtype` is not a float.
 #[must_use]
-pub(super) fn decode<T: Element>(bytes: &[u8], dtype: StoredDtype, out: &mut [T]) -> bool {
+pub(super) fn decode<T: StoredElement>(bytes: &[u8], dtype: StoredDtype, out: &mut [T]) -> bool {
     debug_assert_eq!(bytes.len(), out.len() * dtype.size_bytes());
     match dtype {
         same if same == T::DTYPE => map_elements(bytes, same, out, T::from_le),
@@ -230,7 +230,7 @@ pub(super) fn decode<T: Element>(bytes: &[u8], dtype: StoredDtype, out: &mut [T]
     true
 }
 
-fn map_elements<T: Element>(
+fn map_elements<T: StoredElement>(
     bytes: &[u8],
     dtype: StoredDtype,
     out: &mut [T],
@@ -251,7 +251,7 @@ fn map_elements<T: Element>(
 }
 
 /// Fills `out` by parts: `values_at` gives the values from a place on.
-pub(super) fn fill<T: Element>(out: &mut [T], values_at: impl Fn(usize, &mut [f32]) + Sync) {
+pub(super) fn fill<T: StoredElement>(out: &mut [T], values_at: impl Fn(usize, &mut [f32]) + Sync) {
     /// Values between the two passes, few enough to stay in the cache.
     const PART: usize = 1 << 12;
     let fill_chunk = |start: usize, out: &mut [T]| {
@@ -271,7 +271,7 @@ pub(super) fn fill<T: Element>(out: &mut [T], values_at: impl Fn(usize, &mut [f3
 
 /// Appends `values` as elements of `dtype` to `bytes`. False if `dtype` is not a float.
 #[must_use]
-pub(super) fn encode<T: Element>(values: &[T], dtype: StoredDtype, bytes: &mut Vec<u8>) -> bool {
+pub(super) fn encode<T: StoredElement>(values: &[T], dtype: StoredDtype, bytes: &mut Vec<u8>) -> bool {
     bytes.reserve(values.len() * dtype.size_bytes());
     match dtype {
         same if same == T::DTYPE => values.iter().for_each(|v| v.put_le(bytes)),

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use memmap2::{Mmap, UncheckedAdvice};
 
 use super::header::clip;
-use super::quantized::{Parts, Place, QuantizedTensor};
-use super::{Element, INDEX_FILE, MODEL_FILE, StoredDtype, bitsandbytes, dtype, header, index};
+use super::quantized::{FileRange, QuantizedParts, QuantizedTensor};
+use super::{INDEX_FILE, MODEL_FILE, StoredDtype, StoredElement, bitsandbytes, dtype, header, index};
 use crate::error::{Error, Result};
 
 /// Where a tensor is and what it is, from the header alone.
@@ -43,14 +43,14 @@ impl TensorInfo {
 #[derive(Debug)]
 pub struct ModelFiles {
     place: PathBuf,
-    shards: Vec<Shard>,
+    shards: Vec<ShardFile>,
     tensors: BTreeMap<String, TensorInfo>,
-    quantized: BTreeMap<String, Parts>,
+    quantized: BTreeMap<String, QuantizedParts>,
     indexed: bool,
 }
 
 #[derive(Debug)]
-struct Shard {
+struct ShardFile {
     path: Arc<Path>,
     map: Mmap,
     /// Of all its tensors.
@@ -173,7 +173,7 @@ impl ModelFiles {
             }
             self.tensors.insert(name, info);
         }
-        self.shards.push(Shard { path, map, data_bytes });
+        self.shards.push(ShardFile { path, map, data_bytes });
         Ok(())
     }
 
@@ -229,7 +229,7 @@ impl ModelFiles {
     /// # Errors
     /// None now: the parts were checked when the files were opened.
     pub fn quantized(&self, name: &str) -> Result<Option<QuantizedTensor<'_>>> {
-        let bytes = |place: &Place| &self.shards[place.shard].map[place.range.clone()];
+        let bytes = |place: &FileRange| &self.shards[place.shard].map[place.range.clone()];
         let parts = self.info(name).zip(self.quantized.get(name));
         Ok(parts.map(|(info, parts)| {
             let codes = &self.shards[info.shard].map[info.range.clone()];
@@ -275,7 +275,7 @@ impl ModelFiles {
     ///
     /// # Errors
     /// The user's: there is no tensor `name`, or it holds no floats. A fault of ours: `out` has another length.
-    pub fn read_into<T: Element>(&self, name: &str, out: &mut [T]) -> Result<()> {
+    pub fn read_into<T: StoredElement>(&self, name: &str, out: &mut [T]) -> Result<()> {
         let elements = self.require(name)?.elements();
         if elements != out.len() {
             return Err(Error::internal(format!("cannot read tensor `{name}`"))
@@ -289,7 +289,7 @@ impl ModelFiles {
     ///
     /// # Errors
     /// As [`ModelFiles::read_into`]; a fault of ours: the part is not inside the tensor.
-    pub fn read_part<T: Element>(&self, name: &str, start: usize, out: &mut [T]) -> Result<()> {
+    pub fn read_part<T: StoredElement>(&self, name: &str, start: usize, out: &mut [T]) -> Result<()> {
         let info = self.require(name)?;
         if start.checked_add(out.len()).is_none_or(|end| end > info.elements()) {
             return Err(Error::internal(format!("cannot read tensor `{name}`")).because(format!(

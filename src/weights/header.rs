@@ -167,8 +167,8 @@ struct RawTensor {
 
 impl<'de> Deserialize<'de> for RawHeader {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Names;
-        impl<'de> Visitor<'de> for Names {
+        struct HeaderNames;
+        impl<'de> Visitor<'de> for HeaderNames {
             type Value = RawHeader;
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("an object from tensor names to dtype, shape and data_offsets")
@@ -188,7 +188,7 @@ impl<'de> Deserialize<'de> for RawHeader {
                 Ok(RawHeader(tensors))
             }
         }
-        deserializer.deserialize_map(Names)
+        deserializer.deserialize_map(HeaderNames)
     }
 }
 
@@ -240,8 +240,8 @@ struct Size(u64);
 
 impl<'de> Deserialize<'de> for Size {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Whole;
-        impl Visitor<'_> for Whole {
+        struct WholeNumber;
+        impl Visitor<'_> for WholeNumber {
             type Value = Size;
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a whole number from 0 to 2^64 - 1")
@@ -250,6 +250,6 @@ impl<'de> Deserialize<'de> for Size {
                 Ok(Size(size))
             }
         }
-        deserializer.deserialize_u64(Whole)
+        deserializer.deserialize_u64(WholeNumber)
     }
 }

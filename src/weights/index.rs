@@ -28,7 +28,7 @@ pub(super) fn read(path: &Path) -> Result<BTreeMap<String, String>> {
         return Err(failed(format!("it has {bytes} bytes; accepted: up to {MAX_INDEX_BYTES}")));
     }
     let text = std::fs::read(path).map_err(|error| Error::io("read", path, &error))?;
-    let index: Index =
+    let index: IndexFile =
         serde_json::from_slice(&text).map_err(|error| failed(format!("it is not valid: {error}")))?;
     let WeightMap(weight_map) = index.weight_map;
     if weight_map.is_empty() {
@@ -55,7 +55,7 @@ fn is_plain_name(name: &str) -> bool {
 }
 
 #[derive(serde::Deserialize)]
-struct Index {
+struct IndexFile {
     weight_map: WeightMap,
 }
 

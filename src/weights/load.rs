@@ -6,8 +6,8 @@
 use candle_core::{DType, Device, Tensor, WithDType};
 use half::{bf16, f16};
 
-use super::{Element, ModelFiles};
-use crate::error::{Context, Error, Result};
+use super::{ModelFiles, StoredElement};
+use crate::error::{Error, ErrorContext, Result};
 
 /// Elements read before their pages are given back.
 const BLOCK: usize = 1 << 22;
@@ -51,7 +51,7 @@ pub fn load_tensor(
     }
 }
 
-fn load_as<T: Element + WithDType>(
+fn load_as<T: StoredElement + WithDType>(
     files: &ModelFiles,
     name: &str,
     shape: &[usize],

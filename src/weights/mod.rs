@@ -2,38 +2,38 @@
 //!
 //! [`ModelFiles`] opens a Hugging Face folder (one file, or shards and their index) as memory maps and gives
 //! tensors by name, converted while they are read, dequantized where bitsandbytes quantized them; [`write_file`] and
-//! [`write_sharded`] stream tensors back, one at a time, to the same layout; [`ScatteredWriter`] takes them in any order. [`companions`] copies config.json and the
+//! [`write_sharded`] stream tensors back, one at a time, to the same layout; [`RandomAccessWriter`] takes them in any order. [`companions`] copies config.json and the
 //! tokenizer beside new weights, and [`Summary`] describes a folder from headers alone. What a name means, and which
 //! shape it must have, is for `model` to say; PEFT names are `adapter`'s.
 //!
 //! Headers are parsed here and not by the `safetensors` crate: a weights file comes from a stranger, and each way
 //! to be malformed gets an error that names file, tensor, the value found and the values accepted.
 
+mod atomic_dir;
 mod bitsandbytes;
-pub mod companions;
 mod dtype;
 mod files;
-mod grown;
 mod header;
 mod index;
 mod load;
-mod new_folder;
 mod quantized;
-mod scattered;
+mod random_access_writer;
+mod resized_embedding;
+pub mod sidecar_files;
 mod summary;
 mod write;
 
-pub use dtype::{Element, OutputDtype, StoredDtype};
+pub use atomic_dir::AtomicDir;
+pub use dtype::{OutputDtype, StoredDtype, StoredElement};
 pub use files::{ModelFiles, TensorInfo};
-pub use grown::GrownTable;
 pub use load::{Expected, load_tensor};
-pub use new_folder::NewFolder;
 pub use quantized::QuantizedTensor;
-pub use scattered::{Planned, ScatteredWriter};
-pub use summary::{Group, Summary, Tally, summary};
+pub use random_access_writer::{PlannedFile, RandomAccessWriter};
+pub use resized_embedding::ResizedEmbedding;
+pub use summary::{Summary, Tally, TensorGroup, summary};
 pub use write::{
-    Entry, TensorSink, Written, split, write_file, write_index, write_index_of, write_sharded, write_shards,
-    write_text,
+    TensorSink, WriteEntry, Written, split, write_file, write_index, write_index_of, write_sharded,
+    write_shards, write_text,
 };
 
 /// The weights of a model that is not sharded.

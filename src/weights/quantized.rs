@@ -5,11 +5,11 @@
 
 use std::ops::Range;
 
-use crate::quant::{self, Blocks, Format, NESTED_BLOCK, Scales};
+use crate::quant::{self, Blocks, NESTED_BLOCK, QuantFormat, Scales};
 
 /// Bytes of a file.
 #[derive(Debug, Clone)]
-pub(super) struct Place {
+pub(super) struct FileRange {
     pub(super) shard: usize,
     pub(super) range: Range<usize>,
 }
@@ -18,15 +18,15 @@ pub(super) struct Place {
 #[derive(Debug, Clone)]
 pub(super) enum ScalePlaces {
     /// f32, one a block.
-    Plain(Place),
+    Plain(FileRange),
     /// u8, one a block; f32, one for [`NESTED_BLOCK`] of them.
-    Nested { codes: Place, absmax: Place, offset: f32 },
+    Nested { codes: FileRange, absmax: FileRange, offset: f32 },
 }
 
 /// What the list of tensors does not say of a quantized one, whose own place there is that of its codes.
 #[derive(Debug, Clone)]
-pub(super) struct Parts {
-    pub(super) format: Format,
+pub(super) struct QuantizedParts {
+    pub(super) format: QuantFormat,
     pub(super) scales: ScalePlaces,
     /// Of codes and companions.
     pub(super) bytes: u64,
@@ -42,14 +42,18 @@ enum StoredScales<'a> {
 /// A quantized tensor of a checkpoint, borrowed from its files.
 #[derive(Debug, Clone, Copy)]
 pub struct QuantizedTensor<'a> {
-    format: Format,
+    format: QuantFormat,
     codes: &'a [u8],
     scales: StoredScales<'a>,
 }
 
 impl<'a> QuantizedTensor<'a> {
     /// `bytes` reads a place.
-    pub(super) fn new(parts: &Parts, codes: &'a [u8], bytes: impl Fn(&Place) -> &'a [u8]) -> Self {
+    pub(super) fn new(
+        parts: &QuantizedParts,
+        codes: &'a [u8],
+        bytes: impl Fn(&FileRange) -> &'a [u8],
+    ) -> Self {
         let scales = match &parts.scales {
             ScalePlaces::Plain(scales) => StoredScales::Plain(bytes(scales)),
             ScalePlaces::Nested { codes, absmax, offset } => {
@@ -60,7 +64,7 @@ impl<'a> QuantizedTensor<'a> {
     }
 
     /// How it is quantized. The block of LLM.int8() is a row.
-    pub fn format(&self) -> Format {
+    pub fn format(&self) -> QuantFormat {
         self.format
     }
 
@@ -102,7 +106,7 @@ impl<'a> QuantizedTensor<'a> {
     /// Values `start..start + out.len()`, in f32.
     pub(super) fn dequantize(&self, start: usize, out: &mut [f32]) {
         // The block size of two codes a byte is even, so that a block starts on a byte.
-        let Format { kind, block_size, .. } = self.format;
+        let QuantFormat { kind, block_size, .. } = self.format;
         let first = start / block_size;
         let scales = self.some_scales(first..(start + out.len()).div_ceil(block_size));
         let codes = &self.codes[self.format.code_bytes(first * block_size)..];

@@ -6,12 +6,12 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::{ModelFiles, StoredDtype, companions};
+use super::{ModelFiles, StoredDtype, sidecar_files};
 use crate::error::Result;
 
 /// The part of a model a tensor belongs to, by its Hugging Face name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Group {
+pub enum TensorGroup {
     /// Token embedding.
     Embedding,
     /// Attention projections, with their biases.
@@ -26,7 +26,7 @@ pub enum Group {
     Other,
 }
 
-impl Group {
+impl TensorGroup {
     /// The group of the tensor called `name`.
     pub fn of(name: &str) -> Self {
         let has = |part: &str| name.split('.').any(|segment| segment == part);
@@ -80,7 +80,7 @@ pub struct Summary {
     /// Quantized tensors, by the name of their codes.
     pub quantized: BTreeMap<&'static str, Tally>,
     /// By part of the model.
-    pub groups: BTreeMap<Group, Tally>,
+    pub groups: BTreeMap<TensorGroup, Tally>,
     /// Each file with its tensors' bytes, in order.
     pub files: Vec<(String, u64)>,
 }
@@ -92,7 +92,7 @@ pub struct Summary {
 pub fn summary(folder: &Path) -> Result<Summary> {
     // The weights first: their error says what the folder is when it is no model.
     let files = ModelFiles::open(folder)?;
-    let config = companions::read_config(folder)?;
+    let config = sidecar_files::read_config(folder)?;
     let (mut total, mut dtypes, mut groups) = (Tally::default(), BTreeMap::new(), BTreeMap::new());
     let mut quantized = BTreeMap::new();
     for (name, info) in files.tensors() {
@@ -103,7 +103,7 @@ pub fn summary(folder: &Path) -> Result<Summary> {
             None => dtypes.entry(info.dtype).or_insert_with(Tally::default),
         }
         .add(elements, bytes);
-        groups.entry(Group::of(name)).or_insert_with(Tally::default).add(elements, bytes);
+        groups.entry(TensorGroup::of(name)).or_insert_with(Tally::default).add(elements, bytes);
     }
     let file_bytes = files
         .file_bytes()
@@ -130,18 +130,18 @@ mod tests {
     #[test]
     fn names_of_every_family_have_their_group() {
         for (name, group) in [
-            ("model.embed_tokens.weight", Group::Embedding),
-            ("lm_head.weight", Group::Head),
-            ("model.norm.weight", Group::Norm),
-            ("model.layers.0.self_attn.qkv_proj.weight", Group::Attention),
-            ("model.layers.0.self_attn.q_norm.weight", Group::Norm),
-            ("model.layers.0.self_attn.q_proj.bias", Group::Attention),
-            ("model.layers.0.pre_feedforward_layernorm.weight", Group::Norm),
-            ("model.layers.0.mlp.gate_up_proj.weight", Group::Mlp),
-            ("model.layers.0.rotary_emb.inv_freq", Group::Other),
-            ("x", Group::Other),
+            ("model.embed_tokens.weight", TensorGroup::Embedding),
+            ("lm_head.weight", TensorGroup::Head),
+            ("model.norm.weight", TensorGroup::Norm),
+            ("model.layers.0.self_attn.qkv_proj.weight", TensorGroup::Attention),
+            ("model.layers.0.self_attn.q_norm.weight", TensorGroup::Norm),
+            ("model.layers.0.self_attn.q_proj.bias", TensorGroup::Attention),
+            ("model.layers.0.pre_feedforward_layernorm.weight", TensorGroup::Norm),
+            ("model.layers.0.mlp.gate_up_proj.weight", TensorGroup::Mlp),
+            ("model.layers.0.rotary_emb.inv_freq", TensorGroup::Other),
+            ("x", TensorGroup::Other),
         ] {
-            assert_eq!(Group::of(name), group, "{name}");
+            assert_eq!(TensorGroup::of(name), group, "{name}");
         }
     }
 }

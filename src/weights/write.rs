@@ -10,8 +10,8 @@ use std::io::{self, BufWriter, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use super::{Element, INDEX_FILE, MODEL_FILE, StoredDtype, dtype};
-use crate::error::{Error, Kind, Result};
+use super::{INDEX_FILE, MODEL_FILE, StoredDtype, StoredElement, dtype};
+use crate::error::{Error, ErrorCategory, Result};
 use crate::units;
 
 /// Values converted at once on the way out.
@@ -19,7 +19,7 @@ const CHUNK: usize = 1 << 16;
 
 /// A tensor to be written.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Entry {
+pub struct WriteEntry {
     /// Its name in the file.
     pub name: String,
     /// The type it is stored as.
@@ -28,7 +28,7 @@ pub struct Entry {
     pub shape: Vec<usize>,
 }
 
-impl Entry {
+impl WriteEntry {
     /// Bytes of its data in the file.
     pub fn bytes(&self) -> u64 {
         self.shape.iter().map(|&dim| dim as u64).product::<u64>() * self.dtype.size_bytes() as u64
@@ -48,9 +48,9 @@ pub struct Written {
 
 /// Takes the values of one tensor, in one or several calls.
 pub struct TensorSink<'a> {
-    entry: &'a Entry,
+    entry: &'a WriteEntry,
     left: u64,
-    file: &'a mut Unfinished,
+    file: &'a mut UnfinishedFile,
     buffer: Vec<u8>,
 }
 
@@ -59,7 +59,7 @@ impl TensorSink<'_> {
     ///
     /// # Errors
     /// Storage: the disk is full or fails. A fault of ours: too many values, or the entry is not of floats.
-    pub fn write_values<T: Element>(&mut self, values: &[T]) -> Result<()> {
+    pub fn write_values<T: StoredElement>(&mut self, values: &[T]) -> Result<()> {
         for values in values.chunks(CHUNK) {
             let mut bytes = std::mem::take(&mut self.buffer);
             bytes.clear();
@@ -96,10 +96,10 @@ impl TensorSink<'_> {
 /// fault of ours: two entries of one name, or `write` gives too few or too many values.
 pub fn write_file(
     path: &Path,
-    entries: &[Entry],
-    mut write: impl FnMut(&Entry, &mut TensorSink<'_>) -> Result<()>,
+    entries: &[WriteEntry],
+    mut write: impl FnMut(&WriteEntry, &mut TensorSink<'_>) -> Result<()>,
 ) -> Result<Written> {
-    let refs: Vec<&Entry> = entries.iter().collect();
+    let refs: Vec<&WriteEntry> = entries.iter().collect();
     let unfinished = write_temporary(path, &refs, &mut write)?;
     let written = unfinished.commit()?;
     sync_folder(path)?;
@@ -113,9 +113,9 @@ pub fn write_file(
 /// As [`write_file`]; the user's: `folder` holds other weights, which readers would take for part of these.
 pub fn write_sharded(
     folder: &Path,
-    entries: &[Entry],
+    entries: &[WriteEntry],
     shard_bytes: u64,
-    mut write: impl FnMut(&Entry, &mut TensorSink<'_>) -> Result<()>,
+    mut write: impl FnMut(&WriteEntry, &mut TensorSink<'_>) -> Result<()>,
 ) -> Result<Vec<Written>> {
     let shards = split(entries, shard_bytes);
     let mut written = write_shards(folder, &shards, 0..shards.len(), &mut write)?;
@@ -131,25 +131,25 @@ pub fn write_sharded(
 /// As [`write_sharded`].
 pub fn write_shards(
     folder: &Path,
-    shards: &[Vec<Entry>],
+    shards: &[Vec<WriteEntry>],
     mine: Range<usize>,
-    mut write: impl FnMut(&Entry, &mut TensorSink<'_>) -> Result<()>,
+    mut write: impl FnMut(&WriteEntry, &mut TensorSink<'_>) -> Result<()>,
 ) -> Result<Vec<Written>> {
     let names = shard_names(shards.len());
     refuse_other_weights(folder, &names)?;
     let mut unfinished = Vec::with_capacity(mine.len());
     for (name, shard) in names[mine.clone()].iter().zip(&shards[mine]) {
-        let shard: Vec<&Entry> = shard.iter().collect();
+        let shard: Vec<&WriteEntry> = shard.iter().collect();
         unfinished.push(write_temporary(&folder.join(name), &shard, &mut write)?);
     }
-    unfinished.into_iter().map(Unfinished::commit).collect()
+    unfinished.into_iter().map(UnfinishedFile::commit).collect()
 }
 
 /// Writes the index of a model of several `shards`; one shard needs none.
 ///
 /// # Errors
 /// Storage: the disk is full or fails.
-pub fn write_index_of(folder: &Path, shards: &[Vec<Entry>]) -> Result<Option<Written>> {
+pub fn write_index_of(folder: &Path, shards: &[Vec<WriteEntry>]) -> Result<Option<Written>> {
     if shards.len() < 2 {
         return Ok(None);
     }
@@ -165,7 +165,7 @@ pub fn write_index_of(folder: &Path, shards: &[Vec<Entry>]) -> Result<Option<Wri
 /// Storage: the disk is full or fails.
 pub fn write_index<'a>(
     folder: &Path,
-    tensors: impl IntoIterator<Item = (&'a Entry, &'a str)>,
+    tensors: impl IntoIterator<Item = (&'a WriteEntry, &'a str)>,
 ) -> Result<Written> {
     let (mut total_size, mut weight_map) = (0, serde_json::Map::new());
     for (entry, shard) in tensors {
@@ -181,7 +181,7 @@ pub fn write_index<'a>(
 /// # Errors
 /// Storage: the disk is full or fails; what was at `path` before is still there then.
 pub fn write_text(path: &Path, text: &str) -> Result<Written> {
-    let mut file = Unfinished::create(path, text.len() as u64)?;
+    let mut file = UnfinishedFile::create(path, text.len() as u64)?;
     file.put(text.as_bytes())?;
     let written = file.commit()?;
     sync_folder(path)?;
@@ -197,7 +197,7 @@ pub(super) fn shard_names(shards: usize) -> Vec<String> {
 }
 
 /// Shards of at most `shard_bytes`: entries in order, a new shard when the next one does not fit; a tensor larger than a shard has one of its own.
-pub fn split(entries: &[Entry], shard_bytes: u64) -> Vec<Vec<Entry>> {
+pub fn split(entries: &[WriteEntry], shard_bytes: u64) -> Vec<Vec<WriteEntry>> {
     let mut shards = vec![Vec::new()];
     let mut filled = 0;
     for entry in entries {
@@ -232,14 +232,14 @@ fn refuse_other_weights(folder: &Path, names: &[String]) -> Result<()> {
 
 fn write_temporary(
     path: &Path,
-    entries: &[&Entry],
-    write: &mut impl FnMut(&Entry, &mut TensorSink<'_>) -> Result<()>,
-) -> Result<Unfinished> {
+    entries: &[&WriteEntry],
+    write: &mut impl FnMut(&WriteEntry, &mut TensorSink<'_>) -> Result<()>,
+) -> Result<UnfinishedFile> {
     let mut ordered = entries.to_vec();
     ordered.sort_by_key(|entry| std::cmp::Reverse(entry.dtype.size_bytes()));
     let header = header(&ordered)?;
     let needed = header.len() as u64 + ordered.iter().map(|entry| entry.bytes()).sum::<u64>();
-    let mut file = Unfinished::create(path, needed)?;
+    let mut file = UnfinishedFile::create(path, needed)?;
     file.put(&header)?;
     for entry in ordered {
         let mut sink = TensorSink { entry, left: entry.bytes(), file: &mut file, buffer: Vec::new() };
@@ -253,7 +253,7 @@ fn write_temporary(
 }
 
 /// The length and the JSON object, padded with spaces so that the data starts at a multiple of 8.
-pub(super) fn header(entries: &[&Entry]) -> Result<Vec<u8>> {
+pub(super) fn header(entries: &[&WriteEntry]) -> Result<Vec<u8>> {
     let mut json = serde_json::Map::new();
     json.insert("__metadata__".into(), serde_json::json!({ "format": "pt" }));
     let mut offset = 0;
@@ -275,8 +275,8 @@ pub(super) fn header(entries: &[&Entry]) -> Result<Vec<u8>> {
     Ok(header)
 }
 
-/// A file under its temporary name; dropped before [`Unfinished::commit`], it leaves nothing.
-struct Unfinished {
+/// A file under its temporary name; dropped before [`UnfinishedFile::commit`], it leaves nothing.
+struct UnfinishedFile {
     path: PathBuf,
     temporary: PathBuf,
     out: BufWriter<File>,
@@ -285,7 +285,7 @@ struct Unfinished {
     needed: u64,
 }
 
-impl Unfinished {
+impl UnfinishedFile {
     fn create(path: &Path, needed: u64) -> Result<Self> {
         let mut temporary = path.as_os_str().to_owned();
         temporary.push(format!(".tmp-{}", std::process::id()));
@@ -317,7 +317,7 @@ impl Unfinished {
 
 /// The error of a write to `path`, a file of `needed` bytes.
 pub(super) fn failed(path: &Path, needed: u64, source: &io::Error) -> Error {
-    let error = Error::new(Kind::Storage, format!("cannot write {}", path.display()))
+    let error = Error::new(ErrorCategory::Storage, format!("cannot write {}", path.display()))
         .because(format!("{source}; the file needs {}", units::bytes(needed)));
     match source.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
@@ -327,7 +327,7 @@ pub(super) fn failed(path: &Path, needed: u64, source: &io::Error) -> Error {
     }
 }
 
-impl Drop for Unfinished {
+impl Drop for UnfinishedFile {
     fn drop(&mut self) {
         // After a commit there is nothing of that name; before it a failed removal changes nothing for the caller.
         drop(std::fs::remove_file(&self.temporary));
@@ -352,13 +352,13 @@ pub(super) fn sync_folder(path: &Path) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn entry(name: &str, dtype: StoredDtype, shape: &[usize]) -> Entry {
-        Entry { name: name.into(), dtype, shape: shape.into() }
+    fn entry(name: &str, dtype: StoredDtype, shape: &[usize]) -> WriteEntry {
+        WriteEntry { name: name.into(), dtype, shape: shape.into() }
     }
 
     #[test]
     fn splits_in_order_and_never_cuts_a_tensor() {
-        let entries: Vec<Entry> =
+        let entries: Vec<WriteEntry> =
             [4, 4, 100, 1, 2, 9].iter().map(|&n| entry(&format!("t{n}"), StoredDtype::U8, &[n])).collect();
         let sizes: Vec<Vec<u64>> = split(&entries, 10)
             .iter()

@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use finetune::data::ChatTemplate;
-use finetune::data::template::Inputs;
+use finetune::data::template::TemplateInputs;
 use serde_json::json;
 
 fn refusal(text: &str) -> String {
     let messages = [json!({"role": "user", "content": "hi"}), json!({"role": "assistant", "content": "ho"})];
     match ChatTemplate::from_text(text, &[]) {
         Err(error) => error.to_string(),
-        Ok(template) => match template.render(&messages, &Inputs::default()) {
+        Ok(template) => match template.render(&messages, &TemplateInputs::default()) {
             Err(error) => error.to_string(),
             Ok(rendered) => panic!("{text:.80} printed {} bytes", rendered.text.len()),
         },

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use finetune::data::{
-    ChatTemplate, DataOptions, Dataset, Example, Format, OnFault, OnLongRow, Tokenizer, TrainOn,
+    ChatTemplate, DataOptions, Dataset, Example, OnFault, OnLongRow, RowFormat, Tokenizer, TrainOn,
 };
 
 use crate::{folder, golden, template, tokenizer};
@@ -284,7 +284,7 @@ fn templates_are_named_given_or_a_file() {
     let render = |path: &Path, given: Option<&str>, tools: bool| {
         let tokenizer = Tokenizer::load(path).unwrap();
         let tools = tools.then(|| serde_json::json!([{"type": "function"}]));
-        let inputs = finetune::data::template::Inputs { tools: tools.as_ref(), ..Default::default() };
+        let inputs = finetune::data::template::TemplateInputs { tools: tools.as_ref(), ..Default::default() };
         let messages = [serde_json::json!({"role": "user", "content": "a"})];
         let template = ChatTemplate::load(&tokenizer, given).unwrap().unwrap();
         template.render(&messages, &inputs).unwrap().text
@@ -336,7 +336,7 @@ fn equal_data_has_an_equal_digest() {
 fn a_wrong_guess_can_be_overridden() {
     let llama = tokenizer("tiny-llama");
     let row = r#"{"messages": [{"role": "user", "content": "a"}], "text": "plain"}"#;
-    let text = DataOptions { format: Format::Text, ..DataOptions::default() };
+    let text = DataOptions { format: RowFormat::Text, ..DataOptions::default() };
     let data = load(&llama, "a.jsonl", row, &text).unwrap();
     assert_eq!(whole(&llama, &data.examples()[0]), "plain<|im_end|>");
     assert_eq!(data.report().why, "text: as `data.format` says");

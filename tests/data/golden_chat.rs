@@ -2,8 +2,8 @@
 
 use serde_json::Value;
 
-use finetune::data::template::Inputs;
-use finetune::data::{DataOptions, Example, OnFault, Record, Tokenizer, encode};
+use finetune::data::template::TemplateInputs;
+use finetune::data::{DataOptions, Example, OnFault, ParsedRow, Tokenizer, encode};
 
 use crate::{MODELS, golden, template, tokenizer};
 
@@ -73,7 +73,7 @@ fn chats_render_byte_for_byte() {
             let about = format!("{model}: {} {}", chat["name"], chat["add_generation_prompt"]);
             let mut extra = chat["kwargs"].as_object().unwrap().clone();
             let tools = extra.shift_remove("tools");
-            let inputs = Inputs {
+            let inputs = TemplateInputs {
                 tools: tools.as_ref(),
                 add_generation_prompt: chat["add_generation_prompt"].as_bool().unwrap(),
                 extra: Some(&extra),
@@ -145,17 +145,17 @@ fn encode(tokenizer: &Tokenizer, chat: &Value) -> Result<Example, String> {
     let template = template(tokenizer);
     let options = DataOptions { on_bad_row: OnFault::Stop, ..DataOptions::default() };
     let encoder = encode::Encoder::new(tokenizer, Some(&template), &options);
-    let record = Record::Messages {
+    let record = ParsedRow::Messages {
         messages: chat["messages"].as_array().unwrap().clone(),
         tools: chat["kwargs"].get("tools").cloned(),
         counts: Vec::new(),
     };
     let origin = finetune::data::Origin {
         file: std::path::Path::new("golden").into(),
-        place: finetune::data::Place::Line(1),
+        place: finetune::data::RowOrigin::Line(1),
     };
     match encoder.encode(&record, &origin, false) {
-        Ok(encode::Outcome::Examples(mut examples)) if examples.len() == 1 => Ok(examples.remove(0)),
+        Ok(encode::Encoding::Examples(mut examples)) if examples.len() == 1 => Ok(examples.remove(0)),
         other => Err(format!("{other:?}")),
     }
 }

@@ -3,9 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use finetune::data::source::{Row, Source};
+use finetune::data::source::{DataFile, RawRow};
 use finetune::data::{
-    Batch, DataOptions, Dataset, OnFault, Origin, Place, Sampler, SamplerOptions, Step, TrainOn,
+    Batch, DataOptions, Dataset, OnFault, Origin, RowOrigin, Sampler, SamplerOptions, Step, TrainOn,
 };
 
 use crate::shared_data::shared;
@@ -18,13 +18,13 @@ fn dataset(lengths: &[usize]) -> Dataset {
     let tokenizer = tokenizer("tiny-llama");
     let row = |(index, length): (usize, &usize)| {
         let text = serde_json::Value::String(format!("{index:05}{}", " .".repeat(*length)));
-        Row {
+        RawRow {
             value: serde_json::Map::from_iter([("text".to_owned(), text)]),
-            origin: Origin { file: std::path::Path::new("x").into(), place: Place::Line(index as u64) },
+            origin: Origin { file: std::path::Path::new("x").into(), place: RowOrigin::Line(index as u64) },
             document: false,
         }
     };
-    let source = Source { rows: lengths.iter().enumerate().map(row).collect(), ..Source::default() };
+    let source = DataFile { rows: lengths.iter().enumerate().map(row).collect(), ..DataFile::default() };
     let options = DataOptions { train_on: TrainOn::All, max_seq_len: MAX_SEQ_LEN, ..DataOptions::default() };
     Dataset::from_source(source, &options, &tokenizer, None).unwrap()
 }

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 
-use finetune::data::source::{Row, Source};
-use finetune::data::{Cursor, DataOptions, Dataset, Origin, Place, Sampler, SamplerOptions, Step};
+use finetune::data::source::{DataFile, RawRow};
+use finetune::data::{Cursor, DataOptions, Dataset, Origin, RowOrigin, Sampler, SamplerOptions, Step};
 
 use crate::tokenizer;
 
@@ -15,14 +15,14 @@ fn dataset(lengths: &[usize]) -> Dataset {
     let row = |(index, length): (usize, &usize)| {
         let text = format!("{index:04}{}", " .".repeat(length % 7));
         let text = serde_json::Value::String(text);
-        Row {
+        RawRow {
             value: serde_json::Map::from_iter([("text".to_owned(), text)]),
-            origin: Origin { file: std::path::Path::new("x").into(), place: Place::Line(index as u64) },
+            origin: Origin { file: std::path::Path::new("x").into(), place: RowOrigin::Line(index as u64) },
             document: false,
         }
     };
     let rows = lengths.iter().enumerate().map(row).collect();
-    let source = Source { rows, ..Source::default() };
+    let source = DataFile { rows, ..DataFile::default() };
     Dataset::from_source(source, &DataOptions::default(), &tokenizer, None).unwrap()
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use finetune::data::{ChatTemplate, DataOptions, Dataset, Format, Tokenizer};
+use finetune::data::{ChatTemplate, DataOptions, Dataset, RowFormat, Tokenizer};
 
 use crate::{template, tokenizer};
 
@@ -17,26 +17,26 @@ pub(crate) fn shared() -> Option<PathBuf> {
 }
 
 /// File, rows, format, and rows that are left out for their label.
-const FILES: [(&str, usize, Format, usize); 19] = [
-    ("gsm8k_train.jsonl", 1200, Format::QuestionAnswer, 0),
-    ("gsm8k_test.jsonl", 200, Format::QuestionAnswer, 0),
-    ("alpaca_self_instruct.json", 300, Format::Alpaca, 0),
-    ("alpaca_identity.json", 91, Format::Alpaca, 0),
-    ("dolly_pairs.jsonl", 1800, Format::Instruction, 0),
-    ("sharegpt_identity.json", 300, Format::ShareGpt, 0),
-    ("sharegpt_toolcall.jsonl", 180, Format::ShareGpt, 0),
-    ("sharegpt_toolcall_zh.jsonl", 60, Format::ShareGpt, 0),
-    ("messages_sgd.jsonl", 450, Format::Messages, 0),
-    ("messages_parts_tools.jsonl", 25, Format::Messages, 0),
-    ("kto_messages.jsonl", 120, Format::Messages, 65),
-    ("dpo_hh_clean.jsonl", 277, Format::Preference, 0),
-    ("dpo_sharegpt.jsonl", 110, Format::Preference, 0),
-    ("humaneval.jsonl", 110, Format::PromptCompletion, 0),
-    ("prompt_completion.jsonl", 500, Format::PromptCompletion, 0),
-    ("text_wikisql_train.jsonl", 1000, Format::Text, 0),
-    ("text_wikisql_valid.jsonl", 100, Format::Text, 0),
-    ("tinystories.jsonl", 974, Format::Text, 0),
-    ("c4.jsonl", 150, Format::Text, 0),
+const FILES: [(&str, usize, RowFormat, usize); 19] = [
+    ("gsm8k_train.jsonl", 1200, RowFormat::QuestionAnswer, 0),
+    ("gsm8k_test.jsonl", 200, RowFormat::QuestionAnswer, 0),
+    ("alpaca_self_instruct.json", 300, RowFormat::Alpaca, 0),
+    ("alpaca_identity.json", 91, RowFormat::Alpaca, 0),
+    ("dolly_pairs.jsonl", 1800, RowFormat::Instruction, 0),
+    ("sharegpt_identity.json", 300, RowFormat::ShareGpt, 0),
+    ("sharegpt_toolcall.jsonl", 180, RowFormat::ShareGpt, 0),
+    ("sharegpt_toolcall_zh.jsonl", 60, RowFormat::ShareGpt, 0),
+    ("messages_sgd.jsonl", 450, RowFormat::Messages, 0),
+    ("messages_parts_tools.jsonl", 25, RowFormat::Messages, 0),
+    ("kto_messages.jsonl", 120, RowFormat::Messages, 65),
+    ("dpo_hh_clean.jsonl", 277, RowFormat::Preference, 0),
+    ("dpo_sharegpt.jsonl", 110, RowFormat::Preference, 0),
+    ("humaneval.jsonl", 110, RowFormat::PromptCompletion, 0),
+    ("prompt_completion.jsonl", 500, RowFormat::PromptCompletion, 0),
+    ("text_wikisql_train.jsonl", 1000, RowFormat::Text, 0),
+    ("text_wikisql_valid.jsonl", 100, RowFormat::Text, 0),
+    ("tinystories.jsonl", 974, RowFormat::Text, 0),
+    ("c4.jsonl", 150, RowFormat::Text, 0),
 ];
 
 fn load(path: PathBuf, tokenizer: &Tokenizer, template: &ChatTemplate) -> Dataset {

@@ -9,17 +9,17 @@ use parquet::file::writer::SerializedFileWriter;
 use serde_json::{Value, json};
 
 use finetune::data::format::{convert, detect};
-use finetune::data::source::{Row, Source, read};
-use finetune::data::{Format, Origin, Place, Record, Split};
+use finetune::data::source::{DataFile, RawRow, read};
+use finetune::data::{Origin, ParsedRow, RowFormat, RowOrigin, Split};
 
 use crate::folder;
 
-fn source(name: &str, bytes: &[u8]) -> Source {
+fn source(name: &str, bytes: &[u8]) -> DataFile {
     let folder = folder(&[(name, bytes)]);
     read(&folder.path().join(name), Split::Train).unwrap()
 }
 
-fn places(source: &Source) -> Vec<(Place, Value)> {
+fn places(source: &DataFile) -> Vec<(RowOrigin, Value)> {
     source.rows.iter().map(|row| (row.origin.place, Value::Object(row.value.clone()))).collect()
 }
 
@@ -31,31 +31,31 @@ fn json_lines_are_located() {
     assert_eq!(
         places(&found),
         [
-            (Place::Line(1), json!({"a": 1})),
-            (Place::Line(3), json!({"a": 2})),
-            (Place::Line(7), json!({"a": 7}))
+            (RowOrigin::Line(1), json!({"a": 1})),
+            (RowOrigin::Line(3), json!({"a": 2})),
+            (RowOrigin::Line(7), json!({"a": 7}))
         ]
     );
     let bad: Vec<_> = found.bad.iter().map(|bad| bad.origin.place).collect();
-    assert_eq!(bad, [Place::Line(4), Place::Line(5), Place::Line(6)]);
+    assert_eq!(bad, [RowOrigin::Line(4), RowOrigin::Line(5), RowOrigin::Line(6)]);
     assert_eq!(found.bad[0].fault.why, "the row is an array; an object is needed");
 }
 
 #[test]
 fn json_files_hold_an_array_an_object_or_lines() {
-    let rows = [(Place::Line(2), json!({"t": "a]}"})), (Place::Line(3), json!({"t": "\\\"["}))];
+    let rows = [(RowOrigin::Line(2), json!({"t": "a]}"})), (RowOrigin::Line(3), json!({"t": "\\\"["}))];
     let array = "[\n {\"t\": \"a]}\"},\n\n{\"t\": \"\\\\\\\"[\"}\n]";
     assert_eq!(places(&source("a.json", array.replace("\n\n", "\n").as_bytes())), rows);
     let object = "{\"version\": [1], \"data\":\n[{\"t\": 1},\n {\"t\": 2}]}";
     let found = places(&source("a.json", object.as_bytes()));
-    assert_eq!(found, [(Place::Line(2), json!({"t": 1})), (Place::Line(3), json!({"t": 2}))]);
+    assert_eq!(found, [(RowOrigin::Line(2), json!({"t": 1})), (RowOrigin::Line(3), json!({"t": 2}))]);
     let lines = "{\"t\": 1}\n{\"t\": 2}\n";
     let found = places(&source("a.json", lines.as_bytes()));
-    assert_eq!(found, [(Place::Line(1), json!({"t": 1})), (Place::Line(2), json!({"t": 2}))]);
+    assert_eq!(found, [(RowOrigin::Line(1), json!({"t": 1})), (RowOrigin::Line(2), json!({"t": 2}))]);
     let one = "{\"messages\": [{\"role\": \"user\"}]}";
     assert_eq!(places(&source("a.json", one.as_bytes())).len(), 1);
     let bad = source("a.json", b"[{\"t\": 1},\n{\"t\" 2},\n{\"t\": 3}]");
-    assert_eq!((bad.rows.len(), bad.bad.len(), bad.bad[0].origin.place), (2, 1, Place::Line(2)));
+    assert_eq!((bad.rows.len(), bad.bad.len(), bad.bad[0].origin.place), (2, 1, RowOrigin::Line(2)));
 }
 
 #[test]
@@ -82,13 +82,13 @@ fn tables_keep_quotes_and_lines() {
     assert_eq!(
         places(&found),
         [
-            (Place::Line(2), json!({"prompt": "a, \"b\"\nc", "completion": "d"})),
-            (Place::Line(5), json!({"prompt": "1", "completion": "2"}))
+            (RowOrigin::Line(2), json!({"prompt": "a, \"b\"\nc", "completion": "d"})),
+            (RowOrigin::Line(5), json!({"prompt": "1", "completion": "2"}))
         ]
     );
     assert_eq!(found.bad[0].to_string().rsplit_once('/').unwrap().1, "a.csv:4: 1 fields; the header has 2");
     let found = source("a.tsv", b"text\nx,y\n");
-    assert_eq!(places(&found), [(Place::Line(2), json!({"text": "x,y"}))]);
+    assert_eq!(places(&found), [(RowOrigin::Line(2), json!({"text": "x,y"}))]);
 }
 
 #[test]
@@ -119,10 +119,10 @@ fn parquet_keeps_nested_messages() {
         places(&source("a.parquet", &file)),
         [
             (
-                Place::Row(1),
+                RowOrigin::Row(1),
                 json!({"id": "x", "messages": [message("user", "hi"), message("assistant", "ho")]})
             ),
-            (Place::Row(2), json!({"id": null, "messages": [message("user", "é")]})),
+            (RowOrigin::Row(2), json!({"id": null, "messages": [message("user", "é")]})),
         ]
     );
 }
@@ -163,10 +163,10 @@ fn texts_are_documents() {
     assert_eq!(texts, [("one", true), ("two", true)]);
 }
 
-fn rows(values: &[Value]) -> Vec<Row> {
+fn rows(values: &[Value]) -> Vec<RawRow> {
     let origin =
-        |i: usize| Origin { file: Arc::from(Path::new("x.jsonl")), place: Place::Line(i as u64 + 1) };
-    let row = |(i, value): (usize, &Value)| Row {
+        |i: usize| Origin { file: Arc::from(Path::new("x.jsonl")), place: RowOrigin::Line(i as u64 + 1) };
+    let row = |(i, value): (usize, &Value)| RawRow {
         value: value.as_object().unwrap().clone(),
         origin: origin(i),
         document: false,
@@ -178,21 +178,24 @@ fn rows(values: &[Value]) -> Vec<Row> {
 fn formats_are_recognised() {
     let chat = json!([{"role": "user", "content": "a"}]);
     let table = [
-        (json!({"messages": chat, "tools": []}), Format::Messages),
-        (json!({"messages": chat, "label": true}), Format::Messages),
-        (json!({"id": "1", "conversations": [{"from": "human", "value": "a"}]}), Format::ShareGpt),
-        (json!({"conversations": [], "chosen": {}, "rejected": {}}), Format::Preference),
-        (json!({"prompt": "a", "chosen": "b", "rejected": "c"}), Format::Preference),
-        (json!({"instruction": "a", "input": "", "output": "b"}), Format::Alpaca),
-        (json!({"instruction": "a", "output": "b"}), Format::Alpaca),
-        (json!({"instruction": "a", "context": "", "response": "b", "category": "c"}), Format::Instruction),
-        (json!({"prompt": "a", "completion": "b"}), Format::PromptCompletion),
+        (json!({"messages": chat, "tools": []}), RowFormat::Messages),
+        (json!({"messages": chat, "label": true}), RowFormat::Messages),
+        (json!({"id": "1", "conversations": [{"from": "human", "value": "a"}]}), RowFormat::ShareGpt),
+        (json!({"conversations": [], "chosen": {}, "rejected": {}}), RowFormat::Preference),
+        (json!({"prompt": "a", "chosen": "b", "rejected": "c"}), RowFormat::Preference),
+        (json!({"instruction": "a", "input": "", "output": "b"}), RowFormat::Alpaca),
+        (json!({"instruction": "a", "output": "b"}), RowFormat::Alpaca),
+        (
+            json!({"instruction": "a", "context": "", "response": "b", "category": "c"}),
+            RowFormat::Instruction,
+        ),
+        (json!({"prompt": "a", "completion": "b"}), RowFormat::PromptCompletion),
         (
             json!({"task_id": "1", "prompt": "a", "canonical_solution": "b", "test": "c"}),
-            Format::PromptCompletion,
+            RowFormat::PromptCompletion,
         ),
-        (json!({"question": "a", "answer": "b"}), Format::QuestionAnswer),
-        (json!({"text": "a", "meta": 1}), Format::Text),
+        (json!({"question": "a", "answer": "b"}), RowFormat::QuestionAnswer),
+        (json!({"text": "a", "meta": 1}), RowFormat::Text),
     ];
     for (row, format) in table {
         let (found, why) = detect(&rows(&[row.clone(), row.clone()])).unwrap();
@@ -202,19 +205,19 @@ fn formats_are_recognised() {
         assert_eq!(name, format.name(), "the name in a recipe");
     }
     let (found, why) = detect(&rows(&[json!({"text": "a"}), json!({"text": "b"}), json!({"x": 1})])).unwrap();
-    assert_eq!((found, why.as_str()), (Format::Text, "text: 2 of 3 rows have `text`"));
+    assert_eq!((found, why.as_str()), (RowFormat::Text, "text: 2 of 3 rows have `text`"));
     let error = detect(&rows(&[json!({"text": "a"}), json!({"body": "b", "n": 1})])).unwrap_err().to_string();
     assert!(error.contains("1 of 2 rows have the keys of text"), "{error}");
     assert!(error.contains("x.jsonl:2 has the keys body, n"), "{error}");
 }
 
-fn record(row: Value, format: Format) -> Result<Option<Record>, String> {
+fn record(row: Value, format: RowFormat) -> Result<Option<ParsedRow>, String> {
     convert(row.as_object().unwrap(), format).map_err(|fault| fault.why)
 }
 
-fn messages(row: Value, format: Format) -> (Vec<Value>, Option<Value>) {
+fn messages(row: Value, format: RowFormat) -> (Vec<Value>, Option<Value>) {
     match record(row, format) {
-        Ok(Some(Record::Messages { messages, tools, .. })) => (messages, tools),
+        Ok(Some(ParsedRow::Messages { messages, tools, .. })) => (messages, tools),
         other => panic!("{other:?}"),
     }
 }
@@ -231,7 +234,7 @@ fn sharegpt_becomes_messages() {
         ],
         "tools": "[{\"name\": \"f\", \"parameters\": {}}]",
     });
-    let (found, tools) = messages(row, Format::ShareGpt);
+    let (found, tools) = messages(row, RowFormat::ShareGpt);
     assert_eq!(
         found,
         [
@@ -245,7 +248,7 @@ fn sharegpt_becomes_messages() {
     );
     assert_eq!(tools, Some(json!([{"type": "function", "function": {"name": "f", "parameters": {}}}])));
     let none = json!({"conversations": [{"from": "human", "value": "h"}], "tools": "[]"});
-    assert_eq!(messages(none, Format::ShareGpt).1, None);
+    assert_eq!(messages(none, RowFormat::ShareGpt).1, None);
 }
 
 #[test]
@@ -259,7 +262,7 @@ fn parts_and_calls_become_regular() {
         {"role": "assistant", "content": null, "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "g", "arguments": "{\"y\": [2]}"}}]},
     ]});
-    let (found, _) = messages(row, Format::Messages);
+    let (found, _) = messages(row, RowFormat::Messages);
     assert_eq!(
         found,
         [
@@ -274,31 +277,31 @@ fn parts_and_calls_become_regular() {
 
 #[test]
 fn other_formats_become_records() {
-    let task = |input: &str| Record::Task {
+    let task = |input: &str| ParsedRow::Task {
         system: None,
         instruction: "a".into(),
         input: input.into(),
         output: "b".into(),
     };
-    let pair = |prompt: &str, completion: &str| Record::Pair {
+    let pair = |prompt: &str, completion: &str| ParsedRow::Pair {
         prompt: prompt.into(),
         completion: completion.into(),
     };
     let cases = [
-        (json!({"instruction": "a", "input": "i", "output": "b"}), Format::Alpaca, task("i")),
-        (json!({"instruction": "a", "input": null, "output": "b"}), Format::Alpaca, task("")),
-        (json!({"instruction": "a", "context": "c", "response": "b"}), Format::Instruction, task("c")),
-        (json!({"question": "a", "answer": "b"}), Format::QuestionAnswer, task("")),
-        (json!({"prompt": "a", "completion": "b"}), Format::PromptCompletion, pair("a", "b")),
-        (json!({"prompt": "a", "canonical_solution": "b"}), Format::PromptCompletion, pair("a", "b")),
-        (json!({"prompt": "a", "chosen": "b", "rejected": "c"}), Format::Preference, pair("a", "b")),
+        (json!({"instruction": "a", "input": "i", "output": "b"}), RowFormat::Alpaca, task("i")),
+        (json!({"instruction": "a", "input": null, "output": "b"}), RowFormat::Alpaca, task("")),
+        (json!({"instruction": "a", "context": "c", "response": "b"}), RowFormat::Instruction, task("c")),
+        (json!({"question": "a", "answer": "b"}), RowFormat::QuestionAnswer, task("")),
+        (json!({"prompt": "a", "completion": "b"}), RowFormat::PromptCompletion, pair("a", "b")),
+        (json!({"prompt": "a", "canonical_solution": "b"}), RowFormat::PromptCompletion, pair("a", "b")),
+        (json!({"prompt": "a", "chosen": "b", "rejected": "c"}), RowFormat::Preference, pair("a", "b")),
         (
             json!({"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d", "rejected": "e"}),
-            Format::Preference,
+            RowFormat::Preference,
             pair("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " d"),
         ),
-        (json!({"text": "a"}), Format::Text, Record::Text("a".into())),
-        (json!({"text": "a"}), Format::Auto, Record::Text("a".into())),
+        (json!({"text": "a"}), RowFormat::Text, ParsedRow::Text("a".into())),
+        (json!({"text": "a"}), RowFormat::Auto, ParsedRow::Text("a".into())),
     ];
     for (row, format, expected) in cases {
         assert_eq!(record(row.clone(), format).unwrap(), Some(expected), "{row}");
@@ -306,64 +309,72 @@ fn other_formats_become_records() {
     let history =
         json!({"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]], "system": "s"});
     let contents: Vec<Value> =
-        messages(history, Format::Alpaca).0.into_iter().map(|m| m["content"].clone()).collect();
+        messages(history, RowFormat::Alpaca).0.into_iter().map(|m| m["content"].clone()).collect();
     assert_eq!(contents, ["s", "a", "b", "c", "d"]);
     let kept = json!({"messages": [{"role": "user", "content": "a"}], "label": false});
-    assert_eq!(record(kept, Format::Messages).unwrap(), None);
+    assert_eq!(record(kept, RowFormat::Messages).unwrap(), None);
 }
 
 #[test]
 fn malformed_rows_say_what_is_wrong() {
     let messages = |message: Value| json!({"messages": [message]});
     for (row, format, why) in [
-        (messages(json!("a")), Format::Messages, "`messages[0]` is a string; an object is needed"),
-        (messages(json!({"content": "a"})), Format::Messages, "has no `role`"),
-        (messages(json!({"role": "user"})), Format::Messages, "has no `content`"),
-        (messages(json!({"role": "user", "content": 3})), Format::Messages, "has a number as `content`"),
+        (messages(json!("a")), RowFormat::Messages, "`messages[0]` is a string; an object is needed"),
+        (messages(json!({"content": "a"})), RowFormat::Messages, "has no `role`"),
+        (messages(json!({"role": "user"})), RowFormat::Messages, "has no `content`"),
+        (messages(json!({"role": "user", "content": 3})), RowFormat::Messages, "has a number as `content`"),
         (
             messages(json!({"role": "user", "content": [{"type": "image_url", "image_url": {}}]})),
-            Format::Messages,
+            RowFormat::Messages,
             "has a part of the type `image_url` without text",
         ),
         (
             messages(json!({"role": "assistant", "tool_calls": [{}]})),
-            Format::Messages,
+            RowFormat::Messages,
             "a tool call without `name`",
         ),
         (
             messages(json!({"role": "assistant", "content": "", "weight": 2})),
-            Format::Messages,
+            RowFormat::Messages,
             "the `weight` 2",
         ),
-        (json!({"messages": []}), Format::Messages, "`messages` is empty"),
-        (json!({"messages": "a"}), Format::Messages, "`messages` is a string; a list of messages is needed"),
+        (json!({"messages": []}), RowFormat::Messages, "`messages` is empty"),
+        (
+            json!({"messages": "a"}),
+            RowFormat::Messages,
+            "`messages` is a string; a list of messages is needed",
+        ),
         (
             json!({"messages": [{"role": "user", "content": "a"}], "label": "maybe"}),
-            Format::Messages,
+            RowFormat::Messages,
             "`label` is",
         ),
         (
             json!({"messages": [{"role": "user", "content": "a"}], "tools": "{"}),
-            Format::Messages,
+            RowFormat::Messages,
             "`tools` is not JSON",
         ),
         (
             json!({"conversations": [{"from": "alien", "value": "a"}]}),
-            Format::ShareGpt,
+            RowFormat::ShareGpt,
             "is from \"alien\"; accepted",
         ),
         (
             json!({"conversations": [{"from": "function_call", "value": "f(x)"}]}),
-            Format::ShareGpt,
+            RowFormat::ShareGpt,
             "is a function call that is not JSON",
         ),
         (
             json!({"prompt": "a", "completion": []}),
-            Format::PromptCompletion,
+            RowFormat::PromptCompletion,
             "`prompt` is a string and `completion` is an array",
         ),
-        (json!({"txt": "a"}), Format::Text, "it has no `text`; its keys are txt"),
-        (json!({"instruction": "a", "output": null}), Format::Alpaca, "`output` is null; a string is needed"),
+        (json!({"txt": "a"}), RowFormat::Text, "it has no `text`; its keys are txt"),
+        (
+            json!({"instruction": "a", "output": null}),
+            RowFormat::Alpaca,
+            "`output` is null; a string is needed",
+        ),
     ] {
         let found = record(row.clone(), format).unwrap_err();
         assert!(found.contains(why), "{row}: {found}");

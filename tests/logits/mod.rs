@@ -3,19 +3,20 @@
 use std::path::Path;
 
 use candle_core::{DType, Device};
-use finetune::data::{Batch, IGNORE, Segment};
-use finetune::ops::attention::Algorithm;
-use finetune::plan::{Base, EngineOptions, Finder};
-use finetune::recipe::{self, Source};
+use finetune::data::{Batch, IGNORE, PackedSample};
+use finetune::ops::attention::AttentionAlgorithm;
+use finetune::recipe::{self, DataSource};
 use finetune::report::{Terminal, Verbosity};
+use finetune::setup::{BaseModel, EngineOptions, Resolver};
 use finetune::weights::ModelFiles;
 
 /// The model in `folder`.
-pub(crate) fn base(folder: &Path) -> Base {
+pub(crate) fn base(folder: &Path) -> BaseModel {
     let terminal = Terminal::stderr(Verbosity::Quiet);
-    let finder = Finder::new(true, &terminal).expect("offline");
-    let model = recipe::Model { id: Some(Source::Path(folder.into())), ..recipe::Model::default() };
-    Base::open(&model, None, &finder).expect("a model")
+    let finder = Resolver::new(true, &terminal).expect("offline");
+    let model =
+        recipe::ModelSection { id: Some(DataSource::Path(folder.into())), ..recipe::ModelSection::default() };
+    BaseModel::open(&model, None, &finder).expect("a model")
 }
 
 /// The values of a tensor.
@@ -40,13 +41,13 @@ pub(crate) fn distance(expected: &Path, folder: &Path) -> f32 {
     for (ids, mask) in ids.chunks(length).zip(mask.chunks(length)) {
         let valid: Vec<u32> =
             ids.iter().zip(mask).filter(|(_, m)| **m == 1).map(|(id, _)| *id as u32).collect();
-        batch.segments.push(Segment { start: batch.ids.len(), len: valid.len() });
+        batch.segments.push(PackedSample { start: batch.ids.len(), len: valid.len() });
         batch.targets.extend(vec![IGNORE; valid.len()]);
         batch.positions.extend(0..valid.len() as u32);
         batch.ids.extend(valid);
         batch.rows += 1;
     }
-    let options = EngineOptions::alone(Device::Cpu, DType::F32, Algorithm::Flash, 0);
+    let options = EngineOptions::alone(Device::Cpu, DType::F32, AttentionAlgorithm::Flash, 0);
     let engine = base(folder).engine(None, false, &options).expect("loads");
     let logits = engine.logits(&batch).and_then(|logits| Ok(logits.flatten_all()?.to_vec1()?));
     let ours: Vec<f32> = logits.expect("computes");

@@ -5,20 +5,21 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Tensor};
 use finetune::ops::adamw::{AdamW, adamw};
 use finetune::ops::attention::{
-    Algorithm, AttentionKind, Columns, Heads, Qkv, Span, attention, attention_backward,
+    AttentionAlgorithm, AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward,
 };
 use finetune::ops::cross_entropy::{
     IGNORE, LossKind, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
 };
 use finetune::ops::dropout::{Dropout, dropout};
+use finetune::ops::elementwise::{add, add_into, sum_of_squares};
 use finetune::ops::embedding::{embed, embed_backward};
-use finetune::ops::gated::{Activation, gated, gated_backward};
-use finetune::ops::product::{add_bias, sum_rows};
-use finetune::ops::random::Stream;
-use finetune::ops::reduce::{add, add_into, copy_into, sum_of_squares};
+use finetune::ops::glu::{Activation, glu, glu_backward};
+use finetune::ops::matmul::{add_bias, sum_rows};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
-use finetune::ops::{Form, product};
+use finetune::ops::{Transpose, matmul};
+use finetune::runtime::copy::copy_into;
+use finetune::runtime::rng::RngStream;
 
 use super::{normal, zeros};
 
@@ -45,19 +46,19 @@ fn cast(name: &str, shape: (usize, usize), dtype: DType) -> Tensor {
 
 fn linear(dtype: DType, results: &mut Results) {
     for (name, form, a, b) in [
-        ("product Nt", Form::Nt, (150, 170), (190, 170)),
-        ("product Nn", Form::Nn, (150, 170), (170, 190)),
-        ("product Tn", Form::Tn, (170, 150), (170, 190)),
+        ("product Nt", Transpose::Nt, (150, 170), (190, 170)),
+        ("product Nn", Transpose::Nn, (150, 170), (170, 190)),
+        ("product Tn", Transpose::Tn, (170, 150), (170, 190)),
     ] {
         let dst = cast("dst", (150, 190), dtype);
         let (a, b) = (cast("a", a, dtype), cast("b", b, dtype));
-        product(Columns::all(&dst), Columns::all(&a), Columns::all(&b), form, 0.7, true).unwrap();
+        matmul(ColumnView::all(&dst), ColumnView::all(&a), ColumnView::all(&b), form, 0.7, true).unwrap();
         results.insert(name, bits(&dst));
     }
     let (dst, bias) = (cast("dst", (150, 190), dtype), normal("bias", 190).to_dtype(dtype).unwrap());
-    add_bias(Columns::all(&dst), &bias).unwrap();
+    add_bias(ColumnView::all(&dst), &bias).unwrap();
     let grad = zeros(190);
-    sum_rows(&grad, Columns::all(&dst)).unwrap();
+    sum_rows(&grad, ColumnView::all(&dst)).unwrap();
     results.insert("add_bias", bits(&dst));
     results.insert("sum_rows", bits(&grad));
 }
@@ -89,10 +90,10 @@ fn elementwise(dtype: DType, results: &mut Results) {
         (["silu", "silu backward"], Activation::Silu),
         (["gelu_tanh", "gelu_tanh backward"], Activation::GeluTanh),
     ] {
-        results.insert(names[0], bits(&gated(&x, activation).unwrap()));
-        results.insert(names[1], bits(&gated_backward(&x, &dh, activation).unwrap()));
+        results.insert(names[0], bits(&glu(&x, activation).unwrap()));
+        results.insert(names[1], bits(&glu_backward(&x, &dh, activation).unwrap()));
     }
-    let site = Dropout { p: 0.1, stream: Stream::new(9), first_token: 3 };
+    let site = Dropout { p: 0.1, stream: RngStream::new(9), first_token: 3 };
     results.insert("dropout", bits(&dropout(&x, site).unwrap()));
     results.insert("add", bits(&add(&x, &dy).unwrap()));
     let sum = zeros((200, 96));
@@ -108,12 +109,12 @@ fn attended(dtype: DType, results: &mut Results) {
     let spans = [Span::sequence(0, 200), Span::sequence(200, 65), Span::sequence(265, 1)];
     let x = cast("qkv", (266, heads.qkv_width()), dtype);
     let dout = cast("dout", (266, heads.q_width()), dtype);
-    let range = |start, len| Columns { tensor: &x, start, len };
+    let range = |start, len| ColumnView { tensor: &x, start, len };
     let (q, k) = (range(0, heads.q_width()), range(heads.q_width(), heads.kv_width()));
     let qkv = Qkv { q, k, v: range(heads.qk_width(), heads.kv_width()) };
     for (names, algorithm) in [
-        (["flash", "flash lse", "flash backward"], Algorithm::Flash),
-        (["eager", "eager lse", "eager backward"], Algorithm::Eager),
+        (["flash", "flash lse", "flash backward"], AttentionAlgorithm::Flash),
+        (["eager", "eager lse", "eager backward"], AttentionAlgorithm::Eager),
     ] {
         let attended = attention(qkv, &spans, kind, algorithm).unwrap();
         let d = attention_backward(qkv, &attended, &dout, &spans, kind, algorithm).unwrap();

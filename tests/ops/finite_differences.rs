@@ -3,12 +3,12 @@
 
 use candle_core::{Device, Tensor};
 use finetune::ops::attention::{
-    Algorithm, AttentionKind, Columns, Heads, Qkv, Span, attention, attention_backward,
+    AttentionAlgorithm, AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward,
 };
 use finetune::ops::cross_entropy::{
     IGNORE, LossAndGrad, LossKind, Output, OutputGrads, TokenScore, linear_cross_entropy, score_targets,
 };
-use finetune::ops::gated::{Activation, gated, gated_backward};
+use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{RotaryTable, rotary, rotary_backward};
 
@@ -88,9 +88,9 @@ fn of_gated_products() {
     for activation in [Activation::Silu, Activation::GeluTanh] {
         let (x, dh) = ((normal("gate_up", (5, 2 * 18)) * 2.0).unwrap(), normal("dh", (5, 18)));
         let (x64, dh64) = (values(&x), values(&dh));
-        close("h", &gated(&x, activation).unwrap(), &gated_f64(&x64, 18, activation));
+        close("h", &glu(&x, activation).unwrap(), &gated_f64(&x64, 18, activation));
         let want = differences(&x64, |x| dot(&gated_f64(x, 18, activation), &dh64));
-        close("dgate_up", &gated_backward(&x, &dh, activation).unwrap(), &want);
+        close("dgate_up", &glu_backward(&x, &dh, activation).unwrap(), &want);
     }
 }
 
@@ -176,13 +176,13 @@ fn of_attention() {
         let (x64, dout64) = (values(&x), values(&dout));
         let want = attention_f64(&x64, &spans, kind);
         let want_d = differences(&x64, |x| dot(&attention_f64(x, &spans, kind), &dout64));
-        let range = |start, len| Columns { tensor: &x, start, len };
+        let range = |start, len| ColumnView { tensor: &x, start, len };
         let qkv = Qkv {
             q: range(0, heads.q_width()),
             k: range(heads.q_width(), heads.kv_width()),
             v: range(heads.qk_width(), heads.kv_width()),
         };
-        for algorithm in [Algorithm::Flash, Algorithm::Eager] {
+        for algorithm in [AttentionAlgorithm::Flash, AttentionAlgorithm::Eager] {
             let attended = attention(qkv, &spans, kind, algorithm).unwrap();
             close("out", &attended.out, &want);
             let d = attention_backward(qkv, &attended, &dout, &spans, kind, algorithm).unwrap();

@@ -11,13 +11,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Shape, Tensor};
-use finetune::ops::random::Stream;
 use finetune::ops::selftest;
+use finetune::runtime::rng::RngStream;
 use regex::Regex;
 
 /// Standard normal values, named.
 fn normal(name: &str, shape: impl Into<Shape>) -> Tensor {
-    let (shape, stream) = (shape.into(), Stream::new(2).named(name));
+    let (shape, stream) = (shape.into(), RngStream::new(2).named(name));
     let values: Vec<f32> = (0..shape.elem_count() as u64).map(|i| stream.normal(i)).collect();
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }

@@ -8,25 +8,28 @@
 //! [`values`] reads what a weight was, [`change`] is what the adapter makes of it, [`tables`] settles embedding and
 //! head, [`record`] keeps an adapter from being merged twice.
 
-mod change;
-mod record;
-mod tables;
-mod values;
+mod base_values;
+mod delta;
+mod embeddings;
+mod report;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use self::change::Change;
-pub use self::record::{MERGE_FILE, MergeRecord};
-use self::tables::{Parts, Tie};
-use self::values::{Source, Values};
-use super::{Adapter, ModuleInfo, ModuleKind, Target, TensorKind};
+use self::base_values::{MergeValues, ValueSource};
+use self::delta::WeightDelta;
+use self::embeddings::{EmbeddingParts, Tie};
+pub use self::report::{MERGE_FILE, MergeRecord};
+use super::{ModuleInfo, ModuleKind, SavedAdapter, Target, TensorKind};
 use crate::error::{Error, Result};
-use crate::quant::Format;
-use crate::weights::companions::{self, ConfigChanges, TokenizerFiles};
-use crate::weights::{self, Entry, ModelFiles, NewFolder, OutputDtype, StoredDtype, TensorSink, Written};
+use crate::quant::QuantFormat;
+use crate::weights::sidecar_files;
+use crate::weights::sidecar_files::{ConfigChanges, TokenizerFiles};
+use crate::weights::{
+    self, AtomicDir, ModelFiles, OutputDtype, StoredDtype, TensorSink, WriteEntry, Written,
+};
 
 /// Elements (or bytes that are only copied) of a tensor in memory at once, if a row is not longer.
 const BLOCK: usize = 1 << 22;
@@ -39,7 +42,7 @@ pub enum BaseValues {
     AsStored,
     /// What quantizing to this format leaves of the linear layers of the blocks, for an adapter that was trained on
     /// such a base; the other tensors as they are stored.
-    Quantized(Format),
+    Quantized(QuantFormat),
 }
 
 /// Looks at the merged model before its folder gets its name; what it returns goes into merge.json.
@@ -83,19 +86,24 @@ pub fn merge(
     output: &Path,
     options: &MergeOptions<'_>,
 ) -> Result<MergeReport> {
-    let adapter = Adapter::read(adapter)?;
-    let (earlier, digest) = record::merges_before(base.folder(), &adapter)?;
-    let config = companions::read_config(base.folder())?;
-    let plan = Plan::new(base, &adapter, &config, options)?;
-    let folder = NewFolder::create(output)?;
+    let adapter = SavedAdapter::read(adapter)?;
+    let (earlier, digest) = report::merges_before(base.folder(), &adapter)?;
+    let config = sidecar_files::read_config(base.folder())?;
+    let plan = MergePlan::new(base, &adapter, &config, options)?;
+    let folder = AtomicDir::create(output)?;
     let mut files = plan.write(folder.path())?;
-    let entries: Vec<Entry> = plan.outs().map(|out| out.entry.clone()).collect();
+    let entries: Vec<WriteEntry> = plan.outs().map(|out| out.entry.clone()).collect();
     let changes = ConfigChanges {
         tie_word_embeddings: plan.untied.then_some(false),
         ..ConfigChanges::for_weights(&entries)
     };
     let dtype = changes.dtype;
-    companions::copy(base.folder(), TokenizerFiles::find(adapter.folder()).as_ref(), folder.path(), changes)?;
+    sidecar_files::copy(
+        base.folder(),
+        TokenizerFiles::find(adapter.folder()).as_ref(),
+        folder.path(),
+        changes,
+    )?;
     let record = MergeRecord {
         base: base.folder().display().to_string(),
         base_values: words(options.base),
@@ -110,7 +118,7 @@ pub fn merge(
     for file in &mut files {
         file.path = output.join(file.path.file_name().unwrap_or_default());
     }
-    let count = |wanted: fn(&Out<'_>) -> bool| plan.outs().filter(|out| wanted(out)).count();
+    let count = |wanted: fn(&MergeOutput<'_>) -> bool| plan.outs().filter(|out| wanted(out)).count();
     Ok(MergeReport {
         merged: count(|out| out.is_changed()),
         replaced: count(|out| out.is_replaced()),
@@ -123,7 +131,7 @@ pub fn merge(
 fn words(base: BaseValues) -> String {
     match base {
         BaseValues::AsStored => "as stored".into(),
-        BaseValues::Quantized(Format { kind, block_size, double_quant }) => {
+        BaseValues::Quantized(QuantFormat { kind, block_size, double_quant }) => {
             let scales = if double_quant { "double-quantized" } else { "f32" };
             format!("dequantized from {} in blocks of {block_size} with {scales} scales", kind.name())
         }
@@ -131,42 +139,42 @@ fn words(base: BaseValues) -> String {
 }
 
 /// A tensor of the merged model.
-struct Out<'a> {
-    entry: Entry,
-    source: Source<'a>,
+struct MergeOutput<'a> {
+    entry: WriteEntry,
+    source: ValueSource<'a>,
     /// Quantized to this before the adapter is added.
-    format: Option<Format>,
+    format: Option<QuantFormat>,
     rows: Option<&'a str>,
     lora: Option<&'a Target>,
 }
 
-impl Out<'_> {
+impl MergeOutput<'_> {
     fn is_changed(&self) -> bool {
         self.lora.is_some() || self.rows.is_some()
     }
 
     fn is_replaced(&self) -> bool {
-        matches!(self.source, Source::Adapter(_, kind) if kind.is_saved())
+        matches!(self.source, ValueSource::Adapter(_, kind) if kind.is_saved())
     }
 }
 
 /// The files of the merged model with their tensors in order.
-struct Plan<'a> {
+struct MergePlan<'a> {
     base: &'a ModelFiles,
-    adapter: &'a Adapter,
-    files: Vec<(String, Vec<Out<'a>>)>,
+    adapter: &'a SavedAdapter,
+    files: Vec<(String, Vec<MergeOutput<'a>>)>,
     untied: bool,
 }
 
-impl<'a> Plan<'a> {
+impl<'a> MergePlan<'a> {
     fn new(
         base: &'a ModelFiles,
-        adapter: &'a Adapter,
+        adapter: &'a SavedAdapter,
         config: &Map<String, Value>,
         options: &MergeOptions<'_>,
     ) -> Result<Self> {
         let tie = Tie::new(base, config);
-        let modules = tables::modules(base, &tie, adapter);
+        let modules = embeddings::modules(base, &tie, adapter);
         adapter.check_fits(&modules)?;
         let untied = tie.is_broken_by(adapter, &modules)?;
         let modules: BTreeMap<&str, &ModuleInfo> =
@@ -194,20 +202,24 @@ impl<'a> Plan<'a> {
         module: Option<&ModuleInfo>,
         tie: &Tie,
         options: &MergeOptions<'_>,
-    ) -> Result<Out<'a>> {
+    ) -> Result<MergeOutput<'a>> {
         let shape = module.map_or(&self.base.require(stored)?.shape, |module| &module.shape).clone();
-        let mut out = Out {
-            entry: Entry { name: name.into(), dtype, shape },
-            source: Source::Base(stored),
+        let mut out = MergeOutput {
+            entry: WriteEntry { name: name.into(), dtype, shape },
+            source: ValueSource::Base(stored),
             format: None,
             rows: None,
             lora: None,
         };
         if let (Some(module), Some(name)) = (module, name.strip_suffix(".weight")) {
-            let parts = Parts::of(self.adapter, name, tie);
+            let parts = EmbeddingParts::of(self.adapter, name, tie);
             out.source = match parts {
-                Parts { whole: Some(module), .. } => Source::Adapter(module, TensorKind::SavedWeight),
-                Parts { base: Some(module), .. } => Source::Adapter(module, TensorKind::BaseWeight),
+                EmbeddingParts { whole: Some(module), .. } => {
+                    ValueSource::Adapter(module, TensorKind::SavedWeight)
+                }
+                EmbeddingParts { base: Some(module), .. } => {
+                    ValueSource::Adapter(module, TensorKind::BaseWeight)
+                }
                 _ => out.source,
             };
             if parts.whole.is_none() {
@@ -221,12 +233,12 @@ impl<'a> Plan<'a> {
         } else if let Some(module) = name.strip_suffix(".bias")
             && self.adapter.info(module, TensorKind::SavedBias).is_some()
         {
-            out.source = Source::Adapter(module, TensorKind::SavedBias);
+            out.source = ValueSource::Adapter(module, TensorKind::SavedBias);
         }
         Ok(out)
     }
 
-    fn outs(&self) -> impl Iterator<Item = &Out<'a>> {
+    fn outs(&self) -> impl Iterator<Item = &MergeOutput<'a>> {
         self.files.iter().flat_map(|(_, outs)| outs)
     }
 
@@ -234,9 +246,9 @@ impl<'a> Plan<'a> {
     fn write(&self, folder: &Path) -> Result<Vec<Written>> {
         let mut files = Vec::with_capacity(self.files.len() + 1);
         for (name, outs) in &self.files {
-            let by_name: BTreeMap<&str, &Out<'_>> =
+            let by_name: BTreeMap<&str, &MergeOutput<'_>> =
                 outs.iter().map(|out| (out.entry.name.as_str(), out)).collect();
-            let entries: Vec<Entry> = outs.iter().map(|out| out.entry.clone()).collect();
+            let entries: Vec<WriteEntry> = outs.iter().map(|out| out.entry.clone()).collect();
             files.push(weights::write_file(&folder.join(name), &entries, |entry, sink| {
                 match by_name.get(entry.name.as_str()) {
                     Some(out) => self.write_tensor(out, sink),
@@ -252,7 +264,7 @@ impl<'a> Plan<'a> {
         Ok(files)
     }
 
-    fn write_tensor(&self, out: &Out<'_>, sink: &mut TensorSink<'_>) -> Result<()> {
+    fn write_tensor(&self, out: &MergeOutput<'_>, sink: &mut TensorSink<'_>) -> Result<()> {
         if let Some(name) = self.kept(out)? {
             for block in self.base.bytes(name)?.chunks(BLOCK) {
                 sink.write_bytes(block)?;
@@ -262,8 +274,8 @@ impl<'a> Plan<'a> {
         }
         let shape = &out.entry.shape;
         let elements = shape.iter().product();
-        let values = Values::open(self.base, self.adapter, out.source, (elements, out.format))?;
-        let mut change = Change::read(self.adapter, out.rows, out.lora, shape)?;
+        let values = MergeValues::open(self.base, self.adapter, out.source, (elements, out.format))?;
+        let mut change = WeightDelta::read(self.adapter, out.rows, out.lora, shape)?;
         // Whole rows, so that each block's rows meet their rows of B.
         let row = shape.last().copied().unwrap_or(1).max(1);
         let block = (BLOCK / row).max(1) * row;
@@ -286,8 +298,8 @@ impl<'a> Plan<'a> {
     }
 
     /// The base's tensor whose bytes are the output's.
-    fn kept<'o>(&self, out: &Out<'o>) -> Result<Option<&'o str>> {
-        let Source::Base(name) = out.source else { return Ok(None) };
+    fn kept<'o>(&self, out: &MergeOutput<'o>) -> Result<Option<&'o str>> {
+        let ValueSource::Base(name) = out.source else { return Ok(None) };
         let info = self.base.require(name)?;
         let same = info.dtype == out.entry.dtype && info.shape == out.entry.shape;
         let plain = same && self.base.quantized(name)?.is_none();

@@ -15,12 +15,12 @@ fn model() -> Vec<ModuleInfo> {
     modules
 }
 
-fn list(names: &[&str]) -> Names {
-    Names::List(names.iter().map(|&name| name.into()).collect())
+fn list(names: &[&str]) -> NamePattern {
+    NamePattern::List(names.iter().map(|&name| name.into()).collect())
 }
 
-fn named(names: Names) -> TargetSpec {
-    TargetSpec { target_modules: TargetModules::Named(names), ..Default::default() }
+fn named(names: NamePattern) -> TargetSpec {
+    TargetSpec { target_modules: ModulePattern::Named(names), ..Default::default() }
 }
 
 fn short(spec: &TargetSpec) -> Vec<String> {
@@ -61,18 +61,18 @@ fn a_list_matches_whole_words_at_the_end() {
 #[test]
 fn a_string_is_a_regex_for_the_whole_name() {
     assert_eq!(
-        short(&named(Names::Regex(r".*\.1\..*(q|gate)_proj".into()))),
+        short(&named(NamePattern::Regex(r".*\.1\..*(q|gate)_proj".into()))),
         ["1.self_attn.q", "1.mlp.gate"]
     );
-    assert!(error(&named(Names::Regex("q_proj".into()))).contains("matches no module"));
-    assert!(error(&named(Names::Regex("(".into()))).contains("unclosed group"));
+    assert!(error(&named(NamePattern::Regex("q_proj".into()))).contains("matches no module"));
+    assert!(error(&named(NamePattern::Regex("(".into()))).contains("unclosed group"));
 }
 
 #[test]
 fn exclusions_and_saved_modules_get_no_lora() {
     let mut spec = TargetSpec { exclude_modules: list(&["o_proj", "mlp.gate_proj"]), ..Default::default() };
     assert_eq!(short(&spec), ["0.self_attn.q", "1.self_attn.q", "10.self_attn.q"]);
-    spec.exclude_modules = Names::Regex(r".*\.(0|10)\..*".into());
+    spec.exclude_modules = NamePattern::Regex(r".*\.(0|10)\..*".into());
     spec.modules_to_save = vec!["mlp".into()];
     assert_eq!(short(&spec), ["1.self_attn.q", "1.self_attn.o"]);
     spec.exclude_modules = list(&["k_proj"]);
@@ -125,7 +125,7 @@ fn a_name_without_effect_is_an_error() {
       caused by: `target_modules` matches `model.norm`, a norm; accepted: linear layers, the embedding, the head
     hint: write `modules_to_save = ["norm"]` to train it whole
     "#);
-    let none = TargetSpec { exclude_modules: Names::Regex(".*".into()), ..Default::default() };
+    let none = TargetSpec { exclude_modules: NamePattern::Regex(".*".into()), ..Default::default() };
     insta::assert_snapshot!(error(&none), @r#"
     error: cannot choose the modules that get LoRA
       caused by: `target_modules` leaves no module: exclude_modules, modules_to_save or layers_to_transform take all
@@ -150,7 +150,7 @@ fn tables_may_have_lora_where_they_are_named() {
     let targets = resolve(&named(list(&["embed_tokens", "lm_head"])), &model()).expect("resolves");
     let kinds: Vec<ModuleKind> = targets.iter().map(|target| target.kind).collect();
     assert_eq!(kinds, [ModuleKind::Embedding, ModuleKind::Head]);
-    let all = resolve(&named(Names::Regex(r".*(embed_tokens|\.0\..*q_proj)".into())), &model());
+    let all = resolve(&named(NamePattern::Regex(r".*(embed_tokens|\.0\..*q_proj)".into())), &model());
     assert_eq!(all.expect("resolves").len(), 2);
 }
 
@@ -172,7 +172,7 @@ fn rows_are_of_tables_and_within_them() {
         .collect();
     let saved = TargetSpec { modules_to_save: vec!["lm_head".into()], ..spec("lm_head", &[1]) };
     errors.push(rows(&saved).expect_err("saved too").to_string());
-    let target_modules = TargetModules::Named(list(&["lm_head"]));
+    let target_modules = ModulePattern::Named(list(&["lm_head"]));
     let adapted = TargetSpec { target_modules, ..spec("lm_head", &[1]) };
     errors.push(rows(&adapted).expect_err("adapted too").to_string());
     insta::assert_snapshot!(errors.join("\n"), @"
@@ -193,10 +193,11 @@ fn rows_are_of_tables_and_within_them() {
 
 #[test]
 fn written_names_mean_the_same_modules() {
-    let mut spec = TargetSpec { exclude_modules: Names::Regex(r".*\.0\.mlp.*".into()), ..Default::default() };
+    let mut spec =
+        TargetSpec { exclude_modules: NamePattern::Regex(r".*\.0\.mlp.*".into()), ..Default::default() };
     let targets = resolve(&spec, &model()).expect("resolves");
     let names = target_names(&targets, &model());
     assert_eq!(names, ["model.layers.1.mlp.gate_proj", "model.layers.10.mlp.gate_proj", "o_proj", "q_proj"]);
-    spec = named(Names::List(names));
+    spec = named(NamePattern::List(names));
     assert_eq!(resolve(&spec, &model()).expect("resolves"), targets);
 }

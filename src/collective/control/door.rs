@@ -18,7 +18,7 @@ use super::message::{Hello, Message};
 use super::secret::{Notice, Secret, Terms};
 use super::wire::prepare;
 use crate::collective::launch::{Launch, Master};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// For one connection from its first byte to what it says of itself.
 const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -47,8 +47,8 @@ impl Door {
     /// takes any. A name that cannot be resolved yet is tried until the deadline of `terms`.
     ///
     /// # Errors
-    /// [`Kind::User`] when the address is not one of this host, stands for all addresses, or is open to other hosts and
-    /// there is no secret; [`Kind::Transient`] when no port is free or the name stays unknown.
+    /// [`ErrorCategory::User`] when the address is not one of this host, stands for all addresses, or is open to other hosts and
+    /// there is no secret; [`ErrorCategory::Transient`] when no port is free or the name stays unknown.
     pub fn open(launch: &Launch, terms: &Terms) -> Result<Door> {
         let Some(master) = &launch.master else {
             return Err(Error::internal("a run of one process has no master address to listen on"));
@@ -100,7 +100,7 @@ impl Door {
         let (theirs, listener) = (guard.clone(), self.listener);
         let thread = Builder::new().name("door".to_owned()).spawn(move || theirs.accept(&listener, &sender));
         let thread = thread.map_err(|error| {
-            Error::new(Kind::Transient, "cannot start the thread that lets ranks in")
+            Error::new(ErrorCategory::Transient, "cannot start the thread that lets ranks in")
                 .because(error.to_string())
         })?;
         Ok(Arrivals { queue, guard, thread: Some(thread) })
@@ -117,7 +117,7 @@ fn listen(address: SocketAddr) -> std::io::Result<Door> {
 fn cannot_listen(master: &Master, failures: &[(SocketAddr, std::io::Error)]) -> Error {
     let foreign = failures.iter().all(|(_, error)| error.kind() == ErrorKind::AddrNotAvailable);
     let denied = failures.iter().any(|(_, error)| error.kind() == ErrorKind::PermissionDenied);
-    let kind = if foreign || denied { Kind::User } else { Kind::Transient };
+    let kind = if foreign || denied { ErrorCategory::User } else { ErrorCategory::Transient };
     let error = Error::new(kind, format!("cannot listen on the master address `{}`", master.address));
     let shown = failures.iter().take(4).map(|(address, error)| format!("{address}: {error}"));
     let error = shown.fold(error, Error::because);
@@ -146,8 +146,11 @@ fn resolve_until(name: &str, until: Instant) -> Result<Vec<IpAddr>> {
         match resolve(name) {
             Ok(ips) => return Ok(ips),
             Err(error) if Instant::now() >= until => {
-                return Err(Error::new(Kind::Transient, format!("cannot find the master address `{name}`"))
-                    .because(error.to_string()));
+                return Err(Error::new(
+                    ErrorCategory::Transient,
+                    format!("cannot find the master address `{name}`"),
+                )
+                .because(error.to_string()));
             }
             Err(_) => sleep(Duration::from_millis(500).min(until.saturating_duration_since(Instant::now()))),
         }

@@ -11,7 +11,7 @@ use super::roll::Roll;
 use super::secret::Terms;
 use super::wire::{Broken, prepare};
 use crate::collective::launch::Master;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 use crate::units;
 
 const CONNECT: Duration = Duration::from_secs(3);
@@ -126,7 +126,7 @@ pub(super) fn join(master: &Master, own: &Hello, run: &str, terms: &Terms) -> Re
     let mut link = find(master, run, terms)?;
     let until = Instant::now() + terms.deadline + SLACK;
     let gone = |broken: Broken| {
-        Error::new(Kind::Transient, "the ranks cannot meet: rank 0 went away before all had come")
+        Error::new(ErrorCategory::Transient, "the ranks cannot meet: rank 0 went away before all had come")
             .because(broken.to_string())
             .hint("look at what rank 0 prints")
     };
@@ -193,7 +193,7 @@ fn find(master: &Master, run: &str, terms: &Terms) -> Result<Link> {
             }
             let waited = units::duration(terms.deadline.as_secs_f64());
             return Err(Error::new(
-                Kind::Transient,
+                ErrorCategory::Transient,
                 format!(
                     "the ranks cannot meet: no answer from rank 0 at `{}` within {waited}",
                     master.address

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::wire::{Broken, Composer, Parser, VERSION};
 use crate::collective::launch::MAX_WORLD;
-use crate::error::{Error, Kind};
+use crate::error::{Error, ErrorCategory};
 
 /// Bytes that one process may give to [`super::Control::exchange`] or broadcast.
 pub const MAX_SHARE: usize = 64 << 10;
@@ -74,7 +74,7 @@ pub(super) struct Rejection {
 
 impl From<Rejection> for Error {
     fn from(rejection: Rejection) -> Self {
-        let kind = if rejection.users_fault { Kind::User } else { Kind::Transient };
+        let kind = if rejection.users_fault { ErrorCategory::User } else { ErrorCategory::Transient };
         let error = Error::new(kind, rejection.what);
         rejection.causes.into_iter().fold(error, Error::because).hint(rejection.hint)
     }

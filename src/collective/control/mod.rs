@@ -68,8 +68,8 @@ impl Control {
     /// Meets the other processes of `launch`; returns when all are there and agree.
     ///
     /// # Errors
-    /// [`crate::error::Kind::User`] when secrets, world sizes, ranks or digests do not fit together, with both sides named, the same
-    /// in every process; [`crate::error::Kind::Transient`] when ranks are missing at the deadline or rank 0 cannot be reached.
+    /// [`crate::error::ErrorCategory::User`] when secrets, world sizes, ranks or digests do not fit together, with both sides named, the same
+    /// in every process; [`crate::error::ErrorCategory::Transient`] when ranks are missing at the deadline or rank 0 cannot be reached.
     pub fn meet(launch: &Launch, identity: &Identity, terms: &Terms) -> Result<Control> {
         match &launch.master {
             Some(_) if launch.rank == 0 => Self::meet_at(Door::open(launch, terms)?, launch, identity, terms),
@@ -130,7 +130,7 @@ impl Control {
     /// order of [`Control::peers`].
     ///
     /// # Errors
-    /// [`crate::error::Kind::Transient`] when a process has failed, is gone, makes another call, or does not come to this one within
+    /// [`crate::error::ErrorCategory::Transient`] when a process has failed, is gone, makes another call, or does not come to this one within
     /// the terms' patience; the rank is named.
     pub fn exchange(&self, what: &str, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
         self.round(Round::Exchange, what, bytes)

@@ -15,7 +15,7 @@ use super::meeting::Met;
 use super::message::{Message, Peer, Round, Share};
 use super::roll::named;
 use super::wire::Broken;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// Calls that a process can be ahead of rank 0: one, and a farewell is no call.
 const MOST_AHEAD: usize = 2;
@@ -39,7 +39,7 @@ impl std::fmt::Display for Failure {
 
 impl From<Failure> for Error {
     fn from(failure: Failure) -> Self {
-        Error::new(Kind::Transient, format!("rank {} on {} failed", failure.rank, failure.host))
+        Error::new(ErrorCategory::Transient, format!("rank {} on {} failed", failure.rank, failure.host))
             .because(failure.why)
     }
 }
@@ -100,7 +100,7 @@ impl Room {
             let reader = Builder::new().name(format!("control {process}"));
             readers.push(reader.spawn(move || theirs.read(process, receiver)).map_err(|error| {
                 room.close();
-                Error::new(Kind::Transient, "cannot start a thread of the control channel")
+                Error::new(ErrorCategory::Transient, "cannot start a thread of the control channel")
                     .because(error.to_string())
             })?);
         }
@@ -336,7 +336,7 @@ impl Room {
         self.fail(Failure { rank: peer.rank, host: peer.host.clone(), why: why.clone() }, None);
         match self.failure() {
             Some(failure) => failure.into(),
-            None => Error::new(Kind::Transient, format!("{} failed", named(peer))).because(why),
+            None => Error::new(ErrorCategory::Transient, format!("{} failed", named(peer))).because(why),
         }
     }
 

@@ -53,7 +53,7 @@ impl Secret {
     /// A secret of these bytes; white space around them does not count.
     ///
     /// # Errors
-    /// [`crate::error::Kind::User`] when it is shorter than 16 bytes or longer than 4096.
+    /// [`crate::error::ErrorCategory::User`] when it is shorter than 16 bytes or longer than 4096.
     pub fn shared(bytes: &[u8]) -> Result<Secret> {
         let bytes = bytes.trim_ascii();
         if !(SHORTEST..=LONGEST).contains(&bytes.len()) {
@@ -67,7 +67,7 @@ impl Secret {
     /// The secret that the environment names.
     ///
     /// # Errors
-    /// [`crate::error::Kind::User`] when both variables are set, or the file can be read by others than its owner.
+    /// [`crate::error::ErrorCategory::User`] when both variables are set, or the file can be read by others than its owner.
     pub fn from_environment(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Secret> {
         let set = |name: &str| lookup(name).filter(|value| !value.is_empty());
         match (set(SECRET), set(SECRET_FILE)) {
@@ -178,7 +178,7 @@ impl Terms {
     /// `FINETUNE_RDZV_BIND`.
     ///
     /// # Errors
-    /// [`crate::error::Kind::User`] when a variable cannot be used.
+    /// [`crate::error::ErrorCategory::User`] when a variable cannot be used.
     pub fn from_environment(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Terms> {
         let mut terms = Terms::new(Secret::from_environment(lookup)?);
         let text = |name: &str| {

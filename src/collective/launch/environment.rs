@@ -6,7 +6,7 @@ use super::MAX_WORLD;
 use crate::error::{Error, Result};
 
 /// The variables of a process. An empty one counts as unset, as launchers and shells mean it.
-pub(super) struct Environment<'a> {
+pub(super) struct LaunchEnvironment<'a> {
     lookup: &'a dyn Fn(&str) -> Option<OsString>,
 }
 
@@ -16,9 +16,9 @@ pub(super) struct Count {
     pub(super) value: usize,
 }
 
-impl<'a> Environment<'a> {
+impl<'a> LaunchEnvironment<'a> {
     pub(super) fn new(lookup: &'a dyn Fn(&str) -> Option<OsString>) -> Self {
-        Environment { lookup }
+        LaunchEnvironment { lookup }
     }
 
     /// The value of `name`.
@@ -41,7 +41,7 @@ impl<'a> Environment<'a> {
         self.number(name, 1, MAX_WORLD as u64).map(|found| found.map(|n| Count { name, value: n as usize }))
     }
 
-    /// The first of `names` that is set, as [`Environment::count`].
+    /// The first of `names` that is set, as [`LaunchEnvironment::count`].
     pub(super) fn first_count(&self, names: &[&'static str]) -> Result<Option<Count>> {
         match names.iter().find(|name| self.is_set(name)) {
             Some(name) => self.count(name),
@@ -55,7 +55,7 @@ impl<'a> Environment<'a> {
         Ok(found.map(|n| Count { name, value: n as usize }))
     }
 
-    /// The first of `names` that is set, as [`Environment::index`].
+    /// The first of `names` that is set, as [`LaunchEnvironment::index`].
     pub(super) fn first_index(&self, names: &[&'static str]) -> Result<Option<Count>> {
         match names.iter().find(|name| self.is_set(name)) {
             Some(name) => self.index(name),

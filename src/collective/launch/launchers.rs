@@ -4,15 +4,15 @@
 //! MPI applications", MPICH's Hydra (`PMI_*`, `MPI_LOCAL*`), the PMIx standard, Kubernetes' "Indexed Job" and
 //! "Job with Pod-to-Pod Communication".
 
-use super::environment::{Count, Environment, missing, refused};
-use super::{DEFAULT_PORT, Flags, Found, Master, PORTS_TRIED, Slot, Source, slurm};
+use super::environment::{Count, LaunchEnvironment, missing, refused};
+use super::{DEFAULT_PORT, DetectedLaunch, Flags, LaunchSource, LocalRank, Master, PORTS_TRIED, slurm};
 use crate::error::{Error, Result};
 
 /// Ports below the end of all that are derived from a run's name; above Linux's ephemeral ports (32768 to 60999).
 const FIRST_DERIVED_PORT: u16 = 61_440;
 
 /// `RANK`, `WORLD_SIZE`: torchrun, PyTorchJob, and whoever sets them by hand.
-pub(super) fn torchrun(env: &Environment<'_>, flags: &Flags) -> Result<Option<Found>> {
+pub(super) fn torchrun(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option<DetectedLaunch>> {
     let Some(rank) = env.index("RANK")? else { return Ok(None) };
     let world = env.count("WORLD_SIZE")?.ok_or_else(|| missing("WORLD_SIZE", "RANK is"))?;
     rank.below(&world)?;
@@ -33,29 +33,37 @@ pub(super) fn torchrun(env: &Environment<'_>, flags: &Flags) -> Result<Option<Fo
         1 => (None, String::new()),
         _ => (Some(torchrun_master(env, flags)?), env.text("TORCHELASTIC_RUN_ID")?.unwrap_or_default()),
     };
-    let process = Slot { index: rank.value, count: world.value };
-    Ok(Some(Found { source: Source::Torchrun, process, local_index: index, local_count, host, master, run }))
+    let process = LocalRank { index: rank.value, count: world.value };
+    Ok(Some(DetectedLaunch {
+        source: LaunchSource::Torchrun,
+        process,
+        local_index: index,
+        local_count,
+        host,
+        master,
+        run,
+    }))
 }
 
 /// The agents' own places, else what an even spread of the processes means.
 fn torchrun_host(
-    env: &Environment<'_>,
+    env: &LaunchEnvironment<'_>,
     rank: &Count,
     world: &Count,
     local_world: Option<&Count>,
-) -> Result<Option<Slot>> {
+) -> Result<Option<LocalRank>> {
     if let Some(count) = env.count("GROUP_WORLD_SIZE")? {
         let index = env.index("GROUP_RANK")?.ok_or_else(|| missing("GROUP_RANK", "GROUP_WORLD_SIZE is"))?;
         index.below(&count)?;
-        return Ok(Some(Slot { index: index.value, count: count.value }));
+        return Ok(Some(LocalRank { index: index.value, count: count.value }));
     }
     Ok(local_world
         .filter(|local| world.value.is_multiple_of(local.value))
-        .map(|local| Slot { index: rank.value / local.value, count: world.value / local.value }))
+        .map(|local| LocalRank { index: rank.value / local.value, count: world.value / local.value }))
 }
 
 /// torchrun's agent keeps its store on MASTER_PORT: then the ports behind it are used.
-fn torchrun_master(env: &Environment<'_>, flags: &Flags) -> Result<Master> {
+fn torchrun_master(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Master> {
     let because = "WORLD_SIZE is above 1";
     let mut master = named_master(env, flags, because)?;
     if flags.master_port.is_none() && env.port("MASTER_PORT")?.is_none() {
@@ -78,7 +86,7 @@ fn torchrun_master(env: &Environment<'_>, flags: &Flags) -> Result<Master> {
 }
 
 /// Open MPI's `mpirun`.
-pub(super) fn open_mpi(env: &Environment<'_>, flags: &Flags) -> Result<Option<Found>> {
+pub(super) fn open_mpi(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option<DetectedLaunch>> {
     let Some(rank) = env.index("OMPI_COMM_WORLD_RANK")? else { return Ok(None) };
     let size = env.count("OMPI_COMM_WORLD_SIZE")?;
     let size = size.ok_or_else(|| missing("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK is"))?;
@@ -88,11 +96,11 @@ pub(super) fn open_mpi(env: &Environment<'_>, flags: &Flags) -> Result<Option<Fo
         Some(run) => run,
         None => env.text("OMPI_MCA_ess_base_jobid")?.unwrap_or_default(),
     };
-    mpi(env, flags, Source::OpenMpi, Mpi { rank, size, local, local_size, run }).map(Some)
+    mpi(env, flags, LaunchSource::OpenMpi, MpiVariables { rank, size, local, local_size, run }).map(Some)
 }
 
 /// Launchers that speak PMI (Hydra, PALS) or PMIx.
-pub(super) fn pmi(env: &Environment<'_>, flags: &Flags) -> Result<Option<Found>> {
+pub(super) fn pmi(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option<DetectedLaunch>> {
     let Some(rank) = env.first_index(&["PMI_RANK", "PMIX_RANK"])? else { return Ok(None) };
     let size = match rank.name {
         "PMI_RANK" => env.count("PMI_SIZE")?.ok_or_else(|| missing("PMI_SIZE", "PMI_RANK is"))?,
@@ -110,11 +118,11 @@ pub(super) fn pmi(env: &Environment<'_>, flags: &Flags) -> Result<Option<Found>>
         Some(run) => run,
         None => env.text("PMIX_NAMESPACE")?.unwrap_or_default(),
     };
-    mpi(env, flags, Source::Pmi, Mpi { rank, size, local, local_size, run }).map(Some)
+    mpi(env, flags, LaunchSource::Pmi, MpiVariables { rank, size, local, local_size, run }).map(Some)
 }
 
 /// What MPI launchers tell.
-struct Mpi {
+struct MpiVariables {
     rank: Count,
     size: Count,
     local: Option<Count>,
@@ -122,8 +130,13 @@ struct Mpi {
     run: String,
 }
 
-fn mpi(env: &Environment<'_>, flags: &Flags, source: Source, told: Mpi) -> Result<Found> {
-    let Mpi { rank, size, local, local_size, run } = told;
+fn mpi(
+    env: &LaunchEnvironment<'_>,
+    flags: &Flags,
+    source: LaunchSource,
+    told: MpiVariables,
+) -> Result<DetectedLaunch> {
+    let MpiVariables { rank, size, local, local_size, run } = told;
     rank.below(&size)?;
     if let (Some(local), Some(local_size)) = (&local, &local_size) {
         local.below(local_size)?;
@@ -134,16 +147,16 @@ fn mpi(env: &Environment<'_>, flags: &Flags, source: Source, told: Mpi) -> Resul
         _ => Some(mpi_master(env, flags, one_host, &run)?),
     };
     // Which host of how many is not told but where there is one: hosts may hold different numbers of processes.
-    let host = one_host.then_some(Slot { index: 0, count: 1 });
-    let process = Slot { index: rank.value, count: size.value };
+    let host = one_host.then_some(LocalRank { index: 0, count: 1 });
+    let process = LocalRank { index: rank.value, count: size.value };
     let local_index = local.map_or(0, |local| local.value);
     let local_count = local_size.map(|local| local.value);
-    Ok(Found { source, process, local_index, local_count, host, master, run })
+    Ok(DetectedLaunch { source, process, local_index, local_count, host, master, run })
 }
 
 /// MASTER_ADDR; else this host if it has all processes; else the first host of a surrounding Slurm job, on which
 /// `mpirun` puts process 0.
-fn mpi_master(env: &Environment<'_>, flags: &Flags, one_host: bool, run: &str) -> Result<Master> {
+fn mpi_master(env: &LaunchEnvironment<'_>, flags: &Flags, one_host: bool, run: &str) -> Result<Master> {
     let address = match address(env, flags)? {
         Some(address) => address,
         None if one_host => "127.0.0.1".to_owned(),
@@ -157,7 +170,7 @@ fn mpi_master(env: &Environment<'_>, flags: &Flags, one_host: bool, run: &str) -
 
 /// A Kubernetes Job with `completionMode: Indexed`. The index alone may as well number independent runs, so the pods
 /// are one run only when WORLD_SIZE or MASTER_ADDR says so.
-pub(super) fn kubernetes(env: &Environment<'_>, flags: &Flags) -> Result<Option<Found>> {
+pub(super) fn kubernetes(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option<DetectedLaunch>> {
     let Some(index) = env.index("JOB_COMPLETION_INDEX")? else { return Ok(None) };
     let world = env.count("WORLD_SIZE")?;
     let joined = world.as_ref().is_some_and(|world| world.value > 1);
@@ -175,15 +188,15 @@ pub(super) fn kubernetes(env: &Environment<'_>, flags: &Flags) -> Result<Option<
             named_master(env, flags, "WORLD_SIZE is above 1").map_err(|error| kubernetes_hint(env, error))?,
         ),
     };
-    let process = Slot { index: index.value, count: world.value };
+    let process = LocalRank { index: index.value, count: world.value };
     // A pod counts as a host: it has its own network, devices and files.
-    let (source, host) = (Source::KubernetesIndexedJob, Some(process));
+    let (source, host) = (LaunchSource::KubernetesIndexedJob, Some(process));
     let run = String::new();
-    Ok(Some(Found { source, process, local_index: 0, local_count: Some(1), host, master, run }))
+    Ok(Some(DetectedLaunch { source, process, local_index: 0, local_count: Some(1), host, master, run }))
 }
 
 /// The address of pod 0: its host name is JOB-0, resolved through a headless service.
-fn kubernetes_hint(env: &Environment<'_>, error: Error) -> Error {
+fn kubernetes_hint(env: &LaunchEnvironment<'_>, error: Error) -> Error {
     let name = env.text("HOSTNAME").ok().flatten();
     let job = name.as_deref().and_then(|name| name.rsplit_once('-')).map_or("JOB", |(job, _)| job);
     error.hint(format!(
@@ -192,7 +205,7 @@ fn kubernetes_hint(env: &Environment<'_>, error: Error) -> Error {
 }
 
 /// The master that flags or variables name, on one port.
-pub(super) fn named_master(env: &Environment<'_>, flags: &Flags, because: &str) -> Result<Master> {
+pub(super) fn named_master(env: &LaunchEnvironment<'_>, flags: &Flags, because: &str) -> Result<Master> {
     let address = address(env, flags)?.ok_or_else(|| {
         missing("MASTER_ADDR", because)
             .hint("name the host of rank 0 in every process: `MASTER_ADDR=HOST`, or `--master-addr HOST`")
@@ -203,7 +216,7 @@ pub(super) fn named_master(env: &Environment<'_>, flags: &Flags, because: &str) 
 
 /// The port that is named, else one of a block of ports that every process of the run derives from `number`.
 pub(super) fn with_derived_port(
-    env: &Environment<'_>,
+    env: &LaunchEnvironment<'_>,
     flags: &Flags,
     address: String,
     number: u64,
@@ -222,7 +235,7 @@ fn number_of(run: &str) -> u64 {
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-fn port(env: &Environment<'_>, flags: &Flags) -> Result<Option<u16>> {
+fn port(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option<u16>> {
     match flags.master_port {
         Some(0) => Err(Error::user("cannot use --master-port 0").because("accepted: 1 to 65535")),
         Some(port) => Ok(Some(port)),
@@ -231,7 +244,7 @@ fn port(env: &Environment<'_>, flags: &Flags) -> Result<Option<u16>> {
 }
 
 /// The address that the flag or MASTER_ADDR names.
-pub(super) fn address(env: &Environment<'_>, flags: &Flags) -> Result<Option<String>> {
+pub(super) fn address(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option<String>> {
     let (name, text) = match (&flags.master_addr, env.text("MASTER_ADDR")?) {
         (Some(address), _) => ("--master-addr", address.clone()),
         (None, Some(address)) => ("MASTER_ADDR", address),

@@ -1,7 +1,7 @@
 //! Who the ranks are: the place of this process among all, from explicit flags or from what a launcher left in the
 //! environment.
 //!
-//! One host needs nothing ([`Source::Alone`]). Several processes are started by torchrun, Open MPI, Slurm, another
+//! One host needs nothing ([`LaunchSource::Alone`]). Several processes are started by torchrun, Open MPI, Slurm, another
 //! MPI launcher (PMI) or a Kubernetes indexed Job, each with its own variables; [`Launch::detect`] is a pure function
 //! of them. The most specific wins: flags, then what a user or torchrun names `RANK`, then `mpirun` before Slurm,
 //! because a process that `mpirun` started inside a Slurm job also sees the variables of the job, and they are not its
@@ -17,7 +17,7 @@ use std::ffi::OsString;
 use std::net::IpAddr;
 
 use crate::error::{Error, Result};
-use environment::Environment;
+use environment::LaunchEnvironment;
 
 /// Ranks that a run may have.
 pub const MAX_WORLD: usize = 65_536;
@@ -45,7 +45,7 @@ pub struct Flags {
 
 /// Who started the processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Source {
+pub enum LaunchSource {
     /// Nobody: this process holds all ranks.
     Alone,
     /// `--world-size` and `--rank`.
@@ -62,24 +62,24 @@ pub enum Source {
     KubernetesIndexedJob,
 }
 
-impl Source {
+impl LaunchSource {
     /// As people read it.
     pub fn name(self) -> &'static str {
         match self {
-            Source::Alone => "one process",
-            Source::Flags => "--world-size and --rank",
-            Source::Torchrun => "RANK and WORLD_SIZE (torchrun)",
-            Source::Slurm => "Slurm",
-            Source::OpenMpi => "Open MPI",
-            Source::Pmi => "PMI",
-            Source::KubernetesIndexedJob => "Kubernetes indexed Job",
+            LaunchSource::Alone => "one process",
+            LaunchSource::Flags => "--world-size and --rank",
+            LaunchSource::Torchrun => "RANK and WORLD_SIZE (torchrun)",
+            LaunchSource::Slurm => "Slurm",
+            LaunchSource::OpenMpi => "Open MPI",
+            LaunchSource::Pmi => "PMI",
+            LaunchSource::KubernetesIndexedJob => "Kubernetes indexed Job",
         }
     }
 }
 
 /// A place among equals: `index < count`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Slot {
+pub struct LocalRank {
     /// Which one, from 0.
     pub index: usize,
     /// Of how many.
@@ -109,7 +109,7 @@ impl Master {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launch {
     /// Who said so.
-    pub source: Source,
+    pub source: LaunchSource,
     /// The first rank of this process; it holds `rank..rank + ranks_here`.
     pub rank: usize,
     /// Ranks of this process, one a thread.
@@ -121,7 +121,7 @@ pub struct Launch {
     /// Ranks of all processes.
     pub world_size: usize,
     /// The host among the hosts, where the launcher tells.
-    pub host: Option<Slot>,
+    pub host: Option<LocalRank>,
     /// Where to meet; none when this process holds all ranks.
     pub master: Option<Master>,
     /// Names the run where the launcher does, so that two runs on one host do not meet each other; may be empty.
@@ -129,14 +129,14 @@ pub struct Launch {
 }
 
 /// What a launcher says, in processes.
-struct Found {
-    source: Source,
-    process: Slot,
+struct DetectedLaunch {
+    source: LaunchSource,
+    process: LocalRank,
     /// Place among the processes of the host.
     local_index: usize,
     /// Processes of the host, where the launcher tells.
     local_count: Option<usize>,
-    host: Option<Slot>,
+    host: Option<LocalRank>,
     master: Option<Master>,
     run: String,
 }
@@ -146,10 +146,10 @@ impl Launch {
     /// (`&|name| std::env::var_os(name)`).
     ///
     /// # Errors
-    /// [`crate::error::Kind::User`] when variables are missing, malformed or contradict each other: the variable, its
+    /// [`crate::error::ErrorCategory::User`] when variables are missing, malformed or contradict each other: the variable, its
     /// value and what is accepted.
     pub fn detect(flags: &Flags, lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Launch> {
-        let env = Environment::new(lookup);
+        let env = LaunchEnvironment::new(lookup);
         let ranks_here = flags.ranks_here.unwrap_or(1);
         if !(1..=MAX_WORLD).contains(&ranks_here) {
             return Err(Error::user(format!("cannot start {ranks_here} ranks"))
@@ -180,10 +180,10 @@ impl Launch {
     }
 }
 
-impl Found {
+impl DetectedLaunch {
     /// Turns places of processes into places of ranks.
-    fn with_ranks(self, env: &Environment<'_>, ranks_here: usize) -> Result<Launch> {
-        let Slot { index, count } = self.process;
+    fn with_ranks(self, env: &LaunchEnvironment<'_>, ranks_here: usize) -> Result<Launch> {
+        let LocalRank { index, count } = self.process;
         let world_size = count * ranks_here;
         if world_size > MAX_WORLD {
             return Err(Error::user(format!("cannot start {count} processes of {ranks_here} ranks each"))
@@ -216,7 +216,7 @@ impl Found {
 
 fn by_flags(
     flags: &Flags,
-    env: &Environment<'_>,
+    env: &LaunchEnvironment<'_>,
     ranks_here: usize,
     world_size: usize,
     rank: usize,
@@ -245,7 +245,7 @@ fn by_flags(
         }
     };
     Ok(Launch {
-        source: Source::Flags,
+        source: LaunchSource::Flags,
         rank,
         ranks_here,
         local_rank: env.index("LOCAL_RANK")?.map_or(0, |local| local.value),
@@ -261,7 +261,7 @@ fn by_flags(
     })
 }
 
-fn alone(flags: &Flags, env: &Environment<'_>, ranks_here: usize) -> Result<Launch> {
+fn alone(flags: &Flags, env: &LaunchEnvironment<'_>, ranks_here: usize) -> Result<Launch> {
     if flags.master_addr.is_some() || flags.master_port.is_some() {
         return Err(Error::user("cannot use --master-addr and --master-port for a run of one process")
             .because("no launcher started this process, and neither --world-size nor --rank is given")
@@ -274,13 +274,13 @@ fn alone(flags: &Flags, env: &Environment<'_>, ranks_here: usize) -> Result<Laun
             .hint("set RANK in every process, or unset WORLD_SIZE"));
     }
     Ok(Launch {
-        source: Source::Alone,
+        source: LaunchSource::Alone,
         rank: 0,
         ranks_here,
         local_rank: 0,
         local_world_size: Some(ranks_here),
         world_size: ranks_here,
-        host: Some(Slot { index: 0, count: 1 }),
+        host: Some(LocalRank { index: 0, count: 1 }),
         master: None,
         run: String::new(),
     })

@@ -23,19 +23,19 @@ const MAX_GROUPS: usize = 32;
 const MAX_DIGITS: usize = 18;
 
 /// A part of a host's name: a text, or the numbers of a bracket group.
-enum Piece<'a> {
+enum NodePart<'a> {
     Text(&'a str),
-    Group(Vec<Range>),
+    Group(Vec<NodeRange>),
 }
 
 /// `first..=last`, written with at least `width` digits.
-struct Range {
+struct NodeRange {
     first: u64,
     last: u64,
     width: usize,
 }
 
-impl Range {
+impl NodeRange {
     fn len(&self) -> u64 {
         self.last - self.first + 1
     }
@@ -44,7 +44,7 @@ impl Range {
 /// The hosts that `list` names, in its order.
 ///
 /// # Errors
-/// [`crate::error::Kind::User`] when the list is malformed or names more than [`MAX_HOSTS`] hosts; the fault is quoted.
+/// [`crate::error::ErrorCategory::User`] when the list is malformed or names more than [`MAX_HOSTS`] hosts; the fault is quoted.
 pub fn expand(list: &str) -> Result<Vec<String>> {
     let fault =
         |why: String| Error::user(format!("cannot read the host list `{}`", excerpt(list))).because(why);
@@ -77,7 +77,7 @@ pub fn expand(list: &str) -> Result<Vec<String>> {
 /// Tasks of each node from `SLURM_TASKS_PER_NODE`: `2(x3),1` is 2, 2, 2, 1.
 ///
 /// # Errors
-/// [`crate::error::Kind::User`] when the text is malformed or stands for more than [`MAX_HOSTS`] nodes.
+/// [`crate::error::ErrorCategory::User`] when the text is malformed or stands for more than [`MAX_HOSTS`] nodes.
 pub fn tasks_per_node(text: &str) -> Result<Vec<usize>> {
     let fault = |why: &str| {
         Error::user(format!("cannot read the tasks per node `{}`", excerpt(text)))
@@ -130,19 +130,19 @@ fn items(list: &str) -> Result<Vec<&str>, String> {
 }
 
 /// Splits one item at its (balanced) brackets.
-fn pieces(item: &str) -> Result<Vec<Piece<'_>>, String> {
+fn pieces(item: &str) -> Result<Vec<NodePart<'_>>, String> {
     let mut pieces = Vec::new();
     let mut rest = item;
     while let Some((text, behind)) = rest.split_once('[') {
         let (group, after) = behind.split_once(']').ok_or("`[` without `]`")?;
-        pieces.push(Piece::Text(checked(text)?));
-        pieces.push(Piece::Group(group.split(',').map(range).collect::<Result<_, _>>()?));
+        pieces.push(NodePart::Text(checked(text)?));
+        pieces.push(NodePart::Group(group.split(',').map(range).collect::<Result<_, _>>()?));
         rest = after;
         if pieces.len() > 2 * MAX_GROUPS {
             return Err(format!("more than {MAX_GROUPS} bracket groups in one item"));
         }
     }
-    pieces.push(Piece::Text(checked(rest)?));
+    pieces.push(NodePart::Text(checked(rest)?));
     Ok(pieces)
 }
 
@@ -158,7 +158,7 @@ fn checked(text: &str) -> Result<&str, String> {
     }
 }
 
-fn range(text: &str) -> Result<Range, String> {
+fn range(text: &str) -> Result<NodeRange, String> {
     let fault = || format!("`{}` in brackets; accepted: a number or a range such as `01-12`", excerpt(text));
     let (first, last) = text.split_once('-').unwrap_or((text, text));
     let width = first.len();
@@ -166,7 +166,7 @@ fn range(text: &str) -> Result<Range, String> {
     if first > last {
         return Err(format!("`{text}` in brackets runs backwards"));
     }
-    Ok(Range { first, last, width })
+    Ok(NodeRange { first, last, width })
 }
 
 /// A number of plain digits (no sign, no space).
@@ -176,26 +176,26 @@ fn digits(text: &str) -> Option<u64> {
 }
 
 /// How many hosts the pieces of an item stand for.
-fn count(pieces: &[Piece<'_>]) -> u64 {
-    let of = |piece: &Piece<'_>| match piece {
-        Piece::Text(_) => 1,
-        Piece::Group(ranges) => ranges.iter().fold(0_u64, |sum, range| sum.saturating_add(range.len())),
+fn count(pieces: &[NodePart<'_>]) -> u64 {
+    let of = |piece: &NodePart<'_>| match piece {
+        NodePart::Text(_) => 1,
+        NodePart::Group(ranges) => ranges.iter().fold(0_u64, |sum, range| sum.saturating_add(range.len())),
     };
     pieces.iter().fold(1_u64, |product, piece| product.saturating_mul(of(piece)))
 }
 
 /// All names of an item. The last group runs fastest, then the first, the second and so on, as in Slurm
 /// (`_push_range_list` of its src/common/hostlist.c): tasks are spread over the hosts in this order.
-fn product(pieces: &[Piece<'_>]) -> Vec<String> {
-    let written = |piece: &Piece<'_>| match piece {
-        Piece::Text(text) => vec![(*text).to_owned()],
-        Piece::Group(ranges) => {
+fn product(pieces: &[NodePart<'_>]) -> Vec<String> {
+    let written = |piece: &NodePart<'_>| match piece {
+        NodePart::Text(text) => vec![(*text).to_owned()],
+        NodePart::Group(ranges) => {
             let numbers = ranges.iter().flat_map(|r| (r.first..=r.last).map(|n| (n, r.width)));
             numbers.map(|(number, width)| format!("{number:0width$}")).collect()
         }
     };
     let choices: Vec<Vec<String>> = pieces.iter().map(written).collect();
-    let last = pieces.iter().rposition(|piece| matches!(piece, Piece::Group(_))).unwrap_or(0);
+    let last = pieces.iter().rposition(|piece| matches!(piece, NodePart::Group(_))).unwrap_or(0);
     let mut fastest_first: Vec<usize> = (0..choices.len()).filter(|&at| at != last).collect();
     fastest_first.insert(0, last);
     let name = |mut number: usize| {
@@ -317,7 +317,7 @@ mod tests {
         ];
         for (list, why) in bad {
             let error = expand(list).unwrap_err();
-            assert_eq!(error.kind(), crate::error::Kind::User);
+            assert_eq!(error.kind(), crate::error::ErrorCategory::User);
             assert!(error.causes()[0].contains(why), "{list}: {error}");
         }
     }

@@ -4,16 +4,16 @@
 //! step may use a part. Only `srun` sets them (Slurm's src/common/env.c), so without them the process is the batch
 //! script's own: SLURM_PROCID is 0 there, and the other tasks were never started.
 
-use super::environment::{Count, Environment, missing, refused};
+use super::environment::{Count, LaunchEnvironment, missing, refused};
 use super::launchers::{address, with_derived_port};
 use super::nodelist::{expand, tasks_per_node};
-use super::{Flags, Found, Slot, Source};
-use crate::error::{Context, Error, Result};
+use super::{DetectedLaunch, Flags, LaunchSource, LocalRank};
+use crate::error::{Error, ErrorContext, Result};
 
 const NODELISTS: [&str; 3] = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
 
 /// The place of a task of a job step.
-pub(super) fn slurm(env: &Environment<'_>, flags: &Flags) -> Result<Option<Found>> {
+pub(super) fn slurm(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option<DetectedLaunch>> {
     let Some(rank) = env.index("SLURM_PROCID")? else { return Ok(None) };
     if other_launcher(env, &rank)? {
         return Ok(None);
@@ -25,11 +25,11 @@ pub(super) fn slurm(env: &Environment<'_>, flags: &Flags) -> Result<Option<Found
     let tasks = env.first_count(&["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"])?;
     let tasks = tasks.ok_or_else(|| missing("SLURM_NTASKS", "SLURM_PROCID is"))?;
     rank.below(&tasks)?;
-    let process = Slot { index: rank.value, count: tasks.value };
+    let process = LocalRank { index: rank.value, count: tasks.value };
     if tasks.value == 1 {
-        let host = Some(Slot { index: 0, count: 1 });
-        return Ok(Some(Found {
-            source: Source::Slurm,
+        let host = Some(LocalRank { index: 0, count: 1 });
+        return Ok(Some(DetectedLaunch {
+            source: LaunchSource::Slurm,
             process,
             local_index: 0,
             local_count: Some(1),
@@ -55,15 +55,23 @@ pub(super) fn slurm(env: &Environment<'_>, flags: &Flags) -> Result<Option<Found
     let master = Some(with_derived_port(env, flags, address, job + step)?);
     let run = format!("slurm {job}.{step}");
     let local_index = local.value;
-    Ok(Some(Found { source: Source::Slurm, process, local_index, local_count, host, master, run }))
+    Ok(Some(DetectedLaunch {
+        source: LaunchSource::Slurm,
+        process,
+        local_index,
+        local_count,
+        host,
+        master,
+        run,
+    }))
 }
 
 /// The first host of the step or job: task 0 runs there, whatever the distribution (but `arbitrary`).
-pub(super) fn first_host(env: &Environment<'_>) -> Result<Option<String>> {
+pub(super) fn first_host(env: &LaunchEnvironment<'_>) -> Result<Option<String>> {
     Ok(hosts(env)?.and_then(|hosts| hosts.into_iter().next()))
 }
 
-fn hosts(env: &Environment<'_>) -> Result<Option<Vec<String>>> {
+fn hosts(env: &LaunchEnvironment<'_>) -> Result<Option<Vec<String>>> {
     for name in NODELISTS {
         if let Some(list) = env.text(name)? {
             return expand(&list).map(Some).during(|| format!("cannot use {name}"));
@@ -74,7 +82,7 @@ fn hosts(env: &Environment<'_>) -> Result<Option<Vec<String>>> {
 
 /// An MPI launcher inside a job: its processes inherit Slurm's variables, which then are another process's.
 /// `srun --mpi=pmi2` sets the same numbers in both.
-fn other_launcher(env: &Environment<'_>, rank: &Count) -> Result<bool> {
+fn other_launcher(env: &LaunchEnvironment<'_>, rank: &Count) -> Result<bool> {
     match env.index("PMI_RANK")? {
         Some(pmi) => {
             let (theirs, ours) = (env.count("PMI_SIZE")?, env.count("SLURM_NTASKS")?);
@@ -85,7 +93,7 @@ fn other_launcher(env: &Environment<'_>, rank: &Count) -> Result<bool> {
 }
 
 /// A process that `srun` did not start: right on one node, where ranks are threads.
-fn batch_script(env: &Environment<'_>) -> Result<Option<Found>> {
+fn batch_script(env: &LaunchEnvironment<'_>) -> Result<Option<DetectedLaunch>> {
     match env.first_count(&["SLURM_JOB_NUM_NODES", "SLURM_NNODES"])? {
         Some(nodes) if nodes.value > 1 => Err(Error::user("cannot use the other nodes of this Slurm job")
             .because(format!("{} is {}, but this process was not started by srun", nodes.name, nodes.value))
@@ -95,7 +103,7 @@ fn batch_script(env: &Environment<'_>) -> Result<Option<Found>> {
 }
 
 /// Which node of the step this is.
-fn host(env: &Environment<'_>) -> Result<Option<Slot>> {
+fn host(env: &LaunchEnvironment<'_>) -> Result<Option<LocalRank>> {
     let Some(count) = env.first_count(&["SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"])?
     else {
         return Ok(None);
@@ -110,16 +118,16 @@ fn host(env: &Environment<'_>) -> Result<Option<Slot>> {
     }
     let Some(index) = env.index("SLURM_NODEID")? else { return Ok(None) };
     index.below(&count)?;
-    Ok(Some(Slot { index: index.value, count: count.value }))
+    Ok(Some(LocalRank { index: index.value, count: count.value }))
 }
 
 /// The tasks of this node, where it is told. The tasks per node add up to the tasks, and this task's place on its node
 /// exists.
 fn check_spread(
-    env: &Environment<'_>,
+    env: &LaunchEnvironment<'_>,
     tasks: &Count,
     local: &Count,
-    host: Option<Slot>,
+    host: Option<LocalRank>,
 ) -> Result<Option<usize>> {
     let name =
         ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"].into_iter().find(|name| env.is_set(name));

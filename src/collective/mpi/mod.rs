@@ -8,16 +8,16 @@
 //! the groups of hsdp (`across`). Between ranks of one process messages take the same way.
 //!
 //! The ranks of a process are threads ([`run_ranks`]) that share MPI (`wire`). Messages find them by tags (`tags`), so a
-//! group is a number and a list of ranks. An [`Mpi`]'s calls come from one thread, `abort` from any. A process with a failed
+//! group is a number and a list of ranks. An [`MpiCommunicator`]'s calls come from one thread, `abort` from any. A process with a failed
 //! rank tells the others and exits without `MPI_Finalize`, which mpirun takes as the end of the job; `MPI_Abort` would add
 //! nothing but its own text. Gathers move while the library is inside any call (a property of MPI): they end at the
 //! latest in `finish`.
 
-mod across;
+mod inter_group;
 mod run;
 mod tags;
 mod transfer;
-mod wire;
+mod transport;
 
 pub use run::{Stop, run_ranks};
 
@@ -27,13 +27,14 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use self::tags::Load;
+use self::tags::MessageKind;
 use self::transfer::{Route, Transfer};
-use self::wire::Wire;
-use super::memory::{check_host, check_shard, check_sum};
-use super::record::{Action, RECORD_BYTES, Record, Whereabouts};
-use super::{Call, Collective, Memory, Op, Phase, Ticket, Traffic};
-use crate::error::{Error, Kind, Result};
+use self::transport::MpiTransport;
+use super::call_record::{CallKind, CallRecord, RECORD_BYTES, RankStatus};
+use super::{Call, Collective, Op, Phase, Ticket, Traffic};
+use crate::collective::buffer_checks::{check_host, check_shard, check_sum};
+use crate::error::{Error, ErrorCategory, Result};
+use crate::runtime::buffer::Buffer;
 
 /// Bytes of a part that are exchanged and added at a time; bounds the scratch to one such piece per rank.
 const PIECE_BYTES: usize = 1 << 20;
@@ -42,75 +43,75 @@ const PIECE_BYTES: usize = 1 << 20;
 pub const DEADLINE: Duration = Duration::from_secs(1800);
 
 /// One rank's end of a group of ranks.
-pub struct Mpi {
-    member: Arc<Member>,
+pub struct MpiCommunicator {
+    member: Arc<MpiRank>,
     /// The group's number: of the groups that two ranks share, each has another.
     group: u64,
     rank: usize,
     /// The ranks of the group by their rank in the world.
     ranks: Arc<[usize]>,
-    state: Mutex<State>,
+    state: Mutex<MpiState>,
 }
 
 /// What a rank's groups share.
-struct Member {
-    wire: Arc<Wire>,
+struct MpiRank {
+    wire: Arc<MpiTransport>,
     /// In the world.
     rank: usize,
-    at: Mutex<At>,
+    at: Mutex<MpiPosition>,
 }
 
 /// Where a rank is.
-struct At {
-    place: Whereabouts,
+struct MpiPosition {
+    place: RankStatus,
     /// The least number that none of its groups has.
     free_group: u64,
 }
 
-impl Member {
-    fn new(wire: &Arc<Wire>, rank: usize) -> Self {
-        let at = At { place: Whereabouts::default(), free_group: 1 };
-        Member { wire: Arc::clone(wire), rank, at: Mutex::new(at) }
+impl MpiRank {
+    fn new(wire: &Arc<MpiTransport>, rank: usize) -> Self {
+        let at = MpiPosition { place: RankStatus::default(), free_group: 1 };
+        MpiRank { wire: Arc::clone(wire), rank, at: Mutex::new(at) }
     }
 
-    fn at(&self) -> MutexGuard<'_, At> {
+    fn at(&self) -> MutexGuard<'_, MpiPosition> {
         self.at.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn place(&self) -> Whereabouts {
+    fn place(&self) -> RankStatus {
         self.at().place.clone()
     }
 }
 
 #[derive(Default)]
-struct State {
+struct MpiState {
     sequence: u64,
     tickets: u64,
     gathers: VecDeque<(u64, Transfer)>,
     traffic: Traffic,
 }
 
-impl Mpi {
+impl MpiCommunicator {
     /// A rank's end of the group of all `size` ranks.
-    fn world(member: &Arc<Member>, size: usize) -> Mpi {
-        Mpi::new(member, 0, member.rank, (0..size).collect())
+    fn world(member: &Arc<MpiRank>, size: usize) -> MpiCommunicator {
+        MpiCommunicator::new(member, 0, member.rank, (0..size).collect())
     }
 
-    fn new(member: &Arc<Member>, group: u64, rank: usize, ranks: Arc<[usize]>) -> Mpi {
-        Mpi { member: Arc::clone(member), group, rank, ranks, state: Mutex::default() }
+    fn new(member: &Arc<MpiRank>, group: u64, rank: usize, ranks: Arc<[usize]>) -> MpiCommunicator {
+        MpiCommunicator { member: Arc::clone(member), group, rank, ranks, state: Mutex::default() }
     }
 
-    fn wire(&self) -> &Wire {
+    fn wire(&self) -> &MpiTransport {
         &self.member.wire
     }
 
     /// Messages in this group, none yet.
-    fn transfer(&self, load: Load, memory: Vec<Memory>, scratch: Vec<u64>) -> Transfer {
+    fn transfer(&self, load: MessageKind, memory: Vec<Buffer>, scratch: Vec<u64>) -> Transfer {
         let route = Route { group: self.group, ranks: Arc::clone(&self.ranks), rank: self.rank, load };
         Transfer::new(&self.member.wire, route, memory, scratch)
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, MpiState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -120,15 +121,15 @@ impl Mpi {
         (1..size).map(move |step| (rank + step) % size)
     }
 
-    fn record(&self, action: Action, call: Call) -> Record {
+    fn record(&self, action: CallKind, call: Call) -> CallRecord {
         let phase = self.member.at().place.phase;
         let mut state = self.state();
         state.sequence += 1;
-        Record::new(state.sequence - 1, action, call, phase)
+        CallRecord::new(state.sequence - 1, action, call, phase)
     }
 
     /// The records of all ranks, which name the same call.
-    fn agree(&self, own: &Record) -> Result<Vec<Record>> {
+    fn agree(&self, own: &CallRecord) -> Result<Vec<CallRecord>> {
         self.wire().healthy()?;
         self.member.at().place.last = Some(own.clone());
         let size = self.ranks.len();
@@ -136,7 +137,7 @@ impl Mpi {
         for (word, bytes) in scratch[self.rank * RECORD_BYTES / 8..].iter_mut().zip(own.encode().chunks(8)) {
             *word = u64::from_ne_bytes(*bytes.first_chunk().unwrap_or(&[0; 8]));
         }
-        let mut transfer = self.transfer(Load::Record, Vec::new(), scratch);
+        let mut transfer = self.transfer(MessageKind::Record, Vec::new(), scratch);
         let base = transfer.scratch();
         for peer in self.peers() {
             transfer.receive(base + peer * RECORD_BYTES, RECORD_BYTES, peer)?;
@@ -148,7 +149,7 @@ impl Mpi {
         let bytes: Vec<u8> = scratch.iter().flat_map(|word| word.to_ne_bytes()).collect();
         let mut records = Vec::with_capacity(size);
         for (rank, bytes) in bytes.as_chunks::<RECORD_BYTES>().0.iter().enumerate() {
-            match Record::decode(bytes) {
+            match CallRecord::decode(bytes) {
                 Some(record) if record.key() == own.key() => records.push(record),
                 Some(other) => return Err(self.wire().fail(self.mismatch(own, rank, &other.to_string()))),
                 None => {
@@ -160,15 +161,15 @@ impl Mpi {
         Ok(records)
     }
 
-    fn mismatch(&self, own: &Record, rank: usize, other: &str) -> Error {
-        Error::new(Kind::Transient, "ranks do not make the same call")
+    fn mismatch(&self, own: &CallRecord, rank: usize, other: &str) -> Error {
+        Error::new(ErrorCategory::Transient, "ranks do not make the same call")
             .because(format!("rank {} makes {own}", self.ranks[self.rank]))
             .because(format!("rank {} makes {other}", self.ranks[rank]))
     }
 
-    fn late(&self, own: &Record, silent: &[usize], waited: Duration) -> Error {
+    fn late(&self, own: &CallRecord, silent: &[usize], waited: Duration) -> Error {
         let silent: Vec<String> = silent.iter().map(|rank| self.ranks[*rank].to_string()).collect();
-        Error::new(Kind::Transient, format!("no answer from rank {}", silent.join(", ")))
+        Error::new(ErrorCategory::Transient, format!("no answer from rank {}", silent.join(", ")))
             .because(format!("waited {} s at {own}", waited.as_secs()))
     }
 
@@ -179,7 +180,7 @@ impl Mpi {
     }
 
     /// Leaves the sum of this rank's part of all `full` at `out`, which may be its place in `full`.
-    fn sum_parts(&self, record: &Record, full: &Memory, out: &Memory, out_address: usize) -> Result<()> {
+    fn sum_parts(&self, record: &CallRecord, full: &Buffer, out: &Buffer, out_address: usize) -> Result<()> {
         let width = full.element().bytes();
         let own = self.part(full.elements(), self.rank);
         let longest = full.elements().div_ceil(self.ranks.len());
@@ -192,7 +193,7 @@ impl Mpi {
         let slot = scratch.len() / self.ranks.len() * 8;
         for at in (0..longest).step_by(piece) {
             let memory = vec![full.clone(), out.clone()];
-            let mut transfer = self.transfer(Load::Data, memory, scratch);
+            let mut transfer = self.transfer(MessageKind::Data, memory, scratch);
             let base = transfer.scratch();
             let mine = cut(own.clone(), at);
             for peer in self.peers() {
@@ -218,8 +219,8 @@ impl Mpi {
     }
 
     /// Starts to send this rank's part of `full` to all and to receive theirs.
-    fn start_parts(&self, full: &Memory) -> Result<Transfer> {
-        let mut transfer = self.transfer(Load::Data, vec![full.clone()], Vec::new());
+    fn start_parts(&self, full: &Buffer) -> Result<Transfer> {
+        let mut transfer = self.transfer(MessageKind::Data, vec![full.clone()], Vec::new());
         let width = full.element().bytes();
         let place = |part: usize| {
             let range = self.part(full.elements(), part);
@@ -241,7 +242,7 @@ impl Mpi {
     }
 }
 
-impl Collective for Mpi {
+impl Collective for MpiCommunicator {
     fn rank(&self) -> usize {
         self.rank
     }
@@ -250,10 +251,11 @@ impl Collective for Mpi {
         self.ranks.len()
     }
 
-    fn all_reduce(&self, call: Call, buffer: &Memory) -> Result<()> {
+    fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
         check_sum(call, buffer)?;
         check_host(call, buffer)?;
-        let record = self.record(Action::Op(Op::AllReduce), call).moving(buffer.element(), buffer.elements());
+        let record =
+            self.record(CallKind::Op(Op::AllReduce), call).moving(buffer.element(), buffer.elements());
         self.agree(&record)?;
         let place = self.part(buffer.elements(), self.rank).start * buffer.element().bytes();
         self.sum_parts(&record, buffer, buffer, buffer.address() + place)?;
@@ -262,11 +264,12 @@ impl Collective for Mpi {
         Ok(())
     }
 
-    fn reduce_scatter(&self, call: Call, full: &Memory, shard: &Memory) -> Result<()> {
+    fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
         check_sum(call, full)?;
         check_host(call, full)?;
         check_shard(call, shard, full, self.ranks.len())?;
-        let record = self.record(Action::Op(Op::ReduceScatter), call).moving(full.element(), full.elements());
+        let record =
+            self.record(CallKind::Op(Op::ReduceScatter), call).moving(full.element(), full.elements());
         self.agree(&record)?;
         self.sum_parts(&record, full, shard, shard.address())?;
         self.count(Op::ReduceScatter, full.bytes(), false);
@@ -277,10 +280,10 @@ impl Collective for Mpi {
         &self,
         call: Call,
         replicas: &dyn Collective,
-        full: &Memory,
-        shard: &Memory,
+        full: &Buffer,
+        shard: &Buffer,
     ) -> Result<()> {
-        let backend = replicas.as_backend().and_then(|backend| backend.downcast_ref::<Mpi>());
+        let backend = replicas.as_backend().and_then(|backend| backend.downcast_ref::<MpiCommunicator>());
         match backend {
             Some(replicas) if self.size() > 1 && replicas.size() > 1 => {
                 self.across(call, replicas, full, shard)
@@ -293,10 +296,10 @@ impl Collective for Mpi {
         }
     }
 
-    fn start_all_gather(&self, call: Call, shard: &Memory, full: &Memory) -> Result<Ticket> {
+    fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
         check_shard(call, shard, full, self.ranks.len())?;
         check_host(call, full)?;
-        let record = self.record(Action::Op(Op::AllGather), call).moving(full.element(), full.elements());
+        let record = self.record(CallKind::Op(Op::AllGather), call).moving(full.element(), full.elements());
         self.agree(&record)?;
         let place = full.address() + self.rank * shard.bytes();
         // SAFETY: `full` has room for every rank's shard, and nobody else uses either memory now. A shard that is
@@ -318,24 +321,21 @@ impl Collective for Mpi {
         };
         transfer.finish(|silent, waited| {
             let silent: Vec<String> = silent.iter().map(|rank| self.ranks[*rank].to_string()).collect();
-            Error::new(Kind::Transient, format!("no data from rank {}", silent.join(", "))).because(format!(
-                "waited {} s for gather {} of this group",
-                waited.as_secs(),
-                ticket.0
-            ))
+            Error::new(ErrorCategory::Transient, format!("no data from rank {}", silent.join(", ")))
+                .because(format!("waited {} s for gather {} of this group", waited.as_secs(), ticket.0))
         })?;
         Ok(())
     }
 
-    fn broadcast(&self, call: Call, root: usize, buffer: &Memory) -> Result<()> {
+    fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
         if root >= self.ranks.len() {
             return Err(Error::internal(format!("rank {root} of {} broadcasts", self.ranks.len())));
         }
         check_host(call, buffer)?;
-        let record = self.record(Action::Op(Op::Broadcast), call);
+        let record = self.record(CallKind::Op(Op::Broadcast), call);
         let record = record.moving(buffer.element(), buffer.elements()).number(root);
         self.agree(&record)?;
-        let mut transfer = self.transfer(Load::Data, vec![buffer.clone()], Vec::new());
+        let mut transfer = self.transfer(MessageKind::Data, vec![buffer.clone()], Vec::new());
         if self.rank == root {
             for peer in self.peers() {
                 transfer.send(buffer.address(), buffer.bytes(), peer)?;
@@ -349,14 +349,14 @@ impl Collective for Mpi {
     }
 
     fn barrier(&self, call: Call) -> Result<()> {
-        self.agree(&self.record(Action::Op(Op::Barrier), call))?;
+        self.agree(&self.record(CallKind::Op(Op::Barrier), call))?;
         self.count(Op::Barrier, 0, false);
         Ok(())
     }
 
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
         let call = Call { what: "ranks", index: 0 };
-        let mut record = self.record(Action::Split, call).number(color);
+        let mut record = self.record(CallKind::Split, call).number(color);
         record.elements = self.member.at().free_group;
         let records = self.agree(&record)?;
         // A number that is free at all ranks of this group. Groups of other colors may have it too: they share no ranks.
@@ -366,7 +366,7 @@ impl Collective for Mpi {
         let members = || (0..records.len()).filter(|rank| records[*rank].number == records[self.rank].number);
         let rank = members().position(|rank| rank == self.rank).unwrap_or(0);
         let ranks = members().map(|rank| self.ranks[rank]).collect();
-        Ok(Box::new(Mpi::new(&self.member, group, rank, ranks)))
+        Ok(Box::new(MpiCommunicator::new(&self.member, group, rank, ranks)))
     }
 
     fn as_backend(&self) -> Option<&dyn Any> {
@@ -387,7 +387,7 @@ impl Collective for Mpi {
     }
 }
 
-impl std::fmt::Debug for Mpi {
+impl std::fmt::Debug for MpiCommunicator {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "rank {} of {} over MPI", self.rank, self.ranks.len())
     }

@@ -4,15 +4,16 @@
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use super::wire::Wire;
-use super::{Member, Mpi};
+use super::transport::MpiTransport;
+use super::{MpiCommunicator, MpiRank};
 use crate::collective::launch::Launch;
-use crate::collective::threads::{self, Failed, caught, in_a_line, stems_from};
+use crate::collective::rank_threads;
+use crate::collective::rank_threads::{RankFailure, caught, in_a_line, stems_from};
 use crate::error::{Error, Result};
 
 /// Ends the waits of this process's ranks for a failure that was heard of elsewhere. It keeps nothing alive.
 #[derive(Clone)]
-pub struct Stop(Weak<Wire>);
+pub struct Stop(Weak<MpiTransport>);
 
 impl Stop {
     /// From now on the ranks' calls return `cause`, unless another failure came first. Other processes are not told.
@@ -35,15 +36,16 @@ pub fn run_ranks<T: Send>(
     launch: &Launch,
     deadline: Duration,
     armed: impl FnOnce(Stop),
-    work: impl Fn(usize, Arc<Mpi>) -> Result<T> + Sync,
-) -> Result<Vec<T>, Failed> {
-    let wire = Wire::start(launch, deadline).map_err(|error| Failed::of_all(launch.rank, error))?;
+    work: impl Fn(usize, Arc<MpiCommunicator>) -> Result<T> + Sync,
+) -> Result<Vec<T>, RankFailure> {
+    let wire =
+        MpiTransport::start(launch, deadline).map_err(|error| RankFailure::of_all(launch.rank, error))?;
     let wire = Arc::new(wire);
     armed(Stop(Arc::downgrade(&wire)));
-    let first: OnceLock<Failed> = OnceLock::new();
+    let first: OnceLock<RankFailure> = OnceLock::new();
     let rank = |place: usize| {
-        let member = Arc::new(Member::new(&wire, launch.rank + place));
-        let world = Arc::new(Mpi::world(&member, launch.world_size));
+        let member = Arc::new(MpiRank::new(&wire, launch.rank + place));
+        let world = Arc::new(MpiCommunicator::world(&member, launch.world_size));
         let done = caught(|| work(place, world));
         if let Err(error) = &done
             && wire.healthy().err().is_none_or(|cause| !stems_from(error, &cause))
@@ -51,7 +53,7 @@ pub fn run_ranks<T: Send>(
             let (at, rank) = (member.place(), member.rank);
             let news = at.news(rank, &in_a_line(error));
             let own = Some((rank, in_a_line(&news)));
-            first.get_or_init(|| Failed { error: at.around(rank, error.clone()), own });
+            first.get_or_init(|| RankFailure { error: at.around(rank, error.clone()), own });
             wire.raise(&news);
         }
         done
@@ -59,14 +61,14 @@ pub fn run_ranks<T: Send>(
     let results: Vec<Result<T>> = std::thread::scope(|scope| {
         let start = |place| {
             let rank = &rank;
-            threads::start(scope, launch.rank + place, move || rank(place)).inspect_err(|error| {
-                first.get_or_init(|| Failed::of_all(launch.rank + place, error.clone()));
+            rank_threads::start(scope, launch.rank + place, move || rank(place)).inspect_err(|error| {
+                first.get_or_init(|| RankFailure::of_all(launch.rank + place, error.clone()));
                 wire.raise(error);
             })
         };
         let started: Vec<_> = (0..launch.ranks_here).map(start).collect();
-        started.into_iter().map(threads::join).collect()
+        started.into_iter().map(rank_threads::join).collect()
     });
     let done: Result<Vec<T>> = results.into_iter().collect();
-    done.map_err(|error| first.into_inner().unwrap_or_else(|| Failed::heard(wire.fail(error))))
+    done.map_err(|error| first.into_inner().unwrap_or_else(|| RankFailure::heard(wire.fail(error))))
 }

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 
 /// What a message is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Load {
+pub(super) enum MessageKind {
     /// The call that a rank makes.
     Record,
     /// What the call moves.
@@ -33,10 +33,10 @@ impl Tags {
     }
 
     /// The tag of what rank `from` sends to rank `to` in `group`, which [`Tags::check`] accepted.
-    pub(super) fn tag(self, group: u64, load: Load, from: usize, to: usize) -> c_int {
+    pub(super) fn tag(self, group: u64, load: MessageKind, from: usize, to: usize) -> c_int {
         let here = self.ranks_here as u64;
         let [from, to] = [from, to].map(|rank| rank as u64 % here);
-        (((group * here + from) * here + to) * 2 + u64::from(load == Load::Data)) as c_int
+        (((group * here + from) * here + to) * 2 + u64::from(load == MessageKind::Data)) as c_int
     }
 
     /// Refuses a group whose messages would need tags that MPI does not take.
@@ -73,7 +73,7 @@ mod tests {
             tags.check(group).unwrap();
             for (from, to) in (3..6).flat_map(|from| (9..12).map(move |to| (from, to))) {
                 assert_eq!((tags.process(from), tags.process(to)), (1, 3));
-                for load in [Load::Record, Load::Data] {
+                for load in [MessageKind::Record, MessageKind::Data] {
                     let tag = tags.tag(group, load, from, to);
                     assert!((0..=tags.largest).contains(&tag) && seen.insert(tag), "{tag}");
                 }

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::tags::Load;
-use super::wire::{Request, Wire};
-use crate::collective::Memory;
+use super::tags::MessageKind;
+use super::transport::{MpiTransport, Request};
 use crate::error::{Error, Result};
+use crate::runtime::buffer::Buffer;
 
 /// Counts are C ints in MPI 3: longer messages go in pieces.
 const MESSAGE_BYTES: usize = 1 << 30;
@@ -20,24 +20,29 @@ pub(super) struct Route {
     pub(super) ranks: Arc<[usize]>,
     /// This rank in the group.
     pub(super) rank: usize,
-    pub(super) load: Load,
+    pub(super) load: MessageKind,
 }
 
 /// Messages that belong together, with the memory that MPI reads and writes until they are done. Memory of messages that
 /// never were is leaked: MPI may still write it.
 pub(super) struct Transfer {
-    wire: Arc<Wire>,
+    wire: Arc<MpiTransport>,
     route: Route,
     requests: Vec<Request>,
     /// The peer of each request, ranks of the group, and whether it is a receive.
     peers: Vec<(usize, bool)>,
-    memory: Vec<Memory>,
+    memory: Vec<Buffer>,
     scratch: Vec<u64>,
 }
 
 impl Transfer {
     /// Nothing started yet; `memory` and `scratch` are what the messages will read and write.
-    pub(super) fn new(wire: &Arc<Wire>, route: Route, memory: Vec<Memory>, scratch: Vec<u64>) -> Self {
+    pub(super) fn new(
+        wire: &Arc<MpiTransport>,
+        route: Route,
+        memory: Vec<Buffer>,
+        scratch: Vec<u64>,
+    ) -> Self {
         Transfer { wire: Arc::clone(wire), route, requests: Vec::new(), peers: Vec::new(), memory, scratch }
     }
 

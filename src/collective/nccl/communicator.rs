@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use super::library::{Config, Library, RawComm, Status, Table, UniqueId};
-use crate::error::{Error, Kind, Result};
+use super::library::{NcclConfig, NcclFunctions, NcclLibrary, NcclStatus, RawComm, UniqueId};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// How long the end of a communicator may take before it is cut short.
 const FAREWELL: Duration = Duration::from_secs(10);
@@ -18,15 +18,15 @@ const FAREWELL: Duration = Duration::from_secs(10);
 /// Stops all communicators of this process at once, with the reason that later calls give. One for all ranks that are
 /// threads of the process; the control channel raises it when it hears of a failure elsewhere.
 #[derive(Debug, Default)]
-pub struct Alarm {
+pub struct AbortFlag {
     cause: OnceLock<Error>,
     raised: AtomicBool,
     communicators: Mutex<Vec<Weak<Communicator>>>,
 }
 
-impl Alarm {
+impl AbortFlag {
     /// Not raised.
-    pub fn new() -> Arc<Alarm> {
+    pub fn new() -> Arc<AbortFlag> {
         Arc::default()
     }
 
@@ -69,8 +69,8 @@ unsafe impl Send for Handle {}
 
 /// See the module.
 pub(super) struct Communicator {
-    nccl: Arc<Library>,
-    alarm: Arc<Alarm>,
+    nccl: Arc<NcclLibrary>,
+    abort_flag: Arc<AbortFlag>,
     deadline: Duration,
     /// `None` once aborted.
     handle: Mutex<Option<Handle>>,
@@ -79,46 +79,46 @@ pub(super) struct Communicator {
 impl Communicator {
     /// Meets `size` ranks under `id`. The GPU of this rank is current on this thread.
     pub(super) fn meet(
-        library: &Arc<Library>,
-        alarm: &Arc<Alarm>,
+        library: &Arc<NcclLibrary>,
+        abort_flag: &Arc<AbortFlag>,
         id: &UniqueId,
         (rank, size): (usize, usize),
         deadline: Duration,
     ) -> Result<Arc<Communicator>> {
-        alarm.check()?;
+        abort_flag.check()?;
         let (rank, size) = (int(rank)?, int(size)?);
         // The library may write there later, also after an error here.
         let place: &'static mut RawComm = Box::leak(Box::new(std::ptr::null_mut()));
-        let mut config = Config::non_blocking();
+        let mut config = NcclConfig::non_blocking();
         // SAFETY: the place outlives the library's use of it, the configuration is read before the call returns.
         let status = unsafe {
             (library.table.comm_init_rank_config)(&raw mut *place, size, *id, rank, &raw mut config)
         };
-        if status != Status::SUCCESS && status != Status::IN_PROGRESS || place.is_null() {
-            return Err(Error::new(Kind::Transient, "cannot make an NCCL communicator")
+        if status != NcclStatus::SUCCESS && status != NcclStatus::IN_PROGRESS || place.is_null() {
+            return Err(Error::new(ErrorCategory::Transient, "cannot make an NCCL communicator")
                 .because(library.text(status, None)));
         }
-        let made = Self::of(library, alarm, deadline, *place);
+        let made = Self::of(library, abort_flag, deadline, *place);
         made.settled("the meeting of the ranks")
     }
 
     fn of(
-        library: &Arc<Library>,
-        alarm: &Arc<Alarm>,
+        library: &Arc<NcclLibrary>,
+        abort_flag: &Arc<AbortFlag>,
         deadline: Duration,
         comm: RawComm,
     ) -> Arc<Communicator> {
         let made = Arc::new(Communicator {
             nccl: Arc::clone(library),
-            alarm: Arc::clone(alarm),
+            abort_flag: Arc::clone(abort_flag),
             deadline,
             handle: Mutex::new(Some(Handle(comm))),
         });
-        let mut all = alarm.communicators.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = abort_flag.communicators.lock().unwrap_or_else(PoisonError::into_inner);
         all.push(Arc::downgrade(&made));
         drop(all);
         // Raised while this one was made: it was not on the list.
-        if alarm.check().is_err() {
+        if abort_flag.check().is_err() {
             made.abort();
         }
         made
@@ -140,7 +140,7 @@ impl Communicator {
         let (color, rank) = (int(color)?, int(rank)?);
         // Filled when this communicator has settled (NCCL 2.23), or at once.
         let place = Box::leak(Box::new(std::ptr::null_mut::<std::ffi::c_void>())) as *mut RawComm;
-        let mut config = Config::non_blocking();
+        let mut config = NcclConfig::non_blocking();
         // SAFETY: as for `meet`; the handle is alive under the lock.
         self.call("the split", |table, comm| unsafe {
             (table.comm_split)(comm, color, rank, place, &raw mut config)
@@ -150,12 +150,16 @@ impl Communicator {
         if comm.is_null() {
             return Err(Error::internal("NCCL split a communicator and gave none"));
         }
-        let made = Self::of(&self.nccl, &self.alarm, self.deadline, comm);
+        let made = Self::of(&self.nccl, &self.abort_flag, self.deadline, comm);
         made.settled("the split")
     }
 
     /// Makes one call and waits until it is done or, for collectives, on its stream.
-    pub(super) fn call(&self, what: &str, call: impl FnOnce(&Table, RawComm) -> Status) -> Result<()> {
+    pub(super) fn call(
+        &self,
+        what: &str,
+        call: impl FnOnce(&NcclFunctions, RawComm) -> NcclStatus,
+    ) -> Result<()> {
         let handle = self.handle()?;
         let status = match handle.as_ref() {
             Some(handle) => call(&self.nccl.table, handle.0),
@@ -163,33 +167,34 @@ impl Communicator {
         };
         drop(handle);
         match status {
-            Status::SUCCESS => Ok(()),
-            Status::IN_PROGRESS => self.settle(what),
+            NcclStatus::SUCCESS => Ok(()),
+            NcclStatus::IN_PROGRESS => self.settle(what),
             failed => Err(self.failed(what, failed)),
         }
     }
 
     /// Whether the library reports a failure; one question, no waiting.
-    pub(super) fn poll(&self) -> Result<Status> {
+    pub(super) fn poll(&self) -> Result<NcclStatus> {
         let handle = self.handle()?;
-        let Some(comm) = handle.as_ref() else { return self.gone().map(|()| Status::SUCCESS) };
-        let mut state = Status::SUCCESS;
+        let Some(comm) = handle.as_ref() else { return self.gone().map(|()| NcclStatus::SUCCESS) };
+        let mut state = NcclStatus::SUCCESS;
         // SAFETY: the handle is alive under the lock, the pointer is to a local.
         let status = unsafe { (self.nccl.table.comm_get_async_error)(comm.0, &raw mut state) };
         drop(handle);
         match (status, state) {
-            (Status::SUCCESS, Status::SUCCESS | Status::IN_PROGRESS) => Ok(state),
-            (Status::SUCCESS, failed) | (failed, _) => Err(self.failed("a collective", failed)),
+            (NcclStatus::SUCCESS, NcclStatus::SUCCESS | NcclStatus::IN_PROGRESS) => Ok(state),
+            (NcclStatus::SUCCESS, failed) | (failed, _) => Err(self.failed("a collective", failed)),
         }
     }
 
     fn settle(&self, what: &str) -> Result<()> {
         let begin = Instant::now();
         let mut rounds = 0_u32;
-        while self.poll()? == Status::IN_PROGRESS {
+        while self.poll()? == NcclStatus::IN_PROGRESS {
             if begin.elapsed() > self.deadline {
-                let error = Error::new(Kind::Transient, format!("{what} did not begin on all ranks"))
-                    .because(format!("waited {} s for the other ranks", self.deadline.as_secs()));
+                let error =
+                    Error::new(ErrorCategory::Transient, format!("{what} did not begin on all ranks"))
+                        .because(format!("waited {} s for the other ranks", self.deadline.as_secs()));
                 return Err(error);
             }
             rounds = rounds.saturating_add(1);
@@ -212,20 +217,22 @@ impl Communicator {
     }
 
     fn handle(&self) -> Result<MutexGuard<'_, Option<Handle>>> {
-        self.alarm.check()?;
+        self.abort_flag.check()?;
         Ok(self.handle.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn gone(&self) -> Result<()> {
-        self.alarm.check()?;
-        Err(Error::new(Kind::Transient, "the NCCL communicator was aborted"))
+        self.abort_flag.check()?;
+        Err(Error::new(ErrorCategory::Transient, "the NCCL communicator was aborted"))
     }
 
-    fn failed(&self, what: &str, status: Status) -> Error {
-        let error = Error::new(Kind::Transient, format!("{what} failed in NCCL"))
+    fn failed(&self, what: &str, status: NcclStatus) -> Error {
+        let error = Error::new(ErrorCategory::Transient, format!("{what} failed in NCCL"))
             .because(self.nccl.text(status, None));
         match status {
-            Status::REMOTE_ERROR => error.because("another rank stopped, or the network between them did"),
+            NcclStatus::REMOTE_ERROR => {
+                error.because("another rank stopped, or the network between them did")
+            }
             _ => error.hint("set `NCCL_DEBUG=WARN` and run again to see why"),
         }
     }
@@ -235,13 +242,13 @@ impl Communicator {
         // SAFETY: the handle is alive under the lock.
         self.call("the end", |table, comm| match unsafe { (table.comm_finalize)(comm) } {
             // Polled below, with a shorter deadline.
-            Status::IN_PROGRESS => Status::SUCCESS,
+            NcclStatus::IN_PROGRESS => NcclStatus::SUCCESS,
             status => status,
         })?;
         let begin = Instant::now();
-        while self.poll()? == Status::IN_PROGRESS {
+        while self.poll()? == NcclStatus::IN_PROGRESS {
             if begin.elapsed() > FAREWELL {
-                return Err(Error::new(Kind::Transient, "the NCCL communicator did not end"));
+                return Err(Error::new(ErrorCategory::Transient, "the NCCL communicator did not end"));
             }
             std::thread::sleep(Duration::from_micros(50));
         }

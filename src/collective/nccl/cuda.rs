@@ -11,9 +11,9 @@ use candle_core::cuda_backend::cudarc::driver::{
     CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DriverError, PinnedHostSlice, result,
 };
 
-use super::device::{Device, Lane};
+use super::device::{GpuStreams, Lane};
 use super::library::RawStream;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// A GPU of this process. candle's event tracking is off for it (`disable_event_tracking`): order is by marks.
 pub struct Cuda {
@@ -44,19 +44,19 @@ impl Cuda {
 }
 
 /// Memory of the GPU with page-locked memory of the host.
-pub struct Scratch {
+pub struct CudaScratch {
     address: usize,
     _device: CudaSlice<u8>,
     host: PinnedHostSlice<u8>,
 }
 
 fn failed(what: &str, error: &DriverError) -> Error {
-    Error::new(Kind::Transient, format!("{what} on the GPU")).because(error.to_string())
+    Error::new(ErrorCategory::Transient, format!("{what} on the GPU")).because(error.to_string())
 }
 
-impl Device for Cuda {
+impl GpuStreams for Cuda {
     type Mark = Arc<CudaEvent>;
-    type Scratch = Scratch;
+    type Scratch = CudaScratch;
 
     fn bind(&self) -> Result<()> {
         self.context.bind_to_thread().map_err(|error| failed("cannot select a thread's device", &error))
@@ -79,7 +79,7 @@ impl Device for Cuda {
         mark.try_is_complete().map_err(|error| failed("a kernel failed", &error))
     }
 
-    fn scratch(&self, bytes: usize) -> Result<Scratch> {
+    fn scratch(&self, bytes: usize) -> Result<CudaScratch> {
         let make = || {
             let device = self.compute.alloc_zeros::<u8>(bytes)?;
             // Read by the host: not write-combined.
@@ -87,20 +87,20 @@ impl Device for Cuda {
             let mut host = unsafe { self.context.alloc_pinned_with_flags::<u8>(bytes, 0) }?;
             host.as_mut_slice()?.fill(0);
             let address = device.device_ptr(&self.compute).0 as usize;
-            Ok(Scratch { address, _device: device, host })
+            Ok(CudaScratch { address, _device: device, host })
         };
         make().map_err(|error| failed("cannot get memory for comparing calls", &error))
     }
 
-    fn address(&self, scratch: &Scratch) -> usize {
+    fn address(&self, scratch: &CudaScratch) -> usize {
         scratch.address
     }
 
-    fn host<'a>(&self, scratch: &'a mut Scratch) -> Result<&'a mut [u8]> {
+    fn host<'a>(&self, scratch: &'a mut CudaScratch) -> Result<&'a mut [u8]> {
         scratch.host.as_mut_slice().map_err(|error| failed("cannot reach page-locked memory", &error))
     }
 
-    fn put(&self, scratch: &mut Scratch, range: Range<usize>) -> Result<()> {
+    fn put(&self, scratch: &mut CudaScratch, range: Range<usize>) -> Result<()> {
         let (to, stream) = (scratch.address + range.start, self.compute.cu_stream());
         let copy = || {
             self.context.bind_to_thread()?;
@@ -110,7 +110,7 @@ impl Device for Cuda {
         copy().map_err(|error| failed("cannot copy to memory", &error))
     }
 
-    fn fetch(&self, scratch: &mut Scratch, range: Range<usize>) -> Result<()> {
+    fn fetch(&self, scratch: &mut CudaScratch, range: Range<usize>) -> Result<()> {
         let (from, stream) = (scratch.address + range.start, self.compute.cu_stream());
         let copy = || {
             self.context.bind_to_thread()?;

@@ -17,7 +17,7 @@ pub enum Lane {
 }
 
 /// See the module.
-pub trait Device: Send + Sync + 'static {
+pub trait GpuStreams: Send + Sync + 'static {
     /// A point on a stream that work has reached or not; clones are the same point.
     type Mark: Clone + Send + Sync + 'static;
     /// Memory of the device with its counterpart on the host.

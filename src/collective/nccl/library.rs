@@ -10,14 +10,14 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::collective::Element;
 use crate::error::{Error, Result};
+use crate::runtime::buffer::ElementType;
 
 /// Names the library or a folder that holds it.
 pub const LIBRARY_VARIABLE: &str = "FINETUNE_NCCL_LIB";
 
-/// `ncclCommSplit` and the layout of [`Config`] came with 2.18.
-const OLDEST: Version = Version(21800);
+/// `ncclCommSplit` and the layout of [`NcclConfig`] came with 2.18.
+const OLDEST: NcclVersion = NcclVersion(21800);
 
 /// The name in distributions and wheels, then the one of developer packages.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
@@ -31,24 +31,24 @@ pub type RawStream = *mut c_void;
 /// `ncclResult_t`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
-pub struct Status(pub c_int);
+pub struct NcclStatus(pub c_int);
 
-impl Status {
+impl NcclStatus {
     /// `ncclSuccess`
-    pub const SUCCESS: Status = Status(0);
+    pub const SUCCESS: NcclStatus = NcclStatus(0);
     /// `ncclRemoteError`
-    pub const REMOTE_ERROR: Status = Status(6);
+    pub const REMOTE_ERROR: NcclStatus = NcclStatus(6);
     /// `ncclInProgress`: a non-blocking call goes on behind the scenes.
-    pub const IN_PROGRESS: Status = Status(7);
+    pub const IN_PROGRESS: NcclStatus = NcclStatus(7);
 }
 
 /// `ncclDataType_t` of an element.
-pub fn data_type(element: Element) -> c_int {
+pub fn data_type(element: ElementType) -> c_int {
     match element {
-        Element::U8 => 1,
-        Element::F32 => 7,
-        Element::F64 => 8,
-        Element::Bf16 => 9,
+        ElementType::U8 => 1,
+        ElementType::F32 => 7,
+        ElementType::F64 => 8,
+        ElementType::Bf16 => 9,
     }
 }
 
@@ -63,7 +63,7 @@ pub struct UniqueId(pub [u8; 128]);
 /// `ncclConfig_t` as of 2.18: what came later is left to the library, which tells by `version`.
 #[derive(Debug)]
 #[repr(C)]
-pub struct Config {
+pub struct NcclConfig {
     size: usize,
     magic: u32,
     version: u32,
@@ -77,13 +77,13 @@ pub struct Config {
     unused: c_int,
 }
 
-impl Config {
+impl NcclConfig {
     /// All calls return at once and are polled; the rest is the library's choice.
     pub fn non_blocking() -> Self {
         /// `NCCL_CONFIG_UNDEF_INT`
         const UNSET: c_int = c_int::MIN;
-        Config {
-            size: size_of::<Config>(),
+        NcclConfig {
+            size: size_of::<NcclConfig>(),
             magic: 0xcafe_beef,
             version: OLDEST.0 as u32,
             blocking: 0,
@@ -103,15 +103,15 @@ macro_rules! table {
         /// The functions that are used, under the names of `nccl.h`.
         #[allow(missing_docs, reason = "each is documented by NVIDIA under the name that it is loaded by")]
         #[derive(Clone, Copy)]
-        pub struct Table {
+        pub struct NcclFunctions {
             $(pub $field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
         }
 
-        impl Table {
+        impl NcclFunctions {
             /// # Safety
             /// The library is NCCL.
-            unsafe fn load(library: &libloading::Library) -> Result<Table, String> {
-                Ok(Table {
+            unsafe fn load(library: &libloading::Library) -> Result<NcclFunctions, String> {
+                Ok(NcclFunctions {
                     $($field: {
                         // SAFETY: the signature is that of nccl.h.
                         let symbol = unsafe { library.get($symbol.as_bytes()) };
@@ -124,49 +124,49 @@ macro_rules! table {
 }
 
 table! {
-    get_version = "ncclGetVersion": fn(*mut c_int) -> Status;
-    get_unique_id = "ncclGetUniqueId": fn(*mut UniqueId) -> Status;
-    get_error_string = "ncclGetErrorString": fn(Status) -> *const c_char;
+    get_version = "ncclGetVersion": fn(*mut c_int) -> NcclStatus;
+    get_unique_id = "ncclGetUniqueId": fn(*mut UniqueId) -> NcclStatus;
+    get_error_string = "ncclGetErrorString": fn(NcclStatus) -> *const c_char;
     get_last_error = "ncclGetLastError": fn(RawComm) -> *const c_char;
-    comm_init_rank_config = "ncclCommInitRankConfig": fn(*mut RawComm, c_int, UniqueId, c_int, *mut Config) -> Status;
-    comm_split = "ncclCommSplit": fn(RawComm, c_int, c_int, *mut RawComm, *mut Config) -> Status;
-    comm_get_async_error = "ncclCommGetAsyncError": fn(RawComm, *mut Status) -> Status;
-    comm_finalize = "ncclCommFinalize": fn(RawComm) -> Status;
-    comm_destroy = "ncclCommDestroy": fn(RawComm) -> Status;
-    comm_abort = "ncclCommAbort": fn(RawComm) -> Status;
+    comm_init_rank_config = "ncclCommInitRankConfig": fn(*mut RawComm, c_int, UniqueId, c_int, *mut NcclConfig) -> NcclStatus;
+    comm_split = "ncclCommSplit": fn(RawComm, c_int, c_int, *mut RawComm, *mut NcclConfig) -> NcclStatus;
+    comm_get_async_error = "ncclCommGetAsyncError": fn(RawComm, *mut NcclStatus) -> NcclStatus;
+    comm_finalize = "ncclCommFinalize": fn(RawComm) -> NcclStatus;
+    comm_destroy = "ncclCommDestroy": fn(RawComm) -> NcclStatus;
+    comm_abort = "ncclCommAbort": fn(RawComm) -> NcclStatus;
     all_reduce = "ncclAllReduce":
-        fn(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, RawStream) -> Status;
+        fn(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, RawStream) -> NcclStatus;
     reduce_scatter = "ncclReduceScatter":
-        fn(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, RawStream) -> Status;
-    all_gather = "ncclAllGather": fn(*const c_void, *mut c_void, usize, c_int, RawComm, RawStream) -> Status;
+        fn(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, RawStream) -> NcclStatus;
+    all_gather = "ncclAllGather": fn(*const c_void, *mut c_void, usize, c_int, RawComm, RawStream) -> NcclStatus;
     broadcast = "ncclBroadcast":
-        fn(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, RawStream) -> Status;
+        fn(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, RawStream) -> NcclStatus;
 }
 
 /// A version as `ncclGetVersion` codes it since 2.9: 2.28.9 is 22809.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Version(pub c_int);
+pub struct NcclVersion(pub c_int);
 
-impl fmt::Display for Version {
+impl fmt::Display for NcclVersion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}.{}", self.0 / 10000, self.0 / 100 % 100, self.0 % 100)
     }
 }
 
 /// The loaded library.
-pub struct Library {
-    pub(super) table: Table,
-    version: Version,
+pub struct NcclLibrary {
+    pub(super) table: NcclFunctions,
+    version: NcclVersion,
     origin: PathBuf,
 }
 
-impl Library {
+impl NcclLibrary {
     /// Loads NCCL: the file or folder in `FINETUNE_NCCL_LIB` if that is set, else by name where the loader looks
     /// (`LD_LIBRARY_PATH`, the system's folders). It stays loaded until the process ends: NCCL has threads of its own.
     ///
     /// # Errors
     /// The library is not there or is older than 2.18; names what was tried.
-    pub fn open() -> Result<Arc<Library>> {
+    pub fn open() -> Result<Arc<NcclLibrary>> {
         let given = std::env::var_os(LIBRARY_VARIABLE);
         let searched = match std::env::var_os("LD_LIBRARY_PATH").filter(|path| !path.is_empty()) {
             Some(path) => format!("LD_LIBRARY_PATH, which is {}", path.to_string_lossy()),
@@ -175,7 +175,7 @@ impl Library {
         Self::open_among(&candidates(given), &searched)
     }
 
-    fn open_among(candidates: &[PathBuf], searched: &str) -> Result<Arc<Library>> {
+    fn open_among(candidates: &[PathBuf], searched: &str) -> Result<Arc<NcclLibrary>> {
         let mut tried = Vec::new();
         for candidate in candidates {
             match Self::load(candidate) {
@@ -193,35 +193,35 @@ impl Library {
         )))
     }
 
-    fn load(path: &Path) -> Result<Library, String> {
+    fn load(path: &Path) -> Result<NcclLibrary, String> {
         // SAFETY: NCCL's initializers only read the environment.
         let library = unsafe { libloading::Library::new(path) }.map_err(|error| error.to_string())?;
         // SAFETY: a library under NCCL's name; its version is checked before anything else is called.
-        let table = unsafe { Table::load(&library) }?;
-        let library = Library::new(table, path.to_owned(), library)?;
+        let table = unsafe { NcclFunctions::load(&library) }?;
+        let library = NcclLibrary::new(table, path.to_owned(), library)?;
         Ok(library)
     }
 
     /// A library of these functions, which `keep` keeps loaded.
-    fn new(table: Table, origin: PathBuf, keep: libloading::Library) -> Result<Library, String> {
+    fn new(table: NcclFunctions, origin: PathBuf, keep: libloading::Library) -> Result<NcclLibrary, String> {
         std::mem::forget(keep);
         Self::of_table(table, origin)
     }
 
-    pub(super) fn of_table(table: Table, origin: PathBuf) -> Result<Library, String> {
+    pub(super) fn of_table(table: NcclFunctions, origin: PathBuf) -> Result<NcclLibrary, String> {
         let mut version = 0;
         // SAFETY: the pointer is to a local.
         let status = unsafe { (table.get_version)(&mut version) };
-        let version = Version(version);
+        let version = NcclVersion(version);
         match status {
-            Status::SUCCESS if version >= OLDEST => Ok(Library { table, version, origin }),
-            Status::SUCCESS => Err(format!("it is version {version}, at least {OLDEST} is needed")),
-            Status(code) => Err(format!("ncclGetVersion failed with code {code}")),
+            NcclStatus::SUCCESS if version >= OLDEST => Ok(NcclLibrary { table, version, origin }),
+            NcclStatus::SUCCESS => Err(format!("it is version {version}, at least {OLDEST} is needed")),
+            NcclStatus(code) => Err(format!("ncclGetVersion failed with code {code}")),
         }
     }
 
     /// The version that was loaded.
-    pub fn version(&self) -> Version {
+    pub fn version(&self) -> NcclVersion {
         self.version
     }
 
@@ -239,7 +239,7 @@ impl Library {
         let mut id = UniqueId([0; 128]);
         // SAFETY: the pointer is to a local of the library's size.
         let status = unsafe { (self.table.get_unique_id)(&mut id) };
-        if status == Status::SUCCESS {
+        if status == NcclStatus::SUCCESS {
             return Ok(id);
         }
         Err(Error::user("cannot make an NCCL id")
@@ -248,7 +248,7 @@ impl Library {
     }
 
     /// What the library says about `status`, and about its latest error.
-    pub(super) fn text(&self, status: Status, comm: Option<RawComm>) -> String {
+    pub(super) fn text(&self, status: NcclStatus, comm: Option<RawComm>) -> String {
         let read = |text: *const c_char| {
             // SAFETY: the library returns null or a string that lives on.
             let text = (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) });
@@ -263,7 +263,7 @@ impl Library {
     }
 }
 
-impl fmt::Debug for Library {
+impl fmt::Debug for NcclLibrary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "NCCL {} from {}", self.version, self.origin.display())
     }
@@ -290,20 +290,24 @@ mod tests {
     /// From `nccl.h` 2.28.9: the enums, and `offsetof` of the members that 2.18 had.
     #[test]
     fn values_are_those_of_the_header() {
-        assert_eq!([Element::U8, Element::F32, Element::F64, Element::Bf16].map(data_type), [1, 7, 8, 9]);
+        assert_eq!(
+            [ElementType::U8, ElementType::F32, ElementType::F64, ElementType::Bf16].map(data_type),
+            [1, 7, 8, 9]
+        );
         assert_eq!(size_of::<UniqueId>(), 128);
-        assert_eq!(size_of::<Config>(), 48);
-        assert_eq!(std::mem::offset_of!(Config, magic), 8);
-        assert_eq!(std::mem::offset_of!(Config, blocking), 16);
-        assert_eq!(std::mem::offset_of!(Config, net_name), 32);
-        assert_eq!(std::mem::offset_of!(Config, split_share), 40);
-        assert_eq!(std::mem::offset_of!(Config, unused), 44);
-        assert_eq!(Version(22809).to_string(), "2.28.9");
+        assert_eq!(size_of::<NcclConfig>(), 48);
+        assert_eq!(std::mem::offset_of!(NcclConfig, magic), 8);
+        assert_eq!(std::mem::offset_of!(NcclConfig, blocking), 16);
+        assert_eq!(std::mem::offset_of!(NcclConfig, net_name), 32);
+        assert_eq!(std::mem::offset_of!(NcclConfig, split_share), 40);
+        assert_eq!(std::mem::offset_of!(NcclConfig, unused), 44);
+        assert_eq!(NcclVersion(22809).to_string(), "2.28.9");
     }
 
     #[test]
     fn an_absent_library_is_an_error_that_says_what_was_tried() {
-        let error = Library::open_among(&candidates(Some("/nowhere/libnccl.so.2".into())), "").unwrap_err();
+        let error =
+            NcclLibrary::open_among(&candidates(Some("/nowhere/libnccl.so.2".into())), "").unwrap_err();
         let text = error.to_string();
         assert!(text.contains("cannot load NCCL"), "{text}");
         assert!(text.contains("/nowhere/libnccl.so.2: "), "{text}");
@@ -314,7 +318,7 @@ mod tests {
     #[test]
     fn what_the_loader_searched_is_named() {
         let error =
-            Library::open_among(&[PathBuf::from("libno-nccl.so.2")], "LD_LIBRARY_PATH, which is /a:/b");
+            NcclLibrary::open_among(&[PathBuf::from("libno-nccl.so.2")], "LD_LIBRARY_PATH, which is /a:/b");
         let text = error.unwrap_err().to_string();
         assert!(text.contains("libno-nccl.so.2: "), "{text}");
         assert!(text.contains("searched: LD_LIBRARY_PATH, which is /a:/b; then the system's"), "{text}");
@@ -322,7 +326,7 @@ mod tests {
 
     #[test]
     fn another_library_is_refused() {
-        let Err(error) = Library::load(Path::new("libc.so.6")) else { panic!("libc is no NCCL") };
+        let Err(error) = NcclLibrary::load(Path::new("libc.so.6")) else { panic!("libc is no NCCL") };
         assert_eq!(error, "it lacks ncclGetVersion");
     }
 
@@ -346,22 +350,22 @@ mod tests {
     #[test]
     #[allow(clippy::print_stderr, reason = "a skipped test says so")]
     fn the_real_library_gives_a_version_and_ids() {
-        let Ok(library) = Library::open() else {
+        let Ok(library) = NcclLibrary::open() else {
             eprintln!("SKIPPED: no NCCL here; point {LIBRARY_VARIABLE} at one");
             return;
         };
         assert!(library.version() >= OLDEST);
         let ids = [library.unique_id().unwrap(), library.unique_id().unwrap()];
         assert_ne!(ids[0], ids[1]);
-        assert!(library.text(Status::REMOTE_ERROR, None).contains("(code 6)"));
+        assert!(library.text(NcclStatus::REMOTE_ERROR, None).contains("(code 6)"));
     }
 
     /// The real library refuses to meet without a driver: an error with its own words, at once.
     #[test]
     #[allow(clippy::print_stderr, reason = "a skipped test says so")]
     fn the_real_library_says_why_it_cannot_meet() {
-        use crate::collective::nccl::{Alarm, Meeting, Nccl, stand_in};
-        let Ok(library) = Library::open() else {
+        use crate::collective::nccl::{AbortFlag, Nccl, NcclRankInfo, fake_nccl};
+        let Ok(library) = NcclLibrary::open() else {
             eprintln!("SKIPPED: no NCCL here; point {LIBRARY_VARIABLE} at one");
             return;
         };
@@ -370,8 +374,8 @@ mod tests {
             return;
         }
         let deadline = std::time::Duration::from_secs(60);
-        let meeting = Meeting { id: library.unique_id().unwrap(), rank: 0, size: 1, deadline };
-        let met = Nccl::connect(&library, &meeting, stand_in::Host::default(), &Alarm::new());
+        let rank_info = NcclRankInfo { id: library.unique_id().unwrap(), rank: 0, size: 1, deadline };
+        let met = Nccl::connect(&library, &rank_info, fake_nccl::Host::default(), &AbortFlag::new());
         let error = met.unwrap_err().to_string();
         assert!(error.contains("cannot make an NCCL communicator"), "{error}");
         assert!(error.contains("(code 1)"), "ncclUnhandledCudaError: {error}");

@@ -6,8 +6,8 @@
 //! the two. Memory of the host (sums of losses, saved moments) goes through the GPU by pieces and is there on return
 //! (`staged`). [`run_ranks`] runs the ranks of a process as threads, one a GPU. Communicators are non-blocking, so every wait polls
 //! (`communicator`), and a thread watches over what is on the streams (`watch`). Failures end all communicators of the process
-//! ([`Alarm`]); other processes see NCCL's remote error, the deadline, or the word on the control channel, which is
-//! the launcher's to pass on by [`Alarm::raise`].
+//! ([`AbortFlag`]); other processes see NCCL's remote error, the deadline, or the word on the control channel, which is
+//! the launcher's to pass on by [`AbortFlag::raise`].
 //!
 //! Comparing every call would cost a round trip each. Instead each rank hashes its calls as it makes them, and
 //! compares the hash with its peers' at barriers, splits and sums of f64 (once or twice a step): there the first call that
@@ -15,47 +15,49 @@
 //! NCCL picks the order of its sums; `NCCL_ALGO=Ring` makes it the same in every run. hsdp has three communicators a rank, whose
 //! kernels wait for peers on both streams: they need room on the GPU at once, which NCCL's channels leave.
 
+mod call_log;
 mod communicator;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod device;
 mod environment;
 mod library;
-mod run;
+mod rank_group;
 mod staged;
-mod trail;
-mod watch;
+mod watchdog;
 
-pub use communicator::Alarm;
+pub use communicator::AbortFlag;
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
-pub use device::{Device, Lane};
+pub use device::{GpuStreams, Lane};
 pub use environment::one_gpu_environment;
 pub use library::{
-    Config, LIBRARY_VARIABLE, Library, RawComm, RawStream, SUM, Status, Table, UniqueId, Version, data_type,
+    LIBRARY_VARIABLE, NcclConfig, NcclFunctions, NcclLibrary, NcclStatus, NcclVersion, RawComm, RawStream,
+    SUM, UniqueId, data_type,
 };
-pub use run::{Crew, run_on_gpus, run_ranks};
+pub use rank_group::{GroupInfo, run_on_gpus, run_ranks};
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use self::call_log::CallLog;
 use self::communicator::Communicator;
-use self::trail::Trail;
-use self::watch::Watch;
-use super::memory::{check_shard, check_sum};
-use super::record::{Action, Record, Whereabouts};
-use super::{Call, Collective, Element, Memory, Op, Phase, Place, Ticket, Traffic};
-use crate::error::{Error, Kind, Result};
+use self::watchdog::Watch;
+use super::call_record::{CallKind, CallRecord, RankStatus};
+use super::{Call, Collective, Op, Phase, Ticket, Traffic};
+use crate::collective::buffer_checks::{check_shard, check_sum};
+use crate::error::{Error, ErrorCategory, Result};
+use crate::runtime::buffer::{Buffer, ElementType, MemoryKind};
 
 /// How long a rank waits for its peers unless told otherwise; longer than any evaluation or save.
 pub const DEADLINE: Duration = Duration::from_secs(1800);
 
 /// Who meets, and how.
 #[derive(Debug, Clone, Copy)]
-pub struct Meeting {
-    /// Rank 0's [`Library::unique_id`].
+pub struct NcclRankInfo {
+    /// Rank 0's [`NcclLibrary::unique_id`].
     pub id: UniqueId,
     /// This rank.
     pub rank: usize,
@@ -66,42 +68,42 @@ pub struct Meeting {
 }
 
 /// One rank's end of a group of GPUs. Its calls come from one thread, that of the device's compute stream.
-pub struct Nccl<D: Device> {
+pub struct Nccl<D: GpuStreams> {
     // Dropped in this order: the communicator ends while it is watched.
     communicator: Arc<Communicator>,
-    member: Arc<Member<D>>,
+    member: Arc<NcclRank<D>>,
     rank: usize,
     /// The ranks of the group by their rank in the world.
     ranks: Vec<usize>,
-    state: Mutex<State<D>>,
+    state: Mutex<NcclState<D>>,
 }
 
 /// What this rank's groups share.
-struct Member<D: Device> {
+struct NcclRank<D: GpuStreams> {
     /// Those of its smaller groups. They end with the last group, not before: a rank that fails drops its groups on the
     /// way out, and ending one in order waits for peers that do not know yet.
     groups: Mutex<Vec<Arc<Communicator>>>,
     watch: Watch<D>,
     device: Arc<D>,
-    nccl: Arc<Library>,
-    alarm: Arc<Alarm>,
+    nccl: Arc<NcclLibrary>,
+    abort_flag: Arc<AbortFlag>,
     /// In the world.
     rank: usize,
-    place: Mutex<Whereabouts>,
+    place: Mutex<RankStatus>,
 }
 
-struct State<D: Device> {
-    trail: Trail,
+struct NcclState<D: GpuStreams> {
+    call_log: CallLog,
     tickets: u64,
-    gathers: VecDeque<Gather<D>>,
+    gathers: VecDeque<NcclGather<D>>,
     traffic: Traffic,
     scratch: Option<(usize, D::Scratch)>,
 }
 
-impl<D: Device> Default for State<D> {
+impl<D: GpuStreams> Default for NcclState<D> {
     fn default() -> Self {
-        State {
-            trail: Trail::default(),
+        NcclState {
+            call_log: CallLog::default(),
             tickets: 0,
             gathers: VecDeque::new(),
             traffic: Traffic::default(),
@@ -111,15 +113,15 @@ impl<D: Device> Default for State<D> {
 }
 
 /// A gather on its stream, with the memory that must live until computation has been told to wait for it.
-struct Gather<D: Device> {
+struct NcclGather<D: GpuStreams> {
     ticket: u64,
     /// None when it is done: over memory of the host.
     mark: Option<D::Mark>,
-    _memory: [Memory; 2],
+    _memory: [Buffer; 2],
 }
 
 /// Refuses data of which a part is on the GPU.
-fn check_places(call: Call, shard: &Memory, full: &Memory) -> Result<()> {
+fn check_places(call: Call, shard: &Buffer, full: &Buffer) -> Result<()> {
     if shard.place() == full.place() {
         return Ok(());
     }
@@ -131,31 +133,36 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<D: Device> Nccl<D> {
-    /// Meets the other ranks. `alarm` is shared by the ranks that are threads of this process.
+impl<D: GpuStreams> Nccl<D> {
+    /// Meets the other ranks. `abort_flag` is shared by the ranks that are threads of this process.
     ///
     /// # Errors
     /// NCCL refuses (two ranks on one GPU, no driver, no network), or not all ranks come before the deadline.
-    pub fn connect(library: &Arc<Library>, meeting: &Meeting, device: D, alarm: &Arc<Alarm>) -> Result<Self> {
-        let Meeting { id, rank, size, deadline } = *meeting;
+    pub fn connect(
+        library: &Arc<NcclLibrary>,
+        rank_info: &NcclRankInfo,
+        device: D,
+        abort_flag: &Arc<AbortFlag>,
+    ) -> Result<Self> {
+        let NcclRankInfo { id, rank, size, deadline } = *rank_info;
         let device = Arc::new(device);
         device.bind()?;
-        let communicator = Communicator::meet(library, alarm, &id, (rank, size), deadline)?;
-        let watch = Watch::start(&device, alarm, rank, deadline)?;
-        let (nccl, alarm) = (Arc::clone(library), Arc::clone(alarm));
+        let communicator = Communicator::meet(library, abort_flag, &id, (rank, size), deadline)?;
+        let watch = Watch::start(&device, abort_flag, rank, deadline)?;
+        let (nccl, abort_flag) = (Arc::clone(library), Arc::clone(abort_flag));
         let (groups, place) = (Mutex::default(), Mutex::default());
-        let member = Arc::new(Member { groups, watch, device, nccl, alarm, rank, place });
+        let member = Arc::new(NcclRank { groups, watch, device, nccl, abort_flag, rank, place });
         Ok(Nccl { communicator, member, rank, ranks: (0..size).collect(), state: Mutex::default() })
     }
 
-    fn record(&self, action: Action, call: Call) -> Record {
+    fn record(&self, action: CallKind, call: Call) -> CallRecord {
         let phase = locked(&self.member.place).phase;
-        Record::new(locked(&self.state).trail.calls(), action, call, phase)
+        CallRecord::new(locked(&self.state).call_log.calls(), action, call, phase)
     }
 
     /// Remembers a call that is about to be made.
-    fn note(&self, record: &Record) {
-        locked(&self.state).trail.add(record);
+    fn note(&self, record: &CallRecord) {
+        locked(&self.state).call_log.add(record);
         locked(&self.member.place).last = Some(record.clone());
     }
 
@@ -163,8 +170,8 @@ impl<D: Device> Nccl<D> {
     fn enqueue(
         &self,
         lane: Lane,
-        record: &Record,
-        call: impl FnOnce(&Table, RawComm, RawStream) -> Status,
+        record: &CallRecord,
+        call: impl FnOnce(&NcclFunctions, RawComm, RawStream) -> NcclStatus,
     ) -> Result<D::Mark> {
         let member = &*self.member;
         let put = || {
@@ -173,7 +180,7 @@ impl<D: Device> Nccl<D> {
             self.communicator.call(&record.to_string(), |table, comm| call(table, comm, stream))?;
             member.device.mark(lane)
         };
-        let mark = put().map_err(|error| member.alarm.raise(error))?;
+        let mark = put().map_err(|error| member.abort_flag.raise(error))?;
         member.watch.add(lane, mark.clone(), record.clone());
         Ok(mark)
     }
@@ -181,39 +188,39 @@ impl<D: Device> Nccl<D> {
     /// Waits until all that is before the mark is done.
     fn wait(&self, mark: &D::Mark) -> Result<()> {
         let member = &*self.member;
-        while !member.device.reached(mark).map_err(|error| member.alarm.raise(error))? {
-            member.alarm.check()?;
+        while !member.device.reached(mark).map_err(|error| member.abort_flag.raise(error))? {
+            member.abort_flag.check()?;
             std::thread::sleep(Duration::from_micros(20));
         }
         // An aborted kernel ends as well, with nothing in its memory.
-        member.alarm.check()
+        member.abort_flag.check()
     }
 
     /// Compares all calls so far, of which `record` is the last, with the peers'. Returns the records of all.
-    fn compare(&self, record: &Record) -> Result<Vec<Record>> {
-        let own = locked(&self.state).trail.digest();
+    fn compare(&self, record: &CallRecord) -> Result<Vec<CallRecord>> {
+        let own = locked(&self.state).call_log.digest();
         let all = self.exchange(record, &own)?;
-        if let Some(records) = trail::agreeing(&all, self.rank) {
+        if let Some(records) = call_log::agreeing(&all, self.rank) {
             return Ok(records);
         }
         // All ranks saw that: all tell what they called.
-        let own = locked(&self.state).trail.tail();
+        let own = locked(&self.state).call_log.tail();
         let tails = self.exchange(record, &own)?;
-        let error = Error::new(Kind::Transient, "ranks do not make the same calls");
-        let lines = trail::first_difference(&tails, self.ranks.len(), self.rank);
+        let error = Error::new(ErrorCategory::Transient, "ranks do not make the same calls");
+        let lines = call_log::first_difference(&tails, self.ranks.len(), self.rank);
         let name = |(rank, call): (usize, String)| format!("rank {} makes {call}", self.ranks[rank]);
-        let error = self.member.alarm.keep(lines.into_iter().map(name).fold(error, Error::because));
+        let error = self.member.abort_flag.keep(lines.into_iter().map(name).fold(error, Error::because));
         // Stopping now would take the answer from slower ranks: they have it once they come here too.
         let _ = self.exchange(record, &[0; 8]);
-        Err(self.member.alarm.raise(error))
+        Err(self.member.abort_flag.raise(error))
     }
 
     /// The ticket of a gather that was started, or is done when there is no mark to wait for.
-    fn started(&self, mark: Option<D::Mark>, shard: &Memory, full: &Memory) -> Ticket {
+    fn started(&self, mark: Option<D::Mark>, shard: &Buffer, full: &Buffer) -> Ticket {
         let mut state = locked(&self.state);
         state.tickets += 1;
         let ticket = state.tickets;
-        state.gathers.push_back(Gather { ticket, mark, _memory: [shard.clone(), full.clone()] });
+        state.gathers.push_back(NcclGather { ticket, mark, _memory: [shard.clone(), full.clone()] });
         Ticket(ticket)
     }
 
@@ -222,7 +229,7 @@ impl<D: Device> Nccl<D> {
     }
 }
 
-impl<D: Device> Collective for Nccl<D> {
+impl<D: GpuStreams> Collective for Nccl<D> {
     fn rank(&self) -> usize {
         self.rank
     }
@@ -231,33 +238,35 @@ impl<D: Device> Collective for Nccl<D> {
         self.ranks.len()
     }
 
-    fn all_reduce(&self, call: Call, buffer: &Memory) -> Result<()> {
+    fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
         check_sum(call, buffer)?;
-        let record = self.record(Action::Op(Op::AllReduce), call).moving(buffer.element(), buffer.elements());
+        let record =
+            self.record(CallKind::Op(Op::AllReduce), call).moving(buffer.element(), buffer.elements());
         self.note(&record);
-        if buffer.element() == Element::F64 {
+        if buffer.element() == ElementType::F64 {
             self.compare(&record)?;
         }
         self.count(Op::AllReduce, buffer.bytes(), false);
-        if buffer.place() == Place::Host {
+        if buffer.place() == MemoryKind::Host {
             return self.all_reduce_staged(&record, buffer);
         }
         let (at, element) = (buffer.address() as *mut c_void, data_type(buffer.element()));
         self.enqueue(Lane::Compute, &record, |table, comm, stream| {
-            // SAFETY: the memory is valid on the device by `Memory`'s contract, freed on the compute stream at the earliest.
+            // SAFETY: the memory is valid on the device by `Buffer`'s contract, freed on the compute stream at the earliest.
             unsafe { (table.all_reduce)(at, at, buffer.elements(), element, SUM, comm, stream) }
         })?;
         Ok(())
     }
 
-    fn reduce_scatter(&self, call: Call, full: &Memory, shard: &Memory) -> Result<()> {
+    fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
         check_sum(call, full)?;
         check_shard(call, shard, full, self.ranks.len())?;
         check_places(call, shard, full)?;
-        let record = self.record(Action::Op(Op::ReduceScatter), call).moving(full.element(), full.elements());
+        let record =
+            self.record(CallKind::Op(Op::ReduceScatter), call).moving(full.element(), full.elements());
         self.note(&record);
         self.count(Op::ReduceScatter, full.bytes(), false);
-        if full.place() == Place::Host {
+        if full.place() == MemoryKind::Host {
             return self.reduce_scatter_staged(&record, full, shard);
         }
         let (from, to) = (full.address() as *const c_void, shard.address() as *mut c_void);
@@ -269,13 +278,13 @@ impl<D: Device> Collective for Nccl<D> {
         Ok(())
     }
 
-    fn start_all_gather(&self, call: Call, shard: &Memory, full: &Memory) -> Result<Ticket> {
+    fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
         check_shard(call, shard, full, self.ranks.len())?;
         check_places(call, shard, full)?;
-        let record = self.record(Action::Op(Op::AllGather), call).moving(full.element(), full.elements());
+        let record = self.record(CallKind::Op(Op::AllGather), call).moving(full.element(), full.elements());
         self.note(&record);
         self.count(Op::AllGather, full.bytes(), false);
-        if full.place() == Place::Host {
+        if full.place() == MemoryKind::Host {
             self.all_gather_staged(&record, shard, full)?;
             return Ok(self.started(None, shard, full));
         }
@@ -292,7 +301,7 @@ impl<D: Device> Collective for Nccl<D> {
     }
 
     fn finish(&self, ticket: Ticket) -> Result<()> {
-        self.member.alarm.check()?;
+        self.member.abort_flag.check()?;
         let first = locked(&self.state).gathers.pop_front();
         let Some(gather) = first.filter(|gather| gather.ticket == ticket.0) else {
             return Err(Error::internal("a gather is finished out of turn"));
@@ -303,15 +312,15 @@ impl<D: Device> Collective for Nccl<D> {
         }
     }
 
-    fn broadcast(&self, call: Call, root: usize, buffer: &Memory) -> Result<()> {
+    fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
         if root >= self.ranks.len() {
             return Err(Error::internal(format!("rank {root} of {} broadcasts", self.ranks.len())));
         }
-        let record = self.record(Action::Op(Op::Broadcast), call);
+        let record = self.record(CallKind::Op(Op::Broadcast), call);
         let record = record.moving(buffer.element(), buffer.elements()).number(root);
         self.note(&record);
         self.count(Op::Broadcast, buffer.bytes(), self.rank == root);
-        if buffer.place() == Place::Host {
+        if buffer.place() == MemoryKind::Host {
             return self.broadcast_staged(&record, root, buffer);
         }
         let at = buffer.address() as *mut c_void;
@@ -324,7 +333,7 @@ impl<D: Device> Collective for Nccl<D> {
     }
 
     fn barrier(&self, call: Call) -> Result<()> {
-        let record = self.record(Action::Op(Op::Barrier), call);
+        let record = self.record(CallKind::Op(Op::Barrier), call);
         self.note(&record);
         self.compare(&record)?;
         self.count(Op::Barrier, 0, false);
@@ -332,13 +341,13 @@ impl<D: Device> Collective for Nccl<D> {
     }
 
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
-        let record = self.record(Action::Split, Call { what: "ranks", index: 0 }).number(color);
+        let record = self.record(CallKind::Split, Call { what: "ranks", index: 0 }).number(color);
         self.note(&record);
         let records = self.compare(&record)?;
         let members = || (0..records.len()).filter(|rank| records[*rank].number == records[self.rank].number);
         let member = &self.member;
         let communicator =
-            self.communicator.split(color, self.rank).map_err(|error| member.alarm.raise(error))?;
+            self.communicator.split(color, self.rank).map_err(|error| member.abort_flag.raise(error))?;
         locked(&member.groups).push(Arc::clone(&communicator));
         Ok(Box::new(Nccl {
             communicator,
@@ -355,22 +364,22 @@ impl<D: Device> Collective for Nccl<D> {
 
     fn enter(&self, phase: Phase) -> Result<()> {
         locked(&self.member.place).phase = Some(phase);
-        self.member.alarm.check()
+        self.member.abort_flag.check()
     }
 
     fn abort(&self, why: &str) {
         let news = locked(&self.member.place).news(self.member.rank, why);
-        self.member.alarm.raise(news);
+        self.member.abort_flag.raise(news);
     }
 }
 
-impl<D: Device> std::fmt::Debug for Nccl<D> {
+impl<D: GpuStreams> std::fmt::Debug for Nccl<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "rank {} of {} over {:?}", self.rank, self.ranks.len(), self.member.nccl)
     }
 }
 
 #[cfg(test)]
-mod stand_in;
+mod fake_nccl;
 #[cfg(test)]
 mod tests;

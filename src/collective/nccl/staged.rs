@@ -9,12 +9,12 @@ use std::ops::Range;
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 
-use super::device::{Device, Lane};
-use super::library::{RawComm, RawStream, SUM, Status, Table, data_type};
+use super::device::{GpuStreams, Lane};
+use super::library::{NcclFunctions, NcclStatus, RawComm, RawStream, SUM, data_type};
 use super::{Nccl, locked};
-use crate::collective::record::Record;
-use crate::collective::{Element, Memory};
+use crate::collective::call_record::CallRecord;
 use crate::error::Result;
+use crate::runtime::buffer::{Buffer, ElementType};
 
 /// Bytes that a rank contributes to one piece.
 const PIECE_BYTES: usize = 4 << 20;
@@ -25,14 +25,14 @@ struct Pass {
     fetch: Range<usize>,
 }
 
-impl<D: Device> Nccl<D> {
+impl<D: GpuStreams> Nccl<D> {
     /// One call over scratch: `fill` writes the host's side, `take` reads it. Returns when all is done.
     fn pass(
         &self,
-        record: &Record,
+        record: &CallRecord,
         pass: Pass,
         fill: impl FnOnce(&mut [u8]),
-        call: impl FnOnce(&Table, RawComm, RawStream, usize) -> Status,
+        call: impl FnOnce(&NcclFunctions, RawComm, RawStream, usize) -> NcclStatus,
         take: impl FnOnce(&[u8]),
     ) -> Result<()> {
         let device = &*self.member.device;
@@ -62,7 +62,7 @@ impl<D: Device> Nccl<D> {
     }
 
     /// The `own` of all ranks, which are of one length, side by side.
-    pub(super) fn exchange(&self, record: &Record, own: &[u8]) -> Result<Vec<u8>> {
+    pub(super) fn exchange(&self, record: &CallRecord, own: &[u8]) -> Result<Vec<u8>> {
         let (len, ranks) = (own.len(), self.ranks.len());
         let mut all = Vec::new();
         self.pass(
@@ -72,14 +72,14 @@ impl<D: Device> Nccl<D> {
             |table, comm, stream, at| {
                 let (from, to) = (at as *const c_void, (at + len) as *mut c_void);
                 // SAFETY: the scratch holds all parts, and lives until the pass is over.
-                unsafe { (table.all_gather)(from, to, len, data_type(Element::U8), comm, stream) }
+                unsafe { (table.all_gather)(from, to, len, data_type(ElementType::U8), comm, stream) }
             },
             |host| all = host[len..].to_vec(),
         )?;
         Ok(all)
     }
 
-    pub(super) fn all_reduce_staged(&self, record: &Record, buffer: &Memory) -> Result<()> {
+    pub(super) fn all_reduce_staged(&self, record: &CallRecord, buffer: &Buffer) -> Result<()> {
         for range in pieces(buffer) {
             let (len, width) = (range.len(), buffer.element().bytes());
             self.pass(
@@ -97,7 +97,12 @@ impl<D: Device> Nccl<D> {
         Ok(())
     }
 
-    pub(super) fn reduce_scatter_staged(&self, record: &Record, full: &Memory, shard: &Memory) -> Result<()> {
+    pub(super) fn reduce_scatter_staged(
+        &self,
+        record: &CallRecord,
+        full: &Buffer,
+        shard: &Buffer,
+    ) -> Result<()> {
         let ranks = self.ranks.len();
         for range in pieces(shard) {
             let (len, width) = (range.len(), shard.element().bytes());
@@ -122,7 +127,7 @@ impl<D: Device> Nccl<D> {
         Ok(())
     }
 
-    pub(super) fn all_gather_staged(&self, record: &Record, shard: &Memory, full: &Memory) -> Result<()> {
+    pub(super) fn all_gather_staged(&self, record: &CallRecord, shard: &Buffer, full: &Buffer) -> Result<()> {
         let ranks = self.ranks.len();
         for range in pieces(shard) {
             let (len, width) = (range.len(), shard.element().bytes());
@@ -147,7 +152,7 @@ impl<D: Device> Nccl<D> {
         Ok(())
     }
 
-    pub(super) fn broadcast_staged(&self, record: &Record, root: usize, buffer: &Memory) -> Result<()> {
+    pub(super) fn broadcast_staged(&self, record: &CallRecord, root: usize, buffer: &Buffer) -> Result<()> {
         let is_root = self.rank == root;
         for range in pieces(buffer) {
             let (len, width) = (range.len(), buffer.element().bytes());
@@ -177,13 +182,13 @@ impl<D: Device> Nccl<D> {
 }
 
 /// The ranges of bytes in which memory is passed on.
-fn pieces(memory: &Memory) -> impl Iterator<Item = Range<usize>> + use<> {
+fn pieces(memory: &Buffer) -> impl Iterator<Item = Range<usize>> + use<> {
     let bytes = memory.bytes();
     (0..bytes).step_by(PIECE_BYTES).map(move |at| at..(at + PIECE_BYTES).min(bytes))
 }
 
 /// Copies from `memory`, from byte `at` on.
-fn read(memory: &Memory, at: usize, to: &mut [u8]) {
+fn read(memory: &Buffer, at: usize, to: &mut [u8]) {
     debug_assert!(at + to.len() <= memory.bytes());
     // SAFETY: memory of the host by its place, as long as its bytes, which nobody else writes during a collective.
     to.copy_from_slice(unsafe {
@@ -192,7 +197,7 @@ fn read(memory: &Memory, at: usize, to: &mut [u8]) {
 }
 
 /// Copies to `memory`, from byte `at` on.
-fn write(memory: &Memory, at: usize, from: &[u8]) {
+fn write(memory: &Buffer, at: usize, from: &[u8]) {
     debug_assert!(at + from.len() <= memory.bytes());
     // SAFETY: as for `read`; nobody else reads it either.
     unsafe {

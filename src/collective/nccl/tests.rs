@@ -3,9 +3,9 @@
 use std::any::Any;
 use std::sync::atomic::Ordering;
 
-use super::stand_in::{Host, library};
+use super::fake_nccl::{Host, library};
 use super::*;
-use crate::collective::Failed;
+use crate::collective::RankFailure;
 
 const PATIENT: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(300);
@@ -15,23 +15,23 @@ const fn call(what: &'static str, index: usize) -> Call {
 }
 
 /// Memory over a vector, which is read back after collectives.
-struct Values<T>(Arc<Vec<T>>, Memory);
+struct Values<T>(Arc<Vec<T>>, Buffer);
 
 impl<T: Copy + Send + Sync + 'static> Values<T> {
-    fn new(element: Element, values: Vec<T>) -> Self {
+    fn new(element: ElementType, values: Vec<T>) -> Self {
         let values = Arc::new(values);
         let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&values) as _;
         // SAFETY: kept by its owner, and not read while a collective runs; the stand-in's GPU is in the host's memory.
-        let memory = unsafe { Memory::on_gpu(values.as_ptr() as usize, values.len(), element, owner) };
+        let memory = unsafe { Buffer::on_gpu(values.as_ptr() as usize, values.len(), element, owner) };
         Values(values, memory)
     }
 
     /// In memory that the library cannot reach.
-    fn on_host(element: Element, values: Vec<T>) -> Self {
+    fn on_host(element: ElementType, values: Vec<T>) -> Self {
         let Values(values, memory) = Values::new(element, values);
         let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&values) as _;
         // SAFETY: as above.
-        let memory = unsafe { Memory::new(memory.address(), memory.elements(), element, owner) };
+        let memory = unsafe { Buffer::new(memory.address(), memory.elements(), element, owner) };
         Values(values, memory)
     }
 
@@ -50,16 +50,16 @@ fn run<T: Send>(
 ) -> Vec<T> {
     let library = library();
     let id = library.unique_id().unwrap();
-    let shared = Alarm::new();
+    let shared = AbortFlag::new();
     std::thread::scope(|scope| {
         let start = |number: usize| {
             let (library, rank) = (&library, &rank);
-            let alarm = if one_process { Arc::clone(&shared) } else { Alarm::new() };
+            let abort_flag = if one_process { Arc::clone(&shared) } else { AbortFlag::new() };
             scope.spawn(move || {
-                let meeting = Meeting { id, rank: number, size, deadline };
+                let rank_info = NcclRankInfo { id, rank: number, size, deadline };
                 let device = Host::default();
                 let other_end = Host { stuck: Arc::clone(&device.stuck) };
-                rank(&Nccl::connect(library, &meeting, device, &alarm).unwrap(), &other_end)
+                rank(&Nccl::connect(library, &rank_info, device, &abort_flag).unwrap(), &other_end)
             })
         };
         let threads: Vec<_> = (0..size).map(start).collect();
@@ -75,20 +75,20 @@ fn texts(results: Vec<Result<()>>) -> Vec<String> {
 fn every_operation_moves_its_data_and_counts_it() {
     run(3, PATIENT, false, |nccl, _| {
         let rank = nccl.rank();
-        let buffer = Values::new(Element::F32, vec![rank as f32 + 1.0; 5]);
+        let buffer = Values::new(ElementType::F32, vec![rank as f32 + 1.0; 5]);
         nccl.all_reduce(call("f32", 0), &buffer.1).unwrap();
         assert_eq!(buffer.read(), [6.0; 5]);
-        let loss = Values::new(Element::F64, vec![0.25 * rank as f64]);
+        let loss = Values::new(ElementType::F64, vec![0.25 * rank as f64]);
         nccl.all_reduce(call("loss", 0), &loss.1).unwrap();
         assert_eq!(loss.read(), [0.75]);
 
-        let full = Values::new(Element::F32, (0..6).map(|i| i as f32).collect());
-        let shard = Values::new(Element::F32, vec![0.0_f32; 2]);
+        let full = Values::new(ElementType::F32, (0..6).map(|i| i as f32).collect());
+        let shard = Values::new(ElementType::F32, vec![0.0_f32; 2]);
         nccl.reduce_scatter(call("full", 0), &full.1, &shard.1).unwrap();
         assert_eq!(shard.read(), [6.0 * rank as f32, 6.0 * rank as f32 + 3.0]);
 
-        let codes = Values::new(Element::U8, vec![rank as u8; 4]);
-        let [one, two] = [(); 2].map(|()| Values::new(Element::U8, vec![9_u8; 12]));
+        let codes = Values::new(ElementType::U8, vec![rank as u8; 4]);
+        let [one, two] = [(); 2].map(|()| Values::new(ElementType::U8, vec![9_u8; 12]));
         let first = nccl.start_all_gather(call("codes", 0), &codes.1, &one.1).unwrap();
         let second = nccl.start_all_gather(call("codes", 1), &codes.1, &two.1).unwrap();
         nccl.finish(first).unwrap();
@@ -117,34 +117,36 @@ fn memory_of_the_host_goes_through_the_device_by_pieces() {
     let len = (4 << 20) / 4 + 1001;
     run(2, PATIENT, false, |nccl, _| {
         let rank = nccl.rank();
-        let buffer = Values::on_host(Element::F32, numbers(rank, len));
+        let buffer = Values::on_host(ElementType::F32, numbers(rank, len));
         nccl.all_reduce(call("sums", 0), &buffer.1).unwrap();
         let (read, first, second) = (buffer.read(), numbers(0, len), numbers(1, len));
         assert!(read.iter().enumerate().all(|(i, x)| *x == first[i] + second[i]));
 
-        let full = Values::on_host(Element::F32, numbers(rank, 2 * len));
-        let shard = Values::on_host(Element::F32, vec![0.0_f32; len]);
+        let full = Values::on_host(ElementType::F32, numbers(rank, 2 * len));
+        let shard = Values::on_host(ElementType::F32, vec![0.0_f32; len]);
         nccl.reduce_scatter(call("parts", 0), &full.1, &shard.1).unwrap();
         let (first, second) = (numbers(0, 2 * len), numbers(1, 2 * len));
         let own = rank * len;
         assert!(shard.read().iter().enumerate().all(|(i, x)| *x == first[own + i] + second[own + i]));
 
-        let part = Values::on_host(Element::F32, numbers(rank, len));
-        let all = Values::on_host(Element::F32, vec![0.0_f32; 2 * len]);
+        let part = Values::on_host(ElementType::F32, numbers(rank, len));
+        let all = Values::on_host(ElementType::F32, vec![0.0_f32; 2 * len]);
         let ticket = nccl.start_all_gather(call("whole", 0), &part.1, &all.1).unwrap();
         nccl.finish(ticket).unwrap();
         assert_eq!(all.read(), [numbers(0, len), numbers(1, len)].concat());
 
-        let told = Values::on_host(Element::F32, numbers(rank, len));
+        let told = Values::on_host(ElementType::F32, numbers(rank, len));
         nccl.broadcast(call("first values", 0), 1, &told.1).unwrap();
         assert_eq!(told.read(), numbers(1, len));
 
         // Small ones after large ones, in the same scratch.
-        let loss = Values::on_host(Element::F64, vec![0.25 * rank as f64, 1.0]);
+        let loss = Values::on_host(ElementType::F64, vec![0.25 * rank as f64, 1.0]);
         nccl.all_reduce(call("loss", 0), &loss.1).unwrap();
         assert_eq!(loss.read(), [0.25, 2.0]);
-        let (there, here) =
-            (Values::new(Element::F32, numbers(rank, 2)), Values::on_host(Element::F32, vec![0.0_f32; 1]));
+        let (there, here) = (
+            Values::new(ElementType::F32, numbers(rank, 2)),
+            Values::on_host(ElementType::F32, vec![0.0_f32; 1]),
+        );
         let mixed = nccl.reduce_scatter(call("parts", 1), &there.1, &here.1);
         assert!(mixed.unwrap_err().to_string().contains("is elsewhere than its data"));
         nccl.barrier(call("end", 0)).unwrap();
@@ -157,7 +159,7 @@ fn groups_are_of_one_color_and_apart() {
         let rank = nccl.rank();
         let group = nccl.split(rank % 2).unwrap();
         assert_eq!((group.rank(), group.size()), if rank == 1 { (0, 1) } else { (rank / 2, 2) });
-        let buffer = Values::new(Element::F32, vec![1.0_f32; 3]);
+        let buffer = Values::new(ElementType::F32, vec![1.0_f32; 3]);
         // Groups need not make the same number of calls.
         for index in 0..=group.size() {
             group.all_reduce(call("group", index), &buffer.1).unwrap();
@@ -172,7 +174,7 @@ fn groups_are_of_one_color_and_apart() {
 fn a_call_that_differs_is_named_with_its_rank_at_the_next_comparison() {
     let results = run(3, PATIENT, false, |nccl, _| {
         nccl.enter(Phase::Backward).unwrap();
-        let buffer = Values::new(Element::F32, vec![1.0_f32; 4]);
+        let buffer = Values::new(ElementType::F32, vec![1.0_f32; 4]);
         let block = if nccl.rank() == 1 { 4 } else { 3 };
         nccl.all_reduce(call("gradients of block", block), &buffer.1).unwrap();
         nccl.all_reduce(call("gradients of block", 2), &buffer.1).unwrap();
@@ -193,7 +195,7 @@ fn a_call_that_differs_is_named_with_its_rank_at_the_next_comparison() {
 #[test]
 fn calls_that_nccl_cannot_match_end_at_the_deadline() {
     let results = run(2, SHORT, false, |nccl, _| {
-        let buffer = Values::new(Element::F32, vec![1.0_f32; 4 + nccl.rank()]);
+        let buffer = Values::new(ElementType::F32, vec![1.0_f32; 4 + nccl.rank()]);
         nccl.all_reduce(call("gradients", 7), &buffer.1)
     });
     // The first one ends the wait of the other, which then speaks of its peer.
@@ -240,7 +242,7 @@ fn a_kernel_that_does_not_end_raises_the_alarm() {
     let results = run(2, SHORT, false, |nccl, device| {
         nccl.enter(Phase::Forward).unwrap();
         device.stuck.store(true, Ordering::SeqCst);
-        let [shard, full] = [1, 2].map(|n| Values::new(Element::F32, vec![1.0_f32; n]));
+        let [shard, full] = [1, 2].map(|n| Values::new(ElementType::F32, vec![1.0_f32; n]));
         let ticket = nccl.start_all_gather(call("weights of block", 5), &shard.1, &full.1)?;
         nccl.finish(ticket)?;
         nccl.barrier(call("end", 0))
@@ -254,16 +256,16 @@ fn a_kernel_that_does_not_end_raises_the_alarm() {
 #[test]
 fn a_rank_that_does_not_come_is_missed_at_the_deadline() {
     let library = library();
-    let meeting = Meeting { id: library.unique_id().unwrap(), rank: 0, size: 2, deadline: SHORT };
-    let error = Nccl::connect(&library, &meeting, Host::default(), &Alarm::new()).unwrap_err();
+    let rank_info = NcclRankInfo { id: library.unique_id().unwrap(), rank: 0, size: 2, deadline: SHORT };
+    let error = Nccl::connect(&library, &rank_info, Host::default(), &AbortFlag::new()).unwrap_err();
     assert_eq!(error.what(), "the meeting of the ranks did not begin on all ranks");
 }
 
 #[test]
 fn misuse_is_refused_before_anything_is_called() {
     run(1, PATIENT, false, |nccl, _| {
-        let bytes = Values::new(Element::U8, vec![0_u8; 3]);
-        let floats = Values::new(Element::F32, vec![0.0_f32; 2]);
+        let bytes = Values::new(ElementType::U8, vec![0_u8; 3]);
+        let floats = Values::new(ElementType::F32, vec![0.0_f32; 2]);
         assert!(nccl.all_reduce(call("bytes", 0), &bytes.1).is_err());
         assert!(nccl.reduce_scatter(call("full", 0), &floats.1, &bytes.1).is_err());
         assert!(nccl.broadcast(call("bytes", 0), 1, &bytes.1).is_err());
@@ -275,15 +277,15 @@ fn misuse_is_refused_before_anything_is_called() {
 }
 
 /// One process with all ranks, which do what `work` says.
-fn crew(
+fn group_info(
     size: usize,
-    alarm: &Arc<Alarm>,
+    abort_flag: &Arc<AbortFlag>,
     work: impl Fn(Arc<Nccl<Host>>) -> Result<usize> + Sync,
-) -> Result<Vec<usize>, Failed> {
+) -> Result<Vec<usize>, RankFailure> {
     let library = library();
-    let crew = Crew { id: library.unique_id().unwrap(), first: 0, size, deadline: PATIENT };
+    let group_info = GroupInfo { id: library.unique_id().unwrap(), first: 0, size, deadline: PATIENT };
     let devices = (0..size).map(|_| Host::default()).collect();
-    run_ranks(&library, &crew, devices, alarm, |place, end| {
+    run_ranks(&library, &group_info, devices, abort_flag, |place, end| {
         assert_eq!(place, end.rank());
         work(end)
     })
@@ -291,7 +293,7 @@ fn crew(
 
 #[test]
 fn the_ranks_of_a_process_run_to_their_end() {
-    let done = crew(3, &Alarm::new(), |end| {
+    let done = group_info(3, &AbortFlag::new(), |end| {
         let group = end.split(0)?;
         group.barrier(call("group", 0))?;
         Ok(10 * end.rank())
@@ -303,14 +305,14 @@ fn the_ranks_of_a_process_run_to_their_end() {
 fn a_rank_that_fails_is_named_with_phase_and_last_call_and_ends_the_others() {
     for panics in [false, true] {
         let begin = std::time::Instant::now();
-        let failed = crew(3, &Alarm::new(), |end| {
+        let failed = group_info(3, &AbortFlag::new(), |end| {
             // A group that is dropped on the way out: its end must not wait for the others.
             let group = end.split(0)?;
             group.barrier(call("group", 4))?;
             if end.rank() == 1 {
                 end.enter(Phase::Save)?;
                 assert!(!panics, "a slip");
-                return Err(Error::new(Kind::Storage, "cannot write w").because("no space left"));
+                return Err(Error::new(ErrorCategory::Storage, "cannot write w").because("no space left"));
             }
             end.barrier(call("end", 0)).map(|()| 0)
         })
@@ -319,7 +321,10 @@ fn a_rank_that_fails_is_named_with_phase_and_last_call_and_ends_the_others() {
         assert!(text.starts_with("error: rank 1 failed in phase save\n  caused by: "), "{text}");
         assert!(text.contains("rank 1: its last call was call 0: barrier of group 4"), "{text}");
         assert!(text.contains(if panics { "a slip" } else { "no space left" }), "{text}");
-        assert_eq!(failed.error.kind(), if panics { Kind::Transient } else { Kind::Storage });
+        assert_eq!(
+            failed.error.kind(),
+            if panics { ErrorCategory::Transient } else { ErrorCategory::Storage }
+        );
         let (rank, why) = failed.own.unwrap();
         assert_eq!(rank, 1);
         assert!(why.starts_with("rank 1 failed in phase save: "), "{why}");
@@ -331,24 +336,24 @@ fn a_rank_that_fails_is_named_with_phase_and_last_call_and_ends_the_others() {
 #[test]
 fn what_all_ranks_say_alike_is_said_once() {
     let both = std::sync::Barrier::new(2);
-    let failed = crew(2, &Alarm::new(), |end| {
+    let failed = group_info(2, &AbortFlag::new(), |end| {
         end.barrier(call("start", 0))?;
         // The failure of the first would end the other's call.
         both.wait();
-        Err(Error::new(Kind::Diverged, "the numbers diverged"))
+        Err(Error::new(ErrorCategory::Diverged, "the numbers diverged"))
     });
     let failed = failed.unwrap_err();
     assert_eq!(failed.error.to_string(), "error: the numbers diverged");
-    assert_eq!(failed.error.kind(), Kind::Diverged);
+    assert_eq!(failed.error.kind(), ErrorCategory::Diverged);
 }
 
 #[test]
 fn a_failure_heard_from_another_process_ends_the_ranks_of_this_one() {
-    let alarm = Alarm::new();
-    let heard = Arc::clone(&alarm);
-    let failed = crew(2, &alarm, move |end| {
+    let abort_flag = AbortFlag::new();
+    let heard = Arc::clone(&abort_flag);
+    let failed = group_info(2, &abort_flag, move |end| {
         if end.rank() == 0 {
-            heard.raise(Error::new(Kind::Transient, "rank 7 on b failed"));
+            heard.raise(Error::new(ErrorCategory::Transient, "rank 7 on b failed"));
         }
         loop {
             end.barrier(call("step", 0))?;

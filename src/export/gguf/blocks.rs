@@ -11,7 +11,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::types::BlockType;
-use crate::error::{Context, Error, Result};
+use crate::error::{Error, ErrorContext, Result};
 
 /// Elements that one task converts, if a row is not longer.
 const TASK: usize = 1 << 15;

@@ -10,9 +10,9 @@ use std::path::Path;
 use super::metadata::{architecture, refused};
 use super::tensors::{change, gguf_name};
 use super::types::BlockType;
-use super::writer::{self, Entry, Metadata, Value};
+use super::writer::{self, Metadata, MetadataValue, TensorEntry};
 use super::{Exported, GgufType, blocks};
-use crate::adapter::{Adapter, CONFIG_FILE, ModuleInfo, ModuleKind, Target, TensorKind};
+use crate::adapter::{CONFIG_FILE, ModuleInfo, ModuleKind, SavedAdapter, Target, TensorKind};
 use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig};
 
@@ -40,7 +40,7 @@ pub fn write_adapter(
         }
     };
     refuse_more_than_lora(adapter)?;
-    let opened = Adapter::read(adapter)?;
+    let opened = SavedAdapter::read(adapter)?;
     opened.check_fits(&modules(config))?;
     if let Some(saved) = opened.saved().next() {
         return Err(more_than_lora(adapter, &format!("it has the module `{saved}` saved whole")));
@@ -51,14 +51,14 @@ pub fn write_adapter(
     metadata.text("general.architecture", architecture(config));
     metadata.text("general.type", "adapter");
     metadata.text("general.name", name);
-    metadata.set("general.file_type", Value::U32(kind.file_type()));
+    metadata.set("general.file_type", MetadataValue::U32(kind.file_type()));
     metadata.text("adapter.type", "lora");
-    metadata.set("adapter.lora.alpha", Value::F32(alpha as f32));
-    let mut entries: Vec<Entry> = Vec::with_capacity(parts.len());
+    metadata.set("adapter.lora.alpha", MetadataValue::F32(alpha as f32));
+    let mut entries: Vec<TensorEntry> = Vec::with_capacity(parts.len());
     for part in &parts {
         let info = opened.info(&part.target.name, part.kind);
         let shape = info.map(|info| info.shape.clone()).unwrap_or_default();
-        entries.push(Entry { name: part.name.clone(), shape, kind: block });
+        entries.push(TensorEntry { name: part.name.clone(), shape, kind: block });
     }
     let mut exported = Exported::default();
     let mut left = parts.iter();
@@ -71,13 +71,13 @@ pub fn write_adapter(
 }
 
 /// Half of a module's LoRA.
-struct Part<'a> {
+struct LoraPart<'a> {
     name: String,
     target: &'a Target,
     kind: TensorKind,
 }
 
-fn parts<'a>(config: &ModelConfig, opened: &'a Adapter, folder: &Path) -> Result<Vec<Part<'a>>> {
+fn parts<'a>(config: &ModelConfig, opened: &'a SavedAdapter, folder: &Path) -> Result<Vec<LoraPart<'a>>> {
     let mut parts = Vec::with_capacity(2 * opened.targets().len());
     for target in opened.targets() {
         if config.tie_word_embeddings && target.name == "lm_head" {
@@ -93,13 +93,19 @@ fn parts<'a>(config: &ModelConfig, opened: &'a Adapter, folder: &Path) -> Result
             return Err(more_than_lora(folder, "it has LoRA on the embedding"));
         }
         let halves = [("lora_a", TensorKind::LoraA), ("lora_b", TensorKind::LoraB)];
-        parts.extend(halves.map(|(half, kind)| Part { name: format!("{name}.{half}"), target, kind }));
+        parts.extend(halves.map(|(half, kind)| LoraPart { name: format!("{name}.{half}"), target, kind }));
     }
     Ok(parts)
 }
 
-impl Part<'_> {
-    fn encode(&self, config: &ModelConfig, opened: &Adapter, alpha: f64, entry: &Entry) -> Result<Vec<u8>> {
+impl LoraPart<'_> {
+    fn encode(
+        &self,
+        config: &ModelConfig,
+        opened: &SavedAdapter,
+        alpha: f64,
+        entry: &TensorEntry,
+    ) -> Result<Vec<u8>> {
         let &[rows, row] = entry.shape.as_slice() else {
             return Err(Error::internal(format!("`{}` has shape {:?}", entry.name, entry.shape)));
         };

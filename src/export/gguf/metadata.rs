@@ -8,17 +8,17 @@ use serde_json::{Map, Value as Json};
 
 use super::rope;
 use super::types::GgufType;
-use super::writer::{Metadata, Value};
+use super::writer::{Metadata, MetadataValue};
 use crate::error::{Error, Result};
 use crate::model::{Family, ModelConfig};
-use crate::ops::gated::Activation;
+use crate::ops::glu::Activation;
 
 /// The version of the block formats (`GGML_QNT_VERSION`).
 const QUANTIZATION_VERSION: u32 = 2;
 
 /// A model as keys, tensors that it has besides its parameters, and what a person should know of the file.
 #[derive(Debug, Default)]
-pub(super) struct Description {
+pub(super) struct ModelDescription {
     pub(super) metadata: Metadata,
     /// Made tensors of one dimension: factors of the rotary frequencies.
     pub(super) tensors: Vec<(&'static str, Vec<f32>)>,
@@ -53,16 +53,16 @@ pub(super) fn describe(
     raw: &Map<String, Json>,
     name: &str,
     kind: GgufType,
-) -> Result<Description> {
+) -> Result<ModelDescription> {
     refuse_unsupported(config)?;
     let arch = architecture(config);
-    let mut description = Description::default();
+    let mut description = ModelDescription::default();
     let metadata = &mut description.metadata;
     metadata.text("general.architecture", arch);
     metadata.text("general.type", "model");
     metadata.text("general.name", name);
-    metadata.set("general.file_type", Value::U32(kind.file_type()));
-    metadata.set("general.quantization_version", Value::U32(QUANTIZATION_VERSION));
+    metadata.set("general.file_type", MetadataValue::U32(kind.file_type()));
+    metadata.set("general.quantization_version", MetadataValue::U32(QUANTIZATION_VERSION));
     let heads = config.heads;
     for (key, number) in [
         ("vocab_size", config.vocab_size),
@@ -77,7 +77,7 @@ pub(super) fn describe(
     ] {
         metadata.set(format!("{arch}.{key}"), count(key, number)?);
     }
-    let eps = Value::F32(config.norm.eps as f32);
+    let eps = MetadataValue::F32(config.norm.eps as f32);
     metadata.set(format!("{arch}.attention.layer_norm_rms_epsilon"), eps);
     let caps = [
         ("attn_logit_softcapping", config.attention_softcap),
@@ -85,7 +85,7 @@ pub(super) fn describe(
     ];
     for (key, cap) in caps {
         if let Some(cap) = cap {
-            metadata.set(format!("{arch}.{key}"), Value::F32(cap as f32));
+            metadata.set(format!("{arch}.{key}"), MetadataValue::F32(cap as f32));
         }
     }
     windows(config, arch, &mut description)?;
@@ -93,9 +93,9 @@ pub(super) fn describe(
     Ok(description)
 }
 
-pub(super) fn count(key: &str, number: usize) -> Result<Value> {
+pub(super) fn count(key: &str, number: usize) -> Result<MetadataValue> {
     u32::try_from(number)
-        .map(Value::U32)
+        .map(MetadataValue::U32)
         .map_err(|_| refused(format!("its {key} is {number}; accepted: up to {}", u32::MAX)))
 }
 
@@ -130,7 +130,7 @@ fn refuse_unsupported(config: &ModelConfig) -> Result<()> {
     }
 }
 
-fn windows(config: &ModelConfig, arch: &str, description: &mut Description) -> Result<()> {
+fn windows(config: &ModelConfig, arch: &str, description: &mut ModelDescription) -> Result<()> {
     let windows = || config.layers.iter().filter_map(|layer| layer.window);
     let Some(shortest) = windows().min() else {
         if config.family == Family::Gemma2 {
@@ -156,12 +156,12 @@ fn windows(config: &ModelConfig, arch: &str, description: &mut Description) -> R
 }
 
 /// Which layers slide, where it is not what the architecture takes for granted.
-fn pattern(config: &ModelConfig, arch: &str, description: &mut Description) {
+fn pattern(config: &ModelConfig, arch: &str, description: &mut ModelDescription) {
     let period = if config.family == Family::Gemma2 { 2 } else { 6 };
     let slides: Vec<bool> = config.layers.iter().map(|layer| layer.window.is_some()).collect();
     if slides.iter().enumerate().any(|(i, slides)| *slides != (i % period < period - 1)) {
         let key = format!("{arch}.attention.sliding_window_pattern");
-        description.metadata.set(key, Value::Bools(slides));
+        description.metadata.set(key, MetadataValue::Bools(slides));
     }
 }
 

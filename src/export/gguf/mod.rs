@@ -24,10 +24,10 @@ pub use writer::refuse_existing;
 
 use crate::error::{Error, Result};
 use crate::model::{Family, ModelConfig};
-use crate::weights::{ModelFiles, StoredDtype, companions};
+use crate::weights::{ModelFiles, StoredDtype, sidecar_files};
 use types::{BlockType, Mixture};
 use vocabulary::Vocabulary;
-use writer::Entry;
+use writer::TensorEntry;
 
 /// What an export left.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -65,7 +65,7 @@ pub fn write_model(
     writer::refuse_existing(output)?;
     let planned = tensors::plan(config, files)?;
     let vocabulary = Vocabulary::read(files.folder(), config.vocab_size)?;
-    let raw = companions::read_config(files.folder())?;
+    let raw = sidecar_files::read_config(files.folder())?;
     let name = name_for(config, name, &vocabulary);
     let mut description = metadata::describe(config, &raw, &name, kind)?;
     description.metadata.append(vocabulary.metadata);
@@ -74,14 +74,14 @@ pub fn write_model(
     exported.notes.extend(vocabulary.notes);
     let mut entries = Vec::new();
     for (name, values) in &description.tensors {
-        let entry = Entry { name: (*name).into(), shape: vec![values.len()], kind: BlockType::F32 };
+        let entry = TensorEntry { name: (*name).into(), shape: vec![values.len()], kind: BlockType::F32 };
         exported.count(entry.kind, entry.kind);
         entries.push(entry);
     }
     for tensor in &planned {
         let (kind, wanted) = mixture.choose(&tensor.name, &tensor.shape);
         exported.count(kind, wanted);
-        entries.push(Entry { name: tensor.name.clone(), shape: tensor.shape.clone(), kind });
+        entries.push(TensorEntry { name: tensor.name.clone(), shape: tensor.shape.clone(), kind });
     }
     let (mut made, mut stored) = (description.tensors.iter(), planned.iter());
     exported.bytes = writer::write(output, &description.metadata, &entries, |entry, sink| {

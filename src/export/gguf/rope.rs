@@ -6,8 +6,8 @@
 
 use serde_json::{Map, Value as Json};
 
-use super::metadata::{Description, count, refused};
-use super::writer::Value;
+use super::metadata::{ModelDescription, count, refused};
+use super::writer::MetadataValue;
 use crate::error::Result;
 use crate::model::{Family, ModelConfig, Rope, RopeKind};
 
@@ -70,7 +70,7 @@ pub(super) fn describe(
     config: &ModelConfig,
     raw: &Map<String, Json>,
     arch: &str,
-    description: &mut Description,
+    description: &mut ModelDescription,
 ) -> Result<()> {
     let spec = Spec::new(config, raw);
     let Some(rope) = config.ropes.first() else { return Ok(()) };
@@ -83,9 +83,9 @@ pub(super) fn describe(
     }
     let metadata = &mut description.metadata;
     metadata.set(format!("{arch}.rope.dimension_count"), count("rotary width", width)?);
-    metadata.set(format!("{arch}.rope.freq_base"), Value::F32(spec.theta as f32));
+    metadata.set(format!("{arch}.rope.freq_base"), MetadataValue::F32(spec.theta as f32));
     if config.family == Family::Gemma3 {
-        metadata.set(format!("{arch}.rope.freq_base_swa"), Value::F32(spec.local_theta as f32));
+        metadata.set(format!("{arch}.rope.freq_base_swa"), MetadataValue::F32(spec.local_theta as f32));
         if config.ropes.iter().skip(1).any(|rope| !is_plain(rope, spec.local_theta)) {
             return Err(refused("the rotary positions of its sliding layers are scaled".into()));
         }
@@ -127,26 +127,27 @@ fn scale(
     spec: &Spec<'_>,
     rope: &Rope,
     arch: &str,
-    description: &mut Description,
+    description: &mut ModelDescription,
 ) -> Result<()> {
     refuse_unknown(config, spec, arch)?;
-    let mut set =
-        |key: &str, value: Value| description.metadata.set(format!("{arch}.rope.scaling.{key}"), value);
+    let mut set = |key: &str, value: MetadataValue| {
+        description.metadata.set(format!("{arch}.rope.scaling.{key}"), value)
+    };
     let factor = spec.number("factor").unwrap_or(1.0);
     match spec.kind() {
         "linear" => {
-            set("type", Value::Text("linear".into()));
-            set("factor", Value::F32(factor as f32));
+            set("type", MetadataValue::Text("linear".into()));
+            set("factor", MetadataValue::F32(factor as f32));
         }
         "yarn" => {
-            set("type", Value::Text("yarn".into()));
-            set("factor", Value::F32(factor as f32));
+            set("type", MetadataValue::Text("yarn".into()));
+            set("factor", MetadataValue::F32(factor as f32));
             set("original_context_length", count("original context", spec.original(config))?);
             // llama.cpp applies the paper's factor by itself; the key is on top of it.
             let natural = if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 };
             let rest = f64::from(rope.attention_factor) / natural;
             if (rest - 1.0).abs() > 1e-6 {
-                set("attn_factor", Value::F32(rest as f32));
+                set("attn_factor", MetadataValue::F32(rest as f32));
             }
         }
         "llama3" => {
@@ -155,9 +156,9 @@ fn scale(
             description.tensors.push(("rope_freqs.weight", divisors.collect()));
         }
         "longrope" | "su" => {
-            set("type", Value::Text("longrope".into()));
+            set("type", MetadataValue::Text("longrope".into()));
             set("original_context_length", count("original context", spec.original(config))?);
-            set("attn_factor", Value::F32(rope.attention_factor));
+            set("attn_factor", MetadataValue::F32(rope.attention_factor));
             if let RopeKind::LongRope { short, long } = &rope.kind {
                 description.tensors.push(("rope_factors_long.weight", long.clone()));
                 description.tensors.push(("rope_factors_short.weight", short.clone()));

@@ -15,7 +15,7 @@ const BLOCK: usize = 1 << 22;
 
 /// What happens to a tensor's values: rows are reordered, then each value v becomes (v + `add`) · `factor`.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Change {
+pub(super) struct TensorChange {
     /// Heads whose halves are interleaved.
     pub(super) interleave_heads: Option<usize>,
     /// What is added.
@@ -24,7 +24,7 @@ pub(super) struct Change {
     pub(super) factor: f32,
 }
 
-impl Change {
+impl TensorChange {
     const NONE: Self = Self { interleave_heads: None, add: 0.0, factor: 1.0 };
 
     /// The row (of `rows`) that comes to stand at `row`.
@@ -45,7 +45,7 @@ impl Change {
 
 /// A parameter of the model and what it is in the file.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Planned {
+pub(super) struct PlannedTensor {
     /// llama.cpp's name.
     pub(super) name: String,
     /// The name in the checkpoint.
@@ -53,14 +53,14 @@ pub(super) struct Planned {
     /// Its shape, the same in both.
     pub(super) shape: Vec<usize>,
     /// What changes.
-    pub(super) change: Change,
+    pub(super) change: TensorChange,
 }
 
 /// Every parameter of the model, in order.
 ///
 /// # Errors
 /// The user's: a tensor is missing, has another shape than config.json says, or has no place in the model.
-pub(super) fn plan(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<Planned>> {
+pub(super) fn plan(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<PlannedTensor>> {
     let one_model = "give config.json and weights of one and the same model";
     let parameters = model::parameters(config);
     let mut planned = Vec::with_capacity(parameters.len());
@@ -75,7 +75,7 @@ pub(super) fn plan(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<Plann
                 ))
                 .hint(one_model));
         }
-        planned.push(Planned {
+        planned.push(PlannedTensor {
             name: gguf_name(config, &parameter.name)
                 .ok_or_else(|| Error::internal(format!("`{}` has no name in GGUF", parameter.name)))?,
             stored: stored.to_owned(),
@@ -135,10 +135,10 @@ pub(super) fn gguf_name(config: &ModelConfig, name: &str) -> Option<String> {
 }
 
 /// What happens to the values of a parameter.
-pub(super) fn change(config: &ModelConfig, name: &str) -> Change {
+pub(super) fn change(config: &ModelConfig, name: &str) -> TensorChange {
     let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
     let ends = |end: &str| module.ends_with(end);
-    let mut change = Change::NONE;
+    let mut change = TensorChange::NONE;
     if matches!(config.family, Family::Llama | Family::Mistral) {
         if ends("self_attn.q_proj") {
             change.interleave_heads = Some(config.heads.num_heads);
@@ -174,7 +174,7 @@ fn assumed_attention_scale(config: &ModelConfig) -> f64 {
 /// The user's: the tensor holds no floats. What `take` returns.
 pub(super) fn read(
     files: &ModelFiles,
-    planned: &Planned,
+    planned: &PlannedTensor,
     mut take: impl FnMut(&[f32]) -> Result<()>,
 ) -> Result<()> {
     let rows = planned.shape.first().copied().unwrap_or(1);
@@ -208,7 +208,7 @@ mod tests {
     /// 0 4 1 5 2 6 3 7.
     #[test]
     fn halves_of_heads_are_interleaved() {
-        let change = Change { interleave_heads: Some(2), ..Change::NONE };
+        let change = TensorChange { interleave_heads: Some(2), ..TensorChange::NONE };
         let rows: Vec<usize> = (0..16).map(|row| change.source_row(row, 16)).collect();
         assert_eq!(rows, [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]);
     }
@@ -216,7 +216,7 @@ mod tests {
     #[test]
     fn values_change_in_order() {
         let mut values = [0.0, -0.5, 1.0];
-        Change { add: 1.0, factor: 2.0, ..Change::NONE }.apply(&mut values);
+        TensorChange { add: 1.0, factor: 2.0, ..TensorChange::NONE }.apply(&mut values);
         assert_eq!(values, [2.0, 1.0, 4.0]);
     }
 }

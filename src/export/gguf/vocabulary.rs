@@ -13,7 +13,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value as Json};
 
 use super::pretokenizer;
-use super::writer::{Metadata, Value};
+use super::writer::{Metadata, MetadataValue};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 
@@ -110,17 +110,17 @@ impl Vocabulary {
             notes.extend(list.missing_bytes());
             metadata.text("tokenizer.ggml.model", "llama");
             metadata.text("tokenizer.ggml.pre", "default");
-            metadata.set("tokenizer.ggml.scores", Value::F32s(list.scores(&merges)));
-            metadata.set("tokenizer.ggml.add_space_prefix", Value::Bool(prefix));
+            metadata.set("tokenizer.ggml.scores", MetadataValue::F32s(list.scores(&merges)));
+            metadata.set("tokenizer.ggml.add_space_prefix", MetadataValue::Bool(prefix));
         } else {
             let found =
                 pretokenizer::byte_level(&json.normalizer, &json.pre_tokenizer, json.model.ignore_merges);
             metadata.text("tokenizer.ggml.model", "gpt2");
             metadata.text("tokenizer.ggml.pre", found.map_err(refused)?);
-            metadata.set("tokenizer.ggml.merges", Value::Texts(merge_texts(&json.model)?));
+            metadata.set("tokenizer.ggml.merges", MetadataValue::Texts(merge_texts(&json.model)?));
         }
-        metadata.set("tokenizer.ggml.token_type", Value::I32s(list.types()));
-        metadata.set("tokenizer.ggml.tokens", Value::Texts(list.texts()));
+        metadata.set("tokenizer.ggml.token_type", MetadataValue::I32s(list.types()));
+        metadata.set("tokenizer.ggml.tokens", MetadataValue::Texts(list.texts()));
         specials(&tokenizer, &json, vocab_size, &mut metadata, &mut notes)?;
         templates(&tokenizer, &mut metadata)?;
         let strips_right = json.added_tokens.iter().any(|token| token.rstrip);
@@ -138,10 +138,10 @@ fn refused(cause: String) -> Error {
 fn read_json(folder: &Path) -> Result<TokenizerJson> {
     #[derive(Deserialize)]
     struct Head {
-        model: Kind,
+        model: PretokenizerKind,
     }
     #[derive(Deserialize)]
-    struct Kind {
+    struct PretokenizerKind {
         r#type: Option<String>,
     }
     let path = folder.join("tokenizer.json");
@@ -332,7 +332,7 @@ fn specials(
     }
     let mut set = |key: &str, id: Option<u32>| {
         if let Some(id) = id.filter(|id| (*id as usize) < vocab_size) {
-            metadata.set(format!("tokenizer.ggml.{key}_token_id"), Value::U32(id));
+            metadata.set(format!("tokenizer.ggml.{key}_token_id"), MetadataValue::U32(id));
         }
     };
     let eos = after.first().copied().or(tokenizer.eos().map(|eos| eos.id));
@@ -347,8 +347,8 @@ fn specials(
     if let Some(id) = ends.next() {
         notes.push(format!("token {id}, which ends a generation, has no key of its own in GGUF"));
     }
-    metadata.set("tokenizer.ggml.add_bos_token", Value::Bool(!before.is_empty()));
-    metadata.set("tokenizer.ggml.add_eos_token", Value::Bool(!after.is_empty()));
+    metadata.set("tokenizer.ggml.add_bos_token", MetadataValue::Bool(!before.is_empty()));
+    metadata.set("tokenizer.ggml.add_eos_token", MetadataValue::Bool(!after.is_empty()));
     Ok(())
 }
 
@@ -369,7 +369,7 @@ fn templates(tokenizer: &Tokenizer, metadata: &mut Metadata) -> Result<()> {
         metadata.text(key, text);
     }
     if !names.is_empty() {
-        metadata.set("tokenizer.chat_templates", Value::Texts(names));
+        metadata.set("tokenizer.chat_templates", MetadataValue::Texts(names));
     }
     Ok(())
 }

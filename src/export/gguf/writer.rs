@@ -11,7 +11,7 @@ use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use super::types::BlockType;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, ErrorCategory, Result};
 use crate::units;
 
 /// What readers assume where `general.alignment` is not given.
@@ -23,7 +23,7 @@ const MAX_NAME_BYTES: usize = 64;
 
 /// The value of a key.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Value {
+pub(super) enum MetadataValue {
     U32(u32),
     F32(f32),
     Bool(bool),
@@ -34,7 +34,7 @@ pub(super) enum Value {
     Bools(Vec<bool>),
 }
 
-impl Value {
+impl MetadataValue {
     fn type_id(&self) -> u32 {
         match self {
             Self::U32(_) => 4,
@@ -82,15 +82,15 @@ fn put_text(text: &str, bytes: &mut Vec<u8>) {
 
 /// Keys and values in order.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(super) struct Metadata(Vec<(String, Value)>);
+pub(super) struct Metadata(Vec<(String, MetadataValue)>);
 
 impl Metadata {
-    pub(super) fn set(&mut self, key: impl Into<String>, value: Value) {
+    pub(super) fn set(&mut self, key: impl Into<String>, value: MetadataValue) {
         self.0.push((key.into(), value));
     }
 
     pub(super) fn text(&mut self, key: impl Into<String>, value: impl Into<String>) {
-        self.set(key, Value::Text(value.into()));
+        self.set(key, MetadataValue::Text(value.into()));
     }
 
     pub(super) fn append(&mut self, more: Metadata) {
@@ -100,7 +100,7 @@ impl Metadata {
 
 /// A tensor to be written.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct TensorEntry {
     /// Its name in the file.
     pub(super) name: String,
     /// Its shape, rows first as in safetensors; the file has the dimensions the other way round.
@@ -109,7 +109,7 @@ pub(super) struct Entry {
     pub(super) kind: BlockType,
 }
 
-impl Entry {
+impl TensorEntry {
     /// Bytes of its data, without padding.
     pub(super) fn bytes(&self) -> u64 {
         let blocks = self.shape.iter().map(|&dim| dim as u64).product::<u64>() / self.kind.elements() as u64;
@@ -119,9 +119,9 @@ impl Entry {
 
 /// Takes the bytes of one tensor.
 pub(super) struct Sink<'a> {
-    entry: &'a Entry,
+    entry: &'a TensorEntry,
     left: u64,
-    file: &'a mut Unfinished,
+    file: &'a mut UnfinishedGguf,
 }
 
 impl Sink<'_> {
@@ -147,13 +147,13 @@ impl Sink<'_> {
 pub(super) fn write(
     path: &Path,
     metadata: &Metadata,
-    entries: &[Entry],
-    mut write: impl FnMut(&Entry, &mut Sink<'_>) -> Result<()>,
+    entries: &[TensorEntry],
+    mut write: impl FnMut(&TensorEntry, &mut Sink<'_>) -> Result<()>,
 ) -> Result<u64> {
     refuse_existing(path)?;
     let header = header(metadata, entries)?;
     let data: u64 = entries.iter().map(|entry| entry.bytes().next_multiple_of(ALIGNMENT)).sum();
-    let mut file = Unfinished::create(path, header.len() as u64 + data)?;
+    let mut file = UnfinishedGguf::create(path, header.len() as u64 + data)?;
     file.put(&header)?;
     for entry in entries {
         let mut sink = Sink { entry, left: entry.bytes(), file: &mut file };
@@ -188,7 +188,7 @@ pub fn refuse_existing(path: &Path) -> Result<()> {
     }
 }
 
-fn header(metadata: &Metadata, entries: &[Entry]) -> Result<Vec<u8>> {
+fn header(metadata: &Metadata, entries: &[TensorEntry]) -> Result<Vec<u8>> {
     let mut bytes = MAGIC.to_vec();
     bytes.extend_from_slice(&VERSION.to_le_bytes());
     bytes.extend_from_slice(&(entries.len() as u64).to_le_bytes());
@@ -224,8 +224,8 @@ fn header(metadata: &Metadata, entries: &[Entry]) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// A file under its temporary name; dropped before [`Unfinished::commit`], it leaves nothing.
-struct Unfinished {
+/// A file under its temporary name; dropped before [`UnfinishedGguf::commit`], it leaves nothing.
+struct UnfinishedGguf {
     path: PathBuf,
     temporary: PathBuf,
     out: BufWriter<File>,
@@ -233,7 +233,7 @@ struct Unfinished {
     needed: u64,
 }
 
-impl Unfinished {
+impl UnfinishedGguf {
     fn create(path: &Path, needed: u64) -> Result<Self> {
         if let Some(folder) = path.parent().filter(|folder| *folder != Path::new("")) {
             std::fs::create_dir_all(folder).map_err(|error| Error::io("create", folder, &error))?;
@@ -265,7 +265,7 @@ impl Unfinished {
     }
 
     fn failed(&self, source: &io::Error) -> Error {
-        let error = Error::new(Kind::Storage, format!("cannot write {}", self.path.display()))
+        let error = Error::new(ErrorCategory::Storage, format!("cannot write {}", self.path.display()))
             .because(format!("{source}; the file needs {}", units::bytes(self.needed)));
         match source.kind() {
             ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
@@ -276,7 +276,7 @@ impl Unfinished {
     }
 }
 
-impl Drop for Unfinished {
+impl Drop for UnfinishedGguf {
     fn drop(&mut self) {
         // After a commit there is nothing of that name; before it a failed removal changes nothing for the caller.
         drop(std::fs::remove_file(&self.temporary));
@@ -291,10 +291,10 @@ mod tests {
     fn header_is_the_format_to_the_byte() {
         let mut metadata = Metadata::default();
         metadata.text("k", "ab");
-        metadata.set("a", Value::I32s(vec![-1]));
+        metadata.set("a", MetadataValue::I32s(vec![-1]));
         let entries = [
-            Entry { name: "t".into(), shape: vec![2, 3], kind: BlockType::F16 },
-            Entry { name: "u".into(), shape: vec![1], kind: BlockType::F32 },
+            TensorEntry { name: "t".into(), shape: vec![2, 3], kind: BlockType::F16 },
+            TensorEntry { name: "u".into(), shape: vec![1], kind: BlockType::F32 },
         ];
         let mut wanted = b"GGUF\x03\0\0\0\x02\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0".to_vec();
         wanted.extend(b"\x01\0\0\0\0\0\0\0k\x08\0\0\0\x02\0\0\0\0\0\0\0ab");
@@ -311,7 +311,7 @@ mod tests {
     fn nothing_is_left_of_a_file_that_failed() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("m.gguf");
-        let entry = [Entry { name: "t".into(), shape: vec![4], kind: BlockType::F32 }];
+        let entry = [TensorEntry { name: "t".into(), shape: vec![4], kind: BlockType::F32 }];
         for given in [0, 15, 17] {
             let written = write(&path, &Metadata::default(), &entry, |_, sink| sink.write(&vec![0; given]));
             assert!(written.is_err(), "{given} bytes");

@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::pack::{self, Role, Source, Tile};
+use super::pack::{self, AmxTile, OperandRole, PackSource};
 
 /// Rows and columns of a call: two tiles each.
 pub(super) const PAIR: usize = 32;
@@ -26,7 +26,7 @@ impl Amx {
 
     /// Sets the registers up on this thread until the result is dropped. One at a time on a thread.
     pub(super) fn open(self) -> Unit {
-        let config = Config {
+        let config = TileConfig {
             palette: 1,
             start_row: 0,
             zero: [0; 14],
@@ -43,11 +43,11 @@ impl Amx {
     /// [`pack::pack`].
     pub(super) fn pack(
         self,
-        tiles: &mut [Tile],
-        from: Source<'_>,
+        tiles: &mut [AmxTile],
+        from: PackSource<'_>,
         outer: Range<usize>,
         inner: usize,
-        role: Role,
+        role: OperandRole,
     ) {
         // SAFETY: a processor with the unit has AVX-512 (`has_unit`).
         unsafe { pack::pack(tiles, from, outer, inner, role) }
@@ -58,7 +58,7 @@ impl Amx {
         self,
         dst: &mut [f32],
         stride: usize,
-        square: &Square,
+        square: &Accumulator,
         (height, width): (usize, usize),
         alpha: f32,
         accumulate: bool,
@@ -96,7 +96,7 @@ fn is_permitted() -> bool {
 
 /// What `ldtilecfg` reads.
 #[repr(C, align(64))]
-struct Config {
+struct TileConfig {
     palette: u8,
     start_row: u8,
     zero: [u8; 14],
@@ -109,7 +109,7 @@ struct Config {
 /// 32 × 32 sums.
 #[repr(C, align(64))]
 #[derive(Default)]
-pub(super) struct Square([[f32; PAIR]; PAIR]);
+pub(super) struct Accumulator([[f32; PAIR]; PAIR]);
 
 /// The registers, set up on one thread.
 pub(super) struct Unit(PhantomData<*const ()>);
@@ -204,10 +204,10 @@ impl Unit {
     /// `square = left · right`, each as [`pack::pack`] lays it out, in `planes` parts. The smallest products come first.
     pub(super) fn multiply(
         &self,
-        left: &[Tile],
-        right: &[Tile],
+        left: &[AmxTile],
+        right: &[AmxTile],
         planes: (usize, usize),
-        square: &mut Square,
+        square: &mut Accumulator,
     ) {
         let steps = left.len() / (2 * planes.0);
         assert!(steps > 0 && left.len() == steps * 2 * planes.0 && right.len() == steps * 2 * planes.1);

@@ -19,12 +19,12 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::access::{Elem, first, unwritten};
-use super::gemm::{Dst, Matrix, Operand, Threads, as_f32_mut, store};
-use super::threads;
+use super::gemm::{GemmMatrix, GemmOperand, MatViewMut, Threads, as_f32_mut, store};
+use crate::runtime::cpu_tensor::{FloatElement, first, unwritten};
+use crate::runtime::thread_pool;
 pub(crate) use kernel::Amx;
-use kernel::{PAIR, Square};
-use pack::{Role, STEP, Source, Tile};
+use kernel::{Accumulator, PAIR};
+use pack::{AmxTile, OperandRole, PackSource, STEP};
 
 /// Elements of the right operand that are packed at a time, 6 bytes each: about what the L2 cache holds.
 const PACKED: usize = 1 << 18;
@@ -45,30 +45,30 @@ const LEAST: usize = 1 << 22;
 
 thread_local! {
     /// The packed operands of the last product on this thread: fresh memory would cost page faults.
-    static LAST: Cell<[Vec<Tile>; 2]> = const { Cell::new([Vec::new(), Vec::new()]) };
+    static LAST: Cell<[Vec<AmxTile>; 2]> = const { Cell::new([Vec::new(), Vec::new()]) };
     /// The part of an operand that this thread widened last.
     static WIDENED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
 /// Whether a product of this shape is faster here.
-pub(super) fn pays(m: usize, n: usize, k: usize) -> bool {
+pub(super) fn is_profitable(m: usize, n: usize, k: usize) -> bool {
     m.min(n).min(k) >= PAIR && m * n * k >= LEAST
 }
 
 /// `dst = [dst +] alpha · a · b`, with `a: [m, k]` and `b: [k, n]`, none of which is empty.
-pub(super) fn product<D: Elem>(
+pub(super) fn product<D: FloatElement>(
     amx: Amx,
-    dst: Dst<'_, D>,
-    a: impl Matrix,
-    b: impl Matrix,
+    dst: MatViewMut<'_, D>,
+    a: impl GemmMatrix,
+    b: impl GemmMatrix,
     alpha: f32,
     threads: Threads,
 ) {
     let (m, n) = (a.rows(), b.cols());
-    let Dst { data, stride, accumulate } = dst;
+    let MatViewMut { data, stride, accumulate } = dst;
     let data = &mut data[..(m - 1) * stride + n];
     if let Some(data) = as_f32_mut(&mut *data) {
-        return sums(amx, Dst { data, stride, accumulate }, a, b, 0..n, alpha, threads);
+        return sums(amx, MatViewMut { data, stride, accumulate }, a, b, 0..n, alpha, threads);
     }
     // A narrower type is rounded once, when all is summed up.
     let width = (SUMS / m).max(1).next_multiple_of(PAIR).min(n);
@@ -76,7 +76,7 @@ pub(super) fn product<D: Elem>(
     for first in (0..n).step_by(width) {
         let columns = first..(first + width).min(n);
         let width = columns.len();
-        let dst = Dst { data: &mut wide[..m * width], stride: width, accumulate: false };
+        let dst = MatViewMut { data: &mut wide[..m * width], stride: width, accumulate: false };
         sums(amx, dst, a, b, columns.clone(), alpha, threads);
         each(threads, data, STORED * stride, |i, rows| {
             let wide = wide[i * STORED * width..].chunks_exact(width);
@@ -90,19 +90,19 @@ pub(super) fn product<D: Elem>(
 /// Columns `all` of `dst = [dst +] alpha · a · b`; `dst` begins with the first of them.
 fn sums(
     amx: Amx,
-    dst: Dst<'_, f32>,
-    a: impl Matrix,
-    b: impl Matrix,
+    dst: MatViewMut<'_, f32>,
+    a: impl GemmMatrix,
+    b: impl GemmMatrix,
     all: Range<usize>,
     alpha: f32,
     threads: Threads,
 ) {
     let (m, k) = (a.rows(), a.cols());
-    let Dst { data, stride, accumulate } = dst;
+    let MatViewMut { data, stride, accumulate } = dst;
     // Parts of one size: a short last one would cost as much traffic of sums as the others.
     let depth = k.div_ceil(k.div_ceil(INNER)).next_multiple_of(STEP);
     let width = (PACKED / depth).next_multiple_of(PAIR);
-    let tasks = if threads == Threads::All { 4 * threads::count() } else { 1 };
+    let tasks = if threads == Threads::All { 4 * thread_pool::num_threads() } else { 1 };
     let [mut left, mut right] = LAST.with(Cell::take);
     // The part that `right` holds: where there is but one, it serves all rows.
     let mut held = None;
@@ -111,16 +111,16 @@ fn sums(
         let task_rows = rows.len().div_ceil(tasks).next_multiple_of(PAIR).min(TASK_ROWS);
         for from in (0..k).step_by(depth) {
             let inner = from..(from + depth).min(k);
-            pack(amx, &mut left, &a, rows.clone(), inner.clone(), Role::Left, threads);
+            pack(amx, &mut left, &a, rows.clone(), inner.clone(), OperandRole::Left, threads);
             let left = packed(&left, &a, rows.len(), inner.len());
             for first in all.clone().step_by(width) {
                 let columns = first..(first + width).min(all.end);
                 if held.replace((from, first)) != Some((from, first)) {
-                    pack(amx, &mut right, &b, columns.clone(), inner.clone(), Role::Right, threads);
+                    pack(amx, &mut right, &b, columns.clone(), inner.clone(), OperandRole::Right, threads);
                 }
                 let right = packed(&right, &b, columns.len(), inner.len());
                 let (accumulate, first) = (accumulate || from > 0, first - all.start);
-                let part = Part { amx, left, right, first, stride, alpha, accumulate };
+                let part = BlockProduct { amx, left, right, first, stride, alpha, accumulate };
                 each(threads, data, task_rows * stride, |i, data| {
                     part.rows(data, i * task_rows / PAIR, task_rows / PAIR);
                 });
@@ -132,41 +132,46 @@ fn sums(
 
 /// A packed operand.
 #[derive(Clone, Copy)]
-struct Packed<'a> {
-    tiles: &'a [Tile],
+struct PackedOperand<'a> {
+    tiles: &'a [AmxTile],
     /// Tiles of [`PAIR`] outer elements.
     strip: usize,
     /// Outer elements.
     outer: usize,
-    planes: usize,
+    num_splits: usize,
 }
 
 /// The parts of an operand's values.
-fn planes(of: &impl Matrix) -> usize {
+fn num_splits(of: &impl GemmMatrix) -> usize {
     if of.is_bf16() { 1 } else { 3 }
 }
 
 /// What [`pack`] left in `memory`.
-fn packed<'a>(memory: &'a [Tile], from: &impl Matrix, outer: usize, inner: usize) -> Packed<'a> {
-    let planes = planes(from);
-    let strip = inner.div_ceil(STEP) * 2 * planes;
-    Packed { tiles: &memory[..strip * outer.div_ceil(PAIR)], strip, outer, planes }
+fn packed<'a>(
+    memory: &'a [AmxTile],
+    from: &impl GemmMatrix,
+    outer: usize,
+    inner: usize,
+) -> PackedOperand<'a> {
+    let num_splits = num_splits(from);
+    let strip = inner.div_ceil(STEP) * 2 * num_splits;
+    PackedOperand { tiles: &memory[..strip * outer.div_ceil(PAIR)], strip, outer, num_splits }
 }
 
 /// Packs a part of an operand into `memory`. Outer are the rows of the left operand and the columns of the right one.
 fn pack(
     amx: Amx,
-    memory: &mut Vec<Tile>,
-    from: &impl Matrix,
+    memory: &mut Vec<AmxTile>,
+    from: &impl GemmMatrix,
     outer: Range<usize>,
     inner: Range<usize>,
-    role: Role,
+    role: OperandRole,
     threads: Threads,
 ) {
-    let strip = inner.len().div_ceil(STEP) * 2 * planes(from);
+    let strip = inner.len().div_ceil(STEP) * 2 * num_splits(from);
     let len = strip * outer.len().div_ceil(PAIR);
     if memory.len() < len {
-        memory.resize(len, Tile::ZERO);
+        memory.resize(len, AmxTile::ZERO);
     }
     let strips = if from.dense().is_some() { 1 } else { STRIPS };
     each(threads, &mut memory[..len], strips * strip, |i, tiles| {
@@ -183,27 +188,27 @@ fn pack(
 
 /// A part of an operand in `f32`: where it lies, or widened.
 fn source<'a>(
-    from: &'a impl Matrix,
+    from: &'a impl GemmMatrix,
     outer: Range<usize>,
     inner: Range<usize>,
-    role: Role,
+    role: OperandRole,
     widened: &'a mut Vec<f32>,
-) -> Source<'a> {
+) -> PackSource<'a> {
     let is_bf16 = from.is_bf16();
-    if let Some(Operand { data, strides: (rows, columns) }) = from.dense() {
-        let (by_outer, by_inner) = if role == Role::Left { (rows, columns) } else { (columns, rows) };
+    if let Some(GemmOperand { data, strides: (rows, columns) }) = from.dense() {
+        let (by_outer, by_inner) = if role == OperandRole::Left { (rows, columns) } else { (columns, rows) };
         let data = &data[outer.start * by_outer + inner.start * by_inner..];
-        return Source { data, outer: by_outer, inner: by_inner, is_bf16 };
+        return PackSource { data, outer: by_outer, inner: by_inner, is_bf16 };
     }
     // Lines of the memory go along the inner elements of a left matrix, and of a right one that is transposed.
-    let along = (role == Role::Left) != from.is_transposed();
+    let along = (role == OperandRole::Left) != from.is_transposed();
     let (lines, elements) = if along { (&outer, &inner) } else { (&inner, &outer) };
     let values = first(widened, lines.len() * elements.len());
     for (line, values) in lines.clone().zip(values.chunks_exact_mut(elements.len())) {
         from.widen(line, elements.start, values);
     }
     let (outer, inner) = if along { (elements.len(), 1) } else { (1, elements.len()) };
-    Source { data: values, outer, inner, is_bf16 }
+    PackSource { data: values, outer, inner, is_bf16 }
 }
 
 /// Calls `work` on each chunk of `data` with its number.
@@ -215,10 +220,10 @@ fn each<T: Send>(threads: Threads, data: &mut [T], chunk: usize, work: impl Fn(u
 }
 
 /// A product of packed operands: a part of the inner elements, and some columns.
-struct Part<'a> {
+struct BlockProduct<'a> {
     amx: Amx,
-    left: Packed<'a>,
-    right: Packed<'a>,
+    left: PackedOperand<'a>,
+    right: PackedOperand<'a>,
     /// The first column.
     first: usize,
     stride: usize,
@@ -226,18 +231,18 @@ struct Part<'a> {
     accumulate: bool,
 }
 
-impl Part<'_> {
+impl BlockProduct<'_> {
     /// Rows of `count` strips from `first` on; `dst` begins with them.
     fn rows(&self, dst: &mut [f32], first: usize, count: usize) {
         let unit = self.amx.open();
-        let mut square = Square::default();
+        let mut square = Accumulator::default();
         let (left, right) = (self.left, self.right);
-        let planes = (left.planes, right.planes);
+        let num_splits = (left.num_splits, right.num_splits);
         for (strip, j) in right.tiles.chunks_exact(right.strip).enumerate() {
             let (column, width) = (self.first + strip * PAIR, PAIR.min(right.outer - strip * PAIR));
             let rows = left.tiles.chunks_exact(left.strip).enumerate().skip(first).take(count);
             for (strip, i) in rows {
-                unit.multiply(i, j, planes, &mut square);
+                unit.multiply(i, j, num_splits, &mut square);
                 let height = PAIR.min(left.outer - strip * PAIR);
                 let to = &mut dst[(strip - first) * PAIR * self.stride + column..];
                 self.amx.add(to, self.stride, &square, (height, width), self.alpha, self.accumulate);

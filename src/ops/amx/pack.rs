@@ -11,15 +11,15 @@ const LANES: usize = 16;
 /// 16 rows of 16 pairs of bf16 numbers.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
-pub(super) struct Tile([[u32; LANES]; LANES]);
+pub(super) struct AmxTile([[u32; LANES]; LANES]);
 
-impl Tile {
-    pub(super) const ZERO: Tile = Tile([[0; LANES]; LANES]);
+impl AmxTile {
+    pub(super) const ZERO: AmxTile = AmxTile([[0; LANES]; LANES]);
 }
 
 /// A part of an operand: element (outer, inner) is `data[outer * outer stride + inner * inner stride]`, one of which is 1.
 #[derive(Clone, Copy)]
-pub(super) struct Source<'a> {
+pub(super) struct PackSource<'a> {
     pub(super) data: &'a [f32],
     /// Stride.
     pub(super) outer: usize,
@@ -31,14 +31,20 @@ pub(super) struct Source<'a> {
 
 /// A left tile has a row for each outer element, a right one for each pair of inner elements.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Role {
+pub(super) enum OperandRole {
     Left,
     Right,
 }
 
 /// Fills `tiles` with up to 32 outer elements, step by step; in a step part by part, two tiles each. Zeros where there is nothing.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(super) fn pack(tiles: &mut [Tile], from: Source<'_>, outer: Range<usize>, inner: usize, role: Role) {
+pub(super) fn pack(
+    tiles: &mut [AmxTile],
+    from: PackSource<'_>,
+    outer: Range<usize>,
+    inner: usize,
+    role: OperandRole,
+) {
     match from.is_bf16 {
         true => pack_parts::<1>(tiles, from, outer, inner, role),
         false => pack_parts::<3>(tiles, from, outer, inner, role),
@@ -48,17 +54,17 @@ pub(super) fn pack(tiles: &mut [Tile], from: Source<'_>, outer: Range<usize>, in
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pack_parts<const PARTS: usize>(
-    tiles: &mut [Tile],
-    from: Source<'_>,
+    tiles: &mut [AmxTile],
+    from: PackSource<'_>,
     outer: Range<usize>,
     inner: usize,
-    role: Role,
+    role: OperandRole,
 ) {
     // `rows` leaves a line for each outer element, `pairs` one for each pair of inner ones.
-    let turned = (from.outer == 1) == (role == Role::Left);
+    let turned = (from.outer == 1) == (role == OperandRole::Left);
     for (tiles, first) in tiles.chunks_exact_mut(2 * PARTS).zip((0..inner).step_by(STEP)) {
         if outer.len() < 2 * LANES || inner - first < STEP {
-            tiles.fill(Tile::ZERO);
+            tiles.fill(AmxTile::ZERO);
         }
         if from.outer == 1 {
             pairs::<PARTS>(tiles, from, outer.clone(), first..inner);
@@ -74,7 +80,12 @@ fn pack_parts<const PARTS: usize>(
 /// Line i of a tile becomes the first inner elements of an outer element.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn rows<const PARTS: usize>(tiles: &mut [Tile], from: Source<'_>, outer: Range<usize>, inner: Range<usize>) {
+fn rows<const PARTS: usize>(
+    tiles: &mut [AmxTile],
+    from: PackSource<'_>,
+    outer: Range<usize>,
+    inner: Range<usize>,
+) {
     /// Elements that are asked for ahead of their use: each row of memory is another page.
     const AHEAD: usize = 2 * STEP;
     // The upper half of each of 32 lanes.
@@ -103,8 +114,8 @@ fn rows<const PARTS: usize>(tiles: &mut [Tile], from: Source<'_>, outer: Range<u
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pairs<'a, const PARTS: usize>(
-    tiles: &mut [Tile],
-    from: Source<'a>,
+    tiles: &mut [AmxTile],
+    from: PackSource<'a>,
     outer: Range<usize>,
     inner: Range<usize>,
 ) {
@@ -138,7 +149,7 @@ fn pairs<'a, const PARTS: usize>(
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn put(tile: &mut Tile, line: usize, values: __m512i) {
+fn put(tile: &mut AmxTile, line: usize, values: __m512i) {
     // SAFETY: a line is 64 bytes.
     unsafe { _mm512_store_si512(tile.0[line].as_mut_ptr().cast(), values) };
 }
@@ -164,7 +175,7 @@ fn top(x: __m512, round: bool) -> __m512 {
 /// Lane j of line i becomes lane i of line j.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn transpose(tile: &mut Tile) {
+fn transpose(tile: &mut AmxTile) {
     let mut lines = [_mm512_setzero_si512(); LANES];
     for (line, row) in lines.iter_mut().zip(&tile.0) {
         // SAFETY: a row is 64 bytes.

@@ -3,8 +3,8 @@
 use half::bf16;
 
 use super::*;
-use crate::ops::gemm::{Mat, QuantMat};
-use crate::quant::{Blocks, Kind, Scales};
+use crate::ops::gemm::{MatView, QuantMat};
+use crate::quant::{Blocks, CodeKind, Scales};
 
 /// Numbers in -1..1 with all bits in use.
 fn numbers(len: usize, seed: u64) -> Vec<f32> {
@@ -25,19 +25,19 @@ struct Case {
 }
 
 /// `rows · cols` values, of which the transpose is meant if `turned`.
-fn matrix<T: Elem>(values: &[T], rows: usize, cols: usize, turned: bool) -> Mat<'_, T> {
-    if turned { Mat::new(values, cols, rows, rows).t() } else { Mat::new(values, rows, cols, cols) }
+fn matrix<T: FloatElement>(values: &[T], rows: usize, cols: usize, turned: bool) -> MatView<'_, T> {
+    if turned { MatView::new(values, cols, rows, rows).t() } else { MatView::new(values, rows, cols, cols) }
 }
 
 /// The largest error of any element against f64, in units of 2⁻²⁴ · Σ|a||b|: of the unit, and of f32 sums.
-fn errors<A: Elem, B: Elem>(amx: Amx, case: &Case) -> (f64, f64) {
+fn errors<A: FloatElement, B: FloatElement>(amx: Amx, case: &Case) -> (f64, f64) {
     let (m, n, k) = case.shape;
     let a: Vec<A> = numbers(m * k, 1).into_iter().map(A::nearest).collect();
     let b: Vec<B> = numbers(k * n, 2).into_iter().map(B::nearest).collect();
     let stride = n + 5;
     let before = if case.accumulate { numbers(m * stride, 3) } else { vec![f32::NAN; m * stride] };
     let mut out = before.clone();
-    let dst = Dst { data: &mut out, stride, accumulate: case.accumulate };
+    let dst = MatViewMut { data: &mut out, stride, accumulate: case.accumulate };
     let matrices = (matrix(&a, m, k, case.turned.0), matrix(&b, k, n, case.turned.1));
     product(amx, dst, matrices.0, matrices.1, 0.5, case.threads);
     let at = |i: usize, j: usize, (rows, cols): (usize, usize), turned| {
@@ -111,13 +111,13 @@ fn an_element_does_not_depend_on_the_tasks() {
     let (a, b) = (numbers(m * k, 4), numbers(k * n, 5));
     let whole = |rows: usize, threads| {
         let mut out = vec![0f32; rows * n];
-        let dst = Dst { data: &mut out, stride: n, accumulate: false };
-        product(amx, dst, Mat::new(&a, rows, k, k), Mat::new(&b, k, n, n), 1.0, threads);
+        let dst = MatViewMut { data: &mut out, stride: n, accumulate: false };
+        product(amx, dst, MatView::new(&a, rows, k, k), MatView::new(&b, k, n, n), 1.0, threads);
         out
     };
     let want = whole(m, Threads::One);
     assert_eq!(want, whole(m, Threads::All));
-    assert_eq!(want, super::threads::in_own_pool(3, || Ok(whole(m, Threads::All))).unwrap());
+    assert_eq!(want, crate::runtime::thread_pool::in_own_pool(3, || Ok(whole(m, Threads::All))).unwrap());
     assert_eq!(want[..75 * n], whole(75, Threads::All));
 }
 
@@ -127,16 +127,17 @@ fn quantized_is_dequantized_on_the_way() {
     let (m, out, inputs) = (100, 160, 832);
     let codes: Vec<u8> = numbers(out * inputs / 2, 8).iter().map(|x| x.to_bits() as u8).collect();
     let scales: Vec<f32> = numbers(out * inputs / 64, 9);
-    let blocks = Blocks { kind: Kind::Nf4, block_size: 64, codes: &codes, scales: Scales::Plain(&scales) };
+    let blocks =
+        Blocks { kind: CodeKind::Nf4, block_size: 64, codes: &codes, scales: Scales::Plain(&scales) };
     let mut dense = vec![0f32; out * inputs];
     blocks.dequantize(0, &mut dense);
-    let (quantized, dense) = (QuantMat::new(blocks, out, inputs), Mat::new(&dense, out, inputs, inputs));
+    let (quantized, dense) = (QuantMat::new(blocks, out, inputs), MatView::new(&dense, out, inputs, inputs));
     let a = numbers(m * inputs, 10);
     for transposed in [false, true] {
         let (k, n) = if transposed { (inputs, out) } else { (out, inputs) };
-        let a = Mat::new(&a, m, k, k);
+        let a = MatView::new(&a, m, k, k);
         let mut results = [vec![0f32; m * n], vec![0f32; m * n]];
-        let dst = |data| Dst { data, stride: n, accumulate: false };
+        let dst = |data| MatViewMut { data, stride: n, accumulate: false };
         let [first, second] = &mut results;
         if transposed {
             product(amx, dst(first), a, quantized.t(), 1.0, Threads::All);
@@ -155,12 +156,12 @@ fn a_narrower_result_is_rounded_once() {
     let Some(amx) = unit() else { return };
     let (m, n, k) = (40, 70, 2000);
     let (a, b) = (numbers(m * k, 11), numbers(k * n, 12));
-    let (a, b) = (Mat::new(&a, m, k, k), Mat::new(&b, k, n, n));
+    let (a, b) = (MatView::new(&a, m, k, k), MatView::new(&b, k, n, n));
     let mut narrow = vec![bf16::from_f32(1.0); m * n];
-    product(amx, Dst { data: &mut narrow, stride: n, accumulate: true }, a, b, 1.0, Threads::All);
+    product(amx, MatViewMut { data: &mut narrow, stride: n, accumulate: true }, a, b, 1.0, Threads::All);
     let mut wide = vec![1f64; m * n];
     let mut sums = vec![0f32; m * n];
-    product(amx, Dst { data: &mut sums, stride: n, accumulate: false }, a, b, 1.0, Threads::All);
+    product(amx, MatViewMut { data: &mut sums, stride: n, accumulate: false }, a, b, 1.0, Threads::All);
     wide.iter_mut().zip(&sums).for_each(|(x, sum)| *x += f64::from(*sum));
     for (narrow, wide) in narrow.iter().zip(wide) {
         // Half a unit in the last of eight bits, and the f32 sums' own error.
@@ -176,8 +177,8 @@ fn what_is_not_finite_stays_so() {
         a[5 * 32 + 7] = bad;
         let b = numbers(32 * 32, 7);
         let mut out = vec![0f32; 32 * 32];
-        let dst = Dst { data: &mut out, stride: 32, accumulate: false };
-        product(amx, dst, Mat::new(&a, 32, 32, 32), Mat::new(&b, 32, 32, 32), 1.0, Threads::One);
+        let dst = MatViewMut { data: &mut out, stride: 32, accumulate: false };
+        product(amx, dst, MatView::new(&a, 32, 32, 32), MatView::new(&b, 32, 32, 32), 1.0, Threads::One);
         for (i, row) in out.chunks(32).enumerate() {
             assert!(row.iter().all(|x| x.is_finite() == (i != 5)));
         }

@@ -9,19 +9,19 @@ use std::ops::Range;
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::{Attended, AttentionKind, Qkv, Span};
+use super::{AttentionKind, AttentionOutput, Qkv, Span};
 use crate::error::Result;
-use crate::ops::access::{Elem, Plain, dims2, read, tensor, unwritten, with_elem};
-use crate::ops::gemm::{Dst, Mat, Threads, product};
-use crate::ops::product::Columns;
+use crate::ops::gemm::{MatView, MatViewMut, Threads, matmul};
+use crate::ops::matmul::ColumnView;
 use crate::ops::simd;
+use crate::runtime::cpu_tensor::{FloatElement, PlainElement, dims2, read, tensor, unwritten, with_elem};
 
 /// Rows and columns of a score tile.
 const TILE: usize = 64;
 /// Query rows of a forward task.
 const TASK_ROWS: usize = 128;
 
-pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Result<Attended> {
+pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Result<AttentionOutput> {
     let (rows, _) = dims2(qkv.q.tensor)?;
     let (heads, dim) = (kind.heads.num_heads, kind.heads.head_dim);
     with_elem!(qkv.q.tensor.dtype(), T => {
@@ -56,13 +56,13 @@ pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Resu
             let at = h * rows + span.q_start + from;
             lse[at..at + l.len()].copy_from_slice(l);
         }
-        Ok(Attended { out: tensor(out, (rows, width))?, lse: tensor(lse, (heads, rows))? })
+        Ok(AttentionOutput { out: tensor(out, (rows, width))?, lse: tensor(lse, (heads, rows))? })
     })
 }
 
 pub(super) fn backward(
     qkv: Qkv<'_>,
-    attended: &Attended,
+    attended: &AttentionOutput,
     dout: &Tensor,
     spans: &[Span],
     kind: AttentionKind,
@@ -72,12 +72,12 @@ pub(super) fn backward(
     with_elem!(dout.dtype(), T => {
         let (k, v) = (packed::<T>(qkv.k, dim, 1.0)?, packed::<T>(qkv.v, dim, 1.0)?);
         let q = packed::<T>(qkv.q, dim, kind.scale as f32)?;
-        let o = packed::<T>(Columns::all(&attended.out), dim, 1.0)?;
-        let do_ = packed::<T>(Columns::all(dout), dim, 1.0)?;
+        let o = packed::<T>(ColumnView::all(&attended.out), dim, 1.0)?;
+        let do_ = packed::<T>(ColumnView::all(dout), dim, 1.0)?;
         let lse = read::<f32>(&attended.lse)?;
         let tasks: Vec<(Span, usize)> =
             spans.iter().flat_map(|&span| (0..heads).map(move |h| (span, h))).collect();
-        let done: Vec<Gradients> = tasks
+        let done: Vec<CpuGradients> = tasks
             .par_iter()
             .map(|&(span, h)| {
                 let kv = h * kv_heads / heads;
@@ -85,7 +85,7 @@ pub(super) fn backward(
                     debug_assert!(x[head].len() >= (span.q_start + span.q_len) * dim);
                     span.q_start * dim..(span.q_start + span.q_len) * dim
                 };
-                let inputs = Inputs {
+                let inputs = CpuInputs {
                     q: &q[h][rows_of(&q, h)],
                     k: &k[kv][rows_of(&k, kv)],
                     v: &v[kv][rows_of(&v, kv)],
@@ -118,7 +118,7 @@ pub(super) fn backward(
 }
 
 /// Each head of some columns as a dense `[rows, D]` f32 matrix, times `scale`.
-fn packed<T: Elem>(columns: Columns<'_>, dim: usize, scale: f32) -> Result<Vec<Vec<f32>>> {
+fn packed<T: FloatElement>(columns: ColumnView<'_>, dim: usize, scale: f32) -> Result<Vec<Vec<f32>>> {
     let (rows, width) = dims2(columns.tensor)?;
     let data = read::<T>(columns.tensor)?;
     let data: &[T] = &data;
@@ -149,7 +149,7 @@ fn rows_in<'a>(
     (from..to).zip(part.chunks_exact(dim).skip(from - first))
 }
 
-fn narrow<T: Elem>(dst: &mut [T], src: &[f32]) {
+fn narrow<T: FloatElement>(dst: &mut [T], src: &[f32]) {
     for (dst, src) in dst.iter_mut().zip(src) {
         *dst = T::nearest(*src);
     }
@@ -174,12 +174,12 @@ fn forward_rows(
         let o = &mut out[first * dim..(first + n) * dim];
         let mut max = [f32::NEG_INFINITY; TILE];
         let mut sum = [0f32; TILE];
-        let q = Mat::new(&q[(from + first) * dim..], n, dim, dim);
+        let q = MatView::new(&q[(from + first) * dim..], n, dim, dim);
         let (k_from, _) = span.visible(from + first, kind.window);
         let (_, k_to) = span.visible(from + first + n - 1, kind.window);
         for key in (k_from / TILE * TILE..k_to).step_by(TILE) {
             let m = TILE.min(k_to - key);
-            tile_product(&mut scores, m, q, Mat::new(&k[key * dim..], m, dim, dim).t());
+            tile_product(&mut scores, m, q, MatView::new(&k[key * dim..], m, dim, dim).t());
             for i in 0..n {
                 let row = &mut scores[i * m..(i + 1) * m];
                 let seen = seen_in_tile(span, from + first + i, key, m, kind);
@@ -188,11 +188,11 @@ fn forward_rows(
                     o[i * dim..(i + 1) * dim].iter_mut().for_each(|o| *o *= shrink);
                 }
             }
-            let dst = Dst { data: o, stride: dim, accumulate: true };
-            product(
+            let dst = MatViewMut { data: o, stride: dim, accumulate: true };
+            matmul(
                 dst,
-                Mat::new(&scores, n, m, m),
-                Mat::new(&v[key * dim..], m, dim, dim),
+                MatView::new(&scores, n, m, m),
+                MatView::new(&v[key * dim..], m, dim, dim),
                 1.0,
                 Threads::One,
             );
@@ -206,8 +206,8 @@ fn forward_rows(
     (out, lse)
 }
 
-fn tile_product(scores: &mut [f32], stride: usize, a: Mat<'_, f32>, b: Mat<'_, f32>) {
-    product(Dst { data: scores, stride, accumulate: false }, a, b, 1.0, Threads::One);
+fn tile_product(scores: &mut [f32], stride: usize, a: MatView<'_, f32>, b: MatView<'_, f32>) {
+    matmul(MatViewMut { data: scores, stride, accumulate: false }, a, b, 1.0, Threads::One);
 }
 
 /// The columns of the tile at `key` (width `m`) that query `i` sees.
@@ -255,7 +255,7 @@ fn online_softmax(
 }
 
 /// One head of one span, all `[len, D]`; `q` is scaled.
-struct Inputs<'a> {
+struct CpuInputs<'a> {
     q: &'a [f32],
     k: &'a [f32],
     v: &'a [f32],
@@ -264,16 +264,16 @@ struct Inputs<'a> {
     lse: &'a [f32],
 }
 
-struct Gradients {
+struct CpuGradients {
     dq: Vec<f32>,
     dk: Vec<f32>,
     dv: Vec<f32>,
 }
 
-fn backward_span(x: &Inputs<'_>, span: Span, kind: AttentionKind) -> Gradients {
+fn backward_span(x: &CpuInputs<'_>, span: Span, kind: AttentionKind) -> CpuGradients {
     let (len, dim) = (span.q_len, kind.heads.head_dim);
     let zeros = || vec![0f32; len * dim];
-    let mut g = Gradients { dq: zeros(), dk: zeros(), dv: zeros() };
+    let mut g = CpuGradients { dq: zeros(), dk: zeros(), dv: zeros() };
     let delta: Vec<f32> =
         x.o.chunks_exact(dim)
             .zip(x.do_.chunks_exact(dim))
@@ -283,14 +283,15 @@ fn backward_span(x: &Inputs<'_>, span: Span, kind: AttentionKind) -> Gradients {
     for key in (0..len).step_by(TILE) {
         let m = TILE.min(len - key);
         let keys = key * dim..(key + m) * dim;
-        let (k, v) = (Mat::new(&x.k[keys.clone()], m, dim, dim), Mat::new(&x.v[keys.clone()], m, dim, dim));
+        let (k, v) =
+            (MatView::new(&x.k[keys.clone()], m, dim, dim), MatView::new(&x.v[keys.clone()], m, dim, dim));
         // The last key of the tile is seen by no query past the window.
         let last_query = kind.window.map_or(len, |window| (key + m - 1 + window).min(len));
         for first in (key..last_query).step_by(TILE) {
             let n = TILE.min(last_query - first);
             let queries = first * dim..(first + n) * dim;
-            let q = Mat::new(&x.q[queries.clone()], n, dim, dim);
-            let do_ = Mat::new(&x.do_[queries.clone()], n, dim, dim);
+            let q = MatView::new(&x.q[queries.clone()], n, dim, dim);
+            let do_ = MatView::new(&x.do_[queries.clone()], n, dim, dim);
             tile_product(&mut p, m, q, k.t());
             tile_product(&mut dp, m, do_, v.t());
             for i in 0..n {
@@ -298,7 +299,7 @@ fn backward_span(x: &Inputs<'_>, span: Span, kind: AttentionKind) -> Gradients {
                 let seen = seen_in_tile(span, first + i, key, m, kind);
                 score_gradient(p, dp, seen, kind.softcap, x.lse[first + i], delta[first + i]);
             }
-            let (p, ds) = (Mat::new(&p, n, m, m), Mat::new(&dp, n, m, m));
+            let (p, ds) = (MatView::new(&p, n, m, m), MatView::new(&dp, n, m, m));
             accumulate(&mut g.dv[keys.clone()], dim, p.t(), do_, 1.0);
             accumulate(&mut g.dk[keys.clone()], dim, ds.t(), q, 1.0);
             accumulate(&mut g.dq[queries], dim, ds, k, kind.scale as f32);
@@ -307,8 +308,8 @@ fn backward_span(x: &Inputs<'_>, span: Span, kind: AttentionKind) -> Gradients {
     g
 }
 
-fn accumulate(data: &mut [f32], stride: usize, a: Mat<'_, f32>, b: Mat<'_, f32>, alpha: f32) {
-    product(Dst { data, stride, accumulate: true }, a, b, alpha, Threads::One);
+fn accumulate(data: &mut [f32], stride: usize, a: MatView<'_, f32>, b: MatView<'_, f32>, alpha: f32) {
+    matmul(MatViewMut { data, stride, accumulate: true }, a, b, alpha, Threads::One);
 }
 
 /// Scores in `p` become probabilities, `dp` becomes the gradient of the (scaled, uncapped) scores.

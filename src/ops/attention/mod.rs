@@ -11,12 +11,12 @@
 
 use candle_core::Tensor;
 
-pub use super::product::Columns;
+pub use super::matmul::ColumnView;
 pub use super::rotary::Heads;
 use crate::error::Result;
 
-mod composed;
 mod cpu;
+mod reference;
 
 /// One sequence: queries `q_start..q_start + q_len` see keys `k_start..k_start + k_len` of the same sequence.
 /// The last query stands at the last key, so with a cache `k_len > q_len`.
@@ -60,7 +60,7 @@ pub struct AttentionKind {
 
 /// Which implementation computes attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Algorithm {
+pub enum AttentionAlgorithm {
     /// O(S) memory.
     Flash,
     /// The S × S definition: the reference.
@@ -69,7 +69,7 @@ pub enum Algorithm {
 
 /// The result of attention, and what its backward needs.
 #[derive(Debug, Clone)]
-pub struct Attended {
+pub struct AttentionOutput {
     /// `[N, H · D]` in q's dtype.
     pub out: Tensor,
     /// Log-sum-exp of each row's scores, `[H, N]` f32.
@@ -80,11 +80,11 @@ pub struct Attended {
 #[derive(Clone, Copy)]
 pub struct Qkv<'a> {
     /// Queries, rotated.
-    pub q: Columns<'a>,
+    pub q: ColumnView<'a>,
     /// Keys, rotated.
-    pub k: Columns<'a>,
+    pub k: ColumnView<'a>,
     /// Values.
-    pub v: Columns<'a>,
+    pub v: ColumnView<'a>,
 }
 
 /// Query rows per tile of the composed form.
@@ -95,28 +95,30 @@ pub fn attention(
     qkv: Qkv<'_>,
     spans: &[Span],
     kind: AttentionKind,
-    algorithm: Algorithm,
-) -> Result<Attended> {
+    algorithm: AttentionAlgorithm,
+) -> Result<AttentionOutput> {
     match algorithm {
-        Algorithm::Flash if qkv.q.tensor.device().is_cpu() => cpu::forward(qkv, spans, kind),
-        Algorithm::Flash => composed::forward(qkv, spans, kind, COMPOSED_TILE),
-        Algorithm::Eager => composed::forward(qkv, spans, kind, usize::MAX),
+        AttentionAlgorithm::Flash if qkv.q.tensor.device().is_cpu() => cpu::forward(qkv, spans, kind),
+        AttentionAlgorithm::Flash => reference::forward(qkv, spans, kind, COMPOSED_TILE),
+        AttentionAlgorithm::Eager => reference::forward(qkv, spans, kind, usize::MAX),
     }
 }
 
 /// Gradient of q, k and v side by side: `[N, (H + 2 K) · D]`. Spans must be whole sequences.
 pub fn attention_backward(
     qkv: Qkv<'_>,
-    attended: &Attended,
+    attended: &AttentionOutput,
     dout: &Tensor,
     spans: &[Span],
     kind: AttentionKind,
-    algorithm: Algorithm,
+    algorithm: AttentionAlgorithm,
 ) -> Result<Tensor> {
     match algorithm {
-        Algorithm::Flash if dout.device().is_cpu() => cpu::backward(qkv, attended, dout, spans, kind),
-        Algorithm::Flash => composed::backward(qkv, attended, dout, spans, kind, COMPOSED_TILE),
-        Algorithm::Eager => composed::backward(qkv, attended, dout, spans, kind, usize::MAX),
+        AttentionAlgorithm::Flash if dout.device().is_cpu() => {
+            cpu::backward(qkv, attended, dout, spans, kind)
+        }
+        AttentionAlgorithm::Flash => reference::backward(qkv, attended, dout, spans, kind, COMPOSED_TILE),
+        AttentionAlgorithm::Eager => reference::backward(qkv, attended, dout, spans, kind, usize::MAX),
     }
 }
 
@@ -125,19 +127,19 @@ mod tests {
     use candle_core::{DType, Device};
 
     use super::*;
-    use crate::ops::random::Stream;
+    use crate::runtime::rng::RngStream;
 
     /// The form that other devices take tiles its queries; on the CPU nothing else runs it so.
     #[test]
     fn composed_in_tiles_is_composed_at_once() -> Result<()> {
         let heads = Heads { num_heads: 4, num_kv_heads: 2, head_dim: 8 };
         let normal = |seed, rows: usize, width: usize| {
-            let stream = Stream::new(seed);
+            let stream = RngStream::new(seed);
             let values: Vec<f32> = (0..(rows * width) as u64).map(|i| stream.normal(i)).collect();
             Tensor::from_vec(values, (rows, width), &Device::Cpu)
         };
         let (x, dout) = (normal(1, 75, heads.qkv_width())?, normal(2, 75, heads.q_width())?);
-        let range = |start, len| Columns { tensor: &x, start, len };
+        let range = |start, len| ColumnView { tensor: &x, start, len };
         let qkv = Qkv {
             q: range(0, heads.q_width()),
             k: range(heads.q_width(), heads.kv_width()),
@@ -147,8 +149,8 @@ mod tests {
         for (window, softcap) in [(None, None), (Some(5), None), (Some(20), Some(2.0))] {
             let kind = AttentionKind { heads, scale: 0.4, softcap, window };
             let run = |tile| -> Result<[Tensor; 3]> {
-                let attended = composed::forward(qkv, &spans, kind, tile)?;
-                let d = composed::backward(qkv, &attended, &dout, &spans, kind, tile)?;
+                let attended = reference::forward(qkv, &spans, kind, tile)?;
+                let d = reference::backward(qkv, &attended, &dout, &spans, kind, tile)?;
                 Ok([attended.out, attended.lse, d])
             };
             for (tiled, whole) in run(16)?.into_iter().zip(run(usize::MAX)?) {

@@ -3,35 +3,36 @@
 
 use candle_core::Tensor;
 
-use super::{Bench, Case, Pair, Tolerance, Twin};
+use super::{CaseRunner, OpPair, SelftestCase, TensorPair, Tolerance};
 use crate::error::Result;
 use crate::ops::attention::{
-    Algorithm, Attended, AttentionKind, Columns, Heads, Qkv, Span, attention, attention_backward,
+    AttentionAlgorithm, AttentionKind, AttentionOutput, ColumnView, Heads, Qkv, Span, attention,
+    attention_backward,
 };
 
 /// One layer's attention over one packed batch.
 #[derive(Debug, Clone)]
-struct Packed {
+struct PackedSpans {
     kind: AttentionKind,
     spans: Vec<Span>,
 }
 
-pub(super) fn cases() -> Vec<Case> {
+pub(super) fn cases() -> Vec<SelftestCase> {
     let mut cases = Vec::new();
-    for algorithm in [Algorithm::Flash, Algorithm::Eager] {
+    for algorithm in [AttentionAlgorithm::Flash, AttentionAlgorithm::Eager] {
         for (what, packed) in sequences() {
             let what = format!("{algorithm:?}, {what}");
             let same = packed.clone();
-            cases.push(Case::new("attention", &what, Tolerance::FORWARD, move |bench| {
+            cases.push(SelftestCase::new("attention", &what, Tolerance::FORWARD, move |bench| {
                 same.forward(bench, algorithm)
             }));
-            cases.push(Case::new("attention_backward", &what, Tolerance::BACKWARD, move |bench| {
+            cases.push(SelftestCase::new("attention_backward", &what, Tolerance::BACKWARD, move |bench| {
                 packed.backward(bench, algorithm)
             }));
         }
         for (what, packed) in forward_only() {
             let what = format!("{algorithm:?}, {what}");
-            cases.push(Case::new("attention", what, Tolerance::FORWARD, move |bench| {
+            cases.push(SelftestCase::new("attention", what, Tolerance::FORWARD, move |bench| {
                 packed.forward(bench, algorithm)
             }));
         }
@@ -58,10 +59,10 @@ fn pack(lengths: &[usize]) -> Vec<Span> {
     lengths.iter().map(span).collect()
 }
 
-fn sequences() -> Vec<(&'static str, Packed)> {
+fn sequences() -> Vec<(&'static str, PackedSpans)> {
     let borders = pack(&[1, 63, 64, 65, 130]);
     let grouped = kind(4, 2, 16);
-    let with = |kind: AttentionKind| Packed { kind, spans: borders.clone() };
+    let with = |kind: AttentionKind| PackedSpans { kind, spans: borders.clone() };
     vec![
         ("as many key heads", with(kind(2, 2, 16))),
         ("grouped heads", with(grouped)),
@@ -72,13 +73,16 @@ fn sequences() -> Vec<(&'static str, Packed)> {
         ("window past every span", with(AttentionKind { window: Some(500), ..grouped })),
         ("soft-cap, another scale", with(AttentionKind { softcap: Some(2.0), scale: 0.4, ..grouped })),
         ("soft-cap, window 66", with(AttentionKind { softcap: Some(1.5), window: Some(66), ..grouped })),
-        ("more rows than a task", Packed { kind: kind(2, 1, 8), spans: pack(&[5, 600]) }),
-        ("scores up to 60", Packed { kind: AttentionKind { scale: 4.0, ..grouped }, spans: pack(&[70, 9]) }),
+        ("more rows than a task", PackedSpans { kind: kind(2, 1, 8), spans: pack(&[5, 600]) }),
+        (
+            "scores up to 60",
+            PackedSpans { kind: AttentionKind { scale: 4.0, ..grouped }, spans: pack(&[70, 9]) },
+        ),
     ]
 }
 
 /// Queries at the end of longer keys, as generation has them; and a window of one.
-fn forward_only() -> Vec<(&'static str, Packed)> {
+fn forward_only() -> Vec<(&'static str, PackedSpans)> {
     let grouped = kind(4, 2, 16);
     let span = |q_len, k_len| vec![Span { q_start: 0, q_len, k_start: 0, k_len }];
     let two = vec![
@@ -89,27 +93,27 @@ fn forward_only() -> Vec<(&'static str, Packed)> {
     // Backward has nothing to compare here: the gradients of q and k are zero but for rounding.
     let alone = AttentionKind { window: Some(1), ..grouped };
     vec![
-        ("window 1", Packed { kind: alone, spans: pack(&[63, 66]) }),
-        ("1 query, 130 keys", Packed { kind: grouped, spans: span(1, 130) }),
-        ("5 queries, 64 keys", Packed { kind: grouped, spans: span(5, 64) }),
-        ("70 queries, 200 keys, window 20", Packed { kind: windowed, spans: span(70, 200) }),
-        ("two cached spans", Packed { kind: grouped, spans: two }),
+        ("window 1", PackedSpans { kind: alone, spans: pack(&[63, 66]) }),
+        ("1 query, 130 keys", PackedSpans { kind: grouped, spans: span(1, 130) }),
+        ("5 queries, 64 keys", PackedSpans { kind: grouped, spans: span(5, 64) }),
+        ("70 queries, 200 keys, window 20", PackedSpans { kind: windowed, spans: span(70, 200) }),
+        ("two cached spans", PackedSpans { kind: grouped, spans: two }),
     ]
 }
 
 /// q and k as columns of one tensor, v of another, as a block hands them over.
-struct Inputs {
-    q: Twin,
-    k: Twin,
-    v: Twin,
+struct AttentionInputs {
+    q: OpPair,
+    k: OpPair,
+    v: OpPair,
 }
 
 /// Columns before the range of each input.
 const MARGIN: usize = 3;
 
-impl Inputs {
-    fn qkv<'a>(&'a self, heads: Heads, side: impl Fn(&'a Twin) -> &'a Tensor) -> Qkv<'a> {
-        let range = |twin, len| Columns { tensor: side(twin), start: MARGIN, len };
+impl AttentionInputs {
+    fn qkv<'a>(&'a self, heads: Heads, side: impl Fn(&'a OpPair) -> &'a Tensor) -> Qkv<'a> {
+        let range = |twin, len| ColumnView { tensor: side(twin), start: MARGIN, len };
         Qkv {
             q: range(&self.q, heads.q_width()),
             k: range(&self.k, heads.kv_width()),
@@ -118,44 +122,52 @@ impl Inputs {
     }
 }
 
-impl Packed {
+impl PackedSpans {
     fn rows(&self) -> (usize, usize) {
         let ends = |end: fn(&Span) -> usize| self.spans.iter().map(end).max().unwrap_or(0);
         (ends(|span| span.q_start + span.q_len), ends(|span| span.k_start + span.k_len))
     }
 
-    fn inputs(&self, bench: &Bench<'_>) -> Result<Inputs> {
+    fn inputs(&self, bench: &CaseRunner<'_>) -> Result<AttentionInputs> {
         let ((q_rows, k_rows), heads) = (self.rows(), self.kind.heads);
-        Ok(Inputs {
+        Ok(AttentionInputs {
             q: bench.normal("q", (q_rows, MARGIN + heads.q_width()))?,
             k: bench.normal("k", (k_rows, MARGIN + heads.kv_width() + 2))?,
             v: bench.normal("v", (k_rows, MARGIN + heads.kv_width()))?,
         })
     }
 
-    fn attend(&self, qkv: Qkv<'_>, algorithm: Algorithm) -> Result<Attended> {
+    fn attend(&self, qkv: Qkv<'_>, algorithm: AttentionAlgorithm) -> Result<AttentionOutput> {
         attention(qkv, &self.spans, self.kind, algorithm)
     }
 
-    fn forward(&self, bench: &Bench<'_>, algorithm: Algorithm) -> Result<Vec<Pair>> {
+    fn forward(&self, bench: &CaseRunner<'_>, algorithm: AttentionAlgorithm) -> Result<Vec<TensorPair>> {
         let x = self.inputs(bench)?;
         let got = self.attend(x.qkv(self.kind.heads, |t| &t.here), algorithm)?;
-        let want = self.attend(x.qkv(self.kind.heads, |t| &t.plain), Algorithm::Eager)?;
-        Ok(vec![Pair::new(got.out, want.out), Pair::new(got.lse, want.lse)])
+        let want = self.attend(x.qkv(self.kind.heads, |t| &t.plain), AttentionAlgorithm::Eager)?;
+        Ok(vec![TensorPair::new(got.out, want.out), TensorPair::new(got.lse, want.lse)])
     }
 
     /// Each from its own forward, as in a step.
-    fn backward(&self, bench: &Bench<'_>, algorithm: Algorithm) -> Result<Vec<Pair>> {
+    fn backward(&self, bench: &CaseRunner<'_>, algorithm: AttentionAlgorithm) -> Result<Vec<TensorPair>> {
         let (x, heads) = (self.inputs(bench)?, self.kind.heads);
         let dout = bench.normal("dout", (self.rows().0, heads.q_width()))?;
         let (here, plain) = (x.qkv(heads, |t| &t.here), x.qkv(heads, |t| &t.plain));
         let saved = self.attend(here, algorithm)?;
         let got = attention_backward(here, &saved, &dout.here, &self.spans, self.kind, algorithm)?;
-        let saved = self.attend(plain, Algorithm::Eager)?;
-        let want = attention_backward(plain, &saved, &dout.plain, &self.spans, self.kind, Algorithm::Eager)?;
+        let saved = self.attend(plain, AttentionAlgorithm::Eager)?;
+        let want = attention_backward(
+            plain,
+            &saved,
+            &dout.plain,
+            &self.spans,
+            self.kind,
+            AttentionAlgorithm::Eager,
+        )?;
         let parts =
             [(0, heads.q_width()), (heads.q_width(), heads.kv_width()), (heads.qk_width(), heads.kv_width())];
-        let part = |(start, len)| Ok(Pair::new(got.narrow(1, start, len)?, want.narrow(1, start, len)?));
+        let part =
+            |(start, len)| Ok(TensorPair::new(got.narrow(1, start, len)?, want.narrow(1, start, len)?));
         parts.into_iter().map(part).collect()
     }
 }

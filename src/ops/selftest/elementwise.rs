@@ -2,16 +2,18 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{Bench, Case, Pair, Tolerance, Twin};
+use super::{CaseRunner, OpPair, SelftestCase, TensorPair, Tolerance};
 use crate::error::Result;
 use crate::ops::dropout::{Dropout, dropout};
-use crate::ops::gated::{self, Activation};
-use crate::ops::random::Stream;
-use crate::ops::reduce;
+use crate::ops::elementwise;
+use crate::ops::glu;
+use crate::ops::glu::Activation;
 use crate::ops::rms_norm::{self, NormKind};
 use crate::ops::rotary::{self, Heads, QkNorm, RotaryTable};
+use crate::runtime::copy;
+use crate::runtime::rng::RngStream;
 
-pub(super) fn cases() -> Vec<Case> {
+pub(super) fn cases() -> Vec<SelftestCase> {
     let mut cases = norms();
     cases.extend(rotaries());
     cases.extend(gates());
@@ -25,19 +27,19 @@ const KINDS: [(NormKind, &str); 2] = [
     (NormKind { eps: 1e-5, unit_offset: true }, "1 + weight"),
 ];
 
-fn norms() -> Vec<Case> {
+fn norms() -> Vec<SelftestCase> {
     let mut cases = Vec::new();
     for (kind, name) in KINDS {
         // 37: not a multiple of the lanes.
         for width in [64, 37] {
-            cases.push(Case::new(
+            cases.push(SelftestCase::new(
                 "rms_norm",
                 format!("{name}, {width} wide"),
                 Tolerance::FORWARD,
                 move |bench| {
                     let (x, w) = (bench.normal("x", (19, width))?, bench.normal("w", width)?);
                     let got = rms_norm::rms_norm(&x.here, &w.here, kind)?;
-                    Ok(vec![Pair::new(got, rms_norm::reference(&x.plain, &w.plain, kind)?)])
+                    Ok(vec![TensorPair::new(got, rms_norm::reference(&x.plain, &w.plain, kind)?)])
                 },
             ));
             for (residual, dweight, extra) in [
@@ -47,7 +49,7 @@ fn norms() -> Vec<Case> {
                 (true, true, ", residual, dweight"),
             ] {
                 let what = format!("{name}, {width} wide{extra}");
-                cases.push(Case::new("rms_norm_backward", what, Tolerance::BACKWARD, move |bench| {
+                cases.push(SelftestCase::new("rms_norm_backward", what, Tolerance::BACKWARD, move |bench| {
                     norm_backward(bench, kind, width, residual, dweight)
                 }));
             }
@@ -57,12 +59,12 @@ fn norms() -> Vec<Case> {
 }
 
 fn norm_backward(
-    bench: &Bench<'_>,
+    bench: &CaseRunner<'_>,
     kind: NormKind,
     width: usize,
     residual: bool,
     dweight: bool,
-) -> Result<Vec<Pair>> {
+) -> Result<Vec<TensorPair>> {
     let (x, w) = (bench.normal("x", (19, width))?, bench.normal("w", width)?);
     let dy = bench.normal("dy", (19, width))?;
     let around = residual.then(|| bench.normal("residual", (19, width))).transpose()?;
@@ -71,14 +73,14 @@ fn norm_backward(
     let dw = (grad.as_ref().map(|g| &g.here), grad.as_ref().map(|g| &g.plain));
     let got = rms_norm::rms_norm_backward(&x.here, &w.here, &dy.here, here, dw.0, kind)?;
     let want = rms_norm::reference_backward(&x.plain, &w.plain, &dy.plain, plain, dw.1, kind)?;
-    let mut pairs = vec![Pair::new(got, want)];
-    pairs.extend(grad.map(Twin::pair));
+    let mut pairs = vec![TensorPair::new(got, want)];
+    pairs.extend(grad.map(OpPair::pair));
     Ok(pairs)
 }
 
 /// One variant of rotary: half of `rotary_dim`, and the per-head norms.
 #[derive(Debug, Clone, Copy)]
-struct Turn {
+struct RotaryCase {
     heads: Heads,
     half: usize,
     norm: Option<NormKind>,
@@ -86,20 +88,22 @@ struct Turn {
     trained: bool,
 }
 
-fn rotaries() -> Vec<Case> {
+fn rotaries() -> Vec<SelftestCase> {
     let heads = Heads { num_heads: 4, num_kv_heads: 2, head_dim: 16 };
-    let whole = Turn { heads, half: 8, norm: None, trained: false };
+    let whole = RotaryCase { heads, half: 8, norm: None, trained: false };
     let variants = [
         (whole, "whole heads"),
-        (Turn { half: 3, ..whole }, "partial"),
-        (Turn { norm: Some(KINDS[0].0), trained: true, ..whole }, "normed heads"),
-        (Turn { norm: Some(KINDS[1].0), ..whole }, "normed heads (1 + weight), frozen"),
-        (Turn { half: 4, norm: Some(KINDS[0].0), trained: true, ..whole }, "partial, normed heads"),
+        (RotaryCase { half: 3, ..whole }, "partial"),
+        (RotaryCase { norm: Some(KINDS[0].0), trained: true, ..whole }, "normed heads"),
+        (RotaryCase { norm: Some(KINDS[1].0), ..whole }, "normed heads (1 + weight), frozen"),
+        (RotaryCase { half: 4, norm: Some(KINDS[0].0), trained: true, ..whole }, "partial, normed heads"),
     ];
-    let case = |(turn, what): (Turn, &str)| {
+    let case = |(turn, what): (RotaryCase, &str)| {
         [
-            Case::new("rotary", what, Tolerance::FORWARD, move |bench| turn.forward(bench)),
-            Case::new("rotary_backward", what, Tolerance::BACKWARD, move |bench| turn.backward(bench)),
+            SelftestCase::new("rotary", what, Tolerance::FORWARD, move |bench| turn.forward(bench)),
+            SelftestCase::new("rotary_backward", what, Tolerance::BACKWARD, move |bench| {
+                turn.backward(bench)
+            }),
         ]
     };
     variants.into_iter().flat_map(case).collect()
@@ -108,15 +112,15 @@ fn rotaries() -> Vec<Case> {
 const ROTARY_ROWS: usize = 21;
 
 /// `[op, reference]` of everything rotary reads.
-struct TurnInputs {
-    qkv: Twin,
+struct RotaryInputs {
+    qkv: OpPair,
     tables: [RotaryTable; 2],
-    weights: [Twin; 2],
-    grads: [Twin; 2],
+    weights: [OpPair; 2],
+    grads: [OpPair; 2],
 }
 
-impl Turn {
-    fn inputs(self, bench: &Bench<'_>) -> Result<TurnInputs> {
+impl RotaryCase {
+    fn inputs(self, bench: &CaseRunner<'_>) -> Result<RotaryInputs> {
         let angle = |i: usize| {
             let frequency = 100f32.powf(-((i % self.half) as f32) / self.half as f32);
             (i / self.half) as f32 * frequency
@@ -127,7 +131,7 @@ impl Turn {
         };
         let (cos, sin) = (table(f32::cos)?, table(f32::sin)?);
         let dim = self.heads.head_dim;
-        Ok(TurnInputs {
+        Ok(RotaryInputs {
             qkv: bench.normal("qkv", (ROTARY_ROWS, self.heads.qkv_width()))?,
             tables: [
                 RotaryTable { cos: cos.here, sin: sin.here },
@@ -138,19 +142,19 @@ impl Turn {
         })
     }
 
-    fn norms<'a>(self, x: &'a TurnInputs, side: impl Fn(&'a Twin) -> &'a Tensor) -> Option<QkNorm<'a>> {
+    fn norms<'a>(self, x: &'a RotaryInputs, side: impl Fn(&'a OpPair) -> &'a Tensor) -> Option<QkNorm<'a>> {
         let part = |i: usize| (side(&x.weights[i]), self.trained.then(|| side(&x.grads[i])));
         self.norm.map(|kind| QkNorm { q: part(0), k: part(1), kind })
     }
 
-    fn forward(self, bench: &Bench<'_>) -> Result<Vec<Pair>> {
+    fn forward(self, bench: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
         let x = self.inputs(bench)?;
         let (here, plain) = (self.norms(&x, |t| &t.here), self.norms(&x, |t| &t.plain));
         let got = rotary::rotary(&x.qkv.here, self.heads, here, &x.tables[0])?;
-        Ok(vec![Pair::new(got, rotary::reference(&x.qkv.plain, self.heads, plain, &x.tables[1])?)])
+        Ok(vec![TensorPair::new(got, rotary::reference(&x.qkv.plain, self.heads, plain, &x.tables[1])?)])
     }
 
-    fn backward(self, bench: &Bench<'_>) -> Result<Vec<Pair>> {
+    fn backward(self, bench: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
         let x = self.inputs(bench)?;
         let d = bench.normal("dqkv", (ROTARY_ROWS, self.heads.qkv_width()))?;
         let (here, plain) = (self.norms(&x, |t| &t.here), self.norms(&x, |t| &t.plain));
@@ -158,42 +162,45 @@ impl Turn {
         rotary::reference_backward(&x.qkv.plain, &d.plain, self.heads, plain, &x.tables[1])?;
         let mut pairs = vec![d.pair()];
         // Where nothing is trained, both must be as they were.
-        pairs.extend(x.grads.map(Twin::pair));
+        pairs.extend(x.grads.map(OpPair::pair));
         Ok(pairs)
     }
 }
 
-fn gates() -> Vec<Case> {
+fn gates() -> Vec<SelftestCase> {
     let mut cases = Vec::new();
     for activation in [Activation::Silu, Activation::GeluTanh] {
         for (spread, size) in [(1.0, "values about 1"), (20.0, "values about 20")] {
             let what = format!("{activation:?}, {size}");
-            cases.push(Case::new("gated", &what, Tolerance::FORWARD, move |bench| {
+            cases.push(SelftestCase::new("gated", &what, Tolerance::FORWARD, move |bench| {
                 let x = bench.normal("gate_up", (13, 2 * 37))?.scaled(spread)?;
-                let got = gated::gated(&x.here, activation)?;
-                Ok(vec![Pair::new(got, gated::reference(&x.plain, activation)?)])
+                let got = glu::glu(&x.here, activation)?;
+                Ok(vec![TensorPair::new(got, glu::reference(&x.plain, activation)?)])
             }));
-            cases.push(Case::new("gated_backward", &what, Tolerance::BACKWARD, move |bench| {
+            cases.push(SelftestCase::new("gated_backward", &what, Tolerance::BACKWARD, move |bench| {
                 let x = bench.normal("gate_up", (13, 2 * 37))?.scaled(spread)?;
                 let dh = bench.normal("dh", (13, 37))?;
-                let got = gated::gated_backward(&x.here, &dh.here, activation)?;
-                let want = gated::reference_backward(&x.plain, &dh.plain, activation)?;
+                let got = glu::glu_backward(&x.here, &dh.here, activation)?;
+                let want = glu::reference_backward(&x.plain, &dh.plain, activation)?;
                 let halves = |t: &Tensor, at| -> Result<Tensor> { Ok(t.narrow(1, at, 37)?.contiguous()?) };
-                [0, 37].map(|at| Ok(Pair::new(halves(&got, at)?, halves(&want, at)?))).into_iter().collect()
+                [0, 37]
+                    .map(|at| Ok(TensorPair::new(halves(&got, at)?, halves(&want, at)?)))
+                    .into_iter()
+                    .collect()
             }));
         }
     }
     cases
 }
 
-fn dropouts() -> Vec<Case> {
+fn dropouts() -> Vec<SelftestCase> {
     let case = |p: f32| {
-        Case::new("dropout", format!("p = {p}"), Tolerance::ROUNDED, move |bench| {
+        SelftestCase::new("dropout", format!("p = {p}"), Tolerance::ROUNDED, move |bench| {
             let x = bench.normal("x", (33, 20))?;
-            let site = Dropout { p, stream: Stream::new(3).named("dropout"), first_token: 7 };
+            let site = Dropout { p, stream: RngStream::new(3).named("dropout"), first_token: 7 };
             let got = dropout(&x.here, site)?;
             let mask = mask(site, 33, 20)?;
-            Ok(vec![Pair::new(got, (x.plain * mask)?)])
+            Ok(vec![TensorPair::new(got, (x.plain * mask)?)])
         })
     };
     [0.0, 0.1, 0.5].into_iter().map(case).collect()
@@ -212,21 +219,21 @@ fn mask(site: Dropout, rows: usize, width: usize) -> Result<Tensor> {
 /// More elements than a chunk of `reduce`, and no multiple of one.
 const SQUARE: (usize, usize) = (131, 130);
 
-fn sums() -> Vec<Case> {
+fn sums() -> Vec<SelftestCase> {
     let mut cases = vec![
-        Case::new("add", "", Tolerance::ROUNDED, |bench| {
+        SelftestCase::new("add", "", Tolerance::ROUNDED, |bench| {
             let (a, b) = (bench.normal("a", SQUARE)?, bench.normal("b", SQUARE)?);
-            Ok(vec![Pair::new(reduce::add(&a.here, &b.here)?, (a.plain + b.plain)?)])
+            Ok(vec![TensorPair::new(elementwise::add(&a.here, &b.here)?, (a.plain + b.plain)?)])
         }),
-        Case::new("zero", "", Tolerance::ROUNDED, |bench| {
+        SelftestCase::new("zero", "", Tolerance::ROUNDED, |bench| {
             let x = bench.normal("x", SQUARE)?;
-            reduce::zero(&x.here)?;
-            Ok(vec![Pair::new(x.here, x.plain.zeros_like()?)])
+            copy::zero(&x.here)?;
+            Ok(vec![TensorPair::new(x.here, x.plain.zeros_like()?)])
         }),
-        Case::new("sum_of_squares", "more than a chunk", Tolerance::FORWARD.only_f32(), |bench| {
+        SelftestCase::new("sum_of_squares", "more than a chunk", Tolerance::FORWARD.only_f32(), |bench| {
             let x = bench.normal("x", SQUARE)?;
             let want = super::in_f64(&x.plain)?.iter().map(|x| x * x).sum();
-            Ok(vec![Pair::scalars(reduce::sum_of_squares(&x.here)?, want)?])
+            Ok(vec![TensorPair::scalars(elementwise::sum_of_squares(&x.here)?, want)?])
         }),
     ];
     for (kept, tolerance, what) in [
@@ -234,19 +241,19 @@ fn sums() -> Vec<Case> {
         ([Some(DType::F32), None], Tolerance::ROUNDED.only_bf16(), "into f32"),
         ([None, Some(DType::F32)], Tolerance::ROUNDED.only_bf16(), "from f32"),
     ] {
-        let inputs = move |bench: &Bench<'_>| -> Result<(Twin, Twin)> {
+        let inputs = move |bench: &CaseRunner<'_>| -> Result<(OpPair, OpPair)> {
             let [dst, x] = kept.map(|dtype| dtype.unwrap_or(bench.dtype));
             Ok((bench.normal_as(dst, "dst", SQUARE)?, bench.normal_as(x, "x", SQUARE)?))
         };
-        cases.push(Case::new("add_into", what, tolerance, move |bench| {
+        cases.push(SelftestCase::new("add_into", what, tolerance, move |bench| {
             let (dst, x) = inputs(bench)?;
-            reduce::add_into(&dst.here, &x.here)?;
-            Ok(vec![Pair::new(dst.here, (dst.plain + x.plain)?)])
+            elementwise::add_into(&dst.here, &x.here)?;
+            Ok(vec![TensorPair::new(dst.here, (dst.plain + x.plain)?)])
         }));
-        cases.push(Case::new("copy_into", what, tolerance, move |bench| {
+        cases.push(SelftestCase::new("copy_into", what, tolerance, move |bench| {
             let (dst, x) = inputs(bench)?;
-            reduce::copy_into(&dst.here, &x.here)?;
-            Ok(vec![Pair::new(dst.here, x.plain)])
+            copy::copy_into(&dst.here, &x.here)?;
+            Ok(vec![TensorPair::new(dst.here, x.plain)])
         }));
     }
     cases

@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Device, Tensor};
 
-use super::{Bench, Case, Pair, Tolerance, Twin};
+use super::{CaseRunner, OpPair, SelftestCase, TensorPair, Tolerance};
 use crate::error::Result;
 use crate::ops::adamw::{self, AdamW};
 use crate::ops::cross_entropy::{
@@ -10,9 +10,9 @@ use crate::ops::cross_entropy::{
     score_targets,
 };
 use crate::ops::embedding;
-use crate::ops::random::Stream;
+use crate::runtime::rng::RngStream;
 
-pub(super) fn cases() -> Vec<Case> {
+pub(super) fn cases() -> Vec<SelftestCase> {
     let mut cases = embeddings();
     cases.extend(losses());
     cases.extend(scores());
@@ -24,22 +24,22 @@ const VOCAB: usize = 61;
 
 /// Ids below `VOCAB`, with repetitions.
 fn tokens(count: usize) -> Vec<u32> {
-    let stream = Stream::new(0).named("tokens");
+    let stream = RngStream::new(0).named("tokens");
     (0..count as u64).map(|i| (stream.bits(i) % VOCAB as u64) as u32).collect()
 }
 
-fn embeddings() -> Vec<Case> {
+fn embeddings() -> Vec<SelftestCase> {
     let case = |(factor, what): (f64, &str)| {
         [
-            Case::new("embed", what, Tolerance::ROUNDED, move |bench| {
+            SelftestCase::new("embed", what, Tolerance::ROUNDED, move |bench| {
                 let table = bench.normal("table", (VOCAB, 24))?;
                 let got = embedding::embed(&table.here, &tokens(130), factor, bench.dtype)?;
                 let want = embedding::reference(&table.plain, &tokens(130), factor, DType::F32)?;
                 // A table may be kept in fewer bits than activations have.
                 let wide = embedding::embed(&table.here, &tokens(130), factor, DType::F32)?;
-                Ok(vec![Pair::new(got, want.clone()), Pair::new(wide, want)])
+                Ok(vec![TensorPair::new(got, want.clone()), TensorPair::new(wide, want)])
             }),
-            Case::new("embed_backward", what, Tolerance::BACKWARD, move |bench| {
+            SelftestCase::new("embed_backward", what, Tolerance::BACKWARD, move |bench| {
                 let grad = bench.normal_f32("grad", (VOCAB, 24))?;
                 let dy = bench.normal("dy", (130, 24))?;
                 embedding::embed_backward(&grad.here, &tokens(130), &dy.here, factor, Some(3))?;
@@ -48,14 +48,14 @@ fn embeddings() -> Vec<Case> {
             }),
         ]
     };
-    let mut cases: Vec<Case> =
+    let mut cases: Vec<SelftestCase> =
         [(1.0, "factor 1"), (4.898_979, "factor 4.9")].into_iter().flat_map(case).collect();
-    cases.push(Case::new("columns_of", "A of an adapter", Tolerance::ROUNDED.only_f32(), |bench| {
+    cases.push(SelftestCase::new("columns_of", "A of an adapter", Tolerance::ROUNDED.only_f32(), |bench| {
         let a = bench.normal_f32("a", (4, VOCAB))?;
         let got = embedding::columns_of(&a.here, &tokens(130))?;
-        Ok(vec![Pair::new(got, embedding::columns_of_reference(&a.plain, &tokens(130))?)])
+        Ok(vec![TensorPair::new(got, embedding::columns_of_reference(&a.plain, &tokens(130))?)])
     }));
-    cases.push(Case::new(
+    cases.push(SelftestCase::new(
         "columns_of_backward",
         "A of an adapter",
         Tolerance::BACKWARD.only_f32(),
@@ -83,7 +83,7 @@ struct Loss {
 
 const LOSS_WIDTH: usize = 24;
 
-fn losses() -> Vec<Case> {
+fn losses() -> Vec<SelftestCase> {
     let plain = Loss { rows: 45, ignore_every: 1000, softcap: None, dweight: false, adapter: false };
     let variants = [
         (plain, "frozen head"),
@@ -100,7 +100,7 @@ fn losses() -> Vec<Case> {
         ),
     ];
     let case = |(loss, what): (Loss, &str)| {
-        Case::new("linear_cross_entropy", what, Tolerance::BACKWARD, move |bench| loss.compare(bench))
+        SelftestCase::new("linear_cross_entropy", what, Tolerance::BACKWARD, move |bench| loss.compare(bench))
     };
     variants.into_iter().map(case).collect()
 }
@@ -112,7 +112,7 @@ impl Loss {
         targets
     }
 
-    fn compare(self, bench: &Bench<'_>) -> Result<Vec<Pair>> {
+    fn compare(self, bench: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
         let (x, w) = head_inputs(bench, self.rows)?;
         let grad = self.dweight.then(|| bench.normal_f32("dweight", (VOCAB, LOSS_WIDTH))).transpose()?;
         // As large as what is there before, so that neither hides the other.
@@ -133,9 +133,9 @@ impl Loss {
         let plain = grads(grad.as_ref().map(|g| &g.plain), &drows.plain, &db.plain);
         let output = output(&w.plain, &u.plain, &b.plain);
         let want = cross_entropy::reference(&x.plain, output, &targets, kind, plain)?;
-        let mut pairs = vec![Pair::scalars(got.loss, want.loss)?, Pair::new(got.dx, want.dx)];
-        pairs.extend(got.du.zip(want.du).map(|(got, want)| Pair::new(got, want)));
-        pairs.extend(grad.map(Twin::pair));
+        let mut pairs = vec![TensorPair::scalars(got.loss, want.loss)?, TensorPair::new(got.dx, want.dx)];
+        pairs.extend(got.du.zip(want.du).map(|(got, want)| TensorPair::new(got, want)));
+        pairs.extend(grad.map(OpPair::pair));
         pairs.extend([drows.pair(), db.pair()]);
         Ok(pairs)
     }
@@ -145,20 +145,20 @@ impl Loss {
 const ROWS: [u32; 3] = [1, 17, 60];
 
 /// The last hidden states, and the head's weight such that logits are about 1.
-fn head_inputs(bench: &Bench<'_>, rows: usize) -> Result<(Twin, Twin)> {
+fn head_inputs(bench: &CaseRunner<'_>, rows: usize) -> Result<(OpPair, OpPair)> {
     let weight = bench.normal("w", (VOCAB, LOSS_WIDTH))?.scaled(1.0 / (LOSS_WIDTH as f64).sqrt())?;
     Ok((bench.normal("x", (rows, LOSS_WIDTH))?, weight))
 }
 
-fn scores() -> Vec<Case> {
+fn scores() -> Vec<SelftestCase> {
     let mut cases = Vec::new();
     for (softcap, what) in [(None, "plain"), (Some(2.0), "soft-cap")] {
-        cases.push(Case::new("logits", what, Tolerance::FORWARD, move |bench| {
+        cases.push(SelftestCase::new("logits", what, Tolerance::FORWARD, move |bench| {
             let (x, w) = head_inputs(bench, 17)?;
             let got = logits(&x.here, Output { weight: &w.here, delta: None }, softcap)?;
-            Ok(vec![Pair::new(got, plain_logits(&x.plain, &w.plain, softcap)?)])
+            Ok(vec![TensorPair::new(got, plain_logits(&x.plain, &w.plain, softcap)?)])
         }));
-        cases.push(Case::new("score_targets", what, Tolerance::FORWARD, move |bench| {
+        cases.push(SelftestCase::new("score_targets", what, Tolerance::FORWARD, move |bench| {
             let (x, w) = head_inputs(bench, 90)?;
             let mut targets = tokens(90);
             targets.iter_mut().step_by(4).for_each(|target| *target = IGNORE);
@@ -189,7 +189,7 @@ fn aim(targets: &mut [u32], logits: &Tensor) -> Result<()> {
 }
 
 /// Losses, and hits where the best logit leads by more than a rounding.
-fn compare_scores(scores: &[TokenScore], targets: &[u32], logits: &Tensor) -> Result<Vec<Pair>> {
+fn compare_scores(scores: &[TokenScore], targets: &[u32], logits: &Tensor) -> Result<Vec<TensorPair>> {
     let rows = logits.to_vec2::<f32>()?;
     let (mut losses, mut hits) = (Vec::new(), Vec::new());
     let counted = rows.iter().zip(targets).filter(|(_, target)| **target != IGNORE);
@@ -209,15 +209,15 @@ fn compare_scores(scores: &[TokenScore], targets: &[u32], logits: &Tensor) -> Re
     let flags = |flags: Vec<bool>| tensor(flags.into_iter().map(|hit| f64::from(u8::from(hit))).collect());
     let found = scores.iter().map(|score| f64::from(score.loss)).collect();
     Ok(vec![
-        Pair::new(tensor(found)?, tensor(losses)?),
-        Pair::new(flags(scores.iter().map(|score| score.correct).collect())?, flags(hits)?),
+        TensorPair::new(tensor(found)?, tensor(losses)?),
+        TensorPair::new(flags(scores.iter().map(|score| score.correct).collect())?, flags(hits)?),
     ])
 }
 
 /// More elements than a task of AdamW.
 const PARAMETERS: usize = 40_000;
 
-fn updates() -> Vec<Case> {
+fn updates() -> Vec<SelftestCase> {
     let first = AdamW {
         learning_rate: 0.02,
         betas: [0.9, 0.999],
@@ -232,15 +232,15 @@ fn updates() -> Vec<Case> {
         (AdamW { betas: [0.8, 0.95], eps: 1e-3, update: 1000, ..first }, "other betas, update 1000"),
     ];
     let case = |(options, what): (AdamW, &str)| {
-        Case::new("adamw", what, Tolerance::FORWARD.only_f32(), move |bench| update(bench, &options))
+        SelftestCase::new("adamw", what, Tolerance::FORWARD.only_f32(), move |bench| update(bench, &options))
     };
     variants.into_iter().map(case).collect()
 }
 
-fn update(bench: &Bench<'_>, options: &AdamW) -> Result<Vec<Pair>> {
+fn update(bench: &CaseRunner<'_>, options: &AdamW) -> Result<Vec<TensorPair>> {
     let (param, grad) = (bench.normal("param", PARAMETERS)?, bench.normal("grad", PARAMETERS)?);
     let first = bench.normal("first", PARAMETERS)?.scaled(0.1)?;
-    let stream = Stream::new(0).named("second");
+    let stream = RngStream::new(0).named("second");
     let squares = (0..PARAMETERS as u64).map(|i| stream.uniform(i)).collect();
     let second = bench.twin(DType::F32, squares, PARAMETERS)?;
     adamw::adamw(&param.here, &grad.here, [&first.here, &second.here], options)?;

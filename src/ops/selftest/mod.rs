@@ -22,15 +22,15 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Shape, Tensor};
 
-use super::random::Stream;
 use crate::error::{Error, Result};
+use crate::runtime::rng::RngStream;
 
 /// Half the distance between neighbouring bf16 numbers, relative: the most that one rounding loses.
 const BF16_ROUNDING: f64 = 1.0 / 256.0;
 
 /// What one case came to in one dtype.
 #[derive(Debug, Clone)]
-pub struct Outcome {
+pub struct CaseOutcome {
     /// The function in `ops`.
     pub op: &'static str,
     /// Which variant, shape or option of it.
@@ -50,14 +50,14 @@ pub struct Outcome {
 }
 
 /// Runs every case on `device`, one by one as the iterator is asked.
-pub fn run(device: &Device) -> impl Iterator<Item = Outcome> {
+pub fn run(device: &Device) -> impl Iterator<Item = CaseOutcome> {
     cases().into_iter().flat_map(move |case| {
         let dtypes = case.tolerance.dtypes();
         dtypes.into_iter().map(move |(dtype, tolerance)| case.outcome(device, dtype, tolerance))
     })
 }
 
-fn cases() -> Vec<Case> {
+fn cases() -> Vec<SelftestCase> {
     [linear::cases(), weight::cases(), elementwise::cases(), attention::cases(), loss::cases()]
         .into_iter()
         .flatten()
@@ -94,34 +94,34 @@ impl Tolerance {
 }
 
 /// What a case computes, beside what it should be.
-type Compare = Box<dyn Fn(&Bench<'_>) -> Result<Vec<Pair>>>;
+type Compare = Box<dyn Fn(&CaseRunner<'_>) -> Result<Vec<TensorPair>>>;
 
 /// One op in one variant.
-struct Case {
+struct SelftestCase {
     op: &'static str,
     what: String,
     tolerance: Tolerance,
     compare: Compare,
 }
 
-impl Case {
+impl SelftestCase {
     fn new(
         op: &'static str,
         what: impl Into<String>,
         tolerance: Tolerance,
-        compare: impl Fn(&Bench<'_>) -> Result<Vec<Pair>> + 'static,
+        compare: impl Fn(&CaseRunner<'_>) -> Result<Vec<TensorPair>> + 'static,
     ) -> Self {
-        Case { op, what: what.into(), tolerance, compare: Box::new(compare) }
+        SelftestCase { op, what: what.into(), tolerance, compare: Box::new(compare) }
     }
 
-    fn outcome(&self, device: &Device, dtype: DType, tolerance: f64) -> Outcome {
+    fn outcome(&self, device: &Device, dtype: DType, tolerance: f64) -> CaseOutcome {
         let start = Instant::now();
-        let compared = (self.compare)(&Bench { device, dtype }).and_then(|pairs| largest_error(&pairs));
+        let compared = (self.compare)(&CaseRunner { device, dtype }).and_then(|pairs| largest_error(&pairs));
         let (error, fault) = match compared {
             Ok(error) => (error, None),
             Err(fault) => (f64::INFINITY, Some(fault)),
         };
-        Outcome {
+        CaseOutcome {
             op: self.op,
             what: self.what.clone(),
             dtype,
@@ -135,71 +135,71 @@ impl Case {
 }
 
 /// Where a case runs; makes its inputs.
-struct Bench<'a> {
+struct CaseRunner<'a> {
     device: &'a Device,
     dtype: DType,
 }
 
-impl Bench<'_> {
+impl CaseRunner<'_> {
     /// Standard normal values in the dtype of the activations; `name` alone decides them.
-    fn normal(&self, name: &str, shape: impl Into<Shape>) -> Result<Twin> {
+    fn normal(&self, name: &str, shape: impl Into<Shape>) -> Result<OpPair> {
         self.normal_as(self.dtype, name, shape)
     }
 
     /// The same in f32, as gradients and adapters are.
-    fn normal_f32(&self, name: &str, shape: impl Into<Shape>) -> Result<Twin> {
+    fn normal_f32(&self, name: &str, shape: impl Into<Shape>) -> Result<OpPair> {
         self.normal_as(DType::F32, name, shape)
     }
 
-    fn normal_as(&self, dtype: DType, name: &str, shape: impl Into<Shape>) -> Result<Twin> {
-        let (shape, stream) = (shape.into(), Stream::new(0).named(name));
+    fn normal_as(&self, dtype: DType, name: &str, shape: impl Into<Shape>) -> Result<OpPair> {
+        let (shape, stream) = (shape.into(), RngStream::new(0).named(name));
         let values = (0..shape.elem_count() as u64).map(|i| stream.normal(i)).collect();
         self.twin(dtype, values, shape)
     }
 
-    fn twin(&self, dtype: DType, values: Vec<f32>, shape: impl Into<Shape>) -> Result<Twin> {
+    fn twin(&self, dtype: DType, values: Vec<f32>, shape: impl Into<Shape>) -> Result<OpPair> {
         let rounded = Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?;
         // A copy: ops write in place.
         let plain = rounded.to_dtype(DType::F32)?.copy()?;
-        Ok(Twin { here: rounded.to_device(self.device)?, plain })
+        Ok(OpPair { here: rounded.to_device(self.device)?, plain })
     }
 }
 
 /// The same values twice, for an op and for its reference.
-struct Twin {
+struct OpPair {
     /// On the case's device, in its dtype.
     here: Tensor,
     /// On the CPU, in f32.
     plain: Tensor,
 }
 
-impl Twin {
+impl OpPair {
     /// Times `factor`, still the same values.
     fn scaled(self, factor: f64) -> Result<Self> {
         let here = (self.here * factor)?;
         let plain = here.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.copy()?;
-        Ok(Twin { here, plain })
+        Ok(OpPair { here, plain })
     }
 
     /// To be compared, after both were written to.
-    fn pair(self) -> Pair {
-        Pair { got: self.here, want: self.plain }
+    fn pair(self) -> TensorPair {
+        TensorPair { got: self.here, want: self.plain }
     }
 }
 
 /// A result and what it should be.
-struct Pair {
+struct TensorPair {
     got: Tensor,
     want: Tensor,
 }
 
-impl Pair {
+impl TensorPair {
     fn new(got: Tensor, want: Tensor) -> Self {
-        Pair { got, want }
+        TensorPair { got, want }
     }
 
     fn scalars(got: f64, want: f64) -> Result<Self> {
-        Ok(Pair { got: Tensor::new(&[got], &Device::Cpu)?, want: Tensor::new(&[want], &Device::Cpu)? })
+        Ok(TensorPair { got: Tensor::new(&[got], &Device::Cpu)?, want: Tensor::new(&[want], &Device::Cpu)? })
     }
 
     /// The largest deviation over the largest value wanted; the deviation itself where only zeros are wanted.
@@ -228,7 +228,7 @@ fn in_f64(tensor: &Tensor) -> Result<Vec<f64>> {
     Ok(tensor.to_device(&Device::Cpu)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
 }
 
-fn largest_error(pairs: &[Pair]) -> Result<f64> {
+fn largest_error(pairs: &[TensorPair]) -> Result<f64> {
     if pairs.is_empty() {
         return Err(Error::internal("a case of the self-test compares nothing"));
     }

@@ -2,38 +2,46 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{Bench, Pair, Tolerance, cases, largest_error};
+use super::{CaseRunner, TensorPair, Tolerance, cases, largest_error};
 use crate::error::Result;
 use crate::ops::adamw::{self, AdamW};
 use crate::ops::attention::{
-    Algorithm, AttentionKind, Columns, Heads, Qkv, Span, attention, attention_backward,
+    AttentionAlgorithm, AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward,
 };
 use crate::ops::cross_entropy::{self, IGNORE, LossKind};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::embedding;
-use crate::ops::gated::{self, Activation};
-use crate::ops::product::{self, Form};
-use crate::ops::random::Stream;
+use crate::ops::glu;
+use crate::ops::glu::Activation;
+use crate::ops::matmul;
+use crate::ops::matmul::Transpose;
 use crate::ops::rms_norm::{self, NormKind};
 use crate::ops::rotary::{self, RotaryTable};
+use crate::runtime::rng::RngStream;
 
 #[test]
 fn every_case_notices_one_wrong_element() -> Result<()> {
     let mut seen = 0;
     for case in cases() {
         for (dtype, tolerance) in case.tolerance.dtypes() {
-            for pair in (case.compare)(&Bench { device: &Device::Cpu, dtype })? {
+            for pair in (case.compare)(&CaseRunner { device: &Device::Cpu, dtype })? {
                 let mut values = super::in_f64(&pair.got)?;
                 let largest = super::in_f64(&pair.want)?.iter().fold(0f64, |a, b| a.max(b.abs()));
                 let at = values.len() / 2;
                 let step = if largest > 0.0 { 3.0 * tolerance * largest } else { 3.0 * tolerance };
                 values[at] += step;
                 let off = Tensor::from_vec(values.clone(), pair.want.dims(), &Device::Cpu)?;
-                let error = Pair::new(off, pair.want.copy()?).error()?;
+                let error = TensorPair::new(off, pair.want.copy()?).error()?;
                 assert!(error > tolerance, "{} {}: {error:e}", case.op, case.what);
                 values[at] = f64::NAN;
                 let nan = Tensor::from_vec(values, pair.want.dims(), &Device::Cpu)?;
-                assert_eq!(Pair::new(nan, pair.want).error()?, f64::INFINITY, "{} {}", case.op, case.what);
+                assert_eq!(
+                    TensorPair::new(nan, pair.want).error()?,
+                    f64::INFINITY,
+                    "{} {}",
+                    case.op,
+                    case.what
+                );
                 seen += 1;
             }
         }
@@ -45,15 +53,15 @@ fn every_case_notices_one_wrong_element() -> Result<()> {
 #[test]
 fn another_shape_and_nothing_at_all_are_refused() -> Result<()> {
     let ones = |n: usize| Tensor::ones(n, DType::F32, &Device::Cpu);
-    assert!(Pair::new(ones(3)?, ones(4)?).error().is_err());
+    assert!(TensorPair::new(ones(3)?, ones(4)?).error().is_err());
     assert!(largest_error(&[]).is_err());
     Ok(())
 }
 
 /// Fails unless what the op gives and what its reference gives under other options are told apart in both dtypes.
-fn told_apart(what: &str, compare: impl Fn(&Bench<'_>) -> Result<Vec<Pair>>) -> Result<()> {
+fn told_apart(what: &str, compare: impl Fn(&CaseRunner<'_>) -> Result<Vec<TensorPair>>) -> Result<()> {
     for (dtype, tolerance) in Tolerance::BACKWARD.dtypes() {
-        let error = largest_error(&compare(&Bench { device: &Device::Cpu, dtype })?)?;
+        let error = largest_error(&compare(&CaseRunner { device: &Device::Cpu, dtype })?)?;
         assert!(error > tolerance, "{what} in {dtype:?}: error {error:e} is tolerated");
     }
     Ok(())
@@ -62,14 +70,21 @@ fn told_apart(what: &str, compare: impl Fn(&Bench<'_>) -> Result<Vec<Pair>>) -> 
 #[test]
 fn products() -> Result<()> {
     let wrong = |alpha: f64, accumulate: bool, shift: usize| {
-        move |bench: &Bench<'_>| {
+        move |bench: &CaseRunner<'_>| {
             let (dst, a) = (bench.normal("dst", (9, 12))?, bench.normal("a", (9, 8))?);
             let b = bench.normal("b", (10, 8))?;
-            let range = |tensor, start| Columns { tensor, start, len: 10 };
+            let range = |tensor, start| ColumnView { tensor, start, len: 10 };
             let (here, plain) = (range(&dst.here, 1), range(&dst.plain, 1 + shift));
-            product::product(here, Columns::all(&a.here), Columns::all(&b.here), Form::Nt, 0.5, true)?;
-            let (a, b) = (Columns::all(&a.plain), Columns::all(&b.plain));
-            product::reference(plain, a, b, Form::Nt, alpha, accumulate)?;
+            matmul::matmul(
+                here,
+                ColumnView::all(&a.here),
+                ColumnView::all(&b.here),
+                Transpose::Nt,
+                0.5,
+                true,
+            )?;
+            let (a, b) = (ColumnView::all(&a.plain), ColumnView::all(&b.plain));
+            matmul::reference(plain, a, b, Transpose::Nt, alpha, accumulate)?;
             Ok(vec![dst.pair()])
         }
     };
@@ -89,19 +104,19 @@ fn norms_and_gates() -> Result<()> {
                 (bench.normal("x", (9, 16))?, bench.normal("w", 16)?, bench.normal("dy", (9, 16))?);
             let want = rms_norm::reference_backward(&x.plain, &w.plain, &dy.plain, None, None, other)?;
             let got = rms_norm::rms_norm_backward(&x.here, &w.here, &dy.here, None, None, kind)?;
-            Ok(vec![Pair::new(got, want)])
+            Ok(vec![TensorPair::new(got, want)])
         })?;
     }
     told_apart("residual", |bench| {
         let (x, w, dy) = (bench.normal("x", (9, 16))?, bench.normal("w", 16)?, bench.normal("dy", (9, 16))?);
         let got = rms_norm::rms_norm_backward(&x.here, &w.here, &dy.here, Some(&dy.here), None, kind)?;
         let want = rms_norm::reference_backward(&x.plain, &w.plain, &dy.plain, None, None, kind)?;
-        Ok(vec![Pair::new(got, want)])
+        Ok(vec![TensorPair::new(got, want)])
     })?;
     told_apart("activation", |bench| {
         let x = bench.normal("x", (9, 16))?;
-        let want = gated::reference(&x.plain, Activation::GeluTanh)?;
-        Ok(vec![Pair::new(gated::gated(&x.here, Activation::Silu)?, want)])
+        let want = glu::reference(&x.plain, Activation::GeluTanh)?;
+        Ok(vec![TensorPair::new(glu::glu(&x.here, Activation::Silu)?, want)])
     })?;
     told_apart("direction of a rotation", |bench| {
         let heads = Heads { num_heads: 1, num_kv_heads: 1, head_dim: 4 };
@@ -109,7 +124,7 @@ fn norms_and_gates() -> Result<()> {
         let table = RotaryTable { cos: angles.cos()?, sin: angles.sin()? };
         let back = RotaryTable { sin: table.sin.neg()?, ..table.clone() };
         let got = rotary::rotary(&x.here, heads, None, &table)?;
-        Ok(vec![Pair::new(got, rotary::reference(&x.plain, heads, None, &back)?)])
+        Ok(vec![TensorPair::new(got, rotary::reference(&x.plain, heads, None, &back)?)])
     })
 }
 
@@ -139,25 +154,32 @@ fn attention_options() -> Result<()> {
     Ok(())
 }
 
-type Attention<'a> = (AttentionKind, &'a [Span]);
+type AttentionForm<'a> = (AttentionKind, &'a [Span]);
 
 /// The output and the gradient, as the op has them and as its reference has them under other options.
-fn attended(bench: &Bench<'_>, op: Attention<'_>, reference: Attention<'_>) -> Result<(Pair, Pair)> {
+fn attended(
+    bench: &CaseRunner<'_>,
+    op: AttentionForm<'_>,
+    reference: AttentionForm<'_>,
+) -> Result<(TensorPair, TensorPair)> {
     let heads = op.0.heads;
     let (x, dout) =
         (bench.normal("qkv", (70, heads.qkv_width()))?, bench.normal("dout", (70, heads.q_width()))?);
-    let both =
-        |x: &Tensor, dout: &Tensor, (kind, spans): Attention<'_>, algorithm| -> Result<(Tensor, Tensor)> {
-            let range = |start, len| Columns { tensor: x, start, len };
-            let (q, k) = (range(0, heads.q_width()), range(heads.q_width(), heads.kv_width()));
-            let qkv = Qkv { q, k, v: range(heads.qk_width(), heads.kv_width()) };
-            let saved = attention(qkv, spans, kind, algorithm)?;
-            let d = attention_backward(qkv, &saved, dout, spans, kind, algorithm)?;
-            Ok((saved.out, d))
-        };
-    let got = both(&x.here, &dout.here, op, Algorithm::Flash)?;
-    let want = both(&x.plain, &dout.plain, reference, Algorithm::Eager)?;
-    Ok((Pair::new(got.0, want.0), Pair::new(got.1, want.1)))
+    let both = |x: &Tensor,
+                dout: &Tensor,
+                (kind, spans): AttentionForm<'_>,
+                algorithm|
+     -> Result<(Tensor, Tensor)> {
+        let range = |start, len| ColumnView { tensor: x, start, len };
+        let (q, k) = (range(0, heads.q_width()), range(heads.q_width(), heads.kv_width()));
+        let qkv = Qkv { q, k, v: range(heads.qk_width(), heads.kv_width()) };
+        let saved = attention(qkv, spans, kind, algorithm)?;
+        let d = attention_backward(qkv, &saved, dout, spans, kind, algorithm)?;
+        Ok((saved.out, d))
+    };
+    let got = both(&x.here, &dout.here, op, AttentionAlgorithm::Flash)?;
+    let want = both(&x.plain, &dout.plain, reference, AttentionAlgorithm::Eager)?;
+    Ok((TensorPair::new(got.0, want.0), TensorPair::new(got.1, want.1)))
 }
 
 #[test]
@@ -178,19 +200,19 @@ fn both_ends_of_the_model() -> Result<()> {
             let got = cross_entropy::linear_cross_entropy(&x.here, output, &targets, kind, none)?.dx;
             let plain = cross_entropy::Output { weight: &w.plain, delta: None };
             let want = cross_entropy::reference(&x.plain, plain, targets_of_reference, other, none)?.dx;
-            Ok(vec![Pair::new(got, want)])
+            Ok(vec![TensorPair::new(got, want)])
         })?;
     }
     told_apart("embedding's factor", |bench| {
         let table = bench.normal("table", (5, 8))?;
         let want = embedding::reference(&table.plain, &[1, 4, 1], 1.0, DType::F32)?;
-        Ok(vec![Pair::new(embedding::embed(&table.here, &[1, 4, 1], 1.1, bench.dtype)?, want)])
+        Ok(vec![TensorPair::new(embedding::embed(&table.here, &[1, 4, 1], 1.1, bench.dtype)?, want)])
     })?;
     told_apart("dropout's token", |bench| {
         let x = bench.normal("x", (20, 8))?;
-        let site = Dropout { p: 0.2, stream: Stream::new(1), first_token: 0 };
+        let site = Dropout { p: 0.2, stream: RngStream::new(1), first_token: 0 };
         let want = dropout(&x.plain, Dropout { first_token: 1, ..site })?;
-        Ok(vec![Pair::new(dropout(&x.here, site)?, want)])
+        Ok(vec![TensorPair::new(dropout(&x.here, site)?, want)])
     })
 }
 
@@ -213,7 +235,7 @@ fn optimizer_options() -> Result<()> {
         ("grad_scale", AdamW { grad_scale: 1.0, ..options }),
         ("learning rate", AdamW { learning_rate: 0.021, ..options }),
     ] {
-        let bench = Bench { device: &Device::Cpu, dtype: DType::F32 };
+        let bench = CaseRunner { device: &Device::Cpu, dtype: DType::F32 };
         let (param, grad) = (bench.normal("param", 50)?, bench.normal("grad", 50)?);
         let (first, second) = (bench.normal("first", 50)?, bench.twin(DType::F32, vec![0.25; 50], 50)?);
         adamw::adamw(&param.here, &grad.here, [&first.here, &second.here], &options)?;

@@ -3,21 +3,23 @@
 
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 
-use super::Pair;
+use super::TensorPair;
 use crate::error::Result;
 use crate::ops::attention::{
-    Algorithm, AttentionKind, Columns, Heads, Qkv, Span, attention, attention_backward,
+    AttentionAlgorithm, AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward,
 };
 use crate::ops::cross_entropy::{self, Delta, IGNORE, LossKind, Output, OutputGrads};
 use crate::ops::dora;
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::embedding;
-use crate::ops::gated::{self, Activation};
-use crate::ops::product::{self, Form};
-use crate::ops::random::Stream;
+use crate::ops::glu;
+use crate::ops::glu::Activation;
+use crate::ops::matmul;
+use crate::ops::matmul::Transpose;
+use crate::ops::matmul_quantized::Weight;
 use crate::ops::rms_norm::{self, NormKind};
 use crate::ops::rotary::{self, QkNorm, RotaryTable};
-use crate::ops::weight::Weight;
+use crate::runtime::rng::RngStream;
 
 /// Sends a given gradient back from where it is applied.
 struct Pull(Tensor);
@@ -47,7 +49,7 @@ fn pulled<const N: usize>(y: &Tensor, dy: &Tensor, vars: [&Var; N]) -> Result<[T
 }
 
 fn normal(name: &str, shape: impl Into<Shape>) -> Result<Tensor> {
-    let (shape, stream) = (shape.into(), Stream::new(1).named(name));
+    let (shape, stream) = (shape.into(), RngStream::new(1).named(name));
     let values: Vec<f32> = (0..shape.elem_count() as u64).map(|i| stream.normal(i)).collect();
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
 }
@@ -61,7 +63,7 @@ fn zeros(shape: impl Into<Shape>) -> Result<Tensor> {
 }
 
 fn close(what: &str, got: &Tensor, want: &Tensor) -> Result<()> {
-    let error = Pair::new(got.clone(), want.clone()).error()?;
+    let error = TensorPair::new(got.clone(), want.clone()).error()?;
     assert!(error < 1e-5, "{what}: error {error:e}");
     Ok(())
 }
@@ -73,19 +75,19 @@ fn linear_layer() -> Result<()> {
     let y = x.matmul(&w.t()?)?.broadcast_add(&b)?;
     let [want_dx, want_dw, want_db] = pulled(&y, &dy, [&x, &w, &b])?;
 
-    for product in [product::product, product::reference] {
+    for matmul in [matmul::matmul, matmul::reference] {
         let out = zeros((11, 5))?;
-        product(Columns::all(&out), Columns::all(&x), Columns::all(&w), Form::Nt, 1.0, false)?;
-        product::add_bias_reference(Columns::all(&out), &b)?;
+        matmul(ColumnView::all(&out), ColumnView::all(&x), ColumnView::all(&w), Transpose::Nt, 1.0, false)?;
+        matmul::add_bias_reference(ColumnView::all(&out), &b)?;
         close("y", &out, &y)?;
         let (dx, dw) = (zeros((11, 7))?, zeros((5, 7))?);
-        product(Columns::all(&dx), Columns::all(&dy), Columns::all(&w), Form::Nn, 1.0, false)?;
+        matmul(ColumnView::all(&dx), ColumnView::all(&dy), ColumnView::all(&w), Transpose::Nn, 1.0, false)?;
         close("dx", &dx, &want_dx)?;
-        product(Columns::all(&dw), Columns::all(&dy), Columns::all(&x), Form::Tn, 1.0, true)?;
+        matmul(ColumnView::all(&dw), ColumnView::all(&dy), ColumnView::all(&x), Transpose::Tn, 1.0, true)?;
         close("dw", &dw, &want_dw)?;
     }
     let db = zeros(5)?;
-    product::sum_rows_reference(&db, Columns::all(&dy))?;
+    matmul::sum_rows_reference(&db, ColumnView::all(&dy))?;
     close("db", &db, &want_db)
 }
 
@@ -162,9 +164,9 @@ fn gated_products() -> Result<()> {
             }
         };
         let h = (act * up)?;
-        close("h", &gated::reference(&x, activation)?, &h)?;
+        close("h", &glu::reference(&x, activation)?, &h)?;
         let [want] = pulled(&h, &dh, [&x])?;
-        close("dgate_up", &gated::reference_backward(&x, &dh, activation)?, &want)?;
+        close("dgate_up", &glu::reference_backward(&x, &dh, activation)?, &want)?;
     }
     Ok(())
 }
@@ -217,13 +219,13 @@ fn attention_of_packed_spans() -> Result<()> {
         }
         let out = Tensor::cat(&rows, 0)?;
         let [want] = pulled(&out, &dout, [&x])?;
-        let range = |start, len| Columns { tensor: &x, start, len };
+        let range = |start, len| ColumnView { tensor: &x, start, len };
         let qkv = Qkv {
             q: range(0, heads.q_width()),
             k: range(heads.q_width(), heads.kv_width()),
             v: range(heads.qk_width(), heads.kv_width()),
         };
-        for algorithm in [Algorithm::Flash, Algorithm::Eager] {
+        for algorithm in [AttentionAlgorithm::Flash, AttentionAlgorithm::Eager] {
             let attended = attention(qkv, &spans, kind, algorithm)?;
             close("out", &attended.out, &out)?;
             let d = attention_backward(qkv, &attended, &dout, &spans, kind, algorithm)?;
@@ -289,7 +291,7 @@ fn embedding_and_dropout() -> Result<()> {
     close("da", &grad, &want)?;
 
     // The mask does not depend on the values: the op on ones is the mask, and the op on dy the gradient.
-    let site = Dropout { p: 0.4, stream: Stream::new(5), first_token: 2 };
+    let site = Dropout { p: 0.4, stream: RngStream::new(5), first_token: 2 };
     let mask = dropout(&table.ones_like()?, site)?;
     let y = (table.as_tensor() * &mask)?;
     close("dropped", &dropout(&table, site)?, &y)?;
@@ -309,6 +311,6 @@ fn magnitudes_of_dora() -> Result<()> {
     let y = unscaled.broadcast_mul(&(m.as_tensor() / &norm)?)?;
     let [want] = pulled(&y, &dy, [&m])?;
     let grad = zeros(5)?;
-    dora::magnitude_backward_reference(&grad, Columns::all(&dy), &unscaled.detach(), &norm)?;
+    dora::magnitude_backward_reference(&grad, ColumnView::all(&dy), &unscaled.detach(), &norm)?;
     close("dm", &grad, &want)
 }

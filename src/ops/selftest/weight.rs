@@ -2,26 +2,26 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{Bench, Case, Pair, Tolerance};
+use super::{CaseRunner, SelftestCase, TensorPair, Tolerance};
 use crate::error::Result;
 use crate::ops::adamw::{self, AdamW};
 use crate::ops::adamw_int8::{Int8Moment, STATE_BLOCK, adamw_int8};
 use crate::ops::dora;
-use crate::ops::product::{Columns, Form};
-use crate::ops::random::Stream;
-use crate::ops::weight::{BlockScales, Quantized, Weight, quantized_reference, weight_product};
-use crate::quant::{self, Format, Kind};
+use crate::ops::matmul::{ColumnView, Transpose};
+use crate::ops::matmul_quantized::{BlockScales, Quantized, Weight, matmul_weight, quantized_reference};
+use crate::quant::{self, CodeKind, QuantFormat};
+use crate::runtime::rng::RngStream;
 
-pub(super) fn cases() -> Vec<Case> {
+pub(super) fn cases() -> Vec<SelftestCase> {
     let mut cases = products();
     cases.extend(magnitudes());
-    cases.push(Case::new("adamw_int8", "two updates", Tolerance::FORWARD.only_f32(), update));
+    cases.push(SelftestCase::new("adamw_int8", "two updates", Tolerance::FORWARD.only_f32(), update));
     cases
 }
 
 /// A quantized matrix of normal values on the device, and on the host.
-fn quantized(bench: &Bench<'_>, format: Format, shape: (usize, usize)) -> Result<[Quantized; 2]> {
-    let (n, stream) = (shape.0 * shape.1, Stream::new(0).named("quantized"));
+fn quantized(bench: &CaseRunner<'_>, format: QuantFormat, shape: (usize, usize)) -> Result<[Quantized; 2]> {
+    let (n, stream) = (shape.0 * shape.1, RngStream::new(0).named("quantized"));
     let values: Vec<f32> = (0..n as u64).map(|i| stream.normal(i)).collect();
     let (mut codes, mut absmax) = (vec![0u8; format.code_bytes(n)], vec![0f32; format.blocks(n)]);
     quant::quantize(format.kind, format.block_size, &values, &mut codes, &mut absmax);
@@ -37,40 +37,40 @@ fn quantized(bench: &Bench<'_>, format: Format, shape: (usize, usize)) -> Result
                 BlockScales::Nested { codes: bytes(&nested)?, absmax: floats(&outer)?, offset }
             }
         };
-        let Format { kind, block_size, .. } = format;
+        let QuantFormat { kind, block_size, .. } = format;
         Ok(Quantized { kind, block_size, shape, codes: bytes(&codes)?, scales })
     };
     Ok([on(bench.device)?, on(&Device::Cpu)?])
 }
 
-const FORMATS: [Format; 6] = [
-    Format { kind: Kind::Nf4, block_size: 64, double_quant: true },
-    Format { kind: Kind::Nf4, block_size: 64, double_quant: false },
-    Format { kind: Kind::Fp4, block_size: 128, double_quant: true },
-    Format { kind: Kind::Int8, block_size: 64, double_quant: false },
-    Format { kind: Kind::Int8Rows, block_size: 72, double_quant: false },
+const FORMATS: [QuantFormat; 6] = [
+    QuantFormat { kind: CodeKind::Nf4, block_size: 64, double_quant: true },
+    QuantFormat { kind: CodeKind::Nf4, block_size: 64, double_quant: false },
+    QuantFormat { kind: CodeKind::Fp4, block_size: 128, double_quant: true },
+    QuantFormat { kind: CodeKind::Int8, block_size: 64, double_quant: false },
+    QuantFormat { kind: CodeKind::Int8Rows, block_size: 72, double_quant: false },
     // The last block is a short one.
-    Format { kind: Kind::Nf4, block_size: 4096, double_quant: false },
+    QuantFormat { kind: CodeKind::Nf4, block_size: 4096, double_quant: false },
 ];
 
-fn products() -> Vec<Case> {
+fn products() -> Vec<SelftestCase> {
     let mut cases = Vec::new();
     for format in FORMATS {
-        let Format { kind, block_size, double_quant } = format;
+        let QuantFormat { kind, block_size, double_quant } = format;
         let name = format!("{} {block_size}{}", kind.name(), if double_quant { " nested" } else { "" });
         // Rows that are no multiple of a block; more columns than a panel.
         for (shape, what) in [((53, 72), "53x72"), ((48, 41), "48x41"), ((600, 2100), "600x2100")] {
-            for (form, accumulate) in [(Form::Nt, false), (Form::Nn, true)] {
+            for (form, accumulate) in [(Transpose::Nt, false), (Transpose::Nn, true)] {
                 let what =
                     format!("{name}, {form:?} {what}{}", if accumulate { ", accumulated" } else { "" });
                 let tolerance = if accumulate { Tolerance::BACKWARD } else { Tolerance::FORWARD };
-                cases.push(Case::new("weight_product", what, tolerance, move |bench| {
+                cases.push(SelftestCase::new("weight_product", what, tolerance, move |bench| {
                     let [here, plain] = quantized(bench, format, shape)?;
-                    let (k, n) = if form == Form::Nt { (shape.1, shape.0) } else { shape };
+                    let (k, n) = if form == Transpose::Nt { (shape.1, shape.0) } else { shape };
                     let (a, dst) = (bench.normal("a", (7, k + 3))?, bench.normal("dst", (7, n + 5))?);
-                    let a_of = |tensor| Columns { tensor, start: 2, len: k };
-                    let dst_of = |tensor| Columns { tensor, start: 4, len: n };
-                    weight_product(
+                    let a_of = |tensor| ColumnView { tensor, start: 2, len: k };
+                    let dst_of = |tensor| ColumnView { tensor, start: 4, len: n };
+                    matmul_weight(
                         dst_of(&dst.here),
                         a_of(&a.here),
                         Weight::Quantized(&here),
@@ -86,11 +86,11 @@ fn products() -> Vec<Case> {
     cases
 }
 
-fn magnitudes() -> Vec<Case> {
+fn magnitudes() -> Vec<SelftestCase> {
     let mut cases = Vec::new();
     for quantize in [false, true] {
         let what = if quantize { "nf4 70x40" } else { "dense 70x40" };
-        cases.push(Case::new("weight_norm", what, Tolerance::FORWARD, move |bench| {
+        cases.push(SelftestCase::new("weight_norm", what, Tolerance::FORWARD, move |bench| {
             let (w, [here, plain]) = (bench.normal("w", (70, 40))?, quantized(bench, FORMATS[0], (70, 40))?);
             let (a, b) = (bench.normal_f32("a", (3, 40))?, bench.normal_f32("b", (70, 3))?);
             let (here, plain) = match quantize {
@@ -98,25 +98,25 @@ fn magnitudes() -> Vec<Case> {
                 false => (Weight::Dense(&w.here), Weight::Dense(&w.plain)),
             };
             let got = dora::weight_norm(here, &a.here, &b.here, 0.7)?;
-            Ok(vec![Pair::new(got, dora::weight_norm_reference(plain, &a.plain, &b.plain, 0.7)?)])
+            Ok(vec![TensorPair::new(got, dora::weight_norm_reference(plain, &a.plain, &b.plain, 0.7)?)])
         }));
     }
     for accumulate in [false, true] {
         let what = if accumulate { "added" } else { "written" };
-        cases.push(Case::new("scale_columns", what, Tolerance::ROUNDED, move |bench| {
+        cases.push(SelftestCase::new("scale_columns", what, Tolerance::ROUNDED, move |bench| {
             let (dst, x) = (bench.normal("dst", (23, 31))?, bench.normal("x", (23, 20))?);
             let factors = bench.normal_f32("factors", 17)?;
-            let dst_of = |tensor| Columns { tensor, start: 6, len: 17 };
-            let x_of = |tensor| Columns { tensor, start: 2, len: 17 };
+            let dst_of = |tensor| ColumnView { tensor, start: 6, len: 17 };
+            let x_of = |tensor| ColumnView { tensor, start: 2, len: 17 };
             dora::scale_columns(dst_of(&dst.here), x_of(&x.here), &factors.here, accumulate)?;
             dora::scale_columns_reference(dst_of(&dst.plain), x_of(&x.plain), &factors.plain, accumulate)?;
             Ok(vec![dst.pair()])
         }));
     }
-    cases.push(Case::new("magnitude_backward", "a column range", Tolerance::BACKWARD, |bench| {
+    cases.push(SelftestCase::new("magnitude_backward", "a column range", Tolerance::BACKWARD, |bench| {
         let (grad, dy) = (bench.normal_f32("grad", 17)?, bench.normal("dy", (23, 31))?);
         let (x, norm) = (bench.normal("x", (23, 17))?, bench.normal_f32("norm", 17)?);
-        let range = |tensor| Columns { tensor, start: 6, len: 17 };
+        let range = |tensor| ColumnView { tensor, start: 6, len: 17 };
         dora::magnitude_backward(&grad.here, range(&dy.here), &x.here, &norm.here)?;
         dora::magnitude_backward_reference(&grad.plain, range(&dy.plain), &x.plain, &norm.plain)?;
         Ok(vec![grad.pair()])
@@ -125,7 +125,7 @@ fn magnitudes() -> Vec<Case> {
 }
 
 /// Two updates from zero moments. The reference is AdamW on the moments that the codes stand for.
-fn update(bench: &Bench<'_>) -> Result<Vec<Pair>> {
+fn update(bench: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
     const LEN: usize = 3 * STATE_BLOCK + 40;
     let param = bench.normal("param", LEN)?;
     let moments = [Int8Moment::zeros(LEN)?, Int8Moment::zeros(LEN)?];

@@ -1,0 +1,105 @@
+//! The values a weight has before an adapter changes it, in blocks: the base's, what quantizing leaves of them, or a
+//! tensor that the adapter saved whole.
+
+use rayon::prelude::*;
+
+use crate::adapter::{SavedAdapter, TensorKind};
+use crate::error::{Error, Result};
+use crate::quant::{OwnedBlocks, QuantFormat};
+use crate::weights::{ModelFiles, ResizedEmbedding};
+
+/// Values a thread dequantizes at once.
+const TASK: usize = 1 << 16;
+
+/// Where a tensor of the merged model comes from.
+#[derive(Clone, Copy)]
+pub(super) enum ValueSource<'a> {
+    /// The base's tensor of this name.
+    Base(&'a str),
+    /// The adapter's tensor of this module.
+    Adapter(&'a str, TensorKind),
+}
+
+/// A tensor to be read in blocks.
+pub(super) enum MergeValues<'a> {
+    Base(ResizedEmbedding<'a>),
+    Adapter(&'a SavedAdapter, &'a str, TensorKind),
+    Quantized(OwnedBlocks),
+}
+
+impl<'a> MergeValues<'a> {
+    /// Opens the tensor; with `format`, as quantizing it leaves it.
+    ///
+    /// # Errors
+    /// The user's: it cannot be read; it is to be quantized and holds NaN or infinity.
+    pub(super) fn open(
+        base: &'a ModelFiles,
+        adapter: &'a SavedAdapter,
+        source: ValueSource<'a>,
+        (elements, format): (usize, Option<QuantFormat>),
+    ) -> Result<Self> {
+        let values = match source {
+            ValueSource::Base(name) => Self::Base(ResizedEmbedding::new(base, name)),
+            ValueSource::Adapter(module, kind) => Self::Adapter(adapter, module, kind),
+        };
+        match format {
+            None => Ok(values),
+            Some(format) => Ok(Self::Quantized(quantized(&values, elements, format)?)),
+        }
+    }
+
+    /// Reads elements from `start` on.
+    ///
+    /// # Errors
+    /// As [`ModelFiles::read_part`] and [`SavedAdapter::read_part`].
+    pub(super) fn read(&self, start: usize, out: &mut [f32]) -> Result<()> {
+        self.peek(start, out)?;
+        self.let_go();
+        Ok(())
+    }
+
+    /// Lets go of the pages that were read.
+    fn let_go(&self) {
+        if let Self::Base(tensor) = self {
+            tensor.discard();
+        }
+    }
+
+    /// As [`MergeValues::read`], by several threads; they keep the pages.
+    fn peek(&self, start: usize, out: &mut [f32]) -> Result<()> {
+        match self {
+            Self::Base(tensor) => tensor.read_part(start, out),
+            Self::Adapter(adapter, module, kind) => adapter.read_part(module, *kind, start, out),
+            Self::Quantized(quantized) => {
+                let blocks = quantized.blocks();
+                out.par_chunks_mut(TASK)
+                    .enumerate()
+                    .for_each(|(i, part)| blocks.dequantize(start + i * TASK, part));
+                Ok(())
+            }
+        }
+    }
+
+    fn name(&self) -> &str {
+        match self {
+            Self::Base(tensor) => tensor.name(),
+            Self::Adapter(_, name, _) => name,
+            Self::Quantized(_) => "",
+        }
+    }
+}
+
+/// Quantizes a tensor of `elements` values.
+fn quantized(values: &MergeValues<'_>, elements: usize, format: QuantFormat) -> Result<OwnedBlocks> {
+    let quantized = OwnedBlocks::new(format, elements, |start, part| {
+        values.peek(start, part)?;
+        match part.iter().find(|value| !value.is_finite()) {
+            None => Ok(()),
+            Some(value) => Err(Error::user(format!("cannot quantize `{}`", values.name()))
+                .because(format!("it holds {value}; accepted: finite numbers"))
+                .hint("download the model again, or give another")),
+        }
+    });
+    values.let_go();
+    quantized
+}

@@ -1,0 +1,36 @@
+//! Refusals of buffers that a collective cannot work on.
+
+use super::Call;
+use crate::error::{Error, Result};
+use crate::runtime::buffer::{Buffer, ElementType, MemoryKind};
+
+/// Refuses a shard that is not one of `ranks` equal parts of `full`.
+pub(super) fn check_shard(call: Call, shard: &Buffer, full: &Buffer, ranks: usize) -> Result<()> {
+    let fits =
+        full.element() == shard.element() && shard.elements().checked_mul(ranks) == Some(full.elements());
+    if fits {
+        return Ok(());
+    }
+    let what = format!("the shard of {call} does not fit its data");
+    Err(Error::internal(what).because(format!("{shard:?}, {full:?}, {ranks} ranks")))
+}
+
+/// Refuses memory of a GPU, for backends that read and write it with the processor.
+pub(super) fn check_host(call: Call, memory: &Buffer) -> Result<()> {
+    match memory.place() {
+        MemoryKind::Host => Ok(()),
+        MemoryKind::Gpu => Err(Error::internal(format!("cannot move {call}"))
+            .because(format!("it is {memory:?}, and these ranks meet in the host's memory"))),
+    }
+}
+
+/// Refuses to add up bytes.
+pub(super) fn check_sum(call: Call, memory: &Buffer) -> Result<()> {
+    match memory.element() {
+        ElementType::U8 => {
+            Err(Error::internal(format!("cannot sum {call}"))
+                .because("it is bytes, expected bf16, f32 or f64"))
+        }
+        ElementType::Bf16 | ElementType::F32 | ElementType::F64 => Ok(()),
+    }
+}

@@ -1,0 +1,244 @@
+//! One call as 64 bytes that ranks compare: the same call on every rank gives the same bytes but for the phase.
+//!
+//! MPI's ranks send a record before each call; NCCL's ranks gather their last one, with a hash over all before it, at
+//! barriers and sums of scalars. A record names the call in errors, so it holds the words and not their hash.
+
+use std::fmt;
+
+use super::{Call, Op, Phase};
+use crate::error::{Error, ErrorCategory};
+use crate::runtime::buffer::ElementType;
+
+/// Bytes of a record.
+pub(super) const RECORD_BYTES: usize = 64;
+
+/// Bytes of [`Call::what`] that a record has room for; its full length is compared as well.
+const WHAT_BYTES: usize = 32;
+
+const ELEMENTS: [ElementType; 4] = [ElementType::U8, ElementType::Bf16, ElementType::F32, ElementType::F64];
+
+/// What a rank calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum CallKind {
+    /// One of the counted calls.
+    Op(Op),
+    /// `Collective::split`.
+    Split,
+}
+
+const ACTIONS: [(CallKind, &str); 6] = [
+    (CallKind::Op(Op::AllReduce), "all-reduce"),
+    (CallKind::Op(Op::ReduceScatter), "reduce-scatter"),
+    (CallKind::Op(Op::AllGather), "all-gather"),
+    (CallKind::Op(Op::Broadcast), "broadcast"),
+    (CallKind::Op(Op::Barrier), "barrier"),
+    (CallKind::Split, "split"),
+];
+
+/// A call that a rank makes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct CallRecord {
+    /// Calls before it in this group.
+    pub(super) sequence: u64,
+    pub(super) action: CallKind,
+    /// What the memory holds, if there is any.
+    pub(super) element: Option<ElementType>,
+    /// Elements of the full (not sharded) data; of a split over MPI, the least number that the rank has free for a group.
+    pub(super) elements: u64,
+    /// The root of a broadcast, the color of a split.
+    pub(super) number: u32,
+    /// The beginning of [`Call::what`].
+    what: String,
+    what_bytes: u8,
+    index: u64,
+    phase: Option<Phase>,
+}
+
+impl CallRecord {
+    pub(super) fn new(sequence: u64, action: CallKind, call: Call, phase: Option<Phase>) -> Self {
+        let end = (0..=WHAT_BYTES.min(call.what.len())).rev().find(|end| call.what.is_char_boundary(*end));
+        CallRecord {
+            sequence,
+            action,
+            element: None,
+            elements: 0,
+            number: 0,
+            what: call.what[..end.unwrap_or(0)].to_owned(),
+            what_bytes: call.what.len().min(255) as u8,
+            index: call.index as u64,
+            phase,
+        }
+    }
+
+    /// With the data that it moves: `elements` of the full data.
+    pub(super) fn moving(mut self, element: ElementType, elements: usize) -> Self {
+        self.element = Some(element);
+        self.elements = elements as u64;
+        self
+    }
+
+    pub(super) fn number(mut self, number: usize) -> Self {
+        self.number = u32::try_from(number).unwrap_or(u32::MAX);
+        self
+    }
+
+    /// The bytes that are the same on every rank: phases are for people, and the numbers of a split differ.
+    pub(super) fn key(&self) -> [u8; RECORD_BYTES] {
+        let (number, elements) = match self.action {
+            CallKind::Split => (0, 0),
+            CallKind::Op(_) => (self.number, self.elements),
+        };
+        CallRecord { phase: None, number, elements, ..self.clone() }.encode()
+    }
+
+    pub(super) fn encode(&self) -> [u8; RECORD_BYTES] {
+        let mut bytes = [0; RECORD_BYTES];
+        bytes[..8].copy_from_slice(&self.sequence.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.elements.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.index.to_le_bytes());
+        bytes[24..28].copy_from_slice(&self.number.to_le_bytes());
+        let code = |place: Option<usize>| place.map_or(u8::MAX, |place| place as u8);
+        bytes[28] = code(ACTIONS.iter().position(|(action, _)| *action == self.action));
+        bytes[29] = code(ELEMENTS.iter().position(|element| Some(*element) == self.element));
+        bytes[30] = code(Phase::ALL.iter().position(|phase| Some(*phase) == self.phase));
+        bytes[31] = self.what_bytes;
+        bytes[32..32 + self.what.len()].copy_from_slice(self.what.as_bytes());
+        bytes
+    }
+
+    /// The record that [`CallRecord::encode`] wrote; `None` for bytes that no rank of this program sends.
+    pub(super) fn decode(bytes: &[u8; RECORD_BYTES]) -> Option<Self> {
+        let long = |at: usize| bytes[at..].first_chunk().map(|word| u64::from_le_bytes(*word));
+        let what = &bytes[32..];
+        let end = what.iter().position(|byte| *byte == 0).unwrap_or(what.len());
+        Some(CallRecord {
+            sequence: long(0)?,
+            elements: long(8)?,
+            index: long(16)?,
+            number: u32::from_le_bytes(*bytes[24..].first_chunk()?),
+            action: ACTIONS.get(usize::from(bytes[28]))?.0,
+            element: ELEMENTS.get(usize::from(bytes[29])).copied(),
+            phase: Phase::ALL.get(usize::from(bytes[30])).copied(),
+            what_bytes: bytes[31],
+            what: std::str::from_utf8(&what[..end]).ok()?.to_owned(),
+        })
+    }
+}
+
+impl fmt::Display for CallRecord {
+    /// `call 17: all-gather of weights of block 3 (4096 x F32), in phase backward`
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = ACTIONS.iter().find(|(action, _)| *action == self.action).map_or("", |(_, name)| name);
+        write!(f, "call {}: {name} of ", self.sequence)?;
+        super::named(f, &self.what, usize::try_from(self.index).unwrap_or(usize::MAX))?;
+        match (self.element, self.action) {
+            (Some(element), CallKind::Op(Op::Broadcast)) => {
+                write!(f, " ({} x {element:?} from rank {})", self.elements, self.number)?;
+            }
+            (Some(element), _) => write!(f, " ({} x {element:?})", self.elements)?,
+            (None, _) => {}
+        }
+        match self.phase {
+            Some(phase) => write!(f, ", in phase {}", phase.name()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Where a rank was when it failed: what its peers and its own process say of it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct RankStatus {
+    pub(super) phase: Option<Phase>,
+    /// Over all its groups.
+    pub(super) last: Option<CallRecord>,
+}
+
+impl RankStatus {
+    /// `rank 2 failed in phase save`
+    fn what(&self, rank: usize) -> String {
+        let phase = self.phase.map_or(String::new(), |phase| format!(" in phase {}", phase.name()));
+        format!("rank {rank} failed{phase}")
+    }
+
+    fn last_call(&self, rank: usize) -> String {
+        match &self.last {
+            Some(record) => format!("rank {rank}: its last call was {record}"),
+            None => format!("rank {rank}: it had made no call"),
+        }
+    }
+
+    /// What the peers of `rank` get.
+    pub(super) fn news(&self, rank: usize, why: &str) -> Error {
+        Error::new(ErrorCategory::Transient, self.what(rank)).because(why).because(self.last_call(rank))
+    }
+
+    /// The rank's own error, of its own kind, with its place around it.
+    pub(super) fn around(&self, rank: usize, error: Error) -> Error {
+        error.during(self.what(rank)).because(self.last_call(rank))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record() -> CallRecord {
+        let call = Call { what: "weights of block", index: 3 };
+        CallRecord::new(17, CallKind::Op(Op::AllGather), call, Some(Phase::Backward))
+            .moving(ElementType::F32, 4096)
+    }
+
+    #[test]
+    fn bytes_and_back() {
+        let back = CallRecord::decode(&record().encode()).unwrap();
+        assert_eq!(back, record());
+        assert_eq!(
+            back.to_string(),
+            "call 17: all-gather of weights of block 3 (4096 x F32), in phase backward"
+        );
+        let split = CallRecord::new(0, CallKind::Split, Call { what: "ranks", index: 0 }, None).number(2);
+        assert_eq!(CallRecord::decode(&split.encode()).unwrap(), split);
+        assert_eq!(CallRecord::decode(&[0xff; RECORD_BYTES]), None);
+    }
+
+    #[test]
+    fn long_names_are_cut_between_characters_and_compared_by_length() {
+        let call = |what| Call { what, index: 0 };
+        let cut = CallRecord::new(
+            0,
+            CallKind::Op(Op::Barrier),
+            call("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaé tail"),
+            None,
+        );
+        assert_eq!(cut.what, "a".repeat(31));
+        let other =
+            CallRecord::new(0, CallKind::Op(Op::Barrier), call("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaé"), None);
+        assert_eq!(cut.what, other.what);
+        assert_ne!(cut.key(), other.key());
+        assert_eq!(CallRecord::decode(&cut.encode()).unwrap(), cut);
+    }
+
+    #[test]
+    fn every_part_of_a_call_counts_but_not_the_phase() {
+        let own = record();
+        let call = Call { what: "weights of block", index: 3 };
+        let at = |sequence, action, call| CallRecord::new(sequence, action, call, None);
+        let gather = CallKind::Op(Op::AllGather);
+        assert_eq!(own.key(), at(17, gather, call).moving(ElementType::F32, 4096).key());
+        for other in [
+            at(18, gather, call).moving(ElementType::F32, 4096),
+            at(17, CallKind::Op(Op::AllReduce), call).moving(ElementType::F32, 4096),
+            at(17, gather, Call { what: "weights of block", index: 4 }).moving(ElementType::F32, 4096),
+            at(17, gather, Call { what: "gradients of block", index: 3 }).moving(ElementType::F32, 4096),
+            at(17, gather, call).moving(ElementType::Bf16, 4096),
+            at(17, gather, call).moving(ElementType::F32, 4095),
+        ] {
+            assert_ne!(own.key(), other.key(), "{other}");
+        }
+        let mut colors = [0, 1].map(|color| at(0, CallKind::Split, call).number(color));
+        colors[1].elements = 3;
+        assert_eq!(colors[0].key(), colors[1].key());
+        let roots = [0, 1].map(|root| at(0, CallKind::Op(Op::Broadcast), call).number(root));
+        assert_ne!(roots[0].key(), roots[1].key());
+    }
+}

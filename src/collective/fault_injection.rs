@@ -1,0 +1,118 @@
+//! Faults planted in the ranks of a real run, whatever connects them: for tests of how runs end.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::in_process::{InjectedFault, InjectedFaultKind};
+use super::{Call, Collective, Phase, Ticket, Traffic};
+use crate::error::{Error, ErrorCategory, Result};
+use crate::runtime::buffer::Buffer;
+
+/// What is called at the moment a fault strikes, with what is known of it: who watches a run counts from there.
+pub type FaultNotice = Arc<dyn Fn(&str) + Send + Sync>;
+
+/// Another end, which a fault strikes as it enters a phase.
+pub struct FaultInjector {
+    inner: Arc<dyn Collective>,
+    fault: InjectedFault,
+    notice: FaultNotice,
+    entered: AtomicU64,
+}
+
+impl FaultInjector {
+    /// `inner` with `fault`, if that is this rank's.
+    pub fn new(inner: Arc<dyn Collective>, fault: InjectedFault, notice: &FaultNotice) -> Self {
+        FaultInjector { inner, fault, notice: Arc::clone(notice), entered: AtomicU64::new(0) }
+    }
+
+    fn strike(&self) -> Result<()> {
+        let text = format!("planted fault {}", self.fault);
+        (self.notice)(&text);
+        match self.fault.kind {
+            InjectedFaultKind::Error => Err(Error::new(ErrorCategory::Transient, text)),
+            InjectedFaultKind::Panic => panic!("{text}"),
+            // Without a word: as if the process had been killed.
+            InjectedFaultKind::Exit => std::process::exit(i32::from(ErrorCategory::Internal.exit_code())),
+            InjectedFaultKind::Delay(time) => {
+                std::thread::sleep(time);
+                Ok(())
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for FaultInjector {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?} with planted fault {}", self.inner, self.fault)
+    }
+}
+
+impl Collective for FaultInjector {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
+        self.inner.all_reduce(call, buffer)
+    }
+
+    fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
+        self.inner.reduce_scatter(call, full, shard)
+    }
+
+    fn reduce_scatter_across(
+        &self,
+        call: Call,
+        replicas: &dyn Collective,
+        full: &Buffer,
+        shard: &Buffer,
+    ) -> Result<()> {
+        self.inner.reduce_scatter_across(call, replicas, full, shard)
+    }
+
+    fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
+        self.inner.start_all_gather(call, shard, full)
+    }
+
+    fn finish(&self, ticket: Ticket) -> Result<()> {
+        self.inner.finish(ticket)
+    }
+
+    fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
+        self.inner.broadcast(call, root, buffer)
+    }
+
+    fn barrier(&self, call: Call) -> Result<()> {
+        self.inner.barrier(call)
+    }
+
+    fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
+        self.inner.split(color)
+    }
+
+    fn as_backend(&self) -> Option<&dyn Any> {
+        self.inner.as_backend()
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
+    }
+
+    fn enter(&self, phase: Phase) -> Result<()> {
+        self.inner.enter(phase)?;
+        if (self.inner.rank(), phase) != (self.fault.rank, self.fault.phase) {
+            return Ok(());
+        }
+        let time = self.entered.fetch_add(1, Ordering::Relaxed) + 1;
+        if time == self.fault.occurrence { self.strike() } else { Ok(()) }
+    }
+
+    fn abort(&self, why: &str) {
+        self.inner.abort(why);
+    }
+}

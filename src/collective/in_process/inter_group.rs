@@ -1,0 +1,110 @@
+//! Sums over the ranks of several groups that share out the same data (HSDP): in ascending order of all ranks of the
+//! world, so 2 groups of 2 give the bits of one rank that adds 4 micro-batches.
+//!
+//! A rank posts its full data in its group; when all have, it posts what it found there to its replicas (the ranks
+//! with the same shard of other groups), so each knows the full data of every rank. Each replica sums its part of the
+//! shard and copies the others' parts. It returns when its replicas are done, which have read only its shard's place
+//! of every rank's data, and then its group, each of which has waited for its own replicas: then all have read.
+
+use super::InProcess;
+use super::partition::{addresses, check_parts, check_sum, copy, part};
+use super::pending_calls::{CallAction, CallFingerprint, CallId, Payload, Stage};
+use super::shared::ReadGuard;
+use crate::collective::{Call, Op, sum};
+use crate::error::{Error, Result};
+use crate::runtime::buffer::Buffer;
+
+/// What the replicas know of one another.
+struct KnownBuffers {
+    /// The full data of all ranks, ascending.
+    fulls: Vec<Buffer>,
+    /// The replicas' shards.
+    shards: Vec<Buffer>,
+}
+
+impl InProcess {
+    pub(super) fn across(
+        &self,
+        call: Call,
+        replicas: &InProcess,
+        full: &Buffer,
+        shard: &Buffer,
+    ) -> Result<()> {
+        check_sum(call, full)?;
+        let place = check_parts(call, (self.member, self.size), shard, full)?;
+        if !std::ptr::eq(self.shared(), replicas.shared())
+            || self.rank_handle.rank != replicas.rank_handle.rank
+        {
+            return Err(Error::internal("the replicas' end is another rank's")
+                .because(format!("{replicas:?}; this end is {self:?}")));
+        }
+        let print = |memory: &Buffer, root| CallFingerprint {
+            action: CallAction::Across,
+            call,
+            data: Some((memory.element(), memory.elements())),
+            root: Some(root),
+        };
+        let in_group = print(full, replicas.member);
+        let inner = self.post(Some(Op::ReduceScatter), in_group, Payload::Memory(full.clone()))?;
+        let found = self.posted(inner)?;
+        let among_replicas = print(shard, self.member);
+        let outer =
+            replicas.post(Some(Op::AllReduce), among_replicas, Payload::Across(found, shard.clone()))?;
+        let (known, reading) = replicas.known(outer)?;
+        let bytes = shard.element().bytes();
+        let own = part(shard.elements(), bytes, replicas.size, replicas.member);
+        let at = own.start * bytes;
+        // SAFETY: every rank's full data is as long as this one's (`known` has seen to it). Only this rank reads the part
+        // `own` of the shard's place in any of them, so it may lie in its own.
+        unsafe {
+            let pieces = addresses(&known.fulls, place + at);
+            sum::ascending(shard.element(), &pieces, own.len(), shard.address() + at)?;
+        }
+        drop(reading);
+        replicas.reach(outer, Stage::Summed);
+        let reading = ReadGuard::start(replicas.shared(), replicas.all(outer, Stage::Summed)?)?;
+        for peer in replicas.others() {
+            let theirs = part(shard.elements(), bytes, replicas.size, peer);
+            let at = theirs.start * bytes;
+            // SAFETY: the replica has written this part for the last time; nobody reads this rank's any more.
+            unsafe {
+                copy(known.shards[peer].address() + at, shard.address() + at, theirs.len() * bytes);
+            }
+        }
+        drop(reading);
+        replicas.reach(outer, Stage::Copied);
+        replicas.all(outer, Stage::Copied)?.leave(outer);
+        self.reach(inner, Stage::Summed);
+        self.all(inner, Stage::Summed)?.leave(inner);
+        Ok(())
+    }
+
+    /// The memory that each member has posted, beside its rank in the world.
+    fn posted(&self, call_id: CallId) -> Result<Vec<(usize, Buffer)>> {
+        let mut state = self.all(call_id, Stage::Posted)?;
+        let memories = state.entry(call_id).memories();
+        Ok(state.groups[self.group].ranks.iter().copied().zip(memories).collect())
+    }
+
+    /// What the replicas have posted; none of it changes while the second value lives.
+    fn known(&self, call_id: CallId) -> Result<(KnownBuffers, ReadGuard<'_>)> {
+        let mut state = self.all(call_id, Stage::Posted)?;
+        let (mut fulls, mut shards) = (Vec::new(), Vec::new());
+        for payload in &state.entry(call_id).payloads {
+            if let Payload::Across(theirs, shard) = payload {
+                fulls.extend(theirs.iter().cloned());
+                shards.push(shard.clone());
+            }
+        }
+        let reading = ReadGuard::start(self.shared(), state)?;
+        fulls.sort_by_key(|(rank, _)| *rank);
+        let differ = fulls.windows(2).any(|pair| pair[0].0 == pair[1].0)
+            || fulls.iter().any(|(_, full)| full.elements() != fulls[0].1.elements());
+        if differ {
+            return Err(Error::internal("the groups of the replicas overlap or differ in size").because(
+                format!("their ranks: {:?}", fulls.iter().map(|(rank, _)| *rank).collect::<Vec<_>>()),
+            ));
+        }
+        Ok((KnownBuffers { fulls: fulls.into_iter().map(|(_, full)| full).collect(), shards }, reading))
+    }
+}

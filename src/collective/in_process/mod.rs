@@ -1,0 +1,417 @@
+//! Ranks as threads of this process: sums in ascending order of ranks, straight from the peers' memory.
+//!
+//! Each group numbers its calls. A rank *posts* its call (fingerprint and addresses) under the world's one lock and
+//! waits until its peers have posted theirs; a fingerprint unlike the first poster's fails the world. Data then moves
+//! outside the lock, in stages; a rank enters a stage when all have left the one before, so the lock orders every
+//! write before the peers' reads of it:
+//!
+//! - *all_reduce*: each sums its own `1/size` of all buffers into its own buffer, where nobody else reads; *Summed*;
+//!   each copies the others' parts; *Copied*; return. Small ones post a private copy and need one meeting.
+//! - *reduce_scatter*: the same sum into the shard; *Summed*; return. Across groups: `across`.
+//! - *all_gather*: posts the shard and goes on; `finish` copies from each peer that has posted. All-reduce and barrier
+//!   first copy what is still in flight, so a shard is free to be written after either, as the trait says.
+//! - *broadcast*: peers copy; *Copied*; the root returns.
+//!
+//! Posts keep the memory allocated until all have left the call. After a failure no rank starts to read, and
+//! no call returns its error before those who read are done (`ReadGuard`): then a rank may write its memory again. What
+//! all have already agreed on still returns.
+//! Waiting is a short spin, none with more ranks than cores, then sleep. Ranks that all sleep without one that could
+//! wake another fail at once; one that is waited for too long fails with a record of what every rank did last.
+
+mod injected_fault;
+mod inter_group;
+mod partition;
+mod pending_calls;
+mod run;
+mod shared;
+mod state;
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+pub use injected_fault::{InjectedFault, InjectedFaultKind};
+pub use run::run_ranks;
+
+use super::{Call, Collective, Op, Phase, Ticket, Traffic, sum};
+use crate::error::{Error, Result};
+use crate::runtime::buffer::Buffer;
+use partition::{addresses, check_aligned, check_parts, check_sum, copy, part, private};
+use pending_calls::{CallAction, CallFingerprint, CallId, Payload, Stage, WaitCondition};
+use shared::{RankHandle, ReadGuard, SharedWorld};
+use state::{WORLD, WorldState};
+
+/// Buffers up to here are posted as private copies: one meeting of the ranks instead of three costs more than they do.
+const SMALL_BYTES: usize = 4096;
+
+/// How long a rank is waited for if nothing else is said, as NCCL's users do.
+const TIMEOUT: Duration = Duration::from_secs(600);
+
+/// Ranks about to start.
+#[derive(Debug)]
+pub struct InProcessWorld {
+    size: usize,
+    timeout: Duration,
+    faults: Vec<InjectedFault>,
+}
+
+impl InProcessWorld {
+    /// A world of `size` ranks.
+    pub fn new(size: usize) -> Self {
+        InProcessWorld { size, timeout: TIMEOUT, faults: Vec::new() }
+    }
+
+    /// Plants a fault; several may be.
+    #[must_use]
+    pub fn with_fault(mut self, fault: InjectedFault) -> Self {
+        self.faults.push(fault);
+        self
+    }
+
+    /// How long a rank waits for a peer before the world fails; 600 s otherwise.
+    #[must_use]
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        // A sum with the present moment must not overflow: a year is for ever.
+        self.timeout = timeout.min(Duration::from_secs(365 * 86_400));
+        self
+    }
+
+    /// One end for each rank, in order.
+    pub fn communicators(self) -> Vec<InProcess> {
+        let shared = Arc::new(SharedWorld::new(self.size, self.timeout, self.faults));
+        let end = |rank| InProcess {
+            rank_handle: Arc::new(RankHandle { shared: Arc::clone(&shared), rank }),
+            group: WORLD,
+            member: rank,
+            size: self.size,
+            gathers: Mutex::new(VecDeque::new()),
+        };
+        (0..self.size).map(end).collect()
+    }
+}
+
+/// A started gather.
+struct StartedGather {
+    call_id: CallId,
+    shard: Buffer,
+    full: Buffer,
+    filled: bool,
+}
+
+/// One rank's end of a group of threads. A rank has left when all its ends are dropped.
+pub struct InProcess {
+    rank_handle: Arc<RankHandle>,
+    group: usize,
+    member: usize,
+    size: usize,
+    gathers: Mutex<VecDeque<StartedGather>>,
+}
+
+impl fmt::Debug for InProcess {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} of {}, {} in the world", self.member, self.size, self.rank_handle.rank)
+    }
+}
+
+impl InProcess {
+    /// This rank in the world, whatever the group.
+    pub fn world_rank(&self) -> usize {
+        self.rank_handle.rank
+    }
+
+    /// Bytes sent and calls made by this rank over all its groups.
+    pub fn rank_traffic(&self) -> Traffic {
+        self.shared().lock().ranks[self.rank_handle.rank].traffic
+    }
+
+    /// As [`Collective::split`], as what it is.
+    ///
+    /// # Errors
+    /// As [`Collective`].
+    pub fn subgroup(&self, color: usize) -> Result<InProcess> {
+        let call = Call { what: "ranks", index: 0 };
+        let print = CallFingerprint { action: CallAction::Split, call, data: None, root: None };
+        let call_id = self.post(None, print, Payload::Color(color))?;
+        let mut state = self.all(call_id, Stage::Posted)?;
+        let (group, member) = state.entry(call_id).places[self.member];
+        let size = state.groups[group].ranks.len();
+        state.leave(call_id);
+        Ok(InProcess {
+            rank_handle: Arc::clone(&self.rank_handle),
+            group,
+            member,
+            size,
+            gathers: Mutex::new(VecDeque::new()),
+        })
+    }
+
+    fn shared(&self) -> &SharedWorld {
+        &self.rank_handle.shared
+    }
+
+    /// Posts a call, counted as `op` on its data.
+    fn post(&self, op: Option<Op>, print: CallFingerprint, payload: Payload) -> Result<CallId> {
+        let bytes = print.data.map_or(0, |(element, elements)| elements * element.bytes());
+        self.shared().post((self.rank_handle.rank, self.group, self.member), (op, bytes), print, payload)
+    }
+
+    fn post_op(
+        &self,
+        op: Op,
+        call: Call,
+        data: Option<&Buffer>,
+        root: Option<usize>,
+        payload: Payload,
+    ) -> Result<CallId> {
+        let data = data.map(|memory| (memory.element(), memory.elements()));
+        self.post(Some(op), CallFingerprint { action: CallAction::Op(op), call, data, root }, payload)
+    }
+
+    /// A call in a group of one: counted, and an error after a failure elsewhere.
+    fn alone(&self, op: Op, bytes: usize) -> Result<()> {
+        self.shared().open(self.rank_handle.rank)?.count(self.group, self.member, op, bytes, true);
+        Ok(())
+    }
+
+    fn wait(&self, call_id: CallId, condition: WaitCondition) -> Result<MutexGuard<'_, WorldState>> {
+        self.shared().wait(self.rank_handle.rank, call_id, condition)
+    }
+
+    fn all(&self, call_id: CallId, stage: Stage) -> Result<MutexGuard<'_, WorldState>> {
+        self.wait(call_id, WaitCondition::All(stage))
+    }
+
+    /// All members have come to `stage`, and none leaves it while the returned value lives.
+    fn read_all(&self, call_id: CallId, stage: Stage) -> Result<(Vec<Buffer>, ReadGuard<'_>)> {
+        let mut state = self.all(call_id, stage)?;
+        let memories = state.entry(call_id).memories();
+        Ok((memories, ReadGuard::start(self.shared(), state)?))
+    }
+
+    fn reach(&self, call_id: CallId, stage: Stage) {
+        self.shared().reach(call_id, self.member, stage);
+    }
+
+    /// The other members, beginning after this one, so that not all read from the same at once.
+    fn others(&self) -> impl Iterator<Item = usize> {
+        (1..self.size).map(|step| (self.member + step) % self.size)
+    }
+
+    fn gathers(&self) -> MutexGuard<'_, VecDeque<StartedGather>> {
+        self.gathers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Copies all shards of a gather side by side.
+    fn fill(&self, gather: &mut StartedGather) -> Result<()> {
+        if gather.filled {
+            return Ok(());
+        }
+        let (shard, full) = (&gather.shard, &gather.full);
+        let at = |member: usize| full.address() + member * shard.bytes();
+        if shard.address() != at(self.member) {
+            // SAFETY: the shard lies outside `full`, which `check_parts` saw; both are this rank's.
+            unsafe { copy(shard.address(), at(self.member), shard.bytes()) };
+        }
+        for peer in self.others() {
+            let mut state = self.wait(gather.call_id, WaitCondition::Post(peer))?;
+            let Payload::Memory(theirs) = state.entry(gather.call_id).payloads[peer].clone() else {
+                continue;
+            };
+            let reading = ReadGuard::start(self.shared(), state)?;
+            // SAFETY: posted, so not written before this rank has called an all-reduce or barrier later on, which it
+            // does only after this; `full` is this rank's.
+            unsafe { copy(theirs.address(), at(peer), theirs.bytes()) };
+            drop(reading);
+        }
+        self.shared().lock().leave(gather.call_id);
+        gather.filled = true;
+        Ok(())
+    }
+
+    /// Fills what is in flight: peers may write their shards once they have returned from what this rank calls next.
+    fn fill_all(&self) -> Result<()> {
+        self.gathers().iter_mut().try_for_each(|gather| self.fill(gather))
+    }
+
+    /// The sum of buffers that are posted as private copies.
+    fn all_reduce_small(&self, call: Call, buffer: &Buffer) -> Result<()> {
+        let call_id =
+            self.post_op(Op::AllReduce, call, Some(buffer), None, Payload::Memory(private(buffer)))?;
+        let mut state = self.all(call_id, Stage::Posted)?;
+        let pieces = state.entry(call_id).memories();
+        state.leave(call_id);
+        drop(state);
+        // SAFETY: nobody writes the copies, which `pieces` keeps; `buffer` is this rank's.
+        unsafe {
+            sum::ascending(buffer.element(), &addresses(&pieces, 0), buffer.elements(), buffer.address())
+        }
+    }
+}
+
+impl Collective for InProcess {
+    fn rank(&self) -> usize {
+        self.member
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
+        check_sum(call, buffer)?;
+        if self.size == 1 {
+            return self.alone(Op::AllReduce, buffer.bytes());
+        }
+        self.fill_all()?;
+        if buffer.bytes() <= SMALL_BYTES {
+            return self.all_reduce_small(call, buffer);
+        }
+        let call_id =
+            self.post_op(Op::AllReduce, call, Some(buffer), None, Payload::Memory(buffer.clone()))?;
+        let (pieces, reading) = self.read_all(call_id, Stage::Posted)?;
+        let bytes = buffer.element().bytes();
+        let own = part(buffer.elements(), bytes, self.size, self.member);
+        let at = own.start * bytes;
+        // SAFETY: all buffers have the same length; of all of them only this rank reads the part `own`, until Summed.
+        unsafe {
+            sum::ascending(buffer.element(), &addresses(&pieces, at), own.len(), buffer.address() + at)?;
+        }
+        drop(reading);
+        self.reach(call_id, Stage::Summed);
+        let (_, reading) = self.read_all(call_id, Stage::Summed)?;
+        for peer in self.others() {
+            let theirs = part(buffer.elements(), bytes, self.size, peer);
+            let at = theirs.start * bytes;
+            // SAFETY: the peer has written its part for the last time; nobody reads this rank's copy of it any more.
+            unsafe { copy(pieces[peer].address() + at, buffer.address() + at, theirs.len() * bytes) };
+        }
+        drop(reading);
+        self.reach(call_id, Stage::Copied);
+        self.all(call_id, Stage::Copied)?.leave(call_id);
+        Ok(())
+    }
+
+    fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
+        check_sum(call, full)?;
+        let at = check_parts(call, (self.member, self.size), shard, full)?;
+        if self.size == 1 {
+            if shard.address() != full.address() {
+                // SAFETY: both are this rank's and do not overlap, which `check_parts` saw.
+                unsafe { copy(full.address(), shard.address(), full.bytes()) };
+            }
+            return self.alone(Op::ReduceScatter, full.bytes());
+        }
+        let call_id =
+            self.post_op(Op::ReduceScatter, call, Some(full), None, Payload::Memory(full.clone()))?;
+        let (pieces, reading) = self.read_all(call_id, Stage::Posted)?;
+        // SAFETY: all are as long as `full`; `shard` is this rank's, and where it lies in `full` only this rank reads.
+        unsafe {
+            sum::ascending(shard.element(), &addresses(&pieces, at), shard.elements(), shard.address())?;
+        }
+        drop(reading);
+        self.reach(call_id, Stage::Summed);
+        self.all(call_id, Stage::Summed)?.leave(call_id);
+        Ok(())
+    }
+
+    fn reduce_scatter_across(
+        &self,
+        call: Call,
+        replicas: &dyn Collective,
+        full: &Buffer,
+        shard: &Buffer,
+    ) -> Result<()> {
+        match replicas.as_backend().and_then(|backend| backend.downcast_ref::<InProcess>()) {
+            Some(local) if self.size > 1 && local.size > 1 => self.across(call, local, full, shard),
+            // One of the two sums is none: the order is that of the other.
+            _ => {
+                self.reduce_scatter(call, full, shard)?;
+                replicas.all_reduce(call, shard)
+            }
+        }
+    }
+
+    fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
+        check_parts(call, (self.member, self.size), shard, full)?;
+        let call_id = self.post_op(Op::AllGather, call, Some(full), None, Payload::Memory(shard.clone()))?;
+        let (shard, full) = (shard.clone(), full.clone());
+        self.gathers().push_back(StartedGather { call_id, shard, full, filled: false });
+        Ok(Ticket(call_id.number))
+    }
+
+    fn finish(&self, ticket: Ticket) -> Result<()> {
+        let mut gathers = self.gathers();
+        match gathers.front_mut() {
+            Some(gather) if gather.call_id.number == ticket.0 => self.fill(gather)?,
+            _ => return Err(Error::internal("gathers are finished in the order in which they were started")),
+        }
+        gathers.pop_front();
+        Ok(())
+    }
+
+    fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
+        check_aligned(call, buffer)?;
+        if root >= self.size {
+            let what = format!("cannot broadcast {call} from rank {root}");
+            return Err(Error::internal(what).because(format!("the group has {} ranks", self.size)));
+        }
+        if self.size == 1 {
+            return self.alone(Op::Broadcast, buffer.bytes());
+        }
+        let is_small = buffer.bytes() <= SMALL_BYTES;
+        let payload = match (root == self.member, is_small) {
+            (true, true) => Payload::Memory(private(buffer)),
+            (true, false) => Payload::Memory(buffer.clone()),
+            (false, _) => Payload::Nothing,
+        };
+        let call_id = self.post_op(Op::Broadcast, call, Some(buffer), Some(root), payload)?;
+        if root != self.member {
+            let mut state = self.wait(call_id, WaitCondition::Post(root))?;
+            if let Payload::Memory(theirs) = state.entry(call_id).payloads[root].clone() {
+                let reading = ReadGuard::start(self.shared(), state)?;
+                // SAFETY: as long as the root's, which stays until all have come to Copied.
+                unsafe { copy(theirs.address(), buffer.address(), buffer.bytes()) };
+                drop(reading);
+            }
+        }
+        self.reach(call_id, Stage::Copied);
+        let mut state = match root == self.member && !is_small {
+            true => self.all(call_id, Stage::Copied)?,
+            false => self.shared().lock(),
+        };
+        state.leave(call_id);
+        Ok(())
+    }
+
+    fn barrier(&self, call: Call) -> Result<()> {
+        if self.size == 1 {
+            return self.alone(Op::Barrier, 0);
+        }
+        self.fill_all()?;
+        let call_id = self.post_op(Op::Barrier, call, None, None, Payload::Nothing)?;
+        self.all(call_id, Stage::Posted)?.leave(call_id);
+        Ok(())
+    }
+
+    fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
+        Ok(Box::new(self.subgroup(color)?))
+    }
+
+    fn as_backend(&self) -> Option<&dyn Any> {
+        Some(self)
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.shared().lock().groups[self.group].traffic[self.member]
+    }
+
+    fn enter(&self, phase: Phase) -> Result<()> {
+        self.shared().enter(self.rank_handle.rank, phase)
+    }
+
+    fn abort(&self, why: &str) {
+        self.shared().abort(self.rank_handle.rank, why);
+    }
+}

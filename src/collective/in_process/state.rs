@@ -1,0 +1,294 @@
+//! All that the ranks of a world know of one another, behind one lock: groups and their open calls, what each rank
+//! does, who waits for what, and the first failure.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::thread::ThreadId;
+use std::time::Duration;
+
+use super::pending_calls::{CallAction, CallFingerprint, CallId, Payload, PendingCall, Stage, WaitCondition};
+use crate::collective::{Op, Phase, Traffic};
+use crate::error::{Error, ErrorCategory};
+use crate::units;
+
+/// The group of all ranks.
+pub(super) const WORLD: usize = 0;
+
+/// Ranks that call together.
+#[derive(Debug)]
+pub(super) struct GroupState {
+    /// Their ranks in the world, ascending.
+    pub(super) ranks: Vec<usize>,
+    /// Of each member: calls made, and what they sent.
+    calls: Vec<u64>,
+    pub(super) traffic: Vec<Traffic>,
+    /// Number of the first call in `entries`.
+    first: u64,
+    entries: VecDeque<PendingCall>,
+}
+
+impl GroupState {
+    fn new(ranks: Vec<usize>) -> Self {
+        let size = ranks.len();
+        GroupState {
+            ranks,
+            calls: vec![0; size],
+            traffic: vec![Traffic::default(); size],
+            first: 0,
+            entries: VecDeque::new(),
+        }
+    }
+}
+
+/// One rank.
+#[derive(Debug, Default)]
+pub(super) struct RankState {
+    pub(super) phase: Option<Phase>,
+    last: Option<(CallId, CallFingerprint)>,
+    /// Over all groups.
+    pub(super) traffic: Traffic,
+    /// How often it entered each phase.
+    entered: [u64; Phase::ALL.len()],
+    /// It makes no more calls.
+    pub(super) gone: bool,
+    thread: Option<ThreadId>,
+}
+
+/// A rank asleep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct WaitingRank {
+    pub(super) rank: usize,
+    pub(super) call_id: CallId,
+    pub(super) condition: WaitCondition,
+}
+
+/// The first failure; it ends all groups.
+#[derive(Debug, Clone)]
+pub(super) struct WorldFailure {
+    /// Whose it is.
+    pub(super) rank: usize,
+    /// It said so itself, so there may be an error of its own that says more.
+    pub(super) own: bool,
+    /// What all other ranks get.
+    pub(super) error: Error,
+}
+
+#[derive(Debug)]
+pub(super) struct WorldState {
+    pub(super) groups: Vec<GroupState>,
+    pub(super) ranks: Vec<RankState>,
+    pub(super) waiting: Vec<WaitingRank>,
+    /// Ranks that read others' memory at this moment, outside the lock.
+    pub(super) readers: usize,
+    pub(super) failure: Option<WorldFailure>,
+    /// Some rank calls from several threads: that one of them waits does not say that the rank does.
+    threads_vary: bool,
+}
+
+impl WorldState {
+    pub(super) fn new(size: usize) -> Self {
+        WorldState {
+            groups: vec![GroupState::new((0..size).collect())],
+            ranks: (0..size).map(|_| RankState::default()).collect(),
+            waiting: Vec::new(),
+            readers: 0,
+            failure: None,
+            threads_vary: false,
+        }
+    }
+
+    /// An open call; it stays until each member has left it, so a member that has not may index.
+    pub(super) fn entry(&mut self, call_id: CallId) -> &mut PendingCall {
+        let group = &mut self.groups[call_id.group];
+        &mut group.entries[(call_id.number - group.first) as usize]
+    }
+
+    /// Members that keep `condition` from being met, by their ranks in the world.
+    pub(super) fn missing(&self, call_id: CallId, condition: WaitCondition) -> impl Iterator<Item = usize> {
+        let group = &self.groups[call_id.group];
+        let entry = &group.entries[(call_id.number - group.first) as usize];
+        entry.missing(condition).map(|member| group.ranks[member])
+    }
+
+    /// Notes which thread makes `rank`'s calls.
+    pub(super) fn driven(&mut self, rank: usize) {
+        let here = std::thread::current().id();
+        self.threads_vary |= *self.ranks[rank].thread.get_or_insert(here) != here;
+    }
+
+    /// Puts down `member`'s next call of `group`.
+    ///
+    /// # Errors
+    /// When a peer's call of the same number is another one.
+    pub(super) fn post(
+        &mut self,
+        group: usize,
+        member: usize,
+        print: CallFingerprint,
+        payload: Payload,
+    ) -> Result<CallId, WorldFailure> {
+        let of = &mut self.groups[group];
+        let (rank, size) = (of.ranks[member], of.ranks.len());
+        let call_id = CallId { group, number: of.calls[member] };
+        of.calls[member] += 1;
+        let place = (call_id.number - of.first) as usize;
+        if place == of.entries.len() {
+            of.entries.push_back(PendingCall::new(size, member, print));
+        }
+        let entry = &mut of.entries[place];
+        self.ranks[rank].last = Some((call_id, print));
+        let (first, theirs) = entry.first;
+        if theirs != print {
+            let first = of.ranks[first];
+            return Err(self.mismatch(call_id, (rank, print), (first, theirs)));
+        }
+        entry.payloads[member] = payload;
+        entry.reached[member] = Stage::Posted;
+        let is_split = print.action == CallAction::Split;
+        if is_split && self.entry(call_id).missing(WaitCondition::All(Stage::Posted)).next().is_none() {
+            self.part(call_id);
+        }
+        Ok(call_id)
+    }
+
+    /// Makes the groups of a split that all members have posted.
+    fn part(&mut self, call_id: CallId) {
+        let mut colors: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        for (member, payload) in self.entry(call_id).payloads.iter().enumerate() {
+            if let Payload::Color(color) = payload {
+                colors.entry(*color).or_default().push(member);
+            }
+        }
+        let mut places = vec![(0, 0); self.groups[call_id.group].ranks.len()];
+        for members in colors.into_values() {
+            let ranks = members.iter().map(|member| self.groups[call_id.group].ranks[*member]).collect();
+            for (place, member) in members.into_iter().enumerate() {
+                places[member] = (self.groups.len(), place);
+            }
+            self.groups.push(GroupState::new(ranks));
+        }
+        self.entry(call_id).places = places;
+    }
+
+    /// A member needs the call no more; a call that all have left is forgotten.
+    pub(super) fn leave(&mut self, call_id: CallId) {
+        self.entry(call_id).leavers += 1;
+        let group = &mut self.groups[call_id.group];
+        while group.entries.front().is_some_and(|entry| entry.leavers == group.ranks.len()) {
+            group.entries.pop_front();
+            group.first += 1;
+        }
+    }
+
+    pub(super) fn count(&mut self, group: usize, member: usize, op: Op, bytes: usize, is_root: bool) {
+        let of = &mut self.groups[group];
+        let (rank, size) = (of.ranks[member], of.ranks.len());
+        of.traffic[member].count(op, bytes, size, is_root);
+        self.ranks[rank].traffic.count(op, bytes, size, is_root);
+    }
+
+    /// `rank` enters `phase`, for the returned time.
+    pub(super) fn enter(&mut self, rank: usize, phase: Phase) -> u64 {
+        let rank = &mut self.ranks[rank];
+        rank.phase = Some(phase);
+        rank.entered[phase as usize] += 1;
+        rank.entered[phase as usize]
+    }
+
+    /// ` in phase backward`, or nothing before the first phase.
+    pub(super) fn in_phase(&self, rank: usize) -> String {
+        self.ranks[rank].phase.map_or(String::new(), |phase| format!(" in phase {}", phase.name()))
+    }
+
+    /// ` of the group of ranks 0, 2`, or nothing for the world.
+    fn of_group(&self, group: usize) -> String {
+        if group == WORLD {
+            return String::new();
+        }
+        let ranks: Vec<String> = self.groups[group].ranks.iter().map(usize::to_string).collect();
+        format!(" of the group of ranks {}", ranks.join(", "))
+    }
+
+    fn last_call(&self, rank: usize) -> String {
+        match self.ranks[rank].last {
+            Some((call_id, print)) => {
+                format!(
+                    "its last call was no {}{}, {print}",
+                    call_id.number + 1,
+                    self.of_group(call_id.group)
+                )
+            }
+            None => "it had made no call".to_owned(),
+        }
+    }
+
+    /// `rank` says that it failed.
+    pub(super) fn aborted(&self, rank: usize, why: &str) -> WorldFailure {
+        let error =
+            Error::new(ErrorCategory::Transient, format!("rank {rank} failed{}", self.in_phase(rank)))
+                .because(why)
+                .because(format!("rank {rank}: {}", self.last_call(rank)));
+        WorldFailure { rank, own: true, error }
+    }
+
+    /// The own error of `rank`, which failed, with its place around it.
+    pub(super) fn around(&self, rank: usize, error: Error) -> Error {
+        let what = format!("rank {rank} failed{}", self.in_phase(rank));
+        error.during(what).because(format!("rank {rank}: {}", self.last_call(rank)))
+    }
+
+    /// `rank` is gone while `waiter` waits for it.
+    pub(super) fn left(&self, rank: usize, waiter: usize) -> WorldFailure {
+        let error = Error::new(ErrorCategory::Transient, format!("rank {rank} left{}", self.in_phase(rank)))
+            .because(format!("rank {rank}: {}", self.last_call(rank)))
+            .because(format!("rank {waiter} waits for it: {}", self.last_call(waiter)));
+        WorldFailure { rank, own: false, error }
+    }
+
+    fn mismatch(
+        &self,
+        call_id: CallId,
+        (rank, print): (usize, CallFingerprint),
+        (first, theirs): (usize, CallFingerprint),
+    ) -> WorldFailure {
+        let (number, of) = (call_id.number + 1, self.of_group(call_id.group));
+        let error = Error::internal(format!("ranks {first} and {rank} do not make the same call"))
+            .because(format!("rank {rank} calls {print} as its call no {number}{of}"))
+            .because(format!("rank {first} calls {theirs}"));
+        WorldFailure { rank, own: false, error }
+    }
+
+    /// `waiter` gives up on `rank`: the flight record.
+    pub(super) fn late(&self, rank: usize, waiter: usize, timeout: Duration) -> WorldFailure {
+        let waited = units::duration(timeout.as_secs_f64());
+        let what = format!("rank {waiter} waited {waited} for rank {rank}{}", self.in_phase(rank));
+        let error = self.record().fold(Error::new(ErrorCategory::Transient, what), Error::because);
+        WorldFailure { rank, own: false, error }
+    }
+
+    /// Every rank sleeps or is gone, and none can wake another: their calls are of different groups.
+    pub(super) fn stuck(&self) -> Option<WorldFailure> {
+        let sleeps = |rank: usize| {
+            let mut own = self.waiting.iter().filter(|waiting| waiting.rank == rank);
+            own.any(|waiting| self.missing(waiting.call_id, waiting.condition).next().is_some())
+        };
+        let ends =
+            !self.threads_vary && (0..self.ranks.len()).all(|rank| self.ranks[rank].gone || sleeps(rank));
+        let rank = self.waiting.first().filter(|_| ends)?.rank;
+        let error = Error::internal("the ranks wait for one another in different calls");
+        Some(WorldFailure { rank, own: false, error: self.record().fold(error, Error::because) })
+    }
+
+    /// What each rank did last, and how much it sent.
+    fn record(&self) -> impl Iterator<Item = String> {
+        self.ranks.iter().enumerate().map(|(rank, status)| {
+            let sent = units::bytes(status.traffic.total_bytes());
+            let doing = match (status.gone, self.waiting.iter().any(|waiting| waiting.rank == rank)) {
+                (true, _) => "left",
+                (false, true) => "waits",
+                (false, false) => "computes",
+            };
+            let (phase, last) = (self.in_phase(rank), self.last_call(rank));
+            format!("rank {rank} {doing}{phase}, {sent} sent; {last}")
+        })
+    }
+}

@@ -1,0 +1,111 @@
+//! Sums over the ranks of several groups that share out the same data (HSDP), in ascending order of all ranks, as the
+//! in-process backend adds: 2 groups of 2 give the bits of one rank that adds 4 micro-batches.
+//!
+//! A rank collects its part of its group's data, as a reduce-scatter does. The sums then go from group to group: each
+//! replica (the rank with the same part in another group) adds its group's pieces to those it was sent and sends them on; the
+//! last one rounds them and sends them to all. What is sent is what a ring would send, but the groups add one after the
+//! other, piece by piece behind one another. Sums of bf16 travel in f32, in which they are added.
+
+use super::tags::MessageKind;
+use super::{MpiCommunicator, PIECE_BYTES};
+use crate::collective::buffer_checks::{check_host, check_shard, check_sum};
+use crate::collective::call_record::{CallKind, CallRecord};
+use crate::collective::{Call, Collective, Op, sum};
+use crate::error::Result;
+use crate::runtime::buffer::{Buffer, ElementType};
+
+impl MpiCommunicator {
+    pub(super) fn across(
+        &self,
+        call: Call,
+        replicas: &MpiCommunicator,
+        full: &Buffer,
+        shard: &Buffer,
+    ) -> Result<()> {
+        check_sum(call, full)?;
+        check_shard(call, shard, full, self.size())?;
+        check_host(call, full)?;
+        let record =
+            self.record(CallKind::Op(Op::ReduceScatter), call).moving(full.element(), full.elements());
+        self.agree(&record)?;
+        let record =
+            replicas.record(CallKind::Op(Op::AllReduce), call).moving(shard.element(), shard.elements());
+        replicas.agree(&record)?;
+        let each = PIECE_BYTES / full.element().bytes();
+        for begin in (0..shard.elements()).step_by(each) {
+            let piece = begin..(begin + each).min(shard.elements());
+            self.across_piece(&record, replicas, full, shard, piece)?;
+        }
+        let last = replicas.size() - 1;
+        let mut transfer = replicas.transfer(MessageKind::Data, vec![shard.clone()], Vec::new());
+        if replicas.rank == last {
+            for peer in replicas.peers() {
+                transfer.send(shard.address(), shard.bytes(), peer)?;
+            }
+        } else {
+            transfer.receive(shard.address(), shard.bytes(), last)?;
+        }
+        transfer.finish(|silent, waited| replicas.late(&record, silent, waited))?;
+        self.count(Op::ReduceScatter, full.bytes(), false);
+        replicas.count(Op::AllReduce, shard.bytes(), false);
+        Ok(())
+    }
+
+    /// One piece of the shard: elements `piece` of it, of this group's ranks added to those of the groups before.
+    fn across_piece(
+        &self,
+        record: &CallRecord,
+        replicas: &MpiCommunicator,
+        full: &Buffer,
+        shard: &Buffer,
+        piece: std::ops::Range<usize>,
+    ) -> Result<()> {
+        let (width, wide) = (full.element().bytes(), sum_bytes(full.element()));
+        let (bytes, slot) = (piece.len() * width, (piece.len() * width).next_multiple_of(8));
+        // A slot for each rank of the group, then the sums.
+        let words = (self.size() * slot + piece.len() * wide).div_ceil(8);
+        let memory = vec![full.clone(), shard.clone()];
+        let mut transfer = self.transfer(MessageKind::Data, memory, vec![0_u64; words]);
+        let base = transfer.scratch();
+        let at = |rank: usize| full.address() + rank * shard.bytes() + piece.start * width;
+        for peer in self.peers() {
+            transfer.receive(base + peer * slot, bytes, peer)?;
+        }
+        for peer in self.peers() {
+            transfer.send(at(peer), bytes, peer)?;
+        }
+        let scratch = transfer.finish(|silent, waited| self.late(record, silent, waited))?;
+
+        let pass_on = |scratch, to: Option<usize>, from: Option<usize>| -> Result<Vec<u64>> {
+            let mut transfer = replicas.transfer(MessageKind::Data, Vec::new(), scratch);
+            let sums = transfer.scratch() + self.size() * slot;
+            from.map_or(Ok(()), |peer| transfer.receive(sums, piece.len() * wide, peer))?;
+            to.map_or(Ok(()), |peer| transfer.send(sums, piece.len() * wide, peer))?;
+            transfer.finish(|silent, waited| replicas.late(record, silent, waited))
+        };
+        let before = replicas.rank.checked_sub(1);
+        let after = Some(replicas.rank + 1).filter(|rank| *rank < replicas.size());
+        let mut scratch = pass_on(scratch, None, before)?;
+        let base = scratch.as_mut_ptr() as usize;
+        let place = |rank| if rank == self.rank { at(rank) } else { base + rank * slot };
+        let pieces: Vec<usize> = (0..self.size()).map(place).collect();
+        let sums = base + self.size() * slot;
+        // SAFETY: slots and sums lie side by side in the scratch, aligned to 8; nothing is in flight.
+        unsafe { sum::go_on(full.element(), &pieces, piece.len(), sums, before.is_none())? };
+        if after.is_none() {
+            let to = shard.address() + piece.start * width;
+            // SAFETY: as above; the shard may be its place in `full`, whose piece was added.
+            unsafe { sum::rounded(full.element(), sums, piece.len(), to)? };
+            return Ok(());
+        }
+        pass_on(scratch, after, None).map(drop)
+    }
+}
+
+/// Bytes of an element's sum.
+fn sum_bytes(element: ElementType) -> usize {
+    match element {
+        ElementType::Bf16 => 4,
+        other => other.bytes(),
+    }
+}

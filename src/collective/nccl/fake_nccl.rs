@@ -1,0 +1,350 @@
+//! NCCL and a GPU in host memory, for tests: ranks are threads, "kernels" run when the last rank has made its call. Like
+//! the real library it returns at once, goes on in progress, and hangs when ranks call different things.
+
+use std::collections::HashMap;
+use std::ffi::{c_char, c_int, c_void};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, LazyLock, Mutex};
+
+use super::device::{GpuStreams, Lane};
+use super::library::{NcclConfig, NcclFunctions, NcclLibrary, NcclStatus, RawComm, RawStream, UniqueId};
+use crate::error::Result;
+
+/// A call that waits for its peers: addresses as numbers.
+#[derive(Clone, Copy, PartialEq)]
+enum FakePost {
+    Meet,
+    Split { color: c_int, place: usize },
+    Sum { from: usize, to: usize, count: usize, kind: c_int, scatter: bool },
+    Gather { from: usize, to: usize, bytes: usize },
+    Copy { at: usize, bytes: usize, root: c_int },
+    Finalize,
+}
+
+#[derive(Default)]
+struct FakeGroup {
+    posts: Mutex<Vec<Option<FakePost>>>,
+    aborted: AtomicBool,
+}
+
+/// What a raw communicator points to.
+struct FakeComm {
+    group: Arc<FakeGroup>,
+    rank: usize,
+}
+
+static GROUPS: LazyLock<Mutex<HashMap<[u8; 128], Arc<FakeGroup>>>> = LazyLock::new(Mutex::default);
+static IDS: AtomicU8 = AtomicU8::new(1);
+
+fn comm(raw: RawComm) -> &'static FakeComm {
+    // SAFETY: made by `made` below and leaked.
+    unsafe { &*raw.cast::<FakeComm>() }
+}
+
+fn made(group: &Arc<FakeGroup>, rank: usize) -> RawComm {
+    std::ptr::from_mut(Box::leak(Box::new(FakeComm { group: Arc::clone(group), rank }))).cast()
+}
+
+/// Makes a call; the last rank to come does the work of all.
+fn post(raw: RawComm, post: FakePost) -> NcclStatus {
+    let FakeComm { group, rank } = comm(raw);
+    if group.aborted.load(Ordering::SeqCst) {
+        return NcclStatus::REMOTE_ERROR;
+    }
+    let mut posts = group.posts.lock().unwrap();
+    posts[*rank] = Some(post);
+    let all: Option<Vec<FakePost>> = posts.iter().copied().collect();
+    if let Some(all) = all
+        && work(&all)
+    {
+        posts.fill(None);
+        return NcclStatus::SUCCESS;
+    }
+    NcclStatus::IN_PROGRESS
+}
+
+/// Whether the calls fit one another; if so they are done.
+fn work(all: &[FakePost]) -> bool {
+    let ranks = all.len();
+    for (rank, post) in all.iter().enumerate() {
+        let same = match (*post, all[0]) {
+            (
+                FakePost::Sum { count: a, kind: b, scatter: c, .. },
+                FakePost::Sum { count, kind, scatter, .. },
+            ) => (a, b, c) == (count, kind, scatter),
+            (FakePost::Gather { bytes: a, .. }, FakePost::Gather { bytes, .. }) => a == bytes,
+            (FakePost::Copy { bytes: a, root: b, .. }, FakePost::Copy { bytes, root, .. }) => {
+                (a, b) == (bytes, root)
+            }
+            (FakePost::Split { .. }, FakePost::Split { .. }) => true,
+            (one, other) => one == other && rank < ranks,
+        };
+        if !same {
+            return false;
+        }
+    }
+    match all[0] {
+        FakePost::Meet | FakePost::Finalize => {}
+        FakePost::Split { .. } => split(all),
+        FakePost::Sum { kind: 7, .. } => sum::<f32>(all),
+        FakePost::Sum { .. } => sum::<f64>(all),
+        FakePost::Gather { bytes, .. } => gather(all, bytes),
+        FakePost::Copy { bytes, root, .. } => {
+            let FakePost::Copy { at: from, .. } = all[root as usize] else { return false };
+            for post in all {
+                let FakePost::Copy { at, .. } = post else { return false };
+                // SAFETY: tests keep the memory until the call is done.
+                unsafe { std::ptr::copy(from as *const u8, *at as *mut u8, bytes) };
+            }
+        }
+    }
+    true
+}
+
+fn split(all: &[FakePost]) {
+    let mut groups: HashMap<c_int, (Arc<FakeGroup>, usize)> = HashMap::new();
+    for post in all {
+        let FakePost::Split { color, place } = *post else { return };
+        let (group, rank) = groups.entry(color).or_default();
+        group.posts.lock().unwrap().push(None);
+        // SAFETY: the place is leaked by the caller.
+        unsafe { (place as *mut RawComm).write(made(group, *rank)) };
+        *rank += 1;
+    }
+}
+
+fn sum<T: Copy + std::iter::Sum<T>>(all: &[FakePost]) {
+    let calls = all.iter().filter_map(|post| match *post {
+        FakePost::Sum { from, to, count, scatter, .. } => Some((from, to, count, scatter)),
+        _ => None,
+    });
+    let calls: Vec<(usize, usize, usize, bool)> = calls.collect();
+    let total = calls[0].2 * if calls[0].3 { all.len() } else { 1 };
+    // SAFETY: tests keep the memory until the call is done.
+    let at = |from: usize, i: usize| unsafe { (from as *const T).add(i).read() };
+    let sums: Vec<T> = (0..total).map(|i| calls.iter().map(|call| at(call.0, i)).sum()).collect();
+    for (rank, (_, to, count, scatter)) in calls.iter().enumerate() {
+        let begin = if *scatter { rank * count } else { 0 };
+        // SAFETY: as above.
+        unsafe { std::ptr::copy(sums[begin..].as_ptr(), *to as *mut T, *count) };
+    }
+}
+
+fn gather(all: &[FakePost], bytes: usize) {
+    for target in all {
+        for (rank, source) in all.iter().enumerate() {
+            let (FakePost::Gather { to, .. }, FakePost::Gather { from, .. }) = (target, source) else {
+                return;
+            };
+            // SAFETY: as for sums.
+            unsafe { std::ptr::copy(*from as *const u8, (*to + rank * bytes) as *mut u8, bytes) };
+        }
+    }
+}
+
+unsafe extern "C" fn get_version(version: *mut c_int) -> NcclStatus {
+    // SAFETY: the caller's local, as for all pointers here.
+    unsafe { version.write(22809) };
+    NcclStatus::SUCCESS
+}
+
+unsafe extern "C" fn get_unique_id(id: *mut UniqueId) -> NcclStatus {
+    // SAFETY: as above.
+    unsafe { id.write(UniqueId([IDS.fetch_add(1, Ordering::SeqCst); 128])) };
+    NcclStatus::SUCCESS
+}
+
+unsafe extern "C" fn get_error_string(_: NcclStatus) -> *const c_char {
+    c"stand-in error".as_ptr()
+}
+
+unsafe extern "C" fn get_last_error(_: RawComm) -> *const c_char {
+    c"".as_ptr()
+}
+
+unsafe extern "C" fn init(
+    place: *mut RawComm,
+    size: c_int,
+    id: UniqueId,
+    rank: c_int,
+    _: *mut NcclConfig,
+) -> NcclStatus {
+    let group = Arc::clone(GROUPS.lock().unwrap().entry(id.0).or_default());
+    group.posts.lock().unwrap().resize(size as usize, None);
+    // SAFETY: as above.
+    unsafe { place.write(made(&group, rank as usize)) };
+    // SAFETY: just written.
+    post(unsafe { place.read() }, FakePost::Meet)
+}
+
+unsafe extern "C" fn comm_split(
+    raw: RawComm,
+    color: c_int,
+    _: c_int,
+    place: *mut RawComm,
+    _: *mut NcclConfig,
+) -> NcclStatus {
+    post(raw, FakePost::Split { color, place: place as usize })
+}
+
+unsafe extern "C" fn get_async_error(raw: RawComm, state: *mut NcclStatus) -> NcclStatus {
+    let FakeComm { group, rank } = comm(raw);
+    let waits = group.posts.lock().unwrap()[*rank].is_some();
+    let status = match (group.aborted.load(Ordering::SeqCst), waits) {
+        (true, _) => NcclStatus::REMOTE_ERROR,
+        (false, true) => NcclStatus::IN_PROGRESS,
+        (false, false) => NcclStatus::SUCCESS,
+    };
+    // SAFETY: as above.
+    unsafe { state.write(status) };
+    NcclStatus::SUCCESS
+}
+
+unsafe extern "C" fn finalize(raw: RawComm) -> NcclStatus {
+    post(raw, FakePost::Finalize)
+}
+
+unsafe extern "C" fn destroy(_: RawComm) -> NcclStatus {
+    NcclStatus::SUCCESS
+}
+
+unsafe extern "C" fn abort(raw: RawComm) -> NcclStatus {
+    comm(raw).group.aborted.store(true, Ordering::SeqCst);
+    NcclStatus::SUCCESS
+}
+
+unsafe extern "C" fn all_reduce(
+    from: *const c_void,
+    to: *mut c_void,
+    count: usize,
+    kind: c_int,
+    op: c_int,
+    raw: RawComm,
+    _: RawStream,
+) -> NcclStatus {
+    assert_eq!(op, 0);
+    post(raw, FakePost::Sum { from: from as usize, to: to as usize, count, kind, scatter: false })
+}
+
+unsafe extern "C" fn reduce_scatter(
+    from: *const c_void,
+    to: *mut c_void,
+    count: usize,
+    kind: c_int,
+    op: c_int,
+    raw: RawComm,
+    _: RawStream,
+) -> NcclStatus {
+    assert_eq!(op, 0);
+    post(raw, FakePost::Sum { from: from as usize, to: to as usize, count, kind, scatter: true })
+}
+
+fn width(kind: c_int) -> usize {
+    [(1, 1), (7, 4), (8, 8), (9, 2)].into_iter().find(|(code, _)| *code == kind).unwrap().1
+}
+
+unsafe extern "C" fn all_gather(
+    from: *const c_void,
+    to: *mut c_void,
+    count: usize,
+    kind: c_int,
+    raw: RawComm,
+    _: RawStream,
+) -> NcclStatus {
+    post(raw, FakePost::Gather { from: from as usize, to: to as usize, bytes: count * width(kind) })
+}
+
+unsafe extern "C" fn broadcast(
+    from: *const c_void,
+    to: *mut c_void,
+    count: usize,
+    kind: c_int,
+    root: c_int,
+    raw: RawComm,
+    _: RawStream,
+) -> NcclStatus {
+    assert_eq!(from, to.cast_const());
+    post(raw, FakePost::Copy { at: to as usize, bytes: count * width(kind), root })
+}
+
+/// The library.
+pub(super) fn library() -> Arc<NcclLibrary> {
+    let table = NcclFunctions {
+        get_version,
+        get_unique_id,
+        get_error_string,
+        get_last_error,
+        comm_init_rank_config: init,
+        comm_split,
+        comm_get_async_error: get_async_error,
+        comm_finalize: finalize,
+        comm_destroy: destroy,
+        comm_abort: abort,
+        all_reduce,
+        reduce_scatter,
+        all_gather,
+        broadcast,
+    };
+    Arc::new(NcclLibrary::of_table(table, "stand-in".into()).unwrap())
+}
+
+/// A device whose work is done as soon as it is called, unless it is stuck.
+#[derive(Default)]
+pub(super) struct Host {
+    pub(super) stuck: Arc<AtomicBool>,
+}
+
+/// "Device" memory and its counterpart.
+pub(super) struct FakeScratch {
+    device: Vec<u8>,
+    host: Vec<u8>,
+}
+
+impl GpuStreams for Host {
+    type Mark = Lane;
+    type Scratch = FakeScratch;
+
+    fn bind(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn stream(&self, _: Lane) -> RawStream {
+        std::ptr::null_mut()
+    }
+
+    fn mark(&self, lane: Lane) -> Result<Lane> {
+        Ok(lane)
+    }
+
+    fn follow(&self, lane: Lane, mark: &Lane) -> Result<()> {
+        assert_ne!(lane, *mark, "a stream needs no mark of its own");
+        Ok(())
+    }
+
+    fn reached(&self, _: &Lane) -> Result<bool> {
+        Ok(!self.stuck.load(Ordering::SeqCst))
+    }
+
+    fn scratch(&self, bytes: usize) -> Result<FakeScratch> {
+        Ok(FakeScratch { device: vec![0; bytes], host: vec![0; bytes] })
+    }
+
+    fn address(&self, scratch: &FakeScratch) -> usize {
+        scratch.device.as_ptr() as usize
+    }
+
+    fn host<'a>(&self, scratch: &'a mut FakeScratch) -> Result<&'a mut [u8]> {
+        Ok(&mut scratch.host)
+    }
+
+    fn put(&self, scratch: &mut FakeScratch, range: Range<usize>) -> Result<()> {
+        scratch.device[range.clone()].copy_from_slice(&scratch.host[range]);
+        Ok(())
+    }
+
+    fn fetch(&self, scratch: &mut FakeScratch, range: Range<usize>) -> Result<()> {
+        scratch.host[range.clone()].copy_from_slice(&scratch.device[range]);
+        Ok(())
+    }
+}

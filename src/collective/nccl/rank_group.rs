@@ -1,0 +1,130 @@
+//! The ranks of a process on its GPUs: threads that meet, work and end together.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use super::communicator::AbortFlag;
+use super::device::GpuStreams;
+use super::library::{NcclLibrary, UniqueId};
+use super::{Nccl, NcclRankInfo, locked};
+use crate::collective::Collective;
+use crate::collective::rank_threads;
+use crate::collective::rank_threads::RankFailure;
+use crate::error::{Error, Result};
+
+/// The ranks of one process among all.
+#[derive(Debug, Clone, Copy)]
+pub struct GroupInfo {
+    /// Rank 0's [`NcclLibrary::unique_id`].
+    pub id: UniqueId,
+    /// The first rank of this process; the others follow.
+    pub first: usize,
+    /// Ranks of all processes.
+    pub size: usize,
+    /// How long a call may wait for other ranks.
+    pub deadline: Duration,
+}
+
+/// Runs `work` for a rank on each of `devices`, in threads `rank-0`, `rank-1`, …, which meet each other and those of
+/// other processes. `work` gets its place among `devices`.
+///
+/// # Errors
+/// When a rank returns an error or panics, or `abort_flag` is raised from elsewhere, all communicators of the process are
+/// aborted, which ends its peers' waits; the error is that of the rank that failed first, or the alarm's cause. What all
+/// ranks of this process say alike is said once.
+pub fn run_ranks<D: GpuStreams, T: Send>(
+    library: &Arc<NcclLibrary>,
+    group_info: &GroupInfo,
+    devices: Vec<D>,
+    abort_flag: &Arc<AbortFlag>,
+    work: impl Fn(usize, Arc<Nccl<D>>) -> Result<T> + Sync,
+) -> Result<Vec<T>, RankFailure> {
+    let first: OnceLock<(usize, Error, String)> = OnceLock::new();
+    let rank = |place: usize, device: D| {
+        let rank_info = NcclRankInfo {
+            id: group_info.id,
+            rank: group_info.first + place,
+            size: group_info.size,
+            deadline: group_info.deadline,
+        };
+        let mut end = None;
+        let done = rank_threads::caught(|| {
+            let met = Arc::new(Nccl::connect(library, &rank_info, device, abort_flag)?);
+            work(place, Arc::clone(end.insert(met)))
+        });
+        if let Err(error) = &done
+            && abort_flag.check().err().is_none_or(|cause| !rank_threads::stems_from(error, &cause))
+        {
+            let at = end.as_ref().map(|end| locked(&end.member.place).clone()).unwrap_or_default();
+            let why = rank_threads::in_a_line(error);
+            let news = at.news(rank_info.rank, &why);
+            first.get_or_init(|| {
+                (rank_info.rank, at.around(rank_info.rank, error.clone()), rank_threads::in_a_line(&news))
+            });
+            abort_flag.raise(news);
+        }
+        // Only now: communicators of a rank that failed were aborted, and do not wait for peers to end in order.
+        drop(end);
+        done
+    };
+    let results: Vec<Result<T>> = std::thread::scope(|scope| {
+        let start = |(place, device)| {
+            let rank = &rank;
+            rank_threads::start(scope, group_info.first + place, move || rank(place, device))
+                .map_err(|error| abort_flag.raise(error))
+        };
+        let started: Vec<_> = devices.into_iter().enumerate().map(start).collect();
+        started.into_iter().map(rank_threads::join).collect()
+    });
+    if results.iter().all(Result::is_ok) {
+        return results.into_iter().collect::<Result<_>>().map_err(RankFailure::heard);
+    }
+    let errors: Vec<Error> = results.into_iter().filter_map(Result::err).collect();
+    let heard = abort_flag.check().err().unwrap_or_else(|| errors[0].clone());
+    let Some((rank, error, why)) = first.into_inner() else { return Err(RankFailure::heard(heard)) };
+    let text = errors[0].to_string();
+    let alike = errors.len() == group_info.size
+        && errors.len() > 1
+        && errors.iter().all(|error| error.to_string() == text)
+        && text != heard.to_string();
+    if alike {
+        return Err(RankFailure::of_all(rank, errors[0].clone()));
+    }
+    Err(RankFailure { error, own: Some((rank, why)) })
+}
+
+/// [`run_ranks`] on candle's devices, all of them GPUs.
+///
+/// # Errors
+/// As there; a device is not a GPU, the driver gives no stream.
+#[cfg(feature = "cuda")]
+pub fn run_on_gpus<T: Send>(
+    library: &Arc<NcclLibrary>,
+    group_info: &GroupInfo,
+    devices: &[candle_core::Device],
+    abort_flag: &Arc<AbortFlag>,
+    work: impl Fn(usize, Arc<dyn Collective>) -> Result<T> + Sync,
+) -> Result<Vec<T>, RankFailure> {
+    let one = |device: &candle_core::Device| match device {
+        candle_core::Device::Cuda(device) => super::Cuda::new(device),
+        other => Err(Error::internal(format!("{:?} is no GPU", other.location()))),
+    };
+    let gpus = devices.iter().map(one).collect::<Result<Vec<_>>>().map_err(RankFailure::heard)?;
+    run_ranks(library, group_info, gpus, abort_flag, |place, end| work(place, end))
+}
+
+/// [`run_ranks`] on GPUs, which this build has none of.
+///
+/// # Errors
+/// Always.
+#[cfg(not(feature = "cuda"))]
+pub fn run_on_gpus<T: Send>(
+    library: &Arc<NcclLibrary>,
+    group_info: &GroupInfo,
+    devices: &[candle_core::Device],
+    _: &Arc<AbortFlag>,
+    _: impl Fn(usize, Arc<dyn Collective>) -> Result<T> + Sync,
+) -> Result<Vec<T>, RankFailure> {
+    let what = format!("cannot run {} of {} ranks over {library:?}", devices.len(), group_info.size);
+    Err(RankFailure::heard(Error::internal(what).because("this build has no GPUs")))
+}

@@ -1,0 +1,154 @@
+//! The watch over what was put on the streams: a thread that polls and raises the alarm when the library reports a
+//! failure or when nothing ends for too long. A rank's own thread may then be inside CUDA, waiting for a result: the
+//! aborted communicator's kernels end, and the wait with them.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::communicator::AbortFlag;
+use super::device::{GpuStreams, Lane};
+use crate::collective::call_record::CallRecord;
+use crate::error::{Error, ErrorCategory, Result};
+
+/// Between two looks; a failure is seen this late at most.
+const PERIOD: Duration = Duration::from_millis(100);
+
+/// A call whose kernel may not have ended.
+struct WatchedCall<M> {
+    mark: M,
+    record: CallRecord,
+}
+
+/// The calls of one stream, which end in order.
+struct WatchQueue<M> {
+    calls: VecDeque<WatchedCall<M>>,
+    /// When the first of them became the first.
+    since: Instant,
+}
+
+struct WatchdogState<D: GpuStreams> {
+    device: Arc<D>,
+    abort_flag: Arc<AbortFlag>,
+    rank: usize,
+    deadline: Duration,
+    /// Of the compute and of the gather stream.
+    queues: Mutex<[WatchQueue<D::Mark>; 2]>,
+    stop: Mutex<bool>,
+    stopped: Condvar,
+}
+
+/// See the module; ends its thread when dropped.
+pub(super) struct Watch<D: GpuStreams> {
+    shared: Arc<WatchdogState<D>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<D: GpuStreams> Watch<D> {
+    /// Starts to watch for `rank` of the world.
+    pub(super) fn start(
+        device: &Arc<D>,
+        abort_flag: &Arc<AbortFlag>,
+        rank: usize,
+        deadline: Duration,
+    ) -> Result<Watch<D>> {
+        let queue = || WatchQueue { calls: VecDeque::new(), since: Instant::now() };
+        let shared = Arc::new(WatchdogState {
+            device: Arc::clone(device),
+            abort_flag: Arc::clone(abort_flag),
+            rank,
+            deadline,
+            queues: Mutex::new([queue(), queue()]),
+            stop: Mutex::new(false),
+            stopped: Condvar::new(),
+        });
+        let watched = Arc::clone(&shared);
+        let thread = std::thread::Builder::new().name(format!("nccl-watch-{rank}"));
+        let thread = thread.spawn(move || watched.run()).map_err(|error| {
+            Error::new(ErrorCategory::Transient, "cannot start the watch over NCCL")
+                .because(error.to_string())
+        })?;
+        Ok(Watch { shared, thread: Some(thread) })
+    }
+
+    /// Watches a call that was put on a stream, to be at its end at `mark`.
+    pub(super) fn add(&self, lane: Lane, mark: D::Mark, record: CallRecord) {
+        let mut queues = locked(&self.shared.queues);
+        let queue = &mut queues[lane as usize];
+        if queue.calls.is_empty() {
+            queue.since = Instant::now();
+        }
+        queue.calls.push_back(WatchedCall { mark, record });
+    }
+}
+
+impl<D: GpuStreams> WatchdogState<D> {
+    fn run(&self) {
+        let bound = self.device.bind();
+        let look = || bound.clone().and_then(|()| self.look());
+        loop {
+            if let Err(error) = look() {
+                self.abort_flag.raise(error);
+                return;
+            }
+            let stop = locked(&self.stop);
+            let waited = self.stopped.wait_timeout_while(stop, PERIOD, |stop| !*stop);
+            if *waited.unwrap_or_else(PoisonError::into_inner).0 {
+                return;
+            }
+        }
+    }
+
+    fn look(&self) -> Result<()> {
+        self.abort_flag.check()?;
+        let oldest = self.oldest()?;
+        for communicator in self.abort_flag.communicators() {
+            communicator.poll().map_err(|error| match &oldest {
+                Some((_, record)) => error.because(format!("rank {} was at {record}", self.rank)),
+                None => error,
+            })?;
+        }
+        match oldest {
+            Some((since, record)) if since.elapsed() > self.deadline => Err(self.stuck(&record)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The call that has waited for longest, since when. The computation may wait for a gather, so both streams count.
+    fn oldest(&self) -> Result<Option<(Instant, CallRecord)>> {
+        let mut queues = locked(&self.queues);
+        for queue in queues.iter_mut() {
+            while let Some(call) = queue.calls.front() {
+                if !self.device.reached(&call.mark)? {
+                    break;
+                }
+                queue.calls.pop_front();
+                queue.since = Instant::now();
+            }
+        }
+        let first = |queue: &WatchQueue<D::Mark>| Some((queue.since, queue.calls.front()?.record.clone()));
+        Ok(queues.iter().filter_map(first).min_by_key(|(since, _)| *since))
+    }
+
+    fn stuck(&self, record: &CallRecord) -> Error {
+        Error::new(ErrorCategory::Transient, format!("rank {} waits for other ranks without end", self.rank))
+            .because(format!("{record} did not end in {} s", self.deadline.as_secs()))
+            .because("another rank stopped, or called something else")
+    }
+}
+
+impl<D: GpuStreams> Drop for Watch<D> {
+    fn drop(&mut self) {
+        *locked(&self.shared.stop) = true;
+        self.shared.stopped.notify_all();
+        if let Some(thread) = self.thread.take() {
+            // A watch that panicked has nothing more to say.
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! The loop: steps, evaluations, checkpoints, until the data or the user ends it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use super::{Evaluation, Trainer};
+use crate::checkpoint::{Saver, TrainingState};
+use crate::collective::{CollectiveTimer, Phase};
+use crate::data::{Batch, Cursor, Sampler, Step};
+use crate::error::{ErrorContext as _, Result};
+use crate::report::{EvalReport, EventWriter, MetricsLog, StepReport, Terminal, memory};
+use crate::runtime::device::peak_bytes;
+
+/// When what happens.
+#[derive(Debug, Clone, Copy)]
+pub struct RunOptions {
+    /// Steps between checkpoints.
+    pub save_steps: Option<u64>,
+    /// Steps between evaluations.
+    pub eval_steps: Option<u64>,
+    /// Evaluate before the first and after the last step.
+    pub eval_at_end: bool,
+    /// Steps between lines of progress.
+    pub every_steps: u64,
+}
+
+/// Where a run reports.
+pub struct Reporter<'a> {
+    /// For people.
+    pub terminal: &'a Terminal,
+    /// metrics.jsonl.
+    pub metrics: MetricsLog,
+    /// Event files.
+    pub tensorboard: Option<EventWriter>,
+}
+
+/// A moment that can be saved and returned to.
+#[derive(Debug, Clone, Copy)]
+pub struct Progress {
+    /// Steps done.
+    pub step: u64,
+    /// Where the next step begins in the data.
+    pub cursor: Cursor,
+    /// Tokens trained on so far.
+    pub tokens: u64,
+}
+
+/// What a run did.
+#[derive(Debug, Clone, Default)]
+pub struct RunSummary {
+    /// Steps done, earlier runs included.
+    pub steps: u64,
+    /// Tokens trained on, likewise.
+    pub tokens: u64,
+    /// Loss of the last step.
+    pub last_loss: Option<f64>,
+    /// The base on the held-out rows.
+    pub before: Option<EvalReport>,
+    /// The result on the held-out rows.
+    pub after: Option<EvalReport>,
+    /// A signal ended it early, after a checkpoint.
+    pub stopped: bool,
+}
+
+/// Everything the loop works on.
+pub struct TrainLoop<'a> {
+    /// The model that learns.
+    pub trainer: &'a mut Trainer,
+    /// The steps.
+    pub sampler: &'a mut Sampler<'a>,
+    /// The held-out micro-batches.
+    pub held_out: Vec<Batch>,
+    /// Where it reports; one rank of all does.
+    pub reporter: Option<Reporter<'a>>,
+    /// Saves checkpoints.
+    pub saver: Saver<'a>,
+    /// What a checkpoint of a moment says of the run.
+    pub state: &'a dyn Fn(Progress) -> TrainingState,
+    /// Set by a signal: save and end.
+    pub stop: &'a AtomicBool,
+    /// Time spent in collectives.
+    pub clock: CollectiveTimer,
+    /// When what happens.
+    pub options: RunOptions,
+}
+
+impl TrainLoop<'_> {
+    /// Runs to the end, from `tokens` tokens on (not 0 when resumed).
+    ///
+    /// # Errors
+    /// What a step, an evaluation or a save returns. What was saved before stays.
+    pub fn run(mut self, tokens: u64) -> Result<RunSummary> {
+        let total = self.sampler.total_steps();
+        let mut done = RunSummary { steps: self.sampler.steps_done(), tokens, ..RunSummary::default() };
+        if self.options.eval_at_end && done.steps == 0 {
+            done.before = self.evaluate(0)?;
+        }
+        // Seconds by rank.
+        let mut computed_by: Vec<f64> = Vec::new();
+        if let Some(reporter) = &self.reporter {
+            reporter.terminal.train_start(done.steps, total);
+        }
+        loop {
+            self.enter(Phase::Data)?;
+            let Some(step) = self.sampler.next_step() else { break };
+            let (mut report, asked_to_stop) = self.step(&step)?;
+            computed_by.resize(report.rank_secs.len(), 0.0);
+            computed_by.iter_mut().zip(&report.rank_secs).for_each(|(sum, secs)| *sum += secs);
+            done.steps += 1;
+            done.tokens += step.tokens;
+            done.last_loss = Some(report.loss);
+            report.step = done.steps;
+            self.report(&report, done.steps == total)?;
+            let due = |every: Option<u64>| every.is_some_and(|every| done.steps.is_multiple_of(every));
+            if due(self.options.eval_steps) && done.steps < total {
+                self.evaluate(done.steps)?;
+            }
+            let stop = asked_to_stop && done.steps < total;
+            if due(self.options.save_steps) || stop {
+                self.save(Progress { step: done.steps, cursor: self.sampler.cursor(), tokens: done.tokens })?;
+            }
+            if stop {
+                done.stopped = true;
+                break;
+            }
+        }
+        self.finish(&computed_by);
+        if self.options.eval_at_end && !done.stopped {
+            done.after = self.evaluate(done.steps)?;
+        }
+        self.saver.finish(self.trainer.engine.store.mesh().world())?;
+        Ok(done)
+    }
+
+    fn save(&mut self, moment: Progress) -> Result<()> {
+        self.enter(Phase::Save)?;
+        let world = self.trainer.engine.store.mesh().world();
+        // Before the next snapshot: one at a time is in memory.
+        self.saver.finish(world)?;
+        self.saver.save((self.state)(moment), self.trainer.snapshot(true)?, world)
+    }
+
+    /// Takes a step; its report, still without its number, and whether any rank was asked to stop.
+    fn step(&mut self, step: &Step) -> Result<(StepReport, bool)> {
+        let (started, waited) = (Instant::now(), self.clock.read());
+        self.saver.check(self.trainer.engine.store.mesh().world())?;
+        let result = self.trainer.step(step)?;
+        let secs = started.elapsed().as_secs_f64();
+        let computed = secs - (self.clock.read() - waited).as_secs_f64();
+        let (asked_to_stop, rank_secs) = self.agree(computed)?;
+        let report = StepReport {
+            step: 0,
+            epoch: step.epoch,
+            loss: result.loss,
+            learning_rate: result.learning_rate,
+            grad_norm: result.grad_norm,
+            tokens: step.tokens,
+            step_secs: secs,
+            tokens_per_sec: step.tokens as f64 / secs,
+            peak_bytes: peak_bytes(&self.trainer.engine.device).unwrap_or_else(memory::peak_bytes),
+            rank_secs,
+        };
+        Ok((report, asked_to_stop))
+    }
+
+    fn enter(&self, phase: Phase) -> Result<()> {
+        self.trainer.engine.store.mesh().world().enter(phase)
+    }
+
+    /// What all ranks must know after a step: whether any has seen a signal, which reaches them at different moments, so
+    /// that all stop; and how long each computed.
+    fn agree(&self, computed: f64) -> Result<(bool, Vec<f64>)> {
+        let store = &self.trainer.engine.store;
+        let world = store.mesh().world();
+        let mut said = vec![0.0; 1 + world.size()];
+        said[0] = f64::from(u8::from(self.stop.load(Ordering::Relaxed)));
+        said[1 + world.rank()] = computed;
+        store.sum("signals and times", &mut said)?;
+        let secs = if world.size() > 1 { said.split_off(1) } else { Vec::new() };
+        Ok((said[0] > 0.0, secs))
+    }
+
+    /// Ends the progress, and names a rank that the others waited for.
+    fn finish(&self, computed_by: &[f64]) {
+        let Some(reporter) = &self.reporter else { return };
+        reporter.terminal.train_finish();
+        let mean = computed_by.iter().sum::<f64>() / computed_by.len().max(1) as f64;
+        let slowest = computed_by.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1));
+        if let Some((rank, secs)) = slowest.filter(|(_, secs)| **secs > 1.1 * mean) {
+            reporter.terminal.warn(format!(
+                "rank {rank} was the slowest: it computed for {secs:.1} s, the ranks' mean is {mean:.1} s; the others waited"
+            ));
+        }
+    }
+
+    fn report(&mut self, report: &StepReport, last: bool) -> Result<()> {
+        let Some(reporter) = &mut self.reporter else { return Ok(()) };
+        reporter.metrics.step(report)?;
+        if last || report.step.is_multiple_of(self.options.every_steps) {
+            reporter.terminal.train_step(report);
+            if let Some(tensorboard) = &mut reporter.tensorboard {
+                tensorboard.step(report)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn evaluate(&mut self, step: u64) -> Result<Option<EvalReport>> {
+        if self.held_out.is_empty() {
+            return Ok(None);
+        }
+        self.enter(Phase::Evaluate)?;
+        let engine = &self.trainer.engine;
+        let evaluation = engine
+            .evaluate(self.held_out.iter().cloned(), |_| ())
+            .during(|| format!("cannot evaluate after step {step}"))?;
+        let report = evaluation.report(step);
+        if let Some(reporter) = &mut self.reporter {
+            reporter.terminal.eval(&report);
+            reporter.metrics.eval(&report)?;
+            if let Some(tensorboard) = &mut reporter.tensorboard {
+                tensorboard.eval(&report)?;
+            }
+        }
+        Ok(Some(report))
+    }
+}
+
+impl Evaluation {
+    /// As it is logged.
+    pub fn report(&self, step: u64) -> EvalReport {
+        EvalReport {
+            eval_token_accuracy: Some(self.token_accuracy()),
+            eval_exact_match: Some(self.exact_match()),
+            ..EvalReport::new(step, self.loss(), self.tokens)
+        }
+    }
+}

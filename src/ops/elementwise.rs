@@ -1,0 +1,100 @@
+//! Reductions and small elementwise work over whole tensors: norms, finiteness, adding, casting into place.
+
+use candle_core::{DType, Tensor};
+use rayon::prelude::*;
+
+use crate::error::Result;
+use crate::runtime::cpu_tensor::{FloatElement, read, tensor, unwritten, update, with_elem};
+
+/// Elements per partial sum; partials are added in order, so the result does not depend on the threads.
+const CHUNK: usize = 1 << 14;
+
+/// Σ x² in f64 of a contiguous f32 tensor.
+pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
+    if !x.device().is_cpu() {
+        // Rows of partial sums in f32, then f64 on the host.
+        let flat = x.flatten_all()?;
+        let (len, whole) = (flat.elem_count(), flat.elem_count() / CHUNK * CHUNK);
+        let mut sum = 0f64;
+        if whole > 0 {
+            let parts = flat.narrow(0, 0, whole)?.reshape((whole / CHUNK, CHUNK))?.sqr()?.sum(1)?;
+            sum += parts.to_vec1::<f32>()?.iter().map(|&p| f64::from(p)).sum::<f64>();
+        }
+        if len > whole {
+            sum += f64::from(flat.narrow(0, whole, len - whole)?.sqr()?.sum_all()?.to_scalar::<f32>()?);
+        }
+        return Ok(sum);
+    }
+    let x = read::<f32>(x)?;
+    let parts: Vec<f64> = x.par_chunks(CHUNK).map(squares).collect();
+    Ok(parts.iter().sum())
+}
+
+/// Σ x² of a chunk, in sixteen sums at a time: one alone would wait for each addition.
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+fn squares(x: &[f32]) -> f64 {
+    let mut sums = [0f64; 16];
+    for part in x.chunks(sums.len()) {
+        for (sum, &x) in sums.iter_mut().zip(part) {
+            *sum += f64::from(x) * f64::from(x);
+        }
+    }
+    sums.iter().sum()
+}
+
+/// `a + b`, same shape and dtype; f32 inside, rounded once.
+pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    if !a.device().is_cpu() {
+        return Ok((a + b)?);
+    }
+    with_elem!(a.dtype(), T => {
+        let (x, y) = (read::<T>(a)?, read::<T>(b)?);
+        let mut out = unwritten::<T>(x.len());
+        out.par_chunks_mut(CHUNK).zip(x.par_chunks(CHUNK)).zip(y.par_chunks(CHUNK)).for_each(|((out, x), y)| {
+            for ((out, x), y) in out.iter_mut().zip(x).zip(y) {
+                *out = T::nearest(x.widen() + y.widen());
+            }
+        });
+        tensor(out, a.shape())
+    })
+}
+
+/// `dst += x` in place; the dtypes may differ.
+pub fn add_into(dst: &Tensor, x: &Tensor) -> Result<()> {
+    if !dst.device().is_cpu() {
+        let sum = (dst.to_dtype(DType::F32)? + x.to_dtype(DType::F32)?)?;
+        return Ok(dst.slice_set(&sum.to_dtype(dst.dtype())?, 0, 0)?);
+    }
+    with_elem!(dst.dtype(), D => with_elem!(x.dtype(), X => {
+        let x = read::<X>(x)?;
+        let x: &[X] = &x;
+        update(dst, |dst: &mut [D]| {
+            dst.par_chunks_mut(CHUNK).zip(x.par_chunks(CHUNK)).for_each(|(dst, x)| {
+                for (dst, x) in dst.iter_mut().zip(x) {
+                    *dst = D::nearest(dst.widen() + x.widen());
+                }
+            });
+        })
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+    use crate::runtime::copy::copy_into;
+
+    /// `T::round` in the body of `with_elem!` once meant `f32::round`.
+    #[test]
+    fn fractions_survive_in_f32() -> Result<()> {
+        let a = Tensor::new(&[0.25f32, -1.5, 3.125], &Device::Cpu)?;
+        let b = Tensor::new(&[0.5f32, 0.25, 0.0], &Device::Cpu)?;
+        assert_eq!(add(&a, &b)?.to_vec1::<f32>()?, [0.75, -1.25, 3.125]);
+        add_into(&a, &b)?;
+        assert_eq!(a.to_vec1::<f32>()?, [0.75, -1.25, 3.125]);
+        copy_into(&a, &b)?;
+        assert_eq!(a.to_vec1::<f32>()?, [0.5, 0.25, 0.0]);
+        Ok(())
+    }
+}

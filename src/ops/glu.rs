@@ -1,0 +1,146 @@
+//! Gated activations: `h = act(gate) · up`, where gate and up are the left and right half of one tensor.
+//!
+//! Backward, from the saved halves alone: `dup = dh · act(gate)`, `dgate = dh · up · act'(gate)`.
+
+use candle_core::{DType, Tensor};
+use rayon::prelude::*;
+
+use super::simd;
+use crate::error::Result;
+use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
+
+/// The activation of an MLP's gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// `x · sigmoid(x)`.
+    Silu,
+    /// GELU by tanh (`gelu_pytorch_tanh`): `x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))`.
+    GeluTanh,
+}
+
+const SQRT_2_OVER_PI: f32 = 0.797_884_6;
+const GELU_CUBIC: f32 = 0.044_715;
+
+impl Activation {
+    /// `(act(x), act'(x))`.
+    #[inline(always)]
+    fn value_and_slope(self, x: f32) -> (f32, f32) {
+        match self {
+            Activation::Silu => {
+                let s = simd::sigmoid(x);
+                (x * s, s * (1.0 + x * (1.0 - s)))
+            }
+            Activation::GeluTanh => {
+                let t = simd::tanh(SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x));
+                let inner = SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * x * x);
+                (0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner)
+            }
+        }
+    }
+}
+
+/// `gate_up: [N, 2F]` → `[N, F]`.
+pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
+    if !gate_up.device().is_cpu() {
+        return reference(gate_up, activation);
+    }
+    let (rows, width) = dims2(gate_up)?;
+    let half = width / 2;
+    with_elem!(gate_up.dtype(), T => {
+        let gate_up = read::<T>(gate_up)?;
+        let mut h = unwritten::<T>(rows * half);
+        h.par_chunks_mut(half).zip(gate_up.par_chunks(width)).with_min_len(8).for_each(|(h, row)| {
+            let (gate, up) = row.split_at(half);
+            match activation {
+                Activation::Silu => silu_row(h, gate, up),
+                Activation::GeluTanh => gelu_row(h, gate, up),
+            }
+        });
+        tensor(h, (rows, half))
+    })
+}
+
+/// `dh: [N, F]` → the gradient of `gate_up: [N, 2F]`.
+pub fn glu_backward(gate_up: &Tensor, dh: &Tensor, activation: Activation) -> Result<Tensor> {
+    if !gate_up.device().is_cpu() {
+        return reference_backward(gate_up, dh, activation);
+    }
+    let (rows, width) = dims2(gate_up)?;
+    let half = width / 2;
+    with_elem!(gate_up.dtype(), T => {
+        let (gate_up, dh) = (read::<T>(gate_up)?, read::<T>(dh)?);
+        let mut d = unwritten::<T>(rows * width);
+        let rows_of = d.par_chunks_mut(width).zip(gate_up.par_chunks(width)).zip(dh.par_chunks(half));
+        rows_of.with_min_len(8).for_each(|((d, row), dh)| {
+            let ((dgate, dup), (gate, up)) = (d.split_at_mut(half), row.split_at(half));
+            match activation {
+                Activation::Silu => silu_row_backward(dgate, dup, gate, up, dh),
+                Activation::GeluTanh => gelu_row_backward(dgate, dup, gate, up, dh),
+            }
+        });
+        tensor(d, (rows, width))
+    })
+}
+
+/// One loop per activation, so that the choice is not made per element.
+macro_rules! row_loops {
+    ($forward:ident, $backward:ident, $activation:expr) => {
+        #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+        fn $forward<T: FloatElement>(h: &mut [T], gate: &[T], up: &[T]) {
+            for ((h, gate), up) in h.iter_mut().zip(gate).zip(up) {
+                *h = T::nearest($activation.value_and_slope(gate.widen()).0 * up.widen());
+            }
+        }
+        #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+        fn $backward<T: FloatElement>(dgate: &mut [T], dup: &mut [T], gate: &[T], up: &[T], dh: &[T]) {
+            for ((((dgate, dup), gate), up), dh) in dgate.iter_mut().zip(dup).zip(gate).zip(up).zip(dh) {
+                let (value, slope) = $activation.value_and_slope(gate.widen());
+                *dgate = T::nearest(dh.widen() * up.widen() * slope);
+                *dup = T::nearest(dh.widen() * value);
+            }
+        }
+    };
+}
+row_loops!(silu_row, silu_row_backward, Activation::Silu);
+row_loops!(gelu_row, gelu_row_backward, Activation::GeluTanh);
+
+fn halves(gate_up: &Tensor) -> Result<(Tensor, Tensor)> {
+    let (_, width) = dims2(gate_up)?;
+    let x = gate_up.to_dtype(DType::F32)?;
+    Ok((x.narrow(1, 0, width / 2)?.contiguous()?, x.narrow(1, width / 2, width / 2)?.contiguous()?))
+}
+
+/// The definition, in candle's primitives.
+pub(crate) fn reference(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
+    let (gate, up) = halves(gate_up)?;
+    let act = match activation {
+        Activation::Silu => gate.silu()?,
+        Activation::GeluTanh => gate.gelu()?,
+    };
+    Ok((act * up)?.to_dtype(gate_up.dtype())?)
+}
+
+/// The backward formula in candle's primitives.
+pub(crate) fn reference_backward(gate_up: &Tensor, dh: &Tensor, activation: Activation) -> Result<Tensor> {
+    let (x, up) = halves(gate_up)?;
+    let dh = dh.to_dtype(DType::F32)?;
+    let (value, slope) = match activation {
+        Activation::Silu => {
+            let s = (x.neg()?.exp()? + 1.0)?.recip()?;
+            let slope = (((1.0 - &s)? * &x)? + 1.0)?;
+            ((&x * &s)?, (s * slope)?)
+        }
+        Activation::GeluTanh => {
+            let root = f64::from(SQRT_2_OVER_PI);
+            let cubic = f64::from(GELU_CUBIC);
+            let t = ((&x + (x.sqr()?.mul(&x)? * cubic)?)? * root)?.tanh()?;
+            let left = ((&t + 1.0)? * 0.5)?;
+            let inner = ((x.sqr()? * (3.0 * cubic))? + 1.0)?;
+            let right = ((&x * (1.0 - t.sqr()?)?)? * inner)?;
+            ((&x * &left)?, (left + (right * (0.5 * root))?)?)
+        }
+    };
+    let dgate = ((&dh * &up)? * slope)?;
+    let dup = (dh * value)?;
+    Ok(Tensor::cat(&[dgate, dup], 1)?.to_dtype(gate_up.dtype())?)
+}

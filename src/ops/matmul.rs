@@ -1,0 +1,169 @@
+//! Matrix products between column ranges of tensors, in place: the one primitive under every linear layer, its
+//! input gradient, its weight gradient and the LoRA branch.
+//!
+//! A fused projection (q, k and v in one buffer; gate and up in another) is several products into neighbouring
+//! column ranges, so that the block is written once for families that store these weights apart and together.
+//! Off the CPU the product is candle's (cuBLAS: f32 accumulation for bf16).
+
+use candle_core::{DType, Device, Tensor};
+use rayon::prelude::*;
+
+use super::gemm::{MatView, MatViewMut, Threads, matmul as gemm};
+use crate::error::Result;
+use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
+
+/// Columns `start..start + len` of a contiguous `[rows, width]` tensor.
+#[derive(Clone, Copy)]
+pub struct ColumnView<'a> {
+    /// The whole tensor.
+    pub tensor: &'a Tensor,
+    /// The first column.
+    pub start: usize,
+    /// How many columns.
+    pub len: usize,
+}
+
+impl<'a> ColumnView<'a> {
+    /// All columns of `tensor`.
+    pub fn all(tensor: &'a Tensor) -> Self {
+        ColumnView { tensor, start: 0, len: tensor.dims().last().copied().unwrap_or(0) }
+    }
+
+    /// The range as a tensor of its own (a view; not contiguous in general).
+    pub(crate) fn narrow(&self) -> Result<Tensor> {
+        Ok(self.tensor.narrow(1, self.start, self.len)?)
+    }
+}
+
+/// Which operand is transposed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transpose {
+    /// `a · bᵀ`: a linear layer forward (`x: [N, in]`, `w: [out, in]`).
+    Nt,
+    /// `a · b`: the gradient of its input (`dy: [N, out]`, `w: [out, in]`).
+    Nn,
+    /// `aᵀ · b`: the gradient of its weight (`dy: [N, out]`, `x: [N, in]`).
+    Tn,
+}
+
+/// A tensor `[rows, cols]` whose contents the caller writes in full before they are read.
+pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+    if device.is_cpu() {
+        return with_elem!(dtype, T => tensor(unwritten::<T>(rows * cols), (rows, cols)));
+    }
+    Ok(Tensor::zeros((rows, cols), dtype, device)?)
+}
+
+/// `dst = [dst +] alpha · form(a, b)`; sums in f32. `dst` must not share memory with `a` or `b`.
+pub fn matmul(
+    dst: ColumnView<'_>,
+    a: ColumnView<'_>,
+    b: ColumnView<'_>,
+    form: Transpose,
+    alpha: f64,
+    accumulate: bool,
+) -> Result<()> {
+    if !dst.tensor.device().is_cpu() {
+        return reference(dst, a, b, form, alpha, accumulate);
+    }
+    let (rows_a, width_a) = dims2(a.tensor)?;
+    let (rows_b, width_b) = dims2(b.tensor)?;
+    let (_, width) = dims2(dst.tensor)?;
+    with_elem!(a.tensor.dtype(), A => with_elem!(b.tensor.dtype(), B => with_elem!(dst.tensor.dtype(), D => {
+        let a_data = read::<A>(a.tensor)?;
+        let b_data = read::<B>(b.tensor)?;
+        let a_mat = MatView::new(a_data.get(a.start..).unwrap_or(&[]), rows_a, a.len, width_a);
+        let b_mat = MatView::new(b_data.get(b.start..).unwrap_or(&[]), rows_b, b.len, width_b);
+        let (a_mat, b_mat) = match form {
+            Transpose::Nt => (a_mat, b_mat.t()),
+            Transpose::Nn => (a_mat, b_mat),
+            Transpose::Tn => (a_mat.t(), b_mat),
+        };
+        update(dst.tensor, |data: &mut [D]| {
+            let data = data.get_mut(dst.start..).unwrap_or(&mut []);
+            gemm(MatViewMut { data, stride: width, accumulate }, a_mat, b_mat, alpha as f32, Threads::All);
+        })
+    })))
+}
+
+/// The definition of [`matmul`] in candle's primitives.
+pub(crate) fn reference(
+    dst: ColumnView<'_>,
+    a: ColumnView<'_>,
+    b: ColumnView<'_>,
+    form: Transpose,
+    alpha: f64,
+    accumulate: bool,
+) -> Result<()> {
+    // Widened unless all three are of one type: an f32 adapter beside bf16 activations, logits and weight gradients
+    // (f32 from bf16 operands) would otherwise be rounded to bf16 on the way.
+    let dtype = a.tensor.dtype();
+    let dtype = if b.tensor.dtype() == dtype && dst.tensor.dtype() == dtype { dtype } else { DType::F32 };
+    let load =
+        |columns: &ColumnView<'_>| -> Result<Tensor> { Ok(columns.narrow()?.to_dtype(dtype)?.contiguous()?) };
+    let (a, b) = (load(&a)?, load(&b)?);
+    // The transpose of dense rows is an operand as it is: cuBLAS transposes on the way in.
+    let mut out = match form {
+        Transpose::Nt => a.matmul(&b.t()?)?,
+        Transpose::Nn => a.matmul(&b)?,
+        Transpose::Tn => a.t()?.matmul(&b)?,
+    };
+    if alpha != 1.0 || accumulate {
+        out = (out.to_dtype(DType::F32)? * alpha)?;
+    }
+    if accumulate {
+        out = (dst.narrow()?.to_dtype(DType::F32)? + out)?;
+    }
+    dst.tensor.slice_set(&out.to_dtype(dst.tensor.dtype())?.contiguous()?, 1, dst.start)?;
+    Ok(())
+}
+
+/// Adds `bias: [len]` to every row of `dst`.
+pub fn add_bias(dst: ColumnView<'_>, bias: &Tensor) -> Result<()> {
+    if !dst.tensor.device().is_cpu() {
+        return add_bias_reference(dst, bias);
+    }
+    let (_, width) = dims2(dst.tensor)?;
+    with_elem!(dst.tensor.dtype(), D => with_elem!(bias.dtype(), B => {
+        let bias = read::<B>(bias)?;
+        let bias: &[B] = &bias;
+        update(dst.tensor, |data: &mut [D]| {
+            data.par_chunks_mut(width).with_min_len(16).for_each(|row| {
+                for (y, b) in row[dst.start..dst.start + dst.len].iter_mut().zip(bias) {
+                    *y = D::nearest(y.widen() + b.widen());
+                }
+            });
+        })
+    }))
+}
+
+pub(crate) fn add_bias_reference(dst: ColumnView<'_>, bias: &Tensor) -> Result<()> {
+    let sum = dst.narrow()?.to_dtype(DType::F32)?.broadcast_add(&bias.to_dtype(DType::F32)?)?;
+    dst.tensor.slice_set(&sum.to_dtype(dst.tensor.dtype())?.contiguous()?, 1, dst.start)?;
+    Ok(())
+}
+
+/// `grad[j] += Σ rows dy[., j]` in f32: the gradient of a bias. `grad: [len]` f32.
+pub fn sum_rows(grad: &Tensor, dy: ColumnView<'_>) -> Result<()> {
+    if !grad.device().is_cpu() {
+        return sum_rows_reference(grad, dy);
+    }
+    let (_, width) = dims2(dy.tensor)?;
+    with_elem!(dy.tensor.dtype(), T => {
+        let data = read::<T>(dy.tensor)?;
+        let data: &[T] = &data;
+        update(grad, |grad: &mut [f32]| {
+            for row in data.chunks_exact(width) {
+                for (sum, value) in grad.iter_mut().zip(&row[dy.start..dy.start + dy.len]) {
+                    *sum += value.widen();
+                }
+            }
+        })
+    })
+}
+
+pub(crate) fn sum_rows_reference(grad: &Tensor, dy: ColumnView<'_>) -> Result<()> {
+    let sum = (dy.narrow()?.to_dtype(DType::F32)?.sum(0)? + grad)?;
+    grad.slice_set(&sum.contiguous()?, 0, 0)?;
+    Ok(())
+}

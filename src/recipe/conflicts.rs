@@ -1,0 +1,161 @@
+//! Keys that would have no effect, or lack what they need, given the other keys. An error and not a warning: who
+//! wrote such a key expects something of it.
+//!
+//! A key at its default never counts, so that a resolved recipe, which spells every default out, reads back.
+
+use std::collections::HashSet;
+
+use super::Recipe;
+use super::enums::{AdapterInit, Offload, SchedulerKind, Strategy};
+use super::source::DataSource;
+
+/// A key at odds with another.
+pub(super) struct Conflict {
+    pub(super) section: &'static str,
+    pub(super) key: &'static str,
+    /// What is wrong, after the key's name.
+    pub(super) text: String,
+    /// What to write.
+    pub(super) hint: String,
+}
+
+/// Every conflict in `recipe`.
+pub(super) fn conflicts(recipe: &Recipe) -> Vec<Conflict> {
+    let mut found = Vec::new();
+    schedule(recipe, &mut found);
+    adapter(recipe, &mut found);
+    places(recipe, &mut found);
+    found
+}
+
+fn schedule(recipe: &Recipe, found: &mut Vec<Conflict>) {
+    let scheduler = &recipe.scheduler;
+    let kind = scheduler.kind;
+    let mut add = |wrong: bool, key: &'static str, text: String, hint: &str| {
+        if wrong {
+            found.push(Conflict { section: "scheduler", key, text, hint: hint.to_owned() });
+        }
+    };
+    let no_effect = format!("has no effect with `kind = \"{kind}\"`");
+    let without = |wanted: SchedulerKind| kind != wanted;
+
+    let steps = scheduler.warmup_steps.is_some_and(|steps| steps > 0);
+    let ratio = scheduler.warmup_ratio.is_some_and(|ratio| ratio > 0.0);
+    let both = scheduler.warmup_steps.is_some() && scheduler.warmup_ratio.is_some();
+    add(both, "warmup_steps", "and `warmup_ratio` exclude each other".into(), "remove one of the two");
+    let warm = "write `kind = \"constant_with_warmup\"`";
+    add(!kind.has_warmup() && steps, "warmup_steps", no_effect.clone(), warm);
+    add(!kind.has_warmup() && ratio, "warmup_ratio", no_effect.clone(), warm);
+
+    let floor = scheduler.min_lr_ratio > 0.0;
+    add(
+        floor && !kind.has_floor(),
+        "min_lr_ratio",
+        no_effect.clone(),
+        "remove it, or write `kind = \"cosine\"`",
+    );
+    let needs = format!("is not set, but `kind = \"{kind}\"` needs it");
+    add(
+        !floor && kind == SchedulerKind::CosineWithMinLr,
+        "min_lr_ratio",
+        needs.clone(),
+        "write `min_lr_ratio = 0.1` or `kind = \"cosine\"`",
+    );
+    add(
+        scheduler.num_cycles != 1 && without(SchedulerKind::CosineWithRestarts),
+        "num_cycles",
+        no_effect.clone(),
+        "write `kind = \"cosine_with_restarts\"`",
+    );
+    add(
+        scheduler.power != 1.0 && without(SchedulerKind::Polynomial),
+        "power",
+        no_effect.clone(),
+        "write `kind = \"polynomial\"`",
+    );
+    let decay = scheduler.num_decay_steps.is_some();
+    let stable = "write `kind = \"warmup_stable_decay\"`";
+    add(decay && without(SchedulerKind::WarmupStableDecay), "num_decay_steps", no_effect, stable);
+    add(
+        !decay && kind == SchedulerKind::WarmupStableDecay,
+        "num_decay_steps",
+        needs,
+        "write `num_decay_steps = 100`, for example",
+    );
+}
+
+fn adapter(recipe: &Recipe, found: &mut Vec<Conflict>) {
+    match &recipe.adapter {
+        Some(adapter) => {
+            if adapter.init != AdapterInit::Default && adapter.path.is_some() {
+                found.push(Conflict {
+                    section: "adapter",
+                    key: "init",
+                    text: "has no effect with `path`: a saved adapter brings its own weights".into(),
+                    hint: "remove `init` or `path`".into(),
+                });
+            }
+            if adapter.init == AdapterInit::Loftq && recipe.quantization.is_none() {
+                found.push(Conflict {
+                    section: "adapter",
+                    key: "init",
+                    text: "is \"loftq\", which needs a quantized base".into(),
+                    hint: "add `[quantization]`, or remove `init`".into(),
+                });
+            }
+        }
+        None if recipe.optimizer.lora_plus_ratio != 1.0 => found.push(Conflict {
+            section: "optimizer",
+            key: "lora_plus_ratio",
+            text: "has no effect without [adapter]".into(),
+            hint: "add `[adapter]`, or remove `lora_plus_ratio`".into(),
+        }),
+        None => {}
+    }
+}
+
+fn places(recipe: &Recipe, found: &mut Vec<Conflict>) {
+    let parallel = &recipe.parallel;
+    if parallel.shard_size.is_some() && parallel.strategy != Strategy::Hsdp {
+        found.push(Conflict {
+            section: "parallel",
+            key: "shard_size",
+            text: format!("has no effect with `strategy = \"{}\"`", parallel.strategy),
+            hint: "write `strategy = \"hsdp\"`, or remove `shard_size`".into(),
+        });
+    }
+    if parallel.offload_folder.is_some() && parallel.offload != Offload::Params {
+        found.push(Conflict {
+            section: "parallel",
+            key: "offload_folder",
+            text: format!("has no effect with `offload = \"{}\"`", parallel.offload),
+            hint: "write `offload = \"params\"`, or remove `offload_folder`".into(),
+        });
+    }
+    if recipe.eval.steps.is_some() && recipe.data.eval.is_empty() {
+        found.push(Conflict {
+            section: "eval",
+            key: "steps",
+            text: "has no effect without `data.eval`".into(),
+            hint: "add `--eval-dataset DATASET`".into(),
+        });
+    }
+    let mut seen = HashSet::new();
+    if let Some(twice) = recipe.model.new_tokens.iter().find(|text| !seen.insert(*text)) {
+        found.push(Conflict {
+            section: "model",
+            key: "new_tokens",
+            text: format!("has {twice:?} twice"),
+            hint: "name each token once".into(),
+        });
+    }
+    let local = matches!(recipe.model.id, Some(DataSource::Path(_) | DataSource::Builtin(_)));
+    if local && recipe.model.revision != "main" {
+        found.push(Conflict {
+            section: "model",
+            key: "revision",
+            text: "has no effect with a model that is not on the hub".into(),
+            hint: "remove `revision`".into(),
+        });
+    }
+}

@@ -1,0 +1,238 @@
+//! The closed lists of texts that recipe keys choose from.
+
+use super::schema::choices;
+
+choices! {
+    /// Where the weights of the model come from.
+    pub enum ModelInit {
+        /// From the model's safetensors files.
+        Pretrained = "pretrained",
+        /// Seeded random numbers; only config.json and the tokenizer are read.
+        Random = "random",
+    }
+}
+
+choices! {
+    /// A floating-point type.
+    pub enum Dtype {
+        /// The program chooses; the key's own documentation says how.
+        Auto = "auto",
+        /// 32 bits.
+        F32 = "f32",
+        /// bfloat16.
+        Bf16 = "bf16",
+        /// IEEE half precision.
+        F16 = "f16",
+    }
+}
+
+choices! {
+    /// How attention is computed.
+    pub enum Attention {
+        /// Tiled, memory linear in the sequence length.
+        Flash = "flash",
+        /// The plain formula with the whole score matrix, as a reference.
+        Eager = "eager",
+    }
+}
+
+choices! {
+    /// How the frozen base is stored.
+    pub enum QuantKind {
+        /// 4-bit NormalFloat (QLoRA, arXiv:2305.14314).
+        Nf4 = "nf4",
+        /// 4-bit float.
+        Fp4 = "fp4",
+        /// 8-bit integers.
+        Int8 = "int8",
+    }
+}
+
+choices! {
+    /// Which kind of adapter is trained.
+    pub enum AdapterKind {
+        /// Low-rank update (arXiv:2106.09685).
+        Lora = "lora",
+        /// Low-rank direction with a learned magnitude (arXiv:2402.09353).
+        Dora = "dora",
+    }
+}
+
+choices! {
+    /// How a new adapter starts.
+    pub enum AdapterInit {
+        /// A uniform (Kaiming, as PEFT), B zero.
+        Default = "default",
+        /// A normal with deviation 1/r, B zero.
+        Gaussian = "gaussian",
+        /// The principal singular vectors of the base weight (arXiv:2404.02948).
+        Pissa = "pissa",
+        /// The residue of quantizing the base weight (arXiv:2310.08659).
+        Loftq = "loftq",
+    }
+}
+
+choices! {
+    /// What a row of a data set looks like.
+    pub enum DataFormat {
+        /// Recognised from the first rows, and said.
+        Auto = "auto",
+        /// `messages` of `role` and `content`, as OpenAI has them.
+        Messages = "messages",
+        /// `conversations` of `from` and `value`.
+        Sharegpt = "sharegpt",
+        /// `chosen` and `rejected`; the chosen side is trained.
+        Preference = "preference",
+        /// `instruction`, `output`, perhaps `input`.
+        Alpaca = "alpaca",
+        /// `instruction` and `response`, perhaps `context`.
+        Instruction = "instruction",
+        /// `prompt` and `completion`.
+        PromptCompletion = "prompt_completion",
+        /// `question` and `answer`.
+        QuestionAnswer = "question_answer",
+        /// Plain text.
+        Text = "text",
+    }
+}
+
+choices! {
+    /// Which tokens count in the loss.
+    pub enum TrainOn {
+        /// The assistant's turns of a chat, the completion of a prompt; all of a plain text.
+        Assistant = "assistant",
+        /// Every token.
+        All = "all",
+    }
+}
+
+choices! {
+    /// What happens to a row that cannot be used.
+    pub enum OnBadRow {
+        /// The run stops and names it.
+        Stop = "stop",
+        /// It is left out, counted and said.
+        Skip = "skip",
+    }
+}
+
+choices! {
+    /// What happens to a row with more than `max_seq_len` tokens.
+    pub enum OnLongRow {
+        /// Its end is cut off.
+        Truncate = "truncate",
+        /// It is left out.
+        Drop = "drop",
+        /// The run stops and names it.
+        Stop = "stop",
+    }
+}
+
+choices! {
+    /// Whether activations are kept or computed again in the backward pass.
+    pub enum Recompute {
+        /// None where memory suffices, else block.
+        Auto = "auto",
+        /// All are kept: fastest.
+        None = "none",
+        /// Only each block's input is kept: least memory.
+        Block = "block",
+    }
+}
+
+choices! {
+    /// The optimizer.
+    pub enum OptimizerKind {
+        /// Adam with decoupled weight decay (arXiv:1711.05101).
+        Adamw = "adamw",
+    }
+}
+
+choices! {
+    /// How the optimizer's two moments are stored.
+    pub enum StateDtype {
+        /// 32 bits each.
+        F32 = "f32",
+        /// 8 bits each, in blocks (arXiv:2110.02861).
+        Int8 = "int8",
+    }
+}
+
+choices! {
+    /// The learning rate over the steps, named as in transformers.
+    pub enum SchedulerKind {
+        /// Half a cosine down to `min_lr_ratio`.
+        Cosine = "cosine",
+        /// A straight line down to `min_lr_ratio`.
+        Linear = "linear",
+        /// Always the same, without warm-up.
+        Constant = "constant",
+        /// Always the same after the warm-up.
+        ConstantWithWarmup = "constant_with_warmup",
+        /// `num_cycles` half cosines, each from the top.
+        CosineWithRestarts = "cosine_with_restarts",
+        /// Half a cosine down to `min_lr_ratio`, which must be given.
+        CosineWithMinLr = "cosine_with_min_lr",
+        /// A power of the remaining share of the steps.
+        Polynomial = "polynomial",
+        /// Falls with the inverse square root of the step.
+        InverseSqrt = "inverse_sqrt",
+        /// Constant, then half a cosine down over the last `num_decay_steps`.
+        WarmupStableDecay = "warmup_stable_decay",
+    }
+}
+
+impl SchedulerKind {
+    /// Whether the rate starts with a warm-up.
+    pub fn has_warmup(self) -> bool {
+        self != SchedulerKind::Constant
+    }
+
+    /// Whether the rate comes down to a floor at the last step, which `min_lr_ratio` sets.
+    pub fn has_floor(self) -> bool {
+        use SchedulerKind::{Constant, ConstantWithWarmup, InverseSqrt};
+        !matches!(self, Constant | ConstantWithWarmup | InverseSqrt)
+    }
+}
+
+choices! {
+    /// Where parameters, gradients and optimizer states live.
+    pub enum Strategy {
+        /// The fastest that fits.
+        Auto = "auto",
+        /// One device.
+        Single = "single",
+        /// A whole copy on each rank.
+        Ddp = "ddp",
+        /// Optimizer states sharded.
+        Zero1 = "zero1",
+        /// Optimizer states and gradients sharded.
+        Zero2 = "zero2",
+        /// Parameters, gradients and optimizer states sharded.
+        Fsdp = "fsdp",
+        /// `fsdp` inside groups of `shard_size` ranks, copies across them.
+        Hsdp = "hsdp",
+    }
+}
+
+choices! {
+    /// What is kept in host memory.
+    pub enum Offload {
+        /// Nothing.
+        None = "none",
+        /// Optimizer states.
+        Optimizer = "optimizer",
+        /// Optimizer states and parameters.
+        Params = "params",
+    }
+}
+
+choices! {
+    /// The type in which gradients are summed over ranks.
+    pub enum ReduceDtype {
+        /// 32 bits.
+        F32 = "f32",
+        /// 16 bits: half of what is sent, sums rounded to 8 significant bits.
+        Bf16 = "bf16",
+    }
+}

@@ -1,0 +1,332 @@
+//! The kinds of value a key can have: how each is read from TOML, described to a person, and written back.
+//!
+//! A key's Rust type decides what it accepts, its [`Bounds`] narrows numbers further; both speak plain English,
+//! because their text goes straight into error messages and into the reference that `recipes show reference`
+//! prints. serde is not used here: it stops at the first fault and knows neither ranges nor files.
+
+use std::path::Path;
+
+use toml::Value;
+
+/// Why a value was not taken.
+#[derive(Debug)]
+pub(super) enum ValueRefusal {
+    /// Not a value of this kind; the message lists what is accepted.
+    Shape,
+    /// The right kind, but unusable for the stated reason.
+    Unusable(String),
+    /// Stands for "not set", as `path = ""` does.
+    Empty,
+}
+
+/// A type that a recipe key can have.
+pub(super) trait Setting: Sized {
+    /// What a person may write, such as `true | false`.
+    fn accepted() -> String;
+
+    /// Reads a TOML value; relative paths start at `folder`.
+    ///
+    /// # Errors
+    /// [`ValueRefusal`], without the key's name, which the caller knows.
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal>;
+
+    /// The TOML value that [`Setting::read`] takes back; `None` when not set.
+    fn write(&self) -> Option<Value>;
+
+    /// The numbers inside, for the range check.
+    fn numbers(&self) -> Vec<f64> {
+        Vec::new()
+    }
+
+    /// The closed list of texts, for the nearest one.
+    fn choices() -> &'static [&'static str] {
+        &[]
+    }
+}
+
+/// The numbers a key accepts.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Bounds {
+    /// Every finite number.
+    Any,
+    /// This number or more.
+    AtLeast(f64),
+    /// More than this number.
+    Above(f64),
+    /// From the first to the second, both included.
+    Between(f64, f64),
+    /// From the first, included, to the second, excluded.
+    FromToBelow(f64, f64),
+    /// One of these.
+    OneOf(&'static [f64]),
+}
+
+impl Bounds {
+    /// Whether `number` lies inside; a number that is not finite never does.
+    pub(super) fn holds(self, number: f64) -> bool {
+        number.is_finite()
+            && match self {
+                Bounds::Any => true,
+                Bounds::AtLeast(low) => number >= low,
+                Bounds::Above(low) => number > low,
+                Bounds::Between(low, high) => (low..=high).contains(&number),
+                Bounds::FromToBelow(low, high) => (low..high).contains(&number),
+                Bounds::OneOf(list) => list.contains(&number),
+            }
+    }
+
+    /// The words after `a number`: `, at least 1`.
+    pub(super) fn describe(self) -> String {
+        match self {
+            Bounds::Any => String::new(),
+            Bounds::AtLeast(low) => format!(", at least {low}"),
+            Bounds::Above(low) => format!(" above {low}"),
+            Bounds::Between(low, high) => format!(" from {low} to {high}"),
+            Bounds::FromToBelow(low, high) => format!(" from {low} to below {high}"),
+            Bounds::OneOf(list) => {
+                let list: Vec<String> = list.iter().map(f64::to_string).collect();
+                format!(": one of {}", list.join(", "))
+            }
+        }
+    }
+}
+
+impl Setting for bool {
+    fn accepted() -> String {
+        "true, false".into()
+    }
+
+    fn read(value: &Value, _: &Path) -> Result<Self, ValueRefusal> {
+        value.as_bool().ok_or(ValueRefusal::Shape)
+    }
+
+    fn write(&self) -> Option<Value> {
+        Some(Value::Boolean(*self))
+    }
+}
+
+impl Setting for f64 {
+    fn accepted() -> String {
+        "a number".into()
+    }
+
+    fn read(value: &Value, _: &Path) -> Result<Self, ValueRefusal> {
+        let number = match value {
+            Value::Integer(whole) => *whole as f64,
+            Value::Float(number) => *number,
+            _ => return Err(ValueRefusal::Shape),
+        };
+        if number.is_finite() { Ok(number) } else { Err(ValueRefusal::Shape) }
+    }
+
+    fn write(&self) -> Option<Value> {
+        Some(Value::Float(*self))
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        vec![*self]
+    }
+}
+
+macro_rules! whole_number {
+    ($($kind:ty),+) => {$(
+        impl Setting for $kind {
+            fn accepted() -> String {
+                "a whole number".into()
+            }
+
+            fn read(value: &Value, _: &Path) -> Result<Self, ValueRefusal> {
+                let whole = value.as_integer().ok_or(ValueRefusal::Shape)?;
+                Self::try_from(whole).map_err(|_| ValueRefusal::Shape)
+            }
+
+            fn write(&self) -> Option<Value> {
+                i64::try_from(*self).ok().map(Value::Integer)
+            }
+
+            fn numbers(&self) -> Vec<f64> {
+                vec![*self as f64]
+            }
+        }
+    )+};
+}
+whole_number!(usize, u64);
+
+impl Setting for String {
+    fn accepted() -> String {
+        "a string".into()
+    }
+
+    fn read(value: &Value, _: &Path) -> Result<Self, ValueRefusal> {
+        match value.as_str().ok_or(ValueRefusal::Shape)? {
+            "" => Err(ValueRefusal::Empty),
+            text => Ok(text.to_owned()),
+        }
+    }
+
+    fn write(&self) -> Option<Value> {
+        Some(Value::String(self.clone()))
+    }
+}
+
+impl Setting for Vec<String> {
+    fn accepted() -> String {
+        "a list of strings".into()
+    }
+
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        read_list(value.as_array().ok_or(ValueRefusal::Shape)?, folder)
+    }
+
+    fn write(&self) -> Option<Value> {
+        Some(Value::Array(self.iter().filter_map(Setting::write).collect()))
+    }
+}
+
+/// Every entry of a list; an empty string is never a useful entry.
+pub(super) fn read_list<T: Setting>(list: &[Value], folder: &Path) -> Result<Vec<T>, ValueRefusal> {
+    list.iter()
+        .map(|entry| match T::read(entry, folder) {
+            Err(ValueRefusal::Empty) => Err(ValueRefusal::Unusable("one of its entries is empty".into())),
+            read => read,
+        })
+        .collect()
+}
+
+impl Setting for [f64; 2] {
+    fn accepted() -> String {
+        "two numbers, each".into()
+    }
+
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        match value.as_array().map(Vec::as_slice) {
+            Some([first, second]) => Ok([f64::read(first, folder)?, f64::read(second, folder)?]),
+            _ => Err(ValueRefusal::Shape),
+        }
+    }
+
+    fn write(&self) -> Option<Value> {
+        Some(Value::Array(self.map(Value::Float).to_vec()))
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        self.to_vec()
+    }
+}
+
+impl<T: Setting> Setting for Option<T> {
+    fn accepted() -> String {
+        T::accepted()
+    }
+
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        match T::read(value, folder) {
+            Ok(value) => Ok(Some(value)),
+            Err(ValueRefusal::Empty) => Ok(None),
+            Err(refusal) => Err(refusal),
+        }
+    }
+
+    fn write(&self) -> Option<Value> {
+        self.as_ref().and_then(Setting::write)
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        self.as_ref().map(Setting::numbers).unwrap_or_default()
+    }
+
+    fn choices() -> &'static [&'static str] {
+        T::choices()
+    }
+}
+
+/// Values by module-name pattern, in the order written: PEFT takes the first pattern that matches.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Patterns<T>(pub Vec<(String, T)>);
+
+impl<T> Default for Patterns<T> {
+    fn default() -> Self {
+        Patterns(Vec::new())
+    }
+}
+
+impl<T: Setting> Setting for Patterns<T> {
+    fn accepted() -> String {
+        format!("a table from module names to numbers, each {}", T::accepted())
+    }
+
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        let table = value.as_table().ok_or(ValueRefusal::Shape)?;
+        let read = |(name, value): (&String, &Value)| Ok((name.clone(), T::read(value, folder)?));
+        table.iter().map(read).collect::<Result<_, _>>().map(Patterns)
+    }
+
+    fn write(&self) -> Option<Value> {
+        let pairs = self.0.iter().filter_map(|(name, value)| Some((name.clone(), value.write()?)));
+        Some(Value::Table(pairs.collect()))
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        self.0.iter().flat_map(|(_, value)| value.numbers()).collect()
+    }
+}
+
+/// Which modules get an adapter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TargetModules {
+    /// Every linear layer but the output head (PEFT's `all-linear`).
+    AllLinear,
+    /// Modules whose name is, or ends with a dot and, one of these.
+    Named(Vec<String>),
+}
+
+impl Setting for TargetModules {
+    fn accepted() -> String {
+        r#""all-linear", a list of module names such as ["q_proj", "v_proj"]"#.into()
+    }
+
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        match value {
+            Value::String(text) if text == "all-linear" => Ok(TargetModules::AllLinear),
+            Value::Array(list) if list.is_empty() => {
+                Err(ValueRefusal::Unusable("an empty list trains nothing".into()))
+            }
+            Value::Array(list) => read_list(list, folder).map(TargetModules::Named),
+            _ => Err(ValueRefusal::Shape),
+        }
+    }
+
+    fn write(&self) -> Option<Value> {
+        match self {
+            TargetModules::AllLinear => Some(Value::String("all-linear".into())),
+            TargetModules::Named(names) => names.write(),
+        }
+    }
+
+    fn choices() -> &'static [&'static str] {
+        &["all-linear"]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_at_their_edges() {
+        assert!(Bounds::AtLeast(1.0).holds(1.0) && !Bounds::AtLeast(1.0).holds(0.5));
+        assert!(Bounds::Above(0.0).holds(1e-300) && !Bounds::Above(0.0).holds(0.0));
+        assert!(Bounds::Between(0.0, 1.0).holds(1.0) && !Bounds::Between(0.0, 1.0).holds(1.01));
+        assert!(Bounds::FromToBelow(0.0, 1.0).holds(0.0) && !Bounds::FromToBelow(0.0, 1.0).holds(1.0));
+        assert!(Bounds::OneOf(&[64.0]).holds(64.0) && !Bounds::OneOf(&[64.0]).holds(63.0));
+        assert!(!Bounds::Any.holds(f64::NAN) && !Bounds::AtLeast(0.0).holds(f64::INFINITY));
+    }
+
+    #[test]
+    fn patterns_keep_their_order() {
+        let table: Value = "p = { z = 4, a = 8 }".parse::<toml::Table>().unwrap()["p"].clone();
+        let patterns = Patterns::<usize>::read(&table, Path::new(".")).unwrap();
+        assert_eq!(patterns.0, [("z".to_owned(), 4), ("a".to_owned(), 8)]);
+        assert_eq!(patterns.write(), Some(table));
+    }
+}

@@ -1,0 +1,38 @@
+//! Copies between tensors of any two dtypes, and zeros, in place.
+
+use candle_core::Tensor;
+use rayon::prelude::*;
+
+use super::cpu_tensor::{FloatElement, read, update, with_elem};
+use crate::error::Result;
+
+/// Elements per task.
+const CHUNK: usize = 1 << 14;
+
+/// `dst = x`, rounded to dst's dtype, in place.
+pub fn copy_into(dst: &Tensor, x: &Tensor) -> Result<()> {
+    if !dst.device().is_cpu() {
+        return Ok(dst.slice_set(&x.to_dtype(dst.dtype())?.contiguous()?, 0, 0)?);
+    }
+    with_elem!(dst.dtype(), D => with_elem!(x.dtype(), X => {
+        let x = read::<X>(x)?;
+        let x: &[X] = &x;
+        update(dst, |dst: &mut [D]| {
+            dst.par_chunks_mut(CHUNK).zip(x.par_chunks(CHUNK)).for_each(|(dst, x)| {
+                for (dst, x) in dst.iter_mut().zip(x) {
+                    *dst = D::nearest(x.widen());
+                }
+            });
+        })
+    }))
+}
+
+/// Sets every element of `x` to zero, in place.
+pub fn zero(x: &Tensor) -> Result<()> {
+    if !x.device().is_cpu() {
+        return Ok(x.zero_set()?);
+    }
+    with_elem!(x.dtype(), T => update(x, |values: &mut [T]| {
+        values.par_chunks_mut(CHUNK).for_each(|chunk| chunk.fill(T::default()));
+    }))
+}

@@ -1,0 +1,287 @@
+//! The memory behind a CPU tensor: read it as a slice, write it in place, wrap a `Vec` as a tensor without a copy.
+//!
+//! The fast CPU form of every op works on plain slices; this module is the only place that takes candle's storage
+//! apart. Activations are `f32` or `bf16` ([`FloatElement`]); `bf16` is a storage format on the CPU: every op widens what it
+//! reads, sums in `f32` and rounds once (candle's own `bf16` sums add up in `bf16`).
+
+use std::marker::PhantomData;
+use std::ops::Deref;
+use std::sync::{Arc, Mutex};
+
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor};
+use half::bf16;
+use half::vec::HalfBitsVecExt;
+
+use crate::error::{Error, Result};
+use crate::runtime::buffer::{Buffer, ElementType};
+
+/// A type whose values can be read and written in place.
+pub(crate) trait PlainElement: candle_core::WithDType + Default + Send + Sync {
+    /// Zeros that are not written yet: the threads that fill them touch the pages.
+    fn zeros(len: usize) -> Vec<Self>;
+    fn slice(storage: &CpuStorage) -> Option<&[Self]>;
+    fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+}
+
+/// An element type of activations and weights that the CPU forms know.
+pub(crate) trait FloatElement: PlainElement {
+    fn widen(self) -> f32;
+    /// The number of this type that is nearest to `value`. Not `round`: where the type is written out, that name
+    /// would be `f32`'s own, to an integer.
+    fn nearest(value: f32) -> Self;
+}
+
+macro_rules! plain {
+    ($type:ty, $variant:ident, $zeros:expr) => {
+        impl PlainElement for $type {
+            fn zeros(len: usize) -> Vec<Self> {
+                $zeros(len)
+            }
+            fn slice(storage: &CpuStorage) -> Option<&[Self]> {
+                match storage {
+                    CpuStorage::$variant(values) => Some(values),
+                    _ => None,
+                }
+            }
+            fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+                match storage {
+                    CpuStorage::$variant(values) => Some(values),
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+plain!(f32, F32, |len| vec![0.0; len]);
+plain!(bf16, BF16, |len| vec![0u16; len].reinterpret_into());
+plain!(u8, U8, |len| vec![0; len]);
+
+macro_rules! elem {
+    ($type:ty, $widen:expr, $nearest:expr) => {
+        impl FloatElement for $type {
+            #[inline(always)]
+            fn widen(self) -> f32 {
+                $widen(self)
+            }
+            #[inline(always)]
+            fn nearest(value: f32) -> Self {
+                $nearest(value)
+            }
+        }
+    };
+}
+elem!(f32, |x| x, |x| x);
+elem!(bf16, bf16_to_f32, f32_to_bf16);
+
+#[inline(always)]
+fn bf16_to_f32(x: bf16) -> f32 {
+    f32::from_bits(u32::from(x.to_bits()) << 16)
+}
+
+/// Round to nearest, ties to even. Branch-free so that loops over it vectorize; NaN stays NaN.
+#[inline(always)]
+fn f32_to_bf16(x: f32) -> bf16 {
+    let bits = x.to_bits();
+    let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
+    let quiet_nan = ((bits >> 16) | 0x40) as u16;
+    bf16::from_bits(if x.is_nan() { quiet_nan } else { rounded })
+}
+
+/// Runs `$body` with `$elem` bound to the element type of `$dtype`.
+macro_rules! with_elem {
+    ($dtype:expr, $elem:ident => $body:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => {
+                type $elem = f32;
+                $body
+            }
+            candle_core::DType::BF16 => {
+                type $elem = half::bf16;
+                $body
+            }
+            other => Err($crate::runtime::cpu_tensor::unsupported(other)),
+        }
+    };
+}
+pub(crate) use with_elem;
+
+pub(crate) fn unsupported(dtype: DType) -> Error {
+    Error::internal(format!("an op met a tensor of dtype {dtype:?}"))
+        .because("the CPU forms know f32 and bf16")
+}
+
+/// A read guard on the elements of a contiguous CPU tensor.
+pub(crate) struct Elements<G, T> {
+    guard: G,
+    start: usize,
+    len: usize,
+    elem: PhantomData<T>,
+}
+
+impl<G: Deref<Target = Storage>, T: PlainElement> Deref for Elements<G, T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        let values = match &*self.guard {
+            Storage::Cpu(storage) => T::slice(storage),
+            _ => None,
+        };
+        // `read` checked device and dtype; an empty slice would only be reached if candle swapped the storage.
+        values.map_or(&[], |values| &values[self.start..self.start + self.len])
+    }
+}
+
+/// The elements of `tensor`, which must be contiguous, on the CPU and of type `T`.
+pub(crate) fn read<T: PlainElement>(
+    tensor: &Tensor,
+) -> Result<Elements<impl Deref<Target = Storage> + '_, T>> {
+    let (guard, layout) = tensor.storage_and_layout();
+    let (start, end) = contiguous(layout)?;
+    match &*guard {
+        Storage::Cpu(storage) if T::slice(storage).is_some() => {}
+        _ => return Err(mismatch(tensor, T::DTYPE)),
+    }
+    Ok(Elements { guard, start, len: end - start, elem: PhantomData })
+}
+
+/// Lets `write` change the elements of the contiguous CPU tensor `tensor` in place.
+/// The other tensors that `write` reads must not share its storage.
+pub(crate) fn update<T: PlainElement, R>(tensor: &Tensor, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+    /// The closure before the call, its result after.
+    struct Write<T, F, R>(Mutex<(Option<F>, Option<R>)>, PhantomData<fn(T)>);
+    impl<T: PlainElement, R, F: FnOnce(&mut [T]) -> R> InplaceOp1 for Write<T, F, R> {
+        fn name(&self) -> &'static str {
+            "write"
+        }
+        fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+            let refuse = |why: &str| candle_core::Error::Msg(why.into());
+            let (start, end) = layout.contiguous_offsets().ok_or_else(|| refuse("not contiguous"))?;
+            let values = T::slice_mut(storage).ok_or_else(|| refuse("another dtype"))?;
+            let mut cell = self.0.lock().map_err(|_| refuse("a panic while writing"))?;
+            let write = cell.0.take().ok_or_else(|| refuse("called twice"))?;
+            cell.1 = Some(write(&mut values[start..end]));
+            Ok(())
+        }
+    }
+    let op = Write(Mutex::new((Some(write), None)), PhantomData);
+    tensor.inplace_op1(&op).map_err(|error| mismatch(tensor, T::DTYPE).because(error.to_string()))?;
+    let result = op.0.into_inner().map_err(|_| Error::internal("a panic while writing a tensor"))?.1;
+    result.ok_or_else(|| Error::internal("a tensor was not written"))
+}
+
+/// `values` as a CPU tensor, without a copy.
+pub(crate) fn tensor<T: PlainElement, S: Into<Shape>>(values: Vec<T>, shape: S) -> Result<Tensor> {
+    let shape = shape.into();
+    Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
+}
+
+/// A `Vec` of `len` elements whose contents the caller writes in full before it reads any.
+pub(crate) fn unwritten<T: FloatElement>(len: usize) -> Vec<T> {
+    let mut values = Vec::with_capacity(len);
+    // SAFETY: `f32` and `bf16` have no invalid bit patterns and no destructor, and every op that calls this writes
+    // each element (a product with `accumulate = false`, a row loop over the whole output) before reading it.
+    #[allow(clippy::uninit_vec)]
+    unsafe {
+        values.set_len(len);
+    }
+    values
+}
+
+/// The memory of a contiguous tensor, for collectives. It stays valid while the result lives; what is written there,
+/// the tensor shows.
+///
+/// # Errors
+/// The tensor is not contiguous, or has a dtype that is not sent.
+pub(crate) fn memory(tensor: &Tensor) -> Result<Buffer> {
+    let (guard, layout) = tensor.storage_and_layout();
+    let (start, end) = contiguous(layout)?;
+    let (element, base) = match &*guard {
+        Storage::Cpu(CpuStorage::U8(values)) => (ElementType::U8, values.as_ptr() as usize),
+        Storage::Cpu(CpuStorage::BF16(values)) => (ElementType::Bf16, values.as_ptr() as usize),
+        Storage::Cpu(CpuStorage::F32(values)) => (ElementType::F32, values.as_ptr() as usize),
+        Storage::Cpu(CpuStorage::F64(values)) => (ElementType::F64, values.as_ptr() as usize),
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => return gpu_memory(tensor, storage, start..end),
+        _ => return Err(mismatch(tensor, DType::F32)),
+    };
+    let address = base + start * element.bytes();
+    // SAFETY: the clone keeps the storage alive, whose memory does not move; `start..end` lies inside it. That nothing
+    // else touches it during a collective is the strategies' schedule.
+    Ok(unsafe { Buffer::new(address, end - start, element, Arc::new(tensor.clone())) })
+}
+
+/// As [`memory`], of a tensor on a GPU.
+#[cfg(feature = "cuda")]
+fn gpu_memory(
+    tensor: &Tensor,
+    storage: &candle_core::CudaStorage,
+    range: std::ops::Range<usize>,
+) -> Result<Buffer> {
+    use candle_core::backend::BackendStorage;
+    use candle_core::cuda_backend::CudaStorageSlice as Slice;
+    use candle_core::cuda_backend::cudarc::driver::DevicePtr;
+    let stream = storage.device().cuda_stream();
+    let (element, base) = match &storage.slice {
+        Slice::U8(values) => (ElementType::U8, values.device_ptr(&stream).0),
+        Slice::BF16(values) => (ElementType::Bf16, values.device_ptr(&stream).0),
+        Slice::F32(values) => (ElementType::F32, values.device_ptr(&stream).0),
+        Slice::F64(values) => (ElementType::F64, values.device_ptr(&stream).0),
+        _ => return Err(mismatch(tensor, DType::F32)),
+    };
+    let address = base as usize + range.start * element.bytes();
+    // SAFETY: the clone keeps the storage alive, which candle works on and frees on its one stream of the device; the
+    // range lies inside it.
+    Ok(unsafe { Buffer::on_gpu(address, range.len(), element, Arc::new(tensor.clone())) })
+}
+
+/// The first `len` values of `held`, which grows to hold them; what they are is for the caller to write.
+pub(crate) fn first(held: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if held.len() < len {
+        *held = unwritten(len);
+    }
+    &mut held[..len]
+}
+
+fn contiguous(layout: &Layout) -> Result<(usize, usize)> {
+    layout.contiguous_offsets().ok_or_else(|| {
+        Error::internal("an op met a tensor that is not contiguous").because(format!("layout {layout:?}"))
+    })
+}
+
+fn mismatch(tensor: &Tensor, wanted: DType) -> Error {
+    Error::internal(format!("an op wanted a {wanted:?} tensor on the CPU")).because(format!(
+        "found {:?} of shape {:?} on {:?}",
+        tensor.dtype(),
+        tensor.dims(),
+        tensor.device().location()
+    ))
+}
+
+/// The `(rows, columns)` of a two-dimensional tensor.
+pub(crate) fn dims2(tensor: &Tensor) -> Result<(usize, usize)> {
+    Ok(tensor.dims2()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bf16_rounds_to_nearest_even() {
+        for bits in (0..u32::MAX).step_by(65_521) {
+            let x = f32::from_bits(bits);
+            let (ours, theirs) = (f32_to_bf16(x), bf16::from_f32(x));
+            assert!(ours.to_bits() == theirs.to_bits() || (x.is_nan() && ours.is_nan()), "{bits:#x}");
+            assert!(x.is_nan() || bf16_to_f32(theirs) == theirs.to_f32());
+        }
+    }
+
+    #[test]
+    fn update_writes_through_a_view() -> Result<()> {
+        let flat = tensor(vec![0f32; 6], 6)?;
+        let view = flat.narrow(0, 2, 3)?;
+        update(&view, |values: &mut [f32]| values.fill(7.0))?;
+        assert_eq!(&*read::<f32>(&flat)?, &[0., 0., 7., 7., 7., 0.]);
+        assert!(read::<bf16>(&flat).is_err());
+        Ok(())
+    }
+}

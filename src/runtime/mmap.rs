@@ -1,0 +1,288 @@
+//! A file as memory: flat runs of values in a mapped file, for parameters that memory has no room for.
+//!
+//! The file has no name: it is unlinked as soon as it is open, so that whatever ends the process also removes it. Its
+//! length is set aside at once: a full disk is an error of [`MappedFile::create`] and not a fault in the middle of a
+//! step. Values come and go by copies ([`super::param_storage`]); candle's tensors own their memory and cannot be views of it.
+//! Pages are given back to the system after each use, so that they count as cache of the disk.
+
+use std::fs::{File, OpenOptions, remove_file};
+use std::io::{self, ErrorKind};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, RwLock};
+
+use candle_core::DType;
+use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
+
+use super::cpu_tensor::PlainElement;
+use crate::error::{Error, ErrorCategory, Result};
+use crate::runtime::buffer::{Buffer, ElementType};
+use crate::units;
+
+/// Runs start at multiples of this many bytes: at pages, so that advice on one does not touch its neighbour.
+const ALIGN: usize = 4096;
+
+/// A mapped file that is handed out in runs.
+#[derive(Debug)]
+pub struct MappedFile {
+    map: MmapRaw,
+    taken: AtomicUsize,
+    /// Readers and writers of all runs take turns.
+    turn: RwLock<()>,
+}
+
+/// Values in a mapped file. A clone is the same memory.
+#[derive(Debug, Clone)]
+pub struct MappedSlice {
+    file: Arc<MappedFile>,
+    /// In bytes.
+    start: usize,
+    len: usize,
+    dtype: DType,
+}
+
+impl MappedFile {
+    /// Bytes of a file that a run of `len` values takes up.
+    pub fn room(len: usize, dtype: DType) -> usize {
+        (len * dtype.size_in_bytes()).next_multiple_of(ALIGN)
+    }
+
+    /// Whether [`MappedFile::create`] would succeed now; nothing is set aside.
+    ///
+    /// # Errors
+    /// As that.
+    pub fn check(folder: &Path, bytes: usize) -> Result<()> {
+        open(folder, bytes).map(drop)
+    }
+
+    /// A file of `bytes` bytes in `folder`, which no other process finds.
+    ///
+    /// # Errors
+    /// The folder is missing or not writable ([`ErrorCategory::User`]); the disk has no room ([`ErrorCategory::Storage`]).
+    pub fn create(folder: &Path, bytes: usize) -> Result<Arc<Self>> {
+        let bytes = bytes.max(ALIGN);
+        let file = open(folder, bytes)?;
+        let refuse = |error: io::Error| no_room(folder, bytes, error.to_string());
+        allocate(&file, bytes).map_err(refuse)?;
+        let map = MmapOptions::new().len(bytes).map_raw(&file).map_err(refuse)?;
+        Ok(Arc::new(MappedFile { map, taken: AtomicUsize::new(0), turn: RwLock::new(()) }))
+    }
+
+    /// The next `len` values, zero until they are written.
+    ///
+    /// # Errors
+    /// The file is used up.
+    pub fn run(self: &Arc<Self>, len: usize, dtype: DType) -> Result<MappedSlice> {
+        let room = Self::room(len, dtype);
+        let start = self.taken.fetch_add(room, Ordering::Relaxed);
+        if start + room > self.map.len() {
+            return Err(Error::internal(format!("a mapped file of {} bytes is used up", self.map.len())));
+        }
+        Ok(MappedSlice { file: Arc::clone(self), start, len, dtype })
+    }
+}
+
+impl MappedSlice {
+    /// Number of values.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for a run of nothing.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Their type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The `len` values from `start` on.
+    ///
+    /// # Errors
+    /// They are not in this run.
+    pub fn narrow(&self, start: usize, len: usize) -> Result<Self> {
+        if start.checked_add(len).is_none_or(|end| end > self.len) {
+            return Err(Error::internal(format!("values {start} and {len} more of a run of {}", self.len)));
+        }
+        let start = self.start + start * self.dtype.size_in_bytes();
+        Ok(MappedSlice { file: Arc::clone(&self.file), start, len, dtype: self.dtype })
+    }
+
+    /// Lets `read` see the values. It must not write to a run of this file.
+    pub(crate) fn read<T: PlainElement, R>(&self, read: impl FnOnce(&[T]) -> R) -> Result<R> {
+        let address = self.address::<T>()?;
+        let turn = self.file.turn.read().map_err(|_| Error::internal("a panic in a mapped file"))?;
+        // SAFETY: the run lies in the map, which `self` keeps, starts at a multiple of the size of `T` and was zeroed
+        // or written as `T`, all of whose bit patterns are valid; writers wait for `turn`.
+        let result = read(unsafe { std::slice::from_raw_parts(address, self.len) });
+        drop(turn);
+        self.evict();
+        Ok(result)
+    }
+
+    /// Lets `write` change the values. It must not read a run of this file.
+    pub(crate) fn write<T: PlainElement, R>(&self, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+        let address = self.address::<T>()?;
+        let turn = self.file.turn.write().map_err(|_| Error::internal("a panic in a mapped file"))?;
+        // SAFETY: as in `read`; nobody else reads or writes while this holds `turn`.
+        let result = write(unsafe { std::slice::from_raw_parts_mut(address, self.len) });
+        drop(turn);
+        self.evict();
+        Ok(result)
+    }
+
+    /// The memory of the run, for collectives. It stays valid while the result lives.
+    pub(crate) fn memory(&self) -> Result<Buffer> {
+        let (element, address) = match self.dtype {
+            DType::U8 => (ElementType::U8, self.address::<u8>()? as usize),
+            DType::BF16 => (ElementType::Bf16, self.address::<half::bf16>()? as usize),
+            _ => (ElementType::F32, self.address::<f32>()? as usize),
+        };
+        // SAFETY: the clone of `file` keeps the map in place. That nothing else touches it during a collective is the
+        // strategies' schedule, as for tensors.
+        Ok(unsafe { Buffer::new(address, self.len, element, Arc::clone(&self.file) as _) })
+    }
+
+    /// Asks the system to read the run ahead.
+    pub fn prefetch(&self) {
+        // Advice that the system does not take costs time, never correctness.
+        drop(self.file.map.advise_range(Advice::WillNeed, self.start, self.bytes()));
+    }
+
+    /// Takes the run's pages off this process; what they hold stays in the file.
+    pub fn evict(&self) {
+        // SAFETY: pages of a shared map of a file are loaded from it again when they are next touched.
+        let advised = unsafe {
+            self.file.map.unchecked_advise_range(UncheckedAdvice::DontNeed, self.start, self.bytes())
+        };
+        drop(advised);
+    }
+
+    fn bytes(&self) -> usize {
+        self.len * self.dtype.size_in_bytes()
+    }
+
+    fn address<T: PlainElement>(&self) -> Result<*mut T> {
+        if T::DTYPE != self.dtype {
+            return Err(Error::internal(format!("{:?} wanted of a run of {:?}", T::DTYPE, self.dtype)));
+        }
+        // SAFETY: `start` lies inside the map.
+        Ok(unsafe { self.file.map.as_mut_ptr().add(self.start) }.cast())
+    }
+}
+
+/// A new file without a name in `folder`, where `bytes` are free.
+fn open(folder: &Path, bytes: usize) -> Result<File> {
+    let file = nameless(folder).map_err(|error| {
+        let kind = match error.kind() {
+            ErrorKind::NotFound
+            | ErrorKind::PermissionDenied
+            | ErrorKind::NotADirectory
+            | ErrorKind::ReadOnlyFilesystem => ErrorCategory::User,
+            _ => ErrorCategory::Storage,
+        };
+        Error::new(kind, format!("cannot make a file in {}", folder.display()))
+            .because(error.to_string())
+            .hint("give another folder as `parallel.offload_folder`")
+    })?;
+    // Some file systems fill the disk to its end before they refuse.
+    match free_bytes(&file).filter(|free| *free < bytes as u64) {
+        Some(free) => Err(no_room(folder, bytes, format!("{} are free there", units::bytes(free)))),
+        None => Ok(file),
+    }
+}
+
+fn no_room(folder: &Path, bytes: usize, why: String) -> Error {
+    let size = units::bytes(bytes as u64);
+    Error::new(ErrorCategory::Storage, format!("cannot set {size} aside in {}", folder.display()))
+        .because(why)
+        .hint("make room there, or give a folder on another disk as `parallel.offload_folder`")
+}
+
+/// A new file in `folder` that has lost its name.
+fn nameless(folder: &Path) -> io::Result<File> {
+    static MADE: AtomicU64 = AtomicU64::new(0);
+    loop {
+        let number = MADE.fetch_add(1, Ordering::Relaxed);
+        let path = folder.join(format!(".finetune-offload-{}-{number}", std::process::id()));
+        match OpenOptions::new().read(true).write(true).create_new(true).open(&path) {
+            // Of another process that had this number, in another container perhaps.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error),
+            Ok(file) => return remove_file(&path).map(|()| file),
+        }
+    }
+}
+
+/// Bytes that can still be written where `file` is; none when the system does not tell.
+fn free_bytes(file: &File) -> Option<u64> {
+    use std::os::fd::AsRawFd;
+    let mut facts = std::mem::MaybeUninit::<libc::statvfs>::zeroed();
+    // SAFETY: the descriptor is open, and the pointer is to a whole `statvfs`, for which zeroes are a valid value.
+    let (status, facts) = unsafe {
+        let status = libc::fstatvfs(file.as_raw_fd(), facts.as_mut_ptr());
+        (status, facts.assume_init())
+    };
+    #[allow(clippy::unnecessary_cast, reason = "the fields have other types on other systems")]
+    (status == 0).then(|| (facts.f_bavail as u64).saturating_mul(facts.f_frsize as u64))
+}
+
+/// Gives `file` its length and its place on the disk.
+#[cfg(target_os = "linux")]
+fn allocate(file: &File, bytes: usize) -> io::Result<()> {
+    use std::os::fd::AsRawFd;
+    let len = libc::off_t::try_from(bytes).map_err(|_| io::Error::from(ErrorKind::FileTooLarge))?;
+    // SAFETY: the descriptor is open.
+    match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, len) } {
+        0 => Ok(()),
+        code => Err(io::Error::from_raw_os_error(code)),
+    }
+}
+
+/// Gives `file` its length and its place on the disk: by writing it, where the system has no call for it.
+#[cfg(not(target_os = "linux"))]
+fn allocate(mut file: &File, bytes: usize) -> io::Result<()> {
+    use io::Write;
+    let zeros = vec![0u8; 1 << 20];
+    let mut rest = bytes;
+    while rest > 0 {
+        let part = rest.min(zeros.len());
+        file.write_all(&zeros[..part])?;
+        rest -= part;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_hold_what_is_written() -> Result<()> {
+        let folder = tempfile::tempdir().unwrap();
+        let file = MappedFile::create(folder.path(), MappedFile::room(3, DType::F32) * 2)?;
+        let (a, b) = (file.run(3, DType::F32)?, file.run(7, DType::U8)?);
+        a.write(|values: &mut [f32]| values.copy_from_slice(&[1.0, 2.0, 3.0]))?;
+        b.write(|values: &mut [u8]| values.fill(9))?;
+        assert_eq!(a.narrow(1, 2)?.read(|values: &[f32]| values.to_vec())?, [2.0, 3.0]);
+        assert_eq!(b.read(|values: &[u8]| values.to_vec())?, [9; 7]);
+        assert!(a.narrow(2, 2).is_err() && a.read(|_: &[u8]| ()).is_err() && file.run(1, DType::U8).is_err());
+        // Nothing is left to find, whatever happens next.
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        Ok(())
+    }
+
+    #[test]
+    fn a_full_disk_and_a_missing_folder_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let full = MappedFile::create(folder.path(), 1 << 60).unwrap_err();
+        assert_eq!(full.kind(), ErrorCategory::Storage);
+        assert!(full.what().starts_with("cannot set 1048576 TiB aside in"), "{full}");
+        assert!(full.causes()[0].ends_with("are free there"), "{full}");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        let missing = MappedFile::create(&folder.path().join("none"), 1).unwrap_err();
+        assert_eq!(missing.kind(), ErrorCategory::User);
+    }
+}

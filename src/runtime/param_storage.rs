@@ -1,0 +1,241 @@
+//! Where flat runs of values are at rest: in a tensor of the device, in one of the host, or in a mapped file.
+//!
+//! What is not on the device is brought there by copies before it is used and taken back after it was changed. Copies
+//! between devices go in runs of at most [`STAGING_ELEMENTS`] values, so that what is under way stays small.
+
+use candle_core::{DType, Device, Tensor};
+use half::bf16;
+use rayon::prelude::*;
+
+use super::cpu_tensor;
+use super::cpu_tensor::{PlainElement, memory, update};
+use super::mmap::MappedSlice;
+use crate::error::{Error, Result};
+use crate::runtime::buffer::Buffer;
+use crate::runtime::copy::copy_into;
+
+/// Most values that are under way between host and device at a time.
+pub const STAGING_ELEMENTS: usize = 1 << 20;
+
+/// Values per task of a copy.
+const CHUNK: usize = 1 << 18;
+
+/// A flat run of f32, bf16 or u8 values. A clone is the same memory.
+#[derive(Debug, Clone)]
+pub enum ParamStorage {
+    /// One-dimensional and contiguous, on the device or on the host.
+    Memory(Tensor),
+    /// Pages of a file.
+    File(MappedSlice),
+}
+
+impl From<Tensor> for ParamStorage {
+    fn from(tensor: Tensor) -> Self {
+        ParamStorage::Memory(tensor)
+    }
+}
+
+impl ParamStorage {
+    /// Number of values.
+    pub fn elements(&self) -> usize {
+        match self {
+            ParamStorage::Memory(tensor) => tensor.elem_count(),
+            ParamStorage::File(run) => run.len(),
+        }
+    }
+
+    /// Their type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            ParamStorage::Memory(tensor) => tensor.dtype(),
+            ParamStorage::File(run) => run.dtype(),
+        }
+    }
+
+    /// The `len` values from `start` on, in the same memory.
+    pub fn narrow(&self, start: usize, len: usize) -> Result<ParamStorage> {
+        Ok(match self {
+            ParamStorage::Memory(tensor) => ParamStorage::Memory(tensor.narrow(0, start, len)?),
+            ParamStorage::File(run) => ParamStorage::File(run.narrow(start, len)?),
+        })
+    }
+
+    /// The tensor that these values are, to be read and written in place.
+    ///
+    /// # Errors
+    /// They are in a file.
+    pub fn tensor(&self) -> Result<&Tensor> {
+        match self {
+            ParamStorage::Memory(tensor) => Ok(tensor),
+            ParamStorage::File(_) => Err(Error::internal("values in a file were used without a copy")),
+        }
+    }
+
+    /// The values as a tensor to read: themselves, or a copy on the host when they are in a file.
+    pub fn to_read(&self) -> Result<Tensor> {
+        match self {
+            ParamStorage::Memory(tensor) => Ok(tensor.clone()),
+            ParamStorage::File(run) => {
+                let copy = Tensor::zeros(run.len(), run.dtype(), &Device::Cpu)?;
+                self.load_to(&copy)?;
+                Ok(copy)
+            }
+        }
+    }
+
+    /// Copies the values to `to`, wherever that is: as many, of the same type.
+    pub fn load_to(&self, to: &Tensor) -> Result<()> {
+        match self {
+            ParamStorage::Memory(from) => copy_across(from, to),
+            ParamStorage::File(run) => in_runs(run.len(), staged(to, to), |start, len| {
+                let (run, to) = (run.narrow(start, len)?, to.narrow(0, start, len)?);
+                match run.dtype() {
+                    DType::F32 => from_file::<f32>(&run, &to),
+                    DType::BF16 => from_file::<bf16>(&run, &to),
+                    _ => from_file::<u8>(&run, &to),
+                }
+            }),
+        }
+    }
+
+    /// Takes the values of `from` over: as many, of the same type, wherever they are.
+    pub fn store_from(&self, from: &Tensor) -> Result<()> {
+        match self {
+            ParamStorage::Memory(to) => copy_across(from, to),
+            ParamStorage::File(run) => in_runs(run.len(), staged(from, from), |start, len| {
+                let from = from.narrow(0, start, len)?.to_device(&Device::Cpu)?;
+                let run = run.narrow(start, len)?;
+                match run.dtype() {
+                    DType::F32 => to_file::<f32>(&from, &run),
+                    DType::BF16 => to_file::<bf16>(&from, &run),
+                    _ => to_file::<u8>(&from, &run),
+                }
+            }),
+        }
+    }
+
+    /// Takes the values of `from` over, rounded to this run's type.
+    pub fn store_cast(&self, from: &Tensor) -> Result<()> {
+        match self {
+            ParamStorage::Memory(to) if to.device().same_device(from.device()) => copy_into(to, from),
+            _ => in_runs(self.elements(), STAGING_ELEMENTS, |start, len| {
+                let device = match self {
+                    ParamStorage::Memory(to) => to.device(),
+                    ParamStorage::File(_) => &Device::Cpu,
+                };
+                // Where the values are used, as without a copy.
+                let from = from.narrow(0, start, len)?.to_device(device)?.to_dtype(self.dtype())?;
+                self.narrow(start, len)?.store_from(&from)
+            }),
+        }
+    }
+
+    /// The memory itself, for collectives on the host.
+    pub(crate) fn memory(&self) -> Result<Buffer> {
+        match self {
+            ParamStorage::Memory(tensor) => memory(tensor),
+            ParamStorage::File(run) => run.memory(),
+        }
+    }
+
+    /// Asks for values that will be wanted soon.
+    pub fn prefetch(&self) {
+        if let ParamStorage::File(run) = self {
+            run.prefetch();
+        }
+    }
+
+    /// Says that the values are not wanted for a while.
+    pub fn evict(&self) {
+        if let ParamStorage::File(run) = self {
+            run.evict();
+        }
+    }
+}
+
+/// Copies `from` to `to`, one-dimensional and of one type, on any two devices.
+pub(crate) fn copy_across(from: &Tensor, to: &Tensor) -> Result<()> {
+    if from.device().is_cpu() && to.device().is_cpu() {
+        return match to.dtype() {
+            DType::F32 => copy::<f32>(from, to),
+            DType::BF16 => copy::<bf16>(from, to),
+            _ => copy::<u8>(from, to),
+        };
+    }
+    in_runs(from.elem_count(), staged(from, to), |start, len| {
+        let from = from.narrow(0, start, len)?.to_device(to.device())?;
+        Ok(to.slice_set(&from.contiguous()?, 0, start)?)
+    })
+}
+
+fn copy<T: PlainElement>(from: &Tensor, to: &Tensor) -> Result<()> {
+    let from = cpu_tensor::read::<T>(from)?;
+    let from: &[T] = &from;
+    write(to, from)
+}
+
+fn from_file<T: PlainElement>(run: &MappedSlice, to: &Tensor) -> Result<()> {
+    run.read(|from: &[T]| {
+        if to.device().is_cpu() {
+            return write(to, from);
+        }
+        Ok(to.slice_set(&Tensor::from_slice(from, from.len(), to.device())?, 0, 0)?)
+    })?
+}
+
+fn to_file<T: PlainElement>(from: &Tensor, run: &MappedSlice) -> Result<()> {
+    let from = cpu_tensor::read::<T>(from)?;
+    let from: &[T] = &from;
+    run.write(|to: &mut [T]| side_by_side(to, from))?
+}
+
+fn write<T: PlainElement>(to: &Tensor, from: &[T]) -> Result<()> {
+    update(to, |to: &mut [T]| side_by_side(to, from))?
+}
+
+fn side_by_side<T: PlainElement>(to: &mut [T], from: &[T]) -> Result<()> {
+    if to.len() != from.len() {
+        return Err(Error::internal(format!("{} values for a place of {}", from.len(), to.len())));
+    }
+    to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| to.copy_from_slice(from));
+    Ok(())
+}
+
+/// Values that may go at once: all of them when both sides are on the host.
+fn staged(from: &Tensor, to: &Tensor) -> usize {
+    if from.device().is_cpu() && to.device().is_cpu() { usize::MAX } else { STAGING_ELEMENTS }
+}
+
+/// Calls `each` with starts and lengths, `most` at most, that cover `len` values.
+fn in_runs(len: usize, most: usize, mut each: impl FnMut(usize, usize) -> Result<()>) -> Result<()> {
+    (0..len).step_by(most).try_for_each(|start| each(start, most.min(len - start)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::mmap::MappedFile;
+
+    #[test]
+    fn values_come_and_go() -> Result<()> {
+        let folder = tempfile::tempdir().unwrap();
+        let file = MappedFile::create(folder.path(), MappedFile::room(5, DType::F32) * 3)?;
+        let places = [
+            ParamStorage::File(file.run(5, DType::F32)?),
+            ParamStorage::Memory(Tensor::zeros(5, DType::F32, &Device::Cpu)?),
+        ];
+        for home in places {
+            home.store_from(&Tensor::new(&[1f32, 2.0, 3.0, 4.0, 5.0], &Device::Cpu)?)?;
+            home.narrow(1, 2)?.store_from(&Tensor::new(&[-1f32, -2.0], &Device::Cpu)?)?;
+            let there = Tensor::zeros(5, DType::F32, &Device::Cpu)?;
+            home.load_to(&there)?;
+            assert_eq!(there.to_vec1::<f32>()?, [1.0, -1.0, -2.0, 4.0, 5.0]);
+            assert_eq!(home.to_read()?.to_vec1::<f32>()?, there.to_vec1::<f32>()?);
+            assert!(home.store_from(&Tensor::zeros(4, DType::F32, &Device::Cpu)?).is_err());
+        }
+        let rounded = ParamStorage::File(file.run(2, DType::BF16)?);
+        rounded.store_cast(&Tensor::new(&[1.001f32, 3.0], &Device::Cpu)?)?;
+        assert_eq!(rounded.to_read()?.to_dtype(DType::F32)?.to_vec1::<f32>()?, [1.0, 3.0]);
+        Ok(())
+    }
+}

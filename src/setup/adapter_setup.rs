@@ -1,0 +1,314 @@
+//! What of a model trains beside or instead of all its weights: the recipe's `[adapter]`, a saved PEFT adapter, or
+//! both (go on training a saved one).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use super::pissa::PissaStart;
+use super::vocabulary::tables_with_rows;
+use crate::adapter::{
+    self, AdapterConfig, InitLoraWeights, ModuleInfo, ModulePattern, NamePattern, SavedAdapter, Target,
+    TargetSpec,
+};
+use crate::error::{Error, Result};
+use crate::model::{self, ModelConfig, ModuleKind};
+use crate::recipe::{self, AdapterInit, AdapterKind};
+use crate::sharding::{Adapters, LoraSpec};
+
+/// An adapter on a model: which modules, how, and from which values it starts.
+#[derive(Debug)]
+pub struct AdapterSetup {
+    /// The modules with LoRA.
+    pub targets: Vec<Target>,
+    /// The modules that train whole (`modules_to_save`).
+    pub saved: BTreeSet<String>,
+    /// Probability that an input of A is dropped in training.
+    pub dropout: f32,
+    /// Tokens whose rows train, by table.
+    pub rows: BTreeMap<String, Vec<u32>>,
+    /// What adapter_config.json will say.
+    pub config: AdapterConfig,
+    /// Where its values come from.
+    pub(crate) start: AdapterStart,
+}
+
+/// Where an adapter's first values come from.
+#[derive(Debug)]
+pub(crate) enum AdapterStart {
+    /// It is new.
+    Fresh(AdapterInit),
+    /// From a saved one.
+    Saved(SavedAdapter),
+    /// From a checkpoint of a run that began with PiSSA.
+    Pissa(PissaStart),
+}
+
+impl AdapterStart {
+    /// The adapter whose whole modules are read.
+    pub(crate) fn saved(&self) -> Option<&SavedAdapter> {
+        match self {
+            AdapterStart::Fresh(_) => None,
+            AdapterStart::Saved(saved) | AdapterStart::Pissa(PissaStart(saved)) => Some(saved),
+        }
+    }
+}
+
+impl AdapterSetup {
+    /// The recipe's `[adapter]` on the model `base` (its name in adapter_config.json, its shape), with the rows of new
+    /// `tokens`; `saved`: the folder of the adapter to go on with.
+    ///
+    /// # Errors
+    /// An adapter kind or start that this program does not have yet; a target that does not exist or cannot carry
+    /// LoRA; settings that contradict the saved adapter of `adapter.path`.
+    pub fn from_recipe(
+        recipe: &recipe::AdapterSection,
+        saved: Option<&Path>,
+        (base, model): (&str, &ModelConfig),
+        tokens: &[u32],
+    ) -> Result<Self> {
+        let modules = module_infos(model);
+        if let Some(folder) = saved {
+            let mut adapter_setup = Self::saved_in(folder, model)?;
+            adapter_setup.check_agrees(recipe)?;
+            adapter_setup.check_trains(tokens)?;
+            if recipe.lora_dropout > 0.0 {
+                adapter_setup.config.lora_dropout = recipe.lora_dropout;
+            }
+            adapter_setup.dropout = adapter_setup.config.lora_dropout as f32;
+            adapter_setup.config.base_model_name_or_path = Some(base.to_owned());
+            return Ok(adapter_setup);
+        }
+        let mut spec = spec_of(recipe);
+        let targets = adapter::resolve(&spec, &modules)?;
+        refuse_dora_on_tables(&spec, &targets)?;
+        let saved = adapter::resolve_saved(&spec, &modules)?;
+        if !tokens.is_empty() {
+            let tables = tables_with_rows(model, &saved);
+            refuse_new_tokens_on_lora(&tables, &targets)?;
+            spec.trainable_token_indices =
+                tables.into_iter().map(|table| (table.to_owned(), tokens.to_vec())).collect();
+        }
+        let rows = adapter::resolve_rows(&spec, &modules)?;
+        // Written as the module names that were meant: PEFT versions differ in what "all-linear" covers.
+        spec.target_modules =
+            ModulePattern::Named(NamePattern::List(adapter::target_names(&targets, &modules)));
+        spec.exclude_modules = NamePattern::NONE;
+        let config = AdapterConfig {
+            base_model_name_or_path: Some(base.to_owned()),
+            revision: None,
+            spec,
+            lora_dropout: recipe.lora_dropout,
+            inference_mode: true,
+            // What PiSSA and LoftQ leave is an ordinary adapter.
+            init_lora_weights: match recipe.init {
+                AdapterInit::Gaussian => InitLoraWeights::Gaussian,
+                _ => InitLoraWeights::Default,
+            },
+            ensure_weight_tying: false,
+        };
+        Ok(AdapterSetup {
+            targets,
+            saved: saved.into_iter().collect(),
+            dropout: recipe.lora_dropout as f32,
+            rows,
+            start: AdapterStart::Fresh(recipe.init),
+            config,
+        })
+    }
+
+    /// The adapter in `folder`, as it was saved.
+    ///
+    /// # Errors
+    /// It cannot be read, or was made for another model.
+    pub fn saved_in(folder: &Path, model: &ModelConfig) -> Result<Self> {
+        let adapter = SavedAdapter::read(folder)?;
+        let modules = module_infos(model);
+        adapter.check_fits(&modules)?;
+        refuse_dora_on_tables(&adapter.config().spec, adapter.targets())?;
+        let mut rows = adapter.rows().clone();
+        // PEFT saves the embedding's rows under the name of a head that is tied to it too.
+        let own = adapter.config().spec.trainable_token_indices.keys().any(|end| end.ends_with("lm_head"));
+        if model.tie_word_embeddings && rows.contains_key("model.embed_tokens") && !own {
+            rows.remove("lm_head");
+        }
+        Ok(AdapterSetup {
+            targets: adapter.targets().to_vec(),
+            saved: adapter.saved().map(str::to_owned).collect(),
+            dropout: adapter.config().lora_dropout as f32,
+            rows,
+            config: adapter.config().clone(),
+            start: AdapterStart::Saved(adapter),
+        })
+    }
+
+    /// Tokens that a saved adapter does not train cannot be trained beside it.
+    fn check_trains(&self, tokens: &[u32]) -> Result<()> {
+        let whole = self.saves("model.embed_tokens") || self.saves("lm_head");
+        let trained: BTreeSet<&u32> = self.rows.values().flatten().collect();
+        match tokens.iter().find(|id| !whole && !trained.contains(id)) {
+            None => Ok(()),
+            Some(id) => Err(Error::user("`model.new_tokens` contradicts the adapter of `adapter.path`")
+                .because(format!("one of them is token {id}, for which the saved adapter has no row"))
+                .hint("remove `new_tokens` from the recipe, or leave out `path` to start a new adapter")),
+        }
+    }
+
+    /// Whether the module trains whole.
+    pub fn saves(&self, module: &str) -> bool {
+        self.saved.contains(module)
+    }
+
+    /// Whether a tied head gets parameters of its own, because it or the embedding trains.
+    pub fn unties(&self) -> bool {
+        let apart = self.saves("lm_head") || self.saves("model.embed_tokens");
+        self.rows.contains_key("lm_head") || (apart && !self.config.ensure_weight_tying)
+    }
+
+    /// What the strategy needs to know of it.
+    pub fn adapters(&self) -> Adapters {
+        let spec = |target: &Target| LoraSpec { scale: target.scale, dropout: self.dropout };
+        let loras = self.targets.iter().map(|target| (target.name.clone(), spec(target))).collect();
+        Adapters { loras, rows: self.rows.clone() }
+    }
+
+    /// Goes on from the adapter of a checkpoint of the same run.
+    pub(crate) fn resume(&mut self, saved: SavedAdapter) {
+        self.start =
+            if self.is_pissa() { AdapterStart::Pissa(PissaStart(saved)) } else { AdapterStart::Saved(saved) };
+    }
+
+    /// Whether the base lacks what the adapter started from.
+    pub(crate) fn is_pissa(&self) -> bool {
+        matches!(self.start, AdapterStart::Fresh(AdapterInit::Pissa) | AdapterStart::Pissa(_))
+    }
+
+    /// Whether it starts from weights that quantizing would have changed.
+    pub(crate) fn needs_exact_weights(&self) -> bool {
+        self.is_pissa() || matches!(self.start, AdapterStart::Fresh(AdapterInit::Loftq))
+    }
+
+    /// Whether first values depend on the base's.
+    pub(crate) fn derives_from_weights(&self) -> bool {
+        match &self.start {
+            AdapterStart::Fresh(AdapterInit::Pissa | AdapterInit::Loftq) | AdapterStart::Pissa(_) => true,
+            AdapterStart::Fresh(_) => self.config.spec.use_dora,
+            AdapterStart::Saved(_) => false,
+        }
+    }
+
+    /// A setting of the recipe that is neither the default nor the saved adapter's cannot take effect.
+    fn check_agrees(&self, recipe: &recipe::AdapterSection) -> Result<()> {
+        let (saved, default) = (&self.config.spec, recipe::AdapterSection::default());
+        let wanted = spec_of(recipe);
+        let short = |targets: &ModulePattern| format!("{targets:?}");
+        let checks = [
+            ("r", recipe.r != default.r && recipe.r != saved.r, recipe.r.to_string(), saved.r.to_string()),
+            (
+                "lora_alpha",
+                recipe.lora_alpha != default.lora_alpha && recipe.lora_alpha != saved.lora_alpha,
+                recipe.lora_alpha.to_string(),
+                saved.lora_alpha.to_string(),
+            ),
+            (
+                "use_rslora",
+                recipe.use_rslora && !saved.use_rslora,
+                recipe.use_rslora.to_string(),
+                saved.use_rslora.to_string(),
+            ),
+            (
+                "kind",
+                recipe.kind == AdapterKind::Dora && !saved.use_dora,
+                recipe.kind.to_string(),
+                AdapterKind::Lora.to_string(),
+            ),
+            (
+                "target_modules",
+                recipe.target_modules != default.target_modules
+                    && wanted.target_modules != saved.target_modules,
+                short(&wanted.target_modules),
+                short(&saved.target_modules),
+            ),
+            (
+                "modules_to_save",
+                !wanted.modules_to_save.is_empty() && wanted.modules_to_save != saved.modules_to_save,
+                wanted.modules_to_save.join(", "),
+                saved.modules_to_save.join(", "),
+            ),
+        ];
+        for (key, differs, wanted, saved) in checks {
+            if differs {
+                return Err(Error::user(format!(
+                    "`adapter.{key}` contradicts the adapter of `adapter.path`"
+                ))
+                .because(format!("the recipe says {wanted}, the saved adapter was made with {saved}"))
+                .hint(format!(
+                    "remove `{key}` from the recipe, or leave out `path` to start a new adapter"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn spec_of(recipe: &recipe::AdapterSection) -> TargetSpec {
+    TargetSpec {
+        target_modules: match &recipe.target_modules {
+            recipe::TargetModules::AllLinear => ModulePattern::AllLinear,
+            recipe::TargetModules::Named(names) => ModulePattern::Named(NamePattern::List(names.clone())),
+        },
+        exclude_modules: NamePattern::List(recipe.exclude_modules.clone()),
+        modules_to_save: recipe.modules_to_save.clone(),
+        r: recipe.r,
+        lora_alpha: recipe.lora_alpha,
+        use_rslora: recipe.use_rslora,
+        use_dora: recipe.kind == AdapterKind::Dora,
+        rank_pattern: recipe.rank_pattern.0.clone(),
+        alpha_pattern: recipe.alpha_pattern.0.clone(),
+        ..TargetSpec::default()
+    }
+}
+
+/// PEFT trains either LoRA on a table or single rows of it.
+fn refuse_new_tokens_on_lora(tables: &[&str], targets: &[Target]) -> Result<()> {
+    let on = |table: &&&str| targets.iter().any(|target| target.name.ends_with(**table));
+    match tables.iter().find(on) {
+        None => Ok(()),
+        Some(table) => Err(Error::user("cannot train new tokens")
+            .because(format!(
+                "`{table}`, of which their rows train, has LoRA: `adapter.target_modules` names it"
+            ))
+            .hint(format!(
+                "remove it from `target_modules`, or train it whole: `modules_to_save = [{table:?}]`"
+            ))),
+    }
+}
+
+/// DoRA on a token table is not computed by the engine.
+fn refuse_dora_on_tables(spec: &TargetSpec, targets: &[Target]) -> Result<()> {
+    let table = |target: &&Target| spec.use_dora && target.kind != adapter::ModuleKind::Linear;
+    match targets.iter().find(table) {
+        None => Ok(()),
+        Some(target) => Err(Error::user(format!("`{}` cannot carry DoRA", target.name))
+            .because("`adapter.kind` is \"dora\"; accepted with it: the linear layers of the blocks")
+            .hint("write `kind = \"lora\"`, or train the table whole: name it in `adapter.modules_to_save`")),
+    }
+}
+
+fn module_infos(model: &ModelConfig) -> Vec<ModuleInfo> {
+    model::modules(model)
+        .into_iter()
+        .map(|module| ModuleInfo {
+            kind: match module.kind {
+                ModuleKind::Linear => adapter::ModuleKind::Linear,
+                ModuleKind::Embedding => adapter::ModuleKind::Embedding,
+                ModuleKind::Head => adapter::ModuleKind::Head,
+                ModuleKind::Norm => adapter::ModuleKind::Norm,
+            },
+            shape: match module.kind {
+                ModuleKind::Norm => vec![module.out_features],
+                _ => vec![module.out_features, module.in_features],
+            },
+            name: module.name,
+        })
+        .collect()
+}

@@ -1,0 +1,287 @@
+//! A model found and understood, and the engine made of it.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use candle_core::{DType, Device};
+
+use super::adapter_setup::AdapterSetup;
+use super::initial_values::InitialValues;
+use super::param_layout::{Keeping, descs};
+use super::resolver::{ResolvedSource, Resolver};
+use crate::adapter::LowRankFactors;
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::export::bitsandbytes::LinearLayers;
+use crate::model::ModelConfig;
+use crate::ops::attention::AttentionAlgorithm;
+use crate::quant::{CodeKind, QuantFormat};
+use crate::recipe::{Attention, Dtype, ModelInit, ModelSection, QuantKind, QuantizationSection};
+use crate::runtime::device;
+use crate::sharding;
+use crate::sharding::{DeviceMesh, GradReduceOptions, Offload, ParamDesc, ParamStore};
+use crate::weights::ModelFiles;
+
+/// A model before its weights are read.
+#[derive(Debug)]
+pub struct BaseModel {
+    /// Where it is.
+    pub found: ResolvedSource,
+    /// Its shape.
+    pub config: ModelConfig,
+    /// Its weights on disk; none when they start random.
+    pub files: Option<ModelFiles>,
+    /// The format that the frozen linear layers are quantized to, or were before.
+    pub format: Option<QuantFormat>,
+    /// The linear layers that are not.
+    pub skipped: Vec<String>,
+    /// The folder of the tokenizer: the model's, or that of an adapter with a tokenizer of its own.
+    pub(crate) tokenizer: PathBuf,
+    /// The number of tokens by config.json; the model in use may have more.
+    pub(crate) stored_tokens: usize,
+}
+
+/// How an engine computes.
+#[derive(Debug, Clone)]
+pub struct EngineOptions {
+    /// Where.
+    pub device: Device,
+    /// In which dtype.
+    pub dtype: DType,
+    /// With which attention.
+    pub algorithm: AttentionAlgorithm,
+    /// Seeds random initial values.
+    pub seed: u64,
+    /// With whom weights are shared.
+    pub ranks: DeviceMesh,
+    /// How gradients are summed.
+    pub reducing: GradReduceOptions,
+    /// What is kept away from the device.
+    pub offload: Offload,
+}
+
+impl EngineOptions {
+    /// What `[model]` says on this device.
+    ///
+    /// # Errors
+    /// f16 was asked for: training in it needs loss scaling, which this program does not do yet.
+    pub fn new(model: &ModelSection, device: Device, seed: u64) -> Result<Self> {
+        let dtype = match model.dtype {
+            Dtype::Auto => device::default_dtype(&device),
+            Dtype::F32 => DType::F32,
+            Dtype::Bf16 => DType::BF16,
+            Dtype::F16 => {
+                return Err(Error::user("cannot compute in f16")
+                    .because(
+                        "`model.dtype` is \"f16\", which needs loss scaling; accepted now: auto, f32, bf16",
+                    )
+                    .hint("write `dtype = \"bf16\"`; a model stored in f16 is converted as it is read"));
+            }
+        };
+        let algorithm = match model.attention {
+            Attention::Flash => AttentionAlgorithm::Flash,
+            Attention::Eager => AttentionAlgorithm::Eager,
+        };
+        Ok(EngineOptions::alone(device, dtype, algorithm, seed))
+    }
+
+    /// On one rank, one micro-batch a step.
+    pub fn alone(device: Device, dtype: DType, algorithm: AttentionAlgorithm, seed: u64) -> Self {
+        let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32 };
+        let (ranks, offload) = (DeviceMesh::alone(), Offload::None);
+        EngineOptions { device, dtype, algorithm, seed, ranks, reducing, offload }
+    }
+}
+
+impl BaseModel {
+    /// Finds the model of `[model]`, reads its config.json and, unless it starts random, opens its weights.
+    /// `[quantization]`, if given, says how its frozen linear layers are kept.
+    ///
+    /// # Errors
+    /// The model cannot be found or understood; it is quantized already, otherwise than `[quantization]` says.
+    pub fn open(
+        model: &ModelSection,
+        quantization: Option<&QuantizationSection>,
+        finder: &Resolver<'_>,
+    ) -> Result<Self> {
+        let source = model.id.as_ref().ok_or_else(|| {
+            Error::user("no model is given").hint("give one with `--model`, or as `model.id` in the recipe")
+        })?;
+        let found = match model.init {
+            ModelInit::Pretrained => finder.model(source, &model.revision)?,
+            ModelInit::Random => finder.model_headers(source, &model.revision)?,
+        };
+        let path = found.folder.join("config.json");
+        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
+        let config = ModelConfig::from_json(&text, &path.display().to_string())?;
+        let files = match model.init {
+            ModelInit::Pretrained => Some(ModelFiles::open(&found.folder)?),
+            ModelInit::Random => None,
+        };
+        let wanted = quantization.map(format);
+        let stored = files.as_ref().map(stored_format).transpose()?.flatten();
+        if let (Some(wanted), Some(stored)) = (wanted, stored)
+            && wanted != stored
+        {
+            return Err(Error::user(format!("cannot quantize {}", found.folder.display()))
+                .because(format!(
+                    "it is quantized already, to {}; `[quantization]` asks for {}",
+                    describe(&stored),
+                    describe(&wanted)
+                ))
+                .hint(
+                    "remove `[quantization]` to use the checkpoint as it is, or give the unquantized model",
+                ));
+        }
+        let skip = quantization.map_or(&[][..], |quantization| &quantization.skip_modules);
+        let mut skipped = LinearLayers::new(&config, skip)?.skipped;
+        if let (Some(files), true) = (&files, stored.is_some()) {
+            let own = unquantized(&config, files)?;
+            if !skip.is_empty() && own != skipped {
+                return Err(Error::user(format!("cannot quantize {}", found.folder.display()))
+                    .because("it is quantized already, and other layers are skipped than `skip_modules` says")
+                    .hint("remove `[quantization]` to use the checkpoint as it is"));
+            }
+            skipped = own;
+        }
+        let (tokenizer, stored_tokens) = (found.folder.clone(), config.vocab_size);
+        Ok(BaseModel { found, config, files, format: stored.or(wanted), skipped, tokenizer, stored_tokens })
+    }
+
+    /// How its parameters are kept in a run; without `options`, which there are.
+    pub(crate) fn descs(
+        &self,
+        adapter_setup: Option<&AdapterSetup>,
+        trains_all: bool,
+        options: Option<&EngineOptions>,
+    ) -> Result<Vec<ParamDesc>> {
+        self.slots_in((self.format, &self.skipped), adapter_setup, trains_all, options)
+    }
+
+    /// As [`BaseModel::descs`], were the frozen linear layers kept in `format` but for those that are `skipped`.
+    pub(crate) fn slots_in(
+        &self,
+        (format, skipped): (Option<QuantFormat>, &[String]),
+        adapter_setup: Option<&AdapterSetup>,
+        trains_all: bool,
+        options: Option<&EngineOptions>,
+    ) -> Result<Vec<ParamDesc>> {
+        let skipped = skipped.iter().map(String::as_str).collect();
+        let keeping = Keeping {
+            format,
+            skipped: &skipped,
+            files: self.files.as_ref(),
+            // PiSSA changes the weights.
+            narrow: adapter_setup.is_some_and(|a| !a.is_pissa())
+                && options.is_some_and(|o| o.dtype == DType::F32 && o.device.is_cpu()),
+        };
+        descs(&self.config, adapter_setup, trains_all, keeping)
+    }
+
+    /// Whether the files hold every tensor in the shape that config.json says, and no other: by their headers alone.
+    ///
+    /// # Errors
+    /// A tensor is missing, has another shape, or has no place in the model; all weights of a quantized one shall train.
+    pub fn check(&self, adapter_setup: Option<&AdapterSetup>, trains_all: bool) -> Result<()> {
+        if let (Some(format), true) = (&self.format, trains_all) {
+            return Err(Error::user("cannot train all weights of a quantized model")
+                .because(format!(
+                    "its linear layers are kept in {}, which takes no updates; there is no `[adapter]`",
+                    describe(format)
+                ))
+                .hint("add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model"));
+        }
+        let stored = self.files.as_ref().map(stored_format).transpose()?.flatten();
+        if let (Some(format), true) = (stored, adapter_setup.is_some_and(AdapterSetup::needs_exact_weights)) {
+            return Err(Error::user("cannot start the adapter from this model's weights")
+                .because(format!(
+                    "`adapter.init` is \"pissa\" or \"loftq\", which factor the weights before they are quantized; the model is stored in {}",
+                    describe(&format)
+                ))
+                .hint("give the unquantized model and `[quantization]`, or write `init = \"default\"`"));
+        }
+        let values = InitialValues::new(&self.config, self.files.as_ref(), adapter_setup, 0);
+        values.check(&self.descs(adapter_setup, trains_all, None)?, self.stored_tokens)
+    }
+
+    /// Loads the weights: an engine in which `adapter_setup` trains, or everything when there is none and
+    /// `trains_all`, or nothing.
+    ///
+    /// # Errors
+    /// A tensor is missing, has another shape than config.json says, or has no place in the model.
+    pub fn engine(
+        &self,
+        adapter_setup: Option<&AdapterSetup>,
+        trains_all: bool,
+        options: &EngineOptions,
+    ) -> Result<Engine> {
+        Ok(self.load(adapter_setup, trains_all, options)?.0)
+    }
+
+    /// As [`BaseModel::engine`], and what PiSSA took from the weights.
+    pub(crate) fn load(
+        &self,
+        adapter_setup: Option<&AdapterSetup>,
+        trains_all: bool,
+        options: &EngineOptions,
+    ) -> Result<(Engine, BTreeMap<String, LowRankFactors>)> {
+        self.check(adapter_setup, trains_all)?;
+        let values = InitialValues::new(&self.config, self.files.as_ref(), adapter_setup, options.seed);
+        let descs = self.descs(adapter_setup, trains_all, Some(options))?;
+        let adapters = adapter_setup.map(AdapterSetup::adapters).unwrap_or_default();
+        let fill_all = adapter_setup.is_some_and(AdapterSetup::derives_from_weights);
+        let store = sharding::StoreOptions {
+            dtype: options.dtype,
+            device: options.device.clone(),
+            mesh: options.ranks.clone(),
+            reducing: options.reducing,
+            offload: options.offload.clone(),
+            fill_all,
+        };
+        let store =
+            ParamStore::new(&self.config, descs, adapters, store, &mut |desc, fill| values.fill(desc, fill))?;
+        let (config, device) = (self.config.clone(), options.device.clone());
+        let engine = Engine { config, store, algorithm: options.algorithm, device };
+        Ok((engine, values.into_initial()))
+    }
+}
+
+/// What `[quantization]` says.
+pub(crate) fn format(quantization: &QuantizationSection) -> QuantFormat {
+    QuantFormat {
+        kind: match quantization.kind {
+            QuantKind::Nf4 => CodeKind::Nf4,
+            QuantKind::Fp4 => CodeKind::Fp4,
+            QuantKind::Int8 => CodeKind::Int8,
+        },
+        block_size: quantization.block_size,
+        double_quant: quantization.double_quant,
+    }
+}
+
+/// The format of the quantized tensors in `files`, if there are any.
+fn stored_format(files: &ModelFiles) -> Result<Option<QuantFormat>> {
+    for name in files.names() {
+        if let Some(quantized) = files.quantized(name)? {
+            return Ok(Some(quantized.format()));
+        }
+    }
+    Ok(None)
+}
+
+/// The linear layers of a quantized checkpoint that it holds unquantized.
+fn unquantized(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<String>> {
+    let mut kept = Vec::new();
+    for layer in LinearLayers::new(config, &[])?.quantized {
+        if files.quantized(&format!("{layer}.weight"))?.is_none() {
+            kept.push(layer);
+        }
+    }
+    Ok(kept)
+}
+
+/// A format in words.
+pub(crate) fn describe(format: &QuantFormat) -> String {
+    let scales = if format.double_quant { "double-quantized scales" } else { "f32 scales" };
+    format!("{} in blocks of {} with {scales}", format.kind.name(), format.block_size)
+}

@@ -1,0 +1,17 @@
+//! What a plan needs to come alive: the model found and understood, the adapter on it, the layout of all parameters,
+//! their first values, and the data set.
+
+pub(crate) mod adapter_setup;
+pub(crate) mod assets;
+pub(crate) mod base_model;
+pub(crate) mod dataset;
+pub(crate) mod initial_values;
+pub(crate) mod param_layout;
+pub(crate) mod pissa;
+pub(crate) mod resolver;
+pub(crate) mod vocabulary;
+
+pub use adapter_setup::AdapterSetup;
+pub use base_model::{BaseModel, EngineOptions};
+pub use dataset::DatasetLoader;
+pub use resolver::{ResolvedSource, Resolver};

@@ -1,0 +1,163 @@
+//! Every parameter of a run with its place: which segment uses it, whether it trains, how it is kept.
+
+use std::collections::{HashMap, HashSet};
+
+use candle_core::DType;
+
+use super::adapter_setup::AdapterSetup;
+use crate::adapter::TensorKind;
+use crate::error::Result;
+use crate::model::{self, ModelConfig, Module, ModuleKind, ParamSpec, Role, Segment};
+use crate::quant::QuantFormat;
+use crate::sharding::{ParamDesc, TOKEN_ROWS};
+use crate::weights::{ModelFiles, StoredDtype};
+
+pub(crate) const EMBED: &str = "model.embed_tokens.weight";
+pub(crate) const HEAD: &str = "lm_head.weight";
+/// The module that a tied model computes with the same weight.
+pub(crate) fn tied_module(module: &str) -> Option<&'static str> {
+    match module {
+        "model.embed_tokens" => Some("lm_head"),
+        "lm_head" => Some("model.embed_tokens"),
+        _ => None,
+    }
+}
+
+/// The name under which the adapter trains and saves `module` whole: its own, or that of the one it is tied to.
+pub(crate) fn saved_as<'a>(
+    config: &ModelConfig,
+    adapter_setup: &'a AdapterSetup,
+    module: &str,
+) -> Option<&'a str> {
+    let tied = config.tie_word_embeddings && !adapter_setup.unties();
+    let names = [Some(module), tied_module(module).filter(|_| tied)];
+    names.into_iter().flatten().find_map(|name| adapter_setup.saved.get(name)).map(String::as_str)
+}
+
+/// How the frozen part of a model is kept in memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Keeping<'a> {
+    /// The format of the linear layers, when the run quantizes them.
+    pub(crate) format: Option<QuantFormat>,
+    /// Linear layers that are not.
+    pub(crate) skipped: &'a HashSet<&'a str>,
+    /// The files, which may hold quantized layers already.
+    pub(crate) files: Option<&'a ModelFiles>,
+    /// Matrices may stay in the 16 bits they are stored in: they are computed with in f32, on the CPU, where products
+    /// widen what they read.
+    pub(crate) narrow: bool,
+}
+
+impl Keeping<'_> {
+    /// The format of a frozen parameter; none for what is never quantized.
+    fn format_of(&self, spec: &ParamSpec) -> Result<Option<QuantFormat>> {
+        if !matches!((spec.role, spec.segment), (Role::Weight, Segment::Block(_))) {
+            return Ok(None);
+        }
+        let stored = self.files.map(|files| files.quantized(&spec.name)).transpose()?.flatten();
+        let own = self.format.filter(|_| !self.skipped.contains(spec.module()));
+        Ok(stored.map(|stored| stored.format()).or(own))
+    }
+
+    /// What a frozen matrix is kept in other than the dtype that is computed with: bf16, if that is how it is stored.
+    /// Beside a quantized base tables are always, for widening them would cost more memory than quantizing saves.
+    fn kept_as(&self, spec: &ParamSpec) -> Option<DType> {
+        let matrix = matches!(spec.role, Role::Weight | Role::Embedding);
+        let table = matrix && !matches!(spec.segment, Segment::Block(_));
+        let stored = self.files?.info(&spec.name)?;
+        let stays = matrix && self.narrow || table && self.format.is_some();
+        // Rows beyond the stored ones are means, which need more digits.
+        let whole = stored.dtype == StoredDtype::BF16 && stored.shape == spec.shape;
+        (stays && whole).then_some(DType::BF16)
+    }
+}
+
+/// Every parameter of the run. A tied head gets one of its own only when it or the embedding is trained apart
+/// (PEFT's `modules_to_save` unties them).
+pub(crate) fn descs(
+    config: &ModelConfig,
+    adapter_setup: Option<&AdapterSetup>,
+    trains_all: bool,
+    keeping: Keeping<'_>,
+) -> Result<Vec<ParamDesc>> {
+    let trains =
+        |module: &str| trains_all || adapter_setup.is_some_and(|a| saved_as(config, a, module).is_some());
+    // PEFT saves a copy of a table under its adapter, in a dtype of its own.
+    let has_copy = |module: &str| {
+        let saved = adapter_setup.and_then(|a| a.start.saved());
+        saved.is_some_and(|saved| saved.info(module, TensorKind::BaseWeight).is_some())
+    };
+    let has_rows = |module: &str| adapter_setup.is_some_and(|a| a.rows.contains_key(module));
+    let mut descs = Vec::new();
+    for spec in model::parameters(config) {
+        let trainable = trains(spec.module());
+        let frozen = !trainable && !has_rows(spec.module());
+        let format = if frozen { keeping.format_of(&spec)? } else { None };
+        let as_stored = frozen && format.is_none() && !has_copy(spec.module());
+        descs.push(ParamDesc {
+            trainable,
+            decay: matches!(spec.role, Role::Weight | Role::Embedding),
+            format,
+            kept_as: keeping.kept_as(&spec).filter(|_| as_stored),
+            name: spec.name,
+            shape: spec.shape,
+            segment: spec.segment,
+            adapter: false,
+        });
+    }
+    if config.tie_word_embeddings && adapter_setup.is_some_and(AdapterSetup::unties) {
+        descs.push(ParamDesc {
+            name: HEAD.into(),
+            shape: vec![config.vocab_size, config.hidden_size],
+            segment: Segment::Head,
+            decay: true,
+            trainable: trains("lm_head"),
+            adapter: false,
+            format: None,
+            kept_as: None,
+        });
+    }
+    if let Some(adapter_setup) = adapter_setup {
+        adapter_slots(config, adapter_setup, &mut descs);
+    }
+    Ok(descs)
+}
+
+/// The matrices, magnitudes and token rows of an adapter.
+fn adapter_slots(config: &ModelConfig, adapter_setup: &AdapterSetup, descs: &mut Vec<ParamDesc>) {
+    let modules = model::modules(config);
+    let modules: HashMap<&str, &Module> =
+        modules.iter().map(|module| (module.name.as_str(), module)).collect();
+    let segment_of = |desc: &ParamDesc| Some((desc.name.strip_suffix(".weight")?.to_owned(), desc.segment));
+    let segments: HashMap<String, Segment> = descs.iter().filter_map(segment_of).collect();
+    let mut push = |module: &Module, name: &str, shape: Vec<usize>| {
+        descs.push(ParamDesc {
+            name: format!("{}.{name}", module.name),
+            shape,
+            segment: segments.get(&module.name).copied().unwrap_or(Segment::Head),
+            decay: true,
+            trainable: true,
+            adapter: true,
+            format: None,
+            kept_as: None,
+        });
+    };
+    for target in &adapter_setup.targets {
+        let Some(module) = modules.get(target.name.as_str()) else { continue };
+        let (out, inputs, r) = (module.out_features, module.in_features, target.r);
+        if module.kind == ModuleKind::Embedding {
+            push(module, "lora_embedding_A", vec![r, out]);
+            push(module, "lora_embedding_B", vec![inputs, r]);
+            continue;
+        }
+        push(module, "lora_A.weight", vec![r, inputs]);
+        push(module, "lora_B.weight", vec![out, r]);
+        if adapter_setup.config.spec.use_dora {
+            push(module, "lora_magnitude_vector", vec![out]);
+        }
+    }
+    for (name, ids) in &adapter_setup.rows {
+        let Some(module) = modules.get(name.as_str()) else { continue };
+        push(module, TOKEN_ROWS.trim_start_matches('.'), vec![ids.len(), module.in_features]);
+    }
+}

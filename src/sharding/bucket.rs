@@ -1,0 +1,281 @@
+//! A flat buffer of parameters: tensors are aligned views into it, so that a gather, a load or an update handles one
+//! contiguous piece of memory.
+//!
+//! A rank keeps all of a bucket or its shard, one of N equal runs: for the values that are computed with, for the
+//! gradients, for what the optimizer updates ([`super::placement`]). What it keeps may be away from the device
+//! ([`super::offload`]).
+
+use std::ops::Range;
+
+use candle_core::{DType, Device, Tensor};
+use half::bf16;
+
+use super::offload::{BucketBuilder, Offload, StorageTarget};
+use super::placement::{Placement, ShardingSpec};
+use crate::error::Result;
+use crate::model::Segment;
+use crate::quant::{BlocksMut, QuantFormat};
+use crate::runtime::cpu_tensor::PlainElement;
+use crate::runtime::mmap::MappedFile;
+use crate::runtime::param_storage::ParamStorage;
+
+/// One parameter before it has a value.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ParamDesc {
+    /// Name: the checkpoint's; for adapters PEFT's without its prefix, such as `<module>.lora_A.weight`.
+    pub name: String,
+    /// Shape.
+    pub shape: Vec<usize>,
+    /// The segment that uses it.
+    pub segment: Segment,
+    /// Weight decay applies.
+    pub decay: bool,
+    /// It trains.
+    pub trainable: bool,
+    /// It is an adapter matrix: f32 whatever the model's dtype is.
+    pub adapter: bool,
+    /// It is kept quantized, in this format.
+    pub format: Option<QuantFormat>,
+    /// It is kept in this dtype instead of the one that is computed with.
+    pub kept_as: Option<DType>,
+}
+
+impl ParamDesc {
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// Memory that a slot's value goes to.
+#[derive(Debug)]
+pub enum LoadTarget<'a> {
+    /// As f32.
+    F32(&'a mut [f32]),
+    /// As bf16.
+    Bf16(&'a mut [bf16]),
+    /// As codes and scales.
+    Blocks(BlocksMut<'a>),
+}
+
+/// Where a slot lies in its bucket.
+#[derive(Debug, Clone)]
+pub struct BucketEntry {
+    /// What lies there.
+    pub desc: ParamDesc,
+    /// First element.
+    pub start: usize,
+}
+
+impl BucketEntry {
+    /// Its elements in the bucket.
+    pub fn range(&self) -> Range<usize> {
+        self.start..self.start + self.desc.elements()
+    }
+}
+
+/// Starts of entries and shards are multiples of this many elements: the blocks of 8-bit moments, counted within a
+/// tensor, never straddle two ranks.
+pub(super) const ALIGN: usize = 256;
+
+/// Slots of one segment that are all frozen or all trainable, in one buffer.
+#[derive(Debug)]
+pub struct Bucket {
+    /// The segment that uses it.
+    pub segment: Segment,
+    /// The layout, ascending.
+    pub entries: Vec<BucketEntry>,
+    /// Elements of the whole, padding included.
+    pub(super) len: usize,
+    pub(super) spec: ShardingSpec,
+    /// What is computed with: all of it or this rank's shard.
+    pub(super) value: ParamStorage,
+    /// Values and gradients are not on the device.
+    pub(super) away: bool,
+    /// The f32 values that the optimizer updates, when `value` is not f32; of `own`.
+    master: Option<Tensor>,
+    /// Gradients, f32; none for frozen buckets. All of them or the shard's.
+    pub(super) grad: Option<Tensor>,
+    /// The run that this rank updates: all, or its shard.
+    pub(super) own: Range<usize>,
+}
+
+/// How buckets are made.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BucketOptions<'a> {
+    pub(super) spec: ShardingSpec,
+    /// This rank and their number, among those that share one copy.
+    pub(super) place: (usize, usize),
+    pub(super) dtype: DType,
+    pub(super) device: &'a Device,
+    /// Where values are kept.
+    pub(super) values: StorageTarget<'a>,
+    pub(super) offload: &'a Offload,
+    /// Fill every entry, although the rank keeps only a part.
+    pub(super) fill_all: bool,
+}
+
+impl BucketOptions<'_> {
+    /// The run of `len` elements that this rank keeps.
+    pub(super) fn part(&self, extent: Placement, len: usize) -> Range<usize> {
+        let (rank, size) = self.place;
+        match extent {
+            Placement::Replicated => 0..len,
+            Placement::Sharded => rank * (len / size)..(rank + 1) * (len / size),
+        }
+    }
+
+    /// Whether an entry has to be filled by this rank, which keeps `part`.
+    pub(super) fn wants(&self, entry: &Range<usize>, part: &Range<usize>) -> bool {
+        self.fill_all || (entry.start < part.end && part.start < entry.end)
+    }
+}
+
+impl Bucket {
+    /// Lays out `descs` and fills, one at a time, those of which this rank keeps something.
+    pub(super) fn new(
+        descs: Vec<ParamDesc>,
+        bucket_options: BucketOptions<'_>,
+        fill: &mut dyn FnMut(&ParamDesc, LoadTarget<'_>) -> Result<()>,
+    ) -> Result<Self> {
+        let BucketOptions { spec, device, dtype, values, .. } = bucket_options;
+        let (segment, trainable) = (descs[0].segment, descs.iter().any(|desc| desc.trainable));
+        let (entries, len) = layout(descs, bucket_options.place.1 * ALIGN);
+        let (kept, own) = (bucket_options.part(spec.values, len), bucket_options.part(spec.update, len));
+        // Trainable values are read in f32 whatever they are computed in: that is the master.
+        let loaded = if trainable { DType::F32 } else { dtype };
+        let (value, master) = if loaded == dtype {
+            let load = BucketLoader { entries: &entries, kept: &kept, bucket_options };
+            let filled = match dtype {
+                DType::BF16 => load.filled(fill, |values: &mut [bf16]| LoadTarget::Bf16(values))?,
+                _ => load.filled(fill, |values: &mut [f32]| LoadTarget::F32(values))?,
+            };
+            (values.settle(filled)?, None)
+        } else {
+            // Where it was filled it need not stay.
+            let load = BucketLoader {
+                entries: &entries,
+                kept: &kept,
+                bucket_options: BucketOptions { values: StorageTarget::Host, ..bucket_options },
+            };
+            let filled = load.filled(fill, |values: &mut [f32]| LoadTarget::F32(values))?;
+            let filled = filled.tensor()?;
+            let master = filled.narrow(0, own.start - kept.start, own.len())?.force_contiguous()?;
+            let master = master.to_device(&bucket_options.offload.state_on(device))?;
+            (values.settle(filled.to_dtype(dtype)?.into())?, Some(master))
+        };
+        let part = bucket_options.part(spec.gradients, len).len();
+        let away = values.is_away();
+        let grads_on = if away { &Device::Cpu } else { device };
+        let grad = trainable.then(|| Tensor::zeros(part, DType::F32, grads_on)).transpose()?;
+        Ok(Bucket { segment, entries, len, spec, value, away, master, grad, own })
+    }
+
+    /// Bytes that the values of a bucket of `descs` take up in a file.
+    pub(super) fn room(descs: &[ParamDesc], bucket_options: &BucketOptions<'_>) -> usize {
+        let (_, len) = layout(descs.to_vec(), bucket_options.place.1 * ALIGN);
+        MappedFile::room(bucket_options.part(bucket_options.spec.values, len).len(), bucket_options.dtype)
+    }
+
+    /// All values where they can be computed with; none when they are sharded or away.
+    pub(super) fn resident(&self) -> Option<&Tensor> {
+        match &self.value {
+            ParamStorage::Memory(value) if !self.away && self.spec.values == Placement::Replicated => {
+                Some(value)
+            }
+            _ => None,
+        }
+    }
+
+    /// What the optimizer updates, f32: [`Bucket::own`]'s part of the master, or of the value when that is f32.
+    pub fn updated(&self) -> Result<ParamStorage> {
+        match &self.master {
+            Some(master) => Ok(master.clone().into()),
+            None => self.own_value(),
+        }
+    }
+
+    /// The gradient of what the optimizer updates; none in a frozen bucket.
+    pub fn gradient(&self) -> Result<Option<Tensor>> {
+        let own = |grad: &Tensor| match self.spec.gradients {
+            Placement::Replicated => grad.narrow(0, self.own.start, self.own.len()),
+            Placement::Sharded => Ok(grad.clone()),
+        };
+        Ok(self.grad.as_ref().map(own).transpose()?)
+    }
+
+    /// This rank's part of the values that are computed with.
+    pub(super) fn own_value(&self) -> Result<ParamStorage> {
+        match self.spec.values {
+            Placement::Replicated => self.value.narrow(self.own.start, self.own.len()),
+            Placement::Sharded => Ok(self.value.clone()),
+        }
+    }
+
+    /// Elements of the whole, padding included.
+    pub fn elements(&self) -> usize {
+        self.len
+    }
+
+    /// Bytes that this rank keeps of values, of f32 masters and of gradients.
+    pub fn kept_bytes(&self) -> [usize; 3] {
+        let bytes = |tensor: &Tensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
+        let values = self.value.elements() * self.value.dtype().size_in_bytes();
+        [values, self.master.as_ref().map_or(0, bytes), self.grad.as_ref().map_or(0, bytes)]
+    }
+
+    /// The run of the bucket that this rank updates.
+    pub fn own(&self) -> Range<usize> {
+        self.own.clone()
+    }
+
+    /// Brings this rank's part of `value` in line with the master after an update.
+    pub(super) fn refresh(&self) -> Result<()> {
+        match &self.master {
+            Some(master) => self.own_value()?.store_cast(master),
+            None => Ok(()),
+        }
+    }
+}
+
+/// An entry's view of a flat tensor of the whole bucket.
+pub(super) fn view(flat: &Tensor, entry: &BucketEntry) -> Result<Tensor> {
+    let part = flat.narrow(0, entry.start, entry.desc.elements())?;
+    Ok(part.reshape(entry.desc.shape.as_slice())?)
+}
+
+/// Places for `descs`, and the length of the whole, a multiple of `unit`.
+fn layout(descs: Vec<ParamDesc>, unit: usize) -> (Vec<BucketEntry>, usize) {
+    let mut start = 0;
+    let entries = descs
+        .into_iter()
+        .map(|desc| {
+            let entry = BucketEntry { start, desc };
+            start += entry.desc.elements().next_multiple_of(ALIGN);
+            entry
+        })
+        .collect();
+    (entries, start.next_multiple_of(unit))
+}
+
+struct BucketLoader<'a> {
+    entries: &'a [BucketEntry],
+    /// What this rank keeps.
+    kept: &'a Range<usize>,
+    bucket_options: BucketOptions<'a>,
+}
+
+impl BucketLoader<'_> {
+    fn filled<T: PlainElement>(
+        &self,
+        fill: &mut dyn FnMut(&ParamDesc, LoadTarget<'_>) -> Result<()>,
+        wrap: fn(&mut [T]) -> LoadTarget<'_>,
+    ) -> Result<ParamStorage> {
+        let mut filling = BucketBuilder::new(self.kept.clone(), self.bucket_options.values)?;
+        for entry in self.entries.iter().filter(|entry| self.bucket_options.wants(&entry.range(), self.kept))
+        {
+            filling.fill(entry.range(), |values| fill(&entry.desc, wrap(values)))?;
+        }
+        filling.finish()
+    }
+}

@@ -1,0 +1,249 @@
+//! Whole values for a moment: what is sharded is gathered, what is away from the device is brought, for one use of its
+//! segment.
+//!
+//! Blocks take turns in two fixed pieces of memory (the even and the odd ones), so at most two are whole at a time: the
+//! one in use and the next, which is gathered (or read ahead, when it is in a file) meanwhile. Embedding and head are
+//! gathered into memory of their own, which they share and keep: one is let go before the other is held.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::{DType, Device, Tensor};
+
+use super::buffer_pool::BufferPool;
+use super::placement::DeviceMesh;
+use crate::collective::Ticket;
+use crate::error::{Error, Result};
+use crate::model::Segment;
+use crate::runtime::buffer::Buffer;
+use crate::runtime::cpu_tensor::memory;
+use crate::runtime::param_storage::ParamStorage;
+
+/// Which piece of memory a run is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum BufferId {
+    /// The values of a bucket, by its index.
+    Values(usize),
+    /// The codes of a packed bucket.
+    Bytes(usize),
+    /// The scales of a packed bucket.
+    Floats(usize),
+}
+
+/// A run of values that is not whole on the device.
+#[derive(Debug)]
+pub(super) struct ShardRun {
+    /// What it is.
+    pub(super) buffer_id: BufferId,
+    /// Blocks' runs of one kind share memory.
+    pub(super) kind: u8,
+    /// This rank's part, or all of it.
+    pub(super) part: ParamStorage,
+    /// It is a part: others have the rest.
+    pub(super) sharded: bool,
+    /// Elements of the whole.
+    pub(super) len: usize,
+}
+
+/// Gathers in flight, and what is whole now.
+#[derive(Debug)]
+pub(super) struct GatherQueue {
+    device: Device,
+    /// The runs of each segment.
+    runs: BTreeMap<Segment, Vec<ShardRun>>,
+    /// Where the runs of even and odd blocks become whole, by kind.
+    memory: [BTreeMap<u8, Tensor>; 2],
+    /// Of embedding and head.
+    pool: BufferPool,
+    started: Mutex<Option<PendingGather>>,
+    whole: AtomicUsize,
+    most: AtomicUsize,
+}
+
+#[derive(Debug)]
+struct PendingGather {
+    segment: Segment,
+    tickets: Vec<Ticket>,
+    gathered: Gathered,
+    /// What `gathered` lies in, unless it is the blocks'.
+    memory: Vec<Tensor>,
+}
+
+/// Whole runs by what they are.
+pub(super) type Gathered = BTreeMap<BufferId, Tensor>;
+
+/// Segments that may be whole at a time.
+const MOST: usize = 2;
+
+/// Lets go of a segment's whole values when dropped.
+#[derive(Debug)]
+pub(super) struct GatheredMemory<'a>(Option<(&'a GatherQueue, Vec<Tensor>)>);
+
+impl Drop for GatheredMemory<'_> {
+    fn drop(&mut self) {
+        if let Some((gathers, memory)) = self.0.take() {
+            gathers.whole.fetch_sub(1, Ordering::Relaxed);
+            memory.into_iter().for_each(|memory| gathers.pool.give(memory));
+        }
+    }
+}
+
+impl GatherQueue {
+    /// Memory for the blocks' runs, in which the runs of all blocks have the same types and order.
+    pub(super) fn new(runs: BTreeMap<Segment, Vec<ShardRun>>, device: &Device) -> Result<Self> {
+        let mut widest: BTreeMap<u8, (usize, DType)> = BTreeMap::new();
+        for (_, runs) in runs.iter().filter(|(segment, _)| matches!(segment, Segment::Block(_))) {
+            for run in runs {
+                let (len, _) = widest.entry(run.kind).or_insert((0, run.part.dtype()));
+                *len = run.len.max(*len);
+            }
+        }
+        let turn = || -> Result<BTreeMap<u8, Tensor>> {
+            let grad_buffers = |(&kind, &(len, dtype)): (&u8, &(usize, DType))| {
+                Ok((kind, Tensor::zeros(len, dtype, device)?))
+            };
+            widest.iter().map(grad_buffers).collect()
+        };
+        let memory = [turn()?, turn()?];
+        let started = Mutex::default();
+        let [whole, most] = [AtomicUsize::new(0), AtomicUsize::new(0)];
+        Ok(GatherQueue {
+            device: device.clone(),
+            runs,
+            memory,
+            pool: BufferPool::default(),
+            started,
+            whole,
+            most,
+        })
+    }
+
+    /// The memory in which the runs of a block become whole.
+    pub(super) fn block(&self, layer: usize) -> Result<Gathered> {
+        let runs = self.runs.get(&Segment::Block(layer)).map_or(&[][..], Vec::as_slice);
+        let place = |run: &ShardRun| {
+            let memory = self.memory[layer % 2].get(&run.kind);
+            let memory = memory.ok_or_else(|| Error::internal("no memory for a sharded run"))?;
+            Ok((run.buffer_id, memory.narrow(0, 0, run.len)?))
+        };
+        runs.iter().map(place).collect()
+    }
+
+    /// Most segments that were whole at a time.
+    pub(super) fn most(&self) -> usize {
+        self.most.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of each segment's sharded runs when whole.
+    pub(super) fn bytes(&self) -> impl Iterator<Item = (Segment, usize)> {
+        let bytes = |run: &ShardRun| run.len * run.part.dtype().size_in_bytes();
+        let of_all = move |runs: &Vec<ShardRun>| runs.iter().filter(|run| run.sharded).map(bytes).sum();
+        self.runs.iter().map(move |(segment, runs)| (*segment, of_all(runs)))
+    }
+
+    /// Makes `segment` whole and starts to gather `next`. Returns the whole runs.
+    pub(super) fn hold(
+        &self,
+        mesh: &DeviceMesh,
+        segment: Segment,
+        next: Option<Segment>,
+    ) -> Result<(Gathered, GatheredMemory<'_>)> {
+        if !self.runs.contains_key(&segment) && next.is_none_or(|next| !self.runs.contains_key(&next)) {
+            return Ok((Gathered::new(), GatheredMemory(None)));
+        }
+        let mut started = self.started.lock().map_err(|_| Error::internal("a gather panicked"))?;
+        let mut now = started.take();
+        if let Some(other) = now.take_if(|now| now.segment != segment) {
+            // Gathered ahead for a walk that ended early.
+            drop(self.finish(mesh, other)?);
+        }
+        let now = match now {
+            Some(now) => Some(now),
+            None => self.start(mesh, segment)?,
+        };
+        let held = now.map_or(Ok((Gathered::new(), GatheredMemory(None))), |now| self.finish(mesh, now))?;
+        if let Some(next) = next {
+            *started = self.start(mesh, next)?;
+        }
+        Ok(held)
+    }
+
+    fn start(&self, mesh: &DeviceMesh, segment: Segment) -> Result<Option<PendingGather>> {
+        let Some(runs) = self.runs.get(&segment) else { return Ok(None) };
+        let whole = self.whole.fetch_add(1, Ordering::Relaxed) + 1;
+        self.most.fetch_max(whole, Ordering::Relaxed);
+        if whole > MOST {
+            return Err(Error::internal(format!(
+                "{whole} segments are gathered at once, at most {MOST} may be"
+            )));
+        }
+        let mut memory_of_end = Vec::new();
+        let gathered = match segment {
+            Segment::Block(layer) => self.block(layer)?,
+            Segment::Embed | Segment::Head => {
+                let mut taken = |run: &ShardRun| -> Result<(BufferId, Tensor)> {
+                    let memory = self.pool.take(run.len, run.part.dtype(), &self.device)?;
+                    let whole = memory.narrow(0, 0, run.len)?;
+                    memory_of_end.push(memory);
+                    Ok((run.buffer_id, whole))
+                };
+                let mut longest_first: Vec<&ShardRun> = runs.iter().collect();
+                longest_first.sort_by_key(|run| Reverse(run.len));
+                longest_first.into_iter().map(&mut taken).collect::<Result<_>>()?
+            }
+        };
+        let call = call!("values of", segment);
+        let mut tickets = Vec::new();
+        for run in runs {
+            run.part.prefetch();
+            if run.sharded {
+                let whole = &gathered[&run.buffer_id];
+                let part = self.within_reach(mesh, run, whole)?;
+                tickets.push(mesh.shards().start_all_gather(call, &part, &memory(whole)?)?);
+            }
+        }
+        Ok(Some(PendingGather { segment, tickets, gathered, memory: memory_of_end }))
+    }
+
+    /// This rank's part where collectives find it: at home on the host, else at its place in the whole.
+    fn within_reach(&self, mesh: &DeviceMesh, run: &ShardRun, whole: &Tensor) -> Result<Buffer> {
+        match &run.part {
+            ParamStorage::Memory(part) if part.device().same_device(&self.device) => memory(part),
+            part if self.device.is_cpu() => part.memory(),
+            part => {
+                let own = whole.narrow(0, mesh.shards().rank() * part.elements(), part.elements())?;
+                part.load_to(&own)?;
+                memory(&own)
+            }
+        }
+    }
+
+    fn finish(&self, mesh: &DeviceMesh, started: PendingGather) -> Result<(Gathered, GatheredMemory<'_>)> {
+        for ticket in started.tickets {
+            mesh.shards().finish(ticket)?;
+        }
+        for run in self.runs.get(&started.segment).into_iter().flatten() {
+            if !run.sharded {
+                run.part.load_to(&started.gathered[&run.buffer_id])?;
+            }
+            run.part.evict();
+        }
+        Ok((started.gathered, GatheredMemory(Some((self, started.memory)))))
+    }
+}
+
+/// Names a call on a segment: `values of block 3`, `gradients of head`.
+macro_rules! call {
+    ($what:literal, $segment:expr) => {
+        match $segment {
+            $crate::model::Segment::Block(index) => {
+                $crate::collective::Call { what: concat!($what, " block"), index }
+            }
+            $crate::model::Segment::Embed => $crate::collective::Call::single(concat!($what, " embedding")),
+            $crate::model::Segment::Head => $crate::collective::Call::single(concat!($what, " head")),
+        }
+    };
+}
+pub(super) use call;

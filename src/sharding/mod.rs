@@ -1,0 +1,24 @@
+//! Where parameters live and how their gradients meet.
+//!
+//! Parameters lie in flat buckets, one per segment and kind (frozen, quantized, trainable, adapter), and a segment's
+//! weights are views on them. The engine asks the [`ParamStore`] for the weights of a segment, uses them once, lets them go,
+//! and hands in the gradients. What a rank keeps, what is gathered and what is summed follows from one
+//! table ([`ShardingStrategy`], in `placement`); one rank is the row of it in which nothing is sent.
+
+mod bucket;
+mod buffer_pool;
+mod comm_volume;
+mod gather;
+mod grad_reduce;
+mod offload;
+mod param_store;
+mod placement;
+mod quantized_bucket;
+mod views;
+
+pub use bucket::{Bucket, BucketEntry, LoadTarget, ParamDesc};
+pub use grad_reduce::GradReduceOptions;
+pub use offload::Offload;
+pub use param_store::{GatherGuard, ParamStore, StoreOptions};
+pub use placement::{DeviceMesh, ParamRole, Placement, ShardingSpec, ShardingStrategy};
+pub use views::{Adapters, LoraSpec, TOKEN_ROWS};

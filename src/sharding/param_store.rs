@@ -1,0 +1,527 @@
+//! The parameters of a rank, for every strategy: which buckets there are, and the weights of a segment as views on them.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Deref;
+
+use candle_core::{DType, Device, Tensor};
+
+use super::bucket::{Bucket, BucketEntry, BucketOptions, LoadTarget, ParamDesc, view};
+use super::gather::{BufferId, GatherQueue, Gathered, GatheredMemory, ShardRun, call};
+use super::grad_reduce::{GradBuffers, GradReduceOptions};
+use super::offload::{Offload, StorageTarget};
+use super::placement::{DeviceMesh, ParamRole, Placement};
+use super::quantized_bucket::QuantizedBucket;
+use super::views::{Adapters, SegmentViews, TOKEN_ROWS};
+use crate::collective::{Call, Phase};
+use crate::error::{Error, Result};
+use crate::model::{self, BlockWeights, EmbedWeights, HeadWeights, ModelConfig, Segment};
+use crate::ops::elementwise::sum_of_squares;
+use crate::runtime::copy::{copy_into, zero};
+use crate::runtime::cpu_tensor::memory;
+use crate::runtime::param_storage::ParamStorage;
+
+/// What a strategy is made of, besides parameters.
+#[derive(Debug, Clone)]
+pub struct StoreOptions {
+    /// The dtype that is computed with.
+    pub dtype: DType,
+    /// Where.
+    pub device: Device,
+    /// With whom, and who keeps what.
+    pub mesh: DeviceMesh,
+    /// How gradients are summed.
+    pub reducing: GradReduceOptions,
+    /// What is kept away from the device.
+    pub offload: Offload,
+    /// Read every parameter, also where the rank keeps only a shard: values of others are derived from it.
+    pub fill_all: bool,
+}
+
+/// This rank's part of all parameters.
+#[derive(Debug)]
+pub struct ParamStore {
+    mesh: DeviceMesh,
+    config: ModelConfig,
+    buckets: Vec<Bucket>,
+    /// By bucket.
+    groups: Vec<BucketKind>,
+    packed: Vec<QuantizedBucket>,
+    /// Name → (bucket, entry).
+    index: HashMap<String, (usize, usize)>,
+    /// Name → (packed bucket, entry).
+    packed_index: HashMap<String, (usize, usize)>,
+    adapters: Adapters,
+    dtype: DType,
+    device: Device,
+    offload: Offload,
+    gathers: GatherQueue,
+    grad_buffers: GradBuffers,
+    blocks: Vec<BlockWeights>,
+}
+
+/// Weights of a segment, whole for as long as this lives.
+#[derive(Debug)]
+pub struct GatherGuard<'a, W> {
+    weights: W,
+    _whole: GatheredMemory<'a>,
+}
+
+impl<W> Deref for GatherGuard<'_, W> {
+    type Target = W;
+    fn deref(&self) -> &W {
+        &self.weights
+    }
+}
+
+/// What a bucket of a segment holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum BucketKind {
+    Frozen,
+    FrozenAs,
+    Quantized,
+    Trainable,
+    Adapter,
+}
+
+/// The kind of the scales beside a group of codes.
+const SCALES: u8 = 16;
+
+impl BucketKind {
+    fn of(desc: &ParamDesc) -> Self {
+        match desc {
+            ParamDesc { adapter: true, .. } => BucketKind::Adapter,
+            ParamDesc { format: Some(_), .. } => BucketKind::Quantized,
+            ParamDesc { trainable: true, .. } => BucketKind::Trainable,
+            ParamDesc { kept_as: Some(_), .. } => BucketKind::FrozenAs,
+            _ => BucketKind::Frozen,
+        }
+    }
+
+    fn content(self) -> ParamRole {
+        match self {
+            BucketKind::Adapter => ParamRole::Adapter,
+            BucketKind::Trainable => ParamRole::Trainable,
+            BucketKind::Frozen | BucketKind::FrozenAs | BucketKind::Quantized => ParamRole::Frozen,
+        }
+    }
+}
+
+impl ParamStore {
+    /// Builds the buckets of `descs` and fills them by `fill`, in order. All ranks call it.
+    ///
+    /// # Errors
+    /// Those of `fill`; a peer failed.
+    pub fn new(
+        config: &ModelConfig,
+        descs: Vec<ParamDesc>,
+        adapters: Adapters,
+        options: StoreOptions,
+        fill: &mut dyn FnMut(&ParamDesc, LoadTarget<'_>) -> Result<()>,
+    ) -> Result<Self> {
+        let (buckets, groups, packed) = buckets(descs, &options, fill)?;
+        let StoreOptions { dtype, device, mesh, reducing, offload, .. } = options;
+        let index = buckets
+            .iter()
+            .enumerate()
+            .flat_map(|(b, bucket)| {
+                bucket.entries.iter().enumerate().map(move |(e, entry)| (entry.desc.name.clone(), (b, e)))
+            })
+            .collect();
+        let packed_index = packed
+            .iter()
+            .enumerate()
+            .flat_map(|(p, packed)| {
+                packed.names().enumerate().map(move |(e, name)| (name.to_owned(), (p, e)))
+            })
+            .collect();
+        let kinds: Vec<_> = groups.iter().map(|group| *group as u8).zip(&buckets).collect();
+        let grad_buffers = GradBuffers::new(&kinds, reducing, &device)?;
+        let mut store = ParamStore {
+            gathers: GatherQueue::new(shard_runs(config, &buckets, &groups, &packed)?, &device)?,
+            mesh,
+            config: config.clone(),
+            buckets,
+            groups,
+            packed,
+            index,
+            packed_index,
+            adapters,
+            dtype,
+            device,
+            offload,
+            grad_buffers,
+            blocks: Vec::new(),
+        };
+        store.sync_initial_state()?;
+        store.blocks = (0..config.num_layers())
+            .map(|layer| model::assemble::block(config, layer, &store.views(&store.gathers.block(layer)?)))
+            .collect::<Result<_>>()?;
+        store.place_rows(None)?;
+        Ok(store)
+    }
+
+    /// After loading: what only one rank knows, and what must be the same on all.
+    fn sync_initial_state(&mut self) -> Result<()> {
+        if self.mesh.world().size() == 1 {
+            return Ok(());
+        }
+        if self.packed.iter().any(QuantizedBucket::sharded) {
+            let mut offsets: Vec<&mut f32> =
+                self.packed.iter_mut().flat_map(QuantizedBucket::offsets).collect();
+            let values: Vec<f64> = offsets.iter().map(|offset| f64::from(**offset)).collect();
+            let sum = Tensor::from_vec(values, offsets.len(), &Device::Cpu)?;
+            self.mesh.shards().all_reduce(Call::single("means of scales"), &memory(&sum)?)?;
+            for (offset, sum) in offsets.iter_mut().zip(sum.to_vec1::<f64>()?) {
+                **offset = sum as f32;
+            }
+        }
+        for bucket in self.trainable().filter(|bucket| bucket.spec.values == Placement::Replicated) {
+            let first = call!("first values of", bucket.segment);
+            self.within_reach(&bucket.value, |values| {
+                self.mesh.world().broadcast(first, 0, &values.memory()?)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Lets a collective work on values: where they are on the host, else on the device.
+    fn within_reach(
+        &self,
+        values: &ParamStorage,
+        work: impl FnOnce(&ParamStorage) -> Result<()>,
+    ) -> Result<()> {
+        if self.device.is_cpu() || values.tensor().is_ok_and(|tensor| !tensor.device().is_cpu()) {
+            return work(values);
+        }
+        let here = Tensor::zeros(values.elements(), values.dtype(), &self.device)?;
+        values.load_to(&here)?;
+        work(&here.clone().into())?;
+        values.store_from(&here)
+    }
+
+    /// Views with gradients, for a backward.
+    fn views<'a>(&'a self, gathered: &'a Gathered) -> SegmentViews<'a> {
+        let grad =
+            |index: usize| self.grad_buffers.target(index, self.groups[index] as u8, &self.buckets[index]);
+        SegmentViews { grad: Some(Box::new(grad)), ..self.values(gathered) }
+    }
+
+    /// Views of values alone.
+    fn values<'a>(&'a self, gathered: &'a Gathered) -> SegmentViews<'a> {
+        SegmentViews {
+            buckets: &self.buckets,
+            packed: &self.packed,
+            index: &self.index,
+            packed_index: &self.packed_index,
+            adapters: &self.adapters,
+            dtype: self.dtype,
+            device: &self.device,
+            gathered,
+            grad: None,
+        }
+    }
+
+    /// The embedding's weights, for a forward.
+    pub fn embed(&self) -> Result<GatherGuard<'_, EmbedWeights>> {
+        let (gathered, whole) = self.gathers.hold(&self.mesh, Segment::Embed, None)?;
+        self.place_rows(Some(&gathered))?;
+        Ok(GatherGuard { weights: model::assemble::embed(&self.values(&gathered))?, _whole: whole })
+    }
+
+    /// What the embedding's backward needs: gradients and adapters. A sharded table itself is not there.
+    pub fn embed_gradients(&self) -> Result<EmbedWeights> {
+        model::assemble::embed(&self.views(&Gathered::new()))
+    }
+
+    /// The weights of block `layer`; those of block `next` are gathered meanwhile.
+    pub fn block(&self, layer: usize, next: Option<usize>) -> Result<GatherGuard<'_, &BlockWeights>> {
+        let next = next.map(Segment::Block);
+        let (_, whole) = self.gathers.hold(&self.mesh, Segment::Block(layer), next)?;
+        Ok(GatherGuard { weights: &self.blocks[layer], _whole: whole })
+    }
+
+    /// The head's weights, to read.
+    pub fn head(&self) -> Result<GatherGuard<'_, HeadWeights>> {
+        self.hold_head(None, false)
+    }
+
+    /// The head's weights and gradients; those of block `next` are gathered meanwhile.
+    pub fn head_and_gradients(&self, next: Option<usize>) -> Result<GatherGuard<'_, HeadWeights>> {
+        self.hold_head(next, true)
+    }
+
+    fn hold_head(&self, next: Option<usize>, gradients: bool) -> Result<GatherGuard<'_, HeadWeights>> {
+        let (gathered, whole) = self.gathers.hold(&self.mesh, Segment::Head, next.map(Segment::Block))?;
+        self.place_rows(Some(&gathered))?;
+        let views = if gradients { self.views(&gathered) } else { self.values(&gathered) };
+        Ok(GatherGuard { weights: model::assemble::head(&self.config, &views)?, _whole: whole })
+    }
+
+    /// Takes in the gradients that the backward of a micro-batch left for a segment; `last` in the step.
+    pub fn reduce(&self, segment: Segment, last: bool) -> Result<()> {
+        // Buckets are in the order of segments.
+        let first = self.buckets.partition_point(|bucket| bucket.segment < segment);
+        let of_segment = self.buckets.iter().enumerate().skip(first);
+        for (i, bucket) in of_segment.take_while(|(_, bucket)| bucket.segment == segment) {
+            self.grad_buffers.reduce(&self.mesh, (i, self.groups[i] as u8, bucket), last)?;
+        }
+        Ok(())
+    }
+
+    /// Brings what is computed with in line with what the optimizer updated, on all ranks.
+    pub fn after_update(&self) -> Result<()> {
+        self.mesh.world().enter(Phase::Spread)?;
+        for bucket in self.trainable() {
+            bucket.refresh()?;
+            if (bucket.spec.values, bucket.spec.update) == (Placement::Replicated, Placement::Sharded) {
+                let (updated, shards) = (call!("updated values of", bucket.segment), self.mesh.shards());
+                self.within_reach(&bucket.value, |whole| {
+                    let own = whole.narrow(bucket.own.start, bucket.own.len())?;
+                    shards.finish(shards.start_all_gather(updated, &own.memory()?, &whole.memory()?)?)
+                })?;
+            }
+            bucket.value.evict();
+        }
+        self.place_rows(None)
+    }
+
+    /// Puts the trainable rows of a frozen table to their places in it: in the tables that are kept whole, or in
+    /// those among the runs just gathered.
+    fn place_rows(&self, gathered: Option<&Gathered>) -> Result<()> {
+        for (module, ids) in &self.adapters.rows {
+            let find = |name: &str| self.index.get(name).map(|&(b, e)| (b, &self.buckets[b].entries[e]));
+            let (Some((table, at)), Some((rows, rows_at))) =
+                (find(&format!("{module}.weight")), find(&format!("{module}{TOKEN_ROWS}")))
+            else {
+                return Err(Error::internal(format!("no rows for {module}")));
+            };
+            let table = match (gathered, self.buckets[table].resident()) {
+                (None, Some(values)) => Some(values),
+                (Some(gathered), None) => gathered.get(&BufferId::Values(table)),
+                _ => None,
+            };
+            let Some(table) = table else { continue };
+            let (table, rows) = (view(table, at)?, view(self.buckets[rows].value.tensor()?, rows_at)?);
+            for (i, &id) in ids.iter().enumerate() {
+                copy_into(&table.narrow(0, id as usize, 1)?, &rows.narrow(0, i, 1)?)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The ranks.
+    pub fn mesh(&self) -> &DeviceMesh {
+        &self.mesh
+    }
+
+    pub(super) fn reducing(&self) -> GradReduceOptions {
+        self.grad_buffers.reducing()
+    }
+
+    pub(super) fn gathered_bytes(&self) -> impl Iterator<Item = (Segment, usize)> {
+        self.gathers.bytes()
+    }
+
+    /// What is kept away from the device.
+    pub fn offload(&self) -> &Offload {
+        &self.offload
+    }
+
+    /// The buckets that train, in order of segments.
+    pub fn trainable(&self) -> impl Iterator<Item = &Bucket> {
+        self.buckets.iter().filter(|bucket| bucket.grad.is_some())
+    }
+
+    /// True when the embedding has a gradient to compute.
+    pub fn embedding_trains(&self) -> bool {
+        self.trainable().any(|bucket| bucket.segment == Segment::Embed)
+    }
+
+    /// Most segments that were gathered at a time.
+    pub fn most_gathered(&self) -> usize {
+        self.gathers.most()
+    }
+
+    /// Sets all gradients to zero.
+    pub fn zero_gradients(&self) -> Result<()> {
+        self.trainable().filter_map(|bucket| bucket.grad.as_ref()).try_for_each(zero)
+    }
+
+    /// The Euclidean norm of all gradients, over all ranks: one all-reduce where something is sharded.
+    pub fn gradient_norm(&self) -> Result<f64> {
+        let (mut whole, mut shards, mut sharded) = (0f64, 0f64, false);
+        for bucket in self.trainable() {
+            // On the device, wherever gradients are kept: sums of parts differ between devices.
+            let squares = match bucket.gradient()? {
+                Some(grad) => sum_of_squares(&grad.to_device(&self.device)?)?,
+                None => 0.0,
+            };
+            match bucket.spec.update {
+                Placement::Replicated => whole += squares,
+                Placement::Sharded => (shards, sharded) = (shards + squares, true),
+            }
+        }
+        if sharded && self.mesh.shards().size() > 1 {
+            let sum = Tensor::from_vec(vec![shards], 1, &Device::Cpu)?;
+            self.mesh.shards().all_reduce(Call::single("squares of gradients"), &memory(&sum)?)?;
+            shards = sum.to_vec1::<f64>()?[0];
+        }
+        Ok((whole + shards).sqrt())
+    }
+
+    /// Sums of `values` over all ranks; later collectives may rely on all ranks having come here.
+    pub fn sum(&self, what: &'static str, values: &mut [f64]) -> Result<()> {
+        if self.mesh.world().size() == 1 {
+            return Ok(());
+        }
+        let sum = Tensor::from_slice(values, values.len(), &Device::Cpu)?;
+        self.mesh.world().all_reduce(Call::single(what), &memory(&sum)?)?;
+        values.copy_from_slice(&sum.to_vec1::<f64>()?);
+        Ok(())
+    }
+
+    /// All of what `own` is this rank's run of. All ranks of the shard's group call it.
+    pub fn collect(&self, bucket: &Bucket, own: &Tensor) -> Result<Tensor> {
+        if bucket.spec.update == Placement::Replicated || self.mesh.shards().size() == 1 {
+            return Ok(own.clone());
+        }
+        let shards = self.mesh.shards();
+        let all = Tensor::zeros(own.elem_count() * shards.size(), own.dtype(), own.device())?;
+        let ticket =
+            shards.start_all_gather(call!("whole of", bucket.segment), &memory(own)?, &memory(&all)?)?;
+        shards.finish(ticket)?;
+        // Nobody frees what a slower peer still reads.
+        shards.barrier(call!("whole of", bucket.segment))?;
+        Ok(all)
+    }
+
+    /// The first parameter, and then the first gradient, that holds a NaN or an infinity in this rank's part.
+    pub fn first_non_finite(&self) -> Result<Option<String>> {
+        let values = self.buckets.iter().map(|b| (b, "the weight", b.value.clone(), b.spec.values));
+        let grads = self.trainable().filter_map(|b| {
+            let grad = b.grad.clone()?;
+            Some((b, "the gradient of", ParamStorage::from(grad), b.spec.gradients))
+        });
+        for (bucket, what, flat, extent) in values.chain(grads) {
+            let from = if extent == Placement::Replicated { 0 } else { bucket.own.start };
+            for entry in &bucket.entries {
+                let (start, end) = (entry.start.max(from), entry.range().end.min(from + flat.elements()));
+                if start < end && !finite(&flat.narrow(start - from, end - start)?.to_read()?)? {
+                    return Ok(Some(format!("{what} {}", entry.desc.name)));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// The entry of a name, with its bucket.
+    pub fn find(&self, name: &str) -> Option<(&Bucket, &BucketEntry)> {
+        self.index.get(name).map(|&(b, e)| (&self.buckets[b], &self.buckets[b].entries[e]))
+    }
+}
+
+fn finite(x: &Tensor) -> Result<bool> {
+    let x = x.to_dtype(DType::F32)?.flatten_all()?;
+    Ok(sum_of_squares(&x)?.is_finite() || x.to_vec1::<f32>()?.iter().all(|v| v.is_finite()))
+}
+
+type Buckets = (Vec<Bucket>, Vec<BucketKind>, Vec<QuantizedBucket>);
+
+fn buckets(
+    descs: Vec<ParamDesc>,
+    options: &StoreOptions,
+    fill: &mut dyn FnMut(&ParamDesc, LoadTarget<'_>) -> Result<()>,
+) -> Result<Buckets> {
+    let mut by_group: BTreeMap<(Segment, BucketKind), Vec<ParamDesc>> = BTreeMap::new();
+    for desc in descs {
+        by_group.entry((desc.segment, BucketKind::of(&desc))).or_default().push(desc);
+    }
+    let shards = options.mesh.shards();
+    let place = (shards.rank(), shards.size());
+    let bucket_options = |group: BucketKind, descs: &[ParamDesc]| BucketOptions {
+        spec: options.mesh.kind.sharding_spec(group.content()),
+        place,
+        dtype: match group {
+            BucketKind::Adapter => DType::F32,
+            BucketKind::FrozenAs => descs[0].kept_as.unwrap_or(options.dtype),
+            _ => options.dtype,
+        },
+        device: &options.device,
+        values: StorageTarget::Device(&options.device),
+        offload: &options.offload,
+        fill_all: options.fill_all,
+    };
+    let mut room = 0;
+    for ((_, group), descs) in &by_group {
+        if options.offload.has_values(group.content()) {
+            room += match group {
+                BucketKind::Quantized => QuantizedBucket::room(descs, &bucket_options(*group, descs))?,
+                _ => Bucket::room(descs, &bucket_options(*group, descs)),
+            };
+        }
+    }
+    let file = options.offload.file(room)?;
+    let (mut buckets, mut groups, mut packed) = (Vec::new(), Vec::new(), Vec::new());
+    for ((_, group), descs) in by_group {
+        let mut bucket_options = bucket_options(group, &descs);
+        if options.offload.has_values(group.content()) {
+            bucket_options.values = file.as_ref().map_or(StorageTarget::Host, StorageTarget::File);
+        }
+        if group == BucketKind::Quantized {
+            packed.push(QuantizedBucket::new(descs, bucket_options, &mut |desc, blocks| {
+                fill(desc, LoadTarget::Blocks(blocks))
+            })?);
+        } else {
+            buckets.push(Bucket::new(descs, bucket_options, fill)?);
+            groups.push(group);
+        }
+    }
+    Ok((buckets, groups, packed))
+}
+
+/// What has to be gathered or brought for each segment: its own runs, for the head of a tied model also the table's.
+fn shard_runs(
+    config: &ModelConfig,
+    buckets: &[Bucket],
+    groups: &[BucketKind],
+    packed: &[QuantizedBucket],
+) -> Result<BTreeMap<Segment, Vec<ShardRun>>> {
+    let mut runs: BTreeMap<Segment, Vec<ShardRun>> = BTreeMap::new();
+    let has_head = buckets.iter().flat_map(|b| &b.entries).any(|entry| entry.desc.name == "lm_head.weight");
+    let tied = config.tie_word_embeddings && !has_head;
+    for (i, (bucket, group)) in buckets.iter().zip(groups).enumerate() {
+        if bucket.resident().is_some() {
+            continue;
+        }
+        let run = || ShardRun {
+            buffer_id: BufferId::Values(i),
+            kind: *group as u8,
+            part: bucket.value.clone(),
+            sharded: bucket.spec.values == Placement::Sharded,
+            len: bucket.len,
+        };
+        runs.entry(bucket.segment).or_default().push(run());
+        if tied && bucket.segment == Segment::Embed {
+            runs.entry(Segment::Head).or_default().push(run());
+        }
+    }
+    for (i, packed) in packed.iter().enumerate() {
+        let sharded = packed.sharded();
+        if !sharded && !packed.away {
+            continue;
+        }
+        let kind = BucketKind::Quantized as u8;
+        let (bytes, floats) = (packed.bytes.clone(), packed.floats.clone());
+        let [n_bytes, n_floats] = packed.len;
+        let runs = runs.entry(packed.segment).or_default();
+        runs.push(ShardRun { buffer_id: BufferId::Bytes(i), kind, part: bytes, sharded, len: n_bytes });
+        runs.push(ShardRun {
+            buffer_id: BufferId::Floats(i),
+            kind: kind + SCALES,
+            part: floats,
+            sharded,
+            len: n_floats,
+        });
+    }
+    Ok(runs)
+}

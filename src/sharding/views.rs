@@ -1,0 +1,121 @@
+//! Names to weights: a segment's parameters as views on buckets, kept whole or gathered for the moment.
+
+use std::collections::{BTreeMap, HashMap};
+
+use candle_core::{DType, Device, Tensor};
+
+use super::bucket::{Bucket, view};
+use super::gather::{BufferId, Gathered};
+use super::quantized_bucket::QuantizedBucket;
+use crate::error::{Error, Result};
+use crate::model::{Lora, Param, ParamLookup, TokenRows, WeightMatrix};
+use crate::runtime::param_storage::ParamStorage;
+
+/// The adapter on one module.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LoraSpec {
+    /// Factor on B·A.
+    pub scale: f64,
+    /// Probability that an input value is dropped.
+    pub dropout: f32,
+}
+
+/// What is adapted, by module.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Adapters {
+    /// Constants of the modules with LoRA or DoRA.
+    pub loras: BTreeMap<String, LoraSpec>,
+    /// Tokens whose rows of a table train.
+    pub rows: BTreeMap<String, Vec<u32>>,
+}
+
+/// The end of the name of the slot that holds a table's trainable rows (PEFT's).
+pub const TOKEN_ROWS: &str = ".token_adapter.trainable_tokens_delta";
+
+/// The buckets while the weights of a segment are put together.
+pub(super) struct SegmentViews<'a> {
+    pub(super) buckets: &'a [Bucket],
+    pub(super) packed: &'a [QuantizedBucket],
+    pub(super) index: &'a HashMap<String, (usize, usize)>,
+    /// Name → (packed bucket, entry).
+    pub(super) packed_index: &'a HashMap<String, (usize, usize)>,
+    pub(super) adapters: &'a Adapters,
+    pub(super) dtype: DType,
+    pub(super) device: &'a Device,
+    /// What is gathered.
+    pub(super) gathered: &'a Gathered,
+    /// Where backward adds the gradients of a bucket; none where there is no backward.
+    pub(super) grad: Option<GradLookup<'a>>,
+}
+
+/// From a bucket's index to the memory of its gradients.
+type GradLookup<'a> = Box<dyn Fn(usize) -> Result<Option<Tensor>> + 'a>;
+
+impl SegmentViews<'_> {
+    fn optional(&self, name: &str) -> Result<Option<Param>> {
+        self.index.contains_key(name).then(|| self.param(name)).transpose()
+    }
+
+    /// All values of a bucket; none when it is sharded or away, and not gathered.
+    fn values(&self, index: usize) -> Option<&Tensor> {
+        self.buckets[index].resident().or_else(|| self.gathered.get(&BufferId::Values(index)))
+    }
+}
+
+impl ParamLookup for SegmentViews<'_> {
+    fn param(&self, name: &str) -> Result<Param> {
+        let &(b, e) =
+            self.index.get(name).ok_or_else(|| Error::internal(format!("no parameter is called {name}")))?;
+        let entry = &self.buckets[b].entries[e];
+        let value = match self.values(b) {
+            Some(values) => view(values, entry)?,
+            // For a backward that does not read it.
+            None => Tensor::zeros(0, self.buckets[b].value.dtype(), self.device)?,
+        };
+        let grad = self.grad.as_ref().map_or(Ok(None), |grad| grad(b))?;
+        let grad = grad.map(|grad| view(&grad, entry)).transpose()?;
+        Ok(Param { value, grad })
+    }
+
+    fn matrix(&self, name: &str) -> Result<WeightMatrix> {
+        let Some(&(i, entry)) = self.packed_index.get(name) else {
+            return Ok(WeightMatrix::Dense(self.param(name)?));
+        };
+        let packed = &self.packed[i];
+        let gathered = |piece, own: &ParamStorage| match self.gathered.get(&piece) {
+            Some(whole) => Ok(whole.clone()),
+            None => own.tensor().cloned(),
+        };
+        let bytes = gathered(BufferId::Bytes(i), &packed.bytes)?;
+        let floats = gathered(BufferId::Floats(i), &packed.floats)?;
+        Ok(WeightMatrix::Quantized(packed.quantized(entry, &bytes, &floats)?))
+    }
+
+    fn lora(&self, module: &str, module_index: u64) -> Result<Option<Lora>> {
+        let Some(spec) = self.adapters.loras.get(module) else { return Ok(None) };
+        // PEFT names the pair of an embedding otherwise.
+        let [a, b] = match self.optional(&format!("{module}.lora_embedding_A"))? {
+            Some(a) => [a, self.param(&format!("{module}.lora_embedding_B"))?],
+            None => [
+                self.param(&format!("{module}.lora_A.weight"))?,
+                self.param(&format!("{module}.lora_B.weight"))?,
+            ],
+        };
+        let magnitude = self.optional(&format!("{module}.lora_magnitude_vector"))?;
+        Ok(Some(Lora { a, b, magnitude, scale: spec.scale, dropout: spec.dropout, module_index }))
+    }
+
+    fn rows(&self, module: &str) -> Result<Option<TokenRows>> {
+        let Some(ids) = self.adapters.rows.get(module) else { return Ok(None) };
+        let rows = self.param(&format!("{module}{TOKEN_ROWS}"))?;
+        Ok(rows.grad.map(|grad| TokenRows { ids: ids.clone(), grad }))
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn has_own_head(&self) -> bool {
+        self.index.contains_key("lm_head.weight")
+    }
+}

@@ -1,0 +1,274 @@
+//! Safetensors out, tensors in any order: each part goes to its place in its file as soon as it is there.
+//!
+//! One weight becomes several tensors when it is quantized, some of which are known only when all of it was seen, and
+//! a file puts the wider types first. So the places are laid out before anything is written. Texts whose length is
+//! not known yet lie at the end of a file, in room for the longest; what they leave is cut off, and the header, which
+//! is written last, is filled up with spaces as the format allows. The caller writes into a
+//! [`super::AtomicDir`], which makes the whole appear at once.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use super::write::{failed, header, shard_names, sync_folder};
+use super::{StoredDtype, WriteEntry, write_index};
+use crate::error::{Error, Result};
+
+/// A tensor whose place is laid out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PlannedFile {
+    /// All is known but the values.
+    Sized(WriteEntry),
+    /// Bytes (u8, one dimension), at most this many.
+    Text(String, usize),
+}
+
+impl PlannedFile {
+    /// Its name and how it is stored, a text at its longest.
+    fn entry(&self) -> WriteEntry {
+        match self {
+            PlannedFile::Sized(entry) => entry.clone(),
+            PlannedFile::Text(name, longest) => {
+                WriteEntry { name: name.clone(), dtype: StoredDtype::U8, shape: vec![*longest] }
+            }
+        }
+    }
+}
+
+/// A tensor in its file.
+struct TensorSlot {
+    entry: WriteEntry,
+    is_text: bool,
+    /// Where its bytes start in the file; texts get theirs in the end.
+    start: u64,
+    /// Bytes not given yet; of a text, all or none.
+    left: u64,
+}
+
+struct PlannedShard {
+    path: PathBuf,
+    file: File,
+    slots: Vec<TensorSlot>,
+    header_bytes: usize,
+    texts: Vec<u8>,
+    texts_start: u64,
+}
+
+/// The weights of a model on their way to one or several files.
+pub struct RandomAccessWriter {
+    folder: PathBuf,
+    shards: Vec<PlannedShard>,
+    /// Name → (shard, slot).
+    places: HashMap<String, (usize, usize)>,
+}
+
+impl RandomAccessWriter {
+    /// Lays out files of at most `shard_bytes` each (but that a group is never cut) in `folder`, which exists and is
+    /// empty; `groups` are tensors that readers want in one file.
+    ///
+    /// # Errors
+    /// Storage: the files cannot be made. A fault of ours: two tensors have one name.
+    pub fn create(folder: &Path, groups: &[Vec<PlannedFile>], shard_bytes: u64) -> Result<Self> {
+        let shards = split(groups, shard_bytes);
+        let mut writer =
+            RandomAccessWriter { folder: folder.into(), shards: Vec::new(), places: HashMap::new() };
+        for (name, planned) in shard_names(shards.len()).iter().zip(shards) {
+            let shard = PlannedShard::create(folder.join(name), planned)?;
+            let places = shard.slots.iter().enumerate();
+            let index = writer.shards.len();
+            writer.places.extend(places.map(|(slot, found)| (found.entry.name.clone(), (index, slot))));
+            writer.shards.push(shard);
+        }
+        Ok(writer)
+    }
+
+    /// Writes bytes of tensor `name` from its byte `at` on; each byte is given once. A text is given whole.
+    ///
+    /// # Errors
+    /// Storage: the disk is full or fails. A fault of ours: the tensor was not planned or is smaller.
+    pub fn write(&mut self, name: &str, at: u64, bytes: &[u8]) -> Result<()> {
+        let unplanned =
+            || Error::internal(format!("cannot write tensor `{name}`")).because("it was not planned");
+        let &(shard, slot) = self.places.get(name).ok_or_else(unplanned)?;
+        self.shards[shard].write(slot, at, bytes)
+    }
+
+    /// Writes headers and, for several files, the index. Returns the files with their sizes.
+    ///
+    /// # Errors
+    /// Storage: the disk is full or fails. A fault of ours: bytes of a tensor were not given.
+    pub fn finish(self) -> Result<Vec<(PathBuf, u64)>> {
+        let mut files = Vec::with_capacity(self.shards.len());
+        let mut entries = Vec::new();
+        for shard in self.shards {
+            let (path, bytes, written) = shard.finish()?;
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            entries.extend(written.into_iter().map(|entry| (entry, name.clone())));
+            files.push((path, bytes));
+        }
+        if files.len() > 1 {
+            let index =
+                write_index(&self.folder, entries.iter().map(|(entry, name)| (entry, name.as_str())))?;
+            files.push((index.path, index.bytes));
+        }
+        sync_folder(&self.folder.join("model"))?;
+        Ok(files)
+    }
+}
+
+/// Groups in order, a new shard when the next one does not fit.
+fn split(groups: &[Vec<PlannedFile>], shard_bytes: u64) -> Vec<Vec<&PlannedFile>> {
+    let mut shards: Vec<Vec<&PlannedFile>> = vec![Vec::new()];
+    let mut filled = 0;
+    for group in groups {
+        let bytes: u64 = group.iter().map(|planned| planned.entry().bytes()).sum();
+        if filled > 0 && filled + bytes > shard_bytes {
+            shards.push(Vec::new());
+            filled = 0;
+        }
+        filled += bytes;
+        if let Some(shard) = shards.last_mut() {
+            shard.extend(group);
+        }
+    }
+    shards
+}
+
+impl PlannedShard {
+    fn create(path: PathBuf, planned: Vec<&PlannedFile>) -> Result<Self> {
+        let mut slots: Vec<TensorSlot> = planned
+            .into_iter()
+            .map(|planned| {
+                let (entry, is_text) = (planned.entry(), matches!(planned, PlannedFile::Text(..)));
+                TensorSlot { left: entry.bytes(), entry, is_text, start: 0 }
+            })
+            .collect();
+        slots.sort_by_key(|slot| (slot.is_text, std::cmp::Reverse(slot.entry.dtype.size_bytes())));
+        // Shorter texts have no more digits in their offsets: the header can only shrink.
+        let header_bytes = header(&slots.iter().map(|slot| &slot.entry).collect::<Vec<_>>())?.len();
+        let mut end = header_bytes as u64;
+        for slot in slots.iter_mut().filter(|slot| !slot.is_text) {
+            slot.start = end;
+            end += slot.entry.bytes();
+        }
+        let file = File::create(&path).map_err(|error| Error::io("write", &path, &error))?;
+        Ok(PlannedShard { path, file, slots, header_bytes, texts: Vec::new(), texts_start: end })
+    }
+
+    fn write(&mut self, slot: usize, at: u64, bytes: &[u8]) -> Result<()> {
+        let slot = &mut self.slots[slot];
+        let misused = |cause: &str| {
+            Error::internal(format!("cannot write tensor `{}`", slot.entry.name)).because(cause)
+        };
+        let (size, len) = (slot.entry.bytes(), bytes.len() as u64);
+        let fits = at.checked_add(len).is_some_and(|end| end <= size) && len <= slot.left;
+        if !fits || (slot.is_text && at > 0) {
+            return Err(misused(&format!(
+                "{len} bytes from {at} on were given of {size}, {} are left",
+                slot.left
+            )));
+        }
+        if slot.is_text {
+            // Kept until the texts before it are all there.
+            slot.start = self.texts.len() as u64;
+            (slot.entry.shape, slot.left) = (vec![bytes.len()], 0);
+            self.texts.extend_from_slice(bytes);
+            return Ok(());
+        }
+        slot.left -= len;
+        let start = slot.start + at;
+        self.put(start, bytes)
+    }
+
+    fn put(&mut self, start: u64, bytes: &[u8]) -> Result<()> {
+        let put = |file: &mut File| -> io::Result<()> {
+            file.seek(SeekFrom::Start(start))?;
+            file.write_all(bytes)
+        };
+        put(&mut self.file).map_err(|error| failed(&self.path, self.needed(), &error))
+    }
+
+    fn needed(&self) -> u64 {
+        self.header_bytes as u64 + self.slots.iter().map(|slot| slot.entry.bytes()).sum::<u64>()
+    }
+
+    /// Texts and header; the file's size and what it holds.
+    fn finish(mut self) -> Result<(PathBuf, u64, Vec<WriteEntry>)> {
+        if let Some(slot) = self.slots.iter().find(|slot| slot.left > 0) {
+            let cause = format!("{} of its {} bytes were not given", slot.left, slot.entry.bytes());
+            return Err(Error::internal(format!("cannot write tensor `{}`", slot.entry.name)).because(cause));
+        }
+        // Texts came in any order, and lie in that order.
+        self.slots.sort_by_key(|slot| (slot.is_text, slot.start));
+        let mut header = header(&self.slots.iter().map(|slot| &slot.entry).collect::<Vec<_>>())?;
+        let padded = self.header_bytes as u64 - 8;
+        header[..8].copy_from_slice(&padded.to_le_bytes());
+        header.resize(self.header_bytes, b' ');
+        let texts = std::mem::take(&mut self.texts);
+        self.put(self.texts_start, &texts)?;
+        self.put(0, &header)?;
+        let bytes = self.texts_start + texts.len() as u64;
+        self.file.sync_all().map_err(|error| failed(&self.path, bytes, &error))?;
+        Ok((self.path, bytes, self.slots.into_iter().map(|slot| slot.entry).collect()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::weights::ModelFiles;
+
+    fn sized(name: &str, dtype: StoredDtype, shape: &[usize]) -> PlannedFile {
+        PlannedFile::Sized(WriteEntry { name: name.into(), dtype, shape: shape.into() })
+    }
+
+    #[test]
+    fn parts_in_any_order_make_the_files_that_were_planned() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let groups = [
+            vec![
+                sized("a", StoredDtype::U8, &[4]),
+                PlannedFile::Text("a.text".into(), 1000),
+                sized("a.scale", StoredDtype::F32, &[1]),
+            ],
+            vec![sized("b", StoredDtype::U8, &[2]), PlannedFile::Text("b.text".into(), 1000)],
+            vec![sized("c", StoredDtype::BF16, &[2])],
+        ];
+        let mut writer = RandomAccessWriter::create(folder.path(), &groups, 2010).expect("two files");
+        for (name, at, bytes) in [
+            ("b.text", 0, &b"second"[..]),
+            ("a", 2, &[3, 4]),
+            ("c", 0, &[9, 9, 9, 9]),
+            ("a.text", 0, b"one"),
+            ("a", 0, &[1, 2]),
+            ("a.scale", 0, &[0, 0, 128, 63]),
+            ("b", 0, &[5, 6]),
+        ] {
+            writer.write(name, at, bytes).expect(name);
+        }
+        assert!(writer.write("a", 0, &[0]).is_err(), "more than planned");
+        assert!(writer.write("d", 0, &[0]).is_err(), "not planned");
+        assert_eq!(writer.finish().expect("complete").len(), 3, "two files and an index");
+        let files = ModelFiles::open(folder.path()).expect("readable");
+        assert_eq!(files.bytes("a").expect("a"), [1, 2, 3, 4]);
+        assert_eq!(files.bytes("a.text").expect("text"), b"one");
+        assert_eq!(files.bytes("b.text").expect("text"), b"second");
+        assert_eq!(files.bytes("b").expect("b"), [5, 6]);
+        assert_eq!(files.bytes("c").expect("c"), [9, 9, 9, 9]);
+        let mut scale = [0f32];
+        files.read_f32("a.scale", &mut scale).expect("scale");
+        assert_eq!(scale, [1.0]);
+        assert_ne!(files.info("b").expect("b").file, files.info("c").expect("c").file);
+    }
+
+    #[test]
+    fn a_part_that_is_missing_is_noticed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let groups = [vec![sized("a", StoredDtype::U8, &[4])]];
+        let mut writer = RandomAccessWriter::create(folder.path(), &groups, 100).expect("a file");
+        writer.write("a", 0, &[1, 2, 3]).expect("three bytes");
+        let error = writer.finish().expect_err("one byte is missing");
+        assert_eq!(error.causes(), ["1 of its 4 bytes were not given"]);
+    }
+}

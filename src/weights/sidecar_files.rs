@@ -1,0 +1,257 @@
+//! What travels with weights: config.json, the generation settings, the tokenizer and its chat templates.
+//!
+//! Merged, trained and exported models are new weights beside the same companions. All are copied as they are
+//! but config.json, which must describe the new weights: their dtype, the number of tokens, whether the embedding is
+//! still tied, how they are quantized.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::{EMBED_TOKENS, LM_HEAD, StoredDtype, WriteEntry, bitsandbytes, write};
+use crate::error::{Error, Result};
+
+/// The architecture and its sizes.
+pub const CONFIG_FILE: &str = "config.json";
+
+/// The tokenizer, without which its settings are of no use.
+const TOKENIZER_FILE: &str = "tokenizer.json";
+
+/// Files copied unchanged where they exist, besides all that start with `tokenizer` or `chat_template`.
+const COPIED: [&str; 7] = [
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+];
+/// Where transformers keeps named chat templates, one `.jinja` file each.
+const NAMED_TEMPLATES: &str = "additional_chat_templates";
+
+/// The key of config.json that says how weights are quantized.
+pub const QUANTIZATION_CONFIG: &str = "quantization_config";
+
+/// What becomes of [`QUANTIZATION_CONFIG`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum QuantizationChange {
+    /// It stays.
+    #[default]
+    Keep,
+    /// The new weights are not quantized.
+    Remove,
+    /// They are, like this.
+    Set(Value),
+}
+
+/// What new weights change in config.json; `None` leaves a key as it is.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ConfigChanges {
+    /// The dtype of the new weights.
+    pub dtype: Option<StoredDtype>,
+    /// Whether embedding and head are one tensor.
+    pub tie_word_embeddings: Option<bool>,
+    /// The number of tokens.
+    pub vocab_size: Option<usize>,
+    /// How the new weights are quantized.
+    pub quantization: QuantizationChange,
+}
+
+impl ConfigChanges {
+    /// For weights that hold `entries`: config.json gets the float type that most of their bytes have and the number of
+    /// tokens that the embedding has rows for, and says nothing of quantization where none of them belongs to a
+    /// quantized tensor.
+    pub fn for_weights(entries: &[WriteEntry]) -> Self {
+        let mut bytes = BTreeMap::new();
+        for entry in entries.iter().filter(|entry| entry.dtype.is_float()) {
+            *bytes.entry(entry.dtype).or_insert(0) += entry.bytes();
+        }
+        let dtype = bytes.into_iter().max_by_key(|&(_, bytes)| bytes).map(|(dtype, _)| dtype);
+        let quantization = match entries.iter().any(|entry| bitsandbytes::is_companion(&entry.name)) {
+            true => QuantizationChange::Keep,
+            false => QuantizationChange::Remove,
+        };
+        let table = entries.iter().find(|entry| entry.name == EMBED_TOKENS || entry.name == LM_HEAD);
+        let vocab_size = table.filter(|table| table.dtype.is_float()).and_then(|table| table.shape.first());
+        Self { dtype, quantization, vocab_size: vocab_size.copied(), ..Self::default() }
+    }
+}
+
+/// Reads `folder`/config.json with its keys in order.
+///
+/// # Errors
+/// The user's: the file is missing or is not a JSON object.
+pub fn read_config(folder: &Path) -> Result<Map<String, Value>> {
+    let path = folder.join(CONFIG_FILE);
+    let text = std::fs::read(&path).map_err(|error| Error::io("read", &path, &error))?;
+    serde_json::from_slice(&text)
+        .map_err(|error| Error::user(format!("cannot read {}", path.display())).because(error.to_string()))
+}
+
+/// A tokenizer other than the one beside the weights: its folder, and files that say something else than those there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TokenizerFiles {
+    /// Where its files are.
+    pub folder: PathBuf,
+    /// What takes their place: names and texts.
+    pub changed: Vec<(String, String)>,
+}
+
+impl TokenizerFiles {
+    /// The tokenizer in `folder`, if there is one.
+    pub fn find(folder: &Path) -> Option<Self> {
+        let there = folder.join(TOKENIZER_FILE).is_file();
+        there.then(|| TokenizerFiles { folder: folder.to_owned(), changed: Vec::new() })
+    }
+
+    /// Writes it into the existing folder `to`, over what is there.
+    ///
+    /// # Errors
+    /// Storage: reading or writing fails.
+    pub fn write(&self, to: &Path) -> Result<()> {
+        copy_tokenizer(&self.folder, to)?;
+        self.changed.iter().try_for_each(|(name, text)| write::write_text(&to.join(name), text).map(drop))
+    }
+}
+
+/// Copies the companions of the weights in `from` to the existing folder `to`, with `tokenizer` in place of the one in
+/// `from` if there is one, and `changes` made in config.json, which is written last: a folder that has one is complete.
+///
+/// # Errors
+/// The user's: `from` has no valid config.json. Storage: reading or writing fails.
+pub fn copy(
+    from: &Path,
+    tokenizer: Option<&TokenizerFiles>,
+    to: &Path,
+    changes: ConfigChanges,
+) -> Result<()> {
+    let config = changed(read_config(from)?, changes);
+    copy_tokenizer(from, to)?;
+    tokenizer.map_or(Ok(()), |tokenizer| tokenizer.write(to))?;
+    write::write_text(&to.join(CONFIG_FILE), &format!("{:#}\n", Value::Object(config)))?;
+    Ok(())
+}
+
+/// Copies the tokenizer, its templates and its settings from `from`, as far as they are there, over what `to` has.
+///
+/// # Errors
+/// Storage: reading or writing fails.
+fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
+    for name in file_names(from)? {
+        if COPIED.contains(&name.as_str())
+            || name.starts_with("tokenizer")
+            || name.starts_with("chat_template")
+        {
+            copy_file(&from.join(&name), &to.join(&name))?;
+        }
+    }
+    let (templates, copies) = (from.join(NAMED_TEMPLATES), to.join(NAMED_TEMPLATES));
+    if templates.is_dir() {
+        std::fs::create_dir_all(&copies).map_err(|error| Error::io("create", &copies, &error))?;
+        for name in file_names(&templates)? {
+            copy_file(&templates.join(&name), &copies.join(&name))?;
+        }
+    }
+    Ok(())
+}
+
+/// Names of the files (or links to files) in `folder`, sorted.
+fn file_names(folder: &Path) -> Result<Vec<String>> {
+    let entries = std::fs::read_dir(folder).map_err(|error| Error::io("read", folder, &error))?;
+    let files = entries.flatten().filter(|entry| entry.path().is_file());
+    let mut names: Vec<String> = files.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    names.sort();
+    Ok(names)
+}
+
+/// Copies the contents; not the permissions, since a cache keeps its files read-only.
+fn copy_file(from: &Path, to: &Path) -> Result<()> {
+    let contents = std::fs::read(from).map_err(|error| Error::io("read", from, &error))?;
+    std::fs::write(to, contents).map_err(|error| Error::io("write", to, &error))
+}
+
+/// `dtype` goes under the key the file has: `torch_dtype` up to transformers 4, `dtype` since 5.
+fn changed(mut config: Map<String, Value>, changes: ConfigChanges) -> Map<String, Value> {
+    if let Some(name) = changes.dtype.and_then(StoredDtype::config_name) {
+        let mut known = false;
+        for key in ["torch_dtype", "dtype"] {
+            if let Some(value) = config.get_mut(key) {
+                *value = name.into();
+                known = true;
+            }
+        }
+        if !known {
+            config.insert("torch_dtype".into(), name.into());
+        }
+    }
+    if let Some(tied) = changes.tie_word_embeddings {
+        config.insert("tie_word_embeddings".into(), tied.into());
+    }
+    if let (Some(tokens), Some(vocab_size)) = (changes.vocab_size, config.get_mut("vocab_size")) {
+        *vocab_size = tokens.into();
+    }
+    match changes.quantization {
+        QuantizationChange::Keep => {}
+        QuantizationChange::Remove => {
+            // Not `remove`, which would move the last key to this one's place.
+            config.shift_remove(QUANTIZATION_CONFIG);
+        }
+        QuantizationChange::Set(value) => {
+            config.insert(QUANTIZATION_CONFIG.into(), value);
+        }
+    }
+    config
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn change(text: &str, changes: ConfigChanges) -> String {
+        let config = serde_json::from_str(text).expect("an object");
+        Value::Object(changed(config, changes)).to_string()
+    }
+
+    #[test]
+    fn dtype_goes_under_the_key_of_its_generation() {
+        let bf16 = || ConfigChanges { dtype: Some(StoredDtype::BF16), ..Default::default() };
+        assert_eq!(
+            change(r#"{"z":1,"torch_dtype":"float32","a":2}"#, bf16()),
+            r#"{"z":1,"torch_dtype":"bfloat16","a":2}"#
+        );
+        assert_eq!(change(r#"{"dtype":"float16"}"#, bf16()), r#"{"dtype":"bfloat16"}"#);
+        assert_eq!(change("{}", bf16()), r#"{"torch_dtype":"bfloat16"}"#);
+    }
+
+    #[test]
+    fn quantization_follows_the_weights() {
+        let config = r#"{"a":1,"quantization_config":{"quant_method":"bitsandbytes"},"z":2}"#;
+        let entry = |name: &str| WriteEntry { name: name.into(), dtype: StoredDtype::F32, shape: vec![1] };
+        let of = |quantization| ConfigChanges { quantization, ..Default::default() };
+        let plain = ConfigChanges::for_weights(&[entry("a.weight")]).quantization;
+        assert_eq!(change(config, of(plain)), r#"{"a":1,"z":2}"#);
+        let both = ConfigChanges::for_weights(&[entry("a.weight"), entry("a.SCB")]).quantization;
+        assert_eq!(change(config, of(both)), config);
+        let set = QuantizationChange::Set("new".into());
+        assert_eq!(change(config, of(set)), r#"{"a":1,"quantization_config":"new","z":2}"#);
+    }
+
+    #[test]
+    fn what_did_not_change_stays() {
+        let config = r#"{"tie_word_embeddings":true,"dtype":"float16"}"#;
+        assert_eq!(change(config, ConfigChanges::default()), config);
+        let plain = ConfigChanges {
+            vocab_size: Some(7),
+            quantization: QuantizationChange::Remove,
+            ..Default::default()
+        };
+        assert_eq!(
+            change(r#"{"quantization_config":{"load_in_4bit":true},"vocab_size":5,"z":1}"#, plain),
+            r#"{"vocab_size":7,"z":1}"#
+        );
+        let untied = ConfigChanges { tie_word_embeddings: Some(false), ..Default::default() };
+        assert_eq!(change(config, untied), r#"{"tie_word_embeddings":false,"dtype":"float16"}"#);
+    }
+}
