@@ -17,8 +17,8 @@
 //! | 9 | [`engine`] | the training step, the loop, evaluation, generation |
 //! | 10 | [`setup`] | the base model, the adapter on it, the layout and first values of parameters, data sets |
 //! | 11 | [`plan`] | decides and describes what will run: builds and prints nothing |
-//! | 12 | [`run`] | ranks, trainers, what a run leaves |
-//! | 13 | [`cli`] | the command line's types |
+//! | 12 | [`cli`] | the command line's types |
+//! | 13 | [`run`] | ranks, trainers, what a run leaves |
 //! | 14 | [`commands`] | one file a verb |
 
 pub mod adapter;

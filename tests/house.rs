@@ -36,8 +36,8 @@ const FLOORS: &[(&str, u32)] = &[
     ("engine", 9),
     ("setup", 10),
     ("plan", 11),
-    ("run", 12),
-    ("cli", 13),
+    ("cli", 12),
+    ("run", 13),
     ("commands", 14),
     ("main", 15),
 ];

@@ -11,13 +11,15 @@ use std::time::Duration;
 use candle_core::Device;
 use serde::Serialize;
 
-use super::{open_gpus, print, terminal};
+use super::{print, terminal};
 use crate::cli::{BenchArgs, BenchVerb, ScalingArgs};
 use crate::collective::nccl::{self, AbortFlag, GroupInfo, NcclLibrary};
-use crate::collective::{Collective, TimedCollective, in_process};
+use crate::collective::{Collective, TimedCollective};
 use crate::error::{Error, Result};
 use crate::plan::{Plan, WorldSize};
 use crate::recipe::{Recipe, Strategy};
+use crate::run::ranks::{open_gpus, run_on_cpu, run_on_gpus};
+use crate::run::trainer;
 use crate::runtime::{device, thread_pool};
 use crate::setup::Resolver;
 use crate::units;
@@ -75,8 +77,7 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
         let world = WorldSize::on_one_host(ranks);
         let plan = Plan::resolve(recipe, &finder, place.device(), world, None, now)?;
         terminal.line(plan.describe());
-        let seen = place
-            .run(ranks, |end, device| thread_pool::in_own_pool(threads, || steps(&plan, end, device)))?;
+        let seen = place.run(ranks, threads, |end, device| steps(&plan, end, device))?;
         let first = seen.into_iter().next().ok_or_else(|| Error::internal("no rank"))?;
         all.push(figures(&plan, ranks, threads, first, all.first()));
     }
@@ -115,19 +116,18 @@ impl BenchPlace {
     fn run(
         &self,
         ranks: usize,
+        threads: usize,
         rank: impl Fn(Arc<dyn Collective>, &Device) -> Result<Seen> + Sync,
     ) -> Result<Vec<Seen>> {
         match self {
             BenchPlace::Gpus(gpus, Some(library)) if ranks > 1 => {
                 let id = library.unique_id()?;
                 let group_info = GroupInfo { id, first: 0, size: ranks, deadline: nccl::DEADLINE };
-                let work = |place: usize, end| rank(end, &gpus[place]);
-                let done = nccl::run_on_gpus(library, &group_info, &gpus[..ranks], &AbortFlag::new(), work);
-                done.map_err(|failed| failed.error)
+                let work = |place: usize, world| rank(world, &gpus[place]);
+                run_on_gpus(library, &group_info, &gpus[..ranks], &AbortFlag::new(), threads, work)
+                    .map_err(|failed| failed.error)
             }
-            _ => in_process::run_ranks(in_process::InProcessWorld::new(ranks).communicators(), |end| {
-                rank(Arc::new(end), &self.device())
-            }),
+            _ => run_on_cpu(ranks, threads, |world| rank(world, &self.device())),
         }
     }
 }
@@ -135,7 +135,7 @@ impl BenchPlace {
 fn steps(plan: &Plan, end: Arc<dyn Collective>, device: &Device) -> Result<Seen> {
     let timed = TimedCollective::new(end);
     let (clock, size) = (timed.clock(), timed.size());
-    let mut trainer = plan.trainer(None, Arc::new(timed), device)?;
+    let mut trainer = trainer(plan, None, Arc::new(timed), device)?;
     let mut sampler = plan.sampler()?;
     let mut seen = Seen { secs: Vec::new(), tokens: 0, sent: 0, formula: 0, exposed: Duration::ZERO };
     while let Some(step) = sampler.next_step() {

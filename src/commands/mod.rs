@@ -13,12 +13,8 @@ mod export;
 mod generate;
 mod inspect;
 mod merge;
-mod output_folder;
 mod quantize;
-mod ranks;
 mod recipes;
-mod showcase;
-mod signals;
 mod train;
 
 use std::io::{ErrorKind, Write};
@@ -31,7 +27,6 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::recipe::{DataSource, Recipe, RecipeText};
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::device;
-use crate::runtime::device::DeviceChoice;
 use crate::setup::{AdapterSetup, BaseCheck, BaseModel, DatasetLoader, Resolver};
 
 /// Does what the command line says.
@@ -70,11 +65,6 @@ fn working_folder() -> Result<PathBuf> {
 /// The first GPU, where this build and machine have one, else the CPU.
 fn open_device() -> Result<Device> {
     device::open(device::preferred()?)
-}
-
-/// GPUs by their numbers.
-fn open_gpus(numbers: &[usize]) -> Result<Vec<Device>> {
-    numbers.iter().map(|number| device::open(DeviceChoice::Gpu(*number))).collect()
 }
 
 /// Says what is known of an adapter's or a checkpoint's base where that is not the model at hand for sure.

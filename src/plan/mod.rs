@@ -1,17 +1,19 @@
-//! The one place where a recipe meets parts: facts (config.json, headers, devices, data) turn what the user asked for
-//! into what will run.
+//! Decides and describes what will run; builds nothing and prints nothing.
 //!
-//! A [`BaseModel`] is a model found and understood, an [`AdapterSetup`] what of it trains; [`BaseModel::engine`] loads weights into
-//! a ready [`Engine`](crate::engine::Engine). [`Plan`] adds the data, the schedule and the memory that a training run
-//! needs. Refused here, before any weight is read: keys whose feature this program does not have yet.
+//! A recipe and facts (config.json, headers, devices, data) become a [`Plan`]: `resolve` finds and decides, `parallel` and
+//! `fit` choose strategy and recomputing by the memory that `memory` works out, `method` and `describe` put it into words,
+//! `fingerprint` says what two runs must have alike. Refused here, before any weight is read: keys that contradict one
+//! another or the machine. What brings a plan to life is in `run`.
 
+mod describe;
+mod fingerprint;
 mod fit;
 mod memory;
 mod method;
 mod parallel;
-mod training;
+mod resolve;
 
 pub use memory::MemoryPlan;
 pub use method::Method;
 pub use parallel::WorldSize;
-pub use training::Plan;
+pub use resolve::Plan;

@@ -1,5 +1,16 @@
-//! A plan brought to life: ranks, trainers, what a run leaves, and the check of a merge.
+//! A plan brought to life: the ranks of this process and how they start, the trainer of each, what a run leaves in its
+//! output folder, signals, and the check of a merge.
 
+mod card;
 pub(crate) mod merge_check;
+pub(crate) mod output_folder;
+pub(crate) mod ranks;
+pub(crate) mod showcase;
+pub(crate) mod signals;
+pub(crate) mod train;
+mod trainer;
+mod weights_writer;
 
 pub use merge_check::{BaseChoice, Certificate, MergeBase, MergeCheck};
+pub use trainer::trainer;
+pub use weights_writer::weights_writer;

@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use candle_core::Device;
 
-use super::open_gpus;
 use crate::cli::TrainArgs;
 use crate::collective;
 use crate::collective::in_process::InjectedFault;
@@ -32,11 +31,16 @@ const FAULT: &str = "FINETUNE_FAULT";
 /// How long a process that noticed the loss of a peer waits to hear from the rendezvous which rank failed and why.
 const PEER_FAILURE_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// GPUs by their numbers.
+pub(crate) fn open_gpus(numbers: &[usize]) -> Result<Vec<Device>> {
+    numbers.iter().map(|number| device::open(DeviceChoice::Gpu(*number))).collect()
+}
+
 /// Who the ranks are, by flags and environment.
 ///
 /// # Errors
 /// They contradict each other; several processes are there that this binary has no way to connect.
-pub(super) fn launch(args: &TrainArgs) -> Result<Launch> {
+pub(crate) fn launch(args: &TrainArgs) -> Result<Launch> {
     let gpus = args.gpus.as_ref().map(|gpus| gpus.0.len());
     let flags = Flags {
         ranks_here: args.ranks.map(usize::from).or(gpus),
@@ -70,9 +74,9 @@ fn on_gpus(args: &TrainArgs) -> Result<bool> {
 }
 
 /// The ranks of this process with what they compute on.
-pub(super) struct RankSetup {
+pub(crate) struct RankSetup {
     /// Who they are.
-    pub(super) launch: Launch,
+    pub(crate) launch: Launch,
     /// A GPU for each of them, or the CPU for all.
     devices: Vec<Device>,
     /// What connects GPUs; none where there is nothing to connect, or CPUs.
@@ -84,7 +88,7 @@ impl RankSetup {
     ///
     /// # Errors
     /// A GPU that is named is not there or cannot be opened; NCCL is missing or too old.
-    pub(super) fn open(launch: Launch, args: &TrainArgs) -> Result<Self> {
+    pub(crate) fn open(launch: Launch, args: &TrainArgs) -> Result<Self> {
         if !on_gpus(args)? {
             return Ok(RankSetup { launch, devices: vec![Device::Cpu], nccl: None });
         }
@@ -99,12 +103,12 @@ impl RankSetup {
     }
 
     /// What to plan for.
-    pub(super) fn device(&self) -> Device {
+    pub(crate) fn device(&self) -> Device {
         device::tightest(&self.devices)
     }
 
     /// Whether other processes train along.
-    pub(super) fn among_others(&self) -> bool {
+    pub(crate) fn among_others(&self) -> bool {
         self.launch.master.is_some()
     }
 
@@ -112,7 +116,7 @@ impl RankSetup {
     ///
     /// # Errors
     /// What `make` returns; the processes do not meet.
-    pub(super) fn agree(&self, what: &str, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
+    pub(crate) fn agree(&self, what: &str, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
         if !self.among_others() {
             return make();
         }
@@ -120,7 +124,7 @@ impl RankSetup {
     }
 
     /// Runs `rank` on every rank of this process, with its end and its device, and returns the failure that came first.
-    pub(super) fn run(
+    pub(crate) fn run(
         &self,
         plan: &Plan,
         rank: impl Fn(Arc<dyn Collective>, &Device) -> Result<()> + Sync,
@@ -131,7 +135,11 @@ impl RankSetup {
             rank(with_fault(world, fault), device)
         };
         match (&self.launch.master, &self.nccl) {
-            (None, None) => on_cpu(self.launch.world_size, &rank),
+            (None, None) => {
+                let ranks = self.launch.world_size;
+                let each = (thread_pool::num_threads() / ranks).max(1);
+                run_on_cpu(ranks, each, |world| rank(0, world)).map(drop)
+            }
             (None, Some(library)) => {
                 let id = library.unique_id()?;
                 self.on_gpus(library, id, &AbortFlag::new(), &rank).map_err(|failed| failed.error)
@@ -150,8 +158,7 @@ impl RankSetup {
         let Launch { rank: first, world_size: size, .. } = self.launch;
         let group_info = GroupInfo { id, first, size, deadline: nccl::DEADLINE };
         let each = (thread_pool::num_threads() / self.devices.len()).max(1);
-        let work = |place, world| thread_pool::in_own_pool(each, || rank(place, world));
-        nccl::run_on_gpus(library, &group_info, &self.devices, abort_flag, work).map(drop)
+        run_on_gpus(library, &group_info, &self.devices, abort_flag, each, rank).map(drop)
     }
 
     /// Joins the other processes, which must be about to run the same, then trains among them.
@@ -252,12 +259,35 @@ fn with_fault(world: Arc<dyn Collective>, fault: Option<InjectedFault>) -> Arc<d
     Arc::new(FaultInjector::new(world, fault, &notice))
 }
 
-fn on_cpu(ranks: usize, rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync)) -> Result<()> {
-    let each = (thread_pool::num_threads() / ranks).max(1);
+/// Runs `rank` as threads of this process on the CPU, each in a pool of `threads` threads, and returns what they return in
+/// order of ranks.
+///
+/// # Errors
+/// The failure that came first.
+pub(crate) fn run_on_cpu<T: Send>(
+    ranks: usize,
+    threads: usize,
+    rank: impl Fn(Arc<dyn Collective>) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
     in_process::run_ranks(in_process::InProcessWorld::new(ranks).communicators(), |end| {
-        thread_pool::in_own_pool(each, || rank(0, Arc::new(end)))
-    })?;
-    Ok(())
+        thread_pool::in_own_pool(threads, || rank(Arc::new(end)))
+    })
+}
+
+/// Runs `rank` on each of `devices`, as threads of this process that NCCL connects, each in a pool of `threads` threads.
+///
+/// # Errors
+/// The failure that came first.
+pub(crate) fn run_on_gpus<T: Send>(
+    library: &Arc<NcclLibrary>,
+    group_info: &GroupInfo,
+    devices: &[Device],
+    abort_flag: &Arc<AbortFlag>,
+    threads: usize,
+    rank: impl Fn(usize, Arc<dyn Collective>) -> Result<T> + Sync,
+) -> Result<Vec<T>, RankFailure> {
+    let work = |place, world| thread_pool::in_own_pool(threads, || rank(place, world));
+    nccl::run_on_gpus(library, group_info, devices, abort_flag, work)
 }
 
 /// What all processes must have alike.

@@ -1,8 +1,6 @@
 //! What the quickstart shows beside its figures: two held-out questions, answered by the base and by what came of
 //! training.
 
-use super::train_recipe_is;
-use crate::cli::TrainArgs;
 use crate::data::Tokenizer;
 use crate::engine::{Engine, RunSummary, Sampling};
 use crate::error::Result;
@@ -15,15 +13,15 @@ const SHOWN: usize = 2;
 const ANSWER_TOKENS: usize = 24;
 
 /// A held-out row: what is asked, and the answer that its author gave.
-pub(super) struct Question {
+pub(crate) struct Question {
     prompt: Vec<u32>,
     text: String,
     reference: String,
 }
 
-/// The questions to show; none unless the run is the built-in quickstart.
-pub(super) fn questions(args: &TrainArgs, plan: &Plan) -> Result<Vec<Question>> {
-    let Some((held_out, _)) = plan.held_out.as_ref().filter(|_| train_recipe_is(args, "quickstart")) else {
+/// The questions to show, of the held-out rows of the plan; none where there are none.
+pub(crate) fn questions(plan: &Plan) -> Result<Vec<Question>> {
+    let Some((held_out, _)) = &plan.held_out else {
         return Ok(Vec::new());
     };
     let tokenizer = &plan.rows.tokenizer;
@@ -45,7 +43,7 @@ pub(super) fn questions(args: &TrainArgs, plan: &Plan) -> Result<Vec<Question>> 
 }
 
 /// What the model answers, always the likeliest token.
-pub(super) fn answers(questions: &[Question], engine: &Engine, tokenizer: &Tokenizer) -> Result<Vec<String>> {
+pub(crate) fn answers(questions: &[Question], engine: &Engine, tokenizer: &Tokenizer) -> Result<Vec<String>> {
     let greedy = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
     let answer = |question: &Question| {
         let stop = tokenizer.eos_ids();
@@ -56,7 +54,7 @@ pub(super) fn answers(questions: &[Question], engine: &Engine, tokenizer: &Token
 }
 
 /// Prints the figures before and after, and the questions with both answers.
-pub(super) fn show(
+pub(crate) fn show(
     questions: &[Question],
     [before, after]: [&[String]; 2],
     summary: &RunSummary,

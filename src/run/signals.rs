@@ -20,7 +20,7 @@ const WARNING: [c_int; 4] = [SIGUSR1, SIGUSR2, SIGHUP, SIGXCPU];
 ///
 /// # Errors
 /// The system refuses a handler.
-pub(super) fn watch() -> Result<Arc<AtomicBool>> {
+pub(crate) fn watch() -> Result<Arc<AtomicBool>> {
     let (stop, ending) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
     for signal in ENDING {

@@ -18,18 +18,18 @@ use crate::report::{Terminal, metrics};
 /// Written by every run beside the weights.
 const TEXTS: [&str; 4] = [RECIPE, METRICS, CARD, REPORT];
 /// The resolved recipe.
-pub(super) const RECIPE: &str = "recipe.toml";
+pub(crate) const RECIPE: &str = "recipe.toml";
 /// A line for each step.
-pub(super) const METRICS: &str = "metrics.jsonl";
+pub(crate) const METRICS: &str = "metrics.jsonl";
 /// The model card.
-pub(super) const CARD: &str = "README.md";
+pub(crate) const CARD: &str = "README.md";
 /// The run at a glance.
-pub(super) const REPORT: &str = "report.html";
+pub(crate) const REPORT: &str = "report.html";
 
 /// What was found in the output folder before the run is planned.
-pub(super) struct OutputFolder {
+pub(crate) struct OutputFolder {
     /// The checkpoint to go on from.
-    pub(super) resumed: Option<SavedCheckpoint>,
+    pub(crate) resumed: Option<SavedCheckpoint>,
     /// The record of the run whose folder it is.
     record: Option<RunRecord>,
     /// The folder, locked where there was something in it to go on with.
@@ -41,7 +41,7 @@ impl OutputFolder {
     ///
     /// # Errors
     /// There is no going on from what `--resume` names, or not in this folder; the folder is in use or not free.
-    pub(super) fn prepare(args: &TrainArgs, first: bool, terminal: &Terminal) -> Result<Self> {
+    pub(crate) fn prepare(args: &TrainArgs, first: bool, terminal: &Terminal) -> Result<Self> {
         let output = args.output.as_path();
         let Some(from) = &args.resume else {
             if first {
@@ -64,7 +64,7 @@ impl OutputFolder {
     ///
     /// # Errors
     /// What was recorded is no date.
-    pub(super) fn date(&self) -> Result<Option<DateTime<FixedOffset>>> {
+    pub(crate) fn date(&self) -> Result<Option<DateTime<FixedOffset>>> {
         let recorded = match &self.resumed {
             Some(saved) => saved.state.chat_template_date.as_deref(),
             None => self.record.as_ref().and_then(|record| record.chat_template_date.as_deref()),
@@ -76,7 +76,7 @@ impl OutputFolder {
     ///
     /// # Errors
     /// The folder is in use, or holds what the run would overwrite.
-    pub(super) fn claim(
+    pub(crate) fn claim(
         self,
         args: &TrainArgs,
         plan: &Plan,
@@ -119,7 +119,7 @@ impl OutputFolder {
 }
 
 /// How a date is written down.
-pub(super) fn date_text(date: DateTime<FixedOffset>) -> String {
+pub(crate) fn date_text(date: DateTime<FixedOffset>) -> String {
     date.to_rfc3339()
 }
 
@@ -127,7 +127,7 @@ pub(super) fn date_text(date: DateTime<FixedOffset>) -> String {
 ///
 /// # Errors
 /// The text is no date.
-pub(super) fn parse_date(text: &str) -> Result<DateTime<FixedOffset>> {
+pub(crate) fn parse_date(text: &str) -> Result<DateTime<FixedOffset>> {
     DateTime::parse_from_rfc3339(text).map_err(|e| {
         Error::user("cannot go on with the date of the chat template")
             .because(format!("`{text}` was recorded: {e}; accepted: a date as 2026-01-31T12:00:00+00:00"))

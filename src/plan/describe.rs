@@ -1,0 +1,58 @@
+//! The plan in words.
+
+use super::Plan;
+use super::memory::MemoryPlan;
+use crate::engine::Recompute;
+use crate::sharding::Offload;
+use crate::units;
+
+impl Plan {
+    /// The plan in a few lines.
+    pub fn describe(&self) -> String {
+        let (trainable, all) = self.parameters();
+        let method = self.method();
+        let recompute = match self.recompute {
+            Recompute::None => "none",
+            Recompute::Block => "block",
+        };
+        let memory = &self.memory;
+        let away = self.describe_offload();
+        let spread = match (self.ranks, &self.why) {
+            (1, _) => String::new(),
+            (n, why) => {
+                let why = why.as_ref().map_or_else(String::new, |why| format!(" ({why})"));
+                format!(
+                    "\n{n} ranks, strategy {}{why}; below, what each of them needs",
+                    self.recipe.parallel.strategy
+                )
+            }
+        };
+        format!(
+            "training {method}: {} of {} parameters, {:?}, {} steps{spread}\nmemory of a step: {} = {} (recompute {recompute}){away}",
+            units::count(trainable),
+            units::count(all),
+            self.engine.dtype,
+            self.total_steps,
+            units::bytes(memory.total()),
+            memory.by_cause(),
+        )
+    }
+
+    /// What is kept away from the device, in lines of its own.
+    fn describe_offload(&self) -> String {
+        let MemoryPlan { host, file, .. } = self.memory;
+        let mut text = String::new();
+        if self.engine.offload == Offload::None {
+            return text;
+        }
+        if host > 0 {
+            text += &format!("\nbeside it, in host memory: {}", units::bytes(host));
+        }
+        if let Offload::Params(Some(folder)) = &self.engine.offload {
+            text += &format!("\nin a file in {}: {}", folder.display(), units::bytes(file));
+        } else if self.engine.device.is_cpu() {
+            text += "\non the CPU offload to host memory frees nothing; `parallel.offload_folder` keeps parameters on a disk";
+        }
+        text
+    }
+}

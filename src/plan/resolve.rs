@@ -1,0 +1,243 @@
+//! From a recipe and facts (config.json, headers, devices, data) to a [`Plan`], in which nothing is optional any more.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, OnceLock};
+
+use candle_core::{DType, Device};
+use chrono::{DateTime, FixedOffset};
+
+use super::fit::{Fit, StepInputs};
+use super::memory::MemoryPlan;
+use super::method::Method;
+use super::parallel;
+use super::parallel::WorldSize;
+use crate::adapter::{self, LowRankFactors};
+use crate::checkpoint::SavedCheckpoint;
+use crate::data::{Dataset, Sampler, SamplerOptions, Split};
+use crate::engine::Recompute;
+use crate::error::Result;
+use crate::recipe::{self, ComputeDtype, Recipe};
+use crate::setup::BaseCheck;
+use crate::setup::adapter_setup::AdapterSetup;
+use crate::setup::base_model::{BaseModel, EngineOptions};
+use crate::setup::dataset::DatasetLoader;
+use crate::setup::resolver::{ResolvedSource, Resolver};
+use crate::sharding::{GradReduceOptions, ShardingStrategy};
+use crate::weights::{ModelFiles, ModelIdentity};
+
+/// What will run.
+#[derive(Debug)]
+pub struct Plan {
+    /// The recipe with every "auto" decided.
+    pub recipe: Recipe,
+    /// The model.
+    pub base: BaseModel,
+    /// What trains; none: all weights.
+    pub adapter_setup: Option<AdapterSetup>,
+    /// Tokenizer and template.
+    pub rows: DatasetLoader,
+    /// The rows to learn from, and where they came from.
+    pub train: (Dataset, Vec<ResolvedSource>),
+    /// The held-out rows.
+    pub held_out: Option<(Dataset, Vec<ResolvedSource>)>,
+    /// Device, dtype, attention.
+    pub engine: EngineOptions,
+    /// Gradient checkpointing.
+    pub recompute: Recompute,
+    /// What a step needs.
+    pub memory: MemoryPlan,
+    /// Optimizer steps of the run.
+    pub total_steps: u64,
+    /// Ranks that train together.
+    pub ranks: usize,
+    /// Who keeps what.
+    pub kind: ShardingStrategy,
+    /// Why it was picked, when the recipe left it open.
+    pub(crate) why: Option<String>,
+    /// Which model the run starts from, once somebody asked.
+    identity: OnceLock<ModelIdentity>,
+    /// What PiSSA took from the weights when they were loaded, by module.
+    pub(crate) initial: OnceLock<Arc<BTreeMap<String, LowRankFactors>>>,
+}
+
+impl Plan {
+    /// Finds model and data and decides what the recipe left open.
+    ///
+    /// # Errors
+    /// Whatever in recipe, model or data cannot be used; all of it before weights are read.
+    /// `resumed` is the checkpoint that the run goes on from, `now` the moment that the chat template is told.
+    pub fn resolve(
+        mut recipe: Recipe,
+        finder: &Resolver<'_>,
+        device: Device,
+        world: WorldSize,
+        resumed: Option<&SavedCheckpoint>,
+        now: DateTime<FixedOffset>,
+    ) -> Result<Self> {
+        parallel::split_global_batch(&mut recipe, world.all, resumed)?;
+        let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
+        let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed);
+        let saved = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
+        let saved = saved.map(|source| finder.adapter(source)).transpose()?.map(|found| found.folder);
+        saved.as_deref().map_or(Ok(()), |folder| base.adopt(folder))?;
+        let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
+        let named = (base.found.id.as_str(), &base.config);
+        let adapter_setup = match (&saved, &recipe.adapter) {
+            (Some(folder), _) => Some(AdapterSetup::from_saved(&mut recipe, folder, named, &tokens)?),
+            (None, Some(adapter)) => Some(AdapterSetup::from_recipe(adapter, named, &tokens)?),
+            (None, None) => None,
+        };
+        base.check(adapter_setup.as_ref(), adapter_setup.is_none())?;
+        let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?.at(now);
+        let train = rows.load(&recipe.data.train, Split::Train, finder)?;
+        let held_out = (!recipe.data.eval.is_empty())
+            .then(|| rows.load(&recipe.data.eval, Split::Eval, finder))
+            .transpose()?;
+        let total_steps = Sampler::new(&train.0, sampler_options(&recipe, world.all))?.total_steps();
+        let inputs = StepInputs {
+            base: &base,
+            adapter_setup: adapter_setup.as_ref(),
+            data: &train.0,
+            new_tokens: &tokens,
+            engine: &engine,
+        };
+        let Fit { kind, why, recompute, memory } = inputs.decide(&recipe, world)?;
+        engine.offload = parallel::offload(&recipe.parallel);
+        engine.offload.check(memory.file)?;
+        decided(&mut recipe, recompute, engine.dtype, kind, base.found.commit.as_deref());
+        let accumulates = recipe.train.gradient_accumulation_steps > 1;
+        engine.reducing = GradReduceOptions { accumulates, dtype: parallel::reduce_dtype(&recipe.parallel) };
+        Ok(Plan {
+            recipe,
+            base,
+            adapter_setup,
+            rows,
+            train,
+            held_out,
+            engine,
+            recompute,
+            memory,
+            total_steps,
+            ranks: world.all,
+            kind,
+            why,
+            identity: OnceLock::new(),
+            initial: OnceLock::new(),
+        })
+    }
+
+    /// Trainable and all parameters.
+    pub fn parameters(&self) -> (u64, u64) {
+        let all = self
+            .base
+            .descs(self.adapter_setup.as_ref(), self.adapter_setup.is_none(), None)
+            .unwrap_or_default();
+        let count = |trainable: bool| {
+            all.iter().filter(|desc| desc.trainable || !trainable).map(|desc| desc.elements() as u64).sum()
+        };
+        (count(true), count(false))
+    }
+
+    /// Bytes of the model's files that loading it reads; none when it starts random.
+    pub fn bytes_read(&self) -> Option<u64> {
+        let files = self.base.files.as_ref()?;
+        Some(files.files().filter_map(|(path, _)| Some(path.metadata().ok()?.len())).sum())
+    }
+
+    /// The sampler at the beginning of the run.
+    pub fn sampler(&self) -> Result<Sampler<'_>> {
+        Sampler::new(&self.train.0, sampler_options(&self.recipe, self.ranks))
+    }
+
+    /// Which model the run starts from.
+    ///
+    /// # Errors
+    /// As [`BaseModel::identity`].
+    pub fn identity(&self) -> Result<&ModelIdentity> {
+        if let Some(identity) = self.identity.get() {
+            return Ok(identity);
+        }
+        let identity = self.base.identity(self.recipe.train.seed)?;
+        Ok(self.identity.get_or_init(|| identity))
+    }
+
+    /// Compares the base with that of the checkpoint `resumed`, or of the adapter that the run starts from; none where
+    /// there is neither. `force_base` takes another one too.
+    ///
+    /// # Errors
+    /// The user's: they are different models; what the adapter says of its base is malformed.
+    pub fn check_base(
+        &self,
+        resumed: Option<&SavedCheckpoint>,
+        force_base: bool,
+    ) -> Result<Option<BaseCheck>> {
+        let start = self.adapter_setup.as_ref().and_then(|adapter_setup| adapter_setup.start.saved());
+        let (what, trained_on) = match (resumed, start) {
+            (Some(saved), _) => (format!("checkpoint {}", saved.folder.display()), saved.state.base.clone()),
+            (None, Some(start)) => (format!("adapter {}", start.folder().display()), start.base_model()?),
+            (None, None) => return Ok(None),
+        };
+        BaseCheck::new(&what, trained_on.as_ref(), self.identity()?, force_base).map(Some)
+    }
+
+    /// Takes the weights from a checkpoint instead of the base.
+    ///
+    /// # Errors
+    /// The checkpoint is of another run.
+    pub fn resume(&mut self, saved: &SavedCheckpoint) -> Result<()> {
+        // While the files are still the base's.
+        self.identity()?;
+        saved.check_same_run(&self.fingerprint())?;
+        match &mut self.adapter_setup {
+            Some(adapter_setup) => adapter_setup.resume(adapter::SavedAdapter::read(&saved.folder)?),
+            None => self.base.files = Some(ModelFiles::open(&saved.folder)?),
+        }
+        Ok(())
+    }
+
+    /// Micro-batches of a step, those of all ranks together.
+    pub fn micro_batches(&self) -> usize {
+        self.recipe.train.gradient_accumulation_steps.saturating_mul(self.ranks)
+    }
+
+    /// The training method, for the plan, the card and the report.
+    pub fn method(&self) -> Method {
+        Method::new(self.adapter_setup.as_ref(), self.base.format)
+    }
+}
+
+/// Writes what was left open into the recipe.
+fn decided(
+    recipe: &mut Recipe,
+    recompute: Recompute,
+    dtype: DType,
+    kind: ShardingStrategy,
+    commit: Option<&str>,
+) {
+    recipe.train.recompute = match recompute {
+        Recompute::None => recipe::Recompute::None,
+        Recompute::Block => recipe::Recompute::Block,
+    };
+    recipe.model.dtype = if dtype == DType::F32 { ComputeDtype::F32 } else { ComputeDtype::Bf16 };
+    recipe.parallel.strategy = parallel::named(kind);
+    if let ShardingStrategy::Hsdp(size) = kind {
+        recipe.parallel.shard_size = Some(size);
+    }
+    if let Some(commit) = commit {
+        recipe.model.revision = commit.to_owned();
+    }
+}
+
+/// The steps of all ranks together.
+fn sampler_options(recipe: &Recipe, ranks: usize) -> SamplerOptions {
+    SamplerOptions {
+        seed: recipe.train.seed,
+        shuffle: recipe.data.shuffle,
+        packing: recipe.data.packing,
+        max_seq_len: recipe.data.max_seq_len,
+        micro_batch_size: recipe.train.micro_batch_size,
+        gradient_accumulation_steps: recipe.train.gradient_accumulation_steps.saturating_mul(ranks),
+        epochs: recipe.train.epochs,
+        max_steps: recipe.train.max_steps,
+    }
+}

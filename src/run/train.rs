@@ -1,0 +1,207 @@
+//! What each rank of a training run does, from loading the weights to the files that it leaves.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use candle_core::Device;
+
+use super::card::{card, html};
+use super::output_folder::{CARD, METRICS, RECIPE, date_text};
+use super::showcase::{self, Question};
+use super::trainer::trainer;
+use super::weights_writer::weights_writer;
+use crate::checkpoint::{
+    self, RunFolder, RunRecord, SaveThreads, SavedCheckpoint, Saver, SaverOptions, SnapshotPart,
+    TrainingState,
+};
+use crate::cli::TrainArgs;
+use crate::collective::{Call, Collective, CollectiveTimer, Phase, TimedCollective};
+use crate::data::{self, Batch};
+use crate::engine::{Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
+use crate::error::{Error, ErrorCategory, Result};
+use crate::plan::Plan;
+use crate::report::{EventWriter, MetricsLog, Terminal};
+use crate::units;
+
+/// What all ranks share.
+pub(crate) struct TrainRun<'a> {
+    pub(crate) args: &'a TrainArgs,
+    pub(crate) plan: &'a Plan,
+    pub(crate) questions: Vec<Question>,
+    pub(crate) resumed: Option<&'a SavedCheckpoint>,
+    /// The output folder, and what it says of the run; the process of the first rank has them.
+    pub(crate) folder: Option<&'a (RunFolder, RunRecord)>,
+    pub(crate) stop: &'a AtomicBool,
+    pub(crate) writers: &'a SaveThreads,
+    pub(crate) terminal: &'a Terminal,
+    pub(crate) started: Instant,
+}
+
+impl TrainRun<'_> {
+    /// What one rank does; the first one speaks and writes for all.
+    pub(crate) fn rank(&self, world: Arc<dyn Collective>, device: &Device) -> Result<()> {
+        let timed = TimedCollective::new(world);
+        let clock = timed.clock();
+        let world: Arc<dyn Collective> = Arc::new(timed);
+        let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
+        let first = world.rank() == 0;
+        world.enter(Phase::Meet)?;
+        world.barrier(Call { what: "the start", index: 0 })?;
+        world.enter(Phase::Load)?;
+        let mut trainer = self.load(Arc::clone(&world), device)?;
+        if let (Some((folder, record)), true) = (self.folder, first) {
+            folder.begin(record.clone(), &[METRICS])?;
+            folder.write_text(RECIPE, &plan.recipe.to_toml())?;
+        }
+        let before = showcase::answers(&self.questions, &trainer.engine, &plan.rows.tokenizer)?;
+        if first {
+            let took = units::duration(self.started.elapsed().as_secs_f64());
+            terminal.detail(format!("ready to train after {took}"));
+        }
+        let summary = self.train(&mut trainer, &*world, clock)?;
+        if summary.stopped {
+            return Err(stopped(&summary, output));
+        }
+        world.enter(Phase::Output)?;
+        self.write(&trainer, &*world)?;
+        let after = showcase::answers(&self.questions, &trainer.engine, &plan.rows.tokenizer)?;
+        if let (Some((folder, _)), true) = (self.folder, first) {
+            self.publish(folder, &summary)?;
+            showcase::show(&self.questions, [&before, &after], &summary, terminal);
+        }
+        Ok(())
+    }
+
+    /// Adds card and report to the weights, and gives all of it its place in the output folder.
+    fn publish(&self, folder: &RunFolder, summary: &RunSummary) -> Result<()> {
+        let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
+        let name = output.file_name();
+        let title = name.map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned());
+        let result = RunFolder::result(output);
+        card(plan, summary, title.clone()).write(&result.join(CARD))?;
+        html(plan, summary, output, &title, self.started)?;
+        let elsewhere = folder.publish()?;
+        if let Some((place, taken)) = &elsewhere {
+            let (place, taken) = (place.display(), taken.join(", "));
+            terminal.warn(format!(
+                "{taken} came while the run was at work and would be overwritten: the result is in {place}"
+            ));
+        }
+        let place = elsewhere.map_or_else(|| output.to_owned(), |(place, _)| place);
+        terminal.line(format!("{} in {}", finished(plan), place.display()));
+        Ok(())
+    }
+
+    fn load(&self, world: Arc<dyn Collective>, device: &Device) -> Result<Trainer> {
+        let first = world.rank() == 0;
+        let loading = Instant::now();
+        let trainer = trainer(self.plan, self.resumed, world, device)?;
+        if let (Some(bytes), true) = (self.plan.bytes_read(), first) {
+            let secs = loading.elapsed().as_secs_f64();
+            let rate = units::bytes((bytes as f64 / secs.max(1e-9)) as u64);
+            let said =
+                |done: &str| format!("weights: {} {done} in {secs:.2} s, {rate}/s", units::bytes(bytes));
+            match self.plan.base.format {
+                Some(_) => self.terminal.line(said("read and quantized")),
+                None => self.terminal.detail(said("read")),
+            }
+        }
+        Ok(trainer)
+    }
+
+    /// Writes the trained weights, to be published: each rank its share, then the first what stands beside.
+    fn write(&self, trainer: &Trainer, world: &dyn Collective) -> Result<()> {
+        let result = RunFolder::result(&self.args.output);
+        let write = weights_writer(self.plan, false, trainer)?;
+        write(&result, &trainer.snapshot(false)?, SnapshotPart::Tensors(world.rank()))?;
+        world.barrier(Call { what: "the parts of the result", index: 0 })?;
+        if world.rank() == 0 {
+            write(&result, &[], SnapshotPart::Rest)?;
+        }
+        Ok(())
+    }
+
+    fn train(
+        &self,
+        trainer: &mut Trainer,
+        world: &dyn Collective,
+        clock: CollectiveTimer,
+    ) -> Result<RunSummary> {
+        let (plan, output) = (self.plan, self.args.output.as_path());
+        let settings = &plan.recipe.checkpoint;
+        let options = SaverOptions {
+            output: output.to_owned(),
+            keep_last: settings.keep_last,
+            in_background: settings.async_save,
+            write_weights: weights_writer(plan, true, trainer)?,
+        };
+        let first = world.rank() == 0;
+        let saver = Saver::new(options, first, self.writers)?;
+        let mut sampler = plan.sampler()?;
+        let state = self.resumed.map(|saved| &saved.state);
+        if let Some(state) = state {
+            sampler.seek(data::Cursor { epoch: state.epoch, index: state.index })?;
+        }
+        let (fingerprint, base) = (plan.fingerprint(), plan.identity()?);
+        TrainLoop {
+            trainer,
+            sampler: &mut sampler,
+            held_out: held_out_batches(plan),
+            reporter: if first { Some(self.reporter(state)?) } else { None },
+            saver,
+            state: &|moment| TrainingState {
+                schema: checkpoint::SCHEMA,
+                step: moment.step,
+                epoch: moment.cursor.epoch,
+                index: moment.cursor.index,
+                tokens: moment.tokens,
+                ranks: world.size(),
+                base: Some(base.clone()),
+                micro_batches: Some(plan.micro_batches()),
+                chat_template_date: plan.rows.date().map(date_text),
+                fingerprint: fingerprint.clone(),
+            },
+            stop: self.stop,
+            clock,
+            options: RunOptions {
+                save_steps: settings.save_steps,
+                eval_steps: plan.recipe.eval.steps,
+                eval_at_end: plan.recipe.eval.at_end,
+                every_steps: plan.recipe.log.every_steps,
+            },
+        }
+        .run(state.map_or(0, |state| state.tokens))
+    }
+
+    fn reporter(&self, state: Option<&TrainingState>) -> Result<Reporter<'_>> {
+        let output = self.args.output.as_path();
+        let path = output.join(METRICS);
+        let metrics = match state {
+            Some(state) => MetricsLog::resume(&path, state.step)?,
+            None => MetricsLog::create(&path)?,
+        };
+        let events = output.join("tensorboard");
+        let wanted = self.plan.recipe.log.tensorboard;
+        let tensorboard = wanted.then(|| EventWriter::create(&events, state.map(|s| s.step))).transpose()?;
+        Ok(Reporter { terminal: self.terminal, metrics, tensorboard })
+    }
+}
+
+fn stopped(summary: &RunSummary, output: &Path) -> Error {
+    let folder = output.join(format!("checkpoint-{}", summary.steps));
+    Error::new(ErrorCategory::SavedAndStopped, format!("stopped by a signal after step {}", summary.steps))
+        .because(format!("the run is saved in {}", folder.display()))
+        .hint("the same command with `--resume` goes on from there")
+}
+
+fn finished(plan: &Plan) -> &'static str {
+    if plan.adapter_setup.is_some() { "adapter saved" } else { "model saved" }
+}
+
+fn held_out_batches(plan: &Plan) -> Vec<Batch> {
+    let Some((held_out, _)) = &plan.held_out else { return Vec::new() };
+    let tokens = plan.recipe.train.micro_batch_size * plan.recipe.data.max_seq_len;
+    data::batch::in_order(held_out.examples(), tokens).collect()
+}

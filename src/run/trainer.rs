@@ -1,0 +1,75 @@
+//! A plan becomes trainers, one a rank.
+
+use std::sync::Arc;
+
+use candle_core::Device;
+
+use crate::checkpoint::SavedCheckpoint;
+use crate::collective::Collective;
+use crate::engine::{SaveAssignment, Trainer, TrainerOptions};
+use crate::error::{Error, Result};
+use crate::optim::{OptimizerOptions, Schedule};
+use crate::plan::Plan;
+use crate::runtime::thread_pool::run_in_pool;
+use crate::setup::EngineOptions;
+use crate::sharding::DeviceMesh;
+
+/// The trainer of a rank of `plan` on its `device`, with weights loaded; `resumed` is what [`Plan::resume`] was given.
+/// All ranks call it.
+///
+/// # Errors
+/// Weights cannot be read or do not fit the model; a peer failed.
+pub fn trainer(
+    plan: &Plan,
+    resumed: Option<&SavedCheckpoint>,
+    world: Arc<dyn Collective>,
+    device: &Device,
+) -> Result<Trainer> {
+    let (ranks, device) = (DeviceMesh::new(plan.kind, world)?, device.clone());
+    let engine = EngineOptions { ranks, device, ..plan.engine.clone() };
+    let (engine, initial) = run_in_pool(&Device::Cpu, || {
+        plan.base.load(plan.adapter_setup.as_ref(), plan.adapter_setup.is_none(), &engine)
+    })?;
+    plan.initial.get_or_init(|| Arc::new(initial));
+    let options = TrainerOptions {
+        optimizer: OptimizerOptions {
+            betas: plan.recipe.optimizer.betas,
+            eps: plan.recipe.optimizer.eps,
+            weight_decay: plan.recipe.optimizer.weight_decay,
+            state: plan.recipe.optimizer.state,
+        },
+        lora_plus_ratio: plan.recipe.optimizer.lora_plus_ratio,
+        schedule: schedule(plan)?,
+        max_grad_norm: Some(plan.recipe.train.max_grad_norm).filter(|max| *max > 0.0),
+        seed: plan.recipe.train.seed,
+        recompute: plan.recompute,
+        save_assignment: if plan.adapter_setup.is_some() {
+            SaveAssignment::Rank0
+        } else {
+            SaveAssignment::RoundRobin
+        },
+    };
+    let mut trainer = Trainer::new(engine, options)?;
+    if let Some(saved) = resumed {
+        trainer.restore(saved)?;
+    }
+    Ok(trainer)
+}
+
+fn schedule(plan: &Plan) -> Result<Schedule> {
+    let scheduler = &plan.recipe.scheduler;
+    let learning_rate = plan.recipe.optimizer.learning_rate.ok_or_else(|| {
+        Error::user("no learning rate is given").hint("write `[optimizer] learning_rate = 2e-4`, for example")
+    })?;
+    let share = scheduler.warmup_ratio.unwrap_or(0.0) * plan.total_steps as f64;
+    Ok(Schedule {
+        kind: scheduler.kind,
+        learning_rate,
+        warmup_steps: scheduler.warmup_steps.unwrap_or(share.ceil() as u64),
+        total_steps: plan.total_steps,
+        min_lr_ratio: scheduler.min_lr_ratio,
+        num_cycles: scheduler.num_cycles as f64,
+        power: scheduler.power,
+        num_decay_steps: scheduler.num_decay_steps.unwrap_or(0),
+    })
+}

@@ -1,0 +1,147 @@
+//! What writes trained weights in the form that a run leaves: a PEFT adapter or a Hugging Face model.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::adapter::{self, AdapterTensor, LowRankFactors};
+use crate::checkpoint::{SnapshotPart, SnapshotTensor, WriteWeights};
+use crate::engine::Trainer;
+use crate::error::{Error, Result};
+use crate::export::hf;
+use crate::plan::Plan;
+use crate::recipe::Dtype;
+use crate::setup::initial_values::AdapterPart;
+use crate::setup::param_layout::tied_module;
+use crate::setup::pissa::{saved_config, saved_matrix};
+use crate::sharding::ParamDesc;
+use crate::weights::{ModelIdentity, StoredDtype, WriteEntry, Written};
+
+/// Writes trained weights in the form this run leaves: a PEFT adapter, or a Hugging Face model, whose tensors the
+/// ranks of `trainer` share. `exact`: in f32, as checkpoints need it; else as `checkpoint.output_dtype` says.
+///
+/// # Errors
+/// As [`Plan::identity`].
+pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<WriteWeights> {
+    let given = if exact { Dtype::F32 } else { plan.recipe.checkpoint.output_dtype };
+    let tokenizer = plan.base.other_tokenizer(&plan.rows.tokenizer);
+    let Some(adapter_setup) = &plan.adapter_setup else {
+        let dtypes = stored_dtypes(plan);
+        let dtype = |name: &str| {
+            let own = || dtypes.get(name).copied().unwrap_or(StoredDtype::F32);
+            stored(given).unwrap_or_else(own)
+        };
+        let entry =
+            |desc: ParamDesc| WriteEntry { dtype: dtype(&desc.name), name: desc.name, shape: desc.shape };
+        let shares = trainer.shares().into_iter().map(|descs| descs.into_iter().map(entry).collect());
+        let parts = hf::ExportParts::new(shares.collect(), plan.base.found.folder.clone(), tokenizer);
+        return Ok(Arc::new(
+            move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
+                SnapshotPart::Tensors(rank) => write_tensors(&parts, rank, folder, tensors),
+                SnapshotPart::Rest => parts.write_rest(folder),
+            },
+        ));
+    };
+    let initial = plan.initial.get().cloned().unwrap_or_default();
+    let config = if adapter_setup.is_pissa() {
+        saved_config(&adapter_setup.config)
+    } else {
+        adapter_setup.config.clone()
+    };
+    let dtype = stored(given).unwrap_or(StoredDtype::F32);
+    let tied = plan.base.config.tie_word_embeddings && !adapter_setup.unties();
+    let adapter = AdapterOutput { config, base: plan.identity()?.clone(), tied, initial, dtype };
+    Ok(Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
+        SnapshotPart::Tensors(0) => adapter.write(folder, tensors),
+        SnapshotPart::Tensors(_) => Ok(Vec::new()),
+        SnapshotPart::Rest => {
+            let written = tokenizer.as_ref().map_or(Ok(()), |tokenizer| tokenizer.write(folder));
+            written.map(|()| Vec::new())
+        }
+    }))
+}
+
+/// The dtype of each tensor of the base; what config.json says for one that starts random.
+fn stored_dtypes(plan: &Plan) -> BTreeMap<String, StoredDtype> {
+    let named = plan.base.config.dtype.as_deref().and_then(|name| match name {
+        "float32" => Some(StoredDtype::F32),
+        "bfloat16" => Some(StoredDtype::BF16),
+        "float16" => Some(StoredDtype::F16),
+        _ => None,
+    });
+    let of = |name: &str| {
+        let info = plan.base.files.as_ref().and_then(|files| files.info(name));
+        info.map(|info| info.dtype).filter(|dtype| dtype.is_float()).or(named).unwrap_or(StoredDtype::F32)
+    };
+    crate::model::parameters(&plan.base.config)
+        .into_iter()
+        .map(|spec| (spec.name.clone(), of(&spec.name)))
+        .collect()
+}
+
+fn stored(dtype: Dtype) -> Option<StoredDtype> {
+    match dtype {
+        Dtype::Auto => None,
+        Dtype::F32 => Some(StoredDtype::F32),
+        Dtype::Bf16 => Some(StoredDtype::BF16),
+        Dtype::F16 => Some(StoredDtype::F16),
+    }
+}
+
+/// An adapter as a run leaves it.
+struct AdapterOutput {
+    config: adapter::AdapterConfig,
+    base: ModelIdentity,
+    /// Embedding and head are one parameter.
+    tied: bool,
+    /// What PiSSA took from the weights, by module.
+    initial: Arc<BTreeMap<String, LowRankFactors>>,
+    dtype: StoredDtype,
+}
+
+impl AdapterOutput {
+    fn write(&self, folder: &Path, tensors: &[SnapshotTensor]) -> Result<Vec<Written>> {
+        let mut values: BTreeMap<AdapterTensor, Cow<'_, [f32]>> = BTreeMap::new();
+        for tensor in tensors {
+            let AdapterPart { module, kind } = AdapterPart::of(&tensor.name)?;
+            let (shape, data) = match self.initial.get(module) {
+                None => (tensor.shape.clone(), Cow::Borrowed(tensor.values.as_slice())),
+                Some(factors) => {
+                    let (shape, data) = saved_matrix(kind, &tensor.shape, &tensor.values, factors);
+                    (shape, Cow::Owned(data))
+                }
+            };
+            values.insert(AdapterTensor { module: module.to_owned(), kind, shape }, data);
+        }
+        // A tied pair trains as one parameter; PEFT reads it under both names.
+        let twins: Vec<_> = values
+            .iter()
+            .filter_map(|(tensor, values)| {
+                let module = tied_module(&tensor.module).filter(|_| self.tied && tensor.kind.is_saved())?;
+                Some((AdapterTensor { module: module.to_owned(), ..tensor.clone() }, values.clone()))
+            })
+            .collect();
+        values.extend(twins);
+        let list: Vec<AdapterTensor> = values.keys().cloned().collect();
+        adapter::write(folder, &self.config, &self.base, &list, self.dtype, |tensor, sink| {
+            match values.get(tensor) {
+                Some(values) => sink.write_values(values),
+                None => Err(Error::internal(format!("no values for {}", tensor.name()))),
+            }
+        })
+    }
+}
+
+fn write_tensors(
+    parts: &hf::ExportParts,
+    rank: usize,
+    folder: &Path,
+    tensors: &[SnapshotTensor],
+) -> Result<Vec<Written>> {
+    let by_name: BTreeMap<&str, &SnapshotTensor> = tensors.iter().map(|t| (t.name.as_str(), t)).collect();
+    parts.write(rank, folder, |entry, sink| match by_name.get(entry.name.as_str()) {
+        Some(tensor) => sink.write_values(&tensor.values),
+        None => Err(Error::internal(format!("no values for {}", entry.name))),
+    })
+}
