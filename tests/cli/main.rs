@@ -15,6 +15,7 @@ mod place;
 mod bad_input;
 mod cli;
 mod cli_runs;
+mod docs;
 mod doctor;
 mod export;
 mod failure;

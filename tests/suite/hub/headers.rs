@@ -6,8 +6,8 @@ use std::process::{Command, Output, Stdio};
 use finetune::export::hf;
 use finetune::weights::{ModelFiles, OutputDtype};
 
-use crate::hub_double::{Access, Fault, HubDouble, RepoDouble, Spoil};
 use super::{SECRET, names};
+use crate::hub_double::{Access, Fault, HubDouble, RepoDouble, Spoil};
 
 fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
