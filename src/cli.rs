@@ -124,6 +124,9 @@ pub struct TrainArgs {
     /// Train on the CPU with this many ranks, threads of this process
     #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: Option<u16>,
+    /// Accept a checkpoint or adapter of another base model
+    #[arg(long)]
+    pub force_base: bool,
     /// Print the resolved recipe and what the run would do; train nothing
     #[arg(long)]
     pub dry_run: bool,
@@ -203,6 +206,9 @@ pub struct MergeArgs {
     /// The mean KL divergence, in nats a token, above which the merge is refused
     #[arg(long, value_name = "NATS", requires = "verify_on", value_parser = nats)]
     pub max_kl: Option<f64>,
+    /// Use the adapter on this model though it was trained on another
+    #[arg(long)]
+    pub force_base: bool,
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
@@ -264,6 +270,9 @@ pub struct ExportArgs {
     /// The model's branch, tag or commit on the hub
     #[arg(long, value_name = "REVISION", default_value = "main")]
     pub revision: String,
+    /// Use the adapter on this model though it was trained on another
+    #[arg(long, requires = "adapter")]
+    pub force_base: bool,
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
@@ -315,6 +324,9 @@ pub struct GenerateArgs {
     /// Seed of the sampling
     #[arg(long, value_name = "S", default_value_t = 0)]
     pub seed: u64,
+    /// Use the adapter on this model though it was trained on another
+    #[arg(long, requires = "adapter")]
+    pub force_base: bool,
     /// Network and verbosity.
     #[command(flatten)]
     pub common: CommonArgs,
@@ -338,6 +350,9 @@ pub struct EvalArgs {
     /// How rows are read.
     #[command(flatten)]
     pub rows: RowArgs,
+    /// Use the adapter on this model though it was trained on another
+    #[arg(long, requires = "adapter")]
+    pub force_base: bool,
     /// Print the figures as JSON
     #[arg(long)]
     pub json: bool,

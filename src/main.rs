@@ -31,7 +31,7 @@ fn say(message: &dyn Display) {
     drop(writeln!(std::io::stderr(), "{message}"));
 }
 
-/// A panic is a fault of ours, whichever thread it stops; but a reader of our output who has gone, as in `| head`,
+/// A panic is a bug of this program, whichever thread it stops; but a reader of our output who has gone, as in `| head`,
 /// is nobody's fault.
 fn say_panic(panic: &PanicHookInfo<'_>) {
     let payload = panic.payload();
@@ -41,7 +41,7 @@ fn say_panic(panic: &PanicHookInfo<'_>) {
         exit(0);
     }
     let place = panic.location().map(|place| format!(" ({}:{})", place.file(), place.line()));
-    say(&format_args!("error: a fault of ours: {message}{}", place.unwrap_or_default()));
+    say(&format_args!("error: internal error: {message}{}", place.unwrap_or_default()));
     let backtrace = Backtrace::capture();
     match backtrace.status() {
         BacktraceStatus::Captured => say(&backtrace),

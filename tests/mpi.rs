@@ -185,7 +185,7 @@ fn main() -> ExitCode {
 /// Starts every scene under mpirun.
 fn launch() -> ExitCode {
     if Command::new("mpirun").arg("--version").output().is_err() {
-        eprintln!("SKIPPED: no mpirun here (Debian: apt-get install openmpi-bin)");
+        eprintln!("SKIPPED tests of ranks over MPI: no mpirun here (Debian: apt-get install openmpi-bin)");
         return ExitCode::SUCCESS;
     }
     let mut code = ExitCode::SUCCESS;

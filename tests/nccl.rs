@@ -49,11 +49,11 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     if !Path::new("/dev/nvidiactl").exists() {
-        eprintln!("SKIPPED: no NVIDIA GPU here");
+        eprintln!("SKIPPED tests of ranks over NCCL: no NVIDIA GPU here");
         return ExitCode::SUCCESS;
     }
     if let Err(error) = NcclLibrary::open() {
-        eprintln!("SKIPPED: {error}");
+        eprintln!("SKIPPED tests of ranks over NCCL: {error}");
         return ExitCode::SUCCESS;
     }
     let failures = SCENES.iter().filter(|(name, _, errors)| match launch(name, errors) {

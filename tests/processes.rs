@@ -2,10 +2,13 @@
 //! not fit is refused. Skips loudly where there is no mpirun.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
-#![allow(clippy::print_stderr, reason = "a skipped check is said aloud")]
+
+mod skipped;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+
+use skipped::skipped;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_finetune");
 
@@ -35,7 +38,7 @@ fn line(output: &Path, more: &[&str]) -> Vec<String> {
 
 fn mpirun() -> Option<Command> {
     if Command::new("mpirun").arg("--version").output().is_err() {
-        eprintln!("SKIPPED: there is no mpirun; runs in several processes were not tried");
+        skipped("runs in several processes", "there is no mpirun");
         return None;
     }
     let mut command = Command::new("mpirun");

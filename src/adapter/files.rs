@@ -10,14 +10,19 @@ use std::path::Path;
 use super::targets::{self, check_ids, check_vocabulary, ends_with_name};
 use super::tensors::{PREFIX, file_name, split_name};
 use super::{AdapterConfig, AdapterTensor, CONFIG_FILE, Target, TensorKind};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorContext as _, Result};
 use crate::model::{Module, ModuleKind};
 use crate::weights::{
-    self, ModelFiles, StoredDtype, StoredElement, TensorInfo, TensorSink, WriteEntry, Written,
+    self, Metadata, ModelFiles, ModelIdentity, StoredDtype, StoredElement, TensorInfo, TensorSink,
+    WriteEntry, Written,
 };
 
 /// The name of the file.
 pub const WEIGHTS_FILE: &str = "adapter_model.safetensors";
+
+/// The entry of its metadata with the [`ModelIdentity`] of the model that the adapter was trained on. Not a key of
+/// adapter_config.json, which versions of PEFT before 0.13 refuse when they do not know it; PEFT passes over metadata.
+const BASE_MODEL: &str = "finetune.base_model";
 
 /// The token embedding's and the output head's module, in every family.
 pub(super) const TABLES: [&str; 2] = ["model.embed_tokens", "lm_head"];
@@ -84,6 +89,16 @@ impl SavedAdapter {
     /// Its configuration.
     pub fn config(&self) -> &AdapterConfig {
         &self.config
+    }
+
+    /// The model that it was trained on; none where the file does not say, as those of PEFT.
+    ///
+    /// # Errors
+    /// The user's: what the file says is malformed.
+    pub fn base_model(&self) -> Result<Option<ModelIdentity>> {
+        let text = self.files.metadata(BASE_MODEL);
+        let base = text.map(ModelIdentity::from_json).transpose();
+        base.during(|| format!("cannot read adapter {}", self.folder().display()))
     }
 
     /// The modules with LoRA, sorted by name, with the ranks and scales they were trained with.
@@ -191,7 +206,7 @@ impl SavedAdapter {
         };
         for (module, kinds) in &self.names {
             let Some(found) = by_name.get(module.as_str()) else {
-                return Err(other(format!("it has tensors for `{module}`, which the model has not")));
+                return Err(other(format!("it has tensors for `{module}`, which the model does not have")));
             };
             let misfit = kinds
                 .iter()
@@ -387,13 +402,15 @@ fn missing_weights(folder: &Path) -> Error {
 }
 
 /// Writes an adapter into the existing `folder`: the weights as `dtype` in the order of their names, then the
-/// configuration. `write` is called once for each tensor to give its values to the sink.
+/// configuration. `base` is the model that it was trained on. `write` is called once for each tensor to give its values
+/// to the sink.
 ///
 /// # Errors
 /// As [`weights::write_file`].
 pub fn write(
     folder: &Path,
     config: &AdapterConfig,
+    base: &ModelIdentity,
     tensors: &[AdapterTensor],
     dtype: StoredDtype,
     mut write: impl FnMut(&AdapterTensor, &mut TensorSink<'_>) -> Result<()>,
@@ -406,12 +423,13 @@ pub fn write(
         shape: tensor.shape.clone(),
     };
     let entries: Vec<WriteEntry> = by_name.iter().map(entry).collect();
-    let weights = weights::write_file(&folder.join(WEIGHTS_FILE), &entries, |entry, sink| {
-        match by_name.get(&entry.name) {
+    let metadata = Metadata::from([(BASE_MODEL.to_owned(), base.to_json())]);
+    let path = folder.join(WEIGHTS_FILE);
+    let weights =
+        weights::write_file_with(&path, &entries, &metadata, |entry, sink| match by_name.get(&entry.name) {
             Some(tensor) => write(tensor, sink),
             None => Err(Error::internal(format!("cannot write tensor `{}`", entry.name))),
-        }
-    })?;
+        })?;
     let config = weights::write_text(&folder.join(CONFIG_FILE), &config.to_json())?;
     Ok(vec![weights, config])
 }

@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 pub use saver::{SaveThreads, SavedMoment, Saver, SaverOptions, SnapshotPart, SnapshotTensor, WriteWeights};
 
 use crate::error::{Error, ErrorCategory, Result};
-use crate::weights::ModelFiles;
+use crate::weights::{ModelFiles, ModelIdentity};
 
 const STATE_FILE: &str = "trainer_state.json";
 /// How the names of files with moments begin.
@@ -47,8 +47,24 @@ pub struct TrainingState {
     /// Ranks that trained.
     #[serde(default = "one")]
     pub ranks: usize,
-    /// What decides the numbers of the run: name → value or digest.
+    /// Micro-batches of a step, those of all ranks together; not in checkpoints from before this field.
+    #[serde(default)]
+    pub micro_batches: Option<usize>,
+    /// The model that the run started from; none in checkpoints that do not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<ModelIdentity>,
+    /// What decides the numbers of the run: a recipe's key → its value as TOML, a name → a digest.
     pub fingerprint: std::collections::BTreeMap<String, String>,
+}
+
+/// The recipe's key that counts the micro-batches of a step. In a fingerprint it counts those of all ranks.
+const ACCUMULATION: &str = "train.gradient_accumulation_steps";
+
+impl TrainingState {
+    /// Micro-batches of a step, those of all ranks together, wherever this checkpoint says it.
+    pub fn micro_batches(&self) -> Option<usize> {
+        self.micro_batches.or_else(|| self.fingerprint.get(ACCUMULATION)?.parse().ok())
+    }
 }
 
 /// Checkpoints that do not say were made by one.
@@ -97,10 +113,12 @@ impl SavedCheckpoint {
         let path = folder.join(STATE_FILE);
         let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
         let unreadable = |why: String| Error::user(format!("cannot read {}", path.display())).because(why);
-        let state: TrainingState = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
+        let mut state: TrainingState = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
         if state.schema != SCHEMA {
             return Err(unreadable(format!("its schema is {}; this program reads {SCHEMA}", state.schema)));
         }
+        // What checkpoints had before `base`: the digest of another sample.
+        state.fingerprint.remove("weights");
         let optimizer = ModelFiles::open_files(folder, &optimizer_files(folder)?)?;
         Ok(SavedCheckpoint { folder: folder.to_owned(), state, optimizer })
     }

@@ -2,12 +2,12 @@
 
 use serde_json::json;
 
-use super::{open_device, terminal, working_folder};
+use super::{Opened, open_device, terminal, working_folder};
 use crate::cli::EvalArgs;
 use crate::data::{self, Split};
 use crate::error::Result;
-use crate::recipe::{DataSource, Recipe};
-use crate::setup::{AdapterSetup, BaseModel, DatasetLoader, EngineOptions, Resolver};
+use crate::recipe::Recipe;
+use crate::setup::{EngineOptions, Resolver};
 
 /// Evaluates.
 pub(super) fn run(args: &EvalArgs) -> Result<()> {
@@ -15,22 +15,11 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let folder = working_folder()?;
     let recipe = Recipe::load(&args.rows.layers(&args.model, &args.dataset, &folder)?)?;
     let finder = Resolver::new(args.common.offline, &terminal)?;
-    let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), &finder)?;
-    let adapter =
-        args.adapter.as_deref().map(|adapter| DataSource::from_argument("--adapter", adapter, &folder));
-    let adapter_setup = match adapter.transpose()? {
-        Some(source) => {
-            let folder = finder.adapter(&source)?.folder;
-            base.adopt(&folder)?;
-            Some(AdapterSetup::saved_in(&folder, &base.config)?)
-        }
-        None => None,
-    };
-    let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
-    let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
+    let Opened { base, adapter_setup, rows } =
+        Opened::find(&recipe, args.adapter.as_deref(), &folder, &finder, (&terminal, args.force_base))?;
     let (dataset, _) = rows.load(&recipe.data.train, Split::Eval, &finder)?;
     terminal.line(format!("data: {}", dataset.report()));
-    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
+    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed);
     let engine = base.engine(adapter_setup.as_ref(), false, &options)?;
     let tokens = recipe.train.micro_batch_size * recipe.data.max_seq_len;
     let total = dataset.len();

@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use super::{terminal, working_folder};
+use super::{say_base, terminal, working_folder};
 use crate::cli::{ExportArgs, ExportFormat};
 use crate::error::{Error, Result};
 use crate::export::gguf::{self, Exported, GgufType};
@@ -13,6 +13,7 @@ use crate::export::hf;
 use crate::model::ModelConfig;
 use crate::recipe::DataSource;
 use crate::report::Terminal;
+use crate::setup::BaseCheck;
 use crate::setup::{ResolvedSource, Resolver};
 use crate::units;
 use crate::weights::{ModelFiles, OutputDtype};
@@ -25,9 +26,11 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
     let finder = Resolver::new(args.common.offline, &terminal)?;
     let source = DataSource::from_argument("--model", &args.model, &folder)?;
     if let Some(adapter) = &args.adapter {
-        // Of the base only config.json is read.
-        let config = config_of(&finder.model_headers(&source, &args.revision)?)?;
+        // Of the base only config.json is needed; of weights that are there besides, a sample is compared.
+        let found = finder.model_headers(&source, &args.revision)?;
+        let config = config_of(&found)?;
         let adapter = finder.adapter(&DataSource::from_argument("--adapter", adapter, &folder)?)?;
+        say_base(&terminal, &BaseCheck::of_headers(&adapter.folder, &found, args.force_base)?);
         let kind = args.r#type.unwrap_or(GgufType::F32);
         let exported = gguf::write_adapter(&config, &adapter.folder, &name_of(&adapter), kind, &args.output)?;
         say(&terminal, &exported, &args.output);
@@ -83,14 +86,10 @@ fn config_of(found: &ResolvedSource) -> Result<ModelConfig> {
     ModelConfig::from_json(&text, &path.display().to_string())
 }
 
-/// The name of a hub repository, or of the folder: of its whole path, since `.` is no name.
+/// The name of a hub repository, or of the folder.
 fn name_of(found: &ResolvedSource) -> String {
-    if found.on_hub {
-        return found.id.rsplit('/').next().unwrap_or(&found.id).to_owned();
-    }
-    let whole = found.folder.canonicalize().ok();
-    let last = whole.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
-    last.unwrap_or_else(|| found.id.clone())
+    let name = found.name();
+    name.rsplit('/').next().unwrap_or(&name).to_owned()
 }
 
 fn say(terminal: &Terminal, exported: &Exported, output: &Path) {

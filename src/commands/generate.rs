@@ -4,15 +4,15 @@ use std::io::BufRead;
 
 use serde_json::json;
 
-use super::{open_device, terminal, working_folder};
+use super::{Opened, open_device, terminal, working_folder};
 use crate::cli::GenerateArgs;
 use crate::data::template::TemplateInputs;
 use crate::data::{ChatTemplate, Tokenizer};
 use crate::engine::{Engine, Sampling};
 use crate::error::{Error, Result};
-use crate::recipe::{DataSource, Purpose, Recipe, RecipeLayers, RecipeText};
+use crate::recipe::{Purpose, Recipe, RecipeLayers, RecipeText};
 use crate::report::Terminal;
-use crate::setup::{AdapterSetup, BaseModel, DatasetLoader, EngineOptions, Resolver};
+use crate::setup::{EngineOptions, Resolver};
 
 /// Generates.
 pub(super) fn run(args: &GenerateArgs) -> Result<()> {
@@ -26,19 +26,8 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
         ..RecipeLayers::default()
     })?;
     let finder = Resolver::new(args.common.offline, &terminal)?;
-    let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), &finder)?;
-    let adapter =
-        args.adapter.as_deref().map(|adapter| DataSource::from_argument("--adapter", adapter, &folder));
-    let adapter_setup = match adapter.transpose()? {
-        Some(source) => {
-            let folder = finder.adapter(&source)?.folder;
-            base.adopt(&folder)?;
-            Some(AdapterSetup::saved_in(&folder, &base.config)?)
-        }
-        None => None,
-    };
-    let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
-    let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
+    let Opened { base, adapter_setup, rows } =
+        Opened::find(&recipe, args.adapter.as_deref(), &folder, &finder, (&terminal, args.force_base))?;
     // What can be wrong with the input is said before weights are read.
     let task = match &args.prompt {
         Some(text) => {
@@ -50,7 +39,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
                 .hint("give one in a recipe (`data.chat_template`), or use `--prompt`")
         })?),
     };
-    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
+    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed);
     let engine = base.engine(adapter_setup.as_ref(), false, &options)?;
     let generator = Generator { engine, tokenizer: &rows.tokenizer, args, terminal };
     match task {

@@ -1,6 +1,6 @@
 //! `finetune merge`: base + adapter → a Hugging Face folder, with a certificate if asked for.
 
-use super::{open_device, terminal, working_folder};
+use super::{open_device, say_base, terminal, working_folder};
 use crate::adapter::{self, MergeOptions};
 use crate::cli::{MergeArgs, MergeBaseArg};
 use crate::error::Result;
@@ -22,6 +22,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let mut base = BaseModel::open(&model, None, &finder)?;
     let adapter = finder.adapter(&DataSource::from_argument("--adapter", &args.adapter, &folder)?)?.folder;
     base.adopt(&adapter)?;
+    say_base(&terminal, &base.check_adapter(&adapter, 0, args.force_base)?);
     let choice = match args.base {
         None => BaseChoice::Trained,
         Some(MergeBaseArg::Original) => BaseChoice::Original,
@@ -34,7 +35,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let dataset = dataset.transpose()?;
     (base.format, base.skipped) = (decided.trained_over, decided.skipped.clone());
     let recipe = Recipe::default();
-    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
+    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed);
     let max_kl = args.max_kl.unwrap_or(decided.threshold());
     let verify = |merged: &std::path::Path| {
         let Some(dataset) = &dataset else { return Ok(None) };

@@ -17,6 +17,7 @@ mod quantize;
 mod ranks;
 mod recipes;
 mod showcase;
+mod signals;
 mod train;
 
 use std::io::{ErrorKind, Write};
@@ -26,10 +27,11 @@ use candle_core::Device;
 
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
 use crate::error::{Error, ErrorCategory, Result};
-use crate::recipe::RecipeText;
+use crate::recipe::{DataSource, Recipe, RecipeText};
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::device;
 use crate::runtime::device::DeviceChoice;
+use crate::setup::{AdapterSetup, BaseCheck, BaseModel, DatasetLoader, Resolver};
 
 /// Does what the command line says.
 ///
@@ -72,6 +74,51 @@ fn open_device() -> Result<Device> {
 /// GPUs by their numbers.
 fn open_gpus(numbers: &[usize]) -> Result<Vec<Device>> {
     numbers.iter().map(|number| device::open(DeviceChoice::Gpu(*number))).collect()
+}
+
+/// Says what is known of an adapter's or a checkpoint's base where that is not the model at hand for sure.
+fn say_base(terminal: &Terminal, check: &BaseCheck) {
+    match check {
+        BaseCheck::Same => {}
+        BaseCheck::Unchecked(text) => terminal.line(text),
+        BaseCheck::Forced(text) => terminal.warn(text),
+    }
+}
+
+/// A model with its adapter, found and understood, not yet loaded.
+struct Opened {
+    base: BaseModel,
+    adapter_setup: Option<AdapterSetup>,
+    rows: DatasetLoader,
+}
+
+impl Opened {
+    /// Finds the model of `recipe` and `adapter`, as it stands on the command line, relative to `folder`; `force_base`
+    /// takes a model that the adapter was not trained on, which the terminal is told.
+    fn find(
+        recipe: &Recipe,
+        adapter: Option<&str>,
+        folder: &Path,
+        finder: &Resolver<'_>,
+        (terminal, force_base): (&Terminal, bool),
+    ) -> Result<Self> {
+        let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
+        let adapter =
+            adapter.map(|adapter| DataSource::from_argument("--adapter", adapter, folder)).transpose()?;
+        let adapter_setup = match adapter {
+            Some(source) => {
+                let folder = finder.adapter(&source)?.folder;
+                base.adopt(&folder)?;
+                let adapter_setup = AdapterSetup::saved_in(&folder, &base.config)?;
+                say_base(terminal, &base.check_adapter(&folder, recipe.train.seed, force_base)?);
+                Some(adapter_setup)
+            }
+            None => None,
+        };
+        let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
+        let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
+        Ok(Opened { base, adapter_setup, rows })
+    }
 }
 
 /// Whether a training command runs the built-in recipe of this name.

@@ -25,7 +25,8 @@ use crate::runtime::device;
 use crate::runtime::device::DeviceChoice;
 use crate::runtime::thread_pool;
 
-/// Plants a fault in a rank, as `1:backward:panic`: for tests of how runs end.
+/// The environment variable that plants a fault in a rank, as `1:backward:panic`, for tests of how runs end. Only builds
+/// with debug assertions, which tests run, read it.
 const FAULT: &str = "FINETUNE_FAULT";
 
 /// How long a process that noticed the loss of a peer waits to hear by the control channel who failed and why.
@@ -108,10 +109,7 @@ impl RankSetup {
         plan: &Plan,
         rank: impl Fn(Arc<dyn Collective>, &Device) -> Result<()> + Sync,
     ) -> Result<()> {
-        let fault = match std::env::var(FAULT) {
-            Ok(text) => Some(text.parse().during(|| format!("cannot use {FAULT}"))?),
-            Err(_) => None,
-        };
+        let fault = planted_fault()?;
         let rank = |place: usize, world: Arc<dyn Collective>| {
             let device = self.devices.get(place).unwrap_or(&Device::Cpu);
             rank(with_fault(world, fault), device)
@@ -194,6 +192,14 @@ impl RankSetup {
     }
 }
 
+/// The fault that [`FAULT`] asks for; none in a build for users.
+fn planted_fault() -> Result<Option<InjectedFault>> {
+    match std::env::var(FAULT) {
+        Ok(text) if cfg!(debug_assertions) => text.parse().map(Some).during(|| format!("cannot use {FAULT}")),
+        _ => Ok(None),
+    }
+}
+
 /// `world` as it is, or with the fault that was planted.
 fn with_fault(world: Arc<dyn Collective>, fault: Option<InjectedFault>) -> Arc<dyn Collective> {
     let Some(fault) = fault else { return world };
@@ -226,8 +232,9 @@ fn digests(plan: &Plan, library: Option<&Arc<NcclLibrary>>) -> Result<BTreeMap<S
     if let Some(library) = library {
         digests.insert("NCCL".to_owned(), of(&library.version().to_string()));
     }
-    if let Some(files) = &plan.base.files {
-        digests.insert("model".to_owned(), files.fingerprint().to_hex().to_string());
+    // Of a resumed full run these are the weights of the checkpoint.
+    if let Some(digest) = plan.base.identity(plan.recipe.train.seed)?.digest() {
+        digests.insert("model".to_owned(), digest.to_owned());
     }
     Ok(digests)
 }

@@ -9,7 +9,7 @@ use candle_core::Device;
 
 use super::ranks::{self, RankSetup};
 use super::showcase::{self, Question};
-use super::terminal;
+use super::{say_base, signals, terminal};
 use crate::checkpoint::{
     self, SaveThreads, SavedCheckpoint, Saver, SaverOptions, SnapshotPart, TrainingState,
 };
@@ -43,6 +43,9 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let finder = Resolver::new(args.common.offline, &terminal)?;
     let finder = if args.dry_run { finder.leaving_weights() } else { finder };
     let mut plan = Plan::resolve(recipe, &finder, ranks.device(), world_size, resumed.as_ref())?;
+    if let Some(check) = plan.check_base(resumed.as_ref(), args.force_base)? {
+        say_base(&terminal, &check);
+    }
     say(&plan, &terminal);
     if args.dry_run {
         return terminal.data(plan.recipe.to_toml());
@@ -50,7 +53,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     if let Some(saved) = &resumed {
         plan.resume(saved)?;
     }
-    let stop = watch_signals()?;
+    let stop = signals::watch()?;
     // Dropped when all ranks have ended.
     let writers = SaveThreads::default();
     let run = TrainRun {
@@ -137,7 +140,7 @@ impl TrainRun<'_> {
     /// Writes the trained weights to the output folder: each rank its share, then the first what stands beside.
     fn write(&self, trainer: &Trainer, world: &dyn Collective) -> Result<()> {
         let output = self.args.output.as_path();
-        let write = self.plan.writer(false, trainer);
+        let write = self.plan.writer(false, trainer)?;
         write(output, &trainer.snapshot(false)?, SnapshotPart::Tensors(world.rank()))?;
         world.barrier(Call { what: "the parts of the result", index: 0 })?;
         if world.rank() == 0 {
@@ -158,7 +161,7 @@ impl TrainRun<'_> {
             output: output.to_owned(),
             keep_last: settings.keep_last,
             in_background: settings.async_save,
-            write_weights: plan.writer(true, trainer),
+            write_weights: plan.writer(true, trainer)?,
         };
         let first = world.rank() == 0;
         let saver = Saver::new(options, first, self.writers)?;
@@ -167,7 +170,7 @@ impl TrainRun<'_> {
         if let Some(state) = state {
             sampler.seek(data::Cursor { epoch: state.epoch, index: state.index })?;
         }
-        let fingerprint = plan.fingerprint();
+        let (fingerprint, base) = (plan.fingerprint(), plan.identity()?);
         TrainLoop {
             trainer,
             sampler: &mut sampler,
@@ -181,6 +184,8 @@ impl TrainRun<'_> {
                 index: moment.cursor.index,
                 tokens: moment.tokens,
                 ranks: world.size(),
+                base: Some(base.clone()),
+                micro_batches: Some(plan.micro_batches()),
                 fingerprint: fingerprint.clone(),
             },
             stop: self.stop,
@@ -289,18 +294,6 @@ fn free_output(output: &Path) -> Result<()> {
     }
 }
 
-/// SIGINT and SIGTERM ask for a save at the end of the step; a second one ends the program at once.
-fn watch_signals() -> Result<Arc<AtomicBool>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        let code = i32::from(ErrorCategory::Stopped.exit_code());
-        signal_hook::flag::register_conditional_shutdown(signal, code, stop.clone())
-            .and_then(|_| signal_hook::flag::register(signal, stop.clone()))
-            .map_err(|e| Error::internal("cannot watch signals").because(e.to_string()))?;
-    }
-    Ok(stop)
-}
-
 fn held_out_batches(plan: &Plan) -> Vec<Batch> {
     let Some((held_out, _)) = &plan.held_out else { return Vec::new() };
     let tokens = plan.recipe.train.micro_batch_size * plan.recipe.data.max_seq_len;
@@ -325,7 +318,8 @@ fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
             (_, true) => CardBase::Hub { id: found.id.clone(), commit: found.commit.clone() },
             (_, false) => CardBase::Folder { name: last_name(&found.id) },
         },
-        method: method(plan),
+        tag: plan.method().tag().into(),
+        method: plan.method().to_string(),
         train_data: sets(&plan.train.1, plan.train.0.report().rows),
         eval_data: plan.held_out.as_ref().map(|(d, found)| sets(found, d.report().rows)).unwrap_or_default(),
         recipe: plan.recipe.to_toml(),
@@ -344,13 +338,6 @@ fn last_name(id: &str) -> String {
     Path::new(id).file_name().map_or_else(|| id.to_owned(), |name| name.to_string_lossy().into_owned())
 }
 
-fn method(plan: &Plan) -> String {
-    match &plan.adapter_setup {
-        Some(adapter_setup) => format!("LoRA, r {}", adapter_setup.config.spec.r),
-        None => "all weights".into(),
-    }
-}
-
 fn html(plan: &Plan, summary: &RunSummary, output: &Path, title: &str, started: Instant) -> Result<()> {
     let entries = metrics::read(&output.join("metrics.jsonl"))?;
     let (trainable, all) = plan.parameters();
@@ -359,7 +346,7 @@ fn html(plan: &Plan, summary: &RunSummary, output: &Path, title: &str, started: 
     };
     let figures = [
         ("model", plan.base.found.id.clone()),
-        ("method", method(plan)),
+        ("method", plan.method().to_string()),
         ("trainable parameters", format!("{} of {}", units::count(trainable), units::count(all))),
         ("steps", summary.steps.to_string()),
         ("tokens", units::count(summary.tokens)),

@@ -7,9 +7,7 @@
 use std::borrow::Cow;
 
 use super::encode::Example;
-
-/// The target of a position that carries no loss.
-pub const IGNORE: u32 = u32::MAX;
+use crate::ops::cross_entropy::IGNORE;
 
 /// One sample inside a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,8 +25,6 @@ pub struct Batch {
     pub ids: Vec<u32>,
     /// The token to predict at each position, `[T]`, or [`IGNORE`]; always that at the end of a segment.
     pub targets: Vec<u32>,
-    /// The position inside its segment, `[T]`.
-    pub positions: Vec<u32>,
     /// The samples, in order; together they cover the T tokens.
     pub segments: Vec<PackedSample>,
     /// Index of the first token in the step's global batch: dropout is keyed by it, so that it does not depend on
@@ -46,7 +42,6 @@ impl Batch {
             let len = example.ids.len();
             batch.segments.push(PackedSample { start: batch.ids.len(), len });
             batch.ids.extend_from_slice(&example.ids);
-            batch.positions.extend((0u32..).take(len));
             let next = example.ids.iter().zip(&example.trained).skip(1);
             batch.targets.extend(next.map(|(id, trained)| if *trained { *id } else { IGNORE }));
             if len > 0 {
@@ -154,7 +149,6 @@ mod tests {
         let batch = Batch::new(&rows, 40);
         assert_eq!(batch.ids, [5, 6, 7, 8, 9, 10, 11]);
         assert_eq!(batch.targets, [6, 7, IGNORE, IGNORE, IGNORE, 11, IGNORE]);
-        assert_eq!(batch.positions, [0, 1, 2, 0, 0, 1, 2]);
         let segments: Vec<_> = batch.segments.iter().map(|s| (s.start, s.len)).collect();
         assert_eq!(segments, [(0, 3), (3, 1), (4, 3)]);
         assert_eq!((batch.valid(), batch.rows, batch.first_token), (3, 3, 40));

@@ -122,12 +122,15 @@ impl<'a> Encoder<'a> {
                 let any = trained.iter().skip(1).any(|trained| *trained);
                 ids.truncate(max);
                 trained.truncate(max);
-                let example = self.example(Tokens { ids, trained }, origin).map_err(|fault| match any {
-                    true => RowFault::new(
-                        RowFaultKind::CutAway,
-                        format!("there is no trained token in the first {max} of its {was} tokens"),
-                    ),
-                    false => fault,
+                let example = self.example(Tokens { ids, trained }, origin).map_err(|fault| {
+                    if any {
+                        RowFault::new(
+                            RowFaultKind::CutAway,
+                            format!("there is no trained token in the first {max} of its {was} tokens"),
+                        )
+                    } else {
+                        fault
+                    }
                 })?;
                 Ok(Encoding::Truncated { example, was })
             }
@@ -201,13 +204,10 @@ impl<'a> Encoder<'a> {
         let rendered =
             rendered.map_err(|error| RowFault::new(RowFaultKind::Template, in_one_line(&error)))?;
         let encoded = self.encoded(&rendered.text, false)?;
-        let trained = match all {
-            true => vec![true; encoded.ids.len()],
-            false => encoded
-                .offsets
-                .iter()
-                .map(|at| rendered.spans.iter().any(|span| overlaps(at, span)))
-                .collect(),
+        let trained = if all {
+            vec![true; encoded.ids.len()]
+        } else {
+            encoded.offsets.iter().map(|at| rendered.spans.iter().any(|span| overlaps(at, span))).collect()
         };
         let ends_trained =
             all || rendered.spans.last().is_some_and(|s| rendered.text[s.end..].trim().is_empty());

@@ -41,7 +41,7 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
-pub use batch::{Batch, IGNORE, PackedSample, Step};
+pub use batch::{Batch, PackedSample, Step};
 pub use dataset::Dataset;
 pub use encode::Example;
 pub use format::ParsedRow;
@@ -51,6 +51,7 @@ pub use source::Split;
 pub use template::ChatTemplate;
 pub use tokenizer::Tokenizer;
 
+pub use crate::ops::cross_entropy::IGNORE;
 use crate::recipe::enums::{DataFormat, OnBadRow, OnLongRow, TrainOn};
 
 /// How rows become examples; the keys of `[data]` that concern rows, and two facts about the model.

@@ -16,6 +16,7 @@ use super::batch::{Batch, Step};
 use super::dataset::Dataset;
 use super::pack::{best_fit, next_fit};
 use crate::error::{Error, Result};
+use crate::runtime::rng::{GOLDEN_GAMMA, splitmix64};
 
 /// Global batches that are sorted by length together.
 const WINDOW_BATCHES: usize = 64;
@@ -172,9 +173,10 @@ impl<'a> Sampler<'a> {
             micro_batches.push(batch);
         }
         let epoch = self.cursor.epoch as f64 + end as f64 / self.order.len() as f64;
-        self.cursor = match end == self.order.len() {
-            true => Cursor { epoch: self.cursor.epoch + 1, index: 0 },
-            false => Cursor { epoch: self.cursor.epoch, index: end as u64 },
+        self.cursor = if end == self.order.len() {
+            Cursor { epoch: self.cursor.epoch + 1, index: 0 }
+        } else {
+            Cursor { epoch: self.cursor.epoch, index: end as u64 }
         };
         Some(Step::new(micro_batches, epoch))
     }
@@ -214,7 +216,7 @@ impl<'a> Sampler<'a> {
     }
 }
 
-/// SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), one stream for each (seed, use). Our own, so
+/// The SplitMix64 generator, one stream for each (seed, use). Our own, so
 /// that no update of a crate changes the order of anyone's data.
 #[derive(Debug, Clone)]
 pub(super) struct Random(u64);
@@ -232,11 +234,8 @@ impl Random {
     }
 
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.0 = self.0.wrapping_add(GOLDEN_GAMMA);
+        splitmix64(self.0)
     }
 
     /// A number below `n`, without bias that matters for `n` far below 2^64 (Lemire's multiplication).

@@ -75,7 +75,7 @@ struct Difference<'a> {
 
 impl Difference<'_> {
     fn render(&self, messages: usize, add_generation_prompt: bool) -> Result<String> {
-        let inputs = TemplateInputs { tools: self.tools, add_generation_prompt, extra: None };
+        let inputs = TemplateInputs { tools: self.tools, add_generation_prompt };
         Ok(self.template.render(&self.messages[..messages], &inputs)?.text)
     }
 

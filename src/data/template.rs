@@ -19,7 +19,6 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
 use regex::Regex;
-use serde_json::Map;
 
 use super::python::{to_template, tojson};
 use super::tokenizer::Tokenizer;
@@ -45,8 +44,6 @@ pub struct TemplateInputs<'a> {
     pub tools: Option<&'a serde_json::Value>,
     /// Whether the text ends where the assistant is to begin.
     pub add_generation_prompt: bool,
-    /// Any other variables (`enable_thinking`, `documents`).
-    pub extra: Option<&'a Map<String, serde_json::Value>>,
 }
 
 /// A rendered chat.
@@ -155,9 +152,6 @@ impl ChatTemplate {
         variables.push(("tools", inputs.tools.map_or(Value::from(()), to_template)));
         variables.push(("documents", Value::from(())));
         variables.push(("add_generation_prompt", Value::from(inputs.add_generation_prompt)));
-        for (key, value) in inputs.extra.into_iter().flatten() {
-            variables.push((key, to_template(value)));
-        }
         let cannot = || Error::user("cannot render the chat template");
         let template = self.env.get_template(name).map_err(|e| cannot().because(reason(&e)))?;
         let mut out = BoundedOutput(Vec::new());

@@ -41,40 +41,51 @@ impl Evaluation {
 }
 
 impl Engine {
-    /// Evaluates every batch; `seen` is called after each with the rows done so far.
+    /// Evaluates every batch; `seen` is called after each with the rows done so far, of all ranks. All ranks call it
+    /// with the same batches.
     ///
     /// # Errors
-    /// [`ErrorCategory::Diverged`] when the loss is not finite.
+    /// [`ErrorCategory::Diverged`] when the loss of any rank is not finite: the same error on every rank. A peer failed.
     pub fn evaluate(
         &self,
         batches: impl Iterator<Item = Batch>,
         mut seen: impl FnMut(u64),
     ) -> Result<Evaluation> {
-        let mut sums = Evaluation::default();
+        let (mut sums, mut rows) = (Evaluation::default(), 0);
         let world = self.store.mesh().world();
         let mut batches = batches.into_iter();
         while let Some(first) = batches.next() {
-            // Each rank takes one of the next batches; where there is none left, one without targets.
-            let mut mine = first.without_targets();
-            for (turn, batch) in std::iter::once(first).chain(batches.by_ref()).take(world.size()).enumerate()
-            {
-                if turn == world.rank() {
-                    mine = batch;
-                }
+            let round: Vec<Batch> =
+                std::iter::once(first).chain(batches.by_ref()).take(world.size()).collect();
+            // Each rank takes one of the round; where there is none left, one without targets.
+            match round.get(world.rank()) {
+                Some(mine) => self.add_scores(mine, &mut sums)?,
+                None => self.add_scores(&round[0].without_targets(), &mut sums)?,
             }
-            let (batch, done) = (mine, sums.rows);
-            self.add_scores(&batch, &mut sums)?;
-            if !sums.loss_sum.is_finite() {
-                let found = self.first_non_finite(std::slice::from_ref(&batch))?;
-                return Err(Error::new(ErrorCategory::Diverged, "the evaluation loss is not finite")
-                    .because(format!(
-                        "the first bad value is in {found}, in the batch from row {} on",
-                        done + 1
-                    )));
+            // Only together may the ranks look for the cause: that gathers weights again.
+            if let Some(rank) = self.store.first_rank(!sums.loss_sum.is_finite())? {
+                return Err(self.evaluation_diverged(&round, rank, rows)?);
             }
-            seen(sums.rows);
+            rows += round.iter().map(|batch| batch.rows as u64).sum::<u64>();
+            seen(rows);
         }
         self.over_ranks(sums)
+    }
+
+    /// The error for a loss of `rank` that is not finite, in `round`, which comes after `done` rows.
+    fn evaluation_diverged(&self, round: &[Batch], rank: usize, done: u64) -> Result<Error> {
+        let rows = |batches: &[Batch]| batches.iter().map(|batch| batch.rows as u64).sum::<u64>();
+        let (before, batch) = (done + rows(&round[..rank]), &round[rank..=rank]);
+        let found = self.first_non_finite(batch)?;
+        let on_rank = if self.store.mesh().world().size() > 1 {
+            format!(", which rank {rank} evaluated")
+        } else {
+            String::new()
+        };
+        let (first, last) = (before + 1, before + rows(batch));
+        Ok(Error::new(ErrorCategory::Diverged, "the evaluation loss is not finite")
+            .because(format!("the loss of rows {first} to {last}{on_rank}, is NaN or infinite"))
+            .because(format!("the first bad value is in {found}")))
     }
 
     fn over_ranks(&self, sums: Evaluation) -> Result<Evaluation> {

@@ -153,25 +153,43 @@ impl Engine {
         Ok(loss)
     }
 
-    /// The first place where a micro-batch turns up a NaN or an infinity: a weight, a gradient, a block's output.
+    /// Names the first place where micro-batches turn up a NaN or an infinity (a weight, a gradient, a block's output)
+    /// and, where there are several ranks, the rank that holds it. All ranks call it with the same batches and get
+    /// the same answer.
+    ///
+    /// # Errors
+    /// A forward failed; a peer failed.
     pub fn first_non_finite(&self, batches: &[Batch]) -> Result<String> {
-        if let Some(found) = self.store.first_non_finite()? {
+        if let Some(found) = self.store.first_found(self.store.first_non_finite()?)? {
             return Ok(found);
         }
         for (i, batch) in batches.iter().enumerate() {
-            let layout = self.layout(batch)?;
-            let context = self.context(&layout, None);
-            let mut x = self.store.embed()?.forward(&self.config, &batch.ids)?;
-            for layer in 0..self.config.num_layers() {
-                let weights = self.store.block(layer, None)?;
-                (x, _) = model::forward(&self.config, layer, &weights, &x, &context, None)?;
-                drop(weights);
-                let flat = x.flatten_all()?.to_dtype(candle_core::DType::F32)?;
-                if flat.to_vec1::<f32>()?.iter().any(|v| !v.is_finite()) {
-                    return Ok(format!("the output of model.layers.{layer} on micro-batch {}", i + 1));
-                }
+            let layer = self.first_non_finite_layer(batch)?;
+            let found =
+                layer.map(|layer| format!("the output of model.layers.{layer} on micro-batch {}", i + 1));
+            if let Some(found) = self.store.first_found(found)? {
+                return Ok(found);
             }
         }
         Ok("the output of lm_head".into())
+    }
+
+    /// The first layer whose output for `batch` is not finite on this rank. It goes through all layers, because the
+    /// peers need this rank to gather each.
+    fn first_non_finite_layer(&self, batch: &Batch) -> Result<Option<usize>> {
+        let layout = self.layout(batch)?;
+        let context = self.context(&layout, None);
+        let mut x = self.store.embed()?.forward(&self.config, &batch.ids)?;
+        let mut found = None;
+        for layer in 0..self.config.num_layers() {
+            let weights = self.store.block(layer, None)?;
+            (x, _) = model::forward(&self.config, layer, &weights, &x, &context, None)?;
+            drop(weights);
+            let flat = x.flatten_all()?.to_dtype(candle_core::DType::F32)?;
+            if found.is_none() && flat.to_vec1::<f32>()?.iter().any(|v| !v.is_finite()) {
+                found = Some(layer);
+            }
+        }
+        Ok(found)
     }
 }

@@ -51,12 +51,13 @@ impl Trainer {
         let mut share = Vec::new();
         for (index, bucket) in store.trainable().enumerate() {
             let values = store.collect(bucket, &bucket.updated()?.to_read()?)?;
-            let moments = match with_moments {
-                true => Some([
+            let moments = if with_moments {
+                Some([
                     self.flat(index, bucket, MomentKind::First)?,
                     self.flat(index, bucket, MomentKind::Second)?,
-                ]),
-                false => None,
+                ])
+            } else {
+                None
             };
             if self.saved_by(index) != world.rank() {
                 continue;

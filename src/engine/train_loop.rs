@@ -18,7 +18,7 @@ pub struct RunOptions {
     pub save_steps: Option<u64>,
     /// Steps between evaluations.
     pub eval_steps: Option<u64>,
-    /// Evaluate before the first and after the last step.
+    /// Evaluate after the last step. Before the first step held-out rows are always evaluated.
     pub eval_at_end: bool,
     /// Steps between lines of progress.
     pub every_steps: u64,
@@ -92,7 +92,7 @@ impl TrainLoop<'_> {
     pub fn run(mut self, tokens: u64) -> Result<RunSummary> {
         let total = self.sampler.total_steps();
         let mut done = RunSummary { steps: self.sampler.steps_done(), tokens, ..RunSummary::default() };
-        if self.options.eval_at_end && done.steps == 0 {
+        if done.steps == 0 {
             done.before = self.evaluate(0)?;
         }
         // Seconds by rank.

@@ -89,9 +89,10 @@ impl Trainer {
             found.extend(param_groups(index, bucket, &options)?);
         }
         let (all, slices) = found.into_iter().unzip();
-        let optimizer = match engine.store.offload().has_state() {
-            true => Optimizer::offloaded(options.optimizer, all, &engine.device, None)?,
-            false => Optimizer::new(options.optimizer, all)?,
+        let optimizer = if engine.store.offload().has_state() {
+            Optimizer::offloaded(options.optimizer, all, &engine.device, None)?
+        } else {
+            Optimizer::new(options.optimizer, all)?
         };
         Ok(Trainer { engine, options, optimizer, slices })
     }

@@ -16,7 +16,10 @@ use crate::model::{self, ModelConfig, ModuleKind};
 use crate::quant::{self, CodeKind, NESTED_BLOCK, QuantFormat};
 use crate::weights::sidecar_files;
 use crate::weights::sidecar_files::{ConfigChanges, QUANTIZATION_CONFIG, QuantizationChange};
-use crate::weights::{AtomicDir, ModelFiles, PlannedFile, RandomAccessWriter, StoredDtype, WriteEntry};
+use crate::weights::{
+    AtomicDir, Metadata, ModelFiles, ModelIdentity, PlannedFile, QUANTIZED_FROM, RandomAccessWriter,
+    StoredDtype, WriteEntry,
+};
 
 /// Elements (or bytes that are only copied) in memory at once, if a row is not longer.
 const PIECE: usize = 1 << 22;
@@ -47,7 +50,8 @@ pub struct Report {
 
 /// Writes the model of `files` and `config` to the new folder `output`, its linear layers in `scheme` but for those
 /// that a name in `skip` names: the whole name, or some of its parts in a row, such as `down_proj` or `layers.0`.
-/// `done` is called with the name of each tensor that was written.
+/// `from` says which model they are, for the files to tell. `done` is called with the name of each tensor that was
+/// written.
 ///
 /// # Errors
 /// The user's: the model is quantized already, a name in `skip` names no linear layer, a weight is NaN or infinite,
@@ -57,6 +61,7 @@ pub fn write_quantized(
     config: &ModelConfig,
     scheme: Scheme,
     skip: &[String],
+    from: &ModelIdentity,
     output: &Path,
     mut done: impl FnMut(&str),
 ) -> Result<Report> {
@@ -68,8 +73,9 @@ pub fn write_quantized(
     for name in &names {
         groups.push(planned(files, name, layers.quantizes(name).then_some(scheme))?);
     }
+    let metadata = Metadata::from([(QUANTIZED_FROM.to_owned(), from.to_json())]);
     let folder = AtomicDir::create(output)?;
-    let mut writer = RandomAccessWriter::create(folder.path(), &groups, SHARD_BYTES)?;
+    let mut writer = RandomAccessWriter::create(folder.path(), &groups, &metadata, SHARD_BYTES)?;
     for name in &names {
         let mut source = SourceTensor { files, name, writer: &mut writer };
         match (layers.quantizes(name), scheme) {

@@ -1,10 +1,10 @@
 //! From named parameters to the structs that a segment takes: the one place that knows both.
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 
 use super::block::BlockWeights;
 use super::linear::Linear;
-use super::segments::{EmbedWeights, HeadWeights, TokenRows};
+use super::segments::{EmbedGradients, EmbedWeights, HeadWeights, TokenRows};
 use super::{Lora, ModelConfig, Param, WeightMatrix};
 use crate::error::Result;
 
@@ -16,8 +16,13 @@ pub trait ParamLookup {
     /// The parameter of this name.
     ///
     /// # Errors
-    /// There is none: a fault of the caller.
+    /// There is none, or its value is not at hand whole: a fault of the caller.
     fn param(&self, name: &str) -> Result<Param>;
+    /// Where the gradient of the parameter of this name is added up, if it trains; its value need not be at hand.
+    ///
+    /// # Errors
+    /// There is no such parameter: a fault of the caller.
+    fn grad(&self, name: &str) -> Result<Option<Tensor>>;
     /// The weight of a linear layer of a block, which may be quantized.
     ///
     /// # Errors
@@ -35,12 +40,17 @@ pub trait ParamLookup {
 
 /// The embedding's weights.
 pub fn embed(from: &dyn ParamLookup) -> Result<EmbedWeights> {
-    Ok(EmbedWeights {
-        table: from.param(&format!("{EMBED}.weight"))?,
-        rows: from.rows(EMBED)?,
-        lora: from.lora(EMBED, 0)?,
-        dtype: from.dtype(),
-    })
+    let table = from.param(&format!("{EMBED}.weight"))?.value;
+    Ok(EmbedWeights { table, lora: from.lora(EMBED, 0)?, dtype: from.dtype() })
+}
+
+/// What the embedding's backward needs, which is not the table.
+///
+/// # Errors
+/// There is no embedding: a fault of the caller.
+pub fn embed_gradients(from: &dyn ParamLookup) -> Result<EmbedGradients> {
+    let table = from.grad(&format!("{EMBED}.weight"))?;
+    Ok(EmbedGradients { table, rows: from.rows(EMBED)?, lora: from.lora(EMBED, 0)? })
 }
 
 /// The head's weights; a tied one is the embedding's own parameter.
@@ -68,34 +78,33 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
             lora: from.lora(&module, module_index)?,
         })
     };
-    let qkv = match config.fused {
-        true => vec![linear("self_attn.qkv_proj", config.qkv_bias)?],
-        false => ["q_proj", "k_proj", "v_proj"]
+    let qkv = if config.fused {
+        vec![linear("self_attn.qkv_proj", config.qkv_bias)?]
+    } else {
+        ["q_proj", "k_proj", "v_proj"]
             .iter()
             .map(|name| linear(&format!("self_attn.{name}"), config.qkv_bias))
-            .collect::<Result<_>>()?,
+            .collect::<Result<_>>()?
     };
     let o = linear("self_attn.o_proj", config.o_bias)?;
-    let gate_up = match config.fused {
-        true => vec![linear("mlp.gate_up_proj", config.mlp_bias)?],
-        false => {
-            vec![linear("mlp.gate_proj", config.mlp_bias)?, linear("mlp.up_proj", config.mlp_bias)?]
-        }
+    let gate_up = if config.fused {
+        vec![linear("mlp.gate_up_proj", config.mlp_bias)?]
+    } else {
+        vec![linear("mlp.gate_proj", config.mlp_bias)?, linear("mlp.up_proj", config.mlp_bias)?]
     };
     let down = linear("mlp.down_proj", config.mlp_bias)?;
     let norm = |name: &str| from.param(&format!("{prefix}.{name}.weight"));
-    let (attn_post_norm, mlp_norm, mlp_post_norm) = match config.post_norms {
-        false => (None, norm("post_attention_layernorm")?, None),
-        true => (
+    let (attn_post_norm, mlp_norm, mlp_post_norm) = if config.post_norms {
+        (
             Some(norm("post_attention_layernorm")?),
             norm("pre_feedforward_layernorm")?,
             Some(norm("post_feedforward_layernorm")?),
-        ),
+        )
+    } else {
+        (None, norm("post_attention_layernorm")?, None)
     };
-    let qk_norm = match config.qk_norm {
-        true => Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?)),
-        false => None,
-    };
+    let qk_norm =
+        if config.qk_norm { Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?)) } else { None };
     let attn_norm = norm("input_layernorm")?;
     Ok(BlockWeights { attn_norm, qkv, qk_norm, o, attn_post_norm, mlp_norm, gate_up, down, mlp_post_norm })
 }

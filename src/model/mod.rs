@@ -25,7 +25,7 @@ pub use init::{initial_lora, initial_value};
 pub use linear::{Linear, LoraSaved};
 pub use lora::Lora;
 pub use rope::{Rope, RopeKind};
-pub use segments::{EmbedWeights, HeadWeights, TokenRows};
+pub use segments::{EmbedGradients, EmbedWeights, HeadWeights, TokenRows};
 pub use spec::{Module, ModuleKind, ParamSpec, Role, Segment, modules, parameters};
 
 use candle_core::Tensor;

@@ -24,23 +24,32 @@ pub struct TokenRows {
     pub grad: Tensor,
 }
 
-/// The token embedding, for one use.
+/// The token embedding, for one forward.
 #[derive(Debug, Clone)]
 pub struct EmbedWeights {
     /// `[V, D]`, in the dtype it is kept in.
-    pub table: Param,
-    /// Rows of it that train.
-    pub rows: Option<TokenRows>,
+    pub table: Tensor,
     /// An adapter on the table: A is `[r, V]`, B `[D, r]`.
     pub lora: Option<Lora>,
     /// The dtype of activations.
     pub dtype: DType,
 }
 
+/// What the backward of the token embedding needs; the table itself, which a rank may hold a shard of, is not among it.
+#[derive(Debug, Clone)]
+pub struct EmbedGradients {
+    /// `[V, D]` f32, where the gradient of the table is added up, if it trains.
+    pub table: Option<Tensor>,
+    /// Rows of the table that train.
+    pub rows: Option<TokenRows>,
+    /// An adapter on the table: A is `[r, V]`, B `[D, r]`.
+    pub lora: Option<Lora>,
+}
+
 impl EmbedWeights {
     /// ids → `[N, D]`.
     pub fn forward(&self, config: &ModelConfig, ids: &[u32]) -> Result<Tensor> {
-        let x = embed(&self.table.value, ids, config.embedding_factor, self.dtype)?;
+        let x = embed(&self.table, ids, config.embedding_factor, self.dtype)?;
         if let Some(lora) = &self.lora {
             let (u, b) = (columns_of(&lora.a.value, ids)?, ColumnView::all(&lora.b.value));
             let scale = lora.scale * config.embedding_factor;
@@ -48,16 +57,16 @@ impl EmbedWeights {
         }
         Ok(x)
     }
+}
 
-    /// Whether anything here trains.
-    pub fn trains(&self) -> bool {
-        self.table.grad.is_some() || self.rows.is_some() || self.lora.is_some()
-    }
-
-    /// Adds the gradients of what trains.
+impl EmbedGradients {
+    /// Adds the gradients of what trains, for `ids` and the gradient `dx: [N, D]` of their embeddings.
+    ///
+    /// # Errors
+    /// A tensor operation failed.
     pub fn backward(&self, config: &ModelConfig, ids: &[u32], dx: &Tensor) -> Result<()> {
         let (factor, skip) = (config.embedding_factor, config.pad_token_id);
-        if let Some(grad) = &self.table.grad {
+        if let Some(grad) = &self.table {
             embed_backward(grad, ids, dx, factor, skip)?;
         }
         if let Some(rows) = &self.rows {

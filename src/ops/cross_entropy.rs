@@ -15,7 +15,7 @@ use super::simd;
 use crate::error::Result;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, update, with_elem};
 
-/// A target that does not count.
+/// The target of a position that carries no loss.
 pub const IGNORE: u32 = u32::MAX;
 
 /// Bytes of f32 logits alive at once.
@@ -353,9 +353,10 @@ pub(crate) fn reference(
             }
         }
     }
-    let losses = match losses.is_empty() {
-        true => Vec::new(),
-        false => Tensor::cat(&losses, 0)?.flatten_all()?.to_vec1::<f32>()?,
+    let losses = if losses.is_empty() {
+        Vec::new()
+    } else {
+        Tensor::cat(&losses, 0)?.flatten_all()?.to_vec1::<f32>()?
     };
     let loss = losses.iter().map(|&loss| f64::from(loss)).sum();
     Ok(LossAndGrad { loss, dx: dx.to_dtype(x.dtype())?, du })

@@ -39,10 +39,8 @@ pub(crate) trait GemmMatrix: Copy + Sync {
 
     /// Columns `start..start + len` as `f32` in `panel`; returns its strides.
     fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize) {
-        let (lines, first, from, width) = match self.is_transposed() {
-            true => (len, start, 0, self.rows()),
-            false => (self.rows(), 0, start, len),
-        };
+        let (lines, first, from, width) =
+            if self.is_transposed() { (len, start, 0, self.rows()) } else { (self.rows(), 0, start, len) };
         let panel = first_of(panel, lines * width);
         panel
             .par_chunks_mut(width.max(1))

@@ -6,8 +6,10 @@
 //! needs. Refused here, before any weight is read: keys whose feature this program does not have yet.
 
 mod memory;
+mod method;
 mod parallel;
 mod training;
 
 pub use memory::MemoryPlan;
+pub use method::Method;
 pub use training::Plan;

@@ -9,9 +9,6 @@ use crate::error::{Error, Result};
 use crate::recipe::{self, Recipe, ReduceDtype, Strategy};
 use crate::sharding::{Offload, ShardingStrategy};
 
-/// The key whose value in a checkpoint counts the micro-batches of all ranks.
-pub(super) const ACCUMULATION: &str = "train.gradient_accumulation_steps";
-
 /// Splits a resumed run's global batch over the ranks there are now: accumulation adapts, so that the run goes on with
 /// the same steps. A fresh run takes the recipe's accumulation on every rank.
 ///
@@ -23,10 +20,12 @@ pub(super) fn split_global_batch(
     resumed: Option<&SavedCheckpoint>,
 ) -> Result<()> {
     let Some(saved) = resumed.filter(|saved| saved.state.ranks != ranks) else { return Ok(()) };
-    let steps = saved.state.fingerprint.get(ACCUMULATION).and_then(|text| text.parse::<usize>().ok());
-    let Some(steps) = steps else {
+    let Some(steps) = saved.state.micro_batches() else {
         return Err(Error::user(format!("cannot resume {}", saved.folder.display()))
-            .because(format!("it does not say `{ACCUMULATION}`, and was made by {} ranks", saved.state.ranks))
+            .because(format!(
+                "it does not say how many micro-batches a step had, and was made by {} ranks",
+                saved.state.ranks
+            ))
             .hint(format!("resume with `--ranks {}`", saved.state.ranks)));
     };
     if !steps.is_multiple_of(ranks) {
@@ -119,7 +118,7 @@ fn pick(
     let bytes = bytes / 10 * 9;
     let said = |kind: ShardingStrategy, why: &str| {
         let [need, have] = [needed(kind).total(), bytes].map(crate::units::bytes);
-        format!("{why}: {need} a rank, {have} are there")
+        format!("{why}: {need} a rank, {have} are available")
     };
     for (kind, why) in [
         (ShardingStrategy::Ddp, "ddp, which sends least, fits"),

@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{DType, Device};
 
 use super::memory::{MemoryOptions, MemoryPlan, available};
+use super::method::Method;
 use super::parallel;
 use crate::adapter::{self, AdapterTensor, LowRankFactors};
 use crate::checkpoint::{SavedCheckpoint, SnapshotPart, SnapshotTensor, WriteWeights};
@@ -17,10 +18,11 @@ use crate::engine::{Recompute, SaveAssignment, Trainer, TrainerOptions};
 use crate::error::{Error, Result};
 use crate::export::hf;
 use crate::optim::{OptimizerOptions, Schedule};
-use crate::recipe::{self, Dtype, Recipe};
+use crate::recipe::{self, ComputeDtype, Dtype, Recipe};
 use crate::runtime::thread_pool::run_in_pool;
+use crate::setup::BaseCheck;
 use crate::setup::adapter_setup::AdapterSetup;
-use crate::setup::base_model::{BaseModel, EngineOptions, describe};
+use crate::setup::base_model::{BaseModel, EngineOptions};
 use crate::setup::dataset::DatasetLoader;
 use crate::setup::initial_values::AdapterPart;
 use crate::setup::param_layout::tied_module;
@@ -28,7 +30,7 @@ use crate::setup::pissa::{saved_config, saved_matrix};
 use crate::setup::resolver::{ResolvedSource, Resolver};
 use crate::sharding::{DeviceMesh, GradReduceOptions, Offload, ParamDesc, ShardingStrategy};
 use crate::units;
-use crate::weights::{ModelFiles, StoredDtype, WriteEntry, Written};
+use crate::weights::{ModelFiles, ModelIdentity, StoredDtype, WriteEntry, Written};
 
 /// What will run.
 #[derive(Debug)]
@@ -59,6 +61,8 @@ pub struct Plan {
     pub kind: ShardingStrategy,
     /// Why it was picked, when the recipe left it open.
     why: Option<String>,
+    /// Which model the run starts from, once somebody asked.
+    identity: OnceLock<ModelIdentity>,
     /// What PiSSA took from the weights when they were loaded, by module.
     initial: OnceLock<Arc<BTreeMap<String, LowRankFactors>>>,
 }
@@ -78,17 +82,17 @@ impl Plan {
     ) -> Result<Self> {
         parallel::split_global_batch(&mut recipe, ranks, resumed)?;
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
-        let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
+        let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed);
         let saved = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
         let saved = saved.map(|source| finder.adapter(source)).transpose()?.map(|found| found.folder);
         saved.as_deref().map_or(Ok(()), |folder| base.adopt(folder))?;
         let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
         let named = (base.found.id.as_str(), &base.config);
-        let adapter_setup = recipe
-            .adapter
-            .as_ref()
-            .map(|adapter| AdapterSetup::from_recipe(adapter, saved.as_deref(), named, &tokens))
-            .transpose()?;
+        let adapter_setup = match (&saved, &recipe.adapter) {
+            (Some(folder), _) => Some(AdapterSetup::from_saved(&mut recipe, folder, named, &tokens)?),
+            (None, Some(adapter)) => Some(AdapterSetup::from_recipe(adapter, named, &tokens)?),
+            (None, None) => None,
+        };
         base.check(adapter_setup.as_ref(), adapter_setup.is_none())?;
         let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
@@ -124,6 +128,7 @@ impl Plan {
             ranks,
             kind,
             why,
+            identity: OnceLock::new(),
             initial: OnceLock::new(),
         })
     }
@@ -151,11 +156,44 @@ impl Plan {
         Sampler::new(&self.train.0, sampler_options(&self.recipe, self.ranks))
     }
 
+    /// Which model the run starts from.
+    ///
+    /// # Errors
+    /// As [`BaseModel::identity`].
+    pub fn identity(&self) -> Result<&ModelIdentity> {
+        if let Some(identity) = self.identity.get() {
+            return Ok(identity);
+        }
+        let identity = self.base.identity(self.recipe.train.seed)?;
+        Ok(self.identity.get_or_init(|| identity))
+    }
+
+    /// Compares the base with that of the checkpoint `resumed`, or of the adapter that the run starts from; none where
+    /// there is neither. `force_base` takes another one too.
+    ///
+    /// # Errors
+    /// The user's: they are different models; what the adapter says of its base is malformed.
+    pub fn check_base(
+        &self,
+        resumed: Option<&SavedCheckpoint>,
+        force_base: bool,
+    ) -> Result<Option<BaseCheck>> {
+        let start = self.adapter_setup.as_ref().and_then(|adapter_setup| adapter_setup.start.saved());
+        let (what, trained_on) = match (resumed, start) {
+            (Some(saved), _) => (format!("checkpoint {}", saved.folder.display()), saved.state.base.clone()),
+            (None, Some(start)) => (format!("adapter {}", start.folder().display()), start.base_model()?),
+            (None, None) => return Ok(None),
+        };
+        BaseCheck::new(&what, trained_on.as_ref(), self.identity()?, force_base).map(Some)
+    }
+
     /// Takes the weights from a checkpoint instead of the base.
     ///
     /// # Errors
     /// The checkpoint is of another run.
     pub fn resume(&mut self, saved: &SavedCheckpoint) -> Result<()> {
+        // While the files are still the base's.
+        self.identity()?;
         saved.check_same_run(&self.fingerprint())?;
         match &mut self.adapter_setup {
             Some(adapter_setup) => adapter_setup.resume(adapter::SavedAdapter::read(&saved.folder)?),
@@ -222,6 +260,11 @@ impl Plan {
         })
     }
 
+    /// Micro-batches of a step, those of all ranks together.
+    pub fn micro_batches(&self) -> usize {
+        self.recipe.train.gradient_accumulation_steps.saturating_mul(self.ranks)
+    }
+
     /// What decides the numbers of the run: a checkpoint goes on only under the same.
     pub fn fingerprint(&self) -> BTreeMap<String, String> {
         let mut recipe = self.recipe.clone();
@@ -239,28 +282,12 @@ impl Plan {
             reduce_dtype: recipe.parallel.reduce_dtype,
             ..recipe::ParallelSection::default()
         };
-        recipe.train.gradient_accumulation_steps *= self.ranks;
-        let mut facts: BTreeMap<String, String> = recipe
-            .to_toml()
-            .lines()
-            .scan(String::new(), |section, line| {
-                if line.starts_with('[') {
-                    *section = line.trim_matches(['[', ']']).to_owned();
-                }
-                Some(
-                    line.split_once(" = ").map(|(key, value)| (format!("{section}.{key}"), value.to_owned())),
-                )
-            })
-            .flatten()
-            .collect();
+        recipe.train.gradient_accumulation_steps = self.micro_batches();
+        let mut facts = recipe.values();
         let short = |hash: blake3::Hash| hash.to_hex()[..16].to_owned();
         facts.insert("data".into(), short(self.train.0.digest()));
         facts.insert("steps".into(), self.total_steps.to_string());
         facts.insert("tokenizer".into(), short(self.rows.tokenizer.digest()));
-        // The weights a full run is resumed with are the checkpoint's own.
-        if let (Some(files), true) = (&self.base.files, self.adapter_setup.is_some()) {
-            facts.insert("weights".into(), short(files.fingerprint()));
-        }
         facts
     }
 
@@ -275,7 +302,10 @@ impl Plan {
 
     /// Writes trained weights in the form this run leaves: a PEFT adapter, or a Hugging Face model, whose tensors the
     /// ranks of `trainer` share. `exact`: in f32, as checkpoints need it; else as `checkpoint.output_dtype` says.
-    pub fn writer(&self, exact: bool, trainer: &Trainer) -> WriteWeights {
+    ///
+    /// # Errors
+    /// As [`Plan::identity`].
+    pub fn writer(&self, exact: bool, trainer: &Trainer) -> Result<WriteWeights> {
         let given = if exact { Dtype::F32 } else { self.recipe.checkpoint.output_dtype };
         let tokenizer = self.base.other_tokenizer(&self.rows.tokenizer);
         let Some(adapter_setup) = &self.adapter_setup else {
@@ -288,28 +318,30 @@ impl Plan {
                 |desc: ParamDesc| WriteEntry { dtype: dtype(&desc.name), name: desc.name, shape: desc.shape };
             let shares = trainer.shares().into_iter().map(|descs| descs.into_iter().map(entry).collect());
             let parts = hf::ExportParts::new(shares.collect(), self.base.found.folder.clone(), tokenizer);
-            return Arc::new(
+            return Ok(Arc::new(
                 move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
                     SnapshotPart::Tensors(rank) => write_tensors(&parts, rank, folder, tensors),
                     SnapshotPart::Rest => parts.write_rest(folder),
                 },
-            );
+            ));
         };
         let initial = self.initial.get().cloned().unwrap_or_default();
-        let config = match adapter_setup.is_pissa() {
-            true => saved_config(&adapter_setup.config),
-            false => adapter_setup.config.clone(),
+        let config = if adapter_setup.is_pissa() {
+            saved_config(&adapter_setup.config)
+        } else {
+            adapter_setup.config.clone()
         };
         let dtype = stored(given).unwrap_or(StoredDtype::F32);
         let tied = self.base.config.tie_word_embeddings && !adapter_setup.unties();
-        Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
-            SnapshotPart::Tensors(0) => write_adapter(folder, &config, tied, tensors, &initial, dtype),
+        let adapter = AdapterOutput { config, base: self.identity()?.clone(), tied, initial, dtype };
+        Ok(Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
+            SnapshotPart::Tensors(0) => adapter.write(folder, tensors),
             SnapshotPart::Tensors(_) => Ok(Vec::new()),
             SnapshotPart::Rest => {
                 let written = tokenizer.as_ref().map_or(Ok(()), |tokenizer| tokenizer.write(folder));
                 written.map(|()| Vec::new())
             }
-        })
+        }))
     }
 
     /// The dtype of each tensor of the base; what config.json says for one that starts random.
@@ -348,17 +380,15 @@ impl Plan {
         text
     }
 
+    /// The training method, for the plan, the card and the report.
+    pub fn method(&self) -> Method {
+        Method::new(self.adapter_setup.as_ref(), self.base.format)
+    }
+
     /// The plan in a few lines.
     pub fn describe(&self) -> String {
         let (trainable, all) = self.parameters();
-        let method = match &self.adapter_setup {
-            Some(a) => {
-                let kind = if a.config.spec.use_dora { "DoRA" } else { "LoRA" };
-                let base = self.base.format.map_or(String::new(), |f| format!(" over {}", describe(&f)));
-                format!("{kind} on {} modules{base}", a.targets.len())
-            }
-            None => "all weights".into(),
-        };
+        let method = self.method();
         let recompute = match self.recompute {
             Recompute::None => "none",
             Recompute::Block => "block",
@@ -403,7 +433,7 @@ fn decided(
         Recompute::None => recipe::Recompute::None,
         Recompute::Block => recipe::Recompute::Block,
     };
-    recipe.model.dtype = if dtype == DType::F32 { Dtype::F32 } else { Dtype::Bf16 };
+    recipe.model.dtype = if dtype == DType::F32 { ComputeDtype::F32 } else { ComputeDtype::Bf16 };
     recipe.parallel.strategy = parallel::named(kind);
     if let Some(commit) = commit {
         recipe.model.revision = commit.to_owned();
@@ -481,40 +511,48 @@ fn stored(dtype: Dtype) -> Option<StoredDtype> {
     }
 }
 
-fn write_adapter(
-    folder: &Path,
-    config: &adapter::AdapterConfig,
+/// An adapter as a run leaves it.
+struct AdapterOutput {
+    config: adapter::AdapterConfig,
+    base: ModelIdentity,
+    /// Embedding and head are one parameter.
     tied: bool,
-    tensors: &[SnapshotTensor],
-    initial: &BTreeMap<String, LowRankFactors>,
+    /// What PiSSA took from the weights, by module.
+    initial: Arc<BTreeMap<String, LowRankFactors>>,
     dtype: StoredDtype,
-) -> Result<Vec<Written>> {
-    let mut values: BTreeMap<AdapterTensor, Cow<'_, [f32]>> = BTreeMap::new();
-    for tensor in tensors {
-        let AdapterPart { module, kind } = AdapterPart::of(&tensor.name)?;
-        let (shape, data) = match initial.get(module) {
-            None => (tensor.shape.clone(), Cow::Borrowed(tensor.values.as_slice())),
-            Some(factors) => {
-                let (shape, data) = saved_matrix(kind, &tensor.shape, &tensor.values, factors);
-                (shape, Cow::Owned(data))
+}
+
+impl AdapterOutput {
+    fn write(&self, folder: &Path, tensors: &[SnapshotTensor]) -> Result<Vec<Written>> {
+        let mut values: BTreeMap<AdapterTensor, Cow<'_, [f32]>> = BTreeMap::new();
+        for tensor in tensors {
+            let AdapterPart { module, kind } = AdapterPart::of(&tensor.name)?;
+            let (shape, data) = match self.initial.get(module) {
+                None => (tensor.shape.clone(), Cow::Borrowed(tensor.values.as_slice())),
+                Some(factors) => {
+                    let (shape, data) = saved_matrix(kind, &tensor.shape, &tensor.values, factors);
+                    (shape, Cow::Owned(data))
+                }
+            };
+            values.insert(AdapterTensor { module: module.to_owned(), kind, shape }, data);
+        }
+        // A tied pair trains as one parameter; PEFT reads it under both names.
+        let twins: Vec<_> = values
+            .iter()
+            .filter_map(|(tensor, values)| {
+                let module = tied_module(&tensor.module).filter(|_| self.tied && tensor.kind.is_saved())?;
+                Some((AdapterTensor { module: module.to_owned(), ..tensor.clone() }, values.clone()))
+            })
+            .collect();
+        values.extend(twins);
+        let list: Vec<AdapterTensor> = values.keys().cloned().collect();
+        adapter::write(folder, &self.config, &self.base, &list, self.dtype, |tensor, sink| {
+            match values.get(tensor) {
+                Some(values) => sink.write_values(values),
+                None => Err(Error::internal(format!("no values for {}", tensor.name()))),
             }
-        };
-        values.insert(AdapterTensor { module: module.to_owned(), kind, shape }, data);
-    }
-    // A tied pair trains as one parameter; PEFT reads it under both names.
-    let twins: Vec<_> = values
-        .iter()
-        .filter_map(|(tensor, values)| {
-            let module = tied_module(&tensor.module).filter(|_| tied && tensor.kind.is_saved())?;
-            Some((AdapterTensor { module: module.to_owned(), ..tensor.clone() }, values.clone()))
         })
-        .collect();
-    values.extend(twins);
-    let list: Vec<AdapterTensor> = values.keys().cloned().collect();
-    adapter::write(folder, config, &list, dtype, |tensor, sink| match values.get(tensor) {
-        Some(values) => sink.write_values(values),
-        None => Err(Error::internal(format!("no values for {}", tensor.name()))),
-    })
+    }
 }
 
 fn write_tensors(

@@ -46,9 +46,8 @@ pub fn quantize(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [
 
 /// The place of the first value that cannot be quantized: a NaN or an infinity.
 pub fn first_not_finite(values: &[f32]) -> Option<usize> {
-    let bad = |values: &[f32]| match all_finite(values) {
-        true => None,
-        false => values.iter().position(|value| !value.is_finite()),
+    let bad = |values: &[f32]| {
+        if all_finite(values) { None } else { values.iter().position(|value| !value.is_finite()) }
     };
     let tasks = values.par_chunks(TASK).enumerate();
     tasks.find_map_first(|(i, values)| bad(values).map(|at| i * TASK + at))

@@ -109,9 +109,10 @@ fn together<'a>(
     scales: &'a [f32],
     offset: f32,
 ) -> Blocks<'a> {
-    let scales = match double_quant {
-        true => Scales::Nested { codes: nested, absmax: scales, offset },
-        false => Scales::Plain(scales),
+    let scales = if double_quant {
+        Scales::Nested { codes: nested, absmax: scales, offset }
+    } else {
+        Scales::Plain(scales)
     };
     Blocks { kind, block_size, codes, scales }
 }

@@ -91,9 +91,10 @@ impl RecipeText {
             }
         }
         let recipe = BuiltIn::find(name).map_err(|error| {
-            let file = match folder.join(name).is_dir() {
-                true => "what has that name here is a folder",
-                false => "there is no such file",
+            let file = if folder.join(name).is_dir() {
+                "what has that name here is a folder"
+            } else {
+                "there is no such file"
             };
             error.during(file).during(format!("cannot find recipe `{name}`"))
         })?;

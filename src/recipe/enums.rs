@@ -13,7 +13,19 @@ choices! {
 }
 
 choices! {
-    /// A floating-point type.
+    /// The floating-point type that a model is computed in. Training in f16 would need loss scaling, so it is not one.
+    pub enum ComputeDtype {
+        /// bf16 on a GPU, f32 on the CPU.
+        Auto = "auto",
+        /// 32 bits.
+        F32 = "f32",
+        /// bfloat16.
+        Bf16 = "bf16",
+    }
+}
+
+choices! {
+    /// The floating-point type that weights are stored in.
     pub enum Dtype {
         /// The program chooses; the key's own documentation says how.
         Auto = "auto",

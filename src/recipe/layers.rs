@@ -10,13 +10,13 @@ use serde::Deserialize;
 use toml::Value;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
-use super::Recipe;
 use super::builtin::RecipeText;
 use super::conflicts::conflicts;
 use super::render::inline;
 use super::schema::Key;
 use super::suggest::{nearest, nearest_key};
 use super::value::ValueRefusal;
+use super::{Recipe, WrittenKeys};
 use crate::error::{Error, Result};
 
 /// What a recipe is loaded for.
@@ -53,8 +53,12 @@ pub struct RecipeLayers {
 /// Keys of which at most one counts: each of the pair, in its section.
 const EXCLUSIVE: (&str, [&str; 2]) = ("scheduler", ["warmup_steps", "warmup_ratio"]);
 
-/// What the TOML parser says of a key written twice; all else in such a text is sound.
+/// What the TOML parser says of a key written twice; all else in such a text is sound. It has no codes for its errors:
+/// a test below holds these texts against the parser.
 const DUPLICATE: &str = "duplicate key";
+
+/// How the parser's message about a word that is no value, or about a missing value, begins.
+const NO_VALUE: &str = "string values must be quoted";
 
 /// The flag that training most often lacks.
 const EXAMPLE_DATASET: &str = "--dataset rows.jsonl";
@@ -293,7 +297,8 @@ impl Reader {
 
     fn finish(self, what: String) -> Result<Recipe> {
         if self.faults.is_empty() {
-            return Ok(self.recipe);
+            let places = self.places.into_iter().map(|(key, (_, place))| (key, place));
+            return Ok(Recipe { written: WrittenKeys(places.collect()), ..self.recipe });
         }
         // Where only flags are at fault, the recipe is not what cannot be used.
         let in_flags = self.faults.iter().all(|fault| fault.place.starts_with("--"));
@@ -316,7 +321,7 @@ impl Reader {
 fn not_toml(message: &str, written: &str) -> (String, Option<String>) {
     match message {
         DUPLICATE => (format!("`{written}` stands there twice"), Some("remove one of the two".into())),
-        _ if !message.starts_with("string values must be quoted") => (format!("not TOML: {message}"), None),
+        _ if !message.starts_with(NO_VALUE) => (format!("not TOML: {message}"), None),
         _ if written.trim().is_empty() => ("not TOML: there is no value after `=`".into(), None),
         _ => (
             format!("not TOML: {written} is no value"),
@@ -385,4 +390,26 @@ fn quoted_for_shell(word: &str) -> String {
         return word.to_owned();
     }
     format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Another version of the parser may word its errors otherwise: then ours would mislead.
+    #[test]
+    fn the_parser_words_its_errors_as_this_module_expects() {
+        for (text, begin, span) in [
+            ("[a]\nb = 1\nb = 2\n", DUPLICATE, 10..11),
+            ("[a]\nb = 1\n[a]\nc = 2\n", DUPLICATE, 11..12),
+            ("b = { c = 1, c = 2 }\n", DUPLICATE, 13..14),
+            ("b = yes\n", NO_VALUE, 4..7),
+            ("b = [yes]\n", NO_VALUE, 5..8),
+            ("b = \n", NO_VALUE, 4..4),
+        ] {
+            let (_, errors) = DeTable::parse_recoverable(text);
+            assert!(errors[0].message().starts_with(begin), "{text:?}: {}", errors[0].message());
+            assert_eq!(errors[0].span(), Some(span), "{text:?}");
+        }
+    }
 }

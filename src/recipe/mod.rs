@@ -21,8 +21,9 @@ mod value;
 
 pub use builtin::{BUILT_IN, BuiltIn, RecipeText};
 pub use enums::{
-    AdapterInit, AdapterKind, Attention, DataFormat, Dtype, ModelInit, Offload, OnBadRow, OnLongRow,
-    OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainOn,
+    AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, ModelInit, Offload, OnBadRow,
+    OnLongRow, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
+    TrainOn,
 };
 pub use layers::{Purpose, RecipeLayers};
 pub use sections::{
@@ -31,6 +32,8 @@ pub use sections::{
 };
 pub use source::{DataSource, Folder, Template};
 pub use value::{Patterns, TargetModules};
+
+use std::collections::BTreeMap;
 
 use schema::Section;
 
@@ -63,6 +66,35 @@ pub struct Recipe {
     pub eval: EvalSection,
     /// What a run reports.
     pub log: LogSection,
+    /// The keys that somebody wrote.
+    pub written: WrittenKeys,
+}
+
+/// The keys that a recipe, a flag or `--set` gave a value, default or not.
+///
+/// Any two are equal, so that recipes are compared by their values alone.
+#[derive(Debug, Clone, Default)]
+pub struct WrittenKeys(BTreeMap<(String, String), String>);
+
+impl WrittenKeys {
+    /// Where `key` of `section` was written last: `recipe.toml:3:5`, or the flag; none if it has its default.
+    pub fn place(&self, section: &str, key: &str) -> Option<&str> {
+        self.0.get(&(section.to_owned(), key.to_owned())).map(String::as_str)
+    }
+}
+
+impl PartialEq for WrittenKeys {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl AdapterSection {
+    /// The value of `key` as TOML; none if it is not set.
+    pub fn value(&self, key: &str) -> Option<String> {
+        let at = self.keys().iter().position(|known| known.name == key)?;
+        self.values().swap_remove(at).map(|value| render::inline(&value))
+    }
 }
 
 impl Recipe {
@@ -78,6 +110,11 @@ impl Recipe {
     /// its text.
     pub fn to_toml(&self) -> String {
         render::plain(self)
+    }
+
+    /// The value of every key that is set, as TOML, by `section.key`.
+    pub fn values(&self) -> BTreeMap<String, String> {
+        render::values(self)
     }
 
     /// Every section and key with its documentation, what it accepts and its default, as a recipe.
@@ -146,5 +183,18 @@ mod tests {
             assert_eq!(recipe.section_mut(name).map(|section| section.name()), Some(name));
         }
         assert!(Recipe::default().section_mut("trian").is_none());
+    }
+
+    #[test]
+    fn a_key_at_its_default_counts_as_written() {
+        let layers = RecipeLayers {
+            set: vec!["adapter.r=16".into(), "adapter.kind=lora".into()],
+            purpose: Purpose::Other,
+            ..RecipeLayers::default()
+        };
+        let recipe = Recipe::load(&layers).unwrap();
+        assert_eq!(recipe.adapter, Some(AdapterSection::default()));
+        assert_eq!(recipe.written.place("adapter", "r"), Some("--set adapter.r=16"));
+        assert_eq!(recipe.written.place("adapter", "lora_alpha"), None);
     }
 }

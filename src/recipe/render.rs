@@ -1,11 +1,12 @@
 //! A recipe as text: the resolved one that a run leaves, and the reference of every key.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use toml::Value;
 
 use super::Recipe;
-use super::schema::Key;
+use super::schema::{Key, Section};
 
 /// Every value that is set, one line each.
 pub(super) fn plain(recipe: &Recipe) -> String {
@@ -17,6 +18,17 @@ pub(super) fn plain(recipe: &Recipe) -> String {
         text += &format!("{gap}[{}]\n{}", section.name(), lines.collect::<String>());
     }
     text
+}
+
+/// Every value that is set, by `section.key`.
+pub(super) fn values(recipe: &Recipe) -> BTreeMap<String, String> {
+    let of = |section: &dyn Section| {
+        let set = section.keys().iter().zip(section.values());
+        let name = section.name();
+        let named = set.filter_map(|(key, value)| Some((format!("{name}.{}", key.name), inline(&value?))));
+        named.collect::<Vec<_>>()
+    };
+    recipe.sections().into_iter().flat_map(of).collect()
 }
 
 /// Every key with its documentation; what is not set by default stands in a comment.
@@ -95,6 +107,26 @@ mod tests {
         let line = inline(&value);
         assert!(!line.contains('\n') && line.contains("1e-8"));
         assert_eq!(format!("v = {line}").parse::<toml::Table>().unwrap()["v"], value);
+    }
+
+    /// The form in which checkpoints hold a recipe.
+    #[test]
+    fn values_by_key_are_those_of_the_text() {
+        let mut recipe = Recipe::complete();
+        recipe.data.chat_template = Some(crate::recipe::Template("[a]\nb = \"c\" = 1".into()));
+        recipe.optimizer.learning_rate = Some(2e-4);
+        let values = values(&recipe);
+        assert_eq!(values["data.chat_template"], r#""[a]\nb = \"c\" = 1""#);
+        assert_eq!(values["optimizer.learning_rate"], "0.0002");
+        assert_eq!(values["optimizer.betas"], "[0.9, 0.999]");
+        assert_eq!(values.get("train.max_steps"), None);
+        let table: toml::Table = plain(&recipe).parse().unwrap();
+        let keys = table.iter().flat_map(|(_, section)| section.as_table().unwrap().keys());
+        assert_eq!(keys.count(), values.len());
+        for (name, value) in values {
+            let (section, key) = name.split_once('.').unwrap();
+            assert_eq!(inline(&table[section][key]), value, "{name}");
+        }
     }
 
     #[test]

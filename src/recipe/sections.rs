@@ -3,8 +3,9 @@
 //! Names and meanings follow transformers and PEFT where they have the key.
 
 use super::enums::{
-    AdapterInit, AdapterKind, Attention, DataFormat, Dtype, ModelInit, Offload, OnBadRow, OnLongRow,
-    OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy, TrainOn,
+    AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, ModelInit, Offload, OnBadRow,
+    OnLongRow, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
+    TrainOn,
 };
 use super::schema::section;
 use super::source::{DataSource, Folder, Template};
@@ -21,7 +22,7 @@ section! {
         /// Where the weights come from: the model's files, or seeded random numbers.
         init: ModelInit = ModelInit::Pretrained;
         /// Type of the weights and of the computation; auto: bf16 on a GPU, f32 on the CPU.
-        dtype: Dtype = Dtype::Auto;
+        dtype: ComputeDtype = ComputeDtype::Auto;
         /// Tiled attention, or the plain formula as a reference.
         attention: Attention = Attention::Flash;
         /// Tokens to train, beside the adapter if there is one; those that the tokenizer does not have are added to it.
@@ -191,11 +192,11 @@ section! {
 }
 
 section! {
-    /// Evaluation on `data.eval`.
+    /// Evaluation on `data.eval`. Where that is given, a run also evaluates before its first step, to compare with.
     pub struct EvalSection "eval" {
-        /// Steps between evaluations.
+        /// Steps between evaluations; not set: none between the first step and the last.
         steps: Option<u64> = None, AtLeast(1.0);
-        /// Evaluate after the last step.
+        /// Evaluate after the last step; false leaves out this evaluation alone.
         at_end: bool = true;
     }
 }

@@ -128,9 +128,10 @@ impl Setting for Folder {
             return Err(ValueRefusal::Empty);
         }
         let path = absolute(text, folder)?;
-        match path.is_dir() {
-            true => Ok(Folder(path)),
-            false => Err(ValueRefusal::Unusable(format!("{} is not a folder", path.display()))),
+        if path.is_dir() {
+            Ok(Folder(path))
+        } else {
+            Err(ValueRefusal::Unusable(format!("{} is not a folder", path.display())))
         }
     }
 

@@ -59,7 +59,9 @@ pub struct Card {
     pub artifact: Artifact,
     /// What it was made from.
     pub base: CardBase,
-    /// How it was trained, for the tags: `lora`, `dora`, `full`.
+    /// The method as a tag of the hub: `lora`, `qlora`, `full`.
+    pub tag: String,
+    /// The method in words.
     pub method: String,
     /// The data sets trained on.
     pub train_data: Vec<CardData>,
@@ -112,7 +114,7 @@ impl Card {
             }
         }
         yaml += &format!("library_name: {library}\npipeline_tag: text-generation\ntags:\n- finetune\n");
-        yaml += &format!("- {}\n", quoted(&self.method));
+        yaml += &format!("- {}\n", quoted(&self.tag));
         let hub_data: Vec<&CardData> = self.train_data.iter().filter(|data| data.on_hub).collect();
         if !hub_data.is_empty() {
             yaml += "datasets:\n";

@@ -54,7 +54,7 @@ impl EventWriter {
             crate::error::ErrorCategory::Storage,
             format!("cannot start an event file in {}", folder.display()),
         )
-        .because("10000 files of this second are there already"))
+        .because("10000 files of this second exist already"))
     }
 
     /// Writes the figures of a step under `train/`.

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::adapter::BaseValues;
+use crate::adapter::{BaseValues, SavedAdapter};
 use crate::data::{self, Split};
 use crate::engine::{Comparison, Engine};
 use crate::error::{Error, Result};
@@ -17,6 +17,7 @@ use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions, describe, format};
 use crate::setup::dataset::DatasetLoader;
 use crate::setup::resolver::Resolver;
+use crate::weights::ModelIdentity;
 
 /// The file a run leaves beside its adapter.
 const RECIPE_FILE: &str = "recipe.toml";
@@ -57,7 +58,7 @@ impl MergeBase {
     /// Decides by the recipe that lies beside the adapter and by what the model's files hold.
     ///
     /// # Errors
-    /// `quantized` was asked for, and nothing says how the base was quantized.
+    /// `quantized` was asked for, and nothing says how the base was quantized; the adapter cannot be read.
     pub fn decide(choice: BaseChoice, base: &BaseModel, adapter: &Path) -> Result<Self> {
         let stored = base.format;
         let (trained_over, skipped) = match (stored, recipe_quantization(adapter)?) {
@@ -98,7 +99,16 @@ impl MergeBase {
                     describe(&format)
                 ),
             ),
-            (_, None, None) => merge(BaseValues::AsStored, true, "onto the weights in the model's files".into()),
+            (_, None, None) => match quantized_checkpoint(adapter)? {
+                Some(checkpoint) => merge(
+                    BaseValues::AsStored,
+                    false,
+                    format!(
+                        "onto the unquantized weights; the adapter was trained over the quantized checkpoint {checkpoint}, whose rounding it may have learned to correct (give that as `--model` to merge onto it)"
+                    ),
+                ),
+                None => merge(BaseValues::AsStored, true, "onto the weights in the model's files".into()),
+            },
         }
     }
 
@@ -106,6 +116,12 @@ impl MergeBase {
     pub fn threshold(&self) -> f64 {
         if self.same { SAME_BASE } else { OTHER_BASE }
     }
+}
+
+/// The quantized checkpoint that the adapter was trained over, if it says so.
+fn quantized_checkpoint(adapter: &Path) -> Result<Option<ModelIdentity>> {
+    let base = SavedAdapter::read(adapter)?.base_model()?;
+    Ok(base.filter(|base| base.quantized_from().is_some()))
 }
 
 /// `[quantization]` of the run that left the adapter.

@@ -1,8 +1,8 @@
 //! Counter-based random numbers: every number is a hash of (key, index), so any part of a stream can be made
 //! anywhere, in any order, and again. Dropout, initial weights, sampling and shuffling all draw from here.
 //!
-//! The hash is SplitMix64's finalizer (Steele, Lea & Flood 2014) applied twice, which passes as a keyed mixer for
-//! these uses; it is no cipher.
+//! The hash is SplitMix64's finalizer (Steele, Lea & Flood 2014, doi:10.1145/2660193.2660195) with a third round, which
+//! passes as a keyed mixer for these uses; it is no cipher.
 
 /// A stream of random numbers, named by what it is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,7 +17,7 @@ impl RngStream {
     /// A sub-stream; different `part`s are independent.
     #[must_use]
     pub fn part(self, part: u64) -> Self {
-        RngStream(mix(self.0.wrapping_add(mix(part.wrapping_add(0x9e37_79b9_7f4a_7c15)))))
+        RngStream(mix(self.0.wrapping_add(mix(part.wrapping_add(GOLDEN_GAMMA)))))
     }
 
     /// A sub-stream named by a text, such as a parameter's name.
@@ -33,7 +33,7 @@ impl RngStream {
     /// 64 random bits at `index`.
     #[inline(always)]
     pub fn bits(self, index: u64) -> u64 {
-        mix(self.0 ^ index.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+        mix(self.0 ^ index.wrapping_mul(GOLDEN_GAMMA))
     }
 
     /// Uniform in [0, 1) at `index`, 24 bits.
@@ -51,11 +51,21 @@ impl RngStream {
     }
 }
 
+/// SplitMix64's step of the state.
+pub const GOLDEN_GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// SplitMix64's finalizer: the output for a state.
 #[inline(always)]
-fn mix(mut z: u64) -> u64 {
+pub fn splitmix64(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z = (z ^ (z >> 31)).wrapping_mul(0xd6e8_feb8_6659_fd93);
+    z ^ (z >> 31)
+}
+
+/// The finalizer with a third round.
+#[inline(always)]
+fn mix(z: u64) -> u64 {
+    let z = splitmix64(z).wrapping_mul(0xd6e8_feb8_6659_fd93);
     z ^ (z >> 32)
 }
 

@@ -5,13 +5,14 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::pissa::PissaStart;
+use super::saved_adapter;
 use super::vocabulary::tables_with_rows;
 use crate::adapter::{
     self, AdapterConfig, InitLoraWeights, ModulePattern, NamePattern, SavedAdapter, Target, TargetSpec,
 };
 use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig, Module, ModuleKind};
-use crate::recipe::{self, AdapterInit, AdapterKind};
+use crate::recipe::{self, AdapterInit, AdapterKind, Recipe};
 use crate::sharding::{Adapters, LoraSpec};
 
 /// An adapter on a model: which modules, how, and from which values it starts.
@@ -53,30 +54,41 @@ impl AdapterStart {
 }
 
 impl AdapterSetup {
+    /// The saved adapter in `folder`, the recipe's `adapter.path`, to go on with on the model `base` (its name in
+    /// adapter_config.json, its shape), with the rows of new `tokens`. The recipe's `[adapter]` takes over what it does
+    /// not say.
+    ///
+    /// # Errors
+    /// The adapter cannot be read, was made for another model, or has no rows for `tokens`; keys that are written in
+    /// `[adapter]` contradict it.
+    pub fn from_saved(
+        recipe: &mut Recipe,
+        folder: &Path,
+        (base, model): (&str, &ModelConfig),
+        tokens: &[u32],
+    ) -> Result<Self> {
+        let mut adapter_setup = Self::saved_in(folder, model)?;
+        let used = saved_adapter::settings(recipe, &adapter_setup, folder, &model::modules(model))?;
+        adapter_setup.check_trains(tokens)?;
+        adapter_setup.config.lora_dropout = used.lora_dropout;
+        adapter_setup.dropout = used.lora_dropout as f32;
+        adapter_setup.config.base_model_name_or_path = Some(base.to_owned());
+        recipe.adapter = Some(used);
+        Ok(adapter_setup)
+    }
+
     /// The recipe's `[adapter]` on the model `base` (its name in adapter_config.json, its shape), with the rows of new
-    /// `tokens`; `saved`: the folder of the adapter to go on with.
+    /// `tokens`.
     ///
     /// # Errors
     /// An adapter kind or start that this program does not have yet; a target that does not exist or cannot carry
-    /// LoRA; settings that contradict the saved adapter of `adapter.path`.
+    /// LoRA.
     pub fn from_recipe(
         recipe: &recipe::AdapterSection,
-        saved: Option<&Path>,
         (base, model): (&str, &ModelConfig),
         tokens: &[u32],
     ) -> Result<Self> {
         let modules = model::modules(model);
-        if let Some(folder) = saved {
-            let mut adapter_setup = Self::saved_in(folder, model)?;
-            adapter_setup.check_agrees(recipe)?;
-            adapter_setup.check_trains(tokens)?;
-            if recipe.lora_dropout > 0.0 {
-                adapter_setup.config.lora_dropout = recipe.lora_dropout;
-            }
-            adapter_setup.dropout = adapter_setup.config.lora_dropout as f32;
-            adapter_setup.config.base_model_name_or_path = Some(base.to_owned());
-            return Ok(adapter_setup);
-        }
         let mut spec = spec_of(recipe);
         let targets = adapter::resolve(&spec, &modules)?;
         refuse_dora_on_tables(&spec, &targets, &modules)?;
@@ -193,62 +205,9 @@ impl AdapterSetup {
             AdapterStart::Saved(_) => false,
         }
     }
-
-    /// A setting of the recipe that is neither the default nor the saved adapter's cannot take effect.
-    fn check_agrees(&self, recipe: &recipe::AdapterSection) -> Result<()> {
-        let (saved, default) = (&self.config.spec, recipe::AdapterSection::default());
-        let wanted = spec_of(recipe);
-        let short = |targets: &ModulePattern| format!("{targets:?}");
-        let checks = [
-            ("r", recipe.r != default.r && recipe.r != saved.r, recipe.r.to_string(), saved.r.to_string()),
-            (
-                "lora_alpha",
-                recipe.lora_alpha != default.lora_alpha && recipe.lora_alpha != saved.lora_alpha,
-                recipe.lora_alpha.to_string(),
-                saved.lora_alpha.to_string(),
-            ),
-            (
-                "use_rslora",
-                recipe.use_rslora && !saved.use_rslora,
-                recipe.use_rslora.to_string(),
-                saved.use_rslora.to_string(),
-            ),
-            (
-                "kind",
-                recipe.kind == AdapterKind::Dora && !saved.use_dora,
-                recipe.kind.to_string(),
-                AdapterKind::Lora.to_string(),
-            ),
-            (
-                "target_modules",
-                recipe.target_modules != default.target_modules
-                    && wanted.target_modules != saved.target_modules,
-                short(&wanted.target_modules),
-                short(&saved.target_modules),
-            ),
-            (
-                "modules_to_save",
-                !wanted.modules_to_save.is_empty() && wanted.modules_to_save != saved.modules_to_save,
-                wanted.modules_to_save.join(", "),
-                saved.modules_to_save.join(", "),
-            ),
-        ];
-        for (key, differs, wanted, saved) in checks {
-            if differs {
-                return Err(Error::user(format!(
-                    "`adapter.{key}` contradicts the adapter of `adapter.path`"
-                ))
-                .because(format!("the recipe says {wanted}, the saved adapter was made with {saved}"))
-                .hint(format!(
-                    "remove `{key}` from the recipe, or leave out `path` to start a new adapter"
-                )));
-            }
-        }
-        Ok(())
-    }
 }
 
-fn spec_of(recipe: &recipe::AdapterSection) -> TargetSpec {
+pub(crate) fn spec_of(recipe: &recipe::AdapterSection) -> TargetSpec {
     TargetSpec {
         target_modules: match &recipe.target_modules {
             recipe::TargetModules::AllLinear => ModulePattern::AllLinear,

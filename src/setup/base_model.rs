@@ -1,11 +1,12 @@
 //! A model found and understood, and the engine made of it.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
 
 use super::adapter_setup::AdapterSetup;
+use super::base_check::BaseCheck;
 use super::initial_values::InitialValues;
 use super::param_layout::{Keeping, descs};
 use super::resolver::{ResolvedSource, Resolver};
@@ -13,14 +14,14 @@ use crate::adapter::LowRankFactors;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
-use crate::model::ModelConfig;
+use crate::model::{self, ModelConfig};
 use crate::quant::QuantFormat;
 use crate::recipe::enums::Attention;
-use crate::recipe::{Dtype, ModelInit, ModelSection, QuantizationSection};
+use crate::recipe::{ComputeDtype, ModelInit, ModelSection, QuantizationSection};
 use crate::runtime::device;
 use crate::sharding;
 use crate::sharding::{DeviceMesh, GradReduceOptions, Offload, ParamDesc, ParamStore};
-use crate::weights::ModelFiles;
+use crate::weights::{ModelFiles, ModelIdentity};
 
 /// A model before its weights are read.
 #[derive(Debug)]
@@ -62,23 +63,13 @@ pub struct EngineOptions {
 
 impl EngineOptions {
     /// What `[model]` says on this device.
-    ///
-    /// # Errors
-    /// f16 was asked for: training in it needs loss scaling, which this program does not do yet.
-    pub fn new(model: &ModelSection, device: Device, seed: u64) -> Result<Self> {
+    pub fn new(model: &ModelSection, device: Device, seed: u64) -> Self {
         let dtype = match model.dtype {
-            Dtype::Auto => device::default_dtype(&device),
-            Dtype::F32 => DType::F32,
-            Dtype::Bf16 => DType::BF16,
-            Dtype::F16 => {
-                return Err(Error::user("cannot compute in f16")
-                    .because(
-                        "`model.dtype` is \"f16\", which needs loss scaling; accepted now: auto, f32, bf16",
-                    )
-                    .hint("write `dtype = \"bf16\"`; a model stored in f16 is converted as it is read"));
-            }
+            ComputeDtype::Auto => device::default_dtype(&device),
+            ComputeDtype::F32 => DType::F32,
+            ComputeDtype::Bf16 => DType::BF16,
         };
-        Ok(EngineOptions::alone(device, dtype, model.attention, seed))
+        EngineOptions::alone(device, dtype, model.attention, seed)
     }
 
     /// On one rank, one micro-batch a step.
@@ -142,6 +133,29 @@ impl BaseModel {
         }
         let (tokenizer, stored_tokens) = (found.folder.clone(), config.vocab_size);
         Ok(BaseModel { found, config, files, format: stored.or(wanted), skipped, tokenizer, stored_tokens })
+    }
+
+    /// Which model it is; `seed` is that of its weights where they start random.
+    ///
+    /// # Errors
+    /// The user's: what a quantized checkpoint says of its original is malformed.
+    pub fn identity(&self, seed: u64) -> Result<ModelIdentity> {
+        let named = self.found.identity();
+        match &self.files {
+            Some(files) => named.of_files(files),
+            None => {
+                let parameters = model::parameters(&self.config);
+                Ok(named.drawn(seed, parameters.iter().map(|p| (p.name.as_str(), p.shape.as_slice()))))
+            }
+        }
+    }
+
+    /// Compares it with the model that the adapter in `folder` was trained on; `force_base` takes another one too.
+    ///
+    /// # Errors
+    /// The user's: they are different models; the adapter cannot be read.
+    pub fn check_adapter(&self, folder: &Path, seed: u64, force_base: bool) -> Result<BaseCheck> {
+        BaseCheck::of_adapter(folder, &self.identity(seed)?, force_base)
     }
 
     /// How its parameters are kept in a run; without `options`, which there are.

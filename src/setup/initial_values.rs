@@ -257,9 +257,10 @@ impl<'a> InitialValues<'a> {
             lost.iter_mut().zip(&weight).for_each(|(w, kept)| *w -= kept);
             factors = Some(best(&lost)?);
         }
-        let magnitude = match adapter_setup.config.spec.use_dora {
-            true => norms(weight, (out, inputs), factors.as_ref(), target)?,
-            false => Vec::new(),
+        let magnitude = if adapter_setup.config.spec.use_dora {
+            norms(weight, (out, inputs), factors.as_ref(), target)?
+        } else {
+            Vec::new()
         };
         self.derived().insert(target.name.clone(), DerivedFactors { factors, magnitude });
         Ok(())

@@ -3,15 +3,18 @@
 
 pub(crate) mod adapter_setup;
 pub(crate) mod assets;
+pub(crate) mod base_check;
 pub(crate) mod base_model;
 pub(crate) mod dataset;
 pub(crate) mod initial_values;
 pub(crate) mod param_layout;
 pub(crate) mod pissa;
 pub(crate) mod resolver;
+pub(crate) mod saved_adapter;
 pub(crate) mod vocabulary;
 
 pub use adapter_setup::AdapterSetup;
+pub use base_check::BaseCheck;
 pub use base_model::{BaseModel, EngineOptions};
 pub use dataset::DatasetLoader;
 pub use resolver::{ResolvedSource, Resolver};

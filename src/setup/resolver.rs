@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::hub::{self, DownloadEvent, HubOptions, Located, RemoteWeights, RowsFor};
 use crate::recipe::DataSource;
 use crate::report::Terminal;
-use crate::weights::{ModelFiles, RangeReader, RemoteRange};
+use crate::weights::{ModelFiles, ModelIdentity, RangeReader, RemoteRange};
 
 /// Finds models, adapters and data sets for a command.
 pub struct Resolver<'a> {
@@ -44,6 +44,21 @@ impl ResolvedSource {
     /// Where the rows of a data set are: its files, or the file or folder itself.
     pub fn row_paths(&self) -> &[PathBuf] {
         if self.rows.is_empty() { std::slice::from_ref(&self.folder) } else { &self.rows }
+    }
+}
+
+impl ResolvedSource {
+    /// What it is called: its hub id, or the name of its folder without the way to it, which is this machine's alone.
+    pub fn name(&self) -> String {
+        // `.` is no name: that of its whole path is.
+        let whole = self.folder.canonicalize().ok().filter(|_| !self.on_hub);
+        let last = whole.as_deref().and_then(Path::file_name);
+        last.map_or_else(|| self.id.clone(), |name| name.to_string_lossy().into_owned())
+    }
+
+    /// Which model it is by name alone.
+    pub(crate) fn identity(&self) -> ModelIdentity {
+        ModelIdentity::named(&self.name(), self.commit.as_deref())
     }
 }
 

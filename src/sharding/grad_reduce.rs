@@ -103,10 +103,8 @@ impl GradBuffers {
     ) -> Result<()> {
         let Some(grad) = &bucket.grad else { return Ok(()) };
         let call = call!("gradients of", bucket.segment);
-        let grad_buffers = match needs_own_buffer(bucket, self.reducing) {
-            true => self.target(index, kind, bucket)?,
-            false => None,
-        };
+        let grad_buffers =
+            if needs_own_buffer(bucket, self.reducing) { self.target(index, kind, bucket)? } else { None };
         if bucket.spec.gradients == Placement::Sharded {
             let grad_buffers = grad_buffers.ok_or_else(|| Error::internal("gradients without memory"))?;
             add_from_anywhere(grad, &self.reduce_scatter(mesh, call, &grad_buffers, bucket)?)?;

@@ -14,7 +14,7 @@ use super::quantized_bucket::QuantizedBucket;
 use super::views::{Adapters, SegmentViews, TOKEN_ROWS};
 use crate::collective::{Call, Phase};
 use crate::error::{Error, Result};
-use crate::model::{self, BlockWeights, EmbedWeights, HeadWeights, ModelConfig, Segment};
+use crate::model::{self, BlockWeights, EmbedGradients, EmbedWeights, HeadWeights, ModelConfig, Segment};
 use crate::ops::elementwise::sum_of_squares;
 use crate::runtime::copy::{copy_into, zero};
 use crate::runtime::cpu_tensor::memory;
@@ -80,6 +80,9 @@ enum BucketKind {
     Trainable,
     Adapter,
 }
+
+/// Bytes of a text that a rank tells the others; longer ones are cut.
+const FOUND_BYTES: usize = 512;
 
 /// The kind of the scales beside a group of codes.
 const SCALES: u8 = 16;
@@ -191,9 +194,9 @@ impl ParamStore {
 
     /// Views with gradients, for a backward.
     fn views<'a>(&'a self, gathered: &'a Gathered) -> SegmentViews<'a> {
-        let grad =
+        let grads =
             |index: usize| self.grad_buffers.target(index, self.groups[index] as u8, &self.buckets[index]);
-        SegmentViews { grad: Some(Box::new(grad)), ..self.values(gathered) }
+        SegmentViews { grads: Some(Box::new(grads)), ..self.values(gathered) }
     }
 
     /// Views of values alone.
@@ -204,9 +207,8 @@ impl ParamStore {
             index: &self.index,
             adapters: &self.adapters,
             dtype: self.dtype,
-            device: &self.device,
             gathered,
-            grad: None,
+            grads: None,
         }
     }
 
@@ -217,9 +219,9 @@ impl ParamStore {
         Ok(GatherGuard { weights: model::assemble::embed(&self.values(&gathered))?, _whole: whole })
     }
 
-    /// What the embedding's backward needs: gradients and adapters. A sharded table itself is not there.
-    pub fn embed_gradients(&self) -> Result<EmbedWeights> {
-        model::assemble::embed(&self.views(&Gathered::new()))
+    /// What the embedding's backward needs: gradients and adapters, without the table.
+    pub fn embed_gradients(&self) -> Result<EmbedGradients> {
+        model::assemble::embed_gradients(&self.views(&Gathered::new()))
     }
 
     /// The weights of block `layer`; those of block `next` are gathered meanwhile.
@@ -364,6 +366,38 @@ impl ParamStore {
         self.mesh.world().all_reduce(Call::single(what), &memory(&sum)?)?;
         values.copy_from_slice(&sum.to_vec1::<f64>()?);
         Ok(())
+    }
+
+    /// The lowest rank that says `yes`, if any does; the same answer on all ranks, which all call it.
+    ///
+    /// # Errors
+    /// A peer failed.
+    pub fn first_rank(&self, yes: bool) -> Result<Option<usize>> {
+        let world = self.mesh.world();
+        let mut said = vec![0.0; world.size()];
+        said[world.rank()] = f64::from(u8::from(yes));
+        self.sum("what the ranks found", &mut said)?;
+        Ok(said.iter().position(|said| *said > 0.0))
+    }
+
+    /// What the lowest rank that found something found, with that rank where there are several; the same answer on
+    /// all ranks, which all call it.
+    ///
+    /// # Errors
+    /// A peer failed.
+    pub fn first_found(&self, found: Option<String>) -> Result<Option<String>> {
+        let world = self.mesh.world();
+        let Some(rank) = self.first_rank(found.is_some())? else { return Ok(None) };
+        if world.size() == 1 {
+            return Ok(found);
+        }
+        let mut text = found.unwrap_or_default().into_bytes();
+        text.resize(FOUND_BYTES, 0);
+        let text = Tensor::from_vec(text, FOUND_BYTES, &Device::Cpu)?;
+        world.broadcast(Call::single("what a rank found"), rank, &memory(&text)?)?;
+        let text = text.to_vec1::<u8>()?;
+        let text = String::from_utf8_lossy(text.split(|byte| *byte == 0).next().unwrap_or_default());
+        Ok(Some(format!("{text} on rank {rank}")))
     }
 
     /// All of what `own` is this rank's run of. All ranks of the shard's group call it.

@@ -125,11 +125,10 @@ impl QuantizedBucket {
             block_size: entry.format.block_size,
             shape,
             codes: bytes(&entry.codes)?,
-            scales: match entry.format.double_quant {
-                false => BlockScales::Plain(scales),
-                true => {
-                    BlockScales::Nested { codes: bytes(&entry.nested)?, absmax: scales, offset: entry.offset }
-                }
+            scales: if entry.format.double_quant {
+                BlockScales::Nested { codes: bytes(&entry.nested)?, absmax: scales, offset: entry.offset }
+            } else {
+                BlockScales::Plain(scales)
             },
         })
     }

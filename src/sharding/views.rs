@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 
-use super::bucket::{Bucket, view};
+use super::bucket::{Bucket, BucketEntry, view};
 use super::gather::{BufferId, Gathered};
 use super::quantized_bucket::QuantizedBucket;
 use crate::error::{Error, Result};
@@ -39,11 +39,10 @@ pub(super) struct SegmentViews<'a> {
     pub(super) index: &'a HashMap<String, (usize, usize)>,
     pub(super) adapters: &'a Adapters,
     pub(super) dtype: DType,
-    pub(super) device: &'a Device,
     /// What is gathered.
     pub(super) gathered: &'a Gathered,
     /// Where backward adds the gradients of a bucket; none where there is no backward.
-    pub(super) grad: Option<GradLookup<'a>>,
+    pub(super) grads: Option<GradLookup<'a>>,
 }
 
 /// From a bucket's index to the memory of its gradients.
@@ -54,6 +53,13 @@ impl SegmentViews<'_> {
         self.index.contains_key(name).then(|| self.param(name)).transpose()
     }
 
+    /// The bucket that holds a parameter, and where in it.
+    fn entry(&self, name: &str) -> Result<(usize, &BucketEntry)> {
+        let &(b, e) =
+            self.index.get(name).ok_or_else(|| Error::internal(format!("no parameter is called {name}")))?;
+        Ok((b, &self.buckets[b].entries[e]))
+    }
+
     /// All values of a bucket; none when it is sharded or away, and not gathered.
     fn values(&self, index: usize) -> Option<&Tensor> {
         self.buckets[index].resident().or_else(|| self.gathered.get(&BufferId::Values(index)))
@@ -62,17 +68,17 @@ impl SegmentViews<'_> {
 
 impl ParamLookup for SegmentViews<'_> {
     fn param(&self, name: &str) -> Result<Param> {
-        let &(b, e) =
-            self.index.get(name).ok_or_else(|| Error::internal(format!("no parameter is called {name}")))?;
-        let entry = &self.buckets[b].entries[e];
-        let value = match self.values(b) {
-            Some(values) => view(values, entry)?,
-            // For a backward that does not read it.
-            None => Tensor::zeros(0, self.buckets[b].value.dtype(), self.device)?,
-        };
-        let grad = self.grad.as_ref().map_or(Ok(None), |grad| grad(b))?;
-        let grad = grad.map(|grad| view(&grad, entry)).transpose()?;
-        Ok(Param { value, grad })
+        let (b, entry) = self.entry(name)?;
+        let values = self.values(b).ok_or_else(|| {
+            Error::internal(format!("cannot use {name}")).because("its values are not gathered")
+        })?;
+        Ok(Param { value: view(values, entry)?, grad: self.grad(name)? })
+    }
+
+    fn grad(&self, name: &str) -> Result<Option<Tensor>> {
+        let (b, entry) = self.entry(name)?;
+        let grads = self.grads.as_ref().map_or(Ok(None), |grads| grads(b))?;
+        grads.map(|grads| view(&grads, entry)).transpose()
     }
 
     fn matrix(&self, name: &str) -> Result<WeightMatrix> {

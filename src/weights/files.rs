@@ -249,7 +249,7 @@ impl ModelFiles {
     }
 
     /// Bytes of a file, for tensor `name`.
-    fn stored(&self, name: &str, shard: usize, range: &Range<usize>) -> Result<&[u8]> {
+    pub(super) fn stored(&self, name: &str, shard: usize, range: &Range<usize>) -> Result<&[u8]> {
         let shard = &self.shards[shard];
         shard.bytes(range).ok_or_else(|| {
             Error::internal(format!("cannot read the values of tensor `{}`", clip(name)))
@@ -351,20 +351,9 @@ impl ModelFiles {
         self.shards[info.shard].discard(&info.range);
     }
 
-    /// A digest of what the model is: names, types, shapes and the first and last bytes of each tensor. It tells two
-    /// models of one architecture apart without reading their weights; it is no proof against tampering.
-    /// Where only headers were read ([`ModelFiles::is_header_only`]) it is another digest than that of the whole files.
-    pub fn fingerprint(&self) -> blake3::Hash {
-        const EDGE: usize = 256;
-        let mut hasher = blake3::Hasher::new();
-        for (name, info) in &self.tensors {
-            let bytes = self.shards[info.shard].bytes(&info.range).unwrap_or(b"not at hand");
-            hasher.update(&(name.len() as u64).to_le_bytes()).update(name.as_bytes());
-            hasher.update(format!("{}{:?}", info.dtype, info.shape).as_bytes());
-            hasher.update(&bytes[..bytes.len().min(EDGE)]);
-            hasher.update(&bytes[bytes.len().saturating_sub(EDGE)..]);
-        }
-        hasher.finalize()
+    /// The text called `key` in a header's `__metadata__`: that of the first file that has one.
+    pub fn metadata(&self, key: &str) -> Option<&str> {
+        self.shards.iter().find_map(|shard| shard.metadata.get(key)).map(String::as_str)
     }
 }
 

@@ -4,6 +4,7 @@
 //! names to `dtype`, `shape` and `data_offsets`, then the data, which the offsets cover without a hole or overlap.
 //! Nothing is allocated for what a header merely claims, and no tensor byte is touched.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::path::Path;
@@ -27,8 +28,17 @@ pub(super) struct HeaderTensor {
     pub(super) range: Range<usize>,
 }
 
-/// The tensors of the file `path` of `file_bytes` bytes, in the order of their bytes; `start` holds its header at least.
-pub(super) fn parse(start: &[u8], file_bytes: u64, path: &Path) -> Result<Vec<HeaderTensor>> {
+/// What a header says.
+#[derive(Debug)]
+pub(super) struct Header {
+    /// The tensors, in the order of their bytes.
+    pub(super) tensors: Vec<HeaderTensor>,
+    /// The texts of `__metadata__`.
+    pub(super) metadata: BTreeMap<String, String>,
+}
+
+/// The header of the file `path` of `file_bytes` bytes; `start` holds its header at least.
+pub(super) fn parse(start: &[u8], file_bytes: u64, path: &Path) -> Result<Header> {
     parse_checked(start, file_bytes).map_err(|cause| malformed(path, cause))
 }
 
@@ -61,20 +71,20 @@ fn json_length(start: &[u8], file_bytes: u64) -> Result<usize, String> {
     let left = file_bytes.saturating_sub(8);
     if left < length || length == 0 {
         return Err(format!(
-            "it is truncated: the header should have {length} bytes, at least 2; {left} are there"
+            "it is truncated: the header should have {length} bytes, at least 2; {left} follow"
         ));
     }
     Ok(length as usize)
 }
 
-fn parse_checked(start: &[u8], file_bytes: u64) -> Result<Vec<HeaderTensor>, String> {
+fn parse_checked(start: &[u8], file_bytes: u64) -> Result<Header, String> {
     let length = json_length(start, file_bytes)?;
     let json = start.get(8..8 + length).ok_or("its header was not read to its end")?;
     let data_bytes = usize::try_from(file_bytes - 8 - length as u64)
         .map_err(|_| "it is larger than this machine can address".to_owned())?;
-    let RawHeader(raw) =
+    let RawHeader { tensors, metadata } =
         serde_json::from_slice(json).map_err(|error| format!("its header is not valid: {error}"))?;
-    let mut tensors = raw
+    let mut tensors = tensors
         .into_iter()
         .map(|(name, raw)| {
             check_tensor(&name, raw).map(|(dtype, shape, range)| HeaderTensor { name, dtype, shape, range })
@@ -86,7 +96,7 @@ fn parse_checked(start: &[u8], file_bytes: u64) -> Result<Vec<HeaderTensor>, Str
     for tensor in &mut tensors {
         tensor.range = tensor.range.start + 8 + length..tensor.range.end + 8 + length;
     }
-    Ok(tensors)
+    Ok(Header { tensors, metadata })
 }
 
 fn check_tensor(name: &str, raw: RawTensor) -> Result<(StoredDtype, Vec<usize>, Range<usize>), String> {
@@ -155,10 +165,10 @@ fn check_cover(tensors: &[HeaderTensor], data_bytes: usize) -> Result<(), String
         before = &tensor.name;
     }
     if covered > data_bytes {
-        return Err(format!("it is truncated: its tensors need {covered} bytes, {data_bytes} are there"));
+        return Err(format!("it is truncated: its tensors need {covered} bytes, the file has {data_bytes}"));
     }
     if covered < data_bytes {
-        return Err(format!("its tensors cover {covered} bytes of data, {data_bytes} are there"));
+        return Err(format!("its tensors cover {covered} bytes of data, the file has {data_bytes}"));
     }
     Ok(())
 }
@@ -172,7 +182,10 @@ pub(super) fn clip(name: &str) -> String {
     shown
 }
 
-struct RawHeader(Vec<(String, RawTensor)>);
+struct RawHeader {
+    tensors: Vec<(String, RawTensor)>,
+    metadata: BTreeMap<String, String>,
+}
 
 struct RawTensor {
     dtype: String,
@@ -189,10 +202,10 @@ impl<'de> Deserialize<'de> for RawHeader {
                 f.write_str("an object from tensor names to dtype, shape and data_offsets")
             }
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
-                let mut tensors = Vec::new();
+                let (mut tensors, mut metadata) = (Vec::new(), BTreeMap::new());
                 while let Some(name) = map.next_key::<String>()? {
                     if name == "__metadata__" {
-                        map.next_value::<serde::de::IgnoredAny>()?;
+                        metadata.extend(texts(map.next_value()?));
                         continue;
                     }
                     let tensor = map
@@ -200,11 +213,18 @@ impl<'de> Deserialize<'de> for RawHeader {
                         .map_err(|error| A::Error::custom(format!("tensor `{}`: {error}", clip(&name))))?;
                     tensors.push((name, tensor));
                 }
-                Ok(RawHeader(tensors))
+                Ok(RawHeader { tensors, metadata })
             }
         }
         deserializer.deserialize_map(HeaderNames)
     }
+}
+
+/// The entries of `__metadata__` that are texts, as the format wants all of them.
+fn texts(metadata: serde_json::Value) -> impl Iterator<Item = (String, String)> {
+    let serde_json::Value::Object(entries) = metadata else { return None.into_iter().flatten() };
+    let text = |(key, value): (String, serde_json::Value)| Some((key, value.as_str()?.to_owned()));
+    Some(entries.into_iter().filter_map(text)).into_iter().flatten()
 }
 
 impl<'de> Deserialize<'de> for RawTensor {

@@ -15,6 +15,7 @@ mod bitsandbytes;
 mod dtype;
 mod files;
 mod header;
+mod identity;
 mod index;
 mod load;
 mod quantized;
@@ -28,6 +29,7 @@ mod write;
 pub use atomic_dir::AtomicDir;
 pub use dtype::{OutputDtype, StoredDtype, StoredElement};
 pub use files::{ModelFiles, TensorInfo};
+pub use identity::{ModelIdentity, QUANTIZED_FROM};
 pub use load::{Expected, load_tensor};
 pub use quantized::QuantizedTensor;
 pub use random_access_writer::{PlannedFile, RandomAccessWriter};
@@ -35,8 +37,8 @@ pub use resized_embedding::ResizedEmbedding;
 pub use shard::{RangeReader, RemoteRange};
 pub use summary::{Summary, Tally, TensorGroup, summary, summary_of};
 pub use write::{
-    TensorSink, WriteEntry, Written, split, write_file, write_index, write_index_of, write_sharded,
-    write_shards, write_text,
+    Metadata, TensorSink, WriteEntry, Written, split, write_file, write_file_with, write_index,
+    write_index_of, write_sharded, write_shards, write_text,
 };
 
 /// The weights of a model that is not sharded.

@@ -74,6 +74,15 @@ impl<'a> QuantizedTensor<'a> {
         self.codes
     }
 
+    /// The scales as they lie in the file: with double quantization the codes of the scales, then the scales of those;
+    /// without, the scales and nothing.
+    pub(super) fn stored_scales(&self) -> [&'a [u8]; 2] {
+        match self.scales {
+            StoredScales::Plain(scales) => [scales, &[]],
+            StoredScales::Nested { codes, absmax, .. } => [codes, absmax],
+        }
+    }
+
     /// The mean of the scales; 0 without double quantization.
     pub fn offset(&self) -> f32 {
         match self.scales {

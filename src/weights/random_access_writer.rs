@@ -12,7 +12,7 @@ use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use super::write::{failed, header, shard_names, sync_folder};
-use super::{StoredDtype, WriteEntry, write_index};
+use super::{Metadata, StoredDtype, WriteEntry, write_index};
 use crate::error::{Error, Result};
 
 /// A tensor whose place is laid out.
@@ -50,6 +50,7 @@ struct PlannedShard {
     path: PathBuf,
     file: File,
     slots: Vec<TensorSlot>,
+    metadata: Metadata,
     header_bytes: usize,
     texts: Vec<u8>,
     texts_start: u64,
@@ -65,16 +66,21 @@ pub struct RandomAccessWriter {
 
 impl RandomAccessWriter {
     /// Lays out files of at most `shard_bytes` each (but that a group is never cut) in `folder`, which exists and is
-    /// empty; `groups` are tensors that readers want in one file.
+    /// empty; `groups` are tensors that readers want in one file. `metadata` goes into each file's header.
     ///
     /// # Errors
     /// Storage: the files cannot be made. A fault of ours: two tensors have one name.
-    pub fn create(folder: &Path, groups: &[Vec<PlannedFile>], shard_bytes: u64) -> Result<Self> {
+    pub fn create(
+        folder: &Path,
+        groups: &[Vec<PlannedFile>],
+        metadata: &Metadata,
+        shard_bytes: u64,
+    ) -> Result<Self> {
         let shards = split(groups, shard_bytes);
         let mut writer =
             RandomAccessWriter { folder: folder.into(), shards: Vec::new(), places: HashMap::new() };
         for (name, planned) in shard_names(shards.len()).iter().zip(shards) {
-            let shard = PlannedShard::create(folder.join(name), planned)?;
+            let shard = PlannedShard::create(folder.join(name), planned, metadata)?;
             let places = shard.slots.iter().enumerate();
             let index = writer.shards.len();
             writer.places.extend(places.map(|(slot, found)| (found.entry.name.clone(), (index, slot))));
@@ -136,7 +142,7 @@ fn split(groups: &[Vec<PlannedFile>], shard_bytes: u64) -> Vec<Vec<&PlannedFile>
 }
 
 impl PlannedShard {
-    fn create(path: PathBuf, planned: Vec<&PlannedFile>) -> Result<Self> {
+    fn create(path: PathBuf, planned: Vec<&PlannedFile>, metadata: &Metadata) -> Result<Self> {
         let mut slots: Vec<TensorSlot> = planned
             .into_iter()
             .map(|planned| {
@@ -146,14 +152,15 @@ impl PlannedShard {
             .collect();
         slots.sort_by_key(|slot| (slot.is_text, std::cmp::Reverse(slot.entry.dtype.size_bytes())));
         // Shorter texts have no more digits in their offsets: the header can only shrink.
-        let header_bytes = header(&slots.iter().map(|slot| &slot.entry).collect::<Vec<_>>())?.len();
+        let header_bytes = header(&slots.iter().map(|slot| &slot.entry).collect::<Vec<_>>(), metadata)?.len();
         let mut end = header_bytes as u64;
         for slot in slots.iter_mut().filter(|slot| !slot.is_text) {
             slot.start = end;
             end += slot.entry.bytes();
         }
         let file = File::create(&path).map_err(|error| Error::io("write", &path, &error))?;
-        Ok(PlannedShard { path, file, slots, header_bytes, texts: Vec::new(), texts_start: end })
+        let (texts, metadata) = (Vec::new(), metadata.clone());
+        Ok(PlannedShard { path, file, slots, metadata, header_bytes, texts, texts_start: end })
     }
 
     fn write(&mut self, slot: usize, at: u64, bytes: &[u8]) -> Result<()> {
@@ -201,7 +208,8 @@ impl PlannedShard {
         }
         // Texts came in any order, and lie in that order.
         self.slots.sort_by_key(|slot| (slot.is_text, slot.start));
-        let mut header = header(&self.slots.iter().map(|slot| &slot.entry).collect::<Vec<_>>())?;
+        let mut header =
+            header(&self.slots.iter().map(|slot| &slot.entry).collect::<Vec<_>>(), &self.metadata)?;
         let padded = self.header_bytes as u64 - 8;
         header[..8].copy_from_slice(&padded.to_le_bytes());
         header.resize(self.header_bytes, b' ');
@@ -235,7 +243,8 @@ mod tests {
             vec![sized("b", StoredDtype::U8, &[2]), PlannedFile::Text("b.text".into(), 1000)],
             vec![sized("c", StoredDtype::BF16, &[2])],
         ];
-        let mut writer = RandomAccessWriter::create(folder.path(), &groups, 2010).expect("two files");
+        let mut writer =
+            RandomAccessWriter::create(folder.path(), &groups, &Metadata::new(), 2010).expect("two files");
         for (name, at, bytes) in [
             ("b.text", 0, &b"second"[..]),
             ("a", 2, &[3, 4]),
@@ -266,7 +275,8 @@ mod tests {
     fn a_part_that_is_missing_is_noticed() {
         let folder = tempfile::tempdir().expect("a folder");
         let groups = [vec![sized("a", StoredDtype::U8, &[4])]];
-        let mut writer = RandomAccessWriter::create(folder.path(), &groups, 100).expect("a file");
+        let mut writer =
+            RandomAccessWriter::create(folder.path(), &groups, &Metadata::new(), 100).expect("a file");
         writer.write("a", 0, &[1, 2, 3]).expect("three bytes");
         let error = writer.finish().expect_err("one byte is missing");
         assert_eq!(error.causes(), ["1 of its 4 bytes were not given"]);

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use memmap2::{Mmap, UncheckedAdvice};
 
-use super::header::{self, HeaderTensor, clip};
+use super::header::{self, Header, HeaderTensor, clip};
 use super::{TensorInfo, bitsandbytes};
 use crate::error::{Error, Result};
 
@@ -48,6 +48,8 @@ pub(super) struct Shard {
     contents: Contents,
     /// Of all its tensors.
     pub(super) data_bytes: u64,
+    /// The texts of its header's `__metadata__`.
+    pub(super) metadata: BTreeMap<String, String>,
 }
 
 #[derive(Debug)]
@@ -71,8 +73,8 @@ impl Shard {
         // SAFETY: the map is read-only and lives in the shard; that nobody cuts the file short meanwhile is the
         // contract of `files`, see its documentation.
         let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
-        let tensors = header::parse(&map, map.len() as u64, path)?;
-        Ok((Self::new(path, Contents::Mapped(map), &tensors), tensors))
+        let header = header::parse(&map, map.len() as u64, path)?;
+        Ok(Self::new(path, Contents::Mapped(map), header))
     }
 
     /// Reads the header of a file that lies elsewhere; `path` is where it would lie here. Also its tensors.
@@ -81,13 +83,14 @@ impl Shard {
         let RemoteRange { bytes: mut start, file_bytes } = remote.read(&name, 0..8)?;
         let end = header::end(&start, file_bytes, path)?;
         start.extend(remote.read(&name, 8..end)?.bytes);
-        let tensors = header::parse(&start, file_bytes, path)?;
-        Ok((Self::new(path, Contents::Remote(BTreeMap::new()), &tensors), tensors))
+        let header = header::parse(&start, file_bytes, path)?;
+        Ok(Self::new(path, Contents::Remote(BTreeMap::new()), header))
     }
 
-    fn new(path: &Path, contents: Contents, tensors: &[HeaderTensor]) -> Self {
+    fn new(path: &Path, contents: Contents, header: Header) -> (Self, Vec<HeaderTensor>) {
+        let Header { tensors, metadata } = header;
         let data_bytes = tensors.iter().map(|tensor| tensor.range.len() as u64).sum();
-        Shard { path: path.into(), contents, data_bytes }
+        (Shard { path: path.into(), contents, data_bytes, metadata }, tensors)
     }
 
     /// Whether only its header is at hand.

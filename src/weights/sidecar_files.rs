@@ -69,9 +69,10 @@ impl ConfigChanges {
             *bytes.entry(entry.dtype).or_insert(0) += entry.bytes();
         }
         let dtype = bytes.into_iter().max_by_key(|&(_, bytes)| bytes).map(|(dtype, _)| dtype);
-        let quantization = match entries.iter().any(|entry| bitsandbytes::is_companion(&entry.name)) {
-            true => QuantizationChange::Keep,
-            false => QuantizationChange::Remove,
+        let quantization = if entries.iter().any(|entry| bitsandbytes::is_companion(&entry.name)) {
+            QuantizationChange::Keep
+        } else {
+            QuantizationChange::Remove
         };
         let table = entries.iter().find(|entry| entry.name == EMBED_TOKENS || entry.name == LM_HEAD);
         let vocab_size = table.filter(|table| table.dtype.is_float()).and_then(|table| table.shape.first());

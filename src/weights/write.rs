@@ -5,6 +5,7 @@
 //! the tensors alone: names in the given order (wider types first, as readers need each tensor aligned to its
 //! element), one metadata entry, no time stamps. The BLAKE3 digest is computed while the bytes pass.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::ops::Range;
@@ -45,6 +46,9 @@ pub struct Written {
     /// The BLAKE3 digest of its contents.
     pub digest: blake3::Hash,
 }
+
+/// Texts by name in a header's `__metadata__`, which readers of weights pass over.
+pub type Metadata = BTreeMap<String, String>;
 
 /// Takes the values of one tensor, in one or several calls.
 pub struct TensorSink<'a> {
@@ -97,10 +101,23 @@ impl TensorSink<'_> {
 pub fn write_file(
     path: &Path,
     entries: &[WriteEntry],
+    write: impl FnMut(&WriteEntry, &mut TensorSink<'_>) -> Result<()>,
+) -> Result<Written> {
+    write_file_with(path, entries, &Metadata::new(), write)
+}
+
+/// As [`write_file`], with `metadata` in the header's `__metadata__` beside `format`, which is always "pt".
+///
+/// # Errors
+/// As [`write_file`].
+pub fn write_file_with(
+    path: &Path,
+    entries: &[WriteEntry],
+    metadata: &Metadata,
     mut write: impl FnMut(&WriteEntry, &mut TensorSink<'_>) -> Result<()>,
 ) -> Result<Written> {
     let refs: Vec<&WriteEntry> = entries.iter().collect();
-    let unfinished = write_temporary(path, &refs, &mut write)?;
+    let unfinished = write_temporary(path, &refs, metadata, &mut write)?;
     let written = unfinished.commit()?;
     sync_folder(path)?;
     Ok(written)
@@ -140,7 +157,7 @@ pub fn write_shards(
     let mut unfinished = Vec::with_capacity(mine.len());
     for (name, shard) in names[mine.clone()].iter().zip(&shards[mine]) {
         let shard: Vec<&WriteEntry> = shard.iter().collect();
-        unfinished.push(write_temporary(&folder.join(name), &shard, &mut write)?);
+        unfinished.push(write_temporary(&folder.join(name), &shard, &Metadata::new(), &mut write)?);
     }
     unfinished.into_iter().map(UnfinishedFile::commit).collect()
 }
@@ -233,11 +250,12 @@ fn refuse_other_weights(folder: &Path, names: &[String]) -> Result<()> {
 fn write_temporary(
     path: &Path,
     entries: &[&WriteEntry],
+    metadata: &Metadata,
     write: &mut impl FnMut(&WriteEntry, &mut TensorSink<'_>) -> Result<()>,
 ) -> Result<UnfinishedFile> {
     let mut ordered = entries.to_vec();
     ordered.sort_by_key(|entry| std::cmp::Reverse(entry.dtype.size_bytes()));
-    let header = header(&ordered)?;
+    let header = header(&ordered, metadata)?;
     let needed = header.len() as u64 + ordered.iter().map(|entry| entry.bytes()).sum::<u64>();
     let mut file = UnfinishedFile::create(path, needed)?;
     file.put(&header)?;
@@ -253,9 +271,13 @@ fn write_temporary(
 }
 
 /// The length and the JSON object, padded with spaces so that the data starts at a multiple of 8.
-pub(super) fn header(entries: &[&WriteEntry]) -> Result<Vec<u8>> {
+pub(super) fn header(entries: &[&WriteEntry], metadata: &Metadata) -> Result<Vec<u8>> {
     let mut json = serde_json::Map::new();
-    json.insert("__metadata__".into(), serde_json::json!({ "format": "pt" }));
+    let mut texts = serde_json::json!({ "format": "pt" });
+    for (key, text) in metadata {
+        texts[key] = text.as_str().into();
+    }
+    json.insert("__metadata__".into(), texts);
     let mut offset = 0;
     for entry in entries {
         let end = offset + entry.bytes();
@@ -370,7 +392,7 @@ mod tests {
     #[test]
     fn header_is_the_format_to_the_byte() {
         let (a, b) = (entry("a", StoredDtype::F32, &[2]), entry("b", StoredDtype::BF16, &[]));
-        let header = header(&[&a, &b]).expect("two names");
+        let header = header(&[&a, &b], &Metadata::new()).expect("two names");
         let json = concat!(
             r#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"#,
             r#""b":{"dtype":"BF16","shape":[],"data_offsets":[8,10]}}"#,

@@ -14,7 +14,7 @@ fn refused(place: &Place, args: &[&str]) -> String {
     let code = output.status.code().expect("ended by itself");
     assert_ne!(code, 0, "{said}");
     assert_eq!(said.lines().filter(|line| line.starts_with("error: ")).count(), 1, "one error: {said}");
-    assert!(!said.contains("a fault of ours"), "{said}");
+    assert!(!said.contains("internal error"), "{said}");
     assert!(output.stdout.is_empty(), "errors go to stderr alone");
     format!("exit {code}\n{said}")
 }
@@ -323,9 +323,9 @@ fn weights_that_cannot_be_quantized() {
 fn training_in_f16() {
     assert_snapshot!(no_run(&Place::new(), &["--set", "model.dtype=f16"]), @r#"
     exit 1
-    error: cannot compute in f16
-      caused by: `model.dtype` is "f16", which needs loss scaling; accepted now: auto, f32, bf16
-    hint: write `dtype = "bf16"`; a model stored in f16 is converted as it is read
+    error: cannot use these settings
+      caused by: --set model.dtype=f16: `model.dtype` is "f16"; accepted: "auto", "f32", "bf16"
+    hint: write `dtype = "bf16"`
     "#);
 }
 
@@ -472,7 +472,7 @@ fn weights_cut_short() {
     assert_snapshot!(no_run(&place, &[]), @"
     exit 1
     error: cannot read weights [DIR]/model/model.safetensors
-      caused by: it is truncated: its tensors need 541952 bytes, 540952 are there
+      caused by: it is truncated: its tensors need 541952 bytes, the file has 540952
     hint: download or save the file again
     ");
     std::fs::write(&path, &bytes[..5]).unwrap();

@@ -57,6 +57,7 @@ fn help_of_the_root() {
           --gpus <LIST>              Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the
                                      CPU]
           --ranks <N>                Train on the CPU with this many ranks, threads of this process
+          --force-base               Accept a checkpoint or adapter of another base model
           --dry-run                  Print the resolved recipe and what the run would do; train nothing
           --offline                  Use only what is on this machine
       -q, --quiet                    Say only what went wrong
@@ -143,6 +144,9 @@ fn help_of_every_verb() {
           --max-kl <NATS>
               The mean KL divergence, in nats a token, above which the merge is refused
 
+          --force-base
+              Use the adapter on this model though it was trained on another
+
           --offline
               Use only what is on this machine
 
@@ -175,6 +179,7 @@ fn help_of_every_verb() {
                                  [default: as they are] [possible values: f32, f16, bf16, q8_0, q4_0,
                                  q4_k_m, q5_k_m, q6_k]
           --revision <REVISION>  The model's branch, tag or commit on the hub [default: main]
+          --force-base           Use the adapter on this model though it was trained on another
           --offline              Use only what is on this machine
       -q, --quiet                Say only what went wrong
       -v, --verbose              Say more
@@ -202,6 +207,7 @@ fn help_of_every_verb() {
           --top-p <P>           Sample among the likeliest tokens that together have this probability
                                 [default: 1]
           --seed <S>            Seed of the sampling [default: 0]
+          --force-base          Use the adapter on this model though it was trained on another
           --offline             Use only what is on this machine
       -q, --quiet               Say only what went wrong
       -v, --verbose             Say more
@@ -224,6 +230,7 @@ fn help_of_every_verb() {
           --recipe <RECIPE>          A recipe whose [data] and [model] tables count
           --set <SECTION.KEY=VALUE>  Set one key of the recipe, such as data.max_seq_len=512; may be
                                      repeated
+          --force-base               Use the adapter on this model though it was trained on another
           --json                     Print the figures as JSON
           --offline                  Use only what is on this machine
       -q, --quiet                    Say only what went wrong
@@ -442,7 +449,7 @@ fn recipes_listed_and_shown() {
     # Accepted: "pretrained", "random".
     init = "pretrained"
     # Type of the weights and of the computation; auto: bf16 on a GPU, f32 on the CPU.
-    # Accepted: "auto", "f32", "bf16", "f16".
+    # Accepted: "auto", "f32", "bf16".
     dtype = "auto"
     # Tiled attention, or the plain formula as a reference.
     # Accepted: "flash", "eager".
@@ -644,12 +651,12 @@ fn recipes_listed_and_shown() {
     # Accepted: "auto", "f32", "bf16", "f16".
     output_dtype = "auto"
 
-    # Evaluation on `data.eval`.
+    # Evaluation on `data.eval`. Where that is given, a run also evaluates before its first step, to compare with.
     [eval]
-    # Steps between evaluations.
+    # Steps between evaluations; not set: none between the first step and the last.
     # Accepted: a whole number, at least 1.
     # steps =
-    # Evaluate after the last step.
+    # Evaluate after the last step; false leaves out this evaluation alone.
     # Accepted: true, false.
     at_end = true
 

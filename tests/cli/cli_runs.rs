@@ -282,6 +282,94 @@ fn quiet_says_nothing() {
     assert!(output.stderr.is_empty() && !output.stdout.is_empty(), "what was asked for is not talk");
 }
 
+/// `eval.at_end` switches the evaluation after the last step and no other.
+#[test]
+fn each_evaluation_is_made_when_its_key_says() {
+    for (keys, wanted) in [
+        (&[][..], &[0, 4][..]),
+        (&["eval.at_end=false"], &[0]),
+        (&["eval.steps=3"], &[0, 3, 4]),
+        (&["eval.steps=2", "eval.at_end=false"], &[0, 2]),
+    ] {
+        let place = Place::new();
+        let mut args = lora(&["--eval-dataset", "rows.jsonl"]);
+        keys.iter().for_each(|key| args.extend(["--set", key]));
+        succeed(&place, &args);
+        let lines = metrics(&place.path("out"));
+        let evaluated = lines.iter().filter(|line| line.get("eval_loss").is_some());
+        assert_eq!(
+            evaluated.map(|line| line["step"].as_u64().unwrap()).collect::<Vec<_>>(),
+            wanted,
+            "{keys:?}"
+        );
+    }
+}
+
+/// f16 is a type to store weights in: of a run's result, adapter or model, and of a merge.
+#[test]
+fn results_are_stored_in_f16_where_that_is_asked_for() {
+    let place = Place::new();
+    let stored = |file: &str| -> std::collections::BTreeSet<String> {
+        let path = place.path(file);
+        let files = if path.is_dir() { ModelFiles::open(&path) } else { ModelFiles::open_file(&path) };
+        files.unwrap().tensors().map(|(_, info)| format!("{:?}", info.dtype)).collect()
+    };
+    let f16 = ["--set", "checkpoint.output_dtype=f16", "--set", "train.max_steps=1"];
+    succeed(&place, &lora(&f16));
+    assert_eq!(stored("out/adapter_model.safetensors"), ["F16".to_owned()].into());
+    let merge = ["merge", "--model", "model", "--adapter", "out", "--output", "merged", "--dtype", "f16"];
+    succeed(&place, &merge);
+    assert_eq!(stored("merged"), ["F16".to_owned()].into());
+    let renamed = |arg| match arg {
+        "lora" => "full",
+        "out" => "whole",
+        other => other,
+    };
+    let full: Vec<&str> = lora(&f16).into_iter().map(renamed).collect();
+    succeed(&place, &full);
+    assert_eq!(stored("whole"), ["F16".to_owned()].into());
+}
+
+/// The card, its tag, the report and the plan call the method by one name.
+#[test]
+fn the_method_is_called_by_its_name() {
+    let nf4 = "nf4 in blocks of 64 with double-quantized scales";
+    for (keys, tag, wanted) in [
+        (&["adapter.r=8"][..], "lora", "LoRA, r 8, on 14 modules".to_owned()),
+        (
+            &["adapter.r=4", "adapter.rank_pattern={down_proj = 2}"],
+            "lora",
+            "LoRA, r 2 to 4, on 14 modules".into(),
+        ),
+        (&["adapter.kind=dora"], "dora", "DoRA, r 16, on 14 modules".into()),
+        (&["quantization.kind=nf4"], "qlora", format!("QLoRA, r 16, on 14 modules over {nf4}")),
+        (
+            &["adapter.kind=dora", "quantization.kind=nf4"],
+            "qdora",
+            format!("QDoRA, r 16, on 14 modules over {nf4}"),
+        ),
+        (
+            &["quantization.kind=int8", "quantization.double_quant=false"],
+            "lora",
+            "LoRA, r 16, on 14 modules over int8 in blocks of 64 with f32 scales".into(),
+        ),
+        (&[], "full", "all weights (full fine-tuning)".into()),
+    ] {
+        let place = Place::new();
+        let recipe = if tag == "full" { "full" } else { "lora" };
+        let mut args = lora(&["--set", "train.max_steps=1"]);
+        args.iter_mut().filter(|arg| **arg == "lora").for_each(|arg| *arg = recipe);
+        keys.iter().for_each(|key| args.extend(["--set", key]));
+        let said = place.told(&succeed(&place, &args).stderr);
+        assert!(said.contains(&format!("training {wanted}: ")), "{said}");
+        let card = std::fs::read_to_string(place.path("out/README.md")).unwrap();
+        assert!(card.contains(&format!("tags:\n- finetune\n- \"{tag}\"\n")), "{card}");
+        assert!(card.contains(&format!("trained by `finetune` ({wanted}): ")), "{card}");
+        let page = std::fs::read_to_string(place.path("out/report.html")).unwrap();
+        assert!(page.contains(&format!("<dt>method</dt><dd>{wanted}</dd>")), "{page}");
+    }
+}
+
 /// The names of files and fields that other programs read (DESIGN, files a run leaves).
 #[test]
 fn a_run_leaves_what_is_promised() {
@@ -340,6 +428,13 @@ mod signals {
         assert!(sent.success());
     }
 
+    /// Whether these tests run under `nohup` or its like, which the runs that they start inherit.
+    fn hangups_are_ignored() -> bool {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+        ignored.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).unwrap() & 1 == 1)
+    }
+
     /// Waits until metrics.jsonl of `out` is there and has `lines` lines.
     fn wait_for(place: &Place, child: &mut Child, lines: usize) {
         loop {
@@ -364,10 +459,13 @@ mod signals {
     fn a_signal_saves_and_the_run_goes_on_from_there() {
         let place = Place::new();
         succeed(&place, &long("whole", &[]));
-        for signal in ["-INT", "-TERM"] {
+        let mut signals = vec!["-INT", "-TERM", "-USR1", "-USR2", "-XCPU"];
+        signals.extend((!hangups_are_ignored()).then_some("-HUP"));
+        for signal in signals {
+            // The run before ended with the checkpoint of its last line.
+            let done = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap_or_default();
             let mut child = start(&place, &long("out", &["--resume"]));
-            let lines = if signal == "-INT" { 3 } else { 100 };
-            wait_for(&place, &mut child, lines);
+            wait_for(&place, &mut child, done.lines().count() + 3);
             send(signal, &child);
             let output = child.wait_with_output().unwrap();
             let said = place.told(&output.stderr);
@@ -385,24 +483,28 @@ mod signals {
         succeed(&place, &long("out", &["--resume"]));
         let read =
             |folder: &str| std::fs::read(place.path(folder).join("adapter_model.safetensors")).unwrap();
-        assert!(read("out") == read("whole"), "stopped twice and continued: the same bytes");
+        assert!(read("out") == read("whole"), "stopped by each signal and continued: the same bytes");
         let losses = |folder: &str| -> Vec<Value> {
             metrics(&place.path(folder)).into_iter().map(|line| line["loss"].clone()).collect()
         };
         assert_eq!(losses("out"), losses("whole"));
     }
 
-    /// The step is so long that the second signal comes in it.
+    /// The step is so long that all signals come in it. A batch system's warning is repeated, and followed by another
+    /// signal: it ends nothing.
     #[test]
-    fn a_second_signal_ends_at_once() {
+    fn a_second_ending_signal_ends_at_once() {
         let place = Place::new();
         let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
         place.write("rows.jsonl", &rows.repeat(200));
         let more = ["--set", "train.gradient_accumulation_steps=16000", "--set", "train.max_steps=1"];
         let mut child = start(&place, &lora(&more));
         wait_for(&place, &mut child, 0);
-        send("-INT", &child);
-        sleep(Duration::from_millis(100));
+        for signal in ["-USR1", "-USR1", "-XCPU", "-TERM"] {
+            send(signal, &child);
+            sleep(Duration::from_millis(100));
+            assert!(child.try_wait().unwrap().is_none(), "{signal} ended the run");
+        }
         send("-INT", &child);
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(130), "{}", place.told(&output.stderr));
@@ -410,5 +512,27 @@ mod signals {
             .unwrap()
             .any(|entry| entry.unwrap().file_name().to_string_lossy().starts_with("checkpoint-"));
         assert!(!saved);
+    }
+
+    /// As under `nohup`: a signal that was ignored when the run was started stays so.
+    #[test]
+    fn an_ignored_hangup_stays_ignored() {
+        let place = Place::new();
+        let args = long("out", &["--set", "train.max_steps=60"]);
+        let run = place.command(&args);
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "trap '' HUP; exec \"$0\" \"$@\""]).arg(run.get_program()).args(run.get_args());
+        for (name, value) in run.get_envs() {
+            match value {
+                Some(value) => shell.env(name, value),
+                None => shell.env_remove(name),
+            };
+        }
+        shell.current_dir(run.get_current_dir().unwrap());
+        let mut child = shell.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        wait_for(&place, &mut child, 3);
+        send("-HUP", &child);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", place.told(&output.stderr));
     }
 }

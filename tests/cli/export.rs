@@ -690,7 +690,7 @@ fn refused(place: &Place, args: &[&str]) -> String {
     let said = place.told(&output.stderr);
     let code = output.status.code().unwrap();
     assert_ne!(code, 0, "{said}");
-    assert!(!said.contains("a fault of ours"), "{said}");
+    assert!(!said.contains("internal error"), "{said}");
     assert!(output.stdout.is_empty(), "errors go to stderr alone");
     let left = std::fs::read_dir(place.path("model").parent().unwrap()).unwrap();
     let left: Vec<_> = left.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -799,7 +799,7 @@ fn an_adapter_of_another_model() {
     assert_snapshot!(refused_gguf(&place, &["--adapter", "adapter"]), @"
     exit 1
     error: cannot use adapter [DIR]/adapter with this model
-      caused by: it has tensors for `model.layers.0.mlp.gate_up_proj`, which the model has not
+      caused by: it has tensors for `model.layers.0.mlp.gate_up_proj`, which the model does not have
     hint: give the model it was trained on as `--model`: tiny-phi3
     ");
 }

@@ -2,12 +2,14 @@
 //! what was saved. The 5 seconds are a promise to whoever starts runs: they count from the moment the fault says that it
 //! strikes, and a run that goes on for longer is killed and fails the test. What comes before may take its time.
 
+use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use candle_core::{DType, Device, Tensor};
 use finetune::collective::Phase;
 
 /// How long survivors may run after a rank has failed.
@@ -80,6 +82,7 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 #[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_rank_that_fails_in_any_phase_ends_the_run() {
     for phase in Phase::ALL {
         for (rank, ranks) in [(0, 2), (1, 2), (2, 3)] {
@@ -114,6 +117,7 @@ fn a_rank_that_fails_in_any_phase_ends_the_run() {
 
 /// What was saved before a failure is what the run goes on from, to the end of the unbroken one.
 #[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_run_goes_on_after_a_rank_was_lost() {
     let place = tempfile::tempdir().unwrap();
     let [whole, broken] = ["whole", "broken"].map(|name| place.path().join(name));
@@ -131,9 +135,108 @@ fn a_run_goes_on_after_a_rank_was_lost() {
 }
 
 #[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_fault_that_cannot_be_read() {
     let place = tempfile::tempdir().unwrap();
     let done = train(&place.path().join("out"), Some("1:sleep:panic"), 2, &[]);
     assert_eq!(done.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&done.stderr).contains("FINETUNE_FAULT"));
+}
+
+/// What users run does not hear of faults.
+#[test]
+#[cfg_attr(
+    debug_assertions,
+    ignore = "this build plants faults; `cargo test --release` runs it, and .ci/run its like"
+)]
+fn a_release_build_plants_no_fault() {
+    let place = tempfile::tempdir().unwrap();
+    let done = train(&place.path().join("out"), Some("1:backward:panic"), 2, &[]);
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+}
+
+/// The token `~` of tiny-llama, which none of its data files holds; its row of the table is in the shard of the first of
+/// two ranks.
+const TILDE: usize = 93;
+
+fn set_column(table: &Tensor, rows: std::ops::Range<usize>, column: usize, value: f32) -> Tensor {
+    let (count, width) = table.dims2().unwrap();
+    let mut values = table.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    rows.for_each(|row| values[row * width + column] = value);
+    Tensor::from_vec(values, (count, width), &Device::Cpu).unwrap()
+}
+
+/// A copy of tiny-llama whose weights `change` has changed.
+fn changed_model(folder: &Path, change: impl FnOnce(&mut HashMap<String, Tensor>)) {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
+    std::fs::create_dir_all(folder).unwrap();
+    for entry in std::fs::read_dir(&golden).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), folder.join(entry.file_name())).unwrap();
+    }
+    let file = folder.join("model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+    change(&mut tensors);
+    candle_core::safetensors::save(&tensors, &file).unwrap();
+}
+
+/// Evaluates four rows, each a batch of its own, on two ranks under fsdp; those of `bad` hold the token `~`.
+fn evaluated(place: &Path, model: &Path, bad: &[usize]) -> Output {
+    let row = |i| if bad.contains(&i) { "a ~ in a row of some length" } else { "a row of some other length" };
+    let rows: String = (0..4).map(|i| format!("{{\"text\": \"{}\"}}\n", row(i))).collect();
+    let data = place.join("rows.jsonl");
+    std::fs::write(&data, rows).unwrap();
+    let data = format!("data.eval=[{:?}]", data.display());
+    let model = format!("model.id={:?}", model.display().to_string());
+    train(
+        &place.join("out"),
+        None,
+        2,
+        &["--set", &data, "--set", &model, "--set", "data.max_seq_len=16", "--set", "data.train_on=all"],
+    )
+}
+
+/// A loss that is not finite on one rank alone, in whichever batch, is found together: exit code 4, not a collective that
+/// the other rank does not meet.
+#[test]
+fn an_evaluation_that_diverges_on_one_rank() {
+    let place = tempfile::tempdir().unwrap();
+    let [weight, activation] = ["weight", "activation"].map(|name| place.path().join(name));
+    changed_model(&weight, |tensors| {
+        let table = tensors.get_mut("model.embed_tokens.weight").unwrap();
+        *table = set_column(table, TILDE..TILDE + 1, 5, f32::NAN);
+    });
+    // Only the token `~` has a value in column 5, which overflows in the first layer: every weight is finite.
+    changed_model(&activation, |tensors| {
+        let mut set = |name: &str, column, value| {
+            let table = tensors.get_mut(name).unwrap();
+            *table = set_column(table, 0..table.dims()[0], column, value);
+        };
+        set("model.embed_tokens.weight", 5, 0.0);
+        set("model.layers.0.mlp.gate_proj.weight", 5, 1e25);
+        set("model.layers.0.mlp.up_proj.weight", 5, 1e25);
+        let table = tensors.get_mut("model.embed_tokens.weight").unwrap();
+        *table = set_column(table, TILDE..TILDE + 1, 5, 1.0);
+        let output = tensors.get_mut("model.layers.0.self_attn.o_proj.weight").unwrap();
+        let width = output.dims()[1];
+        *output = (0..width).fold(output.clone(), |output, column| set_column(&output, 5..6, column, 0.0));
+    });
+    for (model, found) in [
+        (&weight, "the weight model.embed_tokens.weight on rank 0"),
+        (&activation, "the output of model.layers.0 on micro-batch 1 on rank 0"),
+    ] {
+        // The first of two rounds and the last, after which the ranks sum their losses.
+        for (bad, rank) in [(0, 0), (1, 1), (2, 0), (3, 1)] {
+            let place = tempfile::tempdir().unwrap();
+            let done = evaluated(place.path(), model, &[bad]);
+            let text = String::from_utf8_lossy(&done.stderr);
+            assert_eq!(done.status.code(), Some(4), "row {bad}: {text}");
+            let rows = format!("the loss of rows {0} to {0}, which rank {rank} evaluated", bad + 1);
+            assert!(text.contains(&rows), "row {bad}: {text}");
+            assert!(text.contains(&format!("the first bad value is in {found}\n")), "row {bad}: {text}");
+        }
+    }
+    // Rows without the token do not diverge.
+    let place = tempfile::tempdir().unwrap();
+    assert!(evaluated(place.path(), &weight, &[]).status.success());
 }

@@ -11,8 +11,12 @@ mod golden_run;
 mod logits;
 #[path = "../place/mod.rs"]
 mod place;
+#[path = "../skipped/mod.rs"]
+mod skipped;
 
+mod adapter_path;
 mod bad_input;
+mod base_identity;
 mod cli;
 mod cli_runs;
 mod docs;

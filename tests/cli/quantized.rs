@@ -230,7 +230,7 @@ fn refusal(place: &Place, args: &[&str]) -> String {
     let output = place.command(args).output().unwrap();
     let said = place.told(&output.stderr);
     assert_eq!(said.lines().filter(|line| line.starts_with("error: ")).count(), 1, "one error: {said}");
-    assert!(!said.contains("a fault of ours") && output.stdout.is_empty(), "{said}");
+    assert!(!said.contains("internal error") && output.stdout.is_empty(), "{said}");
     format!("exit {}\n{said}", output.status.code().unwrap())
 }
 

@@ -6,6 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::logits;
+use crate::skipped::skipped;
 use candle_core::{DType, Device};
 use finetune::data::{Batch, IGNORE, PackedSample, Tokenizer};
 use finetune::engine::{Engine, Sampling};
@@ -16,12 +17,12 @@ use serde_json::Value;
 
 const REFERENCE: &str = "models/REFERENCE.json";
 
-#[allow(clippy::print_stderr, reason = "a skipped check is said aloud")]
 fn shared() -> Option<PathBuf> {
     let root = std::env::var_os("FINETUNE_SHARED")
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"), PathBuf::from);
     if !root.join(REFERENCE).exists() {
-        eprintln!("SKIPPED: {} is not there (set FINETUNE_SHARED)", root.join(REFERENCE).display());
+        let why = format!("{} is not there; set FINETUNE_SHARED", root.join(REFERENCE).display());
+        skipped("tests on pretrained models", &why);
         return None;
     }
     Some(root)
@@ -78,7 +79,6 @@ fn batch(ids: Vec<u32>) -> Batch {
     let len = ids.len();
     Batch {
         targets: ids[1..].iter().copied().chain([IGNORE]).collect(),
-        positions: (0..len as u32).collect(),
         segments: vec![PackedSample { start: 0, len }],
         rows: 1,
         ids,

@@ -43,7 +43,6 @@ pub(crate) fn distance(expected: &Path, folder: &Path) -> f32 {
             ids.iter().zip(mask).filter(|(_, m)| **m == 1).map(|(id, _)| *id as u32).collect();
         batch.segments.push(PackedSample { start: batch.ids.len(), len: valid.len() });
         batch.targets.extend(vec![IGNORE; valid.len()]);
-        batch.positions.extend(0..valid.len() as u32);
         batch.ids.extend(valid);
         batch.rows += 1;
     }

@@ -492,7 +492,7 @@ fn adapters_that_cannot_be_used_say_why() {
       caused by: adapter_model.safetensors has tensor `layers.0.lora_a`; accepted: base_model.model.<module> and .lora_A.weight, .lora_B.weight, .lora_magnitude_vector, .lora_embedding_A, .lora_embedding_B, .token_adapter.trainable_tokens_delta, .base_layer.weight, .weight or .bias
     [truncated]
     error: cannot read weights <dir>/adapter_model.safetensors
-      caused by: it is truncated: its tensors need 80 bytes, 79 are there
+      caused by: it is truncated: its tensors need 80 bytes, the file has 79
     hint: download or save the file again
     "#);
 }
@@ -522,7 +522,7 @@ fn merges_that_cannot_be_right_are_refused() {
     insta::assert_snapshot!(errors.join("\n"), @"
     [another model's module]
     error: cannot use adapter <dir> with this model
-      caused by: it has tensors for `transformer.h.0.attn.c_attn`, which the model has not
+      caused by: it has tensors for `transformer.h.0.attn.c_attn`, which the model does not have
     hint: give the model it was trained on as `--model`: org/base
     [another model's size]
     error: cannot use adapter <dir> with this model

@@ -13,6 +13,8 @@ mod logits;
 #[allow(dead_code, reason = "saving needs a part of it")]
 #[path = "../place/mod.rs"]
 mod place;
+#[path = "../skipped/mod.rs"]
+mod skipped;
 
 mod adapter;
 mod collective_local;

@@ -85,7 +85,6 @@ fn packed(sequences: &[Vec<u32>]) -> Batch {
         batch.segments.push(PackedSample { start: batch.ids.len(), len: ids.len() });
         batch.ids.extend(ids);
         batch.targets.extend(ids[1..].iter().copied().chain([IGNORE]));
-        batch.positions.extend(0..ids.len() as u32);
         batch.rows += 1;
     }
     batch

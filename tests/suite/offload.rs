@@ -53,7 +53,7 @@ fn batch() -> Batch {
     let mut targets: Vec<u32> = ids[1..].to_vec();
     targets.push(IGNORE);
     let segments = vec![PackedSample { start: 0, len: ids.len() }];
-    Batch { positions: (0..24).collect(), ids, targets, segments, first_token: 0, rows: 1 }
+    Batch { ids, targets, segments, first_token: 0, rows: 1 }
 }
 
 /// Everything that is asked of a model after two steps, in bits.

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::skipped::skipped;
 use finetune::quant::{self, Blocks, CodeKind, NESTED_BLOCK, QuantFormat, Scales};
 use finetune::recipe::enums::StateDtype;
 use finetune::weights::{ModelFiles, StoredDtype};
@@ -121,6 +122,21 @@ fn fp4_is_bitsandbytes() {
     four_bits(&golden(), CodeKind::Fp4, 5);
 }
 
+/// Where the shared files are missing, `cargo test` shows which check was left out, though it passes.
+#[test]
+fn a_check_that_is_left_out_says_so() {
+    let mut tests = std::process::Command::new(std::env::current_exe().unwrap());
+    tests
+        .arg("all_fixtures_are_met")
+        .env("FINETUNE_SHARED", "no such folder")
+        .env_remove("RUST_TEST_NOCAPTURE");
+    let done = tests.output().unwrap();
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{said}");
+    assert!(String::from_utf8_lossy(&done.stdout).contains("1 passed"));
+    assert!(said.contains("SKIPPED all_fixtures_are_met: no such folder"), "{said}");
+}
+
 /// With the tensors that trim_quant.py leaves out of the repository.
 #[test]
 fn all_fixtures_are_met() {
@@ -128,7 +144,8 @@ fn all_fixtures_are_met() {
     let shared = std::env::var_os("FINETUNE_SHARED").map_or_else(beside, PathBuf::from);
     let folder = shared.join("fixtures/golden/quant");
     if !folder.exists() {
-        eprintln!("SKIPPED all_fixtures_are_met: {} is not there; set FINETUNE_SHARED", folder.display());
+        let why = format!("{} is not there; set FINETUNE_SHARED", folder.display());
+        skipped("all_fixtures_are_met", &why);
         return;
     }
     assert!(File::open_in(&folder, "nf4").has("nested3_192x256.dequant"), "the whole set");

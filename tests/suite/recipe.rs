@@ -5,7 +5,7 @@ use std::path::Path;
 
 use finetune::error::Error;
 use finetune::recipe::{
-    AdapterInit, AdapterSection, BUILT_IN, DataSource, Dtype, OnLongRow, Patterns, Purpose, Recipe,
+    AdapterInit, AdapterSection, BUILT_IN, ComputeDtype, DataSource, OnLongRow, Patterns, Purpose, Recipe,
     RecipeLayers, RecipeText, SchedulerKind, Strategy, TargetModules, Template,
 };
 use insta::assert_snapshot;
@@ -104,7 +104,7 @@ fn defaults_are_those_of_the_contract() {
     assert_eq!((recipe.optimizer.betas, recipe.optimizer.eps), ([0.9, 0.999], 1e-8));
     assert_eq!(recipe.scheduler.kind, SchedulerKind::Cosine);
     assert_eq!((recipe.checkpoint.keep_last, recipe.log.every_steps, recipe.eval.at_end), (2, 1, true));
-    assert_eq!((recipe.model.revision.as_str(), recipe.model.dtype), ("main", Dtype::Auto));
+    assert_eq!((recipe.model.revision.as_str(), recipe.model.dtype), ("main", ComputeDtype::Auto));
     assert_eq!(load(BASE, &[]).adapter, None);
 }
 

@@ -371,7 +371,8 @@ fn card() -> Card {
         title: "out".into(),
         artifact: Artifact::Adapter,
         base: CardBase::Hub { id: "org/name".into(), commit: Some("abc123".into()) },
-        method: "lora".into(),
+        tag: "lora".into(),
+        method: "LoRA, r 8, on 14 modules".into(),
         train_data: vec![
             CardData { name: "rows.jsonl".into(), on_hub: false, rows: 80 },
             CardData { name: "org/rows".into(), on_hub: true, rows: 90 },
@@ -396,7 +397,7 @@ fn the_card_says_what_was_measured() {
     assert!(text.starts_with(front), "{text}");
     for wanted in [
         "[org/name](https://huggingface.co/org/name) at commit `abc123`",
-        "1.50M parameters, 20 steps, 12.3K tokens",
+        "trained by `finetune` (LoRA, r 8, on 14 modules): 1.50M parameters, 20 steps, 12.3K tokens.",
         "| loss (nats per token) | 2.0000 | 1.0000 |",
         "| perplexity | 7.3891 | 2.7183 |",
         "| exact match | – | 87.5 % |",
@@ -415,7 +416,8 @@ fn a_card_of_local_things_names_no_hub() {
     let local = Card {
         artifact: Artifact::Model,
         base: CardBase::Folder { name: "my-model".into() },
-        method: "full".into(),
+        tag: "full".into(),
+        method: "all weights (full fine-tuning)".into(),
         train_data: vec![],
         before: None,
         after: None,

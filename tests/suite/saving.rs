@@ -179,7 +179,29 @@ fn saver<'a>(output: &Path, world: &dyn Collective, writers: &'a SaveThreads, af
 
 fn state(step: u64, ranks: usize) -> TrainingState {
     let fingerprint = BTreeMap::new();
-    TrainingState { schema: checkpoint::SCHEMA, step, epoch: 0, index: step, tokens: 1, ranks, fingerprint }
+    let micro_batches = Some(ranks);
+    TrainingState {
+        schema: checkpoint::SCHEMA,
+        step,
+        epoch: 0,
+        index: step,
+        tokens: 1,
+        ranks,
+        micro_batches,
+        base: None,
+        fingerprint,
+    }
+}
+
+/// Checkpoints from before a state had `micro_batches` say it among the recipe's values.
+#[test]
+fn an_older_state_says_how_many_micro_batches_a_step_has() {
+    let older = r#"{"schema": 1, "step": 2, "epoch": 0, "index": 2, "tokens": 9, "ranks": 2,
+        "fingerprint": {"train.gradient_accumulation_steps": "8"}}"#;
+    let older: TrainingState = serde_json::from_str(older).unwrap();
+    assert_eq!(older.micro_batches(), Some(8));
+    let newer: TrainingState = serde_json::from_str(&serde_json::to_string(&state(2, 4)).unwrap()).unwrap();
+    assert_eq!((newer.micro_batches(), newer), (Some(4), state(2, 4)));
 }
 
 fn share(rank: usize, step: u64) -> Vec<SnapshotTensor> {

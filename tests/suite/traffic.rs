@@ -43,7 +43,7 @@ fn batch(salt: u32) -> Batch {
     let mut targets: Vec<u32> = ids[1..].to_vec();
     targets.push(IGNORE);
     let segments = vec![PackedSample { start: 0, len: ids.len() }];
-    Batch { positions: (0..24).collect(), ids, targets, segments, first_token: u64::from(salt) * 24, rows: 1 }
+    Batch { ids, targets, segments, first_token: u64::from(salt) * 24, rows: 1 }
 }
 
 /// What one rank saw: bytes and calls of a step after the first, elements it trains, most segments whole at a time.

@@ -4,12 +4,13 @@ use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use crate::skipped::skipped;
 use candle_core::{DType, Device};
 use finetune::error::{ErrorCategory, Result};
 use finetune::export::hf;
 use finetune::weights::{
-    Expected, INDEX_FILE, MODEL_FILE, ModelFiles, RangeReader, RemoteRange, StoredDtype, TensorGroup,
-    WriteEntry, load_tensor, summary, write_file, write_sharded,
+    Expected, INDEX_FILE, MODEL_FILE, ModelFiles, ModelIdentity, RangeReader, RemoteRange, StoredDtype,
+    TensorGroup, TensorInfo, WriteEntry, load_tensor, summary, write_file, write_sharded,
 };
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -20,13 +21,13 @@ fn golden(path: &str) -> PathBuf {
 }
 
 /// The third-party models beside the repository, where there are any.
-#[allow(clippy::print_stderr, reason = "a skipped check is said aloud")]
 fn shared(path: &str) -> Option<PathBuf> {
     let root = std::env::var_os("FINETUNE_SHARED")
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"), PathBuf::from);
     let path = root.join(path);
     if !path.exists() {
-        eprintln!("SKIPPED: {} is not there (set FINETUNE_SHARED)", path.display());
+        let why = format!("{} is not there; set FINETUNE_SHARED", path.display());
+        skipped("tests on weights of pretrained models", &why);
         return None;
     }
     Some(path)
@@ -133,7 +134,7 @@ fn malformed_files_each_get_their_error() {
     seven bytes: it has 7 bytes; a safetensors file has at least 8
     length 2^63: its first 8 bytes give a header of 9223372036854775808 bytes; accepted: up to 100000000 (not a safetensors file?)
     length over the cap: its first 8 bytes give a header of 100000001 bytes; accepted: up to 100000000 (not a safetensors file?)
-    length past the end: it is truncated: the header should have 100 bytes, at least 2; 2 are there
+    length past the end: it is truncated: the header should have 100 bytes, at least 2; 2 follow
     a pickle in disguise: its header does not start with `{` (not a safetensors file?)
     no brace: its header does not start with `{` (not a safetensors file?)
     leading space: its header does not start with `{` (not a safetensors file?)
@@ -154,8 +155,8 @@ fn malformed_files_each_get_their_error() {
     overlap: tensor `b` starts at byte 2 and overlaps `a`, which ends at 4
     hole: no tensor covers bytes 4 to 5 of its data, before tensor `b`
     hole at the start: no tensor covers bytes 0 to 1 of its data, before tensor `a`
-    truncated data: it is truncated: its tensors need 8 bytes, 7 are there
-    bytes left over: its tensors cover 8 bytes of data, 9 are there
+    truncated data: it is truncated: its tensors need 8 bytes, the file has 7
+    bytes left over: its tensors cover 8 bytes of data, the file has 9
     long name: tensor `nnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnn…` has dtype `F7`; accepted: F32, F16, BF16, F64, F8_E4M3, F8_E5M2, F8_E8M0, I64, I32, I16, I8, U64, U32, U16, U8, BOOL
     control characters: tensor `\u{1b}[2J\0` has dtype `F7`; accepted: F32, F16, BF16, F64, F8_E4M3, F8_E5M2, F8_E8M0, I64, I32, I16, I8, U64, U32, U16, U8, BOOL
     ");
@@ -556,11 +557,40 @@ fn summaries_come_from_headers() {
 }
 
 #[test]
-fn fingerprints_tell_models_apart() {
-    let print = |path: &str| ModelFiles::open(&golden(path)).expect("opens").fingerprint();
-    assert_eq!(print("models/tiny-llama"), print("models/tiny-llama"));
+fn identities_tell_models_apart() {
+    let identity = |folder: &Path| {
+        let files = ModelFiles::open(folder).expect("opens");
+        ModelIdentity::named("m", None).of_files(&files).expect("is read")
+    };
+    let llama = identity(&golden("models/tiny-llama"));
+    assert_eq!(llama.is_same(&identity(&golden("models/tiny-llama"))), Some(true));
     // The same architecture, other weights.
-    assert_ne!(print("models/tiny-llama"), print("train/lora/merged"));
+    assert_eq!(llama.is_same(&identity(&golden("train/lora/merged"))), Some(false));
+    assert_eq!(llama.is_same(&identity(&golden("quant/tiny-llama-bnb-nf4"))), Some(false));
+    // Without weights commits decide, if both are known.
+    let named = |commit| ModelIdentity::named("m", commit);
+    assert_eq!(named(Some("c0")).is_same(&named(Some("c0"))), Some(true));
+    assert_eq!(named(Some("c0")).is_same(&named(Some("c1"))), Some(false));
+    assert_eq!((named(Some("c0")).is_same(&named(None)), llama.is_same(&named(None))), (None, None));
+    assert_eq!(ModelIdentity::from_json(&llama.to_json()).expect("JSON"), llama);
+
+    // However it is sharded, and whatever is stored that loading does not read.
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let files = ModelFiles::open(&golden("models/tiny-llama")).expect("opens");
+    let entry = |(name, info): (&str, &TensorInfo)| WriteEntry {
+        name: name.into(),
+        dtype: info.dtype,
+        shape: info.shape.clone(),
+    };
+    let mut entries: Vec<WriteEntry> = files.tensors().map(entry).collect();
+    let buffer = "model.layers.0.self_attn.rotary_emb.inv_freq";
+    entries.insert(3, WriteEntry { name: buffer.into(), dtype: StoredDtype::F32, shape: vec![8] });
+    let written = write_sharded(dir.path(), &entries, 100_000, |entry, sink| match entry.name.as_str() {
+        name if name == buffer => sink.write_values(&[0f32; 8]),
+        name => sink.write_bytes(files.bytes(name)?),
+    });
+    assert!(written.expect("written").len() > 3);
+    assert_eq!(identity(dir.path()).is_same(&llama), Some(true));
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread::{Builder, JoinHandle, sleep};
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,7 @@ use super::message::{Hello, Message};
 use super::secret::{Notice, Secret, Terms};
 use super::wire::prepare;
 use crate::collective::launch::{Launch, Master};
+use crate::collective::rank_threads::locked;
 use crate::error::{Error, ErrorCategory, Result};
 
 /// For one connection from its first byte to what it says of itself.
@@ -121,10 +122,10 @@ fn cannot_listen(master: &Master, failures: &[(SocketAddr, std::io::Error)]) -> 
     let error = Error::new(kind, format!("cannot listen on the master address `{}`", master.address));
     let shown = failures.iter().take(4).map(|(address, error)| format!("{address}: {error}"));
     let error = shown.fold(error, Error::because);
-    match foreign {
-        true => error
-            .hint("start rank 0 on that host, or name an address of this one: `FINETUNE_RDZV_BIND=ADDRESS`"),
-        false => error.hint("stop the other process, or set another MASTER_PORT in every process"),
+    if foreign {
+        error.hint("start rank 0 on that host, or name an address of this one: `FINETUNE_RDZV_BIND=ADDRESS`")
+    } else {
+        error.hint("stop the other process, or set another MASTER_PORT in every process")
     }
 }
 
@@ -304,9 +305,4 @@ impl Guard {
             (self.notice)(&format!("refused a connection to the control channel from {line}"));
         }
     }
-}
-
-/// The data are whole at every instant, so a panic elsewhere does not spoil them.
-pub(super) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -126,7 +126,7 @@ pub(super) fn join(master: &Master, own: &Hello, run: &str, terms: &Terms) -> Re
     let mut link = find(master, run, terms)?;
     let until = Instant::now() + terms.deadline + SLACK;
     let gone = |broken: Broken| {
-        Error::new(ErrorCategory::Transient, "the ranks cannot meet: rank 0 went away before all had come")
+        Error::new(ErrorCategory::Transient, "cannot connect the ranks: rank 0 left before all had joined")
             .because(broken.to_string())
             .hint("look at what rank 0 prints")
     };
@@ -195,7 +195,7 @@ fn find(master: &Master, run: &str, terms: &Terms) -> Result<Link> {
             return Err(Error::new(
                 ErrorCategory::Transient,
                 format!(
-                    "the ranks cannot meet: no answer from rank 0 at `{}` within {waited}",
+                    "cannot connect the ranks: no answer from rank 0 at `{}` within {waited}",
                     master.address
                 ),
             )

@@ -31,8 +31,8 @@ pub use room::Failure;
 pub use secret::{Notice, Secret, Terms};
 
 use super::launch::Launch;
+use super::rank_threads::locked;
 use crate::error::{Error, Result};
-use door::locked;
 use meeting::Met;
 use message::{Hello, Round, Share};
 use room::Room;

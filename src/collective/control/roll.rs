@@ -133,7 +133,7 @@ impl Roll {
                 ),
             };
             let causes = self.faults.iter().take(MOST_CAUSES).map(|(_, text)| text.clone()).collect();
-            let what = format!("the ranks cannot meet: {what}");
+            let what = format!("cannot connect the ranks: {what}");
             return Some(Rejection { users_fault: true, what, causes, hint: hint.to_owned() });
         }
         if self.is_complete() {
@@ -148,7 +148,10 @@ impl Roll {
         causes.extend(refused);
         Some(Rejection {
             users_fault: false,
-            what: format!("the ranks cannot meet: {here} of {world} came within {}", units::duration(secs)),
+            what: format!(
+                "cannot connect the ranks: {here} of {world} joined within {}",
+                units::duration(secs)
+            ),
             causes,
             hint: "look at what the missing ranks print, or wait longer: `FINETUNE_RDZV_TIMEOUT=900`"
                 .to_owned(),

@@ -9,12 +9,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
-use super::door::locked;
 use super::handshake::{Receiver, Sender};
 use super::meeting::Met;
 use super::message::{Message, Peer, Round, Share};
 use super::roll::named;
 use super::wire::Broken;
+use crate::collective::rank_threads::locked;
 use crate::error::{Error, ErrorCategory, Result};
 
 /// Calls that a process can be ahead of rank 0: one, and a farewell is no call.
@@ -279,9 +279,10 @@ impl Room {
         let parts: Vec<_> = state.parts.drain(..).collect();
         drop(state);
         let in_order = parts.iter().enumerate().all(|(at, (n, index, _))| (*n, *index) == (number, at));
-        match in_order && parts.len() == expected {
-            true => Ok(parts.into_iter().map(|(_, _, bytes)| bytes).collect()),
-            false => Err(self.blame(0, format!("it answered another call than {} `{what}`", round.name()))),
+        if in_order && parts.len() == expected {
+            Ok(parts.into_iter().map(|(_, _, bytes)| bytes).collect())
+        } else {
+            Err(self.blame(0, format!("it answered another call than {} `{what}`", round.name())))
         }
     }
 
@@ -291,10 +292,8 @@ impl Room {
         if !host {
             self.send(0, &Message::Bye);
         }
-        let gone = |state: &State| match host {
-            true => state.left[1..].iter().all(|left| *left),
-            false => state.left[0],
-        };
+        let gone =
+            |state: &State| if host { state.left[1..].iter().all(|left| *left) } else { state.left[0] };
         match self.wait(until, gone) {
             Ok(state) => drop(state),
             Err(Stopped::Failed(failure)) => return Err(failure.into()),

@@ -122,7 +122,7 @@ impl Secret {
     pub(super) fn suffices(&self, address: &SocketAddr) -> Result<()> {
         match self {
             Secret::Absent if !address.ip().is_loopback() => {
-                Err(Error::user("cannot meet other hosts without a secret")
+                Err(Error::user("cannot connect to other hosts without a secret")
                     .because(format!("rank 0 is at {address}, and neither {SECRET} nor {SECRET_FILE} is set"))
                     .hint(format!(
                         "{MAKE_ONE}, or, on a network that is yours alone, set {WITHOUT_SECRET}=1"

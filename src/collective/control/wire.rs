@@ -208,9 +208,10 @@ impl<'a> Parser<'a> {
     pub(super) fn text(&mut self, most: usize) -> Result<String, Broken> {
         let text = std::str::from_utf8(self.bytes(most)?)
             .map_err(|_| Broken::Malformed("a text that is not UTF-8"))?;
-        match text.contains(char::is_control) {
-            true => Err(Broken::Malformed("a text with control characters")),
-            false => Ok(text.to_owned()),
+        if text.contains(char::is_control) {
+            Err(Broken::Malformed("a text with control characters"))
+        } else {
+            Ok(text.to_owned())
         }
     }
 

@@ -377,9 +377,10 @@ impl Collective for InProcess {
             }
         }
         self.reach(call_id, Stage::Copied);
-        let mut state = match root == self.member && !is_small {
-            true => self.all(call_id, Stage::Copied)?,
-            false => self.shared().lock(),
+        let mut state = if root == self.member && !is_small {
+            self.all(call_id, Stage::Copied)?
+        } else {
+            self.shared().lock()
         };
         state.leave(call_id);
         Ok(())

@@ -255,14 +255,16 @@ pub(super) fn address(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Opti
     let inner = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(&text);
     let accepted = "a host name or an IP address, the port apart";
     if let Ok(ip) = inner.parse::<std::net::IpAddr>() {
-        return match ip.is_unspecified() {
-            true => Err(refused(name, &text, "the one address that the other hosts reach rank 0 by")),
-            false => Ok(Some(ip.to_string())),
+        return if ip.is_unspecified() {
+            Err(refused(name, &text, "the one address that the other hosts reach rank 0 by"))
+        } else {
+            Ok(Some(ip.to_string()))
         };
     }
     let plain = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
-    match !text.is_empty() && text.len() <= 255 && text.chars().all(plain) {
-        true => Ok(Some(text)),
-        false => Err(refused(name, &text, accepted)),
+    if !text.is_empty() && text.len() <= 255 && text.chars().all(plain) {
+        Ok(Some(text))
+    } else {
+        Err(refused(name, &text, accepted))
     }
 }

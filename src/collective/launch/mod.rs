@@ -230,11 +230,10 @@ fn by_flags(
         let text = format!("--rank {rank} of {world_size} with {ranks_here} ranks in this process");
         return Err(fault(text, format!("--rank 0 to {}", world_size - ranks_here)));
     }
-    let master = match world_size == ranks_here {
-        true => None,
-        false => {
-            Some(launchers::named_master(env, flags, "--world-size is above the ranks of this process")?)
-        }
+    let master = if world_size == ranks_here {
+        None
+    } else {
+        Some(launchers::named_master(env, flags, "--world-size is above the ranks of this process")?)
     };
     Ok(Launch {
         source: LaunchSource::Flags,

@@ -123,9 +123,10 @@ fn items(list: &str) -> Result<Vec<&str>, String> {
         return Err("`[` without `]`".to_owned());
     }
     items.push(&list[start..]);
-    match items.iter().any(|item| item.is_empty()) {
-        true => Err("an empty item between commas".to_owned()),
-        false => Ok(items),
+    if items.iter().any(|item| item.is_empty()) {
+        Err("an empty item between commas".to_owned())
+    } else {
+        Ok(items)
     }
 }
 

@@ -205,9 +205,8 @@ impl MpiCommunicator {
             }
             scratch = transfer.finish(|silent, waited| self.late(record, silent, waited))?;
             let base = scratch.as_ptr() as usize;
-            let place = |rank| match rank == self.rank {
-                true => full.address() + mine.start * width,
-                false => base + rank * slot,
+            let place = |rank| {
+                if rank == self.rank { full.address() + mine.start * width } else { base + rank * slot }
             };
             let pieces: Vec<usize> = (0..self.ranks.len()).map(place).collect();
             let to = out_address + (mine.start - own.start) * width;

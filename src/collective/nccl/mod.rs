@@ -39,13 +39,14 @@ pub use rank_group::{GroupInfo, run_on_gpus, run_ranks};
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use self::call_log::CallLog;
 use self::communicator::Communicator;
 use self::watchdog::Watch;
 use super::call_record::{CallKind, CallRecord, RankStatus};
+use super::rank_threads::locked;
 use super::{Call, Collective, Op, Phase, Ticket, Traffic};
 use crate::collective::buffer_checks::{check_shard, check_sum};
 use crate::error::{Error, ErrorCategory, Result};
@@ -127,10 +128,6 @@ fn check_places(call: Call, shard: &Buffer, full: &Buffer) -> Result<()> {
     }
     let what = format!("the shard of {call} is elsewhere than its data");
     Err(Error::internal(what).because(format!("{shard:?}, {full:?}")))
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<D: GpuStreams> Nccl<D> {

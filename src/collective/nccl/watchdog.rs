@@ -3,13 +3,14 @@
 //! aborted communicator's kernels end, and the wait with them.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::communicator::AbortFlag;
 use super::device::{GpuStreams, Lane};
 use crate::collective::call_record::CallRecord;
+use crate::collective::rank_threads::locked;
 use crate::error::{Error, ErrorCategory, Result};
 
 /// Between two looks; a failure is seen this late at most.
@@ -43,10 +44,6 @@ struct WatchdogState<D: GpuStreams> {
 pub(super) struct Watch<D: GpuStreams> {
     shared: Arc<WatchdogState<D>>,
     thread: Option<JoinHandle<()>>,
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<D: GpuStreams> Watch<D> {

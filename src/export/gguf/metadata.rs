@@ -166,8 +166,9 @@ fn pattern(config: &ModelConfig, arch: &str, description: &mut ModelDescription)
 }
 
 fn no_local_rope_without_window(config: &ModelConfig) -> Result<()> {
-    match config.layers.iter().any(|layer| layer.rope != 0 && layer.window.is_none()) {
-        true => Err(refused("it has layers with local rotary positions and no sliding window".into())),
-        false => Ok(()),
+    if config.layers.iter().any(|layer| layer.rope != 0 && layer.window.is_none()) {
+        Err(refused("it has layers with local rotary positions and no sliding window".into()))
+    } else {
+        Ok(())
     }
 }

@@ -113,8 +113,9 @@ pub fn stored_type(files: &ModelFiles) -> GgufType {
 fn name_for(config: &ModelConfig, name: &str, vocabulary: &Vocabulary) -> String {
     let lower = name.to_lowercase();
     let told = lower.contains("phi-3") || lower.contains("phi3");
-    match config.family == Family::Phi3 && vocabulary.strips_right && !told {
-        true => format!("{name} (phi-3)"),
-        false => name.to_owned(),
+    if config.family == Family::Phi3 && vocabulary.strips_right && !told {
+        format!("{name} (phi-3)")
+    } else {
+        name.to_owned()
     }
 }

@@ -107,11 +107,12 @@ fn refuse_unknown(config: &ModelConfig, spec: &Spec<'_>, arch: &str) -> Result<(
         "longrope" | "su" => matches!(arch, "llama" | "phi3"),
         _ => false,
     };
-    match known {
-        true => Ok(()),
-        false => Err(refused(format!(
+    if known {
+        Ok(())
+    } else {
+        Err(refused(format!(
             "llama.cpp's {arch} cannot compute `rope_scaling` of type \"{kind}\" as it is set here"
-        ))),
+        )))
     }
 }
 

@@ -197,10 +197,12 @@ impl TokenList {
                 continue;
             };
             let known = matches!(place, Some((_, TokenType::Unknown)));
-            *place = Some(match token.special || looks_special(&token.content) {
-                _ if known => (token.content.clone(), TokenType::Unknown),
-                true => (token.content.clone(), TokenType::Control),
-                false => (token.content.replace('▁', " "), TokenType::UserDefined),
+            *place = Some(if known {
+                (token.content.clone(), TokenType::Unknown)
+            } else if token.special || looks_special(&token.content) {
+                (token.content.clone(), TokenType::Control)
+            } else {
+                (token.content.replace('▁', " "), TokenType::UserDefined)
             });
         }
         let tokens: Vec<(String, TokenType)> = (0..)

@@ -194,9 +194,12 @@ fn header(metadata: &Metadata, entries: &[TensorEntry]) -> Result<Vec<u8>> {
     bytes.extend_from_slice(&(entries.len() as u64).to_le_bytes());
     bytes.extend_from_slice(&(metadata.0.len() as u64).to_le_bytes());
     let mut names = BTreeSet::new();
-    let mut once = |name: &str| match names.insert(name.to_owned()) {
-        true => Ok(()),
-        false => Err(Error::internal("cannot write a GGUF file").because(format!("`{name}` is there twice"))),
+    let mut once = |name: &str| {
+        if names.insert(name.to_owned()) {
+            Ok(())
+        } else {
+            Err(Error::internal("cannot write a GGUF file").because(format!("`{name}` is there twice")))
+        }
     };
     for (key, value) in &metadata.0 {
         once(key)?;

@@ -45,9 +45,10 @@ pub(super) fn pack(
     inner: usize,
     role: OperandRole,
 ) {
-    match from.is_bf16 {
-        true => pack_parts::<1>(tiles, from, outer, inner, role),
-        false => pack_parts::<3>(tiles, from, outer, inner, role),
+    if from.is_bf16 {
+        pack_parts::<1>(tiles, from, outer, inner, role)
+    } else {
+        pack_parts::<3>(tiles, from, outer, inner, role)
     }
 }
 
@@ -121,9 +122,8 @@ fn pairs<'a, const PARTS: usize>(
 ) {
     /// Rows whose elements are asked for ahead of their use.
     const AHEAD: usize = 16;
-    let at = |k: usize| match k < inner.end {
-        true => &from.data[k * from.inner + outer.start..][..outer.len()],
-        false => &[],
+    let at = |k: usize| {
+        if k < inner.end { &from.data[k * from.inner + outer.start..][..outer.len()] } else { &[] }
     };
     for (i, k) in inner.clone().take(STEP).step_by(2).enumerate() {
         let (even, odd) = (at(k), at(k + 1));

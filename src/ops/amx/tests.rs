@@ -71,7 +71,11 @@ fn errors<A: FloatElement, B: FloatElement>(amx: Amx, case: &Case) -> (f64, f64)
 fn unit() -> Option<Amx> {
     let here = Amx::here();
     if here.is_none() {
-        std::io::Write::write_all(&mut std::io::stderr(), b"SKIPPED: this processor has no AMX\n").unwrap();
+        std::io::Write::write_all(
+            &mut std::io::stderr(),
+            b"SKIPPED tests of AMX products: this processor has no AMX\n",
+        )
+        .unwrap();
     }
     here
 }

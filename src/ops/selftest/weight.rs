@@ -28,14 +28,13 @@ fn quantized(bench: &CaseRunner<'_>, format: QuantFormat, shape: (usize, usize))
     let on = |device: &Device| -> Result<Quantized> {
         let bytes = |bytes: &[u8]| Tensor::from_slice(bytes, bytes.len(), device);
         let floats = |floats: &[f32]| Tensor::from_slice(floats, floats.len(), device);
-        let scales = match format.double_quant {
-            false => BlockScales::Plain(floats(&absmax)?),
-            true => {
-                let mut nested = vec![0u8; absmax.len()];
-                let mut outer = vec![0f32; absmax.len().div_ceil(quant::NESTED_BLOCK)];
-                let offset = quant::nest(&absmax, &mut nested, &mut outer);
-                BlockScales::Nested { codes: bytes(&nested)?, absmax: floats(&outer)?, offset }
-            }
+        let scales = if format.double_quant {
+            let mut nested = vec![0u8; absmax.len()];
+            let mut outer = vec![0f32; absmax.len().div_ceil(quant::NESTED_BLOCK)];
+            let offset = quant::nest(&absmax, &mut nested, &mut outer);
+            BlockScales::Nested { codes: bytes(&nested)?, absmax: floats(&outer)?, offset }
+        } else {
+            BlockScales::Plain(floats(&absmax)?)
         };
         let QuantFormat { kind, block_size, .. } = format;
         Ok(Quantized { kind, block_size, shape, codes: bytes(&codes)?, scales })
@@ -93,9 +92,10 @@ fn magnitudes() -> Vec<SelftestCase> {
         cases.push(SelftestCase::new("weight_norm", what, Tolerance::FORWARD, move |bench| {
             let (w, [here, plain]) = (bench.normal("w", (70, 40))?, quantized(bench, FORMATS[0], (70, 40))?);
             let (a, b) = (bench.normal_f32("a", (3, 40))?, bench.normal_f32("b", (70, 3))?);
-            let (here, plain) = match quantize {
-                true => (Weight::Quantized(&here), Weight::Quantized(&plain)),
-                false => (Weight::Dense(&w.here), Weight::Dense(&w.plain)),
+            let (here, plain) = if quantize {
+                (Weight::Quantized(&here), Weight::Quantized(&plain))
+            } else {
+                (Weight::Dense(&w.here), Weight::Dense(&w.plain))
             };
             let got = dora::weight_norm(here, &a.here, &b.here, 0.7)?;
             Ok(vec![TensorPair::new(got, dora::weight_norm_reference(plain, &a.plain, &b.plain, 0.7)?)])

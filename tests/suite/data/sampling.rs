@@ -114,8 +114,8 @@ proptest! {
                 let batches = || step.micro_batches.iter();
                 let ids: Vec<u32> = batches().flat_map(|b| b.ids.clone()).collect();
                 let targets: Vec<u32> = batches().flat_map(|b| b.targets.clone()).collect();
-                let positions: Vec<u32> = batches().flat_map(|b| b.positions.clone()).collect();
-                (ids, targets, positions, step.valid, step.tokens)
+                let lengths: Vec<usize> = batches().flat_map(|b| b.segments.iter().map(|s| s.len)).collect();
+                (ids, targets, lengths, step.valid, step.tokens)
             };
             steps(&data, options).iter().map(tokens).collect::<Vec<_>>()
         };

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use finetune::data::{ChatTemplate, DataOptions, Dataset, Tokenizer};
 
 use super::{template, tokenizer};
+use crate::skipped::skipped;
 
 pub(crate) fn shared() -> Option<PathBuf> {
     let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared");
@@ -13,7 +14,8 @@ pub(crate) fn shared() -> Option<PathBuf> {
     if folder.join("data").is_dir() {
         return Some(folder);
     }
-    eprintln!("SKIPPED: there is no {}; set FINETUNE_SHARED", folder.join("data").display());
+    let why = format!("there is no {}; set FINETUNE_SHARED", folder.join("data").display());
+    skipped("tests on shared data", &why);
     None
 }
 

@@ -1,0 +1,50 @@
+//! Signals that ask a run to save and stop.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use libc::c_int;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU};
+use signal_hook::flag;
+
+use crate::error::{Error, ErrorCategory, Result};
+
+/// Sent by a person or by whoever ends the process for good: the second of these does not wait for a save.
+const ENDING: [c_int; 2] = [SIGINT, SIGTERM];
+
+/// Sent ahead of the end by batch systems (Slurm's `--signal`, SGE's notifications, a limit on CPU time, which signals
+/// once a second) and closing terminals: however often, they ask for a save.
+const WARNING: [c_int; 4] = [SIGUSR1, SIGUSR2, SIGHUP, SIGXCPU];
+
+/// A flag that is set by the first signal which asks for a save. A second SIGINT or SIGTERM ends the program at once.
+///
+/// # Errors
+/// The system refuses a handler.
+pub(super) fn watch() -> Result<Arc<AtomicBool>> {
+    let (stop, ending) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
+    for signal in ENDING {
+        let code = i32::from(ErrorCategory::Stopped.exit_code());
+        // Called in this order: the first such signal finds `ending` still unset.
+        flag::register_conditional_shutdown(signal, code, Arc::clone(&ending)).map_err(failed)?;
+        flag::register(signal, Arc::clone(&ending)).map_err(failed)?;
+        flag::register(signal, Arc::clone(&stop)).map_err(failed)?;
+    }
+    for signal in WARNING {
+        // As under `nohup`: whoever started the process wants it to go on.
+        if !is_ignored(signal) {
+            flag::register(signal, Arc::clone(&stop)).map_err(failed)?;
+        }
+    }
+    Ok(stop)
+}
+
+/// Whether the process was started with `signal` ignored.
+fn is_ignored(signal: c_int) -> bool {
+    // SAFETY: zeroes are a valid `sigaction`, which the call fills in; without a new action it changes nothing.
+    unsafe {
+        let mut current: libc::sigaction = std::mem::zeroed();
+        libc::sigaction(signal, std::ptr::null(), &raw mut current) == 0
+            && current.sa_sigaction == libc::SIG_IGN
+    }
+}

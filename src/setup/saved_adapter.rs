@@ -1,0 +1,189 @@
+//! `[adapter]` beside the saved adapter of `adapter.path`: what is written must agree with it, what is not is taken from
+//! it.
+//!
+//! Modules, ranks and alphas are compared by what they mean on the model: a list in another order, or `all-linear`
+//! for the names of all linear layers, says the same. `lora_dropout` does not contradict a saved adapter: it is how
+//! training goes on, so a value that is written counts.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use crate::adapter::{self, ModulePattern, NamePattern, Target, TargetSpec};
+use crate::error::{Error, Result};
+use crate::model::Module;
+use crate::recipe::{self, AdapterKind, Patterns, Recipe};
+use crate::setup::adapter_setup::{AdapterSetup, spec_of};
+
+/// The section.
+const SECTION: &str = "adapter";
+/// The keys that say what a saved adapter is.
+const KEYS: [&str; 9] = [
+    "kind",
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "exclude_modules",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+];
+
+/// The recipe's `[adapter]` as it is used with the adapter `saved` in `folder`, on a model of `modules`.
+///
+/// # Errors
+/// The user's: keys that are written contradict the adapter, or name what the model does not have.
+pub(crate) fn settings(
+    recipe: &Recipe,
+    saved: &AdapterSetup,
+    folder: &Path,
+    modules: &[Module],
+) -> Result<recipe::AdapterSection> {
+    let said = recipe.adapter.clone().unwrap_or_default();
+    let found = in_words_of_the_recipe(&said, saved, modules);
+    let is_written = |key: &str| recipe.written.place(SECTION, key).is_some();
+    let compared = Compared { said: &said, found: &found, is_written: &is_written, saved, modules };
+    let mut contradictions = Vec::new();
+    for key in KEYS.into_iter().filter(|key| is_written(key)) {
+        if !compared.agree(key)? {
+            contradictions.push(key);
+        }
+    }
+    if !contradictions.is_empty() {
+        return Err(refusal(recipe, &said, &found, folder, &contradictions));
+    }
+    let mut used = said.clone();
+    for key in KEYS.into_iter().filter(|key| !is_written(key)) {
+        match key {
+            "kind" => used.kind = found.kind,
+            "r" => used.r = found.r,
+            "lora_alpha" => used.lora_alpha = found.lora_alpha,
+            "target_modules" => used.target_modules = found.target_modules.clone(),
+            "exclude_modules" => used.exclude_modules = found.exclude_modules.clone(),
+            "modules_to_save" => used.modules_to_save = found.modules_to_save.clone(),
+            "rank_pattern" => used.rank_pattern = found.rank_pattern.clone(),
+            "alpha_pattern" => used.alpha_pattern = found.alpha_pattern.clone(),
+            _ => used.use_rslora = found.use_rslora,
+        }
+    }
+    if !is_written("lora_dropout") {
+        used.lora_dropout = saved.config.lora_dropout;
+    }
+    Ok(used)
+}
+
+/// The saved adapter as `[adapter]` would say it. Modules are named as they are found in it, which is what its
+/// `all-linear`, regular expressions and layer numbers came to.
+fn in_words_of_the_recipe(
+    said: &recipe::AdapterSection,
+    saved: &AdapterSetup,
+    modules: &[Module],
+) -> recipe::AdapterSection {
+    let spec = &saved.config.spec;
+    recipe::AdapterSection {
+        kind: if spec.use_dora { AdapterKind::Dora } else { AdapterKind::Lora },
+        r: spec.r,
+        lora_alpha: spec.lora_alpha,
+        target_modules: recipe::TargetModules::Named(adapter::target_names(&saved.targets, modules)),
+        exclude_modules: Vec::new(),
+        modules_to_save: spec.modules_to_save.clone(),
+        rank_pattern: Patterns(spec.rank_pattern.clone()),
+        alpha_pattern: Patterns(spec.alpha_pattern.clone()),
+        use_rslora: spec.use_rslora,
+        ..said.clone()
+    }
+}
+
+/// What the recipe says, beside what was found in the adapter.
+struct Compared<'a> {
+    said: &'a recipe::AdapterSection,
+    found: &'a recipe::AdapterSection,
+    is_written: &'a dyn Fn(&str) -> bool,
+    saved: &'a AdapterSetup,
+    modules: &'a [Module],
+}
+
+impl Compared<'_> {
+    /// Whether the value of `key` means what the adapter is.
+    fn agree(&self, key: &str) -> Result<bool> {
+        let (said, found) = (self.said, self.found);
+        Ok(match key {
+            "kind" => said.kind == found.kind,
+            "r" => said.r == found.r,
+            "lora_alpha" => said.lora_alpha == found.lora_alpha,
+            "use_rslora" => said.use_rslora == found.use_rslora,
+            "target_modules" => self.names_the_targets(spec_of(said).target_modules)?,
+            "exclude_modules" => self.names_the_targets(self.own_targets())?,
+            "modules_to_save" => self.saved_by(said)? == self.saved_by(found)?,
+            _ => {
+                let TargetSpec { rank_pattern, alpha_pattern, .. } = spec_of(said);
+                let (r, lora_alpha) = (found.r, found.lora_alpha);
+                let spec =
+                    TargetSpec { target_modules: self.own_targets(), r, lora_alpha, ..Default::default() };
+                if key == "rank_pattern" {
+                    let targets = adapter::resolve(&TargetSpec { rank_pattern, ..spec }, self.modules)?;
+                    by_name(&targets, |target| target.r) == by_name(&self.saved.targets, |target| target.r)
+                } else {
+                    let targets = adapter::resolve(&TargetSpec { alpha_pattern, ..spec }, self.modules)?;
+                    by_name(&targets, |target| target.alpha)
+                        == by_name(&self.saved.targets, |target| target.alpha)
+                }
+            }
+        })
+    }
+
+    /// The adapter's modules, each by its whole name.
+    fn own_targets(&self) -> ModulePattern {
+        let names = self.saved.targets.iter().map(|target| target.name.clone());
+        ModulePattern::Named(NamePattern::List(names.collect()))
+    }
+
+    /// Whether `target_modules`, less what the recipe excludes and what is saved whole, are the adapter's modules.
+    fn names_the_targets(&self, target_modules: ModulePattern) -> Result<bool> {
+        let of = |key: &str| if (self.is_written)(key) { self.said } else { self.found };
+        let spec = TargetSpec {
+            target_modules,
+            exclude_modules: NamePattern::List(of("exclude_modules").exclude_modules.clone()),
+            modules_to_save: of("modules_to_save").modules_to_save.clone(),
+            ..TargetSpec::default()
+        };
+        let named = adapter::resolve(&spec, self.modules)?;
+        Ok(by_name(&named, |_| ()) == by_name(&self.saved.targets, |_| ()))
+    }
+
+    /// The modules that `adapter` saves whole.
+    fn saved_by(&self, adapter: &recipe::AdapterSection) -> Result<Vec<String>> {
+        adapter::resolve_saved(&spec_of(adapter), self.modules)
+    }
+}
+
+fn by_name<T>(targets: &[Target], value: impl Fn(&Target) -> T) -> BTreeMap<&str, T> {
+    targets.iter().map(|target| (target.name.as_str(), value(target))).collect()
+}
+
+/// The error for the keys `contradictions`.
+fn refusal(
+    recipe: &Recipe,
+    said: &recipe::AdapterSection,
+    found: &recipe::AdapterSection,
+    folder: &Path,
+    contradictions: &[&str],
+) -> Error {
+    let value = |adapter: &recipe::AdapterSection, key: &str| adapter.value(key).unwrap_or_default();
+    let mut error = Error::user(format!("cannot go on with the adapter in {}", folder.display()));
+    for key in contradictions {
+        let place = recipe.written.place(SECTION, key).unwrap_or_default();
+        // What a saved adapter was kept from is not in it: only where it is.
+        let is = match *key {
+            "exclude_modules" => format!("the saved adapter is on {}", value(found, "target_modules")),
+            key => format!("of the saved adapter it is {}", value(found, key)),
+        };
+        error = error.because(format!("{place}: `adapter.{key}` is {}; {is}", value(said, key)));
+    }
+    let set = |key: &&str| format!("`--set 'adapter.{key}={}'`", value(found, key));
+    let sets: Vec<String> = contradictions.iter().map(set).collect();
+    error.hint(format!(
+        "write the saved adapter's values ({}), or remove these keys, which takes its values; without `adapter.path` a new adapter starts",
+        sets.join(", ")
+    ))
+}

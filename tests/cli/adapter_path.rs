@@ -1,0 +1,174 @@
+//! `adapter.path` through the binary: what of `[adapter]` agrees with the saved adapter, what is refused, and what the
+//! run's recipe.toml says.
+
+use crate::place::{Place, lora};
+#[allow(dead_code, reason = "each test binary uses its part")]
+use insta::assert_snapshot;
+use serde_json::Value;
+
+const COMMON: &str = "
+[data]
+max_seq_len = 96
+packing = false
+shuffle = false
+[train]
+max_steps = 2
+[optimizer]
+learning_rate = 1e-2
+";
+
+/// `saved`: an adapter of r 4 but for one module, with rsLoRA, dropout, and a head that trains whole.
+fn saved_adapter() -> Place {
+    let place = Place::new();
+    let sets = [
+        "adapter.r=4",
+        "adapter.lora_alpha=12",
+        "adapter.lora_dropout=0.25",
+        r#"adapter.target_modules=["v_proj", "down_proj", "q_proj"]"#,
+        r#"adapter.modules_to_save=["lm_head"]"#,
+        r#"adapter.rank_pattern={ "layers.1.self_attn.q_proj" = 2 }"#,
+        r#"adapter.alpha_pattern={ "v_proj" = 6 }"#,
+        "adapter.use_rslora=true",
+    ];
+    let mut args = lora(&[]);
+    sets.iter().for_each(|set| args.extend(["--set", set]));
+    let args: Vec<&str> = args.into_iter().map(|arg| if arg == "out" { "saved" } else { arg }).collect();
+    succeed(&place, &args);
+    place
+}
+
+fn succeed(place: &Place, args: &[&str]) {
+    let output = place.command(args).output().unwrap();
+    assert!(output.status.success(), "{args:?}\n{}", place.told(&output.stderr));
+}
+
+/// Trains with `keys` under `[adapter]` beside the path; the adapter that it leaves, as bytes.
+fn train(place: &Place, output: &str, keys: &str) -> Vec<u8> {
+    place.write("go_on.toml", &format!("[adapter]\npath = \"./saved\"\n{keys}{COMMON}"));
+    let args = ["--recipe", "go_on.toml", "--model", "model", "--dataset", "rows.jsonl", "--output", output];
+    succeed(place, &args);
+    adapter(place, output)
+}
+
+fn adapter(place: &Place, output: &str) -> Vec<u8> {
+    std::fs::read(place.path(output).join("adapter_model.safetensors")).unwrap()
+}
+
+/// The error of a run with `keys`.
+fn refused(place: &Place, keys: &str) -> String {
+    place.write("go_on.toml", &format!("[adapter]\npath = \"./saved\"\n{keys}{COMMON}"));
+    let args = ["--recipe", "go_on.toml", "--model", "model", "--dataset", "rows.jsonl", "--quiet"];
+    let output = place.command(&args).output().unwrap();
+    let said = place.told(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(!place.path("out").exists());
+    said
+}
+
+/// `[adapter]` of the recipe.toml in `output`.
+fn recorded(place: &Place, output: &str) -> String {
+    let text = std::fs::read_to_string(place.path(output).join("recipe.toml")).unwrap();
+    let from = text.find("[adapter]").unwrap();
+    let section = text[from..].split("\n\n").next().unwrap();
+    place.told(section.as_bytes())
+}
+
+#[test]
+fn keys_not_written_are_the_saved_adapter_s() {
+    let place = saved_adapter();
+    let trained = train(&place, "on", "");
+    assert_snapshot!(recorded(&place, "on"), @r#"
+    [adapter]
+    kind = "lora"
+    r = 4
+    lora_alpha = 12.0
+    lora_dropout = 0.25
+    target_modules = ["down_proj", "q_proj", "v_proj"]
+    exclude_modules = []
+    modules_to_save = ["lm_head"]
+    rank_pattern = { "layers.1.self_attn.q_proj" = 2 }
+    alpha_pattern = { "v_proj" = 6.0 }
+    use_rslora = true
+    init = "default"
+    path = "[DIR]/saved"
+    "#);
+    let config: Value =
+        serde_json::from_slice(&std::fs::read(place.path("on/adapter_config.json")).unwrap()).unwrap();
+    assert_eq!((&config["r"], &config["lora_dropout"]), (&4.into(), &0.25.into()));
+    // What was used repeats the run.
+    succeed(&place, &["--recipe", "on/recipe.toml", "--output", "again"]);
+    assert!(adapter(&place, "again") == trained);
+    assert_eq!(recorded(&place, "again"), recorded(&place, "on"));
+}
+
+#[test]
+fn written_keys_that_mean_the_same_agree() {
+    let place = saved_adapter();
+    let trained = train(&place, "on", "");
+    for (case, keys) in [
+        "target_modules = [\"q_proj\", \"v_proj\", \"down_proj\"]\n",
+        "target_modules = \"all-linear\"\nexclude_modules = [\"k_proj\", \"o_proj\", \"up_proj\", \"gate_proj\"]\n",
+        "exclude_modules = [\"k_proj\"]\n",
+        "kind = \"lora\"\nr = 4\nlora_alpha = 12\nuse_rslora = true\nmodules_to_save = [\"lm_head\"]\n",
+        "rank_pattern = { \"1.self_attn.q_proj\" = 2, \"0.self_attn.q_proj\" = 4 }\n",
+        "alpha_pattern = { \"v_proj\" = 6.0 }\n",
+        "lora_dropout = 0.25\n",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        assert!(train(&place, &format!("on-{case}"), keys) == trained, "{keys}");
+    }
+    // How training goes on is the recipe's to say, the default too.
+    assert!(train(&place, "plain", "lora_dropout = 0.0\n") != trained);
+    assert!(recorded(&place, "plain").contains("lora_dropout = 0.0\n"));
+    let config = std::fs::read_to_string(place.path("plain/adapter_config.json")).unwrap();
+    assert!(config.contains("\"lora_dropout\": 0.0"), "{config}");
+}
+
+#[test]
+fn written_keys_that_contradict_are_refused() {
+    let place = saved_adapter();
+    // Each at its default.
+    let defaults = "kind = \"lora\"\nr = 16\nlora_alpha = 16\nuse_rslora = false\nrank_pattern = {}\nalpha_pattern = {}\nmodules_to_save = []\n";
+    assert_snapshot!(refused(&place, defaults), @r#"
+    error: cannot go on with the adapter in [DIR]/saved
+      caused by: go_on.toml:4:5: `adapter.r` is 16; of the saved adapter it is 4
+      caused by: go_on.toml:5:14: `adapter.lora_alpha` is 16.0; of the saved adapter it is 12.0
+      caused by: go_on.toml:9:19: `adapter.modules_to_save` is []; of the saved adapter it is ["lm_head"]
+      caused by: go_on.toml:7:16: `adapter.rank_pattern` is {}; of the saved adapter it is { "layers.1.self_attn.q_proj" = 2 }
+      caused by: go_on.toml:8:17: `adapter.alpha_pattern` is {}; of the saved adapter it is { "v_proj" = 6.0 }
+      caused by: go_on.toml:6:14: `adapter.use_rslora` is false; of the saved adapter it is true
+    hint: write the saved adapter's values (`--set 'adapter.r=4'`, `--set 'adapter.lora_alpha=12.0'`, `--set 'adapter.modules_to_save=["lm_head"]'`, `--set 'adapter.rank_pattern={ "layers.1.self_attn.q_proj" = 2 }'`, `--set 'adapter.alpha_pattern={ "v_proj" = 6.0 }'`, `--set 'adapter.use_rslora=true'`), or remove these keys, which takes its values; without `adapter.path` a new adapter starts
+    "#);
+    assert_snapshot!(refused(&place, "target_modules = [\"q_proj\", \"k_proj\"]\n"), @r#"
+    error: cannot go on with the adapter in [DIR]/saved
+      caused by: go_on.toml:3:18: `adapter.target_modules` is ["q_proj", "k_proj"]; of the saved adapter it is ["down_proj", "q_proj", "v_proj"]
+    hint: write the saved adapter's values (`--set 'adapter.target_modules=["down_proj", "q_proj", "v_proj"]'`), or remove these keys, which takes its values; without `adapter.path` a new adapter starts
+    "#);
+    assert_snapshot!(refused(&place, "kind = \"dora\"\nexclude_modules = [\"v_proj\"]\n"), @r#"
+    error: cannot go on with the adapter in [DIR]/saved
+      caused by: go_on.toml:3:8: `adapter.kind` is "dora"; of the saved adapter it is "lora"
+      caused by: go_on.toml:4:19: `adapter.exclude_modules` is ["v_proj"]; the saved adapter is on ["down_proj", "q_proj", "v_proj"]
+    hint: write the saved adapter's values (`--set 'adapter.kind="lora"'`, `--set 'adapter.exclude_modules=[]'`), or remove these keys, which takes its values; without `adapter.path` a new adapter starts
+    "#);
+    assert_snapshot!(refused(&place, "init = \"gaussian\"\n"), @"
+    error: cannot use recipe go_on.toml
+      caused by: go_on.toml:3:8: `adapter.init` has no effect with `path`: a saved adapter brings its own weights
+    hint: remove `init` or `path`
+    ");
+    assert_snapshot!(refused(&place, "bias = \"all\"\n"), @"
+    error: cannot use recipe go_on.toml
+      caused by: go_on.toml:3:1: unknown key `adapter.bias`; [adapter] has: kind, r, lora_alpha, lora_dropout, target_modules, exclude_modules, modules_to_save, rank_pattern, alpha_pattern, use_rslora, init, path
+    hint: `finetune recipes show reference` documents every key
+    ");
+    let args = lora(&["--set", "adapter.path=./saved"]);
+    let output = place.command(&args).arg("--quiet").output().unwrap();
+    assert_snapshot!(place.told(&output.stderr), @r#"
+    error: cannot go on with the adapter in [DIR]/saved
+      caused by: lora (built in):11:5: `adapter.r` is 16; of the saved adapter it is 4
+      caused by: lora (built in):12:14: `adapter.lora_alpha` is 32.0; of the saved adapter it is 12.0
+      caused by: lora (built in):13:18: `adapter.target_modules` is "all-linear"; of the saved adapter it is ["down_proj", "q_proj", "v_proj"]
+    hint: write the saved adapter's values (`--set 'adapter.r=4'`, `--set 'adapter.lora_alpha=12.0'`, `--set 'adapter.target_modules=["down_proj", "q_proj", "v_proj"]'`), or remove these keys, which takes its values; without `adapter.path` a new adapter starts
+    "#);
+}

@@ -1,0 +1,217 @@
+//! An adapter and a checkpoint on the model they were trained on, on another one of equal shapes, and where it cannot be
+//! told: through the binary, on every verb that takes them.
+
+#[allow(dead_code, reason = "each test binary uses its part")]
+use crate::place::{Place, copy_folder, golden, lora};
+
+/// A model of the same shapes with other weights: the lowest bit of each f32 is another.
+fn change_weights(place: &Place, model: &str) {
+    let path = place.path(model).join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    bytes[8 + header..].iter_mut().step_by(4).for_each(|byte| *byte ^= 1);
+    std::fs::write(path, bytes).unwrap();
+}
+
+/// `model`, `other` of the same shapes, and `out`, an adapter of the first.
+fn two_bases(more: &[&str]) -> Place {
+    let place = Place::new();
+    copy_folder(&place.path("model"), &place.path("other"));
+    change_weights(&place, "other");
+    succeed(&place, &lora(more));
+    place
+}
+
+/// What a command that must succeed says.
+fn succeed(place: &Place, args: &[&str]) -> String {
+    let output = place.command(args).output().unwrap();
+    let said = filtered(&place.told(&output.stderr));
+    assert!(output.status.success(), "{args:?}\n{said}");
+    said
+}
+
+/// The error of a command that must fail for what the user gave.
+fn refused(place: &Place, args: &[&str]) -> String {
+    let output = place.command(args).output().unwrap();
+    let said = filtered(&place.told(&output.stderr));
+    assert_eq!(output.status.code(), Some(1), "{args:?}\n{said}");
+    said[said.find("error: ").unwrap()..].to_owned()
+}
+
+/// Digests, which say nothing to a reader of a snapshot.
+fn filtered(text: &str) -> String {
+    regex::Regex::new("[0-9a-f]{16,64}").unwrap().replace_all(text, "[DIGEST]").into_owned()
+}
+
+/// The lines that are about which model an adapter was trained on.
+fn about_the_base(said: &str) -> String {
+    said.lines().filter(|line| line.contains("trained on")).collect::<Vec<_>>().join("\n")
+}
+
+/// Each verb that uses an adapter, on `model`.
+fn verbs(model: &str, adapter: &str) -> Vec<Vec<String>> {
+    let ends = [
+        "eval --dataset rows.jsonl --set data.max_seq_len=96",
+        "generate --prompt a --max-new-tokens 2",
+        "export --format gguf --output adapter.gguf",
+        "merge --output merged",
+    ];
+    let words = |text: String| text.split(' ').map(str::to_owned).collect();
+    let command = |end: &str| {
+        let (verb, rest) = end.split_once(' ').unwrap();
+        words(format!("{verb} --model {model} --adapter {adapter} {rest}"))
+    };
+    ends.into_iter().map(command).collect()
+}
+
+fn strs(args: &[String]) -> Vec<&str> {
+    args.iter().map(String::as_str).collect()
+}
+
+const OTHER: &str = "error: cannot use adapter [DIR]/out with this model
+  caused by: it was trained on `model` (digest [DIGEST]); the model is `other` (digest [DIGEST])
+hint: give the model it was trained on as `--model`, or add `--force-base` to use it on this one
+";
+
+#[test]
+fn an_adapter_is_used_on_its_own_base() {
+    let place = two_bases(&[]);
+    for args in verbs("other", "out") {
+        assert_eq!(refused(&place, &strs(&args)), OTHER, "{args:?}");
+    }
+    assert!(!place.path("merged").exists() && !place.path("adapter.gguf").exists());
+    for args in verbs("other", "out") {
+        let args = [&strs(&args)[..], &["--force-base"]].concat();
+        assert_eq!(
+            about_the_base(&succeed(&place, &args)),
+            "warning: adapter [DIR]/out was trained on `model` (digest [DIGEST]), and is used on `other` (digest [DIGEST]) as `--force-base` says"
+        );
+    }
+    std::fs::remove_dir_all(place.path("merged")).unwrap();
+    std::fs::remove_file(place.path("adapter.gguf")).unwrap();
+    // Under another name it is the same model.
+    copy_folder(&place.path("model"), &place.path("renamed"));
+    for args in verbs("renamed", "out") {
+        assert_eq!(about_the_base(&succeed(&place, &strs(&args))), "", "{args:?}");
+    }
+}
+
+#[test]
+fn an_adapter_of_peft_cannot_be_checked() {
+    let place = Place::new();
+    copy_folder(&golden("train/lora/adapter_final"), &place.path("adapter"));
+    for args in verbs("model", "adapter") {
+        assert_eq!(
+            about_the_base(&succeed(&place, &strs(&args))),
+            "adapter [DIR]/adapter does not say which model it was trained on: whether it was `model` (digest [DIGEST]) is not checked"
+        );
+    }
+}
+
+#[test]
+fn a_run_is_resumed_on_its_own_base() {
+    for recipe in ["lora", "full"] {
+        let place = Place::new();
+        let swapped = |args: Vec<&'static str>| -> Vec<&str> {
+            args.into_iter().map(|arg| if arg == "lora" { recipe } else { arg }).collect()
+        };
+        succeed(&place, &swapped(lora(&["--set", "checkpoint.save_steps=2"])));
+        change_weights(&place, "model");
+        let resume = swapped(lora(&["--set", "checkpoint.save_steps=2", "--resume", "out/checkpoint-2"]));
+        assert_eq!(
+            refused(&place, &resume),
+            "error: cannot use checkpoint out/checkpoint-2 with this model
+  caused by: it was trained on `model` (digest [DIGEST]); the model is `model` (digest [DIGEST])
+hint: give the model it was trained on as `--model`, or add `--force-base` to use it on this one
+"
+        );
+        let said = succeed(&place, &[&resume[..], &["--force-base"]].concat());
+        assert!(said.contains("resuming from out/checkpoint-2"), "{said}");
+        assert_eq!(about_the_base(&said).matches("as `--force-base` says").count(), 1, "{said}");
+    }
+}
+
+#[test]
+fn a_saved_adapter_is_trained_further_on_its_own_base() {
+    let place = two_bases(&[]);
+    let on = |output: &str, more: &[&'static str]| -> Vec<String> {
+        let args = lora(&["--set", "adapter.path=out"]);
+        let args = args.into_iter().chain(more.iter().copied());
+        args.map(|arg| match arg {
+            "model" => "other".to_owned(),
+            "out" => output.to_owned(),
+            arg => arg.to_owned(),
+        })
+        .collect()
+    };
+    assert_eq!(refused(&place, &strs(&on("on", &[]))), OTHER);
+    assert!(!place.path("on").exists());
+    let said = succeed(&place, &strs(&on("on", &["--force-base"])));
+    assert!(about_the_base(&said).starts_with("warning: adapter [DIR]/out was trained on `model`"), "{said}");
+    // From here on that is its base.
+    assert_eq!(about_the_base(&succeed(&place, &strs(&verbs("other", "on")[0]))), "");
+    assert!(refused(&place, &strs(&verbs("model", "on")[0])).contains("it was trained on `other`"));
+}
+
+#[test]
+fn a_quantized_base_is_the_model_it_was_quantized_from() {
+    let over_nf4 = ["--set", "quantization.kind=nf4"];
+    let place = two_bases(&over_nf4);
+    for model in ["model", "other"] {
+        let output = format!("{model}-nf4");
+        succeed(&place, &["quantize", "--model", model, "--kind", "nf4", "--output", &output]);
+    }
+    let merge = |model: &str, adapter: &str, more: &[&str]| -> Vec<String> {
+        let output = format!("merged-{model}-{adapter}-{}", more.len());
+        let args = ["merge", "--model", model, "--adapter", adapter, "--output", &output];
+        args.iter().chain(more).map(|arg| (*arg).to_owned()).collect()
+    };
+    // Trained over codes that the run made of the original.
+    for base in ["original", "quantized"] {
+        let said = succeed(&place, &strs(&merge("model", "out", &["--base", base])));
+        assert!(!said.contains("warning") && !said.contains("not checked"), "{said}");
+        std::fs::remove_dir_all(place.path("merged-model-out-2")).unwrap();
+        assert_eq!(refused(&place, &strs(&merge("other", "out", &["--base", base]))), OTHER);
+    }
+    succeed(&place, &strs(&merge("model-nf4", "out", &[])));
+    let error = refused(&place, &strs(&merge("other-nf4", "out", &[])));
+    assert!(
+        error.contains("it was trained on `model` (digest [DIGEST]); the model is `other-nf4`"),
+        "{error}"
+    );
+
+    // Trained over a quantized checkpoint.
+    let args: Vec<String> = lora(&[])
+        .into_iter()
+        .map(|arg| match arg {
+            "model" => "model-nf4".to_owned(),
+            "out" => "over".to_owned(),
+            arg => arg.to_owned(),
+        })
+        .collect();
+    succeed(&place, &strs(&args));
+    succeed(&place, &strs(&merge("model-nf4", "over", &[])));
+    let said = succeed(&place, &strs(&merge("model", "over", &[])));
+    assert_eq!(about_the_base(&said), "");
+    assert!(said.contains("the adapter was trained over the quantized checkpoint `model-nf4`"), "{said}");
+    let error = refused(&place, &strs(&merge("other", "over", &[])));
+    assert!(
+        error.contains("it was trained on `model-nf4` (digest [DIGEST]); the model is `other`"),
+        "{error}"
+    );
+    refused(&place, &strs(&merge("other-nf4", "over", &[])));
+}
+
+#[test]
+fn random_weights_are_a_base_of_their_own() {
+    let place = Place::new();
+    succeed(&place, &lora(&["--set", "model.init=random", "--set", "train.seed=3"]));
+    let eval = |more: &[&'static str]| -> Vec<&str> {
+        let args = ["eval", "--model", "model", "--adapter", "out", "--dataset", "rows.jsonl"];
+        [&args[..], more].concat()
+    };
+    assert!(refused(&place, &eval(&[])).contains("cannot use adapter [DIR]/out with this model"));
+    let random = ["--set", "model.init=random", "--set"];
+    assert_eq!(about_the_base(&succeed(&place, &eval(&[&random[..], &["train.seed=3"]].concat()))), "");
+    assert!(refused(&place, &eval(&[&random[..], &["train.seed=4"]].concat())).contains("with this model"));
+}
