@@ -20,7 +20,7 @@ COLOURS = ["#3b82c4", "#d9822b", "#7a9a3a", "#a05ab4", "#c0504d", "#2a9d8f", "#8
 STYLE = """
 text{font:12px system-ui,sans-serif;fill:#777}.title{font-weight:600;font-size:13px}
 .end{text-anchor:end}.mid{text-anchor:middle}.grid{stroke:#888;stroke-opacity:.3}
-.train{fill:none;stroke:#3b82c4;stroke-width:1.6}.held{fill:none;stroke:#d9822b;stroke-width:1.6;stroke-dasharray:6 3}
+.train{fill:none;stroke:#3b82c4;stroke-width:1.6}.held{fill:#d9822b}
 """
 
 
@@ -53,15 +53,18 @@ def loss_chart(train, held):
     y = lambda loss: TOP + (1 - loss / top) * HEIGHT
     out = [f'<text class="title" x="{LEFT}" y="18">Quickstart: loss over steps (nats per token)</text>']
     out.append(f'<text x="{LEFT + 300}" y="18"><tspan fill="#3b82c4">training</tspan>  '
-               '<tspan fill="#d9822b">held-out, before and after (dashed)</tspan></text>')
+               '<tspan fill="#d9822b">held-out rows (dots)</tspan></text>')
     for loss in range(0, int(top) + 1, 2):
         out.append(f'<path class="grid" d="M{LEFT} {y(loss):.1f}h{WIDTH}"/>'
                    f'<text class="end" x="{LEFT - 6}" y="{y(loss) + 4:.1f}">{loss}</text>')
     for step in range(0, last + 1, 50):
         out.append(f'<text class="mid" x="{x(step):.1f}" y="{TOP + HEIGHT + 18}">{step}</text>')
-    for name, points in (("train", train), ("held", held)):
-        line = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in points)
-        out.append(f'<polyline class="{name}" points="{line}"/>')
+    line = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in train)
+    out.append(f'<polyline class="train" points="{line}"/>')
+    for step, loss in held:
+        anchor, shift = ("end", -8) if step > last / 2 else ("start", 8)
+        out.append(f'<circle class="held" cx="{x(step):.1f}" cy="{y(loss):.1f}" r="4"/>'
+                   f'<text text-anchor="{anchor}" x="{x(step) + shift:.1f}" y="{y(loss) - 8:.1f}">{loss:.4f}</text>')
     return out
 
 
