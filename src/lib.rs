@@ -6,7 +6,7 @@
 //! | floor | modules | what lives there |
 //! |---|---|---|
 //! | 0 | [`error`], [`units`], [`recipe::enums`] | the one error type, human-readable sizes, the closed choices of the recipe |
-//! | 1 | [`quant`], [`recipe`], `hub`, [`report`] | number formats; what the TOML may say; downloads; all that a run prints or logs |
+//! | 1 | [`quant`], [`recipe`], [`rendezvous`], `hub`, [`report`] | number formats; what the TOML may say; how processes meet; downloads; all that a run prints or logs |
 //! | 2 | [`runtime`] | devices, thread pool, allocator, memory of tensors, parameter storage, random numbers |
 //! | 3 | [`collective`] | sums, gathers and broadcasts between ranks |
 //! | 4 | [`ops`] | every tensor operation with its backward, and nothing but mathematics |
@@ -37,6 +37,7 @@ pub mod optim;
 pub mod plan;
 pub mod quant;
 pub mod recipe;
+pub mod rendezvous;
 pub mod report;
 pub mod run;
 pub mod runtime;

@@ -5,19 +5,15 @@ use std::path::{Path, PathBuf};
 
 use super::manifest::{self, Files};
 use super::{
-    ABSMAX, MomentKind, OPTIMIZER, PREFIX, STATE_FILE, SavedMoment, SnapshotPart, SnapshotTensor,
-    TrainingState, WriteWeights, list,
+    ABSMAX, MomentKind, OPTIMIZER, PREFIX, STATE_FILE, SavedCheckpoint, SavedMoment, SnapshotPart,
+    SnapshotTensor, TrainingState, WriteWeights, list, number, process,
 };
 use crate::error::{Error, Result};
 use crate::weights::{AtomicDir, StoredDtype, WriteEntry, Written, write_file, write_text};
 
-/// The folder that will be `place`.
+/// The folder that will be `place`, whatever stands there now.
 pub(super) fn fresh(place: &Path) -> Result<AtomicDir> {
-    if place.exists() {
-        // The same step, saved by a run that was resumed from an earlier checkpoint: the same bytes.
-        std::fs::remove_dir_all(place).map_err(|e| Error::io("replace", place, &e))?;
-    }
-    AtomicDir::create(place)
+    AtomicDir::beside(place)
 }
 
 /// Writes what is rank `rank`'s of a folder that `size` ranks fill: its weights and their moments.
@@ -47,9 +43,35 @@ pub(super) fn commit(
     write_text(&folder.path().join(STATE_FILE), &text)?;
     manifest::complete(folder.path(), files)?;
     sync(folder.path())?;
-    let parent = folder.path().parent().map(Path::to_owned);
+    let place = folder.place().to_owned();
+    let replaced = make_room(&place, state)?;
     folder.commit()?;
-    parent.map_or(Ok(()), |parent| sync(&parent))
+    place.parent().map_or(Ok(()), sync)?;
+    replaced.map_or(Ok(()), |old| remove(&old))
+}
+
+/// Moves what stands at `place` out of the way of the checkpoint of `state`. One of the same run and step, which a run
+/// that was resumed from an earlier one saves again, is returned to be removed; anything else is kept under another name.
+fn make_room(place: &Path, state: &TrainingState) -> Result<Option<PathBuf>> {
+    if place.symlink_metadata().is_err() {
+        return Ok(None);
+    }
+    let move_to = |to: PathBuf| {
+        std::fs::rename(place, &to).map_err(|e| Error::io("move", place, &e))?;
+        Ok(to)
+    };
+    if SavedCheckpoint::open(place).is_ok_and(|saved| saved.state.fingerprint == state.fingerprint) {
+        return move_to(with_suffix(place, &format!(".tmp-{}-replaced", std::process::id()))).map(Some);
+    }
+    let mut names = (1_u32..).map(|n| with_suffix(place, &format!(".aside-{n}")));
+    let free = names.find(|to| to.symlink_metadata().is_err());
+    free.map_or(Ok(()), |to| move_to(to).map(drop)).map(|()| None)
+}
+
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.to_owned().into_os_string();
+    name.push(suffix);
+    PathBuf::from(name)
 }
 
 /// The file of a rank's moments.
@@ -99,31 +121,85 @@ enum Stored<'a> {
     Bytes(&'a [u8]),
 }
 
-/// Removes all but the last `keep` checkpoints, each by a rename first so that none is ever seen half removed.
-pub(super) fn retain(output: &Path, keep: usize) -> Result<()> {
-    let all = list(output)?;
-    for (_, folder) in all.iter().take(all.len().saturating_sub(keep)) {
-        let mut doomed = folder.clone().into_os_string();
-        doomed.push(format!(".tmp-{}", std::process::id()));
-        let doomed = PathBuf::from(doomed);
-        std::fs::rename(folder, &doomed).map_err(|e| Error::io("remove", folder, &e))?;
-        std::fs::remove_dir_all(&doomed).map_err(|e| Error::io("remove", &doomed, &e))?;
-    }
-    Ok(())
-}
-
-pub(super) fn remove_unfinished(output: &Path) -> Result<()> {
-    let Ok(entries) = std::fs::read_dir(output) else { return Ok(()) };
-    for entry in entries.flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if name.starts_with(PREFIX) && name.contains(".tmp-") {
-            std::fs::remove_dir_all(entry.path()).map_err(|e| Error::io("remove", &entry.path(), &e))?;
+/// Removes the oldest checkpoints of the run that has just saved `state`, but for the last `keep` and that one. Only those
+/// count whose digests hold, and only those go that hold nothing but the run's files: one that is damaged or not of this
+/// run stays, and keeps none from staying. Each goes by a rename first, so that none is ever seen half removed.
+pub(super) fn retain(output: &Path, keep: usize, state: &TrainingState) -> Result<()> {
+    let mut kept = 0;
+    for (step, folder) in list(output)?.into_iter().rev() {
+        if step == state.step {
+            kept += 1;
+        } else if kept < keep {
+            let counts = SavedCheckpoint::open(&folder)
+                .is_ok_and(|saved| saved.state.fingerprint == state.fingerprint);
+            kept += usize::from(counts);
+        } else if manifest::is_complete(&folder)
+            && TrainingState::read(&folder).is_ok_and(|saved| saved.fingerprint == state.fingerprint)
+        {
+            let doomed = with_suffix(&folder, &format!(".tmp-{}-removed", std::process::id()));
+            std::fs::rename(&folder, &doomed).map_err(|e| Error::io("remove", &folder, &e))?;
+            remove(&doomed)?;
         }
     }
     Ok(())
 }
 
-fn sync(folder: &Path) -> Result<()> {
+fn remove(folder: &Path) -> Result<()> {
+    std::fs::remove_dir_all(folder).map_err(|e| Error::io("remove", folder, &e))
+}
+
+/// Removes the folders of checkpoints that processes which are gone were filling or removing.
+pub(super) fn remove_unfinished(output: &Path) -> Result<()> {
+    let Ok(entries) = std::fs::read_dir(output) else { return Ok(()) };
+    for entry in entries.flatten() {
+        // A link is not a folder, and not ours.
+        let is_folder = entry.file_type().is_ok_and(|kind| kind.is_dir());
+        let maker = temporary_of(&entry.file_name().to_string_lossy());
+        let is_gone = |pid| pid == std::process::id() || !process::is_alive(pid);
+        if is_folder && maker.is_some_and(is_gone) {
+            remove(&entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// The process that made the temporary folder called `name`: `checkpoint-<step>.tmp-<pid>`, also while it is removed.
+fn temporary_of(name: &str) -> Option<u32> {
+    let (step, maker) = name.strip_prefix(PREFIX)?.split_once(".tmp-")?;
+    let pid = ["-removed", "-replaced"].iter().find_map(|end| maker.strip_suffix(end)).unwrap_or(maker);
+    number::<u64>(step)?;
+    number(pid)
+}
+
+/// Makes what was named and renamed in a folder last through a power cut.
+pub(super) fn sync(folder: &Path) -> Result<()> {
     let file = std::fs::File::open(folder).map_err(|e| Error::io("sync", folder, &e))?;
     file.sync_all().map_err(|e| Error::io("sync", folder, &e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_names_of_our_own_making_are_temporary() {
+        for name in ["checkpoint-4.tmp-17", "checkpoint-4.tmp-17-removed", "checkpoint-4.tmp-17-replaced"] {
+            assert_eq!(temporary_of(name), Some(17), "{name}");
+        }
+        for name in [
+            "checkpoint-4",
+            "checkpoint-x.tmp-mine",
+            "checkpoint-4.tmp-mine",
+            "checkpoint-x.tmp-17",
+            "checkpoint-4.tmp-17-mine",
+            "checkpoint-4.tmp-017",
+            "checkpoint-+4.tmp-17",
+            "checkpoint-4.tmp-+17",
+            "checkpoint-4.tmp-",
+            "my-checkpoint-4.tmp-17",
+            "checkpoint-4.aside-1",
+        ] {
+            assert_eq!(temporary_of(name), None, "{name}");
+        }
+    }
 }

@@ -99,6 +99,30 @@ fn write(path: &Path, files: Files) -> Result<()> {
     Ok(())
 }
 
+/// Whether `folder` has a manifest, whatever that says.
+pub(super) fn is_there(folder: &Path) -> bool {
+    folder.join(FILE).is_file()
+}
+
+/// The digest of the manifest of `folder`.
+pub(super) fn digest(folder: &Path) -> Result<String> {
+    let path = folder.join(FILE);
+    let text = std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?;
+    Ok(blake3::hash(&text).to_hex().to_string())
+}
+
+/// Whether `folder` holds the files of its manifest, by names and sizes, and nothing else.
+pub(super) fn is_complete(folder: &Path) -> bool {
+    let manifest = std::fs::read_to_string(folder.join(FILE)).ok();
+    let manifest = manifest.and_then(|text| serde_json::from_str::<Manifest>(&text).ok());
+    let (Some(manifest), Ok(present)) = (manifest, files_below(folder)) else { return false };
+    let listed = |(name, path): &(String, PathBuf)| {
+        let bytes = path.symlink_metadata().ok().filter(|data| data.is_file()).map(|data| data.len());
+        bytes.is_some() && bytes == manifest.files.get(name).map(|file| file.bytes)
+    };
+    present.len() == manifest.files.len() && present.iter().all(listed)
+}
+
 /// Checks every file against the manifest.
 pub(super) fn verify(folder: &Path) -> Result<()> {
     let path = folder.join(FILE);
@@ -141,7 +165,7 @@ fn listed(path: &Path) -> Result<Listed> {
 }
 
 /// Files of `folder` and of its folders, by relative name; the manifest itself is not among them.
-fn files_below(folder: &Path) -> Result<Vec<(String, PathBuf)>> {
+pub(super) fn files_below(folder: &Path) -> Result<Vec<(String, PathBuf)>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(|e| Error::io("read", folder, &e))? {
         let entry = entry.map_err(|e| Error::io("read", folder, &e))?;

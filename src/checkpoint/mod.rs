@@ -6,19 +6,25 @@
 //!                       optimizer*.safetensors    both moments of every trainable tensor; a file a rank
 //!                       trainer_state.json        step, place in the data, what the run was started with
 //!                       manifest.json             size and BLAKE3 digest of every other file
+//! OUT/.finetune/        marks OUT as the run's own and locks it while the run works ([`RunFolder`])
 //! ```
 //!
 //! A checkpoint is written beside its place by all ranks, synced, then renamed: the rename is the commit. A reader takes
-//! the newest one whose digests hold.
+//! the newest one whose digests hold; only such ones count when old ones are removed. What stands where a checkpoint is to
+//! be and is none of the run's, or a damaged one, is kept as `checkpoint-120.aside-1`.
 
 mod folder;
+mod lock;
 mod manifest;
+mod process;
+mod run_folder;
 mod saver;
 
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+pub use run_folder::{RunFolder, RunRecord};
 pub use saver::{SaveThreads, SavedMoment, Saver, SaverOptions, SnapshotPart, SnapshotTensor, WriteWeights};
 
 use crate::error::{Error, ErrorCategory, Result};
@@ -53,6 +59,9 @@ pub struct TrainingState {
     /// The model that the run started from; none in checkpoints that do not say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<ModelIdentity>,
+    /// The moment that `strftime_now` tells in the chat template, where the template asks for it: RFC 3339.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chat_template_date: Option<String>,
     /// What decides the numbers of the run: a recipe's key → its value as TOML, a name → a digest.
     pub fingerprint: std::collections::BTreeMap<String, String>,
 }
@@ -61,6 +70,20 @@ pub struct TrainingState {
 const ACCUMULATION: &str = "train.gradient_accumulation_steps";
 
 impl TrainingState {
+    /// Reads the state in the checkpoint `folder`.
+    fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join(STATE_FILE);
+        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
+        let unreadable = |why: String| Error::user(format!("cannot read {}", path.display())).because(why);
+        let mut state: TrainingState = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
+        if state.schema != SCHEMA {
+            return Err(unreadable(format!("its schema is {}; this program reads {SCHEMA}", state.schema)));
+        }
+        // What checkpoints had before `base`: the digest of another sample.
+        state.fingerprint.remove("weights");
+        Ok(state)
+    }
+
     /// Micro-batches of a step, those of all ranks together, wherever this checkpoint says it.
     pub fn micro_batches(&self) -> Option<usize> {
         self.micro_batches.or_else(|| self.fingerprint.get(ACCUMULATION)?.parse().ok())
@@ -110,17 +133,27 @@ impl SavedCheckpoint {
     /// A file is missing, changed or not of this program's form.
     pub fn open(folder: &Path) -> Result<Self> {
         manifest::verify(folder)?;
-        let path = folder.join(STATE_FILE);
-        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
-        let unreadable = |why: String| Error::user(format!("cannot read {}", path.display())).because(why);
-        let mut state: TrainingState = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
-        if state.schema != SCHEMA {
-            return Err(unreadable(format!("its schema is {}; this program reads {SCHEMA}", state.schema)));
-        }
-        // What checkpoints had before `base`: the digest of another sample.
-        state.fingerprint.remove("weights");
+        let state = TrainingState::read(folder)?;
         let optimizer = ModelFiles::open_files(folder, &optimizer_files(folder)?)?;
         Ok(SavedCheckpoint { folder: folder.to_owned(), state, optimizer })
+    }
+
+    /// The digest of the manifest, which tells this checkpoint from any other.
+    ///
+    /// # Errors
+    /// Storage: the manifest cannot be read.
+    pub fn digest(&self) -> Result<String> {
+        manifest::digest(&self.folder)
+    }
+
+    /// The files of the checkpoint that a run also leaves in the end, by their names below the folder: weights or
+    /// adapter, configuration, tokenizer.
+    ///
+    /// # Errors
+    /// Storage: the folder cannot be read.
+    pub fn result_names(&self) -> Result<Vec<String>> {
+        let names = manifest::files_below(&self.folder)?.into_iter().map(|(name, _)| name);
+        Ok(names.filter(|name| name != STATE_FILE && !name.starts_with(OPTIMIZER)).collect())
     }
 
     /// Reads a moment of the parameter called `name`.
@@ -194,6 +227,29 @@ pub fn newest(output: &Path) -> Result<(Option<SavedCheckpoint>, Vec<String>)> {
     Ok((None, passed))
 }
 
+/// A number as this program writes it.
+fn number<N: std::str::FromStr + ToString>(text: &str) -> Option<N> {
+    text.parse().ok().filter(|number: &N| number.to_string() == text)
+}
+
+/// Whether `output` holds a checkpoint, sound or not, which has a manifest.
+///
+/// # Errors
+/// Storage: `output` cannot be read.
+pub fn has_any(output: &Path) -> Result<bool> {
+    Ok(list(output)?.iter().any(|(_, folder)| manifest::is_there(folder)))
+}
+
+/// What stands in `output` under the names of checkpoints of these `steps` and is none, nor a damaged one.
+///
+/// # Errors
+/// Storage: `output` cannot be read.
+pub fn in_the_way(output: &Path, steps: impl Fn(u64) -> bool) -> Result<Vec<String>> {
+    let found =
+        list(output)?.into_iter().filter(|(step, folder)| steps(*step) && !manifest::is_there(folder));
+    Ok(found.map(|(step, _)| format!("{PREFIX}{step}")).collect())
+}
+
 /// The committed checkpoints in `output`, oldest first.
 fn list(output: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let mut found = Vec::new();
@@ -205,7 +261,7 @@ fn list(output: &Path) -> Result<Vec<(u64, PathBuf)>> {
     for entry in entries {
         let path = entry.map_err(|e| Error::io("read", output, &e))?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        if let Some(step) = name.strip_prefix(PREFIX).and_then(|step| step.parse().ok()) {
+        if let Some(step) = name.strip_prefix(PREFIX).and_then(number) {
             found.push((step, path));
         }
     }

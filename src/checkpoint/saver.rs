@@ -100,7 +100,7 @@ impl Drop for SaveThreads {
 pub struct SaverOptions {
     /// Where checkpoints lie.
     pub output: PathBuf,
-    /// How many are kept.
+    /// How many sound ones are kept.
     pub keep_last: usize,
     /// Whether training goes on while they are written.
     pub in_background: bool,
@@ -293,7 +293,7 @@ impl SaveTask {
         let files = self.gather_parts(files)?;
         manifest::remove_parts(folder.path(), self.size)?;
         folder::commit(folder, &self.state, files, &self.options.write_weights)?;
-        folder::retain(&self.options.output, self.options.keep_last)
+        folder::retain(&self.options.output, self.options.keep_last, &self.state)
     }
 
     /// Waits for what the other ranks wrote and adds it to the `files` of the first.

@@ -5,12 +5,11 @@
 //! (ranks are threads of this process; sums in ascending order of ranks, so exact), `nccl` (GPUs) and `mpi` (CPU
 //! clusters, feature `mpi`). Bytes are counted as a ring would send them, which is what the formulas of the plan say.
 //!
-//! What is gathered and when is the strategies' business; who the ranks are and how they meet is `launch`'s and
-//! `control`'s.
+//! What is gathered and when is the strategies' business; who the ranks are is `launch`'s, how their processes
+//! find each other [`crate::rendezvous`]'s.
 
 mod buffer_checks;
 mod call_record;
-pub mod control;
 mod fault_injection;
 pub mod in_process;
 pub mod launch;

@@ -2,7 +2,6 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, Scope, ScopedJoinHandle};
 
 use crate::error::{Error, ErrorCategory, Result};
@@ -43,11 +42,6 @@ pub(super) fn start<'scope, T: Send + 'scope>(
         Error::new(ErrorCategory::Transient, format!("cannot start a thread for rank {rank}"))
             .because(error.to_string())
     })
-}
-
-/// Locks data that are whole at every instant, so that a panic elsewhere does not spoil them.
-pub(super) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Waits for a rank's thread.

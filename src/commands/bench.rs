@@ -71,7 +71,8 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
         if ranks == 1 {
             (recipe.parallel.strategy, recipe.parallel.shard_size) = (Strategy::Single, None);
         }
-        let plan = Plan::resolve(recipe, &finder, place.device(), ranks, None)?;
+        let now = chrono::Local::now().fixed_offset();
+        let plan = Plan::resolve(recipe, &finder, place.device(), ranks, None, now)?;
         terminal.line(plan.describe());
         let seen = place
             .run(ranks, |end, device| thread_pool::in_own_pool(threads, || steps(&plan, end, device)))?;

@@ -13,6 +13,7 @@ mod export;
 mod generate;
 mod inspect;
 mod merge;
+mod output_folder;
 mod quantize;
 mod ranks;
 mod recipes;

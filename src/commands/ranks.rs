@@ -13,13 +13,13 @@ use candle_core::Device;
 use super::open_gpus;
 use crate::cli::TrainArgs;
 use crate::collective;
-use crate::collective::control::{Control, Identity, Terms};
 use crate::collective::in_process::InjectedFault;
 use crate::collective::launch::{Flags, Launch};
 use crate::collective::nccl::{self, AbortFlag, GroupInfo, NcclLibrary, UniqueId};
 use crate::collective::{Collective, FaultInjector, FaultNotice, RankFailure, in_process};
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::plan::Plan;
+use crate::rendezvous::{self, JoinRequest, Peer, RendezvousOptions, Session};
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::device;
 use crate::runtime::device::DeviceChoice;
@@ -29,7 +29,7 @@ use crate::runtime::thread_pool;
 /// with debug assertions, which tests run, read it.
 const FAULT: &str = "FINETUNE_FAULT";
 
-/// How long a process that noticed the loss of a peer waits to hear by the control channel who failed and why.
+/// How long a process that noticed the loss of a peer waits to hear from the rendezvous which rank failed and why.
 const PEER_FAILURE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Who the ranks are, by flags and environment.
@@ -103,6 +103,22 @@ impl RankSetup {
         device::tightest(&self.devices)
     }
 
+    /// Whether other processes train along.
+    pub(super) fn among_others(&self) -> bool {
+        self.launch.master.is_some()
+    }
+
+    /// Gives what `make` makes in the process of rank 0 to all processes, before they have a plan to compare.
+    ///
+    /// # Errors
+    /// What `make` returns; the processes do not meet.
+    pub(super) fn agree(&self, what: &str, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
+        if !self.among_others() {
+            return make();
+        }
+        agree(&self.launch, &rendezvous_options(&self.launch)?, what, make)
+    }
+
     /// Runs `rank` on every rank of this process, with its end and its device, and returns the failure that came first.
     pub(super) fn run(
         &self,
@@ -138,29 +154,28 @@ impl RankSetup {
         nccl::run_on_gpus(library, &group_info, &self.devices, abort_flag, work).map(drop)
     }
 
-    /// Meets the other processes, which must be about to run the same, then trains among them.
+    /// Joins the other processes, which must be about to run the same, then trains among them.
     fn among_processes(
         &self,
         plan: &Plan,
         library: Option<&Arc<NcclLibrary>>,
         rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync),
     ) -> Result<()> {
-        let mut terms = Terms::from_environment(&|name| std::env::var_os(name))?;
-        terms.notice = Arc::new(|text| Terminal::stderr(Verbosity::Normal).warn(text));
-        let control = Control::meet(&self.launch, &Identity::here(digests(plan, library)?), &terms)?;
+        let request = join_request(&self.launch, digests(plan, library)?);
+        let session = Session::join(request, &rendezvous_options(&self.launch)?)?;
         let done = match library {
             Some(library) => {
-                let id = control.broadcast("the NCCL id", || Ok(library.unique_id()?.0.to_vec()))?;
+                let id = session.broadcast("the NCCL id", || Ok(library.unique_id()?.0.to_vec()))?;
                 let id = <[u8; 128]>::try_from(id.as_slice())
                     .map_err(|_| Error::internal(format!("the NCCL id came as {} bytes", id.len())))?;
                 let abort_flag = AbortFlag::new();
                 let stop = Arc::clone(&abort_flag);
-                control.on_failure(move |failure| drop(stop.raise(failure.clone().into())));
+                session.on_failure(move |failure| drop(stop.raise(failure.clone().into())));
                 self.on_gpus(library, UniqueId(id), &abort_flag, rank)
             }
             None => {
                 let armed = |stop: Box<dyn Fn(Error) + Send>| {
-                    control.on_failure(move |failure| stop(failure.clone().into()));
+                    session.on_failure(move |failure| stop(failure.clone().into()));
                 };
                 let each = (thread_pool::num_threads() / self.launch.ranks_here).max(1);
                 collective::run_among_processes(&self.launch, armed, |place, world| {
@@ -169,25 +184,25 @@ impl RankSetup {
             }
         };
         match done {
-            Ok(()) => control.leave(),
-            Err(failed) => Err(self.ended(&control, failed)),
+            Ok(()) => session.leave(),
+            Err(failed) => Err(self.ended(&session, failed)),
         }
     }
 
     /// Tells the other processes of a failure of this one's, or hears from them what it was.
-    fn ended(&self, control: &Control, failed: RankFailure) -> Error {
+    fn ended(&self, session: &Session, failed: RankFailure) -> Error {
         if let Some((rank, why)) = &failed.own {
-            control.fail(*rank, why);
+            session.fail(*rank, why);
             return failed.error;
         }
         let begin = Instant::now();
         while begin.elapsed() < PEER_FAILURE_TIMEOUT {
-            if let Some(failure) = control.failure() {
+            if let Some(failure) = session.failure() {
                 return failure.into();
             }
             std::thread::sleep(Duration::from_millis(10));
         }
-        control.fail(self.launch.rank, failed.error.what());
+        session.fail(self.launch.rank, failed.error.what());
         failed.error
     }
 }
@@ -198,6 +213,35 @@ fn planted_fault() -> Result<Option<InjectedFault>> {
         Ok(text) if cfg!(debug_assertions) => text.parse().map(Some).during(|| format!("cannot use {FAULT}")),
         _ => Ok(None),
     }
+}
+
+/// How the processes of `launch` find each other, by the environment.
+fn rendezvous_options(launch: &Launch) -> Result<RendezvousOptions> {
+    let lookup = |name: &str| std::env::var_os(name);
+    let mut options = RendezvousOptions::from_environment(launch.master.clone(), &lookup)?;
+    options.run.clone_from(&launch.run);
+    options.has_several_hosts = launch.host.is_some_and(|host| host.count > 1);
+    options.log = Arc::new(|text| Terminal::stderr(Verbosity::Normal).warn(text));
+    Ok(options)
+}
+
+/// What this process says of itself when it joins the others.
+fn join_request(launch: &Launch, digests: BTreeMap<String, String>) -> JoinRequest {
+    let peer = Peer { rank: launch.rank, ranks_here: launch.ranks_here, host: rendezvous::host_name() };
+    JoinRequest { peer, world_size: launch.world_size, digests }
+}
+
+/// A rendezvous of its own, which ends when all processes have what rank 0's made.
+fn agree(
+    launch: &Launch,
+    options: &RendezvousOptions,
+    what: &str,
+    make: impl FnOnce() -> Result<Vec<u8>>,
+) -> Result<Vec<u8>> {
+    let session = Session::join(join_request(launch, BTreeMap::new()), options)?;
+    let made = session.broadcast(what, make)?;
+    session.leave()?;
+    Ok(made)
 }
 
 /// `world` as it is, or with the fault that was planted.
@@ -237,4 +281,52 @@ fn digests(plan: &Plan, library: Option<&Arc<NcclLibrary>>) -> Result<BTreeMap<S
         digests.insert("model".to_owned(), digest.to_owned());
     }
     Ok(digests)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collective::launch::LaunchSource;
+    use crate::rendezvous::{Master, Secret};
+
+    /// Processes that each looked at their clock go on with what rank 0 saw, and can meet again at the same place.
+    #[test]
+    fn processes_agree_before_they_have_a_plan() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let port = listener.local_addr().expect("an address").port();
+        drop(listener);
+        let process = |rank: usize| {
+            let address = "127.0.0.1".to_owned();
+            let launch = Launch {
+                source: LaunchSource::Flags,
+                rank,
+                ranks_here: 1,
+                local_rank: rank,
+                world_size: 3,
+                host: None,
+                master: Some(Master { address, port, ports: 1 }),
+                run: "test run".to_owned(),
+            };
+            let secret = Secret::shared(b"canary-secret-0123456789").expect("a secret");
+            let patience = Duration::from_secs(60);
+            let options = RendezvousOptions {
+                run: launch.run.clone(),
+                join_timeout: patience,
+                rejection_timeout: patience,
+                call_timeout: patience,
+                ..RendezvousOptions::new(launch.master.clone(), secret)
+            };
+            ["first", "second"].map(|time| {
+                agree(&launch, &options, "the date", || Ok(format!("{time} of {rank}").into_bytes()))
+                    .expect("agreed")
+            })
+        };
+        std::thread::scope(|scope| {
+            let processes: Vec<_> = (0..3).map(|rank| scope.spawn(move || process(rank))).collect();
+            for process in processes {
+                let agreed = process.join().expect("no panic");
+                assert_eq!(agreed, [b"first of 0".to_vec(), b"second of 0".to_vec()]);
+            }
+        });
+    }
 }

@@ -6,12 +6,15 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use candle_core::Device;
+use chrono::{DateTime, FixedOffset};
 
+use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, REPORT, date_text, parse_date};
 use super::ranks::{self, RankSetup};
 use super::showcase::{self, Question};
 use super::{say_base, signals, terminal};
 use crate::checkpoint::{
-    self, SaveThreads, SavedCheckpoint, Saver, SaverOptions, SnapshotPart, TrainingState,
+    self, RunFolder, RunRecord, SaveThreads, SavedCheckpoint, Saver, SaverOptions, SnapshotPart,
+    TrainingState,
 };
 use crate::cli::TrainArgs;
 use crate::collective::launch::Launch;
@@ -26,7 +29,6 @@ use crate::report::html::HtmlReport;
 use crate::report::{EventWriter, MetricsLog, Terminal, Verbosity, metrics};
 use crate::setup::Resolver;
 use crate::units;
-use crate::weights::write_text;
 
 /// Trains.
 pub(super) fn run(args: &TrainArgs) -> Result<()> {
@@ -39,20 +41,33 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let recipe = Recipe::load(&args.layers(&super::working_folder()?)?)?;
     let ranks = RankSetup::open(launch, args)?;
     let Launch { rank: first_rank, world_size, .. } = ranks.launch;
-    let resumed = if args.dry_run { None } else { prepare_output(args, first_rank == 0, &terminal)? };
+    let first = first_rank == 0;
+    let found = (!args.dry_run).then(|| OutputFolder::prepare(args, first, &terminal)).transpose()?;
     let finder = Resolver::new(args.common.offline, &terminal)?;
     let finder = if args.dry_run { finder.leaving_weights() } else { finder };
-    let mut plan = Plan::resolve(recipe, &finder, ranks.device(), world_size, resumed.as_ref())?;
-    if let Some(check) = plan.check_base(resumed.as_ref(), args.force_base)? {
+    let recorded = found.as_ref().map_or(Ok(None), OutputFolder::date)?;
+    let resolve = |recipe, now| {
+        let resumed = found.as_ref().and_then(|found| found.resumed.as_ref());
+        Plan::resolve(recipe, &finder, ranks.device(), world_size, resumed, now)
+    };
+    let mut plan = resolve(recipe.clone(), recorded.unwrap_or_else(now))?;
+    if let (Some(own), Some(OutputFolder { resumed: None, .. })) = (plan.rows.date(), &found) {
+        let agreed = agree_on_date(&ranks, own)?;
+        if agreed != own {
+            plan = resolve(recipe, agreed)?;
+        }
+    }
+    let resumed = found.as_ref().and_then(|found| found.resumed.as_ref());
+    if let Some(check) = plan.check_base(resumed, args.force_base)? {
         say_base(&terminal, &check);
     }
     say(&plan, &terminal);
-    if args.dry_run {
-        return terminal.data(plan.recipe.to_toml());
-    }
+    let Some(mut found) = found else { return terminal.data(plan.recipe.to_toml()) };
+    let resumed = found.resumed.take();
     if let Some(saved) = &resumed {
         plan.resume(saved)?;
     }
+    let folder = first.then(|| found.claim(args, &plan, resumed.as_ref())).transpose()?;
     let stop = signals::watch()?;
     // Dropped when all ranks have ended.
     let writers = SaveThreads::default();
@@ -61,6 +76,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         questions: showcase::questions(args, &plan)?,
         plan: &plan,
         resumed: resumed.as_ref(),
+        folder: folder.as_ref(),
         stop: &stop,
         writers: &writers,
         terminal: &terminal,
@@ -69,12 +85,24 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     ranks.run(&plan, |world, device| run.rank(world, device))
 }
 
+fn now() -> DateTime<FixedOffset> {
+    chrono::Local::now().fixed_offset()
+}
+
+/// The moment that rank 0 took for the chat template, for all processes; `own` where there is one process.
+fn agree_on_date(ranks: &RankSetup, own: DateTime<FixedOffset>) -> Result<DateTime<FixedOffset>> {
+    let agreed = ranks.agree("the date of the chat template", || Ok(date_text(own).into_bytes()))?;
+    parse_date(&String::from_utf8_lossy(&agreed))
+}
+
 /// What all ranks share.
 struct TrainRun<'a> {
     args: &'a TrainArgs,
     plan: &'a Plan,
     questions: Vec<Question>,
     resumed: Option<&'a SavedCheckpoint>,
+    /// The output folder, and what it says of the run; the process of the first rank has them.
+    folder: Option<&'a (RunFolder, RunRecord)>,
     stop: &'a AtomicBool,
     writers: &'a SaveThreads,
     terminal: &'a Terminal,
@@ -93,9 +121,9 @@ impl TrainRun<'_> {
         world.barrier(Call { what: "the start", index: 0 })?;
         world.enter(Phase::Load)?;
         let mut trainer = self.load(Arc::clone(&world), device)?;
-        if first {
-            std::fs::create_dir_all(output).map_err(|e| Error::io("create", output, &e))?;
-            write_text(&output.join("recipe.toml"), &plan.recipe.to_toml())?;
+        if let (Some((folder, record)), true) = (self.folder, first) {
+            folder.begin(record.clone(), &[METRICS])?;
+            folder.write_text(RECIPE, &plan.recipe.to_toml())?;
         }
         let before = showcase::answers(&self.questions, &trainer.engine, &plan.rows.tokenizer)?;
         if first {
@@ -109,14 +137,30 @@ impl TrainRun<'_> {
         world.enter(Phase::Output)?;
         self.write(&trainer, &*world)?;
         let after = showcase::answers(&self.questions, &trainer.engine, &plan.rows.tokenizer)?;
-        if first {
-            let name = output.file_name();
-            let title = name.map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned());
-            card(plan, &summary, title.clone()).write(&output.join("README.md"))?;
-            html(plan, &summary, output, &title, self.started)?;
+        if let (Some((folder, _)), true) = (self.folder, first) {
+            self.publish(folder, &summary)?;
             showcase::show(&self.questions, [&before, &after], &summary, terminal);
-            terminal.line(format!("{} in {}", finished(plan), output.display()));
         }
+        Ok(())
+    }
+
+    /// Adds card and report to the weights, and gives all of it its place in the output folder.
+    fn publish(&self, folder: &RunFolder, summary: &RunSummary) -> Result<()> {
+        let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
+        let name = output.file_name();
+        let title = name.map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned());
+        let result = RunFolder::result(output);
+        card(plan, summary, title.clone()).write(&result.join(CARD))?;
+        html(plan, summary, output, &title, self.started)?;
+        let elsewhere = folder.publish()?;
+        if let Some((place, taken)) = &elsewhere {
+            let (place, taken) = (place.display(), taken.join(", "));
+            terminal.warn(format!(
+                "{taken} came while the run was at work and would be overwritten: the result is in {place}"
+            ));
+        }
+        let place = elsewhere.map_or_else(|| output.to_owned(), |(place, _)| place);
+        terminal.line(format!("{} in {}", finished(plan), place.display()));
         Ok(())
     }
 
@@ -137,14 +181,14 @@ impl TrainRun<'_> {
         Ok(trainer)
     }
 
-    /// Writes the trained weights to the output folder: each rank its share, then the first what stands beside.
+    /// Writes the trained weights, to be published: each rank its share, then the first what stands beside.
     fn write(&self, trainer: &Trainer, world: &dyn Collective) -> Result<()> {
-        let output = self.args.output.as_path();
+        let result = RunFolder::result(&self.args.output);
         let write = self.plan.writer(false, trainer)?;
-        write(output, &trainer.snapshot(false)?, SnapshotPart::Tensors(world.rank()))?;
+        write(&result, &trainer.snapshot(false)?, SnapshotPart::Tensors(world.rank()))?;
         world.barrier(Call { what: "the parts of the result", index: 0 })?;
         if world.rank() == 0 {
-            write(output, &[], SnapshotPart::Rest)?;
+            write(&result, &[], SnapshotPart::Rest)?;
         }
         Ok(())
     }
@@ -186,6 +230,7 @@ impl TrainRun<'_> {
                 ranks: world.size(),
                 base: Some(base.clone()),
                 micro_batches: Some(plan.micro_batches()),
+                chat_template_date: plan.rows.date().map(date_text),
                 fingerprint: fingerprint.clone(),
             },
             stop: self.stop,
@@ -202,7 +247,7 @@ impl TrainRun<'_> {
 
     fn reporter(&self, state: Option<&TrainingState>) -> Result<Reporter<'_>> {
         let output = self.args.output.as_path();
-        let path = output.join("metrics.jsonl");
+        let path = output.join(METRICS);
         let metrics = match state {
             Some(state) => MetricsLog::resume(&path, state.step)?,
             None => MetricsLog::create(&path)?,
@@ -234,64 +279,6 @@ fn say(plan: &Plan, terminal: &Terminal) {
 
 fn finished(plan: &Plan) -> &'static str {
     if plan.adapter_setup.is_some() { "adapter saved" } else { "model saved" }
-}
-
-/// Looks at the output folder: what to resume, or that it is free, which the `first` process answers for.
-fn prepare_output(args: &TrainArgs, first: bool, terminal: &Terminal) -> Result<Option<SavedCheckpoint>> {
-    let output = &args.output;
-    let Some(from) = &args.resume else {
-        return if first { free_output(output).map(|()| None) } else { Ok(None) };
-    };
-    let (saved, passed) = match from {
-        Some(folder) if checkpoint::is_one(folder) => (Some(SavedCheckpoint::open(folder)?), Vec::new()),
-        Some(folder) => checkpoint::newest(folder)?,
-        None => checkpoint::newest(output)?,
-    };
-    match &saved {
-        Some(saved) => {
-            passed.iter().for_each(|text| terminal.warn(format!("{text}; passed over")));
-            terminal.line(format!("resuming from {}", saved.folder.display()));
-        }
-        None if !passed.is_empty() => {
-            let error = Error::user(format!("cannot resume the run in {}", output.display()));
-            return Err(passed
-                .into_iter()
-                .fold(error, Error::because)
-                .hint("start anew in another folder, with `--output`"));
-        }
-        None => {
-            let place = from.as_ref().unwrap_or(output).display();
-            let text = format!("no checkpoint in {place}: starting from the beginning");
-            // A folder that was named was expected to hold one.
-            if from.is_some() {
-                terminal.warn(text)
-            } else {
-                terminal.line(text)
-            }
-            let finished =
-                ["adapter_config.json", "config.json"].iter().any(|name| output.join(name).exists());
-            if finished && first {
-                free_output(output)?;
-            }
-        }
-    }
-    Ok(saved)
-}
-
-fn free_output(output: &Path) -> Result<()> {
-    let mut entries = match std::fs::read_dir(output) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => {
-            return Err(Error::io("write to", output, &error).hint("give a new folder with `--output`"));
-        }
-    };
-    match entries.next() {
-        None => Ok(()),
-        Some(_) => Err(Error::user(format!("cannot write to {}", output.display()))
-            .because("the folder is not empty")
-            .hint("give a new folder with `--output`, or `--resume` to go on with the run in this one")),
-    }
 }
 
 fn held_out_batches(plan: &Plan) -> Vec<Batch> {
@@ -339,7 +326,7 @@ fn last_name(id: &str) -> String {
 }
 
 fn html(plan: &Plan, summary: &RunSummary, output: &Path, title: &str, started: Instant) -> Result<()> {
-    let entries = metrics::read(&output.join("metrics.jsonl"))?;
+    let entries = metrics::read(&output.join(METRICS))?;
     let (trainable, all) = plan.parameters();
     let loss = |report: &Option<crate::report::EvalReport>| {
         report.as_ref().map_or_else(|| "–".to_owned(), |report| format!("{:.4}", report.eval_loss))
@@ -358,5 +345,5 @@ fn html(plan: &Plan, summary: &RunSummary, output: &Path, title: &str, started: 
     ];
     let recipe = plan.recipe.to_toml();
     HtmlReport { title, figures: &figures, recipe: &recipe, entries: &entries }
-        .write(&output.join("report.html"))
+        .write(&RunFolder::result(output).join(REPORT))
 }

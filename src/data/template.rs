@@ -3,8 +3,9 @@
 //! A template comes from `chat_template.jinja`, from `chat_template` in tokenizer_config.json (one text, or a list
 //! of named ones of which `tool_use` serves rows with tools), from `additional_chat_templates/`, or from the
 //! recipe. `{% generation %}` marks what the assistant wrote: its tags are rewritten so that they print two
-//! noncharacters, which are taken out of the text again and leave the spans. `strftime_now` answers with the moment
-//! the template was loaded, so that the rows of one run agree; [`ChatTemplate::at`] lets a resumed run keep it.
+//! noncharacters, which are taken out of the text again and leave the spans. `strftime_now` answers with one moment, so
+//! that the rows of one run agree: the one the template was loaded at, or that of [`ChatTemplate::at`], which all ranks
+//! of a run and a run that goes on are given.
 //!
 //! A template is a program from the internet: it reaches no file and no environment, its steps, its recursion and
 //! the text it prints are bounded. What it may hold in memory is not: minijinja has no hook for that.
@@ -14,7 +15,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use chrono::format::{Item, StrftimeItems};
-use chrono::{DateTime, Local};
+use chrono::{DateTime, FixedOffset, Local};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
@@ -61,9 +62,13 @@ pub struct ChatTemplate {
     env: Environment<'static>,
     names: Vec<String>,
     marks: bool,
+    asks_for_date: bool,
     tokens: Vec<(String, Value)>,
-    now: DateTime<Local>,
+    now: DateTime<FixedOffset>,
 }
+
+/// The function that tells a template the date.
+const CLOCK: &str = "strftime_now";
 
 impl ChatTemplate {
     /// The template of the tokenizer's folder, or `given` (Jinja text or the path of a file) instead; `None` when
@@ -83,7 +88,7 @@ impl ChatTemplate {
             Some(_) => "cannot use `data.chat_template`".to_owned(),
             None => format!("cannot use the tokenizer in {}", tokenizer.folder().display()),
         };
-        Self::new(templates, tokenizer.named_tokens(), Local::now()).during(place).map(Some)
+        Self::new(templates, tokenizer.named_tokens(), Local::now().fixed_offset()).during(place).map(Some)
     }
 
     /// A template from its text, with the special tokens it may name (`bos_token`, `eos_token`).
@@ -92,18 +97,18 @@ impl ChatTemplate {
     /// When it does not parse.
     pub fn from_text(text: &str, tokens: &[(&str, &str)]) -> Result<Self> {
         let tokens = tokens.iter().map(|(name, token)| ((*name).to_owned(), (*token).to_owned()));
-        Self::new(vec![("default".to_owned(), text.to_owned())], tokens, Local::now())
+        Self::new(vec![("default".to_owned(), text.to_owned())], tokens, Local::now().fixed_offset())
     }
 
     fn new(
         templates: Vec<(String, String)>,
         tokens: impl IntoIterator<Item = (String, String)>,
-        now: DateTime<Local>,
+        now: DateTime<FixedOffset>,
     ) -> Result<Self> {
         let mut env = environment()?;
         add_clock(&mut env, now);
         let mut names = Vec::new();
-        let mut marks = false;
+        let (mut marks, mut asks_for_date) = (false, false);
         for (name, text) in templates {
             let cannot = || Error::user(format!("cannot use the chat template `{name}`"));
             if text.len() > MAX_TEMPLATE_BYTES {
@@ -115,24 +120,30 @@ impl ChatTemplate {
             }
             let marked = mark(&text)?;
             marks |= marked != text;
+            asks_for_date |= text.contains(CLOCK);
             env.add_template_owned(name.clone(), marked).map_err(|e| cannot().because(reason(&e)))?;
             names.push(name);
         }
         let tokens = tokens.into_iter().map(|(name, token)| (name, Value::from(token))).collect();
-        Ok(ChatTemplate { env, names, marks, tokens, now })
+        Ok(ChatTemplate { env, names, marks, asks_for_date, tokens, now })
     }
 
     /// The same template with another moment for `strftime_now`.
     #[must_use]
-    pub fn at(mut self, now: DateTime<Local>) -> Self {
+    pub fn at(mut self, now: DateTime<FixedOffset>) -> Self {
         add_clock(&mut self.env, now);
         self.now = now;
         self
     }
 
     /// The moment that `strftime_now` tells.
-    pub fn now(&self) -> DateTime<Local> {
+    pub fn now(&self) -> DateTime<FixedOffset> {
         self.now
+    }
+
+    /// Whether what it prints may depend on that moment.
+    pub fn asks_for_date(&self) -> bool {
+        self.asks_for_date
     }
 
     /// Whether it marks the assistant's text with `{% generation %}`.
@@ -192,8 +203,8 @@ fn environment() -> Result<Environment<'static>> {
     Ok(env)
 }
 
-fn add_clock(env: &mut Environment<'static>, now: DateTime<Local>) {
-    env.add_function("strftime_now", move |format: String| -> Result<String, minijinja::Error> {
+fn add_clock(env: &mut Environment<'static>, now: DateTime<FixedOffset>) {
+    env.add_function(CLOCK, move |format: String| -> Result<String, minijinja::Error> {
         let items: Vec<Item<'_>> = StrftimeItems::new(&format).collect();
         if items.contains(&Item::Error) {
             let why = format!("strftime_now does not know the format {format:?}");

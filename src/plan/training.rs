@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device};
+use chrono::{DateTime, FixedOffset};
 
 use super::memory::{MemoryOptions, MemoryPlan, available};
 use super::method::Method;
@@ -72,13 +73,14 @@ impl Plan {
     ///
     /// # Errors
     /// Whatever in recipe, model or data cannot be used; all of it before weights are read.
-    /// `resumed` is the checkpoint that the run goes on from.
+    /// `resumed` is the checkpoint that the run goes on from, `now` the moment that the chat template is told.
     pub fn resolve(
         mut recipe: Recipe,
         finder: &Resolver<'_>,
         device: Device,
         ranks: usize,
         resumed: Option<&SavedCheckpoint>,
+        now: DateTime<FixedOffset>,
     ) -> Result<Self> {
         parallel::split_global_batch(&mut recipe, ranks, resumed)?;
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
@@ -94,7 +96,7 @@ impl Plan {
             (None, None) => None,
         };
         base.check(adapter_setup.as_ref(), adapter_setup.is_none())?;
-        let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
+        let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?.at(now);
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
         let held_out = (!recipe.data.eval.is_empty())
             .then(|| rows.load(&recipe.data.eval, Split::Eval, finder))

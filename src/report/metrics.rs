@@ -154,7 +154,7 @@ impl MetricsLog {
         }
         if kept != text {
             // Beside its place first: a crash in the middle must not cost the record.
-            let beside = path.with_extension("jsonl.new");
+            let beside = path.with_extension(format!("jsonl.tmp-{}", std::process::id()));
             fs::write(&beside, &kept).map_err(|e| Error::io("write", &beside, &e))?;
             fs::rename(&beside, path).map_err(|e| Error::io("write", path, &e))?;
         }

@@ -1,5 +1,7 @@
 //! From `[data]` to examples: data sets found, tokenizer and template loaded, rows encoded.
 
+use chrono::{DateTime, FixedOffset};
+
 use super::resolver::{ResolvedSource, Resolver};
 use crate::data::{ChatTemplate, DataOptions, Dataset, Split, Tokenizer};
 use crate::error::{ErrorContext, Result};
@@ -30,6 +32,17 @@ impl DatasetLoader {
             vocab_size,
         };
         Ok(DatasetLoader { tokenizer, template, options })
+    }
+
+    /// The same rules with `now` as the moment that the chat template is told.
+    #[must_use]
+    pub fn at(self, now: DateTime<FixedOffset>) -> Self {
+        DatasetLoader { template: self.template.map(|template| template.at(now)), ..self }
+    }
+
+    /// The moment that the chat template is told, if it asks for it.
+    pub fn date(&self) -> Option<DateTime<FixedOffset>> {
+        self.template.as_ref().filter(|template| template.asks_for_date()).map(ChatTemplate::now)
     }
 
     /// Finds and encodes the data sets of `sources`; also says where each was found.

@@ -27,11 +27,35 @@ impl AtomicDir {
                 .because("the folder is not empty")
                 .hint("give a new or empty folder as `--output`"));
         }
+        Self::beside(place)
+    }
+
+    /// Starts the folder that will be `place`, beside it; what is at `place` is the caller's care before the commit.
+    ///
+    /// # Errors
+    /// The user's: something has the temporary name. Storage: the folder cannot be made.
+    pub fn beside(place: &Path) -> Result<Self> {
         // `out/` and `out` are one place; a sibling needs the name alone.
         let place: PathBuf = place.components().collect();
         let temporary = Self::shared(&place, std::process::id());
-        std::fs::create_dir_all(&temporary).map_err(|error| Error::io("create", &temporary, &error))?;
-        Ok(Self { place, temporary })
+        let cannot = |error| Error::io("create", &temporary, &error);
+        temporary.parent().map_or(Ok(()), std::fs::create_dir_all).map_err(cannot)?;
+        match std::fs::create_dir(&temporary) {
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+                let temporary = temporary.display();
+                Err(Error::user(format!("cannot write to {}", place.display()))
+                    .because(format!(
+                        "{temporary}, its temporary name, is taken, perhaps by a run that was killed"
+                    ))
+                    .hint(format!("`rm -r {temporary}` if nothing in it is yours, and start again")))
+            }
+            made => made.map_err(cannot).map(|()| Self { place, temporary }),
+        }
+    }
+
+    /// Where it will be.
+    pub fn place(&self) -> &Path {
+        &self.place
     }
 
     /// The number in the temporary name, for others who write into the folder ([`AtomicDir::shared`]).

@@ -381,6 +381,7 @@ fn a_run_leaves_what_is_promised() {
         .collect();
     files.sort();
     assert_snapshot!(files.join("\n"), @"
+    .finetune
     README.md
     adapter_config.json
     adapter_model.safetensors

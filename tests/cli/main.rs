@@ -24,6 +24,7 @@ mod doctor;
 mod export;
 mod failure;
 mod golden_ranks;
+mod output_folder;
 mod qlora;
 mod quantized;
 mod shared_models;

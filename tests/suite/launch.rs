@@ -2,8 +2,9 @@
 
 use std::ffi::OsString;
 
-use finetune::collective::launch::{Flags, Launch, LaunchSource, LocalRank, Master};
+use finetune::collective::launch::{Flags, Launch, LaunchSource, LocalRank};
 use finetune::error::{Error, ErrorCategory, Result};
+use finetune::rendezvous::Master;
 
 fn detect(flags: &Flags, variables: &[(&str, &str)]) -> Result<Launch> {
     Launch::detect(flags, &|name| {

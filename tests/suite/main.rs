@@ -18,7 +18,6 @@ mod skipped;
 
 mod adapter;
 mod collective_local;
-mod control;
 mod data;
 mod hub;
 mod launch;
@@ -28,6 +27,7 @@ mod offload;
 mod ops;
 mod quant;
 mod recipe;
+mod rendezvous;
 mod report;
 mod saving;
 mod traffic;

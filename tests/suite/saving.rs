@@ -189,6 +189,7 @@ fn state(step: u64, ranks: usize) -> TrainingState {
         ranks,
         micro_batches,
         base: None,
+        chat_template_date: None,
         fingerprint,
     }
 }

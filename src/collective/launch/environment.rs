@@ -2,8 +2,8 @@
 
 use std::ffi::OsString;
 
-use super::MAX_WORLD;
 use crate::error::{Error, Result};
+use crate::rendezvous::MAX_WORLD;
 
 /// The variables of a process. An empty one counts as unset, as launchers and shells mean it.
 pub(super) struct LaunchEnvironment<'a> {

@@ -5,8 +5,9 @@
 //! "Job with Pod-to-Pod Communication".
 
 use super::environment::{Count, LaunchEnvironment, missing, refused};
-use super::{DEFAULT_PORT, DetectedLaunch, Flags, LaunchSource, LocalRank, Master, PORTS_TRIED, slurm};
+use super::{DEFAULT_PORT, DetectedLaunch, Flags, LaunchSource, LocalRank, PORTS_TRIED, slurm};
 use crate::error::{Error, Result};
+use crate::rendezvous::Master;
 
 /// Ports below the end of all that are derived from a run's name; above Linux's ephemeral ports (32768 to 60999).
 const FIRST_DERIVED_PORT: u16 = 61_440;

@@ -6,7 +6,7 @@
 //! of them. The most specific wins: flags, then what a user or torchrun names `RANK`, then `mpirun` before Slurm,
 //! because a process that `mpirun` started inside a Slurm job also sees the variables of the job, and they are not its
 //! own. Launchers count processes; each process may hold several ranks (threads), the same number in all of them.
-//! How processes then find and check one another is `control`'s business.
+//! How processes then find and check one another is the business of [`crate::rendezvous`].
 
 mod environment;
 mod launchers;
@@ -14,15 +14,12 @@ pub mod nodelist;
 mod slurm;
 
 use std::ffi::OsString;
-use std::net::IpAddr;
 
 use crate::error::{Error, Result};
+use crate::rendezvous::{MAX_WORLD, Master};
 use environment::LaunchEnvironment;
 
-/// Ranks that a run may have.
-pub const MAX_WORLD: usize = 65_536;
-
-/// The port of a meeting where nothing else is said (PyTorch's).
+/// The port of rank 0 where nothing else is said (PyTorch's).
 pub const DEFAULT_PORT: u16 = 29_500;
 
 /// Ports that are tried where the first may be taken.
@@ -86,25 +83,6 @@ pub struct LocalRank {
     pub count: usize,
 }
 
-/// Where the process of rank 0 listens.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Master {
-    /// Host name or IP address.
-    pub address: String,
-    /// The first port that may be used.
-    pub port: u16,
-    /// How many ports from there on may be used: 1, or [`PORTS_TRIED`] where the first may belong to someone else.
-    pub ports: u16,
-}
-
-impl Master {
-    /// Whether the address can be reached from this host alone, as far as its text tells.
-    pub fn is_loopback(&self) -> bool {
-        let ip = self.address.parse::<IpAddr>();
-        ip.map_or_else(|_| self.address.eq_ignore_ascii_case("localhost"), |ip| ip.is_loopback())
-    }
-}
-
 /// The place of this process among all.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launch {
@@ -120,7 +98,7 @@ pub struct Launch {
     pub world_size: usize,
     /// The host among the hosts, where the launcher tells.
     pub host: Option<LocalRank>,
-    /// Where to meet; none when this process holds all ranks.
+    /// Where rank 0 listens; none when this process holds all ranks.
     pub master: Option<Master>,
     /// Names the run where the launcher does, so that two runs on one host do not meet each other; may be empty.
     pub run: String,

@@ -16,7 +16,7 @@ use crate::error::{Error, ErrorCategory, Result};
 const FAREWELL: Duration = Duration::from_secs(10);
 
 /// Stops all communicators of this process at once, with the reason that later calls give. One for all ranks that are
-/// threads of the process; the control channel raises it when it hears of a failure elsewhere.
+/// threads of the process; the rendezvous session raises it when it hears of a failure elsewhere.
 #[derive(Debug, Default)]
 pub struct AbortFlag {
     cause: OnceLock<Error>,

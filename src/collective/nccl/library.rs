@@ -55,7 +55,7 @@ pub fn data_type(element: ElementType) -> c_int {
 /// `ncclSum` of `ncclRedOp_t`.
 pub const SUM: c_int = 0;
 
-/// `ncclUniqueId`: rank 0 makes one, the control channel takes it to the others.
+/// `ncclUniqueId`: rank 0 makes one, the rendezvous session takes it to the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct UniqueId(pub [u8; 128]);

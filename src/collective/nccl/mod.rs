@@ -6,7 +6,7 @@
 //! the two. Memory of the host (sums of losses, saved moments) goes through the GPU by pieces and is there on return
 //! (`staged`). [`run_ranks`] runs the ranks of a process as threads, one a GPU. Communicators are non-blocking, so every wait polls
 //! (`communicator`), and a thread watches over what is on the streams (`watch`). Failures end all communicators of the process
-//! ([`AbortFlag`]); other processes see NCCL's remote error, the deadline, or the word on the control channel, which is
+//! ([`AbortFlag`]); other processes see NCCL's remote error, the deadline, or the news from the rendezvous session, which is
 //! the launcher's to pass on by [`AbortFlag::raise`].
 //!
 //! Comparing every call would cost a round trip each. Instead each rank hashes its calls as it makes them, and
@@ -46,10 +46,10 @@ use self::call_log::CallLog;
 use self::communicator::Communicator;
 use self::watchdog::Watch;
 use super::call_record::{CallKind, CallRecord, RankStatus};
-use super::rank_threads::locked;
 use super::{Call, Collective, Op, Phase, Ticket, Traffic};
 use crate::collective::buffer_checks::{check_shard, check_sum};
 use crate::error::{Error, ErrorCategory, Result};
+use crate::rendezvous::locked;
 use crate::runtime::buffer::{Buffer, ElementType, MemoryKind};
 
 /// How long a rank waits for its peers unless told otherwise; longer than any evaluation or save.

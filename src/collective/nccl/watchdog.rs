@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use super::communicator::AbortFlag;
 use super::device::{GpuStreams, Lane};
 use crate::collective::call_record::CallRecord;
-use crate::collective::rank_threads::locked;
 use crate::error::{Error, ErrorCategory, Result};
+use crate::rendezvous::locked;
 
 /// Between two looks; a failure is seen this late at most.
 const PERIOD: Duration = Duration::from_millis(100);

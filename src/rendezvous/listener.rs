@@ -1,79 +1,78 @@
-//! The port of rank 0 while the processes come: who is let in, and how little the rest can do.
+//! The port of rank 0 while processes join: who is let in, and how little the rest can do.
 //!
-//! It listens on exactly the master address. Every connection has its own thread and a deadline for all of its
-//! handshake, so a slow one stalls nobody; there is a cap on those that have not proven themselves, and beyond it the
-//! oldest goes, because an honest process needs milliseconds. A wrong proof is answered late. Each reason for a refusal
-//! is noticed once, the rest is counted. When the meeting ends, the port is closed.
+//! It listens on exactly the master address. Every connection has its own thread and one deadline for all of its
+//! handshake, so a slow one stalls nobody; the number of those that are not authenticated is bounded, and beyond it the
+//! oldest is closed, because an honest process needs milliseconds. A wrong secret is answered late. Each reason for a
+//! refusal is logged once, the rest is counted. When the rendezvous ends, the port is closed.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::io::ErrorKind;
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread::{Builder, JoinHandle, sleep};
 use std::time::{Duration, Instant};
 
-use super::handshake::{Failed, Link, admit, refuse};
-use super::message::{Hello, Message};
-use super::secret::{Notice, Secret, Terms};
-use super::wire::prepare;
-use crate::collective::launch::{Launch, Master};
-use crate::collective::rank_threads::locked;
+use super::auth::Secret;
+use super::framing::{Connection, ConnectionError, prepare};
+use super::handshake::{Refusal, accept, refuse};
+use super::locked;
+use super::message::{JoinRequest, Message};
+use super::options::{LogLine, Master, RendezvousOptions};
 use crate::error::{Error, ErrorCategory, Result};
 
-/// For one connection from its first byte to what it says of itself.
-const HANDSHAKE: Duration = Duration::from_secs(10);
-/// Before a wrong proof is answered.
+/// For one connection from its first byte to its join request.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Before a wrong secret is answered.
 const PENALTY: Duration = Duration::from_millis(500);
-/// Connections that have not proven themselves, beyond the processes that may all come at once.
-const MOST_STRANGERS: usize = 64;
+/// Connections that are not authenticated, beyond the processes that may all connect at once.
+const MAX_UNAUTHENTICATED: usize = 64;
 const STACK_BYTES: usize = 256 << 10;
 const POLL: Duration = Duration::from_millis(10);
 
 /// The open port of rank 0.
 #[derive(Debug)]
-pub struct Door {
+pub struct Listener {
     listener: TcpListener,
     address: SocketAddr,
 }
 
-/// A process that has proven itself and said what it is.
+/// A process that is authenticated and has said what it is.
 pub(super) struct Arrival {
-    pub(super) hello: Hello,
-    pub(super) link: Link,
+    pub(super) request: JoinRequest,
+    pub(super) connection: Connection,
 }
 
-impl Door {
-    /// Listens on the master address of `launch` (or on `terms.bind`), on the first of its ports that is free; port 0
-    /// takes any. A name that cannot be resolved yet is tried until the deadline of `terms`.
+impl Listener {
+    /// Listens on the master address of `options` (or on its `bind`), on the first of its ports that is free; port 0
+    /// takes any. A name that cannot be resolved yet is tried until the join timeout.
     ///
     /// # Errors
     /// [`ErrorCategory::User`] when the address is not one of this host, stands for all addresses, or is open to other hosts and
     /// there is no secret; [`ErrorCategory::Transient`] when no port is free or the name stays unknown.
-    pub fn open(launch: &Launch, terms: &Terms) -> Result<Door> {
-        let Some(master) = &launch.master else {
+    pub fn open(options: &RendezvousOptions) -> Result<Listener> {
+        let Some(master) = &options.master else {
             return Err(Error::internal("a run of one process has no master address to listen on"));
         };
-        let name = terms.bind.as_ref().unwrap_or(&master.address);
-        let ips = resolve_until(name, Instant::now() + terms.deadline)?;
+        let name = options.bind.as_ref().unwrap_or(&master.address);
+        let ips = resolve_until(name, Instant::now() + options.join_timeout)?;
         if let Some(ip) = ips.iter().find(|ip| ip.is_unspecified()) {
             return Err(Error::user(format!("cannot listen on {ip}")).because(
                 "it stands for all addresses of this host; accepted: the one that the other hosts use",
             ));
         }
-        let several_hosts = launch.host.is_some_and(|host| host.count > 1);
-        if several_hosts && !master.is_loopback() && ips.iter().all(IpAddr::is_loopback) {
+        if options.has_several_hosts && !master.is_loopback() && ips.iter().all(IpAddr::is_loopback) {
             return Err(Error::user(format!("cannot listen on `{name}` for other hosts"))
                 .because(format!("on this host it means {}, which no other host reaches", ips[0]))
                 .hint("set MASTER_ADDR to this host's IP address in every process"));
         }
         let mut failures = Vec::new();
-        for offset in 0..master.ports {
+        for port in master.all_ports() {
             for ip in &ips {
-                let address = SocketAddr::new(*ip, master.port.saturating_add(offset));
-                terms.secret.suffices(&address)?;
+                let address = SocketAddr::new(*ip, port);
+                options.secret.suffices(&address)?;
                 match listen(address) {
-                    Ok(door) => return Ok(door),
+                    Ok(listener) => return Ok(listener),
                     Err(error) => failures.push((address, error)),
                 }
             }
@@ -87,32 +86,33 @@ impl Door {
     }
 
     /// Lets processes in until the returned value is dropped.
-    pub(super) fn attend(self, terms: &Terms, run: &str, world_size: usize) -> Result<Arrivals> {
+    pub(super) fn accept(self, options: &RendezvousOptions, world_size: usize) -> Result<Arrivals> {
         let (sender, queue) = mpsc::channel();
-        let guard = Arc::new(Guard {
-            secret: terms.secret.clone(),
-            run: run.to_owned(),
-            notice: terms.notice.clone(),
+        let acceptor = Arc::new(Acceptor {
+            secret: options.secret.clone(),
+            run: options.run.clone(),
+            log: options.log.clone(),
             refused: Mutex::default(),
-            strangers: Mutex::default(),
-            most_strangers: MOST_STRANGERS + world_size,
+            unauthenticated: Mutex::default(),
+            max_unauthenticated: MAX_UNAUTHENTICATED + world_size,
             closed: AtomicBool::new(false),
         });
-        let (theirs, listener) = (guard.clone(), self.listener);
-        let thread = Builder::new().name("door".to_owned()).spawn(move || theirs.accept(&listener, &sender));
+        let (theirs, listener) = (acceptor.clone(), self.listener);
+        let thread =
+            Builder::new().name("rendezvous".to_owned()).spawn(move || theirs.run(&listener, &sender));
         let thread = thread.map_err(|error| {
-            Error::new(ErrorCategory::Transient, "cannot start the thread that lets ranks in")
+            Error::new(ErrorCategory::Transient, "cannot start the thread that lets processes join")
                 .because(error.to_string())
         })?;
-        Ok(Arrivals { queue, guard, thread: Some(thread) })
+        Ok(Arrivals { queue, acceptor, thread: Some(thread) })
     }
 }
 
-fn listen(address: SocketAddr) -> std::io::Result<Door> {
+fn listen(address: SocketAddr) -> std::io::Result<Listener> {
     let listener = TcpListener::bind(address)?;
     listener.set_nonblocking(true)?;
     let address = listener.local_addr()?;
-    Ok(Door { listener, address })
+    Ok(Listener { listener, address })
 }
 
 fn cannot_listen(master: &Master, failures: &[(SocketAddr, std::io::Error)]) -> Error {
@@ -158,22 +158,22 @@ fn resolve_until(name: &str, until: Instant) -> Result<Vec<IpAddr>> {
     }
 }
 
-/// Those who come.
+/// The processes that join, one after another.
 pub(super) struct Arrivals {
     queue: mpsc::Receiver<Arrival>,
-    guard: Arc<Guard>,
+    acceptor: Arc<Acceptor>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Arrivals {
-    /// The next to come before `until`.
+    /// The next to join before `until`.
     pub(super) fn next(&self, until: Instant) -> Option<Arrival> {
         self.queue.recv_timeout(until.saturating_duration_since(Instant::now())).ok()
     }
 
     /// How many connections were refused, and the last one's reason.
     pub(super) fn refused(&self) -> Option<String> {
-        let refused = locked(&self.guard.refused);
+        let refused = locked(&self.acceptor.refused);
         match refused.total {
             0 => None,
             1 => Some(format!("a connection was refused: {}", refused.last)),
@@ -184,56 +184,57 @@ impl Arrivals {
 
 impl Drop for Arrivals {
     fn drop(&mut self) {
-        self.guard.closed.store(true, Ordering::Relaxed);
-        for (_, stream) in locked(&self.guard.strangers).drain(..) {
+        self.acceptor.closed.store(true, Ordering::Relaxed);
+        for (_, stream) in locked(&self.acceptor.unauthenticated).drain(..) {
             // It may be closed already.
-            let _ = stream.shutdown(std::net::Shutdown::Both);
+            let _ = stream.shutdown(Shutdown::Both);
         }
         if let Some(thread) = self.thread.take() {
             // A panic there has been reported by its own thread.
             let _ = thread.join();
         }
-        let total = locked(&self.guard.refused).total;
+        let total = locked(&self.acceptor.refused).total;
         if total > 1 {
-            (self.guard.notice)(&format!("{total} connections to the control channel were refused in all"));
+            (self.acceptor.log)(&format!("refused {total} connections to the rendezvous in all"));
         }
     }
 }
 
-/// What all threads at the door share.
-struct Guard {
+/// What the threads that let processes in share.
+struct Acceptor {
     secret: Secret,
     run: String,
-    notice: Notice,
+    log: LogLine,
     refused: Mutex<Refused>,
-    strangers: Mutex<VecDeque<(u64, TcpStream)>>,
-    most_strangers: usize,
+    unauthenticated: Mutex<VecDeque<(u64, TcpStream)>>,
+    max_unauthenticated: usize,
     closed: AtomicBool,
 }
 
+/// The connections that were refused.
 #[derive(Default)]
 struct Refused {
     total: u64,
     last: String,
-    noticed: BTreeSet<String>,
+    logged: BTreeSet<String>,
 }
 
-impl Guard {
-    fn accept(self: &Arc<Self>, listener: &TcpListener, queue: &mpsc::Sender<Arrival>) {
+impl Acceptor {
+    fn run(self: &Arc<Self>, listener: &TcpListener, queue: &mpsc::Sender<Arrival>) {
         let mut number = 0;
         while !self.closed.load(Ordering::Relaxed) {
             match listener.accept() {
                 Ok((stream, address)) => {
                     number += 1;
-                    self.begin(number, stream, address, queue.clone());
+                    self.start(number, stream, address, queue.clone());
                 }
-                // Nobody is there, or the system is short of something: neither ends the meeting.
+                // Nobody is there, or the system is short of something: neither ends the rendezvous.
                 Err(_) => sleep(POLL),
             }
         }
     }
 
-    fn begin(
+    fn start(
         self: &Arc<Self>,
         number: u64,
         stream: TcpStream,
@@ -242,56 +243,59 @@ impl Guard {
     ) {
         let Ok(kept) = stream.try_clone() else { return };
         {
-            let mut strangers = locked(&self.strangers);
-            if strangers.len() >= self.most_strangers
-                && let Some((_, oldest)) = strangers.pop_front()
+            let mut unauthenticated = locked(&self.unauthenticated);
+            if unauthenticated.len() >= self.max_unauthenticated
+                && let Some((_, oldest)) = unauthenticated.pop_front()
             {
-                let _ = oldest.shutdown(std::net::Shutdown::Both);
+                let _ = oldest.shutdown(Shutdown::Both);
             }
-            strangers.push_back((number, kept));
+            unauthenticated.push_back((number, kept));
         }
-        let guard = self.clone();
-        let attend = move || {
-            guard.attend(number, stream, address, &queue);
-            guard.forget(number);
+        let acceptor = self.clone();
+        let let_in = move || {
+            acceptor.let_in(number, stream, address, &queue);
+            acceptor.forget(number);
         };
-        if Builder::new().name(format!("caller {number}")).stack_size(STACK_BYTES).spawn(attend).is_err() {
+        let name = format!("rendezvous {number}");
+        if Builder::new().name(name).stack_size(STACK_BYTES).spawn(let_in).is_err() {
             self.forget(number);
         }
     }
 
-    /// The connection is no stranger any more.
+    /// The connection is authenticated, or over.
     fn forget(&self, number: u64) {
-        locked(&self.strangers).retain(|(other, _)| *other != number);
+        locked(&self.unauthenticated).retain(|(other, _)| *other != number);
     }
 
-    /// One connection, from its first byte to its hello.
-    fn attend(&self, number: u64, stream: TcpStream, address: SocketAddr, queue: &mpsc::Sender<Arrival>) {
-        let until = Instant::now() + HANDSHAKE;
+    /// Serves one connection from its first byte to its join request.
+    fn let_in(&self, number: u64, stream: TcpStream, address: SocketAddr, queue: &mpsc::Sender<Arrival>) {
+        let until = Instant::now() + HANDSHAKE_TIMEOUT;
         let Ok(own) = prepare(&stream).and_then(|()| stream.try_clone()) else { return };
-        match admit(own, &self.secret, &self.run, until) {
-            Ok(mut link) => {
-                // Before it is passed on: the end of the meeting cuts off all strangers.
-                self.forget(number);
-                match link.receiver.receive(Some(until)) {
-                    // Nobody listens to the queue any more when the meeting has just ended.
-                    Ok(Message::Hello(hello)) => drop(queue.send(Arrival { hello, link })),
-                    Ok(_) => self.note(address, "it did not say what it is"),
-                    Err(broken) => self.note(address, &broken.to_string()),
+        match accept(own, &self.secret, &self.run, until) {
+            // A recorded handshake comes as far as this, but cannot send what authenticates.
+            Ok(mut connection) => match connection.receiver.receive(Some(until)) {
+                Ok(Message::Join(request)) => {
+                    // Before it is passed on: the end of the rendezvous cuts off all that are not authenticated.
+                    self.forget(number);
+                    // Nobody listens to the queue any more when the rendezvous has just ended.
+                    drop(queue.send(Arrival { request, connection }));
                 }
-            }
-            Err(Failed::Broken(broken)) => self.note(address, &broken.to_string()),
-            Err(Failed::Refused(refusal)) => {
-                self.note(address, &refusal.to_string());
-                if refusal == super::handshake::Refusal::Secret {
-                    sleep(PENALTY);
+                Ok(_) => self.note(address, "it did not say what it is"),
+                Err(error) => self.note(address, &error.to_string()),
+            },
+            Err(error) => {
+                self.note(address, &error.to_string());
+                if let ConnectionError::Refused(refusal) = error {
+                    if refusal == Refusal::Secret {
+                        sleep(PENALTY);
+                    }
+                    refuse(&stream, refusal);
                 }
-                refuse(&stream, refusal);
             }
         }
     }
 
-    /// Counts a refusal, and tells the first of its reason.
+    /// Counts a refusal, and logs the first of its reason.
     fn note(&self, address: SocketAddr, why: &str) {
         if self.closed.load(Ordering::Relaxed) {
             return;
@@ -300,9 +304,9 @@ impl Guard {
         let mut refused = locked(&self.refused);
         refused.total += 1;
         refused.last.clone_from(&line);
-        if refused.noticed.len() < 16 && refused.noticed.insert(why.to_owned()) {
+        if refused.logged.len() < 16 && refused.logged.insert(why.to_owned()) {
             drop(refused);
-            (self.notice)(&format!("refused a connection to the control channel from {line}"));
+            (self.log)(&format!("refused a connection to the rendezvous from {line}"));
         }
     }
 }

@@ -1,9 +1,9 @@
-//! The secret that the processes of a run share, and the terms on which they meet.
+//! The secret that the processes of a run share.
 //!
 //! `FINETUNE_RDZV_SECRET`, or a file that its owner alone can read, named by `FINETUNE_RDZV_SECRET_FILE`. Never on the
 //! command line, which every user of a host can see. Whoever can reach the port and knows the secret is a rank, so
 //! without one only the loopback address will do, unless `FINETUNE_RDZV_WITHOUT_SECRET=1` says that the network is
-//! the user's alone. The secret never leaves this module but as a key: `Debug` and errors do not show it.
+//! the user's alone. The secret leaves this module as a derived key alone: `Debug` and errors do not show it.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -12,28 +12,27 @@ use std::net::SocketAddr;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use crate::error::{Error, Result};
 
 const SECRET: &str = "FINETUNE_RDZV_SECRET";
 const SECRET_FILE: &str = "FINETUNE_RDZV_SECRET_FILE";
 const WITHOUT_SECRET: &str = "FINETUNE_RDZV_WITHOUT_SECRET";
-const BIND: &str = "FINETUNE_RDZV_BIND";
-const TIMEOUT: &str = "FINETUNE_RDZV_TIMEOUT";
+/// Keeps the key apart from whatever else a user derives from the same secret.
+const KEY_CONTEXT: &str = "finetune 2026-11-21 pre-shared key of the rendezvous";
 
 /// Fewer bytes could be guessed offline from one recorded handshake.
-const SHORTEST: usize = 16;
-const LONGEST: usize = 4096;
-const MAKE_ONE: &str =
+const MIN_BYTES: usize = 16;
+const MAX_BYTES: usize = 4096;
+const HINT: &str =
     "make one and give it to every process: `export FINETUNE_RDZV_SECRET=$(openssl rand -hex 32)`";
 
-/// What proves that a process belongs to the run.
+/// The secret by which a process proves that it belongs to the run.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Secret {
-    /// Only on the loopback address.
+    /// There is none; only the loopback address may be used.
     Absent,
-    /// None, on any address: the user said so.
+    /// There is none; the user allows any address.
     Waived,
     /// The bytes that all processes know.
     Shared(Arc<[u8]>),
@@ -56,10 +55,10 @@ impl Secret {
     /// [`crate::error::ErrorCategory::User`] when it is shorter than 16 bytes or longer than 4096.
     pub fn shared(bytes: &[u8]) -> Result<Secret> {
         let bytes = bytes.trim_ascii();
-        if !(SHORTEST..=LONGEST).contains(&bytes.len()) {
+        if !(MIN_BYTES..=MAX_BYTES).contains(&bytes.len()) {
             return Err(Error::user("cannot use the secret of this run")
-                .because(format!("it has {} bytes; accepted: {SHORTEST} to {LONGEST}", bytes.len()))
-                .hint(MAKE_ONE));
+                .because(format!("it has {} bytes; accepted: {MIN_BYTES} to {MAX_BYTES}", bytes.len()))
+                .hint(HINT));
         }
         Ok(Secret::Shared(bytes.into()))
     }
@@ -102,16 +101,14 @@ impl Secret {
             );
         }
         let mut bytes = Vec::new();
-        file.take(2 * LONGEST as u64).read_to_end(&mut bytes).map_err(fault)?;
+        file.take(2 * MAX_BYTES as u64).read_to_end(&mut bytes).map_err(fault)?;
         Secret::shared(&bytes)
     }
 
-    /// The key of proofs.
-    pub(super) fn key(&self) -> &[u8] {
-        match self {
-            Secret::Shared(bytes) => bytes,
-            Secret::Absent | Secret::Waived => b"",
-        }
+    /// The key that both ends of a handshake need; without a secret one that anybody can derive.
+    pub(super) fn pre_shared_key(&self) -> [u8; 32] {
+        let secret: &[u8] = if let Secret::Shared(bytes) = self { bytes } else { b"" };
+        blake3::derive_key(KEY_CONTEXT, secret)
     }
 
     pub(super) fn is_shared(&self) -> bool {
@@ -120,81 +117,12 @@ impl Secret {
 
     /// Refuses to talk over `address` without a secret.
     pub(super) fn suffices(&self, address: &SocketAddr) -> Result<()> {
-        match self {
-            Secret::Absent if !address.ip().is_loopback() => {
-                Err(Error::user("cannot connect to other hosts without a secret")
-                    .because(format!("rank 0 is at {address}, and neither {SECRET} nor {SECRET_FILE} is set"))
-                    .hint(format!(
-                        "{MAKE_ONE}, or, on a network that is yours alone, set {WITHOUT_SECRET}=1"
-                    )))
-            }
-            _ => Ok(()),
+        if *self != Secret::Absent || address.ip().is_loopback() {
+            return Ok(());
         }
-    }
-}
-
-/// Gets a line for the log: a refused connection, once for each reason.
-pub type Notice = Arc<dyn Fn(&str) + Send + Sync>;
-
-/// On what terms the processes meet.
-#[derive(Clone)]
-pub struct Terms {
-    /// What proves that a process belongs to the run.
-    pub secret: Secret,
-    /// How long to wait for all to come.
-    pub deadline: Duration,
-    /// How long rank 0 waits for the rest, so that they hear why, once the meeting cannot succeed any more.
-    pub grace: Duration,
-    /// How long a call waits for the other processes.
-    pub patience: Duration,
-    /// The address of this host that rank 0 listens on, where the master address is not one (behind a NAT).
-    pub bind: Option<String>,
-    /// What to tell the log.
-    pub notice: Notice,
-}
-
-impl std::fmt::Debug for Terms {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mut shown = f.debug_struct("Terms");
-        shown.field("secret", &self.secret).field("deadline", &self.deadline).field("bind", &self.bind);
-        shown.finish_non_exhaustive()
-    }
-}
-
-impl Terms {
-    /// The terms with `secret` and the defaults: 300 s to meet, 1800 s for a call.
-    pub fn new(secret: Secret) -> Self {
-        Terms {
-            secret,
-            deadline: Duration::from_secs(300),
-            grace: Duration::from_secs(5),
-            patience: Duration::from_secs(1800),
-            bind: None,
-            notice: Arc::new(|_| {}),
-        }
-    }
-
-    /// The terms that the environment names: the secret, `FINETUNE_RDZV_TIMEOUT` (seconds to wait for all ranks) and
-    /// `FINETUNE_RDZV_BIND`.
-    ///
-    /// # Errors
-    /// [`crate::error::ErrorCategory::User`] when a variable cannot be used.
-    pub fn from_environment(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Terms> {
-        let mut terms = Terms::new(Secret::from_environment(lookup)?);
-        let text = |name: &str| {
-            let value = lookup(name).filter(|value| !value.is_empty())?;
-            Some(value.to_string_lossy().into_owned())
-        };
-        if let Some(value) = text(TIMEOUT) {
-            let secs = value.parse().ok().filter(|secs| (1..=86_400).contains(secs));
-            let secs = secs.ok_or_else(|| {
-                Error::user(format!("cannot use {TIMEOUT}"))
-                    .because(format!("it is `{value}`; accepted: 1 to 86400 (seconds)"))
-            })?;
-            terms.deadline = Duration::from_secs(secs);
-        }
-        terms.bind = text(BIND);
-        Ok(terms)
+        Err(Error::user("cannot connect to processes on other hosts without a secret")
+            .because(format!("rank 0 is at {address}, and neither {SECRET} nor {SECRET_FILE} is set"))
+            .hint(format!("{HINT}, or, on a network that is yours alone, set {WITHOUT_SECRET}=1")))
     }
 }
 
@@ -211,12 +139,16 @@ mod tests {
         Secret::from_environment(&find)
     }
 
+    fn shared(text: &str) -> Secret {
+        Secret::shared(text.as_bytes()).unwrap()
+    }
+
     #[test]
     fn comes_from_a_variable_or_from_a_file_of_its_owner() {
         assert_eq!(from(&[]).unwrap(), Secret::Absent);
         assert_eq!(from(&[(WITHOUT_SECRET, "1")]).unwrap(), Secret::Waived);
         assert!(from(&[(WITHOUT_SECRET, "yes")]).is_err());
-        assert_eq!(from(&[(SECRET, CANARY)]).unwrap().key(), CANARY.as_bytes());
+        assert_eq!(from(&[(SECRET, CANARY)]).unwrap(), shared(CANARY));
         assert!(
             from(&[(SECRET, "short")]).unwrap_err().causes()[0].contains("5 bytes; accepted: 16 to 4096")
         );
@@ -233,7 +165,7 @@ mod tests {
         }
         for mode in [0o600, 0o400] {
             std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).unwrap();
-            assert_eq!(from(&[(SECRET_FILE, name)]).unwrap().key(), CANARY.as_bytes());
+            assert_eq!(from(&[(SECRET_FILE, name)]).unwrap(), shared(CANARY));
         }
         let both = from(&[(SECRET, CANARY), (SECRET_FILE, name)]).unwrap_err().to_string();
         assert!(both.contains("both set") && !both.contains(CANARY), "{both}");
@@ -242,12 +174,17 @@ mod tests {
 
     #[test]
     fn is_not_shown() {
-        let secret = Secret::shared(CANARY.as_bytes()).unwrap();
-        let shown = format!("{secret:?} {:?}", Terms::new(secret.clone()));
-        assert!(
-            shown.contains("Shared(..)") && !shown.contains("canary") && !shown.contains("99, 97"),
-            "{shown}"
-        );
+        let shown = format!("{:?}", shared(CANARY));
+        assert_eq!(shown, "Shared(..)");
+    }
+
+    #[test]
+    fn different_secrets_give_different_keys() {
+        let keys = [Secret::Absent, shared(CANARY), shared("canary-0123456789-Canary")];
+        let keys = keys.map(|secret| secret.pre_shared_key());
+        assert!(keys[0] != keys[1] && keys[1] != keys[2] && keys[0] != keys[2]);
+        assert_eq!(keys[0], Secret::Waived.pre_shared_key());
+        assert!(!keys[1].starts_with(b"canary"));
     }
 
     #[test]
@@ -257,15 +194,6 @@ mod tests {
         let error = Secret::Absent.suffices(&there).unwrap_err().to_string();
         assert!(error.contains(SECRET) && error.contains(WITHOUT_SECRET), "{error}");
         assert!(Secret::Waived.suffices(&there).is_ok());
-        assert!(Secret::shared(CANARY.as_bytes()).unwrap().suffices(&there).is_ok());
-    }
-
-    #[test]
-    fn terms_name_what_they_accept() {
-        let find = |name: &str| (name == TIMEOUT).then(|| OsString::from("soon"));
-        let error = Terms::from_environment(&find).unwrap_err().to_string();
-        assert!(error.contains("`soon`; accepted: 1 to 86400"), "{error}");
-        let find = |name: &str| (name == TIMEOUT).then(|| OsString::from("60"));
-        assert_eq!(Terms::from_environment(&find).unwrap().deadline, Duration::from_secs(60));
+        assert!(shared(CANARY).suffices(&there).is_ok());
     }
 }

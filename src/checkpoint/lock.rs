@@ -1,0 +1,241 @@
+//! The lock of a run's folder: one process at a time trains into it.
+//!
+//! The lock is the operating system's advisory lock on a file, which ends with the process however that ends. Beside it
+//! the file says who holds it, for the message that the next one gets; whoever releases the lock empties the file.
+//!
+//! A record that was left behind by a process that was killed is recognised: on the machine that wrote it (the same boot
+//! of the kernel, whatever its host name in a container) a lock that can be taken is held by nobody. A record of another
+//! machine is believed, because file systems that hosts share do not all carry locks between them.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{ErrorKind, Read as _, Seek as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::process;
+use crate::error::{Error, Result};
+
+/// How often a lock file is opened anew that went away or is not yet filled in, and the pause between.
+const TRIES: (usize, Duration) = (50, Duration::from_millis(20));
+
+/// Who holds a lock, as the lock file says it in JSON.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Holder {
+    /// The name of its host.
+    host: String,
+    /// Its process id there.
+    pid: u32,
+    /// When it took the lock: RFC 3339.
+    since: String,
+    /// The boot of the kernel that it runs on, where the system tells.
+    #[serde(default)]
+    boot: Option<String>,
+}
+
+impl Holder {
+    fn this_process() -> Self {
+        let since = chrono::Local::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, false);
+        Holder { host: process::host(), pid: std::process::id(), since, boot: process::boot() }
+    }
+
+    /// Whether it ran on the machine of this process, where locks can be trusted.
+    fn is_here(&self) -> bool {
+        match (&self.boot, process::boot()) {
+            (Some(then), Some(now)) if *then == now => true,
+            // After a restart of the machine nothing holds the lock any more.
+            _ => self.host == process::host(),
+        }
+    }
+}
+
+/// The held lock of a folder; released when it is dropped, or when the process ends in any other way.
+#[derive(Debug)]
+pub(super) struct FolderLock {
+    file: File,
+    path: PathBuf,
+}
+
+impl FolderLock {
+    /// Takes the lock of `folder` at the file `path`, which is made with its own folder if need be.
+    ///
+    /// # Errors
+    /// The user's: another process holds the lock, or one of another host has not released it. Storage: the file cannot
+    /// be made.
+    pub(super) fn take(folder: &Path, path: &Path) -> Result<Self> {
+        let (tries, pause) = TRIES;
+        for _ in 0..tries {
+            let Some(mut file) = open(path)? else { continue };
+            match file.try_lock() {
+                Ok(()) if !is_at(&file, path) => continue,
+                Ok(()) => {
+                    let left = read(&mut file).filter(|holder| !holder.is_here());
+                    return match left {
+                        Some(holder) => Err(left_on_another_host(folder, path, &holder)),
+                        None => Self::fill(file, path),
+                    };
+                }
+                Err(TryLockError::WouldBlock) => match read(&mut file) {
+                    Some(holder) => return Err(in_use(folder, Some(&holder))),
+                    None => std::thread::sleep(pause),
+                },
+                Err(TryLockError::Error(error)) if is_unsupported(&error) => {
+                    let left = read(&mut file).filter(|holder| {
+                        let gone = holder.is_here() && !process::is_alive(holder.pid);
+                        !gone && holder.pid != std::process::id()
+                    });
+                    return match left {
+                        Some(holder) if holder.is_here() => Err(in_use(folder, Some(&holder))),
+                        Some(holder) => Err(left_on_another_host(folder, path, &holder)),
+                        None => Self::fill(file, path),
+                    };
+                }
+                Err(TryLockError::Error(error)) => return Err(Error::io("lock", path, &error)),
+            }
+        }
+        Err(in_use(folder, None))
+    }
+
+    fn fill(mut file: File, path: &Path) -> Result<Self> {
+        let text = serde_json::to_string(&Holder::this_process())
+            .map_err(|e| Error::internal("cannot write a lock").because(e.to_string()))?;
+        file.set_len(0)
+            .and_then(|()| file.rewind())
+            .and_then(|()| file.write_all(text.as_bytes()))
+            .map_err(|error| Error::io("write", path, &error))?;
+        Ok(FolderLock { file, path: path.to_owned() })
+    }
+
+    /// Removes the lock file, for a folder that is not used after all. Others that have it open see that it went.
+    pub(super) fn remove(&self) {
+        // What cannot be removed is an empty file soon.
+        drop(std::fs::remove_file(&self.path));
+    }
+}
+
+impl Drop for FolderLock {
+    fn drop(&mut self) {
+        // Closing the file releases the lock; a record that stays is recognised as stale.
+        drop(self.file.set_len(0));
+    }
+}
+
+/// Opens the lock file; none: its folder went away meanwhile.
+fn open(path: &Path) -> Result<Option<File>> {
+    if let Some(parent) = path.parent() {
+        std::fs::create_dir_all(parent).map_err(|error| Error::io("create", parent, &error))?;
+    }
+    match OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path) {
+        Ok(file) => Ok(Some(file)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Error::io("write", path, &error)),
+    }
+}
+
+/// What the file says of its holder; none: nobody, or not yet.
+fn read(file: &mut File) -> Option<Holder> {
+    let mut text = String::new();
+    file.rewind().and_then(|()| file.read_to_string(&mut text)).ok()?;
+    serde_json::from_str(&text).ok()
+}
+
+/// Whether `file` is still what stands at `path`: its holder may have removed it before this process got the lock.
+fn is_at(file: &File, path: &Path) -> bool {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt as _;
+        let id = |data: std::fs::Metadata| (data.dev(), data.ino());
+        let (open, there) = (file.metadata().map(id), path.metadata().map(id));
+        open.is_ok() && open.ok() == there.ok()
+    }
+    #[cfg(not(unix))]
+    {
+        path.exists()
+    }
+}
+
+/// Whether a file system has no locks, so that the record alone says who works.
+fn is_unsupported(error: &std::io::Error) -> bool {
+    let codes = [libc::ENOLCK, libc::ENOSYS, libc::EOPNOTSUPP];
+    error.kind() == ErrorKind::Unsupported || error.raw_os_error().is_some_and(|code| codes.contains(&code))
+}
+
+fn in_use(folder: &Path, holder: Option<&Holder>) -> Error {
+    let who = match holder {
+        Some(Holder { host, pid, since, .. }) => format!("process {pid} on host {host}, since {since}"),
+        None => "another process".to_owned(),
+    };
+    Error::user(format!("cannot train in {}", folder.display()))
+        .because(format!("the folder is in use by {who}"))
+        .hint("wait until that run has ended, or give another folder with `--output`")
+}
+
+fn left_on_another_host(folder: &Path, path: &Path, holder: &Holder) -> Error {
+    let Holder { host, pid, since, .. } = holder;
+    Error::user(format!("cannot train in {}", folder.display()))
+        .because(format!("process {pid} on host {host} took the folder at {since} and has not released it"))
+        .because(format!("this host, {}, cannot see whether that process still runs", process::host()))
+        .hint(format!("when you know that it has ended, `rm {}` and start again", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place() -> (tempfile::TempDir, PathBuf) {
+        let place = tempfile::tempdir().expect("a folder");
+        let path = place.path().join(".finetune/lock");
+        (place, path)
+    }
+
+    #[test]
+    fn names_its_holder_and_is_free_after_it() {
+        let (place, path) = place();
+        let held = FolderLock::take(place.path(), &path).expect("free");
+        let error = FolderLock::take(place.path(), &path).expect_err("held").to_string();
+        let named = format!("in use by process {} on host {}, since ", std::process::id(), process::host());
+        assert!(error.contains(&named), "{error}");
+        drop(held);
+        assert_eq!(std::fs::read(&path).expect("a file"), b"", "nothing of this machine stays");
+        FolderLock::take(place.path(), &path).expect("free again");
+    }
+
+    #[test]
+    fn a_record_of_another_host_is_believed_and_one_of_this_host_is_not() {
+        let (place, path) = place();
+        std::fs::create_dir_all(path.parent().expect("a parent")).expect("a folder");
+        let holder = |host: &str, boot: Option<&str>| Holder {
+            host: host.into(),
+            pid: 1,
+            since: "2026-01-02T03:04:05+00:00".into(),
+            boot: boot.map(Into::into),
+        };
+        let left = |holder: &Holder| {
+            std::fs::write(&path, serde_json::to_string(holder).expect("JSON")).expect("written");
+        };
+        left(&holder("elsewhere", Some("another boot")));
+        let error = FolderLock::take(place.path(), &path).expect_err("another host").to_string();
+        assert!(error.contains("process 1 on host elsewhere took the folder at 2026-01-02"), "{error}");
+        assert!(error.contains(&format!("hint: when you know that it has ended, `rm {}`", path.display())));
+        assert!(std::fs::read_to_string(&path).expect("a file").contains("elsewhere"), "the record stays");
+        // The process with id 1 is alive, and holds no lock.
+        left(&holder(&process::host(), None));
+        drop(FolderLock::take(place.path(), &path).expect("a stale record of this host"));
+        if let Some(boot) = process::boot() {
+            left(&holder("a container that is gone", Some(&boot)));
+            drop(FolderLock::take(place.path(), &path).expect("a stale record of this machine"));
+        }
+    }
+
+    #[test]
+    fn a_lock_file_that_goes_away_is_made_anew() {
+        let (place, path) = place();
+        let held = FolderLock::take(place.path(), &path).expect("free");
+        held.remove();
+        let again = FolderLock::take(place.path(), &path).expect("another file");
+        drop(held);
+        FolderLock::take(place.path(), &path).expect_err("still held");
+        drop(again);
+    }
+}

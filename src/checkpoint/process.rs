@@ -1,0 +1,25 @@
+//! What the system tells of processes: the host, its boot, whether a process is alive.
+
+use std::path::Path;
+
+/// The name of this host.
+pub(super) fn host() -> String {
+    let told = line("/proc/sys/kernel/hostname").or_else(|| std::env::var("HOSTNAME").ok());
+    told.filter(|name| !name.is_empty()).unwrap_or_else(|| "an unnamed host".to_owned())
+}
+
+/// The id of this boot of the kernel, which containers of one machine share; none where the system does not tell.
+pub(super) fn boot() -> Option<String> {
+    line("/proc/sys/kernel/random/boot_id")
+}
+
+/// Whether a process of this host with the id `pid` is alive; yes where the system does not tell.
+pub(super) fn is_alive(pid: u32) -> bool {
+    let processes = Path::new("/proc");
+    !processes.join("self").exists() || processes.join(pid.to_string()).exists()
+}
+
+fn line(path: &str) -> Option<String> {
+    let text = std::fs::read_to_string(path).ok()?;
+    Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+}

@@ -1,0 +1,335 @@
+//! The output folder of a run: marked as the run's own, locked while it works, and what in it is the run's.
+//!
+//! ```text
+//! OUT/.finetune/run.json   which run's the folder is, and every file outside checkpoints that it wrote, with a digest
+//! OUT/.finetune/lock       who is at work in the folder; empty when nobody is
+//! OUT/.finetune/result/    what the run leaves in the end, until it is whole
+//! ```
+//!
+//! A file is the run's if run.json lists it and it still is what was written, or if it was being written when the run
+//! ended. Nothing else is overwritten: [`RunFolder::foreign`] names what stands in the way before a run begins, and where
+//! something came while it trained the result gets a folder of its own ([`RunFolder::publish`]).
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use super::folder::sync;
+use super::lock::FolderLock;
+use super::manifest::files_below;
+use crate::error::{Error, Result};
+use crate::weights::write_text;
+
+/// The folder of what belongs to the program in a run's folder.
+const OWN: &str = ".finetune";
+const RECORD: &str = "run.json";
+const LOCK: &str = "lock";
+const RESULT: &str = "result";
+/// The form of [`RunRecord`] that this program writes and reads.
+const SCHEMA: u32 = 1;
+/// Files up to this many bytes are told apart by their digest, larger ones, which nobody edits, by their size.
+const DIGESTED: u64 = 64 << 20;
+/// Files that make a folder a finished adapter or model: they get their names last.
+const LAST: [&str; 2] = ["config.json", "adapter_config.json"];
+
+/// What run.json says: which run's the folder is.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RunRecord {
+    schema: u32,
+    /// A random id of the run.
+    pub run: String,
+    /// The program and its version.
+    pub program: String,
+    /// When the run was started: RFC 3339.
+    pub started: String,
+    /// The digest of what decides the numbers of the run.
+    pub plan: String,
+    /// The moment that `strftime_now` tells in the chat template, where the template asks for it: RFC 3339.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chat_template_date: Option<String>,
+    /// The digest of the manifest of the checkpoint in another folder that the run began with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resumed_from: Option<String>,
+    /// What the run wrote, by name below the folder: what it looked like, or nothing while it changes.
+    files: BTreeMap<String, Option<String>>,
+}
+
+impl RunRecord {
+    /// The record of a new run.
+    ///
+    /// # Errors
+    /// A fault of ours: the system gives no random numbers.
+    pub fn new(plan: &BTreeMap<String, String>) -> Result<Self> {
+        let mut id = [0; 16];
+        getrandom::fill(&mut id)
+            .map_err(|e| Error::internal("cannot get random numbers").because(e.to_string()))?;
+        Ok(RunRecord {
+            schema: SCHEMA,
+            run: id.iter().map(|byte| format!("{byte:02x}")).collect(),
+            program: concat!("finetune ", env!("CARGO_PKG_VERSION")).to_owned(),
+            started: chrono::Local::now().to_rfc3339_opts(chrono::SecondsFormat::Secs, false),
+            plan: Self::digest(plan),
+            chat_template_date: None,
+            resumed_from: None,
+            files: BTreeMap::new(),
+        })
+    }
+
+    /// The digest of what decides the numbers of a run.
+    pub fn digest(plan: &BTreeMap<String, String>) -> String {
+        let lines: Vec<String> = plan.iter().map(|(key, value)| format!("{key} = {value}\n")).collect();
+        blake3::hash(lines.concat().as_bytes()).to_hex().to_string()
+    }
+
+    /// Reads the record of the run in `output`; none where no run has begun.
+    ///
+    /// # Errors
+    /// Storage; the record is damaged or of another version of the program.
+    pub fn read(output: &Path) -> Result<Option<Self>> {
+        let path = output.join(OWN).join(RECORD);
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => return Ok(None),
+            Err(error) => return Err(Error::io("read", &path, &error)),
+        };
+        let unreadable = |why: String| {
+            Error::user(format!("cannot read {}", path.display()))
+                .because(why)
+                .hint("start anew in another folder, with `--output`")
+        };
+        let record: Self = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
+        if record.schema != SCHEMA {
+            return Err(unreadable(format!("its schema is {}; this program reads {SCHEMA}", record.schema)));
+        }
+        Ok(Some(record))
+    }
+
+    /// Takes the file `name` of `output` for the run's as it is, for folders of runs that kept no record.
+    ///
+    /// # Errors
+    /// Storage: the file cannot be read.
+    pub fn adopt(&mut self, output: &Path, name: &str) -> Result<()> {
+        self.files.insert(name.to_owned(), Some(appearance(&output.join(name))?));
+        Ok(())
+    }
+
+    /// Whether the file `name` of `output` is what the run wrote.
+    fn owns(&self, output: &Path, name: &str) -> bool {
+        match self.files.get(name) {
+            Some(Some(wrote)) => appearance(&output.join(name)).is_ok_and(|found| found == *wrote),
+            Some(None) => true,
+            None => false,
+        }
+    }
+}
+
+/// The output folder of a run that this process has locked; released when it is dropped. A folder that was claimed and in
+/// which no run began is left as it was.
+#[derive(Debug)]
+pub struct RunFolder {
+    output: PathBuf,
+    lock: FolderLock,
+    /// Folders that were made for it, outermost first.
+    made: Vec<PathBuf>,
+    began: AtomicBool,
+    record: Mutex<Option<RunRecord>>,
+}
+
+impl RunFolder {
+    /// Locks the folder `output`, which is made if need be.
+    ///
+    /// # Errors
+    /// The user's: a run is at work in it. Storage: it cannot be written to.
+    pub fn claim(output: &Path) -> Result<Self> {
+        let own = output.join(OWN);
+        let mut made: Vec<PathBuf> = own
+            .ancestors()
+            .take_while(|path| !path.as_os_str().is_empty() && !path.exists())
+            .map(Path::to_owned)
+            .collect();
+        made.reverse();
+        let lock = FolderLock::take(output, &own.join(LOCK))?;
+        let folder = RunFolder {
+            output: output.to_owned(),
+            lock,
+            made,
+            began: AtomicBool::new(false),
+            record: Mutex::new(None),
+        };
+        folder.clear_result()?;
+        let result = Self::result(output);
+        std::fs::create_dir(&result).map_err(|e| Error::io("create", &result, &e))?;
+        Ok(folder)
+    }
+
+    /// Whether nothing but the traces of a run that never began is in `output`, or it is not there.
+    ///
+    /// # Errors
+    /// `output` is a file, or cannot be read.
+    pub fn is_free(output: &Path) -> Result<bool> {
+        let entries = match std::fs::read_dir(output) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(true),
+            Err(error) => {
+                return Err(Error::io("write to", output, &error).hint("give a new folder with `--output`"));
+            }
+        };
+        let only = |folder: &Path, names: &[&str]| {
+            let Ok(mut inside) = std::fs::read_dir(folder) else { return false };
+            inside.all(|entry| entry.is_ok_and(|entry| names.iter().any(|name| entry.file_name() == *name)))
+        };
+        Ok(entries.flatten().all(|entry| entry.file_name() == OWN && only(&entry.path(), &[LOCK, RESULT])))
+    }
+
+    /// Whether a process may be at work in `output`: it holds the file of a lock.
+    pub fn has_lock(output: &Path) -> bool {
+        output.join(OWN).join(LOCK).is_file()
+    }
+
+    /// Where the ranks of a run in `output` write what it leaves in the end, before it is published.
+    pub fn result(output: &Path) -> PathBuf {
+        output.join(OWN).join(RESULT)
+    }
+
+    /// Those of `names` below the folder that are there and, by `record`, not what the run wrote.
+    pub fn foreign(&self, record: &RunRecord, names: &[String]) -> Vec<String> {
+        let there = |name: &&String| self.output.join(name).symlink_metadata().is_ok();
+        names.iter().filter(there).filter(|name| !record.owns(&self.output, name)).cloned().collect()
+    }
+
+    /// Gives the folder to the run of `record`, which begins now or goes on; it keeps what it finds beside its own files.
+    /// The files `live` change all the time while it works.
+    ///
+    /// # Errors
+    /// Storage: run.json cannot be written.
+    pub fn begin(&self, record: RunRecord, live: &[&str]) -> Result<()> {
+        self.began.store(true, Ordering::SeqCst);
+        *self.record.lock().unwrap_or_else(PoisonError::into_inner) = Some(record);
+        self.note(live.iter().map(|name| ((*name).to_owned(), None)))
+    }
+
+    /// Replaces the file `name` of the run by `text`.
+    ///
+    /// # Errors
+    /// Storage: the disk is full or fails.
+    pub fn write_text(&self, name: &str, text: &str) -> Result<()> {
+        self.note([(name.to_owned(), None)])?;
+        let path = self.output.join(name);
+        write_text(&path, text)?;
+        self.note([(name.to_owned(), Some(appearance(&path)?))])
+    }
+
+    /// Moves what the ranks wrote to [`RunFolder::result`] to its place in the folder. Where something that is not the
+    /// run's has one of these names, all of it goes to a new folder `result` beside it instead, which is returned with
+    /// the names in the way.
+    ///
+    /// # Errors
+    /// Storage: a file cannot be moved. A fault of ours: no run has begun.
+    pub fn publish(&self) -> Result<Option<(PathBuf, Vec<String>)>> {
+        let result = Self::result(&self.output);
+        let mut names: Vec<String> = files_below(&result)?.into_iter().map(|(name, _)| name).collect();
+        names.sort_by_key(|name| (LAST.contains(&name.as_str()), name.clone()));
+        let taken = self.taken(&names)?;
+        if !taken.is_empty() {
+            let free = (1..).map(|n| if n == 1 { RESULT.to_owned() } else { format!("{RESULT}-{n}") });
+            let place =
+                free.map(|name| self.output.join(name)).find(|place| place.symlink_metadata().is_err());
+            let place = place.ok_or_else(|| Error::internal("no name is free"))?;
+            std::fs::rename(&result, &place).map_err(|e| Error::io("write to", &place, &e))?;
+            return Ok(Some((place, taken)));
+        }
+        self.note(names.iter().map(|name| (name.clone(), None)))?;
+        for name in &names {
+            let (from, to) = (result.join(name), self.output.join(name));
+            if let Some(parent) = to.parent() {
+                std::fs::create_dir_all(parent).map_err(|e| Error::io("create", parent, &e))?;
+            }
+            std::fs::rename(&from, &to).map_err(|e| Error::io("write", &to, &e))?;
+        }
+        sync(&self.output)?;
+        let wrote: Result<Vec<_>> = names
+            .into_iter()
+            .map(|name| Ok((name.clone(), Some(appearance(&self.output.join(name))?))))
+            .collect();
+        self.note(wrote?)?;
+        Ok(None)
+    }
+
+    /// What stands in the way of the new files `names`: files of these names that are not the run's, and other weights,
+    /// which readers would take for part of them. Earlier weights of the run itself go.
+    fn taken(&self, names: &[String]) -> Result<Vec<String>> {
+        let guard = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        let record = guard.as_ref().ok_or_else(|| Error::internal("no run has begun in this folder"))?;
+        let mut taken = self.foreign(record, names);
+        let weights = |name: &str| {
+            name.starts_with("model")
+                && (name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json"))
+        };
+        if !names.iter().any(|name| weights(name)) {
+            return Ok(taken);
+        }
+        let entries = std::fs::read_dir(&self.output).map_err(|e| Error::io("read", &self.output, &e))?;
+        for name in entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()) {
+            if !weights(&name) || names.contains(&name) {
+                continue;
+            }
+            if record.owns(&self.output, &name) {
+                let path = self.output.join(&name);
+                std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))?;
+            } else {
+                taken.push(name);
+            }
+        }
+        Ok(taken)
+    }
+
+    /// Records what files look like.
+    fn note(&self, files: impl IntoIterator<Item = (String, Option<String>)>) -> Result<()> {
+        let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        let record = record.as_mut().ok_or_else(|| Error::internal("no run has begun in this folder"))?;
+        record.files.extend(files);
+        let text = serde_json::to_string_pretty(record).map_err(|e| Error::internal(e.to_string()))?;
+        write_text(&self.output.join(OWN).join(RECORD), &text).map(drop)
+    }
+
+    fn clear_result(&self) -> Result<()> {
+        let result = Self::result(&self.output);
+        match std::fs::remove_dir_all(&result) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(Error::io("remove", &result, &error))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for RunFolder {
+    fn drop(&mut self) {
+        // What cannot be removed is cleared by the next run.
+        drop(self.clear_result());
+        if self.began.load(Ordering::SeqCst) || self.made.is_empty() {
+            return;
+        }
+        self.lock.remove();
+        for folder in self.made.iter().rev() {
+            // Only what is empty goes.
+            if std::fs::remove_dir(folder).is_err() {
+                break;
+            }
+        }
+    }
+}
+
+/// What tells a file from one that was changed: its digest, or the size of one too large for that.
+fn appearance(path: &Path) -> Result<String> {
+    let cannot = |e: std::io::Error| Error::io("read", path, &e);
+    let bytes = path.metadata().map_err(cannot)?.len();
+    if bytes > DIGESTED {
+        return Ok(format!("{bytes} bytes"));
+    }
+    Ok(format!("blake3:{}", blake3::hash(&std::fs::read(path).map_err(cannot)?).to_hex()))
+}

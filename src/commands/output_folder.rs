@@ -1,0 +1,282 @@
+//! The output folder of a training run: what there is to go on from, whether the run may write there, and its lock.
+//!
+//! A folder is a run's by its record (`.finetune/run.json`). One of a program that kept no record yet is recognised by a
+//! sound checkpoint in it: its manifest and digests. What else lies there is then taken for the run's by its contents:
+//! recipe.toml if it has every key that the checkpoint was made under, metrics.jsonl if every line is one of a run,
+//! README.md if it says that this program wrote it, and beside such a recipe.toml the files that the checkpoint has too.
+
+use std::path::Path;
+
+use chrono::{DateTime, FixedOffset};
+
+use crate::checkpoint::{self, RunFolder, RunRecord, SavedCheckpoint};
+use crate::cli::TrainArgs;
+use crate::error::{Error, Result};
+use crate::plan::Plan;
+use crate::report::{Terminal, metrics};
+
+/// Written by every run beside the weights.
+const TEXTS: [&str; 4] = [RECIPE, METRICS, CARD, REPORT];
+/// The resolved recipe.
+pub(super) const RECIPE: &str = "recipe.toml";
+/// A line for each step.
+pub(super) const METRICS: &str = "metrics.jsonl";
+/// The model card.
+pub(super) const CARD: &str = "README.md";
+/// The run at a glance.
+pub(super) const REPORT: &str = "report.html";
+
+/// What was found in the output folder before the run is planned.
+pub(super) struct OutputFolder {
+    /// The checkpoint to go on from.
+    pub(super) resumed: Option<SavedCheckpoint>,
+    /// The record of the run whose folder it is.
+    record: Option<RunRecord>,
+    /// The folder, locked where there was something in it to go on with.
+    claimed: Option<RunFolder>,
+}
+
+impl OutputFolder {
+    /// Looks at the output folder; the `first` process of the run answers for it.
+    ///
+    /// # Errors
+    /// There is no going on from what `--resume` names, or not in this folder; the folder is in use or not free.
+    pub(super) fn prepare(args: &TrainArgs, first: bool, terminal: &Terminal) -> Result<Self> {
+        let output = args.output.as_path();
+        let Some(from) = &args.resume else {
+            if first {
+                refuse_occupied(output)?;
+            }
+            return Ok(OutputFolder { resumed: None, record: None, claimed: None });
+        };
+        // Locked before it is looked at: no checkpoint comes or goes any more.
+        let is_run = RunRecord::read(output)?.is_some() || checkpoint::has_any(output)?;
+        let claimed = (first && is_run).then(|| RunFolder::claim(output)).transpose()?;
+        let record = RunRecord::read(output)?;
+        let resumed = find(from.as_deref(), output, terminal)?;
+        if first {
+            refuse_other_runs(output, record.as_ref(), resumed.as_ref())?;
+        }
+        Ok(OutputFolder { resumed, record, claimed })
+    }
+
+    /// The moment that the run's chat template was told, where the run to go on with recorded it.
+    ///
+    /// # Errors
+    /// What was recorded is no date.
+    pub(super) fn date(&self) -> Result<Option<DateTime<FixedOffset>>> {
+        let recorded = match &self.resumed {
+            Some(saved) => saved.state.chat_template_date.as_deref(),
+            None => self.record.as_ref().and_then(|record| record.chat_template_date.as_deref()),
+        };
+        recorded.map(parse_date).transpose()
+    }
+
+    /// Locks the folder for the run of `plan`, which goes on from `resumed`, and makes sure that nothing is in its way; the record to begin with.
+    ///
+    /// # Errors
+    /// The folder is in use, or holds what the run would overwrite.
+    pub(super) fn claim(
+        self,
+        args: &TrainArgs,
+        plan: &Plan,
+        resumed: Option<&SavedCheckpoint>,
+    ) -> Result<(RunFolder, RunRecord)> {
+        let output = args.output.as_path();
+        let folder = match self.claimed {
+            Some(folder) => folder,
+            None => {
+                let folder = RunFolder::claim(output)?;
+                // Another run may have come and gone while this one was planned.
+                if RunFolder::is_free(output)? { folder } else { return Err(not_free(output)) }
+            }
+        };
+        let fingerprint = plan.fingerprint();
+        if let (Some(record), None) = (&self.record, resumed)
+            && record.plan != RunRecord::digest(&fingerprint)
+        {
+            return Err(Error::user(format!("cannot start over in {}", output.display()))
+                .because(format!(
+                    "it is of another run, started {}, which left no checkpoint",
+                    record.started
+                ))
+                .hint("give a new folder with `--output`"));
+        }
+        let mut record = match (self.record, resumed) {
+            (Some(record), _) => record,
+            (None, Some(saved)) if lies_in(saved, output) => adopted(output, saved, &fingerprint)?,
+            (None, from) => {
+                let resumed_from = from.map(SavedCheckpoint::digest).transpose()?;
+                let mut record = RunRecord::new(&fingerprint)?;
+                record.resumed_from = resumed_from;
+                record
+            }
+        };
+        record.chat_template_date = plan.rows.date().map(date_text);
+        refuse_foreign(&folder, &record, output, plan, resumed)?;
+        Ok((folder, record))
+    }
+}
+
+/// How a date is written down.
+pub(super) fn date_text(date: DateTime<FixedOffset>) -> String {
+    date.to_rfc3339()
+}
+
+/// Reads what [`date_text`] wrote.
+///
+/// # Errors
+/// The text is no date.
+pub(super) fn parse_date(text: &str) -> Result<DateTime<FixedOffset>> {
+    DateTime::parse_from_rfc3339(text).map_err(|e| {
+        Error::user("cannot go on with the date of the chat template")
+            .because(format!("`{text}` was recorded: {e}; accepted: a date as 2026-01-31T12:00:00+00:00"))
+    })
+}
+
+/// The checkpoint that `--resume` means, and a word on those that were passed over.
+fn find(from: Option<&Path>, output: &Path, terminal: &Terminal) -> Result<Option<SavedCheckpoint>> {
+    let (saved, passed) = match from {
+        Some(folder) if checkpoint::is_one(folder) => (Some(SavedCheckpoint::open(folder)?), Vec::new()),
+        Some(folder) => checkpoint::newest(folder)?,
+        None => checkpoint::newest(output)?,
+    };
+    match &saved {
+        Some(saved) => {
+            passed.iter().for_each(|text| terminal.warn(format!("{text}; passed over")));
+            terminal.line(format!("resuming from {}", saved.folder.display()));
+        }
+        None if !passed.is_empty() => {
+            let error = Error::user(format!("cannot resume the run in {}", output.display()));
+            return Err(passed
+                .into_iter()
+                .fold(error, Error::because)
+                .hint("start anew in another folder, with `--output`"));
+        }
+        None => {
+            let place = from.unwrap_or(output).display();
+            let text = format!("no checkpoint in {place}: starting from the beginning");
+            // A folder that was named was expected to hold one.
+            if from.is_some() { terminal.warn(text) } else { terminal.line(text) }
+        }
+    }
+    Ok(saved)
+}
+
+/// Refuses to go on in a folder that is not the run's own.
+fn refuse_other_runs(
+    output: &Path,
+    record: Option<&RunRecord>,
+    resumed: Option<&SavedCheckpoint>,
+) -> Result<()> {
+    if RunFolder::is_free(output)? {
+        return Ok(());
+    }
+    let shown = output.display();
+    let Some(saved) = resumed else {
+        if record.is_none() {
+            return Err(Error::user(format!("cannot resume in {shown}"))
+                .because("no run of this program left what is in it: there is neither .finetune/run.json nor a sound checkpoint")
+                .hint("give a new folder with `--output`"));
+        }
+        let finished = ["adapter_config.json", "config.json"].iter().any(|name| output.join(name).exists());
+        return if finished { Err(not_free(output)) } else { Ok(()) };
+    };
+    if lies_in(saved, output) {
+        return Ok(());
+    }
+    // The run that went on from this checkpoint and was killed before it saved one of its own.
+    if let Some(from) = record.and_then(|record| record.resumed_from.as_ref())
+        && *from == saved.digest()?
+        && !checkpoint::has_any(output)?
+    {
+        return Ok(());
+    }
+    let what = match record {
+        Some(record) => format!("{shown} holds another run, started {}", record.started),
+        None => format!("{shown} is not empty"),
+    };
+    let own = saved.folder.parent().unwrap_or(Path::new(".")).display();
+    Err(Error::user(format!("cannot go on from {} in {shown}", saved.folder.display()))
+        .because(what)
+        .hint(format!("give a new folder with `--output`, or `--output {own}` to go on in the run's own")))
+}
+
+/// Whether a checkpoint lies in the folder `output` itself.
+fn lies_in(saved: &SavedCheckpoint, output: &Path) -> bool {
+    let parent = saved.folder.canonicalize().ok().and_then(|folder| folder.parent().map(Path::to_owned));
+    parent.is_some() && parent == output.canonicalize().ok()
+}
+
+/// Refuses a folder that a new run cannot have; who is at work in it is named.
+fn refuse_occupied(output: &Path) -> Result<()> {
+    if RunFolder::is_free(output)? {
+        return Ok(());
+    }
+    if RunFolder::has_lock(output) {
+        drop(RunFolder::claim(output)?);
+    }
+    Err(not_free(output))
+}
+
+fn not_free(output: &Path) -> Error {
+    Error::user(format!("cannot write to {}", output.display()))
+        .because("the folder is not empty")
+        .hint("give a new folder with `--output`, or `--resume` to go on with the run in this one")
+}
+
+/// Refuses to overwrite what the run did not write.
+fn refuse_foreign(
+    folder: &RunFolder,
+    record: &RunRecord,
+    output: &Path,
+    plan: &Plan,
+    resumed: Option<&SavedCheckpoint>,
+) -> Result<()> {
+    let mut names: Vec<String> = TEXTS.map(String::from).into();
+    names.extend(resumed.map(SavedCheckpoint::result_names).transpose()?.unwrap_or_default());
+    let done = resumed.map_or(0, |saved| saved.state.step);
+    let due = |step: u64| {
+        let saves = plan.recipe.checkpoint.save_steps.is_some_and(|every| step.is_multiple_of(every));
+        saves && step > done && step <= plan.total_steps
+    };
+    let mut found = folder.foreign(record, &names);
+    found.extend(checkpoint::in_the_way(output, due)?);
+    if found.is_empty() {
+        return Ok(());
+    }
+    let error = Error::user(format!("cannot train in {}", output.display()));
+    let why = |name: String| format!("{name} would be overwritten, and is not as the run wrote it");
+    let error = found.into_iter().map(why).fold(error, Error::because);
+    Err(error.hint("move it to another folder, or give a new one with `--output`"))
+}
+
+/// A record for the folder of a run that kept none, whose checkpoint is `saved`.
+fn adopted(
+    output: &Path,
+    saved: &SavedCheckpoint,
+    fingerprint: &std::collections::BTreeMap<String, String>,
+) -> Result<RunRecord> {
+    let mut record = RunRecord::new(fingerprint)?;
+    let text = |name: &str| std::fs::read_to_string(output.join(name)).unwrap_or_default();
+    let has_recipe = text(RECIPE).parse::<toml::Table>().is_ok_and(|recipe| {
+        saved
+            .state
+            .fingerprint
+            .keys()
+            .filter_map(|key| key.split_once('.'))
+            .all(|(section, key)| recipe.get(section).is_some_and(|section| section.get(key).is_some()))
+    });
+    let names = saved.result_names()?;
+    let ours = |name: &str| match name {
+        METRICS => metrics::read(&output.join(METRICS)).is_ok(),
+        CARD => has_recipe && text(CARD).contains("trained by `finetune`"),
+        _ => has_recipe,
+    };
+    for name in TEXTS.into_iter().chain(names.iter().map(String::as_str)) {
+        if output.join(name).is_file() && ours(name) {
+            record.adopt(output, name)?;
+        }
+    }
+    Ok(record)
+}

@@ -1,0 +1,301 @@
+//! What happens between processes that have joined: broadcasts of rank 0, leaving, and the first failure.
+//!
+//! All connections end at rank 0. One thread per connection reads; it never waits for a lock that is held during a
+//! write, so news of a failure always gets in.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::Instant;
+
+use super::framing::{ConnectionError, Receiver, Sender};
+use super::join::Joined;
+use super::locked;
+use super::message::{Message, Peer};
+use super::roster::named;
+use crate::error::{Error, ErrorCategory, Result};
+
+/// Broadcasts that rank 0 can be ahead of another process.
+const MAX_AHEAD: usize = 16;
+
+/// The first failure of a run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// The rank that failed.
+    pub rank: usize,
+    /// The name of its host.
+    pub host: String,
+    /// What the rank said, or how its failure was noticed.
+    pub why: String,
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "rank {} on {} failed: {}", self.rank, self.host, self.why)
+    }
+}
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Self {
+        Error::new(ErrorCategory::Transient, format!("rank {} on {} failed", failure.rank, failure.host))
+            .because(failure.why)
+    }
+}
+
+pub(super) type Hook = Box<dyn FnOnce(&Failure) + Send>;
+
+/// One process's connections to the others.
+pub(super) struct Connections {
+    pub(super) own: usize,
+    pub(super) peers: Vec<Peer>,
+    /// By process; elsewhere than at rank 0 the first alone has one.
+    senders: Vec<Option<Mutex<Sender>>>,
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Held while the news of a failure goes out: nobody closes the connections before.
+    telling: Mutex<()>,
+}
+
+#[derive(Default)]
+struct State {
+    failure: Option<Failure>,
+    hooks: Vec<Hook>,
+    /// Broadcasts that have come: name and bytes.
+    broadcasts: VecDeque<(String, Vec<u8>)>,
+    /// Whether a process has left, by process.
+    left: Vec<bool>,
+    /// This end is closing: lost connections mean nothing any more.
+    closing: bool,
+}
+
+impl std::fmt::Debug for Connections {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "process {} of {}", self.own, self.peers.len())
+    }
+}
+
+impl Connections {
+    /// Starts to read from every connection.
+    pub(super) fn start(own: usize, joined: Joined) -> Result<(Arc<Connections>, Vec<JoinHandle<()>>)> {
+        let processes = joined.peers.len();
+        let (mut senders, mut receivers) = (Vec::new(), Vec::new());
+        for (process, connection) in joined.connections.into_iter().enumerate() {
+            let halves = connection.map(|both| (Mutex::new(both.sender), (process, both.receiver)));
+            let (sender, receiver) = halves.unzip();
+            senders.push(sender);
+            receivers.extend(receiver);
+        }
+        let state = State { left: vec![false; processes], ..State::default() };
+        let (peers, state) = (joined.peers, Mutex::new(state));
+        let connections = Arc::new(Connections {
+            own,
+            peers,
+            senders,
+            state,
+            changed: Condvar::new(),
+            telling: Mutex::new(()),
+        });
+        let mut readers = Vec::new();
+        for (process, receiver) in receivers {
+            let theirs = connections.clone();
+            let reader = Builder::new().name(format!("rendezvous peer {process}"));
+            readers.push(reader.spawn(move || theirs.read(process, receiver)).map_err(|error| {
+                connections.close();
+                Error::new(ErrorCategory::Transient, "cannot start a thread that reads from another process")
+                    .because(error.to_string())
+            })?);
+        }
+        Ok((connections, readers))
+    }
+
+    pub(super) fn failure(&self) -> Option<Failure> {
+        locked(&self.state).failure.clone()
+    }
+
+    pub(super) fn on_failure(&self, hook: Hook) {
+        let mut state = locked(&self.state);
+        match state.failure.clone() {
+            None => state.hooks.push(hook),
+            Some(failure) => {
+                drop(state);
+                hook(&failure);
+            }
+        }
+    }
+
+    /// Records `failure` unless there is one already, wakes everybody here and tells the other processes but `from`.
+    pub(super) fn fail(&self, failure: Failure, from: Option<usize>) {
+        if self.failure().is_some() {
+            return;
+        }
+        let _telling = locked(&self.telling);
+        let mut state = locked(&self.state);
+        if state.failure.is_some() || state.closing {
+            return;
+        }
+        state.failure = Some(failure.clone());
+        let hooks = std::mem::take(&mut state.hooks);
+        drop(state);
+        self.changed.notify_all();
+        let news = Message::Failed { rank: failure.rank, why: failure.why.clone() };
+        let hear = self.senders.iter().enumerate().filter(|(process, _)| Some(*process) != from);
+        let hear: Vec<&Mutex<Sender>> = hear.filter_map(|(_, sender)| sender.as_ref()).collect();
+        std::thread::scope(|scope| {
+            // Each on its own: one that takes nothing in must not keep the news from the others.
+            for sender in hear {
+                let news = &news;
+                let tell = move || drop(locked(sender).send(news));
+                if Builder::new().spawn_scoped(scope, tell).is_err() {
+                    tell();
+                }
+            }
+            hooks.into_iter().for_each(|hook| hook(&failure));
+        });
+    }
+
+    /// Reads from one connection until it ends.
+    fn read(&self, from: usize, mut receiver: Receiver) {
+        loop {
+            match receiver.receive(None) {
+                Ok(message) => {
+                    if let Err(why) = self.take(from, message) {
+                        return self.lose(from, &why);
+                    }
+                }
+                Err(error) => return self.lose(from, &error),
+            }
+        }
+    }
+
+    /// A connection has ended, or is not to be believed any more: a failure, unless the process had left.
+    fn lose(&self, from: usize, why: &ConnectionError) {
+        let closed = matches!(why, ConnectionError::Closed);
+        if closed && locked(&self.state).left[from] {
+            return;
+        }
+        let peer = &self.peers[from];
+        let text = format!("the connection to it was lost ({why})");
+        let failure = Failure { rank: peer.rank, host: peer.host.clone(), why: text };
+        // Who sent nonsense is still there, and hears why before it is cut off.
+        self.fail(failure, closed.then_some(from));
+        if let Some(sender) = &self.senders[from] {
+            locked(sender).close();
+        }
+    }
+
+    fn take(&self, from: usize, message: Message) -> Result<(), ConnectionError> {
+        let mut state = locked(&self.state);
+        match message {
+            Message::Broadcast { name, bytes } if self.own != 0 && state.broadcasts.len() < MAX_AHEAD => {
+                state.broadcasts.push_back((name, bytes));
+            }
+            Message::Failed { rank, why } => {
+                drop(state);
+                let holds = |peer: &Peer| (peer.rank..peer.rank + peer.ranks_here).contains(&rank);
+                let process = self.peers.iter().position(holds);
+                // Rank 0 passes on what any process says; the others speak of themselves, or of rank 0.
+                let process = process.filter(|process| self.own != 0 || [0, from].contains(process));
+                let peer = process.map(|process| &self.peers[process]);
+                let peer = peer.ok_or(ConnectionError::Malformed("news of a rank that is not its own"))?;
+                self.fail(Failure { rank, host: peer.host.clone(), why }, Some(from));
+                return Ok(());
+            }
+            Message::Leave => state.left[from] = true,
+            _ => return Err(ConnectionError::Malformed("a message out of place")),
+        }
+        drop(state);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// At rank 0: sends `bytes` to all others.
+    pub(super) fn broadcast(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        if let Some(failure) = self.failure() {
+            return Err(failure.into());
+        }
+        let message = Message::Broadcast { name: name.to_owned(), bytes: bytes.to_vec() };
+        (1..self.peers.len()).for_each(|process| self.send(process, &message));
+        Ok(())
+    }
+
+    /// Elsewhere: waits for what rank 0 broadcasts as `name`.
+    pub(super) fn receive_broadcast(&self, name: &str, until: Instant) -> Result<Vec<u8>> {
+        let late = |_: &State| (0, format!("it did not broadcast `{name}`"));
+        let mut state = self.wait(until, |state| !state.broadcasts.is_empty(), late)?;
+        let (theirs, bytes) = state.broadcasts.pop_front().unwrap_or_default();
+        drop(state);
+        if theirs == name {
+            return Ok(bytes);
+        }
+        let own = named(&self.peers[self.own]);
+        Err(self.blame(0, format!("it broadcast `{theirs}`, {own} waits for `{name}`")))
+    }
+
+    /// Leaves when all others do.
+    pub(super) fn leave(&self, until: Instant) -> Result<()> {
+        // Rank 0 waits for all others, each of them for rank 0.
+        let awaited = if self.own == 0 { 1..self.peers.len() } else { 0..1 };
+        if self.own != 0 {
+            self.send(0, &Message::Leave);
+        }
+        let missing = |state: &State| awaited.clone().find(|process| !state.left[*process]);
+        let late = |state: &State| (missing(state).unwrap_or(0), "it did not come to the end".to_owned());
+        drop(self.wait(until, |state| missing(state).is_none(), late)?);
+        if self.own == 0 {
+            (1..self.peers.len()).for_each(|process| self.send(process, &Message::Leave));
+        }
+        Ok(())
+    }
+
+    /// Closes all connections; the readers end.
+    pub(super) fn close(&self) {
+        drop(locked(&self.telling));
+        locked(&self.state).closing = true;
+        for sender in self.senders.iter().flatten() {
+            locked(sender).close();
+        }
+        self.changed.notify_all();
+    }
+
+    /// Sends to a process; a lost connection is noticed by its reader.
+    fn send(&self, process: usize, message: &Message) {
+        if let Some(sender) = &self.senders[process] {
+            let _ = locked(sender).send(message);
+        }
+    }
+
+    /// Makes `process` the first failure, unless there is one, and returns what counts.
+    fn blame(&self, process: usize, why: String) -> Error {
+        let peer = &self.peers[process];
+        self.fail(Failure { rank: peer.rank, host: peer.host.clone(), why: why.clone() }, None);
+        match self.failure() {
+            Some(failure) => failure.into(),
+            None => Error::new(ErrorCategory::Transient, format!("{} failed", named(peer))).because(why),
+        }
+    }
+
+    /// Waits until `done`, or a failure. At `until` the process that `late` names fails, with its reason.
+    fn wait(
+        &self,
+        until: Instant,
+        done: impl Fn(&State) -> bool,
+        late: impl Fn(&State) -> (usize, String),
+    ) -> Result<MutexGuard<'_, State>> {
+        let mut state = locked(&self.state);
+        loop {
+            if done(&state) {
+                return Ok(state);
+            }
+            if let Some(failure) = &state.failure {
+                return Err(failure.clone().into());
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let (process, why) = late(&state);
+                drop(state);
+                return Err(self.blame(process, why));
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}

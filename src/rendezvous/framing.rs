@@ -1,0 +1,200 @@
+//! Frames on a TCP connection and the encrypted messages inside them.
+//!
+//! A frame is a length (u16, big endian) and so many bytes, as section 13 of the Noise specification proposes, so no
+//! frame is longer than a Noise message may be. A reader names the largest frame it accepts, and memory grows only with
+//! bytes that have arrived. Once the handshake is done, each frame is one Noise message that holds one [`Message`] as
+//! JSON; its number in the sequence is the nonce, so that a frame that was changed, left out, or sent again does not
+//! authenticate.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use snow::{HandshakeState, StatelessTransportState};
+
+use super::handshake::Refusal;
+use super::message::Message;
+
+/// Bytes of the largest frame: those of the largest Noise message.
+pub(super) const MAX_FRAME: usize = 65_535;
+
+/// Bytes that authenticate a Noise message.
+const TAG_BYTES: usize = 16;
+
+/// How long one write to a peer may take before the peer counts as lost.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Why nothing more comes from a connection.
+#[derive(Debug)]
+pub(super) enum ConnectionError {
+    /// The other end closed it, or is gone.
+    Closed,
+    /// The deadline passed.
+    TimedOut,
+    /// What the other end sent is not of this protocol, or does not authenticate.
+    Malformed(&'static str),
+    /// Rank 0 refuses it.
+    Refused(Refusal),
+    /// The system's error.
+    Io(io::Error),
+}
+
+impl std::fmt::Display for ConnectionError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            ConnectionError::Closed => write!(f, "the connection was closed"),
+            ConnectionError::TimedOut => write!(f, "nothing came in time"),
+            ConnectionError::Malformed(what) => write!(f, "it sent {what}"),
+            ConnectionError::Refused(refusal) => write!(f, "{refusal}"),
+            ConnectionError::Io(error) => write!(f, "{error}"),
+        }
+    }
+}
+
+impl From<io::Error> for ConnectionError {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof
+            | io::ErrorKind::ConnectionReset
+            | io::ErrorKind::ConnectionAborted
+            | io::ErrorKind::BrokenPipe => ConnectionError::Closed,
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ConnectionError::TimedOut,
+            _ => ConnectionError::Io(error),
+        }
+    }
+}
+
+/// The reading half of a connection; with a deadline no sequence of slow bytes outlasts it.
+pub(super) struct DeadlineReader<'a> {
+    pub(super) stream: &'a TcpStream,
+    pub(super) until: Option<Instant>,
+}
+
+impl Read for DeadlineReader<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let left = self.until.map(|until| until.saturating_duration_since(Instant::now()));
+        if left.is_some_and(|left| left.is_zero()) {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.stream.set_read_timeout(left)?;
+        let mut stream = self.stream;
+        stream.read(buffer)
+    }
+}
+
+/// Prepares a connection: small frames leave at once, and a peer that takes none in is noticed.
+pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nonblocking(false)?;
+    stream.set_nodelay(true)?;
+    stream.set_write_timeout(Some(WRITE_TIMEOUT))
+}
+
+/// Reads the bytes of one frame of up to `max` bytes.
+pub(super) fn read_frame(stream: &mut impl Read, max: usize) -> Result<Vec<u8>, ConnectionError> {
+    let mut length = [0; 2];
+    stream.read_exact(&mut length)?;
+    let length = usize::from(u16::from_be_bytes(length));
+    if length > max {
+        return Err(ConnectionError::Malformed("a frame that is too long"));
+    }
+    let mut body = Vec::new();
+    let read = stream.take(length as u64).read_to_end(&mut body)?;
+    if read == length { Ok(body) } else { Err(ConnectionError::Closed) }
+}
+
+/// Writes `body`, at most [`MAX_FRAME`] bytes, as one frame.
+pub(super) fn write_frame(mut stream: &TcpStream, body: &[u8]) -> io::Result<()> {
+    let length = u16::try_from(body.len())
+        .map_err(|_| io::Error::other(format!("{} bytes do not fit a frame", body.len())))?;
+    stream.write_all(&[length.to_be_bytes().as_slice(), body].concat())
+}
+
+/// A connection whose two ends have authenticated each other.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub(super) sender: Sender,
+    pub(super) receiver: Receiver,
+}
+
+impl Connection {
+    /// The connection over `stream` with the keys of the finished `handshake`.
+    pub(super) fn new(stream: TcpStream, handshake: HandshakeState) -> Result<Self, ConnectionError> {
+        let noise = handshake.into_stateless_transport_mode().map_err(noise_error)?;
+        let noise = Arc::new(noise);
+        let sender = Sender { stream: stream.try_clone()?, noise: noise.clone(), nonce: 0 };
+        Ok(Connection { sender, receiver: Receiver { stream, noise, nonce: 0 } })
+    }
+}
+
+/// An error of `snow` that no peer can cause.
+pub(super) fn noise_error(error: snow::Error) -> ConnectionError {
+    ConnectionError::Io(io::Error::other(error.to_string()))
+}
+
+/// The sending half.
+#[derive(Debug)]
+pub(super) struct Sender {
+    stream: TcpStream,
+    noise: Arc<StatelessTransportState>,
+    nonce: u64,
+}
+
+impl Sender {
+    /// Sends `message`; after an error the connection is of no more use.
+    pub(super) fn send(&mut self, message: &Message) -> Result<(), ConnectionError> {
+        let sent = self.seal(message).and_then(|frame| Ok(write_frame(&self.stream, &frame)?));
+        sent.inspect_err(|_| self.close())
+    }
+
+    fn seal(&mut self, message: &Message) -> Result<Vec<u8>, ConnectionError> {
+        let json = serde_json::to_vec(message).map_err(|error| io::Error::other(error.to_string()))?;
+        let mut frame = vec![0; json.len() + TAG_BYTES];
+        if frame.len() > MAX_FRAME {
+            let text = format!("a message of {} bytes is too long to be sent", json.len());
+            return Err(ConnectionError::Io(io::Error::other(text)));
+        }
+        self.noise.write_message(self.nonce, &json, &mut frame).map_err(noise_error)?;
+        self.nonce += 1;
+        Ok(frame)
+    }
+
+    /// Ends the connection in both directions, which also wakes its receiver.
+    pub(super) fn close(&self) {
+        // It may be closed already.
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+}
+
+/// The receiving half.
+#[derive(Debug)]
+pub(super) struct Receiver {
+    stream: TcpStream,
+    noise: Arc<StatelessTransportState>,
+    nonce: u64,
+}
+
+impl Receiver {
+    /// Waits for the next message until `until`, or without end.
+    pub(super) fn receive(&mut self, until: Option<Instant>) -> Result<Message, ConnectionError> {
+        let frame = read_frame(&mut DeadlineReader { stream: &self.stream, until }, MAX_FRAME)?;
+        let mut json = vec![0; frame.len()];
+        let length = self.noise.read_message(self.nonce, &frame, &mut json);
+        let length =
+            length.map_err(|_| ConnectionError::Malformed("a message that does not authenticate"))?;
+        self.nonce += 1;
+        Message::parse(&json[..length])
+    }
+
+    /// Whether the other end has closed the connection.
+    pub(super) fn is_closed(&self) -> bool {
+        let mut byte = [0];
+        let peeked = self.stream.set_nonblocking(true).and_then(|()| self.stream.peek(&mut byte));
+        let blocking = self.stream.set_nonblocking(false);
+        let alive = match peeked {
+            Ok(read) => read > 0,
+            Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+        };
+        !alive || blocking.is_err()
+    }
+}

@@ -1,0 +1,187 @@
+//! How two processes authenticate each other before anything else is said: Noise with a pre-shared key.
+//!
+//! ```text
+//! process -> rank 0   greeting: protocol, version, digest of the run's name, whether it has a secret (JSON)
+//! process -> rank 0   Noise NNpsk0, first message
+//! rank 0 -> process   accepted, or refused with the reason (JSON)
+//! rank 0 -> process   Noise NNpsk0, second message
+//! ```
+//!
+//! The greeting is in the clear, so that a process of another version, of another run or without a secret learns why
+//! it is refused; it is the prologue of the Noise handshake, so nobody between the two ends can change it. The
+//! pre-shared key is derived from the run's secret. Both ends contribute a fresh Curve25519 key: a recorded handshake is
+//! worthless, and what was recorded stays closed even to who learns the secret later. A refusal itself is not
+//! authenticated: whoever can change the traffic can prevent a rendezvous, not join it.
+
+use std::io::{self, Read};
+use std::net::{Shutdown, TcpStream};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use snow::{Builder, HandshakeState};
+
+use super::auth::Secret;
+use super::framing::{Connection, ConnectionError, DeadlineReader, noise_error, read_frame, write_frame};
+
+/// Version of the protocol; another one is refused.
+const VERSION: u32 = 2;
+const PROTOCOL: &str = "finetune rendezvous";
+const NOISE: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
+
+/// Bytes of a frame from a process that is not authenticated yet.
+const MAX_GREETING: usize = 256;
+
+const OTHER_PROTOCOL: ConnectionError = ConnectionError::Malformed("something other than this protocol");
+
+/// The first frame. Its first two fields are in every version.
+#[derive(Serialize, Deserialize)]
+struct Greeting {
+    protocol: String,
+    version: u32,
+    #[serde(default)]
+    run: String,
+    #[serde(default)]
+    has_secret: bool,
+}
+
+/// What rank 0 answers in the clear.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Answer {
+    Accepted,
+    Refused(Refusal),
+}
+
+/// Why rank 0 refuses a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Refusal {
+    /// The two ends speak different versions.
+    Version { rank_0: u32, other: u32 },
+    /// The process belongs to another run.
+    Run,
+    /// The process has no secret, rank 0 has one.
+    NoSecret,
+    /// The process has a secret, rank 0 has none.
+    NoSecretAtRank0,
+    /// The secrets differ.
+    Secret,
+}
+
+impl std::fmt::Display for Refusal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Refusal::Version { rank_0, other } => write!(
+                f,
+                "rank 0 speaks version {rank_0} of the rendezvous protocol, the other process version {other}"
+            ),
+            Refusal::Run => write!(f, "it belongs to another run"),
+            Refusal::NoSecret => write!(f, "rank 0 was started with a secret, the other process without"),
+            Refusal::NoSecretAtRank0 => {
+                write!(f, "rank 0 was started without a secret, the other process with one")
+            }
+            Refusal::Secret => write!(f, "its secret is not the one of rank 0"),
+        }
+    }
+}
+
+/// What a Noise message that cannot be read says of its sender.
+fn from_peer(error: snow::Error) -> ConnectionError {
+    if error == snow::Error::Decrypt { ConnectionError::Refused(Refusal::Secret) } else { OTHER_PROTOCOL }
+}
+
+/// Authenticates with rank 0 at the other end of `stream`.
+pub(super) fn connect(
+    stream: TcpStream,
+    secret: &Secret,
+    run: &str,
+    until: Instant,
+) -> Result<Connection, ConnectionError> {
+    let greeting = Greeting {
+        protocol: PROTOCOL.to_owned(),
+        version: VERSION,
+        run: run_digest(run),
+        has_secret: secret.is_shared(),
+    };
+    let greeting = to_json(&greeting)?;
+    let key = secret.pre_shared_key();
+    let mut noise = builder(&key, &greeting).and_then(Builder::build_initiator).map_err(noise_error)?;
+    write_frame(&stream, &greeting)?;
+    write_noise(&stream, &mut noise)?;
+    let mut reader = DeadlineReader { stream: &stream, until: Some(until) };
+    match serde_json::from_slice(&read_frame(&mut reader, MAX_GREETING)?) {
+        Ok(Answer::Accepted) => read_noise(&mut reader, &mut noise)?,
+        Ok(Answer::Refused(refusal)) => return Err(ConnectionError::Refused(refusal)),
+        Err(_) => return Err(OTHER_PROTOCOL),
+    }
+    Connection::new(stream, noise)
+}
+
+/// Authenticates a process that has connected to rank 0. A refusal is returned, not yet sent: see [`refuse`].
+pub(super) fn accept(
+    stream: TcpStream,
+    secret: &Secret,
+    run: &str,
+    until: Instant,
+) -> Result<Connection, ConnectionError> {
+    let mut reader = DeadlineReader { stream: &stream, until: Some(until) };
+    let bytes = read_frame(&mut reader, MAX_GREETING)?;
+    let greeting: Greeting = serde_json::from_slice(&bytes).map_err(|_| OTHER_PROTOCOL)?;
+    if greeting.protocol != PROTOCOL {
+        return Err(OTHER_PROTOCOL);
+    }
+    let refusal = if greeting.version != VERSION {
+        Some(Refusal::Version { rank_0: VERSION, other: greeting.version })
+    } else if greeting.run != run_digest(run) {
+        Some(Refusal::Run)
+    } else {
+        match (greeting.has_secret, secret.is_shared()) {
+            (false, true) => Some(Refusal::NoSecret),
+            (true, false) => Some(Refusal::NoSecretAtRank0),
+            _ => None,
+        }
+    };
+    if let Some(refusal) = refusal {
+        return Err(ConnectionError::Refused(refusal));
+    }
+    let key = secret.pre_shared_key();
+    let mut noise = builder(&key, &bytes).and_then(Builder::build_responder).map_err(noise_error)?;
+    read_noise(&mut reader, &mut noise)?;
+    write_frame(&stream, &to_json(&Answer::Accepted)?)?;
+    write_noise(&stream, &mut noise)?;
+    Connection::new(stream, noise)
+}
+
+/// Says to a connection why it is refused.
+pub(super) fn refuse(mut stream: &TcpStream, refusal: Refusal) {
+    // Whoever does not listen need not hear it.
+    let _ = to_json(&Answer::Refused(refusal)).and_then(|answer| write_frame(stream, &answer));
+    let _ = stream.shutdown(Shutdown::Write);
+    // Unread bytes would turn the close into a reset, which can overtake the refusal.
+    let _ = stream.set_read_timeout(Some(Duration::from_millis(100)));
+    let _ = stream.read(&mut [0; MAX_GREETING]);
+}
+
+fn builder<'a>(key: &'a [u8; 32], prologue: &'a [u8]) -> Result<Builder<'a>, snow::Error> {
+    Builder::new(NOISE.parse()?).psk(0, key)?.prologue(prologue)
+}
+
+fn write_noise(stream: &TcpStream, noise: &mut HandshakeState) -> Result<(), ConnectionError> {
+    let mut message = [0; MAX_GREETING];
+    let length = noise.write_message(&[], &mut message).map_err(noise_error)?;
+    Ok(write_frame(stream, &message[..length])?)
+}
+
+fn read_noise(reader: &mut impl Read, noise: &mut HandshakeState) -> Result<(), ConnectionError> {
+    let message = read_frame(reader, MAX_GREETING)?;
+    noise.read_message(&message, &mut [0; MAX_GREETING]).map_err(from_peer)?;
+    Ok(())
+}
+
+fn to_json(value: &impl Serialize) -> io::Result<Vec<u8>> {
+    serde_json::to_vec(value).map_err(|error| io::Error::other(error.to_string()))
+}
+
+fn run_digest(run: &str) -> String {
+    blake3::hash(run.as_bytes()).to_hex().to_string()
+}

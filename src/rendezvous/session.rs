@@ -1,0 +1,137 @@
+//! One process's end of the rendezvous, from joining to leaving.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::connections::{Connections, Failure};
+use super::join::{Joined, join, register};
+use super::listener::Listener;
+use super::message::{JoinRequest, MAX_PAYLOAD, MAX_TEXT, Peer, printable};
+use super::options::RendezvousOptions;
+use crate::error::{Error, Result};
+
+/// One process's end of the rendezvous. Dropping it without [`Session::leave`] counts as a failure for the others.
+#[derive(Debug)]
+pub struct Session {
+    connections: Arc<Connections>,
+    readers: Vec<JoinHandle<()>>,
+    call_timeout: Duration,
+}
+
+impl Session {
+    /// Joins the other processes of the run with `request`; returns when all are there and agree.
+    ///
+    /// # Errors
+    /// [`crate::error::ErrorCategory::User`] when secrets, world sizes, ranks or digests do not fit together, with both sides
+    /// named, the same in every process; [`crate::error::ErrorCategory::Transient`] when ranks are missing at the deadline or
+    /// rank 0 cannot be reached.
+    pub fn join(request: JoinRequest, options: &RendezvousOptions) -> Result<Session> {
+        match &options.master {
+            Some(_) if request.peer.rank == 0 => Self::join_at(Listener::open(options)?, request, options),
+            Some(master) => Self::start(request.peer.rank, join(master, &request, options)?, options),
+            None => {
+                let rank = request.peer.rank;
+                let alone = Joined { peers: vec![request.peer], connections: vec![None] };
+                Self::start(rank, alone, options)
+            }
+        }
+    }
+
+    /// Joins as the process of rank 0, with a listener that is open already.
+    ///
+    /// # Errors
+    /// As [`Session::join`].
+    pub fn join_at(listener: Listener, request: JoinRequest, options: &RendezvousOptions) -> Result<Session> {
+        let rank = request.peer.rank;
+        Self::start(rank, register(listener, request, options)?, options)
+    }
+
+    fn start(rank: usize, joined: Joined, options: &RendezvousOptions) -> Result<Session> {
+        let own = joined.peers.iter().position(|peer| peer.rank == rank);
+        let own = own.ok_or_else(|| Error::internal("this process is not among those that joined"))?;
+        let (connections, readers) = Connections::start(own, joined)?;
+        Ok(Session { connections, readers, call_timeout: options.call_timeout })
+    }
+
+    /// The processes of the run, ascending by rank.
+    pub fn peers(&self) -> &[Peer] {
+        &self.connections.peers
+    }
+
+    /// The index of this process among [`Session::peers`].
+    pub fn process_index(&self) -> usize {
+        self.connections.own
+    }
+
+    /// Gives the bytes that `make` makes in the process of rank 0 (up to [`MAX_PAYLOAD`]) to all. `name` says what they
+    /// are, the same everywhere.
+    ///
+    /// # Errors
+    /// What `make` returns (only there; the others wait until that process fails);
+    /// [`crate::error::ErrorCategory::Transient`] when a process has failed, rank 0 broadcasts something else, or nothing within
+    /// the options' `call_timeout`; the rank is named.
+    pub fn broadcast(&self, name: &str, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
+        if self.process_index() != 0 {
+            return self.connections.receive_broadcast(name, Instant::now() + self.call_timeout);
+        }
+        let bytes = make()?;
+        if bytes.len() > MAX_PAYLOAD {
+            return Err(Error::internal(format!("cannot broadcast {} bytes of {name}", bytes.len()))
+                .because(format!("accepted: up to {MAX_PAYLOAD}")));
+        }
+        self.connections.broadcast(name, &bytes)?;
+        Ok(bytes)
+    }
+
+    /// Tells all processes that `rank`, one of this process's, has failed. The first failure of a run counts; a later
+    /// one changes nothing.
+    pub fn fail(&self, rank: usize, why: &str) {
+        let host = self.peers()[self.process_index()].host.clone();
+        self.connections.fail(Failure { rank, host, why: printable(why, MAX_TEXT) }, None);
+    }
+
+    /// The first failure of the run, if there is one: this process's or another's.
+    pub fn failure(&self) -> Option<Failure> {
+        self.connections.failure()
+    }
+
+    /// Calls `hook` once with the first failure of the run, from the thread that learns of it, or at once if there is
+    /// one already: the place to abort what is waiting elsewhere. It must not drop this value.
+    pub fn on_failure(&self, hook: impl FnOnce(&Failure) + Send + 'static) {
+        self.connections.on_failure(Box::new(hook));
+    }
+
+    /// Ends the session without anybody's failure, when all processes have called it.
+    ///
+    /// # Errors
+    /// [`crate::error::ErrorCategory::Transient`] when a process has failed, is gone, or does not call it within the options'
+    /// `call_timeout`; the rank is named.
+    pub fn leave(self) -> Result<()> {
+        self.connections.leave(Instant::now() + self.call_timeout)
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.connections.close();
+        for reader in self.readers.drain(..) {
+            if reader.thread().id() != std::thread::current().id() {
+                // A panic there has been reported by its own thread.
+                let _ = reader.join();
+            }
+        }
+    }
+}
+
+/// The name of this host, as it stands in messages.
+pub fn host_name() -> String {
+    let mut name = [0_u8; 256];
+    // SAFETY: the pointer and length are those of a buffer that outlives the call.
+    let status = unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) };
+    let end = name.iter().position(|byte| *byte == 0).unwrap_or(0);
+    match std::str::from_utf8(&name[..end]) {
+        Ok(name) if status == 0 && !name.is_empty() => printable(name, 255),
+        _ => "an unnamed host".to_owned(),
+    }
+}

@@ -1,0 +1,415 @@
+//! The output folder of a run through the binary: what no run wrote is neither overwritten nor removed, one run at a time
+//! is at work in a folder, and what a run goes on with is as it was, the date of its chat template too.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::place::{Place, copy_folder, lora};
+use finetune::checkpoint::{self, SavedCheckpoint};
+use serde_json::Value;
+
+/// Every file below a folder.
+fn tree(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    let Ok(entries) = std::fs::read_dir(folder) else { return found };
+    for path in entries.map(|entry| entry.unwrap().path()) {
+        if path.is_dir() {
+            found.extend(tree(&path));
+        } else {
+            let bytes = std::fs::read(&path).unwrap();
+            found.insert(path, bytes);
+        }
+    }
+    found
+}
+
+/// A run of 4 steps, whose checkpoints all stay, with `more` flags; an output other than `out` comes first.
+fn args<'a>(output: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let keep = ["--set", "checkpoint.keep_last=9", "--set", "checkpoint.save_steps=2", "--quiet"];
+    let args = lora(&[&keep[..], more].concat());
+    args.into_iter().map(|arg| if arg == "out" { output } else { arg }).collect()
+}
+
+fn run(place: &Place, args: &[&str]) -> Output {
+    place.command(args).env("RAYON_NUM_THREADS", "1").output().unwrap()
+}
+
+fn succeed(place: &Place, args: &[&str]) {
+    let done = run(place, args);
+    assert!(done.status.success(), "{}", place.told(&done.stderr));
+}
+
+/// Runs what must fail as the user's input and change nothing below `folder`: what it says.
+fn refused(place: &Place, folder: &str, args: &[&str]) -> String {
+    let before = tree(&place.path(folder));
+    let done = run(place, args);
+    let said = place.told(&done.stderr);
+    assert_eq!(done.status.code(), Some(1), "{said}");
+    let after = tree(&place.path(folder));
+    assert!(before == after, "{folder} changed: {:?}, before {:?}\n{said}", after.keys(), before.keys());
+    said
+}
+
+fn metrics(folder: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(folder.join("metrics.jsonl")).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// The steps that metrics.jsonl tells of, in its order.
+fn steps(folder: &Path) -> Vec<u64> {
+    metrics(folder)
+        .iter()
+        .filter(|line| line.get("loss").is_some())
+        .map(|line| line["step"].as_u64().unwrap())
+        .collect()
+}
+
+fn until(what: &str, child: &mut Child, mut done: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !done() {
+        assert!(started.elapsed() < Duration::from_secs(120), "{what}");
+        assert!(child.try_wait().unwrap().is_none(), "the run ended before {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn start(place: &Place, args: &[&str]) -> Child {
+    let mut command = place.command(args);
+    command.env("RAYON_NUM_THREADS", "1").stdout(Stdio::null()).stderr(Stdio::piped());
+    command.spawn().unwrap()
+}
+
+/// A run that takes long enough to be met at work, and has begun to train.
+fn at_work(place: &Place, args: &[&str]) -> Child {
+    let mut child = start(place, args);
+    let lines = || {
+        std::fs::read_to_string(place.path("out/metrics.jsonl")).is_ok_and(|text| text.lines().count() > 2)
+    };
+    until("it trains", &mut child, lines);
+    child
+}
+
+const LONG: [&str; 4] = ["--set", "train.max_steps=200", "--set", "checkpoint.save_steps=1000"];
+
+fn flip(path: &Path) {
+    let mut bytes = std::fs::read(path).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    std::fs::write(path, bytes).unwrap();
+}
+
+// What is not the run's.
+
+#[test]
+fn a_folder_that_is_no_run_is_not_touched() {
+    let place = Place::new();
+    for name in ["README.md", "recipe.toml", "metrics.jsonl", "report.html"] {
+        std::fs::create_dir_all(place.path("project/checkpoint-4")).unwrap();
+        place.write(&format!("project/{name}"), "mine");
+    }
+    place.write("project/checkpoint-4/notes.txt", "mine");
+    place.write("project/checkpoint-x.tmp-mine", "mine");
+    for more in [&["--resume"][..], &["--resume", "elsewhere"], &[]] {
+        let said = refused(&place, "project", &args("project", more));
+        assert!(said.contains("project"), "{said}");
+        assert!(!place.path("project/.finetune").exists());
+    }
+    std::fs::remove_dir_all(place.path("project/checkpoint-4")).unwrap();
+    let said = refused(&place, "project", &args("project", &["--resume"]));
+    assert_eq!(
+        said,
+        "error: cannot resume in project\n  caused by: no run of this program left what is in it: there is neither \
+         .finetune/run.json nor a sound checkpoint\nhint: give a new folder with `--output`\n"
+    );
+}
+
+#[test]
+fn no_run_goes_on_in_the_folder_of_another() {
+    let place = Place::new();
+    for output in ["one", "two"] {
+        succeed(&place, &args(output, &[]));
+    }
+    let said = refused(&place, "two", &args("two", &["--resume", "one/checkpoint-2"]));
+    assert!(
+        said.starts_with(
+            "error: cannot go on from one/checkpoint-2 in two\n  caused by: two holds another run, started "
+        ),
+        "{said}"
+    );
+    assert!(
+        said.contains("hint: give a new folder with `--output`, or `--output one` to go on in the run's own"),
+        "{said}"
+    );
+    // Nor in one that an older program left, without a record.
+    std::fs::remove_dir_all(place.path("two/.finetune")).unwrap();
+    let said = refused(&place, "two", &args("two", &["--resume", "one"]));
+    assert!(said.contains("caused by: two is not empty"), "{said}");
+    // A new folder is free, and goes on to the bit.
+    let fork = args("three", &["--resume", "one/checkpoint-2"]);
+    succeed(&place, &fork);
+    let adapter = |output: &str| std::fs::read(place.path(output).join("adapter_model.safetensors")).unwrap();
+    assert!(adapter("three") == adapter("one"));
+    assert_eq!(steps(&place.path("three")), [3, 4]);
+    refused(&place, "three", &fork);
+    // As it is after a kill before the first checkpoint of its own: the same command goes on.
+    std::fs::remove_dir_all(place.path("three/checkpoint-4")).unwrap();
+    succeed(&place, &fork);
+    assert!(adapter("three") == adapter("one"));
+}
+
+#[test]
+fn a_file_that_the_run_did_not_write_is_not_overwritten() {
+    let place = Place::new();
+    succeed(&place, &args("out", &[]));
+    place.write("out/notes.txt", "mine");
+    let again = args("out", &["--resume"]);
+    succeed(&place, &again);
+    for name in ["README.md", "recipe.toml", "adapter_config.json"] {
+        let text = std::fs::read_to_string(place.path("out").join(name)).unwrap();
+        place.write(&format!("out/{name}"), &format!("{text}\n "));
+        let said = refused(&place, "out", &again);
+        let why = format!("caused by: {name} would be overwritten, and is not as the run wrote it");
+        assert!(said.starts_with("error: cannot train in out\n") && said.contains(&why), "{said}");
+        std::fs::remove_file(place.path("out").join(name)).unwrap();
+        succeed(&place, &again);
+    }
+    // Where a checkpoint is to be.
+    std::fs::remove_dir_all(place.path("out/checkpoint-4")).unwrap();
+    std::fs::create_dir(place.path("out/checkpoint-4")).unwrap();
+    place.write("out/checkpoint-4/notes.txt", "mine");
+    let said = refused(&place, "out", &again);
+    assert!(said.contains("caused by: checkpoint-4 would be overwritten"), "{said}");
+    assert_eq!(std::fs::read_to_string(place.path("out/notes.txt")).unwrap(), "mine");
+}
+
+#[test]
+fn a_file_that_comes_while_the_run_is_at_work_stays() {
+    let place = Place::new();
+    let child = at_work(&place, &args("out", &LONG));
+    place.write("out/README.md", "mine");
+    let done = child.wait_with_output().unwrap();
+    let said = place.told(&done.stderr);
+    assert!(done.status.success(), "{said}");
+    assert!(
+        said.contains(
+            "README.md came while the run was at work and would be overwritten: the result is in out/result"
+        ),
+        "{said}"
+    );
+    assert_eq!(std::fs::read_to_string(place.path("out/README.md")).unwrap(), "mine");
+    for name in ["README.md", "report.html", "adapter_config.json", "adapter_model.safetensors"] {
+        assert!(place.path("out/result").join(name).metadata().unwrap().len() > 100, "{name}");
+    }
+    assert!(!place.path("out/adapter_config.json").exists());
+}
+
+/// The folder of a run of an older program is known by its checkpoints.
+#[test]
+fn a_folder_without_a_record() {
+    let place = Place::new();
+    succeed(&place, &args("out", &[]));
+    let adapter = || std::fs::read(place.path("out/adapter_model.safetensors")).unwrap();
+    let wanted = adapter();
+    let as_killed = || {
+        std::fs::remove_dir_all(place.path("out/.finetune")).unwrap();
+        std::fs::remove_dir_all(place.path("out/checkpoint-4")).unwrap();
+    };
+    as_killed();
+    succeed(&place, &args("out", &["--resume"]));
+    assert!(adapter() == wanted);
+    assert_eq!(steps(&place.path("out")), [1, 2, 3, 4]);
+    for (name, text) in [("README.md", "# My own words"), ("recipe.toml", "[train]\nmax_steps = 4\n")] {
+        as_killed();
+        let theirs = std::fs::read(place.path("out").join(name)).unwrap();
+        place.write(&format!("out/{name}"), text);
+        let said = refused(&place, "out", &args("out", &["--resume"]));
+        assert!(said.contains(&format!("caused by: {name} would be overwritten")), "{said}");
+        assert!(!place.path("out/.finetune").exists(), "nothing is left of the try");
+        std::fs::write(place.path("out").join(name), theirs).unwrap();
+        succeed(&place, &args("out", &["--resume"]));
+    }
+}
+
+// Checkpoints that stay.
+
+#[test]
+fn the_newest_sound_checkpoint_stays_and_strangers_too() {
+    let place = Place::new();
+    succeed(&place, &args("out", &[]));
+    let out = place.path("out");
+    flip(&out.join("checkpoint-4/optimizer.safetensors"));
+    // Somebody's folder with a later number, and names like those of folders under way.
+    let gone = {
+        let mut child = start(&place, &["--version"]);
+        child.wait().unwrap();
+        child.id()
+    };
+    let own = std::process::id();
+    let (dead, alive) = (format!("checkpoint-3.tmp-{gone}"), format!("checkpoint-3.tmp-{own}"));
+    let strangers = ["checkpoint-900", "checkpoint-x.tmp-mine", "checkpoint-7.tmp-mine", &alive];
+    for name in strangers.iter().chain([&dead.as_str()]) {
+        std::fs::create_dir(out.join(name)).unwrap();
+        place.write(&format!("out/{name}/notes.txt"), "mine");
+    }
+    let one = ["--resume", "--set", "checkpoint.keep_last=1", "--set", "checkpoint.save_steps=1"];
+    let done = run(&place, &args("out", &one));
+    let said = place.told(&done.stderr);
+    assert!(done.status.success(), "{said}");
+    assert!(said.contains("checkpoint-4 is damaged") && said.contains("checkpoint-900 is damaged"), "{said}");
+    for name in strangers {
+        assert!(out.join(name).join("notes.txt").exists(), "{name} was removed");
+    }
+    assert!(!out.join(dead).exists(), "what a killed run left goes");
+    assert!(!out.join("checkpoint-2").exists() && !out.join("checkpoint-3").exists(), "one is kept");
+    assert_eq!(SavedCheckpoint::open(&out.join("checkpoint-4")).unwrap().state.step, 4);
+    let aside = out.join("checkpoint-4.aside-1");
+    assert!(aside.join("manifest.json").exists(), "the damaged one is moved, not removed");
+    assert_eq!(checkpoint::newest(&out).unwrap().0.unwrap().state.step, 4);
+}
+
+/// The next save of a run beside a newer checkpoint that is damaged keeps what it has just written.
+#[test]
+fn a_damaged_newer_checkpoint_does_not_count() {
+    let place = Place::new();
+    succeed(&place, &args("out", &[]));
+    let out = place.path("out");
+    copy_folder(&out.join("checkpoint-4"), &out.join("checkpoint-9"));
+    flip(&out.join("checkpoint-9/adapter_model.safetensors"));
+    let more = ["checkpoint.keep_last=1", "checkpoint.save_steps=3"].map(|key| ["--set", key]).concat();
+    let more = [&["--resume", "out/checkpoint-2"], &more[..]].concat();
+    succeed(&place, &args("out", &more));
+    // 3 was saved, beside a sound 4 of the same run.
+    for (step, sound) in [(3, true), (4, true), (9, false)] {
+        let opened = SavedCheckpoint::open(&out.join(format!("checkpoint-{step}")));
+        assert_eq!(opened.is_ok(), sound, "{step}");
+    }
+    assert!(!out.join("checkpoint-2").exists());
+}
+
+// One run at a time.
+
+#[test]
+fn of_two_runs_started_together_one_trains() {
+    let place = Place::new();
+    let mut told_of_lock = 0;
+    for attempt in 0..12 {
+        let output = format!("out-{attempt}");
+        let both: Vec<Child> = (0..2).map(|_| start(&place, &args(&output, &[]))).collect();
+        let ids: Vec<u32> = both.iter().map(Child::id).collect();
+        let done: Vec<Output> = both.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+        let codes: Vec<i32> = done.iter().map(|done| done.status.code().unwrap()).collect();
+        let said: Vec<String> = done.iter().map(|done| place.told(&done.stderr)).collect();
+        let loser = codes.iter().position(|code| *code == 1);
+        assert!(codes.contains(&0) && loser.is_some(), "{codes:?}: {said:?}");
+        let loser = loser.unwrap();
+        let in_use =
+            said[loser].contains(&format!("the folder is in use by process {} on host ", ids[1 - loser]));
+        assert!(in_use || said[loser].contains("the folder is not empty"), "{said:?}");
+        told_of_lock += usize::from(in_use);
+        assert_eq!(steps(&place.path(&output)), [1, 2, 3, 4], "{output}");
+        assert_eq!(std::fs::read(place.path(&output).join(".finetune/lock")).unwrap(), b"");
+    }
+    assert!(told_of_lock > 0, "no two runs met");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_run_at_work_is_not_joined_and_one_that_was_killed_goes_on() {
+    let place = Place::new();
+    place.write("dated.jinja", DATED);
+    let dated = ["--set", "data.chat_template=dated.jinja", "--set", "data.train_on=all"];
+    for more in [&["--set", "checkpoint.save_steps=2"][..], &dated] {
+        let line = [&LONG[..], more].concat();
+        let again = [&line[..], &["--resume"]].concat();
+        let (first, again) = (args("out", &line), args("out", &again));
+        let mut child = at_work(&place, &first);
+        let named = format!("caused by: the folder is in use by process {} on host ", child.id());
+        for line in [&first, &again] {
+            let done = run(&place, line);
+            let said = place.told(&done.stderr);
+            assert_eq!(done.status.code(), Some(1), "{said}");
+            assert!(said.starts_with("error: cannot train in out\n") && said.contains(&named), "{said}");
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let left = std::fs::read_to_string(place.path("out/.finetune/lock")).unwrap();
+        assert!(left.contains(&child.id().to_string()), "a killed run leaves its record: {left}");
+        succeed(&place, &again);
+        assert_eq!(steps(&place.path("out")), (1..=200).collect::<Vec<_>>());
+        std::fs::remove_dir_all(place.path("out")).unwrap();
+    }
+}
+
+#[test]
+fn a_folder_that_another_host_took() {
+    let place = Place::new();
+    succeed(&place, &args("out", &[]));
+    let holder = r#"{"host":"node-7","pid":4711,"since":"2026-01-02T03:04:05+00:00","boot":"another"}"#;
+    place.write("out/.finetune/lock", holder);
+    let said = refused(&place, "out", &args("out", &["--resume"]));
+    assert!(
+        said.contains(
+            "process 4711 on host node-7 took the folder at 2026-01-02T03:04:05+00:00 and has not released it"
+        ),
+        "{said}"
+    );
+    assert!(
+        said.contains("hint: when you know that it has ended, `rm out/.finetune/lock` and start again"),
+        "{said}"
+    );
+    std::fs::remove_file(place.path("out/.finetune/lock")).unwrap();
+    succeed(&place, &args("out", &["--resume"]));
+}
+
+// The date of the chat template.
+
+/// Prints the moment to its fraction of a second: no two looks at a clock print the same.
+const DATED: &str = "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}{% for message in messages %}\n{{ message.role }}: {{ message.content }}{% endfor %}";
+
+/// The date is taken once: a run that goes on, later and elsewhere, trains on the same tokens.
+#[test]
+fn a_run_goes_on_with_the_date_that_it_began_with() {
+    let place = Place::new();
+    place.write("dated.jinja", DATED);
+    let dated = |output, more: &[&'static str]| {
+        let keys = ["--set", "data.chat_template=dated.jinja", "--set", "data.train_on=all"];
+        args(output, &[&keys[..], more].concat())
+    };
+    succeed(&place, &dated("out", &["--ranks", "2"]));
+    let adapter = |output: &str| std::fs::read(place.path(output).join("adapter_model.safetensors")).unwrap();
+    let wanted = adapter("out");
+    let read = |name: &str| std::fs::read_to_string(place.path(name)).unwrap();
+    let date = |name: &str| -> Value {
+        serde_json::from_str::<Value>(&read(name)).unwrap()["chat_template_date"].clone()
+    };
+    let began = date("out/.finetune/run.json");
+    assert!(began.as_str().is_some_and(|text| text.contains('T')), "{began}");
+    // Another run sees another date, and so another digest of its rows.
+    succeed(&place, &dated("later", &["--ranks", "2"]));
+    assert!(date("later/.finetune/run.json") != began);
+    let state = |name: &str| -> Value { serde_json::from_str(&read(name)).unwrap() };
+    let data = |output: &str| {
+        state(&format!("{output}/checkpoint-2/trainer_state.json"))["fingerprint"]["data"].clone()
+    };
+    assert!(data("out") != data("later"), "the template's date reaches the rows");
+
+    std::fs::create_dir(place.path("moved")).unwrap();
+    copy_folder(&place.path("out/checkpoint-2"), &place.path("moved/checkpoint-2"));
+    succeed(&place, &dated("moved", &["--ranks", "2", "--resume"]));
+    std::fs::remove_dir_all(place.path("out/checkpoint-4")).unwrap();
+    succeed(&place, &dated("out", &["--ranks", "2", "--resume"]));
+    for output in ["out", "moved"] {
+        assert_eq!(date(&format!("{output}/checkpoint-4/trainer_state.json")), began, "{output}");
+        assert_eq!(date(&format!("{output}/.finetune/run.json")), began, "{output}");
+        assert_eq!(
+            data(output),
+            state(&format!("{output}/checkpoint-4/trainer_state.json"))["fingerprint"]["data"]
+        );
+    }
+    assert!(adapter("out") == wanted && adapter("moved") == wanted);
+    // A template that asks for no date records none: the same run leaves the same bytes another day.
+    succeed(&place, &args("plain", &[]));
+    assert!(state("plain/checkpoint-2/trainer_state.json").get("chat_template_date").is_none());
+}
