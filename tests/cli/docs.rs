@@ -155,9 +155,8 @@ fn asks_the_hub(args: &[String], place: &Place) -> bool {
 /// Runs or parses one command of `page`.
 fn check(page: &str, words: &[String], place: &Place, counts: &mut Counts) {
     let shown = words.join(" ");
-    for path in
-        words.iter().filter(|word| ["scripts/", "benchmarks/", ".ci/"].iter().any(|f| word.starts_with(f)))
-    {
+    let ours = ["scripts/", "benchmarks/", ".ci/"];
+    for path in words.iter().filter(|word| ours.iter().any(|folder| word.starts_with(folder))) {
         assert!(root().join(path).exists(), "{page}: `{shown}`: there is no {path}");
     }
     let set = words.iter().take_while(|word| word.split_once('=').is_some_and(|(name, _)| is_variable(name)));
@@ -165,14 +164,14 @@ fn check(page: &str, words: &[String], place: &Place, counts: &mut Counts) {
     let ours = command.iter().position(|word| word == "finetune");
     let cargo = command.iter().position(|word| word == "--").filter(|_| command[..2] == ["cargo", "run"]);
     let Some(start) = ours.or(cargo) else {
-        if command[0] == "cmp" {
-            let status =
-                Command::new("cmp").args(&command[1..]).current_dir(place.path(".")).status().unwrap();
-            assert!(status.success(), "{page}: `{shown}`");
+        let program = command[0].as_str();
+        if program == "cmp" {
+            let status = Command::new(program).args(&command[1..]).current_dir(place.path(".")).status();
+            assert!(status.unwrap().success(), "{page}: `{shown}`");
             counts.run += 1;
             return;
         }
-        assert!(OTHERS.contains(&command[0].as_str()), "{page}: `{shown}` is of no known program");
+        assert!(OTHERS.contains(&program), "{page}: `{shown}` is of no known program");
         counts.of_others += 1;
         return;
     };
