@@ -6,7 +6,7 @@
 //! `_maybe_include_all_linear_layers`, `_set_trainable`.) PEFT passes over names without effect; here each
 //! is an error with the nearest name.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use regex::Regex;
 
@@ -187,13 +187,20 @@ fn target(
 /// # Errors
 /// The user's: a name matches no module.
 pub fn resolve_saved(spec: &TargetSpec, modules: &[Module]) -> Result<Vec<String>> {
-    for name in &spec.modules_to_save {
-        if !modules.iter().any(|module| module.name.ends_with(name)) {
-            return Err(no_match("modules_to_save", name, modules));
+    let wanted: HashSet<&str> = spec.modules_to_save.iter().map(String::as_str).collect();
+    let (mut saved, mut used) = (Vec::new(), HashSet::new());
+    for module in modules {
+        let ends = module.name.char_indices().map(|(start, _)| &module.name[start..]);
+        let named: Vec<&str> = ends.filter_map(|end| wanted.get(end).copied()).collect();
+        if !named.is_empty() {
+            saved.push(module.name.clone());
         }
+        used.extend(named);
     }
-    let saved = |module: &&Module| spec.modules_to_save.iter().any(|name| module.name.ends_with(name));
-    Ok(modules.iter().filter(saved).map(|module| module.name.clone()).collect())
+    match spec.modules_to_save.iter().find(|name| !used.contains(name.as_str())) {
+        Some(name) => Err(no_match("modules_to_save", name, modules)),
+        None => Ok(saved),
+    }
 }
 
 /// The tables (embedding, head) of which single rows train, with the tokens.
@@ -254,13 +261,14 @@ pub(super) fn check_vocabulary(ids: &[u32], table: &Module) -> Result<(), String
 /// so are targets, else whole names. Sorted. What a resolved `all-linear`, exclude_modules or
 /// layers_to_transform is written as, so that every PEFT reads it.
 pub fn target_names(targets: &[Target], modules: &[Module]) -> Vec<String> {
-    let is_target = |name: &str| targets.iter().any(|target| target.name == name);
+    let chosen: HashSet<&str> = targets.iter().map(|target| target.name.as_str()).collect();
+    let others = modules.iter().filter(|module| !chosen.contains(module.name.as_str()));
+    let ends_of_others: HashSet<&str> = others.map(|module| leaf(&module.name)).collect();
     let names: BTreeSet<&str> = targets
         .iter()
         .map(|target| {
             let last = leaf(&target.name);
-            let mut alike = modules.iter().filter(|module| leaf(&module.name) == last);
-            if alike.all(|module| is_target(&module.name)) { last } else { target.name.as_str() }
+            if ends_of_others.contains(last) { target.name.as_str() } else { last }
         })
         .collect();
     names.into_iter().map(String::from).collect()
@@ -308,21 +316,22 @@ fn whole(key: &str, pattern: &str) -> Result<Regex> {
 }
 
 enum Matcher<'a> {
-    List(&'static str, &'a [String]),
+    /// The list in its order, and as a set.
+    List(&'static str, &'a [String], HashSet<&'a str>),
     Regex(&'static str, &'a str, Regex),
 }
 
 impl<'a> Matcher<'a> {
     fn new(key: &'static str, names: &'a NamePattern) -> Result<Self> {
         Ok(match names {
-            NamePattern::List(list) => Self::List(key, list),
+            NamePattern::List(list) => Self::List(key, list, list.iter().map(String::as_str).collect()),
             NamePattern::Regex(pattern) => Self::Regex(key, pattern, whole(key, pattern)?),
         })
     }
 
     fn matches(&self, module: &str) -> bool {
         match self {
-            Self::List(_, list) => list.iter().any(|name| ends_with_name(module, name)),
+            Self::List(_, _, names) => ends_of_name(module).any(|end| names.contains(end)),
             Self::Regex(_, _, regex) => regex.is_match(module),
         }
     }
@@ -330,17 +339,17 @@ impl<'a> Matcher<'a> {
     /// Whether the module is chosen in a way that layers_to_transform does not restrict.
     fn names_exactly(&self, module: &str) -> bool {
         match self {
-            Self::List(_, list) => list.iter().any(|name| name == module),
+            Self::List(_, _, names) => names.contains(module),
             Self::Regex(..) => true,
         }
     }
 
     fn refuse_unused(&self, modules: &[Module]) -> Result<()> {
         let (key, unused) = match self {
-            Self::List(key, list) => {
-                let unused =
-                    |name: &&String| !modules.iter().any(|module| ends_with_name(&module.name, name));
-                (key, list.iter().find(unused).map(String::as_str))
+            Self::List(key, list, _) => {
+                let known: HashSet<&str> =
+                    modules.iter().flat_map(|module| ends_of_name(&module.name)).collect();
+                (key, list.iter().map(String::as_str).find(|name| !known.contains(name)))
             }
             Self::Regex(key, pattern, regex) => {
                 (key, (!modules.iter().any(|module| regex.is_match(&module.name))).then_some(*pattern))
@@ -348,6 +357,11 @@ impl<'a> Matcher<'a> {
         };
         unused.map_or(Ok(()), |name| Err(no_match(key, name, modules)))
     }
+}
+
+/// The texts for which [`ends_with_name`] holds: `a.b.c`, `b.c`, `c`, and the empty one after a last dot.
+fn ends_of_name(module: &str) -> impl Iterator<Item = &str> {
+    std::iter::successors(Some(module), |rest| rest.split_once('.').map(|(_, rest)| rest))
 }
 
 pub(super) fn ends_with_name(module: &str, name: &str) -> bool {

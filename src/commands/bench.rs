@@ -16,7 +16,7 @@ use crate::cli::{BenchArgs, BenchVerb, ScalingArgs};
 use crate::collective::nccl::{self, AbortFlag, GroupInfo, NcclLibrary};
 use crate::collective::{Collective, TimedCollective, in_process};
 use crate::error::{Error, Result};
-use crate::plan::Plan;
+use crate::plan::{Plan, WorldSize};
 use crate::recipe::{Recipe, Strategy};
 use crate::runtime::{device, thread_pool};
 use crate::setup::Resolver;
@@ -72,7 +72,8 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
             (recipe.parallel.strategy, recipe.parallel.shard_size) = (Strategy::Single, None);
         }
         let now = chrono::Local::now().fixed_offset();
-        let plan = Plan::resolve(recipe, &finder, place.device(), ranks, None, now)?;
+        let world = WorldSize::on_one_host(ranks);
+        let plan = Plan::resolve(recipe, &finder, place.device(), world, None, now)?;
         terminal.line(plan.describe());
         let seen = place
             .run(ranks, |end, device| thread_pool::in_own_pool(threads, || steps(&plan, end, device)))?;

@@ -302,6 +302,7 @@ mod tests {
                 rank,
                 ranks_here: 1,
                 local_rank: rank,
+                local_world_size: None,
                 world_size: 3,
                 host: None,
                 master: Some(Master { address, port, ports: 1 }),

@@ -22,7 +22,7 @@ use crate::collective::{Call, Collective, CollectiveTimer, Phase, TimedCollectiv
 use crate::data::{self, Batch};
 use crate::engine::{Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
 use crate::error::{Error, ErrorCategory, Result};
-use crate::plan::Plan;
+use crate::plan::{Plan, WorldSize};
 use crate::recipe::Recipe;
 use crate::report::card::{Artifact, Card, CardBase, CardData};
 use crate::report::html::HtmlReport;
@@ -40,7 +40,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     };
     let recipe = Recipe::load(&args.layers(&super::working_folder()?)?)?;
     let ranks = RankSetup::open(launch, args)?;
-    let Launch { rank: first_rank, world_size, .. } = ranks.launch;
+    let Launch { rank: first_rank, world_size: all, local_world_size: local, .. } = ranks.launch;
     let first = first_rank == 0;
     let found = (!args.dry_run).then(|| OutputFolder::prepare(args, first, &terminal)).transpose()?;
     let finder = Resolver::new(args.common.offline, &terminal)?;
@@ -48,7 +48,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let recorded = found.as_ref().map_or(Ok(None), OutputFolder::date)?;
     let resolve = |recipe, now| {
         let resumed = found.as_ref().and_then(|found| found.resumed.as_ref());
-        Plan::resolve(recipe, &finder, ranks.device(), world_size, resumed, now)
+        Plan::resolve(recipe, &finder, ranks.device(), WorldSize { all, local }, resumed, now)
     };
     let mut plan = resolve(recipe.clone(), recorded.unwrap_or_else(now))?;
     if let (Some(own), Some(OutputFolder { resumed: None, .. })) = (plan.rows.date(), &found) {

@@ -9,11 +9,12 @@ use candle_core::Tensor;
 
 use super::{SaveAssignment, Trainer};
 use crate::checkpoint::{MomentKind, SavedCheckpoint, SavedMoment, SnapshotTensor};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ops::adamw_int8::{Int8Moment, STATE_BLOCK};
 use crate::optim::{INT8_MIN_ELEMENTS, Moments};
 use crate::recipe::enums::StateDtype;
 use crate::runtime::copy::copy_into;
+use crate::runtime::thread_pool::release_freed_memory;
 use crate::sharding::{Bucket, BucketEntry, ParamDesc};
 
 /// One moment of a whole bucket.
@@ -46,15 +47,17 @@ impl Trainer {
     /// This rank's share of the trainable tensors as they are now, in f32; their moments too unless only the weights
     /// are wanted. All ranks call it.
     pub fn snapshot(&self, with_moments: bool) -> Result<Vec<SnapshotTensor>> {
+        // What a step has freed, the copies take instead.
+        release_freed_memory();
         let store = &self.engine.store;
         let world = store.mesh().world();
         let mut share = Vec::new();
         for (index, bucket) in store.trainable().enumerate() {
             let values = store.collect(bucket, &bucket.updated()?.to_read()?)?;
-            let moments = if with_moments {
+            let flats = if with_moments && bucket.own().len() < bucket.elements() {
                 Some([
-                    self.flat(index, bucket, MomentKind::First)?,
-                    self.flat(index, bucket, MomentKind::Second)?,
+                    self.gathered(index, bucket, MomentKind::First)?,
+                    self.gathered(index, bucket, MomentKind::Second)?,
                 ])
             } else {
                 None
@@ -62,13 +65,20 @@ impl Trainer {
             if self.saved_by(index) != world.rank() {
                 continue;
             }
-            let values = values.to_vec1::<f32>()?;
+            let moment = |entry: &BucketEntry, moment: MomentKind| match &flats {
+                Some(flats) => Ok(flats[moment as usize].of(entry)),
+                None => self.own_moment(index, entry, moment),
+            };
             for entry in &bucket.entries {
+                let moments = || {
+                    Ok::<_, Error>([moment(entry, MomentKind::First)?, moment(entry, MomentKind::Second)?])
+                };
                 share.push(SnapshotTensor {
                     name: entry.desc.name.clone(),
                     shape: entry.desc.shape.clone(),
-                    values: values[entry.range()].to_vec(),
-                    moments: moments.as_ref().map(|[first, second]| [first.of(entry), second.of(entry)]),
+                    // Of each tensor one copy: a second one of everything would not be in the plan.
+                    values: values.narrow(0, entry.start, entry.desc.elements())?.to_vec1::<f32>()?,
+                    moments: with_moments.then(moments).transpose()?,
                 });
             }
         }
@@ -77,13 +87,34 @@ impl Trainer {
 
     /// The pieces of a bucket, with their runs of it.
     fn pieces_of(&self, bucket: usize) -> impl Iterator<Item = (&Moments, &Range<usize>)> {
-        let groups = self.optimizer.moments().iter().zip(&self.slices);
-        groups
-            .filter(move |(_, place)| place.bucket == bucket)
-            .map(|(moments, place)| (moments, &place.range))
+        // Places are in the order of buckets.
+        let run = self.slices.partition_point(|place| place.bucket < bucket)
+            ..self.slices.partition_point(|place| place.bucket <= bucket);
+        let groups = self.optimizer.moments()[run.clone()].iter().zip(&self.slices[run]);
+        groups.map(|(moments, place)| (moments, &place.range))
     }
 
-    fn flat(&self, index: usize, bucket: &Bucket, moment: MomentKind) -> Result<FlatValues> {
+    /// A moment of an entry of a bucket that this rank updates whole.
+    fn own_moment(&self, index: usize, entry: &BucketEntry, moment: MomentKind) -> Result<SavedMoment> {
+        let mut groups = self.pieces_of(index);
+        let group = groups.find(|(_, range)| range.start <= entry.start && entry.range().end <= range.end);
+        let (moments, range) =
+            group.ok_or_else(|| Error::internal(format!("no moments for {}", entry.desc.name)))?;
+        Ok(match moments {
+            Moments::F32(both) => {
+                let part =
+                    both[moment as usize].narrow(0, entry.start - range.start, entry.desc.elements())?;
+                SavedMoment::F32(part.to_vec1()?)
+            }
+            Moments::Int8(both) => {
+                let Int8Moment { codes, absmax } = &both[moment as usize];
+                SavedMoment::Int8 { codes: codes.to_vec1()?, absmax: absmax.to_vec1()? }
+            }
+        })
+    }
+
+    /// A moment of a whole bucket, of which each rank updates a part. All ranks call it.
+    fn gathered(&self, index: usize, bucket: &Bucket, moment: MomentKind) -> Result<FlatValues> {
         let own = bucket.own();
         let mut flat = FlatValues { values: vec![0.0; own.len()], codes: Vec::new(), absmax: Vec::new() };
         for (moments, range) in self.pieces_of(index) {
@@ -102,9 +133,6 @@ impl Trainer {
                     flat.absmax[start / STATE_BLOCK..][..absmax.len()].copy_from_slice(&absmax);
                 }
             }
-        }
-        if own.len() == bucket.elements() {
-            return Ok(flat);
         }
         if bucket.entries.iter().any(|entry| self.is_int8(entry)) {
             // Also where this rank has none of them: all ranks gather alike.

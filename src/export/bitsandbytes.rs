@@ -5,6 +5,7 @@
 //! they are stored. The names and the JSON text are those of `QuantState.as_dict` (bitsandbytes/functional.py) and of
 //! `Linear8bitLt`, the keys of `quantization_config` those of transformers' `BitsAndBytesConfig`.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use half::f16;
@@ -136,6 +137,8 @@ pub struct LinearLayers {
     pub quantized: Vec<String>,
     /// The names of those that are skipped.
     pub skipped: Vec<String>,
+    /// The names of `quantized`.
+    by_name: HashSet<String>,
 }
 
 impl LinearLayers {
@@ -149,8 +152,10 @@ impl LinearLayers {
             .filter(|module| module.kind == ModuleKind::Linear)
             .map(|module| module.name)
             .collect();
+        let wanted: HashSet<&str> = skip.iter().map(String::as_str).collect();
+        let named: HashSet<&str> = linear.iter().flat_map(|layer| runs_of_parts(layer)).collect();
         for name in skip {
-            if !linear.iter().any(|layer| names(name, layer)) {
+            if !named.contains(name.as_str()) {
                 let mut ends: Vec<&str> =
                     linear.iter().filter_map(|layer| layer.rsplit('.').next()).collect();
                 ends.sort_unstable();
@@ -163,25 +168,30 @@ impl LinearLayers {
             }
         }
         let (skipped, quantized): (Vec<_>, Vec<_>) =
-            linear.into_iter().partition(|layer| skip.iter().any(|name| names(name, layer)));
+            linear.iter().cloned().partition(|layer| runs_of_parts(layer).any(|run| wanted.contains(run)));
         if quantized.is_empty() {
             return Err(Error::user("cannot quantize the model")
                 .because("every linear layer is skipped")
                 .hint("leave one of the names out"));
         }
-        Ok(Self { quantized, skipped })
+        let by_name = quantized.iter().cloned().collect();
+        Ok(Self { quantized, skipped, by_name })
     }
 
     /// Whether the tensor `name` is the weight of a layer that is quantized.
     fn quantizes(&self, name: &str) -> bool {
         let module = name.strip_suffix(".weight");
-        module.is_some_and(|module| self.quantized.iter().any(|layer| layer == module))
+        module.is_some_and(|module| self.by_name.contains(module))
     }
 }
 
-/// Whether the parts of `name` are parts of the module's name, in a row.
-fn names(name: &str, module: &str) -> bool {
-    !name.is_empty() && format!(".{module}.").contains(&format!(".{name}."))
+/// The runs of some parts of a module's name: `a.b` has `a.b`, `a` and `b`.
+fn runs_of_parts(module: &str) -> impl Iterator<Item = &str> {
+    let starts = std::iter::once(0).chain(module.match_indices('.').map(|(dot, _)| dot + 1));
+    starts.flat_map(move |start| {
+        let ends = module[start..].match_indices('.').map(move |(dot, _)| start + dot);
+        ends.chain([module.len()]).map(move |end| &module[start..end])
+    })
 }
 
 /// The tensors that `name` becomes.
@@ -418,10 +428,10 @@ mod tests {
     fn names_in_a_row() {
         let module = "model.layers.10.mlp.down_proj";
         for name in ["down_proj", "mlp", "mlp.down_proj", "layers.10", "model.layers.10", module, "10"] {
-            assert!(names(name, module), "{name}");
+            assert!(runs_of_parts(module).any(|run| run == name), "{name}");
         }
         for name in ["", "proj", "layers.1", "mlp.up_proj", "layers.down_proj", "model.layers.1"] {
-            assert!(!names(name, module), "{name}");
+            assert!(!runs_of_parts(module).any(|run| run == name), "{name}");
         }
     }
 }

@@ -21,6 +21,11 @@ pub const IGNORE: u32 = u32::MAX;
 /// Bytes of f32 logits alive at once.
 const LOGITS_BYTES: usize = 48 << 20;
 
+/// Bytes of the f32 logits of a micro-batch of `rows` rows that are alive at once.
+pub fn logits_bytes(vocab: usize, rows: usize) -> usize {
+    4 * vocab * chunk_rows(vocab).min(rows)
+}
+
 thread_local! {
     /// The logits of the last loss on this thread: the allocator gives pieces this large back to the system, and fresh
     /// ones cost a page fault every 4 KiB.

@@ -7,11 +7,13 @@ use candle_core::{DType, Device};
 use crate::engine::Recompute;
 use crate::model::{ModelConfig, Segment};
 use crate::ops::adamw_int8::STATE_BLOCK;
+use crate::ops::cross_entropy::logits_bytes;
 use crate::optim::INT8_MIN_ELEMENTS;
 use crate::recipe::enums::StateDtype;
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::sharding::{Offload, ParamDesc, ParamRole, Placement, ShardingStrategy};
+use crate::units;
 
 /// Bytes by cause. What is offloaded to host memory counts under its cause where the device is the host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -26,6 +28,10 @@ pub struct MemoryPlan {
     pub activations: u64,
     /// What lives for a moment: one block's temporaries, the logits of a chunk.
     pub workspace: u64,
+    /// Trained tensors as they were at a step, until they are written to files.
+    pub saving: u64,
+    /// What the process held before anything was loaded: the program, tokenizer and data.
+    pub process: u64,
     /// Beside the device: what is offloaded to host memory.
     pub host: u64,
     /// Beside both: parameters in a file.
@@ -35,7 +41,23 @@ pub struct MemoryPlan {
 impl MemoryPlan {
     /// The sum on the device.
     pub fn total(&self) -> u64 {
-        self.weights + self.gradients + self.optimizer + self.activations + self.workspace
+        let step = self.weights + self.gradients + self.optimizer + self.activations + self.workspace;
+        step + self.saving + self.process
+    }
+
+    /// The parts of [`MemoryPlan::total`] in words.
+    pub(super) fn by_cause(&self) -> String {
+        let causes = [
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("optimizer", self.optimizer),
+            ("activations", self.activations),
+            ("workspace", self.workspace),
+        ];
+        let at_times = [("saving", self.saving), ("the process itself", self.process)];
+        let at_times = at_times.into_iter().filter(|(_, bytes)| *bytes > 0);
+        let said = |(cause, bytes): (&str, u64)| format!("{cause} {}", units::bytes(bytes));
+        causes.into_iter().chain(at_times).map(said).collect::<Vec<_>>().join(" + ")
     }
 
     /// Of a step of one rank, over micro-batches of `tokens` tokens.
@@ -91,15 +113,39 @@ impl MemoryPlan {
         memory.activations = (kept * tokens) as u64;
         // Backward holds the gradients of a block's widest tensors beside what it recomputes.
         let widest = 2 * config.intermediate_size + config.heads.qkv_width() + 4 * config.hidden_size;
-        let logits = (48 << 20).max(64 * config.vocab_size);
-        memory.workspace += (2 * widest * size * tokens + logits) as u64 + for_a_moment(&moment);
+        let logits = logits_bytes(config.vocab_size, tokens);
+        let temporaries = (2 * widest * size * tokens) as u64;
+        memory.workspace += temporaries + logits as u64 + for_a_moment(&moment);
+        // Logits, gathered values and fresh gradients keep their memory from step to step.
+        let let_go = memory.activations + temporaries;
+        memory.add_saving(snapshot_bytes(descs, adapter_setup.is_some(), options), let_go, options);
         memory
+    }
+
+    /// Counts a `snapshot` of what is saved, copies in host memory; between steps there is room where `let_go` bytes were.
+    fn add_saving(&mut self, snapshot: u64, let_go: u64, options: &MemoryOptions<'_>) {
+        match options.saving {
+            _ if !options.on_host => self.host += snapshot,
+            Saving::InBackground => self.saving = snapshot,
+            Saving::BetweenSteps | Saving::Outputs => self.saving = snapshot.saturating_sub(let_go),
+        }
     }
 
     /// Counts `bytes` to the host, or to a cause.
     fn add(&mut self, to_host: bool, cause: impl Fn(&mut Self) -> &mut u64, bytes: u64) {
         *(if to_host { &mut self.host } else { cause(self) }) += bytes;
     }
+}
+
+/// What a run saves, and when.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Saving {
+    /// The trained weights, after the last step.
+    Outputs,
+    /// Checkpoints: weights and moments, while the ranks wait.
+    BetweenSteps,
+    /// Checkpoints, written while the next steps run.
+    InBackground,
 }
 
 /// How parameters are kept and computed with.
@@ -111,14 +157,43 @@ pub struct MemoryOptions<'a> {
     pub moments: StateDtype,
     /// Who keeps what.
     pub kind: ShardingStrategy,
+    /// All ranks.
+    pub ranks: usize,
     /// Ranks that share one copy of what is sharded.
     pub sharded_over: usize,
+    /// What is saved, and when.
+    pub saving: Saving,
     /// More than one micro-batch a step adds up on a rank.
     pub accumulates: bool,
     /// What is kept away from the device.
     pub offload: &'a Offload,
     /// The device is the host.
     pub on_host: bool,
+}
+
+/// Bytes of the tensors that one rank copies to save them, at most: all of an adapter's run, the segments in turn of
+/// others.
+fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOptions<'_>) -> u64 {
+    let moments =
+        |n: u64| if options.saving == Saving::Outputs { 0 } else { moment_bytes(n, options.moments) };
+    // Of a segment: its values and moments, and what is gathered of them for the moment.
+    let mut segments: BTreeMap<Segment, [u64; 2]> = BTreeMap::new();
+    for desc in descs.iter().filter(|desc| desc.trainable) {
+        let n = desc.elements() as u64;
+        let [saved, gathered] = segments.entry(desc.segment).or_default();
+        *saved += 4 * n + moments(n);
+        if options.kind.sharding_spec(content(desc)).update == Placement::Sharded && options.sharded_over > 1
+        {
+            *gathered += 8 * n + moments(n);
+        }
+    }
+    let savers = if first_saves_all { 1 } else { options.ranks };
+    let mut shares = vec![0; savers];
+    for (i, [saved, _]) in segments.values().enumerate() {
+        shares[i % savers] += saved;
+    }
+    let gathered = segments.values().map(|[_, gathered]| *gathered).max().unwrap_or(0);
+    shares.into_iter().max().unwrap_or(0) + gathered
 }
 
 /// Two blocks are whole at a time, or an end and a block; one segment's gradients are fresh.

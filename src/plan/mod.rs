@@ -5,6 +5,7 @@
 //! a ready [`Engine`](crate::engine::Engine). [`Plan`] adds the data, the schedule and the memory that a training run
 //! needs. Refused here, before any weight is read: keys whose feature this program does not have yet.
 
+mod fit;
 mod memory;
 mod method;
 mod parallel;
@@ -12,4 +13,5 @@ mod training;
 
 pub use memory::MemoryPlan;
 pub use method::Method;
+pub use parallel::WorldSize;
 pub use training::Plan;

@@ -1,13 +1,28 @@
 //! What `[parallel]` and the number of ranks come to: the strategy, and how a step's micro-batches are dealt out.
 
-use candle_core::{DType, Device};
+use candle_core::DType;
 
-use super::memory::{MemoryPlan, available};
+use super::memory::MemoryPlan;
 use crate::checkpoint::SavedCheckpoint;
-use crate::engine::Recompute;
 use crate::error::{Error, Result};
 use crate::recipe::{self, Recipe, ReduceDtype, Strategy};
 use crate::sharding::{Offload, ShardingStrategy};
+
+/// How many ranks a run is planned for (torchrun's `WORLD_SIZE` and `LOCAL_WORLD_SIZE`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorldSize {
+    /// The ranks of all hosts.
+    pub all: usize,
+    /// The ranks of this host, where that is known.
+    pub local: Option<usize>,
+}
+
+impl WorldSize {
+    /// The world of `ranks` ranks on one host.
+    pub fn on_one_host(ranks: usize) -> Self {
+        WorldSize { all: ranks, local: Some(ranks) }
+    }
+}
 
 /// Splits a resumed run's global batch over the ranks there are now: accumulation adapts, so that the run goes on with
 /// the same steps. A fresh run takes the recipe's accumulation on every rank.
@@ -42,94 +57,98 @@ pub(super) fn split_global_batch(
     Ok(())
 }
 
-/// The strategy of `[parallel]` on this many ranks, and why it was picked when it was left open. `needed` is the memory of a
-/// step under a strategy.
+/// The strategy that `[parallel]` names for this many ranks; none where it is left open.
 ///
 /// # Errors
-/// Keys that contradict one another or the number of ranks.
-pub(super) fn strategy(
-    recipe: &Recipe,
-    ranks: usize,
-    device: &Device,
-    needed: &dyn Fn(ShardingStrategy, Recompute) -> MemoryPlan,
-) -> Result<(ShardingStrategy, Option<String>)> {
-    // Where recomputing is left open it may make room for a strategy that sends less.
-    let least = match recipe.train.recompute {
-        recipe::Recompute::None => Recompute::None,
-        _ => Recompute::Block,
-    };
+/// The number of ranks contradicts the strategy, or the groups of "hsdp" do not divide it.
+pub(super) fn named_strategy(recipe: &Recipe, world: WorldSize) -> Result<Option<ShardingStrategy>> {
     let parallel = &recipe.parallel;
-    let refuse = |asked: String, why: String, hint: &str| {
-        Err(Error::user(format!("cannot use `{asked}`")).because(why).hint(hint))
+    let refuse = |why: String, hint: &str| {
+        let asked = format!("cannot use `parallel.strategy = \"{}\"`", parallel.strategy);
+        Err(Error::user(asked).because(why).hint(hint))
     };
-    if let (Some(size), false) = (parallel.shard_size, parallel.strategy == Strategy::Hsdp) {
-        let asked = format!("parallel.shard_size = {size}");
-        let why = format!("it belongs to strategy \"hsdp\"; the strategy is \"{}\"", parallel.strategy);
-        return refuse(asked, why, "write `strategy = \"hsdp\"`, or remove `shard_size`");
+    match (parallel.strategy, world.all) {
+        (Strategy::Single, ranks) if ranks > 1 => {
+            return refuse(
+                format!(
+                    "there are {ranks} ranks; accepted with more than one: auto, ddp, zero1, zero2, fsdp, hsdp"
+                ),
+                "leave the strategy out, or run without `--ranks`",
+            );
+        }
+        (Strategy::Auto | Strategy::Single, _) => {}
+        (_, 1) => {
+            return refuse(
+                "there is one rank; accepted with one: auto, single".into(),
+                "give more ranks, with `--ranks N`, or leave the strategy out",
+            );
+        }
+        _ => {}
     }
-    let kind = match parallel.strategy {
-        Strategy::Auto => return Ok(pick(ranks, device, |kind| needed(kind, least))),
+    Ok(Some(match parallel.strategy {
+        Strategy::Auto => return Ok(None),
         Strategy::Single => ShardingStrategy::Single,
         Strategy::Ddp => ShardingStrategy::Ddp,
         Strategy::Zero1 => ShardingStrategy::Zero1,
         Strategy::Zero2 => ShardingStrategy::Zero2,
         Strategy::Fsdp => ShardingStrategy::Fsdp,
-        Strategy::Hsdp => ShardingStrategy::Hsdp(parallel.shard_size.unwrap_or(ranks)),
+        Strategy::Hsdp => ShardingStrategy::Hsdp(shard_size(parallel, world)?),
+    }))
+}
+
+/// The ranks of a group of "hsdp": those that the recipe says, else those of one host.
+fn shard_size(parallel: &recipe::ParallelSection, world: WorldSize) -> Result<usize> {
+    let ranks = world.all;
+    let divisors = || {
+        let sizes = (1..=ranks).filter(|size| ranks.is_multiple_of(*size));
+        sizes.map(|size| size.to_string()).collect::<Vec<_>>().join(", ")
     };
-    let asked = format!("parallel.strategy = \"{}\"", parallel.strategy);
-    match (kind, ranks) {
-        (ShardingStrategy::Single, 1) => Ok((kind, None)),
-        (ShardingStrategy::Single, _) => refuse(
-            asked,
-            format!(
-                "there are {ranks} ranks; accepted with more than one: auto, ddp, zero1, zero2, fsdp, hsdp"
-            ),
-            "leave the strategy out, or run without `--ranks`",
-        ),
-        (_, 1) => refuse(
-            asked,
-            "there is one rank; accepted with one: auto, single".into(),
-            "give more ranks, with `--ranks N`, or leave the strategy out",
-        ),
-        (ShardingStrategy::Hsdp(size), _) if !ranks.is_multiple_of(size) => refuse(
-            format!("parallel.shard_size = {size}"),
-            format!("groups of {size} do not divide {ranks} ranks"),
-            "give a divisor of the number of ranks",
-        ),
-        _ => Ok((kind, None)),
+    let refused = |why: String| {
+        Error::user("cannot divide the ranks into groups for `parallel.strategy = \"hsdp\"`")
+            .because(why)
+            .because(format!("accepted for {ranks} ranks: {}", divisors()))
+    };
+    match (parallel.shard_size, world.local) {
+        (Some(size), _) if ranks.is_multiple_of(size) => Ok(size),
+        (Some(size), _) => Err(refused(format!("`parallel.shard_size` is {size}"))
+            .hint("give a divisor of the number of ranks as `parallel.shard_size`")),
+        (None, Some(local)) if ranks.is_multiple_of(local) => Ok(local),
+        (None, Some(local)) => {
+            Err(refused(format!("`parallel.shard_size` is not set, and this host has {local} ranks"))
+                .hint("add `--set parallel.shard_size=SIZE`"))
+        }
+        (None, None) => Err(refused(
+            "`parallel.shard_size` is not set, and whoever started the processes does not say how many ranks a host has"
+                .into(),
+        )
+        .hint("set LOCAL_RANK and LOCAL_WORLD_SIZE, or add `--set parallel.shard_size=SIZE`")),
     }
 }
 
-/// The first that fits of the strategies in order of what they send.
-fn pick(
+/// The first that fits `budget` bytes a rank of the strategies, in order of what they send, and why it was picked; none
+/// when none fits. Without a budget it is the one that sends least.
+pub(super) fn pick_strategy(
     ranks: usize,
-    device: &Device,
+    budget: Option<u64>,
     needed: impl Fn(ShardingStrategy) -> MemoryPlan,
-) -> (ShardingStrategy, Option<String>) {
+) -> Option<(ShardingStrategy, Option<String>)> {
     if ranks == 1 {
-        return (ShardingStrategy::Single, None);
+        return Some((ShardingStrategy::Single, None));
     }
-    // Ranks on the CPU share one memory; each GPU has its own.
-    let each = |bytes: u64| if device.is_cpu() { bytes / ranks as u64 } else { bytes };
-    let Some(bytes) = available(device).map(each) else {
-        return (ShardingStrategy::Ddp, Some("ddp: it sends least".into()));
+    let Some(budget) = budget else {
+        return Some((ShardingStrategy::Ddp, Some("ddp: it sends least".into())));
     };
-    // A tenth is left for what the estimate does not know.
-    let bytes = bytes / 10 * 9;
-    let said = |kind: ShardingStrategy, why: &str| {
-        let [need, have] = [needed(kind).total(), bytes].map(crate::units::bytes);
-        format!("{why}: {need} a rank, {have} are available")
-    };
-    for (kind, why) in [
+    let strategies = [
         (ShardingStrategy::Ddp, "ddp, which sends least, fits"),
         (ShardingStrategy::Zero1, "zero1 is the first to fit"),
         (ShardingStrategy::Zero2, "zero2 is the first to fit"),
-    ] {
-        if needed(kind).total() <= bytes {
-            return (kind, Some(said(kind, why)));
-        }
-    }
-    (ShardingStrategy::Fsdp, Some(said(ShardingStrategy::Fsdp, "fsdp, which needs least")))
+        (ShardingStrategy::Fsdp, "fsdp, which needs least, fits"),
+    ];
+    strategies.into_iter().find_map(|(kind, why)| {
+        let needed = needed(kind).total();
+        let [need, have] = [needed, budget].map(crate::units::bytes);
+        (needed <= budget).then(|| (kind, Some(format!("{why}: {need} a rank, {have} are available"))))
+    })
 }
 
 /// A strategy by its name in a recipe.
@@ -160,5 +179,59 @@ pub(super) fn offload(parallel: &recipe::ParallelSection) -> Offload {
         recipe::Offload::Params => {
             Offload::Params(parallel.offload_folder.as_ref().map(|folder| folder.0.clone()))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn group_of(shard_size: Option<usize>, world: WorldSize) -> Result<Option<ShardingStrategy>> {
+        let mut recipe = Recipe::default();
+        (recipe.parallel.strategy, recipe.parallel.shard_size) = (Strategy::Hsdp, shard_size);
+        named_strategy(&recipe, world)
+    }
+
+    #[test]
+    fn groups_are_the_ranks_of_a_host() {
+        let two_hosts = WorldSize { all: 16, local: Some(8) };
+        assert_eq!(group_of(None, two_hosts).ok(), Some(Some(ShardingStrategy::Hsdp(8))));
+        assert_eq!(group_of(Some(4), two_hosts).ok(), Some(Some(ShardingStrategy::Hsdp(4))));
+        assert_eq!(group_of(None, WorldSize::on_one_host(4)).ok(), Some(Some(ShardingStrategy::Hsdp(4))));
+        for (size, world, why) in [
+            (None, WorldSize { all: 16, local: None }, "does not say how many ranks a host has"),
+            (None, WorldSize { all: 4, local: Some(3) }, "this host has 3 ranks"),
+            (Some(3), WorldSize::on_one_host(4), "accepted for 4 ranks: 1, 2, 4"),
+        ] {
+            let error = group_of(size, world).expect_err(why).to_string();
+            assert!(error.contains(why), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_strategy_that_sends_least_and_fits() {
+        let needed = |kind| MemoryPlan {
+            weights: match kind {
+                ShardingStrategy::Ddp => 100,
+                ShardingStrategy::Zero1 => 80,
+                ShardingStrategy::Zero2 => 60,
+                _ => 40,
+            },
+            ..MemoryPlan::default()
+        };
+        let picked = |budget| pick_strategy(2, budget, needed).map(|(kind, _)| kind);
+        assert_eq!(picked(None), Some(ShardingStrategy::Ddp));
+        assert_eq!(
+            [100, 99, 79, 59, 40].map(|budget| picked(Some(budget))),
+            [
+                ShardingStrategy::Ddp,
+                ShardingStrategy::Zero1,
+                ShardingStrategy::Zero2,
+                ShardingStrategy::Fsdp,
+                ShardingStrategy::Fsdp
+            ]
+            .map(Some)
+        );
+        assert_eq!(picked(Some(39)), None);
     }
 }

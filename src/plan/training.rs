@@ -8,9 +8,11 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{DType, Device};
 use chrono::{DateTime, FixedOffset};
 
-use super::memory::{MemoryOptions, MemoryPlan, available};
+use super::fit::{Fit, StepInputs};
+use super::memory::MemoryPlan;
 use super::method::Method;
 use super::parallel;
+use super::parallel::WorldSize;
 use crate::adapter::{self, AdapterTensor, LowRankFactors};
 use crate::checkpoint::{SavedCheckpoint, SnapshotPart, SnapshotTensor, WriteWeights};
 use crate::collective::Collective;
@@ -78,11 +80,11 @@ impl Plan {
         mut recipe: Recipe,
         finder: &Resolver<'_>,
         device: Device,
-        ranks: usize,
+        world: WorldSize,
         resumed: Option<&SavedCheckpoint>,
         now: DateTime<FixedOffset>,
     ) -> Result<Self> {
-        parallel::split_global_batch(&mut recipe, ranks, resumed)?;
+        parallel::split_global_batch(&mut recipe, world.all, resumed)?;
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
         let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed);
         let saved = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
@@ -101,20 +103,19 @@ impl Plan {
         let held_out = (!recipe.data.eval.is_empty())
             .then(|| rows.load(&recipe.data.eval, Split::Eval, finder))
             .transpose()?;
-        let total_steps = Sampler::new(&train.0, sampler_options(&recipe, ranks))?.total_steps();
-        let all = base.descs(adapter_setup.as_ref(), adapter_setup.is_none(), Some(&engine))?;
-        let tokens = widest_micro_batch(&recipe, &train.0);
-        let accumulates = recipe.train.gradient_accumulation_steps > 1;
-        engine.offload = parallel::offload(&recipe.parallel);
-        let needed = |kind, recompute| {
-            let how = how(&recipe, &engine, kind, ranks);
-            MemoryPlan::of_step(&base.config, &all, adapter_setup.as_ref(), tokens, recompute, &how)
+        let total_steps = Sampler::new(&train.0, sampler_options(&recipe, world.all))?.total_steps();
+        let inputs = StepInputs {
+            base: &base,
+            adapter_setup: adapter_setup.as_ref(),
+            data: &train.0,
+            new_tokens: &tokens,
+            engine: &engine,
         };
-        let (kind, why) = parallel::strategy(&recipe, ranks, &engine.device, &needed)?;
-        let recompute = decide_recompute(recipe.train.recompute, &engine.device, ranks, |r| needed(kind, r));
-        let memory = needed(kind, recompute);
+        let Fit { kind, why, recompute, memory } = inputs.decide(&recipe, world)?;
+        engine.offload = parallel::offload(&recipe.parallel);
         engine.offload.check(memory.file)?;
         decided(&mut recipe, recompute, engine.dtype, kind, base.found.commit.as_deref());
+        let accumulates = recipe.train.gradient_accumulation_steps > 1;
         engine.reducing = GradReduceOptions { accumulates, dtype: parallel::reduce_dtype(&recipe.parallel) };
         Ok(Plan {
             recipe,
@@ -127,7 +128,7 @@ impl Plan {
             recompute,
             memory,
             total_steps,
-            ranks,
+            ranks: world.all,
             kind,
             why,
             identity: OnceLock::new(),
@@ -408,17 +409,13 @@ impl Plan {
             }
         };
         format!(
-            "training {method}: {} of {} parameters, {:?}, {} steps{spread}\nmemory of a step: {} = weights {} + gradients {} + optimizer {} + activations {} (recompute {recompute}) + workspace {}{away}",
+            "training {method}: {} of {} parameters, {:?}, {} steps{spread}\nmemory of a step: {} = {} (recompute {recompute}){away}",
             units::count(trainable),
             units::count(all),
             self.engine.dtype,
             self.total_steps,
             units::bytes(memory.total()),
-            units::bytes(memory.weights),
-            units::bytes(memory.gradients),
-            units::bytes(memory.optimizer),
-            units::bytes(memory.activations),
-            units::bytes(memory.workspace),
+            memory.by_cause(),
         )
     }
 }
@@ -437,26 +434,11 @@ fn decided(
     };
     recipe.model.dtype = if dtype == DType::F32 { ComputeDtype::F32 } else { ComputeDtype::Bf16 };
     recipe.parallel.strategy = parallel::named(kind);
+    if let ShardingStrategy::Hsdp(size) = kind {
+        recipe.parallel.shard_size = Some(size);
+    }
     if let Some(commit) = commit {
         recipe.model.revision = commit.to_owned();
-    }
-}
-
-/// How parameters are kept under a strategy.
-fn how<'a>(
-    recipe: &Recipe,
-    engine: &'a EngineOptions,
-    kind: ShardingStrategy,
-    ranks: usize,
-) -> MemoryOptions<'a> {
-    MemoryOptions {
-        dtype: engine.dtype,
-        moments: recipe.optimizer.state,
-        kind,
-        sharded_over: if let ShardingStrategy::Hsdp(size) = kind { size } else { ranks },
-        accumulates: recipe.train.gradient_accumulation_steps > 1,
-        offload: &engine.offload,
-        on_host: engine.device.is_cpu(),
     }
 }
 
@@ -471,36 +453,6 @@ fn sampler_options(recipe: &Recipe, ranks: usize) -> SamplerOptions {
         gradient_accumulation_steps: recipe.train.gradient_accumulation_steps.saturating_mul(ranks),
         epochs: recipe.train.epochs,
         max_steps: recipe.train.max_steps,
-    }
-}
-
-/// Tokens of the largest micro-batch that can come.
-fn widest_micro_batch(recipe: &Recipe, data: &Dataset) -> usize {
-    let rows = recipe.train.micro_batch_size;
-    let mut lengths: Vec<usize> = data.examples().iter().map(|example| example.ids.len()).collect();
-    if recipe.data.packing {
-        return rows * recipe.data.max_seq_len.min(lengths.iter().sum());
-    }
-    lengths.sort_unstable_by(|a, b| b.cmp(a));
-    lengths.iter().take(rows).sum()
-}
-
-fn decide_recompute(
-    wanted: recipe::Recompute,
-    device: &Device,
-    ranks: usize,
-    needed: impl Fn(Recompute) -> MemoryPlan,
-) -> Recompute {
-    // Ranks on the CPU share one memory.
-    let sharing = if device.is_cpu() { ranks as u64 } else { 1 };
-    match wanted {
-        recipe::Recompute::None => Recompute::None,
-        recipe::Recompute::Block => Recompute::Block,
-        recipe::Recompute::Auto => match available(device) {
-            // A tenth is left for what the estimate does not know.
-            Some(bytes) if needed(Recompute::None).total() > bytes / sharing / 10 * 9 => Recompute::Block,
-            _ => Recompute::None,
-        },
     }
 }
 

@@ -3,6 +3,8 @@
 //!
 //! A key at its default never counts, so that a resolved recipe, which spells every default out, reads back.
 
+use std::collections::HashSet;
+
 use super::Recipe;
 use super::enums::{AdapterInit, Offload, SchedulerKind, Strategy};
 use super::source::DataSource;
@@ -114,12 +116,12 @@ fn adapter(recipe: &Recipe, found: &mut Vec<Conflict>) {
 
 fn places(recipe: &Recipe, found: &mut Vec<Conflict>) {
     let parallel = &recipe.parallel;
-    if parallel.shard_size.is_some() && !matches!(parallel.strategy, Strategy::Hsdp | Strategy::Auto) {
+    if parallel.shard_size.is_some() && parallel.strategy != Strategy::Hsdp {
         found.push(Conflict {
             section: "parallel",
             key: "shard_size",
             text: format!("has no effect with `strategy = \"{}\"`", parallel.strategy),
-            hint: "write `strategy = \"hsdp\"`".into(),
+            hint: "write `strategy = \"hsdp\"`, or remove `shard_size`".into(),
         });
     }
     if parallel.offload_folder.is_some() && parallel.offload != Offload::Params {
@@ -138,12 +140,12 @@ fn places(recipe: &Recipe, found: &mut Vec<Conflict>) {
             hint: "add `--eval-dataset DATASET`".into(),
         });
     }
-    let tokens = &recipe.model.new_tokens;
-    if let Some(twice) = tokens.iter().enumerate().find(|(i, text)| tokens[..*i].contains(text)) {
+    let mut seen = HashSet::new();
+    if let Some(twice) = recipe.model.new_tokens.iter().find(|text| !seen.insert(*text)) {
         found.push(Conflict {
             section: "model",
             key: "new_tokens",
-            text: format!("has {:?} twice", twice.1),
+            text: format!("has {twice:?} twice"),
             hint: "name each token once".into(),
         });
     }

@@ -70,8 +70,11 @@ const EXAMPLE_ROW: &str =
 /// The way out of a fault that suggests nothing better.
 const REFERENCE: &str = "`finetune recipes show reference` documents every key";
 
-/// Longest value quoted in a message, in characters.
+/// Longest name or value quoted in a message, in characters.
 const QUOTED_CHARS: usize = 60;
+
+/// Faults that are told one by one; of further ones their number.
+const MAX_FAULTS: usize = 20;
 
 /// Puts the layers together.
 pub(super) fn load(layers: &RecipeLayers) -> Result<Recipe> {
@@ -116,6 +119,8 @@ struct Reader {
     recipe: Recipe,
     layer: Layer,
     faults: Vec<RecipeFault>,
+    /// Faults that are counted alone.
+    untold: usize,
     /// Where each key was set last.
     places: BTreeMap<(String, String), (Layer, String)>,
     /// Sections with a fault: what else seems wrong there may only follow from it.
@@ -125,18 +130,35 @@ struct Reader {
 impl Reader {
     fn fault(&mut self, section: &str, place: &str, text: String, hint: Option<String>) {
         self.faulty.insert(section.to_owned());
-        self.faults.push(RecipeFault { place: place.to_owned(), text, hint });
+        self.push(RecipeFault { place: place.to_owned(), text, hint });
+    }
+
+    fn push(&mut self, fault: RecipeFault) {
+        if !self.counts_alone() {
+            self.faults.push(fault);
+        }
+    }
+
+    /// Whether enough faults are told: then the one at hand is counted, and its place and the nearest name need not be
+    /// looked for.
+    fn counts_alone(&mut self) -> bool {
+        let enough = self.faults.len() >= MAX_FAULTS;
+        self.untold += usize::from(enough);
+        enough
     }
 
     /// The text of a recipe: tables of keys.
     fn read_text(&mut self, text: &RecipeText) {
-        let place = |start: usize| position(&text.name, &text.text, start);
+        let lines = Lines::of(text);
         let (table, mut errors) = DeTable::parse_recoverable(&text.text);
         errors.sort_by_key(|error| error.span().map(|span| span.start));
         for error in &errors {
+            if self.counts_alone() {
+                continue;
+            }
             let span = error.span().unwrap_or_default();
             let (message, hint) = not_toml(error.message(), text.text.get(span.clone()).unwrap_or_default());
-            self.fault("", &place(span.start), message, hint);
+            self.fault("", &lines.place(span.start), message, hint);
         }
         // What the parser could save of a broken text would only confuse.
         if !errors.iter().all(|error| error.message() == DUPLICATE) {
@@ -146,20 +168,28 @@ impl Reader {
         for (name, item) in table.into_inner() {
             let (start, name) = (name.span().start, name.into_inner());
             match item.into_inner() {
-                DeValue::Table(keys) => self.read_section(text, &place(start), &name, keys),
-                _ => self.stray(&place(start), &name),
+                DeValue::Table(keys) if Recipe::has_section(&name) => {
+                    self.read_section(text, &lines, &name, keys);
+                }
+                _ if self.counts_alone() => {}
+                DeValue::Table(_) => self.unknown_section(&lines.place(start), &name),
+                _ => self.stray(&lines.place(start), &name),
             }
         }
     }
 
-    fn read_section(&mut self, text: &RecipeText, place: &str, section: &str, keys: DeTable<'_>) {
-        if self.recipe.section_mut(section).is_none() {
-            return self.unknown_section(place, section);
-        }
+    fn read_section(&mut self, text: &RecipeText, lines: &Lines<'_>, section: &str, keys: DeTable<'_>) {
+        let Some(table) = self.recipe.section_mut(section) else { return };
+        let known = table.keys();
         for (key, value) in keys {
-            let key_place = position(&text.name, &text.text, key.span().start);
+            let is_known = known.iter().any(|known| known.name == key.get_ref());
+            if !is_known && self.counts_alone() {
+                self.faulty.insert(section.to_owned());
+                continue;
+            }
+            let key_place = lines.place(key.span().start);
             let written = value.span();
-            let value_place = position(&text.name, &text.text, written.start);
+            let value_place = lines.place(written.start);
             let key = key.into_inner();
             match Value::deserialize(ValueDeserializer::from(value)) {
                 Ok(value) => self.set(section, &key, &value, &text.folder, (&key_place, &value_place)),
@@ -175,12 +205,12 @@ impl Reader {
 
     /// A value at the top, outside all tables.
     fn stray(&mut self, place: &str, name: &str) {
-        if self.recipe.clone().section_mut(name).is_some() {
+        if Recipe::has_section(name) {
             let text = format!("`{name}` is not a table; accepted: one table of keys");
             return self.fault(name, place, text, Some(format!("write `[{name}]` and its keys below")));
         }
         let hint = nearest_key("", name).map(|(section, key)| format!("write `{key}` under `[{section}]`"));
-        self.fault("", place, format!("`{name}` stands outside a section"), hint);
+        self.fault("", place, format!("`{}` stands outside a section", clip(name)), hint);
     }
 
     fn unknown_section(&mut self, place: &str, section: &str) {
@@ -188,7 +218,8 @@ impl Reader {
         let names: Vec<&str> = complete.sections().iter().map(|section| section.name()).collect();
         let near = nearest(section, names.iter().copied());
         let named = near.map_or_else(String::new, |near| format!("; nearest: [{near}]"));
-        let text = format!("unknown section [{section}]{named}; accepted: {}", names.join(", "));
+        let shown = clip(section);
+        let text = format!("unknown section [{shown}]{named}; accepted: {}", names.join(", "));
         self.fault(near.unwrap_or(section), place, text, near.map(|near| format!("write `[{near}]`")));
     }
 
@@ -217,7 +248,7 @@ impl Reader {
             let hint = Some("write `--set train.epochs=3`, for example".to_owned());
             return self.fault("", &place, "accepted: section.key=value".into(), hint);
         };
-        if self.recipe.clone().section_mut(section).is_none() {
+        if !Recipe::has_section(section) {
             return self.unknown_section(&place, section);
         }
         let text = Value::String(raw.to_owned());
@@ -266,7 +297,7 @@ impl Reader {
                 let at = (conflict.section.to_owned(), conflict.key.to_owned());
                 let place = self.places.get(&at).map(|(_, place)| place.clone()).unwrap_or_default();
                 let text = format!("`{}.{}` {}", conflict.section, conflict.key, conflict.text);
-                self.faults.push(RecipeFault { place, text, hint: Some(conflict.hint) });
+                self.push(RecipeFault { place, text, hint: Some(conflict.hint) });
             }
         }
     }
@@ -287,7 +318,7 @@ impl Reader {
             if missing && !self.faulty.contains(section) {
                 flags.push(flag);
                 let text = format!("`{section}.{key}` is not set");
-                self.faults.push(RecipeFault { place: String::new(), text, hint: None });
+                self.push(RecipeFault { place: String::new(), text, hint: None });
             }
         }
         if let (Some(fault), false) = (self.faults.last_mut(), flags.is_empty()) {
@@ -307,6 +338,9 @@ impl Reader {
         for RecipeFault { place, text, hint } in self.faults {
             error = error.because(if place.is_empty() { text } else { format!("{place}: {text}") });
             hints.extend(hint.filter(|hint| !hints.contains(hint)));
+        }
+        if self.untold > 0 {
+            error = error.because(format!("and {} more", self.untold));
         }
         // The general hint comes last.
         hints.sort_by_key(|hint| hint == REFERENCE);
@@ -333,7 +367,8 @@ fn not_toml(message: &str, written: &str) -> (String, Option<String>) {
 fn unknown_key(section: &str, key: &str, keys: &[&str]) -> (String, Option<String>) {
     let near = nearest_key(section, key);
     let named = near.map_or_else(String::new, |(section, key)| format!("; nearest: `{section}.{key}`"));
-    let text = format!("unknown key `{section}.{key}`{named}; [{section}] has: {}", keys.join(", "));
+    let shown = clip(key);
+    let text = format!("unknown key `{section}.{shown}`{named}; [{section}] has: {}", keys.join(", "));
     let hint = match near {
         Some((place, near)) if place == section => format!("write `{near}`"),
         Some((place, near)) => format!("write `{near}` under `[{place}]`"),
@@ -344,11 +379,7 @@ fn unknown_key(section: &str, key: &str, keys: &[&str]) -> (String, Option<Strin
 
 fn refused(section: &str, key: &Key, value: &Value, refusal: &ValueRefusal) -> (String, Option<String>) {
     let name = key.name;
-    let mut found = inline(value);
-    if let Some((end, _)) = found.char_indices().nth(QUOTED_CHARS) {
-        found.truncate(end);
-        found.push('…');
-    }
+    let found = clip(&inline(value));
     let text = match refusal {
         ValueRefusal::Shape => format!("`{section}.{name}` is {found}; accepted: {}", (key.accepted)()),
         ValueRefusal::Empty => format!("`{section}.{name}` is empty; accepted: {}", (key.accepted)()),
@@ -363,12 +394,34 @@ fn refused(section: &str, key: &Key, value: &Value, refusal: &ValueRefusal) -> (
     (text, hint)
 }
 
-/// `name:line:column` of a byte in `text`, both from 1, the column in characters.
-fn position(name: &str, text: &str, byte: usize) -> String {
-    let before = text.get(..byte).unwrap_or(text);
-    let line = before.matches('\n').count() + 1;
-    let column = before.rsplit('\n').next().map_or(0, |line| line.chars().count()) + 1;
-    format!("{name}:{line}:{column}")
+/// A name or value made fit for a message.
+fn clip(text: &str) -> String {
+    match text.char_indices().nth(QUOTED_CHARS) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+/// The lines of a recipe's text.
+struct Lines<'a> {
+    recipe: &'a RecipeText,
+    /// The byte after the end of each line but the last.
+    ends: Vec<usize>,
+}
+
+impl<'a> Lines<'a> {
+    fn of(recipe: &'a RecipeText) -> Self {
+        let ends = recipe.text.match_indices('\n').map(|(byte, _)| byte + 1).collect();
+        Lines { recipe, ends }
+    }
+
+    /// `name:line:column` of a byte, both from 1, the column in characters.
+    fn place(&self, byte: usize) -> String {
+        let line = self.ends.partition_point(|end| *end <= byte);
+        let start = line.checked_sub(1).map_or(0, |before| self.ends[before]);
+        let column = self.recipe.text.get(start..byte).map_or(0, |before| before.chars().count()) + 1;
+        format!("{}:{}:{column}", self.recipe.name, line + 1)
+    }
 }
 
 /// The command as it was typed, with the flags that it lacks.

@@ -151,6 +151,11 @@ impl Recipe {
         first.into_iter().chain(optional.into_iter().flatten()).chain(rest).collect()
     }
 
+    /// Whether there is a table of that name.
+    fn has_section(name: &str) -> bool {
+        Recipe::default().section_mut(name).is_some()
+    }
+
     /// The table of that name, added with its defaults if it was absent.
     fn section_mut(&mut self, name: &str) -> Option<&mut dyn Section> {
         Some(match name {

@@ -30,8 +30,14 @@ const OTHER_NAMES: [(&str, &str, &str); 24] = [
     ("logging_steps", "log", "every_steps"),
 ];
 
+/// Longest name that is compared, in bytes: no key or choice comes near it.
+const LONGEST: usize = 64;
+
 /// The entry of `names` most like `name`, if any is alike at all.
 pub(super) fn nearest<'a>(name: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    if name.len() > LONGEST {
+        return None;
+    }
     let name = name.to_lowercase();
     let alike = |other: &'a str| match strsim::damerau_levenshtein(&name, other) {
         // One slip of the finger, which weighs too much in a short name.

@@ -1,6 +1,6 @@
 //! What this process holds in memory, as the kernel counts it.
 //!
-//! Linux tells the peak in `/proc/self/status`, elsewhere `getrusage` does.
+//! Linux tells both figures in `/proc/self/status`. Elsewhere `getrusage` knows the peak, and nobody the present.
 //! Memory of a GPU is not in here; the device's own module counts that.
 
 use std::fs;
@@ -8,6 +8,11 @@ use std::fs;
 /// The most memory the process has ever held (resident set), in bytes.
 pub fn peak_bytes() -> u64 {
     status_bytes("VmHWM:").unwrap_or_else(rusage_peak_bytes)
+}
+
+/// The memory the process holds now (resident set), in bytes; `None` where the system does not tell.
+pub fn current_bytes() -> Option<u64> {
+    status_bytes("VmRSS:")
 }
 
 fn status_bytes(key: &str) -> Option<u64> {
@@ -52,5 +57,6 @@ mod tests {
         let (peak, rusage) = (peak_bytes(), rusage_peak_bytes());
         assert!(peak >= 64 << 20, "{peak} from {before} with {} held", held.len());
         assert!(rusage >= 64 << 20, "{rusage}");
+        assert!(current_bytes().is_none_or(|now| now <= peak_bytes()));
     }
 }

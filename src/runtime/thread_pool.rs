@@ -96,3 +96,13 @@ pub fn in_own_pool<R: Send>(threads: usize, work: impl FnOnce() -> Result<R> + S
 pub fn num_threads() -> usize {
     rayon::current_num_threads()
 }
+
+/// Hands memory that was allocated and freed back to the system: before something large is allocated that does not fit
+/// the holes, which would then be held beside it. Nothing happens where the allocator is not glibc's.
+pub fn release_freed_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: malloc_trim may be called at any time; it takes the allocator's own locks.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}

@@ -1,7 +1,7 @@
 //! What of a model trains beside or instead of all its weights: the recipe's `[adapter]`, a saved PEFT adapter, or
 //! both (go on training a saved one).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use super::pissa::PissaStart;
@@ -11,7 +11,7 @@ use crate::adapter::{
     self, AdapterConfig, InitLoraWeights, ModulePattern, NamePattern, SavedAdapter, Target, TargetSpec,
 };
 use crate::error::{Error, Result};
-use crate::model::{self, ModelConfig, Module, ModuleKind};
+use crate::model::{self, ModelConfig, ModuleKind};
 use crate::recipe::{self, AdapterInit, AdapterKind, Recipe};
 use crate::sharding::{Adapters, LoraSpec};
 
@@ -21,7 +21,7 @@ pub struct AdapterSetup {
     /// The modules with LoRA.
     pub targets: Vec<Target>,
     /// The modules that train whole (`modules_to_save`).
-    pub saved: Vec<String>,
+    pub saved: BTreeSet<String>,
     /// Probability that an input of A is dropped in training.
     pub dropout: f32,
     /// Tokens whose rows train, by table.
@@ -91,7 +91,7 @@ impl AdapterSetup {
         let modules = model::modules(model);
         let mut spec = spec_of(recipe);
         let targets = adapter::resolve(&spec, &modules)?;
-        refuse_dora_on_tables(&spec, &targets, &modules)?;
+        refuse_dora_on_tables(&spec, &targets)?;
         let saved = adapter::resolve_saved(&spec, &modules)?;
         if !tokens.is_empty() {
             let tables = tables_with_rows(model, &saved);
@@ -119,7 +119,7 @@ impl AdapterSetup {
         };
         Ok(AdapterSetup {
             targets,
-            saved,
+            saved: saved.into_iter().collect(),
             dropout: recipe.lora_dropout as f32,
             rows,
             start: AdapterStart::Fresh(recipe.init),
@@ -135,7 +135,7 @@ impl AdapterSetup {
         let adapter = SavedAdapter::read(folder)?;
         let modules = model::modules(model);
         adapter.check_fits(&modules)?;
-        refuse_dora_on_tables(&adapter.config().spec, adapter.targets(), &modules)?;
+        refuse_dora_on_tables(&adapter.config().spec, adapter.targets())?;
         let mut rows = adapter.rows().clone();
         // PEFT saves the embedding's rows under the name of a head that is tied to it too.
         let own = adapter.config().spec.trainable_token_indices.keys().any(|end| end.ends_with("lm_head"));
@@ -155,7 +155,8 @@ impl AdapterSetup {
     /// Tokens that a saved adapter does not train cannot be trained beside it.
     fn check_trains(&self, tokens: &[u32]) -> Result<()> {
         let whole = self.saves("model.embed_tokens") || self.saves("lm_head");
-        match tokens.iter().find(|id| !whole && !self.rows.values().any(|rows| rows.contains(id))) {
+        let trained: BTreeSet<&u32> = self.rows.values().flatten().collect();
+        match tokens.iter().find(|id| !whole && !trained.contains(id)) {
             None => Ok(()),
             Some(id) => Err(Error::user("`model.new_tokens` contradicts the adapter of `adapter.path`")
                 .because(format!("one of them is token {id}, for which the saved adapter has no row"))
@@ -165,7 +166,7 @@ impl AdapterSetup {
 
     /// Whether the module trains whole.
     pub fn saves(&self, module: &str) -> bool {
-        self.saved.iter().any(|saved| saved == module)
+        self.saved.contains(module)
     }
 
     /// Whether a tied head gets parameters of its own, because it or the embedding trains.
@@ -241,10 +242,9 @@ fn refuse_new_tokens_on_lora(tables: &[&str], targets: &[Target]) -> Result<()> 
 }
 
 /// DoRA on a token table is not computed by the engine.
-fn refuse_dora_on_tables(spec: &TargetSpec, targets: &[Target], modules: &[Module]) -> Result<()> {
-    let linear =
-        |name: &str| modules.iter().any(|module| module.name == name && module.kind == ModuleKind::Linear);
-    match targets.iter().find(|target| spec.use_dora && !linear(&target.name)) {
+fn refuse_dora_on_tables(spec: &TargetSpec, targets: &[Target]) -> Result<()> {
+    let table = |target: &&Target| spec.use_dora && target.kind != ModuleKind::Linear;
+    match targets.iter().find(table) {
         None => Ok(()),
         Some(target) => Err(Error::user(format!("`{}` cannot carry DoRA", target.name))
             .because("`adapter.kind` is \"dora\"; accepted with it: the linear layers of the blocks")

@@ -165,9 +165,21 @@ impl BaseModel {
         trains_all: bool,
         options: Option<&EngineOptions>,
     ) -> Result<Vec<ParamDesc>> {
+        self.slots_in((self.format, &self.skipped), adapter_setup, trains_all, options)
+    }
+
+    /// As [`BaseModel::descs`], were the frozen linear layers kept in `format` but for those that are `skipped`.
+    pub(crate) fn slots_in(
+        &self,
+        (format, skipped): (Option<QuantFormat>, &[String]),
+        adapter_setup: Option<&AdapterSetup>,
+        trains_all: bool,
+        options: Option<&EngineOptions>,
+    ) -> Result<Vec<ParamDesc>> {
+        let skipped = skipped.iter().map(String::as_str).collect();
         let keeping = Keeping {
-            format: self.format,
-            skipped: &self.skipped,
+            format,
+            skipped: &skipped,
             files: self.files.as_ref(),
             // PiSSA changes the weights.
             narrow: adapter_setup.is_some_and(|a| !a.is_pissa())

@@ -4,7 +4,7 @@
 //! Files are read and quantized in pieces, so loading a quantized base needs the memory of the quantized model and the
 //! pages of one tensor as it is stored; where an adapter is derived from a weight, of that weight in f32.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Device, Tensor};
@@ -13,7 +13,7 @@ use super::adapter_setup::{AdapterSetup, AdapterStart};
 use super::param_layout::{EMBED, HEAD, saved_as};
 use crate::adapter::{LowRankFactors, Target, TensorKind, principal};
 use crate::error::{Error, Result};
-use crate::model::{self, ModelConfig, ParamSpec, initial_lora, initial_value};
+use crate::model::{self, ModelConfig, Module, ParamSpec, initial_lora, initial_value};
 use crate::ops::dora::weight_norm;
 use crate::ops::matmul_quantized::Weight;
 use crate::quant::{BlocksMut, first_not_finite};
@@ -35,8 +35,12 @@ pub(crate) struct InitialValues<'a> {
     seed: u64,
     /// What base weights gave for the adapters on them, until those are filled.
     derived: Mutex<BTreeMap<String, DerivedFactors>>,
-    /// What is drawn where there are no files.
-    drawn: Vec<ParamSpec>,
+    /// What is drawn where there are no files, by name.
+    drawn: HashMap<String, ParamSpec>,
+    /// The modules that get adapters, by name.
+    modules: HashMap<String, Module>,
+    /// The modules with LoRA, by name.
+    targets: HashMap<&'a str, &'a Target>,
     /// Embedding and head as they are stored, with rows for new tokens.
     tables: [Option<ResizedEmbedding<'a>>; 2],
 }
@@ -58,7 +62,22 @@ impl<'a> InitialValues<'a> {
         let table = |name| files.map(|files| ResizedEmbedding::new(files, name));
         let tables = [EMBED, HEAD].map(table);
         let drawn = if files.is_none() { model::parameters(config) } else { Vec::new() };
-        InitialValues { config, files, adapter_setup, seed, derived: Mutex::default(), drawn, tables }
+        let drawn = drawn.into_iter().map(|spec| (spec.name.clone(), spec)).collect();
+        let modules = if adapter_setup.is_some() { model::modules(config) } else { Vec::new() };
+        let modules = modules.into_iter().map(|module| (module.name.clone(), module)).collect();
+        let targets = adapter_setup.map_or(&[][..], |adapter_setup| &adapter_setup.targets).iter();
+        let targets = targets.map(|target| (target.name.as_str(), target)).collect();
+        InitialValues {
+            config,
+            files,
+            adapter_setup,
+            seed,
+            derived: Mutex::default(),
+            drawn,
+            modules,
+            targets,
+            tables,
+        }
     }
 
     /// Checks names and shapes of the whole checkpoint against the model before a byte of weights is read. Embedding
@@ -82,10 +101,11 @@ impl<'a> InitialValues<'a> {
                     .hint(ONE_MODEL));
             }
         }
+        let planned: HashSet<&str> = descs.iter().map(|desc| desc.name.as_str()).collect();
         for name in files.names() {
             // Buffers that old checkpoints carry, and the second copy of a tied table.
             let harmless = name.ends_with("rotary_emb.inv_freq") || name == HEAD || name == EMBED;
-            if !harmless && !descs.iter().any(|desc| desc.name == name) {
+            if !harmless && !planned.contains(name) {
                 let file = files.info(name).map(|info| info.file.display().to_string()).unwrap_or_default();
                 return Err(Error::user(format!("cannot load {file}"))
                     .because(format!("{name} has no place in the model that config.json describes"))
@@ -121,7 +141,7 @@ impl<'a> InitialValues<'a> {
     /// Writes the first value of `desc` to its place.
     pub(crate) fn fill(&self, desc: &ParamDesc, to: LoadTarget<'_>) -> Result<()> {
         let (module, last) = desc.name.rsplit_once('.').unwrap_or((&desc.name, ""));
-        let target = self.adapter_setup.and_then(|a| a.targets.iter().find(|target| target.name == module));
+        let target = self.targets.get(module).copied();
         if let Some((adapter_setup, target)) = self.adapter_setup.zip(target)
             && last == "weight"
             && !desc.adapter
@@ -189,7 +209,7 @@ impl<'a> InitialValues<'a> {
                 // A head that was untied starts as the embedding it was tied to.
                 let tied = self.config.tie_word_embeddings && name == HEAD;
                 let name = if tied { EMBED } else { name };
-                let spec = self.drawn.iter().find(|spec| spec.name == name);
+                let spec = self.drawn.get(name);
                 let spec = spec.ok_or_else(|| Error::internal(format!("no parameter is called {name}")))?;
                 copy(out, &initial_value(self.config, spec, self.seed, start, out.len()));
             }
@@ -294,8 +314,7 @@ impl<'a> InitialValues<'a> {
             (TensorKind::TokensDelta, _) => self.fill_rows(part.module, adapter_setup, out)?,
             (TensorKind::LoraA | TensorKind::LoraEmbeddingB, None) => {
                 let gaussian = matches!(adapter_setup.start, AdapterStart::Fresh(AdapterInit::Gaussian));
-                let modules = model::modules(self.config);
-                let found = modules.iter().find(|m| m.name == part.module);
+                let found = self.modules.get(part.module);
                 let found =
                     found.ok_or_else(|| Error::internal(format!("no module is called {}", part.module)))?;
                 copy(out, &initial_lora(found, &desc.shape, gaussian, self.seed));

@@ -1,5 +1,7 @@
 //! Every parameter of a run with its place: which segment uses it, whether it trains, how it is kept.
 
+use std::collections::{HashMap, HashSet};
+
 use candle_core::DType;
 
 use super::adapter_setup::AdapterSetup;
@@ -29,11 +31,7 @@ pub(crate) fn saved_as<'a>(
 ) -> Option<&'a str> {
     let tied = config.tie_word_embeddings && !adapter_setup.unties();
     let names = [Some(module), tied_module(module).filter(|_| tied)];
-    names
-        .into_iter()
-        .flatten()
-        .find_map(|name| adapter_setup.saved.iter().find(|saved| *saved == name))
-        .map(String::as_str)
+    names.into_iter().flatten().find_map(|name| adapter_setup.saved.get(name)).map(String::as_str)
 }
 
 /// How the frozen part of a model is kept in memory.
@@ -42,7 +40,7 @@ pub(crate) struct Keeping<'a> {
     /// The format of the linear layers, when the run quantizes them.
     pub(crate) format: Option<QuantFormat>,
     /// Linear layers that are not.
-    pub(crate) skipped: &'a [String],
+    pub(crate) skipped: &'a HashSet<&'a str>,
     /// The files, which may hold quantized layers already.
     pub(crate) files: Option<&'a ModelFiles>,
     /// Matrices may stay in the 16 bits they are stored in: they are computed with in f32, on the CPU, where products
@@ -57,7 +55,7 @@ impl Keeping<'_> {
             return None;
         }
         let stored = self.files.and_then(|files| files.quantized_format(&spec.name));
-        let own = self.format.filter(|_| !self.skipped.iter().any(|module| module == spec.module()));
+        let own = self.format.filter(|_| !self.skipped.contains(spec.module()));
         stored.or(own)
     }
 
@@ -128,12 +126,15 @@ pub(crate) fn descs(
 /// The matrices, magnitudes and token rows of an adapter.
 fn adapter_slots(config: &ModelConfig, adapter_setup: &AdapterSetup, descs: &mut Vec<ParamDesc>) {
     let modules = model::modules(config);
+    let modules: HashMap<&str, &Module> =
+        modules.iter().map(|module| (module.name.as_str(), module)).collect();
+    let segment_of = |desc: &ParamDesc| Some((desc.name.strip_suffix(".weight")?.to_owned(), desc.segment));
+    let segments: HashMap<String, Segment> = descs.iter().filter_map(segment_of).collect();
     let mut push = |module: &Module, name: &str, shape: Vec<usize>| {
-        let segment = descs.iter().find(|s| s.name.strip_suffix(".weight") == Some(&module.name));
         descs.push(ParamDesc {
             name: format!("{}.{name}", module.name),
             shape,
-            segment: segment.map_or(Segment::Head, |desc| desc.segment),
+            segment: segments.get(&module.name).copied().unwrap_or(Segment::Head),
             decay: true,
             trainable: true,
             adapter: true,
@@ -142,7 +143,7 @@ fn adapter_slots(config: &ModelConfig, adapter_setup: &AdapterSetup, descs: &mut
         });
     };
     for target in &adapter_setup.targets {
-        let Some(module) = modules.iter().find(|module| module.name == target.name) else { continue };
+        let Some(module) = modules.get(target.name.as_str()) else { continue };
         let (out, inputs, r) = (module.out_features(), module.in_features(), target.r);
         if module.kind == ModuleKind::Embedding {
             push(module, "lora_embedding_A", vec![r, out]);
@@ -156,7 +157,7 @@ fn adapter_slots(config: &ModelConfig, adapter_setup: &AdapterSetup, descs: &mut
         }
     }
     for (name, ids) in &adapter_setup.rows {
-        let Some(module) = modules.iter().find(|module| module.name == *name) else { continue };
+        let Some(module) = modules.get(name.as_str()) else { continue };
         push(module, TOKEN_ROWS.trim_start_matches('.'), vec![ids.len(), module.in_features()]);
     }
 }

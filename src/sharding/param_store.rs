@@ -48,6 +48,8 @@ pub struct ParamStore {
     packed: Vec<QuantizedBucket>,
     /// Name → (bucket, entry).
     index: HashMap<String, (usize, usize)>,
+    /// Name → (packed bucket, entry).
+    packed_index: HashMap<String, (usize, usize)>,
     adapters: Adapters,
     dtype: DType,
     device: Device,
@@ -128,6 +130,13 @@ impl ParamStore {
                 bucket.entries.iter().enumerate().map(move |(e, entry)| (entry.desc.name.clone(), (b, e)))
             })
             .collect();
+        let packed_index = packed
+            .iter()
+            .enumerate()
+            .flat_map(|(p, packed)| {
+                packed.names().enumerate().map(move |(e, name)| (name.to_owned(), (p, e)))
+            })
+            .collect();
         let kinds: Vec<_> = groups.iter().map(|group| *group as u8).zip(&buckets).collect();
         let grad_buffers = GradBuffers::new(&kinds, reducing, &device)?;
         let mut store = ParamStore {
@@ -138,6 +147,7 @@ impl ParamStore {
             groups,
             packed,
             index,
+            packed_index,
             adapters,
             dtype,
             device,
@@ -205,6 +215,7 @@ impl ParamStore {
             buckets: &self.buckets,
             packed: &self.packed,
             index: &self.index,
+            packed_index: &self.packed_index,
             adapters: &self.adapters,
             dtype: self.dtype,
             gathered,
@@ -250,7 +261,10 @@ impl ParamStore {
 
     /// Takes in the gradients that the backward of a micro-batch left for a segment; `last` in the step.
     pub fn reduce(&self, segment: Segment, last: bool) -> Result<()> {
-        for (i, bucket) in self.buckets.iter().enumerate().filter(|(_, bucket)| bucket.segment == segment) {
+        // Buckets are in the order of segments.
+        let first = self.buckets.partition_point(|bucket| bucket.segment < segment);
+        let of_segment = self.buckets.iter().enumerate().skip(first);
+        for (i, bucket) in of_segment.take_while(|(_, bucket)| bucket.segment == segment) {
             self.grad_buffers.reduce(&self.mesh, (i, self.groups[i] as u8, bucket), last)?;
         }
         Ok(())

@@ -37,6 +37,8 @@ pub(super) struct SegmentViews<'a> {
     pub(super) buckets: &'a [Bucket],
     pub(super) packed: &'a [QuantizedBucket],
     pub(super) index: &'a HashMap<String, (usize, usize)>,
+    /// Name → (packed bucket, entry).
+    pub(super) packed_index: &'a HashMap<String, (usize, usize)>,
     pub(super) adapters: &'a Adapters,
     pub(super) dtype: DType,
     /// What is gathered.
@@ -82,18 +84,17 @@ impl ParamLookup for SegmentViews<'_> {
     }
 
     fn matrix(&self, name: &str) -> Result<WeightMatrix> {
-        for (i, packed) in self.packed.iter().enumerate() {
-            if let Some(entry) = packed.names().position(|found| found == name) {
-                let gathered = |piece, own: &ParamStorage| match self.gathered.get(&piece) {
-                    Some(whole) => Ok(whole.clone()),
-                    None => own.tensor().cloned(),
-                };
-                let bytes = gathered(BufferId::Bytes(i), &packed.bytes)?;
-                let floats = gathered(BufferId::Floats(i), &packed.floats)?;
-                return Ok(WeightMatrix::Quantized(packed.quantized(entry, &bytes, &floats)?));
-            }
-        }
-        Ok(WeightMatrix::Dense(self.param(name)?))
+        let Some(&(i, entry)) = self.packed_index.get(name) else {
+            return Ok(WeightMatrix::Dense(self.param(name)?));
+        };
+        let packed = &self.packed[i];
+        let gathered = |piece, own: &ParamStorage| match self.gathered.get(&piece) {
+            Some(whole) => Ok(whole.clone()),
+            None => own.tensor().cloned(),
+        };
+        let bytes = gathered(BufferId::Bytes(i), &packed.bytes)?;
+        let floats = gathered(BufferId::Floats(i), &packed.floats)?;
+        Ok(WeightMatrix::Quantized(packed.quantized(entry, &bytes, &floats)?))
     }
 
     fn lora(&self, module: &str, module_index: u64) -> Result<Option<Lora>> {

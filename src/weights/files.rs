@@ -208,8 +208,9 @@ impl ModelFiles {
 
     /// Each file with the names of its tensors in the order of their bytes.
     pub fn files(&self) -> impl ExactSizeIterator<Item = (&Path, Vec<&str>)> {
-        self.shards.iter().enumerate().map(|(shard, file)| {
-            let mut tensors: Vec<_> = self.tensors.iter().filter(|(_, info)| info.shard == shard).collect();
+        let mut by_shard: Vec<Vec<_>> = self.shards.iter().map(|_| Vec::new()).collect();
+        self.tensors.iter().for_each(|tensor| by_shard[tensor.1.shard].push(tensor));
+        self.shards.iter().zip(by_shard).map(|(file, mut tensors)| {
             tensors.sort_by_key(|(_, info)| (info.range.start, info.range.end));
             (&*file.path, tensors.into_iter().map(|(name, _)| name.as_str()).collect())
         })

@@ -188,8 +188,8 @@ fn ranks_and_strategies_that_do_not_fit() {
     "#);
     assert_snapshot!(ranks("parallel.shard_size=2"), @r#"
     exit 1
-    error: cannot use `parallel.shard_size = 2`
-      caused by: it belongs to strategy "hsdp"; the strategy is "auto"
+    error: cannot use these settings
+      caused by: --set parallel.shard_size=2: `parallel.shard_size` has no effect with `strategy = "auto"`
     hint: write `strategy = "hsdp"`, or remove `shard_size`
     "#);
     assert_snapshot!(ranks("parallel.offload_folder=."), @r#"
@@ -205,12 +205,13 @@ fn ranks_and_strategies_that_do_not_fit() {
       caused by: --set parallel.offload_folder=./nowhere: `parallel.offload_folder` is "./nowhere": [DIR]/nowhere is not a folder
     "#);
     let hsdp = ["--ranks", "3", "--set", "parallel.strategy=hsdp", "--set", "parallel.shard_size=2"];
-    assert_snapshot!(no_run(&place, &hsdp), @"
+    assert_snapshot!(no_run(&place, &hsdp), @r#"
     exit 1
-    error: cannot use `parallel.shard_size = 2`
-      caused by: groups of 2 do not divide 3 ranks
-    hint: give a divisor of the number of ranks
-    ");
+    error: cannot divide the ranks into groups for `parallel.strategy = "hsdp"`
+      caused by: `parallel.shard_size` is 2
+      caused by: accepted for 3 ranks: 1, 3
+    hint: give a divisor of the number of ranks as `parallel.shard_size`
+    "#);
     let bench = ["bench", "scaling", "--model", "model", "--dataset", "rows.jsonl", "--recipe", "lora"];
     assert_snapshot!(refused(&place, &[&bench[..], &["--gpus", "0,1", "--ranks", "1,4"]].concat()), @"
     exit 1

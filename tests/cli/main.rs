@@ -25,6 +25,7 @@ mod export;
 mod failure;
 mod golden_ranks;
 mod output_folder;
+mod planning;
 mod qlora;
 mod quantized;
 mod shared_models;

@@ -10,8 +10,8 @@ use finetune::adapter::{
 use finetune::error::{Error, ErrorCategory, Result};
 use finetune::model::{Module, ModuleKind};
 use finetune::weights::{
-    EMBED_TOKENS, LM_HEAD, MODEL_FILE, ModelFiles, OutputDtype, StoredDtype, WriteEntry, write_file,
-    write_text,
+    EMBED_TOKENS, LM_HEAD, MODEL_FILE, ModelFiles, ModelIdentity, OutputDtype, StoredDtype, WriteEntry,
+    write_file, write_text,
 };
 use half::bf16;
 use tempfile::TempDir;
@@ -75,7 +75,8 @@ fn put(
     value: impl Fn(&AdapterTensor, usize) -> f32,
 ) {
     fs::create_dir_all(folder).expect("made");
-    write(folder, config, tensors, StoredDtype::F32, |tensor, sink| {
+    let base = ModelIdentity::named("base", None);
+    write(folder, config, &base, tensors, StoredDtype::F32, |tensor, sink| {
         let values: Vec<f32> = (0..tensor.shape.iter().product()).map(|i| value(tensor, i)).collect();
         sink.write_values(&values)
     })

@@ -83,7 +83,7 @@ fn nothing_is_needed_on_one_host() {
     let alone = launch(&[]);
     assert_eq!((alone.source, places(&alone)), (LaunchSource::Alone, [0, 1, 0, 1]));
     let four = detect(&Flags { ranks_here: Some(4), ..Flags::default() }, &[]).unwrap();
-    assert_eq!((places(&four), four.master), ([0, 4, 0, 4], None));
+    assert_eq!((places(&four), four.local_world_size, four.master), ([0, 4, 0, 4], Some(4), None));
     // What other tools leave behind means nothing by itself.
     let left =
         [("WORLD_SIZE", "1"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1"), ("LOCAL_RANK", "0"), ("RANK", "")];
@@ -139,12 +139,14 @@ fn torchrun_leaves_its_port_to_the_agent() {
     let found = launch(TORCHRUN);
     assert_eq!((found.source, places(&found)), (LaunchSource::Torchrun, [5, 1, 1, 8]));
     assert_eq!(found.host, Some(LocalRank { index: 1, count: 2 }));
+    assert_eq!(found.local_world_size, Some(4));
     assert_eq!((found.master, found.run.as_str()), (master("node-a", 29_501, 16), "job7"));
     let own = with(TORCHRUN, &[("TORCHELASTIC_USE_AGENT_STORE", "False")]);
     assert_eq!(launch(&own).master, master("node-a", 29_500, 1));
     let flags = Flags { ranks_here: Some(2), master_port: Some(4000), ..Flags::default() };
     let found = detect(&flags, TORCHRUN).unwrap();
-    assert_eq!((places(&found), found.master), ([10, 2, 2, 16], master("node-a", 4000, 1)));
+    assert_eq!((places(&found), found.local_world_size), ([10, 2, 2, 16], Some(8)));
+    assert_eq!(found.master, master("node-a", 4000, 1));
 }
 
 #[test]
@@ -152,7 +154,7 @@ fn rank_and_world_size_are_enough() {
     // A PyTorchJob, or a script: each process counts as the first of its host.
     let job = [("RANK", "1"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "job-master-0"), ("MASTER_PORT", "23456")];
     let found = launch(&job);
-    assert_eq!((places(&found), found.host), ([1, 1, 0, 3], None));
+    assert_eq!((places(&found), found.host, found.local_world_size), ([1, 1, 0, 3], None, None));
     assert_eq!(found.master, master("job-master-0", 23_456, 1));
     let local = with(&job, &[("LOCAL_RANK", "2")]);
     assert_eq!(launch(&local).local_rank, 2);
@@ -190,7 +192,7 @@ fn contradicting_variables_are_named() {
 fn slurm_steps_are_understood() {
     let found = launch(SLURM);
     assert_eq!((found.source, places(&found)), (LaunchSource::Slurm, [3, 1, 1, 5]));
-    assert_eq!(found.host, Some(LocalRank { index: 1, count: 3 }));
+    assert_eq!((found.host, found.local_world_size), (Some(LocalRank { index: 1, count: 3 }), Some(2)));
     // (1234567 + 2) mod 256 = 137 blocks of 16 ports from 61440 on.
     assert_eq!(found.master, master("gpu003", 61_440 + 16 * 137, 16));
     assert_eq!(found.run, "slurm 1234567.2");

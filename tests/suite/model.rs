@@ -316,7 +316,7 @@ fn every_rope_equals_transformers() -> Result<()> {
         config.extend(case["config"].as_object().unwrap().clone());
         std::fs::write(place.path().join("config.json"), serde_json::to_vec(&config).unwrap()).unwrap();
         std::fs::copy(shared.join("model.safetensors"), place.path().join("model.safetensors")).unwrap();
-        let options = EngineOptions::alone(Device::Cpu, DType::F32, AttentionAlgorithm::Flash, 0);
+        let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
         let engine = logits::base(place.path()).engine(None, true, &options)?;
 
         let mut alone = Vec::new();

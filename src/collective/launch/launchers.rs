@@ -29,6 +29,7 @@ pub(super) fn torchrun(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Opt
         }
     }
     let host = torchrun_host(env, &rank, &world, local_world.as_ref())?;
+    let local_count = local_world.map(|local_world| local_world.value);
     let (master, run) = match world.value {
         1 => (None, String::new()),
         _ => (Some(torchrun_master(env, flags)?), env.text("TORCHELASTIC_RUN_ID")?.unwrap_or_default()),
@@ -38,6 +39,7 @@ pub(super) fn torchrun(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Opt
         source: LaunchSource::Torchrun,
         process,
         local_index: index,
+        local_count,
         host,
         master,
         run,
@@ -148,14 +150,9 @@ fn mpi(
     // Which host of how many is not told but where there is one: hosts may hold different numbers of processes.
     let host = one_host.then_some(LocalRank { index: 0, count: 1 });
     let process = LocalRank { index: rank.value, count: size.value };
-    Ok(DetectedLaunch {
-        source,
-        process,
-        local_index: local.map_or(0, |local| local.value),
-        host,
-        master,
-        run,
-    })
+    let local_index = local.map_or(0, |local| local.value);
+    let local_count = local_size.map(|local| local.value);
+    Ok(DetectedLaunch { source, process, local_index, local_count, host, master, run })
 }
 
 /// MASTER_ADDR; else this host if it has all processes; else the first host of a surrounding Slurm job, on which
@@ -195,7 +192,8 @@ pub(super) fn kubernetes(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<O
     let process = LocalRank { index: index.value, count: world.value };
     // A pod counts as a host: it has its own network, devices and files.
     let (source, host) = (LaunchSource::KubernetesIndexedJob, Some(process));
-    Ok(Some(DetectedLaunch { source, process, local_index: 0, host, master, run: String::new() }))
+    let run = String::new();
+    Ok(Some(DetectedLaunch { source, process, local_index: 0, local_count: Some(1), host, master, run }))
 }
 
 /// The address of pod 0: its host name is JOB-0, resolved through a headless service.

@@ -94,6 +94,8 @@ pub struct Launch {
     pub ranks_here: usize,
     /// The place of the first rank among the ranks of its host: its device, if none is named.
     pub local_rank: usize,
+    /// Ranks of all processes on this host, where the launcher tells.
+    pub local_world_size: Option<usize>,
     /// Ranks of all processes.
     pub world_size: usize,
     /// The host among the hosts, where the launcher tells.
@@ -110,6 +112,8 @@ struct DetectedLaunch {
     process: LocalRank,
     /// Place among the processes of the host.
     local_index: usize,
+    /// Processes of the host, where the launcher tells.
+    local_count: Option<usize>,
     host: Option<LocalRank>,
     master: Option<Master>,
     run: String,
@@ -176,6 +180,10 @@ impl DetectedLaunch {
             rank: index * ranks_here,
             ranks_here,
             local_rank: self.local_index * ranks_here,
+            local_world_size: match count {
+                1 => Some(ranks_here),
+                _ => self.local_count.map(|count| count * ranks_here),
+            },
             world_size,
             host: self.host,
             master: self.master,
@@ -218,6 +226,11 @@ fn by_flags(
         rank,
         ranks_here,
         local_rank: env.index("LOCAL_RANK")?.map_or(0, |local| local.value),
+        local_world_size: match env.count("LOCAL_WORLD_SIZE")? {
+            Some(local) => Some(local.value),
+            // A process of several ranks is its host's; how many processes of one rank a host has, nobody says.
+            None => Some(ranks_here).filter(|ranks| *ranks > 1 || world_size == 1),
+        },
         world_size,
         host: None,
         master,
@@ -242,6 +255,7 @@ fn alone(flags: &Flags, env: &LaunchEnvironment<'_>, ranks_here: usize) -> Resul
         rank: 0,
         ranks_here,
         local_rank: 0,
+        local_world_size: Some(ranks_here),
         world_size: ranks_here,
         host: Some(LocalRank { index: 0, count: 1 }),
         master: None,

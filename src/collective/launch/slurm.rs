@@ -28,19 +28,19 @@ pub(super) fn slurm(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option
     let process = LocalRank { index: rank.value, count: tasks.value };
     if tasks.value == 1 {
         let host = Some(LocalRank { index: 0, count: 1 });
-        let run = String::new();
         return Ok(Some(DetectedLaunch {
             source: LaunchSource::Slurm,
             process,
             local_index: 0,
+            local_count: Some(1),
             host,
             master: None,
-            run,
+            run: String::new(),
         }));
     }
     let local = env.index("SLURM_LOCALID")?.ok_or_else(|| missing("SLURM_LOCALID", "SLURM_PROCID is"))?;
     let host = host(env)?;
-    check_spread(env, &tasks, &local, host)?;
+    let local_count = check_spread(env, &tasks, &local, host)?;
     let job = env.number("SLURM_JOB_ID", 0, u64::from(u32::MAX))?;
     let job = match job {
         Some(job) => Some(job),
@@ -54,10 +54,12 @@ pub(super) fn slurm(env: &LaunchEnvironment<'_>, flags: &Flags) -> Result<Option
     };
     let master = Some(with_derived_port(env, flags, address, job + step)?);
     let run = format!("slurm {job}.{step}");
+    let local_index = local.value;
     Ok(Some(DetectedLaunch {
         source: LaunchSource::Slurm,
         process,
-        local_index: local.value,
+        local_index,
+        local_count,
         host,
         master,
         run,
@@ -119,20 +121,22 @@ fn host(env: &LaunchEnvironment<'_>) -> Result<Option<LocalRank>> {
     Ok(Some(LocalRank { index: index.value, count: count.value }))
 }
 
-/// The tasks per node add up to the tasks, and this task's place on its node exists.
+/// The tasks of this node, where it is told. The tasks per node add up to the tasks, and this task's place on its node
+/// exists.
 fn check_spread(
     env: &LaunchEnvironment<'_>,
     tasks: &Count,
     local: &Count,
     host: Option<LocalRank>,
-) -> Result<()> {
+) -> Result<Option<usize>> {
     let name =
         ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"].into_iter().find(|name| env.is_set(name));
     let Some(name) = name else {
         return match env.count("SLURM_NTASKS_PER_NODE")? {
             Some(most) => local.below(&most),
             None => local.below(tasks),
-        };
+        }
+        .map(|()| host.filter(|host| host.count == 1).map(|_| tasks.value));
     };
     let text = env.text(name)?.unwrap_or_default();
     let spread = tasks_per_node(&text).during(|| format!("cannot use {name}"))?;
@@ -147,6 +151,6 @@ fn check_spread(
             let accepted = format!("0 to {}, because {name} is {text}", here.saturating_sub(1));
             Err(refused(local.name, &local.value.to_string(), &accepted))
         }
-        _ => Ok(()),
+        here => Ok(here.copied().filter(|_| own)),
     }
 }

@@ -1,0 +1,341 @@
+//! Whether a step fits the memory of its ranks: the strategy and the recomputing with which it does, and where none
+//! does, the changes of the run with which it would. All figures come from [`MemoryPlan::of_step`].
+
+use super::memory::{MemoryOptions, MemoryPlan, Saving, available};
+use super::parallel;
+use super::parallel::{WorldSize, named_strategy, pick_strategy};
+use crate::data::Dataset;
+use crate::engine::Recompute;
+use crate::error::{Error, Result};
+use crate::export::bitsandbytes::LinearLayers;
+use crate::recipe::{self, QuantKind, QuantizationSection, Recipe, StateDtype};
+use crate::report::memory::current_bytes;
+use crate::setup::adapter_setup::AdapterSetup;
+use crate::setup::base_model::{BaseModel, EngineOptions, format};
+use crate::sharding::{ParamDesc, ShardingStrategy};
+use crate::units;
+
+/// Fewest tokens of a row that shorter rows are suggested with.
+const SHORTEST_ROW: usize = 128;
+/// Bytes of the program and of its threads' stacks that come into memory with the first step (measured).
+const STARTED: u64 = 10 << 20;
+/// Most times that the number of ranks is doubled in a suggestion.
+const DOUBLINGS: u32 = 6;
+
+/// What the memory of a step depends on, beside the recipe's own keys.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct StepInputs<'a> {
+    pub(super) base: &'a BaseModel,
+    pub(super) adapter_setup: Option<&'a AdapterSetup>,
+    pub(super) data: &'a Dataset,
+    /// Ids of `model.new_tokens`.
+    pub(super) new_tokens: &'a [u32],
+    pub(super) engine: &'a EngineOptions,
+}
+
+/// How a step is run, and the memory that it needs on each rank.
+#[derive(Debug)]
+pub(super) struct Fit {
+    pub(super) kind: ShardingStrategy,
+    /// Why the strategy was picked, where the recipe left it open.
+    pub(super) why: Option<String>,
+    pub(super) recompute: Recompute,
+    pub(super) memory: MemoryPlan,
+}
+
+impl StepInputs<'_> {
+    /// The strategy and the recomputing of `recipe`, decided where it leaves them open; what it names is taken whether it
+    /// fits or not.
+    ///
+    /// # Errors
+    /// Keys of `[parallel]` that contradict the number of ranks; `strategy = "auto"`, and no strategy fits.
+    pub(super) fn decide(&self, recipe: &Recipe, world: WorldSize) -> Result<Fit> {
+        match self.fit(recipe, world)? {
+            Some(mut fit) => {
+                if world.all == 1 && self.engine.device.is_cpu() {
+                    fit.memory.process = current_bytes().unwrap_or(0) + STARTED;
+                }
+                Ok(fit)
+            }
+            None => Err(self.refusal(recipe, world)?),
+        }
+    }
+
+    /// As [`StepInputs::decide`]; none where the strategy is left open and none fits.
+    fn fit(&self, recipe: &Recipe, world: WorldSize) -> Result<Option<Fit>> {
+        let own = self.adapter_of(recipe)?;
+        let adapter_setup = self.adapter_setup.or(own.as_ref());
+        let descs = self.descs(recipe, adapter_setup)?;
+        let tokens = widest_micro_batch(recipe, self.data);
+        let engine = EngineOptions { offload: parallel::offload(&recipe.parallel), ..self.engine.clone() };
+        let needed = |kind, recompute| {
+            let how = how(recipe, &engine, kind, world.all);
+            MemoryPlan::of_step(&self.base.config, &descs, adapter_setup, tokens, recompute, &how)
+        };
+        let budget = self.budget(world.all);
+        let picked = match named_strategy(recipe, world)? {
+            Some(kind) => Some((kind, None)),
+            None => pick_strategy(world.all, budget, |kind| needed(kind, least(recipe))),
+        };
+        Ok(picked.map(|(kind, why)| {
+            let recompute = decide_recompute(recipe.train.recompute, budget, |r| needed(kind, r));
+            Fit { kind, why, recompute, memory: needed(kind, recompute) }
+        }))
+    }
+
+    /// The adapter of a recipe that has one where the run has none.
+    fn adapter_of(&self, recipe: &Recipe) -> Result<Option<AdapterSetup>> {
+        let wanted = recipe.adapter.as_ref().filter(|_| self.adapter_setup.is_none());
+        let named = (self.base.found.id.as_str(), &self.base.config);
+        wanted.map(|adapter| AdapterSetup::from_recipe(adapter, named, self.new_tokens)).transpose()
+    }
+
+    fn descs(&self, recipe: &Recipe, adapter_setup: Option<&AdapterSetup>) -> Result<Vec<ParamDesc>> {
+        let (base, trains_all) = (self.base, adapter_setup.is_none());
+        match recipe.quantization.as_ref().filter(|_| base.format.is_none()) {
+            None => base.descs(adapter_setup, trains_all, Some(self.engine)),
+            Some(wanted) => {
+                let skipped = LinearLayers::new(&base.config, &wanted.skip_modules)?.skipped;
+                base.slots_in((Some(format(wanted)), &skipped), adapter_setup, trains_all, Some(self.engine))
+            }
+        }
+    }
+
+    /// Bytes that each of `ranks` ranks may plan with; none where nothing tells. Ranks on the CPU share one memory, and
+    /// a tenth is left for what the estimate does not know.
+    fn budget(&self, ranks: usize) -> Option<u64> {
+        let sharing = if self.engine.device.is_cpu() { ranks as u64 } else { 1 };
+        available(&self.engine.device).map(|bytes| bytes / sharing / 10 * 9)
+    }
+
+    /// The error where no strategy fits, with the changes that would make one fit.
+    fn refusal(&self, recipe: &Recipe, world: WorldSize) -> Result<Error> {
+        let mut smallest = recipe.clone();
+        smallest.parallel.strategy = recipe::Strategy::Fsdp;
+        let needed = self.fit(&smallest, world)?.map(|fit| fit.memory).unwrap_or_default();
+        let have = self.budget(world.all).unwrap_or_default();
+        let error =
+            Error::user(format!("cannot train on {} ranks: no strategy fits their memory", world.all))
+                .because(format!(
+                    "fsdp, which needs least, needs {} a rank ({}); {} are there",
+                    units::bytes(needed.total()),
+                    needed.by_cause(),
+                    units::bytes(have)
+                ));
+        let all = self.changes(recipe, world);
+        let mut fitting = Vec::new();
+        for change in &all {
+            if let Some(found) = self.first_that_fits(change, recipe, world)? {
+                fitting.push(found);
+            }
+        }
+        if fitting.is_empty() {
+            fitting.extend(self.together(&all, recipe, world)?);
+        }
+        Ok(match fitting.is_empty() {
+            true => error.hint("give a smaller model, or more or larger devices"),
+            false => error.hint(format!("one of these fits: {}", fitting.join(", "))),
+        })
+    }
+
+    /// The first step of a change with which the run fits, as it is typed, and what it needs then.
+    fn first_that_fits(&self, change: &Change, recipe: &Recipe, world: WorldSize) -> Result<Option<String>> {
+        for step in change {
+            let (mut recipe, mut world) = (recipe.clone(), world);
+            (step.apply)(&mut recipe, &mut world);
+            if let Some(fit) = self.fit(&recipe, world)? {
+                return Ok(Some(said(&step.typed, &fit)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Changes one after another until the run fits.
+    fn together(&self, all: &[Change], recipe: &Recipe, world: WorldSize) -> Result<Option<String>> {
+        let (mut recipe, mut world, mut typed) = (recipe.clone(), world, Vec::new());
+        for change in all {
+            for (i, step) in change.iter().enumerate() {
+                (step.apply)(&mut recipe, &mut world);
+                // A further step of a change takes the place of the one before.
+                typed.truncate(typed.len() - usize::from(i > 0));
+                typed.push(step.typed.as_str());
+                if let Some(fit) = self.fit(&recipe, world)? {
+                    return Ok(Some(said(&typed.join(" "), &fit)));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// What may make a run of `recipe` smaller, in order of what it costs.
+    fn changes(&self, recipe: &Recipe, world: WorldSize) -> Vec<Change> {
+        let mut all: Vec<Change> = Vec::new();
+        let mut push = |useful: bool, typed: String, apply: Apply| {
+            if useful {
+                all.push(vec![Step { typed, apply }]);
+            }
+        };
+        let (train, parallel) = (&recipe.train, &recipe.parallel);
+        let blocks = train.recompute == recipe::Recompute::None;
+        push(blocks, set("train.recompute=block"), Box::new(recompute_blocks));
+        let floats = recipe.optimizer.state == StateDtype::F32;
+        push(floats, set("optimizer.state=int8"), Box::new(|r, _| r.optimizer.state = StateDtype::Int8));
+        let micro_batches = train.gradient_accumulation_steps.saturating_mul(train.micro_batch_size);
+        let accumulated = format!("train.gradient_accumulation_steps={micro_batches}");
+        push(
+            train.micro_batch_size > 1,
+            format!("{} {}", set("train.micro_batch_size=1"), set(&accumulated)),
+            Box::new(move |r, _| {
+                (r.train.micro_batch_size, r.train.gradient_accumulation_steps) = (1, micro_batches);
+            }),
+        );
+        let on_gpu = !self.engine.device.is_cpu();
+        let here = parallel.offload == recipe::Offload::None;
+        push(here && on_gpu, set("parallel.offload=optimizer"), Box::new(offload_optimizer));
+        let kept = parallel.offload != recipe::Offload::Params;
+        push(kept && on_gpu, set("parallel.offload=params"), Box::new(offload_params));
+        let to_file = format!("{} {}", set("parallel.offload=params"), set("parallel.offload_folder=FOLDER"));
+        push(parallel.offload_folder.is_none(), to_file, Box::new(offload_to_file));
+        let dense = recipe.quantization.is_none() && self.base.format.is_none();
+        let adapter = recipe.adapter.is_some();
+        push(adapter && dense, set("quantization.kind=nf4"), Box::new(quantize));
+        push(!adapter, set("adapter.kind=lora"), Box::new(add_adapter));
+        let both = format!("{} {}", set("adapter.kind=lora"), set("quantization.kind=nf4"));
+        push(!adapter && dense, both, Box::new(add_adapter_and_quantize));
+        all.push(shorter_rows(recipe.data.max_seq_len));
+        all.push(more_ranks(world));
+        all
+    }
+}
+
+/// Steps of one change, each further than the one before.
+type Change = Vec<Step>;
+
+type Apply = Box<dyn Fn(&mut Recipe, &mut WorldSize)>;
+
+/// A change of a run.
+struct Step {
+    /// As it is typed.
+    typed: String,
+    apply: Apply,
+}
+
+fn set(assignment: &str) -> String {
+    format!("--set {assignment}")
+}
+
+fn said(typed: &str, fit: &Fit) -> String {
+    let strategy = parallel::named(fit.kind);
+    format!("`{typed}` ({} a rank with {strategy})", units::bytes(fit.memory.total()))
+}
+
+fn recompute_blocks(recipe: &mut Recipe, _: &mut WorldSize) {
+    recipe.train.recompute = recipe::Recompute::Block;
+}
+
+fn offload_optimizer(recipe: &mut Recipe, _: &mut WorldSize) {
+    recipe.parallel.offload = recipe::Offload::Optimizer;
+}
+
+fn offload_params(recipe: &mut Recipe, _: &mut WorldSize) {
+    recipe.parallel.offload = recipe::Offload::Params;
+}
+
+fn offload_to_file(recipe: &mut Recipe, world: &mut WorldSize) {
+    offload_params(recipe, world);
+    recipe.parallel.offload_folder = Some(recipe::Folder("FOLDER".into()));
+}
+
+fn quantize(recipe: &mut Recipe, _: &mut WorldSize) {
+    recipe.quantization =
+        Some(QuantizationSection { kind: QuantKind::Nf4, ..QuantizationSection::default() });
+}
+
+fn add_adapter(recipe: &mut Recipe, _: &mut WorldSize) {
+    recipe.adapter = Some(recipe::AdapterSection::default());
+}
+
+fn add_adapter_and_quantize(recipe: &mut Recipe, world: &mut WorldSize) {
+    add_adapter(recipe, world);
+    quantize(recipe, world);
+}
+
+fn shorter_rows(max_seq_len: usize) -> Change {
+    let halves = std::iter::successors(Some(max_seq_len / 2), |length| Some(length / 2));
+    let shorter = |length: usize| Step {
+        typed: set(&format!("data.max_seq_len={length}")),
+        apply: Box::new(move |recipe, _| recipe.data.max_seq_len = length),
+    };
+    halves.take_while(|length| *length >= SHORTEST_ROW).map(shorter).collect()
+}
+
+fn more_ranks(world: WorldSize) -> Change {
+    let more = |doubling: u32| {
+        let all = world.all.saturating_mul(1 << doubling);
+        let typed = match world.local == Some(world.all) {
+            true => format!("--ranks {all}"),
+            false => format!("{all} ranks in all"),
+        };
+        Step { typed, apply: Box::new(move |_, world| *world = WorldSize { all, local: None }) }
+    };
+    (1..=DOUBLINGS).map(more).collect()
+}
+
+/// The recomputing that needs least: where it is left open it may make room for a strategy that sends less.
+fn least(recipe: &Recipe) -> Recompute {
+    match recipe.train.recompute {
+        recipe::Recompute::None => Recompute::None,
+        _ => Recompute::Block,
+    }
+}
+
+fn decide_recompute(
+    wanted: recipe::Recompute,
+    budget: Option<u64>,
+    needed: impl Fn(Recompute) -> MemoryPlan,
+) -> Recompute {
+    match wanted {
+        recipe::Recompute::None => Recompute::None,
+        recipe::Recompute::Block => Recompute::Block,
+        recipe::Recompute::Auto => match budget {
+            Some(bytes) if needed(Recompute::None).total() > bytes => Recompute::Block,
+            _ => Recompute::None,
+        },
+    }
+}
+
+/// How parameters are kept under a strategy.
+fn how<'a>(
+    recipe: &Recipe,
+    engine: &'a EngineOptions,
+    kind: ShardingStrategy,
+    ranks: usize,
+) -> MemoryOptions<'a> {
+    MemoryOptions {
+        dtype: engine.dtype,
+        moments: recipe.optimizer.state,
+        kind,
+        ranks,
+        saving: match (recipe.checkpoint.save_steps, recipe.checkpoint.async_save) {
+            (None, _) => Saving::Outputs,
+            (Some(_), false) => Saving::BetweenSteps,
+            (Some(_), true) => Saving::InBackground,
+        },
+        sharded_over: if let ShardingStrategy::Hsdp(size) = kind { size } else { ranks },
+        accumulates: recipe.train.gradient_accumulation_steps > 1,
+        offload: &engine.offload,
+        on_host: engine.device.is_cpu(),
+    }
+}
+
+/// Tokens of the largest micro-batch that can come.
+fn widest_micro_batch(recipe: &Recipe, data: &Dataset) -> usize {
+    let (rows, longest) = (recipe.train.micro_batch_size, recipe.data.max_seq_len);
+    let mut lengths: Vec<usize> =
+        data.examples().iter().map(|example| example.ids.len().min(longest)).collect();
+    if recipe.data.packing {
+        return rows * longest.min(lengths.iter().sum());
+    }
+    lengths.sort_unstable_by(|a, b| b.cmp(a));
+    lengths.iter().take(rows).sum()
+}
