@@ -19,6 +19,7 @@ mod bad_input;
 mod base_identity;
 mod cli;
 mod cli_runs;
+mod docs;
 mod doctor;
 mod export;
 mod failure;

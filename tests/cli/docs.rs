@@ -1,0 +1,281 @@
+//! Every command of README.md, CONTRIBUTING.md and docs/, so that no page shows one that does not work.
+//!
+//! A command is a line that begins with `$ ` in a block marked `console`; the other lines of such a block are what it
+//! prints. The commands of a page run one after another in one folder, which holds `MODEL` (a tiny llama), `ADAPTER`
+//! (made by PEFT), `ROWS.jsonl`, `TEST.jsonl` and what the page itself shows as a file, in a block marked with a language
+//! and a name. Those that need the hub, a GPU or a launcher are parsed, and their recipe is put together, so that a wrong
+//! flag or key fails. Commands of other programs are counted, and the files of this repository in them looked up.
+
+use std::fs;
+use std::panic::resume_unwind;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use clap::Parser;
+use finetune::cli::{Cli, Verb};
+use finetune::recipe::{Recipe, RecipeLayers};
+use insta::assert_snapshot;
+
+use crate::place::{Place, copy_folder, golden};
+
+/// Commands that other tests, or .ci/run, run: too long for this one.
+const RUN_ELSEWHERE: [&str; 2] = ["doctor --selftest", "--recipe quickstart"];
+/// Programs other than ours that pages may show.
+const OTHERS: [&str; 5] = ["cargo", ".ci/run", ".", "export", "llama-cli"];
+
+/// What was done with the commands of a page.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+struct Counts {
+    run: usize,
+    parsed: usize,
+    of_others: usize,
+}
+
+/// A fenced block: its language, the name behind it, its lines.
+struct Block {
+    language: String,
+    name: Option<String>,
+    lines: Vec<String>,
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// All pages.
+fn pages() -> Vec<PathBuf> {
+    let docs = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    let mut pages: Vec<PathBuf> = docs.filter(|path| path.extension().is_some_and(|e| e == "md")).collect();
+    pages.extend(["README.md", "CONTRIBUTING.md"].map(|name| root().join(name)));
+    pages.sort();
+    pages
+}
+
+fn name_of(page: &Path) -> String {
+    page.strip_prefix(root()).unwrap().to_string_lossy().into_owned()
+}
+
+/// The blocks of a page. What looks like a command outside a block marked `console` would not be tested: it fails.
+fn blocks(page: &Path) -> Vec<Block> {
+    let text = fs::read_to_string(page).unwrap();
+    let (mut blocks, mut open): (Vec<Block>, Option<Block>) = (Vec::new(), None);
+    for line in text.lines() {
+        match (line.strip_prefix("```"), &mut open) {
+            (Some(_), Some(_)) => blocks.extend(open.take()),
+            (Some(info), None) => {
+                let mut words = info.split_whitespace().map(str::to_owned);
+                let language = words.next().unwrap_or_default();
+                open = Some(Block { language, name: words.next(), lines: Vec::new() });
+            }
+            (None, Some(block)) => block.lines.push(line.to_owned()),
+            (None, None) => {
+                let command = ["    finetune ", "    $ ", "    cargo "].iter().any(|c| line.starts_with(c));
+                assert!(!command, "{}: not in a block marked `console`: {line}", page.display());
+            }
+        }
+    }
+    assert!(open.is_none(), "{}: a block is not closed", page.display());
+    for block in blocks.iter().filter(|block| block.language != "console") {
+        let command = block.lines.iter().find(|line| line.starts_with("finetune ") || line.starts_with("$ "));
+        assert_eq!(command, None, "{}: a command in a block that is not marked `console`", page.display());
+    }
+    blocks
+}
+
+/// The commands of a block; a line that ends with `\` goes on in the next.
+fn commands(block: &Block) -> Vec<Vec<String>> {
+    let mut commands = Vec::new();
+    let mut lines = block.lines.iter();
+    while let Some(line) = lines.next() {
+        let Some(start) = line.strip_prefix("$ ") else { continue };
+        let mut command = start.to_owned();
+        while let Some(whole) = command.strip_suffix('\\') {
+            command = format!("{whole} {}", lines.next().unwrap());
+        }
+        commands.push(words(&command));
+    }
+    commands
+}
+
+/// A line as a shell would cut it: quotes, and a comment at the end.
+fn words(line: &str) -> Vec<String> {
+    let (mut words, mut word, mut quote): (Vec<String>, Option<String>, Option<char>) = (vec![], None, None);
+    for c in line.chars() {
+        match (c, quote) {
+            (_, Some(mark)) if c == mark => quote = None,
+            (_, Some(_)) => word.get_or_insert_default().push(c),
+            ('"' | '\'', None) => {
+                quote = Some(c);
+                word.get_or_insert_default();
+            }
+            (' ', None) => words.extend(word.take()),
+            ('#', None) if word.is_none() => break,
+            _ => word.get_or_insert_default().push(c),
+        }
+    }
+    assert_eq!(quote, None, "a quote is not closed: {line}");
+    words.extend(word);
+    words
+}
+
+/// The folder that the commands of a page run in.
+fn place() -> Place {
+    let place = Place::new();
+    fs::rename(place.path("model"), place.path("MODEL")).unwrap();
+    fs::rename(place.path("rows.jsonl"), place.path("ROWS.jsonl")).unwrap();
+    fs::copy(place.path("ROWS.jsonl"), place.path("TEST.jsonl")).unwrap();
+    copy_folder(&golden("train/lora/adapter_final"), &place.path("ADAPTER"));
+    place
+}
+
+/// Parses the arguments, and puts together the recipe of a command that has one.
+fn parse(args: &[String], place: &Place) -> Result<(), String> {
+    let words = std::iter::once("finetune").chain(args.iter().map(String::as_str));
+    let cli = Cli::try_parse_from(words).map_err(|error| error.to_string())?;
+    let folder = place.path(".");
+    let layers = match &cli.verb {
+        None => cli.train.layers(&folder),
+        Some(Verb::Eval(args)) => args.rows.layers(&args.model, &args.dataset, &folder),
+        Some(Verb::Data(args)) => args.reading.layers(&args.model, &args.dataset, &folder),
+        _ => return Ok(()),
+    };
+    let layers: RecipeLayers = layers.map_err(|error| error.to_string())?;
+    Recipe::load(&layers).map(drop).map_err(|error| error.to_string())
+}
+
+/// Whether a model, adapter or data set is on the hub.
+fn asks_the_hub(args: &[String], place: &Place) -> bool {
+    let is_source = |before: &str| {
+        ["--model", "--adapter", "--dataset", "--eval-dataset", "--verify-on", "inspect"].contains(&before)
+    };
+    let sources = args.windows(2).filter(|pair| is_source(&pair[0])).map(|pair| &pair[1]);
+    sources.into_iter().any(|source| source.contains('/') && !place.path(source).exists())
+}
+
+/// Runs or parses one command of `page`.
+fn check(page: &str, words: &[String], place: &Place, counts: &mut Counts) {
+    let shown = words.join(" ");
+    let ours = ["scripts/", "benchmarks/", ".ci/"];
+    for path in words.iter().filter(|word| ours.iter().any(|folder| word.starts_with(folder))) {
+        assert!(root().join(path).exists(), "{page}: `{shown}`: there is no {path}");
+    }
+    let set = words.iter().take_while(|word| word.split_once('=').is_some_and(|(name, _)| is_variable(name)));
+    let (variables, command) = words.split_at(set.count());
+    let ours = command.iter().position(|word| word == "finetune");
+    let cargo = command.iter().position(|word| word == "--").filter(|_| command[..2] == ["cargo", "run"]);
+    let Some(start) = ours.or(cargo) else {
+        let program = command[0].as_str();
+        if program == "cmp" {
+            let status = Command::new(program).args(&command[1..]).current_dir(place.path(".")).status();
+            assert!(status.unwrap().success(), "{page}: `{shown}`");
+            counts.run += 1;
+            return;
+        }
+        assert!(OTHERS.contains(&program), "{page}: `{shown}` is of no known program");
+        counts.of_others += 1;
+        return;
+    };
+    let args = &command[start + 1..];
+    let args = &args[..args.iter().position(|word| word == ">").unwrap_or(args.len())];
+    if let Err(error) = parse(args, place) {
+        panic!("{page}: `{shown}`\n{error}");
+    }
+    let line = args.join(" ");
+    let elsewhere = RUN_ELSEWHERE.iter().any(|known| line.contains(known));
+    let several = args.iter().any(|arg| arg == "--gpus" || arg == "--world-size");
+    if start > 0 || elsewhere || several || asks_the_hub(args, place) {
+        counts.parsed += 1;
+        return;
+    }
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let variables = variables.iter().filter_map(|variable| variable.split_once('='));
+    let output = place.command(&args).envs(variables).output().unwrap();
+    assert!(output.status.success(), "{page}: `{shown}`\n{}", place.told(&output.stderr));
+    counts.run += 1;
+}
+
+fn is_variable(name: &str) -> bool {
+    !name.is_empty() && name.chars().all(|c| c.is_ascii_uppercase() || c == '_' || c.is_ascii_digit())
+}
+
+/// Does what a page shows, in its order.
+fn follow(page: &Path) -> Counts {
+    let (place, mut counts) = (place(), Counts::default());
+    for block in blocks(page) {
+        match &block.name {
+            Some(name) => place.write(name, &(block.lines.join("\n") + "\n")),
+            None if block.language == "console" => {
+                for command in commands(&block) {
+                    check(&name_of(page), &command, &place, &mut counts);
+                }
+            }
+            None => {}
+        }
+    }
+    counts
+}
+
+#[test]
+fn every_command_works() {
+    let found: Vec<String> = std::thread::scope(|scope| {
+        let follow = |page: PathBuf| {
+            let Counts { run, parsed, of_others } = follow(&page);
+            format!("{}: {run} run, {parsed} parsed, {of_others} of other programs", name_of(&page))
+        };
+        let threads: Vec<_> = pages().into_iter().map(|page| scope.spawn(move || follow(page))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
+    });
+    assert_snapshot!(found.join("\n"), @"
+    CONTRIBUTING.md: 0 run, 1 parsed, 3 of other programs
+    README.md: 7 run, 1 parsed, 3 of other programs
+    docs/adapters-and-quantization.md: 16 run, 1 parsed, 1 of other programs
+    docs/checkpoints-and-exit-codes.md: 4 run, 0 parsed, 0 of other programs
+    docs/data.md: 2 run, 4 parsed, 0 of other programs
+    docs/design.md: 2 run, 1 parsed, 0 of other programs
+    docs/figures.md: 0 run, 0 parsed, 0 of other programs
+    docs/formats.md: 2 run, 0 parsed, 0 of other programs
+    docs/ranks-and-launchers.md: 4 run, 7 parsed, 3 of other programs
+    docs/recipes.md: 7 run, 0 parsed, 0 of other programs
+    ");
+}
+
+/// The floors in docs/design.md are those that the library documents.
+#[test]
+fn the_floors_are_the_librarys() {
+    let rows = |file: &str, start: &str| -> Vec<String> {
+        let text = fs::read_to_string(root().join(file)).unwrap();
+        let rows = text.lines().filter_map(|line| line.strip_prefix(start));
+        let rows = rows.filter(|row| row.starts_with(|c: char| c.is_ascii_digit()));
+        rows.map(|row| row.replace(['[', ']'], "")).collect()
+    };
+    let floors = rows("src/lib.rs", "//! | ");
+    assert!(floors.len() >= 15, "{floors:?}");
+    assert_eq!(rows("docs/design.md", "| "), floors);
+}
+
+/// Links to files, and names of files in backticks, lead somewhere.
+#[test]
+fn every_file_that_is_named_is_there() {
+    let link = regex::Regex::new(r"\]\(([^)#:]+)(#[^)]*)?\)").unwrap();
+    let named =
+        regex::Regex::new(r"`((?:src|tests|scripts|benchmarks|datasets|recipes|docs|quickstart)/[\w./-]*)")
+            .unwrap();
+    let mut checked = 0;
+    for page in pages() {
+        let text = fs::read_to_string(&page).unwrap();
+        let folder = page.parent().unwrap();
+        let links = link.captures_iter(&text).map(|found| folder.join(&found[1]));
+        let names = named.captures_iter(&text).map(|found| root().join(&found[1]));
+        for path in links.chain(names) {
+            assert!(path.exists(), "{} names {}", name_of(&page), path.display());
+            checked += 1;
+        }
+    }
+    assert!(checked >= 60, "{checked}");
+}
+
+#[test]
+fn words_are_cut_as_a_shell_does() {
+    assert_eq!(words("a 'b c' --set x=\"y z\"  # why"), ["a", "b c", "--set", "x=y z"]);
+    assert_eq!(words("--set 'a.b=[\"c\"]'"), ["--set", "a.b=[\"c\"]"]);
+}
