@@ -143,7 +143,10 @@ impl Plan {
             .descs(self.adapter_setup.as_ref(), self.adapter_setup.is_none(), None)
             .unwrap_or_default();
         let count = |trainable: bool| {
-            all.iter().filter(|desc| desc.trainable || !trainable).map(|desc| desc.elements() as u64).sum()
+            all.iter()
+                .filter(|desc| desc.kind.trains() || !trainable)
+                .map(|desc| desc.elements() as u64)
+                .sum()
         };
         (count(true), count(false))
     }
