@@ -28,7 +28,7 @@ use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions};
 use crate::setup::dataset::DatasetLoader;
 use crate::setup::initial_values::AdapterPart;
-use crate::setup::param_layout::tied_module;
+use crate::setup::param_layout::{Trains, tied_module};
 use crate::setup::pissa::{saved_config, saved_matrix};
 use crate::setup::resolver::{ResolvedSource, Resolver};
 use crate::sharding::{DeviceMesh, GradReduceOptions, Offload, ParamDesc, ShardingStrategy};
@@ -97,7 +97,7 @@ impl Plan {
             (None, Some(adapter)) => Some(AdapterSetup::from_recipe(adapter, named, &tokens)?),
             (None, None) => None,
         };
-        base.check(adapter_setup.as_ref(), adapter_setup.is_none())?;
+        base.check(Trains::adapter_or_all(adapter_setup.as_ref()))?;
         let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?.at(now);
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
         let held_out = (!recipe.data.eval.is_empty())
@@ -138,10 +138,8 @@ impl Plan {
 
     /// Trainable and all parameters.
     pub fn parameters(&self) -> (u64, u64) {
-        let all = self
-            .base
-            .descs(self.adapter_setup.as_ref(), self.adapter_setup.is_none(), None)
-            .unwrap_or_default();
+        let all =
+            self.base.descs(Trains::adapter_or_all(self.adapter_setup.as_ref()), None).unwrap_or_default();
         let count = |trainable: bool| {
             all.iter()
                 .filter(|desc| desc.kind.trains() || !trainable)
@@ -219,7 +217,7 @@ impl Plan {
         let (ranks, device) = (DeviceMesh::new(self.kind, world)?, device.clone());
         let engine = EngineOptions { ranks, device, ..self.engine.clone() };
         let (engine, initial) = run_in_pool(&Device::Cpu, || {
-            self.base.load(self.adapter_setup.as_ref(), self.adapter_setup.is_none(), &engine)
+            self.base.load(Trains::adapter_or_all(self.adapter_setup.as_ref()), &engine)
         })?;
         self.initial.get_or_init(|| Arc::new(initial));
         let options = TrainerOptions {

@@ -34,6 +34,46 @@ pub(crate) fn saved_as<'a>(
     names.into_iter().flatten().find_map(|name| adapter_setup.saved.get(name)).map(String::as_str)
 }
 
+/// What of a model trains.
+#[derive(Debug, Clone, Copy)]
+pub enum Trains<'a> {
+    /// Nothing: the model is only used.
+    Nothing,
+    /// An adapter, with the modules that it trains whole.
+    Adapter(&'a AdapterSetup),
+    /// All weights (full fine-tuning).
+    All,
+}
+
+impl<'a> Trains<'a> {
+    /// The adapter, or all weights where there is none.
+    pub fn adapter_or_all(adapter_setup: Option<&'a AdapterSetup>) -> Self {
+        adapter_setup.map_or(Trains::All, Trains::Adapter)
+    }
+
+    /// The adapter, or nothing where there is none.
+    pub fn adapter_or_nothing(adapter_setup: Option<&'a AdapterSetup>) -> Self {
+        adapter_setup.map_or(Trains::Nothing, Trains::Adapter)
+    }
+
+    /// The adapter, if one trains.
+    pub fn adapter(self) -> Option<&'a AdapterSetup> {
+        match self {
+            Trains::Adapter(adapter_setup) => Some(adapter_setup),
+            Trains::Nothing | Trains::All => None,
+        }
+    }
+
+    /// Whether the weights of `module` in a model of shape `config` train.
+    pub(crate) fn has(self, config: &ModelConfig, module: &str) -> bool {
+        match self {
+            Trains::Nothing => false,
+            Trains::Adapter(adapter_setup) => saved_as(config, adapter_setup, module).is_some(),
+            Trains::All => true,
+        }
+    }
+}
+
 /// How the frozen part of a model is kept in memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Keeping<'a> {
@@ -84,12 +124,10 @@ impl Keeping<'_> {
 /// (PEFT's `modules_to_save` unties them).
 pub(crate) fn descs(
     config: &ModelConfig,
-    adapter_setup: Option<&AdapterSetup>,
-    trains_all: bool,
+    trains: Trains<'_>,
     keeping: Keeping<'_>,
 ) -> Result<Vec<ParamDesc>> {
-    let trains =
-        |module: &str| trains_all || adapter_setup.is_some_and(|a| saved_as(config, a, module).is_some());
+    let adapter_setup = trains.adapter();
     // PEFT saves a copy of a table under its adapter, in a dtype of its own.
     let has_copy = |module: &str| {
         let saved = adapter_setup.and_then(|a| a.start.saved());
@@ -98,7 +136,7 @@ pub(crate) fn descs(
     let has_rows = |module: &str| adapter_setup.is_some_and(|a| a.rows.contains_key(module));
     let mut descs = Vec::new();
     for spec in model::parameters(config) {
-        let kind = if trains(spec.module()) {
+        let kind = if trains.has(config, spec.module()) {
             let decay = matches!(spec.role, Role::Weight | Role::Embedding);
             ParamKind::Trainable(UpdateRule { decay, lr_group: LrGroup::of_shape(&spec.shape) })
         } else if has_rows(spec.module()) {
@@ -109,7 +147,7 @@ pub(crate) fn descs(
         descs.push(ParamDesc { kind, name: spec.name, shape: spec.shape, segment: spec.segment });
     }
     if config.tie_word_embeddings && adapter_setup.is_some_and(AdapterSetup::unties) {
-        let kind = if trains("lm_head") {
+        let kind = if trains.has(config, "lm_head") {
             ParamKind::Trainable(UpdateRule { decay: true, lr_group: LrGroup::Base })
         } else {
             ParamKind::Frozen { dtype: None }
