@@ -7,7 +7,7 @@ use crate::cli::EvalArgs;
 use crate::data::{self, Split};
 use crate::error::Result;
 use crate::recipe::Recipe;
-use crate::setup::{EngineOptions, Resolver};
+use crate::setup::{EngineOptions, Resolver, Trains};
 
 /// Evaluates.
 pub(super) fn run(args: &EvalArgs) -> Result<()> {
@@ -20,7 +20,7 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let (dataset, _) = rows.load(&recipe.data.train, Split::Eval, &finder)?;
     terminal.line(format!("data: {}", dataset.report()));
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed);
-    let engine = base.engine(adapter_setup.as_ref(), false, &options)?;
+    let engine = base.engine(Trains::adapter_or_nothing(adapter_setup.as_ref()), &options)?;
     let tokens = recipe.train.micro_batch_size * recipe.data.max_seq_len;
     let total = dataset.len();
     let evaluation = engine.evaluate(data::batch::in_order(dataset.examples(), tokens), |rows| {

@@ -12,7 +12,7 @@ use crate::engine::{Engine, Sampling};
 use crate::error::{Error, Result};
 use crate::recipe::{Purpose, Recipe, RecipeLayers, RecipeText};
 use crate::report::Terminal;
-use crate::setup::{EngineOptions, Resolver};
+use crate::setup::{EngineOptions, Resolver, Trains};
 
 /// Generates.
 pub(super) fn run(args: &GenerateArgs) -> Result<()> {
@@ -40,7 +40,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
         })?),
     };
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed);
-    let engine = base.engine(adapter_setup.as_ref(), false, &options)?;
+    let engine = base.engine(Trains::adapter_or_nothing(adapter_setup.as_ref()), &options)?;
     let generator = Generator { engine, tokenizer: &rows.tokenizer, args, terminal };
     match task {
         Task::Continue { text, ids } => generator.continue_text(text, &ids),

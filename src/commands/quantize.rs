@@ -8,7 +8,7 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::export::bitsandbytes::{Scheme, write_quantized};
 use crate::quant::{self, QuantFormat};
 use crate::recipe::{DataSource, ModelSection, QuantKind};
-use crate::setup::{BaseModel, Resolver};
+use crate::setup::{BaseModel, Resolver, Trains};
 use crate::units;
 
 /// Quantizes.
@@ -19,7 +19,7 @@ pub(super) fn run(args: &QuantizeArgs) -> Result<()> {
     let finder = Resolver::new(args.common.offline, &terminal)?;
     let base = BaseModel::open(&ModelSection { id, ..ModelSection::default() }, None, &finder)?;
     // A tensor of another shape would be quantized without a word, and fail when it is loaded.
-    base.check(None, false)?;
+    base.check(Trains::Nothing)?;
     let files =
         base.files.as_ref().ok_or_else(|| Error::internal("the model was opened without its weights"))?;
     let start = Instant::now();

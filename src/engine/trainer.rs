@@ -11,7 +11,7 @@ use crate::optim::{INT8_MIN_ELEMENTS, Optimizer, OptimizerOptions, ParamGroup, S
 use crate::recipe::enums::StateDtype;
 use crate::runtime::rng::RngStream;
 use crate::runtime::thread_pool;
-use crate::sharding::{Bucket, BucketEntry, ParamDesc};
+use crate::sharding::{Bucket, BucketEntry, LrGroup};
 
 /// What forward keeps for backward (gradient checkpointing).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -164,18 +164,22 @@ fn param_groups(
 ) -> Result<Vec<(ParamGroup, ParamSlice)>> {
     let Some(grad) = bucket.gradient()? else { return Ok(Vec::new()) };
     let (param, own) = (bucket.updated()?, bucket.own());
-    let rate = |desc: &ParamDesc| {
-        // PEFT's groups: B, and all vectors.
-        let is_b = desc.name.contains("lora_B") || desc.shape.len() == 1;
-        if is_b { options.lora_plus_ratio } else { 1.0 }
+    let rate = |group: LrGroup| match group {
+        LrGroup::Base => 1.0,
+        LrGroup::LoraPlus => options.lora_plus_ratio,
     };
-    let kind = |entry: &BucketEntry| (entry.desc.decay, rate(&entry.desc));
+    let decay_and_rate = |entry: &BucketEntry| {
+        let rule = entry.desc.kind.update_rule();
+        rule.map(|rule| (rule.decay, rate(rule.lr_group)))
+    };
     let alone = options.optimizer.state == StateDtype::Int8;
     let mut found = Vec::new();
     let mut rest = &bucket.entries[..];
     while let [first, ..] = rest {
-        let (decay, rate) = kind(first);
-        let alike = rest.iter().take_while(|entry| kind(entry) == (decay, rate)).count();
+        let Some((decay, rate)) = decay_and_rate(first) else {
+            return Err(Error::internal(format!("{} has a gradient but does not train", first.desc.name)));
+        };
+        let alike = rest.iter().take_while(|entry| decay_and_rate(entry) == Some((decay, rate))).count();
         let (_, after) = rest.split_at(if alone { 1 } else { alike });
         let end = match after.first() {
             _ if alone => first.range().end,

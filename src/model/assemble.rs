@@ -1,11 +1,11 @@
 //! From named parameters to the structs that a segment takes: the one place that knows both.
 
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 
 use super::block::BlockWeights;
 use super::linear::Linear;
 use super::segments::{EmbedGradients, EmbedWeights, HeadWeights, TokenRows};
-use super::{Lora, ModelConfig, Param, WeightMatrix};
+use super::{GradBuffer, Lora, ModelConfig, Param, WeightMatrix};
 use crate::error::Result;
 
 const EMBED: &str = "model.embed_tokens";
@@ -22,7 +22,7 @@ pub trait ParamLookup {
     ///
     /// # Errors
     /// There is no such parameter: a fault of the caller.
-    fn grad(&self, name: &str) -> Result<Option<Tensor>>;
+    fn grad(&self, name: &str) -> Result<Option<GradBuffer>>;
     /// The weight of a linear layer of a block, which may be quantized.
     ///
     /// # Errors

@@ -178,7 +178,7 @@ fn output_projection_backward(
 ) -> Result<Tensor> {
     let layers = std::slice::from_ref(layer);
     let through_norm = match (post_norm, out) {
-        (Some(p), Some(out)) => Some(rms_norm_backward(out, &p.value, dy, None, p.grad.as_ref(), norm)?),
+        (Some(p), Some(out)) => Some(rms_norm_backward(out, &p.value, dy, None, p.grad.as_deref(), norm)?),
         _ => None,
     };
     linear::backward(layers, saved, x, through_norm.as_ref().unwrap_or(dy), source)
@@ -217,7 +217,7 @@ fn rotate(
 
 fn qk_norm<'a>(config: &ModelConfig, w: &'a BlockWeights) -> Option<QkNorm<'a>> {
     let (q, k) = w.qk_norm.as_ref()?;
-    Some(QkNorm { q: (&q.value, q.grad.as_ref()), k: (&k.value, k.grad.as_ref()), kind: config.norm })
+    Some(QkNorm { q: (&q.value, q.grad.as_deref()), k: (&k.value, k.grad.as_deref()), kind: config.norm })
 }
 
 /// q and k from the rotated tensor, v from the raw projection.
@@ -252,7 +252,7 @@ pub fn backward(
         drop(dproduct);
         let normed = rms_norm(&saved.h, &w.mlp_norm.value, norm)?;
         let dnormed = linear::backward(&w.gate_up, &saved.lora[2], &normed, &dgate_up, source)?;
-        rms_norm_backward(&saved.h, &w.mlp_norm.value, &dnormed, Some(dy), w.mlp_norm.grad.as_ref(), norm)?
+        rms_norm_backward(&saved.h, &w.mlp_norm.value, &dnormed, Some(dy), w.mlp_norm.grad.as_deref(), norm)?
     };
     let ends = (&saved.attended.out, saved.o.as_ref(), &saved.lora[1]);
     let dout = output_projection_backward(&w.o, w.attn_post_norm.as_ref(), ends, &dh, norm, source)?;
@@ -275,7 +275,7 @@ pub fn backward(
         &w.attn_norm.value,
         &dnormed,
         Some(&dh),
-        w.attn_norm.grad.as_ref(),
+        w.attn_norm.grad.as_deref(),
         norm,
     )?;
     Ok(Some(dx))

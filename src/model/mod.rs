@@ -5,12 +5,13 @@
 //! it. A family is a [`ModelConfig`], read from config.json: norm placement, biases, fused projections, rope, windows,
 //! caps. Each layer's forward and backward stand side by side, and what backward needs is a named struct.
 //!
-//! What runs a step over the segments is `engine`; where weights live is `strategy`.
+//! What runs a step over the segments is `engine`; where weights live is `sharding`.
 
 pub mod assemble;
 mod block;
 mod config;
 mod families;
+mod grad_buffer;
 mod init;
 mod linear;
 mod lora;
@@ -21,6 +22,7 @@ mod spec;
 pub use assemble::ParamLookup;
 pub use block::{BlockCache, BlockContext, BlockSaved, BlockWeights, DropoutContext, backward, forward};
 pub use config::{Family, LayerKind, ModelConfig};
+pub use grad_buffer::GradBuffer;
 pub use init::{initial_lora, initial_value};
 pub use linear::{Linear, LoraSaved};
 pub use lora::Lora;
@@ -38,7 +40,7 @@ pub struct Param {
     /// The value, in the compute dtype (adapters: f32; frozen matrices may be bf16 beside f32).
     pub value: Tensor,
     /// f32, same shape; none for a frozen parameter, which has no weight-gradient code path.
-    pub grad: Option<Tensor>,
+    pub grad: Option<GradBuffer>,
 }
 
 /// The matrix of a linear layer in use.
@@ -60,7 +62,7 @@ impl WeightMatrix {
     }
 
     /// Where its gradient is added up.
-    pub(crate) fn grad(&self) -> Option<&Tensor> {
+    pub(crate) fn grad(&self) -> Option<&GradBuffer> {
         match self {
             WeightMatrix::Dense(param) => param.grad.as_ref(),
             WeightMatrix::Quantized(_) => None,

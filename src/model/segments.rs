@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Tensor};
 
 use super::lora::{DropoutSource, Lora};
-use super::{ModelConfig, Param};
+use super::{GradBuffer, ModelConfig, Param};
 use crate::error::Result;
 use crate::ops::cross_entropy::{
     Delta, LossKind, Output, OutputGrads, TokenScore, linear_cross_entropy, logits, score_targets,
@@ -21,7 +21,7 @@ pub struct TokenRows {
     /// The token of each row.
     pub ids: Vec<u32>,
     /// `[ids, D]` f32.
-    pub grad: Tensor,
+    pub grad: GradBuffer,
 }
 
 /// The token embedding, for one forward.
@@ -39,7 +39,7 @@ pub struct EmbedWeights {
 #[derive(Debug, Clone)]
 pub struct EmbedGradients {
     /// `[V, D]` f32, where the gradient of the table is added up, if it trains.
-    pub table: Option<Tensor>,
+    pub table: Option<GradBuffer>,
     /// Rows of the table that train.
     pub rows: Option<TokenRows>,
     /// An adapter on the table: A is `[r, V]`, B `[D, r]`.
@@ -126,15 +126,15 @@ impl HeadWeights {
         let u = self.down(&normed, source)?;
         let kind = LossKind { scale, softcap: config.logit_softcap };
         let grads = OutputGrads {
-            weight: self.lm_head.grad.as_ref(),
-            rows: self.rows.as_ref().map(|rows| (rows.ids.as_slice(), &rows.grad)),
-            b: self.lora.as_ref().and_then(|lora| lora.b.grad.as_ref()),
+            weight: self.lm_head.grad.as_deref(),
+            rows: self.rows.as_ref().map(|rows| (rows.ids.as_slice(), &*rows.grad)),
+            b: self.lora.as_ref().and_then(|lora| lora.b.grad.as_deref()),
         };
         let out = linear_cross_entropy(&normed, self.output(u.as_ref()), targets, kind, grads)?;
         if let (Some(lora), Some(du)) = (&self.lora, &out.du) {
             lora.down_backward(&normed, du, Some(&out.dx), source)?;
         }
-        let grad = self.norm.grad.as_ref();
+        let grad = self.norm.grad.as_deref();
         let dx = rms_norm_backward(x, &self.norm.value, &out.dx, None, grad, config.norm)?;
         Ok((out.loss, dx))
     }

@@ -12,6 +12,7 @@ use crate::recipe::{self, QuantKind, QuantizationSection, Recipe, StateDtype};
 use crate::report::memory::current_bytes;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions, format};
+use crate::setup::param_layout::Trains;
 use crate::sharding::{ParamDesc, ShardingStrategy};
 use crate::units;
 
@@ -91,12 +92,12 @@ impl StepInputs<'_> {
     }
 
     fn descs(&self, recipe: &Recipe, adapter_setup: Option<&AdapterSetup>) -> Result<Vec<ParamDesc>> {
-        let (base, trains_all) = (self.base, adapter_setup.is_none());
+        let (base, trains) = (self.base, Trains::adapter_or_all(adapter_setup));
         match recipe.quantization.as_ref().filter(|_| base.format.is_none()) {
-            None => base.descs(adapter_setup, trains_all, Some(self.engine)),
+            None => base.descs(trains, Some(self.engine)),
             Some(wanted) => {
                 let skipped = LinearLayers::new(&base.config, &wanted.skip_modules)?.skipped;
-                base.slots_in((Some(format(wanted)), &skipped), adapter_setup, trains_all, Some(self.engine))
+                base.slots_in((Some(format(wanted)), &skipped), trains, Some(self.engine))
             }
         }
     }

@@ -12,7 +12,7 @@ use crate::optim::INT8_MIN_ELEMENTS;
 use crate::recipe::enums::StateDtype;
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 use crate::setup::adapter_setup::AdapterSetup;
-use crate::sharding::{Offload, ParamDesc, ParamRole, Placement, ShardingStrategy};
+use crate::sharding::{Offload, ParamDesc, ParamKind, Placement, ShardingStrategy};
 use crate::units;
 
 /// Bytes by cause. What is offloaded to host memory counts under its cause where the device is the host.
@@ -76,10 +76,10 @@ impl MemoryPlan {
         let mut longest = 0;
         for desc in descs {
             let n = desc.elements() as u64;
-            let spec = options.kind.sharding_spec(content(desc));
+            let spec = options.kind.sharding_spec(desc.kind.role());
             let share = |extent| if extent == Placement::Sharded { options.sharded_over as u64 } else { 1 };
             let (value, master) = weight_bytes(desc, size);
-            let away = options.offload.has_values(content(desc));
+            let away = options.offload.has_values(desc.kind.role());
             let [gathered, fresh] = moment.entry(desc.segment).or_default();
             if spec.values == Placement::Sharded || away {
                 *gathered += value;
@@ -90,7 +90,7 @@ impl MemoryPlan {
             }
             let state_away = options.offload.has_state() && !options.on_host;
             memory.add(state_away, |m| &mut m.weights, master / share(spec.update));
-            if desc.trainable {
+            if desc.kind.trains() {
                 memory.add(away && !options.on_host, |m| &mut m.gradients, 4 * n / share(spec.gradients));
                 let moments = moment_bytes(n, options.moments) / share(spec.update);
                 memory.add(state_away, |m| &mut m.optimizer, moments);
@@ -178,11 +178,12 @@ fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOp
         |n: u64| if options.saving == Saving::Outputs { 0 } else { moment_bytes(n, options.moments) };
     // Of a segment: its values and moments, and what is gathered of them for the moment.
     let mut segments: BTreeMap<Segment, [u64; 2]> = BTreeMap::new();
-    for desc in descs.iter().filter(|desc| desc.trainable) {
+    for desc in descs.iter().filter(|desc| desc.kind.trains()) {
         let n = desc.elements() as u64;
         let [saved, gathered] = segments.entry(desc.segment).or_default();
         *saved += 4 * n + moments(n);
-        if options.kind.sharding_spec(content(desc)).update == Placement::Sharded && options.sharded_over > 1
+        if options.kind.sharding_spec(desc.kind.role()).update == Placement::Sharded
+            && options.sharded_over > 1
         {
             *gathered += 8 * n + moments(n);
         }
@@ -205,27 +206,19 @@ fn for_a_moment(segments: &BTreeMap<Segment, [u64; 2]>) -> u64 {
     2 * largest(0, false) + largest(0, true) + largest(1, false) + largest(1, true)
 }
 
-fn content(desc: &ParamDesc) -> ParamRole {
-    match desc {
-        ParamDesc { adapter: true, .. } => ParamRole::Adapter,
-        ParamDesc { trainable: true, .. } => ParamRole::Trainable,
-        _ => ParamRole::Frozen,
-    }
-}
-
 /// Bytes that a parameter's value takes, and the master of a trainable one.
 fn weight_bytes(desc: &ParamDesc, size: usize) -> (u64, u64) {
     let n = desc.elements();
-    let bytes = match (desc.format, desc.kept_as) {
-        (Some(format), _) => {
+    let bytes = match desc.kind {
+        ParamKind::Frozen { dtype } => n * dtype.map_or(size, |dtype| dtype.size_in_bytes()),
+        ParamKind::Quantized(format) => {
             let nested = if format.double_quant { format.blocks(n) } else { 0 };
             format.code_bytes(n) + nested + 4 * format.scales(n)
         }
-        (_, Some(dtype)) => n * dtype.size_in_bytes(),
-        _ if desc.adapter => 4 * n,
-        _ => n * size,
+        ParamKind::Trainable(_) => n * size,
+        ParamKind::Adapter(_) => 4 * n,
     };
-    let master = if desc.trainable && !desc.adapter && size != 4 { 4 * n } else { 0 };
+    let master = if matches!(desc.kind, ParamKind::Trainable(_)) && size != 4 { 4 * n } else { 0 };
     (bytes as u64, master as u64)
 }
 

@@ -21,6 +21,7 @@ use crate::setup::BaseCheck;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions};
 use crate::setup::dataset::DatasetLoader;
+use crate::setup::param_layout::Trains;
 use crate::setup::resolver::{ResolvedSource, Resolver};
 use crate::sharding::{GradReduceOptions, ShardingStrategy};
 use crate::weights::{ModelFiles, ModelIdentity};
@@ -87,7 +88,7 @@ impl Plan {
             (None, Some(adapter)) => Some(AdapterSetup::from_recipe(adapter, named, &tokens)?),
             (None, None) => None,
         };
-        base.check(adapter_setup.as_ref(), adapter_setup.is_none())?;
+        base.check(Trains::adapter_or_all(adapter_setup.as_ref()))?;
         let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?.at(now);
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
         let held_out = (!recipe.data.eval.is_empty())
@@ -128,12 +129,13 @@ impl Plan {
 
     /// Trainable and all parameters.
     pub fn parameters(&self) -> (u64, u64) {
-        let all = self
-            .base
-            .descs(self.adapter_setup.as_ref(), self.adapter_setup.is_none(), None)
-            .unwrap_or_default();
+        let all =
+            self.base.descs(Trains::adapter_or_all(self.adapter_setup.as_ref()), None).unwrap_or_default();
         let count = |trainable: bool| {
-            all.iter().filter(|desc| desc.trainable || !trainable).map(|desc| desc.elements() as u64).sum()
+            all.iter()
+                .filter(|desc| desc.kind.trains() || !trainable)
+                .map(|desc| desc.elements() as u64)
+                .sum()
         };
         (count(true), count(false))
     }

@@ -16,6 +16,7 @@ use crate::recipe::{
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions, describe, format};
 use crate::setup::dataset::DatasetLoader;
+use crate::setup::param_layout::Trains;
 use crate::setup::resolver::Resolver;
 use crate::weights::ModelIdentity;
 
@@ -190,8 +191,8 @@ impl MergeCheck<'_> {
         let (dataset, _) = rows.load(std::slice::from_ref(self.dataset), Split::Eval, self.finder)?;
         let examples = &dataset.examples()[..dataset.len().min(ROWS)];
         let adapter_setup = AdapterSetup::saved_in(self.adapter, &self.base.config)?;
-        let trained = self.base.engine(Some(&adapter_setup), false, self.options)?;
-        let merged = open_merged(merged, self.finder)?.engine(None, false, self.options)?;
+        let trained = self.base.engine(Trains::Adapter(&adapter_setup), self.options)?;
+        let merged = open_merged(merged, self.finder)?.engine(Trains::Nothing, self.options)?;
         let found = compare(&trained, &merged, examples, recipe.data.max_seq_len)?;
         let certificate = Certificate { found, max_kl: self.max_kl };
         if found.mean_kl() > self.max_kl {

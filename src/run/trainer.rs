@@ -12,6 +12,7 @@ use crate::optim::{OptimizerOptions, Schedule};
 use crate::plan::Plan;
 use crate::runtime::thread_pool::run_in_pool;
 use crate::setup::EngineOptions;
+use crate::setup::param_layout::Trains;
 use crate::sharding::DeviceMesh;
 
 /// The trainer of a rank of `plan` on its `device`, with weights loaded; `resumed` is what [`Plan::resume`] was given.
@@ -28,7 +29,7 @@ pub fn trainer(
     let (ranks, device) = (DeviceMesh::new(plan.kind, world)?, device.clone());
     let engine = EngineOptions { ranks, device, ..plan.engine.clone() };
     let (engine, initial) = run_in_pool(&Device::Cpu, || {
-        plan.base.load(plan.adapter_setup.as_ref(), plan.adapter_setup.is_none(), &engine)
+        plan.base.load(Trains::adapter_or_all(plan.adapter_setup.as_ref()), &engine)
     })?;
     plan.initial.get_or_init(|| Arc::new(initial));
     let options = TrainerOptions {

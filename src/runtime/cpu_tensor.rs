@@ -4,6 +4,7 @@
 //! apart. Activations are `f32` or `bf16` ([`FloatElement`]); `bf16` is a storage format on the CPU: every op widens what it
 //! reads, sums in `f32` and rounds once (candle's own `bf16` sums add up in `bf16`).
 
+use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex};
@@ -110,9 +111,47 @@ pub(crate) fn unsupported(dtype: DType) -> Error {
         .because("the CPU forms know f32 and bf16")
 }
 
+thread_local! {
+    /// The addresses of the storages that this thread reads now; kept in debug builds only.
+    static READING: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Notes while it lives that this thread reads a storage, for the assertion in [`update`].
+struct ReadMark(usize);
+
+impl ReadMark {
+    fn new(storage: &Storage) -> Self {
+        let address = std::ptr::from_ref(storage).addr();
+        if cfg!(debug_assertions) {
+            READING.with_borrow_mut(|reading| reading.push(address));
+        }
+        ReadMark(address)
+    }
+
+    /// Whether this thread reads the storage of `tensor`, in a debug build.
+    fn covers(tensor: &Tensor) -> bool {
+        let (guard, _) = tensor.storage_and_layout();
+        let address = std::ptr::from_ref::<Storage>(&guard).addr();
+        READING.with_borrow(|reading| reading.contains(&address))
+    }
+}
+
+impl Drop for ReadMark {
+    fn drop(&mut self) {
+        if cfg!(debug_assertions) {
+            READING.with_borrow_mut(|reading| {
+                if let Some(at) = reading.iter().rposition(|address| *address == self.0) {
+                    reading.swap_remove(at);
+                }
+            });
+        }
+    }
+}
+
 /// A read guard on the elements of a contiguous CPU tensor.
 pub(crate) struct Elements<G, T> {
     guard: G,
+    _mark: ReadMark,
     start: usize,
     len: usize,
     elem: PhantomData<T>,
@@ -140,11 +179,13 @@ pub(crate) fn read<T: PlainElement>(
         Storage::Cpu(storage) if T::slice(storage).is_some() => {}
         _ => return Err(mismatch(tensor, T::DTYPE)),
     }
-    Ok(Elements { guard, start, len: end - start, elem: PhantomData })
+    let mark = ReadMark::new(&guard);
+    Ok(Elements { guard, _mark: mark, start, len: end - start, elem: PhantomData })
 }
 
 /// Lets `write` change the elements of the contiguous CPU tensor `tensor` in place.
-/// The other tensors that `write` reads must not share its storage.
+/// The other tensors that `write` reads must not share its storage: it would wait for itself, which debug builds
+/// assert.
 pub(crate) fn update<T: PlainElement, R>(tensor: &Tensor, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
     /// The closure before the call, its result after.
     struct Write<T, F, R>(Mutex<(Option<F>, Option<R>)>, PhantomData<fn(T)>);
@@ -162,6 +203,7 @@ pub(crate) fn update<T: PlainElement, R>(tensor: &Tensor, write: impl FnOnce(&mu
             Ok(())
         }
     }
+    debug_assert!(!ReadMark::covers(tensor), "a tensor is written while its storage is read: {tensor:?}");
     let op = Write(Mutex::new((Some(write), None)), PhantomData);
     tensor.inplace_op1(&op).map_err(|error| mismatch(tensor, T::DTYPE).because(error.to_string()))?;
     let result = op.0.into_inner().map_err(|_| Error::internal("a panic while writing a tensor"))?.1;
@@ -282,6 +324,25 @@ mod tests {
         update(&view, |values: &mut [f32]| values.fill(7.0))?;
         assert_eq!(&*read::<f32>(&flat)?, &[0., 0., 7., 7., 7., 0.]);
         assert!(read::<bf16>(&flat).is_err());
+        Ok(())
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    #[should_panic(expected = "a tensor is written while its storage is read")]
+    fn update_refuses_a_storage_that_is_read() {
+        let flat = tensor(vec![0f32; 6], 6).unwrap();
+        let (first, last) = (flat.narrow(0, 0, 3).unwrap(), flat.narrow(0, 3, 3).unwrap());
+        let first = read::<f32>(&first).unwrap();
+        update(&last, |last: &mut [f32]| last.copy_from_slice(&first)).unwrap();
+    }
+
+    #[test]
+    fn update_follows_a_read_that_ended() -> Result<()> {
+        let flat = tensor(vec![1f32; 6], 6)?;
+        let sum: f32 = read::<f32>(&flat)?.iter().sum();
+        update(&flat, |values: &mut [f32]| values.fill(sum))?;
+        assert_eq!(&*read::<f32>(&flat)?, &[6.0; 6]);
         Ok(())
     }
 }

@@ -8,7 +8,7 @@ use candle_core::{DType, Device};
 use super::adapter_setup::AdapterSetup;
 use super::base_check::BaseCheck;
 use super::initial_values::InitialValues;
-use super::param_layout::{Keeping, descs};
+use super::param_layout::{Keeping, Trains, descs};
 use super::resolver::{ResolvedSource, Resolver};
 use crate::adapter::LowRankFactors;
 use crate::engine::Engine;
@@ -161,19 +161,17 @@ impl BaseModel {
     /// How its parameters are kept in a run; without `options`, which there are.
     pub(crate) fn descs(
         &self,
-        adapter_setup: Option<&AdapterSetup>,
-        trains_all: bool,
+        trains: Trains<'_>,
         options: Option<&EngineOptions>,
     ) -> Result<Vec<ParamDesc>> {
-        self.slots_in((self.format, &self.skipped), adapter_setup, trains_all, options)
+        self.slots_in((self.format, &self.skipped), trains, options)
     }
 
     /// As [`BaseModel::descs`], were the frozen linear layers kept in `format` but for those that are `skipped`.
     pub(crate) fn slots_in(
         &self,
         (format, skipped): (Option<QuantFormat>, &[String]),
-        adapter_setup: Option<&AdapterSetup>,
-        trains_all: bool,
+        trains: Trains<'_>,
         options: Option<&EngineOptions>,
     ) -> Result<Vec<ParamDesc>> {
         let skipped = skipped.iter().map(String::as_str).collect();
@@ -182,18 +180,18 @@ impl BaseModel {
             skipped: &skipped,
             files: self.files.as_ref(),
             // PiSSA changes the weights.
-            narrow: adapter_setup.is_some_and(|a| !a.is_pissa())
+            narrow: trains.adapter().is_some_and(|a| !a.is_pissa())
                 && options.is_some_and(|o| o.dtype == DType::F32 && o.device.is_cpu()),
         };
-        descs(&self.config, adapter_setup, trains_all, keeping)
+        descs(&self.config, trains, keeping)
     }
 
     /// Whether the files hold every tensor in the shape that config.json says, and no other: by their headers alone.
     ///
     /// # Errors
     /// A tensor is missing, has another shape, or has no place in the model; all weights of a quantized one shall train.
-    pub fn check(&self, adapter_setup: Option<&AdapterSetup>, trains_all: bool) -> Result<()> {
-        if let (Some(format), true) = (&self.format, trains_all) {
+    pub fn check(&self, trains: Trains<'_>) -> Result<()> {
+        if let (Some(format), Trains::All) = (&self.format, trains) {
             return Err(Error::user("cannot train all weights of a quantized model")
                 .because(format!(
                     "its linear layers are kept in {}, which takes no updates; there is no `[adapter]`",
@@ -201,6 +199,7 @@ impl BaseModel {
                 ))
                 .hint("add `[adapter]` to train an adapter on it, or remove `[quantization]` and give the unquantized model"));
         }
+        let adapter_setup = trains.adapter();
         let stored = self.files.as_ref().and_then(stored_format);
         if let (Some(format), true) = (stored, adapter_setup.is_some_and(AdapterSetup::needs_exact_weights)) {
             return Err(Error::user("cannot start the adapter from this model's weights")
@@ -211,33 +210,27 @@ impl BaseModel {
                 .hint("give the unquantized model and `[quantization]`, or write `init = \"default\"`"));
         }
         let values = InitialValues::new(&self.config, self.files.as_ref(), adapter_setup, 0);
-        values.check(&self.descs(adapter_setup, trains_all, None)?, self.stored_tokens)
+        values.check(&self.descs(trains, None)?, self.stored_tokens)
     }
 
-    /// Loads the weights: an engine in which `adapter_setup` trains, or everything when there is none and
-    /// `trains_all`, or nothing.
+    /// Loads the weights: an engine in which `trains` trains.
     ///
     /// # Errors
     /// A tensor is missing, has another shape than config.json says, or has no place in the model.
-    pub fn engine(
-        &self,
-        adapter_setup: Option<&AdapterSetup>,
-        trains_all: bool,
-        options: &EngineOptions,
-    ) -> Result<Engine> {
-        Ok(self.load(adapter_setup, trains_all, options)?.0)
+    pub fn engine(&self, trains: Trains<'_>, options: &EngineOptions) -> Result<Engine> {
+        Ok(self.load(trains, options)?.0)
     }
 
     /// As [`BaseModel::engine`], and what PiSSA took from the weights.
     pub(crate) fn load(
         &self,
-        adapter_setup: Option<&AdapterSetup>,
-        trains_all: bool,
+        trains: Trains<'_>,
         options: &EngineOptions,
     ) -> Result<(Engine, BTreeMap<String, LowRankFactors>)> {
-        self.check(adapter_setup, trains_all)?;
+        self.check(trains)?;
+        let adapter_setup = trains.adapter();
         let values = InitialValues::new(&self.config, self.files.as_ref(), adapter_setup, options.seed);
-        let descs = self.descs(adapter_setup, trains_all, Some(options))?;
+        let descs = self.descs(trains, Some(options))?;
         let adapters = adapter_setup.map(AdapterSetup::adapters).unwrap_or_default();
         let fill_all = adapter_setup.is_some_and(AdapterSetup::derives_from_weights);
         let store = sharding::StoreOptions {

@@ -84,7 +84,7 @@ impl<'a> InitialValues<'a> {
     /// and head may have rows for the `stored_tokens` that config.json says, when the model in use has more.
     pub(crate) fn check(&self, descs: &[ParamDesc], stored_tokens: usize) -> Result<()> {
         let Some(files) = self.files else { return Ok(()) };
-        for desc in descs.iter().filter(|desc| !desc.adapter) {
+        for desc in descs.iter().filter(|desc| !desc.kind.is_adapter()) {
             let name = self.stored_name(files, &desc.name);
             let info = files.require(name).map_err(|e| e.hint(ONE_MODEL))?;
             let mut stored = desc.shape.clone();
@@ -144,7 +144,7 @@ impl<'a> InitialValues<'a> {
         let target = self.targets.get(module).copied();
         if let Some((adapter_setup, target)) = self.adapter_setup.zip(target)
             && last == "weight"
-            && !desc.adapter
+            && !desc.kind.is_adapter()
             && adapter_setup.derives_from_weights()
         {
             return self.fill_and_derive(desc, adapter_setup, target, to);
@@ -157,7 +157,7 @@ impl<'a> InitialValues<'a> {
     }
 
     fn fill_as<T: StoredElement>(&self, desc: &ParamDesc, out: &mut [T]) -> Result<()> {
-        if desc.adapter {
+        if desc.kind.is_adapter() {
             return self.fill_adapter(desc, out);
         }
         let (module, last) = desc.name.rsplit_once('.').unwrap_or((&desc.name, ""));

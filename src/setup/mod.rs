@@ -17,4 +17,5 @@ pub use adapter_setup::AdapterSetup;
 pub use base_check::BaseCheck;
 pub use base_model::{BaseModel, EngineOptions};
 pub use dataset::DatasetLoader;
+pub use param_layout::Trains;
 pub use resolver::{ResolvedSource, Resolver};

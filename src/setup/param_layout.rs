@@ -9,7 +9,7 @@ use crate::adapter::TensorKind;
 use crate::error::Result;
 use crate::model::{self, ModelConfig, Module, ModuleKind, ParamSpec, Role, Segment};
 use crate::quant::QuantFormat;
-use crate::sharding::{ParamDesc, TOKEN_ROWS};
+use crate::sharding::{LrGroup, ParamDesc, ParamKind, TOKEN_ROWS, UpdateRule};
 use crate::weights::{ModelFiles, StoredDtype};
 
 pub(crate) const EMBED: &str = "model.embed_tokens.weight";
@@ -32,6 +32,46 @@ pub(crate) fn saved_as<'a>(
     let tied = config.tie_word_embeddings && !adapter_setup.unties();
     let names = [Some(module), tied_module(module).filter(|_| tied)];
     names.into_iter().flatten().find_map(|name| adapter_setup.saved.get(name)).map(String::as_str)
+}
+
+/// What of a model trains.
+#[derive(Debug, Clone, Copy)]
+pub enum Trains<'a> {
+    /// Nothing: the model is only used.
+    Nothing,
+    /// An adapter, with the modules that it trains whole.
+    Adapter(&'a AdapterSetup),
+    /// All weights (full fine-tuning).
+    All,
+}
+
+impl<'a> Trains<'a> {
+    /// The adapter, or all weights where there is none.
+    pub fn adapter_or_all(adapter_setup: Option<&'a AdapterSetup>) -> Self {
+        adapter_setup.map_or(Trains::All, Trains::Adapter)
+    }
+
+    /// The adapter, or nothing where there is none.
+    pub fn adapter_or_nothing(adapter_setup: Option<&'a AdapterSetup>) -> Self {
+        adapter_setup.map_or(Trains::Nothing, Trains::Adapter)
+    }
+
+    /// The adapter, if one trains.
+    pub fn adapter(self) -> Option<&'a AdapterSetup> {
+        match self {
+            Trains::Adapter(adapter_setup) => Some(adapter_setup),
+            Trains::Nothing | Trains::All => None,
+        }
+    }
+
+    /// Whether the weights of `module` in a model of shape `config` train.
+    pub(crate) fn has(self, config: &ModelConfig, module: &str) -> bool {
+        match self {
+            Trains::Nothing => false,
+            Trains::Adapter(adapter_setup) => saved_as(config, adapter_setup, module).is_some(),
+            Trains::All => true,
+        }
+    }
 }
 
 /// How the frozen part of a model is kept in memory.
@@ -59,6 +99,14 @@ impl Keeping<'_> {
         stored.or(own)
     }
 
+    /// How a frozen parameter is kept; `as_stored` allows the dtype of the files.
+    fn frozen(&self, spec: &ParamSpec, as_stored: bool) -> ParamKind {
+        match self.format_of(spec) {
+            Some(format) => ParamKind::Quantized(format),
+            None => ParamKind::Frozen { dtype: self.kept_as(spec).filter(|_| as_stored) },
+        }
+    }
+
     /// What a frozen matrix is kept in other than the dtype that is computed with: bf16, if that is how it is stored.
     /// Beside a quantized base tables are always, for widening them would cost more memory than quantizing saves.
     fn kept_as(&self, spec: &ParamSpec) -> Option<DType> {
@@ -76,12 +124,10 @@ impl Keeping<'_> {
 /// (PEFT's `modules_to_save` unties them).
 pub(crate) fn descs(
     config: &ModelConfig,
-    adapter_setup: Option<&AdapterSetup>,
-    trains_all: bool,
+    trains: Trains<'_>,
     keeping: Keeping<'_>,
 ) -> Result<Vec<ParamDesc>> {
-    let trains =
-        |module: &str| trains_all || adapter_setup.is_some_and(|a| saved_as(config, a, module).is_some());
+    let adapter_setup = trains.adapter();
     // PEFT saves a copy of a table under its adapter, in a dtype of its own.
     let has_copy = |module: &str| {
         let saved = adapter_setup.and_then(|a| a.start.saved());
@@ -90,32 +136,24 @@ pub(crate) fn descs(
     let has_rows = |module: &str| adapter_setup.is_some_and(|a| a.rows.contains_key(module));
     let mut descs = Vec::new();
     for spec in model::parameters(config) {
-        let trainable = trains(spec.module());
-        let frozen = !trainable && !has_rows(spec.module());
-        let format = if frozen { keeping.format_of(&spec) } else { None };
-        let as_stored = frozen && format.is_none() && !has_copy(spec.module());
-        descs.push(ParamDesc {
-            trainable,
-            decay: matches!(spec.role, Role::Weight | Role::Embedding),
-            format,
-            kept_as: keeping.kept_as(&spec).filter(|_| as_stored),
-            name: spec.name,
-            shape: spec.shape,
-            segment: spec.segment,
-            adapter: false,
-        });
+        let kind = if trains.has(config, spec.module()) {
+            let decay = matches!(spec.role, Role::Weight | Role::Embedding);
+            ParamKind::Trainable(UpdateRule { decay, lr_group: LrGroup::of_shape(&spec.shape) })
+        } else if has_rows(spec.module()) {
+            ParamKind::Frozen { dtype: None }
+        } else {
+            keeping.frozen(&spec, !has_copy(spec.module()))
+        };
+        descs.push(ParamDesc { kind, name: spec.name, shape: spec.shape, segment: spec.segment });
     }
     if config.tie_word_embeddings && adapter_setup.is_some_and(AdapterSetup::unties) {
-        descs.push(ParamDesc {
-            name: HEAD.into(),
-            shape: vec![config.vocab_size, config.hidden_size],
-            segment: Segment::Head,
-            decay: true,
-            trainable: trains("lm_head"),
-            adapter: false,
-            format: None,
-            kept_as: None,
-        });
+        let kind = if trains.has(config, "lm_head") {
+            ParamKind::Trainable(UpdateRule { decay: true, lr_group: LrGroup::Base })
+        } else {
+            ParamKind::Frozen { dtype: None }
+        };
+        let shape = vec![config.vocab_size, config.hidden_size];
+        descs.push(ParamDesc { name: HEAD.into(), shape, segment: Segment::Head, kind });
     }
     if let Some(adapter_setup) = adapter_setup {
         adapter_slots(config, adapter_setup, &mut descs);
@@ -130,34 +168,31 @@ fn adapter_slots(config: &ModelConfig, adapter_setup: &AdapterSetup, descs: &mut
         modules.iter().map(|module| (module.name.as_str(), module)).collect();
     let segment_of = |desc: &ParamDesc| Some((desc.name.strip_suffix(".weight")?.to_owned(), desc.segment));
     let segments: HashMap<String, Segment> = descs.iter().filter_map(segment_of).collect();
-    let mut push = |module: &Module, name: &str, shape: Vec<usize>| {
+    let mut push = |module: &Module, name: &str, shape: Vec<usize>, lr_group: LrGroup| {
         descs.push(ParamDesc {
             name: format!("{}.{name}", module.name),
             shape,
             segment: segments.get(&module.name).copied().unwrap_or(Segment::Head),
-            decay: true,
-            trainable: true,
-            adapter: true,
-            format: None,
-            kept_as: None,
+            kind: ParamKind::Adapter(UpdateRule { decay: true, lr_group }),
         });
     };
     for target in &adapter_setup.targets {
         let Some(module) = modules.get(target.name.as_str()) else { continue };
         let (out, inputs, r) = (module.out_features(), module.in_features(), target.r);
         if module.kind == ModuleKind::Embedding {
-            push(module, "lora_embedding_A", vec![r, out]);
-            push(module, "lora_embedding_B", vec![inputs, r]);
+            push(module, "lora_embedding_A", vec![r, out], LrGroup::Base);
+            push(module, "lora_embedding_B", vec![inputs, r], LrGroup::Base);
             continue;
         }
-        push(module, "lora_A.weight", vec![r, inputs]);
-        push(module, "lora_B.weight", vec![out, r]);
+        push(module, "lora_A.weight", vec![r, inputs], LrGroup::Base);
+        push(module, "lora_B.weight", vec![out, r], LrGroup::LoraPlus);
         if adapter_setup.config.spec.use_dora {
-            push(module, "lora_magnitude_vector", vec![out]);
+            push(module, "lora_magnitude_vector", vec![out], LrGroup::LoraPlus);
         }
     }
     for (name, ids) in &adapter_setup.rows {
         let Some(module) = modules.get(name.as_str()) else { continue };
-        push(module, TOKEN_ROWS.trim_start_matches('.'), vec![ids.len(), module.in_features()]);
+        let shape = vec![ids.len(), module.in_features()];
+        push(module, TOKEN_ROWS.trim_start_matches('.'), shape, LrGroup::Base);
     }
 }

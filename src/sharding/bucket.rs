@@ -11,41 +11,14 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
 use super::offload::{BucketBuilder, Offload, StorageTarget};
+use super::param::ParamDesc;
 use super::placement::{Placement, ShardingSpec};
 use crate::error::Result;
 use crate::model::Segment;
-use crate::quant::{BlocksMut, QuantFormat};
+use crate::quant::BlocksMut;
 use crate::runtime::cpu_tensor::PlainElement;
 use crate::runtime::mmap::MappedFile;
 use crate::runtime::param_storage::ParamStorage;
-
-/// One parameter before it has a value.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ParamDesc {
-    /// Name: the checkpoint's; for adapters PEFT's without its prefix, such as `<module>.lora_A.weight`.
-    pub name: String,
-    /// Shape.
-    pub shape: Vec<usize>,
-    /// The segment that uses it.
-    pub segment: Segment,
-    /// Weight decay applies.
-    pub decay: bool,
-    /// It trains.
-    pub trainable: bool,
-    /// It is an adapter matrix: f32 whatever the model's dtype is.
-    pub adapter: bool,
-    /// It is kept quantized, in this format.
-    pub format: Option<QuantFormat>,
-    /// It is kept in this dtype instead of the one that is computed with.
-    pub kept_as: Option<DType>,
-}
-
-impl ParamDesc {
-    /// Number of elements.
-    pub fn elements(&self) -> usize {
-        self.shape.iter().product()
-    }
-}
 
 /// Memory that a slot's value goes to.
 #[derive(Debug)]
@@ -139,7 +112,7 @@ impl Bucket {
         fill: &mut dyn FnMut(&ParamDesc, LoadTarget<'_>) -> Result<()>,
     ) -> Result<Self> {
         let BucketOptions { spec, device, dtype, values, .. } = bucket_options;
-        let (segment, trainable) = (descs[0].segment, descs.iter().any(|desc| desc.trainable));
+        let (segment, trainable) = (descs[0].segment, descs.iter().any(|desc| desc.kind.trains()));
         let (entries, len) = layout(descs, bucket_options.place.1 * ALIGN);
         let (kept, own) = (bucket_options.part(spec.values, len), bucket_options.part(spec.update, len));
         // Trainable values are read in f32 whatever they are computed in: that is the master.

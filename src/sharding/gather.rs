@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::{DType, Device, Tensor};
 
 use super::buffer_pool::BufferPool;
+use super::param::BufferKind;
 use super::placement::DeviceMesh;
 use crate::collective::Ticket;
 use crate::error::{Error, Result};
@@ -38,7 +39,7 @@ pub(super) struct ShardRun {
     /// What it is.
     pub(super) buffer_id: BufferId,
     /// Blocks' runs of one kind share memory.
-    pub(super) kind: u8,
+    pub(super) kind: BufferKind,
     /// This rank's part, or all of it.
     pub(super) part: ParamStorage,
     /// It is a part: others have the rest.
@@ -54,7 +55,7 @@ pub(super) struct GatherQueue {
     /// The runs of each segment.
     runs: BTreeMap<Segment, Vec<ShardRun>>,
     /// Where the runs of even and odd blocks become whole, by kind.
-    memory: [BTreeMap<u8, Tensor>; 2],
+    memory: [BTreeMap<BufferKind, Tensor>; 2],
     /// Of embedding and head.
     pool: BufferPool,
     started: Mutex<Option<PendingGather>>,
@@ -93,15 +94,15 @@ impl Drop for GatheredMemory<'_> {
 impl GatherQueue {
     /// Memory for the blocks' runs, in which the runs of all blocks have the same types and order.
     pub(super) fn new(runs: BTreeMap<Segment, Vec<ShardRun>>, device: &Device) -> Result<Self> {
-        let mut widest: BTreeMap<u8, (usize, DType)> = BTreeMap::new();
+        let mut widest: BTreeMap<BufferKind, (usize, DType)> = BTreeMap::new();
         for (_, runs) in runs.iter().filter(|(segment, _)| matches!(segment, Segment::Block(_))) {
             for run in runs {
                 let (len, _) = widest.entry(run.kind).or_insert((0, run.part.dtype()));
                 *len = run.len.max(*len);
             }
         }
-        let turn = || -> Result<BTreeMap<u8, Tensor>> {
-            let grad_buffers = |(&kind, &(len, dtype)): (&u8, &(usize, DType))| {
+        let turn = || -> Result<BTreeMap<BufferKind, Tensor>> {
+            let grad_buffers = |(&kind, &(len, dtype)): (&BufferKind, &(usize, DType))| {
                 Ok((kind, Tensor::zeros(len, dtype, device)?))
             };
             widest.iter().map(grad_buffers).collect()

@@ -13,6 +13,7 @@ use candle_core::{DType, Device, Tensor};
 use super::bucket::Bucket;
 use super::buffer_pool::BufferPool;
 use super::gather::call;
+use super::param::BucketKind;
 use super::placement::{DeviceMesh, Placement};
 use crate::collective::Call;
 use crate::error::{Error, Result};
@@ -37,7 +38,7 @@ pub(super) struct GradBuffers {
     reducing: GradReduceOptions,
     device: Device,
     /// Of blocks, by kind of bucket: one block's backward runs at a time.
-    blocks: BTreeMap<u8, Tensor>,
+    blocks: BTreeMap<BucketKind, Tensor>,
     /// Of embedding and head, by bucket, from backward to reduction.
     outer: Mutex<BTreeMap<usize, Tensor>>,
     pool: BufferPool,
@@ -46,11 +47,11 @@ pub(super) struct GradBuffers {
 impl GradBuffers {
     /// Memory for the blocks among `buckets`, which come with their kinds.
     pub(super) fn new(
-        buckets: &[(u8, &Bucket)],
+        buckets: &[(BucketKind, &Bucket)],
         reducing: GradReduceOptions,
         device: &Device,
     ) -> Result<Self> {
-        let mut widest: BTreeMap<u8, usize> = BTreeMap::new();
+        let mut widest: BTreeMap<BucketKind, usize> = BTreeMap::new();
         for (kind, bucket) in buckets {
             if matches!(bucket.segment, Segment::Block(_)) && needs_own_buffer(bucket, reducing) {
                 let len = widest.entry(*kind).or_default();
@@ -73,7 +74,7 @@ impl GradBuffers {
     }
 
     /// Where backward adds the gradients of bucket `index`: all of it, f32; none when it is frozen.
-    pub(super) fn target(&self, index: usize, kind: u8, bucket: &Bucket) -> Result<Option<Tensor>> {
+    pub(super) fn target(&self, index: usize, kind: BucketKind, bucket: &Bucket) -> Result<Option<Tensor>> {
         let Some(grad) = &bucket.grad else { return Ok(None) };
         if !needs_own_buffer(bucket, self.reducing) {
             return Ok(Some(grad.clone()));
@@ -98,7 +99,7 @@ impl GradBuffers {
     pub(super) fn reduce(
         &self,
         mesh: &DeviceMesh,
-        (index, kind, bucket): (usize, u8, &Bucket),
+        (index, kind, bucket): (usize, BucketKind, &Bucket),
         last: bool,
     ) -> Result<()> {
         let Some(grad) = &bucket.grad else { return Ok(()) };

@@ -11,14 +11,16 @@ mod comm_volume;
 mod gather;
 mod grad_reduce;
 mod offload;
+mod param;
 mod param_store;
 mod placement;
 mod quantized_bucket;
 mod views;
 
-pub use bucket::{Bucket, BucketEntry, LoadTarget, ParamDesc};
+pub use bucket::{Bucket, BucketEntry, LoadTarget};
 pub use grad_reduce::GradReduceOptions;
 pub use offload::Offload;
+pub use param::{LrGroup, ParamDesc, ParamKind, UpdateRule};
 pub use param_store::{GatherGuard, ParamStore, StoreOptions};
 pub use placement::{DeviceMesh, ParamRole, Placement, ShardingSpec, ShardingStrategy};
 pub use views::{Adapters, LoraSpec, TOKEN_ROWS};

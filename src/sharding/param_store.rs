@@ -5,11 +5,12 @@ use std::ops::Deref;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::bucket::{Bucket, BucketEntry, BucketOptions, LoadTarget, ParamDesc, view};
+use super::bucket::{Bucket, BucketEntry, BucketOptions, LoadTarget, view};
 use super::gather::{BufferId, GatherQueue, Gathered, GatheredMemory, ShardRun, call};
 use super::grad_reduce::{GradBuffers, GradReduceOptions};
 use super::offload::{Offload, StorageTarget};
-use super::placement::{DeviceMesh, ParamRole, Placement};
+use super::param::{BucketKind, BufferKind, ParamDesc, ParamKind};
+use super::placement::{DeviceMesh, Placement};
 use super::quantized_bucket::QuantizedBucket;
 use super::views::{Adapters, SegmentViews, TOKEN_ROWS};
 use crate::collective::{Call, Phase};
@@ -73,41 +74,8 @@ impl<W> Deref for GatherGuard<'_, W> {
     }
 }
 
-/// What a bucket of a segment holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum BucketKind {
-    Frozen,
-    FrozenAs,
-    Quantized,
-    Trainable,
-    Adapter,
-}
-
 /// Bytes of a text that a rank tells the others; longer ones are cut.
 const FOUND_BYTES: usize = 512;
-
-/// The kind of the scales beside a group of codes.
-const SCALES: u8 = 16;
-
-impl BucketKind {
-    fn of(desc: &ParamDesc) -> Self {
-        match desc {
-            ParamDesc { adapter: true, .. } => BucketKind::Adapter,
-            ParamDesc { format: Some(_), .. } => BucketKind::Quantized,
-            ParamDesc { trainable: true, .. } => BucketKind::Trainable,
-            ParamDesc { kept_as: Some(_), .. } => BucketKind::FrozenAs,
-            _ => BucketKind::Frozen,
-        }
-    }
-
-    fn content(self) -> ParamRole {
-        match self {
-            BucketKind::Adapter => ParamRole::Adapter,
-            BucketKind::Trainable => ParamRole::Trainable,
-            BucketKind::Frozen | BucketKind::FrozenAs | BucketKind::Quantized => ParamRole::Frozen,
-        }
-    }
-}
 
 impl ParamStore {
     /// Builds the buckets of `descs` and fills them by `fill`, in order. All ranks call it.
@@ -137,7 +105,7 @@ impl ParamStore {
                 packed.names().enumerate().map(move |(e, name)| (name.to_owned(), (p, e)))
             })
             .collect();
-        let kinds: Vec<_> = groups.iter().map(|group| *group as u8).zip(&buckets).collect();
+        let kinds: Vec<_> = groups.iter().copied().zip(&buckets).collect();
         let grad_buffers = GradBuffers::new(&kinds, reducing, &device)?;
         let mut store = ParamStore {
             gathers: GatherQueue::new(shard_runs(config, &buckets, &groups, &packed)?, &device)?,
@@ -204,8 +172,7 @@ impl ParamStore {
 
     /// Views with gradients, for a backward.
     fn views<'a>(&'a self, gathered: &'a Gathered) -> SegmentViews<'a> {
-        let grads =
-            |index: usize| self.grad_buffers.target(index, self.groups[index] as u8, &self.buckets[index]);
+        let grads = |index: usize| self.grad_buffers.target(index, self.groups[index], &self.buckets[index]);
         SegmentViews { grads: Some(Box::new(grads)), ..self.values(gathered) }
     }
 
@@ -265,7 +232,7 @@ impl ParamStore {
         let first = self.buckets.partition_point(|bucket| bucket.segment < segment);
         let of_segment = self.buckets.iter().enumerate().skip(first);
         for (i, bucket) in of_segment.take_while(|(_, bucket)| bucket.segment == segment) {
-            self.grad_buffers.reduce(&self.mesh, (i, self.groups[i] as u8, bucket), last)?;
+            self.grad_buffers.reduce(&self.mesh, (i, self.groups[i], bucket), last)?;
         }
         Ok(())
     }
@@ -468,17 +435,17 @@ fn buckets(
 ) -> Result<Buckets> {
     let mut by_group: BTreeMap<(Segment, BucketKind), Vec<ParamDesc>> = BTreeMap::new();
     for desc in descs {
-        by_group.entry((desc.segment, BucketKind::of(&desc))).or_default().push(desc);
+        by_group.entry((desc.segment, BucketKind::of(desc.kind))).or_default().push(desc);
     }
     let shards = options.mesh.shards();
     let place = (shards.rank(), shards.size());
     let bucket_options = |group: BucketKind, descs: &[ParamDesc]| BucketOptions {
-        spec: options.mesh.kind.sharding_spec(group.content()),
+        spec: options.mesh.kind.sharding_spec(group.role()),
         place,
-        dtype: match group {
-            BucketKind::Adapter => DType::F32,
-            BucketKind::FrozenAs => descs[0].kept_as.unwrap_or(options.dtype),
-            _ => options.dtype,
+        dtype: match descs[0].kind {
+            ParamKind::Adapter(_) => DType::F32,
+            ParamKind::Frozen { dtype } => dtype.unwrap_or(options.dtype),
+            ParamKind::Quantized(_) | ParamKind::Trainable(_) => options.dtype,
         },
         device: &options.device,
         values: StorageTarget::Device(&options.device),
@@ -487,7 +454,7 @@ fn buckets(
     };
     let mut room = 0;
     for ((_, group), descs) in &by_group {
-        if options.offload.has_values(group.content()) {
+        if options.offload.has_values(group.role()) {
             room += match group {
                 BucketKind::Quantized => QuantizedBucket::room(descs, &bucket_options(*group, descs))?,
                 _ => Bucket::room(descs, &bucket_options(*group, descs)),
@@ -498,7 +465,7 @@ fn buckets(
     let (mut buckets, mut groups, mut packed) = (Vec::new(), Vec::new(), Vec::new());
     for ((_, group), descs) in by_group {
         let mut bucket_options = bucket_options(group, &descs);
-        if options.offload.has_values(group.content()) {
+        if options.offload.has_values(group.role()) {
             bucket_options.values = file.as_ref().map_or(StorageTarget::Host, StorageTarget::File);
         }
         if group == BucketKind::Quantized {
@@ -529,7 +496,7 @@ fn shard_runs(
         }
         let run = || ShardRun {
             buffer_id: BufferId::Values(i),
-            kind: *group as u8,
+            kind: BufferKind::Values(*group),
             part: bucket.value.clone(),
             sharded: bucket.spec.values == Placement::Sharded,
             len: bucket.len,
@@ -544,14 +511,19 @@ fn shard_runs(
         if !sharded && !packed.away {
             continue;
         }
-        let kind = BucketKind::Quantized as u8;
         let (bytes, floats) = (packed.bytes.clone(), packed.floats.clone());
         let [n_bytes, n_floats] = packed.len;
         let runs = runs.entry(packed.segment).or_default();
-        runs.push(ShardRun { buffer_id: BufferId::Bytes(i), kind, part: bytes, sharded, len: n_bytes });
+        runs.push(ShardRun {
+            buffer_id: BufferId::Bytes(i),
+            kind: BufferKind::Values(BucketKind::Quantized),
+            part: bytes,
+            sharded,
+            len: n_bytes,
+        });
         runs.push(ShardRun {
             buffer_id: BufferId::Floats(i),
-            kind: kind + SCALES,
+            kind: BufferKind::Scales,
             part: floats,
             sharded,
             len: n_floats,

@@ -5,8 +5,9 @@ use std::ops::Range;
 
 use candle_core::{DType, Tensor};
 
-use super::bucket::{BucketOptions, ParamDesc};
+use super::bucket::BucketOptions;
 use super::offload::BucketBuilder;
+use super::param::{ParamDesc, ParamKind};
 use crate::error::{Error, Result};
 use crate::model::Segment;
 use crate::ops::matmul_quantized::{BlockScales, Quantized};
@@ -149,7 +150,9 @@ fn layout(descs: Vec<ParamDesc>, unit: usize) -> Result<(Vec<QuantizedEntry>, [u
     };
     let mut entries = Vec::with_capacity(descs.len());
     for desc in descs {
-        let format = desc.format.ok_or_else(|| Error::internal(format!("{} is not quantized", desc.name)))?;
+        let ParamKind::Quantized(format) = desc.kind else {
+            return Err(Error::internal(format!("{} is not quantized", desc.name)));
+        };
         let n = desc.elements();
         let nested = if format.double_quant { format.blocks(n) } else { 0 };
         entries.push(QuantizedEntry {

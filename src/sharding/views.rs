@@ -8,7 +8,7 @@ use super::bucket::{Bucket, BucketEntry, view};
 use super::gather::{BufferId, Gathered};
 use super::quantized_bucket::QuantizedBucket;
 use crate::error::{Error, Result};
-use crate::model::{Lora, Param, ParamLookup, TokenRows, WeightMatrix};
+use crate::model::{GradBuffer, Lora, Param, ParamLookup, TokenRows, WeightMatrix};
 use crate::runtime::param_storage::ParamStorage;
 
 /// The adapter on one module.
@@ -77,10 +77,10 @@ impl ParamLookup for SegmentViews<'_> {
         Ok(Param { value: view(values, entry)?, grad: self.grad(name)? })
     }
 
-    fn grad(&self, name: &str) -> Result<Option<Tensor>> {
+    fn grad(&self, name: &str) -> Result<Option<GradBuffer>> {
         let (b, entry) = self.entry(name)?;
         let grads = self.grads.as_ref().map_or(Ok(None), |grads| grads(b))?;
-        grads.map(|grads| view(&grads, entry)).transpose()
+        grads.map(|grads| GradBuffer::new(view(&grads, entry)?)).transpose()
     }
 
     fn matrix(&self, name: &str) -> Result<WeightMatrix> {

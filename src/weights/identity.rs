@@ -149,7 +149,7 @@ fn digest(files: &ModelFiles) -> Result<blake3::Hash> {
     };
     let (embed, head) = (table(EMBED_TOKENS)?, table(LM_HEAD)?);
     let copied = embed.is_some() && embed == head;
-    let read = |name: &str| !name.ends_with("rotary_emb.inv_freq") && !(copied && name == LM_HEAD);
+    let read = |name: &str| !(name.ends_with("rotary_emb.inv_freq") || copied && name == LM_HEAD);
     // A tied table may be stored under either name.
     let meant = |name| if name == LM_HEAD && embed.is_none() { EMBED_TOKENS } else { name };
     let tensors: BTreeMap<&str, (&str, &TensorInfo)> = files

@@ -6,6 +6,7 @@ use std::path::Path;
 use crate::logits::{base, distance, floats};
 use crate::place::{Place, copy_folder, golden, lora};
 use finetune::quant::{CodeKind, NESTED_BLOCK, QuantFormat};
+use finetune::setup::Trains;
 use finetune::weights::{ModelFiles, StoredDtype};
 use insta::assert_snapshot;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -436,7 +437,7 @@ fn every_family_is_quantized() {
         let place = Place::with_model(&format!("tiny-{model}"));
         quantize(&place, flags);
         let (original, quantized) = (place.path("model"), place.path("quantized"));
-        base(&quantized).check(None, false).unwrap();
+        base(&quantized).check(Trains::Nothing).unwrap();
         let (original, quantized) =
             (ModelFiles::open(&original).unwrap(), ModelFiles::open(&quantized).unwrap());
         assert!(quantized.names().eq(original.names()), "{model}");

@@ -12,7 +12,7 @@ use finetune::data::{Batch, IGNORE, PackedSample, Tokenizer};
 use finetune::engine::{Engine, Sampling};
 use finetune::error::Result;
 use finetune::recipe::enums::Attention;
-use finetune::setup::EngineOptions;
+use finetune::setup::{EngineOptions, Trains};
 use serde_json::Value;
 
 const REFERENCE: &str = "models/REFERENCE.json";
@@ -50,7 +50,7 @@ impl Known {
 
 fn engine(folder: &Path) -> Result<Engine> {
     let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
-    logits::base(folder).engine(None, false, &options)
+    logits::base(folder).engine(Trains::Nothing, &options)
 }
 
 /// Every model of REFERENCE.json, the file itself, and the folder of all.

@@ -7,7 +7,7 @@ use finetune::data::{Batch, IGNORE, PackedSample};
 use finetune::recipe::enums::Attention;
 use finetune::recipe::{self, DataSource};
 use finetune::report::{Terminal, Verbosity};
-use finetune::setup::{BaseModel, EngineOptions, Resolver};
+use finetune::setup::{BaseModel, EngineOptions, Resolver, Trains};
 use finetune::weights::ModelFiles;
 
 /// The model in `folder`.
@@ -47,7 +47,7 @@ pub(crate) fn distance(expected: &Path, folder: &Path) -> f32 {
         batch.rows += 1;
     }
     let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
-    let engine = base(folder).engine(None, false, &options).expect("loads");
+    let engine = base(folder).engine(Trains::Nothing, &options).expect("loads");
     let logits = engine.logits(&batch).and_then(|logits| Ok(logits.flatten_all()?.to_vec1()?));
     let ours: Vec<f32> = logits.expect("computes");
     let stored = floats(&expected, "logits");

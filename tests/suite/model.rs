@@ -10,7 +10,7 @@ use finetune::data::{Batch, IGNORE, PackedSample};
 use finetune::engine::{Engine, MicroStep, Recompute, Sampling};
 use finetune::error::Result;
 use finetune::recipe::enums::Attention;
-use finetune::setup::{BaseModel, EngineOptions};
+use finetune::setup::{BaseModel, EngineOptions, Trains};
 use finetune::sharding::{Bucket, BucketEntry};
 use finetune::weights::ModelFiles;
 
@@ -33,9 +33,9 @@ fn base(name: &str) -> BaseModel {
     logits::base(&golden().join("models").join(name))
 }
 
-fn engine(name: &str, attention: Attention, trains: bool) -> Engine {
+fn engine(name: &str, attention: Attention, trains: Trains<'_>) -> Engine {
     let options = EngineOptions::alone(Device::Cpu, DType::F32, attention, 0);
-    base(name).engine(None, trains, &options).unwrap()
+    base(name).engine(trains, &options).unwrap()
 }
 
 /// A micro-batch that is a step of its own, without dropout.
@@ -114,7 +114,7 @@ fn logits_equal_transformers() -> Result<()> {
     for name in MODELS {
         let golden = Forward::open(name);
         for algorithm in [Attention::Flash, Attention::Eager] {
-            let engine = engine(name, algorithm, false);
+            let engine = engine(name, algorithm, Trains::Nothing);
             let logits = flat(&engine.logits(&golden.packed())?);
             let vocab = engine.config.vocab_size;
             let wanted = floats(&golden.files, "logits");
@@ -134,7 +134,7 @@ fn logits_equal_transformers() -> Result<()> {
 fn losses_and_gradients_equal_transformers() -> Result<()> {
     for name in MODELS {
         let golden = Forward::open(name);
-        let engine = engine(name, Attention::Flash, true);
+        let engine = engine(name, Attention::Flash, Trains::All);
         let batch = golden.packed();
         let valid = batch.valid();
         assert_eq!(Some(valid), golden.info["n_loss_tokens"].as_u64(), "{name}");
@@ -180,7 +180,7 @@ fn greedy_continuations_equal_transformers() -> Result<()> {
         };
         let (prompt, wanted) = (list("prompt_ids"), list("new_ids"));
         let greedy = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
-        let engine = engine(name, Attention::Flash, false);
+        let engine = engine(name, Attention::Flash, Trains::Nothing);
         let ours = engine.generate(&prompt, wanted.len(), greedy, &[], &mut |_| Ok(true))?;
         assert_eq!(ours, wanted, "{name}");
     }
@@ -191,7 +191,7 @@ fn greedy_continuations_equal_transformers() -> Result<()> {
 #[test]
 fn packing_has_no_cross_talk() -> Result<()> {
     for name in MODELS {
-        let engine = engine(name, Attention::Flash, true);
+        let engine = engine(name, Attention::Flash, Trains::All);
         let sequences: Vec<Vec<u32>> =
             [40usize, 3, 70, 1, 17].iter().enumerate().map(|(s, &n)| ids(n, s as u32)).collect();
         let gradients = |batches: &[Batch]| -> Result<(f64, Vec<Vec<f32>>)> {
@@ -224,7 +224,7 @@ fn ids(n: usize, salt: u32) -> Vec<u32> {
 #[test]
 fn recompute_changes_nothing() -> Result<()> {
     for name in MODELS {
-        let engine = engine(name, Attention::Flash, true);
+        let engine = engine(name, Attention::Flash, Trains::All);
         let batch = packed(&[ids(70, 1), ids(33, 2)]);
         let run = |recompute| -> Result<(f64, Vec<Vec<f32>>)> {
             engine.store.zero_gradients()?;
@@ -240,7 +240,7 @@ fn recompute_changes_nothing() -> Result<()> {
 #[test]
 fn every_parameter_gets_a_gradient() -> Result<()> {
     for name in MODELS {
-        let engine = engine(name, Attention::Flash, true);
+        let engine = engine(name, Attention::Flash, Trains::All);
         engine.micro_step(&packed(&[ids(60, 5)]), micro(1.0, Recompute::None))?;
         for bucket in engine.store.trainable() {
             for entry in &bucket.entries {
@@ -260,7 +260,7 @@ fn bf16_is_close() -> Result<()> {
     for name in MODELS {
         let golden = Forward::open(name);
         let options = EngineOptions::alone(Device::Cpu, DType::BF16, Attention::Flash, 0);
-        let engine = base(name).engine(None, true, &options)?;
+        let engine = base(name).engine(Trains::All, &options)?;
         let batch = golden.packed();
         let loss = engine.micro_step(&batch, micro(1.0 / batch.valid() as f64, Recompute::None))?
             / batch.valid() as f64;
@@ -317,7 +317,7 @@ fn every_rope_equals_transformers() -> Result<()> {
         std::fs::write(place.path().join("config.json"), serde_json::to_vec(&config).unwrap()).unwrap();
         std::fs::copy(shared.join("model.safetensors"), place.path().join("model.safetensors")).unwrap();
         let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
-        let engine = logits::base(place.path()).engine(None, true, &options)?;
+        let engine = logits::base(place.path()).engine(Trains::All, &options)?;
 
         let mut alone = Vec::new();
         for (length, ids) in &sequences {

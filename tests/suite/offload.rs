@@ -12,7 +12,7 @@ use finetune::optim::{Moments, Optimizer, OptimizerOptions, ParamGroup, Schedule
 use finetune::recipe::enums::Attention;
 use finetune::recipe::enums::SchedulerKind;
 use finetune::recipe::enums::StateDtype;
-use finetune::setup::EngineOptions;
+use finetune::setup::{EngineOptions, Trains};
 use finetune::sharding::Offload;
 use serde_json::{Value, json};
 
@@ -26,7 +26,7 @@ fn adamw(state: StateDtype) -> OptimizerOptions {
 
 fn trainer(offload: Offload, dtype: DType) -> Trainer {
     let options = EngineOptions { offload, ..EngineOptions::alone(Device::Cpu, dtype, Attention::Flash, 0) };
-    let engine = logits::base(&golden().join("models/tiny-llama")).engine(None, true, &options).unwrap();
+    let engine = logits::base(&golden().join("models/tiny-llama")).engine(Trains::All, &options).unwrap();
     let options = TrainerOptions {
         optimizer: adamw(StateDtype::F32),
         lora_plus_ratio: 1.0,

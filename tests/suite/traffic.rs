@@ -16,7 +16,7 @@ use finetune::recipe::enums::Attention;
 use finetune::recipe::enums::SchedulerKind;
 use finetune::recipe::enums::StateDtype;
 use finetune::runtime::thread_pool;
-use finetune::setup::EngineOptions;
+use finetune::setup::{EngineOptions, Trains};
 use finetune::sharding::{Bucket, DeviceMesh, GradReduceOptions, ShardingStrategy};
 
 const OPTIONS: TrainerOptions = TrainerOptions {
@@ -67,7 +67,7 @@ fn run(kind: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
             reducing: GradReduceOptions { accumulates: turns > 1, dtype: DType::F32 },
             ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
         };
-        let engine = logits::base(&folder).engine(None, true, &options)?;
+        let engine = logits::base(&folder).engine(Trains::All, &options)?;
         let mut trainer = Trainer::new(engine, OPTIONS)?;
         let step = Step::new((0..(ranks * turns) as u32).map(batch).collect(), 1.0);
         trainer.step(&step)?;
@@ -161,7 +161,7 @@ fn kept(kind: ShardingStrategy, ranks: usize, dtype: DType) -> Vec<(u64, u64)> {
             ranks: DeviceMesh::new(kind, world)?,
             ..EngineOptions::alone(Device::Cpu, dtype, Attention::Flash, 0)
         };
-        let engine = logits::base(&folder).engine(None, true, &options)?;
+        let engine = logits::base(&folder).engine(Trains::All, &options)?;
         let of = |bucket: &Bucket| bucket.kept_bytes().iter().sum::<usize>() + 8 * bucket.own().len();
         let bytes: usize = engine.store.trainable().map(of).sum();
         let all: usize = engine.store.trainable().map(Bucket::elements).sum();
