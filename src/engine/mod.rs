@@ -27,6 +27,7 @@ use crate::data::Batch;
 use crate::error::Result;
 use crate::model::{self, BlockContext, BlockSaved, DropoutContext, ModelConfig, Segment};
 use crate::ops::attention::Span;
+use crate::ops::cross_entropy::LossTargets;
 use crate::ops::rotary::RotaryTable;
 use crate::recipe::enums::Attention;
 use crate::sharding::ParamStore;
@@ -126,7 +127,8 @@ impl Engine {
         world.enter(Phase::Loss)?;
         let source = context.source(config.num_layers());
         let head = store.head_and_gradients(config.num_layers().checked_sub(1))?;
-        let (loss, mut dx) = head.loss_and_grad(config, &x, &batch.targets, scale, source)?;
+        let (loss, mut dx) =
+            head.loss_and_grad(config, &x, LossTargets::unweighted(&batch.targets), scale, source)?;
         drop((x, head));
         store.reduce(Segment::Head, last)?;
         world.enter(Phase::Backward)?;
