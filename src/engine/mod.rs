@@ -4,12 +4,13 @@
 //! - Every recompute choice and every split of a batch into micro-batches gives the same loss and gradients.
 //! - What is kept for backward is a block's full [`BlockSaved`], or under recompute its input alone.
 //! - Dropout is keyed by (seed, step, layer, index of the token in the global batch).
-//! - The loss is summed, then divided once by the step's number of targets.
+//! - The loss is an [`Objective`]: summed, then divided once by what it counts, the step's number of targets.
 //! - No update happens when the loss or the gradient norm is not finite.
 
 mod compare;
 mod evaluate;
 mod generate;
+mod objective;
 mod state;
 mod train_loop;
 mod trainer;
@@ -19,6 +20,7 @@ use candle_core::{Device, Tensor};
 pub use compare::Comparison;
 pub use evaluate::Evaluation;
 pub use generate::Sampling;
+pub use objective::{CrossEntropy, LossSums, MetricSum, Objective, ObjectiveInput, ObjectiveOutput};
 pub use train_loop::{Progress, Reporter, RunOptions, RunSummary, TrainLoop};
 pub use trainer::{Recompute, SaveAssignment, StepResult, Trainer, TrainerOptions};
 
@@ -27,7 +29,6 @@ use crate::data::Batch;
 use crate::error::Result;
 use crate::model::{self, BlockContext, BlockSaved, DropoutContext, ModelConfig, Segment};
 use crate::ops::attention::Span;
-use crate::ops::cross_entropy::LossTargets;
 use crate::ops::rotary::RotaryTable;
 use crate::recipe::enums::Attention;
 use crate::sharding::ParamStore;
@@ -47,7 +48,9 @@ pub struct Engine {
 
 /// How a micro-batch is computed.
 #[derive(Debug, Clone, Copy)]
-pub struct MicroStep {
+pub struct MicroStep<'a> {
+    /// What is minimized.
+    pub objective: &'a dyn Objective,
     /// Gradients are those of the loss times this: one over the step's targets.
     pub scale: f64,
     /// Gradient checkpointing.
@@ -105,10 +108,14 @@ impl Engine {
         self.store.head()?.logits(&self.config, &hidden)
     }
 
-    /// Forward and backward of one micro-batch: returns the summed loss, hands in the gradients of `loss · scale`.
-    pub fn micro_step(&self, batch: &Batch, step: MicroStep) -> Result<f64> {
+    /// Forward and backward of one micro-batch: returns the summed loss and the objective's metrics, hands in the
+    /// gradients of `loss · scale`.
+    ///
+    /// # Errors
+    /// A tensor operation failed; a peer failed.
+    pub fn micro_step(&self, batch: &Batch, step: MicroStep<'_>) -> Result<LossSums> {
         let (config, store) = (&self.config, &self.store);
-        let MicroStep { scale, recompute, dropout, last } = step;
+        let MicroStep { scale, recompute, dropout, last, .. } = step;
         let world = store.mesh().world();
         let layout = self.layout(batch)?;
         let context = self.context(&layout, dropout);
@@ -127,8 +134,9 @@ impl Engine {
         world.enter(Phase::Loss)?;
         let source = context.source(config.num_layers());
         let head = store.head_and_gradients(config.num_layers().checked_sub(1))?;
-        let (loss, mut dx) =
-            head.loss_and_grad(config, &x, LossTargets::unweighted(&batch.targets), scale, source)?;
+        let input = ObjectiveInput { config, hidden: &x, batch, scale, dropout: source };
+        let ObjectiveOutput { loss, mut dx, metrics } = step.objective.loss_and_grad(&head, input)?;
+        let sums = LossSums { loss, metrics };
         drop((x, head));
         store.reduce(Segment::Head, last)?;
         world.enter(Phase::Backward)?;
@@ -147,12 +155,12 @@ impl Engine {
             store.reduce(Segment::Block(layer), last)?;
             match gradient {
                 Some(gradient) => dx = gradient,
-                None => return Ok(loss),
+                None => return Ok(sums),
             }
         }
         store.embed_gradients()?.backward(config, &batch.ids, &dx)?;
         store.reduce(Segment::Embed, last)?;
-        Ok(loss)
+        Ok(sums)
     }
 
     /// Names the first place where micro-batches turn up a NaN or an infinity (a weight, a gradient, a block's output)

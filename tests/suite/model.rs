@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::logits;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE, PackedSample};
-use finetune::engine::{Engine, MicroStep, Recompute, Sampling};
+use finetune::engine::{CrossEntropy, Engine, MicroStep, Recompute, Sampling};
 use finetune::error::Result;
 use finetune::recipe::enums::Attention;
 use finetune::setup::{BaseModel, EngineOptions};
@@ -39,8 +39,8 @@ fn engine(name: &str, attention: Attention, trains: bool) -> Engine {
 }
 
 /// A micro-batch that is a step of its own, without dropout.
-fn micro(scale: f64, recompute: Recompute) -> MicroStep {
-    MicroStep { scale, recompute, dropout: None, last: true }
+fn micro(scale: f64, recompute: Recompute) -> MicroStep<'static> {
+    MicroStep { objective: &CrossEntropy, scale, recompute, dropout: None, last: true }
 }
 
 fn gradient(bucket: &Bucket, entry: &BucketEntry) -> Vec<f32> {
@@ -140,7 +140,7 @@ fn losses_and_gradients_equal_transformers() -> Result<()> {
         assert_eq!(Some(valid), golden.info["n_loss_tokens"].as_u64(), "{name}");
         for recompute in [Recompute::None, Recompute::Block] {
             engine.store.zero_gradients()?;
-            let loss = engine.micro_step(&batch, micro(1.0 / valid as f64, recompute))? / valid as f64;
+            let loss = engine.micro_step(&batch, micro(1.0 / valid as f64, recompute))?.loss / valid as f64;
             let wanted = golden.info["loss_f64"].as_f64().unwrap();
             assert!((loss - wanted).abs() < 1e-5, "{name}: loss {loss}, transformers {wanted}");
             let mut compared = 0;
@@ -198,7 +198,7 @@ fn packing_has_no_cross_talk() -> Result<()> {
             engine.store.zero_gradients()?;
             let mut loss = 0.0;
             for batch in batches {
-                loss += engine.micro_step(batch, micro(1.0, Recompute::None))?;
+                loss += engine.micro_step(batch, micro(1.0, Recompute::None))?.loss;
             }
             let all = engine.store.trainable().map(|b| flat(&b.gradient().unwrap().unwrap())).collect();
             Ok((loss, all))
@@ -228,7 +228,7 @@ fn recompute_changes_nothing() -> Result<()> {
         let batch = packed(&[ids(70, 1), ids(33, 2)]);
         let run = |recompute| -> Result<(f64, Vec<Vec<f32>>)> {
             engine.store.zero_gradients()?;
-            let loss = engine.micro_step(&batch, micro(0.01, recompute))?;
+            let loss = engine.micro_step(&batch, micro(0.01, recompute))?.loss;
             Ok((loss, engine.store.trainable().map(|b| flat(&b.gradient().unwrap().unwrap())).collect()))
         };
         assert!(run(Recompute::None)? == run(Recompute::Block)?, "{name}");
@@ -262,7 +262,7 @@ fn bf16_is_close() -> Result<()> {
         let options = EngineOptions::alone(Device::Cpu, DType::BF16, Attention::Flash, 0);
         let engine = base(name).engine(None, true, &options)?;
         let batch = golden.packed();
-        let loss = engine.micro_step(&batch, micro(1.0 / batch.valid() as f64, Recompute::None))?
+        let loss = engine.micro_step(&batch, micro(1.0 / batch.valid() as f64, Recompute::None))?.loss
             / batch.valid() as f64;
         let exact = golden.info["loss_f64"].as_f64().unwrap();
         assert!((loss - exact).abs() < 0.01, "{name}: bf16 loss {loss}, exactly {exact}");
@@ -333,7 +333,7 @@ fn every_rope_equals_transformers() -> Result<()> {
         tokens_are_those_of_the_whole_text(&engine, &sequences[0].1, name)?;
 
         let valid = together.valid() as f64;
-        let loss = engine.micro_step(&together, micro(1.0 / valid, Recompute::Block))? / valid;
+        let loss = engine.micro_step(&together, micro(1.0 / valid, Recompute::Block))?.loss / valid;
         let wanted = case["loss_f64"].as_f64().unwrap();
         assert!((loss - wanted).abs() < 1e-5, "{name}: loss {loss}, transformers {wanted}");
         let prefix = format!("{name}.grad.");
