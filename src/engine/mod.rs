@@ -26,9 +26,10 @@ pub use trainer::{Recompute, SaveAssignment, StepResult, Trainer, TrainerOptions
 
 use crate::collective::Phase;
 use crate::data::Batch;
-use crate::error::Result;
-use crate::model::{self, BlockContext, BlockSaved, DropoutContext, ModelConfig, Segment};
+use crate::error::{Error, Result};
+use crate::model::{self, AdapterSwitch, BlockContext, BlockSaved, DropoutContext, ModelConfig, Segment};
 use crate::ops::attention::Span;
+use crate::ops::cross_entropy::TokenScore;
 use crate::ops::rotary::RotaryTable;
 use crate::recipe::enums::Attention;
 use crate::sharding::ParamStore;
@@ -82,14 +83,25 @@ impl Engine {
     }
 
     fn context<'a>(&self, layout: &'a BatchLayout, dropout: Option<DropoutContext>) -> BlockContext<'a> {
-        BlockContext { spans: &layout.spans, tables: &layout.tables, attention: self.attention, dropout }
+        let adapter = AdapterSwitch::On;
+        BlockContext {
+            spans: &layout.spans,
+            tables: &layout.tables,
+            attention: self.attention,
+            adapter,
+            dropout,
+        }
     }
 
-    /// The hidden states after the last block: `[N, D]`.
-    pub fn hidden(&self, batch: &Batch) -> Result<Tensor> {
+    /// The hidden states after the last block: `[N, D]`, in the dtype of activations.
+    ///
+    /// # Errors
+    /// The adapter is off and the weights below it are not the base's own; a tensor operation failed; a peer failed.
+    pub fn hidden(&self, batch: &Batch, adapter: AdapterSwitch) -> Result<Tensor> {
+        self.check_switch(adapter)?;
         let layout = self.layout(batch)?;
-        let context = self.context(&layout, None);
-        let mut x = self.store.embed()?.forward(&self.config, &batch.ids)?;
+        let context = BlockContext { adapter, ..self.context(&layout, None) };
+        let mut x = self.store.embed()?.forward(&self.config, &batch.ids, adapter)?;
         for layer in 0..self.config.num_layers() {
             let weights = self.store.block(layer, self.after(layer))?;
             (x, _) = model::forward(&self.config, layer, &weights, &x, &context, None)?;
@@ -97,15 +109,37 @@ impl Engine {
         Ok(x)
     }
 
+    /// Without its adapter the model must be the base.
+    fn check_switch(&self, adapter: AdapterSwitch) -> Result<()> {
+        match self.store.base_change().filter(|_| adapter == AdapterSwitch::Off) {
+            None => Ok(()),
+            Some(change) => Err(Error::user("cannot compute the base model by switching the adapter off")
+                .because(change)
+                .hint("load the base model by itself")),
+        }
+    }
+
     /// The block that comes after `layer` in forward.
     fn after(&self, layer: usize) -> Option<usize> {
         Some(layer + 1).filter(|next| *next < self.config.num_layers())
     }
 
-    /// f32 logits of every position: `[N, V]`.
-    pub fn logits(&self, batch: &Batch) -> Result<Tensor> {
-        let hidden = self.hidden(batch)?;
-        self.store.head()?.logits(&self.config, &hidden)
+    /// The logits of every position: `[N, V]` f32.
+    ///
+    /// # Errors
+    /// Those of [`Engine::hidden`].
+    pub fn logits(&self, batch: &Batch, adapter: AdapterSwitch) -> Result<Tensor> {
+        let hidden = self.hidden(batch, adapter)?;
+        self.store.head()?.logits(&self.config, &hidden, adapter)
+    }
+
+    /// Loss and hit of every position with a target, in order.
+    ///
+    /// # Errors
+    /// Those of [`Engine::hidden`].
+    pub fn score(&self, batch: &Batch, adapter: AdapterSwitch) -> Result<Vec<TokenScore>> {
+        let hidden = self.hidden(batch, adapter)?;
+        self.store.head()?.score(&self.config, &hidden, &batch.targets, adapter)
     }
 
     /// Forward and backward of one micro-batch: returns the summed loss and the objective's metrics, hands in the
@@ -120,7 +154,7 @@ impl Engine {
         let layout = self.layout(batch)?;
         let context = self.context(&layout, dropout);
         world.enter(Phase::Forward)?;
-        let mut x = store.embed()?.forward(config, &batch.ids)?;
+        let mut x = store.embed()?.forward(config, &batch.ids, context.adapter)?;
         let mut checkpointed = Vec::with_capacity(config.num_layers());
         for layer in 0..config.num_layers() {
             let weights = store.block(layer, self.after(layer))?;
@@ -189,7 +223,7 @@ impl Engine {
     fn first_non_finite_layer(&self, batch: &Batch) -> Result<Option<usize>> {
         let layout = self.layout(batch)?;
         let context = self.context(&layout, None);
-        let mut x = self.store.embed()?.forward(&self.config, &batch.ids)?;
+        let mut x = self.store.embed()?.forward(&self.config, &batch.ids, context.adapter)?;
         let mut found = None;
         for layer in 0..self.config.num_layers() {
             let weights = self.store.block(layer, None)?;

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Tensor};
 
 use super::ModelConfig;
-use super::lora::Lora;
+use super::lora::{AdapterSwitch, Lora};
 use crate::error::Result;
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward};
 use crate::ops::{ColumnView, Transpose, empty, matmul};
@@ -43,10 +43,13 @@ pub struct EmbedGradients {
 }
 
 impl EmbedWeights {
-    /// ids → `[N, D]`.
-    pub fn forward(&self, config: &ModelConfig, ids: &[u32]) -> Result<Tensor> {
+    /// The embeddings of N `ids`, `[N, D]`, in the dtype of activations.
+    ///
+    /// # Errors
+    /// A tensor operation failed.
+    pub fn forward(&self, config: &ModelConfig, ids: &[u32], adapter: AdapterSwitch) -> Result<Tensor> {
         let x = embed(&self.table, ids, config.embedding_factor, self.dtype)?;
-        if let Some(lora) = &self.lora {
+        if let Some(lora) = adapter.of(self.lora.as_ref()) {
             let (u, b) = (columns_of(&lora.a.value, ids)?, ColumnView::all(&lora.b.value));
             let scale = lora.scale * config.embedding_factor;
             matmul(ColumnView::all(&x), ColumnView::all(&u), b, Transpose::Nt, scale, true)?;

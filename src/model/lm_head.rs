@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use super::embedding::TokenRows;
-use super::lora::{DropoutSource, Lora};
+use super::lora::{AdapterSwitch, BranchContext, DropoutSource, Lora};
 use super::{ModelConfig, Param};
 use crate::error::Result;
 use crate::ops::cross_entropy::{
@@ -40,7 +40,7 @@ impl HeadWeights {
         source: DropoutSource,
     ) -> Result<(f64, Tensor)> {
         let normed = rms_norm(x, &self.norm.value, config.norm)?;
-        let u = self.down(&normed, source)?;
+        let u = self.down(&normed, BranchContext { adapter: AdapterSwitch::On, source })?;
         let kind = LossKind { scale, softcap: config.logit_softcap };
         let grads = OutputGrads {
             weight: self.lm_head.grad.as_ref(),
@@ -56,25 +56,39 @@ impl HeadWeights {
         Ok((out.loss, dx))
     }
 
-    /// Loss and hit of every row with a target, in order.
-    pub fn score(&self, config: &ModelConfig, x: &Tensor, targets: &[u32]) -> Result<Vec<TokenScore>> {
+    /// Loss and hit of every row of `x: [N, D]` with a target, in order.
+    ///
+    /// # Errors
+    /// A tensor operation failed.
+    pub fn score(
+        &self,
+        config: &ModelConfig,
+        x: &Tensor,
+        targets: &[u32],
+        adapter: AdapterSwitch,
+    ) -> Result<Vec<TokenScore>> {
         let normed = rms_norm(x, &self.norm.value, config.norm)?;
-        let u = self.down(&normed, None)?;
+        let u = self.down(&normed, BranchContext { adapter, source: None })?;
         score_targets(&normed, self.output(u.as_ref()), targets, config.logit_softcap)
     }
 
-    /// f32 logits `[N, V]`.
-    pub fn logits(&self, config: &ModelConfig, x: &Tensor) -> Result<Tensor> {
+    /// The logits of `x: [N, D]`, `[N, V]` f32.
+    ///
+    /// # Errors
+    /// A tensor operation failed.
+    pub fn logits(&self, config: &ModelConfig, x: &Tensor, adapter: AdapterSwitch) -> Result<Tensor> {
         let normed = rms_norm(x, &self.norm.value, config.norm)?;
-        let u = self.down(&normed, None)?;
+        let u = self.down(&normed, BranchContext { adapter, source: None })?;
         logits(&normed, self.output(u.as_ref()), config.logit_softcap)
     }
 
-    /// The adapter's inner activations, `[N, r]`.
-    fn down(&self, normed: &Tensor, source: DropoutSource) -> Result<Option<Tensor>> {
-        self.lora.as_ref().map(|lora| lora.down(normed, source)).transpose()
+    /// The adapter's inner activations, `[N, r]`; none without an adapter.
+    fn down(&self, normed: &Tensor, branch: BranchContext) -> Result<Option<Tensor>> {
+        let lora = branch.adapter.of(self.lora.as_ref());
+        lora.map(|lora| lora.down(normed, branch.source)).transpose()
     }
 
+    /// The output layer with the adapter's inner activations `u`, where it takes part.
     fn output<'a>(&'a self, u: Option<&'a Tensor>) -> Output<'a> {
         let delta = self.lora.as_ref().zip(u);
         let delta = delta.map(|(lora, u)| Delta { u, b: &lora.b.value, scale: lora.scale });

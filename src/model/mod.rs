@@ -26,7 +26,7 @@ pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};
 pub use init::{initial_lora, initial_value};
 pub use linear::{Linear, LoraSaved};
 pub use lm_head::HeadWeights;
-pub use lora::Lora;
+pub use lora::{AdapterSwitch, Lora};
 pub use rope::{Rope, RopeKind};
 pub use spec::{Module, ModuleKind, ParamSpec, Role, Segment, modules, parameters};
 

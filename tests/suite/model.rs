@@ -9,6 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE, PackedSample};
 use finetune::engine::{CrossEntropy, Engine, MicroStep, Recompute, Sampling};
 use finetune::error::Result;
+use finetune::model::AdapterSwitch;
 use finetune::recipe::enums::Attention;
 use finetune::setup::{BaseModel, EngineOptions};
 use finetune::sharding::{Bucket, BucketEntry};
@@ -115,7 +116,7 @@ fn logits_equal_transformers() -> Result<()> {
         let golden = Forward::open(name);
         for algorithm in [Attention::Flash, Attention::Eager] {
             let engine = engine(name, algorithm, false);
-            let logits = flat(&engine.logits(&golden.packed())?);
+            let logits = flat(&engine.logits(&golden.packed(), AdapterSwitch::On)?);
             let vocab = engine.config.vocab_size;
             let wanted = floats(&golden.files, "logits");
             let mut row = 0;
@@ -266,7 +267,7 @@ fn bf16_is_close() -> Result<()> {
             / batch.valid() as f64;
         let exact = golden.info["loss_f64"].as_f64().unwrap();
         assert!((loss - exact).abs() < 0.01, "{name}: bf16 loss {loss}, exactly {exact}");
-        let logits = flat(&engine.logits(&batch)?);
+        let logits = flat(&engine.logits(&batch, AdapterSwitch::On)?);
         let wanted = floats(&golden.files, "logits");
         let len = golden.sequences[0].len() * engine.config.vocab_size;
         let difference = largest_difference(&logits[..len], &wanted[..len]);
@@ -288,7 +289,7 @@ fn tokens_are_those_of_the_whole_text(engine: &Engine, prompt: &[u32], name: &st
     let made = engine.generate(prompt, 16, greedy, &[], &mut |_| Ok(true))?;
     let text = [prompt, &made[..]].concat();
     for (len, made) in (prompt.len()..).zip(&made) {
-        let logits = flat(&engine.logits(&packed(&[text[..len].to_vec()]))?);
+        let logits = flat(&engine.logits(&packed(&[text[..len].to_vec()]), AdapterSwitch::On)?);
         let last = &logits[logits.len() - engine.config.vocab_size..];
         let best = (0..last.len()).max_by(|&a, &b| last[a].total_cmp(&last[b])).unwrap();
         assert_eq!(*made, best as u32, "{name}: the token at {len}");
@@ -321,13 +322,13 @@ fn every_rope_equals_transformers() -> Result<()> {
 
         let mut alone = Vec::new();
         for (length, ids) in &sequences {
-            let ours = flat(&engine.logits(&packed(std::slice::from_ref(ids)))?);
+            let ours = flat(&engine.logits(&packed(std::slice::from_ref(ids)), AdapterSwitch::On)?);
             let difference =
                 largest_difference(&ours, &floats(&expected, &format!("{name}.logits.{length}")));
             assert!(difference < 1e-4, "{name} {length}: logits {difference}");
             alone.extend(ours);
         }
-        let difference = largest_difference(&flat(&engine.logits(&together)?), &alone);
+        let difference = largest_difference(&flat(&engine.logits(&together, AdapterSwitch::On)?), &alone);
         assert!(difference < 1e-5, "{name}: side by side {difference}");
 
         tokens_are_those_of_the_whole_text(&engine, &sequences[0].1, name)?;
