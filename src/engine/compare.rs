@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use super::Engine;
 use crate::data::Batch;
 use crate::error::{Error, Result};
+use crate::model::AdapterSwitch;
 use crate::ops::cross_entropy::IGNORE;
 
 /// Positions whose logits of both models are in memory at once.
@@ -46,7 +47,7 @@ impl Engine {
     pub fn compare(&self, other: &Engine, batches: impl Iterator<Item = Batch>) -> Result<Comparison> {
         let mut sums = Comparison::default();
         for batch in batches {
-            let both = [self.hidden(&batch)?, other.hidden(&batch)?];
+            let both = [self.hidden(&batch, AdapterSwitch::On)?, other.hidden(&batch, AdapterSwitch::On)?];
             let counted: Vec<u32> = (0u32..)
                 .zip(&batch.targets)
                 .filter(|(_, target)| **target != IGNORE)
@@ -77,7 +78,8 @@ impl Engine {
         let logits = |engine: &Engine, hidden: &Tensor| -> Result<Vec<f32>> {
             let ids = Tensor::from_slice(rows, rows.len(), hidden.device())?;
             let part = hidden.index_select(&ids, 0)?;
-            Ok(engine.store.head()?.logits(&engine.config, &part)?.flatten_all()?.to_vec1()?)
+            let logits = engine.store.head()?.logits(&engine.config, &part, AdapterSwitch::On)?;
+            Ok(logits.flatten_all()?.to_vec1()?)
         };
         let (first, second) = (logits(self, &hidden[0])?, logits(other, &hidden[1])?);
         if first.len() != second.len() {

@@ -3,6 +3,7 @@
 use super::Engine;
 use crate::data::Batch;
 use crate::error::{Error, ErrorCategory, Result};
+use crate::model::AdapterSwitch;
 use crate::ops::cross_entropy::IGNORE;
 use crate::runtime::thread_pool;
 
@@ -97,10 +98,7 @@ impl Engine {
     }
 
     fn add_scores(&self, batch: &Batch, sums: &mut Evaluation) -> Result<()> {
-        let score = || {
-            let hidden = self.hidden(batch)?;
-            self.store.head()?.score(&self.config, &hidden, &batch.targets)
-        };
+        let score = || self.score(batch, AdapterSwitch::On);
         let mut scores = thread_pool::run_in_pool(&self.device, score)?.into_iter();
         for segment in &batch.segments {
             let targets = &batch.targets[segment.start..segment.start + segment.len];

@@ -5,7 +5,7 @@ use candle_core::Tensor;
 
 use super::Engine;
 use crate::error::{Error, ErrorCategory, Result};
-use crate::model::{self, BlockCache, BlockContext};
+use crate::model::{self, AdapterSwitch, BlockCache, BlockContext};
 use crate::ops::attention::Span;
 use crate::runtime::rng::RngStream;
 
@@ -75,15 +75,21 @@ impl Engine {
             .iter()
             .map(|rope| rope.table(&spans, &self.device))
             .collect::<Result<Vec<_>>>()?;
-        let context =
-            BlockContext { spans: &spans, tables: &tables, attention: self.attention, dropout: None };
-        let mut x = self.store.embed()?.forward(&self.config, ids)?;
+        let adapter = AdapterSwitch::On;
+        let context = BlockContext {
+            spans: &spans,
+            tables: &tables,
+            attention: self.attention,
+            adapter,
+            dropout: None,
+        };
+        let mut x = self.store.embed()?.forward(&self.config, ids, adapter)?;
         for (layer, cache) in caches.iter_mut().enumerate() {
             let weights = self.store.block(layer, self.after(layer))?;
             (x, _) = model::forward(&self.config, layer, &weights, &x, &context, Some(cache))?;
         }
         let last: Tensor = x.narrow(0, ids.len() - 1, 1)?.contiguous()?;
-        Ok(self.store.head()?.logits(&self.config, &last)?.flatten_all()?.to_vec1::<f32>()?)
+        Ok(self.store.head()?.logits(&self.config, &last, adapter)?.flatten_all()?.to_vec1::<f32>()?)
     }
 }
 

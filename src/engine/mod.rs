@@ -4,12 +4,13 @@
 //! - Every recompute choice and every split of a batch into micro-batches gives the same loss and gradients.
 //! - What is kept for backward is a block's full [`BlockSaved`], or under recompute its input alone.
 //! - Dropout is keyed by (seed, step, layer, index of the token in the global batch).
-//! - The loss is summed, then divided once by the step's number of targets.
+//! - The loss is an [`Objective`]: summed, then divided once by what it counts, the step's number of targets.
 //! - No update happens when the loss or the gradient norm is not finite.
 
 mod compare;
 mod evaluate;
 mod generate;
+mod objective;
 mod state;
 mod train_loop;
 mod trainer;
@@ -19,14 +20,16 @@ use candle_core::{Device, Tensor};
 pub use compare::Comparison;
 pub use evaluate::Evaluation;
 pub use generate::Sampling;
+pub use objective::{CrossEntropy, LossSums, MetricSum, Objective, ObjectiveInput, ObjectiveOutput};
 pub use train_loop::{Progress, Reporter, RunOptions, RunSummary, TrainLoop};
 pub use trainer::{Recompute, SaveAssignment, StepResult, Trainer, TrainerOptions};
 
 use crate::collective::Phase;
 use crate::data::Batch;
-use crate::error::Result;
-use crate::model::{self, BlockContext, BlockSaved, DropoutContext, ModelConfig, Segment};
+use crate::error::{Error, Result};
+use crate::model::{self, AdapterSwitch, BlockContext, BlockSaved, DropoutContext, ModelConfig, Segment};
 use crate::ops::attention::Span;
+use crate::ops::cross_entropy::TokenScore;
 use crate::ops::rotary::RotaryTable;
 use crate::recipe::enums::Attention;
 use crate::sharding::ParamStore;
@@ -46,7 +49,9 @@ pub struct Engine {
 
 /// How a micro-batch is computed.
 #[derive(Debug, Clone, Copy)]
-pub struct MicroStep {
+pub struct MicroStep<'a> {
+    /// What is minimized.
+    pub objective: &'a dyn Objective,
     /// Gradients are those of the loss times this: one over the step's targets.
     pub scale: f64,
     /// Gradient checkpointing.
@@ -78,14 +83,25 @@ impl Engine {
     }
 
     fn context<'a>(&self, layout: &'a BatchLayout, dropout: Option<DropoutContext>) -> BlockContext<'a> {
-        BlockContext { spans: &layout.spans, tables: &layout.tables, attention: self.attention, dropout }
+        let adapter = AdapterSwitch::On;
+        BlockContext {
+            spans: &layout.spans,
+            tables: &layout.tables,
+            attention: self.attention,
+            adapter,
+            dropout,
+        }
     }
 
-    /// The hidden states after the last block: `[N, D]`.
-    pub fn hidden(&self, batch: &Batch) -> Result<Tensor> {
+    /// The hidden states after the last block: `[N, D]`, in the dtype of activations.
+    ///
+    /// # Errors
+    /// The adapter is off and the weights below it are not the base's own; a tensor operation failed; a peer failed.
+    pub fn hidden(&self, batch: &Batch, adapter: AdapterSwitch) -> Result<Tensor> {
+        self.check_switch(adapter)?;
         let layout = self.layout(batch)?;
-        let context = self.context(&layout, None);
-        let mut x = self.store.embed()?.forward(&self.config, &batch.ids)?;
+        let context = BlockContext { adapter, ..self.context(&layout, None) };
+        let mut x = self.store.embed()?.forward(&self.config, &batch.ids, adapter)?;
         for layer in 0..self.config.num_layers() {
             let weights = self.store.block(layer, self.after(layer))?;
             (x, _) = model::forward(&self.config, layer, &weights, &x, &context, None)?;
@@ -93,26 +109,52 @@ impl Engine {
         Ok(x)
     }
 
+    /// Without its adapter the model must be the base.
+    fn check_switch(&self, adapter: AdapterSwitch) -> Result<()> {
+        match self.store.base_change().filter(|_| adapter == AdapterSwitch::Off) {
+            None => Ok(()),
+            Some(change) => Err(Error::user("cannot compute the base model by switching the adapter off")
+                .because(change)
+                .hint("load the base model by itself")),
+        }
+    }
+
     /// The block that comes after `layer` in forward.
     fn after(&self, layer: usize) -> Option<usize> {
         Some(layer + 1).filter(|next| *next < self.config.num_layers())
     }
 
-    /// f32 logits of every position: `[N, V]`.
-    pub fn logits(&self, batch: &Batch) -> Result<Tensor> {
-        let hidden = self.hidden(batch)?;
-        self.store.head()?.logits(&self.config, &hidden)
+    /// The logits of every position: `[N, V]` f32.
+    ///
+    /// # Errors
+    /// Those of [`Engine::hidden`].
+    pub fn logits(&self, batch: &Batch, adapter: AdapterSwitch) -> Result<Tensor> {
+        let hidden = self.hidden(batch, adapter)?;
+        self.store.head()?.logits(&self.config, &hidden, adapter)
     }
 
-    /// Forward and backward of one micro-batch: returns the summed loss, hands in the gradients of `loss · scale`.
-    pub fn micro_step(&self, batch: &Batch, step: MicroStep) -> Result<f64> {
+    /// Loss and hit of every position with a target, in order.
+    ///
+    /// # Errors
+    /// Those of [`Engine::hidden`].
+    pub fn score(&self, batch: &Batch, adapter: AdapterSwitch) -> Result<Vec<TokenScore>> {
+        let hidden = self.hidden(batch, adapter)?;
+        self.store.head()?.score(&self.config, &hidden, &batch.targets, adapter)
+    }
+
+    /// Forward and backward of one micro-batch: returns the summed loss and the objective's metrics, hands in the
+    /// gradients of `loss · scale`.
+    ///
+    /// # Errors
+    /// A tensor operation failed; a peer failed.
+    pub fn micro_step(&self, batch: &Batch, step: MicroStep<'_>) -> Result<LossSums> {
         let (config, store) = (&self.config, &self.store);
-        let MicroStep { scale, recompute, dropout, last } = step;
+        let MicroStep { scale, recompute, dropout, last, .. } = step;
         let world = store.mesh().world();
         let layout = self.layout(batch)?;
         let context = self.context(&layout, dropout);
         world.enter(Phase::Forward)?;
-        let mut x = store.embed()?.forward(config, &batch.ids)?;
+        let mut x = store.embed()?.forward(config, &batch.ids, context.adapter)?;
         let mut checkpointed = Vec::with_capacity(config.num_layers());
         for layer in 0..config.num_layers() {
             let weights = store.block(layer, self.after(layer))?;
@@ -126,7 +168,9 @@ impl Engine {
         world.enter(Phase::Loss)?;
         let source = context.source(config.num_layers());
         let head = store.head_and_gradients(config.num_layers().checked_sub(1))?;
-        let (loss, mut dx) = head.loss_and_grad(config, &x, &batch.targets, scale, source)?;
+        let input = ObjectiveInput { config, hidden: &x, batch, scale, dropout: source };
+        let ObjectiveOutput { loss, mut dx, metrics } = step.objective.loss_and_grad(&head, input)?;
+        let sums = LossSums { loss, metrics };
         drop((x, head));
         store.reduce(Segment::Head, last)?;
         world.enter(Phase::Backward)?;
@@ -145,12 +189,12 @@ impl Engine {
             store.reduce(Segment::Block(layer), last)?;
             match gradient {
                 Some(gradient) => dx = gradient,
-                None => return Ok(loss),
+                None => return Ok(sums),
             }
         }
         store.embed_gradients()?.backward(config, &batch.ids, &dx)?;
         store.reduce(Segment::Embed, last)?;
-        Ok(loss)
+        Ok(sums)
     }
 
     /// Names the first place where micro-batches turn up a NaN or an infinity (a weight, a gradient, a block's output)
@@ -179,7 +223,7 @@ impl Engine {
     fn first_non_finite_layer(&self, batch: &Batch) -> Result<Option<usize>> {
         let layout = self.layout(batch)?;
         let context = self.context(&layout, None);
-        let mut x = self.store.embed()?.forward(&self.config, &batch.ids)?;
+        let mut x = self.store.embed()?.forward(&self.config, &batch.ids, context.adapter)?;
         let mut found = None;
         for layer in 0..self.config.num_layers() {
             let weights = self.store.block(layer, None)?;

@@ -1,8 +1,9 @@
 //! The optimizer step.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use super::{Engine, MicroStep};
+use super::{CrossEntropy, Engine, LossSums, MetricSum, MicroStep, Objective};
 use crate::collective::Phase;
 use crate::data::Step;
 use crate::error::{Error, ErrorCategory, Result};
@@ -51,14 +52,16 @@ pub enum SaveAssignment {
 }
 
 /// What a step was.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct StepResult {
-    /// Mean loss over the step's targets.
+    /// Mean loss over the step's targets, or over what else the objective counts.
     pub loss: f64,
     /// Norm of the gradients before clipping.
     pub grad_norm: f64,
     /// The rate that was used.
     pub learning_rate: f64,
+    /// The objective's own numbers, summed over the step; cross-entropy has none.
+    pub metrics: Vec<MetricSum>,
 }
 
 /// An engine that learns.
@@ -67,6 +70,7 @@ pub struct Trainer {
     /// The model.
     pub engine: Engine,
     pub(super) options: TrainerOptions,
+    objective: Arc<dyn Objective>,
     pub(super) optimizer: Optimizer,
     /// By piece of the optimizer.
     pub(super) slices: Vec<ParamSlice>,
@@ -82,7 +86,7 @@ pub(super) struct ParamSlice {
 }
 
 impl Trainer {
-    /// An optimizer over the engine's trainable parameters.
+    /// An optimizer over the engine's trainable parameters; it minimizes cross-entropy.
     pub fn new(engine: Engine, options: TrainerOptions) -> Result<Self> {
         let mut found = Vec::new();
         for (index, bucket) in engine.store.trainable().enumerate() {
@@ -94,7 +98,13 @@ impl Trainer {
         } else {
             Optimizer::new(options.optimizer, all)?
         };
-        Ok(Trainer { engine, options, optimizer, slices })
+        Ok(Trainer { engine, options, objective: Arc::new(CrossEntropy), optimizer, slices })
+    }
+
+    /// The same trainer with another loss to minimize.
+    #[must_use]
+    pub fn with_objective(self, objective: Arc<dyn Objective>) -> Self {
+        Trainer { objective, ..self }
     }
 
     /// Most values that an update had on the device at a time; 0 when nothing is offloaded.
@@ -111,11 +121,11 @@ impl Trainer {
         let number = self.optimizer.updates() + 1;
         let store = &self.engine.store;
         store.zero_gradients()?;
-        let scale = 1.0 / step.valid as f64;
-        let mut sum = [self.gradients(step, number, scale)?];
+        let scale = 1.0 / self.objective.denominator(step);
+        let mut sums = self.gradients(step, number, scale)?;
         store.mesh().world().enter(Phase::Norm)?;
-        store.sum("losses", &mut sum)?;
-        let loss = sum[0] * scale;
+        sums.reduce(|values| store.sum("losses", values))?;
+        let loss = sums.loss * scale;
         let grad_norm = store.gradient_norm()?;
         if !loss.is_finite() || !grad_norm.is_finite() {
             return Err(self.diverged(step, number, loss, grad_norm)?);
@@ -126,22 +136,24 @@ impl Trainer {
         let learning_rate = self.options.schedule.at(number - 1);
         self.optimizer.update(learning_rate, clip)?;
         store.after_update()?;
-        Ok(StepResult { loss, grad_norm, learning_rate })
+        Ok(StepResult { loss, grad_norm, learning_rate, metrics: sums.metrics })
     }
 
-    /// Adds up the gradients of this rank's micro-batches and returns the sum of their losses.
-    fn gradients(&self, step: &Step, number: u64, scale: f64) -> Result<f64> {
+    /// Adds up the gradients of this rank's micro-batches and returns the sums of their losses and metrics.
+    fn gradients(&self, step: &Step, number: u64, scale: f64) -> Result<LossSums> {
         let stream = RngStream::new(self.options.seed).named("dropout").part(number);
         let world = self.engine.store.mesh().world();
         let turns = step.turns(world.rank(), world.size());
         thread_pool::run_in_pool(&self.engine.device, || {
-            let mut sum = 0f64;
+            let mut sums = LossSums::default();
             for (i, batch) in turns.iter().enumerate() {
                 let dropout = Some(DropoutContext { stream, first_token: batch.first_token });
                 let (recompute, last) = (self.options.recompute, i + 1 == turns.len());
-                sum += self.engine.micro_step(batch, MicroStep { scale, recompute, dropout, last })?;
+                let objective = &*self.objective;
+                let micro_step = MicroStep { objective, scale, recompute, dropout, last };
+                sums.add(self.engine.micro_step(batch, micro_step)?)?;
             }
-            Ok(sum)
+            Ok(sums)
         })
     }
 

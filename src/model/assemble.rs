@@ -3,8 +3,9 @@
 use candle_core::DType;
 
 use super::block::BlockWeights;
+use super::embedding::{EmbedGradients, EmbedWeights, TokenRows};
 use super::linear::Linear;
-use super::segments::{EmbedGradients, EmbedWeights, HeadWeights, TokenRows};
+use super::lm_head::HeadWeights;
 use super::{GradBuffer, Lora, ModelConfig, Param, WeightMatrix};
 use crate::error::Result;
 

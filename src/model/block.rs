@@ -12,7 +12,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::linear::{self, Linear, LoraSaved};
-use super::lora::DropoutSource;
+use super::lora::{AdapterSwitch, BranchContext, DropoutSource};
 use super::{ModelConfig, Param};
 use crate::error::Result;
 use crate::ops::ColumnView;
@@ -56,6 +56,8 @@ pub struct BlockContext<'a> {
     pub tables: &'a [RotaryTable],
     /// Flash or eager.
     pub attention: Attention,
+    /// Whether adapters take part in the forward.
+    pub adapter: AdapterSwitch,
     /// Present in training only.
     pub dropout: Option<DropoutContext>,
 }
@@ -70,6 +72,11 @@ pub struct DropoutContext {
 }
 
 impl BlockContext<'_> {
+    /// How the adapters of block `layer` take part in its forward.
+    fn branch(&self, layer: usize) -> BranchContext {
+        BranchContext { adapter: self.adapter, source: self.source(layer) }
+    }
+
     /// The dropout of block `layer`; of the head, the number after the last block.
     pub(crate) fn source(&self, layer: usize) -> DropoutSource {
         self.dropout.map(|d| (d.stream.part(layer as u64), d.first_token))
@@ -129,17 +136,17 @@ pub fn forward(
     context: &BlockContext<'_>,
     cache: Option<&mut BlockCache>,
 ) -> Result<(Tensor, BlockSaved)> {
-    let source = context.source(layer);
+    let branch = context.branch(layer);
     let normed = rms_norm(x, &w.attn_norm.value, config.norm)?;
-    let (qkv, lora_qkv) = linear::forward(&w.qkv, &normed, None, source)?;
+    let (qkv, lora_qkv) = linear::forward(&w.qkv, &normed, None, branch)?;
     let attended = attention_forward(config, layer, w, &qkv, context, cache)?;
     let (h, o, lora_o) =
-        output_projection(&w.o, w.attn_post_norm.as_ref(), &attended.out, x, config.norm, source)?;
+        output_projection(&w.o, w.attn_post_norm.as_ref(), &attended.out, x, config.norm, branch)?;
     let normed = rms_norm(&h, &w.mlp_norm.value, config.norm)?;
-    let (gate_up, lora_gate_up) = linear::forward(&w.gate_up, &normed, None, source)?;
+    let (gate_up, lora_gate_up) = linear::forward(&w.gate_up, &normed, None, branch)?;
     let product = glu(&gate_up, config.activation)?;
     let (y, m, lora_down) =
-        output_projection(&w.down, w.mlp_post_norm.as_ref(), &product, &h, config.norm, source)?;
+        output_projection(&w.down, w.mlp_post_norm.as_ref(), &product, &h, config.norm, branch)?;
     let lora = [lora_qkv, lora_o, lora_gate_up, lora_down];
     Ok((y, BlockSaved { x: x.clone(), qkv, attended, o, h, gate_up, m, lora }))
 }
@@ -151,16 +158,16 @@ fn output_projection(
     x: &Tensor,
     residual: &Tensor,
     norm: NormKind,
-    source: DropoutSource,
+    branch: BranchContext,
 ) -> Result<(Tensor, Option<Tensor>, LoraSaved)> {
     let layers = std::slice::from_ref(layer);
     match post_norm {
         None => {
-            let (y, saved) = linear::forward(layers, x, Some(residual), source)?;
+            let (y, saved) = linear::forward(layers, x, Some(residual), branch)?;
             Ok((y, None, saved))
         }
         Some(post_norm) => {
-            let (out, saved) = linear::forward(layers, x, None, source)?;
+            let (out, saved) = linear::forward(layers, x, None, branch)?;
             let y = add(residual, &rms_norm(&out, &post_norm.value, norm)?)?;
             Ok((y, Some(out), saved))
         }

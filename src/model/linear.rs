@@ -5,7 +5,7 @@
 
 use candle_core::Tensor;
 
-use super::lora::{self, BranchSaved, DropoutSource, Lora};
+use super::lora::{self, BranchContext, BranchSaved, DropoutSource, Lora};
 use super::{Param, WeightMatrix};
 use crate::error::Result;
 use crate::ops::matmul::{add_bias, sum_rows};
@@ -39,7 +39,7 @@ pub(super) fn forward(
     layers: &[Linear],
     x: &Tensor,
     residual: Option<&Tensor>,
-    source: DropoutSource,
+    branch: BranchContext,
 ) -> Result<(Tensor, LoraSaved)> {
     let (rows, _) = x.dims2()?;
     let widths = layers.iter().map(Linear::out).collect::<Result<Vec<_>>>()?;
@@ -53,12 +53,12 @@ pub(super) fn forward(
         let out = ColumnView { tensor: &y, start, len };
         start += len;
         let accumulate = residual.is_some();
-        saved.0.push(match &layer.lora {
+        saved.0.push(match branch.adapter.of(layer.lora.as_ref()) {
             None => {
                 matmul_weight(out, ColumnView::all(x), layer.weight.get(), Transpose::Nt, accumulate)?;
                 None
             }
-            Some(lora) => Some(lora::forward(layer, lora, x, out, accumulate, source)?),
+            Some(lora) => Some(lora::forward(layer, lora, x, out, accumulate, branch.source)?),
         });
         if let Some(bias) = &layer.bias {
             add_bias(out, &bias.value)?;

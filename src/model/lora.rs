@@ -55,6 +55,32 @@ struct DoraSaved {
     norm: Tensor,
 }
 
+/// Whether a forward computes with the adapter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum AdapterSwitch {
+    /// With every LoRA and DoRA branch.
+    #[default]
+    On,
+    /// With the frozen weights alone.
+    Off,
+}
+
+impl AdapterSwitch {
+    /// The adapter on a module, unless it is switched off.
+    pub(super) fn of(self, lora: Option<&Lora>) -> Option<&Lora> {
+        lora.filter(|_| self == AdapterSwitch::On)
+    }
+}
+
+/// How the adapters of a block take part in a forward.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BranchContext {
+    /// Whether they do.
+    pub(super) adapter: AdapterSwitch,
+    /// Where their dropout draws from.
+    pub(super) source: DropoutSource,
+}
+
 /// Where the dropout of a block draws from; none outside training.
 pub(crate) type DropoutSource = Option<(RngStream, u64)>;
 

@@ -10,24 +10,26 @@
 pub mod assemble;
 mod block;
 mod config;
+mod embedding;
 mod families;
 mod grad_buffer;
 mod init;
 mod linear;
+mod lm_head;
 mod lora;
 mod rope;
-mod segments;
 mod spec;
 
 pub use assemble::ParamLookup;
 pub use block::{BlockCache, BlockContext, BlockSaved, BlockWeights, DropoutContext, backward, forward};
 pub use config::{Family, LayerKind, ModelConfig};
+pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};
 pub use grad_buffer::GradBuffer;
 pub use init::{initial_lora, initial_value};
 pub use linear::{Linear, LoraSaved};
-pub use lora::Lora;
+pub use lm_head::HeadWeights;
+pub use lora::{AdapterSwitch, Lora};
 pub use rope::{Rope, RopeKind};
-pub use segments::{EmbedGradients, EmbedWeights, HeadWeights, TokenRows};
 pub use spec::{Module, ModuleKind, ParamSpec, Role, Segment, modules, parameters};
 
 use candle_core::Tensor;

@@ -1,5 +1,7 @@
 //! The output layer and its loss in one: `loss = Σ −log softmax(x · Wᵀ)[target]`, without ever holding all logits.
 //!
+//! With a coefficient per row the loss is `Σ cᵢ · −log softmax(xᵢ · Wᵀ)[targetᵢ]`.
+//!
 //! Only rows that have a target are multiplied; they are taken in chunks whose f32 logits fit [`LOGITS_BYTES`], and a
 //! chunk's logits turn into their own gradient in place before the next chunk is made (as in Liger and Cut Cross
 //! Entropy, arXiv 2411.09009). Logits, softmax and sums are f32 whatever the weights are.
@@ -12,7 +14,7 @@ use rayon::prelude::*;
 use super::gemm::{MatView, MatViewMut, Threads, matmul};
 use super::matmul::{ColumnView, Transpose, matmul as columns_product};
 use super::simd;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, update, with_elem};
 
 /// The target of a position that carries no loss.
@@ -30,6 +32,44 @@ thread_local! {
     /// The logits of the last loss on this thread: the allocator gives pieces this large back to the system, and fresh
     /// ones cost a page fault every 4 KiB.
     static LAST_LOGITS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+}
+
+/// What each row of a loss has to predict, and how much it counts.
+#[derive(Debug, Clone, Copy)]
+pub struct LossTargets<'a> {
+    /// The target of each row, `[N]`, or [`IGNORE`].
+    pub ids: &'a [u32],
+    /// The factor on the loss and on the gradient of each row, `[N]`; none: all count once.
+    pub coefficients: Option<&'a [f32]>,
+}
+
+impl<'a> LossTargets<'a> {
+    /// Targets that all count once: the id of each row, `[N]`, or [`IGNORE`].
+    pub fn unweighted(ids: &'a [u32]) -> Self {
+        LossTargets { ids, coefficients: None }
+    }
+
+    /// There is a coefficient for each row.
+    fn check(self) -> Result<()> {
+        match self.coefficients {
+            Some(coefficients) if coefficients.len() != self.ids.len() => {
+                let found = format!("{} for {} rows", coefficients.len(), self.ids.len());
+                Err(Error::internal("a loss needs a coefficient for each row").because(found))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The gradient's factor of row `n`.
+    fn scale(self, n: usize, scale: f64) -> f32 {
+        self.coefficients.map_or(scale, |coefficients| f64::from(coefficients[n]) * scale) as f32
+    }
+
+    /// The loss of row `n` as it counts in the sum.
+    fn weighted(self, n: usize, loss: f32) -> f64 {
+        let loss = f64::from(loss);
+        self.coefficients.map_or(loss, |coefficients| f64::from(coefficients[n]) * loss)
+    }
 }
 
 /// What the loss of a micro-batch is divided by, and what happens to logits.
@@ -84,7 +124,7 @@ pub struct OutputGrads<'a> {
 /// A micro-batch's loss and what flows back from it.
 #[derive(Debug)]
 pub struct LossAndGrad {
-    /// The sum of the losses of all rows with a target.
+    /// The sum of the losses of all rows with a target, each times its coefficient.
     pub loss: f64,
     /// The gradient of `x` for `scale` times that sum.
     pub dx: Tensor,
@@ -93,17 +133,21 @@ pub struct LossAndGrad {
 }
 
 /// The loss of `x: [N, D]` under `output`; adds its parameters' gradients to `grads`.
+///
+/// # Errors
+/// There are coefficients, but not one for each row; a tensor operation failed.
 pub fn linear_cross_entropy(
     x: &Tensor,
     output: Output<'_>,
-    targets: &[u32],
+    targets: LossTargets<'_>,
     kind: LossKind,
     grads: OutputGrads<'_>,
 ) -> Result<LossAndGrad> {
     if !x.device().is_cpu() {
         return reference(x, output, targets, kind, grads);
     }
-    let rows = counted(targets);
+    targets.check()?;
+    let rows = counted(targets.ids);
     let ((n, width), (vocab, _)) = (dims2(x)?, dims2(output.weight)?);
     let adapter = output.delta.map(DeltaOnCpu::new).transpose()?;
     with_elem!(x.dtype(), T => with_elem!(output.weight.dtype(), W => {
@@ -125,9 +169,11 @@ pub fn linear_cross_entropy(
             let losses: Vec<f32> = logits
                 .par_chunks_mut(vocab)
                 .zip(chunk)
-                .map(|(row, &n)| loss_and_gradient(row, targets[n], kind.softcap, kind.scale as f32))
+                .map(|(row, &n)| {
+                    loss_and_gradient(row, targets.ids[n], kind.softcap, targets.scale(n, kind.scale))
+                })
                 .collect();
-            loss += losses.iter().map(|&l| f64::from(l)).sum::<f64>();
+            loss += losses.iter().zip(chunk).map(|(&l, &n)| targets.weighted(n, l)).sum::<f64>();
             let d = MatView::new(logits, chunk.len(), vocab, vocab);
             let mut out = vec![T::default(); chunk.len() * width];
             matmul(MatViewMut { data: &mut out, stride: width, accumulate: false }, d, w, 1.0, Threads::All);
@@ -312,25 +358,30 @@ fn score(row: &[f32], target: usize) -> TokenScore {
 pub(crate) fn reference(
     x: &Tensor,
     output: Output<'_>,
-    targets: &[u32],
+    targets: LossTargets<'_>,
     kind: LossKind,
     grads: OutputGrads<'_>,
 ) -> Result<LossAndGrad> {
     let ((vocab, _), (n, width)) = (dims2(output.weight)?, dims2(x)?);
-    let rows = counted(targets);
+    targets.check()?;
+    let rows = counted(targets.ids);
     let device = x.device();
     let mut dx = Tensor::zeros((n, width), DType::F32, device)?;
     let mut du = output.delta.map(|delta| delta.u.zeros_like()).transpose()?;
     // Read once at the end: each read would wait for the device.
     let mut losses = Vec::new();
     for chunk in rows.chunks(chunk_rows(vocab)) {
-        let hits: Vec<u32> = chunk.iter().map(|&n| targets[n]).collect();
+        let hits: Vec<u32> = chunk.iter().map(|&n| targets.ids[n]).collect();
         let ids = indices(chunk, device)?;
         let hits = Tensor::from_vec(hits, (chunk.len(), 1), device)?;
         let x = x.index_select(&ids, 0)?;
         let u = output.delta.map(|delta| delta.u.index_select(&ids, 0)).transpose()?;
         let delta = output.delta.zip(u.as_ref()).map(|(delta, u)| Delta { u, ..delta });
-        let (d, row_loss) = reference_chunk(&x, Output { delta, ..output }, &hits, kind)?;
+        let (mut d, row_loss) = reference_chunk(&x, Output { delta, ..output }, &hits, kind)?;
+        if let Some(coefficients) = targets.coefficients {
+            let coefficients: Vec<f32> = chunk.iter().map(|&n| coefficients[n]).collect();
+            d = d.broadcast_mul(&Tensor::from_vec(coefficients, (chunk.len(), 1), device)?)?;
+        }
         losses.push(row_loss);
         let dlow = d.to_dtype(output.weight.dtype())?;
         dx = dx.index_add(&ids, &dlow.matmul(output.weight)?.to_dtype(DType::F32)?, 0)?;
@@ -363,7 +414,7 @@ pub(crate) fn reference(
     } else {
         Tensor::cat(&losses, 0)?.flatten_all()?.to_vec1::<f32>()?
     };
-    let loss = losses.iter().map(|&loss| f64::from(loss)).sum();
+    let loss = losses.iter().zip(&rows).map(|(&loss, &n)| targets.weighted(n, loss)).sum();
     Ok(LossAndGrad { loss, dx: dx.to_dtype(x.dtype())?, du })
 }
 

@@ -9,6 +9,7 @@ use super::saved_adapter;
 use super::vocabulary::tables_with_rows;
 use crate::adapter::{
     self, AdapterConfig, InitLoraWeights, ModulePattern, NamePattern, SavedAdapter, Target, TargetSpec,
+    TensorKind,
 };
 use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig, ModuleKind};
@@ -179,7 +180,22 @@ impl AdapterSetup {
     pub fn adapters(&self) -> Adapters {
         let spec = |target: &Target| LoraSpec { scale: target.scale, dropout: self.dropout };
         let loras = self.targets.iter().map(|target| (target.name.clone(), spec(target))).collect();
-        Adapters { loras, rows: self.rows.clone() }
+        Adapters { loras, rows: self.rows.clone(), base_change: self.base_change() }
+    }
+
+    /// What makes the frozen weights differ from the base's own.
+    fn base_change(&self) -> Option<&'static str> {
+        let tables = ["model.embed_tokens", "lm_head"];
+        let stored = |saved: &SavedAdapter| {
+            tables.iter().any(|table| saved.info(table, TensorKind::BaseWeight).is_some())
+        };
+        if self.is_pissa() {
+            Some("PiSSA took the adapter's first values out of the weights")
+        } else if self.start.saved().is_some_and(stored) {
+            Some("the adapter's files bring a token table of their own")
+        } else {
+            None
+        }
     }
 
     /// Goes on from the adapter of a checkpoint of the same run.

@@ -226,6 +226,19 @@ impl ParamStore {
         Ok(GatherGuard { weights: model::assemble::head(&self.config, &views)?, _whole: whole })
     }
 
+    /// Why what is computed without the adapter would not be the base model; none: it would be.
+    pub fn base_change(&self) -> Option<String> {
+        let own = |bucket: &&Bucket| bucket.entries.iter().any(|entry| !entry.desc.adapter);
+        let trained = self.trainable().find(own).and_then(|bucket| bucket.entries.first());
+        if let Some(entry) = trained {
+            return Some(format!("`{}` trains in its place in the model", entry.desc.name));
+        }
+        if let Some(table) = self.adapters.rows.keys().next() {
+            return Some(format!("rows of `{table}` train in their place in the table"));
+        }
+        self.adapters.base_change.map(str::to_owned)
+    }
+
     /// Takes in the gradients that the backward of a micro-batch left for a segment; `last` in the step.
     pub fn reduce(&self, segment: Segment, last: bool) -> Result<()> {
         // Buckets are in the order of segments.

@@ -27,6 +27,8 @@ pub struct Adapters {
     pub loras: BTreeMap<String, LoraSpec>,
     /// Tokens whose rows of a table train.
     pub rows: BTreeMap<String, Vec<u32>>,
+    /// What makes the frozen weights differ from the base's own; none: they are the base's.
+    pub base_change: Option<&'static str>,
 }
 
 /// The end of the name of the slot that holds a table's trainable rows (PEFT's).

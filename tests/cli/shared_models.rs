@@ -11,6 +11,7 @@ use candle_core::{DType, Device};
 use finetune::data::{Batch, IGNORE, PackedSample, Tokenizer};
 use finetune::engine::{Engine, Sampling};
 use finetune::error::Result;
+use finetune::model::AdapterSwitch;
 use finetune::recipe::enums::Attention;
 use finetune::setup::{EngineOptions, Trains};
 use serde_json::Value;
@@ -93,7 +94,7 @@ fn prompts_logits_and_continuations_equal_transformers() -> Result<()> {
         let prompt = model.tokenizer.encode(reference["prompt"].as_str().unwrap(), true)?;
         assert_eq!(prompt, model.ids("prompt_ids"), "{}", model.name);
 
-        let logits = model.engine.logits(&batch(prompt.clone()))?;
+        let logits = model.engine.logits(&batch(prompt.clone()), AdapterSwitch::On)?;
         let last = logits.get(prompt.len() - 1)?.to_vec1::<f32>()?;
         for (ours, wanted) in last.iter().zip(model.numbers("last_logits_0_8")) {
             assert!((f64::from(*ours) - wanted).abs() < 1e-4, "{}: {ours} {wanted}", model.name);

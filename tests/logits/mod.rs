@@ -4,6 +4,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device};
 use finetune::data::{Batch, IGNORE, PackedSample};
+use finetune::model::AdapterSwitch;
 use finetune::recipe::enums::Attention;
 use finetune::recipe::{self, DataSource};
 use finetune::report::{Terminal, Verbosity};
@@ -48,7 +49,8 @@ pub(crate) fn distance(expected: &Path, folder: &Path) -> f32 {
     }
     let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
     let engine = base(folder).engine(Trains::Nothing, &options).expect("loads");
-    let logits = engine.logits(&batch).and_then(|logits| Ok(logits.flatten_all()?.to_vec1()?));
+    let logits =
+        engine.logits(&batch, AdapterSwitch::On).and_then(|logits| Ok(logits.flatten_all()?.to_vec1()?));
     let ours: Vec<f32> = logits.expect("computes");
     let stored = floats(&expected, "logits");
     let vocab = engine.config.vocab_size;

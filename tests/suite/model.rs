@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use crate::logits;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE, PackedSample};
-use finetune::engine::{Engine, MicroStep, Recompute, Sampling};
+use finetune::engine::{CrossEntropy, Engine, MicroStep, Recompute, Sampling};
 use finetune::error::Result;
+use finetune::model::AdapterSwitch;
 use finetune::recipe::enums::Attention;
 use finetune::setup::{BaseModel, EngineOptions, Trains};
 use finetune::sharding::{Bucket, BucketEntry};
@@ -39,8 +40,8 @@ fn engine(name: &str, attention: Attention, trains: Trains<'_>) -> Engine {
 }
 
 /// A micro-batch that is a step of its own, without dropout.
-fn micro(scale: f64, recompute: Recompute) -> MicroStep {
-    MicroStep { scale, recompute, dropout: None, last: true }
+fn micro(scale: f64, recompute: Recompute) -> MicroStep<'static> {
+    MicroStep { objective: &CrossEntropy, scale, recompute, dropout: None, last: true }
 }
 
 fn gradient(bucket: &Bucket, entry: &BucketEntry) -> Vec<f32> {
@@ -115,7 +116,7 @@ fn logits_equal_transformers() -> Result<()> {
         let golden = Forward::open(name);
         for algorithm in [Attention::Flash, Attention::Eager] {
             let engine = engine(name, algorithm, Trains::Nothing);
-            let logits = flat(&engine.logits(&golden.packed())?);
+            let logits = flat(&engine.logits(&golden.packed(), AdapterSwitch::On)?);
             let vocab = engine.config.vocab_size;
             let wanted = floats(&golden.files, "logits");
             let mut row = 0;
@@ -140,7 +141,7 @@ fn losses_and_gradients_equal_transformers() -> Result<()> {
         assert_eq!(Some(valid), golden.info["n_loss_tokens"].as_u64(), "{name}");
         for recompute in [Recompute::None, Recompute::Block] {
             engine.store.zero_gradients()?;
-            let loss = engine.micro_step(&batch, micro(1.0 / valid as f64, recompute))? / valid as f64;
+            let loss = engine.micro_step(&batch, micro(1.0 / valid as f64, recompute))?.loss / valid as f64;
             let wanted = golden.info["loss_f64"].as_f64().unwrap();
             assert!((loss - wanted).abs() < 1e-5, "{name}: loss {loss}, transformers {wanted}");
             let mut compared = 0;
@@ -198,7 +199,7 @@ fn packing_has_no_cross_talk() -> Result<()> {
             engine.store.zero_gradients()?;
             let mut loss = 0.0;
             for batch in batches {
-                loss += engine.micro_step(batch, micro(1.0, Recompute::None))?;
+                loss += engine.micro_step(batch, micro(1.0, Recompute::None))?.loss;
             }
             let all = engine.store.trainable().map(|b| flat(&b.gradient().unwrap().unwrap())).collect();
             Ok((loss, all))
@@ -228,7 +229,7 @@ fn recompute_changes_nothing() -> Result<()> {
         let batch = packed(&[ids(70, 1), ids(33, 2)]);
         let run = |recompute| -> Result<(f64, Vec<Vec<f32>>)> {
             engine.store.zero_gradients()?;
-            let loss = engine.micro_step(&batch, micro(0.01, recompute))?;
+            let loss = engine.micro_step(&batch, micro(0.01, recompute))?.loss;
             Ok((loss, engine.store.trainable().map(|b| flat(&b.gradient().unwrap().unwrap())).collect()))
         };
         assert!(run(Recompute::None)? == run(Recompute::Block)?, "{name}");
@@ -262,11 +263,11 @@ fn bf16_is_close() -> Result<()> {
         let options = EngineOptions::alone(Device::Cpu, DType::BF16, Attention::Flash, 0);
         let engine = base(name).engine(Trains::All, &options)?;
         let batch = golden.packed();
-        let loss = engine.micro_step(&batch, micro(1.0 / batch.valid() as f64, Recompute::None))?
+        let loss = engine.micro_step(&batch, micro(1.0 / batch.valid() as f64, Recompute::None))?.loss
             / batch.valid() as f64;
         let exact = golden.info["loss_f64"].as_f64().unwrap();
         assert!((loss - exact).abs() < 0.01, "{name}: bf16 loss {loss}, exactly {exact}");
-        let logits = flat(&engine.logits(&batch)?);
+        let logits = flat(&engine.logits(&batch, AdapterSwitch::On)?);
         let wanted = floats(&golden.files, "logits");
         let len = golden.sequences[0].len() * engine.config.vocab_size;
         let difference = largest_difference(&logits[..len], &wanted[..len]);
@@ -288,7 +289,7 @@ fn tokens_are_those_of_the_whole_text(engine: &Engine, prompt: &[u32], name: &st
     let made = engine.generate(prompt, 16, greedy, &[], &mut |_| Ok(true))?;
     let text = [prompt, &made[..]].concat();
     for (len, made) in (prompt.len()..).zip(&made) {
-        let logits = flat(&engine.logits(&packed(&[text[..len].to_vec()]))?);
+        let logits = flat(&engine.logits(&packed(&[text[..len].to_vec()]), AdapterSwitch::On)?);
         let last = &logits[logits.len() - engine.config.vocab_size..];
         let best = (0..last.len()).max_by(|&a, &b| last[a].total_cmp(&last[b])).unwrap();
         assert_eq!(*made, best as u32, "{name}: the token at {len}");
@@ -321,19 +322,19 @@ fn every_rope_equals_transformers() -> Result<()> {
 
         let mut alone = Vec::new();
         for (length, ids) in &sequences {
-            let ours = flat(&engine.logits(&packed(std::slice::from_ref(ids)))?);
+            let ours = flat(&engine.logits(&packed(std::slice::from_ref(ids)), AdapterSwitch::On)?);
             let difference =
                 largest_difference(&ours, &floats(&expected, &format!("{name}.logits.{length}")));
             assert!(difference < 1e-4, "{name} {length}: logits {difference}");
             alone.extend(ours);
         }
-        let difference = largest_difference(&flat(&engine.logits(&together)?), &alone);
+        let difference = largest_difference(&flat(&engine.logits(&together, AdapterSwitch::On)?), &alone);
         assert!(difference < 1e-5, "{name}: side by side {difference}");
 
         tokens_are_those_of_the_whole_text(&engine, &sequences[0].1, name)?;
 
         let valid = together.valid() as f64;
-        let loss = engine.micro_step(&together, micro(1.0 / valid, Recompute::Block))? / valid;
+        let loss = engine.micro_step(&together, micro(1.0 / valid, Recompute::Block))?.loss / valid;
         let wanted = case["loss_f64"].as_f64().unwrap();
         assert!((loss - wanted).abs() < 1e-5, "{name}: loss {loss}, transformers {wanted}");
         let prefix = format!("{name}.grad.");

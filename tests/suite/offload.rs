@@ -8,6 +8,7 @@ use crate::logits;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE, PackedSample, Step};
 use finetune::engine::{Recompute, Sampling, SaveAssignment, Trainer, TrainerOptions};
+use finetune::model::AdapterSwitch;
 use finetune::optim::{Moments, Optimizer, OptimizerOptions, ParamGroup, Schedule};
 use finetune::recipe::enums::Attention;
 use finetune::recipe::enums::SchedulerKind;
@@ -63,7 +64,7 @@ fn answers(trainer: &mut Trainer) -> (Vec<u32>, Vec<u32>, String, Vec<Vec<u32>>)
         trainer.step(&step).unwrap();
     }
     let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
-    let logits = trainer.engine.logits(&batch()).unwrap().to_dtype(DType::F32).unwrap();
+    let logits = trainer.engine.logits(&batch(), AdapterSwitch::On).unwrap().to_dtype(DType::F32).unwrap();
     let greedy = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
     let text = trainer.engine.generate(&[5, 6, 7], 8, greedy, &[], &mut |_| Ok(true)).unwrap();
     let evaluation = trainer.engine.evaluate([batch()].into_iter(), |_| ()).unwrap();

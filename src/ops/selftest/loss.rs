@@ -6,8 +6,8 @@ use super::{CaseRunner, OpPair, SelftestCase, TensorPair, Tolerance};
 use crate::error::Result;
 use crate::ops::adamw::{self, AdamW};
 use crate::ops::cross_entropy::{
-    self, Delta, IGNORE, LossKind, Output, OutputGrads, TokenScore, linear_cross_entropy, logits,
-    score_targets,
+    self, Delta, IGNORE, LossKind, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy,
+    logits, score_targets,
 };
 use crate::ops::embedding;
 use crate::runtime::rng::RngStream;
@@ -79,12 +79,15 @@ struct Loss {
     dweight: bool,
     /// An adapter on the head, and single rows of it that train.
     adapter: bool,
+    /// Each row counts by a factor of its own.
+    weighted: bool,
 }
 
 const LOSS_WIDTH: usize = 24;
 
 fn losses() -> Vec<SelftestCase> {
-    let plain = Loss { rows: 45, ignore_every: 1000, softcap: None, dweight: false, adapter: false };
+    let plain =
+        Loss { rows: 45, ignore_every: 1000, softcap: None, dweight: false, adapter: false, weighted: false };
     let variants = [
         (plain, "frozen head"),
         (Loss { dweight: true, ..plain }, "dweight"),
@@ -97,6 +100,11 @@ fn losses() -> Vec<SelftestCase> {
         (
             Loss { rows: 2100, softcap: Some(2.0), adapter: true, ..plain },
             "adapter, token rows, soft-cap, two chunks",
+        ),
+        (Loss { ignore_every: 3, dweight: true, weighted: true, ..plain }, "coefficients, dweight"),
+        (
+            Loss { rows: 2100, softcap: Some(2.0), adapter: true, weighted: true, ..plain },
+            "coefficients, adapter, token rows, soft-cap, two chunks",
         ),
     ];
     let case = |(loss, what): (Loss, &str)| {
@@ -112,12 +120,18 @@ impl Loss {
         targets
     }
 
+    /// From −1 to 2, and zeros among them.
+    fn coefficients(self) -> Option<Vec<f32>> {
+        self.weighted.then(|| (0..self.rows).map(|n| (n % 13) as f32 / 4.0 - 1.0).collect())
+    }
+
     fn compare(self, bench: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
         let (x, w) = head_inputs(bench, self.rows)?;
         let grad = self.dweight.then(|| bench.normal_f32("dweight", (VOCAB, LOSS_WIDTH))).transpose()?;
         // As large as what is there before, so that neither hides the other.
         let kind = LossKind { scale: 0.3, softcap: self.softcap };
-        let targets = self.targets();
+        let (ids, coefficients) = (self.targets(), self.coefficients());
+        let targets = LossTargets { ids: &ids, coefficients: coefficients.as_deref() };
         let (u, b) = (bench.normal_f32("u", (self.rows, 3))?, bench.normal_f32("b", (VOCAB, 3))?);
         let (drows, db) =
             (bench.normal_f32("drows", (ROWS.len(), LOSS_WIDTH))?, bench.normal_f32("db", (VOCAB, 3))?);
@@ -129,10 +143,10 @@ impl Loss {
             b: self.adapter.then_some(b),
         };
         let here = grads(grad.as_ref().map(|g| &g.here), &drows.here, &db.here);
-        let got = linear_cross_entropy(&x.here, output(&w.here, &u.here, &b.here), &targets, kind, here)?;
+        let got = linear_cross_entropy(&x.here, output(&w.here, &u.here, &b.here), targets, kind, here)?;
         let plain = grads(grad.as_ref().map(|g| &g.plain), &drows.plain, &db.plain);
         let output = output(&w.plain, &u.plain, &b.plain);
-        let want = cross_entropy::reference(&x.plain, output, &targets, kind, plain)?;
+        let want = cross_entropy::reference(&x.plain, output, targets, kind, plain)?;
         let mut pairs = vec![TensorPair::scalars(got.loss, want.loss)?, TensorPair::new(got.dx, want.dx)];
         pairs.extend(got.du.zip(want.du).map(|(got, want)| TensorPair::new(got, want)));
         pairs.extend(grad.map(OpPair::pair));

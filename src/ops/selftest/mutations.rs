@@ -6,7 +6,7 @@ use super::{CaseRunner, TensorPair, Tolerance, cases, largest_error};
 use crate::error::Result;
 use crate::ops::adamw::{self, AdamW};
 use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
-use crate::ops::cross_entropy::{self, IGNORE, LossKind};
+use crate::ops::cross_entropy::{self, IGNORE, LossKind, LossTargets};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::embedding;
 use crate::ops::glu;
@@ -187,16 +187,20 @@ fn both_ends_of_the_model() -> Result<()> {
     let mut shifted = targets.clone();
     shifted.rotate_left(1);
     let kind = LossKind { scale: 0.3, softcap: None };
+    let [ids, shifted] = [&targets, &shifted].map(|ids| LossTargets::unweighted(ids));
+    let one_more = [vec![1.0; 12], vec![1.1], vec![1.0; 7]].concat();
+    let coefficients = LossTargets { coefficients: Some(&one_more), ..ids };
     for (what, other, targets_of_reference) in [
-        ("scale", LossKind { scale: 0.33, ..kind }, &targets),
-        ("soft-cap", LossKind { softcap: Some(4.0), ..kind }, &targets),
-        ("targets by one", kind, &shifted),
+        ("scale", LossKind { scale: 0.33, ..kind }, ids),
+        ("soft-cap", LossKind { softcap: Some(4.0), ..kind }, ids),
+        ("targets by one", kind, shifted),
+        ("a coefficient", kind, coefficients),
     ] {
         told_apart(what, |bench| {
             let (x, w) = (bench.normal("x", (20, 8))?, bench.normal("w", (11, 8))?);
             let output = cross_entropy::Output { weight: &w.here, delta: None };
             let none = cross_entropy::OutputGrads::default();
-            let got = cross_entropy::linear_cross_entropy(&x.here, output, &targets, kind, none)?.dx;
+            let got = cross_entropy::linear_cross_entropy(&x.here, output, ids, kind, none)?.dx;
             let plain = cross_entropy::Output { weight: &w.plain, delta: None };
             let want = cross_entropy::reference(&x.plain, plain, targets_of_reference, other, none)?.dx;
             Ok(vec![TensorPair::new(got, want)])

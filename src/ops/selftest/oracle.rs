@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, V
 use super::TensorPair;
 use crate::error::Result;
 use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
-use crate::ops::cross_entropy::{self, Delta, IGNORE, LossKind, Output, OutputGrads};
+use crate::ops::cross_entropy::{self, Delta, IGNORE, LossKind, LossTargets, Output, OutputGrads};
 use crate::ops::dora;
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::embedding;
@@ -236,7 +236,8 @@ fn attention_of_packed_spans() -> Result<()> {
 
 #[test]
 fn cross_entropy_of_a_linear_layer() -> Result<()> {
-    for softcap in [None, Some(1.5)] {
+    let weights: Vec<f32> = (0..12u8).map(|n| f32::from(n) / 5.0 - 0.7).collect();
+    for (softcap, coefficients) in [(None, None), (Some(1.5), None), (Some(1.5), Some(&weights[..]))] {
         let (x, w) = (var("x", (12, 8))?, var("w", (19, 8))?);
         // An adapter on the head, and rows of it that train beside all of them.
         let (u, b) = (var("u", (12, 3))?, var("b", (19, 3))?);
@@ -251,7 +252,12 @@ fn cross_entropy_of_a_linear_layer() -> Result<()> {
             logits = ((logits / cap)?.tanh()? * cap)?;
         }
         let at_target = logits.gather(&index(&hits)?.unsqueeze(1)?, 1)?.squeeze(1)?;
-        let loss = (logits.exp()?.sum(1)?.log()? - at_target)?.sum_all()?;
+        let mut loss = (logits.exp()?.sum(1)?.log()? - at_target)?;
+        if let Some(coefficients) = coefficients {
+            let coefficients = Tensor::from_slice(coefficients, 12, &Device::Cpu)?;
+            loss = (loss * coefficients.index_select(&index(&kept)?, 0)?)?;
+        }
+        let loss = loss.sum_all()?;
         let scale = 0.125;
         let dloss = Tensor::new(scale as f32, &Device::Cpu)?;
         let [want_dx, want_dw, want_du, want_db] = pulled(&loss, &dloss, [&x, &w, &u, &b])?;
@@ -259,7 +265,8 @@ fn cross_entropy_of_a_linear_layer() -> Result<()> {
         let kind = LossKind { scale, softcap };
         let output = Output { weight: &w, delta: Some(Delta { u: &u, b: &b, scale: 0.6 }) };
         let grads = OutputGrads { weight: Some(&dw), rows: Some((&rows, &drows)), b: Some(&db) };
-        let got = cross_entropy::reference(&x, output, &targets, kind, grads)?;
+        let got =
+            cross_entropy::reference(&x, output, LossTargets { ids: &targets, coefficients }, kind, grads)?;
         assert!((got.loss - f64::from(loss.to_scalar::<f32>()?)).abs() < 1e-4, "{got:?}");
         close("dx", &got.dx, &want_dx)?;
         close("dw", &dw, &want_dw)?;

@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 use finetune::ops::adamw::{AdamW, adamw};
 use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use finetune::ops::cross_entropy::{
-    IGNORE, LossKind, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
+    IGNORE, LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
 };
 use finetune::ops::dropout::{Dropout, dropout};
 use finetune::ops::elementwise::{add, add_into, sum_of_squares};
@@ -129,7 +129,7 @@ fn loss_and_update(dtype: DType, results: &mut Results) {
     let kind = LossKind { scale: 0.01, softcap: None };
     let output = Output { weight: &w, delta: None };
     let grads = OutputGrads { weight: Some(&dw), ..OutputGrads::default() };
-    let out = linear_cross_entropy(&x, output, &targets, kind, grads).unwrap();
+    let out = linear_cross_entropy(&x, output, LossTargets::unweighted(&targets), kind, grads).unwrap();
     results.insert("linear_cross_entropy", vec![out.loss.to_bits()]);
     results.insert("linear_cross_entropy dx", bits(&out.dx));
     results.insert("linear_cross_entropy dweight", bits(&dw));

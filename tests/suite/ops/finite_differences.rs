@@ -4,7 +4,8 @@
 use candle_core::{Device, Tensor};
 use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use finetune::ops::cross_entropy::{
-    IGNORE, LossAndGrad, LossKind, Output, OutputGrads, TokenScore, linear_cross_entropy, score_targets,
+    IGNORE, LossAndGrad, LossKind, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy,
+    score_targets,
 };
 use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
@@ -190,34 +191,43 @@ fn of_attention() {
     }
 }
 
-/// The sum of the losses of rows with a target.
-fn loss_f64(x: &[f64], w: &[f64], width: usize, targets: &[u32], softcap: Option<f64>) -> f64 {
-    let rows = x.chunks(width).zip(targets).filter(|(_, target)| **target != IGNORE);
-    let loss = |(x, target): (&[f64], &u32)| {
+/// The sum of the losses of rows with a target, each times its coefficient.
+fn loss_f64(x: &[f64], w: &[f64], width: usize, targets: LossTargets<'_>, softcap: Option<f64>) -> f64 {
+    let rows = x.chunks(width).zip(targets.ids).enumerate().filter(|(_, (_, target))| **target != IGNORE);
+    let loss = |(n, (x, target)): (usize, (&[f64], &u32))| {
+        let coefficient = targets.coefficients.map_or(1.0, |all| f64::from(all[n]));
         let logit = |w| softcap.map_or(dot(x, w), |cap: f64| cap * (dot(x, w) / cap).tanh());
         let logits: Vec<f64> = w.chunks(width).map(logit).collect();
-        logits.iter().map(|l| l.exp()).sum::<f64>().ln() - logits[*target as usize]
+        coefficient * (logits.iter().map(|l| l.exp()).sum::<f64>().ln() - logits[*target as usize])
     };
     rows.map(loss).sum()
 }
 
 #[test]
 fn of_the_loss() {
-    let targets = [3, IGNORE, 0, 12, 3, IGNORE, 7];
-    for softcap in [None, Some(2.0)] {
+    let ids = [3, IGNORE, 0, 12, 3, IGNORE, 7];
+    let weights = [0.5, 3.0, 1.5, 0.0, -0.25, 1.0, 2.0];
+    let unweighted = LossTargets::unweighted(&ids);
+    let weighted = LossTargets { coefficients: Some(&weights), ..unweighted };
+    for (softcap, targets) in
+        [(None, unweighted), (Some(2.0), unweighted), (None, weighted), (Some(2.0), weighted)]
+    {
         let (x, w) = (normal("x", (7, 6)), normal("w", (13, 6)));
         let (x64, w64) = (values(&x), values(&w));
         let kind = LossKind { scale: 0.2, softcap };
         let dw = zeros((13, 6));
         let output = Output { weight: &w, delta: None };
         let grads = OutputGrads { weight: Some(&dw), ..OutputGrads::default() };
-        let LossAndGrad { loss, dx, .. } = linear_cross_entropy(&x, output, &targets, kind, grads).unwrap();
-        let want = loss_f64(&x64, &w64, 6, &targets, softcap);
+        let LossAndGrad { loss, dx, .. } = linear_cross_entropy(&x, output, targets, kind, grads).unwrap();
+        let want = loss_f64(&x64, &w64, 6, targets, softcap);
         assert!((loss - want).abs() < 1e-5 * want, "{loss}, by definition {want}");
-        close("dx", &dx, &differences(&x64, |x| 0.2 * loss_f64(x, &w64, 6, &targets, softcap)));
-        close("dw", &dw, &differences(&w64, |w| 0.2 * loss_f64(&x64, w, 6, &targets, softcap)));
+        close("dx", &dx, &differences(&x64, |x| 0.2 * loss_f64(x, &w64, 6, targets, softcap)));
+        close("dw", &dw, &differences(&w64, |w| 0.2 * loss_f64(&x64, w, 6, targets, softcap)));
 
-        let scores = score_targets(&x, output, &targets, softcap).unwrap();
+        if targets.coefficients.is_some() {
+            continue;
+        }
+        let scores = score_targets(&x, output, &ids, softcap).unwrap();
         let sum: f64 = scores.iter().map(|score: &TokenScore| f64::from(score.loss)).sum();
         assert_eq!(scores.len(), 5);
         assert!((sum - want).abs() < 1e-5 * want, "{sum}, by definition {want}");

@@ -1,17 +1,13 @@
-//! The two ends of the model: embedding, and final norm with output layer and loss.
+//! The token embedding: its forward, and the backward of what trains of it.
 
 use std::collections::HashMap;
 
 use candle_core::{DType, Tensor};
 
-use super::lora::{DropoutSource, Lora};
+use super::lora::{AdapterSwitch, Lora};
 use super::{GradBuffer, ModelConfig, Param};
 use crate::error::Result;
-use crate::ops::cross_entropy::{
-    Delta, LossKind, Output, OutputGrads, TokenScore, linear_cross_entropy, logits, score_targets,
-};
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward};
-use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
 use crate::ops::{ColumnView, Transpose, empty, matmul};
 
 /// Single rows of a token table that train while the table is frozen (PEFT's `trainable_token_indices`). Their values
@@ -47,10 +43,13 @@ pub struct EmbedGradients {
 }
 
 impl EmbedWeights {
-    /// ids → `[N, D]`.
-    pub fn forward(&self, config: &ModelConfig, ids: &[u32]) -> Result<Tensor> {
+    /// The embeddings of N `ids`, `[N, D]`, in the dtype of activations.
+    ///
+    /// # Errors
+    /// A tensor operation failed.
+    pub fn forward(&self, config: &ModelConfig, ids: &[u32], adapter: AdapterSwitch) -> Result<Tensor> {
         let x = embed(&self.table, ids, config.embedding_factor, self.dtype)?;
-        if let Some(lora) = &self.lora {
+        if let Some(lora) = adapter.of(self.lora.as_ref()) {
             let (u, b) = (columns_of(&lora.a.value, ids)?, ColumnView::all(&lora.b.value));
             let scale = lora.scale * config.embedding_factor;
             matmul(ColumnView::all(&x), ColumnView::all(&u), b, Transpose::Nt, scale, true)?;
@@ -96,71 +95,5 @@ impl EmbedGradients {
             Some(grad) => columns_of_backward(grad, ids, &du, skip),
             None => Ok(()),
         }
-    }
-}
-
-/// Final norm and output layer, for one use.
-#[derive(Debug, Clone)]
-pub struct HeadWeights {
-    /// `model.norm`.
-    pub norm: Param,
-    /// `lm_head`, or the embedding table when tied: `[V, D]`.
-    pub lm_head: Param,
-    /// Rows of a tied table that train.
-    pub rows: Option<TokenRows>,
-    /// An adapter on the output layer.
-    pub lora: Option<Lora>,
-}
-
-impl HeadWeights {
-    /// The summed loss of the rows with a target, and the gradient of `x: [N, D]` for `scale` times that sum.
-    pub fn loss_and_grad(
-        &self,
-        config: &ModelConfig,
-        x: &Tensor,
-        targets: &[u32],
-        scale: f64,
-        source: DropoutSource,
-    ) -> Result<(f64, Tensor)> {
-        let normed = rms_norm(x, &self.norm.value, config.norm)?;
-        let u = self.down(&normed, source)?;
-        let kind = LossKind { scale, softcap: config.logit_softcap };
-        let grads = OutputGrads {
-            weight: self.lm_head.grad.as_deref(),
-            rows: self.rows.as_ref().map(|rows| (rows.ids.as_slice(), &*rows.grad)),
-            b: self.lora.as_ref().and_then(|lora| lora.b.grad.as_deref()),
-        };
-        let out = linear_cross_entropy(&normed, self.output(u.as_ref()), targets, kind, grads)?;
-        if let (Some(lora), Some(du)) = (&self.lora, &out.du) {
-            lora.down_backward(&normed, du, Some(&out.dx), source)?;
-        }
-        let grad = self.norm.grad.as_deref();
-        let dx = rms_norm_backward(x, &self.norm.value, &out.dx, None, grad, config.norm)?;
-        Ok((out.loss, dx))
-    }
-
-    /// Loss and hit of every row with a target, in order.
-    pub fn score(&self, config: &ModelConfig, x: &Tensor, targets: &[u32]) -> Result<Vec<TokenScore>> {
-        let normed = rms_norm(x, &self.norm.value, config.norm)?;
-        let u = self.down(&normed, None)?;
-        score_targets(&normed, self.output(u.as_ref()), targets, config.logit_softcap)
-    }
-
-    /// f32 logits `[N, V]`.
-    pub fn logits(&self, config: &ModelConfig, x: &Tensor) -> Result<Tensor> {
-        let normed = rms_norm(x, &self.norm.value, config.norm)?;
-        let u = self.down(&normed, None)?;
-        logits(&normed, self.output(u.as_ref()), config.logit_softcap)
-    }
-
-    /// The adapter's inner activations, `[N, r]`.
-    fn down(&self, normed: &Tensor, source: DropoutSource) -> Result<Option<Tensor>> {
-        self.lora.as_ref().map(|lora| lora.down(normed, source)).transpose()
-    }
-
-    fn output<'a>(&'a self, u: Option<&'a Tensor>) -> Output<'a> {
-        let delta = self.lora.as_ref().zip(u);
-        let delta = delta.map(|(lora, u)| Delta { u, b: &lora.b.value, scale: lora.scale });
-        Output { weight: &self.lm_head.value, delta }
     }
 }

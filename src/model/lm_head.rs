@@ -1,0 +1,97 @@
+//! Final norm and output layer: logits, scores, and the loss with its backward.
+
+use candle_core::Tensor;
+
+use super::embedding::TokenRows;
+use super::lora::{AdapterSwitch, BranchContext, DropoutSource, Lora};
+use super::{ModelConfig, Param};
+use crate::error::Result;
+use crate::ops::cross_entropy::{
+    Delta, LossKind, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy, logits,
+    score_targets,
+};
+use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
+
+/// Final norm and output layer, for one use.
+#[derive(Debug, Clone)]
+pub struct HeadWeights {
+    /// `model.norm`.
+    pub norm: Param,
+    /// `lm_head`, or the embedding table when tied: `[V, D]`.
+    pub lm_head: Param,
+    /// Rows of a tied table that train.
+    pub rows: Option<TokenRows>,
+    /// An adapter on the output layer.
+    pub lora: Option<Lora>,
+}
+
+impl HeadWeights {
+    /// The summed cross-entropy of the rows with a target, each times its coefficient, and the gradient of `x: [N, D]`
+    /// for `scale` times that sum, in the dtype of `x`. Adds the gradients of the parameters that train.
+    ///
+    /// # Errors
+    /// There are coefficients, but not one for each row; a tensor operation failed.
+    pub fn loss_and_grad(
+        &self,
+        config: &ModelConfig,
+        x: &Tensor,
+        targets: LossTargets<'_>,
+        scale: f64,
+        source: DropoutSource,
+    ) -> Result<(f64, Tensor)> {
+        let normed = rms_norm(x, &self.norm.value, config.norm)?;
+        let u = self.down(&normed, BranchContext { adapter: AdapterSwitch::On, source })?;
+        let kind = LossKind { scale, softcap: config.logit_softcap };
+        let grads = OutputGrads {
+            weight: self.lm_head.grad.as_deref(),
+            rows: self.rows.as_ref().map(|rows| (rows.ids.as_slice(), &*rows.grad)),
+            b: self.lora.as_ref().and_then(|lora| lora.b.grad.as_deref()),
+        };
+        let out = linear_cross_entropy(&normed, self.output(u.as_ref()), targets, kind, grads)?;
+        if let (Some(lora), Some(du)) = (&self.lora, &out.du) {
+            lora.down_backward(&normed, du, Some(&out.dx), source)?;
+        }
+        let grad = self.norm.grad.as_deref();
+        let dx = rms_norm_backward(x, &self.norm.value, &out.dx, None, grad, config.norm)?;
+        Ok((out.loss, dx))
+    }
+
+    /// Loss and hit of every row of `x: [N, D]` with a target, in order.
+    ///
+    /// # Errors
+    /// A tensor operation failed.
+    pub fn score(
+        &self,
+        config: &ModelConfig,
+        x: &Tensor,
+        targets: &[u32],
+        adapter: AdapterSwitch,
+    ) -> Result<Vec<TokenScore>> {
+        let normed = rms_norm(x, &self.norm.value, config.norm)?;
+        let u = self.down(&normed, BranchContext { adapter, source: None })?;
+        score_targets(&normed, self.output(u.as_ref()), targets, config.logit_softcap)
+    }
+
+    /// The logits of `x: [N, D]`, `[N, V]` f32.
+    ///
+    /// # Errors
+    /// A tensor operation failed.
+    pub fn logits(&self, config: &ModelConfig, x: &Tensor, adapter: AdapterSwitch) -> Result<Tensor> {
+        let normed = rms_norm(x, &self.norm.value, config.norm)?;
+        let u = self.down(&normed, BranchContext { adapter, source: None })?;
+        logits(&normed, self.output(u.as_ref()), config.logit_softcap)
+    }
+
+    /// The adapter's inner activations, `[N, r]`; none without an adapter.
+    fn down(&self, normed: &Tensor, branch: BranchContext) -> Result<Option<Tensor>> {
+        let lora = branch.adapter.of(self.lora.as_ref());
+        lora.map(|lora| lora.down(normed, branch.source)).transpose()
+    }
+
+    /// The output layer with the adapter's inner activations `u`, where it takes part.
+    fn output<'a>(&'a self, u: Option<&'a Tensor>) -> Output<'a> {
+        let delta = self.lora.as_ref().zip(u);
+        let delta = delta.map(|(lora, u)| Delta { u, b: &lora.b.value, scale: lora.scale });
+        Output { weight: &self.lm_head.value, delta }
+    }
+}
