@@ -4,7 +4,7 @@
 use super::train_recipe_is;
 use crate::cli::TrainArgs;
 use crate::data::Tokenizer;
-use crate::engine::{Engine, RunSummary, Sampling};
+use crate::engine::{Engine, LogitsProcessor, RunSummary, Sampling};
 use crate::error::Result;
 use crate::plan::Plan;
 use crate::report::Terminal;
@@ -46,10 +46,10 @@ pub(super) fn questions(args: &TrainArgs, plan: &Plan) -> Result<Vec<Question>> 
 
 /// What the model answers, always the likeliest token.
 pub(super) fn answers(questions: &[Question], engine: &Engine, tokenizer: &Tokenizer) -> Result<Vec<String>> {
-    let greedy = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
     let answer = |question: &Question| {
+        let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
         let stop = tokenizer.eos_ids();
-        let ids = engine.generate(&question.prompt, ANSWER_TOKENS, greedy, stop, &mut |_| Ok(true))?;
+        let ids = engine.generate(&question.prompt, ANSWER_TOKENS, &mut greedy, stop, &mut |_| Ok(true))?;
         Ok(tokenizer.decode(&ids, true)?.trim().replace('\n', " "))
     };
     questions.iter().map(answer).collect()
