@@ -8,7 +8,7 @@ use super::{Opened, open_device, terminal, working_folder};
 use crate::cli::GenerateArgs;
 use crate::data::template::TemplateInputs;
 use crate::data::{ChatTemplate, Tokenizer};
-use crate::engine::{Engine, Sampling};
+use crate::engine::{Engine, LogitsProcessor};
 use crate::error::{Error, Result};
 use crate::recipe::{Purpose, Recipe, RecipeLayers, RecipeText};
 use crate::report::Terminal;
@@ -113,10 +113,16 @@ impl Generator<'_> {
         Ok(())
     }
 
+    /// What chooses the tokens of one continuation; each starts from the seed.
+    fn sampler(&self) -> LogitsProcessor {
+        // It counts probabilities in f32, where the smallest of the accepted shares are zero.
+        let top_p = (self.args.top_p < 1.0).then_some(self.args.top_p.max(f64::from(f32::MIN_POSITIVE)));
+        LogitsProcessor::new(self.args.seed, Some(self.args.temperature), top_p)
+    }
+
     /// Prints the continuation of `ids` as it is made; returns it.
     fn stream(&self, ids: &[u32]) -> Result<String> {
-        let sampling =
-            Sampling { temperature: self.args.temperature, top_p: self.args.top_p, seed: self.args.seed };
+        let mut sampler = self.sampler();
         let mut text = self.tokenizer.stream(true);
         let mut whole = String::new();
         // Decoders drop the space before the first word: what is printed is what the new tokens add to the prompt.
@@ -124,7 +130,7 @@ impl Generator<'_> {
             text.push(*id)?;
         }
         let stop = self.tokenizer.eos_ids();
-        self.engine.generate(ids, self.args.max_new_tokens, sampling, stop, &mut |id| {
+        self.engine.generate(ids, self.args.max_new_tokens, &mut sampler, stop, &mut |id| {
             let piece = text.push(id)?;
             whole.push_str(&piece);
             self.terminal.data(&piece)?;

@@ -1,33 +1,27 @@
 //! Generation with a key/value cache: the prompt in one pass, then one token at a time. Where the sequence's length
 //! changes the rotary frequencies (dynamic, longrope), the cached keys are of another rotation: all tokens pass again.
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
+pub use candle_transformers::generation::{LogitsProcessor, Sampling};
 
 use super::Engine;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::model::{self, AdapterSwitch, BlockCache, BlockContext};
 use crate::ops::attention::Span;
-use crate::runtime::rng::RngStream;
-
-/// How the next token is chosen.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Sampling {
-    /// 0: the most likely token, always. Otherwise logits are divided by it.
-    pub temperature: f64,
-    /// Only the most likely tokens that together reach this probability take part; 1: all.
-    pub top_p: f64,
-    /// Seeds the choice.
-    pub seed: u64,
-}
 
 impl Engine {
-    /// Continues `prompt` by at most `max_new_tokens`; ends before a token of `stop`. Each token is handed to `emit`
-    /// as it is made; `emit` ends the generation by returning false.
+    /// Continues `prompt` by at most `max_new_tokens`, each chosen by `sampler`; ends before a token of `stop`. Each
+    /// token is handed to `emit` as it is made; `emit` ends the generation by returning false.
+    ///
+    /// A sampler holds its own generator, seeded when it is made: equal seeds choose equal tokens on every rank.
+    ///
+    /// # Errors
+    /// The prompt is empty, the logits are not finite numbers, or `emit` fails.
     pub fn generate(
         &self,
         prompt: &[u32],
         max_new_tokens: usize,
-        sampling: Sampling,
+        sampler: &mut LogitsProcessor,
         stop: &[u32],
         emit: &mut dyn FnMut(u32) -> Result<bool>,
     ) -> Result<Vec<u32>> {
@@ -53,7 +47,7 @@ impl Engine {
             }
             let logits = self.next_logits(&all[past..], past, &mut caches)?;
             past = all.len();
-            let token = choose(&logits, sampling, made.len() as u64)?;
+            let token = choose(logits, sampler)?;
             if stop.contains(&token) {
                 break;
             }
@@ -93,58 +87,66 @@ impl Engine {
     }
 }
 
-fn choose(logits: &[f32], sampling: Sampling, index: u64) -> Result<u32> {
-    if logits.iter().any(|l| l.is_nan()) {
+/// The next token after `logits`, one for each token of the vocabulary.
+fn choose(logits: Vec<f32>, sampler: &mut LogitsProcessor) -> Result<u32> {
+    if logits.iter().any(|&logit| logit.is_nan() || logit == f32::INFINITY) {
         return Err(Error::new(ErrorCategory::Diverged, "the model's logits are not numbers")
             .hint("check the weights with `finetune inspect`"));
     }
-    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
-    let by_logit = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
-    if sampling.temperature <= 0.0 {
-        return Ok(order.into_iter().min_by(by_logit).unwrap_or(0));
-    }
-    order.sort_unstable_by(by_logit);
-    let max = f64::from(logits[order[0] as usize]);
-    let weight = |&id: &u32| ((f64::from(logits[id as usize]) - max) / sampling.temperature).exp();
-    let total: f64 = order.iter().map(weight).sum();
-    let mut kept = 0.0;
-    let nucleus = order.iter().position(|id| {
-        kept += weight(id) / total;
-        kept >= sampling.top_p
-    });
-    order.truncate(nucleus.map_or(order.len(), |last| last + 1));
-    let mass: f64 = order.iter().map(weight).sum();
-    let mut at = f64::from(RngStream::new(sampling.seed).named("generate").uniform(index)) * mass;
-    for id in &order {
-        at -= weight(id);
-        if at < 0.0 {
-            return Ok(*id);
-        }
-    }
-    Ok(order[order.len() - 1])
+    let vocab = logits.len();
+    Ok(sampler.sample(&Tensor::from_vec(logits, vocab, &Device::Cpu)?)?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const LOGITS: [f32; 4] = [0.0, 2.0, 1.0, 2.0];
+
+    fn sampler(seed: u64, sampling: Sampling) -> LogitsProcessor {
+        LogitsProcessor::from_sampling(seed, sampling)
+    }
+
+    /// `count` tokens chosen after [`LOGITS`].
+    fn chosen(mut sampler: LogitsProcessor, count: usize) -> Result<Vec<u32>> {
+        (0..count).map(|_| choose(LOGITS.to_vec(), &mut sampler)).collect()
+    }
+
     #[test]
-    fn choices() -> Result<()> {
-        let logits = [0.0, 2.0, 1.0, 2.0];
-        let greedy = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
-        assert_eq!(choose(&logits, greedy, 0)?, 1);
-        let warm = Sampling { temperature: 1.0, top_p: 1.0, seed: 3 };
+    fn the_lowest_of_the_likeliest_tokens_is_the_greedy_choice() -> Result<()> {
+        assert_eq!(chosen(sampler(0, Sampling::ArgMax), 3)?, [1; 3]);
+        Ok(())
+    }
+
+    #[test]
+    fn tokens_are_as_frequent_as_their_probabilities() -> Result<()> {
         let mut counts = [0usize; 4];
-        for i in 0..20_000 {
-            counts[choose(&logits, warm, i)? as usize] += 1;
+        for token in chosen(sampler(3, Sampling::All { temperature: 1.0 }), 20_000)? {
+            counts[token as usize] += 1;
         }
-        let total: f64 = logits.iter().map(|&l| f64::from(l).exp()).sum();
-        for (count, logit) in counts.iter().zip(logits) {
+        let total: f64 = LOGITS.iter().map(|&l| f64::from(l).exp()).sum();
+        for (count, logit) in counts.iter().zip(LOGITS) {
             assert!((*count as f64 / 20_000.0 - f64::from(logit).exp() / total).abs() < 0.015, "{counts:?}");
         }
-        let narrow = Sampling { top_p: 0.5, ..warm };
-        assert!((0..1000).all(|i| matches!(choose(&logits, narrow, i), Ok(1 | 3))));
-        assert!(choose(&[0.0, f32::NAN], warm, 0).is_err());
+        let narrow = chosen(sampler(3, Sampling::TopP { p: 0.5, temperature: 1.0 }), 1000)?;
+        assert!(narrow.iter().all(|token| matches!(token, 1 | 3)), "{narrow:?}");
         Ok(())
+    }
+
+    #[test]
+    fn equal_seeds_choose_equal_tokens() -> Result<()> {
+        let warm = |seed| chosen(sampler(seed, Sampling::All { temperature: 1.0 }), 64);
+        assert_eq!(warm(7)?, warm(7)?);
+        assert_ne!(warm(7)?, warm(8)?);
+        Ok(())
+    }
+
+    #[test]
+    fn logits_that_are_not_numbers_are_refused() {
+        for broken in [f32::NAN, f32::INFINITY] {
+            for sampling in [Sampling::ArgMax, Sampling::All { temperature: 1.0 }] {
+                assert!(choose(vec![0.0, broken], &mut sampler(0, sampling)).is_err());
+            }
+        }
     }
 }

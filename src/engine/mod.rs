@@ -19,7 +19,7 @@ use candle_core::{Device, Tensor};
 
 pub use compare::Comparison;
 pub use evaluate::Evaluation;
-pub use generate::Sampling;
+pub use generate::{LogitsProcessor, Sampling};
 pub use objective::{CrossEntropy, LossSums, MetricSum, Objective, ObjectiveInput, ObjectiveOutput};
 pub use train_loop::{Progress, Reporter, RunOptions, RunSummary, TrainLoop};
 pub use trainer::{Recompute, SaveAssignment, StepResult, Trainer, TrainerOptions};

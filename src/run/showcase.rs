@@ -2,7 +2,7 @@
 //! training.
 
 use crate::data::Tokenizer;
-use crate::engine::{Engine, RunSummary, Sampling};
+use crate::engine::{Engine, LogitsProcessor, RunSummary, Sampling};
 use crate::error::Result;
 use crate::plan::Plan;
 use crate::report::Terminal;
@@ -44,10 +44,10 @@ pub(crate) fn questions(plan: &Plan) -> Result<Vec<Question>> {
 
 /// What the model answers, always the likeliest token.
 pub(crate) fn answers(questions: &[Question], engine: &Engine, tokenizer: &Tokenizer) -> Result<Vec<String>> {
-    let greedy = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
     let answer = |question: &Question| {
+        let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
         let stop = tokenizer.eos_ids();
-        let ids = engine.generate(&question.prompt, ANSWER_TOKENS, greedy, stop, &mut |_| Ok(true))?;
+        let ids = engine.generate(&question.prompt, ANSWER_TOKENS, &mut greedy, stop, &mut |_| Ok(true))?;
         Ok(tokenizer.decode(&ids, true)?.trim().replace('\n', " "))
     };
     questions.iter().map(answer).collect()

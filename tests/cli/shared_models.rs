@@ -9,7 +9,7 @@ use crate::logits;
 use crate::skipped::skipped;
 use candle_core::{DType, Device};
 use finetune::data::{Batch, IGNORE, PackedSample, Tokenizer};
-use finetune::engine::{Engine, Sampling};
+use finetune::engine::{Engine, LogitsProcessor, Sampling};
 use finetune::error::Result;
 use finetune::model::AdapterSwitch;
 use finetune::recipe::enums::Attention;
@@ -103,14 +103,14 @@ fn prompts_logits_and_continuations_equal_transformers() -> Result<()> {
         let at = f64::from(last[largest[0] as usize]);
         assert!((at - largest[1]).abs() < 1e-4, "{}: {at} {largest:?}", model.name);
 
-        let greedy = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
+        let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
         let mut wanted = model.ids("greedy_ids_40_new");
         // The reference keeps the token that ends a text; a continuation of ours is what stands before it.
         let stop = model.tokenizer.eos_ids();
         if wanted.last().is_some_and(|last| stop.contains(last)) {
             wanted.pop();
         }
-        let ours = model.engine.generate(&prompt, 40, greedy, stop, &mut |_| Ok(true))?;
+        let ours = model.engine.generate(&prompt, 40, &mut greedy, stop, &mut |_| Ok(true))?;
         assert_eq!(ours, wanted, "{}", model.name);
     }
     Ok(())

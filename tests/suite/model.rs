@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::logits;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE, PackedSample};
-use finetune::engine::{CrossEntropy, Engine, MicroStep, Recompute, Sampling};
+use finetune::engine::{CrossEntropy, Engine, LogitsProcessor, MicroStep, Recompute, Sampling};
 use finetune::error::Result;
 use finetune::model::AdapterSwitch;
 use finetune::recipe::enums::Attention;
@@ -180,9 +180,9 @@ fn greedy_continuations_equal_transformers() -> Result<()> {
                 .collect()
         };
         let (prompt, wanted) = (list("prompt_ids"), list("new_ids"));
-        let greedy = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
+        let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
         let engine = engine(name, Attention::Flash, Trains::Nothing);
-        let ours = engine.generate(&prompt, wanted.len(), greedy, &[], &mut |_| Ok(true))?;
+        let ours = engine.generate(&prompt, wanted.len(), &mut greedy, &[], &mut |_| Ok(true))?;
         assert_eq!(ours, wanted, "{name}");
     }
     Ok(())
@@ -285,8 +285,8 @@ fn bf16_is_close() -> Result<()> {
 
 /// Sixteen tokens made one by one, past the golden models' original context of 16, are what the logits of all before say.
 fn tokens_are_those_of_the_whole_text(engine: &Engine, prompt: &[u32], name: &str) -> Result<()> {
-    let greedy = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
-    let made = engine.generate(prompt, 16, greedy, &[], &mut |_| Ok(true))?;
+    let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
+    let made = engine.generate(prompt, 16, &mut greedy, &[], &mut |_| Ok(true))?;
     let text = [prompt, &made[..]].concat();
     for (len, made) in (prompt.len()..).zip(&made) {
         let logits = flat(&engine.logits(&packed(&[text[..len].to_vec()]), AdapterSwitch::On)?);

@@ -7,7 +7,7 @@ use std::process::Output;
 use crate::logits;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE, PackedSample, Step};
-use finetune::engine::{Recompute, Sampling, SaveAssignment, Trainer, TrainerOptions};
+use finetune::engine::{LogitsProcessor, Recompute, Sampling, SaveAssignment, Trainer, TrainerOptions};
 use finetune::model::AdapterSwitch;
 use finetune::optim::{Moments, Optimizer, OptimizerOptions, ParamGroup, Schedule};
 use finetune::recipe::enums::Attention;
@@ -65,8 +65,8 @@ fn answers(trainer: &mut Trainer) -> (Vec<u32>, Vec<u32>, String, Vec<Vec<u32>>)
     }
     let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
     let logits = trainer.engine.logits(&batch(), AdapterSwitch::On).unwrap().to_dtype(DType::F32).unwrap();
-    let greedy = Sampling { temperature: 0.0, top_p: 1.0, seed: 0 };
-    let text = trainer.engine.generate(&[5, 6, 7], 8, greedy, &[], &mut |_| Ok(true)).unwrap();
+    let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
+    let text = trainer.engine.generate(&[5, 6, 7], 8, &mut greedy, &[], &mut |_| Ok(true)).unwrap();
     let evaluation = trainer.engine.evaluate([batch()].into_iter(), |_| ()).unwrap();
     let saved = trainer.snapshot(true).unwrap();
     let saved = saved.into_iter().map(|tensor| bits(tensor.values)).collect();
