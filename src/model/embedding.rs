@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Tensor};
 
 use super::lora::{AdapterSwitch, Lora};
-use super::{GradBuffer, ModelConfig, Param};
+use super::{GradBuffer, ModelConfig};
 use crate::error::Result;
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward};
 use crate::ops::{ColumnView, Transpose, empty, matmul};

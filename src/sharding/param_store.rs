@@ -228,7 +228,7 @@ impl ParamStore {
 
     /// Why what is computed without the adapter would not be the base model; none: it would be.
     pub fn base_change(&self) -> Option<String> {
-        let own = |bucket: &&Bucket| bucket.entries.iter().any(|entry| !entry.desc.adapter);
+        let own = |bucket: &&Bucket| bucket.entries.iter().any(|entry| !entry.desc.kind.is_adapter());
         let trained = self.trainable().find(own).and_then(|bucket| bucket.entries.first());
         if let Some(entry) = trained {
             return Some(format!("`{}` trains in its place in the model", entry.desc.name));
