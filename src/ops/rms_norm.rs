@@ -141,11 +141,11 @@ pub(super) fn add_gain_gradient<T: FloatElement>(
     })
 }
 
-/// The definition, in candle's primitives.
+/// The definition, in candle's differentiable form: `[N, D]` in x's dtype. A gain of `1 + weight` is made before it.
 pub(crate) fn reference(x: &Tensor, weight: &Tensor, kind: NormKind) -> Result<Tensor> {
-    let (normed, _) = normalized(x, kind)?;
     let gain = (weight.to_dtype(DType::F32)? + f64::from(kind.offset()))?;
-    Ok(normed.broadcast_mul(&gain)?.to_dtype(x.dtype())?)
+    let y = candle_nn::ops::rms_norm_slow(&x.to_dtype(DType::F32)?, &gain, kind.eps as f32)?;
+    Ok(y.to_dtype(x.dtype())?)
 }
 
 /// The backward formula in candle's primitives.

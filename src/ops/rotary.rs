@@ -5,6 +5,7 @@
 //! rotation by the negative angle, then the norm's backward from the raw projection; nothing else is saved.
 
 use candle_core::{DType, Tensor};
+use candle_nn::rotary_emb::rope_slow;
 use rayon::prelude::*;
 
 use super::rms_norm::{self, NormKind};
@@ -223,16 +224,16 @@ pub(crate) fn reference_backward(
     Ok(())
 }
 
-/// `x: [N, heads, D]` rotated by the table's angles times `direction`, in f32.
+/// `x: [N, heads, D]` rotated by the table's angles times `direction`, in f32, in candle's differentiable form.
 fn turn(x: &Tensor, table: &RotaryTable, direction: f64) -> Result<Tensor> {
     let x = x.to_dtype(DType::F32)?;
     let (_, _, dim) = x.dims3()?;
-    let half = table.cos.dim(1)?;
-    let (cos, sin) = (table.cos.unsqueeze(1)?, (table.sin.unsqueeze(1)? * direction)?);
-    let (a, b) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
-    let left = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
-    let right = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
-    let rest = dim - 2 * half;
-    let parts = if rest > 0 { vec![left, right, x.narrow(2, 2 * half, rest)?] } else { vec![left, right] };
-    Ok(Tensor::cat(&parts, 2)?.contiguous()?)
+    let rotary_dim = 2 * table.cos.dim(1)?;
+    // candle wants `[batch, heads, N, D]`.
+    let heads_first = x.narrow(2, 0, rotary_dim)?.transpose(0, 1)?.unsqueeze(0)?;
+    let turned = rope_slow(&heads_first, &table.cos, &(&table.sin * direction)?)?;
+    let turned = turned.squeeze(0)?.transpose(0, 1)?;
+    let rest = dim - rotary_dim;
+    let whole = if rest > 0 { Tensor::cat(&[turned, x.narrow(2, rotary_dim, rest)?], 2)? } else { turned };
+    Ok(whole.contiguous()?)
 }

@@ -3,6 +3,19 @@
 //! The format (huggingface/safetensors, README): 8 bytes little-endian header length, a JSON object from tensor
 //! names to `dtype`, `shape` and `data_offsets`, then the data, which the offsets cover without a hole or overlap.
 //! Nothing is allocated for what a header merely claims, and no tensor byte is touched.
+//!
+//! The crate `safetensors` (0.8, `src/tensor.rs`) is the tests' reference and is not used here, because
+//! - its reader wants the bytes of the whole file (`read_metadata` compares their number with the header's), where a
+//!   file on the hub is judged by its first bytes and its size alone;
+//! - a name that comes twice is kept once, the last one (`HashMetadata` is a `HashMap`): two that claim the same bytes
+//!   pass;
+//! - one entry of `__metadata__` that is no text refuses the whole file, where readers of weights pass over it;
+//! - a shape may have any number of dimensions, and most errors name neither the tensor nor the numbers.
+//!
+//! Its writer (`serialize_to_file`) streams from lazy views too, but asks for each tensor whole and in one piece, cannot
+//! be told that a value failed to come (`View::data` returns no error: ranks gather theirs), chooses the order itself,
+//! writes `__metadata__` in the order of a `HashMap`, so that two entries give other bytes on each run, and neither
+//! flushes to the disk nor gives a digest. See [`super::write`] and [`super::random_access_writer`].
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -30,5 +30,6 @@ mod recipe;
 mod rendezvous;
 mod report;
 mod saving;
+mod second_oracle;
 mod traffic;
 mod weights;

@@ -405,6 +405,22 @@ fn candle_reads_what_we_write() {
     assert_eq!(fs::read_dir(dir.path()).expect("folder").count(), 1, "no temporary left");
 }
 
+/// Why the crate `safetensors` is not our reader: src/weights/header.rs.
+#[test]
+fn the_reference_reader_judges_these_otherwise() {
+    let reads = |bytes: &[u8]| safetensors::SafeTensors::read_metadata(bytes).is_ok();
+    let tensor = r#""a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}"#;
+    let whole = file(&format!("{{{tensor}}}"), &[0; 8]);
+    assert!(reads(&whole));
+    assert!(!reads(&whole[..whole.len() - 8]), "it takes a header alone");
+    assert!(reads(&file(&format!("{{{tensor},{tensor}}}"), &[0; 8])), "it refuses a name that comes twice");
+    let number = file(&format!(r#"{{"__metadata__":{{"version":1}},{tensor}}}"#), &[0; 8]);
+    assert!(!reads(&number), "it takes metadata that is no text");
+    let dir = temp();
+    put(dir.path(), MODEL_FILE, number);
+    assert!(ModelFiles::open(dir.path()).expect("ours passes over it").names().eq(["a"]));
+}
+
 #[test]
 fn writers_that_give_the_wrong_amount_are_caught() {
     let dir = temp();

@@ -41,6 +41,7 @@ pub(super) fn forward(
             let k = repeated(qkv.k, span, &t, kind)?;
             let v = repeated(qkv.v, span, &t, kind)?;
             let (scores, _) = scores(&q, &k, span, &t, kind)?;
+            // Not candle's softmax: the backward needs the sums, which it keeps to itself.
             let max = scores.max_keepdim(2)?;
             let exp = scores.broadcast_sub(&max)?.exp()?;
             let sum = exp.sum_keepdim(2)?;

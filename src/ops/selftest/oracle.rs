@@ -1,5 +1,6 @@
-//! The backward of every reference against candle's tape over plain forms. The plain forms use no op that the tape
-//! does not follow; a gradient that is missing, zero or not finite fails.
+//! The backward of every reference against candle's tape over plain forms, candle-nn's where it has one and the
+//! reference is not made of it. The plain forms use no op that the tape does not follow (candle-nn's fused norm, rope
+//! and softmax cut it); a gradient that is missing, zero or not finite fails.
 
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
 
@@ -180,8 +181,7 @@ fn plain_head(q: &Tensor, k: &Tensor, v: &Tensor, kind: AttentionKind) -> Result
     let seen = |i: usize, j: usize| j <= i && kind.window.is_none_or(|window| i - j < window);
     let mask = (0..len * len).map(|at| if seen(at / len, at % len) { 0f32 } else { f32::NEG_INFINITY });
     let mask = Tensor::from_vec(mask.collect::<Vec<_>>(), (len, len), &Device::Cpu)?;
-    let exp = (scores + mask)?.exp()?;
-    Ok(exp.broadcast_div(&exp.sum_keepdim(1)?)?.matmul(v)?)
+    Ok(candle_nn::ops::softmax(&(scores + mask)?, 1)?.matmul(v)?)
 }
 
 #[test]
@@ -251,13 +251,15 @@ fn cross_entropy_of_a_linear_layer() -> Result<()> {
         if let Some(cap) = softcap {
             logits = ((logits / cap)?.tanh()? * cap)?;
         }
-        let at_target = logits.gather(&index(&hits)?.unsqueeze(1)?, 1)?.squeeze(1)?;
-        let mut loss = (logits.exp()?.sum(1)?.log()? - at_target)?;
-        if let Some(coefficients) = coefficients {
-            let coefficients = Tensor::from_slice(coefficients, 12, &Device::Cpu)?;
-            loss = (loss * coefficients.index_select(&index(&kept)?, 0)?)?;
-        }
-        let loss = loss.sum_all()?;
+        let loss = match coefficients {
+            None => (candle_nn::loss::cross_entropy(&logits, &index(&hits)?)? * hits.len() as f64)?,
+            Some(coefficients) => {
+                let at_target = logits.gather(&index(&hits)?.unsqueeze(1)?, 1)?.squeeze(1)?;
+                let losses = (logits.exp()?.sum(1)?.log()? - at_target)?;
+                let coefficients = Tensor::from_slice(coefficients, 12, &Device::Cpu)?;
+                (losses * coefficients.index_select(&index(&kept)?, 0)?)?.sum_all()?
+            }
+        };
         let scale = 0.125;
         let dloss = Tensor::new(scale as f32, &Device::Cpu)?;
         let [want_dx, want_dw, want_du, want_db] = pulled(&loss, &dloss, [&x, &w, &u, &b])?;
