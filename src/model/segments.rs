@@ -48,6 +48,9 @@ pub struct EmbedGradients {
 
 impl EmbedWeights {
     /// ids → `[N, D]`.
+    ///
+    /// # Errors
+    /// When the table is no matrix of floating-point values, or an operation of the device fails.
     pub fn forward(&self, config: &ModelConfig, ids: &[u32]) -> Result<Tensor> {
         let x = embed(&self.table, ids, config.embedding_factor, self.dtype)?;
         if let Some(lora) = &self.lora {
@@ -102,7 +105,7 @@ impl EmbedGradients {
 /// Final norm and output layer, for one use.
 #[derive(Debug, Clone)]
 pub struct HeadWeights {
-    /// `model.norm`.
+    /// Gain of the last norm, `model.norm`.
     pub norm: Param,
     /// `lm_head`, or the embedding table when tied: `[V, D]`.
     pub lm_head: Param,
@@ -114,6 +117,9 @@ pub struct HeadWeights {
 
 impl HeadWeights {
     /// The summed loss of the rows with a target, and the gradient of `x: [N, D]` for `scale` times that sum.
+    ///
+    /// # Errors
+    /// When shapes or dtypes do not fit each other, or an operation of the device fails.
     pub fn loss_and_grad(
         &self,
         config: &ModelConfig,
@@ -140,6 +146,9 @@ impl HeadWeights {
     }
 
     /// Loss and hit of every row with a target, in order.
+    ///
+    /// # Errors
+    /// When shapes or dtypes do not fit each other, or an operation of the device fails.
     pub fn score(&self, config: &ModelConfig, x: &Tensor, targets: &[u32]) -> Result<Vec<TokenScore>> {
         let normed = rms_norm(x, &self.norm.value, config.norm)?;
         let u = self.down(&normed, None)?;
@@ -147,6 +156,9 @@ impl HeadWeights {
     }
 
     /// f32 logits `[N, V]`.
+    ///
+    /// # Errors
+    /// When shapes or dtypes do not fit each other, or an operation of the device fails.
     pub fn logits(&self, config: &ModelConfig, x: &Tensor) -> Result<Tensor> {
         let normed = rms_norm(x, &self.norm.value, config.norm)?;
         let u = self.down(&normed, None)?;
