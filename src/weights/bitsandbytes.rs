@@ -130,7 +130,7 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> BnbGroup<'_, F> {
         }
     }
 
-    /// LLM.int8().
+    /// A weight of LLM.int8(), whose rows have a scale each.
     fn rows(
         &self,
         scales: &TensorInfo,
