@@ -52,7 +52,7 @@ pub(super) fn shapes(source: &Source) -> Vec<String> {
         return Vec::new();
     }
     let tensor = regex!(r"\bTensor\b");
-    let shape = regex!(r"\[[a-z0-9_][^\]`]*\]|\[\.\.|\b(?i:scalars?|any shape|same shape)\b");
+    let shape = regex!(r"\[(?:\w|\.\.)[\w ,.·/+*-]*\]|\b(?i:scalars?|any shape|same shape)\b");
     let dtype = regex!(r"\b(?:b?f16|f32|f64|[iu](?:8|16|32|64)|dtypes?)\b");
     let mut faults = Vec::new();
     for one in functions(source) {
@@ -110,7 +110,8 @@ fn shapes_are_told() {
     assert_eq!(shapes(&sum("The sum of [`Tensor`].")).len(), 2);
     assert_eq!(shapes(&sum("The sum of `[rows, hidden]`.")).len(), 1);
     assert_eq!(shapes(&sum("The sum, a scalar.")).len(), 1);
-    assert_eq!(shapes(&sum("The sum of `[rows, hidden]` in f32.")), [""; 0]);
+    assert_eq!(shapes(&sum("The sum of [crate::ops] in f32.")).len(), 1);
+    assert_eq!(shapes(&sum("The sum of `[N, 2F]` in f32.")), [""; 0]);
     assert_eq!(shapes(&sum("The sum, a scalar of the same dtype.")), [""; 0]);
     let elsewhere = "pub fn sum(x: &Tensor) -> u8 {}";
     assert_eq!(shapes(&Source::new("model/a.rs", elsewhere)), [""; 0]);
