@@ -489,7 +489,7 @@ pub enum MergeBaseArg {
 Example:
   finetune completions bash > ~/.local/share/bash-completion/completions/finetune")]
 pub struct CompletionsArgs {
-    /// The shell to print completions for
+    /// Name of the shell
     #[arg(value_name = "SHELL")]
     pub shell: Shell,
 }

@@ -322,7 +322,7 @@ fn help_of_every_verb() {
     Usage: finetune completions <SHELL>
 
     Arguments:
-      <SHELL>  The shell to print completions for [possible values: bash, elvish, fish, powershell, zsh]
+      <SHELL>  Name of the shell [possible values: bash, elvish, fish, powershell, zsh]
 
     Options:
       -h, --help  Print help
