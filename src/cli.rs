@@ -40,7 +40,7 @@ pub struct Cli {
     /// Without a verb: train.
     #[command(flatten)]
     pub train: TrainArgs,
-    /// Anything else.
+    /// Any other verb than training.
     #[command(subcommand)]
     pub verb: Option<Verb>,
 }
@@ -81,7 +81,7 @@ pub struct CommonArgs {
     /// Say only what went wrong
     #[arg(short, long, conflicts_with = "verbose")]
     pub quiet: bool,
-    /// Say more
+    /// Say more about what happens
     #[arg(short, long)]
     pub verbose: bool,
 }
@@ -151,7 +151,7 @@ pub struct ProcessArgs {
     /// The address at which rank 0 listens
     #[arg(long, value_name = "HOST")]
     pub master_addr: Option<String>,
-    /// Its port
+    /// The port on which rank 0 listens
     #[arg(long, value_name = "PORT")]
     pub master_port: Option<u16>,
 }
@@ -179,7 +179,7 @@ fn find_recipe(name: Option<&str>, folder: &Path) -> Result<Option<RecipeText>> 
     name.map(|name| RecipeText::find(name, folder)).transpose()
 }
 
-/// `finetune merge`.
+/// Arguments of `finetune merge`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Example:
@@ -214,7 +214,7 @@ pub struct MergeArgs {
     pub common: CommonArgs,
 }
 
-/// `finetune quantize`.
+/// Arguments of `finetune quantize`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Examples:
@@ -244,7 +244,7 @@ pub struct QuantizeArgs {
     pub common: CommonArgs,
 }
 
-/// `finetune export`.
+/// Arguments of `finetune export`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Examples:
@@ -287,7 +287,7 @@ pub enum ExportFormat {
     Gguf,
 }
 
-/// `finetune generate`.
+/// Arguments of `finetune generate`.
 #[derive(Debug, Clone, Args)]
 #[command(
     group = ArgGroup::new("input").required(true).args(["prompt", "chat"]),
@@ -332,7 +332,7 @@ pub struct GenerateArgs {
     pub common: CommonArgs,
 }
 
-/// `finetune eval`.
+/// Arguments of `finetune eval`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Example:
@@ -390,7 +390,7 @@ impl RowArgs {
     }
 }
 
-/// `finetune inspect`.
+/// Arguments of `finetune inspect`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Examples:
@@ -405,7 +405,7 @@ pub struct InspectArgs {
     pub common: CommonArgs,
 }
 
-/// `finetune data`.
+/// Arguments of `finetune data`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Examples:
@@ -429,7 +429,7 @@ pub struct DataArgs {
     pub common: CommonArgs,
 }
 
-/// `finetune recipes`.
+/// Arguments of `finetune recipes`.
 #[derive(Debug, Clone, Args)]
 #[command(
     disable_help_subcommand = true,
@@ -450,7 +450,7 @@ pub struct RecipesArgs {
 pub enum RecipesAction {
     /// Say what each is for
     List,
-    /// Print one
+    /// Print one recipe, or the reference of all keys
     Show {
         /// Its name, or `reference` for every key
         name: String,
@@ -462,7 +462,7 @@ pub enum RecipesAction {
     },
 }
 
-/// `finetune doctor`.
+/// Arguments of `finetune doctor`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Examples:
@@ -483,13 +483,13 @@ pub enum MergeBaseArg {
     Quantized,
 }
 
-/// `finetune completions`.
+/// Arguments of `finetune completions`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "\
 Example:
   finetune completions bash > ~/.local/share/bash-completion/completions/finetune")]
 pub struct CompletionsArgs {
-    /// The shell
+    /// Name of the shell
     #[arg(value_name = "SHELL")]
     pub shell: Shell,
 }

@@ -156,6 +156,9 @@ impl From<candle_core::Error> for Error {
 /// Puts what was being done around the error of a [`Result`].
 pub trait ErrorContext<T> {
     /// See [`Error::during`]; the text is made only when there is an error.
+    ///
+    /// # Errors
+    /// The error of `self`, as a cause of the new one.
     fn during(self, what: impl FnOnce() -> String) -> Result<T>;
 }
 

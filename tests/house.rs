@@ -1,5 +1,5 @@
 //! The house rules that no compiler checks: floors, sizes, who prints, where `cuda` may be named, no paths of one
-//! machine, every recipe embedded. `cargo test --test house -- --nocapture` prints the lines of each module.
+//! machine, every recipe embedded; and below `tests/house`: names, docs, signatures, circles. `cargo test --test house -- --nocapture` prints the lines of each module.
 //!
 //! Sources are read as text with comments and literals blanked out, which is enough: rustfmt has laid them out.
 //! Inline test modules do not count.
@@ -9,8 +9,29 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 
-use regex::Regex;
+/// The regular expression of a text, compiled once.
+macro_rules! regex {
+    ($text:expr) => {{
+        static REGEX: std::sync::LazyLock<regex::Regex> =
+            std::sync::LazyLock::new(|| regex::Regex::new($text).unwrap());
+        &*REGEX
+    }};
+}
+
+#[path = "house/cycles.rs"]
+mod cycles;
+#[path = "house/docs.rs"]
+mod docs;
+#[path = "house/items.rs"]
+mod items;
+#[path = "house/names.rs"]
+mod names;
+#[path = "house/pending.rs"]
+mod pending;
+#[path = "house/signatures.rs"]
+mod signatures;
 
 /// The floor of each top-level module; a module imports only from lower floors (DESIGN, section 3).
 const FLOORS: &[(&str, u32)] = &[
@@ -69,6 +90,10 @@ struct Source {
     code: String,
     /// Comments alone blanked out.
     text: String,
+    /// As it is written.
+    raw: String,
+    /// The files that it declares for its tests.
+    test_modules: Vec<String>,
 }
 
 impl Source {
@@ -80,7 +105,10 @@ impl Source {
                 text.lines().zip(&keep).filter(|(_, keep)| **keep).map(|(line, _)| line.to_owned() + "\n");
             lines.collect()
         };
-        Source { path: path.to_owned(), code: pick(code), text: pick(blanked(source, false)) }
+        let test = regex!(r"#\[cfg\(test\)\]\s*(?:#\[[^\]]*\]\s*)*(?:pub(?:\([^)]*\))? )?mod (\w+);");
+        let test_modules = test.captures_iter(&code).map(|name| name[1].to_owned()).collect();
+        let (text, raw) = (pick(blanked(source, false)), pick(source.to_owned()));
+        Source { path: path.to_owned(), code: pick(code), text, raw, test_modules }
     }
 
     /// The top-level module.
@@ -119,7 +147,13 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-fn sources() -> Vec<Source> {
+/// The sources, read once.
+fn sources() -> &'static [Source] {
+    static SOURCES: LazyLock<Vec<Source>> = LazyLock::new(read_sources);
+    &SOURCES
+}
+
+fn read_sources() -> Vec<Source> {
     let src = root().join("src");
     let rust = files(&src).into_iter().filter(|path| path.extension().is_some_and(|end| end == "rs"));
     let read = |path: PathBuf| {
@@ -129,15 +163,25 @@ fn sources() -> Vec<Source> {
     rust.map(read).collect()
 }
 
+/// The sources but for files that only tests read.
+fn sources_of_the_product() -> Vec<&'static Source> {
+    let mut tests = Vec::new();
+    for source in sources() {
+        let folder = source.path.strip_suffix("mod.rs").map(str::to_owned);
+        let folder = folder.unwrap_or_else(|| source.path.replace(".rs", "/"));
+        tests.extend(source.test_modules.iter().map(|name| format!("{folder}{name}.rs")));
+    }
+    sources().iter().filter(|source| !tests.contains(&source.path)).collect()
+}
+
 /// `source` with comments, and on wish the insides of literals, turned into spaces; lines stay where they are.
 fn blanked(source: &str, literals_too: bool) -> String {
-    let token = Regex::new(
+    let token = regex!(
         r##"(?sx)
         (?P<comment> //[^\n]* | /\*.*?\*/ )
         | (?P<raw> \bb?r(?P<hashes>\#*)" )
-        | (?P<literal> "(?:[^"\\]|\\.)*" | '(?:[^'\\\n]|\\[^\n]{1,8}?)' )"##,
-    )
-    .unwrap();
+        | (?P<literal> "(?:[^"\\]|\\.)*" | '(?:[^'\\\n]|\\[^\n]{1,8}?)' )"##
+    );
     let mut out = String::with_capacity(source.len());
     let mut at = 0;
     while let Some(found) = token.captures_at(source, at) {
@@ -207,8 +251,7 @@ fn floor(module: &str) -> Option<u32> {
 
 /// The top-level modules that a file names.
 fn imports(source: &Source) -> Vec<String> {
-    let path =
-        Regex::new(r"\b(crate|finetune|(?:super::)*super)\s*::\s*(\{|recipe::enums\b|[A-Za-z_]\w*)").unwrap();
+    let path = regex!(r"\b(crate|finetune|(?:super::)*super)\s*::\s*(\{|recipe::enums\b|[A-Za-z_]\w*)");
     let mut found = Vec::new();
     for names in path.captures_iter(&source.code) {
         let from = &names[1];
@@ -273,8 +316,7 @@ fn floor_faults(source: &Source) -> Vec<String> {
 
 /// Each function's name and lines, from `fn` to its closing brace.
 fn functions(source: &Source) -> Vec<(String, usize)> {
-    let head =
-        Regex::new(r"^\s*(?:pub(?:\([^)]*\))? )?(?:const |async |unsafe |extern \s*)*fn (\w+)").unwrap();
+    let head = regex!(r"^\s*(?:pub(?:\([^)]*\))? )?(?:const |async |unsafe |extern \s*)*fn (\w+)");
     let lines: Vec<&str> = source.code.lines().collect();
     let start = |(number, line): (usize, &&str)| head.captures(line).map(|name| (number, name[1].to_owned()));
     let starts = lines.iter().enumerate().filter_map(start);
@@ -299,7 +341,7 @@ fn size_faults(source: &Source) -> Vec<String> {
 }
 
 fn print_faults(source: &Source) -> Vec<String> {
-    let print = Regex::new(r"\b(e?print(?:ln)?)!").unwrap();
+    let print = regex!(r"\b(e?print(?:ln)?)!");
     if PRINTERS.contains(&source.module()) {
         return Vec::new();
     }
@@ -308,7 +350,7 @@ fn print_faults(source: &Source) -> Vec<String> {
 }
 
 fn cuda_faults(source: &Source) -> Vec<String> {
-    let cuda = Regex::new(r#"feature\s*=\s*"cuda""#).unwrap();
+    let cuda = regex!(r#"feature\s*=\s*"cuda""#);
     if KNOW_CUDA.contains(&source.module()) || !cuda.is_match(&source.text) {
         return Vec::new();
     }
@@ -334,7 +376,35 @@ fn sources_keep_the_house_rules() {
     assert!(sources.len() > 10, "found {} sources only", sources.len());
     let checks = [floor_faults, size_faults, print_faults, cuda_faults];
     let faults: Vec<String> = checks.iter().flat_map(|check| sources.iter().flat_map(check)).collect();
-    println!("{}", table(&sources));
+    println!("{}", table(sources));
+    assert!(faults.is_empty(), "\n{}", faults.join("\n"));
+}
+
+/// The rules of prose and signatures, under the names that the list of pending faults calls them by.
+const PROSE: &[(&str, fn(&Source) -> Vec<String>)] = &[
+    ("docs", docs::short),
+    ("errors", docs::errors),
+    ("shapes", docs::shapes),
+    ("tuples", signatures::tuples),
+    ("bools", signatures::bool_matches),
+];
+
+#[test]
+fn sources_keep_the_rules_of_prose() {
+    let sources = sources_of_the_product();
+    let mut faults = Vec::new();
+    for (rule, check) in PROSE {
+        let found = |source: &&Source| (source.path.clone(), check(source));
+        let found: BTreeMap<String, Vec<String>> = sources.iter().map(found).collect();
+        faults.extend(pending::not_pending(rule, &found));
+    }
+    assert!(faults.is_empty(), "\n{}", faults.join("\n"));
+}
+
+#[test]
+fn no_name_twice_and_no_circle() {
+    let sources = sources_of_the_product();
+    let faults = [names::faults(&sources), cycles::faults(&sources)].concat();
     assert!(faults.is_empty(), "\n{}", faults.join("\n"));
 }
 

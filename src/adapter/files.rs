@@ -86,7 +86,7 @@ impl SavedAdapter {
         self.files.folder()
     }
 
-    /// Its configuration.
+    /// The adapter's configuration, as read from its folder.
     pub fn config(&self) -> &AdapterConfig {
         &self.config
     }

@@ -23,16 +23,16 @@ pub enum NamePattern {
 }
 
 impl NamePattern {
-    /// Matches nothing.
+    /// A pattern that matches no name.
     pub const NONE: NamePattern = NamePattern::List(Vec::new());
 }
 
-/// `target_modules`.
+/// The modules that `target_modules` asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModulePattern {
     /// Every linear layer but the output head.
     AllLinear,
-    /// These modules.
+    /// The modules whose names match.
     Named(NamePattern),
 }
 
@@ -49,7 +49,7 @@ pub struct TargetSpec {
     pub layers_to_transform: Option<Vec<usize>>,
     /// What stands before the layer's number in a name; empty: any word.
     pub layers_pattern: Vec<String>,
-    /// The rank.
+    /// The rank of both matrices.
     pub r: usize,
     /// The numerator of the scale.
     pub lora_alpha: f64,
@@ -88,7 +88,7 @@ impl Default for TargetSpec {
 /// A module with LoRA: y = W x + scale · B (A x), of an embedding E[token] + scale · B A[:, token].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Target {
-    /// The module.
+    /// Full name of the module, as in the checkpoint.
     pub name: String,
     /// What it is; never a norm.
     pub kind: ModuleKind,

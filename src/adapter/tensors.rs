@@ -85,7 +85,7 @@ pub struct AdapterTensor {
     pub module: String,
     /// Which tensor of it.
     pub kind: TensorKind,
-    /// Its shape.
+    /// Shape of the tensor, as it is stored.
     pub shape: Vec<usize>,
 }
 

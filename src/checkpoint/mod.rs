@@ -44,7 +44,7 @@ pub struct TrainingState {
     pub schema: u32,
     /// Optimizer steps done.
     pub step: u64,
-    /// Epochs completed.
+    /// Number of completed epochs.
     pub epoch: u64,
     /// Units of data used in this epoch.
     pub index: u64,
@@ -101,7 +101,7 @@ pub const SCHEMA: u32 = 1;
 /// A checkpoint on disk whose digests hold.
 #[derive(Debug)]
 pub struct SavedCheckpoint {
-    /// Its folder.
+    /// Folder of the checkpoint.
     pub folder: PathBuf,
     /// Where the run stood.
     pub state: TrainingState,
@@ -157,11 +157,17 @@ impl SavedCheckpoint {
     }
 
     /// Reads a moment of the parameter called `name`.
+    ///
+    /// # Errors
+    /// When the checkpoint has no such moment, its size differs from `out`, or the file cannot be read.
     pub fn moment(&self, name: &str, moment: MomentKind, out: &mut [f32]) -> Result<()> {
         self.optimizer.read_f32(&format!("{name}.{}", moment.suffix()), out)
     }
 
     /// The codes of an 8-bit moment; reads its scales.
+    ///
+    /// # Errors
+    /// When the checkpoint has no such moment, its scales differ in number from `absmax`, or the file cannot be read.
     pub fn int8_moment(&self, name: &str, moment: MomentKind, absmax: &mut [f32]) -> Result<&[u8]> {
         let name = format!("{name}.{}", moment.suffix());
         self.optimizer.read_f32(&format!("{name}{ABSMAX}"), absmax)?;
@@ -213,6 +219,9 @@ pub fn is_one(folder: &Path) -> bool {
 }
 
 /// The newest sound checkpoint in `output`, and a word on each damaged one that was passed over.
+///
+/// # Errors
+/// When the folder cannot be listed or storage fails; a damaged checkpoint is no error.
 pub fn newest(output: &Path) -> Result<(Option<SavedCheckpoint>, Vec<String>)> {
     let mut passed = Vec::new();
     for (_, folder) in list(output)?.into_iter().rev() {

@@ -33,11 +33,11 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// One trainable tensor as it was at a step.
 #[derive(Debug, Clone)]
 pub struct SnapshotTensor {
-    /// Name.
+    /// Name of the parameter.
     pub name: String,
-    /// Shape.
+    /// Shape of the parameter.
     pub shape: Vec<usize>,
-    /// f32 values.
+    /// The values as f32, in row-major order.
     pub values: Vec<f32>,
     /// First and second moment, unless only the weights are wanted.
     pub moments: Option<[SavedMoment; 2]>,
@@ -46,7 +46,7 @@ pub struct SnapshotTensor {
 /// A moment as the optimizer keeps it.
 #[derive(Debug, Clone)]
 pub enum SavedMoment {
-    /// In f32.
+    /// One f32 for each value.
     F32(Vec<f32>),
     /// As codes with one scale per block.
     Int8 {

@@ -22,7 +22,7 @@ const ELEMENTS: [ElementType; 4] = [ElementType::U8, ElementType::Bf16, ElementT
 pub(super) enum CallKind {
     /// One of the counted calls.
     Op(Op),
-    /// `Collective::split`.
+    /// A call of `Collective::split`.
     Split,
 }
 

@@ -115,15 +115,24 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
     fn size(&self) -> usize;
 
     /// Replaces `buffer` by its sum over the ranks (f32, bf16, f64).
+    ///
+    /// # Errors
+    /// When a rank has failed, or the ranks' calls do not agree in kind, length or element.
     fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()>;
 
     /// Sums `full` over the ranks and leaves this rank's `1/size` of the sum in `shard` (f32, bf16).
+    ///
+    /// # Errors
+    /// When a rank has failed, or the ranks' calls do not agree in kind, length or element.
     fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()>;
 
     /// As [`Collective::reduce_scatter`] in this group and then a sum of the shards over the ranks of `replicas`,
     /// which hold the same shard of other groups. In-process and over MPI the additions are in ascending order of all ranks,
     /// as one rank would make them; NCCL sums inside the groups first, `(x0 + x1) + (x2 + x3)`, and picks the order in each,
     /// so there hsdp differs from one rank by the rounding of f32 sums.
+    ///
+    /// # Errors
+    /// When a rank has failed, or the ranks' calls do not agree in kind, length or element.
     fn reduce_scatter_across(
         &self,
         call: Call,
@@ -138,18 +147,33 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
     /// Starts to put the ranks' `shard`s side by side into `full` (any element). Neither memory is touched by the
     /// caller before [`Collective::finish`]; `shard` is not written before a later all-reduce or barrier of the same
     /// group has returned, because slower peers may still read it.
+    ///
+    /// # Errors
+    /// When a rank has failed, or the ranks' calls do not agree in kind, length or element.
     fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket>;
 
     /// Waits for a started gather. Gathers are finished in the order in which they were started.
+    ///
+    /// # Errors
+    /// When a rank has failed, or an older gather is not finished.
     fn finish(&self, ticket: Ticket) -> Result<()>;
 
     /// Copies `buffer` of rank `root` to all others (any element).
+    ///
+    /// # Errors
+    /// When a rank has failed, or the ranks' calls do not agree in kind, length or element.
     fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()>;
 
     /// Returns when all ranks have called it.
+    ///
+    /// # Errors
+    /// When a rank has failed, or another call is made instead.
     fn barrier(&self, call: Call) -> Result<()>;
 
     /// The group of the ranks that give the same `color`, in ascending order of their rank here. All ranks call it.
+    ///
+    /// # Errors
+    /// When a rank has failed, or another call is made instead.
     fn split(&self, color: usize) -> Result<Box<dyn Collective>>;
 
     /// This end as its backend's own type, for backends that sum across groups in a way of their own.
@@ -161,6 +185,9 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
     fn traffic(&self) -> Traffic;
 
     /// Says what this rank is doing now, for its peers' messages; the place where planted faults strike.
+    ///
+    /// # Errors
+    /// When a fault is planted here, or a peer has failed.
     fn enter(&self, phase: Phase) -> Result<()>;
 
     /// Tells all peers that this rank has failed with `why`: their waits and next calls return an error. Called once;

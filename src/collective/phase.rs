@@ -21,7 +21,7 @@ pub enum Phase {
     Update,
     /// New values go to the ranks that compute with them.
     Spread,
-    /// Held-out rows.
+    /// Evaluation on held-out rows.
     Evaluate,
     /// A checkpoint is written.
     Save,

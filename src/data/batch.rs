@@ -14,7 +14,7 @@ use crate::ops::cross_entropy::IGNORE;
 pub struct PackedSample {
     /// Index of its first token.
     pub start: usize,
-    /// Its tokens.
+    /// How many tokens it has.
     pub len: usize,
 }
 
@@ -30,7 +30,7 @@ pub struct Batch {
     /// Index of the first token in the step's global batch: dropout is keyed by it, so that it does not depend on
     /// how the batch is split.
     pub first_token: u64,
-    /// Samples.
+    /// Number of samples.
     pub rows: usize,
 }
 
@@ -57,7 +57,7 @@ impl Batch {
         Batch { targets: vec![IGNORE; self.targets.len()], ..self.clone() }
     }
 
-    /// Tokens.
+    /// Number of tokens, T.
     pub fn len(&self) -> usize {
         self.ids.len()
     }

@@ -49,7 +49,7 @@ pub enum Encoding {
     },
     /// Left out for its length.
     Dropped {
-        /// Its length.
+        /// How many tokens it had.
         was: usize,
     },
     /// Left out because it is labelled as a bad answer.

@@ -77,7 +77,7 @@ pub enum ParsedRow {
         instruction: String,
         /// What it is asked about; empty when there is nothing.
         input: String,
-        /// The answer.
+        /// What is to be answered.
         output: String,
     },
     /// Text of which only the second part is trained, put together as it is.

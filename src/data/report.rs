@@ -14,7 +14,7 @@ const NAMED_ROWS: usize = 3;
 /// The figures of a data set.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct DataReport {
-    /// Files read.
+    /// Number of files read.
     pub files: usize,
     /// Rows found, readable or not.
     pub rows: usize,

@@ -45,7 +45,7 @@ pub struct SamplerOptions {
 /// How far a run has come in its data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Cursor {
-    /// Epochs completed.
+    /// Number of completed epochs.
     pub epoch: u64,
     /// Units of this epoch already used.
     pub index: u64,

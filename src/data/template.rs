@@ -41,7 +41,7 @@ const MAX_TEMPLATE_BYTES: usize = 1 << 20;
 /// What a template is given beside the messages.
 #[derive(Debug, Clone, Default)]
 pub struct TemplateInputs<'a> {
-    /// Tool definitions.
+    /// The tools that the model may call, as JSON definitions.
     pub tools: Option<&'a serde_json::Value>,
     /// Whether the text ends where the assistant is to begin.
     pub add_generation_prompt: bool,

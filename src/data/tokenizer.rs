@@ -22,14 +22,14 @@ use crate::error::{Error, Result};
 pub struct SpecialToken {
     /// The text as templates write it.
     pub text: String,
-    /// Its id.
+    /// Id of the token.
     pub id: u32,
 }
 
 /// Ids of a text with the bytes each came from.
 #[derive(Debug, Clone, Default)]
 pub struct Encoded {
-    /// Token ids.
+    /// Token ids of the text, in order.
     pub ids: Vec<u32>,
     /// The byte range of the text that each token covers; empty for tokens that were added.
     pub offsets: Vec<Range<usize>>,

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 
 /// The configuration, without which there is no adapter.
 const CONFIG: &str = "adapter_config.json";
-/// The weights.
+/// File with the adapter's weights.
 const WEIGHTS: &str = "adapter_model.safetensors";
 /// The weights as older versions of PEFT wrote them.
 const PICKLE: &str = "adapter_model.bin";
@@ -132,7 +132,7 @@ enum Unfit {
     Pickle,
     /// A configuration without weights, but perhaps with this file, which other programs write.
     Weights(Option<String>),
-    /// No adapter_config.json.
+    /// A folder without adapter_config.json.
     Config,
 }
 

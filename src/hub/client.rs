@@ -16,7 +16,7 @@ use ureq::{Agent, Body, BodyReader};
 use super::digest::Digest;
 use super::options::{HubOptions, Retry};
 use super::redirect::Hop;
-use super::refusal::{Answer, Asked};
+use super::refusal::{Asked, ErrorResponse};
 use super::remote::FileRange;
 use super::{DownloadEvent, DownloadProgress};
 use crate::error::{Error, ErrorCategory, Result};
@@ -60,7 +60,7 @@ struct Answered {
 }
 
 #[derive(Clone, Copy)]
-enum Method {
+enum HttpMethod {
     Get,
     Head,
 }
@@ -161,7 +161,7 @@ impl<'a> Client<'a> {
             let (mut etag, mut size) = (None, None);
             let mut hop = self.first_hop(&self.file_url(commit, file))?;
             for _ in 0..=MAX_REDIRECTS {
-                let response = self.send(Method::Head, &hop, Some(""))?;
+                let response = self.send(HttpMethod::Head, &hop, Some(""))?;
                 let headers = response.headers();
                 let digest = |name| text(headers, name).and_then(Digest::from_etag);
                 etag = digest("x-linked-etag").or_else(|| digest("etag")).or(etag);
@@ -270,7 +270,7 @@ impl<'a> Client<'a> {
     fn get(&self, url: &str, range: Option<&str>) -> Result<Answered, HttpFault> {
         let mut hop = self.first_hop(url)?;
         for _ in 0..=MAX_REDIRECTS {
-            let response = self.send(Method::Get, &hop, range)?;
+            let response = self.send(HttpMethod::Get, &hop, range)?;
             match hop.next(&response).map_err(|why| self.not_a_hub(&why))? {
                 Some(next) => hop = next,
                 None => return Ok(Answered { response, hop }),
@@ -284,10 +284,10 @@ impl<'a> Client<'a> {
     }
 
     /// One request. `range`, given for files and perhaps empty, is the value of the header `Range`.
-    fn send(&self, method: Method, hop: &Hop, range: Option<&str>) -> Result<Response<Body>, HttpFault> {
+    fn send(&self, method: HttpMethod, hop: &Hop, range: Option<&str>) -> Result<Response<Body>, HttpFault> {
         let mut request = match method {
-            Method::Get => self.agent.get(&hop.uri),
-            Method::Head => self.agent.head(&hop.uri),
+            HttpMethod::Get => self.agent.get(&hop.uri),
+            HttpMethod::Head => self.agent.head(&hop.uri),
         };
         if let Some(range) = range {
             request = request.header("Accept-Encoding", "identity");
@@ -373,7 +373,7 @@ impl<'a> Client<'a> {
         let Answered { response, hop } = answered;
         let headers = response.headers();
         let shown = |name| text(headers, name).map(|value| self.shown(value));
-        let answer = Answer {
+        let answer = ErrorResponse {
             status: response.status().as_u16(),
             code: shown("x-error-code"),
             message: shown("x-error-message"),

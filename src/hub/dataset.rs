@@ -25,15 +25,15 @@ pub enum RowsFor {
 
 /// A data set as it is written: `id`, `id@revision`, `id:config`, `id:config/split`, `id:/split`.
 #[derive(Debug, PartialEq, Eq)]
-struct Spec<'a> {
+struct DatasetSpec<'a> {
     name: &'a str,
     revision: Option<&'a str>,
     wanted: Option<&'a str>,
 }
 
-impl<'a> Spec<'a> {
+impl<'a> DatasetSpec<'a> {
     fn parse(given: &'a str) -> Self {
-        let whole = Spec { name: given, revision: None, wanted: None };
+        let whole = DatasetSpec { name: given, revision: None, wanted: None };
         if Path::new(given).exists() {
             return whole;
         }
@@ -49,7 +49,7 @@ impl<'a> Spec<'a> {
         // `https://...` and `C:\...` are neither.
         let is_part = !wanted.is_some_and(|wanted| wanted.starts_with("//") || wanted.starts_with('\\'));
         let is_id = is_part && names::check_repo_id(&name[start..]).is_ok();
-        if is_id { Spec { name, revision, wanted } } else { whole }
+        if is_id { DatasetSpec { name, revision, wanted } } else { whole }
     }
 }
 
@@ -67,7 +67,7 @@ pub fn locate_dataset(
     options: &HubOptions,
     progress: &mut DownloadProgress<'_>,
 ) -> Result<Located> {
-    let Spec { name, revision, wanted } = Spec::parse(id_or_path);
+    let DatasetSpec { name, revision, wanted } = DatasetSpec::parse(id_or_path);
     let id = match names::place(name, options.home.as_deref())? {
         Reference::Hub(id) => id,
         Reference::Local(folder) if revision.or(wanted).is_none() => {
@@ -178,7 +178,7 @@ mod tests {
 
     #[test]
     fn what_names_a_data_set_and_a_part_of_it() {
-        let spec = |name, revision, wanted| Spec { name, revision, wanted };
+        let spec = |name, revision, wanted| DatasetSpec { name, revision, wanted };
         for (given, expected) in [
             ("a/b", spec("a/b", None, None)),
             ("a/b@v1", spec("a/b", Some("v1"), None)),
@@ -190,7 +190,7 @@ mod tests {
             ("./x:y", spec("./x:y", None, None)),
             ("https://host/x", spec("https://host/x", None, None)),
         ] {
-            assert_eq!(Spec::parse(given), expected, "{given}");
+            assert_eq!(DatasetSpec::parse(given), expected, "{given}");
         }
     }
 }

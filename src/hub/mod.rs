@@ -57,14 +57,14 @@ pub enum DownloadEvent<'a> {
     Start {
         /// Its name in the repository.
         file: &'a str,
-        /// Its size.
+        /// Size of the whole file.
         bytes: u64,
         /// How much of it an earlier attempt left.
         present: u64,
     },
     /// More bytes of the file have come.
     Advance {
-        /// How many.
+        /// How many bytes have come.
         bytes: u64,
     },
     /// The file is whole and verified.
@@ -79,7 +79,7 @@ pub enum DownloadEvent<'a> {
     },
     /// Something failed for now and is tried again after `wait`.
     Retry {
-        /// What failed.
+        /// What has failed, for people.
         reason: &'a str,
         /// The pause before the next attempt.
         wait: Duration,

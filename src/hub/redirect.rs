@@ -9,7 +9,7 @@ use ureq::http::{Response, Uri};
 /// Where a request goes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Hop {
-    /// The address.
+    /// The address to ask.
     pub(super) uri: Uri,
     /// Whether this and every hop before it are of the endpoint's origin, so that the token may go there.
     pub(super) is_trusted: bool,

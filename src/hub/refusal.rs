@@ -22,13 +22,13 @@ pub(super) struct Asked<'a> {
 }
 
 /// The hub's answer: its status and, where sent, `X-Error-Code` and `X-Error-Message`.
-pub(super) struct Answer {
+pub(super) struct ErrorResponse {
     pub(super) status: u16,
     pub(super) code: Option<String>,
     pub(super) message: Option<String>,
 }
 
-impl Answer {
+impl ErrorResponse {
     /// The error for an answer that another attempt would not change.
     pub(super) fn error(&self, asked: &Asked<'_>) -> Error {
         let subject = asked.subject;
@@ -87,7 +87,7 @@ impl Answer {
     }
 }
 
-impl std::fmt::Display for Answer {
+impl std::fmt::Display for ErrorResponse {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "the hub answered {}", self.status)?;
         if let Some(code) = &self.code {
@@ -113,7 +113,7 @@ mod tests {
             has_token,
             gated,
         };
-        Answer { status, code: code.map(str::to_owned), message: None }.error(&asked).to_string()
+        ErrorResponse { status, code: code.map(str::to_owned), message: None }.error(&asked).to_string()
     }
 
     #[test]

@@ -44,7 +44,7 @@ pub(super) enum Lack {
     Consolidated(String),
     /// Weights in the layout of transformers, but pickled.
     Pickle(String),
-    /// GGUF files.
+    /// A repository of GGUF files, of which this is one.
     Gguf(String),
     /// A PEFT adapter, which is trained on top of a model.
     Adapter,
@@ -52,7 +52,7 @@ pub(super) enum Lack {
     OtherSafetensors(String),
     /// No weights at all.
     Weights,
-    /// No config.json.
+    /// A repository without config.json.
     Config,
 }
 

@@ -30,8 +30,14 @@ pub trait ParamLookup {
     /// There is none: a fault of the caller.
     fn matrix(&self, name: &str) -> Result<WeightMatrix>;
     /// The adapter on a module, if it is a target.
+    ///
+    /// # Errors
+    /// When the adapter's parameters cannot be had.
     fn lora(&self, module: &str, module_index: u64) -> Result<Option<Lora>>;
     /// The rows of a token table that train, if the module has such.
+    ///
+    /// # Errors
+    /// When the parameters of the rows cannot be had.
     fn rows(&self, module: &str) -> Result<Option<TokenRows>>;
     /// The dtype of activations.
     fn dtype(&self) -> DType;
@@ -40,6 +46,9 @@ pub trait ParamLookup {
 }
 
 /// The embedding's weights.
+///
+/// # Errors
+/// When a parameter cannot be had.
 pub fn embed(from: &dyn ParamLookup) -> Result<EmbedWeights> {
     let table = from.param(&format!("{EMBED}.weight"))?.value;
     Ok(EmbedWeights { table, lora: from.lora(EMBED, 0)?, dtype: from.dtype() })
@@ -55,6 +64,9 @@ pub fn embed_gradients(from: &dyn ParamLookup) -> Result<EmbedGradients> {
 }
 
 /// The head's weights; a tied one is the embedding's own parameter.
+///
+/// # Errors
+/// When a parameter cannot be had.
 pub fn head(config: &ModelConfig, from: &dyn ParamLookup) -> Result<HeadWeights> {
     let tied = config.tie_word_embeddings && !from.has_own_head();
     let table = if tied { EMBED } else { HEAD };
@@ -67,6 +79,9 @@ pub fn head(config: &ModelConfig, from: &dyn ParamLookup) -> Result<HeadWeights>
 }
 
 /// The weights of block `layer`.
+///
+/// # Errors
+/// When a parameter of the block cannot be had.
 pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Result<BlockWeights> {
     let prefix = format!("model.layers.{layer}");
     let mut module_index = 0;

@@ -33,7 +33,7 @@ pub struct BlockWeights {
     pub qkv: Vec<Linear>,
     /// Per-head norms of q and k.
     pub qk_norm: Option<(Param, Param)>,
-    /// `o_proj`.
+    /// Attention's output projection, `o_proj`.
     pub o: Linear,
     /// Gemma's norm on the attention's output.
     pub attn_post_norm: Option<Param>,
@@ -41,7 +41,7 @@ pub struct BlockWeights {
     pub mlp_norm: Param,
     /// gate and up apart, or the one fused `gate_up_proj`.
     pub gate_up: Vec<Linear>,
-    /// `down_proj`.
+    /// The MLP's second projection, `down_proj`.
     pub down: Linear,
     /// Gemma's norm on the MLP's output.
     pub mlp_post_norm: Option<Param>,
@@ -50,7 +50,7 @@ pub struct BlockWeights {
 /// What a micro-batch hands to every block.
 #[derive(Debug, Clone)]
 pub struct BlockContext<'a> {
-    /// The sequences.
+    /// The sequences of the batch, side by side.
     pub spans: &'a [Span],
     /// One table per rope of the model.
     pub tables: &'a [RotaryTable],
@@ -108,6 +108,9 @@ pub struct BlockCache {
 
 impl BlockCache {
     /// An empty cache for `capacity` tokens.
+    ///
+    /// # Errors
+    /// When the device has not enough memory.
     pub fn new(config: &ModelConfig, capacity: usize, dtype: DType, device: &Device) -> Result<Self> {
         let shape = (capacity, config.heads.kv_width());
         let zeros = || Tensor::zeros(shape, dtype, device);
@@ -128,6 +131,9 @@ impl BlockCache {
 }
 
 /// `x: [N, D]` → `[N, D]` and what backward needs. With a cache, the tokens follow those in it.
+///
+/// # Errors
+/// When shapes or dtypes do not fit each other, or an operation of the device fails.
 pub fn forward(
     config: &ModelConfig,
     layer: usize,
@@ -239,6 +245,9 @@ fn attention_inputs<'a>(config: &ModelConfig, rotated: &'a Tensor, qkv: &'a Tens
 
 /// Adds the gradients of the block's trainable parameters and returns that of its input, unless `need_dx` is false
 /// (the first block over a frozen embedding).
+///
+/// # Errors
+/// When shapes or dtypes do not fit each other, or an operation of the device fails.
 pub fn backward(
     config: &ModelConfig,
     layer: usize,

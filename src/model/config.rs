@@ -19,11 +19,11 @@ pub enum Family {
     Llama,
     /// Mistral 7B and its descendants.
     Mistral,
-    /// Qwen2, Qwen2.5.
+    /// Qwen2 and Qwen2.5, dense.
     Qwen2,
-    /// Qwen3 (dense).
+    /// Qwen3 without mixture of experts.
     Qwen3,
-    /// Gemma 2.
+    /// Gemma 2 of all sizes.
     Gemma2,
     /// Gemma 3, text only.
     Gemma3,
@@ -43,13 +43,13 @@ pub struct LayerKind {
 /// A model's shape and arithmetic.
 #[derive(Debug, Clone)]
 pub struct ModelConfig {
-    /// The family.
+    /// The family of architectures.
     pub family: Family,
     /// Rows of the embedding and of the head.
     pub vocab_size: usize,
-    /// D.
+    /// Width of the hidden states, D.
     pub hidden_size: usize,
-    /// F.
+    /// Width inside of the MLP, F.
     pub intermediate_size: usize,
     /// Head counts and width.
     pub heads: Heads,

@@ -16,9 +16,9 @@ use crate::runtime::copy::copy_into;
 /// A linear layer's parameters.
 #[derive(Debug, Clone)]
 pub struct Linear {
-    /// `[out, in]`.
+    /// The weight matrix, `[out, in]`.
     pub weight: WeightMatrix,
-    /// `[out]`.
+    /// The bias, `[out]`, if there is one.
     pub bias: Option<Param>,
     /// The adapter, if this layer is a target.
     pub lora: Option<Lora>,

@@ -131,7 +131,7 @@ impl Rope {
         Ok(())
     }
 
-    /// arXiv 2309.00071.
+    /// Scaling by YaRN, arXiv 2309.00071.
     fn yarn(&mut self, s: &ConfigReader<'_>, context: &RopeContext, dim: usize) -> Result<()> {
         self.trained_positions = context.original(s)?;
         let original = self.trained_positions as f64;
@@ -209,6 +209,9 @@ impl Rope {
     }
 
     /// cos and sin for the queries of each span; a span's tokens stand at positions `k_len − q_len ..`.
+    ///
+    /// # Errors
+    /// When the device has not enough memory.
     pub fn table(&self, spans: &[Span], device: &Device) -> Result<RotaryTable> {
         let half = self.inv_freq.len();
         let rows: usize = spans.iter().map(|span| span.q_len).sum();

@@ -8,7 +8,7 @@ use super::ModelConfig;
 pub enum Segment {
     /// The token embedding.
     Embed,
-    /// Block i.
+    /// The decoder block of this number.
     Block(usize),
     /// Final norm and output layer.
     Head,
@@ -27,12 +27,12 @@ pub enum Role {
     Bias,
 }
 
-/// One parameter.
+/// One parameter of the model: its name, shape and use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParamSpec {
     /// Name in the checkpoint, such as `model.layers.0.self_attn.q_proj.weight`.
     pub name: String,
-    /// Shape.
+    /// Shape of the tensor, as in the checkpoint.
     pub shape: Vec<usize>,
     /// Where it is used.
     pub segment: Segment,
@@ -66,7 +66,7 @@ pub enum ModuleKind {
     Embedding,
     /// The output layer.
     Head,
-    /// A norm.
+    /// An RMS norm's gain.
     Norm,
 }
 

@@ -55,7 +55,10 @@ impl AdamW {
 /// Elements per task.
 const CHUNK: usize = 1 << 15;
 
-/// Updates `param` and its moments in place; all are contiguous f32 of one shape and share no storage.
+/// Updates `param` and its moments in place; all are contiguous f32 of the same shape and share no storage.
+///
+/// # Errors
+/// When a tensor is not contiguous f32, or an operation of the device fails.
 pub fn adamw(param: &Tensor, grad: &Tensor, moments: [&Tensor; 2], options: &AdamW) -> Result<()> {
     if !param.device().is_cpu() {
         return reference(param, grad, moments, options);

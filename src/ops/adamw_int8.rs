@@ -24,6 +24,9 @@ pub struct Int8Moment {
 
 impl Int8Moment {
     /// A moment of zero for `len` parameters. The state lives on the host whatever the parameters are on.
+    ///
+    /// # Errors
+    /// When the host has not enough memory.
     pub fn zeros(len: usize) -> Result<Self> {
         let zeros = |len, dtype| Tensor::zeros(len, dtype, &Device::Cpu);
         Ok(Int8Moment {
@@ -34,7 +37,10 @@ impl Int8Moment {
 }
 
 /// Updates `param` and its moments (mean of gradients, mean of their squares) in place. `param` and `grad` are
-/// contiguous f32 of one length; off the CPU they pass through the host.
+/// contiguous f32 of the same shape; off the CPU they pass through the host.
+///
+/// # Errors
+/// When `param` or `grad` is not contiguous f32, or a copy to or from the device fails.
 pub fn adamw_int8(param: &Tensor, grad: &Tensor, moments: [&Int8Moment; 2], options: &AdamW) -> Result<()> {
     if !param.device().is_cpu() {
         let host = param.to_device(&Device::Cpu)?;

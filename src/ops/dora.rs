@@ -14,6 +14,9 @@ use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, update, with
 const ROWS: usize = 32;
 
 /// `‖W + scale · B·A‖` of each row: `[out]` f32. `a: [r, in]`, `b: [out, r]`, both f32.
+///
+/// # Errors
+/// When `a` is no contiguous f32 matrix, the weight's dtype is not known, or an operation of the device fails.
 pub fn weight_norm(weight: Weight<'_>, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
     if !a.device().is_cpu() {
         return weight_norm_reference(weight, a, b, scale);
@@ -71,6 +74,9 @@ pub(crate) fn weight_norm_reference(
 }
 
 /// `dst[n, j] = [dst +] factors[j] · x[n, j]`; `x: [N, len]`, `factors: [len]` f32.
+///
+/// # Errors
+/// When a tensor is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn scale_columns(
     dst: ColumnView<'_>,
     x: ColumnView<'_>,
@@ -116,6 +122,9 @@ pub(crate) fn scale_columns_reference(
 
 /// `grad[j] += Σ rows dy[n, j] · x[n, j] / norm[j]`: the gradient of DoRA's magnitudes. `x: [N, len]` is what they
 /// scale; `grad` and `norm` are `[len]` f32.
+///
+/// # Errors
+/// When a tensor is not contiguous or of another dtype, or an operation of the device fails.
 pub fn magnitude_backward(grad: &Tensor, dy: ColumnView<'_>, x: &Tensor, norm: &Tensor) -> Result<()> {
     if !grad.device().is_cpu() {
         return magnitude_backward_reference(grad, dy, x, norm);

@@ -19,7 +19,10 @@ pub struct Dropout {
     pub first_token: u64,
 }
 
-/// `x: [N, D]` with its mask applied.
+/// Zeroes elements of `x: [N, D]` by the mask of `site` and scales the others up; `[N, D]` in the same dtype.
+///
+/// # Errors
+/// When `x` is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn dropout(x: &Tensor, site: Dropout) -> Result<Tensor> {
     let (rows, width) = dims2(x)?;
     if !x.device().is_cpu() {

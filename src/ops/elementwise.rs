@@ -9,7 +9,10 @@ use crate::runtime::cpu_tensor::{FloatElement, read, tensor, unwritten, update, 
 /// Elements per partial sum; partials are added in order, so the result does not depend on the threads.
 const CHUNK: usize = 1 << 14;
 
-/// Σ x² in f64 of a contiguous f32 tensor.
+/// Σ x² in f64, a scalar, of a contiguous f32 tensor of any shape.
+///
+/// # Errors
+/// When `x` is not contiguous f32, or an operation of the device fails.
 pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
     if !x.device().is_cpu() {
         // Rows of partial sums in f32, then f64 on the host.
@@ -43,6 +46,9 @@ fn squares(x: &[f32]) -> f64 {
 }
 
 /// `a + b`, same shape and dtype; f32 inside, rounded once.
+///
+/// # Errors
+/// When a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     if !a.device().is_cpu() {
         return Ok((a + b)?);
@@ -59,7 +65,10 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// `dst += x` in place; the dtypes may differ.
+/// `dst += x` in place, both of the same shape; the dtypes may differ.
+///
+/// # Errors
+/// When a tensor is not contiguous, or an operation of the device fails.
 pub fn add_into(dst: &Tensor, x: &Tensor) -> Result<()> {
     if !dst.device().is_cpu() {
         let sum = (dst.to_dtype(DType::F32)? + x.to_dtype(DType::F32)?)?;

@@ -7,7 +7,11 @@ use rayon::prelude::*;
 use crate::error::Result;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 
-/// `table: [V, D]`, ids below V → `[N, D]` in `dtype`, whatever the table is kept in.
+/// Looks up rows of `table: [V, D]` and multiplies them by `factor`: `[N, D]` in `dtype`, whatever dtype the table
+/// is kept in. The N ids are below V.
+///
+/// # Errors
+/// When `table` is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn embed(table: &Tensor, ids: &[u32], factor: f64, dtype: DType) -> Result<Tensor> {
     if !table.device().is_cpu() {
         return reference(table, ids, factor, dtype);
@@ -27,6 +31,9 @@ pub fn embed(table: &Tensor, ids: &[u32], factor: f64, dtype: DType) -> Result<T
 }
 
 /// `a: [r, V]` f32 → `[N, r]`: the column of each token.
+///
+/// # Errors
+/// When `a` is no contiguous f32 matrix, or an operation of the device fails.
 pub fn columns_of(a: &Tensor, ids: &[u32]) -> Result<Tensor> {
     if !a.device().is_cpu() {
         return columns_of_reference(a, ids);
@@ -43,6 +50,9 @@ pub(crate) fn columns_of_reference(a: &Tensor, ids: &[u32]) -> Result<Tensor> {
 }
 
 /// `grad[j, id] += du[n, j]` for every token n but those `skip`: the gradient of `a` in [`columns_of`]; all f32.
+///
+/// # Errors
+/// When a tensor is not contiguous f32, or an operation of the device fails.
 pub fn columns_of_backward(grad: &Tensor, ids: &[u32], du: &Tensor, skip: Option<u32>) -> Result<()> {
     if !grad.device().is_cpu() {
         return columns_of_backward_reference(grad, ids, du, skip);
@@ -79,6 +89,9 @@ fn without(ids: &[u32], skip: Option<u32>) -> (Vec<u32>, Vec<u32>) {
 
 /// `grad[id] += factor · dy[n]` for every token n, in order; `grad: [V, D]` f32. Tokens `skip` add nothing, as those
 /// of `padding_idx` in torch's embedding.
+///
+/// # Errors
+/// When `grad` is no contiguous f32 matrix, `dy` is not contiguous, or an operation of the device fails.
 pub fn embed_backward(grad: &Tensor, ids: &[u32], dy: &Tensor, factor: f64, skip: Option<u32>) -> Result<()> {
     if !grad.device().is_cpu() {
         return reference_backward(grad, ids, dy, factor, skip);

@@ -219,11 +219,9 @@ pub(crate) fn matmul<D: FloatElement, A: FloatElement, B: GemmMatrix>(
         }
     };
     let dense = b.dense();
-    // A destination that is not f32 has a panel of its own. Panels of one width: a narrow last one would be slow.
-    let most = PANEL / if is_f32::<D>() { k } else { k.max(m) }.max(1);
-    let panels = n.div_ceil(most.max(64)).max(1);
-    let panel = n.div_ceil(panels).next_multiple_of(64).min(n.max(16));
-    let step = if dense.is_some() && is_f32::<D>() { n } else { panel };
+    // A destination that is not f32 has a panel of its own.
+    let deepest = if is_f32::<D>() { k } else { k.max(m) };
+    let step = if dense.is_some() && is_f32::<D>() { n } else { panel_columns(n, deepest) };
     let mut widened = if dense.is_some() { Vec::new() } else { LAST_PANEL.take() };
     for start in (0..n).step_by(step.max(1)) {
         let len = step.min(n - start);
@@ -250,6 +248,14 @@ pub(crate) fn matmul<D: FloatElement, A: FloatElement, B: GemmMatrix>(
     if dense.is_none() {
         LAST_PANEL.set(widened);
     }
+}
+
+/// The columns of one panel of `n`, each at most `deepest` elements deep. Panels of one width: a narrow last one would
+/// be slow.
+fn panel_columns(n: usize, deepest: usize) -> usize {
+    let most = PANEL / deepest.max(1);
+    let panels = n.div_ceil(most.max(64)).max(1);
+    n.div_ceil(panels).next_multiple_of(64).min(n.max(16))
 }
 
 /// A matrix in `f32`: element `(i, j)` is `data[i * strides.0 + j * strides.1]`, one of which is 1.

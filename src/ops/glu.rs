@@ -12,7 +12,7 @@ use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, w
 /// The activation of an MLP's gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
-    /// `x · sigmoid(x)`.
+    /// SiLU, also called swish: `x · sigmoid(x)`.
     Silu,
     /// GELU by tanh (`gelu_pytorch_tanh`): `x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))`.
     GeluTanh,
@@ -22,7 +22,7 @@ const SQRT_2_OVER_PI: f32 = 0.797_884_6;
 const GELU_CUBIC: f32 = 0.044_715;
 
 impl Activation {
-    /// `(act(x), act'(x))`.
+    /// Value and derivative at `x`: `(act(x), act'(x))`.
     #[inline(always)]
     fn value_and_slope(self, x: f32) -> (f32, f32) {
         match self {
@@ -39,7 +39,11 @@ impl Activation {
     }
 }
 
-/// `gate_up: [N, 2F]` → `[N, F]`.
+/// The gated product `act(gate) · up` of `gate_up: [N, 2F]`, whose rows hold F gates and then F ups: `[N, F]` in the
+/// same dtype.
+///
+/// # Errors
+/// When `gate_up` is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
     if !gate_up.device().is_cpu() {
         return reference(gate_up, activation);
@@ -60,7 +64,10 @@ pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
     })
 }
 
-/// `dh: [N, F]` → the gradient of `gate_up: [N, 2F]`.
+/// The gradient of [`glu`] with respect to `gate_up: [N, 2F]`, from `dh: [N, F]`: `[N, 2F]`, all in the same dtype.
+///
+/// # Errors
+/// When a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn glu_backward(gate_up: &Tensor, dh: &Tensor, activation: Activation) -> Result<Tensor> {
     if !gate_up.device().is_cpu() {
         return reference_backward(gate_up, dh, activation);

@@ -24,7 +24,7 @@ pub struct ColumnView<'a> {
 }
 
 impl<'a> ColumnView<'a> {
-    /// All columns of `tensor`.
+    /// All columns of `tensor: [rows, cols]` of any dtype.
     pub fn all(tensor: &'a Tensor) -> Self {
         ColumnView { tensor, start: 0, len: tensor.dims().last().copied().unwrap_or(0) }
     }
@@ -46,7 +46,10 @@ pub enum Transpose {
     Tn,
 }
 
-/// A tensor `[rows, cols]` whose contents the caller writes in full before they are read.
+/// A tensor `[rows, cols]` of this dtype, whose contents the caller writes in full before they are read.
+///
+/// # Errors
+/// When the dtype is not one that the ops know, or the device has not enough memory.
 pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<Tensor> {
     if device.is_cpu() {
         return with_elem!(dtype, T => tensor(unwritten::<T>(rows * cols), (rows, cols)));
@@ -55,6 +58,9 @@ pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<
 }
 
 /// `dst = [dst +] alpha · form(a, b)`; sums in f32. `dst` must not share memory with `a` or `b`.
+///
+/// # Errors
+/// When a tensor is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn matmul(
     dst: ColumnView<'_>,
     a: ColumnView<'_>,
@@ -118,7 +124,10 @@ pub(crate) fn reference(
     Ok(())
 }
 
-/// Adds `bias: [len]` to every row of `dst`.
+/// Adds `bias: [len]` to every row of `dst: [N, len]`; the dtypes may differ.
+///
+/// # Errors
+/// When a tensor is not contiguous, or an operation of the device fails.
 pub fn add_bias(dst: ColumnView<'_>, bias: &Tensor) -> Result<()> {
     if !dst.tensor.device().is_cpu() {
         return add_bias_reference(dst, bias);
@@ -144,6 +153,9 @@ pub(crate) fn add_bias_reference(dst: ColumnView<'_>, bias: &Tensor) -> Result<(
 }
 
 /// `grad[j] += Σ rows dy[., j]` in f32: the gradient of a bias. `grad: [len]` f32.
+///
+/// # Errors
+/// When a tensor is not contiguous, `grad` is not f32, or an operation of the device fails.
 pub fn sum_rows(grad: &Tensor, dy: ColumnView<'_>) -> Result<()> {
     if !grad.device().is_cpu() {
         return sum_rows_reference(grad, dy);

@@ -18,24 +18,24 @@ pub struct Quantized {
     pub kind: CodeKind,
     /// Values that share a scale, counted over the flattened matrix.
     pub block_size: usize,
-    /// `[out, in]`.
+    /// Shape of the matrix, `[out, in]`.
     pub shape: (usize, usize),
     /// u8: two 4-bit codes or one 8-bit code a byte.
     pub codes: Tensor,
-    /// The scales.
+    /// One scale per block.
     pub scales: BlockScales,
 }
 
 /// One scale for each block.
 #[derive(Debug, Clone)]
 pub enum BlockScales {
-    /// f32.
+    /// One f32 per block, `[blocks]`.
     Plain(Tensor),
     /// Quantized themselves (double quantization): u8 codes, f32 scales of [`NESTED_BLOCK`] codes each, their mean.
     Nested {
         /// u8, one per block.
         codes: Tensor,
-        /// f32.
+        /// The scales of the scales: f32, one per [`NESTED_BLOCK`] codes.
         absmax: Tensor,
         /// Added to each.
         offset: f32,
@@ -47,7 +47,7 @@ pub enum BlockScales {
 pub enum Weight<'a> {
     /// `[out, in]` in the dtype it is kept in.
     Dense(&'a Tensor),
-    /// In blocks.
+    /// Codes in blocks with their scales.
     Quantized(&'a Quantized),
 }
 
@@ -110,7 +110,10 @@ fn repeat(values: &Tensor, times: usize, len: usize) -> Result<Tensor> {
 }
 
 impl Weight<'_> {
-    /// `(out, in)`.
+    /// Rows and columns of the matrix: `(out, in)`.
+    ///
+    /// # Errors
+    /// When a dense weight is no matrix.
     pub fn dims(&self) -> Result<(usize, usize)> {
         match self {
             Weight::Dense(weight) => dims2(weight),
@@ -120,6 +123,10 @@ impl Weight<'_> {
 }
 
 /// `dst = [dst +] form(a, weight)`; `form` is [`Transpose::Nt`] (forward) or [`Transpose::Nn`] (the input's gradient).
+///
+/// # Errors
+/// When a tensor is no contiguous matrix of floating-point values, `form` is [`Transpose::Tn`] and the weight
+/// quantized, or an operation of the device fails.
 pub fn matmul_weight(
     dst: ColumnView<'_>,
     a: ColumnView<'_>,

@@ -79,6 +79,9 @@ pub struct Optimizer {
 
 impl Optimizer {
     /// Moments of zero for every piece, beside its gradient.
+    ///
+    /// # Errors
+    /// When the moments find no memory.
     pub fn new(options: OptimizerOptions, groups: Vec<ParamGroup>) -> Result<Self> {
         let zeros = |group: &ParamGroup| Moments::zeros(group, options.state, group.grad.device());
         let moments = groups.iter().map(zeros).collect::<Result<_>>()?;
@@ -87,6 +90,9 @@ impl Optimizer {
 
     /// Moments of zero in host memory, from where runs of at most `limit` values are brought to `device` and updated;
     /// none: [`STAGING_ELEMENTS`]. Pieces may be anywhere.
+    ///
+    /// # Errors
+    /// When the moments or the staging buffers find no memory.
     pub fn offloaded(
         options: OptimizerOptions,
         groups: Vec<ParamGroup>,
@@ -105,6 +111,9 @@ impl Optimizer {
     }
 
     /// One update at this learning rate; gradients count `grad_scale` times.
+    ///
+    /// # Errors
+    /// When an operation of the device or a copy between host and device fails.
     pub fn update(&mut self, learning_rate: f64, grad_scale: f64) -> Result<()> {
         self.updates += 1;
         for (group, moments) in self.groups.iter().zip(&self.moments) {

@@ -10,7 +10,7 @@ use crate::recipe::enums::SchedulerKind;
 pub struct Schedule {
     /// The shape after the warm-up. What falls, falls to `min_lr_ratio` of the peak.
     pub kind: SchedulerKind,
-    /// Peak rate.
+    /// The peak learning rate.
     pub learning_rate: f64,
     /// Updates of linear warm-up.
     pub warmup_steps: u64,

@@ -25,9 +25,9 @@ pub struct Blocks<'a> {
     pub kind: CodeKind,
     /// Values that share a scale.
     pub block_size: usize,
-    /// The codes.
+    /// The codes of all blocks, one after the other.
     pub codes: &'a [u8],
-    /// The scales.
+    /// The scales of the blocks.
     pub scales: Scales<'a>,
 }
 

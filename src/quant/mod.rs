@@ -22,7 +22,7 @@ pub const NESTED_BLOCK: usize = 256;
 /// How a tensor is quantized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QuantFormat {
-    /// The codes.
+    /// What a code stands for.
     pub kind: CodeKind,
     /// Values that share a scale.
     pub block_size: usize,
@@ -31,7 +31,7 @@ pub struct QuantFormat {
 }
 
 impl Default for QuantFormat {
-    /// QLoRA's.
+    /// The format of QLoRA's paper: nf4 in blocks of 64, the scales quantized too.
     fn default() -> Self {
         QuantFormat { kind: CodeKind::Nf4, block_size: 64, double_quant: true }
     }

@@ -64,7 +64,7 @@ pub const BUILT_IN: &[BuiltIn] = built_in![
 pub struct RecipeText {
     /// What messages call it: the path as given, or `NAME (built in)`.
     pub name: String,
-    /// The TOML.
+    /// Text of the recipe, in TOML.
     pub text: String,
     /// Where its relative paths start.
     pub folder: PathBuf,

@@ -10,7 +10,7 @@ use super::enums::{AdapterInit, Offload, SchedulerKind, Strategy};
 use super::source::DataSource;
 
 /// A key at odds with another.
-pub(super) struct Conflict {
+pub(super) struct KeyConflict {
     pub(super) section: &'static str,
     pub(super) key: &'static str,
     /// What is wrong, after the key's name.
@@ -20,7 +20,7 @@ pub(super) struct Conflict {
 }
 
 /// Every conflict in `recipe`.
-pub(super) fn conflicts(recipe: &Recipe) -> Vec<Conflict> {
+pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     let mut found = Vec::new();
     schedule(recipe, &mut found);
     adapter(recipe, &mut found);
@@ -28,12 +28,12 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<Conflict> {
     found
 }
 
-fn schedule(recipe: &Recipe, found: &mut Vec<Conflict>) {
+fn schedule(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     let scheduler = &recipe.scheduler;
     let kind = scheduler.kind;
     let mut add = |wrong: bool, key: &'static str, text: String, hint: &str| {
         if wrong {
-            found.push(Conflict { section: "scheduler", key, text, hint: hint.to_owned() });
+            found.push(KeyConflict { section: "scheduler", key, text, hint: hint.to_owned() });
         }
     };
     let no_effect = format!("has no effect with `kind = \"{kind}\"`");
@@ -84,11 +84,11 @@ fn schedule(recipe: &Recipe, found: &mut Vec<Conflict>) {
     );
 }
 
-fn adapter(recipe: &Recipe, found: &mut Vec<Conflict>) {
+fn adapter(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     match &recipe.adapter {
         Some(adapter) => {
             if adapter.init != AdapterInit::Default && adapter.path.is_some() {
-                found.push(Conflict {
+                found.push(KeyConflict {
                     section: "adapter",
                     key: "init",
                     text: "has no effect with `path`: a saved adapter brings its own weights".into(),
@@ -96,7 +96,7 @@ fn adapter(recipe: &Recipe, found: &mut Vec<Conflict>) {
                 });
             }
             if adapter.init == AdapterInit::Loftq && recipe.quantization.is_none() {
-                found.push(Conflict {
+                found.push(KeyConflict {
                     section: "adapter",
                     key: "init",
                     text: "is \"loftq\", which needs a quantized base".into(),
@@ -104,7 +104,7 @@ fn adapter(recipe: &Recipe, found: &mut Vec<Conflict>) {
                 });
             }
         }
-        None if recipe.optimizer.lora_plus_ratio != 1.0 => found.push(Conflict {
+        None if recipe.optimizer.lora_plus_ratio != 1.0 => found.push(KeyConflict {
             section: "optimizer",
             key: "lora_plus_ratio",
             text: "has no effect without [adapter]".into(),
@@ -114,10 +114,10 @@ fn adapter(recipe: &Recipe, found: &mut Vec<Conflict>) {
     }
 }
 
-fn places(recipe: &Recipe, found: &mut Vec<Conflict>) {
+fn places(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
     let parallel = &recipe.parallel;
     if parallel.shard_size.is_some() && parallel.strategy != Strategy::Hsdp {
-        found.push(Conflict {
+        found.push(KeyConflict {
             section: "parallel",
             key: "shard_size",
             text: format!("has no effect with `strategy = \"{}\"`", parallel.strategy),
@@ -125,7 +125,7 @@ fn places(recipe: &Recipe, found: &mut Vec<Conflict>) {
         });
     }
     if parallel.offload_folder.is_some() && parallel.offload != Offload::Params {
-        found.push(Conflict {
+        found.push(KeyConflict {
             section: "parallel",
             key: "offload_folder",
             text: format!("has no effect with `offload = \"{}\"`", parallel.offload),
@@ -133,7 +133,7 @@ fn places(recipe: &Recipe, found: &mut Vec<Conflict>) {
         });
     }
     if recipe.eval.steps.is_some() && recipe.data.eval.is_empty() {
-        found.push(Conflict {
+        found.push(KeyConflict {
             section: "eval",
             key: "steps",
             text: "has no effect without `data.eval`".into(),
@@ -142,7 +142,7 @@ fn places(recipe: &Recipe, found: &mut Vec<Conflict>) {
     }
     let mut seen = HashSet::new();
     if let Some(twice) = recipe.model.new_tokens.iter().find(|text| !seen.insert(*text)) {
-        found.push(Conflict {
+        found.push(KeyConflict {
             section: "model",
             key: "new_tokens",
             text: format!("has {twice:?} twice"),
@@ -151,7 +151,7 @@ fn places(recipe: &Recipe, found: &mut Vec<Conflict>) {
     }
     let local = matches!(recipe.model.id, Some(DataSource::Path(_) | DataSource::Builtin(_)));
     if local && recipe.model.revision != "main" {
-        found.push(Conflict {
+        found.push(KeyConflict {
             section: "model",
             key: "revision",
             text: "has no effect with a model that is not on the hub".into(),

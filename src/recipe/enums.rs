@@ -17,9 +17,9 @@ choices! {
     pub enum ComputeDtype {
         /// bf16 on a GPU, f32 on the CPU.
         Auto = "auto",
-        /// 32 bits.
+        /// 32-bit floating point.
         F32 = "f32",
-        /// bfloat16.
+        /// bfloat16: 8 bits of exponent, 8 significant bits.
         Bf16 = "bf16",
     }
 }
@@ -29,9 +29,9 @@ choices! {
     pub enum Dtype {
         /// The program chooses; the key's own documentation says how.
         Auto = "auto",
-        /// 32 bits.
+        /// 32-bit floating point.
         F32 = "f32",
-        /// bfloat16.
+        /// bfloat16: 8 bits of exponent, 8 significant bits.
         Bf16 = "bf16",
         /// IEEE half precision.
         F16 = "f16",
@@ -53,9 +53,9 @@ choices! {
     pub enum QuantKind {
         /// 4-bit NormalFloat (QLoRA, arXiv:2305.14314).
         Nf4 = "nf4",
-        /// 4-bit float.
+        /// 4-bit floating point.
         Fp4 = "fp4",
-        /// 8-bit integers.
+        /// 8-bit integers with a scale per block.
         Int8 = "int8",
     }
 }
@@ -103,7 +103,7 @@ choices! {
         PromptCompletion = "prompt_completion",
         /// `question` and `answer`.
         QuestionAnswer = "question_answer",
-        /// Plain text.
+        /// Rows of plain text.
         Text = "text",
     }
 }
@@ -113,7 +113,7 @@ choices! {
     pub enum TrainOn {
         /// The assistant's turns of a chat, the completion of a prompt; all of a plain text.
         Assistant = "assistant",
-        /// Every token.
+        /// Every token of a row.
         All = "all",
     }
 }
@@ -153,7 +153,7 @@ choices! {
 }
 
 choices! {
-    /// The optimizer.
+    /// The algorithm that updates the parameters.
     pub enum OptimizerKind {
         /// Adam with decoupled weight decay (arXiv:1711.05101).
         Adamw = "adamw",
@@ -212,7 +212,7 @@ choices! {
     pub enum Strategy {
         /// The fastest that fits.
         Auto = "auto",
-        /// One device.
+        /// One device, without peers.
         Single = "single",
         /// A whole copy on each rank.
         Ddp = "ddp",
@@ -230,9 +230,9 @@ choices! {
 choices! {
     /// What is kept in host memory.
     pub enum Offload {
-        /// Nothing.
+        /// Nothing leaves the device.
         None = "none",
-        /// Optimizer states.
+        /// The optimizer's states.
         Optimizer = "optimizer",
         /// Optimizer states and parameters.
         Params = "params",
@@ -242,7 +242,7 @@ choices! {
 choices! {
     /// The type in which gradients are summed over ranks.
     pub enum ReduceDtype {
-        /// 32 bits.
+        /// 32-bit floating point.
         F32 = "f32",
         /// 16 bits: half of what is sent, sums rounded to 8 significant bits.
         Bf16 = "bf16",

@@ -32,9 +32,9 @@ pub enum Purpose {
 /// Everything that says something about a run, lowest layer first.
 #[derive(Debug, Clone, Default)]
 pub struct RecipeLayers {
-    /// `--recipe`.
+    /// The recipe that `--recipe` names.
     pub recipe: Option<RecipeText>,
-    /// `--model`: `model.id`.
+    /// The model that `--model` names; it sets `model.id`.
     pub model: Option<String>,
     /// `--dataset`, repeated: `data.train`.
     pub train: Vec<String>,

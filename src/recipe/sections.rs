@@ -34,7 +34,7 @@ section! {
 section! {
     /// How the frozen base is stored. Without this table it is not quantized.
     pub struct QuantizationSection "quantization" {
-        /// The format.
+        /// The format of the codes.
         kind: QuantKind = QuantKind::Nf4;
         /// Weights that share one scale.
         block_size: usize = 64, OneOf(&[32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0]);
@@ -48,7 +48,7 @@ section! {
 section! {
     /// The adapter to train, in PEFT's words. Without this table all weights are trained.
     pub struct AdapterSection "adapter" {
-        /// The kind.
+        /// The kind of adapter.
         kind: AdapterKind = AdapterKind::Lora;
         /// Rank of the update.
         r: usize = 16, AtLeast(1.0);
@@ -124,7 +124,7 @@ section! {
 section! {
     /// What turns gradients into updates.
     pub struct OptimizerSection "optimizer" {
-        /// The algorithm.
+        /// The algorithm of the optimizer.
         kind: OptimizerKind = OptimizerKind::Adamw;
         /// Learning rate after the warm-up; about 2e-4 for an adapter, 2e-5 for all weights.
         learning_rate: Option<f64> = None, Above(0.0);
@@ -144,7 +144,7 @@ section! {
 section! {
     /// The learning rate over the steps, in the schedules of transformers.
     pub struct SchedulerSection "scheduler" {
-        /// The schedule.
+        /// How the learning rate falls after the warm-up.
         kind: SchedulerKind = SchedulerKind::Cosine;
         /// Steps of the linear warm-up from 0; excludes `warmup_ratio`.
         warmup_steps: Option<u64> = None, AtLeast(0.0);
@@ -182,7 +182,7 @@ section! {
     pub struct CheckpointSection "checkpoint" {
         /// Steps between checkpoints; not set: only at the end.
         save_steps: Option<u64> = None, AtLeast(1.0);
-        /// Checkpoints kept.
+        /// How many checkpoints are kept.
         keep_last: usize = 2, AtLeast(1.0);
         /// Write while training goes on: each rank its share of the tensors as they were.
         async_save: bool = true;

@@ -16,7 +16,7 @@ use crate::units;
 pub enum CardBase {
     /// A model of the hub; `commit` is the one that its files were taken from.
     Hub {
-        /// `org/name`.
+        /// Id on the hub, `org/name`.
         id: String,
         /// The commit's hash.
         commit: Option<String>,

@@ -50,7 +50,7 @@ pub struct EvalReport {
     pub step: u64,
     /// Mean cross-entropy, in nats, over the labels that count.
     pub eval_loss: f64,
-    /// `exp(eval_loss)`.
+    /// Perplexity of the held-out rows: `exp(eval_loss)`.
     pub eval_perplexity: f64,
     /// Number of labels that count.
     pub eval_tokens: u64,
@@ -83,7 +83,7 @@ impl EvalReport {
 pub enum MetricsEntry {
     /// An optimizer step.
     Step(StepReport),
-    /// An evaluation.
+    /// An evaluation on held-out rows.
     Eval(EvalReport),
 }
 

@@ -24,7 +24,7 @@ const PLAIN_LINES: u64 = 30;
 /// How much a person wants to read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verbosity {
-    /// Warnings alone.
+    /// Warnings and nothing else.
     Quiet,
     /// What is done, and how far it is.
     Normal,

@@ -10,6 +10,9 @@ use crate::error::Result;
 const CHUNK: usize = 1 << 14;
 
 /// `dst = x`, rounded to dst's dtype, in place.
+///
+/// # Errors
+/// When a tensor is not contiguous, or an operation of the device fails.
 pub fn copy_into(dst: &Tensor, x: &Tensor) -> Result<()> {
     if !dst.device().is_cpu() {
         return Ok(dst.slice_set(&x.to_dtype(dst.dtype())?.contiguous()?, 0, 0)?);
@@ -28,6 +31,9 @@ pub fn copy_into(dst: &Tensor, x: &Tensor) -> Result<()> {
 }
 
 /// Sets every element of `x` to zero, in place.
+///
+/// # Errors
+/// When `x` is not contiguous, or an operation of the device fails.
 pub fn zero(x: &Tensor) -> Result<()> {
     if !x.device().is_cpu() {
         return Ok(x.zero_set()?);

@@ -39,7 +39,7 @@ pub struct Gpu {
     pub index: usize,
     /// The model, such as "NVIDIA H200".
     pub name: String,
-    /// Its memory.
+    /// Size of its memory.
     pub total_bytes: u64,
     /// Compute capability, major and minor: (9, 0) is Hopper.
     pub compute_capability: (i32, i32),

@@ -35,7 +35,7 @@ pub struct MappedFile {
 #[derive(Debug, Clone)]
 pub struct MappedSlice {
     file: Arc<MappedFile>,
-    /// In bytes.
+    /// Where the values begin in the file, in bytes.
     start: usize,
     len: usize,
     dtype: DType,
@@ -93,7 +93,7 @@ impl MappedSlice {
         self.len == 0
     }
 
-    /// Their type.
+    /// Dtype of the values.
     pub fn dtype(&self) -> DType {
         self.dtype
     }

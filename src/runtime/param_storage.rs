@@ -44,7 +44,7 @@ impl ParamStorage {
         }
     }
 
-    /// Their type.
+    /// Dtype of the values.
     pub fn dtype(&self) -> DType {
         match self {
             ParamStorage::Memory(tensor) => tensor.dtype(),
@@ -53,6 +53,9 @@ impl ParamStorage {
     }
 
     /// The `len` values from `start` on, in the same memory.
+    ///
+    /// # Errors
+    /// When the range is not within the values.
     pub fn narrow(&self, start: usize, len: usize) -> Result<ParamStorage> {
         Ok(match self {
             ParamStorage::Memory(tensor) => ParamStorage::Memory(tensor.narrow(0, start, len)?),
@@ -72,6 +75,9 @@ impl ParamStorage {
     }
 
     /// The values as a tensor to read: themselves, or a copy on the host when they are in a file.
+    ///
+    /// # Errors
+    /// When the host has not enough memory for a copy.
     pub fn to_read(&self) -> Result<Tensor> {
         match self {
             ParamStorage::Memory(tensor) => Ok(tensor.clone()),
@@ -84,6 +90,9 @@ impl ParamStorage {
     }
 
     /// Copies the values to `to`, wherever that is: as many, of the same type.
+    ///
+    /// # Errors
+    /// When number or dtype differ, or a copy between devices fails.
     pub fn load_to(&self, to: &Tensor) -> Result<()> {
         match self {
             ParamStorage::Memory(from) => copy_across(from, to),
@@ -99,6 +108,9 @@ impl ParamStorage {
     }
 
     /// Takes the values of `from` over: as many, of the same type, wherever they are.
+    ///
+    /// # Errors
+    /// When number or dtype differ, or a copy between devices fails.
     pub fn store_from(&self, from: &Tensor) -> Result<()> {
         match self {
             ParamStorage::Memory(to) => copy_across(from, to),
@@ -115,6 +127,9 @@ impl ParamStorage {
     }
 
     /// Takes the values of `from` over, rounded to this run's type.
+    ///
+    /// # Errors
+    /// When the number differs, or a copy between devices fails.
     pub fn store_cast(&self, from: &Tensor) -> Result<()> {
         match self {
             ParamStorage::Memory(to) if to.device().same_device(from.device()) => copy_into(to, from),

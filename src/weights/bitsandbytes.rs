@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 
 use super::header::clip;
-use super::quantized::{FileRange, QuantizedParts, ScalePlaces, read_f32};
+use super::quantized::{QuantizedParts, ScalePlaces, ShardRange, read_f32};
 use super::{StoredDtype, TensorInfo};
 use crate::error::{Error, Result};
 use crate::quant::{self, CodeKind, NESTED_BLOCK, QuantFormat};
@@ -130,7 +130,7 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> BnbGroup<'_, F> {
         }
     }
 
-    /// LLM.int8().
+    /// A weight of LLM.int8(), whose rows have a scale each.
     fn rows(
         &self,
         scales: &TensorInfo,
@@ -319,6 +319,6 @@ fn floats(name: &str, info: &TensorInfo, wanted: usize, needs: &str) -> Result<(
     Ok(())
 }
 
-fn place(info: &TensorInfo) -> FileRange {
-    FileRange { shard: info.shard, range: info.range.clone() }
+fn place(info: &TensorInfo) -> ShardRange {
+    ShardRange { shard: info.shard, range: info.range.clone() }
 }

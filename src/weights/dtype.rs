@@ -154,7 +154,7 @@ pub trait StoredElement: Copy + Default + Send + Sync + sealed::Sealed {
     const DTYPE: StoredDtype;
     /// Rounds to nearest, ties to even.
     fn from_f32(value: f32) -> Self;
-    /// Exact.
+    /// The value as f32, exactly.
     fn to_f32(self) -> f32;
     /// From the bytes of one element, little-endian; `bytes` has `DTYPE.size_bytes()` of them.
     fn from_le(bytes: &[u8]) -> Self;

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::header::clip;
-use super::quantized::{FileRange, QuantizedParts, QuantizedTensor};
+use super::quantized::{QuantizedParts, QuantizedTensor, ShardRange};
 use super::shard::{RangeReader, Shard};
 use super::{INDEX_FILE, MODEL_FILE, StoredDtype, StoredElement, bitsandbytes, dtype, header, index};
 use crate::error::{Error, Result};
@@ -245,7 +245,7 @@ impl ModelFiles {
     pub fn quantized(&self, name: &str) -> Result<Option<QuantizedTensor<'_>>> {
         let Some((info, parts)) = self.info(name).zip(self.quantized.get(name)) else { return Ok(None) };
         let codes = self.stored(name, info.shard, &info.range)?;
-        let place = |place: &FileRange| self.stored(name, place.shard, &place.range);
+        let place = |place: &ShardRange| self.stored(name, place.shard, &place.range);
         QuantizedTensor::new(parts, codes, place).map(Some)
     }
 

@@ -15,7 +15,7 @@ const BLOCK: usize = 1 << 22;
 /// The shape a tensor must have and which facts say so.
 #[derive(Debug, Clone, Copy)]
 pub struct Expected<'a> {
-    /// The shape.
+    /// The shape that the tensor must have.
     pub shape: &'a [usize],
     /// Where the shape comes from, for the error: `hidden_size 64, num_attention_heads 4`.
     pub from: &'a str,

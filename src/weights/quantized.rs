@@ -10,7 +10,7 @@ use crate::quant::{self, Blocks, NESTED_BLOCK, QuantFormat, Scales};
 
 /// Bytes of a file.
 #[derive(Debug, Clone)]
-pub(super) struct FileRange {
+pub(super) struct ShardRange {
     pub(super) shard: usize,
     pub(super) range: Range<usize>,
 }
@@ -19,9 +19,9 @@ pub(super) struct FileRange {
 #[derive(Debug, Clone)]
 pub(super) enum ScalePlaces {
     /// f32, one a block.
-    Plain(FileRange),
+    Plain(ShardRange),
     /// u8, one a block; f32, one for [`NESTED_BLOCK`] of them.
-    Nested { codes: FileRange, absmax: FileRange, offset: f32 },
+    Nested { codes: ShardRange, absmax: ShardRange, offset: f32 },
 }
 
 /// What the list of tensors does not say of a quantized one, whose own place there is that of its codes.
@@ -53,7 +53,7 @@ impl<'a> QuantizedTensor<'a> {
     pub(super) fn new(
         parts: &QuantizedParts,
         codes: &'a [u8],
-        bytes: impl Fn(&FileRange) -> Result<&'a [u8]>,
+        bytes: impl Fn(&ShardRange) -> Result<&'a [u8]>,
     ) -> Result<Self> {
         let scales = match &parts.scales {
             ScalePlaces::Plain(scales) => StoredScales::Plain(bytes(scales)?),

@@ -26,7 +26,7 @@ impl<'a> ResizedEmbedding<'a> {
         ResizedEmbedding { files, name, mean: OnceLock::new() }
     }
 
-    /// Its name.
+    /// Name of the tensor.
     pub fn name(&self) -> &str {
         self.name
     }
@@ -51,7 +51,7 @@ impl<'a> ResizedEmbedding<'a> {
         Ok(())
     }
 
-    /// As [`ModelFiles::discard`].
+    /// Gives the pages back, as [`ModelFiles::discard`] does.
     pub fn discard(&self) {
         self.files.discard(self.name);
     }

@@ -37,7 +37,7 @@ pub const QUANTIZATION_CONFIG: &str = "quantization_config";
 /// What becomes of [`QUANTIZATION_CONFIG`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum QuantizationChange {
-    /// It stays.
+    /// The description stays as it is.
     #[default]
     Keep,
     /// The new weights are not quantized.

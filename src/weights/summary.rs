@@ -12,7 +12,7 @@ use crate::error::Result;
 /// The part of a model a tensor belongs to, by its Hugging Face name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum TensorGroup {
-    /// Token embedding.
+    /// The token embedding.
     Embedding,
     /// Attention projections, with their biases.
     Attention,
@@ -20,9 +20,9 @@ pub enum TensorGroup {
     Mlp,
     /// Norms, those of queries and keys included.
     Norm,
-    /// Output head.
+    /// The output head.
     Head,
-    /// All else.
+    /// All other tensors.
     Other,
 }
 

@@ -39,9 +39,9 @@ impl WriteEntry {
 /// A file that was written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Written {
-    /// Where.
+    /// Path of the file.
     pub path: PathBuf,
-    /// Its size.
+    /// Size of the file.
     pub bytes: u64,
     /// The BLAKE3 digest of its contents.
     pub digest: blake3::Hash,

@@ -61,7 +61,7 @@ fn help_of_the_root() {
           --dry-run                  Print the resolved recipe and what the run would do; train nothing
           --offline                  Use only what is on this machine
       -q, --quiet                    Say only what went wrong
-      -v, --verbose                  Say more
+      -v, --verbose                  Say more about what happens
       -h, --help                     Print help
       -V, --version                  Print version
 
@@ -69,7 +69,7 @@ fn help_of_the_root() {
           --world-size <N>      Ranks in all processes
           --rank <R>            The first rank of this process
           --master-addr <HOST>  The address at which rank 0 listens
-          --master-port <PORT>  Its port
+          --master-port <PORT>  The port on which rank 0 listens
 
     Examples:
       finetune --recipe quickstart
@@ -101,7 +101,7 @@ fn help_of_every_verb() {
           --skip <NAME>      Layers to leave as they are, such as down_proj or layers.0; may be repeated
           --offline          Use only what is on this machine
       -q, --quiet            Say only what went wrong
-      -v, --verbose          Say more
+      -v, --verbose          Say more about what happens
       -h, --help             Print help
 
     Examples:
@@ -154,7 +154,7 @@ fn help_of_every_verb() {
               Say only what went wrong
 
       -v, --verbose
-              Say more
+              Say more about what happens
 
       -h, --help
               Print help (see a summary with '-h')
@@ -182,7 +182,7 @@ fn help_of_every_verb() {
           --force-base           Use the adapter on this model though it was trained on another
           --offline              Use only what is on this machine
       -q, --quiet                Say only what went wrong
-      -v, --verbose              Say more
+      -v, --verbose              Say more about what happens
       -h, --help                 Print help
 
     Examples:
@@ -210,7 +210,7 @@ fn help_of_every_verb() {
           --force-base          Use the adapter on this model though it was trained on another
           --offline             Use only what is on this machine
       -q, --quiet               Say only what went wrong
-      -v, --verbose             Say more
+      -v, --verbose             Say more about what happens
       -h, --help                Print help
 
     Examples:
@@ -234,7 +234,7 @@ fn help_of_every_verb() {
           --json                     Print the figures as JSON
           --offline                  Use only what is on this machine
       -q, --quiet                    Say only what went wrong
-      -v, --verbose                  Say more
+      -v, --verbose                  Say more about what happens
       -h, --help                     Print help
 
     Example:
@@ -252,7 +252,7 @@ fn help_of_every_verb() {
     Options:
           --offline  Use only what is on this machine
       -q, --quiet    Say only what went wrong
-      -v, --verbose  Say more
+      -v, --verbose  Say more about what happens
       -h, --help     Print help
 
     Examples:
@@ -275,7 +275,7 @@ fn help_of_every_verb() {
                                      repeated
           --offline                  Use only what is on this machine
       -q, --quiet                    Say only what went wrong
-      -v, --verbose                  Say more
+      -v, --verbose                  Say more about what happens
       -h, --help                     Print help
 
     Examples:
@@ -290,7 +290,7 @@ fn help_of_every_verb() {
 
     Commands:
       list   Say what each is for
-      show   Print one
+      show   Print one recipe, or the reference of all keys
       write  Write one to NAME.toml in the working folder; an existing file is not replaced
 
     Options:
@@ -322,7 +322,7 @@ fn help_of_every_verb() {
     Usage: finetune completions <SHELL>
 
     Arguments:
-      <SHELL>  The shell [possible values: bash, elvish, fish, powershell, zsh]
+      <SHELL>  Name of the shell [possible values: bash, elvish, fish, powershell, zsh]
 
     Options:
       -h, --help  Print help
@@ -461,7 +461,7 @@ fn recipes_listed_and_shown() {
 
     # How the frozen base is stored. Without this table it is not quantized.
     # [quantization]
-    # The format.
+    # The format of the codes.
     # Accepted: "nf4", "fp4", "int8".
     # kind = "nf4"
     # Weights that share one scale.
@@ -476,7 +476,7 @@ fn recipes_listed_and_shown() {
 
     # The adapter to train, in PEFT's words. Without this table all weights are trained.
     # [adapter]
-    # The kind.
+    # The kind of adapter.
     # Accepted: "lora", "dora".
     # kind = "lora"
     # Rank of the update.
@@ -572,7 +572,7 @@ fn recipes_listed_and_shown() {
 
     # What turns gradients into updates.
     [optimizer]
-    # The algorithm.
+    # The algorithm of the optimizer.
     # Accepted: "adamw".
     kind = "adamw"
     # Learning rate after the warm-up; about 2e-4 for an adapter, 2e-5 for all weights.
@@ -596,7 +596,7 @@ fn recipes_listed_and_shown() {
 
     # The learning rate over the steps, in the schedules of transformers.
     [scheduler]
-    # The schedule.
+    # How the learning rate falls after the warm-up.
     # Accepted: "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay".
     kind = "cosine"
     # Steps of the linear warm-up from 0; excludes `warmup_ratio`.
@@ -641,7 +641,7 @@ fn recipes_listed_and_shown() {
     # Steps between checkpoints; not set: only at the end.
     # Accepted: a whole number, at least 1.
     # save_steps =
-    # Checkpoints kept.
+    # How many checkpoints are kept.
     # Accepted: a whole number, at least 1.
     keep_last = 2
     # Write while training goes on: each rank its share of the tensors as they were.

@@ -78,9 +78,9 @@ impl WeightDelta {
 /// scale · B A, and DoRA's magnitudes.
 #[derive(PartialEq)]
 pub(super) struct LoraDelta {
-    /// [r, columns]
+    /// LoRA's first matrix, `[r, columns]`.
     a: Vec<f32>,
-    /// [rows, r]
+    /// LoRA's second matrix, `[rows, r]`.
     b: Vec<f32>,
     r: usize,
     columns: usize,

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 pub enum InjectedFaultKind {
     /// `enter` returns an error.
     Error,
-    /// `enter` panics.
+    /// A panic inside of `enter`.
     Panic,
     /// The rank leaves without a word: its peers are told nothing, and what it says later is not heard.
     Exit,

@@ -10,9 +10,9 @@ use crate::runtime::buffer::{Buffer, ElementType};
 pub(super) enum CallAction {
     /// One of the counted calls.
     Op(Op),
-    /// `Collective::reduce_scatter_across`.
+    /// A call of `Collective::reduce_scatter_across`.
     Across,
-    /// `Collective::split`.
+    /// A call of `Collective::split`.
     Split,
 }
 

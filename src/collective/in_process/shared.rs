@@ -193,7 +193,7 @@ impl SharedWorld {
         }
     }
 
-    /// As [`crate::collective::Collective::abort`].
+    /// Does what [`crate::collective::Collective::abort`] says.
     pub(super) fn abort(&self, rank: usize, why: &str) {
         let mut state = self.lock();
         if state.failure.is_none() && !state.ranks[rank].gone {
@@ -220,7 +220,7 @@ impl SharedWorld {
         }
     }
 
-    /// As [`crate::collective::Collective::enter`].
+    /// Does what [`crate::collective::Collective::enter`] says.
     pub(super) fn enter(&self, rank: usize, phase: Phase) -> Result<()> {
         let occurrence = self.open(rank)?.enter(rank, phase);
         let strikes =

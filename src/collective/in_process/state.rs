@@ -39,7 +39,7 @@ impl GroupState {
     }
 }
 
-/// One rank.
+/// What the group knows of one rank.
 #[derive(Debug, Default)]
 pub(super) struct RankState {
     pub(super) phase: Option<Phase>,

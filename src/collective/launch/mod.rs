@@ -49,7 +49,7 @@ pub enum LaunchSource {
     Flags,
     /// `RANK` and `WORLD_SIZE`: torchrun, PyTorchJob, a script.
     Torchrun,
-    /// `srun`.
+    /// Slurm's launcher, `srun`.
     Slurm,
     /// Open MPI's `mpirun`.
     OpenMpi,

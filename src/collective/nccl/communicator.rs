@@ -25,7 +25,7 @@ pub struct AbortFlag {
 }
 
 impl AbortFlag {
-    /// Not raised.
+    /// A flag that is not raised.
     pub fn new() -> Arc<AbortFlag> {
         Arc::default()
     }

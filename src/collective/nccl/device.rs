@@ -24,32 +24,56 @@ pub trait GpuStreams: Send + Sync + 'static {
     type Scratch: Send + 'static;
 
     /// Makes this device the current one of the calling thread.
+    ///
+    /// # Errors
+    /// When the driver refuses.
     fn bind(&self) -> Result<()>;
 
-    /// The stream.
+    /// The CUDA stream of a lane.
     fn stream(&self, lane: Lane) -> RawStream;
 
     /// Marks the end of all that is on the stream now.
+    ///
+    /// # Errors
+    /// When the driver refuses or has met an earlier error.
     fn mark(&self, lane: Lane) -> Result<Self::Mark>;
 
     /// Lets what comes next on the stream wait for the mark; the host goes on.
+    ///
+    /// # Errors
+    /// When the driver refuses or has met an earlier error.
     fn follow(&self, lane: Lane, mark: &Self::Mark) -> Result<()>;
 
     /// Whether the work before the mark is done; one question, no waiting.
+    ///
+    /// # Errors
+    /// When the work before the mark has failed.
     fn reached(&self, mark: &Self::Mark) -> Result<bool>;
 
     /// New scratch of `bytes` bytes.
+    ///
+    /// # Errors
+    /// When device or host has not enough memory.
     fn scratch(&self, bytes: usize) -> Result<Self::Scratch>;
 
     /// Its address on the device.
     fn address(&self, scratch: &Self::Scratch) -> usize;
 
     /// Its counterpart on the host. Nothing is under way there: a mark after the last copy was reached.
+    ///
+    /// # Errors
+    /// When the memory cannot be had from the host.
     fn host<'a>(&self, scratch: &'a mut Self::Scratch) -> Result<&'a mut [u8]>;
 
     /// Starts to bring `range` of its bytes from the host, on the compute stream.
+    ///
+    /// # Errors
+    /// When the driver refuses the copy.
     fn put(&self, scratch: &mut Self::Scratch, range: Range<usize>) -> Result<()>;
 
     /// Starts to bring `range` of its bytes to the host, on the compute stream.
+    ///
+    /// # Errors
+    /// When the driver refuses the copy.
     fn fetch(&self, scratch: &mut Self::Scratch, range: Range<usize>) -> Result<()>;
 }

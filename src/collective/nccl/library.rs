@@ -25,18 +25,18 @@ const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// `ncclComm_t`: a communicator of the library.
 pub type RawComm = *mut c_void;
 
-/// `cudaStream_t`.
+/// A `cudaStream_t` of the CUDA runtime.
 pub type RawStream = *mut c_void;
 
-/// `ncclResult_t`.
+/// The status that a call returns, `ncclResult_t`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct NcclStatus(pub c_int);
 
 impl NcclStatus {
-    /// `ncclSuccess`
+    /// The call went well: `ncclSuccess`.
     pub const SUCCESS: NcclStatus = NcclStatus(0);
-    /// `ncclRemoteError`
+    /// A peer has failed: `ncclRemoteError`.
     pub const REMOTE_ERROR: NcclStatus = NcclStatus(6);
     /// `ncclInProgress`: a non-blocking call goes on behind the scenes.
     pub const IN_PROGRESS: NcclStatus = NcclStatus(7);
@@ -80,7 +80,7 @@ pub struct NcclConfig {
 impl NcclConfig {
     /// All calls return at once and are polled; the rest is the library's choice.
     pub fn non_blocking() -> Self {
-        /// `NCCL_CONFIG_UNDEF_INT`
+        /// Leaves a setting to NCCL: `NCCL_CONFIG_UNDEF_INT`.
         const UNSET: c_int = c_int::MIN;
         NcclConfig {
             size: size_of::<NcclConfig>(),

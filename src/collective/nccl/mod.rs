@@ -60,9 +60,9 @@ pub const DEADLINE: Duration = Duration::from_secs(1800);
 pub struct NcclRankInfo {
     /// Rank 0's [`NcclLibrary::unique_id`].
     pub id: UniqueId,
-    /// This rank.
+    /// Number of this rank.
     pub rank: usize,
-    /// All ranks.
+    /// Number of all ranks.
     pub size: usize,
     /// How long a call may wait for other ranks.
     pub deadline: Duration,

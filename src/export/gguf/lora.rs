@@ -10,7 +10,7 @@ use std::path::Path;
 use super::metadata::{architecture, refused};
 use super::tensors::{change, gguf_name};
 use super::types::BlockType;
-use super::writer::{self, Metadata, MetadataValue, TensorEntry};
+use super::writer::{self, GgufMetadata, MetadataValue, TensorEntry};
 use super::{Exported, GgufType, blocks};
 use crate::adapter::{CONFIG_FILE, SavedAdapter, Target, TensorKind};
 use crate::error::{Error, Result};
@@ -47,7 +47,7 @@ pub fn write_adapter(
     }
     let parts = parts(config, &opened, adapter)?;
     let alpha = Some(opened.config().spec.lora_alpha).filter(|alpha| *alpha > 0.0).unwrap_or(1.0);
-    let mut metadata = Metadata::default();
+    let mut metadata = GgufMetadata::default();
     metadata.text("general.architecture", architecture(config));
     metadata.text("general.type", "adapter");
     metadata.text("general.name", name);

@@ -8,7 +8,7 @@ use serde_json::{Map, Value as Json};
 
 use super::rope;
 use super::types::GgufType;
-use super::writer::{Metadata, MetadataValue};
+use super::writer::{GgufMetadata, MetadataValue};
 use crate::error::{Error, Result};
 use crate::model::{Family, ModelConfig};
 use crate::ops::glu::Activation;
@@ -19,7 +19,7 @@ const QUANTIZATION_VERSION: u32 = 2;
 /// A model as keys, tensors that it has besides its parameters, and what a person should know of the file.
 #[derive(Debug, Default)]
 pub(super) struct ModelDescription {
-    pub(super) metadata: Metadata,
+    pub(super) metadata: GgufMetadata,
     /// Made tensors of one dimension: factors of the rotary frequencies.
     pub(super) tensors: Vec<(&'static str, Vec<f32>)>,
     pub(super) notes: Vec<String>,

@@ -12,13 +12,13 @@ use crate::error::Result;
 use crate::model::{Family, ModelConfig, Rope, RopeKind};
 
 /// What config.json says about the ropes; defaults as in `model`.
-struct Spec<'a> {
+struct RopeSpec<'a> {
     scaling: Option<&'a Map<String, Json>>,
     theta: f64,
     local_theta: f64,
 }
 
-impl<'a> Spec<'a> {
+impl<'a> RopeSpec<'a> {
     fn new(config: &ModelConfig, raw: &'a Map<String, Json>) -> Self {
         let object = |map: &'a Map<String, Json>, key: &str| map.get(key).and_then(Json::as_object);
         let number = |map: Option<&Map<String, Json>>, key: &str| map?.get(key)?.as_f64();
@@ -65,7 +65,7 @@ pub(super) fn describe(
     arch: &str,
     description: &mut ModelDescription,
 ) -> Result<()> {
-    let spec = Spec::new(config, raw);
+    let spec = RopeSpec::new(config, raw);
     let Some(rope) = config.ropes.first() else { return Ok(()) };
     let width = 2 * rope.inv_freq.len();
     if width != config.heads.head_dim && config.family != Family::Phi3 {
@@ -98,7 +98,7 @@ fn plain(theta: f64, len: usize) -> impl Iterator<Item = f32> {
     (0..len).map(move |i| 1.0 / (theta as f32).powf((2 * i) as f32 / (2 * len) as f32))
 }
 
-fn refuse_unknown(config: &ModelConfig, spec: &Spec<'_>, arch: &str) -> Result<()> {
+fn refuse_unknown(config: &ModelConfig, spec: &RopeSpec<'_>, arch: &str) -> Result<()> {
     let kind = spec.kind();
     let known = match kind {
         "default" | "linear" | "dynamic" => true,
@@ -118,7 +118,7 @@ fn refuse_unknown(config: &ModelConfig, spec: &Spec<'_>, arch: &str) -> Result<(
 
 fn scale(
     config: &ModelConfig,
-    spec: &Spec<'_>,
+    spec: &RopeSpec<'_>,
     rope: &Rope,
     arch: &str,
     description: &mut ModelDescription,

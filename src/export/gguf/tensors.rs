@@ -46,13 +46,13 @@ impl TensorChange {
 /// A parameter of the model and what it is in the file.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct PlannedTensor {
-    /// llama.cpp's name.
+    /// Name of the tensor in llama.cpp.
     pub(super) name: String,
     /// The name in the checkpoint.
     pub(super) stored: String,
     /// Its shape, the same in both.
     pub(super) shape: Vec<usize>,
-    /// What changes.
+    /// What changes on the way into the file.
     pub(super) change: TensorChange,
 }
 

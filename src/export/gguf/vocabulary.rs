@@ -13,7 +13,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value as Json};
 
 use super::pretokenizer;
-use super::writer::{Metadata, MetadataValue};
+use super::writer::{GgufMetadata, MetadataValue};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 
@@ -85,7 +85,7 @@ impl Merge {
 /// The tokenizer of a model.
 #[derive(Debug)]
 pub(super) struct Vocabulary {
-    pub(super) metadata: Metadata,
+    pub(super) metadata: GgufMetadata,
     pub(super) notes: Vec<String>,
     /// Whether a special token takes the white space after it.
     pub(super) strips_right: bool,
@@ -101,7 +101,7 @@ impl Vocabulary {
         let json = read_json(folder)?;
         let mut notes = Vec::new();
         let list = TokenList::new(&json, vocab_size, &mut notes)?;
-        let mut metadata = Metadata::default();
+        let mut metadata = GgufMetadata::default();
         if json.model.byte_fallback {
             let prefix =
                 pretokenizer::sentencepiece(&json.normalizer, &json.pre_tokenizer).map_err(refused)?;
@@ -317,7 +317,7 @@ fn specials(
     tokenizer: &Tokenizer,
     json: &TokenizerJson,
     vocab_size: usize,
-    metadata: &mut Metadata,
+    metadata: &mut GgufMetadata,
     notes: &mut Vec<String>,
 ) -> Result<()> {
     let (with, without) = (tokenizer.encode("a", true)?, tokenizer.encode("a", false)?);
@@ -355,7 +355,7 @@ fn specials(
 }
 
 /// The chat template, and others by their names.
-fn templates(tokenizer: &Tokenizer, metadata: &mut Metadata) -> Result<()> {
+fn templates(tokenizer: &Tokenizer, metadata: &mut GgufMetadata) -> Result<()> {
     let mut found = named_templates(tokenizer.config());
     let path = tokenizer.folder().join("chat_template.jinja");
     if path.is_file() {

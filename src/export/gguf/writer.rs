@@ -82,9 +82,9 @@ fn put_text(text: &str, bytes: &mut Vec<u8>) {
 
 /// Keys and values in order.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(super) struct Metadata(Vec<(String, MetadataValue)>);
+pub(super) struct GgufMetadata(Vec<(String, MetadataValue)>);
 
-impl Metadata {
+impl GgufMetadata {
     pub(super) fn set(&mut self, key: impl Into<String>, value: MetadataValue) {
         self.0.push((key.into(), value));
     }
@@ -93,7 +93,7 @@ impl Metadata {
         self.set(key, MetadataValue::Text(value.into()));
     }
 
-    pub(super) fn append(&mut self, more: Metadata) {
+    pub(super) fn append(&mut self, more: GgufMetadata) {
         self.0.extend(more.0);
     }
 }
@@ -146,7 +146,7 @@ impl Sink<'_> {
 /// returns. A fault of ours: two entries or keys of one name, or `write` gives too few or too many bytes.
 pub(super) fn write(
     path: &Path,
-    metadata: &Metadata,
+    metadata: &GgufMetadata,
     entries: &[TensorEntry],
     mut write: impl FnMut(&TensorEntry, &mut Sink<'_>) -> Result<()>,
 ) -> Result<u64> {
@@ -188,7 +188,7 @@ pub fn refuse_existing(path: &Path) -> Result<()> {
     }
 }
 
-fn header(metadata: &Metadata, entries: &[TensorEntry]) -> Result<Vec<u8>> {
+fn header(metadata: &GgufMetadata, entries: &[TensorEntry]) -> Result<Vec<u8>> {
     let mut bytes = MAGIC.to_vec();
     bytes.extend_from_slice(&VERSION.to_le_bytes());
     bytes.extend_from_slice(&(entries.len() as u64).to_le_bytes());
@@ -292,7 +292,7 @@ mod tests {
 
     #[test]
     fn header_is_the_format_to_the_byte() {
-        let mut metadata = Metadata::default();
+        let mut metadata = GgufMetadata::default();
         metadata.text("k", "ab");
         metadata.set("a", MetadataValue::I32s(vec![-1]));
         let entries = [
@@ -316,12 +316,13 @@ mod tests {
         let path = folder.path().join("m.gguf");
         let entry = [TensorEntry { name: "t".into(), shape: vec![4], kind: BlockType::F32 }];
         for given in [0, 15, 17] {
-            let written = write(&path, &Metadata::default(), &entry, |_, sink| sink.write(&vec![0; given]));
+            let written =
+                write(&path, &GgufMetadata::default(), &entry, |_, sink| sink.write(&vec![0; given]));
             assert!(written.is_err(), "{given} bytes");
             assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 0);
         }
-        write(&path, &Metadata::default(), &entry, |_, sink| sink.write(&[0; 16])).expect("16 bytes");
-        let again = write(&path, &Metadata::default(), &entry, |_, sink| sink.write(&[0; 16]));
+        write(&path, &GgufMetadata::default(), &entry, |_, sink| sink.write(&[0; 16])).expect("16 bytes");
+        let again = write(&path, &GgufMetadata::default(), &entry, |_, sink| sink.write(&[0; 16]));
         assert!(again.expect_err("exists").to_string().contains("there is a file of that name"));
     }
 }

@@ -40,7 +40,7 @@ impl Amx {
         Unit(PhantomData)
     }
 
-    /// [`pack::pack`].
+    /// Packs by [`pack::pack`] with this unit's instructions.
     pub(super) fn pack(
         self,
         tiles: &mut [AmxTile],
@@ -88,7 +88,7 @@ fn has_unit() -> bool {
 fn is_permitted() -> bool {
     /// `ARCH_REQ_XCOMP_PERM` of asm/prctl.h.
     const ASK: libc::c_long = 0x1023;
-    /// `XFEATURE_XTILEDATA`.
+    /// The number of the tile registers' state, `XFEATURE_XTILEDATA`.
     const TILE_DATA: libc::c_long = 18;
     // SAFETY: the call takes two numbers and touches no memory of ours; an old kernel answers with an error.
     unsafe { libc::syscall(libc::SYS_arch_prctl, ASK, TILE_DATA) == 0 }

@@ -136,7 +136,7 @@ struct PackedOperand<'a> {
     tiles: &'a [AmxTile],
     /// Tiles of [`PAIR`] outer elements.
     strip: usize,
-    /// Outer elements.
+    /// Number of outer elements.
     outer: usize,
     num_splits: usize,
 }

@@ -21,9 +21,9 @@ impl AmxTile {
 #[derive(Clone, Copy)]
 pub(super) struct PackSource<'a> {
     pub(super) data: &'a [f32],
-    /// Stride.
+    /// Stride between outer elements.
     pub(super) outer: usize,
-    /// Stride.
+    /// Stride between inner elements.
     pub(super) inner: usize,
     /// Every value is a bf16 number.
     pub(super) is_bf16: bool,

@@ -1,0 +1,168 @@
+//! What the rules on names, docs and signatures read in a source: functions, their docs and their types.
+
+use super::{Source, block_end};
+
+/// A function that a source declares.
+pub(super) struct Function {
+    pub(super) name: String,
+    /// Whether other crates may call it: `pub`, or a method of a `pub trait`.
+    pub(super) public: bool,
+    /// The text between the parentheses.
+    pub(super) parameters: String,
+    /// The type after `->`; empty for the unit.
+    pub(super) returns: String,
+    /// Its doc comment, a line for each `///`.
+    pub(super) docs: String,
+}
+
+/// Every function of `source`, in the order of the file.
+pub(super) fn functions(source: &Source) -> Vec<Function> {
+    let head =
+        regex!(r"(?m)^[ \t]*(pub(?:\([^)]*\))? )?(?:(?:const|async|unsafe|extern(?: *\S+)?) )*fn (\w+)");
+    let traits = public_traits(source);
+    let function = |found: regex::Captures<'_>| {
+        let whole = found.get(0).unwrap();
+        let line = source.code[..found.get(2).unwrap().start()].matches('\n').count();
+        let (parameters, returns) = signature(&source.code[whole.end()..]);
+        let public = match found.get(1) {
+            Some(visibility) => visibility.as_str() == "pub ",
+            None => traits.iter().any(|(start, end)| (start..=end).contains(&&line)),
+        };
+        Function { name: found[2].to_owned(), public, parameters, returns, docs: docs_above(source, line) }
+    };
+    head.captures_iter(&source.code).map(function).collect()
+}
+
+/// First and last line of each `pub trait`.
+fn public_traits(source: &Source) -> Vec<(usize, usize)> {
+    let head = regex!(r"^\s*pub (?:unsafe )?trait \w");
+    let lines: Vec<&str> = source.code.lines().collect();
+    let starts = lines.iter().enumerate().filter(|(_, line)| head.is_match(line));
+    starts.map(|(start, _)| (start, block_end(&lines, start))).collect()
+}
+
+/// The doc comment that stands above line `line`, past attributes.
+fn docs_above(source: &Source, line: usize) -> String {
+    let lines: Vec<&str> = source.raw.lines().map(str::trim).collect();
+    let mut docs = Vec::new();
+    let mut at = line;
+    while at > 0 {
+        at -= 1;
+        if let Some(doc) = lines[at].strip_prefix("///") {
+            docs.push(doc);
+        } else if lines[at].ends_with(']') {
+            // An attribute may take several lines.
+            while at > 0 && !lines[at].starts_with("#[") {
+                at -= 1;
+            }
+        } else if !lines[at].starts_with("//") {
+            break;
+        }
+    }
+    docs.reverse();
+    docs.join("\n")
+}
+
+/// Parameters and return type of a function whose text goes on with `rest` after its name.
+fn signature(rest: &str) -> (String, String) {
+    let open = if rest.starts_with('<') { closing(rest) + 1 } else { 0 };
+    let rest = &rest[open..];
+    let close = closing(rest);
+    let parameters = rest.get(1..close).unwrap_or_default().to_owned();
+    let after = rest.get(close + 1..).unwrap_or_default();
+    let mut depth = 0_i64;
+    let end = after.char_indices().find(|(_, c)| {
+        match c {
+            '(' | '[' => depth += 1,
+            ')' | ']' => depth -= 1,
+            _ => {}
+        }
+        depth == 0 && matches!(c, '{' | ';')
+    });
+    let after = &after[..end.map_or(after.len(), |(at, _)| at)];
+    let returns = after.trim().strip_prefix("->").unwrap_or_default();
+    (parameters, returns.split("where").next().unwrap_or_default().trim().to_owned())
+}
+
+/// Where the bracket closes that `text` opens with.
+fn closing(text: &str) -> usize {
+    let mut depth = 0_i64;
+    let mut before = ' ';
+    for (at, c) in text.char_indices() {
+        match c {
+            '(' | '[' | '<' | '{' => depth += 1,
+            '>' if before == '-' => {}
+            ')' | ']' | '>' | '}' => depth -= 1,
+            _ => {}
+        }
+        if depth == 0 {
+            return at;
+        }
+        before = c;
+    }
+    text.len()
+}
+
+/// How many elements the largest tuple type in `types` has.
+pub(super) fn largest_tuple(types: &str) -> usize {
+    let mut largest = 0;
+    for (at, _) in types.match_indices('(') {
+        let named = types[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_');
+        // `Fn(A, B, C)` lists arguments.
+        if !named {
+            let inside = &types[at + 1..at + closing(&types[at..]).min(types.len() - at)];
+            largest = largest.max(elements(inside));
+        }
+    }
+    largest
+}
+
+/// The elements of `a, (b, c), d<e, f>,`.
+fn elements(list: &str) -> usize {
+    let (mut depth, mut found, mut filled, mut before) = (0_i64, 0, false, ' ');
+    for c in list.chars() {
+        match c {
+            '(' | '[' | '<' | '{' => depth += 1,
+            '>' if before == '-' => {}
+            ')' | ']' | '>' | '}' => depth -= 1,
+            _ => {}
+        }
+        if c == ',' && depth == 0 {
+            found += 1;
+            filled = false;
+        } else if !c.is_whitespace() {
+            filled = true;
+        }
+        before = c;
+    }
+    found + usize::from(filled)
+}
+
+#[test]
+fn functions_are_read() {
+    let text = "/// Adds two numbers.\n///\n/// # Errors\n#[expect(\n    clippy::x,\n    reason = \"[y]\"\n)]\n\
+                pub fn add<T: Fn(u8) -> u8>(\n    a: [u8; 2],\n    b: T,\n) -> Result<(u8, u8), E>\nwhere\n    T: X,\n{\n}\n\
+                pub(crate) fn hidden() {}\npub trait T {\n    /// Goes.\n    fn go(&self);\n}\nimpl T for U {\n    fn go(&self) {}\n}\n";
+    let found = functions(&Source::new("ops/a.rs", text));
+    let names: Vec<(&str, bool)> = found.iter().map(|one| (one.name.as_str(), one.public)).collect();
+    assert_eq!(names, [("add", true), ("hidden", false), ("go", true), ("go", false)]);
+    assert_eq!(found[0].docs, " Adds two numbers.\n\n # Errors");
+    assert_eq!(found[0].returns, "Result<(u8, u8), E>");
+    assert_eq!(found[0].parameters, "\n    a: [u8; 2],\n    b: T,\n");
+    assert_eq!(found[1].docs, "");
+    assert_eq!(found[2].docs, " Goes.");
+}
+
+#[test]
+fn tuples_are_counted() {
+    for (types, elements) in [
+        ("a: u8, b: u8, c: u8", 0),
+        ("a: (u8, u8), b: u8", 2),
+        ("a: &[(u8, (u16, Vec<(A, B)>), F)]", 3),
+        ("Result<(A, B<C, D>, [E; 2], F,)>", 4),
+        ("impl Fn(A, B, C) -> (D, E)", 2),
+        ("Box<dyn Fn(&A) -> B>, ()", 0),
+    ] {
+        assert_eq!(largest_tuple(types), elements, "{types}");
+    }
+}
