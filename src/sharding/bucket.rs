@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
 use super::offload::{BucketBuilder, Offload, StorageTarget};
-use super::param::ParamDesc;
+use super::param::{BucketKind, ParamDesc};
 use super::placement::{Placement, ShardingSpec};
 use crate::error::Result;
 use crate::model::Segment;
@@ -51,11 +51,12 @@ impl BucketEntry {
 /// tensor, never straddle two ranks.
 pub(super) const ALIGN: usize = 256;
 
-/// Slots of one segment that are all frozen or all trainable, in one buffer.
+/// Slots of one segment and kind, in one buffer.
 #[derive(Debug)]
 pub struct Bucket {
     /// The segment that uses it.
     pub segment: Segment,
+    pub(super) kind: BucketKind,
     /// The layout, ascending.
     pub entries: Vec<BucketEntry>,
     /// Elements of the whole, padding included.
@@ -112,7 +113,8 @@ impl Bucket {
         fill: &mut dyn FnMut(&ParamDesc, LoadTarget<'_>) -> Result<()>,
     ) -> Result<Self> {
         let BucketOptions { spec, device, dtype, values, .. } = bucket_options;
-        let (segment, trainable) = (descs[0].segment, descs.iter().any(|desc| desc.kind.trains()));
+        let (segment, kind) = (descs[0].segment, BucketKind::of(descs[0].kind));
+        let trainable = descs[0].kind.trains();
         let (entries, len) = layout(descs, bucket_options.place.1 * ALIGN);
         let (kept, own) = (bucket_options.part(spec.values, len), bucket_options.part(spec.update, len));
         // Trainable values are read in f32 whatever they are computed in: that is the master.
@@ -141,7 +143,7 @@ impl Bucket {
         let away = values.is_away();
         let grads_on = if away { &Device::Cpu } else { device };
         let grad = trainable.then(|| Tensor::zeros(part, DType::F32, grads_on)).transpose()?;
-        Ok(Bucket { segment, entries, len, spec, value, away, master, grad, own })
+        Ok(Bucket { segment, kind, entries, len, spec, value, away, master, grad, own })
     }
 
     /// Bytes that the values of a bucket of `descs` take up in a file.

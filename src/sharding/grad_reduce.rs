@@ -45,16 +45,12 @@ pub(super) struct GradBuffers {
 }
 
 impl GradBuffers {
-    /// Memory for the blocks among `buckets`, which come with their kinds.
-    pub(super) fn new(
-        buckets: &[(BucketKind, &Bucket)],
-        reducing: GradReduceOptions,
-        device: &Device,
-    ) -> Result<Self> {
+    /// Memory for the blocks among `buckets`.
+    pub(super) fn new(buckets: &[Bucket], reducing: GradReduceOptions, device: &Device) -> Result<Self> {
         let mut widest: BTreeMap<BucketKind, usize> = BTreeMap::new();
-        for (kind, bucket) in buckets {
+        for bucket in buckets {
             if matches!(bucket.segment, Segment::Block(_)) && needs_own_buffer(bucket, reducing) {
-                let len = widest.entry(*kind).or_default();
+                let len = widest.entry(bucket.kind).or_default();
                 *len = bucket.len.max(*len);
             }
         }
@@ -74,13 +70,14 @@ impl GradBuffers {
     }
 
     /// Where backward adds the gradients of bucket `index`: all of it, f32; none when it is frozen.
-    pub(super) fn target(&self, index: usize, kind: BucketKind, bucket: &Bucket) -> Result<Option<Tensor>> {
+    pub(super) fn target(&self, index: usize, bucket: &Bucket) -> Result<Option<Tensor>> {
         let Some(grad) = &bucket.grad else { return Ok(None) };
         if !needs_own_buffer(bucket, self.reducing) {
             return Ok(Some(grad.clone()));
         }
         if let Segment::Block(_) = bucket.segment {
-            let memory = self.blocks.get(&kind).ok_or_else(|| Error::internal("no memory for gradients"))?;
+            let memory =
+                self.blocks.get(&bucket.kind).ok_or_else(|| Error::internal("no memory for gradients"))?;
             return Ok(Some(memory.narrow(0, 0, bucket.len)?));
         }
         let mut outer = self.outer.lock().map_err(|_| Error::internal("a backward panicked"))?;
@@ -99,13 +96,13 @@ impl GradBuffers {
     pub(super) fn reduce(
         &self,
         mesh: &DeviceMesh,
-        (index, kind, bucket): (usize, BucketKind, &Bucket),
+        (index, bucket): (usize, &Bucket),
         last: bool,
     ) -> Result<()> {
         let Some(grad) = &bucket.grad else { return Ok(()) };
         let call = call!("gradients of", bucket.segment);
         let grad_buffers =
-            if needs_own_buffer(bucket, self.reducing) { self.target(index, kind, bucket)? } else { None };
+            if needs_own_buffer(bucket, self.reducing) { self.target(index, bucket)? } else { None };
         if bucket.spec.gradients == Placement::Sharded {
             let grad_buffers = grad_buffers.ok_or_else(|| Error::internal("gradients without memory"))?;
             add_from_anywhere(grad, &self.reduce_scatter(mesh, call, &grad_buffers, bucket)?)?;

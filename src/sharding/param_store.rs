@@ -44,8 +44,6 @@ pub struct ParamStore {
     mesh: DeviceMesh,
     config: ModelConfig,
     buckets: Vec<Bucket>,
-    /// By bucket.
-    groups: Vec<BucketKind>,
     packed: Vec<QuantizedBucket>,
     /// Name → (bucket, entry).
     index: HashMap<String, (usize, usize)>,
@@ -89,7 +87,7 @@ impl ParamStore {
         options: StoreOptions,
         fill: &mut dyn FnMut(&ParamDesc, LoadTarget<'_>) -> Result<()>,
     ) -> Result<Self> {
-        let (buckets, groups, packed) = buckets(descs, &options, fill)?;
+        let (buckets, packed) = buckets(descs, &options, fill)?;
         let StoreOptions { dtype, device, mesh, reducing, offload, .. } = options;
         let index = buckets
             .iter()
@@ -105,14 +103,12 @@ impl ParamStore {
                 packed.names().enumerate().map(move |(e, name)| (name.to_owned(), (p, e)))
             })
             .collect();
-        let kinds: Vec<_> = groups.iter().copied().zip(&buckets).collect();
-        let grad_buffers = GradBuffers::new(&kinds, reducing, &device)?;
+        let grad_buffers = GradBuffers::new(&buckets, reducing, &device)?;
         let mut store = ParamStore {
-            gathers: GatherQueue::new(shard_runs(config, &buckets, &groups, &packed)?, &device)?,
+            gathers: GatherQueue::new(shard_runs(config, &buckets, &packed)?, &device)?,
             mesh,
             config: config.clone(),
             buckets,
-            groups,
             packed,
             index,
             packed_index,
@@ -172,7 +168,7 @@ impl ParamStore {
 
     /// Views with gradients, for a backward.
     fn views<'a>(&'a self, gathered: &'a Gathered) -> SegmentViews<'a> {
-        let grads = |index: usize| self.grad_buffers.target(index, self.groups[index], &self.buckets[index]);
+        let grads = |index: usize| self.grad_buffers.target(index, &self.buckets[index]);
         SegmentViews { grads: Some(Box::new(grads)), ..self.values(gathered) }
     }
 
@@ -245,7 +241,7 @@ impl ParamStore {
         let first = self.buckets.partition_point(|bucket| bucket.segment < segment);
         let of_segment = self.buckets.iter().enumerate().skip(first);
         for (i, bucket) in of_segment.take_while(|(_, bucket)| bucket.segment == segment) {
-            self.grad_buffers.reduce(&self.mesh, (i, self.groups[i], bucket), last)?;
+            self.grad_buffers.reduce(&self.mesh, (i, bucket), last)?;
         }
         Ok(())
     }
@@ -439,7 +435,7 @@ fn finite(x: &Tensor) -> Result<bool> {
     Ok(sum_of_squares(&x)?.is_finite() || x.to_vec1::<f32>()?.iter().all(|v| v.is_finite()))
 }
 
-type Buckets = (Vec<Bucket>, Vec<BucketKind>, Vec<QuantizedBucket>);
+type Buckets = (Vec<Bucket>, Vec<QuantizedBucket>);
 
 fn buckets(
     descs: Vec<ParamDesc>,
@@ -475,7 +471,7 @@ fn buckets(
         }
     }
     let file = options.offload.file(room)?;
-    let (mut buckets, mut groups, mut packed) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut buckets, mut packed) = (Vec::new(), Vec::new());
     for ((_, group), descs) in by_group {
         let mut bucket_options = bucket_options(group, &descs);
         if options.offload.has_values(group.role()) {
@@ -487,29 +483,27 @@ fn buckets(
             })?);
         } else {
             buckets.push(Bucket::new(descs, bucket_options, fill)?);
-            groups.push(group);
         }
     }
-    Ok((buckets, groups, packed))
+    Ok((buckets, packed))
 }
 
 /// What has to be gathered or brought for each segment: its own runs, for the head of a tied model also the table's.
 fn shard_runs(
     config: &ModelConfig,
     buckets: &[Bucket],
-    groups: &[BucketKind],
     packed: &[QuantizedBucket],
 ) -> Result<BTreeMap<Segment, Vec<ShardRun>>> {
     let mut runs: BTreeMap<Segment, Vec<ShardRun>> = BTreeMap::new();
     let has_head = buckets.iter().flat_map(|b| &b.entries).any(|entry| entry.desc.name == "lm_head.weight");
     let tied = config.tie_word_embeddings && !has_head;
-    for (i, (bucket, group)) in buckets.iter().zip(groups).enumerate() {
+    for (i, bucket) in buckets.iter().enumerate() {
         if bucket.resident().is_some() {
             continue;
         }
         let run = || ShardRun {
             buffer_id: BufferId::Values(i),
-            kind: BufferKind::Values(*group),
+            kind: BufferKind::Values(bucket.kind),
             part: bucket.value.clone(),
             sharded: bucket.spec.values == Placement::Sharded,
             len: bucket.len,
