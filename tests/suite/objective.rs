@@ -202,8 +202,8 @@ fn coefficients_of_one_are_cross_entropy_and_of_zero_no_target() -> Result<()> {
     for factor in [1.0, 2.0] {
         let (found, found_norm) = run(&engine, &BySample([0.0, factor]), &batch(1))?;
         let factor = f64::from(factor);
-        assert!((found.loss / (factor * second.loss) - 1.0).abs() < 1e-12, "{found:?}");
-        assert!((found_norm / (factor * norm) - 1.0).abs() < 1e-6, "{found_norm}, by targets {norm}");
+        assert!((found.loss / (factor * second.loss) - 1.0).abs() < 1e-6, "{found:?}");
+        assert!((found_norm / (factor * norm) - 1.0).abs() < 1e-5, "{found_norm}, by targets {norm}");
     }
     Ok(())
 }
