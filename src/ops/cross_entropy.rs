@@ -65,6 +65,13 @@ impl<'a> LossTargets<'a> {
         self.coefficients.map_or(scale, |coefficients| f64::from(coefficients[n]) * scale) as f32
     }
 
+    /// The gradient of the logits of `rows`, `[rows, V]`, each row times its coefficient.
+    fn weighted_gradient(self, d: Tensor, rows: &[usize]) -> Result<Tensor> {
+        let Some(coefficients) = self.coefficients else { return Ok(d) };
+        let coefficients: Vec<f32> = rows.iter().map(|&n| coefficients[n]).collect();
+        Ok(d.broadcast_mul(&Tensor::from_vec(coefficients, (rows.len(), 1), d.device())?)?)
+    }
+
     /// The loss of row `n` as it counts in the sum.
     fn weighted(self, n: usize, loss: f32) -> f64 {
         let loss = f64::from(loss);
@@ -377,11 +384,8 @@ pub(crate) fn reference(
         let x = x.index_select(&ids, 0)?;
         let u = output.delta.map(|delta| delta.u.index_select(&ids, 0)).transpose()?;
         let delta = output.delta.zip(u.as_ref()).map(|(delta, u)| Delta { u, ..delta });
-        let (mut d, row_loss) = reference_chunk(&x, Output { delta, ..output }, &hits, kind)?;
-        if let Some(coefficients) = targets.coefficients {
-            let coefficients: Vec<f32> = chunk.iter().map(|&n| coefficients[n]).collect();
-            d = d.broadcast_mul(&Tensor::from_vec(coefficients, (chunk.len(), 1), device)?)?;
-        }
+        let (d, row_loss) = reference_chunk(&x, Output { delta, ..output }, &hits, kind)?;
+        let d = targets.weighted_gradient(d, chunk)?;
         losses.push(row_loss);
         let dlow = d.to_dtype(output.weight.dtype())?;
         dx = dx.index_add(&ids, &dlow.matmul(output.weight)?.to_dtype(DType::F32)?, 0)?;

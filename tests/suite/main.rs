@@ -17,12 +17,14 @@ mod place;
 mod skipped;
 
 mod adapter;
+mod adapter_switch;
 mod collective_local;
 mod data;
 mod hub;
 mod launch;
 mod merge;
 mod model;
+mod objective;
 mod offload;
 mod ops;
 mod quant;

@@ -1,0 +1,130 @@
+//! A forward without the adapter: the base model's to the bit, or refused where the base is not below the adapter.
+
+use std::path::{Path, PathBuf};
+
+use crate::logits;
+use candle_core::{DType, Device, Tensor};
+use finetune::data::{Batch, IGNORE, PackedSample, Step};
+use finetune::engine::{Engine, Recompute, SaveAssignment, Trainer, TrainerOptions};
+use finetune::error::Result;
+use finetune::model::AdapterSwitch;
+use finetune::optim::{OptimizerOptions, Schedule};
+use finetune::recipe::enums::{AdapterInit, AdapterKind, Attention, SchedulerKind, StateDtype};
+use finetune::recipe::{AdapterSection, TargetModules};
+use finetune::setup::{AdapterSetup, EngineOptions};
+
+fn golden(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
+}
+
+/// The model below `tests/golden/models`, with an adapter or without.
+fn engine(model: &str, adapter: Option<&AdapterSetup>) -> Engine {
+    let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
+    logits::base(&golden("models").join(model)).engine(adapter, false, &options).unwrap()
+}
+
+/// A new adapter on the model.
+fn fresh(model: &str, section: &AdapterSection) -> AdapterSetup {
+    let base = logits::base(&golden("models").join(model));
+    AdapterSetup::from_recipe(section, ("base", &base.config), &[]).unwrap()
+}
+
+/// The adapter that PEFT saved below `tests/golden/train`.
+fn saved(model: &str, case: &str) -> AdapterSetup {
+    let base = logits::base(&golden("models").join(model));
+    AdapterSetup::saved_in(&golden("train").join(case).join("adapter_final"), &base.config).unwrap()
+}
+
+fn batch() -> Batch {
+    let ids: Vec<u32> = (0..24).map(|i| i * 31 % 300 + 3).collect();
+    let mut targets: Vec<u32> = ids[1..].to_vec();
+    targets.push(IGNORE);
+    let segments = vec![PackedSample { start: 0, len: ids.len() }];
+    Batch { ids, targets, segments, first_token: 0, rows: 1 }
+}
+
+/// Two steps that move every matrix of an adapter, an embedding's A of zeros too.
+fn trained(engine: Engine) -> Result<Engine> {
+    let schedule = Schedule {
+        kind: SchedulerKind::Constant,
+        learning_rate: 1e-2,
+        warmup_steps: 0,
+        total_steps: 10,
+        min_lr_ratio: 0.0,
+        num_cycles: 1.0,
+        power: 1.0,
+        num_decay_steps: 0,
+    };
+    let betas = [0.9, 0.999];
+    let options = TrainerOptions {
+        optimizer: OptimizerOptions { betas, eps: 1e-8, weight_decay: 0.0, state: StateDtype::F32 },
+        lora_plus_ratio: 1.0,
+        schedule,
+        max_grad_norm: None,
+        seed: 0,
+        recompute: Recompute::None,
+        save_assignment: SaveAssignment::Rank0,
+    };
+    let mut trainer = Trainer::new(engine, options)?;
+    for _ in 0..2 {
+        trainer.step(&Step::new(vec![batch()], 1.0))?;
+    }
+    Ok(trainer.engine)
+}
+
+fn bits(logits: &Tensor) -> Result<Vec<u32>> {
+    Ok(logits.flatten_all()?.to_vec1::<f32>()?.into_iter().map(f32::to_bits).collect())
+}
+
+/// The models are not stored in bf16: beside an adapter such matrices stay as they are stored, in a base by itself they
+/// are widened.
+#[test]
+fn switched_off_it_is_the_base_to_the_bit() -> Result<()> {
+    let named = |names: &[&str]| TargetModules::Named(names.iter().map(|&name| name.into()).collect());
+    let tables = AdapterSection {
+        target_modules: named(&["embed_tokens", "lm_head", "q_proj", "down_proj"]),
+        ..AdapterSection::default()
+    };
+    let dora = AdapterSection { kind: AdapterKind::Dora, ..AdapterSection::default() };
+    for (model, adapter) in [
+        ("tiny-llama", saved("tiny-llama", "lora")),
+        ("tiny-llama", saved("tiny-llama", "dora")),
+        ("tiny-llama", fresh("tiny-llama", &tables)),
+        ("tiny-qwen2", fresh("tiny-qwen2", &tables)),
+        ("tiny-llama", saved("tiny-llama", "lora_tables")),
+        ("tiny-qwen2", fresh("tiny-qwen2", &dora)),
+        ("tiny-phi3", fresh("tiny-phi3", &AdapterSection::default())),
+    ] {
+        let (base, adapted) = (engine(model, None), trained(engine(model, Some(&adapter)))?);
+        let wanted = base.logits(&batch(), AdapterSwitch::On)?;
+        let off = adapted.logits(&batch(), AdapterSwitch::Off)?;
+        assert!(bits(&off)? == bits(&wanted)?, "{model}: logits without the adapter");
+        let on = adapted.logits(&batch(), AdapterSwitch::On)?;
+        let distance = (on - &wanted)?.abs()?.max_all()?.to_scalar::<f32>()?;
+        assert!(distance > 1e-3, "{model}: the adapter changes the logits by {distance}");
+        let scores = base.score(&batch(), AdapterSwitch::Off)?;
+        assert_eq!(adapted.score(&batch(), AdapterSwitch::Off)?, scores, "{model}");
+        assert_ne!(adapted.score(&batch(), AdapterSwitch::On)?, scores, "{model}");
+    }
+    Ok(())
+}
+
+#[test]
+fn where_the_base_is_not_below_the_adapter_it_is_refused() -> Result<()> {
+    let whole = AdapterSection { modules_to_save: vec!["lm_head".into()], ..AdapterSection::default() };
+    let pissa = AdapterSection { init: AdapterInit::Pissa, r: 2, ..AdapterSection::default() };
+    let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
+    let all = logits::base(&golden("models/tiny-llama")).engine(None, true, &options)?;
+    for (engine, cause) in [
+        (all, "trains in its place in the model"),
+        (engine("tiny-llama", Some(&fresh("tiny-llama", &whole))), "`lm_head.weight` trains in its place"),
+        (engine("tiny-llama", Some(&fresh("tiny-llama", &pissa))), "PiSSA took the adapter's first values"),
+        (engine("tiny-qwen2", Some(&saved("tiny-qwen2", "lora_tokens"))), "rows of `model.embed_tokens`"),
+    ] {
+        engine.logits(&batch(), AdapterSwitch::On)?;
+        let error = engine.logits(&batch(), AdapterSwitch::Off).unwrap_err();
+        assert!(error.causes()[0].contains(cause), "{error}");
+        assert!(engine.score(&batch(), AdapterSwitch::Off).is_err());
+    }
+    Ok(())
+}
