@@ -30,9 +30,8 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     };
     let decided = MergeBase::decide(choice, &base, &adapter)?;
     terminal.line(format!("merging {}", decided.reason));
-    let dataset =
-        args.verify_on.as_deref().map(|data| DataSource::from_argument("--verify-on", data, &folder));
-    let dataset = dataset.transpose()?;
+    let named = |data: &String| DataSource::from_argument("--verify-on", data, &folder);
+    let dataset = args.verify_on.as_ref().map(named).transpose()?;
     (base.format, base.skipped) = (decided.trained_over, decided.skipped.clone());
     let recipe = Recipe::default();
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed);

@@ -11,7 +11,7 @@ use finetune::model::AdapterSwitch;
 use finetune::optim::{OptimizerOptions, Schedule};
 use finetune::recipe::enums::{AdapterInit, AdapterKind, Attention, SchedulerKind, StateDtype};
 use finetune::recipe::{AdapterSection, TargetModules};
-use finetune::setup::{AdapterSetup, EngineOptions};
+use finetune::setup::{AdapterSetup, EngineOptions, Trains};
 
 fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
@@ -20,7 +20,7 @@ fn golden(path: &str) -> PathBuf {
 /// The model below `tests/golden/models`, with an adapter or without.
 fn engine(model: &str, adapter: Option<&AdapterSetup>) -> Engine {
     let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
-    logits::base(&golden("models").join(model)).engine(adapter, false, &options).unwrap()
+    logits::base(&golden("models").join(model)).engine(Trains::adapter_or_nothing(adapter), &options).unwrap()
 }
 
 /// A new adapter on the model.
@@ -114,7 +114,7 @@ fn where_the_base_is_not_below_the_adapter_it_is_refused() -> Result<()> {
     let whole = AdapterSection { modules_to_save: vec!["lm_head".into()], ..AdapterSection::default() };
     let pissa = AdapterSection { init: AdapterInit::Pissa, r: 2, ..AdapterSection::default() };
     let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
-    let all = logits::base(&golden("models/tiny-llama")).engine(None, true, &options)?;
+    let all = logits::base(&golden("models/tiny-llama")).engine(Trains::All, &options)?;
     for (engine, cause) in [
         (all, "trains in its place in the model"),
         (engine("tiny-llama", Some(&fresh("tiny-llama", &whole))), "`lm_head.weight` trains in its place"),

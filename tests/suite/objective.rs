@@ -19,7 +19,7 @@ use finetune::ops::cross_entropy::LossTargets;
 use finetune::optim::{OptimizerOptions, Schedule};
 use finetune::recipe::enums::{Attention, SchedulerKind, StateDtype};
 use finetune::runtime::thread_pool;
-use finetune::setup::EngineOptions;
+use finetune::setup::{EngineOptions, Trains};
 use finetune::sharding::{DeviceMesh, GradReduceOptions, ShardingStrategy};
 
 const OPTIONS: TrainerOptions = TrainerOptions {
@@ -113,7 +113,7 @@ fn train(kind: ShardingStrategy, ranks: usize, micro_batches: u32) -> Trained {
             reducing: GradReduceOptions { accumulates, dtype: DType::F32 },
             ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
         };
-        let engine = logits::base(&folder).engine(None, true, &options)?;
+        let engine = logits::base(&folder).engine(Trains::All, &options)?;
         let mut trainer = Trainer::new(engine, OPTIONS)?.with_objective(Arc::new(SmallStates));
         let steps = (0..3).map(|_| trainer.step(&step(micro_batches))).collect::<Result<_>>()?;
         let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect();
@@ -185,7 +185,7 @@ impl Objective for BySample {
 fn coefficients_of_one_are_cross_entropy_and_of_zero_no_target() -> Result<()> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
     let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
-    let engine = logits::base(&folder).engine(None, true, &options)?;
+    let engine = logits::base(&folder).engine(Trains::All, &options)?;
     let run = |engine: &Engine, objective: &dyn Objective, batch: &Batch| -> Result<(LossSums, f64)> {
         engine.store.zero_gradients()?;
         let (scale, recompute) = (0.1, Recompute::None);

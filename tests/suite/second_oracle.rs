@@ -10,8 +10,9 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::{gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3};
 use finetune::data::{Batch, IGNORE, PackedSample};
+use finetune::model::AdapterSwitch;
 use finetune::recipe::enums::Attention;
-use finetune::setup::EngineOptions;
+use finetune::setup::{EngineOptions, Trains};
 use serde_json::{Map, Value, json};
 
 use crate::logits;
@@ -140,7 +141,7 @@ fn engine_logits(folder: &Path, config: &Map<String, Value>, ids: &[u32]) -> Vec
         std::fs::copy(&file, place.path().join(file.file_name().unwrap())).unwrap();
     }
     let options = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
-    let engine = logits::base(place.path()).engine(None, false, &options).unwrap();
+    let engine = logits::base(place.path()).engine(Trains::Nothing, &options).unwrap();
     let batch = Batch {
         ids: ids.to_vec(),
         targets: vec![IGNORE; ids.len()],
@@ -148,7 +149,7 @@ fn engine_logits(folder: &Path, config: &Map<String, Value>, ids: &[u32]) -> Vec
         first_token: 0,
         rows: 1,
     };
-    engine.logits(&batch).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    engine.logits(&batch, AdapterSwitch::On).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
 /// The same by candle, which gives the last row alone: of every beginning of the ids.
