@@ -79,13 +79,13 @@ impl Engine {
         let (before, batch) = (done + rows(&round[..rank]), &round[rank..=rank]);
         let found = self.first_non_finite(batch)?;
         let on_rank = if self.store.mesh().world().size() > 1 {
-            format!(", which rank {rank} evaluated")
+            format!(", which rank {rank} evaluated,")
         } else {
             String::new()
         };
         let (first, last) = (before + 1, before + rows(batch));
         Ok(Error::new(ErrorCategory::Diverged, "the evaluation loss is not finite")
-            .because(format!("the loss of rows {first} to {last}{on_rank}, is NaN or infinite"))
+            .because(format!("the loss of rows {first} to {last}{on_rank} is NaN or infinite"))
             .because(format!("the first bad value is in {found}")))
     }
 

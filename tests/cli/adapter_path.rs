@@ -166,9 +166,9 @@ fn written_keys_that_contradict_are_refused() {
     let output = place.command(&args).arg("--quiet").output().unwrap();
     assert_snapshot!(place.told(&output.stderr), @r#"
     error: cannot go on with the adapter in [DIR]/saved
-      caused by: lora (built in):11:5: `adapter.r` is 16; of the saved adapter it is 4
-      caused by: lora (built in):12:14: `adapter.lora_alpha` is 32.0; of the saved adapter it is 12.0
-      caused by: lora (built in):13:18: `adapter.target_modules` is "all-linear"; of the saved adapter it is ["down_proj", "q_proj", "v_proj"]
+      caused by: lora (built in):12:5: `adapter.r` is 16; of the saved adapter it is 4
+      caused by: lora (built in):13:14: `adapter.lora_alpha` is 32.0; of the saved adapter it is 12.0
+      caused by: lora (built in):14:18: `adapter.target_modules` is "all-linear"; of the saved adapter it is ["down_proj", "q_proj", "v_proj"]
     hint: write the saved adapter's values (`--set 'adapter.r=4'`, `--set 'adapter.lora_alpha=12.0'`, `--set 'adapter.target_modules=["down_proj", "q_proj", "v_proj"]'`), or remove these keys, which takes its values; without `adapter.path` a new adapter starts
     "#);
 }
