@@ -380,8 +380,11 @@ fn sources_keep_the_house_rules() {
     assert!(faults.is_empty(), "\n{}", faults.join("\n"));
 }
 
+/// Finds what breaks one rule in one source.
+type Check = fn(&Source) -> Vec<String>;
+
 /// The rules of prose and signatures, under the names that the list of pending faults calls them by.
-const PROSE: &[(&str, fn(&Source) -> Vec<String>)] = &[
+const PROSE: &[(&str, Check)] = &[
     ("docs", docs::short),
     ("errors", docs::errors),
     ("shapes", docs::shapes),

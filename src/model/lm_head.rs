@@ -15,7 +15,7 @@ use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
 /// Final norm and output layer, for one use.
 #[derive(Debug, Clone)]
 pub struct HeadWeights {
-    /// `model.norm`.
+    /// Gain of the last norm, `model.norm`.
     pub norm: Param,
     /// `lm_head`, or the embedding table when tied: `[V, D]`.
     pub lm_head: Param,

@@ -31,7 +31,7 @@ use crate::weights::{ModelFiles, ModelIdentity};
 pub struct Plan {
     /// The recipe with every "auto" decided.
     pub recipe: Recipe,
-    /// The model.
+    /// The base model, found and understood.
     pub base: BaseModel,
     /// What trains; none: all weights.
     pub adapter_setup: Option<AdapterSetup>,
@@ -43,7 +43,7 @@ pub struct Plan {
     pub held_out: Option<(Dataset, Vec<ResolvedSource>)>,
     /// Device, dtype, attention.
     pub engine: EngineOptions,
-    /// Gradient checkpointing.
+    /// What forward keeps for backward (gradient checkpointing).
     pub recompute: Recompute,
     /// What a step needs.
     pub memory: MemoryPlan,
@@ -147,6 +147,9 @@ impl Plan {
     }
 
     /// The sampler at the beginning of the run.
+    ///
+    /// # Errors
+    /// The data hold no row, or the sizes of a step are not usable.
     pub fn sampler(&self) -> Result<Sampler<'_>> {
         Sampler::new(&self.train.0, sampler_options(&self.recipe, self.ranks))
     }
