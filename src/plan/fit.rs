@@ -133,9 +133,10 @@ impl StepInputs<'_> {
         if fitting.is_empty() {
             fitting.extend(self.together(&all, recipe, world)?);
         }
-        Ok(match fitting.is_empty() {
-            true => error.hint("give a smaller model, or more or larger devices"),
-            false => error.hint(format!("one of these fits: {}", fitting.join(", "))),
+        Ok(if fitting.is_empty() {
+            error.hint("give a smaller model, or more or larger devices")
+        } else {
+            error.hint(format!("one of these fits: {}", fitting.join(", ")))
         })
     }
 
@@ -273,10 +274,8 @@ fn shorter_rows(max_seq_len: usize) -> Change {
 fn more_ranks(world: WorldSize) -> Change {
     let more = |doubling: u32| {
         let all = world.all.saturating_mul(1 << doubling);
-        let typed = match world.local == Some(world.all) {
-            true => format!("--ranks {all}"),
-            false => format!("{all} ranks in all"),
-        };
+        let is_one_host = world.local == Some(world.all);
+        let typed = if is_one_host { format!("--ranks {all}") } else { format!("{all} ranks in all") };
         Step { typed, apply: Box::new(move |_, world| *world = WorldSize { all, local: None }) }
     };
     (1..=DOUBLINGS).map(more).collect()
