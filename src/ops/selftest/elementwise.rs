@@ -172,12 +172,12 @@ fn gates() -> Vec<SelftestCase> {
     for activation in [Activation::Silu, Activation::GeluTanh] {
         for (spread, size) in [(1.0, "values about 1"), (20.0, "values about 20")] {
             let what = format!("{activation:?}, {size}");
-            cases.push(SelftestCase::new("gated", &what, Tolerance::FORWARD, move |bench| {
+            cases.push(SelftestCase::new("glu", &what, Tolerance::FORWARD, move |bench| {
                 let x = bench.normal("gate_up", (13, 2 * 37))?.scaled(spread)?;
                 let got = glu::glu(&x.here, activation)?;
                 Ok(vec![TensorPair::new(got, glu::reference(&x.plain, activation)?)])
             }));
-            cases.push(SelftestCase::new("gated_backward", &what, Tolerance::BACKWARD, move |bench| {
+            cases.push(SelftestCase::new("glu_backward", &what, Tolerance::BACKWARD, move |bench| {
                 let x = bench.normal("gate_up", (13, 2 * 37))?.scaled(spread)?;
                 let dh = bench.normal("dh", (13, 37))?;
                 let got = glu::glu_backward(&x.here, &dh.here, activation)?;

@@ -84,7 +84,7 @@ fn products() -> Vec<SelftestCase> {
 
 impl LinearCase {
     fn case(self, tolerance: Tolerance) -> SelftestCase {
-        SelftestCase::new("product", self.describe(), tolerance, move |bench| self.compare(bench))
+        SelftestCase::new("matmul", self.describe(), tolerance, move |bench| self.compare(bench))
     }
 
     fn describe(self) -> String {

@@ -63,7 +63,7 @@ fn products() -> Vec<SelftestCase> {
                 let what =
                     format!("{name}, {form:?} {what}{}", if accumulate { ", accumulated" } else { "" });
                 let tolerance = if accumulate { Tolerance::BACKWARD } else { Tolerance::FORWARD };
-                cases.push(SelftestCase::new("weight_product", what, tolerance, move |bench| {
+                cases.push(SelftestCase::new("matmul_weight", what, tolerance, move |bench| {
                     let [here, plain] = quantized(bench, format, shape)?;
                     let (k, n) = if form == Transpose::Nt { (shape.1, shape.0) } else { shape };
                     let (a, dst) = (bench.normal("a", (7, k + 3))?, bench.normal("dst", (7, n + 5))?);
