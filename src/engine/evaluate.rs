@@ -84,8 +84,9 @@ impl Engine {
             String::new()
         };
         let (first, last) = (before + 1, before + rows(batch));
+        let which = if first == last { format!("row {first}") } else { format!("rows {first} to {last}") };
         Ok(Error::new(ErrorCategory::Diverged, "the evaluation loss is not finite")
-            .because(format!("the loss of rows {first} to {last}{on_rank} is NaN or infinite"))
+            .because(format!("the loss of {which}{on_rank} is NaN or infinite"))
             .because(format!("the first bad value is in {found}")))
     }
 

@@ -1093,12 +1093,14 @@ fn weights_that_are_not_numbers() {
     exit 4
     error: cannot evaluate after step 0
       caused by: the evaluation loss is not finite
-      caused by: the first bad value is in the weight model.layers.1.mlp.down_proj.weight, in the batch from row 1 on
+      caused by: the loss of row 1 is NaN or infinite
+      caused by: the first bad value is in the weight model.layers.1.mlp.down_proj.weight
     ");
     assert_snapshot!(refused(&place, &["eval", "--model", "model", "--dataset", "rows.jsonl"]), @"
     exit 4
     error: the evaluation loss is not finite
-      caused by: the first bad value is in the weight model.layers.1.mlp.down_proj.weight, in the batch from row 1 on
+      caused by: the loss of rows 1 to 25 is NaN or infinite
+      caused by: the first bad value is in the weight model.layers.1.mlp.down_proj.weight
     ");
     let output = place.command(&["generate", "--model", "model", "--prompt", "a"]).output().unwrap();
     assert_eq!(output.status.code(), Some(4));

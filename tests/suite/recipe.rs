@@ -469,7 +469,7 @@ fn keys_without_effect() {
     assert_snapshot!(set_fault(&["parallel.strategy=ddp", "parallel.shard_size=4"]), @r#"
     error: cannot use these settings
       caused by: --set parallel.shard_size=4: `parallel.shard_size` has no effect with `strategy = "ddp"`
-    hint: write `strategy = "hsdp"`
+    hint: write `strategy = "hsdp"`, or remove `shard_size`
     "#);
     assert_snapshot!(set_fault(&["model.id=builtin:quickstart", "model.revision=v2"]), @"
     error: cannot use these settings
@@ -561,7 +561,7 @@ fn all_faults_at_once() {
     assert_snapshot!(Recipe::load(&layers).unwrap_err(), @r#"
     error: cannot use recipe my.toml
       caused by: my.toml:11:1: `learning_rate` stands there twice
-      caused by: my.toml:3:9: `model.dtype` is "bf61"; accepted: "auto", "f32", "bf16", "f16"
+      caused by: my.toml:3:9: `model.dtype` is "bf61"; accepted: "auto", "f32", "bf16"
       caused by: my.toml:6:1: unknown key `adapter.rank`; nearest: `adapter.r`; [adapter] has: kind, r, lora_alpha, lora_dropout, target_modules, exclude_modules, modules_to_save, rank_pattern, alpha_pattern, use_rslora, init, path
       caused by: my.toml:7:5: `adapter.r` is 0; accepted: a whole number, at least 1
       caused by: my.toml:10:17: `optimizer.learning_rate` is "1e-4"; accepted: a number above 0

@@ -628,7 +628,7 @@ fn child_process() {
 fn a_killed_process_is_named() {
     let (first, port) = host(3, &options(0));
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_process"])
+        .args(["--exact", "rendezvous::child_process"])
         .env(CHILD_PORT, port.to_string())
         .stdout(Stdio::null())
         .spawn()
