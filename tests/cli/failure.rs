@@ -231,7 +231,7 @@ fn an_evaluation_that_diverges_on_one_rank() {
             let done = evaluated(place.path(), model, &[bad]);
             let text = String::from_utf8_lossy(&done.stderr);
             assert_eq!(done.status.code(), Some(4), "row {bad}: {text}");
-            let rows = format!("the loss of rows {0} to {0}, which rank {rank} evaluated", bad + 1);
+            let rows = format!("the loss of row {}, which rank {rank} evaluated", bad + 1);
             assert!(text.contains(&rows), "row {bad}: {text}");
             assert!(text.contains(&format!("the first bad value is in {found}\n")), "row {bad}: {text}");
         }
