@@ -6,8 +6,9 @@ use super::block::BlockWeights;
 use super::embedding::{EmbedGradients, EmbedWeights, TokenRows};
 use super::linear::Linear;
 use super::lm_head::HeadWeights;
-use super::{GradBuffer, Lora, ModelConfig, Param, WeightMatrix};
+use super::{Lora, ModelConfig, Param, WeightMatrix};
 use crate::error::Result;
+use crate::runtime::TensorMut;
 
 const EMBED: &str = "model.embed_tokens";
 const HEAD: &str = "lm_head";
@@ -23,7 +24,7 @@ pub trait ParamLookup {
     ///
     /// # Errors
     /// There is no such parameter: a fault of the caller.
-    fn grad(&self, name: &str) -> Result<Option<GradBuffer>>;
+    fn grad(&self, name: &str) -> Result<Option<TensorMut>>;
     /// The weight of a linear layer of a block, which may be quantized.
     ///
     /// # Errors

@@ -22,6 +22,7 @@ use crate::ops::glu::{glu, glu_backward};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
 use crate::recipe::enums::Attention;
+use crate::runtime::TensorMut;
 use crate::runtime::rng::RngStream;
 
 /// The parameters of one block, for one use.
@@ -101,8 +102,8 @@ pub struct BlockSaved {
 /// Keys and values of the tokens seen so far, for generation: `[capacity, K · head_dim]` each.
 #[derive(Debug)]
 pub struct BlockCache {
-    k: Tensor,
-    v: Tensor,
+    k: TensorMut,
+    v: TensorMut,
     len: usize,
 }
 
@@ -113,7 +114,7 @@ impl BlockCache {
     /// When the device has not enough memory.
     pub fn new(config: &ModelConfig, capacity: usize, dtype: DType, device: &Device) -> Result<Self> {
         let shape = (capacity, config.heads.kv_width());
-        let zeros = || Tensor::zeros(shape, dtype, device);
+        let zeros = || TensorMut::zeros(shape, dtype, device);
         Ok(BlockCache { k: zeros()?, v: zeros()?, len: 0 })
     }
 
@@ -126,7 +127,8 @@ impl BlockCache {
         }
         self.len += new;
         let span = Span { q_start: 0, q_len: new, k_start: 0, k_len: self.len };
-        Ok((self.k.narrow(0, 0, self.len)?, self.v.narrow(0, 0, self.len)?, span))
+        let so_far = |cache: &TensorMut| cache.narrow(0, 0, self.len).map(TensorMut::into_tensor);
+        Ok((so_far(&self.k)?, so_far(&self.v)?, span))
     }
 }
 
@@ -191,7 +193,7 @@ fn output_projection_backward(
 ) -> Result<Tensor> {
     let layers = std::slice::from_ref(layer);
     let through_norm = match (post_norm, out) {
-        (Some(p), Some(out)) => Some(rms_norm_backward(out, &p.value, dy, None, p.grad.as_deref(), norm)?),
+        (Some(p), Some(out)) => Some(rms_norm_backward(out, &p.value, dy, None, p.grad.as_ref(), norm)?),
         _ => None,
     };
     linear::backward(layers, saved, x, through_norm.as_ref().unwrap_or(dy), source)
@@ -230,7 +232,7 @@ fn rotate(
 
 fn qk_norm<'a>(config: &ModelConfig, w: &'a BlockWeights) -> Option<QkNorm<'a>> {
     let (q, k) = w.qk_norm.as_ref()?;
-    Some(QkNorm { q: (&q.value, q.grad.as_deref()), k: (&k.value, k.grad.as_deref()), kind: config.norm })
+    Some(QkNorm { q: (&q.value, q.grad.as_ref()), k: (&k.value, k.grad.as_ref()), kind: config.norm })
 }
 
 /// q and k from the rotated tensor, v from the raw projection.
@@ -268,7 +270,7 @@ pub fn backward(
         drop(dproduct);
         let normed = rms_norm(&saved.h, &w.mlp_norm.value, norm)?;
         let dnormed = linear::backward(&w.gate_up, &saved.lora[2], &normed, &dgate_up, source)?;
-        rms_norm_backward(&saved.h, &w.mlp_norm.value, &dnormed, Some(dy), w.mlp_norm.grad.as_deref(), norm)?
+        rms_norm_backward(&saved.h, &w.mlp_norm.value, &dnormed, Some(dy), w.mlp_norm.grad.as_ref(), norm)?
     };
     let ends = (&saved.attended.out, saved.o.as_ref(), &saved.lora[1]);
     let dout = output_projection_backward(&w.o, w.attn_post_norm.as_ref(), ends, &dh, norm, source)?;
@@ -276,7 +278,14 @@ pub fn backward(
         let rotated = rotate(config, layer, w, &saved.qkv, context)?;
         let inputs = attention_inputs(config, &rotated, &saved.qkv);
         let kind = config.attention(layer);
-        attention_backward(inputs, &saved.attended, &dout, context.spans, kind, context.attention)?
+        TensorMut::new(attention_backward(
+            inputs,
+            &saved.attended,
+            &dout,
+            context.spans,
+            kind,
+            context.attention,
+        )?)
     };
     let table = &context.tables[config.layers[layer].rope];
     rotary_backward(&saved.qkv, &dqkv, config.heads, qk_norm(config, w), table)?;
@@ -291,7 +300,7 @@ pub fn backward(
         &w.attn_norm.value,
         &dnormed,
         Some(&dh),
-        w.attn_norm.grad.as_deref(),
+        w.attn_norm.grad.as_ref(),
         norm,
     )?;
     Ok(Some(dx))

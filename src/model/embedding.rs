@@ -5,10 +5,11 @@ use std::collections::HashMap;
 use candle_core::{DType, Tensor};
 
 use super::lora::{AdapterSwitch, Lora};
-use super::{GradBuffer, ModelConfig};
+use super::ModelConfig;
 use crate::error::Result;
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward};
-use crate::ops::{ColumnView, Transpose, empty, matmul};
+use crate::ops::{ColumnView, ColumnViewMut, Transpose, empty, matmul};
+use crate::runtime::TensorMut;
 
 /// Single rows of a token table that train while the table is frozen (PEFT's `trainable_token_indices`). Their values
 /// are the table's own; the strategy puts them back there after each update.
@@ -17,7 +18,7 @@ pub struct TokenRows {
     /// The token of each row.
     pub ids: Vec<u32>,
     /// `[ids, D]` f32.
-    pub grad: GradBuffer,
+    pub grad: TensorMut,
 }
 
 /// The token embedding, for one forward.
@@ -35,7 +36,7 @@ pub struct EmbedWeights {
 #[derive(Debug, Clone)]
 pub struct EmbedGradients {
     /// `[V, D]` f32, where the gradient of the table is added up, if it trains.
-    pub table: Option<GradBuffer>,
+    pub table: Option<TensorMut>,
     /// Rows of the table that train.
     pub rows: Option<TokenRows>,
     /// An adapter on the table: A is `[r, V]`, B `[D, r]`.
@@ -48,13 +49,13 @@ impl EmbedWeights {
     /// # Errors
     /// A tensor operation failed.
     pub fn forward(&self, config: &ModelConfig, ids: &[u32], adapter: AdapterSwitch) -> Result<Tensor> {
-        let x = embed(&self.table, ids, config.embedding_factor, self.dtype)?;
+        let x = TensorMut::new(embed(&self.table, ids, config.embedding_factor, self.dtype)?);
         if let Some(lora) = adapter.of(self.lora.as_ref()) {
             let (u, b) = (columns_of(&lora.a.value, ids)?, ColumnView::all(&lora.b.value));
             let scale = lora.scale * config.embedding_factor;
-            matmul(ColumnView::all(&x), ColumnView::all(&u), b, Transpose::Nt, scale, true)?;
+            matmul(ColumnViewMut::all(&x), ColumnView::all(&u), b, Transpose::Nt, scale, true)?;
         }
-        Ok(x)
+        Ok(x.into_tensor())
     }
 }
 
@@ -80,10 +81,10 @@ impl EmbedGradients {
         let (rows, r) = u.dims2()?;
         let du = empty(rows, r, DType::F32, dx.device())?;
         let b = ColumnView::all(&lora.b.value);
-        matmul(ColumnView::all(&du), ColumnView::all(dx), b, Transpose::Nn, scale, false)?;
+        matmul(ColumnViewMut::all(&du), ColumnView::all(dx), b, Transpose::Nn, scale, false)?;
         if let Some(grad) = &lora.b.grad {
             matmul(
-                ColumnView::all(grad),
+                ColumnViewMut::all(grad),
                 ColumnView::all(dx),
                 ColumnView::all(&u),
                 Transpose::Tn,

@@ -10,7 +10,8 @@ use super::{Param, WeightMatrix};
 use crate::error::Result;
 use crate::ops::matmul::{add_bias, sum_rows};
 use crate::ops::matmul_quantized::matmul_weight;
-use crate::ops::{ColumnView, Transpose, empty, matmul};
+use crate::ops::{ColumnView, ColumnViewMut, Transpose, empty, matmul};
+use crate::runtime::TensorMut;
 use crate::runtime::copy::copy_into;
 
 /// A linear layer's parameters.
@@ -50,7 +51,7 @@ pub(super) fn forward(
     let mut saved = LoraSaved::default();
     let mut start = 0;
     for (layer, &len) in layers.iter().zip(&widths) {
-        let out = ColumnView { tensor: &y, start, len };
+        let out = ColumnViewMut { tensor: &y, start, len };
         start += len;
         let accumulate = residual.is_some();
         saved.0.push(match branch.adapter.of(layer.lora.as_ref()) {
@@ -64,7 +65,7 @@ pub(super) fn forward(
             add_bias(out, &bias.value)?;
         }
     }
-    Ok((y, saved))
+    Ok((y.into_tensor(), saved))
 }
 
 /// Adds the gradients of the group's trainable parameters and returns that of `x`.
@@ -78,7 +79,7 @@ pub(super) fn backward(
     let (rows, width) = x.dims2()?;
     let dx = empty(rows, width, x.dtype(), x.device())?;
     backward_group(layers, saved, x, dy, Some(&dx), source)?;
-    Ok(dx)
+    Ok(dx.into_tensor())
 }
 
 /// Adds the gradients of the group's trainable parameters alone: nothing below `x` trains.
@@ -97,7 +98,7 @@ fn backward_group(
     saved: &LoraSaved,
     x: &Tensor,
     dy: &Tensor,
-    dx: Option<&Tensor>,
+    dx: Option<&TensorMut>,
     source: DropoutSource,
 ) -> Result<()> {
     let mut start = 0;
@@ -109,12 +110,12 @@ fn backward_group(
             (Some(lora), Some(branch)) => lora::backward(layer, lora, branch, x, dy, dx, source)?,
             _ => {
                 if let Some((dx, accumulate)) = dx {
-                    matmul_weight(ColumnView::all(dx), dy, layer.weight.get(), Transpose::Nn, accumulate)?;
+                    matmul_weight(ColumnViewMut::all(dx), dy, layer.weight.get(), Transpose::Nn, accumulate)?;
                 }
             }
         }
         if let Some(grad) = layer.weight.grad() {
-            matmul(ColumnView::all(grad), dy, ColumnView::all(x), Transpose::Tn, 1.0, true)?;
+            matmul(ColumnViewMut::all(grad), dy, ColumnView::all(x), Transpose::Tn, 1.0, true)?;
         }
         if let Some(grad) = layer.bias.as_ref().and_then(|bias| bias.grad.as_ref()) {
             sum_rows(grad, dy)?;

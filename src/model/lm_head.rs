@@ -11,6 +11,7 @@ use crate::ops::cross_entropy::{
     score_targets,
 };
 use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
+use crate::runtime::TensorMut;
 
 /// Final norm and output layer, for one use.
 #[derive(Debug, Clone)]
@@ -43,16 +44,17 @@ impl HeadWeights {
         let u = self.down(&normed, BranchContext { adapter: AdapterSwitch::On, source })?;
         let kind = LossKind { scale, softcap: config.logit_softcap };
         let grads = OutputGrads {
-            weight: self.lm_head.grad.as_deref(),
-            rows: self.rows.as_ref().map(|rows| (rows.ids.as_slice(), &*rows.grad)),
-            b: self.lora.as_ref().and_then(|lora| lora.b.grad.as_deref()),
+            weight: self.lm_head.grad.as_ref(),
+            rows: self.rows.as_ref().map(|rows| (rows.ids.as_slice(), &rows.grad)),
+            b: self.lora.as_ref().and_then(|lora| lora.b.grad.as_ref()),
         };
         let out = linear_cross_entropy(&normed, self.output(u.as_ref()), targets, kind, grads)?;
+        let dx = TensorMut::new(out.dx);
         if let (Some(lora), Some(du)) = (&self.lora, &out.du) {
-            lora.down_backward(&normed, du, Some(&out.dx), source)?;
+            lora.down_backward(&normed, du, Some(&dx), source)?;
         }
-        let grad = self.norm.grad.as_deref();
-        let dx = rms_norm_backward(x, &self.norm.value, &out.dx, None, grad, config.norm)?;
+        let grad = self.norm.grad.as_ref();
+        let dx = rms_norm_backward(x, &self.norm.value, &dx, None, grad, config.norm)?;
         Ok((out.loss, dx))
     }
 

@@ -17,7 +17,8 @@ use crate::ops::dora::{magnitude_backward, scale_columns, weight_norm};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::elementwise::add_into;
 use crate::ops::matmul_quantized::matmul_weight;
-use crate::ops::{ColumnView, Transpose, empty, matmul};
+use crate::ops::{ColumnView, ColumnViewMut, Transpose, empty, matmul};
+use crate::runtime::TensorMut;
 use crate::runtime::rng::RngStream;
 
 /// An adapter on a linear layer.
@@ -100,14 +101,14 @@ impl Lora {
         let u = empty(x.dim(0)?, self.a.value.dim(0)?, DType::F32, x.device())?;
         let input = self.input(x, source)?;
         matmul(
-            ColumnView::all(&u),
+            ColumnViewMut::all(&u),
             ColumnView::all(&input),
             ColumnView::all(&self.a.value),
             Transpose::Nt,
             1.0,
             false,
         )?;
-        Ok(u)
+        Ok(u.into_tensor())
     }
 
     /// Adds A's gradient, and to `dx` what comes through A, given `du: [N, r]`.
@@ -115,13 +116,13 @@ impl Lora {
         &self,
         x: &Tensor,
         du: &Tensor,
-        dx: Option<&Tensor>,
+        dx: Option<&TensorMut>,
         source: DropoutSource,
     ) -> Result<()> {
         if let Some(grad) = &self.a.grad {
             let input = self.input(x, source)?;
             matmul(
-                ColumnView::all(grad),
+                ColumnViewMut::all(grad),
                 ColumnView::all(du),
                 ColumnView::all(&input),
                 Transpose::Tn,
@@ -130,9 +131,9 @@ impl Lora {
             )?;
         }
         let Some(dx) = dx else { return Ok(()) };
-        let through_a = |dst: &Tensor, accumulate: bool| {
+        let through_a = |dst: &TensorMut, accumulate: bool| {
             let a = ColumnView::all(&self.a.value);
-            matmul(ColumnView::all(dst), ColumnView::all(du), a, Transpose::Nn, 1.0, accumulate)
+            matmul(ColumnViewMut::all(dst), ColumnView::all(du), a, Transpose::Nn, 1.0, accumulate)
         };
         match self.dropout(source) {
             None => through_a(dx, true),
@@ -148,11 +149,11 @@ impl Lora {
     fn up_backward(&self, u: &Tensor, dy: ColumnView<'_>) -> Result<Tensor> {
         let (rows, r) = u.dims2()?;
         let du = empty(rows, r, DType::F32, u.device())?;
-        matmul(ColumnView::all(&du), dy, ColumnView::all(&self.b.value), Transpose::Nn, self.scale, false)?;
+        matmul(ColumnViewMut::all(&du), dy, ColumnView::all(&self.b.value), Transpose::Nn, self.scale, false)?;
         if let Some(grad) = &self.b.grad {
-            matmul(ColumnView::all(grad), dy, ColumnView::all(u), Transpose::Tn, self.scale, true)?;
+            matmul(ColumnViewMut::all(grad), dy, ColumnView::all(u), Transpose::Tn, self.scale, true)?;
         }
-        Ok(du)
+        Ok(du.into_tensor())
     }
 }
 
@@ -161,7 +162,7 @@ pub(super) fn forward(
     layer: &Linear,
     lora: &Lora,
     x: &Tensor,
-    out: ColumnView<'_>,
+    out: ColumnViewMut<'_>,
     accumulate: bool,
     source: DropoutSource,
 ) -> Result<BranchSaved> {
@@ -176,15 +177,16 @@ pub(super) fn forward(
     let norm = weight_norm(weight, &lora.a.value, &lora.b.value, lora.scale)?;
     let factor = (&magnitude.value / &norm)?;
     let unscaled = empty(x.dim(0)?, out.len, x.dtype(), x.device())?;
-    let z = ColumnView::all(&unscaled);
+    let z = ColumnViewMut::all(&unscaled);
     let dropped = lora.dropout(source).is_some();
     matmul_weight(z, ColumnView::all(&lora.input(x, source)?), weight, Transpose::Nt, false)?;
     if dropped {
         matmul_weight(out, ColumnView::all(x), weight, Transpose::Nt, accumulate)?;
-        scale_columns(out, z, &factor.ones_like()?.neg()?, true)?;
+        scale_columns(out, z.as_view(), &factor.ones_like()?.neg()?, true)?;
     }
     matmul(z, ColumnView::all(&u), b, Transpose::Nt, lora.scale, true)?;
-    scale_columns(out, z, &factor, accumulate || dropped)?;
+    scale_columns(out, z.as_view(), &factor, accumulate || dropped)?;
+    let unscaled = unscaled.into_tensor();
     Ok(BranchSaved { u, dora: Some(DoraSaved { unscaled, factor, norm }) })
 }
 
@@ -195,13 +197,13 @@ pub(super) fn backward(
     saved: &BranchSaved,
     x: &Tensor,
     dy: ColumnView<'_>,
-    dx: Option<(&Tensor, bool)>,
+    dx: Option<(&TensorMut, bool)>,
     source: DropoutSource,
 ) -> Result<()> {
     let weight = layer.weight.get();
     let Some(dora) = &saved.dora else {
         if let Some((dx, accumulate)) = dx {
-            matmul_weight(ColumnView::all(dx), dy, weight, Transpose::Nn, accumulate)?;
+            matmul_weight(ColumnViewMut::all(dx), dy, weight, Transpose::Nn, accumulate)?;
         }
         let du = lora.up_backward(&saved.u, dy)?;
         return lora.down_backward(x, &du, dx.map(|(dx, _)| dx), source);
@@ -210,23 +212,23 @@ pub(super) fn backward(
         magnitude_backward(grad, dy, &dora.unscaled, &dora.norm)?;
     }
     let scaled = empty(x.dim(0)?, dy.len, x.dtype(), x.device())?;
-    scale_columns(ColumnView::all(&scaled), dy, &dora.factor, false)?;
+    scale_columns(ColumnViewMut::all(&scaled), dy, &dora.factor, false)?;
     let du = lora.up_backward(&saved.u, ColumnView::all(&scaled))?;
     if let Some((dx, accumulate)) = dx {
         match lora.dropout(source) {
             None => matmul_weight(
-                ColumnView::all(dx),
+                ColumnViewMut::all(dx),
                 ColumnView::all(&scaled),
                 weight,
                 Transpose::Nn,
                 accumulate,
             )?,
             Some(module_index) => {
-                matmul_weight(ColumnView::all(dx), dy, weight, Transpose::Nn, accumulate)?;
-                scale_columns(ColumnView::all(&scaled), dy, &dora.factor.ones_like()?.neg()?, true)?;
+                matmul_weight(ColumnViewMut::all(dx), dy, weight, Transpose::Nn, accumulate)?;
+                scale_columns(ColumnViewMut::all(&scaled), dy, &dora.factor.ones_like()?.neg()?, true)?;
                 let through_z = empty(dx.dim(0)?, dx.dim(1)?, DType::F32, x.device())?;
                 matmul_weight(
-                    ColumnView::all(&through_z),
+                    ColumnViewMut::all(&through_z),
                     ColumnView::all(&scaled),
                     weight,
                     Transpose::Nn,

@@ -12,7 +12,6 @@ mod block;
 mod config;
 mod embedding;
 mod families;
-mod grad_buffer;
 mod init;
 mod linear;
 mod lm_head;
@@ -24,7 +23,6 @@ pub use assemble::ParamLookup;
 pub use block::{BlockCache, BlockContext, BlockSaved, BlockWeights, DropoutContext, backward, forward};
 pub use config::{Family, LayerKind, ModelConfig};
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};
-pub use grad_buffer::GradBuffer;
 pub use init::{initial_lora, initial_value};
 pub use linear::{Linear, LoraSaved};
 pub use lm_head::HeadWeights;
@@ -35,6 +33,7 @@ pub use spec::{Module, ModuleKind, ParamSpec, Role, Segment, modules, parameters
 use candle_core::Tensor;
 
 use crate::ops::matmul_quantized::{Quantized, Weight};
+use crate::runtime::TensorMut;
 
 /// One parameter in use: its value and, if it trains, where its gradient is added up.
 #[derive(Debug, Clone)]
@@ -42,7 +41,7 @@ pub struct Param {
     /// The value, in the compute dtype (adapters: f32; frozen matrices may be bf16 beside f32).
     pub value: Tensor,
     /// f32, same shape; none for a frozen parameter, which has no weight-gradient code path.
-    pub grad: Option<GradBuffer>,
+    pub grad: Option<TensorMut>,
 }
 
 /// The matrix of a linear layer in use.
@@ -64,7 +63,7 @@ impl WeightMatrix {
     }
 
     /// Where its gradient is added up.
-    pub(crate) fn grad(&self) -> Option<&GradBuffer> {
+    pub(crate) fn grad(&self) -> Option<&TensorMut> {
         match self {
             WeightMatrix::Dense(param) => param.grad.as_ref(),
             WeightMatrix::Quantized(_) => None,

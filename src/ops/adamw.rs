@@ -5,6 +5,7 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use crate::error::Result;
+use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{read, update};
 
 /// One update's constants.
@@ -59,7 +60,7 @@ const CHUNK: usize = 1 << 15;
 ///
 /// # Errors
 /// When a tensor is not contiguous f32, or an operation of the device fails.
-pub fn adamw(param: &Tensor, grad: &Tensor, moments: [&Tensor; 2], options: &AdamW) -> Result<()> {
+pub fn adamw(param: &TensorMut, grad: &Tensor, moments: [&TensorMut; 2], options: &AdamW) -> Result<()> {
     if !param.device().is_cpu() {
         return reference(param, grad, moments, options);
     }
@@ -92,15 +93,15 @@ pub(super) fn update_chunk(p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32
 }
 
 /// The definition, in candle's primitives.
-pub(crate) fn reference(param: &Tensor, grad: &Tensor, moments: [&Tensor; 2], options: &AdamW) -> Result<()> {
+pub(crate) fn reference(param: &TensorMut, grad: &Tensor, moments: [&TensorMut; 2], options: &AdamW) -> Result<()> {
     let [beta1, beta2] = options.betas;
     let correction1 = 1.0 - beta1.powf(options.update as f64);
     let correction2 = 1.0 - beta2.powf(options.update as f64);
     let g = (grad * options.grad_scale)?;
-    let m = ((moments[0] * beta1)? + (&g * (1.0 - beta1))?)?;
-    let v = ((moments[1] * beta2)? + (g.sqr()? * (1.0 - beta2))?)?;
+    let m = ((&**moments[0] * beta1)? + (&g * (1.0 - beta1))?)?;
+    let v = ((&**moments[1] * beta2)? + (g.sqr()? * (1.0 - beta2))?)?;
     let denominator = ((v.sqrt()? / correction2.sqrt())? + options.eps)?;
-    let shrunk = (param * (1.0 - options.learning_rate * options.weight_decay))?;
+    let shrunk = (&**param * (1.0 - options.learning_rate * options.weight_decay))?;
     let p = (shrunk - ((&m / denominator)? * (options.learning_rate / correction1))?)?;
     param.slice_set(&p, 0, 0)?;
     moments[0].slice_set(&m, 0, 0)?;

@@ -8,6 +8,7 @@ use rayon::prelude::*;
 use super::adamw::{AdamW, update_chunk};
 use crate::error::Result;
 use crate::quant::DynamicMap;
+use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{read, update};
 
 /// Values that share a scale.
@@ -17,9 +18,9 @@ pub const STATE_BLOCK: usize = 256;
 #[derive(Debug, Clone)]
 pub struct Int8Moment {
     /// u8, one per parameter.
-    pub codes: Tensor,
+    pub codes: TensorMut,
     /// f32, one per block.
-    pub absmax: Tensor,
+    pub absmax: TensorMut,
 }
 
 impl Int8Moment {
@@ -28,7 +29,7 @@ impl Int8Moment {
     /// # Errors
     /// When the host has not enough memory.
     pub fn zeros(len: usize) -> Result<Self> {
-        let zeros = |len, dtype| Tensor::zeros(len, dtype, &Device::Cpu);
+        let zeros = |len, dtype| TensorMut::zeros(len, dtype, &Device::Cpu);
         Ok(Int8Moment {
             codes: zeros(len, candle_core::DType::U8)?,
             absmax: zeros(len.div_ceil(STATE_BLOCK), candle_core::DType::F32)?,
@@ -41,9 +42,9 @@ impl Int8Moment {
 ///
 /// # Errors
 /// When `param` or `grad` is not contiguous f32, or a copy to or from the device fails.
-pub fn adamw_int8(param: &Tensor, grad: &Tensor, moments: [&Int8Moment; 2], options: &AdamW) -> Result<()> {
+pub fn adamw_int8(param: &TensorMut, grad: &Tensor, moments: [&Int8Moment; 2], options: &AdamW) -> Result<()> {
     if !param.device().is_cpu() {
-        let host = param.to_device(&Device::Cpu)?;
+        let host = TensorMut::new(param.to_device(&Device::Cpu)?);
         adamw_int8(&host, &grad.to_device(&Device::Cpu)?, moments, options)?;
         return Ok(param.slice_set(&host.to_device(param.device())?, 0, 0)?);
     }

@@ -12,9 +12,10 @@ use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use super::gemm::{MatView, MatViewMut, Threads, matmul};
-use super::matmul::{ColumnView, Transpose, matmul as columns_product};
+use super::matmul::{ColumnView, ColumnViewMut, Transpose, matmul as columns_product};
 use super::simd;
 use crate::error::{Error, Result};
+use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, update, with_elem};
 
 /// The target of a position that carries no loss.
@@ -91,7 +92,7 @@ pub struct LossKind {
 /// How well one row was predicted.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TokenScore {
-    /// −log p(target).
+    /// The loss of the row, −log p(target).
     pub loss: f32,
     /// The target has the largest logit (the lowest id wins a tie).
     pub correct: bool,
@@ -100,7 +101,7 @@ pub struct TokenScore {
 /// The output layer: `logits = x · Wᵀ + scale · u · Bᵀ`.
 #[derive(Debug, Clone, Copy)]
 pub struct Output<'a> {
-    /// `[V, D]`.
+    /// The matrix W, `[V, D]`.
     pub weight: &'a Tensor,
     /// What an adapter adds.
     pub delta: Option<Delta<'a>>,
@@ -111,7 +112,7 @@ pub struct Output<'a> {
 pub struct Delta<'a> {
     /// The adapter's inner activations, `[N, r]` f32.
     pub u: &'a Tensor,
-    /// `[V, r]` f32.
+    /// The adapter's B, `[V, r]` f32.
     pub b: &'a Tensor,
     /// Factor on the product.
     pub scale: f64,
@@ -121,11 +122,11 @@ pub struct Delta<'a> {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct OutputGrads<'a> {
     /// Of the weight, `[V, D]`.
-    pub weight: Option<&'a Tensor>,
+    pub weight: Option<&'a TensorMut>,
     /// Of single rows of the weight: their ids and `[ids, D]`.
-    pub rows: Option<(&'a [u32], &'a Tensor)>,
+    pub rows: Option<(&'a [u32], &'a TensorMut)>,
     /// Of the adapter's B, `[V, r]`.
-    pub b: Option<&'a Tensor>,
+    pub b: Option<&'a TensorMut>,
 }
 
 /// A micro-batch's loss and what flows back from it.
@@ -139,7 +140,8 @@ pub struct LossAndGrad {
     pub du: Option<Tensor>,
 }
 
-/// The loss of `x: [N, D]` under `output`; adds its parameters' gradients to `grads`.
+/// The loss of `x: [N, D]` under `output`, and the gradient of `x`, `[N, D]` in the dtype of `x`; adds the gradients of the
+/// output layer's parameters, f32, to `grads`.
 ///
 /// # Errors
 /// There are coefficients, but not one for each row; a tensor operation failed.
@@ -204,7 +206,7 @@ pub fn linear_cross_entropy(
 }
 
 /// `grad += dᵀ · x`, f32.
-fn add_gradient<T: FloatElement>(grad: &Tensor, d: MatView<'_, f32>, x: MatView<'_, T>) -> Result<()> {
+fn add_gradient<T: FloatElement>(grad: &TensorMut, d: MatView<'_, f32>, x: MatView<'_, T>) -> Result<()> {
     let (_, stride) = dims2(grad)?;
     update(grad, |data: &mut [f32]| {
         matmul(MatViewMut { data, stride, accumulate: true }, d.t(), x, 1.0, Threads::All);
@@ -245,7 +247,7 @@ impl DeltaOnCpu {
         d: MatView<'_, f32>,
         chunk: &[usize],
         du: &mut [f32],
-        db: Option<&Tensor>,
+        db: Option<&TensorMut>,
     ) -> Result<()> {
         let mut out = vec![0f32; chunk.len() * self.r];
         let dst = MatViewMut { data: &mut out, stride: self.r, accumulate: false };
@@ -261,7 +263,11 @@ impl DeltaOnCpu {
     }
 }
 
-/// Scores of the rows that have a target, in order.
+/// Loss and hit of the rows of `x: [N, D]` that have one of the N `targets`, in order; `x` and the weight are f32 or bf16,
+/// the logits f32.
+///
+/// # Errors
+/// When a tensor is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn score_targets(
     x: &Tensor,
     output: Output<'_>,
@@ -285,15 +291,19 @@ pub fn score_targets(
     Ok(scores)
 }
 
-/// The logits with the soft-cap, in f32: `[N, V]`.
+/// The logits of `x: [N, D]` with the soft-cap: `[N, V]` f32.
+///
+/// # Errors
+/// When a tensor is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn logits(x: &Tensor, output: Output<'_>, softcap: Option<f64>) -> Result<Tensor> {
     let ((rows, _), (vocab, _)) = (dims2(x)?, dims2(output.weight)?);
     let out = super::empty(rows, vocab, DType::F32, x.device())?;
-    let all = ColumnView::all(&out);
+    let all = ColumnViewMut::all(&out);
     columns_product(all, ColumnView::all(x), ColumnView::all(output.weight), Transpose::Nt, 1.0, false)?;
     if let Some(Delta { u, b, scale }) = output.delta {
         columns_product(all, ColumnView::all(u), ColumnView::all(b), Transpose::Nt, scale, true)?;
     }
+    let out = out.into_tensor();
     Ok(match softcap {
         Some(cap) => ((out / cap)?.tanh()? * cap)?,
         None => out,
@@ -389,9 +399,9 @@ pub(crate) fn reference(
         losses.push(row_loss);
         let dlow = d.to_dtype(output.weight.dtype())?;
         dx = dx.index_add(&ids, &dlow.matmul(output.weight)?.to_dtype(DType::F32)?, 0)?;
-        let add = |to: &Tensor, d: &Tensor, right: &Tensor, scale: f64| {
+        let add = |to: &TensorMut, d: &Tensor, right: &Tensor, scale: f64| {
             columns_product(
-                ColumnView::all(to),
+                ColumnViewMut::all(to),
                 ColumnView::all(d),
                 ColumnView::all(right),
                 Transpose::Tn,

@@ -5,9 +5,10 @@ use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use super::gemm::{MatView, MatViewMut, Threads, matmul};
-use super::matmul::ColumnView;
+use super::matmul::{ColumnView, ColumnViewMut};
 use super::matmul_quantized::Weight;
 use crate::error::Result;
+use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, update, with_elem};
 
 /// Rows of the weight whose update `s·B·A` is in memory at once, per thread.
@@ -78,7 +79,7 @@ pub(crate) fn weight_norm_reference(
 /// # Errors
 /// When a tensor is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn scale_columns(
-    dst: ColumnView<'_>,
+    dst: ColumnViewMut<'_>,
     x: ColumnView<'_>,
     factors: &Tensor,
     accumulate: bool,
@@ -107,14 +108,14 @@ pub fn scale_columns(
 
 /// The definition of [`scale_columns`], in candle's primitives.
 pub(crate) fn scale_columns_reference(
-    dst: ColumnView<'_>,
+    dst: ColumnViewMut<'_>,
     x: ColumnView<'_>,
     factors: &Tensor,
     accumulate: bool,
 ) -> Result<()> {
     let mut scaled = x.narrow()?.to_dtype(DType::F32)?.broadcast_mul(factors)?;
     if accumulate {
-        scaled = (dst.narrow()?.to_dtype(DType::F32)? + scaled)?;
+        scaled = (dst.as_view().narrow()?.to_dtype(DType::F32)? + scaled)?;
     }
     dst.tensor.slice_set(&scaled.to_dtype(dst.tensor.dtype())?.contiguous()?, 1, dst.start)?;
     Ok(())
@@ -125,7 +126,7 @@ pub(crate) fn scale_columns_reference(
 ///
 /// # Errors
 /// When a tensor is not contiguous or of another dtype, or an operation of the device fails.
-pub fn magnitude_backward(grad: &Tensor, dy: ColumnView<'_>, x: &Tensor, norm: &Tensor) -> Result<()> {
+pub fn magnitude_backward(grad: &TensorMut, dy: ColumnView<'_>, x: &Tensor, norm: &Tensor) -> Result<()> {
     if !grad.device().is_cpu() {
         return magnitude_backward_reference(grad, dy, x, norm);
     }
@@ -150,12 +151,12 @@ pub fn magnitude_backward(grad: &Tensor, dy: ColumnView<'_>, x: &Tensor, norm: &
 
 /// The definition of [`magnitude_backward`], in candle's primitives.
 pub(crate) fn magnitude_backward_reference(
-    grad: &Tensor,
+    grad: &TensorMut,
     dy: ColumnView<'_>,
     x: &Tensor,
     norm: &Tensor,
 ) -> Result<()> {
     let sums = (dy.narrow()?.to_dtype(DType::F32)? * x.to_dtype(DType::F32)?)?.sum(0)?;
-    grad.slice_set(&(grad + (sums / norm)?)?, 0, 0)?;
+    grad.slice_set(&(&**grad + (sums / norm)?)?, 0, 0)?;
     Ok(())
 }

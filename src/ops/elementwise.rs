@@ -4,6 +4,7 @@ use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use crate::error::Result;
+use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, read, tensor, unwritten, update, with_elem};
 
 /// Elements per partial sum; partials are added in order, so the result does not depend on the threads.
@@ -69,7 +70,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 /// When a tensor is not contiguous, or an operation of the device fails.
-pub fn add_into(dst: &Tensor, x: &Tensor) -> Result<()> {
+pub fn add_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
     if !dst.device().is_cpu() {
         let sum = (dst.to_dtype(DType::F32)? + x.to_dtype(DType::F32)?)?;
         return Ok(dst.slice_set(&sum.to_dtype(dst.dtype())?, 0, 0)?);
@@ -97,7 +98,7 @@ mod tests {
     /// `T::round` in the body of `with_elem!` once meant `f32::round`.
     #[test]
     fn fractions_survive_in_f32() -> Result<()> {
-        let a = Tensor::new(&[0.25f32, -1.5, 3.125], &Device::Cpu)?;
+        let a = TensorMut::new(Tensor::new(&[0.25f32, -1.5, 3.125], &Device::Cpu)?);
         let b = Tensor::new(&[0.5f32, 0.25, 0.0], &Device::Cpu)?;
         assert_eq!(add(&a, &b)?.to_vec1::<f32>()?, [0.75, -1.25, 3.125]);
         add_into(&a, &b)?;

@@ -5,6 +5,7 @@ use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use crate::error::Result;
+use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 
 /// Looks up rows of `table: [V, D]` and multiplies them by `factor`: `[N, D]` in `dtype`, whatever dtype the table
@@ -53,7 +54,7 @@ pub(crate) fn columns_of_reference(a: &Tensor, ids: &[u32]) -> Result<Tensor> {
 ///
 /// # Errors
 /// When a tensor is not contiguous f32, or an operation of the device fails.
-pub fn columns_of_backward(grad: &Tensor, ids: &[u32], du: &Tensor, skip: Option<u32>) -> Result<()> {
+pub fn columns_of_backward(grad: &TensorMut, ids: &[u32], du: &Tensor, skip: Option<u32>) -> Result<()> {
     if !grad.device().is_cpu() {
         return columns_of_backward_reference(grad, ids, du, skip);
     }
@@ -71,7 +72,7 @@ pub fn columns_of_backward(grad: &Tensor, ids: &[u32], du: &Tensor, skip: Option
 
 /// The definition of [`columns_of_backward`] in candle's primitives.
 pub(crate) fn columns_of_backward_reference(
-    grad: &Tensor,
+    grad: &TensorMut,
     ids: &[u32],
     du: &Tensor,
     skip: Option<u32>,
@@ -92,7 +93,7 @@ fn without(ids: &[u32], skip: Option<u32>) -> (Vec<u32>, Vec<u32>) {
 ///
 /// # Errors
 /// When `grad` is no contiguous f32 matrix, `dy` is not contiguous, or an operation of the device fails.
-pub fn embed_backward(grad: &Tensor, ids: &[u32], dy: &Tensor, factor: f64, skip: Option<u32>) -> Result<()> {
+pub fn embed_backward(grad: &TensorMut, ids: &[u32], dy: &Tensor, factor: f64, skip: Option<u32>) -> Result<()> {
     if !grad.device().is_cpu() {
         return reference_backward(grad, ids, dy, factor, skip);
     }
@@ -122,7 +123,7 @@ pub(crate) fn reference(table: &Tensor, ids: &[u32], factor: f64, dtype: DType) 
 
 /// The backward formula in candle's primitives (f32: candle's bf16 `index_add` adds up in bf16).
 pub(crate) fn reference_backward(
-    grad: &Tensor,
+    grad: &TensorMut,
     ids: &[u32],
     dy: &Tensor,
     factor: f64,

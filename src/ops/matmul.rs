@@ -10,6 +10,7 @@ use rayon::prelude::*;
 
 use super::gemm::{MatView, MatViewMut, Threads, matmul as gemm};
 use crate::error::Result;
+use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 
 /// Columns `start..start + len` of a contiguous `[rows, width]` tensor.
@@ -35,6 +36,29 @@ impl<'a> ColumnView<'a> {
     }
 }
 
+/// The columns `start..start + len` of a contiguous `[rows, width]` tensor that an operation writes.
+#[derive(Clone, Copy)]
+pub struct ColumnViewMut<'a> {
+    /// The whole tensor.
+    pub tensor: &'a TensorMut,
+    /// The first column.
+    pub start: usize,
+    /// How many columns.
+    pub len: usize,
+}
+
+impl<'a> ColumnViewMut<'a> {
+    /// All columns of `tensor: [rows, cols]` of any dtype.
+    pub fn all(tensor: &'a TensorMut) -> Self {
+        ColumnViewMut { tensor, start: 0, len: tensor.dims().last().copied().unwrap_or(0) }
+    }
+
+    /// The same columns, to be read.
+    pub fn as_view(self) -> ColumnView<'a> {
+        ColumnView { tensor: self.tensor, start: self.start, len: self.len }
+    }
+}
+
 /// Which operand is transposed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transpose {
@@ -50,11 +74,11 @@ pub enum Transpose {
 ///
 /// # Errors
 /// When the dtype is not one that the ops know, or the device has not enough memory.
-pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<TensorMut> {
     if device.is_cpu() {
-        return with_elem!(dtype, T => tensor(unwritten::<T>(rows * cols), (rows, cols)));
+        return with_elem!(dtype, T => tensor(unwritten::<T>(rows * cols), (rows, cols)).map(TensorMut::new));
     }
-    Ok(Tensor::zeros((rows, cols), dtype, device)?)
+    TensorMut::zeros((rows, cols), dtype, device)
 }
 
 /// `dst = [dst +] alpha · form(a, b)`; sums in f32. `dst` must not share memory with `a` or `b`.
@@ -62,7 +86,7 @@ pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<
 /// # Errors
 /// When a tensor is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn matmul(
-    dst: ColumnView<'_>,
+    dst: ColumnViewMut<'_>,
     a: ColumnView<'_>,
     b: ColumnView<'_>,
     form: Transpose,
@@ -94,7 +118,7 @@ pub fn matmul(
 
 /// The definition of [`matmul`] in candle's primitives.
 pub(crate) fn reference(
-    dst: ColumnView<'_>,
+    dst: ColumnViewMut<'_>,
     a: ColumnView<'_>,
     b: ColumnView<'_>,
     form: Transpose,
@@ -118,7 +142,7 @@ pub(crate) fn reference(
         out = (out.to_dtype(DType::F32)? * alpha)?;
     }
     if accumulate {
-        out = (dst.narrow()?.to_dtype(DType::F32)? + out)?;
+        out = (dst.as_view().narrow()?.to_dtype(DType::F32)? + out)?;
     }
     dst.tensor.slice_set(&out.to_dtype(dst.tensor.dtype())?.contiguous()?, 1, dst.start)?;
     Ok(())
@@ -128,7 +152,7 @@ pub(crate) fn reference(
 ///
 /// # Errors
 /// When a tensor is not contiguous, or an operation of the device fails.
-pub fn add_bias(dst: ColumnView<'_>, bias: &Tensor) -> Result<()> {
+pub fn add_bias(dst: ColumnViewMut<'_>, bias: &Tensor) -> Result<()> {
     if !dst.tensor.device().is_cpu() {
         return add_bias_reference(dst, bias);
     }
@@ -146,8 +170,8 @@ pub fn add_bias(dst: ColumnView<'_>, bias: &Tensor) -> Result<()> {
     }))
 }
 
-pub(crate) fn add_bias_reference(dst: ColumnView<'_>, bias: &Tensor) -> Result<()> {
-    let sum = dst.narrow()?.to_dtype(DType::F32)?.broadcast_add(&bias.to_dtype(DType::F32)?)?;
+pub(crate) fn add_bias_reference(dst: ColumnViewMut<'_>, bias: &Tensor) -> Result<()> {
+    let sum = dst.as_view().narrow()?.to_dtype(DType::F32)?.broadcast_add(&bias.to_dtype(DType::F32)?)?;
     dst.tensor.slice_set(&sum.to_dtype(dst.tensor.dtype())?.contiguous()?, 1, dst.start)?;
     Ok(())
 }
@@ -156,7 +180,7 @@ pub(crate) fn add_bias_reference(dst: ColumnView<'_>, bias: &Tensor) -> Result<(
 ///
 /// # Errors
 /// When a tensor is not contiguous, `grad` is not f32, or an operation of the device fails.
-pub fn sum_rows(grad: &Tensor, dy: ColumnView<'_>) -> Result<()> {
+pub fn sum_rows(grad: &TensorMut, dy: ColumnView<'_>) -> Result<()> {
     if !grad.device().is_cpu() {
         return sum_rows_reference(grad, dy);
     }
@@ -174,8 +198,8 @@ pub fn sum_rows(grad: &Tensor, dy: ColumnView<'_>) -> Result<()> {
     })
 }
 
-pub(crate) fn sum_rows_reference(grad: &Tensor, dy: ColumnView<'_>) -> Result<()> {
-    let sum = (dy.narrow()?.to_dtype(DType::F32)?.sum(0)? + grad)?;
+pub(crate) fn sum_rows_reference(grad: &TensorMut, dy: ColumnView<'_>) -> Result<()> {
+    let sum = (dy.narrow()?.to_dtype(DType::F32)?.sum(0)? + &**grad)?;
     grad.slice_set(&sum.contiguous()?, 0, 0)?;
     Ok(())
 }

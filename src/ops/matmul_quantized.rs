@@ -5,7 +5,7 @@
 //! Off the CPU it is dequantized by candle's primitives for the length of one product.
 
 use super::gemm::{MatView, MatViewMut, QuantMat, Threads, matmul as gemm};
-use super::matmul::{ColumnView, Transpose, matmul};
+use super::matmul::{ColumnView, ColumnViewMut, Transpose, matmul};
 use crate::error::{Error, Result};
 use crate::quant::{Blocks, CodeKind, NESTED_BLOCK, Scales};
 use crate::runtime::cpu_tensor::{dims2, read, update, with_elem};
@@ -128,7 +128,7 @@ impl Weight<'_> {
 /// When a tensor is no contiguous matrix of floating-point values, `form` is [`Transpose::Tn`] and the weight
 /// quantized, or an operation of the device fails.
 pub fn matmul_weight(
-    dst: ColumnView<'_>,
+    dst: ColumnViewMut<'_>,
     a: ColumnView<'_>,
     weight: Weight<'_>,
     form: Transpose,
@@ -163,7 +163,7 @@ pub fn matmul_weight(
 
 /// The definition of [`matmul_weight`] for a quantized weight: dequantize, then multiply.
 pub(crate) fn quantized_reference(
-    dst: ColumnView<'_>,
+    dst: ColumnViewMut<'_>,
     a: ColumnView<'_>,
     weight: &Quantized,
     form: Transpose,

@@ -29,4 +29,4 @@ pub mod selftest;
 mod simd;
 
 pub(crate) use gemm::has_matrix_unit;
-pub use matmul::{ColumnView, Transpose, empty, matmul};
+pub use matmul::{ColumnView, ColumnViewMut, Transpose, empty, matmul};

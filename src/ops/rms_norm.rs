@@ -9,6 +9,7 @@ use rayon::prelude::*;
 
 use super::simd;
 use crate::error::Result;
+use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 
 /// What a norm does besides its weight.
@@ -26,7 +27,10 @@ impl NormKind {
     }
 }
 
-/// `x: [N, D]`, `weight: [D]` → `[N, D]` in x's dtype.
+/// RMSNorm of `x: [N, D]` by `weight: [D]`: `[N, D]` in the dtype of `x`.
+///
+/// # Errors
+/// When a tensor is not contiguous or of floating-point values, or an operation of the device fails.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, kind: NormKind) -> Result<Tensor> {
     if !x.device().is_cpu() {
         return reference(x, weight, kind);
@@ -43,14 +47,17 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, kind: NormKind) -> Result<Tensor> {
     })
 }
 
-/// The gradient of `x`, plus `residual` when given (the gradient that flows around the norm).
+/// The gradient of `x: [N, D]` in its dtype, plus `residual: [N, D]` when given (the gradient that flows around the norm).
 /// Adds the weight's gradient to `dweight: [D]` f32.
+///
+/// # Errors
+/// When a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn rms_norm_backward(
     x: &Tensor,
     weight: &Tensor,
     dy: &Tensor,
     residual: Option<&Tensor>,
-    dweight: Option<&Tensor>,
+    dweight: Option<&TensorMut>,
     kind: NormKind,
 ) -> Result<Tensor> {
     if !x.device().is_cpu() {
@@ -125,7 +132,7 @@ pub(super) fn backward_row<T: FloatElement>(
 
 /// `dweight += Σ rows dy · x̂`, rows in order.
 pub(super) fn add_gain_gradient<T: FloatElement>(
-    dweight: &Tensor,
+    dweight: &TensorMut,
     x: &[T],
     dy: &[T],
     width: usize,
@@ -154,7 +161,7 @@ pub(crate) fn reference_backward(
     weight: &Tensor,
     dy: &Tensor,
     residual: Option<&Tensor>,
-    dweight: Option<&Tensor>,
+    dweight: Option<&TensorMut>,
     kind: NormKind,
 ) -> Result<Tensor> {
     let (normed, inverse) = normalized(x, kind)?;
@@ -167,7 +174,7 @@ pub(crate) fn reference_backward(
         dx = (dx + residual.to_dtype(DType::F32)?)?;
     }
     if let Some(dweight) = dweight {
-        let sum = ((&dy * &normed)?.sum(0)? + dweight)?;
+        let sum = ((&dy * &normed)?.sum(0)? + &**dweight)?;
         dweight.slice_set(&sum.contiguous()?, 0, 0)?;
     }
     Ok(dx.to_dtype(x.dtype())?)

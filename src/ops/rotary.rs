@@ -10,6 +10,7 @@ use rayon::prelude::*;
 
 use super::rms_norm::{self, NormKind};
 use crate::error::Result;
+use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 
 /// How the columns of a fused projection `[N, (H + 2 K) · D]` split into heads: H of q, K of k, K of v.
@@ -47,7 +48,7 @@ impl Heads {
 pub struct RotaryTable {
     /// Cosines (times the attention factor of yarn).
     pub cos: Tensor,
-    /// Sines, likewise.
+    /// Sines (times the same factor).
     pub sin: Tensor,
 }
 
@@ -55,14 +56,18 @@ pub struct RotaryTable {
 #[derive(Clone, Copy)]
 pub struct QkNorm<'a> {
     /// `q_norm.weight` and where its gradient goes.
-    pub q: (&'a Tensor, Option<&'a Tensor>),
+    pub q: (&'a Tensor, Option<&'a TensorMut>),
     /// `k_norm.weight` and where its gradient goes.
-    pub k: (&'a Tensor, Option<&'a Tensor>),
+    pub k: (&'a Tensor, Option<&'a TensorMut>),
     /// Epsilon and offset.
     pub kind: NormKind,
 }
 
-/// Raw projection `[N, (H + 2K) D]` → normed and rotated q and k, `[N, (H + K) D]`.
+/// The rotated, and before that normed, q and k columns of the raw projection `qkv: [N, (H + 2 K) · D]`:
+/// `[N, (H + K) · D]` in its dtype. The table has `[N, rotary_dim / 2]` f32 angles.
+///
+/// # Errors
+/// When a tensor is not contiguous or of floating-point values, or an operation of the device fails.
 pub fn rotary(qkv: &Tensor, heads: Heads, norm: Option<QkNorm<'_>>, table: &RotaryTable) -> Result<Tensor> {
     if !qkv.device().is_cpu() {
         return reference(qkv, heads, norm, table);
@@ -90,10 +95,14 @@ pub fn rotary(qkv: &Tensor, heads: Heads, norm: Option<QkNorm<'_>>, table: &Rota
 }
 
 /// Turns the gradient of the rotated q and k into that of the raw projection, in the q and k columns of
-/// `dqkv: [N, (H + 2K) D]`, in place; v's columns stay. Adds the norms' weight gradients.
+/// `dqkv: [N, (H + 2 K) · D]`, of the dtype of `qkv`, in place; v's columns stay.
+/// Adds the gradients of the norms' weights, `[D]` f32.
+///
+/// # Errors
+/// When a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn rotary_backward(
     qkv: &Tensor,
-    dqkv: &Tensor,
+    dqkv: &TensorMut,
     heads: Heads,
     norm: Option<QkNorm<'_>>,
     table: &RotaryTable,
@@ -198,7 +207,7 @@ pub(crate) fn reference(
 /// The backward formula in candle's primitives.
 pub(crate) fn reference_backward(
     qkv: &Tensor,
-    dqkv: &Tensor,
+    dqkv: &TensorMut,
     heads: Heads,
     norm: Option<QkNorm<'_>>,
     table: &RotaryTable,

@@ -3,6 +3,7 @@
 use candle_core::Tensor;
 use rayon::prelude::*;
 
+use super::TensorMut;
 use super::cpu_tensor::{FloatElement, read, update, with_elem};
 use crate::error::Result;
 
@@ -13,7 +14,7 @@ const CHUNK: usize = 1 << 14;
 ///
 /// # Errors
 /// When a tensor is not contiguous, or an operation of the device fails.
-pub fn copy_into(dst: &Tensor, x: &Tensor) -> Result<()> {
+pub fn copy_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
     if !dst.device().is_cpu() {
         return Ok(dst.slice_set(&x.to_dtype(dst.dtype())?.contiguous()?, 0, 0)?);
     }
@@ -34,7 +35,7 @@ pub fn copy_into(dst: &Tensor, x: &Tensor) -> Result<()> {
 ///
 /// # Errors
 /// When `x` is not contiguous, or an operation of the device fails.
-pub fn zero(x: &Tensor) -> Result<()> {
+pub fn zero(x: &TensorMut) -> Result<()> {
     if !x.device().is_cpu() {
         return Ok(x.zero_set()?);
     }

@@ -14,6 +14,7 @@ use half::bf16;
 use half::vec::HalfBitsVecExt;
 
 use crate::error::{Error, Result};
+use crate::runtime::TensorMut;
 use crate::runtime::buffer::{Buffer, ElementType};
 
 /// A type whose values can be read and written in place.
@@ -186,7 +187,7 @@ pub(crate) fn read<T: PlainElement>(
 /// Lets `write` change the elements of the contiguous CPU tensor `tensor` in place.
 /// The other tensors that `write` reads must not share its storage: it would wait for itself, which debug builds
 /// assert.
-pub(crate) fn update<T: PlainElement, R>(tensor: &Tensor, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+pub(crate) fn update<T: PlainElement, R>(tensor: &TensorMut, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
     /// The closure before the call, its result after.
     struct Write<T, F, R>(Mutex<(Option<F>, Option<R>)>, PhantomData<fn(T)>);
     impl<T: PlainElement, R, F: FnOnce(&mut [T]) -> R> InplaceOp1 for Write<T, F, R> {
@@ -319,7 +320,7 @@ mod tests {
 
     #[test]
     fn update_writes_through_a_view() -> Result<()> {
-        let flat = tensor(vec![0f32; 6], 6)?;
+        let flat = TensorMut::new(tensor(vec![0f32; 6], 6)?);
         let view = flat.narrow(0, 2, 3)?;
         update(&view, |values: &mut [f32]| values.fill(7.0))?;
         assert_eq!(&*read::<f32>(&flat)?, &[0., 0., 7., 7., 7., 0.]);
@@ -331,7 +332,7 @@ mod tests {
     #[cfg(debug_assertions)]
     #[should_panic(expected = "a tensor is written while its storage is read")]
     fn update_refuses_a_storage_that_is_read() {
-        let flat = tensor(vec![0f32; 6], 6).unwrap();
+        let flat = TensorMut::new(tensor(vec![0f32; 6], 6).unwrap());
         let (first, last) = (flat.narrow(0, 0, 3).unwrap(), flat.narrow(0, 3, 3).unwrap());
         let first = read::<f32>(&first).unwrap();
         update(&last, |last: &mut [f32]| last.copy_from_slice(&first)).unwrap();
@@ -339,7 +340,7 @@ mod tests {
 
     #[test]
     fn update_follows_a_read_that_ended() -> Result<()> {
-        let flat = tensor(vec![1f32; 6], 6)?;
+        let flat = TensorMut::new(tensor(vec![1f32; 6], 6)?);
         let sum: f32 = read::<f32>(&flat)?.iter().sum();
         update(&flat, |values: &mut [f32]| values.fill(sum))?;
         assert_eq!(&*read::<f32>(&flat)?, &[6.0; 6]);

@@ -9,4 +9,7 @@ pub mod device;
 pub mod mmap;
 pub mod param_storage;
 pub mod rng;
+mod tensor_mut;
 pub mod thread_pool;
+
+pub use tensor_mut::TensorMut;

@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use rayon::prelude::*;
 
+use super::TensorMut;
 use super::cpu_tensor;
 use super::cpu_tensor::{PlainElement, memory, update};
 use super::mmap::MappedSlice;
@@ -24,13 +25,19 @@ const CHUNK: usize = 1 << 18;
 #[derive(Debug, Clone)]
 pub enum ParamStorage {
     /// One-dimensional and contiguous, on the device or on the host.
-    Memory(Tensor),
+    Memory(TensorMut),
     /// Pages of a file.
     File(MappedSlice),
 }
 
 impl From<Tensor> for ParamStorage {
     fn from(tensor: Tensor) -> Self {
+        TensorMut::new(tensor).into()
+    }
+}
+
+impl From<TensorMut> for ParamStorage {
+    fn from(tensor: TensorMut) -> Self {
         ParamStorage::Memory(tensor)
     }
 }
@@ -67,7 +74,7 @@ impl ParamStorage {
     ///
     /// # Errors
     /// They are in a file.
-    pub fn tensor(&self) -> Result<&Tensor> {
+    pub fn tensor(&self) -> Result<&TensorMut> {
         match self {
             ParamStorage::Memory(tensor) => Ok(tensor),
             ParamStorage::File(_) => Err(Error::internal("values in a file were used without a copy")),
@@ -80,11 +87,11 @@ impl ParamStorage {
     /// When the host has not enough memory for a copy.
     pub fn to_read(&self) -> Result<Tensor> {
         match self {
-            ParamStorage::Memory(tensor) => Ok(tensor.clone()),
+            ParamStorage::Memory(tensor) => Ok(tensor.clone().into_tensor()),
             ParamStorage::File(run) => {
-                let copy = Tensor::zeros(run.len(), run.dtype(), &Device::Cpu)?;
+                let copy = TensorMut::zeros(run.len(), run.dtype(), &Device::Cpu)?;
                 self.load_to(&copy)?;
-                Ok(copy)
+                Ok(copy.into_tensor())
             }
         }
     }
@@ -93,7 +100,7 @@ impl ParamStorage {
     ///
     /// # Errors
     /// When number or dtype differ, or a copy between devices fails.
-    pub fn load_to(&self, to: &Tensor) -> Result<()> {
+    pub fn load_to(&self, to: &TensorMut) -> Result<()> {
         match self {
             ParamStorage::Memory(from) => copy_across(from, to),
             ParamStorage::File(run) => in_runs(run.len(), staged(to, to), |start, len| {
@@ -169,7 +176,7 @@ impl ParamStorage {
 }
 
 /// Copies `from` to `to`, one-dimensional and of one type, on any two devices.
-pub(crate) fn copy_across(from: &Tensor, to: &Tensor) -> Result<()> {
+pub(crate) fn copy_across(from: &Tensor, to: &TensorMut) -> Result<()> {
     if from.device().is_cpu() && to.device().is_cpu() {
         return match to.dtype() {
             DType::F32 => copy::<f32>(from, to),
@@ -183,13 +190,13 @@ pub(crate) fn copy_across(from: &Tensor, to: &Tensor) -> Result<()> {
     })
 }
 
-fn copy<T: PlainElement>(from: &Tensor, to: &Tensor) -> Result<()> {
+fn copy<T: PlainElement>(from: &Tensor, to: &TensorMut) -> Result<()> {
     let from = cpu_tensor::read::<T>(from)?;
     let from: &[T] = &from;
     write(to, from)
 }
 
-fn from_file<T: PlainElement>(run: &MappedSlice, to: &Tensor) -> Result<()> {
+fn from_file<T: PlainElement>(run: &MappedSlice, to: &TensorMut) -> Result<()> {
     run.read(|from: &[T]| {
         if to.device().is_cpu() {
             return write(to, from);
@@ -204,7 +211,7 @@ fn to_file<T: PlainElement>(from: &Tensor, run: &MappedSlice) -> Result<()> {
     run.write(|to: &mut [T]| side_by_side(to, from))?
 }
 
-fn write<T: PlainElement>(to: &Tensor, from: &[T]) -> Result<()> {
+fn write<T: PlainElement>(to: &TensorMut, from: &[T]) -> Result<()> {
     update(to, |to: &mut [T]| side_by_side(to, from))?
 }
 
@@ -237,12 +244,12 @@ mod tests {
         let file = MappedFile::create(folder.path(), MappedFile::room(5, DType::F32) * 3)?;
         let places = [
             ParamStorage::File(file.run(5, DType::F32)?),
-            ParamStorage::Memory(Tensor::zeros(5, DType::F32, &Device::Cpu)?),
+            ParamStorage::Memory(TensorMut::zeros(5, DType::F32, &Device::Cpu)?),
         ];
         for home in places {
             home.store_from(&Tensor::new(&[1f32, 2.0, 3.0, 4.0, 5.0], &Device::Cpu)?)?;
             home.narrow(1, 2)?.store_from(&Tensor::new(&[-1f32, -2.0], &Device::Cpu)?)?;
-            let there = Tensor::zeros(5, DType::F32, &Device::Cpu)?;
+            let there = TensorMut::zeros(5, DType::F32, &Device::Cpu)?;
             home.load_to(&there)?;
             assert_eq!(there.to_vec1::<f32>()?, [1.0, -1.0, -2.0, 4.0, 5.0]);
             assert_eq!(home.to_read()?.to_vec1::<f32>()?, there.to_vec1::<f32>()?);

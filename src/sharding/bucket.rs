@@ -16,6 +16,7 @@ use super::placement::{Placement, ShardingSpec};
 use crate::error::Result;
 use crate::model::Segment;
 use crate::quant::BlocksMut;
+use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::PlainElement;
 use crate::runtime::mmap::MappedFile;
 use crate::runtime::param_storage::ParamStorage;
@@ -69,7 +70,7 @@ pub struct Bucket {
     /// The f32 values that the optimizer updates, when `value` is not f32; of `own`.
     master: Option<Tensor>,
     /// Gradients, f32; none for frozen buckets. All of them or the shard's.
-    pub(super) grad: Option<Tensor>,
+    pub(super) grad: Option<TensorMut>,
     /// The run that this rank updates: all, or its shard.
     pub(super) own: Range<usize>,
 }
@@ -142,7 +143,7 @@ impl Bucket {
         let part = bucket_options.part(spec.gradients, len).len();
         let away = values.is_away();
         let grads_on = if away { &Device::Cpu } else { device };
-        let grad = trainable.then(|| Tensor::zeros(part, DType::F32, grads_on)).transpose()?;
+        let grad = trainable.then(|| TensorMut::zeros(part, DType::F32, grads_on)).transpose()?;
         Ok(Bucket { segment, kind, entries, len, spec, value, away, master, grad, own })
     }
 
@@ -153,7 +154,7 @@ impl Bucket {
     }
 
     /// All values where they can be computed with; none when they are sharded or away.
-    pub(super) fn resident(&self) -> Option<&Tensor> {
+    pub(super) fn resident(&self) -> Option<&TensorMut> {
         match &self.value {
             ParamStorage::Memory(value) if !self.away && self.spec.values == Placement::Replicated => {
                 Some(value)
@@ -172,11 +173,11 @@ impl Bucket {
 
     /// The gradient of what the optimizer updates; none in a frozen bucket.
     pub fn gradient(&self) -> Result<Option<Tensor>> {
-        let own = |grad: &Tensor| match self.spec.gradients {
+        let own = |grad: &TensorMut| match self.spec.gradients {
             Placement::Replicated => grad.narrow(0, self.own.start, self.own.len()),
             Placement::Sharded => Ok(grad.clone()),
         };
-        Ok(self.grad.as_ref().map(own).transpose()?)
+        Ok(self.grad.as_ref().map(own).transpose()?.map(TensorMut::into_tensor))
     }
 
     /// This rank's part of the values that are computed with.
@@ -196,7 +197,7 @@ impl Bucket {
     pub fn kept_bytes(&self) -> [usize; 3] {
         let bytes = |tensor: &Tensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
         let values = self.value.elements() * self.value.dtype().size_in_bytes();
-        [values, self.master.as_ref().map_or(0, bytes), self.grad.as_ref().map_or(0, bytes)]
+        [values, self.master.as_ref().map_or(0, bytes), self.grad.as_deref().map_or(0, bytes)]
     }
 
     /// The run of the bucket that this rank updates.

@@ -4,21 +4,22 @@
 
 use std::sync::Mutex;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 
 use crate::error::{Error, Result};
+use crate::runtime::TensorMut;
 
 /// Pieces that nobody uses now.
 #[derive(Debug, Default)]
-pub(super) struct BufferPool(Mutex<Vec<Tensor>>);
+pub(super) struct BufferPool(Mutex<Vec<TensorMut>>);
 
 impl BufferPool {
     /// A flat piece of at least `len` elements, whatever they are: the smallest that fits, or a new one in place of the
     /// largest that does not. Who takes several begins with the longest.
-    pub(super) fn take(&self, len: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+    pub(super) fn take(&self, len: usize, dtype: DType, device: &Device) -> Result<TensorMut> {
         let mut buffers = self.0.lock().map_err(|_| Error::internal("memory was lost in a panic"))?;
         let free = || {
-            let sizes = buffers.iter().map(Tensor::elem_count).enumerate();
+            let sizes = buffers.iter().map(|buffer| buffer.elem_count()).enumerate();
             sizes.filter(|(i, _)| buffers[*i].dtype() == dtype)
         };
         if let Some((i, _)) = free().filter(|(_, n)| *n >= len).min_by_key(|(_, n)| *n) {
@@ -28,11 +29,11 @@ impl BufferPool {
         if let Some((i, _)) = free().max_by_key(|(_, n)| *n) {
             drop(buffers.swap_remove(i));
         }
-        Ok(Tensor::zeros(len, dtype, device)?)
+        TensorMut::zeros(len, dtype, device)
     }
 
     /// Takes a piece back. After a panic it is freed instead.
-    pub(super) fn give(&self, buffer: Tensor) {
+    pub(super) fn give(&self, buffer: TensorMut) {
         if let Ok(mut buffers) = self.0.lock() {
             buffers.push(buffer);
         }
@@ -47,15 +48,15 @@ mod tests {
     fn the_smallest_piece_that_fits_is_used_again() -> Result<()> {
         let pool = BufferPool::default();
         for len in [10, 4, 7] {
-            pool.give(Tensor::zeros(len, DType::F32, &Device::Cpu)?);
+            pool.give(TensorMut::zeros(len, DType::F32, &Device::Cpu)?);
         }
         let take = |len: usize| pool.take(len, DType::F32, &Device::Cpu).map(|buffer| buffer.elem_count());
         assert_eq!([take(5)?, take(5)?, take(4)?, take(1)?], [7, 10, 4, 1]);
         // A table, then a longer one with a norm beside it: one piece for both tables.
-        pool.give(Tensor::zeros(10, DType::F32, &Device::Cpu)?);
+        pool.give(TensorMut::zeros(10, DType::F32, &Device::Cpu)?);
         pool.give(pool.take(12, DType::F32, &Device::Cpu)?);
         assert_eq!([take(10)?, take(10)?], [12, 10]);
-        pool.give(Tensor::zeros(9, DType::BF16, &Device::Cpu)?);
+        pool.give(TensorMut::zeros(9, DType::BF16, &Device::Cpu)?);
         assert_eq!(pool.take(3, DType::F32, &Device::Cpu)?.dtype(), DType::F32);
         Ok(())
     }

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 
 use super::buffer_pool::BufferPool;
 use super::param::BufferKind;
@@ -18,6 +18,7 @@ use super::placement::DeviceMesh;
 use crate::collective::Ticket;
 use crate::error::{Error, Result};
 use crate::model::Segment;
+use crate::runtime::TensorMut;
 use crate::runtime::buffer::Buffer;
 use crate::runtime::cpu_tensor::memory;
 use crate::runtime::param_storage::ParamStorage;
@@ -55,7 +56,7 @@ pub(super) struct GatherQueue {
     /// The runs of each segment.
     runs: BTreeMap<Segment, Vec<ShardRun>>,
     /// Where the runs of even and odd blocks become whole, by kind.
-    memory: [BTreeMap<BufferKind, Tensor>; 2],
+    memory: [BTreeMap<BufferKind, TensorMut>; 2],
     /// Of embedding and head.
     pool: BufferPool,
     started: Mutex<Option<PendingGather>>,
@@ -69,18 +70,18 @@ struct PendingGather {
     tickets: Vec<Ticket>,
     gathered: Gathered,
     /// What `gathered` lies in, unless it is the blocks'.
-    memory: Vec<Tensor>,
+    memory: Vec<TensorMut>,
 }
 
 /// Whole runs by what they are.
-pub(super) type Gathered = BTreeMap<BufferId, Tensor>;
+pub(super) type Gathered = BTreeMap<BufferId, TensorMut>;
 
 /// Segments that may be whole at a time.
 const MOST: usize = 2;
 
 /// Lets go of a segment's whole values when dropped.
 #[derive(Debug)]
-pub(super) struct GatheredMemory<'a>(Option<(&'a GatherQueue, Vec<Tensor>)>);
+pub(super) struct GatheredMemory<'a>(Option<(&'a GatherQueue, Vec<TensorMut>)>);
 
 impl Drop for GatheredMemory<'_> {
     fn drop(&mut self) {
@@ -101,11 +102,11 @@ impl GatherQueue {
                 *len = run.len.max(*len);
             }
         }
-        let turn = || -> Result<BTreeMap<BufferKind, Tensor>> {
-            let grad_buffers = |(&kind, &(len, dtype)): (&BufferKind, &(usize, DType))| {
-                Ok((kind, Tensor::zeros(len, dtype, device)?))
+        let turn = || -> Result<BTreeMap<BufferKind, TensorMut>> {
+            let buffer = |(&kind, &(len, dtype)): (&BufferKind, &(usize, DType))| {
+                Ok((kind, TensorMut::zeros(len, dtype, device)?))
             };
-            widest.iter().map(grad_buffers).collect()
+            widest.iter().map(buffer).collect()
         };
         let memory = [turn()?, turn()?];
         let started = Mutex::default();
@@ -184,7 +185,7 @@ impl GatherQueue {
         let gathered = match segment {
             Segment::Block(layer) => self.block(layer)?,
             Segment::Embed | Segment::Head => {
-                let mut taken = |run: &ShardRun| -> Result<(BufferId, Tensor)> {
+                let mut taken = |run: &ShardRun| -> Result<(BufferId, TensorMut)> {
                     let memory = self.pool.take(run.len, run.part.dtype(), &self.device)?;
                     let whole = memory.narrow(0, 0, run.len)?;
                     memory_of_end.push(memory);
@@ -209,7 +210,7 @@ impl GatherQueue {
     }
 
     /// This rank's part where collectives find it: at home on the host, else at its place in the whole.
-    fn within_reach(&self, mesh: &DeviceMesh, run: &ShardRun, whole: &Tensor) -> Result<Buffer> {
+    fn within_reach(&self, mesh: &DeviceMesh, run: &ShardRun, whole: &TensorMut) -> Result<Buffer> {
         match &run.part {
             ParamStorage::Memory(part) if part.device().same_device(&self.device) => memory(part),
             part if self.device.is_cpu() => part.memory(),

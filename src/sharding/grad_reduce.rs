@@ -19,6 +19,7 @@ use crate::collective::Call;
 use crate::error::{Error, Result};
 use crate::model::Segment;
 use crate::ops::elementwise::add_into;
+use crate::runtime::TensorMut;
 use crate::runtime::copy::{copy_into, zero};
 use crate::runtime::cpu_tensor::memory;
 use crate::runtime::param_storage::{STAGING_ELEMENTS, copy_across};
@@ -38,9 +39,9 @@ pub(super) struct GradBuffers {
     reducing: GradReduceOptions,
     device: Device,
     /// Of blocks, by kind of bucket: one block's backward runs at a time.
-    blocks: BTreeMap<BucketKind, Tensor>,
+    blocks: BTreeMap<BucketKind, TensorMut>,
     /// Of embedding and head, by bucket, from backward to reduction.
-    outer: Mutex<BTreeMap<usize, Tensor>>,
+    outer: Mutex<BTreeMap<usize, TensorMut>>,
     pool: BufferPool,
 }
 
@@ -54,7 +55,7 @@ impl GradBuffers {
                 *len = bucket.len.max(*len);
             }
         }
-        let grad_buffers = |(kind, len)| Ok((kind, Tensor::zeros(len, DType::F32, device)?));
+        let grad_buffers = |(kind, len)| Ok((kind, TensorMut::zeros(len, DType::F32, device)?));
         let blocks = widest.into_iter().map(grad_buffers).collect::<Result<_>>()?;
         Ok(GradBuffers {
             reducing,
@@ -70,7 +71,7 @@ impl GradBuffers {
     }
 
     /// Where backward adds the gradients of bucket `index`: all of it, f32; none when it is frozen.
-    pub(super) fn target(&self, index: usize, bucket: &Bucket) -> Result<Option<Tensor>> {
+    pub(super) fn target(&self, index: usize, bucket: &Bucket) -> Result<Option<TensorMut>> {
         let Some(grad) = &bucket.grad else { return Ok(None) };
         if !needs_own_buffer(bucket, self.reducing) {
             return Ok(Some(grad.clone()));
@@ -117,7 +118,7 @@ impl GradBuffers {
                 Some(here) => {
                     copy_across(grad, here)?;
                     self.sum(mesh, call, here, bucket)?;
-                    let own = |flat: &Tensor| flat.narrow(0, bucket.own.start, bucket.own.len());
+                    let own = |flat: &TensorMut| flat.narrow(0, bucket.own.start, bucket.own.len());
                     copy_across(&own(here)?, &own(grad)?)?;
                 }
             }
@@ -126,7 +127,7 @@ impl GradBuffers {
     }
 
     /// Sums `grad`, a bucket's whole gradients, over the ranks: at least the run that this rank updates.
-    fn sum(&self, mesh: &DeviceMesh, call: Call, grad: &Tensor, bucket: &Bucket) -> Result<()> {
+    fn sum(&self, mesh: &DeviceMesh, call: Call, grad: &TensorMut, bucket: &Bucket) -> Result<()> {
         match bucket.spec.update {
             Placement::Replicated => self.all_reduce(mesh, call, grad),
             // In place: this rank's run of `grad` becomes the sum, the rest is not read again.
@@ -140,7 +141,7 @@ impl GradBuffers {
         }
     }
 
-    fn let_go(&self, index: usize, grad_buffers: &Tensor) -> Result<()> {
+    fn let_go(&self, index: usize, grad_buffers: &TensorMut) -> Result<()> {
         let mut outer = self.outer.lock().map_err(|_| Error::internal("a backward panicked"))?;
         match outer.remove(&index) {
             Some(memory) => {
@@ -173,7 +174,7 @@ impl GradBuffers {
         Ok(own)
     }
 
-    fn all_reduce(&self, mesh: &DeviceMesh, call: Call, grad: &Tensor) -> Result<()> {
+    fn all_reduce(&self, mesh: &DeviceMesh, call: Call, grad: &TensorMut) -> Result<()> {
         if self.reducing.dtype == DType::F32 {
             return mesh.world().all_reduce(call, &memory(grad)?);
         }
@@ -189,13 +190,14 @@ fn needs_own_buffer(bucket: &Bucket, reducing: GradReduceOptions) -> bool {
 }
 
 /// `kept += grad_buffers`, brought to where `kept` is.
-fn add_from_anywhere(kept: &Tensor, grad_buffers: &Tensor) -> Result<()> {
+fn add_from_anywhere(kept: &TensorMut, grad_buffers: &Tensor) -> Result<()> {
     if kept.device().same_device(grad_buffers.device()) {
         return add_into(kept, grad_buffers);
     }
     let len = kept.elem_count();
     (0..len).step_by(STAGING_ELEMENTS).try_for_each(|start| {
-        let run = |flat: &Tensor| flat.narrow(0, start, STAGING_ELEMENTS.min(len - start));
-        add_into(&run(kept)?, &run(grad_buffers)?.to_device(kept.device())?)
+        let run = STAGING_ELEMENTS.min(len - start);
+        let from = grad_buffers.narrow(0, start, run)?;
+        add_into(&kept.narrow(0, start, run)?, &from.to_device(kept.device())?)
     })
 }

@@ -17,6 +17,7 @@ use crate::collective::{Call, Phase};
 use crate::error::{Error, Result};
 use crate::model::{self, BlockWeights, EmbedGradients, EmbedWeights, HeadWeights, ModelConfig, Segment};
 use crate::ops::elementwise::sum_of_squares;
+use crate::runtime::TensorMut;
 use crate::runtime::copy::{copy_into, zero};
 use crate::runtime::cpu_tensor::memory;
 use crate::runtime::param_storage::ParamStorage;
@@ -160,7 +161,7 @@ impl ParamStore {
         if self.device.is_cpu() || values.tensor().is_ok_and(|tensor| !tensor.device().is_cpu()) {
             return work(values);
         }
-        let here = Tensor::zeros(values.elements(), values.dtype(), &self.device)?;
+        let here = TensorMut::zeros(values.elements(), values.dtype(), &self.device)?;
         values.load_to(&here)?;
         work(&here.clone().into())?;
         values.store_from(&here)
@@ -279,7 +280,7 @@ impl ParamStore {
                 _ => None,
             };
             let Some(table) = table else { continue };
-            let (table, rows) = (view(table, at)?, view(self.buckets[rows].value.tensor()?, rows_at)?);
+            let (table, rows) = (TensorMut::new(view(table, at)?), view(self.buckets[rows].value.tensor()?, rows_at)?);
             for (i, &id) in ids.iter().enumerate() {
                 copy_into(&table.narrow(0, id as usize, 1)?, &rows.narrow(0, i, 1)?)?;
             }

@@ -2,13 +2,14 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 
 use super::bucket::{Bucket, BucketEntry, view};
 use super::gather::{BufferId, Gathered};
 use super::quantized_bucket::QuantizedBucket;
 use crate::error::{Error, Result};
-use crate::model::{GradBuffer, Lora, Param, ParamLookup, TokenRows, WeightMatrix};
+use crate::model::{Lora, Param, ParamLookup, TokenRows, WeightMatrix};
+use crate::runtime::TensorMut;
 use crate::runtime::param_storage::ParamStorage;
 
 /// The adapter on one module.
@@ -50,7 +51,7 @@ pub(super) struct SegmentViews<'a> {
 }
 
 /// From a bucket's index to the memory of its gradients.
-type GradLookup<'a> = Box<dyn Fn(usize) -> Result<Option<Tensor>> + 'a>;
+type GradLookup<'a> = Box<dyn Fn(usize) -> Result<Option<TensorMut>> + 'a>;
 
 impl SegmentViews<'_> {
     fn optional(&self, name: &str) -> Result<Option<Param>> {
@@ -65,7 +66,7 @@ impl SegmentViews<'_> {
     }
 
     /// All values of a bucket; none when it is sharded or away, and not gathered.
-    fn values(&self, index: usize) -> Option<&Tensor> {
+    fn values(&self, index: usize) -> Option<&TensorMut> {
         self.buckets[index].resident().or_else(|| self.gathered.get(&BufferId::Values(index)))
     }
 }
@@ -79,10 +80,10 @@ impl ParamLookup for SegmentViews<'_> {
         Ok(Param { value: view(values, entry)?, grad: self.grad(name)? })
     }
 
-    fn grad(&self, name: &str) -> Result<Option<GradBuffer>> {
+    fn grad(&self, name: &str) -> Result<Option<TensorMut>> {
         let (b, entry) = self.entry(name)?;
         let grads = self.grads.as_ref().map_or(Ok(None), |grads| grads(b))?;
-        grads.map(|grads| GradBuffer::new(view(&grads, entry)?)).transpose()
+        grads.map(|grads| view(&grads, entry).map(TensorMut::new)).transpose()
     }
 
     fn matrix(&self, name: &str) -> Result<WeightMatrix> {

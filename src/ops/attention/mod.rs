@@ -71,18 +71,21 @@ pub struct AttentionOutput {
 /// The inputs of attention, as column ranges of wider tensors: q `[N, H · D]`, k and v `[M, K · D]`.
 #[derive(Clone, Copy)]
 pub struct Qkv<'a> {
-    /// Queries, rotated.
+    /// The rotated queries.
     pub q: ColumnView<'a>,
-    /// Keys, rotated.
+    /// The rotated keys.
     pub k: ColumnView<'a>,
-    /// Values.
+    /// The values, as projected.
     pub v: ColumnView<'a>,
 }
 
 /// Query rows per tile of the composed form.
 const COMPOSED_TILE: usize = 512;
 
-/// Attention of every span.
+/// Attention within every span: out `[N, H · D]` in the dtype of q, and each row's log-sum-exp.
+///
+/// # Errors
+/// When a tensor is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn attention(
     qkv: Qkv<'_>,
     spans: &[Span],
@@ -96,7 +99,11 @@ pub fn attention(
     }
 }
 
-/// Gradient of q, k and v side by side: `[N, (H + 2 K) · D]`. Spans must be whole sequences.
+/// The gradients of q, k and v side by side, `[N, (H + 2 K) · D]` in their dtype, from `dout: [N, H · D]`. Spans must be
+/// whole sequences.
+///
+/// # Errors
+/// When a tensor is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn attention_backward(
     qkv: Qkv<'_>,
     attended: &AttentionOutput,

@@ -10,6 +10,7 @@ use crate::ops::glu;
 use crate::ops::glu::Activation;
 use crate::ops::rms_norm::{self, NormKind};
 use crate::ops::rotary::{self, Heads, QkNorm, RotaryTable};
+use crate::runtime::TensorMut;
 use crate::runtime::copy;
 use crate::runtime::rng::RngStream;
 
@@ -69,7 +70,7 @@ fn norm_backward(
     let dy = bench.normal("dy", (19, width))?;
     let around = residual.then(|| bench.normal("residual", (19, width))).transpose()?;
     let grad = dweight.then(|| bench.normal_f32("dweight", width)).transpose()?;
-    let (here, plain) = (around.as_ref().map(|r| &r.here), around.as_ref().map(|r| &r.plain));
+    let (here, plain) = (around.as_ref().map(|r| &*r.here), around.as_ref().map(|r| &*r.plain));
     let dw = (grad.as_ref().map(|g| &g.here), grad.as_ref().map(|g| &g.plain));
     let got = rms_norm::rms_norm_backward(&x.here, &w.here, &dy.here, here, dw.0, kind)?;
     let want = rms_norm::reference_backward(&x.plain, &w.plain, &dy.plain, plain, dw.1, kind)?;
@@ -134,16 +135,16 @@ impl RotaryCase {
         Ok(RotaryInputs {
             qkv: bench.normal("qkv", (ROTARY_ROWS, self.heads.qkv_width()))?,
             tables: [
-                RotaryTable { cos: cos.here, sin: sin.here },
-                RotaryTable { cos: cos.plain, sin: sin.plain },
+                RotaryTable { cos: cos.here.into_tensor(), sin: sin.here.into_tensor() },
+                RotaryTable { cos: cos.plain.into_tensor(), sin: sin.plain.into_tensor() },
             ],
             weights: [bench.normal("q_norm", dim)?, bench.normal("k_norm", dim)?],
             grads: [bench.normal_f32("dq_norm", dim)?, bench.normal_f32("dk_norm", dim)?],
         })
     }
 
-    fn norms<'a>(self, x: &'a RotaryInputs, side: impl Fn(&'a OpPair) -> &'a Tensor) -> Option<QkNorm<'a>> {
-        let part = |i: usize| (side(&x.weights[i]), self.trained.then(|| side(&x.grads[i])));
+    fn norms<'a>(self, x: &'a RotaryInputs, side: impl Fn(&'a OpPair) -> &'a TensorMut) -> Option<QkNorm<'a>> {
+        let part = |i: usize| (&**side(&x.weights[i]), self.trained.then(|| side(&x.grads[i])));
         self.norm.map(|kind| QkNorm { q: part(0), k: part(1), kind })
     }
 
@@ -200,7 +201,7 @@ fn dropouts() -> Vec<SelftestCase> {
             let site = Dropout { p, stream: RngStream::new(3).named("dropout"), first_token: 7 };
             let got = dropout(&x.here, site)?;
             let mask = mask(site, 33, 20)?;
-            Ok(vec![TensorPair::new(got, (x.plain * mask)?)])
+            Ok(vec![TensorPair::new(got, (&*x.plain * mask)?)])
         })
     };
     [0.0, 0.1, 0.5].into_iter().map(case).collect()
@@ -223,12 +224,12 @@ fn sums() -> Vec<SelftestCase> {
     let mut cases = vec![
         SelftestCase::new("add", "", Tolerance::ROUNDED, |bench| {
             let (a, b) = (bench.normal("a", SQUARE)?, bench.normal("b", SQUARE)?);
-            Ok(vec![TensorPair::new(elementwise::add(&a.here, &b.here)?, (a.plain + b.plain)?)])
+            Ok(vec![TensorPair::new(elementwise::add(&a.here, &b.here)?, (&*a.plain + &*b.plain)?)])
         }),
         SelftestCase::new("zero", "", Tolerance::ROUNDED, |bench| {
             let x = bench.normal("x", SQUARE)?;
             copy::zero(&x.here)?;
-            Ok(vec![TensorPair::new(x.here, x.plain.zeros_like()?)])
+            Ok(vec![TensorPair::new(x.here.into_tensor(), x.plain.zeros_like()?)])
         }),
         SelftestCase::new("sum_of_squares", "more than a chunk", Tolerance::FORWARD.only_f32(), |bench| {
             let x = bench.normal("x", SQUARE)?;
@@ -248,12 +249,12 @@ fn sums() -> Vec<SelftestCase> {
         cases.push(SelftestCase::new("add_into", what, tolerance, move |bench| {
             let (dst, x) = inputs(bench)?;
             elementwise::add_into(&dst.here, &x.here)?;
-            Ok(vec![TensorPair::new(dst.here, (dst.plain + x.plain)?)])
+            Ok(vec![TensorPair::new(dst.here.into_tensor(), (&*dst.plain + &*x.plain)?)])
         }));
         cases.push(SelftestCase::new("copy_into", what, tolerance, move |bench| {
             let (dst, x) = inputs(bench)?;
             copy::copy_into(&dst.here, &x.here)?;
-            Ok(vec![TensorPair::new(dst.here, x.plain)])
+            Ok(vec![TensorPair::new(dst.here.into_tensor(), x.plain.into_tensor())])
         }));
     }
     cases

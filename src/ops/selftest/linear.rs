@@ -5,7 +5,7 @@ use candle_core::DType;
 use super::{CaseRunner, SelftestCase, TensorPair, Tolerance};
 use crate::error::Result;
 use crate::ops::matmul;
-use crate::ops::matmul::{ColumnView, Transpose};
+use crate::ops::matmul::{ColumnView, ColumnViewMut, Transpose};
 
 pub(super) fn cases() -> Vec<SelftestCase> {
     let mut cases = products();
@@ -121,10 +121,11 @@ impl LinearCase {
         let dst = make("dst", (m, n), operands[0])?;
         let (a, b) = (make("a", a_dims, operands[1])?, make("b", b_dims, operands[2])?);
         let range = |tensor, len| ColumnView { tensor, start: margin, len };
-        let here = [range(&dst.here, n), range(&a.here, a_dims.1), range(&b.here, b_dims.1)];
-        matmul::matmul(here[0], here[1], here[2], form, alpha, accumulate)?;
-        let plain = [range(&dst.plain, n), range(&a.plain, a_dims.1), range(&b.plain, b_dims.1)];
-        matmul::reference(plain[0], plain[1], plain[2], form, alpha, accumulate)?;
+        let dst_of = |tensor| ColumnViewMut { tensor, start: margin, len: n };
+        let here = [range(&a.here, a_dims.1), range(&b.here, b_dims.1)];
+        matmul::matmul(dst_of(&dst.here), here[0], here[1], form, alpha, accumulate)?;
+        let plain = [range(&a.plain, a_dims.1), range(&b.plain, b_dims.1)];
+        matmul::reference(dst_of(&dst.plain), plain[0], plain[1], form, alpha, accumulate)?;
         Ok(vec![dst.pair()])
     }
 }
@@ -134,7 +135,7 @@ fn biases() -> Vec<SelftestCase> {
     for (start, what) in [(0, "all columns"), (7, "column range")] {
         cases.push(SelftestCase::new("add_bias", what, Tolerance::ROUNDED, move |bench| {
             let (dst, bias) = (bench.normal("dst", (23, 31))?, bench.normal("bias", 31 - 2 * start)?);
-            let range = |tensor| ColumnView { tensor, start, len: 31 - 2 * start };
+            let range = |tensor| ColumnViewMut { tensor, start, len: 31 - 2 * start };
             matmul::add_bias(range(&dst.here), &bias.here)?;
             matmul::add_bias_reference(range(&dst.plain), &bias.plain)?;
             Ok(vec![dst.pair()])

@@ -23,6 +23,7 @@ use std::time::Instant;
 use candle_core::{DType, Device, Shape, Tensor};
 
 use crate::error::{Error, Result};
+use crate::runtime::TensorMut;
 use crate::runtime::rng::RngStream;
 
 /// Half the distance between neighbouring bf16 numbers, relative: the most that one rounding loses.
@@ -161,29 +162,29 @@ impl CaseRunner<'_> {
         let rounded = Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?;
         // A copy: ops write in place.
         let plain = rounded.to_dtype(DType::F32)?.copy()?;
-        Ok(OpPair { here: rounded.to_device(self.device)?, plain })
+        Ok(OpPair { here: TensorMut::new(rounded.to_device(self.device)?), plain: TensorMut::new(plain) })
     }
 }
 
 /// The same values twice, for an op and for its reference.
 struct OpPair {
     /// On the case's device, in its dtype.
-    here: Tensor,
+    here: TensorMut,
     /// On the CPU, in f32.
-    plain: Tensor,
+    plain: TensorMut,
 }
 
 impl OpPair {
     /// Times `factor`, still the same values.
     fn scaled(self, factor: f64) -> Result<Self> {
-        let here = (self.here * factor)?;
-        let plain = here.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.copy()?;
+        let here = TensorMut::new((&*self.here * factor)?);
+        let plain = TensorMut::new(here.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.copy()?);
         Ok(OpPair { here, plain })
     }
 
     /// To be compared, after both were written to.
     fn pair(self) -> TensorPair {
-        TensorPair { got: self.here, want: self.plain }
+        TensorPair { got: self.here.into_tensor(), want: self.plain.into_tensor() }
     }
 }
 

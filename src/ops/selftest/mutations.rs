@@ -12,7 +12,7 @@ use crate::ops::embedding;
 use crate::ops::glu;
 use crate::ops::glu::Activation;
 use crate::ops::matmul;
-use crate::ops::matmul::Transpose;
+use crate::ops::matmul::{ColumnViewMut, Transpose};
 use crate::ops::rms_norm::{self, NormKind};
 use crate::ops::rotary::{self, RotaryTable};
 use crate::recipe::enums::Attention;
@@ -72,7 +72,7 @@ fn products() -> Result<()> {
         move |bench: &CaseRunner<'_>| {
             let (dst, a) = (bench.normal("dst", (9, 12))?, bench.normal("a", (9, 8))?);
             let b = bench.normal("b", (10, 8))?;
-            let range = |tensor, start| ColumnView { tensor, start, len: 10 };
+            let range = |tensor, start| ColumnViewMut { tensor, start, len: 10 };
             let (here, plain) = (range(&dst.here, 1), range(&dst.plain, 1 + shift));
             matmul::matmul(
                 here,

@@ -14,11 +14,12 @@ use crate::ops::embedding;
 use crate::ops::glu;
 use crate::ops::glu::Activation;
 use crate::ops::matmul;
-use crate::ops::matmul::Transpose;
+use crate::ops::matmul::{ColumnViewMut, Transpose};
 use crate::ops::matmul_quantized::Weight;
 use crate::ops::rms_norm::{self, NormKind};
 use crate::ops::rotary::{self, QkNorm, RotaryTable};
 use crate::recipe::enums::Attention;
+use crate::runtime::TensorMut;
 use crate::runtime::rng::RngStream;
 
 /// Sends a given gradient back from where it is applied.
@@ -58,8 +59,8 @@ fn var(name: &str, shape: impl Into<Shape>) -> Result<Var> {
     Ok(Var::from_tensor(&normal(name, shape)?)?)
 }
 
-fn zeros(shape: impl Into<Shape>) -> Result<Tensor> {
-    Ok(Tensor::zeros(shape, DType::F32, &Device::Cpu)?)
+fn zeros(shape: impl Into<Shape>) -> Result<TensorMut> {
+    TensorMut::zeros(shape, DType::F32, &Device::Cpu)
 }
 
 fn close(what: &str, got: &Tensor, want: &Tensor) -> Result<()> {
@@ -77,13 +78,13 @@ fn linear_layer() -> Result<()> {
 
     for matmul in [matmul::matmul, matmul::reference] {
         let out = zeros((11, 5))?;
-        matmul(ColumnView::all(&out), ColumnView::all(&x), ColumnView::all(&w), Transpose::Nt, 1.0, false)?;
-        matmul::add_bias_reference(ColumnView::all(&out), &b)?;
+        matmul(ColumnViewMut::all(&out), ColumnView::all(&x), ColumnView::all(&w), Transpose::Nt, 1.0, false)?;
+        matmul::add_bias_reference(ColumnViewMut::all(&out), &b)?;
         close("y", &out, &y)?;
         let (dx, dw) = (zeros((11, 7))?, zeros((5, 7))?);
-        matmul(ColumnView::all(&dx), ColumnView::all(&dy), ColumnView::all(&w), Transpose::Nn, 1.0, false)?;
+        matmul(ColumnViewMut::all(&dx), ColumnView::all(&dy), ColumnView::all(&w), Transpose::Nn, 1.0, false)?;
         close("dx", &dx, &want_dx)?;
-        matmul(ColumnView::all(&dw), ColumnView::all(&dy), ColumnView::all(&x), Transpose::Tn, 1.0, true)?;
+        matmul(ColumnViewMut::all(&dw), ColumnView::all(&dy), ColumnView::all(&x), Transpose::Tn, 1.0, true)?;
         close("dw", &dw, &want_dw)?;
     }
     let db = zeros(5)?;
@@ -132,7 +133,7 @@ fn rotary_with_and_without_norms() -> Result<()> {
         // The reference's own forward is a plain form that the tape follows.
         let rotated = rotary::reference(&qkv, heads, norm, &table)?;
         let dy_qk = dy.narrow(1, 0, qk)?.contiguous()?;
-        let d = dy.copy()?;
+        let d = TensorMut::new(dy.copy()?);
         rotary::reference_backward(&qkv, &d, heads, norm, &table)?;
         let v_columns = |t: &Tensor| t.narrow(1, qk, heads.kv_width());
         close("v's columns", &v_columns(&d)?, &v_columns(&dy)?)?;

@@ -7,9 +7,10 @@ use crate::error::Result;
 use crate::ops::adamw::{self, AdamW};
 use crate::ops::adamw_int8::{Int8Moment, STATE_BLOCK, adamw_int8};
 use crate::ops::dora;
-use crate::ops::matmul::{ColumnView, Transpose};
+use crate::ops::matmul::{ColumnView, ColumnViewMut, Transpose};
 use crate::ops::matmul_quantized::{BlockScales, Quantized, Weight, matmul_weight, quantized_reference};
 use crate::quant::{self, CodeKind, QuantFormat};
+use crate::runtime::TensorMut;
 use crate::runtime::rng::RngStream;
 
 pub(super) fn cases() -> Vec<SelftestCase> {
@@ -68,7 +69,7 @@ fn products() -> Vec<SelftestCase> {
                     let (k, n) = if form == Transpose::Nt { (shape.1, shape.0) } else { shape };
                     let (a, dst) = (bench.normal("a", (7, k + 3))?, bench.normal("dst", (7, n + 5))?);
                     let a_of = |tensor| ColumnView { tensor, start: 2, len: k };
-                    let dst_of = |tensor| ColumnView { tensor, start: 4, len: n };
+                    let dst_of = |tensor| ColumnViewMut { tensor, start: 4, len: n };
                     matmul_weight(
                         dst_of(&dst.here),
                         a_of(&a.here),
@@ -106,7 +107,7 @@ fn magnitudes() -> Vec<SelftestCase> {
         cases.push(SelftestCase::new("scale_columns", what, Tolerance::ROUNDED, move |bench| {
             let (dst, x) = (bench.normal("dst", (23, 31))?, bench.normal("x", (23, 20))?);
             let factors = bench.normal_f32("factors", 17)?;
-            let dst_of = |tensor| ColumnView { tensor, start: 6, len: 17 };
+            let dst_of = |tensor| ColumnViewMut { tensor, start: 6, len: 17 };
             let x_of = |tensor| ColumnView { tensor, start: 2, len: 17 };
             dora::scale_columns(dst_of(&dst.here), x_of(&x.here), &factors.here, accumulate)?;
             dora::scale_columns_reference(dst_of(&dst.plain), x_of(&x.plain), &factors.plain, accumulate)?;
@@ -139,7 +140,7 @@ fn update(bench: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
     };
     for name in ["first", "second"] {
         let grad = bench.normal_f32(name, LEN)?;
-        let [first, second] = [widened(&moments[0], true)?, widened(&moments[1], false)?];
+        let [first, second] = [widened(&moments[0], true)?, widened(&moments[1], false)?].map(TensorMut::new);
         adamw::reference(&param.plain, &grad.plain, [&first, &second], &step)?;
         adamw_int8(&param.here, &grad.here, [&moments[0], &moments[1]], &step)?;
         step.update += 1;

@@ -15,8 +15,9 @@ use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::matmul::{add_bias, sum_rows};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
-use finetune::ops::{Transpose, matmul};
+use finetune::ops::{ColumnViewMut, Transpose, matmul};
 use finetune::recipe::enums::Attention;
+use finetune::runtime::TensorMut;
 use finetune::runtime::copy::copy_into;
 use finetune::runtime::rng::RngStream;
 
@@ -49,13 +50,14 @@ fn linear(dtype: DType, results: &mut Results) {
         ("product Nn", Transpose::Nn, (150, 170), (170, 190)),
         ("product Tn", Transpose::Tn, (170, 150), (170, 190)),
     ] {
-        let dst = cast("dst", (150, 190), dtype);
+        let dst = TensorMut::new(cast("dst", (150, 190), dtype));
         let (a, b) = (cast("a", a, dtype), cast("b", b, dtype));
-        matmul(ColumnView::all(&dst), ColumnView::all(&a), ColumnView::all(&b), form, 0.7, true).unwrap();
+        matmul(ColumnViewMut::all(&dst), ColumnView::all(&a), ColumnView::all(&b), form, 0.7, true).unwrap();
         results.insert(name, bits(&dst));
     }
-    let (dst, bias) = (cast("dst", (150, 190), dtype), normal("bias", 190).to_dtype(dtype).unwrap());
-    add_bias(ColumnView::all(&dst), &bias).unwrap();
+    let dst = TensorMut::new(cast("dst", (150, 190), dtype));
+    let bias = normal("bias", 190).to_dtype(dtype).unwrap();
+    add_bias(ColumnViewMut::all(&dst), &bias).unwrap();
     let grad = zeros(190);
     sum_rows(&grad, ColumnView::all(&dst)).unwrap();
     results.insert("add_bias", bits(&dst));
@@ -72,7 +74,7 @@ fn elementwise(dtype: DType, results: &mut Results) {
     results.insert("rms_norm_backward dweight", bits(&dw));
 
     let heads = Heads { num_heads: 3, num_kv_heads: 1, head_dim: 16 };
-    let (qkv, d) = (cast("qkv", (200, 80), dtype), cast("dqkv", (200, 80), dtype));
+    let (qkv, d) = (cast("qkv", (200, 80), dtype), TensorMut::new(cast("dqkv", (200, 80), dtype)));
     let angles = normal("angles", (200, 8));
     let table = RotaryTable { cos: angles.cos().unwrap(), sin: angles.sin().unwrap() };
     let (q, k) = (normal("q", 16).to_dtype(dtype).unwrap(), normal("k", 16).to_dtype(dtype).unwrap());
@@ -150,7 +152,7 @@ fn loss_and_update(dtype: DType, results: &mut Results) {
         update: 2,
         grad_scale: 0.5,
     };
-    let (param, grad) = (normal("param", 70_000), normal("grad", 70_000));
+    let (param, grad) = (TensorMut::new(normal("param", 70_000)), normal("grad", 70_000));
     let (first, second) = (zeros(70_000), zeros(70_000));
     adamw(&param, &grad, [&first, &second], &options).unwrap();
     results.insert("adamw", bits(&param));

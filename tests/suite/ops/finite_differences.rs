@@ -11,6 +11,7 @@ use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{RotaryTable, rotary, rotary_backward};
 use finetune::recipe::enums::Attention;
+use finetune::runtime::TensorMut;
 
 use super::{normal, values, zeros};
 
@@ -121,7 +122,7 @@ fn of_rotary() {
         let by_definition = by_definition.reshape((4, heads.qkv_width())).unwrap();
         let qk = by_definition.narrow(1, 0, heads.qk_width()).unwrap();
         close("q and k", &rotary(&x, heads, None, &table).unwrap(), &values(&qk));
-        let d = dy.copy().unwrap();
+        let d = TensorMut::new(dy.copy().unwrap());
         rotary_backward(&x, &d, heads, None, &table).unwrap();
         close("dqkv", &d, &differences(&x64, |x| dot(&rotary_f64(x, heads, &angles, half), &dy64)));
     }

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Shape, Tensor};
 use finetune::ops::selftest;
+use finetune::runtime::TensorMut;
 use finetune::runtime::rng::RngStream;
 use regex::Regex;
 
@@ -20,8 +21,8 @@ fn normal(name: &str, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
-fn zeros(shape: impl Into<Shape>) -> Tensor {
-    Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap()
+fn zeros(shape: impl Into<Shape>) -> TensorMut {
+    TensorMut::zeros(shape, DType::F32, &Device::Cpu).unwrap()
 }
 
 fn values(tensor: &Tensor) -> Vec<f64> {
