@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use super::manifest::{self, Files};
 use super::{
-    ABSMAX, MomentKind, OPTIMIZER, PREFIX, STATE_FILE, SavedCheckpoint, SavedMoment, SnapshotPart,
-    SnapshotTensor, TrainingState, WriteWeights, list, number, process,
+    ABSMAX, OPTIMIZER, PREFIX, STATE_FILE, SavedCheckpoint, SavedValues, SnapshotPart, SnapshotTensor,
+    TrainingState, WriteWeights, list, number, process,
 };
 use crate::error::{Error, Result};
 use crate::weights::{AtomicDir, StoredDtype, WriteEntry, Written, write_file, write_text};
@@ -16,7 +16,7 @@ pub(super) fn fresh(place: &Path) -> Result<AtomicDir> {
     AtomicDir::beside(place)
 }
 
-/// Writes what is rank `rank`'s of a folder that `size` ranks fill: its weights and their moments.
+/// Writes what is rank `rank`'s of a folder that `size` ranks fill: its weights and the optimizer's state.
 pub(super) fn write_share(
     folder: &Path,
     (rank, size): (usize, usize),
@@ -26,7 +26,7 @@ pub(super) fn write_share(
     let mut written = write_weights(folder, tensors, SnapshotPart::Tensors(rank))?;
     // Alone, also where nothing is trained: a reader looks for the file.
     if size == 1 || !tensors.is_empty() {
-        written.push(write_moments(&folder.join(optimizer_file(rank, size)), tensors)?);
+        written.push(write_state(&folder.join(optimizer_file(rank, size)), tensors)?);
     }
     Ok(manifest::part(folder, written))
 }
@@ -74,7 +74,7 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// The file of a rank's moments.
+/// The file of a rank's part of the optimizer's state.
 fn optimizer_file(rank: usize, size: usize) -> String {
     match size {
         1 => format!("{OPTIMIZER}.safetensors"),
@@ -82,22 +82,20 @@ fn optimizer_file(rank: usize, size: usize) -> String {
     }
 }
 
-/// optimizer.safetensors: `<name>.exp_avg` and `.exp_avg_sq`; in 8 bits also their `.absmax`.
-fn write_moments(path: &Path, tensors: &[SnapshotTensor]) -> Result<Written> {
+/// optimizer.safetensors: `<parameter>.<name>` of each tensor of the state, such as `.exp_avg`; in 8 bits also its `.absmax`.
+fn write_state(path: &Path, tensors: &[SnapshotTensor]) -> Result<Written> {
     let mut parts: Vec<(WriteEntry, Stored<'_>)> = Vec::new();
     for tensor in tensors {
-        for (moment, saved) in
-            [MomentKind::First, MomentKind::Second].iter().zip(tensor.moments.iter().flatten())
-        {
-            let name = format!("{}.{}", tensor.name, moment.suffix());
+        for state in &tensor.state {
+            let name = format!("{}.{}", tensor.name, state.name);
             let mut push = |name: String, dtype, shape: Vec<usize>, part| {
                 parts.push((WriteEntry { name, dtype, shape }, part));
             };
-            match saved {
-                SavedMoment::F32(values) => {
+            match &state.values {
+                SavedValues::F32(values) => {
                     push(name, StoredDtype::F32, tensor.shape.clone(), Stored::Floats(values));
                 }
-                SavedMoment::Int8 { codes, absmax } => {
+                SavedValues::Int8 { codes, absmax } => {
                     let scales = format!("{name}{ABSMAX}");
                     push(name, StoredDtype::U8, tensor.shape.clone(), Stored::Bytes(codes));
                     push(scales, StoredDtype::F32, vec![absmax.len()], Stored::Floats(absmax));
@@ -111,7 +109,7 @@ fn write_moments(path: &Path, tensors: &[SnapshotTensor]) -> Result<Written> {
     write_file(path, &entries, |entry, sink| match by_name.get(entry.name.as_str()) {
         Some(Stored::Floats(values)) => sink.write_values(values),
         Some(Stored::Bytes(bytes)) => sink.write_bytes(bytes),
-        None => Err(Error::internal(format!("no moment for {}", entry.name))),
+        None => Err(Error::internal(format!("no state {}", entry.name))),
     })
 }
 

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! OUT/checkpoint-120/   adapter_model.safetensors + adapter_config.json, or model*.safetensors + config.json …  (f32)
-//!                       optimizer*.safetensors    both moments of every trainable tensor; a file a rank
+//!                       optimizer*.safetensors    the optimizer's state of every trainable tensor; a file a rank
 //!                       trainer_state.json        step, place in the data, what the run was started with
 //!                       manifest.json             size and BLAKE3 digest of every other file
 //! OUT/.finetune/        marks OUT as the run's own and locks it while the run works ([`RunFolder`])
@@ -25,16 +25,16 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 pub use run_folder::{RunFolder, RunRecord};
-pub use saver::{SaveThreads, SavedMoment, Saver, SaverOptions, SnapshotPart, SnapshotTensor, WriteWeights};
+pub use saver::{SaveThreads, SavedState, SavedValues, Saver, SaverOptions, SnapshotPart, SnapshotTensor, WriteWeights};
 
 use crate::error::{Error, ErrorCategory, Result};
 use crate::weights::{ModelFiles, ModelIdentity};
 
 const STATE_FILE: &str = "trainer_state.json";
-/// How the names of files with moments begin.
+/// How the names of files with the optimizer's state begin.
 const OPTIMIZER: &str = "optimizer";
 const PREFIX: &str = "checkpoint-";
-/// The end of the name of an 8-bit moment's scales.
+/// The end of the name of the scales of a state in 8 bits.
 const ABSMAX: &str = ".absmax";
 
 /// Where a run stood, and what it was: a run goes on only with the same.
@@ -108,24 +108,6 @@ pub struct SavedCheckpoint {
     optimizer: ModelFiles,
 }
 
-/// Which moment of the optimizer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MomentKind {
-    /// The mean of gradients.
-    First,
-    /// The mean of their squares.
-    Second,
-}
-
-impl MomentKind {
-    fn suffix(self) -> &'static str {
-        match self {
-            MomentKind::First => "exp_avg",
-            MomentKind::Second => "exp_avg_sq",
-        }
-    }
-}
-
 impl SavedCheckpoint {
     /// Opens the checkpoint in `folder` after checking every digest.
     ///
@@ -156,20 +138,20 @@ impl SavedCheckpoint {
         Ok(names.filter(|name| name != STATE_FILE && !name.starts_with(OPTIMIZER)).collect())
     }
 
-    /// Reads a moment of the parameter called `name`.
+    /// Reads the tensor `state` of the optimizer's state beside the parameter called `param`.
     ///
     /// # Errors
-    /// When the checkpoint has no such moment, its size differs from `out`, or the file cannot be read.
-    pub fn moment(&self, name: &str, moment: MomentKind, out: &mut [f32]) -> Result<()> {
-        self.optimizer.read_f32(&format!("{name}.{}", moment.suffix()), out)
+    /// When the checkpoint has no such tensor, its size differs from `out`, or the file cannot be read.
+    pub fn optimizer_state(&self, param: &str, state: &str, out: &mut [f32]) -> Result<()> {
+        self.optimizer.read_f32(&format!("{param}.{state}"), out)
     }
 
-    /// The codes of an 8-bit moment; reads its scales.
+    /// The codes of a tensor of the optimizer's state that is kept in 8 bits; reads its scales.
     ///
     /// # Errors
-    /// When the checkpoint has no such moment, its scales differ in number from `absmax`, or the file cannot be read.
-    pub fn int8_moment(&self, name: &str, moment: MomentKind, absmax: &mut [f32]) -> Result<&[u8]> {
-        let name = format!("{name}.{}", moment.suffix());
+    /// When the checkpoint has no such tensor, its scales differ in number from `absmax`, or the file cannot be read.
+    pub fn optimizer_codes(&self, param: &str, state: &str, absmax: &mut [f32]) -> Result<&[u8]> {
+        let name = format!("{param}.{state}");
         self.optimizer.read_f32(&format!("{name}{ABSMAX}"), absmax)?;
         self.optimizer.bytes(&name)
     }

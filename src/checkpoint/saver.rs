@@ -39,13 +39,22 @@ pub struct SnapshotTensor {
     pub shape: Vec<usize>,
     /// The values as f32, in row-major order.
     pub values: Vec<f32>,
-    /// First and second moment, unless only the weights are wanted.
-    pub moments: Option<[SavedMoment; 2]>,
+    /// What the optimizer keeps beside it; nothing where only the weights are wanted.
+    pub state: Vec<SavedState>,
 }
 
-/// A moment as the optimizer keeps it.
+/// One tensor of the optimizer's state beside a parameter.
 #[derive(Debug, Clone)]
-pub enum SavedMoment {
+pub struct SavedState {
+    /// Its name, such as `exp_avg`.
+    pub name: &'static str,
+    /// Its values as they were at the step.
+    pub values: SavedValues,
+}
+
+/// Values of a state as the optimizer keeps them.
+#[derive(Debug, Clone)]
+pub enum SavedValues {
     /// One f32 for each value.
     F32(Vec<f32>),
     /// As codes with one scale per block.

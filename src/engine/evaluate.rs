@@ -12,7 +12,7 @@ use crate::runtime::thread_pool;
 pub struct Evaluation {
     /// Σ −log p(target).
     pub loss_sum: f64,
-    /// Targets.
+    /// Number of targets.
     pub tokens: u64,
     /// Targets that had the largest logit.
     pub correct: u64,
@@ -27,7 +27,7 @@ impl Evaluation {
     pub fn loss(&self) -> f64 {
         self.loss_sum / self.tokens.max(1) as f64
     }
-    /// e^loss.
+    /// The perplexity, e^loss.
     pub fn perplexity(&self) -> f64 {
         self.loss().exp()
     }

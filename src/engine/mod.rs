@@ -37,9 +37,9 @@ use crate::sharding::ParamStore;
 /// A model whose weights are somewhere, ready to compute.
 #[derive(Debug)]
 pub struct Engine {
-    /// Its shape.
+    /// The shape of the model.
     pub config: ModelConfig,
-    /// Its weights.
+    /// The model's weights, wherever they are.
     pub store: ParamStore,
     /// Flash or eager attention.
     pub attention: Attention,
@@ -54,7 +54,7 @@ pub struct MicroStep<'a> {
     pub objective: &'a dyn Objective,
     /// Gradients are those of the loss times this: one over the step's targets.
     pub scale: f64,
-    /// Gradient checkpointing.
+    /// What forward keeps for backward (gradient checkpointing).
     pub recompute: Recompute,
     /// Keys of dropout; none: nothing is dropped.
     pub dropout: Option<DropoutContext>,

@@ -8,19 +8,19 @@ use std::ops::Range;
 use candle_core::Tensor;
 
 use super::{SaveAssignment, Trainer};
-use crate::checkpoint::{MomentKind, SavedCheckpoint, SavedMoment, SnapshotTensor};
+use crate::checkpoint::{SavedCheckpoint, SavedState, SavedValues, SnapshotTensor};
 use crate::error::{Error, Result};
-use crate::ops::adamw_int8::{Int8Moment, STATE_BLOCK};
-use crate::optim::{INT8_MIN_ELEMENTS, Moments};
+use crate::ops::adamw_int8::{Int8State, STATE_BLOCK};
+use crate::optim::{StateTensor, StateValues};
 use crate::recipe::enums::StateDtype;
 use crate::runtime::copy::copy_into;
 use crate::runtime::thread_pool::release_freed_memory;
 use crate::sharding::{Bucket, BucketEntry, ParamDesc};
 
-/// One moment of a whole bucket.
+/// One tensor of the optimizer's state, of a whole bucket.
 struct FlatValues {
     values: Vec<f32>,
-    /// 8-bit moments; empty when there are none.
+    /// Of what is kept in 8 bits; empty when nothing is.
     codes: Vec<u8>,
     absmax: Vec<f32>,
 }
@@ -44,100 +44,100 @@ impl Trainer {
         }
     }
 
-    /// This rank's share of the trainable tensors as they are now, in f32; their moments too unless only the weights
-    /// are wanted. All ranks call it.
-    pub fn snapshot(&self, with_moments: bool) -> Result<Vec<SnapshotTensor>> {
+    /// This rank's share of the trainable tensors as they are now, in f32; the optimizer's state beside them too unless
+    /// only the weights are wanted. All ranks call it.
+    ///
+    /// # Errors
+    /// Memory or a copy from the device failed; a peer failed.
+    pub fn snapshot(&self, with_state: bool) -> Result<Vec<SnapshotTensor>> {
         // What a step has freed, the copies take instead.
         release_freed_memory();
         let store = &self.engine.store;
         let world = store.mesh().world();
+        let kept = if with_state { self.optimizer.state_layout().tensors } else { &[] };
         let mut share = Vec::new();
         for (index, bucket) in store.trainable().enumerate() {
             let values = store.collect(bucket, &bucket.updated()?.to_read()?)?;
-            let flats = if with_moments && bucket.own().len() < bucket.elements() {
-                Some([
-                    self.gathered(index, bucket, MomentKind::First)?,
-                    self.gathered(index, bucket, MomentKind::Second)?,
-                ])
-            } else {
-                None
-            };
+            let mut flats = Vec::new();
+            if bucket.own().len() < bucket.elements() {
+                for position in 0..kept.len() {
+                    flats.push(self.gathered(index, bucket, position)?);
+                }
+            }
             if self.saved_by(index) != world.rank() {
                 continue;
             }
-            let moment = |entry: &BucketEntry, moment: MomentKind| match &flats {
-                Some(flats) => Ok(flats[moment as usize].of(entry)),
-                None => self.own_moment(index, entry, moment),
+            let state = |entry: &BucketEntry| {
+                let one = |(position, tensor): (usize, &StateTensor)| {
+                    let values = match flats.get(position) {
+                        Some(flat) => flat.of(entry, self.dtype_of(position, entry)),
+                        None => self.own_state(index, entry, position)?,
+                    };
+                    Ok(SavedState { name: tensor.name, values })
+                };
+                kept.iter().enumerate().map(one).collect::<Result<Vec<_>>>()
             };
             for entry in &bucket.entries {
-                let moments = || {
-                    Ok::<_, Error>([moment(entry, MomentKind::First)?, moment(entry, MomentKind::Second)?])
-                };
                 share.push(SnapshotTensor {
                     name: entry.desc.name.clone(),
                     shape: entry.desc.shape.clone(),
                     // Of each tensor one copy: a second one of everything would not be in the plan.
                     values: values.narrow(0, entry.start, entry.desc.elements())?.to_vec1::<f32>()?,
-                    moments: with_moments.then(moments).transpose()?,
+                    state: state(entry)?,
                 });
             }
         }
         Ok(share)
     }
 
-    /// The pieces of a bucket, with their runs of it.
-    fn pieces_of(&self, bucket: usize) -> impl Iterator<Item = (&Moments, &Range<usize>)> {
+    /// The state of the pieces of a bucket, with their runs of it.
+    fn pieces_of(&self, bucket: usize) -> impl Iterator<Item = (&[StateValues], &Range<usize>)> {
         // Places are in the order of buckets.
         let run = self.slices.partition_point(|place| place.bucket < bucket)
             ..self.slices.partition_point(|place| place.bucket <= bucket);
-        let groups = self.optimizer.moments()[run.clone()].iter().zip(&self.slices[run]);
-        groups.map(|(moments, place)| (moments, &place.range))
+        let groups = self.optimizer.states()[run.clone()].iter().zip(&self.slices[run]);
+        groups.map(|(state, place)| (state.as_slice(), &place.range))
     }
 
-    /// A moment of an entry of a bucket that this rank updates whole.
-    fn own_moment(&self, index: usize, entry: &BucketEntry, moment: MomentKind) -> Result<SavedMoment> {
+    /// The tensor at `position` of the state of an entry of a bucket that this rank updates whole.
+    fn own_state(&self, index: usize, entry: &BucketEntry, position: usize) -> Result<SavedValues> {
         let mut groups = self.pieces_of(index);
         let group = groups.find(|(_, range)| range.start <= entry.start && entry.range().end <= range.end);
-        let (moments, range) =
-            group.ok_or_else(|| Error::internal(format!("no moments for {}", entry.desc.name)))?;
-        Ok(match moments {
-            Moments::F32(both) => {
-                let part =
-                    both[moment as usize].narrow(0, entry.start - range.start, entry.desc.elements())?;
-                SavedMoment::F32(part.to_vec1()?)
+        let (state, range) =
+            group.ok_or_else(|| Error::internal(format!("no optimizer state for {}", entry.desc.name)))?;
+        Ok(match &state[position] {
+            StateValues::F32(values) => {
+                let part = values.narrow(0, entry.start - range.start, entry.desc.elements())?;
+                SavedValues::F32(part.to_vec1()?)
             }
-            Moments::Int8(both) => {
-                let Int8Moment { codes, absmax } = &both[moment as usize];
-                SavedMoment::Int8 { codes: codes.to_vec1()?, absmax: absmax.to_vec1()? }
+            StateValues::Int8(Int8State { codes, absmax }) => {
+                SavedValues::Int8 { codes: codes.to_vec1()?, absmax: absmax.to_vec1()? }
             }
         })
     }
 
-    /// A moment of a whole bucket, of which each rank updates a part. All ranks call it.
-    fn gathered(&self, index: usize, bucket: &Bucket, moment: MomentKind) -> Result<FlatValues> {
+    /// The tensor at `position` of the state of a whole bucket, of which each rank updates a part. All ranks call it.
+    fn gathered(&self, index: usize, bucket: &Bucket, position: usize) -> Result<FlatValues> {
         let own = bucket.own();
         let mut flat = FlatValues { values: vec![0.0; own.len()], codes: Vec::new(), absmax: Vec::new() };
-        for (moments, range) in self.pieces_of(index) {
+        if bucket.entries.iter().any(|entry| self.dtype_of(position, entry) == StateDtype::Int8) {
+            // Also where this rank has none of them: all ranks gather alike.
+            flat.codes.resize(own.len(), 0);
+            flat.absmax.resize(own.len() / STATE_BLOCK, 0.0);
+        }
+        for (state, range) in self.pieces_of(index) {
             let start = range.start - own.start;
-            match moments {
-                Moments::F32(both) => {
-                    let values = both[moment as usize].to_vec1::<f32>()?;
+            match &state[position] {
+                StateValues::F32(values) => {
+                    let values = values.to_vec1::<f32>()?;
                     flat.values[start..start + range.len()].copy_from_slice(&values);
                 }
-                Moments::Int8(both) => {
-                    let Int8Moment { codes, absmax } = &both[moment as usize];
-                    flat.codes.resize(own.len(), 0);
-                    flat.absmax.resize(own.len() / STATE_BLOCK, 0.0);
+                StateValues::Int8(Int8State { codes, absmax }) => {
                     flat.codes[start..start + range.len()].copy_from_slice(&codes.to_vec1::<u8>()?);
                     let absmax = absmax.to_vec1::<f32>()?;
                     flat.absmax[start / STATE_BLOCK..][..absmax.len()].copy_from_slice(&absmax);
                 }
             }
-        }
-        if bucket.entries.iter().any(|entry| self.is_int8(entry)) {
-            // Also where this rank has none of them: all ranks gather alike.
-            flat.codes.resize(own.len(), 0);
-            flat.absmax.resize(own.len() / STATE_BLOCK, 0.0);
         }
         let store = &self.engine.store;
         let host = candle_core::Device::Cpu;
@@ -153,19 +153,26 @@ impl Trainer {
         Ok(all)
     }
 
-    fn is_int8(&self, entry: &BucketEntry) -> bool {
-        self.options.optimizer.state == StateDtype::Int8 && entry.desc.elements() >= INT8_MIN_ELEMENTS
+    /// How the tensor at `position` of the state of an entry is kept.
+    fn dtype_of(&self, position: usize, entry: &BucketEntry) -> StateDtype {
+        let layout = self.optimizer.state_layout();
+        layout.dtype_of(&layout.tensors[position], entry.desc.elements())
     }
 
-    /// Goes on from a checkpoint whose weights the engine was loaded with: takes over moments and count of updates.
+    /// Goes on from a checkpoint whose weights the engine was loaded with: takes over the optimizer's state and the count
+    /// of updates.
+    ///
+    /// # Errors
+    /// The checkpoint lacks a tensor of the state, or has one of another size; a file cannot be read.
     pub fn restore(&mut self, saved: &SavedCheckpoint) -> Result<()> {
+        let kept = self.optimizer.state_layout().tensors;
         for (index, bucket) in self.engine.store.trainable().enumerate() {
-            for (moments, range) in self.pieces_of(index) {
+            for (state, range) in self.pieces_of(index) {
                 let inside =
                     |entry: &&BucketEntry| entry.start < range.end && range.start < entry.range().end;
                 for entry in bucket.entries.iter().filter(inside) {
-                    for moment in [MomentKind::First, MomentKind::Second] {
-                        restore(moments, range, entry, moment, saved)?;
+                    for (values, tensor) in state.iter().zip(kept) {
+                        restore(values, range, entry, tensor.name, saved)?;
                     }
                 }
             }
@@ -176,39 +183,39 @@ impl Trainer {
 }
 
 impl FlatValues {
-    fn of(&self, entry: &BucketEntry) -> SavedMoment {
+    /// Those of an entry, which are kept in `dtype`.
+    fn of(&self, entry: &BucketEntry, dtype: StateDtype) -> SavedValues {
         let range = entry.range();
-        if self.codes.is_empty() || entry.desc.elements() < INT8_MIN_ELEMENTS {
-            return SavedMoment::F32(self.values[range].to_vec());
+        if dtype == StateDtype::F32 {
+            return SavedValues::F32(self.values[range].to_vec());
         }
         let blocks = range.start / STATE_BLOCK..range.end.div_ceil(STATE_BLOCK);
-        SavedMoment::Int8 { codes: self.codes[range].to_vec(), absmax: self.absmax[blocks].to_vec() }
+        SavedValues::Int8 { codes: self.codes[range].to_vec(), absmax: self.absmax[blocks].to_vec() }
     }
 }
 
-/// Takes the part of an entry's moment that lies in the run `range`, whose moments these are.
+/// Takes the part of an entry's tensor `name` of the state that lies in the run `range`, whose values these are.
 fn restore(
-    moments: &Moments,
+    values: &StateValues,
     range: &Range<usize>,
     entry: &BucketEntry,
-    moment: MomentKind,
+    name: &str,
     saved: &SavedCheckpoint,
 ) -> Result<()> {
-    let name = &entry.desc.name;
+    let param = &entry.desc.name;
     let (from, to) = (range.start.max(entry.start), range.end.min(entry.range().end));
     // Counted in the entry, which the checkpoint holds whole.
     let part = from - entry.start..to - entry.start;
-    match moments {
-        Moments::F32(both) => {
-            let mut values = vec![0f32; entry.desc.elements()];
-            saved.moment(name, moment, &mut values)?;
-            let tensor = both[moment as usize].narrow(0, from - range.start, part.len())?;
-            copy_into(&tensor, &Tensor::from_slice(&values[part], tensor.shape(), tensor.device())?)
+    match values {
+        StateValues::F32(values) => {
+            let mut found = vec![0f32; entry.desc.elements()];
+            saved.optimizer_state(param, name, &mut found)?;
+            let tensor = values.narrow(0, from - range.start, part.len())?;
+            copy_into(&tensor, &Tensor::from_slice(&found[part], tensor.shape(), tensor.device())?)
         }
-        Moments::Int8(both) => {
-            let Int8Moment { codes, absmax } = &both[moment as usize];
+        StateValues::Int8(Int8State { codes, absmax }) => {
             let mut scales = vec![0f32; entry.desc.elements().div_ceil(STATE_BLOCK)];
-            let found = &saved.int8_moment(name, moment, &mut scales)?[part.clone()];
+            let found = &saved.optimizer_codes(param, name, &mut scales)?[part.clone()];
             codes.slice_set(&Tensor::from_slice(found, codes.shape(), codes.device())?, 0, 0)?;
             let scales = &scales[part.start / STATE_BLOCK..part.end.div_ceil(STATE_BLOCK)];
             copy_into(absmax, &Tensor::from_slice(scales, absmax.shape(), absmax.device())?)

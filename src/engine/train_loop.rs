@@ -26,18 +26,18 @@ pub struct RunOptions {
 
 /// Where a run reports.
 pub struct Reporter<'a> {
-    /// For people.
+    /// Progress on the terminal, for people.
     pub terminal: &'a Terminal,
-    /// metrics.jsonl.
+    /// The numbers of each step, in metrics.jsonl.
     pub metrics: MetricsLog,
-    /// Event files.
+    /// Event files for TensorBoard.
     pub tensorboard: Option<EventWriter>,
 }
 
 /// A moment that can be saved and returned to.
 #[derive(Debug, Clone, Copy)]
 pub struct Progress {
-    /// Steps done.
+    /// Number of steps done.
     pub step: u64,
     /// Where the next step begins in the data.
     pub cursor: Cursor,
@@ -66,13 +66,13 @@ pub struct RunSummary {
 pub struct TrainLoop<'a> {
     /// The model that learns.
     pub trainer: &'a mut Trainer,
-    /// The steps.
+    /// The steps of the run, in order.
     pub sampler: &'a mut Sampler<'a>,
     /// The held-out micro-batches.
     pub held_out: Vec<Batch>,
     /// Where it reports; one rank of all does.
     pub reporter: Option<Reporter<'a>>,
-    /// Saves checkpoints.
+    /// Saves checkpoints into the output folder.
     pub saver: Saver<'a>,
     /// What a checkpoint of a moment says of the run.
     pub state: &'a dyn Fn(Progress) -> TrainingState,

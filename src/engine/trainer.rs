@@ -8,7 +8,7 @@ use crate::collective::Phase;
 use crate::data::Step;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::model::DropoutContext;
-use crate::optim::{INT8_MIN_ELEMENTS, Optimizer, OptimizerOptions, ParamGroup, Schedule};
+use crate::optim::{Optimizer, OptimizerOptions, ParamGroup, Schedule};
 use crate::recipe::enums::StateDtype;
 use crate::runtime::rng::RngStream;
 use crate::runtime::thread_pool;
@@ -26,17 +26,17 @@ pub enum Recompute {
 /// The constants of a run.
 #[derive(Debug, Clone)]
 pub struct TrainerOptions {
-    /// AdamW's.
+    /// The optimizer's algorithm and how its state is kept.
     pub optimizer: OptimizerOptions,
     /// Learning rate of LoRA's B and of magnitudes over that of the rest (LoRA+).
     pub lora_plus_ratio: f64,
-    /// Learning rates.
+    /// The learning rate of each step.
     pub schedule: Schedule,
     /// Gradients are scaled down to this norm; none: left as they are.
     pub max_grad_norm: Option<f64>,
-    /// Seeds dropout.
+    /// The seed of dropout.
     pub seed: u64,
-    /// Gradient checkpointing.
+    /// What forward keeps for backward (gradient checkpointing).
     pub recompute: Recompute,
     /// Who saves which of the trained tensors.
     pub save_assignment: SaveAssignment,
@@ -67,7 +67,7 @@ pub struct StepResult {
 /// An engine that learns.
 #[derive(Debug)]
 pub struct Trainer {
-    /// The model.
+    /// The model that learns.
     pub engine: Engine,
     pub(super) options: TrainerOptions,
     objective: Arc<dyn Objective>,
@@ -87,6 +87,9 @@ pub(super) struct ParamSlice {
 
 impl Trainer {
     /// An optimizer over the engine's trainable parameters; it minimizes cross-entropy.
+    ///
+    /// # Errors
+    /// When the optimizer's state finds no memory.
     pub fn new(engine: Engine, options: TrainerOptions) -> Result<Self> {
         let mut found = Vec::new();
         for (index, bucket) in engine.store.trainable().enumerate() {
@@ -94,9 +97,9 @@ impl Trainer {
         }
         let (all, slices) = found.into_iter().unzip();
         let optimizer = if engine.store.offload().has_state() {
-            Optimizer::offloaded(options.optimizer, all, &engine.device, None)?
+            Optimizer::offloaded(options.optimizer.clone(), all, &engine.device, None)?
         } else {
-            Optimizer::new(options.optimizer, all)?
+            Optimizer::new(options.optimizer.clone(), all)?
         };
         Ok(Trainer { engine, options, objective: Arc::new(CrossEntropy), optimizer, slices })
     }
@@ -168,7 +171,7 @@ impl Trainer {
 }
 
 /// The runs of a bucket whose entries are updated alike, as far as this rank updates them; padding between entries
-/// belongs to the run before it and stays zero. Blocks of 8-bit moments are counted within a tensor, so there each entry is a run.
+/// belongs to the run before it and stays zero. Blocks of an 8-bit state are counted within a tensor, so there each entry is a run.
 fn param_groups(
     index: usize,
     bucket: &Bucket,
@@ -184,7 +187,8 @@ fn param_groups(
         let rule = entry.desc.kind.update_rule();
         rule.map(|rule| (rule.decay, rate(rule.lr_group)))
     };
-    let alone = options.optimizer.state == StateDtype::Int8;
+    let layout = options.optimizer.state_layout();
+    let alone = layout.dtype == StateDtype::Int8;
     let mut found = Vec::new();
     let mut rest = &bucket.entries[..];
     while let [first, ..] = rest {
@@ -204,7 +208,7 @@ fn param_groups(
             continue;
         }
         let (start, len) = (range.start - own.start, range.len());
-        let large = alone && first.desc.elements() >= INT8_MIN_ELEMENTS;
+        let large = layout.is_int8(first.desc.elements());
         let (param, grad) = (param.narrow(start, len)?, grad.narrow(0, start, len)?);
         let group = ParamGroup { param, grad, decay, rate, large };
         found.push((group, ParamSlice { bucket: index, range }));

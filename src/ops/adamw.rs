@@ -10,7 +10,7 @@ use crate::runtime::cpu_tensor::{read, update};
 
 /// One update's constants.
 #[derive(Debug, Clone, Copy)]
-pub struct AdamW {
+pub struct AdamWStep {
     /// Learning rate of this update.
     pub learning_rate: f64,
     /// Decay of the first and second moment.
@@ -37,7 +37,7 @@ pub(super) struct Rates {
     grad_scale: f32,
 }
 
-impl AdamW {
+impl AdamWStep {
     pub(super) fn rates(&self) -> Rates {
         let correction1 = 1.0 - self.betas[0].powf(self.update as f64);
         let correction2 = 1.0 - self.betas[1].powf(self.update as f64);
@@ -60,7 +60,7 @@ const CHUNK: usize = 1 << 15;
 ///
 /// # Errors
 /// When a tensor is not contiguous f32, or an operation of the device fails.
-pub fn adamw(param: &TensorMut, grad: &Tensor, moments: [&TensorMut; 2], options: &AdamW) -> Result<()> {
+pub fn adamw(param: &TensorMut, grad: &Tensor, moments: [&TensorMut; 2], options: &AdamWStep) -> Result<()> {
     if !param.device().is_cpu() {
         return reference(param, grad, moments, options);
     }
@@ -93,7 +93,7 @@ pub(super) fn update_chunk(p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32
 }
 
 /// The definition, in candle's primitives.
-pub(crate) fn reference(param: &TensorMut, grad: &Tensor, moments: [&TensorMut; 2], options: &AdamW) -> Result<()> {
+pub(crate) fn reference(param: &TensorMut, grad: &Tensor, moments: [&TensorMut; 2], options: &AdamWStep) -> Result<()> {
     let [beta1, beta2] = options.betas;
     let correction1 = 1.0 - beta1.powf(options.update as f64);
     let correction2 = 1.0 - beta2.powf(options.update as f64);

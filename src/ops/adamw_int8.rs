@@ -5,7 +5,7 @@
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
-use super::adamw::{AdamW, update_chunk};
+use super::adamw::{AdamWStep, update_chunk};
 use crate::error::Result;
 use crate::quant::DynamicMap;
 use crate::runtime::TensorMut;
@@ -14,23 +14,23 @@ use crate::runtime::cpu_tensor::{read, update};
 /// Values that share a scale.
 pub const STATE_BLOCK: usize = 256;
 
-/// One moment of a run of parameters.
+/// One tensor of an optimizer's state in 8 bits, of a run of parameters.
 #[derive(Debug, Clone)]
-pub struct Int8Moment {
+pub struct Int8State {
     /// u8, one per parameter.
     pub codes: TensorMut,
     /// f32, one per block.
     pub absmax: TensorMut,
 }
 
-impl Int8Moment {
-    /// A moment of zero for `len` parameters. The state lives on the host whatever the parameters are on.
+impl Int8State {
+    /// Zeros for `len` parameters. They live on the host whatever the parameters are on.
     ///
     /// # Errors
     /// When the host has not enough memory.
     pub fn zeros(len: usize) -> Result<Self> {
         let zeros = |len, dtype| TensorMut::zeros(len, dtype, &Device::Cpu);
-        Ok(Int8Moment {
+        Ok(Int8State {
             codes: zeros(len, candle_core::DType::U8)?,
             absmax: zeros(len.div_ceil(STATE_BLOCK), candle_core::DType::F32)?,
         })
@@ -42,7 +42,7 @@ impl Int8Moment {
 ///
 /// # Errors
 /// When `param` or `grad` is not contiguous f32, or a copy to or from the device fails.
-pub fn adamw_int8(param: &TensorMut, grad: &Tensor, moments: [&Int8Moment; 2], options: &AdamW) -> Result<()> {
+pub fn adamw_int8(param: &TensorMut, grad: &Tensor, moments: [&Int8State; 2], options: &AdamWStep) -> Result<()> {
     if !param.device().is_cpu() {
         let host = TensorMut::new(param.to_device(&Device::Cpu)?);
         adamw_int8(&host, &grad.to_device(&Device::Cpu)?, moments, options)?;

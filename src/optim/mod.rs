@@ -1,8 +1,15 @@
-//! Learning-rate schedules and the optimizer: AdamW over whatever tensors it is handed.
+//! Learning-rate schedules and the optimizer, over whatever tensors it is handed.
+//!
+//! An optimizer is an [`OptimizerAlgorithm`]: a list of the named tensors that it keeps beside each parameter, and an
+//! update of one piece of memory. All else (memory, staging, checkpoints, the memory plan) walks that list.
 
 mod adamw;
+mod optimizer;
 mod schedule;
 mod staging;
+mod state;
 
-pub use adamw::{INT8_MIN_ELEMENTS, Moments, Optimizer, OptimizerOptions, ParamGroup};
+pub use adamw::AdamW;
+pub use optimizer::{Optimizer, OptimizerAlgorithm, OptimizerOptions, ParamGroup, UpdateStep};
 pub use schedule::Schedule;
+pub use state::{INT8_MIN_ELEMENTS, StateLayout, StateTensor, StateValues};

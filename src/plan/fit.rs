@@ -8,6 +8,7 @@ use crate::data::Dataset;
 use crate::engine::Recompute;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
+use crate::optim::OptimizerOptions;
 use crate::recipe::{self, QuantKind, QuantizationSection, Recipe, StateDtype};
 use crate::report::memory::current_bytes;
 use crate::setup::adapter_setup::AdapterSetup;
@@ -313,7 +314,7 @@ fn how<'a>(
 ) -> MemoryOptions<'a> {
     MemoryOptions {
         dtype: engine.dtype,
-        moments: recipe.optimizer.state,
+        optimizer_state: OptimizerOptions::from(&recipe.optimizer).state_layout(),
         kind,
         ranks,
         saving: match (recipe.checkpoint.save_steps, recipe.checkpoint.async_save) {

@@ -6,10 +6,8 @@ use candle_core::{DType, Device};
 
 use crate::engine::Recompute;
 use crate::model::{ModelConfig, Segment};
-use crate::ops::adamw_int8::STATE_BLOCK;
 use crate::ops::cross_entropy::logits_bytes;
-use crate::optim::INT8_MIN_ELEMENTS;
-use crate::recipe::enums::StateDtype;
+use crate::optim::StateLayout;
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::sharding::{Offload, ParamDesc, ParamKind, Placement, ShardingStrategy};
@@ -22,7 +20,7 @@ pub struct MemoryPlan {
     pub weights: u64,
     /// f32 gradients.
     pub gradients: u64,
-    /// Both moments, in 32 or 8 bits.
+    /// The optimizer's state, in 32 or 8 bits.
     pub optimizer: u64,
     /// What forward keeps for backward.
     pub activations: u64,
@@ -92,8 +90,8 @@ impl MemoryPlan {
             memory.add(state_away, |m| &mut m.weights, master / share(spec.update));
             if desc.kind.trains() {
                 memory.add(away && !options.on_host, |m| &mut m.gradients, 4 * n / share(spec.gradients));
-                let moments = moment_bytes(n, options.moments) / share(spec.update);
-                memory.add(state_away, |m| &mut m.optimizer, moments);
+                let state = options.optimizer_state.bytes(desc.elements()) as u64 / share(spec.update);
+                memory.add(state_away, |m| &mut m.optimizer, state);
                 if spec.gradients == Placement::Sharded || options.accumulates || away {
                     *fresh += 4 * n;
                 }
@@ -101,8 +99,9 @@ impl MemoryPlan {
             }
         }
         if options.offload.has_state() {
-            // A run of values, gradients and both moments.
-            memory.workspace += 16 * longest.min(STAGING_ELEMENTS as u64);
+            // A run of values, gradients and each tensor of the state.
+            let staged = 2 + options.optimizer_state.tensors.len() as u64;
+            memory.workspace += 4 * staged * longest.min(STAGING_ELEMENTS as u64);
         }
         let (input, saved) = block_bytes(config, adapter_setup, size);
         let layers = config.num_layers();
@@ -142,7 +141,7 @@ impl MemoryPlan {
 pub enum Saving {
     /// The trained weights, after the last step.
     Outputs,
-    /// Checkpoints: weights and moments, while the ranks wait.
+    /// Checkpoints: weights and the optimizer's state, while the ranks wait.
     BetweenSteps,
     /// Checkpoints, written while the next steps run.
     InBackground,
@@ -153,8 +152,8 @@ pub enum Saving {
 pub struct MemoryOptions<'a> {
     /// The dtype that is computed with.
     pub dtype: DType,
-    /// How moments are kept.
-    pub moments: StateDtype,
+    /// What the optimizer keeps beside each parameter.
+    pub optimizer_state: StateLayout,
     /// Who keeps what.
     pub kind: ShardingStrategy,
     /// All ranks.
@@ -174,18 +173,20 @@ pub struct MemoryOptions<'a> {
 /// Bytes of the tensors that one rank copies to save them, at most: all of an adapter's run, the segments in turn of
 /// others.
 fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOptions<'_>) -> u64 {
-    let moments =
-        |n: u64| if options.saving == Saving::Outputs { 0 } else { moment_bytes(n, options.moments) };
-    // Of a segment: its values and moments, and what is gathered of them for the moment.
+    let state_bytes = |desc: &ParamDesc| match options.saving {
+        Saving::Outputs => 0,
+        _ => options.optimizer_state.bytes(desc.elements()) as u64,
+    };
+    // Of a segment: its values and the optimizer's state, and what is gathered of them for the moment.
     let mut segments: BTreeMap<Segment, [u64; 2]> = BTreeMap::new();
     for desc in descs.iter().filter(|desc| desc.kind.trains()) {
         let n = desc.elements() as u64;
         let [saved, gathered] = segments.entry(desc.segment).or_default();
-        *saved += 4 * n + moments(n);
+        *saved += 4 * n + state_bytes(desc);
         if options.kind.sharding_spec(desc.kind.role()).update == Placement::Sharded
             && options.sharded_over > 1
         {
-            *gathered += 8 * n + moments(n);
+            *gathered += 8 * n + state_bytes(desc);
         }
     }
     let savers = if first_saves_all { 1 } else { options.ranks };
@@ -220,14 +221,6 @@ fn weight_bytes(desc: &ParamDesc, size: usize) -> (u64, u64) {
     };
     let master = if matches!(desc.kind, ParamKind::Trainable(_)) && size != 4 { 4 * n } else { 0 };
     (bytes as u64, master as u64)
-}
-
-/// Bytes of both moments of a parameter.
-fn moment_bytes(n: u64, moments: StateDtype) -> u64 {
-    match moments {
-        StateDtype::Int8 if n >= INT8_MIN_ELEMENTS as u64 => 2 * (n + 4 * n.div_ceil(STATE_BLOCK as u64)),
-        _ => 8 * n,
-    }
 }
 
 /// Bytes a token of a block's input, and of the rest that its backward needs.

@@ -33,12 +33,7 @@ pub fn trainer(
     })?;
     plan.initial.get_or_init(|| Arc::new(initial));
     let options = TrainerOptions {
-        optimizer: OptimizerOptions {
-            betas: plan.recipe.optimizer.betas,
-            eps: plan.recipe.optimizer.eps,
-            weight_decay: plan.recipe.optimizer.weight_decay,
-            state: plan.recipe.optimizer.state,
-        },
+        optimizer: OptimizerOptions::from(&plan.recipe.optimizer),
         lora_plus_ratio: plan.recipe.optimizer.lora_plus_ratio,
         schedule: schedule(plan)?,
         max_grad_norm: Some(plan.recipe.train.max_grad_norm).filter(|max| *max > 0.0),

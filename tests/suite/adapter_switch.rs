@@ -9,7 +9,8 @@ use finetune::engine::{Engine, Recompute, SaveAssignment, Trainer, TrainerOption
 use finetune::error::Result;
 use finetune::model::AdapterSwitch;
 use finetune::optim::{OptimizerOptions, Schedule};
-use finetune::recipe::enums::{AdapterInit, AdapterKind, Attention, SchedulerKind, StateDtype};
+use finetune::recipe::OptimizerSection;
+use finetune::recipe::enums::{AdapterInit, AdapterKind, Attention, SchedulerKind};
 use finetune::recipe::{AdapterSection, TargetModules};
 use finetune::setup::{AdapterSetup, EngineOptions, Trains};
 
@@ -55,9 +56,8 @@ fn trained(engine: Engine) -> Result<Engine> {
         power: 1.0,
         num_decay_steps: 0,
     };
-    let betas = [0.9, 0.999];
     let options = TrainerOptions {
-        optimizer: OptimizerOptions { betas, eps: 1e-8, weight_decay: 0.0, state: StateDtype::F32 },
+        optimizer: OptimizerOptions::from(&OptimizerSection::default()),
         lora_plus_ratio: 1.0,
         schedule,
         max_grad_norm: None,

@@ -17,29 +17,32 @@ use finetune::error::Result;
 use finetune::model::HeadWeights;
 use finetune::ops::cross_entropy::LossTargets;
 use finetune::optim::{OptimizerOptions, Schedule};
-use finetune::recipe::enums::{Attention, SchedulerKind, StateDtype};
+use finetune::recipe::OptimizerSection;
+use finetune::recipe::enums::{Attention, SchedulerKind};
 use finetune::runtime::thread_pool;
 use finetune::setup::{EngineOptions, Trains};
 use finetune::sharding::{DeviceMesh, GradReduceOptions, ShardingStrategy};
 
-const OPTIONS: TrainerOptions = TrainerOptions {
-    optimizer: OptimizerOptions { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, state: StateDtype::F32 },
-    lora_plus_ratio: 1.0,
-    schedule: Schedule {
-        kind: SchedulerKind::Constant,
-        learning_rate: 1e-3,
-        warmup_steps: 0,
-        total_steps: 10,
-        min_lr_ratio: 0.0,
-        num_cycles: 1.0,
-        power: 1.0,
-        num_decay_steps: 0,
-    },
-    max_grad_norm: None,
-    seed: 0,
-    recompute: Recompute::Block,
-    save_assignment: SaveAssignment::RoundRobin,
-};
+fn trainer_options() -> TrainerOptions {
+    TrainerOptions {
+        optimizer: OptimizerOptions::from(&OptimizerSection::default()),
+        lora_plus_ratio: 1.0,
+        schedule: Schedule {
+            kind: SchedulerKind::Constant,
+            learning_rate: 1e-3,
+            warmup_steps: 0,
+            total_steps: 10,
+            min_lr_ratio: 0.0,
+            num_cycles: 1.0,
+            power: 1.0,
+            num_decay_steps: 0,
+        },
+        max_grad_norm: None,
+        seed: 0,
+        recompute: Recompute::Block,
+        save_assignment: SaveAssignment::RoundRobin,
+    }
+}
 
 /// Two samples of 9 and 15 tokens.
 fn batch(salt: u32) -> Batch {
@@ -114,7 +117,7 @@ fn train(kind: ShardingStrategy, ranks: usize, micro_batches: u32) -> Trained {
             ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
         };
         let engine = logits::base(&folder).engine(Trains::All, &options)?;
-        let mut trainer = Trainer::new(engine, OPTIONS)?.with_objective(Arc::new(SmallStates));
+        let mut trainer = Trainer::new(engine, trainer_options())?.with_objective(Arc::new(SmallStates));
         let steps = (0..3).map(|_| trainer.step(&step(micro_batches))).collect::<Result<_>>()?;
         let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect();
         let saved = trainer.snapshot(true)?.into_iter();

@@ -9,9 +9,10 @@ use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE, PackedSample, Step};
 use finetune::engine::{LogitsProcessor, Recompute, Sampling, SaveAssignment, Trainer, TrainerOptions};
 use finetune::model::AdapterSwitch;
-use finetune::optim::{Moments, Optimizer, OptimizerOptions, ParamGroup, Schedule};
+use finetune::optim::{Optimizer, OptimizerOptions, ParamGroup, Schedule, StateValues};
 use finetune::recipe::enums::Attention;
 use finetune::recipe::enums::SchedulerKind;
+use finetune::recipe::OptimizerSection;
 use finetune::recipe::enums::StateDtype;
 use finetune::setup::{EngineOptions, Trains};
 use finetune::sharding::Offload;
@@ -22,7 +23,7 @@ fn golden() -> PathBuf {
 }
 
 fn adamw(state: StateDtype) -> OptimizerOptions {
-    OptimizerOptions { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.1, state }
+    OptimizerOptions { weight_decay: 0.1, state, ..OptimizerOptions::from(&OptimizerSection::default()) }
 }
 
 fn trainer(offload: Offload, dtype: DType) -> Trainer {
@@ -115,12 +116,12 @@ fn bits(optimizer: &Optimizer, pieces: &[ParamGroup]) -> Vec<Vec<u8>> {
         flat.to_vec1::<f32>().unwrap().into_iter().flat_map(f32::to_le_bytes).collect()
     };
     let mut all: Vec<Vec<u8>> = pieces.iter().map(|piece| f32s(&piece.param.to_read().unwrap())).collect();
-    for moments in optimizer.moments() {
-        match moments {
-            Moments::F32(both) => all.extend(both.iter().map(f32s)),
-            Moments::Int8(both) => all.extend(
-                both.iter().flat_map(|moment| [moment.codes.to_vec1().unwrap(), f32s(&moment.absmax)]),
-            ),
+    for values in optimizer.states().iter().flatten() {
+        match values {
+            StateValues::F32(values) => all.push(f32s(values)),
+            StateValues::Int8(state) => {
+                all.extend([state.codes.to_vec1().unwrap(), f32s(&state.absmax)]);
+            }
         }
     }
     all

@@ -360,7 +360,7 @@ proptest! {
 #[test]
 fn adamw_in_8_bits_follows_bitsandbytes() {
     use candle_core::{Device, Tensor};
-    use finetune::optim::{Moments, Optimizer, OptimizerOptions, ParamGroup};
+    use finetune::optim::{AdamW, Optimizer, OptimizerOptions, ParamGroup, StateValues};
 
     let file = File::open("adamw8bit");
     let text = std::fs::read_to_string(golden().join("cases.json")).unwrap();
@@ -379,9 +379,9 @@ fn adamw_in_8_bits_follows_bitsandbytes() {
         rate: 1.0,
         large: true,
     };
+    let betas = [case["betas"][0].as_f64().unwrap(), case["betas"][1].as_f64().unwrap()];
     let options = OptimizerOptions {
-        betas: [case["betas"][0].as_f64().unwrap(), case["betas"][1].as_f64().unwrap()],
-        eps: number("eps"),
+        algorithm: std::sync::Arc::new(AdamW { betas, eps: number("eps") }),
         weight_decay: number("weight_decay"),
         state: StateDtype::Int8,
     };
@@ -400,8 +400,8 @@ fn adamw_in_8_bits_follows_bitsandbytes() {
     let largest = ours.iter().zip(&wanted).fold(0f32, |max, (ours, theirs)| max.max((ours - theirs).abs()));
     // A code beside the nearest moves an update by a few percent of the learning rate.
     assert!(largest < 1e-4, "{largest}");
-    let Moments::Int8(moments) = &optimizer.moments()[0] else { panic!("32 bits") };
-    for (i, moment) in moments.iter().enumerate() {
+    for (i, moment) in optimizer.states()[0].iter().enumerate() {
+        let StateValues::Int8(moment) = moment else { panic!("32 bits") };
         let wanted = file.bytes(&format!("state{}.{steps}", i + 1));
         let codes = moment.codes.to_vec1::<u8>().unwrap();
         let missed = codes.iter().zip(&wanted).filter(|(ours, theirs)| ours != theirs).count();

@@ -9,8 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::place::Place;
 use finetune::checkpoint::{
-    self, MomentKind, SaveThreads, SavedMoment, Saver, SaverOptions, SnapshotPart, SnapshotTensor,
-    TrainingState, WriteWeights,
+    self, SaveThreads, SavedState, SavedValues, Saver, SaverOptions, SnapshotPart, SnapshotTensor, TrainingState, WriteWeights,
 };
 use finetune::collective::{Call, Collective, in_process};
 use finetune::error::{Error, ErrorCategory, Result};
@@ -207,8 +206,9 @@ fn an_older_state_says_how_many_micro_batches_a_step_has() {
 
 fn share(rank: usize, step: u64) -> Vec<SnapshotTensor> {
     let values = vec![rank as f32 + 10.0 * step as f32; 6];
-    let moments = Some([SavedMoment::F32(values.clone()), SavedMoment::F32(values.clone())]);
-    vec![SnapshotTensor { name: format!("weight.{rank}"), shape: vec![2, 3], values, moments }]
+    let moment = |name| SavedState { name, values: SavedValues::F32(values.clone()) };
+    let state = vec![moment("exp_avg"), moment("exp_avg_sq")];
+    vec![SnapshotTensor { name: format!("weight.{rank}"), shape: vec![2, 3], values, state }]
 }
 
 fn step_end(world: &dyn Collective, step: usize) -> Result<()> {
@@ -263,7 +263,8 @@ fn a_slow_rank_holds_up_the_commit_and_not_the_steps() {
         assert_eq!(names(output), ["checkpoint-1", "checkpoint-2"]);
         let (saved, _) = checkpoint::newest(output).unwrap();
         let mut moment = [0f32; 6];
-        saved.unwrap().moment(&format!("weight.{}", ranks - 1), MomentKind::Second, &mut moment).unwrap();
+        let param = format!("weight.{}", ranks - 1);
+        saved.unwrap().optimizer_state(&param, "exp_avg_sq", &mut moment).unwrap();
         assert_eq!(moment, [ranks as f32 - 1.0 + 20.0; 6]);
     }
 }

@@ -12,31 +12,32 @@ use finetune::engine::{Recompute, SaveAssignment, Trainer, TrainerOptions};
 use finetune::error::Result;
 use finetune::model;
 use finetune::optim::{OptimizerOptions, Schedule};
-use finetune::recipe::enums::Attention;
-use finetune::recipe::enums::SchedulerKind;
-use finetune::recipe::enums::StateDtype;
+use finetune::recipe::OptimizerSection;
+use finetune::recipe::enums::{Attention, SchedulerKind};
 use finetune::runtime::thread_pool;
 use finetune::setup::{EngineOptions, Trains};
 use finetune::sharding::{Bucket, DeviceMesh, GradReduceOptions, ShardingStrategy};
 
-const OPTIONS: TrainerOptions = TrainerOptions {
-    optimizer: OptimizerOptions { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, state: StateDtype::F32 },
-    lora_plus_ratio: 1.0,
-    schedule: Schedule {
-        kind: SchedulerKind::Constant,
-        learning_rate: 1e-3,
-        warmup_steps: 0,
-        total_steps: 10,
-        min_lr_ratio: 0.0,
-        num_cycles: 1.0,
-        power: 1.0,
-        num_decay_steps: 0,
-    },
-    max_grad_norm: Some(1.0),
-    seed: 0,
-    recompute: Recompute::Block,
-    save_assignment: SaveAssignment::RoundRobin,
-};
+fn trainer_options() -> TrainerOptions {
+    TrainerOptions {
+        optimizer: OptimizerOptions::from(&OptimizerSection::default()),
+        lora_plus_ratio: 1.0,
+        schedule: Schedule {
+            kind: SchedulerKind::Constant,
+            learning_rate: 1e-3,
+            warmup_steps: 0,
+            total_steps: 10,
+            min_lr_ratio: 0.0,
+            num_cycles: 1.0,
+            power: 1.0,
+            num_decay_steps: 0,
+        },
+        max_grad_norm: Some(1.0),
+        seed: 0,
+        recompute: Recompute::Block,
+        save_assignment: SaveAssignment::RoundRobin,
+    }
+}
 
 fn batch(salt: u32) -> Batch {
     let ids: Vec<u32> = (0..24).map(|i| (i * 31 + salt * 17) % 300 + 3).collect();
@@ -68,7 +69,7 @@ fn run(kind: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
             ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
         };
         let engine = logits::base(&folder).engine(Trains::All, &options)?;
-        let mut trainer = Trainer::new(engine, OPTIONS)?;
+        let mut trainer = Trainer::new(engine, trainer_options())?;
         let step = Step::new((0..(ranks * turns) as u32).map(batch).collect(), 1.0);
         trainer.step(&step)?;
         let before = options.ranks.traffic();

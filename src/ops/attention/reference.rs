@@ -6,6 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use super::{AttentionKind, AttentionOutput, Qkv, Span};
 use crate::error::Result;
 use crate::ops::matmul::ColumnView;
+use crate::runtime::TensorMut;
 
 /// Query rows `from..to` of a span and the keys `k_from..k_to` that any of them sees (all relative to the span).
 struct ScoreTile {
@@ -65,7 +66,7 @@ pub(super) fn backward(
 ) -> Result<Tensor> {
     let heads = kind.heads;
     let (rows, _) = dout.dims2()?;
-    let d = Tensor::zeros((rows, heads.qkv_width()), DType::F32, dout.device())?;
+    let d = TensorMut::zeros((rows, heads.qkv_width()), DType::F32, dout.device())?;
     for &span in spans {
         for t in tiles(span, kind, tile) {
             let (start, len) = (span.q_start + t.from, t.to - t.from);
@@ -146,7 +147,7 @@ fn mask(span: Span, t: &ScoreTile, kind: AttentionKind, device: &Device) -> Resu
 }
 
 /// `d[start.., column..] += x`, with `x: [heads, len, D]`.
-fn add(d: &Tensor, x: &Tensor, start: usize, column: usize) -> Result<()> {
+fn add(d: &TensorMut, x: &Tensor, start: usize, column: usize) -> Result<()> {
     let (heads, len, dim) = x.dims3()?;
     let x = x.transpose(0, 1)?.contiguous()?.reshape((len, heads * dim))?;
     // The rows as a tensor of their own: candle sets a column range only over all rows of its destination.

@@ -4,7 +4,7 @@ use candle_core::{D, DType, Device, Tensor};
 
 use super::{CaseRunner, OpPair, SelftestCase, TensorPair, Tolerance};
 use crate::error::Result;
-use crate::ops::adamw::{self, AdamW};
+use crate::ops::adamw::{self, AdamWStep};
 use crate::ops::cross_entropy::{
     self, Delta, IGNORE, LossKind, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy,
     logits, score_targets,
@@ -232,7 +232,7 @@ fn compare_scores(scores: &[TokenScore], targets: &[u32], logits: &Tensor) -> Re
 const PARAMETERS: usize = 40_000;
 
 fn updates() -> Vec<SelftestCase> {
-    let first = AdamW {
+    let first = AdamWStep {
         learning_rate: 0.02,
         betas: [0.9, 0.999],
         eps: 1e-8,
@@ -242,16 +242,16 @@ fn updates() -> Vec<SelftestCase> {
     };
     let variants = [
         (first, "first update"),
-        (AdamW { weight_decay: 0.1, update: 7, grad_scale: 0.3, ..first }, "decay, clipping, update 7"),
-        (AdamW { betas: [0.8, 0.95], eps: 1e-3, update: 1000, ..first }, "other betas, update 1000"),
+        (AdamWStep { weight_decay: 0.1, update: 7, grad_scale: 0.3, ..first }, "decay, clipping, update 7"),
+        (AdamWStep { betas: [0.8, 0.95], eps: 1e-3, update: 1000, ..first }, "other betas, update 1000"),
     ];
-    let case = |(options, what): (AdamW, &str)| {
+    let case = |(options, what): (AdamWStep, &str)| {
         SelftestCase::new("adamw", what, Tolerance::FORWARD.only_f32(), move |bench| update(bench, &options))
     };
     variants.into_iter().map(case).collect()
 }
 
-fn update(bench: &CaseRunner<'_>, options: &AdamW) -> Result<Vec<TensorPair>> {
+fn update(bench: &CaseRunner<'_>, options: &AdamWStep) -> Result<Vec<TensorPair>> {
     let (param, grad) = (bench.normal("param", PARAMETERS)?, bench.normal("grad", PARAMETERS)?);
     let first = bench.normal("first", PARAMETERS)?.scaled(0.1)?;
     let stream = RngStream::new(0).named("second");

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{CaseRunner, TensorPair, Tolerance, cases, largest_error};
 use crate::error::Result;
-use crate::ops::adamw::{self, AdamW};
+use crate::ops::adamw::{self, AdamWStep};
 use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use crate::ops::cross_entropy::{self, IGNORE, LossKind, LossTargets};
 use crate::ops::dropout::{Dropout, dropout};
@@ -221,7 +221,7 @@ fn both_ends_of_the_model() -> Result<()> {
 
 #[test]
 fn optimizer_options() -> Result<()> {
-    let options = AdamW {
+    let options = AdamWStep {
         learning_rate: 0.02,
         betas: [0.9, 0.99],
         eps: 1e-8,
@@ -230,13 +230,13 @@ fn optimizer_options() -> Result<()> {
         grad_scale: 0.5,
     };
     for (what, other) in [
-        ("update", AdamW { update: 2, ..options }),
-        ("first beta", AdamW { betas: [0.91, 0.99], ..options }),
-        ("second beta", AdamW { betas: [0.9, 0.98], ..options }),
-        ("eps", AdamW { eps: 1e-3, ..options }),
-        ("weight decay", AdamW { weight_decay: 0.0, ..options }),
-        ("grad_scale", AdamW { grad_scale: 1.0, ..options }),
-        ("learning rate", AdamW { learning_rate: 0.021, ..options }),
+        ("update", AdamWStep { update: 2, ..options }),
+        ("first beta", AdamWStep { betas: [0.91, 0.99], ..options }),
+        ("second beta", AdamWStep { betas: [0.9, 0.98], ..options }),
+        ("eps", AdamWStep { eps: 1e-3, ..options }),
+        ("weight decay", AdamWStep { weight_decay: 0.0, ..options }),
+        ("grad_scale", AdamWStep { grad_scale: 1.0, ..options }),
+        ("learning rate", AdamWStep { learning_rate: 0.021, ..options }),
     ] {
         let bench = CaseRunner { device: &Device::Cpu, dtype: DType::F32 };
         let (param, grad) = (bench.normal("param", 50)?, bench.normal("grad", 50)?);

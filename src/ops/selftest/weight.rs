@@ -4,8 +4,8 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{CaseRunner, SelftestCase, TensorPair, Tolerance};
 use crate::error::Result;
-use crate::ops::adamw::{self, AdamW};
-use crate::ops::adamw_int8::{Int8Moment, STATE_BLOCK, adamw_int8};
+use crate::ops::adamw::{self, AdamWStep};
+use crate::ops::adamw_int8::{Int8State, STATE_BLOCK, adamw_int8};
 use crate::ops::dora;
 use crate::ops::matmul::{ColumnView, ColumnViewMut, Transpose};
 use crate::ops::matmul_quantized::{BlockScales, Quantized, Weight, matmul_weight, quantized_reference};
@@ -129,8 +129,8 @@ fn magnitudes() -> Vec<SelftestCase> {
 fn update(bench: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
     const LEN: usize = 3 * STATE_BLOCK + 40;
     let param = bench.normal("param", LEN)?;
-    let moments = [Int8Moment::zeros(LEN)?, Int8Moment::zeros(LEN)?];
-    let mut step = AdamW {
+    let moments = [Int8State::zeros(LEN)?, Int8State::zeros(LEN)?];
+    let mut step = AdamWStep {
         learning_rate: 0.02,
         betas: [0.9, 0.999],
         eps: 1e-8,
@@ -148,7 +148,7 @@ fn update(bench: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
     Ok(vec![param.pair()])
 }
 
-fn widened(moment: &Int8Moment, signed: bool) -> Result<Tensor> {
+fn widened(moment: &Int8State, signed: bool) -> Result<Tensor> {
     let map = if signed { quant::dynamic_signed() } else { quant::dynamic_unsigned() };
     let (codes, absmax) = (moment.codes.to_vec1::<u8>()?, moment.absmax.to_vec1::<f32>()?);
     let value = |(i, &code): (usize, &u8)| map[usize::from(code)] * absmax[i / STATE_BLOCK];

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
-use finetune::ops::adamw::{AdamW, adamw};
+use finetune::ops::adamw::{AdamWStep, adamw};
 use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use finetune::ops::cross_entropy::{
     IGNORE, LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
@@ -144,7 +144,7 @@ fn loss_and_update(dtype: DType, results: &mut Results) {
     embed_backward(&dw, &ids, &out.dx, 8.0, None).unwrap();
     results.insert("embed_backward", bits(&dw));
 
-    let options = AdamW {
+    let options = AdamWStep {
         learning_rate: 0.01,
         betas: [0.9, 0.999],
         eps: 1e-8,

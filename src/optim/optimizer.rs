@@ -1,0 +1,189 @@
+//! The optimizer: an algorithm over pieces of parameter memory, and what it keeps beside them.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+
+use super::adamw::AdamW;
+use super::staging::UpdateStaging;
+use super::state::{StateLayout, StateTensor, StateValues};
+use crate::error::Result;
+use crate::recipe::enums::{OptimizerKind, StateDtype};
+use crate::recipe::OptimizerSection;
+use crate::runtime::TensorMut;
+use crate::runtime::param_storage::{ParamStorage, STAGING_ELEMENTS};
+
+/// An algorithm that updates parameters by their gradients. It declares what it keeps beside each; allocating that,
+/// staging, saving, restoring and planning follow the declaration.
+pub trait OptimizerAlgorithm: Debug + Send + Sync {
+    /// The tensors that it keeps beside each parameter.
+    fn state(&self) -> &'static [StateTensor];
+
+    /// Updates `param` and its `state`, one for each of [`OptimizerAlgorithm::state`], in place; all of `[elements]`,
+    /// `param` and `grad` f32.
+    ///
+    /// # Errors
+    /// When an operation of the device fails.
+    fn update(
+        &self,
+        param: &TensorMut,
+        grad: &Tensor,
+        state: &[StateValues],
+        step: &UpdateStep,
+    ) -> Result<()>;
+}
+
+/// What one update of one piece is besides the algorithm's constants.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct UpdateStep {
+    /// Learning rate of the piece in this update.
+    pub learning_rate: f64,
+    /// Weight decay of the piece.
+    pub weight_decay: f64,
+    /// 1 for the first update.
+    pub update: u64,
+    /// Factor on the gradient (clipping).
+    pub grad_scale: f64,
+}
+
+/// The optimizer of a run.
+#[derive(Debug, Clone)]
+pub struct OptimizerOptions {
+    /// The algorithm with its constants.
+    pub algorithm: Arc<dyn OptimizerAlgorithm>,
+    /// Decay of matrices and tables; norms and biases are never decayed.
+    pub weight_decay: f64,
+    /// How the state of large parameters is kept.
+    pub state: StateDtype,
+}
+
+impl OptimizerOptions {
+    /// What is kept beside a parameter.
+    pub fn state_layout(&self) -> StateLayout {
+        StateLayout { tensors: self.algorithm.state(), dtype: self.state }
+    }
+}
+
+impl From<&OptimizerSection> for OptimizerOptions {
+    fn from(section: &OptimizerSection) -> Self {
+        let algorithm = match section.kind {
+            OptimizerKind::Adamw => Arc::new(AdamW { betas: section.betas, eps: section.eps }),
+        };
+        OptimizerOptions { algorithm, weight_decay: section.weight_decay, state: section.state }
+    }
+}
+
+/// A run of parameter memory that is updated alike: f32 values and gradients, one-dimensional.
+#[derive(Debug, Clone)]
+pub struct ParamGroup {
+    /// What is updated in place.
+    pub param: ParamStorage,
+    /// Its gradient, on the device or, where state is offloaded, on the host.
+    pub grad: Tensor,
+    /// Weight decay applies.
+    pub decay: bool,
+    /// Factor on the learning rate (LoRA+ for B).
+    pub rate: f64,
+    /// Its state may be kept in 8 bits: it is one tensor, or a shard of one, of
+    /// [`INT8_MIN_ELEMENTS`](super::INT8_MIN_ELEMENTS) or more.
+    pub large: bool,
+}
+
+/// State beside the pieces it was made for.
+#[derive(Debug)]
+pub struct Optimizer {
+    options: OptimizerOptions,
+    groups: Vec<ParamGroup>,
+    /// By piece, then as the algorithm lists them.
+    states: Vec<Vec<StateValues>>,
+    updates: u64,
+    /// Where state is not on the device.
+    staging: Option<UpdateStaging>,
+}
+
+impl Optimizer {
+    /// A state of zeros for every piece, beside its gradient.
+    ///
+    /// # Errors
+    /// When the state finds no memory.
+    pub fn new(options: OptimizerOptions, groups: Vec<ParamGroup>) -> Result<Self> {
+        let zeros = |group: &ParamGroup| zeros(group, options.state_layout(), group.grad.device());
+        let states = groups.iter().map(zeros).collect::<Result<_>>()?;
+        Ok(Optimizer { options, groups, states, updates: 0, staging: None })
+    }
+
+    /// A state of zeros in host memory, from where runs of at most `limit` values are brought to `device` and updated;
+    /// none: [`STAGING_ELEMENTS`]. Pieces may be anywhere.
+    ///
+    /// # Errors
+    /// When the state or the staging buffers find no memory.
+    pub fn offloaded(
+        options: OptimizerOptions,
+        groups: Vec<ParamGroup>,
+        device: &Device,
+        limit: Option<usize>,
+    ) -> Result<Self> {
+        let layout = options.state_layout();
+        let staging = UpdateStaging::new(device, layout, &groups, limit.unwrap_or(STAGING_ELEMENTS))?;
+        let zeros = |group: &ParamGroup| zeros(group, layout, &Device::Cpu);
+        let states = groups.iter().map(zeros).collect::<Result<_>>()?;
+        Ok(Optimizer { options, groups, states, updates: 0, staging: Some(staging) })
+    }
+
+    /// Most values of a piece that were on the device at a time; 0 when nothing is offloaded.
+    pub fn most_staged(&self) -> usize {
+        self.staging.as_ref().map_or(0, UpdateStaging::most)
+    }
+
+    /// One update at this learning rate; gradients count `grad_scale` times.
+    ///
+    /// # Errors
+    /// When an operation of the device or a copy between host and device fails.
+    pub fn update(&mut self, learning_rate: f64, grad_scale: f64) -> Result<()> {
+        self.updates += 1;
+        let algorithm = &*self.options.algorithm;
+        for (group, state) in self.groups.iter().zip(&self.states) {
+            let step = UpdateStep {
+                learning_rate: learning_rate * group.rate,
+                weight_decay: if group.decay { self.options.weight_decay } else { 0.0 },
+                update: self.updates,
+                grad_scale,
+            };
+            match &mut self.staging {
+                Some(staging) => staging.update(group, state, algorithm, &step)?,
+                None => algorithm.update(group.param.tensor()?, &group.grad, state, &step)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Updates so far.
+    pub fn updates(&self) -> u64 {
+        self.updates
+    }
+
+    /// What is kept beside a parameter.
+    pub fn state_layout(&self) -> StateLayout {
+        self.options.state_layout()
+    }
+
+    /// The state of each piece, in order: the tensors of [`Optimizer::state_layout`].
+    pub fn states(&self) -> &[Vec<StateValues>] {
+        &self.states
+    }
+
+    /// Goes on after `updates` updates with a state already put in place through [`Optimizer::states`].
+    pub fn resume(&mut self, updates: u64) {
+        self.updates = updates;
+    }
+}
+
+fn zeros(group: &ParamGroup, layout: StateLayout, device: &Device) -> Result<Vec<StateValues>> {
+    let len = group.param.elements();
+    let zeros = |tensor: &StateTensor| {
+        let dtype = if group.large && tensor.may_be_int8 { layout.dtype } else { StateDtype::F32 };
+        StateValues::zeros(len, dtype, device)
+    };
+    layout.tensors.iter().map(zeros).collect()
+}
