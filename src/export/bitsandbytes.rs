@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use super::hf::SHARD_BYTES;
 use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig, ModuleKind};
-use crate::quant::{self, CodeKind, NESTED_BLOCK, QuantFormat};
+use crate::quant::{self, CodeKind, NESTED_BLOCK, QuantFormat, QuantRun, RunMeaning};
 use crate::weights::sidecar_files;
 use crate::weights::sidecar_files::{ConfigChanges, QUANTIZATION_CONFIG, QuantizationChange};
 use crate::weights::{
@@ -204,11 +204,15 @@ fn planned(files: &ModelFiles, name: &str, scheme: Option<Scheme>) -> Result<Vec
     Ok(match scheme {
         None => vec![sized("", info.dtype, &info.shape)],
         Some(Scheme::FourBits(format)) => {
-            let (blocks, table) = (format.blocks(n), format.kind.table().len());
-            let mut tensors = vec![sized("", byte, &[format.code_bytes(n), 1])];
-            tensors.push(sized(".absmax", if format.double_quant { byte } else { float }, &[blocks]));
+            let table = format.kind.table().len();
+            let run = |run: &QuantRun| match run.meaning {
+                RunMeaning::Codes => sized("", byte, &[run.elements, 1]),
+                RunMeaning::Scales => sized(".absmax", float, &[run.elements]),
+                RunMeaning::ScaleCodes => sized(".absmax", byte, &[run.elements]),
+                RunMeaning::NestedScales => sized(".nested_absmax", float, &[run.elements]),
+            };
+            let mut tensors: Vec<PlannedFile> = format.layout(n).iter().map(run).collect();
             if format.double_quant {
-                tensors.push(sized(".nested_absmax", float, &[blocks.div_ceil(NESTED_BLOCK)]));
                 tensors.push(sized(".nested_quant_map", float, &[quant::dynamic_signed().len()]));
             }
             tensors.push(sized(".quant_map", float, &[table]));

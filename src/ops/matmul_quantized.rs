@@ -7,39 +7,30 @@
 use super::gemm::{MatView, MatViewMut, QuantMat, Threads, matmul as gemm};
 use super::matmul::{ColumnView, ColumnViewMut, Transpose, matmul};
 use crate::error::{Error, Result};
-use crate::quant::{Blocks, CodeKind, NESTED_BLOCK, Scales};
+use crate::quant::{Blocks, CodeKind, NESTED_BLOCK, QuantFormat, RunMeaning, Scales};
 use crate::runtime::cpu_tensor::{dims2, read, update, with_elem};
 use candle_core::{DType, Device, Tensor};
 
 /// A matrix `[out, in]` as codes in blocks with a scale each (bitsandbytes' layout, see [`crate::quant`]).
 #[derive(Debug, Clone)]
 pub struct Quantized {
-    /// The format of the codes.
-    pub kind: CodeKind,
-    /// Values that share a scale, counted over the flattened matrix.
-    pub block_size: usize,
+    /// How it is quantized; its blocks are counted over the flattened matrix.
+    pub format: QuantFormat,
     /// Shape of the matrix, `[out, in]`.
     pub shape: (usize, usize),
-    /// u8: two 4-bit codes or one 8-bit code a byte.
-    pub codes: Tensor,
-    /// One scale per block.
-    pub scales: BlockScales,
+    /// As [`QuantFormat::layout`] lists them.
+    pub runs: Vec<QuantizedRun>,
+    /// The mean of double-quantized scales.
+    pub offset: f32,
 }
 
-/// One scale for each block.
+/// One run of a quantized matrix.
 #[derive(Debug, Clone)]
-pub enum BlockScales {
-    /// One f32 per block, `[blocks]`.
-    Plain(Tensor),
-    /// Quantized themselves (double quantization): u8 codes, f32 scales of [`NESTED_BLOCK`] codes each, their mean.
-    Nested {
-        /// u8, one per block.
-        codes: Tensor,
-        /// The scales of the scales: f32, one per [`NESTED_BLOCK`] codes.
-        absmax: Tensor,
-        /// Added to each.
-        offset: f32,
-    },
+pub struct QuantizedRun {
+    /// What its elements are.
+    pub meaning: RunMeaning,
+    /// One-dimensional, u8 or f32.
+    pub values: Tensor,
 }
 
 /// The weight of a linear layer, for one use.
@@ -52,29 +43,33 @@ pub enum Weight<'a> {
 }
 
 impl Quantized {
+    fn run(&self, meaning: RunMeaning) -> Result<&Tensor> {
+        let run = self.runs.iter().find(|run| run.meaning == meaning);
+        Ok(&run.ok_or_else(|| Error::internal(format!("a quantized weight without {meaning:?}")))?.values)
+    }
+
     /// Lets `use_blocks` see codes and scales as slices. CPU only.
     pub(crate) fn with_blocks<R>(&self, use_blocks: impl FnOnce(Blocks<'_>) -> R) -> Result<R> {
-        let codes = read::<u8>(&self.codes)?;
-        let (kind, block_size) = (self.kind, self.block_size);
-        Ok(match &self.scales {
-            BlockScales::Plain(scales) => {
-                let scales = read::<f32>(scales)?;
-                use_blocks(Blocks { kind, block_size, codes: &codes, scales: Scales::Plain(&scales) })
-            }
-            BlockScales::Nested { codes: nested, absmax, offset } => {
-                let (nested, absmax) = (read::<u8>(nested)?, read::<f32>(absmax)?);
-                let scales = Scales::Nested { codes: &nested, absmax: &absmax, offset: *offset };
-                use_blocks(Blocks { kind, block_size, codes: &codes, scales })
-            }
-        })
+        let QuantFormat { kind, block_size, double_quant } = self.format;
+        let codes = read::<u8>(self.run(RunMeaning::Codes)?)?;
+        if !double_quant {
+            let scales = read::<f32>(self.run(RunMeaning::Scales)?)?;
+            return Ok(use_blocks(Blocks { kind, block_size, codes: &codes, scales: Scales::Plain(&scales) }));
+        }
+        let nested = read::<u8>(self.run(RunMeaning::ScaleCodes)?)?;
+        let absmax = read::<f32>(self.run(RunMeaning::NestedScales)?)?;
+        let scales = Scales::Nested { codes: &nested, absmax: &absmax, offset: self.offset };
+        Ok(use_blocks(Blocks { kind, block_size, codes: &codes, scales }))
     }
 
     /// The whole matrix in f32, by candle's primitives.
     pub(crate) fn dequantize_reference(&self) -> Result<Tensor> {
-        let device = self.codes.device();
+        let QuantFormat { kind, block_size, double_quant } = self.format;
+        let codes = self.run(RunMeaning::Codes)?;
+        let device = codes.device();
         let n = self.shape.0 * self.shape.1;
-        let codes = self.codes.to_dtype(DType::U32)?;
-        let codes = match self.kind.bits() {
+        let codes = codes.to_dtype(DType::U32)?;
+        let codes = match kind.bits() {
             4 => {
                 let high = (codes.to_dtype(DType::F32)? / 16.0)?.floor()?;
                 let low = (codes.to_dtype(DType::F32)? - (&high * 16.0)?)?;
@@ -82,18 +77,18 @@ impl Quantized {
             }
             _ => codes.narrow(0, 0, n)?,
         };
-        let values = look_up(self.kind.table(), &codes, device)?;
-        let scales = match &self.scales {
-            BlockScales::Plain(scales) => scales.clone(),
-            BlockScales::Nested { codes, absmax, offset } => {
-                let values = look_up(crate::quant::dynamic_signed(), &codes.to_dtype(DType::U32)?, device)?;
-                let outer = repeat(absmax, NESTED_BLOCK, codes.elem_count())?;
-                ((values * outer)? + f64::from(*offset))?
-            }
+        let values = look_up(kind.table(), &codes, device)?;
+        let scales = if double_quant {
+            let codes = self.run(RunMeaning::ScaleCodes)?;
+            let values = look_up(crate::quant::dynamic_signed(), &codes.to_dtype(DType::U32)?, device)?;
+            let outer = repeat(self.run(RunMeaning::NestedScales)?, NESTED_BLOCK, codes.elem_count())?;
+            ((values * outer)? + f64::from(self.offset))?
+        } else {
+            self.run(RunMeaning::Scales)?.clone()
         };
-        let values = (values * repeat(&scales, self.block_size, n)?)?;
+        let values = (values * repeat(&scales, block_size, n)?)?;
         // LLM.int8() has whole numbers up to 127 for codes.
-        let values = if self.kind == CodeKind::Int8Rows { (values / 127.0)? } else { values };
+        let values = if kind == CodeKind::Int8Rows { (values / 127.0)? } else { values };
         Ok(values.reshape(self.shape)?)
     }
 }

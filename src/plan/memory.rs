@@ -8,6 +8,7 @@ use crate::engine::Recompute;
 use crate::model::{ModelConfig, Segment};
 use crate::ops::cross_entropy::logits_bytes;
 use crate::optim::StateLayout;
+use crate::quant::QuantRun;
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::sharding::{Offload, ParamDesc, ParamKind, Placement, ShardingStrategy};
@@ -212,10 +213,7 @@ fn weight_bytes(desc: &ParamDesc, size: usize) -> (u64, u64) {
     let n = desc.elements();
     let bytes = match desc.kind {
         ParamKind::Frozen { dtype } => n * dtype.map_or(size, |dtype| dtype.size_in_bytes()),
-        ParamKind::Quantized(format) => {
-            let nested = if format.double_quant { format.blocks(n) } else { 0 };
-            format.code_bytes(n) + nested + 4 * format.scales(n)
-        }
+        ParamKind::Quantized(format) => format.layout(n).iter().map(QuantRun::bytes).sum(),
         ParamKind::Trainable(_) => n * size,
         ParamKind::Adapter(_) => 4 * n,
     };

@@ -13,7 +13,7 @@ mod method;
 mod parallel;
 mod resolve;
 
-pub use memory::MemoryPlan;
+pub use memory::{MemoryOptions, MemoryPlan, Saving};
 pub use method::Method;
 pub use parallel::WorldSize;
 pub use resolve::Plan;

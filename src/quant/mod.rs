@@ -7,14 +7,16 @@
 
 mod codes;
 mod dequantize;
+mod layout;
 mod quantize;
 mod table;
 mod tensor;
 
 pub use codes::{CodeKind, DynamicMap, dynamic_signed, dynamic_unsigned, nearest};
 pub use dequantize::{Blocks, Scales};
+pub use layout::{QuantRun, RunDtype, RunMeaning};
 pub use quantize::{first_not_finite, nest, quantize};
-pub use tensor::{BlocksMut, OwnedBlocks};
+pub use tensor::{BlocksMut, OwnedBlocks, RunBuffer, RunMut};
 
 /// Scales that share an outer scale in double quantization.
 pub const NESTED_BLOCK: usize = 256;

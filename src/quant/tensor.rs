@@ -2,27 +2,96 @@
 
 use rayon::prelude::*;
 
-use super::{Blocks, NESTED_BLOCK, QuantFormat, Scales, nest, quantize};
+use super::layout::{QuantRun, RunDtype, RunMeaning};
+use super::{Blocks, QuantFormat, Scales, nest, quantize};
 
 /// Values that a thread holds in f32: 64 KiB, which stay in its own cache from reading to the codes.
 const PIECE: usize = 1 << 14;
 
-/// Memory that the parts of a quantized tensor go to.
+/// Memory of one run of a quantized tensor, to be written.
 #[derive(Debug)]
-pub struct BlocksMut<'a> {
-    /// What they are.
-    pub format: QuantFormat,
-    /// Codes of the values: [`QuantFormat::code_bytes`].
-    pub codes: &'a mut [u8],
-    /// Codes of the scales, one a block; empty without double quantization.
-    pub nested: &'a mut [u8],
-    /// The scales: [`QuantFormat::scales`].
-    pub scales: &'a mut [f32],
-    /// The mean of the scales, with double quantization.
-    pub offset: &'a mut f32,
+pub enum RunMut<'a> {
+    /// Bytes of codes.
+    U8(&'a mut [u8]),
+    /// Numbers in f32.
+    F32(&'a mut [f32]),
 }
 
-impl BlocksMut<'_> {
+/// One run of a quantized tensor in memory of its own.
+#[derive(Debug)]
+pub enum RunBuffer {
+    /// Bytes of codes.
+    U8(Vec<u8>),
+    /// Numbers in f32.
+    F32(Vec<f32>),
+}
+
+impl RunBuffer {
+    /// Zeros for the elements of `run`.
+    pub fn zeros(run: &QuantRun) -> Self {
+        match run.meaning.dtype() {
+            RunDtype::U8 => RunBuffer::U8(vec![0; run.elements]),
+            RunDtype::F32 => RunBuffer::F32(vec![0.0; run.elements]),
+        }
+    }
+
+    /// The same memory, to be written.
+    pub fn as_mut(&mut self) -> RunMut<'_> {
+        match self {
+            RunBuffer::U8(values) => RunMut::U8(values),
+            RunBuffer::F32(values) => RunMut::F32(values),
+        }
+    }
+}
+
+/// Memory that the runs of a quantized tensor go to.
+#[derive(Debug)]
+pub struct BlocksMut<'a> {
+    format: QuantFormat,
+    codes: &'a mut [u8],
+    /// Empty without double quantization.
+    scale_codes: &'a mut [u8],
+    /// The scales, or with double quantization theirs.
+    scales: &'a mut [f32],
+    /// The mean of the scales, with double quantization.
+    offset: &'a mut f32,
+}
+
+impl<'a> BlocksMut<'a> {
+    /// Puts together the memory of each run of [`QuantFormat::layout`]; `offset` takes the mean of double-quantized
+    /// scales. Memory of another type than its meaning has is not taken.
+    pub fn new(
+        format: QuantFormat,
+        runs: impl IntoIterator<Item = (RunMeaning, RunMut<'a>)>,
+        offset: &'a mut f32,
+    ) -> Self {
+        let (mut codes, mut scale_codes): (&mut [u8], &mut [u8]) = (&mut [], &mut []);
+        let mut scales: &mut [f32] = &mut [];
+        for run in runs {
+            match run {
+                (RunMeaning::Codes, RunMut::U8(memory)) => codes = memory,
+                (RunMeaning::ScaleCodes, RunMut::U8(memory)) => scale_codes = memory,
+                (RunMeaning::Scales | RunMeaning::NestedScales, RunMut::F32(memory)) => scales = memory,
+                (_, RunMut::U8(_) | RunMut::F32(_)) => {}
+            }
+        }
+        BlocksMut { format, codes, scale_codes, scales, offset }
+    }
+
+    /// The memory of a run.
+    pub fn run(&mut self, meaning: RunMeaning) -> RunMut<'_> {
+        match meaning {
+            RunMeaning::Codes => RunMut::U8(self.codes),
+            RunMeaning::ScaleCodes => RunMut::U8(self.scale_codes),
+            RunMeaning::Scales | RunMeaning::NestedScales => RunMut::F32(self.scales),
+        }
+    }
+
+    /// Sets the mean of double-quantized scales.
+    pub fn set_offset(&mut self, offset: f32) {
+        *self.offset = offset;
+    }
+
     /// Quantizes `n` values; `read` writes those from an index on into the slice it is given, piece by piece on all threads.
     ///
     /// # Errors
@@ -53,14 +122,14 @@ impl BlocksMut<'_> {
             return failed;
         }
         if format.double_quant {
-            *self.offset = nest(&own, self.nested, self.scales);
+            *self.offset = nest(&own, self.scale_codes, self.scales);
         }
         Ok(())
     }
 
     /// The tensor as it is now.
     pub fn blocks(&self) -> Blocks<'_> {
-        together(self.format, self.codes, self.nested, self.scales, *self.offset)
+        together(self.format, self.codes, self.scale_codes, self.scales, *self.offset)
     }
 }
 
@@ -68,9 +137,8 @@ impl BlocksMut<'_> {
 #[derive(Debug)]
 pub struct OwnedBlocks {
     format: QuantFormat,
-    codes: Vec<u8>,
-    nested: Vec<u8>,
-    scales: Vec<f32>,
+    /// As [`QuantFormat::layout`] lists them.
+    runs: Vec<(RunMeaning, RunBuffer)>,
     offset: f32,
 }
 
@@ -84,42 +152,39 @@ impl OwnedBlocks {
         n: usize,
         read: impl Fn(usize, &mut [f32]) -> Result<(), E> + Sync,
     ) -> Result<Self, E> {
-        let nested = vec![0; if format.double_quant { format.blocks(n) } else { 0 }];
-        let (codes, scales) = (vec![0; format.code_bytes(n)], vec![0.0; format.scales(n)]);
-        let mut tensor = OwnedBlocks { format, codes, nested, scales, offset: 0.0 };
-        tensor.parts().fill(n, read)?;
+        let runs = format.layout(n).iter().map(|run| (run.meaning, RunBuffer::zeros(run))).collect();
+        let mut tensor = OwnedBlocks { format, runs, offset: 0.0 };
+        let runs = tensor.runs.iter_mut().map(|(meaning, run)| (*meaning, run.as_mut()));
+        BlocksMut::new(format, runs, &mut tensor.offset).fill(n, read)?;
         Ok(tensor)
-    }
-
-    fn parts(&mut self) -> BlocksMut<'_> {
-        let OwnedBlocks { format, codes, nested, scales, offset } = self;
-        BlocksMut { format: *format, codes, nested, scales, offset }
     }
 
     /// What products and dequantizing take.
     pub fn blocks(&self) -> Blocks<'_> {
-        together(self.format, &self.codes, &self.nested, &self.scales, self.offset)
+        let (mut codes, mut scale_codes, mut scales): (&[u8], &[u8], &[f32]) = (&[], &[], &[]);
+        for (meaning, run) in &self.runs {
+            match (meaning, run) {
+                (RunMeaning::Codes, RunBuffer::U8(values)) => codes = values,
+                (RunMeaning::ScaleCodes, RunBuffer::U8(values)) => scale_codes = values,
+                (RunMeaning::Scales | RunMeaning::NestedScales, RunBuffer::F32(values)) => scales = values,
+                (_, RunBuffer::U8(_) | RunBuffer::F32(_)) => {}
+            }
+        }
+        together(self.format, codes, scale_codes, scales, self.offset)
     }
 }
 
 fn together<'a>(
     QuantFormat { kind, block_size, double_quant }: QuantFormat,
     codes: &'a [u8],
-    nested: &'a [u8],
+    scale_codes: &'a [u8],
     scales: &'a [f32],
     offset: f32,
 ) -> Blocks<'a> {
     let scales = if double_quant {
-        Scales::Nested { codes: nested, absmax: scales, offset }
+        Scales::Nested { codes: scale_codes, absmax: scales, offset }
     } else {
         Scales::Plain(scales)
     };
     Blocks { kind, block_size, codes, scales }
-}
-
-impl QuantFormat {
-    /// f32 values beside the codes: the scales of `n` values, or with double quantization the scales of their codes.
-    pub fn scales(&self, n: usize) -> usize {
-        if self.double_quant { self.blocks(n).div_ceil(NESTED_BLOCK) } else { self.blocks(n) }
-    }
 }

@@ -220,7 +220,7 @@ impl<'a> InitialValues<'a> {
     /// Quantizes a base weight piece by piece, or takes the codes of a checkpoint that is quantized already.
     fn fill_blocks(&self, desc: &ParamDesc, mut to: BlocksMut<'_>) -> Result<()> {
         if let Some(stored) = self.files.map(|files| files.quantized(&desc.name)).transpose()?.flatten() {
-            stored.copy_to(to.codes, to.nested, to.scales, to.offset);
+            stored.copy_to(&mut to);
             return Ok(());
         }
         to.fill(desc.elements(), |start, values| {

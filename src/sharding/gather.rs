@@ -18,6 +18,7 @@ use super::placement::DeviceMesh;
 use crate::collective::Ticket;
 use crate::error::{Error, Result};
 use crate::model::Segment;
+use crate::quant::RunDtype;
 use crate::runtime::TensorMut;
 use crate::runtime::buffer::Buffer;
 use crate::runtime::cpu_tensor::memory;
@@ -28,10 +29,8 @@ use crate::runtime::param_storage::ParamStorage;
 pub(super) enum BufferId {
     /// The values of a bucket, by its index.
     Values(usize),
-    /// The codes of a packed bucket.
-    Bytes(usize),
-    /// The scales of a packed bucket.
-    Floats(usize),
+    /// The runs of one type of a quantized bucket, by its index.
+    Quantized(usize, RunDtype),
 }
 
 /// A run of values that is not whole on the device.

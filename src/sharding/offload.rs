@@ -140,14 +140,21 @@ impl<T: PlainElement> BucketBuilder<T> {
         self.at(start, end, |to| to.copy_from_slice(&values[start - range.start..end - range.start]))
     }
 
-    /// Runs of the whole where they lie, to be written in place; none unless all are kept and in memory.
-    pub(super) fn in_place<const N: usize>(&mut self, runs: [&Range<usize>; N]) -> Option<[&mut [T]; N]> {
+    /// Runs of the whole, ascending, where they lie, to be written in place; none unless all are kept and in memory.
+    pub(super) fn in_place(&mut self, runs: impl Iterator<Item = Range<usize>>) -> Option<Vec<&mut [T]>> {
         let BuilderTarget::Memory(values) = &mut self.to else { return None };
-        let kept = &self.kept;
-        if runs.iter().any(|run| run.start < kept.start || run.end > kept.end) {
-            return None;
+        let (mut rest, mut at) = (&mut values[..], self.kept.start);
+        let mut found = Vec::new();
+        for run in runs {
+            if run.start < at || run.end > self.kept.end {
+                return None;
+            }
+            let (_, from) = std::mem::take(&mut rest).split_at_mut(run.start - at);
+            let (memory, after) = from.split_at_mut(run.len());
+            found.push(memory);
+            (rest, at) = (after, run.end);
         }
-        values.get_disjoint_mut(runs.map(|run| run.start - kept.start..run.end - kept.start)).ok()
+        Some(found)
     }
 
     /// Elements `start..end` of the whole, which are kept.

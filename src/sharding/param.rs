@@ -4,7 +4,7 @@ use candle_core::DType;
 
 use super::placement::ParamRole;
 use crate::model::Segment;
-use crate::quant::QuantFormat;
+use crate::quant::{QuantFormat, RunDtype};
 
 /// One parameter before it has a value.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -130,8 +130,8 @@ impl BucketKind {
 /// The memory that runs of one sort share, block after block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum BufferKind {
-    /// Of a bucket's values, or of the codes of a quantized one.
+    /// Of a bucket's values.
     Values(BucketKind),
-    /// Of the scales of quantized buckets.
-    Scales,
+    /// Of the runs of one type of quantized buckets.
+    Quantized(RunDtype),
 }

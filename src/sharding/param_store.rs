@@ -519,23 +519,14 @@ fn shard_runs(
         if !sharded && !packed.away {
             continue;
         }
-        let (bytes, floats) = (packed.bytes.clone(), packed.floats.clone());
-        let [n_bytes, n_floats] = packed.len;
-        let runs = runs.entry(packed.segment).or_default();
-        runs.push(ShardRun {
-            buffer_id: BufferId::Bytes(i),
-            kind: BufferKind::Values(BucketKind::Quantized),
-            part: bytes,
+        let of_bucket = packed.buffers.iter().map(|(&dtype, buffer)| ShardRun {
+            buffer_id: BufferId::Quantized(i, dtype),
+            kind: BufferKind::Quantized(dtype),
+            part: buffer.values.clone(),
             sharded,
-            len: n_bytes,
+            len: buffer.len,
         });
-        runs.push(ShardRun {
-            buffer_id: BufferId::Floats(i),
-            kind: BufferKind::Scales,
-            part: floats,
-            sharded,
-            len: n_floats,
-        });
+        runs.entry(packed.segment).or_default().extend(of_bucket);
     }
     Ok(runs)
 }

@@ -1,31 +1,44 @@
-//! A flat buffer of quantized matrices: one run of bytes (codes, and the codes of double-quantized scales) and one of
-//! f32 scales, so that a quantized block is loaded, moved and sharded as the two pieces of memory it is, never cast.
+//! Flat buffers of quantized matrices, one for each type of element: a matrix is the runs of memory that its format
+//! lists ([`QuantFormat::layout`]), so that quantized weights are loaded, moved and sharded as the memory they are, never
+//! cast.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 
 use super::bucket::BucketOptions;
 use super::offload::BucketBuilder;
 use super::param::{ParamDesc, ParamKind};
 use crate::error::{Error, Result};
 use crate::model::Segment;
-use crate::ops::matmul_quantized::{BlockScales, Quantized};
-use crate::quant::{BlocksMut, QuantFormat};
+use crate::ops::matmul_quantized::{Quantized, QuantizedRun};
+use crate::quant::{BlocksMut, QuantFormat, QuantRun, RunBuffer, RunDtype, RunMut};
+use crate::runtime::TensorMut;
 use crate::runtime::mmap::MappedFile;
 use crate::runtime::param_storage::ParamStorage;
 
-/// Where the parts of a slot lie.
+/// Where the runs of a slot lie.
 #[derive(Debug, Clone)]
 struct QuantizedEntry {
     desc: ParamDesc,
     format: QuantFormat,
-    codes: Range<usize>,
-    /// Codes of the scales; empty without double quantization.
-    nested: Range<usize>,
-    scales: Range<usize>,
+    runs: Vec<RunSlot>,
     /// The mean of the scales; known to the rank that filled the entry until [`QuantizedBucket::offsets`] are shared.
     offset: f32,
+}
+
+/// Where a run lies in the buffer of its type.
+#[derive(Debug, Clone)]
+struct RunSlot {
+    run: QuantRun,
+    range: Range<usize>,
+}
+
+impl RunSlot {
+    fn dtype(&self) -> RunDtype {
+        self.run.meaning.dtype()
+    }
 }
 
 /// Quantized slots of one segment.
@@ -33,18 +46,23 @@ struct QuantizedEntry {
 pub(super) struct QuantizedBucket {
     /// The segment that uses it.
     pub(super) segment: Segment,
-    /// All bytes, or this rank's shard of them.
-    pub(super) bytes: ParamStorage,
-    /// All scales, or this rank's shard of them.
-    pub(super) floats: ParamStorage,
-    /// Bytes and scales of the whole, padding included.
-    pub(super) len: [usize; 2],
-    /// Both are not on the device.
+    /// The runs of all slots.
+    pub(super) buffers: BTreeMap<RunDtype, QuantizedBuffer>,
+    /// They are not on the device.
     pub(super) away: bool,
     entries: Vec<QuantizedEntry>,
 }
 
-/// Starts of parts are multiples of this many elements.
+/// The runs of one type.
+#[derive(Debug)]
+pub(super) struct QuantizedBuffer {
+    /// All elements, or this rank's shard of them.
+    pub(super) values: ParamStorage,
+    /// Elements of the whole, padding included.
+    pub(super) len: usize,
+}
+
+/// Starts of runs are multiples of this many elements.
 const ALIGN: usize = 64;
 
 impl QuantizedBucket {
@@ -55,51 +73,58 @@ impl QuantizedBucket {
         fill: &mut dyn FnMut(&ParamDesc, BlocksMut<'_>) -> Result<()>,
     ) -> Result<Self> {
         let segment = descs[0].segment;
-        let (mut entries, len) = layout(descs, bucket_options.place.1 * ALIGN)?;
-        let [kept, floats_kept] = len.map(|len| bucket_options.part(bucket_options.spec.values, len));
-        let mut bytes = BucketBuilder::<u8>::new(kept.clone(), bucket_options.values)?;
-        let mut floats = BucketBuilder::<f32>::new(floats_kept.clone(), bucket_options.values)?;
-        for entry in &mut entries {
-            let parts = [(&entry.codes, &kept), (&entry.nested, &kept), (&entry.scales, &floats_kept)];
-            if !parts.iter().any(|(range, kept)| bucket_options.wants(range, kept)) {
+        let BucketLayout { mut entries, lens } = layout(descs, bucket_options.place.1 * ALIGN)?;
+        let kept = |dtype: RunDtype| bucket_options.part(bucket_options.spec.values, lens[&dtype]);
+        let mut builders = RunBuilders {
+            bytes: BucketBuilder::new(kept(RunDtype::U8), bucket_options.values)?,
+            floats: BucketBuilder::new(kept(RunDtype::F32), bucket_options.values)?,
+        };
+        for QuantizedEntry { desc, format, runs, offset } in &mut entries {
+            if !runs.iter().any(|slot| bucket_options.wants(&slot.range, &kept(slot.dtype()))) {
                 continue;
             }
-            let (format, offset) = (entry.format, &mut entry.offset);
-            if let (Some([codes, nested]), Some([scales])) =
-                (bytes.in_place([&entry.codes, &entry.nested]), floats.in_place([&entry.scales]))
-            {
-                fill(&entry.desc, BlocksMut { format, codes, nested, scales, offset })?;
+            let meanings = runs.iter().map(|slot| slot.run.meaning);
+            if let Some(memory) = builders.in_place(runs) {
+                fill(desc, BlocksMut::new(*format, meanings.zip(memory), offset))?;
                 continue;
             }
-            let (mut codes, mut nested) = (vec![0; entry.codes.len()], vec![0; entry.nested.len()]);
-            let mut scales = vec![0.0; entry.scales.len()];
-            let parts =
-                BlocksMut { format, codes: &mut codes, nested: &mut nested, scales: &mut scales, offset };
-            fill(&entry.desc, parts)?;
-            for (range, values) in [(&entry.codes, &codes), (&entry.nested, &nested)] {
-                bytes.fill(range.clone(), |to| copy(to, values))?;
+            let mut filled: Vec<RunBuffer> = runs.iter().map(|slot| RunBuffer::zeros(&slot.run)).collect();
+            let memory = filled.iter_mut().map(RunBuffer::as_mut);
+            fill(desc, BlocksMut::new(*format, meanings.zip(memory), offset))?;
+            for (slot, values) in runs.iter().zip(&filled) {
+                builders.fill(&slot.range, values)?;
             }
-            floats.fill(entry.scales.clone(), |to| copy(to, &scales))?;
-            if !kept.contains(&entry.codes.start) {
+            if runs.first().is_none_or(|slot| !kept(slot.dtype()).contains(&slot.range.start)) {
                 // Another rank answers for it.
-                entry.offset = 0.0;
+                *offset = 0.0;
             }
         }
-        let [bytes, floats] =
-            [bucket_options.values.settle(bytes.finish()?)?, bucket_options.values.settle(floats.finish()?)?];
-        Ok(QuantizedBucket { segment, bytes, floats, len, away: bucket_options.values.is_away(), entries })
+        let RunBuilders { bytes, floats } = builders;
+        let buffer = |dtype: RunDtype, filled: ParamStorage| -> Result<(RunDtype, QuantizedBuffer)> {
+            let values = bucket_options.values.settle(filled)?;
+            Ok((dtype, QuantizedBuffer { values, len: lens[&dtype] }))
+        };
+        let buffers =
+            [buffer(RunDtype::U8, bytes.finish()?)?, buffer(RunDtype::F32, floats.finish()?)?].into();
+        Ok(QuantizedBucket { segment, buffers, away: bucket_options.values.is_away(), entries })
     }
 
-    /// Bytes that both runs of `descs` take up in a file.
+    /// Bytes that all runs of `descs` take up in a file.
     pub(super) fn room(descs: &[ParamDesc], bucket_options: &BucketOptions<'_>) -> Result<usize> {
-        let (_, len) = layout(descs.to_vec(), bucket_options.place.1 * ALIGN)?;
-        let [bytes, floats] = len.map(|len| bucket_options.part(bucket_options.spec.values, len).len());
-        Ok(MappedFile::room(bytes, DType::U8) + MappedFile::room(floats, DType::F32))
+        let BucketLayout { lens, .. } = layout(descs.to_vec(), bucket_options.place.1 * ALIGN)?;
+        let room = |(dtype, len): (RunDtype, usize)| {
+            let dtype = match dtype {
+                RunDtype::U8 => DType::U8,
+                RunDtype::F32 => DType::F32,
+            };
+            MappedFile::room(bucket_options.part(bucket_options.spec.values, len).len(), dtype)
+        };
+        Ok(lens.into_iter().map(room).sum())
     }
 
     /// This rank keeps less than all.
     pub(super) fn sharded(&self) -> bool {
-        self.bytes.elements() < self.len[0]
+        self.buffers.values().any(|buffer| buffer.values.elements() < buffer.len)
     }
 
     /// The mean of each entry's scales, 0 where another rank of the shard's group knows it.
@@ -112,26 +137,53 @@ impl QuantizedBucket {
         self.entries.iter().map(|entry| entry.desc.name.as_str())
     }
 
-    /// The view of an entry for use in a segment; `bytes` and `floats` are the whole.
-    pub(super) fn quantized(&self, entry: usize, bytes: &Tensor, floats: &Tensor) -> Result<Quantized> {
-        let entry = &self.entries[entry];
-        let bytes = |range: &Range<usize>| bytes.narrow(0, range.start, range.len());
-        let scales = floats.narrow(0, entry.scales.start, entry.scales.len())?;
-        let shape = match entry.desc.shape[..] {
+    /// The view of an entry for use in a segment; `whole` gives the whole buffer of a type.
+    pub(super) fn quantized(
+        &self,
+        entry: usize,
+        whole: impl Fn(RunDtype) -> Result<TensorMut>,
+    ) -> Result<Quantized> {
+        let QuantizedEntry { desc, format, runs, offset } = &self.entries[entry];
+        let shape = match desc.shape[..] {
             [out, inputs] => (out, inputs),
-            _ => return Err(Error::internal(format!("{} is not a matrix", entry.desc.name))),
+            _ => return Err(Error::internal(format!("{} is not a matrix", desc.name))),
         };
-        Ok(Quantized {
-            kind: entry.format.kind,
-            block_size: entry.format.block_size,
-            shape,
-            codes: bytes(&entry.codes)?,
-            scales: if entry.format.double_quant {
-                BlockScales::Nested { codes: bytes(&entry.nested)?, absmax: scales, offset: entry.offset }
-            } else {
-                BlockScales::Plain(scales)
-            },
-        })
+        let run = |slot: &RunSlot| {
+            let values = whole(slot.dtype())?.narrow(0, slot.range.start, slot.range.len())?;
+            Ok(QuantizedRun { meaning: slot.run.meaning, values: values.into_tensor() })
+        };
+        let runs = runs.iter().map(run).collect::<Result<_>>()?;
+        Ok(Quantized { format: *format, shape, runs, offset: *offset })
+    }
+}
+
+/// A rank's part of the buffers while they are filled.
+struct RunBuilders {
+    bytes: BucketBuilder<u8>,
+    floats: BucketBuilder<f32>,
+}
+
+impl RunBuilders {
+    /// The memory of each run, to be written in place; none unless all of it is kept and in memory.
+    fn in_place(&mut self, runs: &[RunSlot]) -> Option<Vec<RunMut<'_>>> {
+        let of = |dtype: RunDtype| {
+            runs.iter().filter(move |slot| slot.dtype() == dtype).map(|slot| slot.range.clone())
+        };
+        let mut bytes = self.bytes.in_place(of(RunDtype::U8))?.into_iter();
+        let mut floats = self.floats.in_place(of(RunDtype::F32))?.into_iter();
+        let memory = |slot: &RunSlot| match slot.dtype() {
+            RunDtype::U8 => bytes.next().map(RunMut::U8),
+            RunDtype::F32 => floats.next().map(RunMut::F32),
+        };
+        runs.iter().map(memory).collect()
+    }
+
+    /// Takes what is kept of the run `range` of the whole.
+    fn fill(&mut self, range: &Range<usize>, values: &RunBuffer) -> Result<()> {
+        match values {
+            RunBuffer::U8(values) => self.bytes.fill(range.clone(), |to| copy(to, values)),
+            RunBuffer::F32(values) => self.floats.fill(range.clone(), |to| copy(to, values)),
+        }
     }
 }
 
@@ -140,29 +192,29 @@ fn copy<T: Copy>(to: &mut [T], values: &[T]) -> Result<()> {
     Ok(())
 }
 
-/// Places for `descs`, and the lengths of both runs, multiples of `unit`.
-fn layout(descs: Vec<ParamDesc>, unit: usize) -> Result<(Vec<QuantizedEntry>, [usize; 2])> {
-    let (mut n_bytes, mut n_floats) = (0, 0);
-    let take = |at: &mut usize, len: usize| {
-        let start = *at;
-        *at += len.next_multiple_of(ALIGN);
-        start..start + len
-    };
+/// Where slots lie, and how long the buffers are.
+struct BucketLayout {
+    entries: Vec<QuantizedEntry>,
+    lens: BTreeMap<RunDtype, usize>,
+}
+
+/// Places for the runs of `descs`, and the lengths of the buffers, multiples of `unit`.
+fn layout(descs: Vec<ParamDesc>, unit: usize) -> Result<BucketLayout> {
+    let mut lens = BTreeMap::from([(RunDtype::U8, 0), (RunDtype::F32, 0)]);
     let mut entries = Vec::with_capacity(descs.len());
     for desc in descs {
         let ParamKind::Quantized(format) = desc.kind else {
             return Err(Error::internal(format!("{} is not quantized", desc.name)));
         };
-        let n = desc.elements();
-        let nested = if format.double_quant { format.blocks(n) } else { 0 };
-        entries.push(QuantizedEntry {
-            codes: take(&mut n_bytes, format.code_bytes(n)),
-            nested: take(&mut n_bytes, nested),
-            scales: take(&mut n_floats, format.scales(n)),
-            offset: 0.0,
-            format,
-            desc,
-        });
+        let place = |run: QuantRun| {
+            let len = lens.entry(run.meaning.dtype()).or_default();
+            let start = *len;
+            *len += run.elements.next_multiple_of(ALIGN);
+            RunSlot { run, range: start..start + run.elements }
+        };
+        let runs = format.layout(desc.elements()).into_iter().map(place).collect();
+        entries.push(QuantizedEntry { runs, offset: 0.0, format, desc });
     }
-    Ok((entries, [n_bytes.next_multiple_of(unit), n_floats.next_multiple_of(unit)]))
+    lens.values_mut().for_each(|len| *len = len.next_multiple_of(unit));
+    Ok(BucketLayout { entries, lens })
 }

@@ -10,7 +10,6 @@ use super::quantized_bucket::QuantizedBucket;
 use crate::error::{Error, Result};
 use crate::model::{Lora, Param, ParamLookup, TokenRows, WeightMatrix};
 use crate::runtime::TensorMut;
-use crate::runtime::param_storage::ParamStorage;
 
 /// The adapter on one module.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -91,13 +90,11 @@ impl ParamLookup for SegmentViews<'_> {
             return Ok(WeightMatrix::Dense(self.param(name)?));
         };
         let packed = &self.packed[i];
-        let gathered = |piece, own: &ParamStorage| match self.gathered.get(&piece) {
+        let whole = |dtype| match self.gathered.get(&BufferId::Quantized(i, dtype)) {
             Some(whole) => Ok(whole.clone()),
-            None => own.tensor().cloned(),
+            None => packed.buffers[&dtype].values.tensor().cloned(),
         };
-        let bytes = gathered(BufferId::Bytes(i), &packed.bytes)?;
-        let floats = gathered(BufferId::Floats(i), &packed.floats)?;
-        Ok(WeightMatrix::Quantized(packed.quantized(entry, &bytes, &floats)?))
+        Ok(WeightMatrix::Quantized(packed.quantized(entry, whole)?))
     }
 
     fn lora(&self, module: &str, module_index: u64) -> Result<Option<Lora>> {

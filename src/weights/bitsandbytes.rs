@@ -14,10 +14,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 
 use super::header::clip;
-use super::quantized::{QuantizedParts, ScalePlaces, ShardRange, read_f32};
+use super::quantized::{QuantizedParts, ShardRange, read_f32};
 use super::{StoredDtype, TensorInfo};
 use crate::error::{Error, Result};
-use crate::quant::{self, CodeKind, NESTED_BLOCK, QuantFormat};
+use crate::quant::{self, CodeKind, NESTED_BLOCK, QuantFormat, RunMeaning};
 
 /// What the name of a quantized weight is followed by in the name of its JSON text.
 const STATE: &str = ".quant_state.bitsandbytes__";
@@ -91,6 +91,13 @@ pub(super) fn recognise<'a>(
     Ok(quantized)
 }
 
+/// Where the scales of a 4-bit weight are.
+struct StoredScales {
+    runs: Vec<(RunMeaning, ShardRange)>,
+    /// The mean of double-quantized scales.
+    offset: f32,
+}
+
 /// A weight and its companions.
 struct BnbGroup<'g, F> {
     tensors: &'g Tensors,
@@ -153,7 +160,8 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> BnbGroup<'_, F> {
         let companions = [Some(scales), layout].into_iter().flatten();
         let parts = QuantizedParts {
             format: QuantFormat { kind: CodeKind::Int8Rows, block_size: columns.max(1), double_quant: false },
-            scales: ScalePlaces::Plain(place(scales)),
+            runs: vec![(RunMeaning::Scales, place(scales))],
+            offset: 0.0,
             bytes: companions.chain([codes]).map(|info| info.range.len() as u64).sum(),
         };
         // bitsandbytes makes the codes from f16 values.
@@ -181,7 +189,7 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> BnbGroup<'_, F> {
         }
         let blocks = format.blocks(elements.unwrap_or(0));
         let needs = format!("{blocks} blocks (shape {:?}, blocksize {})", state.shape, state.blocksize);
-        let scales = self.scales(&state, blocks, &needs)?;
+        let StoredScales { runs, offset } = self.scales(&state, blocks, &needs)?;
         self.check_map(QUANT_MAP, kind.table(), kind.name())?;
         if format.double_quant {
             self.check_map(NESTED_QUANT_MAP, quant::dynamic_signed(), "nested scales")?;
@@ -192,7 +200,7 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> BnbGroup<'_, F> {
         let dtype = state.stored_dtype()?;
         Ok((
             TensorInfo { dtype, shape: state.shape, ..codes.clone() },
-            QuantizedParts { format, scales, bytes },
+            QuantizedParts { format, runs, offset, bytes },
         ))
     }
 
@@ -227,14 +235,14 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> BnbGroup<'_, F> {
         Ok((kind, text))
     }
 
-    fn scales(&self, state: &BnbState, blocks: usize, needs: &str) -> Result<ScalePlaces, String> {
+    fn scales(&self, state: &BnbState, blocks: usize, needs: &str) -> Result<StoredScales, String> {
         let absmax = self.companion(ABSMAX).ok_or("absmax, the scales of its blocks, is missing")?;
         let Some(outer) = self.companion(NESTED_ABSMAX) else {
             if state.nested_offset.is_some() {
                 return Err("its quant_state has a nested_offset, but nested_absmax is missing".into());
             }
             floats("absmax", absmax, blocks, needs)?;
-            return Ok(ScalePlaces::Plain(place(absmax)));
+            return Ok(StoredScales { runs: vec![(RunMeaning::Scales, place(absmax))], offset: 0.0 });
         };
         if absmax.dtype != StoredDtype::U8 {
             return Err(format!("absmax has dtype {} beside nested_absmax; accepted: U8", absmax.dtype));
@@ -248,7 +256,8 @@ impl<'a, F: Fn(&TensorInfo) -> &'a [u8]> BnbGroup<'_, F> {
         }
         floats("nested_absmax", outer, blocks.div_ceil(NESTED_BLOCK), &format!("{blocks} nested scales"))?;
         let offset = state.nested_offset.ok_or("its quant_state has no nested_offset")? as f32;
-        Ok(ScalePlaces::Nested { codes: place(absmax), absmax: place(outer), offset })
+        let runs = vec![(RunMeaning::ScaleCodes, place(absmax)), (RunMeaning::NestedScales, place(outer))];
+        Ok(StoredScales { runs, offset })
     }
 
     /// A map of other values than the kind's would give other weights.

@@ -1,12 +1,12 @@
-//! A quantized tensor inside a checkpoint: where its parts are, and their values.
+//! A quantized tensor inside a checkpoint: where its runs are, and their values.
 //!
 //! Codes and scales are borrowed from the memory map, where nothing is aligned, so f32 scales are copied out for each
-//! use. What the parts are called in files, and whether they fit each other, is for `bitsandbytes` to say.
+//! use. What the runs are called in files, and whether they fit each other, is for `bitsandbytes` to say.
 
 use std::ops::Range;
 
 use crate::error::Result;
-use crate::quant::{self, Blocks, NESTED_BLOCK, QuantFormat, Scales};
+use crate::quant::{self, Blocks, BlocksMut, NESTED_BLOCK, QuantFormat, RunMeaning, RunMut, Scales};
 
 /// Bytes of a file.
 #[derive(Debug, Clone)]
@@ -15,37 +15,26 @@ pub(super) struct ShardRange {
     pub(super) range: Range<usize>,
 }
 
-/// Where the scales of a quantized tensor are.
-#[derive(Debug, Clone)]
-pub(super) enum ScalePlaces {
-    /// f32, one a block.
-    Plain(ShardRange),
-    /// u8, one a block; f32, one for [`NESTED_BLOCK`] of them.
-    Nested { codes: ShardRange, absmax: ShardRange, offset: f32 },
-}
-
 /// What the list of tensors does not say of a quantized one, whose own place there is that of its codes.
 #[derive(Debug, Clone)]
 pub(super) struct QuantizedParts {
     pub(super) format: QuantFormat,
-    pub(super) scales: ScalePlaces,
+    /// Where the other runs of [`QuantFormat::layout`] are, in its order.
+    pub(super) runs: Vec<(RunMeaning, ShardRange)>,
+    /// The mean of double-quantized scales.
+    pub(super) offset: f32,
     /// Of codes and companions.
     pub(super) bytes: u64,
 }
 
-/// The scales of a quantized tensor as they lie in the file.
-#[derive(Debug, Clone, Copy)]
-enum StoredScales<'a> {
-    Plain(&'a [u8]),
-    Nested { codes: &'a [u8], absmax: &'a [u8], offset: f32 },
-}
-
 /// A quantized tensor of a checkpoint, borrowed from its files.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct QuantizedTensor<'a> {
     format: QuantFormat,
     codes: &'a [u8],
-    scales: StoredScales<'a>,
+    /// The other runs as they lie in the file.
+    runs: Vec<(RunMeaning, &'a [u8])>,
+    offset: f32,
 }
 
 impl<'a> QuantizedTensor<'a> {
@@ -55,13 +44,9 @@ impl<'a> QuantizedTensor<'a> {
         codes: &'a [u8],
         bytes: impl Fn(&ShardRange) -> Result<&'a [u8]>,
     ) -> Result<Self> {
-        let scales = match &parts.scales {
-            ScalePlaces::Plain(scales) => StoredScales::Plain(bytes(scales)?),
-            ScalePlaces::Nested { codes, absmax, offset } => {
-                StoredScales::Nested { codes: bytes(codes)?, absmax: bytes(absmax)?, offset: *offset }
-            }
-        };
-        Ok(QuantizedTensor { format: parts.format, codes, scales })
+        let run = |(meaning, place): &(RunMeaning, ShardRange)| Ok((*meaning, bytes(place)?));
+        let runs = parts.runs.iter().map(run).collect::<Result<_>>()?;
+        Ok(QuantizedTensor { format: parts.format, codes, runs, offset: parts.offset })
     }
 
     /// How it is quantized. The block of LLM.int8() is a row.
@@ -74,43 +59,32 @@ impl<'a> QuantizedTensor<'a> {
         self.codes
     }
 
-    /// The scales as they lie in the file: with double quantization the codes of the scales, then the scales of those;
-    /// without, the scales and nothing.
-    pub(super) fn stored_scales(&self) -> [&'a [u8]; 2] {
-        match self.scales {
-            StoredScales::Plain(scales) => [scales, &[]],
-            StoredScales::Nested { codes, absmax, .. } => [codes, absmax],
-        }
+    /// The runs beside the codes as they lie in the file: with double quantization the codes of the scales, then the
+    /// scales of those; without, the scales.
+    pub(super) fn stored_scales(&self) -> impl Iterator<Item = &'a [u8]> {
+        self.runs.iter().map(|(_, stored)| *stored)
     }
 
     /// The mean of the scales; 0 without double quantization.
     pub fn offset(&self) -> f32 {
-        match self.scales {
-            StoredScales::Plain(_) => 0.0,
-            StoredScales::Nested { offset, .. } => offset,
-        }
+        self.offset
     }
 
-    /// Copies all parts. With double quantization `nested` takes the codes of the scales and `scales` the scales of
-    /// those; without, `nested` is empty.
+    /// Copies all runs.
     ///
     /// # Panics
-    /// A slice has not the length that [`QuantizedTensor::format`] gives for the tensor's elements.
-    pub fn copy_to(&self, codes: &mut [u8], nested: &mut [u8], scales: &mut [f32], offset: &mut f32) {
-        codes.copy_from_slice(self.codes);
-        let stored = match self.scales {
-            StoredScales::Plain(scales) => {
-                assert!(nested.is_empty(), "scales that are not quantized have no codes");
-                scales
+    /// The memory of a run has not the length that [`QuantizedTensor::format`] gives for the tensor's elements.
+    pub fn copy_to(&self, to: &mut BlocksMut<'_>) {
+        for &(meaning, stored) in [(RunMeaning::Codes, self.codes)].iter().chain(&self.runs) {
+            match to.run(meaning) {
+                RunMut::U8(to) => to.copy_from_slice(stored),
+                RunMut::F32(to) => {
+                    assert_eq!(stored.len(), size_of_val(to), "all scales");
+                    to.iter_mut().zip(read_f32(stored)).for_each(|(value, stored)| *value = stored);
+                }
             }
-            StoredScales::Nested { codes, absmax, .. } => {
-                nested.copy_from_slice(codes);
-                absmax
-            }
-        };
-        assert_eq!(stored.len(), size_of_val(scales), "all scales");
-        scales.iter_mut().zip(read_f32(stored)).for_each(|(scale, stored)| *scale = stored);
-        *offset = self.offset();
+        }
+        to.set_offset(self.offset);
     }
 
     /// Values `start..start + out.len()`, in f32.
@@ -126,18 +100,22 @@ impl<'a> QuantizedTensor<'a> {
 
     /// The factors of some blocks.
     fn some_scales(&self, blocks: Range<usize>) -> Vec<f32> {
-        match self.scales {
-            StoredScales::Plain(scales) => read_f32(&scales[4 * blocks.start..4 * blocks.end]).collect(),
-            StoredScales::Nested { codes, absmax, offset } => {
-                let map = quant::dynamic_signed();
-                let (first, last) = (blocks.start / NESTED_BLOCK, blocks.end.div_ceil(NESTED_BLOCK));
-                let outer: Vec<f32> = read_f32(&absmax[4 * first..4 * last]).collect();
-                let scale = |block: usize| {
-                    map[usize::from(codes[block])] * outer[block / NESTED_BLOCK - first] + offset
-                };
-                blocks.map(scale).collect()
-            }
+        if !self.format.double_quant {
+            return read_f32(&self.stored(RunMeaning::Scales)[4 * blocks.start..4 * blocks.end]).collect();
         }
+        let (codes, absmax) = (self.stored(RunMeaning::ScaleCodes), self.stored(RunMeaning::NestedScales));
+        let map = quant::dynamic_signed();
+        let (first, last) = (blocks.start / NESTED_BLOCK, blocks.end.div_ceil(NESTED_BLOCK));
+        let outer: Vec<f32> = read_f32(&absmax[4 * first..4 * last]).collect();
+        let scale = |block: usize| {
+            map[usize::from(codes[block])] * outer[block / NESTED_BLOCK - first] + self.offset
+        };
+        blocks.map(scale).collect()
+    }
+
+    /// The bytes of a run beside the codes; none where there is no such run.
+    fn stored(&self, meaning: RunMeaning) -> &'a [u8] {
+        self.runs.iter().find(|(found, _)| *found == meaning).map_or(&[], |(_, stored)| *stored)
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::logits::{base, distance, floats};
 use crate::place::{Place, copy_folder, golden, lora};
-use finetune::quant::{CodeKind, NESTED_BLOCK, QuantFormat};
+use finetune::quant::{BlocksMut, CodeKind, NESTED_BLOCK, QuantFormat, RunMeaning, RunMut};
 use finetune::setup::Trains;
 use finetune::weights::{ModelFiles, StoredDtype};
 use insta::assert_snapshot;
@@ -126,7 +126,12 @@ fn codes_and_scales_are_the_files_own() {
     let (blocks, mut offset) = (tensor.format().blocks(4096), 0f32);
     let (mut codes, mut nested) = (vec![0u8; tensor.format().code_bytes(4096)], vec![0u8; blocks]);
     let mut scales = vec![0f32; blocks.div_ceil(NESTED_BLOCK)];
-    tensor.copy_to(&mut codes, &mut nested, &mut scales, &mut offset);
+    let runs = [
+        (RunMeaning::Codes, RunMut::U8(&mut codes)),
+        (RunMeaning::ScaleCodes, RunMut::U8(&mut nested)),
+        (RunMeaning::NestedScales, RunMut::F32(&mut scales)),
+    ];
+    tensor.copy_to(&mut BlocksMut::new(tensor.format(), runs, &mut offset));
     assert_eq!(codes, raw.bytes(Q_PROJ).unwrap());
     assert_eq!(nested, raw.bytes(&format!("{Q_PROJ}.absmax")).unwrap());
     assert_eq!(scales, floats(&raw, &format!("{Q_PROJ}.nested_absmax")));

@@ -26,6 +26,7 @@ mod merge;
 mod model;
 mod objective;
 mod offload;
+mod optimizer_state;
 mod ops;
 mod quant;
 mod recipe;

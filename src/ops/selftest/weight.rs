@@ -8,8 +8,8 @@ use crate::ops::adamw::{self, AdamWStep};
 use crate::ops::adamw_int8::{Int8State, STATE_BLOCK, adamw_int8};
 use crate::ops::dora;
 use crate::ops::matmul::{ColumnView, ColumnViewMut, Transpose};
-use crate::ops::matmul_quantized::{BlockScales, Quantized, Weight, matmul_weight, quantized_reference};
-use crate::quant::{self, CodeKind, QuantFormat};
+use crate::ops::matmul_quantized::{Quantized, QuantizedRun, Weight, matmul_weight, quantized_reference};
+use crate::quant::{self, CodeKind, QuantFormat, RunMeaning};
 use crate::runtime::TensorMut;
 use crate::runtime::rng::RngStream;
 
@@ -27,18 +27,21 @@ fn quantized(bench: &CaseRunner<'_>, format: QuantFormat, shape: (usize, usize))
     let (mut codes, mut absmax) = (vec![0u8; format.code_bytes(n)], vec![0f32; format.blocks(n)]);
     quant::quantize(format.kind, format.block_size, &values, &mut codes, &mut absmax);
     let on = |device: &Device| -> Result<Quantized> {
+        let run = |meaning, values| QuantizedRun { meaning, values };
         let bytes = |bytes: &[u8]| Tensor::from_slice(bytes, bytes.len(), device);
         let floats = |floats: &[f32]| Tensor::from_slice(floats, floats.len(), device);
-        let scales = if format.double_quant {
+        let mut runs = vec![run(RunMeaning::Codes, bytes(&codes)?)];
+        let mut offset = 0.0;
+        if format.double_quant {
             let mut nested = vec![0u8; absmax.len()];
             let mut outer = vec![0f32; absmax.len().div_ceil(quant::NESTED_BLOCK)];
-            let offset = quant::nest(&absmax, &mut nested, &mut outer);
-            BlockScales::Nested { codes: bytes(&nested)?, absmax: floats(&outer)?, offset }
+            offset = quant::nest(&absmax, &mut nested, &mut outer);
+            runs.push(run(RunMeaning::ScaleCodes, bytes(&nested)?));
+            runs.push(run(RunMeaning::NestedScales, floats(&outer)?));
         } else {
-            BlockScales::Plain(floats(&absmax)?)
-        };
-        let QuantFormat { kind, block_size, .. } = format;
-        Ok(Quantized { kind, block_size, shape, codes: bytes(&codes)?, scales })
+            runs.push(run(RunMeaning::Scales, floats(&absmax)?));
+        }
+        Ok(Quantized { format, shape, runs, offset })
     };
     Ok([on(bench.device)?, on(&Device::Cpu)?])
 }

@@ -1,0 +1,86 @@
+//! The runs of memory that a quantized tensor is, and what each means.
+
+use super::{NESTED_BLOCK, QuantFormat};
+
+/// What the elements of a run are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RunMeaning {
+    /// The codes of the values: a byte holds two of 4 bits or one of 8.
+    Codes,
+    /// The scales, one a block.
+    Scales,
+    /// With double quantization the codes of the scales, one a block.
+    ScaleCodes,
+    /// With double quantization the scales of the scales, one for [`NESTED_BLOCK`] of their codes.
+    NestedScales,
+}
+
+/// The type of a run's elements. Runs of one type may share a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum RunDtype {
+    /// Bytes of codes.
+    U8,
+    /// Numbers in f32.
+    F32,
+}
+
+impl RunMeaning {
+    /// The type of such a run's elements.
+    pub fn dtype(self) -> RunDtype {
+        match self {
+            RunMeaning::Codes | RunMeaning::ScaleCodes => RunDtype::U8,
+            RunMeaning::Scales | RunMeaning::NestedScales => RunDtype::F32,
+        }
+    }
+}
+
+/// One run of a quantized tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QuantRun {
+    /// What its elements are.
+    pub meaning: RunMeaning,
+    /// How many there are.
+    pub elements: usize,
+}
+
+impl QuantRun {
+    /// Bytes of its elements.
+    pub fn bytes(&self) -> usize {
+        match self.meaning.dtype() {
+            RunDtype::U8 => self.elements,
+            RunDtype::F32 => 4 * self.elements,
+        }
+    }
+}
+
+impl QuantFormat {
+    /// The runs of a tensor of `n` values, its codes first. One number stands beside them: the mean of double-quantized
+    /// scales.
+    pub fn layout(&self, n: usize) -> Vec<QuantRun> {
+        let run = |meaning, elements| QuantRun { meaning, elements };
+        let (codes, blocks) = (run(RunMeaning::Codes, self.code_bytes(n)), self.blocks(n));
+        if self.double_quant {
+            let nested = run(RunMeaning::NestedScales, blocks.div_ceil(NESTED_BLOCK));
+            vec![codes, run(RunMeaning::ScaleCodes, blocks), nested]
+        } else {
+            vec![codes, run(RunMeaning::Scales, blocks)]
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quant::CodeKind;
+
+    #[test]
+    fn runs_of_a_short_last_block() {
+        let sizes = |kind, double_quant| {
+            let layout = QuantFormat { kind, block_size: 64, double_quant }.layout(64 * 300 + 1);
+            layout.iter().map(|run| (run.elements, run.bytes())).collect::<Vec<_>>()
+        };
+        assert_eq!(sizes(CodeKind::Nf4, false), [(9601, 9601), (301, 1204)]);
+        assert_eq!(sizes(CodeKind::Nf4, true), [(9601, 9601), (301, 301), (2, 8)]);
+        assert_eq!(sizes(CodeKind::Int8, false), [(19201, 19201), (301, 1204)]);
+    }
+}
