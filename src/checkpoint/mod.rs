@@ -25,7 +25,9 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 pub use run_folder::{RunFolder, RunRecord};
-pub use saver::{SaveThreads, SavedState, SavedValues, Saver, SaverOptions, SnapshotPart, SnapshotTensor, WriteWeights};
+pub use saver::{
+    SaveThreads, SavedState, SavedValues, Saver, SaverOptions, SnapshotPart, SnapshotTensor, WriteWeights,
+};
 
 use crate::error::{Error, ErrorCategory, Result};
 use crate::weights::{ModelFiles, ModelIdentity};

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Tensor};
 
-use super::lora::{AdapterSwitch, Lora};
 use super::ModelConfig;
+use super::lora::{AdapterSwitch, Lora};
 use crate::error::Result;
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward};
 use crate::ops::{ColumnView, ColumnViewMut, Transpose, empty, matmul};

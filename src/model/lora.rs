@@ -149,7 +149,14 @@ impl Lora {
     fn up_backward(&self, u: &Tensor, dy: ColumnView<'_>) -> Result<Tensor> {
         let (rows, r) = u.dims2()?;
         let du = empty(rows, r, DType::F32, u.device())?;
-        matmul(ColumnViewMut::all(&du), dy, ColumnView::all(&self.b.value), Transpose::Nn, self.scale, false)?;
+        matmul(
+            ColumnViewMut::all(&du),
+            dy,
+            ColumnView::all(&self.b.value),
+            Transpose::Nn,
+            self.scale,
+            false,
+        )?;
         if let Some(grad) = &self.b.grad {
             matmul(ColumnViewMut::all(grad), dy, ColumnView::all(u), Transpose::Tn, self.scale, true)?;
         }

@@ -93,7 +93,12 @@ pub(super) fn update_chunk(p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32
 }
 
 /// The definition, in candle's primitives.
-pub(crate) fn reference(param: &TensorMut, grad: &Tensor, moments: [&TensorMut; 2], options: &AdamWStep) -> Result<()> {
+pub(crate) fn reference(
+    param: &TensorMut,
+    grad: &Tensor,
+    moments: [&TensorMut; 2],
+    options: &AdamWStep,
+) -> Result<()> {
     let [beta1, beta2] = options.betas;
     let correction1 = 1.0 - beta1.powf(options.update as f64);
     let correction2 = 1.0 - beta2.powf(options.update as f64);

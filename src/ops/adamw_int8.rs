@@ -42,7 +42,12 @@ impl Int8State {
 ///
 /// # Errors
 /// When `param` or `grad` is not contiguous f32, or a copy to or from the device fails.
-pub fn adamw_int8(param: &TensorMut, grad: &Tensor, moments: [&Int8State; 2], options: &AdamWStep) -> Result<()> {
+pub fn adamw_int8(
+    param: &TensorMut,
+    grad: &Tensor,
+    moments: [&Int8State; 2],
+    options: &AdamWStep,
+) -> Result<()> {
     if !param.device().is_cpu() {
         let host = TensorMut::new(param.to_device(&Device::Cpu)?);
         adamw_int8(&host, &grad.to_device(&Device::Cpu)?, moments, options)?;

@@ -93,7 +93,13 @@ fn without(ids: &[u32], skip: Option<u32>) -> (Vec<u32>, Vec<u32>) {
 ///
 /// # Errors
 /// When `grad` is no contiguous f32 matrix, `dy` is not contiguous, or an operation of the device fails.
-pub fn embed_backward(grad: &TensorMut, ids: &[u32], dy: &Tensor, factor: f64, skip: Option<u32>) -> Result<()> {
+pub fn embed_backward(
+    grad: &TensorMut,
+    ids: &[u32],
+    dy: &Tensor,
+    factor: f64,
+    skip: Option<u32>,
+) -> Result<()> {
     if !grad.device().is_cpu() {
         return reference_backward(grad, ids, dy, factor, skip);
     }

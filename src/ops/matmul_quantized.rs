@@ -54,7 +54,12 @@ impl Quantized {
         let codes = read::<u8>(self.run(RunMeaning::Codes)?)?;
         if !double_quant {
             let scales = read::<f32>(self.run(RunMeaning::Scales)?)?;
-            return Ok(use_blocks(Blocks { kind, block_size, codes: &codes, scales: Scales::Plain(&scales) }));
+            return Ok(use_blocks(Blocks {
+                kind,
+                block_size,
+                codes: &codes,
+                scales: Scales::Plain(&scales),
+            }));
         }
         let nested = read::<u8>(self.run(RunMeaning::ScaleCodes)?)?;
         let absmax = read::<f32>(self.run(RunMeaning::NestedScales)?)?;

@@ -9,8 +9,8 @@ use super::adamw::AdamW;
 use super::staging::UpdateStaging;
 use super::state::{StateLayout, StateTensor, StateValues};
 use crate::error::Result;
-use crate::recipe::enums::{OptimizerKind, StateDtype};
 use crate::recipe::OptimizerSection;
+use crate::recipe::enums::{OptimizerKind, StateDtype};
 use crate::runtime::TensorMut;
 use crate::runtime::param_storage::{ParamStorage, STAGING_ELEMENTS};
 

@@ -280,7 +280,8 @@ impl ParamStore {
                 _ => None,
             };
             let Some(table) = table else { continue };
-            let (table, rows) = (TensorMut::new(view(table, at)?), view(self.buckets[rows].value.tensor()?, rows_at)?);
+            let (table, rows) =
+                (TensorMut::new(view(table, at)?), view(self.buckets[rows].value.tensor()?, rows_at)?);
             for (i, &id) in ids.iter().enumerate() {
                 copy_into(&table.narrow(0, id as usize, 1)?, &rows.narrow(0, i, 1)?)?;
             }

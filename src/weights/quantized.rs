@@ -107,9 +107,8 @@ impl<'a> QuantizedTensor<'a> {
         let map = quant::dynamic_signed();
         let (first, last) = (blocks.start / NESTED_BLOCK, blocks.end.div_ceil(NESTED_BLOCK));
         let outer: Vec<f32> = read_f32(&absmax[4 * first..4 * last]).collect();
-        let scale = |block: usize| {
-            map[usize::from(codes[block])] * outer[block / NESTED_BLOCK - first] + self.offset
-        };
+        let scale =
+            |block: usize| map[usize::from(codes[block])] * outer[block / NESTED_BLOCK - first] + self.offset;
         blocks.map(scale).collect()
     }
 

@@ -51,7 +51,7 @@ pub(super) fn shapes(source: &Source) -> Vec<String> {
     if source.module() != "ops" {
         return Vec::new();
     }
-    let tensor = regex!(r"\bTensor\b");
+    let tensor = regex!(r"\bTensor(?:Mut)?\b");
     let shape = regex!(r"\[(?:\w|\.\.)[\w ,.·/+*-]*\]|\b(?i:scalars?|any shape|same shape)\b");
     let dtype = regex!(r"\b(?:b?f16|f32|f64|[iu](?:8|16|32|64)|dtypes?)\b");
     let mut faults = Vec::new();

@@ -14,9 +14,7 @@ use finetune::collective::{Collective, in_process};
 use finetune::data::{Batch, IGNORE, PackedSample, Step};
 use finetune::engine::{Recompute, SaveAssignment, Trainer, TrainerOptions};
 use finetune::error::Result;
-use finetune::optim::{
-    OptimizerAlgorithm, OptimizerOptions, Schedule, StateTensor, StateValues, UpdateStep,
-};
+use finetune::optim::{OptimizerAlgorithm, OptimizerOptions, Schedule, StateTensor, StateValues, UpdateStep};
 use finetune::plan::{MemoryOptions, MemoryPlan, Saving};
 use finetune::recipe::enums::{Attention, SchedulerKind, StateDtype};
 use finetune::runtime::TensorMut;
@@ -239,8 +237,7 @@ fn the_memory_plan_counts_each_tensor() {
             on_host: true,
         };
         let elements: usize = descs.iter().map(|desc| desc.elements()).sum();
-        let plan =
-            MemoryPlan::of_step(&trainer.engine.config, &descs, None, 24, Recompute::Block, &options);
+        let plan = MemoryPlan::of_step(&trainer.engine.config, &descs, None, 24, Recompute::Block, &options);
         (plan, elements as u64)
     };
     let ((one, elements), (three, _)) = (planned(ONE), planned(THREE));

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use crate::place::Place;
 use finetune::checkpoint::{
-    self, SaveThreads, SavedState, SavedValues, Saver, SaverOptions, SnapshotPart, SnapshotTensor, TrainingState, WriteWeights,
+    self, SaveThreads, SavedState, SavedValues, Saver, SaverOptions, SnapshotPart, SnapshotTensor,
+    TrainingState, WriteWeights,
 };
 use finetune::collective::{Call, Collective, in_process};
 use finetune::error::{Error, ErrorCategory, Result};

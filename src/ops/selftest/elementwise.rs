@@ -143,7 +143,11 @@ impl RotaryCase {
         })
     }
 
-    fn norms<'a>(self, x: &'a RotaryInputs, side: impl Fn(&'a OpPair) -> &'a TensorMut) -> Option<QkNorm<'a>> {
+    fn norms<'a>(
+        self,
+        x: &'a RotaryInputs,
+        side: impl Fn(&'a OpPair) -> &'a TensorMut,
+    ) -> Option<QkNorm<'a>> {
         let part = |i: usize| (&**side(&x.weights[i]), self.trained.then(|| side(&x.grads[i])));
         self.norm.map(|kind| QkNorm { q: part(0), k: part(1), kind })
     }

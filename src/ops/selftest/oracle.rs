@@ -78,11 +78,25 @@ fn linear_layer() -> Result<()> {
 
     for matmul in [matmul::matmul, matmul::reference] {
         let out = zeros((11, 5))?;
-        matmul(ColumnViewMut::all(&out), ColumnView::all(&x), ColumnView::all(&w), Transpose::Nt, 1.0, false)?;
+        matmul(
+            ColumnViewMut::all(&out),
+            ColumnView::all(&x),
+            ColumnView::all(&w),
+            Transpose::Nt,
+            1.0,
+            false,
+        )?;
         matmul::add_bias_reference(ColumnViewMut::all(&out), &b)?;
         close("y", &out, &y)?;
         let (dx, dw) = (zeros((11, 7))?, zeros((5, 7))?);
-        matmul(ColumnViewMut::all(&dx), ColumnView::all(&dy), ColumnView::all(&w), Transpose::Nn, 1.0, false)?;
+        matmul(
+            ColumnViewMut::all(&dx),
+            ColumnView::all(&dy),
+            ColumnView::all(&w),
+            Transpose::Nn,
+            1.0,
+            false,
+        )?;
         close("dx", &dx, &want_dx)?;
         matmul(ColumnViewMut::all(&dw), ColumnView::all(&dy), ColumnView::all(&x), Transpose::Tn, 1.0, true)?;
         close("dw", &dw, &want_dw)?;
