@@ -119,7 +119,8 @@ impl GradBuffers {
                     copy_across(grad, here)?;
                     self.sum(mesh, call, here, bucket)?;
                     let own = |flat: &TensorMut| flat.narrow(0, bucket.own.start, bucket.own.len());
-                    copy_across(&own(here)?, &own(grad)?)?;
+                    let summed = own(here)?;
+                    copy_across(&summed, &own(grad)?)?;
                 }
             }
         }
