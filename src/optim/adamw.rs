@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use super::optimizer::{OptimizerAlgorithm, UpdateStep};
+use super::algorithm::{OptimizerAlgorithm, UpdateStep};
 use super::state::{StateTensor, StateValues};
 use crate::error::{Error, Result};
 use crate::ops::adamw::{AdamWStep, adamw};

@@ -4,12 +4,16 @@
 //! update of one piece of memory. All else (memory, staging, checkpoints, the memory plan) walks that list.
 
 mod adamw;
+mod algorithm;
 mod optimizer;
+mod param_group;
 mod schedule;
 mod staging;
 mod state;
 
 pub use adamw::AdamW;
-pub use optimizer::{Optimizer, OptimizerAlgorithm, OptimizerOptions, ParamGroup, UpdateStep};
+pub use algorithm::{OptimizerAlgorithm, UpdateStep};
+pub use optimizer::{Optimizer, OptimizerOptions};
+pub use param_group::ParamGroup;
 pub use schedule::Schedule;
 pub use state::{INT8_MIN_ELEMENTS, StateLayout, StateTensor, StateValues};

@@ -1,51 +1,18 @@
 //! The optimizer: an algorithm over pieces of parameter memory, and what it keeps beside them.
 
-use std::fmt::Debug;
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 
 use super::adamw::AdamW;
+use super::algorithm::{OptimizerAlgorithm, UpdateStep};
+use super::param_group::ParamGroup;
 use super::staging::UpdateStaging;
 use super::state::{StateLayout, StateTensor, StateValues};
 use crate::error::Result;
 use crate::recipe::OptimizerSection;
 use crate::recipe::enums::{OptimizerKind, StateDtype};
-use crate::runtime::TensorMut;
-use crate::runtime::param_storage::{ParamStorage, STAGING_ELEMENTS};
-
-/// An algorithm that updates parameters by their gradients. It declares what it keeps beside each; allocating that,
-/// staging, saving, restoring and planning follow the declaration.
-pub trait OptimizerAlgorithm: Debug + Send + Sync {
-    /// The tensors that it keeps beside each parameter.
-    fn state(&self) -> &'static [StateTensor];
-
-    /// Updates `param` and its `state`, one for each of [`OptimizerAlgorithm::state`], in place; all of `[elements]`,
-    /// `param` and `grad` f32.
-    ///
-    /// # Errors
-    /// When an operation of the device fails.
-    fn update(
-        &self,
-        param: &TensorMut,
-        grad: &Tensor,
-        state: &[StateValues],
-        step: &UpdateStep,
-    ) -> Result<()>;
-}
-
-/// What one update of one piece is besides the algorithm's constants.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct UpdateStep {
-    /// Learning rate of the piece in this update.
-    pub learning_rate: f64,
-    /// Weight decay of the piece.
-    pub weight_decay: f64,
-    /// 1 for the first update.
-    pub update: u64,
-    /// Factor on the gradient (clipping).
-    pub grad_scale: f64,
-}
+use crate::runtime::param_storage::STAGING_ELEMENTS;
 
 /// The optimizer of a run.
 #[derive(Debug, Clone)]
@@ -72,22 +39,6 @@ impl From<&OptimizerSection> for OptimizerOptions {
         };
         OptimizerOptions { algorithm, weight_decay: section.weight_decay, state: section.state }
     }
-}
-
-/// A run of parameter memory that is updated alike: f32 values and gradients, one-dimensional.
-#[derive(Debug, Clone)]
-pub struct ParamGroup {
-    /// What is updated in place.
-    pub param: ParamStorage,
-    /// Its gradient, on the device or, where state is offloaded, on the host.
-    pub grad: Tensor,
-    /// Weight decay applies.
-    pub decay: bool,
-    /// Factor on the learning rate (LoRA+ for B).
-    pub rate: f64,
-    /// Its state may be kept in 8 bits: it is one tensor, or a shard of one, of
-    /// [`INT8_MIN_ELEMENTS`](super::INT8_MIN_ELEMENTS) or more.
-    pub large: bool,
 }
 
 /// State beside the pieces it was made for.

@@ -4,7 +4,8 @@
 
 use candle_core::{DType, Device};
 
-use super::optimizer::{OptimizerAlgorithm, ParamGroup, UpdateStep};
+use super::algorithm::{OptimizerAlgorithm, UpdateStep};
+use super::param_group::ParamGroup;
 use super::state::{StateLayout, StateValues};
 use crate::error::{Error, Result};
 use crate::ops::adamw_int8::STATE_BLOCK;

@@ -17,7 +17,6 @@ const KNOWN: &[&[&str]] = &[
     &["model/config.rs", "model/families.rs", "model/rope.rs"],
     &["model/linear.rs", "model/lora.rs"],
     &["ops/amx/mod.rs", "ops/gemm.rs"],
-    &["optim/adamw.rs", "optim/staging.rs"],
     &["quant/codes.rs", "quant/quantize.rs", "quant/table.rs"],
     &["rendezvous/framing.rs", "rendezvous/handshake.rs", "rendezvous/message.rs"],
     &[
