@@ -18,7 +18,7 @@ use crate::setup::{ResolvedSource, Resolver};
 use crate::units;
 use crate::weights::{ModelFiles, OutputDtype};
 
-/// Exports.
+/// Exports a model, or an adapter.
 pub(super) fn run(args: &ExportArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;

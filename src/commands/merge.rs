@@ -10,7 +10,7 @@ use crate::setup::{BaseModel, EngineOptions, Resolver};
 use crate::units;
 use crate::weights::OutputDtype;
 
-/// Merges.
+/// Merges an adapter into its base.
 pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;

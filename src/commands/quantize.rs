@@ -11,7 +11,7 @@ use crate::recipe::{DataSource, ModelSection, QuantKind};
 use crate::setup::{BaseModel, Resolver, Trains};
 use crate::units;
 
-/// Quantizes.
+/// Quantizes a model into a new folder.
 pub(super) fn run(args: &QuantizeArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let scheme = scheme(args)?;

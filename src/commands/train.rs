@@ -18,7 +18,7 @@ use crate::run::train::TrainRun;
 use crate::run::{showcase, signals};
 use crate::setup::Resolver;
 
-/// Trains.
+/// Trains the model of a recipe.
 pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let started = Instant::now();
     let launch = ranks::launch(args)?;

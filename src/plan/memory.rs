@@ -253,7 +253,5 @@ pub(super) fn available(device: &Device) -> Option<u64> {
     if !device.is_cpu() {
         return crate::runtime::device::free_bytes(device);
     }
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
+    crate::runtime::machine::host_memory().map(|memory| memory.available)
 }

@@ -160,7 +160,7 @@ pub struct MergeCheck<'a> {
 /// What was found.
 #[derive(Debug, Clone, Copy)]
 pub struct Certificate {
-    /// The divergences.
+    /// How far the two models differ.
     pub found: Comparison,
     /// What was allowed.
     pub max_kl: f64,

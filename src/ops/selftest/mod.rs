@@ -4,9 +4,11 @@
 mod mutations;
 #[cfg(test)]
 mod oracle;
+mod summary;
 
 use candle_core::Device;
 
+pub use self::summary::{SelftestSummary, header};
 pub use super::case::CaseOutcome;
 use super::case::OpCase;
 use super::{
