@@ -12,6 +12,6 @@ pub(crate) mod train;
 mod trainer;
 mod weights_writer;
 
-pub use merge_check::{BaseChoice, Certificate, MergeBase, MergeCheck};
+pub use merge_check::{Certificate, MergeBase, MergeCheck};
 pub use trainer::trainer;
 pub use weights_writer::weights_writer;
