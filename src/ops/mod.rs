@@ -23,6 +23,7 @@ pub mod elementwise;
 pub mod embedding;
 mod gemm;
 pub mod glu;
+mod mat_view;
 pub mod matmul;
 pub mod matmul_quantized;
 pub mod rms_norm;

@@ -2,6 +2,7 @@
 
 use std::sync::LazyLock;
 
+use super::magnitude::largest;
 use crate::recipe::enums::QuantKind;
 
 /// A set of codes.
@@ -209,7 +210,7 @@ impl DynamicMap {
 
     /// Writes the codes of one block of `values` and returns its scale, the largest magnitude.
     pub fn quantize(&self, values: &[f32], codes: &mut [u8]) -> f32 {
-        let absmax = super::quantize::largest(values);
+        let absmax = largest(values);
         // Divided, not multiplied by the reciprocal as in 4 bits: so bitsandbytes' optimizer kernels have it.
         let unit = if absmax > 0.0 { absmax } else { 1.0 };
         for (code, value) in codes.iter_mut().zip(values) {

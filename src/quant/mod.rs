@@ -7,6 +7,7 @@
 
 mod codes;
 mod dequantize;
+mod magnitude;
 mod quantize;
 mod table;
 mod tensor;

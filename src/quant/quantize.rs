@@ -2,6 +2,7 @@
 
 use rayon::prelude::*;
 
+use super::magnitude::{all_finite, largest, largest_bits};
 use super::{CodeKind, NESTED_BLOCK};
 
 /// Values a thread takes at once.
@@ -67,23 +68,6 @@ fn round_all(values: &[f32], factor: f32, codes: &mut [u8]) {
     for (code, value) in codes.iter_mut().zip(values) {
         *code = (value * factor).round_ties_even() as i8 as u8;
     }
-}
-
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-pub(super) fn largest(values: &[f32]) -> f32 {
-    f32::from_bits(largest_bits(values))
-}
-
-/// The bits of the largest magnitude. As whole numbers they are in the order of the magnitudes, infinities and then NaNs
-/// last, and their maximum is vector code.
-#[inline(always)]
-fn largest_bits(values: &[f32]) -> u32 {
-    values.iter().fold(0, |max, value| max.max(value.abs().to_bits()))
-}
-
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn all_finite(values: &[f32]) -> bool {
-    largest_bits(values) < f32::INFINITY.to_bits()
 }
 
 /// One function for a run of blocks: calls for each block would cost as much as its work.
