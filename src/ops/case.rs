@@ -52,7 +52,7 @@ impl Tolerance {
     pub(super) const ROUNDED: Self = Tolerance { f32: Some(1e-6), bf16: Some(1.01 * BF16_ROUNDING) };
     /// A result that is summed over something.
     pub(super) const FORWARD: Self = Tolerance { f32: Some(4e-6), bf16: Some(2.0 * BF16_ROUNDING) };
-    /// A gradient.
+    /// A gradient, summed over something.
     pub(super) const BACKWARD: Self = Tolerance { f32: Some(1e-5), bf16: Some(3.0 * BF16_ROUNDING) };
 
     /// For what exists in f32 alone.

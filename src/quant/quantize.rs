@@ -28,8 +28,8 @@ pub fn quantize(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [
         .zip(codes.par_chunks_mut(bytes))
         .zip(absmax.par_chunks_mut(blocks))
         .for_each(|((values, codes), absmax)| match kind {
-            CodeKind::Nf4 | CodeKind::Fp4 => four_bits(kind, block_size, values, codes, absmax),
-            CodeKind::Int8 => {
+            CodeKind::NF4 | CodeKind::FP4 => four_bits(kind, block_size, values, codes, absmax),
+            CodeKind::INT8 => {
                 for ((values, codes), absmax) in blocks_of(block_size, values, codes).zip(absmax) {
                     *absmax = super::table::quantize(values, codes);
                 }
@@ -88,7 +88,7 @@ fn four_bits(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [u8]
             places(values.iter().map(|value| value / divisor), &ladder.midpoints, wide);
         }
     }
-    if kind != CodeKind::Nf4 {
+    if kind != CodeKind::NF4 {
         // NF4's codes are in the order of their values.
         wide.iter_mut().for_each(|place| *place = ladder.by_place[usize::from(*place & 15)]);
     }
@@ -121,7 +121,7 @@ impl CodeThresholds {
         by_place.sort_by(|&a, &b| table[usize::from(a)].total_cmp(&table[usize::from(b)]));
         let value = |place: usize| table[usize::from(by_place[place])];
         let midpoints = std::array::from_fn(|place| (value(place) + value(place + 1)) / 2.0);
-        let zero = if kind == CodeKind::Nf4 { 7 } else { 0 };
+        let zero = if kind == CodeKind::NF4 { 7 } else { 0 };
         CodeThresholds { midpoints, by_place, zero }
     }
 }
@@ -145,7 +145,7 @@ fn places(values: impl Iterator<Item = f32>, midpoints: &[f32; 15], places: &mut
 pub fn nest(absmax: &[f32], codes: &mut [u8], outer: &mut [f32]) -> f32 {
     let mean = sum_as_torch(absmax) / absmax.len().max(1) as f32;
     let centred: Vec<f32> = absmax.iter().map(|x| x - mean).collect();
-    quantize(CodeKind::Int8, NESTED_BLOCK, &centred, codes, outer);
+    quantize(CodeKind::INT8, NESTED_BLOCK, &centred, codes, outer);
     mean
 }
 

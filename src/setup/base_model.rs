@@ -15,7 +15,7 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
 use crate::model::{self, ModelConfig};
-use crate::quant::QuantFormat;
+use crate::quant::{CodeKind, QuantFormat};
 use crate::recipe::enums::Attention;
 use crate::recipe::{ComputeDtype, ModelInit, ModelSection, QuantizationSection};
 use crate::runtime::device;
@@ -252,7 +252,7 @@ impl BaseModel {
 /// What `[quantization]` says.
 pub(crate) fn format(quantization: &QuantizationSection) -> QuantFormat {
     QuantFormat {
-        kind: quantization.kind.into(),
+        kind: CodeKind::Blockwise(quantization.kind),
         block_size: quantization.block_size,
         double_quant: quantization.double_quant,
     }

@@ -15,7 +15,6 @@ const PENDING: &[(&str, &str, usize)] = &[
     ("docs", "setup/base_model.rs", 2),
     ("docs", "setup/saved_adapter.rs", 1),
     ("docs", "sharding/bucket.rs", 3),
-    ("docs", "sharding/offload.rs", 1),
     ("docs", "sharding/param_store.rs", 2),
     ("docs", "sharding/placement.rs", 4),
     ("errors", "engine/state.rs", 2),

@@ -38,13 +38,13 @@ pub(in crate::ops) fn quantized(
 
 /// What is quantized how; the first is the format of QLoRA's paper.
 pub(in crate::ops) const FORMATS: [QuantFormat; 6] = [
-    QuantFormat { kind: CodeKind::Nf4, block_size: 64, double_quant: true },
-    QuantFormat { kind: CodeKind::Nf4, block_size: 64, double_quant: false },
-    QuantFormat { kind: CodeKind::Fp4, block_size: 128, double_quant: true },
-    QuantFormat { kind: CodeKind::Int8, block_size: 64, double_quant: false },
+    QuantFormat { kind: CodeKind::NF4, block_size: 64, double_quant: true },
+    QuantFormat { kind: CodeKind::NF4, block_size: 64, double_quant: false },
+    QuantFormat { kind: CodeKind::FP4, block_size: 128, double_quant: true },
+    QuantFormat { kind: CodeKind::INT8, block_size: 64, double_quant: false },
     QuantFormat { kind: CodeKind::Int8Rows, block_size: 72, double_quant: false },
     // The last block is a short one.
-    QuantFormat { kind: CodeKind::Nf4, block_size: 4096, double_quant: false },
+    QuantFormat { kind: CodeKind::NF4, block_size: 4096, double_quant: false },
 ];
 
 /// The cases of products with a quantized weight.
