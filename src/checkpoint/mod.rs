@@ -19,13 +19,15 @@ mod manifest;
 mod process;
 mod run_folder;
 mod saver;
+mod snapshot;
 
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 pub use run_folder::{RunFolder, RunRecord};
-pub use saver::{SaveThreads, SavedMoment, Saver, SaverOptions, SnapshotPart, SnapshotTensor, WriteWeights};
+pub use saver::{SaveThreads, Saver, SaverOptions};
+pub use snapshot::{SavedMoment, SnapshotPart, SnapshotTensor, WriteWeights};
 
 use crate::error::{Error, ErrorCategory, Result};
 use crate::weights::{ModelFiles, ModelIdentity};

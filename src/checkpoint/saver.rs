@@ -18,58 +18,18 @@ use std::time::{Duration, Instant};
 use candle_core::{Device, Tensor};
 
 use super::manifest::{self, Files};
+use super::snapshot::{SnapshotPart, SnapshotTensor, WriteWeights};
 use super::{PREFIX, TrainingState, folder};
 use crate::collective::{Call, Collective};
 use crate::error::{Error, ErrorCategory, ErrorContext, Result};
 use crate::runtime::cpu_tensor::memory;
-use crate::weights::{AtomicDir, Written};
+use crate::weights::AtomicDir;
 
 /// How often the first rank looks for the files of the others, at first and later.
 const LOOKS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(200)];
 
 /// How long it goes on looking after a run has failed.
 const PATIENCE: Duration = Duration::from_secs(3);
-
-/// One trainable tensor as it was at a step.
-#[derive(Debug, Clone)]
-pub struct SnapshotTensor {
-    /// Name of the parameter.
-    pub name: String,
-    /// Shape of the parameter.
-    pub shape: Vec<usize>,
-    /// The values as f32, in row-major order.
-    pub values: Vec<f32>,
-    /// First and second moment, unless only the weights are wanted.
-    pub moments: Option<[SavedMoment; 2]>,
-}
-
-/// A moment as the optimizer keeps it.
-#[derive(Debug, Clone)]
-pub enum SavedMoment {
-    /// One f32 for each value.
-    F32(Vec<f32>),
-    /// As codes with one scale per block.
-    Int8 {
-        /// One per value.
-        codes: Vec<u8>,
-        /// One per block.
-        absmax: Vec<f32>,
-    },
-}
-
-/// Who writes what of a folder that ranks fill together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SnapshotPart {
-    /// The tensors of this rank.
-    Tensors(usize),
-    /// What stands beside the tensors, when all of them are there: an index, a configuration, a tokenizer.
-    Rest,
-}
-
-/// Writes the weights of a snapshot into a folder, in the form that the run leaves (an adapter, a model). Returns what
-/// it wrote; of [`SnapshotPart::Rest`] that may be a part.
-pub type WriteWeights =
-    Arc<dyn Fn(&Path, &[SnapshotTensor], SnapshotPart) -> Result<Vec<Written>> + Send + Sync>;
 
 /// The threads that save for the ranks of this process. Dropped after the ranks have ended, it waits for those that
 /// are still at work.
