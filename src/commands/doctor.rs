@@ -95,7 +95,7 @@ fn check() -> Result<()> {
     let choice = device::preferred()?;
     let (device, name) = (device::open(choice)?, choice.to_string());
     print(&format!("\nself-test on {name}: largest error as a part of what is tolerated\n"))?;
-    print(&selftest::header())?;
+    print(&SelftestSummary::header())?;
     let summary: SelftestSummary = selftest::run(&device).collect();
     print(&summary.table())?;
     match summary.failure(&name) {

@@ -8,7 +8,7 @@ mod summary;
 
 use candle_core::Device;
 
-pub use self::summary::{SelftestSummary, header};
+pub use self::summary::SelftestSummary;
 pub use super::case::CaseOutcome;
 use super::case::OpCase;
 use super::{

@@ -7,11 +7,6 @@ use candle_core::DType;
 use super::CaseOutcome;
 use crate::error::Error;
 
-/// The head of the table.
-pub fn header() -> String {
-    format!("{:<22} {:>5} {:>7} {:>7}\n", "operation", "cases", "f32", "bf16")
-}
-
 /// The outcomes of a self-test, by op.
 #[derive(Debug, Default)]
 pub struct SelftestSummary {
@@ -32,6 +27,11 @@ impl FromIterator<CaseOutcome> for SelftestSummary {
 }
 
 impl SelftestSummary {
+    /// The head of the table.
+    pub fn header() -> String {
+        format!("{:<22} {:>5} {:>7} {:>7}\n", "operation", "cases", "f32", "bf16")
+    }
+
     /// A line for each op: its cases, and its largest error in f32 and bf16 as a part of what is tolerated.
     pub fn table(&self) -> String {
         self.rows.iter().map(OpSummary::line).collect()
