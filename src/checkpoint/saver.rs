@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use candle_core::{Device, Tensor};
 
 use super::manifest::{self, Files};
-use super::snapshot::{SnapshotPart, SnapshotTensor, WriteWeights};
+use super::snapshot::{SnapshotTensor, WriteWeights};
 use super::{PREFIX, TrainingState, folder};
 use crate::collective::{Call, Collective};
 use crate::error::{Error, ErrorCategory, ErrorContext, Result};
