@@ -199,7 +199,7 @@ pub struct MergeArgs {
     pub dtype: Dtype,
     /// The weights to add to; without it those the adapter was trained on
     #[arg(long, value_name = "BASE")]
-    pub base: Option<MergeBaseArg>,
+    pub base: Option<BaseChoice>,
     /// Compare base and adapter with the merged model on the first 64 rows of this data set before anything is written
     #[arg(long, value_name = "DATASET")]
     pub verify_on: Option<String>,
@@ -474,9 +474,9 @@ pub struct DoctorArgs {
     pub selftest: bool,
 }
 
-/// What `finetune merge --base` accepts.
+/// The weights that an adapter is merged onto (`finetune merge --base`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum MergeBaseArg {
+pub enum BaseChoice {
     /// The unquantized weights in the model's files
     Original,
     /// The weights that quantizing left of them

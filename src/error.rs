@@ -124,6 +124,13 @@ impl Error {
         &self.0.what
     }
 
+    /// All of it in one line, for lists and logs.
+    pub fn in_one_line(&self) -> String {
+        let text = self.to_string();
+        let text = text.strip_prefix("error: ").unwrap_or(&text);
+        text.replace("\n  caused by: ", ": ").replace("\nhint: ", "; ")
+    }
+
     /// Why it failed, outermost first.
     pub fn causes(&self) -> &[String] {
         &self.0.causes
@@ -183,5 +190,6 @@ mod tests {
             "error: cannot use recipe r\n  caused by: x is 3\n  caused by: accepted: 1, 2\nhint: write `x = 1`"
         );
         assert_eq!(error.kind().exit_code(), 1);
+        assert_eq!(error.in_one_line(), "cannot use recipe r: x is 3: accepted: 1, 2; write `x = 1`");
     }
 }

@@ -212,6 +212,5 @@ fn a_wrong_secret_is_refused() {
     assert!(!done.status.success());
     assert!(said(&done).contains("secret"), "{}", said(&done));
     assert!(!said(&done).contains("battery") && !said(&done).contains("of theirs"), "{}", said(&done));
-    // mpirun may kill the first process while it holds the folder's lock: a run that began has a record besides.
-    assert!(!output.join(".finetune/run.json").exists(), "weights were loaded");
+    assert!(!output.exists(), "a process that was refused took the folder");
 }

@@ -19,15 +19,15 @@ mod manifest;
 mod process;
 mod run_folder;
 mod saver;
+mod snapshot;
 
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 pub use run_folder::{RunFolder, RunRecord};
-pub use saver::{
-    SaveThreads, SavedState, SavedValues, Saver, SaverOptions, SnapshotPart, SnapshotTensor, WriteWeights,
-};
+pub use saver::{SaveThreads, Saver, SaverOptions};
+pub use snapshot::{SavedState, SavedValues, SnapshotPart, SnapshotTensor, WriteWeights};
 
 use crate::error::{Error, ErrorCategory, Result};
 use crate::weights::{ModelFiles, ModelIdentity};

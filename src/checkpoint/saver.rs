@@ -11,74 +11,25 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
 
 use super::manifest::{self, Files};
+use super::snapshot::{SnapshotTensor, WriteWeights};
 use super::{PREFIX, TrainingState, folder};
 use crate::collective::{Call, Collective};
 use crate::error::{Error, ErrorCategory, ErrorContext, Result};
 use crate::runtime::cpu_tensor::memory;
-use crate::weights::{AtomicDir, Written};
+use crate::weights::AtomicDir;
 
 /// How often the first rank looks for the files of the others, at first and later.
 const LOOKS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(200)];
 
 /// How long it goes on looking after a run has failed.
 const PATIENCE: Duration = Duration::from_secs(3);
-
-/// One trainable tensor as it was at a step.
-#[derive(Debug, Clone)]
-pub struct SnapshotTensor {
-    /// Name of the parameter.
-    pub name: String,
-    /// Shape of the parameter.
-    pub shape: Vec<usize>,
-    /// The values as f32, in row-major order.
-    pub values: Vec<f32>,
-    /// What the optimizer keeps beside it; nothing where only the weights are wanted.
-    pub state: Vec<SavedState>,
-}
-
-/// One tensor of the optimizer's state beside a parameter.
-#[derive(Debug, Clone)]
-pub struct SavedState {
-    /// Its name, such as `exp_avg`.
-    pub name: &'static str,
-    /// Its values as they were at the step.
-    pub values: SavedValues,
-}
-
-/// Values of a state as the optimizer keeps them.
-#[derive(Debug, Clone)]
-pub enum SavedValues {
-    /// One f32 for each value.
-    F32(Vec<f32>),
-    /// As codes with one scale per block.
-    Int8 {
-        /// One per value.
-        codes: Vec<u8>,
-        /// One per block.
-        absmax: Vec<f32>,
-    },
-}
-
-/// Who writes what of a folder that ranks fill together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SnapshotPart {
-    /// The tensors of this rank.
-    Tensors(usize),
-    /// What stands beside the tensors, when all of them are there: an index, a configuration, a tokenizer.
-    Rest,
-}
-
-/// Writes the weights of a snapshot into a folder, in the form that the run leaves (an adapter, a model). Returns what
-/// it wrote; of [`SnapshotPart::Rest`] that may be a part.
-pub type WriteWeights =
-    Arc<dyn Fn(&Path, &[SnapshotTensor], SnapshotPart) -> Result<Vec<Written>> + Send + Sync>;
 
 /// The threads that save for the ranks of this process. Dropped after the ranks have ended, it waits for those that
 /// are still at work.

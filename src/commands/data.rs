@@ -11,7 +11,7 @@ use crate::recipe::{OnBadRow, Recipe};
 use crate::setup::{DatasetLoader, Resolver};
 use crate::units;
 
-/// Shows rows.
+/// Shows rows as tokens and masks.
 pub(super) fn run(args: &DataArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let mut recipe = Recipe::load(&args.reading.layers(&args.model, &args.dataset, &working_folder()?)?)?;

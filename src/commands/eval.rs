@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::recipe::Recipe;
 use crate::setup::{EngineOptions, Resolver, Trains};
 
-/// Evaluates.
+/// Evaluates a model on rows.
 pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;

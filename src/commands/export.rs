@@ -11,14 +11,14 @@ use crate::error::{Error, Result};
 use crate::export::gguf::{self, Exported, GgufType};
 use crate::export::hf;
 use crate::model::ModelConfig;
-use crate::recipe::DataSource;
+use crate::recipe::{DataSource, Dtype};
 use crate::report::Terminal;
 use crate::setup::BaseCheck;
 use crate::setup::{ResolvedSource, Resolver};
 use crate::units;
-use crate::weights::{ModelFiles, OutputDtype};
+use crate::weights::ModelFiles;
 
-/// Exports.
+/// Exports a model, or an adapter.
 pub(super) fn run(args: &ExportArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
@@ -55,10 +55,10 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
 }
 
 /// Refuses what does not go together, before anything is looked for; the type of a Hugging Face folder.
-fn check(args: &ExportArgs) -> Result<OutputDtype> {
+fn check(args: &ExportArgs) -> Result<Dtype> {
     if args.format == ExportFormat::Gguf {
         gguf::refuse_existing(&args.output)?;
-        return Ok(OutputDtype::Auto);
+        return Ok(Dtype::Auto);
     }
     if let Some(adapter) = &args.adapter {
         return Err(Error::user("cannot export an adapter as a Hugging Face model")
@@ -70,10 +70,10 @@ fn check(args: &ExportArgs) -> Result<OutputDtype> {
             )));
     }
     match args.r#type {
-        None => Ok(OutputDtype::Auto),
-        Some(GgufType::F32) => Ok(OutputDtype::F32),
-        Some(GgufType::F16) => Ok(OutputDtype::F16),
-        Some(GgufType::BF16) => Ok(OutputDtype::BF16),
+        None => Ok(Dtype::Auto),
+        Some(GgufType::F32) => Ok(Dtype::F32),
+        Some(GgufType::F16) => Ok(Dtype::F16),
+        Some(GgufType::BF16) => Ok(Dtype::Bf16),
         Some(other) => Err(Error::user(format!("cannot store a Hugging Face model as {other}"))
             .because("accepted with `--format hf`: f32, f16, bf16")
             .hint("write `--format gguf`")),

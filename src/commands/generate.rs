@@ -14,7 +14,7 @@ use crate::recipe::{Purpose, Recipe, RecipeLayers, RecipeText};
 use crate::report::Terminal;
 use crate::setup::{EngineOptions, Resolver, Trains};
 
-/// Generates.
+/// Generates text from prompts.
 pub(super) fn run(args: &GenerateArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;

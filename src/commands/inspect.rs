@@ -12,7 +12,7 @@ use crate::setup::Resolver;
 use crate::units;
 use crate::weights::{self, ModelFiles, Tally};
 
-/// Inspects.
+/// Inspects files by their headers.
 pub(super) fn run(args: &InspectArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let source = DataSource::from_argument("", &args.source, &working_folder()?)?;

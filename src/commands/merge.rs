@@ -2,15 +2,14 @@
 
 use super::{open_device, say_base, terminal, working_folder};
 use crate::adapter::{self, MergeOptions};
-use crate::cli::{MergeArgs, MergeBaseArg};
+use crate::cli::MergeArgs;
 use crate::error::Result;
-use crate::recipe::{DataSource, Dtype, ModelSection, Recipe};
-use crate::run::{BaseChoice, MergeBase, MergeCheck};
+use crate::recipe::{DataSource, ModelSection, Recipe};
+use crate::run::{MergeBase, MergeCheck};
 use crate::setup::{BaseModel, EngineOptions, Resolver};
 use crate::units;
-use crate::weights::OutputDtype;
 
-/// Merges.
+/// Merges an adapter into its base.
 pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let folder = working_folder()?;
@@ -23,12 +22,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let adapter = finder.adapter(&DataSource::from_argument("--adapter", &args.adapter, &folder)?)?.folder;
     base.adopt(&adapter)?;
     say_base(&terminal, &base.check_adapter(&adapter, 0, args.force_base)?);
-    let choice = match args.base {
-        None => BaseChoice::Trained,
-        Some(MergeBaseArg::Original) => BaseChoice::Original,
-        Some(MergeBaseArg::Quantized) => BaseChoice::Quantized,
-    };
-    let decided = MergeBase::decide(choice, &base, &adapter)?;
+    let decided = MergeBase::decide(args.base, &base, &adapter)?;
     terminal.line(format!("merging {}", decided.reason));
     let named = |data: &String| DataSource::from_argument("--verify-on", data, &folder);
     let dataset = args.verify_on.as_ref().map(named).transpose()?;
@@ -49,12 +43,8 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
         Ok(Some(certificate.to_json()))
     };
     let files = base.files.as_ref().ok_or_else(|| crate::error::Error::internal("a model without files"))?;
-    let options = MergeOptions {
-        dtype: output_dtype(args.dtype),
-        base: decided.values,
-        skip: &decided.skipped,
-        verify: &verify,
-    };
+    let options =
+        MergeOptions { dtype: args.dtype, base: decided.values, skip: &decided.skipped, verify: &verify };
     let report = adapter::merge(files, &adapter, &args.output, &options)?;
     let bytes: u64 = report.files.iter().map(|file| file.bytes).sum();
     terminal.line(format!(
@@ -70,13 +60,4 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
             .line("the adapter trained embedding or head apart: config.json now says that they are not tied");
     }
     Ok(())
-}
-
-fn output_dtype(dtype: Dtype) -> OutputDtype {
-    match dtype {
-        Dtype::Auto => OutputDtype::Auto,
-        Dtype::F32 => OutputDtype::F32,
-        Dtype::Bf16 => OutputDtype::BF16,
-        Dtype::F16 => OutputDtype::F16,
-    }
 }

@@ -6,12 +6,12 @@ use super::{terminal, working_folder};
 use crate::cli::QuantizeArgs;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::export::bitsandbytes::{Scheme, write_quantized};
-use crate::quant::{self, QuantFormat};
+use crate::quant::{CodeKind, QuantFormat};
 use crate::recipe::{DataSource, ModelSection, QuantKind};
 use crate::setup::{BaseModel, Resolver, Trains};
 use crate::units;
 
-/// Quantizes.
+/// Quantizes a model into a new folder.
 pub(super) fn run(args: &QuantizeArgs) -> Result<()> {
     let terminal = terminal(&args.common);
     let scheme = scheme(args)?;
@@ -47,8 +47,7 @@ pub(super) fn run(args: &QuantizeArgs) -> Result<()> {
 
 fn scheme(args: &QuantizeArgs) -> Result<Scheme> {
     let kind = match args.kind {
-        QuantKind::Nf4 => quant::CodeKind::Nf4,
-        QuantKind::Fp4 => quant::CodeKind::Fp4,
+        QuantKind::Nf4 | QuantKind::Fp4 => CodeKind::Blockwise(args.kind),
         QuantKind::Int8 => {
             let flag = match (args.block_size, args.no_double_quant) {
                 (Some(_), _) => "--block-size",

@@ -1,5 +1,6 @@
 //! `finetune` without a verb: from the recipe to a trained model on disk.
 
+use std::sync::OnceLock;
 use std::time::Instant;
 
 use chrono::{DateTime, FixedOffset};
@@ -8,7 +9,7 @@ use super::{say_base, terminal, train_recipe_is, working_folder};
 use crate::checkpoint::SaveThreads;
 use crate::cli::TrainArgs;
 use crate::collective::launch::Launch;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::plan::{Plan, WorldSize};
 use crate::recipe::Recipe;
 use crate::report::{Terminal, Verbosity};
@@ -18,7 +19,7 @@ use crate::run::train::TrainRun;
 use crate::run::{showcase, signals};
 use crate::setup::Resolver;
 
-/// Trains.
+/// Trains the model of a recipe.
 pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let started = Instant::now();
     let launch = ranks::launch(args)?;
@@ -55,7 +56,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     if let Some(saved) = &resumed {
         plan.resume(saved)?;
     }
-    let folder = first.then(|| found.claim(args, &plan, resumed.as_ref())).transpose()?;
+    let folder = OnceLock::new();
     let stop = signals::watch()?;
     // Dropped when all ranks have ended.
     let writers = SaveThreads::default();
@@ -66,13 +67,18 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         questions,
         plan: &plan,
         resumed: resumed.as_ref(),
-        folder: folder.as_ref(),
+        folder: &folder,
         stop: &stop,
         writers: &writers,
         terminal: &terminal,
         started,
     };
-    ranks.run(&plan, |world, device| run.rank(world, device))
+    // The folder is this run's once all processes are there: one that was refused leaves nothing in it.
+    let claim = || {
+        let claimed = first.then(|| found.claim(args, &plan, resumed.as_ref())).transpose()?;
+        claimed.map_or(Ok(()), |claimed| folder.set(claimed)).map_err(|_| Error::internal("claimed twice"))
+    };
+    ranks.run(&plan, claim, |world, device| run.rank(world, device))
 }
 
 fn now() -> DateTime<FixedOffset> {

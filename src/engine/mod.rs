@@ -22,7 +22,7 @@ pub use evaluate::Evaluation;
 pub use generate::{LogitsProcessor, Sampling};
 pub use objective::{CrossEntropy, LossSums, MetricSum, Objective, ObjectiveInput, ObjectiveOutput};
 pub use train_loop::{Progress, Reporter, RunOptions, RunSummary, TrainLoop};
-pub use trainer::{Recompute, SaveAssignment, StepResult, Trainer, TrainerOptions};
+pub use trainer::{SaveAssignment, StepResult, Trainer, TrainerOptions};
 
 use crate::collective::Phase;
 use crate::data::Batch;
@@ -31,7 +31,7 @@ use crate::model::{self, AdapterSwitch, BlockContext, BlockSaved, DropoutContext
 use crate::ops::attention::Span;
 use crate::ops::cross_entropy::TokenScore;
 use crate::ops::rotary::RotaryTable;
-use crate::recipe::enums::Attention;
+use crate::recipe::enums::{Attention, Recompute};
 use crate::sharding::ParamStore;
 
 /// A model whose weights are somewhere, ready to compute.

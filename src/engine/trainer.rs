@@ -9,19 +9,10 @@ use crate::data::Step;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::model::DropoutContext;
 use crate::optim::{Optimizer, OptimizerOptions, ParamGroup, Schedule};
-use crate::recipe::enums::StateDtype;
+use crate::recipe::enums::{Recompute, StateDtype};
 use crate::runtime::rng::RngStream;
 use crate::runtime::thread_pool;
 use crate::sharding::{Bucket, BucketEntry, LrGroup};
-
-/// What forward keeps for backward (gradient checkpointing).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Recompute {
-    /// Everything a block's backward needs.
-    None,
-    /// A block's input; its forward runs again in backward.
-    Block,
-}
 
 /// The constants of a run.
 #[derive(Debug, Clone)]

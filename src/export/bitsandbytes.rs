@@ -388,7 +388,7 @@ fn quantization_config(scheme: Scheme, dtype: StoredDtype, skipped: &[String]) -
         Scheme::LlmInt8 => None,
     };
     // What bitsandbytes takes for granted stands there for 8 bits too.
-    let format = four.unwrap_or(QuantFormat { kind: CodeKind::Fp4, block_size: 64, double_quant: false });
+    let format = four.unwrap_or(QuantFormat { kind: CodeKind::FP4, block_size: 64, double_quant: false });
     let compute = dtype.config_name().filter(|_| four.is_some()).unwrap_or("float32");
     json!({
         "_load_in_4bit": four.is_some(),

@@ -10,10 +10,11 @@ use std::path::{Path, PathBuf};
 use half::f16;
 
 use crate::error::{Error, Result};
+use crate::recipe::enums::Dtype;
 use crate::weights::sidecar_files;
 use crate::weights::sidecar_files::{ConfigChanges, TokenizerFiles};
 use crate::weights::{
-    AtomicDir, ModelFiles, OutputDtype, StoredDtype, TensorSink, WriteEntry, Written, split, write_index_of,
+    AtomicDir, ModelFiles, StoredDtype, TensorSink, WriteEntry, Written, split, write_index_of,
     write_sharded, write_shards,
 };
 
@@ -100,12 +101,12 @@ impl ExportParts {
 /// # Errors
 /// The user's: `output` is not empty, a value does not fit `dtype`, or there is no valid config.json. Storage: the
 /// disk is full or fails; nothing is left of `output` then.
-pub fn export(files: &ModelFiles, output: &Path, dtype: OutputDtype, shard_bytes: u64) -> Result<u64> {
+pub fn export(files: &ModelFiles, output: &Path, dtype: Dtype, shard_bytes: u64) -> Result<u64> {
     let entries: Vec<WriteEntry> = files
         .tensors()
         .map(|(name, info)| WriteEntry {
             name: name.into(),
-            dtype: dtype.of(info.dtype),
+            dtype: info.dtype.stored_as(dtype),
             shape: info.shape.clone(),
         })
         .collect();

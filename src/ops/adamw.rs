@@ -1,6 +1,8 @@
 //! AdamW (arXiv 1711.05101), fused: one pass over parameter, gradient and both moments, all f32, in torch's order of
 //! operations. The clip coefficient is folded into the read of the gradient.
 
+pub(super) mod cases;
+
 use candle_core::Tensor;
 use rayon::prelude::*;
 

@@ -2,6 +2,8 @@
 //! [`STATE_BLOCK`], one f32 scale a block. A block is widened, updated and rounded again in one visit; the parameter
 //! is updated from the widened moments, as in bitsandbytes' AdamW8bit.
 
+pub(super) mod cases;
+
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 

@@ -6,6 +6,8 @@
 //! chunk's logits turn into their own gradient in place before the next chunk is made (as in Liger and Cut Cross
 //! Entropy, arXiv 2411.09009). Logits, softmax and sums are f32 whatever the weights are.
 
+pub(super) mod cases;
+
 use std::cell::Cell;
 
 use candle_core::{DType, Tensor};

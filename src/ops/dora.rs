@@ -1,6 +1,8 @@
 //! What DoRA adds to a linear layer (arXiv 2402.09353): `y = m / ‖W + s·B·A‖ ⊙ (W x + s·B·A x)`, the norm over each
 //! row of the weight. As in PEFT the norm counts as a constant in backward (section 4.3 of the paper).
 
+pub(super) mod cases;
+
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 

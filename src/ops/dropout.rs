@@ -1,6 +1,8 @@
 //! Dropout whose mask is a function of (stream, token, column): recompute, resume and any split of a batch replay it
 //! without anything saved. `y = x · keep / (1 − p)`; the backward is the same operation on the gradient.
 
+pub(super) mod cases;
+
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 

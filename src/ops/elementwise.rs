@@ -1,5 +1,7 @@
 //! Reductions and small elementwise work over whole tensors: norms, finiteness, adding, casting into place.
 
+pub(super) mod cases;
+
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 

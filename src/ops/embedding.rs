@@ -1,6 +1,8 @@
 //! Token embedding: rows of the table times a factor (Gemma's √hidden), the table's gradient, and what LoRA on it
 //! needs: columns of A by token (PEFT's `lora_embedding_A`).
 
+pub(super) mod cases;
+
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 

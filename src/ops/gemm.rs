@@ -8,12 +8,12 @@
 use std::cell::Cell;
 
 use gemm::Parallelism;
-use rayon::prelude::*;
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::amx;
-use crate::quant::Blocks;
-use crate::runtime::cpu_tensor::{FloatElement, PlainElement, first as first_of, unwritten};
+use super::mat_view::{GemmMatrix, GemmOperand, as_f32_mut, is_f32, store};
+pub(crate) use super::mat_view::{MatView, MatViewMut, QuantMat, Threads};
+use crate::runtime::cpu_tensor::{FloatElement, unwritten};
 
 /// `f32` values a widened panel of `b` may hold: 4 MiB, which stays in the L2 and L3 caches until it is multiplied.
 const PANEL: usize = 1 << 20;
@@ -21,164 +21,6 @@ const PANEL: usize = 1 << 20;
 thread_local! {
     /// The panel of the last product on this thread: fresh memory would cost a page fault every 4 KiB, more than widening does.
     static LAST_PANEL: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
-}
-
-/// An operand of a product: `f32` as it lies in memory, or something that becomes `f32` part by part.
-pub(crate) trait GemmMatrix: Copy + Sync {
-    fn rows(&self) -> usize;
-    fn cols(&self) -> usize;
-    /// The values and both strides, when they are `f32` already.
-    fn dense(&self) -> Option<GemmOperand<'_>>;
-    /// Its columns are contiguous in memory, instead of its rows.
-    fn is_transposed(&self) -> bool;
-    /// Every value is a bf16 number; the matrix unit asks.
-    #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
-    fn is_bf16(&self) -> bool;
-    /// The values from `from` on of a line, as `f32`: of a row, or of a column of a transposed matrix.
-    fn widen(&self, line: usize, from: usize, out: &mut [f32]);
-
-    /// Columns `start..start + len` as `f32` in `panel`; returns its strides.
-    fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize) {
-        let (lines, first, from, width) =
-            if self.is_transposed() { (len, start, 0, self.rows()) } else { (self.rows(), 0, start, len) };
-        let panel = first_of(panel, lines * width);
-        panel
-            .par_chunks_mut(width.max(1))
-            .with_min_len(8)
-            .enumerate()
-            .for_each(|(i, line)| self.widen(first + i, from, line));
-        if self.is_transposed() { (1, width) } else { (width, 1) }
-    }
-}
-
-/// A quantized matrix, row by row in blocks, or its transpose.
-#[derive(Clone, Copy)]
-pub(crate) struct QuantMat<'a> {
-    blocks: Blocks<'a>,
-    rows: usize,
-    cols: usize,
-    transposed: bool,
-}
-
-impl<'a> QuantMat<'a> {
-    pub(crate) fn new(blocks: Blocks<'a>, rows: usize, cols: usize) -> Self {
-        QuantMat { blocks, rows, cols, transposed: false }
-    }
-
-    /// The transpose; no element moves.
-    pub(crate) fn t(self) -> Self {
-        QuantMat { transposed: !self.transposed, ..self }
-    }
-}
-
-impl GemmMatrix for QuantMat<'_> {
-    fn rows(&self) -> usize {
-        if self.transposed { self.cols } else { self.rows }
-    }
-
-    fn cols(&self) -> usize {
-        if self.transposed { self.rows } else { self.cols }
-    }
-
-    fn dense(&self) -> Option<GemmOperand<'_>> {
-        None
-    }
-
-    fn is_transposed(&self) -> bool {
-        self.transposed
-    }
-
-    fn is_bf16(&self) -> bool {
-        false
-    }
-
-    fn widen(&self, line: usize, from: usize, out: &mut [f32]) {
-        self.blocks.dequantize(line * self.cols + from, out);
-    }
-}
-
-/// A matrix on a slice: element `(i, j)` is `data[i * stride + j]`, or `data[j * stride + i]` when it is transposed.
-#[derive(Clone, Copy)]
-pub(crate) struct MatView<'a, T> {
-    data: &'a [T],
-    rows: usize,
-    cols: usize,
-    stride: usize,
-    transposed: bool,
-}
-
-impl<'a, T: PlainElement> MatView<'a, T> {
-    /// A row-major matrix whose rows begin `stride` elements apart; `data` begins at element (0, 0).
-    pub(crate) fn new(data: &'a [T], rows: usize, cols: usize, stride: usize) -> Self {
-        assert!(
-            stride >= cols && (rows == 0 || data.len() >= (rows - 1) * stride + cols),
-            "matrix outside its slice"
-        );
-        MatView { data, rows, cols, stride, transposed: false }
-    }
-
-    /// The transpose; no element moves.
-    pub(crate) fn t(self) -> Self {
-        MatView { rows: self.cols, cols: self.rows, transposed: !self.transposed, ..self }
-    }
-}
-
-impl<T: FloatElement> GemmMatrix for MatView<'_, T> {
-    fn rows(&self) -> usize {
-        self.rows
-    }
-
-    fn cols(&self) -> usize {
-        self.cols
-    }
-
-    fn dense(&self) -> Option<GemmOperand<'_>> {
-        let strides = if self.transposed { (1, self.stride) } else { (self.stride, 1) };
-        is_f32::<T>().then(|| GemmOperand { data: as_f32(self.data), strides })
-    }
-
-    fn is_transposed(&self) -> bool {
-        self.transposed
-    }
-
-    fn is_bf16(&self) -> bool {
-        !is_f32::<T>()
-    }
-
-    fn widen(&self, line: usize, from: usize, out: &mut [f32]) {
-        widen(out, &self.data[line * self.stride + from..][..out.len()]);
-    }
-}
-
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn widen<T: FloatElement>(dst: &mut [f32], src: &[T]) {
-    for (dst, src) in dst.iter_mut().zip(src) {
-        *dst = src.widen();
-    }
-}
-
-/// Writes a row of results, or adds it to what is there.
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-pub(super) fn store<T: FloatElement>(dst: &mut [T], src: &[f32], accumulate: bool) {
-    for (dst, src) in dst.iter_mut().zip(src) {
-        *dst = T::nearest(if accumulate { dst.widen() + src } else { *src });
-    }
-}
-
-/// Where a product goes: `rows × cols` at `data[i * stride + j]`.
-pub(crate) struct MatViewMut<'a, T> {
-    pub(crate) data: &'a mut [T],
-    pub(crate) stride: usize,
-    /// Add to what is there instead of overwriting it.
-    pub(crate) accumulate: bool,
-}
-
-/// Whether a product may use the other threads of the pool.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Threads {
-    /// Called from inside a parallel loop.
-    One,
-    All,
 }
 
 /// Whether large products run on a matrix unit of this processor.
@@ -197,7 +39,7 @@ pub(crate) fn matmul<D: FloatElement, A: FloatElement, B: GemmMatrix>(
     alpha: f32,
     threads: Threads,
 ) {
-    let (m, n, k) = (a.rows, b.cols(), a.cols);
+    let (m, n, k) = (a.rows(), b.cols(), a.cols());
     assert_eq!(k, b.rows(), "inner dimensions of a product");
     if m == 0 || n == 0 {
         return;
@@ -258,20 +100,6 @@ fn panel_columns(n: usize, deepest: usize) -> usize {
     n.div_ceil(panels).next_multiple_of(64).min(n.max(16))
 }
 
-/// A matrix in `f32`: element `(i, j)` is `data[i * strides.0 + j * strides.1]`, one of which is 1.
-#[derive(Clone, Copy)]
-pub(crate) struct GemmOperand<'a> {
-    pub(crate) data: &'a [f32],
-    pub(crate) strides: (usize, usize),
-}
-
-impl GemmOperand<'_> {
-    /// Whether a matrix of this shape lies inside the slice.
-    fn holds(&self, rows: usize, cols: usize) -> bool {
-        (rows.max(1) - 1) * self.strides.0 + (cols.max(1) - 1) * self.strides.1 < self.data.len()
-    }
-}
-
 /// The one call of the `gemm` crate.
 #[allow(clippy::too_many_arguments)]
 fn raw(
@@ -315,21 +143,6 @@ fn raw(
             parallelism,
         );
     }
-}
-
-fn is_f32<T: FloatElement>() -> bool {
-    T::DTYPE == candle_core::DType::F32
-}
-
-fn as_f32<T: FloatElement>(data: &[T]) -> &[f32] {
-    assert!(is_f32::<T>());
-    // SAFETY: `FloatElement` is implemented for f32 and bf16 alone, and the assertion says that T is f32.
-    unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), data.len()) }
-}
-
-pub(super) fn as_f32_mut<T: FloatElement>(data: &mut [T]) -> Option<&mut [f32]> {
-    // SAFETY: as above; the mutable borrow is handed on.
-    is_f32::<T>().then(|| unsafe { std::slice::from_raw_parts_mut(data.as_mut_ptr().cast(), data.len()) })
 }
 
 #[cfg(test)]

@@ -5,6 +5,8 @@
 //! column ranges, so that the block is written once for families that store these weights apart and together.
 //! Off the CPU the product is candle's (cuBLAS: f32 accumulation for bf16).
 
+pub(super) mod cases;
+
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 

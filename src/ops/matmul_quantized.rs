@@ -4,6 +4,8 @@
 //! GEMM, forward (`x · Wᵀ`) and for the input's gradient (`dy · W`). A quantized weight has no gradient of its own.
 //! Off the CPU it is dequantized by candle's primitives for the length of one product.
 
+pub(super) mod cases;
+
 use super::gemm::{MatView, MatViewMut, QuantMat, Threads, matmul as gemm};
 use super::matmul::{ColumnView, ColumnViewMut, Transpose, matmul};
 use crate::error::{Error, Result};

@@ -5,7 +5,8 @@
 //!
 //! An op is one function with up to three implementations behind it: the **reference** (candle's primitives, any
 //! device and dtype, plain enough to read as the definition), the **CPU** form (slices, rayon, loops that vectorize)
-//! and, with a later issue, CUDA kernels. `selftest` holds them against each other on the device at hand.
+//! and, with a later issue, CUDA kernels. Beside each op, in its `cases.rs`, lie its cases: inputs, and what of the op is
+//! held against what of its reference. `selftest` runs them all on the device at hand.
 //! Reductions run in a fixed order: two runs of one plan agree to the bit. Nothing here knows candle's autograd; it is
 //! the oracle of the tests.
 
@@ -14,6 +15,7 @@ pub mod adamw_int8;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx;
 pub mod attention;
+mod case;
 pub mod cross_entropy;
 pub mod dora;
 pub mod dropout;
@@ -21,6 +23,7 @@ pub mod elementwise;
 pub mod embedding;
 mod gemm;
 pub mod glu;
+mod mat_view;
 pub mod matmul;
 pub mod matmul_quantized;
 pub mod rms_norm;

@@ -4,6 +4,8 @@
 //! Backward, with `x̂ = x / rms` and `q = dy · g`: `dx = (q − x̂ · mean(q · x̂)) / rms`, `dg = Σ rows dy · x̂`.
 //! Nothing is saved but `x`: recomputing 1/rms is one pass that reads what backward reads anyway.
 
+pub(super) mod cases;
+
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 

@@ -4,6 +4,8 @@
 //! `y1 = x1 cos − x2 sin`, `y2 = x2 cos + x1 sin` on the first `rotary_dim` values of a head. The backward is the
 //! rotation by the negative angle, then the norm's backward from the raw projection; nothing else is saved.
 
+pub(super) mod cases;
+
 use candle_core::{DType, Tensor};
 use candle_nn::rotary_emb::rope_slow;
 use rayon::prelude::*;

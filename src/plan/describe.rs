@@ -2,8 +2,7 @@
 
 use super::Plan;
 use super::memory::MemoryPlan;
-use crate::engine::Recompute;
-use crate::sharding::Offload;
+use crate::recipe::Offload;
 use crate::units;
 
 impl Plan {
@@ -11,11 +10,7 @@ impl Plan {
     pub fn describe(&self) -> String {
         let (trainable, all) = self.parameters();
         let method = self.method();
-        let recompute = match self.recompute {
-            Recompute::None => "none",
-            Recompute::Block => "block",
-        };
-        let memory = &self.memory;
+        let (recompute, memory) = (self.recompute, &self.memory);
         let away = self.describe_offload();
         let spread = match (self.ranks, &self.why) {
             (1, _) => String::new(),
@@ -42,13 +37,13 @@ impl Plan {
     fn describe_offload(&self) -> String {
         let MemoryPlan { host, file, .. } = self.memory;
         let mut text = String::new();
-        if self.engine.offload == Offload::None {
+        if self.engine.offload.what == Offload::None {
             return text;
         }
         if host > 0 {
             text += &format!("\nbeside it, in host memory: {}", units::bytes(host));
         }
-        if let Offload::Params(Some(folder)) = &self.engine.offload {
+        if let Some(folder) = self.engine.offload.folder() {
             text += &format!("\nin a file in {}: {}", folder.display(), units::bytes(file));
         } else if self.engine.device.is_cpu() {
             text += "\non the CPU offload to host memory frees nothing; `parallel.offload_folder` keeps parameters on a disk";

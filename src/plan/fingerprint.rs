@@ -15,7 +15,7 @@ impl Plan {
         recipe.eval = recipe::EvalSection::default();
         recipe.data.train = Vec::new();
         recipe.data.eval = Vec::new();
-        recipe.train.recompute = recipe::Recompute::Auto;
+        recipe.train.recompute = recipe::AutoOr::Auto;
         recipe.model.id = None;
         // How a run is spread over ranks does not change it: what counts is all ranks' micro-batches.
         recipe.parallel = recipe::ParallelSection {

@@ -5,11 +5,10 @@ use super::memory::{MemoryOptions, MemoryPlan, Saving, available};
 use super::parallel;
 use super::parallel::{WorldSize, named_strategy, pick_strategy};
 use crate::data::Dataset;
-use crate::engine::Recompute;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
 use crate::optim::OptimizerOptions;
-use crate::recipe::{self, QuantKind, QuantizationSection, Recipe, StateDtype};
+use crate::recipe::{self, AutoOr, Offload, QuantKind, QuantizationSection, Recipe, Recompute, StateDtype};
 use crate::report::memory::current_bytes;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions, format};
@@ -141,13 +140,13 @@ impl StepInputs<'_> {
         })
     }
 
-    /// The first step of a change with which the run fits, as it is typed, and what it needs then.
+    /// The first adjustment of a change with which the run fits, as it is typed, and what it needs then.
     fn first_that_fits(&self, change: &Change, recipe: &Recipe, world: WorldSize) -> Result<Option<String>> {
-        for step in change {
+        for adjustment in change {
             let (mut recipe, mut world) = (recipe.clone(), world);
-            (step.apply)(&mut recipe, &mut world);
+            (adjustment.apply)(&mut recipe, &mut world);
             if let Some(fit) = self.fit(&recipe, world)? {
-                return Ok(Some(said(&step.typed, &fit)));
+                return Ok(Some(said(&adjustment.typed, &fit)));
             }
         }
         Ok(None)
@@ -157,11 +156,11 @@ impl StepInputs<'_> {
     fn together(&self, all: &[Change], recipe: &Recipe, world: WorldSize) -> Result<Option<String>> {
         let (mut recipe, mut world, mut typed) = (recipe.clone(), world, Vec::new());
         for change in all {
-            for (i, step) in change.iter().enumerate() {
-                (step.apply)(&mut recipe, &mut world);
-                // A further step of a change takes the place of the one before.
+            for (i, adjustment) in change.iter().enumerate() {
+                (adjustment.apply)(&mut recipe, &mut world);
+                // A further adjustment of a change takes the place of the one before.
                 typed.truncate(typed.len() - usize::from(i > 0));
-                typed.push(step.typed.as_str());
+                typed.push(adjustment.typed.as_str());
                 if let Some(fit) = self.fit(&recipe, world)? {
                     return Ok(Some(said(&typed.join(" "), &fit)));
                 }
@@ -175,11 +174,11 @@ impl StepInputs<'_> {
         let mut all: Vec<Change> = Vec::new();
         let mut push = |useful: bool, typed: String, apply: Apply| {
             if useful {
-                all.push(vec![Step { typed, apply }]);
+                all.push(vec![Adjustment { typed, apply }]);
             }
         };
         let (train, parallel) = (&recipe.train, &recipe.parallel);
-        let blocks = train.recompute == recipe::Recompute::None;
+        let blocks = train.recompute == AutoOr::Fixed(Recompute::None);
         push(blocks, set("train.recompute=block"), Box::new(recompute_blocks));
         let floats = recipe.optimizer.state == StateDtype::F32;
         push(floats, set("optimizer.state=int8"), Box::new(|r, _| r.optimizer.state = StateDtype::Int8));
@@ -193,9 +192,9 @@ impl StepInputs<'_> {
             }),
         );
         let on_gpu = !self.engine.device.is_cpu();
-        let here = parallel.offload == recipe::Offload::None;
+        let here = parallel.offload == Offload::None;
         push(here && on_gpu, set("parallel.offload=optimizer"), Box::new(offload_optimizer));
-        let kept = parallel.offload != recipe::Offload::Params;
+        let kept = parallel.offload != Offload::Params;
         push(kept && on_gpu, set("parallel.offload=params"), Box::new(offload_params));
         let to_file = format!("{} {}", set("parallel.offload=params"), set("parallel.offload_folder=FOLDER"));
         push(parallel.offload_folder.is_none(), to_file, Box::new(offload_to_file));
@@ -211,13 +210,13 @@ impl StepInputs<'_> {
     }
 }
 
-/// Steps of one change, each further than the one before.
-type Change = Vec<Step>;
+/// The adjustments of one change, each further than the one before.
+type Change = Vec<Adjustment>;
 
 type Apply = Box<dyn Fn(&mut Recipe, &mut WorldSize)>;
 
-/// A change of a run.
-struct Step {
+/// What a run could do otherwise to need less memory.
+struct Adjustment {
     /// As it is typed.
     typed: String,
     apply: Apply,
@@ -233,15 +232,15 @@ fn said(typed: &str, fit: &Fit) -> String {
 }
 
 fn recompute_blocks(recipe: &mut Recipe, _: &mut WorldSize) {
-    recipe.train.recompute = recipe::Recompute::Block;
+    recipe.train.recompute = AutoOr::Fixed(Recompute::Block);
 }
 
 fn offload_optimizer(recipe: &mut Recipe, _: &mut WorldSize) {
-    recipe.parallel.offload = recipe::Offload::Optimizer;
+    recipe.parallel.offload = Offload::Optimizer;
 }
 
 fn offload_params(recipe: &mut Recipe, _: &mut WorldSize) {
-    recipe.parallel.offload = recipe::Offload::Params;
+    recipe.parallel.offload = Offload::Params;
 }
 
 fn offload_to_file(recipe: &mut Recipe, world: &mut WorldSize) {
@@ -265,7 +264,7 @@ fn add_adapter_and_quantize(recipe: &mut Recipe, world: &mut WorldSize) {
 
 fn shorter_rows(max_seq_len: usize) -> Change {
     let halves = std::iter::successors(Some(max_seq_len / 2), |length| Some(length / 2));
-    let shorter = |length: usize| Step {
+    let shorter = |length: usize| Adjustment {
         typed: set(&format!("data.max_seq_len={length}")),
         apply: Box::new(move |recipe, _| recipe.data.max_seq_len = length),
     };
@@ -277,7 +276,7 @@ fn more_ranks(world: WorldSize) -> Change {
         let all = world.all.saturating_mul(1 << doubling);
         let is_one_host = world.local == Some(world.all);
         let typed = if is_one_host { format!("--ranks {all}") } else { format!("{all} ranks in all") };
-        Step { typed, apply: Box::new(move |_, world| *world = WorldSize { all, local: None }) }
+        Adjustment { typed, apply: Box::new(move |_, world| *world = WorldSize { all, local: None }) }
     };
     (1..=DOUBLINGS).map(more).collect()
 }
@@ -285,20 +284,19 @@ fn more_ranks(world: WorldSize) -> Change {
 /// The recomputing that needs least: where it is left open it may make room for a strategy that sends less.
 fn least(recipe: &Recipe) -> Recompute {
     match recipe.train.recompute {
-        recipe::Recompute::None => Recompute::None,
-        _ => Recompute::Block,
+        AutoOr::Auto => Recompute::Block,
+        AutoOr::Fixed(chosen) => chosen,
     }
 }
 
 fn decide_recompute(
-    wanted: recipe::Recompute,
+    wanted: AutoOr<Recompute>,
     budget: Option<u64>,
     needed: impl Fn(Recompute) -> MemoryPlan,
 ) -> Recompute {
     match wanted {
-        recipe::Recompute::None => Recompute::None,
-        recipe::Recompute::Block => Recompute::Block,
-        recipe::Recompute::Auto => match budget {
+        AutoOr::Fixed(chosen) => chosen,
+        AutoOr::Auto => match budget {
             Some(bytes) if needed(Recompute::None).total() > bytes => Recompute::Block,
             _ => Recompute::None,
         },

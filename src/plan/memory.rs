@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device};
 
-use crate::engine::Recompute;
 use crate::model::{ModelConfig, Segment};
 use crate::ops::cross_entropy::logits_bytes;
 use crate::optim::StateLayout;
 use crate::quant::QuantRun;
+use crate::recipe::enums::{Recompute, StateDtype};
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 use crate::setup::adapter_setup::AdapterSetup;
-use crate::sharding::{Offload, ParamDesc, ParamKind, Placement, ShardingStrategy};
+use crate::sharding::{OffloadTarget, ParamDesc, ParamKind, Placement, ShardingStrategy};
 use crate::units;
 
 /// Bytes by cause. What is offloaded to host memory counts under its cause where the device is the host.
@@ -83,8 +83,8 @@ impl MemoryPlan {
             if spec.values == Placement::Sharded || away {
                 *gathered += value;
             }
-            match (away, options.offload) {
-                (true, Offload::Params(Some(_))) => memory.file += value / share(spec.values),
+            match options.offload.folder() {
+                Some(_) if away => memory.file += value / share(spec.values),
                 _ => memory.add(away && !options.on_host, |m| &mut m.weights, value / share(spec.values)),
             }
             let state_away = options.offload.has_state() && !options.on_host;
@@ -166,7 +166,7 @@ pub struct MemoryOptions<'a> {
     /// More than one micro-batch a step adds up on a rank.
     pub accumulates: bool,
     /// What is kept away from the device.
-    pub offload: &'a Offload,
+    pub offload: &'a OffloadTarget,
     /// The device is the host.
     pub on_host: bool,
 }
@@ -244,7 +244,5 @@ pub(super) fn available(device: &Device) -> Option<u64> {
     if !device.is_cpu() {
         return crate::runtime::device::free_bytes(device);
     }
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib * 1024)
+    crate::runtime::machine::host_memory().map(|memory| memory.available)
 }

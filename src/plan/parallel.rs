@@ -6,7 +6,7 @@ use super::memory::MemoryPlan;
 use crate::checkpoint::SavedCheckpoint;
 use crate::error::{Error, Result};
 use crate::recipe::{self, Recipe, ReduceDtype, Strategy};
-use crate::sharding::{Offload, ShardingStrategy};
+use crate::sharding::{OffloadTarget, ShardingStrategy};
 
 /// How many ranks a run is planned for (torchrun's `WORLD_SIZE` and `LOCAL_WORLD_SIZE`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -172,14 +172,9 @@ pub(super) fn reduce_dtype(recipe: &recipe::ParallelSection) -> DType {
 }
 
 /// What is kept away from the device, and where.
-pub(super) fn offload(parallel: &recipe::ParallelSection) -> Offload {
-    match parallel.offload {
-        recipe::Offload::None => Offload::None,
-        recipe::Offload::Optimizer => Offload::Optimizer,
-        recipe::Offload::Params => {
-            Offload::Params(parallel.offload_folder.as_ref().map(|folder| folder.0.clone()))
-        }
-    }
+pub(super) fn offload(parallel: &recipe::ParallelSection) -> OffloadTarget {
+    let folder = parallel.offload_folder.as_ref().map(|folder| folder.0.clone());
+    OffloadTarget { what: parallel.offload, folder }
 }
 
 #[cfg(test)]

@@ -14,9 +14,8 @@ use super::parallel::WorldSize;
 use crate::adapter::{self, LowRankFactors};
 use crate::checkpoint::SavedCheckpoint;
 use crate::data::{Dataset, Sampler, SamplerOptions, Split};
-use crate::engine::Recompute;
 use crate::error::Result;
-use crate::recipe::{self, ComputeDtype, Recipe};
+use crate::recipe::{AutoOr, ComputeDtype, Recipe, Recompute};
 use crate::setup::BaseCheck;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions};
@@ -219,10 +218,7 @@ fn decided(
     kind: ShardingStrategy,
     commit: Option<&str>,
 ) {
-    recipe.train.recompute = match recompute {
-        Recompute::None => recipe::Recompute::None,
-        Recompute::Block => recipe::Recompute::Block,
-    };
+    recipe.train.recompute = AutoOr::Fixed(recompute);
     recipe.model.dtype = if dtype == DType::F32 { ComputeDtype::F32 } else { ComputeDtype::Bf16 };
     recipe.parallel.strategy = parallel::named(kind);
     if let ShardingStrategy::Hsdp(size) = kind {

@@ -2,29 +2,25 @@
 
 use std::sync::LazyLock;
 
+use super::magnitude::largest;
 use crate::recipe::enums::QuantKind;
 
 /// A set of codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum CodeKind {
-    /// 4-bit NormalFloat: quantiles of the normal distribution.
-    Nf4,
-    /// 4-bit float: sign, two bits of exponent, one of mantissa.
-    Fp4,
-    /// bitsandbytes' blockwise 8 bits: the signed dynamic map.
-    Int8,
+    /// One that a recipe may choose, with a scale for each block.
+    Blockwise(QuantKind),
     /// LLM.int8(): whole numbers from -127 to 127 with one scale a row, which is the block.
     Int8Rows,
 }
 
-impl From<QuantKind> for CodeKind {
-    fn from(kind: QuantKind) -> Self {
-        match kind {
-            QuantKind::Nf4 => CodeKind::Nf4,
-            QuantKind::Fp4 => CodeKind::Fp4,
-            QuantKind::Int8 => CodeKind::Int8,
-        }
-    }
+impl CodeKind {
+    /// 4-bit NormalFloat: quantiles of the normal distribution.
+    pub const NF4: Self = CodeKind::Blockwise(QuantKind::Nf4);
+    /// 4-bit float: sign, two bits of exponent, one of mantissa.
+    pub const FP4: Self = CodeKind::Blockwise(QuantKind::Fp4);
+    /// bitsandbytes' blockwise 8 bits: the signed dynamic map.
+    pub const INT8: Self = CodeKind::Blockwise(QuantKind::Int8);
 }
 
 /// QLoRA's appendix E, in f32.
@@ -76,9 +72,7 @@ impl CodeKind {
     /// The name in recipes and checkpoints.
     pub fn name(self) -> &'static str {
         match self {
-            CodeKind::Nf4 => "nf4",
-            CodeKind::Fp4 => "fp4",
-            CodeKind::Int8 => "int8",
+            CodeKind::Blockwise(kind) => kind.as_str(),
             CodeKind::Int8Rows => "int8 rows",
         }
     }
@@ -86,17 +80,17 @@ impl CodeKind {
     /// Bits of a code.
     pub fn bits(self) -> usize {
         match self {
-            CodeKind::Nf4 | CodeKind::Fp4 => 4,
-            CodeKind::Int8 | CodeKind::Int8Rows => 8,
+            CodeKind::NF4 | CodeKind::FP4 => 4,
+            CodeKind::INT8 | CodeKind::Int8Rows => 8,
         }
     }
 
     /// What each code stands for, before its block's scale: 16 or 256 values.
     pub fn table(self) -> &'static [f32] {
         match self {
-            CodeKind::Nf4 => &NF4,
-            CodeKind::Fp4 => &FP4,
-            CodeKind::Int8 => &SIGNED.values,
+            CodeKind::NF4 => &NF4,
+            CodeKind::FP4 => &FP4,
+            CodeKind::INT8 => &SIGNED.values,
             CodeKind::Int8Rows => &*ROWS,
         }
     }
@@ -209,7 +203,7 @@ impl DynamicMap {
 
     /// Writes the codes of one block of `values` and returns its scale, the largest magnitude.
     pub fn quantize(&self, values: &[f32], codes: &mut [u8]) -> f32 {
-        let absmax = super::quantize::largest(values);
+        let absmax = largest(values);
         // Divided, not multiplied by the reciprocal as in 4 bits: so bitsandbytes' optimizer kernels have it.
         let unit = if absmax > 0.0 { absmax } else { 1.0 };
         for (code, value) in codes.iter_mut().zip(values) {

@@ -53,8 +53,8 @@ impl Blocks<'_> {
             let part = &mut out[done..done + len];
             let scale = self.scale(block);
             match self.kind {
-                CodeKind::Nf4 | CodeKind::Fp4 => four_bits(table, self.codes, at, scale, part),
-                CodeKind::Int8 => eight_bits(table, &self.codes[at..at + len], scale, part),
+                CodeKind::NF4 | CodeKind::FP4 => four_bits(table, self.codes, at, scale, part),
+                CodeKind::INT8 => eight_bits(table, &self.codes[at..at + len], scale, part),
                 CodeKind::Int8Rows => rows(&self.codes[at..at + len], scale, part),
             }
             done += len;

@@ -8,6 +8,7 @@
 mod codes;
 mod dequantize;
 mod layout;
+mod magnitude;
 mod quantize;
 mod table;
 mod tensor;
@@ -35,7 +36,7 @@ pub struct QuantFormat {
 impl Default for QuantFormat {
     /// The format of QLoRA's paper: nf4 in blocks of 64, the scales quantized too.
     fn default() -> Self {
-        QuantFormat { kind: CodeKind::Nf4, block_size: 64, double_quant: true }
+        QuantFormat { kind: CodeKind::NF4, block_size: 64, double_quant: true }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use rayon::prelude::*;
 
+use super::magnitude::{all_finite, largest, largest_bits};
 use super::{CodeKind, NESTED_BLOCK};
 
 /// Values a thread takes at once.
@@ -27,8 +28,8 @@ pub fn quantize(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [
         .zip(codes.par_chunks_mut(bytes))
         .zip(absmax.par_chunks_mut(blocks))
         .for_each(|((values, codes), absmax)| match kind {
-            CodeKind::Nf4 | CodeKind::Fp4 => four_bits(kind, block_size, values, codes, absmax),
-            CodeKind::Int8 => {
+            CodeKind::NF4 | CodeKind::FP4 => four_bits(kind, block_size, values, codes, absmax),
+            CodeKind::INT8 => {
                 for ((values, codes), absmax) in blocks_of(block_size, values, codes).zip(absmax) {
                     *absmax = super::table::quantize(values, codes);
                 }
@@ -69,23 +70,6 @@ fn round_all(values: &[f32], factor: f32, codes: &mut [u8]) {
     }
 }
 
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-pub(super) fn largest(values: &[f32]) -> f32 {
-    f32::from_bits(largest_bits(values))
-}
-
-/// The bits of the largest magnitude. As whole numbers they are in the order of the magnitudes, infinities and then NaNs
-/// last, and their maximum is vector code.
-#[inline(always)]
-fn largest_bits(values: &[f32]) -> u32 {
-    values.iter().fold(0, |max, value| max.max(value.abs().to_bits()))
-}
-
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn all_finite(values: &[f32]) -> bool {
-    largest_bits(values) < f32::INFINITY.to_bits()
-}
-
 /// One function for a run of blocks: calls for each block would cost as much as its work.
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
 fn four_bits(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
@@ -104,7 +88,7 @@ fn four_bits(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [u8]
             places(values.iter().map(|value| value / divisor), &ladder.midpoints, wide);
         }
     }
-    if kind != CodeKind::Nf4 {
+    if kind != CodeKind::NF4 {
         // NF4's codes are in the order of their values.
         wide.iter_mut().for_each(|place| *place = ladder.by_place[usize::from(*place & 15)]);
     }
@@ -137,7 +121,7 @@ impl CodeThresholds {
         by_place.sort_by(|&a, &b| table[usize::from(a)].total_cmp(&table[usize::from(b)]));
         let value = |place: usize| table[usize::from(by_place[place])];
         let midpoints = std::array::from_fn(|place| (value(place) + value(place + 1)) / 2.0);
-        let zero = if kind == CodeKind::Nf4 { 7 } else { 0 };
+        let zero = if kind == CodeKind::NF4 { 7 } else { 0 };
         CodeThresholds { midpoints, by_place, zero }
     }
 }
@@ -161,7 +145,7 @@ fn places(values: impl Iterator<Item = f32>, midpoints: &[f32; 15], places: &mut
 pub fn nest(absmax: &[f32], codes: &mut [u8], outer: &mut [f32]) -> f32 {
     let mean = sum_as_torch(absmax) / absmax.len().max(1) as f32;
     let centred: Vec<f32> = absmax.iter().map(|x| x - mean).collect();
-    quantize(CodeKind::Int8, NESTED_BLOCK, &centred, codes, outer);
+    quantize(CodeKind::INT8, NESTED_BLOCK, &centred, codes, outer);
     mean
 }
 

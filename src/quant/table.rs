@@ -9,7 +9,7 @@
 use std::sync::LazyLock;
 
 use super::codes::dynamic_signed;
-use super::quantize::largest;
+use super::magnitude::largest;
 
 const LEN: usize = 1 << 16;
 

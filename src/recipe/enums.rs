@@ -143,8 +143,6 @@ choices! {
 choices! {
     /// Whether activations are kept or computed again in the backward pass.
     pub enum Recompute {
-        /// None where memory suffices, else block.
-        Auto = "auto",
         /// All are kept: fastest.
         None = "none",
         /// Only each block's input is kept: least memory.

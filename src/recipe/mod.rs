@@ -31,7 +31,7 @@ pub use sections::{
     ParallelSection, QuantizationSection, SchedulerSection, TrainSection,
 };
 pub use source::{DataSource, Folder, Template};
-pub use value::{Patterns, TargetModules};
+pub use value::{AutoOr, Patterns, TargetModules};
 
 use std::collections::BTreeMap;
 

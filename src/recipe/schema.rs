@@ -20,7 +20,7 @@ pub(super) struct Key {
     /// What may be written, in words.
     pub(super) accepted: fn() -> String,
     /// The closed list of texts, if the key has one.
-    pub(super) choices: fn() -> &'static [&'static str],
+    pub(super) choices: fn() -> Vec<&'static str>,
 }
 
 /// One table of the recipe, with its keys open to reading and writing by name.
@@ -202,8 +202,8 @@ macro_rules! choices {
                 Some(toml::Value::String(self.as_str().to_owned()))
             }
 
-            fn choices() -> &'static [&'static str] {
-                Self::NAMES
+            fn choices() -> Vec<&'static str> {
+                Self::NAMES.to_vec()
             }
         }
     };

@@ -10,7 +10,7 @@ use super::enums::{
 use super::schema::section;
 use super::source::{DataSource, Folder, Template};
 use super::value::Bounds::{Above, AtLeast, Between, FromToBelow, OneOf};
-use super::value::{Patterns, TargetModules};
+use super::value::{AutoOr, Patterns, TargetModules};
 
 section! {
     /// The model to start from.
@@ -117,7 +117,7 @@ section! {
         /// Seed of everything random.
         seed: u64 = 0, AtLeast(0.0);
         /// Compute activations again in the backward pass to save memory.
-        recompute: Recompute = Recompute::Auto;
+        recompute: AutoOr<Recompute> = AutoOr::Auto;
     }
 }
 

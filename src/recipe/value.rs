@@ -39,8 +39,8 @@ pub(super) trait Setting: Sized {
     }
 
     /// The closed list of texts, for the nearest one.
-    fn choices() -> &'static [&'static str] {
-        &[]
+    fn choices() -> Vec<&'static str> {
+        Vec::new()
     }
 }
 
@@ -235,8 +235,53 @@ impl<T: Setting> Setting for Option<T> {
         self.as_ref().map(Setting::numbers).unwrap_or_default()
     }
 
-    fn choices() -> &'static [&'static str] {
+    fn choices() -> Vec<&'static str> {
         T::choices()
+    }
+}
+
+/// A choice that a recipe may leave to the program by writing `"auto"`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum AutoOr<T> {
+    /// The program decides; the key's own documentation says how.
+    #[default]
+    Auto,
+    /// What was chosen.
+    Fixed(T),
+}
+
+impl<T> AutoOr<T> {
+    const AUTO: &str = "auto";
+}
+
+impl<T: Setting> Setting for AutoOr<T> {
+    fn accepted() -> String {
+        format!("{:?}, {}", Self::AUTO, T::accepted())
+    }
+
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        if value.as_str() == Some(Self::AUTO) {
+            return Ok(AutoOr::Auto);
+        }
+        T::read(value, folder).map(AutoOr::Fixed)
+    }
+
+    fn write(&self) -> Option<Value> {
+        match self {
+            AutoOr::Auto => Some(Value::String(Self::AUTO.into())),
+            AutoOr::Fixed(choice) => choice.write(),
+        }
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        match self {
+            AutoOr::Auto => Vec::new(),
+            AutoOr::Fixed(choice) => choice.numbers(),
+        }
+    }
+
+    fn choices() -> Vec<&'static str> {
+        [vec![Self::AUTO], T::choices()].concat()
     }
 }
 
@@ -303,8 +348,8 @@ impl Setting for TargetModules {
         }
     }
 
-    fn choices() -> &'static [&'static str] {
-        &["all-linear"]
+    fn choices() -> Vec<&'static str> {
+        vec!["all-linear"]
     }
 }
 

@@ -8,7 +8,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
-use super::framing::{ConnectionError, Receiver, Sender};
+use super::connection_error::ConnectionError;
+use super::framing::{Receiver, Sender};
 use super::join::Joined;
 use super::locked;
 use super::message::{Message, Peer};

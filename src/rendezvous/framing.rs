@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use snow::{HandshakeState, StatelessTransportState};
 
-use super::handshake::Refusal;
+use super::connection_error::ConnectionError;
 use super::message::Message;
 
 /// Bytes of the largest frame: those of the largest Noise message.
@@ -24,46 +24,6 @@ const TAG_BYTES: usize = 16;
 
 /// How long one write to a peer may take before the peer counts as lost.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Why nothing more comes from a connection.
-#[derive(Debug)]
-pub(super) enum ConnectionError {
-    /// The other end closed it, or is gone.
-    Closed,
-    /// The deadline passed.
-    TimedOut,
-    /// What the other end sent is not of this protocol, or does not authenticate.
-    Malformed(&'static str),
-    /// Rank 0 refuses it.
-    Refused(Refusal),
-    /// The system's error.
-    Io(io::Error),
-}
-
-impl std::fmt::Display for ConnectionError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            ConnectionError::Closed => write!(f, "the connection was closed"),
-            ConnectionError::TimedOut => write!(f, "nothing came in time"),
-            ConnectionError::Malformed(what) => write!(f, "it sent {what}"),
-            ConnectionError::Refused(refusal) => write!(f, "{refusal}"),
-            ConnectionError::Io(error) => write!(f, "{error}"),
-        }
-    }
-}
-
-impl From<io::Error> for ConnectionError {
-    fn from(error: io::Error) -> Self {
-        match error.kind() {
-            io::ErrorKind::UnexpectedEof
-            | io::ErrorKind::ConnectionReset
-            | io::ErrorKind::ConnectionAborted
-            | io::ErrorKind::BrokenPipe => ConnectionError::Closed,
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ConnectionError::TimedOut,
-            _ => ConnectionError::Io(error),
-        }
-    }
-}
 
 /// The reading half of a connection; with a deadline no sequence of slow bytes outlasts it.
 pub(super) struct DeadlineReader<'a> {

@@ -21,7 +21,8 @@ use serde::{Deserialize, Serialize};
 use snow::{Builder, HandshakeState};
 
 use super::auth::Secret;
-use super::framing::{Connection, ConnectionError, DeadlineReader, noise_error, read_frame, write_frame};
+use super::connection_error::{ConnectionError, Refusal};
+use super::framing::{Connection, DeadlineReader, noise_error, read_frame, write_frame};
 
 /// Version of the protocol; another one is refused.
 const VERSION: u32 = 2;
@@ -50,39 +51,6 @@ struct Greeting {
 enum Answer {
     Accepted,
     Refused(Refusal),
-}
-
-/// Why rank 0 refuses a connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum Refusal {
-    /// The two ends speak different versions.
-    Version { rank_0: u32, other: u32 },
-    /// The process belongs to another run.
-    Run,
-    /// The process has no secret, rank 0 has one.
-    NoSecret,
-    /// The process has a secret, rank 0 has none.
-    NoSecretAtRank0,
-    /// The secrets differ.
-    Secret,
-}
-
-impl std::fmt::Display for Refusal {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Refusal::Version { rank_0, other } => write!(
-                f,
-                "rank 0 speaks version {rank_0} of the rendezvous protocol, the other process version {other}"
-            ),
-            Refusal::Run => write!(f, "it belongs to another run"),
-            Refusal::NoSecret => write!(f, "rank 0 was started with a secret, the other process without"),
-            Refusal::NoSecretAtRank0 => {
-                write!(f, "rank 0 was started without a secret, the other process with one")
-            }
-            Refusal::Secret => write!(f, "its secret is not the one of rank 0"),
-        }
-    }
 }
 
 /// What a Noise message that cannot be read says of its sender.

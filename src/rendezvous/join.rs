@@ -4,8 +4,9 @@ use std::net::{SocketAddr, TcpStream};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use super::framing::{Connection, ConnectionError, prepare};
-use super::handshake::{Refusal, connect};
+use super::connection_error::{ConnectionError, Refusal};
+use super::framing::{Connection, prepare};
+use super::handshake::connect;
 use super::listener::{Arrival, Arrivals, Listener, resolve};
 use super::message::{JoinRequest, Message, Peer};
 use super::options::{Master, RendezvousOptions};

@@ -14,8 +14,9 @@ use std::thread::{Builder, JoinHandle, sleep};
 use std::time::{Duration, Instant};
 
 use super::auth::Secret;
-use super::framing::{Connection, ConnectionError, prepare};
-use super::handshake::{Refusal, accept, refuse};
+use super::connection_error::{ConnectionError, Refusal};
+use super::framing::{Connection, prepare};
+use super::handshake::{accept, refuse};
 use super::locked;
 use super::message::{JoinRequest, Message};
 use super::options::{LogLine, Master, RendezvousOptions};

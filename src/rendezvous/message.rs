@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::framing::ConnectionError;
+use super::connection_error::ConnectionError;
 use crate::error::{Error, ErrorCategory};
 
 /// Ranks that a run may have.

@@ -12,6 +12,7 @@
 //! ranks are is for launchers to say; what to do about a failure is the caller's business.
 
 mod auth;
+mod connection_error;
 mod connections;
 mod framing;
 mod handshake;

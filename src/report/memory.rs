@@ -16,12 +16,12 @@ pub fn current_bytes() -> Option<u64> {
 }
 
 fn status_bytes(key: &str) -> Option<u64> {
-    parse_status(&fs::read_to_string("/proc/self/status").ok()?, key)
+    field_bytes(&fs::read_to_string("/proc/self/status").ok()?, key)
 }
 
-/// The value of a line `key   1234 kB` of a status file (proc(5)), in bytes.
-fn parse_status(status: &str, key: &str) -> Option<u64> {
-    let value = status.lines().find_map(|line| line.strip_prefix(key))?;
+/// The value of a line `key   1234 kB` of `status` or `meminfo` (proc(5)), in bytes.
+pub(crate) fn field_bytes(text: &str, key: &str) -> Option<u64> {
+    let value = text.lines().find_map(|line| line.strip_prefix(key))?;
     let kib: u64 = value.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
 }
@@ -45,9 +45,11 @@ mod tests {
     #[test]
     fn reads_the_kernels_lines() {
         let status = "Name:\tfinetune\nVmPeak:\t  999999 kB\nVmHWM:\t   20480 kB\nVmRSS:\t    4 kB\n";
-        assert_eq!(parse_status(status, "VmHWM:"), Some(20_971_520));
-        assert_eq!(parse_status(status, "VmRSS:"), Some(4096));
-        assert_eq!(parse_status(status, "VmSwap:"), None);
+        assert_eq!(field_bytes(status, "VmHWM:"), Some(20_971_520));
+        assert_eq!(field_bytes(status, "VmRSS:"), Some(4096));
+        assert_eq!(field_bytes(status, "VmSwap:"), None);
+        assert_eq!(field_bytes("MemTotal:       24 kB\nMemAvailable: 7 kB\n", "MemAvailable:"), Some(7168));
+        assert_eq!(field_bytes("MemTotal: many\n", "MemTotal:"), None);
     }
 
     #[test]

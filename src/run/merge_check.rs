@@ -5,6 +5,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use crate::adapter::{BaseValues, SavedAdapter};
+use crate::cli::BaseChoice;
 use crate::data::{self, Split};
 use crate::engine::{Comparison, Engine};
 use crate::error::{Error, Result};
@@ -29,17 +30,6 @@ const SAME_BASE: f64 = 0.005;
 /// The same where the merged model has other base weights than the adapter was trained on.
 const OTHER_BASE: f64 = 0.1;
 
-/// What the user asked to merge onto.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BaseChoice {
-    /// What the adapter was trained on.
-    Trained,
-    /// The weights in the model's files.
-    Original,
-    /// The weights that are left of them after quantizing.
-    Quantized,
-}
-
 /// A merge's base, decided.
 #[derive(Debug)]
 pub struct MergeBase {
@@ -56,11 +46,12 @@ pub struct MergeBase {
 }
 
 impl MergeBase {
-    /// Decides by the recipe that lies beside the adapter and by what the model's files hold.
+    /// Decides by the recipe that lies beside the adapter and by what the model's files hold; without a `choice` it is
+    /// what the adapter was trained on.
     ///
     /// # Errors
     /// `quantized` was asked for, and nothing says how the base was quantized; the adapter cannot be read.
-    pub fn decide(choice: BaseChoice, base: &BaseModel, adapter: &Path) -> Result<Self> {
+    pub fn decide(choice: Option<BaseChoice>, base: &BaseModel, adapter: &Path) -> Result<Self> {
         let stored = base.format;
         let (trained_over, skipped) = match (stored, recipe_quantization(adapter)?) {
             (Some(format), _) => (Some(format), base.skipped.clone()),
@@ -77,7 +68,7 @@ impl MergeBase {
                 true,
                 format!("onto the dequantized weights of the model, which is stored in {}", describe(&format)),
             ),
-            (BaseChoice::Trained | BaseChoice::Quantized, None, Some(format)) => merge(
+            (None | Some(BaseChoice::Quantized), None, Some(format)) => merge(
                 BaseValues::Quantized(format),
                 true,
                 format!(
@@ -85,14 +76,14 @@ impl MergeBase {
                     describe(&format)
                 ),
             ),
-            (BaseChoice::Quantized, None, None) => {
+            (Some(BaseChoice::Quantized), None, None) => {
                 Err(Error::user(format!("cannot merge {} onto a quantized base", adapter.display()))
                     .because(format!(
                         "nothing says how its base was quantized: the model is not, and the adapter's folder has no {RECIPE_FILE} with a `[quantization]` table"
                     ))
                     .hint("give the quantized model as `--model` (`finetune quantize` writes one), or write `--base original`"))
             }
-            (BaseChoice::Original, None, Some(format)) => merge(
+            (Some(BaseChoice::Original), None, Some(format)) => merge(
                 BaseValues::AsStored,
                 false,
                 format!(
@@ -160,7 +151,7 @@ pub struct MergeCheck<'a> {
 /// What was found.
 #[derive(Debug, Clone, Copy)]
 pub struct Certificate {
-    /// The divergences.
+    /// How far the two models differ.
     pub found: Comparison,
     /// What was allowed.
     pub max_kl: f64,

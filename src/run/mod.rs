@@ -1,16 +1,17 @@
 //! A plan brought to life: the ranks of this process and how they start, the trainer of each, what a run leaves in its
-//! output folder, signals, and the check of a merge.
+//! output folder, signals, the check of a merge, and the measurement of how speed grows with ranks.
 
 mod card;
 pub(crate) mod merge_check;
 pub(crate) mod output_folder;
 pub(crate) mod ranks;
+pub(crate) mod scaling;
 pub(crate) mod showcase;
 pub(crate) mod signals;
 pub(crate) mod train;
 mod trainer;
 mod weights_writer;
 
-pub use merge_check::{BaseChoice, Certificate, MergeBase, MergeCheck};
+pub use merge_check::{Certificate, MergeBase, MergeCheck};
 pub use trainer::trainer;
 pub use weights_writer::weights_writer;

@@ -72,7 +72,8 @@ impl OutputFolder {
         recorded.map(parse_date).transpose()
     }
 
-    /// Locks the folder for the run of `plan`, which goes on from `resumed`, and makes sure that nothing is in its way; the record to begin with.
+    /// Locks the folder for the run of `plan`, which goes on from `resumed`, and makes sure that nothing is in its way; the
+    /// record to begin with. Called when all processes of the run have met.
     ///
     /// # Errors
     /// The folder is in use, or holds what the run would overwrite.

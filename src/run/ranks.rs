@@ -124,9 +124,14 @@ impl RankSetup {
     }
 
     /// Runs `rank` on every rank of this process, with its end and its device, and returns the failure that came first.
+    /// `begin` runs before them, once all processes have met and are about to run the same.
+    ///
+    /// # Errors
+    /// What `begin` or a rank returns; the processes do not meet; another process has failed.
     pub(crate) fn run(
         &self,
         plan: &Plan,
+        begin: impl FnOnce() -> Result<()>,
         rank: impl Fn(Arc<dyn Collective>, &Device) -> Result<()> + Sync,
     ) -> Result<()> {
         let fault = planted_fault()?;
@@ -136,15 +141,17 @@ impl RankSetup {
         };
         match (&self.launch.master, &self.nccl) {
             (None, None) => {
+                begin()?;
                 let ranks = self.launch.world_size;
                 let each = (thread_pool::num_threads() / ranks).max(1);
                 run_on_cpu(ranks, each, |world| rank(0, world)).map(drop)
             }
             (None, Some(library)) => {
+                begin()?;
                 let id = library.unique_id()?;
                 self.on_gpus(library, id, &AbortFlag::new(), &rank).map_err(|failed| failed.error)
             }
-            (Some(_), library) => self.among_processes(plan, library.as_ref(), &rank),
+            (Some(_), library) => self.among_processes(plan, library.as_ref(), begin, &rank),
         }
     }
 
@@ -166,10 +173,12 @@ impl RankSetup {
         &self,
         plan: &Plan,
         library: Option<&Arc<NcclLibrary>>,
+        begin: impl FnOnce() -> Result<()>,
         rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync),
     ) -> Result<()> {
         let request = join_request(&self.launch, digests(plan, library)?);
         let session = Session::join(request, &rendezvous_options(&self.launch)?)?;
+        begin().inspect_err(|error| session.fail(self.launch.rank, error.what()))?;
         let done = match library {
             Some(library) => {
                 let id = session.broadcast("the NCCL id", || Ok(library.unique_id()?.0.to_vec()))?;

@@ -1,8 +1,8 @@
 //! What each rank of a training run does, from loading the weights to the files that it leaves.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use candle_core::Device;
@@ -31,8 +31,8 @@ pub(crate) struct TrainRun<'a> {
     pub(crate) plan: &'a Plan,
     pub(crate) questions: Vec<Question>,
     pub(crate) resumed: Option<&'a SavedCheckpoint>,
-    /// The output folder, and what it says of the run; the process of the first rank has them.
-    pub(crate) folder: Option<&'a (RunFolder, RunRecord)>,
+    /// The output folder, and what it says of the run; the process of the first rank has them once all processes have met.
+    pub(crate) folder: &'a OnceLock<(RunFolder, RunRecord)>,
     pub(crate) stop: &'a AtomicBool,
     pub(crate) writers: &'a SaveThreads,
     pub(crate) terminal: &'a Terminal,
@@ -51,7 +51,7 @@ impl TrainRun<'_> {
         world.barrier(Call { what: "the start", index: 0 })?;
         world.enter(Phase::Load)?;
         let mut trainer = self.load(Arc::clone(&world), device)?;
-        if let (Some((folder, record)), true) = (self.folder, first) {
+        if let (Some((folder, record)), true) = (self.folder.get(), first) {
             folder.begin(record.clone(), &[METRICS])?;
             folder.write_text(RECIPE, &plan.recipe.to_toml())?;
         }
@@ -67,7 +67,7 @@ impl TrainRun<'_> {
         world.enter(Phase::Output)?;
         self.write(&trainer, &*world)?;
         let after = showcase::answers(&self.questions, &trainer.engine, &plan.rows.tokenizer)?;
-        if let (Some((folder, _)), true) = (self.folder, first) {
+        if let (Some((folder, _)), true) = (self.folder.get(), first) {
             self.publish(folder, &summary)?;
             showcase::show(&self.questions, [&before, &after], &summary, terminal);
         }

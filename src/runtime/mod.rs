@@ -1,4 +1,4 @@
-//! What every floor above computes with: devices, the thread pool and the allocator, tensors' memory on the CPU,
+//! What every floor above computes with: the machine, devices, the thread pool and the allocator, tensors' memory on the CPU,
 //! parameter storage in memory, on the host or in a file, and random numbers. No mathematics: that is `ops`.
 
 pub mod allocator;
@@ -6,6 +6,7 @@ pub mod buffer;
 pub mod copy;
 pub(crate) mod cpu_tensor;
 pub mod device;
+pub mod machine;
 pub mod mmap;
 pub mod param_storage;
 pub mod rng;

@@ -15,12 +15,12 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
 use crate::model::{self, ModelConfig};
-use crate::quant::QuantFormat;
+use crate::quant::{CodeKind, QuantFormat};
 use crate::recipe::enums::Attention;
 use crate::recipe::{ComputeDtype, ModelInit, ModelSection, QuantizationSection};
 use crate::runtime::device;
 use crate::sharding;
-use crate::sharding::{DeviceMesh, GradReduceOptions, Offload, ParamDesc, ParamStore};
+use crate::sharding::{DeviceMesh, GradReduceOptions, OffloadTarget, ParamDesc, ParamStore};
 use crate::weights::{ModelFiles, ModelIdentity};
 
 /// A model before its weights are read.
@@ -58,7 +58,7 @@ pub struct EngineOptions {
     /// How gradients are summed.
     pub reducing: GradReduceOptions,
     /// What is kept away from the device.
-    pub offload: Offload,
+    pub offload: OffloadTarget,
 }
 
 impl EngineOptions {
@@ -75,7 +75,7 @@ impl EngineOptions {
     /// On one rank, one micro-batch a step.
     pub fn alone(device: Device, dtype: DType, attention: Attention, seed: u64) -> Self {
         let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32 };
-        let (ranks, offload) = (DeviceMesh::alone(), Offload::None);
+        let (ranks, offload) = (DeviceMesh::alone(), OffloadTarget::default());
         EngineOptions { device, dtype, attention, seed, ranks, reducing, offload }
     }
 }
@@ -252,7 +252,7 @@ impl BaseModel {
 /// What `[quantization]` says.
 pub(crate) fn format(quantization: &QuantizationSection) -> QuantFormat {
     QuantFormat {
-        kind: quantization.kind.into(),
+        kind: CodeKind::Blockwise(quantization.kind),
         block_size: quantization.block_size,
         double_quant: quantization.double_quant,
     }

@@ -10,7 +10,7 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
-use super::offload::{BucketBuilder, Offload, StorageTarget};
+use super::offload::{BucketBuilder, OffloadTarget, StorageTarget};
 use super::param::{BucketKind, ParamDesc};
 use super::placement::{Placement, ShardingSpec};
 use crate::error::Result;
@@ -85,7 +85,7 @@ pub(super) struct BucketOptions<'a> {
     pub(super) device: &'a Device,
     /// Where values are kept.
     pub(super) values: StorageTarget<'a>,
-    pub(super) offload: &'a Offload,
+    pub(super) offload: &'a OffloadTarget,
     /// Fill every entry, although the rank keeps only a part.
     pub(super) fill_all: bool,
 }

@@ -19,7 +19,7 @@ mod views;
 
 pub use bucket::{Bucket, BucketEntry, LoadTarget};
 pub use grad_reduce::GradReduceOptions;
-pub use offload::Offload;
+pub use offload::OffloadTarget;
 pub use param::{LrGroup, ParamDesc, ParamKind, UpdateRule};
 pub use param_store::{GatherGuard, ParamStore, StoreOptions};
 pub use placement::{DeviceMesh, ParamRole, Placement, ShardingSpec, ShardingStrategy};

@@ -8,38 +8,48 @@
 //! On a CPU the device is the host; what is away then takes the same way, so that every test of it counts for a GPU too.
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
 use super::placement::ParamRole;
 use crate::error::Result;
+use crate::recipe::enums::Offload;
 use crate::runtime::cpu_tensor::PlainElement;
 use crate::runtime::mmap::{MappedFile, MappedSlice};
 use crate::runtime::param_storage::ParamStorage;
 
-/// What is kept away from the device.
+/// What is kept away from the device, and where.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Offload {
-    /// Nothing.
-    #[default]
-    None,
-    /// The optimizer's state, in host memory.
-    Optimizer,
-    /// That, gradients and parameters: in host memory, parameters in a file of this folder if one is named.
-    Params(Option<PathBuf>),
+pub struct OffloadTarget {
+    /// The recipe's choice.
+    pub what: Offload,
+    /// The folder of the file that parameters are kept in, where they are away; none: in host memory.
+    pub folder: Option<PathBuf>,
 }
 
-impl Offload {
+impl From<Offload> for OffloadTarget {
+    /// In host memory.
+    fn from(what: Offload) -> Self {
+        OffloadTarget { what, folder: None }
+    }
+}
+
+impl OffloadTarget {
     /// Moments and masters are in host memory.
     pub fn has_state(&self) -> bool {
-        *self != Offload::None
+        self.what != Offload::None
     }
 
     /// The values of what holds `content`, and their gradients, are away.
     pub fn has_values(&self, content: ParamRole) -> bool {
-        matches!(self, Offload::Params(_)) && content != ParamRole::Adapter
+        self.what == Offload::Params && content != ParamRole::Adapter
+    }
+
+    /// The folder of the file that parameters are kept in; none where they are on the device or in host memory.
+    pub fn folder(&self) -> Option<&Path> {
+        self.folder.as_deref().filter(|_| self.what == Offload::Params)
     }
 
     /// Refuses a folder that cannot take `bytes` of parameters, before anything is loaded.
@@ -47,12 +57,8 @@ impl Offload {
     /// # Errors
     /// It cannot be written to, or its disk is full.
     pub fn check(&self, bytes: u64) -> Result<()> {
-        match self {
-            Offload::Params(Some(folder)) => {
-                MappedFile::check(folder, usize::try_from(bytes).unwrap_or(usize::MAX))
-            }
-            _ => Ok(()),
-        }
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        self.folder().map_or(Ok(()), |folder| MappedFile::check(folder, bytes))
     }
 
     /// Where masters are kept.
@@ -62,10 +68,8 @@ impl Offload {
 
     /// The file for `bytes` bytes of values; none where no folder is named.
     pub(super) fn file(&self, bytes: usize) -> Result<Option<Arc<MappedFile>>> {
-        match self {
-            Offload::Params(Some(folder)) if bytes > 0 => MappedFile::create(folder, bytes).map(Some),
-            _ => Ok(None),
-        }
+        let folder = self.folder().filter(|_| bytes > 0);
+        folder.map(|folder| MappedFile::create(folder, bytes)).transpose()
     }
 }
 

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use super::bucket::{Bucket, BucketEntry, BucketOptions, LoadTarget, view};
 use super::gather::{BufferId, GatherQueue, Gathered, GatheredMemory, ShardRun, call};
 use super::grad_reduce::{GradBuffers, GradReduceOptions};
-use super::offload::{Offload, StorageTarget};
+use super::offload::{OffloadTarget, StorageTarget};
 use super::param::{BucketKind, BufferKind, ParamDesc, ParamKind};
 use super::placement::{DeviceMesh, Placement};
 use super::quantized_bucket::QuantizedBucket;
@@ -34,7 +34,7 @@ pub struct StoreOptions {
     /// How gradients are summed.
     pub reducing: GradReduceOptions,
     /// What is kept away from the device.
-    pub offload: Offload,
+    pub offload: OffloadTarget,
     /// Read every parameter, also where the rank keeps only a shard: values of others are derived from it.
     pub fill_all: bool,
 }
@@ -53,7 +53,7 @@ pub struct ParamStore {
     adapters: Adapters,
     dtype: DType,
     device: Device,
-    offload: Offload,
+    offload: OffloadTarget,
     gathers: GatherQueue,
     grad_buffers: GradBuffers,
     blocks: Vec<BlockWeights>,
@@ -303,7 +303,7 @@ impl ParamStore {
     }
 
     /// What is kept away from the device.
-    pub fn offload(&self) -> &Offload {
+    pub fn offload(&self) -> &OffloadTarget {
         &self.offload
     }
 

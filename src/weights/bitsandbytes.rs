@@ -307,7 +307,7 @@ fn parse_state(kind: CodeKind, text: &[u8]) -> Result<BnbState, String> {
 }
 
 fn four_bit_kind(name: &str) -> Option<CodeKind> {
-    [CodeKind::Nf4, CodeKind::Fp4].into_iter().find(|kind| kind.name() == name)
+    [CodeKind::NF4, CodeKind::FP4].into_iter().find(|kind| kind.name() == name)
 }
 
 /// The name of a companion without that of its weight and the dot.

@@ -8,6 +8,8 @@ use std::fmt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use crate::recipe::enums::Dtype;
+
 /// Elements that one task converts; below four of these the threads cost more than they save.
 const CHUNK: usize = 1 << 16;
 
@@ -108,36 +110,22 @@ impl StoredDtype {
     }
 }
 
-impl fmt::Display for StoredDtype {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+impl StoredDtype {
+    /// The type in which new weights are stored as `dtype` of what is stored as this; what is no float is never converted.
+    pub fn stored_as(self, dtype: Dtype) -> Self {
+        match dtype {
+            _ if !self.is_float() => self,
+            Dtype::Auto => self,
+            Dtype::F32 => Self::F32,
+            Dtype::Bf16 => Self::BF16,
+            Dtype::F16 => Self::F16,
+        }
     }
 }
 
-/// The type new weights are stored in.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum OutputDtype {
-    /// Each tensor as the base has it.
-    #[default]
-    Auto,
-    /// All floats as F32.
-    F32,
-    /// All floats as BF16.
-    BF16,
-    /// All floats as F16.
-    F16,
-}
-
-impl OutputDtype {
-    /// The type for a tensor that the base stores as `stored`; what is no float is never converted.
-    pub fn of(self, stored: StoredDtype) -> StoredDtype {
-        match self {
-            _ if !stored.is_float() => stored,
-            Self::Auto => stored,
-            Self::F32 => StoredDtype::F32,
-            Self::BF16 => StoredDtype::BF16,
-            Self::F16 => StoredDtype::F16,
-        }
+impl fmt::Display for StoredDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 

@@ -27,7 +27,7 @@ mod summary;
 mod write;
 
 pub use atomic_dir::AtomicDir;
-pub use dtype::{OutputDtype, StoredDtype, StoredElement};
+pub use dtype::{StoredDtype, StoredElement};
 pub use files::{ModelFiles, TensorInfo};
 pub use identity::{ModelIdentity, QUANTIZED_FROM};
 pub use load::{Expected, load_tensor};

@@ -14,7 +14,8 @@ use candle_core::quantized::gguf_file::{Content, Value, VersionedMagic};
 use finetune::error::Result;
 use finetune::export::{gguf, hf};
 use finetune::model::ModelConfig;
-use finetune::weights::{ModelFiles, OutputDtype};
+use finetune::recipe;
+use finetune::weights::ModelFiles;
 use half::{bf16, f16};
 use insta::assert_snapshot;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -658,7 +659,7 @@ fn a_hugging_face_folder_is_the_model_again() {
     let files = ModelFiles::open(&source).unwrap();
     let place = tempfile::tempdir().unwrap();
     let output = place.path().join("same");
-    hf::export(&files, &output, OutputDtype::Auto, hf::SHARD_BYTES).unwrap();
+    hf::export(&files, &output, recipe::Dtype::Auto, hf::SHARD_BYTES).unwrap();
     assert!(output.join("model.safetensors").exists(), "one file, whatever the source had");
     let same = ModelFiles::open(&output).unwrap();
     assert!(same.names().eq(files.names()));
@@ -672,7 +673,7 @@ fn a_hugging_face_folder_is_the_model_again() {
     assert!(ours == theirs);
 
     let output = place.path().join("f16");
-    hf::export(&files, &output, OutputDtype::F16, 200_000).unwrap();
+    hf::export(&files, &output, recipe::Dtype::F16, 200_000).unwrap();
     assert_eq!(read_json(&output.join("config.json"))["torch_dtype"], "float16");
     let half = ModelFiles::open(&output).unwrap();
     assert!(half.is_indexed() && half.files().len() > 1, "sharded");

@@ -90,7 +90,7 @@ fn threads_read_what_one_thread_does() {
     let n = 300_000;
     let folder = tempfile::tempdir().unwrap();
     let values: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin()).collect();
-    let format = QuantFormat { kind: CodeKind::Fp4, block_size: 128, double_quant: false };
+    let format = QuantFormat { kind: CodeKind::FP4, block_size: 128, double_quant: false };
     let (mut codes, mut absmax) = (vec![0u8; format.code_bytes(n)], vec![0f32; format.blocks(n)]);
     finetune::quant::quantize(format.kind, format.block_size, &values, &mut codes, &mut absmax);
     let state =
@@ -352,7 +352,7 @@ fn companions_that_do_not_fit() {
     // The table of another kind: its values are wrong by a little each.
     assert_snapshot!(cause(refused(NF4, |tensors| {
         tensor(tensors, &format!("{Q_PROJ}.quant_map")).3 =
-            CodeKind::Fp4.table().iter().flat_map(|value| value.to_le_bytes()).collect();
+            CodeKind::FP4.table().iter().flat_map(|value| value.to_le_bytes()).collect();
     })), @"quant_map is not the table of nf4: code 0 does not stand for -1");
     assert_snapshot!(cause(refused(NF4, |tensors| {
         tensor(tensors, &format!("{Q_PROJ}.absmax")).1 = Dtype::I8;
@@ -488,7 +488,7 @@ fn layers_that_are_skipped_stay_as_they_are() {
         .collect();
     names.sort_unstable();
     assert_eq!(names, [&["lm_head"][..], &skipped].concat());
-    assert_eq!(files.quantized(Q_PROJ).unwrap().unwrap().format().kind, CodeKind::Fp4);
+    assert_eq!(files.quantized(Q_PROJ).unwrap().unwrap().format().kind, CodeKind::FP4);
 }
 
 /// What is said of a command that leaves no output.

@@ -9,9 +9,10 @@ use finetune::adapter::{
 };
 use finetune::error::{Error, ErrorCategory, Result};
 use finetune::model::{Module, ModuleKind};
+use finetune::recipe::enums::Dtype;
 use finetune::weights::{
-    EMBED_TOKENS, LM_HEAD, MODEL_FILE, ModelFiles, ModelIdentity, OutputDtype, StoredDtype, WriteEntry,
-    write_file, write_text,
+    EMBED_TOKENS, LM_HEAD, MODEL_FILE, ModelFiles, ModelIdentity, StoredDtype, WriteEntry, write_file,
+    write_text,
 };
 use half::bf16;
 use tempfile::TempDir;
@@ -29,7 +30,7 @@ fn shown(error: &Error, folder: &Path) -> String {
 }
 
 /// Merges onto the base as it is stored, without a check.
-fn merge(base: &ModelFiles, adapter: &Path, output: &Path, dtype: OutputDtype) -> Result<MergeReport> {
+fn merge(base: &ModelFiles, adapter: &Path, output: &Path, dtype: Dtype) -> Result<MergeReport> {
     let options = MergeOptions { dtype, base: BaseValues::AsStored, skip: &[], verify: &|_| Ok(None) };
     adapter::merge(base, adapter, output, &options)
 }
@@ -94,8 +95,7 @@ fn merging_gives_what_peft_merges() {
     let dir = temp();
     let base = ModelFiles::open(&golden("models/tiny-llama")).expect("opens");
     let output = dir.path().join("merged");
-    let report =
-        merge(&base, &golden("train/lora/adapter_final"), &output, OutputDtype::Auto).expect("merges");
+    let report = merge(&base, &golden("train/lora/adapter_final"), &output, Dtype::Auto).expect("merges");
     assert_eq!((report.merged, report.replaced, report.copied, report.untied), (14, 0, 7, false));
     let ours = ModelFiles::open(&output).expect("opens");
     let theirs = ModelFiles::open(&golden("train/lora/merged")).expect("opens");
@@ -126,7 +126,7 @@ fn rslora_scales_by_the_root_of_the_rank() {
     let adapter =
         ModelFiles::open_file(&golden("train/rslora/adapter_final").join(WEIGHTS_FILE)).expect("opens");
     let output = dir.path().join("merged");
-    merge(&base, &golden("train/rslora/adapter_final"), &output, OutputDtype::Auto).expect("merges");
+    merge(&base, &golden("train/rslora/adapter_final"), &output, Dtype::Auto).expect("merges");
     let ours = ModelFiles::open(&output).expect("opens");
     for layer in 0..2 {
         for module in ["q_proj", "k_proj", "v_proj"] {
@@ -159,7 +159,7 @@ fn shards_and_dtypes_are_the_base_s_unless_asked() {
     let adapter = dir.path().join("adapter");
     put(&adapter, &lora(&["q_proj"]), &pair(Q, 2, [96, 64]), |_, i| (i % 7) as f32 / 8.0);
     for (dtype, stored, named) in
-        [(OutputDtype::Auto, StoredDtype::BF16, "bfloat16"), (OutputDtype::F32, StoredDtype::F32, "float32")]
+        [(Dtype::Auto, StoredDtype::BF16, "bfloat16"), (Dtype::F32, StoredDtype::F32, "float32")]
     {
         let output = dir.path().join(named);
         let report = merge(&base, &adapter, &output, dtype).expect("merges");
@@ -215,7 +215,7 @@ fn merge_tied(stored: &[&str], config: &AdapterConfig, tensors: &[AdapterTensor]
     let adapter = dir.path().join("adapter");
     put(&adapter, config, tensors, |tensor, _| if tensor.module == "lm_head" { 1.0 } else { 2.0 });
     let base = ModelFiles::open(&folder).expect("opens");
-    let report = merge(&base, &adapter, &output, OutputDtype::Auto).expect("merges");
+    let report = merge(&base, &adapter, &output, Dtype::Auto).expect("merges");
     let merged = ModelFiles::open(&output).expect("opens");
     let old = read(&source, EMBED_TOKENS);
     let describe = |name: &str| {
@@ -506,7 +506,7 @@ fn merges_that_cannot_be_right_are_refused() {
         put(dir.path(), &lora(&["q_proj"]), &pair(module, r, shape), |_, _| value);
         let base = ModelFiles::open(&golden("models/tiny-llama")).expect("opens");
         let output = dir.path().join("merged");
-        let error = merge(&base, dir.path(), &output, OutputDtype::Auto).expect_err(case);
+        let error = merge(&base, dir.path(), &output, Dtype::Auto).expect_err(case);
         assert!(!output.exists(), "{case}: nothing is left");
         assert_eq!(fs::read_dir(dir.path()).expect("folder").count(), 2, "{case}: no temporary is left");
         errors.push(format!("[{case}]\n{}", shown(&error, dir.path())));
@@ -518,7 +518,7 @@ fn merges_that_cannot_be_right_are_refused() {
     fs::write(dir.path().join("mine.txt"), "").expect("written");
     let base = ModelFiles::open(&golden("models/tiny-llama")).expect("opens");
     let adapter = golden("train/lora/adapter_final");
-    let error = merge(&base, &adapter, dir.path(), OutputDtype::Auto).expect_err("occupied");
+    let error = merge(&base, &adapter, dir.path(), Dtype::Auto).expect_err("occupied");
     errors.push(format!("[occupied]\n{}", shown(&error, dir.path())));
     insta::assert_snapshot!(errors.join("\n"), @"
     [another model's module]
@@ -608,7 +608,7 @@ fn new_tokens_make_a_larger_model() {
     let tensors = [&pair(Q, 2, [64, 64])[..], &tables].concat();
     put(&adapter, &lora(&["q_proj"]), &tensors, |_, i| (i % 5) as f32);
     write_text(&adapter.join("tokenizer.json"), "its own").expect("written");
-    let report = merge(&base, &adapter, &output, OutputDtype::Auto).expect("merges");
+    let report = merge(&base, &adapter, &output, Dtype::Auto).expect("merges");
     assert_eq!((report.merged, report.replaced), (1, 2));
     assert_eq!(config_of(&output)["vocab_size"], 482);
     assert_eq!(fs::read_to_string(output.join("tokenizer.json")).expect("there"), "its own");
@@ -618,7 +618,7 @@ fn new_tokens_make_a_larger_model() {
     // The head would stay behind.
     let tensors = [&pair(Q, 2, [64, 64])[..], &tables[..1]].concat();
     put(&adapter, &lora(&["q_proj"]), &tensors, |_, _| 0.0);
-    let error = merge(&base, &adapter, &dir.path().join("half"), OutputDtype::Auto).expect_err("half");
+    let error = merge(&base, &adapter, &dir.path().join("half"), Dtype::Auto).expect_err("half");
     insta::assert_snapshot!(shown(&error, dir.path()), @"
     error: cannot use adapter <dir>/adapter with this model
       caused by: `base_model.model.model.embed_tokens.weight` has shape [482, 64], the weight of `model.embed_tokens` has [480, 64]

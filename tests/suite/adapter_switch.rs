@@ -3,14 +3,14 @@
 use std::path::{Path, PathBuf};
 
 use crate::logits;
+use crate::training::{OPTIONS, batch};
 use candle_core::{DType, Device, Tensor};
-use finetune::data::{Batch, IGNORE, PackedSample, Step};
-use finetune::engine::{Engine, Recompute, SaveAssignment, Trainer, TrainerOptions};
+use finetune::data::Step;
+use finetune::engine::{Engine, SaveAssignment, Trainer, TrainerOptions};
 use finetune::error::Result;
 use finetune::model::AdapterSwitch;
-use finetune::optim::{OptimizerOptions, Schedule};
-use finetune::recipe::OptimizerSection;
-use finetune::recipe::enums::{AdapterInit, AdapterKind, Attention, SchedulerKind};
+use finetune::optim::Schedule;
+use finetune::recipe::enums::{AdapterInit, AdapterKind, Attention, Recompute};
 use finetune::recipe::{AdapterSection, TargetModules};
 use finetune::setup::{AdapterSetup, EngineOptions, Trains};
 
@@ -36,38 +36,18 @@ fn saved(model: &str, case: &str) -> AdapterSetup {
     AdapterSetup::saved_in(&golden("train").join(case).join("adapter_final"), &base.config).unwrap()
 }
 
-fn batch() -> Batch {
-    let ids: Vec<u32> = (0..24).map(|i| i * 31 % 300 + 3).collect();
-    let mut targets: Vec<u32> = ids[1..].to_vec();
-    targets.push(IGNORE);
-    let segments = vec![PackedSample { start: 0, len: ids.len() }];
-    Batch { ids, targets, segments, first_token: 0, rows: 1 }
-}
-
 /// Two steps that move every matrix of an adapter, an embedding's A of zeros too.
 fn trained(engine: Engine) -> Result<Engine> {
-    let schedule = Schedule {
-        kind: SchedulerKind::Constant,
-        learning_rate: 1e-2,
-        warmup_steps: 0,
-        total_steps: 10,
-        min_lr_ratio: 0.0,
-        num_cycles: 1.0,
-        power: 1.0,
-        num_decay_steps: 0,
-    };
     let options = TrainerOptions {
-        optimizer: OptimizerOptions::from(&OptimizerSection::default()),
-        lora_plus_ratio: 1.0,
-        schedule,
+        schedule: Schedule { learning_rate: 1e-2, ..OPTIONS.schedule },
         max_grad_norm: None,
-        seed: 0,
         recompute: Recompute::None,
         save_assignment: SaveAssignment::Rank0,
+        ..OPTIONS
     };
     let mut trainer = Trainer::new(engine, options)?;
     for _ in 0..2 {
-        trainer.step(&Step::new(vec![batch()], 1.0))?;
+        trainer.step(&Step::new(vec![batch(0)], 1.0))?;
     }
     Ok(trainer.engine)
 }
@@ -96,15 +76,15 @@ fn switched_off_it_is_the_base_to_the_bit() -> Result<()> {
         ("tiny-phi3", fresh("tiny-phi3", &AdapterSection::default())),
     ] {
         let (base, adapted) = (engine(model, None), trained(engine(model, Some(&adapter)))?);
-        let wanted = base.logits(&batch(), AdapterSwitch::On)?;
-        let off = adapted.logits(&batch(), AdapterSwitch::Off)?;
+        let wanted = base.logits(&batch(0), AdapterSwitch::On)?;
+        let off = adapted.logits(&batch(0), AdapterSwitch::Off)?;
         assert!(bits(&off)? == bits(&wanted)?, "{model}: logits without the adapter");
-        let on = adapted.logits(&batch(), AdapterSwitch::On)?;
+        let on = adapted.logits(&batch(0), AdapterSwitch::On)?;
         let distance = (on - &wanted)?.abs()?.max_all()?.to_scalar::<f32>()?;
         assert!(distance > 1e-3, "{model}: the adapter changes the logits by {distance}");
-        let scores = base.score(&batch(), AdapterSwitch::Off)?;
-        assert_eq!(adapted.score(&batch(), AdapterSwitch::Off)?, scores, "{model}");
-        assert_ne!(adapted.score(&batch(), AdapterSwitch::On)?, scores, "{model}");
+        let scores = base.score(&batch(0), AdapterSwitch::Off)?;
+        assert_eq!(adapted.score(&batch(0), AdapterSwitch::Off)?, scores, "{model}");
+        assert_ne!(adapted.score(&batch(0), AdapterSwitch::On)?, scores, "{model}");
     }
     Ok(())
 }
@@ -121,10 +101,10 @@ fn where_the_base_is_not_below_the_adapter_it_is_refused() -> Result<()> {
         (engine("tiny-llama", Some(&fresh("tiny-llama", &pissa))), "PiSSA took the adapter's first values"),
         (engine("tiny-qwen2", Some(&saved("tiny-qwen2", "lora_tokens"))), "rows of `model.embed_tokens`"),
     ] {
-        engine.logits(&batch(), AdapterSwitch::On)?;
-        let error = engine.logits(&batch(), AdapterSwitch::Off).unwrap_err();
+        engine.logits(&batch(0), AdapterSwitch::On)?;
+        let error = engine.logits(&batch(0), AdapterSwitch::Off).unwrap_err();
         assert!(error.causes()[0].contains(cause), "{error}");
-        assert!(engine.score(&batch(), AdapterSwitch::Off).is_err());
+        assert!(engine.score(&batch(0), AdapterSwitch::Off).is_err());
     }
     Ok(())
 }

@@ -35,4 +35,5 @@ mod report;
 mod saving;
 mod second_oracle;
 mod traffic;
+mod training;
 mod weights;

@@ -7,7 +7,8 @@ use crate::logits::{distance, floats};
 use finetune::adapter::{self, BaseValues, MERGE_FILE, MergeOptions, MergeRecord, MergeReport, WEIGHTS_FILE};
 use finetune::error::{Error, ErrorCategory, Result};
 use finetune::quant::QuantFormat;
-use finetune::weights::{ModelFiles, OutputDtype};
+use finetune::recipe::enums::Dtype;
+use finetune::weights::ModelFiles;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -27,7 +28,7 @@ fn config_of(folder: &Path) -> Value {
 }
 
 fn merge(model: &Path, adapter: &Path, output: &Path, base: BaseValues) -> Result<MergeReport> {
-    let options = MergeOptions { dtype: OutputDtype::F32, base, skip: &[], verify: &|_| Ok(None) };
+    let options = MergeOptions { dtype: Dtype::F32, base, skip: &[], verify: &|_| Ok(None) };
     adapter::merge(&ModelFiles::open(model)?, adapter, output, &options)
 }
 
@@ -105,12 +106,8 @@ fn only_linear_layers_of_blocks_are_quantized() {
 fn a_quantized_checkpoint_comes_out_plain() {
     let dir = temp();
     let output = dir.path().join("merged");
-    let options = MergeOptions {
-        dtype: OutputDtype::BF16,
-        base: BaseValues::AsStored,
-        skip: &[],
-        verify: &|_| Ok(None),
-    };
+    let options =
+        MergeOptions { dtype: Dtype::Bf16, base: BaseValues::AsStored, skip: &[], verify: &|_| Ok(None) };
     let base = ModelFiles::open(&golden("quant/tiny-llama-bnb-nf4")).expect("opens");
     adapter::merge(&base, &golden("train/qlora/adapter_final"), &output, &options).expect("merges");
     let ours = ModelFiles::open(&output).expect("opens");
@@ -130,8 +127,7 @@ fn what_was_merged_is_on_record() {
         assert!(folder.join("config.json").exists() && !folder.join(MERGE_FILE).exists());
         Ok(Some(json!({"mean_kl": 0.5})))
     };
-    let options =
-        MergeOptions { dtype: OutputDtype::Auto, base: BaseValues::AsStored, skip: &[], verify: &seen };
+    let options = MergeOptions { dtype: Dtype::Auto, base: BaseValues::AsStored, skip: &[], verify: &seen };
     adapter::merge(&base, &lora, &first, &options).expect("merges");
     let record = MergeRecord::read(&first).expect("reads").expect("is there");
     let digest = |adapter: &Path| {
@@ -184,8 +180,7 @@ fn a_check_that_fails_leaves_nothing() {
     let output = dir.path().join("merged");
     let base = ModelFiles::open(&golden("models/tiny-llama")).expect("opens");
     let verify = |_: &Path| Err(Error::user("the merged model is another"));
-    let options =
-        MergeOptions { dtype: OutputDtype::Auto, base: BaseValues::AsStored, skip: &[], verify: &verify };
+    let options = MergeOptions { dtype: Dtype::Auto, base: BaseValues::AsStored, skip: &[], verify: &verify };
     let merged = adapter::merge(&base, &golden("train/lora/adapter_final"), &output, &options);
     assert_eq!(merged.expect_err("refused").what(), "the merged model is another");
     assert_eq!(fs::read_dir(dir.path()).expect("folder").count(), 0);

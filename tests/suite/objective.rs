@@ -6,43 +6,23 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::logits;
+use crate::training;
 use candle_core::{DType, Device, Tensor};
 use finetune::collective::{Collective, in_process};
 use finetune::data::{Batch, IGNORE, PackedSample, Step};
 use finetune::engine::{
     CrossEntropy, Engine, LossSums, MetricSum, MicroStep, Objective, ObjectiveInput, ObjectiveOutput,
-    Recompute, SaveAssignment, StepResult, Trainer, TrainerOptions,
+    StepResult, Trainer, TrainerOptions,
 };
 use finetune::error::Result;
 use finetune::model::HeadWeights;
 use finetune::ops::cross_entropy::LossTargets;
-use finetune::optim::{OptimizerOptions, Schedule};
-use finetune::recipe::OptimizerSection;
-use finetune::recipe::enums::{Attention, SchedulerKind};
+use finetune::recipe::enums::{Attention, Recompute};
 use finetune::runtime::thread_pool;
 use finetune::setup::{EngineOptions, Trains};
 use finetune::sharding::{DeviceMesh, GradReduceOptions, ShardingStrategy};
 
-fn trainer_options() -> TrainerOptions {
-    TrainerOptions {
-        optimizer: OptimizerOptions::from(&OptimizerSection::default()),
-        lora_plus_ratio: 1.0,
-        schedule: Schedule {
-            kind: SchedulerKind::Constant,
-            learning_rate: 1e-3,
-            warmup_steps: 0,
-            total_steps: 10,
-            min_lr_ratio: 0.0,
-            num_cycles: 1.0,
-            power: 1.0,
-            num_decay_steps: 0,
-        },
-        max_grad_norm: None,
-        seed: 0,
-        recompute: Recompute::Block,
-        save_assignment: SaveAssignment::RoundRobin,
-    }
-}
+const OPTIONS: TrainerOptions = TrainerOptions { max_grad_norm: None, ..training::OPTIONS };
 
 /// Two samples of 9 and 15 tokens.
 fn batch(salt: u32) -> Batch {

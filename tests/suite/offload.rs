@@ -5,17 +5,16 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 
 use crate::logits;
+use crate::training::{OPTIONS, batch};
 use candle_core::{DType, Device, Tensor};
-use finetune::data::{Batch, IGNORE, PackedSample, Step};
-use finetune::engine::{LogitsProcessor, Recompute, Sampling, SaveAssignment, Trainer, TrainerOptions};
+use finetune::data::Step;
+use finetune::engine::{LogitsProcessor, Sampling, Trainer, TrainerOptions};
 use finetune::model::AdapterSwitch;
-use finetune::optim::{Optimizer, OptimizerOptions, ParamGroup, Schedule, StateValues};
+use finetune::optim::{Optimizer, OptimizerOptions, ParamGroup, StateValues};
 use finetune::recipe::OptimizerSection;
-use finetune::recipe::enums::Attention;
-use finetune::recipe::enums::SchedulerKind;
-use finetune::recipe::enums::StateDtype;
+use finetune::recipe::enums::{Attention, Offload, StateDtype};
 use finetune::setup::{EngineOptions, Trains};
-use finetune::sharding::Offload;
+use finetune::sharding::OffloadTarget;
 use serde_json::{Value, json};
 
 fn golden() -> PathBuf {
@@ -26,49 +25,32 @@ fn adamw(state: StateDtype) -> OptimizerOptions {
     OptimizerOptions { weight_decay: 0.1, state, ..OptimizerOptions::from(&OptimizerSection::default()) }
 }
 
-fn trainer(offload: Offload, dtype: DType) -> Trainer {
-    let options = EngineOptions { offload, ..EngineOptions::alone(Device::Cpu, dtype, Attention::Flash, 0) };
-    let engine = logits::base(&golden().join("models/tiny-llama")).engine(Trains::All, &options).unwrap();
-    let options = TrainerOptions {
-        optimizer: adamw(StateDtype::F32),
-        lora_plus_ratio: 1.0,
-        schedule: Schedule {
-            kind: SchedulerKind::Constant,
-            learning_rate: 1e-3,
-            warmup_steps: 0,
-            total_steps: 10,
-            min_lr_ratio: 0.0,
-            num_cycles: 1.0,
-            power: 1.0,
-            num_decay_steps: 0,
-        },
-        max_grad_norm: Some(1.0),
-        seed: 0,
-        recompute: Recompute::Block,
-        save_assignment: SaveAssignment::RoundRobin,
+fn trainer(offload: impl Into<OffloadTarget>, dtype: DType) -> Trainer {
+    let options = EngineOptions {
+        offload: offload.into(),
+        ..EngineOptions::alone(Device::Cpu, dtype, Attention::Flash, 0)
     };
+    let engine = logits::base(&golden().join("models/tiny-llama")).engine(Trains::All, &options).unwrap();
+    let options = TrainerOptions { optimizer: adamw(StateDtype::F32), ..OPTIONS };
     Trainer::new(engine, options).unwrap()
 }
 
-fn batch() -> Batch {
-    let ids: Vec<u32> = (0..24).map(|i| i * 31 % 300 + 3).collect();
-    let mut targets: Vec<u32> = ids[1..].to_vec();
-    targets.push(IGNORE);
-    let segments = vec![PackedSample { start: 0, len: ids.len() }];
-    Batch { ids, targets, segments, first_token: 0, rows: 1 }
+/// Parameters in a file of `folder`.
+fn to_file(folder: &Path) -> OffloadTarget {
+    OffloadTarget { what: Offload::Params, folder: Some(folder.to_owned()) }
 }
 
 /// Everything that is asked of a model after two steps, in bits.
 fn answers(trainer: &mut Trainer) -> (Vec<u32>, Vec<u32>, String, Vec<Vec<u32>>) {
-    let step = Step::new(vec![batch()], 1.0);
+    let step = Step::new(vec![batch(0)], 1.0);
     for _ in 0..2 {
         trainer.step(&step).unwrap();
     }
     let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
-    let logits = trainer.engine.logits(&batch(), AdapterSwitch::On).unwrap().to_dtype(DType::F32).unwrap();
+    let logits = trainer.engine.logits(&batch(0), AdapterSwitch::On).unwrap().to_dtype(DType::F32).unwrap();
     let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
     let text = trainer.engine.generate(&[5, 6, 7], 8, &mut greedy, &[], &mut |_| Ok(true)).unwrap();
-    let evaluation = trainer.engine.evaluate([batch()].into_iter(), |_| ()).unwrap();
+    let evaluation = trainer.engine.evaluate([batch(0)].into_iter(), |_| ()).unwrap();
     let saved = trainer.snapshot(true).unwrap();
     let saved = saved.into_iter().map(|tensor| bits(tensor.values)).collect();
     (bits(logits.flatten_all().unwrap().to_vec1().unwrap()), text, format!("{:?}", evaluation.loss()), saved)
@@ -82,12 +64,12 @@ fn every_use_of_weights_is_the_same_away_from_the_device() {
         let wanted = answers(&mut alone);
         assert_eq!(alone.engine.store.most_gathered(), 0);
         assert_eq!(alone.most_staged(), 0);
-        let in_file = Offload::Params(Some(folder.path().to_owned()));
-        for offload in [Offload::Optimizer, Offload::Params(None), in_file] {
+        let in_file = to_file(folder.path());
+        for offload in [Offload::Optimizer.into(), Offload::Params.into(), in_file] {
             let mut away = trainer(offload.clone(), dtype);
             assert!(answers(&mut away) == wanted, "{offload:?} in {dtype:?}");
             // Two segments are brought at a time, never more.
-            let most = if offload == Offload::Optimizer { 0 } else { 2 };
+            let most = if offload.what == Offload::Optimizer { 0 } else { 2 };
             assert_eq!(away.engine.store.most_gathered(), most, "{offload:?}");
             assert!(away.most_staged() > 0, "{offload:?}");
             // No name to find, while it is in use.
@@ -99,8 +81,8 @@ fn every_use_of_weights_is_the_same_away_from_the_device() {
 #[test]
 fn a_bad_value_is_named_wherever_it_is() {
     let folder = tempfile::tempdir().unwrap();
-    let mut diverging = trainer(Offload::Params(Some(folder.path().to_owned())), DType::F32);
-    let step = Step { valid: 0, ..Step::new(vec![batch()], 1.0) };
+    let mut diverging = trainer(to_file(folder.path()), DType::F32);
+    let step = Step { valid: 0, ..Step::new(vec![batch(0)], 1.0) };
     let error = diverging.step(&step).unwrap_err();
     assert!(error.causes()[0].contains("the gradient of model.embed_tokens.weight"), "{error}");
 }

@@ -65,9 +65,9 @@ fn rounded(values: Vec<f32>, dtype: StoredDtype) -> Vec<f32> {
 #[test]
 fn the_maps_are_bitsandbytes() {
     let maps = File::open("maps");
-    assert_eq!(CodeKind::Nf4.table(), maps.floats("nf4"));
-    assert_eq!(CodeKind::Fp4.table(), maps.floats("fp4"));
-    assert_eq!(CodeKind::Int8.table(), maps.floats("dynamic_signed"));
+    assert_eq!(CodeKind::NF4.table(), maps.floats("nf4"));
+    assert_eq!(CodeKind::FP4.table(), maps.floats("fp4"));
+    assert_eq!(CodeKind::INT8.table(), maps.floats("dynamic_signed"));
     assert_eq!(quant::dynamic_signed()[..], maps.floats("dynamic_signed"));
     assert_eq!(quant::dynamic_unsigned()[..], maps.floats("dynamic_unsigned"));
 }
@@ -114,12 +114,12 @@ fn four_bits(folder: &Path, kind: CodeKind, expected_cases: usize) {
 
 #[test]
 fn nf4_is_bitsandbytes() {
-    four_bits(&golden(), CodeKind::Nf4, 14);
+    four_bits(&golden(), CodeKind::NF4, 14);
 }
 
 #[test]
 fn fp4_is_bitsandbytes() {
-    four_bits(&golden(), CodeKind::Fp4, 5);
+    four_bits(&golden(), CodeKind::FP4, 5);
 }
 
 /// Where the shared files are missing, `cargo test` shows which check was left out, though it passes.
@@ -149,8 +149,8 @@ fn all_fixtures_are_met() {
         return;
     }
     assert!(File::open_in(&folder, "nf4").has("nested3_192x256.dequant"), "the whole set");
-    four_bits(&folder, CodeKind::Nf4, 14);
-    four_bits(&folder, CodeKind::Fp4, 5);
+    four_bits(&folder, CodeKind::NF4, 14);
+    four_bits(&folder, CodeKind::FP4, 5);
 }
 
 /// i / 2^20 from -1 to 1.
@@ -187,7 +187,7 @@ fn places(kind: CodeKind, block_size: usize, values: &[f32]) -> Vec<u8> {
 #[test]
 fn ties_of_4_bits_fall_as_bitsandbytes_has_them() {
     let file = File::open("ties");
-    for kind in [CodeKind::Nf4, CodeKind::Fp4] {
+    for kind in [CodeKind::NF4, CodeKind::FP4] {
         let name = kind.name();
         assert!(places(kind, 64, &dyadic()) == dyadic_codes(&file, name), "{name}: dyadic numbers");
         let limits = file.floats(&format!("limits.{name}"));
@@ -224,7 +224,7 @@ fn codes_of_8_bits(values: &[f32]) -> Vec<u8> {
         let at = i % (part.len() + 1);
         block.insert(at, 1.0);
         let (mut codes, mut absmax) = (vec![0u8; block.len()], [0f32]);
-        quant::quantize(CodeKind::Int8, 256, &block, &mut codes, &mut absmax);
+        quant::quantize(CodeKind::INT8, 256, &block, &mut codes, &mut absmax);
         assert_eq!(codes.remove(at), 255);
         found.extend(codes);
     }
@@ -243,7 +243,7 @@ fn ties_of_8_bits_fall_as_bitsandbytes_has_them() {
     }
     let input = file.floats("bf16.int8.input");
     let (mut codes, mut absmax) = (vec![0u8; input.len()], vec![0f32; input.len().div_ceil(256)]);
-    quant::quantize(CodeKind::Int8, 256, &input, &mut codes, &mut absmax);
+    quant::quantize(CodeKind::INT8, 256, &input, &mut codes, &mut absmax);
     assert_eq!(absmax, file.floats("bf16.int8.absmax"));
     assert_eq!(codes, file.bytes("bf16.int8.codes"));
     for case in ["uniform_192_415", "uniform_192_361", "uniform_64_31", "normal_192_194", "normal_8000_0"] {
@@ -299,11 +299,11 @@ fn blockwise_int8_is_bitsandbytes() {
         let mut codes = vec![0u8; input.len()];
         if case["signed"] == true {
             let mut found = vec![0f32; absmax.len()];
-            quant::quantize(CodeKind::Int8, block_size, &input, &mut codes, &mut found);
+            quant::quantize(CodeKind::INT8, block_size, &input, &mut codes, &mut found);
             assert_eq!(found, absmax, "{name}: scales");
             assert_eq!(codes, file.bytes(&tensor("codes")), "{name}: codes");
             let blocks =
-                Blocks { kind: CodeKind::Int8, block_size, codes: &codes, scales: Scales::Plain(&absmax) };
+                Blocks { kind: CodeKind::INT8, block_size, codes: &codes, scales: Scales::Plain(&absmax) };
             let mut values = vec![0f32; input.len()];
             blocks.dequantize(0, &mut values);
             assert_eq!(values, file.floats(&tensor("dequant")), "{name}: values");
@@ -333,7 +333,7 @@ proptest! {
     #[test]
     fn parts_are_parts_of_the_whole(
         seed in any::<u32>(), n in 1usize..700, block_size in 1usize..130, from in 0usize..700, len in 0usize..700,
-        kind in prop::sample::select(vec![CodeKind::Nf4, CodeKind::Fp4, CodeKind::Int8]),
+        kind in prop::sample::select(vec![CodeKind::NF4, CodeKind::FP4, CodeKind::INT8]),
     ) {
         let value = |i: usize| ((i as f32 + seed as f32 * 1e-4) * 12.9898).sin() * 0.1;
         let input: Vec<f32> = (0..n).map(value).collect();

@@ -1,51 +1,21 @@
-//! What ranks send in a step, byte by byte, against the formulas (src/strategy/placement.rs has the table), and how much
+//! What ranks send in a step, byte by byte, against the formulas (src/sharding/placement.rs has the table), and how much
 //! is whole at a time.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use crate::logits;
+use crate::training::{OPTIONS, batch};
 use candle_core::{DType, Device};
 use finetune::collective::{Collective, Op, Traffic, in_process};
-use finetune::data::{Batch, IGNORE, PackedSample, Step};
-use finetune::engine::{Recompute, SaveAssignment, Trainer, TrainerOptions};
+use finetune::data::Step;
+use finetune::engine::Trainer;
 use finetune::error::Result;
 use finetune::model;
-use finetune::optim::{OptimizerOptions, Schedule};
-use finetune::recipe::OptimizerSection;
-use finetune::recipe::enums::{Attention, SchedulerKind};
+use finetune::recipe::enums::Attention;
 use finetune::runtime::thread_pool;
 use finetune::setup::{EngineOptions, Trains};
 use finetune::sharding::{Bucket, DeviceMesh, GradReduceOptions, ShardingStrategy};
-
-fn trainer_options() -> TrainerOptions {
-    TrainerOptions {
-        optimizer: OptimizerOptions::from(&OptimizerSection::default()),
-        lora_plus_ratio: 1.0,
-        schedule: Schedule {
-            kind: SchedulerKind::Constant,
-            learning_rate: 1e-3,
-            warmup_steps: 0,
-            total_steps: 10,
-            min_lr_ratio: 0.0,
-            num_cycles: 1.0,
-            power: 1.0,
-            num_decay_steps: 0,
-        },
-        max_grad_norm: Some(1.0),
-        seed: 0,
-        recompute: Recompute::Block,
-        save_assignment: SaveAssignment::RoundRobin,
-    }
-}
-
-fn batch(salt: u32) -> Batch {
-    let ids: Vec<u32> = (0..24).map(|i| (i * 31 + salt * 17) % 300 + 3).collect();
-    let mut targets: Vec<u32> = ids[1..].to_vec();
-    targets.push(IGNORE);
-    let segments = vec![PackedSample { start: 0, len: ids.len() }];
-    Batch { ids, targets, segments, first_token: u64::from(salt) * 24, rows: 1 }
-}
 
 /// What one rank saw: bytes and calls of a step after the first, elements it trains, most segments whole at a time.
 struct Seen {

@@ -26,11 +26,10 @@ use super::{SavedAdapter, Target, TensorKind};
 use crate::error::{Error, Result};
 use crate::model::{Module, ModuleKind};
 use crate::quant::QuantFormat;
+use crate::recipe::enums::Dtype;
 use crate::weights::sidecar_files;
 use crate::weights::sidecar_files::{ConfigChanges, TokenizerFiles};
-use crate::weights::{
-    self, AtomicDir, ModelFiles, OutputDtype, StoredDtype, TensorSink, WriteEntry, Written,
-};
+use crate::weights::{self, AtomicDir, ModelFiles, StoredDtype, TensorSink, WriteEntry, Written};
 
 /// Elements (or bytes that are only copied) of a tensor in memory at once, if a row is not longer.
 const BLOCK: usize = 1 << 22;
@@ -52,7 +51,7 @@ pub type Verify<'a> = dyn Fn(&Path) -> Result<Option<Value>> + 'a;
 /// How to merge.
 pub struct MergeOptions<'a> {
     /// The type of the merged weights.
-    pub dtype: OutputDtype,
+    pub dtype: Dtype,
     /// What the adapter is added to.
     pub base: BaseValues,
     /// Modules that stay as stored on a base that is quantized first.
@@ -187,7 +186,7 @@ impl<'a> MergePlan<'a> {
             let mut outs = Vec::with_capacity(names.len() + 1);
             for (name, stored) in names.into_iter().map(|name| (name, name)).chain(split) {
                 let module = name.strip_suffix(".weight").and_then(|module| modules.get(module).copied());
-                let dtype = options.dtype.of(base.require(stored)?.dtype);
+                let dtype = base.require(stored)?.dtype.stored_as(options.dtype);
                 outs.push(plan.out((name, stored), dtype, module, &tie, options)?);
             }
             plan.files.push((file, outs));

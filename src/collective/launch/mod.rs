@@ -10,6 +10,7 @@
 
 mod environment;
 mod launchers;
+mod master;
 pub mod nodelist;
 mod slurm;
 
@@ -219,7 +220,7 @@ fn by_flags(
     let master = if world_size == ranks_here {
         None
     } else {
-        Some(launchers::named_master(env, flags, "--world-size is above the ranks of this process")?)
+        Some(master::named_master(env, flags, "--world-size is above the ranks of this process")?)
     };
     Ok(Launch {
         source: LaunchSource::Flags,

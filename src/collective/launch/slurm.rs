@@ -5,7 +5,7 @@
 //! script's own: SLURM_PROCID is 0 there, and the other tasks were never started.
 
 use super::environment::{Count, LaunchEnvironment, missing, refused};
-use super::launchers::{address, with_derived_port};
+use super::master::{address, with_derived_port};
 use super::nodelist::{expand, tasks_per_node};
 use super::{DetectedLaunch, Flags, LaunchSource, LocalRank};
 use crate::error::{Error, ErrorContext, Result};

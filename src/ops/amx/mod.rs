@@ -19,7 +19,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::gemm::{GemmMatrix, GemmOperand, MatViewMut, Threads, as_f32_mut, store};
+use super::mat_view::{GemmMatrix, GemmOperand, MatViewMut, Threads, as_f32_mut, store};
 use crate::runtime::cpu_tensor::{FloatElement, first, unwritten};
 use crate::runtime::thread_pool;
 pub(crate) use kernel::Amx;

@@ -132,7 +132,7 @@ fn quantized_is_dequantized_on_the_way() {
     let codes: Vec<u8> = numbers(out * inputs / 2, 8).iter().map(|x| x.to_bits() as u8).collect();
     let scales: Vec<f32> = numbers(out * inputs / 64, 9);
     let blocks =
-        Blocks { kind: CodeKind::Nf4, block_size: 64, codes: &codes, scales: Scales::Plain(&scales) };
+        Blocks { kind: CodeKind::NF4, block_size: 64, codes: &codes, scales: Scales::Plain(&scales) };
     let mut dense = vec![0f32; out * inputs];
     blocks.dequantize(0, &mut dense);
     let (quantized, dense) = (QuantMat::new(blocks, out, inputs), MatView::new(&dense, out, inputs, inputs));

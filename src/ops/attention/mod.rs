@@ -16,6 +16,7 @@ pub use super::rotary::Heads;
 use crate::error::Result;
 use crate::recipe::enums::Attention;
 
+pub(super) mod cases;
 mod cpu;
 mod reference;
 

@@ -2,10 +2,11 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{CaseRunner, TensorPair, Tolerance, cases, largest_error};
+use super::cases;
 use crate::error::Result;
 use crate::ops::adamw::{self, AdamWStep};
 use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
+use crate::ops::case::{CaseRunner, TensorPair, Tolerance, in_f64, largest_error};
 use crate::ops::cross_entropy::{self, IGNORE, LossKind, LossTargets};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::embedding;
@@ -24,8 +25,8 @@ fn every_case_notices_one_wrong_element() -> Result<()> {
     for case in cases() {
         for (dtype, tolerance) in case.tolerance.dtypes() {
             for pair in (case.compare)(&CaseRunner { device: &Device::Cpu, dtype })? {
-                let mut values = super::in_f64(&pair.got)?;
-                let largest = super::in_f64(&pair.want)?.iter().fold(0f64, |a, b| a.max(b.abs()));
+                let mut values = in_f64(&pair.got)?;
+                let largest = in_f64(&pair.want)?.iter().fold(0f64, |a, b| a.max(b.abs()));
                 let at = values.len() / 2;
                 let step = if largest > 0.0 { 3.0 * tolerance * largest } else { 3.0 * tolerance };
                 values[at] += step;
@@ -69,9 +70,9 @@ fn told_apart(what: &str, compare: impl Fn(&CaseRunner<'_>) -> Result<Vec<Tensor
 #[test]
 fn products() -> Result<()> {
     let wrong = |alpha: f64, accumulate: bool, shift: usize| {
-        move |bench: &CaseRunner<'_>| {
-            let (dst, a) = (bench.normal("dst", (9, 12))?, bench.normal("a", (9, 8))?);
-            let b = bench.normal("b", (10, 8))?;
+        move |runner: &CaseRunner<'_>| {
+            let (dst, a) = (runner.normal("dst", (9, 12))?, runner.normal("a", (9, 8))?);
+            let b = runner.normal("b", (10, 8))?;
             let range = |tensor, start| ColumnViewMut { tensor, start, len: 10 };
             let (here, plain) = (range(&dst.here, 1), range(&dst.plain, 1 + shift));
             matmul::matmul(
@@ -98,28 +99,29 @@ fn norms_and_gates() -> Result<()> {
     for (what, other) in
         [("offset", NormKind { unit_offset: true, ..kind }), ("eps", NormKind { eps: 0.1, ..kind })]
     {
-        told_apart(what, |bench| {
+        told_apart(what, |runner| {
             let (x, w, dy) =
-                (bench.normal("x", (9, 16))?, bench.normal("w", 16)?, bench.normal("dy", (9, 16))?);
+                (runner.normal("x", (9, 16))?, runner.normal("w", 16)?, runner.normal("dy", (9, 16))?);
             let want = rms_norm::reference_backward(&x.plain, &w.plain, &dy.plain, None, None, other)?;
             let got = rms_norm::rms_norm_backward(&x.here, &w.here, &dy.here, None, None, kind)?;
             Ok(vec![TensorPair::new(got, want)])
         })?;
     }
-    told_apart("residual", |bench| {
-        let (x, w, dy) = (bench.normal("x", (9, 16))?, bench.normal("w", 16)?, bench.normal("dy", (9, 16))?);
+    told_apart("residual", |runner| {
+        let (x, w, dy) =
+            (runner.normal("x", (9, 16))?, runner.normal("w", 16)?, runner.normal("dy", (9, 16))?);
         let got = rms_norm::rms_norm_backward(&x.here, &w.here, &dy.here, Some(&dy.here), None, kind)?;
         let want = rms_norm::reference_backward(&x.plain, &w.plain, &dy.plain, None, None, kind)?;
         Ok(vec![TensorPair::new(got, want)])
     })?;
-    told_apart("activation", |bench| {
-        let x = bench.normal("x", (9, 16))?;
+    told_apart("activation", |runner| {
+        let x = runner.normal("x", (9, 16))?;
         let want = glu::reference(&x.plain, Activation::GeluTanh)?;
         Ok(vec![TensorPair::new(glu::glu(&x.here, Activation::Silu)?, want)])
     })?;
-    told_apart("direction of a rotation", |bench| {
+    told_apart("direction of a rotation", |runner| {
         let heads = Heads { num_heads: 1, num_kv_heads: 1, head_dim: 4 };
-        let (x, angles) = (bench.normal("x", (9, 12))?, bench.normal_f32("angles", (9, 2))?.plain);
+        let (x, angles) = (runner.normal("x", (9, 12))?, runner.normal_f32("angles", (9, 2))?.plain);
         let table = RotaryTable { cos: angles.cos()?, sin: angles.sin()? };
         let back = RotaryTable { sin: table.sin.neg()?, ..table.clone() };
         let got = rotary::rotary(&x.here, heads, None, &table)?;
@@ -147,8 +149,8 @@ fn attention_options() -> Result<()> {
         ("a leak between spans", kind, kind, &together),
     ];
     for (what, kind, other, spans) in mutations {
-        told_apart(what, |bench| Ok(vec![attended(bench, (kind, &apart), (other, spans))?.0]))?;
-        told_apart(what, |bench| Ok(vec![attended(bench, (kind, &apart), (other, spans))?.1]))?;
+        told_apart(what, |runner| Ok(vec![attended(runner, (kind, &apart), (other, spans))?.0]))?;
+        told_apart(what, |runner| Ok(vec![attended(runner, (kind, &apart), (other, spans))?.1]))?;
     }
     Ok(())
 }
@@ -157,13 +159,13 @@ type AttentionForm<'a> = (AttentionKind, &'a [Span]);
 
 /// The output and the gradient, as the op has them and as its reference has them under other options.
 fn attended(
-    bench: &CaseRunner<'_>,
+    runner: &CaseRunner<'_>,
     op: AttentionForm<'_>,
     reference: AttentionForm<'_>,
 ) -> Result<(TensorPair, TensorPair)> {
     let heads = op.0.heads;
     let (x, dout) =
-        (bench.normal("qkv", (70, heads.qkv_width()))?, bench.normal("dout", (70, heads.q_width()))?);
+        (runner.normal("qkv", (70, heads.qkv_width()))?, runner.normal("dout", (70, heads.q_width()))?);
     let both = |x: &Tensor,
                 dout: &Tensor,
                 (kind, spans): AttentionForm<'_>,
@@ -196,8 +198,8 @@ fn both_ends_of_the_model() -> Result<()> {
         ("targets by one", kind, shifted),
         ("a coefficient", kind, coefficients),
     ] {
-        told_apart(what, |bench| {
-            let (x, w) = (bench.normal("x", (20, 8))?, bench.normal("w", (11, 8))?);
+        told_apart(what, |runner| {
+            let (x, w) = (runner.normal("x", (20, 8))?, runner.normal("w", (11, 8))?);
             let output = cross_entropy::Output { weight: &w.here, delta: None };
             let none = cross_entropy::OutputGrads::default();
             let got = cross_entropy::linear_cross_entropy(&x.here, output, ids, kind, none)?.dx;
@@ -206,13 +208,13 @@ fn both_ends_of_the_model() -> Result<()> {
             Ok(vec![TensorPair::new(got, want)])
         })?;
     }
-    told_apart("embedding's factor", |bench| {
-        let table = bench.normal("table", (5, 8))?;
+    told_apart("embedding's factor", |runner| {
+        let table = runner.normal("table", (5, 8))?;
         let want = embedding::reference(&table.plain, &[1, 4, 1], 1.0, DType::F32)?;
-        Ok(vec![TensorPair::new(embedding::embed(&table.here, &[1, 4, 1], 1.1, bench.dtype)?, want)])
+        Ok(vec![TensorPair::new(embedding::embed(&table.here, &[1, 4, 1], 1.1, runner.dtype)?, want)])
     })?;
-    told_apart("dropout's token", |bench| {
-        let x = bench.normal("x", (20, 8))?;
+    told_apart("dropout's token", |runner| {
+        let x = runner.normal("x", (20, 8))?;
         let site = Dropout { p: 0.2, stream: RngStream::new(1), first_token: 0 };
         let want = dropout(&x.plain, Dropout { first_token: 1, ..site })?;
         Ok(vec![TensorPair::new(dropout(&x.here, site)?, want)])
@@ -238,9 +240,9 @@ fn optimizer_options() -> Result<()> {
         ("grad_scale", AdamWStep { grad_scale: 1.0, ..options }),
         ("learning rate", AdamWStep { learning_rate: 0.021, ..options }),
     ] {
-        let bench = CaseRunner { device: &Device::Cpu, dtype: DType::F32 };
-        let (param, grad) = (bench.normal("param", 50)?, bench.normal("grad", 50)?);
-        let (first, second) = (bench.normal("first", 50)?, bench.twin(DType::F32, vec![0.25; 50], 50)?);
+        let runner = CaseRunner { device: &Device::Cpu, dtype: DType::F32 };
+        let (param, grad) = (runner.normal("param", 50)?, runner.normal("grad", 50)?);
+        let (first, second) = (runner.normal("first", 50)?, runner.twin(DType::F32, vec![0.25; 50], 50)?);
         adamw::adamw(&param.here, &grad.here, [&first.here, &second.here], &options)?;
         adamw::reference(&param.plain, &grad.plain, [&first.plain, &second.plain], &other)?;
         let error = param.pair().error()?;

@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use finetune::export::hf;
-use finetune::weights::{ModelFiles, OutputDtype};
+use finetune::recipe::enums::Dtype;
+use finetune::weights::ModelFiles;
 
 use super::{SECRET, names};
 use crate::hub_double::{Access, Fault, HubDouble, RepoDouble, Spoil};
@@ -76,7 +77,7 @@ fn repo_of(folder: &Path) -> RepoDouble {
 fn sharded() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let files = ModelFiles::open(&golden("models/tiny-llama")).unwrap();
-    hf::export(&files, &folder.path().join("model"), OutputDtype::Auto, 200_000).unwrap();
+    hf::export(&files, &folder.path().join("model"), Dtype::Auto, 200_000).unwrap();
     folder
 }
 

@@ -3,11 +3,9 @@
 
 use candle_core::Tensor;
 
-use super::{CaseRunner, OpPair, SelftestCase, TensorPair, Tolerance};
+use super::{AttentionKind, AttentionOutput, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use crate::error::Result;
-use crate::ops::attention::{
-    AttentionKind, AttentionOutput, ColumnView, Heads, Qkv, Span, attention, attention_backward,
-};
+use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
 use crate::recipe::enums::Attention;
 
 /// One layer's attention over one packed batch.
@@ -17,23 +15,24 @@ struct PackedSpans {
     spans: Vec<Span>,
 }
 
-pub(super) fn cases() -> Vec<SelftestCase> {
+/// The cases of both algorithms.
+pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = Vec::new();
     for algorithm in [Attention::Flash, Attention::Eager] {
         for (what, packed) in sequences() {
             let what = format!("{algorithm:?}, {what}");
             let same = packed.clone();
-            cases.push(SelftestCase::new("attention", &what, Tolerance::FORWARD, move |bench| {
-                same.forward(bench, algorithm)
+            cases.push(OpCase::new("attention", &what, Tolerance::FORWARD, move |runner| {
+                same.forward(runner, algorithm)
             }));
-            cases.push(SelftestCase::new("attention_backward", &what, Tolerance::BACKWARD, move |bench| {
-                packed.backward(bench, algorithm)
+            cases.push(OpCase::new("attention_backward", &what, Tolerance::BACKWARD, move |runner| {
+                packed.backward(runner, algorithm)
             }));
         }
         for (what, packed) in forward_only() {
             let what = format!("{algorithm:?}, {what}");
-            cases.push(SelftestCase::new("attention", what, Tolerance::FORWARD, move |bench| {
-                packed.forward(bench, algorithm)
+            cases.push(OpCase::new("attention", what, Tolerance::FORWARD, move |runner| {
+                packed.forward(runner, algorithm)
             }));
         }
     }
@@ -128,12 +127,12 @@ impl PackedSpans {
         (ends(|span| span.q_start + span.q_len), ends(|span| span.k_start + span.k_len))
     }
 
-    fn inputs(&self, bench: &CaseRunner<'_>) -> Result<AttentionInputs> {
+    fn inputs(&self, runner: &CaseRunner<'_>) -> Result<AttentionInputs> {
         let ((q_rows, k_rows), heads) = (self.rows(), self.kind.heads);
         Ok(AttentionInputs {
-            q: bench.normal("q", (q_rows, MARGIN + heads.q_width()))?,
-            k: bench.normal("k", (k_rows, MARGIN + heads.kv_width() + 2))?,
-            v: bench.normal("v", (k_rows, MARGIN + heads.kv_width()))?,
+            q: runner.normal("q", (q_rows, MARGIN + heads.q_width()))?,
+            k: runner.normal("k", (k_rows, MARGIN + heads.kv_width() + 2))?,
+            v: runner.normal("v", (k_rows, MARGIN + heads.kv_width()))?,
         })
     }
 
@@ -141,17 +140,17 @@ impl PackedSpans {
         attention(qkv, &self.spans, self.kind, algorithm)
     }
 
-    fn forward(&self, bench: &CaseRunner<'_>, algorithm: Attention) -> Result<Vec<TensorPair>> {
-        let x = self.inputs(bench)?;
+    fn forward(&self, runner: &CaseRunner<'_>, algorithm: Attention) -> Result<Vec<TensorPair>> {
+        let x = self.inputs(runner)?;
         let got = self.attend(x.qkv(self.kind.heads, |t| &t.here), algorithm)?;
         let want = self.attend(x.qkv(self.kind.heads, |t| &t.plain), Attention::Eager)?;
         Ok(vec![TensorPair::new(got.out, want.out), TensorPair::new(got.lse, want.lse)])
     }
 
     /// Each from its own forward, as in a step.
-    fn backward(&self, bench: &CaseRunner<'_>, algorithm: Attention) -> Result<Vec<TensorPair>> {
-        let (x, heads) = (self.inputs(bench)?, self.kind.heads);
-        let dout = bench.normal("dout", (self.rows().0, heads.q_width()))?;
+    fn backward(&self, runner: &CaseRunner<'_>, algorithm: Attention) -> Result<Vec<TensorPair>> {
+        let (x, heads) = (self.inputs(runner)?, self.kind.heads);
+        let dout = runner.normal("dout", (self.rows().0, heads.q_width()))?;
         let (here, plain) = (x.qkv(heads, |t| &t.here), x.qkv(heads, |t| &t.plain));
         let saved = self.attend(here, algorithm)?;
         let got = attention_backward(here, &saved, &dout.here, &self.spans, self.kind, algorithm)?;

@@ -1,0 +1,57 @@
+//! What is saved of a run at a step: a rank's share of the trained tensors, and how they become files.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::error::Result;
+use crate::weights::Written;
+
+/// One trainable tensor as it was at a step.
+#[derive(Debug, Clone)]
+pub struct SnapshotTensor {
+    /// Name of the parameter.
+    pub name: String,
+    /// Shape of the parameter.
+    pub shape: Vec<usize>,
+    /// The values as f32, in row-major order.
+    pub values: Vec<f32>,
+    /// What the optimizer keeps beside it; nothing where only the weights are wanted.
+    pub state: Vec<SavedState>,
+}
+
+/// One tensor of the optimizer's state beside a parameter.
+#[derive(Debug, Clone)]
+pub struct SavedState {
+    /// Its name, such as `exp_avg`.
+    pub name: &'static str,
+    /// Its values as they were at the step.
+    pub values: SavedValues,
+}
+
+/// Values of a state as the optimizer keeps them.
+#[derive(Debug, Clone)]
+pub enum SavedValues {
+    /// One f32 for each value.
+    F32(Vec<f32>),
+    /// As codes with one scale per block.
+    Int8 {
+        /// One per value.
+        codes: Vec<u8>,
+        /// One per block.
+        absmax: Vec<f32>,
+    },
+}
+
+/// Who writes what of a folder that ranks fill together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SnapshotPart {
+    /// The tensors of this rank.
+    Tensors(usize),
+    /// What stands beside the tensors, when all of them are there: an index, a configuration, a tokenizer.
+    Rest,
+}
+
+/// Writes the weights of a snapshot into a folder, in the form that the run leaves (an adapter, a model). Returns what
+/// it wrote; of [`SnapshotPart::Rest`] that may be a part.
+pub type WriteWeights =
+    Arc<dyn Fn(&Path, &[SnapshotTensor], SnapshotPart) -> Result<Vec<Written>> + Send + Sync>;

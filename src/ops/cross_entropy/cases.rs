@@ -1,0 +1,183 @@
+//! Cases of the loss over the head, of logits and of scores.
+
+use candle_core::{D, Device, Tensor};
+
+use super::{
+    Delta, IGNORE, LossKind, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy, logits,
+    reference, score_targets,
+};
+use crate::error::Result;
+use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
+use crate::ops::embedding::cases::{VOCAB, tokens};
+
+/// One variant of the loss.
+#[derive(Debug, Clone, Copy)]
+struct LossCase {
+    rows: usize,
+    /// Every so many rows have no target; 1: none has.
+    ignore_every: usize,
+    softcap: Option<f64>,
+    dweight: bool,
+    /// An adapter on the head, and single rows of it that train.
+    adapter: bool,
+    /// Each row counts by a factor of its own.
+    weighted: bool,
+}
+
+const LOSS_WIDTH: usize = 24;
+
+/// The cases of the fused loss, of logits and of scores.
+pub(in crate::ops) fn cases() -> Vec<OpCase> {
+    let mut cases = losses();
+    cases.extend(scores());
+    cases
+}
+
+fn losses() -> Vec<OpCase> {
+    let plain = LossCase {
+        rows: 45,
+        ignore_every: 1000,
+        softcap: None,
+        dweight: false,
+        adapter: false,
+        weighted: false,
+    };
+    let variants = [
+        (plain, "frozen head"),
+        (LossCase { dweight: true, ..plain }, "dweight"),
+        (LossCase { ignore_every: 3, dweight: true, ..plain }, "ignored targets, dweight"),
+        (LossCase { ignore_every: 3, softcap: Some(2.0), ..plain }, "ignored targets, soft-cap"),
+        (LossCase { softcap: Some(2.0), dweight: true, ..plain }, "soft-cap, dweight"),
+        (LossCase { rows: 2100, ignore_every: 50, dweight: true, ..plain }, "more rows than a chunk"),
+        (LossCase { ignore_every: 1, dweight: true, ..plain }, "no target at all"),
+        (LossCase { ignore_every: 3, adapter: true, ..plain }, "adapter, token rows"),
+        (
+            LossCase { rows: 2100, softcap: Some(2.0), adapter: true, ..plain },
+            "adapter, token rows, soft-cap, two chunks",
+        ),
+        (LossCase { ignore_every: 3, dweight: true, weighted: true, ..plain }, "coefficients, dweight"),
+        (
+            LossCase { rows: 2100, softcap: Some(2.0), adapter: true, weighted: true, ..plain },
+            "coefficients, adapter, token rows, soft-cap, two chunks",
+        ),
+    ];
+    let case = |(loss, what): (LossCase, &str)| {
+        OpCase::new("linear_cross_entropy", what, Tolerance::BACKWARD, move |runner| loss.compare(runner))
+    };
+    variants.into_iter().map(case).collect()
+}
+
+impl LossCase {
+    fn targets(self) -> Vec<u32> {
+        let mut targets = tokens(self.rows);
+        targets.iter_mut().step_by(self.ignore_every).for_each(|target| *target = IGNORE);
+        targets
+    }
+
+    /// From −1 to 2, and zeros among them.
+    fn coefficients(self) -> Option<Vec<f32>> {
+        self.weighted.then(|| (0..self.rows).map(|n| (n % 13) as f32 / 4.0 - 1.0).collect())
+    }
+
+    fn compare(self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
+        let (x, w) = head_inputs(runner, self.rows)?;
+        let grad = self.dweight.then(|| runner.normal_f32("dweight", (VOCAB, LOSS_WIDTH))).transpose()?;
+        // As large as what is there before, so that neither hides the other.
+        let kind = LossKind { scale: 0.3, softcap: self.softcap };
+        let (ids, coefficients) = (self.targets(), self.coefficients());
+        let targets = LossTargets { ids: &ids, coefficients: coefficients.as_deref() };
+        let (u, b) = (runner.normal_f32("u", (self.rows, 3))?, runner.normal_f32("b", (VOCAB, 3))?);
+        let (drows, db) =
+            (runner.normal_f32("drows", (ROWS.len(), LOSS_WIDTH))?, runner.normal_f32("db", (VOCAB, 3))?);
+        let output =
+            |w, u, b| Output { weight: w, delta: self.adapter.then_some(Delta { u, b, scale: 0.4 }) };
+        let grads = |weight, rows, b| OutputGrads {
+            weight,
+            rows: self.adapter.then_some((&ROWS[..], rows)),
+            b: self.adapter.then_some(b),
+        };
+        let here = grads(grad.as_ref().map(|g| &g.here), &drows.here, &db.here);
+        let got = linear_cross_entropy(&x.here, output(&w.here, &u.here, &b.here), targets, kind, here)?;
+        let plain = grads(grad.as_ref().map(|g| &g.plain), &drows.plain, &db.plain);
+        let output = output(&w.plain, &u.plain, &b.plain);
+        let want = reference(&x.plain, output, targets, kind, plain)?;
+        let mut pairs = vec![TensorPair::scalars(got.loss, want.loss)?, TensorPair::new(got.dx, want.dx)];
+        pairs.extend(got.du.zip(want.du).map(|(got, want)| TensorPair::new(got, want)));
+        pairs.extend(grad.map(OpPair::pair));
+        pairs.extend([drows.pair(), db.pair()]);
+        Ok(pairs)
+    }
+}
+
+/// The rows that train.
+const ROWS: [u32; 3] = [1, 17, 60];
+
+/// The last hidden states, and the head's weight such that logits are about 1.
+fn head_inputs(runner: &CaseRunner<'_>, rows: usize) -> Result<(OpPair, OpPair)> {
+    let weight = runner.normal("w", (VOCAB, LOSS_WIDTH))?.scaled(1.0 / (LOSS_WIDTH as f64).sqrt())?;
+    Ok((runner.normal("x", (rows, LOSS_WIDTH))?, weight))
+}
+
+fn scores() -> Vec<OpCase> {
+    let mut cases = Vec::new();
+    for (softcap, what) in [(None, "plain"), (Some(2.0), "soft-cap")] {
+        cases.push(OpCase::new("logits", what, Tolerance::FORWARD, move |runner| {
+            let (x, w) = head_inputs(runner, 17)?;
+            let got = logits(&x.here, Output { weight: &w.here, delta: None }, softcap)?;
+            Ok(vec![TensorPair::new(got, plain_logits(&x.plain, &w.plain, softcap)?)])
+        }));
+        cases.push(OpCase::new("score_targets", what, Tolerance::FORWARD, move |runner| {
+            let (x, w) = head_inputs(runner, 90)?;
+            let mut targets = tokens(90);
+            targets.iter_mut().step_by(4).for_each(|target| *target = IGNORE);
+            let logits = plain_logits(&x.plain, &w.plain, softcap)?;
+            aim(&mut targets, &logits)?;
+            let output = Output { weight: &w.here, delta: None };
+            compare_scores(&score_targets(&x.here, output, &targets, softcap)?, &targets, &logits)
+        }));
+    }
+    cases
+}
+
+fn plain_logits(x: &Tensor, weight: &Tensor, softcap: Option<f64>) -> Result<Tensor> {
+    let logits = x.matmul(&weight.t()?.contiguous()?)?;
+    Ok(match softcap {
+        Some(cap) => ((logits / cap)?.tanh()? * cap)?,
+        None => logits,
+    })
+}
+
+/// Turns every third target into the likeliest token, so that there are hits to be found.
+fn aim(targets: &mut [u32], logits: &Tensor) -> Result<()> {
+    let best = logits.argmax(D::Minus1)?.to_vec1::<u32>()?;
+    for (target, best) in targets.iter_mut().zip(best).step_by(3).filter(|(target, _)| **target != IGNORE) {
+        *target = best;
+    }
+    Ok(())
+}
+
+/// Losses, and hits where the best logit leads by more than a rounding.
+fn compare_scores(scores: &[TokenScore], targets: &[u32], logits: &Tensor) -> Result<Vec<TensorPair>> {
+    let rows = logits.to_vec2::<f32>()?;
+    let (mut losses, mut hits) = (Vec::new(), Vec::new());
+    let counted = rows.iter().zip(targets).filter(|(_, target)| **target != IGNORE);
+    for ((row, &target), score) in counted.clone().zip(scores) {
+        let exact = row.iter().map(|&l| f64::from(l).exp()).sum::<f64>().ln();
+        losses.push(exact - f64::from(row[target as usize]));
+        let mut sorted = row.clone();
+        sorted.sort_by(|a, b| b.total_cmp(a));
+        let clear = sorted[0] - sorted[1] > 0.05;
+        let hit = row[target as usize] == sorted[0];
+        hits.push(if clear { hit } else { score.correct });
+    }
+    let tensor = |values: Vec<f64>| {
+        let len = values.len();
+        Tensor::from_vec(values, len, &Device::Cpu)
+    };
+    let flags = |flags: Vec<bool>| tensor(flags.into_iter().map(|hit| f64::from(u8::from(hit))).collect());
+    let found = scores.iter().map(|score| f64::from(score.loss)).collect();
+    Ok(vec![
+        TensorPair::new(tensor(found)?, tensor(losses)?),
+        TensorPair::new(flags(scores.iter().map(|score| score.correct).collect())?, flags(hits)?),
+    ])
+}

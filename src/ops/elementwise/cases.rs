@@ -1,0 +1,52 @@
+//! Cases of sums and copies, element by element.
+
+use candle_core::DType;
+
+use super::{add, add_into, sum_of_squares};
+use crate::error::Result;
+use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance, in_f64};
+use crate::runtime::copy;
+
+/// More elements than a chunk of `reduce`, and no multiple of one.
+const SQUARE: (usize, usize) = (131, 130);
+
+/// The cases of sums, and of the copies of `runtime` that stand beside them.
+pub(in crate::ops) fn cases() -> Vec<OpCase> {
+    let mut cases = vec![
+        OpCase::new("add", "", Tolerance::ROUNDED, |runner| {
+            let (a, b) = (runner.normal("a", SQUARE)?, runner.normal("b", SQUARE)?);
+            Ok(vec![TensorPair::new(add(&a.here, &b.here)?, (a.plain + b.plain)?)])
+        }),
+        OpCase::new("zero", "", Tolerance::ROUNDED, |runner| {
+            let x = runner.normal("x", SQUARE)?;
+            copy::zero(&x.here)?;
+            Ok(vec![TensorPair::new(x.here, x.plain.zeros_like()?)])
+        }),
+        OpCase::new("sum_of_squares", "more than a chunk", Tolerance::FORWARD.only_f32(), |runner| {
+            let x = runner.normal("x", SQUARE)?;
+            let want = in_f64(&x.plain)?.iter().map(|x| x * x).sum();
+            Ok(vec![TensorPair::scalars(sum_of_squares(&x.here)?, want)?])
+        }),
+    ];
+    for (kept, tolerance, what) in [
+        ([None, None], Tolerance::ROUNDED, "one dtype"),
+        ([Some(DType::F32), None], Tolerance::ROUNDED.only_bf16(), "into f32"),
+        ([None, Some(DType::F32)], Tolerance::ROUNDED.only_bf16(), "from f32"),
+    ] {
+        let inputs = move |runner: &CaseRunner<'_>| -> Result<(OpPair, OpPair)> {
+            let [dst, x] = kept.map(|dtype| dtype.unwrap_or(runner.dtype));
+            Ok((runner.normal_as(dst, "dst", SQUARE)?, runner.normal_as(x, "x", SQUARE)?))
+        };
+        cases.push(OpCase::new("add_into", what, tolerance, move |runner| {
+            let (dst, x) = inputs(runner)?;
+            add_into(&dst.here, &x.here)?;
+            Ok(vec![TensorPair::new(dst.here, (dst.plain + x.plain)?)])
+        }));
+        cases.push(OpCase::new("copy_into", what, tolerance, move |runner| {
+            let (dst, x) = inputs(runner)?;
+            copy::copy_into(&dst.here, &x.here)?;
+            Ok(vec![TensorPair::new(dst.here, x.plain)])
+        }));
+    }
+    cases
+}

@@ -1,0 +1,82 @@
+//! Cases of products with a quantized weight.
+
+use candle_core::{Device, Tensor};
+
+use super::{BlockScales, Quantized, Weight, matmul_weight, quantized_reference};
+use crate::error::Result;
+use crate::ops::case::{CaseRunner, OpCase, Tolerance};
+use crate::ops::matmul::{ColumnView, Transpose};
+use crate::quant::{self, CodeKind, QuantFormat};
+use crate::runtime::rng::RngStream;
+
+/// A quantized matrix of normal values on the device, and on the host.
+pub(in crate::ops) fn quantized(
+    runner: &CaseRunner<'_>,
+    format: QuantFormat,
+    shape: (usize, usize),
+) -> Result<[Quantized; 2]> {
+    let (n, stream) = (shape.0 * shape.1, RngStream::new(0).named("quantized"));
+    let values: Vec<f32> = (0..n as u64).map(|i| stream.normal(i)).collect();
+    let (mut codes, mut absmax) = (vec![0u8; format.code_bytes(n)], vec![0f32; format.blocks(n)]);
+    quant::quantize(format.kind, format.block_size, &values, &mut codes, &mut absmax);
+    let on = |device: &Device| -> Result<Quantized> {
+        let bytes = |bytes: &[u8]| Tensor::from_slice(bytes, bytes.len(), device);
+        let floats = |floats: &[f32]| Tensor::from_slice(floats, floats.len(), device);
+        let scales = if format.double_quant {
+            let mut nested = vec![0u8; absmax.len()];
+            let mut outer = vec![0f32; absmax.len().div_ceil(quant::NESTED_BLOCK)];
+            let offset = quant::nest(&absmax, &mut nested, &mut outer);
+            BlockScales::Nested { codes: bytes(&nested)?, absmax: floats(&outer)?, offset }
+        } else {
+            BlockScales::Plain(floats(&absmax)?)
+        };
+        let QuantFormat { kind, block_size, .. } = format;
+        Ok(Quantized { kind, block_size, shape, codes: bytes(&codes)?, scales })
+    };
+    Ok([on(runner.device)?, on(&Device::Cpu)?])
+}
+
+/// What is quantized how; the first is the format of QLoRA's paper.
+pub(in crate::ops) const FORMATS: [QuantFormat; 6] = [
+    QuantFormat { kind: CodeKind::NF4, block_size: 64, double_quant: true },
+    QuantFormat { kind: CodeKind::NF4, block_size: 64, double_quant: false },
+    QuantFormat { kind: CodeKind::FP4, block_size: 128, double_quant: true },
+    QuantFormat { kind: CodeKind::INT8, block_size: 64, double_quant: false },
+    QuantFormat { kind: CodeKind::Int8Rows, block_size: 72, double_quant: false },
+    // The last block is a short one.
+    QuantFormat { kind: CodeKind::NF4, block_size: 4096, double_quant: false },
+];
+
+/// The cases of products with a quantized weight.
+pub(in crate::ops) fn cases() -> Vec<OpCase> {
+    let mut cases = Vec::new();
+    for format in FORMATS {
+        let QuantFormat { kind, block_size, double_quant } = format;
+        let name = format!("{} {block_size}{}", kind.name(), if double_quant { " nested" } else { "" });
+        // Rows that are no multiple of a block; more columns than a panel.
+        for (shape, what) in [((53, 72), "53x72"), ((48, 41), "48x41"), ((600, 2100), "600x2100")] {
+            for (form, accumulate) in [(Transpose::Nt, false), (Transpose::Nn, true)] {
+                let what =
+                    format!("{name}, {form:?} {what}{}", if accumulate { ", accumulated" } else { "" });
+                let tolerance = if accumulate { Tolerance::BACKWARD } else { Tolerance::FORWARD };
+                cases.push(OpCase::new("matmul_weight", what, tolerance, move |runner| {
+                    let [here, plain] = quantized(runner, format, shape)?;
+                    let (k, n) = if form == Transpose::Nt { (shape.1, shape.0) } else { shape };
+                    let (a, dst) = (runner.normal("a", (7, k + 3))?, runner.normal("dst", (7, n + 5))?);
+                    let a_of = |tensor| ColumnView { tensor, start: 2, len: k };
+                    let dst_of = |tensor| ColumnView { tensor, start: 4, len: n };
+                    matmul_weight(
+                        dst_of(&dst.here),
+                        a_of(&a.here),
+                        Weight::Quantized(&here),
+                        form,
+                        accumulate,
+                    )?;
+                    quantized_reference(dst_of(&dst.plain), a_of(&a.plain), &plain, form, accumulate)?;
+                    Ok(vec![dst.pair()])
+                }));
+            }
+        }
+    }
+    cases
+}

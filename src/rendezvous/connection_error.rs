@@ -1,0 +1,78 @@
+//! Why a connection ends: the other end is gone, what it sent is not of this protocol, or rank 0 refuses it.
+
+use std::io;
+
+use serde::{Deserialize, Serialize};
+
+/// Why nothing more comes from a connection.
+#[derive(Debug)]
+pub(super) enum ConnectionError {
+    /// The other end closed it, or is gone.
+    Closed,
+    /// The deadline passed.
+    TimedOut,
+    /// What the other end sent is not of this protocol, or does not authenticate.
+    Malformed(&'static str),
+    /// Rank 0 refuses it.
+    Refused(Refusal),
+    /// The system's error.
+    Io(io::Error),
+}
+
+impl std::fmt::Display for ConnectionError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            ConnectionError::Closed => write!(f, "the connection was closed"),
+            ConnectionError::TimedOut => write!(f, "nothing came in time"),
+            ConnectionError::Malformed(what) => write!(f, "it sent {what}"),
+            ConnectionError::Refused(refusal) => write!(f, "{refusal}"),
+            ConnectionError::Io(error) => write!(f, "{error}"),
+        }
+    }
+}
+
+impl From<io::Error> for ConnectionError {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof
+            | io::ErrorKind::ConnectionReset
+            | io::ErrorKind::ConnectionAborted
+            | io::ErrorKind::BrokenPipe => ConnectionError::Closed,
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ConnectionError::TimedOut,
+            _ => ConnectionError::Io(error),
+        }
+    }
+}
+
+/// Why rank 0 refuses a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Refusal {
+    /// The two ends speak different versions.
+    Version { rank_0: u32, other: u32 },
+    /// The process belongs to another run.
+    Run,
+    /// The process has no secret, rank 0 has one.
+    NoSecret,
+    /// The process has a secret, rank 0 has none.
+    NoSecretAtRank0,
+    /// The secrets differ.
+    Secret,
+}
+
+impl std::fmt::Display for Refusal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Refusal::Version { rank_0, other } => write!(
+                f,
+                "rank 0 speaks version {rank_0} of the rendezvous protocol, the other process version {other}"
+            ),
+            Refusal::Run => write!(f, "it belongs to another run"),
+            Refusal::NoSecret => write!(f, "rank 0 was started with a secret, the other process without"),
+            Refusal::NoSecretAtRank0 => {
+                write!(f, "rank 0 was started without a secret, the other process with one")
+            }
+            Refusal::Secret => write!(f, "its secret is not the one of rank 0"),
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! What the machine offers beside its GPUs: the processor, its vector instructions, and the memory of the host. Linux
+//! tells them in `/proc`; elsewhere some of it stays unknown.
+
+use std::fs;
+
+use crate::report::memory::field_bytes;
+
+/// Memory of the host, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostMemory {
+    /// All that there is.
+    pub total: u64,
+    /// What can still be had without swapping.
+    pub available: u64,
+}
+
+/// The memory of this host; none where the system does not say.
+pub fn host_memory() -> Option<HostMemory> {
+    let info = fs::read_to_string("/proc/meminfo").ok()?;
+    let bytes = |key| field_bytes(&info, key);
+    Some(HostMemory { total: bytes("MemTotal:")?, available: bytes("MemAvailable:")? })
+}
+
+/// The name of the first processor; none where the system does not say.
+pub fn processor_name() -> Option<String> {
+    model_name(&fs::read_to_string("/proc/cpuinfo").ok()?).map(str::to_owned)
+}
+
+/// The name of the first processor in Linux's `/proc/cpuinfo`.
+fn model_name(info: &str) -> Option<&str> {
+    let line = info.lines().find(|line| line.starts_with("model name"))?;
+    line.split_once(':').map(|(_, name)| name.trim())
+}
+
+/// The vector instructions that decide the speed of the CPU forms.
+pub fn vector_instructions() -> Vec<&'static str> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let mut found = vec!["SSE2"];
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            found.push("AVX2");
+        }
+        if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw") {
+            found.push("AVX-512");
+        }
+        found
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    Vec::new()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_the_kernels_lines() {
+        let info = "processor\t: 0\nmodel name\t: A processor @ 2 GHz\nmodel name\t: another\n";
+        assert_eq!(model_name(info), Some("A processor @ 2 GHz"));
+        assert_eq!(model_name("processor\t: 0\n"), None);
+    }
+}

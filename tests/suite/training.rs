@@ -1,0 +1,35 @@
+//! What the modules train with: the constants of a run, and a micro-batch.
+
+use finetune::data::{Batch, IGNORE, PackedSample};
+use finetune::engine::{SaveAssignment, TrainerOptions};
+use finetune::optim::{OptimizerOptions, Schedule};
+use finetune::recipe::enums::{Recompute, SchedulerKind, StateDtype};
+
+/// A constant learning rate, blocks recomputed, gradients clipped.
+pub(crate) const OPTIONS: TrainerOptions = TrainerOptions {
+    optimizer: OptimizerOptions { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, state: StateDtype::F32 },
+    lora_plus_ratio: 1.0,
+    schedule: Schedule {
+        kind: SchedulerKind::Constant,
+        learning_rate: 1e-3,
+        warmup_steps: 0,
+        total_steps: 10,
+        min_lr_ratio: 0.0,
+        num_cycles: 1.0,
+        power: 1.0,
+        num_decay_steps: 0,
+    },
+    max_grad_norm: Some(1.0),
+    seed: 0,
+    recompute: Recompute::Block,
+    save_assignment: SaveAssignment::RoundRobin,
+};
+
+/// One sample of 24 tokens, another one for each `salt`.
+pub(crate) fn batch(salt: u32) -> Batch {
+    let ids: Vec<u32> = (0..24).map(|i| (i * 31 + salt * 17) % 300 + 3).collect();
+    let mut targets: Vec<u32> = ids[1..].to_vec();
+    targets.push(IGNORE);
+    let segments = vec![PackedSample { start: 0, len: ids.len() }];
+    Batch { ids, targets, segments, first_token: u64::from(salt) * 24, rows: 1 }
+}
