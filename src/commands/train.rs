@@ -73,14 +73,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         terminal: &terminal,
         started,
     };
-    // The folder is this run's once all processes are there: one that was refused leaves nothing in it.
-    let claim = || {
-        if first {
-            let claimed = found.claim(args, &plan, resumed.as_ref())?;
-            folder.get_or_init(|| claimed);
-        }
-        Ok(())
-    };
+    let claim = || if first { run.claim(found) } else { Ok(()) };
     ranks.run(&plan, claim, |world, device| run.rank(world, device))
 }
 
