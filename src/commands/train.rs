@@ -9,7 +9,7 @@ use super::{say_base, terminal, train_recipe_is, working_folder};
 use crate::checkpoint::SaveThreads;
 use crate::cli::TrainArgs;
 use crate::collective::launch::Launch;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::plan::{Plan, WorldSize};
 use crate::recipe::Recipe;
 use crate::report::{Terminal, Verbosity};
@@ -73,11 +73,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         terminal: &terminal,
         started,
     };
-    // The folder is this run's once all processes are there: one that was refused leaves nothing in it.
-    let claim = || {
-        let claimed = first.then(|| found.claim(args, &plan, resumed.as_ref())).transpose()?;
-        claimed.map_or(Ok(()), |claimed| folder.set(claimed)).map_err(|_| Error::internal("claimed twice"))
-    };
+    let claim = || if first { run.claim(found) } else { Ok(()) };
     ranks.run(&plan, claim, |world, device| run.rank(world, device))
 }
 

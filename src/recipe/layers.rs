@@ -385,7 +385,7 @@ fn refused(section: &str, key: &Key, value: &Value, refusal: &ValueRefusal) -> (
         ValueRefusal::Empty => format!("`{section}.{name}` is empty; accepted: {}", (key.accepted)()),
         ValueRefusal::Unusable(why) => format!("`{section}.{name}` is {found}: {why}"),
     };
-    let near = value.as_str().and_then(|text| nearest(text, (key.choices)().into_iter()));
+    let near = value.as_str().and_then(|text| nearest(text, (key.choices)()));
     let hint = match (near, refusal) {
         (Some(near), _) => Some(format!("write `{name} = {near:?}`")),
         (None, ValueRefusal::Unusable(_)) => None,

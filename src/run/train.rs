@@ -8,7 +8,7 @@ use std::time::Instant;
 use candle_core::Device;
 
 use super::card::{card, html};
-use super::output_folder::{CARD, METRICS, RECIPE, date_text};
+use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, date_text};
 use super::showcase::{self, Question};
 use super::trainer::trainer;
 use super::weights_writer::weights_writer;
@@ -40,6 +40,17 @@ pub(crate) struct TrainRun<'a> {
 }
 
 impl TrainRun<'_> {
+    /// Makes the folder that was `found` this run's, in the process of the first rank and once all processes have met: a
+    /// run that is refused before leaves nothing in it.
+    ///
+    /// # Errors
+    /// As [`OutputFolder::claim`].
+    pub(crate) fn claim(&self, found: OutputFolder) -> Result<()> {
+        let claimed = found.claim(self.args, self.plan, self.resumed)?;
+        self.folder.get_or_init(|| claimed);
+        Ok(())
+    }
+
     /// What one rank does; the first one speaks and writes for all.
     pub(crate) fn rank(&self, world: Arc<dyn Collective>, device: &Device) -> Result<()> {
         let timed = TimedCollective::new(world);
