@@ -22,7 +22,7 @@ use crate::runtime::param_storage::ParamStorage;
 /// What is kept away from the device.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Offload {
-    /// Nothing.
+    /// Nothing is: all is on the device.
     #[default]
     None,
     /// The optimizer's state, in host memory.

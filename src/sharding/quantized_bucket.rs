@@ -55,7 +55,7 @@ impl QuantizedBucket {
         fill: &mut dyn FnMut(&ParamDesc, BlocksMut<'_>) -> Result<()>,
     ) -> Result<Self> {
         let segment = descs[0].segment;
-        let (mut entries, len) = layout(descs, bucket_options.place.1 * ALIGN)?;
+        let (mut entries, len) = layout(descs, bucket_options.unit(ALIGN))?;
         let [kept, floats_kept] = len.map(|len| bucket_options.part(bucket_options.spec.values, len));
         let mut bytes = BucketBuilder::<u8>::new(kept.clone(), bucket_options.values)?;
         let mut floats = BucketBuilder::<f32>::new(floats_kept.clone(), bucket_options.values)?;
@@ -92,7 +92,7 @@ impl QuantizedBucket {
 
     /// Bytes that both runs of `descs` take up in a file.
     pub(super) fn room(descs: &[ParamDesc], bucket_options: &BucketOptions<'_>) -> Result<usize> {
-        let (_, len) = layout(descs.to_vec(), bucket_options.place.1 * ALIGN)?;
+        let (_, len) = layout(descs.to_vec(), bucket_options.unit(ALIGN))?;
         let [bytes, floats] = len.map(|len| bucket_options.part(bucket_options.spec.values, len).len());
         Ok(MappedFile::room(bytes, DType::U8) + MappedFile::room(floats, DType::F32))
     }
