@@ -8,7 +8,7 @@
 //! | 0 | [`error`], [`units`], [`recipe::enums`] | the one error type, human-readable sizes, the closed choices of the recipe |
 //! | 1 | [`quant`], [`recipe`], [`rendezvous`], `hub`, [`report`] | number formats; what the TOML may say; how processes meet; downloads; all that a run prints or logs |
 //! | 2 | [`runtime`] | devices, thread pool, allocator, memory of tensors, parameter storage, random numbers |
-//! | 3 | [`collective`] | sums, gathers and broadcasts between ranks |
+//! | 3 | [`collective`] | sums, gathers, broadcasts and messages between ranks |
 //! | 4 | [`ops`] | every tensor operation with its backward, and nothing but mathematics |
 //! | 5 | [`weights`], [`data`] | safetensors in and out; rows to tokens, masks and batches |
 //! | 6 | [`model`], [`optim`] | the block and its segments; AdamW and schedules |

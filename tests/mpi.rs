@@ -59,7 +59,13 @@ const BROKEN: Parts = &["rank 0 failed", "the control channel broke"];
 const ONE_MORE: Parts =
     &["rank 1 makes call 1: all-reduce of gradients 7 (11 x F32), in phase norm", "(10 x F32)"];
 
-const SCENES: [Scene; 14] = [
+const LONGER_MESSAGE: Parts = &[
+    "ranks do not make the same call",
+    "rank 0 makes call 1: send of activations 7 (10 x F32 to rank 2), in phase forward",
+    "rank 2 makes call 1: recv of activations 7 (11 x F32 from rank 0), in phase forward",
+];
+
+const SCENES: [Scene; 17] = [
     fine("values", (3, 1), values),
     fine("values of threads", (2, 2), values),
     fine("groups", (3, 1), groups),
@@ -80,6 +86,33 @@ const SCENES: [Scene; 14] = [
             &["rank 2 makes call 1: all-reduce of gradients 7 (10 x F32)", "rank 1 makes call 1"],
         ],
         ends: &[&["heard", "rank 0 makes"], &["heard", "rank 1 makes"], &["heard", "rank 2 makes"]],
+    },
+    Scene {
+        name: "mismatch of a message",
+        layout: (3, 1),
+        run: longer_message,
+        deadline: MINUTE,
+        errors: &[LONGER_MESSAGE; 3],
+        ends: &[LONGER_MESSAGE; 3],
+    },
+    Scene {
+        name: "failure before a message",
+        layout: (2, 2),
+        run: failed_sender,
+        deadline: MINUTE,
+        errors: &[FULL_DISK; 4],
+        ends: &[FULL_DISK; 2],
+    },
+    Scene {
+        name: "late message",
+        layout: (2, 1),
+        run: late_message,
+        deadline: Duration::from_secs(2),
+        errors: &[
+            &["no answer from rank 1", "waited 2 s at call 0: recv of activations 0 (3 x F32 from rank 1)"],
+            &[],
+        ],
+        ends: &[&["no answer from rank 1"], &[]],
     },
     Scene {
         name: "mismatch of threads",
@@ -368,12 +401,48 @@ fn values(world: &MpiCommunicator) -> Result<(), Error> {
         world.broadcast(call("bytes", root), root, &buffer.memory)?;
         assert_eq!(buffer.read(), vec![root as u8 + 10; 5]);
     }
+    messages(world)?;
     world.barrier(call("end", 0))?;
     let traffic = world.traffic();
     let others = ranks as u64 - 1;
     assert_eq!(traffic.calls(Op::Broadcast), ranks as u64);
     assert_eq!(traffic.bytes(Op::Broadcast), 5 * others);
     assert_eq!(traffic.bytes(Op::ReduceScatter), part as u64 * 4 * others);
+    Ok(())
+}
+
+/// From every rank to every other, one after the other; the rest of the ranks take no part. Then between rank 0 and the
+/// last one alone, while the others wait in the next call.
+fn messages(world: &MpiCommunicator) -> Result<(), Error> {
+    let (rank, ranks) = (world.rank(), world.size());
+    let pairs = (0..ranks).flat_map(|from| (0..ranks).map(move |to| (from, to)));
+    for (from, to) in pairs.filter(|(from, to)| from != to) {
+        for elements in [0, 1, 1_000_001] {
+            let buffer = Host::new(ElementType::F32, values_f32(rank, elements));
+            if rank == from {
+                world.send(call("message", elements), to, &buffer.memory)?;
+            } else if rank == to {
+                world.recv(call("message", elements), from, &buffer.memory)?;
+                assert_eq!(bits(&buffer.read()), bits(&values_f32(from, elements)), "from {from} to {to}");
+            }
+        }
+    }
+    let before = world.traffic();
+    for index in 0..100 {
+        let bytes = Host::new(ElementType::U8, vec![(rank + index) as u8; 9]);
+        if rank == 0 {
+            world.send(call("codes", index), ranks - 1, &bytes.memory)?;
+        } else if rank == ranks - 1 {
+            world.recv(call("codes", index), 0, &bytes.memory)?;
+            assert_eq!(bytes.read(), vec![index as u8; 9]);
+        }
+    }
+    let counted = world.traffic().since(&before);
+    assert_eq!(counted.bytes(Op::Send), if rank == 0 { 900 } else { 0 });
+    assert_eq!(counted.calls(Op::Recv), if rank == ranks - 1 { 100 } else { 0 });
+    let own = Host::new(ElementType::U8, vec![0_u8; 9]);
+    assert!(world.send(call("codes", 0), rank, &own.memory).is_err(), "a message is for another rank");
+    assert!(world.recv(call("codes", 0), ranks, &own.memory).is_err(), "there is no such rank");
     Ok(())
 }
 
@@ -537,6 +606,48 @@ fn mismatch(world: &MpiCommunicator) -> Result<(), Error> {
     let again = world.barrier(call("after", 0)).unwrap_err();
     assert_eq!(again.to_string(), result.as_ref().unwrap_err().to_string(), "the first error stays");
     result
+}
+
+/// The second message from rank 0 to rank 2 is one element longer where it is received; rank 1 waits for both.
+fn longer_message(world: &MpiCommunicator) -> Result<(), Error> {
+    world.enter(Phase::Forward)?;
+    let [shorter, longer] = [10, 11].map(|n| Host::new(ElementType::F32, vec![1.0_f32; n]));
+    match world.rank() {
+        0 => {
+            world.send(call("activations", 6), 2, &shorter.memory)?;
+            world.send(call("activations", 7), 2, &shorter.memory)
+        }
+        2 => {
+            world.recv(call("activations", 6), 0, &shorter.memory)?;
+            world.recv(call("activations", 7), 0, &longer.memory)
+        }
+        _ => world.barrier(call("end", 0)),
+    }
+}
+
+/// Rank 2 fails where rank 0 waits for its message and rank 1 for its taking one.
+fn failed_sender(world: &MpiCommunicator) -> Result<(), Error> {
+    let group = world.split(0)?;
+    let buffer = Host::new(ElementType::F32, vec![1.0_f32; 10]);
+    match world.rank() {
+        0 => group.recv(call("activations", 0), 2, &buffer.memory),
+        1 => group.send(call("activations", 0), 2, &buffer.memory),
+        2 => {
+            world.enter(Phase::Save)?;
+            world.abort("no space left");
+            world.barrier(call("end", 0))
+        }
+        _ => world.barrier(call("end", 0)),
+    }
+}
+
+/// Rank 1 sends nothing.
+fn late_message(world: &MpiCommunicator) -> Result<(), Error> {
+    if world.rank() == 1 {
+        return Ok(());
+    }
+    let buffer = Host::new(ElementType::F32, vec![1.0_f32; 3]);
+    world.recv(call("activations", 0), 1, &buffer.memory)
 }
 
 /// Rank 2 fails while the others wait for it, one or two of them in other groups.

@@ -180,6 +180,13 @@ fn values(nccl: &Nccl<Cuda>, stream: &Arc<CudaStream>) -> Result<()> {
     assert_eq!(all.read(stream), [vec![1_u8; 70_001], vec![2; 70_001]].concat());
     nccl.broadcast(call("codes", 1), 1, &codes.memory)?;
     assert_eq!(codes.read(stream), vec![2; 70_001]);
+    let message = Values::new(stream, ElementType::F32, &vec![own; 100_003]);
+    if rank == 0 {
+        nccl.send(call("message", 0), 1, &message.memory)?;
+    } else {
+        nccl.recv(call("message", 0), 0, &message.memory)?;
+    }
+    assert_eq!(message.read(stream), vec![1.0; 100_003]);
 
     let alone = nccl.split(rank)?;
     assert_eq!((alone.rank(), alone.size()), (0, 1));

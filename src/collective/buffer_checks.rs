@@ -1,4 +1,4 @@
-//! Refusals of buffers that a collective cannot work on.
+//! Refusals of what a collective cannot work on.
 
 use super::Call;
 use crate::error::{Error, Result};
@@ -22,6 +22,15 @@ pub(super) fn check_host(call: Call, memory: &Buffer) -> Result<()> {
         MemoryKind::Gpu => Err(Error::internal(format!("cannot move {call}"))
             .because(format!("it is {memory:?}, and these ranks meet in the host's memory"))),
     }
+}
+
+/// Refuses a message with this rank itself, or with a rank that the group of `size` ranks does not have.
+pub(super) fn check_peer(call: Call, peer: usize, rank: usize, size: usize) -> Result<()> {
+    if peer < size && peer != rank {
+        return Ok(());
+    }
+    Err(Error::internal(format!("cannot pass {call} between ranks {rank} and {peer}"))
+        .because(format!("a message is between two of the {size} ranks of the group")))
 }
 
 /// Refuses to add up bytes.

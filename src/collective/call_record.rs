@@ -3,6 +3,7 @@
 //! MPI's ranks send a record before each call; NCCL's ranks gather their last one, with a hash over all before it, at
 //! barriers and sums of scalars. A record names the call in errors, so it holds the words and not their hash.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use super::{Call, Op, Phase};
@@ -26,26 +27,28 @@ pub(super) enum CallKind {
     Split,
 }
 
-const ACTIONS: [(CallKind, &str); 6] = [
+const ACTIONS: [(CallKind, &str); 8] = [
     (CallKind::Op(Op::AllReduce), "all-reduce"),
     (CallKind::Op(Op::ReduceScatter), "reduce-scatter"),
     (CallKind::Op(Op::AllGather), "all-gather"),
     (CallKind::Op(Op::Broadcast), "broadcast"),
     (CallKind::Op(Op::Barrier), "barrier"),
     (CallKind::Split, "split"),
+    (CallKind::Op(Op::Send), "send"),
+    (CallKind::Op(Op::Recv), "recv"),
 ];
 
 /// A call that a rank makes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct CallRecord {
-    /// Calls before it in this group.
+    /// Calls before it in this group; of a message, those before it from the one rank to the other.
     pub(super) sequence: u64,
     pub(super) action: CallKind,
     /// What the memory holds, if there is any.
     pub(super) element: Option<ElementType>,
     /// Elements of the full (not sharded) data; of a split over MPI, the least number that the rank has free for a group.
     pub(super) elements: u64,
-    /// The root of a broadcast, the color of a split.
+    /// The root of a broadcast, the color of a split, the other rank of a message.
     pub(super) number: u32,
     /// The beginning of [`Call::what`].
     what: String,
@@ -82,13 +85,20 @@ impl CallRecord {
         self
     }
 
-    /// The bytes that are the same on every rank: phases are for people, and the numbers of a split differ.
+    /// The bytes that are the same on every rank: phases are for people, the numbers of a split differ, and a message has
+    /// two sides.
     pub(super) fn key(&self) -> [u8; RECORD_BYTES] {
-        let (number, elements) = match self.action {
-            CallKind::Split => (0, 0),
-            CallKind::Op(_) => (self.number, self.elements),
+        let (action, number, elements) = match self.action {
+            CallKind::Split => (self.action, 0, 0),
+            CallKind::Op(Op::Send | Op::Recv) => (CallKind::Op(Op::Send), 0, self.elements),
+            CallKind::Op(_) => (self.action, self.number, self.elements),
         };
-        CallRecord { phase: None, number, elements, ..self.clone() }.encode()
+        CallRecord { phase: None, action, number, elements, ..self.clone() }.encode()
+    }
+
+    /// Whether `other` is the other side of this call of a message.
+    pub(super) fn is_answered_by(&self, other: &CallRecord) -> bool {
+        self.action != other.action && self.key() == other.key()
     }
 
     pub(super) fn encode(&self) -> [u8; RECORD_BYTES] {
@@ -125,6 +135,23 @@ impl CallRecord {
     }
 }
 
+/// How many messages a rank has exchanged with each other rank of a group.
+#[derive(Debug, Default)]
+pub(super) struct MessageCounts {
+    sends: BTreeMap<usize, u64>,
+    receives: BTreeMap<usize, u64>,
+}
+
+impl MessageCounts {
+    /// Counts a message, `op` of which this rank calls; how many there were before it in its direction.
+    pub(super) fn next(&mut self, op: Op, peer: usize) -> u64 {
+        let counts = if op == Op::Send { &mut self.sends } else { &mut self.receives };
+        let count = counts.entry(peer).or_default();
+        *count += 1;
+        *count - 1
+    }
+}
+
 impl fmt::Display for CallRecord {
     /// `call 17: all-gather of weights of block 3 (4096 x F32), in phase backward`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -132,8 +159,11 @@ impl fmt::Display for CallRecord {
         write!(f, "call {}: {name} of ", self.sequence)?;
         super::named(f, &self.what, usize::try_from(self.index).unwrap_or(usize::MAX))?;
         match (self.element, self.action) {
-            (Some(element), CallKind::Op(Op::Broadcast)) => {
+            (Some(element), CallKind::Op(Op::Broadcast | Op::Recv)) => {
                 write!(f, " ({} x {element:?} from rank {})", self.elements, self.number)?;
+            }
+            (Some(element), CallKind::Op(Op::Send)) => {
+                write!(f, " ({} x {element:?} to rank {})", self.elements, self.number)?;
             }
             (Some(element), _) => write!(f, " ({} x {element:?})", self.elements)?,
             (None, _) => {}
@@ -240,5 +270,31 @@ mod tests {
         assert_eq!(colors[0].key(), colors[1].key());
         let roots = [0, 1].map(|root| at(0, CallKind::Op(Op::Broadcast), call).number(root));
         assert_ne!(roots[0].key(), roots[1].key());
+    }
+
+    #[test]
+    fn a_send_is_answered_by_its_recv_alone() {
+        let call = Call { what: "activations of block", index: 3 };
+        let side = |op, peer, elements| {
+            let record = CallRecord::new(2, CallKind::Op(op), call, None).number(peer);
+            record.moving(ElementType::Bf16, elements)
+        };
+        let [send, recv] = [side(Op::Send, 1, 8), side(Op::Recv, 0, 8)];
+        assert!(send.is_answered_by(&recv) && recv.is_answered_by(&send));
+        assert!(!send.is_answered_by(&side(Op::Send, 0, 8)) && !send.is_answered_by(&side(Op::Recv, 0, 9)));
+        for (record, text) in [(send, "send"), (recv, "recv")] {
+            assert_eq!(CallRecord::decode(&record.encode()).unwrap(), record);
+            let to = if text == "send" { "to rank 1" } else { "from rank 0" };
+            assert_eq!(
+                record.to_string(),
+                format!("call 2: {text} of activations of block 3 (8 x Bf16 {to})")
+            );
+        }
+        let mut counts = MessageCounts::default();
+        let mut next = |op, peer| counts.next(op, peer);
+        assert_eq!(
+            [next(Op::Send, 1), next(Op::Send, 1), next(Op::Recv, 1), next(Op::Send, 2)],
+            [0, 1, 0, 0]
+        );
     }
 }

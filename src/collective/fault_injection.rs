@@ -87,6 +87,14 @@ impl Collective for FaultInjector {
         self.inner.broadcast(call, root, buffer)
     }
 
+    fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
+        self.inner.send(call, to, buffer)
+    }
+
+    fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
+        self.inner.recv(call, from, buffer)
+    }
+
     fn barrier(&self, call: Call) -> Result<()> {
         self.inner.barrier(call)
     }

@@ -1,7 +1,8 @@
-//! What ranks say to one another: sums, gathers, broadcasts, over memory that each rank holds.
+//! What ranks say to one another: sums, gathers, broadcasts, and messages between two, over memory that each rank holds.
 //!
-//! A [`Collective`] is one rank's end of a group. Every rank of the group makes the same calls in the same order; a
-//! call that does not match its peers' is an error that names both, never a wait without end. Backends: `local`
+//! A [`Collective`] is one rank's end of a group. Every rank of the group makes the same calls in the same order, but
+//! for messages, which two ranks make alone; a call that does not match its peers' is an error that names both, never a
+//! wait without end. Backends: `local`
 //! (ranks are threads of this process; sums in ascending order of ranks, so exact), `nccl` (GPUs) and `mpi` (CPU
 //! clusters, feature `mpi`). Bytes are counted as a ring would send them, which is what the formulas of the plan say.
 //!
@@ -163,6 +164,25 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When a rank has failed, or the ranks' calls do not agree in kind, length or element.
     fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()>;
+
+    /// Sends `buffer` to rank `to` of this group, whose next [`Collective::recv`] from this rank takes it (any element).
+    /// Waits until that has been called; the memory may be written again on return, a GPU's in the order of its compute
+    /// stream. `call`, element and length are the same on both sides, and either both memories are the host's or both a
+    /// GPU's. The other ranks of the group take no part, and messages are no part of the order of its other calls, but
+    /// for the two: they make all calls that they share in the same order. Two ranks that both send first wait for each
+    /// other, which is an error.
+    ///
+    /// # Errors
+    /// When a rank has failed, the other side does not agree in name, length or element, or `to` is this rank or none
+    /// of the group.
+    fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()>;
+
+    /// Waits for what rank `from` of this group sends, in the order in which it sends it, and leaves it in `buffer`. As
+    /// [`Collective::send`], whose other side it is.
+    ///
+    /// # Errors
+    /// As [`Collective::send`].
+    fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()>;
 
     /// Returns when all ranks have called it.
     ///

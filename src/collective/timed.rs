@@ -86,6 +86,14 @@ impl Collective for TimedCollective {
         self.timed(|inner| inner.broadcast(call, root, buffer))
     }
 
+    fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
+        self.timed(|inner| inner.send(call, to, buffer))
+    }
+
+    fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
+        self.timed(|inner| inner.recv(call, from, buffer))
+    }
+
     fn barrier(&self, call: Call) -> Result<()> {
         self.timed(|inner| inner.barrier(call))
     }

@@ -94,9 +94,9 @@ impl Step {
         Step { micro_batches, valid, tokens, epoch }
     }
 
-    /// The micro-batches of one rank of `size`: each `size`-th, so that the ranks' first ones, in order, are followed by
-    /// their second ones. Where a rank has none for its last turn, it gets one without targets: all ranks take the
-    /// same number of turns.
+    /// The micro-batches of one rank of the `size` that get different rows: each `size`-th, so that the ranks' first
+    /// ones, in order, are followed by their second ones. Where a rank has none for its last turn, it gets one without
+    /// targets: all ranks take the same number of turns.
     pub fn turns(&self, rank: usize, size: usize) -> Vec<Cow<'_, Batch>> {
         let idle = || self.micro_batches.first().map(|batch| Cow::Owned(batch.without_targets()));
         let turns = self.micro_batches.len().div_ceil(size);

@@ -53,13 +53,13 @@ impl Engine {
         mut seen: impl FnMut(u64),
     ) -> Result<Evaluation> {
         let (mut sums, mut rows) = (Evaluation::default(), 0);
-        let world = self.store.mesh().world();
+        let mesh = self.store.mesh();
         let mut batches = batches.into_iter();
         while let Some(first) = batches.next() {
             let round: Vec<Batch> =
-                std::iter::once(first).chain(batches.by_ref()).take(world.size()).collect();
+                std::iter::once(first).chain(batches.by_ref()).take(mesh.data_size()).collect();
             // Each rank takes one of the round; where there is none left, one without targets.
-            match round.get(world.rank()) {
+            match round.get(mesh.data_rank()) {
                 Some(mine) => self.add_scores(mine, &mut sums)?,
                 None => self.add_scores(&round[0].without_targets(), &mut sums)?,
             }
@@ -76,7 +76,8 @@ impl Engine {
     /// The error for a loss of `rank` that is not finite, in `round`, which comes after `done` rows.
     fn evaluation_diverged(&self, round: &[Batch], rank: usize, done: u64) -> Result<Error> {
         let rows = |batches: &[Batch]| batches.iter().map(|batch| batch.rows as u64).sum::<u64>();
-        let (before, batch) = (done + rows(&round[..rank]), &round[rank..=rank]);
+        let place = self.store.mesh().data_rank_of(rank);
+        let (before, batch) = (done + rows(&round[..place]), &round[place..=place]);
         let found = self.first_non_finite(batch)?;
         let on_rank = if self.store.mesh().world().size() > 1 {
             format!(", which rank {rank} evaluated,")

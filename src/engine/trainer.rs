@@ -136,8 +136,8 @@ impl Trainer {
     /// Adds up the gradients of this rank's micro-batches and returns the sums of their losses and metrics.
     fn gradients(&self, step: &Step, number: u64, scale: f64) -> Result<LossSums> {
         let stream = RngStream::new(self.options.seed).named("dropout").part(number);
-        let world = self.engine.store.mesh().world();
-        let turns = step.turns(world.rank(), world.size());
+        let mesh = self.engine.store.mesh();
+        let turns = step.turns(mesh.data_rank(), mesh.data_size());
         thread_pool::run_in_pool(&self.engine.device, || {
             let mut sums = LossSums::default();
             for (i, batch) in turns.iter().enumerate() {

@@ -320,7 +320,7 @@ fn how<'a>(
             (Some(_), false) => Saving::BetweenSteps,
             (Some(_), true) => Saving::InBackground,
         },
-        sharded_over: if let ShardingStrategy::Hsdp(size) = kind { size } else { ranks },
+        sharded_over: kind.shard_size(ranks),
         accumulates: recipe.train.gradient_accumulation_steps > 1,
         offload: &engine.offload,
         on_host: engine.device.is_cpu(),

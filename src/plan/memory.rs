@@ -76,11 +76,12 @@ impl MemoryPlan {
         for desc in descs {
             let n = desc.elements() as u64;
             let spec = options.kind.sharding_spec(desc.kind.role());
-            let share = |extent| if extent == Placement::Sharded { options.sharded_over as u64 } else { 1 };
+            let share =
+                |placement: Placement| if placement.is_sharded() { options.sharded_over as u64 } else { 1 };
             let (value, master) = weight_bytes(desc, size);
             let away = options.offload.has_values(desc.kind.role());
             let [gathered, fresh] = moment.entry(desc.segment).or_default();
-            if spec.values == Placement::Sharded || away {
+            if spec.values.is_sharded() || away {
                 *gathered += value;
             }
             match options.offload.folder() {
@@ -93,7 +94,7 @@ impl MemoryPlan {
                 memory.add(away && !options.on_host, |m| &mut m.gradients, 4 * n / share(spec.gradients));
                 let state = options.optimizer_state.bytes(desc.elements()) as u64 / share(spec.update);
                 memory.add(state_away, |m| &mut m.optimizer, state);
-                if spec.gradients == Placement::Sharded || options.accumulates || away {
+                if spec.gradients.is_sharded() || options.accumulates || away {
                     *fresh += 4 * n;
                 }
                 longest = longest.max(n / share(spec.update));
@@ -184,9 +185,7 @@ fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOp
         let n = desc.elements() as u64;
         let [saved, gathered] = segments.entry(desc.segment).or_default();
         *saved += 4 * n + state_bytes(desc);
-        if options.kind.sharding_spec(desc.kind.role()).update == Placement::Sharded
-            && options.sharded_over > 1
-        {
+        if options.kind.sharding_spec(desc.kind.role()).update.is_sharded() && options.sharded_over > 1 {
             *gathered += 8 * n + state_bytes(desc);
         }
     }

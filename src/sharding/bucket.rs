@@ -10,6 +10,7 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
+use super::mesh::DeviceMesh;
 use super::offload::{BucketBuilder, OffloadTarget, StorageTarget};
 use super::param::{BucketKind, ParamDesc};
 use super::placement::{Placement, ShardingSpec};
@@ -21,28 +22,28 @@ use crate::runtime::cpu_tensor::PlainElement;
 use crate::runtime::mmap::MappedFile;
 use crate::runtime::param_storage::ParamStorage;
 
-/// Memory that a slot's value goes to.
+/// Memory that the value of one parameter is loaded to, in row-major order.
 #[derive(Debug)]
 pub enum LoadTarget<'a> {
-    /// As f32.
+    /// The elements in f32.
     F32(&'a mut [f32]),
-    /// As bf16.
+    /// The elements in bf16.
     Bf16(&'a mut [bf16]),
-    /// As codes and scales.
+    /// Blocks of a quantized matrix, as codes and scales.
     Blocks(BlocksMut<'a>),
 }
 
-/// Where a slot lies in its bucket.
+/// A parameter of a bucket, and where it lies there.
 #[derive(Debug, Clone)]
 pub struct BucketEntry {
-    /// What lies there.
+    /// The parameter that lies there.
     pub desc: ParamDesc,
-    /// First element.
+    /// Its first element, a multiple of 256 from the start of the bucket.
     pub start: usize,
 }
 
 impl BucketEntry {
-    /// Its elements in the bucket.
+    /// The elements of the bucket that are the parameter's, without the padding after it.
     pub fn range(&self) -> Range<usize> {
         self.start..self.start + self.desc.elements()
     }
@@ -52,13 +53,13 @@ impl BucketEntry {
 /// tensor, never straddle two ranks.
 pub(super) const ALIGN: usize = 256;
 
-/// Slots of one segment and kind, in one buffer.
+/// The dense parameters of one segment and kind, in one flat buffer: what FSDP calls a flat parameter.
 #[derive(Debug)]
 pub struct Bucket {
     /// The segment that uses it.
     pub segment: Segment,
     pub(super) kind: BucketKind,
-    /// The layout, ascending.
+    /// The parameters, in the order in which they lie.
     pub entries: Vec<BucketEntry>,
     /// Elements of the whole, padding included.
     pub(super) len: usize,
@@ -79,8 +80,7 @@ pub struct Bucket {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BucketOptions<'a> {
     pub(super) spec: ShardingSpec,
-    /// This rank and their number, among those that share one copy.
-    pub(super) place: (usize, usize),
+    pub(super) mesh: &'a DeviceMesh,
     pub(super) dtype: DType,
     pub(super) device: &'a Device,
     /// Where values are kept.
@@ -92,12 +92,20 @@ pub(super) struct BucketOptions<'a> {
 
 impl BucketOptions<'_> {
     /// The run of `len` elements that this rank keeps.
-    pub(super) fn part(&self, extent: Placement, len: usize) -> Range<usize> {
-        let (rank, size) = self.place;
-        match extent {
-            Placement::Replicated => 0..len,
-            Placement::Sharded => rank * (len / size)..(rank + 1) * (len / size),
+    pub(super) fn part(&self, placement: Placement, len: usize) -> Range<usize> {
+        match placement.axis() {
+            None => 0..len,
+            Some(axis) => {
+                let (rank, each) = (self.mesh.coordinate(axis), len / self.mesh.size(axis));
+                rank * each..(rank + 1) * each
+            }
         }
+    }
+
+    /// What the length of a bucket is a multiple of, whose entries are aligned to `align` elements: equal shards, and
+    /// equal runs for each rank of a sum.
+    pub(super) fn unit(&self, align: usize) -> usize {
+        align * self.mesh.size(self.mesh.strategy().sum_axis())
     }
 
     /// Whether an entry has to be filled by this rank, which keeps `part`.
@@ -116,7 +124,7 @@ impl Bucket {
         let BucketOptions { spec, device, dtype, values, .. } = bucket_options;
         let (segment, kind) = (descs[0].segment, BucketKind::of(descs[0].kind));
         let trainable = descs[0].kind.trains();
-        let (entries, len) = layout(descs, bucket_options.place.1 * ALIGN);
+        let (entries, len) = layout(descs, bucket_options.unit(ALIGN));
         let (kept, own) = (bucket_options.part(spec.values, len), bucket_options.part(spec.update, len));
         // Trainable values are read in f32 whatever they are computed in: that is the master.
         let loaded = if trainable { DType::F32 } else { dtype };
@@ -149,7 +157,7 @@ impl Bucket {
 
     /// Bytes that the values of a bucket of `descs` take up in a file.
     pub(super) fn room(descs: &[ParamDesc], bucket_options: &BucketOptions<'_>) -> usize {
-        let (_, len) = layout(descs.to_vec(), bucket_options.place.1 * ALIGN);
+        let (_, len) = layout(descs.to_vec(), bucket_options.unit(ALIGN));
         MappedFile::room(bucket_options.part(bucket_options.spec.values, len).len(), bucket_options.dtype)
     }
 
@@ -163,7 +171,10 @@ impl Bucket {
         }
     }
 
-    /// What the optimizer updates, f32: [`Bucket::own`]'s part of the master, or of the value when that is f32.
+    /// What the optimizer updates, flat in f32: [`Bucket::own`]'s part of the master, or of the value when that is f32.
+    ///
+    /// # Errors
+    /// The part does not lie within the kept values, a fault of ours.
     pub fn updated(&self) -> Result<ParamStorage> {
         match &self.master {
             Some(master) => Ok(master.clone().into()),
@@ -171,11 +182,14 @@ impl Bucket {
         }
     }
 
-    /// The gradient of what the optimizer updates; none in a frozen bucket.
+    /// The gradient of what the optimizer updates, flat in f32 and as long as [`Bucket::own`]; none in a frozen bucket.
+    ///
+    /// # Errors
+    /// The part does not lie within the kept gradients, a fault of ours.
     pub fn gradient(&self) -> Result<Option<Tensor>> {
         let own = |grad: &TensorMut| match self.spec.gradients {
             Placement::Replicated => grad.narrow(0, self.own.start, self.own.len()),
-            Placement::Sharded => Ok(grad.clone()),
+            Placement::Sharded { .. } => Ok(grad.clone()),
         };
         Ok(self.grad.as_ref().map(own).transpose()?.map(TensorMut::into_tensor))
     }
@@ -184,7 +198,7 @@ impl Bucket {
     pub(super) fn own_value(&self) -> Result<ParamStorage> {
         match self.spec.values {
             Placement::Replicated => self.value.narrow(self.own.start, self.own.len()),
-            Placement::Sharded => Ok(self.value.clone()),
+            Placement::Sharded { .. } => Ok(self.value.clone()),
         }
     }
 

@@ -1,6 +1,7 @@
 //! What a step sends, from the placement alone: what plans and benchmarks hold the counted bytes against.
 
 use super::grad_reduce::GradReduceOptions;
+use super::mesh_shape::MeshAxis;
 use super::param_store::ParamStore;
 use super::placement::Placement;
 use crate::model::Segment;
@@ -13,8 +14,9 @@ fn round(bytes: usize, n: usize) -> u64 {
 impl ParamStore {
     /// Bytes that this rank sends in a step of `turns` micro-batches a rank, the step's scalars included.
     pub fn sent_by_formula(&self, turns: u64) -> u64 {
-        let (world, shards) = (self.mesh().world().size(), self.mesh().shards().size());
-        let copies = self.mesh().replicas().map_or(1, |replicas| replicas.size());
+        let mesh = self.mesh();
+        let (world, shards, copies) =
+            (mesh.data_size(), mesh.size(MeshAxis::Shard), mesh.size(MeshAxis::Data));
         let GradReduceOptions { dtype, .. } = self.reducing();
         let mut sent = 0;
         // Blocks are gathered for forward and for backward, embedding and head are used once.
@@ -27,13 +29,13 @@ impl ParamStore {
             let gradient = bucket.len * dtype.size_in_bytes();
             sent += match (bucket.spec.gradients, bucket.spec.update) {
                 (Placement::Replicated, Placement::Replicated) => 2 * round(gradient, world),
-                (Placement::Replicated, Placement::Sharded) => round(gradient, shards),
-                (Placement::Sharded, _) => {
+                (Placement::Replicated, Placement::Sharded { .. }) => round(gradient, shards),
+                (Placement::Sharded { .. }, _) => {
                     turns * (round(gradient, shards) + 2 * round(gradient / shards, copies))
                 }
             };
-            sharded |= bucket.spec.update == Placement::Sharded;
-            if (bucket.spec.values, bucket.spec.update) == (Placement::Replicated, Placement::Sharded) {
+            sharded |= bucket.spec.update.is_sharded();
+            if bucket.spec.spread_axis().is_some() {
                 sent += round(bucket.len * bucket.value.dtype().size_in_bytes(), shards);
             }
         }

@@ -13,8 +13,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::{DType, Device};
 
 use super::buffer_pool::BufferPool;
+use super::mesh::DeviceMesh;
+use super::mesh_shape::MeshAxis;
 use super::param::BufferKind;
-use super::placement::DeviceMesh;
 use crate::collective::Ticket;
 use crate::error::{Error, Result};
 use crate::model::Segment;
@@ -202,7 +203,7 @@ impl GatherQueue {
             if run.sharded {
                 let whole = &gathered[&run.buffer_id];
                 let part = self.within_reach(mesh, run, whole)?;
-                tickets.push(mesh.shards().start_all_gather(call, &part, &memory(whole)?)?);
+                tickets.push(mesh.group(MeshAxis::Shard).start_all_gather(call, &part, &memory(whole)?)?);
             }
         }
         Ok(Some(PendingGather { segment, tickets, gathered, memory: memory_of_end }))
@@ -214,7 +215,8 @@ impl GatherQueue {
             ParamStorage::Memory(part) if part.device().same_device(&self.device) => memory(part),
             part if self.device.is_cpu() => part.memory(),
             part => {
-                let own = whole.narrow(0, mesh.shards().rank() * part.elements(), part.elements())?;
+                let own =
+                    whole.narrow(0, mesh.coordinate(MeshAxis::Shard) * part.elements(), part.elements())?;
                 part.load_to(&own)?;
                 memory(&own)
             }
@@ -223,7 +225,7 @@ impl GatherQueue {
 
     fn finish(&self, mesh: &DeviceMesh, started: PendingGather) -> Result<(Gathered, GatheredMemory<'_>)> {
         for ticket in started.tickets {
-            mesh.shards().finish(ticket)?;
+            mesh.group(MeshAxis::Shard).finish(ticket)?;
         }
         for run in self.runs.get(&started.segment).into_iter().flatten() {
             if !run.sharded {

@@ -13,8 +13,10 @@ use candle_core::{DType, Device, Tensor};
 use super::bucket::Bucket;
 use super::buffer_pool::BufferPool;
 use super::gather::call;
+use super::mesh::DeviceMesh;
+use super::mesh_shape::MeshAxis;
 use super::param::BucketKind;
-use super::placement::{DeviceMesh, Placement};
+use super::placement::Placement;
 use crate::collective::Call;
 use crate::error::{Error, Result};
 use crate::model::Segment;
@@ -104,15 +106,16 @@ impl GradBuffers {
         let call = call!("gradients of", bucket.segment);
         let grad_buffers =
             if needs_own_buffer(bucket, self.reducing) { self.target(index, bucket)? } else { None };
-        if bucket.spec.gradients == Placement::Sharded {
+        if let Placement::Sharded { axis, .. } = bucket.spec.gradients {
             let grad_buffers = grad_buffers.ok_or_else(|| Error::internal("gradients without memory"))?;
-            add_from_anywhere(grad, &self.reduce_scatter(mesh, call, &grad_buffers, bucket)?)?;
+            let own = self.reduce_scatter((mesh, axis), call, &grad_buffers, bucket)?;
+            add_from_anywhere(grad, &own)?;
             return self.let_go(index, &grad_buffers);
         }
         if let Some(grad_buffers) = &grad_buffers {
             add_from_anywhere(grad, grad_buffers)?;
         }
-        if last && mesh.world().size() > 1 {
+        if last && mesh.data_size() > 1 {
             match grad_buffers.as_ref().filter(|_| bucket.away) {
                 None => self.sum(mesh, call, grad, bucket)?,
                 Some(here) => {
@@ -132,8 +135,8 @@ impl GradBuffers {
         match bucket.spec.update {
             Placement::Replicated => self.all_reduce(mesh, call, grad),
             // In place: this rank's run of `grad` becomes the sum, the rest is not read again.
-            Placement::Sharded => {
-                let sum = self.reduce_scatter(mesh, call, grad, bucket)?;
+            Placement::Sharded { axis, .. } => {
+                let sum = self.reduce_scatter((mesh, axis), call, grad, bucket)?;
                 match self.reducing.dtype {
                     DType::F32 => Ok(()),
                     _ => copy_into(&grad.narrow(0, bucket.own.start, bucket.own.len())?, &sum),
@@ -153,10 +156,11 @@ impl GradBuffers {
         }
     }
 
-    /// This rank's run of the sum of `gathered`, in `gathered`'s own memory when it is sent as it is.
+    /// This rank's run of the sum of `gathered` over the ranks that get different rows, of which those along `axis`
+    /// share the sum out; in `gathered`'s own memory when it is sent as it is.
     fn reduce_scatter(
         &self,
-        mesh: &DeviceMesh,
+        (mesh, axis): (&DeviceMesh, MeshAxis),
         call: Call,
         gathered: &Tensor,
         bucket: &Bucket,
@@ -168,25 +172,26 @@ impl GradBuffers {
         };
         let own = gathered.narrow(0, bucket.own.start, bucket.own.len())?;
         let (whole, part) = (memory(&gathered)?, memory(&own)?);
-        match mesh.replicas() {
-            None => mesh.shards().reduce_scatter(call, &whole, &part)?,
-            Some(replicas) => mesh.shards().reduce_scatter_across(call, replicas, &whole, &part)?,
+        let shards = mesh.group(axis);
+        match mesh.size(MeshAxis::Data) {
+            1 => shards.reduce_scatter(call, &whole, &part)?,
+            _ => shards.reduce_scatter_across(call, mesh.group(MeshAxis::Data), &whole, &part)?,
         }
         Ok(own)
     }
 
     fn all_reduce(&self, mesh: &DeviceMesh, call: Call, grad: &TensorMut) -> Result<()> {
         if self.reducing.dtype == DType::F32 {
-            return mesh.world().all_reduce(call, &memory(grad)?);
+            return mesh.data_group().all_reduce(call, &memory(grad)?);
         }
         let sent = grad.to_dtype(self.reducing.dtype)?;
-        mesh.world().all_reduce(call, &memory(&sent)?)?;
+        mesh.data_group().all_reduce(call, &memory(&sent)?)?;
         copy_into(grad, &sent)
     }
 }
 
 fn needs_own_buffer(bucket: &Bucket, reducing: GradReduceOptions) -> bool {
-    let elsewhere = bucket.away || bucket.spec.gradients == Placement::Sharded;
+    let elsewhere = bucket.away || bucket.spec.gradients.is_sharded();
     bucket.grad.is_some() && (reducing.accumulates || elsewhere)
 }
 

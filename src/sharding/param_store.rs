@@ -8,9 +8,11 @@ use candle_core::{DType, Device, Tensor};
 use super::bucket::{Bucket, BucketEntry, BucketOptions, LoadTarget, view};
 use super::gather::{BufferId, GatherQueue, Gathered, GatheredMemory, ShardRun, call};
 use super::grad_reduce::{GradBuffers, GradReduceOptions};
+use super::mesh::DeviceMesh;
+use super::mesh_shape::MeshAxis;
 use super::offload::{OffloadTarget, StorageTarget};
 use super::param::{BucketKind, BufferKind, ParamDesc, ParamKind};
-use super::placement::{DeviceMesh, Placement};
+use super::placement::Placement;
 use super::quantized_bucket::QuantizedBucket;
 use super::views::{Adapters, SegmentViews, TOKEN_ROWS};
 use crate::collective::{Call, Phase};
@@ -22,14 +24,14 @@ use crate::runtime::copy::{copy_into, zero};
 use crate::runtime::cpu_tensor::memory;
 use crate::runtime::param_storage::ParamStorage;
 
-/// What a strategy is made of, besides parameters.
+/// How a store keeps its parameters.
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
     /// The dtype that is computed with.
     pub dtype: DType,
-    /// Where.
+    /// The device that is computed on.
     pub device: Device,
-    /// With whom, and who keeps what.
+    /// The ranks, and who of them keeps what.
     pub mesh: DeviceMesh,
     /// How gradients are summed.
     pub reducing: GradReduceOptions,
@@ -52,7 +54,7 @@ pub struct ParamStore {
     packed_index: HashMap<String, (usize, usize)>,
     adapters: Adapters,
     dtype: DType,
-    device: Device,
+    pub(super) device: Device,
     offload: OffloadTarget,
     gathers: GatherQueue,
     grad_buffers: GradBuffers,
@@ -72,9 +74,6 @@ impl<W> Deref for GatherGuard<'_, W> {
         &self.weights
     }
 }
-
-/// Bytes of a text that a rank tells the others; longer ones are cut.
-const FOUND_BYTES: usize = 512;
 
 impl ParamStore {
     /// Builds the buckets of `descs` and fills them by `fill`, in order. All ranks call it.
@@ -138,7 +137,8 @@ impl ParamStore {
                 self.packed.iter_mut().flat_map(QuantizedBucket::offsets).collect();
             let values: Vec<f64> = offsets.iter().map(|offset| f64::from(**offset)).collect();
             let sum = Tensor::from_vec(values, offsets.len(), &Device::Cpu)?;
-            self.mesh.shards().all_reduce(Call::single("means of scales"), &memory(&sum)?)?;
+            let shards = self.mesh.group(MeshAxis::Shard);
+            shards.all_reduce(Call::single("means of scales"), &memory(&sum)?)?;
             for (offset, sum) in offsets.iter_mut().zip(sum.to_vec1::<f64>()?) {
                 **offset = sum as f32;
             }
@@ -187,7 +187,10 @@ impl ParamStore {
         }
     }
 
-    /// The embedding's weights, for a forward.
+    /// The embedding's weights, for a forward: gathered and brought to the device where they are not there whole.
+    ///
+    /// # Errors
+    /// A parameter is missing, a fault of ours; a peer failed.
     pub fn embed(&self) -> Result<GatherGuard<'_, EmbedWeights>> {
         let (gathered, whole) = self.gathers.hold(&self.mesh, Segment::Embed, None)?;
         self.place_rows(Some(&gathered))?;
@@ -195,23 +198,35 @@ impl ParamStore {
     }
 
     /// What the embedding's backward needs: gradients and adapters, without the table.
+    ///
+    /// # Errors
+    /// A parameter is missing, a fault of ours.
     pub fn embed_gradients(&self) -> Result<EmbedGradients> {
         model::assemble::embed_gradients(&self.views(&Gathered::new()))
     }
 
-    /// The weights of block `layer`; those of block `next` are gathered meanwhile.
+    /// The weights and gradients of block `layer`; the weights of block `next` are gathered meanwhile.
+    ///
+    /// # Errors
+    /// More than two segments are held at a time, a fault of ours; a peer failed.
     pub fn block(&self, layer: usize, next: Option<usize>) -> Result<GatherGuard<'_, &BlockWeights>> {
         let next = next.map(Segment::Block);
         let (_, whole) = self.gathers.hold(&self.mesh, Segment::Block(layer), next)?;
         Ok(GatherGuard { weights: &self.blocks[layer], _whole: whole })
     }
 
-    /// The head's weights, to read.
+    /// The head's weights, without gradients.
+    ///
+    /// # Errors
+    /// As [`ParamStore::block`].
     pub fn head(&self) -> Result<GatherGuard<'_, HeadWeights>> {
         self.hold_head(None, false)
     }
 
-    /// The head's weights and gradients; those of block `next` are gathered meanwhile.
+    /// The head's weights and gradients; the weights of block `next` are gathered meanwhile.
+    ///
+    /// # Errors
+    /// As [`ParamStore::block`].
     pub fn head_and_gradients(&self, next: Option<usize>) -> Result<GatherGuard<'_, HeadWeights>> {
         self.hold_head(next, true)
     }
@@ -236,7 +251,11 @@ impl ParamStore {
         self.adapters.base_change.map(str::to_owned)
     }
 
-    /// Takes in the gradients that the backward of a micro-batch left for a segment; `last` in the step.
+    /// Takes in the gradients that the backward of a micro-batch left for a segment: adds them to what the rank keeps, and
+    /// sums over the ranks where the strategy has it. `last`: no micro-batch of the step comes after. All ranks call it.
+    ///
+    /// # Errors
+    /// A tensor operation failed; a peer failed.
     pub fn reduce(&self, segment: Segment, last: bool) -> Result<()> {
         // Buckets are in the order of segments.
         let first = self.buckets.partition_point(|bucket| bucket.segment < segment);
@@ -247,13 +266,16 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Brings what is computed with in line with what the optimizer updated, on all ranks.
+    /// Brings what is computed with in line with what the optimizer updated. All ranks call it.
+    ///
+    /// # Errors
+    /// A tensor operation failed; a peer failed.
     pub fn after_update(&self) -> Result<()> {
         self.mesh.world().enter(Phase::Spread)?;
         for bucket in self.trainable() {
             bucket.refresh()?;
-            if (bucket.spec.values, bucket.spec.update) == (Placement::Replicated, Placement::Sharded) {
-                let (updated, shards) = (call!("updated values of", bucket.segment), self.mesh.shards());
+            if let Some(axis) = bucket.spec.spread_axis() {
+                let (updated, shards) = (call!("updated values of", bucket.segment), self.mesh.group(axis));
                 self.within_reach(&bucket.value, |whole| {
                     let own = whole.narrow(bucket.own.start, bucket.own.len())?;
                     shards.finish(shards.start_all_gather(updated, &own.memory()?, &whole.memory()?)?)
@@ -289,7 +311,7 @@ impl ParamStore {
         Ok(())
     }
 
-    /// The ranks.
+    /// The mesh of the ranks that share the parameters.
     pub fn mesh(&self) -> &DeviceMesh {
         &self.mesh
     }
@@ -322,100 +344,27 @@ impl ParamStore {
         self.gathers.most()
     }
 
-    /// Sets all gradients to zero.
+    /// Sets the kept gradients of all buckets to zero.
+    ///
+    /// # Errors
+    /// A tensor operation failed.
     pub fn zero_gradients(&self) -> Result<()> {
         self.trainable().filter_map(|bucket| bucket.grad.as_ref()).try_for_each(zero)
     }
 
-    /// The Euclidean norm of all gradients, over all ranks: one all-reduce where something is sharded.
-    pub fn gradient_norm(&self) -> Result<f64> {
-        let (mut whole, mut shards, mut sharded) = (0f64, 0f64, false);
-        for bucket in self.trainable() {
-            // On the device, wherever gradients are kept: sums of parts differ between devices.
-            let squares = match bucket.gradient()? {
-                Some(grad) => sum_of_squares(&grad.to_device(&self.device)?)?,
-                None => 0.0,
-            };
-            match bucket.spec.update {
-                Placement::Replicated => whole += squares,
-                Placement::Sharded => (shards, sharded) = (shards + squares, true),
-            }
-        }
-        if sharded && self.mesh.shards().size() > 1 {
-            let sum = Tensor::from_vec(vec![shards], 1, &Device::Cpu)?;
-            self.mesh.shards().all_reduce(Call::single("squares of gradients"), &memory(&sum)?)?;
-            shards = sum.to_vec1::<f64>()?[0];
-        }
-        Ok((whole + shards).sqrt())
-    }
-
-    /// Sums of `values` over all ranks; later collectives may rely on all ranks having come here.
-    pub fn sum(&self, what: &'static str, values: &mut [f64]) -> Result<()> {
-        if self.mesh.world().size() == 1 {
-            return Ok(());
-        }
-        let sum = Tensor::from_slice(values, values.len(), &Device::Cpu)?;
-        self.mesh.world().all_reduce(Call::single(what), &memory(&sum)?)?;
-        values.copy_from_slice(&sum.to_vec1::<f64>()?);
-        Ok(())
-    }
-
-    /// The lowest rank that says `yes`, if any does; the same answer on all ranks, which all call it.
+    /// The first parameter, or else the first gradient, that holds a NaN or an infinity in this rank's part, in words such
+    /// as `the weight lm_head.weight`.
     ///
     /// # Errors
-    /// A peer failed.
-    pub fn first_rank(&self, yes: bool) -> Result<Option<usize>> {
-        let world = self.mesh.world();
-        let mut said = vec![0.0; world.size()];
-        said[world.rank()] = f64::from(u8::from(yes));
-        self.sum("what the ranks found", &mut said)?;
-        Ok(said.iter().position(|said| *said > 0.0))
-    }
-
-    /// What the lowest rank that found something found, with that rank where there are several; the same answer on
-    /// all ranks, which all call it.
-    ///
-    /// # Errors
-    /// A peer failed.
-    pub fn first_found(&self, found: Option<String>) -> Result<Option<String>> {
-        let world = self.mesh.world();
-        let Some(rank) = self.first_rank(found.is_some())? else { return Ok(None) };
-        if world.size() == 1 {
-            return Ok(found);
-        }
-        let mut text = found.unwrap_or_default().into_bytes();
-        text.resize(FOUND_BYTES, 0);
-        let text = Tensor::from_vec(text, FOUND_BYTES, &Device::Cpu)?;
-        world.broadcast(Call::single("what a rank found"), rank, &memory(&text)?)?;
-        let text = text.to_vec1::<u8>()?;
-        let text = String::from_utf8_lossy(text.split(|byte| *byte == 0).next().unwrap_or_default());
-        Ok(Some(format!("{text} on rank {rank}")))
-    }
-
-    /// All of what `own` is this rank's run of. All ranks of the shard's group call it.
-    pub fn collect(&self, bucket: &Bucket, own: &Tensor) -> Result<Tensor> {
-        if bucket.spec.update == Placement::Replicated || self.mesh.shards().size() == 1 {
-            return Ok(own.clone());
-        }
-        let shards = self.mesh.shards();
-        let all = Tensor::zeros(own.elem_count() * shards.size(), own.dtype(), own.device())?;
-        let ticket =
-            shards.start_all_gather(call!("whole of", bucket.segment), &memory(own)?, &memory(&all)?)?;
-        shards.finish(ticket)?;
-        // Nobody frees what a slower peer still reads.
-        shards.barrier(call!("whole of", bucket.segment))?;
-        Ok(all)
-    }
-
-    /// The first parameter, and then the first gradient, that holds a NaN or an infinity in this rank's part.
+    /// A tensor operation failed.
     pub fn first_non_finite(&self) -> Result<Option<String>> {
         let values = self.buckets.iter().map(|b| (b, "the weight", b.value.clone(), b.spec.values));
         let grads = self.trainable().filter_map(|b| {
             let grad = b.grad.clone()?;
             Some((b, "the gradient of", ParamStorage::from(grad), b.spec.gradients))
         });
-        for (bucket, what, flat, extent) in values.chain(grads) {
-            let from = if extent == Placement::Replicated { 0 } else { bucket.own.start };
+        for (bucket, what, flat, placement) in values.chain(grads) {
+            let from = if placement.is_sharded() { bucket.own.start } else { 0 };
             for entry in &bucket.entries {
                 let (start, end) = (entry.start.max(from), entry.range().end.min(from + flat.elements()));
                 if start < end && !finite(&flat.narrow(start - from, end - start)?.to_read()?)? {
@@ -426,7 +375,7 @@ impl ParamStore {
         Ok(None)
     }
 
-    /// The entry of a name, with its bucket.
+    /// The bucket that holds the dense parameter called `name`, and its entry there.
     pub fn find(&self, name: &str) -> Option<(&Bucket, &BucketEntry)> {
         self.index.get(name).map(|&(b, e)| (&self.buckets[b], &self.buckets[b].entries[e]))
     }
@@ -448,11 +397,11 @@ fn buckets(
     for desc in descs {
         by_group.entry((desc.segment, BucketKind::of(desc.kind))).or_default().push(desc);
     }
-    let shards = options.mesh.shards();
-    let place = (shards.rank(), shards.size());
+    let spec = |group: BucketKind| options.mesh.strategy().sharding_spec(group.role());
+    by_group.keys().try_for_each(|(_, group)| spec(*group).check_flat())?;
     let bucket_options = |group: BucketKind, descs: &[ParamDesc]| BucketOptions {
-        spec: options.mesh.kind.sharding_spec(group.role()),
-        place,
+        spec: spec(group),
+        mesh: &options.mesh,
         dtype: match descs[0].kind {
             ParamKind::Adapter(_) => DType::F32,
             ParamKind::Frozen { dtype } => dtype.unwrap_or(options.dtype),
@@ -507,7 +456,7 @@ fn shard_runs(
             buffer_id: BufferId::Values(i),
             kind: BufferKind::Values(bucket.kind),
             part: bucket.value.clone(),
-            sharded: bucket.spec.values == Placement::Sharded,
+            sharded: bucket.spec.values.is_sharded(),
             len: bucket.len,
         };
         runs.entry(bucket.segment).or_default().push(run());

@@ -1,26 +1,25 @@
 //! Who keeps what: the table of the strategies.
 //!
 //! ```text
-//!            values    gradients   update     sent per step and rank (r = (N-1)/N; P elements of b bytes; A micro-steps)
-//! single     whole     whole       whole      –
-//! ddp        whole     whole       whole      2 r P b_g           all-reduce after the last micro-step
-//! zero1      whole     whole       shard      r P (b_g + b_p)     reduce-scatter after the last one, all-gather of values
-//! zero2      whole     shard       shard      A r P b_g + r P b_p
-//! fsdp       shard     shard       shard      A r P (2 b_p + b_g) (embedding and head: b_p + b_g, they are gathered once)
-//! hsdp       as fsdp in groups of S; the gradients' shards are summed over the N/S groups: + A 2 (R-1)/R P/S b_g
+//!         ranks along   values   gradients  update   sent per step and rank (r = (N-1)/N; P elements of b bytes; A micro-steps)
+//!         data   shard
+//! single  1      1      whole    whole      whole    –
+//! ddp     N      1      whole    whole      whole    2 r P b_g           all-reduce after the last micro-step
+//! zero1   1      N      whole    whole      shard    r P (b_g + b_p)     reduce-scatter after the last one, all-gather of values
+//! zero2   1      N      whole    shard      shard    A r P b_g + r P b_p
+//! fsdp    1      N      shard    shard      shard    A r P (2 b_p + b_g) (embedding and head: b_p + b_g, they are gathered once)
+//! hsdp    R=N/S  S      as fsdp over the shard axis; the gradients' shards are summed over the data axis: + A 2 (R-1)/R P/S b_g
 //! ```
 //!
 //! Adapters are small: fsdp and hsdp keep them whole and sum their gradients once a step, as ddp does.
 
-use std::sync::Arc;
-
-use crate::collective::{Collective, SingleRank, Traffic};
+use super::mesh_shape::{MeshAxis, MeshShape};
 use crate::error::{Error, Result};
 
 /// How parameters, gradients and optimizer states are spread over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ShardingStrategy {
-    /// One rank.
+    /// One rank that holds everything.
     Single,
     /// Every rank holds everything.
     Ddp,
@@ -34,13 +33,37 @@ pub enum ShardingStrategy {
     Hsdp(usize),
 }
 
-/// How much of a bucket a rank keeps.
+/// How a tensor lies on the ranks of a mesh, as DTensor's placements say it: it is split along one axis at most, and the
+/// same along all others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Placement {
-    /// All of it.
+    /// Every rank has all of it: DTensor's `Replicate()`.
     Replicated,
-    /// One of as many equal runs as ranks share a copy.
-    Sharded,
+    /// Each rank along `axis` has one of as many equal parts: DTensor's `Shard(dim)`.
+    Sharded {
+        /// The axis whose ranks share it out.
+        axis: MeshAxis,
+        /// The dimension that is cut. A bucket is flat, so it has dimension 0 alone.
+        dim: usize,
+    },
+}
+
+impl Placement {
+    /// The placement of a flat bucket that the ranks of the shard axis share out.
+    pub const FLAT_SHARD: Placement = Placement::Sharded { axis: MeshAxis::Shard, dim: 0 };
+
+    /// Whether a rank has only a part.
+    pub fn is_sharded(self) -> bool {
+        self != Placement::Replicated
+    }
+
+    /// The axis that splits the tensor; none when every rank has all of it.
+    pub fn axis(self) -> Option<MeshAxis> {
+        match self {
+            Placement::Replicated => None,
+            Placement::Sharded { axis, .. } => Some(axis),
+        }
+    }
 }
 
 /// What a rank keeps of a bucket.
@@ -48,10 +71,35 @@ pub enum Placement {
 pub struct ShardingSpec {
     /// Values that are computed with.
     pub values: Placement,
-    /// Gradients.
+    /// Gradients after they are summed.
     pub gradients: Placement,
     /// Masters, moments, and the part that the optimizer updates.
     pub update: Placement,
+}
+
+impl ShardingSpec {
+    /// The axis along which new values are gathered after an update, where each rank computes with all of them and
+    /// updates its part.
+    pub(super) fn spread_axis(self) -> Option<MeshAxis> {
+        match self.values {
+            Placement::Replicated => self.update.axis(),
+            Placement::Sharded { .. } => None,
+        }
+    }
+
+    /// Refuses what flat buckets cannot be.
+    ///
+    /// # Errors
+    /// An internal error for a placement over another axis than the shard axis, or along another dimension than the one
+    /// that a flat buffer has.
+    pub(super) fn check_flat(self) -> Result<()> {
+        let flat = [Placement::Replicated, Placement::FLAT_SHARD];
+        match [self.values, self.gradients, self.update].into_iter().find(|one| !flat.contains(one)) {
+            Some(other) => Err(Error::internal("cannot place a bucket")
+                .because(format!("it is {other:?}; a flat bucket is {:?} or {:?}", flat[0], flat[1]))),
+            None => Ok(()),
+        }
+    }
 }
 
 /// What a bucket holds, as far as its placement goes.
@@ -61,85 +109,100 @@ pub enum ParamRole {
     Frozen,
     /// Weights of the model that train.
     Trainable,
-    /// LoRA's and DoRA's.
+    /// Parameters of LoRA and DoRA.
     Adapter,
 }
 
 impl ShardingStrategy {
+    /// The row of the strategy for `ranks` ranks: how many there are along each axis.
+    ///
+    /// # Errors
+    /// The groups of hsdp do not divide the ranks.
+    pub fn mesh_shape(self, ranks: usize) -> Result<MeshShape> {
+        let shard = self.shard_size(ranks);
+        if shard == 0 || !ranks.is_multiple_of(shard) {
+            return Err(Error::user(format!("cannot divide {ranks} ranks into groups of {shard}"))
+                .because(format!("`parallel.shard_size` is {shard}; accepted: a divisor of {ranks}"))
+                .hint("change `parallel.shard_size`, or the number of ranks"));
+        }
+        let shape = MeshShape::ONE.with(MeshAxis::Shard, shard);
+        Ok(match self {
+            ShardingStrategy::Single => shape,
+            _ => shape.with(MeshAxis::Data, ranks / shard),
+        })
+    }
+
+    /// Ranks that share out one copy of what is sharded, of `ranks` in all.
+    pub fn shard_size(self, ranks: usize) -> usize {
+        match self {
+            ShardingStrategy::Single | ShardingStrategy::Ddp => 1,
+            ShardingStrategy::Zero1 | ShardingStrategy::Zero2 | ShardingStrategy::Fsdp => ranks,
+            ShardingStrategy::Hsdp(size) => size,
+        }
+    }
+
+    /// The axis over which a bucket's sum is cut into equal runs, to whose multiples buckets are padded.
+    pub(super) fn sum_axis(self) -> MeshAxis {
+        match self {
+            ShardingStrategy::Single | ShardingStrategy::Ddp => MeshAxis::Data,
+            _ => MeshAxis::Shard,
+        }
+    }
+
     /// What a rank keeps of a bucket.
     pub fn sharding_spec(self, content: ParamRole) -> ShardingSpec {
-        use Placement::{Replicated, Sharded};
+        use Placement::Replicated;
+        const SHARDED: Placement = Placement::FLAT_SHARD;
         let [values, gradients, update] = match (self, content) {
             (
                 ShardingStrategy::Fsdp | ShardingStrategy::Hsdp(_),
                 ParamRole::Frozen | ParamRole::Trainable,
-            ) => [Sharded, Sharded, Sharded],
-            (ShardingStrategy::Zero1, _) => [Replicated, Replicated, Sharded],
-            (ShardingStrategy::Zero2, _) => [Replicated, Sharded, Sharded],
+            ) => [SHARDED, SHARDED, SHARDED],
+            (ShardingStrategy::Zero1, _) => [Replicated, Replicated, SHARDED],
+            (ShardingStrategy::Zero2, _) => [Replicated, SHARDED, SHARDED],
             _ => [Replicated, Replicated, Replicated],
         };
         ShardingSpec { values, gradients, update }
     }
 }
 
-/// A rank's ends: of all ranks, of those that share one copy of what is sharded, of those that hold the same shard.
-#[derive(Debug, Clone)]
-pub struct DeviceMesh {
-    pub(super) kind: ShardingStrategy,
-    world: Arc<dyn Collective>,
-    groups: Option<MeshGroups>,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-#[derive(Debug, Clone)]
-struct MeshGroups {
-    shards: Arc<dyn Collective>,
-    replicas: Arc<dyn Collective>,
-}
-
-impl DeviceMesh {
-    /// The groups that `kind` needs. All ranks call it.
-    ///
-    /// # Errors
-    /// The groups of hsdp do not divide the ranks; a peer failed.
-    pub fn new(kind: ShardingStrategy, world: Arc<dyn Collective>) -> Result<Self> {
-        let ShardingStrategy::Hsdp(shard) = kind else { return Ok(DeviceMesh { kind, world, groups: None }) };
-        let (rank, size) = (world.rank(), world.size());
-        if shard == 0 || !size.is_multiple_of(shard) {
-            return Err(Error::user(format!("cannot divide {size} ranks into groups of {shard}"))
-                .because(format!("`parallel.shard_size` is {shard}; accepted: a divisor of {size}"))
-                .hint("change `parallel.shard_size`, or the number of ranks"));
+    #[test]
+    fn strategies_are_rows_over_the_axes() {
+        for (strategy, ranks, data, shard) in [
+            (ShardingStrategy::Single, 1, 1, 1),
+            (ShardingStrategy::Ddp, 6, 6, 1),
+            (ShardingStrategy::Zero1, 6, 1, 6),
+            (ShardingStrategy::Zero2, 6, 1, 6),
+            (ShardingStrategy::Fsdp, 6, 1, 6),
+            (ShardingStrategy::Hsdp(3), 6, 2, 3),
+            (ShardingStrategy::Hsdp(1), 6, 6, 1),
+            (ShardingStrategy::Hsdp(6), 6, 1, 6),
+        ] {
+            let wanted = MeshShape::ONE.with(MeshAxis::Data, data).with(MeshAxis::Shard, shard);
+            assert_eq!(strategy.mesh_shape(ranks).unwrap(), wanted, "{strategy:?}");
+            assert_eq!(wanted.data_size(), ranks, "{strategy:?}: every rank gets rows of its own");
         }
-        let shards = Arc::from(world.split(rank / shard)?);
-        let replicas = Arc::from(world.split(rank % shard)?);
-        Ok(DeviceMesh { kind, world, groups: Some(MeshGroups { shards, replicas }) })
-    }
-
-    /// One rank.
-    pub fn alone() -> Self {
-        DeviceMesh { kind: ShardingStrategy::Single, world: Arc::new(SingleRank), groups: None }
-    }
-
-    /// All ranks.
-    pub fn world(&self) -> &dyn Collective {
-        &*self.world
-    }
-
-    /// The ranks that share one copy.
-    pub(super) fn shards(&self) -> &dyn Collective {
-        self.groups.as_ref().map_or(&*self.world, |groups| &*groups.shards)
-    }
-
-    /// The ranks that hold the same shard; none when there is one copy.
-    pub(super) fn replicas(&self) -> Option<&dyn Collective> {
-        self.groups.as_ref().map(|groups| &*groups.replicas)
-    }
-
-    /// Bytes sent and calls made by this rank, in all its groups.
-    pub fn traffic(&self) -> Traffic {
-        let mut sum = self.world.traffic();
-        for group in self.groups.iter().flat_map(|groups| [&groups.shards, &groups.replicas]) {
-            sum.add(&group.traffic());
+        for size in [0, 4] {
+            let error = ShardingStrategy::Hsdp(size).mesh_shape(6).unwrap_err();
+            assert_eq!(error.what(), format!("cannot divide 6 ranks into groups of {size}"));
         }
-        sum
+    }
+
+    #[test]
+    fn buckets_are_cut_along_their_one_dimension_over_the_shard_axis() {
+        let strategies = [ShardingStrategy::Single, ShardingStrategy::Zero2, ShardingStrategy::Hsdp(2)];
+        for role in [ParamRole::Frozen, ParamRole::Trainable, ParamRole::Adapter] {
+            strategies.iter().for_each(|one| one.sharding_spec(role).check_flat().unwrap());
+        }
+        let spec = ShardingStrategy::Fsdp.sharding_spec(ParamRole::Trainable);
+        for (axis, dim) in [(MeshAxis::Shard, 1), (MeshAxis::Tensor, 0)] {
+            let error = ShardingSpec { values: Placement::Sharded { axis, dim }, ..spec }.check_flat();
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains(&format!("it is Sharded {{ axis: {axis:?}, dim: {dim} }}")), "{error}");
+        }
     }
 }

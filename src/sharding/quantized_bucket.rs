@@ -73,7 +73,7 @@ impl QuantizedBucket {
         fill: &mut dyn FnMut(&ParamDesc, BlocksMut<'_>) -> Result<()>,
     ) -> Result<Self> {
         let segment = descs[0].segment;
-        let BucketLayout { mut entries, lens } = layout(descs, bucket_options.place.1 * ALIGN)?;
+        let BucketLayout { mut entries, lens } = layout(descs, bucket_options.unit(ALIGN))?;
         let kept = |dtype: RunDtype| bucket_options.part(bucket_options.spec.values, lens[&dtype]);
         let mut builders = RunBuilders {
             bytes: BucketBuilder::new(kept(RunDtype::U8), bucket_options.values)?,
@@ -111,7 +111,7 @@ impl QuantizedBucket {
 
     /// Bytes that all runs of `descs` take up in a file.
     pub(super) fn room(descs: &[ParamDesc], bucket_options: &BucketOptions<'_>) -> Result<usize> {
-        let BucketLayout { lens, .. } = layout(descs.to_vec(), bucket_options.place.1 * ALIGN)?;
+        let BucketLayout { lens, .. } = layout(descs.to_vec(), bucket_options.unit(ALIGN))?;
         let room = |(dtype, len): (RunDtype, usize)| {
             let dtype = match dtype {
                 RunDtype::U8 => DType::U8,

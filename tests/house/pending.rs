@@ -7,13 +7,8 @@ const PENDING: &[(&str, &str, usize)] = &[
     ("docs", "plan/memory.rs", 2),
     ("docs", "setup/base_model.rs", 2),
     ("docs", "setup/saved_adapter.rs", 1),
-    ("docs", "sharding/bucket.rs", 3),
-    ("docs", "sharding/param_store.rs", 2),
-    ("docs", "sharding/placement.rs", 4),
     ("errors", "setup/dataset.rs", 2),
     ("errors", "setup/resolver.rs", 5),
-    ("errors", "sharding/bucket.rs", 2),
-    ("errors", "sharding/param_store.rs", 12),
 ];
 
 /// What of `faults`, by files, is not on the list, and what of the list is no more.

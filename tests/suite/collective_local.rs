@@ -193,6 +193,17 @@ fn moves_are_exact<T: Value>(size: usize, elements: usize, seed: u64) {
             end.broadcast(call(root), root, &buffer)?;
             assert_eq!(read::<T>(&buffer), values::<T>(seed, root, elements), "broadcast from {root}");
         }
+        for (from, to) in (0..size).flat_map(|from| (0..size).map(move |to| (from, to))) {
+            let buffer = memory(values::<T>(seed, rank, elements));
+            let mut holds = rank;
+            if from != to && rank == from {
+                end.send(call(from), to, &buffer)?;
+            } else if from != to && rank == to {
+                end.recv(call(from), from, &buffer)?;
+                holds = from;
+            }
+            assert_eq!(read::<T>(&buffer), values::<T>(seed, holds, elements), "sent from {from} to {to}");
+        }
         end.barrier(call(0))
     };
     within(move || run_ranks(InProcessWorld::new(size).communicators(), run)).unwrap();
@@ -417,6 +428,18 @@ fn bytes_equal_the_formulas() {
             end.broadcast(call(0), 0, &params)?;
             let root = if end.rank() == 0 { (n - 1) * block as u64 * b_p } else { 0 };
             assert_eq!(sent() - before, root);
+
+            let before = end.traffic();
+            if n > 1 && end.rank() == 0 {
+                end.send(call(0), 1, &params)?;
+            } else if end.rank() == 1 {
+                end.recv(call(0), 0, &params)?;
+            }
+            let message = end.traffic().since(&before);
+            let [sends, receives] = [0, 1].map(|rank| u64::from(n > 1 && end.rank() == rank));
+            assert_eq!([message.calls(Op::Send), message.calls(Op::Recv)], [sends, receives]);
+            assert_eq!(message.bytes(Op::Send), sends * block as u64 * b_p);
+            assert_eq!(message.total_bytes(), message.bytes(Op::Send));
             assert_eq!(end.rank_traffic(), end.traffic());
             Ok(())
         };
@@ -443,6 +466,94 @@ fn groups_within_groups() {
         Ok(())
     };
     within(move || run_ranks(InProcessWorld::new(8).communicators(), run)).unwrap();
+}
+
+#[test]
+fn messages_come_in_their_order_and_leave_the_groups_alone() {
+    let run = |end: InProcess| {
+        // Members 0 and 1 of one group are ranks 0 and 2.
+        let sub = end.subgroup(end.rank() % 2)?;
+        match end.rank() {
+            0 => {
+                for index in 0..100 {
+                    end.send(call(index), 2, &memory(vec![index as f32; 1 + index]))?;
+                    sub.send(call(index), 1, &memory(vec![2.0 * index as f32; 2000]))?;
+                }
+            }
+            2 => {
+                for index in 0..100 {
+                    let [one, two] = [zeros::<f32>(1 + index), zeros::<f32>(2000)];
+                    end.recv(call(index), 0, &one)?;
+                    sub.recv(call(index), 0, &two)?;
+                    assert_eq!(read::<f32>(&one), vec![index as f32; 1 + index]);
+                    assert_eq!(read::<f32>(&two), vec![2.0 * index as f32; 2000]);
+                }
+            }
+            _ => {}
+        }
+        // Rank 1 is here at once, and its call is the second of the world, as everybody's.
+        end.barrier(call(0))?;
+        assert_eq!(end.rank_traffic().calls(Op::Send), if end.rank() == 0 { 200 } else { 0 });
+        Ok(())
+    };
+    within(move || run_ranks(InProcessWorld::new(3).communicators(), run)).unwrap();
+}
+
+#[test]
+fn messages_that_do_not_match_name_both_sides() {
+    let send = |end: &InProcess| end.send(call(3), 1, &zeros::<f32>(4096));
+    let expect = |error: Error, two: &str| {
+        assert_eq!(error.what().replace("1 and 0", "0 and 1"), "ranks 0 and 1 do not make the same call");
+        let said = error.causes().join("; ");
+        assert!(said.contains("rank 0 calls send of gradients of block 3 (4096 f32) to rank 1"), "{said}");
+        assert!(said.contains(&format!("rank 1 calls recv of {two} from rank 0")), "{said}");
+        assert!(said.contains("as its call no 1 from rank 0 to rank 1"), "{said}");
+    };
+    let recv = |index, buffer: fn() -> Buffer| move |end: &InProcess| end.recv(call(index), 0, &buffer());
+    expect(mismatch(send, recv(3, || zeros::<f32>(10))), "gradients of block 3 (10 f32)");
+    expect(mismatch(send, recv(3, || zeros::<bf16>(4096))), "gradients of block 3 (4096 bf16)");
+    expect(mismatch(send, recv(4, || zeros::<f32>(4096))), "gradients of block 4 (4096 f32)");
+
+    let apart = |error: Error, two: &str| {
+        assert_eq!(error.what(), "the ranks wait for one another in different calls");
+        let said = error.causes().join("; ");
+        assert!(said.contains("its last call was no 1 from rank 0 to rank 1, send of"), "{said}");
+        assert!(said.contains(two), "{said}");
+    };
+    let other = |end: &InProcess| end.send(call(3), 0, &zeros::<f32>(4096));
+    apart(mismatch(send, other), "its last call was no 1 from rank 1 to rank 0, send of");
+    apart(mismatch(send, |end| end.barrier(call(3))), "its last call was no 2, barrier of gradients");
+}
+
+#[test]
+fn a_rank_that_waits_for_a_message_learns_of_failures() {
+    for sends in [false, true] {
+        let wait = move |end: &InProcess| {
+            let buffer = zeros::<f32>(5000);
+            if sends { end.send(call(7), 1, &buffer) } else { end.recv(call(7), 1, &buffer) }
+        };
+        let run = move |end: InProcess| {
+            end.enter(Phase::Forward)?;
+            match end.rank() {
+                0 => wait(&end),
+                1 => end.enter(Phase::Save),
+                _ => end.barrier(call(8)),
+            }
+        };
+        for (kind, what) in [
+            (InjectedFaultKind::Error, "rank 1 failed in phase save"),
+            (InjectedFaultKind::Panic, "rank 1 failed in phase save"),
+            (InjectedFaultKind::Exit, "rank 1 left in phase save"),
+        ] {
+            let fault = InjectedFault { rank: 1, phase: Phase::Save, occurrence: 1, kind };
+            let world = InProcessWorld::new(3).with_fault(fault);
+            let error = within(move || run_ranks(world.communicators(), run)).unwrap_err();
+            assert_eq!((error.what(), error.kind()), (what, ErrorCategory::Transient), "{error}");
+        }
+        // One that returns without the message is named as well.
+        let error = within(move || run_ranks(InProcessWorld::new(2).communicators(), run)).unwrap_err();
+        assert_eq!(error.what(), "rank 1 left in phase save", "{error}");
+    }
 }
 
 /// What both of two ranks get that make different calls.
@@ -579,6 +690,12 @@ fn what_cannot_be_done_is_said_clearly() {
         assert!(bytes.ends_with("it is bytes, expected bf16, f32 or f64"), "{bytes}");
         let root = text(end.broadcast(call(1), 2, &zeros::<u8>(7)));
         assert!(root.ends_with("the group has 2 ranks"), "{root}");
+        for peer in [end.rank(), 2] {
+            let told = [end.send(call(1), peer, &zeros::<u8>(7)), end.recv(call(1), peer, &zeros::<u8>(7))];
+            for text in told.map(text) {
+                assert!(text.ends_with("a message is between two of the 2 ranks of the group"), "{text}");
+            }
+        }
         // None of them was a call.
         end.barrier(call(0))
     };
@@ -600,7 +717,14 @@ fn step(end: &InProcess, shard: &InProcess, replicas: &InProcess) -> Result<()> 
             }
             Phase::Backward => shard.reduce_scatter_across(call(3), replicas, &grads, &own)?,
             Phase::Loss | Phase::Norm => end.all_reduce(call(4), &zeros::<f64>(1))?,
-            Phase::Update => {}
+            Phase::Update => {
+                let own = zeros::<f32>(1536);
+                match end.rank() {
+                    0 => end.send(call(7), 1, &own)?,
+                    1 => end.recv(call(7), 0, &own)?,
+                    _ => {}
+                }
+            }
             Phase::Spread => end.all_reduce(call(5), &grads)?,
         }
     }

@@ -22,7 +22,9 @@ use finetune::runtime::thread_pool;
 use finetune::setup::{EngineOptions, Trains};
 use finetune::sharding::{DeviceMesh, GradReduceOptions, ShardingStrategy};
 
-const OPTIONS: TrainerOptions = TrainerOptions { max_grad_norm: None, ..training::OPTIONS };
+fn options() -> TrainerOptions {
+    TrainerOptions { max_grad_norm: None, ..training::options() }
+}
 
 /// Two samples of 9 and 15 tokens.
 fn batch(salt: u32) -> Batch {

@@ -3,27 +3,30 @@
 use finetune::data::{Batch, IGNORE, PackedSample};
 use finetune::engine::{SaveAssignment, TrainerOptions};
 use finetune::optim::{OptimizerOptions, Schedule};
-use finetune::recipe::enums::{Recompute, SchedulerKind, StateDtype};
+use finetune::recipe::OptimizerSection;
+use finetune::recipe::enums::{Recompute, SchedulerKind};
 
 /// A constant learning rate, blocks recomputed, gradients clipped.
-pub(crate) const OPTIONS: TrainerOptions = TrainerOptions {
-    optimizer: OptimizerOptions { betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0, state: StateDtype::F32 },
-    lora_plus_ratio: 1.0,
-    schedule: Schedule {
-        kind: SchedulerKind::Constant,
-        learning_rate: 1e-3,
-        warmup_steps: 0,
-        total_steps: 10,
-        min_lr_ratio: 0.0,
-        num_cycles: 1.0,
-        power: 1.0,
-        num_decay_steps: 0,
-    },
-    max_grad_norm: Some(1.0),
-    seed: 0,
-    recompute: Recompute::Block,
-    save_assignment: SaveAssignment::RoundRobin,
-};
+pub(crate) fn options() -> TrainerOptions {
+    TrainerOptions {
+        optimizer: OptimizerOptions::from(&OptimizerSection::default()),
+        lora_plus_ratio: 1.0,
+        schedule: Schedule {
+            kind: SchedulerKind::Constant,
+            learning_rate: 1e-3,
+            warmup_steps: 0,
+            total_steps: 10,
+            min_lr_ratio: 0.0,
+            num_cycles: 1.0,
+            power: 1.0,
+            num_decay_steps: 0,
+        },
+        max_grad_norm: Some(1.0),
+        seed: 0,
+        recompute: Recompute::Block,
+        save_assignment: SaveAssignment::RoundRobin,
+    }
+}
 
 /// One sample of 24 tokens, another one for each `salt`.
 pub(crate) fn batch(salt: u32) -> Batch {

@@ -11,6 +11,7 @@
 //! - *all_gather*: posts the shard and goes on; `finish` copies from each peer that has posted. All-reduce and barrier
 //!   first copy what is still in flight, so a shard is free to be written after either, as the trait says.
 //! - *broadcast*: peers copy; *Copied*; the root returns.
+//! - *send*, *recv*: the same between two ranks, in calls of their own: `message`.
 //!
 //! Posts keep the memory allocated until all have left the call. After a failure no rank starts to read, and
 //! no call returns its error before those who read are done (`ReadGuard`): then a rank may write its memory again. What
@@ -20,6 +21,7 @@
 
 mod injected_fault;
 mod inter_group;
+mod message;
 mod partition;
 mod pending_calls;
 mod run;
@@ -384,6 +386,14 @@ impl Collective for InProcess {
         };
         state.leave(call_id);
         Ok(())
+    }
+
+    fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
+        self.send_to(call, to, buffer)
+    }
+
+    fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
+        self.receive_from(call, from, buffer)
     }
 
     fn barrier(&self, call: Call) -> Result<()> {

@@ -23,8 +23,21 @@ pub(super) struct CallFingerprint {
     pub(super) call: Call,
     /// What is moved, and how many of them in full (not sharded).
     pub(super) data: Option<(ElementType, usize)>,
-    /// The root of a broadcast; of a sum across groups, the place in the other group.
+    /// The root of a broadcast; of a sum across groups, the place in the other group; of a message, the other rank.
     pub(super) root: Option<usize>,
+}
+
+impl CallFingerprint {
+    /// Whether a rank that says this and one that says `other` make the same call: alike, or the two sides of a message.
+    pub(super) fn matches(&self, other: &CallFingerprint) -> bool {
+        match (self.action, other.action) {
+            (CallAction::Op(Op::Send), CallAction::Op(Op::Recv))
+            | (CallAction::Op(Op::Recv), CallAction::Op(Op::Send)) => {
+                (self.call, self.data) == (other.call, other.data)
+            }
+            _ => self == other,
+        }
+    }
 }
 
 impl fmt::Display for CallFingerprint {
@@ -36,6 +49,8 @@ impl fmt::Display for CallFingerprint {
             CallAction::Op(Op::AllGather) => "all_gather",
             CallAction::Op(Op::Broadcast) => "broadcast",
             CallAction::Op(Op::Barrier) => "barrier",
+            CallAction::Op(Op::Send) => "send",
+            CallAction::Op(Op::Recv) => "recv",
             CallAction::Across => "reduce_scatter_across",
             CallAction::Split => "split",
         };
@@ -50,7 +65,8 @@ impl fmt::Display for CallFingerprint {
             write!(f, " ({elements} {element})")?;
         }
         match (self.action, self.root) {
-            (CallAction::Op(Op::Broadcast), Some(root)) => write!(f, " from rank {root}"),
+            (CallAction::Op(Op::Broadcast | Op::Recv), Some(root)) => write!(f, " from rank {root}"),
+            (CallAction::Op(Op::Send), Some(peer)) => write!(f, " to rank {peer}"),
             (_, Some(place)) => write!(f, " as place {place} across"),
             (_, None) => Ok(()),
         }

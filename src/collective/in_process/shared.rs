@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::injected_fault::{InjectedFault, InjectedFaultKind};
-use super::pending_calls::{CallFingerprint, CallId, Payload, Stage, WaitCondition};
+use super::pending_calls::{CallAction, CallFingerprint, CallId, Payload, Stage, WaitCondition};
 use super::state::{WaitingRank, WorldFailure, WorldState};
 use crate::collective::{Op, Phase};
 use crate::error::{Error, ErrorCategory, Result};
@@ -74,6 +74,33 @@ impl SharedWorld {
         if let Some(op) = op {
             state.count(group, member, op, bytes, print.root == Some(member));
         }
+        self.put_down(state, (group, member), print, payload)
+    }
+
+    /// Posts `rank`'s side of a message between two members of `group`, counted in that group.
+    pub(super) fn post_message(
+        &self,
+        (rank, group): (usize, usize),
+        (from, to): (usize, usize),
+        print: CallFingerprint,
+        payload: Payload,
+    ) -> Result<CallId> {
+        let mut state = self.open(rank)?;
+        let bytes = print.data.map_or(0, |(element, elements)| elements * element.bytes());
+        let sends = print.action == CallAction::Op(Op::Send);
+        let (op, member) = if sends { (Op::Send, from) } else { (Op::Recv, to) };
+        state.count(group, member, op, bytes, sends);
+        let pair = state.pair(group, from, to);
+        self.put_down(state, (pair, usize::from(!sends)), print, payload)
+    }
+
+    fn put_down(
+        &self,
+        mut state: MutexGuard<'_, WorldState>,
+        (group, member): (usize, usize),
+        print: CallFingerprint,
+        payload: Payload,
+    ) -> Result<CallId> {
         match state.post(group, member, print, payload) {
             Ok(call_id) => {
                 self.changed(&state, call_id);

@@ -21,6 +21,11 @@ pub(super) struct GroupState {
     /// Of each member: calls made, and what they sent.
     calls: Vec<u64>,
     pub(super) traffic: Vec<Traffic>,
+    /// Of each pair of members that has exchanged messages, sender and receiver: the group of those two, whose calls
+    /// are the messages.
+    pairs: BTreeMap<(usize, usize), usize>,
+    /// It is such a pair.
+    is_pair: bool,
     /// Number of the first call in `entries`.
     first: u64,
     entries: VecDeque<PendingCall>,
@@ -33,6 +38,8 @@ impl GroupState {
             ranks,
             calls: vec![0; size],
             traffic: vec![Traffic::default(); size],
+            pairs: BTreeMap::new(),
+            is_pair: false,
             first: 0,
             entries: VecDeque::new(),
         }
@@ -137,7 +144,7 @@ impl WorldState {
         let entry = &mut of.entries[place];
         self.ranks[rank].last = Some((call_id, print));
         let (first, theirs) = entry.first;
-        if theirs != print {
+        if !theirs.matches(&print) {
             let first = of.ranks[first];
             return Err(self.mismatch(call_id, (rank, print), (first, theirs)));
         }
@@ -167,6 +174,17 @@ impl WorldState {
             self.groups.push(GroupState::new(ranks));
         }
         self.entry(call_id).places = places;
+    }
+
+    /// The group whose calls are the messages that member `from` of `group` sends to member `to`, in this order.
+    pub(super) fn pair(&mut self, group: usize, from: usize, to: usize) -> usize {
+        let (next, of) = (self.groups.len(), &mut self.groups[group]);
+        let pair = *of.pairs.entry((from, to)).or_insert(next);
+        if pair == next {
+            let ranks = vec![of.ranks[from], of.ranks[to]];
+            self.groups.push(GroupState { is_pair: true, ..GroupState::new(ranks) });
+        }
+        pair
     }
 
     /// A member needs the call no more; a call that all have left is forgotten.
@@ -199,12 +217,16 @@ impl WorldState {
         self.ranks[rank].phase.map_or(String::new(), |phase| format!(" in phase {}", phase.name()))
     }
 
-    /// ` of the group of ranks 0, 2`, or nothing for the world.
+    /// ` of the group of ranks 0, 2`, ` from rank 0 to rank 2` for messages, or nothing for the world.
     fn of_group(&self, group: usize) -> String {
         if group == WORLD {
             return String::new();
         }
-        let ranks: Vec<String> = self.groups[group].ranks.iter().map(usize::to_string).collect();
+        let GroupState { ranks, is_pair, .. } = &self.groups[group];
+        if *is_pair {
+            return format!(" from rank {} to rank {}", ranks[0], ranks[1]);
+        }
+        let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
         format!(" of the group of ranks {}", ranks.join(", "))
     }
 

@@ -5,7 +5,8 @@
 //! pairs move data: an own exchange instead of `MPI_Allreduce`, whose order of additions depends on the library and on
 //! the size. Each rank receives the N pieces of its part, adds them in ascending order of ranks (`super::sum`) and, for an
 //! all-reduce, sends the sum to all: the same bytes as a ring sends, the same bits as the in-process backend, also across
-//! the groups of hsdp (`across`). Between ranks of one process messages take the same way.
+//! the groups of hsdp (`across`). Between ranks of one process messages take the same way. `send` and `recv` (`message`) are
+//! calls of two ranks, which exchange their records alone.
 //!
 //! The ranks of a process are threads ([`run_ranks`]) that share MPI (`wire`). Messages find them by tags (`tags`), so a
 //! group is a number and a list of ranks. An [`MpiCommunicator`]'s calls come from one thread, `abort` from any. A process with a failed
@@ -14,6 +15,7 @@
 //! latest in `finish`.
 
 mod inter_group;
+mod message;
 mod run;
 mod tags;
 mod transfer;
@@ -30,7 +32,7 @@ use std::time::Duration;
 use self::tags::MessageKind;
 use self::transfer::{Route, Transfer};
 use self::transport::MpiTransport;
-use super::call_record::{CallKind, CallRecord, RECORD_BYTES, RankStatus};
+use super::call_record::{CallKind, CallRecord, MessageCounts, RECORD_BYTES, RankStatus};
 use super::{Call, Collective, Op, Phase, Ticket, Traffic};
 use crate::collective::buffer_checks::{check_host, check_shard, check_sum};
 use crate::error::{Error, ErrorCategory, Result};
@@ -86,6 +88,7 @@ impl MpiRank {
 #[derive(Default)]
 struct MpiState {
     sequence: u64,
+    messages: MessageCounts,
     tickets: u64,
     gathers: VecDeque<(u64, Transfer)>,
     traffic: Traffic,
@@ -130,6 +133,35 @@ impl MpiCommunicator {
 
     /// The records of all ranks, which name the same call.
     fn agree(&self, own: &CallRecord) -> Result<Vec<CallRecord>> {
+        let found = self.exchange(own, || self.peers())?;
+        let same = |(rank, other): (usize, &[u8; RECORD_BYTES])| {
+            self.judged(own, rank, other, |other| other.key() == own.key())
+        };
+        found.iter().enumerate().map(same).collect()
+    }
+
+    /// The record of `rank`, which `fits` this rank's.
+    fn judged(
+        &self,
+        own: &CallRecord,
+        rank: usize,
+        bytes: &[u8; RECORD_BYTES],
+        fits: impl Fn(&CallRecord) -> bool,
+    ) -> Result<CallRecord> {
+        let other = match CallRecord::decode(bytes) {
+            Some(record) if fits(&record) => return Ok(record),
+            Some(other) => other.to_string(),
+            None => "a message that this version does not know".to_owned(),
+        };
+        Err(self.wire().fail(self.mismatch(own, rank, &other)))
+    }
+
+    /// Tells `peers` this rank's record and returns theirs, by rank; this rank's own, and nothing for the others.
+    fn exchange<I: Iterator<Item = usize>>(
+        &self,
+        own: &CallRecord,
+        peers: impl Fn() -> I,
+    ) -> Result<Vec<[u8; RECORD_BYTES]>> {
         self.wire().healthy()?;
         self.member.at().place.last = Some(own.clone());
         let size = self.ranks.len();
@@ -139,26 +171,15 @@ impl MpiCommunicator {
         }
         let mut transfer = self.transfer(MessageKind::Record, Vec::new(), scratch);
         let base = transfer.scratch();
-        for peer in self.peers() {
+        for peer in peers() {
             transfer.receive(base + peer * RECORD_BYTES, RECORD_BYTES, peer)?;
         }
-        for peer in self.peers() {
+        for peer in peers() {
             transfer.send(base + self.rank * RECORD_BYTES, RECORD_BYTES, peer)?;
         }
         let scratch = transfer.finish(|silent, waited| self.late(own, silent, waited))?;
         let bytes: Vec<u8> = scratch.iter().flat_map(|word| word.to_ne_bytes()).collect();
-        let mut records = Vec::with_capacity(size);
-        for (rank, bytes) in bytes.as_chunks::<RECORD_BYTES>().0.iter().enumerate() {
-            match CallRecord::decode(bytes) {
-                Some(record) if record.key() == own.key() => records.push(record),
-                Some(other) => return Err(self.wire().fail(self.mismatch(own, rank, &other.to_string()))),
-                None => {
-                    let what = "a message that this version does not know";
-                    return Err(self.wire().fail(self.mismatch(own, rank, what)));
-                }
-            }
-        }
-        Ok(records)
+        Ok(bytes.as_chunks().0.to_vec())
     }
 
     fn mismatch(&self, own: &CallRecord, rank: usize, other: &str) -> Error {
@@ -345,6 +366,14 @@ impl Collective for MpiCommunicator {
         transfer.finish(|silent, waited| self.late(&record, silent, waited))?;
         self.count(Op::Broadcast, buffer.bytes(), self.rank == root);
         Ok(())
+    }
+
+    fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
+        self.message(Op::Send, call, to, buffer)
+    }
+
+    fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
+        self.message(Op::Recv, call, from, buffer)
     }
 
     fn barrier(&self, call: Call) -> Result<()> {

@@ -19,6 +19,8 @@ enum FakePost {
     Sum { from: usize, to: usize, count: usize, kind: c_int, scatter: bool },
     Gather { from: usize, to: usize, bytes: usize },
     Copy { at: usize, bytes: usize, root: c_int },
+    Send { from: usize, bytes: usize, peer: usize },
+    Recv { to: usize, bytes: usize, peer: usize },
     Finalize,
 }
 
@@ -54,6 +56,14 @@ fn post(raw: RawComm, post: FakePost) -> NcclStatus {
     }
     let mut posts = group.posts.lock().unwrap();
     posts[*rank] = Some(post);
+    if let FakePost::Send { peer, .. } | FakePost::Recv { peer, .. } = post {
+        let sides = [Some(post), posts[peer]];
+        let done = pass_on(sides, [*rank, peer]) || pass_on([sides[1], sides[0]], [peer, *rank]);
+        if done {
+            (posts[*rank], posts[peer]) = (None, None);
+        }
+        return if done { NcclStatus::SUCCESS } else { NcclStatus::IN_PROGRESS };
+    }
     let all: Option<Vec<FakePost>> = posts.iter().copied().collect();
     if let Some(all) = all
         && work(&all)
@@ -62,6 +72,23 @@ fn post(raw: RawComm, post: FakePost) -> NcclStatus {
         return NcclStatus::SUCCESS;
     }
     NcclStatus::IN_PROGRESS
+}
+
+/// Whether the calls of the two ranks are the sides of one message, from the first to the second; if so it is passed on.
+fn pass_on(sides: [Option<FakePost>; 2], [sender, receiver]: [usize; 2]) -> bool {
+    let [
+        Some(FakePost::Send { from, bytes, peer: to_rank }),
+        Some(FakePost::Recv { to, bytes: room, peer: from_rank }),
+    ] = sides
+    else {
+        return false;
+    };
+    let fits = (bytes, to_rank, from_rank) == (room, receiver, sender);
+    if fits {
+        // SAFETY: tests keep the memory until the call is done.
+        unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
+    }
+    fits
 }
 
 /// Whether the calls fit one another; if so they are done.
@@ -86,6 +113,7 @@ fn work(all: &[FakePost]) -> bool {
     }
     match all[0] {
         FakePost::Meet | FakePost::Finalize => {}
+        FakePost::Send { .. } | FakePost::Recv { .. } => return false,
         FakePost::Split { .. } => split(all),
         FakePost::Sum { kind: 7, .. } => sum::<f32>(all),
         FakePost::Sum { .. } => sum::<f64>(all),
@@ -268,6 +296,30 @@ unsafe extern "C" fn broadcast(
     post(raw, FakePost::Copy { at: to as usize, bytes: count * width(kind), root })
 }
 
+unsafe extern "C" fn send(
+    from: *const c_void,
+    count: usize,
+    kind: c_int,
+    peer: c_int,
+    raw: RawComm,
+    _: RawStream,
+) -> NcclStatus {
+    let bytes = count * width(kind);
+    post(raw, FakePost::Send { from: from as usize, bytes, peer: peer as usize })
+}
+
+unsafe extern "C" fn recv(
+    to: *mut c_void,
+    count: usize,
+    kind: c_int,
+    peer: c_int,
+    raw: RawComm,
+    _: RawStream,
+) -> NcclStatus {
+    let bytes = count * width(kind);
+    post(raw, FakePost::Recv { to: to as usize, bytes, peer: peer as usize })
+}
+
 /// The library.
 pub(super) fn library() -> Arc<NcclLibrary> {
     let table = NcclFunctions {
@@ -285,6 +337,8 @@ pub(super) fn library() -> Arc<NcclLibrary> {
         reduce_scatter,
         all_gather,
         broadcast,
+        send,
+        recv,
     };
     Arc::new(NcclLibrary::of_table(table, "stand-in".into()).unwrap())
 }

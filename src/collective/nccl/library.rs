@@ -141,6 +141,8 @@ table! {
     all_gather = "ncclAllGather": fn(*const c_void, *mut c_void, usize, c_int, RawComm, RawStream) -> NcclStatus;
     broadcast = "ncclBroadcast":
         fn(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, RawStream) -> NcclStatus;
+    send = "ncclSend": fn(*const c_void, usize, c_int, c_int, RawComm, RawStream) -> NcclStatus;
+    recv = "ncclRecv": fn(*mut c_void, usize, c_int, c_int, RawComm, RawStream) -> NcclStatus;
 }
 
 /// A version as `ncclGetVersion` codes it since 2.9: 2.28.9 is 22809.

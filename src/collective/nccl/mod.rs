@@ -12,6 +12,7 @@
 //! Comparing every call would cost a round trip each. Instead each rank hashes its calls as it makes them, and
 //! compares the hash with its peers' at barriers, splits and sums of f64 (once or twice a step): there the first call that
 //! differs is named, with the ranks. A difference that stops NCCL before that ends at the deadline, with this rank's call.
+//! Messages between two ranks are no part of that: the two compare each of them first, at the cost of a round trip (`message`).
 //! NCCL picks the order of its sums; `NCCL_ALGO=Ring` makes it the same in every run. hsdp has three communicators a rank, whose
 //! kernels wait for peers on both streams: they need room on the GPU at once, which NCCL's channels leave.
 
@@ -22,6 +23,7 @@ mod cuda;
 mod device;
 mod environment;
 mod library;
+mod message;
 mod rank_group;
 mod staged;
 mod watchdog;
@@ -45,7 +47,7 @@ use std::time::Duration;
 use self::call_log::CallLog;
 use self::communicator::Communicator;
 use self::watchdog::Watch;
-use super::call_record::{CallKind, CallRecord, RankStatus};
+use super::call_record::{CallKind, CallRecord, MessageCounts, RankStatus};
 use super::{Call, Collective, Op, Phase, Ticket, Traffic};
 use crate::collective::buffer_checks::{check_shard, check_sum};
 use crate::error::{Error, ErrorCategory, Result};
@@ -95,6 +97,7 @@ struct NcclRank<D: GpuStreams> {
 
 struct NcclState<D: GpuStreams> {
     call_log: CallLog,
+    messages: MessageCounts,
     tickets: u64,
     gathers: VecDeque<NcclGather<D>>,
     traffic: Traffic,
@@ -105,6 +108,7 @@ impl<D: GpuStreams> Default for NcclState<D> {
     fn default() -> Self {
         NcclState {
             call_log: CallLog::default(),
+            messages: MessageCounts::default(),
             tickets: 0,
             gathers: VecDeque::new(),
             traffic: Traffic::default(),
@@ -327,6 +331,14 @@ impl<D: GpuStreams> Collective for Nccl<D> {
             unsafe { (table.broadcast)(at, at, buffer.elements(), element, root as i32, comm, stream) }
         })?;
         Ok(())
+    }
+
+    fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
+        self.message(Op::Send, call, to, buffer)
+    }
+
+    fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
+        self.message(Op::Recv, call, from, buffer)
     }
 
     fn barrier(&self, call: Call) -> Result<()> {

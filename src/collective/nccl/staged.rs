@@ -20,14 +20,14 @@ use crate::runtime::buffer::{Buffer, ElementType};
 const PIECE_BYTES: usize = 4 << 20;
 
 /// What of the scratch is brought to the GPU before a call and back after it.
-struct Pass {
-    put: Range<usize>,
-    fetch: Range<usize>,
+pub(super) struct Pass {
+    pub(super) put: Range<usize>,
+    pub(super) fetch: Range<usize>,
 }
 
 impl<D: GpuStreams> Nccl<D> {
     /// One call over scratch: `fill` writes the host's side, `take` reads it. Returns when all is done.
-    fn pass(
+    pub(super) fn pass(
         &self,
         record: &CallRecord,
         pass: Pass,
@@ -182,13 +182,13 @@ impl<D: GpuStreams> Nccl<D> {
 }
 
 /// The ranges of bytes in which memory is passed on.
-fn pieces(memory: &Buffer) -> impl Iterator<Item = Range<usize>> + use<> {
+pub(super) fn pieces(memory: &Buffer) -> impl Iterator<Item = Range<usize>> + use<> {
     let bytes = memory.bytes();
     (0..bytes).step_by(PIECE_BYTES).map(move |at| at..(at + PIECE_BYTES).min(bytes))
 }
 
 /// Copies from `memory`, from byte `at` on.
-fn read(memory: &Buffer, at: usize, to: &mut [u8]) {
+pub(super) fn read(memory: &Buffer, at: usize, to: &mut [u8]) {
     debug_assert!(at + to.len() <= memory.bytes());
     // SAFETY: memory of the host by its place, as long as its bytes, which nobody else writes during a collective.
     to.copy_from_slice(unsafe {
@@ -197,7 +197,7 @@ fn read(memory: &Buffer, at: usize, to: &mut [u8]) {
 }
 
 /// Copies to `memory`, from byte `at` on.
-fn write(memory: &Buffer, at: usize, from: &[u8]) {
+pub(super) fn write(memory: &Buffer, at: usize, from: &[u8]) {
     debug_assert!(at + from.len() <= memory.bytes());
     // SAFETY: as for `read`; nobody else reads it either.
     unsafe {

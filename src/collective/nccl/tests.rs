@@ -98,10 +98,27 @@ fn every_operation_moves_its_data_and_counts_it() {
 
         nccl.broadcast(call("codes", 2), 2, &codes.1).unwrap();
         assert_eq!(codes.read(), [2; 4]);
+
+        // From 2 to 0 alone; the hash that all compare at the end knows nothing of it.
+        for index in 0..3 {
+            match rank {
+                0 => nccl.recv(call("message", index), 2, &buffer.1).unwrap(),
+                2 => {
+                    let message = Values::new(ElementType::F32, vec![index as f32; 5]);
+                    nccl.send(call("message", index), 0, &message.1).unwrap();
+                }
+                _ => {}
+            }
+            assert_eq!(buffer.read(), [if rank == 0 { index as f32 } else { 6.0 }; 5]);
+        }
+        assert!(nccl.send(call("message", 3), rank, &buffer.1).is_err(), "to itself");
+        assert!(nccl.recv(call("message", 3), 3, &buffer.1).is_err(), "from nobody");
         nccl.barrier(call("end", 0)).unwrap();
         let traffic = nccl.traffic();
         assert_eq!(traffic.calls(Op::AllGather), 2);
         assert_eq!(traffic.bytes(Op::AllGather), 16);
+        assert_eq!(traffic.bytes(Op::Send), if rank == 2 { 60 } else { 0 });
+        assert_eq!(traffic.calls(Op::Recv), if rank == 0 { 3 } else { 0 });
         assert_eq!(traffic.bytes(Op::ReduceScatter), 16);
     });
 }
@@ -138,6 +155,14 @@ fn memory_of_the_host_goes_through_the_device_by_pieces() {
         let told = Values::on_host(ElementType::F32, numbers(rank, len));
         nccl.broadcast(call("first values", 0), 1, &told.1).unwrap();
         assert_eq!(told.read(), numbers(1, len));
+
+        let message = Values::on_host(ElementType::F32, numbers(rank, len));
+        if rank == 0 {
+            nccl.send(call("message", 0), 1, &message.1).unwrap();
+        } else {
+            nccl.recv(call("message", 0), 0, &message.1).unwrap();
+        }
+        assert_eq!(message.read(), numbers(0, len));
 
         // Small ones after large ones, in the same scratch.
         let loss = Values::on_host(ElementType::F64, vec![0.25 * rank as f64, 1.0]);
@@ -189,6 +214,61 @@ fn a_call_that_differs_is_named_with_its_rank_at_the_next_comparison() {
         let (own, other) = (&calls[usize::from(rank == 1)], &calls[usize::from(rank != 1)]);
         let peer = usize::from(rank != 1);
         assert!(text.contains(&format!("rank {rank} {own}\n  caused by: rank {peer} {other}")), "{text}");
+    }
+}
+
+#[test]
+fn a_message_that_differs_is_named_on_both_sides_before_it_is_sent() {
+    for one_process in [false, true] {
+        let results = run(2, PATIENT, one_process, |nccl, _| {
+            nccl.enter(Phase::Forward).unwrap();
+            let buffer = Values::new(ElementType::F32, vec![1.0_f32; 4 + nccl.rank()]);
+            let result = match nccl.rank() {
+                0 => nccl.send(call("activations", 7), 1, &buffer.1),
+                _ => nccl.recv(call("activations", 7), 0, &buffer.1),
+            };
+            assert!(nccl.barrier(call("after", 0)).is_err(), "a failed group stays failed");
+            result
+        });
+        let calls = [
+            "rank 0 makes call 0: send of activations 7 (4 x F32 to rank 1), in phase forward",
+            "rank 1 makes call 0: recv of activations 7 (5 x F32 from rank 0), in phase forward",
+        ];
+        for text in texts(results) {
+            assert!(text.starts_with("error: ranks do not make the same call\n"), "{text}");
+            assert!(calls.iter().all(|call| text.contains(call)), "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_message_that_nobody_takes_ends_at_the_deadline() {
+    let results = run(2, SHORT, false, |nccl, _| {
+        let buffer = Values::new(ElementType::F32, vec![1.0_f32; 4]);
+        nccl.send(call("activations", 7), 1 - nccl.rank(), &buffer.1)
+    });
+    let own = |text: &String| text.contains("call 0: send of activations 7 (4 x F32 to rank ");
+    let late = |text: &String| own(text) && text.contains("did not begin on all ranks");
+    let all = texts(results);
+    assert!(all.iter().any(late), "{all:?}");
+    assert!(all.iter().all(|text| late(text) || text.contains("another rank stopped")), "{all:?}");
+}
+
+#[test]
+fn a_failure_ends_a_wait_for_a_message() {
+    let results = run(2, PATIENT, true, |nccl, _| {
+        let buffer = Values::new(ElementType::F32, vec![1.0_f32; 4]);
+        if nccl.rank() == 0 {
+            return nccl.recv(call("activations", 7), 1, &buffer.1);
+        }
+        nccl.enter(Phase::Save).unwrap();
+        std::thread::sleep(Duration::from_millis(50));
+        nccl.abort("no space left");
+        nccl.send(call("activations", 7), 0, &buffer.1)
+    });
+    for text in texts(results) {
+        let wanted = "error: rank 1 failed in phase save\n  caused by: no space left\n  caused by: rank 1: it had made no call";
+        assert_eq!(text, wanted);
     }
 }
 

@@ -1,0 +1,60 @@
+//! Messages between two ranks of a group. The messages from one rank to another are the calls of a group of those two,
+//! numbered by themselves: so they are matched, waited for and ended by failures as all calls are, and their order has
+//! nothing to do with that of the group's.
+
+use super::InProcess;
+use super::partition::{check_aligned, copy};
+use super::pending_calls::{CallAction, CallFingerprint, CallId, Payload, Stage, WaitCondition};
+use super::shared::ReadGuard;
+use crate::collective::buffer_checks::check_peer;
+use crate::collective::{Call, Op};
+use crate::error::{Error, Result};
+use crate::runtime::buffer::Buffer;
+
+/// The places of sender and receiver in the group of the two.
+const SENDER: usize = 0;
+const RECEIVER: usize = 1;
+
+impl InProcess {
+    /// Lets member `to` read `buffer`, and returns when it has.
+    pub(super) fn send_to(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
+        let posted = Payload::Memory(buffer.clone());
+        let call_id = self.post_message(Op::Send, call, to, buffer, posted)?;
+        self.shared().reach(call_id, SENDER, Stage::Copied);
+        self.all(call_id, Stage::Copied)?.leave(call_id);
+        Ok(())
+    }
+
+    /// Copies what member `from` sends to `buffer`.
+    pub(super) fn receive_from(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
+        let call_id = self.post_message(Op::Recv, call, from, buffer, Payload::Nothing)?;
+        let mut state = self.wait(call_id, WaitCondition::Post(SENDER))?;
+        let Payload::Memory(theirs) = state.entry(call_id).payloads[SENDER].clone() else {
+            return Err(Error::internal(format!("{call} was sent without memory")));
+        };
+        let reading = ReadGuard::start(self.shared(), state)?;
+        // SAFETY: as long as the sender's, which stays until this rank has come to Copied.
+        unsafe { copy(theirs.address(), buffer.address(), buffer.bytes()) };
+        drop(reading);
+        self.shared().reach(call_id, RECEIVER, Stage::Copied);
+        self.shared().lock().leave(call_id);
+        Ok(())
+    }
+
+    /// Posts this rank's side of a message with `peer`.
+    fn post_message(
+        &self,
+        op: Op,
+        call: Call,
+        peer: usize,
+        buffer: &Buffer,
+        payload: Payload,
+    ) -> Result<CallId> {
+        check_aligned(call, buffer)?;
+        check_peer(call, peer, self.member, self.size)?;
+        let data = Some((buffer.element(), buffer.elements()));
+        let print = CallFingerprint { action: CallAction::Op(op), call, data, root: Some(peer) };
+        let pair = if op == Op::Send { (self.member, peer) } else { (peer, self.member) };
+        self.shared().post_message((self.rank_handle.rank, self.group), pair, print, payload)
+    }
+}

@@ -1,0 +1,37 @@
+//! Messages between two ranks of a group: each tells the other its record, and then one sends the data. They take the
+//! way of the group's other calls, so a rank that makes one of those instead is found out like any other.
+
+use std::iter::once;
+
+use super::MpiCommunicator;
+use super::tags::MessageKind;
+use crate::collective::buffer_checks::{check_host, check_peer};
+use crate::collective::call_record::{CallKind, CallRecord};
+use crate::collective::{Call, Op};
+use crate::error::Result;
+use crate::runtime::buffer::Buffer;
+
+impl MpiCommunicator {
+    /// This rank's side, `op`, of a message with `peer`.
+    pub(super) fn message(&self, op: Op, call: Call, peer: usize, buffer: &Buffer) -> Result<()> {
+        check_host(call, buffer)?;
+        check_peer(call, peer, self.rank, self.ranks.len())?;
+        let phase = self.member.at().place.phase;
+        let sequence = self.state().messages.next(op, peer);
+        let record = CallRecord::new(sequence, CallKind::Op(op), call, phase).number(peer);
+        let record = record.moving(buffer.element(), buffer.elements());
+        let found = self.exchange(&record, || once(peer))?;
+        // Ranks that take no part find out nothing themselves.
+        self.judged(&record, peer, &found[peer], |other| record.is_answered_by(other))
+            .inspect_err(|error| self.wire().raise(error))?;
+        let mut transfer = self.transfer(MessageKind::Data, vec![buffer.clone()], Vec::new());
+        if op == Op::Send {
+            transfer.send(buffer.address(), buffer.bytes(), peer)?;
+        } else {
+            transfer.receive(buffer.address(), buffer.bytes(), peer)?;
+        }
+        transfer.finish(|silent, waited| self.late(&record, silent, waited))?;
+        self.count(op, buffer.bytes(), op == Op::Send);
+        Ok(())
+    }
+}

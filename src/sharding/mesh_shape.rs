@@ -1,0 +1,171 @@
+//! The axes of a device mesh, and how ranks are numbered along them.
+
+use crate::error::{Error, Result};
+
+/// The dimensions of a device mesh, by what ranks differ in along them, from the slowest to the fastest: neighbouring
+/// ranks are neighbours along the last axis that has more than one rank.
+///
+/// The strategies of today use [`MeshAxis::Data`] and [`MeshAxis::Shard`]; the others have one rank each, and
+/// [`super::DeviceMesh::new`] refuses more. They stand where Megatron-LM has them: what communicates most is fastest, so
+/// that it stays inside of a host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum MeshAxis {
+    /// Stages of the model, each of which holds some of its layers (pipeline parallelism).
+    Pipeline,
+    /// Replicas: copies of the same shards, which get different rows (DDP's ranks, hsdp's groups).
+    Data,
+    /// Ranks that share out one copy of what is sharded, and get different rows (ZeRO, FSDP).
+    Shard,
+    /// Parts of one sequence (context parallelism).
+    Context,
+    /// Parts of one matrix product (tensor parallelism).
+    Tensor,
+}
+
+impl MeshAxis {
+    /// All axes, the slowest first.
+    pub const ALL: [MeshAxis; 5] =
+        [MeshAxis::Pipeline, MeshAxis::Data, MeshAxis::Shard, MeshAxis::Context, MeshAxis::Tensor];
+
+    /// The axis in messages, such as `tensor`.
+    pub fn name(self) -> &'static str {
+        match self {
+            MeshAxis::Pipeline => "pipeline",
+            MeshAxis::Data => "data",
+            MeshAxis::Shard => "shard",
+            MeshAxis::Context => "context",
+            MeshAxis::Tensor => "tensor",
+        }
+    }
+}
+
+/// How many ranks there are along each axis: a row of the table of strategies for one number of ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MeshShape([usize; MeshAxis::ALL.len()]);
+
+impl MeshShape {
+    /// A mesh of one rank.
+    pub const ONE: MeshShape = MeshShape([1; MeshAxis::ALL.len()]);
+
+    /// The same shape with `size` ranks along `axis`.
+    #[must_use]
+    pub fn with(mut self, axis: MeshAxis, size: usize) -> Self {
+        self.0[axis as usize] = size;
+        self
+    }
+
+    /// Ranks along `axis`.
+    pub fn size(self, axis: MeshAxis) -> usize {
+        self.0[axis as usize]
+    }
+
+    /// Ranks of the whole mesh.
+    pub fn ranks(self) -> usize {
+        self.0.iter().product()
+    }
+
+    /// How far two neighbours along `axis` are from each other in the numbering of all ranks.
+    fn stride(self, axis: MeshAxis) -> usize {
+        self.0[axis as usize + 1..].iter().product()
+    }
+
+    /// Where `rank` of the whole mesh is along `axis`.
+    pub fn coordinate(self, rank: usize, axis: MeshAxis) -> usize {
+        rank / self.stride(axis) % self.size(axis)
+    }
+
+    /// The first rank of the line along `axis` that `rank` is on: alike for all ranks of the line, and for no others.
+    pub(super) fn line(self, rank: usize, axis: MeshAxis) -> usize {
+        rank - self.coordinate(rank, axis) * self.stride(axis)
+    }
+
+    /// Ranks that get different rows: those along the data and shard axes.
+    pub fn data_size(self) -> usize {
+        self.size(MeshAxis::Data) * self.size(MeshAxis::Shard)
+    }
+
+    /// The place of `rank` among those that get different rows, below [`MeshShape::data_size`]. Ranks that differ
+    /// along other axes alone have the same place, and get the same rows.
+    pub fn data_rank(self, rank: usize) -> usize {
+        self.coordinate(rank, MeshAxis::Data) * self.size(MeshAxis::Shard)
+            + self.coordinate(rank, MeshAxis::Shard)
+    }
+
+    /// Refuses shapes that nothing can be computed on.
+    ///
+    /// # Errors
+    /// An internal error when the mesh has not `ranks` ranks, or several along an axis that no strategy uses.
+    pub(super) fn check(self, ranks: usize) -> Result<()> {
+        let fault = |why: String| Err(Error::internal("cannot make the device mesh").because(why));
+        if self.ranks() != ranks {
+            return fault(format!("its axes hold {} in all, and there are {ranks} ranks", self.ranks()));
+        }
+        let unused = [MeshAxis::Pipeline, MeshAxis::Context, MeshAxis::Tensor];
+        match unused.into_iter().find(|axis| self.size(*axis) != 1) {
+            Some(axis) => fault(format!(
+                "its {} axis has {} ranks; only the data and shard axes may have more than one",
+                axis.name(),
+                self.size(axis)
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every axis with more than one rank: no two ranks are at one place, and the last axis is the fastest.
+    #[test]
+    fn ranks_are_numbered_along_the_axes() {
+        let sizes = [2, 3, 4, 2, 2];
+        let shape = MeshAxis::ALL.into_iter().zip(sizes).fold(MeshShape::ONE, |s, (axis, n)| s.with(axis, n));
+        assert_eq!(shape.ranks(), 96);
+        for rank in 0..shape.ranks() {
+            let at = MeshAxis::ALL.map(|axis| shape.coordinate(rank, axis));
+            let back = at.iter().zip(sizes).fold(0, |rank, (at, size)| rank * size + at);
+            assert_eq!(back, rank);
+            for (axis, size) in MeshAxis::ALL.into_iter().zip(sizes) {
+                let line: Vec<usize> = (0..shape.ranks())
+                    .filter(|other| shape.line(*other, axis) == shape.line(rank, axis))
+                    .collect();
+                assert_eq!(line.len(), size);
+                let others = |other: usize| {
+                    MeshAxis::ALL
+                        .into_iter()
+                        .filter(move |one| *one != axis)
+                        .map(move |one| shape.coordinate(other, one))
+                };
+                assert!(line.iter().all(|other| others(*other).eq(others(rank))), "{rank} along {axis:?}");
+            }
+            assert_eq!(shape.data_rank(rank), at[1] * 4 + at[2]);
+        }
+        assert_eq!(shape.data_size(), 12);
+    }
+
+    /// The layout of hsdp: groups of neighbouring ranks share out one copy.
+    #[test]
+    fn shard_groups_are_neighbours() {
+        let shape = MeshShape::ONE.with(MeshAxis::Data, 2).with(MeshAxis::Shard, 3);
+        let along = |axis| (0..6).map(|rank| shape.coordinate(rank, axis)).collect::<Vec<_>>();
+        assert_eq!(along(MeshAxis::Shard), [0, 1, 2, 0, 1, 2]);
+        assert_eq!(along(MeshAxis::Data), [0, 0, 0, 1, 1, 1]);
+        assert_eq!((0..6).map(|rank| shape.data_rank(rank)).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
+        let lines = |axis| (0..6).map(|rank| shape.line(rank, axis)).collect::<Vec<_>>();
+        assert_eq!(lines(MeshAxis::Shard), [0, 0, 0, 3, 3, 3]);
+        assert_eq!(lines(MeshAxis::Data), [0, 1, 2, 0, 1, 2]);
+    }
+
+    #[test]
+    fn axes_without_a_strategy_are_refused() {
+        let shape = MeshShape::ONE.with(MeshAxis::Data, 2);
+        assert!(shape.check(2).is_ok());
+        let why = |shape: MeshShape, ranks| shape.check(ranks).unwrap_err().causes()[0].clone();
+        assert_eq!(why(shape, 3), "its axes hold 2 in all, and there are 3 ranks");
+        for axis in [MeshAxis::Pipeline, MeshAxis::Context, MeshAxis::Tensor] {
+            let error = why(shape.with(axis, 2), 4);
+            assert!(error.starts_with(&format!("its {} axis has 2 ranks; only", axis.name())), "{error}");
+        }
+    }
+}

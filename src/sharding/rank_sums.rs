@@ -1,0 +1,114 @@
+//! What the ranks of a store tell one another besides weights and gradients: norms, sums and findings.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Device, Tensor};
+
+use super::bucket::Bucket;
+use super::gather::call;
+use super::mesh_shape::MeshAxis;
+use super::param_store::ParamStore;
+use crate::collective::Call;
+use crate::error::Result;
+use crate::ops::elementwise::sum_of_squares;
+use crate::runtime::cpu_tensor::memory;
+
+/// Bytes of a text that a rank tells the others; longer ones are cut.
+const FOUND_BYTES: usize = 512;
+
+impl ParamStore {
+    /// The Euclidean norm of all gradients, alike on all ranks: squares of a bucket that is split are summed over the
+    /// axis that splits it, in one all-reduce an axis.
+    ///
+    /// # Errors
+    /// A tensor operation failed; a peer failed.
+    pub fn gradient_norm(&self) -> Result<f64> {
+        let (mut whole, mut parts) = (0f64, BTreeMap::<MeshAxis, f64>::new());
+        for bucket in self.trainable() {
+            // On the device, wherever gradients are kept: sums of parts differ between devices.
+            let squares = match bucket.gradient()? {
+                Some(grad) => sum_of_squares(&grad.to_device(&self.device)?)?,
+                None => 0.0,
+            };
+            match bucket.spec.update.axis() {
+                None => whole += squares,
+                Some(axis) => *parts.entry(axis).or_default() += squares,
+            }
+        }
+        for (axis, part) in parts {
+            whole += if self.mesh().size(axis) > 1 {
+                let sum = Tensor::from_vec(vec![part], 1, &Device::Cpu)?;
+                self.mesh().group(axis).all_reduce(Call::single("squares of gradients"), &memory(&sum)?)?;
+                sum.to_vec1::<f64>()?[0]
+            } else {
+                part
+            };
+        }
+        Ok(whole.sqrt())
+    }
+
+    /// Replaces `values` by their sums over all ranks; later collectives may rely on all ranks having come here.
+    ///
+    /// # Errors
+    /// A peer failed, or sums something else.
+    pub fn sum(&self, what: &'static str, values: &mut [f64]) -> Result<()> {
+        if self.mesh().world().size() == 1 {
+            return Ok(());
+        }
+        let sum = Tensor::from_slice(values, values.len(), &Device::Cpu)?;
+        self.mesh().world().all_reduce(Call::single(what), &memory(&sum)?)?;
+        values.copy_from_slice(&sum.to_vec1::<f64>()?);
+        Ok(())
+    }
+
+    /// The lowest rank that says `yes`, if any does; the same answer on all ranks, which all call it.
+    ///
+    /// # Errors
+    /// A peer failed.
+    pub fn first_rank(&self, yes: bool) -> Result<Option<usize>> {
+        let world = self.mesh().world();
+        let mut said = vec![0.0; world.size()];
+        said[world.rank()] = f64::from(u8::from(yes));
+        self.sum("what the ranks found", &mut said)?;
+        Ok(said.iter().position(|said| *said > 0.0))
+    }
+
+    /// What the lowest rank that found something found, with that rank where there are several; the same answer on
+    /// all ranks, which all call it.
+    ///
+    /// # Errors
+    /// A peer failed.
+    pub fn first_found(&self, found: Option<String>) -> Result<Option<String>> {
+        let world = self.mesh().world();
+        let Some(rank) = self.first_rank(found.is_some())? else { return Ok(None) };
+        if world.size() == 1 {
+            return Ok(found);
+        }
+        let mut text = found.unwrap_or_default().into_bytes();
+        text.resize(FOUND_BYTES, 0);
+        let text = Tensor::from_vec(text, FOUND_BYTES, &Device::Cpu)?;
+        world.broadcast(Call::single("what a rank found"), rank, &memory(&text)?)?;
+        let text = text.to_vec1::<u8>()?;
+        let text = String::from_utf8_lossy(text.split(|byte| *byte == 0).next().unwrap_or_default());
+        Ok(Some(format!("{text} on rank {rank}")))
+    }
+
+    /// All of what `own` is this rank's run of, such as the bucket's masters: flat, in the dtype of `own`. All ranks of
+    /// the axis that splits the bucket's updates call it.
+    ///
+    /// # Errors
+    /// A tensor operation failed; a peer failed.
+    pub fn collect(&self, bucket: &Bucket, own: &Tensor) -> Result<Tensor> {
+        let Some(axis) = bucket.spec.update.axis().filter(|axis| self.mesh().size(*axis) > 1) else {
+            return Ok(own.clone());
+        };
+        let shards = self.mesh().group(axis);
+        let all = Tensor::zeros(own.elem_count() * shards.size(), own.dtype(), own.device())?;
+        let ticket =
+            shards.start_all_gather(call!("whole of", bucket.segment), &memory(own)?, &memory(&all)?)?;
+        shards.finish(ticket)?;
+        // Nobody frees what a slower peer still reads.
+        shards.barrier(call!("whole of", bucket.segment))?;
+        Ok(all)
+    }
+}
