@@ -6,29 +6,13 @@ use super::Source;
 
 /// Circles that exist; none may be added.
 const KNOWN: &[&[&str]] = &[
-    &["adapter/config.rs", "adapter/files.rs"],
     &["checkpoint/folder.rs", "checkpoint/saver.rs"],
     &["collective/launch/launchers.rs", "collective/launch/slurm.rs"],
-    &["data/conversation.rs", "data/format.rs"],
-    &["data/json_rows.rs", "data/source.rs", "data/table_rows.rs"],
-    &["export/gguf/metadata.rs", "export/gguf/rope.rs"],
-    &["hub/client.rs", "hub/remote.rs"],
-    &["hub/configurations.rs", "hub/dataset.rs"],
-    &["model/config.rs", "model/families.rs", "model/rope.rs"],
     &["model/linear.rs", "model/lora.rs"],
     &["ops/amx/mod.rs", "ops/gemm.rs"],
     &["optim/adamw.rs", "optim/staging.rs"],
     &["quant/codes.rs", "quant/quantize.rs", "quant/table.rs"],
     &["rendezvous/framing.rs", "rendezvous/handshake.rs", "rendezvous/message.rs"],
-    &[
-        "setup/adapter_setup.rs",
-        "setup/base_model.rs",
-        "setup/initial_values.rs",
-        "setup/param_layout.rs",
-        "setup/saved_adapter.rs",
-        "setup/vocabulary.rs",
-    ],
-    &["weights/bitsandbytes.rs", "weights/files.rs", "weights/shard.rs"],
 ];
 
 /// What is known of one file, by its path of modules.
