@@ -105,14 +105,7 @@ impl MemoryPlan {
             memory.workspace += 16 * longest.min(STAGING_ELEMENTS as u64);
         }
         let saved = saved_bytes(config, adapter_setup, tokens, options.dtype);
-        let inputs: usize = saved.iter().map(|block| block.input).sum();
-        let rest = saved.iter().map(|block| block.rest);
-        let kept = match recompute {
-            Recompute::None => inputs + rest.sum::<usize>(),
-            // Blocks are computed again one at a time.
-            Recompute::Block => inputs + rest.max().unwrap_or(0),
-        };
-        memory.activations = kept as u64;
+        memory.activations = kept_bytes(&saved, recompute) as u64;
         // Backward holds the gradients of a block's widest tensors beside what it recomputes.
         let widest = 2 * config.intermediate_size + config.heads.qkv_width() + 4 * config.hidden_size;
         let logits = logits_bytes(config.vocab_size, tokens);
@@ -252,6 +245,17 @@ fn saved_bytes(
         })
     };
     (0..config.num_layers()).map(of_layer).collect()
+}
+
+/// Bytes of `blocks` that are kept at once, at most.
+fn kept_bytes(blocks: &[SavedBytes], recompute: Recompute) -> usize {
+    let inputs: usize = blocks.iter().map(|block| block.input).sum();
+    let rest = blocks.iter().map(|block| block.rest);
+    match recompute {
+        Recompute::None => inputs + rest.sum::<usize>(),
+        // Blocks are computed again one at a time.
+        Recompute::Block => inputs + rest.max().unwrap_or(0),
+    }
 }
 
 /// Bytes that can still be had on the device; none when nothing tells.
