@@ -8,24 +8,21 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use super::targets::{self, check_ids, check_vocabulary, ends_with_name};
-use super::tensors::{PREFIX, file_name, split_name};
+use super::tensors::{PREFIX, WEIGHTS_FILE, file_name, split_name};
 use super::{AdapterConfig, AdapterTensor, CONFIG_FILE, Target, TensorKind};
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::model::{Module, ModuleKind};
 use crate::weights::{
-    self, Metadata, ModelFiles, ModelIdentity, StoredDtype, StoredElement, TensorInfo, TensorSink,
-    WriteEntry, Written,
+    self, EMBED_TOKENS_MODULE, LM_HEAD_MODULE, Metadata, ModelFiles, ModelIdentity, StoredDtype,
+    StoredElement, TensorInfo, TensorSink, WriteEntry, Written,
 };
-
-/// The name of the file.
-pub const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 
 /// The entry of its metadata with the [`ModelIdentity`] of the model that the adapter was trained on. Not a key of
 /// adapter_config.json, which versions of PEFT before 0.13 refuse when they do not know it; PEFT passes over metadata.
 const BASE_MODEL: &str = "finetune.base_model";
 
 /// The token embedding's and the output head's module, in every family.
-pub(super) const TABLES: [&str; 2] = ["model.embed_tokens", "lm_head"];
+pub(super) const TABLES: [&str; 2] = [EMBED_TOKENS_MODULE, LM_HEAD_MODULE];
 
 /// The ends of names of tensors that say nothing new.
 const COPIES: [&str; 2] = [".original_module.weight", ".modules_to_save.weight"];

@@ -16,10 +16,10 @@ mod targets;
 mod tensors;
 
 pub use config::{AdapterConfig, CONFIG_FILE, InitLoraWeights};
-pub use files::{SavedAdapter, WEIGHTS_FILE, write};
+pub use files::{SavedAdapter, write};
 pub use merge::{BaseValues, MERGE_FILE, MergeOptions, MergeRecord, MergeReport, Verify, merge};
 pub use svd::{LowRankFactors, principal};
 pub use targets::{
     ModulePattern, NamePattern, Target, TargetSpec, resolve, resolve_rows, resolve_saved, target_names,
 };
-pub use tensors::{AdapterTensor, TensorKind};
+pub use tensors::{AdapterTensor, TensorKind, WEIGHTS_FILE};

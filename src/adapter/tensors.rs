@@ -3,6 +3,9 @@
 //! A module's tensors are called `base_model.model.<module>` and an end that says which one it is. A few ends have
 //! changed over PEFT's versions: all are read, the one that every version reads is written.
 
+/// The file with the tensors of an adapter.
+pub const WEIGHTS_FILE: &str = "adapter_model.safetensors";
+
 /// What PEFT puts before the module names of a model.
 pub(super) const PREFIX: &str = "base_model.model.";
 

@@ -7,8 +7,8 @@
 
 use serde_json::{Map, Value, json};
 
-use super::format::ParsedRow;
 use super::json_rows::json_type;
+use super::parsed_row::ParsedRow;
 use super::{RowFault, RowFaultKind};
 
 /// Messages in the regular form, and which of them are trained.

@@ -10,7 +10,8 @@ use rayon::prelude::*;
 
 use super::encode::{Encoder, Example};
 use super::format::detect;
-use super::source::{DataFile, read};
+use super::raw_rows::{DataFile, RawRow};
+use super::source::read;
 use super::template::ChatTemplate;
 use super::tokenizer::Tokenizer;
 use super::{DataOptions, DataReport, ParsedRow, RowFault, RowFaultKind};
@@ -151,7 +152,7 @@ fn choose_format(source: &DataFile, options: &DataOptions) -> Result<(DataFormat
 
 /// What the rows of a format need of the tokenizer, before every row fails for the same reason.
 fn needs_met(
-    rows: &[super::source::RawRow],
+    rows: &[RawRow],
     format: DataFormat,
     tokenizer: &Tokenizer,
     template: Option<&ChatTemplate>,
@@ -164,7 +165,7 @@ fn needs_met(
         .because("it names no EOS token, so a model could never learn to stop")
         .hint("write `\"eos_token\": \"...\"` into its tokenizer_config.json"));
     }
-    let is_chat = |row: &super::source::RawRow| {
+    let is_chat = |row: &RawRow| {
         matches!(super::format::convert(&row.value, format), Ok(Some(ParsedRow::Messages { .. })))
     };
     if template.is_none()

@@ -8,8 +8,9 @@
 
 use serde_json::{Value, json};
 
-use super::format::{ParsedRow, question};
-use super::source::RawRow;
+use super::format::question;
+use super::parsed_row::ParsedRow;
+use super::raw_rows::RawRow;
 use super::spans::render_trained;
 use super::template::{ChatTemplate, TemplateInputs};
 use super::tokenizer::{Encoded, Tokenizer};

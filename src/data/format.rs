@@ -8,7 +8,8 @@ use serde_json::{Map, Value};
 
 use super::conversation::{Conversation, messages_of, tools_of};
 use super::json_rows::json_type;
-use super::source::RawRow;
+use super::parsed_row::ParsedRow;
+use super::raw_rows::RawRow;
 use super::{RowFault, RowFaultKind};
 use crate::error::{Error, Result};
 use crate::recipe::enums::DataFormat;
@@ -55,40 +56,6 @@ impl DataFormat {
             DataFormat::Text => has("text"),
         }
     }
-}
-
-/// A row made regular: what encoding works on.
-#[derive(Debug, Clone, PartialEq)]
-pub enum ParsedRow {
-    /// A chat, for the chat template.
-    Messages {
-        /// `role` and `content`, perhaps `tool_calls` and `reasoning_content`; no key is null.
-        messages: Vec<Value>,
-        /// Tool definitions, wrapped as `{"type": "function", "function": ...}`.
-        tools: Option<Value>,
-        /// Whether each message counts where assistant turns are trained.
-        counts: Vec<bool>,
-    },
-    /// A task and its answer: user and assistant messages where there is a chat template, else headings.
-    Task {
-        /// The system message.
-        system: Option<String>,
-        /// What is asked.
-        instruction: String,
-        /// What it is asked about; empty when there is nothing.
-        input: String,
-        /// What is to be answered.
-        output: String,
-    },
-    /// Text of which only the second part is trained, put together as it is.
-    Pair {
-        /// The part that is given.
-        prompt: String,
-        /// The part that is trained.
-        completion: String,
-    },
-    /// Text, all of it trained.
-    Text(String),
 }
 
 /// The format of most rows, and the sentence that says why.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use rayon::prelude::*;
 use serde_json::Value;
 
-use super::source::{DataFile, RawRow};
+use super::raw_rows::{DataFile, RawRow};
 use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin};
 use crate::error::{Error, Result};
 

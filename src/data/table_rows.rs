@@ -12,7 +12,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::{Field, Row as Record};
 use serde_json::{Map, Number, Value};
 
-use super::source::{DataFile, RawRow};
+use super::raw_rows::{DataFile, RawRow};
 use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin};
 use crate::error::{Error, Result};
 

@@ -18,8 +18,8 @@ use crate::quant::{self, CodeKind, NESTED_BLOCK, QuantFormat, QuantRun, RunMeani
 use crate::weights::sidecar_files;
 use crate::weights::sidecar_files::{ConfigChanges, QUANTIZATION_CONFIG, QuantizationChange};
 use crate::weights::{
-    AtomicDir, Metadata, ModelFiles, ModelIdentity, PlannedFile, QUANTIZED_FROM, RandomAccessWriter,
-    StoredDtype, WriteEntry,
+    AtomicDir, LM_HEAD_MODULE, Metadata, ModelFiles, ModelIdentity, PlannedFile, QUANTIZED_FROM,
+    RandomAccessWriter, StoredDtype, WriteEntry,
 };
 
 /// Elements (or bytes that are only copied) in memory at once, if a row is not longer.
@@ -382,7 +382,7 @@ fn python_float(x: f64) -> String {
 /// in the same way; a list replaces the default one, so that the head stands in it too.
 fn quantization_config(scheme: Scheme, dtype: StoredDtype, skipped: &[String]) -> Value {
     let skip: Option<Vec<&str>> = (!skipped.is_empty())
-        .then(|| ["lm_head"].into_iter().chain(skipped.iter().map(String::as_str)).collect());
+        .then(|| [LM_HEAD_MODULE].into_iter().chain(skipped.iter().map(String::as_str)).collect());
     let four = match scheme {
         Scheme::FourBits(format) => Some(format),
         Scheme::LlmInt8 => None,

@@ -17,7 +17,6 @@ use super::digest::Digest;
 use super::options::{HubOptions, Retry};
 use super::redirect::Hop;
 use super::refusal::{Asked, ErrorResponse};
-use super::remote::FileRange;
 use super::{DownloadEvent, DownloadProgress};
 use crate::error::{Error, ErrorCategory, Result};
 
@@ -51,6 +50,15 @@ pub(super) struct RepoDescription {
 pub(super) struct Facts {
     pub(super) digest: Digest,
     pub(super) size: u64,
+}
+
+/// Some bytes of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FileRange {
+    /// The bytes that were asked for; fewer where the file ends before.
+    pub bytes: Vec<u8>,
+    /// The size of the whole file.
+    pub file_bytes: u64,
 }
 
 /// An answer that is no redirect, and where it came from.

@@ -9,7 +9,6 @@ use std::collections::BTreeMap;
 
 use regex::Regex;
 
-use super::RowsFor;
 use super::front_matter::{self, Node};
 use super::select;
 use crate::error::{Error, Result};
@@ -21,6 +20,15 @@ const TRAIN: &str = "train";
 const HELD_OUT: [&str; 5] = ["validation", "valid", "val", "dev", "test"];
 /// More names than fit an error are counted.
 const MAX_SHOWN: usize = 12;
+
+/// What rows are wanted for: it decides which split is taken when none is named.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowsFor {
+    /// The split `train`.
+    Training,
+    /// The split `validation`, else `test`.
+    Evaluation,
+}
 
 /// A part of a data set that is made to be used alone.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::client::Client;
-use super::configurations::{self, Chosen, Configuration};
+use super::configurations::{self, Chosen, Configuration, RowsFor};
 use super::fetch::Download;
 use super::names::{self, Reference};
 use super::select;
@@ -13,15 +13,6 @@ use crate::error::{Error, Result};
 const README: &str = "README.md";
 /// Larger than the longest card of a data set; the list of configurations stands at its start.
 const MAX_README_BYTES: u64 = 16 << 20;
-
-/// What rows are wanted for: it decides which split is taken when none is named.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RowsFor {
-    /// The split `train`.
-    Training,
-    /// The split `validation`, else `test`.
-    Evaluation,
-}
 
 /// A data set as it is written: `id`, `id@revision`, `id:config`, `id:config/split`, `id:/split`.
 #[derive(Debug, PartialEq, Eq)]

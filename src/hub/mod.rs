@@ -35,12 +35,14 @@ use hf_hub::{Repo, RepoType};
 use crate::error::{Error, ErrorContext, Result};
 pub use adapter::locate_adapter;
 use cache::HubCache;
+pub use client::FileRange;
 use client::{Client, RepoDescription};
-pub use dataset::{RowsFor, locate_dataset};
+pub use configurations::RowsFor;
+pub use dataset::locate_dataset;
 use fetch::Download;
 use names::Reference;
 pub use options::{HubOptions, Retry, Token};
-pub use remote::{FileRange, LocatedModel, RemoteWeights};
+pub use remote::{LocatedModel, RemoteWeights};
 use select::{Lack, Scope, Weights};
 
 /// What happens during a download.

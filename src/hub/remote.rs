@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use super::client::Client;
+use super::client::{Client, FileRange};
 use super::{DownloadProgress, Located};
 use crate::error::Result;
 
@@ -26,15 +26,6 @@ pub struct RemoteWeights<'a> {
     commit: String,
     gated: bool,
     files: Vec<String>,
-}
-
-/// Some bytes of a file.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct FileRange {
-    /// The bytes that were asked for; fewer where the file ends before.
-    pub bytes: Vec<u8>,
-    /// The size of the whole file.
-    pub file_bytes: u64,
 }
 
 impl<'a> RemoteWeights<'a> {

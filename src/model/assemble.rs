@@ -4,14 +4,13 @@ use candle_core::DType;
 
 use super::block::BlockWeights;
 use super::embedding::{EmbedGradients, EmbedWeights, TokenRows};
+use super::layout::{BlockLayout, BlockModule, BlockPart, FINAL_NORM_MODULE, LinearGroup};
 use super::linear::Linear;
 use super::lm_head::HeadWeights;
 use super::{Lora, ModelConfig, Param, WeightMatrix};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::runtime::TensorMut;
-
-const EMBED: &str = "model.embed_tokens";
-const HEAD: &str = "lm_head";
+use crate::weights::{EMBED_TOKENS_MODULE as EMBED, LM_HEAD_MODULE as HEAD};
 
 /// Wherever parameters live.
 pub trait ParamLookup {
@@ -72,7 +71,7 @@ pub fn head(config: &ModelConfig, from: &dyn ParamLookup) -> Result<HeadWeights>
     let tied = config.tie_word_embeddings && !from.has_own_head();
     let table = if tied { EMBED } else { HEAD };
     Ok(HeadWeights {
-        norm: from.param("model.norm.weight")?,
+        norm: from.param(&format!("{FINAL_NORM_MODULE}.weight"))?,
         lm_head: from.param(&format!("{table}.weight"))?,
         rows: from.rows(table)?,
         lora: from.lora(HEAD, 0)?,
@@ -84,44 +83,34 @@ pub fn head(config: &ModelConfig, from: &dyn ParamLookup) -> Result<HeadWeights>
 /// # Errors
 /// When a parameter of the block cannot be had.
 pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Result<BlockWeights> {
-    let prefix = format!("model.layers.{layer}");
-    let mut module_index = 0;
-    let mut linear = |name: &str, bias: bool| -> Result<Linear> {
-        let module = format!("{prefix}.{name}");
-        module_index += 1;
-        Ok(Linear {
-            weight: from.matrix(&format!("{module}.weight"))?,
-            bias: bias.then(|| from.param(&format!("{module}.bias"))).transpose()?,
-            lora: from.lora(&module, module_index)?,
-        })
+    let layout = BlockLayout::new(config);
+    let missing = |part: BlockPart| Error::internal(format!("a block has no {part:?}"));
+    let linears = |group: LinearGroup| -> Result<Vec<Linear>> {
+        // Dropout numbers the linear layers of a block from 1 on.
+        let numbered = layout.linears().zip(1..).filter(|(module, _)| module.part.group() == Some(group));
+        let linear = |(module, module_index): (&BlockModule, u64)| -> Result<Linear> {
+            let name = module.name_in(layer);
+            let bias = module.bias.then(|| from.param(&format!("{name}.bias"))).transpose()?;
+            let weight = from.matrix(&format!("{name}.weight"))?;
+            Ok(Linear { weight, bias, lora: from.lora(&name, module_index)? })
+        };
+        numbered.map(linear).collect()
     };
-    let qkv = if config.fused {
-        vec![linear("self_attn.qkv_proj", config.qkv_bias)?]
-    } else {
-        ["q_proj", "k_proj", "v_proj"]
-            .iter()
-            .map(|name| linear(&format!("self_attn.{name}"), config.qkv_bias))
-            .collect::<Result<_>>()?
+    let only = |group, part| linears(group)?.pop().ok_or_else(|| missing(part));
+    let optional_norm = |part| -> Result<Option<Param>> {
+        let name = layout.module(part).map(|module| format!("{}.weight", module.name_in(layer)));
+        name.map(|name| from.param(&name)).transpose()
     };
-    let o = linear("self_attn.o_proj", config.o_bias)?;
-    let gate_up = if config.fused {
-        vec![linear("mlp.gate_up_proj", config.mlp_bias)?]
-    } else {
-        vec![linear("mlp.gate_proj", config.mlp_bias)?, linear("mlp.up_proj", config.mlp_bias)?]
-    };
-    let down = linear("mlp.down_proj", config.mlp_bias)?;
-    let norm = |name: &str| from.param(&format!("{prefix}.{name}.weight"));
-    let (attn_post_norm, mlp_norm, mlp_post_norm) = if config.post_norms {
-        (
-            Some(norm("post_attention_layernorm")?),
-            norm("pre_feedforward_layernorm")?,
-            Some(norm("post_feedforward_layernorm")?),
-        )
-    } else {
-        (None, norm("post_attention_layernorm")?, None)
-    };
-    let qk_norm =
-        if config.qk_norm { Some((norm("self_attn.q_norm")?, norm("self_attn.k_norm")?)) } else { None };
-    let attn_norm = norm("input_layernorm")?;
-    Ok(BlockWeights { attn_norm, qkv, qk_norm, o, attn_post_norm, mlp_norm, gate_up, down, mlp_post_norm })
+    let norm = |part| optional_norm(part)?.ok_or_else(|| missing(part));
+    Ok(BlockWeights {
+        attn_norm: norm(BlockPart::AttnNorm)?,
+        qkv: linears(LinearGroup::Qkv)?,
+        qk_norm: optional_norm(BlockPart::QNorm)?.zip(optional_norm(BlockPart::KNorm)?),
+        o: only(LinearGroup::O, BlockPart::OProj)?,
+        attn_post_norm: optional_norm(BlockPart::AttnPostNorm)?,
+        mlp_norm: norm(BlockPart::MlpNorm)?,
+        gate_up: linears(LinearGroup::GateUp)?,
+        down: only(LinearGroup::Down, BlockPart::DownProj)?,
+        mlp_post_norm: optional_norm(BlockPart::MlpPostNorm)?,
+    })
 }

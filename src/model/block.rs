@@ -11,8 +11,9 @@
 
 use candle_core::{DType, Device, Tensor};
 
+use super::layout::{BlockLayout, BlockModule};
 use super::linear::{self, Linear, LoraSaved};
-use super::lora::{AdapterSwitch, BranchContext, DropoutSource};
+use super::lora::{AdapterSwitch, BranchContext, BranchSaved, DropoutSource, LoraShape};
 use super::{ModelConfig, Param};
 use crate::error::Result;
 use crate::ops::ColumnView;
@@ -97,6 +98,47 @@ pub struct BlockSaved {
     /// The MLP's output before Gemma's post norm.
     m: Option<Tensor>,
     lora: [LoraSaved; 4],
+}
+
+/// Bytes that a block keeps from its forward for its backward.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SavedBytes {
+    /// Of its input, which is kept under recompute too.
+    pub input: usize,
+    /// Of all else.
+    pub rest: usize,
+}
+
+impl BlockSaved {
+    /// The bytes that it holds after a forward of `tokens` tokens in `dtype`, where `adapter` says what each linear layer
+    /// of the block carries.
+    pub fn bytes(
+        config: &ModelConfig,
+        tokens: usize,
+        dtype: DType,
+        adapter: impl Fn(&BlockModule) -> Option<LoraShape>,
+    ) -> SavedBytes {
+        let (d, f, heads) = (config.hidden_size, config.intermediate_size, config.heads);
+        let (qkv, attended, h, gate_up) = (heads.qkv_width(), heads.q_width(), d, 2 * f);
+        // `o` and `m`.
+        let before_post_norms = if config.post_norms { 2 * d } else { 0 };
+        let width = qkv + attended + h + gate_up + before_post_norms;
+        let log_sum_exp = heads.num_heads * DType::F32.size_in_bytes();
+        let layout = BlockLayout::new(config);
+        let branches = layout.linears().filter_map(|module| Some((adapter(module)?, module.weight.out())));
+        let lora: usize = branches.map(|(shape, out)| BranchSaved::bytes(shape, out, tokens, dtype)).sum();
+        let size = dtype.size_in_bytes();
+        SavedBytes { input: tokens * d * size, rest: tokens * (width * size + log_sum_exp) + lora }
+    }
+
+    /// All that it holds.
+    #[cfg(test)]
+    fn tensors(&self) -> Vec<&Tensor> {
+        let BlockSaved { x, qkv, attended: AttentionOutput { out, lse }, o, h, gate_up, m, lora } = self;
+        let always = [x, qkv, out, lse, h, gate_up];
+        let branches = lora.iter().flat_map(LoraSaved::tensors);
+        always.into_iter().chain(o).chain(m).chain(branches).collect()
+    }
 }
 
 /// Keys and values of the tokens seen so far, for generation: `[capacity, K · head_dim]` each.
@@ -305,3 +347,6 @@ pub fn backward(
     )?;
     Ok(Some(dx))
 }
+
+#[cfg(test)]
+mod tests;

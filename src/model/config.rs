@@ -1,13 +1,7 @@
-//! What a model is, family differences resolved to numbers: read from a Hugging Face config.json of either
-//! transformers generation (`torch_dtype`/`dtype`, `rope_theta` + `rope_scaling`/`rope_parameters`).
-//!
-//! A feature that the engine does not compute is refused here, by name, before any weight is read.
+//! What a model is, family differences resolved to numbers. `families` reads it from config.json.
 
-use serde_json::Value;
-
-use super::families;
 use super::rope::Rope;
-use crate::error::{Error, ErrorContext as _, Result};
+use crate::error::{Error, Result};
 use crate::ops::attention::{AttentionKind, Heads};
 use crate::ops::glu::Activation;
 use crate::ops::rms_norm::NormKind;
@@ -94,22 +88,6 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// Reads the text of a config.json; `file` names it in errors.
-    ///
-    /// # Errors
-    /// Not JSON, a missing or mistyped key, an unknown `model_type`, an unsupported feature.
-    pub fn from_json(text: &str, file: &str) -> Result<Self> {
-        let value: Value = serde_json::from_str(text).map_err(|e| {
-            Error::user(format!("cannot read {file}"))
-                .because(format!("it is not JSON: {e}"))
-                .hint("download or save the model again")
-        })?;
-        let config = families::read(&ConfigReader::new(&value)?)
-            .during(|| format!("cannot use the model of {file}"))?;
-        config.check().during(|| format!("cannot use the model of {file}"))?;
-        Ok(config)
-    }
-
     /// Number of blocks.
     pub fn num_layers(&self) -> usize {
         self.layers.len()
@@ -125,7 +103,17 @@ impl ModelConfig {
         }
     }
 
-    fn check(&self) -> Result<()> {
+    /// The widths that make the shapes of its tensors, by their keys in config.json.
+    pub(super) fn dimensions(&self) -> String {
+        let Heads { num_heads, num_kv_heads, head_dim } = self.heads;
+        format!(
+            "hidden_size {}, intermediate_size {}, vocab_size {}, {num_heads} and {num_kv_heads} heads of {head_dim}",
+            self.hidden_size, self.intermediate_size, self.vocab_size,
+        )
+    }
+
+    /// Refuses counts and widths that no model can have.
+    pub(super) fn check(&self) -> Result<()> {
         let Heads { num_heads, num_kv_heads, head_dim } = self.heads;
         if num_kv_heads == 0 || num_heads == 0 || num_heads % num_kv_heads != 0 {
             return Err(Error::user("the head counts do not fit each other").because(format!(
@@ -150,75 +138,5 @@ impl ModelConfig {
                 .because("rotary positions need an even width"));
         }
         Ok(())
-    }
-}
-
-/// Typed access to the keys of a JSON object, with errors that name key, value found and type accepted.
-pub(super) struct ConfigReader<'a> {
-    object: &'a serde_json::Map<String, Value>,
-}
-
-impl<'a> ConfigReader<'a> {
-    pub(super) fn new(value: &'a Value) -> Result<Self> {
-        match value {
-            Value::Object(object) => Ok(ConfigReader { object }),
-            other => {
-                Err(Error::user("config.json does not hold an object").because(format!("found {other}")))
-            }
-        }
-    }
-
-    /// The value of `key`; a null counts as absent.
-    pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
-        self.object.get(key).filter(|value| !value.is_null())
-    }
-
-    /// True when the key is there, be it null.
-    pub(super) fn mentions(&self, key: &str) -> bool {
-        self.object.contains_key(key)
-    }
-
-    fn typed<T>(&self, key: &str, wanted: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<Option<T>> {
-        let Some(value) = self.get(key) else { return Ok(None) };
-        let found = || Error::user(format!("`{key}` is {value}")).because(format!("accepted: {wanted}"));
-        read(value).map(Some).ok_or_else(found)
-    }
-
-    pub(super) fn opt_usize(&self, key: &str) -> Result<Option<usize>> {
-        self.typed(key, "a whole number", |v| v.as_u64().and_then(|n| usize::try_from(n).ok()))
-    }
-
-    pub(super) fn usize(&self, key: &str) -> Result<usize> {
-        self.opt_usize(key)?.ok_or_else(|| {
-            Error::user(format!("`{key}` is missing")).because("every model of this family has it")
-        })
-    }
-
-    pub(super) fn opt_f64(&self, key: &str) -> Result<Option<f64>> {
-        self.typed(key, "a number", Value::as_f64)
-    }
-
-    pub(super) fn f64_or(&self, key: &str, default: f64) -> Result<f64> {
-        Ok(self.opt_f64(key)?.unwrap_or(default))
-    }
-
-    pub(super) fn bool_or(&self, key: &str, default: bool) -> Result<bool> {
-        Ok(self.typed(key, "true or false", Value::as_bool)?.unwrap_or(default))
-    }
-
-    pub(super) fn opt_str(&self, key: &str) -> Result<Option<&'a str>> {
-        self.typed(key, "a text", Value::as_str)
-    }
-
-    pub(super) fn opt_keys(&self, key: &str) -> Result<Option<ConfigReader<'a>>> {
-        Ok(self.typed(key, "an object", Value::as_object)?.map(|object| ConfigReader { object }))
-    }
-
-    pub(super) fn opt_list(&self, key: &str) -> Result<Option<&'a Vec<Value>>> {
-        self.typed(key, "a list", Value::as_array)
-    }
-
-    pub(super) fn f64_list(&self, key: &str) -> Result<Option<Vec<f64>>> {
-        self.typed(key, "a list of numbers", |v| v.as_array()?.iter().map(Value::as_f64).collect())
     }
 }

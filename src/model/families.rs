@@ -1,8 +1,14 @@
-//! config.json of each family → [`ModelConfig`]. Defaults are those of transformers' configuration classes.
+//! config.json of each family → [`ModelConfig`], of either transformers generation (`torch_dtype`/`dtype`, `rope_theta` +
+//! `rope_scaling`/`rope_parameters`). Defaults are those of transformers' configuration classes.
+//!
+//! A feature that the engine does not compute is refused here, by name, before any weight is read.
 
-use super::config::{ConfigReader, Family, LayerKind, ModelConfig};
+use serde_json::Value;
+
+use super::config::{Family, LayerKind, ModelConfig};
+use super::config_reader::ConfigReader;
 use super::rope::{Rope, RopeContext};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorContext as _, Result};
 use crate::ops::attention::Heads;
 use crate::ops::glu::Activation;
 use crate::ops::rms_norm::NormKind;
@@ -28,7 +34,25 @@ const UNSUPPORTED: [&str; 6] = [
     "num_experts",
 ];
 
-pub(super) fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
+impl ModelConfig {
+    /// Reads the text of a config.json; `file` names it in errors.
+    ///
+    /// # Errors
+    /// Not JSON, a missing or mistyped key, an unknown `model_type`, an unsupported feature.
+    pub fn from_json(text: &str, file: &str) -> Result<Self> {
+        let value: Value = serde_json::from_str(text).map_err(|e| {
+            Error::user(format!("cannot read {file}"))
+                .because(format!("it is not JSON: {e}"))
+                .hint("download or save the model again")
+        })?;
+        let config =
+            read(&ConfigReader::new(&value)?).during(|| format!("cannot use the model of {file}"))?;
+        config.check().during(|| format!("cannot use the model of {file}"))?;
+        Ok(config)
+    }
+}
+
+fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
     let family = family(keys)?;
     refuse_unsupported(keys)?;
     refuse_unknown_quantization(keys)?;

@@ -29,6 +29,14 @@ pub struct Linear {
 #[derive(Debug, Clone, Default)]
 pub struct LoraSaved(Vec<Option<BranchSaved>>);
 
+#[cfg(test)]
+impl LoraSaved {
+    /// All tensors that it holds.
+    pub(super) fn tensors(&self) -> Vec<&Tensor> {
+        self.0.iter().flatten().flat_map(BranchSaved::tensors).collect()
+    }
+}
+
 impl Linear {
     fn out(&self) -> Result<usize> {
         Ok(self.weight.get().dims()?.0)

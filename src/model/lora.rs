@@ -18,6 +18,7 @@ use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::elementwise::add_into;
 use crate::ops::matmul_quantized::matmul_weight;
 use crate::ops::{ColumnView, ColumnViewMut, Transpose, empty, matmul};
+use crate::recipe::enums::AdapterKind;
 use crate::runtime::TensorMut;
 use crate::runtime::rng::RngStream;
 
@@ -38,6 +39,15 @@ pub struct Lora {
     pub module_index: u64,
 }
 
+/// The size of an adapter on a linear layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoraShape {
+    /// LoRA or DoRA.
+    pub kind: AdapterKind,
+    /// The rank: A has so many rows.
+    pub r: usize,
+}
+
 /// What the branch's backward needs besides the layer's input.
 #[derive(Debug, Clone)]
 pub(super) struct BranchSaved {
@@ -54,6 +64,27 @@ struct DoraSaved {
     factor: Tensor,
     /// `‖W + s B A‖`: `[out]` f32.
     norm: Tensor,
+}
+
+impl BranchSaved {
+    /// The bytes that it holds of `tokens` tokens, after a layer of width `out` that returns `dtype`.
+    pub(super) fn bytes(shape: LoraShape, out: usize, tokens: usize, dtype: DType) -> usize {
+        let f32 = DType::F32.size_in_bytes();
+        let u = tokens * shape.r * f32;
+        let dora = match shape.kind {
+            AdapterKind::Lora => 0,
+            // `unscaled`; `factor` and `norm`.
+            AdapterKind::Dora => tokens * out * dtype.size_in_bytes() + 2 * out * f32,
+        };
+        u + dora
+    }
+
+    /// All tensors that it holds.
+    #[cfg(test)]
+    pub(super) fn tensors(&self) -> Vec<&Tensor> {
+        let dora = self.dora.iter().flat_map(|DoraSaved { unscaled, factor, norm }| [unscaled, factor, norm]);
+        std::iter::once(&self.u).chain(dora).collect()
+    }
 }
 
 /// Whether a forward computes with the adapter.

@@ -3,32 +3,40 @@
 //! A model is a list of segments, `Embed`, `Block(0..n)`, `Head`. Weights are handed to a segment for one use
 //! ([`EmbedWeights`], [`BlockWeights`], [`HeadWeights`]: views on wherever a strategy keeps them); they do not live in
 //! it. A family is a [`ModelConfig`], read from config.json: norm placement, biases, fused projections, rope, windows,
-//! caps. Each layer's forward and backward stand side by side, and what backward needs is a named struct.
+//! caps. `layout` is the one table of a block's tensors. Each layer's forward and backward stand side by side, and what
+//! backward needs is a named struct.
 //!
 //! What runs a step over the segments is `engine`; where weights live is `sharding`.
 
 pub mod assemble;
 mod block;
 mod config;
+mod config_reader;
 mod embedding;
 mod families;
 mod init;
+mod layout;
 mod linear;
 mod lm_head;
 mod lora;
 mod rope;
 mod spec;
+mod stored;
 
 pub use assemble::ParamLookup;
-pub use block::{BlockCache, BlockContext, BlockSaved, BlockWeights, DropoutContext, backward, forward};
+pub use block::{
+    BlockCache, BlockContext, BlockSaved, BlockWeights, DropoutContext, SavedBytes, backward, forward,
+};
 pub use config::{Family, LayerKind, ModelConfig};
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};
 pub use init::{initial_lora, initial_value};
+pub use layout::{BlockLayout, BlockModule, BlockPart, LinearGroup, ModelPart, Segment, WeightShape};
 pub use linear::{Linear, LoraSaved};
 pub use lm_head::HeadWeights;
-pub use lora::{AdapterSwitch, Lora};
+pub use lora::{AdapterSwitch, Lora, LoraShape};
 pub use rope::{Rope, RopeKind};
-pub use spec::{Module, ModuleKind, ParamSpec, Role, Segment, modules, parameters};
+pub use spec::{Module, ModuleKind, ParamSpec, Role, modules, parameters};
+pub use stored::{StoredModel, stored_name};
 
 use candle_core::Tensor;
 

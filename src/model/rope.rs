@@ -7,7 +7,7 @@
 
 use candle_core::{Device, Tensor};
 
-use super::config::ConfigReader;
+use super::config_reader::ConfigReader;
 use crate::error::{Error, Result};
 use crate::ops::attention::Span;
 use crate::ops::rotary::RotaryTable;

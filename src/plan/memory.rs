@@ -1,14 +1,14 @@
 //! How much memory a step will need, from shapes alone, and whether it fits: the ground for `recompute = "auto"`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use candle_core::{DType, Device};
 
-use crate::model::{ModelConfig, Segment};
+use crate::model::{BlockSaved, LoraShape, ModelConfig, SavedBytes, Segment};
 use crate::ops::cross_entropy::logits_bytes;
 use crate::optim::StateLayout;
 use crate::quant::QuantRun;
-use crate::recipe::enums::{Recompute, StateDtype};
+use crate::recipe::enums::{AdapterKind, Recompute, StateDtype};
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::sharding::{OffloadTarget, ParamDesc, ParamKind, Placement, ShardingStrategy};
@@ -19,7 +19,7 @@ use crate::units;
 pub struct MemoryPlan {
     /// Weights as they are kept, and f32 masters.
     pub weights: u64,
-    /// f32 gradients.
+    /// Gradients, in f32.
     pub gradients: u64,
     /// The optimizer's state, in 32 or 8 bits.
     pub optimizer: u64,
@@ -105,13 +105,8 @@ impl MemoryPlan {
             let staged = 2 + options.optimizer_state.tensors.len() as u64;
             memory.workspace += 4 * staged * longest.min(STAGING_ELEMENTS as u64);
         }
-        let (input, saved) = block_bytes(config, adapter_setup, size);
-        let layers = config.num_layers();
-        let kept = match recompute {
-            Recompute::None => layers * (input + saved),
-            Recompute::Block => layers * input + saved,
-        };
-        memory.activations = (kept * tokens) as u64;
+        let saved = saved_bytes(config, adapter_setup, tokens, options.dtype);
+        memory.activations = kept_bytes(&saved, recompute) as u64;
         // Backward holds the gradients of a block's widest tensors beside what it recomputes.
         let widest = 2 * config.intermediate_size + config.heads.qkv_width() + 4 * config.hidden_size;
         let logits = logits_bytes(config.vocab_size, tokens);
@@ -158,7 +153,7 @@ pub struct MemoryOptions<'a> {
     pub optimizer_state: StateLayout,
     /// Who keeps what.
     pub kind: ShardingStrategy,
-    /// All ranks.
+    /// The number of all ranks.
     pub ranks: usize,
     /// Ranks that share one copy of what is sharded.
     pub sharded_over: usize,
@@ -220,22 +215,37 @@ fn weight_bytes(desc: &ParamDesc, size: usize) -> (u64, u64) {
     (bytes as u64, master as u64)
 }
 
-/// Bytes a token of a block's input, and of the rest that its backward needs.
-fn block_bytes(config: &ModelConfig, adapter_setup: Option<&AdapterSetup>, size: usize) -> (usize, usize) {
-    let heads = config.heads;
-    let post = if config.post_norms { 2 * config.hidden_size } else { 0 };
-    let values =
-        heads.qkv_width() + heads.q_width() + config.hidden_size + 2 * config.intermediate_size + post;
-    let ranks: usize = adapter_setup.map_or(0, |a| a.targets.iter().map(|target| target.r).sum());
-    // DoRA keeps each layer's output before the magnitudes.
-    let dora = match adapter_setup {
-        Some(a) if a.config.spec.use_dora => {
-            heads.qkv_width() + 2 * config.hidden_size + 2 * config.intermediate_size
-        }
-        _ => 0,
+/// What each block keeps of `tokens` tokens for its backward.
+fn saved_bytes(
+    config: &ModelConfig,
+    adapter_setup: Option<&AdapterSetup>,
+    tokens: usize,
+    dtype: DType,
+) -> Vec<SavedBytes> {
+    let kind = match adapter_setup {
+        Some(adapter_setup) if adapter_setup.config.spec.use_dora => AdapterKind::Dora,
+        _ => AdapterKind::Lora,
     };
-    let adapters = 4 * (heads.num_heads + ranks / config.num_layers().max(1));
-    (config.hidden_size * size, (values + dora) * size + adapters)
+    let targets = adapter_setup.map_or(&[][..], |adapter_setup| &adapter_setup.targets);
+    let ranks: HashMap<&str, usize> = targets.iter().map(|target| (target.name.as_str(), target.r)).collect();
+    let of_layer = |layer: usize| {
+        BlockSaved::bytes(config, tokens, dtype, |module| {
+            let r = ranks.get(module.name_in(layer).as_str())?;
+            Some(LoraShape { kind, r: *r })
+        })
+    };
+    (0..config.num_layers()).map(of_layer).collect()
+}
+
+/// Bytes of `blocks` that are kept at once, at most.
+fn kept_bytes(blocks: &[SavedBytes], recompute: Recompute) -> usize {
+    let inputs: usize = blocks.iter().map(|block| block.input).sum();
+    let rest = blocks.iter().map(|block| block.rest);
+    match recompute {
+        Recompute::None => inputs + rest.sum::<usize>(),
+        // Blocks are computed again one at a time.
+        Recompute::Block => inputs + rest.max().unwrap_or(0),
+    }
 }
 
 /// Bytes that can still be had on the device; none when nothing tells.
@@ -244,4 +254,44 @@ pub(super) fn available(device: &Device) -> Option<u64> {
         return crate::runtime::device::free_bytes(device);
     }
     crate::runtime::machine::host_memory().map(|memory| memory.available)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Result;
+    use crate::recipe::{AdapterSection, TargetModules};
+
+    /// Layers differ: an adapter need not be on each.
+    #[test]
+    fn activations_are_the_sum_over_the_blocks() -> Result<()> {
+        let text = r#"{"model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
+        let config = ModelConfig::from_json(text, "config.json")?;
+        let named = vec!["model.layers.1.mlp.down_proj".to_owned(), "lm_head".to_owned()];
+        let target_modules = TargetModules::Named(named);
+        let section = AdapterSection { target_modules, r: 5, ..AdapterSection::default() };
+        let adapter_setup = AdapterSetup::from_recipe(&section, ("base", &config), &[])?;
+        let options = MemoryOptions {
+            dtype: DType::BF16,
+            moments: StateDtype::F32,
+            kind: ShardingStrategy::Single,
+            ranks: 1,
+            sharded_over: 1,
+            saving: Saving::Outputs,
+            accumulates: false,
+            offload: &Offload::None,
+            on_host: true,
+        };
+        let activations = |adapter_setup: Option<&AdapterSetup>, recompute| {
+            MemoryPlan::of_step(&config, &[], adapter_setup, 7, recompute, &options).activations
+        };
+        // Of a token: qkv, attention's output, h, gate and up in bf16, log-sum-exps in f32.
+        let (input, rest, branch) = (7 * 2 * 16, 7 * (2 * (32 + 16 + 16 + 48) + 4 * 4), 7 * 4 * 5);
+        assert_eq!(activations(None, Recompute::None), 3 * (input + rest));
+        assert_eq!(activations(None, Recompute::Block), 3 * input + rest);
+        assert_eq!(activations(Some(&adapter_setup), Recompute::None), 3 * (input + rest) + branch);
+        assert_eq!(activations(Some(&adapter_setup), Recompute::Block), 3 * input + rest + branch);
+        Ok(())
+    }
 }

@@ -1,20 +1,20 @@
 //! What of a model trains beside or instead of all its weights: the recipe's `[adapter]`, a saved PEFT adapter, or
-//! both (go on training a saved one).
+//! both (go on training a saved one, which `saved_adapter` makes).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use super::new_tokens::{refuse_lora_beside_rows, tables_with_rows};
 use super::pissa::PissaStart;
-use super::saved_adapter;
-use super::vocabulary::tables_with_rows;
 use crate::adapter::{
     self, AdapterConfig, InitLoraWeights, ModulePattern, NamePattern, SavedAdapter, Target, TargetSpec,
     TensorKind,
 };
 use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig, ModuleKind};
-use crate::recipe::{self, AdapterInit, AdapterKind, Recipe};
+use crate::recipe::{self, AdapterInit, AdapterKind};
 use crate::sharding::{Adapters, LoraSpec};
+use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 
 /// An adapter on a model: which modules, how, and from which values it starts.
 #[derive(Debug)]
@@ -55,29 +55,6 @@ impl AdapterStart {
 }
 
 impl AdapterSetup {
-    /// The saved adapter in `folder`, the recipe's `adapter.path`, to go on with on the model `base` (its name in
-    /// adapter_config.json, its shape), with the rows of new `tokens`. The recipe's `[adapter]` takes over what it does
-    /// not say.
-    ///
-    /// # Errors
-    /// The adapter cannot be read, was made for another model, or has no rows for `tokens`; keys that are written in
-    /// `[adapter]` contradict it.
-    pub fn from_saved(
-        recipe: &mut Recipe,
-        folder: &Path,
-        (base, model): (&str, &ModelConfig),
-        tokens: &[u32],
-    ) -> Result<Self> {
-        let mut adapter_setup = Self::saved_in(folder, model)?;
-        let used = saved_adapter::settings(recipe, &adapter_setup, folder, &model::modules(model))?;
-        adapter_setup.check_trains(tokens)?;
-        adapter_setup.config.lora_dropout = used.lora_dropout;
-        adapter_setup.dropout = used.lora_dropout as f32;
-        adapter_setup.config.base_model_name_or_path = Some(base.to_owned());
-        recipe.adapter = Some(used);
-        Ok(adapter_setup)
-    }
-
     /// The recipe's `[adapter]` on the model `base` (its name in adapter_config.json, its shape), with the rows of new
     /// `tokens`.
     ///
@@ -96,7 +73,7 @@ impl AdapterSetup {
         let saved = adapter::resolve_saved(&spec, &modules)?;
         if !tokens.is_empty() {
             let tables = tables_with_rows(model, &saved);
-            refuse_new_tokens_on_lora(&tables, &targets)?;
+            refuse_lora_beside_rows(&tables, &targets)?;
             spec.trainable_token_indices =
                 tables.into_iter().map(|table| (table.to_owned(), tokens.to_vec())).collect();
         }
@@ -139,9 +116,10 @@ impl AdapterSetup {
         refuse_dora_on_tables(&adapter.config().spec, adapter.targets())?;
         let mut rows = adapter.rows().clone();
         // PEFT saves the embedding's rows under the name of a head that is tied to it too.
-        let own = adapter.config().spec.trainable_token_indices.keys().any(|end| end.ends_with("lm_head"));
-        if model.tie_word_embeddings && rows.contains_key("model.embed_tokens") && !own {
-            rows.remove("lm_head");
+        let own =
+            adapter.config().spec.trainable_token_indices.keys().any(|end| end.ends_with(LM_HEAD_MODULE));
+        if model.tie_word_embeddings && rows.contains_key(EMBED_TOKENS_MODULE) && !own {
+            rows.remove(LM_HEAD_MODULE);
         }
         Ok(AdapterSetup {
             targets: adapter.targets().to_vec(),
@@ -153,18 +131,6 @@ impl AdapterSetup {
         })
     }
 
-    /// Tokens that a saved adapter does not train cannot be trained beside it.
-    fn check_trains(&self, tokens: &[u32]) -> Result<()> {
-        let whole = self.saves("model.embed_tokens") || self.saves("lm_head");
-        let trained: BTreeSet<&u32> = self.rows.values().flatten().collect();
-        match tokens.iter().find(|id| !whole && !trained.contains(id)) {
-            None => Ok(()),
-            Some(id) => Err(Error::user("`model.new_tokens` contradicts the adapter of `adapter.path`")
-                .because(format!("one of them is token {id}, for which the saved adapter has no row"))
-                .hint("remove `new_tokens` from the recipe, or leave out `path` to start a new adapter")),
-        }
-    }
-
     /// Whether the module trains whole.
     pub fn saves(&self, module: &str) -> bool {
         self.saved.contains(module)
@@ -172,8 +138,8 @@ impl AdapterSetup {
 
     /// Whether a tied head gets parameters of its own, because it or the embedding trains.
     pub fn unties(&self) -> bool {
-        let apart = self.saves("lm_head") || self.saves("model.embed_tokens");
-        self.rows.contains_key("lm_head") || (apart && !self.config.ensure_weight_tying)
+        let apart = self.saves(LM_HEAD_MODULE) || self.saves(EMBED_TOKENS_MODULE);
+        self.rows.contains_key(LM_HEAD_MODULE) || (apart && !self.config.ensure_weight_tying)
     }
 
     /// What the strategy needs to know of it.
@@ -185,7 +151,7 @@ impl AdapterSetup {
 
     /// What makes the frozen weights differ from the base's own.
     fn base_change(&self) -> Option<&'static str> {
-        let tables = ["model.embed_tokens", "lm_head"];
+        let tables = [EMBED_TOKENS_MODULE, LM_HEAD_MODULE];
         let stored = |saved: &SavedAdapter| {
             tables.iter().any(|table| saved.info(table, TensorKind::BaseWeight).is_some())
         };
@@ -239,21 +205,6 @@ pub(crate) fn spec_of(recipe: &recipe::AdapterSection) -> TargetSpec {
         rank_pattern: recipe.rank_pattern.0.clone(),
         alpha_pattern: recipe.alpha_pattern.0.clone(),
         ..TargetSpec::default()
-    }
-}
-
-/// PEFT trains either LoRA on a table or single rows of it.
-fn refuse_new_tokens_on_lora(tables: &[&str], targets: &[Target]) -> Result<()> {
-    let on = |table: &&&str| targets.iter().any(|target| target.name.ends_with(**table));
-    match tables.iter().find(on) {
-        None => Ok(()),
-        Some(table) => Err(Error::user("cannot train new tokens")
-            .because(format!(
-                "`{table}`, of which their rows train, has LoRA: `adapter.target_modules` names it"
-            ))
-            .hint(format!(
-                "remove it from `target_modules`, or train it whole: `modules_to_save = [{table:?}]`"
-            ))),
     }
 }
 

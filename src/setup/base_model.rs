@@ -28,7 +28,7 @@ use crate::weights::{ModelFiles, ModelIdentity};
 pub struct BaseModel {
     /// Where it is.
     pub found: ResolvedSource,
-    /// Its shape.
+    /// Its shape and arithmetic.
     pub config: ModelConfig,
     /// Its weights on disk; none when they start random.
     pub files: Option<ModelFiles>,
@@ -45,7 +45,7 @@ pub struct BaseModel {
 /// How an engine computes.
 #[derive(Debug, Clone)]
 pub struct EngineOptions {
-    /// Where.
+    /// Where it computes.
     pub device: Device,
     /// In which dtype.
     pub dtype: DType,

@@ -19,6 +19,9 @@ pub struct DatasetLoader {
 
 impl DatasetLoader {
     /// The tokenizer and the rules of `[data]`; ids from `vocab_size` on are refused.
+    ///
+    /// # Errors
+    /// The user's: the chat template cannot be read or is no valid template.
     pub fn new(tokenizer: Tokenizer, data: &recipe::DataSection, vocab_size: usize) -> Result<Self> {
         let template =
             ChatTemplate::load(&tokenizer, data.chat_template.as_ref().map(|template| template.0.as_str()))?;
@@ -46,6 +49,10 @@ impl DatasetLoader {
     }
 
     /// Finds and encodes the data sets of `sources`; also says where each was found.
+    ///
+    /// # Errors
+    /// The user's: a data set cannot be found or read, its rows have no known format, or a row is refused by the rules of
+    /// `[data]`. A transient fault: the hub does not answer.
     pub fn load(
         &self,
         sources: &[DataSource],

@@ -4,26 +4,24 @@
 //! Files are read and quantized in pieces, so loading a quantized base needs the memory of the quantized model and the
 //! pages of one tensor as it is stored; where an adapter is derived from a weight, of that weight in f32.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Device, Tensor};
 
 use super::adapter_setup::{AdapterSetup, AdapterStart};
-use super::param_layout::{EMBED, HEAD, saved_as};
+use super::param_layout::saved_as;
 use crate::adapter::{LowRankFactors, Target, TensorKind, principal};
 use crate::error::{Error, Result};
-use crate::model::{self, ModelConfig, Module, ParamSpec, initial_lora, initial_value};
+use crate::model::{self, ModelConfig, Module, ParamSpec, StoredModel, initial_lora, initial_value};
 use crate::ops::dora::weight_norm;
 use crate::ops::matmul_quantized::Weight;
 use crate::quant::{BlocksMut, first_not_finite};
 use crate::recipe::AdapterInit;
 use crate::runtime::rng::RngStream;
 use crate::sharding::{LoadTarget, ParamDesc, TOKEN_ROWS};
-use crate::weights::{ModelFiles, ResizedEmbedding, StoredElement};
+use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles, ResizedEmbedding, StoredElement};
 
-/// The way out when weights and config.json do not fit.
-const ONE_MODEL: &str = "give config.json and weights of one and the same model";
 /// Values read at once: 16 MiB of f32.
 const PIECE: usize = 1 << 22;
 
@@ -60,7 +58,7 @@ impl<'a> InitialValues<'a> {
         seed: u64,
     ) -> Self {
         let table = |name| files.map(|files| ResizedEmbedding::new(files, name));
-        let tables = [EMBED, HEAD].map(table);
+        let tables = [EMBED_TOKENS, LM_HEAD].map(table);
         let drawn = if files.is_none() { model::parameters(config) } else { Vec::new() };
         let drawn = drawn.into_iter().map(|spec| (spec.name.clone(), spec)).collect();
         let modules = if adapter_setup.is_some() { model::modules(config) } else { Vec::new() };
@@ -84,58 +82,14 @@ impl<'a> InitialValues<'a> {
     /// and head may have rows for the `stored_tokens` that config.json says, when the model in use has more.
     pub(crate) fn check(&self, descs: &[ParamDesc], stored_tokens: usize) -> Result<()> {
         let Some(files) = self.files else { return Ok(()) };
-        for desc in descs.iter().filter(|desc| !desc.kind.is_adapter()) {
-            let name = self.stored_name(files, &desc.name);
-            let info = files.require(name).map_err(|e| e.hint(ONE_MODEL))?;
-            let mut stored = desc.shape.clone();
-            if name == EMBED || name == HEAD {
-                stored[0] = stored_tokens;
-            }
-            if info.shape != desc.shape && info.shape != stored {
-                return Err(Error::user(format!("cannot load {}", info.file.display()))
-                    .because(format!(
-                        "{name} has shape {:?}, config.json makes it {stored:?} ({})",
-                        info.shape,
-                        self.dimensions()
-                    ))
-                    .hint(ONE_MODEL));
-            }
-        }
-        let planned: HashSet<&str> = descs.iter().map(|desc| desc.name.as_str()).collect();
-        for name in files.names() {
-            // Buffers that old checkpoints carry, and the second copy of a tied table.
-            let harmless = name.ends_with("rotary_emb.inv_freq") || name == HEAD || name == EMBED;
-            if !harmless && !planned.contains(name) {
-                let file = files.info(name).map(|info| info.file.display().to_string()).unwrap_or_default();
-                return Err(Error::user(format!("cannot load {file}"))
-                    .because(format!("{name} has no place in the model that config.json describes"))
-                    .hint(ONE_MODEL));
-            }
-        }
-        Ok(())
+        let own = descs.iter().filter(|desc| !desc.kind.is_adapter());
+        StoredModel { config: self.config, files, stored_tokens }
+            .check("load", own.map(|desc| (desc.name.as_str(), desc.shape.as_slice())))
     }
 
-    fn dimensions(&self) -> String {
-        let c = self.config;
-        format!(
-            "hidden_size {}, intermediate_size {}, vocab_size {}, {} and {} heads of {}",
-            c.hidden_size,
-            c.intermediate_size,
-            c.vocab_size,
-            c.heads.num_heads,
-            c.heads.num_kv_heads,
-            c.heads.head_dim
-        )
-    }
-
-    /// The name that a parameter has in the files: a tied table may be stored as the embedding or as the head.
+    /// The name that a parameter has in the files.
     fn stored_name<'n>(&self, files: &ModelFiles, name: &'n str) -> &'n str {
-        let other = match name {
-            EMBED => HEAD,
-            HEAD => EMBED,
-            _ => return name,
-        };
-        if self.config.tie_word_embeddings && files.info(name).is_none() { other } else { name }
+        model::stored_name(self.config, files, name)
     }
 
     /// Writes the first value of `desc` to its place.
@@ -201,14 +155,16 @@ impl<'a> InitialValues<'a> {
             Some(files) => {
                 let name = self.stored_name(files, name);
                 match (name, &self.tables) {
-                    (EMBED, [Some(table), _]) | (HEAD, [_, Some(table)]) => table.read_part(start, out)?,
+                    (EMBED_TOKENS, [Some(table), _]) | (LM_HEAD, [_, Some(table)]) => {
+                        table.read_part(start, out)?;
+                    }
                     _ => files.read_part(name, start, out)?,
                 }
             }
             None => {
                 // A head that was untied starts as the embedding it was tied to.
-                let tied = self.config.tie_word_embeddings && name == HEAD;
-                let name = if tied { EMBED } else { name };
+                let tied = self.config.tie_word_embeddings && name == LM_HEAD;
+                let name = if tied { EMBED_TOKENS } else { name };
                 let spec = self.drawn.get(name);
                 let spec = spec.ok_or_else(|| Error::internal(format!("no parameter is called {name}")))?;
                 copy(out, &initial_value(self.config, spec, self.seed, start, out.len()));

@@ -7,6 +7,7 @@ pub(crate) mod base_check;
 pub(crate) mod base_model;
 pub(crate) mod dataset;
 pub(crate) mod initial_values;
+pub(crate) mod new_tokens;
 pub(crate) mod param_layout;
 pub(crate) mod pissa;
 pub(crate) mod resolver;

@@ -10,15 +10,13 @@ use crate::error::Result;
 use crate::model::{self, ModelConfig, Module, ModuleKind, ParamSpec, Role, Segment};
 use crate::quant::QuantFormat;
 use crate::sharding::{LrGroup, ParamDesc, ParamKind, TOKEN_ROWS, UpdateRule};
-use crate::weights::{ModelFiles, StoredDtype};
+use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD, LM_HEAD_MODULE, ModelFiles, StoredDtype};
 
-pub(crate) const EMBED: &str = "model.embed_tokens.weight";
-pub(crate) const HEAD: &str = "lm_head.weight";
 /// The module that a tied model computes with the same weight.
 pub(crate) fn tied_module(module: &str) -> Option<&'static str> {
     match module {
-        "model.embed_tokens" => Some("lm_head"),
-        "lm_head" => Some("model.embed_tokens"),
+        EMBED_TOKENS_MODULE => Some(LM_HEAD_MODULE),
+        LM_HEAD_MODULE => Some(EMBED_TOKENS_MODULE),
         _ => None,
     }
 }
@@ -91,7 +89,7 @@ pub(crate) struct Keeping<'a> {
 impl Keeping<'_> {
     /// The format of a frozen parameter; none for what is never quantized.
     fn format_of(&self, spec: &ParamSpec) -> Option<QuantFormat> {
-        if !matches!((spec.role, spec.segment), (Role::Weight, Segment::Block(_))) {
+        if !matches!((spec.role, spec.segment()), (Role::Weight, Segment::Block(_))) {
             return None;
         }
         let stored = self.files.and_then(|files| files.quantized_format(&spec.name));
@@ -111,7 +109,7 @@ impl Keeping<'_> {
     /// Beside a quantized base tables are always, for widening them would cost more memory than quantizing saves.
     fn kept_as(&self, spec: &ParamSpec) -> Option<DType> {
         let matrix = matches!(spec.role, Role::Weight | Role::Embedding);
-        let table = matrix && !matches!(spec.segment, Segment::Block(_));
+        let table = matrix && !matches!(spec.segment(), Segment::Block(_));
         let stored = self.files?.info(&spec.name)?;
         let stays = matrix && self.narrow || table && self.format.is_some();
         // Rows beyond the stored ones are means, which need more digits.
@@ -144,16 +142,17 @@ pub(crate) fn descs(
         } else {
             keeping.frozen(&spec, !has_copy(spec.module()))
         };
-        descs.push(ParamDesc { kind, name: spec.name, shape: spec.shape, segment: spec.segment });
+        let segment = spec.segment();
+        descs.push(ParamDesc { kind, name: spec.name, shape: spec.shape, segment });
     }
     if config.tie_word_embeddings && adapter_setup.is_some_and(AdapterSetup::unties) {
-        let kind = if trains.has(config, "lm_head") {
+        let kind = if trains.has(config, LM_HEAD_MODULE) {
             ParamKind::Trainable(UpdateRule { decay: true, lr_group: LrGroup::Base })
         } else {
             ParamKind::Frozen { dtype: None }
         };
         let shape = vec![config.vocab_size, config.hidden_size];
-        descs.push(ParamDesc { name: HEAD.into(), shape, segment: Segment::Head, kind });
+        descs.push(ParamDesc { name: LM_HEAD.into(), shape, segment: Segment::Head, kind });
     }
     if let Some(adapter_setup) = adapter_setup {
         adapter_slots(config, adapter_setup, &mut descs);

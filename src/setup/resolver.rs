@@ -64,6 +64,9 @@ impl ResolvedSource {
 
 impl<'a> Resolver<'a> {
     /// A finder that obeys the hub's environment variables.
+    ///
+    /// # Errors
+    /// The user's: one of them is malformed.
     pub fn new(offline: bool, terminal: &'a Terminal) -> Result<Self> {
         Ok(Resolver { options: HubOptions::from_env(offline)?, terminal, leaves_weights: false })
     }
@@ -97,16 +100,25 @@ impl<'a> Resolver<'a> {
     }
 
     /// A model with its weights.
+    ///
+    /// # Errors
+    /// As [`hub::locate_model`].
     pub fn model(&self, source: &DataSource, revision: &str) -> Result<ResolvedSource> {
         self.find(source, |id, options, progress| hub::locate_model(id, revision, options, progress))
     }
 
     /// A model without its weights: config, tokenizer, index.
+    ///
+    /// # Errors
+    /// As [`hub::locate_model_headers`].
     pub fn model_headers(&self, source: &DataSource, revision: &str) -> Result<ResolvedSource> {
         self.find(source, |id, options, progress| hub::locate_model_headers(id, revision, options, progress))
     }
 
     /// A data set: a file or a folder, or the files of `split` in a hub repository.
+    ///
+    /// # Errors
+    /// As [`hub::locate_dataset`]; an asset of the binary cannot be written to disk.
     pub fn dataset(&self, source: &DataSource, split: Split) -> Result<ResolvedSource> {
         let rows_for = match split {
             Split::Train => RowsFor::Training,
@@ -120,6 +132,9 @@ impl<'a> Resolver<'a> {
     }
 
     /// An adapter: a folder, or the files of a hub repository.
+    ///
+    /// # Errors
+    /// As [`hub::locate_adapter`].
     pub fn adapter(&self, source: &DataSource) -> Result<ResolvedSource> {
         match source {
             DataSource::Path(path) => Ok(local(source, path)),

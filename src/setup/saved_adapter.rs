@@ -5,16 +5,17 @@
 //! for the names of all linear layers, says the same. `lora_dropout` does not contradict a saved adapter: it is how
 //! training goes on, so a value that is written counts.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use super::adapter_setup::{AdapterSetup, spec_of};
 use crate::adapter::{self, ModulePattern, NamePattern, Target, TargetSpec};
 use crate::error::{Error, Result};
-use crate::model::Module;
+use crate::model::{self, ModelConfig, Module};
 use crate::recipe::{self, AdapterKind, Patterns, Recipe};
-use crate::setup::adapter_setup::{AdapterSetup, spec_of};
+use crate::weights::{EMBED_TOKENS_MODULE, LM_HEAD_MODULE};
 
-/// The section.
+/// The recipe's section.
 const SECTION: &str = "adapter";
 /// The keys that say what a saved adapter is.
 const KEYS: [&str; 9] = [
@@ -29,11 +30,48 @@ const KEYS: [&str; 9] = [
     "use_rslora",
 ];
 
+impl AdapterSetup {
+    /// The saved adapter in `folder`, the recipe's `adapter.path`, to go on with on the model `base` (its name in
+    /// adapter_config.json, its shape), with the rows of new `tokens`. The recipe's `[adapter]` takes over what it does
+    /// not say.
+    ///
+    /// # Errors
+    /// The adapter cannot be read, was made for another model, or has no rows for `tokens`; keys that are written in
+    /// `[adapter]` contradict it.
+    pub fn from_saved(
+        recipe: &mut Recipe,
+        folder: &Path,
+        (base, model): (&str, &ModelConfig),
+        tokens: &[u32],
+    ) -> Result<Self> {
+        let mut adapter_setup = Self::saved_in(folder, model)?;
+        let used = settings(recipe, &adapter_setup, folder, &model::modules(model))?;
+        adapter_setup.check_trains(tokens)?;
+        adapter_setup.config.lora_dropout = used.lora_dropout;
+        adapter_setup.dropout = used.lora_dropout as f32;
+        adapter_setup.config.base_model_name_or_path = Some(base.to_owned());
+        recipe.adapter = Some(used);
+        Ok(adapter_setup)
+    }
+
+    /// Tokens that a saved adapter does not train cannot be trained beside it.
+    fn check_trains(&self, tokens: &[u32]) -> Result<()> {
+        let whole = self.saves(EMBED_TOKENS_MODULE) || self.saves(LM_HEAD_MODULE);
+        let trained: BTreeSet<&u32> = self.rows.values().flatten().collect();
+        match tokens.iter().find(|id| !whole && !trained.contains(id)) {
+            None => Ok(()),
+            Some(id) => Err(Error::user("`model.new_tokens` contradicts the adapter of `adapter.path`")
+                .because(format!("one of them is token {id}, for which the saved adapter has no row"))
+                .hint("remove `new_tokens` from the recipe, or leave out `path` to start a new adapter")),
+        }
+    }
+}
+
 /// The recipe's `[adapter]` as it is used with the adapter `saved` in `folder`, on a model of `modules`.
 ///
 /// # Errors
 /// The user's: keys that are written contradict the adapter, or name what the model does not have.
-pub(crate) fn settings(
+fn settings(
     recipe: &Recipe,
     saved: &AdapterSetup,
     folder: &Path,

@@ -9,7 +9,6 @@ use super::base_model::BaseModel;
 use crate::adapter::SavedAdapter;
 use crate::data::Tokenizer;
 use crate::error::Result;
-use crate::model::ModelConfig;
 use crate::weights::sidecar_files::TokenizerFiles;
 
 impl BaseModel {
@@ -52,43 +51,5 @@ impl BaseModel {
         let changed = tokenizer.changed_files();
         (self.tokenizer != self.found.folder || !changed.is_empty())
             .then(|| TokenizerFiles { folder: self.tokenizer.clone(), changed: changed.to_vec() })
-    }
-}
-
-/// The tables of which the rows of new tokens train beside an adapter that saves the modules `saved` whole. A head
-/// that is tied follows the embedding.
-pub(crate) fn tables_with_rows(config: &ModelConfig, saved: &[String]) -> Vec<&'static str> {
-    let whole = |module: &str| saved.iter().any(|saved| saved == module);
-    let (embed, head) = (whole("model.embed_tokens"), whole("lm_head"));
-    let own_head = !config.tie_word_embeddings || embed || head;
-    [("embed_tokens", !embed), ("lm_head", own_head && !head)]
-        .into_iter()
-        .filter_map(|(table, trains)| trains.then_some(table))
-        .collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_trains_whole_needs_no_rows() {
-        let config = |tied: bool| {
-            let text = format!(
-                r#"{{"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
-                    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-                    "max_position_embeddings": 8, "rms_norm_eps": 1e-6, "tie_word_embeddings": {tied}}}"#
-            );
-            ModelConfig::from_json(&text, "config.json").expect("valid")
-        };
-        let of = |tied, saved: &[&str]| {
-            let saved: Vec<String> = saved.iter().map(|module| (*module).to_owned()).collect();
-            tables_with_rows(&config(tied), &saved)
-        };
-        assert_eq!(of(true, &[]), ["embed_tokens"]);
-        assert_eq!(of(false, &[]), ["embed_tokens", "lm_head"]);
-        assert_eq!(of(false, &["lm_head"]), ["embed_tokens"]);
-        assert_eq!(of(true, &["model.embed_tokens"]), ["lm_head"]);
-        assert!(of(true, &["model.embed_tokens", "lm_head"]).is_empty());
     }
 }

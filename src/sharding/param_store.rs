@@ -23,6 +23,7 @@ use crate::runtime::TensorMut;
 use crate::runtime::copy::{copy_into, zero};
 use crate::runtime::cpu_tensor::memory;
 use crate::runtime::param_storage::ParamStorage;
+use crate::weights::LM_HEAD;
 
 /// How a store keeps its parameters.
 #[derive(Debug, Clone)]
@@ -446,7 +447,7 @@ fn shard_runs(
     packed: &[QuantizedBucket],
 ) -> Result<BTreeMap<Segment, Vec<ShardRun>>> {
     let mut runs: BTreeMap<Segment, Vec<ShardRun>> = BTreeMap::new();
-    let has_head = buckets.iter().flat_map(|b| &b.entries).any(|entry| entry.desc.name == "lm_head.weight");
+    let has_head = buckets.iter().flat_map(|b| &b.entries).any(|entry| entry.desc.name == LM_HEAD);
     let tied = config.tie_word_embeddings && !has_head;
     for (i, bucket) in buckets.iter().enumerate() {
         if bucket.resident().is_some() {

@@ -10,6 +10,7 @@ use super::quantized_bucket::QuantizedBucket;
 use crate::error::{Error, Result};
 use crate::model::{Lora, Param, ParamLookup, TokenRows, WeightMatrix};
 use crate::runtime::TensorMut;
+use crate::weights::LM_HEAD;
 
 /// The adapter on one module.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -122,6 +123,6 @@ impl ParamLookup for SegmentViews<'_> {
     }
 
     fn has_own_head(&self) -> bool {
-        self.index.contains_key("lm_head.weight")
+        self.index.contains_key(LM_HEAD)
     }
 }

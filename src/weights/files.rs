@@ -13,30 +13,9 @@ use std::sync::Arc;
 use super::header::clip;
 use super::quantized::{QuantizedParts, QuantizedTensor, ShardRange};
 use super::shard::{RangeReader, Shard};
-use super::{INDEX_FILE, MODEL_FILE, StoredDtype, StoredElement, bitsandbytes, dtype, header, index};
+use super::{INDEX_FILE, MODEL_FILE, StoredElement, TensorInfo, bitsandbytes, dtype, header, index};
 use crate::error::{Error, Result};
 use crate::quant::QuantFormat;
-
-/// Where a tensor is and what it is, from the header alone.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TensorInfo {
-    /// The type of its elements on disk; of a quantized tensor, the type it was quantized from.
-    pub dtype: StoredDtype,
-    /// Its shape; empty for a scalar.
-    pub shape: Vec<usize>,
-    /// The file that holds it.
-    pub file: Arc<Path>,
-    /// Its bytes in that file; of a quantized tensor, its codes.
-    pub range: Range<usize>,
-    pub(super) shard: usize,
-}
-
-impl TensorInfo {
-    /// Number of elements.
-    pub fn elements(&self) -> usize {
-        self.shape.iter().product()
-    }
-}
 
 /// The open safetensors files of a model or an adapter.
 #[derive(Debug)]

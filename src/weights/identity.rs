@@ -11,7 +11,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::{EMBED_TOKENS, LM_HEAD, ModelFiles, TensorInfo};
+use super::{EMBED_TOKENS, LM_HEAD, ModelFiles, TensorInfo, is_rotary_buffer};
 use crate::error::{Error, Result};
 use crate::quant::QuantFormat;
 
@@ -149,7 +149,7 @@ fn digest(files: &ModelFiles) -> Result<blake3::Hash> {
     };
     let (embed, head) = (table(EMBED_TOKENS)?, table(LM_HEAD)?);
     let copied = embed.is_some() && embed == head;
-    let read = |name: &str| !(name.ends_with("rotary_emb.inv_freq") || copied && name == LM_HEAD);
+    let read = |name: &str| !(is_rotary_buffer(name) || copied && name == LM_HEAD);
     // A tied table may be stored under either name.
     let meant = |name| if name == LM_HEAD && embed.is_none() { EMBED_TOKENS } else { name };
     let tensors: BTreeMap<&str, (&str, &TensorInfo)> = files

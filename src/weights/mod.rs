@@ -24,11 +24,12 @@ mod resized_embedding;
 mod shard;
 pub mod sidecar_files;
 mod summary;
+mod tensor_info;
 mod write;
 
 pub use atomic_dir::AtomicDir;
 pub use dtype::{StoredDtype, StoredElement};
-pub use files::{ModelFiles, TensorInfo};
+pub use files::ModelFiles;
 pub use identity::{ModelIdentity, QUANTIZED_FROM};
 pub use load::{Expected, load_tensor};
 pub use quantized::QuantizedTensor;
@@ -36,6 +37,7 @@ pub use random_access_writer::{PlannedFile, RandomAccessWriter};
 pub use resized_embedding::ResizedEmbedding;
 pub use shard::{RangeReader, RemoteRange};
 pub use summary::{Summary, Tally, TensorGroup, summary, summary_of};
+pub use tensor_info::TensorInfo;
 pub use write::{
     Metadata, TensorSink, WriteEntry, Written, split, write_file, write_file_with, write_index,
     write_index_of, write_sharded, write_shards, write_text,
@@ -49,3 +51,12 @@ pub const INDEX_FILE: &str = "model.safetensors.index.json";
 pub const EMBED_TOKENS: &str = "model.embed_tokens.weight";
 /// The output head, in every family; a tied model usually does not store it.
 pub const LM_HEAD: &str = "lm_head.weight";
+/// The module of [`EMBED_TOKENS`].
+pub const EMBED_TOKENS_MODULE: &str = "model.embed_tokens";
+/// The module of [`LM_HEAD`].
+pub const LM_HEAD_MODULE: &str = "lm_head";
+
+/// Whether a tensor is a buffer of rotary frequencies, which old checkpoints carry and nobody reads.
+pub fn is_rotary_buffer(name: &str) -> bool {
+    name.ends_with("rotary_emb.inv_freq")
+}

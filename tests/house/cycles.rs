@@ -6,23 +6,7 @@ use super::Source;
 
 /// Circles that exist; none may be added.
 const KNOWN: &[&[&str]] = &[
-    &["adapter/config.rs", "adapter/files.rs"],
-    &["data/conversation.rs", "data/format.rs"],
-    &["data/json_rows.rs", "data/source.rs", "data/table_rows.rs"],
-    &["export/gguf/metadata.rs", "export/gguf/rope.rs"],
-    &["hub/client.rs", "hub/remote.rs"],
-    &["hub/configurations.rs", "hub/dataset.rs"],
-    &["model/config.rs", "model/families.rs", "model/rope.rs"],
     &["model/linear.rs", "model/lora.rs"],
-    &[
-        "setup/adapter_setup.rs",
-        "setup/base_model.rs",
-        "setup/initial_values.rs",
-        "setup/param_layout.rs",
-        "setup/saved_adapter.rs",
-        "setup/vocabulary.rs",
-    ],
-    &["weights/bitsandbytes.rs", "weights/files.rs", "weights/shard.rs"],
 ];
 
 /// What is known of one file, by its path of modules.

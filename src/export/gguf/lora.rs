@@ -5,16 +5,18 @@
 //! the whole file over each r. What an adapter has beyond that (rsLoRA, alpha patterns) goes into B, so the sum is
 //! the one it was trained with. What is no product of A and B has no place in such a file.
 
+use std::collections::HashMap;
 use std::path::Path;
 
-use super::metadata::{architecture, refused};
-use super::tensors::{change, gguf_name};
+use super::description::{architecture, refused};
+use super::tensors::{change, module_name};
 use super::types::BlockType;
 use super::writer::{self, GgufMetadata, MetadataValue, TensorEntry};
 use super::{Exported, GgufType, blocks};
 use crate::adapter::{CONFIG_FILE, SavedAdapter, Target, TensorKind};
 use crate::error::{Error, Result};
-use crate::model::{self, ModelConfig};
+use crate::model::{self, ModelConfig, ModelPart};
+use crate::weights::LM_HEAD_MODULE;
 
 /// Writes the adapter in the folder `adapter`, made for the model `config`, to the new file `output`; `name` is for
 /// people.
@@ -74,26 +76,34 @@ pub fn write_adapter(
 struct LoraPart<'a> {
     name: String,
     target: &'a Target,
+    module: ModelPart,
     kind: TensorKind,
 }
 
 fn parts<'a>(config: &ModelConfig, opened: &'a SavedAdapter, folder: &Path) -> Result<Vec<LoraPart<'a>>> {
+    let modules: HashMap<String, ModelPart> =
+        model::parameters(config).iter().map(|spec| (spec.module().to_owned(), spec.part)).collect();
     let mut parts = Vec::with_capacity(2 * opened.targets().len());
     for target in opened.targets() {
-        if config.tie_word_embeddings && target.name == "lm_head" {
-            return Err(more_than_lora(
-                folder,
-                "it has LoRA on the head, which is one tensor with the embedding",
-            ));
-        }
-        let weight = format!("{}.weight", target.name);
-        let name = gguf_name(config, &weight)
-            .ok_or_else(|| refused(format!("`{}` has no name in llama.cpp", target.name)))?;
-        if name == "token_embd.weight" {
-            return Err(more_than_lora(folder, "it has LoRA on the embedding"));
-        }
+        let module = match modules.get(&target.name) {
+            Some(ModelPart::EmbedTokens) => {
+                return Err(more_than_lora(folder, "it has LoRA on the embedding"));
+            }
+            Some(module) => *module,
+            None if target.name == LM_HEAD_MODULE => {
+                return Err(more_than_lora(
+                    folder,
+                    "it has LoRA on the head, which is one tensor with the embedding",
+                ));
+            }
+            None => return Err(refused(format!("`{}` has no name in llama.cpp", target.name))),
+        };
+        let name = module_name(module);
         let halves = [("lora_a", TensorKind::LoraA), ("lora_b", TensorKind::LoraB)];
-        parts.extend(halves.map(|(half, kind)| LoraPart { name: format!("{name}.{half}"), target, kind }));
+        parts.extend(halves.map(|(half, kind)| {
+            let name = format!("{name}.weight.{half}");
+            LoraPart { name, target, module, kind }
+        }));
     }
     Ok(parts)
 }
@@ -112,7 +122,7 @@ impl LoraPart<'_> {
         let mut values = vec![0f32; rows * row];
         opened.read_into(&self.target.name, self.kind, &mut values)?;
         if self.kind == TensorKind::LoraB {
-            let change = change(config, &format!("{}.weight", self.target.name));
+            let change = change(config, self.module);
             let factor = self.target.scale * self.target.r as f64 / alpha * f64::from(change.factor);
             let rows = (0..rows).map(|at| change.source_row(at, rows));
             let moved = rows.flat_map(|from| &values[from * row..(from + 1) * row]);

@@ -6,43 +6,16 @@
 
 use serde_json::{Map, Value as Json};
 
+use super::description::{ModelDescription, architecture, count, refused};
 use super::rope;
 use super::types::GgufType;
-use super::writer::{GgufMetadata, MetadataValue};
-use crate::error::{Error, Result};
+use super::writer::MetadataValue;
+use crate::error::Result;
 use crate::model::{Family, ModelConfig};
 use crate::ops::glu::Activation;
 
 /// The version of the block formats (`GGML_QNT_VERSION`).
 const QUANTIZATION_VERSION: u32 = 2;
-
-/// A model as keys, tensors that it has besides its parameters, and what a person should know of the file.
-#[derive(Debug, Default)]
-pub(super) struct ModelDescription {
-    pub(super) metadata: GgufMetadata,
-    /// Made tensors of one dimension: factors of the rotary frequencies.
-    pub(super) tensors: Vec<(&'static str, Vec<f32>)>,
-    pub(super) notes: Vec<String>,
-}
-
-/// The architecture's name in llama.cpp.
-pub(super) fn architecture(config: &ModelConfig) -> &'static str {
-    match config.family {
-        Family::Llama | Family::Mistral => "llama",
-        Family::Qwen2 => "qwen2",
-        Family::Qwen3 => "qwen3",
-        Family::Gemma2 => "gemma2",
-        Family::Gemma3 => "gemma3",
-        Family::Phi3 => "phi3",
-    }
-}
-
-/// Why a model cannot be a GGUF file, with the way out.
-pub(super) fn refused(cause: String) -> Error {
-    Error::user("cannot export this model as GGUF")
-        .because(cause)
-        .hint("write `--format hf` for programs that read Hugging Face folders")
-}
 
 /// The model `config`, read from `raw`, its config.json; `name` is for people.
 ///
@@ -91,12 +64,6 @@ pub(super) fn describe(
     windows(config, arch, &mut description)?;
     rope::describe(config, raw, arch, &mut description)?;
     Ok(description)
-}
-
-pub(super) fn count(key: &str, number: usize) -> Result<MetadataValue> {
-    u32::try_from(number)
-        .map(MetadataValue::U32)
-        .map_err(|_| refused(format!("its {key} is {number}; accepted: up to {}", u32::MAX)))
 }
 
 /// What llama.cpp computes without asking, where the model has something else.

@@ -2,10 +2,11 @@
 //!
 //! The writer is ours and streams: a block of rows is read, changed, rounded and written, so memory holds a few of them
 //! whatever the model's size. What llama.cpp expects is spread over [`tensors`] (names and changes of values),
-//! [`metadata`] and [`rope`] (keys), [`vocabulary`] (tokenizer), [`types`] (which tensor gets which type) and
+//! [`metadata`] and [`rope`] (keys, of a [`description`]), [`vocabulary`] (tokenizer), [`types`] (which tensor gets which type) and
 //! [`lora`]; the facts are llama.cpp's own, read in its sources at the version that llama-cpp-python 0.3.36 carries.
 
 mod blocks;
+mod description;
 mod lora;
 mod metadata;
 mod pretokenizer;

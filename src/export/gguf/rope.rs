@@ -6,7 +6,7 @@
 
 use serde_json::{Map, Value as Json};
 
-use super::metadata::{ModelDescription, count, refused};
+use super::description::{ModelDescription, count, refused};
 use super::writer::MetadataValue;
 use crate::error::Result;
 use crate::model::{Family, ModelConfig, Rope, RopeKind};

@@ -6,9 +6,9 @@
 //! the width of a head and reads no key for it, so where config.json's `query_pre_attn_scalar` says otherwise the
 //! quotient goes into q.
 
-use crate::error::{Error, Result};
-use crate::model::{self, Family, ModelConfig};
-use crate::weights::{EMBED_TOKENS, LM_HEAD, ModelFiles};
+use crate::error::Result;
+use crate::model::{self, BlockPart, Family, ModelConfig, ModelPart, ParamSpec, Role, StoredModel};
+use crate::weights::ModelFiles;
 
 /// Elements of a tensor in memory at once, if a row is not longer.
 const BLOCK: usize = 1 << 22;
@@ -61,97 +61,71 @@ pub(super) struct PlannedTensor {
 /// # Errors
 /// The user's: a tensor is missing, has another shape than config.json says, or has no place in the model.
 pub(super) fn plan(config: &ModelConfig, files: &ModelFiles) -> Result<Vec<PlannedTensor>> {
-    let one_model = "give config.json and weights of one and the same model";
     let parameters = model::parameters(config);
-    let mut planned = Vec::with_capacity(parameters.len());
-    for parameter in &parameters {
-        let stored = stored_name(config, files, &parameter.name);
-        let info = files.require(stored).map_err(|error| error.hint(one_model))?;
-        if info.shape != parameter.shape {
-            return Err(Error::user(format!("cannot export {}", info.file.display()))
-                .because(format!(
-                    "{stored} has shape {:?}, config.json makes it {:?}",
-                    info.shape, parameter.shape
-                ))
-                .hint(one_model));
-        }
-        planned.push(PlannedTensor {
-            name: gguf_name(config, &parameter.name)
-                .ok_or_else(|| Error::internal(format!("`{}` has no name in GGUF", parameter.name)))?,
-            stored: stored.to_owned(),
-            shape: parameter.shape.clone(),
-            change: change(config, &parameter.name),
-        });
-    }
-    for name in files.names() {
-        // Buffers that old checkpoints carry, and the second copy of a tied table.
-        let harmless = name.ends_with("rotary_emb.inv_freq") || name == EMBED_TOKENS || name == LM_HEAD;
-        if !harmless && !parameters.iter().any(|parameter| parameter.name == name) {
-            return Err(Error::user(format!("cannot export {}", files.folder().display()))
-                .because(format!("{name} has no place in the model that config.json describes"))
-                .hint(one_model));
-        }
-    }
-    Ok(planned)
-}
-
-/// A tied table may be stored as the embedding or as the head.
-fn stored_name<'n>(config: &ModelConfig, files: &ModelFiles, name: &'n str) -> &'n str {
-    match name {
-        EMBED_TOKENS if config.tie_word_embeddings && files.info(name).is_none() => LM_HEAD,
-        _ => name,
-    }
-}
-
-/// llama.cpp's name of a parameter; none for a name that no family has.
-pub(super) fn gguf_name(config: &ModelConfig, name: &str) -> Option<String> {
-    match name {
-        EMBED_TOKENS => return Some("token_embd.weight".into()),
-        "model.norm.weight" => return Some("output_norm.weight".into()),
-        LM_HEAD => return Some("output.weight".into()),
-        _ => {}
-    }
-    let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
-    let (module, kind) = rest.rsplit_once('.')?;
-    let part = match module {
-        "self_attn.q_proj" => "attn_q",
-        "self_attn.k_proj" => "attn_k",
-        "self_attn.v_proj" => "attn_v",
-        "self_attn.qkv_proj" => "attn_qkv",
-        "self_attn.o_proj" => "attn_output",
-        "self_attn.q_norm" => "attn_q_norm",
-        "self_attn.k_norm" => "attn_k_norm",
-        "mlp.gate_proj" => "ffn_gate",
-        // llama.cpp splits a matrix of this name that has twice the rows: the gate is the first half, as here.
-        "mlp.up_proj" | "mlp.gate_up_proj" => "ffn_up",
-        "mlp.down_proj" => "ffn_down",
-        "input_layernorm" => "attn_norm",
-        "post_attention_layernorm" if config.post_norms => "post_attention_norm",
-        "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
-        "post_feedforward_layernorm" => "post_ffw_norm",
-        _ => return None,
+    StoredModel { config, files, stored_tokens: config.vocab_size }
+        .check("export", parameters.iter().map(|spec| (spec.name.as_str(), spec.shape.as_slice())))?;
+    let planned = |spec: ParamSpec| PlannedTensor {
+        name: tensor_name(&spec),
+        stored: model::stored_name(config, files, &spec.name).to_owned(),
+        change: change(config, spec.part),
+        shape: spec.shape,
     };
-    Some(format!("blk.{layer}.{part}.{kind}"))
+    Ok(parameters.into_iter().map(planned).collect())
 }
 
-/// What happens to the values of a parameter.
-pub(super) fn change(config: &ModelConfig, name: &str) -> TensorChange {
-    let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
-    let ends = |end: &str| module.ends_with(end);
-    let mut change = TensorChange::NONE;
-    if matches!(config.family, Family::Llama | Family::Mistral) {
-        if ends("self_attn.q_proj") {
-            change.interleave_heads = Some(config.heads.num_heads);
-        } else if ends("self_attn.k_proj") {
-            change.interleave_heads = Some(config.heads.num_kv_heads);
-        }
+/// llama.cpp's name of a parameter.
+fn tensor_name(spec: &ParamSpec) -> String {
+    let end = if spec.role == Role::Bias { "bias" } else { "weight" };
+    format!("{}.{end}", module_name(spec.part))
+}
+
+/// llama.cpp's name of a module.
+pub(super) fn module_name(part: ModelPart) -> String {
+    match part {
+        ModelPart::EmbedTokens => "token_embd".into(),
+        ModelPart::Block { layer, part } => format!("blk.{layer}.{}", block_part_name(part)),
+        ModelPart::FinalNorm => "output_norm".into(),
+        ModelPart::LmHead => "output".into(),
     }
-    if config.norm.unit_offset && ends("norm") {
+}
+
+fn block_part_name(part: BlockPart) -> &'static str {
+    match part {
+        BlockPart::QProj => "attn_q",
+        BlockPart::KProj => "attn_k",
+        BlockPart::VProj => "attn_v",
+        BlockPart::QkvProj => "attn_qkv",
+        BlockPart::OProj => "attn_output",
+        BlockPart::QNorm => "attn_q_norm",
+        BlockPart::KNorm => "attn_k_norm",
+        BlockPart::GateProj => "ffn_gate",
+        // llama.cpp splits a matrix of this name that has twice the rows: the gate is the first half, as here.
+        BlockPart::UpProj | BlockPart::GateUpProj => "ffn_up",
+        BlockPart::DownProj => "ffn_down",
+        BlockPart::AttnNorm => "attn_norm",
+        BlockPart::AttnPostNorm => "post_attention_norm",
+        BlockPart::MlpNorm => "ffn_norm",
+        BlockPart::MlpPostNorm => "post_ffw_norm",
+    }
+}
+
+/// What happens to the values of a module's parameters.
+pub(super) fn change(config: &ModelConfig, part: ModelPart) -> TensorChange {
+    let mut change = TensorChange::NONE;
+    if config.norm.unit_offset && part.is_norm() {
         change.add = 1.0;
     }
+    let ModelPart::Block { part, .. } = part else { return change };
+    if matches!(config.family, Family::Llama | Family::Mistral) {
+        change.interleave_heads = match part {
+            BlockPart::QProj => Some(config.heads.num_heads),
+            BlockPart::KProj => Some(config.heads.num_kv_heads),
+            _ => None,
+        };
+    }
     // Scores are linear in q: where q is normed, in the norm's weight.
-    let scaled = if config.qk_norm { "self_attn.q_norm" } else { "self_attn.q_proj" };
-    if ends(scaled) {
+    let scaled = if config.qk_norm { BlockPart::QNorm } else { BlockPart::QProj };
+    if part == scaled {
         change.factor = (config.attention_scale / assumed_attention_scale(config)) as f32;
     }
     change

@@ -1,0 +1,177 @@
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use candle_core::{CpuStorage, Storage};
+
+use super::*;
+use crate::model::assemble::{self, ParamLookup};
+use crate::model::{GradBuffer, Lora, TokenRows, WeightMatrix, modules, parameters};
+use crate::recipe::enums::AdapterKind;
+
+const TOKENS: usize = 12;
+const WIDTHS: &str = r#""vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32"#;
+/// Families, and what is special in their blocks.
+const MODELS: [&str; 6] = [
+    r#""model_type": "llama", "attention_bias": true, "mlp_bias": true"#,
+    r#""model_type": "qwen2""#,
+    r#""model_type": "gemma2""#,
+    r#""model_type": "qwen3""#,
+    r#""model_type": "gemma3_text""#,
+    r#""model_type": "phi3""#,
+];
+
+fn config(model: &str) -> ModelConfig {
+    ModelConfig::from_json(&format!("{{{model}, {WIDTHS}}}"), "config.json").expect("valid")
+}
+
+/// Random parameters of a model, and adapters on some of its linear layers, by module.
+struct RandomParams {
+    shapes: HashMap<String, Vec<usize>>,
+    adapters: HashMap<String, LoraShape>,
+    dtype: DType,
+}
+
+impl RandomParams {
+    fn new(config: &ModelConfig, dtype: DType, adapter: impl Fn(&BlockModule) -> Option<LoraShape>) -> Self {
+        let layout = BlockLayout::new(config);
+        let adapters =
+            layout.linears().filter_map(|module| Some((module.name_in(0), adapter(module)?))).collect();
+        let mut shapes: HashMap<String, Vec<usize>> =
+            parameters(config).into_iter().map(|spec| (spec.name, spec.shape)).collect();
+        shapes.extend(modules(config).into_iter().map(|module| (module.name, module.shape)));
+        RandomParams { shapes, adapters, dtype }
+    }
+}
+
+fn normal(name: &str, shape: &[usize], dtype: DType) -> Result<Param> {
+    let stream = RngStream::new(0).named(name);
+    let values: Vec<f32> = (0..shape.iter().product::<usize>() as u64).map(|i| stream.normal(i)).collect();
+    Ok(Param { value: Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?, grad: None })
+}
+
+impl ParamLookup for RandomParams {
+    fn param(&self, name: &str) -> Result<Param> {
+        normal(name, &self.shapes[name], self.dtype)
+    }
+
+    fn grad(&self, _: &str) -> Result<Option<GradBuffer>> {
+        Ok(None)
+    }
+
+    fn matrix(&self, name: &str) -> Result<WeightMatrix> {
+        Ok(WeightMatrix::Dense(self.param(name)?))
+    }
+
+    fn lora(&self, module: &str, module_index: u64) -> Result<Option<Lora>> {
+        let Some(LoraShape { kind, r }) = self.adapters.get(module).copied() else { return Ok(None) };
+        let (out, inputs) = (self.shapes[module][0], self.shapes[module][1]);
+        let magnitude = (kind == AdapterKind::Dora).then(|| normal("m", &[out], DType::F32)).transpose()?;
+        let [a, b] = [normal("a", &[r, inputs], DType::F32)?, normal("b", &[out, r], DType::F32)?];
+        Ok(Some(Lora { a, b, magnitude, scale: 2.0, dropout: 0.1, module_index }))
+    }
+
+    fn rows(&self, _: &str) -> Result<Option<TokenRows>> {
+        Ok(None)
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn has_own_head(&self) -> bool {
+        false
+    }
+}
+
+/// Bytes of the memory that the tensors hold, each piece counted once however many of them view it.
+fn memory_of<'t>(tensors: impl IntoIterator<Item = &'t Tensor>) -> usize {
+    let memory = |tensor: &Tensor| match &*tensor.storage_and_layout().0 {
+        Storage::Cpu(CpuStorage::F32(values)) => (values.as_ptr() as usize, 4 * values.len()),
+        Storage::Cpu(CpuStorage::BF16(values)) => (values.as_ptr() as usize, 2 * values.len()),
+        _ => panic!("a tensor of another dtype than f32 and bf16"),
+    };
+    tensors.into_iter().map(memory).collect::<BTreeMap<_, _>>().values().sum()
+}
+
+/// A forward of the first block in training.
+fn forward_of(
+    config: &ModelConfig,
+    params: &RandomParams,
+    attention: Attention,
+    adapter: AdapterSwitch,
+) -> Result<BlockSaved> {
+    let weights = assemble::block(config, 0, params)?;
+    let spans = [Span::sequence(0, 5), Span::sequence(5, TOKENS - 5)];
+    let tables =
+        config.ropes.iter().map(|rope| rope.table(&spans, &Device::Cpu)).collect::<Result<Vec<_>>>()?;
+    let dropout = Some(DropoutContext { stream: RngStream::new(1), first_token: 0 });
+    let context = BlockContext { spans: &spans, tables: &tables, attention, adapter, dropout };
+    let x = normal("x", &[TOKENS, config.hidden_size], params.dtype)?.value;
+    Ok(forward(config, 0, &weights, &x, &context, None)?.1)
+}
+
+#[test]
+fn bytes_are_those_of_the_memory_that_is_held() -> Result<()> {
+    let none = |_: &BlockModule| None;
+    let lora = |module: &BlockModule| Some(LoraShape { kind: AdapterKind::Lora, r: 1 + module.name.len() });
+    let dora = |module: &BlockModule| Some(LoraShape { kind: AdapterKind::Dora, r: 1 + module.name.len() });
+    let lora_on_one = |module: &BlockModule| {
+        Some(LoraShape { kind: AdapterKind::Lora, r: 5 }).filter(|_| module.name == "mlp.down_proj")
+    };
+    let dora_on_one = |module: &BlockModule| {
+        Some(LoraShape { kind: AdapterKind::Dora, r: 5 }).filter(|_| module.name == "self_attn.o_proj")
+    };
+    type Adapter<'a> = &'a dyn Fn(&BlockModule) -> Option<LoraShape>;
+    let adapters: [Adapter<'_>; 5] = [&none, &lora, &dora, &lora_on_one, &dora_on_one];
+    for (model, dtype) in MODELS.iter().flat_map(|model| [(model, DType::F32), (model, DType::BF16)]) {
+        let config = config(model);
+        for (i, adapter) in adapters.into_iter().enumerate() {
+            let params = RandomParams::new(&config, dtype, adapter);
+            for attention in [Attention::Flash, Attention::Eager] {
+                let case = format!("{model} {dtype:?} {attention:?}, adapter {i}");
+                let saved = forward_of(&config, &params, attention, AdapterSwitch::On)?;
+                let SavedBytes { input, rest } = BlockSaved::bytes(&config, TOKENS, dtype, adapter);
+                // Under recompute a block's input is all that is kept.
+                assert_eq!(memory_of([&saved.x]), input, "{case}");
+                assert_eq!(memory_of(saved.tensors()), input + rest, "{case}");
+                let off = forward_of(&config, &params, attention, AdapterSwitch::Off)?;
+                let without = BlockSaved::bytes(&config, TOKENS, dtype, none);
+                assert_eq!(memory_of(off.tensors()), without.input + without.rest, "{case}, switched off");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_part_and_every_name_stands_once() {
+    for model in MODELS {
+        let layout = BlockLayout::new(&config(model));
+        let all = layout.modules().len();
+        let names: BTreeSet<&str> = layout.modules().iter().map(|module| module.name).collect();
+        let parts: BTreeSet<_> = layout.modules().iter().map(|module| module.part).collect();
+        assert_eq!((names.len(), parts.len()), (all, all), "{model}");
+    }
+}
+
+/// Dropout numbers the linear layers of a block in this order; another one changes the masks of every run.
+#[test]
+fn linear_layers_are_numbered_in_order() -> Result<()> {
+    let cases: [(&str, [&[u64]; 4]); 2] =
+        [(MODELS[0], [&[1, 2, 3], &[4], &[5, 6], &[7]]), (MODELS[5], [&[1], &[2], &[3], &[4]])];
+    for (model, groups) in cases {
+        let adapter = |_: &BlockModule| Some(LoraShape { kind: AdapterKind::Lora, r: 2 });
+        let config = config(model);
+        let weights = assemble::block(&config, 0, &RandomParams::new(&config, DType::F32, adapter))?;
+        let number = |linear: &Linear| linear.lora.as_ref().map_or(0, |lora| lora.module_index);
+        let numbers = |layers: &[Linear]| layers.iter().map(number).collect::<Vec<_>>();
+        let found = [
+            numbers(&weights.qkv),
+            numbers(std::slice::from_ref(&weights.o)),
+            numbers(&weights.gate_up),
+            numbers(std::slice::from_ref(&weights.down)),
+        ];
+        assert_eq!(found, groups, "{model}");
+    }
+    Ok(())
+}

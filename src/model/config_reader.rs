@@ -1,0 +1,75 @@
+//! Typed access to config.json.
+
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+
+/// Typed access to the keys of a JSON object, with errors that name key, value found and type accepted.
+pub(super) struct ConfigReader<'a> {
+    object: &'a serde_json::Map<String, Value>,
+}
+
+impl<'a> ConfigReader<'a> {
+    pub(super) fn new(value: &'a Value) -> Result<Self> {
+        match value {
+            Value::Object(object) => Ok(ConfigReader { object }),
+            other => {
+                Err(Error::user("config.json does not hold an object").because(format!("found {other}")))
+            }
+        }
+    }
+
+    /// The value of `key`; a null counts as absent.
+    pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
+        self.object.get(key).filter(|value| !value.is_null())
+    }
+
+    /// True when the key is there, be it null.
+    pub(super) fn mentions(&self, key: &str) -> bool {
+        self.object.contains_key(key)
+    }
+
+    fn typed<T>(&self, key: &str, wanted: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<Option<T>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let found = || Error::user(format!("`{key}` is {value}")).because(format!("accepted: {wanted}"));
+        read(value).map(Some).ok_or_else(found)
+    }
+
+    pub(super) fn opt_usize(&self, key: &str) -> Result<Option<usize>> {
+        self.typed(key, "a whole number", |v| v.as_u64().and_then(|n| usize::try_from(n).ok()))
+    }
+
+    pub(super) fn usize(&self, key: &str) -> Result<usize> {
+        self.opt_usize(key)?.ok_or_else(|| {
+            Error::user(format!("`{key}` is missing")).because("every model of this family has it")
+        })
+    }
+
+    pub(super) fn opt_f64(&self, key: &str) -> Result<Option<f64>> {
+        self.typed(key, "a number", Value::as_f64)
+    }
+
+    pub(super) fn f64_or(&self, key: &str, default: f64) -> Result<f64> {
+        Ok(self.opt_f64(key)?.unwrap_or(default))
+    }
+
+    pub(super) fn bool_or(&self, key: &str, default: bool) -> Result<bool> {
+        Ok(self.typed(key, "true or false", Value::as_bool)?.unwrap_or(default))
+    }
+
+    pub(super) fn opt_str(&self, key: &str) -> Result<Option<&'a str>> {
+        self.typed(key, "a text", Value::as_str)
+    }
+
+    pub(super) fn opt_keys(&self, key: &str) -> Result<Option<ConfigReader<'a>>> {
+        Ok(self.typed(key, "an object", Value::as_object)?.map(|object| ConfigReader { object }))
+    }
+
+    pub(super) fn opt_list(&self, key: &str) -> Result<Option<&'a Vec<Value>>> {
+        self.typed(key, "a list", Value::as_array)
+    }
+
+    pub(super) fn f64_list(&self, key: &str) -> Result<Option<Vec<f64>>> {
+        self.typed(key, "a list of numbers", |v| v.as_array()?.iter().map(Value::as_f64).collect())
+    }
+}
