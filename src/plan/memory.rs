@@ -8,7 +8,7 @@ use crate::model::{BlockSaved, LoraShape, ModelConfig, SavedBytes, Segment};
 use crate::ops::cross_entropy::logits_bytes;
 use crate::optim::StateLayout;
 use crate::quant::QuantRun;
-use crate::recipe::enums::{AdapterKind, Recompute, StateDtype};
+use crate::recipe::enums::{AdapterKind, Recompute};
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::sharding::{OffloadTarget, ParamDesc, ParamKind, Placement, ShardingStrategy};
@@ -260,6 +260,7 @@ pub(super) fn available(device: &Device) -> Option<u64> {
 mod tests {
     use super::*;
     use crate::error::Result;
+    use crate::recipe::enums::StateDtype;
     use crate::recipe::{AdapterSection, TargetModules};
 
     /// Layers differ: an adapter need not be on each.
@@ -274,13 +275,13 @@ mod tests {
         let adapter_setup = AdapterSetup::from_recipe(&section, ("base", &config), &[])?;
         let options = MemoryOptions {
             dtype: DType::BF16,
-            moments: StateDtype::F32,
+            optimizer_state: StateLayout { tensors: &[], dtype: StateDtype::F32 },
             kind: ShardingStrategy::Single,
             ranks: 1,
             sharded_over: 1,
             saving: Saving::Outputs,
             accumulates: false,
-            offload: &Offload::None,
+            offload: &OffloadTarget::default(),
             on_host: true,
         };
         let activations = |adapter_setup: Option<&AdapterSetup>, recompute| {

@@ -79,8 +79,8 @@ mod tests {
             let layout = QuantFormat { kind, block_size: 64, double_quant }.layout(64 * 300 + 1);
             layout.iter().map(|run| (run.elements, run.bytes())).collect::<Vec<_>>()
         };
-        assert_eq!(sizes(CodeKind::Nf4, false), [(9601, 9601), (301, 1204)]);
-        assert_eq!(sizes(CodeKind::Nf4, true), [(9601, 9601), (301, 301), (2, 8)]);
-        assert_eq!(sizes(CodeKind::Int8, false), [(19201, 19201), (301, 1204)]);
+        assert_eq!(sizes(CodeKind::NF4, false), [(9601, 9601), (301, 1204)]);
+        assert_eq!(sizes(CodeKind::NF4, true), [(9601, 9601), (301, 301), (2, 8)]);
+        assert_eq!(sizes(CodeKind::INT8, false), [(19201, 19201), (301, 1204)]);
     }
 }

@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 
 /// The rule, the file, and how many faults it has still; a number that is too large is a fault as well.
-const PENDING: &[(&str, &str, usize)] = &[
-];
+const PENDING: &[(&str, &str, usize)] = &[];
 
 /// What of `faults`, by files, is not on the list, and what of the list is no more.
 pub(super) fn not_pending(rule: &str, faults: &BTreeMap<String, Vec<String>>) -> Vec<String> {

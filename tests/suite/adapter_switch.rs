@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::logits;
-use crate::training::{batch, options};
+use crate::training::{batch, trainer_options};
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Step;
 use finetune::engine::{Engine, SaveAssignment, Trainer, TrainerOptions};
@@ -38,7 +38,7 @@ fn saved(model: &str, case: &str) -> AdapterSetup {
 
 /// Two steps that move every matrix of an adapter, an embedding's A of zeros too.
 fn trained(engine: Engine) -> Result<Engine> {
-    let default = options();
+    let default = trainer_options();
     let options = TrainerOptions {
         schedule: Schedule { learning_rate: 1e-2, ..default.schedule },
         max_grad_norm: None,

@@ -22,8 +22,8 @@ use finetune::runtime::thread_pool;
 use finetune::setup::{EngineOptions, Trains};
 use finetune::sharding::{DeviceMesh, GradReduceOptions, ShardingStrategy};
 
-fn options() -> TrainerOptions {
-    TrainerOptions { max_grad_norm: None, ..training::options() }
+fn trainer_options() -> TrainerOptions {
+    TrainerOptions { max_grad_norm: None, ..training::trainer_options() }
 }
 
 /// Two samples of 9 and 15 tokens.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 
 use crate::logits;
-use crate::training::{batch, options};
+use crate::training::{batch, trainer_options};
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Step;
 use finetune::engine::{LogitsProcessor, Sampling, Trainer, TrainerOptions};
@@ -31,7 +31,7 @@ fn trainer(offload: impl Into<OffloadTarget>, dtype: DType) -> Trainer {
         ..EngineOptions::alone(Device::Cpu, dtype, Attention::Flash, 0)
     };
     let engine = logits::base(&golden().join("models/tiny-llama")).engine(Trains::All, &options).unwrap();
-    let options = TrainerOptions { optimizer: adamw(StateDtype::F32), ..options() };
+    let options = TrainerOptions { optimizer: adamw(StateDtype::F32), ..trainer_options() };
     Trainer::new(engine, options).unwrap()
 }
 

@@ -12,16 +12,16 @@ use finetune::checkpoint::{
 };
 use finetune::collective::{Collective, in_process};
 use finetune::data::{Batch, IGNORE, PackedSample, Step};
-use finetune::engine::{Recompute, SaveAssignment, Trainer, TrainerOptions};
+use finetune::engine::{SaveAssignment, Trainer, TrainerOptions};
 use finetune::error::Result;
 use finetune::optim::{OptimizerAlgorithm, OptimizerOptions, Schedule, StateTensor, StateValues, UpdateStep};
 use finetune::plan::{MemoryOptions, MemoryPlan, Saving};
-use finetune::recipe::enums::{Attention, SchedulerKind, StateDtype};
+use finetune::recipe::enums::{Attention, Offload, Recompute, SchedulerKind, StateDtype};
 use finetune::runtime::TensorMut;
 use finetune::runtime::copy::copy_into;
 use finetune::runtime::thread_pool;
 use finetune::setup::{EngineOptions, Trains};
-use finetune::sharding::{DeviceMesh, GradReduceOptions, Offload, ShardingStrategy};
+use finetune::sharding::{DeviceMesh, GradReduceOptions, OffloadTarget, ShardingStrategy};
 use finetune::weights::{ModelFiles, StoredDtype, WriteEntry, write_file, write_text};
 
 /// SGD with momentum, and the same with more buffers than one, of which the mean is taken.
@@ -166,7 +166,7 @@ fn a_run_goes_on_from_a_checkpoint() {
         for offload in [Offload::None, Offload::Optimizer] {
             let output = tempfile::tempdir().unwrap();
             let alone = EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0);
-            let engine = EngineOptions { offload, ..alone };
+            let engine = EngineOptions { offload: offload.into(), ..alone };
             let mut whole = trainer(&tiny_llama(), algorithm, &engine).unwrap();
             whole.step(&step(1)).unwrap();
             save(&whole, output.path());
@@ -233,7 +233,7 @@ fn the_memory_plan_counts_each_tensor() {
             sharded_over: 1,
             saving: Saving::InBackground,
             accumulates: false,
-            offload: &Offload::None,
+            offload: &OffloadTarget::default(),
             on_host: true,
         };
         let elements: usize = descs.iter().map(|desc| desc.elements()).sum();

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::logits;
-use crate::training::{batch, options};
+use crate::training::{batch, trainer_options};
 use candle_core::{DType, Device};
 use finetune::collective::{Collective, Op, Traffic, in_process};
 use finetune::data::Step;

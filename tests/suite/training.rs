@@ -7,7 +7,7 @@ use finetune::recipe::OptimizerSection;
 use finetune::recipe::enums::{Recompute, SchedulerKind};
 
 /// A constant learning rate, blocks recomputed, gradients clipped.
-pub(crate) fn options() -> TrainerOptions {
+pub(crate) fn trainer_options() -> TrainerOptions {
     TrainerOptions {
         optimizer: OptimizerOptions::from(&OptimizerSection::default()),
         lora_plus_ratio: 1.0,

@@ -4,7 +4,7 @@ use candle_core::{CpuStorage, Storage};
 
 use super::*;
 use crate::model::assemble::{self, ParamLookup};
-use crate::model::{GradBuffer, Lora, TokenRows, WeightMatrix, modules, parameters};
+use crate::model::{Lora, TokenRows, WeightMatrix, modules, parameters};
 use crate::recipe::enums::AdapterKind;
 
 const TOKENS: usize = 12;
@@ -54,7 +54,7 @@ impl ParamLookup for RandomParams {
         normal(name, &self.shapes[name], self.dtype)
     }
 
-    fn grad(&self, _: &str) -> Result<Option<GradBuffer>> {
+    fn grad(&self, _: &str) -> Result<Option<TensorMut>> {
         Ok(None)
     }
 

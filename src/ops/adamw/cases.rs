@@ -1,4 +1,4 @@
-//! Cases of AdamWStep.
+//! Cases of AdamW.
 
 use candle_core::DType;
 
@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
 use crate::runtime::rng::RngStream;
 
-/// More elements than a task of AdamWStep.
+/// More elements than a task of AdamW.
 const PARAMETERS: usize = 40_000;
 
 /// The cases of the update.

@@ -5,7 +5,7 @@ use super::{
     weight_norm_reference,
 };
 use crate::ops::case::{OpCase, TensorPair, Tolerance};
-use crate::ops::matmul::ColumnView;
+use crate::ops::matmul::{ColumnView, ColumnViewMut};
 use crate::ops::matmul_quantized::Weight;
 use crate::ops::matmul_quantized::cases::{FORMATS, quantized};
 
@@ -32,7 +32,7 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
         cases.push(OpCase::new("scale_columns", what, Tolerance::ROUNDED, move |runner| {
             let (dst, x) = (runner.normal("dst", (23, 31))?, runner.normal("x", (23, 20))?);
             let factors = runner.normal_f32("factors", 17)?;
-            let dst_of = |tensor| ColumnView { tensor, start: 6, len: 17 };
+            let dst_of = |tensor| ColumnViewMut { tensor, start: 6, len: 17 };
             let x_of = |tensor| ColumnView { tensor, start: 2, len: 17 };
             scale_columns(dst_of(&dst.here), x_of(&x.here), &factors.here, accumulate)?;
             scale_columns_reference(dst_of(&dst.plain), x_of(&x.plain), &factors.plain, accumulate)?;

@@ -15,7 +15,7 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
             let site = Dropout { p, stream: RngStream::new(3).named("dropout"), first_token: 7 };
             let got = dropout(&x.here, site)?;
             let mask = mask(site, 33, 20)?;
-            Ok(vec![TensorPair::new(got, (x.plain * mask)?)])
+            Ok(vec![TensorPair::new(got, (&*x.plain * mask)?)])
         })
     };
     [0.0, 0.1, 0.5].into_iter().map(case).collect()

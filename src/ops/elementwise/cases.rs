@@ -15,12 +15,12 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = vec![
         OpCase::new("add", "", Tolerance::ROUNDED, |runner| {
             let (a, b) = (runner.normal("a", SQUARE)?, runner.normal("b", SQUARE)?);
-            Ok(vec![TensorPair::new(add(&a.here, &b.here)?, (a.plain + b.plain)?)])
+            Ok(vec![TensorPair::new(add(&a.here, &b.here)?, (&*a.plain + &*b.plain)?)])
         }),
         OpCase::new("zero", "", Tolerance::ROUNDED, |runner| {
             let x = runner.normal("x", SQUARE)?;
             copy::zero(&x.here)?;
-            Ok(vec![TensorPair::new(x.here, x.plain.zeros_like()?)])
+            Ok(vec![TensorPair::new(x.here.into_tensor(), x.plain.zeros_like()?)])
         }),
         OpCase::new("sum_of_squares", "more than a chunk", Tolerance::FORWARD.only_f32(), |runner| {
             let x = runner.normal("x", SQUARE)?;
@@ -40,12 +40,12 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
         cases.push(OpCase::new("add_into", what, tolerance, move |runner| {
             let (dst, x) = inputs(runner)?;
             add_into(&dst.here, &x.here)?;
-            Ok(vec![TensorPair::new(dst.here, (dst.plain + x.plain)?)])
+            Ok(vec![TensorPair::new(dst.here.into_tensor(), (&*dst.plain + &*x.plain)?)])
         }));
         cases.push(OpCase::new("copy_into", what, tolerance, move |runner| {
             let (dst, x) = inputs(runner)?;
             copy::copy_into(&dst.here, &x.here)?;
-            Ok(vec![TensorPair::new(dst.here, x.plain)])
+            Ok(vec![TensorPair::new(dst.here.into_tensor(), x.plain.into_tensor())])
         }));
     }
     cases

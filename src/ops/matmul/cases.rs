@@ -3,7 +3,8 @@
 use candle_core::DType;
 
 use super::{
-    ColumnView, ColumnViewMut, Transpose, add_bias, add_bias_reference, matmul, reference, sum_rows, sum_rows_reference,
+    ColumnView, ColumnViewMut, Transpose, add_bias, add_bias_reference, matmul, reference, sum_rows,
+    sum_rows_reference,
 };
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};

@@ -2,11 +2,11 @@
 
 use candle_core::{Device, Tensor};
 
-use super::{BlockScales, Quantized, Weight, matmul_weight, quantized_reference};
+use super::{Quantized, QuantizedRun, Weight, matmul_weight, quantized_reference};
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, Tolerance};
-use crate::ops::matmul::{ColumnView, Transpose};
-use crate::quant::{self, CodeKind, QuantFormat};
+use crate::ops::matmul::{ColumnView, ColumnViewMut, Transpose};
+use crate::quant::{self, CodeKind, QuantFormat, RunMeaning};
 use crate::runtime::rng::RngStream;
 
 /// A quantized matrix of normal values on the device, and on the host.
@@ -20,18 +20,21 @@ pub(in crate::ops) fn quantized(
     let (mut codes, mut absmax) = (vec![0u8; format.code_bytes(n)], vec![0f32; format.blocks(n)]);
     quant::quantize(format.kind, format.block_size, &values, &mut codes, &mut absmax);
     let on = |device: &Device| -> Result<Quantized> {
+        let run = |meaning, values| QuantizedRun { meaning, values };
         let bytes = |bytes: &[u8]| Tensor::from_slice(bytes, bytes.len(), device);
         let floats = |floats: &[f32]| Tensor::from_slice(floats, floats.len(), device);
-        let scales = if format.double_quant {
+        let mut runs = vec![run(RunMeaning::Codes, bytes(&codes)?)];
+        let mut offset = 0.0;
+        if format.double_quant {
             let mut nested = vec![0u8; absmax.len()];
             let mut outer = vec![0f32; absmax.len().div_ceil(quant::NESTED_BLOCK)];
-            let offset = quant::nest(&absmax, &mut nested, &mut outer);
-            BlockScales::Nested { codes: bytes(&nested)?, absmax: floats(&outer)?, offset }
+            offset = quant::nest(&absmax, &mut nested, &mut outer);
+            runs.push(run(RunMeaning::ScaleCodes, bytes(&nested)?));
+            runs.push(run(RunMeaning::NestedScales, floats(&outer)?));
         } else {
-            BlockScales::Plain(floats(&absmax)?)
-        };
-        let QuantFormat { kind, block_size, .. } = format;
-        Ok(Quantized { kind, block_size, shape, codes: bytes(&codes)?, scales })
+            runs.push(run(RunMeaning::Scales, floats(&absmax)?));
+        }
+        Ok(Quantized { format, shape, runs, offset })
     };
     Ok([on(runner.device)?, on(&Device::Cpu)?])
 }
@@ -64,7 +67,7 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
                     let (k, n) = if form == Transpose::Nt { (shape.1, shape.0) } else { shape };
                     let (a, dst) = (runner.normal("a", (7, k + 3))?, runner.normal("dst", (7, n + 5))?);
                     let a_of = |tensor| ColumnView { tensor, start: 2, len: k };
-                    let dst_of = |tensor| ColumnView { tensor, start: 4, len: n };
+                    let dst_of = |tensor| ColumnViewMut { tensor, start: 4, len: n };
                     matmul_weight(
                         dst_of(&dst.here),
                         a_of(&a.here),

@@ -53,7 +53,7 @@ fn norm_backward(
     let dy = runner.normal("dy", (19, width))?;
     let around = residual.then(|| runner.normal("residual", (19, width))).transpose()?;
     let grad = dweight.then(|| runner.normal_f32("dweight", width)).transpose()?;
-    let (here, plain) = (around.as_ref().map(|r| &r.here), around.as_ref().map(|r| &r.plain));
+    let (here, plain) = (around.as_ref().map(|r| &*r.here), around.as_ref().map(|r| &*r.plain));
     let dw = (grad.as_ref().map(|g| &g.here), grad.as_ref().map(|g| &g.plain));
     let got = rms_norm_backward(&x.here, &w.here, &dy.here, here, dw.0, kind)?;
     let want = reference_backward(&x.plain, &w.plain, &dy.plain, plain, dw.1, kind)?;

@@ -1,12 +1,13 @@
 //! Cases of rotary positions.
 
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 
 use super::{Heads, QkNorm, RotaryTable, reference, reference_backward, rotary, rotary_backward};
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
 use crate::ops::rms_norm::NormKind;
 use crate::ops::rms_norm::cases::KINDS;
+use crate::runtime::TensorMut;
 
 /// One variant of rotary: half of `rotary_dim`, and the per-head norms.
 #[derive(Debug, Clone, Copy)]
@@ -63,16 +64,20 @@ impl RotaryCase {
         Ok(RotaryInputs {
             qkv: runner.normal("qkv", (ROTARY_ROWS, self.heads.qkv_width()))?,
             tables: [
-                RotaryTable { cos: cos.here, sin: sin.here },
-                RotaryTable { cos: cos.plain, sin: sin.plain },
+                RotaryTable { cos: cos.here.into_tensor(), sin: sin.here.into_tensor() },
+                RotaryTable { cos: cos.plain.into_tensor(), sin: sin.plain.into_tensor() },
             ],
             weights: [runner.normal("q_norm", dim)?, runner.normal("k_norm", dim)?],
             grads: [runner.normal_f32("dq_norm", dim)?, runner.normal_f32("dk_norm", dim)?],
         })
     }
 
-    fn norms<'a>(self, x: &'a RotaryInputs, side: impl Fn(&'a OpPair) -> &'a Tensor) -> Option<QkNorm<'a>> {
-        let part = |i: usize| (side(&x.weights[i]), self.trained.then(|| side(&x.grads[i])));
+    fn norms<'a>(
+        self,
+        x: &'a RotaryInputs,
+        side: impl Fn(&'a OpPair) -> &'a TensorMut,
+    ) -> Option<QkNorm<'a>> {
+        let part = |i: usize| (&**side(&x.weights[i]), self.trained.then(|| side(&x.grads[i])));
         self.norm.map(|kind| QkNorm { q: part(0), k: part(1), kind })
     }
 
