@@ -156,13 +156,18 @@ fn sources() -> &'static [Source] {
 }
 
 fn read_sources() -> Vec<Source> {
-    let src = root().join("src");
-    let rust = files(&src).into_iter().filter(|path| path.extension().is_some_and(|end| end == "rs"));
-    let read = |path: PathBuf| {
-        let name = path.strip_prefix(&src).unwrap().to_string_lossy().replace('\\', "/");
-        Source::new(&name, &fs::read_to_string(&path).unwrap())
+    // The lower floors are a crate of their own, of which `finetune` shows the modules.
+    let of = |src: PathBuf| {
+        let rust = files(&src).into_iter().filter(|path| path.extension().is_some_and(|end| end == "rs"));
+        let read = |path: PathBuf| {
+            let name = path.strip_prefix(&src).unwrap().to_string_lossy().replace('\\', "/");
+            Source::new(&name, &fs::read_to_string(&path).unwrap())
+        };
+        rust.map(read).collect::<Vec<_>>()
     };
-    rust.map(read).collect()
+    let mut sources = of(root().join("src"));
+    sources.extend(of(root().join("compute/src")).into_iter().filter(|source| source.path != "lib.rs"));
+    sources
 }
 
 /// The sources but for files that only tests read.

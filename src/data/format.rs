@@ -26,8 +26,15 @@ const FORMATS: [DataFormat; 8] = [
     DataFormat::Text,
 ];
 
-impl DataFormat {
+/// How rows of a format look.
+trait RowFormat {
     /// The keys a row of this format has, for people.
+    fn keys(self) -> &'static str;
+    /// Whether a row has the keys of this format.
+    fn fits(self, row: &Map<String, Value>) -> bool;
+}
+
+impl RowFormat for DataFormat {
     fn keys(self) -> &'static str {
         match self {
             DataFormat::Auto => "any",

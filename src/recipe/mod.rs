@@ -10,7 +10,6 @@
 
 mod builtin;
 mod conflicts;
-pub mod enums;
 mod layers;
 mod render;
 mod schema;
@@ -20,7 +19,8 @@ mod suggest;
 mod value;
 
 pub use builtin::{BUILT_IN, BuiltIn, RecipeText};
-pub use enums::{
+pub use finetune_compute::recipe::enums;
+pub use finetune_compute::recipe::enums::{
     AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, ModelInit, Offload, OnBadRow,
     OnLongRow, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
     TrainOn,

@@ -2,7 +2,7 @@
 //! reader, its writer and the table that help and error messages are made from.
 //!
 //! A key is declared once, as `/// doc`, name, type, default and, for numbers, range; nothing about it is said
-//! anywhere else. `choices!` does the same for a closed list of texts.
+//! anywhere else. `recipe::enums` does the same for closed lists of texts.
 
 use std::path::Path;
 
@@ -139,74 +139,4 @@ macro_rules! range {
     };
 }
 
-/// Declares a closed list of texts as an enum; the first is the default.
-macro_rules! choices {
-    (
-        $(#[doc = $doc:literal])+
-        pub enum $type:ident {
-            $(#[doc = $first_doc:literal])+ $first:ident = $first_text:literal,
-            $( $(#[doc = $choice_doc:literal])+ $choice:ident = $text:literal, )*
-        }
-    ) => {
-        $(#[doc = $doc])+
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-        pub enum $type {
-            $(#[doc = $first_doc])+ #[default] $first,
-            $( $(#[doc = $choice_doc])+ $choice, )*
-        }
-
-        impl $type {
-            /// Every choice, in the order declared.
-            pub const ALL: &'static [$type] = &[$type::$first, $($type::$choice,)*];
-            /// The text of every choice, in the same order.
-            pub const NAMES: &'static [&'static str] = &[$first_text, $($text,)*];
-
-            /// The text that a recipe holds.
-            pub fn as_str(self) -> &'static str {
-                match self { $type::$first => $first_text, $($type::$choice => $text,)* }
-            }
-        }
-
-        impl std::fmt::Display for $type {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str(self.as_str())
-            }
-        }
-
-        impl std::str::FromStr for $type {
-            type Err = $crate::error::Error;
-
-            fn from_str(text: &str) -> $crate::error::Result<Self> {
-                Self::ALL.iter().copied().find(|choice| choice.as_str() == text).ok_or_else(|| {
-                    $crate::error::Error::user(format!("unknown choice `{text}`"))
-                        .because(format!("accepted: {}", Self::NAMES.join(", ")))
-                })
-            }
-        }
-
-        impl $crate::recipe::value::Setting for $type {
-            fn accepted() -> String {
-                let quoted: Vec<String> = Self::NAMES.iter().map(|name| format!("{name:?}")).collect();
-                quoted.join(", ")
-            }
-
-            fn read(
-                value: &toml::Value,
-                _: &std::path::Path,
-            ) -> Result<Self, $crate::recipe::value::ValueRefusal> {
-                let text = value.as_str().and_then(|text| text.parse().ok());
-                text.ok_or($crate::recipe::value::ValueRefusal::Shape)
-            }
-
-            fn write(&self) -> Option<toml::Value> {
-                Some(toml::Value::String(self.as_str().to_owned()))
-            }
-
-            fn choices() -> Vec<&'static str> {
-                Self::NAMES.to_vec()
-            }
-        }
-    };
-}
-
-pub(super) use {choices, range, section};
+pub(super) use {range, section};

@@ -8,6 +8,12 @@ use std::path::Path;
 
 use toml::Value;
 
+use super::enums::{
+    AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, ModelInit, Offload, OnBadRow,
+    OnLongRow, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
+    TrainOn,
+};
+
 /// Why a value was not taken.
 #[derive(Debug)]
 pub(super) enum ValueRefusal {
@@ -352,6 +358,54 @@ impl Setting for TargetModules {
         vec!["all-linear"]
     }
 }
+
+/// The closed lists of texts are settings.
+macro_rules! choices_are_settings {
+    ($($type:ident),* $(,)?) => {$(
+        impl Setting for $type {
+            fn accepted() -> String {
+                let quoted: Vec<String> = Self::NAMES.iter().map(|name| format!("{name:?}")).collect();
+                quoted.join(", ")
+            }
+
+            fn read(
+                value: &toml::Value,
+                _: &std::path::Path,
+            ) -> Result<Self, ValueRefusal> {
+                let text = value.as_str().and_then(|text| text.parse().ok());
+                text.ok_or(ValueRefusal::Shape)
+            }
+
+            fn write(&self) -> Option<toml::Value> {
+                Some(toml::Value::String(self.as_str().to_owned()))
+            }
+
+            fn choices() -> Vec<&'static str> {
+                Self::NAMES.to_vec()
+            }
+        }
+    )*};
+}
+choices_are_settings!(
+    ModelInit,
+    ComputeDtype,
+    Dtype,
+    Attention,
+    QuantKind,
+    AdapterKind,
+    AdapterInit,
+    DataFormat,
+    TrainOn,
+    OnBadRow,
+    OnLongRow,
+    Recompute,
+    OptimizerKind,
+    StateDtype,
+    SchedulerKind,
+    Strategy,
+    Offload,
+    ReduceDtype
+);
 
 #[cfg(test)]
 mod tests {

@@ -5,6 +5,8 @@
 
 use std::fs;
 
+use crate::units::field_bytes;
+
 /// The most memory the process has ever held (resident set), in bytes.
 pub fn peak_bytes() -> u64 {
     status_bytes("VmHWM:").unwrap_or_else(rusage_peak_bytes)
@@ -17,13 +19,6 @@ pub fn current_bytes() -> Option<u64> {
 
 fn status_bytes(key: &str) -> Option<u64> {
     field_bytes(&fs::read_to_string("/proc/self/status").ok()?, key)
-}
-
-/// The value of a line `key   1234 kB` of `status` or `meminfo` (proc(5)), in bytes.
-pub(crate) fn field_bytes(text: &str, key: &str) -> Option<u64> {
-    let value = text.lines().find_map(|line| line.strip_prefix(key))?;
-    let kib: u64 = value.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
 }
 
 fn rusage_peak_bytes() -> u64 {

@@ -30,7 +30,7 @@ struct Case<'a> {
 /// Another model than this is named as `model=NAME` among the keys.
 const MODEL: &str = "tiny-llama";
 
-const STEPS: usize = 20;
+const STEPS: usize = 10;
 
 impl Case<'_> {
     fn one_rank(self) -> Self {
@@ -266,7 +266,7 @@ fn runs_go_on_with_other_ranks() {
     for (method, state) in [("full", "f32"), ("full", "int8"), ("qlora", "f32")] {
         let place = tempfile::tempdir().unwrap();
         let state = format!("optimizer.state={state}");
-        let more = [state.as_str(), "checkpoint.save_steps=4", "checkpoint.keep_last=9"];
+        let more = [state.as_str(), "checkpoint.save_steps=2", "checkpoint.keep_last=9"];
         let case = |ranks, strategy, offload| Case {
             method,
             micro_batches: 12,
@@ -283,14 +283,14 @@ fn runs_go_on_with_other_ranks() {
             [(2, "fsdp", "params"), (4, "hsdp", "optimizer"), (3, "zero2", "file"), (1, "single", "none")];
         for (hop, (ranks, strategy, offload)) in hops.into_iter().enumerate() {
             let output = place.path().join(format!("hop-{hop}"));
-            let step = 4 * (hop + 1);
+            let step = 2 * (hop + 1);
             copy_folder(&from.join(format!("checkpoint-{step}")), &output.join(format!("checkpoint-{step}")));
             case(ranks, strategy, offload).resume(&output);
             let name = format!("{method} {state} from step {step} on {ranks} ranks, offload {offload}");
             near(&losses(&output), &wanted[step..], &name);
             // Nothing is left to do after the last step: what is loaded is what is written.
             let again = place.path().join(format!("again-{hop}"));
-            copy_folder(&output.join("checkpoint-20"), &again.join("checkpoint-20"));
+            copy_folder(&output.join("checkpoint-10"), &again.join("checkpoint-10"));
             case(5 - ranks.min(4), if ranks == 4 { "single" } else { "zero1" }, "none").resume(&again);
             assert!(result(&again) == result(&output), "weights of {name}, loaded again");
             from = output;
@@ -308,7 +308,7 @@ fn ranks_that_do_not_divide_a_resumed_step() {
         strategy,
         shard_size: None,
         offload: "none",
-        more: &["checkpoint.save_steps=20"],
+        more: &["checkpoint.save_steps=10"],
     };
     case(4, "ddp").train(place.path());
     let said = case(3, "ddp").command(place.path()).arg("--resume").output().unwrap();

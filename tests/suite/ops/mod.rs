@@ -1,5 +1,5 @@
 //! The operations from the outside: the self-test on the CPU, finite differences of definitions in f64, and the same
-//! bits from every run. Oracles that need the references lie beside them, in `src/ops/selftest`.
+//! bits from every run. Oracles that need the references lie beside them, in `compute/src/ops/selftest`.
 
 mod bits;
 mod finite_differences;
@@ -56,7 +56,7 @@ fn every_op_passes_the_self_test_in_every_dtype_it_knows() {
     assert!(cases > 200, "{cases}");
 }
 
-/// The names of the free public functions below `src/ops` and of the copies of `runtime`, but for those that are no ops.
+/// The names of the free public functions below `compute/src/ops` and of the copies of `runtime`, but for those that are no ops.
 fn public_ops() -> BTreeSet<String> {
     let head = Regex::new(r"(?m)^pub fn (\w+)").unwrap();
     let mut found = BTreeSet::new();

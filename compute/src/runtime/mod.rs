@@ -4,7 +4,7 @@
 pub mod allocator;
 pub mod buffer;
 pub mod copy;
-pub(crate) mod cpu_tensor;
+pub mod cpu_tensor;
 pub mod device;
 pub mod machine;
 pub mod mmap;

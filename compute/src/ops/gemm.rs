@@ -24,7 +24,7 @@ thread_local! {
 }
 
 /// Whether large products run on a matrix unit of this processor.
-pub(crate) fn has_matrix_unit() -> bool {
+pub fn has_matrix_unit() -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     return amx::Amx::here().is_some();
     #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]

@@ -18,15 +18,18 @@ use crate::runtime::TensorMut;
 use crate::runtime::buffer::{Buffer, ElementType};
 
 /// A type whose values can be read and written in place.
-pub(crate) trait PlainElement: candle_core::WithDType + Default + Send + Sync {
+pub trait PlainElement: candle_core::WithDType + Default + Send + Sync {
     /// Zeros that are not written yet: the threads that fill them touch the pages.
     fn zeros(len: usize) -> Vec<Self>;
+    /// All elements of a storage of this type; none of another one.
     fn slice(storage: &CpuStorage) -> Option<&[Self]>;
+    /// As [`PlainElement::slice`], to write to.
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
 
 /// An element type of activations and weights that the CPU forms know.
-pub(crate) trait FloatElement: PlainElement {
+pub trait FloatElement: PlainElement {
+    /// The value as f32, which is exact.
     fn widen(self) -> f32;
     /// The number of this type that is nearest to `value`. Not `round`: where the type is written out, that name
     /// would be `f32`'s own, to an integer.
@@ -107,6 +110,7 @@ macro_rules! with_elem {
 }
 pub(crate) use with_elem;
 
+/// The error of an op that met elements of another type than it knows.
 pub(crate) fn unsupported(dtype: DType) -> Error {
     Error::internal(format!("an op met a tensor of dtype {dtype:?}"))
         .because("the CPU forms know f32 and bf16")
@@ -150,7 +154,7 @@ impl Drop for ReadMark {
 }
 
 /// A read guard on the elements of a contiguous CPU tensor.
-pub(crate) struct Elements<G, T> {
+pub struct Elements<G, T> {
     guard: G,
     _mark: ReadMark,
     start: usize,
@@ -171,9 +175,7 @@ impl<G: Deref<Target = Storage>, T: PlainElement> Deref for Elements<G, T> {
 }
 
 /// The elements of `tensor`, which must be contiguous, on the CPU and of type `T`.
-pub(crate) fn read<T: PlainElement>(
-    tensor: &Tensor,
-) -> Result<Elements<impl Deref<Target = Storage> + '_, T>> {
+pub fn read<T: PlainElement>(tensor: &Tensor) -> Result<Elements<impl Deref<Target = Storage> + '_, T>> {
     let (guard, layout) = tensor.storage_and_layout();
     let (start, end) = contiguous(layout)?;
     match &*guard {
@@ -187,7 +189,7 @@ pub(crate) fn read<T: PlainElement>(
 /// Lets `write` change the elements of the contiguous CPU tensor `tensor` in place.
 /// The other tensors that `write` reads must not share its storage: it would wait for itself, which debug builds
 /// assert.
-pub(crate) fn update<T: PlainElement, R>(tensor: &TensorMut, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+pub fn update<T: PlainElement, R>(tensor: &TensorMut, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
     /// The closure before the call, its result after.
     struct Write<T, F, R>(Mutex<(Option<F>, Option<R>)>, PhantomData<fn(T)>);
     impl<T: PlainElement, R, F: FnOnce(&mut [T]) -> R> InplaceOp1 for Write<T, F, R> {
@@ -212,13 +214,13 @@ pub(crate) fn update<T: PlainElement, R>(tensor: &TensorMut, write: impl FnOnce(
 }
 
 /// `values` as a CPU tensor, without a copy.
-pub(crate) fn tensor<T: PlainElement, S: Into<Shape>>(values: Vec<T>, shape: S) -> Result<Tensor> {
+pub fn tensor<T: PlainElement, S: Into<Shape>>(values: Vec<T>, shape: S) -> Result<Tensor> {
     let shape = shape.into();
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
 }
 
 /// A `Vec` of `len` elements whose contents the caller writes in full before it reads any.
-pub(crate) fn unwritten<T: FloatElement>(len: usize) -> Vec<T> {
+pub fn unwritten<T: FloatElement>(len: usize) -> Vec<T> {
     let mut values = Vec::with_capacity(len);
     // SAFETY: `f32` and `bf16` have no invalid bit patterns and no destructor, and every op that calls this writes
     // each element (a product with `accumulate = false`, a row loop over the whole output) before reading it.
@@ -234,7 +236,7 @@ pub(crate) fn unwritten<T: FloatElement>(len: usize) -> Vec<T> {
 ///
 /// # Errors
 /// The tensor is not contiguous, or has a dtype that is not sent.
-pub(crate) fn memory(tensor: &Tensor) -> Result<Buffer> {
+pub fn memory(tensor: &Tensor) -> Result<Buffer> {
     let (guard, layout) = tensor.storage_and_layout();
     let (start, end) = contiguous(layout)?;
     let (element, base) = match &*guard {
@@ -277,7 +279,7 @@ fn gpu_memory(
 }
 
 /// The first `len` values of `held`, which grows to hold them; what they are is for the caller to write.
-pub(crate) fn first(held: &mut Vec<f32>, len: usize) -> &mut [f32] {
+pub fn first(held: &mut Vec<f32>, len: usize) -> &mut [f32] {
     if held.len() < len {
         *held = unwritten(len);
     }
@@ -300,7 +302,7 @@ fn mismatch(tensor: &Tensor, wanted: DType) -> Error {
 }
 
 /// The `(rows, columns)` of a two-dimensional tensor.
-pub(crate) fn dims2(tensor: &Tensor) -> Result<(usize, usize)> {
+pub fn dims2(tensor: &Tensor) -> Result<(usize, usize)> {
     Ok(tensor.dims2()?)
 }
 

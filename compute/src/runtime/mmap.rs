@@ -111,7 +111,7 @@ impl MappedSlice {
     }
 
     /// Lets `read` see the values. It must not write to a run of this file.
-    pub(crate) fn read<T: PlainElement, R>(&self, read: impl FnOnce(&[T]) -> R) -> Result<R> {
+    pub fn read<T: PlainElement, R>(&self, read: impl FnOnce(&[T]) -> R) -> Result<R> {
         let address = self.address::<T>()?;
         let turn = self.file.turn.read().map_err(|_| Error::internal("a panic in a mapped file"))?;
         // SAFETY: the run lies in the map, which `self` keeps, starts at a multiple of the size of `T` and was zeroed
@@ -123,7 +123,7 @@ impl MappedSlice {
     }
 
     /// Lets `write` change the values. It must not read a run of this file.
-    pub(crate) fn write<T: PlainElement, R>(&self, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
+    pub fn write<T: PlainElement, R>(&self, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
         let address = self.address::<T>()?;
         let turn = self.file.turn.write().map_err(|_| Error::internal("a panic in a mapped file"))?;
         // SAFETY: as in `read`; nobody else reads or writes while this holds `turn`.
@@ -134,7 +134,7 @@ impl MappedSlice {
     }
 
     /// The memory of the run, for collectives. It stays valid while the result lives.
-    pub(crate) fn memory(&self) -> Result<Buffer> {
+    pub fn memory(&self) -> Result<Buffer> {
         let (element, address) = match self.dtype {
             DType::U8 => (ElementType::U8, self.address::<u8>()? as usize),
             DType::BF16 => (ElementType::Bf16, self.address::<half::bf16>()? as usize),

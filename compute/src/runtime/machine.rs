@@ -3,7 +3,7 @@
 
 use std::fs;
 
-use crate::report::memory::field_bytes;
+use crate::units::field_bytes;
 
 /// Memory of the host, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

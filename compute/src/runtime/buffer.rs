@@ -68,7 +68,6 @@ impl Buffer {
     /// # Safety
     /// As [`Buffer::new`], in the order of the GPU's compute stream: what is put there before a collective is done
     /// before it, and the memory is freed there.
-    #[cfg(any(feature = "cuda", test))]
     pub unsafe fn on_gpu(
         address: usize,
         elements: usize,

@@ -31,5 +31,5 @@ pub mod rotary;
 pub mod selftest;
 mod simd;
 
-pub(crate) use gemm::has_matrix_unit;
+pub use gemm::has_matrix_unit;
 pub use matmul::{ColumnView, ColumnViewMut, Transpose, empty, matmul};

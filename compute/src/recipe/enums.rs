@@ -1,6 +1,51 @@
 //! The closed lists of texts that recipe keys choose from.
 
-use super::schema::choices;
+/// Declares a closed list of texts as an enum; the first is the default.
+macro_rules! choices {
+    (
+        $(#[doc = $doc:literal])+
+        pub enum $type:ident {
+            $(#[doc = $first_doc:literal])+ $first:ident = $first_text:literal,
+            $( $(#[doc = $choice_doc:literal])+ $choice:ident = $text:literal, )*
+        }
+    ) => {
+        $(#[doc = $doc])+
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+        pub enum $type {
+            $(#[doc = $first_doc])+ #[default] $first,
+            $( $(#[doc = $choice_doc])+ $choice, )*
+        }
+
+        impl $type {
+            /// Every choice, in the order declared.
+            pub const ALL: &'static [$type] = &[$type::$first, $($type::$choice,)*];
+            /// The text of every choice, in the same order.
+            pub const NAMES: &'static [&'static str] = &[$first_text, $($text,)*];
+
+            /// The text that a recipe holds.
+            pub fn as_str(self) -> &'static str {
+                match self { $type::$first => $first_text, $($type::$choice => $text,)* }
+            }
+        }
+
+        impl std::fmt::Display for $type {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(self.as_str())
+            }
+        }
+
+        impl std::str::FromStr for $type {
+            type Err = $crate::error::Error;
+
+            fn from_str(text: &str) -> $crate::error::Result<Self> {
+                Self::ALL.iter().copied().find(|choice| choice.as_str() == text).ok_or_else(|| {
+                    $crate::error::Error::user(format!("unknown choice `{text}`"))
+                        .because(format!("accepted: {}", Self::NAMES.join(", ")))
+                })
+            }
+        }
+    };
+}
 
 choices! {
     /// Where the weights of the model come from.

@@ -153,7 +153,7 @@ impl ParamStorage {
     }
 
     /// The memory itself, for collectives on the host.
-    pub(crate) fn memory(&self) -> Result<Buffer> {
+    pub fn memory(&self) -> Result<Buffer> {
         match self {
             ParamStorage::Memory(tensor) => memory(tensor),
             ParamStorage::File(run) => run.memory(),
@@ -176,7 +176,7 @@ impl ParamStorage {
 }
 
 /// Copies `from` to `to`, one-dimensional and of one type, on any two devices.
-pub(crate) fn copy_across(from: &Tensor, to: &TensorMut) -> Result<()> {
+pub fn copy_across(from: &Tensor, to: &TensorMut) -> Result<()> {
     if from.device().is_cpu() && to.device().is_cpu() {
         return match to.dtype() {
             DType::F32 => copy::<f32>(from, to),

@@ -36,6 +36,13 @@ fn scaled(mut value: f64, base: f64, units: &[&str]) -> String {
     format!("{value:.digits$}{}", units[unit])
 }
 
+/// The value of the line `key   1234 kB` of `status` or `meminfo` (proc(5)), in bytes.
+pub fn field_bytes(text: &str, key: &str) -> Option<u64> {
+    let value = text.lines().find_map(|line| line.strip_prefix(key))?;
+    let kib: u64 = value.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
