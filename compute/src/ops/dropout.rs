@@ -2,10 +2,12 @@
 //! without anything saved. `y = x · keep / (1 − p)`; the backward is the same operation on the gradient.
 
 pub(super) mod cases;
+mod cuda;
 
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
+use super::gpu;
 use crate::error::Result;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
 use crate::runtime::rng::RngStream;
@@ -26,6 +28,11 @@ pub struct Dropout {
 /// # Errors
 /// When `x` is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn dropout(x: &Tensor, site: Dropout) -> Result<Tensor> {
+    if let Some(driver) = gpu::driver_of(x)
+        && cuda::is_supported(x)
+    {
+        return cuda::dropout(driver, x, site);
+    }
     let (rows, width) = dims2(x)?;
     if !x.device().is_cpu() {
         let mut mask = vec![0f32; rows * width];

@@ -1,10 +1,12 @@
 //! Reductions and small elementwise work over whole tensors: norms, finiteness, adding, casting into place.
 
 pub(super) mod cases;
+mod cuda;
 
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
+use super::gpu;
 use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, read, tensor, unwritten, update, with_elem};
@@ -53,6 +55,12 @@ fn squares(x: &[f32]) -> f64 {
 /// # Errors
 /// When a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    if let Some(driver) = gpu::driver_of(a)
+        && a.dtype() == b.dtype()
+        && cuda::is_supported(a, b)
+    {
+        return cuda::add(driver, a, b);
+    }
     if !a.device().is_cpu() {
         return Ok((a + b)?);
     }
@@ -73,6 +81,11 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// When a tensor is not contiguous, or an operation of the device fails.
 pub fn add_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
+    if let Some(driver) = gpu::driver_of(dst)
+        && cuda::is_supported(dst, x)
+    {
+        return cuda::add_into(driver, dst, x);
+    }
     if !dst.device().is_cpu() {
         let sum = (dst.to_dtype(DType::F32)? + x.to_dtype(DType::F32)?)?;
         return Ok(dst.slice_set(&sum.to_dtype(dst.dtype())?, 0, 0)?);

@@ -2,10 +2,12 @@
 //! needs: columns of A by token (PEFT's `lora_embedding_A`).
 
 pub(super) mod cases;
+mod cuda;
 
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
+use super::gpu;
 use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
@@ -16,6 +18,11 @@ use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, u
 /// # Errors
 /// When `table` is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn embed(table: &Tensor, ids: &[u32], factor: f64, dtype: DType) -> Result<Tensor> {
+    if let Some(driver) = gpu::driver_of(table)
+        && cuda::is_supported([table.dtype(), dtype])
+    {
+        return cuda::embed(driver, table, ids, factor, dtype);
+    }
     if !table.device().is_cpu() {
         return reference(table, ids, factor, dtype);
     }
@@ -38,6 +45,9 @@ pub fn embed(table: &Tensor, ids: &[u32], factor: f64, dtype: DType) -> Result<T
 /// # Errors
 /// When `a` is no contiguous f32 matrix, or an operation of the device fails.
 pub fn columns_of(a: &Tensor, ids: &[u32]) -> Result<Tensor> {
+    if let Some(driver) = gpu::driver_of(a) {
+        return cuda::columns_of(driver, a, ids);
+    }
     if !a.device().is_cpu() {
         return columns_of_reference(a, ids);
     }
@@ -57,6 +67,9 @@ pub(crate) fn columns_of_reference(a: &Tensor, ids: &[u32]) -> Result<Tensor> {
 /// # Errors
 /// When a tensor is not contiguous f32, or an operation of the device fails.
 pub fn columns_of_backward(grad: &TensorMut, ids: &[u32], du: &Tensor, skip: Option<u32>) -> Result<()> {
+    if let Some(driver) = gpu::driver_of(grad) {
+        return cuda::columns_of_backward(driver, grad, ids, du, skip);
+    }
     if !grad.device().is_cpu() {
         return columns_of_backward_reference(grad, ids, du, skip);
     }
@@ -102,6 +115,11 @@ pub fn embed_backward(
     factor: f64,
     skip: Option<u32>,
 ) -> Result<()> {
+    if let Some(driver) = gpu::driver_of(grad)
+        && cuda::is_supported([dy.dtype(); 2])
+    {
+        return cuda::embed_backward(driver, grad, ids, dy, factor, skip);
+    }
     if !grad.device().is_cpu() {
         return reference_backward(grad, ids, dy, factor, skip);
     }

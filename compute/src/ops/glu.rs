@@ -3,11 +3,12 @@
 //! Backward, from the saved halves alone: `dup = dh · act(gate)`, `dgate = dh · up · act'(gate)`.
 
 pub(super) mod cases;
+mod cuda;
 
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::simd;
+use super::{gpu, simd};
 use crate::error::Result;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
 
@@ -47,6 +48,11 @@ impl Activation {
 /// # Errors
 /// When `gate_up` is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
+    if let Some(driver) = gpu::driver_of(gate_up)
+        && cuda::is_supported(gate_up)
+    {
+        return cuda::forward(driver, gate_up, activation);
+    }
     if !gate_up.device().is_cpu() {
         return reference(gate_up, activation);
     }
@@ -71,6 +77,11 @@ pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
 /// # Errors
 /// When a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn glu_backward(gate_up: &Tensor, dh: &Tensor, activation: Activation) -> Result<Tensor> {
+    if let Some(driver) = gpu::driver_of(gate_up)
+        && cuda::is_supported(gate_up)
+    {
+        return cuda::backward(driver, gate_up, dh, activation);
+    }
     if !gate_up.device().is_cpu() {
         return reference_backward(gate_up, dh, activation);
     }

@@ -5,8 +5,10 @@
 //! Off the CPU it is dequantized by candle's primitives for the length of one product.
 
 pub(super) mod cases;
+mod cuda;
 
 use super::gemm::{MatView, MatViewMut, QuantMat, Threads, matmul as gemm};
+use super::gpu;
 use super::matmul::{ColumnView, ColumnViewMut, Transpose, matmul};
 use crate::error::{Error, Result};
 use crate::quant::{Blocks, CodeKind, NESTED_BLOCK, QuantFormat, RunMeaning, Scales};
@@ -140,6 +142,13 @@ pub fn matmul_weight(
         Weight::Dense(weight) => return matmul(dst, a, ColumnView::all(weight), form, 1.0, accumulate),
         Weight::Quantized(quantized) => quantized,
     };
+    if let Some(driver) = gpu::driver_of(dst.tensor)
+        && cuda::is_supported(a.tensor.dtype())
+    {
+        // In the activations' dtype, as bitsandbytes dequantizes for its compute dtype.
+        let panel = cuda::dequantize(driver, quantized, a.tensor.dtype())?;
+        return matmul(dst, a, ColumnView::all(&panel), form, 1.0, accumulate);
+    }
     if !dst.tensor.device().is_cpu() {
         return quantized_reference(dst, a, quantized, form, accumulate);
     }

@@ -23,6 +23,7 @@ pub mod elementwise;
 pub mod embedding;
 mod gemm;
 pub mod glu;
+pub(crate) mod gpu;
 mod mat_view;
 pub mod matmul;
 pub mod matmul_quantized;

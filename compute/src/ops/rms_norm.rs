@@ -5,11 +5,12 @@
 //! Nothing is saved but `x`: recomputing 1/rms is one pass that reads what backward reads anyway.
 
 pub(super) mod cases;
+pub(super) mod cuda;
 
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
-use super::simd;
+use super::{gpu, simd};
 use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
@@ -24,7 +25,7 @@ pub struct NormKind {
 }
 
 impl NormKind {
-    fn offset(self) -> f32 {
+    pub(super) fn offset(self) -> f32 {
         if self.unit_offset { 1.0 } else { 0.0 }
     }
 }
@@ -34,6 +35,11 @@ impl NormKind {
 /// # Errors
 /// When a tensor is not contiguous or of floating-point values, or an operation of the device fails.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, kind: NormKind) -> Result<Tensor> {
+    if let Some(driver) = gpu::driver_of(x)
+        && cuda::is_supported(x, weight)
+    {
+        return cuda::forward(driver, x, weight, kind);
+    }
     if !x.device().is_cpu() {
         return reference(x, weight, kind);
     }
@@ -62,6 +68,11 @@ pub fn rms_norm_backward(
     dweight: Option<&TensorMut>,
     kind: NormKind,
 ) -> Result<Tensor> {
+    if let Some(driver) = gpu::driver_of(x)
+        && cuda::is_supported(x, weight)
+    {
+        return cuda::backward(driver, [x, weight, dy], residual, dweight, kind);
+    }
     if !x.device().is_cpu() {
         return reference_backward(x, weight, dy, residual, dweight, kind);
     }

@@ -5,11 +5,13 @@
 //! rotation by the negative angle, then the norm's backward from the raw projection; nothing else is saved.
 
 pub(super) mod cases;
+mod cuda;
 
 use candle_core::{DType, Tensor};
 use candle_nn::rotary_emb::rope_slow;
 use rayon::prelude::*;
 
+use super::gpu;
 use super::rms_norm::{self, NormKind};
 use crate::error::Result;
 use crate::runtime::TensorMut;
@@ -71,6 +73,11 @@ pub struct QkNorm<'a> {
 /// # Errors
 /// When a tensor is not contiguous or of floating-point values, or an operation of the device fails.
 pub fn rotary(qkv: &Tensor, heads: Heads, norm: Option<QkNorm<'_>>, table: &RotaryTable) -> Result<Tensor> {
+    if let Some(driver) = gpu::driver_of(qkv)
+        && cuda::is_supported(qkv, heads, norm.as_ref())
+    {
+        return cuda::forward(driver, qkv, heads, norm, table);
+    }
     if !qkv.device().is_cpu() {
         return reference(qkv, heads, norm, table);
     }
@@ -109,6 +116,11 @@ pub fn rotary_backward(
     norm: Option<QkNorm<'_>>,
     table: &RotaryTable,
 ) -> Result<()> {
+    if let Some(driver) = gpu::driver_of(qkv)
+        && cuda::is_supported(qkv, heads, norm.as_ref())
+    {
+        return cuda::backward(driver, qkv, dqkv, heads, norm, table);
+    }
     if !qkv.device().is_cpu() {
         return reference_backward(qkv, dqkv, heads, norm, table);
     }

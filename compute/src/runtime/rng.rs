@@ -9,6 +9,11 @@
 pub struct RngStream(u64);
 
 impl RngStream {
+    /// The number that names the stream, for kernels that draw from it.
+    pub fn state(self) -> u64 {
+        self.0
+    }
+
     /// The stream of a run's seed.
     pub fn new(seed: u64) -> Self {
         RngStream(mix(seed ^ 0x5851_f42d_4c95_7f2d))

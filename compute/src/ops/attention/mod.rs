@@ -4,13 +4,14 @@
 //! Forward returns the output and each row's log-sum-exp; backward recomputes the probabilities from it, so nothing
 //! of size S × S is kept (FlashAttention-2, arXiv 2307.08691).
 //!
-//! | algorithm | on the CPU | elsewhere |
-//! |---|---|---|
-//! | `Flash` | [`cpu`]: tiles, online softmax, O(S) memory | [`composed`]: candle primitives, 512 query rows at a time |
-//! | `Eager` | [`composed`] with one tile: the definition | the same |
+//! | algorithm | on the CPU | where kernels run | elsewhere |
+//! |---|---|---|---|
+//! | `Flash` | [`cpu`]: tiles, online softmax, O(S) memory | [`cuda`]: bf16, heads of 64, 80, 96, 128, 256 | [`reference`]: candle primitives, 512 query rows at a time |
+//! | `Eager` | [`reference`] with one tile: the definition | the same | the same |
 
 use candle_core::Tensor;
 
+use super::gpu::driver_of;
 pub use super::matmul::ColumnView;
 pub use super::rotary::Heads;
 use crate::error::Result;
@@ -18,6 +19,7 @@ use crate::recipe::enums::Attention;
 
 pub(super) mod cases;
 mod cpu;
+mod cuda;
 mod reference;
 
 /// One sequence: queries `q_start..q_start + q_len` see keys `k_start..k_start + k_len` of the same sequence.
@@ -93,6 +95,11 @@ pub fn attention(
     kind: AttentionKind,
     algorithm: Attention,
 ) -> Result<AttentionOutput> {
+    if let (Attention::Flash, Some(driver)) = (algorithm, driver_of(qkv.q.tensor))
+        && cuda::is_supported(&qkv, &kind)
+    {
+        return cuda::forward(driver, qkv, spans, kind);
+    }
     match algorithm {
         Attention::Flash if qkv.q.tensor.device().is_cpu() => cpu::forward(qkv, spans, kind),
         Attention::Flash => reference::forward(qkv, spans, kind, COMPOSED_TILE),
@@ -113,6 +120,11 @@ pub fn attention_backward(
     kind: AttentionKind,
     algorithm: Attention,
 ) -> Result<Tensor> {
+    if let (Attention::Flash, Some(driver)) = (algorithm, driver_of(dout))
+        && cuda::is_backward_supported(&qkv, attended, dout, &kind)
+    {
+        return cuda::backward(driver, qkv, attended, dout, spans, kind);
+    }
     match algorithm {
         Attention::Flash if dout.device().is_cpu() => cpu::backward(qkv, attended, dout, spans, kind),
         Attention::Flash => reference::backward(qkv, attended, dout, spans, kind, COMPOSED_TILE),

@@ -2,6 +2,8 @@
 
 #[cfg(test)]
 mod mutations;
+#[cfg(all(test, feature = "kernel-emu"))]
+mod emulated;
 #[cfg(test)]
 mod oracle;
 mod summary;

@@ -1,0 +1,261 @@
+//! Writes what Rust knows of the kernels of `kernels/`: `kernels.rs`, one function a kernel, whose parameters have the
+//! types of the kernel's own. Builds them for a GPU with feature `cuda` (nvcc) and for the host with feature `kernel-emu`
+//! (a C++ compiler); without these features neither compiler is needed.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::{env, fs};
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    let cuda = env::var_os("CARGO_FEATURE_CUDA").is_some();
+    let emulator = env::var_os("CARGO_FEATURE_KERNEL_EMU").is_some();
+    println!("cargo:rerun-if-changed=kernels");
+    if let Err(error) = build(cuda, emulator) {
+        eprintln!("cannot build the kernels: {error}");
+        std::process::exit(1);
+    }
+}
+
+type Result<T> = std::result::Result<T, String>;
+
+fn build(cuda: bool, emulator: bool) -> Result<()> {
+    let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
+    let mut files: Vec<PathBuf> = fs::read_dir("kernels")
+        .map_err(|error| format!("kernels: {error}"))?
+        .filter_map(|entry| entry.ok().map(|entry| entry.path()))
+        .filter(|path| path.extension().is_some_and(|extension| extension == "cu"))
+        .collect();
+    files.sort();
+    let mut kernels = Vec::new();
+    for file in &files {
+        let text = fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
+        kernels.extend(signatures(&text, file)?);
+    }
+    write(&out.join("kernels.rs"), &rust(&kernels))?;
+    if emulator {
+        emulate(&out, &files, &kernels)?;
+    }
+    if cuda {
+        compile_for_gpus(&out, &files)?;
+    }
+    Ok(())
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).map_err(|error| format!("{}: {error}", path.display()))
+}
+
+/// A kernel as its file declares it.
+struct Kernel {
+    name: String,
+    /// The file's name without `.cu`.
+    module: String,
+    /// What the comment above it says.
+    doc: Vec<String>,
+    parameters: Vec<Parameter>,
+}
+
+struct Parameter {
+    /// `In<bf16>`, `uint32_t`.
+    cpp: String,
+    name: String,
+}
+
+impl Parameter {
+    /// `("In", "bf16")` of a pointer, `("", "float")` of a value.
+    fn parts(&self) -> (&str, &str) {
+        match self.cpp.split_once('<') {
+            Some((mode, element)) => (mode.trim(), element.trim_end_matches('>').trim()),
+            None => ("", &self.cpp),
+        }
+    }
+
+    fn rust(&self) -> Result<String> {
+        let (mode, element) = self.parts();
+        let element = match element {
+            "float" => "f32",
+            "double" => "f64",
+            "bf16" => "bf16",
+            "uint8_t" => "u8",
+            "int8_t" => "i8",
+            "uint32_t" => "u32",
+            "int32_t" => "i32",
+            "uint64_t" => "u64",
+            "int64_t" => "i64",
+            other => {
+                return Err(format!(
+                    "a parameter `{} {}`: no Rust type is known for {other}",
+                    self.cpp, self.name
+                ));
+            }
+        };
+        Ok(match mode {
+            "" => element.to_owned(),
+            "In" | "Out" | "InOut" => format!("{mode}<'_, {element}>"),
+            other => {
+                return Err(format!("a parameter of type {other}<…>; accepted: In, Out, InOut and values"));
+            }
+        })
+    }
+}
+
+/// Every `KERNEL name(parameters) {` of a file. A name that stands alone where parameters are, and that the file
+/// defines as a macro, is what the macro says.
+fn signatures(text: &str, file: &Path) -> Result<Vec<Kernel>> {
+    let module = file.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default().to_owned();
+    let joined = text.replace("\\\n", " ");
+    let macros: Vec<(&str, &str)> = joined
+        .lines()
+        .filter_map(|line| line.strip_prefix("#define ")?.trim().split_once(char::is_whitespace))
+        .collect();
+    let mut kernels = Vec::new();
+    let mut doc: Vec<String> = Vec::new();
+    let mut rest = joined.as_str();
+    while let Some((line, after)) = rest.split_once('\n') {
+        if let Some(comment) = line.strip_prefix("//") {
+            doc.push(comment.trim().to_owned());
+        } else if line.starts_with("KERNEL ") {
+            let (head, _) = rest["KERNEL ".len()..]
+                .split_once(") {")
+                .ok_or_else(|| format!("{module}.cu: a KERNEL without `) {{`"))?;
+            let (before, list) =
+                head.rsplit_once('(').ok_or_else(|| format!("{module}.cu: a KERNEL without `(`"))?;
+            let name = before.split_whitespace().last().unwrap_or_default().to_owned();
+            let list = macros.iter().find(|(name, _)| *name == list.trim()).map_or(list, |(_, value)| value);
+            let parameters = list.split(',').map(|parameter| {
+                let (cpp, name) = parameter.trim().rsplit_once(char::is_whitespace).unwrap_or_default();
+                Parameter { cpp: cpp.trim().to_owned(), name: name.to_owned() }
+            });
+            kernels.push(Kernel {
+                name,
+                module: module.clone(),
+                doc: std::mem::take(&mut doc),
+                parameters: parameters.collect(),
+            });
+        } else if !line.trim().is_empty() {
+            doc.clear();
+        }
+        rest = after;
+    }
+    Ok(kernels)
+}
+
+/// One function a kernel, and the table of their names.
+fn rust(kernels: &[Kernel]) -> String {
+    let mut text = String::from("// Written by build.rs from the signatures in kernels/.\n");
+    for kernel in kernels {
+        let (name, module) = (&kernel.name, &kernel.module);
+        let doc = if kernel.doc.is_empty() {
+            vec![format!("The kernel of kernels/{module}.cu.")]
+        } else {
+            kernel.doc.clone()
+        };
+        for line in doc {
+            let _ = writeln!(text, "/// {line}");
+        }
+        let typed = kernel.parameters.iter().map(|parameter| match parameter.rust() {
+            Ok(rust) => format!("{}: {rust}", parameter.name),
+            Err(error) => format!("compile_error!({error:?})"),
+        });
+        let typed = typed.collect::<Vec<_>>().join(", ");
+        let args = kernel.parameters.iter().map(|parameter| format!("{}.arg()", parameter.name));
+        let args = args.collect::<Vec<_>>().join(", ");
+        let _ = writeln!(
+            text,
+            "pub(crate) fn {name}(driver: &dyn Driver, shape: LaunchShape, {typed}) -> Result<()> {{\n    \
+             driver.launch(&Kernel {{ name: \"{name}\", module: \"{module}\" }}, shape, &[{args}])\n}}"
+        );
+    }
+    text
+}
+
+#[cfg(not(feature = "kernel-emu"))]
+fn emulate(_out: &Path, _files: &[PathBuf], _kernels: &[Kernel]) -> Result<()> {
+    Err("feature kernel-emu is off".to_owned())
+}
+
+#[cfg(feature = "kernel-emu")]
+fn emulate(out: &Path, files: &[PathBuf], kernels: &[Kernel]) -> Result<()> {
+    let table = out.join("table.cpp");
+    write(&table, &table_of(kernels))?;
+    let mut cpp = cc::Build::new();
+    cpp.cpp(true).std("c++17").opt_level(2).debug(false).warnings(true).extra_warnings(true);
+    // A jump to another fiber's stack is what a checked longjmp refuses.
+    cpp.define("KERNEL_EMU", None).include("kernels").flag("-U_FORTIFY_SOURCE").flag("-fno-strict-aliasing");
+    cpp.flag("-ffp-contract=off").flag("-xc++").warnings_into_errors(true);
+    cpp.file("kernels/emu/emu.cpp").file(&table).files(files);
+    cpp.try_compile("finetune_kernels").map_err(|error| error.to_string())
+}
+
+/// The table through which the emulator calls kernels by name.
+#[cfg(feature = "kernel-emu")]
+fn table_of(kernels: &[Kernel]) -> String {
+    let mut text = String::from(
+        "#include \"compat.cuh\"\n#include \"emu/launch.h\"\nnamespace {\nusing emu::Mode;\n\
+         template <class T> T value(const emu::Arg &a) {\n    T v;\n    memcpy(&v, &a.value, sizeof v);\n    return v;\n}\n}\n",
+    );
+    let mut rows = String::new();
+    for kernel in kernels {
+        let name = &kernel.name;
+        let list = |of: &dyn Fn(usize, &Parameter) -> String| {
+            kernel.parameters.iter().enumerate().map(|(i, p)| of(i, p)).collect::<Vec<_>>().join(", ")
+        };
+        let declared = list(&|_, p| format!("{} {}", p.cpp, p.name));
+        let passed = list(&|i, p| match p.parts() {
+            ("", _) => format!("value<{}>(a[{i}])", p.cpp),
+            ("In", element) => {
+                format!("In<{element}>{{reinterpret_cast<const {element} *>(a[{i}].value), w + {i}}}")
+            }
+            (mode, element) => {
+                format!("{mode}<{element}>{{reinterpret_cast<{element} *>(a[{i}].value), w + {i}}}")
+            }
+        });
+        let modes =
+            list(&|_, p| format!("Mode::{}", if p.parts().0.is_empty() { "Value" } else { p.parts().0 }));
+        let _ = writeln!(
+            text,
+            "extern \"C\" void {name}({declared});\nstatic void call_{name}(const emu::Arg *a, const emu::Window *w) {{ \
+             (void)w; {name}({passed}); }}\nstatic const Mode modes_{name}[] = {{{modes}}};"
+        );
+        let _ = writeln!(rows, "    {{\"{name}\", call_{name}, {}, modes_{name}}},", kernel.parameters.len());
+    }
+    let _ = writeln!(
+        text,
+        "extern \"C\" {{\nconst emu::Kernel finetune_emu_kernels[] = {{\n{rows}}};\n\
+         const size_t finetune_emu_kernel_count = {};\n}}",
+        kernels.len()
+    );
+    text
+}
+
+/// The architectures that get machine code; the last one's intermediate code serves newer ones.
+const ARCHITECTURES: [&str; 2] = ["80", "90"];
+
+fn compile_for_gpus(out: &Path, files: &[PathBuf]) -> Result<()> {
+    println!("cargo:rerun-if-env-changed=NVCC");
+    println!("cargo:rerun-if-env-changed=CUDA_HOME");
+    let home = env::var_os("CUDA_HOME").map(|home| Path::new(&home).join("bin/nvcc"));
+    let nvcc = env::var_os("NVCC").map(PathBuf::from).or(home).unwrap_or_else(|| PathBuf::from("nvcc"));
+    let mut table = String::from("// Written by build.rs: the code of each file of kernels/ for GPUs.\n[\n");
+    for file in files {
+        let module = file.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
+        let code = out.join(format!("{module}.fatbin"));
+        let mut command = std::process::Command::new(&nvcc);
+        command.args(["-std=c++17", "-O3", "-fmad=false", "-fatbin", "--compress-mode=size", "-Ikernels"]);
+        for architecture in ARCHITECTURES {
+            command.arg(format!("-gencode=arch=compute_{architecture},code=sm_{architecture}"));
+        }
+        let newest = ARCHITECTURES[ARCHITECTURES.len() - 1];
+        command.arg(format!("-gencode=arch=compute_{newest},code=compute_{newest}"));
+        let output = command.arg(file).arg("-o").arg(&code).output();
+        let output =
+            output.map_err(|error| format!("{}: {error}; scripts/cuda-env.sh gets one", nvcc.display()))?;
+        if !output.status.success() {
+            return Err(format!("{}: {}", file.display(), String::from_utf8_lossy(&output.stderr)));
+        }
+        let _ =
+            writeln!(table, "    ({module:?}, include_bytes!({:?}).as_slice()),", code.display().to_string());
+    }
+    write(&out.join("fatbins.rs"), &(table + "]\n"))
+}

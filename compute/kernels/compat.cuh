@@ -1,0 +1,144 @@
+// The one header of the kernels: everything that a kernel may use of the device.
+//
+// It has two bodies. Under nvcc each name is the CUDA type or instruction itself; with KERNEL_EMU defined the same
+// names run on the host (emu/emu.h), where every access to memory is checked. So kernels never touch a raw pointer:
+// global memory is reached through In, Out and InOut, shared memory through Shared, and the type of a parameter
+// tells the host code what the kernel does with it.
+//
+//   In<T>      read only                    Out<T>    every element is written exactly once, and not read
+//   InOut<T>   read and written in place    Shared<T> memory of the thread block
+//
+// in_at and in_out_at make the same of addresses that lie in a table in global memory.
+//
+// Sums are made in f32 and in a fixed order; there are no atomic operations on floats. Products and sums are
+// contracted to fused operations only where fmaf is written: nvcc is told -fmad=false, as the host compiler is.
+#pragma once
+#include <cstdint>
+
+// A bf16 value by its bits: a storage format, widened before anything is computed with it.
+struct bf16 {
+    uint16_t bits;
+};
+
+// Sixteen bytes, or eight, that are moved by one instruction.
+struct alignas(16) Bytes16 {
+    uint32_t word[4];
+};
+struct alignas(8) Bytes8 {
+    uint32_t word[2];
+};
+
+#ifdef KERNEL_EMU
+#include "emu/emu.h"
+#else
+#include "device.cuh"
+#endif
+
+// ---- what both bodies share ----------------------------------------------------------------------------------
+
+DEVICE inline float widen(float x) { return x; }
+DEVICE inline float widen(bf16 x) { return bits_to_float(uint32_t(x.bits) << 16); }
+
+// The value of type T nearest to x; ties go to the even one. Every NaN becomes the same one in bf16.
+template <class T> DEVICE inline T nearest(float x);
+template <> DEVICE inline float nearest<float>(float x) { return x; }
+template <> DEVICE inline bf16 nearest<bf16>(float x) { return bf16{uint16_t(round_to_bf16(x, 0.0f))}; }
+
+// Two bf16 values in one register, the first in the low half: the operand format of mma.
+DEVICE inline uint32_t pack(float low, float high) { return round_to_bf16(low, high); }
+DEVICE inline float low_half(uint32_t pair) { return bits_to_float(pair << 16); }
+DEVICE inline float high_half(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
+
+// How many values of T one 16-byte access moves.
+template <class T> constexpr int PER16 = int(16 / sizeof(T));
+
+// The i-th value of sixteen bytes.
+template <class T> DEVICE inline float value_of(const Bytes16 &b, int i);
+template <> DEVICE inline float value_of<float>(const Bytes16 &b, int i) { return bits_to_float(b.word[i]); }
+template <> DEVICE inline float value_of<bf16>(const Bytes16 &b, int i) {
+    uint32_t pair = b.word[i / 2];
+    return i % 2 == 0 ? low_half(pair) : high_half(pair);
+}
+
+// Sixteen bytes from the values that `f(i)` gives, each rounded once.
+template <class T, class F> DEVICE inline Bytes16 bytes_of(F f);
+template <class T> struct Packer;
+template <> struct Packer<float> {
+    template <class F> DEVICE static inline Bytes16 of(F f) {
+        Bytes16 b;
+        for (int i = 0; i < 4; i++) b.word[i] = float_to_bits(f(i));
+        return b;
+    }
+};
+template <> struct Packer<bf16> {
+    template <class F> DEVICE static inline Bytes16 of(F f) {
+        Bytes16 b;
+        for (int i = 0; i < 4; i++) b.word[i] = pack(f(2 * i), f(2 * i + 1));
+        return b;
+    }
+};
+template <class T, class F> DEVICE inline Bytes16 bytes_of(F f) { return Packer<T>::of(f); }
+
+// Widens the `count` values of T from index `at` on into the first of `to`; count is 1 or PER16<T>, and then `at` is
+// a multiple of 16 bytes.
+template <class T, class M> DEVICE inline void load_some(float (&to)[PER16<T>], M from, int64_t at, int count) {
+    if (count == 1) {
+        to[0] = widen(from.load(at));
+        return;
+    }
+    Bytes16 bytes = from.load16(at);
+    for (int i = 0; i < PER16<T>; i++) to[i] = value_of<T>(bytes, i);
+}
+// Rounds and stores what load_some loads.
+template <class T, class M> DEVICE inline void store_some(M to, int64_t at, const float (&values)[PER16<T>], int count) {
+    if (count == 1)
+        to.store(at, nearest<T>(values[0]));
+    else
+        to.store16(at, bytes_of<T>([&](int i) { return values[i]; }));
+}
+
+// The sum over the lanes of a warp, in every lane, by a fixed tree.
+DEVICE inline float warp_sum(float x) {
+    for (int distance = 16; distance > 0; distance /= 2) x += shuffle_xor(x, distance);
+    return x;
+}
+DEVICE inline float warp_max(float x) {
+    for (int distance = 16; distance > 0; distance /= 2) {
+        float other = shuffle_xor(x, distance);
+        x = other > x ? other : x;
+    }
+    return x;
+}
+
+// The sum over a block of at most 32 warps, in every thread, by a fixed tree. `scratch` holds 32 values; the block
+// may reuse it after the next barrier.
+DEVICE inline float block_sum(float x, Shared<float> scratch) {
+    int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, warps = int(blockDim.x) / 32;
+    x = warp_sum(x);
+    if (lane == 0) scratch.store(warp, x);
+    sync_block();
+    x = lane < warps ? scratch.load(lane) : 0.0f;
+    return warp_sum(x);
+}
+
+// V neighbouring values from element i on, in accesses of 16 bytes (8 for four of bf16).
+template <class T, int V, class M> DEVICE inline void load_values(float (&x)[V], M from, int64_t i) {
+    if constexpr (sizeof(T) * V == 8) {
+        Bytes8 b = from.load8(i);
+        UNROLL for (int k = 0; k < V; k++) x[k] = k % 2 == 0 ? low_half(b.word[k / 2]) : high_half(b.word[k / 2]);
+    } else {
+        UNROLL for (int first = 0; first < V; first += PER16<T>) {
+            Bytes16 b = from.load16(i + first);
+            UNROLL for (int k = 0; k < PER16<T>; k++) x[first + k] = value_of<T>(b, k);
+        }
+    }
+}
+// Stores V neighbouring values, each rounded once.
+template <class T, int V, class M> DEVICE inline void store_values(M to, int64_t i, const float (&x)[V]) {
+    if constexpr (sizeof(T) * V == 8) {
+        to.store8(i, Bytes8{{pack(x[0], x[1]), pack(x[2], x[3])}});
+    } else {
+        UNROLL for (int first = 0; first < V; first += PER16<T>)
+            to.store16(i + first, bytes_of<T>([&](int k) { return x[first + k]; }));
+    }
+}

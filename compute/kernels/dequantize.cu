@@ -1,0 +1,186 @@
+// Quantized matrices to bf16 or f32 panels for a product: NF4 and FP4 (two codes a byte, the first in the high
+// nibble), blockwise int8, the rows of LLM.int8(); src/quant has the formats. A value is the product of its code's
+// value and its block's scale in f32, rounded once, so the bits are those of src/quant/dequantize.rs.
+//
+// Codes of 4 bits are looked up in a table that lies over the lanes of a warp, one shuffle a value (bitsandbytes,
+// pull request 1747). All kernels take values `start..start + count` of the flattened matrix, a range of rows, and
+// want blocks of 256 threads, one for each 8192 values (bf16) or 4096 (f32). Sixteen bytes are written at once where
+// `start` and `block_size` are multiples of 8 and the addresses allow it; else each thread goes value by value.
+#include "compat.cuh"
+
+namespace {
+
+constexpr int THREADS = 256;
+
+// 16-byte stores that a thread makes.
+constexpr int STORES = 4;
+
+// Scales that share an outer scale (NESTED_BLOCK of src/quant).
+constexpr int NESTED_BLOCK = 256;
+
+enum Codes { FOUR_BITS, EIGHT_BITS, ROWS };
+
+// The scale of each block, or with `nested` its code in `map`: map[code] * scales[block / 256] + offset.
+struct BlockScales {
+    In<float> scales;
+    In<uint8_t> nested;
+    In<float> map;
+    float offset;
+    DEVICE float of(int64_t block) const {
+        if (nested.is_null()) return scales.load(block);
+        return map.load(nested.load(block)) * scales.load(block / NESTED_BLOCK) + offset;
+    }
+};
+
+// Values of a block, with what makes the division by their number fast.
+struct BlockSize {
+    uint32_t size;
+    int32_t shift;
+    DEVICE int64_t block_of(int64_t at) const {
+        if (shift >= 0) return at >> shift;
+        if (at >> 32 == 0) return uint32_t(at) / size;
+        return int64_t(uint64_t(at) / size);
+    }
+};
+
+// The value of one code before its block's scale; all lanes of a warp come here together for codes of 4 bits.
+template <Codes C> DEVICE inline float look_up(uint32_t code, float lane_value, Shared<float> table) {
+    if (C == FOUR_BITS) return shuffle(lane_value, int(code));
+    if (C == EIGHT_BITS) return table.load(int(code));
+    return float(int8_t(code));
+}
+
+template <Codes C> DEVICE inline float scaled(float value, float scale) {
+    // Two products in this order, as bitsandbytes' int8_vectorwise_dequant.
+    return C == ROWS ? value * scale * (1.0f / 127.0f) : value * scale;
+}
+
+// The codes of V values from value `at` on, the first `there` of which exist, in the order of memory.
+template <Codes C, int V> DEVICE inline Bytes8 codes_at(In<uint8_t> codes, int64_t at, int there) {
+    constexpr int BYTES = C == FOUR_BITS ? V / 2 : V;
+    Bytes8 packed{{0, 0}};
+    int64_t first = C == FOUR_BITS ? at / 2 : at;
+    if (there == V) {
+        if (BYTES == 8) return codes.load8(first);
+        if (BYTES == 4) return Bytes8{{codes.load4(first), 0}};
+    }
+    int bytes = C == FOUR_BITS ? (there + 1) / 2 : there;
+    UNROLL for (int i = 0; i < BYTES; i++)
+        if (i < bytes) packed.word[i / 4] |= uint32_t(codes.load(first + i)) << (8 * (i % 4));
+    return packed;
+}
+
+template <Codes C> DEVICE inline uint32_t code_of(const Bytes8 &packed, int i) {
+    if (C == FOUR_BITS) return (packed.word[0] >> (8 * (i / 2) + (i % 2 == 0 ? 4 : 0))) & 15u;
+    return (packed.word[i / 4] >> (8 * (i % 4))) & 255u;
+}
+
+// Sixteen bytes a store: groups of V values, neighbours in neighbouring lanes.
+template <class T, Codes C>
+DEVICE inline void whole_groups(In<uint8_t> codes, BlockScales scales, BlockSize size, Out<T> panel, int64_t start,
+                                int64_t count, int64_t first, float lane_value, Shared<float> table) {
+    constexpr int V = PER16<T>;
+    Bytes8 packed[STORES];
+    float scale[STORES];
+    UNROLL for (int s = 0; s < STORES; s++) {
+        int64_t at = first + (s * THREADS + int(threadIdx.x)) * V;
+        int there = int(count - at < V ? count - at : V);
+        packed[s] = codes_at<C, V>(codes, start + at, there);
+        scale[s] = there > 0 ? scales.of(size.block_of(start + at)) : 0.0f;
+    }
+    UNROLL for (int s = 0; s < STORES; s++) {
+        int64_t at = first + (s * THREADS + int(threadIdx.x)) * V;
+        float value[V];
+        UNROLL for (int i = 0; i < V; i++)
+            value[i] = scaled<C>(look_up<C>(code_of<C>(packed[s], i), lane_value, table), scale[s]);
+        if (at + V <= count) {
+            panel.store16(at, bytes_of<T>([&](int i) { return value[i]; }));
+        } else {
+            UNROLL for (int i = 0; i < V; i++)
+                if (at + i < count) panel.store(at + i, nearest<T>(value[i]));
+        }
+    }
+}
+
+// Value by value, whatever the alignment.
+template <class T, Codes C>
+DEVICE inline void single_values(In<uint8_t> codes, BlockScales scales, BlockSize size, Out<T> panel, int64_t start,
+                                 int64_t count, int64_t first, float lane_value, Shared<float> table) {
+    for (int s = 0; s < STORES * PER16<T>; s++) {
+        int64_t at = first + s * THREADS + int(threadIdx.x);
+        bool there = at < count;
+        int64_t place = start + (there ? at : 0);
+        uint32_t code = codes.load(C == FOUR_BITS ? place / 2 : place);
+        if (C == FOUR_BITS) code = place % 2 == 0 ? code >> 4 : code & 15u;
+        float value = look_up<C>(code, lane_value, table);
+        if (there) panel.store(at, nearest<T>(scaled<C>(value, scales.of(size.block_of(place)))));
+    }
+}
+
+template <class T, Codes C>
+DEVICE inline void dequantize(In<uint8_t> codes, In<float> values, BlockScales scales, BlockSize size, Out<T> panel,
+                              int64_t start, int64_t count) {
+    SHARED(float, table, C == EIGHT_BITS ? 256 : 1);
+    float lane_value = 0.0f;
+    if (C == FOUR_BITS) lane_value = values.load(threadIdx.x % 16);
+    if (C == EIGHT_BITS) {
+        table.store(int(threadIdx.x), values.load(threadIdx.x));
+        sync_block();
+    }
+    int64_t first = int64_t(blockIdx.x) * (THREADS * STORES * PER16<T>);
+    bool whole = start % 8 == 0 && size.size % 8 == 0 && panel.is_aligned(16) && codes.is_aligned(8);
+    if (whole)
+        whole_groups<T, C>(codes, scales, size, panel, start, count, first, lane_value, table);
+    else
+        single_values<T, C>(codes, scales, size, panel, start, count, first, lane_value, table);
+}
+
+} // namespace
+
+// What all kernels of this file take. `values` is the table of 16 or 256 values that codes stand for; it is not read
+// for rows, where codes are whole numbers. `scales` has one scale a block, or with `nested` one for each 256 blocks;
+// then `nested` has the codes of the scales, `map` the 256 values of those and `offset` their mean. `block_shift` is
+// the logarithm of `block_size`, or -1 where that is no power of two.
+#define PANEL_BF16 \
+    In<uint8_t> codes, In<float> values, In<float> scales, In<uint8_t> nested, In<float> map, float offset, \
+    uint32_t block_size, int32_t block_shift, Out<bf16> panel, int64_t start, int64_t count
+
+#define PANEL_F32 \
+    In<uint8_t> codes, In<float> values, In<float> scales, In<uint8_t> nested, In<float> map, float offset, \
+    uint32_t block_size, int32_t block_shift, Out<float> panel, int64_t start, int64_t count
+
+// NF4 or FP4, by `values`, to bf16.
+KERNEL BOUNDS(256, 4) dequantize_4bit_bf16(PANEL_BF16) {
+    dequantize<bf16, FOUR_BITS>(codes, values, {scales, nested, map, offset}, {block_size, block_shift}, panel, start,
+                                count);
+}
+
+// NF4 or FP4, by `values`, to f32.
+KERNEL BOUNDS(256, 4) dequantize_4bit_f32(PANEL_F32) {
+    dequantize<float, FOUR_BITS>(codes, values, {scales, nested, map, offset}, {block_size, block_shift}, panel, start,
+                                 count);
+}
+
+// Blockwise int8, to bf16.
+KERNEL BOUNDS(256, 4) dequantize_int8_bf16(PANEL_BF16) {
+    dequantize<bf16, EIGHT_BITS>(codes, values, {scales, nested, map, offset}, {block_size, block_shift}, panel, start,
+                                 count);
+}
+
+// Blockwise int8, to f32.
+KERNEL BOUNDS(256, 4) dequantize_int8_f32(PANEL_F32) {
+    dequantize<float, EIGHT_BITS>(codes, values, {scales, nested, map, offset}, {block_size, block_shift}, panel, start,
+                                  count);
+}
+
+// LLM.int8(): `block_size` is the length of a row, whose scale belongs to 127, to bf16.
+KERNEL BOUNDS(256, 4) dequantize_int8_rows_bf16(PANEL_BF16) {
+    dequantize<bf16, ROWS>(codes, values, {scales, nested, map, offset}, {block_size, block_shift}, panel, start,
+                           count);
+}
+
+// LLM.int8(): `block_size` is the length of a row, whose scale belongs to 127, to f32.
+KERNEL BOUNDS(256, 4) dequantize_int8_rows_f32(PANEL_F32) {
+    dequantize<float, ROWS>(codes, values, {scales, nested, map, offset}, {block_size, block_shift}, panel, start,
+                            count);
+}

@@ -1,0 +1,66 @@
+// Dropout whose mask is a function of (stream, token, column): y = x * keep / (1 - p). The hash and the mask are those
+// of src/runtime/rng.rs and src/ops/dropout.rs to the bit; the backward is the same kernel on the gradient.
+#include "compat.cuh"
+
+namespace {
+
+constexpr int THREADS = 256;
+constexpr uint64_t GOLDEN_GAMMA = 0x9e3779b97f4a7c15ull;
+
+// SplitMix64's finalizer (doi:10.1145/2660193.2660195) with a third round.
+DEVICE inline uint64_t mix(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    z = (z ^ (z >> 31)) * 0xd6e8feb86659fd93ull;
+    return z ^ (z >> 32);
+}
+
+// What the values of one token are multiplied by.
+struct Mask {
+    uint64_t token;
+    // The uniform number is k / 2^24 for the hash's leading 24 bits k: it is below p where k is below p * 2^24.
+    uint32_t limit;
+    float scale;
+    DEVICE float keep(uint64_t column) const {
+        return uint32_t(mix(token ^ (column * GOLDEN_GAMMA)) >> 40) < limit ? 0.0f : scale;
+    }
+};
+
+DEVICE inline Mask mask_of(uint64_t stream, uint64_t token, float p) {
+    return Mask{mix(stream + mix(token + GOLDEN_GAMMA)), uint32_t(ceilf(p * 16777216.0f)), 1.0f / (1.0f - p)};
+}
+
+template <class T>
+DEVICE inline void dropout(In<T> x, Out<T> y, int width, uint64_t stream, uint64_t first_token, float p) {
+    constexpr int V = PER16<T>;
+    Mask mask = mask_of(stream, first_token + blockIdx.x, p);
+    In<T> from = x.offset(int64_t(blockIdx.x) * width);
+    Out<T> to = y.offset(int64_t(blockIdx.x) * width);
+    bool whole = from.is_aligned(16) && to.is_aligned(16);
+    for (int c = int(threadIdx.x) * V; c < width; c += THREADS * V) {
+        if (whole && c + V <= width) {
+            float values[V];
+            load_values<T, V>(values, from, c);
+            UNROLL for (int i = 0; i < V; i++) values[i] *= mask.keep(uint64_t(c + i));
+            store_values<T, V>(to, c, values);
+        } else {
+            for (int i = 0; i < V; i++)
+                if (c + i < width)
+                    to.store(c + i, nearest<T>(widen(from.load(c + i)) * mask.keep(uint64_t(c + i))));
+        }
+    }
+}
+
+} // namespace
+
+// x, y: `[N, width]`. `stream` is the state of the site's stream, `first_token` the index of the first row's token in
+// the step's global batch, p the probability of a zero. One block a row.
+KERNEL BOUNDS(256, 6) dropout_bf16(In<bf16> x, Out<bf16> y, uint32_t width, uint64_t stream, uint64_t first_token,
+    float p) {
+    dropout(x, y, int(width), stream, first_token, p);
+}
+// As dropout_bf16.
+KERNEL BOUNDS(256, 6) dropout_f32(In<float> x, Out<float> y, uint32_t width, uint64_t stream, uint64_t first_token,
+    float p) {
+    dropout(x, y, int(width), stream, first_token, p);
+}

@@ -1,0 +1,83 @@
+// Gated activations: h = act(gate) * up, where a row of gate_up holds F gates and then F ups; and their gradient:
+// dup = dh * act(gate), dgate = dh * up * act'(gate). src/ops/glu holds the definition. One thread takes 16 bytes of h
+// where F is a multiple of what 16 bytes hold, else one value.
+#include "compat.cuh"
+
+namespace {
+
+// Value and slope of an activation.
+struct Activated {
+    float value, slope;
+};
+
+struct Silu {
+    DEVICE static inline Activated at(float x) {
+        float s = 1.0f / (1.0f + expf(-x));
+        return Activated{x * s, s * (1.0f + x * (1.0f - s))};
+    }
+};
+
+// GELU by tanh, gelu_pytorch_tanh: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+struct GeluTanh {
+    DEVICE static inline Activated at(float x) {
+        const float root = 0.7978846f, cubic = 0.044715f;
+        float t = tanhf(root * (x + cubic * x * x * x));
+        float inner = root * (1.0f + 3.0f * cubic * x * x);
+        return Activated{0.5f * x * (1.0f + t), 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * inner};
+    }
+};
+
+template <class T, class F> DEVICE inline void for_each_run(uint32_t half, int64_t values, F f) {
+    int step = half % PER16<T> == 0 ? PER16<T> : 1;
+    int64_t at = (int64_t(blockIdx.x) * int(blockDim.x) + int(threadIdx.x)) * step;
+    if (at < values) f(at / half, at % half, step);
+}
+
+template <class A, class T> DEVICE inline void forward(In<T> gate_up, Out<T> h, uint32_t rows, uint32_t half) {
+    for_each_run<T>(half, int64_t(rows) * half, [&](int64_t row, int64_t column, int count) {
+        float gate[PER16<T>], up[PER16<T>];
+        load_some<T>(gate, gate_up, row * 2 * half + column, count);
+        load_some<T>(up, gate_up, (row * 2 + 1) * half + column, count);
+        for (int i = 0; i < count; i++) gate[i] = A::at(gate[i]).value * up[i];
+        store_some<T>(h, row * half + column, gate, count);
+    });
+}
+
+template <class A, class T> DEVICE inline void backward(In<T> gate_up, In<T> dh, Out<T> d, uint32_t rows, uint32_t half) {
+    for_each_run<T>(half, int64_t(rows) * half, [&](int64_t row, int64_t column, int count) {
+        float gate[PER16<T>], up[PER16<T>], g[PER16<T>];
+        load_some<T>(gate, gate_up, row * 2 * half + column, count);
+        load_some<T>(up, gate_up, (row * 2 + 1) * half + column, count);
+        load_some<T>(g, dh, row * half + column, count);
+        for (int i = 0; i < count; i++) {
+            Activated act = A::at(gate[i]);
+            gate[i] = g[i] * up[i] * act.slope;
+            up[i] = g[i] * act.value;
+        }
+        store_some<T>(d, row * 2 * half + column, gate, count);
+        store_some<T>(d, (row * 2 + 1) * half + column, up, count);
+    });
+}
+
+} // namespace
+
+// h: [rows, half] = silu(gate) * up of gate_up: [rows, 2 half].
+KERNEL glu_silu_bf16(In<bf16> gate_up, Out<bf16> h, uint32_t rows, uint32_t half) { forward<Silu>(gate_up, h, rows, half); }
+// As glu_silu_bf16, in f32.
+KERNEL glu_silu_f32(In<float> gate_up, Out<float> h, uint32_t rows, uint32_t half) { forward<Silu>(gate_up, h, rows, half); }
+// h: [rows, half] = gelu_tanh(gate) * up of gate_up: [rows, 2 half].
+KERNEL glu_gelu_bf16(In<bf16> gate_up, Out<bf16> h, uint32_t rows, uint32_t half) { forward<GeluTanh>(gate_up, h, rows, half); }
+// As glu_gelu_bf16, in f32.
+KERNEL glu_gelu_f32(In<float> gate_up, Out<float> h, uint32_t rows, uint32_t half) { forward<GeluTanh>(gate_up, h, rows, half); }
+
+#define BACKWARD_BF16 In<bf16> gate_up, In<bf16> dh, Out<bf16> d, uint32_t rows, uint32_t half
+#define BACKWARD_F32 In<float> gate_up, In<float> dh, Out<float> d, uint32_t rows, uint32_t half
+
+// d: [rows, 2 half], the gradient of gate_up from dh: [rows, half].
+KERNEL glu_silu_backward_bf16(BACKWARD_BF16) { backward<Silu>(gate_up, dh, d, rows, half); }
+// As glu_silu_backward_bf16, in f32.
+KERNEL glu_silu_backward_f32(BACKWARD_F32) { backward<Silu>(gate_up, dh, d, rows, half); }
+// As glu_silu_backward_bf16, with gelu_tanh.
+KERNEL glu_gelu_backward_bf16(BACKWARD_BF16) { backward<GeluTanh>(gate_up, dh, d, rows, half); }
+// As glu_gelu_backward_bf16, in f32.
+KERNEL glu_gelu_backward_f32(BACKWARD_F32) { backward<GeluTanh>(gate_up, dh, d, rows, half); }

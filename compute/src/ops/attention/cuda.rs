@@ -1,0 +1,401 @@
+//! Attention by the kernels of `kernels/attention_forward.cu` and `kernels/attention_backward.cu`, in bf16.
+//!
+//! A launch runs one block for each entry of a tile list and each head. The lists say which rows of which span a block
+//! takes, longest first, so that the last blocks to run are short ones; they are made once for the spans of a
+//! micro-batch and kept for all layers.
+
+use std::cell::RefCell;
+use std::cmp::Reverse;
+use std::rc::Rc;
+
+use candle_core::{DType, Device, DeviceLocation, Tensor};
+use half::bf16;
+
+use super::{AttentionKind, AttentionOutput, Qkv, Span};
+use crate::error::{Error, Result};
+use crate::ops::gpu::{Driver, In, LaunchShape, Out, kernels, number};
+use crate::ops::matmul::{ColumnView, empty};
+
+/// How the kernels of one head width divide the work; `kernels/*.cu` hold the same numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct HeadShape {
+    head_dim: usize,
+    /// Queries, and in the first backward kernel keys, of a block.
+    tile: usize,
+    /// Keys that pass by at a time in the forward.
+    forward_keys: usize,
+    /// Rows that pass by at a time in the backward.
+    backward_rows: usize,
+    /// Threads of a block of the first backward kernel; all others have 128.
+    keys_threads: u32,
+    /// Blocks that share the columns of a tile of keys.
+    parts: usize,
+}
+
+impl HeadShape {
+    fn of(head_dim: usize) -> Option<Self> {
+        let shape = |tile, forward_keys, backward_rows, keys_threads, parts| {
+            Some(HeadShape { head_dim, tile, forward_keys, backward_rows, keys_threads, parts })
+        };
+        match head_dim {
+            64 => shape(128, 64, 32, 128, 1),
+            80 | 96 => shape(128, 64, 32, 256, 1),
+            128 => shape(128, 48, 32, 256, 1),
+            256 => shape(64, 64, 16, 128, 2),
+            _ => None,
+        }
+    }
+
+    /// Bytes of a row in shared memory: a multiple of 128, or an odd number of 16.
+    fn row_bytes(self) -> usize {
+        let chunks = self.head_dim / 8;
+        16 * if chunks.is_multiple_of(8) { chunks } else { chunks | 1 }
+    }
+
+    fn forward_bytes(self) -> usize {
+        (self.tile + 2 * self.forward_keys) * self.row_bytes()
+    }
+
+    fn backward_keys_bytes(self) -> usize {
+        (2 * self.tile + 4 * self.backward_rows) * self.row_bytes() + 16 * self.backward_rows
+    }
+
+    fn backward_queries_bytes(self) -> usize {
+        (2 * self.tile + 4 * self.backward_rows) * self.row_bytes() + 8 * self.tile
+    }
+}
+
+/// Whether the kernels compute this; the composed form takes the rest.
+pub(super) fn is_supported(qkv: &Qkv<'_>, kind: &AttentionKind) -> bool {
+    // A copy of 16 bytes starts at a multiple of 16.
+    let aligned = |view: &ColumnView<'_>| {
+        view.tensor.dtype() == DType::BF16
+            && In::<bf16>::columns(view)
+                .is_ok_and(|at| at.arg().value.is_multiple_of(16) && at.arg().pitch.is_multiple_of(16))
+    };
+    let width = |view: &ColumnView<'_>| view.tensor.dims().last().copied();
+    HeadShape::of(kind.heads.head_dim).is_some()
+        && [qkv.q, qkv.k, qkv.v].iter().all(aligned)
+        && width(&qkv.k) == width(&qkv.v)
+        && kind.scale > 0.0
+        && kind.softcap.is_none_or(|cap| cap > 0.0)
+        && kind.window != Some(0)
+}
+
+/// As [`is_supported`], for the backward.
+pub(super) fn is_backward_supported(
+    qkv: &Qkv<'_>,
+    attended: &AttentionOutput,
+    dout: &Tensor,
+    kind: &AttentionKind,
+) -> bool {
+    let aligned = |tensor: &Tensor| In::<bf16>::all(tensor).is_ok_and(|at| at.arg().value.is_multiple_of(16));
+    is_supported(qkv, kind) && aligned(&attended.out) && aligned(dout)
+}
+
+pub(super) fn forward(
+    driver: &dyn Driver,
+    qkv: Qkv<'_>,
+    spans: &[Span],
+    kind: AttentionKind,
+) -> Result<AttentionOutput> {
+    let shape = shape_of(kind)?;
+    let launch = Launch::of(&qkv, kind)?;
+    let lists = tile_lists(spans, &qkv, shape.tile)?;
+    let (rows, device) = (launch.rows as usize, qkv.q.tensor.device());
+    let out = empty(rows, kind.heads.q_width(), DType::BF16, device)?;
+    let lse = empty(kind.heads.num_heads, rows, DType::F32, device)?;
+    let kernel = match shape.head_dim {
+        64 => kernels::attention_forward_64,
+        80 => kernels::attention_forward_80,
+        96 => kernels::attention_forward_96,
+        128 => kernels::attention_forward_128,
+        _ => kernels::attention_forward_256,
+    };
+    kernel(
+        driver,
+        blocks(lists.queries.dim(0)? * kind.heads.num_heads, 128, shape.forward_bytes()),
+        In::columns(&qkv.q)?,
+        In::columns(&qkv.k)?,
+        In::columns(&qkv.v)?,
+        Out::all(&out)?,
+        Out::all(&lse)?,
+        In::all(&lists.queries)?,
+        launch.heads,
+        launch.group,
+        launch.rows,
+        launch.q_stride,
+        launch.kv_stride,
+        launch.factor,
+        launch.bend,
+        launch.window,
+    )?;
+    Ok(AttentionOutput { out: out.into_tensor(), lse: lse.into_tensor() })
+}
+
+pub(super) fn backward(
+    driver: &dyn Driver,
+    qkv: Qkv<'_>,
+    attended: &AttentionOutput,
+    dout: &Tensor,
+    spans: &[Span],
+    kind: AttentionKind,
+) -> Result<Tensor> {
+    let (shape, heads) = (shape_of(kind)?, kind.heads);
+    let launch = Launch::of(&qkv, kind)?;
+    let lists = tile_lists(spans, &qkv, shape.tile)?;
+    let rows = launch.rows as usize;
+    let delta = delta(driver, attended, dout, &launch, shape)?;
+    let d = empty(rows, heads.qkv_width(), DType::BF16, dout.device())?;
+    let range = |start, len| ColumnView { tensor: &d, start, len };
+    let (dq, dk, dv) = (
+        range(0, heads.q_width()),
+        range(heads.q_width(), heads.kv_width()),
+        range(heads.qk_width(), heads.kv_width()),
+    );
+    let d_stride = number(heads.qkv_width())?;
+    let keys = match shape.head_dim {
+        64 => kernels::attention_backward_keys_64,
+        80 => kernels::attention_backward_keys_80,
+        96 => kernels::attention_backward_keys_96,
+        128 => kernels::attention_backward_keys_128,
+        _ => kernels::attention_backward_keys_256,
+    };
+    keys(
+        driver,
+        blocks(
+            lists.keys.dim(0)? * heads.num_kv_heads * shape.parts,
+            shape.keys_threads,
+            shape.backward_keys_bytes(),
+        ),
+        In::columns(&qkv.q)?,
+        In::columns(&qkv.k)?,
+        In::columns(&qkv.v)?,
+        In::all(dout)?,
+        In::all(&attended.lse)?,
+        In::all(&delta)?,
+        Out::columns(&dk)?,
+        Out::columns(&dv)?,
+        In::all(&lists.keys)?,
+        launch.heads,
+        launch.group,
+        launch.rows,
+        launch.q_stride,
+        launch.kv_stride,
+        d_stride,
+        launch.factor,
+        launch.bend,
+        launch.scale,
+        launch.window,
+    )?;
+    let queries = match shape.head_dim {
+        64 => kernels::attention_backward_queries_64,
+        80 => kernels::attention_backward_queries_80,
+        96 => kernels::attention_backward_queries_96,
+        128 => kernels::attention_backward_queries_128,
+        _ => kernels::attention_backward_queries_256,
+    };
+    queries(
+        driver,
+        blocks(lists.queries.dim(0)? * heads.num_heads, 128, shape.backward_queries_bytes()),
+        In::columns(&qkv.q)?,
+        In::columns(&qkv.k)?,
+        In::columns(&qkv.v)?,
+        In::all(dout)?,
+        In::all(&attended.lse)?,
+        In::all(&delta)?,
+        Out::columns(&dq)?,
+        In::all(&lists.queries)?,
+        launch.heads,
+        launch.group,
+        launch.rows,
+        launch.q_stride,
+        launch.kv_stride,
+        d_stride,
+        launch.factor,
+        launch.bend,
+        launch.scale,
+        launch.window,
+    )?;
+    Ok(d.into_tensor())
+}
+
+/// The sums of `out · dout` over each head's columns: `[H, N]`.
+fn delta(
+    driver: &dyn Driver,
+    attended: &AttentionOutput,
+    dout: &Tensor,
+    launch: &Launch,
+    shape: HeadShape,
+) -> Result<Tensor> {
+    /// Rows of a block.
+    const ROWS: usize = 32;
+    let (heads, rows) = (launch.heads as usize, launch.rows as usize);
+    let delta = empty(heads, rows, DType::F32, dout.device())?;
+    kernels::attention_delta(
+        driver,
+        blocks(rows.div_ceil(ROWS) * heads, 256, 0),
+        In::all(&attended.out)?,
+        In::all(dout)?,
+        Out::all(&delta)?,
+        launch.heads,
+        launch.rows,
+        number(shape.head_dim)?,
+    )?;
+    Ok(delta.into_tensor())
+}
+
+fn shape_of(kind: AttentionKind) -> Result<HeadShape> {
+    let found = kind.heads.head_dim;
+    HeadShape::of(found)
+        .ok_or_else(|| Error::internal(format!("no attention kernel has heads of {found} values")))
+}
+
+fn blocks(count: usize, threads: u32, shared_bytes: usize) -> LaunchShape {
+    LaunchShape { shared_bytes: shared_bytes as u32, ..LaunchShape::line(count, threads) }
+}
+
+/// The numbers that the kernels are given.
+#[derive(Debug, Clone, Copy)]
+struct Launch {
+    heads: u32,
+    group: u32,
+    rows: u32,
+    q_stride: u32,
+    kv_stride: u32,
+    /// What a score, or under a soft-cap its tanh, is multiplied with to be an exponent of 2.
+    factor: f32,
+    /// With `t = 2^(bend · score)`, the tanh under a soft-cap is `1 − 2 / (1 + t)`; 0 without one.
+    bend: f32,
+    scale: f32,
+    window: u32,
+}
+
+impl Launch {
+    fn of(qkv: &Qkv<'_>, kind: AttentionKind) -> Result<Self> {
+        /// What the kernels take for no window: positions and this add up to less than 2^31.
+        const NO_WINDOW: usize = 1 << 30;
+        let ((rows, q_stride), (kv_rows, kv_stride)) = (qkv.q.tensor.dims2()?, qkv.k.tensor.dims2()?);
+        if rows.max(kv_rows) >= NO_WINDOW {
+            return Err(Error::internal(format!(
+                "attention over {} rows; a kernel takes {NO_WINDOW}",
+                rows.max(kv_rows)
+            )));
+        }
+        let log2_e = std::f64::consts::LOG2_E;
+        Ok(Launch {
+            heads: number(kind.heads.num_heads)?,
+            group: number(kind.heads.num_heads / kind.heads.num_kv_heads)?,
+            rows: number(rows)?,
+            q_stride: number(q_stride)?,
+            kv_stride: number(kv_stride)?,
+            factor: (kind.softcap.unwrap_or(kind.scale) * log2_e) as f32,
+            bend: kind.softcap.map_or(0.0, |cap| 2.0 * log2_e * kind.scale / cap) as f32,
+            scale: kind.scale as f32,
+            window: number(kind.window.unwrap_or(NO_WINDOW).min(NO_WINDOW))?,
+        })
+    }
+}
+
+/// The tile lists of a micro-batch, `[tiles, 5]` u32 on the device.
+#[derive(Debug)]
+struct TileLists {
+    /// Tiles of queries.
+    queries: Tensor,
+    /// Tiles of keys.
+    keys: Tensor,
+}
+
+/// What tile lists are made of.
+#[derive(Debug, Clone, PartialEq)]
+struct ListsKey {
+    spans: Vec<Span>,
+    rows: usize,
+    kv_rows: usize,
+    tile: usize,
+    device: DeviceLocation,
+}
+
+thread_local! {
+    /// The lists made last, which the layers of a micro-batch share.
+    static LISTS: RefCell<Option<(ListsKey, Rc<TileLists>)>> = const { RefCell::new(None) };
+}
+
+fn tile_lists(spans: &[Span], qkv: &Qkv<'_>, tile: usize) -> Result<Rc<TileLists>> {
+    let device = qkv.q.tensor.device();
+    let (rows, kv_rows) = (qkv.q.tensor.dim(0)?, qkv.k.tensor.dim(0)?);
+    let key = ListsKey { spans: spans.to_vec(), rows, kv_rows, tile, device: device.location() };
+    if let Some(lists) = LISTS
+        .with_borrow(|kept| kept.as_ref().filter(|(of, _)| *of == key).map(|(_, lists)| Rc::clone(lists)))
+    {
+        return Ok(lists);
+    }
+    let upload = |list: Vec<[u32; 5]>| upload_list(&list, device);
+    let lists = Rc::new(TileLists {
+        queries: upload(query_tiles(spans, rows, tile))?,
+        keys: upload(key_tiles(spans, kv_rows, tile))?,
+    });
+    LISTS.set(Some((key, Rc::clone(&lists))));
+    Ok(lists)
+}
+
+fn upload_list(list: &[[u32; 5]], device: &Device) -> Result<Tensor> {
+    Ok(Tensor::from_vec(list.as_flattened().to_vec(), (list.len(), 5), device)?)
+}
+
+/// Tiles of `tile` queries: the span and the first query of each, longest first. Rows of no span are spans without keys.
+fn query_tiles(spans: &[Span], rows: usize, tile: usize) -> Vec<[u32; 5]> {
+    let gaps = gaps(spans.iter().map(|s| (s.q_start, s.q_len)), rows);
+    let gaps = gaps.into_iter().map(|(start, len)| Span { q_start: start, q_len: len, k_start: 0, k_len: 0 });
+    tiles(
+        spans.iter().copied().chain(gaps),
+        tile,
+        |s| s.q_len,
+        |s, first| {
+            // The keys that the last query of the tile sees.
+            (s.k_len + (first + tile).min(s.q_len)).saturating_sub(s.q_len)
+        },
+    )
+}
+
+/// Tiles of `tile` keys, likewise; rows of no span are spans without queries.
+fn key_tiles(spans: &[Span], rows: usize, tile: usize) -> Vec<[u32; 5]> {
+    let gaps = gaps(spans.iter().map(|s| (s.k_start, s.k_len)), rows);
+    let gaps = gaps.into_iter().map(|(start, len)| Span { q_start: 0, q_len: 0, k_start: start, k_len: len });
+    tiles(spans.iter().copied().chain(gaps), tile, |s| s.k_len, |s, first| s.q_len.saturating_sub(first))
+}
+
+/// One entry for each `tile` rows of each span, those with the most `work` first.
+fn tiles(
+    spans: impl Iterator<Item = Span>,
+    tile: usize,
+    len: impl Fn(&Span) -> usize,
+    work: impl Fn(&Span, usize) -> usize,
+) -> Vec<[u32; 5]> {
+    let mut list: Vec<(usize, [u32; 5])> = Vec::new();
+    for span in spans {
+        for first in (0..len(&span)).step_by(tile) {
+            let entry = [span.q_start, span.q_len, span.k_start, span.k_len, first].map(|x| x as u32);
+            list.push((work(&span, first), entry));
+        }
+    }
+    list.sort_by_key(|&(work, _)| Reverse(work));
+    list.into_iter().map(|(_, entry)| entry).collect()
+}
+
+/// What `ranges` (start, length) leave out of `0..rows`.
+fn gaps(ranges: impl Iterator<Item = (usize, usize)>, rows: usize) -> Vec<(usize, usize)> {
+    let mut ranges: Vec<(usize, usize)> = ranges.collect();
+    ranges.sort_unstable();
+    let (mut at, mut gaps) = (0, Vec::new());
+    for (start, len) in ranges.into_iter().chain([(rows, 0)]) {
+        if start > at {
+            gaps.push((at, start - at));
+        }
+        at = at.max(start + len);
+    }
+    gaps
+}
+
+#[cfg(test)]
+mod tests;

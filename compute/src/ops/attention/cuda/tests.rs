@@ -1,0 +1,352 @@
+use super::super::{cpu, reference};
+use super::*;
+use crate::ops::gpu::emulator::{Emulator, Order, Schedule};
+use crate::ops::rotary::Heads;
+use crate::runtime::rng::RngStream;
+
+/// Sequences, heads and masks whose edges fall everywhere in a tile.
+struct Case {
+    /// Lengths of the sequences, end to end; a negative one is a gap.
+    lens: &'static [i64],
+    heads: (usize, usize),
+    window: Option<usize>,
+    softcap: Option<f64>,
+    /// Standard deviation of q and k.
+    spread: f64,
+}
+
+const CASES: [Case; 7] = [
+    Case { lens: &[1], heads: (2, 1), window: None, softcap: None, spread: 1.0 },
+    Case { lens: &[131, 1, 3, 2, 70], heads: (8, 1), window: None, softcap: None, spread: 1.0 },
+    Case { lens: &[150, 2, 77], heads: (2, 2), window: Some(5), softcap: None, spread: 1.0 },
+    Case { lens: &[290, -140, 1, 40], heads: (2, 1), window: Some(95), softcap: None, spread: 1.0 },
+    Case { lens: &[260], heads: (2, 1), window: Some(127), softcap: None, spread: 1.0 },
+    Case { lens: &[129, 65], heads: (2, 1), window: None, softcap: Some(5.0), spread: 3.0 },
+    Case { lens: &[200, -3], heads: (2, 1), window: None, softcap: None, spread: 5.0 },
+];
+
+const HEAD_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
+
+fn spans_of(lens: &[i64]) -> (Vec<Span>, usize) {
+    let (mut at, mut spans) = (0, Vec::new());
+    for &len in lens {
+        if len > 0 {
+            spans.push(Span::sequence(at, len as usize));
+        }
+        at += len.unsigned_abs() as usize;
+    }
+    (spans, at)
+}
+
+/// Normal values, rounded to bf16.
+fn normal(seed: u64, rows: usize, width: usize, spread: f64) -> Result<Tensor> {
+    let stream = RngStream::new(seed);
+    let values: Vec<f32> = (0..(rows * width) as u64).map(|i| stream.normal(i) * spread as f32).collect();
+    Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?.to_dtype(DType::BF16)?)
+}
+
+fn qkv_of(x: &Tensor, heads: Heads) -> Qkv<'_> {
+    let range = |start, len| ColumnView { tensor: x, start, len };
+    Qkv {
+        q: range(0, heads.q_width()),
+        k: range(heads.q_width(), heads.kv_width()),
+        v: range(heads.qk_width(), heads.kv_width()),
+    }
+}
+
+/// As an implementation without care computes it: bf16 after each op. One span and head at a time.
+mod plain {
+    use super::*;
+
+    fn rounded(x: Tensor) -> Result<Tensor> {
+        Ok(x.to_dtype(DType::BF16)?.to_dtype(DType::F32)?)
+    }
+
+    fn head(x: &Tensor, span: Span, start: usize, dim: usize) -> Result<Tensor> {
+        Ok(x.narrow(0, span.q_start, span.q_len)?
+            .narrow(1, start, dim)?
+            .contiguous()?
+            .to_dtype(DType::F32)?)
+    }
+
+    /// The output `[N, H · D]` and the gradient of q, k and v, in f32.
+    pub(super) fn run(
+        x: &Tensor,
+        dout: &Tensor,
+        spans: &[Span],
+        kind: AttentionKind,
+    ) -> Result<(Tensor, Tensor)> {
+        let (heads, dim, rows) = (kind.heads, kind.heads.head_dim, x.dim(0)?);
+        let group = heads.num_heads / heads.num_kv_heads;
+        let out = Tensor::zeros((rows, heads.q_width()), DType::F32, &Device::Cpu)?;
+        let d = Tensor::zeros((rows, heads.qkv_width()), DType::F32, &Device::Cpu)?;
+        for &span in spans {
+            for h in 0..heads.num_heads {
+                let (kv, n) = (h / group, span.q_len);
+                let columns = [h * dim, heads.q_width() + kv * dim, heads.qk_width() + kv * dim];
+                let [q, k, v] = [
+                    head(x, span, columns[0], dim)?,
+                    head(x, span, columns[1], dim)?,
+                    head(x, span, columns[2], dim)?,
+                ];
+                let do_ = head(dout, span, h * dim, dim)?;
+                let mut s = rounded((rounded(q.matmul(&k.t()?)?)? * kind.scale)?)?;
+                let mut slope = s.ones_like()?;
+                if let Some(cap) = kind.softcap {
+                    let tanh = rounded((&s / cap)?.tanh()?)?;
+                    slope = (1.0 - tanh.sqr()?)?;
+                    s = rounded((tanh * cap)?)?;
+                }
+                let mut mask = vec![f32::NEG_INFINITY; n * n];
+                for (i, row) in mask.chunks_exact_mut(n).enumerate() {
+                    let (from, to) = span.visible(i, kind.window);
+                    row[from..to].fill(0.0);
+                }
+                let s = (s + Tensor::from_vec(mask, (n, n), &Device::Cpu)?)?;
+                let p = rounded(candle_nn::ops::softmax(&s, 1)?)?;
+                let o = rounded(p.matmul(&v)?)?;
+                let dp = rounded(do_.matmul(&v.t()?)?)?;
+                let delta = (&p * &dp)?.sum_keepdim(1)?;
+                let ds = rounded(((rounded((&p * dp.broadcast_sub(&delta)?)?)? * slope)? * kind.scale)?)?;
+                add(&out, &o, span, h * dim)?;
+                add(&d, &ds.matmul(&k)?, span, columns[0])?;
+                add(&d, &ds.t()?.matmul(&q)?, span, columns[1])?;
+                add(&d, &p.t()?.matmul(&do_)?, span, columns[2])?;
+            }
+        }
+        Ok((out, d))
+    }
+
+    /// `to[span, column..] += part`, rounded.
+    fn add(to: &Tensor, part: &Tensor, span: Span, column: usize) -> Result<()> {
+        let rows = to.narrow(0, span.q_start, span.q_len)?.copy()?;
+        let sum = rounded((rows.narrow(1, column, part.dim(1)?)? + rounded(part.clone())?)?)?;
+        let rows = rows.contiguous()?.copy()?;
+        rows.slice_set(&sum.contiguous()?, 1, column)?;
+        Ok(to.slice_set(&rows, 0, span.q_start)?)
+    }
+}
+
+/// The largest distance and the root of the mean square.
+fn apart(a: &Tensor, b: &Tensor) -> Result<(f32, f32)> {
+    let distance = (a.to_dtype(DType::F32)? - b.to_dtype(DType::F32)?)?.flatten_all()?;
+    Ok((distance.abs()?.max(0)?.to_scalar()?, distance.sqr()?.mean_all()?.sqrt()?.to_scalar()?))
+}
+
+fn bits(tensor: &Tensor) -> Result<Vec<u32>> {
+    let values: Vec<f32> = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+    Ok(values.into_iter().map(f32::to_bits).collect())
+}
+
+/// All ways in which the emulator runs a kernel.
+fn schedules() -> Vec<Schedule> {
+    let orders = [Order::Forward, Order::Reverse, Order::Shuffled(7)];
+    orders
+        .into_iter()
+        .flat_map(|order| [false, true].map(|late_copies| Schedule { order, late_copies, counts: false }))
+        .collect()
+}
+
+fn run(
+    schedule: Schedule,
+    x: &Tensor,
+    dout: &Tensor,
+    spans: &[Span],
+    kind: AttentionKind,
+) -> Result<(AttentionOutput, Tensor)> {
+    let (result, _) = Emulator::run(schedule, || {
+        let qkv = qkv_of(x, kind.heads);
+        let attended = forward(&Emulator, qkv, spans, kind)?;
+        let d = backward(&Emulator, qkv, &attended, dout, spans, kind)?;
+        Ok((attended, d))
+    });
+    result
+}
+
+fn kind_of(case: &Case, head_dim: usize) -> AttentionKind {
+    let heads = Heads { num_heads: case.heads.0, num_kv_heads: case.heads.1, head_dim };
+    AttentionKind { heads, scale: 1.0 / (head_dim as f64).sqrt(), softcap: case.softcap, window: case.window }
+}
+
+/// Error at most twice (forward) or three times (backward) that of a plain bf16 implementation, both held against the
+/// CPU form in f32, whose own error is a thousandth of it; and the same bits in every order.
+#[test]
+fn kernels_are_as_exact_as_bf16_allows() -> Result<()> {
+    for (head_dim, (number, case)) in
+        HEAD_DIMS.into_iter().flat_map(|d| CASES.iter().enumerate().map(move |c| (d, c)))
+    {
+        let kind = kind_of(case, head_dim);
+        let (spans, rows) = spans_of(case.lens);
+        let qk = normal(1, rows, kind.heads.qk_width(), case.spread)?;
+        let x = Tensor::cat(&[qk, normal(2, rows, kind.heads.kv_width(), 1.0)?], 1)?.contiguous()?;
+        let dout = normal(3, rows, kind.heads.q_width(), 1.0)?;
+        let wide = x.to_dtype(DType::F32)?;
+        let exact = cpu::forward(qkv_of(&wide, kind.heads), &spans, kind)?;
+        let exact_d =
+            cpu::backward(qkv_of(&wide, kind.heads), &exact, &dout.to_dtype(DType::F32)?, &spans, kind)?;
+        let (plain, plain_d) = plain::run(&x, &dout, &spans, kind)?;
+        let mut first = None;
+        for schedule in schedules() {
+            let (attended, d) = run(schedule, &x, &dout, &spans, kind)?;
+            let found = (bits(&attended.out)?, bits(&attended.lse)?, bits(&d)?);
+            assert_eq!(
+                first.get_or_insert(found.clone()),
+                &found,
+                "case {number}, head dim {head_dim}: {schedule:?}"
+            );
+            let (lse, _) = apart(&attended.lse, &exact.lse)?;
+            assert!(lse < 1e-4, "case {number}, head dim {head_dim}: log-sum-exp {lse} apart");
+            for (what, times, got, exact, plain) in
+                [("out", 2.0, &attended.out, &exact.out, &plain), ("gradient", 3.0, &d, &exact_d, &plain_d)]
+            {
+                let (ours, theirs) = (apart(got, exact)?, apart(plain, exact)?);
+                assert!(
+                    ours.0 <= times * theirs.0 + 1e-6 && ours.1 <= times * theirs.1 + 1e-6,
+                    "case {number}, head dim {head_dim}, {what}: {ours:?} apart, plain bf16 {theirs:?}"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Queries at the end of a cache: fewer than keys, with and without window and soft-cap.
+#[test]
+fn queries_after_cached_keys() -> Result<()> {
+    let spans = [
+        Span { q_start: 0, q_len: 5, k_start: 3, k_len: 195 },
+        Span { q_start: 5, q_len: 1, k_start: 210, k_len: 77 },
+        Span { q_start: 6, q_len: 90, k_start: 300, k_len: 91 },
+    ];
+    for (head_dim, (window, softcap)) in
+        HEAD_DIMS.into_iter().flat_map(|d| [(None, None), (Some(30), Some(20.0))].map(|masks| (d, masks)))
+    {
+        let heads = Heads { num_heads: 4, num_kv_heads: 2, head_dim };
+        let kind = AttentionKind { heads, scale: 1.0 / (head_dim as f64).sqrt(), softcap, window };
+        let q = normal(1, 98, heads.q_width(), 1.0)?;
+        // Columns of wider rows, so that a wrong stride is seen.
+        let (k, v) =
+            (normal(2, 400, heads.kv_width() + 16, 1.0)?, normal(3, 400, heads.kv_width() + 16, 1.0)?);
+        let (k_wide, v_wide, q_wide) =
+            (k.to_dtype(DType::F32)?, v.to_dtype(DType::F32)?, q.to_dtype(DType::F32)?);
+        fn of<'a>(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor, width: usize) -> Qkv<'a> {
+            let tail = |tensor| ColumnView { tensor, start: 16, len: width };
+            Qkv { q: ColumnView::all(q), k: tail(k), v: tail(v) }
+        }
+        let width = heads.kv_width();
+        let exact = reference::forward(of(&q_wide, &k_wide, &v_wide, width), &spans, kind, usize::MAX)?;
+        for schedule in schedules() {
+            let (found, _) =
+                Emulator::run(schedule, || forward(&Emulator, of(&q, &k, &v, width), &spans, kind));
+            let found = found?;
+            let (out, lse) = (apart(&found.out, &exact.out)?, apart(&found.lse, &exact.lse)?);
+            assert!(out.0 < 1.5e-2 && out.1 < 1e-3 && lse.0 < 1e-4, "head dim {head_dim}: {out:?}, {lse:?}");
+        }
+    }
+    Ok(())
+}
+
+/// Banks serve eight rows of a matrix at once; only the way out of head widths 80 and 96 may meet in a bank.
+#[test]
+fn no_bank_conflicts() -> Result<()> {
+    for head_dim in [64, 128, 256] {
+        let kind = kind_of(&CASES[1], head_dim);
+        let (spans, rows) = spans_of(CASES[1].lens);
+        let (x, dout) =
+            (normal(1, rows, kind.heads.qkv_width(), 1.0)?, normal(2, rows, kind.heads.q_width(), 1.0)?);
+        let schedule = Schedule { counts: true, ..Schedule::default() };
+        let (done, counters) = Emulator::run(schedule, || {
+            let qkv = qkv_of(&x, kind.heads);
+            let attended = forward(&Emulator, qkv, &spans, kind)?;
+            backward(&Emulator, qkv, &attended, &dout, &spans, kind)
+        });
+        done?;
+        assert_eq!(counters.bank_conflicts, 0, "head dim {head_dim}");
+    }
+    Ok(())
+}
+
+/// Sectors of 32 bytes that one sequence of `len` tokens takes to read and write when no tile is visited that nobody
+/// sees, f32 vectors aside.
+fn least_sectors(len: usize, kind: AttentionKind, shape: HeadShape) -> usize {
+    let (heads, kv_heads) = (kind.heads.num_heads, kind.heads.num_kv_heads);
+    let window = kind.window.unwrap_or(len);
+    let mut rows_moved = 2 * heads * len;
+    for first in (0..len).step_by(shape.tile) {
+        let rows = shape.tile.min(len - first);
+        let keys = first + rows - (first + 1).saturating_sub(window);
+        let queries = len.min(first + shape.tile - 1 + window) - first;
+        rows_moved += heads * (2 * keys + 2 * rows) + heads * (2 * keys + 3 * rows);
+        rows_moved += kv_heads * (shape.parts * 2 * rows + 2 * rows) + heads * shape.parts * 2 * queries;
+    }
+    rows_moved * kind.heads.head_dim * size_of::<bf16>() / 32
+}
+
+/// Tiles outside of the triangle or the window are not visited.
+#[test]
+fn only_visible_tiles_are_read() -> Result<()> {
+    for (head_dim, window) in [(64, None), (64, Some(70)), (256, None), (256, Some(70))] {
+        let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim };
+        let kind = AttentionKind { heads, scale: 0.1, softcap: None, window };
+        let (spans, rows) = spans_of(&[512]);
+        let (x, dout) = (normal(1, rows, heads.qkv_width(), 1.0)?, normal(2, rows, heads.q_width(), 1.0)?);
+        let (done, counters) = Emulator::run(Schedule { counts: true, ..Schedule::default() }, || {
+            let attended = forward(&Emulator, qkv_of(&x, heads), &spans, kind)?;
+            backward(&Emulator, qkv_of(&x, heads), &attended, &dout, &spans, kind)
+        });
+        done?;
+        let least = least_sectors(512, kind, shape_of(kind)?) as f64;
+        let share = counters.global_sectors as f64 / least;
+        assert!(
+            (0.99..1.05).contains(&share),
+            "head dim {head_dim}, window {window:?}: {share} of the least"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn tiles_are_the_longest_first_and_cover_every_row() {
+    let spans = [Span::sequence(0, 300), Span::sequence(304, 2), Span::sequence(306, 130)];
+    let queries = query_tiles(&spans, 440, 128);
+    // 300 = 128 + 128 + 44 keys seen from the last row of each tile; then gaps, which see none.
+    assert_eq!(
+        queries,
+        [
+            [0, 300, 0, 300, 256],
+            [0, 300, 0, 300, 128],
+            [306, 130, 306, 130, 128],
+            [0, 300, 0, 300, 0],
+            [306, 130, 306, 130, 0],
+            [304, 2, 304, 2, 0],
+            [300, 4, 0, 0, 0],
+            [436, 4, 0, 0, 0],
+        ]
+    );
+    let keys = key_tiles(&spans, 440, 128);
+    assert_eq!(
+        keys,
+        [
+            [0, 300, 0, 300, 0],
+            [0, 300, 0, 300, 128],
+            [306, 130, 306, 130, 0],
+            [0, 300, 0, 300, 256],
+            [304, 2, 304, 2, 0],
+            [306, 130, 306, 130, 128],
+            [0, 0, 300, 4, 0],
+            [0, 0, 436, 4, 0],
+        ]
+    );
+    let cached = Span { q_start: 0, q_len: 3, k_start: 0, k_len: 200 };
+    assert_eq!(query_tiles(&[cached], 3, 128), [[0, 3, 0, 200, 0]]);
+    assert!(query_tiles(&[], 0, 128).is_empty());
+}
+
+/// Every block's shared memory fits the smallest card that computes in bf16 (99 KB on compute capability 8.6).
+#[test]
+fn shared_memory_fits_every_card() {
+    for shape in HEAD_DIMS.into_iter().filter_map(HeadShape::of) {
+        let most = shape.forward_bytes().max(shape.backward_keys_bytes()).max(shape.backward_queries_bytes());
+        assert!(most <= 99 << 10, "{shape:?}: {most}");
+    }
+}

@@ -1,0 +1,49 @@
+//! Elementwise sums by the kernels of `kernels/elementwise.cu`.
+
+use candle_core::{DType, Tensor};
+use half::bf16;
+
+use crate::error::Result;
+use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels};
+use crate::ops::matmul::empty;
+use crate::runtime::TensorMut;
+
+/// Whether there are kernels for values of these types.
+pub(super) fn is_supported(a: &Tensor, b: &Tensor) -> bool {
+    [a, b].iter().all(|x| matches!(x.dtype(), DType::BF16 | DType::F32))
+}
+
+/// A block takes 8192 values where all are bf16, else 4096.
+fn shape(count: usize, all_bf16: bool) -> LaunchShape {
+    LaunchShape::line(count.div_ceil(if all_bf16 { 8192 } else { 4096 }), 256)
+}
+
+pub(super) fn add(driver: &dyn Driver, a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let count = a.elem_count();
+    let y = empty(1, count, a.dtype(), a.device())?;
+    let bf16s = a.dtype() == DType::BF16;
+    if bf16s {
+        let (a, b, y) = (In::<bf16>::all(a)?, In::<bf16>::all(b)?, Out::<bf16>::all(&y)?);
+        kernels::add_bf16(driver, shape(count, bf16s), a, b, y, count as i64)?;
+    } else {
+        let (a, b, y) = (In::<f32>::all(a)?, In::<f32>::all(b)?, Out::<f32>::all(&y)?);
+        kernels::add_f32(driver, shape(count, bf16s), a, b, y, count as i64)?;
+    }
+    Ok(y.reshape(a.shape())?)
+}
+
+pub(super) fn add_into(driver: &dyn Driver, dst: &TensorMut, x: &Tensor) -> Result<()> {
+    let count = dst.elem_count();
+    macro_rules! launch {
+        ($kernel:ident, $dst:ty, $x:ty, $all_bf16:literal) => {{
+            let (dst, x) = (InOut::<$dst>::all(dst)?, In::<$x>::all(x)?);
+            kernels::$kernel(driver, shape(count, $all_bf16), dst, x, count as i64)
+        }};
+    }
+    match (dst.dtype(), x.dtype()) {
+        (DType::BF16, DType::BF16) => launch!(add_into_bf16_bf16, bf16, bf16, true),
+        (DType::BF16, _) => launch!(add_into_bf16_f32, bf16, f32, false),
+        (_, DType::BF16) => launch!(add_into_f32_bf16, f32, bf16, false),
+        _ => launch!(add_into_f32_f32, f32, f32, false),
+    }
+}

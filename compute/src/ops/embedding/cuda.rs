@@ -1,0 +1,141 @@
+//! Embeddings by the kernels of `kernels/embedding.cu`. Gradients are added id by id, the tokens of each in order.
+
+use candle_core::{DType, Device, Tensor};
+use half::bf16;
+
+use crate::error::Result;
+use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
+use crate::ops::matmul::empty;
+use crate::runtime::TensorMut;
+
+/// The columns that a block of the gradient takes.
+const COLUMNS: usize = 1024;
+
+/// Whether there are kernels for values of these types.
+pub(super) fn is_supported(types: [DType; 2]) -> bool {
+    types.iter().all(|dtype| matches!(dtype, DType::BF16 | DType::F32))
+}
+
+pub(super) fn embed(
+    driver: &dyn Driver,
+    table: &Tensor,
+    ids: &[u32],
+    factor: f64,
+    dtype: DType,
+) -> Result<Tensor> {
+    let width = table.dim(1)?;
+    let y = empty(ids.len(), width, dtype, table.device())?;
+    let (shape, uploaded) = (LaunchShape::line(ids.len(), 256), upload(ids, table.device())?);
+    macro_rules! launch {
+        ($kernel:ident, $table:ty, $y:ty) => {{
+            let (table, ids) = (In::<$table>::all(table)?, In::<u32>::all(&uploaded)?);
+            let y = Out::<$y>::all(&y)?;
+            kernels::$kernel(driver, shape, table, ids, y, number(width)?, factor as f32)?
+        }};
+    }
+    match (table.dtype(), dtype) {
+        (DType::BF16, DType::BF16) => launch!(embed_bf16_bf16, bf16, bf16),
+        (DType::BF16, _) => launch!(embed_bf16_f32, bf16, f32),
+        (_, DType::BF16) => launch!(embed_f32_bf16, f32, bf16),
+        _ => launch!(embed_f32_f32, f32, f32),
+    }
+    Ok(y.into_tensor())
+}
+
+pub(super) fn embed_backward(
+    driver: &dyn Driver,
+    grad: &TensorMut,
+    ids: &[u32],
+    dy: &Tensor,
+    factor: f64,
+    skip: Option<u32>,
+) -> Result<()> {
+    let (width, by_id) = (grad.dim(1)?, ById::of(ids, skip));
+    let [listed, starts, places] = by_id.upload(grad.device())?;
+    let (ids, starts, places) = (In::all(&listed)?, In::all(&starts)?, In::all(&places)?);
+    let columns = number(width.div_ceil(COLUMNS))?;
+    let grid = [number(by_id.ids.len())?, columns, 1];
+    let shape = LaunchShape { grid, block: [256, 1, 1], shared_bytes: 0 };
+    let (grad, width, factor) = (InOut::<f32>::all(grad)?, number(width)?, factor as f32);
+    // What is skipped is not listed.
+    if dy.dtype() == DType::BF16 {
+        let dy = In::<bf16>::all(dy)?;
+        kernels::embed_backward_bf16(driver, shape, grad, ids, starts, places, dy, width, factor, u32::MAX)
+    } else {
+        let dy = In::<f32>::all(dy)?;
+        kernels::embed_backward_f32(driver, shape, grad, ids, starts, places, dy, width, factor, u32::MAX)
+    }
+}
+
+pub(super) fn columns_of(driver: &dyn Driver, a: &Tensor, ids: &[u32]) -> Result<Tensor> {
+    let (r, vocab) = a.dims2()?;
+    let y = empty(ids.len(), r, DType::F32, a.device())?;
+    let uploaded = upload(ids, a.device())?;
+    let shape = LaunchShape::line((ids.len() * r).div_ceil(256), 256);
+    let (a, listed, out) = (In::<f32>::all(a)?, In::all(&uploaded)?, Out::<f32>::all(&y)?);
+    kernels::columns_of_f32(driver, shape, a, listed, out, ids.len() as i64, number(r)?, vocab as i64)?;
+    Ok(y.into_tensor())
+}
+
+pub(super) fn columns_of_backward(
+    driver: &dyn Driver,
+    grad: &TensorMut,
+    ids: &[u32],
+    du: &Tensor,
+    skip: Option<u32>,
+) -> Result<()> {
+    let ((r, vocab), by_id) = (grad.dims2()?, ById::of(ids, skip));
+    let [listed, starts, places] = by_id.upload(grad.device())?;
+    let (ids, starts, places) = (In::all(&listed)?, In::all(&starts)?, In::all(&places)?);
+    let count = by_id.ids.len();
+    let shape = LaunchShape::line((count * r).div_ceil(256), 256);
+    let (grad, du) = (InOut::<f32>::all(grad)?, In::<f32>::all(du)?);
+    let (r, vocab) = (number(r)?, vocab as i64);
+    kernels::columns_of_backward_f32(
+        driver,
+        shape,
+        grad,
+        ids,
+        starts,
+        places,
+        du,
+        count as i64,
+        r,
+        vocab,
+        u32::MAX,
+    )
+}
+
+/// Tokens sorted by their id: the tokens of `ids[i]` are `places[starts[i]..starts[i + 1]]`, in order.
+struct ById {
+    ids: Vec<u32>,
+    starts: Vec<u32>,
+    places: Vec<u32>,
+}
+
+impl ById {
+    fn of(ids: &[u32], skip: Option<u32>) -> Self {
+        let mut places: Vec<u32> =
+            (0u32..).zip(ids).filter(|(_, id)| Some(**id) != skip).map(|(n, _)| n).collect();
+        // Stable: the tokens of one id stay in order.
+        places.sort_by_key(|&n| ids[n as usize]);
+        let (mut listed, mut starts) = (Vec::new(), Vec::new());
+        for (at, &n) in (0u32..).zip(&places) {
+            let id = ids[n as usize];
+            if listed.last() != Some(&id) {
+                listed.push(id);
+                starts.push(at);
+            }
+        }
+        starts.push(places.len() as u32);
+        ById { ids: listed, starts, places }
+    }
+
+    fn upload(&self, device: &Device) -> Result<[Tensor; 3]> {
+        Ok([upload(&self.ids, device)?, upload(&self.starts, device)?, upload(&self.places, device)?])
+    }
+}
+
+fn upload(numbers: &[u32], device: &Device) -> Result<Tensor> {
+    Ok(Tensor::from_slice(numbers, numbers.len(), device)?)
+}

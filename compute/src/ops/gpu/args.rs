@@ -1,0 +1,170 @@
+//! What a kernel is given: addresses of tensors with what may be done there, and numbers.
+//!
+//! The types are those of the kernels' own parameters (`kernels/compat.cuh`): the functions that `build.rs` makes from
+//! the signatures take them, so that an argument of another type does not compile.
+
+use std::marker::PhantomData;
+
+use candle_core::{CpuStorage, Storage, Tensor};
+use half::bf16;
+
+use crate::error::{Error, Result};
+use crate::ops::ColumnView;
+
+/// An argument of a launch, as every driver takes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Arg {
+    /// The address, or the bits of a number.
+    pub(crate) value: u64,
+    /// How many runs of bytes the kernel may reach from the address on; 0 for a number.
+    pub(crate) rows: u64,
+    /// Bytes of a run.
+    pub(crate) row_bytes: u64,
+    /// Bytes from the start of one run to that of the next.
+    pub(crate) pitch: u64,
+    /// Bytes of the number, or of an address.
+    pub(crate) size: usize,
+}
+
+/// A type that kernels know.
+pub(crate) trait KernelElement: candle_core::WithDType {
+    /// The elements of a CPU tensor of this type.
+    fn slice(storage: &CpuStorage) -> Option<&[Self]>;
+}
+
+/// A number given to a kernel by its value.
+pub(crate) trait KernelValue {
+    /// Its bits as an argument.
+    fn arg(self) -> Arg;
+}
+
+macro_rules! elements {
+    ($($type:ty: $variant:ident),*) => {$(
+        impl KernelElement for $type {
+            fn slice(storage: &CpuStorage) -> Option<&[Self]> {
+                match storage {
+                    CpuStorage::$variant(values) => Some(values),
+                    _ => None,
+                }
+            }
+        }
+    )*};
+}
+elements!(f32: F32, bf16: BF16, f64: F64, u8: U8, u32: U32, i64: I64);
+
+macro_rules! values {
+    ($($type:ty: $bits:expr),*) => {$(
+        impl KernelValue for $type {
+            fn arg(self) -> Arg {
+                let bits: fn($type) -> u64 = $bits;
+                Arg { value: bits(self), rows: 0, row_bytes: 0, pitch: 0, size: size_of::<$type>() }
+            }
+        }
+    )*};
+}
+values!(
+    f32: |x| u64::from(x.to_bits()),
+    f64: |x| x.to_bits(),
+    u32: |x| u64::from(x),
+    i32: |x| u64::from(x.cast_unsigned()),
+    u64: |x| x,
+    i64: |x| x.cast_unsigned()
+);
+
+/// The elements of a tensor by their address, as long as the tensor lives.
+#[derive(Debug, Clone, Copy)]
+struct Elements<'a, T> {
+    arg: Arg,
+    of: PhantomData<(&'a Tensor, T)>,
+}
+
+impl<T: KernelElement> Elements<'_, T> {
+    const NONE: Self =
+        Elements { arg: Arg { value: 0, rows: 0, row_bytes: 0, pitch: 0, size: 8 }, of: PhantomData };
+
+    /// All of a contiguous tensor.
+    fn all(tensor: &Tensor) -> Result<Self> {
+        let len = tensor.elem_count() as u64 * size_of::<T>() as u64;
+        Ok(Elements {
+            arg: Arg { value: address::<T>(tensor)?, rows: 1, row_bytes: len, pitch: len, size: 8 },
+            of: PhantomData,
+        })
+    }
+
+    /// Columns of a contiguous matrix.
+    fn columns(view: &ColumnView<'_>) -> Result<Self> {
+        let (rows, width) = view.tensor.dims2()?;
+        let bytes = |elements: usize| elements as u64 * size_of::<T>() as u64;
+        let value = address::<T>(view.tensor)? + bytes(view.start);
+        let (row_bytes, pitch) = (bytes(view.len), bytes(width));
+        Ok(Elements { arg: Arg { value, rows: rows as u64, row_bytes, pitch, size: 8 }, of: PhantomData })
+    }
+}
+
+/// Where a contiguous tensor of `T` begins, on whichever device.
+fn address<T: KernelElement>(tensor: &Tensor) -> Result<u64> {
+    let refuse = |why: &str| {
+        let found = format!("found {:?} of shape {:?}, wanted {:?}", tensor.dtype(), tensor.dims(), T::DTYPE);
+        Error::internal(format!("a kernel was given a tensor that is {why}")).because(found)
+    };
+    let (storage, layout) = tensor.storage_and_layout();
+    let (start, _) = layout.contiguous_offsets().ok_or_else(|| refuse("not contiguous"))?;
+    let base = match &*storage {
+        Storage::Cpu(storage) => {
+            T::slice(storage).ok_or_else(|| refuse("of another type"))?.as_ptr().addr() as u64
+        }
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => {
+            super::cuda::base_address::<T>(storage).ok_or_else(|| refuse("of another type"))?
+        }
+        _ => return Err(refuse("on another device")),
+    };
+    Ok(base + (start * size_of::<T>()) as u64)
+}
+
+macro_rules! pointers {
+    ($($(#[$doc:meta])* $name:ident),*) => {$(
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy)]
+        pub(crate) struct $name<'a, T>(Elements<'a, T>);
+
+        impl<'a, T: KernelElement> $name<'a, T> {
+            /// All elements of a contiguous tensor of any shape.
+            ///
+            /// # Errors
+            /// The tensor is not contiguous or of another dtype.
+            pub(crate) fn all(tensor: &'a Tensor) -> Result<Self> {
+                Ok($name(Elements::all(tensor)?))
+            }
+
+            /// Columns of a contiguous matrix `[rows, width]`.
+            ///
+            /// # Errors
+            /// The tensor is not a contiguous matrix or of another dtype.
+            pub(crate) fn columns(view: &ColumnView<'a>) -> Result<Self> {
+                Ok($name(Elements::columns(view)?))
+            }
+
+            /// As [`Self::all`] of a tensor that there may not be; the kernel sees a null pointer.
+            ///
+            /// # Errors
+            /// The tensor is not contiguous or of another dtype.
+            pub(crate) fn optional(tensor: Option<&'a Tensor>) -> Result<Self> {
+                tensor.map_or(Ok($name(Elements::NONE)), Self::all)
+            }
+
+            /// The argument of a launch.
+            pub(crate) fn arg(self) -> Arg {
+                self.0.arg
+            }
+        }
+    )*};
+}
+pointers!(
+    /// What a kernel reads.
+    In,
+    /// What a kernel writes, every element once, without reading it.
+    Out,
+    /// What a kernel reads and writes in place.
+    InOut
+);

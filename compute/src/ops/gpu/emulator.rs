@@ -1,0 +1,158 @@
+//! The emulator as a driver: kernels compiled for the host, their arguments the addresses of CPU tensors.
+//!
+//! Launches run at once, so nothing is ever waited for. Each thread has its own state (`kernels/emu/emu.cpp`).
+
+use std::cell::Cell;
+use std::ffi::{CStr, CString, c_char};
+
+use super::{Arg, Driver, Kernel, LaunchShape};
+use crate::error::{Error, Result};
+
+/// In what order the emulator runs the threads of a block and the blocks of a grid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Order {
+    /// Thread 0 first.
+    #[default]
+    Forward,
+    /// Thread 0 last.
+    Reverse,
+    /// As a generator with this seed says.
+    Shuffled(u64),
+}
+
+/// How the emulator runs kernels: a right kernel gives the same bits in every way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Schedule {
+    /// The order of threads and blocks.
+    pub(crate) order: Order,
+    /// Asynchronous copies deliver when they are waited for, not at once.
+    pub(crate) late_copies: bool,
+    /// Accesses to memory are counted.
+    pub(crate) counts: bool,
+}
+
+/// What the accesses of launches added up to: `emu::Counters` of `kernels/emu/launch.h`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Counters {
+    /// Accesses of a warp to global memory.
+    pub(crate) global_requests: u64,
+    /// Sectors of 32 bytes that they touch.
+    pub(crate) global_sectors: u64,
+    /// The fewest sectors that would hold the bytes moved.
+    pub(crate) global_least_sectors: u64,
+    /// Steps in which the banks of shared memory serve lanes.
+    pub(crate) shared_phases: u64,
+    /// Further steps that were needed because lanes met in a bank.
+    pub(crate) bank_conflicts: u64,
+}
+
+#[repr(C)]
+struct RawArg {
+    value: u64,
+    rows: u64,
+    row_bytes: u64,
+    pitch: u64,
+}
+
+#[repr(C)]
+struct RawOptions {
+    order: u32,
+    late: u32,
+    count: u32,
+    seed: u64,
+}
+
+unsafe extern "C" {
+    fn finetune_emu_launch(
+        name: *const c_char,
+        grid: *const u32,
+        block: *const u32,
+        shared_bytes: u32,
+        args: *const RawArg,
+        count: usize,
+        options: *const RawOptions,
+        counters: *mut Counters,
+        error: *mut c_char,
+        error_bytes: usize,
+    ) -> i32;
+}
+
+thread_local! {
+    static SCHEDULE: Cell<Schedule> = const { Cell::new(Schedule {
+        order: Order::Forward, late_copies: false, counts: false,
+    }) };
+    static COUNTERS: Cell<Counters> = const { Cell::new(Counters {
+        global_requests: 0, global_sectors: 0, global_least_sectors: 0, shared_phases: 0, bank_conflicts: 0,
+    }) };
+}
+
+/// The one emulator.
+#[derive(Debug)]
+pub(crate) struct Emulator;
+
+impl Emulator {
+    /// Runs `work` with kernels emulated by `schedule`, and adds up what its launches accessed.
+    pub(crate) fn run<R>(schedule: Schedule, work: impl FnOnce() -> R) -> (R, Counters) {
+        let before = (SCHEDULE.replace(schedule), COUNTERS.replace(Counters::default()));
+        let result = super::with_stand_in(&Emulator, work);
+        SCHEDULE.set(before.0);
+        (result, COUNTERS.replace(before.1))
+    }
+}
+
+impl Driver for Emulator {
+    fn launch(&self, kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()> {
+        if shape.is_empty() {
+            return Ok(());
+        }
+        let schedule = SCHEDULE.get();
+        let (order, seed) = match schedule.order {
+            Order::Forward => (0, 0),
+            Order::Reverse => (1, 0),
+            Order::Shuffled(seed) => (2, seed),
+        };
+        let options =
+            RawOptions { order, late: schedule.late_copies.into(), count: schedule.counts.into(), seed };
+        let raw = |arg: &Arg| RawArg {
+            value: arg.value,
+            rows: arg.rows,
+            row_bytes: arg.row_bytes,
+            pitch: arg.pitch,
+        };
+        let args: Vec<RawArg> = args.iter().map(raw).collect();
+        let name =
+            CString::new(kernel.name).map_err(|_| Error::internal("a kernel's name holds a zero byte"))?;
+        let (mut counters, mut error) = (Counters::default(), [0 as c_char; 800]);
+        // SAFETY: the arrays live through the call and have the lengths given; the layouts are those of launch.h. The
+        // addresses in `args` are of tensors that the caller holds, and the emulator checks each access to them.
+        let failed = unsafe {
+            finetune_emu_launch(
+                name.as_ptr(),
+                shape.grid.as_ptr(),
+                shape.block.as_ptr(),
+                shape.shared_bytes,
+                args.as_ptr(),
+                args.len(),
+                &raw const options,
+                &raw mut counters,
+                error.as_mut_ptr(),
+                error.len(),
+            )
+        };
+        let mut sum = COUNTERS.get();
+        sum.global_requests += counters.global_requests;
+        sum.global_sectors += counters.global_sectors;
+        sum.global_least_sectors += counters.global_least_sectors;
+        sum.shared_phases += counters.shared_phases;
+        sum.bank_conflicts += counters.bank_conflicts;
+        COUNTERS.set(sum);
+        if failed == 0 {
+            return Ok(());
+        }
+        // SAFETY: the call ended the text with a zero byte inside the array.
+        let text = unsafe { CStr::from_ptr(error.as_ptr()) }.to_string_lossy().into_owned();
+        Err(Error::internal(format!("kernel {} of kernels/{}.cu is at fault", kernel.name, kernel.module))
+            .because(text))
+    }
+}

@@ -1,0 +1,101 @@
+//! The way from an op to its kernels, the same on every device that runs them.
+//!
+//! An op's launch code (`src/ops/<op>/cuda.rs`) speaks to a [`Driver`]. There are three: the CUDA driver; the emulator,
+//! which runs the same kernels compiled for the host and checks every access (`kernels/emu`); and the counter, which
+//! runs nothing and adds up what a GPU would be asked to do. With the emulator and the counter, "device memory" is the
+//! memory of CPU tensors, so an engine that computes on the CPU goes through the launch code, on any machine.
+
+mod args;
+#[cfg(feature = "kernel-emu")]
+pub(crate) mod emulator;
+
+use std::cell::Cell;
+
+use candle_core::Tensor;
+use half::bf16;
+
+use self::args::KernelValue;
+pub(crate) use self::args::{Arg, In, InOut, KernelElement, Out};
+use crate::error::{Error, Result};
+
+/// A kernel by its names: the file of `kernels/` that holds it, and its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Kernel {
+    /// The function.
+    pub(crate) name: &'static str,
+    /// The file without `.cu`.
+    pub(crate) module: &'static str,
+}
+
+/// How many threads run a kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LaunchShape {
+    /// Thread blocks along x, y and z.
+    pub(crate) grid: [u32; 3],
+    /// Threads of a block along x, y and z; together a multiple of 32, at most 1024.
+    pub(crate) block: [u32; 3],
+    /// Bytes of shared memory beside what the kernel declares itself.
+    pub(crate) shared_bytes: u32,
+}
+
+impl LaunchShape {
+    /// `blocks` blocks of `threads` threads in a line.
+    pub(crate) fn line(blocks: usize, threads: u32) -> Self {
+        // More blocks than u32 holds cannot be launched; the driver refuses the largest number.
+        let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
+        LaunchShape { grid: [blocks, 1, 1], block: [threads, 1, 1], shared_bytes: 0 }
+    }
+
+    /// True when there is nothing to run: a launch without blocks is an error to CUDA.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.grid.contains(&0)
+    }
+}
+
+/// A number as kernels take it.
+///
+/// # Errors
+/// It is 2^32 or larger.
+pub(crate) fn number(value: usize) -> Result<u32> {
+    u32::try_from(value).map_err(|_| Error::internal(format!("{value} is too large for a kernel")))
+}
+
+/// What runs kernels.
+pub(crate) trait Driver: std::fmt::Debug {
+    /// Runs `kernel` over the threads of `shape`, after all that was launched before. An empty shape runs nothing.
+    ///
+    /// # Errors
+    /// The driver refuses the launch; the emulator found a fault of the kernel or of an earlier launch.
+    fn launch(&self, kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()>;
+}
+
+thread_local! {
+    /// What stands in for a GPU on this thread, for CPU tensors.
+    static STAND_IN: Cell<Option<&'static dyn Driver>> = const { Cell::new(None) };
+}
+
+/// The driver whose kernels compute on the device of `tensor`; none where the CPU forms do.
+pub(crate) fn driver_of(tensor: &Tensor) -> Option<&'static dyn Driver> {
+    if tensor.device().is_cpu() { STAND_IN.get() } else { None }
+}
+
+/// Runs `work` with kernels on `driver` wherever ops of this thread meet CPU tensors.
+pub(crate) fn with_stand_in<R>(driver: &'static dyn Driver, work: impl FnOnce() -> R) -> R {
+    /// Puts back what was there before, also when `work` panics.
+    struct Restore(Option<&'static dyn Driver>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            STAND_IN.set(self.0);
+        }
+    }
+    let _restore = Restore(STAND_IN.replace(Some(driver)));
+    work()
+}
+
+/// One function a kernel, with the types of its parameters.
+#[allow(clippy::too_many_arguments)]
+pub(crate) mod kernels {
+    use super::{Driver, In, InOut, Kernel, KernelValue, LaunchShape, Out, Result, bf16};
+
+    include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
+}

@@ -1,0 +1,63 @@
+//! A quantized matrix as a panel for one product, by the kernels of `kernels/dequantize.cu`.
+
+use candle_core::{DType, Tensor};
+use half::bf16;
+
+use super::Quantized;
+use crate::error::Result;
+use crate::ops::gpu::{Driver, In, LaunchShape, Out, kernels};
+use crate::ops::matmul::empty;
+use crate::quant::{CodeKind, RunMeaning, dynamic_signed};
+
+/// Whether there is a kernel that gives panels of this type.
+pub(super) fn is_supported(dtype: DType) -> bool {
+    matches!(dtype, DType::BF16 | DType::F32)
+}
+
+/// The whole matrix, `[out, in]` in `dtype`; the bits of the CPU's values, rounded once.
+pub(super) fn dequantize(driver: &dyn Driver, weight: &Quantized, dtype: DType) -> Result<Tensor> {
+    let codes = weight.run(RunMeaning::Codes)?;
+    let (device, (rows, cols), format) = (codes.device(), weight.shape, weight.format);
+    let panel = empty(rows, cols, dtype, device)?;
+    let upload = |table: &[f32]| -> Result<Tensor> { Ok(Tensor::from_slice(table, table.len(), device)?) };
+    let values = upload(format.kind.table())?;
+    let (scales, nested, map) = if format.double_quant {
+        let nested = weight.run(RunMeaning::ScaleCodes)?;
+        (weight.run(RunMeaning::NestedScales)?, Some(nested), Some(upload(dynamic_signed())?))
+    } else {
+        (weight.run(RunMeaning::Scales)?, None, None)
+    };
+    let count = rows * cols;
+    let per_block = if dtype == DType::BF16 { 8192 } else { 4096 };
+    let shape = LaunchShape::line(count.div_ceil(per_block), 256);
+    let size = crate::ops::gpu::number(format.block_size)?;
+    let shift = if format.block_size.is_power_of_two() { format.block_size.ilog2() as i32 } else { -1 };
+    macro_rules! launch {
+        ($kernel:ident, $panel:ty) => {
+            kernels::$kernel(
+                driver,
+                shape,
+                In::<u8>::all(codes)?,
+                In::<f32>::all(&values)?,
+                In::<f32>::all(scales)?,
+                In::<u8>::optional(nested)?,
+                In::<f32>::optional(map.as_ref())?,
+                weight.offset,
+                size,
+                shift,
+                Out::<$panel>::all(&panel)?,
+                0,
+                count as i64,
+            )?
+        };
+    }
+    match (format.kind, dtype) {
+        (CodeKind::Int8Rows, DType::BF16) => launch!(dequantize_int8_rows_bf16, bf16),
+        (CodeKind::Int8Rows, _) => launch!(dequantize_int8_rows_f32, f32),
+        (kind, DType::BF16) if kind.bits() == 4 => launch!(dequantize_4bit_bf16, bf16),
+        (kind, _) if kind.bits() == 4 => launch!(dequantize_4bit_f32, f32),
+        (_, DType::BF16) => launch!(dequantize_int8_bf16, bf16),
+        _ => launch!(dequantize_int8_f32, f32),
+    }
+    Ok(panel.into_tensor())
+}

@@ -1,0 +1,123 @@
+//! RMSNorm by the kernels of `kernels/rms_norm.cu`: one block a row.
+
+use candle_core::{DType, Tensor};
+use half::bf16;
+
+use super::NormKind;
+use crate::error::{Error, Result};
+use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
+use crate::ops::matmul::empty;
+use crate::runtime::TensorMut;
+
+/// Threads of a block.
+const THREADS: u32 = 256;
+
+/// The most blocks that share out the rows of a gain's gradient; each leaves a row of partial sums.
+const PARTS: usize = 64;
+
+/// Whether there are kernels for activations and weights of these types.
+pub(super) fn is_supported(x: &Tensor, weight: &Tensor) -> bool {
+    matches!((x.dtype(), weight.dtype()), (DType::BF16, DType::BF16 | DType::F32) | (DType::F32, DType::F32))
+}
+
+pub(super) fn forward(driver: &dyn Driver, x: &Tensor, weight: &Tensor, kind: NormKind) -> Result<Tensor> {
+    let (rows, width) = x.dims2()?;
+    let y = empty(rows, width, x.dtype(), x.device())?;
+    let shape = LaunchShape::line(rows, THREADS);
+    let (width, offset, eps) = (number(width)?, kind.offset(), kind.eps as f32);
+    match (x.dtype(), weight.dtype()) {
+        (DType::BF16, DType::BF16) => {
+            let (x, w, y) = (In::<bf16>::all(x)?, In::<bf16>::all(weight)?, Out::<bf16>::all(&y)?);
+            kernels::rms_norm_bf16(driver, shape, x, w, y, width, offset, eps)?;
+        }
+        (DType::BF16, DType::F32) => {
+            let (x, w, y) = (In::<bf16>::all(x)?, In::<f32>::all(weight)?, Out::<bf16>::all(&y)?);
+            kernels::rms_norm_bf16_f32(driver, shape, x, w, y, width, offset, eps)?;
+        }
+        (DType::F32, DType::F32) => {
+            let (x, w, y) = (In::<f32>::all(x)?, In::<f32>::all(weight)?, Out::<f32>::all(&y)?);
+            kernels::rms_norm_f32(driver, shape, x, w, y, width, offset, eps)?;
+        }
+        _ => return Err(refused(x, weight)),
+    }
+    Ok(y.into_tensor())
+}
+
+pub(super) fn backward(
+    driver: &dyn Driver,
+    [x, weight, dy]: [&Tensor; 3],
+    residual: Option<&Tensor>,
+    dweight: Option<&TensorMut>,
+    kind: NormKind,
+) -> Result<Tensor> {
+    let (rows, width) = x.dims2()?;
+    let dx = empty(rows, width, x.dtype(), x.device())?;
+    let inverses = dweight.map(|_| empty(1, rows, DType::F32, x.device())).transpose()?;
+    let shape = LaunchShape::line(rows, THREADS);
+    let (columns, offset, eps) = (number(width)?, kind.offset(), kind.eps as f32);
+    macro_rules! launch {
+        ($kernel:ident, $x:ty, $w:ty) => {
+            kernels::$kernel(
+                driver,
+                shape,
+                In::<$x>::all(x)?,
+                In::<$w>::all(weight)?,
+                In::<$x>::all(dy)?,
+                In::<$x>::optional(residual)?,
+                Out::<$x>::all(&dx)?,
+                Out::<f32>::optional(inverses.as_deref())?,
+                columns,
+                offset,
+                eps,
+            )?
+        };
+    }
+    match (x.dtype(), weight.dtype()) {
+        (DType::BF16, DType::BF16) => launch!(rms_norm_backward_bf16, bf16, bf16),
+        (DType::BF16, DType::F32) => launch!(rms_norm_backward_bf16_f32, bf16, f32),
+        (DType::F32, DType::F32) => launch!(rms_norm_backward_f32, f32, f32),
+        _ => return Err(refused(x, weight)),
+    }
+    if let (Some(dweight), Some(inverses)) = (dweight, inverses) {
+        gain_gradient(driver, x, dy, &inverses, dweight)?;
+    }
+    Ok(dx.into_tensor())
+}
+
+/// `dweight += Σ rows dy · x / rms`, in two stages.
+fn gain_gradient(
+    driver: &dyn Driver,
+    x: &Tensor,
+    dy: &Tensor,
+    inverses: &Tensor,
+    dweight: &TensorMut,
+) -> Result<()> {
+    let (rows, width) = x.dims2()?;
+    let parts = rows.clamp(1, PARTS);
+    let partial = empty(parts, width, DType::F32, x.device())?;
+    let columns = number(width.div_ceil(THREADS as usize))?;
+    let shape = LaunchShape { grid: [number(parts)?, columns, 1], block: [THREADS, 1, 1], shared_bytes: 0 };
+    let (rows, width) = (number(rows)?, number(width)?);
+    let (inverses, out) = (In::<f32>::all(inverses)?, Out::<f32>::all(&partial)?);
+    if x.dtype() == DType::BF16 {
+        let (x, dy) = (In::<bf16>::all(x)?, In::<bf16>::all(dy)?);
+        kernels::rms_norm_gain_partial_bf16(driver, shape, x, dy, inverses, out, rows, width)?;
+    } else {
+        let (x, dy) = (In::<f32>::all(x)?, In::<f32>::all(dy)?);
+        kernels::rms_norm_gain_partial_f32(driver, shape, x, dy, inverses, out, rows, width)?;
+    }
+    add_partials(driver, &partial, dweight)
+}
+
+/// `dst: [width] += Σ partial: [parts, width]` over its rows, in order; all f32.
+pub(in crate::ops) fn add_partials(driver: &dyn Driver, partial: &Tensor, dst: &TensorMut) -> Result<()> {
+    let (parts, width) = partial.dims2()?;
+    let shape = LaunchShape::line(width.div_ceil(THREADS as usize), THREADS);
+    let (partial, dst) = (In::<f32>::all(partial)?, InOut::<f32>::all(dst)?);
+    kernels::add_partials(driver, shape, partial, dst, number(parts)?, number(width)?)
+}
+
+fn refused(x: &Tensor, weight: &Tensor) -> Error {
+    let found = format!("found {:?} with a weight of {:?}", x.dtype(), weight.dtype());
+    Error::internal("no kernel of RMSNorm takes these types").because(found)
+}
