@@ -7,7 +7,7 @@
 //! |---|---|---|
 //! | 0 | [`error`], [`units`], [`recipe::enums`] | the one error type, human-readable sizes, the closed choices of the recipe |
 //! | 1 | [`quant`], [`recipe`], [`rendezvous`], `hub`, [`report`] | number formats; what the TOML may say; how processes meet; downloads; all that a run prints or logs |
-//! | 2 | [`runtime`] | devices, thread pool, allocator, memory of tensors, parameter storage, random numbers |
+//! | 2 | [`runtime`] | the machine, devices, thread pool, allocator, memory of tensors, parameter storage, random numbers |
 //! | 3 | [`collective`] | sums, gathers, broadcasts and messages between ranks |
 //! | 4 | [`ops`] | every tensor operation with its backward, and nothing but mathematics |
 //! | 5 | [`weights`], [`data`] | safetensors in and out; rows to tokens, masks and batches |
@@ -18,8 +18,8 @@
 //! | 10 | [`setup`] | the base model, the adapter on it, the layout and first values of parameters, data sets |
 //! | 11 | [`plan`] | decides and describes what will run: builds and prints nothing |
 //! | 12 | [`cli`] | the command line's types |
-//! | 13 | [`run`] | ranks, trainers, what a run leaves |
-//! | 14 | [`commands`] | one file a verb |
+//! | 13 | [`run`] | ranks, trainers, what a run leaves, what `bench` measures |
+//! | 14 | [`commands`] | one file a verb, 150 lines at most |
 
 pub mod adapter;
 pub mod checkpoint;

@@ -175,6 +175,9 @@ impl<G: Deref<Target = Storage>, T: PlainElement> Deref for Elements<G, T> {
 }
 
 /// The elements of `tensor`, which must be contiguous, on the CPU and of type `T`.
+///
+/// # Errors
+/// It is not.
 pub fn read<T: PlainElement>(tensor: &Tensor) -> Result<Elements<impl Deref<Target = Storage> + '_, T>> {
     let (guard, layout) = tensor.storage_and_layout();
     let (start, end) = contiguous(layout)?;
@@ -189,6 +192,9 @@ pub fn read<T: PlainElement>(tensor: &Tensor) -> Result<Elements<impl Deref<Targ
 /// Lets `write` change the elements of the contiguous CPU tensor `tensor` in place.
 /// The other tensors that `write` reads must not share its storage: it would wait for itself, which debug builds
 /// assert.
+///
+/// # Errors
+/// The tensor is not contiguous, on another device or of another type.
 pub fn update<T: PlainElement, R>(tensor: &TensorMut, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
     /// The closure before the call, its result after.
     struct Write<T, F, R>(Mutex<(Option<F>, Option<R>)>, PhantomData<fn(T)>);
@@ -214,6 +220,9 @@ pub fn update<T: PlainElement, R>(tensor: &TensorMut, write: impl FnOnce(&mut [T
 }
 
 /// `values` as a CPU tensor, without a copy.
+///
+/// # Errors
+/// The shape has another number of elements.
 pub fn tensor<T: PlainElement, S: Into<Shape>>(values: Vec<T>, shape: S) -> Result<Tensor> {
     let shape = shape.into();
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
@@ -302,6 +311,9 @@ fn mismatch(tensor: &Tensor, wanted: DType) -> Error {
 }
 
 /// The `(rows, columns)` of a two-dimensional tensor.
+///
+/// # Errors
+/// The tensor has another number of dimensions.
 pub fn dims2(tensor: &Tensor) -> Result<(usize, usize)> {
     Ok(tensor.dims2()?)
 }

@@ -111,6 +111,9 @@ impl MappedSlice {
     }
 
     /// Lets `read` see the values. It must not write to a run of this file.
+    ///
+    /// # Errors
+    /// The file holds values of another type than `T`.
     pub fn read<T: PlainElement, R>(&self, read: impl FnOnce(&[T]) -> R) -> Result<R> {
         let address = self.address::<T>()?;
         let turn = self.file.turn.read().map_err(|_| Error::internal("a panic in a mapped file"))?;
@@ -123,6 +126,9 @@ impl MappedSlice {
     }
 
     /// Lets `write` change the values. It must not read a run of this file.
+    ///
+    /// # Errors
+    /// The file holds values of another type than `T`.
     pub fn write<T: PlainElement, R>(&self, write: impl FnOnce(&mut [T]) -> R) -> Result<R> {
         let address = self.address::<T>()?;
         let turn = self.file.turn.write().map_err(|_| Error::internal("a panic in a mapped file"))?;
@@ -134,6 +140,9 @@ impl MappedSlice {
     }
 
     /// The memory of the run, for collectives. It stays valid while the result lives.
+    ///
+    /// # Errors
+    /// The file holds values of a type that is not sent.
     pub fn memory(&self) -> Result<Buffer> {
         let (element, address) = match self.dtype {
             DType::U8 => (ElementType::U8, self.address::<u8>()? as usize),

@@ -153,6 +153,9 @@ impl ParamStorage {
     }
 
     /// The memory itself, for collectives on the host.
+    ///
+    /// # Errors
+    /// The values are of a type that is not sent.
     pub fn memory(&self) -> Result<Buffer> {
         match self {
             ParamStorage::Memory(tensor) => memory(tensor),
@@ -176,6 +179,9 @@ impl ParamStorage {
 }
 
 /// Copies `from` to `to`, one-dimensional and of one type, on any two devices.
+///
+/// # Errors
+/// The lengths or types differ, or a copy between the devices fails.
 pub fn copy_across(from: &Tensor, to: &TensorMut) -> Result<()> {
     if from.device().is_cpu() && to.device().is_cpu() {
         return match to.dtype() {
