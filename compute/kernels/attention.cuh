@@ -43,7 +43,8 @@ template <int D> struct Rows {
     DEVICE static int at(int row, int chunk) {
         return (row * PITCH + (CHUNKS % 8 == 0 ? chunk ^ (row & 7) : chunk)) * 8;
     }
-    // The first value of the chunk that stands `chunks`, an even number, behind chunk 0 or 1, whose first value `from` is.
+    // The first value of the chunk that stands `chunks`, an even number, behind chunk 0 or 1, whose first value is
+    // `from`.
     DEVICE static int behind(int from, int chunks) {
         return CHUNKS % 8 == 0 ? (from ^ (chunks % 8 * 8)) + chunks / 8 * 64 : from + chunks * 8;
     }
@@ -126,7 +127,8 @@ template <int MT, int N, class F> DEVICE inline void for_scores(float (&s)[MT][N
 
 // Minus infinity where a query does not see a key: it sees itself and the window - 1 keys before it. Rows are queries and
 // columns keys, or the other way round. `ahead` is how far the tile's first query stands behind its first key.
-template <bool ROWS_ARE_QUERIES, int MT, int N> DEVICE inline void hide_unseen(float (&s)[MT][N][4], int ahead, int window) {
+template <bool ROWS_ARE_QUERIES, int MT, int N>
+DEVICE inline void hide_unseen(float (&s)[MT][N][4], int ahead, int window) {
     constexpr int QUERIES = ROWS_ARE_QUERIES ? 16 * MT : 8 * N, KEYS = ROWS_ARE_QUERIES ? 8 * N : 16 * MT;
     if (ahead >= KEYS - 1 && ahead + QUERIES - 1 < window) return;
     int sign = ROWS_ARE_QUERIES ? 1 : -1, of_lane = ahead + sign * (lane_id() / 4 - lane_id() % 4 * 2);
@@ -167,7 +169,8 @@ DEVICE inline void store_rows(const float (&sums)[MT][W][4], F factor, Shared<bf
     sync_warp();
     UNROLL for (int i = lane; i < 16 * MT * CHUNKS; i += 32) {
         int row = i / CHUNKS, chunk = i % CHUNKS;
-        if (row < there) out.store16(first + row * stride + chunk * 8, staging.load16(Rows<D>::at(first_row + row, chunk)));
+        Bytes16 bytes = staging.load16(Rows<D>::at(first_row + row, chunk));
+        if (row < there) out.store16(first + row * stride + chunk * 8, bytes);
     }
 }
 

@@ -5,10 +5,10 @@
 //   dS = P (dP - delta), times 1 - tanh^2 under a soft-cap
 //   dV = P^T dO       dK = scale dS^T Q       dQ = scale dS K
 //
-// The first kernel takes tiles of keys and computes the transposed scores K Q^T, whose rows are keys, so that P^T and dS^T are left
-// operands as they lie; it loops over the query heads of the group and the queries that see the keys. The second one
-// takes tiles of queries. Spans are whole sequences: q_len = k_len, or one of them 0 where rows belong to no span.
-// Rows of all matrices are 16-byte aligned.
+// The first kernel takes tiles of keys and computes the transposed scores K Q^T, whose rows are keys, so that P^T and
+// dS^T are left operands as they lie; it loops over the query heads of the group and the queries that see the keys. The
+// second one takes tiles of queries. Spans are whole sequences: q_len = k_len, or one of them 0 where rows belong to no
+// span. Rows of all matrices are 16-byte aligned.
 #include "attention.cuh"
 
 namespace attention {
@@ -25,7 +25,8 @@ struct Backward {
 // Scores s and gradients dp of probabilities become P and dS; the log-sum-exp and delta of the query of element (m, n, v)
 // are lse(m, n, v), in powers of 2, and delta(m, n, v). `ahead` as in hide_unseen.
 template <bool ROWS_ARE_QUERIES, int MT, int N, class L, class D>
-DEVICE inline void score_gradient(float (&s)[MT][N][4], float (&dp)[MT][N][4], const Backward &x, L lse, D delta, int ahead) {
+DEVICE inline void score_gradient(float (&s)[MT][N][4], float (&dp)[MT][N][4], const Backward &x, L lse, D delta,
+                                  int ahead) {
     for_scores(dp, [&](float &e, int m, int n, int v) { e -= delta(m, n, v); });
     if (x.bend != 0.0f)
         for_scores(s, [&](float &e, int m, int n, int v) {
@@ -42,7 +43,8 @@ DEVICE inline void score_gradient(float (&s)[MT][N][4], float (&dp)[MT][N][4], c
 // WARPS warps of 16 MT keys each against QUERIES queries at a time, heads of D values; the block's PARTS-th part of the
 // columns of dK and dV is what it sums.
 template <int D_, int MT_, int WARPS, int QUERIES_, int PARTS_> struct KeysShape {
-    static constexpr int D = D_, MT = MT_, QUERIES = QUERIES_, PARTS = PARTS_, KEYS = 16 * MT * WARPS, THREADS = 32 * WARPS;
+    static constexpr int D = D_, MT = MT_, QUERIES = QUERIES_, PARTS = PARTS_;
+    static constexpr int KEYS = 16 * MT * WARPS, THREADS = 32 * WARPS;
     static constexpr int CHUNKS = D / 8 / PARTS;
     // Values of one of the two stages of q and dout.
     static constexpr int STAGE = 2 * QUERIES * Rows<D>::WIDTH;
@@ -64,7 +66,8 @@ struct Queries {
 
 // Starts to copy queries, dout, log-sum-exp and delta of a tile to a stage; queries from `end` on become zeros.
 template <class S>
-DEVICE inline void copy_queries(const Backward &x, const Tile &t, Queries at, int end, Shared<bf16> stage, Shared<float> sums) {
+DEVICE inline void copy_queries(const Backward &x, const Tile &t, Queries at, int end, Shared<bf16> stage,
+                                Shared<float> sums) {
     constexpr int D = S::D;
     using Copy = CopyRows<D, S::THREADS>;
     uint32_t dout_stride = x.heads * D;
@@ -79,8 +82,8 @@ DEVICE inline void copy_queries(const Backward &x, const Tile &t, Queries at, in
 // Adds to dK and dV what the queries of one stage give, the first of which stands `ahead` behind the block's first key.
 template <class S>
 DEVICE inline void add_queries(float (&dk)[S::MT][S::CHUNKS][4], float (&dv)[S::MT][S::CHUNKS][4], const Backward &x,
-                               Shared<bf16> k_rows, Shared<bf16> v_rows, Shared<bf16> stage, Shared<float> sums, int ahead,
-                               int chunk) {
+                               Shared<bf16> k_rows, Shared<bf16> v_rows, Shared<bf16> stage, Shared<float> sums,
+                               int ahead, int chunk) {
     constexpr int D = S::D, MT = S::MT, N = S::QUERIES / 8;
     int first = warp_id() * 16 * MT, column = lane_id() % 4 * 2;
     float s[MT][N][4], dp[MT][N][4];
@@ -96,7 +99,7 @@ DEVICE inline void add_queries(float (&dk)[S::MT][S::CHUNKS][4], float (&dv)[S::
     add_product<D>(dk, left, stage, chunk);
 }
 
-// Where a block's dK and dV begin in their rows.
+// Where a block's dK and dV begin in their rows, and how many rows the span has from there on.
 template <class S> struct KeysPlace {
     Tile t;
     int kv_head, row, there, chunk;
@@ -105,7 +108,7 @@ template <class S> struct KeysPlace {
         t = tile_of(x.tiles, uint32_t(block / kv_heads));
         kv_head = block % kv_heads;
         row = t.k_start + t.first;
-        there = smaller(t.k_len - t.first, S::KEYS);
+        there = t.k_len - t.first;
         chunk = int(blockIdx.x) % S::PARTS * S::CHUNKS;
     }
     DEVICE int64_t out_at(uint32_t stride) const { return int64_t(row) * stride + kv_head * S::D + chunk * 8; }
@@ -173,7 +176,7 @@ template <class S> DEVICE inline void backward_queries(const Backward &x, Out<bf
     int head = int(blockIdx.x % x.heads);
     Tile t = tile_of(x.tiles, blockIdx.x / x.heads);
     int64_t row = t.q_start + t.first;
-    int there = smaller(t.q_len - t.first, S::QUERIES), to = smaller(t.k_len, t.first + S::QUERIES);
+    int there = t.q_len - t.first, to = smaller(t.k_len, t.first + S::QUERIES);
     int from = larger(0, t.first + 1 - int(x.window)), left = to - from;
     if (to <= t.first) {
         store_zeros<D / 8, S::QUERIES, S::THREADS>(dq_out, row * x.d_stride + head * D, x.d_stride, there);
@@ -250,9 +253,10 @@ KERNEL attention_delta(In<bf16> out, In<bf16> dout, Out<float> delta, uint32_t h
 #define ARGUMENTS                                                                                                      \
     {q, k, v, dout, lse, delta, tiles, heads, group, rows, q_stride, kv_stride, d_stride, factor, bend, scale, window}
 
-// dk and dv: [rows, heads / group D], rows d_stride values apart. q, k, v, lse, factor, bend and window are those of
-// the forward, and scale is that of the scores; dout: [rows, heads D]; delta: [heads, rows]. tiles: [., 5] has q_start, q_len, k_start, k_len of a span and the
-// tile's first key in it; one block for each tile and key head, heads fastest. Heads of 64 values, tiles of 128 keys.
+// dk and dv: [rows, heads / group D], rows d_stride values apart. q, k, v, lse, factor, bend and window are those of the
+// forward, and scale is that of the scores; dout: [rows, heads D]; delta: [heads, rows]. tiles: [., 5] has q_start,
+// q_len, k_start, k_len of a span and the tile's first key in it; one block for each tile and key head, heads fastest.
+// Spans without queries get zeros. Heads of 64 values, tiles of 128 keys.
 KERNEL BOUNDS(128, 2) attention_backward_keys_64(KEYS_PARAMETERS) {
     attention::backward_keys<attention::KeysShape<64, 2, 4, 32, 1>>(ARGUMENTS, dk, dv);
 }
@@ -268,14 +272,14 @@ KERNEL BOUNDS(256, 1) attention_backward_keys_96(KEYS_PARAMETERS) {
 KERNEL BOUNDS(256, 1) attention_backward_keys_128(KEYS_PARAMETERS) {
     attention::backward_keys<attention::KeysShape<128, 1, 8, 32, 1>>(ARGUMENTS, dk, dv);
 }
-// As attention_backward_keys_64, heads of 256 values; tiles of 64 keys, and two blocks for each tile and key head, one for
-// either half of the columns.
+// As attention_backward_keys_64, heads of 256 values; tiles of 64 keys, and two blocks for each tile and key head, one
+// for either half of the columns.
 KERNEL BOUNDS(128, 2) attention_backward_keys_256(KEYS_PARAMETERS) {
     attention::backward_keys<attention::KeysShape<256, 1, 4, 16, 2>>(ARGUMENTS, dk, dv);
 }
 
-// dq: [rows, heads D], rows d_stride values apart; the rest as attention_backward_keys_64. tiles: as those of the forward;
-// one block for each tile and head, heads fastest. Heads of 64 values, tiles of 128 queries.
+// dq: [rows, heads D], rows d_stride values apart; the rest as attention_backward_keys_64. tiles: as those of the
+// forward; one block for each tile and head, heads fastest. Heads of 64 values, tiles of 128 queries.
 KERNEL BOUNDS(128, 2) attention_backward_queries_64(QUERIES_PARAMETERS) {
     attention::backward_queries<attention::QueriesShape<64, 2, 4, 32>>(ARGUMENTS, dq);
 }

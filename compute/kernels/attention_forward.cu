@@ -123,8 +123,8 @@ template <class S> DEVICE inline void forward(const Forward &x) {
 } // namespace attention
 
 #define PARAMETERS                                                                                                     \
-    In<bf16> q, In<bf16> k, In<bf16> v, Out<bf16> out, Out<float> lse, In<uint32_t> tiles, uint32_t heads, uint32_t group, \
-        uint32_t rows, uint32_t q_stride, uint32_t kv_stride, float factor, float bend, uint32_t window
+    In<bf16> q, In<bf16> k, In<bf16> v, Out<bf16> out, Out<float> lse, In<uint32_t> tiles, uint32_t heads,       \
+        uint32_t group, uint32_t rows, uint32_t q_stride, uint32_t kv_stride, float factor, float bend, uint32_t window
 #define ARGUMENTS {q, k, v, out, lse, tiles, heads, group, rows, q_stride, kv_stride, factor, bend, window}
 
 // out: [rows, heads D] and lse: [heads, rows] of queries q: [rows, heads D], keys k and values v: [any, heads / group D],

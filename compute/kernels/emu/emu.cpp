@@ -12,7 +12,8 @@
 //     have a barrier between them (for lanes of one warp sync_warp is enough);
 //   - all threads of a block come to each barrier, all lanes of a warp to the same warp-wide instruction;
 //   - data of copy_async16 or copy_async4 is not read before its thread waited for it. It arrives at once
-//     or as late as may be, and threads and blocks run forward, backward or shuffled, as the launch asks: the results must be the same bits.
+//     or as late as may be, and threads and blocks run forward, backward or shuffled, as the launch asks: the results
+//     must be the same bits.
 #include <array>
 #include <cstdarg>
 #include <cstdio>
