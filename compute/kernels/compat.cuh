@@ -66,14 +66,14 @@ template <class T> struct Packer;
 template <> struct Packer<float> {
     template <class F> DEVICE static inline Bytes16 of(F f) {
         Bytes16 b;
-        for (int i = 0; i < 4; i++) b.word[i] = float_to_bits(f(i));
+        UNROLL for (int i = 0; i < 4; i++) b.word[i] = float_to_bits(f(i));
         return b;
     }
 };
 template <> struct Packer<bf16> {
     template <class F> DEVICE static inline Bytes16 of(F f) {
         Bytes16 b;
-        for (int i = 0; i < 4; i++) b.word[i] = pack(f(2 * i), f(2 * i + 1));
+        UNROLL for (int i = 0; i < 4; i++) b.word[i] = pack(f(2 * i), f(2 * i + 1));
         return b;
     }
 };
@@ -87,7 +87,7 @@ template <class T, class M> DEVICE inline void load_some(float (&to)[PER16<T>], 
         return;
     }
     Bytes16 bytes = from.load16(at);
-    for (int i = 0; i < PER16<T>; i++) to[i] = value_of<T>(bytes, i);
+    UNROLL for (int i = 0; i < PER16<T>; i++) to[i] = value_of<T>(bytes, i);
 }
 // Rounds and stores what load_some loads.
 template <class T, class M> DEVICE inline void store_some(M to, int64_t at, const float (&values)[PER16<T>], int count) {

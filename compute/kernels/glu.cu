@@ -38,7 +38,7 @@ template <class A, class T> DEVICE inline void forward(In<T> gate_up, Out<T> h, 
         float gate[PER16<T>], up[PER16<T>];
         load_some<T>(gate, gate_up, row * 2 * half + column, count);
         load_some<T>(up, gate_up, (row * 2 + 1) * half + column, count);
-        for (int i = 0; i < count; i++) gate[i] = A::at(gate[i]).value * up[i];
+        UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) gate[i] = A::at(gate[i]).value * up[i];
         store_some<T>(h, row * half + column, gate, count);
     });
 }
@@ -49,7 +49,7 @@ template <class A, class T> DEVICE inline void backward(In<T> gate_up, In<T> dh,
         load_some<T>(gate, gate_up, row * 2 * half + column, count);
         load_some<T>(up, gate_up, (row * 2 + 1) * half + column, count);
         load_some<T>(g, dh, row * half + column, count);
-        for (int i = 0; i < count; i++) {
+        UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) {
             Activated act = A::at(gate[i]);
             gate[i] = g[i] * up[i] * act.slope;
             up[i] = g[i] * act.value;

@@ -19,7 +19,7 @@ template <class T> DEVICE inline float inverse_rms(In<T> x, int64_t row, int wid
     float sum = 0.0f, v[PER16<T>];
     columns_of_thread<T>(width, [&](int column, int count) {
         load_some<T>(v, x, row + column, count);
-        for (int i = 0; i < count; i++) sum = fmaf(v[i], v[i], sum);
+        UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) sum = fmaf(v[i], v[i], sum);
     });
     return 1.0f / sqrtf(block_sum(sum, scratch) / float(width) + eps);
 }
@@ -31,7 +31,7 @@ DEVICE inline void forward(In<T> x, In<W> weight, Out<T> y, int width, float off
     float inverse = inverse_rms<T>(x, row, width, eps, scratch), v[PER16<T>];
     columns_of_thread<T>(width, [&](int column, int count) {
         load_some<T>(v, x, row + column, count);
-        for (int i = 0; i < count; i++) v[i] = v[i] * inverse * (widen(weight.load(column + i)) + offset);
+        UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) v[i] = v[i] * inverse * (widen(weight.load(column + i)) + offset);
         store_some<T>(y, row + column, v, count);
     });
 }
@@ -48,19 +48,19 @@ DEVICE inline void backward(In<T> x, In<W> weight, In<T> dy, In<T> residual, Out
     auto gained = [&](int column, int count) {
         load_some<T>(v, x, row + column, count);
         load_some<T>(d, dy, row + column, count);
-        for (int i = 0; i < count; i++) d[i] = d[i] * (widen(weight.load(column + i)) + offset);
+        UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) d[i] = d[i] * (widen(weight.load(column + i)) + offset);
     };
     columns_of_thread<T>(width, [&](int column, int count) {
         gained(column, count);
-        for (int i = 0; i < count; i++) sum = fmaf(v[i], d[i], sum);
+        UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) sum = fmaf(v[i], d[i], sum);
     });
     float mean = block_sum(sum, scratch2) * inverse / float(width);
     columns_of_thread<T>(width, [&](int column, int count) {
         gained(column, count);
-        for (int i = 0; i < count; i++) d[i] = inverse * (d[i] - v[i] * inverse * mean);
+        UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) d[i] = inverse * (d[i] - v[i] * inverse * mean);
         if (!residual.is_null()) {
             load_some<T>(r, residual, row + column, count);
-            for (int i = 0; i < count; i++) d[i] = d[i] + r[i];
+            UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) d[i] = d[i] + r[i];
         }
         store_some<T>(dx, row + column, d, count);
     });

@@ -2,7 +2,11 @@
 //!
 //! Launches run at once, so nothing is ever waited for. Each thread has its own state (`kernels/emu/emu.cpp`).
 
-use std::cell::Cell;
+#[cfg(test)]
+mod tests;
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char};
 
 use super::{Arg, Driver, Kernel, LaunchShape};
@@ -82,6 +86,8 @@ thread_local! {
     static SCHEDULE: Cell<Schedule> = const { Cell::new(Schedule {
         order: Order::Forward, late_copies: false, counts: false,
     }) };
+    /// The kernels that were launched since the last [`Emulator::run`] began.
+    static LAUNCHED: RefCell<BTreeSet<&'static str>> = const { RefCell::new(BTreeSet::new()) };
     static COUNTERS: Cell<Counters> = const { Cell::new(Counters {
         global_requests: 0, global_sectors: 0, global_least_sectors: 0, shared_phases: 0, bank_conflicts: 0,
     }) };
@@ -94,10 +100,16 @@ pub(crate) struct Emulator;
 impl Emulator {
     /// Runs `work` with kernels emulated by `schedule`, and adds up what its launches accessed.
     pub(crate) fn run<R>(schedule: Schedule, work: impl FnOnce() -> R) -> (R, Counters) {
+        LAUNCHED.take();
         let before = (SCHEDULE.replace(schedule), COUNTERS.replace(Counters::default()));
         let result = super::with_stand_in(&Emulator, work);
         SCHEDULE.set(before.0);
         (result, COUNTERS.replace(before.1))
+    }
+
+    /// The names of the kernels that the last run on this thread launched.
+    pub(crate) fn launched() -> BTreeSet<&'static str> {
+        LAUNCHED.with_borrow(Clone::clone)
     }
 }
 
@@ -106,6 +118,7 @@ impl Driver for Emulator {
         if shape.is_empty() {
             return Ok(());
         }
+        LAUNCHED.with_borrow_mut(|launched| launched.insert(kernel.name));
         let schedule = SCHEDULE.get();
         let (order, seed) = match schedule.order {
             Order::Forward => (0, 0),

@@ -26,6 +26,24 @@ fn check(schedule: Schedule) {
 #[test]
 fn every_op_passes() {
     check(Schedule::default());
+    // So that a case which went another way is noticed.
+    let launched = Emulator::launched();
+    for op in [
+        "add_into",
+        "columns_of_backward",
+        "dequantize_4bit",
+        "dequantize_int8_rows",
+        "dropout",
+        "embed_backward",
+        "glu_gelu_backward",
+        "glu_silu",
+        "rms_norm_backward",
+        "rms_norm_gain_partial",
+        "rotary_backward",
+        "rotary_gain_partial",
+    ] {
+        assert!(launched.iter().any(|kernel| kernel.starts_with(op)), "{op} is not among {launched:?}");
+    }
 }
 
 #[test]

@@ -1,9 +1,9 @@
 //! Every op against its definition, on the device at hand: the list of the ops' own cases.
 
-#[cfg(test)]
-mod mutations;
 #[cfg(all(test, feature = "kernel-emu"))]
 mod emulated;
+#[cfg(test)]
+mod mutations;
 #[cfg(test)]
 mod oracle;
 mod summary;
