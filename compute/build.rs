@@ -6,15 +6,12 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::{env, fs};
 
-fn main() {
+fn main() -> Result<()> {
     println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-changed=kernels");
     let cuda = env::var_os("CARGO_FEATURE_CUDA").is_some();
     let emulator = env::var_os("CARGO_FEATURE_KERNEL_EMU").is_some();
-    println!("cargo:rerun-if-changed=kernels");
-    if let Err(error) = build(cuda, emulator) {
-        eprintln!("cannot build the kernels: {error}");
-        std::process::exit(1);
-    }
+    build(cuda, emulator).map_err(|error| format!("cannot build the kernels: {error}"))
 }
 
 type Result<T> = std::result::Result<T, String>;

@@ -105,7 +105,9 @@ impl Source {
                 text.lines().zip(&keep).filter(|(_, keep)| **keep).map(|(line, _)| line.to_owned() + "\n");
             lines.collect()
         };
-        let test = regex!(r"#\[cfg\(test\)\]\s*(?:#\[[^\]]*\]\s*)*(?:pub(?:\([^)]*\))? )?mod (\w+);");
+        let test = regex!(
+            r"#\[cfg\((?:test|all\(test,[^)]*\))\)\]\s*(?:#\[[^\]]*\]\s*)*(?:pub(?:\([^)]*\))? )?mod (\w+);"
+        );
         let test_modules = test.captures_iter(&code).map(|name| name[1].to_owned()).collect();
         let (text, raw) = (pick(blanked(source, false)), pick(source.to_owned()));
         Source { path: path.to_owned(), code: pick(code), text, raw, test_modules }

@@ -100,7 +100,7 @@ pub(super) fn forward(
     kind: AttentionKind,
 ) -> Result<AttentionOutput> {
     let shape = shape_of(kind)?;
-    let launch = Launch::of(&qkv, kind)?;
+    let launch = AttentionLaunch::of(&qkv, kind)?;
     let lists = tile_lists(spans, &qkv, shape.tile)?;
     let (rows, device) = (launch.rows as usize, qkv.q.tensor.device());
     let out = empty(rows, kind.heads.q_width(), DType::BF16, device)?;
@@ -142,7 +142,7 @@ pub(super) fn backward(
     kind: AttentionKind,
 ) -> Result<Tensor> {
     let (shape, heads) = (shape_of(kind)?, kind.heads);
-    let launch = Launch::of(&qkv, kind)?;
+    let launch = AttentionLaunch::of(&qkv, kind)?;
     let lists = tile_lists(spans, &qkv, shape.tile)?;
     let rows = launch.rows as usize;
     let delta = delta(driver, attended, dout, &launch, shape)?;
@@ -225,7 +225,7 @@ fn delta(
     driver: &dyn Driver,
     attended: &AttentionOutput,
     dout: &Tensor,
-    launch: &Launch,
+    launch: &AttentionLaunch,
     shape: HeadShape,
 ) -> Result<Tensor> {
     /// Rows of a block.
@@ -257,7 +257,7 @@ fn blocks(count: usize, threads: u32, shared_bytes: usize) -> LaunchShape {
 
 /// The numbers that the kernels are given.
 #[derive(Debug, Clone, Copy)]
-struct Launch {
+struct AttentionLaunch {
     heads: u32,
     group: u32,
     rows: u32,
@@ -271,7 +271,7 @@ struct Launch {
     window: u32,
 }
 
-impl Launch {
+impl AttentionLaunch {
     fn of(qkv: &Qkv<'_>, kind: AttentionKind) -> Result<Self> {
         /// What the kernels take for no window: positions and this add up to less than 2^31.
         const NO_WINDOW: usize = 1 << 30;
@@ -283,7 +283,7 @@ impl Launch {
             )));
         }
         let log2_e = std::f64::consts::LOG2_E;
-        Ok(Launch {
+        Ok(AttentionLaunch {
             heads: number(kind.heads.num_heads)?,
             group: number(kind.heads.num_heads / kind.heads.num_kv_heads)?,
             rows: number(rows)?,
@@ -397,5 +397,5 @@ fn gaps(ranges: impl Iterator<Item = (usize, usize)>, rows: usize) -> Vec<(usize
     gaps
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "kernel-emu"))]
 mod tests;

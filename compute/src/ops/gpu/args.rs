@@ -73,19 +73,19 @@ values!(
 
 /// The elements of a tensor by their address, as long as the tensor lives.
 #[derive(Debug, Clone, Copy)]
-struct Elements<'a, T> {
+struct ElementAddress<'a, T> {
     arg: Arg,
     of: PhantomData<(&'a Tensor, T)>,
 }
 
-impl<T: KernelElement> Elements<'_, T> {
+impl<T: KernelElement> ElementAddress<'_, T> {
     const NONE: Self =
-        Elements { arg: Arg { value: 0, rows: 0, row_bytes: 0, pitch: 0, size: 8 }, of: PhantomData };
+        ElementAddress { arg: Arg { value: 0, rows: 0, row_bytes: 0, pitch: 0, size: 8 }, of: PhantomData };
 
     /// All of a contiguous tensor.
     fn all(tensor: &Tensor) -> Result<Self> {
         let len = tensor.elem_count() as u64 * size_of::<T>() as u64;
-        Ok(Elements {
+        Ok(ElementAddress {
             arg: Arg { value: address::<T>(tensor)?, rows: 1, row_bytes: len, pitch: len, size: 8 },
             of: PhantomData,
         })
@@ -97,7 +97,10 @@ impl<T: KernelElement> Elements<'_, T> {
         let bytes = |elements: usize| elements as u64 * size_of::<T>() as u64;
         let value = address::<T>(view.tensor)? + bytes(view.start);
         let (row_bytes, pitch) = (bytes(view.len), bytes(width));
-        Ok(Elements { arg: Arg { value, rows: rows as u64, row_bytes, pitch, size: 8 }, of: PhantomData })
+        Ok(ElementAddress {
+            arg: Arg { value, rows: rows as u64, row_bytes, pitch, size: 8 },
+            of: PhantomData,
+        })
     }
 }
 
@@ -122,7 +125,7 @@ macro_rules! pointers {
     ($($(#[$doc:meta])* $name:ident),*) => {$(
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
-        pub(crate) struct $name<'a, T>(Elements<'a, T>);
+        pub(crate) struct $name<'a, T>(ElementAddress<'a, T>);
 
         #[allow(dead_code, reason = "every kind of pointer is made in the same ways")]
         impl<'a, T: KernelElement> $name<'a, T> {
@@ -131,7 +134,7 @@ macro_rules! pointers {
             /// # Errors
             /// The tensor is not contiguous or of another dtype.
             pub(crate) fn all(tensor: &'a Tensor) -> Result<Self> {
-                Ok($name(Elements::all(tensor)?))
+                Ok($name(ElementAddress::all(tensor)?))
             }
 
             /// Columns of a contiguous matrix `[rows, width]`.
@@ -139,7 +142,7 @@ macro_rules! pointers {
             /// # Errors
             /// The tensor is not a contiguous matrix or of another dtype.
             pub(crate) fn columns(view: &ColumnView<'a>) -> Result<Self> {
-                Ok($name(Elements::columns(view)?))
+                Ok($name(ElementAddress::columns(view)?))
             }
 
             /// As [`Self::all`] of a tensor that there may not be; the kernel sees a null pointer.
@@ -147,7 +150,7 @@ macro_rules! pointers {
             /// # Errors
             /// The tensor is not contiguous or of another dtype.
             pub(crate) fn optional(tensor: Option<&'a Tensor>) -> Result<Self> {
-                tensor.map_or(Ok($name(Elements::NONE)), Self::all)
+                tensor.map_or(Ok($name(ElementAddress::NONE)), Self::all)
             }
 
             /// The argument of a launch.

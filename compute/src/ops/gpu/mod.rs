@@ -1,17 +1,17 @@
 //! The way from an op to its kernels, the same on every device that runs them.
 //!
-//! An op's launch code (`src/ops/<op>/cuda.rs`) speaks to a [`Driver`]. There is one today: the emulator of feature
-//! `kernel-emu`, which runs the kernels compiled for the host and checks every access (`kernels/emu`). "Device memory" is
+//! An op's launch code (`src/ops/<op>/cuda.rs`) speaks to a [`Driver`]. There is one today: the emulator of the tests
+//! with feature `kernel-emu`, which runs the kernels compiled for the host and checks every access (`kernels/emu`). "Device memory" is
 //! the memory of CPU tensors there, so an engine that computes on the CPU goes through the launch code, on any machine.
 //! A CUDA driver is to come; until then ops on a GPU take their reference forms.
 
 #![cfg_attr(
-    not(feature = "kernel-emu"),
-    allow(dead_code, reason = "no driver of this build reads what a launch is given")
+    not(all(test, feature = "kernel-emu")),
+    allow(dead_code, reason = "the one driver is the tests', so nothing else reads what a launch is given")
 )]
 
 mod args;
-#[cfg(feature = "kernel-emu")]
+#[cfg(all(test, feature = "kernel-emu"))]
 pub(crate) mod emulator;
 
 use std::cell::Cell;
@@ -85,7 +85,7 @@ pub(crate) fn driver_of(tensor: &Tensor) -> Option<&'static dyn Driver> {
 }
 
 /// Runs `work` with kernels on `driver` wherever ops of this thread meet CPU tensors.
-#[cfg(feature = "kernel-emu")]
+#[cfg(all(test, feature = "kernel-emu"))]
 pub(crate) fn with_stand_in<R>(driver: &'static dyn Driver, work: impl FnOnce() -> R) -> R {
     /// Puts back what was there before, also when `work` panics.
     struct Restore(Option<&'static dyn Driver>);
