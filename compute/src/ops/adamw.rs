@@ -2,10 +2,12 @@
 //! operations. The clip coefficient is folded into the read of the gradient.
 
 pub(super) mod cases;
+mod cuda;
 
 use candle_core::Tensor;
 use rayon::prelude::*;
 
+use super::gpu;
 use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{read, update};
@@ -63,6 +65,9 @@ const CHUNK: usize = 1 << 15;
 /// # Errors
 /// When a tensor is not contiguous f32, or an operation of the device fails.
 pub fn adamw(param: &TensorMut, grad: &Tensor, moments: [&TensorMut; 2], options: &AdamWStep) -> Result<()> {
+    if let Some(driver) = gpu::driver_of(param) {
+        return cuda::adamw(driver, param, grad, moments, options);
+    }
     if !param.device().is_cpu() {
         return reference(param, grad, moments, options);
     }

@@ -19,6 +19,11 @@ const CHUNK: usize = 1 << 14;
 /// # Errors
 /// When `x` is not contiguous f32, or an operation of the device fails.
 pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
+    if let Some(driver) = gpu::driver_of(x)
+        && x.dtype() == DType::F32
+    {
+        return cuda::sum_of_squares(driver, x);
+    }
     if !x.device().is_cpu() {
         // Rows of partial sums in f32, then f64 on the host.
         let flat = x.flatten_all()?;

@@ -6,11 +6,13 @@
 //! Off the CPU the product is candle's (cuBLAS: f32 accumulation for bf16).
 
 pub(super) mod cases;
+mod cuda;
 
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
 use super::gemm::{MatView, MatViewMut, Threads, matmul as gemm};
+use super::gpu;
 use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
@@ -155,6 +157,12 @@ pub(crate) fn reference(
 /// # Errors
 /// When a tensor is not contiguous, or an operation of the device fails.
 pub fn add_bias(dst: ColumnViewMut<'_>, bias: &Tensor) -> Result<()> {
+    if let Some(driver) = gpu::driver_of(dst.tensor)
+        && cuda::is_supported(dst.tensor.dtype())
+        && cuda::is_supported(bias.dtype())
+    {
+        return cuda::add_bias(driver, dst, bias);
+    }
     if !dst.tensor.device().is_cpu() {
         return add_bias_reference(dst, bias);
     }
@@ -183,6 +191,11 @@ pub(crate) fn add_bias_reference(dst: ColumnViewMut<'_>, bias: &Tensor) -> Resul
 /// # Errors
 /// When a tensor is not contiguous, `grad` is not f32, or an operation of the device fails.
 pub fn sum_rows(grad: &TensorMut, dy: ColumnView<'_>) -> Result<()> {
+    if let Some(driver) = gpu::driver_of(grad)
+        && cuda::is_supported(dy.tensor.dtype())
+    {
+        return cuda::sum_rows(driver, grad, dy);
+    }
     if !grad.device().is_cpu() {
         return sum_rows_reference(grad, dy);
     }

@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 use half::bf16;
 
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels};
+use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
 
@@ -16,6 +16,23 @@ pub(super) fn is_supported(a: &Tensor, b: &Tensor) -> bool {
 /// A block takes 8192 values where all are bf16, else 4096.
 fn shape(count: usize, all_bf16: bool) -> LaunchShape {
     LaunchShape::line(count.div_ceil(if all_bf16 { 8192 } else { 4096 }), 256)
+}
+
+/// Σ x² in f64, in two stages whose shares do not depend on the device.
+pub(super) fn sum_of_squares(driver: &dyn Driver, x: &Tensor) -> Result<f64> {
+    /// Values of a block of the first stage.
+    const SHARE: usize = 16_384;
+    let blocks = x.elem_count().div_ceil(SHARE);
+    if blocks == 0 {
+        return Ok(0.0);
+    }
+    let (partials, sum) =
+        (Tensor::zeros(blocks, DType::F64, x.device())?, Tensor::zeros(1, DType::F64, x.device())?);
+    let (values, count) = (In::<f32>::all(x)?, x.elem_count() as i64);
+    kernels::sum_of_squares(driver, LaunchShape::line(blocks, 256), values, count, Out::all(&partials)?)?;
+    let (partials, out) = (In::<f64>::all(&partials)?, Out::<f64>::all(&sum)?);
+    kernels::sum_partials(driver, LaunchShape::line(1, 256), partials, number(blocks)?, out)?;
+    Ok(sum.to_vec1::<f64>()?[0])
 }
 
 pub(super) fn add(driver: &dyn Driver, a: &Tensor, b: &Tensor) -> Result<Tensor> {

@@ -29,7 +29,11 @@ fn every_op_passes() {
     // So that a case which went another way is noticed.
     let launched = Emulator::launched();
     for op in [
+        "adamw_f32",
+        "add_bias",
+        "add_column_sums",
         "add_into",
+        "sum_partials",
         "columns_of_backward",
         "dequantize_4bit",
         "dequantize_int8_rows",

