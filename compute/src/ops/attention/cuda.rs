@@ -15,6 +15,7 @@ use super::{AttentionKind, AttentionOutput, Qkv, Span};
 use crate::error::{Error, Result};
 use crate::ops::gpu::{Driver, In, LaunchShape, Out, kernels, number};
 use crate::ops::matmul::{ColumnView, empty};
+use crate::ops::rotary::Heads;
 
 /// How the kernels of one head width divide the work; `kernels/*.cu` hold the same numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -144,80 +145,96 @@ pub(super) fn backward(
     let (shape, heads) = (shape_of(kind)?, kind.heads);
     let launch = AttentionLaunch::of(&qkv, kind)?;
     let lists = tile_lists(spans, &qkv, shape.tile)?;
-    let rows = launch.rows as usize;
     let delta = delta(driver, attended, dout, &launch, shape)?;
-    let d = empty(rows, heads.qkv_width(), DType::BF16, dout.device())?;
-    let range = |start, len| ColumnView { tensor: &d, start, len };
-    let (dq, dk, dv) = (
-        range(0, heads.q_width()),
-        range(heads.q_width(), heads.kv_width()),
-        range(heads.qk_width(), heads.kv_width()),
-    );
-    let d_stride = number(heads.qkv_width())?;
-    let keys = match shape.head_dim {
-        64 => kernels::attention_backward_keys_64,
-        80 => kernels::attention_backward_keys_80,
-        96 => kernels::attention_backward_keys_96,
-        128 => kernels::attention_backward_keys_128,
-        _ => kernels::attention_backward_keys_256,
-    };
-    keys(
-        driver,
-        blocks(
-            lists.keys.dim(0)? * heads.num_kv_heads * shape.parts,
-            shape.keys_threads,
-            shape.backward_keys_bytes(),
-        ),
-        In::columns(&qkv.q)?,
-        In::columns(&qkv.k)?,
-        In::columns(&qkv.v)?,
-        In::all(dout)?,
-        In::all(&attended.lse)?,
-        In::all(&delta)?,
-        Out::columns(&dk)?,
-        Out::columns(&dv)?,
-        In::all(&lists.keys)?,
-        launch.heads,
-        launch.group,
-        launch.rows,
-        launch.q_stride,
-        launch.kv_stride,
-        d_stride,
-        launch.factor,
-        launch.bend,
-        launch.scale,
-        launch.window,
-    )?;
-    let queries = match shape.head_dim {
-        64 => kernels::attention_backward_queries_64,
-        80 => kernels::attention_backward_queries_80,
-        96 => kernels::attention_backward_queries_96,
-        128 => kernels::attention_backward_queries_128,
-        _ => kernels::attention_backward_queries_256,
-    };
-    queries(
-        driver,
-        blocks(lists.queries.dim(0)? * heads.num_heads, 128, shape.backward_queries_bytes()),
-        In::columns(&qkv.q)?,
-        In::columns(&qkv.k)?,
-        In::columns(&qkv.v)?,
-        In::all(dout)?,
-        In::all(&attended.lse)?,
-        In::all(&delta)?,
-        Out::columns(&dq)?,
-        In::all(&lists.queries)?,
-        launch.heads,
-        launch.group,
-        launch.rows,
-        launch.q_stride,
-        launch.kv_stride,
-        d_stride,
-        launch.factor,
-        launch.bend,
-        launch.scale,
-        launch.window,
-    )?;
+    let d = empty(launch.rows as usize, heads.qkv_width(), DType::BF16, dout.device())?;
+    let step = BackwardStep { driver, qkv, lse: &attended.lse, dout, delta: &delta, shape, launch };
+    step.keys(&lists.keys, heads, &d)?;
+    step.queries(&lists.queries, heads, &d)?;
     Ok(d.into_tensor())
+}
+
+/// What both kernels of the backward read.
+struct BackwardStep<'a> {
+    driver: &'a dyn Driver,
+    qkv: Qkv<'a>,
+    lse: &'a Tensor,
+    dout: &'a Tensor,
+    delta: &'a Tensor,
+    shape: HeadShape,
+    launch: AttentionLaunch,
+}
+
+impl BackwardStep<'_> {
+    /// The gradients of k and v, into their columns of `d`, over tiles of keys.
+    fn keys(&self, tiles: &Tensor, heads: Heads, d: &Tensor) -> Result<()> {
+        let (shape, launch, qkv) = (self.shape, self.launch, &self.qkv);
+        let range = |start| ColumnView { tensor: d, start, len: heads.kv_width() };
+        let kernel = match shape.head_dim {
+            64 => kernels::attention_backward_keys_64,
+            80 => kernels::attention_backward_keys_80,
+            96 => kernels::attention_backward_keys_96,
+            128 => kernels::attention_backward_keys_128,
+            _ => kernels::attention_backward_keys_256,
+        };
+        let count = tiles.dim(0)? * heads.num_kv_heads * shape.parts;
+        kernel(
+            self.driver,
+            blocks(count, shape.keys_threads, shape.backward_keys_bytes()),
+            In::columns(&qkv.q)?,
+            In::columns(&qkv.k)?,
+            In::columns(&qkv.v)?,
+            In::all(self.dout)?,
+            In::all(self.lse)?,
+            In::all(self.delta)?,
+            Out::columns(&range(heads.q_width()))?,
+            Out::columns(&range(heads.qk_width()))?,
+            In::all(tiles)?,
+            launch.heads,
+            launch.group,
+            launch.rows,
+            launch.q_stride,
+            launch.kv_stride,
+            number(heads.qkv_width())?,
+            launch.factor,
+            launch.bend,
+            launch.scale,
+            launch.window,
+        )
+    }
+
+    /// The gradient of q, into its columns of `d`, over tiles of queries.
+    fn queries(&self, tiles: &Tensor, heads: Heads, d: &Tensor) -> Result<()> {
+        let (shape, launch, qkv) = (self.shape, self.launch, &self.qkv);
+        let kernel = match shape.head_dim {
+            64 => kernels::attention_backward_queries_64,
+            80 => kernels::attention_backward_queries_80,
+            96 => kernels::attention_backward_queries_96,
+            128 => kernels::attention_backward_queries_128,
+            _ => kernels::attention_backward_queries_256,
+        };
+        kernel(
+            self.driver,
+            blocks(tiles.dim(0)? * heads.num_heads, 128, shape.backward_queries_bytes()),
+            In::columns(&qkv.q)?,
+            In::columns(&qkv.k)?,
+            In::columns(&qkv.v)?,
+            In::all(self.dout)?,
+            In::all(self.lse)?,
+            In::all(self.delta)?,
+            Out::columns(&ColumnView { tensor: d, start: 0, len: heads.q_width() })?,
+            In::all(tiles)?,
+            launch.heads,
+            launch.group,
+            launch.rows,
+            launch.q_stride,
+            launch.kv_stride,
+            number(heads.qkv_width())?,
+            launch.factor,
+            launch.bend,
+            launch.scale,
+            launch.window,
+        )
+    }
 }
 
 /// The sums of `out · dout` over each head's columns: `[H, N]`.

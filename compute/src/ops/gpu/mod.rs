@@ -26,7 +26,7 @@ use crate::error::{Error, Result};
 /// A kernel by its names: the file of `kernels/` that holds it, and its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Kernel {
-    /// The function.
+    /// The name of its function.
     pub(crate) name: &'static str,
     /// The file without `.cu`.
     pub(crate) module: &'static str,
