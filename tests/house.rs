@@ -37,6 +37,7 @@ const FLOORS: &[(&str, u32)] = &[
     ("units", 0),
     (CLOSED_CHOICES, 0),
     ("quant", 1),
+    ("stored_dtype", 1),
     ("recipe", 1),
     ("rendezvous", 1),
     ("hub", 1),

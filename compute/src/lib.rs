@@ -6,6 +6,7 @@ pub mod error;
 pub mod ops;
 pub mod quant;
 pub mod runtime;
+pub mod stored_dtype;
 pub mod units;
 
 /// The part of the recipe that every floor knows.

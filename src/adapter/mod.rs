@@ -11,14 +11,13 @@
 mod config;
 mod files;
 mod merge;
-mod svd;
 mod targets;
 mod tensors;
 
+pub use crate::ops::low_rank::LowRankFactors;
 pub use config::{AdapterConfig, CONFIG_FILE, InitLoraWeights};
 pub use files::{SavedAdapter, write};
 pub use merge::{BaseValues, MERGE_FILE, MergeOptions, MergeRecord, MergeReport, Verify, merge};
-pub use svd::{LowRankFactors, principal};
 pub use targets::{
     ModulePattern, NamePattern, Target, TargetSpec, resolve, resolve_rows, resolve_saved, target_names,
 };

@@ -20,7 +20,6 @@ pub mod nccl;
 mod phase;
 mod rank_threads;
 mod single_rank;
-mod sum;
 mod timed;
 mod traffic;
 

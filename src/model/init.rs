@@ -1,8 +1,6 @@
 //! Initial values: random weights for `init = "random"` and fresh LoRA matrices. Every value is a function of
 //! (seed, parameter name, index): it depends neither on the order of creation nor on how the model is split.
 
-use rayon::prelude::*;
-
 use super::spec::{ParamSpec, Role};
 use super::{ModelConfig, Module, ModuleKind};
 use crate::runtime::rng::RngStream;
@@ -19,10 +17,7 @@ pub fn initial_value(
     let stream = RngStream::new(seed).named(&spec.name);
     let std = config.initializer_range as f32;
     match spec.role {
-        Role::Weight | Role::Embedding => {
-            let indices = start as u64..(start + len) as u64;
-            indices.into_par_iter().map(|i| std * stream.normal(i)).collect()
-        }
+        Role::Weight | Role::Embedding => stream.normals(start as u64..(start + len) as u64, std),
         Role::Norm if !config.norm.unit_offset => vec![1.0; len],
         Role::Norm | Role::Bias => vec![0.0; len],
     }

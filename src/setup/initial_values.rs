@@ -11,7 +11,7 @@ use candle_core::{Device, Tensor};
 
 use super::adapter_setup::{AdapterSetup, AdapterStart};
 use super::param_layout::saved_as;
-use crate::adapter::{LowRankFactors, Target, TensorKind, principal};
+use crate::adapter::{LowRankFactors, Target, TensorKind};
 use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig, Module, ParamSpec, StoredModel, initial_lora, initial_value};
 use crate::ops::dora::weight_norm;
@@ -167,7 +167,7 @@ impl<'a> InitialValues<'a> {
                 let name = if tied { EMBED_TOKENS } else { name };
                 let spec = self.drawn.get(name);
                 let spec = spec.ok_or_else(|| Error::internal(format!("no parameter is called {name}")))?;
-                copy(out, &initial_value(self.config, spec, self.seed, start, out.len()));
+                T::round(&initial_value(self.config, spec, self.seed, start, out.len()), out);
             }
         }
         Ok(())
@@ -202,7 +202,8 @@ impl<'a> InitialValues<'a> {
         check_finite(&desc.name, &weight)?;
         let stream = RngStream::new(self.seed).named(&target.name);
         let best = |weight: &[f32]| {
-            principal(weight, (out, inputs), target.r, stream).map(|factors| scaled(factors, target.scale))
+            LowRankFactors::principal(weight, (out, inputs), target.r, stream)
+                .map(|factors| scaled(factors, target.scale))
         };
         let mut factors = match &adapter_setup.start {
             AdapterStart::Fresh(AdapterInit::Pissa) => Some(best(&weight)?),
@@ -211,14 +212,14 @@ impl<'a> InitialValues<'a> {
         };
         if let Some(factors) = &factors {
             // What the adapter takes over is taken from the base.
-            subtract_product(&mut weight, factors, inputs, target.scale as f32);
+            factors.subtract_from(&mut weight, inputs, target.scale as f32);
         }
         let wanted =
             matches!(adapter_setup.start, AdapterStart::Fresh(AdapterInit::Loftq)).then(|| weight.clone());
         match to {
             LoadTarget::F32(to) => to.copy_from_slice(&weight),
             LoadTarget::Bf16(to) => {
-                copy(to, &weight);
+                StoredElement::round(&weight, to);
                 weight.iter_mut().zip(to).for_each(|(w, kept)| *w = kept.to_f32());
             }
             LoadTarget::Blocks(mut blocks) => {
@@ -262,10 +263,12 @@ impl<'a> InitialValues<'a> {
         let derived = derived.get(part.module);
         let factors = derived.and_then(|derived| derived.factors.as_ref());
         match (part.kind, factors) {
-            (TensorKind::LoraA, Some(factors)) => copy(out, &factors.a),
-            (TensorKind::LoraB, Some(factors)) => copy(out, &factors.b),
+            (TensorKind::LoraA, Some(factors)) => T::round(&factors.a, out),
+            (TensorKind::LoraB, Some(factors)) => T::round(&factors.b, out),
             (TensorKind::LoraMagnitude, _) => {
-                copy(out, derived.map_or(&[][..], |derived| &derived.magnitude));
+                let derived = derived
+                    .ok_or_else(|| Error::internal(format!("no weight of {} was read yet", part.module)))?;
+                T::round(&derived.magnitude, out);
             }
             (TensorKind::TokensDelta, _) => self.fill_rows(part.module, adapter_setup, out)?,
             (TensorKind::LoraA | TensorKind::LoraEmbeddingB, None) => {
@@ -273,7 +276,7 @@ impl<'a> InitialValues<'a> {
                 let found = self.modules.get(part.module);
                 let found =
                     found.ok_or_else(|| Error::internal(format!("no module is called {}", part.module)))?;
-                copy(out, &initial_lora(found, &desc.shape, gaussian, self.seed));
+                T::round(&initial_lora(found, &desc.shape, gaussian, self.seed), out);
             }
             // B, and an embedding's A, start as zero.
             _ => {}
@@ -324,16 +327,6 @@ impl<'a> AdapterPart<'a> {
     }
 }
 
-/// `weight −= scale · b · a`.
-fn subtract_product(weight: &mut [f32], factors: &LowRankFactors, inputs: usize, scale: f32) {
-    let r = factors.a.len() / inputs.max(1);
-    for (row, b) in weight.chunks_exact_mut(inputs).zip(factors.b.chunks_exact(r.max(1))) {
-        for (b, a) in b.iter().zip(factors.a.chunks_exact(inputs)) {
-            row.iter_mut().zip(a).for_each(|(w, a)| *w -= scale * b * a);
-        }
-    }
-}
-
 /// Factors of a product that LoRA multiplies by `scale`.
 fn scaled(mut factors: LowRankFactors, scale: f64) -> LowRankFactors {
     let root = (1.0 / scale).sqrt() as f32;
@@ -365,11 +358,5 @@ fn check_finite(name: &str, values: &[f32]) -> Result<()> {
         Some(value) => Err(Error::user(format!("cannot load {name}"))
             .because(format!("it holds {value}; accepted: finite numbers"))
             .hint("download the model again, or give another")),
-    }
-}
-
-fn copy<T: StoredElement>(out: &mut [T], values: &[f32]) {
-    for (out, value) in out.iter_mut().zip(values) {
-        *out = T::from_f32(*value);
     }
 }

@@ -13,9 +13,10 @@ use std::sync::Arc;
 use super::header::clip;
 use super::quantized::{QuantizedParts, QuantizedTensor, ShardRange};
 use super::shard::{RangeReader, Shard};
-use super::{INDEX_FILE, MODEL_FILE, StoredElement, TensorInfo, bitsandbytes, dtype, header, index};
+use super::{INDEX_FILE, MODEL_FILE, StoredElement, TensorInfo, bitsandbytes, header, index};
 use crate::error::{Error, Result};
 use crate::quant::QuantFormat;
+use crate::stored_dtype;
 
 /// The open safetensors files of a model or an adapter.
 #[derive(Debug)]
@@ -299,13 +300,13 @@ impl ModelFiles {
             )));
         }
         if let Some(quantized) = self.quantized(name)? {
-            dtype::fill(out, |at, values| quantized.dequantize(start + at, values));
+            stored_dtype::fill(out, |at, values| quantized.dequantize(start + at, values));
             return Ok(());
         }
         let size = info.dtype.size_bytes();
         let first = info.range.start + start * size;
         let bytes = self.stored(name, info.shard, &(first..first + out.len() * size))?;
-        if !dtype::decode(bytes, info.dtype, out) {
+        if !T::decode(bytes, info.dtype, out) {
             return Err(Error::user(format!("cannot read weights {}", info.file.display()))
                 .because(format!("tensor `{name}` has dtype {}; accepted: F32, F16, BF16, F64", info.dtype))
                 .hint("give the unquantized model"));

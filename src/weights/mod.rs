@@ -12,7 +12,6 @@
 
 mod atomic_dir;
 mod bitsandbytes;
-mod dtype;
 mod files;
 mod header;
 mod identity;
@@ -27,8 +26,8 @@ mod summary;
 mod tensor_info;
 mod write;
 
+pub use crate::stored_dtype::{StoredDtype, StoredElement};
 pub use atomic_dir::AtomicDir;
-pub use dtype::{StoredDtype, StoredElement};
 pub use files::ModelFiles;
 pub use identity::{ModelIdentity, QUANTIZED_FROM};
 pub use load::{Expected, load_tensor};

@@ -11,7 +11,7 @@ use std::io::{self, BufWriter, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use super::{INDEX_FILE, MODEL_FILE, StoredDtype, StoredElement, dtype};
+use super::{INDEX_FILE, MODEL_FILE, StoredDtype, StoredElement};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::units;
 
@@ -67,7 +67,7 @@ impl TensorSink<'_> {
         for values in values.chunks(CHUNK) {
             let mut bytes = std::mem::take(&mut self.buffer);
             bytes.clear();
-            if !dtype::encode(values, self.entry.dtype, &mut bytes) {
+            if !T::encode(values, self.entry.dtype, &mut bytes) {
                 return Err(self.misused(format!("floats were given for {}", self.entry.dtype)));
             }
             self.write_bytes(&bytes)?;

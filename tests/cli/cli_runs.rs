@@ -497,8 +497,8 @@ mod signals {
     fn a_second_ending_signal_ends_at_once() {
         let place = Place::new();
         let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
-        place.write("rows.jsonl", &rows.repeat(200));
-        let more = ["--set", "train.gradient_accumulation_steps=16000", "--set", "train.max_steps=1"];
+        place.write("rows.jsonl", &rows.repeat(60));
+        let more = ["--set", "train.gradient_accumulation_steps=4800", "--set", "train.max_steps=1"];
         let mut child = start(&place, &lora(&more));
         wait_for(&place, &mut child, 0);
         for signal in ["-USR1", "-USR1", "-XCPU", "-TERM"] {

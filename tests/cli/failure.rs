@@ -30,7 +30,7 @@ fn train(output: &Path, fault: Option<&str>, ranks: usize, more: &[&str]) -> Out
     command.arg("--dataset").arg(&data).arg("--eval-dataset").arg(&data);
     command.args(["--quiet", "--recipe", "fsdp-full", "--ranks", &ranks.to_string()]);
     for key in [
-        "data.max_seq_len=256",
+        "data.max_seq_len=128",
         "train.max_steps=3",
         "train.gradient_accumulation_steps=1",
         "checkpoint.save_steps=1",

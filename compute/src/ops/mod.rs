@@ -24,6 +24,7 @@ pub mod embedding;
 mod gemm;
 pub mod glu;
 pub(crate) mod gpu;
+pub mod low_rank;
 mod mat_view;
 pub mod matmul;
 pub mod matmul_quantized;
@@ -31,6 +32,7 @@ pub mod rms_norm;
 pub mod rotary;
 pub mod selftest;
 mod simd;
+mod svd;
 
 pub use gemm::has_matrix_unit;
 pub use matmul::{ColumnView, ColumnViewMut, Transpose, empty, matmul};

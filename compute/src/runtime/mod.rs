@@ -9,6 +9,7 @@ pub mod device;
 pub mod machine;
 pub mod mmap;
 pub mod param_storage;
+pub mod rank_sum;
 pub mod rng;
 mod tensor_mut;
 pub mod thread_pool;

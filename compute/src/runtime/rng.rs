@@ -4,6 +4,10 @@
 //! The hash is SplitMix64's finalizer (Steele, Lea & Flood 2014, doi:10.1145/2660193.2660195) with a third round, which
 //! passes as a keyed mixer for these uses; it is no cipher.
 
+use std::ops::Range;
+
+use rayon::prelude::*;
+
 /// A stream of random numbers, named by what it is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RngStream(u64);
@@ -53,6 +57,13 @@ impl RngStream {
         let u = ((bits >> 32) as f64 + 1.0) / 4_294_967_297.0;
         let v = (bits & 0xffff_ffff) as f64 / 4_294_967_296.0;
         ((-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos()) as f32
+    }
+}
+
+impl RngStream {
+    /// [`RngStream::normal`] at `indices`, each times `std`; computed by all threads.
+    pub fn normals(self, indices: Range<u64>, std: f32) -> Vec<f32> {
+        indices.into_par_iter().map(|index| std * self.normal(index)).collect()
     }
 }
 

@@ -10,9 +10,10 @@ use super::InProcess;
 use super::partition::{addresses, check_parts, check_sum, copy, part};
 use super::pending_calls::{CallAction, CallFingerprint, CallId, Payload, Stage};
 use super::shared::ReadGuard;
-use crate::collective::{Call, Op, sum};
+use crate::collective::{Call, Op};
 use crate::error::{Error, Result};
 use crate::runtime::buffer::Buffer;
+use crate::runtime::rank_sum;
 
 /// What the replicas know of one another.
 struct KnownBuffers {
@@ -58,7 +59,7 @@ impl InProcess {
         // `own` of the shard's place in any of them, so it may lie in its own.
         unsafe {
             let pieces = addresses(&known.fulls, place + at);
-            sum::ascending(shard.element(), &pieces, own.len(), shard.address() + at)?;
+            rank_sum::ascending(shard.element(), &pieces, own.len(), shard.address() + at)?;
         }
         drop(reading);
         replicas.reach(outer, Stage::Summed);

@@ -37,9 +37,10 @@ use std::time::Duration;
 pub use injected_fault::{InjectedFault, InjectedFaultKind};
 pub use run::run_ranks;
 
-use super::{Call, Collective, Op, Phase, Ticket, Traffic, sum};
+use super::{Call, Collective, Op, Phase, Ticket, Traffic};
 use crate::error::{Error, Result};
 use crate::runtime::buffer::Buffer;
+use crate::runtime::rank_sum;
 use partition::{addresses, check_aligned, check_parts, check_sum, copy, part, private};
 use pending_calls::{CallAction, CallFingerprint, CallId, Payload, Stage, WaitCondition};
 use shared::{RankHandle, ReadGuard, SharedWorld};
@@ -247,7 +248,7 @@ impl InProcess {
         drop(state);
         // SAFETY: nobody writes the copies, which `pieces` keeps; `buffer` is this rank's.
         unsafe {
-            sum::ascending(buffer.element(), &addresses(&pieces, 0), buffer.elements(), buffer.address())
+            rank_sum::ascending(buffer.element(), &addresses(&pieces, 0), buffer.elements(), buffer.address())
         }
     }
 }
@@ -278,7 +279,7 @@ impl Collective for InProcess {
         let at = own.start * bytes;
         // SAFETY: all buffers have the same length; of all of them only this rank reads the part `own`, until Summed.
         unsafe {
-            sum::ascending(buffer.element(), &addresses(&pieces, at), own.len(), buffer.address() + at)?;
+            rank_sum::ascending(buffer.element(), &addresses(&pieces, at), own.len(), buffer.address() + at)?;
         }
         drop(reading);
         self.reach(call_id, Stage::Summed);
@@ -310,7 +311,7 @@ impl Collective for InProcess {
         let (pieces, reading) = self.read_all(call_id, Stage::Posted)?;
         // SAFETY: all are as long as `full`; `shard` is this rank's, and where it lies in `full` only this rank reads.
         unsafe {
-            sum::ascending(shard.element(), &addresses(&pieces, at), shard.elements(), shard.address())?;
+            rank_sum::ascending(shard.element(), &addresses(&pieces, at), shard.elements(), shard.address())?;
         }
         drop(reading);
         self.reach(call_id, Stage::Summed);

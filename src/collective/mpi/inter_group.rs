@@ -10,9 +10,10 @@ use super::tags::MessageKind;
 use super::{MpiCommunicator, PIECE_BYTES};
 use crate::collective::buffer_checks::{check_host, check_shard, check_sum};
 use crate::collective::call_record::{CallKind, CallRecord};
-use crate::collective::{Call, Collective, Op, sum};
+use crate::collective::{Call, Collective, Op};
 use crate::error::Result;
 use crate::runtime::buffer::{Buffer, ElementType};
+use crate::runtime::rank_sum;
 
 impl MpiCommunicator {
     pub(super) fn across(
@@ -91,11 +92,11 @@ impl MpiCommunicator {
         let pieces: Vec<usize> = (0..self.size()).map(place).collect();
         let sums = base + self.size() * slot;
         // SAFETY: slots and sums lie side by side in the scratch, aligned to 8; nothing is in flight.
-        unsafe { sum::go_on(full.element(), &pieces, piece.len(), sums, before.is_none())? };
+        unsafe { rank_sum::go_on(full.element(), &pieces, piece.len(), sums, before.is_none())? };
         if after.is_none() {
             let to = shard.address() + piece.start * width;
             // SAFETY: as above; the shard may be its place in `full`, whose piece was added.
-            unsafe { sum::rounded(full.element(), sums, piece.len(), to)? };
+            unsafe { rank_sum::rounded(full.element(), sums, piece.len(), to)? };
             return Ok(());
         }
         pass_on(scratch, after, None).map(drop)

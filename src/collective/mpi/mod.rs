@@ -3,7 +3,7 @@
 //! Before each call every rank sends every other its 64-byte record (op, name, size, sequence): a call that does not
 //! match, a rank that failed and a rank that does not come are errors that name it. Then only messages between
 //! pairs move data: an own exchange instead of `MPI_Allreduce`, whose order of additions depends on the library and on
-//! the size. Each rank receives the N pieces of its part, adds them in ascending order of ranks (`super::sum`) and, for an
+//! the size. Each rank receives the N pieces of its part, adds them in ascending order of ranks (`rank_sum`) and, for an
 //! all-reduce, sends the sum to all: the same bytes as a ring sends, the same bits as the in-process backend, also across
 //! the groups of hsdp (`across`). Between ranks of one process messages take the same way. `send` and `recv` (`message`) are
 //! calls of two ranks, which exchange their records alone.
@@ -233,7 +233,7 @@ impl MpiCommunicator {
             let to = out_address + (mine.start - own.start) * width;
             // SAFETY: pieces are in `full` or in slots of the scratch, aligned to 8; `to` is in `out`, whose lengths were
             // checked; nothing is in flight.
-            unsafe { super::sum::ascending(full.element(), &pieces, mine.len(), to)? };
+            unsafe { rank_sum::ascending(full.element(), &pieces, mine.len(), to)? };
         }
         Ok(())
     }

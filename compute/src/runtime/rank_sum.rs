@@ -18,12 +18,7 @@ use crate::runtime::buffer::ElementType;
 /// # Safety
 /// All addresses are aligned for `element`, valid for `elements` and, but for `out` among `pieces`, do not overlap
 /// `out`; nobody else writes them meanwhile, nor reads `out`.
-pub(super) unsafe fn ascending(
-    element: ElementType,
-    pieces: &[usize],
-    elements: usize,
-    out: usize,
-) -> Result<()> {
+pub unsafe fn ascending(element: ElementType, pieces: &[usize], elements: usize, out: usize) -> Result<()> {
     // SAFETY: by this function's contract.
     unsafe {
         match element {
@@ -43,8 +38,7 @@ pub(super) unsafe fn ascending(
 ///
 /// # Safety
 /// As [`ascending`]; the sums overlap no piece.
-#[cfg(feature = "mpi")]
-pub(super) unsafe fn go_on(
+pub unsafe fn go_on(
     element: ElementType,
     pieces: &[usize],
     elements: usize,
@@ -70,8 +64,7 @@ pub(super) unsafe fn go_on(
 ///
 /// # Safety
 /// As [`go_on`]; `out` does not overlap the sums.
-#[cfg(feature = "mpi")]
-pub(super) unsafe fn rounded(element: ElementType, sums: usize, elements: usize, out: usize) -> Result<()> {
+pub unsafe fn rounded(element: ElementType, sums: usize, elements: usize, out: usize) -> Result<()> {
     // SAFETY: by this function's contract.
     unsafe {
         match element {
@@ -86,7 +79,6 @@ pub(super) unsafe fn rounded(element: ElementType, sums: usize, elements: usize,
 
 /// # Safety
 /// As [`rounded`], for sums of type `S` and elements of type `T`.
-#[cfg(feature = "mpi")]
 unsafe fn round_to<S: Copy, T>(sums: usize, elements: usize, out: usize, narrow: impl Fn(S) -> T) {
     // SAFETY: by this function's contract.
     let (sums, out) = unsafe {
@@ -100,7 +92,6 @@ unsafe fn round_to<S: Copy, T>(sums: usize, elements: usize, out: usize, narrow:
 
 /// # Safety
 /// As [`go_on`], for elements of type `T` and sums of type `S`.
-#[cfg(feature = "mpi")]
 unsafe fn add_to<T: Copy, S: Copy + std::ops::AddAssign>(
     pieces: &[usize],
     elements: usize,

@@ -104,7 +104,7 @@ impl StoredDtype {
         }
     }
 
-    /// Whether [`crate::weights::ModelFiles::read_into`] can convert it: F32, F16, BF16, F64.
+    /// Whether [`StoredElement::decode`] can convert it: F32, F16, BF16, F64.
     pub fn is_float(self) -> bool {
         self.config_name().is_some()
     }
@@ -136,7 +136,8 @@ mod sealed {
     impl Sealed for half::f16 {}
 }
 
-/// An element type the engine computes in: f32, bf16 or f16.
+/// An element type the engine computes in: f32, bf16 or f16. Its loops are functions of this crate, not generic ones that
+/// a caller would compile, unoptimized, in the dev profile.
 pub trait StoredElement: Copy + Default + Send + Sync + sealed::Sealed {
     /// The same type on disk.
     const DTYPE: StoredDtype;
@@ -144,102 +145,107 @@ pub trait StoredElement: Copy + Default + Send + Sync + sealed::Sealed {
     fn from_f32(value: f32) -> Self;
     /// The value as f32, exactly.
     fn to_f32(self) -> f32;
-    /// From the bytes of one element, little-endian; `bytes` has `DTYPE.size_bytes()` of them.
-    fn from_le(bytes: &[u8]) -> Self;
-    /// Appends the bytes of one element, little-endian.
-    fn put_le(self, bytes: &mut Vec<u8>);
+    /// Rounds `values` into `out`, of equal count, as [`StoredElement::from_f32`].
+    fn round(values: &[f32], out: &mut [Self]);
+    /// Converts the stored elements of `bytes` into `out`, of equal count. False if `dtype` is not a float.
+    #[must_use]
+    fn decode(bytes: &[u8], dtype: StoredDtype, out: &mut [Self]) -> bool;
+    /// Appends `values` as elements of `dtype` to `bytes`. False if `dtype` is not a float.
+    #[must_use]
+    fn encode(values: &[Self], dtype: StoredDtype, bytes: &mut Vec<u8>) -> bool;
 }
 
-impl StoredElement for f32 {
-    const DTYPE: StoredDtype = StoredDtype::F32;
-    fn from_f32(value: f32) -> Self {
-        value
-    }
-    fn to_f32(self) -> f32 {
-        self
-    }
-    fn from_le(bytes: &[u8]) -> Self {
-        Self::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
-    }
-    fn put_le(self, bytes: &mut Vec<u8>) {
-        bytes.extend_from_slice(&self.to_le_bytes());
-    }
-}
-
-impl StoredElement for bf16 {
-    const DTYPE: StoredDtype = StoredDtype::BF16;
-    fn from_f32(value: f32) -> Self {
-        bf16::from_f32(value)
-    }
-    fn to_f32(self) -> f32 {
-        self.to_f32()
-    }
-    fn from_le(bytes: &[u8]) -> Self {
-        Self::from_le_bytes([bytes[0], bytes[1]])
-    }
-    fn put_le(self, bytes: &mut Vec<u8>) {
-        bytes.extend_from_slice(&self.to_le_bytes());
-    }
-}
-
-impl StoredElement for f16 {
-    const DTYPE: StoredDtype = StoredDtype::F16;
-    fn from_f32(value: f32) -> Self {
-        f16::from_f32(value)
-    }
-    fn to_f32(self) -> f32 {
-        self.to_f32()
-    }
-    fn from_le(bytes: &[u8]) -> Self {
-        Self::from_le_bytes([bytes[0], bytes[1]])
-    }
-    fn put_le(self, bytes: &mut Vec<u8>) {
-        bytes.extend_from_slice(&self.to_le_bytes());
-    }
-}
-
-/// Converts the stored elements of `bytes` into `out`, of equal count. False if `dtype` is not a float.
-#[must_use]
-pub(super) fn decode<T: StoredElement>(bytes: &[u8], dtype: StoredDtype, out: &mut [T]) -> bool {
-    debug_assert_eq!(bytes.len(), out.len() * dtype.size_bytes());
-    match dtype {
-        same if same == T::DTYPE => map_elements(bytes, same, out, T::from_le),
-        StoredDtype::F32 => map_elements(bytes, dtype, out, |b| T::from_f32(f32::from_le(b))),
-        StoredDtype::F16 => map_elements(bytes, dtype, out, |b| T::from_f32(f16::from_le(b).to_f32())),
-        // The bits of a bf16 are the upper half of an f32's. `half` also quiets NaNs, which keeps it from becoming vector code.
-        StoredDtype::BF16 => map_elements(bytes, dtype, out, |b| {
-            T::from_f32(f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16))
-        }),
-        StoredDtype::F64 => map_elements(bytes, dtype, out, |b| {
-            T::from_f32(f64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]) as f32)
-        }),
-        _ => return false,
-    }
-    true
-}
-
-fn map_elements<T: StoredElement>(
-    bytes: &[u8],
-    dtype: StoredDtype,
-    out: &mut [T],
-    convert: impl Fn(&[u8]) -> T + Sync,
-) {
-    let size = dtype.size_bytes();
-    let convert_chunk = |out: &mut [T], bytes: &[u8]| {
-        for (out, element) in out.iter_mut().zip(bytes.chunks_exact(size)) {
-            *out = convert(element);
+macro_rules! stored_element {
+    ($type:ty, $dtype:ident, $from_f32:expr, $to_f32:expr) => {
+        impl StoredElement for $type {
+            const DTYPE: StoredDtype = StoredDtype::$dtype;
+            fn from_f32(value: f32) -> Self {
+                $from_f32(value)
+            }
+            fn to_f32(self) -> f32 {
+                $to_f32(self)
+            }
+            fn round(values: &[f32], out: &mut [Self]) {
+                debug_assert_eq!(values.len(), out.len());
+                out.iter_mut().zip(values).for_each(|(out, value)| *out = $from_f32(*value));
+            }
+            fn decode(bytes: &[u8], dtype: StoredDtype, out: &mut [Self]) -> bool {
+                debug_assert_eq!(bytes.len(), out.len() * dtype.size_bytes());
+                if dtype == Self::DTYPE {
+                    map_elements(bytes, out, <$type>::from_le_bytes);
+                    return true;
+                }
+                match dtype {
+                    StoredDtype::F32 => map_elements(bytes, out, |b| $from_f32(f32::from_le_bytes(b))),
+                    StoredDtype::F16 => {
+                        map_elements(bytes, out, |b| $from_f32(f16::from_le_bytes(b).to_f32()))
+                    }
+                    // The bits of a bf16 are the upper half of an f32's. `half` also quiets NaNs, which keeps it from
+                    // becoming vector code.
+                    StoredDtype::BF16 => map_elements(bytes, out, |b| {
+                        $from_f32(f32::from_bits(u32::from(u16::from_le_bytes(b)) << 16))
+                    }),
+                    StoredDtype::F64 => map_elements(bytes, out, |b| $from_f32(f64::from_le_bytes(b) as f32)),
+                    _ => return false,
+                }
+                true
+            }
+            fn encode(values: &[Self], dtype: StoredDtype, bytes: &mut Vec<u8>) -> bool {
+                if dtype == Self::DTYPE {
+                    append_elements(values, bytes, |v| v.to_le_bytes());
+                    return true;
+                }
+                match dtype {
+                    StoredDtype::F32 => append_elements(values, bytes, |v| $to_f32(v).to_le_bytes()),
+                    StoredDtype::F16 => {
+                        append_elements(values, bytes, |v| f16::from_f32($to_f32(v)).to_le_bytes());
+                    }
+                    StoredDtype::BF16 => {
+                        append_elements(values, bytes, |v| bf16::from_f32($to_f32(v)).to_le_bytes());
+                    }
+                    StoredDtype::F64 => {
+                        append_elements(values, bytes, |v| f64::from($to_f32(v)).to_le_bytes())
+                    }
+                    _ => return false,
+                }
+                true
+            }
         }
+    };
+}
+
+stored_element!(f32, F32, std::convert::identity, std::convert::identity);
+stored_element!(bf16, BF16, bf16::from_f32, bf16::to_f32);
+stored_element!(f16, F16, f16::from_f32, f16::to_f32);
+
+/// Converts elements of `N` bytes each.
+fn map_elements<const N: usize, T: Send>(bytes: &[u8], out: &mut [T], convert: impl Fn([u8; N]) -> T + Sync) {
+    let convert_chunk = |out: &mut [T], bytes: &[u8]| {
+        let (elements, _) = bytes.as_chunks::<N>();
+        out.iter_mut().zip(elements).for_each(|(out, element)| *out = convert(*element));
     };
     if out.len() < 4 * CHUNK {
         convert_chunk(out, bytes);
     } else {
-        let chunks = out.par_chunks_mut(CHUNK).zip(bytes.par_chunks(CHUNK * size));
+        let chunks = out.par_chunks_mut(CHUNK).zip(bytes.par_chunks(CHUNK * N));
         chunks.for_each(|(out, bytes)| convert_chunk(out, bytes));
     }
 }
 
+/// Appends elements of `N` bytes each.
+fn append_elements<const N: usize, T: Copy>(
+    values: &[T],
+    bytes: &mut Vec<u8>,
+    convert: impl Fn(T) -> [u8; N],
+) {
+    let start = bytes.len();
+    bytes.resize(start + values.len() * N, 0);
+    let (elements, _) = bytes[start..].as_chunks_mut::<N>();
+    elements.iter_mut().zip(values).for_each(|(element, value)| *element = convert(*value));
+}
+
 /// Fills `out` by parts: `values_at` gives the values from a place on.
-pub(super) fn fill<T: StoredElement>(out: &mut [T], values_at: impl Fn(usize, &mut [f32]) + Sync) {
+pub fn fill<T: StoredElement>(out: &mut [T], values_at: impl Fn(usize, &mut [f32]) + Sync) {
     /// Values between the two passes, few enough to stay in the cache.
     const PART: usize = 1 << 12;
     let fill_chunk = |start: usize, out: &mut [T]| {
@@ -247,7 +253,7 @@ pub(super) fn fill<T: StoredElement>(out: &mut [T], values_at: impl Fn(usize, &m
         for (i, out) in out.chunks_mut(PART).enumerate() {
             let values = &mut values[..out.len()];
             values_at(start + i * PART, values);
-            out.iter_mut().zip(values).for_each(|(out, value)| *out = T::from_f32(*value));
+            T::round(values, out);
         }
     };
     if out.len() < 4 * CHUNK {
@@ -255,23 +261,6 @@ pub(super) fn fill<T: StoredElement>(out: &mut [T], values_at: impl Fn(usize, &m
     } else {
         out.par_chunks_mut(CHUNK).enumerate().for_each(|(i, out)| fill_chunk(i * CHUNK, out));
     }
-}
-
-/// Appends `values` as elements of `dtype` to `bytes`. False if `dtype` is not a float.
-#[must_use]
-pub(super) fn encode<T: StoredElement>(values: &[T], dtype: StoredDtype, bytes: &mut Vec<u8>) -> bool {
-    bytes.reserve(values.len() * dtype.size_bytes());
-    match dtype {
-        same if same == T::DTYPE => values.iter().for_each(|v| v.put_le(bytes)),
-        StoredDtype::F32 => values.iter().for_each(|v| v.to_f32().put_le(bytes)),
-        StoredDtype::F16 => values.iter().for_each(|v| f16::from_f32(v.to_f32()).put_le(bytes)),
-        StoredDtype::BF16 => values.iter().for_each(|v| bf16::from_f32(v.to_f32()).put_le(bytes)),
-        StoredDtype::F64 => {
-            values.iter().for_each(|v| bytes.extend_from_slice(&f64::from(v.to_f32()).to_le_bytes()));
-        }
-        _ => return false,
-    }
-    true
 }
 
 #[cfg(test)]
@@ -292,9 +281,9 @@ mod tests {
         let bits: [u16; 3] = [0x7f81, 0x3f80, 0x8000];
         let bytes: Vec<u8> = bits.iter().flat_map(|b| b.to_le_bytes()).collect();
         let mut values = [bf16::ZERO; 3];
-        assert!(decode(&bytes, StoredDtype::BF16, &mut values));
+        assert!(bf16::decode(&bytes, StoredDtype::BF16, &mut values));
         let mut again = Vec::new();
-        assert!(encode(&values, StoredDtype::BF16, &mut again));
+        assert!(bf16::encode(&values, StoredDtype::BF16, &mut again));
         assert_eq!(again, bytes);
     }
 
@@ -304,14 +293,14 @@ mod tests {
         let mut out = [bf16::ZERO; 2];
         let bytes: Vec<u8> =
             [1.0f32 + 1.0 / 256.0, 1.0 + 3.0 / 256.0].iter().flat_map(|v| v.to_le_bytes()).collect();
-        assert!(decode(&bytes, StoredDtype::F32, &mut out));
+        assert!(StoredElement::decode(&bytes, StoredDtype::F32, &mut out));
         assert_eq!(out.map(|v| v.to_f32()), [1.0, 1.0 + 4.0 / 256.0]);
         let mut wide = [0.0f32; 1];
-        assert!(decode(&(-2.5f64).to_le_bytes(), StoredDtype::F64, &mut wide));
+        assert!(StoredElement::decode(&(-2.5f64).to_le_bytes(), StoredDtype::F64, &mut wide));
         assert_eq!(wide, [-2.5]);
-        assert!(decode(&f16::from_f32(0.25).to_le_bytes(), StoredDtype::F16, &mut wide));
+        assert!(StoredElement::decode(&f16::from_f32(0.25).to_le_bytes(), StoredDtype::F16, &mut wide));
         assert_eq!(wide, [0.25]);
-        assert!(!decode(&[1, 0, 0, 0], StoredDtype::I32, &mut wide));
+        assert!(!StoredElement::decode(&[1, 0, 0, 0], StoredDtype::I32, &mut wide));
     }
 
     #[test]
@@ -319,7 +308,7 @@ mod tests {
         let n = 4 * CHUNK + 3;
         let bytes: Vec<u8> = (0..n).flat_map(|i| bf16::from_f32((i % 251) as f32).to_le_bytes()).collect();
         let mut out = vec![0.0f32; n];
-        assert!(decode(&bytes, StoredDtype::BF16, &mut out));
+        assert!(StoredElement::decode(&bytes, StoredDtype::BF16, &mut out));
         assert!(out.iter().enumerate().all(|(i, &v)| v == (i % 251) as f32));
     }
 }
