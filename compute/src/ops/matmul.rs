@@ -3,7 +3,7 @@
 //!
 //! A fused projection (q, k and v in one buffer; gate and up in another) is several products into neighbouring
 //! column ranges, so that the block is written once for families that store these weights apart and together.
-//! Off the CPU the product is candle's (cuBLAS: f32 accumulation for bf16).
+//! On a GPU the product is cuBLAS's, with sums in f32.
 
 pub(super) mod cases;
 mod cuda;
@@ -16,6 +16,8 @@ use super::gpu;
 use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
+#[cfg(feature = "cuda")]
+use crate::runtime::device::unwritten_on_gpu;
 
 /// Columns `start..start + len` of a contiguous `[rows, width]` tensor.
 #[derive(Clone, Copy)]
@@ -79,10 +81,16 @@ pub enum Transpose {
 /// # Errors
 /// When the dtype is not one that the ops know, or the device has not enough memory.
 pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<TensorMut> {
-    if device.is_cpu() {
-        return with_elem!(dtype, T => tensor(unwritten::<T>(rows * cols), (rows, cols)).map(TensorMut::new));
+    match device {
+        Device::Cpu => {
+            with_elem!(dtype, T => tensor(unwritten::<T>(rows * cols), (rows, cols)).map(TensorMut::new))
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) if rows * cols > 0 => {
+            with_elem!(dtype, T => Ok(TensorMut::new(unwritten_on_gpu::<T>(device, (rows, cols))?)))
+        }
+        _ => TensorMut::zeros((rows, cols), dtype, device),
     }
-    TensorMut::zeros((rows, cols), dtype, device)
 }
 
 /// `dst = [dst +] alpha · form(a, b)`; sums in f32. `dst` must not share memory with `a` or `b`.
@@ -97,6 +105,9 @@ pub fn matmul(
     alpha: f64,
     accumulate: bool,
 ) -> Result<()> {
+    if let Some(driver) = gpu::driver_of(dst.tensor) {
+        return cuda::matmul(driver, dst, a, b, form, alpha, accumulate);
+    }
     if !dst.tensor.device().is_cpu() {
         return reference(dst, a, b, form, alpha, accumulate);
     }

@@ -193,6 +193,21 @@ pub fn peak_bytes(_device: &Device) -> Option<u64> {
     None
 }
 
+/// A tensor on a GPU whose contents the caller writes in full before they are read; not of no elements.
+///
+/// # Errors
+/// When the GPU has not enough memory.
+#[cfg(feature = "cuda")]
+pub(crate) fn unwritten_on_gpu<T>(device: &CudaDevice, shape: (usize, usize)) -> Result<candle_core::Tensor>
+where
+    T: candle_core::cuda_backend::CudaDType + candle_core::cuda_backend::cudarc::driver::DeviceRepr,
+{
+    // SAFETY: any bits are a number of the types that tensors have, and the caller writes them first.
+    let memory = unsafe { device.alloc::<T>(shape.0 * shape.1)? };
+    let storage = candle_core::Storage::Cuda(T::wrap_cuda_slice(memory, device.clone()));
+    Ok(candle_core::Tensor::from_storage(storage, shape, candle_core::op::BackpropOp::none(), false))
+}
+
 /// The dtype a run computes in when the recipe says "auto": bf16 on a GPU, f32 on the CPU.
 pub fn default_dtype(device: &Device) -> DType {
     if device.is_cpu() { DType::F32 } else { DType::BF16 }

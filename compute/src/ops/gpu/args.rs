@@ -30,6 +30,9 @@ pub(crate) struct Arg {
 pub(crate) trait KernelElement: candle_core::WithDType {
     /// The elements of a CPU tensor of this type.
     fn slice(storage: &CpuStorage) -> Option<&[Self]>;
+    /// Where the elements of a tensor of this type begin in a GPU's memory.
+    #[cfg(feature = "cuda")]
+    fn gpu_address(storage: &candle_core::CudaStorage) -> Option<u64>;
 }
 
 /// A number given to a kernel by its value.
@@ -44,6 +47,18 @@ macro_rules! elements {
             fn slice(storage: &CpuStorage) -> Option<&[Self]> {
                 match storage {
                     CpuStorage::$variant(values) => Some(values),
+                    _ => None,
+                }
+            }
+
+            #[cfg(feature = "cuda")]
+            fn gpu_address(storage: &candle_core::CudaStorage) -> Option<u64> {
+                use candle_core::backend::BackendStorage;
+                use candle_core::cuda_backend::{CudaStorageSlice, cudarc::driver::DevicePtr};
+                match &storage.slice {
+                    CudaStorageSlice::$variant(values) => {
+                        Some(values.device_ptr(&storage.device().cuda_stream()).0)
+                    }
                     _ => None,
                 }
             }
@@ -114,8 +129,10 @@ fn address<T: KernelElement>(tensor: &Tensor) -> Result<u64> {
     let (start, _) = layout.contiguous_offsets().ok_or_else(|| refuse("not contiguous"))?;
     let base = match &*storage {
         Storage::Cpu(storage) => {
-            T::slice(storage).ok_or_else(|| refuse("of another type"))?.as_ptr().addr() as u64
+            T::slice(storage).ok_or_else(|| refuse("of another type"))?.as_ptr().expose_provenance() as u64
         }
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => T::gpu_address(storage).ok_or_else(|| refuse("of another type"))?,
         _ => return Err(refuse("on another device")),
     };
     Ok(base + (start * size_of::<T>()) as u64)

@@ -9,8 +9,10 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char};
 
-use super::{Arg, Driver, Kernel, LaunchShape};
+use super::gemm::{GemmElement, GemmMatrix};
+use super::{Arg, Driver, Gemm, Kernel, LaunchShape};
 use crate::error::{Error, Result};
+use half::bf16;
 
 /// In what order the emulator runs the threads of a block and the blocks of a grid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -167,5 +169,68 @@ impl Driver for Emulator {
         let text = unsafe { CStr::from_ptr(error.as_ptr()) }.to_string_lossy().into_owned();
         Err(Error::internal(format!("kernel {} of kernels/{}.cu is at fault", kernel.name, kernel.module))
             .because(text))
+    }
+
+    fn gemm(&self, gemm: &Gemm) -> Result<()> {
+        for (matrix, element) in [(gemm.a, gemm.operands), (gemm.b, gemm.operands), (gemm.d, gemm.result)] {
+            check_inside(&matrix, element)?;
+        }
+        let (m, n, k) = gemm.size();
+        // Element `at` of a column and the distance from one element of a sum to the next.
+        let steps = |matrix: &GemmMatrix, transposed: bool| {
+            if transposed { (matrix.leading, 1) } else { (1, matrix.leading) }
+        };
+        let [(a_row, a_next), (b_next, b_col)] =
+            [steps(&gemm.a, gemm.transposed[0]), steps(&gemm.b, gemm.transposed[1])];
+        for col in 0..n {
+            for row in 0..m {
+                let term = |at: usize| {
+                    let a = read(&gemm.a, gemm.operands, row * a_row + at * a_next);
+                    a * read(&gemm.b, gemm.operands, at * b_next + col * b_col)
+                };
+                let product = gemm.alpha * (0..k).map(term).sum::<f32>();
+                let at = row + col * gemm.d.leading;
+                // What is there is not read when it counts nothing: it may be NaN.
+                let before = if gemm.beta == 0.0 { 0.0 } else { gemm.beta * read(&gemm.d, gemm.result, at) };
+                write(&gemm.d, gemm.result, at, product + before);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Every element of `matrix` lies in the runs of bytes that its tensor gave out.
+fn check_inside(matrix: &GemmMatrix, element: GemmElement) -> Result<()> {
+    let (bytes, arg) = (element.bytes() as u64, &matrix.arg);
+    let inside = matrix.rows as u64 * bytes <= arg.row_bytes
+        && matrix.cols as u64 <= arg.rows
+        && matrix.leading as u64 * bytes == arg.pitch;
+    if inside {
+        return Ok(());
+    }
+    Err(Error::internal("a product reaches outside its tensor").because(format!("{matrix:?} of {element:?}")))
+}
+
+fn read(matrix: &GemmMatrix, element: GemmElement, at: usize) -> f32 {
+    let address = matrix.arg.value as usize + at * element.bytes();
+    // SAFETY: `check_inside` holds for the matrix, whose tensor lives; addresses of tensors are aligned.
+    unsafe {
+        match element {
+            GemmElement::F32 => *std::ptr::with_exposed_provenance::<f32>(address),
+            GemmElement::Bf16 => (*std::ptr::with_exposed_provenance::<bf16>(address)).to_f32(),
+        }
+    }
+}
+
+fn write(matrix: &GemmMatrix, element: GemmElement, at: usize, value: f32) {
+    let address = matrix.arg.value as usize + at * element.bytes();
+    // SAFETY: as `read`; no other thread touches the result of a product under way.
+    unsafe {
+        match element {
+            GemmElement::F32 => *std::ptr::with_exposed_provenance_mut::<f32>(address) = value,
+            GemmElement::Bf16 => {
+                *std::ptr::with_exposed_provenance_mut::<bf16>(address) = bf16::from_f32(value);
+            }
+        }
     }
 }

@@ -1,26 +1,31 @@
 //! The way from an op to its kernels, the same on every device that runs them.
 //!
-//! An op's launch code (`src/ops/<op>/cuda.rs`) speaks to a [`Driver`]. There is one today: the emulator of the tests
+//! An op's launch code (`src/ops/<op>/cuda.rs`) speaks to a [`Driver`]: that of NVIDIA GPUs, or the emulator of the tests
 //! with feature `kernel-emu`, which runs the kernels compiled for the host and checks every access (`kernels/emu`). "Device memory" is
 //! the memory of CPU tensors there, so an engine that computes on the CPU goes through the launch code, on any machine.
-//! A CUDA driver is to come; until then ops on a GPU take their reference forms.
 
 #![cfg_attr(
-    not(all(test, feature = "kernel-emu")),
-    allow(dead_code, reason = "the one driver is the tests', so nothing else reads what a launch is given")
+    not(any(feature = "cuda", all(test, feature = "kernel-emu"))),
+    allow(dead_code, reason = "without a driver nothing reads what a launch is given")
 )]
 
 mod args;
+#[cfg(feature = "cuda")]
+mod cublas;
+#[cfg(feature = "cuda")]
+mod cuda_driver;
 #[cfg(all(test, feature = "kernel-emu"))]
 pub(crate) mod emulator;
+mod gemm;
 
 use std::cell::Cell;
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use half::bf16;
 
 use self::args::KernelValue;
 pub(crate) use self::args::{Arg, In, InOut, KernelElement, Out};
+pub(crate) use self::gemm::Gemm;
 use crate::error::{Error, Result};
 
 /// A kernel by its names: the file of `kernels/` that holds it, and its own.
@@ -65,13 +70,19 @@ pub(crate) fn number(value: usize) -> Result<u32> {
     u32::try_from(value).map_err(|_| Error::internal(format!("{value} is too large for a kernel")))
 }
 
-/// What runs kernels.
+/// What runs kernels and multiplies matrices.
 pub(crate) trait Driver: std::fmt::Debug {
     /// Runs `kernel` over the threads of `shape`, after all that was launched before. An empty shape runs nothing.
     ///
     /// # Errors
     /// The driver refuses the launch; the emulator found a fault of the kernel or of an earlier launch.
     fn launch(&self, kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()>;
+
+    /// Multiplies matrices, after all that was launched before; none of the sizes is zero.
+    ///
+    /// # Errors
+    /// The driver refuses the product; the emulator found a matrix outside its tensor.
+    fn gemm(&self, gemm: &Gemm) -> Result<()>;
 }
 
 thread_local! {
@@ -81,7 +92,12 @@ thread_local! {
 
 /// The driver whose kernels compute on the device of `tensor`; none where the CPU forms do.
 pub(crate) fn driver_of(tensor: &Tensor) -> Option<&'static dyn Driver> {
-    if tensor.device().is_cpu() { STAND_IN.get() } else { None }
+    match tensor.device() {
+        Device::Cpu => STAND_IN.get(),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => cuda_driver::driver_on(device),
+        _ => None,
+    }
 }
 
 /// Runs `work` with kernels on `driver` wherever ops of this thread meet CPU tensors.

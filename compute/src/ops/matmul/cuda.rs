@@ -1,11 +1,11 @@
-//! Biases and their gradients by the kernels of `kernels/elementwise.cu` and `kernels/reduce.cu`.
+//! Products by cuBLAS; biases and their gradients by the kernels of `kernels/elementwise.cu` and `kernels/reduce.cu`.
 
 use candle_core::{DType, Tensor};
 use half::bf16;
 
-use super::{ColumnView, ColumnViewMut, empty};
+use super::{ColumnView, ColumnViewMut, Transpose, empty, reference};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
+use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number};
 use crate::runtime::TensorMut;
 
 /// Columns and rows of a block of the first stage of a bias's gradient.
@@ -17,6 +17,25 @@ const THREADS: usize = 256;
 /// Whether there are kernels for values of this type.
 pub(super) fn is_supported(dtype: DType) -> bool {
     matches!(dtype, DType::BF16 | DType::F32)
+}
+
+/// The product where the three types go together in one; else, and for sums of nothing, its definition.
+pub(super) fn matmul(
+    driver: &dyn Driver,
+    dst: ColumnViewMut<'_>,
+    a: ColumnView<'_>,
+    b: ColumnView<'_>,
+    form: Transpose,
+    alpha: f64,
+    accumulate: bool,
+) -> Result<()> {
+    match Gemm::new(&dst, &a, &b, form, alpha as f32, accumulate)? {
+        Some(gemm) if gemm.size().2 > 0 => {
+            let (m, n, _) = gemm.size();
+            if m == 0 || n == 0 { Ok(()) } else { driver.gemm(&gemm) }
+        }
+        _ => reference(dst, a, b, form, alpha, accumulate),
+    }
 }
 
 pub(super) fn add_bias(driver: &dyn Driver, dst: ColumnViewMut<'_>, bias: &Tensor) -> Result<()> {

@@ -1,0 +1,221 @@
+//! Products on NVIDIA GPUs by cublasLtMatmul. What cuBLAS chose for a shape is kept, so that it is asked once, and the
+//! same shape is computed in the same way with and without adding to what is there. Not yet run on a GPU.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use candle_core::cuda_backend::cudarc::cublaslt::result::{self, CublasError};
+use candle_core::cuda_backend::cudarc::cublaslt::sys;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
+
+use super::gemm::{Gemm, GemmElement, GemmMatrix};
+use crate::error::{Error, Result};
+
+/// Bytes that an algorithm may use beside the operands: what NVIDIA recommends for Hopper.
+const WORKSPACE: usize = 32 << 20;
+
+/// Shapes that are kept; a run of rows of all lengths meets more, and begins anew.
+const PLANS: usize = 4096;
+
+/// cuBLAS on one stream.
+pub(super) struct Cublas {
+    handle: sys::cublasLtHandle_t,
+    workspace: CudaSlice<u8>,
+    plans: HashMap<PlanKey, Plan>,
+}
+
+// SAFETY: handles of cuBLASLt may be used from any thread, by one at a time; a mutex is around this.
+unsafe impl Send for Cublas {}
+
+/// All that the choice of an algorithm depends on.
+#[derive(PartialEq, Eq, Hash)]
+struct PlanKey {
+    size: (usize, usize, usize),
+    leading: [usize; 3],
+    transposed: [bool; 2],
+    elements: [GemmElement; 2],
+    alignments: [u32; 3],
+}
+
+struct Plan {
+    operation: sys::cublasLtMatmulDesc_t,
+    layouts: [sys::cublasLtMatrixLayout_t; 3],
+    algorithm: sys::cublasLtMatmulAlgo_t,
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        // SAFETY: made by `Plan::new`, destroyed here alone; cuBLAS holds what launched work still needs. That it
+        // fails leaks a few bytes.
+        unsafe {
+            for layout in self.layouts {
+                let _ = result::destroy_matrix_layout(layout);
+            }
+            let _ = result::destroy_matmul_desc(self.operation);
+        }
+    }
+}
+
+/// The largest power of two up to 256 that divides an address.
+fn alignment(matrix: &GemmMatrix) -> u32 {
+    1 << matrix.arg.value.trailing_zeros().min(8)
+}
+
+fn cuda_type(element: GemmElement) -> sys::cudaDataType {
+    match element {
+        GemmElement::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
+        GemmElement::F32 => sys::cudaDataType_t::CUDA_R_32F,
+    }
+}
+
+impl PlanKey {
+    fn of(gemm: &Gemm) -> Self {
+        let matrices = [gemm.a, gemm.b, gemm.d];
+        PlanKey {
+            size: gemm.size(),
+            leading: matrices.map(|matrix| matrix.leading),
+            transposed: gemm.transposed,
+            elements: [gemm.operands, gemm.result],
+            alignments: matrices.map(|matrix| alignment(&matrix)),
+        }
+    }
+}
+
+impl Plan {
+    fn new(
+        handle: sys::cublasLtHandle_t,
+        gemm: &Gemm,
+        key: &PlanKey,
+    ) -> std::result::Result<Self, CublasError> {
+        let layout = |matrix: &GemmMatrix, element| {
+            let (rows, cols) = (matrix.rows as u64, matrix.cols as u64);
+            result::create_matrix_layout(cuda_type(element), rows, cols, matrix.leading as i64)
+        };
+        let elements = [gemm.operands, gemm.operands, gemm.result];
+        // Sums of f32 in full precision: TF32 would round the operands to ten bits.
+        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        let mut plan = Plan {
+            operation: result::create_matmul_desc(compute, sys::cudaDataType_t::CUDA_R_32F)?,
+            layouts: [std::ptr::null_mut(); 3],
+            algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
+        };
+        for (place, (matrix, element)) in [gemm.a, gemm.b, gemm.d].iter().zip(elements).enumerate() {
+            plan.layouts[place] = layout(matrix, element)?;
+        }
+        use sys::cublasLtMatmulDescAttributes_t::{CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB};
+        for (attribute, transposed) in
+            [CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB].into_iter().zip(gemm.transposed)
+        {
+            // cublasOperation_t: 0 as it is, 1 transposed.
+            let operation = i32::from(transposed);
+            // SAFETY: the attribute is an i32 and the description was made above.
+            unsafe {
+                result::set_matmul_desc_attribute(
+                    plan.operation,
+                    attribute,
+                    (&raw const operation).cast(),
+                    size_of::<i32>(),
+                )?;
+            }
+        }
+        plan.algorithm = choose(handle, &plan, key)?;
+        Ok(plan)
+    }
+}
+
+/// The algorithm that cuBLAS takes for the fastest.
+fn choose(
+    handle: sys::cublasLtHandle_t,
+    plan: &Plan,
+    key: &PlanKey,
+) -> std::result::Result<sys::cublasLtMatmulAlgo_t, CublasError> {
+    use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
+    let preference = result::create_matmul_pref()?;
+    let set = |attribute, value: *const c_void, bytes| {
+        // SAFETY: each attribute is given below with a value of its type.
+        unsafe { result::set_matmul_pref_attribute(preference, attribute, value, bytes) }
+    };
+    let workspace = WORKSPACE as u64;
+    // Sums of parts of a product only in f32 and beside the result: in place they would depend on what is there.
+    let reductions = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+    let number = |value: &u32| (&raw const *value).cast::<c_void>();
+    let [a, b, d] = key.alignments;
+    let chosen = set(
+        Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+        (&raw const workspace).cast(),
+        size_of::<u64>(),
+    )
+    .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, number(&reductions), 4))
+    .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, number(&a), 4))
+    .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, number(&b), 4))
+    .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, number(&d), 4))
+    .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, number(&d), 4))
+    .and_then(|()| {
+        let [a, b, d] = plan.layouts;
+        // SAFETY: all were made by `Plan::new` and live.
+        unsafe { result::get_matmul_algo_heuristic(handle, plan.operation, a, b, d, d, preference) }
+    });
+    // SAFETY: made above and not used any more.
+    let _ = unsafe { result::destroy_matmul_pref(preference) };
+    Ok(chosen?.algo)
+}
+
+impl Cublas {
+    /// # Errors
+    /// cuBLAS does not start, or there is no memory for its workspace.
+    pub(super) fn new(stream: &Arc<CudaStream>) -> Result<Self> {
+        let failed = |error: String| Error::internal("cannot start cuBLAS").because(error);
+        // SAFETY: algorithms write the workspace before they read it.
+        let workspace =
+            unsafe { stream.alloc::<u8>(WORKSPACE) }.map_err(|error| failed(error.to_string()))?;
+        let handle = result::create_handle().map_err(|error| failed(format!("{error:?}")))?;
+        Ok(Cublas { handle, workspace, plans: HashMap::new() })
+    }
+
+    /// Starts the product on `stream`.
+    ///
+    /// # Errors
+    /// cuBLAS has no algorithm for it, or does not start it.
+    pub(super) fn multiply(&mut self, stream: &Arc<CudaStream>, gemm: &Gemm) -> Result<()> {
+        let failed = |error: CublasError| {
+            let size = gemm.size();
+            Error::internal(format!("cannot multiply matrices, m, n, k of {size:?}"))
+                .because(format!("{error:?}"))
+        };
+        if self.plans.len() == PLANS {
+            self.plans.clear();
+        }
+        let key = PlanKey::of(gemm);
+        if !self.plans.contains_key(&key) {
+            let plan = Plan::new(self.handle, gemm, &key).map_err(failed)?;
+            self.plans.insert(PlanKey::of(gemm), plan);
+        }
+        let plan = &self.plans[&key];
+        let [a, b, d] = plan.layouts;
+        let (workspace, _) = self.workspace.device_ptr(stream);
+        // SAFETY: `Gemm` was made of tensors that live until the work before them on this stream is done; the layouts
+        // are theirs; all work with the workspace is on this stream.
+        unsafe {
+            result::matmul(
+                self.handle,
+                plan.operation,
+                (&raw const gemm.alpha).cast(),
+                (&raw const gemm.beta).cast(),
+                gemm.a.arg.value as *const c_void,
+                a,
+                gemm.b.arg.value as *const c_void,
+                b,
+                gemm.d.arg.value as *const c_void,
+                d,
+                gemm.d.arg.value as *mut c_void,
+                d,
+                &raw const plan.algorithm,
+                workspace as *mut c_void,
+                WORKSPACE,
+                stream.cu_stream().cast(),
+            )
+        }
+        .map_err(failed)
+    }
+}

@@ -1,0 +1,211 @@
+//! NVIDIA GPUs as a driver: the code that `build.rs` has made of `kernels/`, loaded by the CUDA driver and run on the one
+//! stream of candle's device, in order with candle's own work there. Not yet run on a GPU.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::CudaDevice;
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DriverError, result, sys};
+
+use super::cublas::Cublas;
+use super::{Arg, Driver, Gemm, Kernel, LaunchShape};
+use crate::error::{Error, Result};
+
+/// The code of each file of `kernels/`.
+const CODE: &[(&str, &[u8])] = &include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
+
+/// What `CODE` is code for; the last serves newer ones too.
+const EMBEDDED: &str = "compute capability 8.x and 9.x or newer";
+
+/// Bytes of dynamic shared memory that a kernel has without asking.
+const SHARED_UNASKED: u32 = 48 << 10;
+
+/// Set to 1, each launch is waited for, so that a fault is told of the kernel that made it.
+const SYNC_VARIABLE: &str = "FINETUNE_CUDA_SYNC";
+
+/// One stream of one GPU.
+pub(super) struct CudaDriver {
+    stream: Arc<CudaStream>,
+    /// Whether there is code for this GPU.
+    runs_code: bool,
+    /// Whether each launch is waited for.
+    waits: bool,
+    loaded: Mutex<Loaded>,
+    cublas: Mutex<Option<Cublas>>,
+}
+
+/// Handles of the CUDA driver, which live as long as the process.
+#[derive(Default)]
+struct Loaded {
+    modules: HashMap<&'static str, Handle<sys::CUmod_st>>,
+    functions: HashMap<&'static str, Function>,
+}
+
+#[derive(Clone, Copy)]
+struct Handle<T>(*mut T);
+
+// SAFETY: handles of the CUDA driver may be used from any thread; it guards what is behind them.
+unsafe impl<T> Send for Handle<T> {}
+
+#[derive(Clone, Copy)]
+struct Function {
+    handle: Handle<sys::CUfunc_st>,
+    /// Bytes of dynamic shared memory that it may have.
+    shared_bytes: u32,
+}
+
+impl fmt::Debug for CudaDriver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CudaDriver(GPU {})", self.stream.context().ordinal())
+    }
+}
+
+/// The driver of the stream of `device`, made when it is first asked for; none for GPUs older than the code.
+pub(super) fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
+    /// By the address of their stream, which they keep for as long as the process lives.
+    static DRIVERS: Mutex<Vec<(Handle<sys::CUstream_st>, &'static CudaDriver)>> = Mutex::new(Vec::new());
+    let stream = device.cuda_stream();
+    let mut drivers = lock(&DRIVERS);
+    let known = drivers.iter().find(|(known, _)| known.0 == stream.cu_stream());
+    let driver = known.map(|(_, driver)| *driver).unwrap_or_else(|| {
+        let waits = std::env::var(SYNC_VARIABLE).is_ok_and(|value| value == "1");
+        let runs_code = stream.context().compute_capability().is_ok_and(|(major, _)| major >= 8);
+        let key = Handle(stream.cu_stream());
+        let driver: &'static CudaDriver = Box::leak(Box::new(CudaDriver {
+            stream,
+            runs_code,
+            waits,
+            loaded: Mutex::default(),
+            cublas: Mutex::default(),
+        }));
+        drivers.push((key, driver));
+        driver
+    });
+    driver.runs_code.then_some(driver)
+}
+
+/// After a panic of another thread the tables are as whole as before.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl CudaDriver {
+    fn failed(&self, doing: String, error: DriverError) -> Error {
+        let reason =
+            error.error_string().map_or_else(|_| error.to_string(), |text| text.to_string_lossy().into());
+        Error::internal(format!("cannot {doing} on GPU {}", self.stream.context().ordinal())).because(reason)
+    }
+
+    fn wait_if_asked(&self) -> std::result::Result<(), DriverError> {
+        if self.waits { self.stream.synchronize() } else { Ok(()) }
+    }
+
+    /// The function of `kernel`, which may have `shared_bytes` of dynamic shared memory.
+    fn function(&self, kernel: &Kernel, shared_bytes: u32) -> Result<Handle<sys::CUfunc_st>> {
+        let mut loaded = lock(&self.loaded);
+        let mut function = match loaded.functions.get(kernel.name) {
+            Some(function) => *function,
+            None => {
+                let module = self.module(&mut loaded, kernel.module)?;
+                let name = CString::new(kernel.name)
+                    .map_err(|_| Error::internal(format!("{:?} is no name of a kernel", kernel.name)))?;
+                // SAFETY: modules are never unloaded.
+                let handle = unsafe { result::module::get_function(module.0, name) }
+                    .map_err(|error| self.failed(format!("find the kernel {}", kernel.name), error))?;
+                Function { handle: Handle(handle), shared_bytes: SHARED_UNASKED }
+            }
+        };
+        if shared_bytes > function.shared_bytes {
+            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function is of a loaded module.
+            unsafe {
+                result::function::set_function_attribute(function.handle.0, attribute, shared_bytes as i32)
+            }
+            .map_err(|error| {
+                let doing = format!("give the kernel {} {shared_bytes} bytes of shared memory", kernel.name);
+                self.failed(doing, error)
+            })?;
+            function.shared_bytes = shared_bytes;
+        }
+        loaded.functions.insert(kernel.name, function);
+        Ok(function.handle)
+    }
+
+    fn module(&self, loaded: &mut Loaded, name: &'static str) -> Result<Handle<sys::CUmod_st>> {
+        if let Some(module) = loaded.modules.get(name) {
+            return Ok(*module);
+        }
+        let (_, code) = CODE
+            .iter()
+            .find(|(module, _)| *module == name)
+            .ok_or_else(|| Error::internal(format!("this binary holds no kernels of {name}")))?;
+        // SAFETY: the bytes are a fat binary of nvcc's, which says its own length.
+        let module = unsafe { result::module::load_data(code.as_ptr().cast()) };
+        let module = Handle(module.map_err(|error| self.cannot_load(name, error))?);
+        loaded.modules.insert(name, module);
+        Ok(module)
+    }
+
+    fn cannot_load(&self, name: &str, error: DriverError) -> Error {
+        let context = self.stream.context();
+        if error.0 != sys::CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU {
+            return self.failed(format!("load the kernels of {name}"), error);
+        }
+        let capability = context.compute_capability().map_or("unknown".into(), |(a, b)| format!("{a}.{b}"));
+        Error::user(format!("cannot use GPU {}", context.ordinal()))
+            .because(format!(
+                "its compute capability is {capability}; this binary has kernels for {EMBEDDED}"
+            ))
+            .hint("build it on this machine with `cargo build --release --features cuda`")
+    }
+}
+
+impl Driver for CudaDriver {
+    fn launch(&self, kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()> {
+        if shape.is_empty() {
+            return Ok(());
+        }
+        let context = self.stream.context();
+        context.bind_to_thread().map_err(|error| self.failed("compute".into(), error))?;
+        let function = self.function(kernel, shape.shared_bytes)?;
+        let mut values: Vec<u64> = args.iter().map(|arg| arg.value).collect();
+        // CUDA reads as many bytes of each as the parameter has, from the low end.
+        let mut pointers: Vec<*mut c_void> =
+            values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
+        let ([gx, gy, gz], [bx, by, bz]) = (shape.grid, shape.block);
+        // SAFETY: `build.rs` made the call from the kernel's own signature, so the arguments are of the types that it
+        // declares; the tensors behind them are freed on this stream, after the kernel.
+        let launched = unsafe {
+            let stream = self.stream.cu_stream();
+            result::launch_kernel(
+                function.0,
+                (gx, gy, gz),
+                (bx, by, bz),
+                shape.shared_bytes,
+                stream,
+                &mut pointers,
+            )
+        };
+        launched.and_then(|()| self.wait_if_asked()).map_err(|error| {
+            let launch = format!("run the kernel {} ({shape:?}, {} arguments)", kernel.name, args.len());
+            self.failed(launch, error)
+        })
+    }
+
+    fn gemm(&self, gemm: &Gemm) -> Result<()> {
+        let context = self.stream.context();
+        context.bind_to_thread().map_err(|error| self.failed("compute".into(), error))?;
+        let mut cublas = lock(&self.cublas);
+        let cublas = match &mut *cublas {
+            Some(cublas) => cublas,
+            none => none.insert(Cublas::new(&self.stream)?),
+        };
+        cublas.multiply(&self.stream, gemm)?;
+        self.wait_if_asked().map_err(|error| {
+            let doing = format!("multiply matrices, m, n, k of {:?}", gemm.size());
+            self.failed(doing, error)
+        })
+    }
+}

@@ -1,0 +1,136 @@
+//! Products through a driver: what the engine says of row-major matrices, as cublasLtMatmul wants to hear it.
+//!
+//! cuBLAS knows column-major matrices alone. Row-major memory read so is the transpose, hence `d = a · b` becomes
+//! `dᵀ = bᵀ · aᵀ`: the operands change places, each keeps its leading dimension, and none is moved.
+
+use candle_core::{DType, Tensor};
+use half::bf16;
+
+use super::{Arg, In};
+use crate::error::{Error, Result};
+use crate::ops::matmul::{ColumnView, ColumnViewMut, Transpose};
+
+/// The type of a matrix's elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum GemmElement {
+    Bf16,
+    F32,
+}
+
+impl GemmElement {
+    /// That of `tensor`; none where products are not made of its type.
+    pub(crate) fn of(tensor: &Tensor) -> Option<Self> {
+        match tensor.dtype() {
+            DType::BF16 => Some(GemmElement::Bf16),
+            DType::F32 => Some(GemmElement::F32),
+            _ => None,
+        }
+    }
+
+    /// Bytes of an element; only the emulator computes addresses itself.
+    #[cfg(all(test, feature = "kernel-emu"))]
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            GemmElement::Bf16 => 2,
+            GemmElement::F32 => 4,
+        }
+    }
+}
+
+/// A column-major matrix in device memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GemmMatrix {
+    /// Where it begins and how far it may be reached.
+    pub(crate) arg: Arg,
+    /// Elements of a column.
+    pub(crate) rows: usize,
+    /// How many columns.
+    pub(crate) cols: usize,
+    /// Elements from one column to the next (`ld`).
+    pub(crate) leading: usize,
+}
+
+impl GemmMatrix {
+    /// Row-major columns of a tensor, read as the column-major transpose.
+    fn of(view: &ColumnView<'_>, element: GemmElement) -> Result<Self> {
+        let (rows, leading) = view.tensor.dims2()?;
+        let arg = match element {
+            GemmElement::Bf16 => In::<bf16>::columns(view)?.arg(),
+            GemmElement::F32 => In::<f32>::columns(view)?.arg(),
+        };
+        Ok(GemmMatrix { arg, rows: view.len, cols: rows, leading })
+    }
+}
+
+/// `d = alpha · op(a) · op(b) + beta · d`, column by column as cublasLtMatmul takes it; sums in f32.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Gemm {
+    /// The first operand, as it lies in memory.
+    pub(crate) a: GemmMatrix,
+    /// The second operand, as it lies in memory.
+    pub(crate) b: GemmMatrix,
+    /// Whether `op` transposes the first and the second operand.
+    pub(crate) transposed: [bool; 2],
+    /// The type of both operands.
+    pub(crate) operands: GemmElement,
+    /// What is added to, or overwritten.
+    pub(crate) d: GemmMatrix,
+    /// The type of the result.
+    pub(crate) result: GemmElement,
+    /// The factor of the product.
+    pub(crate) alpha: f32,
+    /// 1 to add to what is there, 0 to overwrite it.
+    pub(crate) beta: f32,
+}
+
+impl Gemm {
+    /// `dst = [dst +] alpha · form(a, b)`; none where the types go together in no product: operands of one type, and a
+    /// result of f32 or of the operands' type.
+    ///
+    /// # Errors
+    /// A tensor is no contiguous matrix; the shapes do not fit.
+    pub(crate) fn new(
+        dst: &ColumnViewMut<'_>,
+        a: &ColumnView<'_>,
+        b: &ColumnView<'_>,
+        form: Transpose,
+        alpha: f32,
+        accumulate: bool,
+    ) -> Result<Option<Self>> {
+        let elements = [GemmElement::of(a.tensor), GemmElement::of(b.tensor), GemmElement::of(dst.tensor)];
+        let [Some(operands), Some(other), Some(result)] = elements else { return Ok(None) };
+        if operands != other || (result != GemmElement::F32 && result != operands) {
+            return Ok(None);
+        }
+        let (first, second) = (GemmMatrix::of(b, operands)?, GemmMatrix::of(a, operands)?);
+        let transposed = match form {
+            Transpose::Nt => [true, false],
+            Transpose::Nn => [false, false],
+            Transpose::Tn => [false, true],
+        };
+        let d = GemmMatrix::of(&dst.as_view(), result)?;
+        let beta = if accumulate { 1.0 } else { 0.0 };
+        let gemm = Gemm { a: first, b: second, transposed, operands, d, result, alpha, beta };
+        gemm.check()?;
+        Ok(Some(gemm))
+    }
+
+    /// `(m, n, k)`: rows and columns of the result, and elements of each sum.
+    pub(crate) fn size(&self) -> (usize, usize, usize) {
+        let k = if self.transposed[0] { self.a.rows } else { self.a.cols };
+        (self.d.rows, self.d.cols, k)
+    }
+
+    fn check(&self) -> Result<()> {
+        let (m, n, k) = self.size();
+        let shape = |matrix: &GemmMatrix, transposed: bool| {
+            if transposed { (matrix.cols, matrix.rows) } else { (matrix.rows, matrix.cols) }
+        };
+        let [a, b] = [shape(&self.a, self.transposed[0]), shape(&self.b, self.transposed[1])];
+        if a == (m, k) && b == (k, n) {
+            return Ok(());
+        }
+        let found = format!("column by column, {a:?} times {b:?} gives no {:?}", (m, n));
+        Err(Error::internal("the shapes of a product do not fit").because(found))
+    }
+}
