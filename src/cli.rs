@@ -472,6 +472,9 @@ pub struct DoctorArgs {
     /// Compare every operation, forward and backward, with its reference
     #[arg(long)]
     pub selftest: bool,
+    /// Compute by the GPU's kernels, run on the processor (builds with the feature `kernel-emu`)
+    #[arg(long, requires = "selftest")]
+    pub emulated: bool,
 }
 
 /// The weights that an adapter is merged onto (`finetune merge --base`).

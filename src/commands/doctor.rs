@@ -1,6 +1,8 @@
 //! `finetune doctor`: what this build and this machine offer, and whether every operation computes here what its
 //! definition says.
 
+use candle_core::Device;
+
 use super::print;
 use crate::cli::DoctorArgs;
 use crate::error::Result;
@@ -14,7 +16,7 @@ use crate::units;
 /// Prints what there is; with `--selftest`, then a line an op.
 pub(super) fn run(args: &DoctorArgs) -> Result<()> {
     print(&lines(&[host(), gpus(), hub()].concat()))?;
-    if args.selftest { check() } else { Ok(()) }
+    if args.selftest { check(args.emulated) } else { Ok(()) }
 }
 
 type DoctorLine = (String, String);
@@ -90,10 +92,15 @@ fn hub() -> Vec<DoctorLine> {
     ]
 }
 
-/// Runs the self-test on the first GPU, where this build and machine have one, else on the CPU.
-fn check() -> Result<()> {
-    let choice = device::preferred()?;
-    let (device, name) = (device::open(choice)?, choice.to_string());
+/// Runs the self-test on the first GPU, where this build and machine have one, else on the CPU; or on the emulator.
+fn check(emulated: bool) -> Result<()> {
+    let (device, name) = if emulated {
+        selftest::emulate()?;
+        (Device::Cpu, "emulated GPU kernels".to_owned())
+    } else {
+        let choice = device::preferred()?;
+        (device::open(choice)?, choice.to_string())
+    };
     print(&format!("\nself-test on {name}: largest error as a part of what is tolerated\n"))?;
     print(&SelftestSummary::header())?;
     let summary: SelftestSummary = selftest::run(&device).collect();

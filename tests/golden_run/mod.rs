@@ -109,12 +109,22 @@ fn weights_difference(ours: &ModelFiles, theirs: &ModelFiles) -> f32 {
 
 /// The golden run `name`, split so, step by step and in its final weights.
 pub(crate) fn follows(name: &str, split: Split) {
+    follows_with(name, split, &[]);
+}
+
+/// As [`follows`], with `variables` in the environment.
+pub(crate) fn follows_with(name: &str, split: Split, variables: &[(&str, &str)]) {
     let folder = golden().join("train").join(name);
     let trajectory = trajectory(&folder);
     let place = tempfile::tempdir().unwrap();
     let output = place.path().join("out");
     let mut command = assert_cmd::Command::cargo_bin("finetune").unwrap();
-    command.env("HF_HUB_OFFLINE", "1").args(flags(&trajectory, &folder, &output, split));
+    command.env("HF_HUB_OFFLINE", "1").envs(variables.iter().copied()).args(flags(
+        &trajectory,
+        &folder,
+        &output,
+        split,
+    ));
     let done = command.output().unwrap();
     let name = format!("{name}, {split:?}");
     assert!(done.status.success(), "{name}\n{}", String::from_utf8_lossy(&done.stderr));

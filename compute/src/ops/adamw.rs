@@ -2,7 +2,7 @@
 //! operations. The clip coefficient is folded into the read of the gradient.
 
 pub(super) mod cases;
-mod cuda;
+pub(super) mod cuda;
 
 use candle_core::Tensor;
 use rayon::prelude::*;

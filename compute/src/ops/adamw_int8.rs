@@ -3,11 +3,13 @@
 //! is updated from the widened moments, as in bitsandbytes' AdamW8bit.
 
 pub(super) mod cases;
+mod cuda;
 
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
 use super::adamw::{AdamWStep, update_chunk};
+use super::gpu;
 use crate::error::Result;
 use crate::quant::DynamicMap;
 use crate::runtime::TensorMut;
@@ -50,6 +52,11 @@ pub fn adamw_int8(
     moments: [&Int8State; 2],
     options: &AdamWStep,
 ) -> Result<()> {
+    if let Some(driver) = gpu::driver_of(param)
+        && moments.iter().all(|moment| moment.codes.device().same_device(param.device()))
+    {
+        return cuda::adamw_int8(driver, param, grad, moments, options);
+    }
     if !param.device().is_cpu() {
         let host = TensorMut::new(param.to_device(&Device::Cpu)?);
         adamw_int8(&host, &grad.to_device(&Device::Cpu)?, moments, options)?;

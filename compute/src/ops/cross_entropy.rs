@@ -7,6 +7,7 @@
 //! Entropy, arXiv 2411.09009). Logits, softmax and sums are f32 whatever the weights are.
 
 pub(super) mod cases;
+mod cuda;
 
 use std::cell::Cell;
 
@@ -15,7 +16,7 @@ use rayon::prelude::*;
 
 use super::gemm::{MatView, MatViewMut, Threads, matmul};
 use super::matmul::{ColumnView, ColumnViewMut, Transpose, matmul as columns_product};
-use super::simd;
+use super::{gpu, simd};
 use crate::error::{Error, Result};
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, update, with_elem};
@@ -154,9 +155,24 @@ pub fn linear_cross_entropy(
     kind: LossKind,
     grads: OutputGrads<'_>,
 ) -> Result<LossAndGrad> {
+    if let Some(driver) = gpu::driver_of(x)
+        && cuda::is_supported(x, output)
+    {
+        return cuda::linear_cross_entropy(driver, x, output, targets, kind, grads);
+    }
     if !x.device().is_cpu() {
         return reference(x, output, targets, kind, grads);
     }
+    on_cpu(x, output, targets, kind, grads)
+}
+
+fn on_cpu(
+    x: &Tensor,
+    output: Output<'_>,
+    targets: LossTargets<'_>,
+    kind: LossKind,
+    grads: OutputGrads<'_>,
+) -> Result<LossAndGrad> {
     targets.check()?;
     let rows = counted(targets.ids);
     let ((n, width), (vocab, _)) = (dims2(x)?, dims2(output.weight)?);
@@ -276,6 +292,11 @@ pub fn score_targets(
     targets: &[u32],
     softcap: Option<f64>,
 ) -> Result<Vec<TokenScore>> {
+    if let Some(driver) = gpu::driver_of(x)
+        && cuda::is_supported(x, output)
+    {
+        return cuda::score_targets(driver, x, output, targets, softcap);
+    }
     let rows = counted(targets);
     let mut scores = Vec::with_capacity(rows.len());
     let (vocab, _) = dims2(output.weight)?;

@@ -2,11 +2,13 @@
 //! row of the weight. As in PEFT the norm counts as a constant in backward (section 4.3 of the paper).
 
 pub(super) mod cases;
+mod cuda;
 
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use super::gemm::{MatView, MatViewMut, Threads, matmul};
+use super::gpu;
 use super::matmul::{ColumnView, ColumnViewMut};
 use super::matmul_quantized::Weight;
 use crate::error::Result;
@@ -21,6 +23,11 @@ const ROWS: usize = 32;
 /// # Errors
 /// When `a` is no contiguous f32 matrix, the weight's dtype is not known, or an operation of the device fails.
 pub fn weight_norm(weight: Weight<'_>, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
+    if let Some(driver) = gpu::driver_of(a)
+        && cuda::is_supported(weight)
+    {
+        return cuda::weight_norm(driver, weight, a, b, scale);
+    }
     if !a.device().is_cpu() {
         return weight_norm_reference(weight, a, b, scale);
     }
@@ -86,6 +93,11 @@ pub fn scale_columns(
     factors: &Tensor,
     accumulate: bool,
 ) -> Result<()> {
+    if let Some(driver) = gpu::driver_of(factors)
+        && cuda::are_supported([dst.tensor.dtype(), x.tensor.dtype()])
+    {
+        return cuda::scale_columns(driver, dst, x, factors, accumulate);
+    }
     if !factors.device().is_cpu() {
         return scale_columns_reference(dst, x, factors, accumulate);
     }
@@ -129,6 +141,11 @@ pub(crate) fn scale_columns_reference(
 /// # Errors
 /// When a tensor is not contiguous or of another dtype, or an operation of the device fails.
 pub fn magnitude_backward(grad: &TensorMut, dy: ColumnView<'_>, x: &Tensor, norm: &Tensor) -> Result<()> {
+    if let Some(driver) = gpu::driver_of(grad)
+        && cuda::are_supported([dy.tensor.dtype(), x.dtype()])
+    {
+        return cuda::magnitude_backward(driver, grad, dy, x, norm);
+    }
     if !grad.device().is_cpu() {
         return magnitude_backward_reference(grad, dy, x, norm);
     }

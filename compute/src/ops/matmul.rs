@@ -6,7 +6,7 @@
 //! On a GPU the product is cuBLAS's, with sums in f32.
 
 pub(super) mod cases;
-mod cuda;
+pub(super) mod cuda;
 
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;

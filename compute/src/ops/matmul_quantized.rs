@@ -5,7 +5,7 @@
 //! Off the CPU it is dequantized by candle's primitives for the length of one product.
 
 pub(super) mod cases;
-mod cuda;
+pub(super) mod cuda;
 
 use super::gemm::{MatView, MatViewMut, QuantMat, Threads, matmul as gemm};
 use super::gpu;

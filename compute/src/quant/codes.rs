@@ -168,6 +168,16 @@ impl DynamicMap {
         &UNSIGNED
     }
 
+    /// For each code the largest number that has it or one below; an infinity for the last.
+    pub(crate) fn limits(&self) -> &[f32] {
+        &self.limits
+    }
+
+    /// The first code to try of numbers with the same leading bits, as kernels look it up.
+    pub(crate) fn starts(&self) -> &[u8] {
+        &self.starts
+    }
+
     fn new(values: [f32; 256]) -> Self {
         let limits: [f32; 256] = std::array::from_fn(|code| match values.get(code + 1) {
             Some(next) if code.is_multiple_of(2) => (values[code] + next) / 2.0,

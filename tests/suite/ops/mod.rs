@@ -30,7 +30,7 @@ fn values(tensor: &Tensor) -> Vec<f64> {
 }
 
 /// Public functions in `ops` that compute nothing on tensors.
-const NO_OPS: [&str; 4] = ["empty", "has_matrix_unit", "logits_bytes", "run"];
+const NO_OPS: [&str; 5] = ["emulate", "empty", "has_matrix_unit", "logits_bytes", "run"];
 
 #[test]
 fn every_op_passes_the_self_test_in_every_dtype_it_knows() {

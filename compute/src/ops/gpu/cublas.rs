@@ -9,7 +9,7 @@ use candle_core::cuda_backend::cudarc::cublaslt::result::{self, CublasError};
 use candle_core::cuda_backend::cudarc::cublaslt::sys;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 
-use super::gemm::{Gemm, GemmElement, GemmMatrix};
+use super::gemm::{DeviceMatrix, Gemm, GemmElement};
 use crate::error::{Error, Result};
 
 /// Bytes that an algorithm may use beside the operands: what NVIDIA recommends for Hopper.
@@ -22,7 +22,7 @@ const PLANS: usize = 4096;
 pub(super) struct Cublas {
     handle: sys::cublasLtHandle_t,
     workspace: CudaSlice<u8>,
-    plans: HashMap<PlanKey, Plan>,
+    plans: HashMap<GemmPlanKey, GemmPlan>,
 }
 
 // SAFETY: handles of cuBLASLt may be used from any thread, by one at a time; a mutex is around this.
@@ -30,7 +30,7 @@ unsafe impl Send for Cublas {}
 
 /// All that the choice of an algorithm depends on.
 #[derive(PartialEq, Eq, Hash)]
-struct PlanKey {
+struct GemmPlanKey {
     size: (usize, usize, usize),
     leading: [usize; 3],
     transposed: [bool; 2],
@@ -38,15 +38,15 @@ struct PlanKey {
     alignments: [u32; 3],
 }
 
-struct Plan {
+struct GemmPlan {
     operation: sys::cublasLtMatmulDesc_t,
     layouts: [sys::cublasLtMatrixLayout_t; 3],
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-impl Drop for Plan {
+impl Drop for GemmPlan {
     fn drop(&mut self) {
-        // SAFETY: made by `Plan::new`, destroyed here alone; cuBLAS holds what launched work still needs. That it
+        // SAFETY: made by `GemmPlan::new`, destroyed here alone; cuBLAS holds what launched work still needs. That it
         // fails leaks a few bytes.
         unsafe {
             for layout in self.layouts {
@@ -58,7 +58,7 @@ impl Drop for Plan {
 }
 
 /// The largest power of two up to 256 that divides an address.
-fn alignment(matrix: &GemmMatrix) -> u32 {
+fn alignment(matrix: &DeviceMatrix) -> u32 {
     1 << matrix.arg.value.trailing_zeros().min(8)
 }
 
@@ -69,10 +69,10 @@ fn cuda_type(element: GemmElement) -> sys::cudaDataType {
     }
 }
 
-impl PlanKey {
+impl GemmPlanKey {
     fn of(gemm: &Gemm) -> Self {
         let matrices = [gemm.a, gemm.b, gemm.d];
-        PlanKey {
+        GemmPlanKey {
             size: gemm.size(),
             leading: matrices.map(|matrix| matrix.leading),
             transposed: gemm.transposed,
@@ -82,20 +82,20 @@ impl PlanKey {
     }
 }
 
-impl Plan {
+impl GemmPlan {
     fn new(
         handle: sys::cublasLtHandle_t,
         gemm: &Gemm,
-        key: &PlanKey,
+        key: &GemmPlanKey,
     ) -> std::result::Result<Self, CublasError> {
-        let layout = |matrix: &GemmMatrix, element| {
+        let layout = |matrix: &DeviceMatrix, element| {
             let (rows, cols) = (matrix.rows as u64, matrix.cols as u64);
             result::create_matrix_layout(cuda_type(element), rows, cols, matrix.leading as i64)
         };
         let elements = [gemm.operands, gemm.operands, gemm.result];
         // Sums of f32 in full precision: TF32 would round the operands to ten bits.
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        let mut plan = Plan {
+        let mut plan = GemmPlan {
             operation: result::create_matmul_desc(compute, sys::cudaDataType_t::CUDA_R_32F)?,
             layouts: [std::ptr::null_mut(); 3],
             algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
@@ -127,8 +127,8 @@ impl Plan {
 /// The algorithm that cuBLAS takes for the fastest.
 fn choose(
     handle: sys::cublasLtHandle_t,
-    plan: &Plan,
-    key: &PlanKey,
+    plan: &GemmPlan,
+    key: &GemmPlanKey,
 ) -> std::result::Result<sys::cublasLtMatmulAlgo_t, CublasError> {
     use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
     let preference = result::create_matmul_pref()?;
@@ -153,7 +153,7 @@ fn choose(
     .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, number(&d), 4))
     .and_then(|()| {
         let [a, b, d] = plan.layouts;
-        // SAFETY: all were made by `Plan::new` and live.
+        // SAFETY: all were made by `GemmPlan::new` and live.
         unsafe { result::get_matmul_algo_heuristic(handle, plan.operation, a, b, d, d, preference) }
     });
     // SAFETY: made above and not used any more.
@@ -186,10 +186,10 @@ impl Cublas {
         if self.plans.len() == PLANS {
             self.plans.clear();
         }
-        let key = PlanKey::of(gemm);
+        let key = GemmPlanKey::of(gemm);
         if !self.plans.contains_key(&key) {
-            let plan = Plan::new(self.handle, gemm, &key).map_err(failed)?;
-            self.plans.insert(PlanKey::of(gemm), plan);
+            let plan = GemmPlan::new(self.handle, gemm, &key).map_err(failed)?;
+            self.plans.insert(GemmPlanKey::of(gemm), plan);
         }
         let plan = &self.plans[&key];
         let [a, b, d] = plan.layouts;

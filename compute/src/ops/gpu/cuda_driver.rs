@@ -39,19 +39,19 @@ pub(super) struct CudaDriver {
 /// Handles of the CUDA driver, which live as long as the process.
 #[derive(Default)]
 struct Loaded {
-    modules: HashMap<&'static str, Handle<sys::CUmod_st>>,
+    modules: HashMap<&'static str, DriverHandle<sys::CUmod_st>>,
     functions: HashMap<&'static str, Function>,
 }
 
 #[derive(Clone, Copy)]
-struct Handle<T>(*mut T);
+struct DriverHandle<T>(*mut T);
 
 // SAFETY: handles of the CUDA driver may be used from any thread; it guards what is behind them.
-unsafe impl<T> Send for Handle<T> {}
+unsafe impl<T> Send for DriverHandle<T> {}
 
 #[derive(Clone, Copy)]
 struct Function {
-    handle: Handle<sys::CUfunc_st>,
+    handle: DriverHandle<sys::CUfunc_st>,
     /// Bytes of dynamic shared memory that it may have.
     shared_bytes: u32,
 }
@@ -65,14 +65,15 @@ impl fmt::Debug for CudaDriver {
 /// The driver of the stream of `device`, made when it is first asked for; none for GPUs older than the code.
 pub(super) fn driver_on(device: &CudaDevice) -> Option<&'static dyn Driver> {
     /// By the address of their stream, which they keep for as long as the process lives.
-    static DRIVERS: Mutex<Vec<(Handle<sys::CUstream_st>, &'static CudaDriver)>> = Mutex::new(Vec::new());
+    static DRIVERS: Mutex<Vec<(DriverHandle<sys::CUstream_st>, &'static CudaDriver)>> =
+        Mutex::new(Vec::new());
     let stream = device.cuda_stream();
     let mut drivers = lock(&DRIVERS);
     let known = drivers.iter().find(|(known, _)| known.0 == stream.cu_stream());
     let driver = known.map(|(_, driver)| *driver).unwrap_or_else(|| {
         let waits = std::env::var(SYNC_VARIABLE).is_ok_and(|value| value == "1");
         let runs_code = stream.context().compute_capability().is_ok_and(|(major, _)| major >= 8);
-        let key = Handle(stream.cu_stream());
+        let key = DriverHandle(stream.cu_stream());
         let driver: &'static CudaDriver = Box::leak(Box::new(CudaDriver {
             stream,
             runs_code,
@@ -103,7 +104,7 @@ impl CudaDriver {
     }
 
     /// The function of `kernel`, which may have `shared_bytes` of dynamic shared memory.
-    fn function(&self, kernel: &Kernel, shared_bytes: u32) -> Result<Handle<sys::CUfunc_st>> {
+    fn function(&self, kernel: &Kernel, shared_bytes: u32) -> Result<DriverHandle<sys::CUfunc_st>> {
         let mut loaded = lock(&self.loaded);
         let mut function = match loaded.functions.get(kernel.name) {
             Some(function) => *function,
@@ -114,7 +115,7 @@ impl CudaDriver {
                 // SAFETY: modules are never unloaded.
                 let handle = unsafe { result::module::get_function(module.0, name) }
                     .map_err(|error| self.failed(format!("find the kernel {}", kernel.name), error))?;
-                Function { handle: Handle(handle), shared_bytes: SHARED_UNASKED }
+                Function { handle: DriverHandle(handle), shared_bytes: SHARED_UNASKED }
             }
         };
         if shared_bytes > function.shared_bytes {
@@ -133,7 +134,7 @@ impl CudaDriver {
         Ok(function.handle)
     }
 
-    fn module(&self, loaded: &mut Loaded, name: &'static str) -> Result<Handle<sys::CUmod_st>> {
+    fn module(&self, loaded: &mut Loaded, name: &'static str) -> Result<DriverHandle<sys::CUmod_st>> {
         if let Some(module) = loaded.modules.get(name) {
             return Ok(*module);
         }
@@ -143,7 +144,7 @@ impl CudaDriver {
             .ok_or_else(|| Error::internal(format!("this binary holds no kernels of {name}")))?;
         // SAFETY: the bytes are a fat binary of nvcc's, which says its own length.
         let module = unsafe { result::module::load_data(code.as_ptr().cast()) };
-        let module = Handle(module.map_err(|error| self.cannot_load(name, error))?);
+        let module = DriverHandle(module.map_err(|error| self.cannot_load(name, error))?);
         loaded.modules.insert(name, module);
         Ok(module)
     }

@@ -1,6 +1,9 @@
 //! The emulator as a driver: kernels compiled for the host, their arguments the addresses of CPU tensors.
 //!
 //! Launches run at once, so nothing is ever waited for. Each thread has its own state (`kernels/emu/emu.cpp`).
+//!
+//! Tests of this crate run pieces of work on it; with [`VARIABLE`] in the environment a whole process computes so, all its
+//! ranks and whatever it does: the engine's way through the launch code without a GPU.
 
 #[cfg(test)]
 mod tests;
@@ -8,8 +11,9 @@ mod tests;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char};
+use std::sync::OnceLock;
 
-use super::gemm::{GemmElement, GemmMatrix};
+use super::gemm::{DeviceMatrix, GemmElement};
 use super::{Arg, Driver, Gemm, Kernel, LaunchShape};
 use crate::error::{Error, Result};
 use half::bf16;
@@ -28,7 +32,7 @@ pub(crate) enum Order {
 
 /// How the emulator runs kernels: a right kernel gives the same bits in every way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Schedule {
+pub(crate) struct EmulatorSchedule {
     /// The order of threads and blocks.
     pub(crate) order: Order,
     /// Asynchronous copies deliver when they are waited for, not at once.
@@ -84,10 +88,42 @@ unsafe extern "C" {
     ) -> i32;
 }
 
+/// Makes a process of a build with feature `kernel-emu` compute by emulated kernels: `forward`, `reverse`, or a number, the
+/// seed of a shuffled order. Copies are late but in the first.
+const VARIABLE: &str = "FINETUNE_EMULATE";
+
+/// How the whole process computes; none where it does not on the emulator.
+static PROCESS: OnceLock<Option<EmulatorSchedule>> = OnceLock::new();
+
+/// Makes the whole process compute on the emulator, unless [`VARIABLE`] has said how.
+pub(crate) fn emulate_process() {
+    PROCESS.get_or_init(|| Some(EmulatorSchedule::default()));
+}
+
+fn schedule_of_process() -> Option<EmulatorSchedule> {
+    *PROCESS.get_or_init(|| {
+        let value = std::env::var(VARIABLE).ok()?;
+        let order = match value.as_str() {
+            "forward" => Order::Forward,
+            "reverse" => Order::Reverse,
+            seed => match seed.parse() {
+                Ok(seed) => Order::Shuffled(seed),
+                Err(_) => {
+                    panic!("{VARIABLE} is {value:?}; accepted: forward, reverse, or the number of a shuffle")
+                }
+            },
+        };
+        Some(EmulatorSchedule { order, late_copies: order != Order::Forward, counts: false })
+    })
+}
+
+/// The emulator, when the whole process computes on it.
+pub(super) fn of_process() -> Option<&'static dyn Driver> {
+    schedule_of_process().map(|_| &Emulator as &dyn Driver)
+}
+
 thread_local! {
-    static SCHEDULE: Cell<Schedule> = const { Cell::new(Schedule {
-        order: Order::Forward, late_copies: false, counts: false,
-    }) };
+    static SCHEDULE: Cell<EmulatorSchedule> = Cell::new(schedule_of_process().unwrap_or_default());
     /// The kernels that were launched since the last [`Emulator::run`] began.
     static LAUNCHED: RefCell<BTreeSet<&'static str>> = const { RefCell::new(BTreeSet::new()) };
     static COUNTERS: Cell<Counters> = const { Cell::new(Counters {
@@ -99,9 +135,10 @@ thread_local! {
 #[derive(Debug)]
 pub(crate) struct Emulator;
 
+#[cfg(test)]
 impl Emulator {
     /// Runs `work` with kernels emulated by `schedule`, and adds up what its launches accessed.
-    pub(crate) fn run<R>(schedule: Schedule, work: impl FnOnce() -> R) -> (R, Counters) {
+    pub(crate) fn run<R>(schedule: EmulatorSchedule, work: impl FnOnce() -> R) -> (R, Counters) {
         LAUNCHED.take();
         let before = (SCHEDULE.replace(schedule), COUNTERS.replace(Counters::default()));
         let result = super::with_stand_in(&Emulator, work);
@@ -177,7 +214,7 @@ impl Driver for Emulator {
         }
         let (m, n, k) = gemm.size();
         // Element `at` of a column and the distance from one element of a sum to the next.
-        let steps = |matrix: &GemmMatrix, transposed: bool| {
+        let steps = |matrix: &DeviceMatrix, transposed: bool| {
             if transposed { (matrix.leading, 1) } else { (1, matrix.leading) }
         };
         let [(a_row, a_next), (b_next, b_col)] =
@@ -200,7 +237,7 @@ impl Driver for Emulator {
 }
 
 /// Every element of `matrix` lies in the runs of bytes that its tensor gave out.
-fn check_inside(matrix: &GemmMatrix, element: GemmElement) -> Result<()> {
+fn check_inside(matrix: &DeviceMatrix, element: GemmElement) -> Result<()> {
     let (bytes, arg) = (element.bytes() as u64, &matrix.arg);
     let inside = matrix.rows as u64 * bytes <= arg.row_bytes
         && matrix.cols as u64 <= arg.rows
@@ -211,7 +248,7 @@ fn check_inside(matrix: &GemmMatrix, element: GemmElement) -> Result<()> {
     Err(Error::internal("a product reaches outside its tensor").because(format!("{matrix:?} of {element:?}")))
 }
 
-fn read(matrix: &GemmMatrix, element: GemmElement, at: usize) -> f32 {
+fn read(matrix: &DeviceMatrix, element: GemmElement, at: usize) -> f32 {
     let address = matrix.arg.value as usize + at * element.bytes();
     // SAFETY: `check_inside` holds for the matrix, whose tensor lives; addresses of tensors are aligned.
     unsafe {
@@ -222,7 +259,7 @@ fn read(matrix: &GemmMatrix, element: GemmElement, at: usize) -> f32 {
     }
 }
 
-fn write(matrix: &GemmMatrix, element: GemmElement, at: usize, value: f32) {
+fn write(matrix: &DeviceMatrix, element: GemmElement, at: usize, value: f32) {
     let address = matrix.arg.value as usize + at * element.bytes();
     // SAFETY: as `read`; no other thread touches the result of a product under way.
     unsafe {

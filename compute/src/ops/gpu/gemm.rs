@@ -28,7 +28,7 @@ impl GemmElement {
     }
 
     /// Bytes of an element; only the emulator computes addresses itself.
-    #[cfg(all(test, feature = "kernel-emu"))]
+    #[cfg(feature = "kernel-emu")]
     pub(crate) fn bytes(self) -> usize {
         match self {
             GemmElement::Bf16 => 2,
@@ -39,7 +39,7 @@ impl GemmElement {
 
 /// A column-major matrix in device memory.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct GemmMatrix {
+pub(crate) struct DeviceMatrix {
     /// Where it begins and how far it may be reached.
     pub(crate) arg: Arg,
     /// Elements of a column.
@@ -50,7 +50,7 @@ pub(crate) struct GemmMatrix {
     pub(crate) leading: usize,
 }
 
-impl GemmMatrix {
+impl DeviceMatrix {
     /// Row-major columns of a tensor, read as the column-major transpose.
     fn of(view: &ColumnView<'_>, element: GemmElement) -> Result<Self> {
         let (rows, leading) = view.tensor.dims2()?;
@@ -58,7 +58,7 @@ impl GemmMatrix {
             GemmElement::Bf16 => In::<bf16>::columns(view)?.arg(),
             GemmElement::F32 => In::<f32>::columns(view)?.arg(),
         };
-        Ok(GemmMatrix { arg, rows: view.len, cols: rows, leading })
+        Ok(DeviceMatrix { arg, rows: view.len, cols: rows, leading })
     }
 }
 
@@ -66,15 +66,15 @@ impl GemmMatrix {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Gemm {
     /// The first operand, as it lies in memory.
-    pub(crate) a: GemmMatrix,
+    pub(crate) a: DeviceMatrix,
     /// The second operand, as it lies in memory.
-    pub(crate) b: GemmMatrix,
+    pub(crate) b: DeviceMatrix,
     /// Whether `op` transposes the first and the second operand.
     pub(crate) transposed: [bool; 2],
     /// The type of both operands.
     pub(crate) operands: GemmElement,
     /// What is added to, or overwritten.
-    pub(crate) d: GemmMatrix,
+    pub(crate) d: DeviceMatrix,
     /// The type of the result.
     pub(crate) result: GemmElement,
     /// The factor of the product.
@@ -102,17 +102,48 @@ impl Gemm {
         if operands != other || (result != GemmElement::F32 && result != operands) {
             return Ok(None);
         }
-        let (first, second) = (GemmMatrix::of(b, operands)?, GemmMatrix::of(a, operands)?);
+        let inputs = [DeviceMatrix::of(b, operands)?, DeviceMatrix::of(a, operands)?];
+        let d = (DeviceMatrix::of(&dst.as_view(), result)?, result);
+        Self::of(inputs, operands, d, form, alpha, accumulate).map(Some)
+    }
+
+    /// `dst = [dst +] form(a, b)`, where `a` is bf16 values in the front half of each row of f32 memory, and `b` is bf16.
+    ///
+    /// # Errors
+    /// As [`Gemm::new`]; `b` is not bf16, the result neither bf16 nor f32.
+    pub(crate) fn of_front_halves(
+        dst: &ColumnViewMut<'_>,
+        a: &ColumnView<'_>,
+        b: &ColumnView<'_>,
+        form: Transpose,
+        accumulate: bool,
+    ) -> Result<Self> {
+        let result =
+            GemmElement::of(dst.tensor).ok_or_else(|| Error::internal("a product of another type"))?;
+        let mut halves = DeviceMatrix::of(a, GemmElement::F32)?;
+        (halves.arg.row_bytes, halves.leading) = (halves.arg.row_bytes / 2, 2 * halves.leading);
+        let operands = [DeviceMatrix::of(b, GemmElement::Bf16)?, halves];
+        let d = (DeviceMatrix::of(&dst.as_view(), result)?, result);
+        Self::of(operands, GemmElement::Bf16, d, form, 1.0, accumulate)
+    }
+
+    fn of(
+        [a, b]: [DeviceMatrix; 2],
+        operands: GemmElement,
+        (d, result): (DeviceMatrix, GemmElement),
+        form: Transpose,
+        alpha: f32,
+        accumulate: bool,
+    ) -> Result<Self> {
         let transposed = match form {
             Transpose::Nt => [true, false],
             Transpose::Nn => [false, false],
             Transpose::Tn => [false, true],
         };
-        let d = GemmMatrix::of(&dst.as_view(), result)?;
         let beta = if accumulate { 1.0 } else { 0.0 };
-        let gemm = Gemm { a: first, b: second, transposed, operands, d, result, alpha, beta };
+        let gemm = Gemm { a, b, transposed, operands, d, result, alpha, beta };
         gemm.check()?;
-        Ok(Some(gemm))
+        Ok(gemm)
     }
 
     /// `(m, n, k)`: rows and columns of the result, and elements of each sum.
@@ -123,7 +154,7 @@ impl Gemm {
 
     fn check(&self) -> Result<()> {
         let (m, n, k) = self.size();
-        let shape = |matrix: &GemmMatrix, transposed: bool| {
+        let shape = |matrix: &DeviceMatrix, transposed: bool| {
             if transposed { (matrix.cols, matrix.rows) } else { (matrix.rows, matrix.cols) }
         };
         let [a, b] = [shape(&self.a, self.transposed[0]), shape(&self.b, self.transposed[1])];

@@ -1,11 +1,11 @@
 //! The way from an op to its kernels, the same on every device that runs them.
 //!
-//! An op's launch code (`src/ops/<op>/cuda.rs`) speaks to a [`Driver`]: that of NVIDIA GPUs, or the emulator of the tests
-//! with feature `kernel-emu`, which runs the kernels compiled for the host and checks every access (`kernels/emu`). "Device memory" is
+//! An op's launch code (`src/ops/<op>/cuda.rs`) speaks to a [`Driver`]: that of NVIDIA GPUs, or the emulator of feature
+//! `kernel-emu`, which runs the kernels compiled for the host and checks every access (`kernels/emu`). "Device memory" is
 //! the memory of CPU tensors there, so an engine that computes on the CPU goes through the launch code, on any machine.
 
 #![cfg_attr(
-    not(any(feature = "cuda", all(test, feature = "kernel-emu"))),
+    not(any(feature = "cuda", feature = "kernel-emu")),
     allow(dead_code, reason = "without a driver nothing reads what a launch is given")
 )]
 
@@ -14,7 +14,7 @@ mod args;
 mod cublas;
 #[cfg(feature = "cuda")]
 mod cuda_driver;
-#[cfg(all(test, feature = "kernel-emu"))]
+#[cfg(feature = "kernel-emu")]
 pub(crate) mod emulator;
 mod gemm;
 
@@ -93,11 +93,19 @@ thread_local! {
 /// The driver whose kernels compute on the device of `tensor`; none where the CPU forms do.
 pub(crate) fn driver_of(tensor: &Tensor) -> Option<&'static dyn Driver> {
     match tensor.device() {
-        Device::Cpu => STAND_IN.get(),
+        Device::Cpu => stand_in(),
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => cuda_driver::driver_on(device),
         _ => None,
     }
+}
+
+/// What stands in for a GPU on this thread or in this process.
+fn stand_in() -> Option<&'static dyn Driver> {
+    #[cfg(feature = "kernel-emu")]
+    return STAND_IN.get().or_else(emulator::of_process);
+    #[cfg(not(feature = "kernel-emu"))]
+    STAND_IN.get()
 }
 
 /// Runs `work` with kernels on `driver` wherever ops of this thread meet CPU tensors.
@@ -116,7 +124,7 @@ pub(crate) fn with_stand_in<R>(driver: &'static dyn Driver, work: impl FnOnce() 
 
 /// One function a kernel, with the types of its parameters.
 #[allow(clippy::too_many_arguments)]
-#[allow(dead_code, reason = "some ops do not launch their kernels yet")]
+#[allow(dead_code, reason = "clipping on the device has its kernel and no launch yet")]
 pub(crate) mod kernels {
     use super::{Driver, In, InOut, Kernel, KernelValue, LaunchShape, Out, Result, bf16};
 

@@ -1,6 +1,6 @@
 //! Products by cuBLAS; biases and their gradients by the kernels of `kernels/elementwise.cu` and `kernels/reduce.cu`.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
 use super::{ColumnView, ColumnViewMut, Transpose, empty, reference};
@@ -56,20 +56,55 @@ pub(super) fn add_bias(driver: &dyn Driver, dst: ColumnViewMut<'_>, bias: &Tenso
     }
 }
 
+/// The sums of columns in two stages: partial sums of [`ROWS`] rows each, then of those.
+pub(in crate::ops) struct ColumnSums {
+    /// `[parts, width]`, what the first stage writes.
+    pub(in crate::ops) partials: TensorMut,
+}
+
+impl ColumnSums {
+    pub(in crate::ops) fn new(rows: usize, width: usize, device: &Device) -> Result<Self> {
+        Ok(ColumnSums { partials: empty(rows.div_ceil(ROWS), width, DType::F32, device)? })
+    }
+
+    /// The threads of the first stage.
+    pub(in crate::ops) fn shape(&self) -> Result<LaunchShape> {
+        let (parts, width) = self.partials.dims2()?;
+        let grid = [number(width.div_ceil(COLUMNS))?, number(parts)?, 1];
+        Ok(LaunchShape { grid, block: [THREADS as u32, 1, 1], shared_bytes: 0 })
+    }
+
+    /// The second stage: `grad[j] += sum[j]`, divided by `norm[j]` where there is a norm.
+    pub(in crate::ops) fn add_to(
+        &self,
+        driver: &dyn Driver,
+        grad: &TensorMut,
+        norm: Option<&Tensor>,
+    ) -> Result<()> {
+        let (parts, width) = self.partials.dims2()?;
+        let shape = LaunchShape::line(width.div_ceil(THREADS), THREADS as u32);
+        let (partials, norm) = (In::<f32>::all(&self.partials)?, In::<f32>::optional(norm)?);
+        kernels::add_column_sums(
+            driver,
+            shape,
+            partials,
+            norm,
+            InOut::all(grad)?,
+            number(parts)?,
+            number(width)?,
+        )
+    }
+}
+
 pub(super) fn sum_rows(driver: &dyn Driver, grad: &TensorMut, dy: ColumnView<'_>) -> Result<()> {
     let (rows, pitch) = dy.tensor.dims2()?;
-    let parts = rows.div_ceil(ROWS);
-    let partials = empty(parts, dy.len, DType::F32, grad.device())?;
-    let grid = [number(dy.len.div_ceil(COLUMNS))?, number(parts)?, 1];
-    let shape = LaunchShape { grid, block: [THREADS as u32, 1, 1], shared_bytes: 0 };
+    let sums = ColumnSums::new(rows, dy.len, grad.device())?;
+    let (shape, out) = (sums.shape()?, Out::<f32>::all(&sums.partials)?);
     let (rows, width, pitch) = (number(rows)?, number(dy.len)?, pitch as i64);
-    let out = Out::<f32>::all(&partials)?;
     if dy.tensor.dtype() == DType::BF16 {
         kernels::column_sums_bf16(driver, shape, In::<bf16>::columns(&dy)?, out, rows, width, pitch)?;
     } else {
         kernels::column_sums_f32(driver, shape, In::<f32>::columns(&dy)?, out, rows, width, pitch)?;
     }
-    let shape = LaunchShape::line(dy.len.div_ceil(THREADS), THREADS as u32);
-    let (partials, none) = (In::<f32>::all(&partials)?, In::<f32>::optional(None)?);
-    kernels::add_column_sums(driver, shape, partials, none, InOut::all(grad)?, number(parts)?, width)
+    sums.add_to(driver, grad, None)
 }

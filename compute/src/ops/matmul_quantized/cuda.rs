@@ -15,7 +15,7 @@ pub(super) fn is_supported(dtype: DType) -> bool {
 }
 
 /// The whole matrix, `[out, in]` in `dtype`; the bits of the CPU's values, rounded once.
-pub(super) fn dequantize(driver: &dyn Driver, weight: &Quantized, dtype: DType) -> Result<Tensor> {
+pub(in crate::ops) fn dequantize(driver: &dyn Driver, weight: &Quantized, dtype: DType) -> Result<Tensor> {
     let codes = weight.run(RunMeaning::Codes)?;
     let (device, (rows, cols), format) = (codes.device(), weight.shape, weight.format);
     let panel = empty(rows, cols, dtype, device)?;

@@ -17,6 +17,9 @@ use super::{
     adamw, adamw_int8, attention, cross_entropy, dora, dropout, elementwise, embedding, glu, matmul,
     matmul_quantized, rms_norm, rotary,
 };
+#[cfg(not(feature = "kernel-emu"))]
+use crate::error::Error;
+use crate::error::Result;
 
 /// The cases of every op, in the order in which they are shown.
 const CASES: [fn() -> Vec<OpCase>; 13] = [
@@ -38,6 +41,22 @@ const CASES: [fn() -> Vec<OpCase>; 13] = [
 /// Runs every case on `device`, one by one as the iterator is asked.
 pub fn run(device: &Device) -> impl Iterator<Item = CaseOutcome> {
     cases().flat_map(move |case| case.outcomes(device))
+}
+
+/// Makes this process compute by emulated kernels from now on.
+///
+/// # Errors
+/// The user's: the build has no emulator.
+pub fn emulate() -> Result<()> {
+    #[cfg(feature = "kernel-emu")]
+    {
+        super::gpu::emulator::emulate_process();
+        Ok(())
+    }
+    #[cfg(not(feature = "kernel-emu"))]
+    Err(Error::user("cannot run the self-test emulated")
+        .because("this binary was built without the feature `kernel-emu`")
+        .hint("`cargo run --features kernel-emu -- doctor --selftest --emulated`; it needs g++"))
 }
 
 fn cases() -> impl Iterator<Item = OpCase> {

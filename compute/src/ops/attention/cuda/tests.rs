@@ -1,6 +1,6 @@
 use super::super::{cpu, reference};
 use super::*;
-use crate::ops::gpu::emulator::{Emulator, Order, Schedule};
+use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::rotary::Heads;
 use crate::runtime::rng::RngStream;
 
@@ -147,17 +147,14 @@ fn bits(tensor: &Tensor) -> Result<Vec<u32>> {
     Ok(values.into_iter().map(f32::to_bits).collect())
 }
 
-/// All ways in which the emulator runs a kernel.
-fn schedules() -> Vec<Schedule> {
-    let orders = [Order::Forward, Order::Reverse, Order::Shuffled(7)];
-    orders
-        .into_iter()
-        .flat_map(|order| [false, true].map(|late_copies| Schedule { order, late_copies, counts: false }))
-        .collect()
+/// Every order of threads, and copies as early and as late as may be.
+fn schedules() -> [EmulatorSchedule; 3] {
+    let ways = [(Order::Forward, false), (Order::Reverse, true), (Order::Shuffled(7), true)];
+    ways.map(|(order, late_copies)| EmulatorSchedule { order, late_copies, counts: false })
 }
 
 fn run(
-    schedule: Schedule,
+    schedule: EmulatorSchedule,
     x: &Tensor,
     dout: &Tensor,
     spans: &[Span],
@@ -274,7 +271,7 @@ fn no_bank_conflicts() -> Result<()> {
         let (spans, rows) = spans_of(CASES[1].lens);
         let (x, dout) =
             (normal(1, rows, kind.heads.qkv_width(), 1.0)?, normal(2, rows, kind.heads.q_width(), 1.0)?);
-        let schedule = Schedule { counts: true, ..Schedule::default() };
+        let schedule = EmulatorSchedule { counts: true, ..EmulatorSchedule::default() };
         let (done, counters) = Emulator::run(schedule, || {
             let qkv = qkv_of(&x, kind.heads);
             let attended = forward(&Emulator, qkv, &spans, kind)?;
@@ -311,10 +308,11 @@ fn only_visible_tiles_are_visited() -> Result<()> {
         let (x, dout) = (normal(1, rows, heads.qkv_width(), 1.0)?, normal(2, rows, heads.q_width(), 1.0)?);
         let count = |window| -> Result<u64> {
             let kind = AttentionKind { heads, scale: 0.1, softcap: None, window };
-            let (done, counters) = Emulator::run(Schedule { counts: true, ..Schedule::default() }, || {
-                let attended = forward(&Emulator, qkv_of(&x, heads), &spans, kind)?;
-                backward(&Emulator, qkv_of(&x, heads), &attended, &dout, &spans, kind)
-            });
+            let (done, counters) =
+                Emulator::run(EmulatorSchedule { counts: true, ..EmulatorSchedule::default() }, || {
+                    let attended = forward(&Emulator, qkv_of(&x, heads), &spans, kind)?;
+                    backward(&Emulator, qkv_of(&x, heads), &attended, &dout, &spans, kind)
+                });
             done?;
             // A quarter more where memory of the host starts in the middle of a sector, as large pieces do.
             let share = counters.global_sectors as f64 / least_sectors(rows, kind, shape_of(kind)?) as f64;

@@ -2,16 +2,16 @@
 
 use candle_core::{Device, Tensor};
 
-use super::{Emulator, Order, Schedule};
+use super::{Emulator, EmulatorSchedule, Order};
 use crate::error::Result;
 use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels};
 
 type Fault = fn(&dyn Driver, LaunchShape, In<'_, f32>, Out<'_, f32>) -> Result<()>;
 
-const SCHEDULES: [Schedule; 3] = [
-    Schedule { order: Order::Forward, late_copies: false, counts: false },
-    Schedule { order: Order::Reverse, late_copies: true, counts: true },
-    Schedule { order: Order::Shuffled(3), late_copies: true, counts: false },
+const SCHEDULES: [EmulatorSchedule; 3] = [
+    EmulatorSchedule { order: Order::Forward, late_copies: false, counts: false },
+    EmulatorSchedule { order: Order::Reverse, late_copies: true, counts: true },
+    EmulatorSchedule { order: Order::Shuffled(3), late_copies: true, counts: false },
 ];
 
 fn tensors() -> Result<[Tensor; 2]> {
@@ -71,7 +71,7 @@ fn faults_are_named() -> Result<()> {
 #[test]
 fn what_another_block_writes_may_not_be_read() -> Result<()> {
     let [x, y] = tensors()?;
-    let (result, _) = Emulator::run(Schedule::default(), || {
+    let (result, _) = Emulator::run(EmulatorSchedule::default(), || {
         kernels::fault_blocks(&Emulator, LaunchShape::line(2, 32), InOut::all(&x)?, Out::all(&y)?)
     });
     let refusal = format!("{:?}", result.err());
@@ -84,7 +84,7 @@ fn what_another_block_writes_may_not_be_read() -> Result<()> {
 fn launches_of_nothing_and_of_half_a_warp() -> Result<()> {
     let [x, y] = tensors()?;
     let launch = |shape| {
-        Emulator::run(Schedule::default(), || {
+        Emulator::run(EmulatorSchedule::default(), || {
             kernels::fault_bounds(&Emulator, shape, In::all(&x)?, Out::all(&y)?)
         })
         .0

@@ -1,0 +1,297 @@
+//! The output layer's loss by the kernels of `kernels/cross_entropy.cu`: the f32 logits of a chunk of rows turn into their
+//! own gradient in place, in bf16 where the weight is bf16 and nothing of f32 is multiplied by it.
+
+use candle_core::{DType, Device, Tensor};
+use half::bf16;
+
+use super::{
+    ColumnView, ColumnViewMut, LossAndGrad, LossKind, LossTargets, Output, OutputGrads, TokenScore,
+    Transpose, chunk_rows, columns_product, counted,
+};
+use crate::error::Result;
+use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number};
+use crate::ops::matmul::empty;
+use crate::runtime::TensorMut;
+
+/// Threads of a block, which takes a row.
+const THREADS: u32 = 512;
+
+/// Logits of a row begin a multiple of these apart, so that reads of 16 bytes are aligned in every row.
+const PITCH: usize = 8;
+
+/// Whether there are kernels and products for these.
+pub(super) fn is_supported(x: &Tensor, output: Output<'_>) -> bool {
+    matches!((x.dtype(), output.weight.dtype()), (DType::BF16, DType::BF16) | (DType::F32, DType::F32))
+}
+
+/// The rows that have a target, in order.
+struct Counted {
+    /// Their places among all rows.
+    places: Vec<usize>,
+    /// `[count]`: the same, for kernels.
+    listed: Tensor,
+    /// `[count]`: their targets.
+    targets: Tensor,
+}
+
+impl Counted {
+    fn new(targets: &[u32], device: &Device) -> Result<Self> {
+        let places = counted(targets);
+        let upload = |values: Vec<u32>| Tensor::from_vec(values, places.len(), device);
+        let listed = upload(places.iter().map(|&n| n as u32).collect())?;
+        let targets = upload(places.iter().map(|&n| targets[n]).collect())?;
+        Ok(Counted { places, listed, targets })
+    }
+
+    fn count(&self) -> usize {
+        self.places.len()
+    }
+
+    /// The rows of `packed: [count, width]` in their places of `[n, width]`; zeros where no target is.
+    fn unpack(&self, driver: &dyn Driver, packed: TensorMut, n: usize) -> Result<Tensor> {
+        if self.count() == n {
+            return Ok(packed.into_tensor());
+        }
+        let mut from = vec![u32::MAX; n];
+        (0u32..).zip(&self.places).for_each(|(at, &place)| from[place] = at);
+        gather(driver, &packed, &Tensor::from_vec(from, n, packed.device())?)
+    }
+}
+
+/// `x[rows[i]]` for each i, zeros where `rows[i]` is the largest number; `x: [N, width]`, `rows: [count]`.
+fn gather(driver: &dyn Driver, x: &Tensor, rows: &Tensor) -> Result<Tensor> {
+    let (count, width) = (rows.dim(0)?, x.dim(1)?);
+    let y = empty(count, width, x.dtype(), x.device())?;
+    let (shape, rows) = (LaunchShape::line(count, 256), In::<u32>::all(rows)?);
+    let (columns, pitch) = (number(width)?, width as i64);
+    if x.dtype() == DType::BF16 {
+        let (x, y) = (In::<bf16>::all(x)?, Out::<bf16>::all(&y)?);
+        kernels::gather_rows_bf16(driver, shape, x, rows, y, columns, pitch, pitch)?;
+    } else {
+        let (x, y) = (In::<f32>::all(x)?, Out::<f32>::all(&y)?);
+        kernels::gather_rows_f32(driver, shape, x, rows, y, columns, pitch, pitch)?;
+    }
+    Ok(y.into_tensor())
+}
+
+/// The rows that count, packed, with what becomes of each.
+struct Packed {
+    rows: Counted,
+    /// Their hidden states, `[count, D]`.
+    x: Tensor,
+    /// `[count, r]`: the adapter's.
+    u: Option<Tensor>,
+    /// Their losses, `[count]` f32.
+    losses: TensorMut,
+    /// `[count]` u32: 1 where the target has the largest logit.
+    hits: TensorMut,
+    /// The logits of a chunk, `[rows, V]` and some more in each row.
+    room: TensorMut,
+    vocab: usize,
+}
+
+/// Some of them, with their logits.
+struct PackedChunk {
+    start: usize,
+    len: usize,
+    x: Tensor,
+    u: Option<Tensor>,
+    targets: Tensor,
+    losses: TensorMut,
+    hits: TensorMut,
+    room: TensorMut,
+    vocab: usize,
+}
+
+impl Packed {
+    fn new(driver: &dyn Driver, x: &Tensor, output: Output<'_>, targets: &[u32]) -> Result<Self> {
+        let (rows, device) = (Counted::new(targets, x.device())?, x.device());
+        let (count, vocab) = (rows.count(), output.weight.dim(0)?);
+        Ok(Packed {
+            x: gather(driver, x, &rows.listed)?,
+            u: output.delta.map(|delta| gather(driver, delta.u, &rows.listed)).transpose()?,
+            losses: TensorMut::zeros(count, DType::F32, device)?,
+            hits: TensorMut::zeros(count, DType::U32, device)?,
+            room: empty(chunk_rows(vocab).min(count), vocab.next_multiple_of(PITCH), DType::F32, device)?,
+            rows,
+            vocab,
+        })
+    }
+
+    /// The chunks one after the other; the logits of each are where those of the last were.
+    fn chunks<'a>(&'a self, output: Output<'a>) -> impl Iterator<Item = Result<PackedChunk>> + 'a {
+        let (count, step) = (self.rows.count(), self.room.dims()[0]);
+        (0..count).step_by(step).map(move |start| self.chunk(start, step.min(count - start), output))
+    }
+
+    /// `logits = x · Wᵀ + scale · u · Bᵀ` of rows from `start` on.
+    fn chunk(&self, start: usize, len: usize, output: Output<'_>) -> Result<PackedChunk> {
+        let part = |whole: &Tensor| whole.narrow(0, start, len);
+        let chunk = PackedChunk {
+            start,
+            len,
+            x: part(&self.x)?,
+            u: self.u.as_ref().map(part).transpose()?,
+            targets: part(&self.rows.targets)?,
+            losses: self.losses.narrow(0, start, len)?,
+            hits: self.hits.narrow(0, start, len)?,
+            room: self.room.narrow(0, 0, len)?,
+            vocab: self.vocab,
+        };
+        let (logits, weight) = (chunk.logits(), ColumnView::all(output.weight));
+        columns_product(logits, ColumnView::all(&chunk.x), weight, Transpose::Nt, 1.0, false)?;
+        if let Some((delta, u)) = output.delta.zip(chunk.u.as_ref()) {
+            let (u, b) = (ColumnView::all(u), ColumnView::all(delta.b));
+            columns_product(logits, u, b, Transpose::Nt, delta.scale, true)?;
+        }
+        Ok(chunk)
+    }
+}
+
+impl PackedChunk {
+    fn logits(&self) -> ColumnViewMut<'_> {
+        ColumnViewMut { tensor: &self.room, start: 0, len: self.vocab }
+    }
+
+    fn pitch(&self) -> i64 {
+        self.room.dims()[1] as i64
+    }
+
+    /// Turns the logits into their gradient, in bf16 or f32, times `scales` of all rows or `kind.scale`.
+    fn differentiate(
+        &self,
+        driver: &dyn Driver,
+        kind: LossKind,
+        scales: Option<&Tensor>,
+        in_bf16: bool,
+    ) -> Result<()> {
+        let scales = scales.map(|scales| scales.narrow(0, self.start, self.len)).transpose()?;
+        let kernel = if in_bf16 { kernels::cross_entropy_bf16 } else { kernels::cross_entropy_f32 };
+        kernel(
+            driver,
+            LaunchShape::line(self.len, THREADS),
+            InOut::columns(&self.logits().as_view())?,
+            In::all(&self.targets)?,
+            In::optional(scales.as_ref())?,
+            Out::all(&self.losses)?,
+            Out::all(&self.hits)?,
+            number(self.vocab)?,
+            self.pitch(),
+            kind.scale as f32,
+            kind.softcap.unwrap_or(0.0) as f32,
+        )
+    }
+}
+
+pub(super) fn linear_cross_entropy(
+    driver: &dyn Driver,
+    x: &Tensor,
+    output: Output<'_>,
+    targets: LossTargets<'_>,
+    kind: LossKind,
+    grads: OutputGrads<'_>,
+) -> Result<LossAndGrad> {
+    targets.check()?;
+    let ((n, width), device, count) = (x.dims2()?, x.device(), counted(targets.ids).len());
+    let du_of =
+        |n: usize| output.delta.map(|delta| TensorMut::zeros((n, delta.u.dim(1)?), DType::F32, device));
+    if count == 0 {
+        let du = du_of(n).transpose()?.map(TensorMut::into_tensor);
+        return Ok(LossAndGrad { loss: 0.0, dx: Tensor::zeros((n, width), x.dtype(), device)?, du });
+    }
+    let packed = Packed::new(driver, x, output, targets.ids)?;
+    let (dx, du) = (empty(count, width, x.dtype(), device)?, du_of(count).transpose()?);
+    let places = &packed.rows.places;
+    let scales = |_| -> Result<Tensor> {
+        let scales: Vec<f32> = places.iter().map(|&n| targets.scale(n, kind.scale)).collect();
+        Ok(Tensor::from_vec(scales, count, device)?)
+    };
+    let scales = targets.coefficients.map(scales).transpose()?;
+    let in_bf16 = x.dtype() == DType::BF16 && output.delta.is_none() && grads.rows.is_none();
+    for chunk in packed.chunks(output) {
+        let chunk = chunk?;
+        chunk.differentiate(driver, kind, scales.as_ref(), in_bf16)?;
+        let (d, dx) = (chunk.logits().as_view(), dx.narrow(0, chunk.start, chunk.len)?);
+        if in_bf16 {
+            backward_in_bf16(driver, d, &chunk.x, output.weight, &dx, grads.weight)?;
+        } else {
+            let du = du.as_ref().map(|du| du.narrow(0, chunk.start, chunk.len)).transpose()?;
+            backward(d, (&chunk.x, &dx), chunk.u.as_ref().zip(du.as_ref()), output, grads)?;
+        }
+    }
+    let losses = packed.losses.to_vec1::<f32>()?;
+    let loss = losses.iter().zip(places).map(|(&loss, &n)| targets.weighted(n, loss)).sum();
+    let du = du.map(|du| packed.rows.unpack(driver, du, n)).transpose()?;
+    Ok(LossAndGrad { loss, dx: packed.rows.unpack(driver, dx, n)?, du })
+}
+
+/// `dx = d · W` and `dW += dᵀ · x`, where d lies in bf16 in the front halves of the rows of `logits`.
+fn backward_in_bf16(
+    driver: &dyn Driver,
+    logits: ColumnView<'_>,
+    x: &Tensor,
+    weight: &Tensor,
+    dx: &TensorMut,
+    dweight: Option<&TensorMut>,
+) -> Result<()> {
+    let to_x = ColumnViewMut::all(dx);
+    driver.gemm(&Gemm::of_front_halves(&to_x, &logits, &ColumnView::all(weight), Transpose::Nn, false)?)?;
+    let Some(dweight) = dweight else { return Ok(()) };
+    let to_weight = ColumnViewMut::all(dweight);
+    driver.gemm(&Gemm::of_front_halves(&to_weight, &logits, &ColumnView::all(x), Transpose::Tn, true)?)
+}
+
+/// What flows back from `d`, f32: to x, the weight, single rows of it, and the adapter's `u` and B.
+fn backward(
+    d: ColumnView<'_>,
+    (x, dx): (&Tensor, &TensorMut),
+    delta: Option<(&Tensor, &TensorMut)>,
+    output: Output<'_>,
+    grads: OutputGrads<'_>,
+) -> Result<()> {
+    let (x, low) = (ColumnView::all(x), d.narrow()?.contiguous()?.to_dtype(output.weight.dtype())?);
+    let (weight, low) = (ColumnView::all(output.weight), ColumnView::all(&low));
+    columns_product(ColumnViewMut::all(dx), low, weight, Transpose::Nn, 1.0, false)?;
+    if let Some(dweight) = grads.weight {
+        columns_product(ColumnViewMut::all(dweight), low, x, Transpose::Tn, 1.0, true)?;
+    }
+    if let Some((ids, drows)) = grads.rows {
+        let ids = Tensor::from_slice(ids, ids.len(), drows.device())?;
+        let picked = d.narrow()?.contiguous()?.index_select(&ids, 1)?;
+        columns_product(ColumnViewMut::all(drows), ColumnView::all(&picked), x, Transpose::Tn, 1.0, true)?;
+    }
+    let Some((delta, (u, du))) = output.delta.zip(delta) else { return Ok(()) };
+    let b = ColumnView::all(delta.b);
+    columns_product(ColumnViewMut::all(du), d, b, Transpose::Nn, delta.scale, false)?;
+    let Some(db) = grads.b else { return Ok(()) };
+    columns_product(ColumnViewMut::all(db), d, ColumnView::all(u), Transpose::Tn, delta.scale, true)
+}
+
+pub(super) fn score_targets(
+    driver: &dyn Driver,
+    x: &Tensor,
+    output: Output<'_>,
+    targets: &[u32],
+    softcap: Option<f64>,
+) -> Result<Vec<TokenScore>> {
+    if counted(targets).is_empty() {
+        return Ok(Vec::new());
+    }
+    let packed = Packed::new(driver, x, output, targets)?;
+    for chunk in packed.chunks(output) {
+        let chunk = chunk?;
+        kernels::score_rows(
+            driver,
+            LaunchShape::line(chunk.len, THREADS),
+            In::columns(&chunk.logits().as_view())?,
+            In::all(&chunk.targets)?,
+            Out::all(&chunk.losses)?,
+            Out::all(&chunk.hits)?,
+            number(chunk.vocab)?,
+            chunk.pitch(),
+            softcap.unwrap_or(0.0) as f32,
+        )?;
+    }
+    let scores = packed.losses.to_vec1::<f32>()?.into_iter().zip(packed.hits.to_vec1::<u32>()?);
+    Ok(scores.map(|(loss, hit)| TokenScore { loss, correct: hit == 1 }).collect())
+}

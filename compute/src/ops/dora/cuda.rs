@@ -1,0 +1,116 @@
+//! DoRA's norms, magnitudes and their gradients by kernels of `kernels/reduce.cu` and `kernels/elementwise.cu`.
+
+use candle_core::{DType, Tensor};
+use half::bf16;
+
+use super::{ColumnView, ColumnViewMut, Weight};
+use crate::error::Result;
+use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
+use crate::ops::matmul::{Transpose, cuda as matmul_cuda, empty, matmul};
+use crate::ops::matmul_quantized::cuda::dequantize;
+use crate::runtime::TensorMut;
+
+/// Threads of a block.
+const THREADS: u32 = 256;
+/// Values that a block of a cast takes.
+const CAST_SHARE: usize = 4096;
+
+/// Whether there are kernels for values of these types.
+pub(super) fn are_supported(types: [DType; 2]) -> bool {
+    types.iter().all(|dtype| matches!(dtype, DType::BF16 | DType::F32))
+}
+
+/// Whether there are kernels for a weight of this type.
+pub(super) fn is_supported(weight: Weight<'_>) -> bool {
+    match weight {
+        Weight::Dense(weight) => are_supported([weight.dtype(); 2]),
+        Weight::Quantized(_) => true,
+    }
+}
+
+/// The sum `W + scale · B · A` is in memory whole, in f32, while its rows are measured.
+pub(super) fn weight_norm(
+    driver: &dyn Driver,
+    weight: Weight<'_>,
+    a: &Tensor,
+    b: &Tensor,
+    scale: f64,
+) -> Result<Tensor> {
+    let (out, width) = weight.dims()?;
+    let sum = match weight {
+        Weight::Quantized(weight) => TensorMut::new(dequantize(driver, weight, DType::F32)?),
+        Weight::Dense(weight) => widened(driver, weight)?,
+    };
+    let (b, a) = (ColumnView::all(b), ColumnView::all(a));
+    matmul(ColumnViewMut::all(&sum), b, a, Transpose::Nn, scale, true)?;
+    let norms = TensorMut::zeros(out, DType::F32, sum.device())?;
+    let shape = LaunchShape::line(out, THREADS);
+    let (rows, to) = (In::<f32>::all(&sum)?, Out::<f32>::all(&norms)?);
+    kernels::row_norms_f32(driver, shape, rows, to, number(width)?, width as i64)?;
+    Ok(norms.into_tensor())
+}
+
+/// A copy in f32.
+fn widened(driver: &dyn Driver, weight: &Tensor) -> Result<TensorMut> {
+    let (out, width) = weight.dims2()?;
+    let copy = empty(out, width, DType::F32, weight.device())?;
+    if weight.dtype() == DType::F32 {
+        copy.slice_set(weight, 0, 0)?;
+        return Ok(copy);
+    }
+    let count = out * width;
+    let shape = LaunchShape::line(count.div_ceil(CAST_SHARE), THREADS);
+    kernels::cast_bf16_f32(driver, shape, In::<bf16>::all(weight)?, Out::<f32>::all(&copy)?, count as i64)?;
+    Ok(copy)
+}
+
+pub(super) fn scale_columns(
+    driver: &dyn Driver,
+    dst: ColumnViewMut<'_>,
+    x: ColumnView<'_>,
+    factors: &Tensor,
+    accumulate: bool,
+) -> Result<()> {
+    let ((rows, pitch), (_, x_pitch)) = (dst.tensor.dims2()?, x.tensor.dims2()?);
+    let (shape, view) = (LaunchShape::line(rows, THREADS), dst.as_view());
+    let (width, pitch, x_pitch) = (number(dst.len)?, pitch as i64, x_pitch as i64);
+    macro_rules! launch {
+        ($kernel:ident, $dst:ty, $x:ty) => {{
+            let (dst, x) = (InOut::<$dst>::columns(&view)?, In::<$x>::columns(&x)?);
+            let factors = In::<f32>::all(factors)?;
+            kernels::$kernel(driver, shape, dst, x, factors, width, pitch, x_pitch, u32::from(accumulate))
+        }};
+    }
+    match (dst.tensor.dtype(), x.tensor.dtype()) {
+        (DType::BF16, DType::BF16) => launch!(scale_columns_bf16_bf16, bf16, bf16),
+        (DType::BF16, _) => launch!(scale_columns_bf16_f32, bf16, f32),
+        (_, DType::BF16) => launch!(scale_columns_f32_bf16, f32, bf16),
+        _ => launch!(scale_columns_f32_f32, f32, f32),
+    }
+}
+
+pub(super) fn magnitude_backward(
+    driver: &dyn Driver,
+    grad: &TensorMut,
+    dy: ColumnView<'_>,
+    x: &Tensor,
+    norm: &Tensor,
+) -> Result<()> {
+    let ((rows, pitch), (_, x_pitch)) = (dy.tensor.dims2()?, x.dims2()?);
+    let sums = matmul_cuda::ColumnSums::new(rows, dy.len, grad.device())?;
+    let (shape, out) = (sums.shape()?, Out::<f32>::all(&sums.partials)?);
+    let (rows, width, pitch, x_pitch) = (number(rows)?, number(dy.len)?, pitch as i64, x_pitch as i64);
+    macro_rules! launch {
+        ($kernel:ident, $dy:ty, $x:ty) => {{
+            let (dy, x) = (In::<$dy>::columns(&dy)?, In::<$x>::all(x)?);
+            kernels::$kernel(driver, shape, dy, x, out, rows, width, pitch, x_pitch)?
+        }};
+    }
+    match (dy.tensor.dtype(), x.dtype()) {
+        (DType::BF16, DType::BF16) => launch!(column_products_bf16_bf16, bf16, bf16),
+        (DType::BF16, _) => launch!(column_products_bf16_f32, bf16, f32),
+        (_, DType::BF16) => launch!(column_products_f32_bf16, f32, bf16),
+        _ => launch!(column_products_f32_f32, f32, f32),
+    }
+    sums.add_to(driver, grad, Some(norm))
+}

@@ -1,0 +1,61 @@
+//! Whole runs through the GPU's kernels, without a GPU: the trajectories of transformers + PEFT again, by a binary of
+//! feature `kernel-emu`, whose every operation that has a kernel launches it in the emulator.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+#[allow(dead_code, reason = "each test binary uses its part")]
+mod golden_run;
+
+use std::process::Command;
+
+use golden_run::{ONE_RANK, Split, follows_with};
+
+/// Threads in order, and copies that come at once.
+const FORWARD: (&str, &str) = ("FINETUNE_EMULATE", "forward");
+
+#[test]
+fn full_training_follows_transformers() {
+    follows_with("full", ONE_RANK, &[FORWARD]);
+}
+
+#[test]
+fn lora_follows_peft() {
+    follows_with("lora", ONE_RANK, &[FORWARD]);
+    follows_with("lora_qwen2", ONE_RANK, &[FORWARD]);
+    follows_with("lora_tokens", ONE_RANK, &[FORWARD]);
+}
+
+#[test]
+fn qlora_follows_peft_on_bitsandbytes() {
+    follows_with("qlora", ONE_RANK, &[FORWARD]);
+}
+
+#[test]
+fn dora_follows_peft() {
+    follows_with("dora", ONE_RANK, &[FORWARD]);
+}
+
+/// Ranks are threads, and each computes on the emulator.
+#[test]
+fn ranks_follow_transformers() {
+    let split = Split { ranks: 2, strategy: "fsdp", shard_size: None };
+    follows_with("full", split, &[("FINETUNE_EMULATE", "3")]);
+}
+
+/// The self-test says so, and passes.
+#[test]
+fn the_self_test_runs_emulated() {
+    let mut doctor = Command::new(env!("CARGO_BIN_EXE_finetune"));
+    let done = doctor.args(["doctor", "--selftest", "--emulated"]).output().unwrap();
+    let told = String::from_utf8_lossy(&done.stdout);
+    assert!(done.status.success() && told.contains("self-test on emulated GPU kernels"), "{told}");
+}
+
+/// The variable is read: this build is one that emulates.
+#[test]
+fn a_schedule_that_is_none_is_refused() {
+    let mut doctor = Command::new(env!("CARGO_BIN_EXE_finetune"));
+    let done = doctor.args(["doctor", "--selftest"]).env("FINETUNE_EMULATE", "sideways").output().unwrap();
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(!done.status.success() && said.contains("FINETUNE_EMULATE is \"sideways\""), "{said}");
+}
