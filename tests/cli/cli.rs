@@ -309,6 +309,8 @@ fn help_of_every_verb() {
 
     Options:
           --selftest  Compare every operation, forward and backward, with its reference
+          --emulated  Compute by the GPU's kernels, run on the processor (builds with the feature
+                      `kernel-emu`)
       -h, --help      Print help
 
     Examples:
