@@ -37,6 +37,7 @@ use super::{Call, Collective, Op, Phase, Ticket, Traffic};
 use crate::collective::buffer_checks::{check_host, check_shard, check_sum};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::buffer::Buffer;
+use crate::runtime::rank_sum;
 
 /// Bytes of a part that are exchanged and added at a time; bounds the scratch to one such piece per rank.
 const PIECE_BYTES: usize = 1 << 20;
