@@ -147,7 +147,7 @@ fn a_fault_that_cannot_be_read() {
 #[test]
 #[cfg_attr(
     debug_assertions,
-    ignore = "this build plants faults; `cargo test --release` runs it, and .ci/run its like"
+    ignore = "this build plants faults; `cargo test --release` runs it; .ci/run tries the same"
 )]
 fn a_release_build_plants_no_fault() {
     let place = tempfile::tempdir().unwrap();

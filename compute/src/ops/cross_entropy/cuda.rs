@@ -47,6 +47,11 @@ impl Counted {
         self.places.len()
     }
 
+    /// Their rows of `x: [n, width]`, one after the other.
+    fn pack(&self, driver: &dyn Driver, x: &Tensor) -> Result<Tensor> {
+        if self.count() == x.dim(0)? { Ok(x.clone()) } else { gather(driver, x, &self.listed) }
+    }
+
     /// The rows of `packed: [count, width]` in their places of `[n, width]`; zeros where no target is.
     fn unpack(&self, driver: &dyn Driver, packed: TensorMut, n: usize) -> Result<Tensor> {
         if self.count() == n {
@@ -108,8 +113,8 @@ impl Packed {
         let (rows, device) = (Counted::new(targets, x.device())?, x.device());
         let (count, vocab) = (rows.count(), output.weight.dim(0)?);
         Ok(Packed {
-            x: gather(driver, x, &rows.listed)?,
-            u: output.delta.map(|delta| gather(driver, delta.u, &rows.listed)).transpose()?,
+            x: rows.pack(driver, x)?,
+            u: output.delta.map(|delta| rows.pack(driver, delta.u)).transpose()?,
             losses: TensorMut::zeros(count, DType::F32, device)?,
             hits: TensorMut::zeros(count, DType::U32, device)?,
             room: empty(chunk_rows(vocab).min(count), vocab.next_multiple_of(PITCH), DType::F32, device)?,
@@ -249,8 +254,11 @@ fn backward(
     output: Output<'_>,
     grads: OutputGrads<'_>,
 ) -> Result<()> {
-    let (x, low) = (ColumnView::all(x), d.narrow()?.contiguous()?.to_dtype(output.weight.dtype())?);
-    let (weight, low) = (ColumnView::all(output.weight), ColumnView::all(&low));
+    let (x, weight, dtype) = (ColumnView::all(x), ColumnView::all(output.weight), output.weight.dtype());
+    let rounded =
+        (dtype != DType::F32).then(|| -> Result<_> { Ok(d.narrow()?.contiguous()?.to_dtype(dtype)?) });
+    let rounded = rounded.transpose()?;
+    let low = rounded.as_ref().map_or(d, ColumnView::all);
     columns_product(ColumnViewMut::all(dx), low, weight, Transpose::Nn, 1.0, false)?;
     if let Some(dweight) = grads.weight {
         columns_product(ColumnViewMut::all(dweight), low, x, Transpose::Tn, 1.0, true)?;

@@ -5,7 +5,7 @@ use half::bf16;
 
 use super::{ColumnView, ColumnViewMut, Weight};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
+use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, is_float, kernels, number};
 use crate::ops::matmul::{Transpose, cuda as matmul_cuda, empty, matmul};
 use crate::ops::matmul_quantized::cuda::dequantize;
 use crate::runtime::TensorMut;
@@ -17,7 +17,7 @@ const CAST_SHARE: usize = 4096;
 
 /// Whether there are kernels for values of these types.
 pub(super) fn are_supported(types: [DType; 2]) -> bool {
-    types.iter().all(|dtype| matches!(dtype, DType::BF16 | DType::F32))
+    types.into_iter().all(is_float)
 }
 
 /// Whether there are kernels for a weight of this type.

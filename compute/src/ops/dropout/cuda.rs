@@ -5,12 +5,12 @@ use half::bf16;
 
 use super::Dropout;
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, LaunchShape, Out, kernels, number};
+use crate::ops::gpu::{Driver, In, LaunchShape, Out, is_float, kernels, number};
 use crate::ops::matmul::empty;
 
 /// Whether there are kernels for values of this type.
 pub(super) fn is_supported(x: &Tensor) -> bool {
-    matches!(x.dtype(), DType::BF16 | DType::F32)
+    is_float(x.dtype())
 }
 
 pub(super) fn dropout(driver: &dyn Driver, x: &Tensor, site: Dropout) -> Result<Tensor> {

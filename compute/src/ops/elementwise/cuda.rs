@@ -4,13 +4,13 @@ use candle_core::{DType, Tensor};
 use half::bf16;
 
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
+use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, is_float, kernels, number};
 use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
 
 /// Whether there are kernels for values of these types.
 pub(super) fn is_supported(a: &Tensor, b: &Tensor) -> bool {
-    [a, b].iter().all(|x| matches!(x.dtype(), DType::BF16 | DType::F32))
+    [a, b].iter().all(|x| is_float(x.dtype()))
 }
 
 /// A block takes 8192 values where all are bf16, else 4096.

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels, number};
+use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, is_float, kernels, number};
 use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
 
@@ -13,7 +13,7 @@ const COLUMNS: usize = 1024;
 
 /// Whether there are kernels for values of these types.
 pub(super) fn is_supported(types: [DType; 2]) -> bool {
-    types.iter().all(|dtype| matches!(dtype, DType::BF16 | DType::F32))
+    types.into_iter().all(is_float)
 }
 
 pub(super) fn embed(

@@ -5,7 +5,7 @@ use half::bf16;
 
 use super::Activation;
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, LaunchShape, Out, kernels, number};
+use crate::ops::gpu::{Driver, In, LaunchShape, Out, is_float, kernels, number};
 use crate::ops::matmul::empty;
 
 /// Threads of a block.
@@ -13,7 +13,7 @@ const THREADS: usize = 256;
 
 /// Whether there are kernels for values of this type.
 pub(super) fn is_supported(gate_up: &Tensor) -> bool {
-    matches!(gate_up.dtype(), DType::BF16 | DType::F32)
+    is_float(gate_up.dtype())
 }
 
 /// A thread takes as many values as 16 bytes hold, or one where rows are no multiple of that.

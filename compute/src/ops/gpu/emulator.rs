@@ -95,26 +95,36 @@ const VARIABLE: &str = "FINETUNE_EMULATE";
 /// How the whole process computes; none where it does not on the emulator.
 static PROCESS: OnceLock<Option<EmulatorSchedule>> = OnceLock::new();
 
-/// Makes the whole process compute on the emulator, unless [`VARIABLE`] has said how.
-pub(crate) fn emulate_process() {
-    PROCESS.get_or_init(|| Some(EmulatorSchedule::default()));
+/// Makes the whole process compute on the emulator, as [`VARIABLE`] says, else in order.
+///
+/// # Errors
+/// It has begun to compute another way.
+pub(crate) fn emulate_process() -> Result<()> {
+    match PROCESS.get_or_init(|| Some(schedule_of_environment().unwrap_or_default())) {
+        Some(_) => Ok(()),
+        None => {
+            Err(Error::internal("the process is to compute by emulated kernels and already computes without"))
+        }
+    }
 }
 
 fn schedule_of_process() -> Option<EmulatorSchedule> {
-    *PROCESS.get_or_init(|| {
-        let value = std::env::var(VARIABLE).ok()?;
-        let order = match value.as_str() {
-            "forward" => Order::Forward,
-            "reverse" => Order::Reverse,
-            seed => match seed.parse() {
-                Ok(seed) => Order::Shuffled(seed),
-                Err(_) => {
-                    panic!("{VARIABLE} is {value:?}; accepted: forward, reverse, or the number of a shuffle")
-                }
-            },
-        };
-        Some(EmulatorSchedule { order, late_copies: order != Order::Forward, counts: false })
-    })
+    *PROCESS.get_or_init(schedule_of_environment)
+}
+
+fn schedule_of_environment() -> Option<EmulatorSchedule> {
+    let value = std::env::var(VARIABLE).ok()?;
+    let order = match value.as_str() {
+        "forward" => Order::Forward,
+        "reverse" => Order::Reverse,
+        seed => match seed.parse() {
+            Ok(seed) => Order::Shuffled(seed),
+            Err(_) => {
+                panic!("{VARIABLE} is {value:?}; accepted: forward, reverse, or the number of a shuffle")
+            }
+        },
+    };
+    Some(EmulatorSchedule { order, late_copies: order != Order::Forward, counts: false })
 }
 
 /// The emulator, when the whole process computes on it.

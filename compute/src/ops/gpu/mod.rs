@@ -20,7 +20,7 @@ mod gemm;
 
 use std::cell::Cell;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
 use self::args::KernelValue;
@@ -68,6 +68,11 @@ impl LaunchShape {
 /// It is 2^32 or larger.
 pub(crate) fn number(value: usize) -> Result<u32> {
     u32::try_from(value).map_err(|_| Error::internal(format!("{value} is too large for a kernel")))
+}
+
+/// Whether kernels take activations and weights of this type.
+pub(crate) fn is_float(dtype: DType) -> bool {
+    matches!(dtype, DType::BF16 | DType::F32)
 }
 
 /// What runs kernels and multiplies matrices.

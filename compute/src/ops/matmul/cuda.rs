@@ -5,7 +5,7 @@ use half::bf16;
 
 use super::{ColumnView, ColumnViewMut, Transpose, empty, reference};
 use crate::error::Result;
-use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number};
+use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, is_float, kernels, number};
 use crate::runtime::TensorMut;
 
 /// Columns and rows of a block of the first stage of a bias's gradient.
@@ -16,7 +16,7 @@ const THREADS: usize = 256;
 
 /// Whether there are kernels for values of this type.
 pub(super) fn is_supported(dtype: DType) -> bool {
-    matches!(dtype, DType::BF16 | DType::F32)
+    is_float(dtype)
 }
 
 /// The product where the three types go together in one; else, and for sums of nothing, its definition.

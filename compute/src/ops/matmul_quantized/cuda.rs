@@ -5,13 +5,13 @@ use half::bf16;
 
 use super::Quantized;
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, LaunchShape, Out, kernels};
+use crate::ops::gpu::{Driver, In, LaunchShape, Out, is_float, kernels};
 use crate::ops::matmul::empty;
 use crate::quant::{CodeKind, RunMeaning, dynamic_signed};
 
 /// Whether there is a kernel that gives panels of this type.
 pub(super) fn is_supported(dtype: DType) -> bool {
-    matches!(dtype, DType::BF16 | DType::F32)
+    is_float(dtype)
 }
 
 /// The whole matrix, `[out, in]` in `dtype`; the bits of the CPU's values, rounded once.

@@ -46,13 +46,10 @@ pub fn run(device: &Device) -> impl Iterator<Item = CaseOutcome> {
 /// Makes this process compute by emulated kernels from now on.
 ///
 /// # Errors
-/// The user's: the build has no emulator.
+/// The user's: the build has no emulator. An internal one: something was computed before.
 pub fn emulate() -> Result<()> {
     #[cfg(feature = "kernel-emu")]
-    {
-        super::gpu::emulator::emulate_process();
-        Ok(())
-    }
+    return super::gpu::emulator::emulate_process();
     #[cfg(not(feature = "kernel-emu"))]
     Err(Error::user("cannot run the self-test emulated")
         .because("this binary was built without the feature `kernel-emu`")
