@@ -17,7 +17,7 @@ struct Backward {
     In<bf16> q, k, v, dout;
     In<float> lse, delta;
     In<uint32_t> tiles;
-    uint32_t heads, group, rows, q_stride, kv_stride, d_stride;
+    uint32_t heads, group, rows, q_stride, k_stride, v_stride, d_stride;
     float factor, bend, scale;
     uint32_t window;
 };
@@ -128,9 +128,11 @@ template <class S> DEVICE inline void backward_keys(const Backward &x, Out<bf16>
         store_zeros<S::CHUNKS, S::KEYS, S::THREADS>(dv_out, at.out_at(x.d_stride), x.d_stride, at.there);
         return;
     }
-    int64_t kv_at = int64_t(at.row) * x.kv_stride + at.kv_head * D + Copy::start(x.kv_stride);
-    Copy::template copy<S::KEYS>(k_rows, x.k.offset(kv_at), x.kv_stride, at.there);
-    Copy::template copy<S::KEYS>(v_rows, x.v.offset(kv_at), x.kv_stride, at.there);
+    int64_t key = at.row, column = at.kv_head * D;
+    int64_t k_at = key * x.k_stride + column + Copy::start(x.k_stride);
+    int64_t v_at = key * x.v_stride + column + Copy::start(x.v_stride);
+    Copy::template copy<S::KEYS>(k_rows, x.k.offset(k_at), x.k_stride, at.there);
+    Copy::template copy<S::KEYS>(v_rows, x.v.offset(v_at), x.v_stride, at.there);
     Queries next{at.kv_head * int(x.group), t.first};
     int head_end = next.head + int(x.group), stage = 0;
     copy_queries<S>(x, t, next, end, stages, sums);
@@ -185,12 +187,15 @@ template <class S> DEVICE inline void backward_queries(const Backward &x, Out<bf
     uint32_t dout_stride = x.heads * D;
     int64_t q_at = row * x.q_stride + head * D + Copy::start(x.q_stride);
     int64_t dout_at = row * dout_stride + head * D + Copy::start(dout_stride);
-    int64_t kv_at = int64_t(t.k_start + from) * x.kv_stride + head / int(x.group) * D + Copy::start(x.kv_stride);
+    int64_t key = t.k_start + from, column = head / int(x.group) * D;
+    int64_t k_at = key * x.k_stride + column + Copy::start(x.k_stride);
+    int64_t v_at = key * x.v_stride + column + Copy::start(x.v_stride);
     auto copy_keys = [&](Shared<bf16> stage, int there) {
-        Copy::template copy<KEYS>(stage, x.k.offset(kv_at), x.kv_stride, there);
-        Copy::template copy<KEYS>(stage.offset(S::STAGE / 2), x.v.offset(kv_at), x.kv_stride, there);
+        Copy::template copy<KEYS>(stage, x.k.offset(k_at), x.k_stride, there);
+        Copy::template copy<KEYS>(stage.offset(S::STAGE / 2), x.v.offset(v_at), x.v_stride, there);
         copy_async_commit();
-        kv_at += int64_t(KEYS) * x.kv_stride;
+        k_at += int64_t(KEYS) * x.k_stride;
+        v_at += int64_t(KEYS) * x.v_stride;
     };
     Copy::template copy<S::QUERIES>(q_rows, x.q.offset(q_at), x.q_stride, there);
     Copy::template copy<S::QUERIES>(dout_rows, x.dout.offset(dout_at), dout_stride, there);
@@ -244,14 +249,15 @@ KERNEL attention_delta(In<bf16> out, In<bf16> dout, Out<float> delta, uint32_t h
 
 #define KEYS_PARAMETERS                                                                                                \
     In<bf16> q, In<bf16> k, In<bf16> v, In<bf16> dout, In<float> lse, In<float> delta, Out<bf16> dk, Out<bf16> dv,     \
-        In<uint32_t> tiles, uint32_t heads, uint32_t group, uint32_t rows, uint32_t q_stride, uint32_t kv_stride,      \
-        uint32_t d_stride, float factor, float bend, float scale, uint32_t window
+        In<uint32_t> tiles, uint32_t heads, uint32_t group, uint32_t rows, uint32_t q_stride, uint32_t k_stride,       \
+        uint32_t v_stride, uint32_t d_stride, float factor, float bend, float scale, uint32_t window
 #define QUERIES_PARAMETERS                                                                                             \
     In<bf16> q, In<bf16> k, In<bf16> v, In<bf16> dout, In<float> lse, In<float> delta, Out<bf16> dq,                   \
-        In<uint32_t> tiles, uint32_t heads, uint32_t group, uint32_t rows, uint32_t q_stride, uint32_t kv_stride,      \
-        uint32_t d_stride, float factor, float bend, float scale, uint32_t window
+        In<uint32_t> tiles, uint32_t heads, uint32_t group, uint32_t rows, uint32_t q_stride, uint32_t k_stride,       \
+        uint32_t v_stride, uint32_t d_stride, float factor, float bend, float scale, uint32_t window
 #define ARGUMENTS                                                                                                      \
-    {q, k, v, dout, lse, delta, tiles, heads, group, rows, q_stride, kv_stride, d_stride, factor, bend, scale, window}
+    {q,    k,        v,        dout,     lse,      delta,  tiles, heads, group, rows,                                  \
+     q_stride, k_stride, v_stride, d_stride, factor, bend,  scale, window}
 
 // dk and dv: [rows, heads / group D], rows d_stride values apart. q, k, v, lse, factor, bend and window are those of the
 // forward, and scale is that of the scores; dout: [rows, heads D]; delta: [heads, rows]. tiles: [., 5] has q_start,

@@ -13,7 +13,7 @@ struct Forward {
     Out<bf16> out;
     Out<float> lse;
     In<uint32_t> tiles;
-    uint32_t heads, group, rows, q_stride, kv_stride;
+    uint32_t heads, group, rows, q_stride, k_stride, v_stride;
     float factor, bend;
     uint32_t window;
 };
@@ -87,10 +87,12 @@ template <class S> DEVICE inline void forward(const Forward &x) {
     }
     // The first key that a query of the tile sees, and how many of the rest any of them sees.
     int from = larger(0, past + 1 - window), left = past + there - from;
-    int64_t kv_at = int64_t(t.k_start + from) * x.kv_stride + head / int(x.group) * D + Copy::start(x.kv_stride);
+    int64_t key = t.k_start + from, column = head / int(x.group) * D;
+    int64_t k_at = key * x.k_stride + column + Copy::start(x.k_stride);
+    int64_t v_at = key * x.v_stride + column + Copy::start(x.v_stride);
     int64_t q_at = int64_t(row) * x.q_stride + head * D + Copy::start(x.q_stride);
     Copy::template copy<S::QUERIES>(q_rows, x.q.offset(q_at), x.q_stride, there);
-    Copy::template copy<KEYS>(k_rows, x.k.offset(kv_at), x.kv_stride, left);
+    Copy::template copy<KEYS>(k_rows, x.k.offset(k_at), x.k_stride, left);
     copy_async_commit();
 
     int first = warp_id() * 16 * MT;
@@ -102,13 +104,14 @@ template <class S> DEVICE inline void forward(const Forward &x) {
     for (; left > 0; left -= KEYS, ahead -= KEYS) {
         copy_async_wait<0>();
         sync_block();
-        Copy::template copy<KEYS>(v_rows, x.v.offset(kv_at), x.kv_stride, left);
+        Copy::template copy<KEYS>(v_rows, x.v.offset(v_at), x.v_stride, left);
         copy_async_commit();
         scores<D>(s, q_rows, first, k_rows);
         copy_async_wait<0>();
         sync_block();
-        kv_at += int64_t(KEYS) * x.kv_stride;
-        Copy::template copy<KEYS>(k_rows, x.k.offset(kv_at), x.kv_stride, left - KEYS);
+        k_at += int64_t(KEYS) * x.k_stride;
+        v_at += int64_t(KEYS) * x.v_stride;
+        Copy::template copy<KEYS>(k_rows, x.k.offset(k_at), x.k_stride, left - KEYS);
         copy_async_commit();
         if (x.bend != 0.0f) for_scores(s, [&](float &e, int, int, int) { e = bent(e, x.bend); });
         hide_unseen<true>(s, ahead, window);
@@ -124,11 +127,12 @@ template <class S> DEVICE inline void forward(const Forward &x) {
 
 #define PARAMETERS                                                                                                     \
     In<bf16> q, In<bf16> k, In<bf16> v, Out<bf16> out, Out<float> lse, In<uint32_t> tiles, uint32_t heads,       \
-        uint32_t group, uint32_t rows, uint32_t q_stride, uint32_t kv_stride, float factor, float bend, uint32_t window
-#define ARGUMENTS {q, k, v, out, lse, tiles, heads, group, rows, q_stride, kv_stride, factor, bend, window}
+        uint32_t group, uint32_t rows, uint32_t q_stride, uint32_t k_stride, uint32_t v_stride, float factor,        \
+        float bend, uint32_t window
+#define ARGUMENTS {q, k, v, out, lse, tiles, heads, group, rows, q_stride, k_stride, v_stride, factor, bend, window}
 
 // out: [rows, heads D] and lse: [heads, rows] of queries q: [rows, heads D], keys k and values v: [any, heads / group D],
-// whose rows are q_stride and kv_stride values apart. tiles: [., 5] has q_start, q_len, k_start, k_len of a span and the
+// whose rows are q_stride, k_stride and v_stride values apart. tiles: [., 5] has q_start, q_len, k_start, k_len of a span and the
 // tile's first query in it; one block for each tile and head, heads fastest. Spans without keys get zeros.
 // factor > 0 and bend say how scores become exponents (attention.cuh); window: at most 2^30, which is none. Heads of 64
 // values, tiles of 128 queries.

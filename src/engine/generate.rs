@@ -63,12 +63,7 @@ impl Engine {
     /// Logits after `ids`, which follow the `past` tokens in the caches.
     fn next_logits(&self, ids: &[u32], past: usize, caches: &mut [BlockCache]) -> Result<Vec<f32>> {
         let spans = [Span { q_start: 0, q_len: ids.len(), k_start: 0, k_len: past + ids.len() }];
-        let tables = self
-            .config
-            .ropes
-            .iter()
-            .map(|rope| rope.table(&spans, &self.device))
-            .collect::<Result<Vec<_>>>()?;
+        let tables = self.tables.of_spans(&self.config.ropes, &spans)?;
         let adapter = AdapterSwitch::On;
         let context = BlockContext {
             spans: &spans,

@@ -27,7 +27,9 @@ pub use trainer::{SaveAssignment, StepResult, Trainer, TrainerOptions};
 use crate::collective::Phase;
 use crate::data::Batch;
 use crate::error::{Error, Result};
-use crate::model::{self, AdapterSwitch, BlockContext, BlockSaved, DropoutContext, ModelConfig, Segment};
+use crate::model::{
+    self, AdapterSwitch, BlockContext, BlockSaved, DropoutContext, ModelConfig, RotaryTables, Segment,
+};
 use crate::ops::attention::Span;
 use crate::ops::cross_entropy::TokenScore;
 use crate::ops::rotary::RotaryTable;
@@ -45,6 +47,8 @@ pub struct Engine {
     pub attention: Attention,
     /// Where activations live.
     pub device: Device,
+    /// The angles of the model's ropes, as far as sequences have come.
+    pub tables: RotaryTables,
 }
 
 /// How a micro-batch is computed.
@@ -77,8 +81,7 @@ struct BatchLayout {
 impl Engine {
     fn layout(&self, batch: &Batch) -> Result<BatchLayout> {
         let spans: Vec<Span> = batch.segments.iter().map(|s| Span::sequence(s.start, s.len)).collect();
-        let tables =
-            self.config.ropes.iter().map(|rope| rope.table(&spans, &self.device)).collect::<Result<_>>()?;
+        let tables = self.tables.of_spans(&self.config.ropes, &spans)?;
         Ok(BatchLayout { spans, tables })
     }
 

@@ -8,7 +8,7 @@ use candle_core::Tensor;
 use crate::data::{Batch, Step};
 use crate::error::{Error, Result};
 use crate::model::{HeadWeights, ModelConfig};
-use crate::ops::cross_entropy::LossTargets;
+use crate::ops::cross_entropy::{LossSum, LossTargets};
 use crate::runtime::rng::RngStream;
 
 /// A loss over the hidden states of a micro-batch.
@@ -49,7 +49,7 @@ pub struct ObjectiveInput<'a> {
 #[derive(Debug)]
 pub struct ObjectiveOutput {
     /// The summed loss, not yet scaled.
-    pub loss: f64,
+    pub loss: LossSum,
     /// The gradient of the hidden states for `scale` times the loss: `[N, D]`, in their dtype.
     pub dx: Tensor,
     /// Sums beside the loss: the same names in the same order for every micro-batch.
@@ -66,10 +66,10 @@ pub struct MetricSum {
 }
 
 /// The loss and the metrics of micro-batches, summed.
-#[derive(Debug, Clone, PartialEq, Default)]
+#[derive(Debug, Default)]
 pub struct LossSums {
     /// The summed loss, not yet scaled.
-    pub loss: f64,
+    pub loss: LossSum,
     /// The objective's own sums.
     pub metrics: Vec<MetricSum>,
 }
@@ -80,7 +80,7 @@ impl LossSums {
     /// # Errors
     /// Its metrics have other names: a fault of the objective.
     pub(super) fn add(&mut self, other: LossSums) -> Result<()> {
-        self.loss += other.loss;
+        self.loss.add(other.loss);
         if self.metrics.is_empty() {
             self.metrics = other.metrics;
             return Ok(());
@@ -95,14 +95,14 @@ impl LossSums {
         Ok(())
     }
 
-    /// Replaces all sums by what `sum` makes of them, the loss first.
-    pub(super) fn reduce(&mut self, sum: impl FnOnce(&mut [f64]) -> Result<()>) -> Result<()> {
-        let metrics = self.metrics.iter().map(|metric| metric.sum);
-        let mut values: Vec<f64> = std::iter::once(self.loss).chain(metrics).collect();
+    /// The loss, once the device has computed it, and the metrics, of what `sum` makes of all sums, the loss first.
+    pub(super) fn reduce(self, sum: impl FnOnce(&mut [f64]) -> Result<()>) -> Result<(f64, Vec<MetricSum>)> {
+        let mut metrics = self.metrics;
+        let mut values = vec![self.loss.read()?];
+        values.extend(metrics.iter().map(|metric| metric.sum));
         sum(&mut values)?;
-        self.loss = values[0];
-        self.metrics.iter_mut().zip(&values[1..]).for_each(|(metric, value)| metric.sum = *value);
-        Ok(())
+        metrics.iter_mut().zip(&values[1..]).for_each(|(metric, value)| metric.sum = *value);
+        Ok((values[0], metrics))
     }
 }
 

@@ -116,11 +116,13 @@ impl Trainer {
         let store = &self.engine.store;
         store.zero_gradients()?;
         let scale = 1.0 / self.objective.denominator(step);
-        let mut sums = self.gradients(step, number, scale)?;
+        let sums = self.gradients(step, number, scale)?;
         store.mesh().world().enter(Phase::Norm)?;
-        sums.reduce(|values| store.sum("losses", values))?;
-        let loss = sums.loss * scale;
-        let grad_norm = store.gradient_norm()?;
+        // Started before the loss is read: a GPU is waited for once.
+        let squares = store.gradient_squares()?;
+        let (loss_sum, metrics) = sums.reduce(|values| store.sum("losses", values))?;
+        let loss = loss_sum * scale;
+        let grad_norm = store.norm_of(squares)?;
         if !loss.is_finite() || !grad_norm.is_finite() {
             return Err(self.diverged(step, number, loss, grad_norm)?);
         }
@@ -130,7 +132,7 @@ impl Trainer {
         let learning_rate = self.options.schedule.at(number - 1);
         self.optimizer.update(learning_rate, clip)?;
         store.after_update()?;
-        Ok(StepResult { loss, grad_norm, learning_rate, metrics: sums.metrics })
+        Ok(StepResult { loss, grad_norm, learning_rate, metrics })
     }
 
     /// Adds up the gradients of this rank's micro-batches and returns the sums of their losses and metrics.

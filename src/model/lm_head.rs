@@ -7,7 +7,7 @@ use super::lora::{AdapterSwitch, BranchContext, DropoutSource, Lora};
 use super::{ModelConfig, Param};
 use crate::error::Result;
 use crate::ops::cross_entropy::{
-    Delta, LossKind, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy, logits,
+    Delta, LossKind, LossSum, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy, logits,
     score_targets,
 };
 use crate::ops::rms_norm::{rms_norm, rms_norm_backward};
@@ -39,7 +39,7 @@ impl HeadWeights {
         targets: LossTargets<'_>,
         scale: f64,
         source: DropoutSource,
-    ) -> Result<(f64, Tensor)> {
+    ) -> Result<(LossSum, Tensor)> {
         let normed = rms_norm(x, &self.norm.value, config.norm)?;
         let u = self.down(&normed, BranchContext { adapter: AdapterSwitch::On, source })?;
         let kind = LossKind { scale, softcap: config.logit_softcap };

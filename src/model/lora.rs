@@ -6,7 +6,8 @@
 //! DoRA   y  = x Wᵀ − z + g ⊙ (z + s · (drop(x) Aᵀ) Bᵀ)        z = drop(x) Wᵀ,  g = m / ‖W + s B A‖ (a constant)
 //! ```
 //!
-//! The branch is computed in f32, as PEFT does. Without dropout DoRA's `x Wᵀ − z` cancels and is not computed.
+//! The branch is computed in f32, as PEFT does, and in bf16 on a GPU that computes in bf16, as PEFT does under autocast:
+//! A and B are bf16 then, beside f32 values that the optimizer updates. Without dropout DoRA's `x Wᵀ − z` cancels and is not computed.
 
 use candle_core::{DType, Tensor};
 
@@ -25,9 +26,9 @@ use crate::runtime::rng::RngStream;
 /// An adapter on a linear layer.
 #[derive(Debug, Clone)]
 pub struct Lora {
-    /// `[r, in]` f32.
+    /// `[r, in]`, f32 or bf16.
     pub a: Param,
-    /// `[out, r]` f32.
+    /// `[out, r]`, in the dtype of A.
     pub b: Param,
     /// DoRA's m: `[out]` f32.
     pub magnitude: Option<Param>,
@@ -46,12 +47,14 @@ pub struct LoraShape {
     pub kind: AdapterKind,
     /// The rank: A has so many rows.
     pub r: usize,
+    /// What its branch is computed in.
+    pub dtype: DType,
 }
 
 /// What the branch's backward needs besides the layer's input.
 #[derive(Debug, Clone)]
 pub(super) struct BranchSaved {
-    /// `drop(x) Aᵀ`: `[N, r]` f32.
+    /// `drop(x) Aᵀ`: `[N, r]` in the dtype of A.
     pub(super) u: Tensor,
     dora: Option<DoraSaved>,
 }
@@ -70,7 +73,7 @@ impl BranchSaved {
     /// The bytes that it holds of `tokens` tokens, after a layer of width `out` that returns `dtype`.
     pub(super) fn bytes(shape: LoraShape, out: usize, tokens: usize, dtype: DType) -> usize {
         let f32 = DType::F32.size_in_bytes();
-        let u = tokens * shape.r * f32;
+        let u = tokens * shape.r * shape.dtype.size_in_bytes();
         let dora = match shape.kind {
             AdapterKind::Lora => 0,
             // `unscaled`; `factor` and `norm`.
@@ -127,14 +130,15 @@ impl Lora {
         self.dropout(source).map_or_else(|| Ok(x.clone()), |module_index| dropout(x, module_index))
     }
 
-    /// `drop(x) Aᵀ`: `[N, r]` f32.
+    /// `drop(x) Aᵀ`: `[N, r]` in the dtype of A.
     pub(super) fn down(&self, x: &Tensor, source: DropoutSource) -> Result<Tensor> {
-        let u = empty(x.dim(0)?, self.a.value.dim(0)?, DType::F32, x.device())?;
+        let a = &self.a.value;
+        let u = empty(x.dim(0)?, a.dim(0)?, a.dtype(), x.device())?;
         let input = self.input(x, source)?;
         matmul(
             ColumnViewMut::all(&u),
             ColumnView::all(&input),
-            ColumnView::all(&self.a.value),
+            ColumnView::all(a),
             Transpose::Nt,
             1.0,
             false,
@@ -179,7 +183,7 @@ impl Lora {
     /// The gradient of u, `s · dy B`, and B's gradient added; `dy` is the gradient of `s · u Bᵀ`.
     fn up_backward(&self, u: &Tensor, dy: ColumnView<'_>) -> Result<Tensor> {
         let (rows, r) = u.dims2()?;
-        let du = empty(rows, r, DType::F32, u.device())?;
+        let du = empty(rows, r, u.dtype(), u.device())?;
         matmul(
             ColumnViewMut::all(&du),
             dy,

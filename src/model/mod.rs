@@ -20,6 +20,7 @@ mod linear;
 mod lm_head;
 mod lora;
 mod rope;
+mod rotary_tables;
 mod spec;
 mod stored;
 
@@ -35,6 +36,7 @@ pub use linear::{Linear, LoraSaved};
 pub use lm_head::HeadWeights;
 pub use lora::{AdapterSwitch, Lora, LoraShape};
 pub use rope::{Rope, RopeKind};
+pub use rotary_tables::RotaryTables;
 pub use spec::{Module, ModuleKind, ParamSpec, Role, modules, parameters};
 pub use stored::{StoredModel, stored_name};
 

@@ -1,13 +1,10 @@
 //! AdamW (arXiv 1711.05101): both moments of the gradient, in f32 or in 8 bits.
 
-use candle_core::Tensor;
-
-use super::algorithm::{OptimizerAlgorithm, UpdateStep};
+use super::algorithm::{OptimizerAlgorithm, UpdatePiece, UpdateStep};
 use super::state::{StateTensor, StateValues};
 use crate::error::{Error, Result};
-use crate::ops::adamw::{AdamWStep, adamw};
+use crate::ops::adamw::{AdamWPiece, AdamWStep, adamw};
 use crate::ops::adamw_int8::adamw_int8;
-use crate::runtime::TensorMut;
 
 /// AdamW with the constants of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -27,22 +24,29 @@ impl OptimizerAlgorithm for AdamW {
         ]
     }
 
-    fn update(
-        &self,
-        param: &TensorMut,
-        grad: &Tensor,
-        state: &[StateValues],
-        step: &UpdateStep,
-    ) -> Result<()> {
-        let &UpdateStep { learning_rate, weight_decay, update, grad_scale } = step;
-        let AdamW { betas, eps } = *self;
-        let step = AdamWStep { learning_rate, betas, eps, weight_decay, update, grad_scale };
-        match state {
-            [StateValues::F32(first), StateValues::F32(second)] => adamw(param, grad, [first, second], &step),
-            [StateValues::Int8(first), StateValues::Int8(second)] => {
-                adamw_int8(param, grad, [first, second], &step)
+    fn update(&self, pieces: &[UpdatePiece<'_>]) -> Result<()> {
+        let (mut in_f32, mut in_int8) = (Vec::new(), Vec::new());
+        for &UpdatePiece { param, grad, state, step } in pieces {
+            let step = self.step(step);
+            match state {
+                [StateValues::F32(first), StateValues::F32(second)] => {
+                    in_f32.push(AdamWPiece { param, grad, moments: [first, second], step });
+                }
+                [StateValues::Int8(first), StateValues::Int8(second)] => {
+                    in_int8.push(AdamWPiece { param, grad, moments: [first, second], step });
+                }
+                _ => return Err(Error::internal("AdamW keeps two moments alike")),
             }
-            _ => Err(Error::internal("AdamW keeps two moments alike")),
         }
+        adamw(&in_f32)?;
+        adamw_int8(&in_int8)
+    }
+}
+
+impl AdamW {
+    fn step(&self, step: UpdateStep) -> AdamWStep {
+        let UpdateStep { learning_rate, weight_decay, update, grad_scale } = step;
+        let AdamW { betas, eps } = *self;
+        AdamWStep { learning_rate, betas, eps, weight_decay, update, grad_scale }
     }
 }

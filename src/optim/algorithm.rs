@@ -14,18 +14,24 @@ pub trait OptimizerAlgorithm: Debug + Send + Sync {
     /// The tensors that it keeps beside each parameter.
     fn state(&self) -> &'static [StateTensor];
 
-    /// Updates `param` and its `state`, one for each of [`OptimizerAlgorithm::state`], in place; all of `[elements]`,
-    /// `param` and `grad` f32.
+    /// Updates the parameters of all pieces and their state in place; all are on one device.
     ///
     /// # Errors
     /// When an operation of the device fails.
-    fn update(
-        &self,
-        param: &TensorMut,
-        grad: &Tensor,
-        state: &[StateValues],
-        step: &UpdateStep,
-    ) -> Result<()>;
+    fn update(&self, pieces: &[UpdatePiece<'_>]) -> Result<()>;
+}
+
+/// A run of parameters to update: all of `[elements]`.
+#[derive(Debug, Clone, Copy)]
+pub struct UpdatePiece<'a> {
+    /// The parameters, f32.
+    pub param: &'a TensorMut,
+    /// Their gradients, f32.
+    pub grad: &'a Tensor,
+    /// What is kept beside them: one for each of [`OptimizerAlgorithm::state`].
+    pub state: &'a [StateValues],
+    /// The numbers of this update.
+    pub step: UpdateStep,
 }
 
 /// What one update of one piece is besides the algorithm's constants.

@@ -12,7 +12,7 @@ mod staging;
 mod state;
 
 pub use adamw::AdamW;
-pub use algorithm::{OptimizerAlgorithm, UpdateStep};
+pub use algorithm::{OptimizerAlgorithm, UpdatePiece, UpdateStep};
 pub use optimizer::{Optimizer, OptimizerOptions};
 pub use param_group::ParamGroup;
 pub use schedule::Schedule;

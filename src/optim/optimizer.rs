@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::Device;
 
 use super::adamw::AdamW;
-use super::algorithm::{OptimizerAlgorithm, UpdateStep};
+use super::algorithm::{OptimizerAlgorithm, UpdatePiece, UpdateStep};
 use super::param_group::ParamGroup;
 use super::staging::UpdateStaging;
 use super::state::{StateLayout, StateTensor, StateValues};
@@ -93,20 +93,23 @@ impl Optimizer {
     /// When an operation of the device or a copy between host and device fails.
     pub fn update(&mut self, learning_rate: f64, grad_scale: f64) -> Result<()> {
         self.updates += 1;
-        let algorithm = &*self.options.algorithm;
-        for (group, state) in self.groups.iter().zip(&self.states) {
-            let step = UpdateStep {
-                learning_rate: learning_rate * group.rate,
-                weight_decay: if group.decay { self.options.weight_decay } else { 0.0 },
-                update: self.updates,
-                grad_scale,
-            };
-            match &mut self.staging {
-                Some(staging) => staging.update(group, state, algorithm, &step)?,
-                None => algorithm.update(group.param.tensor()?, &group.grad, state, &step)?,
-            }
+        let OptimizerOptions { algorithm, weight_decay, .. } = &self.options;
+        let step = |group: &ParamGroup| UpdateStep {
+            learning_rate: learning_rate * group.rate,
+            weight_decay: if group.decay { *weight_decay } else { 0.0 },
+            update: self.updates,
+            grad_scale,
+        };
+        let mut all = self.groups.iter().zip(&self.states);
+        if let Some(staging) = &mut self.staging {
+            return all
+                .try_for_each(|(group, state)| staging.update(group, state, &**algorithm, step(group)));
         }
-        Ok(())
+        let pieces = all.map(|(group, state)| {
+            let (param, grad) = (group.param.tensor()?, &group.grad);
+            Ok(UpdatePiece { param, grad, state, step: step(group) })
+        });
+        algorithm.update(&pieces.collect::<Result<Vec<_>>>()?)
     }
 
     /// Updates so far.

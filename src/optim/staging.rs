@@ -4,7 +4,7 @@
 
 use candle_core::{DType, Device};
 
-use super::algorithm::{OptimizerAlgorithm, UpdateStep};
+use super::algorithm::{OptimizerAlgorithm, UpdatePiece, UpdateStep};
 use super::param_group::ParamGroup;
 use super::state::{StateLayout, StateValues};
 use crate::error::{Error, Result};
@@ -59,7 +59,7 @@ impl UpdateStaging {
         group: &ParamGroup,
         state: &[StateValues],
         algorithm: &dyn OptimizerAlgorithm,
-        step: &UpdateStep,
+        step: UpdateStep,
     ) -> Result<()> {
         let len = group.param.elements();
         for start in (0..len).step_by(self.limit) {
@@ -75,7 +75,7 @@ impl UpdateStaging {
             for (from, to) in state_at_home.iter().zip(&staged) {
                 from.copy_to(to)?;
             }
-            algorithm.update(&param, &grad, &staged, step)?;
+            algorithm.update(&[UpdatePiece { param: &param, grad: &grad, state: &staged, step }])?;
             for (from, to) in staged.iter().zip(&state_at_home) {
                 from.copy_to(to)?;
             }

@@ -61,10 +61,10 @@ pub enum StateValues {
 }
 
 impl StateValues {
-    /// Zeros for `len` parameters: in f32 on `device`, in 8 bits on the host.
+    /// Zeros for `len` parameters on `device`.
     pub(super) fn zeros(len: usize, dtype: StateDtype, device: &Device) -> Result<Self> {
         if dtype == StateDtype::Int8 {
-            return Ok(StateValues::Int8(Int8State::zeros(len)?));
+            return Ok(StateValues::Int8(Int8State::zeros(len, device)?));
         }
         let zeros = TensorMut::zeros(len, DType::F32, device)?;
         // Written here: a new page that is read before it is written costs two faults, and all threads a flush.

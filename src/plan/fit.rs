@@ -7,6 +7,7 @@ use super::parallel::{WorldSize, named_strategy, pick_strategy};
 use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
+use crate::ops::has_kernels;
 use crate::optim::OptimizerOptions;
 use crate::recipe::{self, AutoOr, Offload, QuantKind, QuantizationSection, Recipe, Recompute, StateDtype};
 use crate::report::memory::current_bytes;
@@ -323,7 +324,7 @@ fn how<'a>(
         sharded_over: kind.shard_size(ranks),
         accumulates: recipe.train.gradient_accumulation_steps > 1,
         offload: &engine.offload,
-        on_host: engine.device.is_cpu(),
+        on_host: engine.device.is_cpu() && !has_kernels(&engine.device),
     }
 }
 

@@ -105,11 +105,13 @@ impl MemoryPlan {
             let staged = 2 + options.optimizer_state.tensors.len() as u64;
             memory.workspace += 4 * staged * longest.min(STAGING_ELEMENTS as u64);
         }
-        let saved = saved_bytes(config, adapter_setup, tokens, options.dtype);
+        let in_bf16 = descs.iter().any(|desc| matches!(desc.kind, ParamKind::AdapterInBf16(_)));
+        let branch_dtype = if in_bf16 { DType::BF16 } else { DType::F32 };
+        let saved = saved_bytes(config, adapter_setup, tokens, [options.dtype, branch_dtype]);
         memory.activations = kept_bytes(&saved, recompute) as u64;
         // Backward holds the gradients of a block's widest tensors beside what it recomputes.
         let widest = 2 * config.intermediate_size + config.heads.qkv_width() + 4 * config.hidden_size;
-        let logits = logits_bytes(config.vocab_size, tokens);
+        let logits = logits_bytes(config.vocab_size, tokens, !options.on_host);
         let temporaries = (2 * widest * size * tokens) as u64;
         memory.workspace += temporaries + logits as u64 + for_a_moment(&moment);
         // Logits, gathered values and fresh gradients keep their memory from step to step.
@@ -210,17 +212,22 @@ fn weight_bytes(desc: &ParamDesc, size: usize) -> (u64, u64) {
         ParamKind::Quantized(format) => format.layout(n).iter().map(QuantRun::bytes).sum(),
         ParamKind::Trainable(_) => n * size,
         ParamKind::Adapter(_) => 4 * n,
+        ParamKind::AdapterInBf16(_) => 2 * n,
     };
-    let master = if matches!(desc.kind, ParamKind::Trainable(_)) && size != 4 { 4 * n } else { 0 };
+    let has_master = match desc.kind {
+        ParamKind::Trainable(_) => size != 4,
+        kind => matches!(kind, ParamKind::AdapterInBf16(_)),
+    };
+    let master = if has_master { 4 * n } else { 0 };
     (bytes as u64, master as u64)
 }
 
-/// What each block keeps of `tokens` tokens for its backward.
+/// What each block keeps of `tokens` tokens for its backward, in `dtype`, its adapters' branches in `branch_dtype`.
 fn saved_bytes(
     config: &ModelConfig,
     adapter_setup: Option<&AdapterSetup>,
     tokens: usize,
-    dtype: DType,
+    [dtype, branch_dtype]: [DType; 2],
 ) -> Vec<SavedBytes> {
     let kind = match adapter_setup {
         Some(adapter_setup) if adapter_setup.config.spec.use_dora => AdapterKind::Dora,
@@ -231,7 +238,7 @@ fn saved_bytes(
     let of_layer = |layer: usize| {
         BlockSaved::bytes(config, tokens, dtype, |module| {
             let r = ranks.get(module.name_in(layer).as_str())?;
-            Some(LoraShape { kind, r: *r })
+            Some(LoraShape { kind, r: *r, dtype: branch_dtype })
         })
     };
     (0..config.num_layers()).map(of_layer).collect()

@@ -14,7 +14,8 @@ use crate::adapter::LowRankFactors;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
-use crate::model::{self, ModelConfig};
+use crate::model::{self, ModelConfig, RotaryTables};
+use crate::ops::has_kernels;
 use crate::quant::{CodeKind, QuantFormat};
 use crate::recipe::enums::Attention;
 use crate::recipe::{ComputeDtype, ModelInit, ModelSection, QuantizationSection};
@@ -182,6 +183,7 @@ impl BaseModel {
             // PiSSA changes the weights.
             narrow: trains.adapter().is_some_and(|a| !a.is_pissa())
                 && options.is_some_and(|o| o.dtype == DType::F32 && o.device.is_cpu()),
+            adapters_in_bf16: options.is_some_and(|o| o.dtype == DType::BF16 && has_kernels(&o.device)),
         };
         descs(&self.config, trains, keeping)
     }
@@ -244,7 +246,8 @@ impl BaseModel {
         let store =
             ParamStore::new(&self.config, descs, adapters, store, &mut |desc, fill| values.fill(desc, fill))?;
         let (config, device) = (self.config.clone(), options.device.clone());
-        let engine = Engine { config, store, attention: options.attention, device };
+        let tables = RotaryTables::new(&config.ropes, &device);
+        let engine = Engine { config, store, attention: options.attention, device, tables };
         Ok((engine, values.into_initial()))
     }
 }

@@ -84,6 +84,8 @@ pub(crate) struct Keeping<'a> {
     /// Matrices may stay in the 16 bits they are stored in: they are computed with in f32, on the CPU, where products
     /// widen what they read.
     pub(crate) narrow: bool,
+    /// The matrices of adapters on linear layers of blocks are computed with in bf16: a GPU computes in bf16.
+    pub(crate) adapters_in_bf16: bool,
 }
 
 impl Keeping<'_> {
@@ -155,25 +157,33 @@ pub(crate) fn descs(
         descs.push(ParamDesc { name: LM_HEAD.into(), shape, segment: Segment::Head, kind });
     }
     if let Some(adapter_setup) = adapter_setup {
-        adapter_slots(config, adapter_setup, &mut descs);
+        adapter_slots(config, adapter_setup, keeping.adapters_in_bf16, &mut descs);
     }
     Ok(descs)
 }
 
-/// The matrices, magnitudes and token rows of an adapter.
-fn adapter_slots(config: &ModelConfig, adapter_setup: &AdapterSetup, descs: &mut Vec<ParamDesc>) {
+/// The matrices, magnitudes and token rows of an adapter; those of linear layers of blocks may be `in_bf16`.
+fn adapter_slots(
+    config: &ModelConfig,
+    adapter_setup: &AdapterSetup,
+    in_bf16: bool,
+    descs: &mut Vec<ParamDesc>,
+) {
     let modules = model::modules(config);
     let modules: HashMap<&str, &Module> =
         modules.iter().map(|module| (module.name.as_str(), module)).collect();
     let segment_of = |desc: &ParamDesc| Some((desc.name.strip_suffix(".weight")?.to_owned(), desc.segment));
     let segments: HashMap<String, Segment> = descs.iter().filter_map(segment_of).collect();
     let mut push = |module: &Module, name: &str, shape: Vec<usize>, lr_group: LrGroup| {
-        descs.push(ParamDesc {
-            name: format!("{}.{name}", module.name),
-            shape,
-            segment: segments.get(&module.name).copied().unwrap_or(Segment::Head),
-            kind: ParamKind::Adapter(UpdateRule { decay: true, lr_group }),
-        });
+        let rule = UpdateRule { decay: true, lr_group };
+        let segment = segments.get(&module.name).copied().unwrap_or(Segment::Head);
+        // Vectors are factors on whole columns, and tables are read by kernels that take f32.
+        let is_product = shape.len() == 2 && matches!(segment, Segment::Block(_));
+        let kind = match in_bf16 && is_product {
+            true => ParamKind::AdapterInBf16(rule),
+            false => ParamKind::Adapter(rule),
+        };
+        descs.push(ParamDesc { name: format!("{}.{name}", module.name), shape, segment, kind });
     };
     for target in &adapter_setup.targets {
         let Some(module) = modules.get(target.name.as_str()) else { continue };

@@ -33,6 +33,9 @@ pub enum ParamKind {
     Trainable(UpdateRule),
     /// It is an adapter's matrix, vector or rows, and trains: f32 whatever the model's dtype is.
     Adapter(UpdateRule),
+    /// It is an adapter's matrix and trains, on a GPU that computes in bf16: its products are those of the tensor cores,
+    /// in bf16, and the optimizer updates f32 values beside it.
+    AdapterInBf16(UpdateRule),
 }
 
 /// How the optimizer treats a parameter beside the run's constants.
@@ -72,7 +75,9 @@ impl ParamKind {
     pub fn update_rule(self) -> Option<UpdateRule> {
         match self {
             ParamKind::Frozen { .. } | ParamKind::Quantized(_) => None,
-            ParamKind::Trainable(rule) | ParamKind::Adapter(rule) => Some(rule),
+            ParamKind::Trainable(rule) | ParamKind::Adapter(rule) | ParamKind::AdapterInBf16(rule) => {
+                Some(rule)
+            }
         }
     }
 
@@ -105,6 +110,8 @@ pub(super) enum BucketKind {
     Trainable,
     /// Parameters of an adapter.
     Adapter,
+    /// Those of them that are computed with in bf16.
+    AdapterInBf16,
 }
 
 impl BucketKind {
@@ -115,12 +122,13 @@ impl BucketKind {
             ParamKind::Quantized(_) => BucketKind::Quantized,
             ParamKind::Trainable(_) => BucketKind::Trainable,
             ParamKind::Adapter(_) => BucketKind::Adapter,
+            ParamKind::AdapterInBf16(_) => BucketKind::AdapterInBf16,
         }
     }
 
     pub(super) fn role(self) -> ParamRole {
         match self {
-            BucketKind::Adapter => ParamRole::Adapter,
+            BucketKind::Adapter | BucketKind::AdapterInBf16 => ParamRole::Adapter,
             BucketKind::Trainable => ParamRole::Trainable,
             BucketKind::Frozen | BucketKind::FrozenAs | BucketKind::Quantized => ParamRole::Frozen,
         }

@@ -405,6 +405,7 @@ fn buckets(
         mesh: &options.mesh,
         dtype: match descs[0].kind {
             ParamKind::Adapter(_) => DType::F32,
+            ParamKind::AdapterInBf16(_) => DType::BF16,
             ParamKind::Frozen { dtype } => dtype.unwrap_or(options.dtype),
             ParamKind::Quantized(_) | ParamKind::Trainable(_) => options.dtype,
         },

@@ -10,26 +10,39 @@ use super::mesh_shape::MeshAxis;
 use super::param_store::ParamStore;
 use crate::collective::Call;
 use crate::error::Result;
-use crate::ops::elementwise::sum_of_squares;
+use crate::ops::elementwise::{SquareSums, sums_of_squares};
 use crate::runtime::cpu_tensor::memory;
 
 /// Bytes of a text that a rank tells the others; longer ones are cut.
 const FOUND_BYTES: usize = 512;
 
 impl ParamStore {
-    /// The Euclidean norm of all gradients, alike on all ranks: squares of a bucket that is split are summed over the
-    /// axis that splits it, in one all-reduce an axis.
+    /// The Euclidean norm of all gradients, alike on all ranks.
     ///
     /// # Errors
     /// A tensor operation failed; a peer failed.
     pub fn gradient_norm(&self) -> Result<f64> {
+        self.norm_of(self.gradient_squares()?)
+    }
+
+    /// Starts summing the squares of this rank's gradients; a GPU goes on with it while the host does other things.
+    ///
+    /// # Errors
+    /// A tensor operation failed.
+    pub fn gradient_squares(&self) -> Result<SquareSums> {
+        let grads: Vec<Option<Tensor>> = self.trainable().map(Bucket::gradient).collect::<Result<_>>()?;
+        // On the device, wherever gradients are kept: sums of parts differ between devices.
+        sums_of_squares(&grads.iter().flatten().collect::<Vec<_>>(), &self.device)
+    }
+
+    /// The norm of gradients with these [squares](ParamStore::gradient_squares): those of a bucket that is split are
+    /// summed over the axis that splits it, in one all-reduce an axis.
+    ///
+    /// # Errors
+    /// An operation of the device failed; a peer failed.
+    pub fn norm_of(&self, squares: SquareSums) -> Result<f64> {
         let (mut whole, mut parts) = (0f64, BTreeMap::<MeshAxis, f64>::new());
-        for bucket in self.trainable() {
-            // On the device, wherever gradients are kept: sums of parts differ between devices.
-            let squares = match bucket.gradient()? {
-                Some(grad) => sum_of_squares(&grad.to_device(&self.device)?)?,
-                None => 0.0,
-            };
+        for (bucket, squares) in self.trainable().zip(squares.read()?) {
             match bucket.spec.update.axis() {
                 None => whole += squares,
                 Some(axis) => *parts.entry(axis).or_default() += squares,

@@ -141,7 +141,8 @@ fn losses_and_gradients_equal_transformers() -> Result<()> {
         assert_eq!(Some(valid), golden.info["n_loss_tokens"].as_u64(), "{name}");
         for recompute in [Recompute::None, Recompute::Block] {
             engine.store.zero_gradients()?;
-            let loss = engine.micro_step(&batch, micro(1.0 / valid as f64, recompute))?.loss / valid as f64;
+            let loss =
+                engine.micro_step(&batch, micro(1.0 / valid as f64, recompute))?.loss.read()? / valid as f64;
             let wanted = golden.info["loss_f64"].as_f64().unwrap();
             assert!((loss - wanted).abs() < 1e-5, "{name}: loss {loss}, transformers {wanted}");
             let mut compared = 0;
@@ -199,7 +200,7 @@ fn packing_has_no_cross_talk() -> Result<()> {
             engine.store.zero_gradients()?;
             let mut loss = 0.0;
             for batch in batches {
-                loss += engine.micro_step(batch, micro(1.0, Recompute::None))?.loss;
+                loss += engine.micro_step(batch, micro(1.0, Recompute::None))?.loss.read()?;
             }
             let all = engine.store.trainable().map(|b| flat(&b.gradient().unwrap().unwrap())).collect();
             Ok((loss, all))
@@ -229,7 +230,7 @@ fn recompute_changes_nothing() -> Result<()> {
         let batch = packed(&[ids(70, 1), ids(33, 2)]);
         let run = |recompute| -> Result<(f64, Vec<Vec<f32>>)> {
             engine.store.zero_gradients()?;
-            let loss = engine.micro_step(&batch, micro(0.01, recompute))?.loss;
+            let loss = engine.micro_step(&batch, micro(0.01, recompute))?.loss.read()?;
             Ok((loss, engine.store.trainable().map(|b| flat(&b.gradient().unwrap().unwrap())).collect()))
         };
         assert!(run(Recompute::None)? == run(Recompute::Block)?, "{name}");
@@ -263,8 +264,9 @@ fn bf16_is_close() -> Result<()> {
         let options = EngineOptions::alone(Device::Cpu, DType::BF16, Attention::Flash, 0);
         let engine = base(name).engine(Trains::All, &options)?;
         let batch = golden.packed();
-        let loss = engine.micro_step(&batch, micro(1.0 / batch.valid() as f64, Recompute::None))?.loss
-            / batch.valid() as f64;
+        let loss =
+            engine.micro_step(&batch, micro(1.0 / batch.valid() as f64, Recompute::None))?.loss.read()?
+                / batch.valid() as f64;
         let exact = golden.info["loss_f64"].as_f64().unwrap();
         assert!((loss - exact).abs() < 0.01, "{name}: bf16 loss {loss}, exactly {exact}");
         let logits = flat(&engine.logits(&batch, AdapterSwitch::On)?);
@@ -334,7 +336,7 @@ fn every_rope_equals_transformers() -> Result<()> {
         tokens_are_those_of_the_whole_text(&engine, &sequences[0].1, name)?;
 
         let valid = together.valid() as f64;
-        let loss = engine.micro_step(&together, micro(1.0 / valid, Recompute::Block))?.loss / valid;
+        let loss = engine.micro_step(&together, micro(1.0 / valid, Recompute::Block))?.loss.read()? / valid;
         let wanted = case["loss_f64"].as_f64().unwrap();
         assert!((loss - wanted).abs() < 1e-5, "{name}: loss {loss}, transformers {wanted}");
         let prefix = format!("{name}.grad.");

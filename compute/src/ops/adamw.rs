@@ -29,6 +29,19 @@ pub struct AdamWStep {
     pub grad_scale: f64,
 }
 
+/// A run of parameters to update.
+#[derive(Debug, Clone, Copy)]
+pub struct AdamWPiece<'a, M> {
+    /// The parameters, f32.
+    pub param: &'a TensorMut,
+    /// Their gradients, f32.
+    pub grad: &'a Tensor,
+    /// The mean of gradients, and of their squares.
+    pub moments: [&'a M; 2],
+    /// The constants of its update.
+    pub step: AdamWStep,
+}
+
 /// The constants of the loop.
 #[derive(Clone, Copy)]
 pub(super) struct Rates {
@@ -60,18 +73,25 @@ impl AdamWStep {
 /// Elements per task.
 const CHUNK: usize = 1 << 15;
 
-/// Updates `param` and its moments in place; all are contiguous f32 of the same shape and share no storage.
+/// Updates the parameters of all pieces and their moments in place. What a piece holds is contiguous f32 of one shape on
+/// one device, the same for all pieces, and shares no storage. On a GPU it is one launch.
 ///
 /// # Errors
 /// When a tensor is not contiguous f32, or an operation of the device fails.
-pub fn adamw(param: &TensorMut, grad: &Tensor, moments: [&TensorMut; 2], options: &AdamWStep) -> Result<()> {
-    if let Some(driver) = gpu::driver_of(param) {
-        return cuda::adamw(driver, param, grad, moments, options);
+pub fn adamw(pieces: &[AdamWPiece<'_, TensorMut>]) -> Result<()> {
+    let Some(first) = pieces.first() else { return Ok(()) };
+    if let Some(driver) = gpu::driver_of(first.param) {
+        return cuda::adamw(driver, pieces);
     }
+    pieces.iter().try_for_each(update_piece)
+}
+
+fn update_piece(piece: &AdamWPiece<'_, TensorMut>) -> Result<()> {
+    let &AdamWPiece { param, grad, moments, step } = piece;
     if !param.device().is_cpu() {
-        return reference(param, grad, moments, options);
+        return reference(param, grad, moments, &step);
     }
-    let rates = options.rates();
+    let rates = step.rates();
     let grad = read::<f32>(grad)?;
     let grad: &[f32] = &grad;
     update(param, |p: &mut [f32]| {

@@ -5,10 +5,10 @@
 pub(super) mod cases;
 mod cuda;
 
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 use rayon::prelude::*;
 
-use super::adamw::{AdamWStep, update_chunk};
+use super::adamw::{AdamWPiece, update_chunk};
 use super::gpu;
 use crate::error::Result;
 use crate::quant::DynamicMap;
@@ -28,43 +28,60 @@ pub struct Int8State {
 }
 
 impl Int8State {
-    /// Zeros for `len` parameters. They live on the host whatever the parameters are on.
+    /// Zeros for `len` parameters.
     ///
     /// # Errors
-    /// When the host has not enough memory.
-    pub fn zeros(len: usize) -> Result<Self> {
-        let zeros = |len, dtype| TensorMut::zeros(len, dtype, &Device::Cpu);
+    /// When the device has not enough memory.
+    pub fn zeros(len: usize, device: &Device) -> Result<Self> {
+        let zeros = |len, dtype| TensorMut::zeros(len, dtype, device);
         Ok(Int8State {
             codes: zeros(len, candle_core::DType::U8)?,
             absmax: zeros(len.div_ceil(STATE_BLOCK), candle_core::DType::F32)?,
         })
     }
+
+    /// A copy on the host.
+    fn to_host(&self) -> Result<Self> {
+        let copy = |tensor: &TensorMut| -> Result<_> { Ok(TensorMut::new(tensor.to_device(&Device::Cpu)?)) };
+        Ok(Int8State { codes: copy(&self.codes)?, absmax: copy(&self.absmax)? })
+    }
+
+    /// Takes the values of `from` over.
+    fn store_from(&self, from: &Self) -> Result<()> {
+        for (here, from) in [(&self.codes, &from.codes), (&self.absmax, &from.absmax)] {
+            here.slice_set(&from.to_device(here.device())?, 0, 0)?;
+        }
+        Ok(())
+    }
 }
 
-/// Updates `param` and its moments (mean of gradients, mean of their squares) in place. `param` and `grad` are
-/// contiguous f32 of the same shape; off the CPU they pass through the host.
+/// Updates the parameters of all pieces and their moments in place. Parameters and gradients of a piece are contiguous
+/// f32 of one shape; all is on one device. On a GPU it is one launch; one without kernels has it done on the host.
 ///
 /// # Errors
-/// When `param` or `grad` is not contiguous f32, or a copy to or from the device fails.
-pub fn adamw_int8(
-    param: &TensorMut,
-    grad: &Tensor,
-    moments: [&Int8State; 2],
-    options: &AdamWStep,
-) -> Result<()> {
-    if let Some(driver) = gpu::driver_of(param)
-        && moments.iter().all(|moment| moment.codes.device().same_device(param.device()))
-    {
-        return cuda::adamw_int8(driver, param, grad, moments, options);
+/// When a parameter or gradient is not contiguous f32, or a copy to or from the device fails.
+pub fn adamw_int8(pieces: &[AdamWPiece<'_, Int8State>]) -> Result<()> {
+    let Some(first) = pieces.first() else { return Ok(()) };
+    if let Some(driver) = gpu::driver_of(first.param) {
+        return cuda::adamw_int8(driver, pieces);
     }
+    pieces.iter().try_for_each(update_piece)
+}
+
+fn update_piece(piece: &AdamWPiece<'_, Int8State>) -> Result<()> {
+    let &AdamWPiece { param, grad, moments, step } = piece;
     if !param.device().is_cpu() {
         let host = TensorMut::new(param.to_device(&Device::Cpu)?);
-        adamw_int8(&host, &grad.to_device(&Device::Cpu)?, moments, options)?;
+        let [first, second] = [moments[0].to_host()?, moments[1].to_host()?];
+        let grad = grad.to_device(&Device::Cpu)?;
+        update_piece(&AdamWPiece { param: &host, grad: &grad, moments: [&first, &second], step })?;
+        moments[0].store_from(&first)?;
+        moments[1].store_from(&second)?;
         return Ok(param.slice_set(&host.to_device(param.device())?, 0, 0)?);
     }
     let grad = read::<f32>(grad)?;
     let grad: &[f32] = &grad;
-    let rates = options.rates();
+    let rates = step.rates();
     let (maps, [first, second]) = ([DynamicMap::signed(), DynamicMap::unsigned()], moments);
     update(param, |p: &mut [f32]| {
         update(&first.codes, |c1: &mut [u8]| {

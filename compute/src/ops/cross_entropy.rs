@@ -2,18 +2,21 @@
 //!
 //! With a coefficient per row the loss is `Σ cᵢ · −log softmax(xᵢ · Wᵀ)[targetᵢ]`.
 //!
-//! Only rows that have a target are multiplied; they are taken in chunks whose f32 logits fit [`LOGITS_BYTES`], and a
-//! chunk's logits turn into their own gradient in place before the next chunk is made (as in Liger and Cut Cross
-//! Entropy, arXiv 2411.09009). Logits, softmax and sums are f32 whatever the weights are.
+//! Only rows that have a target are multiplied; they are taken in chunks, whose f32 logits fit [`LOGITS_BYTES`] on the
+//! CPU and which have [`GPU_CHUNK_ROWS`] rows on a GPU, and a chunk's logits turn into their own gradient in place before
+//! the next chunk is made (as in Liger and Cut Cross Entropy, arXiv 2411.09009). Logits, softmax and sums are f32
+//! whatever the weights are.
 
 pub(super) mod cases;
 mod cuda;
+mod loss_sum;
 
 use std::cell::Cell;
 
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
+pub use self::loss_sum::LossSum;
 use super::gemm::{MatView, MatViewMut, Threads, matmul};
 use super::matmul::{ColumnView, ColumnViewMut, Transpose, matmul as columns_product};
 use super::{gpu, simd};
@@ -24,12 +27,16 @@ use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, updat
 /// The target of a position that carries no loss.
 pub const IGNORE: u32 = u32::MAX;
 
-/// Bytes of f32 logits alive at once.
+/// Bytes of f32 logits alive at once on the CPU.
 const LOGITS_BYTES: usize = 48 << 20;
 
+/// Rows whose logits are alive at once on a GPU, which fewer rows would not fill.
+const GPU_CHUNK_ROWS: usize = 1024;
+
 /// Bytes of the f32 logits of a micro-batch of `rows` rows that are alive at once.
-pub fn logits_bytes(vocab: usize, rows: usize) -> usize {
-    4 * vocab * chunk_rows(vocab).min(rows)
+pub fn logits_bytes(vocab: usize, rows: usize, on_gpu: bool) -> usize {
+    let chunk = if on_gpu { GPU_CHUNK_ROWS } else { chunk_rows(vocab) };
+    4 * vocab * chunk.min(rows)
 }
 
 thread_local! {
@@ -71,9 +78,13 @@ impl<'a> LossTargets<'a> {
 
     /// The gradient of the logits of `rows`, `[rows, V]`, each row times its coefficient.
     fn weighted_gradient(self, d: Tensor, rows: &[usize]) -> Result<Tensor> {
-        let Some(coefficients) = self.coefficients else { return Ok(d) };
-        let coefficients: Vec<f32> = rows.iter().map(|&n| coefficients[n]).collect();
+        let Some(coefficients) = self.coefficients_of(rows) else { return Ok(d) };
         Ok(d.broadcast_mul(&Tensor::from_vec(coefficients, (rows.len(), 1), d.device())?)?)
+    }
+
+    /// The coefficients of `rows`; none: all count once.
+    fn coefficients_of(self, rows: &[usize]) -> Option<Vec<f32>> {
+        self.coefficients.map(|coefficients| rows.iter().map(|&n| coefficients[n]).collect())
     }
 
     /// The loss of row `n` as it counts in the sum.
@@ -136,7 +147,7 @@ pub struct OutputGrads<'a> {
 #[derive(Debug)]
 pub struct LossAndGrad {
     /// The sum of the losses of all rows with a target, each times its coefficient.
-    pub loss: f64,
+    pub loss: LossSum,
     /// The gradient of `x` for `scale` times that sum.
     pub dx: Tensor,
     /// That of the adapter's `u`, f32.
@@ -219,7 +230,7 @@ fn on_cpu(
         }
         LAST_LOGITS.set(held);
         let du = adapter.as_ref().map(|adapter| tensor(du, (n, adapter.r))).transpose()?;
-        Ok(LossAndGrad { loss, dx: tensor(dx, (n, width))?, du })
+        Ok(LossAndGrad { loss: loss.into(), dx: tensor(dx, (n, width))?, du })
     }))
 }
 
@@ -408,7 +419,6 @@ pub(crate) fn reference(
     let device = x.device();
     let mut dx = Tensor::zeros((n, width), DType::F32, device)?;
     let mut du = output.delta.map(|delta| delta.u.zeros_like()).transpose()?;
-    // Read once at the end: each read would wait for the device.
     let mut losses = Vec::new();
     for chunk in rows.chunks(chunk_rows(vocab)) {
         let hits: Vec<u32> = chunk.iter().map(|&n| targets.ids[n]).collect();
@@ -446,12 +456,10 @@ pub(crate) fn reference(
             }
         }
     }
-    let losses = if losses.is_empty() {
-        Vec::new()
-    } else {
-        Tensor::cat(&losses, 0)?.flatten_all()?.to_vec1::<f32>()?
+    let loss = match losses.len() {
+        0 => LossSum::default(),
+        _ => LossSum::pending(Tensor::cat(&losses, 0)?.flatten_all()?, targets.coefficients_of(&rows)),
     };
-    let loss = losses.iter().zip(&rows).map(|(&loss, &n)| targets.weighted(n, loss)).sum();
     Ok(LossAndGrad { loss, dx: dx.to_dtype(x.dtype())?, du })
 }
 

@@ -3,7 +3,7 @@
 pub(super) mod cases;
 mod cuda;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
 use super::gpu;
@@ -19,25 +19,67 @@ const CHUNK: usize = 1 << 14;
 /// # Errors
 /// When `x` is not contiguous f32, or an operation of the device fails.
 pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
-    if let Some(driver) = gpu::driver_of(x)
-        && x.dtype() == DType::F32
+    Ok(sums_of_squares(&[x], x.device())?.read()?[0])
+}
+
+/// Sums that a GPU may not have computed yet.
+#[derive(Debug)]
+pub struct SquareSums(PendingSums);
+
+#[derive(Debug)]
+enum PendingSums {
+    Known(Vec<f64>),
+    /// `[sums]` f64.
+    OnDevice(Tensor),
+}
+
+impl SquareSums {
+    /// The sums, in the order of the tensors; waits for the device.
+    ///
+    /// # Errors
+    /// An operation of the device failed.
+    pub fn read(self) -> Result<Vec<f64>> {
+        match self.0 {
+            PendingSums::Known(sums) => Ok(sums),
+            PendingSums::OnDevice(sums) => gpu::read(&sums),
+        }
+    }
+}
+
+/// Σ x² in f64 of each of contiguous f32 tensors of any shapes, computed on `device`, to which one at a time is copied that
+/// lies elsewhere.
+///
+/// # Errors
+/// When a tensor is not contiguous f32, or an operation of the device fails.
+pub fn sums_of_squares(tensors: &[&Tensor], device: &Device) -> Result<SquareSums> {
+    if let Some(driver) = gpu::driver_on(device)
+        && tensors.iter().all(|x| x.dtype() == DType::F32)
     {
-        return cuda::sum_of_squares(driver, x);
+        return Ok(SquareSums(PendingSums::OnDevice(cuda::sums_of_squares(driver, tensors, device)?)));
     }
-    if !x.device().is_cpu() {
-        // Rows of partial sums in f32, then f64 on the host.
-        let flat = x.flatten_all()?;
-        let (len, whole) = (flat.elem_count(), flat.elem_count() / CHUNK * CHUNK);
-        let mut sum = 0f64;
-        if whole > 0 {
-            let parts = flat.narrow(0, 0, whole)?.reshape((whole / CHUNK, CHUNK))?.sqr()?.sum(1)?;
-            sum += parts.to_vec1::<f32>()?.iter().map(|&p| f64::from(p)).sum::<f64>();
-        }
-        if len > whole {
-            sum += f64::from(flat.narrow(0, whole, len - whole)?.sqr()?.sum_all()?.to_scalar::<f32>()?);
-        }
-        return Ok(sum);
+    let sum = |x: &&Tensor| match device {
+        Device::Cpu => squares_on_cpu(&x.to_device(device)?),
+        _ => squares_by_rows(&x.to_device(device)?),
+    };
+    Ok(SquareSums(PendingSums::Known(tensors.iter().map(sum).collect::<Result<_>>()?)))
+}
+
+/// Rows of partial sums in f32, then f64 on the host.
+fn squares_by_rows(x: &Tensor) -> Result<f64> {
+    let flat = x.flatten_all()?;
+    let (len, whole) = (flat.elem_count(), flat.elem_count() / CHUNK * CHUNK);
+    let mut sum = 0f64;
+    if whole > 0 {
+        let parts = flat.narrow(0, 0, whole)?.reshape((whole / CHUNK, CHUNK))?.sqr()?.sum(1)?;
+        sum += parts.to_vec1::<f32>()?.iter().map(|&p| f64::from(p)).sum::<f64>();
     }
+    if len > whole {
+        sum += f64::from(flat.narrow(0, whole, len - whole)?.sqr()?.sum_all()?.to_scalar::<f32>()?);
+    }
+    Ok(sum)
+}
+
+fn squares_on_cpu(x: &Tensor) -> Result<f64> {
     let x = read::<f32>(x)?;
     let parts: Vec<f64> = x.par_chunks(CHUNK).map(squares).collect();
     Ok(parts.iter().sum())

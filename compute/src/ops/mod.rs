@@ -5,7 +5,7 @@
 //!
 //! An op is one function with up to three implementations behind it: the **reference** (candle's primitives, any
 //! device and dtype, plain enough to read as the definition), the **CPU** form (slices, rayon, loops that vectorize)
-//! and, with a later issue, CUDA kernels. Beside each op, in its `cases.rs`, lie its cases: inputs, and what of the op is
+//! and the launch code of its kernels for NVIDIA GPUs, `cuda.rs` beside it (`gpu`). Beside each op, in its `cases.rs`, lie its cases: inputs, and what of the op is
 //! held against what of its reference. `selftest` runs them all on the device at hand.
 //! Reductions run in a fixed order: two runs of one plan agree to the bit. Nothing here knows candle's autograd; it is
 //! the oracle of the tests.
@@ -35,4 +35,7 @@ mod simd;
 mod svd;
 
 pub use gemm::has_matrix_unit;
+#[cfg(feature = "kernel-emu")]
+pub use gpu::counter as gpu_counter;
+pub use gpu::has_kernels;
 pub use matmul::{ColumnView, ColumnViewMut, Transpose, empty, matmul};

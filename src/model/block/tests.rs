@@ -63,7 +63,7 @@ impl ParamLookup for RandomParams {
     }
 
     fn lora(&self, module: &str, module_index: u64) -> Result<Option<Lora>> {
-        let Some(LoraShape { kind, r }) = self.adapters.get(module).copied() else { return Ok(None) };
+        let Some(LoraShape { kind, r, .. }) = self.adapters.get(module).copied() else { return Ok(None) };
         let (out, inputs) = (self.shapes[module][0], self.shapes[module][1]);
         let magnitude = (kind == AdapterKind::Dora).then(|| normal("m", &[out], DType::F32)).transpose()?;
         let [a, b] = [normal("a", &[r, inputs], DType::F32)?, normal("b", &[out, r], DType::F32)?];
@@ -113,13 +113,19 @@ fn forward_of(
 #[test]
 fn bytes_are_those_of_the_memory_that_is_held() -> Result<()> {
     let none = |_: &BlockModule| None;
-    let lora = |module: &BlockModule| Some(LoraShape { kind: AdapterKind::Lora, r: 1 + module.name.len() });
-    let dora = |module: &BlockModule| Some(LoraShape { kind: AdapterKind::Dora, r: 1 + module.name.len() });
+    let lora = |module: &BlockModule| {
+        Some(LoraShape { kind: AdapterKind::Lora, r: 1 + module.name.len(), dtype: DType::F32 })
+    };
+    let dora = |module: &BlockModule| {
+        Some(LoraShape { kind: AdapterKind::Dora, r: 1 + module.name.len(), dtype: DType::F32 })
+    };
     let lora_on_one = |module: &BlockModule| {
-        Some(LoraShape { kind: AdapterKind::Lora, r: 5 }).filter(|_| module.name == "mlp.down_proj")
+        Some(LoraShape { kind: AdapterKind::Lora, r: 5, dtype: DType::F32 })
+            .filter(|_| module.name == "mlp.down_proj")
     };
     let dora_on_one = |module: &BlockModule| {
-        Some(LoraShape { kind: AdapterKind::Dora, r: 5 }).filter(|_| module.name == "self_attn.o_proj")
+        Some(LoraShape { kind: AdapterKind::Dora, r: 5, dtype: DType::F32 })
+            .filter(|_| module.name == "self_attn.o_proj")
     };
     type Adapter<'a> = &'a dyn Fn(&BlockModule) -> Option<LoraShape>;
     let adapters: [Adapter<'_>; 5] = [&none, &lora, &dora, &lora_on_one, &dora_on_one];
@@ -160,7 +166,7 @@ fn linear_layers_are_numbered_in_order() -> Result<()> {
     let cases: [(&str, [&[u64]; 4]); 2] =
         [(MODELS[0], [&[1, 2, 3], &[4], &[5, 6], &[7]]), (MODELS[5], [&[1], &[2], &[3], &[4]])];
     for (model, groups) in cases {
-        let adapter = |_: &BlockModule| Some(LoraShape { kind: AdapterKind::Lora, r: 2 });
+        let adapter = |_: &BlockModule| Some(LoraShape { kind: AdapterKind::Lora, r: 2, dtype: DType::F32 });
         let config = config(model);
         let weights = assemble::block(&config, 0, &RandomParams::new(&config, DType::F32, adapter))?;
         let number = |linear: &Linear| linear.lora.as_ref().map_or(0, |lora| lora.module_index);

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
-use finetune::ops::adamw::{AdamWStep, adamw};
+use finetune::ops::adamw::{AdamWPiece, AdamWStep, adamw};
 use finetune::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use finetune::ops::cross_entropy::{
     IGNORE, LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
@@ -132,7 +132,7 @@ fn loss_and_update(dtype: DType, results: &mut Results) {
     let output = Output { weight: &w, delta: None };
     let grads = OutputGrads { weight: Some(&dw), ..OutputGrads::default() };
     let out = linear_cross_entropy(&x, output, LossTargets::unweighted(&targets), kind, grads).unwrap();
-    results.insert("linear_cross_entropy", vec![out.loss.to_bits()]);
+    results.insert("linear_cross_entropy", vec![out.loss.read().unwrap().to_bits()]);
     results.insert("linear_cross_entropy dx", bits(&out.dx));
     results.insert("linear_cross_entropy dweight", bits(&dw));
     results.insert("logits", bits(&logits(&x, output, Some(3.0)).unwrap()));
@@ -154,7 +154,7 @@ fn loss_and_update(dtype: DType, results: &mut Results) {
     };
     let (param, grad) = (TensorMut::new(normal("param", 70_000)), normal("grad", 70_000));
     let (first, second) = (zeros(70_000), zeros(70_000));
-    adamw(&param, &grad, [&first, &second], &options).unwrap();
+    adamw(&[AdamWPiece { param: &param, grad: &grad, moments: [&first, &second], step: options }]).unwrap();
     results.insert("adamw", bits(&param));
     results.insert("adamw moments", [bits(&first), bits(&second)].concat());
 }

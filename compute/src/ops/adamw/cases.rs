@@ -2,13 +2,13 @@
 
 use candle_core::DType;
 
-use super::{AdamWStep, adamw, reference};
+use super::{AdamWPiece, AdamWStep, adamw, reference};
 use crate::error::Result;
-use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
+use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
 use crate::runtime::rng::RngStream;
 
-/// More elements than a task of AdamW.
-const PARAMETERS: usize = 40_000;
+/// Pieces that are updated together: more elements than a task of AdamW, and no whole number of what a thread takes.
+const PIECES: [usize; 3] = [40_000, 5, 4099];
 
 /// The cases of the update.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
@@ -31,13 +31,45 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     variants.into_iter().map(case).collect()
 }
 
+/// A piece and what it holds.
+struct Values {
+    step: AdamWStep,
+    param: OpPair,
+    grad: OpPair,
+    moments: [OpPair; 2],
+}
+
+impl Values {
+    fn new(runner: &CaseRunner<'_>, len: usize, step: AdamWStep) -> Result<Self> {
+        let stream = RngStream::new(0).named("second");
+        let squares = (0..len as u64).map(|i| stream.uniform(i)).collect();
+        let moments = [runner.normal("first", len)?.scaled(0.1)?, runner.twin(DType::F32, squares, len)?];
+        Ok(Values { step, param: runner.normal("param", len)?, grad: runner.normal("grad", len)?, moments })
+    }
+}
+
+/// The pieces differ in their learning rates, as with LoRA+.
 fn update(runner: &CaseRunner<'_>, options: &AdamWStep) -> Result<Vec<TensorPair>> {
-    let (param, grad) = (runner.normal("param", PARAMETERS)?, runner.normal("grad", PARAMETERS)?);
-    let first = runner.normal("first", PARAMETERS)?.scaled(0.1)?;
-    let stream = RngStream::new(0).named("second");
-    let squares = (0..PARAMETERS as u64).map(|i| stream.uniform(i)).collect();
-    let second = runner.twin(DType::F32, squares, PARAMETERS)?;
-    adamw(&param.here, &grad.here, [&first.here, &second.here], options)?;
-    reference(&param.plain, &grad.plain, [&first.plain, &second.plain], options)?;
-    Ok(vec![param.pair(), first.pair(), second.pair()])
+    let step = |times: usize| AdamWStep { learning_rate: options.learning_rate * times as f64, ..*options };
+    let values = PIECES.iter().zip(1..).map(|(&len, times)| Values::new(runner, len, step(times)));
+    let values = values.collect::<Result<Vec<_>>>()?;
+    let pieces: Vec<_> = values
+        .iter()
+        .map(|Values { step, param, grad, moments: [first, second] }| AdamWPiece {
+            param: &param.here,
+            grad: &grad.here,
+            moments: [&first.here, &second.here],
+            step: *step,
+        })
+        .collect();
+    adamw(&pieces)?;
+    for Values { step, param, grad, moments: [first, second] } in &values {
+        reference(&param.plain, &grad.plain, [&first.plain, &second.plain], step)?;
+    }
+    Ok(values
+        .into_iter()
+        .flat_map(|Values { param, moments: [first, second], .. }| {
+            [param.pair(), first.pair(), second.pair()]
+        })
+        .collect())
 }

@@ -1,69 +1,99 @@
-//! AdamW by the kernel of `kernels/adamw.cu`, which takes any number of pieces in one launch; here it is one.
+//! AdamW by the kernel of `kernels/adamw.cu`: all pieces in one launch.
 
 use candle_core::{Device, Tensor};
 
-use super::AdamWStep;
-use crate::error::Result;
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, kernels, number};
+use super::{AdamWPiece, AdamWStep};
+use crate::error::{Error, Result};
+use crate::ops::gpu::{Driver, In, InOut, LaunchShape, kernels, number, upload};
 use crate::runtime::TensorMut;
 
 /// Values that a block updates.
 const CHUNK: usize = 4096;
 
-/// Parameters side by side in memory, with their state.
-pub(in crate::ops) struct Piece {
-    /// How many parameters.
-    pub(in crate::ops) count: usize,
-    /// Addresses of the mean of gradients and of their squares.
-    pub(in crate::ops) state: [u64; 2],
-    /// Addresses of the scales of these, where they are codes; else 0.
+/// The moments of a piece as kernels find them.
+pub(in crate::ops) struct MomentAddresses {
+    /// Of the mean of gradients and of their squares.
+    pub(in crate::ops) values: [u64; 2],
+    /// Of the scales of these, where they are codes; else 0.
     pub(in crate::ops) scales: [u64; 2],
 }
 
-impl Piece {
-    /// The piece as kernels read it, and the first of the `blocks` blocks that take it.
-    pub(in crate::ops) fn upload(
-        &self,
-        param: &TensorMut,
-        grad: &Tensor,
-        blocks: usize,
-    ) -> Result<[Tensor; 2]> {
-        let param_at = InOut::<f32>::all(param)?.arg().value;
-        let grad_at = In::<f32>::all(grad)?.arg().value;
-        let ([mean, square], [mean_scales, square_scales]) = (self.state, self.scales);
-        // No bf16 value beside the master, the only group of rates.
-        let row = [param_at, grad_at, mean, square, 0, self.count as u64, 0, mean_scales, square_scales];
-        let row = row.map(u64::cast_signed);
-        Ok([Tensor::new(&row, param.device())?, Tensor::new(&[0, number(blocks)?], param.device())?])
+/// Pieces as kernels read them.
+pub(in crate::ops) struct PieceTable {
+    /// `[pieces, 9]` i64: the columns of a row are named in the kernel's file.
+    pub(in crate::ops) rows: Tensor,
+    /// `[pieces + 1]` u32: the first block of each piece, and the end.
+    pub(in crate::ops) first_block: Tensor,
+    /// `[pieces, 6]` f32: each piece is a group of rates by itself.
+    pub(in crate::ops) rates: Tensor,
+    /// `[1]` f32: the factor on gradients.
+    pub(in crate::ops) grad_scale: Tensor,
+    /// How many pieces.
+    pub(in crate::ops) count: u32,
+    /// The blocks of all.
+    pub(in crate::ops) blocks: usize,
+}
+
+impl PieceTable {
+    /// The pieces that hold something, a block for each `chunk` values of one.
+    ///
+    /// # Errors
+    /// A tensor is not contiguous f32; the pieces differ in their factor on gradients.
+    pub(in crate::ops) fn upload<M>(
+        pieces: &[AdamWPiece<'_, M>],
+        chunk: usize,
+        moments: impl Fn([&M; 2]) -> Result<MomentAddresses>,
+    ) -> Result<Self> {
+        let device = pieces.first().map_or(&Device::Cpu, |piece| piece.param.device());
+        let grad_scale = pieces.first().map_or(1.0, |piece| piece.step.rates().grad_scale);
+        let (mut rows, mut first_block, mut rates, mut blocks) = (Vec::new(), vec![0], Vec::new(), 0);
+        for piece in pieces.iter().filter(|piece| piece.param.elem_count() > 0) {
+            let AdamWPiece { param, grad, step, .. } = piece;
+            if step.rates().grad_scale != grad_scale {
+                return Err(Error::internal("parts of an update clip their gradients differently"));
+            }
+            let MomentAddresses { values: [mean, square], scales: [mean_scales, square_scales] } =
+                moments(piece.moments)?;
+            let (param_at, grad_at) =
+                (InOut::<f32>::all(param)?.arg().value, In::<f32>::all(grad)?.arg().value);
+            let (count, group) = (param.elem_count(), (first_block.len() - 1) as u64);
+            // 0: there is no bf16 value beside the master.
+            let row = [param_at, grad_at, mean, square, 0, count as u64, group, mean_scales, square_scales];
+            rows.extend(row.map(u64::cast_signed));
+            rates.extend(group_of(step));
+            blocks += count.div_ceil(chunk);
+            first_block.push(number(blocks)?);
+        }
+        let count = first_block.len() - 1;
+        Ok(PieceTable {
+            rows: upload(rows, (count, 9), device)?,
+            first_block: upload(first_block, count + 1, device)?,
+            rates: upload(rates, (count, 6), device)?,
+            grad_scale: upload(vec![grad_scale], 1, device)?,
+            count: number(count)?,
+            blocks,
+        })
     }
 }
 
-/// The constants of a step, as kernels read them: the one group of rates, and the factor on gradients.
-pub(in crate::ops) fn upload_rates(options: &AdamWStep, device: &Device) -> Result<[Tensor; 2]> {
-    let rates = options.rates();
-    let group = [rates.decay, rates.step, rates.root, rates.beta1, rates.beta2, rates.eps];
-    Ok([Tensor::new(&group, device)?, Tensor::new(&[rates.grad_scale], device)?])
+/// The rates of a step in the kernel's order.
+fn group_of(step: &AdamWStep) -> [f32; 6] {
+    let rates = step.rates();
+    [rates.decay, rates.step, rates.root, rates.beta1, rates.beta2, rates.eps]
 }
 
-pub(super) fn adamw(
-    driver: &dyn Driver,
-    param: &TensorMut,
-    grad: &Tensor,
-    moments: [&TensorMut; 2],
-    options: &AdamWStep,
-) -> Result<()> {
+pub(super) fn adamw(driver: &dyn Driver, pieces: &[AdamWPiece<'_, TensorMut>]) -> Result<()> {
     let address = |tensor: &TensorMut| -> Result<u64> { Ok(InOut::<f32>::all(tensor)?.arg().value) };
-    let count = param.elem_count();
-    let blocks = count.div_ceil(CHUNK);
-    let piece = Piece { count, state: [address(moments[0])?, address(moments[1])?], scales: [0; 2] };
-    let (piece, rates) = (piece.upload(param, grad, blocks)?, upload_rates(options, param.device())?);
+    let table = PieceTable::upload(pieces, CHUNK, |[mean, square]| {
+        Ok(MomentAddresses { values: [address(mean)?, address(square)?], scales: [0; 2] })
+    })?;
     kernels::adamw_f32(
         driver,
-        LaunchShape::line(blocks, 256),
-        In::all(&piece[0])?,
-        In::all(&piece[1])?,
-        1,
-        In::all(&rates[0])?,
-        In::all(&rates[1])?,
+        LaunchShape::line(table.blocks, 256),
+        In::all(&table.rows)?,
+        In::all(&table.first_block)?,
+        table.count,
+        In::all(&table.rates)?,
+        In::all(&table.grad_scale)?,
     )
 }

@@ -2,10 +2,10 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{Int8State, STATE_BLOCK, adamw_int8};
+use super::{AdamWPiece, Int8State, STATE_BLOCK, adamw_int8};
 use crate::error::Result;
 use crate::ops::adamw::{self, AdamWStep};
-use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
+use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
 use crate::quant;
 use crate::runtime::TensorMut;
 
@@ -14,11 +14,9 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     vec![OpCase::new("adamw_int8", "two updates", Tolerance::FORWARD.only_f32(), update)]
 }
 
-/// Two updates from zero moments. The reference is AdamW on the moments that the codes stand for.
+/// Two updates of two pieces from zero moments. The reference is AdamW on the moments that the codes stand for.
 fn update(runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
-    const LEN: usize = 3 * STATE_BLOCK + 40;
-    let param = runner.normal("param", LEN)?;
-    let moments = [Int8State::zeros(LEN)?, Int8State::zeros(LEN)?];
+    const PIECES: [usize; 2] = [3 * STATE_BLOCK + 40, STATE_BLOCK];
     let mut step = AdamWStep {
         learning_rate: 0.02,
         betas: [0.9, 0.999],
@@ -27,14 +25,28 @@ fn update(runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
         update: 1,
         grad_scale: 0.5,
     };
+    let params = PIECES.into_iter().map(|len| runner.normal("param", len)).collect::<Result<Vec<_>>>()?;
+    let zeros = |len| Int8State::zeros(len, runner.device);
+    let moments = PIECES.into_iter().map(|len| Ok([zeros(len)?, zeros(len)?])).collect::<Result<Vec<_>>>()?;
     for name in ["first", "second"] {
-        let grad = runner.normal_f32(name, LEN)?;
-        let [first, second] = [widened(&moments[0], true)?, widened(&moments[1], false)?].map(TensorMut::new);
-        adamw::reference(&param.plain, &grad.plain, [&first, &second], &step)?;
-        adamw_int8(&param.here, &grad.here, [&moments[0], &moments[1]], &step)?;
+        let grads = PIECES.into_iter().map(|len| runner.normal_f32(name, len)).collect::<Result<Vec<_>>>()?;
+        for ((param, grad), [first, second]) in params.iter().zip(&grads).zip(&moments) {
+            let [first, second] = [widened(first, true)?, widened(second, false)?].map(TensorMut::new);
+            adamw::reference(&param.plain, &grad.plain, [&first, &second], &step)?;
+        }
+        let all = params.iter().zip(&grads).zip(&moments);
+        let pieces: Vec<_> = all
+            .map(|((param, grad), [first, second])| AdamWPiece {
+                param: &param.here,
+                grad: &grad.here,
+                moments: [first, second],
+                step,
+            })
+            .collect();
+        adamw_int8(&pieces)?;
         step.update += 1;
     }
-    Ok(vec![param.pair()])
+    Ok(params.into_iter().map(OpPair::pair).collect())
 }
 
 fn widened(moment: &Int8State, signed: bool) -> Result<Tensor> {

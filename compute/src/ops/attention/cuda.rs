@@ -13,7 +13,7 @@ use half::bf16;
 
 use super::{AttentionKind, AttentionOutput, Qkv, Span};
 use crate::error::{Error, Result};
-use crate::ops::gpu::{Driver, In, LaunchShape, Out, kernels, number};
+use crate::ops::gpu::{Driver, In, LaunchShape, Out, kernels, number, upload};
 use crate::ops::matmul::{ColumnView, empty};
 use crate::ops::rotary::Heads;
 
@@ -74,10 +74,8 @@ pub(super) fn is_supported(qkv: &Qkv<'_>, kind: &AttentionKind) -> bool {
             && In::<bf16>::columns(view)
                 .is_ok_and(|at| at.arg().value.is_multiple_of(16) && at.arg().pitch.is_multiple_of(16))
     };
-    let width = |view: &ColumnView<'_>| view.tensor.dims().last().copied();
     HeadShape::of(kind.heads.head_dim).is_some()
         && [qkv.q, qkv.k, qkv.v].iter().all(aligned)
-        && width(&qkv.k) == width(&qkv.v)
         && kind.scale > 0.0
         && kind.softcap.is_none_or(|cap| cap > 0.0)
         && kind.window != Some(0)
@@ -106,6 +104,7 @@ pub(super) fn forward(
     let (rows, device) = (launch.rows as usize, qkv.q.tensor.device());
     let out = empty(rows, kind.heads.q_width(), DType::BF16, device)?;
     let lse = empty(kind.heads.num_heads, rows, DType::F32, device)?;
+    driver.note_attention(products_of(spans, kind));
     let kernel = match shape.head_dim {
         64 => kernels::attention_forward_64,
         80 => kernels::attention_forward_80,
@@ -126,12 +125,22 @@ pub(super) fn forward(
         launch.group,
         launch.rows,
         launch.q_stride,
-        launch.kv_stride,
+        launch.k_stride,
+        launch.v_stride,
         launch.factor,
         launch.bend,
         launch.window,
     )?;
     Ok(AttentionOutput { out: out.into_tensor(), lse: lse.into_tensor() })
+}
+
+/// Operations of a forward's two products over the pairs of query and key that see each other.
+fn products_of(spans: &[Span], kind: AttentionKind) -> f64 {
+    let seen = |span: &Span| -> f64 {
+        let keys = |query: usize| (span.k_len + query + 1).saturating_sub(span.q_len);
+        (0..span.q_len).map(|query| keys(query).min(kind.window.unwrap_or(usize::MAX)) as f64).sum()
+    };
+    4.0 * kind.heads.q_width() as f64 * spans.iter().map(seen).sum::<f64>()
 }
 
 pub(super) fn backward(
@@ -146,6 +155,8 @@ pub(super) fn backward(
     let launch = AttentionLaunch::of(&qkv, kind)?;
     let lists = tile_lists(spans, &qkv, shape.tile)?;
     let delta = delta(driver, attended, dout, &launch, shape)?;
+    // Scores once more, and the products of their gradient with k, q and dout.
+    driver.note_attention(2.5 * products_of(spans, kind));
     let d = empty(launch.rows as usize, heads.qkv_width(), DType::BF16, dout.device())?;
     let step = BackwardStep { driver, qkv, lse: &attended.lse, dout, delta: &delta, shape, launch };
     step.keys(&lists.keys, heads, &d)?;
@@ -193,7 +204,8 @@ impl BackwardStep<'_> {
             launch.group,
             launch.rows,
             launch.q_stride,
-            launch.kv_stride,
+            launch.k_stride,
+            launch.v_stride,
             number(heads.qkv_width())?,
             launch.factor,
             launch.bend,
@@ -227,7 +239,8 @@ impl BackwardStep<'_> {
             launch.group,
             launch.rows,
             launch.q_stride,
-            launch.kv_stride,
+            launch.k_stride,
+            launch.v_stride,
             number(heads.qkv_width())?,
             launch.factor,
             launch.bend,
@@ -279,7 +292,8 @@ struct AttentionLaunch {
     group: u32,
     rows: u32,
     q_stride: u32,
-    kv_stride: u32,
+    k_stride: u32,
+    v_stride: u32,
     /// What a score, or under a soft-cap its tanh, is multiplied with to be an exponent of 2.
     factor: f32,
     /// With `t = 2^(bend · score)`, the tanh under a soft-cap is `1 − 2 / (1 + t)`; 0 without one.
@@ -292,7 +306,7 @@ impl AttentionLaunch {
     fn of(qkv: &Qkv<'_>, kind: AttentionKind) -> Result<Self> {
         /// What the kernels take for no window: positions and this add up to less than 2^31.
         const NO_WINDOW: usize = 1 << 30;
-        let ((rows, q_stride), (kv_rows, kv_stride)) = (qkv.q.tensor.dims2()?, qkv.k.tensor.dims2()?);
+        let ((rows, q_stride), (kv_rows, k_stride)) = (qkv.q.tensor.dims2()?, qkv.k.tensor.dims2()?);
         if rows.max(kv_rows) >= NO_WINDOW {
             return Err(Error::internal(format!(
                 "attention over {} rows; a kernel takes {NO_WINDOW}",
@@ -305,7 +319,8 @@ impl AttentionLaunch {
             group: number(kind.heads.num_heads / kind.heads.num_kv_heads)?,
             rows: number(rows)?,
             q_stride: number(q_stride)?,
-            kv_stride: number(kv_stride)?,
+            k_stride: number(k_stride)?,
+            v_stride: number(qkv.v.tensor.dim(1)?)?,
             factor: (kind.softcap.unwrap_or(kind.scale) * log2_e) as f32,
             bend: kind.softcap.map_or(0.0, |cap| 2.0 * log2_e * kind.scale / cap) as f32,
             scale: kind.scale as f32,
@@ -357,7 +372,7 @@ fn tile_lists(spans: &[Span], qkv: &Qkv<'_>, tile: usize) -> Result<Rc<TileLists
 }
 
 fn upload_list(list: &[[u32; 5]], device: &Device) -> Result<Tensor> {
-    Ok(Tensor::from_vec(list.as_flattened().to_vec(), (list.len(), 5), device)?)
+    upload(list.as_flattened().to_vec(), (list.len(), 5), device)
 }
 
 /// Tiles of `tile` queries: the span and the first query of each, longest first. Rows of no span are spans without keys.

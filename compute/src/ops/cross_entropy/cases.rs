@@ -101,7 +101,8 @@ impl LossCase {
         let plain = grads(grad.as_ref().map(|g| &g.plain), &drows.plain, &db.plain);
         let output = output(&w.plain, &u.plain, &b.plain);
         let want = reference(&x.plain, output, targets, kind, plain)?;
-        let mut pairs = vec![TensorPair::scalars(got.loss, want.loss)?, TensorPair::new(got.dx, want.dx)];
+        let mut pairs =
+            vec![TensorPair::scalars(got.loss.read()?, want.loss.read()?)?, TensorPair::new(got.dx, want.dx)];
         pairs.extend(got.du.zip(want.du).map(|(got, want)| TensorPair::new(got, want)));
         pairs.extend(grad.map(OpPair::pair));
         pairs.extend([drows.pair(), db.pair()]);

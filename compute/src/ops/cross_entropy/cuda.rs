@@ -5,11 +5,11 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
 use super::{
-    ColumnView, ColumnViewMut, LossAndGrad, LossKind, LossTargets, Output, OutputGrads, TokenScore,
-    Transpose, chunk_rows, columns_product, counted,
+    ColumnView, ColumnViewMut, GPU_CHUNK_ROWS, LossAndGrad, LossKind, LossSum, LossTargets, Output,
+    OutputGrads, TokenScore, Transpose, columns_product, counted,
 };
 use crate::error::Result;
-use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number};
+use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number, read, upload};
 use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
 
@@ -37,9 +37,9 @@ struct Counted {
 impl Counted {
     fn new(targets: &[u32], device: &Device) -> Result<Self> {
         let places = counted(targets);
-        let upload = |values: Vec<u32>| Tensor::from_vec(values, places.len(), device);
-        let listed = upload(places.iter().map(|&n| n as u32).collect())?;
-        let targets = upload(places.iter().map(|&n| targets[n]).collect())?;
+        let count = places.len();
+        let listed = upload(places.iter().map(|&n| n as u32).collect(), count, device)?;
+        let targets = upload(places.iter().map(|&n| targets[n]).collect(), count, device)?;
         Ok(Counted { places, listed, targets })
     }
 
@@ -59,7 +59,7 @@ impl Counted {
         }
         let mut from = vec![u32::MAX; n];
         (0u32..).zip(&self.places).for_each(|(at, &place)| from[place] = at);
-        gather(driver, &packed, &Tensor::from_vec(from, n, packed.device())?)
+        gather(driver, &packed, &upload(from, n, packed.device())?)
     }
 }
 
@@ -68,12 +68,12 @@ fn gather(driver: &dyn Driver, x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     let (count, width) = (rows.dim(0)?, x.dim(1)?);
     let y = empty(count, width, x.dtype(), x.device())?;
     let (shape, rows) = (LaunchShape::line(count, 256), In::<u32>::all(rows)?);
-    let (columns, pitch) = (number(width)?, width as i64);
+    let (columns, pitch, moved) = (number(width)?, width as i64, count * width);
     if x.dtype() == DType::BF16 {
-        let (x, y) = (In::<bf16>::all(x)?, Out::<bf16>::all(&y)?);
+        let (x, y) = (In::<bf16>::all(x)?.touching(moved), Out::<bf16>::all(&y)?);
         kernels::gather_rows_bf16(driver, shape, x, rows, y, columns, pitch, pitch)?;
     } else {
-        let (x, y) = (In::<f32>::all(x)?, Out::<f32>::all(&y)?);
+        let (x, y) = (In::<f32>::all(x)?.touching(moved), Out::<f32>::all(&y)?);
         kernels::gather_rows_f32(driver, shape, x, rows, y, columns, pitch, pitch)?;
     }
     Ok(y.into_tensor())
@@ -117,7 +117,7 @@ impl Packed {
             u: output.delta.map(|delta| rows.pack(driver, delta.u)).transpose()?,
             losses: TensorMut::zeros(count, DType::F32, device)?,
             hits: TensorMut::zeros(count, DType::U32, device)?,
-            room: empty(chunk_rows(vocab).min(count), vocab.next_multiple_of(PITCH), DType::F32, device)?,
+            room: empty(GPU_CHUNK_ROWS.min(count), vocab.next_multiple_of(PITCH), DType::F32, device)?,
             rows,
             vocab,
         })
@@ -202,14 +202,18 @@ pub(super) fn linear_cross_entropy(
         |n: usize| output.delta.map(|delta| TensorMut::zeros((n, delta.u.dim(1)?), DType::F32, device));
     if count == 0 {
         let du = du_of(n).transpose()?.map(TensorMut::into_tensor);
-        return Ok(LossAndGrad { loss: 0.0, dx: Tensor::zeros((n, width), x.dtype(), device)?, du });
+        return Ok(LossAndGrad {
+            loss: LossSum::default(),
+            dx: Tensor::zeros((n, width), x.dtype(), device)?,
+            du,
+        });
     }
     let packed = Packed::new(driver, x, output, targets.ids)?;
     let (dx, du) = (empty(count, width, x.dtype(), device)?, du_of(count).transpose()?);
     let places = &packed.rows.places;
     let scales = |_| -> Result<Tensor> {
         let scales: Vec<f32> = places.iter().map(|&n| targets.scale(n, kind.scale)).collect();
-        Ok(Tensor::from_vec(scales, count, device)?)
+        upload(scales, count, device)
     };
     let scales = targets.coefficients.map(scales).transpose()?;
     let in_bf16 = x.dtype() == DType::BF16 && output.delta.is_none() && grads.rows.is_none();
@@ -224,8 +228,7 @@ pub(super) fn linear_cross_entropy(
             backward(d, (&chunk.x, &dx), chunk.u.as_ref().zip(du.as_ref()), output, grads)?;
         }
     }
-    let losses = packed.losses.to_vec1::<f32>()?;
-    let loss = losses.iter().zip(places).map(|(&loss, &n)| targets.weighted(n, loss)).sum();
+    let loss = LossSum::pending(packed.losses.clone().into_tensor(), targets.coefficients_of(places));
     let du = du.map(|du| packed.rows.unpack(driver, du, n)).transpose()?;
     Ok(LossAndGrad { loss, dx: packed.rows.unpack(driver, dx, n)?, du })
 }
@@ -264,7 +267,7 @@ fn backward(
         columns_product(ColumnViewMut::all(dweight), low, x, Transpose::Tn, 1.0, true)?;
     }
     if let Some((ids, drows)) = grads.rows {
-        let ids = Tensor::from_slice(ids, ids.len(), drows.device())?;
+        let ids = upload(ids.to_vec(), ids.len(), drows.device())?;
         let picked = d.narrow()?.contiguous()?.index_select(&ids, 1)?;
         columns_product(ColumnViewMut::all(drows), ColumnView::all(&picked), x, Transpose::Tn, 1.0, true)?;
     }
@@ -300,6 +303,6 @@ pub(super) fn score_targets(
             softcap.unwrap_or(0.0) as f32,
         )?;
     }
-    let scores = packed.losses.to_vec1::<f32>()?.into_iter().zip(packed.hits.to_vec1::<u32>()?);
+    let scores = read::<f32>(&packed.losses)?.into_iter().zip(read::<u32>(&packed.hits)?);
     Ok(scores.map(|(loss, hit)| TokenScore { loss, correct: hit == 1 }).collect())
 }

@@ -1,8 +1,8 @@
 //! Cases of sums and copies, element by element.
 
-use candle_core::DType;
+use candle_core::{DType, Shape, Tensor};
 
-use super::{add, add_into, sum_of_squares};
+use super::{add, add_into, sums_of_squares};
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance, in_f64};
 use crate::runtime::copy;
@@ -22,10 +22,14 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
             copy::zero(&x.here)?;
             Ok(vec![TensorPair::new(x.here.into_tensor(), x.plain.zeros_like()?)])
         }),
-        OpCase::new("sum_of_squares", "more than a chunk", Tolerance::FORWARD.only_f32(), |runner| {
-            let x = runner.normal("x", SQUARE)?;
-            let want = in_f64(&x.plain)?.iter().map(|x| x * x).sum();
-            Ok(vec![TensorPair::scalars(sum_of_squares(&x.here)?, want)?])
+        OpCase::new("sums_of_squares", "three tensors", Tolerance::FORWARD.only_f32(), |runner| {
+            let shapes = [Shape::from(SQUARE), 5.into(), 40_003.into()];
+            let all = shapes.map(|shape| runner.normal("x", shape));
+            let all = all.into_iter().collect::<Result<Vec<_>>>()?;
+            let here: Vec<&Tensor> = all.iter().map(|x| &*x.here).collect();
+            let sums = sums_of_squares(&here, runner.device)?.read()?;
+            let want = |x: &OpPair| -> Result<f64> { Ok(in_f64(&x.plain)?.iter().map(|x| x * x).sum()) };
+            all.iter().zip(sums).map(|(x, sum)| TensorPair::scalars(sum, want(x)?)).collect()
         }),
     ];
     for (kept, tolerance, what) in [

@@ -1,6 +1,6 @@
 //! Elementwise sums by the kernels of `kernels/elementwise.cu`.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
 use crate::error::Result;
@@ -18,21 +18,21 @@ fn shape(count: usize, all_bf16: bool) -> LaunchShape {
     LaunchShape::line(count.div_ceil(if all_bf16 { 8192 } else { 4096 }), 256)
 }
 
-/// Σ x² in f64, in two stages whose shares do not depend on the device.
-pub(super) fn sum_of_squares(driver: &dyn Driver, x: &Tensor) -> Result<f64> {
+/// Σ x² of each tensor, `[tensors]` f64, in two stages whose shares do not depend on the device.
+pub(super) fn sums_of_squares(driver: &dyn Driver, tensors: &[&Tensor], device: &Device) -> Result<Tensor> {
     /// Values of a block of the first stage.
     const SHARE: usize = 16_384;
-    let blocks = x.elem_count().div_ceil(SHARE);
-    if blocks == 0 {
-        return Ok(0.0);
+    let sums = Tensor::zeros(tensors.len(), DType::F64, device)?;
+    for (at, x) in tensors.iter().enumerate().filter(|(_, x)| x.elem_count() > 0) {
+        let (x, blocks) = (x.to_device(device)?, x.elem_count().div_ceil(SHARE));
+        let partials = Tensor::zeros(blocks, DType::F64, device)?;
+        let (values, count) = (In::<f32>::all(&x)?, x.elem_count() as i64);
+        kernels::sum_of_squares(driver, LaunchShape::line(blocks, 256), values, count, Out::all(&partials)?)?;
+        let sum = sums.narrow(0, at, 1)?;
+        let (partials, out) = (In::<f64>::all(&partials)?, Out::<f64>::all(&sum)?);
+        kernels::sum_partials(driver, LaunchShape::line(1, 256), partials, number(blocks)?, out)?;
     }
-    let (partials, sum) =
-        (Tensor::zeros(blocks, DType::F64, x.device())?, Tensor::zeros(1, DType::F64, x.device())?);
-    let (values, count) = (In::<f32>::all(x)?, x.elem_count() as i64);
-    kernels::sum_of_squares(driver, LaunchShape::line(blocks, 256), values, count, Out::all(&partials)?)?;
-    let (partials, out) = (In::<f64>::all(&partials)?, Out::<f64>::all(&sum)?);
-    kernels::sum_partials(driver, LaunchShape::line(1, 256), partials, number(blocks)?, out)?;
-    Ok(sum.to_vec1::<f64>()?[0])
+    Ok(sums)
 }
 
 pub(super) fn add(driver: &dyn Driver, a: &Tensor, b: &Tensor) -> Result<Tensor> {

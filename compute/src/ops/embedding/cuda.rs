@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, is_float, kernels, number};
+use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, is_float, kernels, number, upload};
 use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
 
@@ -25,10 +25,11 @@ pub(super) fn embed(
 ) -> Result<Tensor> {
     let width = table.dim(1)?;
     let y = empty(ids.len(), width, dtype, table.device())?;
-    let (shape, uploaded) = (LaunchShape::line(ids.len(), 256), upload(ids, table.device())?);
+    let (shape, uploaded) = (LaunchShape::line(ids.len(), 256), list(ids, table.device())?);
     macro_rules! launch {
         ($kernel:ident, $table:ty, $y:ty) => {{
-            let (table, ids) = (In::<$table>::all(table)?, In::<u32>::all(&uploaded)?);
+            let table = In::<$table>::all(table)?.touching(ids.len() * width);
+            let ids = In::<u32>::all(&uploaded)?;
             let y = Out::<$y>::all(&y)?;
             kernels::$kernel(driver, shape, table, ids, y, number(width)?, factor as f32)?
         }};
@@ -51,12 +52,16 @@ pub(super) fn embed_backward(
     skip: Option<u32>,
 ) -> Result<()> {
     let (width, by_id) = (grad.dim(1)?, ById::of(ids, skip));
+    if by_id.ids.is_empty() {
+        return Ok(());
+    }
     let [listed, starts, places] = by_id.upload(grad.device())?;
     let (ids, starts, places) = (In::all(&listed)?, In::all(&starts)?, In::all(&places)?);
     let columns = number(width.div_ceil(COLUMNS))?;
     let grid = [number(by_id.ids.len())?, columns, 1];
     let shape = LaunchShape { grid, block: [256, 1, 1], shared_bytes: 0 };
-    let (grad, width, factor) = (InOut::<f32>::all(grad)?, number(width)?, factor as f32);
+    let touched = by_id.ids.len() * width;
+    let (grad, width, factor) = (InOut::<f32>::all(grad)?.touching(touched), number(width)?, factor as f32);
     // What is skipped is not listed.
     if dy.dtype() == DType::BF16 {
         let dy = In::<bf16>::all(dy)?;
@@ -70,9 +75,10 @@ pub(super) fn embed_backward(
 pub(super) fn columns_of(driver: &dyn Driver, a: &Tensor, ids: &[u32]) -> Result<Tensor> {
     let (r, vocab) = a.dims2()?;
     let y = empty(ids.len(), r, DType::F32, a.device())?;
-    let uploaded = upload(ids, a.device())?;
+    let uploaded = list(ids, a.device())?;
     let shape = LaunchShape::line((ids.len() * r).div_ceil(256), 256);
-    let (a, listed, out) = (In::<f32>::all(a)?, In::all(&uploaded)?, Out::<f32>::all(&y)?);
+    let a = In::<f32>::all(a)?.touching(ids.len() * r);
+    let (listed, out) = (In::all(&uploaded)?, Out::<f32>::all(&y)?);
     kernels::columns_of_f32(driver, shape, a, listed, out, ids.len() as i64, number(r)?, vocab as i64)?;
     Ok(y.into_tensor())
 }
@@ -85,11 +91,14 @@ pub(super) fn columns_of_backward(
     skip: Option<u32>,
 ) -> Result<()> {
     let ((r, vocab), by_id) = (grad.dims2()?, ById::of(ids, skip));
+    if by_id.ids.is_empty() {
+        return Ok(());
+    }
     let [listed, starts, places] = by_id.upload(grad.device())?;
     let (ids, starts, places) = (In::all(&listed)?, In::all(&starts)?, In::all(&places)?);
     let count = by_id.ids.len();
     let shape = LaunchShape::line((count * r).div_ceil(256), 256);
-    let (grad, du) = (InOut::<f32>::all(grad)?, In::<f32>::all(du)?);
+    let (grad, du) = (InOut::<f32>::all(grad)?.touching(count * r), In::<f32>::all(du)?);
     let (r, vocab) = (number(r)?, vocab as i64);
     kernels::columns_of_backward_f32(
         driver,
@@ -132,10 +141,10 @@ impl ById {
     }
 
     fn upload(&self, device: &Device) -> Result<[Tensor; 3]> {
-        Ok([upload(&self.ids, device)?, upload(&self.starts, device)?, upload(&self.places, device)?])
+        Ok([list(&self.ids, device)?, list(&self.starts, device)?, list(&self.places, device)?])
     }
 }
 
-fn upload(numbers: &[u32], device: &Device) -> Result<Tensor> {
-    Ok(Tensor::from_slice(numbers, numbers.len(), device)?)
+fn list(numbers: &[u32], device: &Device) -> Result<Tensor> {
+    upload(numbers.to_vec(), numbers.len(), device)
 }

@@ -24,6 +24,13 @@ pub(crate) struct Arg {
     pub(crate) pitch: u64,
     /// Bytes of the number, or of an address.
     pub(crate) size: usize,
+    /// Bytes that the launch reads and writes there.
+    pub(crate) moved: u64,
+}
+
+impl Arg {
+    /// A null pointer.
+    const NONE: Arg = Arg { value: 0, rows: 0, row_bytes: 0, pitch: 0, size: 8, moved: 0 };
 }
 
 /// A type that kernels know.
@@ -72,7 +79,7 @@ macro_rules! values {
         impl KernelValue for $type {
             fn arg(self) -> Arg {
                 let bits: fn($type) -> u64 = $bits;
-                Arg { value: bits(self), rows: 0, row_bytes: 0, pitch: 0, size: size_of::<$type>() }
+                Arg { value: bits(self), size: size_of::<$type>(), ..Arg::NONE }
             }
         }
     )*};
@@ -94,14 +101,20 @@ struct ElementAddress<'a, T> {
 }
 
 impl<T: KernelElement> ElementAddress<'_, T> {
-    const NONE: Self =
-        ElementAddress { arg: Arg { value: 0, rows: 0, row_bytes: 0, pitch: 0, size: 8 }, of: PhantomData };
+    const NONE: Self = ElementAddress { arg: Arg::NONE, of: PhantomData };
 
     /// All of a contiguous tensor.
     fn all(tensor: &Tensor) -> Result<Self> {
         let len = tensor.elem_count() as u64 * size_of::<T>() as u64;
         Ok(ElementAddress {
-            arg: Arg { value: address::<T>(tensor)?, rows: 1, row_bytes: len, pitch: len, size: 8 },
+            arg: Arg {
+                value: address::<T>(tensor)?,
+                rows: 1,
+                row_bytes: len,
+                pitch: len,
+                size: 8,
+                moved: len,
+            },
             of: PhantomData,
         })
     }
@@ -111,9 +124,9 @@ impl<T: KernelElement> ElementAddress<'_, T> {
         let (rows, width) = view.tensor.dims2()?;
         let bytes = |elements: usize| elements as u64 * size_of::<T>() as u64;
         let value = address::<T>(view.tensor)? + bytes(view.start);
-        let (row_bytes, pitch) = (bytes(view.len), bytes(width));
+        let (rows, row_bytes, pitch) = (rows as u64, bytes(view.len), bytes(width));
         Ok(ElementAddress {
-            arg: Arg { value, rows: rows as u64, row_bytes, pitch, size: 8 },
+            arg: Arg { value, rows, row_bytes, pitch, size: 8, moved: rows * row_bytes },
             of: PhantomData,
         })
     }
@@ -139,7 +152,7 @@ fn address<T: KernelElement>(tensor: &Tensor) -> Result<u64> {
 }
 
 macro_rules! pointers {
-    ($($(#[$doc:meta])* $name:ident),*) => {$(
+    ($($(#[$doc:meta])* $name:ident: $times:literal),*) => {$(
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
         pub(crate) struct $name<'a, T>(ElementAddress<'a, T>);
@@ -170,18 +183,24 @@ macro_rules! pointers {
                 tensor.map_or(Ok($name(ElementAddress::NONE)), Self::all)
             }
 
+            /// The same, of which the launch touches `elements` elements alone.
+            pub(crate) fn touching(self, elements: usize) -> Self {
+                let arg = Arg { moved: (elements * size_of::<T>()) as u64, ..self.0.arg };
+                $name(ElementAddress { arg, ..self.0 })
+            }
+
             /// The argument of a launch.
             pub(crate) fn arg(self) -> Arg {
-                self.0.arg
+                Arg { moved: $times * self.0.arg.moved, ..self.0.arg }
             }
         }
     )*};
 }
 pointers!(
     /// What a kernel reads.
-    In,
+    In: 1,
     /// What a kernel writes, every element once, without reading it.
-    Out,
+    Out: 1,
     /// What a kernel reads and writes in place.
-    InOut
+    InOut: 2
 );

@@ -2,8 +2,7 @@
 //!
 //! Launches run at once, so nothing is ever waited for. Each thread has its own state (`kernels/emu/emu.cpp`).
 //!
-//! Tests of this crate run pieces of work on it; with [`VARIABLE`] in the environment a whole process computes so, all its
-//! ranks and whatever it does: the engine's way through the launch code without a GPU.
+//! Tests of this crate run pieces of work on it, and whole processes compute so ([`super::stand_in`]).
 
 #[cfg(test)]
 mod tests;
@@ -11,10 +10,9 @@ mod tests;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char};
-use std::sync::OnceLock;
 
 use super::gemm::{DeviceMatrix, GemmElement};
-use super::{Arg, Driver, Gemm, Kernel, LaunchShape};
+use super::{Arg, Driver, Gemm, Kernel, LaunchShape, stand_in};
 use crate::error::{Error, Result};
 use half::bf16;
 
@@ -88,52 +86,8 @@ unsafe extern "C" {
     ) -> i32;
 }
 
-/// Makes a process of a build with feature `kernel-emu` compute by emulated kernels: `forward`, `reverse`, or a number, the
-/// seed of a shuffled order. Copies are late but in the first.
-const VARIABLE: &str = "FINETUNE_EMULATE";
-
-/// How the whole process computes; none where it does not on the emulator.
-static PROCESS: OnceLock<Option<EmulatorSchedule>> = OnceLock::new();
-
-/// Makes the whole process compute on the emulator, as [`VARIABLE`] says, else in order.
-///
-/// # Errors
-/// It has begun to compute another way.
-pub(crate) fn emulate_process() -> Result<()> {
-    match PROCESS.get_or_init(|| Some(schedule_of_environment().unwrap_or_default())) {
-        Some(_) => Ok(()),
-        None => {
-            Err(Error::internal("the process is to compute by emulated kernels and already computes without"))
-        }
-    }
-}
-
-fn schedule_of_process() -> Option<EmulatorSchedule> {
-    *PROCESS.get_or_init(schedule_of_environment)
-}
-
-fn schedule_of_environment() -> Option<EmulatorSchedule> {
-    let value = std::env::var(VARIABLE).ok()?;
-    let order = match value.as_str() {
-        "forward" => Order::Forward,
-        "reverse" => Order::Reverse,
-        seed => match seed.parse() {
-            Ok(seed) => Order::Shuffled(seed),
-            Err(_) => {
-                panic!("{VARIABLE} is {value:?}; accepted: forward, reverse, or the number of a shuffle")
-            }
-        },
-    };
-    Some(EmulatorSchedule { order, late_copies: order != Order::Forward, counts: false })
-}
-
-/// The emulator, when the whole process computes on it.
-pub(super) fn of_process() -> Option<&'static dyn Driver> {
-    schedule_of_process().map(|_| &Emulator as &dyn Driver)
-}
-
 thread_local! {
-    static SCHEDULE: Cell<EmulatorSchedule> = Cell::new(schedule_of_process().unwrap_or_default());
+    static SCHEDULE: Cell<EmulatorSchedule> = Cell::new(stand_in::schedule_of_process());
     /// The kernels that were launched since the last [`Emulator::run`] began.
     static LAUNCHED: RefCell<BTreeSet<&'static str>> = const { RefCell::new(BTreeSet::new()) };
     static COUNTERS: Cell<Counters> = const { Cell::new(Counters {
@@ -151,7 +105,7 @@ impl Emulator {
     pub(crate) fn run<R>(schedule: EmulatorSchedule, work: impl FnOnce() -> R) -> (R, Counters) {
         LAUNCHED.take();
         let before = (SCHEDULE.replace(schedule), COUNTERS.replace(Counters::default()));
-        let result = super::with_stand_in(&Emulator, work);
+        let result = stand_in::with(&Emulator, work);
         SCHEDULE.set(before.0);
         (result, COUNTERS.replace(before.1))
     }

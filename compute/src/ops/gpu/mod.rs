@@ -10,6 +10,9 @@
 )]
 
 mod args;
+mod constant;
+#[cfg(feature = "kernel-emu")]
+pub mod counter;
 #[cfg(feature = "cuda")]
 mod cublas;
 #[cfg(feature = "cuda")]
@@ -17,15 +20,18 @@ mod cuda_driver;
 #[cfg(feature = "kernel-emu")]
 pub(crate) mod emulator;
 mod gemm;
-
-use std::cell::Cell;
+#[cfg(feature = "kernel-emu")]
+pub(crate) mod stand_in;
+mod transfer;
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
 use self::args::KernelValue;
 pub(crate) use self::args::{Arg, In, InOut, KernelElement, Out};
+pub(crate) use self::constant::constant;
 pub(crate) use self::gemm::Gemm;
+pub(crate) use self::transfer::{read, upload};
 use crate::error::{Error, Result};
 
 /// A kernel by its names: the file of `kernels/` that holds it, and its own.
@@ -88,16 +94,25 @@ pub(crate) trait Driver: std::fmt::Debug {
     /// # Errors
     /// The driver refuses the product; the emulator found a matrix outside its tensor.
     fn gemm(&self, gemm: &Gemm) -> Result<()>;
-}
 
-thread_local! {
-    /// What stands in for a GPU on this thread, for CPU tensors.
-    static STAND_IN: Cell<Option<&'static dyn Driver>> = const { Cell::new(None) };
+    /// The next launch is attention, whose products have so many operations.
+    fn note_attention(&self, _flops: f64) {}
+
+    /// So many bytes are brought to the device.
+    fn note_upload(&self, _bytes: usize) {}
+
+    /// The host reads what the device has computed, and waits for it.
+    fn note_read(&self) {}
 }
 
 /// The driver whose kernels compute on the device of `tensor`; none where the CPU forms do.
 pub(crate) fn driver_of(tensor: &Tensor) -> Option<&'static dyn Driver> {
-    match tensor.device() {
+    driver_on(tensor.device())
+}
+
+/// The driver whose kernels compute on `device`; none where the CPU forms do.
+pub(crate) fn driver_on(device: &Device) -> Option<&'static dyn Driver> {
+    match device {
         Device::Cpu => stand_in(),
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => cuda_driver::driver_on(device),
@@ -105,26 +120,17 @@ pub(crate) fn driver_of(tensor: &Tensor) -> Option<&'static dyn Driver> {
     }
 }
 
-/// What stands in for a GPU on this thread or in this process.
-fn stand_in() -> Option<&'static dyn Driver> {
-    #[cfg(feature = "kernel-emu")]
-    return STAND_IN.get().or_else(emulator::of_process);
-    #[cfg(not(feature = "kernel-emu"))]
-    STAND_IN.get()
+/// Whether kernels compute on `device`.
+pub fn has_kernels(device: &Device) -> bool {
+    driver_on(device).is_some()
 }
 
-/// Runs `work` with kernels on `driver` wherever ops of this thread meet CPU tensors.
-#[cfg(all(test, feature = "kernel-emu"))]
-pub(crate) fn with_stand_in<R>(driver: &'static dyn Driver, work: impl FnOnce() -> R) -> R {
-    /// Puts back what was there before, also when `work` panics.
-    struct Restore(Option<&'static dyn Driver>);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            STAND_IN.set(self.0);
-        }
-    }
-    let _restore = Restore(STAND_IN.replace(Some(driver)));
-    work()
+/// What computes in the place of a GPU.
+fn stand_in() -> Option<&'static dyn Driver> {
+    #[cfg(feature = "kernel-emu")]
+    return stand_in::driver();
+    #[cfg(not(feature = "kernel-emu"))]
+    None
 }
 
 /// One function a kernel, with the types of its parameters.

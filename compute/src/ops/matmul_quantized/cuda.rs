@@ -5,7 +5,7 @@ use half::bf16;
 
 use super::Quantized;
 use crate::error::Result;
-use crate::ops::gpu::{Driver, In, LaunchShape, Out, is_float, kernels};
+use crate::ops::gpu::{Driver, In, LaunchShape, Out, constant, is_float, kernels};
 use crate::ops::matmul::empty;
 use crate::quant::{CodeKind, RunMeaning, dynamic_signed};
 
@@ -19,11 +19,10 @@ pub(in crate::ops) fn dequantize(driver: &dyn Driver, weight: &Quantized, dtype:
     let codes = weight.run(RunMeaning::Codes)?;
     let (device, (rows, cols), format) = (codes.device(), weight.shape, weight.format);
     let panel = empty(rows, cols, dtype, device)?;
-    let upload = |table: &[f32]| -> Result<Tensor> { Ok(Tensor::from_slice(table, table.len(), device)?) };
-    let values = upload(format.kind.table())?;
+    let values = constant(format.kind.table(), device)?;
     let (scales, nested, map) = if format.double_quant {
         let nested = weight.run(RunMeaning::ScaleCodes)?;
-        (weight.run(RunMeaning::NestedScales)?, Some(nested), Some(upload(dynamic_signed())?))
+        (weight.run(RunMeaning::NestedScales)?, Some(nested), Some(constant(dynamic_signed(), device)?))
     } else {
         (weight.run(RunMeaning::Scales)?, None, None)
     };

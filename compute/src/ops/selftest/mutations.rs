@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::cases;
 use crate::error::Result;
-use crate::ops::adamw::{self, AdamWStep};
+use crate::ops::adamw::{self, AdamWPiece, AdamWStep};
 use crate::ops::attention::{AttentionKind, ColumnView, Heads, Qkv, Span, attention, attention_backward};
 use crate::ops::case::{CaseRunner, TensorPair, Tolerance, in_f64, largest_error};
 use crate::ops::cross_entropy::{self, IGNORE, LossKind, LossTargets};
@@ -243,7 +243,8 @@ fn optimizer_options() -> Result<()> {
         let runner = CaseRunner { device: &Device::Cpu, dtype: DType::F32 };
         let (param, grad) = (runner.normal("param", 50)?, runner.normal("grad", 50)?);
         let (first, second) = (runner.normal("first", 50)?, runner.twin(DType::F32, vec![0.25; 50], 50)?);
-        adamw::adamw(&param.here, &grad.here, [&first.here, &second.here], &options)?;
+        let moments = [&first.here, &second.here];
+        adamw::adamw(&[AdamWPiece { param: &param.here, grad: &grad.here, moments, step: options }])?;
         adamw::reference(&param.plain, &grad.plain, [&first.plain, &second.plain], &other)?;
         let error = param.pair().error()?;
         assert!(error > 4e-6, "{what}: error {error:e} is tolerated");

@@ -160,8 +160,11 @@ fn run(
     spans: &[Span],
     kind: AttentionKind,
 ) -> Result<(AttentionOutput, Tensor)> {
+    // As in a block: q and k come rotated, v as it was projected, in wider rows.
+    let rotated = x.narrow(1, 0, kind.heads.qk_width())?.contiguous()?;
     let (result, _) = Emulator::run(schedule, || {
-        let qkv = qkv_of(x, kind.heads);
+        let qkv = Qkv { v: qkv_of(x, kind.heads).v, ..qkv_of(&rotated, kind.heads) };
+        assert!(is_supported(&qkv, &kind), "{kind:?}");
         let attended = forward(&Emulator, qkv, spans, kind)?;
         let d = backward(&Emulator, qkv, &attended, dout, spans, kind)?;
         Ok((attended, d))

@@ -1,0 +1,135 @@
+//! A driver that runs nothing and adds up what it is asked to run: launches, products, bytes that kernels read and write,
+//! what is uploaded and how often the GPU is waited for. What a step costs on a GPU is known so without one.
+
+use std::sync::{Mutex, PoisonError};
+
+use super::gemm::{DeviceMatrix, GemmElement};
+use super::{Arg, Driver, Gemm, Kernel, LaunchShape, stand_in};
+use crate::error::Result;
+
+/// What was asked of the GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct GpuWork {
+    /// Launches of kernels.
+    pub launches: u64,
+    /// Products of matrices.
+    pub gemms: u64,
+    /// Bytes that kernels read and write, each operand once.
+    pub kernel_bytes: u64,
+    /// Bytes that products read and write, each operand once.
+    pub gemm_bytes: u64,
+    /// Operations of products, multiplications and additions apart.
+    pub gemm_flops: f64,
+    /// Operations of attention's products, likewise.
+    pub attention_flops: f64,
+    /// Bytes brought to the GPU.
+    pub uploaded_bytes: u64,
+    /// How often the host read what the GPU had to compute first.
+    pub waits: u64,
+}
+
+impl std::ops::Sub for GpuWork {
+    type Output = GpuWork;
+    fn sub(self, before: GpuWork) -> GpuWork {
+        GpuWork {
+            launches: self.launches - before.launches,
+            gemms: self.gemms - before.gemms,
+            kernel_bytes: self.kernel_bytes - before.kernel_bytes,
+            gemm_bytes: self.gemm_bytes - before.gemm_bytes,
+            gemm_flops: self.gemm_flops - before.gemm_flops,
+            attention_flops: self.attention_flops - before.attention_flops,
+            uploaded_bytes: self.uploaded_bytes - before.uploaded_bytes,
+            waits: self.waits - before.waits,
+        }
+    }
+}
+
+impl GpuWork {
+    /// The least seconds it takes a GPU that computes `flops` operations a second and moves `bytes` bytes a second:
+    /// products are bound by either, kernels but attention by memory, one after the other.
+    pub fn seconds(&self, flops: f64, bytes: f64) -> f64 {
+        let products = (self.gemm_flops / flops).max(self.gemm_bytes as f64 / bytes);
+        products + self.attention_flops / flops + self.kernel_bytes as f64 / bytes
+    }
+}
+
+/// What has been asked since the process began, and whether the GPU has something to do.
+struct Asked {
+    work: GpuWork,
+    busy: bool,
+}
+
+static ASKED: Mutex<Asked> = Mutex::new(Asked { work: NOTHING, busy: false });
+
+const NOTHING: GpuWork = GpuWork {
+    launches: 0,
+    gemms: 0,
+    kernel_bytes: 0,
+    gemm_bytes: 0,
+    gemm_flops: 0.0,
+    attention_flops: 0.0,
+    uploaded_bytes: 0,
+    waits: 0,
+};
+
+/// Makes the whole process count what a GPU would do, and do nothing: results are whatever the memory held.
+///
+/// # Errors
+/// It has begun to compute another way.
+pub fn count_process() -> Result<()> {
+    stand_in::count_process()
+}
+
+/// What has been asked of the GPU since the process began.
+pub fn asked() -> GpuWork {
+    with_asked(|asked| asked.work)
+}
+
+fn with_asked<R>(change: impl FnOnce(&mut Asked) -> R) -> R {
+    change(&mut ASKED.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// The one counter.
+#[derive(Debug)]
+pub(super) struct LaunchCounter;
+
+impl Driver for LaunchCounter {
+    fn launch(&self, _kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> Result<()> {
+        if shape.is_empty() {
+            return Ok(());
+        }
+        with_asked(|asked| {
+            asked.busy = true;
+            asked.work.launches += 1;
+            asked.work.kernel_bytes += args.iter().map(|arg| arg.moved).sum::<u64>();
+        });
+        Ok(())
+    }
+
+    fn gemm(&self, gemm: &Gemm) -> Result<()> {
+        let (m, n, k) = gemm.size();
+        let bytes = |matrix: &DeviceMatrix, element: GemmElement| {
+            (matrix.rows * matrix.cols * element.bytes()) as u64
+        };
+        let result = bytes(&gemm.d, gemm.result) * if gemm.beta == 0.0 { 1 } else { 2 };
+        with_asked(|asked| {
+            asked.busy = true;
+            asked.work.gemms += 1;
+            asked.work.gemm_flops += 2.0 * m as f64 * n as f64 * k as f64;
+            asked.work.gemm_bytes += bytes(&gemm.a, gemm.operands) + bytes(&gemm.b, gemm.operands) + result;
+        });
+        Ok(())
+    }
+
+    fn note_attention(&self, flops: f64) {
+        with_asked(|asked| asked.work.attention_flops += flops);
+    }
+
+    fn note_upload(&self, bytes: usize) {
+        with_asked(|asked| asked.work.uploaded_bytes += bytes as u64);
+    }
+
+    fn note_read(&self) {
+        with_asked(|asked| asked.work.waits += u64::from(std::mem::take(&mut asked.busy)));
+    }
+}

@@ -1,0 +1,32 @@
+//! What launch code brings to the device and reads back.
+
+use candle_core::{Device, Shape, Tensor};
+
+use super::{KernelElement, driver_on};
+use crate::error::Result;
+
+/// `values` as a tensor on `device`.
+///
+/// # Errors
+/// The device has no memory for it; the shape has another number of elements.
+pub(crate) fn upload<T: KernelElement>(
+    values: Vec<T>,
+    shape: impl Into<Shape>,
+    device: &Device,
+) -> Result<Tensor> {
+    if let Some(driver) = driver_on(device) {
+        driver.note_upload(size_of_val(values.as_slice()));
+    }
+    Ok(Tensor::from_vec(values, shape.into(), device)?)
+}
+
+/// The values of a one-dimensional tensor, once the device has computed them.
+///
+/// # Errors
+/// An operation of the device failed.
+pub(crate) fn read<T: KernelElement>(tensor: &Tensor) -> Result<Vec<T>> {
+    if let Some(driver) = driver_on(tensor.device()) {
+        driver.note_read();
+    }
+    Ok(tensor.to_vec1()?)
+}

@@ -1,0 +1,199 @@
+//! What a step asks of a GPU, counted by a driver that runs nothing: launches, uploads, waits, the time that the fastest
+//! cards need at least, and memory, beside the memory plan. Weights are holes in files, so the models are as wide as
+//! real ones and have few layers.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use candle_core::Device;
+use finetune::collective::SingleRank;
+use finetune::data::Step;
+use finetune::engine::Trainer;
+use finetune::model::{ModelConfig, parameters};
+use finetune::ops::gpu_counter::{GpuWork, asked, count_process};
+use finetune::plan::{Plan, WorldSize};
+use finetune::recipe::{Recipe, RecipeLayers, RecipeText};
+use finetune::report::{Terminal, Verbosity};
+use finetune::run::trainer;
+use finetune::setup::Resolver;
+use serde_json::{Map, Value, json};
+
+/// Adds up what is allocated: a GPU's memory would hold the same tensors.
+struct CountingAllocator;
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: all is done by the system's allocator.
+unsafe impl GlobalAlloc for CountingAllocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size());
+        // SAFETY: by this function's contract.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(layout.size());
+        // SAFETY: by this function's contract.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: by this function's contract.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+fn count(bytes: usize) {
+    PEAK.fetch_max(LIVE.fetch_add(bytes, Relaxed) + bytes, Relaxed);
+}
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
+
+/// The widths of a model.
+struct Shape {
+    name: &'static str,
+    family: &'static str,
+    hidden: usize,
+    intermediate: usize,
+    heads: [usize; 3],
+    vocab: usize,
+    layers: usize,
+}
+
+/// As wide as Qwen3-8B.
+const WIDE: Shape = Shape {
+    name: "8b",
+    family: "qwen3",
+    hidden: 4096,
+    intermediate: 12_288,
+    heads: [32, 8, 128],
+    vocab: 151_936,
+    layers: 4,
+};
+
+/// Writes a model of a shape whose weights are zeros: headers, and holes below them.
+fn write_model(folder: &Path, shape: &Shape) {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(golden.join(file), folder.join(file)).unwrap();
+    }
+    let [heads, kv_heads, head_dim] = shape.heads;
+    let config = json!({
+        "model_type": shape.family,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": shape.vocab,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": false,
+    })
+    .to_string();
+    std::fs::write(folder.join("config.json"), &config).unwrap();
+    let (mut header, mut at) = (Map::new(), 0);
+    for spec in parameters(&ModelConfig::from_json(&config, "config.json").unwrap()) {
+        let end = at + 2 * spec.len() as u64;
+        header.insert(spec.name, json!({ "dtype": "BF16", "shape": spec.shape, "data_offsets": [at, end] }));
+        at = end;
+    }
+    let header = Value::Object(header).to_string();
+    let mut start = (header.len() as u64).to_le_bytes().to_vec();
+    start.extend(header.as_bytes());
+    let path = folder.join("model.safetensors");
+    std::fs::write(&path, &start).unwrap();
+    std::fs::File::options().write(true).open(path).unwrap().set_len(start.len() as u64 + at).unwrap();
+}
+
+/// What trains.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Mode {
+    Qlora,
+    Lora,
+    Full,
+}
+
+/// A run that is planned and loaded.
+struct Loaded {
+    plan: Plan,
+    trainer: Trainer,
+    steps: Vec<Step>,
+    /// Bytes that were allocated before it was loaded.
+    before: usize,
+    _folder: tempfile::TempDir,
+}
+
+/// Rows of 2,048 tokens, two at a time, `accumulation` times.
+fn load(shape: &Shape, mode: Mode, recompute: bool, accumulation: usize) -> Loaded {
+    let folder = tempfile::tempdir().unwrap();
+    write_model(folder.path(), shape);
+    let row =
+        json!({ "text": "the quick brown fox jumps over the lazy dog ".repeat(300) }).to_string() + "\n";
+    std::fs::write(folder.path().join("rows.jsonl"), row.repeat(2 * 4 * accumulation)).unwrap();
+    let adapter = "[adapter]\nr = 16\nlora_alpha = 32\ntarget_modules = \"all-linear\"\n";
+    let quantization = "[quantization]\nkind = \"nf4\"\ndouble_quant = true\n";
+    let text = format!(
+        "{}{}[data]\nformat = \"text\"\npacking = false\nmax_seq_len = 2048\n[train]\nmax_steps = 3\n\
+         micro_batch_size = 2\ngradient_accumulation_steps = {accumulation}\nrecompute = \"{}\"\n\
+         [optimizer]\nlearning_rate = 1e-4\n[model]\ndtype = \"bf16\"\n",
+        if mode == Mode::Qlora { quantization } else { "" },
+        if mode == Mode::Full { "" } else { adapter },
+        if recompute { "block" } else { "none" },
+    );
+    let layers = RecipeLayers {
+        recipe: Some(RecipeText { name: "counted".into(), text, folder: folder.path().into() }),
+        model: Some(folder.path().display().to_string()),
+        train: vec![folder.path().join("rows.jsonl").display().to_string()],
+        folder: folder.path().into(),
+        ..RecipeLayers::default()
+    };
+    let recipe = Recipe::load(&layers).unwrap();
+    let terminal = Terminal::stderr(Verbosity::Quiet);
+    let finder = Resolver::new(true, &terminal).unwrap();
+    let now = chrono::Local::now().fixed_offset();
+    let plan = Plan::resolve(recipe, &finder, Device::Cpu, WorldSize::on_one_host(1), None, now).unwrap();
+    let mut sampler = plan.sampler().unwrap();
+    let steps = (0..3).map(|_| sampler.next_step().unwrap()).collect();
+    drop(sampler);
+    let before = LIVE.load(Relaxed);
+    let trainer = trainer(&plan, None, Arc::new(SingleRank), &Device::Cpu).unwrap();
+    Loaded { plan, trainer, steps, before, _folder: folder }
+}
+
+impl Loaded {
+    /// What the second step asks for, and the most bytes that it holds.
+    fn second_step(&mut self) -> (GpuWork, usize) {
+        self.trainer.step(&self.steps[0]).unwrap();
+        PEAK.store(LIVE.load(Relaxed), Relaxed);
+        let before = asked();
+        self.trainer.step(&self.steps[1]).unwrap();
+        (asked() - before, PEAK.load(Relaxed) - self.before)
+    }
+}
+
+/// One test, since the counters are the process's.
+#[test]
+fn steps_ask_for_what_was_planned() {
+    count_process().unwrap();
+    for mode in [Mode::Qlora, Mode::Lora] {
+        for recompute in [false, true] {
+            let mut loaded = load(&WIDE, mode, recompute, 1);
+            let (work, peak) = loaded.second_step();
+            let planned = loaded.plan.memory;
+            println!("{} {mode:?} recompute {recompute}: {work:?}", WIDE.name);
+            println!("  peak {peak} planned {} {planned:?}", planned.total());
+            println!("  seconds {}", work.seconds(680e12, 0.85 * 4.3e12));
+        }
+    }
+}
