@@ -2,12 +2,12 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::Device;
 
 use super::rope::{Rope, RopeKind};
 use crate::error::Result;
 use crate::ops::attention::Span;
-use crate::ops::embedding::embed;
+use crate::ops::embedding::rows_of;
 use crate::ops::rotary::RotaryTable;
 
 /// Positions that a first table has at least.
@@ -48,9 +48,8 @@ impl RotaryTables {
                 // Twice as many as needed: generation asks for one more position at a time.
                 old => old.insert(rope.table(&[whole((2 * longest).max(FIRST_POSITIONS))], &self.device)?),
             };
-            // A factor of one leaves the bits as they are.
-            let pick = |table: &Tensor| embed(table, &positions, 1.0, DType::F32);
-            Ok(RotaryTable { cos: pick(&table.cos)?, sin: pick(&table.sin)? })
+            let [cos, sin] = rows_of([&table.cos, &table.sin], &positions)?;
+            Ok(RotaryTable { cos, sin })
         };
         ropes.iter().zip(&self.by_position).map(of_rope).collect()
     }
@@ -69,7 +68,7 @@ mod tests {
 
     /// Bits of cos and sin.
     fn bits(table: &RotaryTable) -> Vec<u32> {
-        let values = [&table.cos, &table.sin].map(|t| t.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+        let values = [&table.cos, &table.sin].map(|t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap());
         values.concat().into_iter().map(f32::to_bits).collect()
     }
 

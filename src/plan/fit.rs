@@ -54,7 +54,7 @@ impl StepInputs<'_> {
     pub(super) fn decide(&self, recipe: &Recipe, world: WorldSize) -> Result<Fit> {
         match self.fit(recipe, world)? {
             Some(mut fit) => {
-                if world.all == 1 && self.engine.device.is_cpu() {
+                if world.all == 1 && on_host(self.engine) {
                     fit.memory.process = current_bytes().unwrap_or(0) + STARTED;
                 }
                 Ok(fit)
@@ -324,8 +324,13 @@ fn how<'a>(
         sharded_over: kind.shard_size(ranks),
         accumulates: recipe.train.gradient_accumulation_steps > 1,
         offload: &engine.offload,
-        on_host: engine.device.is_cpu() && !has_kernels(&engine.device),
+        on_host: on_host(engine),
     }
+}
+
+/// Whether what is computed with lies in the memory of the host.
+fn on_host(engine: &EngineOptions) -> bool {
+    engine.device.is_cpu() && !has_kernels(&engine.device)
 }
 
 /// Tokens of the largest micro-batch that can come.

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use candle_core::{DType, Device};
 
 use crate::model::{BlockSaved, LoraShape, ModelConfig, SavedBytes, Segment};
+use crate::ops::GEMM_WORKSPACE;
 use crate::ops::cross_entropy::logits_bytes;
 use crate::optim::StateLayout;
 use crate::quant::QuantRun;
@@ -109,11 +110,14 @@ impl MemoryPlan {
         let branch_dtype = if in_bf16 { DType::BF16 } else { DType::F32 };
         let saved = saved_bytes(config, adapter_setup, tokens, [options.dtype, branch_dtype]);
         memory.activations = kept_bytes(&saved, recompute) as u64;
-        // Backward holds the gradients of a block's widest tensors beside what it recomputes.
-        let widest = 2 * config.intermediate_size + config.heads.qkv_width() + 4 * config.hidden_size;
-        let logits = logits_bytes(config.vocab_size, tokens, !options.on_host);
-        let temporaries = (2 * widest * size * tokens) as u64;
-        memory.workspace += temporaries + logits as u64 + for_a_moment(&moment);
+        let temporaries = temporary_bytes(config, tokens, size);
+        memory.workspace += for_a_moment(&moment);
+        memory.workspace += if options.on_host {
+            temporaries + logits_bytes(config.vocab_size, tokens, false) as u64
+        } else {
+            let held = [bytes_at_loss(&saved, recompute) as u64, memory.activations];
+            GEMM_WORKSPACE as u64 + gpu_workspace(config, descs, tokens, size, held)
+        };
         // Logits, gathered values and fresh gradients keep their memory from step to step.
         let let_go = memory.activations + temporaries;
         memory.add_saving(snapshot_bytes(descs, adapter_setup.is_some(), options), let_go, options);
@@ -253,6 +257,42 @@ fn kept_bytes(blocks: &[SavedBytes], recompute: Recompute) -> usize {
         // Blocks are computed again one at a time.
         Recompute::Block => inputs + rest.max().unwrap_or(0),
     }
+}
+
+/// Bytes of the gradients of a block's widest tensors, which backward holds beside what it recomputes.
+fn temporary_bytes(config: &ModelConfig, tokens: usize, size: usize) -> u64 {
+    let widest = 2 * config.intermediate_size + config.heads.qkv_width() + 4 * config.hidden_size;
+    (2 * widest * size * tokens) as u64
+}
+
+/// Bytes on a GPU beside what is kept of activations, which is `at_loss` while the loss is computed and `at_backward` at
+/// most: what the loss lets go of serves the backward of the last block, so the larger counts.
+fn gpu_workspace(
+    config: &ModelConfig,
+    descs: &[ParamDesc],
+    tokens: usize,
+    size: usize,
+    [at_loss, at_backward]: [u64; 2],
+) -> u64 {
+    // Beside logits lie the last hidden states, the same normed, and the gradients of both.
+    let hidden = (4 * tokens * config.hidden_size * size) as u64;
+    let loss = at_loss + hidden + logits_bytes(config.vocab_size, tokens, true) as u64;
+    let backward = at_backward + temporary_bytes(config, tokens, size) + largest_panel(descs, size);
+    loss.max(backward) - at_backward
+}
+
+/// Bytes of `blocks` that are kept while the loss is computed.
+fn bytes_at_loss(blocks: &[SavedBytes], recompute: Recompute) -> usize {
+    match recompute {
+        Recompute::None => kept_bytes(blocks, recompute),
+        Recompute::Block => blocks.iter().map(|block| block.input).sum(),
+    }
+}
+
+/// Bytes of the largest quantized matrix as a product on a GPU reads it.
+fn largest_panel(descs: &[ParamDesc], size: usize) -> u64 {
+    let quantized = descs.iter().filter(|desc| matches!(desc.kind, ParamKind::Quantized(_)));
+    quantized.map(|desc| (desc.elements() * size) as u64).max().unwrap_or(0)
 }
 
 /// Bytes that can still be had on the device; none when nothing tells.

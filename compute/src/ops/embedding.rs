@@ -40,6 +40,21 @@ pub fn embed(table: &Tensor, ids: &[u32], factor: f64, dtype: DType) -> Result<T
     }))
 }
 
+/// The rows `ids` of each of two tables, `[V, D]` f32 both: `[N, D]`. The ids are brought to a GPU once.
+///
+/// # Errors
+/// When a table is no contiguous matrix of floating-point values, or an operation of the device fails.
+pub fn rows_of(tables: [&Tensor; 2], ids: &[u32]) -> Result<[Tensor; 2]> {
+    if let Some(driver) = gpu::driver_of(tables[0])
+        && tables.iter().all(|table| cuda::is_supported([table.dtype(), DType::F32]))
+    {
+        return cuda::rows_of(driver, tables, ids);
+    }
+    // A factor of one leaves the bits as they are.
+    let [first, second] = tables.map(|table| embed(table, ids, 1.0, DType::F32));
+    Ok([first?, second?])
+}
+
 /// `a: [r, V]` f32 → `[N, r]`: the column of each token.
 ///
 /// # Errors

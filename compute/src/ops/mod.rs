@@ -37,5 +37,5 @@ mod svd;
 pub use gemm::has_matrix_unit;
 #[cfg(feature = "kernel-emu")]
 pub use gpu::counter as gpu_counter;
-pub use gpu::has_kernels;
+pub use gpu::{GEMM_WORKSPACE, has_kernels};
 pub use matmul::{ColumnView, ColumnViewMut, Transpose, empty, matmul};

@@ -28,8 +28,8 @@ pub(super) fn is_supported(x: &Tensor, output: Output<'_>) -> bool {
 struct Counted {
     /// Their places among all rows.
     places: Vec<usize>,
-    /// `[count]`: the same, for kernels.
-    listed: Tensor,
+    /// `[count]`: the same, for kernels; none where all rows have one.
+    listed: Option<Tensor>,
     /// `[count]`: their targets.
     targets: Tensor,
 }
@@ -38,7 +38,8 @@ impl Counted {
     fn new(targets: &[u32], device: &Device) -> Result<Self> {
         let places = counted(targets);
         let count = places.len();
-        let listed = upload(places.iter().map(|&n| n as u32).collect(), count, device)?;
+        let list = || upload(places.iter().map(|&n| n as u32).collect(), count, device);
+        let listed = (count < targets.len()).then(list).transpose()?;
         let targets = upload(places.iter().map(|&n| targets[n]).collect(), count, device)?;
         Ok(Counted { places, listed, targets })
     }
@@ -49,7 +50,7 @@ impl Counted {
 
     /// Their rows of `x: [n, width]`, one after the other.
     fn pack(&self, driver: &dyn Driver, x: &Tensor) -> Result<Tensor> {
-        if self.count() == x.dim(0)? { Ok(x.clone()) } else { gather(driver, x, &self.listed) }
+        self.listed.as_ref().map_or_else(|| Ok(x.clone()), |listed| gather(driver, x, listed))
     }
 
     /// The rows of `packed: [count, width]` in their places of `[n, width]`; zeros where no target is.

@@ -41,6 +41,12 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     };
     let mut cases: Vec<OpCase> =
         [(1.0, "factor 1"), (4.898_979, "factor 4.9")].into_iter().flat_map(case).collect();
+    cases.push(OpCase::new("rows_of", "two tables", Tolerance::ROUNDED.only_f32(), |runner| {
+        let tables = [runner.normal_f32("first", (VOCAB, 24))?, runner.normal_f32("second", (VOCAB, 24))?];
+        let got = rows_of([&tables[0].here, &tables[1].here], &tokens(130))?;
+        let want = |table: &OpPair| reference(&table.plain, &tokens(130), 1.0, DType::F32);
+        got.into_iter().zip(&tables).map(|(got, table)| Ok(TensorPair::new(got, want(table)?))).collect()
+    }));
     cases.push(OpCase::new("columns_of", "A of an adapter", Tolerance::ROUNDED.only_f32(), |runner| {
         let a = runner.normal_f32("a", (4, VOCAB))?;
         let got = columns_of(&a.here, &tokens(130))?;

@@ -23,13 +23,30 @@ pub(super) fn embed(
     factor: f64,
     dtype: DType,
 ) -> Result<Tensor> {
-    let width = table.dim(1)?;
-    let y = empty(ids.len(), width, dtype, table.device())?;
-    let (shape, uploaded) = (LaunchShape::line(ids.len(), 256), list(ids, table.device())?);
+    embed_listed(driver, table, &list(ids, table.device())?, factor, dtype)
+}
+
+pub(super) fn rows_of(driver: &dyn Driver, tables: [&Tensor; 2], ids: &[u32]) -> Result<[Tensor; 2]> {
+    let ids = list(ids, tables[0].device())?;
+    let [first, second] = tables.map(|table| embed_listed(driver, table, &ids, 1.0, DType::F32));
+    Ok([first?, second?])
+}
+
+/// As [`embed`], for ids that are on the device.
+fn embed_listed(
+    driver: &dyn Driver,
+    table: &Tensor,
+    ids: &Tensor,
+    factor: f64,
+    dtype: DType,
+) -> Result<Tensor> {
+    let (count, width) = (ids.elem_count(), table.dim(1)?);
+    let y = empty(count, width, dtype, table.device())?;
+    let shape = LaunchShape::line(count, 256);
     macro_rules! launch {
         ($kernel:ident, $table:ty, $y:ty) => {{
-            let table = In::<$table>::all(table)?.touching(ids.len() * width);
-            let ids = In::<u32>::all(&uploaded)?;
+            let table = In::<$table>::all(table)?.touching(count * width);
+            let ids = In::<u32>::all(ids)?;
             let y = Out::<$y>::all(&y)?;
             kernels::$kernel(driver, shape, table, ids, y, number(width)?, factor as f32)?
         }};

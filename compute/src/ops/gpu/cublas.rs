@@ -9,11 +9,9 @@ use candle_core::cuda_backend::cudarc::cublaslt::result::{self, CublasError};
 use candle_core::cuda_backend::cudarc::cublaslt::sys;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 
+use super::GEMM_WORKSPACE;
 use super::gemm::{DeviceMatrix, Gemm, GemmElement};
 use crate::error::{Error, Result};
-
-/// Bytes that an algorithm may use beside the operands: what NVIDIA recommends for Hopper.
-const WORKSPACE: usize = 32 << 20;
 
 /// Shapes that are kept; a run of rows of all lengths meets more, and begins anew.
 const PLANS: usize = 4096;
@@ -136,7 +134,7 @@ fn choose(
         // SAFETY: each attribute is given below with a value of its type.
         unsafe { result::set_matmul_pref_attribute(preference, attribute, value, bytes) }
     };
-    let workspace = WORKSPACE as u64;
+    let workspace = GEMM_WORKSPACE as u64;
     // Sums of parts of a product only in f32 and beside the result: in place they would depend on what is there.
     let reductions = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
     let number = |value: &u32| (&raw const *value).cast::<c_void>();
@@ -168,7 +166,7 @@ impl Cublas {
         let failed = |error: String| Error::internal("cannot start cuBLAS").because(error);
         // SAFETY: algorithms write the workspace before they read it.
         let workspace =
-            unsafe { stream.alloc::<u8>(WORKSPACE) }.map_err(|error| failed(error.to_string()))?;
+            unsafe { stream.alloc::<u8>(GEMM_WORKSPACE) }.map_err(|error| failed(error.to_string()))?;
         let handle = result::create_handle().map_err(|error| failed(format!("{error:?}")))?;
         Ok(Cublas { handle, workspace, plans: HashMap::new() })
     }
@@ -212,7 +210,7 @@ impl Cublas {
                 d,
                 &raw const plan.algorithm,
                 workspace as *mut c_void,
-                WORKSPACE,
+                GEMM_WORKSPACE,
                 stream.cu_stream().cast(),
             )
         }

@@ -34,6 +34,9 @@ pub(crate) use self::gemm::Gemm;
 pub(crate) use self::transfer::{read, upload};
 use crate::error::{Error, Result};
 
+/// Bytes that a product on a GPU may use beside its operands: what NVIDIA recommends for Hopper.
+pub const GEMM_WORKSPACE: usize = 32 << 20;
+
 /// A kernel by its names: the file of `kernels/` that holds it, and its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Kernel {
