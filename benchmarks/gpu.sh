@@ -112,16 +112,17 @@ check() {
 
 kernels() {
     step doctor 30 "$binary" doctor
+    local gpus=(--gpus 0) shapes=() long=(--tokens 8192 --max-seq-len 8192)
     if [ -n "$dry" ]; then
-        without ops skipped "GPU_SH_DRY is set: the shapes are those of an 8B model"
-    else
-        step ops 240 "$binary" bench ops --json
+        gpus=() shapes=(--offline --model "$here/../tests/golden/models/tiny-llama" --tokens 64 --secs 0.02) long=()
     fi
-    local gpus=(--gpus 0)
-    [ -z "$dry" ] || gpus=()
+    step ops 180 "$binary" bench ops --json ${gpus[@]+"${gpus[@]}"} ${shapes[@]+"${shapes[@]}"}
+    # Attention over long rows, and the loss of as many.
+    step ops-8k 120 "$binary" bench ops --json ${gpus[@]+"${gpus[@]}"} ${shapes[@]+"${shapes[@]}"} ${long[@]+"${long[@]}"} \
+        --only attention --only cross_entropy
     # What passes is the bar that must be reached (bars.toml).
-    step golden-f32 120 "$python" "$here/golden.py" --binary "$binary" --timeout 30 --dtype f32 --loss 1e-4 ${gpus[@]+"${gpus[@]}"}
-    step golden-bf16 120 "$python" "$here/golden.py" --binary "$binary" --timeout 30 --dtype bf16 --loss 2e-2 ${gpus[@]+"${gpus[@]}"}
+    step golden-f32 110 "$python" "$here/golden.py" --binary "$binary" --timeout 25 --dtype f32 --loss 1e-4 ${gpus[@]+"${gpus[@]}"}
+    step golden-bf16 110 "$python" "$here/golden.py" --binary "$binary" --timeout 25 --dtype bf16 --loss 2e-2 ${gpus[@]+"${gpus[@]}"}
 }
 
 # model SHAPE SECONDS: its folder with random weights.
