@@ -124,7 +124,8 @@ def steps_table(steps):
     def outcome(step):
         if step["ok"]:
             return "skipped: " + step["why"] if "why" in step else "ok"
-        return "FAILED: " + (step.get("why") or f"exit code {step['exit_code']}")
+        last = step.get("stderr", "").strip().rsplit("\n", 1)[-1][-200:]
+        return "FAILED: " + (step.get("why") or f"exit code {step['exit_code']}") + (f": {last}" if last else "")
 
     rows = ([name, f"{step.get('secs', 0)} s", outcome(step)] for name, step in steps.items())
     return table(["step", "took", "outcome"], rows)

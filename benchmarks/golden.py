@@ -8,9 +8,11 @@ learning rate (1e-9). Exit code 1 when a run fails or differs.
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests/golden"
@@ -86,10 +88,13 @@ def check(args, name):
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "out"
         line = command(args, name, golden["run"], output)
+        timeout = min(args.timeout, args.until - time.monotonic())
+        if timeout <= 0:
+            return {"run": name, "ok": False, "faults": [f"not run: the {args.limit:.0f} s for all were used up"]}
         try:
-            done = subprocess.run(line, capture_output=True, text=True, timeout=args.timeout, errors="replace")
+            done = subprocess.run(line, capture_output=True, text=True, timeout=timeout, errors="replace")
         except subprocess.TimeoutExpired:
-            return {"run": name, "ok": False, "faults": [f"not done after {args.timeout} s"]}
+            return {"run": name, "ok": False, "faults": [f"not done after {timeout:.0f} s"]}
         if done.returncode != 0:
             said = done.stderr.strip()[-2000:]
             return {"run": name, "ok": False, "faults": [f"exit code {done.returncode}", said]}
@@ -106,9 +111,11 @@ def main():
     parser.add_argument("--dtype", choices=LOSS, default="f32", help="of weights and computation")
     parser.add_argument("--loss", type=float, help="largest relative difference of a loss that passes; default: by the type")
     parser.add_argument("--timeout", type=float, default=30, help="seconds for one run")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds for all runs; what does not fit is not run")
     parser.add_argument("--runs", nargs="+", default=RUNS)
     args = parser.parse_args()
     args.loss = args.loss or LOSS[args.dtype]
+    args.until = time.monotonic() + args.limit
     results = [check(args, name) for name in args.runs]
     ok = all(result["ok"] for result in results)
     # Of all runs, so not where one did not end.

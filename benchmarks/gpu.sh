@@ -121,8 +121,9 @@ kernels() {
     step ops-8k 120 "$binary" bench ops --json ${gpus[@]+"${gpus[@]}"} ${shapes[@]+"${shapes[@]}"} ${long[@]+"${long[@]}"} \
         --only attention --only cross_entropy
     # What passes is the bar that must be reached (bars.toml).
-    step golden-f32 110 "$python" "$here/golden.py" --binary "$binary" --timeout 25 --dtype f32 --loss 1e-4 ${gpus[@]+"${gpus[@]}"}
-    step golden-bf16 110 "$python" "$here/golden.py" --binary "$binary" --timeout 25 --dtype bf16 --loss 2e-2 ${gpus[@]+"${gpus[@]}"}
+    local golden=("$python" "$here/golden.py" --binary "$binary" --timeout 25 --limit 100 ${gpus[@]+"${gpus[@]}"})
+    step golden-f32 110 "${golden[@]}" --dtype f32 --loss 1e-4
+    step golden-bf16 110 "${golden[@]}" --dtype bf16 --loss 2e-2
 }
 
 # model SHAPE SECONDS: its folder with random weights.
@@ -137,8 +138,9 @@ row() {
     if [ "$turn" = second ]; then
         name=$name-peft only=()
     fi
-    local line=("$python" "$here/side_by_side.py" --binary "$binary" --device cuda --dtype bf16 --seq 2048 --micro-batch 2
-        --accumulation 4 --steps 8 --warmup 3 --models "$models" --results "$scratch/results" --timeout 150 "$@" ${only[@]+"${only[@]}"})
+    local line=("$python" "$here/side_by_side.py" --binary "$binary" --python "$python" --models "$models"
+        --results "$scratch/results" --timeout 150 --device cuda --dtype bf16 --seq 2048 --micro-batch 2 --accumulation 4
+        --steps 8 --warmup 3 "$@" ${only[@]+"${only[@]}"})
     [ -z "$dry" ] || line+=(--device cpu --shape tiny --dtype f32 --seq 64 --micro-batch 2 --accumulation 1 --steps 4 --warmup 1)
     # Ends by itself a little before it would be stopped: what has been measured by then is told.
     local left=$((until - SECONDS))

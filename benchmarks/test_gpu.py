@@ -84,7 +84,7 @@ elif "memory.used" in query:
 
 SANITIZER = """
 import os, sys
-os.execv(sys.argv[6], sys.argv[6:])
+os.execv(sys.argv[7], sys.argv[7:])
 """
 
 
@@ -94,7 +94,8 @@ class Gpu(unittest.TestCase):
         self.addCleanup(place.cleanup)
         self.place = Path(place.name)
         (self.place / "bin").mkdir()
-        fakes = {"finetune": FINETUNE, "python": PYTHON, "nvidia-smi": NVIDIA_SMI, "compute-sanitizer": SANITIZER}
+        fakes = {"finetune": FINETUNE, "python": PYTHON, "nvidia-smi": NVIDIA_SMI, "compute-sanitizer": SANITIZER,
+                 "ldd": "print('libcuda.so.1')"}  # fmt: skip
         for name, code in fakes.items():
             program = self.place / "bin" / name
             program.write_text(f"#!{sys.executable}\n{code}")
@@ -132,14 +133,14 @@ class Gpu(unittest.TestCase):
             self.assertEqual(process.returncode, 2)
 
     def test_check(self):
-        code, found, _ = self.run_part("check")
-        self.assertEqual(code, 0)
+        code, found, table = self.run_part("check")
+        self.assertEqual(code, 0, table)
         self.assertEqual(list(found["parts"]), ["facts", "libraries", "doctor", "selftest", "memcheck", "racecheck"])
 
     def test_check_without_sanitizer(self):
         (self.place / "bin/compute-sanitizer").unlink()
         code, _, table = self.run_part("check", "memcheck", "selftest")
-        self.assertEqual(code, 0)
+        self.assertEqual(code, 0, table)
         self.assertIn("skipped: compute-sanitizer", table)
 
     def test_a_failure_is_recorded_and_the_rest_goes_on(self):
@@ -167,7 +168,7 @@ class Gpu(unittest.TestCase):
 
     def test_kernels(self):
         code, found, table = self.run_part("kernels", "ops", "ops-8k")
-        self.assertEqual(code, 0)
+        self.assertEqual(code, 0, table)
         verdicts = {name.removesuffix(", bf16"): verdict for name, verdict in self.verdicts(found).items()}
         heads = "rows of {}, 32/8 heads of 128, causal"
         expected = {
@@ -178,7 +179,8 @@ class Gpu(unittest.TestCase):
             "attention backward, 2k tokens: attention_backward, 4096, " + heads.format(2048): "MISSED",
             "attention forward, 8k tokens: attention, 8192, " + heads.format(8192): "MISSED",
             "loss: rate: linear_cross_entropy, 8192, 4096 to 151936, frozen": "target",
-            "loss: memory beside inputs and results: linear_cross_entropy, 8192, 4096 to 151936, frozen": "not in what the step printed",
+            "loss: memory beside inputs and results: linear_cross_entropy, 8192, 4096 to 151936, frozen":
+                "not in what the step printed",
             "golden trajectories, f32: largest relative difference of a loss": "not run",
         }
         self.assertEqual({name: verdicts.get(name) for name in expected}, expected)
@@ -197,7 +199,7 @@ class Gpu(unittest.TestCase):
         self.assertEqual(code, 0, table)
         both = found["parts"]["lora-8b-peft"]["result"]
         self.assertIsNone(both["summary"]["tokens_per_sec"]["peft"])
-        self.assertEqual(both["summary_checkpointing"]["tokens_per_sec"]["ratio"], 2.5)
+        self.assertAlmostEqual(both["summary_checkpointing"]["tokens_per_sec"]["ratio"], 2.5)
         verdicts = self.verdicts(found)
         expected = {"QLoRA 8B": "must", "QLoRA 8B: memory": "must", "LoRA 8B: tokens/s over PEFT's": "must",
                     "LoRA 8B: memory over PEFT's": "must", "LoRA 8B": "not run"}  # fmt: skip
@@ -208,14 +210,14 @@ class Gpu(unittest.TestCase):
 
     def test_full_training_ends_with_its_steps(self):
         start = time.monotonic()
-        code, found, _ = self.run_part("train", "full-8b")
-        self.assertEqual(code, 0)
+        code, found, table = self.run_part("train", "full-8b")
+        self.assertEqual(code, 0, table)
         self.assertLess(time.monotonic() - start, 60)
         self.assertTrue(found["parts"]["full-8b"]["result"]["ours"][0]["ended_after_its_steps"])
         self.assertEqual(self.verdicts(found)["full 8B, 8-bit states"], "target")
 
     def test_ranks(self):
-        code, found, table = self.run_part("ranks", SECS="20")
+        code, found, table = self.run_part("ranks", SECS="12")
         self.assertEqual(code, 1)
         self.assertIn("two-ranks", found["parts"])
         self.assertIn("FAILED", table)
