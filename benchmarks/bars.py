@@ -4,7 +4,7 @@
     python3 bars.py gpu/kernels.json   what a part measured, beside them
 
 Standard library only (Python 3.11 or newer). The verdict on a figure is one of "target", "must" (reached that, and not the
-target), "MISSED", "no bar" (for this card), or why it was not measured.
+target), "MISSED", "below the target" (where nothing is a must), "no bar" (for this card), or why it was not measured.
 """
 
 import argparse
@@ -71,15 +71,19 @@ def figures(bar, step):
     return named or [(bar["name"], None)]
 
 
-def judged(part, steps, card):
-    """A row for each figure that a bar of the part is about: name, value, unit, must, target, at_most, verdict."""
+def judged(part, steps, card, dry):
+    """A row for each figure that a bar of the part is about: name, value, unit, must, target, at_most, verdict; of a `dry` run,
+    which only tries the scripts out, no figure is judged.
+    """
     rows = []
     for bar in bars_of(part):
         step = steps.get(bar["step"])
         must, target = (for_card(bar.get(bound), card) for bound in ("must", "target"))
         at_most = bar.get("at_most", False)
         for name, value in figures(bar, step):
-            said = why_not(step) if value is None else verdict(value, must, target, at_most)
+            said = "dry run" if dry else verdict(value, must, target, at_most)
+            if value is None:
+                said = why_not(step)
             rows.append({"name": name, "step": bar["step"], "value": value, "unit": bar.get("unit", "tokens/s"), "must": must,
                          "target": target, "at_most": at_most, "verdict": said})  # fmt: skip
     return rows
@@ -120,12 +124,30 @@ def ops_table(ops):
     return rates + "\n\n" + table(["op", "shape", "type", "ms", "rate", "share"], map(cells, ops["ops"]))
 
 
+def sides_table(steps):
+    """Both sides of what was compared with PEFT, as far as either was measured."""
+    def against(pair, unit):
+        ratio = f" = {shown(pair['ratio'], 'x')}" if pair["ratio"] else ""
+        return f"{shown(pair['ours'], unit)} : {shown(pair['peft'], unit)}{ratio}"
+
+    rows = []
+    for name, step in steps.items():
+        for key, what in (("summary", name), ("summary_checkpointing", f"{name}, both with checkpointing")):
+            found = (step.get("result") or {}).get(key)
+            if found and name.endswith("-peft"):
+                units = {"tokens_per_sec": "", "peak_bytes": "GB", "first_step_secs": "s"}
+                rows.append([what, *(against(found[figure], unit) for figure, unit in units.items())])
+    return table(["ours : PEFT", "tokens/s", "memory", "start to first step"], rows) if rows else ""
+
+
 def steps_table(steps):
     def outcome(step):
         if step["ok"]:
             return "skipped: " + step["why"] if "why" in step else "ok"
-        last = step.get("stderr", "").strip().rsplit("\n", 1)[-1][-200:]
-        return "FAILED: " + (step.get("why") or f"exit code {step['exit_code']}") + (f": {last}" if last else "")
+        lines = step.get("stderr", "").strip().splitlines()
+        # A program that names its error does so before the hints.
+        said = next((line for line in lines if line.startswith("error")), lines[-1] if lines else "")[-200:]
+        return "FAILED: " + (step.get("why") or f"exit code {step['exit_code']}") + (f": {said}" if said else "")
 
     rows = ([name, f"{step.get('secs', 0)} s", outcome(step)] for name, step in steps.items())
     return table(["step", "took", "outcome"], rows)
@@ -140,10 +162,14 @@ def report(found):
     """What a part found, as Markdown: its machine, bars, ops, notes and steps."""
     cards = ", ".join(gpu["name"] for gpu in found["machine"]["gpus"]) or "no NVIDIA GPU"
     blocks = [f"# {found['part']}\n\n{found['date']}, commit {found['commit']}, {cards}, {found['machine']['cpu']}"]
+    if found["dry_run"]:
+        blocks.append("A dry run on the CPU with a tiny model: no figure of a GPU.")
     if found["bars"]:
         blocks.append(bars_table(found["bars"]))
     results = ((step.get("result") or {}) for step in found["parts"].values())
     blocks += [ops_table(result) for result in results if "ops" in result]
+    if sides := sides_table(found["parts"]):
+        blocks.append(sides)
     if said := notes(found["parts"]):
         blocks.append("\n".join(said))
     return "\n\n".join([*blocks, steps_table(found["parts"])]) + "\n"

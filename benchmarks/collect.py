@@ -124,7 +124,8 @@ def main():
     found = facts(args) | {"parts": parts}
     if args.bars:
         card = next((gpu["name"] for gpu in found["machine"]["gpus"]), None)
-        found |= {"part": args.bars, "bars": bars.judged(args.bars, parts, card)}
+        dry = bool(os.environ.get("GPU_SH_DRY"))
+        found |= {"part": args.bars, "dry_run": dry, "bars": bars.judged(args.bars, parts, card, dry)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(found, indent=2) + "\n")
     if args.bars:

@@ -112,7 +112,7 @@ def main():
     import torch
 
     if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("peft_bench: --device cuda, but torch sees no GPU; use --device cpu, or a torch with CUDA on a machine with one")
+        sys.exit("peft_bench: --device cuda, but torch sees no GPU; use --device cpu, or a torch with CUDA where there is one")
     if args.threads:
         torch.set_num_threads(args.threads)
     model, ids = build(args, torch), rows(args, torch)

@@ -56,7 +56,7 @@ def write_weights(folder, device):
     from safetensors.torch import save_file
 
     if device == "cuda" and not torch.cuda.is_available():
-        sys.exit("random_weights: --device cuda, but torch sees no GPU; use --device cpu, or a torch with CUDA on a machine with one")
+        sys.exit("random_weights: --device cuda, but torch sees no GPU; use --device cpu, or a torch with CUDA where there is one")
     shapes, deviation = tensors_of(folder)
     shards, total = in_shards(shapes)
     free = shutil.disk_usage(folder).free
@@ -93,7 +93,10 @@ def main():
     start = time.monotonic()
     if args.shape and not (args.folder / "config.json").is_file():
         write_model(args.folder, args.shape, 16, 1)
-    done = {"bytes": 0, "shards": 0} if complete(args.folder) else write_weights(args.folder, args.device)
+    try:
+        done = {"bytes": 0, "shards": 0} if complete(args.folder) else write_weights(args.folder, args.device)
+    except ImportError as error:
+        sys.exit(f"random_weights: {error}; run it with a Python that has torch, transformers and safetensors")
     print(json.dumps({"folder": str(args.folder), "secs": time.monotonic() - start} | done))
 
 

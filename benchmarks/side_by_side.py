@@ -15,6 +15,7 @@ bitsandbytes its LoRA over a bf16 base stands for QLoRA, and torch's AdamW for 8
 import argparse
 import hashlib
 import json
+import shutil
 import signal
 import statistics
 import subprocess
@@ -215,7 +216,10 @@ def arguments():
     parser.add_argument("--end-after-steps", action="store_true", help="end our run with its last step, before it saves")
     parser.add_argument("--models", type=Path, help="folder that keeps the models, one a shape; default: made anew")
     parser.add_argument("--results", type=Path, help="folder that keeps each side's result, for calls that need the same again")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not shutil.which(args.binary):
+        parser.error(f"--binary must be a program, {args.binary} is none")
+    return args
 
 
 def prepared(args, scratch):

@@ -205,6 +205,8 @@ class Gpu(unittest.TestCase):
                     "LoRA 8B: memory over PEFT's": "must", "LoRA 8B": "not run"}  # fmt: skip
         self.assertEqual({name: verdicts[name] for name in expected}, expected)
         self.assertIn("PEFT's side is LoRA over a bf16 base, not QLoRA", table)
+        self.assertIn("| lora-8b-peft | 12,500 : – | 11 GB : – |", table)
+        self.assertIn("| lora-8b-peft, both with checkpointing | 12,500 : 5,000 = 2.5 x | 11 GB : 44 GB = 0.25 x |", table)
         # Once without checkpointing, once with it, for both rows.
         self.assertEqual(len(self.log.read_text().splitlines()), 2)
 
