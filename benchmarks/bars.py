@@ -81,9 +81,10 @@ def judged(part, steps, card, dry):
         must, target = (for_card(bar.get(bound), card) for bound in ("must", "target"))
         at_most = bar.get("at_most", False)
         for name, value in figures(bar, step):
-            said = "dry run" if dry else verdict(value, must, target, at_most)
             if value is None:
                 said = why_not(step)
+            else:
+                said = "dry run" if dry else verdict(value, must, target, at_most)
             rows.append({"name": name, "step": bar["step"], "value": value, "unit": bar.get("unit", "tokens/s"), "must": must,
                          "target": target, "at_most": at_most, "verdict": said})  # fmt: skip
     return rows
@@ -146,7 +147,7 @@ def steps_table(steps):
             return "skipped: " + step["why"] if "why" in step else "ok"
         lines = step.get("stderr", "").strip().splitlines()
         # A program that names its error does so before the hints.
-        said = next((line for line in lines if line.startswith("error")), lines[-1] if lines else "")[-200:]
+        said = next((line for line in lines if re.search(r"\berror\b", line)), lines[-1] if lines else "")[-200:]
         return "FAILED: " + (step.get("why") or f"exit code {step['exit_code']}") + (f": {said}" if said else "")
 
     rows = ([name, f"{step.get('secs', 0)} s", outcome(step)] for name, step in steps.items())

@@ -98,6 +98,8 @@ def part(folder, name):
         result["secs"] = int(secs)
     if code == "124":
         result["why"] = "stopped at its time limit"
+    if code != "0":
+        result["stderr"] = tail(folder / f"{name}.err")
     try:
         return result | {"result": json.loads((folder / f"{name}.json").read_text())}
     except (OSError, ValueError):
@@ -122,11 +124,11 @@ def main():
     names = sorted((p.stem for p in args.parts.glob("*.rc")), key=lambda name: (args.parts / f"{name}.rc").stat().st_mtime)
     parts = {name: part(args.parts, name) for name in names}
     found = facts(args) | {"parts": parts}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.bars:
         card = next((gpu["name"] for gpu in found["machine"]["gpus"]), None)
         dry = bool(os.environ.get("GPU_SH_DRY"))
         found |= {"part": args.bars, "dry_run": dry, "bars": bars.judged(args.bars, parts, card, dry)}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(found, indent=2) + "\n")
     if args.bars:
         text = bars.report(found)

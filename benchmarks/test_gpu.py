@@ -72,12 +72,13 @@ else:
 """
 
 NVIDIA_SMI = """
-import sys
+import os, sys
 query = next((word for word in sys.argv if word.startswith("--query-gpu=")), "")
+name, memory = os.environ.get("FAKE_CARD", "NVIDIA H200:143771").split(":")
 if "name" in query:
-    print("NVIDIA H200, 580.1, 143771 MiB, 4 MiB, 9.0, 700 W, 1980 MHz")
+    print(f"{name}, 580.1, {memory} MiB, 4 MiB, 9.0, 700 W, 1980 MHz")
 elif "memory.total" in query:
-    print("143771")
+    print(memory)
 elif "memory.used" in query:
     print("4")
 """
@@ -209,6 +210,14 @@ class Gpu(unittest.TestCase):
         self.assertIn("| lora-8b-peft, both with checkpointing | 12,500 : 5,000 = 2.5 x | 11 GB : 44 GB = 0.25 x |", table)
         # Once without checkpointing, once with it, for both rows.
         self.assertEqual(len(self.log.read_text().splitlines()), 2)
+
+    def test_bars_are_those_of_the_card(self):
+        code, found, table = self.run_part("train", "qlora-8b", "full-8b", FAKE_CARD="NVIDIA H100 80GB HBM3:81559")
+        self.assertEqual(code, 0, table)
+        self.assertEqual(self.verdicts(found)["QLoRA 8B"], "target")
+        self.assertIn("skipped: needs a GPU of over 100 GB, this one has 81559 MiB", table)
+        code, found, table = self.run_part("train", "qlora-8b", FAKE_CARD="NVIDIA L40S:46068")
+        self.assertEqual(self.verdicts(found)["QLoRA 8B"], "no bar")
 
     def test_full_training_ends_with_its_steps(self):
         start = time.monotonic()
