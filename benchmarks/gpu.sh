@@ -96,8 +96,10 @@ check() {
     [ -n "$dry" ] || step facts 20 nvidia-smi
     step libraries 20 ldd "$binary"
     step doctor 30 "$binary" doctor
-    step selftest 100 "$binary" doctor --selftest
-    local tool sanitizer
+    # What the instructions left in registers there, to be kept.
+    local probe=(--probe "$out/probe.txt") tool sanitizer
+    [ -z "$dry" ] || probe=()
+    step selftest 100 "$binary" doctor --selftest ${probe[@]+"${probe[@]}"}
     sanitizer=$(PATH=$PATH:/usr/local/cuda/bin command -v compute-sanitizer)
     for tool in memcheck racecheck; do
         if [ -n "$dry" ]; then

@@ -28,6 +28,8 @@ if words[0] == "--version":
     print("finetune 0.0.0")
 elif words[0] == "doctor":
     print("all cases passed")
+    if "--probe" in words:
+        pathlib.Path(words[words.index("--probe") + 1]).write_text("[mma_16816]")
     sys.exit(1 if os.environ.get("FAKE_FAILS") in words else 0)
 elif words[:2] == ["bench", "ops"]:
     def op(op, shape, share, **more):
@@ -137,6 +139,7 @@ class Gpu(unittest.TestCase):
         code, found, table = self.run_part("check")
         self.assertEqual(code, 0, table)
         self.assertEqual(list(found["parts"]), ["facts", "libraries", "doctor", "selftest", "memcheck", "racecheck"])
+        self.assertTrue((self.place / "out/probe.txt").is_file())
 
     def test_check_without_sanitizer(self):
         (self.place / "bin/compute-sanitizer").unlink()
