@@ -135,7 +135,7 @@ def sides_table(steps):
     for name, step in steps.items():
         for key, what in (("summary", name), ("summary_checkpointing", f"{name}, both with checkpointing")):
             found = (step.get("result") or {}).get(key)
-            if found and name.endswith("-peft"):
+            if found and (name.endswith("-peft") or key == "summary_checkpointing"):
                 units = {"tokens_per_sec": "", "peak_bytes": "GB", "first_step_secs": "s"}
                 rows.append([what, *(against(found[figure], unit) for figure, unit in units.items())])
     return table(["ours : PEFT", "tokens/s", "memory", "start to first step"], rows) if rows else ""

@@ -8,13 +8,14 @@ program itself gives it, median of the steps after `--warmup`. `peak_bytes` is w
 `peak_gpu_bytes` what nvidia-smi saw.
 
 Where the other side cannot do the same, the nearest thing that it can is measured, and a note in the output says so: without
-bitsandbytes its LoRA over a bf16 base stands for QLoRA, and torch's AdamW for 8-bit AdamW; when it runs out of memory without
---checkpointing, both sides are compared again with it (`summary_checkpointing`).
+bitsandbytes its LoRA over a bf16 base stands for QLoRA, and torch's AdamW for 8-bit AdamW; when a side runs out of memory without
+--checkpointing, both are compared again with it (`summary_checkpointing`).
 """
 
 import argparse
 import hashlib
 import json
+import re
 import shutil
 import signal
 import statistics
@@ -158,7 +159,7 @@ class Bench:
 
 
 def out_of_memory(result):
-    return not result["ok"] and "out of memory" in result["error"].lower()
+    return not result["ok"] and re.search("out.of.memory|ALLOC_FAILED", result["error"], re.IGNORECASE) is not None
 
 
 def best(runs, figure, choose):
@@ -182,12 +183,13 @@ def compared(bench):
     mine, other = bench.sides(args, instead)
     found = {"summary": ratios(mine, other), "notes": notes, "ours": mine, "peft": other}
     failed = [run for run in mine + other if not run["ok"]]
-    # What PEFT cannot do is a finding, not a failure of the benchmark.
-    if not args.checkpointing and any(map(out_of_memory, other)):
-        notes.append("PEFT ran out of memory without checkpointing: summary_checkpointing compares both sides with it")
+    who = [name for name, runs in (("ours", mine), ("PEFT", other)) if any(map(out_of_memory, runs))]
+    if who and not args.checkpointing:
+        notes.append(f"without checkpointing {' and '.join(who)} ran out of memory: summary_checkpointing is with it on both sides")
         again = [argparse.Namespace(**vars(side) | {"checkpointing": True}) for side in (args, instead)]
         mine, other = bench.sides(*again)
         found |= {"summary_checkpointing": ratios(mine, other), "ours_checkpointing": mine, "peft_checkpointing": other}
+        # What PEFT cannot do is a finding, not a failure of the benchmark.
         failed = [run for run in failed if not out_of_memory(run) or run in found["ours"]]
         failed += [run for run in mine + other if not run["ok"]]
     return found | {"ok": not failed}

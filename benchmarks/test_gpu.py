@@ -208,6 +208,7 @@ class Gpu(unittest.TestCase):
         expected = {"QLoRA 8B": "must", "QLoRA 8B: memory": "must", "LoRA 8B: tokens/s over PEFT's": "must",
                     "LoRA 8B: memory over PEFT's": "must", "LoRA 8B": "not run"}  # fmt: skip
         self.assertEqual({name: verdicts[name] for name in expected}, expected)
+        self.assertIn("without checkpointing PEFT ran out of memory", table)
         self.assertIn("PEFT's side is LoRA over a bf16 base, not QLoRA", table)
         self.assertIn("| lora-8b-peft | 12,500 : – | 11 GB : – |", table)
         self.assertIn("| lora-8b-peft, both with checkpointing | 12,500 : 5,000 = 2.5 x | 11 GB : 44 GB = 0.25 x |", table)
