@@ -1,9 +1,12 @@
 """Puts the parts of a benchmark and the facts of the machine into one JSON file.
 
-    python3 collect.py --binary finetune --out gpu.json --parts parts
+    python3 collect.py --binary finetune --out cpu.json --parts parts
+    python3 collect.py --binary finetune --out gpu/kernels.json --parts parts --bars kernels
 
-Standard library only. In the folder of parts, NAME.json is what a part printed, NAME.err what it said, NAME.rc its exit code
-(124: stopped at its time limit). A part without usable JSON is kept as its exit code and the end of what it said.
+Standard library only. In the folder of parts, NAME.json is what a part printed, NAME.err what it said, NAME.secs how long it took
+and NAME.rc its exit code (124: stopped at its time limit), or "skipped" or "no time" when it was not started; NAME.err then says
+why. A part without usable JSON is kept as its exit code and the end of what it said. With `--bars` the figures are held against
+those of bars.toml, and a table of them is written beside the JSON.
 """
 
 import argparse
@@ -15,6 +18,8 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+
+import bars
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 GPU_FIELDS = ("name", "driver_version", "memory.total", "memory.used", "compute_cap", "power.limit", "clocks.max.sm")
@@ -47,7 +52,7 @@ def packages(python):
     code = (
         "import importlib.metadata as m, json\n"
         "v = {}\n"
-        "for p in ('torch', 'transformers', 'peft'):\n"
+        "for p in ('torch', 'transformers', 'peft', 'bitsandbytes'):\n"
         "    try: v[p] = m.version(p)\n"
         "    except m.PackageNotFoundError: v[p] = None\n"
         "print(json.dumps(v))"
@@ -86,11 +91,26 @@ def tail(path):
 
 def part(folder, name):
     code = tail(folder / f"{name}.rc").strip()
+    if code in ("skipped", "no time"):
+        return {"exit_code": None, "ok": code == "skipped", "why": tail(folder / f"{name}.err").strip()}
     result = {"exit_code": int(code) if code else None, "ok": code == "0"}
+    if secs := tail(folder / f"{name}.secs").strip():
+        result["secs"] = int(secs)
+    if code == "124":
+        result["why"] = "stopped at its time limit"
+    if code != "0":
+        result["stderr"] = tail(folder / f"{name}.err")
     try:
         return result | {"result": json.loads((folder / f"{name}.json").read_text())}
     except (OSError, ValueError):
         return result | {"stdout": tail(folder / f"{name}.json"), "stderr": tail(folder / f"{name}.err")}
+
+
+def print_summaries(parts):
+    for name, found in parts.items():
+        print(f"{name}: {'ok' if found['ok'] else 'FAILED'}")
+        for figure, values in (found.get("result") or {}).get("summary", {}).items():
+            print(f"  {figure}: " + ", ".join(f"{k} {v:.4g}" for k, v in values.items() if v is not None))
 
 
 def main():
@@ -99,16 +119,24 @@ def main():
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--parts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--bars", help="the part of gpu.sh whose bars these figures are held against")
     args = parser.parse_args()
     names = sorted((p.stem for p in args.parts.glob("*.rc")), key=lambda name: (args.parts / f"{name}.rc").stat().st_mtime)
     parts = {name: part(args.parts, name) for name in names}
+    found = facts(args) | {"parts": parts}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(facts(args) | {"parts": parts}, indent=2) + "\n")
-    for name, found in parts.items():
-        print(f"{name}: {'ok' if found['ok'] else 'FAILED'}")
-        for figure, values in (found.get("result") or {}).get("summary", {}).items():
-            print(f"  {figure}: " + ", ".join(f"{k} {v:.4g}" for k, v in values.items() if v is not None))
-    sys.exit(0 if all(found["ok"] for found in parts.values()) else 1)
+    if args.bars:
+        card = next((gpu["name"] for gpu in found["machine"]["gpus"]), None)
+        dry = bool(os.environ.get("GPU_SH_DRY"))
+        found |= {"part": args.bars, "dry_run": dry, "bars": bars.judged(args.bars, parts, card, dry)}
+    args.out.write_text(json.dumps(found, indent=2) + "\n")
+    if args.bars:
+        text = bars.report(found)
+        args.out.with_suffix(".md").write_text(text)
+        print(text)
+    else:
+        print_summaries(parts)
+    sys.exit(0 if all(part["ok"] for part in parts.values()) else 1)
 
 
 if __name__ == "__main__":

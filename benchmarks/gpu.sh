@@ -1,28 +1,50 @@
 #!/usr/bin/env bash
-# What a machine with an NVIDIA GPU is asked once it has the binary: every op against its reference, the golden trajectories,
-# two ranks on the one GPU over NCCL (two processes, see two_ranks.py) beside one rank, and LoRA on a Qwen3-0.6B shape beside
-# PEFT. Needs Python 3, no Rust and no network; under thirteen minutes.
+# What a machine with an NVIDIA GPU is asked once it has the binary, in parts of under nine minutes each. Needs Python 3.11, no
+# Rust and no network.
 #
-#     benchmarks/gpu.sh BINARY OUT_DIR
+#     benchmarks/gpu.sh BINARY OUT check     doctor, every op against its reference, the same under compute-sanitizer
+#     benchmarks/gpu.sh BINARY OUT kernels   every op at the shapes of an 8B model; golden trajectories in f32 and bf16
+#     benchmarks/gpu.sh BINARY OUT train     QLoRA, LoRA and full training of 0.6B to 8B shapes, then beside PEFT
+#     benchmarks/gpu.sh BINARY OUT ranks     two ranks on the one GPU over NCCL beside one rank: values, no speed
+#     benchmarks/gpu.sh BINARY OUT train lora-8b lora-8b-peft      these steps of the part alone
 #
-# OUT_DIR/gpu.json gets everything, with the facts of the machine; OUT_DIR/parts/ what each part said. A part that fails or
-# runs over its time is recorded, the rest goes on, and the exit code is 1 at the end.
-#   PYTHON=python3      the interpreter, with torch, transformers and peft for PEFT's half
+# OUT/PART.json gets the figures with the facts of the machine, OUT/PART.md tables of them beside the bars of bars.toml,
+# OUT/PART.tar.gz all that the steps said. A step that fails or runs over its time is recorded and the rest goes on; one for
+# which no time is left is recorded as such. The exit code is 1 when there was such a step; a missed bar does not change it.
+#   PYTHON=python3      the interpreter, with torch, transformers, safetensors and peft for train (and bitsandbytes, if there)
+#   MODELS=FOLDER       keeps the models of random weights (28 GB, 16 of them the 8B one) from call to call; default: in TMPDIR
+#   SECS=530            what the part may take
 #   FINETUNE_COMMIT=…   the commit of the binary, where there is no git
 #   GPU_SH_DRY=1        the same on the CPU with a tiny shape, to try the script out
 set -uo pipefail
 
-if [ $# -ne 2 ] || [ ! -x "$1" ]; then
-    echo "usage: benchmarks/gpu.sh BINARY OUT_DIR" >&2
+usage() {
+    echo "usage: benchmarks/gpu.sh BINARY OUT check|kernels|train|ranks [STEP...]; $1" >&2
     exit 2
-fi
+}
+
+[ $# -ge 3 ] || usage "three arguments are needed, $# are given"
+[ -f "$1" ] && [ -x "$1" ] || usage "BINARY must be a program, $1 is none"
+case $3 in check | kernels | train | ranks) ;; *) usage "there is no part \"$3\"" ;; esac
 binary=$(realpath "$1")
-mkdir -p "$2/parts" || exit 1
+part=$3
+wanted=" ${*:4} "
+mkdir -p "$2" || exit 1
 out=$(realpath "$2")
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
+models=${MODELS:-${TMPDIR:-/tmp}/finetune-benchmark-models}
+until=${SECS:-530}
+dry=${GPU_SH_DRY:-}
 export PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 CARGO_TERM_COLOR=never
-rm -f "$out"/parts/*
+"$python" -c 'import tomllib' 2>/dev/null || usage "PYTHON must be Python 3.11 or newer, $python is not"
+
+scratch=$(mktemp -d) || exit 1
+said=$scratch/said
+mkdir "$said"
+child=
+trap 'rm -rf "$scratch"' EXIT
+trap 'echo "gpu.sh: asked to stop" >&2; [ -z "$child" ] || kill "$child"; finish; exit 143' TERM INT
 
 # A toolkit's libraries may be there as the wheels that PyTorch brings, where the loader does not look.
 if ldd "$binary" 2>/dev/null | grep -q 'not found'; then
@@ -33,30 +55,145 @@ if ldd "$binary" 2>/dev/null | grep -q 'not found'; then
     export LD_LIBRARY_PATH
 fi
 
-# part NAME SECONDS COMMAND...: runs it under the limit and keeps what it says.
-part() {
-    local name=$1 limit=$2
-    shift 2
-    echo "gpu.sh: $name (at most $limit s)" >&2
-    timeout --kill-after=5 "$limit" "$@" >"$out/parts/$name.json" 2>"$out/parts/$name.err"
-    echo $? >"$out/parts/$name.rc"
+is_wanted() {
+    [ -z "${wanted// /}" ] || [[ $wanted == *" $1 "* ]]
 }
 
-if [ -n "${GPU_SH_DRY:-}" ]; then
-    device=(--device cpu --shape tiny --dtype f32 --seq 64 --micro-batch 2 --steps 4 --warmup 1)
-    golden=()
-    shared=()
-else
-    device=(--device cuda --shape 0.6b --dtype bf16 --seq 2048 --micro-batch 2 --accumulation 2 --steps 10 --warmup 3)
-    golden=(--gpus 0)
-    shared=(--gpu 0)
-    part facts 20 nvidia-smi
-fi
-part libraries 20 ldd "$binary"
-part doctor 30 "$binary" doctor
-part selftest 90 "$binary" doctor --selftest
-part golden 120 "$python" "$here/golden.py" --binary "$binary" --timeout 30 ${golden[@]+"${golden[@]}"}
-part two_ranks 200 "$python" "$here/two_ranks.py" --binary "$binary" --timeout 40 ${shared[@]+"${shared[@]}"}
-part lora 250 "$python" "$here/side_by_side.py" --binary "$binary" --mode lora "${device[@]}" --timeout 120
+# without NAME CODE WHY: records a step that was not started; CODE is "skipped", or "no time", which counts as a failure.
+without() {
+    is_wanted "$1" || return 0
+    echo "gpu.sh: $1: $2, $3" >&2
+    echo "$3" >"$said/$1.err"
+    echo "$2" >"$said/$1.rc"
+}
 
-exec "$python" "$here/collect.py" --binary "$binary" --python "$python" --parts "$out/parts" --out "$out/gpu.json"
+# step NAME SECONDS COMMAND...: runs it under the limit, or what is left of the part's time, and keeps what it says.
+step() {
+    local name=$1 limit=$2 start=$SECONDS left code
+    shift 2
+    is_wanted "$name" || return 0
+    left=$((until - SECONDS))
+    if [ "$left" -lt 10 ]; then
+        without "$name" "no time" "the $until s of the part were used up; run it alone: gpu.sh BINARY OUT $part $name"
+        return 0
+    fi
+    [ "$limit" -le "$left" ] || limit=$left
+    echo "gpu.sh: $name (at most $limit s)" >&2
+    # In the background, so that a signal is heard while it runs.
+    timeout --kill-after=5 "$limit" "$@" >"$said/$name.json" 2>"$said/$name.err" &
+    child=$!
+    wait "$child"
+    code=$?
+    child=
+    echo $((SECONDS - start)) >"$said/$name.secs"
+    # A program that does not heed the limit's first signal is killed by the second.
+    [ "$code" -ne 137 ] || [ $((SECONDS - start)) -lt "$limit" ] || code=124
+    echo "$code" >"$said/$name.rc"
+    [ "$code" -eq 0 ] || echo "gpu.sh: $name failed, exit code $code" >&2
+}
+
+check() {
+    [ -n "$dry" ] || step facts 20 nvidia-smi
+    step libraries 20 ldd "$binary"
+    step doctor 30 "$binary" doctor
+    # What the instructions left in registers there, to be kept.
+    local probe=(--probe "$out/probe.txt") tool sanitizer
+    [ -z "$dry" ] || probe=()
+    step selftest 100 "$binary" doctor --selftest ${probe[@]+"${probe[@]}"}
+    sanitizer=$(PATH=$PATH:/usr/local/cuda/bin command -v compute-sanitizer)
+    for tool in memcheck racecheck; do
+        if [ -n "$dry" ]; then
+            without "$tool" skipped "GPU_SH_DRY is set: nothing runs on a GPU"
+        elif [ -z "$sanitizer" ]; then
+            without "$tool" skipped "compute-sanitizer, which comes with the CUDA toolkit, is not on PATH"
+        else
+            step "$tool" 190 "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 "$binary" doctor --selftest
+        fi
+    done
+}
+
+kernels() {
+    step doctor 30 "$binary" doctor
+    local gpus=(--gpus 0) shapes=() long=(--tokens 8192 --max-seq-len 8192)
+    if [ -n "$dry" ]; then
+        gpus=() shapes=(--offline --model "$here/../tests/golden/models/tiny-llama" --tokens 64 --secs 0.02) long=()
+    fi
+    step ops 180 "$binary" bench ops --json ${gpus[@]+"${gpus[@]}"} ${shapes[@]+"${shapes[@]}"}
+    # Attention over long rows, and the loss of as many.
+    step ops-8k 120 "$binary" bench ops --json ${gpus[@]+"${gpus[@]}"} ${shapes[@]+"${shapes[@]}"} ${long[@]+"${long[@]}"} \
+        --only attention --only cross_entropy
+    # What passes is the bar that must be reached (bars.toml).
+    local golden=("$python" "$here/golden.py" --binary "$binary" --timeout 25 --limit 100 ${gpus[@]+"${gpus[@]}"})
+    step golden-f32 110 "${golden[@]}" --dtype f32 --loss 1e-4
+    step golden-bf16 110 "${golden[@]}" --dtype bf16 --loss 2e-2
+}
+
+# model SHAPE SECONDS: its folder with random weights.
+model() {
+    step "model-$1" "$2" "$python" "$here/random_weights.py" --shape "$1" --folder "$models/$1" --device cuda
+}
+
+# row NAME SECONDS FLAGS...: one configuration, once our side alone and, second, with PEFT's.
+row() {
+    local name=$1 limit=$2 only=(--only ours)
+    shift 2
+    if [ "$turn" = second ]; then
+        name=$name-peft only=()
+    fi
+    local line=("$python" "$here/side_by_side.py" --binary "$binary" --python "$python" --models "$models"
+        --results "$scratch/results" --timeout 150 --device cuda --dtype bf16 --seq 2048 --micro-batch 2 --accumulation 4
+        --steps 8 --warmup 3 "$@" ${only[@]+"${only[@]}"})
+    [ -z "$dry" ] || line+=(--device cpu --shape tiny --dtype f32 --seq 64 --micro-batch 2 --accumulation 1 --steps 4 --warmup 1)
+    # Ends by itself a little before it would be stopped: what has been measured by then is told.
+    local left=$((until - SECONDS))
+    [ "$limit" -le "$left" ] || limit=$left
+    step "$name" "$limit" "${line[@]}" --limit $((limit > 12 ? limit - 8 : 4))
+}
+
+train() {
+    if [ -z "$dry" ]; then
+        step facts 20 nvidia-smi
+        model 8b 120
+    else
+        models=$scratch/models
+    fi
+    local turn big
+    big=$(nvidia-smi --id=0 --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null)
+    # Ours first: they have the bars. A run of either side that several rows need is measured once.
+    for turn in first second; do
+        row qlora-8b 180 --shape 8b --mode qlora
+        row lora-8b 180 --shape 8b --mode lora
+        row qlora-8b-checkpointing 180 --shape 8b --mode qlora --checkpointing
+        [ -n "$dry" ] || [ "$turn" = second ] || model 0.6b 60
+        row lora-0.6b 120 --shape 0.6b --mode lora
+        [ -n "$dry" ] || [ "$turn" = second ] || model 1.7b 60
+        row full-1.7b 120 --shape 1.7b --mode full --seq 1024 --micro-batch 8 --end-after-steps
+        [ -n "$dry" ] || [ "$turn" = second ] || model 3b 60
+        row full-3b 150 --shape 3b --mode full --seq 1024 --micro-batch 8 --end-after-steps
+        if [ -z "$dry" ] && [ "${big:-0}" -lt 100000 ]; then
+            without "full-8b$([ "$turn" = first ] || echo -peft)" skipped "needs a GPU of over 100 GB, this one has ${big:-no} MiB"
+        else
+            row full-8b 180 --shape 8b --mode full --state int8 --seq 1024 --micro-batch 8 --end-after-steps
+        fi
+    done
+}
+
+ranks() {
+    local gpu=(--gpu 0)
+    [ -z "$dry" ] || gpu=()
+    step doctor 30 "$binary" doctor
+    step two-ranks 480 "$python" "$here/two_ranks.py" --binary "$binary" --timeout 55 ${gpu[@]+"${gpu[@]}"}
+}
+
+# Puts the figures together; the exit code is 1 when a step failed.
+finish() {
+    if ! ls "$said"/*.rc >/dev/null 2>&1; then
+        echo "gpu.sh: no step of $part was run; there is none of the name:$wanted" >&2
+        return 2
+    fi
+    tar -C "$said" -czf "$out/$part.tar.gz" .
+    "$python" "$here/collect.py" --binary "$binary" --python "$python" --parts "$said" --out "$out/$part.json" --bars "$part"
+}
+
+"$part"
+finish

@@ -2,8 +2,9 @@
 
     python peft_bench.py --shape 135m --mode lora --dtype f32 --seq 512 --steps 8
 
-A plain loop as a good user writes it: SDPA attention, fused AdamW on a GPU, LoRA on all linear layers as PEFT makes it
-(adapters in f32), one optimizer step per `--micro-batch` x `--accumulation` rows of exactly `--seq` tokens.
+A plain loop as a good user writes it: SDPA attention, fused AdamW on a GPU (with `--state int8` bitsandbytes' 8-bit AdamW), LoRA
+on all linear layers as PEFT makes it (adapters in f32), one optimizer step per `--micro-batch` x `--accumulation` rows of
+exactly `--seq` tokens.
 """
 
 import argparse
@@ -42,8 +43,8 @@ def arguments():
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2, help="first steps that do not count in the median")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--state", choices=("f32", "int8"), default="f32", help="int8: bitsandbytes' 8-bit AdamW")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--write-weights", action="store_true", help="only write random bf16 weights into --folder")
     parser.add_argument("--threads", type=int, default=0, help="0: PyTorch's own choice")
     return parser.parse_args()
 
@@ -78,6 +79,15 @@ def build(args, torch):
     return model.train()
 
 
+def optimizer_of(args, trainable, torch):
+    """AdamW and what it is called."""
+    if args.state == "int8":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(trainable, lr=1e-4, weight_decay=0.0), "bitsandbytes.optim.AdamW8bit"
+    return torch.optim.AdamW(trainable, lr=1e-4, weight_decay=0.0, fused=args.device == "cuda"), "torch.optim.AdamW"
+
+
 def rows(args, torch):
     from transformers import AutoTokenizer
 
@@ -101,18 +111,13 @@ def main():
 
     import torch
 
-    if args.write_weights:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        torch.manual_seed(0)
-        config = AutoConfig.from_pretrained(args.folder)
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(args.folder)
-        return
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("peft_bench: --device cuda, but torch sees no GPU; use --device cpu, or a torch with CUDA where there is one")
     if args.threads:
         torch.set_num_threads(args.threads)
     model, ids = build(args, torch), rows(args, torch)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=1e-4, weight_decay=0.0, fused=args.device == "cuda")
+    optimizer, optimizer_name = optimizer_of(args, trainable, torch)
 
     step_secs, losses, first_step_secs = [], [], None
     for step in range(args.steps):
@@ -149,6 +154,7 @@ def main():
                 "first_step_secs": first_step_secs,
                 "step_secs": step_secs,
                 "losses": losses,
+                "optimizer": optimizer_name,
                 "trainable_parameters": sum(p.numel() for p in trainable),
                 "threads": torch.get_num_threads(),
                 "versions": {m.__name__: m.__version__ for m in (torch, transformers, peft)},

@@ -1,6 +1,6 @@
 """Model folders of a given shape with no weights in them: config.json, a small tokenizer, rows of text.
 
-Both sides of a benchmark start from such a folder and fill it with random weights themselves. The tokenizer is that of a
+Both sides of a benchmark start from such a folder; random_weights.py puts a checkpoint into it. The tokenizer is that of a
 tiny model of the tests; its few hundred ids are valid in every shape, and speed does not depend on which ids occur.
 """
 
@@ -15,7 +15,7 @@ _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_nor
 _QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
 
 
-def _shape(family, hidden, layers, heads, kv_heads, head_dim, ffn, vocab):
+def _shape(family, hidden, layers, heads, kv_heads, head_dim, ffn, vocab, tied=True):
     return family | {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -24,6 +24,7 @@ def _shape(family, hidden, layers, heads, kv_heads, head_dim, ffn, vocab):
         "head_dim": head_dim,
         "intermediate_size": ffn,
         "vocab_size": vocab,
+        "tie_word_embeddings": tied,
     }
 
 
@@ -36,6 +37,12 @@ SHAPES = {
     "1b": _shape(_LLAMA, 2048, 16, 32, 8, 64, 8192, 128256),
     # Qwen3-0.6B.
     "0.6b": _shape(_QWEN3, 1024, 28, 16, 8, 128, 3072, 151936),
+    # Qwen3-1.7B.
+    "1.7b": _shape(_QWEN3, 2048, 28, 16, 8, 128, 6144, 151936),
+    # Llama-3.2-3B.
+    "3b": _shape(_LLAMA, 3072, 28, 24, 8, 128, 8192, 128256),
+    # Qwen3-8B: 8.19 billion parameters, 16.4 GB in bf16.
+    "8b": _shape(_QWEN3, 4096, 36, 32, 8, 128, 12288, 151936, tied=False),
 }
 
 WORDS = (
@@ -51,7 +58,6 @@ def write_model(folder, shape, seq, rows):
     config = SHAPES[shape] | {
         "hidden_act": "silu",
         "initializer_range": 0.02,
-        "tie_word_embeddings": True,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "max_position_embeddings": max(2048, seq),

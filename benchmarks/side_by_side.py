@@ -2,66 +2,43 @@
 
     python3 side_by_side.py --binary finetune --shape 135m --mode lora --dtype f32 --seq 512 --steps 8 --rounds 2
 
-Standard library only; `--python` names the interpreter that has torch, transformers and peft. Both sides are measured from
-outside in the same way: wall time from the start of the process to the end of its first step, peak resident memory and CPU time as
-the system counts them, and on a GPU the device memory that nvidia-smi sees above what was in use before. Tokens/s are the tokens
-of a step over its wall time as the program itself gives it, median of the steps after `--warmup`.
+Standard library only; `--python` names the interpreter that has torch, transformers and peft. Both sides start from the same
+bf16 checkpoint of random weights and are measured alike (measure.py). Tokens/s are the tokens of a step over its wall time as the
+program itself gives it, median of the steps after `--warmup`. `peak_bytes` is what each program says its tensors took at most,
+`peak_gpu_bytes` what nvidia-smi saw.
+
+Where the other side cannot do the same, the nearest thing that it can is measured, and a note in the output says so: without
+bitsandbytes its LoRA over a bf16 base stands for QLoRA, and torch's AdamW for 8-bit AdamW; when a side runs out of memory without
+--checkpointing, both are compared again with it (`summary_checkpointing`).
 """
 
 import argparse
+import hashlib
 import json
-import os
+import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
+from measure import run
+from random_weights import complete
 from shapes import SHAPES, write_model
 
-POLL_SECS = 0.02
-
-
-class DeviceMemory:
-    """The most memory in use on the first GPU while the block runs, above what was in use before it."""
-
-    QUERY = ("nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
-
-    def __init__(self, device):
-        self.watch = device == "cuda"
-        self.peak_bytes = None
-
-    def __enter__(self):
-        if self.watch:
-            try:
-                self.before = int(subprocess.check_output(self.QUERY, timeout=20).split()[0])
-                self.process = subprocess.Popen((*self.QUERY, "-lms", "50"), stdout=subprocess.PIPE)
-            except (OSError, ValueError, IndexError, subprocess.SubprocessError):
-                self.watch = False
-                return self
-            self.thread = threading.Thread(target=self._read)
-            self.thread.start()
-        return self
-
-    def _read(self):
-        for line in self.process.stdout:
-            if line.strip().isdigit():
-                self.peak_bytes = max(self.peak_bytes or 0, (int(line) - self.before) << 20)
-
-    def __exit__(self, *_):
-        if self.watch:
-            self.process.terminate()
-            self.process.wait()
-            self.thread.join()
+HERE = Path(__file__).resolve().parent
+# What both command lines are made from, and what a kept result is known by.
+CONFIGURATION = ("shape", "mode", "dtype", "seq", "micro_batch", "accumulation", "steps", "warmup", "checkpointing", "state",
+                 "device", "threads")  # fmt: skip
+LEAST_SECS = 5
 
 
 def ours(args, folder, output):
     """The command that trains with the binary."""
     settings = {
-        "model.init": "pretrained" if from_disk(args) else "random",
         "model.dtype": args.dtype,
         "data.format": "text",
         "data.packing": "false",
@@ -72,6 +49,7 @@ def ours(args, folder, output):
         "train.gradient_accumulation_steps": args.accumulation,
         "train.recompute": "block" if args.checkpointing else "none",
         "optimizer.learning_rate": 1e-4,
+        "optimizer.state": args.state,
         "scheduler.kind": "constant",
         "log.tensorboard": "false",
     }
@@ -86,76 +64,102 @@ def ours(args, folder, output):
     return line
 
 
-def from_disk(args):
-    """Whether both start from a bf16 checkpoint, as people do, and not from random weights."""
-    return args.mode != "full"
-
-
 def theirs(args, folder):
     """The command that trains with PEFT."""
-    line = [args.python, Path(__file__).with_name("peft_bench.py"), "--folder", folder]
-    for name in ("mode", "dtype", "seq", "micro_batch", "accumulation", "steps", "warmup", "device", "threads"):
+    line = [args.python, HERE / "peft_bench.py", "--folder", folder]
+    for name in ("mode", "dtype", "seq", "micro_batch", "accumulation", "steps", "warmup", "state", "device", "threads"):
         line += ["--" + name.replace("_", "-"), getattr(args, name)]
     return line + (["--checkpointing"] if args.checkpointing else [])
 
 
-def run(args, line, metrics=None):
-    """Starts `line`, waits for it at most `--timeout` seconds, and measures it; `metrics` is the file that gets a line a step."""
-    line = [str(word) for word in line]
-    environment = os.environ.copy()
-    if args.threads:
-        environment |= {"RAYON_NUM_THREADS": str(args.threads), "OMP_NUM_THREADS": str(args.threads)}
-    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    shown = " ".join(Path(word).name if word.startswith("/") else word for word in line)
-    result = {"command": shown, "ok": False}
-    with DeviceMemory(args.device) as memory, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        start = time.monotonic()
-        process = subprocess.Popen(line, stdout=out, stderr=err, env=environment)
-        status = 0
-        while (done := os.wait4(process.pid, os.WNOHANG))[0] == 0:
-            elapsed = time.monotonic() - start
-            if metrics and "first_step_secs" not in result and metrics.exists() and b"\n" in metrics.read_bytes():
-                result["first_step_secs"] = elapsed
-            if elapsed > args.timeout:
-                process.send_signal(signal.SIGKILL)
-                result["error"] = f"not done after {args.timeout} s"
-            time.sleep(POLL_SECS)
-        _, status, usage = done
-        process.returncode = os.waitstatus_to_exitcode(status)
-        result |= {"wall_secs": time.monotonic() - start, "cpu_secs": usage.ru_utime + usage.ru_stime}
-        result["peak_rss_bytes"] = usage.ru_maxrss * 1024
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
-    result["peak_gpu_bytes"] = memory.peak_bytes
-    if process.returncode != 0:
-        result.setdefault("error", f"exit code {process.returncode}: {texts[1].strip()[-2000:]}")
-        return result, ""
-    return result | {"ok": True}, texts[0]
+def what_they_can(args):
+    """The configuration that the other side runs, and what differs from the one asked for."""
+    if args.mode != "qlora" and args.state != "int8":
+        return args, []
+    line = [args.python, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('bitsandbytes') is None)"]
+    if subprocess.run(line, stderr=subprocess.DEVNULL).returncode == 0:
+        return args, []
+    instead, notes = argparse.Namespace(**vars(args)), []
+    if args.mode == "qlora":
+        instead.mode = "lora"
+        notes.append(f"PEFT's side is LoRA over a {args.dtype} base, not QLoRA: {args.python} has no bitsandbytes")
+    if args.state == "int8":
+        instead.state = "f32"
+        what = f"torch's AdamW with {args.dtype if args.mode == 'full' else 'f32'} moments, not 8-bit AdamW"
+        notes.append(f"PEFT's optimizer is {what}: {args.python} has no bitsandbytes")
+    return instead, notes
 
 
-def run_ours(args, folder, output):
-    metrics = output / "metrics.jsonl"
-    result, _ = run(args, ours(args, folder, output), metrics)
-    if result["ok"]:
+def run_ours(args, folder, timeout):
+    with tempfile.TemporaryDirectory() as place:
+        metrics = Path(place) / "out/metrics.jsonl"
+        end_after = args.steps if args.end_after_steps else None
+        line = ours(args, folder, metrics.parent)
+        result, _ = run(line, args.device, timeout, args.threads, metrics, end_after)
+        if not result["ok"]:
+            return result
         steps = [entry for entry in map(json.loads, metrics.read_text().splitlines()) if "loss" in entry]
-        result["step_secs"] = [entry["step_secs"] for entry in steps]
-        result["losses"] = [entry["loss"] for entry in steps]
-        result["tokens"] = [entry["tokens"] for entry in steps]
-        result["peak_bytes_reported"] = max(entry["peak_bytes"] for entry in steps)
-        tokens = args.seq * args.micro_batch * args.accumulation
-        if set(result["tokens"]) != {tokens}:
-            return result | {"ok": False, "error": f"steps of {result['tokens']} tokens, not {tokens}"}
-        # A run shorter than a poll: its end bounds the first step.
-        result.setdefault("first_step_secs", result["wall_secs"])
-        result["tokens_per_sec"] = tokens / statistics.median(result["step_secs"][args.warmup :] or result["step_secs"])
+    result["step_secs"] = [entry["step_secs"] for entry in steps]
+    result["losses"] = [entry["loss"] for entry in steps]
+    result["tokens"] = [entry["tokens"] for entry in steps]
+    result["peak_bytes"] = max((entry["peak_bytes"] for entry in steps), default=None)
+    tokens = args.seq * args.micro_batch * args.accumulation
+    if result["tokens"] != [tokens] * args.steps:
+        return result | {"ok": False, "error": f"steps of {result['tokens']} tokens, not {args.steps} of {tokens}"}
+    # A run shorter than a poll: its end bounds the first step.
+    result.setdefault("first_step_secs", result["wall_secs"])
+    result["tokens_per_sec"] = tokens / statistics.median(result["step_secs"][args.warmup :] or result["step_secs"])
     return result
 
 
-def run_theirs(args, folder):
-    result, said = run(args, theirs(args, folder))
-    return result | json.loads(said.splitlines()[-1]) | {"peak_rss_bytes": result["peak_rss_bytes"]} if result["ok"] else result
+def run_theirs(args, folder, timeout):
+    result, said = run(theirs(args, folder), args.device, timeout, args.threads)
+    if not result["ok"]:
+        return result
+    told = json.loads(said.splitlines()[-1])
+    peak = told["peak_gpu_allocated_bytes"] if args.device == "cuda" else result["peak_rss_bytes"]
+    return result | told | {"peak_rss_bytes": result["peak_rss_bytes"], "peak_bytes": peak}
+
+
+class Bench:
+    """One configuration's model folder, its results kept in `--results`, and the time that is left."""
+
+    def __init__(self, args, folder):
+        self.args, self.folder = args, folder
+        self.until = time.monotonic() + args.limit if args.limit else None
+
+    def side(self, measure, args, turn):
+        """A run of one side, or what an earlier call kept of the same run."""
+        key = [measure.__name__, turn] + [getattr(args, name) for name in CONFIGURATION]
+        kept = None
+        if self.args.results:
+            name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+            kept = self.args.results / f"{name}.json"
+            if kept.is_file():
+                return json.loads(kept.read_text())
+        timeout = min(self.args.timeout, self.until - time.monotonic()) if self.until else self.args.timeout
+        if timeout < LEAST_SECS:
+            return {"ok": False, "error": f"not run: the {self.args.limit:.0f} s were used up"}
+        result = measure(args, self.folder, timeout)
+        print(f"side_by_side: {measure.__name__}, {'ok' if result['ok'] else result['error']}", file=sys.stderr)
+        # A run that the time stopped may be tried again.
+        if kept and (result["ok"] or out_of_memory(result)):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(json.dumps(result))
+        return result
+
+    def sides(self, args, instead):
+        mine, other = [], []
+        for turn in range(args.rounds):
+            if self.args.only != "peft":
+                mine.append(self.side(run_ours, args, turn))
+            if self.args.only != "ours":
+                other.append(self.side(run_theirs, instead, turn))
+        return mine, other
+
+
+def out_of_memory(result):
+    return not result["ok"] and re.search("out.of.memory|ALLOC_FAILED", result["error"], re.IGNORECASE) is not None
 
 
 def best(runs, figure, choose):
@@ -165,9 +169,30 @@ def best(runs, figure, choose):
 
 def ratios(mine, other):
     """Ours over PEFT's: the fastest run of each, the least memory of each."""
-    figures = {"tokens_per_sec": max, "peak_rss_bytes": min, "peak_gpu_bytes": min, "first_step_secs": min, "cpu_secs": min}
+    figures = {"tokens_per_sec": max} | dict.fromkeys(
+        ("peak_bytes", "peak_rss_bytes", "peak_gpu_bytes", "first_step_secs", "cpu_secs"), min
+    )
     pairs = {name: (best(mine, name, choose), best(other, name, choose)) for name, choose in figures.items()}
     return {name: {"ours": a, "peft": b, "ratio": a / b if a and b else None} for name, (a, b) in pairs.items()}
+
+
+def compared(bench):
+    """All that was measured, what each figure is beside the other side's, and whether it went well."""
+    args = bench.args
+    instead, notes = what_they_can(args) if args.only != "ours" else (args, [])
+    mine, other = bench.sides(args, instead)
+    found = {"summary": ratios(mine, other), "notes": notes, "ours": mine, "peft": other}
+    failed = [run for run in mine + other if not run["ok"]]
+    who = [name for name, runs in (("ours", mine), ("PEFT", other)) if any(map(out_of_memory, runs))]
+    if who and not args.checkpointing:
+        notes.append(f"without checkpointing {' and '.join(who)} ran out of memory: summary_checkpointing is with it on both sides")
+        again = [argparse.Namespace(**vars(side) | {"checkpointing": True}) for side in (args, instead)]
+        mine, other = bench.sides(*again)
+        found |= {"summary_checkpointing": ratios(mine, other), "ours_checkpointing": mine, "peft_checkpointing": other}
+        # What PEFT cannot do is a finding, not a failure of the benchmark.
+        failed = [run for run in failed if not out_of_memory(run) or run in found["ours"]]
+        failed += [run for run in mine + other if not run["ok"]]
+    return found | {"ok": not failed}
 
 
 def arguments():
@@ -183,30 +208,44 @@ def arguments():
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2, help="first steps that do not count in the median")
     parser.add_argument("--checkpointing", action="store_true", help="compute activations again, block by block")
+    parser.add_argument("--state", choices=("f32", "int8"), default="f32", help="of AdamW; PEFT's side: bitsandbytes'")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="of both; 0: their own choice")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--only", choices=("ours", "peft"), help="one side alone")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one run")
-    return parser.parse_args()
+    parser.add_argument("--limit", type=float, help="seconds for all runs; what does not fit is said not to have run")
+    parser.add_argument("--end-after-steps", action="store_true", help="end our run with its last step, before it saves")
+    parser.add_argument("--models", type=Path, help="folder that keeps the models, one a shape; default: made anew")
+    parser.add_argument("--results", type=Path, help="folder that keeps each side's result, for calls that need the same again")
+    args = parser.parse_args()
+    if not shutil.which(args.binary):
+        parser.error(f"--binary must be a program, {args.binary} is none")
+    return args
+
+
+def prepared(args, scratch):
+    """The model folder, with its checkpoint and as many rows as the steps take."""
+    folder = (args.models or Path(scratch)).resolve() / args.shape
+    write_model(folder, args.shape, args.seq, args.steps * args.micro_batch * args.accumulation)
+    if not complete(folder):
+        maker = [args.python, HERE / "random_weights.py", "--folder", folder, "--device", args.device]
+        if subprocess.run(maker, stdout=sys.stderr).returncode != 0:
+            sys.exit(f"side_by_side: no weights for the {args.shape} shape, see above: {args.python} must have torch, "
+                     f"transformers and safetensors" + (", and torch must see a GPU" if args.device == "cuda" else ""))  # fmt: skip
+    return folder
 
 
 def main():
+    # Ends runs and removes folders when a time limit of a caller ends this.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args = arguments()
-    mine, other = [], []
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "model"
-        write_model(folder, args.shape, args.seq, args.steps * args.micro_batch * args.accumulation)
-        if from_disk(args):
-            maker = Path(__file__).with_name("peft_bench.py")
-            subprocess.run([args.python, maker, "--folder", folder, "--write-weights"], check=True, stdout=sys.stderr)
-        for turn in range(args.rounds):
-            mine.append(run_ours(args, folder, Path(scratch) / f"out-{turn}"))
-            other.append(run_theirs(args, folder))
-            print(f"side_by_side: round {turn + 1} of {args.rounds} done", file=sys.stderr)
-    shown = {key: value for key, value in vars(args).items() if key not in ("binary", "python")}
-    summary = ratios(mine, other)
-    print(json.dumps({"configuration": shown, "summary": summary, "ours": mine, "peft": other}, indent=2))
-    sys.exit(0 if all(run["ok"] for run in mine + other) else 1)
+        found = compared(Bench(args, prepared(args, scratch)))
+    shown = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    hidden = ("binary", "python", "models", "results")
+    print(json.dumps({"configuration": {k: v for k, v in shown.items() if k not in hidden}} | found, indent=2))
+    sys.exit(0 if found["ok"] else 1)
 
 
 if __name__ == "__main__":
