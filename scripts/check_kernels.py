@@ -37,9 +37,10 @@ KERNELS = Path(__file__).resolve().parent.parent / "compute" / "kernels"
 # Files that are compiled at a time.
 AT_ONCE = 2
 
-# Of a multiprocessor, for sm_80 and sm_90: 32-bit registers, and threads that it holds.
+# Of a multiprocessor, for sm_80 and sm_90: 32-bit registers, and the threads and blocks that it holds.
 REGISTERS = 65536
 RESIDENT_THREADS = 2048
+RESIDENT_BLOCKS = 32
 # The most that a thread can address.
 REGISTERS_OF_A_THREAD = 255
 
@@ -81,9 +82,9 @@ class Limit:
         """What is wrong with the line itself."""
         if self.threads % 32 or not 32 <= self.threads <= 1024:
             yield f"`threads` is {self.threads}; accepted: multiples of 32 up to 1024"
-        if not 1 <= self.blocks * self.threads <= RESIDENT_THREADS:
+        elif not self.threads <= self.blocks * self.threads <= RESIDENT_THREADS:
             yield f"{self.blocks} blocks of {self.threads} threads; a multiprocessor holds {RESIDENT_THREADS} threads"
-        if unknown := sorted(set(self.uses) - set(USES)):
+        if unknown := sorted(set(map(str, self.uses)) - set(USES)):
             yield f"`uses` names {', '.join(unknown)}; accepted: {', '.join(USES)}"
         if (self.stack or self.spills) and not self.reason:
             yield "`stack` and `spills` above 0 want a `reason`"
@@ -112,11 +113,18 @@ def load_limits(path: Path):
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise Refused(f"cannot read {path}: {error}") from error
     architectures, limits = table.pop("architectures", []), {}
-    accepted = [item.name for item in fields(Limit) if item.name != "file"]
-    for file, kernel, line in ((file, *item) for file, lines in table.items() for item in lines.items()):
-        where = f"limits.toml, {kernel} of {file}"
-        if unknown := sorted(set(line) - set(accepted)):
-            raise Refused(f"{where}: unknown key {', '.join(unknown)}; accepted: {', '.join(accepted)}")
+    kinds = {item.name: item.type for item in fields(Limit) if item.name != "file"}
+    if strange := [key for key, value in table.items() if not isinstance(value, dict)]:
+        raise Refused(f"{path}: unknown key {', '.join(strange)}; accepted: architectures, and a table for each .cu file")
+    for file, kernel in ((file, kernel) for file in table for kernel in table[file]):
+        where, line = f"limits.toml, {kernel} of {file}", table[file][kernel]
+        if not isinstance(line, dict):
+            raise Refused(f"{where} is {line!r}; a kernel has {{ threads = .., blocks = .., uses = [..] }}")
+        if unknown := sorted(set(line) - set(kinds)):
+            raise Refused(f"{where}: unknown key {', '.join(unknown)}; accepted: {', '.join(kinds)}")
+        for key, value in line.items():
+            if type(value).__name__ != kinds[key]:
+                raise Refused(f"{where}: `{key}` is {value!r}; accepted: {kinds[key]}")
         if missing := [key for key in ("threads", "blocks", "uses") if key not in line]:
             raise Refused(f"{where}: {', '.join(missing)} is missing; every kernel says it")
         if kernel in limits:
@@ -224,18 +232,20 @@ def breaches(kernel: str, architecture: str, found: Found, limit: Limit):
         yield f"{where}: BOUNDS says {found.bounds} threads, limits.toml {limit.threads}; mend the one that is wrong"
     takes = {
         "shared": ("bytes of shared memory of fixed size", "raise `shared` if the blocks still fit"),
-        "stack": ("bytes of stack", "index arrays by constants in unrolled loops"),
         "spills": ("bytes of spilled registers, stored and loaded", "keep fewer values alive, or ask for fewer blocks"),
+        "stack": ("bytes of stack", "index arrays by constants in unrolled loops"),
     }
     for name, (what, remedy) in takes.items():
         value, most = getattr(found, name), getattr(limit, name)
-        if value > most:
+        # Spilled registers lie on the stack: one line says both.
+        if value > most and not (name == "stack" and found.spills):
             yield f"{where}: {value} {what}, at most {most} are allowed; {remedy}"
     for use in limit.uses:
         if use not in found.uses:
             yield (
-                f"{where}: no {use} in its PTX ({USES[use]}), which `uses` asks for; what was found: "
-                f"{', '.join(sorted(found.uses)) or 'none of these'}; see that the access is aligned and in one piece"
+                f"{where}: no {use} in its PTX ({USES[use]}), which `uses` asks for; found: "
+                f"{', '.join(sorted(found.uses)) or 'none of these'}; write it as an instruction, as device.cuh does, "
+                "or take it out of `uses`"
             )
 
 
@@ -271,7 +281,7 @@ def print_table(architectures: list, limits: dict, found: dict):
         limit, shown = limits[name], ""
         for one in (found.get((name, architecture), Found("")) for architecture in architectures):
             taken = limit.threads * max(8, -(-one.registers // 8) * 8)
-            fit = min(REGISTERS // taken, RESIDENT_THREADS // limit.threads)
+            fit = min(REGISTERS // taken, RESIDENT_THREADS // limit.threads, RESIDENT_BLOCKS)
             shown += f"{one.registers:7}{fit:4}{one.spills:7}{one.stack:6}"
         print(f"{name:32}{limit.threads:8}{limit.blocks:7}{limit.registers:6}{shown}{one.shared:7}", end="  ")
         print(" ".join(sorted(one.uses)) or "-")
@@ -304,7 +314,7 @@ def main() -> int:
         print_table(architectures, limits, found)
         slowest = sorted(times, key=times.get, reverse=True)[:3]
         print("compiled in", ", ".join(f"{times[name]:.0f} s ({name})" for name in slowest), "and less")
-    lines += list(check(architectures, limits, found))
+    lines = list(dict.fromkeys([*lines, *check(architectures, limits, found)]))
     for line in lines:
         print("error:", line, file=sys.stderr)
     names = len({name for (name, _), one in found.items() if one.registers})
