@@ -115,7 +115,7 @@ def load_limits(path: Path):
     architectures, limits = table.pop("architectures", []), {}
     kinds = {item.name: item.type for item in fields(Limit) if item.name != "file"}
     if strange := [key for key, value in table.items() if not isinstance(value, dict)]:
-        raise Refused(f"{path}: unknown key {', '.join(strange)}; accepted: architectures, and a table for each .cu file")
+        raise Refused(f"{path}: unknown key {', '.join(strange)}; accepted: architectures, a table for each .cu file")
     for file, kernel in ((file, kernel) for file in table for kernel in table[file]):
         where, line = f"limits.toml, {kernel} of {file}", table[file][kernel]
         if not isinstance(line, dict):
