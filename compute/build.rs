@@ -231,9 +231,7 @@ fn table_of(kernels: &[Kernel]) -> String {
     text
 }
 
-/// The architectures that get machine code; the last one's intermediate code serves newer ones.
-const ARCHITECTURES: [&str; 2] = ["80", "90"];
-
+/// Machine code and intermediate code of each file for the architectures of `kernels/nvcc.options`.
 fn compile_for_gpus(out: &Path, files: &[PathBuf]) -> Result<()> {
     println!("cargo:rerun-if-env-changed=NVCC");
     println!("cargo:rerun-if-env-changed=CUDA_HOME");
@@ -244,12 +242,7 @@ fn compile_for_gpus(out: &Path, files: &[PathBuf]) -> Result<()> {
         let module = file.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
         let code = out.join(format!("{module}.fatbin"));
         let mut command = std::process::Command::new(&nvcc);
-        command.args(["-std=c++17", "-O3", "-fmad=false", "-fatbin", "--compress-mode=size", "-Ikernels"]);
-        for architecture in ARCHITECTURES {
-            command.arg(format!("-gencode=arch=compute_{architecture},code=sm_{architecture}"));
-        }
-        let newest = ARCHITECTURES[ARCHITECTURES.len() - 1];
-        command.arg(format!("-gencode=arch=compute_{newest},code=compute_{newest}"));
+        command.args(["--options-file", "kernels/nvcc.options"]);
         let output = command.arg(file).arg("-o").arg(&code).output();
         let output =
             output.map_err(|error| format!("{}: {error}; scripts/cuda-env.sh gets one", nvcc.display()))?;

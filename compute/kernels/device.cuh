@@ -36,7 +36,11 @@ DEVICE inline float fast_reciprocal(float x) {
 // ---- global memory -------------------------------------------------------------------------------------------
 // Indices count elements of T; an access of 16, 8 or 4 bytes starts at a multiple of as many bytes.
 
-// Written as an instruction, which the compiler does not take apart into smaller stores.
+// Written as instructions, which the compiler does not take apart into smaller stores.
+DEVICE inline void store_global8(void *at, const Bytes8 &v) {
+    asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(__cvta_generic_to_global(at)), "r"(v.word[0]), "r"(v.word[1])
+                 : "memory");
+}
 DEVICE inline void store_global16(void *at, const Bytes16 &v) {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(__cvta_generic_to_global(at)), "r"(v.word[0]), "r"(v.word[1]),
                  "r"(v.word[2]), "r"(v.word[3])
@@ -66,9 +70,7 @@ template <class T> struct Out {
     DEVICE void store16(int64_t i, Bytes16 v) const {
         store_global16(at + i, v);
     }
-    DEVICE void store8(int64_t i, Bytes8 v) const {
-        *reinterpret_cast<uint2 *>(at + i) = make_uint2(v.word[0], v.word[1]);
-    }
+    DEVICE void store8(int64_t i, Bytes8 v) const { store_global8(at + i, v); }
     DEVICE void store4(int64_t i, uint32_t v) const { *reinterpret_cast<uint32_t *>(at + i) = v; }
     DEVICE Out offset(int64_t i) const { return Out{at + i}; }
     DEVICE bool is_aligned(int bytes) const { return reinterpret_cast<uint64_t>(at) % uint64_t(bytes) == 0; }
@@ -91,9 +93,7 @@ template <class T> struct InOut {
     DEVICE void store16(int64_t i, Bytes16 v) const {
         store_global16(at + i, v);
     }
-    DEVICE void store8(int64_t i, Bytes8 v) const {
-        *reinterpret_cast<uint2 *>(at + i) = make_uint2(v.word[0], v.word[1]);
-    }
+    DEVICE void store8(int64_t i, Bytes8 v) const { store_global8(at + i, v); }
     DEVICE void store4(int64_t i, uint32_t v) const { *reinterpret_cast<uint32_t *>(at + i) = v; }
     DEVICE InOut offset(int64_t i) const { return InOut{at + i}; }
     DEVICE bool is_aligned(int bytes) const { return reinterpret_cast<uint64_t>(at) % uint64_t(bytes) == 0; }

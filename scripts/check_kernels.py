@@ -1,0 +1,331 @@
+#!/usr/bin/env python3
+"""What nvcc makes of compute/kernels/*.cu, held against compute/kernels/limits.toml. No GPU is needed.
+
+    source scripts/cuda-env.sh              # nvcc, where there is none
+    scripts/check_kernels.py                # exit code 1 where a kernel breaks a limit
+    scripts/check_kernels.py --table        # prints what each kernel takes, too
+
+The files are compiled with the options that compute/build.rs compiles them with, compute/kernels/nvcc.options. ptxas
+then says what registers, stack, spills and shared memory each kernel takes for each architecture, and the PTX shows by
+which instructions it moves memory and computes. limits.toml says what is meant; what is asked of every kernel stands
+here: no access to local memory, no atomic sum of floats, nothing that nvcc warns of.
+
+`--kernels FOLDER` checks another folder instead, such as a copy in which a limit is lower, to see that it is noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:
+    # Python before 3.11; pip, by which scripts/cuda-env.sh fetches nvcc, brings the same parser along.
+    from pip._vendor import tomli as tomllib
+
+KERNELS = Path(__file__).resolve().parent.parent / "compute" / "kernels"
+
+# Files that are compiled at a time.
+AT_ONCE = 2
+
+# Of a multiprocessor, for sm_80 and sm_90: 32-bit registers, and the threads and blocks that it holds.
+REGISTERS = 65536
+RESIDENT_THREADS = 2048
+RESIDENT_BLOCKS = 32
+# The most that a thread can address.
+REGISTERS_OF_A_THREAD = 255
+
+# The names that `uses` takes, and what they stand for in PTX.
+USES = {
+    "mma.sync": "products on tensor cores",
+    "ldmatrix": "matrices from shared memory to registers",
+    "cp.async": "asynchronous copies of 16 bytes from global to shared memory",
+    "load16": "loads of 16 bytes from global memory",
+    "load8": "loads of 8 bytes from global memory",
+    "store16": "stores of 16 bytes to global memory",
+    "store8": "stores of 8 bytes to global memory",
+}
+
+
+class Refused(Exception):
+    """What is asked for cannot be checked."""
+
+
+@dataclass
+class Limit:
+    """What a kernel may take, and what it must use: a line of limits.toml, which explains the names."""
+
+    file: str
+    threads: int
+    blocks: int
+    uses: list
+    shared: int = 0
+    stack: int = 0
+    spills: int = 0
+    reason: str = ""
+
+    @property
+    def registers(self) -> int:
+        """The most registers of a thread with which the blocks fit; a warp gets multiples of 8 for each thread."""
+        return min(REGISTERS // (self.threads * self.blocks) // 8 * 8, REGISTERS_OF_A_THREAD)
+
+    def faults(self):
+        """What is wrong with the line itself."""
+        if self.threads % 32 or not 32 <= self.threads <= 1024:
+            yield f"`threads` is {self.threads}; accepted: multiples of 32 up to 1024"
+        elif not self.threads <= self.blocks * self.threads <= RESIDENT_THREADS:
+            yield f"{self.blocks} blocks of {self.threads} threads; a multiprocessor holds {RESIDENT_THREADS} threads"
+        if unknown := sorted(set(map(str, self.uses)) - set(USES)):
+            yield f"`uses` names {', '.join(unknown)}; accepted: {', '.join(USES)}"
+        if (self.stack or self.spills) and not self.reason:
+            yield "`stack` and `spills` above 0 want a `reason`"
+
+
+@dataclass
+class Found:
+    """What a kernel takes and uses on one architecture."""
+
+    file: str
+    registers: int = 0
+    shared: int = 0
+    stack: int = 0
+    spills: int = 0
+    # Threads of BOUNDS, 0 without.
+    bounds: int = 0
+    uses: set = field(default_factory=set)
+    # Instructions that no kernel may have: why not, and the first line with it.
+    forbidden: dict = field(default_factory=dict)
+
+
+def load_limits(path: Path):
+    """The architectures of limits.toml, and the limit of each kernel by its name."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise Refused(f"cannot read {path}: {error}") from error
+    architectures, limits = table.pop("architectures", []), {}
+    kinds = {item.name: item.type for item in fields(Limit) if item.name != "file"}
+    if strange := [key for key, value in table.items() if not isinstance(value, dict)]:
+        raise Refused(f"{path}: unknown key {', '.join(strange)}; accepted: architectures, a table for each .cu file")
+    for file, kernel in ((file, kernel) for file in table for kernel in table[file]):
+        where, line = f"limits.toml, {kernel} of {file}", table[file][kernel]
+        if not isinstance(line, dict):
+            raise Refused(f"{where} is {line!r}; a kernel has {{ threads = .., blocks = .., uses = [..] }}")
+        if unknown := sorted(set(line) - set(kinds)):
+            raise Refused(f"{where}: unknown key {', '.join(unknown)}; accepted: {', '.join(kinds)}")
+        for key, value in line.items():
+            if type(value).__name__ != kinds[key]:
+                raise Refused(f"{where}: `{key}` is {value!r}; accepted: {kinds[key]}")
+        if missing := [key for key in ("threads", "blocks", "uses") if key not in line]:
+            raise Refused(f"{where}: {', '.join(missing)} is missing; every kernel says it")
+        if kernel in limits:
+            raise Refused(f"{where}: {limits[kernel].file} has a kernel of that name; a kernel has one file")
+        limits[kernel] = Limit(file, **line)
+        for fault in limits[kernel].faults():
+            raise Refused(f"{where}: {fault}")
+    if not architectures or not limits:
+        raise Refused(f"{path} has no `architectures` or no kernels; nothing would be checked")
+    return architectures, limits
+
+
+def compile_file(nvcc: str, kernels: Path, source: Path, out: Path):
+    """What nvcc and ptxas say of a file, the PTX of each architecture, and the seconds it took."""
+    out.mkdir()
+    command = [nvcc, "--options-file", str(kernels / "nvcc.options"), str(source), "-o", str(out / "code.fatbin")]
+    command += ["-Xptxas", "-v", "--keep", "--keep-dir", str(out)]
+    start = time.monotonic()
+    try:
+        done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    except OSError as error:
+        raise Refused(f"cannot run {nvcc}: {error}; `source scripts/cuda-env.sh` gets one") from error
+    if done.returncode:
+        raise Refused(f"{source.name} does not compile: `{' '.join(command)}`\n{done.stdout}")
+    return done.stdout, [path.read_text() for path in sorted(out.glob("*.ptx"))], time.monotonic() - start
+
+
+FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+def read_ptxas(text: str, found) -> list:
+    """Adds what `ptxas -v` says; `found(kernel, number of the architecture)`. Gives the lines that warn."""
+    now, warnings = None, []
+    for line in text.splitlines():
+        if entry := re.search(r"Compiling entry function '(\w+)' for 'sm_(\d+)\w*'", line):
+            now = found(entry[1], entry[2])
+        elif "warning" in line:
+            warnings.append(line.strip())
+        elif now and (sizes := FRAME.search(line)):
+            # A function that is not inlined has a line of its own; it counts for the kernel.
+            now.stack += int(sizes[1])
+            now.spills += int(sizes[2]) + int(sizes[3])
+        elif now and (used := re.search(r"Used (\d+) registers", line)):
+            now.registers = int(used[1])
+            shared = re.search(r"(\d+) bytes smem", line)
+            now.shared = int(shared[1]) if shared else 0
+    return warnings
+
+
+def use_of(opcode: str, line: str):
+    """The name in USES of a PTX instruction, or None."""
+    for name in ("mma.sync", "ldmatrix"):
+        if opcode.startswith(name + "."):
+            return name
+    if re.match(r"cp\.async\.c[ag]\.shared\.global", opcode):
+        return "cp.async" if re.search(r"\],\s*16\b", line) else None
+    access = re.match(r"(ld|st)\.global\b.*\.v(\d)\.[bsuf](\d+)$", opcode)
+    if not access:
+        return None
+    name = f"{'load' if access[1] == 'ld' else 'store'}{int(access[2]) * int(access[3]) // 8}"
+    return name if name in USES else None
+
+
+def why_forbidden(opcode: str):
+    """Why no kernel may have a PTX instruction, or None."""
+    parts = opcode.split(".")
+    if parts[0] in ("ld", "st") and "local" in parts:
+        return "local memory: an array whose index is known only at run time, or an address of a variable"
+    if parts[0] in ("atom", "red", "multimem"):
+        if any(re.fullmatch(r"b?f(16|32|64)(x2)?", part) for part in parts):
+            return "an atomic operation on floats: the order of its sums, and so their bits, would be left to chance"
+        if "cas" in parts:
+            return "atom.cas, of which atomic sums of floats are made: their order would be left to chance"
+    return None
+
+
+OPCODE = re.compile(r"\s*(?:\{\s*)?(?:@!?%?\w+\s+)?([a-z]\w*(?:\.[\w:]+)+)")
+
+
+def read_ptx(text: str, found):
+    """Adds what the PTX of a file shows; `found` as for read_ptxas."""
+    architecture, now = re.search(r"^\.target sm_(\d+)", text, re.MULTILINE)[1], None
+    for line in text.splitlines():
+        if entry := re.search(r"^(?:\.\w+ )*\.(?:entry|func)\b.*?(\w+)\s*\(", line):
+            now = found(entry[1], architecture)
+        elif bounds := re.match(r"\s*\.maxntid (\d+)", line):
+            now.bounds = int(bounds[1])
+        elif now and (instruction := OPCODE.match(line)):
+            if use := use_of(instruction[1], line):
+                now.uses.add(use)
+            if why := why_forbidden(instruction[1]):
+                now.forbidden.setdefault(why, line.strip())
+
+
+def breaches(kernel: str, architecture: str, found: Found, limit: Limit):
+    """What a kernel takes that it may not, and lacks that it must have."""
+    where = f"{kernel} ({found.file}) for sm_{architecture}"
+    if found.registers > limit.registers:
+        yield (
+            f"{where}: {found.registers} registers a thread, at most {limit.registers} let {limit.blocks} blocks of "
+            f"{limit.threads} threads run on a multiprocessor; keep fewer values alive (BOUNDS says how many registers "
+            "there are), or lower `blocks`"
+        )
+    if found.bounds not in (0, limit.threads):
+        yield f"{where}: BOUNDS says {found.bounds} threads, limits.toml {limit.threads}; mend the one that is wrong"
+    takes = {
+        "shared": ("bytes of shared memory of fixed size", "raise `shared` if the blocks still fit"),
+        "spills": ("bytes of spilled registers, stored and loaded", "keep fewer values alive, or ask for fewer blocks"),
+        "stack": ("bytes of stack", "index arrays by constants in unrolled loops"),
+    }
+    for name, (what, remedy) in takes.items():
+        value, most = getattr(found, name), getattr(limit, name)
+        # Spilled registers lie on the stack: one line says both.
+        if value > most and not (name == "stack" and found.spills):
+            yield f"{where}: {value} {what}, at most {most} are allowed; {remedy}"
+    for use in limit.uses:
+        if use not in found.uses:
+            yield (
+                f"{where}: no {use} in its PTX ({USES[use]}), which `uses` asks for; found: "
+                f"{', '.join(sorted(found.uses)) or 'none of these'}; write it as an instruction, as device.cuh does, "
+                "or take it out of `uses`"
+            )
+
+
+def check(architectures: list, limits: dict, found: dict):
+    """Every breach of limits.toml."""
+    for (name, architecture), one in sorted(found.items(), key=lambda item: item[0]):
+        for why, line in one.forbidden.items():
+            yield f"{name} ({one.file}) for sm_{architecture}: `{line}`: {why}"
+        # A function that is not inlined counts for the kernels that call it.
+        if not one.registers:
+            continue
+        file = one.file
+        if name not in limits:
+            yield f"{name} ({file}) is not in limits.toml; add a line under [\"{file}\"] with threads, blocks and uses"
+        elif limits[name].file != file:
+            yield f"{name} is in {file}, and limits.toml has it in {limits[name].file}; move its line"
+        else:
+            yield from breaches(name, architecture, one, limits[name])
+    for name, limit in limits.items():
+        for architecture in architectures:
+            if not found.get((name, architecture), Found("")).registers:
+                yield (
+                    f"{name} of limits.toml is not in {limit.file} for sm_{architecture}; remove it there, or mend its "
+                    "name or nvcc.options"
+                )
+
+
+def print_table(architectures: list, limits: dict, found: dict):
+    """What each kernel takes beside what it may. `fit` is how many blocks registers and threads allow."""
+    titles = "".join(f"{'sm_' + name:>7}{'fit':>4}{'spills':>7}{'stack':>6}" for name in architectures)
+    print(f"{'kernel':32}{'threads':>8}{'blocks':>7}{'limit':>6}{titles}{'shared':>7}  instructions")
+    for name in (name for name in limits if (name, architectures[0]) in found):
+        limit, shown = limits[name], ""
+        for one in (found.get((name, architecture), Found("")) for architecture in architectures):
+            taken = limit.threads * max(8, -(-one.registers // 8) * 8)
+            fit = min(REGISTERS // taken, RESIDENT_THREADS // limit.threads, RESIDENT_BLOCKS)
+            shown += f"{one.registers:7}{fit:4}{one.spills:7}{one.stack:6}"
+        print(f"{name:32}{limit.threads:8}{limit.blocks:7}{limit.registers:6}{shown}{one.shared:7}", end="  ")
+        print(" ".join(sorted(one.uses)) or "-")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", type=Path, default=KERNELS, metavar="FOLDER")
+    parser.add_argument("--table", action="store_true", help="print what each kernel takes")
+    arguments = parser.parse_args()
+    kernels = arguments.kernels.resolve()
+    home = os.environ.get("CUDA_HOME")
+    nvcc = os.environ.get("NVCC") or (f"{home}/bin/nvcc" if home else "nvcc")
+
+    architectures, limits = load_limits(kernels / "limits.toml")
+    sources, start = sorted(kernels.glob("*.cu")), time.monotonic()
+    found, lines, times = {}, [], {}
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(AT_ONCE) as pool:
+        work = [pool.submit(compile_file, nvcc, kernels, source, Path(scratch, source.stem)) for source in sources]
+        for source, job in zip(sources, work):
+            said, ptx, times[source.name] = job.result()
+
+            def of(kernel, architecture, file=source.name):
+                return found.setdefault((kernel, architecture), Found(file))
+
+            lines += [f"{source.name}: nvcc warns: {warning}" for warning in read_ptxas(said, of)]
+            for text in ptx:
+                read_ptx(text, of)
+    if arguments.table:
+        print_table(architectures, limits, found)
+        slowest = sorted(times, key=times.get, reverse=True)[:3]
+        print("compiled in", ", ".join(f"{times[name]:.0f} s ({name})" for name in slowest), "and less")
+    lines = list(dict.fromkeys([*lines, *check(architectures, limits, found)]))
+    for line in lines:
+        print("error:", line, file=sys.stderr)
+    names = len({name for (name, _), one in found.items() if one.registers})
+    result = f"{len(lines)} faults" if lines else "all within limits.toml"
+    taken = time.monotonic() - start
+    print(f"{names} kernels for {' and '.join('sm_' + name for name in architectures)}: {result} ({taken:.0f} s)")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Refused as error:
+        sys.exit(f"error: {error}")
