@@ -277,8 +277,30 @@ fn gpu_workspace(
     // Beside logits lie the last hidden states, the same normed, and the gradients of both.
     let hidden = (4 * tokens * config.hidden_size * size) as u64;
     let loss = at_loss + hidden + logits_bytes(config.vocab_size, tokens, true) as u64;
-    let backward = at_backward + temporary_bytes(config, tokens, size) + largest_panel(descs, size);
+    let backward = at_backward + gpu_temporaries(config, tokens, size, largest_panel(descs, size));
     loss.max(backward) - at_backward
+}
+
+/// Bytes of a block's temporaries in backward on a GPU, whose memory goes round: what lies side by side at its stages, as
+/// `model::backward` takes them; `panel` is a quantized matrix as a product reads it.
+fn gpu_temporaries(config: &ModelConfig, tokens: usize, size: usize, panel: u64) -> u64 {
+    let (d, f, heads) = (config.hidden_size, config.intermediate_size, config.heads);
+    let (q, qk, qkv) = (heads.q_width(), heads.qk_width(), heads.qkv_width());
+    let rows = |width: usize| (tokens * width * size) as u64;
+    let stages = [
+        // The product of gate and up, and its gradient through the down projection.
+        rows(2 * f + d) + panel,
+        // The gradients of that product and of gate and up.
+        rows(3 * f + d),
+        // Through gate and up to their input, then through its norm.
+        rows(2 * f + 3 * d) + panel,
+        rows(2 * f + 4 * d),
+        // Attention's output and its inputs; then through q, k and v to theirs, and through its norm.
+        rows(2 * d + q + qk + qkv),
+        rows(4 * d + qkv) + panel,
+        rows(5 * d + qkv),
+    ];
+    stages.into_iter().max().unwrap_or(0)
 }
 
 /// Bytes of `blocks` that are kept while the loss is computed.

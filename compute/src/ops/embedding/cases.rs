@@ -4,9 +4,9 @@ use candle_core::DType;
 
 use super::{
     columns_of, columns_of_backward, columns_of_backward_reference, columns_of_reference, embed,
-    embed_backward, reference, reference_backward,
+    embed_backward, reference, reference_backward, rows_of,
 };
-use crate::ops::case::{OpCase, TensorPair, Tolerance};
+use crate::ops::case::{OpCase, OpPair, TensorPair, Tolerance};
 use crate::runtime::rng::RngStream;
 
 /// Rows of the tables.
