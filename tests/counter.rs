@@ -3,6 +3,7 @@
 //! real ones and have few layers.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
+#![allow(clippy::print_stdout, reason = "the figures, for who asks with --nocapture")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;

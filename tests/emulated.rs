@@ -5,10 +5,12 @@
 
 #[allow(dead_code, reason = "each test binary uses its part")]
 mod golden_run;
+#[allow(dead_code, reason = "each test binary uses its part")]
+mod logits;
 
 use std::process::Command;
 
-use golden_run::{ONE_RANK, Split, follows_with};
+use golden_run::{ONE_RANK, Split, follows_in_bf16, follows_with, golden};
 
 /// Threads in order, and copies that come at once.
 const FORWARD: (&str, &str) = ("FINETUNE_EMULATE", "forward");
@@ -33,6 +35,25 @@ fn qlora_follows_peft_on_bitsandbytes() {
 #[test]
 fn dora_follows_peft() {
     follows_with("dora", ONE_RANK, &[FORWARD]);
+}
+
+/// In bf16, where LoRA's matrices are bf16 beside f32 masters; once with threads in order, once shuffled.
+#[test]
+fn bf16_follows_and_repeats_itself() {
+    for name in ["full", "lora", "qlora", "dora"] {
+        follows_in_bf16(name, &[FORWARD, ("FINETUNE_EMULATE", "5")]);
+    }
+}
+
+/// Two norms a half, soft-caps and windows.
+#[test]
+fn both_gemmas_have_the_logits_of_transformers() {
+    finetune::ops::selftest::emulate().unwrap();
+    for name in ["tiny-gemma2", "tiny-gemma3"] {
+        let stored = golden().join("forward").join(format!("{name}.safetensors"));
+        let distance = logits::distance(&stored, &golden().join("models").join(name));
+        assert!(distance < 1e-4, "{name}: {distance}");
+    }
 }
 
 /// Ranks are threads, and each computes on the emulator.

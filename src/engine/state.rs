@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::ops::adamw_int8::{Int8State, STATE_BLOCK};
 use crate::optim::{StateTensor, StateValues};
 use crate::recipe::enums::StateDtype;
-use crate::runtime::copy::copy_into;
+use crate::runtime::copy::{copy_into, to_host_vec};
 use crate::runtime::thread_pool::release_freed_memory;
 use crate::sharding::{Bucket, BucketEntry, ParamDesc};
 
@@ -82,7 +82,7 @@ impl Trainer {
                     name: entry.desc.name.clone(),
                     shape: entry.desc.shape.clone(),
                     // Of each tensor one copy: a second one of everything would not be in the plan.
-                    values: values.narrow(0, entry.start, entry.desc.elements())?.to_vec1::<f32>()?,
+                    values: to_host_vec(&values.narrow(0, entry.start, entry.desc.elements())?)?,
                     state: state(entry)?,
                 });
             }
@@ -108,10 +108,10 @@ impl Trainer {
         Ok(match &state[position] {
             StateValues::F32(values) => {
                 let part = values.narrow(0, entry.start - range.start, entry.desc.elements())?;
-                SavedValues::F32(part.to_vec1()?)
+                SavedValues::F32(to_host_vec(&part)?)
             }
             StateValues::Int8(Int8State { codes, absmax }) => {
-                SavedValues::Int8 { codes: codes.to_vec1()?, absmax: absmax.to_vec1()? }
+                SavedValues::Int8 { codes: to_host_vec(codes)?, absmax: to_host_vec(absmax)? }
             }
         })
     }
@@ -129,12 +129,12 @@ impl Trainer {
             let start = range.start - own.start;
             match &state[position] {
                 StateValues::F32(values) => {
-                    let values = values.to_vec1::<f32>()?;
+                    let values = to_host_vec::<f32>(values)?;
                     flat.values[start..start + range.len()].copy_from_slice(&values);
                 }
                 StateValues::Int8(Int8State { codes, absmax }) => {
-                    flat.codes[start..start + range.len()].copy_from_slice(&codes.to_vec1::<u8>()?);
-                    let absmax = absmax.to_vec1::<f32>()?;
+                    flat.codes[start..start + range.len()].copy_from_slice(&to_host_vec::<u8>(codes)?);
+                    let absmax = to_host_vec::<f32>(absmax)?;
                     flat.absmax[start / STATE_BLOCK..][..absmax.len()].copy_from_slice(&absmax);
                 }
             }

@@ -68,8 +68,7 @@ mod tests {
 
     /// Bits of cos and sin.
     fn bits(table: &RotaryTable) -> Vec<u32> {
-        let values =
-            [&table.cos, &table.sin].map(|t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+        let values = [&table.cos, &table.sin].map(|t| t.flatten_all().unwrap().to_vec1::<f32>().unwrap());
         values.concat().into_iter().map(f32::to_bits).collect()
     }
 

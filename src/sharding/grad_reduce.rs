@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::model::Segment;
 use crate::ops::elementwise::add_into;
 use crate::runtime::TensorMut;
-use crate::runtime::copy::{copy_into, zero};
+use crate::runtime::copy::{copy_into, to_device, zero};
 use crate::runtime::cpu_tensor::memory;
 use crate::runtime::param_storage::{STAGING_ELEMENTS, copy_across};
 
@@ -204,6 +204,6 @@ fn add_from_anywhere(kept: &TensorMut, grad_buffers: &Tensor) -> Result<()> {
     (0..len).step_by(STAGING_ELEMENTS).try_for_each(|start| {
         let run = STAGING_ELEMENTS.min(len - start);
         let from = grad_buffers.narrow(0, start, run)?;
-        add_into(&kept.narrow(0, start, run)?, &from.to_device(kept.device())?)
+        add_into(&kept.narrow(0, start, run)?, &to_device(&from, kept.device())?)
     })
 }

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::model::{self, BlockWeights, EmbedGradients, EmbedWeights, HeadWeights, ModelConfig, Segment};
 use crate::ops::elementwise::sum_of_squares;
 use crate::runtime::TensorMut;
-use crate::runtime::copy::{copy_into, zero};
+use crate::runtime::copy::{copy_into, to_host_vec, zero};
 use crate::runtime::cpu_tensor::memory;
 use crate::runtime::param_storage::ParamStorage;
 use crate::weights::LM_HEAD;
@@ -384,7 +384,7 @@ impl ParamStore {
 
 fn finite(x: &Tensor) -> Result<bool> {
     let x = x.to_dtype(DType::F32)?.flatten_all()?;
-    Ok(sum_of_squares(&x)?.is_finite() || x.to_vec1::<f32>()?.iter().all(|v| v.is_finite()))
+    Ok(sum_of_squares(&x)?.is_finite() || to_host_vec::<f32>(&x)?.iter().all(|v| v.is_finite()))
 }
 
 type Buckets = (Vec<Bucket>, Vec<QuantizedBucket>);

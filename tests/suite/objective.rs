@@ -11,8 +11,8 @@ use candle_core::{DType, Device, Tensor};
 use finetune::collective::{Collective, in_process};
 use finetune::data::{Batch, IGNORE, PackedSample, Step};
 use finetune::engine::{
-    CrossEntropy, Engine, LossSums, MetricSum, MicroStep, Objective, ObjectiveInput, ObjectiveOutput,
-    StepResult, Trainer, TrainerOptions,
+    CrossEntropy, Engine, MetricSum, MicroStep, Objective, ObjectiveInput, ObjectiveOutput, StepResult,
+    Trainer, TrainerOptions,
 };
 use finetune::error::Result;
 use finetune::model::HeadWeights;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::logits;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use finetune::checkpoint::{
     self, SaveThreads, SavedValues, Saver, SaverOptions, SnapshotPart, SnapshotTensor, TrainingState,
     WriteWeights,
@@ -14,10 +14,11 @@ use finetune::collective::{Collective, in_process};
 use finetune::data::{Batch, IGNORE, PackedSample, Step};
 use finetune::engine::{SaveAssignment, Trainer, TrainerOptions};
 use finetune::error::Result;
-use finetune::optim::{OptimizerAlgorithm, OptimizerOptions, Schedule, StateTensor, StateValues, UpdateStep};
+use finetune::optim::{
+    OptimizerAlgorithm, OptimizerOptions, Schedule, StateTensor, StateValues, UpdatePiece,
+};
 use finetune::plan::{MemoryOptions, MemoryPlan, Saving};
 use finetune::recipe::enums::{Attention, Offload, Recompute, SchedulerKind, StateDtype};
-use finetune::runtime::TensorMut;
 use finetune::runtime::copy::copy_into;
 use finetune::runtime::thread_pool;
 use finetune::setup::{EngineOptions, Trains};
@@ -42,13 +43,14 @@ impl OptimizerAlgorithm for Momentum {
         self.buffers
     }
 
-    fn update(
-        &self,
-        param: &TensorMut,
-        grad: &Tensor,
-        state: &[StateValues],
-        step: &UpdateStep,
-    ) -> Result<()> {
+    fn update(&self, pieces: &[UpdatePiece<'_>]) -> Result<()> {
+        pieces.iter().try_for_each(|piece| self.update_piece(piece))
+    }
+}
+
+impl Momentum {
+    fn update_piece(&self, piece: &UpdatePiece<'_>) -> Result<()> {
+        let &UpdatePiece { param, grad, state, step } = piece;
         assert_eq!(state.len(), self.buffers.len());
         let rate = step.learning_rate / state.len() as f64;
         for (position, buffer) in state.iter().enumerate() {

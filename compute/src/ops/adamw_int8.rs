@@ -13,6 +13,7 @@ use super::gpu;
 use crate::error::Result;
 use crate::quant::DynamicMap;
 use crate::runtime::TensorMut;
+use crate::runtime::copy::to_device;
 use crate::runtime::cpu_tensor::{read, update};
 
 /// Values that share a scale.
@@ -42,14 +43,14 @@ impl Int8State {
 
     /// A copy on the host.
     fn to_host(&self) -> Result<Self> {
-        let copy = |tensor: &TensorMut| -> Result<_> { Ok(TensorMut::new(tensor.to_device(&Device::Cpu)?)) };
+        let copy = |tensor: &TensorMut| -> Result<_> { Ok(TensorMut::new(to_device(tensor, &Device::Cpu)?)) };
         Ok(Int8State { codes: copy(&self.codes)?, absmax: copy(&self.absmax)? })
     }
 
     /// Takes the values of `from` over.
     fn store_from(&self, from: &Self) -> Result<()> {
         for (here, from) in [(&self.codes, &from.codes), (&self.absmax, &from.absmax)] {
-            here.slice_set(&from.to_device(here.device())?, 0, 0)?;
+            here.slice_set(&to_device(from, here.device())?, 0, 0)?;
         }
         Ok(())
     }
@@ -71,13 +72,13 @@ pub fn adamw_int8(pieces: &[AdamWPiece<'_, Int8State>]) -> Result<()> {
 fn update_piece(piece: &AdamWPiece<'_, Int8State>) -> Result<()> {
     let &AdamWPiece { param, grad, moments, step } = piece;
     if !param.device().is_cpu() {
-        let host = TensorMut::new(param.to_device(&Device::Cpu)?);
+        let host = TensorMut::new(to_device(param, &Device::Cpu)?);
         let [first, second] = [moments[0].to_host()?, moments[1].to_host()?];
-        let grad = grad.to_device(&Device::Cpu)?;
+        let grad = to_device(grad, &Device::Cpu)?;
         update_piece(&AdamWPiece { param: &host, grad: &grad, moments: [&first, &second], step })?;
         moments[0].store_from(&first)?;
         moments[1].store_from(&second)?;
-        return Ok(param.slice_set(&host.to_device(param.device())?, 0, 0)?);
+        return Ok(param.slice_set(&to_device(&host, param.device())?, 0, 0)?);
     }
     let grad = read::<f32>(grad)?;
     let grad: &[f32] = &grad;

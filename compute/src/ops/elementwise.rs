@@ -9,6 +9,7 @@ use rayon::prelude::*;
 use super::gpu;
 use crate::error::Result;
 use crate::runtime::TensorMut;
+use crate::runtime::copy::to_device;
 use crate::runtime::cpu_tensor::{FloatElement, read, tensor, unwritten, update, with_elem};
 
 /// Elements per partial sum; partials are added in order, so the result does not depend on the threads.
@@ -58,8 +59,8 @@ pub fn sums_of_squares(tensors: &[&Tensor], device: &Device) -> Result<SquareSum
         return Ok(SquareSums(PendingSums::OnDevice(cuda::sums_of_squares(driver, tensors, device)?)));
     }
     let sum = |x: &&Tensor| match device {
-        Device::Cpu => squares_on_cpu(&x.to_device(device)?),
-        _ => squares_by_rows(&x.to_device(device)?),
+        Device::Cpu => squares_on_cpu(&to_device(x, device)?),
+        _ => squares_by_rows(&to_device(x, device)?),
     };
     Ok(SquareSums(PendingSums::Known(tensors.iter().map(sum).collect::<Result<_>>()?)))
 }

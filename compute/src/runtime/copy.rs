@@ -1,6 +1,6 @@
 //! Copies between tensors of any two dtypes, and zeros, in place.
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor, WithDType};
 use rayon::prelude::*;
 
 use super::TensorMut;
@@ -29,6 +29,27 @@ pub fn copy_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
             });
         })
     }))
+}
+
+/// `x` on `device`: itself where it lies there. Of a view only what it shows is brought over, where candle's `to_device`
+/// brings all memory behind it.
+///
+/// # Errors
+/// When the device has not enough memory, or a copy fails.
+pub fn to_device(x: &Tensor, device: &Device) -> Result<Tensor> {
+    if x.device().same_device(device) {
+        return Ok(x.clone());
+    }
+    Ok(x.force_contiguous()?.to_device(device)?)
+}
+
+/// The elements of a tensor of any shape and device, in row-major order. Of a view only what it shows is brought to the
+/// host, where candle's `to_vec1` brings all memory behind it.
+///
+/// # Errors
+/// When the tensor is of another type, or a copy fails.
+pub fn to_host_vec<T: WithDType>(x: &Tensor) -> Result<Vec<T>> {
+    Ok(to_device(x, &Device::Cpu)?.flatten_all()?.to_vec1()?)
 }
 
 /// Sets every element of `x` to zero, in place.

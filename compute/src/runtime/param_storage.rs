@@ -13,7 +13,7 @@ use super::cpu_tensor::{PlainElement, memory, update};
 use super::mmap::MappedSlice;
 use crate::error::{Error, Result};
 use crate::runtime::buffer::Buffer;
-use crate::runtime::copy::copy_into;
+use crate::runtime::copy::{copy_into, to_device};
 
 /// Most values that are under way between host and device at a time.
 pub const STAGING_ELEMENTS: usize = 1 << 20;
@@ -122,7 +122,7 @@ impl ParamStorage {
         match self {
             ParamStorage::Memory(to) => copy_across(from, to),
             ParamStorage::File(run) => in_runs(run.len(), staged(from, from), |start, len| {
-                let from = from.narrow(0, start, len)?.to_device(&Device::Cpu)?;
+                let from = to_device(&from.narrow(0, start, len)?, &Device::Cpu)?;
                 let run = run.narrow(start, len)?;
                 match run.dtype() {
                     DType::F32 => to_file::<f32>(&from, &run),
@@ -146,7 +146,7 @@ impl ParamStorage {
                     ParamStorage::File(_) => &Device::Cpu,
                 };
                 // Where the values are used, as without a copy.
-                let from = from.narrow(0, start, len)?.to_device(device)?.to_dtype(self.dtype())?;
+                let from = to_device(&from.narrow(0, start, len)?, device)?.to_dtype(self.dtype())?;
                 self.narrow(start, len)?.store_from(&from)
             }),
         }
@@ -191,7 +191,7 @@ pub fn copy_across(from: &Tensor, to: &TensorMut) -> Result<()> {
         };
     }
     in_runs(from.elem_count(), staged(from, to), |start, len| {
-        let from = from.narrow(0, start, len)?.to_device(to.device())?;
+        let from = to_device(&from.narrow(0, start, len)?, to.device())?;
         Ok(to.slice_set(&from.contiguous()?, 0, start)?)
     })
 }

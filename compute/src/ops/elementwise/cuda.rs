@@ -7,6 +7,7 @@ use crate::error::Result;
 use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, is_float, kernels, number};
 use crate::ops::matmul::empty;
 use crate::runtime::TensorMut;
+use crate::runtime::copy::to_device;
 
 /// Whether there are kernels for values of these types.
 pub(super) fn is_supported(a: &Tensor, b: &Tensor) -> bool {
@@ -24,7 +25,7 @@ pub(super) fn sums_of_squares(driver: &dyn Driver, tensors: &[&Tensor], device: 
     const SHARE: usize = 16_384;
     let sums = Tensor::zeros(tensors.len(), DType::F64, device)?;
     for (at, x) in tensors.iter().enumerate().filter(|(_, x)| x.elem_count() > 0) {
-        let (x, blocks) = (x.to_device(device)?, x.elem_count().div_ceil(SHARE));
+        let (x, blocks) = (to_device(x, device)?, x.elem_count().div_ceil(SHARE));
         let partials = Tensor::zeros(blocks, DType::F64, device)?;
         let (values, count) = (In::<f32>::all(&x)?, x.elem_count() as i64);
         kernels::sum_of_squares(driver, LaunchShape::line(blocks, 256), values, count, Out::all(&partials)?)?;

@@ -4,6 +4,7 @@ use candle_core::{Device, Shape, Tensor};
 
 use super::{KernelElement, driver_on};
 use crate::error::Result;
+use crate::runtime::copy::to_host_vec;
 
 /// `values` as a tensor on `device`.
 ///
@@ -20,7 +21,7 @@ pub(crate) fn upload<T: KernelElement>(
     Ok(Tensor::from_vec(values, shape.into(), device)?)
 }
 
-/// The values of a one-dimensional tensor, once the device has computed them.
+/// The values of a tensor, once the device has computed them.
 ///
 /// # Errors
 /// An operation of the device failed.
@@ -28,5 +29,5 @@ pub(crate) fn read<T: KernelElement>(tensor: &Tensor) -> Result<Vec<T>> {
     if let Some(driver) = driver_on(tensor.device()) {
         driver.note_read();
     }
-    Ok(tensor.to_vec1()?)
+    to_host_vec(tensor)
 }
