@@ -17,6 +17,7 @@ mod cuda_driver;
 #[cfg(feature = "kernel-emu")]
 pub(crate) mod emulator;
 mod gemm;
+pub(crate) mod probe;
 
 use std::cell::Cell;
 
