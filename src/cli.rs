@@ -475,6 +475,9 @@ pub struct DoctorArgs {
     /// Compute by the GPU's kernels, run on the processor (builds with the feature `kernel-emu`)
     #[arg(long, requires = "selftest")]
     pub emulated: bool,
+    /// Write what each instruction of the kernels left in registers, to be kept in compute/tests/golden
+    #[arg(long, requires = "selftest", value_name = "FILE", hide = true)]
+    pub probe: Option<PathBuf>,
 }
 
 /// The weights that an adapter is merged onto (`finetune merge --base`).

@@ -70,6 +70,7 @@ fn the_self_test_runs_emulated() {
     let done = doctor.args(["doctor", "--selftest", "--emulated"]).output().unwrap();
     let told = String::from_utf8_lossy(&done.stdout);
     assert!(done.status.success() && told.contains("self-test on emulated GPU kernels"), "{told}");
+    assert!(told.contains("probe: all ") && told.contains(" recorded, by the emulator"), "{told}");
 }
 
 /// Training asks how to compute: the runs above would pass on the CPU's forms as well.

@@ -1,14 +1,16 @@
 //! `finetune doctor`: what this build and this machine offer, and whether every operation computes here what its
 //! definition says.
 
+use std::path::Path;
+
 use candle_core::Device;
 
 use super::print;
 use crate::cli::DoctorArgs;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::hub::HubOptions;
 use crate::ops;
-use crate::ops::selftest::{self, SelftestSummary};
+use crate::ops::selftest::{self, ProbeReport, SelftestSummary};
 use crate::runtime::device::GPU_BUILD;
 use crate::runtime::{device, machine};
 use crate::units;
@@ -16,7 +18,7 @@ use crate::units;
 /// Prints what there is; with `--selftest`, then a line an op.
 pub(super) fn run(args: &DoctorArgs) -> Result<()> {
     print(&lines(&[host(), gpus(), hub()].concat()))?;
-    if args.selftest { check(args.emulated) } else { Ok(()) }
+    if args.selftest { check(args) } else { Ok(()) }
 }
 
 type DoctorLine = (String, String);
@@ -93,23 +95,43 @@ fn hub() -> Vec<DoctorLine> {
 }
 
 /// Runs the self-test on the first GPU, where this build and machine have one, else on the CPU; or on the emulator.
-fn check(emulated: bool) -> Result<()> {
-    let (device, name) = if emulated {
+fn check(args: &DoctorArgs) -> Result<()> {
+    let (device, name) = if args.emulated {
         selftest::emulate()?;
         (Device::Cpu, "emulated GPU kernels".to_owned())
     } else {
         let choice = device::preferred()?;
         (device::open(choice)?, choice.to_string())
     };
+    let probe_failure = probe(&device, &name, args.probe.as_deref())?;
     print(&format!("\nself-test on {name}: largest error as a part of what is tolerated\n"))?;
     print(&SelftestSummary::header())?;
     let summary: SelftestSummary = selftest::run(&device).collect();
     print(&summary.table())?;
-    match summary.failure(&name) {
-        Some(error) => Err(error),
-        None => {
+    match (probe_failure, summary.failure(&name)) {
+        (Some(probe), Some(ops)) => Err(ops.causes().iter().fold(probe.because(ops.what()), Error::because)),
+        (Some(error), None) | (None, Some(error)) => Err(error),
+        (None, None) => {
             let took = units::duration(summary.secs());
             print(&format!("all {} cases passed in {took}\n", summary.cases()))
         }
     }
+}
+
+/// Holds the instructions of `device`, where kernels compute there, against the recorded ones; writes what they left to
+/// `file`. What failed is for the end of the self-test.
+fn probe(device: &Device, name: &str, file: Option<&Path>) -> Result<Option<Error>> {
+    let report = ProbeReport::of(device)?;
+    match (&report, file) {
+        (Some(report), Some(file)) => report.write(file)?,
+        (None, Some(file)) => {
+            return Err(Error::user(format!("cannot write the probe's dump to {}", file.display()))
+                .because(format!("no kernels ran: the self-test computes on {name}"))
+                .hint("on a machine with an NVIDIA GPU, a build with `--features cuda`; or `--emulated`"));
+        }
+        (_, None) => {}
+    }
+    let Some(report) = report else { return Ok(None) };
+    print(&format!("\n{}", report.line()))?;
+    Ok(report.failure(name))
 }

@@ -84,9 +84,11 @@ inline uint32_t round_to_bf16(float low, float high) {
     };
     return round(low) | round(high) << 16;
 }
-inline float fast_exp2(float x) { return exp2f(x); }
-inline float fast_reciprocal(float x) { return 1.0f / x; }
-inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+// What instructions with .ftz read and leave in place of a number below the normal ones: zero of the same sign.
+inline float flush(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.0f, x) : x; }
+inline float fast_exp2(float x) { return flush(exp2f(flush(x))); }
+inline float fast_reciprocal(float x) { return flush(1.0f / flush(x)); }
+inline float rsqrtf(float x) { return float(1.0 / sqrt(double(x))); }
 
 template <class T> struct In {
     const T *at;

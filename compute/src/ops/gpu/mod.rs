@@ -20,6 +20,7 @@ mod cuda_driver;
 #[cfg(feature = "kernel-emu")]
 pub(crate) mod emulator;
 mod gemm;
+pub(crate) mod probe;
 #[cfg(feature = "kernel-emu")]
 pub(crate) mod stand_in;
 mod transfer;

@@ -6,10 +6,12 @@ mod emulated;
 mod mutations;
 #[cfg(test)]
 mod oracle;
+mod probe;
 mod summary;
 
 use candle_core::Device;
 
+pub use self::probe::ProbeReport;
 pub use self::summary::SelftestSummary;
 pub use super::case::CaseOutcome;
 use super::case::OpCase;

@@ -1,0 +1,216 @@
+//! The launches of the probe, and the instructions that each of them runs.
+
+use candle_core::{DType, Tensor};
+use half::bf16;
+
+use super::inputs::{self, LANES};
+use crate::error::Result;
+use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, kernels};
+
+/// When a word is as it was recorded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Agreement {
+    /// The same bits.
+    Bits,
+    /// The same f32 number, or no number where there was none: its bits are left open.
+    Number,
+    /// As `Number`, at most so many units in the last place away.
+    Ulps(u32),
+}
+
+/// An instruction of the probe.
+#[derive(Debug, Clone)]
+pub(crate) struct ProbeInstruction {
+    /// Its name in `kernels/compat.cuh`, and on what it runs.
+    pub(crate) name: String,
+    /// Words that it leaves in each thread.
+    pub(crate) registers: usize,
+    /// Threads that run it.
+    pub(crate) threads: usize,
+    /// When it has done as recorded.
+    pub(crate) agreement: Agreement,
+}
+
+/// Runs a kernel on u32 words, into u32 words.
+type RunKernel = fn(&dyn Driver, LaunchShape, &Tensor, &Tensor) -> Result<()>;
+
+/// A kernel of the probe and what it is given.
+pub(super) struct ProbeLaunch {
+    run: RunKernel,
+    shape: LaunchShape,
+    words: Vec<u32>,
+    pub(super) instructions: Vec<ProbeInstruction>,
+}
+
+impl ProbeLaunch {
+    /// A launch of one warp.
+    fn new(run: RunKernel, words: Vec<u32>, instructions: Vec<ProbeInstruction>) -> Self {
+        ProbeLaunch { run, shape: LaunchShape::line(1, LANES as u32), words, instructions }
+    }
+
+    /// What its instructions leave, one after another, of each the registers of thread 0, of thread 1, and so on.
+    pub(super) fn results(&self, driver: &dyn Driver, device: &candle_core::Device) -> Result<Vec<u32>> {
+        let count: usize = self.instructions.iter().map(|one| one.registers * one.threads).sum();
+        let words = Tensor::from_slice(&self.words, self.words.len(), device)?;
+        let out = Tensor::zeros(count, DType::U32, device)?;
+        (self.run)(driver, self.shape, &words, &out)?;
+        Ok(out.to_vec1()?)
+    }
+}
+
+/// All launches, in the order of a dump.
+pub(super) fn launches() -> Vec<ProbeLaunch> {
+    let mut all = vec![mma(), ldmatrix(), copies(), memory(), shuffles(), block_sum()];
+    all.extend([conversions(), arithmetic(), functions()]);
+    all
+}
+
+/// Instructions of one warp with the same agreement, by name and number of registers.
+fn of_warp(agreement: Agreement, list: &[(&str, usize)]) -> Vec<ProbeInstruction> {
+    let one = |&(name, registers): &(&str, usize)| ProbeInstruction {
+        name: name.to_owned(),
+        registers,
+        threads: LANES,
+        agreement,
+    };
+    list.iter().map(one).collect()
+}
+
+fn mma() -> ProbeLaunch {
+    let names = inputs::MMA_CASES
+        .iter()
+        .flat_map(|case| ["mma_16816", "mma_16816_first"].map(|name| format!("{name}, {}", case.name)));
+    let instructions =
+        names.flat_map(|name| of_warp(Agreement::Number, &[(name.as_str(), 4)])).collect::<Vec<_>>();
+    let shape = LaunchShape::line(inputs::MMA_CASES.len(), LANES as u32);
+    let run: RunKernel =
+        |driver, shape, words, out| kernels::probe_mma(driver, shape, In::all(words)?, Out::all(out)?);
+    ProbeLaunch { run, shape, words: inputs::mma(), instructions }
+}
+
+fn ldmatrix() -> ProbeLaunch {
+    let run: RunKernel =
+        |driver, shape, words, out| kernels::probe_ldmatrix(driver, shape, In::all(words)?, Out::all(out)?);
+    let list = [("ldmatrix_x4", 4), ("ldmatrix_x4_transposed", 4)];
+    let mut launch = ProbeLaunch::new(run, inputs::ldmatrix(), of_warp(Agreement::Bits, &list));
+    // 32 rows of 16 bytes.
+    launch.shape.shared_bytes = 512;
+    launch
+}
+
+fn copies() -> ProbeLaunch {
+    let run: RunKernel =
+        |driver, shape, words, out| kernels::probe_copies(driver, shape, In::all(words)?, Out::all(out)?);
+    let list = [("copy_async16 after copy_async_wait<1>", 4), ("copy_async4 by the neighbour", 1)];
+    ProbeLaunch::new(run, inputs::copies(), of_warp(Agreement::Bits, &list))
+}
+
+fn memory() -> ProbeLaunch {
+    let run: RunKernel = |driver, shape, words, out| {
+        let device = words.device();
+        let halves: Vec<bf16> = (0..8 * LANES).map(|i| bf16::from_bits(inputs::half_value(i))).collect();
+        let halves = Tensor::from_vec(halves, 8 * LANES, device)?;
+        let scratch = Tensor::zeros(8 * LANES, DType::U32, device)?;
+        let listed: Vec<u32> = (0..LANES).map(inputs::listed_word).collect();
+        let listed = Tensor::from_vec(listed, LANES, device)?;
+        let address = In::<u32>::all(words)?.arg().value;
+        let address_listed = InOut::<u32>::all(&listed)?.arg().value;
+        let (halves, scratch) = (In::all(&halves)?, InOut::all(&scratch)?);
+        let words = In::all(words)?;
+        kernels::probe_memory(driver, shape, words, halves, scratch, address, address_listed, Out::all(out)?)
+    };
+    let list = [
+        ("In.load", 1),
+        ("In.load4", 1),
+        ("In.load8", 2),
+        ("In.load16", 4),
+        ("In.offset", 1),
+        ("In.load of bf16", 1),
+        ("In.load4 of bf16", 1),
+        ("In.load8 of bf16", 2),
+        ("In.load16 of bf16", 4),
+        ("in_at", 1),
+        ("Out.store16", 4),
+        ("Out.store8", 2),
+        ("Out.store4", 1),
+        ("in_out_at", 1),
+        ("InOut.store16", 4),
+        ("InOut.store8", 2),
+        ("InOut.store4", 1),
+        ("InOut.as", 4),
+        ("InOut.store", 1),
+        ("Shared.store", 1),
+    ];
+    ProbeLaunch::new(run, inputs::memory(), of_warp(Agreement::Bits, &list))
+}
+
+fn shuffles() -> ProbeLaunch {
+    let run: RunKernel =
+        |driver, shape, words, out| kernels::probe_shuffles(driver, shape, In::all(words)?, Out::all(out)?);
+    let list = [
+        ("shuffle", 1),
+        ("shuffle of f32", 1),
+        ("shuffle_xor", 5),
+        ("shuffle_xor of f32", 5),
+        ("warp_sum", 1),
+        ("warp_max", 1),
+    ];
+    ProbeLaunch::new(run, inputs::shuffles(), of_warp(Agreement::Bits, &list))
+}
+
+fn block_sum() -> ProbeLaunch {
+    let run: RunKernel =
+        |driver, shape, words, out| kernels::probe_block_sum(driver, shape, In::all(words)?, Out::all(out)?);
+    let threads = 4 * LANES;
+    let instruction =
+        ProbeInstruction { name: "block_sum".to_owned(), registers: 1, threads, agreement: Agreement::Bits };
+    let shape = LaunchShape::line(1, threads as u32);
+    ProbeLaunch { run, shape, words: inputs::block_sum(), instructions: vec![instruction] }
+}
+
+fn conversions() -> ProbeLaunch {
+    let run: RunKernel = |driver, shape, words, out| {
+        kernels::probe_conversions(driver, shape, In::all(words)?, Out::all(out)?)
+    };
+    let list = [
+        ("round_to_bf16", 1),
+        ("nearest<bf16>", 1),
+        ("low_half", 1),
+        ("high_half", 1),
+        ("widen", 1),
+        ("u32 to f32", 1),
+        ("i32 to f32", 1),
+    ];
+    ProbeLaunch::new(run, inputs::conversions(), of_warp(Agreement::Bits, &list))
+}
+
+fn arithmetic() -> ProbeLaunch {
+    let run: RunKernel =
+        |driver, shape, words, out| kernels::probe_arithmetic(driver, shape, In::all(words)?, Out::all(out)?);
+    let of_f32 = [
+        ("fmaf", 1),
+        ("product and sum", 1),
+        ("quotient", 1),
+        ("sqrtf", 1),
+        ("1 / sqrtf", 1),
+        ("fmaxf", 1),
+        ("ceilf", 1),
+        ("f64 to f32", 1),
+    ];
+    let of_f64 = [("quotient of f64", 2), ("product and sum of f64", 2), ("sqrt of f64", 2)];
+    let mut instructions = of_warp(Agreement::Number, &of_f32);
+    instructions.extend(of_warp(Agreement::Bits, &of_f64));
+    ProbeLaunch::new(run, inputs::arithmetic(), instructions)
+}
+
+/// What may be off is the "maximum ulp error" from the correctly rounded result, of ex2.approx.ftz.f32 and
+/// rcp.approx.ftz.f32 in the PTX ISA (9.7.3.21, 9.7.3.13), of the others in the CUDA C++ Programming Guide's table of
+/// single-precision functions (appendix "Mathematical Functions").
+fn functions() -> ProbeLaunch {
+    let run: RunKernel =
+        |driver, shape, words, out| kernels::probe_functions(driver, shape, In::all(words)?, Out::all(out)?);
+    let list =
+        [("fast_exp2", 2), ("fast_reciprocal", 1), ("rsqrtf", 2), ("expf", 2), ("logf", 1), ("tanhf", 2)];
+    let instructions = list.iter().flat_map(|&(name, ulps)| of_warp(Agreement::Ulps(ulps), &[(name, 1)]));
+    ProbeLaunch::new(run, inputs::functions(), instructions.collect())
+}
