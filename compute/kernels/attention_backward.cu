@@ -187,15 +187,14 @@ template <class S> DEVICE inline void backward_queries(const Backward &x, Out<bf
     uint32_t dout_stride = x.heads * D;
     int64_t q_at = row * x.q_stride + head * D + Copy::start(x.q_stride);
     int64_t dout_at = row * dout_stride + head * D + Copy::start(dout_stride);
-    int64_t key = t.k_start + from, column = head / int(x.group) * D;
-    int64_t k_at = key * x.k_stride + column + Copy::start(x.k_stride);
-    int64_t v_at = key * x.v_stride + column + Copy::start(x.v_stride);
+    // Where k and v are is computed for each tile, which takes fewer registers than to keep both.
+    int end = t.k_start + to, column = head / int(x.group) * D;
     auto copy_keys = [&](Shared<bf16> stage, int there) {
+        int64_t k_at = int64_t(end - there) * x.k_stride + column + Copy::start(x.k_stride);
+        int64_t v_at = int64_t(end - there) * x.v_stride + column + Copy::start(x.v_stride);
         Copy::template copy<KEYS>(stage, x.k.offset(k_at), x.k_stride, there);
         Copy::template copy<KEYS>(stage.offset(S::STAGE / 2), x.v.offset(v_at), x.v_stride, there);
         copy_async_commit();
-        k_at += int64_t(KEYS) * x.k_stride;
-        v_at += int64_t(KEYS) * x.v_stride;
     };
     Copy::template copy<S::QUERIES>(q_rows, x.q.offset(q_at), x.q_stride, there);
     Copy::template copy<S::QUERIES>(dout_rows, x.dout.offset(dout_at), dout_stride, there);

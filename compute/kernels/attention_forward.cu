@@ -87,9 +87,9 @@ template <class S> DEVICE inline void forward(const Forward &x) {
     }
     // The first key that a query of the tile sees, and how many of the rest any of them sees.
     int from = larger(0, past + 1 - window), left = past + there - from;
-    int64_t key = t.k_start + from, column = head / int(x.group) * D;
-    int64_t k_at = key * x.k_stride + column + Copy::start(x.k_stride);
-    int64_t v_at = key * x.v_stride + column + Copy::start(x.v_stride);
+    int key = t.k_start + from, column = head / int(x.group) * D;
+    // That of v is computed for each tile, which takes fewer registers than to keep both.
+    int64_t k_at = int64_t(key) * x.k_stride + column + Copy::start(x.k_stride);
     int64_t q_at = int64_t(row) * x.q_stride + head * D + Copy::start(x.q_stride);
     Copy::template copy<S::QUERIES>(q_rows, x.q.offset(q_at), x.q_stride, there);
     Copy::template copy<KEYS>(k_rows, x.k.offset(k_at), x.k_stride, left);
@@ -104,13 +104,13 @@ template <class S> DEVICE inline void forward(const Forward &x) {
     for (; left > 0; left -= KEYS, ahead -= KEYS) {
         copy_async_wait<0>();
         sync_block();
+        int64_t v_at = int64_t(key) * x.v_stride + column + Copy::start(x.v_stride);
         Copy::template copy<KEYS>(v_rows, x.v.offset(v_at), x.v_stride, left);
         copy_async_commit();
         scores<D>(s, q_rows, first, k_rows);
         copy_async_wait<0>();
         sync_block();
-        k_at += int64_t(KEYS) * x.k_stride;
-        v_at += int64_t(KEYS) * x.v_stride;
+        key += KEYS, k_at += int64_t(KEYS) * x.k_stride;
         Copy::template copy<KEYS>(k_rows, x.k.offset(k_at), x.k_stride, left - KEYS);
         copy_async_commit();
         if (x.bend != 0.0f) for_scores(s, [&](float &e, int, int, int) { e = bent(e, x.bend); });
