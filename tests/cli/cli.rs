@@ -315,8 +315,8 @@ fn help_of_every_verb() {
           --dtype <DTYPE>    Type of activations and weights [default: bf16] [possible values: bf16,
                              f32]
           --only <NAME>      Measure only operations with NAME in their names; may be repeated
-          --secs <SECONDS>   Measure each operation for so long, three runs at least; one that takes over
-                             two seconds runs once [default: 0.3]
+          --secs <SECONDS>   Measure each operation for so long, three runs at least; one that takes
+                             over two seconds runs once [default: 0.3]
           --gpus <N>         Measure on this GPU [default: the first GPU, else the CPU]
           --json             Print the figures as JSON
           --offline          Use only what is on this machine

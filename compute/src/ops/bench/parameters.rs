@@ -53,7 +53,8 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
     ]
 }
 
-/// A copy from memory to memory, f32: on a GPU the driver's own, on the CPU by all threads.
+/// A copy from memory to memory, f32: on a GPU the driver's own, on the CPU by all threads. A processor also reads what a
+/// copy is about to write, so that there an update in place may reach more than the copy.
 pub(super) fn copy(device: &Device) -> TimedOp {
     let (on_cpu, what) = (device.is_cpu(), ("copy", format!("{COPIED}"), DType::F32));
     TimedOp::moving(2 * F32_BYTES * COPIED, what, move |inputs| {
