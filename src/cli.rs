@@ -13,7 +13,7 @@ use crate::recipe::{Dtype, Purpose, QuantKind, RecipeLayers, RecipeText};
 
 mod bench;
 
-pub use bench::{BenchArgs, BenchVerb, ScalingArgs};
+pub use bench::{BenchArgs, BenchVerb, OpsArgs, ScalingArgs};
 
 const TRAIN_EXAMPLES: &str = "\
 Examples:
@@ -64,7 +64,7 @@ pub enum Verb {
     Data(DataArgs),
     /// List, show or write the built-in recipes
     Recipes(RecipesArgs),
-    /// Measure: speed by number of ranks
+    /// Measure speed: of every operation, or by number of ranks
     Bench(BenchArgs),
     /// Say what this machine offers; check every operation on it
     Doctor(DoctorArgs),

@@ -2,11 +2,12 @@
 
 use std::path::Path;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 
 use super::{CommonArgs, Gpus, RunArgs, find_recipe};
 use crate::error::Result;
-use crate::recipe::RecipeLayers;
+use crate::recipe::{ComputeDtype, RecipeLayers};
 
 /// What to measure.
 #[derive(Debug, Clone, Args)]
@@ -19,8 +20,63 @@ pub struct BenchArgs {
 /// What can be measured.
 #[derive(Debug, Clone, Subcommand)]
 pub enum BenchVerb {
+    /// Time of every operation, and its share of what the device reaches at copying or multiplying
+    Ops(OpsArgs),
     /// Tokens a second by ranks, bytes sent beside the formula, time lost to communication
     Scaling(ScalingArgs),
+}
+
+/// `finetune bench ops`.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "\
+Examples:
+  finetune bench ops
+  finetune bench ops --tokens 8192 --max-seq-len 8192 --only attention
+  finetune bench ops --model Qwen/Qwen2.5-0.5B --tokens 512 --dtype f32")]
+pub struct OpsArgs {
+    /// The model whose widths count, a folder or a hub id; only its config.json is read [default: the widths of Qwen3-8B]
+    #[arg(long, value_name = "MODEL")]
+    pub model: Option<String>,
+    /// Tokens of a micro-batch; on a CPU some hundred are enough
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
+    pub tokens: u32,
+    /// Tokens of a row at most; attention stays within a row
+    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1_048_576))]
+    pub max_seq_len: u32,
+    /// Type of activations and weights
+    #[arg(long, value_name = "DTYPE", default_value = "bf16", value_parser = activations_dtype())]
+    pub dtype: ComputeDtype,
+    /// Measure only operations with NAME in their names; may be repeated
+    #[arg(long, value_name = "NAME")]
+    pub only: Vec<String>,
+    /// Measure each operation for so long, three runs at least; one that takes over two seconds runs once
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.3, value_parser = seconds)]
+    pub secs: f64,
+    /// Measure on this GPU [default: the first GPU, else the CPU]
+    #[arg(long, value_name = "N", value_parser = one_gpu)]
+    pub gpus: Option<usize>,
+    /// Print the figures as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Network and verbosity.
+    #[command(flatten)]
+    pub common: CommonArgs,
+}
+
+fn activations_dtype() -> impl TypedValueParser<Value = ComputeDtype> {
+    PossibleValuesParser::new(["bf16", "f32"]).try_map(|text| text.parse::<ComputeDtype>())
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|secs: &f64| *secs > 0.0 && *secs <= 60.0);
+    number.ok_or_else(|| "accepted: a number above 0, at most 60".into())
+}
+
+fn one_gpu(text: &str) -> Result<usize, String> {
+    match text.parse::<Gpus>().as_ref().map(|gpus| gpus.0.as_slice()) {
+        Ok([gpu]) => Ok(*gpu),
+        _ => Err("accepted: the number of one GPU, such as 0".into()),
+    }
 }
 
 /// `finetune bench scaling`.

@@ -1,17 +1,25 @@
-//! `finetune bench`: how speed grows with ranks. Each number of ranks trains the same recipe for some steps.
+//! `finetune bench`: how fast every operation is, and how speed grows with ranks, of which each number trains the same
+//! recipe for some steps.
 
-use super::{print, terminal};
-use crate::cli::{BenchArgs, BenchVerb, ScalingArgs};
+use candle_core::DType;
+use serde::Serialize;
+
+use super::{config_of, print, terminal};
+use crate::cli::{BenchArgs, BenchVerb, OpsArgs, ScalingArgs};
 use crate::error::{Error, Result};
+use crate::ops::bench::{BenchShapes, ModelWidths};
 use crate::plan::{Plan, WorldSize};
-use crate::recipe::{Recipe, Strategy};
+use crate::recipe::{ComputeDtype, DataSource, Recipe, Strategy};
+use crate::run::op_speeds::OpSpeeds;
 use crate::run::scaling::{ScalingDevices, ScalingResult, WARM_UP};
+use crate::runtime::device::{self, DeviceChoice};
 use crate::runtime::thread_pool;
 use crate::setup::Resolver;
 
 /// Measures what is asked for.
 pub(super) fn run(args: &BenchArgs) -> Result<()> {
     match &args.what {
+        BenchVerb::Ops(args) => ops(args),
         BenchVerb::Scaling(args) => scaling(args),
     }
 }
@@ -36,6 +44,58 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
         terminal.line(plan.describe());
         results.push(ScalingResult::measure(&plan, &devices, ranks, threads, results.first())?);
     }
-    let json = || serde_json::to_string_pretty(&results).map_err(|e| Error::internal(e.to_string()));
-    if args.json { print(&format!("{}\n", json()?)) } else { print(&ScalingResult::table(&results)) }
+    if args.json { print_json(&results) } else { print(&ScalingResult::table(&results)) }
+}
+
+fn print_json(figures: &impl Serialize) -> Result<()> {
+    let text = serde_json::to_string_pretty(figures).map_err(|e| Error::internal(e.to_string()))?;
+    print(&format!("{text}\n"))
+}
+
+fn ops(args: &OpsArgs) -> Result<()> {
+    let shapes = BenchShapes {
+        widths: widths(args)?,
+        tokens: args.tokens as usize,
+        max_seq_len: args.max_seq_len as usize,
+        dtype: if args.dtype == ComputeDtype::F32 { DType::F32 } else { DType::BF16 },
+        secs: args.secs,
+    };
+    check_names(&args.only, &shapes.op_names())?;
+    let wanted = |op: &str| args.only.is_empty() || args.only.iter().any(|part| op.contains(part.as_str()));
+    let choice = args.gpus.map_or_else(device::preferred, |gpu| Ok(DeviceChoice::Gpu(gpu)))?;
+    let device = device::open(choice)?;
+    let mut speeds = OpSpeeds::new(choice, &shapes, shapes.device_rates(&device)?)?;
+    // Lines as they come: on a CPU the largest shapes take minutes.
+    let say = |text: String| if args.json { Ok(()) } else { print(&text) };
+    say(speeds.head())?;
+    for timing in shapes.timings(&device, wanted) {
+        say(speeds.add(timing?))?;
+    }
+    if args.json { print_json(&speeds) } else { Ok(()) }
+}
+
+/// Refuses a name that is part of no operation's.
+fn check_names(asked: &[String], ops: &[&str]) -> Result<()> {
+    let unknown = asked.iter().find(|part| !ops.iter().any(|op| op.contains(part.as_str())));
+    unknown.map_or(Ok(()), |part| {
+        Err(Error::user(format!("cannot measure `{part}`"))
+            .because("no operation has that in its name")
+            .because(format!("accepted: a part of {}", ops.join(", ")))
+            .hint("leave out `--only` to measure all"))
+    })
+}
+
+/// The widths of the model that was named; without one those of an 8B model.
+fn widths(args: &OpsArgs) -> Result<ModelWidths> {
+    let Some(model) = &args.model else { return Ok(ModelWidths::QWEN3_8B) };
+    let terminal = terminal(&args.common);
+    let source = DataSource::from_argument("--model", model, &super::working_folder()?)?;
+    let finder = Resolver::new(args.common.offline, &terminal)?;
+    let config = config_of(&finder.model_headers(&source, "main")?)?;
+    Ok(ModelWidths {
+        hidden_size: config.hidden_size,
+        intermediate_size: config.intermediate_size,
+        heads: config.heads,
+        vocab_size: config.vocab_size,
+    })
 }

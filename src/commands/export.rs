@@ -5,12 +5,11 @@
 
 use std::path::Path;
 
-use super::{say_base, terminal, working_folder};
+use super::{config_of, say_base, terminal, working_folder};
 use crate::cli::{ExportArgs, ExportFormat};
 use crate::error::{Error, Result};
 use crate::export::gguf::{self, Exported, GgufType};
 use crate::export::hf;
-use crate::model::ModelConfig;
 use crate::recipe::{DataSource, Dtype};
 use crate::report::Terminal;
 use crate::setup::BaseCheck;
@@ -78,12 +77,6 @@ fn check(args: &ExportArgs) -> Result<Dtype> {
             .because("accepted with `--format hf`: f32, f16, bf16")
             .hint("write `--format gguf`")),
     }
-}
-
-fn config_of(found: &ResolvedSource) -> Result<ModelConfig> {
-    let path = found.folder.join("config.json");
-    let text = std::fs::read_to_string(&path).map_err(|error| Error::io("read", &path, &error))?;
-    ModelConfig::from_json(&text, &path.display().to_string())
 }
 
 /// The name of a hub repository, or of the folder.

@@ -24,10 +24,11 @@ use candle_core::Device;
 
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
 use crate::error::{Error, ErrorCategory, Result};
+use crate::model::ModelConfig;
 use crate::recipe::{DataSource, Recipe, RecipeText};
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::device;
-use crate::setup::{AdapterSetup, BaseCheck, BaseModel, DatasetLoader, Resolver};
+use crate::setup::{AdapterSetup, BaseCheck, BaseModel, DatasetLoader, ResolvedSource, Resolver};
 
 /// Does what the command line says.
 ///
@@ -74,6 +75,13 @@ fn say_base(terminal: &Terminal, check: &BaseCheck) {
         BaseCheck::Unchecked(text) => terminal.line(text),
         BaseCheck::Forced(text) => terminal.warn(text),
     }
+}
+
+/// What the config.json of a model says.
+fn config_of(found: &ResolvedSource) -> Result<ModelConfig> {
+    let path = found.folder.join("config.json");
+    let text = std::fs::read_to_string(&path).map_err(|error| Error::io("read", &path, &error))?;
+    ModelConfig::from_json(&text, &path.display().to_string())
 }
 
 /// A model with its adapter, found and understood, not yet loaded.

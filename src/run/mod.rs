@@ -1,8 +1,9 @@
 //! A plan brought to life: the ranks of this process and how they start, the trainer of each, what a run leaves in its
-//! output folder, signals, the check of a merge, and the measurement of how speed grows with ranks.
+//! output folder, signals, the check of a merge, and what `bench` measures: operations, and how speed grows with ranks.
 
 mod card;
 pub(crate) mod merge_check;
+pub(crate) mod op_speeds;
 pub(crate) mod output_folder;
 pub(crate) mod ranks;
 pub(crate) mod scaling;

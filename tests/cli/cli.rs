@@ -41,7 +41,7 @@ fn help_of_the_root() {
       inspect      Say what a model or adapter is, from its headers alone
       data         Show how rows become tokens and masks, and what is wrong with them
       recipes      List, show or write the built-in recipes
-      bench        Measure: speed by number of ranks
+      bench        Measure speed: of every operation, or by number of ranks
       doctor       Say what this machine offers; check every operation on it
       completions  Print a completion script for a shell
 
@@ -300,6 +300,34 @@ fn help_of_every_verb() {
       finetune recipes show lora
       finetune recipes write lora        writes lora.toml here, to be changed
       finetune recipes show reference    every key, with its default
+    ");
+    assert_snapshot!(told(&["bench", "ops", "--help"]), @"
+    exit 0
+    Time of every operation, and its share of what the device reaches at copying or multiplying
+
+    Usage: finetune bench ops [OPTIONS]
+
+    Options:
+          --model <MODEL>    The model whose widths count, a folder or a hub id; only its config.json is
+                             read [default: the widths of Qwen3-8B]
+          --tokens <N>       Tokens of a micro-batch; on a CPU some hundred are enough [default: 4096]
+          --max-seq-len <N>  Tokens of a row at most; attention stays within a row [default: 2048]
+          --dtype <DTYPE>    Type of activations and weights [default: bf16] [possible values: bf16,
+                             f32]
+          --only <NAME>      Measure only operations with NAME in their names; may be repeated
+          --secs <SECONDS>   Measure each operation for so long, three runs at least; one that takes
+                             over two seconds runs once [default: 0.3]
+          --gpus <N>         Measure on this GPU [default: the first GPU, else the CPU]
+          --json             Print the figures as JSON
+          --offline          Use only what is on this machine
+      -q, --quiet            Say only what went wrong
+      -v, --verbose          Say more about what happens
+      -h, --help             Print help
+
+    Examples:
+      finetune bench ops
+      finetune bench ops --tokens 8192 --max-seq-len 8192 --only attention
+      finetune bench ops --model Qwen/Qwen2.5-0.5B --tokens 512 --dtype f32
     ");
     assert_snapshot!(told(&["doctor", "--help"]), @"
     exit 0

@@ -17,6 +17,7 @@ mod skipped;
 mod adapter_path;
 mod bad_input;
 mod base_identity;
+mod bench;
 mod cli;
 mod cli_runs;
 mod docs;

@@ -12,8 +12,12 @@ use super::gpu;
 use super::matmul::{ColumnView, ColumnViewMut, Transpose, matmul};
 use crate::error::{Error, Result};
 use crate::quant::{Blocks, CodeKind, NESTED_BLOCK, QuantFormat, RunMeaning, Scales};
-use crate::runtime::cpu_tensor::{dims2, read, update, with_elem};
+use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 use candle_core::{DType, Device, Tensor};
+use rayon::prelude::*;
+
+/// Values that a thread dequantizes at once.
+const DEQUANTIZED: usize = 1 << 14;
 
 /// A matrix `[out, in]` as codes in blocks with a scale each (bitsandbytes' layout, see [`crate::quant`]).
 #[derive(Debug, Clone)]
@@ -69,6 +73,35 @@ impl Quantized {
         let absmax = read::<f32>(self.run(RunMeaning::NestedScales)?)?;
         let scales = Scales::Nested { codes: &nested, absmax: &absmax, offset: self.offset };
         Ok(use_blocks(Blocks { kind, block_size, codes: &codes, scales }))
+    }
+
+    /// The whole matrix, `[out, in]` in `dtype`, f32 or bf16, as a product on a GPU reads it.
+    ///
+    /// # Errors
+    /// When a run is missing, or the device has not enough memory.
+    pub(super) fn dequantize(&self, dtype: DType) -> Result<Tensor> {
+        let codes = self.run(RunMeaning::Codes)?;
+        if let Some(driver) = gpu::driver_of(codes)
+            && cuda::is_supported(dtype)
+        {
+            return cuda::dequantize(driver, self, dtype);
+        }
+        if !codes.device().is_cpu() {
+            return Ok(self.dequantize_reference()?.to_dtype(dtype)?);
+        }
+        let (out, inputs) = self.shape;
+        with_elem!(dtype, T => self.with_blocks(|blocks| {
+            let mut values = unwritten::<T>(out * inputs);
+            let parts = values.par_chunks_mut(DEQUANTIZED).enumerate();
+            parts.for_each_init(|| vec![0f32; DEQUANTIZED], |wide, (i, values)| {
+                let wide = &mut wide[..values.len()];
+                blocks.dequantize(i * DEQUANTIZED, wide);
+                for (value, wide) in values.iter_mut().zip(wide) {
+                    *value = T::nearest(*wide);
+                }
+            });
+            tensor(values, (out, inputs))
+        })?)
     }
 
     /// The whole matrix in f32, by candle's primitives.
@@ -183,4 +216,28 @@ pub(crate) fn quantized_reference(
     // In the activations' dtype, as bitsandbytes dequantizes for its compute dtype.
     let dense = weight.dequantize_reference()?.to_dtype(a.tensor.dtype())?;
     super::matmul::reference(dst, a, ColumnView::all(&dense), form, 1.0, accumulate)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::cases::{FORMATS, quantized};
+    use super::*;
+    use crate::ops::case::{CaseRunner, TensorPair};
+
+    /// More values than a thread takes at once, and rows that are no multiple of a block.
+    #[test]
+    fn all_of_a_matrix_is_dequantized() -> Result<()> {
+        for (format, dtype) in
+            FORMATS.into_iter().flat_map(|format| [(format, DType::F32), (format, DType::BF16)])
+        {
+            let [weight, _] = quantized(&CaseRunner { device: &Device::Cpu, dtype }, format, (331, 72))?;
+            let got = weight.dequantize(dtype)?;
+            assert_eq!((got.dims(), got.dtype()), (&[331, 72][..], dtype));
+            let want = weight.dequantize_reference()?;
+            let error = TensorPair::new(got, want).error()?;
+            let tolerance = if dtype == DType::F32 { 1e-6 } else { 1.0 / 256.0 };
+            assert!(error < tolerance, "{format:?} {dtype:?}: {error:e}");
+        }
+        Ok(())
+    }
 }

@@ -5,8 +5,9 @@
 //!
 //! An op is one function with up to three implementations behind it: the **reference** (candle's primitives, any
 //! device and dtype, plain enough to read as the definition), the **CPU** form (slices, rayon, loops that vectorize)
-//! and the launch code of its kernels for NVIDIA GPUs, `cuda.rs` beside it (`gpu`). Beside each op, in its `cases.rs`, lie its cases: inputs, and what of the op is
-//! held against what of its reference. `selftest` runs them all on the device at hand.
+//! and the launch code of its kernels for NVIDIA GPUs, `cuda.rs` beside it (`gpu`). Beside each op, in its `cases.rs`,
+//! lie its cases: inputs, and what of the op is held against what of its reference. `selftest` runs them all on the
+//! device at hand; `bench` measures every op at the shapes of a model.
 //! Reductions run in a fixed order: two runs of one plan agree to the bit. Nothing here knows candle's autograd; it is
 //! the oracle of the tests.
 
@@ -15,6 +16,7 @@ pub mod adamw_int8;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx;
 pub mod attention;
+pub mod bench;
 mod case;
 pub mod cross_entropy;
 pub mod dora;

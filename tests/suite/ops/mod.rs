@@ -9,6 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Shape, Tensor};
+use finetune::ops::bench::{BenchShapes, ModelWidths};
 use finetune::ops::selftest;
 use finetune::runtime::TensorMut;
 use finetune::runtime::rng::RngStream;
@@ -57,6 +58,18 @@ fn every_op_passes_the_self_test_in_every_dtype_it_knows() {
         ["adamw", "adamw_int8", "columns_of", "columns_of_backward", "rows_of", "sums_of_squares"]
     );
     assert!(cases > 200, "{cases}");
+}
+
+#[test]
+fn every_op_is_measured() {
+    let (widths, dtype) = (ModelWidths::QWEN3_8B, DType::BF16);
+    let shapes = BenchShapes { widths, tokens: 64, max_seq_len: 64, dtype, secs: 0.1 };
+    let mut measured: BTreeSet<String> = shapes.op_names().into_iter().map(str::to_owned).collect();
+    assert!(
+        measured.remove("dequantize"),
+        "on a GPU a part of `matmul_weight`, which no public function is alone"
+    );
+    assert_eq!(measured, public_ops(), "what `bench ops` measures and the public functions of `ops`");
 }
 
 /// The names of the free public functions below `compute/src/ops` and of the copies of `runtime`, but for those that are no ops.

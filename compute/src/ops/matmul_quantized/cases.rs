@@ -16,7 +16,7 @@ pub(in crate::ops) fn quantized(
     shape: (usize, usize),
 ) -> Result<[Quantized; 2]> {
     let (n, stream) = (shape.0 * shape.1, RngStream::new(0).named("quantized"));
-    let values: Vec<f32> = (0..n as u64).map(|i| stream.normal(i)).collect();
+    let values = stream.normals(0..n as u64, 1.0);
     let (mut codes, mut absmax) = (vec![0u8; format.code_bytes(n)], vec![0f32; format.blocks(n)]);
     quant::quantize(format.kind, format.block_size, &values, &mut codes, &mut absmax);
     let on = |device: &Device| -> Result<Quantized> {

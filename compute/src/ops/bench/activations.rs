@@ -1,0 +1,211 @@
+//! What is measured by the activations that it reads and writes: norms, rotation, the gated product, dropout, sums.
+
+use candle_core::DType;
+
+use super::{BenchShapes, TimedOp};
+use crate::error::Result;
+use crate::ops::dora::{magnitude_backward, scale_columns};
+use crate::ops::dropout::{Dropout, dropout};
+use crate::ops::elementwise::add;
+use crate::ops::glu::{Activation, glu, glu_backward};
+use crate::ops::matmul::{ColumnView, ColumnViewMut, add_bias, sum_rows};
+use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
+use crate::ops::rotary::{QkNorm, rotary, rotary_backward};
+use crate::runtime::TensorMut;
+use crate::runtime::rng::RngStream;
+
+const NORM: NormKind = NormKind { eps: 1e-6, unit_offset: false };
+const F32_BYTES: usize = 4;
+
+pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
+    vec![
+        norm(shapes),
+        norm_backward(shapes, false),
+        norm_backward(shapes, true),
+        rotation(shapes, false),
+        rotation(shapes, true),
+        rotation_backward(shapes, false),
+        rotation_backward(shapes, true),
+        gated(shapes),
+        gated_backward(shapes),
+        dropped(shapes),
+        residual_sum(shapes),
+        bias(shapes),
+        bias_gradient(shapes),
+        magnitudes(shapes),
+        magnitude_gradient(shapes),
+    ]
+}
+
+/// The shape of the activations between blocks as text, and the bytes of `times` of them.
+fn hidden(shapes: &BenchShapes, times: usize) -> (String, usize) {
+    let (n, d) = (shapes.tokens, shapes.widths.hidden_size);
+    (format!("{n}x{d}"), times * shapes.bytes(n * d))
+}
+
+fn norm(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 2));
+    TimedOp::moving(bytes + shapes.bytes(d), ("rms_norm", shape, shapes.dtype), move |inputs| {
+        let weight = inputs.normal(1.0, d)?;
+        let x = inputs.sets(|_| inputs.normal(1.0, (n, d)))?;
+        Ok(Box::new(move || rms_norm(x.next()?, &weight, NORM).map(drop)))
+    })
+}
+
+/// With the residual's gradient added; the weight frozen or not.
+fn norm_backward(shapes: &BenchShapes, trained: bool) -> TimedOp {
+    let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 4));
+    let bytes = bytes + shapes.bytes(d) + if trained { 2 * F32_BYTES * d } else { 0 };
+    let what = format!("{shape}, residual{}", if trained { ", weight trained" } else { "" });
+    TimedOp::moving(bytes, ("rms_norm_backward", what, shapes.dtype), move |inputs| {
+        let (weight, dweight) = (inputs.normal(1.0, d)?, inputs.zeros(d)?);
+        let sets = inputs.sets(|_| {
+            let one = || inputs.normal(1.0, (n, d));
+            Ok([one()?, one()?, one()?])
+        })?;
+        Ok(Box::new(move || {
+            let ([x, dy, residual], dweight) = (sets.next()?, trained.then_some(&dweight));
+            rms_norm_backward(x, &weight, dy, Some(residual), dweight, NORM).map(drop)
+        }))
+    })
+}
+
+/// Bytes of `times` the q and k columns, of the angles, and of both norms' weights when there are norms.
+fn rotary_bytes(shapes: &BenchShapes, times: usize, normed: bool) -> usize {
+    let (n, heads) = (shapes.tokens, shapes.widths.heads);
+    let weights = if normed { shapes.bytes(2 * heads.head_dim) } else { 0 };
+    // cos and sin of half as many pairs as a head has values.
+    times * shapes.bytes(n * heads.qk_width()) + F32_BYTES * n * heads.head_dim + weights
+}
+
+fn rotary_shape(shapes: &BenchShapes, normed: bool) -> String {
+    let (n, heads) = (shapes.tokens, shapes.widths.heads);
+    let (q, k) = (heads.num_heads, heads.num_kv_heads);
+    format!("{n}, {q}+{k} heads of {}{}", heads.head_dim, if normed { ", normed" } else { "" })
+}
+
+/// The weights of the norms of q and of k, frozen.
+fn norms_of(weights: &Option<[TensorMut; 2]>) -> Option<QkNorm<'_>> {
+    weights.as_ref().map(|[q, k]| QkNorm { q: (&**q, None), k: (&**k, None), kind: NORM })
+}
+
+fn rotation(shapes: &BenchShapes, normed: bool) -> TimedOp {
+    let (n, heads) = (shapes.tokens, shapes.widths.heads);
+    let what = ("rotary", rotary_shape(shapes, normed), shapes.dtype);
+    TimedOp::moving(rotary_bytes(shapes, 2, normed), what, move |inputs| {
+        let table = inputs.rotary_table(n, heads.head_dim / 2)?;
+        let weight = || inputs.normal(1.0, heads.head_dim);
+        let weights = if normed { Some([weight()?, weight()?]) } else { None };
+        let x = inputs.sets(|_| inputs.normal(1.0, (n, heads.qkv_width())))?;
+        Ok(Box::new(move || rotary(x.next()?, heads, norms_of(&weights), &table).map(drop)))
+    })
+}
+
+/// In place, so that a gradient is the result of the last run: a rotation and the backward of a norm by ones leave it
+/// about as large.
+fn rotation_backward(shapes: &BenchShapes, normed: bool) -> TimedOp {
+    let (n, heads) = (shapes.tokens, shapes.widths.heads);
+    let what = ("rotary_backward", rotary_shape(shapes, normed), shapes.dtype);
+    // The raw projection is read for the norms alone.
+    let times = if normed { 3 } else { 2 };
+    TimedOp::moving(rotary_bytes(shapes, times, normed), what, move |inputs| {
+        let table = inputs.rotary_table(n, heads.head_dim / 2)?;
+        let weight = || -> Result<TensorMut> {
+            Ok(TensorMut::new(inputs.zeros(heads.head_dim)?.ones_like()?.to_dtype(inputs.dtype)?))
+        };
+        let weights = if normed { Some([weight()?, weight()?]) } else { None };
+        let sets = inputs.sets(|_| {
+            let width = heads.qkv_width();
+            Ok((inputs.signs((n, width))?, inputs.normal(1.0, (n, width))?))
+        })?;
+        Ok(Box::new(move || {
+            let (raw, d) = sets.next()?;
+            rotary_backward(raw, d, heads, norms_of(&weights), &table)
+        }))
+    })
+}
+
+fn gated(shapes: &BenchShapes) -> TimedOp {
+    let (n, f) = (shapes.tokens, shapes.widths.intermediate_size);
+    let what = ("glu", format!("{n}x{}, silu", 2 * f), shapes.dtype);
+    TimedOp::moving(shapes.bytes(3 * n * f), what, move |inputs| {
+        let x = inputs.sets(|_| inputs.normal(1.0, (n, 2 * f)))?;
+        Ok(Box::new(move || glu(x.next()?, Activation::Silu).map(drop)))
+    })
+}
+
+fn gated_backward(shapes: &BenchShapes) -> TimedOp {
+    let (n, f) = (shapes.tokens, shapes.widths.intermediate_size);
+    let what = ("glu_backward", format!("{n}x{}, silu", 2 * f), shapes.dtype);
+    TimedOp::moving(shapes.bytes(5 * n * f), what, move |inputs| {
+        let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, 2 * f))?, inputs.normal(1.0, (n, f))?)))?;
+        Ok(Box::new(move || {
+            let (x, dh) = sets.next()?;
+            glu_backward(x, dh, Activation::Silu).map(drop)
+        }))
+    })
+}
+
+fn dropped(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 2));
+    let site = Dropout { p: 0.05, stream: RngStream::new(0), first_token: 0 };
+    TimedOp::moving(bytes, ("dropout", shape, shapes.dtype), move |inputs| {
+        let x = inputs.sets(|_| inputs.normal(1.0, (n, d)))?;
+        Ok(Box::new(move || dropout(x.next()?, site).map(drop)))
+    })
+}
+
+fn residual_sum(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 3));
+    TimedOp::moving(bytes, ("add", shape, shapes.dtype), move |inputs| {
+        let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, d))?, inputs.normal(1.0, (n, d))?)))?;
+        Ok(Box::new(move || {
+            let (a, b) = sets.next()?;
+            add(a, b).map(drop)
+        }))
+    })
+}
+
+/// By zeros, since it is in place.
+fn bias(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 2));
+    TimedOp::moving(bytes + shapes.bytes(d), ("add_bias", shape, shapes.dtype), move |inputs| {
+        let bias = inputs.normal(0.0, d)?;
+        let y = inputs.sets(|_| inputs.normal(1.0, (n, d)))?;
+        Ok(Box::new(move || add_bias(ColumnViewMut::all(y.next()?), &bias)))
+    })
+}
+
+fn bias_gradient(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 1));
+    TimedOp::moving(bytes + 2 * F32_BYTES * d, ("sum_rows", shape, shapes.dtype), move |inputs| {
+        let grad = inputs.zeros(d)?;
+        let dy = inputs.sets(|_| inputs.normal(1.0, (n, d)))?;
+        Ok(Box::new(move || sum_rows(&grad, ColumnView::all(dy.next()?))))
+    })
+}
+
+/// DoRA's magnitudes on the columns of a layer's output.
+fn magnitudes(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 2));
+    TimedOp::moving(bytes + F32_BYTES * d, ("scale_columns", shape, shapes.dtype), move |inputs| {
+        let factors = inputs.normal_as(DType::F32, 1.0, d)?;
+        let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, d))?, inputs.normal(1.0, (n, d))?)))?;
+        Ok(Box::new(move || {
+            let (y, x) = sets.next()?;
+            scale_columns(ColumnViewMut::all(y), ColumnView::all(x), &factors, false)
+        }))
+    })
+}
+
+fn magnitude_gradient(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, (shape, bytes)) = (shapes.tokens, shapes.widths.hidden_size, hidden(shapes, 2));
+    TimedOp::moving(bytes + 3 * F32_BYTES * d, ("magnitude_backward", shape, shapes.dtype), move |inputs| {
+        let (grad, norm) = (inputs.zeros(d)?, inputs.zeros(d)?.ones_like()?);
+        let sets = inputs.sets(|_| Ok((inputs.normal(1.0, (n, d))?, inputs.normal(1.0, (n, d))?)))?;
+        Ok(Box::new(move || {
+            let (dy, x) = sets.next()?;
+            magnitude_backward(&grad, ColumnView::all(dy), x, &norm)
+        }))
+    })
+}

@@ -1,0 +1,227 @@
+//! What is measured by the parameters that it reads and writes: quantized panels, embeddings, gradients, the optimizer.
+
+use std::collections::BTreeSet;
+
+use candle_core::{DType, Device};
+
+use super::inputs::token_ids;
+use super::products::nf4;
+use super::{BenchShapes, TimedOp};
+use crate::error::Result;
+use crate::ops::adamw::{AdamWPiece, AdamWStep, adamw};
+use crate::ops::adamw_int8::{Int8State, STATE_BLOCK, adamw_int8};
+use crate::ops::dora::weight_norm;
+use crate::ops::elementwise::{add_into, sum_of_squares};
+use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward};
+use crate::ops::matmul_quantized::Weight;
+use crate::quant::{NESTED_BLOCK, QuantFormat};
+use crate::runtime::TensorMut;
+use crate::runtime::copy::{copy_into, zero};
+
+const F32_BYTES: usize = 4;
+
+/// Values of the tensor whose copy is the measure of all that moves bytes: 256 MiB, more than caches hold.
+const COPIED: usize = 64 << 20;
+
+/// The rank of adapters.
+const RANK: usize = 16;
+
+/// An update as a run makes it.
+const STEP: AdamWStep = AdamWStep {
+    learning_rate: 1e-4,
+    betas: [0.9, 0.999],
+    eps: 1e-8,
+    weight_decay: 0.01,
+    update: 10,
+    grad_scale: 0.5,
+};
+
+pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
+    vec![
+        panel(shapes),
+        row_norms(shapes),
+        lookup(shapes),
+        lookup_backward(shapes),
+        adapter_lookup(shapes),
+        adapter_lookup_backward(shapes),
+        cast(shapes),
+        zeroed(shapes),
+        accumulated(shapes),
+        squares(shapes),
+        update(shapes),
+        update_int8(shapes),
+    ]
+}
+
+/// A copy from memory to memory, f32: on a GPU the driver's own, on the CPU by all threads. A processor also reads what a
+/// copy is about to write, so that there an update in place may reach more than the copy.
+pub(super) fn copy(device: &Device) -> TimedOp {
+    let (on_cpu, what) = (device.is_cpu(), ("copy", format!("{COPIED}"), DType::F32));
+    TimedOp::moving(2 * F32_BYTES * COPIED, what, move |inputs| {
+        let x = inputs.normal_as(DType::F32, 1.0, COPIED)?;
+        // Not zeros, whose pages are made when they are first written.
+        let y = if on_cpu { Some(inputs.normal_as(DType::F32, 1.0, COPIED)?) } else { None };
+        Ok(Box::new(move || match &y {
+            Some(y) => copy_into(y, &x),
+            None => Ok(x.copy().map(drop)?),
+        }))
+    })
+}
+
+/// The shape of a block's widest weight as text, and its values.
+fn widest(shapes: &BenchShapes) -> (String, usize) {
+    let (d, f) = (shapes.widths.hidden_size, shapes.widths.intermediate_size);
+    (format!("{f}x{d}"), f * d)
+}
+
+fn panel(shapes: &BenchShapes) -> TimedOp {
+    let (d, f, dtype) = (shapes.widths.hidden_size, shapes.widths.intermediate_size, shapes.dtype);
+    let ((shape, count), format) = (widest(shapes), QuantFormat::default());
+    let scales = format.blocks(count);
+    let codes = format.code_bytes(count) + scales + F32_BYTES * scales.div_ceil(NESTED_BLOCK);
+    let what = ("dequantize", format!("{shape}, nf4, double quantization"), dtype);
+    TimedOp::moving(codes + shapes.bytes(count), what, move |inputs| {
+        let weight = nf4(inputs, (f, d))?;
+        Ok(Box::new(move || weight.dequantize(dtype).map(drop)))
+    })
+}
+
+/// DoRA's norms of a weight with an adapter on it.
+fn row_norms(shapes: &BenchShapes) -> TimedOp {
+    let (d, f) = (shapes.widths.hidden_size, shapes.widths.intermediate_size);
+    let (shape, count) = widest(shapes);
+    let bytes = shapes.bytes(count) + F32_BYTES * (RANK * (d + f) + f);
+    TimedOp::moving(bytes, ("weight_norm", format!("{shape}, r {RANK}"), shapes.dtype), move |inputs| {
+        let weight = inputs.sets(|_| inputs.normal(0.02, (f, d)))?;
+        let factor = |shape: (usize, usize)| inputs.normal_as(DType::F32, 0.02, shape);
+        let (a, b) = (factor((RANK, d))?, factor((f, RANK))?);
+        Ok(Box::new(move || weight_norm(Weight::Dense(weight.next()?), &a, &b, 2.0).map(drop)))
+    })
+}
+
+/// Bytes of the ids of tokens, and how many different ones there are.
+fn ids(shapes: &BenchShapes) -> (usize, usize) {
+    let ids = token_ids(shapes.tokens, shapes.widths.vocab_size, 0);
+    (size_of_val(&ids[..]), ids.iter().collect::<BTreeSet<_>>().len())
+}
+
+fn lookup(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, vocab) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.vocab_size);
+    let (id_bytes, different) = ids(shapes);
+    let (dtype, bytes) = (shapes.dtype, shapes.bytes((different + n) * d) + id_bytes);
+    TimedOp::moving(bytes, ("embed", format!("{n} of {vocab}x{d}"), dtype), move |inputs| {
+        let table = inputs.normal(1.0, (vocab, d))?;
+        let ids = inputs.sets(|set| Ok(token_ids(n, vocab, set)))?;
+        Ok(Box::new(move || embed(&table, ids.next()?, 1.0, dtype).map(drop)))
+    })
+}
+
+fn lookup_backward(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, vocab) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.vocab_size);
+    let (id_bytes, different) = ids(shapes);
+    let bytes = shapes.bytes(n * d) + 2 * F32_BYTES * different * d + id_bytes;
+    let what = ("embed_backward", format!("{n} of {vocab}x{d}"), shapes.dtype);
+    TimedOp::moving(bytes, what, move |inputs| {
+        let grad = inputs.zeros((vocab, d))?;
+        let sets = inputs.sets(|set| Ok((token_ids(n, vocab, set), inputs.normal(1.0, (n, d))?)))?;
+        Ok(Box::new(move || {
+            let (ids, dy) = sets.next()?;
+            embed_backward(&grad, ids, dy, 1.0, None)
+        }))
+    })
+}
+
+fn adapter_lookup(shapes: &BenchShapes) -> TimedOp {
+    let (n, vocab, (id_bytes, different)) = (shapes.tokens, shapes.widths.vocab_size, ids(shapes));
+    let what = ("columns_of", format!("{n} of {RANK}x{vocab}"), DType::F32);
+    TimedOp::moving(F32_BYTES * (different + n) * RANK + id_bytes, what, move |inputs| {
+        let a = inputs.normal_as(DType::F32, 1.0, (RANK, vocab))?;
+        let ids = inputs.sets(|set| Ok(token_ids(n, vocab, set)))?;
+        Ok(Box::new(move || columns_of(&a, ids.next()?).map(drop)))
+    })
+}
+
+fn adapter_lookup_backward(shapes: &BenchShapes) -> TimedOp {
+    let (n, vocab, (id_bytes, different)) = (shapes.tokens, shapes.widths.vocab_size, ids(shapes));
+    let what = ("columns_of_backward", format!("{n} of {RANK}x{vocab}"), DType::F32);
+    TimedOp::moving(F32_BYTES * (2 * different + n) * RANK + id_bytes, what, move |inputs| {
+        let grad = inputs.zeros((RANK, vocab))?;
+        let sets = inputs
+            .sets(|set| Ok((token_ids(n, vocab, set), inputs.normal_as(DType::F32, 1.0, (n, RANK))?)))?;
+        Ok(Box::new(move || {
+            let (ids, du) = sets.next()?;
+            columns_of_backward(&grad, ids, du, None)
+        }))
+    })
+}
+
+/// The value of a weight from its f32 master.
+fn cast(shapes: &BenchShapes) -> TimedOp {
+    let ((shape, count), dtype) = (widest(shapes), shapes.dtype);
+    let what = ("copy_into", format!("{shape} to {}", dtype.as_str()), DType::F32);
+    TimedOp::moving(F32_BYTES * count + shapes.bytes(count), what, move |inputs| {
+        let sets =
+            inputs.sets(|_| Ok((inputs.normal(1.0, count)?, inputs.normal_as(DType::F32, 1.0, count)?)))?;
+        Ok(Box::new(move || {
+            let (to, from) = sets.next()?;
+            copy_into(to, from)
+        }))
+    })
+}
+
+fn zeroed(shapes: &BenchShapes) -> TimedOp {
+    let (shape, count) = widest(shapes);
+    TimedOp::moving(F32_BYTES * count, ("zero", shape, DType::F32), move |inputs| {
+        let grad = inputs.sets(|_| inputs.normal_as(DType::F32, 1.0, count))?;
+        Ok(Box::new(move || zero(grad.next()?)))
+    })
+}
+
+/// A gradient of an earlier micro-batch takes another.
+fn accumulated(shapes: &BenchShapes) -> TimedOp {
+    let (shape, count) = widest(shapes);
+    TimedOp::moving(3 * F32_BYTES * count, ("add_into", shape, DType::F32), move |inputs| {
+        let sets = inputs.sets(|_| Ok((inputs.zeros(count)?, inputs.normal_as(DType::F32, 1.0, count)?)))?;
+        Ok(Box::new(move || {
+            let (sum, grad) = sets.next()?;
+            add_into(sum, grad)
+        }))
+    })
+}
+
+fn squares(shapes: &BenchShapes) -> TimedOp {
+    let (shape, count) = widest(shapes);
+    TimedOp::moving(F32_BYTES * count, ("sum_of_squares", shape, DType::F32), move |inputs| {
+        let grad = inputs.sets(|_| inputs.normal_as(DType::F32, 1.0, count))?;
+        Ok(Box::new(move || sum_of_squares(grad.next()?).map(drop)))
+    })
+}
+
+fn update(shapes: &BenchShapes) -> TimedOp {
+    let (shape, count) = widest(shapes);
+    // Parameter and both moments are read and written, the gradient read.
+    TimedOp::moving(7 * F32_BYTES * count, ("adamw", shape, DType::F32), move |inputs| {
+        let values = || inputs.normal_as(DType::F32, 0.02, count);
+        let sets =
+            inputs.sets(|_| Ok(([values()?, values()?], [inputs.zeros(count)?, inputs.zeros(count)?])))?;
+        Ok(Box::new(move || {
+            let ([param, grad], [mean, square]) = sets.next()?;
+            adamw(&[AdamWPiece { param, grad, moments: [mean, square], step: STEP }])
+        }))
+    })
+}
+
+/// With its state where the parameter is.
+fn update_int8(shapes: &BenchShapes) -> TimedOp {
+    let (shape, count) = widest(shapes);
+    let state = 2 * (count + F32_BYTES * count.div_ceil(STATE_BLOCK));
+    TimedOp::moving(3 * F32_BYTES * count + 2 * state, ("adamw_int8", shape, DType::F32), move |inputs| {
+        let values = || inputs.normal_as(DType::F32, 0.02, count);
+        let moment = || Int8State::zeros(count, inputs.device);
+        let sets = inputs.sets(|_| Ok(([values()?, values()?], [moment()?, moment()?])))?;
+        Ok(Box::new(move || {
+            let ([param, grad], [mean, square]) = sets.next()?;
+            adamw_int8(&[AdamWPiece { param, grad, moments: [mean, square], step: STEP }])
+        }))
+    })
+}

@@ -1,0 +1,171 @@
+//! What is measured by its multiplications: products of a block's linear layers, dense and quantized, and the output layer
+//! with its loss.
+
+use candle_core::DType;
+
+use super::inputs::{BenchInputs, token_ids};
+use super::{BenchShapes, Repeat, TimedOp};
+use crate::error::Result;
+use crate::ops::case::CaseRunner;
+use crate::ops::cross_entropy::{
+    LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
+};
+use crate::ops::matmul::{ColumnView, ColumnViewMut, Transpose, matmul};
+use crate::ops::matmul_quantized::cases::quantized;
+use crate::ops::matmul_quantized::{Quantized, Weight, matmul_weight};
+use crate::quant::QuantFormat;
+use crate::runtime::TensorMut;
+
+/// Standard deviation of weights, as models are initialized.
+const WEIGHTS: f32 = 0.02;
+
+pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
+    let mut ops = linear_layers(shapes);
+    ops.push(quantized_linear(shapes));
+    ops.extend([loss(shapes), scores(shapes), next_token(shapes)]);
+    ops
+}
+
+/// Forward through the widest linear layer of a block: what multiplying is judged by.
+pub(super) fn gate_proj(shapes: &BenchShapes) -> TimedOp {
+    let widths = shapes.widths;
+    LinearProduct::new("gate_proj", Transpose::Nt, widths.hidden_size, widths.intermediate_size).timed(shapes)
+}
+
+/// A product of a linear layer with N rows of activations.
+#[derive(Debug, Clone, Copy)]
+struct LinearProduct {
+    name: &'static str,
+    form: Transpose,
+    /// Width of the layer's input.
+    inputs: usize,
+    /// Width of its output.
+    outputs: usize,
+}
+
+impl LinearProduct {
+    fn new(name: &'static str, form: Transpose, inputs: usize, outputs: usize) -> Self {
+        LinearProduct { name, form, inputs, outputs }
+    }
+
+    fn timed(self, shapes: &BenchShapes) -> TimedOp {
+        let (n, dtype) = (shapes.tokens, shapes.dtype);
+        let gradient = match self.form {
+            Transpose::Nt => "",
+            Transpose::Nn => ", dx",
+            Transpose::Tn => ", dw",
+        };
+        let shape = format!("{n}x{} to {}, {}{gradient}", self.inputs, self.outputs, self.name);
+        TimedOp::multiplying(self.flops(n), ("matmul", shape, dtype), move |inputs| self.repeat(n, inputs))
+    }
+
+    fn flops(self, n: usize) -> u64 {
+        (2 * n * self.inputs * self.outputs) as u64
+    }
+
+    fn repeat(self, n: usize, inputs: &BenchInputs<'_>) -> Result<Repeat> {
+        let (x, y) = (inputs.normal(1.0, (n, self.inputs))?, inputs.normal(1.0, (n, self.outputs))?);
+        let (form, shape) = (self.form, (self.outputs, self.inputs));
+        // The gradient of a weight is added to, in f32.
+        let is_gradient = form == Transpose::Tn;
+        let w = if is_gradient { inputs.zeros(shape)? } else { inputs.normal(WEIGHTS, shape)? };
+        let [dst, a, b] = match form {
+            Transpose::Nt => [y, x, w],
+            Transpose::Nn => [x, y, w],
+            Transpose::Tn => [w, y, x],
+        };
+        Ok(Box::new(move || {
+            let (a, b) = (ColumnView::all(&a), ColumnView::all(&b));
+            matmul(ColumnViewMut::all(&dst), a, b, form, 1.0, is_gradient)
+        }))
+    }
+}
+
+fn linear_layers(shapes: &BenchShapes) -> Vec<TimedOp> {
+    let widths = shapes.widths;
+    let (d, f, heads) = (widths.hidden_size, widths.intermediate_size, widths.heads);
+    let products = [
+        LinearProduct::new("q_proj", Transpose::Nt, d, heads.q_width()),
+        LinearProduct::new("k_proj", Transpose::Nt, d, heads.kv_width()),
+        LinearProduct::new("gate_proj", Transpose::Nt, d, f),
+        LinearProduct::new("down_proj", Transpose::Nt, f, d),
+        LinearProduct::new("gate_proj", Transpose::Nn, d, f),
+        LinearProduct::new("gate_proj", Transpose::Tn, d, f),
+    ];
+    products.map(|product| product.timed(shapes)).into()
+}
+
+/// `weight` in NF4 with nested scales, as QLoRA keeps it.
+pub(super) fn nf4(inputs: &BenchInputs<'_>, shape: (usize, usize)) -> Result<Quantized> {
+    let runner = CaseRunner { device: inputs.device, dtype: inputs.dtype };
+    let [here, _] = quantized(&runner, QuantFormat::default(), shape)?;
+    Ok(here)
+}
+
+fn quantized_linear(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, f) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.intermediate_size);
+    let product = LinearProduct::new("gate_proj", Transpose::Nt, d, f);
+    let shape = format!("{n}x{d} to {f}, gate_proj in nf4");
+    TimedOp::multiplying(product.flops(n), ("matmul_weight", shape, shapes.dtype), move |inputs| {
+        let (x, y) = (inputs.normal(1.0, (n, d))?, inputs.normal(1.0, (n, f))?);
+        let weight = nf4(inputs, (f, d))?;
+        Ok(Box::new(move || {
+            let (y, x) = (ColumnViewMut::all(&y), ColumnView::all(&x));
+            matmul_weight(y, x, Weight::Quantized(&weight), Transpose::Nt, false)
+        }))
+    })
+}
+
+/// The output layer, frozen, on the last hidden states.
+struct HeadInputs {
+    x: TensorMut,
+    weight: TensorMut,
+    targets: Vec<u32>,
+}
+
+impl HeadInputs {
+    fn new(inputs: &BenchInputs<'_>, n: usize, (vocab, width): (usize, usize)) -> Result<Self> {
+        Ok(HeadInputs {
+            x: inputs.normal(1.0, (n, width))?,
+            weight: inputs.normal(WEIGHTS, (vocab, width))?,
+            targets: token_ids(n, vocab, 0),
+        })
+    }
+
+    fn output(&self) -> Output<'_> {
+        Output { weight: &self.weight, delta: None }
+    }
+}
+
+/// Counted as its two products: the logits, and the gradient of `x`.
+fn loss(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, vocab) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.vocab_size);
+    let what = ("linear_cross_entropy", format!("{n}x{d} to {vocab}, frozen"), shapes.dtype);
+    TimedOp::multiplying((4 * n * d * vocab) as u64, what, move |inputs| {
+        let head = HeadInputs::new(inputs, n, (vocab, d))?;
+        let kind = LossKind { scale: 1.0 / n as f64, softcap: None };
+        Ok(Box::new(move || {
+            let targets = LossTargets::unweighted(&head.targets);
+            linear_cross_entropy(&head.x, head.output(), targets, kind, OutputGrads::default()).map(drop)
+        }))
+    })
+}
+
+fn scores(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, vocab) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.vocab_size);
+    let what = ("score_targets", format!("{n}x{d} to {vocab}"), shapes.dtype);
+    TimedOp::multiplying((2 * n * d * vocab) as u64, what, move |inputs| {
+        let head = HeadInputs::new(inputs, n, (vocab, d))?;
+        Ok(Box::new(move || score_targets(&head.x, head.output(), &head.targets, None).map(drop)))
+    })
+}
+
+/// The logits of one token, as generation asks for them: what counts is reading the weight.
+fn next_token(shapes: &BenchShapes) -> TimedOp {
+    let (d, vocab) = (shapes.widths.hidden_size, shapes.widths.vocab_size);
+    let bytes = shapes.bytes((vocab + 1) * d) + DType::F32.size_in_bytes() * vocab;
+    TimedOp::moving(bytes, ("logits", format!("1x{d} to {vocab}"), shapes.dtype), move |inputs| {
+        let head = HeadInputs::new(inputs, 1, (vocab, d))?;
+        Ok(Box::new(move || logits(&head.x, head.output(), None).map(drop)))
+    })
+}

@@ -1,0 +1,93 @@
+//! How fast every operation is on one device, as people and programs read it.
+
+use serde::Serialize;
+
+use crate::error::Result;
+use crate::ops::bench::{BenchShapes, DeviceRates, OpTiming, OpWork};
+use crate::runtime::device::{self, DeviceChoice};
+use crate::runtime::machine;
+
+/// The figures of a device; those of operations are added one by one.
+#[derive(Debug, Serialize)]
+pub(crate) struct OpSpeeds {
+    /// Its model, such as "NVIDIA H200".
+    device: String,
+    tokens: usize,
+    max_seq_len: usize,
+    /// Of activations and weights, and of the product that gives `gemm_tflops`.
+    dtype: &'static str,
+    /// 10^9 bytes a second that a copy reads and writes.
+    copy_gbps: f64,
+    gemm_tflops: f64,
+    ops: Vec<OpSpeed>,
+    #[serde(skip)]
+    rates: DeviceRates,
+}
+
+/// What one operation reached: bytes or products, whichever it is measured by.
+#[derive(Debug, Serialize)]
+struct OpSpeed {
+    op: &'static str,
+    shape: String,
+    dtype: &'static str,
+    ms: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gbps: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tflops: Option<f64>,
+    /// Of `copy_gbps` or `gemm_tflops`.
+    share: f64,
+}
+
+impl OpSpeeds {
+    /// Nothing measured yet but the rates of the device itself.
+    ///
+    /// # Errors
+    /// The driver does not name its GPUs.
+    pub(crate) fn new(choice: DeviceChoice, shapes: &BenchShapes, rates: DeviceRates) -> Result<Self> {
+        let name = match choice {
+            DeviceChoice::Cpu => machine::processor_name(),
+            DeviceChoice::Gpu(index) => device::gpus()?.into_iter().nth(index).map(|gpu| gpu.name),
+        };
+        Ok(OpSpeeds {
+            device: name.unwrap_or_else(|| choice.to_string()),
+            tokens: shapes.tokens,
+            max_seq_len: shapes.max_seq_len,
+            dtype: shapes.dtype.as_str(),
+            copy_gbps: rates.copy_bytes / 1e9,
+            gemm_tflops: rates.gemm_flops / 1e12,
+            ops: Vec::new(),
+            rates,
+        })
+    }
+
+    /// What stands above the lines of a table.
+    pub(crate) fn head(&self) -> String {
+        let OpSpeeds { device, tokens, max_seq_len, dtype, copy_gbps, gemm_tflops, .. } = self;
+        format!(
+            "{device}: copies {copy_gbps:.1} GB/s, {dtype} products {gemm_tflops:.3} TFLOP/s; \
+             {tokens} tokens in rows of {max_seq_len} at most\n\n\
+             {:<20} {:<48} {:<5} {:>10} {:>17} {:>8}\n",
+            "operation", "shape", "dtype", "ms", "rate", "share"
+        )
+    }
+
+    /// Takes what was measured of one operation; returns its line of the table.
+    pub(crate) fn add(&mut self, timing: OpTiming) -> String {
+        let (rate, share) = (timing.per_sec(), self.rates.share(&timing));
+        let OpTiming { op, shape, dtype, work, secs } = timing;
+        let (gbps, tflops) = match work {
+            OpWork::Bytes(_) => (Some(rate / 1e9), None),
+            OpWork::Flops(_) => (None, Some(rate / 1e12)),
+        };
+        let text = match work {
+            OpWork::Bytes(_) => format!("{:.1} GB/s   ", rate / 1e9),
+            OpWork::Flops(_) => format!("{:.3} TFLOP/s", rate / 1e12),
+        };
+        let (ms, dtype) = (1e3 * secs, dtype.as_str());
+        let line =
+            format!("{op:<20} {shape:<48} {dtype:<5} {ms:>10.3} {text:>17} {:>6.1} %\n", 100.0 * share);
+        self.ops.push(OpSpeed { op, shape, dtype, ms, gbps, tflops, share });
+        line
+    }
+}

@@ -1,0 +1,143 @@
+//! `finetune bench ops` from the outside: every operation is there with figures that can be. No test asserts a time.
+
+use std::fmt::Write;
+
+use insta::assert_snapshot;
+use serde_json::Value;
+
+use crate::place::Place;
+
+/// What `bench ops` says on the tiny model's shapes, as short as it goes: on the standard output when it succeeds.
+fn bench_ops(place: &Place, more: &[&str]) -> String {
+    let args =
+        ["bench", "ops", "--model", "model", "--tokens", "48", "--max-seq-len", "20", "--secs", "0.0001"];
+    let output = place.command(&[&args[..], more].concat()).output().unwrap();
+    let told = place.told(if output.status.success() { &output.stdout } else { &output.stderr });
+    if output.status.success() { told } else { format!("exit {:?}\n{told}", output.status.code().unwrap()) }
+}
+
+fn positive(figures: &Value, key: &str) -> f64 {
+    let number = figures[key].as_f64().unwrap_or(f64::NAN);
+    assert!(number.is_finite() && number > 0.0, "{key} of {figures}");
+    number
+}
+
+/// An operation a line: its shape, its dtype and what it is measured by.
+fn listed(figures: &Value) -> String {
+    let mut lines = String::new();
+    for op in figures["ops"].as_array().unwrap() {
+        let keys: Vec<&str> = op.as_object().unwrap().keys().map(String::as_str).collect();
+        let unit = keys[4];
+        assert_eq!(keys, ["op", "shape", "dtype", "ms", unit, "share"]);
+        let rate = if unit == "gbps" { "copy_gbps" } else { "gemm_tflops" };
+        let share = positive(op, unit) / positive(figures, rate);
+        assert!((positive(op, "share") / share - 1.0).abs() < 1e-9, "{op}");
+        positive(op, "ms");
+        let text = |key: &str| op[key].as_str().unwrap().to_owned();
+        writeln!(lines, "{} ({}) {} {unit}", text("op"), text("shape"), text("dtype")).unwrap();
+    }
+    lines
+}
+
+#[test]
+fn every_operation_is_measured() {
+    let place = Place::new();
+    let figures = |dtype: &str| -> Value {
+        let figures: Value = serde_json::from_str(&bench_ops(&place, &["--json", "--dtype", dtype])).unwrap();
+        let keys: Vec<&str> = figures.as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(keys, ["device", "tokens", "max_seq_len", "dtype", "copy_gbps", "gemm_tflops", "ops"]);
+        assert!(!figures["device"].as_str().unwrap().is_empty());
+        assert_eq!((&figures["tokens"], &figures["dtype"]), (&48.into(), &dtype.into()));
+        figures
+    };
+    let bf16 = listed(&figures("bf16"));
+    assert_snapshot!(bf16, @"
+    matmul (48x64 to 64, q_proj) bf16 tflops
+    matmul (48x64 to 32, k_proj) bf16 tflops
+    matmul (48x64 to 128, gate_proj) bf16 tflops
+    matmul (48x128 to 64, down_proj) bf16 tflops
+    matmul (48x64 to 128, gate_proj, dx) bf16 tflops
+    matmul (48x64 to 128, gate_proj, dw) bf16 tflops
+    matmul_weight (48x64 to 128, gate_proj in nf4) bf16 tflops
+    linear_cross_entropy (48x64 to 480, frozen) bf16 tflops
+    score_targets (48x64 to 480) bf16 tflops
+    logits (1x64 to 480) bf16 gbps
+    attention (48 in rows of 20, 4/2 heads of 16, causal) bf16 tflops
+    attention_backward (48 in rows of 20, 4/2 heads of 16, causal) bf16 tflops
+    rms_norm (48x64) bf16 gbps
+    rms_norm_backward (48x64, residual) bf16 gbps
+    rms_norm_backward (48x64, residual, weight trained) bf16 gbps
+    rotary (48, 4+2 heads of 16) bf16 gbps
+    rotary (48, 4+2 heads of 16, normed) bf16 gbps
+    rotary_backward (48, 4+2 heads of 16) bf16 gbps
+    rotary_backward (48, 4+2 heads of 16, normed) bf16 gbps
+    glu (48x256, silu) bf16 gbps
+    glu_backward (48x256, silu) bf16 gbps
+    dropout (48x64) bf16 gbps
+    add (48x64) bf16 gbps
+    add_bias (48x64) bf16 gbps
+    sum_rows (48x64) bf16 gbps
+    scale_columns (48x64) bf16 gbps
+    magnitude_backward (48x64) bf16 gbps
+    dequantize (128x64, nf4, double quantization) bf16 gbps
+    weight_norm (128x64, r 16) bf16 gbps
+    embed (48 of 480x64) bf16 gbps
+    embed_backward (48 of 480x64) bf16 gbps
+    columns_of (48 of 16x480) f32 gbps
+    columns_of_backward (48 of 16x480) f32 gbps
+    copy_into (128x64 to bf16) f32 gbps
+    zero (128x64) f32 gbps
+    add_into (128x64) f32 gbps
+    sum_of_squares (128x64) f32 gbps
+    adamw (128x64) f32 gbps
+    adamw_int8 (128x64) f32 gbps
+    ");
+    assert_eq!(listed(&figures("f32")), bf16.replace("bf16", "f32"));
+}
+
+#[test]
+fn a_table_has_the_operations_that_were_asked_for() {
+    let text = bench_ops(&Place::new(), &["--only", "rms_norm", "--only", "squares"]);
+    let lines: Vec<&str> = text.lines().collect();
+    assert!(
+        lines[0].contains(" GB/s, bf16 products ") && lines[0].ends_with("48 tokens in rows of 20 at most")
+    );
+    assert!(lines[2].starts_with("operation ") && lines[2].ends_with(" share"), "{text}");
+    let names: Vec<&str> = lines[3..].iter().filter_map(|line| line.split(' ').next()).collect();
+    assert_eq!(names, ["rms_norm", "rms_norm_backward", "rms_norm_backward", "sum_of_squares"]);
+    assert!(lines[3..].iter().all(|line| line.contains(" GB/s ") && line.ends_with(" %")), "{text}");
+}
+
+#[test]
+fn what_cannot_be_measured() {
+    let place = Place::new();
+    assert_snapshot!(bench_ops(&place, &["--only", "norm", "--only", "softmax"]), @"
+    exit 1
+    error: cannot measure `softmax`
+      caused by: no operation has that in its name
+      caused by: accepted: a part of matmul, matmul_weight, linear_cross_entropy, score_targets, logits, attention, attention_backward, rms_norm, rms_norm_backward, rotary, rotary_backward, glu, glu_backward, dropout, add, add_bias, sum_rows, scale_columns, magnitude_backward, dequantize, weight_norm, embed, embed_backward, columns_of, columns_of_backward, copy_into, zero, add_into, sum_of_squares, adamw, adamw_int8
+    hint: leave out `--only` to measure all
+    ");
+    assert_snapshot!(bench_ops(&place, &["--gpus", "0,1"]), @"
+    exit 2
+    error: invalid value '0,1' for '--gpus <N>': accepted: the number of one GPU, such as 0
+
+    For more information, try '--help'.
+    ");
+    assert_snapshot!(bench_ops(&place, &["--dtype", "f16"]), @"
+    exit 2
+    error: invalid value 'f16' for '--dtype <DTYPE>'
+      [possible values: bf16, f32]
+
+      tip: a similar value exists: 'bf16'
+
+    For more information, try '--help'.
+    ");
+    std::fs::remove_file(place.path("model/config.json")).unwrap();
+    assert_snapshot!(bench_ops(&place, &[]), @"
+    exit 1
+    error: folder `[DIR]/model` has no config.json
+      caused by: a model is a config.json, a tokenizer.json and safetensors
+    hint: give a folder that holds config.json, or a hub id such as `owner/name`
+    ");
+}
