@@ -303,3 +303,6 @@ pub(super) fn score_targets(
     let scores = packed.losses.to_vec1::<f32>()?.into_iter().zip(packed.hits.to_vec1::<u32>()?);
     Ok(scores.map(|(loss, hit)| TokenScore { loss, correct: hit == 1 }).collect())
 }
+
+#[cfg(all(test, feature = "kernel-emu"))]
+mod tests;
