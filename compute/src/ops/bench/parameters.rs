@@ -15,7 +15,6 @@ use crate::ops::elementwise::{add_into, sum_of_squares};
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward};
 use crate::ops::matmul_quantized::Weight;
 use crate::quant::{NESTED_BLOCK, QuantFormat};
-use crate::runtime::TensorMut;
 use crate::runtime::copy::{copy_into, zero};
 
 const F32_BYTES: usize = 4;

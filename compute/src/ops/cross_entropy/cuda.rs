@@ -307,3 +307,6 @@ pub(super) fn score_targets(
     let scores = read::<f32>(&packed.losses)?.into_iter().zip(read::<u32>(&packed.hits)?);
     Ok(scores.map(|(loss, hit)| TokenScore { loss, correct: hit == 1 }).collect())
 }
+
+#[cfg(all(test, feature = "kernel-emu"))]
+mod tests;

@@ -5,6 +5,8 @@
 //! Tests of this crate run pieces of work on it, and whole processes compute so ([`super::stand_in`]).
 
 #[cfg(test)]
+mod library;
+#[cfg(test)]
 mod tests;
 
 use std::cell::{Cell, RefCell};
@@ -70,6 +72,20 @@ struct RawOptions {
     count: u32,
     seed: u64,
 }
+
+/// `finetune_emu_launch` of `kernels/emu/emu.cpp`: 0, or another number and why as text in `error`.
+type LaunchFunction = unsafe extern "C" fn(
+    name: *const c_char,
+    grid: *const u32,
+    block: *const u32,
+    shared_bytes: u32,
+    args: *const RawArg,
+    count: usize,
+    options: *const RawOptions,
+    counters: *mut Counters,
+    error: *mut c_char,
+    error_bytes: usize,
+) -> i32;
 
 unsafe extern "C" {
     fn finetune_emu_launch(
@@ -140,10 +156,14 @@ impl Driver for Emulator {
         let name =
             CString::new(kernel.name).map_err(|_| Error::internal("a kernel's name holds a zero byte"))?;
         let (mut counters, mut error) = (Counters::default(), [0 as c_char; 800]);
+        #[cfg(test)]
+        let launch = library::launch_function();
+        #[cfg(not(test))]
+        let launch: LaunchFunction = finetune_emu_launch;
         // SAFETY: the arrays live through the call and have the lengths given; the layouts are those of launch.h. The
         // addresses in `args` are of tensors that the caller holds, and the emulator checks each access to them.
         let failed = unsafe {
-            finetune_emu_launch(
+            launch(
                 name.as_ptr(),
                 shape.grid.as_ptr(),
                 shape.block.as_ptr(),

@@ -16,9 +16,16 @@ pub(super) fn is_supported(dtype: DType) -> bool {
 
 /// The whole matrix, `[out, in]` in `dtype`; the bits of the CPU's values, rounded once.
 pub(in crate::ops) fn dequantize(driver: &dyn Driver, weight: &Quantized, dtype: DType) -> Result<Tensor> {
+    let (rows, cols) = weight.shape;
+    let panel = empty(rows, cols, dtype, weight.run(RunMeaning::Codes)?.device())?;
+    dequantize_from(driver, weight, 0, &panel)?;
+    Ok(panel.into_tensor())
+}
+
+/// Fills `panel`, bf16 or f32, with the values of the flattened matrix from `start` on.
+fn dequantize_from(driver: &dyn Driver, weight: &Quantized, start: usize, panel: &Tensor) -> Result<()> {
     let codes = weight.run(RunMeaning::Codes)?;
-    let (device, (rows, cols), format) = (codes.device(), weight.shape, weight.format);
-    let panel = empty(rows, cols, dtype, device)?;
+    let (device, format, count, dtype) = (codes.device(), weight.format, panel.elem_count(), panel.dtype());
     let values = constant(format.kind.table(), device)?;
     let (scales, nested, map) = if format.double_quant {
         let nested = weight.run(RunMeaning::ScaleCodes)?;
@@ -26,7 +33,6 @@ pub(in crate::ops) fn dequantize(driver: &dyn Driver, weight: &Quantized, dtype:
     } else {
         (weight.run(RunMeaning::Scales)?, None, None)
     };
-    let count = rows * cols;
     let per_block = if dtype == DType::BF16 { 8192 } else { 4096 };
     let shape = LaunchShape::line(count.div_ceil(per_block), 256);
     let size = crate::ops::gpu::number(format.block_size)?;
@@ -44,10 +50,10 @@ pub(in crate::ops) fn dequantize(driver: &dyn Driver, weight: &Quantized, dtype:
                 weight.offset,
                 size,
                 shift,
-                Out::<$panel>::all(&panel)?,
-                0,
+                Out::<$panel>::all(panel)?,
+                start as i64,
                 count as i64,
-            )?
+            )
         };
     }
     match (format.kind, dtype) {
@@ -58,5 +64,7 @@ pub(in crate::ops) fn dequantize(driver: &dyn Driver, weight: &Quantized, dtype:
         (_, DType::BF16) => launch!(dequantize_int8_bf16, bf16),
         _ => launch!(dequantize_int8_f32, f32),
     }
-    Ok(panel.into_tensor())
 }
+
+#[cfg(all(test, feature = "kernel-emu"))]
+mod tests;

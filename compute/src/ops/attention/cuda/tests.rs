@@ -15,15 +15,40 @@ struct Case {
     spread: f64,
 }
 
-static CASES: [Case; 7] = [
-    Case { lens: &[1], heads: (2, 1), window: None, softcap: None, spread: 1.0 },
-    Case { lens: &[131, 1, 3, 2, 70], heads: (8, 1), window: None, softcap: None, spread: 1.0 },
-    Case { lens: &[150, 2, 77], heads: (2, 2), window: Some(5), softcap: None, spread: 1.0 },
-    Case { lens: &[290, -140, 1, 40], heads: (2, 1), window: Some(95), softcap: None, spread: 1.0 },
-    Case { lens: &[260], heads: (2, 1), window: Some(127), softcap: None, spread: 1.0 },
-    Case { lens: &[129, 65], heads: (2, 1), window: None, softcap: Some(5.0), spread: 3.0 },
-    Case { lens: &[200, -3], heads: (2, 1), window: None, softcap: None, spread: 5.0 },
-];
+impl Case {
+    fn new(lens: &'static [i64], heads: (usize, usize)) -> Self {
+        Case { lens, heads, window: None, softcap: None, spread: 1.0 }
+    }
+
+    fn one_token() -> Self {
+        Case::new(&[1], (2, 1))
+    }
+
+    fn one_key_head_for_eight() -> Self {
+        Case::new(&[131, 1, 3, 2, 70], (8, 1))
+    }
+
+    fn window_of_5() -> Self {
+        Case { window: Some(5), ..Case::new(&[150, 2, 77], (2, 2)) }
+    }
+
+    fn window_of_95_and_a_gap() -> Self {
+        Case { window: Some(95), ..Case::new(&[290, -140, 1, 40], (2, 1)) }
+    }
+
+    /// As long as a tile but for one.
+    fn window_of_127() -> Self {
+        Case { window: Some(127), ..Case::new(&[260], (2, 1)) }
+    }
+
+    fn soft_cap() -> Self {
+        Case { softcap: Some(5.0), spread: 3.0, ..Case::new(&[129, 65], (2, 1)) }
+    }
+
+    fn large_scores() -> Self {
+        Case { spread: 5.0, ..Case::new(&[200, -3], (2, 1)) }
+    }
+}
 
 const HEAD_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
 
@@ -179,50 +204,58 @@ fn kind_of(case: &Case, head_dim: usize) -> AttentionKind {
 
 /// Error at most twice (forward) or three times (backward) that of a plain bf16 implementation, both held against the
 /// CPU form in f32, whose own error is a thousandth of it; and the same bits in every order.
-fn as_exact_as_bf16_allows(head_dim: usize) -> Result<()> {
-    for (number, case) in CASES.iter().enumerate() {
-        let kind = kind_of(case, head_dim);
-        let (spans, rows) = spans_of(case.lens);
-        let qk = normal(1, rows, kind.heads.qk_width(), case.spread)?;
-        let x = Tensor::cat(&[qk, normal(2, rows, kind.heads.kv_width(), 1.0)?], 1)?.contiguous()?;
-        let x = without_gaps(&x, &spans)?;
-        let dout = without_gaps(&normal(3, rows, kind.heads.q_width(), 1.0)?, &spans)?;
-        let wide = x.to_dtype(DType::F32)?;
-        let exact = cpu::forward(qkv_of(&wide, kind.heads), &spans, kind)?;
-        let exact_d =
-            cpu::backward(qkv_of(&wide, kind.heads), &exact, &dout.to_dtype(DType::F32)?, &spans, kind)?;
-        let (plain, plain_d) = plain::run(&x, &dout, &spans, kind)?;
-        let mut first = None;
-        for schedule in schedules() {
-            let (attended, d) = run(schedule, &x, &dout, &spans, kind)?;
-            let found = (bits(&attended.out)?, bits(&attended.lse)?, bits(&d)?);
-            assert_eq!(
-                first.get_or_insert(found.clone()),
-                &found,
-                "case {number}, head dim {head_dim}: {schedule:?}"
+fn as_exact_as_bf16_allows(head_dim: usize, case: &Case) -> Result<()> {
+    let kind = kind_of(case, head_dim);
+    let (spans, rows) = spans_of(case.lens);
+    let qk = normal(1, rows, kind.heads.qk_width(), case.spread)?;
+    let x = Tensor::cat(&[qk, normal(2, rows, kind.heads.kv_width(), 1.0)?], 1)?.contiguous()?;
+    let x = without_gaps(&x, &spans)?;
+    let dout = without_gaps(&normal(3, rows, kind.heads.q_width(), 1.0)?, &spans)?;
+    let wide = x.to_dtype(DType::F32)?;
+    let exact = cpu::forward(qkv_of(&wide, kind.heads), &spans, kind)?;
+    let exact_d =
+        cpu::backward(qkv_of(&wide, kind.heads), &exact, &dout.to_dtype(DType::F32)?, &spans, kind)?;
+    let (plain, plain_d) = plain::run(&x, &dout, &spans, kind)?;
+    let mut first = None;
+    for schedule in schedules() {
+        let (attended, d) = run(schedule, &x, &dout, &spans, kind)?;
+        let found = (bits(&attended.out)?, bits(&attended.lse)?, bits(&d)?);
+        assert!(*first.get_or_insert(found.clone()) == found, "other bits under {schedule:?}");
+        let (lse, _) = apart(&attended.lse, &exact.lse)?;
+        assert!(lse < 1e-4, "log-sum-exp {lse} apart");
+        for (what, times, got, exact, plain) in
+            [("out", 2.0, &attended.out, &exact.out, &plain), ("gradient", 3.0, &d, &exact_d, &plain_d)]
+        {
+            let (ours, theirs) = (apart(got, exact)?, apart(plain, exact)?);
+            assert!(
+                ours.0 <= times * theirs.0 + 1e-6 && ours.1 <= times * theirs.1 + 1e-6,
+                "{what}: {ours:?} apart, plain bf16 {theirs:?}"
             );
-            let (lse, _) = apart(&attended.lse, &exact.lse)?;
-            assert!(lse < 1e-4, "case {number}, head dim {head_dim}: log-sum-exp {lse} apart");
-            for (what, times, got, exact, plain) in
-                [("out", 2.0, &attended.out, &exact.out, &plain), ("gradient", 3.0, &d, &exact_d, &plain_d)]
-            {
-                let (ours, theirs) = (apart(got, exact)?, apart(plain, exact)?);
-                assert!(
-                    ours.0 <= times * theirs.0 + 1e-6 && ours.1 <= times * theirs.1 + 1e-6,
-                    "case {number}, head dim {head_dim}, {what}: {ours:?} apart, plain bf16 {theirs:?}"
-                );
-            }
         }
     }
     Ok(())
 }
 
-/// One test a head width, so that they run beside each other.
+/// One test a head width and case: they run beside each other, and `kernels/mutants.toml` names single ones.
 macro_rules! exact_for {
-    ($($name:ident: $head_dim:literal),*) => {$(
+    ($($width:ident: $head_dim:literal),*) => {$(
+        mod $width {
+            exact_for!(
+                $head_dim;
+                one_token,
+                one_key_head_for_eight,
+                window_of_5,
+                window_of_95_and_a_gap,
+                window_of_127,
+                soft_cap,
+                large_scores
+            );
+        }
+    )*};
+    ($head_dim:literal; $($case:ident),*) => {$(
         #[test]
-        fn $name() -> Result<()> {
-            as_exact_as_bf16_allows($head_dim)
+        fn $case() -> super::Result<()> {
+            super::as_exact_as_bf16_allows($head_dim, &super::Case::$case())
         }
     )*};
 }
@@ -270,8 +303,9 @@ fn queries_after_cached_keys() -> Result<()> {
 #[test]
 fn no_bank_conflicts() -> Result<()> {
     for head_dim in [64, 128, 256] {
-        let kind = kind_of(&CASES[1], head_dim);
-        let (spans, rows) = spans_of(CASES[1].lens);
+        let case = Case::one_key_head_for_eight();
+        let kind = kind_of(&case, head_dim);
+        let (spans, rows) = spans_of(case.lens);
         let (x, dout) =
             (normal(1, rows, kind.heads.qkv_width(), 1.0)?, normal(2, rows, kind.heads.q_width(), 1.0)?);
         let schedule = EmulatorSchedule { counts: true, ..EmulatorSchedule::default() };
@@ -303,32 +337,36 @@ fn least_sectors(len: usize, kind: AttentionKind, shape: HeadShape) -> usize {
 }
 
 /// Tiles outside of the triangle or the window are neither read nor computed.
-#[test]
-fn only_visible_tiles_are_visited() -> Result<()> {
-    for head_dim in [64, 256] {
-        let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim };
-        let (spans, rows) = spans_of(&[512]);
-        let (x, dout) = (normal(1, rows, heads.qkv_width(), 1.0)?, normal(2, rows, heads.q_width(), 1.0)?);
-        let count = |window| -> Result<u64> {
-            let kind = AttentionKind { heads, scale: 0.1, softcap: None, window };
-            let (done, counters) =
-                Emulator::run(EmulatorSchedule { counts: true, ..EmulatorSchedule::default() }, || {
-                    let attended = forward(&Emulator, qkv_of(&x, heads), &spans, kind)?;
-                    backward(&Emulator, qkv_of(&x, heads), &attended, &dout, &spans, kind)
-                });
-            done?;
-            // A quarter more where memory of the host starts in the middle of a sector, as large pieces do.
-            let share = counters.global_sectors as f64 / least_sectors(rows, kind, shape_of(kind)?) as f64;
-            assert!(
-                (0.99..1.3).contains(&share),
-                "head dim {head_dim}, window {window:?}: {share} of the least"
-            );
-            Ok(counters.shared_phases)
-        };
-        let share = count(Some(70))? as f64 / count(None)? as f64;
-        assert!(share < 0.7, "head dim {head_dim}: with a window {share} of the work without");
-    }
+fn only_visible_tiles_are_visited(head_dim: usize) -> Result<()> {
+    let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim };
+    let (spans, rows) = spans_of(&[512]);
+    let (x, dout) = (normal(1, rows, heads.qkv_width(), 1.0)?, normal(2, rows, heads.q_width(), 1.0)?);
+    let count = |window| -> Result<u64> {
+        let kind = AttentionKind { heads, scale: 0.1, softcap: None, window };
+        let (done, counters) =
+            Emulator::run(EmulatorSchedule { counts: true, ..EmulatorSchedule::default() }, || {
+                let attended = forward(&Emulator, qkv_of(&x, heads), &spans, kind)?;
+                backward(&Emulator, qkv_of(&x, heads), &attended, &dout, &spans, kind)
+            });
+        done?;
+        // A quarter more where memory of the host starts in the middle of a sector, as large pieces do.
+        let share = counters.global_sectors as f64 / least_sectors(rows, kind, shape_of(kind)?) as f64;
+        assert!((0.99..1.3).contains(&share), "window {window:?}: {share} of the least");
+        Ok(counters.shared_phases)
+    };
+    let share = count(Some(70))? as f64 / count(None)? as f64;
+    assert!(share < 0.7, "with a window {share} of the work without");
     Ok(())
+}
+
+#[test]
+fn heads_of_64_visit_only_visible_tiles() -> Result<()> {
+    only_visible_tiles_are_visited(64)
+}
+
+#[test]
+fn heads_of_256_visit_only_visible_tiles() -> Result<()> {
+    only_visible_tiles_are_visited(256)
 }
 
 #[test]

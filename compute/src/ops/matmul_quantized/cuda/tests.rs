@@ -1,0 +1,149 @@
+//! The kernels that dequantize, on ranges of any start, length and alignment: the bits of the CPU's values.
+
+use candle_core::{DType, Device, Tensor};
+use half::bf16;
+
+use super::super::cases::{FORMATS, quantized};
+use super::super::{Quantized, QuantizedRun};
+use super::dequantize_from;
+use crate::error::Result;
+use crate::ops::case::CaseRunner;
+use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
+use crate::quant::{CodeKind, QuantFormat, RunMeaning};
+
+/// Some values of a matrix, and how many elements behind a multiple of 16 bytes the panel and the codes begin.
+#[derive(Debug, Clone, Copy)]
+struct ValueRange {
+    start: usize,
+    count: usize,
+    panel_shift: usize,
+    codes_shift: usize,
+}
+
+impl ValueRange {
+    fn new(start: usize, count: usize) -> Self {
+        ValueRange { start, count, panel_shift: 0, codes_shift: 0 }
+    }
+}
+
+/// As long as several blocks of threads take, and no multiple of what one thread writes.
+const SHAPE: (usize, usize) = (97, 106);
+
+/// The same values from memory that begins `shift` bytes later.
+fn with_codes_shifted(weight: &Quantized, shift: usize) -> Result<Quantized> {
+    let shifted = |run: &QuantizedRun| -> Result<QuantizedRun> {
+        if run.meaning != RunMeaning::Codes {
+            return Ok(run.clone());
+        }
+        let front = Tensor::zeros(shift, DType::U8, &Device::Cpu)?;
+        let values = Tensor::cat(&[&front, &run.values], 0)?.narrow(0, shift, run.values.elem_count())?;
+        Ok(QuantizedRun { meaning: run.meaning, values })
+    };
+    let runs = weight.runs.iter().map(shifted).collect::<Result<_>>()?;
+    Ok(Quantized { runs, ..weight.clone() })
+}
+
+/// The range by a kernel, f32 bits, under two schedules.
+fn found(weight: &Quantized, range: ValueRange, dtype: DType) -> Result<Vec<u32>> {
+    let weight =
+        if range.codes_shift > 0 { with_codes_shifted(weight, range.codes_shift)? } else { weight.clone() };
+    let mut both = Vec::new();
+    for (order, late_copies) in [(Order::Forward, false), (Order::Reverse, true)] {
+        let schedule = EmulatorSchedule { order, late_copies, counts: false };
+        let memory = Tensor::zeros(range.panel_shift + range.count, dtype, &Device::Cpu)?;
+        let panel = memory.narrow(0, range.panel_shift, range.count)?;
+        let (done, _) = Emulator::run(schedule, || dequantize_from(&Emulator, &weight, range.start, &panel));
+        done?;
+        let values = panel.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        both.push(values.into_iter().map(f32::to_bits).collect::<Vec<u32>>());
+    }
+    assert_eq!(both[0], both[1], "{range:?}");
+    Ok(both.swap_remove(0))
+}
+
+fn check(format: QuantFormat, range: ValueRange) -> Result<()> {
+    for dtype in [DType::F32, DType::BF16] {
+        let runner = CaseRunner { device: &Device::Cpu, dtype };
+        let [weight, _] = quantized(&runner, format, SHAPE)?;
+        let mut exact = vec![0.0; range.count];
+        weight.with_blocks(|blocks| blocks.dequantize(range.start, &mut exact))?;
+        let rounded = |x: f32| if dtype == DType::BF16 { bf16::from_f32(x).to_f32() } else { x };
+        let wanted: Vec<u32> = exact.into_iter().map(|x| rounded(x).to_bits()).collect();
+        let found = found(&weight, range, dtype)?;
+        let wrong = found.iter().zip(&wanted).position(|(found, wanted)| found != wanted);
+        assert_eq!(wrong, None, "{format:?}, {range:?}, {dtype:?}: the first wrong value");
+    }
+    Ok(())
+}
+
+/// The formats of the op's cases, and blocks that are no power of two and no multiple of what one thread writes.
+fn formats() -> Vec<QuantFormat> {
+    let plain = |kind, block_size| QuantFormat { kind, block_size, double_quant: false };
+    let odd = [plain(CodeKind::NF4, 72), plain(CodeKind::NF4, 12), plain(CodeKind::INT8, 20)];
+    FORMATS.into_iter().chain(odd).collect()
+}
+
+fn check_all(ranges: &[ValueRange]) -> Result<()> {
+    formats().into_iter().try_for_each(|format| ranges.iter().try_for_each(|&range| check(format, range)))
+}
+
+/// Sixteen bytes at a time, but for the end.
+#[test]
+fn whole_matrices_and_their_ends() -> Result<()> {
+    let all = SHAPE.0 * SHAPE.1;
+    check_all(&[
+        ValueRange::new(0, all),
+        ValueRange::new(64, all - 64),
+        ValueRange::new(4096, 13),
+        ValueRange::new(8, 1),
+    ])
+}
+
+#[test]
+fn starts_in_the_middle_of_a_byte_or_a_group() -> Result<()> {
+    let all = SHAPE.0 * SHAPE.1;
+    check_all(&[ValueRange::new(3, all - 3), ValueRange::new(4, 5001), ValueRange::new(1, 1)])
+}
+
+#[test]
+fn memory_that_is_not_aligned() -> Result<()> {
+    for shift in [1, 4] {
+        check_all(&[
+            ValueRange { panel_shift: shift, ..ValueRange::new(0, 300) },
+            ValueRange { codes_shift: shift, ..ValueRange::new(0, 300) },
+        ])?;
+    }
+    Ok(())
+}
+
+/// Places of 33 bits: memory of zeros that the system does not make before it is touched.
+#[test]
+fn values_behind_the_first_2_to_the_32() -> Result<()> {
+    let block_size = 3 << 20;
+    let range = ValueRange::new((1 << 32) + 8, 100);
+    let values = range.start + range.count;
+    let blocks = values.div_ceil(block_size);
+    let scales: Vec<f32> = (0..blocks).map(|block| block as f32).collect();
+    let run = |meaning, values| QuantizedRun { meaning, values };
+    let weight = Quantized {
+        format: QuantFormat { kind: CodeKind::NF4, block_size, double_quant: false },
+        shape: (1, values),
+        runs: vec![
+            run(RunMeaning::Codes, Tensor::zeros(values / 2, DType::U8, &Device::Cpu)?),
+            run(RunMeaning::Scales, Tensor::from_vec(scales, blocks, &Device::Cpu)?),
+        ],
+        offset: 0.0,
+    };
+    let first = CodeKind::NF4.table()[0];
+    let wanted = (first * (range.start / block_size) as f32).to_bits();
+    for dtype in [DType::F32, DType::BF16] {
+        let found = found(&weight, range, dtype)?;
+        let wanted = if dtype == DType::BF16 {
+            bf16::from_f32(f32::from_bits(wanted)).to_f32().to_bits()
+        } else {
+            wanted
+        };
+        assert!(found.iter().all(|&bits| bits == wanted), "{dtype:?}: {found:?}");
+    }
+    Ok(())
+}
