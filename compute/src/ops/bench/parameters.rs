@@ -7,7 +7,6 @@ use candle_core::{DType, Device};
 use super::inputs::token_ids;
 use super::products::nf4;
 use super::{BenchShapes, TimedOp};
-use crate::error::Result;
 use crate::ops::adamw::{AdamWPiece, AdamWStep, adamw};
 use crate::ops::adamw_int8::{Int8State, STATE_BLOCK, adamw_int8};
 use crate::ops::dora::weight_norm;
