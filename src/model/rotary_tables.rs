@@ -23,7 +23,7 @@ pub struct RotaryTables {
 }
 
 impl RotaryTables {
-    /// None yet.
+    /// No tables yet, for these ropes.
     pub fn new(ropes: &[Rope], device: &Device) -> Self {
         let by_position = ropes.iter().map(|_| Mutex::default()).collect();
         RotaryTables { device: device.clone(), by_position }

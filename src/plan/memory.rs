@@ -106,9 +106,7 @@ impl MemoryPlan {
             let staged = 2 + options.optimizer_state.tensors.len() as u64;
             memory.workspace += 4 * staged * longest.min(STAGING_ELEMENTS as u64);
         }
-        let in_bf16 = descs.iter().any(|desc| matches!(desc.kind, ParamKind::AdapterInBf16(_)));
-        let branch_dtype = if in_bf16 { DType::BF16 } else { DType::F32 };
-        let saved = saved_bytes(config, adapter_setup, tokens, [options.dtype, branch_dtype]);
+        let saved = saved_bytes(config, adapter_setup, tokens, [options.dtype, branch_dtype(descs)]);
         memory.activations = kept_bytes(&saved, recompute) as u64;
         let temporaries = temporary_bytes(config, tokens, size);
         memory.workspace += for_a_moment(&moment);
@@ -224,6 +222,12 @@ fn weight_bytes(desc: &ParamDesc, size: usize) -> (u64, u64) {
     };
     let master = if has_master { 4 * n } else { 0 };
     (bytes as u64, master as u64)
+}
+
+/// What the branches of adapters are computed in.
+fn branch_dtype(descs: &[ParamDesc]) -> DType {
+    let in_bf16 = descs.iter().any(|desc| matches!(desc.kind, ParamKind::AdapterInBf16(_)));
+    if in_bf16 { DType::BF16 } else { DType::F32 }
 }
 
 /// What each block keeps of `tokens` tokens for its backward, in `dtype`, its adapters' branches in `branch_dtype`.

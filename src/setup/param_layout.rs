@@ -179,10 +179,8 @@ fn adapter_slots(
         let segment = segments.get(&module.name).copied().unwrap_or(Segment::Head);
         // Vectors are factors on whole columns, and tables are read by kernels that take f32.
         let is_product = shape.len() == 2 && matches!(segment, Segment::Block(_));
-        let kind = match in_bf16 && is_product {
-            true => ParamKind::AdapterInBf16(rule),
-            false => ParamKind::Adapter(rule),
-        };
+        let kind = if in_bf16 && is_product { ParamKind::AdapterInBf16 } else { ParamKind::Adapter };
+        let kind = kind(rule);
         descs.push(ParamDesc { name: format!("{}.{name}", module.name), shape, segment, kind });
     };
     for target in &adapter_setup.targets {

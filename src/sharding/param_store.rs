@@ -18,7 +18,7 @@ use super::views::{Adapters, SegmentViews, TOKEN_ROWS};
 use crate::collective::{Call, Phase};
 use crate::error::{Error, Result};
 use crate::model::{self, BlockWeights, EmbedGradients, EmbedWeights, HeadWeights, ModelConfig, Segment};
-use crate::ops::elementwise::sum_of_squares;
+use crate::ops::elementwise::sums_of_squares;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::{copy_into, to_host_vec, zero};
 use crate::runtime::cpu_tensor::memory;
@@ -384,7 +384,8 @@ impl ParamStore {
 
 fn finite(x: &Tensor) -> Result<bool> {
     let x = x.to_dtype(DType::F32)?.flatten_all()?;
-    Ok(sum_of_squares(&x)?.is_finite() || to_host_vec::<f32>(&x)?.iter().all(|v| v.is_finite()))
+    let squares = sums_of_squares(&[&x], x.device())?.read()?;
+    Ok(squares.iter().all(|sum| sum.is_finite()) || to_host_vec::<f32>(&x)?.iter().all(|v| v.is_finite()))
 }
 
 type Buckets = (Vec<Bucket>, Vec<QuantizedBucket>);

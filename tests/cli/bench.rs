@@ -85,10 +85,11 @@ fn every_operation_is_measured() {
     embed_backward (48 of 480x64) bf16 gbps
     columns_of (48 of 16x480) f32 gbps
     columns_of_backward (48 of 16x480) f32 gbps
+    rows_of (48 of 2 480x16) f32 gbps
     copy_into (128x64 to bf16) f32 gbps
     zero (128x64) f32 gbps
     add_into (128x64) f32 gbps
-    sum_of_squares (128x64) f32 gbps
+    sums_of_squares (128x64) f32 gbps
     adamw (128x64) f32 gbps
     adamw_int8 (128x64) f32 gbps
     ");
@@ -104,7 +105,7 @@ fn a_table_has_the_operations_that_were_asked_for() {
     );
     assert!(lines[2].starts_with("operation ") && lines[2].ends_with(" share"), "{text}");
     let names: Vec<&str> = lines[3..].iter().filter_map(|line| line.split(' ').next()).collect();
-    assert_eq!(names, ["rms_norm", "rms_norm_backward", "rms_norm_backward", "sum_of_squares"]);
+    assert_eq!(names, ["rms_norm", "rms_norm_backward", "rms_norm_backward", "sums_of_squares"]);
     assert!(lines[3..].iter().all(|line| line.contains(" GB/s ") && line.ends_with(" %")), "{text}");
 }
 
@@ -115,7 +116,7 @@ fn what_cannot_be_measured() {
     exit 1
     error: cannot measure `softmax`
       caused by: no operation has that in its name
-      caused by: accepted: a part of matmul, matmul_weight, linear_cross_entropy, score_targets, logits, attention, attention_backward, rms_norm, rms_norm_backward, rotary, rotary_backward, glu, glu_backward, dropout, add, add_bias, sum_rows, scale_columns, magnitude_backward, dequantize, weight_norm, embed, embed_backward, columns_of, columns_of_backward, copy_into, zero, add_into, sum_of_squares, adamw, adamw_int8
+      caused by: accepted: a part of matmul, matmul_weight, linear_cross_entropy, score_targets, logits, attention, attention_backward, rms_norm, rms_norm_backward, rotary, rotary_backward, glu, glu_backward, dropout, add, add_bias, sum_rows, scale_columns, magnitude_backward, dequantize, weight_norm, embed, embed_backward, columns_of, columns_of_backward, rows_of, copy_into, zero, add_into, sums_of_squares, adamw, adamw_int8
     hint: leave out `--only` to measure all
     ");
     assert_snapshot!(bench_ops(&place, &["--gpus", "0,1"]), @"

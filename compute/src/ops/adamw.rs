@@ -73,8 +73,8 @@ impl AdamWStep {
 /// Elements per task.
 const CHUNK: usize = 1 << 15;
 
-/// Updates the parameters of all pieces and their moments in place. What a piece holds is contiguous f32 of one shape on
-/// one device, the same for all pieces, and shares no storage. On a GPU it is one launch.
+/// Updates the parameters of all pieces and their moments in place. What a piece holds is contiguous f32 `[elements]`
+/// on one device, the same for all pieces, and shares no storage. On a GPU it is one launch.
 ///
 /// # Errors
 /// When a tensor is not contiguous f32, or an operation of the device fails.

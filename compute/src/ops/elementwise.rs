@@ -15,14 +15,6 @@ use crate::runtime::cpu_tensor::{FloatElement, read, tensor, unwritten, update, 
 /// Elements per partial sum; partials are added in order, so the result does not depend on the threads.
 const CHUNK: usize = 1 << 14;
 
-/// Σ x² in f64, a scalar, of a contiguous f32 tensor of any shape.
-///
-/// # Errors
-/// When `x` is not contiguous f32, or an operation of the device fails.
-pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
-    Ok(sums_of_squares(&[x], x.device())?.read()?[0])
-}
-
 /// Sums that a GPU may not have computed yet.
 #[derive(Debug)]
 pub struct SquareSums(PendingSums);
@@ -30,7 +22,7 @@ pub struct SquareSums(PendingSums);
 #[derive(Debug)]
 enum PendingSums {
     Known(Vec<f64>),
-    /// `[sums]` f64.
+    /// The sums, `[tensors]` f64.
     OnDevice(Tensor),
 }
 
@@ -47,8 +39,8 @@ impl SquareSums {
     }
 }
 
-/// Σ x² in f64 of each of contiguous f32 tensors of any shapes, computed on `device`, to which one at a time is copied that
-/// lies elsewhere.
+/// Σ x² in f64, `[tensors]`, of contiguous f32 tensors of any shapes, computed on `device`, to which one at a time is
+/// copied that lies elsewhere.
 ///
 /// # Errors
 /// When a tensor is not contiguous f32, or an operation of the device fails.

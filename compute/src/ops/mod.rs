@@ -37,7 +37,7 @@ mod simd;
 mod svd;
 
 pub use gemm::has_matrix_unit;
-#[cfg(feature = "kernel-emu")]
-pub use gpu::counter as gpu_counter;
 pub use gpu::{GEMM_WORKSPACE, has_kernels};
+#[cfg(feature = "kernel-emu")]
+pub use gpu::{GpuWork, asked, count_process};
 pub use matmul::{ColumnView, ColumnViewMut, Transpose, empty, matmul};

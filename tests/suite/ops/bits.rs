@@ -9,7 +9,7 @@ use finetune::ops::cross_entropy::{
     IGNORE, LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
 };
 use finetune::ops::dropout::{Dropout, dropout};
-use finetune::ops::elementwise::{add, add_into, sum_of_squares};
+use finetune::ops::elementwise::{add, add_into, sums_of_squares};
 use finetune::ops::embedding::{embed, embed_backward};
 use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::matmul::{add_bias, sum_rows};
@@ -101,7 +101,10 @@ fn elementwise(dtype: DType, results: &mut Results) {
     copy_into(&sum, &x).unwrap();
     add_into(&sum, &dy).unwrap();
     results.insert("copy_into, add_into", bits(&sum));
-    results.insert("sum_of_squares", vec![sum_of_squares(&sum).unwrap().to_bits()]);
+    results.insert(
+        "sum_of_squares",
+        vec![sums_of_squares(&[&sum], sum.device()).unwrap().read().unwrap()[0].to_bits()],
+    );
 }
 
 fn attended(dtype: DType, results: &mut Results) {

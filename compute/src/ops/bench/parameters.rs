@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 
 use super::inputs::token_ids;
 use super::products::nf4;
@@ -10,8 +10,8 @@ use super::{BenchShapes, TimedOp};
 use crate::ops::adamw::{AdamWPiece, AdamWStep, adamw};
 use crate::ops::adamw_int8::{Int8State, STATE_BLOCK, adamw_int8};
 use crate::ops::dora::weight_norm;
-use crate::ops::elementwise::{add_into, sum_of_squares};
-use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward};
+use crate::ops::elementwise::{add_into, sums_of_squares};
+use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward, rows_of};
 use crate::ops::matmul_quantized::Weight;
 use crate::quant::{NESTED_BLOCK, QuantFormat};
 use crate::runtime::copy::{copy_into, zero};
@@ -42,6 +42,7 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
         lookup_backward(shapes),
         adapter_lookup(shapes),
         adapter_lookup_backward(shapes),
+        angles_of_positions(shapes),
         cast(shapes),
         zeroed(shapes),
         accumulated(shapes),
@@ -153,6 +154,17 @@ fn adapter_lookup_backward(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
+/// Rows of two tables in f32, as rotary angles are picked by position.
+fn angles_of_positions(shapes: &BenchShapes) -> TimedOp {
+    let (n, vocab, (id_bytes, different)) = (shapes.tokens, shapes.widths.vocab_size, ids(shapes));
+    let what = ("rows_of", format!("{n} of 2 {vocab}x{RANK}"), DType::F32);
+    TimedOp::moving(2 * F32_BYTES * (different + n) * RANK + id_bytes, what, move |inputs| {
+        let table = || inputs.normal_as(DType::F32, 1.0, (vocab, RANK));
+        let (tables, ids) = ([table()?, table()?], inputs.sets(|set| Ok(token_ids(n, vocab, set)))?);
+        Ok(Box::new(move || rows_of([&tables[0], &tables[1]], ids.next()?).map(drop)))
+    })
+}
+
 /// The value of a weight from its f32 master.
 fn cast(shapes: &BenchShapes) -> TimedOp {
     let ((shape, count), dtype) = (widest(shapes), shapes.dtype);
@@ -189,9 +201,12 @@ fn accumulated(shapes: &BenchShapes) -> TimedOp {
 
 fn squares(shapes: &BenchShapes) -> TimedOp {
     let (shape, count) = widest(shapes);
-    TimedOp::moving(F32_BYTES * count, ("sum_of_squares", shape, DType::F32), move |inputs| {
+    TimedOp::moving(F32_BYTES * count, ("sums_of_squares", shape, DType::F32), move |inputs| {
         let grad = inputs.sets(|_| inputs.normal_as(DType::F32, 1.0, count))?;
-        Ok(Box::new(move || sum_of_squares(grad.next()?).map(drop)))
+        Ok(Box::new(move || {
+            let grad: &Tensor = grad.next()?;
+            sums_of_squares(&[grad], grad.device()).map(drop)
+        }))
     })
 }
 

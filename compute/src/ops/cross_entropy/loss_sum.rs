@@ -15,7 +15,7 @@ pub struct LossSum {
 enum LossPart {
     Known(f64),
     Pending {
-        /// `[rows]` f32.
+        /// The losses of rows, `[rows]` f32.
         losses: Tensor,
         /// The factor of each; none: all count once.
         coefficients: Option<Vec<f32>>,

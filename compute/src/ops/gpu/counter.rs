@@ -4,7 +4,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use super::gemm::{DeviceMatrix, GemmElement};
-use super::{Arg, Driver, Gemm, Kernel, LaunchShape, stand_in};
+use super::{Arg, Driver, Gemm, Kernel, LaunchShape};
 use crate::error::Result;
 
 /// What was asked of the GPU.
@@ -54,12 +54,12 @@ impl GpuWork {
 }
 
 /// What has been asked since the process began, and whether the GPU has something to do.
-struct Asked {
+struct WorkCounter {
     work: GpuWork,
     busy: bool,
 }
 
-static ASKED: Mutex<Asked> = Mutex::new(Asked { work: NOTHING, busy: false });
+static ASKED: Mutex<WorkCounter> = Mutex::new(WorkCounter { work: NOTHING, busy: false });
 
 const NOTHING: GpuWork = GpuWork {
     launches: 0,
@@ -72,20 +72,12 @@ const NOTHING: GpuWork = GpuWork {
     waits: 0,
 };
 
-/// Makes the whole process count what a GPU would do, and do nothing: results are whatever the memory held.
-///
-/// # Errors
-/// It has begun to compute another way.
-pub fn count_process() -> Result<()> {
-    stand_in::count_process()
-}
-
 /// What has been asked of the GPU since the process began.
 pub fn asked() -> GpuWork {
     with_asked(|asked| asked.work)
 }
 
-fn with_asked<R>(change: impl FnOnce(&mut Asked) -> R) -> R {
+fn with_asked<R>(change: impl FnOnce(&mut WorkCounter) -> R) -> R {
     change(&mut ASKED.lock().unwrap_or_else(PoisonError::into_inner))
 }
 

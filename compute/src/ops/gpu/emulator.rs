@@ -12,9 +12,10 @@ mod tests;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char};
+use std::sync::OnceLock;
 
 use super::gemm::{DeviceMatrix, GemmElement};
-use super::{Arg, Driver, Gemm, Kernel, LaunchShape, stand_in};
+use super::{Arg, Driver, Gemm, Kernel, LaunchShape};
 use crate::error::{Error, Result};
 use half::bf16;
 
@@ -102,8 +103,16 @@ unsafe extern "C" {
     ) -> i32;
 }
 
+/// How threads run kernels that no test says it to.
+static OF_PROCESS: OnceLock<EmulatorSchedule> = OnceLock::new();
+
+/// Makes all threads that have run no kernel yet run them by `schedule`; the first call decides.
+pub(super) fn run_all_by(schedule: EmulatorSchedule) {
+    OF_PROCESS.get_or_init(|| schedule);
+}
+
 thread_local! {
-    static SCHEDULE: Cell<EmulatorSchedule> = Cell::new(stand_in::schedule_of_process());
+    static SCHEDULE: Cell<EmulatorSchedule> = Cell::new(OF_PROCESS.get().copied().unwrap_or_default());
     /// The kernels that were launched since the last [`Emulator::run`] began.
     static LAUNCHED: RefCell<BTreeSet<&'static str>> = const { RefCell::new(BTreeSet::new()) };
     static COUNTERS: Cell<Counters> = const { Cell::new(Counters {
@@ -121,7 +130,7 @@ impl Emulator {
     pub(crate) fn run<R>(schedule: EmulatorSchedule, work: impl FnOnce() -> R) -> (R, Counters) {
         LAUNCHED.take();
         let before = (SCHEDULE.replace(schedule), COUNTERS.replace(Counters::default()));
-        let result = stand_in::with(&Emulator, work);
+        let result = super::with_stand_in(&Emulator, work);
         SCHEDULE.set(before.0);
         (result, COUNTERS.replace(before.1))
     }

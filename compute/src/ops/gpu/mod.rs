@@ -12,7 +12,7 @@
 mod args;
 mod constant;
 #[cfg(feature = "kernel-emu")]
-pub mod counter;
+mod counter;
 #[cfg(feature = "cuda")]
 mod cublas;
 #[cfg(feature = "cuda")]
@@ -31,7 +31,11 @@ use half::bf16;
 use self::args::KernelValue;
 pub(crate) use self::args::{Arg, In, InOut, KernelElement, Out};
 pub(crate) use self::constant::constant;
+#[cfg(feature = "kernel-emu")]
+pub use self::counter::{GpuWork, asked};
 pub(crate) use self::gemm::Gemm;
+#[cfg(feature = "kernel-emu")]
+pub use self::stand_in::count_process;
 pub(crate) use self::transfer::{read, upload};
 use crate::error::{Error, Result};
 
@@ -129,12 +133,36 @@ pub fn has_kernels(device: &Device) -> bool {
     driver_on(device).is_some()
 }
 
-/// What computes in the place of a GPU.
+/// What computes in the place of a GPU: on this thread, for tests of single operations, else in this process.
 fn stand_in() -> Option<&'static dyn Driver> {
+    #[cfg(all(test, feature = "kernel-emu"))]
+    if let Some(driver) = STAND_IN.get() {
+        return Some(driver);
+    }
     #[cfg(feature = "kernel-emu")]
-    return stand_in::driver();
+    return stand_in::of_process();
     #[cfg(not(feature = "kernel-emu"))]
     None
+}
+
+#[cfg(all(test, feature = "kernel-emu"))]
+thread_local! {
+    /// What stands in on this thread.
+    static STAND_IN: std::cell::Cell<Option<&'static dyn Driver>> = const { std::cell::Cell::new(None) };
+}
+
+/// Runs `work` with kernels on `driver` wherever ops of this thread meet CPU tensors.
+#[cfg(all(test, feature = "kernel-emu"))]
+pub(crate) fn with_stand_in<R>(driver: &'static dyn Driver, work: impl FnOnce() -> R) -> R {
+    /// Puts back what was there before, also when `work` panics.
+    struct Restore(Option<&'static dyn Driver>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            STAND_IN.set(self.0);
+        }
+    }
+    let _restore = Restore(STAND_IN.replace(Some(driver)));
+    work()
 }
 
 /// One function a kernel, with the types of its parameters.

@@ -1,13 +1,11 @@
-//! What computes in the place of a GPU, on CPU tensors: on a thread, for tests of single operations, or in a whole process,
-//! all its ranks and whatever it does. It is the engine's way through the launch code without a GPU.
+//! What computes in the place of a GPU, on CPU tensors, in a whole process: all its ranks and whatever it does. It is the
+//! engine's way through the launch code without a GPU.
 
-#[cfg(test)]
-use std::cell::Cell;
 use std::sync::OnceLock;
 
 use super::Driver;
 use super::counter::LaunchCounter;
-use super::emulator::{Emulator, EmulatorSchedule, Order};
+use super::emulator::{self, Emulator, EmulatorSchedule, Order};
 use crate::error::{Error, Result};
 
 /// Makes a process of a build with feature `kernel-emu` compute by emulated kernels: `forward`, `reverse`, or a number, the
@@ -35,19 +33,17 @@ pub(crate) fn emulate_process() -> Result<()> {
     began_so(matches!(found, Some(StandIn::Emulator(_))))
 }
 
-/// Makes the whole process count what it would compute.
+/// Makes the whole process count what a GPU would do, and do nothing: results are whatever the memory held.
 ///
 /// # Errors
 /// It has begun to compute another way.
-pub(super) fn count_process() -> Result<()> {
+pub fn count_process() -> Result<()> {
     began_so(*PROCESS.get_or_init(|| Some(StandIn::Counter)) == Some(StandIn::Counter))
 }
 
 fn began_so(yes: bool) -> Result<()> {
-    match yes {
-        true => Ok(()),
-        false => Err(Error::internal("the process has begun to compute another way")),
-    }
+    let refused = || Error::internal("the process has begun to compute another way");
+    yes.then_some(()).ok_or_else(refused)
 }
 
 fn in_order() -> StandIn {
@@ -69,42 +65,14 @@ fn of_environment() -> Option<StandIn> {
     Some(StandIn::Emulator(EmulatorSchedule { order, late_copies: order != Order::Forward, counts: false }))
 }
 
-/// How the emulator runs kernels in this process.
-pub(super) fn schedule_of_process() -> EmulatorSchedule {
-    match PROCESS.get_or_init(of_environment) {
-        Some(StandIn::Emulator(schedule)) => *schedule,
-        _ => EmulatorSchedule::default(),
-    }
-}
-
-/// The driver of this thread, else of this process.
-pub(super) fn driver() -> Option<&'static dyn Driver> {
-    #[cfg(test)]
-    if let Some(driver) = THREAD.get() {
-        return Some(driver);
-    }
-    PROCESS.get_or_init(of_environment).map(|stand_in| match stand_in {
-        StandIn::Emulator(_) => &Emulator as &dyn Driver,
+/// The driver of this process.
+pub(super) fn of_process() -> Option<&'static dyn Driver> {
+    let found = PROCESS.get_or_init(of_environment).as_ref()?;
+    Some(match found {
+        StandIn::Emulator(schedule) => {
+            emulator::run_all_by(*schedule);
+            &Emulator
+        }
         StandIn::Counter => &LaunchCounter,
     })
-}
-
-#[cfg(test)]
-thread_local! {
-    /// What stands in on this thread.
-    static THREAD: Cell<Option<&'static dyn Driver>> = const { Cell::new(None) };
-}
-
-/// Runs `work` with kernels on `driver` wherever ops of this thread meet CPU tensors.
-#[cfg(test)]
-pub(super) fn with<R>(driver: &'static dyn Driver, work: impl FnOnce() -> R) -> R {
-    /// Puts back what was there before, also when `work` panics.
-    struct Restore(Option<&'static dyn Driver>);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            THREAD.set(self.0);
-        }
-    }
-    let _restore = Restore(THREAD.replace(Some(driver)));
-    work()
 }
