@@ -1,5 +1,6 @@
 //! A driver that runs nothing and adds up what it is asked to run: launches, products, bytes that kernels read and write,
 //! what is uploaded and how often the GPU is waited for. What a step costs on a GPU is known so without one.
+//! Copies that candle does itself, such as that of a residual into a layer's output, are not among them.
 
 use std::sync::{Mutex, PoisonError};
 
