@@ -48,7 +48,8 @@ use crate::runtime::TensorMut;
 /// One parameter in use: its value and, if it trains, where its gradient is added up.
 #[derive(Debug, Clone)]
 pub struct Param {
-    /// The value, in the compute dtype (adapters: f32; frozen matrices may be bf16 beside f32).
+    /// The value, in the compute dtype (adapters: f32, their matrices bf16 on a GPU that computes in it; frozen matrices may
+    /// be bf16 beside f32).
     pub value: Tensor,
     /// f32, same shape; none for a frozen parameter, which has no weight-gradient code path.
     pub grad: Option<TensorMut>,
