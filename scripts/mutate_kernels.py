@@ -156,7 +156,7 @@ class Tests:
         # Seconds on the kernels as they are.
         self.usual = {}
 
-    def library(self, name, into, changed):
+    def link(self, name, into, changed):
         """Compiles the file `into` with `changed` (a name and its source) and links it with the other kernels."""
         place = self.scratch / name
         place.mkdir()
@@ -232,7 +232,7 @@ def find(tests, library, mutant, usual):
 def try_one(tests, number, mutant, usual, arguments):
     """One line about a mutant, and whether it did what it should."""
     start = time.monotonic()
-    library = tests.library(str(number), mutant.into, (mutant.file, mutant.source))
+    library = tests.link(str(number), mutant.into, (mutant.file, mutant.source))
     compiled = time.monotonic() - start
     if arguments.find:
         return f"{mutant}\n    {find(tests, library, mutant, usual)}", True
@@ -273,7 +273,7 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         tests = Tests(binary, archive, Path(scratch))
         into = chosen[0].into
-        usual = tests.library("as-it-is", into, (into, (KERNELS / into).read_text()))
+        usual = tests.link("as-it-is", into, (into, (KERNELS / into).read_text()))
         if not arguments.find:
             for wanted in sorted({mutant.filter() for mutant in chosen}):
                 tests.usual_secs(usual, wanted)

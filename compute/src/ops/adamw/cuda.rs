@@ -66,10 +66,10 @@ impl PieceTable {
         }
         let count = first_block.len() - 1;
         Ok(PieceTable {
-            rows: upload(rows, (count, 9), device)?,
-            first_block: upload(first_block, count + 1, device)?,
-            rates: upload(rates, (count, 6), device)?,
-            grad_scale: upload(vec![grad_scale], 1, device)?,
+            rows: upload(&rows, (count, 9), device)?,
+            first_block: upload(&first_block, count + 1, device)?,
+            rates: upload(&rates, (count, 6), device)?,
+            grad_scale: upload(&[grad_scale], 1, device)?,
             count: number(count)?,
             blocks,
         })

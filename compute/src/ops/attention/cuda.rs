@@ -104,7 +104,7 @@ pub(super) fn forward(
     let (rows, device) = (launch.rows as usize, qkv.q.tensor.device());
     let out = empty(rows, kind.heads.q_width(), DType::BF16, device)?;
     let lse = empty(kind.heads.num_heads, rows, DType::F32, device)?;
-    driver.note_attention(products_of(spans, kind));
+    driver.note_attention(&|| products_of(spans, kind));
     let kernel = match shape.head_dim {
         64 => kernels::attention_forward_64,
         80 => kernels::attention_forward_80,
@@ -156,7 +156,7 @@ pub(super) fn backward(
     let lists = tile_lists(spans, &qkv, shape.tile)?;
     let delta = delta(driver, attended, dout, &launch, shape)?;
     // Scores once more, and the products of their gradient with k, q and dout.
-    driver.note_attention(2.5 * products_of(spans, kind));
+    driver.note_attention(&|| 2.5 * products_of(spans, kind));
     let d = empty(launch.rows as usize, heads.qkv_width(), DType::BF16, dout.device())?;
     let step = BackwardStep { driver, qkv, lse: &attended.lse, dout, delta: &delta, shape, launch };
     step.keys(&lists.keys, heads, &d)?;
@@ -372,7 +372,7 @@ fn tile_lists(spans: &[Span], qkv: &Qkv<'_>, tile: usize) -> Result<Rc<TileLists
 }
 
 fn upload_list(list: &[[u32; 5]], device: &Device) -> Result<Tensor> {
-    upload(list.as_flattened().to_vec(), (list.len(), 5), device)
+    upload(list.as_flattened(), (list.len(), 5), device)
 }
 
 /// Tiles of `tile` queries: the span and the first query of each, longest first. Rows of no span are spans without keys.

@@ -38,9 +38,9 @@ impl Counted {
     fn new(targets: &[u32], device: &Device) -> Result<Self> {
         let places = counted(targets);
         let count = places.len();
-        let list = || upload(places.iter().map(|&n| n as u32).collect(), count, device);
+        let list = || upload(&places.iter().map(|&n| n as u32).collect::<Vec<_>>(), count, device);
         let listed = (count < targets.len()).then(list).transpose()?;
-        let targets = upload(places.iter().map(|&n| targets[n]).collect(), count, device)?;
+        let targets = upload(&places.iter().map(|&n| targets[n]).collect::<Vec<_>>(), count, device)?;
         Ok(Counted { places, listed, targets })
     }
 
@@ -60,7 +60,7 @@ impl Counted {
         }
         let mut from = vec![u32::MAX; n];
         (0u32..).zip(&self.places).for_each(|(at, &place)| from[place] = at);
-        gather(driver, &packed, &upload(from, n, packed.device())?)
+        gather(driver, &packed, &upload(&from, n, packed.device())?)
     }
 }
 
@@ -214,7 +214,7 @@ pub(super) fn linear_cross_entropy(
     let places = &packed.rows.places;
     let scales = |_| -> Result<Tensor> {
         let scales: Vec<f32> = places.iter().map(|&n| targets.scale(n, kind.scale)).collect();
-        upload(scales, count, device)
+        upload(&scales, count, device)
     };
     let scales = targets.coefficients.map(scales).transpose()?;
     let in_bf16 = x.dtype() == DType::BF16 && output.delta.is_none() && grads.rows.is_none();
@@ -268,7 +268,7 @@ fn backward(
         columns_product(ColumnViewMut::all(dweight), low, x, Transpose::Tn, 1.0, true)?;
     }
     if let Some((ids, drows)) = grads.rows {
-        let ids = upload(ids.to_vec(), ids.len(), drows.device())?;
+        let ids = upload(ids, ids.len(), drows.device())?;
         let picked = d.narrow()?.contiguous()?.index_select(&ids, 1)?;
         columns_product(ColumnViewMut::all(drows), ColumnView::all(&picked), x, Transpose::Tn, 1.0, true)?;
     }

@@ -163,5 +163,5 @@ impl ById {
 }
 
 fn list(numbers: &[u32], device: &Device) -> Result<Tensor> {
-    upload(numbers.to_vec(), numbers.len(), device)
+    upload(numbers, numbers.len(), device)
 }

@@ -34,7 +34,7 @@ pub(crate) fn constant<T: KernelElement>(table: &'static [T], device: &Device) -
     {
         return Ok(there);
     }
-    let there = upload(table.to_vec(), table.len(), device)?;
+    let there = upload(table, table.len(), device)?;
     UPLOADED.with_borrow_mut(|kept| kept.push(DeviceTable { address, there: there.clone() }));
     Ok(there)
 }

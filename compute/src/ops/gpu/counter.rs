@@ -114,7 +114,8 @@ impl Driver for LaunchCounter {
         Ok(())
     }
 
-    fn note_attention(&self, flops: f64) {
+    fn note_attention(&self, flops: &dyn Fn() -> f64) {
+        let flops = flops();
         with_asked(|asked| asked.work.attention_flops += flops);
     }
 

@@ -104,7 +104,7 @@ pub(crate) trait Driver: std::fmt::Debug {
     fn gemm(&self, gemm: &Gemm) -> Result<()>;
 
     /// The next launch is attention, whose products have so many operations.
-    fn note_attention(&self, _flops: f64) {}
+    fn note_attention(&self, _flops: &dyn Fn() -> f64) {}
 
     /// So many bytes are brought to the device.
     fn note_upload(&self, _bytes: usize) {}

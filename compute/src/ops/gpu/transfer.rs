@@ -11,14 +11,14 @@ use crate::runtime::copy::to_host_vec;
 /// # Errors
 /// The device has no memory for it; the shape has another number of elements.
 pub(crate) fn upload<T: KernelElement>(
-    values: Vec<T>,
+    values: &[T],
     shape: impl Into<Shape>,
     device: &Device,
 ) -> Result<Tensor> {
     if let Some(driver) = driver_on(device) {
-        driver.note_upload(size_of_val(values.as_slice()));
+        driver.note_upload(size_of_val(values));
     }
-    Ok(Tensor::from_vec(values, shape.into(), device)?)
+    Ok(Tensor::from_slice(values, shape.into(), device)?)
 }
 
 /// The values of a tensor, once the device has computed them.
