@@ -183,7 +183,7 @@ class Gpu(unittest.TestCase):
             "attention backward, 2k tokens: attention_backward, 4096, " + heads.format(2048): "MISSED",
             "attention forward, 8k tokens: attention, 8192, " + heads.format(8192): "MISSED",
             "loss: rate: linear_cross_entropy, 8192, 4096 to 151936, frozen": "target",
-            "loss: memory beside inputs and results: linear_cross_entropy, 8192, 4096 to 151936, frozen":
+            "loss: memory beside inputs: linear_cross_entropy, 8192, 4096 to 151936, frozen":
                 "not in what the step printed",
             "golden trajectories, f32: largest relative difference of a loss": "not run",
         }

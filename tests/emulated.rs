@@ -37,13 +37,15 @@ fn dora_follows_peft() {
     follows_with("dora", ONE_RANK, &[FORWARD]);
 }
 
-/// In bf16, where LoRA's matrices are bf16 beside f32 masters; one of them also with threads shuffled.
+/// In bf16, where LoRA's matrices are bf16 beside f32 masters; QLoRA also with threads shuffled,
+/// and its weights kept in bf16 beside their codes.
 #[test]
 fn bf16_follows_and_repeats_itself() {
-    for name in ["full", "lora", "dora"] {
-        follows_in_bf16(name, &[FORWARD]);
+    for name in ["full", "lora", "lora_qwen2", "lora_tokens", "dora"] {
+        follows_in_bf16(name, &[(FORWARD, None)]);
     }
-    follows_in_bf16("qlora", &[FORWARD, ("FINETUNE_EMULATE", "5")]);
+    let shuffled = ("FINETUNE_EMULATE", "5");
+    follows_in_bf16("qlora", &[(FORWARD, None), (shuffled, Some("quantization.bf16_copy=true"))]);
 }
 
 /// Two norms a half, soft-caps and windows.

@@ -12,7 +12,7 @@ use crate::optim::{Optimizer, OptimizerOptions, ParamGroup, Schedule};
 use crate::recipe::enums::{Recompute, StateDtype};
 use crate::runtime::rng::RngStream;
 use crate::runtime::thread_pool;
-use crate::sharding::{Bucket, BucketEntry, LrGroup};
+use crate::sharding::{Bucket, BucketEntry, LrGroup, OffloadTarget};
 
 /// The constants of a run.
 #[derive(Debug, Clone)]
@@ -84,7 +84,7 @@ impl Trainer {
     pub fn new(engine: Engine, options: TrainerOptions) -> Result<Self> {
         let mut found = Vec::new();
         for (index, bucket) in engine.store.trainable().enumerate() {
-            found.extend(param_groups(index, bucket, &options)?);
+            found.extend(param_groups(index, bucket, &options, engine.store.offload())?);
         }
         let (all, slices) = found.into_iter().unzip();
         let optimizer = if engine.store.offload().has_state() {
@@ -169,9 +169,10 @@ fn param_groups(
     index: usize,
     bucket: &Bucket,
     options: &TrainerOptions,
+    offload: &OffloadTarget,
 ) -> Result<Vec<(ParamGroup, ParamSlice)>> {
     let Some(grad) = bucket.gradient()? else { return Ok(Vec::new()) };
-    let (param, own) = (bucket.updated()?, bucket.own());
+    let (param, value, own) = (bucket.updated()?, bucket.value_beside_master(offload)?, bucket.own());
     let rate = |group: LrGroup| match group {
         LrGroup::Base => 1.0,
         LrGroup::LoraPlus => options.lora_plus_ratio,
@@ -203,7 +204,8 @@ fn param_groups(
         let (start, len) = (range.start - own.start, range.len());
         let large = layout.is_int8(first.desc.elements());
         let (param, grad) = (param.narrow(start, len)?, grad.narrow(0, start, len)?);
-        let group = ParamGroup { param, grad, decay, rate, large };
+        let value = value.as_ref().map(|value| value.narrow(0, start, len)).transpose()?;
+        let group = ParamGroup { param, value, grad, decay, rate, large };
         found.push((group, ParamSlice { bucket: index, range }));
     }
     Ok(found)

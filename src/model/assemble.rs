@@ -5,7 +5,7 @@ use candle_core::DType;
 use super::block::BlockWeights;
 use super::embedding::{EmbedGradients, EmbedWeights, TokenRows};
 use super::layout::{BlockLayout, BlockModule, BlockPart, FINAL_NORM_MODULE, LinearGroup};
-use super::linear::Linear;
+use super::linear::{Linear, MergedLinear};
 use super::lm_head::HeadWeights;
 use super::{Lora, ModelConfig, Param, WeightMatrix};
 use crate::error::{Error, Result};
@@ -29,6 +29,11 @@ pub trait ParamLookup {
     /// # Errors
     /// There is none: a fault of the caller.
     fn matrix(&self, name: &str) -> Result<WeightMatrix>;
+    /// The matrices of these names as one, one under the other, where they are dense and lie so; none where they do not.
+    ///
+    /// # Errors
+    /// There is no such parameter: a fault of the caller.
+    fn merged(&self, names: &[String]) -> Result<Option<Param>>;
     /// The adapter on a module, if it is a target.
     ///
     /// # Errors
@@ -85,7 +90,7 @@ pub fn head(config: &ModelConfig, from: &dyn ParamLookup) -> Result<HeadWeights>
 pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Result<BlockWeights> {
     let layout = BlockLayout::new(config);
     let missing = |part: BlockPart| Error::internal(format!("a block has no {part:?}"));
-    let linears = |group: LinearGroup| -> Result<Vec<Linear>> {
+    let linears = |group: LinearGroup| -> Result<MergedLinear> {
         // Dropout numbers the linear layers of a block from 1 on.
         let numbered = layout.linears().zip(1..).filter(|(module, _)| module.part.group() == Some(group));
         let linear = |(module, module_index): (&BlockModule, u64)| -> Result<Linear> {
@@ -94,9 +99,12 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
             let weight = from.matrix(&format!("{name}.weight"))?;
             Ok(Linear { weight, bias, lora: from.lora(&name, module_index)? })
         };
-        numbered.map(linear).collect()
+        let layers = numbered.map(linear).collect::<Result<Vec<_>>>()?;
+        let members = layout.linears().filter(|module| module.part.group() == Some(group));
+        let names: Vec<_> = members.map(|module| format!("{}.weight", module.name_in(layer))).collect();
+        let merged = if names.len() > 1 { from.merged(&names)? } else { None };
+        Ok(MergedLinear { layers, merged })
     };
-    let only = |group, part| linears(group)?.pop().ok_or_else(|| missing(part));
     let optional_norm = |part| -> Result<Option<Param>> {
         let name = layout.module(part).map(|module| format!("{}.weight", module.name_in(layer)));
         name.map(|name| from.param(&name)).transpose()
@@ -106,11 +114,11 @@ pub fn block(config: &ModelConfig, layer: usize, from: &dyn ParamLookup) -> Resu
         attn_norm: norm(BlockPart::AttnNorm)?,
         qkv: linears(LinearGroup::Qkv)?,
         qk_norm: optional_norm(BlockPart::QNorm)?.zip(optional_norm(BlockPart::KNorm)?),
-        o: only(LinearGroup::O, BlockPart::OProj)?,
+        o: linears(LinearGroup::O)?,
         attn_post_norm: optional_norm(BlockPart::AttnPostNorm)?,
         mlp_norm: norm(BlockPart::MlpNorm)?,
         gate_up: linears(LinearGroup::GateUp)?,
-        down: only(LinearGroup::Down, BlockPart::DownProj)?,
+        down: linears(LinearGroup::Down)?,
         mlp_post_norm: optional_norm(BlockPart::MlpPostNorm)?,
     })
 }

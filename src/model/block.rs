@@ -12,7 +12,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::layout::{BlockLayout, BlockModule};
-use super::linear::{self, Linear, LoraSaved};
+use super::linear::{self, LoraSaved, MergedLinear};
 use super::lora::{AdapterSwitch, BranchContext, BranchSaved, DropoutSource, LoraShape};
 use super::{ModelConfig, Param};
 use crate::error::Result;
@@ -32,21 +32,32 @@ pub struct BlockWeights {
     /// `input_layernorm`, before attention.
     pub attn_norm: Param,
     /// q, k and v apart, or the one fused `qkv_proj`.
-    pub qkv: Vec<Linear>,
+    pub qkv: MergedLinear,
     /// Per-head norms of q and k.
     pub qk_norm: Option<(Param, Param)>,
     /// Attention's output projection, `o_proj`.
-    pub o: Linear,
+    pub o: MergedLinear,
     /// Gemma's norm on the attention's output.
     pub attn_post_norm: Option<Param>,
     /// The norm before the MLP.
     pub mlp_norm: Param,
     /// gate and up apart, or the one fused `gate_up_proj`.
-    pub gate_up: Vec<Linear>,
+    pub gate_up: MergedLinear,
     /// The MLP's second projection, `down_proj`.
-    pub down: Linear,
+    pub down: MergedLinear,
     /// Gemma's norm on the MLP's output.
     pub mlp_post_norm: Option<Param>,
+}
+
+impl BlockWeights {
+    /// Keeps quantized weights in bf16 too.
+    ///
+    /// # Errors
+    /// The device has not enough memory.
+    pub fn keep_in_bf16(&mut self) -> Result<()> {
+        let linears = [&mut self.qkv, &mut self.o, &mut self.gate_up, &mut self.down];
+        linears.into_iter().try_for_each(MergedLinear::keep_in_bf16)
+    }
 }
 
 /// What a micro-batch hands to every block.
@@ -203,21 +214,20 @@ pub fn forward(
 
 /// The end of a half: `residual + post?(layer(x))`; also the layer's own output when a post norm reads it.
 fn output_projection(
-    layer: &Linear,
+    layer: &MergedLinear,
     post_norm: Option<&Param>,
     x: &Tensor,
     residual: &Tensor,
     norm: NormKind,
     branch: BranchContext,
 ) -> Result<(Tensor, Option<Tensor>, LoraSaved)> {
-    let layers = std::slice::from_ref(layer);
     match post_norm {
         None => {
-            let (y, saved) = linear::forward(layers, x, Some(residual), branch)?;
+            let (y, saved) = linear::forward(layer, x, Some(residual), branch)?;
             Ok((y, None, saved))
         }
         Some(post_norm) => {
-            let (out, saved) = linear::forward(layers, x, None, branch)?;
+            let (out, saved) = linear::forward(layer, x, None, branch)?;
             let y = add(residual, &rms_norm(&out, &post_norm.value, norm)?)?;
             Ok((y, Some(out), saved))
         }
@@ -226,19 +236,18 @@ fn output_projection(
 
 /// The backward of [`output_projection`]: the gradient of the layer's input.
 fn output_projection_backward(
-    layer: &Linear,
+    layer: &MergedLinear,
     post_norm: Option<&Param>,
     (x, out, saved): (&Tensor, Option<&Tensor>, &LoraSaved),
     dy: &Tensor,
     norm: NormKind,
     source: DropoutSource,
 ) -> Result<Tensor> {
-    let layers = std::slice::from_ref(layer);
     let through_norm = match (post_norm, out) {
         (Some(p), Some(out)) => Some(rms_norm_backward(out, &p.value, dy, None, p.grad.as_ref(), norm)?),
         _ => None,
     };
-    linear::backward(layers, saved, x, through_norm.as_ref().unwrap_or(dy), source)
+    linear::backward(layer, saved, x, through_norm.as_ref().unwrap_or(dy), source)
 }
 
 fn attention_forward(

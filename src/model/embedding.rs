@@ -8,7 +8,7 @@ use super::ModelConfig;
 use super::lora::{AdapterSwitch, Lora};
 use crate::error::Result;
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward};
-use crate::ops::{ColumnView, ColumnViewMut, Transpose, empty, matmul};
+use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, empty, matmul};
 use crate::runtime::TensorMut;
 
 /// Single rows of a token table that train while the table is frozen (PEFT's `trainable_token_indices`). Their values
@@ -53,7 +53,14 @@ impl EmbedWeights {
         if let Some(lora) = adapter.of(self.lora.as_ref()) {
             let (u, b) = (columns_of(&lora.a.value, ids)?, ColumnView::all(&lora.b.value));
             let scale = lora.scale * config.embedding_factor;
-            matmul(ColumnViewMut::all(&x), ColumnView::all(&u), b, Transpose::Nt, scale, true)?;
+            matmul(
+                ColumnViewMut::all(&x),
+                ColumnView::all(&u),
+                b,
+                Transpose::Nt,
+                scale,
+                Addend::Destination,
+            )?;
         }
         Ok(x.into_tensor())
     }
@@ -81,7 +88,7 @@ impl EmbedGradients {
         let (rows, r) = u.dims2()?;
         let du = empty(rows, r, DType::F32, dx.device())?;
         let b = ColumnView::all(&lora.b.value);
-        matmul(ColumnViewMut::all(&du), ColumnView::all(dx), b, Transpose::Nn, scale, false)?;
+        matmul(ColumnViewMut::all(&du), ColumnView::all(dx), b, Transpose::Nn, scale, Addend::Nothing)?;
         if let Some(grad) = &lora.b.grad {
             matmul(
                 ColumnViewMut::all(grad),
@@ -89,7 +96,7 @@ impl EmbedGradients {
                 ColumnView::all(&u),
                 Transpose::Tn,
                 scale,
-                true,
+                Addend::Destination,
             )?;
         }
         match &lora.a.grad {

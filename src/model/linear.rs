@@ -1,18 +1,18 @@
 //! Linear layers with their adapter inside: `y = x Wᵀ + b` and the branch of [`lora`].
 //!
-//! A group is one or more layers that read the same input and whose outputs stand side by side: q, k, v; gate and up;
-//! or a single layer. A frozen weight costs one product in backward (dx); its adapter three thin ones.
+//! A frozen weight costs one product in backward (dx); its adapter three thin ones. On a GPU the weights of layers that
+//! read the same input are one product, and a LoRA branch is written first: it is bound by memory, and what is to be added
+//! to it the weights' product, bound by arithmetic, reads in passing.
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 
 use super::lora::{self, BranchContext, BranchSaved, DropoutSource, Lora};
 use super::{Param, WeightMatrix};
 use crate::error::Result;
 use crate::ops::matmul::{add_bias, sum_rows};
-use crate::ops::matmul_quantized::matmul_weight;
-use crate::ops::{ColumnView, ColumnViewMut, Transpose, empty, matmul};
+use crate::ops::matmul_quantized::{Weight, matmul_weights};
+use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, empty, has_kernels, matmul};
 use crate::runtime::TensorMut;
-use crate::runtime::copy::copy_into;
 
 /// A linear layer's parameters.
 #[derive(Debug, Clone)]
@@ -25,7 +25,25 @@ pub struct Linear {
     pub lora: Option<Lora>,
 }
 
-/// What the backward of a group's adapters needs besides its input.
+/// One or more linear layers that read the same input and whose outputs stand side by side: q, k, v; gate and up; or one.
+#[derive(Debug, Clone)]
+pub struct MergedLinear {
+    /// The layers, in the order of their outputs.
+    pub layers: Vec<Linear>,
+    /// The weights of all as one matrix `[Σ out, in]`: where they are dense and lie one after the other, or are kept in bf16
+    /// beside their blocks.
+    pub merged: Option<Param>,
+}
+
+/// Layers of a [`MergedLinear`] whose weights are one product.
+struct Part<'a> {
+    layers: &'a [Linear],
+    weights: Vec<Weight<'a>>,
+    /// Where the gradient of the weights is added up.
+    grad: Option<&'a TensorMut>,
+}
+
+/// What the backward of the adapters of a [`MergedLinear`] needs besides its input.
 #[derive(Debug, Clone, Default)]
 pub struct LoraSaved(Vec<Option<BranchSaved>>);
 
@@ -43,42 +61,187 @@ impl Linear {
     }
 }
 
+impl MergedLinear {
+    /// The layers in parts of one product each: all of them on a GPU, where their weights are of one kind; but not with
+    /// DoRA, which computes with the product of a layer by itself.
+    fn parts(&self, device: &Device, has_dora: bool) -> Vec<Part<'_>> {
+        let in_one = !has_dora && has_kernels(device);
+        let all = in_one.then(|| self.as_one()).flatten();
+        all.map_or_else(|| self.layers.iter().map(Part::of).collect(), |all| vec![all])
+    }
+
+    /// Keeps quantized weights in bf16 too.
+    ///
+    /// # Errors
+    /// The device has not enough memory.
+    pub(super) fn keep_in_bf16(&mut self) -> Result<()> {
+        let quantized = self.layers.iter().map(|layer| match &layer.weight {
+            WeightMatrix::Quantized(quantized) => Some(quantized),
+            WeightMatrix::Dense(_) => None,
+        });
+        let Some(quantized) = quantized.collect::<Option<Vec<_>>>() else { return Ok(()) };
+        let dense = quantized.into_iter().map(|weight| weight.dequantize(DType::BF16));
+        let value = Tensor::cat(&dense.collect::<Result<Vec<_>>>()?, 0)?;
+        self.merged = Some(Param { value, grad: None });
+        Ok(())
+    }
+
+    fn as_one(&self) -> Option<Part<'_>> {
+        let layers = &self.layers[..];
+        if let Some(merged) = &self.merged {
+            let weights = vec![Weight::Dense(&merged.value)];
+            return Some(Part { layers, weights, grad: merged.grad.as_ref() });
+        }
+        let weights: Vec<_> = layers.iter().map(|layer| layer.weight.get()).collect();
+        let quantized = weights.iter().all(|weight| matches!(weight, Weight::Quantized(_)));
+        quantized.then_some(Part { layers, weights, grad: None })
+    }
+}
+
+impl<'a> Part<'a> {
+    fn of(layer: &'a Linear) -> Self {
+        let weights = vec![layer.weight.get()];
+        Part { layers: std::slice::from_ref(layer), weights, grad: layer.weight.grad() }
+    }
+
+    /// First column and width of each layer's output, from the first of the part on.
+    fn columns(&self) -> Result<Vec<(usize, usize)>> {
+        let mut start = 0;
+        let place = |layer: &Linear| {
+            let len = layer.out()?;
+            start += len;
+            Ok((start - len, len))
+        };
+        self.layers.iter().map(place).collect()
+    }
+
+    /// Writes the outputs to the columns from `start` on, plus `added`; the column after the last.
+    fn forward(
+        &self,
+        x: &Tensor,
+        (y, start): (&TensorMut, usize),
+        added: Addend<'_>,
+        branch: BranchContext,
+        saved: &mut LoraSaved,
+    ) -> Result<usize> {
+        let columns = self.columns()?;
+        let len = columns.iter().map(|(_, len)| len).sum();
+        let all = ColumnViewMut { tensor: y, start, len };
+        let out = |&(at, len): &(usize, usize)| ColumnViewMut { tensor: y, start: start + at, len };
+        let loras: Vec<_> = self.layers.iter().map(|layer| branch.adapter.of(layer.lora.as_ref())).collect();
+        if let ([layer], [Some(lora)]) = (self.layers, &loras[..])
+            && lora.is_dora()
+        {
+            saved.0.push(Some(lora::dora_forward(layer, lora, x, all, added, branch.source)?));
+        } else {
+            let branches_first = has_kernels(x.device()) && loras.iter().all(Option::is_some);
+            let base = |added| matmul_weights(all, ColumnView::all(x), &self.weights, Transpose::Nt, added);
+            if !branches_first {
+                base(added)?;
+            }
+            for (lora, columns) in loras.iter().zip(&columns) {
+                let added = if branches_first { added } else { Addend::Destination };
+                let through = |lora: &Lora| lora.forward(x, out(columns), added, branch.source);
+                saved.0.push((*lora).map(through).transpose()?);
+            }
+            if branches_first {
+                base(Addend::Destination)?;
+            }
+        }
+        for (layer, columns) in self.layers.iter().zip(&columns) {
+            if let Some(bias) = &layer.bias {
+                add_bias(out(columns), &bias.value)?;
+            }
+        }
+        Ok(start + len)
+    }
+
+    /// Adds the gradients of the part's trainable parameters and, to `dx` (or into it, where nothing is `added`), what
+    /// the columns of `dy` from `start` on give through its layers; the column after the last.
+    fn backward(
+        &self,
+        saved: &[Option<BranchSaved>],
+        x: &Tensor,
+        (dy, start): (&Tensor, usize),
+        dx: Option<(&TensorMut, Addend<'_>)>,
+        source: DropoutSource,
+    ) -> Result<usize> {
+        let columns = self.columns()?;
+        let len = columns.iter().map(|(_, len)| len).sum();
+        let all = ColumnView { tensor: dy, start, len };
+        let of_layer = |&(at, len): &(usize, usize)| ColumnView { tensor: dy, start: start + at, len };
+        let branches =
+            || self.layers.iter().zip(saved).map(|(layer, saved)| layer.lora.as_ref().zip(saved.as_ref()));
+        if let ([layer], Some(Some((lora, saved)))) = (self.layers, branches().next())
+            && lora.is_dora()
+        {
+            lora::dora_backward(layer, lora, saved, x, all, dx, source)?;
+        } else {
+            let writes_first = |lora: &Lora| !lora.drops(source);
+            let branches_first = has_kernels(x.device())
+                && branches().all(|branch| branch.is_some_and(|(lora, _)| writes_first(lora)));
+            let mut dx = dx;
+            let base = |dx: Option<(&TensorMut, Addend<'_>)>| {
+                dx.map_or(Ok(()), |(dx, added)| {
+                    matmul_weights(ColumnViewMut::all(dx), all, &self.weights, Transpose::Nn, added)
+                })
+            };
+            if !branches_first {
+                base(dx)?;
+                dx = dx.map(|(dx, _)| (dx, Addend::Destination));
+            }
+            for (branch, columns) in branches().zip(&columns) {
+                let Some((lora, saved)) = branch else { continue };
+                lora.backward(saved, x, of_layer(columns), dx, source)?;
+                dx = dx.map(|(dx, _)| (dx, Addend::Destination));
+            }
+            if branches_first {
+                base(dx)?;
+            }
+        }
+        if let Some(grad) = self.grad {
+            matmul(
+                ColumnViewMut::all(grad),
+                all,
+                ColumnView::all(x),
+                Transpose::Tn,
+                1.0,
+                Addend::Destination,
+            )?;
+        }
+        for (layer, columns) in self.layers.iter().zip(&columns) {
+            if let Some(grad) = layer.bias.as_ref().and_then(|bias| bias.grad.as_ref()) {
+                sum_rows(grad, of_layer(columns))?;
+            }
+        }
+        Ok(start + len)
+    }
+}
+
 /// `x: [N, in]` → `[N, Σ out]`, plus `residual` when given (single layers only).
 pub(super) fn forward(
-    layers: &[Linear],
+    linear: &MergedLinear,
     x: &Tensor,
     residual: Option<&Tensor>,
     branch: BranchContext,
 ) -> Result<(Tensor, LoraSaved)> {
     let (rows, _) = x.dims2()?;
-    let widths = layers.iter().map(Linear::out).collect::<Result<Vec<_>>>()?;
+    let widths = linear.layers.iter().map(Linear::out).collect::<Result<Vec<_>>>()?;
     let y = empty(rows, widths.iter().sum(), x.dtype(), x.device())?;
-    if let Some(residual) = residual {
-        copy_into(&y, residual)?;
-    }
+    let mut loras = linear.layers.iter().filter_map(|layer| branch.adapter.of(layer.lora.as_ref()));
+    let has_dora = loras.any(Lora::is_dora);
+    let added = residual.map_or(Addend::Nothing, Addend::Matrix);
     let mut saved = LoraSaved::default();
     let mut start = 0;
-    for (layer, &len) in layers.iter().zip(&widths) {
-        let out = ColumnViewMut { tensor: &y, start, len };
-        start += len;
-        let accumulate = residual.is_some();
-        saved.0.push(match branch.adapter.of(layer.lora.as_ref()) {
-            None => {
-                matmul_weight(out, ColumnView::all(x), layer.weight.get(), Transpose::Nt, accumulate)?;
-                None
-            }
-            Some(lora) => Some(lora::forward(layer, lora, x, out, accumulate, branch.source)?),
-        });
-        if let Some(bias) = &layer.bias {
-            add_bias(out, &bias.value)?;
-        }
+    for part in linear.parts(x.device(), has_dora) {
+        start = part.forward(x, (&y, start), added, branch, &mut saved)?;
     }
     Ok((y.into_tensor(), saved))
 }
 
-/// Adds the gradients of the group's trainable parameters and returns that of `x`.
+/// Adds the gradients of the trainable parameters and returns that of `x`.
 pub(super) fn backward(
-    layers: &[Linear],
+    linear: &MergedLinear,
     saved: &LoraSaved,
     x: &Tensor,
     dy: &Tensor,
@@ -86,48 +249,40 @@ pub(super) fn backward(
 ) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
     let dx = empty(rows, width, x.dtype(), x.device())?;
-    backward_group(layers, saved, x, dy, Some(&dx), source)?;
+    backward_parts(linear, saved, x, dy, Some(&dx), source)?;
     Ok(dx.into_tensor())
 }
 
-/// Adds the gradients of the group's trainable parameters alone: nothing below `x` trains.
+/// Adds the gradients of the trainable parameters alone: nothing below `x` trains.
 pub(super) fn backward_weights(
-    layers: &[Linear],
+    linear: &MergedLinear,
     saved: &LoraSaved,
     x: &Tensor,
     dy: &Tensor,
     source: DropoutSource,
 ) -> Result<()> {
-    backward_group(layers, saved, x, dy, None, source)
+    backward_parts(linear, saved, x, dy, None, source)
 }
 
-fn backward_group(
-    layers: &[Linear],
-    saved: &LoraSaved,
+fn backward_parts(
+    linear: &MergedLinear,
+    LoraSaved(saved): &LoraSaved,
     x: &Tensor,
     dy: &Tensor,
     dx: Option<&TensorMut>,
     source: DropoutSource,
 ) -> Result<()> {
-    let mut start = 0;
-    for (i, (layer, branch)) in layers.iter().zip(&saved.0).enumerate() {
-        let dy = ColumnView { tensor: dy, start, len: layer.out()? };
-        start += dy.len;
-        let dx = dx.map(|dx| (dx, i > 0));
-        match (&layer.lora, branch) {
-            (Some(lora), Some(branch)) => lora::backward(layer, lora, branch, x, dy, dx, source)?,
-            _ => {
-                if let Some((dx, accumulate)) = dx {
-                    matmul_weight(ColumnViewMut::all(dx), dy, layer.weight.get(), Transpose::Nn, accumulate)?;
-                }
-            }
-        }
-        if let Some(grad) = layer.weight.grad() {
-            matmul(ColumnViewMut::all(grad), dy, ColumnView::all(x), Transpose::Tn, 1.0, true)?;
-        }
-        if let Some(grad) = layer.bias.as_ref().and_then(|bias| bias.grad.as_ref()) {
-            sum_rows(grad, dy)?;
-        }
+    let has_dora = linear
+        .layers
+        .iter()
+        .zip(saved)
+        .any(|(layer, saved)| saved.is_some() && layer.lora.as_ref().is_some_and(Lora::is_dora));
+    let (mut start, mut layer) = (0, 0);
+    for part in linear.parts(x.device(), has_dora) {
+        let dx = dx.map(|dx| (dx, Addend::destination_if(start > 0)));
+        let of_part = &saved[layer..layer + part.layers.len()];
+        start = part.backward(of_part, x, (dy, start), dx, source)?;
+        layer += part.layers.len();
     }
     Ok(())
 }

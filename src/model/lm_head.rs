@@ -6,6 +6,7 @@ use super::embedding::TokenRows;
 use super::lora::{AdapterSwitch, BranchContext, DropoutSource, Lora};
 use super::{ModelConfig, Param};
 use crate::error::Result;
+use crate::ops::Addend;
 use crate::ops::cross_entropy::{
     Delta, LossKind, LossSum, LossTargets, Output, OutputGrads, TokenScore, linear_cross_entropy, logits,
     score_targets,
@@ -51,7 +52,7 @@ impl HeadWeights {
         let out = linear_cross_entropy(&normed, self.output(u.as_ref()), targets, kind, grads)?;
         let dx = TensorMut::new(out.dx);
         if let (Some(lora), Some(du)) = (&self.lora, &out.du) {
-            lora.down_backward(&normed, du, Some(&dx), source)?;
+            lora.down_backward(&normed, du, Some((&dx, Addend::Destination)), source)?;
         }
         let grad = self.norm.grad.as_ref();
         let dx = rms_norm_backward(x, &self.norm.value, &dx, None, grad, config.norm)?;

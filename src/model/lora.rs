@@ -13,14 +13,15 @@ use candle_core::{DType, Tensor};
 
 use super::Param;
 use super::linear::Linear;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ops::dora::{magnitude_backward, scale_columns, weight_norm};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::elementwise::add_into;
 use crate::ops::matmul_quantized::matmul_weight;
-use crate::ops::{ColumnView, ColumnViewMut, Transpose, empty, matmul};
+use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, empty, matmul};
 use crate::recipe::enums::AdapterKind;
 use crate::runtime::TensorMut;
+use crate::runtime::copy::copy_into;
 use crate::runtime::rng::RngStream;
 
 /// An adapter on a linear layer.
@@ -130,6 +131,44 @@ impl Lora {
         self.dropout(source).map_or_else(|| Ok(x.clone()), |module_index| dropout(x, module_index))
     }
 
+    /// Whether values of its input are dropped.
+    pub(super) fn drops(&self, source: DropoutSource) -> bool {
+        self.dropout(source).is_some()
+    }
+
+    /// Whether the branch is DoRA's.
+    pub(super) fn is_dora(&self) -> bool {
+        self.magnitude.is_some()
+    }
+
+    /// Writes LoRA's branch `s · (drop(x) Aᵀ) Bᵀ`, plus `added`, to the columns `out`.
+    pub(super) fn forward(
+        &self,
+        x: &Tensor,
+        out: ColumnViewMut<'_>,
+        added: Addend<'_>,
+        source: DropoutSource,
+    ) -> Result<BranchSaved> {
+        let u = self.down(x, source)?;
+        let b = ColumnView::all(&self.b.value);
+        matmul(out, ColumnView::all(&u), b, Transpose::Nt, self.scale, added)?;
+        Ok(BranchSaved { u, dora: None })
+    }
+
+    /// Adds the gradients of LoRA's A and B and, to `dx` (or into it, where nothing is to be added to), what `dy` gives
+    /// through the branch.
+    pub(super) fn backward(
+        &self,
+        saved: &BranchSaved,
+        x: &Tensor,
+        dy: ColumnView<'_>,
+        dx: Option<(&TensorMut, Addend<'_>)>,
+        source: DropoutSource,
+    ) -> Result<()> {
+        let du = self.up_backward(&saved.u, dy)?;
+        self.down_backward(x, &du, dx, source)
+    }
+
     /// `drop(x) Aᵀ`: `[N, r]` in the dtype of A.
     pub(super) fn down(&self, x: &Tensor, source: DropoutSource) -> Result<Tensor> {
         let a = &self.a.value;
@@ -141,17 +180,17 @@ impl Lora {
             ColumnView::all(a),
             Transpose::Nt,
             1.0,
-            false,
+            Addend::Nothing,
         )?;
         Ok(u.into_tensor())
     }
 
-    /// Adds A's gradient, and to `dx` what comes through A, given `du: [N, r]`.
+    /// Adds A's gradient, and to `dx` (or into it, where nothing is to be added to) what comes through A, given `du: [N, r]`.
     pub(super) fn down_backward(
         &self,
         x: &Tensor,
         du: &Tensor,
-        dx: Option<&TensorMut>,
+        dx: Option<(&TensorMut, Addend<'_>)>,
         source: DropoutSource,
     ) -> Result<()> {
         if let Some(grad) = &self.a.grad {
@@ -162,20 +201,22 @@ impl Lora {
                 ColumnView::all(&input),
                 Transpose::Tn,
                 1.0,
-                true,
+                Addend::Destination,
             )?;
         }
-        let Some(dx) = dx else { return Ok(()) };
-        let through_a = |dst: &TensorMut, accumulate: bool| {
+        let Some((dx, added)) = dx else { return Ok(()) };
+        let through_a = |dst: &TensorMut, added: Addend<'_>| {
             let a = ColumnView::all(&self.a.value);
-            matmul(ColumnViewMut::all(dst), ColumnView::all(du), a, Transpose::Nn, 1.0, accumulate)
+            matmul(ColumnViewMut::all(dst), ColumnView::all(du), a, Transpose::Nn, 1.0, added)
         };
         match self.dropout(source) {
-            None => through_a(dx, true),
+            None => through_a(dx, added),
             Some(module_index) => {
                 let branch = empty(dx.dim(0)?, dx.dim(1)?, DType::F32, x.device())?;
-                through_a(&branch, false)?;
-                add_into(dx, &dropout(&branch, module_index)?)
+                through_a(&branch, Addend::Nothing)?;
+                let branch = dropout(&branch, module_index)?;
+                let accumulate = added.place_in(ColumnViewMut::all(dx))?;
+                if accumulate { add_into(dx, &branch) } else { copy_into(dx, &branch) }
             }
         }
     }
@@ -190,95 +231,81 @@ impl Lora {
             ColumnView::all(&self.b.value),
             Transpose::Nn,
             self.scale,
-            false,
+            Addend::Nothing,
         )?;
         if let Some(grad) = &self.b.grad {
-            matmul(ColumnViewMut::all(grad), dy, ColumnView::all(u), Transpose::Tn, self.scale, true)?;
+            let u = ColumnView::all(u);
+            matmul(ColumnViewMut::all(grad), dy, u, Transpose::Tn, self.scale, Addend::Destination)?;
         }
         Ok(du.into_tensor())
     }
 }
 
-/// Adds `x Wᵀ` and the adapter's branch to the columns `out`, which hold zeros or, if `accumulate`, a residual.
-pub(super) fn forward(
+/// Writes `x Wᵀ` with the branch of DoRA to the columns `out`, plus `added`.
+pub(super) fn dora_forward(
     layer: &Linear,
     lora: &Lora,
     x: &Tensor,
     out: ColumnViewMut<'_>,
-    accumulate: bool,
+    added: Addend<'_>,
     source: DropoutSource,
 ) -> Result<BranchSaved> {
+    let Some(magnitude) = &lora.magnitude else { return Err(Error::internal("DoRA without a magnitude")) };
     let u = lora.down(x, source)?;
     let b = ColumnView::all(&lora.b.value);
     let weight = layer.weight.get();
-    let Some(magnitude) = &lora.magnitude else {
-        matmul_weight(out, ColumnView::all(x), weight, Transpose::Nt, accumulate)?;
-        matmul(out, ColumnView::all(&u), b, Transpose::Nt, lora.scale, true)?;
-        return Ok(BranchSaved { u, dora: None });
-    };
+    let mut accumulate = added.place_in(out)?;
     let norm = weight_norm(weight, &lora.a.value, &lora.b.value, lora.scale)?;
     let factor = (&magnitude.value / &norm)?;
     let unscaled = empty(x.dim(0)?, out.len, x.dtype(), x.device())?;
     let z = ColumnViewMut::all(&unscaled);
-    let dropped = lora.dropout(source).is_some();
-    matmul_weight(z, ColumnView::all(&lora.input(x, source)?), weight, Transpose::Nt, false)?;
-    if dropped {
-        matmul_weight(out, ColumnView::all(x), weight, Transpose::Nt, accumulate)?;
+    let input = lora.input(x, source)?;
+    matmul_weight(z, ColumnView::all(&input), weight, Transpose::Nt, Addend::Nothing)?;
+    if lora.drops(source) {
+        let added = Addend::destination_if(accumulate);
+        matmul_weight(out, ColumnView::all(x), weight, Transpose::Nt, added)?;
         scale_columns(out, z.as_view(), &factor.ones_like()?.neg()?, true)?;
+        accumulate = true;
     }
-    matmul(z, ColumnView::all(&u), b, Transpose::Nt, lora.scale, true)?;
-    scale_columns(out, z.as_view(), &factor, accumulate || dropped)?;
+    matmul(z, ColumnView::all(&u), b, Transpose::Nt, lora.scale, Addend::Destination)?;
+    scale_columns(out, z.as_view(), &factor, accumulate)?;
     let unscaled = unscaled.into_tensor();
     Ok(BranchSaved { u, dora: Some(DoraSaved { unscaled, factor, norm }) })
 }
 
-/// Adds the adapter's gradients and, to `dx` (or into it, where not `accumulate`), what `dy` gives through the layer.
-pub(super) fn backward(
+/// Adds the gradients of DoRA's parameters and, to `dx` (or into it, where nothing is to be added to), what `dy` gives
+/// through the layer.
+pub(super) fn dora_backward(
     layer: &Linear,
     lora: &Lora,
     saved: &BranchSaved,
     x: &Tensor,
     dy: ColumnView<'_>,
-    dx: Option<(&TensorMut, bool)>,
+    dx: Option<(&TensorMut, Addend<'_>)>,
     source: DropoutSource,
 ) -> Result<()> {
+    let Some(dora) = &saved.dora else { return Err(Error::internal("DoRA without its forward")) };
     let weight = layer.weight.get();
-    let Some(dora) = &saved.dora else {
-        if let Some((dx, accumulate)) = dx {
-            matmul_weight(ColumnViewMut::all(dx), dy, weight, Transpose::Nn, accumulate)?;
-        }
-        let du = lora.up_backward(&saved.u, dy)?;
-        return lora.down_backward(x, &du, dx.map(|(dx, _)| dx), source);
-    };
     if let Some(grad) = lora.magnitude.as_ref().and_then(|m| m.grad.as_ref()) {
         magnitude_backward(grad, dy, &dora.unscaled, &dora.norm)?;
     }
     let scaled = empty(x.dim(0)?, dy.len, x.dtype(), x.device())?;
     scale_columns(ColumnViewMut::all(&scaled), dy, &dora.factor, false)?;
     let du = lora.up_backward(&saved.u, ColumnView::all(&scaled))?;
-    if let Some((dx, accumulate)) = dx {
+    if let Some((dx, added)) = dx {
+        let to_input = |dst: &TensorMut, dy: ColumnView<'_>, added: Addend<'_>| {
+            matmul_weight(ColumnViewMut::all(dst), dy, weight, Transpose::Nn, added)
+        };
         match lora.dropout(source) {
-            None => matmul_weight(
-                ColumnViewMut::all(dx),
-                ColumnView::all(&scaled),
-                weight,
-                Transpose::Nn,
-                accumulate,
-            )?,
+            None => to_input(dx, ColumnView::all(&scaled), added)?,
             Some(module_index) => {
-                matmul_weight(ColumnViewMut::all(dx), dy, weight, Transpose::Nn, accumulate)?;
+                to_input(dx, dy, added)?;
                 scale_columns(ColumnViewMut::all(&scaled), dy, &dora.factor.ones_like()?.neg()?, true)?;
                 let through_z = empty(dx.dim(0)?, dx.dim(1)?, DType::F32, x.device())?;
-                matmul_weight(
-                    ColumnViewMut::all(&through_z),
-                    ColumnView::all(&scaled),
-                    weight,
-                    Transpose::Nn,
-                    false,
-                )?;
+                to_input(&through_z, ColumnView::all(&scaled), Addend::Nothing)?;
                 add_into(dx, &dropout(&through_z, module_index)?)?;
             }
         }
     }
-    lora.down_backward(x, &du, dx.map(|(dx, _)| dx), source)
+    lora.down_backward(x, &du, dx.map(|(dx, _)| (dx, Addend::Destination)), source)
 }

@@ -32,7 +32,7 @@ pub use config::{Family, LayerKind, ModelConfig};
 pub use embedding::{EmbedGradients, EmbedWeights, TokenRows};
 pub use init::{initial_lora, initial_value};
 pub use layout::{BlockLayout, BlockModule, BlockPart, LinearGroup, ModelPart, Segment, WeightShape};
-pub use linear::{Linear, LoraSaved};
+pub use linear::{Linear, LoraSaved, MergedLinear};
 pub use lm_head::HeadWeights;
 pub use lora::{AdapterSwitch, Lora, LoraShape};
 pub use rope::{Rope, RopeKind};

@@ -14,6 +14,11 @@ pub trait OptimizerAlgorithm: Debug + Send + Sync {
     /// The tensors that it keeps beside each parameter.
     fn state(&self) -> &'static [StateTensor];
 
+    /// Whether an update writes [`UpdatePiece::value`] too; else it is made of the parameters afterwards.
+    fn writes_value(&self) -> bool {
+        false
+    }
+
     /// Updates the parameters of all pieces and their state in place; all are on one device.
     ///
     /// # Errors
@@ -26,6 +31,9 @@ pub trait OptimizerAlgorithm: Debug + Send + Sync {
 pub struct UpdatePiece<'a> {
     /// The parameters, f32.
     pub param: &'a TensorMut,
+    /// Where they are computed with in bf16: what becomes of `param` is rounded to it. None for an algorithm that does not
+    /// write it.
+    pub value: Option<&'a TensorMut>,
     /// Their gradients, f32.
     pub grad: &'a Tensor,
     /// What is kept beside them: one for each of [`OptimizerAlgorithm::state`].

@@ -12,6 +12,7 @@ use super::state::{StateLayout, StateTensor, StateValues};
 use crate::error::Result;
 use crate::recipe::OptimizerSection;
 use crate::recipe::enums::{OptimizerKind, StateDtype};
+use crate::runtime::copy::copy_into;
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 
 /// The optimizer of a run.
@@ -106,10 +107,16 @@ impl Optimizer {
                 .try_for_each(|(group, state)| staging.update(group, state, &**algorithm, step(group)));
         }
         let pieces = all.map(|(group, state)| {
+            let value = group.value.as_ref().filter(|_| algorithm.writes_value());
             let (param, grad) = (group.param.tensor()?, &group.grad);
-            Ok(UpdatePiece { param, grad, state, step: step(group) })
+            Ok(UpdatePiece { param, value, grad, state, step: step(group) })
         });
-        algorithm.update(&pieces.collect::<Result<Vec<_>>>()?)
+        algorithm.update(&pieces.collect::<Result<Vec<_>>>()?)?;
+        if algorithm.writes_value() {
+            return Ok(());
+        }
+        let with_value = self.groups.iter().filter_map(|group| Some((group.value.as_ref()?, &group.param)));
+        with_value.into_iter().try_for_each(|(value, param)| copy_into(value, param.tensor()?))
     }
 
     /// Updates so far.

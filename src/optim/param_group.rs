@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 
+use crate::runtime::TensorMut;
 use crate::runtime::param_storage::ParamStorage;
 
 /// A run of parameter memory that is updated alike: f32 values and gradients, one-dimensional.
@@ -9,6 +10,8 @@ use crate::runtime::param_storage::ParamStorage;
 pub struct ParamGroup {
     /// What is updated in place.
     pub param: ParamStorage,
+    /// The bf16 values that are computed with, where the update writes them too.
+    pub value: Option<TensorMut>,
     /// Its gradient, on the device or, where state is offloaded, on the host.
     pub grad: Tensor,
     /// Weight decay applies.

@@ -75,7 +75,13 @@ impl UpdateStaging {
             for (from, to) in state_at_home.iter().zip(&staged) {
                 from.copy_to(to)?;
             }
-            algorithm.update(&[UpdatePiece { param: &param, grad: &grad, state: &staged, step }])?;
+            algorithm.update(&[UpdatePiece {
+                param: &param,
+                value: None,
+                grad: &grad,
+                state: &staged,
+                step,
+            }])?;
             for (from, to) in staged.iter().zip(&state_at_home) {
                 from.copy_to(to)?;
             }

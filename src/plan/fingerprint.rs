@@ -16,6 +16,9 @@ impl Plan {
         recipe.data.train = Vec::new();
         recipe.data.eval = Vec::new();
         recipe.train.recompute = recipe::AutoOr::Auto;
+        if let Some(quantization) = &mut recipe.quantization {
+            quantization.bf16_copy = false;
+        }
         recipe.model.id = None;
         // How a run is spread over ranks does not change it: what counts is all ranks' micro-batches.
         recipe.parallel = recipe::ParallelSection {

@@ -1,6 +1,7 @@
 //! Whether a step fits the memory of its ranks: the strategy and the recomputing with which it does, and where none
 //! does, the changes of the run with which it would. All figures come from [`MemoryPlan::of_step`].
 
+use super::bf16_copy;
 use super::memory::{MemoryOptions, MemoryPlan, Saving, available};
 use super::parallel;
 use super::parallel::{WorldSize, named_strategy, pick_strategy};
@@ -50,13 +51,14 @@ impl StepInputs<'_> {
     /// fits or not.
     ///
     /// # Errors
-    /// Keys of `[parallel]` that contradict the number of ranks; `strategy = "auto"`, and no strategy fits.
+    /// Keys of `[parallel]` that contradict the number of ranks; a bf16 copy that nothing would read; `strategy = "auto"`, and no strategy fits.
     pub(super) fn decide(&self, recipe: &Recipe, world: WorldSize) -> Result<Fit> {
         match self.fit(recipe, world)? {
             Some(mut fit) => {
                 if world.all == 1 && on_host(self.engine) {
                     fit.memory.process = current_bytes().unwrap_or(0) + STARTED;
                 }
+                bf16_copy::check(recipe, self.engine, fit.kind)?;
                 Ok(fit)
             }
             None => Err(self.refusal(recipe, world)?),
@@ -325,6 +327,7 @@ fn how<'a>(
         accumulates: recipe.train.gradient_accumulation_steps > 1,
         offload: &engine.offload,
         on_host: on_host(engine),
+        bf16_copy: engine.bf16_copy,
     }
 }
 

@@ -1,11 +1,11 @@
 //! How much memory a step will need, from shapes alone, and whether it fits: the ground for `recompute = "auto"`.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use candle_core::{DType, Device};
 
+use super::gpu_memory::GpuStep;
 use crate::model::{BlockSaved, LoraShape, ModelConfig, SavedBytes, Segment};
-use crate::ops::GEMM_WORKSPACE;
 use crate::ops::cross_entropy::logits_bytes;
 use crate::optim::StateLayout;
 use crate::quant::QuantRun;
@@ -70,16 +70,15 @@ impl MemoryPlan {
         options: &MemoryOptions<'_>,
     ) -> Self {
         let size = options.dtype.size_in_bytes();
-        let mut memory = MemoryPlan::default();
         // What is gathered for one use, and gradients before they are added up: by segment.
         let mut moment: BTreeMap<Segment, [u64; 2]> = BTreeMap::new();
-        let mut longest = 0;
+        let (mut memory, mut longest) = (MemoryPlan::default(), 0);
         for desc in descs {
             let n = desc.elements() as u64;
             let spec = options.kind.sharding_spec(desc.kind.role());
             let share =
                 |placement: Placement| if placement.is_sharded() { options.sharded_over as u64 } else { 1 };
-            let (value, master) = weight_bytes(desc, size);
+            let (value, master) = weight_bytes(desc, options);
             let away = options.offload.has_values(desc.kind.role());
             let [gathered, fresh] = moment.entry(desc.segment).or_default();
             if spec.values.is_sharded() || away {
@@ -109,13 +108,14 @@ impl MemoryPlan {
         let saved = saved_bytes(config, adapter_setup, tokens, [options.dtype, branch_dtype(descs)]);
         memory.activations = kept_bytes(&saved, recompute) as u64;
         let temporaries = temporary_bytes(config, tokens, size);
-        memory.workspace += for_a_moment(&moment);
-        memory.workspace += if options.on_host {
+        let in_turn = if options.on_host {
             temporaries + logits_bytes(config.vocab_size, tokens, false) as u64
         } else {
             let held = [bytes_at_loss(&saved, recompute) as u64, memory.activations];
-            GEMM_WORKSPACE as u64 + gpu_workspace(config, descs, tokens, size, held)
+            let panels = dequantized(descs, options);
+            GpuStep::new(config, &panels, adapter_setup, [tokens, size]).workspace(held)
         };
+        memory.workspace += for_a_moment(&moment) + in_turn;
         // Logits, gathered values and fresh gradients keep their memory from step to step.
         let let_go = memory.activations + temporaries;
         memory.add_saving(snapshot_bytes(descs, adapter_setup.is_some(), options), let_go, options);
@@ -169,6 +169,8 @@ pub struct MemoryOptions<'a> {
     pub offload: &'a OffloadTarget,
     /// The device is the host.
     pub on_host: bool,
+    /// Quantized weights are kept in bf16 too.
+    pub bf16_copy: bool,
 }
 
 /// Bytes of the tensors that one rank copies to save them, at most: all of an adapter's run, the segments in turn of
@@ -197,6 +199,12 @@ fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOp
     shares.into_iter().max().unwrap_or(0) + gathered
 }
 
+/// The matrices that a product on a GPU dequantizes.
+fn dequantized<'a>(descs: &'a [ParamDesc], options: &MemoryOptions<'_>) -> HashSet<&'a str> {
+    let quantized = descs.iter().filter(|desc| matches!(desc.kind, ParamKind::Quantized(_)));
+    quantized.filter(|_| !options.bf16_copy).map(|desc| desc.name.as_str()).collect()
+}
+
 /// Two blocks are whole at a time, or an end and a block; one segment's gradients are fresh.
 fn for_a_moment(segments: &BTreeMap<Segment, [u64; 2]>) -> u64 {
     let largest = |index: usize, ends: bool| {
@@ -206,12 +214,13 @@ fn for_a_moment(segments: &BTreeMap<Segment, [u64; 2]>) -> u64 {
     2 * largest(0, false) + largest(0, true) + largest(1, false) + largest(1, true)
 }
 
-/// Bytes that a parameter's value takes, and the master of a trainable one.
-fn weight_bytes(desc: &ParamDesc, size: usize) -> (u64, u64) {
-    let n = desc.elements();
+/// Bytes that a parameter's value takes, its copy in bf16 with it, and the master of a trainable one.
+fn weight_bytes(desc: &ParamDesc, options: &MemoryOptions<'_>) -> (u64, u64) {
+    let (n, size) = (desc.elements(), options.dtype.size_in_bytes());
+    let copy = if options.bf16_copy { n * DType::BF16.size_in_bytes() } else { 0 };
     let bytes = match desc.kind {
         ParamKind::Frozen { dtype } => n * dtype.map_or(size, |dtype| dtype.size_in_bytes()),
-        ParamKind::Quantized(format) => format.layout(n).iter().map(QuantRun::bytes).sum(),
+        ParamKind::Quantized(format) => copy + format.layout(n).iter().map(QuantRun::bytes).sum::<usize>(),
         ParamKind::Trainable(_) => n * size,
         ParamKind::Adapter(_) => 4 * n,
         ParamKind::AdapterInBf16(_) => 2 * n,
@@ -269,56 +278,12 @@ fn temporary_bytes(config: &ModelConfig, tokens: usize, size: usize) -> u64 {
     (2 * widest * size * tokens) as u64
 }
 
-/// Bytes on a GPU beside what is kept of activations, which is `at_loss` while the loss is computed and `at_backward` at
-/// most: what the loss lets go of serves the backward of the last block, so the larger counts.
-fn gpu_workspace(
-    config: &ModelConfig,
-    descs: &[ParamDesc],
-    tokens: usize,
-    size: usize,
-    [at_loss, at_backward]: [u64; 2],
-) -> u64 {
-    // Beside logits lie the last hidden states, the same normed, and the gradients of both.
-    let hidden = (4 * tokens * config.hidden_size * size) as u64;
-    let loss = at_loss + hidden + logits_bytes(config.vocab_size, tokens, true) as u64;
-    let backward = at_backward + gpu_temporaries(config, tokens, size, largest_panel(descs, size));
-    loss.max(backward) - at_backward
-}
-
-/// Bytes of a block's temporaries in backward on a GPU, whose memory goes round: what lies side by side at its stages, as
-/// `model::backward` takes them; `panel` is a quantized matrix as a product reads it.
-fn gpu_temporaries(config: &ModelConfig, tokens: usize, size: usize, panel: u64) -> u64 {
-    let (d, f, heads) = (config.hidden_size, config.intermediate_size, config.heads);
-    let (q, qk, qkv) = (heads.q_width(), heads.qk_width(), heads.qkv_width());
-    let rows = |width: usize| (tokens * width * size) as u64;
-    let stages = [
-        // The product of gate and up, and its gradient through the down projection.
-        rows(2 * f + d) + panel,
-        // The gradients of that product and of gate and up.
-        rows(3 * f + d),
-        // Through gate and up to their input, then through its norm.
-        rows(2 * f + 3 * d) + panel,
-        rows(2 * f + 4 * d),
-        // Attention's output and its inputs; then through q, k and v to theirs, and through its norm.
-        rows(2 * d + q + qk + qkv),
-        rows(4 * d + qkv) + panel,
-        rows(5 * d + qkv),
-    ];
-    stages.into_iter().max().unwrap_or(0)
-}
-
 /// Bytes of `blocks` that are kept while the loss is computed.
 fn bytes_at_loss(blocks: &[SavedBytes], recompute: Recompute) -> usize {
     match recompute {
         Recompute::None => kept_bytes(blocks, recompute),
         Recompute::Block => blocks.iter().map(|block| block.input).sum(),
     }
-}
-
-/// Bytes of the largest quantized matrix as a product on a GPU reads it.
-fn largest_panel(descs: &[ParamDesc], size: usize) -> u64 {
-    let quantized = descs.iter().filter(|desc| matches!(desc.kind, ParamKind::Quantized(_)));
-    quantized.map(|desc| (desc.elements() * size) as u64).max().unwrap_or(0)
 }
 
 /// Bytes that can still be had on the device; none when nothing tells.
@@ -356,6 +321,7 @@ mod tests {
             accumulates: false,
             offload: &OffloadTarget::default(),
             on_host: true,
+            bf16_copy: false,
         };
         let activations = |adapter_setup: Option<&AdapterSetup>, recompute| {
             MemoryPlan::of_step(&config, &[], adapter_setup, 7, recompute, &options).activations

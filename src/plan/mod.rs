@@ -5,9 +5,11 @@
 //! `fingerprint` says what two runs must have alike. Refused here, before any weight is read: keys that contradict one
 //! another or the machine. What brings a plan to life is in `run`.
 
+mod bf16_copy;
 mod describe;
 mod fingerprint;
 mod fit;
+mod gpu_memory;
 mod memory;
 mod method;
 mod parallel;

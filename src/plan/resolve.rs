@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{DType, Device};
 use chrono::{DateTime, FixedOffset};
 
+use super::bf16_copy;
 use super::fit::{Fit, StepInputs};
 use super::memory::MemoryPlan;
 use super::method::Method;
@@ -77,6 +78,7 @@ impl Plan {
         parallel::split_global_batch(&mut recipe, world.all, resumed)?;
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
         let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed);
+        engine.bf16_copy = bf16_copy::is_wanted(&recipe);
         let saved = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
         let saved = saved.map(|source| finder.adapter(source)).transpose()?.map(|found| found.folder);
         saved.as_deref().map_or(Ok(()), |folder| base.adopt(folder))?;

@@ -42,6 +42,8 @@ section! {
         double_quant: bool = true;
         /// Linear layers that stay as they are stored, such as "down_proj" or "layers.0"; embedding and head always do.
         skip_modules: Vec<String> = Vec::new();
+        /// Whether a GPU keeps the weights in bf16 too, 2 bytes each, so that no step dequantizes them; LoRA in bf16 alone.
+        bf16_copy: bool = false;
     }
 }
 

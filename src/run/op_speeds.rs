@@ -6,6 +6,7 @@ use crate::error::Result;
 use crate::ops::bench::{BenchShapes, DeviceRates, OpTiming, OpWork};
 use crate::runtime::device::{self, DeviceChoice};
 use crate::runtime::machine;
+use crate::units;
 
 /// The figures of a device; those of operations are added one by one.
 #[derive(Debug, Serialize)]
@@ -37,6 +38,9 @@ struct OpSpeed {
     tflops: Option<f64>,
     /// Of `copy_gbps` or `gemm_tflops`.
     share: f64,
+    /// The most bytes that a run takes on a GPU beside its inputs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    extra_bytes: Option<u64>,
 }
 
 impl OpSpeeds {
@@ -75,7 +79,7 @@ impl OpSpeeds {
     /// Takes what was measured of one operation; returns its line of the table.
     pub(crate) fn add(&mut self, timing: OpTiming) -> String {
         let (rate, share) = (timing.per_sec(), self.rates.share(&timing));
-        let OpTiming { op, shape, dtype, work, secs } = timing;
+        let OpTiming { op, shape, dtype, work, secs, extra_bytes } = timing;
         let (gbps, tflops) = match work {
             OpWork::Bytes(_) => (Some(rate / 1e9), None),
             OpWork::Flops(_) => (None, Some(rate / 1e12)),
@@ -85,9 +89,10 @@ impl OpSpeeds {
             OpWork::Flops(_) => format!("{:.3} TFLOP/s", rate / 1e12),
         };
         let (ms, dtype) = (1e3 * secs, dtype.as_str());
-        let line =
-            format!("{op:<20} {shape:<48} {dtype:<5} {ms:>10.3} {text:>17} {:>6.1} %\n", 100.0 * share);
-        self.ops.push(OpSpeed { op, shape, dtype, ms, gbps, tflops, share });
+        let extra = extra_bytes.map_or_else(String::new, |bytes| format!("  {} extra", units::bytes(bytes)));
+        let share_text = format!("{:.1} %", 100.0 * share);
+        let line = format!("{op:<20} {shape:<48} {dtype:<5} {ms:>10.3} {text:>17} {share_text:>8}{extra}\n");
+        self.ops.push(OpSpeed { op, shape, dtype, ms, gbps, tflops, share, extra_bytes });
         line
     }
 }

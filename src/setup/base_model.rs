@@ -60,6 +60,8 @@ pub struct EngineOptions {
     pub reducing: GradReduceOptions,
     /// What is kept away from the device.
     pub offload: OffloadTarget,
+    /// Quantized weights are kept in bf16 too.
+    pub bf16_copy: bool,
 }
 
 impl EngineOptions {
@@ -77,7 +79,7 @@ impl EngineOptions {
     pub fn alone(device: Device, dtype: DType, attention: Attention, seed: u64) -> Self {
         let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32 };
         let (ranks, offload) = (DeviceMesh::alone(), OffloadTarget::default());
-        EngineOptions { device, dtype, attention, seed, ranks, reducing, offload }
+        EngineOptions { device, dtype, attention, seed, ranks, reducing, offload, bf16_copy: false }
     }
 }
 
@@ -242,6 +244,7 @@ impl BaseModel {
             reducing: options.reducing,
             offload: options.offload.clone(),
             fill_all,
+            bf16_copy: options.bf16_copy,
         };
         let store =
             ParamStore::new(&self.config, descs, adapters, store, &mut |desc, fill| values.fill(desc, fill))?;

@@ -195,7 +195,10 @@ impl Bucket {
     }
 
     /// This rank's part of the values that are computed with.
-    pub(super) fn own_value(&self) -> Result<ParamStorage> {
+    ///
+    /// # Errors
+    /// The part does not lie within the kept values, a fault of ours.
+    pub fn own_value(&self) -> Result<ParamStorage> {
         match self.spec.values {
             Placement::Replicated => self.value.narrow(self.own.start, self.own.len()),
             Placement::Sharded { .. } => Ok(self.value.clone()),
@@ -219,11 +222,26 @@ impl Bucket {
         self.own.clone()
     }
 
-    /// Brings this rank's part of `value` in line with the master after an update.
-    pub(super) fn refresh(&self) -> Result<()> {
+    /// This rank's part of the values, where an update of the f32 master writes them too: both are in the memory of one
+    /// device, where the optimizer updates them in their place.
+    ///
+    /// # Errors
+    /// The part does not lie within the kept values, a fault of ours.
+    pub fn value_beside_master(&self, offload: &OffloadTarget) -> Result<Option<TensorMut>> {
+        let Some(master) = self.master.as_ref().filter(|_| !offload.has_state()) else { return Ok(None) };
+        Ok(match self.own_value()? {
+            ParamStorage::Memory(value) if value.device().same_device(master.device()) => Some(value),
+            _ => None,
+        })
+    }
+
+    /// Brings this rank's part of `value` in line with the master after an update, unless that has done so.
+    pub(super) fn refresh(&self, offload: &OffloadTarget) -> Result<()> {
         match &self.master {
-            Some(master) => self.own_value()?.store_cast(master),
-            None => Ok(()),
+            Some(master) if self.value_beside_master(offload)?.is_none() => {
+                self.own_value()?.store_cast(master)
+            }
+            _ => Ok(()),
         }
     }
 }

@@ -40,6 +40,8 @@ pub struct StoreOptions {
     pub offload: OffloadTarget,
     /// Read every parameter, also where the rank keeps only a shard: values of others are derived from it.
     pub fill_all: bool,
+    /// Keep quantized weights of blocks in bf16 too, for devices whose kernels multiply dense panels.
+    pub bf16_copy: bool,
 }
 
 /// This rank's part of all parameters.
@@ -89,7 +91,7 @@ impl ParamStore {
         fill: &mut dyn FnMut(&ParamDesc, LoadTarget<'_>) -> Result<()>,
     ) -> Result<Self> {
         let (buckets, packed) = buckets(descs, &options, fill)?;
-        let StoreOptions { dtype, device, mesh, reducing, offload, .. } = options;
+        let StoreOptions { dtype, device, mesh, reducing, offload, bf16_copy, .. } = options;
         let index = buckets
             .iter()
             .enumerate()
@@ -124,6 +126,9 @@ impl ParamStore {
         store.blocks = (0..config.num_layers())
             .map(|layer| model::assemble::block(config, layer, &store.views(&store.gathers.block(layer)?)))
             .collect::<Result<_>>()?;
+        if bf16_copy {
+            store.blocks.iter_mut().try_for_each(BlockWeights::keep_in_bf16)?;
+        }
         store.place_rows(None)?;
         Ok(store)
     }
@@ -274,7 +279,7 @@ impl ParamStore {
     pub fn after_update(&self) -> Result<()> {
         self.mesh.world().enter(Phase::Spread)?;
         for bucket in self.trainable() {
-            bucket.refresh()?;
+            bucket.refresh(&self.offload)?;
             if let Some(axis) = bucket.spec.spread_axis() {
                 let (updated, shards) = (call!("updated values of", bucket.segment), self.mesh.group(axis));
                 self.within_reach(&bucket.value, |whole| {

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 
 use super::bucket::{Bucket, BucketEntry, view};
 use super::gather::{BufferId, Gathered};
@@ -96,6 +96,29 @@ impl ParamLookup for SegmentViews<'_> {
             None => packed.buffers[&dtype].values.tensor().cloned(),
         };
         Ok(WeightMatrix::Quantized(packed.quantized(entry, whole)?))
+    }
+
+    fn merged(&self, names: &[String]) -> Result<Option<Param>> {
+        if names.iter().any(|name| self.packed_index.contains_key(name)) {
+            return Ok(None);
+        }
+        let entries = names.iter().map(|name| self.entry(name)).collect::<Result<Vec<_>>>()?;
+        let Some(&(bucket, first)) = entries.first() else { return Ok(None) };
+        let adjoin = |pair: &[(usize, &BucketEntry)]| {
+            pair[0].0 == pair[1].0 && pair[0].1.range().end == pair[1].1.start
+        };
+        if !entries.windows(2).all(adjoin) {
+            return Ok(None);
+        }
+        let [_, width] = first.desc.shape[..] else { return Ok(None) };
+        let elements = entries.iter().map(|(_, entry)| entry.desc.elements()).sum::<usize>();
+        let whole = |flat: &Tensor| -> Result<Tensor> {
+            Ok(flat.narrow(0, first.start, elements)?.reshape((elements / width, width))?)
+        };
+        let Some(values) = self.values(bucket) else { return Ok(None) };
+        let grads = self.grads.as_ref().map_or(Ok(None), |grads| grads(bucket))?;
+        let grad = grads.map(|grads| whole(&grads).map(TensorMut::new)).transpose()?;
+        Ok(Some(Param { value: whole(values)?, grad }))
     }
 
     fn lora(&self, module: &str, module_index: u64) -> Result<Option<Lora>> {

@@ -503,6 +503,9 @@ fn recipes_listed_and_shown() {
     # Linear layers that stay as they are stored, such as "down_proj" or "layers.0"; embedding and head always do.
     # Accepted: a list of strings.
     # skip_modules = []
+    # Whether a GPU keeps the weights in bf16 too, 2 bytes each, so that no step dequantizes them; LoRA in bf16 alone.
+    # Accepted: true, false.
+    # bf16_copy = false
 
     # The adapter to train, in PEFT's words. Without this table all weights are trained.
     # [adapter]

@@ -167,18 +167,19 @@ fn steps_follow(
     }
 }
 
-/// The golden run `name` on one rank in bf16, once for each of `variables` in the environment: losses within 1 % of the
-/// original's, and the same bits each time.
+/// The golden run `name` on one rank in bf16, once for each variable of the environment, with what stands beside it in the
+/// recipe: losses within 1 % of the original's, and the same bits each time.
 #[allow(dead_code, reason = "the other test binaries compute in f32")]
-pub(crate) fn follows_in_bf16(name: &str, variables: &[(&str, &str)]) {
+pub(crate) fn follows_in_bf16(name: &str, runs: &[((&str, &str), Option<&str>)]) {
     let place = tempfile::tempdir().unwrap();
-    let losses = |variable: &(&str, &str)| {
+    let losses = |&(variable, more): &((&str, &str), Option<&str>)| {
         let output = place.path().join(variable.1);
-        let in_bf16 = ["--set", "model.dtype=bf16"];
-        steps_follow(name, ONE_RANK, &in_bf16, &[*variable], &output, [1e-2, 1e-1]);
+        let keys = std::iter::once("model.dtype=bf16").chain(more);
+        let flags: Vec<_> = keys.flat_map(|key| ["--set", key]).collect();
+        steps_follow(name, ONE_RANK, &flags, &[variable], &output, [1e-2, 1e-1]);
         let bits = |step: &Value| [number(step, "loss"), number(step, "grad_norm")].map(f64::to_bits);
         metrics(&output, "loss").iter().map(bits).collect::<Vec<_>>()
     };
-    let runs: Vec<_> = variables.iter().map(losses).collect();
+    let runs: Vec<_> = runs.iter().map(losses).collect();
     assert!(runs.windows(2).all(|pair| pair[0] == pair[1]), "{name}: {runs:x?}");
 }

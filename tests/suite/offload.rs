@@ -90,7 +90,14 @@ fn a_bad_value_is_named_wherever_it_is() {
 fn piece(len: usize, salt: usize) -> ParamGroup {
     let wave = |step: usize| (0..len).map(|i| ((i * step + salt) as f32).sin()).collect::<Vec<_>>();
     let flat = |step| Tensor::from_vec(wave(step), len, &Device::Cpu).unwrap();
-    ParamGroup { param: flat(3).into(), grad: flat(7), decay: true, rate: 1.0, large: len >= 4096 }
+    ParamGroup {
+        param: flat(3).into(),
+        value: None,
+        grad: flat(7),
+        decay: true,
+        rate: 1.0,
+        large: len >= 4096,
+    }
 }
 
 fn bits(optimizer: &Optimizer, pieces: &[ParamGroup]) -> Vec<Vec<u8>> {

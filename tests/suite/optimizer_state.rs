@@ -15,15 +15,16 @@ use finetune::data::{Batch, IGNORE, PackedSample, Step};
 use finetune::engine::{SaveAssignment, Trainer, TrainerOptions};
 use finetune::error::Result;
 use finetune::optim::{
-    OptimizerAlgorithm, OptimizerOptions, Schedule, StateTensor, StateValues, UpdatePiece,
+    AdamW, OptimizerAlgorithm, OptimizerOptions, Schedule, StateTensor, StateValues, UpdatePiece,
 };
 use finetune::plan::{MemoryOptions, MemoryPlan, Saving};
 use finetune::recipe::enums::{Attention, Offload, Recompute, SchedulerKind, StateDtype};
 use finetune::runtime::copy::copy_into;
 use finetune::runtime::thread_pool;
 use finetune::setup::{EngineOptions, Trains};
-use finetune::sharding::{DeviceMesh, GradReduceOptions, OffloadTarget, ShardingStrategy};
+use finetune::sharding::{Bucket, DeviceMesh, GradReduceOptions, OffloadTarget, ShardingStrategy};
 use finetune::weights::{ModelFiles, StoredDtype, WriteEntry, write_file, write_text};
+use half::bf16;
 
 /// SGD with momentum, and the same with more buffers than one, of which the mean is taken.
 #[derive(Debug, Clone, Copy)]
@@ -50,7 +51,7 @@ impl OptimizerAlgorithm for Momentum {
 
 impl Momentum {
     fn update_piece(&self, piece: &UpdatePiece<'_>) -> Result<()> {
-        let &UpdatePiece { param, grad, state, step } = piece;
+        let &UpdatePiece { param, grad, state, step, .. } = piece;
         assert_eq!(state.len(), self.buffers.len());
         let rate = step.learning_rate / state.len() as f64;
         for (position, buffer) in state.iter().enumerate() {
@@ -69,10 +70,17 @@ fn tiny_llama() -> PathBuf {
 }
 
 fn trainer(model: &Path, algorithm: Momentum, engine: &EngineOptions) -> Result<Trainer> {
+    trainer_of(model, Arc::new(algorithm), engine)
+}
+
+fn trainer_of(
+    model: &Path,
+    algorithm: Arc<dyn OptimizerAlgorithm>,
+    engine: &EngineOptions,
+) -> Result<Trainer> {
     let engine = logits::base(model).engine(Trains::All, engine)?;
     // 8 bits are asked for, which these buffers may not be kept in.
-    let optimizer =
-        OptimizerOptions { algorithm: Arc::new(algorithm), weight_decay: 0.0, state: StateDtype::Int8 };
+    let optimizer = OptimizerOptions { algorithm, weight_decay: 0.0, state: StateDtype::Int8 };
     let schedule = Schedule {
         kind: SchedulerKind::Constant,
         learning_rate: 1e-3,
@@ -191,6 +199,35 @@ fn a_run_goes_on_from_a_checkpoint() {
     }
 }
 
+/// Whether the algorithm writes the values itself, they are made of the masters, or run after run where state is offloaded.
+#[test]
+fn values_in_bf16_follow_the_masters() {
+    let adamw = AdamW { betas: [0.9, 0.999], eps: 1e-8 };
+    let algorithms: [Arc<dyn OptimizerAlgorithm>; 2] = [Arc::new(ONE), Arc::new(adamw)];
+    for algorithm in algorithms {
+        for offload in [Offload::None, Offload::Optimizer] {
+            let alone = EngineOptions::alone(Device::Cpu, DType::BF16, Attention::Flash, 0);
+            let engine = EngineOptions { offload: offload.into(), ..alone };
+            let mut trainer = trainer_of(&tiny_llama(), algorithm.clone(), &engine).unwrap();
+            let masters = |trainer: &Trainer| -> Vec<Vec<f32>> {
+                let store = &trainer.engine.store;
+                let master = |bucket: &Bucket| bucket.updated()?.to_read()?.to_vec1().map_err(Into::into);
+                store.trainable().map(master).collect::<Result<_>>().unwrap()
+            };
+            let before = masters(&trainer);
+            trainer.step(&step(1)).unwrap();
+            let after = masters(&trainer);
+            assert!(before != after, "{algorithm:?}");
+            let values = trainer.engine.store.trainable().map(|bucket| bucket.own_value().unwrap());
+            for (values, master) in values.zip(after) {
+                let rounded: Vec<bf16> = master.into_iter().map(bf16::from_f32).collect();
+                let values = values.to_read().unwrap().to_vec1::<bf16>().unwrap();
+                assert!(values == rounded, "{algorithm:?} {offload:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn shards_of_a_state_are_saved_whole() {
     let train = |kind: ShardingStrategy, ranks: usize| {
@@ -237,6 +274,7 @@ fn the_memory_plan_counts_each_tensor() {
             accumulates: false,
             offload: &OffloadTarget::default(),
             on_host: true,
+            bf16_copy: false,
         };
         let elements: usize = descs.iter().map(|desc| desc.elements()).sum();
         let plan = MemoryPlan::of_step(&trainer.engine.config, &descs, None, 24, Recompute::Block, &options);

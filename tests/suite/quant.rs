@@ -373,6 +373,7 @@ fn adamw_in_8_bits_follows_bitsandbytes() {
     };
     let param = tensor("param0");
     let piece = ParamGroup {
+        value: None,
         param: param.clone().into(),
         grad: param.zeros_like().unwrap(),
         decay: true,

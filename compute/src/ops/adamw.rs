@@ -10,6 +10,7 @@ use rayon::prelude::*;
 use super::gpu;
 use crate::error::Result;
 use crate::runtime::TensorMut;
+use crate::runtime::copy::copy_into;
 use crate::runtime::cpu_tensor::{read, update};
 
 /// One update's constants.
@@ -34,12 +35,21 @@ pub struct AdamWStep {
 pub struct AdamWPiece<'a, M> {
     /// The parameters, f32.
     pub param: &'a TensorMut,
+    /// Where they are computed with in bf16: what becomes of `param` is rounded to it.
+    pub value: Option<&'a TensorMut>,
     /// Their gradients, f32.
     pub grad: &'a Tensor,
     /// The mean of gradients, and of their squares.
     pub moments: [&'a M; 2],
     /// The constants of its update.
     pub step: AdamWStep,
+}
+
+impl<M> AdamWPiece<'_, M> {
+    /// Brings `value` in line with `param`.
+    pub(super) fn round(&self) -> Result<()> {
+        self.value.map_or(Ok(()), |value| copy_into(value, self.param))
+    }
 }
 
 /// The constants of the loop.
@@ -74,7 +84,7 @@ impl AdamWStep {
 const CHUNK: usize = 1 << 15;
 
 /// Updates the parameters of all pieces and their moments in place. What a piece holds is contiguous f32 `[elements]`
-/// on one device, the same for all pieces, and shares no storage. On a GPU it is one launch.
+/// on one device, the same for all pieces, and shares no storage; `value` is bf16. On a GPU it is one launch.
 ///
 /// # Errors
 /// When a tensor is not contiguous f32, or an operation of the device fails.
@@ -87,9 +97,10 @@ pub fn adamw(pieces: &[AdamWPiece<'_, TensorMut>]) -> Result<()> {
 }
 
 fn update_piece(piece: &AdamWPiece<'_, TensorMut>) -> Result<()> {
-    let &AdamWPiece { param, grad, moments, step } = piece;
+    let &AdamWPiece { param, grad, moments, step, .. } = piece;
     if !param.device().is_cpu() {
-        return reference(param, grad, moments, &step);
+        reference(param, grad, moments, &step)?;
+        return piece.round();
     }
     let rates = step.rates();
     let grad = read::<f32>(grad)?;
@@ -105,7 +116,8 @@ fn update_piece(piece: &AdamWPiece<'_, TensorMut>) -> Result<()> {
                 );
             })
         })
-    })??
+    })???;
+    piece.round()
 }
 
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]

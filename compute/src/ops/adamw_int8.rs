@@ -70,15 +70,17 @@ pub fn adamw_int8(pieces: &[AdamWPiece<'_, Int8State>]) -> Result<()> {
 }
 
 fn update_piece(piece: &AdamWPiece<'_, Int8State>) -> Result<()> {
-    let &AdamWPiece { param, grad, moments, step } = piece;
+    let &AdamWPiece { param, grad, moments, step, .. } = piece;
     if !param.device().is_cpu() {
         let host = TensorMut::new(to_device(param, &Device::Cpu)?);
         let [first, second] = [moments[0].to_host()?, moments[1].to_host()?];
         let grad = to_device(grad, &Device::Cpu)?;
-        update_piece(&AdamWPiece { param: &host, grad: &grad, moments: [&first, &second], step })?;
+        let on_host = AdamWPiece { param: &host, value: None, grad: &grad, moments: [&first, &second], step };
+        update_piece(&on_host)?;
         moments[0].store_from(&first)?;
         moments[1].store_from(&second)?;
-        return Ok(param.slice_set(&to_device(&host, param.device())?, 0, 0)?);
+        param.slice_set(&to_device(&host, param.device())?, 0, 0)?;
+        return piece.round();
     }
     let grad = read::<f32>(grad)?;
     let grad: &[f32] = &grad;
@@ -105,7 +107,8 @@ fn update_piece(piece: &AdamWPiece<'_, Int8State>) -> Result<()> {
                 })
             })
         })
-    })????
+    })?????;
+    piece.round()
 }
 
 fn widen(values: &mut [f32], codes: &[u8], absmax: f32, map: &DynamicMap) {

@@ -18,7 +18,7 @@ use rayon::prelude::*;
 
 pub use self::loss_sum::LossSum;
 use super::gemm::{MatView, MatViewMut, Threads, matmul};
-use super::matmul::{ColumnView, ColumnViewMut, Transpose, matmul as columns_product};
+use super::matmul::{Addend, ColumnView, ColumnViewMut, Transpose, matmul as columns_product};
 use super::{gpu, simd};
 use crate::error::{Error, Result};
 use crate::runtime::TensorMut;
@@ -333,9 +333,23 @@ pub fn logits(x: &Tensor, output: Output<'_>, softcap: Option<f64>) -> Result<Te
     let ((rows, _), (vocab, _)) = (dims2(x)?, dims2(output.weight)?);
     let out = super::empty(rows, vocab, DType::F32, x.device())?;
     let all = ColumnViewMut::all(&out);
-    columns_product(all, ColumnView::all(x), ColumnView::all(output.weight), Transpose::Nt, 1.0, false)?;
+    columns_product(
+        all,
+        ColumnView::all(x),
+        ColumnView::all(output.weight),
+        Transpose::Nt,
+        1.0,
+        Addend::Nothing,
+    )?;
     if let Some(Delta { u, b, scale }) = output.delta {
-        columns_product(all, ColumnView::all(u), ColumnView::all(b), Transpose::Nt, scale, true)?;
+        columns_product(
+            all,
+            ColumnView::all(u),
+            ColumnView::all(b),
+            Transpose::Nt,
+            scale,
+            Addend::Destination,
+        )?;
     }
     let out = out.into_tensor();
     Ok(match softcap {
@@ -439,7 +453,7 @@ pub(crate) fn reference(
                 ColumnView::all(right),
                 Transpose::Tn,
                 scale,
-                true,
+                Addend::Destination,
             )
         };
         if let Some(dweight) = grads.weight {

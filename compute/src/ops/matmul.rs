@@ -15,6 +15,7 @@ use super::gemm::{MatView, MatViewMut, Threads, matmul as gemm};
 use super::gpu;
 use crate::error::Result;
 use crate::runtime::TensorMut;
+use crate::runtime::copy::copy_into;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 #[cfg(feature = "cuda")]
 use crate::runtime::device::unwritten_on_gpu;
@@ -65,6 +66,38 @@ impl<'a> ColumnViewMut<'a> {
     }
 }
 
+/// What a product is added to: C of BLAS's `D = alpha · A · B + beta · C`, with beta 1 where there is one.
+#[derive(Debug, Clone, Copy)]
+pub enum Addend<'a> {
+    /// Nothing: the destination is overwritten.
+    Nothing,
+    /// What the destination holds.
+    Destination,
+    /// A contiguous matrix of the destination's dtype and of the shape of its columns.
+    Matrix(&'a Tensor),
+}
+
+impl Addend<'_> {
+    /// The destination if `accumulate`, else nothing.
+    pub fn destination_if(accumulate: bool) -> Self {
+        if accumulate { Addend::Destination } else { Addend::Nothing }
+    }
+
+    /// Brings a matrix to its place in `dst`; whether the product is then to be added to what is there.
+    ///
+    /// # Errors
+    /// The matrix is of another shape or dtype, or a copy fails.
+    pub fn place_in(self, dst: ColumnViewMut<'_>) -> Result<bool> {
+        match self {
+            Addend::Nothing => return Ok(false),
+            Addend::Destination => {}
+            Addend::Matrix(matrix) if matrix.dims() == dst.tensor.dims() => copy_into(dst.tensor, matrix)?,
+            Addend::Matrix(matrix) => dst.tensor.slice_set(matrix, 1, dst.start)?,
+        }
+        Ok(true)
+    }
+}
+
 /// Which operand is transposed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transpose {
@@ -93,7 +126,7 @@ pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<
     }
 }
 
-/// `dst = [dst +] alpha · form(a, b)`; sums in f32. `dst` must not share memory with `a` or `b`.
+/// `dst = [addend +] alpha · form(a, b)`; sums in f32. `dst` must not share memory with `a`, `b` or a matrix to add to.
 ///
 /// # Errors
 /// When a tensor is no contiguous matrix of floating-point values, or an operation of the device fails.
@@ -103,14 +136,15 @@ pub fn matmul(
     b: ColumnView<'_>,
     form: Transpose,
     alpha: f64,
-    accumulate: bool,
+    addend: Addend<'_>,
 ) -> Result<()> {
     if let Some(driver) = gpu::driver_of(dst.tensor) {
-        return cuda::matmul(driver, dst, a, b, form, alpha, accumulate);
+        return cuda::matmul(driver, dst, a, b, form, alpha, addend);
     }
     if !dst.tensor.device().is_cpu() {
-        return reference(dst, a, b, form, alpha, accumulate);
+        return reference(dst, a, b, form, alpha, addend);
     }
+    let accumulate = addend.place_in(dst)?;
     let (rows_a, width_a) = dims2(a.tensor)?;
     let (rows_b, width_b) = dims2(b.tensor)?;
     let (_, width) = dims2(dst.tensor)?;
@@ -138,8 +172,9 @@ pub(crate) fn reference(
     b: ColumnView<'_>,
     form: Transpose,
     alpha: f64,
-    accumulate: bool,
+    addend: Addend<'_>,
 ) -> Result<()> {
+    let accumulate = addend.place_in(dst)?;
     // Widened unless all three are of one type: an f32 adapter beside bf16 activations, logits and weight gradients
     // (f32 from bf16 operands) would otherwise be rounded to bf16 on the way.
     let dtype = a.tensor.dtype();

@@ -9,7 +9,7 @@ pub(super) mod cuda;
 
 use super::gemm::{MatView, MatViewMut, QuantMat, Threads, matmul as gemm};
 use super::gpu;
-use super::matmul::{ColumnView, ColumnViewMut, Transpose, matmul};
+use super::matmul::{Addend, ColumnView, ColumnViewMut, Transpose, matmul};
 use crate::error::{Error, Result};
 use crate::quant::{Blocks, CodeKind, NESTED_BLOCK, QuantFormat, RunMeaning, Scales};
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
@@ -79,12 +79,12 @@ impl Quantized {
     ///
     /// # Errors
     /// When a run is missing, or the device has not enough memory.
-    pub(super) fn dequantize(&self, dtype: DType) -> Result<Tensor> {
+    pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
         let codes = self.run(RunMeaning::Codes)?;
         if let Some(driver) = gpu::driver_of(codes)
             && cuda::is_supported(dtype)
         {
-            return cuda::dequantize(driver, self, dtype);
+            return cuda::dequantize(driver, &[self], dtype);
         }
         if !codes.device().is_cpu() {
             return Ok(self.dequantize_reference()?.to_dtype(dtype)?);
@@ -146,7 +146,15 @@ fn repeat(values: &Tensor, times: usize, len: usize) -> Result<Tensor> {
     Ok(values.reshape((n, 1))?.broadcast_as((n, times))?.contiguous()?.flatten_all()?.narrow(0, 0, len)?)
 }
 
-impl Weight<'_> {
+impl<'a> Weight<'a> {
+    /// The blocks of a quantized weight.
+    fn quantized(&self) -> Option<&'a Quantized> {
+        match self {
+            Weight::Dense(_) => None,
+            Weight::Quantized(quantized) => Some(quantized),
+        }
+    }
+
     /// Rows and columns of the matrix: `(out, in)`.
     ///
     /// # Errors
@@ -159,7 +167,7 @@ impl Weight<'_> {
     }
 }
 
-/// `dst = [dst +] form(a, weight)`; `form` is [`Transpose::Nt`] (forward) or [`Transpose::Nn`] (the input's gradient).
+/// `dst = [addend +] form(a, weight)`; `form` is [`Transpose::Nt`] (forward) or [`Transpose::Nn`] (the input's gradient).
 ///
 /// # Errors
 /// When a tensor is no contiguous matrix of floating-point values, `form` is [`Transpose::Tn`] and the weight
@@ -169,22 +177,23 @@ pub fn matmul_weight(
     a: ColumnView<'_>,
     weight: Weight<'_>,
     form: Transpose,
-    accumulate: bool,
+    addend: Addend<'_>,
 ) -> Result<()> {
     let quantized = match weight {
-        Weight::Dense(weight) => return matmul(dst, a, ColumnView::all(weight), form, 1.0, accumulate),
+        Weight::Dense(weight) => return matmul(dst, a, ColumnView::all(weight), form, 1.0, addend),
         Weight::Quantized(quantized) => quantized,
     };
     if let Some(driver) = gpu::driver_of(dst.tensor)
         && cuda::is_supported(a.tensor.dtype())
     {
         // In the activations' dtype, as bitsandbytes dequantizes for its compute dtype.
-        let panel = cuda::dequantize(driver, quantized, a.tensor.dtype())?;
-        return matmul(dst, a, ColumnView::all(&panel), form, 1.0, accumulate);
+        let panel = cuda::dequantize(driver, &[quantized], a.tensor.dtype())?;
+        return matmul(dst, a, ColumnView::all(&panel), form, 1.0, addend);
     }
     if !dst.tensor.device().is_cpu() {
-        return quantized_reference(dst, a, quantized, form, accumulate);
+        return quantized_reference(dst, a, quantized, form, addend);
     }
+    let accumulate = addend.place_in(dst)?;
     let ((rows, a_width), (_, width)) = (dims2(a.tensor)?, dims2(dst.tensor)?);
     let (out, inputs) = quantized.shape;
     with_elem!(a.tensor.dtype(), A => with_elem!(dst.tensor.dtype(), D => {
@@ -205,17 +214,55 @@ pub fn matmul_weight(
     }))
 }
 
+/// As [`matmul_weight`] with `weights` one under the other, `[Σ out, in]`: their outputs stand side by side. On a GPU it is
+/// one product where all are quantized, else one each.
+///
+/// # Errors
+/// As [`matmul_weight`].
+pub fn matmul_weights(
+    dst: ColumnViewMut<'_>,
+    a: ColumnView<'_>,
+    weights: &[Weight<'_>],
+    form: Transpose,
+    addend: Addend<'_>,
+) -> Result<()> {
+    if let [weight] = weights {
+        return matmul_weight(dst, a, *weight, form, addend);
+    }
+    if let Some(driver) = gpu::driver_of(dst.tensor)
+        && cuda::is_supported(a.tensor.dtype())
+        && let Some(quantized) = weights.iter().map(Weight::quantized).collect::<Option<Vec<_>>>()
+    {
+        let panel = cuda::dequantize(driver, &quantized, a.tensor.dtype())?;
+        return matmul(dst, a, ColumnView::all(&panel), form, 1.0, addend);
+    }
+    let mut added = Addend::destination_if(addend.place_in(dst)?);
+    let mut start = 0;
+    for &weight in weights {
+        let (len, _) = weight.dims()?;
+        if form == Transpose::Nt {
+            let outputs = ColumnViewMut { start: dst.start + start, len, ..dst };
+            matmul_weight(outputs, a, weight, form, added)?;
+        } else {
+            matmul_weight(dst, ColumnView { start: a.start + start, len, ..a }, weight, form, added)?;
+            added = Addend::Destination;
+        }
+        start += len;
+    }
+    Ok(())
+}
+
 /// The definition of [`matmul_weight`] for a quantized weight: dequantize, then multiply.
 pub(crate) fn quantized_reference(
     dst: ColumnViewMut<'_>,
     a: ColumnView<'_>,
     weight: &Quantized,
     form: Transpose,
-    accumulate: bool,
+    addend: Addend<'_>,
 ) -> Result<()> {
     // In the activations' dtype, as bitsandbytes dequantizes for its compute dtype.
     let dense = weight.dequantize_reference()?.to_dtype(a.tensor.dtype())?;
-    super::matmul::reference(dst, a, ColumnView::all(&dense), form, 1.0, accumulate)
+    super::matmul::reference(dst, a, ColumnView::all(&dense), form, 1.0, addend)
 }
 
 #[cfg(test)]

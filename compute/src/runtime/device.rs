@@ -187,6 +187,38 @@ pub fn peak_bytes(device: &Device) -> Option<u64> {
     Some(bytes)
 }
 
+/// The most bytes that tensors take on the GPU `device` while `work` runs, beside those held before; none on a CPU, where
+/// `work` is not run, or when the driver does not say. [`peak_bytes`] counts from then on.
+///
+/// # Errors
+/// Those of `work`.
+#[cfg(feature = "cuda")]
+pub fn bytes_taken_by(device: &Device, work: impl FnOnce() -> Result<()>) -> Result<Option<u64>> {
+    use sys::CUmemPool_attribute::{CU_MEMPOOL_ATTR_USED_MEM_CURRENT, CU_MEMPOOL_ATTR_USED_MEM_HIGH};
+    let Device::Cuda(cuda) = device else { return Ok(None) };
+    let Ok(Some(pool)) = pool(cuda) else { return Ok(None) };
+    let (mut before, mut reset) = (0u64, 0u64);
+    // SAFETY: the pool is the device's own, and both attributes are u64; the high mark may only be set to 0.
+    let read = unsafe {
+        result::mem_pool::get_attribute(pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT, (&raw mut before).cast())
+            .and_then(|()| {
+                result::mem_pool::set_attribute(pool, CU_MEMPOOL_ATTR_USED_MEM_HIGH, (&raw mut reset).cast())
+            })
+    };
+    work()?;
+    device.synchronize()?;
+    Ok(read.ok().and(peak_bytes(device)).map(|peak| peak.saturating_sub(before)))
+}
+
+/// The most bytes that `work` takes on a GPU: none in a build without GPU support, where it is not run.
+///
+/// # Errors
+/// None.
+#[cfg(not(feature = "cuda"))]
+pub fn bytes_taken_by(_device: &Device, _work: impl FnOnce() -> Result<()>) -> Result<Option<u64>> {
+    Ok(None)
+}
+
 /// The most bytes that tensors on a GPU have taken at once: none in a build without GPU support.
 #[cfg(not(feature = "cuda"))]
 pub fn peak_bytes(_device: &Device) -> Option<u64> {

@@ -4,7 +4,7 @@ use candle_core::{CpuStorage, Storage};
 
 use super::*;
 use crate::model::assemble::{self, ParamLookup};
-use crate::model::{Lora, TokenRows, WeightMatrix, modules, parameters};
+use crate::model::{Linear, Lora, TokenRows, WeightMatrix, modules, parameters};
 use crate::recipe::enums::AdapterKind;
 
 const TOKENS: usize = 12;
@@ -60,6 +60,10 @@ impl ParamLookup for RandomParams {
 
     fn matrix(&self, name: &str) -> Result<WeightMatrix> {
         Ok(WeightMatrix::Dense(self.param(name)?))
+    }
+
+    fn merged(&self, _: &[String]) -> Result<Option<Param>> {
+        Ok(None)
     }
 
     fn lora(&self, module: &str, module_index: u64) -> Result<Option<Lora>> {
@@ -170,13 +174,9 @@ fn linear_layers_are_numbered_in_order() -> Result<()> {
         let config = config(model);
         let weights = assemble::block(&config, 0, &RandomParams::new(&config, DType::F32, adapter))?;
         let number = |linear: &Linear| linear.lora.as_ref().map_or(0, |lora| lora.module_index);
-        let numbers = |layers: &[Linear]| layers.iter().map(number).collect::<Vec<_>>();
-        let found = [
-            numbers(&weights.qkv),
-            numbers(std::slice::from_ref(&weights.o)),
-            numbers(&weights.gate_up),
-            numbers(std::slice::from_ref(&weights.down)),
-        ];
+        let numbers = |linear: &MergedLinear| linear.layers.iter().map(number).collect::<Vec<_>>();
+        let found =
+            [numbers(&weights.qkv), numbers(&weights.o), numbers(&weights.gate_up), numbers(&weights.down)];
         assert_eq!(found, groups, "{model}");
     }
     Ok(())

@@ -15,7 +15,7 @@ use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::matmul::{add_bias, sum_rows};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
-use finetune::ops::{ColumnViewMut, Transpose, matmul};
+use finetune::ops::{Addend, ColumnViewMut, Transpose, matmul};
 use finetune::recipe::enums::Attention;
 use finetune::runtime::TensorMut;
 use finetune::runtime::copy::copy_into;
@@ -52,7 +52,15 @@ fn linear(dtype: DType, results: &mut Results) {
     ] {
         let dst = TensorMut::new(cast("dst", (150, 190), dtype));
         let (a, b) = (cast("a", a, dtype), cast("b", b, dtype));
-        matmul(ColumnViewMut::all(&dst), ColumnView::all(&a), ColumnView::all(&b), form, 0.7, true).unwrap();
+        matmul(
+            ColumnViewMut::all(&dst),
+            ColumnView::all(&a),
+            ColumnView::all(&b),
+            form,
+            0.7,
+            Addend::Destination,
+        )
+        .unwrap();
         results.insert(name, bits(&dst));
     }
     let dst = TensorMut::new(cast("dst", (150, 190), dtype));
@@ -157,7 +165,14 @@ fn loss_and_update(dtype: DType, results: &mut Results) {
     };
     let (param, grad) = (TensorMut::new(normal("param", 70_000)), normal("grad", 70_000));
     let (first, second) = (zeros(70_000), zeros(70_000));
-    adamw(&[AdamWPiece { param: &param, grad: &grad, moments: [&first, &second], step: options }]).unwrap();
+    adamw(&[AdamWPiece {
+        param: &param,
+        value: None,
+        grad: &grad,
+        moments: [&first, &second],
+        step: options,
+    }])
+    .unwrap();
     results.insert("adamw", bits(&param));
     results.insert("adamw moments", [bits(&first), bits(&second)].concat());
 }

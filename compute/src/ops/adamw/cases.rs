@@ -5,6 +5,7 @@ use candle_core::DType;
 use super::{AdamWPiece, AdamWStep, adamw, reference};
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
+use crate::runtime::TensorMut;
 use crate::runtime::rng::RngStream;
 
 /// Pieces that are updated together: more elements than a task of AdamW, and no whole number of what a thread takes.
@@ -35,6 +36,8 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
 struct Values {
     step: AdamWStep,
     param: OpPair,
+    /// What is computed with, where that is not `param`.
+    value: Option<TensorMut>,
     grad: OpPair,
     moments: [OpPair; 2],
 }
@@ -44,7 +47,16 @@ impl Values {
         let stream = RngStream::new(0).named("second");
         let squares = (0..len as u64).map(|i| stream.uniform(i)).collect();
         let moments = [runner.normal("first", len)?.scaled(0.1)?, runner.twin(DType::F32, squares, len)?];
-        Ok(Values { step, param: runner.normal("param", len)?, grad: runner.normal("grad", len)?, moments })
+        // One of the pieces is updated in its place alone.
+        let value =
+            (len != PIECES[1]).then(|| TensorMut::zeros(len, DType::BF16, runner.device)).transpose()?;
+        Ok(Values {
+            step,
+            param: runner.normal("param", len)?,
+            value,
+            grad: runner.normal("grad", len)?,
+            moments,
+        })
     }
 }
 
@@ -55,21 +67,26 @@ fn update(runner: &CaseRunner<'_>, options: &AdamWStep) -> Result<Vec<TensorPair
     let values = values.collect::<Result<Vec<_>>>()?;
     let pieces: Vec<_> = values
         .iter()
-        .map(|Values { step, param, grad, moments: [first, second] }| AdamWPiece {
+        .map(|Values { step, param, value, grad, moments: [first, second] }| AdamWPiece {
             param: &param.here,
+            value: value.as_ref(),
             grad: &grad.here,
             moments: [&first.here, &second.here],
             step: *step,
         })
         .collect();
     adamw(&pieces)?;
-    for Values { step, param, grad, moments: [first, second] } in &values {
+    for Values { step, param, grad, moments: [first, second], .. } in &values {
         reference(&param.plain, &grad.plain, [&first.plain, &second.plain], step)?;
     }
-    Ok(values
-        .into_iter()
-        .flat_map(|Values { param, moments: [first, second], .. }| {
-            [param.pair(), first.pair(), second.pair()]
-        })
-        .collect())
+    let mut pairs = Vec::new();
+    for Values { param, value, moments: [first, second], .. } in values {
+        if let Some(value) = value {
+            // The rounded parameters to the bit.
+            let rounded = param.here.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
+            pairs.push(TensorPair::new(value.to_dtype(DType::F32)?, rounded));
+        }
+        pairs.extend([param.pair(), first.pair(), second.pair()]);
+    }
+    Ok(pairs)
 }

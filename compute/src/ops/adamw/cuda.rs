@@ -1,6 +1,7 @@
 //! AdamW by the kernel of `kernels/adamw.cu`: all pieces in one launch.
 
 use candle_core::{Device, Tensor};
+use half::bf16;
 
 use super::{AdamWPiece, AdamWStep};
 use crate::error::{Error, Result};
@@ -38,7 +39,7 @@ impl PieceTable {
     /// The pieces that hold something, a block for each `chunk` values of one.
     ///
     /// # Errors
-    /// A tensor is not contiguous f32; the pieces differ in their factor on gradients.
+    /// A tensor is not contiguous f32, a value not bf16; the pieces differ in their factor on gradients.
     pub(in crate::ops) fn upload<M>(
         pieces: &[AdamWPiece<'_, M>],
         chunk: usize,
@@ -48,7 +49,7 @@ impl PieceTable {
         let grad_scale = pieces.first().map_or(1.0, |piece| piece.step.rates().grad_scale);
         let (mut rows, mut first_block, mut rates, mut blocks) = (Vec::new(), vec![0], Vec::new(), 0);
         for piece in pieces.iter().filter(|piece| piece.param.elem_count() > 0) {
-            let AdamWPiece { param, grad, step, .. } = piece;
+            let AdamWPiece { param, value, grad, step, .. } = piece;
             if step.rates().grad_scale != grad_scale {
                 return Err(Error::internal("parts of an update clip their gradients differently"));
             }
@@ -57,8 +58,10 @@ impl PieceTable {
             let (param_at, grad_at) =
                 (InOut::<f32>::all(param)?.arg().value, In::<f32>::all(grad)?.arg().value);
             let (count, group) = (param.elem_count(), (first_block.len() - 1) as u64);
-            // 0: there is no bf16 value beside the master.
-            let row = [param_at, grad_at, mean, square, 0, count as u64, group, mean_scales, square_scales];
+            // 0: there is no bf16 value beside the parameter.
+            let value_at = InOut::<bf16>::optional(value.map(|value| &**value))?.arg().value;
+            let row =
+                [param_at, grad_at, mean, square, value_at, count as u64, group, mean_scales, square_scales];
             rows.extend(row.map(u64::cast_signed));
             rates.extend(group_of(step));
             blocks += count.div_ceil(chunk);

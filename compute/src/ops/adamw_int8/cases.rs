@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use super::{AdamWPiece, Int8State, STATE_BLOCK, adamw_int8};
 use crate::error::Result;
 use crate::ops::adamw::{self, AdamWStep};
-use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
+use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
 use crate::quant;
 use crate::runtime::TensorMut;
 
@@ -26,6 +26,8 @@ fn update(runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
         grad_scale: 0.5,
     };
     let params = PIECES.into_iter().map(|len| runner.normal("param", len)).collect::<Result<Vec<_>>>()?;
+    let values = PIECES.into_iter().map(|len| TensorMut::zeros(len, DType::BF16, runner.device));
+    let values = values.collect::<Result<Vec<_>>>()?;
     let zeros = |len| Int8State::zeros(len, runner.device);
     let moments = PIECES.into_iter().map(|len| Ok([zeros(len)?, zeros(len)?])).collect::<Result<Vec<_>>>()?;
     for name in ["first", "second"] {
@@ -34,10 +36,11 @@ fn update(runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
             let [first, second] = [widened(first, true)?, widened(second, false)?].map(TensorMut::new);
             adamw::reference(&param.plain, &grad.plain, [&first, &second], &step)?;
         }
-        let all = params.iter().zip(&grads).zip(&moments);
+        let all = params.iter().zip(&values).zip(&grads).zip(&moments);
         let pieces: Vec<_> = all
-            .map(|((param, grad), [first, second])| AdamWPiece {
+            .map(|(((param, value), grad), [first, second])| AdamWPiece {
                 param: &param.here,
+                value: Some(value),
                 grad: &grad.here,
                 moments: [first, second],
                 step,
@@ -46,7 +49,13 @@ fn update(runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
         adamw_int8(&pieces)?;
         step.update += 1;
     }
-    Ok(params.into_iter().map(OpPair::pair).collect())
+    let mut pairs = Vec::new();
+    for (param, value) in params.into_iter().zip(values) {
+        // The rounded parameters to the bit.
+        let rounded = param.here.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
+        pairs.extend([TensorPair::new(value.to_dtype(DType::F32)?, rounded), param.pair()]);
+    }
+    Ok(pairs)
 }
 
 fn widened(moment: &Int8State, signed: bool) -> Result<Tensor> {

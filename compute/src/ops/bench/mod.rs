@@ -19,6 +19,7 @@ use self::inputs::BenchInputs;
 use self::timer::MeasuringTime;
 use super::rotary::Heads;
 use crate::error::{ErrorContext, Result};
+use crate::runtime::device::bytes_taken_by;
 
 /// The widths of a model, by their names in config.json.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,6 +81,8 @@ pub struct OpTiming {
     pub work: OpWork,
     /// Seconds of one run, the median.
     pub secs: f64,
+    /// The most bytes that a run takes beside its inputs, its results among them; none on a CPU.
+    pub extra_bytes: Option<u64>,
 }
 
 impl OpTiming {
@@ -186,12 +189,14 @@ impl TimedOp {
     }
 
     fn measure(&self, device: &Device, shapes: &BenchShapes) -> Result<OpTiming> {
-        let measured = || {
+        let measured = || -> Result<_> {
             let repeat = (self.prepare)(&BenchInputs::new(device, shapes.dtype, self.work))?;
-            MeasuringTime::of_secs(shapes.secs).secs_of_a_call(device, repeat)
+            let secs = MeasuringTime::of_secs(shapes.secs).secs_of_a_call(device, &repeat)?;
+            Ok((secs, bytes_taken_by(device, repeat)?))
         };
-        let secs = measured().during(|| format!("cannot measure {} ({})", self.op, self.shape))?;
+        let (secs, extra_bytes) =
+            measured().during(|| format!("cannot measure {} ({})", self.op, self.shape))?;
         let TimedOp { op, dtype, work, .. } = *self;
-        Ok(OpTiming { op, shape: self.shape.clone(), dtype, work, secs })
+        Ok(OpTiming { op, shape: self.shape.clone(), dtype, work, secs, extra_bytes })
     }
 }

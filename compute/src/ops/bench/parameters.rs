@@ -219,7 +219,7 @@ fn update(shapes: &BenchShapes) -> TimedOp {
             inputs.sets(|_| Ok(([values()?, values()?], [inputs.zeros(count)?, inputs.zeros(count)?])))?;
         Ok(Box::new(move || {
             let ([param, grad], [mean, square]) = sets.next()?;
-            adamw(&[AdamWPiece { param, grad, moments: [mean, square], step: STEP }])
+            adamw(&[AdamWPiece { param, value: None, grad, moments: [mean, square], step: STEP }])
         }))
     })
 }
@@ -234,7 +234,7 @@ fn update_int8(shapes: &BenchShapes) -> TimedOp {
         let sets = inputs.sets(|_| Ok(([values()?, values()?], [moment()?, moment()?])))?;
         Ok(Box::new(move || {
             let ([param, grad], [mean, square]) = sets.next()?;
-            adamw_int8(&[AdamWPiece { param, grad, moments: [mean, square], step: STEP }])
+            adamw_int8(&[AdamWPiece { param, value: None, grad, moments: [mean, square], step: STEP }])
         }))
     })
 }

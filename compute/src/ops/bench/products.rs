@@ -10,9 +10,9 @@ use crate::ops::case::CaseRunner;
 use crate::ops::cross_entropy::{
     LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
 };
-use crate::ops::matmul::{ColumnView, ColumnViewMut, Transpose, matmul};
+use crate::ops::matmul::{Addend, ColumnView, ColumnViewMut, Transpose, matmul};
 use crate::ops::matmul_quantized::cases::quantized;
-use crate::ops::matmul_quantized::{Quantized, Weight, matmul_weight};
+use crate::ops::matmul_quantized::{Quantized, Weight, matmul_weight, matmul_weights};
 use crate::quant::QuantFormat;
 use crate::runtime::TensorMut;
 
@@ -21,7 +21,7 @@ const WEIGHTS: f32 = 0.02;
 
 pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
     let mut ops = linear_layers(shapes);
-    ops.push(quantized_linear(shapes));
+    ops.extend([quantized_linear(shapes), quantized_group(shapes)]);
     ops.extend([loss(shapes), scores(shapes), next_token(shapes)]);
     ops
 }
@@ -76,7 +76,7 @@ impl LinearProduct {
         };
         Ok(Box::new(move || {
             let (a, b) = (ColumnView::all(&a), ColumnView::all(&b));
-            matmul(ColumnViewMut::all(&dst), a, b, form, 1.0, is_gradient)
+            matmul(ColumnViewMut::all(&dst), a, b, form, 1.0, Addend::destination_if(is_gradient))
         }))
     }
 }
@@ -111,7 +111,24 @@ fn quantized_linear(shapes: &BenchShapes) -> TimedOp {
         let weight = nf4(inputs, (f, d))?;
         Ok(Box::new(move || {
             let (y, x) = (ColumnViewMut::all(&y), ColumnView::all(&x));
-            matmul_weight(y, x, Weight::Quantized(&weight), Transpose::Nt, false)
+            matmul_weight(y, x, Weight::Quantized(&weight), Transpose::Nt, Addend::Nothing)
+        }))
+    })
+}
+
+/// q, k and v, whose weights are one product on a GPU.
+fn quantized_group(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, heads) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.heads);
+    let out = [heads.q_width(), heads.kv_width(), heads.kv_width()];
+    let all = heads.qkv_width();
+    let what = ("matmul_weights", format!("{n}x{d} to {all}, q, k, v in nf4"), shapes.dtype);
+    TimedOp::multiplying((2 * n * d * all) as u64, what, move |inputs| {
+        let (x, y) = (inputs.normal(1.0, (n, d))?, inputs.normal(1.0, (n, all))?);
+        let weights = out.into_iter().map(|out| nf4(inputs, (out, d))).collect::<Result<Vec<_>>>()?;
+        Ok(Box::new(move || {
+            let weights: Vec<_> = weights.iter().map(Weight::Quantized).collect();
+            let (y, x) = (ColumnViewMut::all(&y), ColumnView::all(&x));
+            matmul_weights(y, x, &weights, Transpose::Nt, Addend::Nothing)
         }))
     })
 }

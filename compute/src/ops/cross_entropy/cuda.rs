@@ -10,7 +10,7 @@ use super::{
 };
 use crate::error::Result;
 use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, kernels, number, read, upload};
-use crate::ops::matmul::empty;
+use crate::ops::matmul::{Addend, empty};
 use crate::runtime::TensorMut;
 
 /// Threads of a block, which takes a row.
@@ -145,10 +145,10 @@ impl Packed {
             vocab: self.vocab,
         };
         let (logits, weight) = (chunk.logits(), ColumnView::all(output.weight));
-        columns_product(logits, ColumnView::all(&chunk.x), weight, Transpose::Nt, 1.0, false)?;
+        columns_product(logits, ColumnView::all(&chunk.x), weight, Transpose::Nt, 1.0, Addend::Nothing)?;
         if let Some((delta, u)) = output.delta.zip(chunk.u.as_ref()) {
             let (u, b) = (ColumnView::all(u), ColumnView::all(delta.b));
-            columns_product(logits, u, b, Transpose::Nt, delta.scale, true)?;
+            columns_product(logits, u, b, Transpose::Nt, delta.scale, Addend::Destination)?;
         }
         Ok(chunk)
     }
@@ -244,10 +244,22 @@ fn backward_in_bf16(
     dweight: Option<&TensorMut>,
 ) -> Result<()> {
     let to_x = ColumnViewMut::all(dx);
-    driver.gemm(&Gemm::of_front_halves(&to_x, &logits, &ColumnView::all(weight), Transpose::Nn, false)?)?;
+    driver.gemm(&Gemm::of_front_halves(
+        &to_x,
+        &logits,
+        &ColumnView::all(weight),
+        Transpose::Nn,
+        Addend::Nothing,
+    )?)?;
     let Some(dweight) = dweight else { return Ok(()) };
     let to_weight = ColumnViewMut::all(dweight);
-    driver.gemm(&Gemm::of_front_halves(&to_weight, &logits, &ColumnView::all(x), Transpose::Tn, true)?)
+    driver.gemm(&Gemm::of_front_halves(
+        &to_weight,
+        &logits,
+        &ColumnView::all(x),
+        Transpose::Tn,
+        Addend::Destination,
+    )?)
 }
 
 /// What flows back from `d`, f32: to x, the weight, single rows of it, and the adapter's `u` and B.
@@ -263,20 +275,34 @@ fn backward(
         (dtype != DType::F32).then(|| -> Result<_> { Ok(d.narrow()?.contiguous()?.to_dtype(dtype)?) });
     let rounded = rounded.transpose()?;
     let low = rounded.as_ref().map_or(d, ColumnView::all);
-    columns_product(ColumnViewMut::all(dx), low, weight, Transpose::Nn, 1.0, false)?;
+    columns_product(ColumnViewMut::all(dx), low, weight, Transpose::Nn, 1.0, Addend::Nothing)?;
     if let Some(dweight) = grads.weight {
-        columns_product(ColumnViewMut::all(dweight), low, x, Transpose::Tn, 1.0, true)?;
+        columns_product(ColumnViewMut::all(dweight), low, x, Transpose::Tn, 1.0, Addend::Destination)?;
     }
     if let Some((ids, drows)) = grads.rows {
         let ids = upload(ids, ids.len(), drows.device())?;
         let picked = d.narrow()?.contiguous()?.index_select(&ids, 1)?;
-        columns_product(ColumnViewMut::all(drows), ColumnView::all(&picked), x, Transpose::Tn, 1.0, true)?;
+        columns_product(
+            ColumnViewMut::all(drows),
+            ColumnView::all(&picked),
+            x,
+            Transpose::Tn,
+            1.0,
+            Addend::Destination,
+        )?;
     }
     let Some((delta, (u, du))) = output.delta.zip(delta) else { return Ok(()) };
     let b = ColumnView::all(delta.b);
-    columns_product(ColumnViewMut::all(du), d, b, Transpose::Nn, delta.scale, false)?;
+    columns_product(ColumnViewMut::all(du), d, b, Transpose::Nn, delta.scale, Addend::Nothing)?;
     let Some(db) = grads.b else { return Ok(()) };
-    columns_product(ColumnViewMut::all(db), d, ColumnView::all(u), Transpose::Tn, delta.scale, true)
+    columns_product(
+        ColumnViewMut::all(db),
+        d,
+        ColumnView::all(u),
+        Transpose::Tn,
+        delta.scale,
+        Addend::Destination,
+    )
 }
 
 pub(super) fn score_targets(

@@ -6,7 +6,7 @@ use half::bf16;
 use super::{ColumnView, ColumnViewMut, Weight};
 use crate::error::Result;
 use crate::ops::gpu::{Driver, In, InOut, LaunchShape, Out, is_float, kernels, number};
-use crate::ops::matmul::{Transpose, cuda as matmul_cuda, empty, matmul};
+use crate::ops::matmul::{Addend, Transpose, cuda as matmul_cuda, empty, matmul};
 use crate::ops::matmul_quantized::cuda::dequantize;
 use crate::runtime::TensorMut;
 
@@ -38,11 +38,11 @@ pub(super) fn weight_norm(
 ) -> Result<Tensor> {
     let (out, width) = weight.dims()?;
     let sum = match weight {
-        Weight::Quantized(weight) => TensorMut::new(dequantize(driver, weight, DType::F32)?),
+        Weight::Quantized(weight) => TensorMut::new(dequantize(driver, &[weight], DType::F32)?),
         Weight::Dense(weight) => widened(driver, weight)?,
     };
     let (b, a) = (ColumnView::all(b), ColumnView::all(a));
-    matmul(ColumnViewMut::all(&sum), b, a, Transpose::Nn, scale, true)?;
+    matmul(ColumnViewMut::all(&sum), b, a, Transpose::Nn, scale, Addend::Destination)?;
     let norms = TensorMut::zeros(out, DType::F32, sum.device())?;
     let shape = LaunchShape::line(out, THREADS);
     let (rows, to) = (In::<f32>::all(&sum)?, Out::<f32>::all(&norms)?);

@@ -30,15 +30,16 @@ unsafe impl Send for Cublas {}
 #[derive(PartialEq, Eq, Hash)]
 struct GemmPlanKey {
     size: (usize, usize, usize),
-    leading: [usize; 3],
+    leading: [usize; 4],
     transposed: [bool; 2],
     elements: [GemmElement; 2],
-    alignments: [u32; 3],
+    alignments: [u32; 4],
 }
 
 struct GemmPlan {
     operation: sys::cublasLtMatmulDesc_t,
-    layouts: [sys::cublasLtMatrixLayout_t; 3],
+    /// Of A, B, C and D.
+    layouts: [sys::cublasLtMatrixLayout_t; 4],
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
@@ -69,7 +70,7 @@ fn cuda_type(element: GemmElement) -> sys::cudaDataType {
 
 impl GemmPlanKey {
     fn of(gemm: &Gemm) -> Self {
-        let matrices = [gemm.a, gemm.b, gemm.d];
+        let matrices = [gemm.a, gemm.b, gemm.c, gemm.d];
         GemmPlanKey {
             size: gemm.size(),
             leading: matrices.map(|matrix| matrix.leading),
@@ -90,15 +91,15 @@ impl GemmPlan {
             let (rows, cols) = (matrix.rows as u64, matrix.cols as u64);
             result::create_matrix_layout(cuda_type(element), rows, cols, matrix.leading as i64)
         };
-        let elements = [gemm.operands, gemm.operands, gemm.result];
+        let elements = [gemm.operands, gemm.operands, gemm.result, gemm.result];
         // Sums of f32 in full precision: TF32 would round the operands to ten bits.
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let mut plan = GemmPlan {
             operation: result::create_matmul_desc(compute, sys::cudaDataType_t::CUDA_R_32F)?,
-            layouts: [std::ptr::null_mut(); 3],
+            layouts: [std::ptr::null_mut(); 4],
             algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
         };
-        for (place, (matrix, element)) in [gemm.a, gemm.b, gemm.d].iter().zip(elements).enumerate() {
+        for (place, (matrix, element)) in [gemm.a, gemm.b, gemm.c, gemm.d].iter().zip(elements).enumerate() {
             plan.layouts[place] = layout(matrix, element)?;
         }
         use sys::cublasLtMatmulDescAttributes_t::{CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB};
@@ -138,7 +139,7 @@ fn choose(
     // Sums of parts of a product only in f32 and beside the result: in place they would depend on what is there.
     let reductions = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
     let number = |value: &u32| (&raw const *value).cast::<c_void>();
-    let [a, b, d] = key.alignments;
+    let [a, b, c, d] = key.alignments;
     let chosen = set(
         Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
         (&raw const workspace).cast(),
@@ -147,12 +148,12 @@ fn choose(
     .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, number(&reductions), 4))
     .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, number(&a), 4))
     .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, number(&b), 4))
-    .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, number(&d), 4))
+    .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, number(&c), 4))
     .and_then(|()| set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, number(&d), 4))
     .and_then(|()| {
-        let [a, b, d] = plan.layouts;
+        let [a, b, c, d] = plan.layouts;
         // SAFETY: all were made by `GemmPlan::new` and live.
-        unsafe { result::get_matmul_algo_heuristic(handle, plan.operation, a, b, d, d, preference) }
+        unsafe { result::get_matmul_algo_heuristic(handle, plan.operation, a, b, c, d, preference) }
     });
     // SAFETY: made above and not used any more.
     let _ = unsafe { result::destroy_matmul_pref(preference) };
@@ -190,7 +191,7 @@ impl Cublas {
             self.plans.insert(GemmPlanKey::of(gemm), plan);
         }
         let plan = &self.plans[&key];
-        let [a, b, d] = plan.layouts;
+        let [a, b, c, d] = plan.layouts;
         let (workspace, _) = self.workspace.device_ptr(stream);
         // SAFETY: `Gemm` was made of tensors that live until the work before them on this stream is done; the layouts
         // are theirs; all work with the workspace is on this stream.
@@ -204,8 +205,8 @@ impl Cublas {
                 a,
                 gemm.b.arg.value as *const c_void,
                 b,
-                gemm.d.arg.value as *const c_void,
-                d,
+                gemm.c.arg.value as *const c_void,
+                c,
                 gemm.d.arg.value as *mut c_void,
                 d,
                 &raw const plan.algorithm,

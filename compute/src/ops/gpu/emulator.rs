@@ -202,8 +202,10 @@ impl Driver for Emulator {
     }
 
     fn gemm(&self, gemm: &Gemm) -> Result<()> {
-        for (matrix, element) in [(gemm.a, gemm.operands), (gemm.b, gemm.operands), (gemm.d, gemm.result)] {
-            check_inside(&matrix, element)?;
+        let inputs = [(&gemm.a, gemm.operands), (&gemm.b, gemm.operands)];
+        let results = [(&gemm.c, gemm.result), (&gemm.d, gemm.result)];
+        for (matrix, element) in inputs.into_iter().chain(results) {
+            check_inside(matrix, element)?;
         }
         let (m, n, k) = gemm.size();
         // Element `at` of a column and the distance from one element of a sum to the next.
@@ -220,9 +222,10 @@ impl Driver for Emulator {
                 };
                 let product = gemm.alpha * (0..k).map(term).sum::<f32>();
                 let at = row + col * gemm.d.leading;
-                // What is there is not read when it counts nothing: it may be NaN.
-                let before = if gemm.beta == 0.0 { 0.0 } else { gemm.beta * read(&gemm.d, gemm.result, at) };
-                write(&gemm.d, gemm.result, at, product + before);
+                // C is not read when it counts nothing: it may be NaN.
+                let c = |at| gemm.beta * read(&gemm.c, gemm.result, at);
+                let added = if gemm.beta == 0.0 { 0.0 } else { c(row + col * gemm.c.leading) };
+                write(&gemm.d, gemm.result, at, product + added);
             }
         }
         Ok(())

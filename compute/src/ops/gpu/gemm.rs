@@ -8,7 +8,7 @@ use half::bf16;
 
 use super::{Arg, In};
 use crate::error::{Error, Result};
-use crate::ops::matmul::{ColumnView, ColumnViewMut, Transpose};
+use crate::ops::matmul::{Addend, ColumnView, ColumnViewMut, Transpose};
 
 /// The type of a matrix's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -62,7 +62,7 @@ impl DeviceMatrix {
     }
 }
 
-/// `d = alpha · op(a) · op(b) + beta · d`, column by column as cublasLtMatmul takes it; sums in f32.
+/// `d = alpha · op(a) · op(b) + beta · c`, column by column as cublasLtMatmul takes it; sums in f32.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Gemm {
     /// The first operand, as it lies in memory.
@@ -73,18 +73,20 @@ pub(crate) struct Gemm {
     pub(crate) transposed: [bool; 2],
     /// The type of both operands.
     pub(crate) operands: GemmElement,
-    /// What is added to, or overwritten.
+    /// What is added: `d` itself where there is no other.
+    pub(crate) c: DeviceMatrix,
+    /// What is written.
     pub(crate) d: DeviceMatrix,
-    /// The type of the result.
+    /// The type of `c` and `d`.
     pub(crate) result: GemmElement,
     /// The factor of the product.
     pub(crate) alpha: f32,
-    /// 1 to add to what is there, 0 to overwrite it.
+    /// 1 to add `c`, 0 not to read it.
     pub(crate) beta: f32,
 }
 
 impl Gemm {
-    /// `dst = [dst +] alpha · form(a, b)`; none where the types go together in no product: operands of one type, and a
+    /// `dst = [addend +] alpha · form(a, b)`; none where the types go together in no product: operands of one type, and a
     /// result of f32 or of the operands' type.
     ///
     /// # Errors
@@ -95,7 +97,7 @@ impl Gemm {
         b: &ColumnView<'_>,
         form: Transpose,
         alpha: f32,
-        accumulate: bool,
+        addend: Addend<'_>,
     ) -> Result<Option<Self>> {
         let elements = [GemmElement::of(a.tensor), GemmElement::of(b.tensor), GemmElement::of(dst.tensor)];
         let [Some(operands), Some(other), Some(result)] = elements else { return Ok(None) };
@@ -104,10 +106,10 @@ impl Gemm {
         }
         let inputs = [DeviceMatrix::of(b, operands)?, DeviceMatrix::of(a, operands)?];
         let d = (DeviceMatrix::of(&dst.as_view(), result)?, result);
-        Self::of(inputs, operands, d, form, alpha, accumulate).map(Some)
+        Self::of(inputs, operands, d, form, alpha, addend).map(Some)
     }
 
-    /// `dst = [dst +] form(a, b)`, where `a` is bf16 values in the front half of each row of f32 memory, and `b` is bf16.
+    /// `dst = [addend +] form(a, b)`, where `a` is bf16 values in the front half of each row of f32 memory, and `b` is bf16.
     ///
     /// # Errors
     /// As [`Gemm::new`]; `b` is not bf16, the result neither bf16 nor f32.
@@ -116,7 +118,7 @@ impl Gemm {
         a: &ColumnView<'_>,
         b: &ColumnView<'_>,
         form: Transpose,
-        accumulate: bool,
+        addend: Addend<'_>,
     ) -> Result<Self> {
         let result =
             GemmElement::of(dst.tensor).ok_or_else(|| Error::internal("a product of another type"))?;
@@ -124,7 +126,7 @@ impl Gemm {
         (halves.arg.row_bytes, halves.leading) = (halves.arg.row_bytes / 2, 2 * halves.leading);
         let operands = [DeviceMatrix::of(b, GemmElement::Bf16)?, halves];
         let d = (DeviceMatrix::of(&dst.as_view(), result)?, result);
-        Self::of(operands, GemmElement::Bf16, d, form, 1.0, accumulate)
+        Self::of(operands, GemmElement::Bf16, d, form, 1.0, addend)
     }
 
     fn of(
@@ -133,15 +135,19 @@ impl Gemm {
         (d, result): (DeviceMatrix, GemmElement),
         form: Transpose,
         alpha: f32,
-        accumulate: bool,
+        addend: Addend<'_>,
     ) -> Result<Self> {
         let transposed = match form {
             Transpose::Nt => [true, false],
             Transpose::Nn => [false, false],
             Transpose::Tn => [false, true],
         };
-        let beta = if accumulate { 1.0 } else { 0.0 };
-        let gemm = Gemm { a, b, transposed, operands, d, result, alpha, beta };
+        let (c, beta) = match addend {
+            Addend::Nothing => (d, 0.0),
+            Addend::Destination => (d, 1.0),
+            Addend::Matrix(matrix) => (DeviceMatrix::of(&ColumnView::all(matrix), result)?, 1.0),
+        };
+        let gemm = Gemm { a, b, transposed, operands, c, d, result, alpha, beta };
         gemm.check()?;
         Ok(gemm)
     }
@@ -158,10 +164,11 @@ impl Gemm {
             if transposed { (matrix.cols, matrix.rows) } else { (matrix.rows, matrix.cols) }
         };
         let [a, b] = [shape(&self.a, self.transposed[0]), shape(&self.b, self.transposed[1])];
-        if a == (m, k) && b == (k, n) {
+        if a == (m, k) && b == (k, n) && shape(&self.c, false) == (m, n) {
             return Ok(());
         }
-        let found = format!("column by column, {a:?} times {b:?} gives no {:?}", (m, n));
+        let c = shape(&self.c, false);
+        let found = format!("column by column, {a:?} times {b:?} plus {c:?} gives no {:?}", (m, n));
         Err(Error::internal("the shapes of a product do not fit").because(found))
     }
 }

@@ -1,9 +1,9 @@
 //! Cases of the matrix products and of what stands around them in a linear layer.
 
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 
 use super::{
-    ColumnView, ColumnViewMut, Transpose, add_bias, add_bias_reference, matmul, reference, sum_rows,
+    Addend, ColumnView, ColumnViewMut, Transpose, add_bias, add_bias_reference, matmul, reference, sum_rows,
     sum_rows_reference,
 };
 use crate::error::Result;
@@ -23,6 +23,14 @@ enum OperandDtype {
     F32,
 }
 
+/// What the product is added to.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Added {
+    Nothing,
+    Destination,
+    Matrix,
+}
+
 /// One product; `margin` columns stand left and right of every range.
 #[derive(Debug, Clone, Copy)]
 struct MatmulCase {
@@ -32,7 +40,7 @@ struct MatmulCase {
     k: usize,
     margin: usize,
     alpha: f64,
-    accumulate: bool,
+    added: Added,
     /// dst, a and b.
     operands: [OperandDtype; 3],
 }
@@ -58,14 +66,17 @@ fn products() -> Vec<OpCase> {
             k: 29,
             margin: 0,
             alpha: 1.0,
-            accumulate: false,
+            added: Added::Nothing,
             operands: [OperandDtype::Run; 3],
         };
         cases.push(plain.case(Tolerance::FORWARD));
         cases.push(MatmulCase { m: 1, n: 1, k: 1, ..plain }.case(Tolerance::FORWARD));
         cases.push(MatmulCase { margin: 5, ..plain }.case(Tolerance::FORWARD));
-        let added = MatmulCase { margin: 5, alpha: -0.5, accumulate: true, ..plain };
+        let added = MatmulCase { margin: 5, alpha: -0.5, added: Added::Destination, ..plain };
         cases.push(added.case(Tolerance::BACKWARD));
+        let onto_matrix = MatmulCase { added: Added::Matrix, ..added };
+        cases.push(onto_matrix.case(Tolerance::BACKWARD));
+        cases.push(MatmulCase { margin: 0, ..onto_matrix }.case(Tolerance::BACKWARD));
         for operands in MIXTURES {
             cases.push(MatmulCase { operands, ..added }.case(Tolerance::BACKWARD.only_bf16()));
         }
@@ -78,11 +89,21 @@ fn products() -> Vec<OpCase> {
         k: 2100,
         margin: 0,
         alpha: 1.0,
-        accumulate: false,
+        added: Added::Nothing,
         operands: [OperandDtype::Run; 3],
     };
     cases.push(wide.case(Tolerance::FORWARD));
     cases
+}
+
+impl Added {
+    fn addend(self, matrix: &Tensor) -> Addend<'_> {
+        match self {
+            Added::Nothing => Addend::Nothing,
+            Added::Destination => Addend::Destination,
+            Added::Matrix => Addend::Matrix(matrix),
+        }
+    }
 }
 
 impl MatmulCase {
@@ -98,9 +119,11 @@ impl MatmulCase {
         if self.alpha != 1.0 {
             text += &format!(", alpha {}", self.alpha);
         }
-        if self.accumulate {
-            text += ", accumulated";
-        }
+        text += match self.added {
+            Added::Nothing => "",
+            Added::Destination => ", accumulated",
+            Added::Matrix => ", onto a matrix",
+        };
         if self.operands.contains(&OperandDtype::F32) {
             let names = ["dst", "a", "b"].into_iter().zip(self.operands);
             let kept: Vec<&str> =
@@ -111,7 +134,7 @@ impl MatmulCase {
     }
 
     fn compare(self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
-        let MatmulCase { form, m, n, k, margin, alpha, accumulate, operands } = self;
+        let MatmulCase { form, m, n, k, margin, alpha, added, operands } = self;
         let (a_dims, b_dims) = match form {
             Transpose::Nt => ((m, k), (n, k)),
             Transpose::Nn => ((m, k), (k, n)),
@@ -123,12 +146,13 @@ impl MatmulCase {
         };
         let dst = make("dst", (m, n), operands[0])?;
         let (a, b) = (make("a", a_dims, operands[1])?, make("b", b_dims, operands[2])?);
+        let onto = runner.normal_as(dst.here.dtype(), "onto", (m, n))?;
         let range = |tensor, len| ColumnView { tensor, start: margin, len };
         let dst_of = |tensor| ColumnViewMut { tensor, start: margin, len: n };
         let here = [range(&a.here, a_dims.1), range(&b.here, b_dims.1)];
-        matmul(dst_of(&dst.here), here[0], here[1], form, alpha, accumulate)?;
+        matmul(dst_of(&dst.here), here[0], here[1], form, alpha, added.addend(&onto.here))?;
         let plain = [range(&a.plain, a_dims.1), range(&b.plain, b_dims.1)];
-        reference(dst_of(&dst.plain), plain[0], plain[1], form, alpha, accumulate)?;
+        reference(dst_of(&dst.plain), plain[0], plain[1], form, alpha, added.addend(&onto.plain))?;
         Ok(vec![dst.pair()])
     }
 }

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
-use super::{ColumnView, ColumnViewMut, Transpose, empty, reference};
+use super::{Addend, ColumnView, ColumnViewMut, Transpose, empty, reference};
 use crate::error::Result;
 use crate::ops::gpu::{Driver, Gemm, In, InOut, LaunchShape, Out, is_float, kernels, number};
 use crate::runtime::TensorMut;
@@ -27,14 +27,14 @@ pub(super) fn matmul(
     b: ColumnView<'_>,
     form: Transpose,
     alpha: f64,
-    accumulate: bool,
+    addend: Addend<'_>,
 ) -> Result<()> {
-    match Gemm::new(&dst, &a, &b, form, alpha as f32, accumulate)? {
+    match Gemm::new(&dst, &a, &b, form, alpha as f32, addend)? {
         Some(gemm) if gemm.size().2 > 0 => {
             let (m, n, _) = gemm.size();
             if m == 0 || n == 0 { Ok(()) } else { driver.gemm(&gemm) }
         }
-        _ => reference(dst, a, b, form, alpha, accumulate),
+        _ => reference(dst, a, b, form, alpha, addend),
     }
 }
 

@@ -2,10 +2,10 @@
 
 use candle_core::{Device, Tensor};
 
-use super::{Quantized, QuantizedRun, Weight, matmul_weight, quantized_reference};
+use super::{Quantized, QuantizedRun, Weight, matmul_weight, matmul_weights, quantized_reference};
 use crate::error::Result;
-use crate::ops::case::{CaseRunner, OpCase, Tolerance};
-use crate::ops::matmul::{ColumnView, ColumnViewMut, Transpose};
+use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
+use crate::ops::matmul::{self, Addend, ColumnView, ColumnViewMut, Transpose};
 use crate::quant::{self, CodeKind, QuantFormat, RunMeaning};
 use crate::runtime::rng::RngStream;
 
@@ -73,18 +73,69 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
                     let (a, dst) = (runner.normal("a", (7, k + 3))?, runner.normal("dst", (7, n + 5))?);
                     let a_of = |tensor| ColumnView { tensor, start: 2, len: k };
                     let dst_of = |tensor| ColumnViewMut { tensor, start: 4, len: n };
-                    matmul_weight(
-                        dst_of(&dst.here),
-                        a_of(&a.here),
-                        Weight::Quantized(&here),
-                        form,
-                        accumulate,
-                    )?;
-                    quantized_reference(dst_of(&dst.plain), a_of(&a.plain), &plain, form, accumulate)?;
+                    let addend = Addend::destination_if(accumulate);
+                    let here = Weight::Quantized(&here);
+                    matmul_weight(dst_of(&dst.here), a_of(&a.here), here, form, addend)?;
+                    quantized_reference(dst_of(&dst.plain), a_of(&a.plain), &plain, form, addend)?;
                     Ok(vec![dst.pair()])
                 }));
             }
         }
     }
+    cases.extend(side_by_side());
     cases
+}
+
+/// Weights one under the other: all quantized, and one of them dense.
+fn side_by_side() -> Vec<OpCase> {
+    let mut cases = Vec::new();
+    let dense = [("quantized", false), ("one dense", true)];
+    for (form, (what, has_dense)) in
+        [Transpose::Nt, Transpose::Nn].into_iter().flat_map(|form| dense.map(|dense| (form, dense)))
+    {
+        let name = format!("{form:?} {what}");
+        cases.push(OpCase::new("matmul_weights", name, Tolerance::BACKWARD, move |runner| {
+            side_by_side_case(runner, form, has_dense)
+        }));
+    }
+    cases
+}
+
+/// `(29 + 48) x 72`, added to a matrix.
+fn side_by_side_case(runner: &CaseRunner<'_>, form: Transpose, has_dense: bool) -> Result<Vec<TensorPair>> {
+    let [first, first_plain] = quantized(runner, FORMATS[0], (29, 72))?;
+    let [second, second_plain] = quantized(runner, FORMATS[4], (48, 72))?;
+    let dense = runner.normal("dense", (48, 72))?;
+    let (k, n) = if form == Transpose::Nt { (72, 77) } else { (77, 72) };
+    let (a, dst, onto) =
+        (runner.normal("a", (7, k + 3))?, runner.normal("dst", (7, n))?, runner.normal("onto", (7, n))?);
+    let a_of = |tensor, start, len| ColumnView { tensor, start, len };
+    let weights = [
+        Weight::Quantized(&first),
+        if has_dense { Weight::Dense(&dense.here) } else { Weight::Quantized(&second) },
+    ];
+    let added = Addend::Matrix(&onto.here);
+    matmul_weights(ColumnViewMut::all(&dst.here), a_of(&a.here, 2, k), &weights, form, added)?;
+    let mut addend = Addend::Matrix(&onto.plain);
+    if form == Transpose::Nt {
+        dst.plain.slice_set(&onto.plain, 0, 0)?;
+        addend = Addend::Destination;
+    }
+    let widths = [(0, 29), (29, 48)];
+    for (place, (start, len)) in widths.into_iter().enumerate() {
+        let (dst, a) = if form == Transpose::Nt {
+            (ColumnViewMut { tensor: &dst.plain, start, len }, a_of(&a.plain, 2, k))
+        } else {
+            (ColumnViewMut::all(&dst.plain), a_of(&a.plain, 2 + start, len))
+        };
+        match place {
+            0 => quantized_reference(dst, a, &first_plain, form, addend)?,
+            _ if has_dense => {
+                let dense = ColumnView::all(&dense.plain);
+                matmul::reference(dst, a, dense, form, 1.0, Addend::Destination)?;
+            }
+            _ => quantized_reference(dst, a, &second_plain, form, Addend::Destination)?,
+        }
+    }
+    Ok(vec![dst.pair()])
 }

@@ -4,7 +4,7 @@ use candle_core::{DType, Tensor};
 use half::bf16;
 
 use super::Quantized;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ops::gpu::{Driver, In, LaunchShape, Out, constant, is_float, kernels};
 use crate::ops::matmul::empty;
 use crate::quant::{CodeKind, RunMeaning, dynamic_signed};
@@ -14,11 +14,20 @@ pub(super) fn is_supported(dtype: DType) -> bool {
     is_float(dtype)
 }
 
-/// The whole matrix, `[out, in]` in `dtype`; the bits of the CPU's values, rounded once.
-pub(in crate::ops) fn dequantize(driver: &dyn Driver, weight: &Quantized, dtype: DType) -> Result<Tensor> {
-    let (rows, cols) = weight.shape;
-    let panel = empty(rows, cols, dtype, weight.run(RunMeaning::Codes)?.device())?;
-    dequantize_from(driver, weight, 0, &panel)?;
+/// Whole matrices of one width, one under the other, `[Σ out, in]` in `dtype`; the bits of the CPU's values, rounded once.
+pub(in crate::ops) fn dequantize(
+    driver: &dyn Driver,
+    weights: &[&Quantized],
+    dtype: DType,
+) -> Result<Tensor> {
+    let Some(first) = weights.first() else { return Err(Error::internal("a panel of no matrix")) };
+    let rows = weights.iter().map(|weight| weight.shape.0).sum();
+    let panel = empty(rows, first.shape.1, dtype, first.run(RunMeaning::Codes)?.device())?;
+    let mut start = 0;
+    for weight in weights {
+        dequantize_from(driver, weight, 0, &*panel.narrow(0, start, weight.shape.0)?)?;
+        start += weight.shape.0;
+    }
     Ok(panel.into_tensor())
 }
 

@@ -13,7 +13,7 @@ use crate::ops::embedding;
 use crate::ops::glu;
 use crate::ops::glu::Activation;
 use crate::ops::matmul;
-use crate::ops::matmul::{ColumnViewMut, Transpose};
+use crate::ops::matmul::{Addend, ColumnViewMut, Transpose};
 use crate::ops::rms_norm::{self, NormKind};
 use crate::ops::rotary::{self, RotaryTable};
 use crate::recipe::enums::Attention;
@@ -81,10 +81,11 @@ fn products() -> Result<()> {
                 ColumnView::all(&b.here),
                 Transpose::Nt,
                 0.5,
-                true,
+                Addend::Destination,
             )?;
             let (a, b) = (ColumnView::all(&a.plain), ColumnView::all(&b.plain));
-            matmul::reference(plain, a, b, Transpose::Nt, alpha, accumulate)?;
+            let addend = Addend::destination_if(accumulate);
+            matmul::reference(plain, a, b, Transpose::Nt, alpha, addend)?;
             Ok(vec![dst.pair()])
         }
     };
@@ -244,7 +245,13 @@ fn optimizer_options() -> Result<()> {
         let (param, grad) = (runner.normal("param", 50)?, runner.normal("grad", 50)?);
         let (first, second) = (runner.normal("first", 50)?, runner.twin(DType::F32, vec![0.25; 50], 50)?);
         let moments = [&first.here, &second.here];
-        adamw::adamw(&[AdamWPiece { param: &param.here, grad: &grad.here, moments, step: options }])?;
+        adamw::adamw(&[AdamWPiece {
+            param: &param.here,
+            value: None,
+            grad: &grad.here,
+            moments,
+            step: options,
+        }])?;
         adamw::reference(&param.plain, &grad.plain, [&first.plain, &second.plain], &other)?;
         let error = param.pair().error()?;
         assert!(error > 4e-6, "{what}: error {error:e} is tolerated");

@@ -14,7 +14,7 @@ use crate::ops::embedding;
 use crate::ops::glu;
 use crate::ops::glu::Activation;
 use crate::ops::matmul;
-use crate::ops::matmul::{ColumnViewMut, Transpose};
+use crate::ops::matmul::{Addend, ColumnViewMut, Transpose};
 use crate::ops::matmul_quantized::Weight;
 use crate::ops::rms_norm::{self, NormKind};
 use crate::ops::rotary::{self, QkNorm, RotaryTable};
@@ -84,7 +84,7 @@ fn linear_layer() -> Result<()> {
             ColumnView::all(&w),
             Transpose::Nt,
             1.0,
-            false,
+            Addend::Nothing,
         )?;
         matmul::add_bias_reference(ColumnViewMut::all(&out), &b)?;
         close("y", &out, &y)?;
@@ -95,10 +95,11 @@ fn linear_layer() -> Result<()> {
             ColumnView::all(&w),
             Transpose::Nn,
             1.0,
-            false,
+            Addend::Nothing,
         )?;
         close("dx", &dx, &want_dx)?;
-        matmul(ColumnViewMut::all(&dw), ColumnView::all(&dy), ColumnView::all(&x), Transpose::Tn, 1.0, true)?;
+        let [dy, x] = [&dy, &x].map(ColumnView::all);
+        matmul(ColumnViewMut::all(&dw), dy, x, Transpose::Tn, 1.0, Addend::Destination)?;
         close("dw", &dw, &want_dw)?;
     }
     let db = zeros(5)?;
