@@ -323,6 +323,7 @@ fn how<'a>(
         },
         sharded_over: kind.shard_size(ranks),
         accumulates: recipe.train.gradient_accumulation_steps > 1,
+        overlaps_reductions: ranks > 1 && !engine.device.is_cpu(),
         offload: &engine.offload,
         on_host: on_host(engine),
     }
