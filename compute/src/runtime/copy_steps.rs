@@ -107,53 +107,30 @@ mod tests {
             self.under_way.drain(..last).collect()
         }
 
-        fn to_gpu(&mut self, host: &[u8], gpu: &mut Vec<u8>, first: usize) {
-            for (action, piece) in steps_to_gpu(host.len(), BUFFER, first) {
-                let (range, at) = (piece.range.clone(), piece.buffer);
+        /// Takes the steps; both copies are between a buffer and the range of a piece. What is left under way is its
+        /// pieces.
+        fn go(
+            &mut self,
+            steps: Vec<CopyStep>,
+            mut on_host: impl FnMut(&mut [u8], Range<usize>),
+            mut on_gpu: impl FnMut(&mut [u8], Range<usize>),
+        ) {
+            for (action, piece) in steps {
                 let due = match action {
-                    CopyAction::Wait => self.due(Some(at)),
+                    CopyAction::Wait => self.due(Some(piece.buffer)),
                     CopyAction::CopyOnHost => {
-                        self.buffers[at][..range.len()].copy_from_slice(&host[range]);
+                        on_host(&mut self.buffers[piece.buffer][..piece.range.len()], piece.range);
                         Vec::new()
                     }
                     CopyAction::StartOnGpu => {
                         self.under_way.push(piece);
-                        let now = if self.late { Some(BUFFERS) } else { None };
-                        self.due(now)
-                    }
-                };
-                self.copy_to_gpu(due, gpu);
-            }
-            let rest = self.due(None);
-            self.copy_to_gpu(rest, gpu);
-        }
-
-        fn copy_to_gpu(&self, due: Vec<Piece>, gpu: &mut [u8]) {
-            for Piece { range, buffer } in due {
-                gpu[range.clone()].copy_from_slice(&self.buffers[buffer][..range.len()]);
-            }
-        }
-
-        fn to_host(&mut self, gpu: &[u8], host: &mut [u8], first: usize) {
-            for (action, piece) in steps_to_host(gpu.len(), BUFFER, first) {
-                let (range, at) = (piece.range.clone(), piece.buffer);
-                let due = match action {
-                    CopyAction::Wait => self.due(Some(at)),
-                    CopyAction::CopyOnHost => {
-                        host[range.clone()].copy_from_slice(&self.buffers[at][..range.len()]);
-                        Vec::new()
-                    }
-                    CopyAction::StartOnGpu => {
-                        self.under_way.push(piece);
-                        let now = if self.late { Some(BUFFERS) } else { None };
-                        self.due(now)
+                        if self.late { Vec::new() } else { self.due(None) }
                     }
                 };
                 for Piece { range, buffer } in due {
-                    self.buffers[buffer][..range.len()].copy_from_slice(&gpu[range]);
+                    on_gpu(&mut self.buffers[buffer][..range.len()], range);
                 }
             }
-            assert!(self.under_way.is_empty(), "what was copied may be freed");
         }
     }
 
@@ -166,10 +143,21 @@ mod tests {
                 let from: Vec<u8> = (0..bytes).map(|i| (i * 7 + i / 251) as u8 | 1).collect();
                 let mut lane = Lane::new(late);
                 let mut to = vec![0; bytes];
-                lane.to_gpu(&from, &mut to, first);
+                let fill = |buffer: &mut [u8], range| buffer.copy_from_slice(&from[range]);
+                lane.go(steps_to_gpu(bytes, BUFFER, first), fill, |buffer, range| {
+                    to[range].copy_from_slice(buffer)
+                });
+                for Piece { range, buffer } in lane.due(None) {
+                    to[range.clone()].copy_from_slice(&lane.buffers[buffer][..range.len()]);
+                }
                 assert!(to == from, "{bytes} bytes to the GPU, {late}");
                 to.fill(0);
-                lane.to_host(&from, &mut to, first);
+                lane.go(
+                    steps_to_host(bytes, BUFFER, first),
+                    |buffer, range| to[range].copy_from_slice(buffer),
+                    fill,
+                );
+                assert!(lane.under_way.is_empty(), "what was copied may be freed");
                 assert!(to == from, "{bytes} bytes to the host, {late}");
             }
         }

@@ -125,17 +125,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The copies of `device`, made when they are first asked for; none inside where there is no page-locked memory.
-fn lane_of(device: &CudaDevice) -> &'static Mutex<Option<CopyLane>> {
+/// The copies of a GPU, for as long as the process lives; none where there is no page-locked memory.
+type Lane = &'static Mutex<Option<CopyLane>>;
+
+/// The copies of `device`, made when they are first asked for.
+fn lane_of(device: &CudaDevice) -> Lane {
     /// By the address of candle's stream, which they keep for as long as the process lives.
-    static LANES: Mutex<Vec<(usize, &'static Mutex<Option<CopyLane>>)>> = Mutex::new(Vec::new());
+    static LANES: Mutex<Vec<(usize, Lane)>> = Mutex::new(Vec::new());
     let stream = device.cuda_stream();
     let key = stream.cu_stream().addr();
     let mut lanes = lock(&LANES);
     if let Some((_, lane)) = lanes.iter().find(|(known, _)| *known == key) {
         return lane;
     }
-    let lane: &'static Mutex<Option<CopyLane>> = Box::leak(Box::new(Mutex::new(CopyLane::new(stream).ok())));
+    let lane: Lane = Box::leak(Box::new(Mutex::new(CopyLane::new(stream).ok())));
     lanes.push((key, lane));
     lane
 }
