@@ -95,13 +95,7 @@ impl MemoryPlan {
                 memory.add(away && !options.on_host, |m| &mut m.gradients, 4 * n / share(spec.gradients));
                 let state = options.optimizer_state.bytes(desc.elements()) as u64 / share(spec.update);
                 memory.add(state_away, |m| &mut m.optimizer, state);
-                let elsewhere = spec.gradients.is_sharded() || away;
-                if elsewhere || options.accumulates {
-                    of_segment.fresh += 4 * n;
-                }
-                if elsewhere && options.overlaps_reductions {
-                    of_segment.reduced += 4 * n;
-                }
+                of_segment.add_gradients(4 * n, spec.gradients.is_sharded() || away, options);
                 longest = longest.max(n / share(spec.update));
             }
         }
@@ -212,6 +206,18 @@ struct MomentBytes {
     fresh: u64,
     /// Gradients that are reduced while the next block's are computed.
     reduced: u64,
+}
+
+impl MomentBytes {
+    /// Counts gradients of `bytes` bytes; `elsewhere`: what is kept of them is not all, or not on the device.
+    fn add_gradients(&mut self, bytes: u64, elsewhere: bool, options: &MemoryOptions<'_>) {
+        if elsewhere || options.accumulates {
+            self.fresh += bytes;
+        }
+        if elsewhere && options.overlaps_reductions {
+            self.reduced += bytes;
+        }
+    }
 }
 
 /// Two blocks are whole at a time, or an end and a block; one segment's gradients are fresh, and a block's on their way.
