@@ -7,7 +7,7 @@ use candle_core::{DType, Device};
 use super::{AdapterSetup, BaseModel, EngineOptions, Resolver, Trains};
 use crate::collective::Collective;
 use crate::collective::in_process::{InProcessWorld, run_ranks};
-use crate::collective::late_reductions::LateReductions;
+use crate::collective::late_reductions::{LateCall, LateReductions};
 use crate::data::{Batch, IGNORE, PackedSample, Step};
 use crate::engine::{SaveAssignment, Trainer, TrainerOptions};
 use crate::error::Result;
@@ -140,7 +140,13 @@ fn late_reductions_train_to_the_same_bits() {
                 let late = LateReductions::new(end);
                 let calls = late.calls();
                 let trained = case.train(Arc::new(late));
-                assert!(!locked(&calls).is_empty());
+                let step = |call: &LateCall| if matches!(call, LateCall::Started(..)) { 1 } else { -1 };
+                let calls = locked(&calls);
+                let now = calls.iter().map(step).scan(0, |now, step| {
+                    *now += step;
+                    Some(*now)
+                });
+                assert_eq!(now.max(), Some(2), "a segment's and the next one's");
                 trained
             };
             run_ranks(ends, |end| thread_pool::in_own_pool(1, || rank(Arc::new(end)))).unwrap()

@@ -3,9 +3,9 @@
 //!
 //! Calls on a GPU's memory put work on the rank's streams and return: sums and broadcasts on the compute stream, which is
 //! candle's, so before and after them computation is in order; gathers on a stream of their own, and started reductions on
-//! a third one with communicators of their own (`reduction`), with marks for the order between the three. Memory of the host (sums of losses, saved moments) goes through the GPU by pieces and is there on return
-//! (`staged`). [`run_ranks`] runs the ranks of a process as threads, one a GPU. Communicators are non-blocking, so every wait polls
-//! (`communicator`), and a thread watches over what is on the streams (`watch`). Failures end all communicators of the process
+//! a third one with communicators of their own (`reduction`), with marks for the order between the three. Memory of the
+//! host (sums of losses, saved moments) goes through the GPU by pieces and is there on return (`staged`). [`run_ranks`] runs
+//! the ranks of a process as threads, one a GPU. Communicators are non-blocking, so every wait polls (`communicator`), and a thread watches over what is on the streams (`watch`). Failures end all communicators of the process
 //! ([`AbortFlag`]); other processes see NCCL's remote error, the deadline, or the news from the rendezvous session, which is
 //! the launcher's to pass on by [`AbortFlag::raise`].
 //!
@@ -88,8 +88,8 @@ pub struct Nccl<D: GpuStreams> {
 
 /// What this rank's groups share.
 struct NcclRank<D: GpuStreams> {
-    /// Those of its smaller groups and of started reductions. They end with the last group, not before: a rank that fails drops its groups on the
-    /// way out, and ending one in order waits for peers that do not know yet.
+    /// Those of its smaller groups and of started reductions. They end with the last group, not before: a rank that fails
+    /// drops its groups on the way out, and ending one in order waits for peers that do not know yet.
     groups: Mutex<Vec<Arc<Communicator>>>,
     watch: Watch<D>,
     device: Arc<D>,
