@@ -17,7 +17,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr
 use finetune::collective::nccl::{
     AbortFlag, Cuda, Nccl, NcclLibrary, NcclRankInfo, UniqueId, one_gpu_environment,
 };
-use finetune::collective::{Call, Collective, Phase};
+use finetune::collective::{Call, Collective, Phase, Reduction};
 use finetune::error::Result;
 use finetune::runtime::buffer::{Buffer, ElementType};
 
@@ -172,6 +172,21 @@ fn values(nccl: &Nccl<Cuda>, stream: &Arc<CudaStream>) -> Result<()> {
     let shard = Values::new(stream, ElementType::F32, &[0.0_f32; 2]);
     nccl.reduce_scatter(call("gradients", 1), &full.memory, &shard.memory)?;
     assert_eq!(shard.read(stream), [3.0 * own; 2]);
+
+    // Beside a gather, on a stream and a communicator of its own.
+    assert!(nccl.open_reduction_lane()?);
+    let gradients = Values::new(stream, ElementType::F32, &vec![own; 200_006]);
+    let summed = Values::new(stream, ElementType::F32, &vec![0.0_f32; 100_003]);
+    let part = Values::new(stream, ElementType::F32, &vec![own; 100_003]);
+    let whole = Values::new(stream, ElementType::F32, &vec![0.0_f32; 200_006]);
+    let gather = nccl.start_all_gather(call("values", 2), &part.memory, &whole.memory)?;
+    let reduction =
+        Reduction::ReduceScatter { full: &gradients.memory, shard: &summed.memory, replicas: None };
+    let started = nccl.start_reduction(call("gradients", 2), reduction)?;
+    nccl.finish(gather)?;
+    nccl.finish(started.expect("it goes on"))?;
+    assert_eq!(summed.read(stream), vec![3.0; 100_003]);
+    assert_eq!(whole.read(stream), [vec![1.0; 100_003], vec![2.0; 100_003]].concat());
 
     let codes = Values::new(stream, ElementType::U8, &vec![rank as u8 + 1; 70_001]);
     let all = Values::new(stream, ElementType::U8, &vec![0_u8; 140_002]);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::in_process::{InjectedFault, InjectedFaultKind};
-use super::{Call, Collective, Phase, Ticket, Traffic};
+use super::{Call, Collective, Phase, Reduction, Ticket, Traffic};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::buffer::Buffer;
 
@@ -73,6 +73,14 @@ impl Collective for FaultInjector {
         shard: &Buffer,
     ) -> Result<()> {
         self.inner.reduce_scatter_across(call, replicas, full, shard)
+    }
+
+    fn open_reduction_lane(&self) -> Result<bool> {
+        self.inner.open_reduction_lane()
+    }
+
+    fn start_reduction(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
+        self.inner.start_reduction(call, reduction)
     }
 
     fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {

@@ -13,12 +13,15 @@ mod buffer_checks;
 mod call_record;
 mod fault_injection;
 pub mod in_process;
+#[cfg(test)]
+pub(crate) mod late_reductions;
 pub mod launch;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod nccl;
 mod phase;
 mod rank_threads;
+mod reduction;
 mod single_rank;
 mod timed;
 mod traffic;
@@ -26,6 +29,7 @@ mod traffic;
 pub use fault_injection::{FaultInjector, FaultNotice};
 pub use phase::Phase;
 pub use rank_threads::RankFailure;
+pub use reduction::Reduction;
 pub use single_rank::SingleRank;
 pub use timed::{CollectiveTimer, TimedCollective};
 pub use traffic::{Op, Traffic};
@@ -96,7 +100,7 @@ fn named(f: &mut fmt::Formatter<'_>, what: &str, index: usize) -> fmt::Result {
     if index == usize::MAX { Ok(()) } else { write!(f, " {index}") }
 }
 
-/// A gather that was started and not yet finished.
+/// A gather or a reduction that was started and not yet finished.
 #[derive(Debug)]
 #[must_use = "the memory is filled only by `finish`"]
 pub struct Ticket(pub(in crate::collective) u64);
@@ -144,6 +148,24 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
         replicas.all_reduce(call, shard)
     }
 
+    /// Makes ready for reductions that go on beside computation, where the backend has them; says whether it does. All
+    /// ranks call it, while nothing is started and not finished. Later calls change nothing.
+    ///
+    /// # Errors
+    /// When a rank has failed, or another call is made instead.
+    fn open_reduction_lane(&self) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Starts a reduction, beside computation after [`Collective::open_reduction_lane`] said so, of what was computed before;
+    /// none when it is done on return. Of a started one the caller touches no memory before [`Collective::finish`].
+    ///
+    /// # Errors
+    /// When a rank has failed, or the ranks' calls do not agree in kind, length or element.
+    fn start_reduction(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
+        reduction.make(self, call).map(|()| None)
+    }
+
     /// Starts to put the ranks' `shard`s side by side into `full` (any element). Neither memory is touched by the
     /// caller before [`Collective::finish`]; `shard` is not written before a later all-reduce or barrier of the same
     /// group has returned, because slower peers may still read it.
@@ -152,10 +174,11 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
     /// When a rank has failed, or the ranks' calls do not agree in kind, length or element.
     fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket>;
 
-    /// Waits for a started gather. Gathers are finished in the order in which they were started.
+    /// Waits for a started gather or reduction. Gathers are finished in the order in which they were started, and so are
+    /// reductions.
     ///
     /// # Errors
-    /// When a rank has failed, or an older gather is not finished.
+    /// When a rank has failed, or an older one is not finished.
     fn finish(&self, ticket: Ticket) -> Result<()>;
 
     /// Copies `buffer` of rank `root` to all others (any element).

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::{Call, Collective, Phase, Ticket, Traffic};
+use super::{Call, Collective, Phase, Reduction, Ticket, Traffic};
 use crate::error::Result;
 use crate::runtime::buffer::Buffer;
 
@@ -72,6 +72,14 @@ impl Collective for TimedCollective {
         shard: &Buffer,
     ) -> Result<()> {
         self.timed(|inner| inner.reduce_scatter_across(call, replicas, full, shard))
+    }
+
+    fn open_reduction_lane(&self) -> Result<bool> {
+        self.timed(|inner| inner.open_reduction_lane())
+    }
+
+    fn start_reduction(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
+        self.timed(|inner| inner.start_reduction(call, reduction))
     }
 
     fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {

@@ -151,6 +151,14 @@ impl Engine {
     /// # Errors
     /// A tensor operation failed; a peer failed.
     pub fn micro_step(&self, batch: &Batch, step: MicroStep<'_>) -> Result<LossSums> {
+        let sums = self.forward_and_backward(batch, step)?;
+        if step.last {
+            self.store.finish_reductions()?;
+        }
+        Ok(sums)
+    }
+
+    fn forward_and_backward(&self, batch: &Batch, step: MicroStep<'_>) -> Result<LossSums> {
         let (config, store) = (&self.config, &self.store);
         let MicroStep { scale, recompute, dropout, last, .. } = step;
         let world = store.mesh().world();
@@ -186,6 +194,7 @@ impl Engine {
                 }
                 None => break,
             };
+            store.prepare_backward(Segment::Block(layer))?;
             let need_dx = layer > 0 || store.embedding_trains();
             let gradient = model::backward(config, layer, &weights, &saved, &dx, &context, need_dx)?;
             drop(weights);

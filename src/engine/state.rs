@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor, WithDType};
 
 use super::{SaveAssignment, Trainer};
 use crate::checkpoint::{SavedCheckpoint, SavedState, SavedValues, SnapshotTensor};
@@ -13,7 +13,9 @@ use crate::error::{Error, Result};
 use crate::ops::adamw_int8::{Int8State, STATE_BLOCK};
 use crate::optim::{StateTensor, StateValues};
 use crate::recipe::enums::StateDtype;
-use crate::runtime::copy::{copy_into, to_host_vec};
+use crate::runtime::TensorMut;
+use crate::runtime::copy::to_host_vec;
+use crate::runtime::param_storage::copy_across;
 use crate::runtime::thread_pool::release_freed_memory;
 use crate::sharding::{Bucket, BucketEntry, ParamDesc};
 
@@ -210,15 +212,19 @@ fn restore(
         StateValues::F32(values) => {
             let mut found = vec![0f32; entry.desc.elements()];
             saved.optimizer_state(param, name, &mut found)?;
-            let tensor = values.narrow(0, from - range.start, part.len())?;
-            copy_into(&tensor, &Tensor::from_slice(&found[part], tensor.shape(), tensor.device())?)
+            bring(&found[part.clone()], &values.narrow(0, from - range.start, part.len())?)
         }
         StateValues::Int8(Int8State { codes, absmax }) => {
             let mut scales = vec![0f32; entry.desc.elements().div_ceil(STATE_BLOCK)];
             let found = &saved.optimizer_codes(param, name, &mut scales)?[part.clone()];
-            codes.slice_set(&Tensor::from_slice(found, codes.shape(), codes.device())?, 0, 0)?;
+            bring(found, codes)?;
             let scales = &scales[part.start / STATE_BLOCK..part.end.div_ceil(STATE_BLOCK)];
-            copy_into(absmax, &Tensor::from_slice(scales, absmax.shape(), absmax.device())?)
+            bring(scales, absmax)
         }
     }
+}
+
+/// Copies `from` to `to`, flat and as long, wherever that is.
+fn bring<T: WithDType>(from: &[T], to: &TensorMut) -> Result<()> {
+    copy_across(&Tensor::from_slice(from, from.len(), &Device::Cpu)?, to)
 }

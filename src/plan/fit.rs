@@ -325,6 +325,7 @@ fn how<'a>(
         },
         sharded_over: kind.shard_size(ranks),
         accumulates: recipe.train.gradient_accumulation_steps > 1,
+        overlaps_reductions: ranks > 1 && !engine.device.is_cpu(),
         offload: &engine.offload,
         on_host: on_host(engine),
         bf16_copy: engine.bf16_copy,

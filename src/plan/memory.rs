@@ -71,7 +71,7 @@ impl MemoryPlan {
     ) -> Self {
         let size = options.dtype.size_in_bytes();
         // What is gathered for one use, and gradients before they are added up: by segment.
-        let mut moment: BTreeMap<Segment, [u64; 2]> = BTreeMap::new();
+        let mut moment: BTreeMap<Segment, MomentBytes> = BTreeMap::new();
         let (mut memory, mut longest) = (MemoryPlan::default(), 0);
         for desc in descs {
             let n = desc.elements() as u64;
@@ -80,9 +80,9 @@ impl MemoryPlan {
                 |placement: Placement| if placement.is_sharded() { options.sharded_over as u64 } else { 1 };
             let (value, master) = weight_bytes(desc, options);
             let away = options.offload.has_values(desc.kind.role());
-            let [gathered, fresh] = moment.entry(desc.segment).or_default();
+            let of_segment = moment.entry(desc.segment).or_default();
             if spec.values.is_sharded() || away {
-                *gathered += value;
+                of_segment.gathered += value;
             }
             match options.offload.folder() {
                 Some(_) if away => memory.file += value / share(spec.values),
@@ -94,9 +94,7 @@ impl MemoryPlan {
                 memory.add(away && !options.on_host, |m| &mut m.gradients, 4 * n / share(spec.gradients));
                 let state = options.optimizer_state.bytes(desc.elements()) as u64 / share(spec.update);
                 memory.add(state_away, |m| &mut m.optimizer, state);
-                if spec.gradients.is_sharded() || options.accumulates || away {
-                    *fresh += 4 * n;
-                }
+                of_segment.add_gradients(4 * n, spec.gradients.is_sharded() || away, options);
                 longest = longest.max(n / share(spec.update));
             }
         }
@@ -165,6 +163,8 @@ pub struct MemoryOptions<'a> {
     pub saving: Saving,
     /// More than one micro-batch a step adds up on a rank.
     pub accumulates: bool,
+    /// Gradients are reduced beside computation: those of a block while the next one's are computed.
+    pub overlaps_reductions: bool,
     /// What is kept away from the device.
     pub offload: &'a OffloadTarget,
     /// The device is the host.
@@ -205,13 +205,38 @@ fn dequantized<'a>(descs: &'a [ParamDesc], options: &MemoryOptions<'_>) -> HashS
     quantized.filter(|_| !options.bf16_copy).map(|desc| desc.name.as_str()).collect()
 }
 
-/// Two blocks are whole at a time, or an end and a block; one segment's gradients are fresh.
-fn for_a_moment(segments: &BTreeMap<Segment, [u64; 2]>) -> u64 {
-    let largest = |index: usize, ends: bool| {
+/// Bytes of a segment that live for a moment.
+#[derive(Debug, Clone, Copy, Default)]
+struct MomentBytes {
+    /// Values that are gathered or brought for one use.
+    gathered: u64,
+    /// Gradients before they are added up.
+    fresh: u64,
+    /// Gradients that are reduced while the next block's are computed.
+    reduced: u64,
+}
+
+impl MomentBytes {
+    /// Counts gradients of `bytes` bytes; `elsewhere`: what is kept of them is not all, or not on the device.
+    fn add_gradients(&mut self, bytes: u64, elsewhere: bool, options: &MemoryOptions<'_>) {
+        if elsewhere || options.accumulates {
+            self.fresh += bytes;
+        }
+        if elsewhere && options.overlaps_reductions {
+            self.reduced += bytes;
+        }
+    }
+}
+
+/// Two blocks are whole at a time, or an end and a block; one segment's gradients are fresh, and a block's on their way.
+fn for_a_moment(segments: &BTreeMap<Segment, MomentBytes>) -> u64 {
+    let largest = |bytes: fn(&MomentBytes) -> u64, ends: bool| {
         let of_kind = segments.iter().filter(|(segment, _)| matches!(segment, Segment::Block(_)) != ends);
-        of_kind.map(|(_, bytes)| bytes[index]).max().unwrap_or(0)
+        of_kind.map(|(_, of_segment)| bytes(of_segment)).max().unwrap_or(0)
     };
-    2 * largest(0, false) + largest(0, true) + largest(1, false) + largest(1, true)
+    let gathered = 2 * largest(|bytes| bytes.gathered, false) + largest(|bytes| bytes.gathered, true);
+    let fresh = largest(|bytes| bytes.fresh, false) + largest(|bytes| bytes.fresh, true);
+    gathered + fresh + largest(|bytes| bytes.reduced, false)
 }
 
 /// Bytes that a parameter's value takes, its copy in bf16 with it, and the master of a trainable one.
@@ -299,7 +324,8 @@ mod tests {
     use super::*;
     use crate::error::Result;
     use crate::recipe::enums::StateDtype;
-    use crate::recipe::{AdapterSection, TargetModules};
+    use crate::recipe::{AdapterSection, Offload, TargetModules};
+    use crate::sharding::{LrGroup, UpdateRule};
 
     /// Layers differ: an adapter need not be on each.
     #[test]
@@ -319,6 +345,7 @@ mod tests {
             sharded_over: 1,
             saving: Saving::Outputs,
             accumulates: false,
+            overlaps_reductions: false,
             offload: &OffloadTarget::default(),
             on_host: true,
             bf16_copy: false,
@@ -332,6 +359,53 @@ mod tests {
         assert_eq!(activations(None, Recompute::Block), 3 * input + rest);
         assert_eq!(activations(Some(&adapter_setup), Recompute::None), 3 * (input + rest) + branch);
         assert_eq!(activations(Some(&adapter_setup), Recompute::Block), 3 * input + rest + branch);
+        Ok(())
+    }
+
+    #[test]
+    fn a_second_buffer_is_counted_where_gradients_are_reduced_beside_computation() -> Result<()> {
+        let text = r#"{"model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
+        let config = ModelConfig::from_json(text, "config.json")?;
+        let rule = UpdateRule { decay: false, lr_group: LrGroup::Base };
+        let desc = |segment, elements| {
+            let (name, shape) = (format!("{segment:?}"), vec![elements]);
+            ParamDesc { name, shape, segment, kind: ParamKind::Trainable(rule) }
+        };
+        let descs = [(Segment::Embed, 5000), (Segment::Block(0), 700), (Segment::Block(1), 900)]
+            .map(|(segment, elements)| desc(segment, elements));
+        let away = OffloadTarget::from(Offload::Params);
+        let total = |kind: ShardingStrategy, offload: &OffloadTarget, overlaps_reductions| {
+            let options = MemoryOptions {
+                dtype: DType::F32,
+                optimizer_state: StateLayout { tensors: &[], dtype: StateDtype::F32 },
+                kind,
+                ranks: 4,
+                sharded_over: kind.shard_size(4),
+                saving: Saving::Outputs,
+                accumulates: true,
+                overlaps_reductions,
+                offload,
+                on_host: false,
+            };
+            MemoryPlan::of_step(&config, &descs, None, 7, Recompute::None, &options).total()
+        };
+        use ShardingStrategy::{Ddp, Fsdp, Hsdp, Zero1, Zero2};
+        // The gradients of the largest block; embedding and head take their memory from a pool, one after the other.
+        for kind in [Zero2, Fsdp, Hsdp(2)] {
+            assert_eq!(
+                total(kind, &OffloadTarget::default(), true),
+                total(kind, &OffloadTarget::default(), false) + 4 * 900
+            );
+        }
+        // What is summed there are the kept gradients.
+        for kind in [Ddp, Zero1] {
+            assert_eq!(
+                total(kind, &OffloadTarget::default(), true),
+                total(kind, &OffloadTarget::default(), false)
+            );
+            assert_eq!(total(kind, &away, true), total(kind, &away, false) + 4 * 900);
+        }
         Ok(())
     }
 }

@@ -20,3 +20,6 @@ pub use base_model::{BaseModel, EngineOptions};
 pub use dataset::DatasetLoader;
 pub use param_layout::Trains;
 pub use resolver::{ResolvedSource, Resolver};
+
+#[cfg(test)]
+mod reduction_tests;

@@ -18,6 +18,7 @@ use crate::error::Result;
 use crate::model::Segment;
 use crate::quant::BlocksMut;
 use crate::runtime::TensorMut;
+use crate::runtime::copy::to_device;
 use crate::runtime::cpu_tensor::PlainElement;
 use crate::runtime::mmap::MappedFile;
 use crate::runtime::param_storage::ParamStorage;
@@ -145,7 +146,7 @@ impl Bucket {
             let filled = load.filled(fill, |values: &mut [f32]| LoadTarget::F32(values))?;
             let filled = filled.tensor()?;
             let master = filled.narrow(0, own.start - kept.start, own.len())?.force_contiguous()?;
-            let master = master.to_device(&bucket_options.offload.state_on(device))?;
+            let master = to_device(&master, &bucket_options.offload.state_on(device))?;
             (values.settle(filled.to_dtype(dtype)?.into())?, Some(master))
         };
         let part = bucket_options.part(spec.gradients, len).len();

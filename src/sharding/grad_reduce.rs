@@ -5,8 +5,8 @@
 //! micro-batch each give to the bit what one rank gives with N. Where there is nothing to add (one micro-batch a step, gradients kept
 //! whole), backward writes to the kept memory itself.
 
-use std::collections::BTreeMap;
-use std::sync::Mutex;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Mutex, MutexGuard};
 
 use candle_core::{DType, Device, Tensor};
 
@@ -17,7 +17,7 @@ use super::mesh::DeviceMesh;
 use super::mesh_shape::MeshAxis;
 use super::param::BucketKind;
 use super::placement::Placement;
-use crate::collective::Call;
+use crate::collective::{Collective, Reduction, Ticket};
 use crate::error::{Error, Result};
 use crate::model::Segment;
 use crate::ops::elementwise::add_into;
@@ -40,36 +40,105 @@ pub struct GradReduceOptions {
 pub(super) struct GradBuffers {
     reducing: GradReduceOptions,
     device: Device,
-    /// Of blocks, by kind of bucket: one block's backward runs at a time.
-    blocks: BTreeMap<BucketKind, TensorMut>,
+    /// Of blocks, by kind of bucket: one block's backward runs at a time. Two where reductions go on beside it, for the
+    /// even and for the odd blocks.
+    blocks: Vec<BTreeMap<BucketKind, TensorMut>>,
     /// Of embedding and head, by bucket, from backward to reduction.
     outer: Mutex<BTreeMap<usize, TensorMut>>,
     pool: BufferPool,
+    /// Reductions that go on beside backward, in the order in which they were started.
+    pending: Mutex<VecDeque<PendingReduction>>,
+}
+
+/// A bucket's gradients on their way.
+#[derive(Debug)]
+struct PendingReduction {
+    index: usize,
+    segment: Segment,
+    ranks: ReducingRanks,
+    /// None when it is done.
+    ticket: Option<Ticket>,
+    /// Where this rank's sum appears, in the dtype in which it is sent.
+    sum: Tensor,
+    /// The bucket's fresh gradients, where they may not be written before the reduction is done.
+    held: Option<TensorMut>,
+}
+
+/// Ranks that sum gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum ReducingRanks {
+    /// All that get different rows.
+    Data,
+    /// Those along an axis.
+    Along(MeshAxis),
+}
+
+impl ReducingRanks {
+    fn group(self, mesh: &DeviceMesh) -> &dyn Collective {
+        match self {
+            ReducingRanks::Data => mesh.data_group(),
+            ReducingRanks::Along(axis) => mesh.group(axis),
+        }
+    }
+
+    /// The groups that sum what is placed like this, the one that is called first.
+    fn of(mesh: &DeviceMesh, placement: Placement) -> Vec<Self> {
+        match placement {
+            Placement::Replicated => vec![ReducingRanks::Data],
+            Placement::Sharded { axis, .. } => {
+                let replicas =
+                    (mesh.size(MeshAxis::Data) > 1).then_some(ReducingRanks::Along(MeshAxis::Data));
+                [ReducingRanks::Along(axis)].into_iter().chain(replicas).collect()
+            }
+        }
+    }
 }
 
 impl GradBuffers {
-    /// Memory for the blocks among `buckets`.
-    pub(super) fn new(buckets: &[Bucket], reducing: GradReduceOptions, device: &Device) -> Result<Self> {
-        let mut widest: BTreeMap<BucketKind, usize> = BTreeMap::new();
+    /// Memory for the blocks among `buckets`. All ranks call it.
+    pub(super) fn new(
+        buckets: &[Bucket],
+        reducing: GradReduceOptions,
+        device: &Device,
+        mesh: &DeviceMesh,
+    ) -> Result<Self> {
+        // By kind: the length, and whether the next block needs memory of its own meanwhile.
+        let mut widest: BTreeMap<BucketKind, (usize, bool)> = BTreeMap::new();
         for bucket in buckets {
             if matches!(bucket.segment, Segment::Block(_)) && needs_own_buffer(bucket, reducing) {
-                let len = widest.entry(bucket.kind).or_default();
+                let (len, held) = widest.entry(bucket.kind).or_default();
                 *len = bucket.len.max(*len);
+                *held |= is_held(bucket, reducing);
             }
         }
-        let grad_buffers = |(kind, len)| Ok((kind, TensorMut::zeros(len, DType::F32, device)?));
-        let blocks = widest.into_iter().map(grad_buffers).collect::<Result<_>>()?;
+        let zeros = |len: usize| TensorMut::zeros(len, DType::F32, device);
+        let even = widest.iter().map(|(kind, (len, _))| Ok((*kind, zeros(*len)?)));
+        let even: BTreeMap<BucketKind, TensorMut> = even.collect::<Result<_>>()?;
+        let mut blocks = vec![even];
+        if open_lanes(buckets, mesh)? {
+            let odd = |(kind, (len, held)): (&BucketKind, &(usize, bool))| {
+                Ok((*kind, if *held { zeros(*len)? } else { blocks[0][kind].clone() }))
+            };
+            let odd = widest.iter().map(odd).collect::<Result<_>>()?;
+            blocks.push(odd);
+        }
         Ok(GradBuffers {
             reducing,
             device: device.clone(),
             blocks,
             outer: Mutex::default(),
             pool: BufferPool::default(),
+            pending: Mutex::default(),
         })
     }
 
     pub(super) fn reducing(&self) -> GradReduceOptions {
         self.reducing
+    }
+
+    /// Whether reductions go on beside backward.
+    fn overlaps(&self) -> bool {
+        self.blocks.len() > 1
     }
 
     /// Where backward adds the gradients of bucket `index`: all of it, f32; none when it is frozen.
@@ -78,9 +147,9 @@ impl GradBuffers {
         if !needs_own_buffer(bucket, self.reducing) {
             return Ok(Some(grad.clone()));
         }
-        if let Segment::Block(_) = bucket.segment {
-            let memory =
-                self.blocks.get(&bucket.kind).ok_or_else(|| Error::internal("no memory for gradients"))?;
+        if let Segment::Block(layer) = bucket.segment {
+            let memory = self.blocks[layer % self.blocks.len()].get(&bucket.kind);
+            let memory = memory.ok_or_else(|| Error::internal("no memory for gradients"))?;
             return Ok(Some(memory.narrow(0, 0, bucket.len)?));
         }
         let mut outer = self.outer.lock().map_err(|_| Error::internal("a backward panicked"))?;
@@ -95,54 +164,140 @@ impl GradBuffers {
     }
 
     /// Adds what the backward of a micro-batch left for bucket `index` to what the rank keeps, over the ranks where
-    /// that is due: at each micro-batch for shards, else at the `last` one.
+    /// that is due: at each micro-batch for shards, else at the `last` one. What goes on beside backward is added when it
+    /// is [taken in](GradBuffers::take_in).
     pub(super) fn reduce(
         &self,
         mesh: &DeviceMesh,
-        (index, bucket): (usize, &Bucket),
+        buckets: &[Bucket],
+        index: usize,
         last: bool,
     ) -> Result<()> {
+        let bucket = &buckets[index];
         let Some(grad) = &bucket.grad else { return Ok(()) };
-        let call = call!("gradients of", bucket.segment);
-        let grad_buffers =
-            if needs_own_buffer(bucket, self.reducing) { self.target(index, bucket)? } else { None };
-        if let Placement::Sharded { axis, .. } = bucket.spec.gradients {
-            let grad_buffers = grad_buffers.ok_or_else(|| Error::internal("gradients without memory"))?;
-            let own = self.reduce_scatter((mesh, axis), call, &grad_buffers, bucket)?;
-            add_from_anywhere(grad, &own)?;
-            return self.let_go(index, &grad_buffers);
-        }
-        if let Some(grad_buffers) = &grad_buffers {
-            add_from_anywhere(grad, grad_buffers)?;
-        }
-        if last && mesh.data_size() > 1 {
-            match grad_buffers.as_ref().filter(|_| bucket.away) {
-                None => self.sum(mesh, call, grad, bucket)?,
-                Some(here) => {
-                    copy_across(grad, here)?;
-                    self.sum(mesh, call, here, bucket)?;
-                    let own = |flat: &TensorMut| flat.narrow(0, bucket.own.start, bucket.own.len());
-                    let summed = own(here)?;
-                    copy_across(&summed, &own(grad)?)?;
+        let fresh = if needs_own_buffer(bucket, self.reducing) { self.target(index, bucket)? } else { None };
+        let started = if bucket.spec.gradients.is_sharded() {
+            let fresh = fresh.ok_or_else(|| Error::internal("gradients without memory"))?;
+            let started = self.start((mesh, bucket.spec.gradients), (index, bucket), &fresh)?;
+            self.holding(started, fresh, bucket)?
+        } else {
+            if let Some(fresh) = &fresh {
+                add_from_anywhere(grad, fresh)?;
+            }
+            if !last || mesh.data_size() == 1 {
+                return fresh.map_or(Ok(()), |fresh| self.let_go(index, &fresh));
+            }
+            match fresh {
+                None => self.start((mesh, bucket.spec.update), (index, bucket), grad)?,
+                Some(fresh) => {
+                    let from = if bucket.away {
+                        copy_across(grad, &fresh)?;
+                        &fresh
+                    } else {
+                        grad
+                    };
+                    let started = self.start((mesh, bucket.spec.update), (index, bucket), from)?;
+                    self.holding(started, fresh, bucket)?
                 }
             }
+        };
+        if !self.overlaps() {
+            return self.finish(mesh, bucket, started);
         }
-        grad_buffers.map_or(Ok(()), |grad_buffers| self.let_go(index, &grad_buffers))
+        self.pending()?.push_back(started);
+        Ok(())
     }
 
-    /// Sums `grad`, a bucket's whole gradients, over the ranks: at least the run that this rank updates.
-    fn sum(&self, mesh: &DeviceMesh, call: Call, grad: &TensorMut, bucket: &Bucket) -> Result<()> {
-        match bucket.spec.update {
-            Placement::Replicated => self.all_reduce(mesh, call, grad),
-            // In place: this rank's run of `grad` becomes the sum, the rest is not read again.
-            Placement::Sharded { axis, .. } => {
-                let sum = self.reduce_scatter((mesh, axis), call, grad, bucket)?;
-                match self.reducing.dtype {
-                    DType::F32 => Ok(()),
-                    _ => copy_into(&grad.narrow(0, bucket.own.start, bucket.own.len())?, &sum),
-                }
+    /// Takes in the reductions that go on, in their order, so that the backward of `segment` may write its gradients; all
+    /// for none. A GPU's computation waits for them, the host does not.
+    pub(super) fn take_in(
+        &self,
+        mesh: &DeviceMesh,
+        buckets: &[Bucket],
+        segment: Option<Segment>,
+    ) -> Result<()> {
+        let newest = self.pending()?.back().map(|newest| newest.segment);
+        let goes_on = newest.filter(|newest| segment.is_some_and(|segment| !share_memory(segment, *newest)));
+        loop {
+            let mut pending = self.pending()?;
+            let is_due = pending.front().is_some_and(|oldest| Some(oldest.segment) != goes_on);
+            let Some(oldest) = (if is_due { pending.pop_front() } else { None }) else { return Ok(()) };
+            drop(pending);
+            self.finish(mesh, &buckets[oldest.index], oldest)?;
+        }
+    }
+
+    fn pending(&self) -> Result<MutexGuard<'_, VecDeque<PendingReduction>>> {
+        self.pending.lock().map_err(|_| Error::internal("a reduction panicked"))
+    }
+
+    /// Starts to sum `gradients`, a bucket's whole ones, over the ranks that get different rows: to where `placement` has
+    /// them; in their own memory when they are sent as they are.
+    fn start(
+        &self,
+        (mesh, placement): (&DeviceMesh, Placement),
+        (index, bucket): (usize, &Bucket),
+        gradients: &Tensor,
+    ) -> Result<PendingReduction> {
+        let call = call!("gradients of", bucket.segment);
+        let sent = if self.reducing.dtype == DType::F32 {
+            gradients.clone()
+        } else {
+            gradients.to_dtype(self.reducing.dtype)?
+        };
+        let sum = match placement {
+            Placement::Replicated => sent.clone(),
+            Placement::Sharded { .. } => sent.narrow(0, bucket.own.start, bucket.own.len())?,
+        };
+        let (full, shard) = (memory(&sent)?, memory(&sum)?);
+        let groups = ReducingRanks::of(mesh, placement);
+        let reduction = match placement {
+            Placement::Replicated => Reduction::AllReduce(&full),
+            Placement::Sharded { .. } => {
+                let replicas = groups.get(1).map(|replicas| replicas.group(mesh));
+                Reduction::ReduceScatter { full: &full, shard: &shard, replicas }
+            }
+        };
+        let ranks = groups[0];
+        let ticket = ranks.group(mesh).start_reduction(call, reduction)?;
+        Ok(PendingReduction { index, segment: bucket.segment, ranks, ticket, sum, held: None })
+    }
+
+    /// Keeps the bucket's fresh gradients with the reduction that is made of them, or lets go of them.
+    fn holding(
+        &self,
+        started: PendingReduction,
+        fresh: TensorMut,
+        bucket: &Bucket,
+    ) -> Result<PendingReduction> {
+        if is_held(bucket, self.reducing) {
+            return Ok(PendingReduction { held: Some(fresh), ..started });
+        }
+        self.let_go(started.index, &fresh)?;
+        Ok(started)
+    }
+
+    /// Brings the sum to the gradients that the rank keeps.
+    fn finish(&self, mesh: &DeviceMesh, bucket: &Bucket, started: PendingReduction) -> Result<()> {
+        let PendingReduction { index, ranks, ticket, sum, held, .. } = started;
+        if let Some(ticket) = ticket {
+            ranks.group(mesh).finish(ticket)?;
+        }
+        let Some(grad) = &bucket.grad else { return Ok(()) };
+        if bucket.spec.gradients.is_sharded() {
+            add_from_anywhere(grad, &sum)?;
+        } else {
+            // In place: this rank's run becomes the sum, the rest is not read again.
+            let own = |flat: &TensorMut| flat.narrow(0, bucket.own.start, bucket.own.len());
+            if self.reducing.dtype != DType::F32 {
+                copy_into(&own(held.as_ref().unwrap_or(grad))?, &sum)?;
+            }
+            if let Some(here) = &held {
+                let summed = own(here)?;
+                copy_across(&summed, &own(grad)?)?;
             }
         }
+        held.map_or(Ok(()), |held| self.let_go(index, &held))
     }
 
     fn let_go(&self, index: usize, grad_buffers: &TensorMut) -> Result<()> {
@@ -155,39 +310,36 @@ impl GradBuffers {
             None => zero(grad_buffers),
         }
     }
+}
 
-    /// This rank's run of the sum of `gathered` over the ranks that get different rows, of which those along `axis`
-    /// share the sum out; in `gathered`'s own memory when it is sent as it is.
-    fn reduce_scatter(
-        &self,
-        (mesh, axis): (&DeviceMesh, MeshAxis),
-        call: Call,
-        gathered: &Tensor,
-        bucket: &Bucket,
-    ) -> Result<Tensor> {
-        let gathered = if self.reducing.dtype == DType::F32 {
-            gathered.clone()
-        } else {
-            gathered.to_dtype(self.reducing.dtype)?
-        };
-        let own = gathered.narrow(0, bucket.own.start, bucket.own.len())?;
-        let (whole, part) = (memory(&gathered)?, memory(&own)?);
-        let shards = mesh.group(axis);
-        match mesh.size(MeshAxis::Data) {
-            1 => shards.reduce_scatter(call, &whole, &part)?,
-            _ => shards.reduce_scatter_across(call, mesh.group(MeshAxis::Data), &whole, &part)?,
-        }
-        Ok(own)
+/// Whether all groups that sum gradients of `buckets` do so beside computation. All ranks call it.
+fn open_lanes(buckets: &[Bucket], mesh: &DeviceMesh) -> Result<bool> {
+    if mesh.data_size() == 1 {
+        return Ok(false);
     }
+    let trainable = buckets.iter().filter(|bucket| bucket.grad.is_some());
+    let groups: BTreeSet<ReducingRanks> =
+        trainable.flat_map(|bucket| ReducingRanks::of(mesh, bucket.spec.update)).collect();
+    let opened = groups.iter().map(|ranks| ranks.group(mesh).open_reduction_lane());
+    // All are asked, on all ranks.
+    let opened: Vec<bool> = opened.collect::<Result<_>>()?;
+    Ok(!opened.is_empty() && opened.into_iter().all(|opened| opened))
+}
 
-    fn all_reduce(&self, mesh: &DeviceMesh, call: Call, grad: &TensorMut) -> Result<()> {
-        if self.reducing.dtype == DType::F32 {
-            return mesh.data_group().all_reduce(call, &memory(grad)?);
-        }
-        let sent = grad.to_dtype(self.reducing.dtype)?;
-        mesh.data_group().all_reduce(call, &memory(&sent)?)?;
-        copy_into(grad, &sent)
+/// Whether the fresh gradients of the two may lie in the same memory.
+fn share_memory(one: Segment, other: Segment) -> bool {
+    match (one, other) {
+        (Segment::Block(one), Segment::Block(other)) => one % 2 == other % 2,
+        (Segment::Block(_), _) | (_, Segment::Block(_)) => false,
+        // Pieces of one pool.
+        _ => true,
     }
+}
+
+/// Whether a bucket's fresh gradients are what is reduced, or where its sum is rounded to: not to be written meanwhile.
+fn is_held(bucket: &Bucket, reducing: GradReduceOptions) -> bool {
+    let sent = if bucket.spec.gradients.is_sharded() { reducing.dtype == DType::F32 } else { bucket.away };
+    sent && needs_own_buffer(bucket, reducing)
 }
 
 fn needs_own_buffer(bucket: &Bucket, reducing: GradReduceOptions) -> bool {
@@ -207,3 +359,6 @@ fn add_from_anywhere(kept: &TensorMut, grad_buffers: &Tensor) -> Result<()> {
         add_into(&kept.narrow(0, start, run)?, &to_device(&from, kept.device())?)
     })
 }
+
+#[cfg(test)]
+mod tests;

@@ -16,6 +16,7 @@ use candle_core::{Device, Tensor};
 use super::placement::ParamRole;
 use crate::error::Result;
 use crate::recipe::enums::Offload;
+use crate::runtime::copy::to_device;
 use crate::runtime::cpu_tensor::PlainElement;
 use crate::runtime::mmap::{MappedFile, MappedSlice};
 use crate::runtime::param_storage::ParamStorage;
@@ -93,7 +94,9 @@ impl StorageTarget<'_> {
     /// Brings `values`, which were filled for this place or are on the host, there.
     pub(super) fn settle(self, values: ParamStorage) -> Result<ParamStorage> {
         Ok(match (self, &values) {
-            (StorageTarget::Device(device), ParamStorage::Memory(tensor)) => tensor.to_device(device)?.into(),
+            (StorageTarget::Device(device), ParamStorage::Memory(tensor)) => {
+                to_device(tensor, device)?.into()
+            }
             (StorageTarget::File(file), ParamStorage::Memory(tensor)) => {
                 let home = ParamStorage::File(file.run(tensor.elem_count(), tensor.dtype())?);
                 home.store_from(tensor)?;

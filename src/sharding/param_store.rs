@@ -106,7 +106,7 @@ impl ParamStore {
                 packed.names().enumerate().map(move |(e, name)| (name.to_owned(), (p, e)))
             })
             .collect();
-        let grad_buffers = GradBuffers::new(&buckets, reducing, &device)?;
+        let grad_buffers = GradBuffers::new(&buckets, reducing, &device, &mesh)?;
         let mut store = ParamStore {
             gathers: GatherQueue::new(shard_runs(config, &buckets, &packed)?, &device)?,
             mesh,
@@ -206,8 +206,9 @@ impl ParamStore {
     /// What the embedding's backward needs: gradients and adapters, without the table.
     ///
     /// # Errors
-    /// A parameter is missing, a fault of ours.
+    /// A parameter is missing, a fault of ours; a peer failed.
     pub fn embed_gradients(&self) -> Result<EmbedGradients> {
+        self.prepare_backward(Segment::Embed)?;
         model::assemble::embed_gradients(&self.views(&Gathered::new()))
     }
 
@@ -234,6 +235,7 @@ impl ParamStore {
     /// # Errors
     /// As [`ParamStore::block`].
     pub fn head_and_gradients(&self, next: Option<usize>) -> Result<GatherGuard<'_, HeadWeights>> {
+        self.prepare_backward(Segment::Head)?;
         self.hold_head(next, true)
     }
 
@@ -259,6 +261,7 @@ impl ParamStore {
 
     /// Takes in the gradients that the backward of a micro-batch left for a segment: adds them to what the rank keeps, and
     /// sums over the ranks where the strategy has it. `last`: no micro-batch of the step comes after. All ranks call it.
+    /// GPUs sum while the next segment's backward runs, until [`ParamStore::finish_reductions`].
     ///
     /// # Errors
     /// A tensor operation failed; a peer failed.
@@ -266,10 +269,27 @@ impl ParamStore {
         // Buckets are in the order of segments.
         let first = self.buckets.partition_point(|bucket| bucket.segment < segment);
         let of_segment = self.buckets.iter().enumerate().skip(first);
-        for (i, bucket) in of_segment.take_while(|(_, bucket)| bucket.segment == segment) {
-            self.grad_buffers.reduce(&self.mesh, (i, bucket), last)?;
+        for (i, _) in of_segment.take_while(|(_, bucket)| bucket.segment == segment) {
+            self.grad_buffers.reduce(&self.mesh, &self.buckets, i, last)?;
         }
         Ok(())
+    }
+
+    /// Makes room for the gradients of `segment`, before its backward: takes in the reductions that still go on with the
+    /// memory that they will lie in.
+    ///
+    /// # Errors
+    /// A tensor operation failed; a peer failed.
+    pub fn prepare_backward(&self, segment: Segment) -> Result<()> {
+        self.grad_buffers.take_in(&self.mesh, &self.buckets, Some(segment))
+    }
+
+    /// Takes in all reductions that go on: gradients are there after it.
+    ///
+    /// # Errors
+    /// A tensor operation failed; a peer failed.
+    pub fn finish_reductions(&self) -> Result<()> {
+        self.grad_buffers.take_in(&self.mesh, &self.buckets, None)
     }
 
     /// Brings what is computed with in line with what the optimizer updated. All ranks call it.

@@ -8,6 +8,7 @@ use half::{bf16, f16};
 
 use super::{ModelFiles, StoredElement};
 use crate::error::{Error, ErrorContext, Result};
+use crate::runtime::copy::to_device;
 
 /// Elements read before their pages are given back.
 const BLOCK: usize = 1 << 22;
@@ -62,5 +63,6 @@ fn load_as<T: StoredElement + WithDType>(
         files.read_part(name, i * BLOCK, block)?;
         files.discard(name);
     }
-    Tensor::from_vec(values, shape, device).during(|| format!("cannot load tensor `{name}`"))
+    let read = Tensor::from_vec(values, shape, &Device::Cpu)?;
+    to_device(&read, device).during(|| format!("cannot load tensor `{name}`"))
 }

@@ -272,6 +272,7 @@ fn the_memory_plan_counts_each_tensor() {
             sharded_over: 1,
             saving: Saving::InBackground,
             accumulates: false,
+            overlaps_reductions: false,
             offload: &OffloadTarget::default(),
             on_host: true,
             bf16_copy: false,

@@ -32,13 +32,17 @@ pub fn copy_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
 }
 
 /// `x` on `device`: itself where it lies there. Of a view only what it shows is brought over, where candle's `to_device`
-/// brings all memory behind it.
+/// brings all memory behind it. Large ones go through page-locked memory.
 ///
 /// # Errors
 /// When the device has not enough memory, or a copy fails.
 pub fn to_device(x: &Tensor, device: &Device) -> Result<Tensor> {
     if x.device().same_device(device) {
         return Ok(x.clone());
+    }
+    #[cfg(feature = "cuda")]
+    if let Some(there) = super::pinned::to_device(x, device)? {
+        return Ok(there);
     }
     Ok(x.force_contiguous()?.to_device(device)?)
 }

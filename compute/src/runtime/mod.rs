@@ -4,11 +4,14 @@
 pub mod allocator;
 pub mod buffer;
 pub mod copy;
+mod copy_steps;
 pub mod cpu_tensor;
 pub mod device;
 pub mod machine;
 pub mod mmap;
 pub mod param_storage;
+#[cfg(feature = "cuda")]
+mod pinned;
 pub mod rank_sum;
 pub mod rng;
 mod tensor_mut;

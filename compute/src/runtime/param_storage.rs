@@ -1,7 +1,8 @@
 //! Where flat runs of values are at rest: in a tensor of the device, in one of the host, or in a mapped file.
 //!
 //! What is not on the device is brought there by copies before it is used and taken back after it was changed. Copies
-//! between devices go in runs of at most [`STAGING_ELEMENTS`] values, so that what is under way stays small.
+//! between devices go in runs of at most [`STAGING_ELEMENTS`] values, so that what is under way stays small, or through the
+//! two page-locked buffers of a GPU.
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -190,6 +191,10 @@ pub fn copy_across(from: &Tensor, to: &TensorMut) -> Result<()> {
             _ => copy::<u8>(from, to),
         };
     }
+    #[cfg(feature = "cuda")]
+    if super::pinned::copy(from, to)? {
+        return Ok(());
+    }
     in_runs(from.elem_count(), staged(from, to), |start, len| {
         let from = to_device(&from.narrow(0, start, len)?, to.device())?;
         Ok(to.slice_set(&from.contiguous()?, 0, start)?)
@@ -206,6 +211,10 @@ fn from_file<T: PlainElement>(run: &MappedSlice, to: &TensorMut) -> Result<()> {
     run.read(|from: &[T]| {
         if to.device().is_cpu() {
             return write(to, from);
+        }
+        #[cfg(feature = "cuda")]
+        if super::pinned::copy_slice(from, to)? {
+            return Ok(());
         }
         Ok(to.slice_set(&Tensor::from_slice(from, from.len(), to.device())?, 0, 0)?)
     })?

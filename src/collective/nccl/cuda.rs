@@ -1,7 +1,7 @@
 //! The streams and marks of an NVIDIA GPU, through the cudarc that candle uses. Not yet run on a GPU.
 //!
 //! Compute is candle's own stream of the device. Memory that NCCL reads or writes there is freed by candle on that same
-//! stream, so after the work; the gather stream's memory is kept until compute follows its mark.
+//! stream, so after the work; what the streams of gathers and reductions use is kept until compute follows their marks.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,6 +20,7 @@ pub struct Cuda {
     context: Arc<CudaContext>,
     compute: Arc<CudaStream>,
     gather: Arc<CudaStream>,
+    reduce: Arc<CudaStream>,
 }
 
 impl Cuda {
@@ -31,14 +32,16 @@ impl Cuda {
     pub fn new(device: &CudaDevice) -> Result<Cuda> {
         let compute = device.cuda_stream();
         let context = Arc::clone(compute.context());
-        let gather = context.new_stream().map_err(|error| failed("cannot make a stream", &error))?;
-        Ok(Cuda { context, compute, gather })
+        let stream = || context.new_stream().map_err(|error| failed("cannot make a stream", &error));
+        let (gather, reduce) = (stream()?, stream()?);
+        Ok(Cuda { context, compute, gather, reduce })
     }
 
     fn lane(&self, lane: Lane) -> &Arc<CudaStream> {
         match lane {
             Lane::Compute => &self.compute,
             Lane::Gather => &self.gather,
+            Lane::Reduce => &self.reduce,
         }
     }
 }

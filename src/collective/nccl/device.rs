@@ -1,4 +1,4 @@
-//! What the backend needs of a GPU: two streams, marks on them, and a few bytes to and fro.
+//! What the backend needs of a GPU: three streams, marks on them, and a few bytes to and fro.
 //!
 //! `Cuda` is the real one; a stand-in in host memory lets the backend's tests run without a GPU.
 
@@ -7,13 +7,20 @@ use std::ops::Range;
 use super::library::RawStream;
 use crate::error::Result;
 
-/// Which of a rank's two streams.
+/// Which of a rank's streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lane {
-    /// All computation and all reductions, in the order in which they are called.
+    /// All computation, and the calls that are done for what is computed after them.
     Compute,
     /// Gathers, beside the computation.
     Gather,
+    /// Reductions that were started, beside both.
+    Reduce,
+}
+
+impl Lane {
+    /// How many there are.
+    pub(super) const COUNT: usize = 3;
 }
 
 /// See the module.

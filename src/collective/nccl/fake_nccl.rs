@@ -25,9 +25,49 @@ enum FakePost {
 }
 
 #[derive(Default)]
-struct FakeGroup {
+pub(super) struct FakeGroup {
     posts: Mutex<Vec<Option<FakePost>>>,
     aborted: AtomicBool,
+}
+
+impl FakeGroup {
+    pub(super) fn is_aborted(&self) -> bool {
+        self.aborted.load(Ordering::SeqCst)
+    }
+}
+
+/// What was asked of a rank's streams, in order.
+#[derive(Clone)]
+pub(super) enum FakeEvent {
+    /// A call on a communicator, whose ranks share one group.
+    Call { op: &'static str, lane: Lane, group: Arc<FakeGroup> },
+    /// A stream waits for another, as far as it had come.
+    Follow { lane: Lane, mark: FakeMark },
+    /// What a test computes, on the compute stream.
+    Compute(String),
+}
+
+/// A point on a stream: after so many calls there.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct FakeMark {
+    pub(super) lane: Lane,
+    pub(super) calls: usize,
+    /// It is never reached.
+    stuck: bool,
+}
+
+/// What a raw stream points to.
+struct FakeStream {
+    lane: Lane,
+    log: Arc<Mutex<Vec<FakeEvent>>>,
+}
+
+/// Notes that a call is put on a stream.
+fn put(stream: RawStream, op: &'static str, raw: RawComm) {
+    // SAFETY: one of the streams of a `Host`, which its rank's end keeps.
+    let stream = unsafe { &*stream.cast_const().cast::<FakeStream>() };
+    let group = Arc::clone(&comm(raw).group);
+    stream.log.lock().unwrap().push(FakeEvent::Call { op, lane: stream.lane, group });
 }
 
 /// What a raw communicator points to.
@@ -249,9 +289,10 @@ unsafe extern "C" fn all_reduce(
     kind: c_int,
     op: c_int,
     raw: RawComm,
-    _: RawStream,
+    stream: RawStream,
 ) -> NcclStatus {
     assert_eq!(op, 0);
+    put(stream, "all-reduce", raw);
     post(raw, FakePost::Sum { from: from as usize, to: to as usize, count, kind, scatter: false })
 }
 
@@ -262,9 +303,10 @@ unsafe extern "C" fn reduce_scatter(
     kind: c_int,
     op: c_int,
     raw: RawComm,
-    _: RawStream,
+    stream: RawStream,
 ) -> NcclStatus {
     assert_eq!(op, 0);
+    put(stream, "reduce-scatter", raw);
     post(raw, FakePost::Sum { from: from as usize, to: to as usize, count, kind, scatter: true })
 }
 
@@ -278,8 +320,9 @@ unsafe extern "C" fn all_gather(
     count: usize,
     kind: c_int,
     raw: RawComm,
-    _: RawStream,
+    stream: RawStream,
 ) -> NcclStatus {
+    put(stream, "all-gather", raw);
     post(raw, FakePost::Gather { from: from as usize, to: to as usize, bytes: count * width(kind) })
 }
 
@@ -290,8 +333,9 @@ unsafe extern "C" fn broadcast(
     kind: c_int,
     root: c_int,
     raw: RawComm,
-    _: RawStream,
+    stream: RawStream,
 ) -> NcclStatus {
+    put(stream, "broadcast", raw);
     assert_eq!(from, to.cast_const());
     post(raw, FakePost::Copy { at: to as usize, bytes: count * width(kind), root })
 }
@@ -302,8 +346,9 @@ unsafe extern "C" fn send(
     kind: c_int,
     peer: c_int,
     raw: RawComm,
-    _: RawStream,
+    stream: RawStream,
 ) -> NcclStatus {
+    put(stream, "send", raw);
     let bytes = count * width(kind);
     post(raw, FakePost::Send { from: from as usize, bytes, peer: peer as usize })
 }
@@ -314,8 +359,9 @@ unsafe extern "C" fn recv(
     kind: c_int,
     peer: c_int,
     raw: RawComm,
-    _: RawStream,
+    stream: RawStream,
 ) -> NcclStatus {
+    put(stream, "recv", raw);
     let bytes = count * width(kind);
     post(raw, FakePost::Recv { to: to as usize, bytes, peer: peer as usize })
 }
@@ -343,10 +389,38 @@ pub(super) fn library() -> Arc<NcclLibrary> {
     Arc::new(NcclLibrary::of_table(table, "stand-in".into()).unwrap())
 }
 
-/// A device whose work is done as soon as it is called, unless it is stuck.
-#[derive(Default)]
+/// A device whose work is done as soon as it is called, until it is stuck.
 pub(super) struct Host {
     pub(super) stuck: Arc<AtomicBool>,
+    log: Arc<Mutex<Vec<FakeEvent>>>,
+    /// By lane.
+    streams: [Box<FakeStream>; Lane::COUNT],
+}
+
+impl Default for Host {
+    fn default() -> Self {
+        let log: Arc<Mutex<Vec<FakeEvent>>> = Arc::default();
+        let stream = |lane| Box::new(FakeStream { lane, log: Arc::clone(&log) });
+        let streams = [Lane::Compute, Lane::Gather, Lane::Reduce].map(stream);
+        Host { stuck: Arc::default(), log, streams }
+    }
+}
+
+impl Host {
+    /// Another view of the same device.
+    pub(super) fn other_end(&self) -> Host {
+        Host { stuck: Arc::clone(&self.stuck), log: Arc::clone(&self.log), ..Host::default() }
+    }
+
+    /// Notes what a test computes.
+    pub(super) fn compute(&self, what: String) {
+        self.log.lock().unwrap().push(FakeEvent::Compute(what));
+    }
+
+    /// What was asked of the streams since the last time.
+    pub(super) fn events(&self) -> Vec<FakeEvent> {
+        std::mem::take(&mut *self.log.lock().unwrap())
+    }
 }
 
 /// "Device" memory and its counterpart.
@@ -356,28 +430,36 @@ pub(super) struct FakeScratch {
 }
 
 impl GpuStreams for Host {
-    type Mark = Lane;
+    type Mark = FakeMark;
     type Scratch = FakeScratch;
 
     fn bind(&self) -> Result<()> {
         Ok(())
     }
 
-    fn stream(&self, _: Lane) -> RawStream {
-        std::ptr::null_mut()
+    fn stream(&self, lane: Lane) -> RawStream {
+        std::ptr::from_ref(&*self.streams[lane as usize]).cast_mut().cast()
     }
 
-    fn mark(&self, lane: Lane) -> Result<Lane> {
-        Ok(lane)
+    fn mark(&self, lane: Lane) -> Result<FakeMark> {
+        let log = self.log.lock().unwrap();
+        let on_lane = |event: &&FakeEvent| match event {
+            FakeEvent::Call { lane: of, .. } => *of == lane,
+            FakeEvent::Compute(_) => lane == Lane::Compute,
+            FakeEvent::Follow { .. } => false,
+        };
+        let stuck = self.stuck.load(Ordering::SeqCst);
+        Ok(FakeMark { lane, calls: log.iter().filter(on_lane).count(), stuck })
     }
 
-    fn follow(&self, lane: Lane, mark: &Lane) -> Result<()> {
-        assert_ne!(lane, *mark, "a stream needs no mark of its own");
+    fn follow(&self, lane: Lane, mark: &FakeMark) -> Result<()> {
+        assert_ne!(lane, mark.lane, "a stream needs no mark of its own");
+        self.log.lock().unwrap().push(FakeEvent::Follow { lane, mark: *mark });
         Ok(())
     }
 
-    fn reached(&self, _: &Lane) -> Result<bool> {
-        Ok(!self.stuck.load(Ordering::SeqCst))
+    fn reached(&self, mark: &FakeMark) -> Result<bool> {
+        Ok(!mark.stuck)
     }
 
     fn scratch(&self, bytes: usize) -> Result<FakeScratch> {

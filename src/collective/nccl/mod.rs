@@ -2,10 +2,10 @@
 //! tests over a stand-in for the library and the device, the library's errors over the real one, the rest compiles.
 //!
 //! Calls on a GPU's memory put work on the rank's streams and return: sums and broadcasts on the compute stream, which is
-//! candle's, so before and after them computation is in order; gathers on their own one, with marks for the order between
-//! the two. Memory of the host (sums of losses, saved moments) goes through the GPU by pieces and is there on return
-//! (`staged`). [`run_ranks`] runs the ranks of a process as threads, one a GPU. Communicators are non-blocking, so every wait polls
-//! (`communicator`), and a thread watches over what is on the streams (`watch`). Failures end all communicators of the process
+//! candle's, so before and after them computation is in order; gathers on a stream of their own, and started reductions on
+//! a third one with communicators of their own (`reduction`), with marks for the order between the three. Memory of the
+//! host (sums of losses, saved moments) goes through the GPU by pieces and is there on return (`staged`). [`run_ranks`] runs
+//! the ranks of a process as threads, one a GPU. Communicators are non-blocking, so every wait polls (`communicator`), and a thread watches over what is on the streams (`watch`). Failures end all communicators of the process
 //! ([`AbortFlag`]); other processes see NCCL's remote error, the deadline, or the news from the rendezvous session, which is
 //! the launcher's to pass on by [`AbortFlag::raise`].
 //!
@@ -13,8 +13,9 @@
 //! compares the hash with its peers' at barriers, splits and sums of f64 (once or twice a step): there the first call that
 //! differs is named, with the ranks. A difference that stops NCCL before that ends at the deadline, with this rank's call.
 //! Messages between two ranks are no part of that: the two compare each of them first, at the cost of a round trip (`message`).
-//! NCCL picks the order of its sums; `NCCL_ALGO=Ring` makes it the same in every run. hsdp has three communicators a rank, whose
-//! kernels wait for peers on both streams: they need room on the GPU at once, which NCCL's channels leave.
+//! NCCL picks the order of its sums; `NCCL_ALGO=Ring` makes it the same in every run. hsdp has three groups and so up to six
+//! communicators a rank, whose kernels wait for peers on all streams: they need room on the GPU at once, which NCCL's channels
+//! leave. All ranks put their calls on the streams in the same order.
 
 mod call_log;
 mod communicator;
@@ -25,6 +26,7 @@ mod environment;
 mod library;
 mod message;
 mod rank_group;
+mod reduction;
 mod staged;
 mod watchdog;
 
@@ -39,20 +41,21 @@ pub use library::{
 };
 pub use rank_group::{GroupInfo, run_on_gpus, run_ranks};
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use self::call_log::CallLog;
 use self::communicator::Communicator;
 use self::watchdog::Watch;
 use super::call_record::{CallKind, CallRecord, MessageCounts, RankStatus};
-use super::{Call, Collective, Op, Phase, Ticket, Traffic};
-use crate::collective::buffer_checks::{check_shard, check_sum};
+use super::{Call, Collective, Op, Phase, Reduction, Ticket, Traffic};
+use crate::collective::buffer_checks::check_shard;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::rendezvous::locked;
-use crate::runtime::buffer::{Buffer, ElementType, MemoryKind};
+use crate::runtime::buffer::{Buffer, MemoryKind};
 
 /// How long a rank waits for its peers unless told otherwise; longer than any evaluation or save.
 pub const DEADLINE: Duration = Duration::from_secs(1800);
@@ -74,6 +77,8 @@ pub struct NcclRankInfo {
 pub struct Nccl<D: GpuStreams> {
     // Dropped in this order: the communicator ends while it is watched.
     communicator: Arc<Communicator>,
+    /// That of started reductions, once it was opened.
+    reductions: OnceLock<Arc<Communicator>>,
     member: Arc<NcclRank<D>>,
     rank: usize,
     /// The ranks of the group by their rank in the world.
@@ -83,8 +88,8 @@ pub struct Nccl<D: GpuStreams> {
 
 /// What this rank's groups share.
 struct NcclRank<D: GpuStreams> {
-    /// Those of its smaller groups. They end with the last group, not before: a rank that fails drops its groups on the
-    /// way out, and ending one in order waits for peers that do not know yet.
+    /// Those of its smaller groups and of started reductions. They end with the last group, not before: a rank that fails
+    /// drops its groups on the way out, and ending one in order waits for peers that do not know yet.
     groups: Mutex<Vec<Arc<Communicator>>>,
     watch: Watch<D>,
     device: Arc<D>,
@@ -99,7 +104,8 @@ struct NcclState<D: GpuStreams> {
     call_log: CallLog,
     messages: MessageCounts,
     tickets: u64,
-    gathers: VecDeque<NcclGather<D>>,
+    gathers: VecDeque<StartedCall<D>>,
+    reductions: VecDeque<StartedCall<D>>,
     traffic: Traffic,
     scratch: Option<(usize, D::Scratch)>,
 }
@@ -111,14 +117,15 @@ impl<D: GpuStreams> Default for NcclState<D> {
             messages: MessageCounts::default(),
             tickets: 0,
             gathers: VecDeque::new(),
+            reductions: VecDeque::new(),
             traffic: Traffic::default(),
             scratch: None,
         }
     }
 }
 
-/// A gather on its stream, with the memory that must live until computation has been told to wait for it.
-struct NcclGather<D: GpuStreams> {
+/// A gather or a reduction on its stream, with the memory that must live until computation has been told to wait for it.
+struct StartedCall<D: GpuStreams> {
     ticket: u64,
     /// None when it is done: over memory of the host.
     mark: Option<D::Mark>,
@@ -153,7 +160,14 @@ impl<D: GpuStreams> Nccl<D> {
         let (nccl, abort_flag) = (Arc::clone(library), Arc::clone(abort_flag));
         let (groups, place) = (Mutex::default(), Mutex::default());
         let member = Arc::new(NcclRank { groups, watch, device, nccl, abort_flag, rank, place });
-        Ok(Nccl { communicator, member, rank, ranks: (0..size).collect(), state: Mutex::default() })
+        Ok(Nccl {
+            communicator,
+            reductions: OnceLock::new(),
+            member,
+            rank,
+            ranks: (0..size).collect(),
+            state: Mutex::default(),
+        })
     }
 
     fn record(&self, action: CallKind, call: Call) -> CallRecord {
@@ -178,7 +192,7 @@ impl<D: GpuStreams> Nccl<D> {
         let put = || {
             member.device.bind()?;
             let stream = member.device.stream(lane);
-            self.communicator.call(&record.to_string(), |table, comm| call(table, comm, stream))?;
+            self.communicator(lane)?.call(&record.to_string(), |table, comm| call(table, comm, stream))?;
             member.device.mark(lane)
         };
         let mark = put().map_err(|error| member.abort_flag.raise(error))?;
@@ -216,12 +230,13 @@ impl<D: GpuStreams> Nccl<D> {
         Err(self.member.abort_flag.raise(error))
     }
 
-    /// The ticket of a gather that was started, or is done when there is no mark to wait for.
-    fn started(&self, mark: Option<D::Mark>, shard: &Buffer, full: &Buffer) -> Ticket {
+    /// The ticket of a call that was started on `lane`, or is done when there is no mark to wait for.
+    fn started(&self, lane: Lane, mark: Option<D::Mark>, memory: [&Buffer; 2]) -> Ticket {
         let mut state = locked(&self.state);
         state.tickets += 1;
         let ticket = state.tickets;
-        state.gathers.push_back(NcclGather { ticket, mark, _memory: [shard.clone(), full.clone()] });
+        let queue = if lane == Lane::Reduce { &mut state.reductions } else { &mut state.gathers };
+        queue.push_back(StartedCall { ticket, mark, _memory: memory.map(Buffer::clone) });
         Ticket(ticket)
     }
 
@@ -240,43 +255,19 @@ impl<D: GpuStreams> Collective for Nccl<D> {
     }
 
     fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
-        check_sum(call, buffer)?;
-        let record =
-            self.record(CallKind::Op(Op::AllReduce), call).moving(buffer.element(), buffer.elements());
-        self.note(&record);
-        if buffer.element() == ElementType::F64 {
-            self.compare(&record)?;
-        }
-        self.count(Op::AllReduce, buffer.bytes(), false);
-        if buffer.place() == MemoryKind::Host {
-            return self.all_reduce_staged(&record, buffer);
-        }
-        let (at, element) = (buffer.address() as *mut c_void, data_type(buffer.element()));
-        self.enqueue(Lane::Compute, &record, |table, comm, stream| {
-            // SAFETY: the memory is valid on the device by `Buffer`'s contract, freed on the compute stream at the earliest.
-            unsafe { (table.all_reduce)(at, at, buffer.elements(), element, SUM, comm, stream) }
-        })?;
-        Ok(())
+        self.all_reduce_on(Lane::Compute, call, buffer).map(drop)
     }
 
     fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
-        check_sum(call, full)?;
-        check_shard(call, shard, full, self.ranks.len())?;
-        check_places(call, shard, full)?;
-        let record =
-            self.record(CallKind::Op(Op::ReduceScatter), call).moving(full.element(), full.elements());
-        self.note(&record);
-        self.count(Op::ReduceScatter, full.bytes(), false);
-        if full.place() == MemoryKind::Host {
-            return self.reduce_scatter_staged(&record, full, shard);
-        }
-        let (from, to) = (full.address() as *const c_void, shard.address() as *mut c_void);
-        self.enqueue(Lane::Compute, &record, |table, comm, stream| {
-            let element = data_type(full.element());
-            // SAFETY: as for all_reduce; the lengths were checked.
-            unsafe { (table.reduce_scatter)(from, to, shard.elements(), element, SUM, comm, stream) }
-        })?;
-        Ok(())
+        self.reduce_scatter_on(Lane::Compute, call, full, shard).map(drop)
+    }
+
+    fn open_reduction_lane(&self) -> Result<bool> {
+        self.open_reductions().map(|()| true)
+    }
+
+    fn start_reduction(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
+        self.start_on_lane(call, reduction)
     }
 
     fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
@@ -287,7 +278,7 @@ impl<D: GpuStreams> Collective for Nccl<D> {
         self.count(Op::AllGather, full.bytes(), false);
         if full.place() == MemoryKind::Host {
             self.all_gather_staged(&record, shard, full)?;
-            return Ok(self.started(None, shard, full));
+            return Ok(self.started(Lane::Gather, None, [shard, full]));
         }
         // The shard was written, and the room for the full data last read, by computation.
         let device = &*self.member.device;
@@ -298,16 +289,19 @@ impl<D: GpuStreams> Collective for Nccl<D> {
             // SAFETY: as for all_reduce; the memory is kept with the gather until `finish`.
             unsafe { (table.all_gather)(from, to, shard.elements(), element, comm, stream) }
         })?;
-        Ok(self.started(Some(mark), shard, full))
+        Ok(self.started(Lane::Gather, Some(mark), [shard, full]))
     }
 
     fn finish(&self, ticket: Ticket) -> Result<()> {
         self.member.abort_flag.check()?;
-        let first = locked(&self.state).gathers.pop_front();
-        let Some(gather) = first.filter(|gather| gather.ticket == ticket.0) else {
-            return Err(Error::internal("a gather is finished out of turn"));
+        let mut state = locked(&self.state);
+        let is_reduction = state.reductions.iter().any(|started| started.ticket == ticket.0);
+        let queue = if is_reduction { &mut state.reductions } else { &mut state.gathers };
+        let Some(started) = queue.pop_front().filter(|started| started.ticket == ticket.0) else {
+            return Err(Error::internal("a gather or a reduction is finished out of turn"));
         };
-        match &gather.mark {
+        drop(state);
+        match &started.mark {
             Some(mark) => self.member.device.follow(Lane::Compute, mark),
             None => Ok(()),
         }
@@ -360,11 +354,16 @@ impl<D: GpuStreams> Collective for Nccl<D> {
         locked(&member.groups).push(Arc::clone(&communicator));
         Ok(Box::new(Nccl {
             communicator,
+            reductions: OnceLock::new(),
             member: Arc::clone(member),
             rank: members().position(|rank| rank == self.rank).unwrap_or(0),
             ranks: members().map(|rank| self.ranks[rank]).collect(),
             state: Mutex::default(),
         }))
+    }
+
+    fn as_backend(&self) -> Option<&dyn Any> {
+        Some(self)
     }
 
     fn traffic(&self) -> Traffic {
@@ -390,5 +389,7 @@ impl<D: GpuStreams> std::fmt::Debug for Nccl<D> {
 
 #[cfg(test)]
 mod fake_nccl;
+#[cfg(test)]
+mod reduction_tests;
 #[cfg(test)]
 mod tests;

@@ -6,19 +6,20 @@ use std::sync::atomic::Ordering;
 use super::fake_nccl::{Host, library};
 use super::*;
 use crate::collective::RankFailure;
+use crate::runtime::buffer::ElementType;
 
-const PATIENT: Duration = Duration::from_secs(60);
-const SHORT: Duration = Duration::from_millis(300);
+pub(super) const PATIENT: Duration = Duration::from_secs(60);
+pub(super) const SHORT: Duration = Duration::from_millis(300);
 
-const fn call(what: &'static str, index: usize) -> Call {
+pub(super) const fn call(what: &'static str, index: usize) -> Call {
     Call { what, index }
 }
 
 /// Memory over a vector, which is read back after collectives.
-struct Values<T>(Arc<Vec<T>>, Buffer);
+pub(super) struct Values<T>(Arc<Vec<T>>, pub(super) Buffer);
 
 impl<T: Copy + Send + Sync + 'static> Values<T> {
-    fn new(element: ElementType, values: Vec<T>) -> Self {
+    pub(super) fn new(element: ElementType, values: Vec<T>) -> Self {
         let values = Arc::new(values);
         let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&values) as _;
         // SAFETY: kept by its owner, and not read while a collective runs; the stand-in's GPU is in the host's memory.
@@ -27,7 +28,7 @@ impl<T: Copy + Send + Sync + 'static> Values<T> {
     }
 
     /// In memory that the library cannot reach.
-    fn on_host(element: ElementType, values: Vec<T>) -> Self {
+    pub(super) fn on_host(element: ElementType, values: Vec<T>) -> Self {
         let Values(values, memory) = Values::new(element, values);
         let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&values) as _;
         // SAFETY: as above.
@@ -35,14 +36,14 @@ impl<T: Copy + Send + Sync + 'static> Values<T> {
         Values(values, memory)
     }
 
-    fn read(&self) -> Vec<T> {
+    pub(super) fn read(&self) -> Vec<T> {
         // SAFETY: in bounds; written behind the compiler's back.
         (0..self.0.len()).map(|i| unsafe { self.0.as_ptr().add(i).read_volatile() }).collect()
     }
 }
 
 /// Runs ranks as threads, each with its own alarm as if in its own process, or all with one.
-fn run<T: Send>(
+pub(super) fn run<T: Send>(
     size: usize,
     deadline: Duration,
     one_process: bool,
@@ -58,7 +59,7 @@ fn run<T: Send>(
             scope.spawn(move || {
                 let rank_info = NcclRankInfo { id, rank: number, size, deadline };
                 let device = Host::default();
-                let other_end = Host { stuck: Arc::clone(&device.stuck) };
+                let other_end = device.other_end();
                 rank(&Nccl::connect(library, &rank_info, device, &abort_flag).unwrap(), &other_end)
             })
         };
@@ -67,7 +68,7 @@ fn run<T: Send>(
     })
 }
 
-fn texts(results: Vec<Result<()>>) -> Vec<String> {
+pub(super) fn texts(results: Vec<Result<()>>) -> Vec<String> {
     results.into_iter().map(|result| result.unwrap_err().to_string()).collect()
 }
 
@@ -124,7 +125,7 @@ fn every_operation_moves_its_data_and_counts_it() {
 }
 
 /// Values for which f32 sums are exact.
-fn numbers(rank: usize, len: usize) -> Vec<f32> {
+pub(super) fn numbers(rank: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 7 + rank * 3) % 1000) as f32).collect()
 }
 

@@ -34,8 +34,8 @@ struct WatchdogState<D: GpuStreams> {
     abort_flag: Arc<AbortFlag>,
     rank: usize,
     deadline: Duration,
-    /// Of the compute and of the gather stream.
-    queues: Mutex<[WatchQueue<D::Mark>; 2]>,
+    /// By [`Lane`].
+    queues: Mutex<[WatchQueue<D::Mark>; Lane::COUNT]>,
     stop: Mutex<bool>,
     stopped: Condvar,
 }
@@ -60,7 +60,7 @@ impl<D: GpuStreams> Watch<D> {
             abort_flag: Arc::clone(abort_flag),
             rank,
             deadline,
-            queues: Mutex::new([queue(), queue()]),
+            queues: Mutex::new([(); Lane::COUNT].map(|()| queue())),
             stop: Mutex::new(false),
             stopped: Condvar::new(),
         });
@@ -116,7 +116,7 @@ impl<D: GpuStreams> WatchdogState<D> {
         }
     }
 
-    /// The call that has waited for longest, since when. The computation may wait for a gather, so both streams count.
+    /// The call that has waited for longest, since when. The computation may wait for the other streams, so all count.
     fn oldest(&self) -> Result<Option<(Instant, CallRecord)>> {
         let mut queues = locked(&self.queues);
         for queue in queues.iter_mut() {

@@ -1,0 +1,231 @@
+//! Copies between host and GPU through page-locked memory, on a stream of their own. **Not yet run on a GPU.**
+//!
+//! The driver copies pageable memory by way of a small buffer of its own and lets the host wait; from page-locked memory a
+//! copy runs at the full rate of the bus while the host does something else. So each device has two page-locked buffers,
+//! made when they are first needed, and a stream for copies; what goes through them is one file further
+//! ([`super::copy_steps`]). The stream waits for what was computed before (who wrote what is read, who used the memory that
+//! is written), and computation waits for what was brought to the GPU: by events, no wait of the host. Where the system
+//! gives no page-locked memory, copies are made as without it.
+
+use std::slice::{from_raw_parts, from_raw_parts_mut};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaEvent, CudaStream, DriverError, PinnedHostSlice, result,
+};
+use candle_core::{CudaDevice, DType, Device, Tensor};
+use half::bf16;
+use rayon::prelude::*;
+
+use super::TensorMut;
+use super::buffer::Buffer;
+use super::copy_steps::{BUFFERS, CopyAction, steps_to_gpu, steps_to_host};
+use super::cpu_tensor::{PlainElement, memory, read, update};
+use crate::error::{Error, Result};
+
+/// Bytes of a page-locked buffer.
+const BUFFER_BYTES: usize = 64 << 20;
+
+/// Copies of fewer bytes go without.
+const LEAST_BYTES: usize = 1 << 20;
+
+/// Bytes that a thread of the host copies at a time.
+const CHUNK: usize = 1 << 20;
+
+/// The copies of one GPU.
+struct CopyLane {
+    /// candle's stream.
+    compute: Arc<CudaStream>,
+    copies: Arc<CudaStream>,
+    buffers: [PinnedBuffer; BUFFERS],
+    /// The buffer that comes next.
+    next: usize,
+}
+
+struct PinnedBuffer {
+    memory: PinnedHostSlice<u8>,
+    /// Of the last copy from it or to it.
+    done: CudaEvent,
+}
+
+impl CopyLane {
+    fn new(compute: Arc<CudaStream>) -> Result<Self, DriverError> {
+        let context = compute.context();
+        let buffer = || {
+            // Not write-combined: the host reads it too.
+            // SAFETY: each byte is written before it is read, by the host or by a copy that was waited for.
+            let memory = unsafe { context.alloc_pinned_with_flags::<u8>(BUFFER_BYTES, 0) }?;
+            Ok(PinnedBuffer { memory, done: context.new_event(None)? })
+        };
+        let buffers = [buffer()?, buffer()?];
+        let copies = context.new_stream()?;
+        Ok(CopyLane { compute, copies, buffers, next: 0 })
+    }
+
+    /// Starts to copy `from` to the GPU's memory at `to`; computation that comes later waits for it.
+    fn bring(&mut self, from: &[u8], to: usize) -> Result<(), DriverError> {
+        self.compute.context().bind_to_thread()?;
+        self.copies.join(&self.compute)?;
+        for (action, piece) in steps_to_gpu(from.len(), BUFFER_BYTES, self.next) {
+            let PinnedBuffer { memory, done } = &mut self.buffers[piece.buffer];
+            let len = piece.range.len();
+            match action {
+                CopyAction::Wait => done.synchronize()?,
+                CopyAction::CopyOnHost => {
+                    copy_on_host(&from[piece.range], &mut memory.as_mut_slice()?[..len])
+                }
+                CopyAction::StartOnGpu => {
+                    let to = (to + piece.range.start) as u64;
+                    // SAFETY: the buffer is written again only after a wait for `done`; the GPU's memory is as long as
+                    // `from`, and is freed on the compute stream, which waits below.
+                    unsafe {
+                        result::memcpy_htod_async(to, &memory.as_slice()?[..len], self.copies.cu_stream())?;
+                    }
+                    done.record(&self.copies)?;
+                    self.next = (piece.buffer + 1) % BUFFERS;
+                }
+            }
+        }
+        self.compute.join(&self.copies)
+    }
+
+    /// Copies the GPU's memory at `from` to the host, once it is computed.
+    fn fetch(&mut self, from: usize, to: &mut [u8]) -> Result<(), DriverError> {
+        self.compute.context().bind_to_thread()?;
+        self.copies.join(&self.compute)?;
+        for (action, piece) in steps_to_host(to.len(), BUFFER_BYTES, self.next) {
+            let PinnedBuffer { memory, done } = &mut self.buffers[piece.buffer];
+            let len = piece.range.len();
+            match action {
+                CopyAction::Wait => done.synchronize()?,
+                CopyAction::CopyOnHost => copy_on_host(&memory.as_slice()?[..len], &mut to[piece.range]),
+                CopyAction::StartOnGpu => {
+                    let from = (from + piece.range.start) as u64;
+                    // SAFETY: the buffer is read only after a wait for `done`; the GPU's memory is as long as `to` and
+                    // lives until this returns, when all copies are done.
+                    unsafe {
+                        let to = &mut memory.as_mut_slice()?[..len];
+                        result::memcpy_dtoh_async(to, from, self.copies.cu_stream())?;
+                    }
+                    done.record(&self.copies)?;
+                    self.next = (piece.buffer + 1) % BUFFERS;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn copy_on_host(from: &[u8], to: &mut [u8]) {
+    to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| to.copy_from_slice(from));
+}
+
+/// After a panic of another thread every copy that it started is still waited for before its buffer is used.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The copies of a GPU, for as long as the process lives; none where there is no page-locked memory.
+type Lane = &'static Mutex<Option<CopyLane>>;
+
+/// The copies of `device`, made when they are first asked for.
+fn lane_of(device: &CudaDevice) -> Lane {
+    /// By the address of candle's stream, which they keep for as long as the process lives.
+    static LANES: Mutex<Vec<(usize, Lane)>> = Mutex::new(Vec::new());
+    let stream = device.cuda_stream();
+    let key = stream.cu_stream().addr();
+    let mut lanes = lock(&LANES);
+    if let Some((_, lane)) = lanes.iter().find(|(known, _)| *known == key) {
+        return lane;
+    }
+    let lane: Lane = Box::leak(Box::new(Mutex::new(CopyLane::new(stream).ok())));
+    lanes.push((key, lane));
+    lane
+}
+
+/// Lets the lane of `device` copy; false where there is none.
+fn copied(
+    device: &CudaDevice,
+    what: impl FnOnce() -> String,
+    copy: impl FnOnce(&mut CopyLane) -> Result<(), DriverError>,
+) -> Result<bool> {
+    let mut lane = lock(lane_of(device));
+    let Some(lane) = &mut *lane else { return Ok(false) };
+    let done = copy(lane);
+    done.map(|()| true).map_err(|error| {
+        // What was started must not outlive the memory that it reads and writes.
+        let _ = lane.copies.synchronize();
+        let place = lane.compute.context().ordinal();
+        Error::internal(format!("cannot copy {} GPU {place}", what())).because(error.to_string())
+    })
+}
+
+/// `x` on `device`, of which one is a GPU and the other the host; none where candle is to copy: few bytes, another type, no
+/// page-locked memory.
+///
+/// # Errors
+/// The device has not enough memory, or a copy fails.
+pub(super) fn to_device(x: &Tensor, device: &Device) -> Result<Option<Tensor>> {
+    if !is_worth_it(x.dtype(), x.elem_count()) || x.device().is_cpu() == device.is_cpu() {
+        return Ok(None);
+    }
+    let x = x.contiguous()?;
+    // SAFETY: it is written in full, or dropped.
+    let there = TensorMut::new(unsafe { Tensor::empty(x.shape(), x.dtype(), device)? });
+    Ok(copy(&x, &there)?.then(|| there.into_tensor()))
+}
+
+/// Copies `from` to `to`, of one type and length, between host and GPU; false where candle is to copy, as [`to_device`].
+///
+/// # Errors
+/// A tensor is not contiguous, or a copy fails.
+pub(super) fn copy(from: &Tensor, to: &TensorMut) -> Result<bool> {
+    if from.dtype() != to.dtype() || from.elem_count() != to.elem_count() {
+        return Ok(false);
+    }
+    match from.dtype() {
+        DType::F32 => copy_of::<f32>(from, to),
+        DType::BF16 => copy_of::<bf16>(from, to),
+        DType::U8 => copy_of::<u8>(from, to),
+        _ => Ok(false),
+    }
+}
+
+fn copy_of<T: PlainElement>(from: &Tensor, to: &TensorMut) -> Result<bool> {
+    match (from.device(), to.device()) {
+        (Device::Cpu, Device::Cuda(_)) => copy_slice::<T>(&read::<T>(from)?, to),
+        (Device::Cuda(device), Device::Cpu) if is_worth_it(T::DTYPE, from.elem_count()) => {
+            let from = memory(from)?;
+            update(to, |to: &mut [T]| {
+                // SAFETY: as many bytes as the elements have, which any bytes are values of.
+                let to = unsafe { from_raw_parts_mut(to.as_mut_ptr().cast::<u8>(), size_of_val(to)) };
+                fetch(device, &from, to)
+            })?
+        }
+        _ => Ok(false),
+    }
+}
+
+/// As [`copy`], from memory of the host to a GPU.
+///
+/// # Errors
+/// As there.
+pub(super) fn copy_slice<T: PlainElement>(from: &[T], to: &TensorMut) -> Result<bool> {
+    let Device::Cuda(device) = to.device() else { return Ok(false) };
+    if !is_worth_it(T::DTYPE, from.len()) || to.dtype() != T::DTYPE || to.elem_count() != from.len() {
+        return Ok(false);
+    }
+    // SAFETY: plain numbers, as bytes.
+    let from = unsafe { from_raw_parts(from.as_ptr().cast::<u8>(), size_of_val(from)) };
+    let to = memory(to)?;
+    copied(device, || format!("{} bytes to", from.len()), |lane| lane.bring(from, to.address()))
+}
+
+fn fetch(device: &CudaDevice, from: &Buffer, to: &mut [u8]) -> Result<bool> {
+    let bytes = to.len();
+    copied(device, || format!("{bytes} bytes from"), |lane| lane.fetch(from.address(), to))
+}
+
+fn is_worth_it(dtype: DType, elements: usize) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16 | DType::U8) && elements * dtype.size_in_bytes() >= LEAST_BYTES
+}

@@ -1,0 +1,164 @@
+//! A group whose started reductions are done as late as they may be, for tests of who computes beside them.
+//!
+//! What is handed over is filled with NaN until the reduction is finished: who reads it before finds NaN, and who writes
+//! it is found out.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::slice::from_raw_parts_mut;
+use std::sync::{Arc, Mutex};
+
+use super::{Call, Collective, Phase, Reduction, Ticket, Traffic};
+use crate::error::{Error, Result};
+use crate::rendezvous::locked;
+use crate::runtime::buffer::Buffer;
+
+/// All bits of a byte: a NaN in every float type.
+const NAN: u8 = 0xff;
+
+/// Another end, whose reductions are late. Groups split from it share the calls.
+#[derive(Debug)]
+pub(crate) struct LateReductions {
+    inner: Arc<dyn Collective>,
+    late: Mutex<VecDeque<LateReduction>>,
+    calls: Arc<Mutex<Vec<LateCall>>>,
+}
+
+/// What was started, or finished.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LateCall {
+    /// A reduction of memory at an address.
+    Started(Call, usize),
+    /// The same.
+    Finished(Call, usize),
+}
+
+#[derive(Debug)]
+struct LateReduction {
+    call: Call,
+    full: Buffer,
+    sum: Buffer,
+    /// What they hold once it is done.
+    done: [Vec<u8>; 2],
+}
+
+impl LateReductions {
+    pub(crate) fn new(inner: Arc<dyn Collective>) -> Self {
+        LateReductions { inner, late: Mutex::default(), calls: Arc::default() }
+    }
+
+    /// What was started and finished in this end and those split from it.
+    pub(crate) fn calls(&self) -> Arc<Mutex<Vec<LateCall>>> {
+        Arc::clone(&self.calls)
+    }
+}
+
+#[allow(clippy::mut_from_ref, reason = "a buffer is memory that others write")]
+fn bytes(buffer: &Buffer) -> &mut [u8] {
+    // SAFETY: memory of the host, as long as its bytes, which the test's only thread of this rank does not use now.
+    unsafe {
+        from_raw_parts_mut(std::ptr::with_exposed_provenance_mut::<u8>(buffer.address()), buffer.bytes())
+    }
+}
+
+impl Collective for LateReductions {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
+        self.inner.all_reduce(call, buffer)
+    }
+
+    fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
+        self.inner.reduce_scatter(call, full, shard)
+    }
+
+    fn reduce_scatter_across(
+        &self,
+        call: Call,
+        replicas: &dyn Collective,
+        full: &Buffer,
+        shard: &Buffer,
+    ) -> Result<()> {
+        self.inner.reduce_scatter_across(call, replicas, full, shard)
+    }
+
+    fn open_reduction_lane(&self) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn start_reduction(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
+        reduction.make(self, call)?;
+        let (full, sum) = (reduction.full().clone(), reduction.sum().clone());
+        let done = [&full, &sum].map(|buffer| bytes(buffer).to_vec());
+        [&full, &sum].into_iter().for_each(|buffer| bytes(buffer).fill(NAN));
+        locked(&self.calls).push(LateCall::Started(call, full.address()));
+        locked(&self.late).push_back(LateReduction { call, full, sum, done });
+        Ok(Some(Ticket(u64::MAX)))
+    }
+
+    fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
+        self.inner.start_all_gather(call, shard, full)
+    }
+
+    fn finish(&self, ticket: Ticket) -> Result<()> {
+        if ticket.0 != u64::MAX {
+            return self.inner.finish(ticket);
+        }
+        let late = locked(&self.late).pop_front();
+        let LateReduction { call, full, sum, done } =
+            late.ok_or_else(|| Error::internal("a reduction is finished that was not started"))?;
+        for buffer in [&full, &sum] {
+            if bytes(buffer).iter().any(|byte| *byte != NAN) {
+                return Err(Error::internal(format!("{call} was written while it was summed")));
+            }
+        }
+        for (buffer, done) in [&full, &sum].into_iter().zip(done) {
+            bytes(buffer).copy_from_slice(&done);
+        }
+        locked(&self.calls).push(LateCall::Finished(call, full.address()));
+        Ok(())
+    }
+
+    fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
+        self.inner.broadcast(call, root, buffer)
+    }
+
+    fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
+        self.inner.send(call, to, buffer)
+    }
+
+    fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
+        self.inner.recv(call, from, buffer)
+    }
+
+    fn barrier(&self, call: Call) -> Result<()> {
+        self.inner.barrier(call)
+    }
+
+    fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
+        let inner = Arc::from(self.inner.split(color)?);
+        Ok(Box::new(LateReductions { inner, late: Mutex::default(), calls: self.calls() }))
+    }
+
+    fn as_backend(&self) -> Option<&dyn Any> {
+        self.inner.as_backend()
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
+    }
+
+    fn enter(&self, phase: Phase) -> Result<()> {
+        self.inner.enter(phase)
+    }
+
+    fn abort(&self, why: &str) {
+        self.inner.abort(why);
+    }
+}
