@@ -32,22 +32,20 @@ DEVICE inline Tile tile_of(In<uint32_t> tiles, uint32_t number) {
 
 // ---- rows in shared memory -----------------------------------------------------------------------------------------
 
-// Rows of D bf16 values, as chunks of 16 bytes. Eight rows' chunks of one number lie in different banks, for ldmatrix:
-// chunks change places with the row where a row is a multiple of 128 bytes, else a row takes an odd number of chunks.
+// Rows of D bf16 values, one behind the other, as chunks of 16 bytes, of which eight neighbours fill the banks. Groups of
+// GROUP chunks, as many as divide a row evenly, change places with the row, so that two kinds of access never meet in a
+// bank: eight rows' chunks of one number (ldmatrix; without the exchange each 8 / GROUP rows would begin in one bank), and
+// eight chunks in a line, also from one row into the next (copies, and results on their way out): they are whole groups.
 template <int D> struct Rows {
     static constexpr int CHUNKS = D / 8;
-    static constexpr int PITCH = CHUNKS % 8 == 0 ? CHUNKS : CHUNKS | 1;
-    // Values that a row takes.
-    static constexpr int WIDTH = PITCH * 8;
+    static constexpr int GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
     // The first value of a chunk.
     DEVICE static int at(int row, int chunk) {
-        return (row * PITCH + (CHUNKS % 8 == 0 ? chunk ^ (row & 7) : chunk)) * 8;
+        return (row * CHUNKS + (chunk ^ int(uint32_t(row) / (8 / GROUP) % GROUP))) * 8;
     }
     // The first value of the chunk that stands `chunks`, an even number, behind chunk 0 or 1, whose first value is
     // `from`.
-    DEVICE static int behind(int from, int chunks) {
-        return CHUNKS % 8 == 0 ? (from ^ (chunks % 8 * 8)) + chunks / 8 * 64 : from + chunks * 8;
-    }
+    DEVICE static int behind(int from, int chunks) { return (from ^ (chunks % GROUP * 8)) + chunks / GROUP * GROUP * 8; }
 };
 
 // How THREADS threads copy rows of D values: a thread keeps to its chunk, of each STEP-th row.
@@ -78,10 +76,10 @@ DEVICE inline void scores(float (&s)[MT][N][4], Shared<bf16> a, int first, Share
     UNROLL for (int k = 0; k < D / 16; k++) {
         uint32_t left[MT][4];
         UNROLL for (int m = 0; m < MT; m++)
-            ldmatrix_x4(left[m], a.offset(Rows<D>::behind(a_from, 2 * k)).offset(16 * m * Rows<D>::WIDTH));
+            ldmatrix_x4(left[m], a.offset(Rows<D>::behind(a_from, 2 * k)).offset(16 * m * D));
         UNROLL for (int n = 0; n < N; n += 2) {
             uint32_t right[4];
-            ldmatrix_x4(right, b.offset(Rows<D>::behind(b_from, 2 * k)).offset(8 * n * Rows<D>::WIDTH));
+            ldmatrix_x4(right, b.offset(Rows<D>::behind(b_from, 2 * k)).offset(8 * n * D));
             UNROLL for (int m = 0; m < MT; m++) {
                 auto mma = k == 0 ? mma_16816_first : mma_16816;
                 mma(s[m][n], left[m], {right[0], right[1]});
@@ -108,7 +106,7 @@ DEVICE inline void add_product(float (&sums)[MT][W][4], const uint32_t (&left)[M
     UNROLL for (int k = 0; k < K; k++)
         UNROLL for (int n = 0; n < W; n += 2) {
             uint32_t right[4];
-            ldmatrix_x4_transposed(right, b.offset(Rows<D>::behind(from, n)).offset(chunk * 8 + 16 * k * Rows<D>::WIDTH));
+            ldmatrix_x4_transposed(right, b.offset(Rows<D>::behind(from, n)).offset(chunk * 8 + 16 * k * D));
             UNROLL for (int m = 0; m < MT; m++) {
                 mma_16816(sums[m][n], left[m][k], {right[0], right[1]});
                 mma_16816(sums[m][n + 1], left[m][k], {right[2], right[3]});

@@ -47,7 +47,7 @@ template <int D_, int MT_, int WARPS, int QUERIES_, int PARTS_> struct KeysShape
     static constexpr int KEYS = 16 * MT * WARPS, THREADS = 32 * WARPS;
     static constexpr int CHUNKS = D / 8 / PARTS;
     // Values of one of the two stages of q and dout.
-    static constexpr int STAGE = 2 * QUERIES * Rows<D>::WIDTH;
+    static constexpr int STAGE = 2 * QUERIES * D;
 };
 
 // Starts to copy the log-sum-exp of QUERIES queries from `row` on, and behind them their delta; zeros from `there` on.
@@ -115,7 +115,7 @@ template <class S> struct KeysPlace {
 };
 
 template <class S> DEVICE inline void backward_keys(const Backward &x, Out<bf16> dk_out, Out<bf16> dv_out) {
-    constexpr int D = S::D, MT = S::MT, ROWS = S::KEYS * Rows<D>::WIDTH;
+    constexpr int D = S::D, MT = S::MT, ROWS = S::KEYS * D;
     using Copy = CopyRows<D, S::THREADS>;
     DYNAMIC_SHARED(bf16, k_rows);
     Shared<bf16> v_rows = k_rows.offset(ROWS), stages = v_rows.offset(ROWS);
@@ -166,11 +166,11 @@ template <class S> DEVICE inline void backward_keys(const Backward &x, Out<bf16>
 template <int D_, int MT_, int WARPS, int KEYS_> struct QueriesShape {
     static constexpr int D = D_, MT = MT_, KEYS = KEYS_, QUERIES = 16 * MT * WARPS, THREADS = 32 * WARPS;
     // Values of one of the two stages of k and v.
-    static constexpr int STAGE = 2 * KEYS * Rows<D>::WIDTH;
+    static constexpr int STAGE = 2 * KEYS * D;
 };
 
 template <class S> DEVICE inline void backward_queries(const Backward &x, Out<bf16> dq_out) {
-    constexpr int D = S::D, MT = S::MT, KEYS = S::KEYS, ROWS = S::QUERIES * Rows<D>::WIDTH;
+    constexpr int D = S::D, MT = S::MT, KEYS = S::KEYS, ROWS = S::QUERIES * D;
     using Copy = CopyRows<D, S::THREADS>;
     DYNAMIC_SHARED(bf16, q_rows);
     Shared<bf16> dout_rows = q_rows.offset(ROWS), stages = dout_rows.offset(ROWS);

@@ -76,7 +76,7 @@ template <class S> DEVICE inline void forward(const Forward &x) {
     constexpr int D = S::D, MT = S::MT, KEYS = S::KEYS;
     using Copy = CopyRows<D, S::THREADS>;
     DYNAMIC_SHARED(bf16, q_rows);
-    Shared<bf16> k_rows = q_rows.offset(S::QUERIES * Rows<D>::WIDTH), v_rows = k_rows.offset(KEYS * Rows<D>::WIDTH);
+    Shared<bf16> k_rows = q_rows.offset(S::QUERIES * D), v_rows = k_rows.offset(KEYS * D);
     int head = int(blockIdx.x % x.heads), window = int(x.window);
     Tile t = tile_of(x.tiles, blockIdx.x / x.heads);
     int there = smaller(t.q_len - t.first, S::QUERIES), past = t.k_len - t.q_len + t.first, row = t.q_start + t.first;

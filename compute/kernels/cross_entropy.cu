@@ -212,31 +212,3 @@ KERNEL BOUNDS(512, 4) score_rows(In<float> logits, In<uint32_t> targets, Out<flo
     else
         score(logits, targets, losses, hits, int(vocab), pitch, SoftCap<false>(cap));
 }
-
-// `sums[0]` += the losses of `rows` rows, each times its coefficient (without any: once); `sums[1]` += their hits. One
-// block of 256 threads: thread t adds rows t, t + 256, ... in f64, and a fixed tree adds the threads.
-KERNEL BOUNDS(256, 1) add_losses(In<float> losses, In<float> coefficients, In<uint32_t> hits, InOut<double> sums,
-    uint32_t rows) {
-    SHARED(double, loss_of, 256);
-    SHARED(double, hits_of, 256);
-    int thread = int(threadIdx.x);
-    double loss = 0.0, hit = 0.0;
-    for (int64_t n = thread; n < rows; n += 256) {
-        double coefficient = coefficients.is_null() ? 1.0 : double(coefficients.load(n));
-        loss += coefficient * double(losses.load(n));
-        hit += double(hits.load(n));
-    }
-    loss_of.store(thread, loss);
-    hits_of.store(thread, hit);
-    for (int half = 128; half > 0; half /= 2) {
-        sync_block();
-        if (thread < half) {
-            loss_of.store(thread, loss_of.load(thread) + loss_of.load(thread + half));
-            hits_of.store(thread, hits_of.load(thread) + hits_of.load(thread + half));
-        }
-    }
-    if (thread == 0) {
-        sums.store(0, sums.load(0) + loss_of.load(0));
-        sums.store(1, sums.load(1) + hits_of.load(0));
-    }
-}

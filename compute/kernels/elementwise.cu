@@ -134,9 +134,6 @@ DEVICE inline void gather(In<T> x, In<uint32_t> rows, Out<T> y, int width, int64
 // y = x in f32. One block for each 4096 values.
 KERNEL BOUNDS(256, 6) cast_bf16_f32(In<bf16> x, Out<float> y, int64_t count) { cast<bf16, float>(x, y, count); }
 
-// y = x rounded to bf16. One block for each 4096 values.
-KERNEL BOUNDS(256, 6) cast_f32_bf16(In<float> x, Out<bf16> y, int64_t count) { cast<float, bf16>(x, y, count); }
-
 // dst += x. One block for each 8192 values where both are bf16, else for each 4096.
 KERNEL BOUNDS(256, 4) add_into_bf16_bf16(InOut<bf16> dst, In<bf16> x, int64_t count) { add_into(dst, x, count); }
 // As add_into_bf16_bf16.

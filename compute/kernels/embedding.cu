@@ -129,11 +129,6 @@ KERNEL BOUNDS(256, 4) embed_backward_f32(InOut<float> grad, In<uint32_t> ids, In
 }
 
 // `y[n, j] = a[j, ids[n]]`; a: `[r, vocab]`, y: `[tokens, r]`. A thread a value, 256 a block.
-KERNEL BOUNDS(256, 6) columns_of_bf16(In<bf16> a, In<uint32_t> ids, Out<bf16> y, int64_t tokens, uint32_t r,
-    int64_t vocab) {
-    columns_of(a, ids, y, tokens, r, vocab);
-}
-// As columns_of_bf16.
 KERNEL BOUNDS(256, 6) columns_of_f32(In<float> a, In<uint32_t> ids, Out<float> y, int64_t tokens, uint32_t r,
     int64_t vocab) {
     columns_of(a, ids, y, tokens, r, vocab);
@@ -141,11 +136,6 @@ KERNEL BOUNDS(256, 6) columns_of_f32(In<float> a, In<uint32_t> ids, Out<float> y
 
 // `grad[j, id] += du[n, j]` for the tokens n of each of `count` listed ids; grad: `[r, vocab]`, du: `[N, r]`. A thread
 // for each id and j, 256 a block.
-KERNEL BOUNDS(256, 6) columns_of_backward_bf16(InOut<float> grad, In<uint32_t> ids, In<uint32_t> starts,
-    In<uint32_t> places, In<bf16> du, int64_t count, uint32_t r, int64_t vocab, uint32_t skip) {
-    columns_of_backward(grad, ids, starts, places, du, count, r, vocab, skip);
-}
-// As columns_of_backward_bf16.
 KERNEL BOUNDS(256, 6) columns_of_backward_f32(InOut<float> grad, In<uint32_t> ids, In<uint32_t> starts,
     In<uint32_t> places, In<float> du, int64_t count, uint32_t r, int64_t vocab, uint32_t skip) {
     columns_of_backward(grad, ids, starts, places, du, count, r, vocab, skip);

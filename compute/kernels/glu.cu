@@ -27,14 +27,24 @@ struct GeluTanh {
     }
 };
 
-template <class T, class F> DEVICE inline void for_each_run(uint32_t half, int64_t values, F f) {
+// Calls f(row, column, count) for the values of rows of `half` that this thread takes: those of 16 bytes at once where all
+// memory is `aligned` to as many, else one by one.
+template <class T, class F> DEVICE inline void for_each_run(uint32_t half, int64_t values, bool aligned, F f) {
     int step = half % PER16<T> == 0 ? PER16<T> : 1;
     int64_t at = (int64_t(blockIdx.x) * int(blockDim.x) + int(threadIdx.x)) * step;
-    if (at < values) f(at / half, at % half, step);
+    if (at >= values) return;
+    // A division of 32 bits is several times as fast.
+    int64_t row = at >> 32 == 0 ? int64_t(uint32_t(at) / half) : at / half;
+    if (aligned) {
+        f(row, at - row * half, step);
+        return;
+    }
+    for (int i = 0; i < step; i++) f(row, at - row * half + i, 1);
 }
 
 template <class A, class T> DEVICE inline void forward(In<T> gate_up, Out<T> h, uint32_t rows, uint32_t half) {
-    for_each_run<T>(half, int64_t(rows) * half, [&](int64_t row, int64_t column, int count) {
+    bool aligned = gate_up.is_aligned(16) && h.is_aligned(16);
+    for_each_run<T>(half, int64_t(rows) * half, aligned, [&](int64_t row, int64_t column, int count) {
         float gate[PER16<T>], up[PER16<T>];
         load_some<T>(gate, gate_up, row * 2 * half + column, count);
         load_some<T>(up, gate_up, (row * 2 + 1) * half + column, count);
@@ -44,7 +54,8 @@ template <class A, class T> DEVICE inline void forward(In<T> gate_up, Out<T> h, 
 }
 
 template <class A, class T> DEVICE inline void backward(In<T> gate_up, In<T> dh, Out<T> d, uint32_t rows, uint32_t half) {
-    for_each_run<T>(half, int64_t(rows) * half, [&](int64_t row, int64_t column, int count) {
+    bool aligned = gate_up.is_aligned(16) && dh.is_aligned(16) && d.is_aligned(16);
+    for_each_run<T>(half, int64_t(rows) * half, aligned, [&](int64_t row, int64_t column, int count) {
         float gate[PER16<T>], up[PER16<T>], g[PER16<T>];
         load_some<T>(gate, gate_up, row * 2 * half + column, count);
         load_some<T>(up, gate_up, (row * 2 + 1) * half + column, count);

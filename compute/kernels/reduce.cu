@@ -1,5 +1,5 @@
-// Sums in a fixed order, each in two stages: sums of squares of gradients in f64 with clipping from them, sums of
-// columns (gradients of biases and of DoRA's magnitudes), norms of rows (DoRA).
+// Sums in a fixed order, each in two stages: sums of squares of gradients in f64, sums of columns (gradients of biases
+// and of DoRA's magnitudes), norms of rows (DoRA).
 #include "compat.cuh"
 
 namespace {
@@ -123,21 +123,6 @@ KERNEL BOUNDS(256, 1) sum_partials(In<double> partials, uint32_t count, Out<doub
     if (threadIdx.x == 0) sum.store(0, mine);
 }
 
-// Clipping, as torch's clip_grad_norm_: `norm[0] = sqrt(sum[0])`; `factor[0] = min(1, max_norm / (norm + 1e-6))`,
-// which adamw reads: 1 without a `max_norm` (0), no number where the norm is not finite, so that nothing is updated;
-// then `finite[0]` is 0, else 1. One block of 32 threads.
-KERNEL clip_factor(In<double> sum, double max_norm, Out<double> norm, Out<float> factor, Out<uint32_t> finite) {
-    if (threadIdx.x != 0) return;
-    double root = sqrt(sum.load(0));
-    // A difference with itself is zero for finite numbers alone.
-    bool is_finite = root - root == 0.0;
-    double clipped = max_norm / (root + 1e-6);
-    float scale = max_norm > 0.0 && clipped < 1.0 ? float(clipped) : 1.0f;
-    norm.store(0, root);
-    factor.store(0, is_finite ? scale : bits_to_float(0x7fffffffu));
-    finite.store(0, is_finite ? 1u : 0u);
-}
-
 // `partials[p, j]` = the sum of `dy[n, j]` over rows 64 p to 64 (p + 1), the first stage of a bias's gradient. Rows of
 // dy are `pitch` apart. Blocks: one for each 128 columns along x, for each 64 rows along y.
 KERNEL BOUNDS(256, 4) column_sums_bf16(In<bf16> dy, Out<float> partials, uint32_t rows, uint32_t width, int64_t pitch) {
@@ -181,10 +166,6 @@ KERNEL BOUNDS(256, 4) add_column_sums(In<float> partials, In<float> norm, InOut<
 }
 
 // `norms[n]` = the root of the sum of squares of row n of x, whose rows are `pitch` apart. One block of 256 a row.
-KERNEL BOUNDS(256, 6) row_norms_bf16(In<bf16> x, Out<float> norms, uint32_t width, int64_t pitch) {
-    row_norm(x, norms, int(width), pitch);
-}
-// As row_norms_bf16.
 KERNEL BOUNDS(256, 6) row_norms_f32(In<float> x, Out<float> norms, uint32_t width, int64_t pitch) {
     row_norm(x, norms, int(width), pitch);
 }

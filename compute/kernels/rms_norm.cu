@@ -2,22 +2,36 @@
 // (offset 1 in the Gemma families). Backward, with h = x / rms and q = dy * gain: dx = (q - h * mean(q * h)) / rms, plus
 // the gradient that flows around the norm. src/ops/rms_norm holds the definition.
 //
-// One block a row: x, dy and y are [rows, width] and contiguous. Rows that are a multiple of 16 bytes long move 16 bytes
-// a thread at a time, others one value.
+// One block a row: x, dy and y are [rows, width] and contiguous. Rows that are a multiple of 16 bytes long and aligned to
+// them move 16 bytes a thread at a time, others one value.
 #include "compat.cuh"
 
 namespace {
 
-// Calls f(column, count) for the columns of a row that this thread takes, `count` of them at a time.
-template <class T, class F> DEVICE inline void columns_of_thread(int width, F f) {
-    constexpr int many = PER16<T>;
-    int step = width % many == 0 ? many : 1;
+// How many columns of T a thread takes at a time: those of 16 bytes where all rows are `aligned` to as many.
+template <class T> DEVICE inline int columns_at_once(int width, bool aligned) {
+    return aligned && width % PER16<T> == 0 ? PER16<T> : 1;
+}
+
+// Calls f(column, count) for the columns of a row that this thread takes, `step` of them at a time.
+template <class T, class F> DEVICE inline void columns_of_thread(int width, int step, F f) {
     for (int column = int(threadIdx.x) * step; column < width; column += int(blockDim.x) * step) f(column, step);
 }
 
-template <class T> DEVICE inline float inverse_rms(In<T> x, int64_t row, int width, float eps, Shared<float> scratch) {
+// The gains of `count` columns from `column` on.
+template <class T, class W>
+DEVICE inline void load_gains(float (&gain)[PER16<T>], In<W> weight, int column, int count, float offset) {
+    if (count == 1)
+        gain[0] = widen(weight.load(column));
+    else
+        load_values<W, PER16<T>>(gain, weight, column);
+    UNROLL for (int i = 0; i < PER16<T>; i++) gain[i] += offset;
+}
+
+template <class T>
+DEVICE inline float inverse_rms(In<T> x, int64_t row, int width, int step, float eps, Shared<float> scratch) {
     float sum = 0.0f, v[PER16<T>];
-    columns_of_thread<T>(width, [&](int column, int count) {
+    columns_of_thread<T>(width, step, [&](int column, int count) {
         load_some<T>(v, x, row + column, count);
         UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) sum = fmaf(v[i], v[i], sum);
     });
@@ -28,10 +42,12 @@ template <class T, class W>
 DEVICE inline void forward(In<T> x, In<W> weight, Out<T> y, int width, float offset, float eps) {
     SHARED(float, scratch, 32);
     int64_t row = int64_t(blockIdx.x) * width;
-    float inverse = inverse_rms<T>(x, row, width, eps, scratch), v[PER16<T>];
-    columns_of_thread<T>(width, [&](int column, int count) {
+    int step = columns_at_once<T>(width, x.is_aligned(16) && weight.is_aligned(16) && y.is_aligned(16));
+    float inverse = inverse_rms<T>(x, row, width, step, eps, scratch), v[PER16<T>], gain[PER16<T>] = {};
+    columns_of_thread<T>(width, step, [&](int column, int count) {
         load_some<T>(v, x, row + column, count);
-        UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) v[i] = v[i] * inverse * (widen(weight.load(column + i)) + offset);
+        load_gains<T>(gain, weight, column, count, offset);
+        UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) v[i] = v[i] * inverse * gain[i];
         store_some<T>(y, row + column, v, count);
     });
 }
@@ -43,19 +59,22 @@ DEVICE inline void backward(In<T> x, In<W> weight, In<T> dy, In<T> residual, Out
     SHARED(float, scratch, 32);
     SHARED(float, scratch2, 32);
     int64_t row = int64_t(blockIdx.x) * width;
-    float inverse = inverse_rms<T>(x, row, width, eps, scratch);
-    float sum = 0.0f, v[PER16<T>], d[PER16<T>], r[PER16<T>];
+    bool aligned = x.is_aligned(16) && weight.is_aligned(16) && dy.is_aligned(16) && residual.is_aligned(16);
+    int step = columns_at_once<T>(width, aligned && dx.is_aligned(16));
+    float inverse = inverse_rms<T>(x, row, width, step, eps, scratch);
+    float sum = 0.0f, v[PER16<T>], d[PER16<T>], r[PER16<T>], gain[PER16<T>] = {};
     auto gained = [&](int column, int count) {
         load_some<T>(v, x, row + column, count);
         load_some<T>(d, dy, row + column, count);
-        UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) d[i] = d[i] * (widen(weight.load(column + i)) + offset);
+        load_gains<T>(gain, weight, column, count, offset);
+        UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) d[i] = d[i] * gain[i];
     };
-    columns_of_thread<T>(width, [&](int column, int count) {
+    columns_of_thread<T>(width, step, [&](int column, int count) {
         gained(column, count);
         UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) sum = fmaf(v[i], d[i], sum);
     });
     float mean = block_sum(sum, scratch2) * inverse / float(width);
-    columns_of_thread<T>(width, [&](int column, int count) {
+    columns_of_thread<T>(width, step, [&](int column, int count) {
         gained(column, count);
         UNROLL for (int i = 0; i < PER16<T>; i++) if (i < count) d[i] = inverse * (d[i] - v[i] * inverse * mean);
         if (!residual.is_null()) {
@@ -67,18 +86,49 @@ DEVICE inline void backward(In<T> x, In<W> weight, In<T> dy, In<T> residual, Out
     if (threadIdx.x == 0 && !inverses.is_null()) inverses.store(blockIdx.x, inverse);
 }
 
-// The first stage of the gain's gradient: block (i, j) sums dy * x / rms over rows i, i + gridDim.x, ... for 32 columns a
-// warp; partial: [gridDim.x, width]. Rows are taken in order, so the result depends on the grid alone.
+// The first stage of the gain's gradient: partial[i][column], [gridDim.x, width], = the sum of dy * x / rms over rows i,
+// i + gridDim.x, ... in order, so the result depends on the grid alone. A thread takes the columns of V values and rows
+// AT_ONCE at a time, whose bytes are on their way together; blocks along y share the columns.
+template <int V, class T>
+DEVICE inline void gain_partial(In<T> x, In<T> dy, In<float> inverses, Out<float> partial, int rows, int width) {
+    constexpr int AT_ONCE = 4;
+    int blocks = int(gridDim.x), threads = int(blockDim.x);
+    for (int column = (int(blockIdx.y) * threads + int(threadIdx.x)) * V; column < width;
+         column += int(gridDim.y) * threads * V) {
+        float sum[V] = {};
+        for (int first = int(blockIdx.x); first < rows; first += AT_ONCE * blocks) {
+            float a[AT_ONCE][V], b[AT_ONCE][V], inverse[AT_ONCE];
+            UNROLL for (int k = 0; k < AT_ONCE; k++) {
+                int row = first + k * blocks;
+                if (row >= rows) continue;
+                int64_t at = int64_t(row) * width + column;
+                inverse[k] = inverses.load(row);
+                if constexpr (V == 1) {
+                    a[k][0] = widen(dy.load(at));
+                    b[k][0] = widen(x.load(at));
+                } else {
+                    load_values<T, V>(a[k], dy, at);
+                    load_values<T, V>(b[k], x, at);
+                }
+            }
+            UNROLL for (int k = 0; k < AT_ONCE; k++)
+                UNROLL for (int i = 0; i < V; i++)
+                    if (first + k * blocks < rows) sum[i] += a[k][i] * b[k][i] * inverse[k];
+        }
+        int64_t at = int64_t(blockIdx.x) * width + column;
+        if constexpr (V == 1)
+            partial.store(at, sum[0]);
+        else
+            store_values<float, V>(partial, at, sum);
+    }
+}
+
 template <class T>
 DEVICE inline void gain_partial(In<T> x, In<T> dy, In<float> inverses, Out<float> partial, int rows, int width) {
-    int column = int(blockIdx.y) * int(blockDim.x) + int(threadIdx.x);
-    if (column >= width) return;
-    float sum = 0.0f;
-    for (int row = int(blockIdx.x); row < rows; row += int(gridDim.x)) {
-        int64_t at = int64_t(row) * width + column;
-        sum += widen(dy.load(at)) * widen(x.load(at)) * inverses.load(row);
-    }
-    partial.store(int64_t(blockIdx.x) * width + column, sum);
+    if (columns_at_once<T>(width, x.is_aligned(16) && dy.is_aligned(16) && partial.is_aligned(16)) > 1)
+        gain_partial<PER16<T>>(x, dy, inverses, partial, rows, width);
+    else
+        gain_partial<1>(x, dy, inverses, partial, rows, width);
 }
 
 } // namespace
@@ -119,20 +169,28 @@ KERNEL rms_norm_backward_f32(BACKWARD_F32) {
     backward(x, weight, dy, residual, dx, inverses, int(width), offset, eps);
 }
 
-// Partial sums of the gain's gradient over the rows of each block column of the grid.
-KERNEL rms_norm_gain_partial_bf16(In<bf16> x, In<bf16> dy, In<float> inverses, Out<float> partial, uint32_t rows, uint32_t width) {
+// Partial sums of the gain's gradient, one for each block along x.
+KERNEL BOUNDS(128, 4) rms_norm_gain_partial_bf16(In<bf16> x, In<bf16> dy, In<float> inverses, Out<float> partial, uint32_t rows, uint32_t width) {
     gain_partial(x, dy, inverses, partial, int(rows), int(width));
 }
 // As rms_norm_gain_partial_bf16, in f32.
-KERNEL rms_norm_gain_partial_f32(In<float> x, In<float> dy, In<float> inverses, Out<float> partial, uint32_t rows, uint32_t width) {
+KERNEL BOUNDS(128, 4) rms_norm_gain_partial_f32(In<float> x, In<float> dy, In<float> inverses, Out<float> partial, uint32_t rows, uint32_t width) {
     gain_partial(x, dy, inverses, partial, int(rows), int(width));
 }
 
-// dweight[column] += the sum of partial: [parts, width] over its rows, in order.
+// dweight[column] += the sum of partial: [parts, width] over its rows, in order; a thread a column. So many rows are read
+// before the first is added, for each is a way to memory.
 KERNEL add_partials(In<float> partial, InOut<float> dweight, uint32_t parts, uint32_t width) {
+    constexpr int AT_ONCE = 8;
     int column = int(blockIdx.x) * int(blockDim.x) + int(threadIdx.x);
     if (column >= int(width)) return;
     float sum = dweight.load(column);
-    for (int part = 0; part < int(parts); part++) sum += partial.load(int64_t(part) * int(width) + column);
+    for (int first = 0; first < int(parts); first += AT_ONCE) {
+        float rows[AT_ONCE];
+        UNROLL for (int i = 0; i < AT_ONCE; i++)
+            if (first + i < int(parts)) rows[i] = partial.load(int64_t(first + i) * int(width) + column);
+        UNROLL for (int i = 0; i < AT_ONCE; i++)
+            if (first + i < int(parts)) sum += rows[i];
+    }
     dweight.store(column, sum);
 }

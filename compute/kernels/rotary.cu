@@ -2,11 +2,15 @@
 // that some families have; and their gradient. y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin for the pairs (i, i + half) of
 // the first 2 half values of a head; the others stay. src/ops/rotary holds the definition.
 //
-// Rows of qkv are `width` values long: H heads of q, K of k, K of v, each `dim` wide, at most 256. One block a token, one
-// warp a head in turn. cos and sin are [tokens, half].
+// Rows of qkv are `width` values long: H heads of q, K of k, K of v, each `dim` wide, an even number of at most 256. cos
+// and sin are [tokens, half]. One block of 128 threads a token; as many lanes as a head has pairs of 16 bytes share it, so
+// that a warp takes several heads at a time. Heads that 16 bytes do not divide, and memory that is not aligned to them,
+// go value by value.
 #include "compat.cuh"
 
 namespace {
+
+constexpr int THREADS = 128;
 
 // The heads of a projection, and what is done to them.
 template <class T, class W> struct Rotation {
@@ -16,116 +20,193 @@ template <class T, class W> struct Rotation {
     int num_heads, num_kv_heads, dim, half;
     float offset, eps;
 
+    DEVICE bool normed() const { return !q_weight.is_null(); }
     DEVICE In<W> weight(int head) const { return head < num_heads ? q_weight : k_weight; }
-    DEVICE float gain(int head, int column) const { return widen(weight(head).load(column)) + offset; }
+    // Whether 16 bytes divide the two halves of what turns and what stays, and all this is aligned to them.
+    DEVICE bool is_whole() const {
+        constexpr int V = PER16<T>;
+        return dim % (2 * V) == 0 && half % V == 0 && cosine.is_aligned(16) && sine.is_aligned(16) &&
+               q_weight.is_aligned(16) && k_weight.is_aligned(16);
+    }
 };
 
-DEVICE inline int lane() { return int(threadIdx.x) % 32; }
+// V neighbouring values; sixteen bytes or one value of T.
+template <class T, int V, class M> DEVICE inline void load_run(float (&x)[V], M from, int64_t at) {
+    if constexpr (V == 1)
+        x[0] = widen(from.load(at));
+    else
+        load_values<T, V>(x, from, at);
+}
+template <class T, int V, class M> DEVICE inline void store_run(M to, int64_t at, const float (&x)[V]) {
+    if constexpr (V == 1)
+        to.store(at, nearest<T>(x[0]));
+    else
+        store_values<T, V>(to, at, x);
+}
 
-// 1 / rms of the `dim` values from `at` on, in every lane of the warp.
-template <class T, class M> DEVICE inline float inverse_rms(M x, int64_t at, int dim, float eps) {
-    float sum = 0.0f;
-    for (int column = lane(); column < dim; column += 32) {
-        float v = widen(x.load(at + column));
-        sum = fmaf(v, v, sum);
+// How lanes share a head: a unit is two runs of V values, which turn together or stay, and `count` lanes, a power of two,
+// have UNITS units each. Units that are not there hold zeros.
+template <int V> struct Lanes {
+    static constexpr int UNITS = V == 1 ? 4 : 1;
+    int dim, half, count;
+    DEVICE Lanes(int dim, int half) : dim(dim), half(half), count(32) {
+        while (count > 1 && count * V >= dim) count /= 2;
     }
-    return 1.0f / sqrtf(warp_sum(sum) / float(dim) + eps);
-}
+    // How many heads a block takes at a time, and which of them the lane shares.
+    DEVICE int heads() const { return THREADS / count; }
+    DEVICE int head() const { return int(threadIdx.x) / count; }
+    // Calls f(unit, pair, first, second) for the lane's units: their runs begin at columns `first` and `second`, and where
+    // they turn `pair` is the number of their first pair, below half.
+    template <class F> DEVICE void for_units(F f) const {
+        UNROLL for (int n = 0; n < UNITS; n++) {
+            int pair = (int(threadIdx.x) % count + n * count) * V;
+            if (2 * pair < dim) f(n, pair, pair < half ? pair : 2 * pair, pair < half ? pair + half : 2 * pair + V);
+        }
+    }
+    // Calls f(unit, run, i) for all that a lane holds.
+    template <class F> DEVICE void for_values(F f) const {
+        UNROLL for (int n = 0; n < UNITS; n++)
+            UNROLL for (int k = 0; k < 2; k++)
+                UNROLL for (int i = 0; i < V; i++) f(n, k, i);
+    }
+    // The sum over the lanes of a head, in each of them, by a fixed tree.
+    DEVICE float sum(float x) const {
+        for (int distance = count / 2; distance > 0; distance /= 2) x += shuffle_xor(x, distance);
+        return x;
+    }
+    template <class T, class M> DEVICE void load(float (&x)[UNITS][2][V], M from, int64_t at) const {
+        for_units([&](int n, int, int first, int second) {
+            load_run<T, V>(x[n][0], from, at + first);
+            load_run<T, V>(x[n][1], from, at + second);
+        });
+    }
+    template <class T, class M> DEVICE void store(M to, int64_t at, const float (&x)[UNITS][2][V]) const {
+        for_units([&](int n, int, int first, int second) {
+            store_run<T, V>(to, at + first, x[n][0]);
+            store_run<T, V>(to, at + second, x[n][1]);
+        });
+    }
+    DEVICE float inverse_rms(const float (&x)[UNITS][2][V], float eps) const {
+        float squares = 0.0f;
+        for_values([&](int n, int k, int i) { squares = fmaf(x[n][k][i], x[n][k][i], squares); });
+        return 1.0f / sqrtf(sum(squares) / float(dim) + eps);
+    }
+    // Turns by the angles of `token`, forward (direction 1) or back (-1); each value is rounded once.
+    template <class T, class W>
+    DEVICE void turn(float (&x)[UNITS][2][V], const Rotation<T, W> &r, int64_t token, float direction) const {
+        for_units([&](int n, int pair, int, int) {
+            if (pair >= half) return;
+            float cosine[V], sine[V];
+            load_run<float, V>(cosine, r.cosine, token * half + pair);
+            load_run<float, V>(sine, r.sine, token * half + pair);
+            UNROLL for (int i = 0; i < V; i++) {
+                float a = x[n][0][i], b = x[n][1][i], s = sine[i] * direction;
+                x[n][0][i] = widen(nearest<T>(a * cosine[i] - b * s));
+                x[n][1][i] = widen(nearest<T>(b * cosine[i] + a * s));
+            }
+        });
+    }
+    // Calls f(unit, run, i, gain) for the lane's values, with the gains of the norm of `head`.
+    template <class T, class W, class F> DEVICE void for_gains(const Rotation<T, W> &r, int head, F f) const {
+        for_units([&](int n, int, int first, int second) {
+            UNROLL for (int k = 0; k < 2; k++) {
+                float gain[V];
+                load_run<W, V>(gain, r.weight(head), k == 0 ? first : second);
+                UNROLL for (int i = 0; i < V; i++) f(n, k, i, gain[i] + r.offset);
+            }
+        });
+    }
+};
 
-// Column `column` of a head turned by the angles of `token`, forward (direction 1) or back (-1); `at(column)` gives the
-// values before. Rounded once, as it is stored.
-template <class T, class W, class F>
-DEVICE inline float turned(const Rotation<T, W> &r, int64_t token, int column, float direction, F at) {
-    if (column >= 2 * r.half) return at(column);
-    int pair = column < r.half ? column : column - r.half;
-    float cosine = r.cosine.load(token * r.half + pair), sine = r.sine.load(token * r.half + pair) * direction;
-    float x = at(pair), y = at(pair + r.half);
-    float value = column < r.half ? x * cosine - y * sine : y * cosine + x * sine;
-    return widen(nearest<T>(value));
-}
-
-// Both columns of a pair at once; columns that are not turned come one by one. f(first, second) with second < 0 for those.
-template <class F> DEVICE inline void for_each_pair(int dim, int half, F f) {
-    for (int pair = lane(); pair < half; pair += 32) f(pair, pair + half);
-    for (int column = 2 * half + lane(); column < dim; column += 32) f(column, -1);
-}
-
-template <class T, class W>
+template <int V, class T, class W>
 DEVICE inline void forward(In<T> qkv, Out<T> out, const Rotation<T, W> &r, int width) {
+    Lanes<V> lanes(r.dim, r.half);
     int heads = r.num_heads + r.num_kv_heads;
     int64_t token = blockIdx.x;
-    for (int head = int(threadIdx.x) / 32; head < heads; head += int(blockDim.x) / 32) {
-        int64_t from = token * width + head * r.dim, to = (token * heads + head) * r.dim;
-        bool normed = !r.weight(head).is_null();
-        float inverse = normed ? inverse_rms<T>(qkv, from, r.dim, r.eps) : 1.0f;
-        auto value = [&](int column) {
-            float x = widen(qkv.load(from + column));
-            return normed ? widen(nearest<T>(x * inverse * r.gain(head, column))) : x;
-        };
-        for_each_pair(r.dim, r.half, [&](int first, int second) {
-            out.store(to + first, nearest<T>(turned(r, token, first, 1.0f, value)));
-            if (second >= 0) out.store(to + second, nearest<T>(turned(r, token, second, 1.0f, value)));
-        });
+    // Lanes without a head stay for the sums.
+    for (int from = 0; from < heads; from += lanes.heads()) {
+        int head = from + lanes.head();
+        bool there = head < heads;
+        float x[Lanes<V>::UNITS][2][V] = {};
+        if (there) lanes.template load<T>(x, qkv, token * width + head * r.dim);
+        float inverse = r.normed() ? lanes.inverse_rms(x, r.eps) : 1.0f;
+        if (!there) continue;
+        if (r.normed())
+            lanes.for_gains(r, head, [&](int n, int k, int i, float gain) {
+                x[n][k][i] = widen(nearest<T>(x[n][k][i] * inverse * gain));
+            });
+        lanes.turn(x, r, token, 1.0f);
+        lanes.template store<T>(out, (token * heads + head) * r.dim, x);
     }
 }
 
 // Turns the gradient in the q and k columns of dqkv back and takes it through the norms, in place.
-template <class T, class W>
+template <int V, class T, class W>
 DEVICE inline void backward(In<T> qkv, InOut<T> dqkv, const Rotation<T, W> &r, int width) {
+    Lanes<V> lanes(r.dim, r.half);
+    int heads = r.num_heads + r.num_kv_heads;
     int64_t token = blockIdx.x;
-    for (int head = int(threadIdx.x) / 32; head < r.num_heads + r.num_kv_heads; head += int(blockDim.x) / 32) {
+    for (int from = 0; from < heads; from += lanes.heads()) {
+        int head = from + lanes.head();
         int64_t at = token * width + head * r.dim;
-        bool normed = !r.weight(head).is_null();
-        auto gradient = [&](int column) { return widen(dqkv.load(at + column)); };
-        float inverse = 1.0f, mean = 0.0f;
-        if (normed) {
-            inverse = inverse_rms<T>(qkv, at, r.dim, r.eps);
-            float sum = 0.0f;
-            for (int column = lane(); column < r.dim; column += 32) {
-                float q = turned(r, token, column, -1.0f, gradient) * r.gain(head, column);
-                sum = fmaf(widen(qkv.load(at + column)), q, sum);
-            }
-            mean = warp_sum(sum) * inverse / float(r.dim);
+        bool there = head < heads;
+        float x[Lanes<V>::UNITS][2][V] = {}, d[Lanes<V>::UNITS][2][V] = {};
+        if (there) lanes.template load<T>(d, dqkv, at);
+        if (there && r.normed()) lanes.template load<T>(x, qkv, at);
+        if (there) lanes.turn(d, r, token, -1.0f);
+        if (r.normed()) {
+            float inverse = lanes.inverse_rms(x, r.eps), sum = 0.0f;
+            if (there)
+                lanes.for_gains(r, head, [&](int n, int k, int i, float gain) {
+                    d[n][k][i] *= gain;
+                    sum = fmaf(x[n][k][i], d[n][k][i], sum);
+                });
+            float mean = lanes.sum(sum) * inverse / float(r.dim);
+            lanes.for_values([&](int n, int k, int i) {
+                d[n][k][i] = inverse * (d[n][k][i] - x[n][k][i] * inverse * mean);
+            });
         }
-        auto through_norm = [&](int column, float dy) {
-            if (!normed) return dy;
-            return inverse * (dy * r.gain(head, column) - widen(qkv.load(at + column)) * inverse * mean);
-        };
-        // A pair is read and written by one lane alone, but what the sum above read must be read before.
-        sync_warp();
-        for_each_pair(r.dim, r.half, [&](int first, int second) {
-            float a = through_norm(first, turned(r, token, first, -1.0f, gradient));
-            float b = second >= 0 ? through_norm(second, turned(r, token, second, -1.0f, gradient)) : 0.0f;
-            dqkv.store(at + first, nearest<T>(a));
-            if (second >= 0) dqkv.store(at + second, nearest<T>(b));
-        });
+        if (there) lanes.template store<T>(dqkv, at, d);
     }
 }
 
-// Of the heads `first_head` to `first_head + heads`: partial[part][column] = the sum of dy * x / rms over every
-// gridDim.x-th quadruple of (token, head), in order, where dy is the gradient turned back; partial: [gridDim.x, dim].
-// Blocks of 128 threads. Runs before `backward`, which overwrites the gradient.
-template <class T, class W>
-DEVICE inline void gain_partial(In<T> qkv, In<T> dqkv, const Rotation<T, W> &r, Out<float> partial, int tokens, int width,
-                                int first_head, int heads) {
-    SHARED(float, sums, 4 * 256);
-    float sum[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-    int warp = int(threadIdx.x) / 32;
-    for (int64_t item = int64_t(blockIdx.x) * 4 + warp; item < int64_t(tokens) * heads; item += int64_t(gridDim.x) * 4) {
-        int64_t token = item / heads, at = token * width + (first_head + item % heads) * r.dim;
-        float inverse = inverse_rms<T>(qkv, at, r.dim, r.eps);
-        auto gradient = [&](int column) { return widen(dqkv.load(at + column)); };
-        for (int j = 0; j < 8; j++) {
-            int column = lane() + 32 * j;
-            if (column < r.dim)
-                sum[j] += turned(r, token, column, -1.0f, gradient) * widen(qkv.load(at + column)) * inverse;
+// Of the heads `first_head` to `first_head + heads`: partial[part][column] = the sum of dy * x / rms, where dy is the
+// gradient turned back; partial: [gridDim.x, dim]. (token, head) are numbered token by token; a group of lanes that share a
+// head adds up every so-manieth number in order, and the groups of a block are added in order, so the result depends on
+// the grid alone. `sums` holds 256 V values, at least 1024. Runs before `backward`, which overwrites the gradient.
+template <int V, class T>
+DEVICE inline void gain_partial(In<T> qkv, In<T> dqkv, const Rotation<T, T> &r, Out<float> partial, Shared<float> sums,
+                                int tokens, int width, int first_head, int heads) {
+    constexpr int UNITS = Lanes<V>::UNITS;
+    Lanes<V> lanes(r.dim, r.half);
+    float sum[UNITS][2][V] = {};
+    int step = int(gridDim.x) * lanes.heads(), number = int(blockIdx.x) * lanes.heads() + lanes.head();
+    int token = number / heads, head = number % heads, tokens_on = step / heads, heads_on = step % heads;
+    // As often for all lanes of a warp, which sum squares together.
+    for (int64_t first = int64_t(blockIdx.x) * lanes.heads(); first < int64_t(tokens) * heads; first += step) {
+        bool there = token < tokens;
+        int64_t at = int64_t(token) * width + (first_head + head) * r.dim;
+        float x[UNITS][2][V] = {}, d[UNITS][2][V] = {};
+        if (there) {
+            lanes.template load<T>(x, qkv, at);
+            lanes.template load<T>(d, dqkv, at);
+            lanes.turn(d, r, token, -1.0f);
         }
+        float inverse = lanes.inverse_rms(x, r.eps);
+        if (there) lanes.for_values([&](int n, int k, int i) { sum[n][k][i] += d[n][k][i] * x[n][k][i] * inverse; });
+        token += tokens_on, head += heads_on;
+        if (head >= heads) token++, head -= heads;
     }
-    for (int j = 0; j < 8; j++) sums.store(warp * 256 + lane() + 32 * j, sum[j]);
+    lanes.for_units([&](int n, int, int first, int second) {
+        UNROLL for (int i = 0; i < V; i++) {
+            sums.store(lanes.head() * r.dim + first + i, sum[n][0][i]);
+            sums.store(lanes.head() * r.dim + second + i, sum[n][1][i]);
+        }
+    });
     sync_block();
-    for (int column = int(threadIdx.x); column < r.dim; column += int(blockDim.x)) {
+    for (int column = int(threadIdx.x); column < r.dim; column += THREADS) {
         float all = 0.0f;
-        for (int of = 0; of < 4; of++) all += sums.load(of * 256 + column);
+        for (int group = 0; group < lanes.heads(); group++) all += sums.load(group * r.dim + column);
         partial.store(int64_t(blockIdx.x) * r.dim + column, all);
     }
 }
@@ -145,15 +226,27 @@ DEVICE inline void gain_partial(In<T> qkv, In<T> dqkv, const Rotation<T, W> &r, 
     In<float> qkv, Out<float> out, In<float> cosine, In<float> sine, In<float> q_weight, In<float> k_weight,            \
         uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, float offset, float eps
 #define WIDTH int((num_heads + 2 * num_kv_heads) * dim)
+#define FORWARD(T, W)                                                                                                  \
+    auto rotation = ROTATION(T, W);                                                                                    \
+    if (rotation.is_whole() && qkv.is_aligned(16) && out.is_aligned(16))                                               \
+        forward<PER16<T>>(qkv, out, rotation, WIDTH);                                                                  \
+    else                                                                                                               \
+        forward<1>(qkv, out, rotation, WIDTH)
+#define BACKWARD(T, W)                                                                                                 \
+    auto rotation = ROTATION(T, W);                                                                                    \
+    if (rotation.is_whole() && qkv.is_aligned(16) && dqkv.is_aligned(16))                                              \
+        backward<PER16<T>>(qkv, dqkv, rotation, WIDTH);                                                                \
+    else                                                                                                               \
+        backward<1>(qkv, dqkv, rotation, WIDTH)
 
 } // namespace
 
 // out: [tokens, (H + K) dim] = the q and k of qkv: [tokens, (H + 2 K) dim], normed unless the weights are null, turned.
-KERNEL rotary_bf16(FORWARD_BF16) { forward(qkv, out, ROTATION(bf16, bf16), WIDTH); }
+KERNEL BOUNDS(128, 8) rotary_bf16(FORWARD_BF16) { FORWARD(bf16, bf16); }
 // As rotary_bf16, with f32 weights of the norms.
-KERNEL rotary_bf16_f32(FORWARD_BF16_F32) { forward(qkv, out, ROTATION(bf16, float), WIDTH); }
+KERNEL BOUNDS(128, 8) rotary_bf16_f32(FORWARD_BF16_F32) { FORWARD(bf16, float); }
 // As rotary_bf16, all in f32.
-KERNEL rotary_f32(FORWARD_F32) { forward(qkv, out, ROTATION(float, float), WIDTH); }
+KERNEL BOUNDS(128, 8) rotary_f32(FORWARD_F32) { FORWARD(float, float); }
 
 #define BACKWARD_BF16                                                                                                  \
     In<bf16> qkv, InOut<bf16> dqkv, In<float> cosine, In<float> sine, In<bf16> q_weight, In<bf16> k_weight,             \
@@ -166,11 +259,11 @@ KERNEL rotary_f32(FORWARD_F32) { forward(qkv, out, ROTATION(float, float), WIDTH
         uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, float offset, float eps
 
 // The gradient of qkv's q and k columns from that of what rotary_bf16 gave, in place; v's columns stay.
-KERNEL rotary_backward_bf16(BACKWARD_BF16) { backward(qkv, dqkv, ROTATION(bf16, bf16), WIDTH); }
+KERNEL BOUNDS(128, 5) rotary_backward_bf16(BACKWARD_BF16) { BACKWARD(bf16, bf16); }
 // As rotary_backward_bf16, with f32 weights of the norms.
-KERNEL rotary_backward_bf16_f32(BACKWARD_BF16_F32) { backward(qkv, dqkv, ROTATION(bf16, float), WIDTH); }
+KERNEL BOUNDS(128, 5) rotary_backward_bf16_f32(BACKWARD_BF16_F32) { BACKWARD(bf16, float); }
 // As rotary_backward_bf16, all in f32.
-KERNEL rotary_backward_f32(BACKWARD_F32) { backward(qkv, dqkv, ROTATION(float, float), WIDTH); }
+KERNEL BOUNDS(128, 5) rotary_backward_f32(BACKWARD_F32) { BACKWARD(float, float); }
 
 #define GAIN_BF16                                                                                                      \
     In<bf16> qkv, In<bf16> dqkv, Out<float> partial, In<float> cosine, In<float> sine, uint32_t tokens,                 \
@@ -179,11 +272,15 @@ KERNEL rotary_backward_f32(BACKWARD_F32) { backward(qkv, dqkv, ROTATION(float, f
     In<float> qkv, In<float> dqkv, Out<float> partial, In<float> cosine, In<float> sine, uint32_t tokens,               \
         uint32_t num_heads, uint32_t num_kv_heads, uint32_t dim, uint32_t half, float eps, uint32_t of_k
 #define GAIN(T)                                                                                                        \
+    SHARED(float, sums, 256 * PER16<T>);                                                                               \
     Rotation<T, T> r{cosine, sine, In<T>{}, In<T>{}, int(num_heads), int(num_kv_heads), int(dim), int(half), 0.0f, eps}; \
-    gain_partial(qkv, dqkv, r, partial, int(tokens), WIDTH, of_k ? int(num_heads) : 0,                                 \
-                 int(of_k ? num_kv_heads : num_heads))
+    int first_head = of_k ? int(num_heads) : 0, heads = of_k ? int(num_kv_heads) : int(num_heads);                     \
+    if (r.is_whole() && qkv.is_aligned(16) && dqkv.is_aligned(16))                                                     \
+        gain_partial<PER16<T>>(qkv, dqkv, r, partial, sums, int(tokens), WIDTH, first_head, heads);                    \
+    else                                                                                                               \
+        gain_partial<1>(qkv, dqkv, r, partial, sums, int(tokens), WIDTH, first_head, heads)
 
 // Partial sums of the gradient of q's norm, or of k's; before rotary_backward.
-KERNEL rotary_gain_partial_bf16(GAIN_BF16) { GAIN(bf16); }
+KERNEL BOUNDS(128, 4) rotary_gain_partial_bf16(GAIN_BF16) { GAIN(bf16); }
 // As rotary_gain_partial_bf16, in f32.
-KERNEL rotary_gain_partial_f32(GAIN_F32) { GAIN(float); }
+KERNEL BOUNDS(128, 4) rotary_gain_partial_f32(GAIN_F32) { GAIN(float); }

@@ -23,6 +23,7 @@
 #include <setjmp.h>
 #include <string>
 #include <sys/mman.h>
+#include <tuple>
 #include <ucontext.h>
 #include <utility>
 #include <vector>
@@ -108,8 +109,19 @@ struct Site {
     size_t start, bytes;
 };
 
-// The accesses of a warp at one place of the program, the n-th time that each lane came there: by lane, 0 for none.
-using Requests = std::map<std::pair<const void *, int>, std::array<uint64_t, WARP>>;
+// An instruction of a warp: a place in the program with the argument that it reads or writes there, the barriers that
+// came before, and the how-manieth time since the last of them; a lane that skipped one is in step again behind the next.
+struct Request {
+    const void *place;
+    const Window *window;
+    uint32_t barrier;
+    int visit;
+    bool operator<(const Request &other) const {
+        return std::tie(place, window, barrier, visit) < std::tie(other.place, other.window, other.barrier, other.visit);
+    }
+};
+// What each lane accesses in it; 0 for nothing.
+using Requests = std::map<Request, std::array<uint64_t, WARP>>;
 
 // Memory whose address a kernel read from a table.
 struct Listed {
@@ -142,8 +154,8 @@ struct Machine {
     uint64_t random = 0;
     uint32_t block_number = 0;
     std::string error;
-    // Of one warp: by place in the program and lane.
-    std::map<std::pair<const void *, int>, int> visits;
+    // By thread and instruction: how often it came there since the last barrier.
+    std::map<std::pair<int, Request>, int> visits;
     std::vector<Requests> global_requests, shared_requests;
 };
 
@@ -279,10 +291,16 @@ void explain_standstill(Machine &m) {
 
 // ---- counting ----------------------------------------------------------------------------------------------------
 
-void request(Machine &m, std::vector<Requests> &requests, const void *at, size_t bytes, const void *place) {
-    int visit = m.visits[{place, m.now->number}]++;
+// The instruction that the thread is in, of which it is the thread's next visit.
+Request next_request(Machine &m, const void *place, const Window *window) {
+    Request request{place, window, m.barrier, 0};
+    request.visit = m.visits[{m.now->number, request}]++;
+    return request;
+}
+
+void count_access(Machine &m, std::vector<Requests> &requests, const Request &request, const void *at, size_t bytes) {
     // Bytes of one access in the low bits: addresses are of the user's half, below 2^47.
-    requests[m.now->number / WARP][{place, visit}][size_t(m.now->number % WARP)] =
+    requests[m.now->number / WARP][request][size_t(m.now->number % WARP)] =
         uint64_t(reinterpret_cast<uintptr_t>(at)) << 8 | bytes;
 }
 
@@ -571,8 +589,7 @@ const Window *window_at(uint64_t address, size_t bytes, bool write) {
     return &listed->window;
 }
 
-__attribute__((noinline)) void on_load(const Window *window, const void *at, size_t bytes) {
-    Machine &m = machine();
+static void check_load(Machine &m, const Window *window, const void *at, size_t bytes) {
     size_t place = place_in(window, at, bytes, "a read");
     if (!window->may_read) fail("reads argument %d, which is an Out", window->argument);
     if (window->writer) {
@@ -584,7 +601,13 @@ __attribute__((noinline)) void on_load(const Window *window, const void *at, siz
                      (writer - 1) / threads);
         }
     }
-    if (m.options.count) request(m, m.global_requests, at, bytes, __builtin_return_address(0));
+}
+
+__attribute__((noinline)) void on_load(const Window *window, const void *at, size_t bytes) {
+    Machine &m = machine();
+    check_load(m, window, at, bytes);
+    if (m.options.count)
+        count_access(m, m.global_requests, next_request(m, __builtin_return_address(0), window), at, bytes);
 }
 
 __attribute__((noinline)) void on_store(const Window *window, const void *at, size_t bytes) {
@@ -602,19 +625,22 @@ __attribute__((noinline)) void on_store(const Window *window, const void *at, si
                  (writer - 1) / threads);
         writer = me;
     }
-    if (m.options.count) request(m, m.global_requests, at, bytes, __builtin_return_address(0));
+    if (m.options.count)
+        count_access(m, m.global_requests, next_request(m, __builtin_return_address(0), window), at, bytes);
 }
 
 __attribute__((noinline)) void on_shared_load(const void *at, size_t bytes) {
     shared_access(at, bytes, false);
     Machine &m = machine();
-    if (m.options.count) request(m, m.shared_requests, at, bytes, __builtin_return_address(0));
+    if (m.options.count)
+        count_access(m, m.shared_requests, next_request(m, __builtin_return_address(0), nullptr), at, bytes);
 }
 
 __attribute__((noinline)) void on_shared_store(const void *at, size_t bytes) {
     shared_access(at, bytes, true);
     Machine &m = machine();
-    if (m.options.count) request(m, m.shared_requests, at, bytes, __builtin_return_address(0));
+    if (m.options.count)
+        count_access(m, m.shared_requests, next_request(m, __builtin_return_address(0), nullptr), at, bytes);
 }
 
 void *shared_memory(int site, size_t bytes) {
@@ -650,6 +676,7 @@ void sync_block() {
     }
     m.at_barrier = 0;
     m.barrier++;
+    m.visits.clear();
     for (Thread &thread : m.threads) thread.status = Status::Ready;
 }
 
@@ -684,8 +711,15 @@ void load_matrices(uint32_t *registers, const void *row, bool transposed) {
 
 void copy_async(void *to, const Window *window, const void *from, size_t bytes, bool there) {
     Machine &m = machine();
-    if (there) on_load(window, from, bytes);
+    if (there) check_load(m, window, from, bytes);
     shared_access(to, bytes, true);
+    if (m.options.count) {
+        // Not the place that it was called from: lanes that bring zeros may come from another one, and a GPU has one
+        // instruction for both.
+        Request request = next_request(m, nullptr, window);
+        count_access(m, m.shared_requests, request, to, bytes);
+        if (there) count_access(m, m.global_requests, request, from, bytes);
+    }
     AsyncCopy copy{to, from, bytes, there, m.now->group};
     if (!m.options.late) deliver(copy);
     Touched *t = touched_at(m, to, bytes, "copy_async");

@@ -100,13 +100,19 @@ impl OpCase {
 
     /// What it comes to on `device`, in one dtype after another.
     pub(super) fn outcomes(self, device: &Device) -> impl Iterator<Item = CaseOutcome> {
-        let dtypes = self.tolerance.dtypes();
-        dtypes.into_iter().map(move |(dtype, tolerance)| self.outcome(device, dtype, tolerance))
+        self.outcomes_from(device, 0)
     }
 
-    fn outcome(&self, device: &Device, dtype: DType, tolerance: f64) -> CaseOutcome {
-        let start = Instant::now();
-        let compared = (self.compare)(&CaseRunner { device, dtype }).and_then(|pairs| largest_error(&pairs));
+    /// As [`Self::outcomes`], with inputs that begin `first` values behind the start of their memory.
+    pub(super) fn outcomes_from(self, device: &Device, first: usize) -> impl Iterator<Item = CaseOutcome> {
+        let dtypes = self.tolerance.dtypes();
+        let runner = move |dtype| CaseRunner { device, dtype, first };
+        dtypes.into_iter().map(move |(dtype, tolerance)| self.outcome(&runner(dtype), tolerance))
+    }
+
+    fn outcome(&self, runner: &CaseRunner<'_>, tolerance: f64) -> CaseOutcome {
+        let (start, dtype) = (Instant::now(), runner.dtype);
+        let compared = (self.compare)(runner).and_then(|pairs| largest_error(&pairs));
         let (error, fault) = match compared {
             Ok(error) => (error, None),
             Err(fault) => (f64::INFINITY, Some(fault)),
@@ -128,6 +134,8 @@ impl OpCase {
 pub(super) struct CaseRunner<'a> {
     pub(super) device: &'a Device,
     pub(super) dtype: DType,
+    /// What stands before the values of a tensor in its memory, in values.
+    pub(super) first: usize,
 }
 
 impl CaseRunner<'_> {
@@ -151,7 +159,18 @@ impl CaseRunner<'_> {
         let rounded = Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?;
         // A copy: ops write in place.
         let plain = rounded.to_dtype(DType::F32)?.copy()?;
-        Ok(OpPair { here: TensorMut::new(rounded.to_device(self.device)?), plain: TensorMut::new(plain) })
+        let here = self.behind(&rounded)?.to_device(self.device)?;
+        Ok(OpPair { here: TensorMut::new(here), plain: TensorMut::new(plain) })
+    }
+
+    /// The same values in memory that begins with `first` others, which are no numbers.
+    fn behind(&self, values: &Tensor) -> Result<Tensor> {
+        if self.first == 0 {
+            return Ok(values.clone());
+        }
+        let before = Tensor::full(f32::NAN, self.first, &Device::Cpu)?.to_dtype(values.dtype())?;
+        let memory = Tensor::cat(&[&before, &values.flatten_all()?], 0)?;
+        Ok(memory.narrow(0, self.first, values.elem_count())?.reshape(values.shape())?)
     }
 }
 

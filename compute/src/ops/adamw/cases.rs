@@ -26,10 +26,13 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
         (AdamWStep { weight_decay: 0.1, update: 7, grad_scale: 0.3, ..first }, "decay, clipping, update 7"),
         (AdamWStep { betas: [0.8, 0.95], eps: 1e-3, update: 1000, ..first }, "other betas, update 1000"),
     ];
-    let case = |(options, what): (AdamWStep, &str)| {
-        OpCase::new("adamw", what, Tolerance::FORWARD.only_f32(), move |runner| update(runner, &options))
-    };
-    variants.into_iter().map(case).collect()
+    variants.into_iter().map(|(options, what)| shaped(what, &PIECES, options)).collect()
+}
+
+/// One update of pieces of these lengths.
+pub(in crate::ops) fn shaped(what: &str, pieces: &[usize], options: AdamWStep) -> OpCase {
+    let pieces = pieces.to_vec();
+    OpCase::new("adamw", what, Tolerance::FORWARD.only_f32(), move |runner| update(runner, &pieces, &options))
 }
 
 /// A piece and what it holds.
@@ -47,9 +50,8 @@ impl Values {
         let stream = RngStream::new(0).named("second");
         let squares = (0..len as u64).map(|i| stream.uniform(i)).collect();
         let moments = [runner.normal("first", len)?.scaled(0.1)?, runner.twin(DType::F32, squares, len)?];
-        // One of the pieces is updated in its place alone.
-        let value =
-            (len != PIECES[1]).then(|| TensorMut::zeros(len, DType::BF16, runner.device)).transpose()?;
+        // Short pieces are updated in their place alone.
+        let value = (len > 64).then(|| TensorMut::zeros(len, DType::BF16, runner.device)).transpose()?;
         Ok(Values {
             step,
             param: runner.normal("param", len)?,
@@ -61,9 +63,9 @@ impl Values {
 }
 
 /// The pieces differ in their learning rates, as with LoRA+.
-fn update(runner: &CaseRunner<'_>, options: &AdamWStep) -> Result<Vec<TensorPair>> {
+fn update(runner: &CaseRunner<'_>, pieces: &[usize], options: &AdamWStep) -> Result<Vec<TensorPair>> {
     let step = |times: usize| AdamWStep { learning_rate: options.learning_rate * times as f64, ..*options };
-    let values = PIECES.iter().zip(1..).map(|(&len, times)| Values::new(runner, len, step(times)));
+    let values = pieces.iter().zip(1..).map(|(&len, times)| Values::new(runner, len, step(times)));
     let values = values.collect::<Result<Vec<_>>>()?;
     let pieces: Vec<_> = values
         .iter()

@@ -11,12 +11,17 @@ use crate::runtime::TensorMut;
 
 /// The cases of the update.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
-    vec![OpCase::new("adamw_int8", "two updates", Tolerance::FORWARD.only_f32(), update)]
+    vec![shaped("two updates", &[3 * STATE_BLOCK + 40, STATE_BLOCK])]
 }
 
-/// Two updates of two pieces from zero moments. The reference is AdamW on the moments that the codes stand for.
-fn update(runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
-    const PIECES: [usize; 2] = [3 * STATE_BLOCK + 40, STATE_BLOCK];
+/// Updates of pieces of these lengths.
+pub(in crate::ops) fn shaped(what: &str, pieces: &[usize]) -> OpCase {
+    let pieces = pieces.to_vec();
+    OpCase::new("adamw_int8", what, Tolerance::FORWARD.only_f32(), move |runner| update(runner, &pieces))
+}
+
+/// Two updates of pieces from zero moments. The reference is AdamW on the moments that the codes stand for.
+fn update(runner: &CaseRunner<'_>, lengths: &[usize]) -> Result<Vec<TensorPair>> {
     let mut step = AdamWStep {
         learning_rate: 0.02,
         betas: [0.9, 0.999],
@@ -25,13 +30,13 @@ fn update(runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
         update: 1,
         grad_scale: 0.5,
     };
-    let params = PIECES.into_iter().map(|len| runner.normal("param", len)).collect::<Result<Vec<_>>>()?;
-    let values = PIECES.into_iter().map(|len| TensorMut::zeros(len, DType::BF16, runner.device));
+    let params = lengths.iter().map(|&len| runner.normal("param", len)).collect::<Result<Vec<_>>>()?;
+    let values = lengths.iter().map(|&len| TensorMut::zeros(len, DType::BF16, runner.device));
     let values = values.collect::<Result<Vec<_>>>()?;
     let zeros = |len| Int8State::zeros(len, runner.device);
-    let moments = PIECES.into_iter().map(|len| Ok([zeros(len)?, zeros(len)?])).collect::<Result<Vec<_>>>()?;
+    let moments = lengths.iter().map(|&len| Ok([zeros(len)?, zeros(len)?])).collect::<Result<Vec<_>>>()?;
     for name in ["first", "second"] {
-        let grads = PIECES.into_iter().map(|len| runner.normal_f32(name, len)).collect::<Result<Vec<_>>>()?;
+        let grads = lengths.iter().map(|&len| runner.normal_f32(name, len)).collect::<Result<Vec<_>>>()?;
         for ((param, grad), [first, second]) in params.iter().zip(&grads).zip(&moments) {
             let [first, second] = [widened(first, true)?, widened(second, false)?].map(TensorMut::new);
             adamw::reference(&param.plain, &grad.plain, [&first, &second], &step)?;

@@ -47,10 +47,9 @@ impl HeadShape {
         }
     }
 
-    /// Bytes of a row in shared memory: a multiple of 128, or an odd number of 16.
+    /// Bytes of a row in shared memory.
     fn row_bytes(self) -> usize {
-        let chunks = self.head_dim / 8;
-        16 * if chunks.is_multiple_of(8) { chunks } else { chunks | 1 }
+        size_of::<bf16>() * self.head_dim
     }
 
     fn forward_bytes(self) -> usize {

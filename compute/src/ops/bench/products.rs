@@ -97,7 +97,7 @@ fn linear_layers(shapes: &BenchShapes) -> Vec<TimedOp> {
 
 /// `weight` in NF4 with nested scales, as QLoRA keeps it.
 pub(super) fn nf4(inputs: &BenchInputs<'_>, shape: (usize, usize)) -> Result<Quantized> {
-    let runner = CaseRunner { device: inputs.device, dtype: inputs.dtype };
+    let runner = CaseRunner { device: inputs.device, dtype: inputs.dtype, first: 0 };
     let [here, _] = quantized(&runner, QuantFormat::default(), shape)?;
     Ok(here)
 }

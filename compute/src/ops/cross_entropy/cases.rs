@@ -12,16 +12,18 @@ use crate::ops::embedding::cases::{VOCAB, tokens};
 
 /// One variant of the loss.
 #[derive(Debug, Clone, Copy)]
-struct LossCase {
-    rows: usize,
+pub(in crate::ops) struct LossCase {
+    pub(in crate::ops) rows: usize,
+    /// More than the ids of `tokens`.
+    pub(in crate::ops) vocab: usize,
     /// Every so many rows have no target; 1: none has.
-    ignore_every: usize,
-    softcap: Option<f64>,
-    dweight: bool,
+    pub(in crate::ops) ignore_every: usize,
+    pub(in crate::ops) softcap: Option<f64>,
+    pub(in crate::ops) dweight: bool,
     /// An adapter on the head, and single rows of it that train.
-    adapter: bool,
+    pub(in crate::ops) adapter: bool,
     /// Each row counts by a factor of its own.
-    weighted: bool,
+    pub(in crate::ops) weighted: bool,
 }
 
 const LOSS_WIDTH: usize = 24;
@@ -36,6 +38,7 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
 fn losses() -> Vec<OpCase> {
     let plain = LossCase {
         rows: 45,
+        vocab: VOCAB,
         ignore_every: 1000,
         softcap: None,
         dweight: false,
@@ -61,13 +64,14 @@ fn losses() -> Vec<OpCase> {
             "coefficients, adapter, token rows, soft-cap, two chunks",
         ),
     ];
-    let case = |(loss, what): (LossCase, &str)| {
-        OpCase::new("linear_cross_entropy", what, Tolerance::BACKWARD, move |runner| loss.compare(runner))
-    };
-    variants.into_iter().map(case).collect()
+    variants.into_iter().map(|(loss, what)| loss.case(what)).collect()
 }
 
 impl LossCase {
+    pub(in crate::ops) fn case(self, what: &str) -> OpCase {
+        OpCase::new("linear_cross_entropy", what, Tolerance::BACKWARD, move |runner| self.compare(runner))
+    }
+
     fn targets(self) -> Vec<u32> {
         let mut targets = tokens(self.rows);
         targets.iter_mut().step_by(self.ignore_every).for_each(|target| *target = IGNORE);
@@ -80,15 +84,18 @@ impl LossCase {
     }
 
     fn compare(self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
-        let (x, w) = head_inputs(runner, self.rows)?;
-        let grad = self.dweight.then(|| runner.normal_f32("dweight", (VOCAB, LOSS_WIDTH))).transpose()?;
+        let (x, w) = head_inputs(runner, self.rows, self.vocab)?;
+        let grad =
+            self.dweight.then(|| runner.normal_f32("dweight", (self.vocab, LOSS_WIDTH))).transpose()?;
         // As large as what is there before, so that neither hides the other.
         let kind = LossKind { scale: 0.3, softcap: self.softcap };
         let (ids, coefficients) = (self.targets(), self.coefficients());
         let targets = LossTargets { ids: &ids, coefficients: coefficients.as_deref() };
-        let (u, b) = (runner.normal_f32("u", (self.rows, 3))?, runner.normal_f32("b", (VOCAB, 3))?);
-        let (drows, db) =
-            (runner.normal_f32("drows", (ROWS.len(), LOSS_WIDTH))?, runner.normal_f32("db", (VOCAB, 3))?);
+        let (u, b) = (runner.normal_f32("u", (self.rows, 3))?, runner.normal_f32("b", (self.vocab, 3))?);
+        let (drows, db) = (
+            runner.normal_f32("drows", (ROWS.len(), LOSS_WIDTH))?,
+            runner.normal_f32("db", (self.vocab, 3))?,
+        );
         let output =
             |w, u, b| Output { weight: w, delta: self.adapter.then_some(Delta { u, b, scale: 0.4 }) };
         let grads = |weight, rows, b| OutputGrads {
@@ -114,8 +121,8 @@ impl LossCase {
 const ROWS: [u32; 3] = [1, 17, 60];
 
 /// The last hidden states, and the head's weight such that logits are about 1.
-fn head_inputs(runner: &CaseRunner<'_>, rows: usize) -> Result<(OpPair, OpPair)> {
-    let weight = runner.normal("w", (VOCAB, LOSS_WIDTH))?.scaled(1.0 / (LOSS_WIDTH as f64).sqrt())?;
+fn head_inputs(runner: &CaseRunner<'_>, rows: usize, vocab: usize) -> Result<(OpPair, OpPair)> {
+    let weight = runner.normal("w", (vocab, LOSS_WIDTH))?.scaled(1.0 / (LOSS_WIDTH as f64).sqrt())?;
     Ok((runner.normal("x", (rows, LOSS_WIDTH))?, weight))
 }
 
@@ -123,21 +130,26 @@ fn scores() -> Vec<OpCase> {
     let mut cases = Vec::new();
     for (softcap, what) in [(None, "plain"), (Some(2.0), "soft-cap")] {
         cases.push(OpCase::new("logits", what, Tolerance::FORWARD, move |runner| {
-            let (x, w) = head_inputs(runner, 17)?;
+            let (x, w) = head_inputs(runner, 17, VOCAB)?;
             let got = logits(&x.here, Output { weight: &w.here, delta: None }, softcap)?;
             Ok(vec![TensorPair::new(got, plain_logits(&x.plain, &w.plain, softcap)?)])
         }));
-        cases.push(OpCase::new("score_targets", what, Tolerance::FORWARD, move |runner| {
-            let (x, w) = head_inputs(runner, 90)?;
-            let mut targets = tokens(90);
-            targets.iter_mut().step_by(4).for_each(|target| *target = IGNORE);
-            let logits = plain_logits(&x.plain, &w.plain, softcap)?;
-            aim(&mut targets, &logits)?;
-            let output = Output { weight: &w.here, delta: None };
-            compare_scores(&score_targets(&x.here, output, &targets, softcap)?, &targets, &logits)
-        }));
+        cases.push(score_case(what, 90, VOCAB, softcap));
     }
     cases
+}
+
+/// Scores of so many rows over so many tokens, at least those of `tokens`.
+pub(in crate::ops) fn score_case(what: &str, rows: usize, vocab: usize, softcap: Option<f64>) -> OpCase {
+    OpCase::new("score_targets", what, Tolerance::FORWARD, move |runner| {
+        let (x, w) = head_inputs(runner, rows, vocab)?;
+        let mut targets = tokens(rows);
+        targets.iter_mut().skip(1).step_by(4).for_each(|target| *target = IGNORE);
+        let logits = plain_logits(&x.plain, &w.plain, softcap)?;
+        aim(&mut targets, &logits)?;
+        let output = Output { weight: &w.here, delta: None };
+        compare_scores(&score_targets(&x.here, output, &targets, softcap)?, &targets, &logits)
+    })
 }
 
 fn plain_logits(x: &Tensor, weight: &Tensor, softcap: Option<f64>) -> Result<Tensor> {

@@ -9,16 +9,18 @@ use crate::runtime::rng::RngStream;
 
 /// The cases of dropout by its probability.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
-    let case = |p: f32| {
-        OpCase::new("dropout", format!("p = {p}"), Tolerance::ROUNDED, move |runner| {
-            let x = runner.normal("x", (33, 20))?;
-            let site = Dropout { p, stream: RngStream::new(3).named("dropout"), first_token: 7 };
-            let got = dropout(&x.here, site)?;
-            let mask = mask(site, 33, 20)?;
-            Ok(vec![TensorPair::new(got, (&*x.plain * mask)?)])
-        })
-    };
-    [0.0, 0.1, 0.5].into_iter().map(case).collect()
+    [0.0, 0.1, 0.5].into_iter().map(|p| shaped(format!("p = {p}"), p, (33, 20))).collect()
+}
+
+/// Dropout of a matrix of this shape.
+pub(in crate::ops) fn shaped(what: String, p: f32, (rows, width): (usize, usize)) -> OpCase {
+    OpCase::new("dropout", what, Tolerance::ROUNDED, move |runner| {
+        let x = runner.normal("x", (rows, width))?;
+        let site = Dropout { p, stream: RngStream::new(3).named("dropout"), first_token: 7 };
+        let got = dropout(&x.here, site)?;
+        let mask = mask(site, rows, width)?;
+        Ok(vec![TensorPair::new(got, (&*x.plain * mask)?)])
+    })
 }
 
 /// The definition: `keep / (1 − p)` of (stream, token, column).

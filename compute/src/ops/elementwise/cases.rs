@@ -13,40 +13,56 @@ const SQUARE: (usize, usize) = (131, 130);
 /// The cases of sums, and of the copies of `runtime` that stand beside them.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let mut cases = vec![
-        OpCase::new("add", "", Tolerance::ROUNDED, |runner| {
-            let (a, b) = (runner.normal("a", SQUARE)?, runner.normal("b", SQUARE)?);
-            Ok(vec![TensorPair::new(add(&a.here, &b.here)?, (&*a.plain + &*b.plain)?)])
-        }),
+        add_case("", SQUARE),
         OpCase::new("zero", "", Tolerance::ROUNDED, |runner| {
             let x = runner.normal("x", SQUARE)?;
             copy::zero(&x.here)?;
             Ok(vec![TensorPair::new(x.here.into_tensor(), x.plain.zeros_like()?)])
         }),
-        OpCase::new("sums_of_squares", "three tensors", Tolerance::FORWARD.only_f32(), |runner| {
-            let shapes = [Shape::from(SQUARE), 5.into(), 40_003.into()];
-            let all = shapes.map(|shape| runner.normal("x", shape));
-            let all = all.into_iter().collect::<Result<Vec<_>>>()?;
-            let here: Vec<&Tensor> = all.iter().map(|x| &*x.here).collect();
-            let sums = sums_of_squares(&here, runner.device)?.read()?;
-            let want = |x: &OpPair| -> Result<f64> { Ok(in_f64(&x.plain)?.iter().map(|x| x * x).sum()) };
-            all.iter().zip(sums).map(|(x, sum)| TensorPair::scalars(sum, want(x)?)).collect()
-        }),
+        squares_case("three tensors", vec![SQUARE.into(), 5.into(), 40_003.into()]),
     ];
+    cases.extend(into_cases("", SQUARE));
+    cases
+}
+
+/// A sum of two tensors of this shape.
+pub(in crate::ops) fn add_case(what: &str, shape: (usize, usize)) -> OpCase {
+    OpCase::new("add", what, Tolerance::ROUNDED, move |runner| {
+        let (a, b) = (runner.normal("a", shape)?, runner.normal("b", shape)?);
+        Ok(vec![TensorPair::new(add(&a.here, &b.here)?, (&*a.plain + &*b.plain)?)])
+    })
+}
+
+/// Sums of squares of tensors of these shapes.
+pub(in crate::ops) fn squares_case(what: &str, shapes: Vec<Shape>) -> OpCase {
+    OpCase::new("sums_of_squares", what, Tolerance::FORWARD.only_f32(), move |runner| {
+        let all = shapes.iter().map(|shape| runner.normal("x", shape)).collect::<Result<Vec<_>>>()?;
+        let here: Vec<&Tensor> = all.iter().map(|x| &*x.here).collect();
+        let sums = sums_of_squares(&here, runner.device)?.read()?;
+        let want = |x: &OpPair| -> Result<f64> { Ok(in_f64(&x.plain)?.iter().map(|x| x * x).sum()) };
+        all.iter().zip(sums).map(|(x, sum)| TensorPair::scalars(sum, want(x)?)).collect()
+    })
+}
+
+/// Sums and copies into tensors of this shape, of the same dtype and of another.
+pub(in crate::ops) fn into_cases(more: &str, shape: (usize, usize)) -> Vec<OpCase> {
+    let mut cases = Vec::new();
     for (kept, tolerance, what) in [
         ([None, None], Tolerance::ROUNDED, "one dtype"),
         ([Some(DType::F32), None], Tolerance::ROUNDED.only_bf16(), "into f32"),
         ([None, Some(DType::F32)], Tolerance::ROUNDED.only_bf16(), "from f32"),
     ] {
+        let what = format!("{what}{more}");
         let inputs = move |runner: &CaseRunner<'_>| -> Result<(OpPair, OpPair)> {
             let [dst, x] = kept.map(|dtype| dtype.unwrap_or(runner.dtype));
-            Ok((runner.normal_as(dst, "dst", SQUARE)?, runner.normal_as(x, "x", SQUARE)?))
+            Ok((runner.normal_as(dst, "dst", shape)?, runner.normal_as(x, "x", shape)?))
         };
-        cases.push(OpCase::new("add_into", what, tolerance, move |runner| {
+        cases.push(OpCase::new("add_into", &what, tolerance, move |runner| {
             let (dst, x) = inputs(runner)?;
             add_into(&dst.here, &x.here)?;
             Ok(vec![TensorPair::new(dst.here.into_tensor(), (&*dst.plain + &*x.plain)?)])
         }));
-        cases.push(OpCase::new("copy_into", what, tolerance, move |runner| {
+        cases.push(OpCase::new("copy_into", &what, tolerance, move |runner| {
             let (dst, x) = inputs(runner)?;
             copy::copy_into(&dst.here, &x.here)?;
             Ok(vec![TensorPair::new(dst.here.into_tensor(), x.plain.into_tensor())])

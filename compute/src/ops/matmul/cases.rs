@@ -18,37 +18,40 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
 
 /// Whether an operand follows the dtype of the activations or is f32 in any case.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum OperandDtype {
+pub(in crate::ops) enum OperandDtype {
     Run,
     F32,
 }
 
 /// What the product is added to.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Added {
+pub(in crate::ops) enum Added {
     Nothing,
     Destination,
     Matrix,
 }
 
+/// All that a product may be added to.
+pub(in crate::ops) const ADDED: [Added; 3] = [Added::Nothing, Added::Destination, Added::Matrix];
+
 /// One product; `margin` columns stand left and right of every range.
 #[derive(Debug, Clone, Copy)]
-struct MatmulCase {
-    form: Transpose,
-    m: usize,
-    n: usize,
-    k: usize,
-    margin: usize,
-    alpha: f64,
-    added: Added,
+pub(in crate::ops) struct MatmulCase {
+    pub(in crate::ops) form: Transpose,
+    pub(in crate::ops) m: usize,
+    pub(in crate::ops) n: usize,
+    pub(in crate::ops) k: usize,
+    pub(in crate::ops) margin: usize,
+    pub(in crate::ops) alpha: f64,
+    pub(in crate::ops) added: Added,
     /// dst, a and b.
-    operands: [OperandDtype; 3],
+    pub(in crate::ops) operands: [OperandDtype; 3],
 }
 
-const FORMS: [Transpose; 3] = [Transpose::Nt, Transpose::Nn, Transpose::Tn];
+pub(in crate::ops) const FORMS: [Transpose; 3] = [Transpose::Nt, Transpose::Nn, Transpose::Tn];
 
 /// The mixtures of a LoRA branch and of weight gradients under bf16 activations: dst, a and b.
-const MIXTURES: [[OperandDtype; 3]; 5] = [
+pub(in crate::ops) const MIXTURES: [[OperandDtype; 3]; 5] = [
     [OperandDtype::F32, OperandDtype::Run, OperandDtype::F32],
     [OperandDtype::F32, OperandDtype::F32, OperandDtype::Run],
     [OperandDtype::Run, OperandDtype::F32, OperandDtype::F32],
@@ -107,7 +110,7 @@ impl Added {
 }
 
 impl MatmulCase {
-    fn case(self, tolerance: Tolerance) -> OpCase {
+    pub(in crate::ops) fn case(self, tolerance: Tolerance) -> OpCase {
         OpCase::new("matmul", self.describe(), tolerance, move |runner| self.compare(runner))
     }
 
@@ -160,20 +163,28 @@ impl MatmulCase {
 fn biases() -> Vec<OpCase> {
     let mut cases = Vec::new();
     for (start, what) in [(0, "all columns"), (7, "column range")] {
-        cases.push(OpCase::new("add_bias", what, Tolerance::ROUNDED, move |runner| {
-            let (dst, bias) = (runner.normal("dst", (23, 31))?, runner.normal("bias", 31 - 2 * start)?);
-            let range = |tensor| ColumnViewMut { tensor, start, len: 31 - 2 * start };
+        cases.extend(bias_cases(what, 23, start, 31 - 2 * start));
+    }
+    cases
+}
+
+/// A bias and its gradient on `len` columns of `rows` rows; `margin` columns stand left and right of them.
+pub(in crate::ops) fn bias_cases(what: &str, rows: usize, margin: usize, len: usize) -> [OpCase; 2] {
+    let (start, shape) = (margin, (rows, len + 2 * margin));
+    [
+        OpCase::new("add_bias", what, Tolerance::ROUNDED, move |runner| {
+            let (dst, bias) = (runner.normal("dst", shape)?, runner.normal("bias", len)?);
+            let range = |tensor| ColumnViewMut { tensor, start, len };
             add_bias(range(&dst.here), &bias.here)?;
             add_bias_reference(range(&dst.plain), &bias.plain)?;
             Ok(vec![dst.pair()])
-        }));
-        cases.push(OpCase::new("sum_rows", what, Tolerance::BACKWARD, move |runner| {
-            let (grad, dy) = (runner.normal_f32("grad", 31 - 2 * start)?, runner.normal("dy", (23, 31))?);
-            let range = |tensor| ColumnView { tensor, start, len: 31 - 2 * start };
+        }),
+        OpCase::new("sum_rows", what, Tolerance::BACKWARD, move |runner| {
+            let (grad, dy) = (runner.normal_f32("grad", len)?, runner.normal("dy", shape)?);
+            let range = |tensor| ColumnView { tensor, start, len };
             sum_rows(&grad.here, range(&dy.here))?;
             sum_rows_reference(&grad.plain, range(&dy.plain))?;
             Ok(vec![grad.pair()])
-        }));
-    }
-    cases
+        }),
+    ]
 }

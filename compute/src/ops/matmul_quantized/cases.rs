@@ -68,22 +68,33 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
                     format!("{name}, {form:?} {what}{}", if accumulate { ", accumulated" } else { "" });
                 let tolerance = if accumulate { Tolerance::BACKWARD } else { Tolerance::FORWARD };
                 cases.push(OpCase::new("matmul_weight", what, tolerance, move |runner| {
-                    let [here, plain] = quantized(runner, format, shape)?;
-                    let (k, n) = if form == Transpose::Nt { (shape.1, shape.0) } else { shape };
-                    let (a, dst) = (runner.normal("a", (7, k + 3))?, runner.normal("dst", (7, n + 5))?);
-                    let a_of = |tensor| ColumnView { tensor, start: 2, len: k };
-                    let dst_of = |tensor| ColumnViewMut { tensor, start: 4, len: n };
-                    let addend = Addend::destination_if(accumulate);
-                    let here = Weight::Quantized(&here);
-                    matmul_weight(dst_of(&dst.here), a_of(&a.here), here, form, addend)?;
-                    quantized_reference(dst_of(&dst.plain), a_of(&a.plain), &plain, form, addend)?;
-                    Ok(vec![dst.pair()])
+                    product(runner, format, shape, 7, form, accumulate)
                 }));
             }
         }
     }
     cases.extend(side_by_side());
     cases
+}
+
+/// The product of `rows` rows with a weight of this shape; columns stand left and right of what is multiplied.
+pub(in crate::ops) fn product(
+    runner: &CaseRunner<'_>,
+    format: QuantFormat,
+    shape: (usize, usize),
+    rows: usize,
+    form: Transpose,
+    accumulate: bool,
+) -> Result<Vec<TensorPair>> {
+    let [here, plain] = quantized(runner, format, shape)?;
+    let (k, n) = if form == Transpose::Nt { (shape.1, shape.0) } else { shape };
+    let (a, dst) = (runner.normal("a", (rows, k + 3))?, runner.normal("dst", (rows, n + 5))?);
+    let a_of = |tensor| ColumnView { tensor, start: 2, len: k };
+    let dst_of = |tensor| ColumnViewMut { tensor, start: 4, len: n };
+    let addend = Addend::destination_if(accumulate);
+    matmul_weight(dst_of(&dst.here), a_of(&a.here), Weight::Quantized(&here), form, addend)?;
+    quantized_reference(dst_of(&dst.plain), a_of(&a.plain), &plain, form, addend)?;
+    Ok(vec![dst.pair()])
 }
 
 /// Weights one under the other: all quantized, and one of them dense.

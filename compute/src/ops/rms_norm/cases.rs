@@ -16,16 +16,7 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     for (kind, name) in KINDS {
         // 37: not a multiple of the lanes.
         for width in [64, 37] {
-            cases.push(OpCase::new(
-                "rms_norm",
-                format!("{name}, {width} wide"),
-                Tolerance::FORWARD,
-                move |runner| {
-                    let (x, w) = (runner.normal("x", (19, width))?, runner.normal("w", width)?);
-                    let got = rms_norm(&x.here, &w.here, kind)?;
-                    Ok(vec![TensorPair::new(got, reference(&x.plain, &w.plain, kind)?)])
-                },
-            ));
+            cases.push(forward_case(format!("{name}, {width} wide"), kind, (19, width)));
             for (residual, dweight, extra) in [
                 (false, false, ""),
                 (true, false, ", residual"),
@@ -33,25 +24,46 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
                 (true, true, ", residual, dweight"),
             ] {
                 let what = format!("{name}, {width} wide{extra}");
-                cases.push(OpCase::new("rms_norm_backward", what, Tolerance::BACKWARD, move |runner| {
-                    norm_backward(runner, kind, width, residual, dweight)
-                }));
+                cases.push(backward_case(what, kind, (19, width), residual, dweight));
             }
         }
     }
     cases
 }
 
+/// The norm of a matrix of this shape.
+pub(in crate::ops) fn forward_case(what: String, kind: NormKind, shape: (usize, usize)) -> OpCase {
+    OpCase::new("rms_norm", what, Tolerance::FORWARD, move |runner| {
+        let (x, w) = (runner.normal("x", shape)?, runner.normal("w", shape.1)?);
+        let got = rms_norm(&x.here, &w.here, kind)?;
+        Ok(vec![TensorPair::new(got, reference(&x.plain, &w.plain, kind)?)])
+    })
+}
+
+/// Its gradients: with what flows around the norm, and with that of the weight.
+pub(in crate::ops) fn backward_case(
+    what: String,
+    kind: NormKind,
+    shape: (usize, usize),
+    residual: bool,
+    dweight: bool,
+) -> OpCase {
+    OpCase::new("rms_norm_backward", what, Tolerance::BACKWARD, move |runner| {
+        norm_backward(runner, kind, shape, residual, dweight)
+    })
+}
+
 fn norm_backward(
     runner: &CaseRunner<'_>,
     kind: NormKind,
-    width: usize,
+    shape: (usize, usize),
     residual: bool,
     dweight: bool,
 ) -> Result<Vec<TensorPair>> {
-    let (x, w) = (runner.normal("x", (19, width))?, runner.normal("w", width)?);
-    let dy = runner.normal("dy", (19, width))?;
-    let around = residual.then(|| runner.normal("residual", (19, width))).transpose()?;
+    let width = shape.1;
+    let (x, w) = (runner.normal("x", shape)?, runner.normal("w", width)?);
+    let dy = runner.normal("dy", shape)?;
+    let around = residual.then(|| runner.normal("residual", shape)).transpose()?;
     let grad = dweight.then(|| runner.normal_f32("dweight", width)).transpose()?;
     let (here, plain) = (around.as_ref().map(|r| &*r.here), around.as_ref().map(|r| &*r.plain));
     let dw = (grad.as_ref().map(|g| &g.here), grad.as_ref().map(|g| &g.plain));

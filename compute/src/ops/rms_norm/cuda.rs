@@ -12,6 +12,9 @@ use crate::runtime::TensorMut;
 /// Threads of a block.
 const THREADS: u32 = 256;
 
+/// Threads of a block that takes rows of a gain's gradient.
+const GAIN_THREADS: u32 = 128;
+
 /// The most blocks that share out the rows of a gain's gradient; each leaves a row of partial sums.
 const PARTS: usize = 64;
 
@@ -95,8 +98,10 @@ fn gain_gradient(
     let (rows, width) = x.dims2()?;
     let parts = rows.clamp(1, PARTS);
     let partial = empty(parts, width, DType::F32, x.device())?;
-    let columns = number(width.div_ceil(THREADS as usize))?;
-    let shape = LaunchShape { grid: [number(parts)?, columns, 1], block: [THREADS, 1, 1], shared_bytes: 0 };
+    // A thread takes the columns of 16 bytes.
+    let columns = number((width * x.dtype().size_in_bytes()).div_ceil(16 * GAIN_THREADS as usize))?;
+    let shape =
+        LaunchShape { grid: [number(parts)?, columns, 1], block: [GAIN_THREADS, 1, 1], shared_bytes: 0 };
     let (rows, width) = (number(rows)?, number(width)?);
     let (inverses, out) = (In::<f32>::all(inverses)?, Out::<f32>::all(&partial)?);
     if x.dtype() == DType::BF16 {

@@ -11,18 +11,19 @@ use crate::runtime::TensorMut;
 
 /// One variant of rotary: half of `rotary_dim`, and the per-head norms.
 #[derive(Debug, Clone, Copy)]
-struct RotaryCase {
-    heads: Heads,
-    half: usize,
-    norm: Option<NormKind>,
+pub(in crate::ops) struct RotaryCase {
+    pub(in crate::ops) rows: usize,
+    pub(in crate::ops) heads: Heads,
+    pub(in crate::ops) half: usize,
+    pub(in crate::ops) norm: Option<NormKind>,
     /// The norms are trained.
-    trained: bool,
+    pub(in crate::ops) trained: bool,
 }
 
 /// The cases of rotation, with and without norms of the heads.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
     let heads = Heads { num_heads: 4, num_kv_heads: 2, head_dim: 16 };
-    let whole = RotaryCase { heads, half: 8, norm: None, trained: false };
+    let whole = RotaryCase { rows: 21, heads, half: 8, norm: None, trained: false };
     let variants = [
         (whole, "whole heads"),
         (RotaryCase { half: 3, ..whole }, "partial"),
@@ -30,16 +31,8 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
         (RotaryCase { norm: Some(KINDS[1].0), ..whole }, "normed heads (1 + weight), frozen"),
         (RotaryCase { half: 4, norm: Some(KINDS[0].0), trained: true, ..whole }, "partial, normed heads"),
     ];
-    let case = |(turn, what): (RotaryCase, &str)| {
-        [
-            OpCase::new("rotary", what, Tolerance::FORWARD, move |runner| turn.forward(runner)),
-            OpCase::new("rotary_backward", what, Tolerance::BACKWARD, move |runner| turn.backward(runner)),
-        ]
-    };
-    variants.into_iter().flat_map(case).collect()
+    variants.into_iter().flat_map(|(turn, what)| turn.cases(what)).collect()
 }
-
-const ROTARY_ROWS: usize = 21;
 
 /// `[op, reference]` of everything rotary reads.
 struct RotaryInputs {
@@ -50,19 +43,27 @@ struct RotaryInputs {
 }
 
 impl RotaryCase {
+    /// Forward and backward.
+    pub(in crate::ops) fn cases(self, what: &str) -> [OpCase; 2] {
+        [
+            OpCase::new("rotary", what, Tolerance::FORWARD, move |runner| self.forward(runner)),
+            OpCase::new("rotary_backward", what, Tolerance::BACKWARD, move |runner| self.backward(runner)),
+        ]
+    }
+
     fn inputs(self, runner: &CaseRunner<'_>) -> Result<RotaryInputs> {
         let angle = |i: usize| {
             let frequency = 100f32.powf(-((i % self.half) as f32) / self.half as f32);
             (i / self.half) as f32 * frequency
         };
         let table = |f: fn(f32) -> f32| {
-            let values = (0..ROTARY_ROWS * self.half).map(|i| f(angle(i))).collect();
-            runner.twin(DType::F32, values, (ROTARY_ROWS, self.half))
+            let values = (0..self.rows * self.half).map(|i| f(angle(i))).collect();
+            runner.twin(DType::F32, values, (self.rows, self.half))
         };
         let (cos, sin) = (table(f32::cos)?, table(f32::sin)?);
         let dim = self.heads.head_dim;
         Ok(RotaryInputs {
-            qkv: runner.normal("qkv", (ROTARY_ROWS, self.heads.qkv_width()))?,
+            qkv: runner.normal("qkv", (self.rows, self.heads.qkv_width()))?,
             tables: [
                 RotaryTable { cos: cos.here.into_tensor(), sin: sin.here.into_tensor() },
                 RotaryTable { cos: cos.plain.into_tensor(), sin: sin.plain.into_tensor() },
@@ -90,7 +91,7 @@ impl RotaryCase {
 
     fn backward(self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
         let x = self.inputs(runner)?;
-        let d = runner.normal("dqkv", (ROTARY_ROWS, self.heads.qkv_width()))?;
+        let d = runner.normal("dqkv", (self.rows, self.heads.qkv_width()))?;
         let (here, plain) = (self.norms(&x, |t| &t.here), self.norms(&x, |t| &t.plain));
         rotary_backward(&x.qkv.here, &d.here, self.heads, here, &x.tables[0])?;
         reference_backward(&x.qkv.plain, &d.plain, self.heads, plain, &x.tables[1])?;

@@ -1,4 +1,4 @@
-//! Rotary positions by the kernels of `kernels/rotary.cu`: one block a token, a warp a head in turn.
+//! Rotary positions by the kernels of `kernels/rotary.cu`: one block a token, which takes several heads at a time.
 
 use candle_core::{DType, Tensor};
 use half::bf16;
@@ -10,22 +10,23 @@ use crate::ops::matmul::empty;
 use crate::ops::rms_norm::{self, NormKind};
 use crate::runtime::TensorMut;
 
-/// Threads of a block, which the sums of a gain's gradient take as given.
+/// Threads of a block, which the kernels take as given.
 const THREADS: u32 = 128;
 
-/// The most blocks that share out the tokens of a gain's gradient; each leaves a row of partial sums.
-const PARTS: usize = 64;
+/// The most blocks that share out the heads of a gain's gradient; each leaves a row of partial sums. Two of them on each
+/// multiprocessor of a large GPU.
+const PARTS: usize = 256;
 
 /// The widest head.
 const MAX_HEAD_DIM: usize = 256;
 
-/// Whether there are kernels for these types, and heads of this width.
+/// Whether there are kernels for these types, and heads of this width: an even number of values.
 pub(super) fn is_supported(qkv: &Tensor, heads: Heads, norm: Option<&QkNorm<'_>>) -> bool {
     let weight = norm.map_or(qkv.dtype(), |norm| norm.q.0.dtype());
     let alike = norm.is_none_or(|norm| norm.k.0.dtype() == weight);
     let types =
         matches!((qkv.dtype(), weight), (DType::BF16, DType::BF16 | DType::F32) | (DType::F32, DType::F32));
-    alike && types && heads.head_dim <= MAX_HEAD_DIM
+    alike && types && heads.head_dim <= MAX_HEAD_DIM && heads.head_dim.is_multiple_of(2)
 }
 
 /// The numbers that the kernels are given.

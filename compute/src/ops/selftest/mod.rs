@@ -7,6 +7,10 @@ mod mutations;
 #[cfg(test)]
 mod oracle;
 mod probe;
+#[cfg(all(test, feature = "kernel-emu"))]
+pub(in crate::ops) mod random;
+#[cfg(all(test, feature = "kernel-emu"))]
+mod requests;
 mod summary;
 
 use candle_core::Device;

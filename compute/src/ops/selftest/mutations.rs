@@ -24,7 +24,7 @@ fn every_case_notices_one_wrong_element() -> Result<()> {
     let mut seen = 0;
     for case in cases() {
         for (dtype, tolerance) in case.tolerance.dtypes() {
-            for pair in (case.compare)(&CaseRunner { device: &Device::Cpu, dtype })? {
+            for pair in (case.compare)(&CaseRunner { device: &Device::Cpu, dtype, first: 0 })? {
                 let mut values = in_f64(&pair.got)?;
                 let largest = in_f64(&pair.want)?.iter().fold(0f64, |a, b| a.max(b.abs()));
                 let at = values.len() / 2;
@@ -61,7 +61,7 @@ fn another_shape_and_nothing_at_all_are_refused() -> Result<()> {
 /// Fails unless what the op gives and what its reference gives under other options are told apart in both dtypes.
 fn told_apart(what: &str, compare: impl Fn(&CaseRunner<'_>) -> Result<Vec<TensorPair>>) -> Result<()> {
     for (dtype, tolerance) in Tolerance::BACKWARD.dtypes() {
-        let error = largest_error(&compare(&CaseRunner { device: &Device::Cpu, dtype })?)?;
+        let error = largest_error(&compare(&CaseRunner { device: &Device::Cpu, dtype, first: 0 })?)?;
         assert!(error > tolerance, "{what} in {dtype:?}: error {error:e} is tolerated");
     }
     Ok(())
@@ -241,7 +241,7 @@ fn optimizer_options() -> Result<()> {
         ("grad_scale", AdamWStep { grad_scale: 1.0, ..options }),
         ("learning rate", AdamWStep { learning_rate: 0.021, ..options }),
     ] {
-        let runner = CaseRunner { device: &Device::Cpu, dtype: DType::F32 };
+        let runner = CaseRunner { device: &Device::Cpu, dtype: DType::F32, first: 0 };
         let (param, grad) = (runner.normal("param", 50)?, runner.normal("grad", 50)?);
         let (first, second) = (runner.normal("first", 50)?, runner.twin(DType::F32, vec![0.25; 50], 50)?);
         let moments = [&first.here, &second.here];

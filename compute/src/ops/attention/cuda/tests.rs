@@ -1,13 +1,20 @@
+use proptest::collection::vec;
+use proptest::option;
+use proptest::prelude::*;
+use proptest::sample::select;
+
 use super::super::{cpu, reference};
 use super::*;
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::rotary::Heads;
+use crate::ops::selftest::random;
 use crate::runtime::rng::RngStream;
 
 /// Sequences, heads and masks whose edges fall everywhere in a tile.
+#[derive(Debug, Clone)]
 struct Case {
     /// Lengths of the sequences, end to end; a negative one is a gap.
-    lens: &'static [i64],
+    lens: Vec<i64>,
     heads: (usize, usize),
     window: Option<usize>,
     softcap: Option<f64>,
@@ -16,8 +23,8 @@ struct Case {
 }
 
 impl Case {
-    fn new(lens: &'static [i64], heads: (usize, usize)) -> Self {
-        Case { lens, heads, window: None, softcap: None, spread: 1.0 }
+    fn new(lens: &[i64], heads: (usize, usize)) -> Self {
+        Case { lens: lens.to_vec(), heads, window: None, softcap: None, spread: 1.0 }
     }
 
     fn one_token() -> Self {
@@ -204,9 +211,13 @@ fn kind_of(case: &Case, head_dim: usize) -> AttentionKind {
 
 /// Error at most twice (forward) or three times (backward) that of a plain bf16 implementation, both held against the
 /// CPU form in f32, whose own error is a thousandth of it; and the same bits in every order.
-fn as_exact_as_bf16_allows(head_dim: usize, case: &Case) -> Result<()> {
+fn as_exact_as_bf16_allows(
+    head_dim: usize,
+    case: &Case,
+    schedules: impl IntoIterator<Item = EmulatorSchedule>,
+) -> Result<()> {
     let kind = kind_of(case, head_dim);
-    let (spans, rows) = spans_of(case.lens);
+    let (spans, rows) = spans_of(&case.lens);
     let qk = normal(1, rows, kind.heads.qk_width(), case.spread)?;
     let x = Tensor::cat(&[qk, normal(2, rows, kind.heads.kv_width(), 1.0)?], 1)?.contiguous()?;
     let x = without_gaps(&x, &spans)?;
@@ -217,7 +228,7 @@ fn as_exact_as_bf16_allows(head_dim: usize, case: &Case) -> Result<()> {
         cpu::backward(qkv_of(&wide, kind.heads), &exact, &dout.to_dtype(DType::F32)?, &spans, kind)?;
     let (plain, plain_d) = plain::run(&x, &dout, &spans, kind)?;
     let mut first = None;
-    for schedule in schedules() {
+    for schedule in schedules {
         let (attended, d) = run(schedule, &x, &dout, &spans, kind)?;
         let found = (bits(&attended.out)?, bits(&attended.lse)?, bits(&d)?);
         assert!(*first.get_or_insert(found.clone()) == found, "other bits under {schedule:?}");
@@ -255,11 +266,30 @@ macro_rules! exact_for {
     ($head_dim:literal; $($case:ident),*) => {$(
         #[test]
         fn $case() -> super::Result<()> {
-            super::as_exact_as_bf16_allows($head_dim, &super::Case::$case())
+            super::as_exact_as_bf16_allows($head_dim, &super::Case::$case(), super::schedules())
         }
     )*};
 }
 exact_for!(heads_of_64: 64, heads_of_80: 80, heads_of_96: 96, heads_of_128: 128, heads_of_256: 256);
+
+proptest! {
+    #![proptest_config(random::config(24))]
+
+    /// Any heads, sequences of 1 to 3 tokens among long ones, gaps, windows and soft-caps.
+    #[test]
+    fn as_exact_on_random_shapes(
+        head_dim in select(&HEAD_DIMS[..]),
+        lens in vec(prop_oneof![2 => 1..=3_i64, 2 => 4..=140_i64, 1 => -20..=-1_i64], 1..5),
+        (kv_heads, group) in select(&[(1, 1), (2, 1), (1, 2), (1, 4)][..]),
+        window in option::of(2..200_usize),
+        softcap in option::of(2.0..30.0_f64),
+        (spread, schedule) in (0.5..3.0_f64, random::schedules()),
+    ) {
+        prop_assume!(lens.iter().any(|&len| len > 0));
+        let case = Case { lens, heads: (kv_heads * group, kv_heads), window, softcap, spread };
+        as_exact_as_bf16_allows(head_dim, &case, [schedule]).map_err(|error| TestCaseError::fail(error.to_string()))?;
+    }
+}
 
 /// Operands of their own, k and v without the first 16 columns of theirs.
 fn cached<'a>(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor, width: usize) -> Qkv<'a> {
@@ -299,13 +329,13 @@ fn queries_after_cached_keys() -> Result<()> {
     Ok(())
 }
 
-/// Banks serve eight rows of a matrix at once; only the way out of head widths 80 and 96 may meet in a bank.
+/// Banks serve eight chunks of 16 bytes at once: rows of a matrix for the products, and what is copied in and out.
 #[test]
 fn no_bank_conflicts() -> Result<()> {
-    for head_dim in [64, 128, 256] {
-        let case = Case::one_key_head_for_eight();
+    for head_dim in HEAD_DIMS {
+        let case = Case::new(&[131, 1, 3], (2, 1));
         let kind = kind_of(&case, head_dim);
-        let (spans, rows) = spans_of(case.lens);
+        let (spans, rows) = spans_of(&case.lens);
         let (x, dout) =
             (normal(1, rows, kind.heads.qkv_width(), 1.0)?, normal(2, rows, kind.heads.q_width(), 1.0)?);
         let schedule = EmulatorSchedule { counts: true, ..EmulatorSchedule::default() };

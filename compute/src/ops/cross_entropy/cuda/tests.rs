@@ -214,39 +214,3 @@ fn rows_of_several_tiles() -> Result<()> {
     check(4099, 4104)?;
     check(8192, 8192)
 }
-
-/// What is there before stays in the sums.
-#[test]
-fn losses_are_added_in_f64() -> Result<()> {
-    for rows in [1, 31, 256, 257, 700] {
-        let stream = RngStream::new(rows);
-        let losses: Vec<f32> = (0..rows).map(|i| stream.normal(i)).collect();
-        let coefficients: Vec<f32> = (0..rows).map(|i| (i % 7) as f32 / 3.0 - 1.0).collect();
-        let hits: Vec<u32> = (0..rows as u32).map(|i| u32::from(i % 3 == 0)).collect();
-        let rows = rows as usize;
-        let hits_wanted = 2.5 + f64::from(hits.iter().sum::<u32>());
-        for weighted in [false, true] {
-            let factor = |i: usize| if weighted { f64::from(coefficients[i]) } else { 1.0 };
-            let wanted = losses.iter().enumerate().map(|(i, &loss)| factor(i) * f64::from(loss));
-            let wanted = 0.75 + wanted.sum::<f64>();
-            let on_host = |values: &[f32]| Tensor::from_slice(values, rows, &Device::Cpu);
-            let (losses, hits) = (on_host(&losses)?, Tensor::from_slice(&hits, rows, &Device::Cpu)?);
-            let coefficients = if weighted { Some(on_host(&coefficients)?) } else { None };
-            for order in [Order::Forward, Order::Reverse] {
-                let sums = Tensor::from_slice(&[0.75f64, 2.5], 2, &Device::Cpu)?;
-                let schedule = EmulatorSchedule { order, late_copies: false, counts: false };
-                let (done, _) = Emulator::run(schedule, || {
-                    let (losses, coefficients) = (In::all(&losses)?, In::optional(coefficients.as_ref())?);
-                    let (hits, to) = (In::all(&hits)?, InOut::all(&sums)?);
-                    let shape = LaunchShape::line(1, 256);
-                    kernels::add_losses(&Emulator, shape, losses, coefficients, hits, to, rows as u32)
-                });
-                done?;
-                let found = sums.to_vec1::<f64>()?;
-                assert!((found[0] - wanted).abs() < 1e-11, "{rows} rows: {found:?}, wanted {wanted}");
-                assert_eq!(found[1], hits_wanted, "{rows} rows");
-            }
-        }
-    }
-    Ok(())
-}

@@ -63,7 +63,7 @@ fn found(weight: &Quantized, range: ValueRange, dtype: DType) -> Result<Vec<u32>
 
 fn check(format: QuantFormat, range: ValueRange) -> Result<()> {
     for dtype in [DType::F32, DType::BF16] {
-        let runner = CaseRunner { device: &Device::Cpu, dtype };
+        let runner = CaseRunner { device: &Device::Cpu, dtype, first: 0 };
         let [weight, _] = quantized(&runner, format, SHAPE)?;
         let mut exact = vec![0.0; range.count];
         weight.with_blocks(|blocks| blocks.dequantize(range.start, &mut exact))?;

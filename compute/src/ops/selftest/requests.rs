@@ -1,0 +1,54 @@
+//! Kernels that do little but move memory do so 16 bytes a lane: a warp's request then brings 16 sectors of 32 bytes, and
+//! one of a bf16 value a lane brings 2.
+
+use candle_core::Device;
+
+use crate::ops::case::OpCase;
+use crate::ops::glu::Activation;
+use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule};
+use crate::ops::rms_norm::cases::KINDS;
+use crate::ops::rotary::Heads;
+use crate::ops::rotary::cases::RotaryCase;
+use crate::ops::{glu, rms_norm};
+
+/// Sectors' worth of bytes in a request, on average over all launches of a case in both dtypes.
+fn sectors_of_a_request(case: OpCase) -> f64 {
+    let (op, what) = (case.op, case.what.clone());
+    let schedule = EmulatorSchedule { counts: true, ..EmulatorSchedule::default() };
+    let (passed, counters) =
+        Emulator::run(schedule, || case.outcomes(&Device::Cpu).all(|outcome| outcome.passed));
+    assert!(passed, "{op}, {what}");
+    // A quarter more where memory of the host starts in the middle of a sector.
+    let share = counters.global_sectors as f64 / counters.global_least_sectors as f64;
+    assert!(share < 1.3, "{op}, {what}: {share} of the sectors that would hold what is moved");
+    counters.global_least_sectors as f64 / counters.global_requests as f64
+}
+
+#[test]
+fn activations_move_16_bytes_a_lane() {
+    let (heads, norm) = (Heads { num_heads: 8, num_kv_heads: 4, head_dim: 128 }, Some(KINDS[0].0));
+    let frozen = RotaryCase { rows: 4, heads, half: 64, norm, trained: false };
+    let [rotary, rotary_backward] = frozen.cases("");
+    let [glu, glu_backward] = glu::cases::shaped("", Activation::Silu, 1.0, (4, 2048));
+    let norm = rms_norm::cases::forward_case(String::new(), KINDS[0].0, (4, 2048));
+    let norm_backward = rms_norm::cases::backward_case(String::new(), KINDS[0].0, (4, 2048), true, false);
+    for case in [rotary, rotary_backward, glu, glu_backward, norm, norm_backward] {
+        let what = case.op;
+        let sectors = sectors_of_a_request(case);
+        assert!(sectors > 15.0, "{what}: {sectors} sectors a request");
+    }
+}
+
+/// The sums of their second stage go column by column, 4 bytes a lane.
+#[test]
+fn gradients_of_gains_move_16_bytes_a_lane_in_their_first_stage() {
+    let heads = Heads { num_heads: 8, num_kv_heads: 4, head_dim: 128 };
+    let trained = RotaryCase { rows: 12, heads, half: 64, norm: Some(KINDS[0].0), trained: true };
+    let [_, rotary] = trained.cases("");
+    let norm = rms_norm::cases::backward_case(String::new(), KINDS[0].0, (16, 1024), false, true);
+    for case in [rotary, norm] {
+        let what = case.op;
+        let sectors = sectors_of_a_request(case);
+        assert!(sectors > 7.0, "{what}: {sectors} sectors a request");
+    }
+}
