@@ -27,7 +27,7 @@ pub use fault_injection::{FaultInjector, FaultNotice};
 pub use phase::Phase;
 pub use rank_threads::RankFailure;
 pub use single_rank::SingleRank;
-pub use timed::{CollectiveTimer, TimedCollective};
+pub use timed::{CollectiveTimer, PhaseReader, TimedCollective};
 pub use traffic::{Op, Traffic};
 
 use std::any::Any;

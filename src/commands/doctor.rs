@@ -11,13 +11,14 @@ use crate::error::{Error, Result};
 use crate::hub::HubOptions;
 use crate::ops;
 use crate::ops::selftest::{self, ProbeReport, SelftestSummary};
+use crate::run::nvidia_libraries;
 use crate::runtime::device::GPU_BUILD;
 use crate::runtime::{device, machine};
 use crate::units;
 
 /// Prints what there is; with `--selftest`, then a line an op.
 pub(super) fn run(args: &DoctorArgs) -> Result<()> {
-    print(&lines(&[host(), gpus(), hub()].concat()))?;
+    print(&lines(&[host(), gpus(), libraries(), hub()].concat()))?;
     if args.selftest { check(args) } else { Ok(()) }
 }
 
@@ -66,7 +67,7 @@ fn gpus() -> Vec<DoctorLine> {
             "not used by this build; `cargo build --release --features cuda` makes one that does",
         )];
     }
-    match device::gpus() {
+    let mut all = match device::gpus() {
         Err(error) => vec![line("GPU", format!("none: {}", error.in_one_line()))],
         Ok(gpus) if gpus.is_empty() => vec![line("GPU", "none: the driver sees no device")],
         Ok(gpus) => {
@@ -76,7 +77,18 @@ fn gpus() -> Vec<DoctorLine> {
             };
             gpus.iter().map(|gpu| line(&format!("GPU {}", gpu.index), text(gpu))).collect()
         }
-    }
+    };
+    let driver = match device::driver_version() {
+        Ok(version) => format!("speaks CUDA up to {}", version.unwrap_or_else(|| "none".to_owned())),
+        Err(error) => error.in_one_line(),
+    };
+    all.push(line("GPU driver", driver));
+    all
+}
+
+fn libraries() -> Vec<DoctorLine> {
+    let lines = nvidia_libraries::found_and_missing();
+    lines.into_iter().filter_map(|(name, text)| text.map(|text| line(name, text))).collect()
 }
 
 fn hub() -> Vec<DoctorLine> {

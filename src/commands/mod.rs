@@ -28,7 +28,9 @@ use crate::model::ModelConfig;
 use crate::recipe::{DataSource, Recipe, RecipeText};
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::device;
-use crate::setup::{AdapterSetup, BaseCheck, BaseModel, DatasetLoader, ResolvedSource, Resolver};
+use crate::setup::{
+    AdapterSetup, BaseCheck, BaseModel, DatasetLoader, EngineOptions, ResolvedSource, Resolver,
+};
 
 /// Does what the command line says.
 ///
@@ -74,6 +76,13 @@ fn say_base(terminal: &Terminal, check: &BaseCheck) {
         BaseCheck::Same => {}
         BaseCheck::Unchecked(text) => terminal.line(text),
         BaseCheck::Forced(text) => terminal.warn(text),
+    }
+}
+
+/// Warns of what a GPU computes slowly for want of a kernel.
+fn say_without_kernels(terminal: &Terminal, options: &EngineOptions, config: &ModelConfig) {
+    if let Some(text) = options.without_kernels(config) {
+        terminal.warn(text);
     }
 }
 

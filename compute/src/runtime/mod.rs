@@ -6,9 +6,13 @@ pub mod buffer;
 pub mod copy;
 pub mod cpu_tensor;
 pub mod device;
+pub mod device_memory;
+#[cfg(any(test, feature = "cuda"))]
+pub(crate) mod gpu_support;
 pub mod machine;
 pub mod mmap;
 pub mod param_storage;
+pub mod planned_failure;
 pub mod rank_sum;
 pub mod rng;
 mod tensor_mut;
