@@ -82,7 +82,7 @@ fn a_kernel_at_fault_is_named() {
     let out = place.path().join("out");
     train.args(["--quiet", "--recipe", "quickstart", "--set", "train.max_steps=3"]);
     train.args(["--set", "train.gradient_accumulation_steps=1", "--set", "train.micro_batch_size=1"]);
-    train.args(["--set", "data.max_seq_len=32", "--set", "checkpoint.save_steps=1", "--set", "data.eval=[]"]);
+    train.args(["--set", "checkpoint.save_steps=1", "--set", "data.eval=[]"]);
     train
         .arg("--output")
         .arg(&out)

@@ -78,7 +78,7 @@ struct FaultOfStep {
     step: Option<u64>,
 }
 
-/// See [`tell_memory_by`].
+/// What [`tell_memory_by`] was given.
 static MEMORY: OnceLock<fn() -> Option<String>> = OnceLock::new();
 
 /// From now on errors of a GPU that is out of memory say what `teller` says in a line of the memory of its thread's GPU, at

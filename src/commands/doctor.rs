@@ -18,7 +18,7 @@ use crate::units;
 
 /// Prints what there is; with `--selftest`, then a line an op.
 pub(super) fn run(args: &DoctorArgs) -> Result<()> {
-    print(&lines(&[host(), gpus(), libraries(), hub()].concat()))?;
+    print(&lines(&[host(), gpus(), hub()].concat()))?;
     if args.selftest { check(args) } else { Ok(()) }
 }
 
@@ -61,11 +61,10 @@ fn processor() -> String {
 }
 
 fn gpus() -> Vec<DoctorLine> {
+    let libraries = line("GPU libraries", nvidia_libraries::found_and_missing());
     if !GPU_BUILD {
-        return vec![line(
-            "GPU",
-            "not used by this build; `cargo build --release --features cuda` makes one that does",
-        )];
+        let other = "not used by this build; `cargo build --release --features cuda` makes one that does";
+        return vec![line("GPU", other), libraries];
     }
     let mut all = match device::gpus() {
         Err(error) => vec![line("GPU", format!("none: {}", error.in_one_line()))],
@@ -82,13 +81,8 @@ fn gpus() -> Vec<DoctorLine> {
         Ok(version) => format!("speaks CUDA up to {}", version.unwrap_or_else(|| "none".to_owned())),
         Err(error) => error.in_one_line(),
     };
-    all.push(line("GPU driver", driver));
+    all.extend([line("GPU driver", driver), libraries]);
     all
-}
-
-fn libraries() -> Vec<DoctorLine> {
-    let lines = nvidia_libraries::found_and_missing();
-    lines.into_iter().filter_map(|(name, text)| text.map(|text| line(name, text))).collect()
 }
 
 fn hub() -> Vec<DoctorLine> {

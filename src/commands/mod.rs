@@ -81,9 +81,7 @@ fn say_base(terminal: &Terminal, check: &BaseCheck) {
 
 /// Warns of what a GPU computes slowly for want of a kernel.
 fn say_without_kernels(terminal: &Terminal, options: &EngineOptions, config: &ModelConfig) {
-    if let Some(text) = options.without_kernels(config) {
-        terminal.warn(text);
-    }
+    options.without_kernels(config).iter().for_each(|text| terminal.warn(text));
 }
 
 /// What the config.json of a model says.

@@ -19,45 +19,41 @@ fn linked(release: u32) -> [String; 5] {
     ]
 }
 
-/// A library and where it was found, else why it was not.
+/// A library and where it was found.
 struct Library {
     name: String,
-    found: Result<String, String>,
+    found: Option<String>,
 }
 
-/// One line each of what is found and what is missing; none where there is nothing to say.
-pub(crate) fn found_and_missing() -> [(&'static str, Option<String>); 2] {
+/// What is found and what is missing, in a line.
+pub(crate) fn found_and_missing() -> String {
     let mut libraries: Vec<Library> = linked(device::cuda_release()).into_iter().map(look_for).collect();
     libraries.push(Library {
         name: "NCCL (for several GPUs)".to_owned(),
-        found: NcclLibrary::open().map(|library| format!("{library:?}")).map_err(|_| "not found".to_owned()),
+        found: NcclLibrary::open().ok().map(|library| format!("{library:?}")),
     });
-    lines(&libraries)
+    let needed = if device::GPU_BUILD { "" } else { " (this build needs none of them)" };
+    text(&libraries) + needed
 }
 
-fn lines(libraries: &[Library]) -> [(&'static str, Option<String>); 2] {
-    let found: Vec<&str> = libraries.iter().filter_map(|library| library.found.as_deref().ok()).collect();
-    let missing: Vec<&str> = libraries
-        .iter()
-        .filter(|library| library.found.is_err())
-        .map(|library| library.name.as_str())
-        .collect();
-    let joined = |list: Vec<&str>| (!list.is_empty()).then(|| list.join(", "));
-    [("libraries found", joined(found)), ("libraries missing", joined(missing))]
+fn text(libraries: &[Library]) -> String {
+    let found: Vec<&str> = libraries.iter().filter_map(|library| library.found.as_deref()).collect();
+    let is_missing = |library: &&Library| library.found.is_none();
+    let missing: Vec<&str> =
+        libraries.iter().filter(is_missing).map(|library| library.name.as_str()).collect();
+    let parts = [("found", found), ("missing", missing)];
+    let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
+    parts.map(|(word, names)| format!("{word}: {}", names.join(", "))).collect::<Vec<_>>().join("; ")
 }
 
 fn look_for(name: String) -> Library {
     // SAFETY: NVIDIA's libraries only read the environment as they are loaded.
-    let loaded = unsafe { libloading::Library::new(&name) };
-    let found = match loaded {
-        Ok(library) => {
-            let place = loaded_from(&name).unwrap_or_else(|| PathBuf::from(&name));
-            // A driver's library that has begun to work must not be taken away.
-            std::mem::forget(library);
-            Ok(place.display().to_string())
-        }
-        Err(error) => Err(error.to_string()),
-    };
+    let found = unsafe { libloading::Library::new(&name) }.ok().map(|library| {
+        let place = loaded_from(&name).unwrap_or_else(|| PathBuf::from(&name));
+        // A driver's library that has begun to work must not be taken away.
+        std::mem::forget(library);
+        place.display().to_string()
+    });
     Library { name, found }
 }
 
@@ -102,14 +98,11 @@ mod tests {
 
     #[test]
     fn what_is_found_and_what_is_missing() {
-        let there = Library { name: "liba.so.1".into(), found: Ok("/lib/liba.so.1.2".into()) };
+        let there = Library { name: "liba.so.1".into(), found: Some("/lib/liba.so.1.2".into()) };
         let away = look_for("libnothing-of-this-name.so.7".to_owned());
-        assert!(away.found.is_err());
-        let both = lines(&[there, away]);
-        assert_eq!(both[0], ("libraries found", Some("/lib/liba.so.1.2".into())));
-        assert_eq!(both[1], ("libraries missing", Some("libnothing-of-this-name.so.7".into())));
-        assert_eq!(lines(&[]).map(|(_, text)| text), [None, None]);
+        assert!(away.found.is_none());
+        assert_eq!(text(&[there, away]), "found: /lib/liba.so.1.2; missing: libnothing-of-this-name.so.7");
         // The C library is there on every machine that runs this.
-        assert!(look_for("libc.so.6".to_owned()).found.is_ok_and(|place| place.contains("/libc.so")));
+        assert!(look_for("libc.so.6".to_owned()).found.is_some_and(|place| place.contains("/libc.so")));
     }
 }

@@ -33,24 +33,69 @@ fn failed(place: &Place, fault: &str, more: &[&str]) -> String {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn memory_that_is_refused_in_a_step() {
-    assert_snapshot!(failed(&Place::new(), "0:backward:3:out_of_memory", &[]), @"");
+    assert_snapshot!(failed(&Place::new(), "0:backward:3:out_of_memory", &[]), @"
+    exit 1
+    warning: planted fault 0:backward:3:out_of_memory strikes
+    error: step 3 failed in its backward
+      caused by: the device is out of memory, as a test planned
+      caused by: [BYTES] were asked for at once
+      caused by: the plan counted [BYTES] for a step
+      caused by: what was saved before is untouched
+    hint: these lower it, what costs least first: `--set train.recompute=block`, `--set optimizer.state=int8`, `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute` or `parallel.offload`, the others begin a new one
+    ");
     // What is on already is not advised.
     let smaller = ["train.recompute=block", "train.micro_batch_size=1", "optimizer.state=int8"];
     let smaller: Vec<&str> = smaller.iter().flat_map(|key| ["--set", *key]).collect();
-    assert_snapshot!(failed(&Place::new(), "0:forward:2:out_of_memory", &smaller), @"");
+    assert_snapshot!(failed(&Place::new(), "0:forward:2:out_of_memory", &smaller), @"
+    exit 1
+    warning: planted fault 0:forward:2:out_of_memory strikes
+    error: step 2 failed in its forward
+      caused by: the device is out of memory, as a test planned
+      caused by: [BYTES] were asked for at once
+      caused by: the plan counted [BYTES] for a step
+      caused by: what was saved before is untouched
+    hint: these lower it, what costs least first: `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute` or `parallel.offload`, the others begin a new one
+    ");
 }
 
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn memory_that_is_refused_beside_the_steps() {
-    assert_snapshot!(failed(&Place::new(), "0:load:out_of_memory", &[]), @"");
-    assert_snapshot!(failed(&Place::new(), "0:evaluate:2:out_of_memory", &[]), @"");
+    assert_snapshot!(failed(&Place::new(), "0:load:out_of_memory", &[]), @"
+    exit 1
+    warning: planted fault 0:load:out_of_memory strikes
+    error: cannot load the model
+      caused by: the device is out of memory, as a test planned
+      caused by: [BYTES] were asked for at once
+      caused by: the plan counted [BYTES] for a step
+      caused by: what was saved before is untouched
+    hint: these lower it, what costs least first: `--set optimizer.state=int8`, `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute` or `parallel.offload`, the others begin a new one
+    ");
+    assert_snapshot!(failed(&Place::new(), "0:evaluate:2:out_of_memory", &[]), @"
+    exit 1
+    warning: planted fault 0:evaluate:2:out_of_memory strikes
+    error: cannot evaluate after step 2
+      caused by: the device is out of memory, as a test planned
+      caused by: [BYTES] were asked for at once
+      caused by: the plan counted [BYTES] for a step
+      caused by: what was saved before is untouched
+    hint: these lower it, what costs least first: `--set optimizer.state=int8`, `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute` or `parallel.offload`, the others begin a new one
+    ");
 }
 
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_kernel_at_fault_that_is_noticed_late() {
-    assert_snapshot!(failed(&Place::new(), "0:norm:2:late_fault", &[]), @"");
+    assert_snapshot!(failed(&Place::new(), "0:norm:2:late_fault", &[]), @r#"
+    exit 3
+    warning: planted fault 0:norm:2:late_fault strikes
+    error: step 2 failed in its gradient norm
+      caused by: a kernel on the GPU is at fault
+      caused by: DriverError(CUDA_ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered")
+      caused by: planted fault 0:norm:2:late_fault
+      caused by: what was saved before is untouched
+    hint: run it again with `FINETUNE_CUDA_SYNC=1`: it waits for each kernel, so that the error names the one at fault, and report what it says
+    "#);
 }
 
 /// What was saved before is what the run goes on from, to the files of the unbroken one.

@@ -12,6 +12,7 @@ use candle_core::{DType, Device};
 use super::device_memory::{GpuMemory, GpuPool};
 #[cfg(feature = "cuda")]
 use super::gpu_support;
+pub use super::gpu_support::Gpu;
 #[cfg(feature = "cuda")]
 use crate::error::tell_memory_by;
 use crate::error::{DeviceFault, Error, Result};
@@ -37,19 +38,6 @@ impl fmt::Display for DeviceChoice {
 
 /// True in the build that can use a GPU.
 pub const GPU_BUILD: bool = cfg!(feature = "cuda");
-
-/// A GPU as its driver describes it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Gpu {
-    /// The number `--gpus` takes.
-    pub index: usize,
-    /// The model, such as "NVIDIA H200".
-    pub name: String,
-    /// Size of its memory.
-    pub total_bytes: u64,
-    /// Compute capability, major and minor: (9, 0) is Hopper.
-    pub compute_capability: (i32, i32),
-}
 
 /// The GPUs of this machine in the driver's order; none in a build that cannot use them.
 ///

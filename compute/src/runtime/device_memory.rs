@@ -30,7 +30,7 @@ pub fn requested<T, E: Into<Error>>(bytes: usize, make: impl FnOnce() -> Result<
 pub struct GpuMemory {
     /// The GPU's number.
     pub index: usize,
-    /// Its size.
+    /// All that it has.
     pub total: u64,
     /// What no process holds.
     pub free: u64,

@@ -1,8 +1,23 @@
 //! What a GPU and its driver must offer to this binary: the driver's age, code for the GPU's compute capability, bf16.
 
-use super::device::Gpu;
-use crate::error::{Error, Result};
+#![cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a build for the CPU meets no GPU"))]
+
 use candle_core::DType;
+
+use crate::error::{Error, Result};
+
+/// A GPU as its driver describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gpu {
+    /// The number `--gpus` takes.
+    pub index: usize,
+    /// The model, such as "NVIDIA H200".
+    pub name: String,
+    /// Size of its memory.
+    pub total_bytes: u64,
+    /// Compute capability, major and minor: (9, 0) is Hopper.
+    pub compute_capability: (i32, i32),
+}
 
 /// The oldest compute capability that computes in bf16, and that the kernels of this project are compiled for.
 pub(super) const AMPERE: (i32, i32) = (8, 0);

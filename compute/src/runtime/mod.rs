@@ -7,7 +7,6 @@ pub mod copy;
 pub mod cpu_tensor;
 pub mod device;
 pub mod device_memory;
-#[cfg(any(test, feature = "cuda"))]
 pub(crate) mod gpu_support;
 pub mod machine;
 pub mod mmap;

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What fails.
+/// What is to fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PlannedFailure {
     /// The next request for memory of a device.
