@@ -76,6 +76,32 @@ fn the_self_test_runs_emulated() {
     assert!(told.contains("probe: all ") && told.contains(" recorded, by the emulator"), "{told}");
 }
 
+/// A kernel at fault in a step of training: exit code 3, and the error names the step, the kernel and what it was given.
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
+fn a_kernel_at_fault_is_named() {
+    let (mut train, place) = (Command::new(env!("CARGO_BIN_EXE_finetune")), tempfile::tempdir().unwrap());
+    let out = place.path().join("out");
+    train.args(["--quiet", "--recipe", "quickstart", "--set", "train.max_steps=3"]);
+    train.args(["--set", "train.gradient_accumulation_steps=1", "--set", "train.micro_batch_size=1"]);
+    train.args(["--set", "checkpoint.save_steps=1", "--set", "data.eval=[]"]);
+    train
+        .arg("--output")
+        .arg(&out)
+        .env(FORWARD.0, FORWARD.1)
+        .env("FINETUNE_FAULT", "0:backward:2:launch_fault");
+    let done = train.output().unwrap();
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert_eq!(done.status.code(), Some(3), "{said}");
+    assert!(said.contains("error: step 2 failed in its backward\n  caused by: kernel "), "{said}");
+    let launch = regex::Regex::new(
+        r"it was the kernel \w+ of kernels/\w+\.cu, \d+ x \d+ x 1 blocks of \d+ x 1 x 1 threads, \d+ B of shared memory, over .*\[\d+ x \d+ B\]",
+    );
+    assert!(launch.unwrap().is_match(&said), "{said}");
+    assert!(said.contains("what was saved before is untouched"), "{said}");
+    assert!(out.join("checkpoint-1/manifest.json").exists() && !out.join("checkpoint-2").exists(), "{said}");
+}
+
 /// Training asks how to compute: the runs above would pass on the CPU's forms as well.
 #[test]
 fn a_schedule_that_is_none_is_refused() {

@@ -4,8 +4,13 @@
 //! found and the values accepted) and, apart from both, a *hint*: a whole command or key to write. Modules return
 //! it; only `main` prints it.
 
+mod device_fault;
+
 use std::fmt;
 use std::path::Path;
+use std::sync::OnceLock;
+
+pub use self::device_fault::DeviceFault;
 
 /// `Result` with the project's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -63,12 +68,30 @@ struct ErrorParts {
     what: String,
     causes: Vec<String>,
     hint: Option<String>,
+    device: Option<FaultOfStep>,
+}
+
+/// What failed on a GPU, and in which step of training.
+#[derive(Debug, Clone, Copy)]
+struct FaultOfStep {
+    fault: DeviceFault,
+    step: Option<u64>,
+}
+
+/// What [`tell_memory_by`] was given.
+static MEMORY: OnceLock<fn() -> Option<String>> = OnceLock::new();
+
+/// From now on errors of a GPU that is out of memory say what `teller` says in a line of the memory of its thread's GPU, at
+/// the moment in which they arise: what a failed operation held is freed before the error is shown. The first call
+/// decides.
+pub fn tell_memory_by(teller: fn() -> Option<String>) {
+    MEMORY.get_or_init(|| teller);
 }
 
 impl Error {
     /// A new error of `kind`; `what` is a lower-case phrase without a full stop.
     pub fn new(kind: ErrorCategory, what: impl Into<String>) -> Self {
-        Error(Box::new(ErrorParts { kind, what: what.into(), causes: Vec::new(), hint: None }))
+        Error(Box::new(ErrorParts { kind, what: what.into(), causes: Vec::new(), hint: None, device: None }))
     }
 
     /// The user's input cannot be used.
@@ -90,6 +113,44 @@ impl Error {
             _ => ErrorCategory::Storage,
         };
         Self::new(kind, format!("cannot {what} {}", path.display())).because(source.to_string())
+    }
+
+    /// A GPU failed, in the words of its libraries, while something was done.
+    pub fn of_device(what: impl Into<String>, reason: &str) -> Self {
+        match DeviceFault::of(reason) {
+            Some(fault) => Self::of_fault(fault, what).because(reason),
+            None => Self::internal(what).because(reason),
+        }
+    }
+
+    /// A GPU failed in a way that is known.
+    pub fn of_fault(fault: DeviceFault, what: impl Into<String>) -> Self {
+        let mut error = Self::new(fault.category(), what).hint(fault.hint());
+        error.0.device = Some(FaultOfStep { fault, step: None });
+        let figures = MEMORY.get().filter(|_| fault == DeviceFault::OutOfMemory);
+        match figures.and_then(|teller| teller()) {
+            Some(figures) => error.because(figures),
+            None => error,
+        }
+    }
+
+    /// What failed on a GPU; none: this is no error of one, or one of a wrong call.
+    pub fn device_fault(&self) -> Option<DeviceFault> {
+        self.0.device.map(|device| device.fault)
+    }
+
+    /// The step of training in which a GPU failed, counted from 1.
+    pub fn step(&self) -> Option<u64> {
+        self.0.device?.step
+    }
+
+    /// Notes the step of training in which a GPU failed; of other errors nothing.
+    #[must_use]
+    pub fn at_step(mut self, step: u64) -> Self {
+        if let Some(device) = &mut self.0.device {
+            device.step = Some(step);
+        }
+        self
     }
 
     /// Adds the reason: the value found and the values accepted.
@@ -153,10 +214,14 @@ impl fmt::Display for Error {
 impl std::error::Error for Error {}
 
 impl From<candle_core::Error> for Error {
-    /// The engine checks shapes and dtypes before it calls candle, so what candle refuses is our fault,
-    /// but for memory, which is the plan's.
+    /// The engine checks shapes and dtypes before it calls candle, so what candle refuses is our fault, but for what a
+    /// GPU reports of itself, such as that its memory is used up.
     fn from(source: candle_core::Error) -> Self {
-        Self::internal("a tensor operation failed").because(source.to_string())
+        let reason = source.to_string();
+        Self::of_device(
+            DeviceFault::of(&reason).map_or("a tensor operation failed", DeviceFault::what),
+            &reason,
+        )
     }
 }
 

@@ -38,6 +38,11 @@ impl FaultInjector {
                 std::thread::sleep(time);
                 Ok(())
             }
+            InjectedFaultKind::Device(failure) => {
+                failure.plan();
+                Ok(())
+            }
+            InjectedFaultKind::LateKernelFault => Err(self.fault.late_kernel_fault()),
         }
     }
 }

@@ -31,7 +31,7 @@ pub use phase::Phase;
 pub use rank_threads::RankFailure;
 pub use reduction::Reduction;
 pub use single_rank::SingleRank;
-pub use timed::{CollectiveTimer, TimedCollective};
+pub use timed::{CollectiveTimer, PhaseReader, TimedCollective};
 pub use traffic::{Op, Traffic};
 
 use std::any::Any;

@@ -1,30 +1,37 @@
-//! An end whose waiting is measured: the time that communication takes from computing.
+//! An end whose waiting is measured: the time that communication takes from computing. It also remembers what its rank is
+//! doing, which whoever ends the rank's work can say of an error.
 
 use std::any::Any;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{Call, Collective, Phase, Reduction, Ticket, Traffic};
 use crate::error::Result;
 use crate::runtime::buffer::Buffer;
 
-/// Another end, with a clock. Groups split from it share the clock.
+/// Another end, with a clock and the phase entered last. Groups split from it share both.
 #[derive(Debug)]
 pub struct TimedCollective {
     nanos: Arc<AtomicU64>,
+    phase: Arc<Mutex<Phase>>,
     inner: Arc<dyn Collective>,
 }
 
 impl TimedCollective {
     /// `inner` with a clock at 0.
     pub fn new(inner: Arc<dyn Collective>) -> Self {
-        TimedCollective { nanos: Arc::default(), inner }
+        TimedCollective { nanos: Arc::default(), phase: Arc::new(Mutex::new(Phase::Meet)), inner }
     }
 
     /// The clock: nanoseconds inside calls, that is sending, summing and waiting for peers.
     pub fn clock(&self) -> CollectiveTimer {
         CollectiveTimer(Arc::clone(&self.nanos))
+    }
+
+    /// Tells what the rank is doing.
+    pub fn phases(&self) -> PhaseReader {
+        PhaseReader(Arc::clone(&self.phase))
     }
 
     fn timed<R>(&self, call: impl FnOnce(&dyn Collective) -> R) -> R {
@@ -44,6 +51,17 @@ impl CollectiveTimer {
     /// Time in calls so far.
     pub fn read(&self) -> Duration {
         Duration::from_nanos(self.0.load(Ordering::Relaxed))
+    }
+}
+
+/// Reads the phase of a [`TimedCollective`] end.
+#[derive(Debug, Clone)]
+pub struct PhaseReader(Arc<Mutex<Phase>>);
+
+impl PhaseReader {
+    /// The phase that was entered last; that of meeting before there was one.
+    pub fn read(&self) -> Phase {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -109,6 +127,7 @@ impl Collective for TimedCollective {
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
         Ok(Box::new(TimedCollective {
             nanos: Arc::clone(&self.nanos),
+            phase: Arc::clone(&self.phase),
             inner: Arc::from(self.inner.split(color)?),
         }))
     }
@@ -118,6 +137,7 @@ impl Collective for TimedCollective {
     }
 
     fn enter(&self, phase: Phase) -> Result<()> {
+        *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;
         self.inner.enter(phase)
     }
 

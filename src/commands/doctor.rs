@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::hub::HubOptions;
 use crate::ops;
 use crate::ops::selftest::{self, ProbeReport, SelftestSummary};
+use crate::run::nvidia_libraries;
 use crate::runtime::device::GPU_BUILD;
 use crate::runtime::{device, machine};
 use crate::units;
@@ -60,13 +61,12 @@ fn processor() -> String {
 }
 
 fn gpus() -> Vec<DoctorLine> {
+    let libraries = line("GPU libraries", nvidia_libraries::found_and_missing());
     if !GPU_BUILD {
-        return vec![line(
-            "GPU",
-            "not used by this build; `cargo build --release --features cuda` makes one that does",
-        )];
+        let other = "not used by this build; `cargo build --release --features cuda` makes one that does";
+        return vec![line("GPU", other), libraries];
     }
-    match device::gpus() {
+    let mut all = match device::gpus() {
         Err(error) => vec![line("GPU", format!("none: {}", error.in_one_line()))],
         Ok(gpus) if gpus.is_empty() => vec![line("GPU", "none: the driver sees no device")],
         Ok(gpus) => {
@@ -76,7 +76,13 @@ fn gpus() -> Vec<DoctorLine> {
             };
             gpus.iter().map(|gpu| line(&format!("GPU {}", gpu.index), text(gpu))).collect()
         }
-    }
+    };
+    let driver = match device::driver_version() {
+        Ok(version) => format!("speaks CUDA up to {}", version.unwrap_or_else(|| "none".to_owned())),
+        Err(error) => error.in_one_line(),
+    };
+    all.extend([line("GPU driver", driver), libraries]);
+    all
 }
 
 fn hub() -> Vec<DoctorLine> {

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::{Opened, open_device, terminal, working_folder};
+use super::{Opened, open_device, say_without_kernels, terminal, working_folder};
 use crate::cli::EvalArgs;
 use crate::data::{self, Split};
 use crate::error::Result;
@@ -19,7 +19,8 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
         Opened::find(&recipe, args.adapter.as_deref(), &folder, &finder, (&terminal, args.force_base))?;
     let (dataset, _) = rows.load(&recipe.data.train, Split::Eval, &finder)?;
     terminal.line(format!("data: {}", dataset.report()));
-    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed);
+    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
+    say_without_kernels(&terminal, &options, &base.config);
     let engine = base.engine(Trains::adapter_or_nothing(adapter_setup.as_ref()), &options)?;
     let tokens = recipe.train.micro_batch_size * recipe.data.max_seq_len;
     let total = dataset.len();

@@ -4,7 +4,7 @@ use std::io::BufRead;
 
 use serde_json::json;
 
-use super::{Opened, open_device, terminal, working_folder};
+use super::{Opened, open_device, say_without_kernels, terminal, working_folder};
 use crate::cli::GenerateArgs;
 use crate::data::template::TemplateInputs;
 use crate::data::{ChatTemplate, Tokenizer};
@@ -39,7 +39,8 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
                 .hint("give one in a recipe (`data.chat_template`), or use `--prompt`")
         })?),
     };
-    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed);
+    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
+    say_without_kernels(&terminal, &options, &base.config);
     let engine = base.engine(Trains::adapter_or_nothing(adapter_setup.as_ref()), &options)?;
     let generator = Generator { engine, tokenizer: &rows.tokenizer, args, terminal };
     match task {

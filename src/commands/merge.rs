@@ -28,7 +28,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let dataset = args.verify_on.as_ref().map(named).transpose()?;
     (base.format, base.skipped) = (decided.trained_over, decided.skipped.clone());
     let recipe = Recipe::default();
-    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed);
+    let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
     let max_kl = args.max_kl.unwrap_or(decided.threshold());
     let verify = |merged: &std::path::Path| {
         let Some(dataset) = &dataset else { return Ok(None) };

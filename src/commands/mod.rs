@@ -28,7 +28,9 @@ use crate::model::ModelConfig;
 use crate::recipe::{DataSource, Recipe, RecipeText};
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::device;
-use crate::setup::{AdapterSetup, BaseCheck, BaseModel, DatasetLoader, ResolvedSource, Resolver};
+use crate::setup::{
+    AdapterSetup, BaseCheck, BaseModel, DatasetLoader, EngineOptions, ResolvedSource, Resolver,
+};
 
 /// Does what the command line says.
 ///
@@ -75,6 +77,11 @@ fn say_base(terminal: &Terminal, check: &BaseCheck) {
         BaseCheck::Unchecked(text) => terminal.line(text),
         BaseCheck::Forced(text) => terminal.warn(text),
     }
+}
+
+/// Warns of what a GPU computes slowly for want of a kernel.
+fn say_without_kernels(terminal: &Terminal, options: &EngineOptions, config: &ModelConfig) {
+    options.without_kernels(config).iter().for_each(|text| terminal.warn(text));
 }
 
 /// What the config.json of a model says.

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use chrono::{DateTime, FixedOffset};
 
-use super::{say_base, terminal, train_recipe_is, working_folder};
+use super::{say_base, say_without_kernels, terminal, train_recipe_is, working_folder};
 use crate::checkpoint::SaveThreads;
 use crate::cli::TrainArgs;
 use crate::collective::launch::Launch;
@@ -95,5 +95,6 @@ fn say(plan: &Plan, terminal: &Terminal) {
     if let Some((held_out, _)) = &plan.held_out {
         terminal.line(format!("held out: {}", held_out.report()));
     }
+    say_without_kernels(terminal, &plan.engine, &plan.base.config);
     terminal.line(plan.describe());
 }

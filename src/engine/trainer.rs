@@ -111,8 +111,13 @@ impl Trainer {
     ///
     /// # Errors
     /// [`ErrorCategory::Diverged`] when the loss or the gradient norm is not finite; nothing was updated then. A peer failed.
+    /// The device failed, which the error says of this step ([`Error::at_step`]).
     pub fn step(&mut self, step: &Step) -> Result<StepResult> {
         let number = self.optimizer.updates() + 1;
+        self.numbered_step(step, number).map_err(|error| error.at_step(number))
+    }
+
+    fn numbered_step(&mut self, step: &Step, number: u64) -> Result<StepResult> {
         let store = &self.engine.store;
         store.zero_gradients()?;
         let scale = 1.0 / self.objective.denominator(step);

@@ -2,6 +2,7 @@
 //! does, the changes of the run with which it would. All figures come from [`MemoryPlan::of_step`].
 
 use super::bf16_copy;
+use super::changes::{Change, ModelSettings, changes, more_ranks};
 use super::memory::{MemoryOptions, MemoryPlan, Saving, available};
 use super::parallel;
 use super::parallel::{WorldSize, named_strategy, pick_strategy};
@@ -10,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
 use crate::ops::has_kernels;
 use crate::optim::OptimizerOptions;
-use crate::recipe::{self, AutoOr, Offload, QuantKind, QuantizationSection, Recipe, Recompute, StateDtype};
+use crate::recipe::{self, AutoOr, Recipe, Recompute};
 use crate::report::memory::current_bytes;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions, format};
@@ -18,12 +19,8 @@ use crate::setup::param_layout::Trains;
 use crate::sharding::{ParamDesc, ShardingStrategy};
 use crate::units;
 
-/// Fewest tokens of a row that shorter rows are suggested with.
-const SHORTEST_ROW: usize = 128;
 /// Bytes of the program and of its threads' stacks that come into memory with the first step (measured).
 const STARTED: u64 = 10 << 20;
-/// Most times that the number of ranks is doubled in a suggestion.
-const DOUBLINGS: u32 = 6;
 
 /// What the memory of a step depends on, beside the recipe's own keys.
 #[derive(Debug, Clone, Copy)]
@@ -112,6 +109,10 @@ impl StepInputs<'_> {
         available(&self.engine.device).map(|bytes| bytes / sharing / 10 * 9)
     }
 
+    fn settings(&self) -> ModelSettings {
+        ModelSettings { on_gpu: !self.engine.device.is_cpu(), quantized: self.base.format.is_some() }
+    }
+
     /// The error where no strategy fits, with the changes that would make one fit.
     fn refusal(&self, recipe: &Recipe, world: WorldSize) -> Result<Error> {
         let mut smallest = recipe.clone();
@@ -126,7 +127,8 @@ impl StepInputs<'_> {
                     needed.by_cause(),
                     units::bytes(have)
                 ));
-        let all = self.changes(recipe, world);
+        let mut all = changes(recipe, self.settings());
+        all.push(more_ranks(world));
         let mut fitting = Vec::new();
         for change in &all {
             if let Some(found) = self.first_that_fits(change, recipe, world)? {
@@ -145,7 +147,7 @@ impl StepInputs<'_> {
 
     /// The first adjustment of a change with which the run fits, as it is typed, and what it needs then.
     fn first_that_fits(&self, change: &Change, recipe: &Recipe, world: WorldSize) -> Result<Option<String>> {
-        for adjustment in change {
+        for adjustment in &change.adjustments {
             let (mut recipe, mut world) = (recipe.clone(), world);
             (adjustment.apply)(&mut recipe, &mut world);
             if let Some(fit) = self.fit(&recipe, world)? {
@@ -159,7 +161,7 @@ impl StepInputs<'_> {
     fn together(&self, all: &[Change], recipe: &Recipe, world: WorldSize) -> Result<Option<String>> {
         let (mut recipe, mut world, mut typed) = (recipe.clone(), world, Vec::new());
         for change in all {
-            for (i, adjustment) in change.iter().enumerate() {
+            for (i, adjustment) in change.adjustments.iter().enumerate() {
                 (adjustment.apply)(&mut recipe, &mut world);
                 // A further adjustment of a change takes the place of the one before.
                 typed.truncate(typed.len() - usize::from(i > 0));
@@ -171,117 +173,11 @@ impl StepInputs<'_> {
         }
         Ok(None)
     }
-
-    /// What may make a run of `recipe` smaller, in order of what it costs.
-    fn changes(&self, recipe: &Recipe, world: WorldSize) -> Vec<Change> {
-        let mut all: Vec<Change> = Vec::new();
-        let mut push = |useful: bool, typed: String, apply: Apply| {
-            if useful {
-                all.push(vec![Adjustment { typed, apply }]);
-            }
-        };
-        let (train, parallel) = (&recipe.train, &recipe.parallel);
-        let blocks = train.recompute == AutoOr::Fixed(Recompute::None);
-        push(blocks, set("train.recompute=block"), Box::new(recompute_blocks));
-        let floats = recipe.optimizer.state == StateDtype::F32;
-        push(floats, set("optimizer.state=int8"), Box::new(|r, _| r.optimizer.state = StateDtype::Int8));
-        let micro_batches = train.gradient_accumulation_steps.saturating_mul(train.micro_batch_size);
-        let accumulated = format!("train.gradient_accumulation_steps={micro_batches}");
-        push(
-            train.micro_batch_size > 1,
-            format!("{} {}", set("train.micro_batch_size=1"), set(&accumulated)),
-            Box::new(move |r, _| {
-                (r.train.micro_batch_size, r.train.gradient_accumulation_steps) = (1, micro_batches);
-            }),
-        );
-        let on_gpu = !self.engine.device.is_cpu();
-        let here = parallel.offload == Offload::None;
-        push(here && on_gpu, set("parallel.offload=optimizer"), Box::new(offload_optimizer));
-        let kept = parallel.offload != Offload::Params;
-        push(kept && on_gpu, set("parallel.offload=params"), Box::new(offload_params));
-        let to_file = format!("{} {}", set("parallel.offload=params"), set("parallel.offload_folder=FOLDER"));
-        push(parallel.offload_folder.is_none(), to_file, Box::new(offload_to_file));
-        let dense = recipe.quantization.is_none() && self.base.format.is_none();
-        let adapter = recipe.adapter.is_some();
-        push(adapter && dense, set("quantization.kind=nf4"), Box::new(quantize));
-        push(!adapter, set("adapter.kind=lora"), Box::new(add_adapter));
-        let both = format!("{} {}", set("adapter.kind=lora"), set("quantization.kind=nf4"));
-        push(!adapter && dense, both, Box::new(add_adapter_and_quantize));
-        all.push(shorter_rows(recipe.data.max_seq_len));
-        all.push(more_ranks(world));
-        all
-    }
-}
-
-/// The adjustments of one change, each further than the one before.
-type Change = Vec<Adjustment>;
-
-type Apply = Box<dyn Fn(&mut Recipe, &mut WorldSize)>;
-
-/// What a run could do otherwise to need less memory.
-struct Adjustment {
-    /// As it is typed.
-    typed: String,
-    apply: Apply,
-}
-
-fn set(assignment: &str) -> String {
-    format!("--set {assignment}")
 }
 
 fn said(typed: &str, fit: &Fit) -> String {
     let strategy = parallel::named(fit.kind);
     format!("`{typed}` ({} a rank with {strategy})", units::bytes(fit.memory.total()))
-}
-
-fn recompute_blocks(recipe: &mut Recipe, _: &mut WorldSize) {
-    recipe.train.recompute = AutoOr::Fixed(Recompute::Block);
-}
-
-fn offload_optimizer(recipe: &mut Recipe, _: &mut WorldSize) {
-    recipe.parallel.offload = Offload::Optimizer;
-}
-
-fn offload_params(recipe: &mut Recipe, _: &mut WorldSize) {
-    recipe.parallel.offload = Offload::Params;
-}
-
-fn offload_to_file(recipe: &mut Recipe, world: &mut WorldSize) {
-    offload_params(recipe, world);
-    recipe.parallel.offload_folder = Some(recipe::Folder("FOLDER".into()));
-}
-
-fn quantize(recipe: &mut Recipe, _: &mut WorldSize) {
-    recipe.quantization =
-        Some(QuantizationSection { kind: QuantKind::Nf4, ..QuantizationSection::default() });
-}
-
-fn add_adapter(recipe: &mut Recipe, _: &mut WorldSize) {
-    recipe.adapter = Some(recipe::AdapterSection::default());
-}
-
-fn add_adapter_and_quantize(recipe: &mut Recipe, world: &mut WorldSize) {
-    add_adapter(recipe, world);
-    quantize(recipe, world);
-}
-
-fn shorter_rows(max_seq_len: usize) -> Change {
-    let halves = std::iter::successors(Some(max_seq_len / 2), |length| Some(length / 2));
-    let shorter = |length: usize| Adjustment {
-        typed: set(&format!("data.max_seq_len={length}")),
-        apply: Box::new(move |recipe, _| recipe.data.max_seq_len = length),
-    };
-    halves.take_while(|length| *length >= SHORTEST_ROW).map(shorter).collect()
-}
-
-fn more_ranks(world: WorldSize) -> Change {
-    let more = |doubling: u32| {
-        let all = world.all.saturating_mul(1 << doubling);
-        let is_one_host = world.local == Some(world.all);
-        let typed = if is_one_host { format!("--ranks {all}") } else { format!("{all} ranks in all") };
-        Adjustment { typed, apply: Box::new(move |_, world| *world = WorldSize { all, local: None }) }
-    };
-    (1..=DOUBLINGS).map(more).collect()
 }
 
 /// The recomputing that needs least: where it is left open it may make room for a strategy that sends less.

@@ -2,10 +2,11 @@
 //!
 //! A recipe and facts (config.json, headers, devices, data) become a [`Plan`]: `resolve` finds and decides, `parallel` and
 //! `fit` choose strategy and recomputing by the memory that `memory` works out, `method` and `describe` put it into words,
-//! `fingerprint` says what two runs must have alike. Refused here, before any weight is read: keys that contradict one
+//! `changes` lists what would make a run smaller, `fingerprint` says what two runs must have alike. Refused here, before any weight is read: keys that contradict one
 //! another or the machine. What brings a plan to life is in `run`.
 
 mod bf16_copy;
+mod changes;
 mod describe;
 mod fingerprint;
 mod fit;

@@ -7,6 +7,7 @@ use candle_core::{DType, Device};
 use chrono::{DateTime, FixedOffset};
 
 use super::bf16_copy;
+use super::changes::{ModelSettings, changes, typed_for};
 use super::fit::{Fit, StepInputs};
 use super::memory::MemoryPlan;
 use super::method::Method;
@@ -14,6 +15,7 @@ use super::parallel;
 use super::parallel::WorldSize;
 use crate::adapter::{self, LowRankFactors};
 use crate::checkpoint::SavedCheckpoint;
+use crate::collective::Phase;
 use crate::data::{Dataset, Sampler, SamplerOptions, Split};
 use crate::error::Result;
 use crate::recipe::{AutoOr, ComputeDtype, Recipe, Recompute};
@@ -77,7 +79,7 @@ impl Plan {
     ) -> Result<Self> {
         parallel::split_global_batch(&mut recipe, world.all, resumed)?;
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
-        let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed);
+        let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
         engine.bf16_copy = bf16_copy::is_wanted(&recipe);
         let saved = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
         let saved = saved.map(|source| finder.adapter(source)).transpose()?.map(|found| found.folder);
@@ -204,6 +206,14 @@ impl Plan {
     /// Micro-batches of a step, those of all ranks together.
     pub fn micro_batches(&self) -> usize {
         self.recipe.train.gradient_accumulation_steps.saturating_mul(self.ranks)
+    }
+
+    /// Settings that this run does not use and with which a device has more memory in `phase`, as they are typed, in
+    /// order of what they cost.
+    pub fn memory_advice(&self, phase: Phase) -> Vec<String> {
+        let model =
+            ModelSettings { on_gpu: !self.engine.device.is_cpu(), quantized: self.base.format.is_some() };
+        typed_for(phase, &changes(&self.recipe, model))
     }
 
     /// The training method, for the plan, the card and the report.

@@ -1,8 +1,11 @@
 //! A plan brought to life: the ranks of this process and how they start, the trainer of each, what a run leaves in its
-//! output folder, signals, the check of a merge, and what `bench` measures: operations, and how speed grows with ranks.
+//! output folder, signals, the check of a merge, what `bench` measures: operations, and how speed grows with ranks; and the
+//! libraries that GPUs need.
 
 mod card;
+mod device_failure;
 pub(crate) mod merge_check;
+pub(crate) mod nvidia_libraries;
 pub(crate) mod op_speeds;
 pub(crate) mod output_folder;
 pub(crate) mod ranks;

@@ -8,6 +8,7 @@ use std::time::Instant;
 use candle_core::Device;
 
 use super::card::{card, html};
+use super::device_failure::explained;
 use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, date_text};
 use super::showcase::{self, Question};
 use super::trainer::trainer;
@@ -52,10 +53,17 @@ impl TrainRun<'_> {
     }
 
     /// What one rank does; the first one speaks and writes for all.
+    ///
+    /// # Errors
+    /// Whatever ends its work; what the device fails at with the phase and what would help.
     pub(crate) fn rank(&self, world: Arc<dyn Collective>, device: &Device) -> Result<()> {
         let timed = TimedCollective::new(world);
-        let clock = timed.clock();
-        let world: Arc<dyn Collective> = Arc::new(timed);
+        let (clock, phases) = (timed.clock(), timed.phases());
+        let done = self.timed_rank(Arc::new(timed), clock, device);
+        done.map_err(|error| explained(error, self.plan, phases.read()))
+    }
+
+    fn timed_rank(&self, world: Arc<dyn Collective>, clock: CollectiveTimer, device: &Device) -> Result<()> {
         let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
         let first = world.rank() == 0;
         world.enter(Phase::Meet)?;

@@ -15,6 +15,7 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
 use crate::model::{self, ModelConfig, RotaryTables};
+use crate::ops::attention::KERNEL_HEAD_DIMS;
 use crate::ops::has_kernels;
 use crate::quant::{CodeKind, QuantFormat};
 use crate::recipe::enums::Attention;
@@ -66,13 +67,38 @@ pub struct EngineOptions {
 
 impl EngineOptions {
     /// What `[model]` says on this device.
-    pub fn new(model: &ModelSection, device: Device, seed: u64) -> Self {
+    ///
+    /// # Errors
+    /// The device does not compute in that dtype.
+    pub fn new(model: &ModelSection, device: Device, seed: u64) -> Result<Self> {
         let dtype = match model.dtype {
             ComputeDtype::Auto => device::default_dtype(&device),
             ComputeDtype::F32 => DType::F32,
             ComputeDtype::Bf16 => DType::BF16,
         };
-        EngineOptions::alone(device, dtype, model.attention, seed)
+        device::check_dtype(&device, dtype)?;
+        Ok(EngineOptions::alone(device, dtype, model.attention, seed))
+    }
+
+    /// What of a model a GPU computes without a kernel, and so slowly, where that is not what was asked for; none on the
+    /// CPU.
+    pub fn without_kernels(&self, config: &ModelConfig) -> Option<String> {
+        if !has_kernels(&self.device) {
+            let old = "no operation has a kernel for this GPU: they need compute capability 8.0";
+            return (!self.device.is_cpu())
+                .then(|| format!("{old}; all computes by reference forms, slowly"));
+        }
+        let dim = config.heads.head_dim;
+        if self.attention == Attention::Eager
+            || (self.dtype == DType::BF16 && KERNEL_HEAD_DIMS.contains(&dim))
+        {
+            return None;
+        }
+        let dims = KERNEL_HEAD_DIMS.map(|dim| dim.to_string()).join(", ");
+        Some(format!(
+            "attention has kernels for bf16 and heads of {dims}; {} and heads of {dim} compute by its reference form, slowly",
+            self.dtype.as_str()
+        ))
     }
 
     /// On one rank, one micro-batch a step.

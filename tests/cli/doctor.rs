@@ -39,6 +39,10 @@ fn says_what_there_is() {
     assert!(value(&text, "build").contains(std::env::consts::ARCH), "{text}");
     assert!(value(&text, "processor").contains("cores"), "{text}");
     assert!(!value(&text, "memory").is_empty() && !value(&text, "GPU").is_empty(), "{text}");
+    let libraries = value(&text, "GPU libraries");
+    for name in ["libcuda.", "libcudart.", "libcublas.", "libcublasLt.", "libcurand.", "NCCL"] {
+        assert!(libraries.contains(name), "{text}");
+    }
     assert_eq!(value(&text, "hub  "), "https://huggingface.co");
     assert_eq!(std::path::Path::new(value(&text, "hub cache")), std::path::Path::new("no-such-home/hub"));
     assert!(value(&text, "hub token").starts_with("not set"), "{text}");

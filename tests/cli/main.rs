@@ -20,6 +20,7 @@ mod base_identity;
 mod bench;
 mod cli;
 mod cli_runs;
+mod device_failure;
 mod docs;
 mod doctor;
 mod export;

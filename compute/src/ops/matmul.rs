@@ -19,6 +19,7 @@ use crate::runtime::copy::copy_into;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
 #[cfg(feature = "cuda")]
 use crate::runtime::device::unwritten_on_gpu;
+use crate::runtime::device_memory::requested;
 
 /// Columns `start..start + len` of a contiguous `[rows, width]` tensor.
 #[derive(Clone, Copy)]
@@ -114,7 +115,7 @@ pub enum Transpose {
 /// # Errors
 /// When the dtype is not one that the ops know, or the device has not enough memory.
 pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<TensorMut> {
-    match device {
+    let made = || match device {
         Device::Cpu => {
             with_elem!(dtype, T => tensor(unwritten::<T>(rows * cols), (rows, cols)).map(TensorMut::new))
         }
@@ -123,7 +124,8 @@ pub fn empty(rows: usize, cols: usize, dtype: DType, device: &Device) -> Result<
             with_elem!(dtype, T => Ok(TensorMut::new(unwritten_on_gpu::<T>(device, (rows, cols))?)))
         }
         _ => TensorMut::zeros((rows, cols), dtype, device),
-    }
+    };
+    requested(rows * cols * dtype.size_in_bytes(), made)
 }
 
 /// `dst = [addend +] alpha · form(a, b)`; sums in f32. `dst` must not share memory with `a`, `b` or a matrix to add to.

@@ -5,6 +5,7 @@ use rayon::prelude::*;
 
 use super::TensorMut;
 use super::cpu_tensor::{FloatElement, read, update, with_elem};
+use super::device_memory::requested;
 use crate::error::Result;
 
 /// Elements per task.
@@ -40,11 +41,14 @@ pub fn to_device(x: &Tensor, device: &Device) -> Result<Tensor> {
     if x.device().same_device(device) {
         return Ok(x.clone());
     }
-    #[cfg(feature = "cuda")]
-    if let Some(there) = super::pinned::to_device(x, device)? {
-        return Ok(there);
-    }
-    Ok(x.force_contiguous()?.to_device(device)?)
+    let bytes = x.elem_count() * x.dtype().size_in_bytes();
+    requested(bytes, || -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let Some(there) = super::pinned::to_device(x, device)? {
+            return Ok(there);
+        }
+        Ok(x.force_contiguous()?.to_device(device)?)
+    })
 }
 
 /// The elements of a tensor of any shape and device, in row-major order. Of a view only what it shows is brought to the

@@ -8,7 +8,14 @@ use candle_core::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{DriverError, result, sys};
 use candle_core::{DType, Device};
 
-use crate::error::{Error, Result};
+#[cfg(feature = "cuda")]
+use super::device_memory::{GpuMemory, GpuPool};
+#[cfg(feature = "cuda")]
+use super::gpu_support;
+pub use super::gpu_support::Gpu;
+#[cfg(feature = "cuda")]
+use crate::error::tell_memory_by;
+use crate::error::{DeviceFault, Error, Result};
 
 /// The device of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -32,30 +39,24 @@ impl fmt::Display for DeviceChoice {
 /// True in the build that can use a GPU.
 pub const GPU_BUILD: bool = cfg!(feature = "cuda");
 
-/// A GPU as its driver describes it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Gpu {
-    /// The number `--gpus` takes.
-    pub index: usize,
-    /// The model, such as "NVIDIA H200".
-    pub name: String,
-    /// Size of its memory.
-    pub total_bytes: u64,
-    /// Compute capability, major and minor: (9, 0) is Hopper.
-    pub compute_capability: (i32, i32),
-}
-
 /// The GPUs of this machine in the driver's order; none in a build that cannot use them.
 ///
 /// # Errors
 /// The driver is there and does not work, such as one too old for this build.
 pub fn gpus() -> Result<Vec<Gpu>> {
     #[cfg(feature = "cuda")]
-    return driver_gpus().map_err(|error| {
-        Error::user("cannot ask the NVIDIA driver for its GPUs")
-            .because(error.to_string())
-            .hint("`nvidia-smi` shows whether the driver works; this build needs release 580 or newer")
-    });
+    {
+        let refused = |error: DriverError| {
+            Error::user("cannot ask the NVIDIA driver for its GPUs")
+                .because(error.to_string())
+                .hint("`nvidia-smi` shows whether the driver works; this build needs release 580 or newer")
+        };
+        if !has_gpus().map_err(refused)? {
+            return Ok(Vec::new());
+        }
+        gpu_support::check_driver(driver_number().map_err(refused)?, sys::CUDA_VERSION.cast_signed())?;
+        driver_gpus().map_err(refused)
+    }
     #[cfg(not(feature = "cuda"))]
     Ok(Vec::new())
 }
@@ -79,8 +80,9 @@ pub fn open(choice: DeviceChoice) -> Result<Device> {
         return Err(refuse("this binary was built for the CPU alone".into())
             .hint("build it with `cargo build --release --features cuda`, or leave out `--gpus`"));
     }
-    let count = gpus()?.len();
-    if index >= count {
+    let found = gpus()?;
+    let count = found.len();
+    let Some(gpu) = found.get(index) else {
         let found = match count {
             0 => "the NVIDIA driver finds no GPU in this machine".into(),
             1 => "this machine has one GPU, number 0".into(),
@@ -89,10 +91,67 @@ pub fn open(choice: DeviceChoice) -> Result<Device> {
         return Err(
             refuse(found).hint("leave out `--gpus` to run on what is there; `finetune doctor` shows it")
         );
-    }
-    open_gpu(index).map_err(|error| {
-        refuse(error.to_string()).hint("`nvidia-smi` shows whether another process holds its memory")
+    };
+    #[cfg(feature = "cuda")]
+    gpu_support::check_code(gpu, candle_core::cuda_backend::kernels::UNARY.ptx())?;
+    open_gpu(gpu.index).map_err(|error| match DeviceFault::of(&error.to_string()) {
+        Some(_) => Error::from(error).during(format!("cannot use {choice}")),
+        None => refuse(error.to_string()).hint("`nvidia-smi` shows whether another process holds its memory"),
     })
+}
+
+/// What the NVIDIA driver says of itself: the newest CUDA that it speaks, such as "13.0"; none in a build that asks none.
+///
+/// # Errors
+/// The driver does not answer.
+pub fn driver_version() -> Result<Option<String>> {
+    #[cfg(feature = "cuda")]
+    return driver_number().map(|number| Some(gpu_support::version(number))).map_err(|error| {
+        Error::of_device("cannot ask the NVIDIA driver for its version", &error.to_string())
+    });
+    #[cfg(not(feature = "cuda"))]
+    Ok(None)
+}
+
+/// The first number of the CUDA release whose libraries the build with feature `cuda` needs.
+pub fn cuda_release() -> u32 {
+    #[cfg(feature = "cuda")]
+    return sys::CUDA_VERSION / 1000;
+    // As `scripts/cuda-env.sh` has it.
+    #[cfg(not(feature = "cuda"))]
+    13
+}
+
+/// Whether the device of a run computes in `dtype`.
+///
+/// # Errors
+/// bf16 on a GPU that is too old for it.
+pub fn check_dtype(device: &Device, dtype: DType) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if let candle_core::DeviceLocation::Cuda { gpu_id } = device.location()
+        && let Some(gpu) = gpus()?.get(gpu_id)
+    {
+        return gpu_support::check_bf16(gpu, dtype);
+    }
+    let _ = (device, dtype);
+    Ok(())
+}
+
+/// Whether the driver is there and has a GPU.
+#[cfg(feature = "cuda")]
+fn has_gpus() -> Result<bool, DriverError> {
+    match result::init() {
+        Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => Ok(false),
+        other => other.map(|()| true),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn driver_number() -> Result<i32, DriverError> {
+    let mut number = 0;
+    // SAFETY: the driver writes one int there.
+    unsafe { sys::cuDriverGetVersion(&raw mut number) }.result()?;
+    Ok(number)
 }
 
 #[cfg(feature = "cuda")]
@@ -101,10 +160,6 @@ fn driver_gpus() -> Result<Vec<Gpu>, DriverError> {
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
     };
-    match result::init() {
-        Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => return Ok(Vec::new()),
-        other => other?,
-    }
     (0..result::device::get_count()?)
         .map(|index| {
             let device = result::device::get(index)?;
@@ -128,6 +183,7 @@ fn driver_gpus() -> Result<Vec<Gpu>, DriverError> {
 
 #[cfg(feature = "cuda")]
 fn open_gpu(index: usize) -> candle_core::Result<Device> {
+    tell_memory_by(|| memory_of_this_thread().map(|memory| memory.to_string()));
     // A stream of our own: the default is one per host thread, unordered against each other.
     let device = CudaDevice::new_with_stream(index)?;
     // SAFETY: before the first allocation, and all work of this process is ordered on the one stream above.
@@ -139,6 +195,32 @@ fn open_gpu(index: usize) -> candle_core::Result<Device> {
 #[cfg(not(feature = "cuda"))]
 fn open_gpu(index: usize) -> candle_core::Result<Device> {
     Device::new_cuda(index)
+}
+
+/// What the memory of the GPU is used for that this thread has asked last.
+#[cfg(feature = "cuda")]
+fn memory_of_this_thread() -> Option<GpuMemory> {
+    use sys::CUmemPool_attribute::{CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, CU_MEMPOOL_ATTR_USED_MEM_CURRENT};
+    let mut device: sys::CUdevice = 0;
+    // SAFETY: the driver writes one int there.
+    unsafe { sys::cuCtxGetDevice(&raw mut device) }.result().ok()?;
+    let (free, total) = result::mem_get_info().ok()?;
+    // SAFETY: `device` comes from the driver.
+    let pool = unsafe { result::device::get_mem_pool(device) }.ok();
+    let bytes = |attribute| pool_bytes(pool?, attribute);
+    let (used, reserved) =
+        (bytes(CU_MEMPOOL_ATTR_USED_MEM_CURRENT), bytes(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT));
+    let pool = used.zip(reserved).map(|(used, reserved)| GpuPool { used, reserved });
+    Some(GpuMemory { index: device as usize, total: total as u64, free: free as u64, pool })
+}
+
+/// An attribute of a pool that is a number of bytes; none when the driver does not say.
+#[cfg(feature = "cuda")]
+fn pool_bytes(pool: sys::CUmemoryPool, attribute: sys::CUmemPool_attribute) -> Option<u64> {
+    let mut bytes = 0u64;
+    // SAFETY: the pool is a device's own, and the attributes that are asked for are a u64.
+    unsafe { result::mem_pool::get_attribute(pool, attribute, (&raw mut bytes).cast()) }.ok()?;
+    Some(bytes)
 }
 
 /// Lets the driver's pool keep what is freed for the next allocation. By default it hands all of it back to the system
@@ -173,18 +255,7 @@ fn pool(device: &CudaDevice) -> Result<Option<sys::CUmemoryPool>, DriverError> {
 #[cfg(feature = "cuda")]
 pub fn peak_bytes(device: &Device) -> Option<u64> {
     let Device::Cuda(device) = device else { return None };
-    let pool = pool(device).ok()??;
-    let mut bytes = 0u64;
-    // SAFETY: the pool is the device's own, and this attribute is a u64.
-    unsafe {
-        result::mem_pool::get_attribute(
-            pool,
-            sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH,
-            (&raw mut bytes).cast(),
-        )
-    }
-    .ok()?;
-    Some(bytes)
+    pool_bytes(pool(device).ok()??, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)
 }
 
 /// The most bytes that tensors take on the GPU `device` while `work` runs, beside those held before; none on a CPU, where

@@ -7,11 +7,14 @@ pub mod copy;
 mod copy_steps;
 pub mod cpu_tensor;
 pub mod device;
+pub mod device_memory;
+pub(crate) mod gpu_support;
 pub mod machine;
 pub mod mmap;
 pub mod param_storage;
 #[cfg(feature = "cuda")]
 mod pinned;
+pub mod planned_failure;
 pub mod rank_sum;
 pub mod rng;
 mod tensor_mut;

@@ -4,6 +4,7 @@ use std::ops::Deref;
 
 use candle_core::{DType, Device, Shape, Tensor};
 
+use super::device_memory::requested;
 use crate::error::Result;
 
 /// The destination of an operation that overwrites memory or adds into it: a gradient, an output, a parameter under
@@ -26,7 +27,14 @@ impl TensorMut {
     /// # Errors
     /// When the device has not enough memory.
     pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
-        Ok(TensorMut(Tensor::zeros(shape, dtype, device)?))
+        let shape = shape.into();
+        let bytes = shape.elem_count() * dtype.size_in_bytes();
+        let made = || match (device, bytes) {
+            (Device::Cpu, _) | (_, 1..) => Tensor::zeros(shape, dtype, device),
+            // The driver of a GPU allocates no 0 bytes: of one element nothing is shown.
+            (_, 0) => Tensor::zeros(1, dtype, device)?.narrow(0, 0, 0)?.reshape(shape),
+        };
+        requested(bytes, made).map(TensorMut)
     }
 
     /// The part `start..start + len` along dimension `dim`, in the same memory.

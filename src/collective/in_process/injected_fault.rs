@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::collective::Phase;
 use crate::error::{Error, Result};
+use crate::runtime::planned_failure::PlannedFailure;
 
 /// What happens to the rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,7 +19,21 @@ pub enum InjectedFaultKind {
     Exit,
     /// The rank sleeps first.
     Delay(Duration),
+    /// The next request for memory of the rank's device fails; or the next kernel launched, under the emulator.
+    Device(PlannedFailure),
+    /// `enter` returns what a GPU tells of a kernel that was started before.
+    LateKernelFault,
 }
+
+/// Kinds of faults by the words for them, but for delays, which have a number.
+const KINDS: [(&str, InjectedFaultKind); 6] = [
+    ("error", InjectedFaultKind::Error),
+    ("panic", InjectedFaultKind::Panic),
+    ("exit", InjectedFaultKind::Exit),
+    ("out_of_memory", InjectedFaultKind::Device(PlannedFailure::Request)),
+    ("launch_fault", InjectedFaultKind::Device(PlannedFailure::Launch)),
+    ("late_fault", InjectedFaultKind::LateKernelFault),
+];
 
 /// A fault that strikes `rank` when it enters `phase` for the `occurrence`th time.
 ///
@@ -35,17 +50,24 @@ pub struct InjectedFault {
     pub kind: InjectedFaultKind,
 }
 
+impl InjectedFault {
+    /// What a copy to the host returns after a kernel has left its memory.
+    pub(in crate::collective) fn late_kernel_fault(&self) -> Error {
+        let reason = "DriverError(CUDA_ERROR_ILLEGAL_ADDRESS, \"an illegal memory access was encountered\")";
+        Error::from(candle_core::Error::Cuda(reason.into())).because(format!("planted fault {self}"))
+    }
+}
+
 impl fmt::Display for InjectedFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.rank, self.phase.name())?;
         if self.occurrence != 1 {
             write!(f, ":{}", self.occurrence)?;
         }
-        match self.kind {
-            InjectedFaultKind::Error => write!(f, ":error"),
-            InjectedFaultKind::Panic => write!(f, ":panic"),
-            InjectedFaultKind::Exit => write!(f, ":exit"),
-            InjectedFaultKind::Delay(time) => write!(f, ":delay={}ms", time.as_millis()),
+        let word = KINDS.iter().find(|(_, kind)| *kind == self.kind).map(|(word, _)| *word);
+        match (word, self.kind) {
+            (_, InjectedFaultKind::Delay(time)) => write!(f, ":delay={}ms", time.as_millis()),
+            (word, _) => write!(f, ":{}", word.unwrap_or_default()),
         }
     }
 }
@@ -76,16 +98,24 @@ fn read(rank: &str, phase: &str, occurrence: &str, kind: &str) -> Result<Injecte
         })?,
         occurrence: (occurrence.parse().ok().filter(|n| *n > 0))
             .ok_or_else(|| format!("the occurrence is `{occurrence}`, expected a number from 1"))?,
-        kind: match (kind, kind.strip_prefix("delay=").and_then(|time| time.strip_suffix("ms"))) {
-            ("error", _) => InjectedFaultKind::Error,
-            ("panic", _) => InjectedFaultKind::Panic,
-            ("exit", _) => InjectedFaultKind::Exit,
-            (_, Some(time)) => InjectedFaultKind::Delay(Duration::from_millis(
-                time.parse().map_err(|_| format!("the delay is `{time}` ms, expected a whole number"))?,
-            )),
-            _ => return Err(format!("the kind is `{kind}`, expected error, panic, exit or delay=<n>ms")),
-        },
+        kind: read_kind(kind)?,
     })
+}
+
+fn read_kind(kind: &str) -> Result<InjectedFaultKind, String> {
+    if let Some((_, known)) = KINDS.iter().find(|(word, _)| *word == kind) {
+        return Ok(*known);
+    }
+    match kind.strip_prefix("delay=").and_then(|time| time.strip_suffix("ms")) {
+        Some(time) => match time.parse() {
+            Ok(millis) => Ok(InjectedFaultKind::Delay(Duration::from_millis(millis))),
+            Err(_) => Err(format!("the delay is `{time}` ms, expected a whole number")),
+        },
+        None => {
+            let words = KINDS.map(|(word, _)| word).join(", ");
+            Err(format!("the kind is `{kind}`, expected {words} or delay=<n>ms"))
+        }
+    }
 }
 
 #[cfg(test)]
@@ -98,6 +128,8 @@ mod tests {
             ("1:backward:panic", 1, InjectedFaultKind::Panic),
             ("1:backward:7:error", 7, InjectedFaultKind::Error),
             ("1:backward:2:exit", 2, InjectedFaultKind::Exit),
+            ("1:backward:out_of_memory", 1, InjectedFaultKind::Device(PlannedFailure::Request)),
+            ("1:backward:3:late_fault", 3, InjectedFaultKind::LateKernelFault),
             ("1:backward:delay=250ms", 1, InjectedFaultKind::Delay(Duration::from_millis(250))),
         ] {
             let fault: InjectedFault = text.parse().unwrap();
@@ -121,8 +153,11 @@ mod tests {
                 "the phase is `Save`, expected one of meet, load, data, forward, loss, backward",
             ),
             ("0:save:0:error", "the occurrence is `0`, expected a number from 1"),
-            ("0:save:boom", "the kind is `boom`, expected error, panic, exit or delay=<n>ms"),
-            ("0:save:delay=2s", "the kind is `delay=2s`, expected error, panic, exit or delay=<n>ms"),
+            (
+                "0:save:boom",
+                "the kind is `boom`, expected error, panic, exit, out_of_memory, launch_fault, late_fault or delay=<n>ms",
+            ),
+            ("0:save:delay=2s", "the kind is `delay=2s`, expected error, panic, exit, out_of_memory"),
             ("0:save:delay=-2ms", "the delay is `-2` ms, expected a whole number"),
         ] {
             let error = text.parse::<InjectedFault>().unwrap_err();

@@ -264,6 +264,8 @@ impl SharedWorld {
                 return Err(Error::internal(what).because(format!("planted fault {fault}")));
             }
             InjectedFaultKind::Delay(time) => std::thread::sleep(time),
+            InjectedFaultKind::Device(failure) => failure.plan(),
+            InjectedFaultKind::LateKernelFault => return Err(fault.late_kernel_fault()),
         }
         Ok(())
     }

@@ -13,7 +13,7 @@ use candle_core::cuda_backend::cudarc::driver::{
 
 use super::device::{GpuStreams, Lane};
 use super::library::RawStream;
-use crate::error::{Error, ErrorCategory, Result};
+use crate::error::{DeviceFault, Error, ErrorCategory, Result};
 
 /// A GPU of this process. candle's event tracking is off for it (`disable_event_tracking`): order is by marks.
 pub struct Cuda {
@@ -54,7 +54,11 @@ pub struct CudaScratch {
 }
 
 fn failed(what: &str, error: &DriverError) -> Error {
-    Error::new(ErrorCategory::Transient, format!("{what} on the GPU")).because(error.to_string())
+    let (what, reason) = (format!("{what} on the GPU"), error.to_string());
+    match DeviceFault::of(&reason) {
+        Some(_) => Error::of_device(what, &reason),
+        None => Error::new(ErrorCategory::Transient, what).because(reason),
+    }
 }
 
 impl GpuStreams for Cuda {

@@ -82,6 +82,9 @@ pub struct Qkv<'a> {
     pub v: ColumnView<'a>,
 }
 
+/// The head dims that attention's kernels take, in bf16; the composed form takes the others, and f32.
+pub const KERNEL_HEAD_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
+
 /// Query rows per tile of the composed form.
 const COMPOSED_TILE: usize = 512;
 

@@ -12,6 +12,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr
 use super::GEMM_WORKSPACE;
 use super::gemm::{DeviceMatrix, Gemm, GemmElement};
 use crate::error::{Error, Result};
+use crate::runtime::device_memory::requested;
 
 /// Shapes that are kept; a run of rows of all lengths meets more, and begins anew.
 const PLANS: usize = 4096;
@@ -164,10 +165,11 @@ impl Cublas {
     /// # Errors
     /// cuBLAS does not start, or there is no memory for its workspace.
     pub(super) fn new(stream: &Arc<CudaStream>) -> Result<Self> {
-        let failed = |error: String| Error::internal("cannot start cuBLAS").because(error);
+        let failed = |error: String| Error::of_device("cannot start cuBLAS", &error);
         // SAFETY: algorithms write the workspace before they read it.
-        let workspace =
-            unsafe { stream.alloc::<u8>(GEMM_WORKSPACE) }.map_err(|error| failed(error.to_string()))?;
+        let workspace = requested(GEMM_WORKSPACE, || {
+            unsafe { stream.alloc::<u8>(GEMM_WORKSPACE) }.map_err(|error| failed(error.to_string()))
+        })?;
         let handle = result::create_handle().map_err(|error| failed(format!("{error:?}")))?;
         Ok(Cublas { handle, workspace, plans: HashMap::new() })
     }
@@ -179,8 +181,7 @@ impl Cublas {
     pub(super) fn multiply(&mut self, stream: &Arc<CudaStream>, gemm: &Gemm) -> Result<()> {
         let failed = |error: CublasError| {
             let size = gemm.size();
-            Error::internal(format!("cannot multiply matrices, m, n, k of {size:?}"))
-                .because(format!("{error:?}"))
+            Error::of_device(format!("cannot multiply matrices, m, n, k of {size:?}"), &format!("{error:?}"))
         };
         if self.plans.len() == PLANS {
             self.plans.clear();

@@ -10,14 +10,12 @@ use candle_core::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DriverError, result, sys};
 
 use super::cublas::Cublas;
-use super::{Arg, Driver, Gemm, Kernel, LaunchShape};
-use crate::error::{Error, Result};
+use super::{Arg, Driver, Gemm, Kernel, LaunchShape, launch_text};
+use crate::error::{DeviceFault, Error, Result};
+use crate::runtime::gpu_support::KERNELS_RUN_ON;
 
 /// The code of each file of `kernels/`.
 const CODE: &[(&str, &[u8])] = &include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
-
-/// What `CODE` is code for; the last serves newer ones too.
-const EMBEDDED: &str = "compute capability 8.x and 9.x or newer";
 
 /// Bytes of dynamic shared memory that a kernel has without asking.
 const SHARED_UNASKED: u32 = 48 << 10;
@@ -94,13 +92,22 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl CudaDriver {
     fn failed(&self, doing: String, error: DriverError) -> Error {
-        let reason =
-            error.error_string().map_or_else(|_| error.to_string(), |text| text.to_string_lossy().into());
-        Error::internal(format!("cannot {doing} on GPU {}", self.stream.context().ordinal())).because(reason)
+        let ordinal = self.stream.context().ordinal();
+        let error = Error::of_device(format!("cannot {doing} on GPU {ordinal}"), &error.to_string());
+        match (error.device_fault(), self.waits) {
+            (Some(DeviceFault::Kernel), true) => error.hint("please report what this says"),
+            (Some(DeviceFault::Kernel), false) => error
+                .because("a GPU tells of faults late: one of the kernels that were started before may be it"),
+            _ => error,
+        }
     }
 
-    fn wait_if_asked(&self) -> std::result::Result<(), DriverError> {
-        if self.waits { self.stream.synchronize() } else { Ok(()) }
+    /// Waits for all that was started, where each launch is waited for.
+    fn wait_if_asked(&self, doing: impl FnOnce() -> String) -> Result<()> {
+        if !self.waits {
+            return Ok(());
+        }
+        self.stream.synchronize().map_err(|error| self.failed(doing(), error))
     }
 
     /// The function of `kernel`, which may have `shared_bytes` of dynamic shared memory.
@@ -157,7 +164,7 @@ impl CudaDriver {
         let capability = context.compute_capability().map_or("unknown".into(), |(a, b)| format!("{a}.{b}"));
         Error::user(format!("cannot use GPU {}", context.ordinal()))
             .because(format!(
-                "its compute capability is {capability}; this binary has kernels for {EMBEDDED}"
+                "its compute capability is {capability}; this binary has kernels for {KERNELS_RUN_ON}"
             ))
             .hint("build it on this machine with `cargo build --release --features cuda`")
     }
@@ -171,6 +178,8 @@ impl Driver for CudaDriver {
         let context = self.stream.context();
         context.bind_to_thread().map_err(|error| self.failed("compute".into(), error))?;
         let function = self.function(kernel, shape.shared_bytes)?;
+        // candle's own kernels do not wait: what they did is not to be put down to this one.
+        self.wait_if_asked(|| format!("end an operation of candle's before the kernel {}", kernel.name))?;
         let mut values: Vec<u64> = args.iter().map(|arg| arg.value).collect();
         // CUDA reads as many bytes of each as the parameter has, from the low end.
         let mut pointers: Vec<*mut c_void> =
@@ -189,10 +198,9 @@ impl Driver for CudaDriver {
                 &mut pointers,
             )
         };
-        launched.and_then(|()| self.wait_if_asked()).map_err(|error| {
-            let launch = format!("run the kernel {} ({shape:?}, {} arguments)", kernel.name, args.len());
-            self.failed(launch, error)
-        })
+        launched
+            .map_err(|error| self.failed(format!("start {}", launch_text(kernel, shape, args)), error))?;
+        self.wait_if_asked(|| format!("run {}", launch_text(kernel, shape, args)))
     }
 
     fn gemm(&self, gemm: &Gemm) -> Result<()> {
@@ -203,10 +211,8 @@ impl Driver for CudaDriver {
             Some(cublas) => cublas,
             none => none.insert(Cublas::new(&self.stream)?),
         };
+        self.wait_if_asked(|| "end an operation of candle's before a product".to_owned())?;
         cublas.multiply(&self.stream, gemm)?;
-        self.wait_if_asked().map_err(|error| {
-            let doing = format!("multiply matrices, m, n, k of {:?}", gemm.size());
-            self.failed(doing, error)
-        })
+        self.wait_if_asked(|| format!("multiply matrices, m, n, k of {:?}", gemm.size()))
     }
 }

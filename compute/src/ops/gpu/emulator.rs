@@ -15,8 +15,9 @@ use std::ffi::{CStr, CString, c_char};
 use std::sync::OnceLock;
 
 use super::gemm::{DeviceMatrix, GemmElement};
-use super::{Arg, Driver, Gemm, Kernel, LaunchShape};
-use crate::error::{Error, Result};
+use super::{Arg, Driver, Gemm, Kernel, LaunchShape, launch_text};
+use crate::error::{DeviceFault, Error, Result};
+use crate::runtime::planned_failure::PlannedFailure;
 use half::bf16;
 
 /// In what order the emulator runs the threads of a block and the blocks of a grid.
@@ -146,6 +147,9 @@ impl Driver for Emulator {
         if shape.is_empty() {
             return Ok(());
         }
+        if PlannedFailure::Launch.strikes() {
+            return Err(at_fault(kernel, shape, args, "a test planned that it is"));
+        }
         LAUNCHED.with_borrow_mut(|launched| launched.insert(kernel.name));
         let schedule = SCHEDULE.get();
         let (order, seed) = match schedule.order {
@@ -161,7 +165,7 @@ impl Driver for Emulator {
             row_bytes: arg.row_bytes,
             pitch: arg.pitch,
         };
-        let args: Vec<RawArg> = args.iter().map(raw).collect();
+        let raw_args: Vec<RawArg> = args.iter().map(raw).collect();
         let name =
             CString::new(kernel.name).map_err(|_| Error::internal("a kernel's name holds a zero byte"))?;
         let (mut counters, mut error) = (Counters::default(), [0 as c_char; 800]);
@@ -177,8 +181,8 @@ impl Driver for Emulator {
                 shape.grid.as_ptr(),
                 shape.block.as_ptr(),
                 shape.shared_bytes,
-                args.as_ptr(),
-                args.len(),
+                raw_args.as_ptr(),
+                raw_args.len(),
                 &raw const options,
                 &raw mut counters,
                 error.as_mut_ptr(),
@@ -197,8 +201,7 @@ impl Driver for Emulator {
         }
         // SAFETY: the call ended the text with a zero byte inside the array.
         let text = unsafe { CStr::from_ptr(error.as_ptr()) }.to_string_lossy().into_owned();
-        Err(Error::internal(format!("kernel {} of kernels/{}.cu is at fault", kernel.name, kernel.module))
-            .because(text))
+        Err(at_fault(kernel, shape, args, &text))
     }
 
     fn gemm(&self, gemm: &Gemm) -> Result<()> {
@@ -230,6 +233,16 @@ impl Driver for Emulator {
         }
         Ok(())
     }
+}
+
+fn at_fault(kernel: &Kernel, shape: LaunchShape, args: &[Arg], why: &str) -> Error {
+    Error::of_fault(
+        DeviceFault::Kernel,
+        format!("kernel {} of kernels/{}.cu is at fault", kernel.name, kernel.module),
+    )
+    .because(why)
+    .because(format!("it was {}", launch_text(kernel, shape, args)))
+    .hint("please report what this says")
 }
 
 /// Every element of `matrix` lies in the runs of bytes that its tensor gave out.

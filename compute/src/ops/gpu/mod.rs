@@ -20,6 +20,8 @@ mod cuda_driver;
 #[cfg(feature = "kernel-emu")]
 pub(crate) mod emulator;
 mod gemm;
+#[cfg(all(test, feature = "kernel-emu"))]
+mod no_elements;
 pub(crate) mod probe;
 #[cfg(feature = "kernel-emu")]
 pub(crate) mod stand_in;
@@ -74,6 +76,26 @@ impl LaunchShape {
     pub(crate) fn is_empty(&self) -> bool {
         self.grid.contains(&0)
     }
+}
+
+/// A launch in words: the kernel, its threads, what it was given. Of tensors the rows and bytes of a row that it may
+/// reach; numbers as their bits, for their types are not known here.
+#[cfg(any(feature = "cuda", feature = "kernel-emu"))]
+fn launch_text(kernel: &Kernel, shape: LaunchShape, args: &[Arg]) -> String {
+    let LaunchShape { grid: [gx, gy, gz], block: [bx, by, bz], shared_bytes } = shape;
+    let arg = |arg: &Arg| match (arg.rows, arg.value) {
+        (0, number) if number < 1 << 24 => number.to_string(),
+        (0, bits) => format!("{bits:#x}"),
+        (rows, _) => format!("[{rows} x {} B]", arg.row_bytes),
+    };
+    let args: Vec<String> = args.iter().map(arg).collect();
+    format!(
+        "the kernel {} of kernels/{}.cu, {gx} x {gy} x {gz} blocks of {bx} x {by} x {bz} threads, {shared_bytes} B of \
+         shared memory, over {}",
+        kernel.name,
+        kernel.module,
+        args.join(", ")
+    )
 }
 
 /// A number as kernels take it.

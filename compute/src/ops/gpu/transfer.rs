@@ -4,7 +4,9 @@ use candle_core::{Device, Shape, Tensor};
 
 use super::{KernelElement, driver_on};
 use crate::error::Result;
+use crate::runtime::TensorMut;
 use crate::runtime::copy::to_host_vec;
+use crate::runtime::device_memory::requested;
 
 /// `values` as a tensor on `device`.
 ///
@@ -18,7 +20,11 @@ pub(crate) fn upload<T: KernelElement>(
     if let Some(driver) = driver_on(device) {
         driver.note_upload(size_of_val(values));
     }
-    Ok(Tensor::from_slice(values, shape.into(), device)?)
+    let shape = shape.into();
+    if values.is_empty() {
+        return Ok(TensorMut::zeros(shape, T::DTYPE, device)?.into_tensor());
+    }
+    requested(size_of_val(values), || Tensor::from_slice(values, shape, device))
 }
 
 /// The values of a tensor, once the device has computed them.

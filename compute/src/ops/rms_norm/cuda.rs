@@ -81,7 +81,7 @@ pub(super) fn backward(
         (DType::F32, DType::F32) => launch!(rms_norm_backward_f32, f32, f32),
         _ => return Err(refused(x, weight)),
     }
-    if let (Some(dweight), Some(inverses)) = (dweight, inverses) {
+    if let (Some(dweight), Some(inverses), false) = (dweight, inverses, shape.is_empty()) {
         gain_gradient(driver, x, dy, &inverses, dweight)?;
     }
     Ok(dx.into_tensor())

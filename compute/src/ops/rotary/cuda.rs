@@ -99,7 +99,7 @@ pub(super) fn backward(
     let norm = norm.as_ref();
     let n = Numbers::of(heads, norm, table)?;
     let shape = LaunchShape::line(qkv.dim(0)?, THREADS);
-    if let Some(norm) = norm {
+    if let (Some(norm), false) = (norm, shape.is_empty()) {
         for (dgain, of_k) in [(norm.q.1, false), (norm.k.1, true)] {
             if let Some(dgain) = dgain {
                 gain_gradient(driver, [qkv, dqkv], &n, table, of_k, dgain)?;

@@ -3,7 +3,7 @@ use proptest::option;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use super::super::{cpu, reference};
+use super::super::{KERNEL_HEAD_DIMS as HEAD_DIMS, cpu, reference};
 use super::*;
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::rotary::Heads;
@@ -56,8 +56,6 @@ impl Case {
         Case { spread: 5.0, ..Case::new(&[200, -3], (2, 1)) }
     }
 }
-
-const HEAD_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
 
 fn spans_of(lens: &[i64]) -> (Vec<Span>, usize) {
     let (mut at, mut spans) = (0, Vec::new());
@@ -439,6 +437,9 @@ fn tiles_are_the_longest_first_and_cover_every_row() {
 /// Every block's shared memory fits the smallest card that computes in bf16 (99 KB on compute capability 8.6).
 #[test]
 fn shared_memory_fits_every_card() {
+    for dim in 0..=512 {
+        assert_eq!(HeadShape::of(dim).is_some(), HEAD_DIMS.contains(&dim), "{dim}");
+    }
     for shape in HEAD_DIMS.into_iter().filter_map(HeadShape::of) {
         let most = shape.forward_bytes().max(shape.backward_keys_bytes()).max(shape.backward_queries_bytes());
         assert!(most <= 99 << 10, "{shape:?}: {most}");

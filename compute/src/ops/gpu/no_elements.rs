@@ -1,0 +1,134 @@
+//! Operations on tensors without elements ask nothing of a GPU: a grid without blocks and a matrix without rows are errors
+//! to CUDA, and happen, as where a micro-batch holds none of the tokens that train.
+
+use candle_core::{DType, Device, Tensor};
+
+use super::{Arg, Driver, Gemm, Kernel, LaunchShape, with_stand_in};
+use crate::error::{Error, Result};
+use crate::ops::attention::{AttentionKind, Qkv, attention, attention_backward};
+use crate::ops::cross_entropy::{
+    LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, score_targets,
+};
+use crate::ops::dropout::{Dropout, dropout};
+use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward, rows_of};
+use crate::ops::glu::{Activation, glu, glu_backward};
+use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
+use crate::ops::rotary::{Heads, QkNorm, RotaryTable, rotary, rotary_backward};
+use crate::ops::{ColumnView, ColumnViewMut, Transpose, elementwise, matmul};
+use crate::recipe::enums::Attention;
+use crate::runtime::TensorMut;
+use crate::runtime::rng::RngStream;
+
+/// Refuses whatever it is asked to do.
+#[derive(Debug)]
+struct Refusing;
+
+impl Driver for Refusing {
+    fn launch(&self, kernel: &Kernel, shape: LaunchShape, _: &[Arg]) -> Result<()> {
+        if shape.is_empty() {
+            return Ok(());
+        }
+        Err(Error::internal(format!("{} was launched over {shape:?}", kernel.name)))
+    }
+
+    fn gemm(&self, gemm: &Gemm) -> Result<()> {
+        Err(Error::internal(format!("a product of {:?} was started", gemm.size())))
+    }
+}
+
+fn zeros(rows: usize, width: usize, dtype: DType) -> Result<TensorMut> {
+    TensorMut::zeros((rows, width), dtype, &Device::Cpu)
+}
+
+fn gain(width: usize) -> Result<TensorMut> {
+    TensorMut::zeros(width, DType::F32, &Device::Cpu)
+}
+
+fn norms_and_rotation(dtype: DType) -> Result<()> {
+    let (x, weight, kind) = (zeros(0, 16, dtype)?, gain(16)?, NormKind { eps: 1e-6, unit_offset: false });
+    let dweight = gain(16)?;
+    rms_norm(&x, &weight, kind)?;
+    rms_norm_backward(&x, &weight, &x, Some(&x), Some(&dweight), kind)?;
+    let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim: 16 };
+    let (qkv, angles) = (zeros(0, heads.qkv_width(), dtype)?, zeros(0, 8, DType::F32)?.into_tensor());
+    let table = RotaryTable { cos: angles.clone(), sin: angles };
+    let norm = QkNorm { q: (&weight, Some(&dweight)), k: (&weight, Some(&dweight)), kind };
+    rotary(&qkv, heads, Some(norm), &table)?;
+    rotary_backward(&qkv, &zeros(0, heads.qkv_width(), dtype)?, heads, Some(norm), &table)
+}
+
+fn products(dtype: DType) -> Result<()> {
+    let (none, weight, grad) = (zeros(0, 16, dtype)?, zeros(24, 16, dtype)?, zeros(24, 16, DType::F32)?);
+    let (wide, dy) = (zeros(0, 24, dtype)?, zeros(0, 24, dtype)?);
+    let (all, out) = (ColumnView::all, ColumnViewMut::all);
+    matmul(out(&wide), all(&none), all(&weight), Transpose::Nt, 1.0, false)?;
+    matmul(out(&none), all(&dy), all(&weight), Transpose::Nn, 1.0, true)?;
+    // The gradient of a weight, to which no row adds anything.
+    matmul(out(&grad), all(&dy), all(&none), Transpose::Tn, 1.0, true)
+}
+
+fn attention_of_nothing() -> Result<()> {
+    let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim: 64 };
+    let kind = AttentionKind { heads, scale: 0.125, softcap: None, window: None };
+    let [q, k, v, dout] =
+        [128, 64, 64, 128].map(|width| zeros(0, width, DType::BF16).map(TensorMut::into_tensor));
+    let (q, k, v, dout) = (q?, k?, v?, dout?);
+    let [q, k, v] = [&q, &k, &v].map(ColumnView::all);
+    let qkv = Qkv { q, k, v };
+    let attended = attention(qkv, &[], kind, Attention::Flash)?;
+    attention_backward(qkv, &attended, &dout, &[], kind, Attention::Flash).map(drop)
+}
+
+fn tables(dtype: DType) -> Result<()> {
+    let (table, grad, dy) = (zeros(9, 16, dtype)?, zeros(9, 16, DType::F32)?, zeros(0, 16, dtype)?);
+    embed(&table, &[], 2.0, dtype)?;
+    rows_of([&table, &table], &[])?;
+    embed_backward(&grad, &[], &dy, 2.0, None)?;
+    let (a, a_grad, du) = (zeros(4, 9, DType::F32)?, zeros(4, 9, DType::F32)?, zeros(0, 4, DType::F32)?);
+    columns_of(&a, &[])?;
+    columns_of_backward(&a_grad, &[], &du, None)
+}
+
+fn losses(dtype: DType) -> Result<()> {
+    let (x, weight) = (zeros(0, 16, dtype)?, zeros(32, 16, dtype)?);
+    let (output, kind) = (Output { weight: &weight, delta: None }, LossKind { scale: 1.0, softcap: None });
+    let targets = LossTargets { ids: &[], coefficients: None };
+    linear_cross_entropy(&x, output, targets, kind, OutputGrads::default())?;
+    score_targets(&x, output, &[], None).map(drop)
+}
+
+fn elements(dtype: DType) -> Result<()> {
+    let (x, gate_up, h) = (zeros(0, 16, dtype)?, zeros(0, 32, dtype)?, zeros(0, 16, dtype)?);
+    glu(&gate_up, Activation::Silu)?;
+    glu_backward(&gate_up, &h, Activation::Silu)?;
+    dropout(&x, Dropout { p: 0.5, stream: RngStream::new(1), first_token: 0 })?;
+    elementwise::add(&x, &h)?;
+    elementwise::add_into(&x, &h)
+}
+
+#[test]
+fn nothing_is_launched_for_no_elements() {
+    type Case = (&'static str, fn() -> Result<()>);
+    let cases: [Case; 11] = [
+        ("norms, bf16", || norms_and_rotation(DType::BF16)),
+        ("norms, f32", || norms_and_rotation(DType::F32)),
+        ("products, bf16", || products(DType::BF16)),
+        ("products, f32", || products(DType::F32)),
+        ("attention", attention_of_nothing),
+        ("tables, bf16", || tables(DType::BF16)),
+        ("tables, f32", || tables(DType::F32)),
+        ("losses, bf16", || losses(DType::BF16)),
+        ("losses, f32", || losses(DType::F32)),
+        ("elements, bf16", || elements(DType::BF16)),
+        ("elements, f32", || elements(DType::F32)),
+    ];
+    let failed = cases.map(|(name, case)| {
+        let done = with_stand_in(&Refusing, case);
+        done.err().map(|error| format!("{name}: {}", error.in_one_line()))
+    });
+    let failed: Vec<String> = failed.into_iter().flatten().collect();
+    assert!(failed.is_empty(), "{}", failed.join("\n"));
+    // It does refuse.
+    let x = Tensor::zeros((1, 32), DType::F32, &Device::Cpu).unwrap();
+    assert!(with_stand_in(&Refusing, || glu(&x, Activation::Silu)).is_err());
+}

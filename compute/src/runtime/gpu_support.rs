@@ -1,0 +1,163 @@
+//! What a GPU and its driver must offer to this binary: the driver's age, code for the GPU's compute capability, bf16.
+
+#![cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a build for the CPU meets no GPU"))]
+
+use candle_core::DType;
+
+use crate::error::{Error, Result};
+
+/// A GPU as its driver describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gpu {
+    /// The number `--gpus` takes.
+    pub index: usize,
+    /// The model, such as "NVIDIA H200".
+    pub name: String,
+    /// Size of its memory.
+    pub total_bytes: u64,
+    /// Compute capability, major and minor: (9, 0) is Hopper.
+    pub compute_capability: (i32, i32),
+}
+
+/// The oldest compute capability that computes in bf16, and that the kernels of this project are compiled for.
+pub(super) const AMPERE: (i32, i32) = (8, 0);
+
+/// What the kernels of this project run on, as `build.rs` compiles them.
+pub(crate) const KERNELS_RUN_ON: &str = "compute capability 8.0 and newer";
+
+/// A version as the driver and CUDA number them: 13000 is 13.0.
+pub(super) fn version(number: i32) -> String {
+    format!("{}.{}", number / 1000, number % 1000 / 10)
+}
+
+/// Refuses a driver that speaks an older CUDA than this binary was built with.
+///
+/// # Errors
+/// The user's, with both versions.
+pub(super) fn check_driver(driver: i32, built_with: i32) -> Result<()> {
+    if driver >= built_with {
+        return Ok(());
+    }
+    let (driver, needed) = (version(driver), version(built_with));
+    Err(Error::user("the NVIDIA driver is too old")
+        .because(format!("it speaks CUDA up to {driver}; this binary was built with CUDA {needed}"))
+        .hint(
+            "install a newer driver (CUDA 13 needs release 580 or newer); `nvidia-smi` shows the one at work",
+        ))
+}
+
+/// The target of PTX, as its `.target` line names it: `sm_80`.
+fn ptx_target(ptx: &str) -> Option<&str> {
+    let line = ptx.lines().find_map(|line| line.trim().strip_prefix(".target"))?;
+    line.split(',').next().map(str::trim)
+}
+
+/// Whether PTX for `target` runs on this compute capability; none where the target is no `sm_` number. `sm_90` runs on
+/// 9.0 and newer, `sm_90a` on 9.0 alone, `sm_100f` on its family (CUDA C++ Programming Guide, "Feature Availability").
+fn runs_on(target: &str, (major, minor): (i32, i32)) -> Option<bool> {
+    let number = target.strip_prefix("sm_")?;
+    let digits = number.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let least: i32 = digits.parse().ok()?;
+    let own = 10 * major + minor;
+    match &number[digits.len()..] {
+        "" => Some(own >= least),
+        "a" => Some(own == least),
+        "f" => Some(own >= least && major == least / 10),
+        _ => None,
+    }
+}
+
+/// Refuses a GPU on which the tensor operations, whose `ptx` is given, do not run.
+///
+/// # Errors
+/// The user's, with the GPU's compute capability and those that there is code for.
+pub(super) fn check_code(gpu: &Gpu, ptx: &str) -> Result<()> {
+    let Some(target) = ptx_target(ptx) else { return Ok(()) };
+    if runs_on(target, gpu.compute_capability) != Some(false) {
+        return Ok(());
+    }
+    let (major, minor) = gpu.compute_capability;
+    Err(Error::user(format!("cannot use GPU {}", gpu.index))
+        .because(format!("the {} has compute capability {major}.{minor}", gpu.name))
+        .because(format!("this binary has tensor operations for {target} and kernels for {KERNELS_RUN_ON}"))
+        .hint(format!(
+            "build it for that GPU: `CUDA_COMPUTE_CAP={major}{minor} cargo build --release --features cuda`"
+        )))
+}
+
+/// Refuses to compute in bf16 where the GPU cannot.
+///
+/// # Errors
+/// The user's, with the GPU's compute capability.
+pub(super) fn check_bf16(gpu: &Gpu, dtype: DType) -> Result<()> {
+    if dtype != DType::BF16 || gpu.compute_capability >= AMPERE {
+        return Ok(());
+    }
+    let (major, minor) = gpu.compute_capability;
+    Err(Error::user(format!("cannot compute in bf16 on GPU {}", gpu.index))
+        .because(format!("the {} has compute capability {major}.{minor}; bf16 needs 8.0", gpu.name))
+        .hint("compute in f32 with `--set model.dtype=f32`, or on the CPU with `CUDA_VISIBLE_DEVICES=`"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(compute_capability: (i32, i32)) -> Gpu {
+        Gpu { index: 2, name: "NVIDIA T4".into(), total_bytes: 1 << 34, compute_capability }
+    }
+
+    #[test]
+    fn a_driver_that_is_too_old() {
+        assert!(check_driver(13000, 13000).is_ok() && check_driver(13020, 13000).is_ok());
+        let error = check_driver(12040, 13000).unwrap_err();
+        assert_eq!(error.kind().exit_code(), 1);
+        assert!(
+            error.in_one_line().contains("CUDA up to 12.4; this binary was built with CUDA 13.0"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn targets_of_ptx() {
+        let ptx = "//\n.version 9.0\n.target sm_90a, texmode_independent\n.address_size 64\n";
+        assert_eq!(ptx_target(ptx), Some("sm_90a"));
+        assert_eq!(ptx_target("// nothing"), None);
+        for (target, capability, runs) in [
+            ("sm_80", (7, 5), Some(false)),
+            ("sm_80", (8, 0), Some(true)),
+            ("sm_80", (12, 0), Some(true)),
+            ("sm_90a", (9, 0), Some(true)),
+            ("sm_90a", (8, 9), Some(false)),
+            ("sm_90a", (10, 0), Some(false)),
+            ("sm_100f", (10, 3), Some(true)),
+            ("sm_100f", (12, 0), Some(false)),
+            ("texmode", (8, 0), None),
+        ] {
+            assert_eq!(runs_on(target, capability), runs, "{target} on {capability:?}");
+        }
+    }
+
+    #[test]
+    fn a_gpu_without_code() {
+        let ptx = ".target sm_80\n";
+        assert!(check_code(&gpu((8, 9)), ptx).is_ok());
+        assert_eq!(
+            check_code(&gpu((7, 5)), ptx).unwrap_err().to_string(),
+            "error: cannot use GPU 2\n  caused by: the NVIDIA T4 has compute capability 7.5\n  caused by: this binary \
+             has tensor operations for sm_80 and kernels for compute capability 8.0 and newer\nhint: build it for that GPU: `CUDA_COMPUTE_CAP=75 cargo build --release --features cuda`"
+        );
+    }
+
+    #[test]
+    fn bf16_needs_compute_capability_8() {
+        assert!(
+            check_bf16(&gpu((8, 0)), DType::BF16).is_ok() && check_bf16(&gpu((7, 5)), DType::F32).is_ok()
+        );
+        assert_eq!(
+            check_bf16(&gpu((7, 5)), DType::BF16).unwrap_err().to_string(),
+            "error: cannot compute in bf16 on GPU 2\n  caused by: the NVIDIA T4 has compute capability 7.5; bf16 needs \
+             8.0\nhint: compute in f32 with `--set model.dtype=f32`, or on the CPU with `CUDA_VISIBLE_DEVICES=`"
+        );
+    }
+}

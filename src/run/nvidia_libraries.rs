@@ -1,0 +1,108 @@
+//! Which of NVIDIA's libraries the loader finds on this machine. The build with feature `cuda` is linked to all but NCCL and
+//! does not start without them; the build for the CPU says beforehand whether that one would start.
+
+use std::path::{Path, PathBuf};
+
+use crate::collective::nccl::NcclLibrary;
+use crate::runtime::device;
+
+/// The driver's library, and those of CUDA's release `release`, by the names that a binary asks the loader for. cuRAND kept
+/// its number (CUDA Toolkit release notes, "CUDA Component Versions").
+fn linked(release: u32) -> [String; 5] {
+    let of_release = |name: &str| format!("lib{name}.so.{release}");
+    [
+        "libcuda.so.1".to_owned(),
+        of_release("cudart"),
+        of_release("cublas"),
+        of_release("cublasLt"),
+        "libcurand.so.10".to_owned(),
+    ]
+}
+
+/// A library and where it was found.
+struct Library {
+    name: String,
+    found: Option<String>,
+}
+
+/// What is found and what is missing, in a line.
+pub(crate) fn found_and_missing() -> String {
+    let mut libraries: Vec<Library> = linked(device::cuda_release()).into_iter().map(look_for).collect();
+    libraries.push(Library {
+        name: "NCCL (for several GPUs)".to_owned(),
+        found: NcclLibrary::open().ok().map(|library| format!("{library:?}")),
+    });
+    let needed = if device::GPU_BUILD { "" } else { " (this build needs none of them)" };
+    text(&libraries) + needed
+}
+
+fn text(libraries: &[Library]) -> String {
+    let found: Vec<&str> = libraries.iter().filter_map(|library| library.found.as_deref()).collect();
+    let is_missing = |library: &&Library| library.found.is_none();
+    let missing: Vec<&str> =
+        libraries.iter().filter(is_missing).map(|library| library.name.as_str()).collect();
+    let parts = [("found", found), ("missing", missing)];
+    let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
+    parts.map(|(word, names)| format!("{word}: {}", names.join(", "))).collect::<Vec<_>>().join("; ")
+}
+
+fn look_for(name: String) -> Library {
+    // SAFETY: NVIDIA's libraries only read the environment as they are loaded.
+    let found = unsafe { libloading::Library::new(&name) }.ok().map(|library| {
+        let place = loaded_from(&name).unwrap_or_else(|| PathBuf::from(&name));
+        // A driver's library that has begun to work must not be taken away.
+        std::mem::forget(library);
+        place.display().to_string()
+    });
+    Library { name, found }
+}
+
+/// The file of a library that this process has loaded.
+fn loaded_from(name: &str) -> Option<PathBuf> {
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    mapped(&maps, name)
+}
+
+/// The path in `maps` (proc(5)) of the file `name`, or of what a link of that name leads to: `libcuda.so.580.82` for
+/// `libcuda.so.1`.
+fn mapped(maps: &str, name: &str) -> Option<PathBuf> {
+    let stem = name.split(".so").next()?;
+    let paths = maps.lines().filter_map(|line| line.find('/').map(|at| Path::new(&line[at..])));
+    let is_it = |path: &&Path| {
+        let file = path.file_name().map(|file| file.to_string_lossy());
+        file.is_some_and(|file| file.strip_prefix(stem).is_some_and(|rest| rest.starts_with(".so")))
+    };
+    paths.into_iter().find(is_it).map(Path::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_a_release() {
+        assert_eq!(
+            linked(13),
+            ["libcuda.so.1", "libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10"]
+        );
+    }
+
+    #[test]
+    fn the_file_behind_a_name() {
+        let maps = "7f00-7f01 r--p 00000000 fe:01 12  /usr/lib/libcublasLt.so.13.1.0\n\
+                    7f02-7f03 r-xp 00000000 fe:01 13  /usr/lib/libcublas.so.13.1.0\n7f04-7f05 rw-p 00000000 00:00 0\n";
+        assert_eq!(mapped(maps, "libcublas.so.13"), Some("/usr/lib/libcublas.so.13.1.0".into()));
+        assert_eq!(mapped(maps, "libcublasLt.so.13"), Some("/usr/lib/libcublasLt.so.13.1.0".into()));
+        assert_eq!(mapped(maps, "libcuda.so.1"), None);
+    }
+
+    #[test]
+    fn what_is_found_and_what_is_missing() {
+        let there = Library { name: "liba.so.1".into(), found: Some("/lib/liba.so.1.2".into()) };
+        let away = look_for("libnothing-of-this-name.so.7".to_owned());
+        assert!(away.found.is_none());
+        assert_eq!(text(&[there, away]), "found: /lib/liba.so.1.2; missing: libnothing-of-this-name.so.7");
+        // The C library is there on every machine that runs this.
+        assert!(look_for("libc.so.6".to_owned()).found.is_some_and(|place| place.contains("/libc.so")));
+    }
+}
