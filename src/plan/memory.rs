@@ -386,6 +386,7 @@ mod tests {
                 accumulates: true,
                 overlaps_reductions,
                 offload,
+                bf16_copy: false,
                 on_host: false,
             };
             MemoryPlan::of_step(&config, &descs, None, 7, Recompute::None, &options).total()

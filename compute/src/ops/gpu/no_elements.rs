@@ -14,7 +14,7 @@ use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backwa
 use crate::ops::glu::{Activation, glu, glu_backward};
 use crate::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use crate::ops::rotary::{Heads, QkNorm, RotaryTable, rotary, rotary_backward};
-use crate::ops::{ColumnView, ColumnViewMut, Transpose, elementwise, matmul};
+use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, elementwise, matmul};
 use crate::recipe::enums::Attention;
 use crate::runtime::TensorMut;
 use crate::runtime::rng::RngStream;
@@ -61,10 +61,10 @@ fn products(dtype: DType) -> Result<()> {
     let (none, weight, grad) = (zeros(0, 16, dtype)?, zeros(24, 16, dtype)?, zeros(24, 16, DType::F32)?);
     let (wide, dy) = (zeros(0, 24, dtype)?, zeros(0, 24, dtype)?);
     let (all, out) = (ColumnView::all, ColumnViewMut::all);
-    matmul(out(&wide), all(&none), all(&weight), Transpose::Nt, 1.0, false)?;
-    matmul(out(&none), all(&dy), all(&weight), Transpose::Nn, 1.0, true)?;
+    matmul(out(&wide), all(&none), all(&weight), Transpose::Nt, 1.0, Addend::Nothing)?;
+    matmul(out(&none), all(&dy), all(&weight), Transpose::Nn, 1.0, Addend::Destination)?;
     // The gradient of a weight, to which no row adds anything.
-    matmul(out(&grad), all(&dy), all(&none), Transpose::Tn, 1.0, true)
+    matmul(out(&grad), all(&dy), all(&none), Transpose::Tn, 1.0, Addend::Destination)
 }
 
 fn attention_of_nothing() -> Result<()> {

@@ -31,9 +31,6 @@ pub(in crate::ops) enum Added {
     Matrix,
 }
 
-/// All that a product may be added to.
-pub(in crate::ops) const ADDED: [Added; 3] = [Added::Nothing, Added::Destination, Added::Matrix];
-
 /// One product; `margin` columns stand left and right of every range.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::ops) struct MatmulCase {

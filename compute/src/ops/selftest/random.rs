@@ -18,7 +18,7 @@ use crate::ops::cross_entropy::cases::LossCase;
 use crate::ops::glu::Activation;
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::matmul::Transpose;
-use crate::ops::matmul::cases::{ADDED, FORMS, MIXTURES, MatmulCase, OperandDtype, bias_cases};
+use crate::ops::matmul::cases::{Added, FORMS, MIXTURES, MatmulCase, OperandDtype, bias_cases};
 use crate::ops::matmul_quantized::cases::{FORMATS, product};
 use crate::ops::rms_norm::cases::KINDS;
 use crate::ops::rotary::Heads;
@@ -173,7 +173,7 @@ proptest! {
     #[test]
     fn products(
         (form, m, n, k) in (select(&FORMS[..]), 3..70_usize, 3..70_usize, 1..90_usize),
-        (margin, alpha, added) in (0..9_usize, select(&[1.0, -0.5][..]), select(&ADDED[..])),
+        (margin, alpha, added) in (0..9_usize, select(&[1.0, -0.5][..]), select(&[Added::Nothing, Added::Destination, Added::Matrix][..])),
         (mixture, run) in (option::of(select(&MIXTURES[..])), runs()),
     ) {
         let operands = mixture.unwrap_or([OperandDtype::Run; 3]);
