@@ -7,9 +7,9 @@ use crate::runtime::buffer::Buffer;
 /// A sum over ranks that may go on beside computation.
 #[derive(Debug, Clone, Copy)]
 pub enum Reduction<'a> {
-    /// As [`Collective::all_reduce`].
+    /// What [`Collective::all_reduce`] sums, to all ranks.
     AllReduce(&'a Buffer),
-    /// As [`Collective::reduce_scatter`], and with replicas as [`Collective::reduce_scatter_across`].
+    /// What [`Collective::reduce_scatter`] sums, and with replicas [`Collective::reduce_scatter_across`].
     ReduceScatter {
         /// What is summed.
         full: &'a Buffer,

@@ -34,7 +34,7 @@ const CHUNK: usize = 1 << 20;
 
 /// The copies of one GPU.
 struct CopyLane {
-    /// candle's stream.
+    /// candle's stream of the device.
     compute: Arc<CudaStream>,
     copies: Arc<CudaStream>,
     buffers: [PinnedBuffer; BUFFERS],
@@ -126,19 +126,19 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The copies of a GPU, for as long as the process lives; none where there is no page-locked memory.
-type Lane = &'static Mutex<Option<CopyLane>>;
+type SharedLane = &'static Mutex<Option<CopyLane>>;
 
 /// The copies of `device`, made when they are first asked for.
-fn lane_of(device: &CudaDevice) -> Lane {
+fn lane_of(device: &CudaDevice) -> SharedLane {
     /// By the address of candle's stream, which they keep for as long as the process lives.
-    static LANES: Mutex<Vec<(usize, Lane)>> = Mutex::new(Vec::new());
+    static LANES: Mutex<Vec<(usize, SharedLane)>> = Mutex::new(Vec::new());
     let stream = device.cuda_stream();
     let key = stream.cu_stream().addr();
     let mut lanes = lock(&LANES);
     if let Some((_, lane)) = lanes.iter().find(|(known, _)| *known == key) {
         return lane;
     }
-    let lane: Lane = Box::leak(Box::new(Mutex::new(CopyLane::new(stream).ok())));
+    let lane: SharedLane = Box::leak(Box::new(Mutex::new(CopyLane::new(stream).ok())));
     lanes.push((key, lane));
     lane
 }

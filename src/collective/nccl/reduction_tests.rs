@@ -102,13 +102,19 @@ fn a_block_is_reduced_beside_the_next_one_on_a_stream_and_a_communicator_of_its_
             "compute waits for reduce 3",
         ];
         assert_eq!(asked(device), expected);
+        assert_eq!(nccl.traffic().calls(Op::ReduceScatter), 3);
+    });
+}
 
-        // A sum that is done for what is computed after it stays where it was.
+#[test]
+fn a_sum_for_what_is_computed_next_stays_on_the_compute_stream() {
+    run(2, PATIENT, true, |nccl, device| {
+        nccl.open_reduction_lane().unwrap();
+        device.events();
         let sum = values(vec![1.0; 2]);
         nccl.all_reduce(call("sum", 0), &sum.1).unwrap();
+        assert_eq!(sum.read(), [2.0; 2]);
         assert_eq!(asked(device), ["compute: all-reduce on A"]);
-        nccl.barrier(call("end", 0)).unwrap();
-        assert_eq!(nccl.traffic().calls(Op::ReduceScatter), 3);
     });
 }
 

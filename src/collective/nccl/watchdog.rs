@@ -34,7 +34,7 @@ struct WatchdogState<D: GpuStreams> {
     abort_flag: Arc<AbortFlag>,
     rank: usize,
     deadline: Duration,
-    /// By [`Lane`].
+    /// Of each stream, by its [`Lane`].
     queues: Mutex<[WatchQueue<D::Mark>; Lane::COUNT]>,
     stop: Mutex<bool>,
     stopped: Condvar,
