@@ -249,8 +249,11 @@ fn compile_for_gpus(out: &Path, files: &[PathBuf]) -> Result<()> {
         if !output.status.success() {
             return Err(format!("{}: {}", file.display(), String::from_utf8_lossy(&output.stderr)));
         }
-        let _ =
-            writeln!(table, "    ({module:?}, include_bytes!({:?}).as_slice()),", code.display().to_string());
+        let _ = writeln!(
+            table,
+            "    ({module:?}, &Aligned(*include_bytes!({:?})).0),",
+            code.display().to_string()
+        );
     }
     write(&out.join("fatbins.rs"), &(table + "]\n"))
 }

@@ -37,14 +37,14 @@ fn dora_follows_peft() {
     follows_with("dora", ONE_RANK, &[FORWARD]);
 }
 
-/// In bf16, where LoRA's matrices are bf16 beside f32 masters; QLoRA also with threads shuffled,
-/// and its weights kept in bf16 beside their codes.
+/// In bf16, where LoRA's matrices are bf16 beside f32 masters; each again with threads shuffled, QLoRA then with its weights
+/// kept in bf16 beside their codes.
 #[test]
 fn bf16_follows_and_repeats_itself() {
-    for name in ["full", "lora", "lora_qwen2", "lora_tokens", "dora"] {
-        follows_in_bf16(name, &[(FORWARD, None)]);
-    }
     let shuffled = ("FINETUNE_EMULATE", "5");
+    for name in ["full", "lora", "lora_qwen2", "lora_tokens", "dora"] {
+        follows_in_bf16(name, &[(FORWARD, None), (shuffled, None)]);
+    }
     follows_in_bf16("qlora", &[(FORWARD, None), (shuffled, Some("quantization.bf16_copy=true"))]);
 }
 

@@ -220,7 +220,7 @@ fn how<'a>(
             (Some(_), true) => Saving::InBackground,
         },
         sharded_over: kind.shard_size(ranks),
-        accumulates: recipe.train.gradient_accumulation_steps > 1,
+        accumulates: parallel::accumulates(recipe, &engine.device),
         overlaps_reductions: ranks > 1 && !engine.device.is_cpu(),
         offload: &engine.offload,
         on_host: on_host(engine),

@@ -161,7 +161,7 @@ pub struct MemoryOptions<'a> {
     pub sharded_over: usize,
     /// What is saved, and when.
     pub saving: Saving,
-    /// More than one micro-batch a step adds up on a rank.
+    /// More than one micro-batch a step adds up on a rank, each computed by itself first.
     pub accumulates: bool,
     /// Gradients are reduced beside computation: those of a block while the next one's are computed.
     pub overlaps_reductions: bool,

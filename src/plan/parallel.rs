@@ -1,10 +1,11 @@
 //! What `[parallel]` and the number of ranks come to: the strategy, and how a step's micro-batches are dealt out.
 
-use candle_core::DType;
+use candle_core::{DType, Device};
 
 use super::memory::MemoryPlan;
 use crate::checkpoint::SavedCheckpoint;
 use crate::error::{Error, Result};
+use crate::ops::has_kernels;
 use crate::recipe::{self, Recipe, ReduceDtype, Strategy};
 use crate::sharding::{OffloadTarget, ShardingStrategy};
 
@@ -55,6 +56,13 @@ pub(super) fn split_global_batch(
     }
     recipe.train.gradient_accumulation_steps = steps / ranks;
     Ok(())
+}
+
+/// Whether the gradients of each micro-batch are computed by themselves before they are added to the others, so that the sum
+/// is the same to the bit on however many ranks. On a GPU products add to what is kept in passing: NCCL adds up ranks in an
+/// order of its own anyway.
+pub(super) fn accumulates(recipe: &Recipe, device: &Device) -> bool {
+    recipe.train.gradient_accumulation_steps > 1 && !has_kernels(device)
 }
 
 /// The strategy that `[parallel]` names for this many ranks; none where it is left open.

@@ -109,7 +109,7 @@ impl Plan {
         engine.offload = parallel::offload(&recipe.parallel);
         engine.offload.check(memory.file)?;
         decided(&mut recipe, recompute, engine.dtype, kind, base.found.commit.as_deref());
-        let accumulates = recipe.train.gradient_accumulation_steps > 1;
+        let accumulates = parallel::accumulates(&recipe, &engine.device);
         engine.reducing = GradReduceOptions { accumulates, dtype: parallel::reduce_dtype(&recipe.parallel) };
         Ok(Plan {
             recipe,

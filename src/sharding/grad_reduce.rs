@@ -3,7 +3,7 @@
 //! A micro-batch's gradients are computed by themselves and then added, wherever more than one are summed or a rank
 //! keeps a shard: so the sum is `((m0 + m1) + m2) + …` of whole gradients whoever computed them, and N ranks with one
 //! micro-batch each give to the bit what one rank gives with N. Where there is nothing to add (one micro-batch a step, gradients kept
-//! whole), backward writes to the kept memory itself.
+//! whole), and on a GPU that keeps gradients whole, backward adds to the kept memory itself.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Mutex, MutexGuard};
@@ -29,7 +29,7 @@ use crate::runtime::param_storage::{STAGING_ELEMENTS, copy_across};
 /// How gradients are summed.
 #[derive(Debug, Clone, Copy)]
 pub struct GradReduceOptions {
-    /// More than one micro-batch a step adds up on a rank.
+    /// More than one micro-batch a step adds up on a rank, each computed by itself first.
     pub accumulates: bool,
     /// The dtype in which ranks send gradients.
     pub dtype: DType,

@@ -2,7 +2,7 @@
 //!
 //! A quantized matrix is never dequantized whole: on the CPU the product widens panels of it on the way into the
 //! GEMM, forward (`x · Wᵀ`) and for the input's gradient (`dy · W`). A quantized weight has no gradient of its own.
-//! Off the CPU it is dequantized by candle's primitives for the length of one product.
+//! On a GPU it is dequantized for the length of one product, by a kernel, or by candle's primitives where there is none.
 
 pub(super) mod cases;
 pub(super) mod cuda;

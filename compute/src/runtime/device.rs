@@ -251,6 +251,43 @@ fn pool(device: &CudaDevice) -> Result<Option<sys::CUmemoryPool>, DriverError> {
     unsafe { result::device::get_mem_pool(context.cu_device()) }.map(Some)
 }
 
+/// Lets each GPU of `devices` read and write what tensors on the others take, where it reaches them. The memory of a pool is
+/// its own GPU's alone until then, and between ranks of one process NCCL may read and write it where it lies.
+///
+/// # Errors
+/// The driver refuses it.
+#[cfg(feature = "cuda")]
+pub fn share_pools(devices: &[Device]) -> Result<()> {
+    let failed = |error: DriverError| {
+        Error::internal("cannot share memory between the GPUs of this process").because(error.to_string())
+    };
+    let mut pools = Vec::new();
+    for device in devices {
+        if let Device::Cuda(device) = device {
+            pools.push((device.cuda_stream().context().cu_device(), pool(device).map_err(failed)?));
+        }
+    }
+    for (owner, pool) in &pools {
+        let Some(pool) = pool else { continue };
+        for (peer, _) in pools.iter().filter(|(peer, _)| peer != owner) {
+            let mut reaches = 0;
+            // SAFETY: both are devices of the driver's.
+            unsafe { sys::cuDeviceCanAccessPeer(&raw mut reaches, *peer, *owner) }
+                .result()
+                .map_err(failed)?;
+            if reaches == 0 {
+                continue;
+            }
+            // A CUmemAccessDesc: a device (1), its number, to be read and written (3). As numbers, because newer toolkits
+            // declare the same bytes as another type.
+            let grant = [1_i32, *peer, 3];
+            // SAFETY: the pool is the owner's, and there is one description.
+            unsafe { sys::cuMemPoolSetAccess(*pool, grant.as_ptr().cast(), 1) }.result().map_err(failed)?;
+        }
+    }
+    Ok(())
+}
+
 /// The most bytes that tensors on the GPU `device` have taken at once; none on a CPU or when the driver does not say.
 #[cfg(feature = "cuda")]
 pub fn peak_bytes(device: &Device) -> Option<u64> {

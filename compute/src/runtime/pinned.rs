@@ -1,7 +1,7 @@
 //! Copies between host and GPU through page-locked memory, on a stream of their own. **Not yet run on a GPU.**
 //!
 //! The driver copies pageable memory by way of a small buffer of its own and lets the host wait; from page-locked memory a
-//! copy runs at the full rate of the bus while the host does something else. So each device has two page-locked buffers,
+//! copy runs at the full rate of the bus while the host fills or empties the other buffer. So each device has two page-locked buffers,
 //! made when they are first needed, and a stream for copies; what goes through them is one file further
 //! ([`super::copy_steps`]). The stream waits for what was computed before (who wrote what is read, who used the memory that
 //! is written), and computation waits for what was brought to the GPU: by events, no wait of the host. Where the system

@@ -110,6 +110,7 @@ pub fn run_on_gpus<T: Send>(
         other => Err(Error::internal(format!("{:?} is no GPU", other.location()))),
     };
     let gpus = devices.iter().map(one).collect::<Result<Vec<_>>>().map_err(RankFailure::heard)?;
+    crate::runtime::device::share_pools(devices).map_err(RankFailure::heard)?;
     run_ranks(library, group_info, gpus, abort_flag, |place, end| work(place, end))
 }
 

@@ -14,6 +14,10 @@ use super::{Arg, Driver, Gemm, Kernel, LaunchShape, launch_text};
 use crate::error::{DeviceFault, Error, Result};
 use crate::runtime::gpu_support::KERNELS_RUN_ON;
 
+/// Bytes at an address from which the driver may read wider numbers.
+#[repr(C, align(64))]
+struct Aligned<T>(T);
+
 /// The code of each file of `kernels/`.
 const CODE: &[(&str, &[u8])] = &include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
 
