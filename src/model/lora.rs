@@ -9,7 +9,7 @@
 //! The branch is computed in f32, as PEFT does, and in bf16 on a GPU that computes in bf16, as PEFT does under autocast:
 //! A and B are bf16 then, beside f32 values that the optimizer updates. Without dropout DoRA's `x Wᵀ − z` cancels and is not computed.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::Param;
 use super::linear::Linear;
@@ -18,7 +18,7 @@ use crate::ops::dora::{magnitude_backward, scale_columns, weight_norm};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::elementwise::add_into;
 use crate::ops::matmul_quantized::matmul_weight;
-use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, empty, matmul};
+use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, empty, has_kernels, matmul};
 use crate::recipe::enums::AdapterKind;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::copy_into;
@@ -50,12 +50,23 @@ pub struct LoraShape {
     pub r: usize,
     /// What its branch is computed in.
     pub dtype: DType,
+    /// Kernels compute it.
+    pub has_kernels: bool,
+}
+
+impl LoraShape {
+    /// Columns of a buffer of `[N, r]`: in bf16 on a GPU a multiple of 8, so that each row begins where products read 16
+    /// bytes at once.
+    pub fn buffer_width(self) -> usize {
+        let is_padded = self.has_kernels && self.dtype == DType::BF16;
+        if is_padded { self.r.next_multiple_of(8) } else { self.r }
+    }
 }
 
 /// What the branch's backward needs besides the layer's input.
 #[derive(Debug, Clone)]
 pub(super) struct BranchSaved {
-    /// `drop(x) Aᵀ`: `[N, r]` in the dtype of A.
+    /// `drop(x) Aᵀ`: `[N, r]` in the dtype of A, in a buffer of [`LoraShape::buffer_width`] columns.
     pub(super) u: Tensor,
     dora: Option<DoraSaved>,
 }
@@ -74,7 +85,7 @@ impl BranchSaved {
     /// The bytes that it holds of `tokens` tokens, after a layer of width `out` that returns `dtype`.
     pub(super) fn bytes(shape: LoraShape, out: usize, tokens: usize, dtype: DType) -> usize {
         let f32 = DType::F32.size_in_bytes();
-        let u = tokens * shape.r * shape.dtype.size_in_bytes();
+        let u = tokens * shape.buffer_width() * shape.dtype.size_in_bytes();
         let dora = match shape.kind {
             AdapterKind::Lora => 0,
             // `unscaled`; `factor` and `norm`.
@@ -151,7 +162,7 @@ impl Lora {
     ) -> Result<BranchSaved> {
         let u = self.down(x, source)?;
         let b = ColumnView::all(&self.b.value);
-        matmul(out, ColumnView::all(&u), b, Transpose::Nt, self.scale, added)?;
+        matmul(out, self.of_rank(&u), b, Transpose::Nt, self.scale, added)?;
         Ok(BranchSaved { u, dora: None })
     }
 
@@ -169,13 +180,29 @@ impl Lora {
         self.down_backward(x, &du, dx, source)
     }
 
-    /// `drop(x) Aᵀ`: `[N, r]` in the dtype of A.
+    /// A buffer for `[N, r]` in the dtype of A.
+    fn rank_buffer(&self, rows: usize, device: &Device) -> Result<TensorMut> {
+        let (a, kind) = (&self.a.value, AdapterKind::Lora);
+        let shape = LoraShape { kind, r: a.dim(0)?, dtype: a.dtype(), has_kernels: has_kernels(device) };
+        empty(rows, shape.buffer_width(), a.dtype(), device)
+    }
+
+    /// The `r` columns of such a buffer that hold something.
+    fn of_rank<'a>(&self, buffer: &'a Tensor) -> ColumnView<'a> {
+        ColumnView { len: self.a.value.dims()[0], ..ColumnView::all(buffer) }
+    }
+
+    fn of_rank_mut<'a>(&self, buffer: &'a TensorMut) -> ColumnViewMut<'a> {
+        ColumnViewMut { len: self.a.value.dims()[0], ..ColumnViewMut::all(buffer) }
+    }
+
+    /// `drop(x) Aᵀ`: `[N, r]` in the dtype of A, the first columns of what is returned.
     pub(super) fn down(&self, x: &Tensor, source: DropoutSource) -> Result<Tensor> {
         let a = &self.a.value;
-        let u = empty(x.dim(0)?, a.dim(0)?, a.dtype(), x.device())?;
+        let u = self.rank_buffer(x.dim(0)?, x.device())?;
         let input = self.input(x, source)?;
         matmul(
-            ColumnViewMut::all(&u),
+            self.of_rank_mut(&u),
             ColumnView::all(&input),
             ColumnView::all(a),
             Transpose::Nt,
@@ -197,7 +224,7 @@ impl Lora {
             let input = self.input(x, source)?;
             matmul(
                 ColumnViewMut::all(grad),
-                ColumnView::all(du),
+                self.of_rank(du),
                 ColumnView::all(&input),
                 Transpose::Tn,
                 1.0,
@@ -207,7 +234,7 @@ impl Lora {
         let Some((dx, added)) = dx else { return Ok(()) };
         let through_a = |dst: &TensorMut, added: Addend<'_>| {
             let a = ColumnView::all(&self.a.value);
-            matmul(ColumnViewMut::all(dst), ColumnView::all(du), a, Transpose::Nn, 1.0, added)
+            matmul(ColumnViewMut::all(dst), self.of_rank(du), a, Transpose::Nn, 1.0, added)
         };
         match self.dropout(source) {
             None => through_a(dx, added),
@@ -223,10 +250,9 @@ impl Lora {
 
     /// The gradient of u, `s · dy B`, and B's gradient added; `dy` is the gradient of `s · u Bᵀ`.
     fn up_backward(&self, u: &Tensor, dy: ColumnView<'_>) -> Result<Tensor> {
-        let (rows, r) = u.dims2()?;
-        let du = empty(rows, r, u.dtype(), u.device())?;
+        let du = self.rank_buffer(u.dim(0)?, u.device())?;
         matmul(
-            ColumnViewMut::all(&du),
+            self.of_rank_mut(&du),
             dy,
             ColumnView::all(&self.b.value),
             Transpose::Nn,
@@ -234,7 +260,7 @@ impl Lora {
             Addend::Nothing,
         )?;
         if let Some(grad) = &self.b.grad {
-            let u = ColumnView::all(u);
+            let u = self.of_rank(u);
             matmul(ColumnViewMut::all(grad), dy, u, Transpose::Tn, self.scale, Addend::Destination)?;
         }
         Ok(du.into_tensor())
@@ -267,7 +293,7 @@ pub(super) fn dora_forward(
         scale_columns(out, z.as_view(), &factor.ones_like()?.neg()?, true)?;
         accumulate = true;
     }
-    matmul(z, ColumnView::all(&u), b, Transpose::Nt, lora.scale, Addend::Destination)?;
+    matmul(z, lora.of_rank(&u), b, Transpose::Nt, lora.scale, Addend::Destination)?;
     scale_columns(out, z.as_view(), &factor, accumulate)?;
     let unscaled = unscaled.into_tensor();
     Ok(BranchSaved { u, dora: Some(DoraSaved { unscaled, factor, norm }) })

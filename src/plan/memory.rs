@@ -103,7 +103,8 @@ impl MemoryPlan {
             let staged = 2 + options.optimizer_state.tensors.len() as u64;
             memory.workspace += 4 * staged * longest.min(STAGING_ELEMENTS as u64);
         }
-        let saved = saved_bytes(config, adapter_setup, tokens, [options.dtype, branch_dtype(descs)]);
+        let dtypes = [options.dtype, branch_dtype(descs)];
+        let saved = saved_bytes(config, adapter_setup, tokens, dtypes, !options.on_host);
         memory.activations = kept_bytes(&saved, recompute) as u64;
         let temporaries = temporary_bytes(config, tokens, size);
         let in_turn = if options.on_host {
@@ -270,6 +271,7 @@ fn saved_bytes(
     adapter_setup: Option<&AdapterSetup>,
     tokens: usize,
     [dtype, branch_dtype]: [DType; 2],
+    has_kernels: bool,
 ) -> Vec<SavedBytes> {
     let kind = match adapter_setup {
         Some(adapter_setup) if adapter_setup.config.spec.use_dora => AdapterKind::Dora,
@@ -280,7 +282,7 @@ fn saved_bytes(
     let of_layer = |layer: usize| {
         BlockSaved::bytes(config, tokens, dtype, |module| {
             let r = ranks.get(module.name_in(layer).as_str())?;
-            Some(LoraShape { kind, r: *r, dtype: branch_dtype })
+            Some(LoraShape { kind, r: *r, dtype: branch_dtype, has_kernels })
         })
     };
     (0..config.num_layers()).map(of_layer).collect()

@@ -118,17 +118,27 @@ fn forward_of(
 fn bytes_are_those_of_the_memory_that_is_held() -> Result<()> {
     let none = |_: &BlockModule| None;
     let lora = |module: &BlockModule| {
-        Some(LoraShape { kind: AdapterKind::Lora, r: 1 + module.name.len(), dtype: DType::F32 })
+        Some(LoraShape {
+            kind: AdapterKind::Lora,
+            r: 1 + module.name.len(),
+            dtype: DType::F32,
+            has_kernels: false,
+        })
     };
     let dora = |module: &BlockModule| {
-        Some(LoraShape { kind: AdapterKind::Dora, r: 1 + module.name.len(), dtype: DType::F32 })
+        Some(LoraShape {
+            kind: AdapterKind::Dora,
+            r: 1 + module.name.len(),
+            dtype: DType::F32,
+            has_kernels: false,
+        })
     };
     let lora_on_one = |module: &BlockModule| {
-        Some(LoraShape { kind: AdapterKind::Lora, r: 5, dtype: DType::F32 })
+        Some(LoraShape { kind: AdapterKind::Lora, r: 5, dtype: DType::F32, has_kernels: false })
             .filter(|_| module.name == "mlp.down_proj")
     };
     let dora_on_one = |module: &BlockModule| {
-        Some(LoraShape { kind: AdapterKind::Dora, r: 5, dtype: DType::F32 })
+        Some(LoraShape { kind: AdapterKind::Dora, r: 5, dtype: DType::F32, has_kernels: false })
             .filter(|_| module.name == "self_attn.o_proj")
     };
     type Adapter<'a> = &'a dyn Fn(&BlockModule) -> Option<LoraShape>;
@@ -170,7 +180,9 @@ fn linear_layers_are_numbered_in_order() -> Result<()> {
     let cases: [(&str, [&[u64]; 4]); 2] =
         [(MODELS[0], [&[1, 2, 3], &[4], &[5, 6], &[7]]), (MODELS[5], [&[1], &[2], &[3], &[4]])];
     for (model, groups) in cases {
-        let adapter = |_: &BlockModule| Some(LoraShape { kind: AdapterKind::Lora, r: 2, dtype: DType::F32 });
+        let adapter = |_: &BlockModule| {
+            Some(LoraShape { kind: AdapterKind::Lora, r: 2, dtype: DType::F32, has_kernels: false })
+        };
         let config = config(model);
         let weights = assemble::block(&config, 0, &RandomParams::new(&config, DType::F32, adapter))?;
         let number = |linear: &Linear| linear.lora.as_ref().map_or(0, |lora| lora.module_index);
