@@ -55,12 +55,17 @@ pub struct LoraShape {
 }
 
 impl LoraShape {
-    /// Columns of a buffer of `[N, r]`: in bf16 on a GPU a multiple of 8, so that each row begins where products read 16
-    /// bytes at once.
+    /// Columns of a buffer of `[N, r]`.
     pub fn buffer_width(self) -> usize {
-        let is_padded = self.has_kernels && self.dtype == DType::BF16;
-        if is_padded { self.r.next_multiple_of(8) } else { self.r }
+        buffer_width(self.r, self.dtype, self.has_kernels)
     }
+}
+
+/// Columns of a buffer of `[N, r]`: in bf16 on a GPU a multiple of 8, so that each row begins where products read 16 bytes
+/// at once.
+fn buffer_width(r: usize, dtype: DType, has_kernels: bool) -> usize {
+    let is_padded = has_kernels && dtype == DType::BF16;
+    if is_padded { r.next_multiple_of(8) } else { r }
 }
 
 /// What the branch's backward needs besides the layer's input.
@@ -182,9 +187,8 @@ impl Lora {
 
     /// A buffer for `[N, r]` in the dtype of A.
     fn rank_buffer(&self, rows: usize, device: &Device) -> Result<TensorMut> {
-        let (a, kind) = (&self.a.value, AdapterKind::Lora);
-        let shape = LoraShape { kind, r: a.dim(0)?, dtype: a.dtype(), has_kernels: has_kernels(device) };
-        empty(rows, shape.buffer_width(), a.dtype(), device)
+        let a = &self.a.value;
+        empty(rows, buffer_width(a.dim(0)?, a.dtype(), has_kernels(device)), a.dtype(), device)
     }
 
     /// The `r` columns of such a buffer that hold something.
