@@ -107,8 +107,8 @@ fn raw(
     stride: usize,
     accumulate: bool,
     (m, n, k): (usize, usize, usize),
-    a: GemmOperand<'_>,
-    b: GemmOperand<'_>,
+    a: GemmOperand<'_, f32>,
+    b: GemmOperand<'_, f32>,
     alpha: f32,
     threads: Threads,
 ) {

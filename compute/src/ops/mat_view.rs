@@ -1,6 +1,7 @@
 //! Matrices on CPU slices, as operands and destinations of products: dense ones of any strides, quantized ones, and their
 //! transposes, all of which become `f32` part by part.
 
+use half::bf16;
 use rayon::prelude::*;
 
 use crate::quant::Blocks;
@@ -11,7 +12,10 @@ pub(crate) trait GemmMatrix: Copy + Sync {
     fn rows(&self) -> usize;
     fn cols(&self) -> usize;
     /// The values and both strides, when they are `f32` already.
-    fn dense(&self) -> Option<GemmOperand<'_>>;
+    fn dense(&self) -> Option<GemmOperand<'_, f32>>;
+    /// The values and both strides, when they are `bf16` in memory; the matrix unit asks.
+    #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
+    fn dense_bf16(&self) -> Option<GemmOperand<'_, bf16>>;
     /// Its columns are contiguous in memory, instead of its rows.
     fn is_transposed(&self) -> bool;
     /// Every value is a bf16 number; the matrix unit asks.
@@ -41,11 +45,17 @@ pub(crate) struct QuantMat<'a> {
     rows: usize,
     cols: usize,
     transposed: bool,
+    rounded: bool,
 }
 
 impl<'a> QuantMat<'a> {
     pub(crate) fn new(blocks: Blocks<'a>, rows: usize, cols: usize) -> Self {
-        QuantMat { blocks, rows, cols, transposed: false }
+        QuantMat { blocks, rows, cols, transposed: false, rounded: false }
+    }
+
+    /// Its values rounded to bf16, if `rounded`: as bitsandbytes dequantizes for products with bf16.
+    pub(crate) fn rounded_to_bf16(self, rounded: bool) -> Self {
+        QuantMat { rounded, ..self }
     }
 
     /// The transpose; no element moves.
@@ -63,7 +73,11 @@ impl GemmMatrix for QuantMat<'_> {
         if self.transposed { self.rows } else { self.cols }
     }
 
-    fn dense(&self) -> Option<GemmOperand<'_>> {
+    fn dense(&self) -> Option<GemmOperand<'_, f32>> {
+        None
+    }
+
+    fn dense_bf16(&self) -> Option<GemmOperand<'_, bf16>> {
         None
     }
 
@@ -72,11 +86,14 @@ impl GemmMatrix for QuantMat<'_> {
     }
 
     fn is_bf16(&self) -> bool {
-        false
+        self.rounded
     }
 
     fn widen(&self, line: usize, from: usize, out: &mut [f32]) {
         self.blocks.dequantize(line * self.cols + from, out);
+        if self.rounded {
+            round_to_bf16(out);
+        }
     }
 }
 
@@ -104,6 +121,11 @@ impl<'a, T: PlainElement> MatView<'a, T> {
     pub(crate) fn t(self) -> Self {
         MatView { rows: self.cols, cols: self.rows, transposed: !self.transposed, ..self }
     }
+
+    /// From a row to the next, and from a column to the next.
+    fn strides(&self) -> (usize, usize) {
+        if self.transposed { (1, self.stride) } else { (self.stride, 1) }
+    }
 }
 
 impl<T: FloatElement> GemmMatrix for MatView<'_, T> {
@@ -115,9 +137,12 @@ impl<T: FloatElement> GemmMatrix for MatView<'_, T> {
         self.cols
     }
 
-    fn dense(&self) -> Option<GemmOperand<'_>> {
-        let strides = if self.transposed { (1, self.stride) } else { (self.stride, 1) };
-        is_f32::<T>().then(|| GemmOperand { data: as_f32(self.data), strides })
+    fn dense(&self) -> Option<GemmOperand<'_, f32>> {
+        is_f32::<T>().then(|| GemmOperand { data: as_f32(self.data), strides: self.strides() })
+    }
+
+    fn dense_bf16(&self) -> Option<GemmOperand<'_, bf16>> {
+        as_bf16(self.data).map(|data| GemmOperand { data, strides: self.strides() })
     }
 
     fn is_transposed(&self) -> bool {
@@ -137,6 +162,13 @@ impl<T: FloatElement> GemmMatrix for MatView<'_, T> {
 fn widen<T: FloatElement>(dst: &mut [f32], src: &[T]) {
     for (dst, src) in dst.iter_mut().zip(src) {
         *dst = src.widen();
+    }
+}
+
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+fn round_to_bf16(values: &mut [f32]) {
+    for value in values {
+        *value = bf16::nearest(*value).widen();
     }
 }
 
@@ -164,14 +196,14 @@ pub(crate) enum Threads {
     All,
 }
 
-/// A matrix in `f32`: element `(i, j)` is `data[i * strides.0 + j * strides.1]`, one of which is 1.
+/// A matrix in memory: element `(i, j)` is `data[i * strides.0 + j * strides.1]`, one of which is 1.
 #[derive(Clone, Copy)]
-pub(crate) struct GemmOperand<'a> {
-    pub(crate) data: &'a [f32],
+pub(crate) struct GemmOperand<'a, T> {
+    pub(crate) data: &'a [T],
     pub(crate) strides: (usize, usize),
 }
 
-impl GemmOperand<'_> {
+impl<T> GemmOperand<'_, T> {
     /// Whether a matrix of this shape lies inside the slice.
     pub(super) fn holds(&self, rows: usize, cols: usize) -> bool {
         (rows.max(1) - 1) * self.strides.0 + (cols.max(1) - 1) * self.strides.1 < self.data.len()
@@ -187,6 +219,12 @@ fn as_f32<T: FloatElement>(data: &[T]) -> &[f32] {
     assert!(is_f32::<T>());
     // SAFETY: `FloatElement` is implemented for f32 and bf16 alone, and the assertion says that T is f32.
     unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), data.len()) }
+}
+
+/// The same values, where they are bf16.
+fn as_bf16<T: FloatElement>(data: &[T]) -> Option<&[bf16]> {
+    // SAFETY: `FloatElement` is implemented for f32 and bf16 alone, and T is not f32.
+    (!is_f32::<T>()).then(|| unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), data.len()) })
 }
 
 /// The same values, where they are `f32`.

@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use super::pack::{self, AmxTile, OperandRole, PackSource};
+use crate::runtime::cpu_tensor::FloatElement;
 
 /// Rows and columns of a call: two tiles each.
 pub(super) const PAIR: usize = 32;
@@ -54,9 +55,9 @@ impl Amx {
     }
 
     /// `dst[i * stride + j] = [itself +] alpha · square[i][j]` for `i < height`, `j < width`.
-    pub(super) fn add(
+    pub(super) fn add<D: FloatElement>(
         self,
-        dst: &mut [f32],
+        dst: &mut [D],
         stride: usize,
         square: &Accumulator,
         (height, width): (usize, usize),
@@ -71,9 +72,9 @@ impl Amx {
 }
 
 #[target_feature(enable = "avx512f,avx512bw")]
-fn add_row(dst: &mut [f32], values: &[f32], alpha: f32, accumulate: bool) {
+fn add_row<D: FloatElement>(dst: &mut [D], values: &[f32], alpha: f32, accumulate: bool) {
     for (dst, value) in dst.iter_mut().zip(values) {
-        *dst = if accumulate { *dst + alpha * value } else { alpha * value };
+        *dst = D::nearest(if accumulate { dst.widen() + alpha * value } else { alpha * value });
     }
 }
 

@@ -19,16 +19,16 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::mat_view::{GemmMatrix, GemmOperand, MatViewMut, Threads, as_f32_mut, store};
+use super::mat_view::{GemmMatrix, GemmOperand, MatViewMut, Threads, is_f32, store};
 use crate::runtime::cpu_tensor::{FloatElement, first, unwritten};
 use crate::runtime::thread_pool;
 pub(crate) use kernel::Amx;
 use kernel::{Accumulator, PAIR};
-use pack::{AmxTile, OperandRole, PackSource, STEP};
+use pack::{AmxTile, OperandRole, PackSource, STEP, Strided};
 
-/// Elements of the right operand that are packed at a time, 6 bytes each: about what the L2 cache holds.
-const PACKED: usize = 1 << 18;
-/// Most inner elements that are added up in the unit.
+/// Elements of the right operand that are packed at a time, 2 bytes a part: about what the L2 cache holds.
+const PACKED: usize = 3 << 18;
+/// Most inner elements that are added up in the unit, of operands in three parts; three times as many where both have one.
 const INNER: usize = 768;
 /// Most rows that are packed at a time, for all columns: 9 MiB.
 const ROWS: usize = 2048;
@@ -64,10 +64,10 @@ pub(super) fn product<D: FloatElement>(
     alpha: f32,
     threads: Threads,
 ) {
-    let (m, n) = (a.rows(), b.cols());
+    let (m, n, k) = (a.rows(), b.cols(), a.cols());
     let MatViewMut { data, stride, accumulate } = dst;
     let data = &mut data[..(m - 1) * stride + n];
-    if let Some(data) = as_f32_mut(&mut *data) {
+    if is_f32::<D>() || depth(&a, &b) >= k {
         return sums(amx, MatViewMut { data, stride, accumulate }, a, b, 0..n, alpha, threads);
     }
     // A narrower type is rounded once, when all is summed up.
@@ -87,10 +87,19 @@ pub(super) fn product<D: FloatElement>(
     }
 }
 
-/// Columns `all` of `dst = [dst +] alpha · a · b`; `dst` begins with the first of them.
-fn sums(
+/// Inner elements that are added up in the unit at a time: parts of one size, as a short last one would cost as much
+/// traffic of sums as the others.
+fn depth(a: &impl GemmMatrix, b: &impl GemmMatrix) -> usize {
+    let k = a.cols();
+    let most = INNER * if num_splits(a) + num_splits(b) == 2 { 3 } else { 1 };
+    k.div_ceil(k.div_ceil(most)).next_multiple_of(STEP)
+}
+
+/// Columns `all` of `dst = [dst +] alpha · a · b`; `dst` begins with the first of them. A narrower type than f32 is
+/// rounded after each [`depth`] inner elements.
+fn sums<D: FloatElement>(
     amx: Amx,
-    dst: MatViewMut<'_, f32>,
+    dst: MatViewMut<'_, D>,
     a: impl GemmMatrix,
     b: impl GemmMatrix,
     all: Range<usize>,
@@ -99,9 +108,8 @@ fn sums(
 ) {
     let (m, k) = (a.rows(), a.cols());
     let MatViewMut { data, stride, accumulate } = dst;
-    // Parts of one size: a short last one would cost as much traffic of sums as the others.
-    let depth = k.div_ceil(k.div_ceil(INNER)).next_multiple_of(STEP);
-    let width = (PACKED / depth).next_multiple_of(PAIR);
+    let depth = depth(&a, &b);
+    let width = (PACKED / num_splits(&b) / depth).next_multiple_of(PAIR);
     let tasks = if threads == Threads::All { 4 * thread_pool::num_threads() } else { 1 };
     let [mut left, mut right] = LAST.with(Cell::take);
     // The part that `right` holds: where there is but one, it serves all rows.
@@ -173,7 +181,8 @@ fn pack(
     if memory.len() < len {
         memory.resize(len, AmxTile::ZERO);
     }
-    let strips = if from.dense().is_some() { 1 } else { STRIPS };
+    let is_dense = from.dense().is_some() || from.dense_bf16().is_some();
+    let strips = if is_dense { 1 } else { STRIPS };
     each(threads, &mut memory[..len], strips * strip, |i, tiles| {
         let start = outer.start + i * strips * PAIR;
         let outer = start..(start + strips * PAIR).min(outer.end);
@@ -186,7 +195,7 @@ fn pack(
     });
 }
 
-/// A part of an operand in `f32`: where it lies, or widened.
+/// A part of an operand: where it lies, or widened.
 fn source<'a>(
     from: &'a impl GemmMatrix,
     outer: Range<usize>,
@@ -194,11 +203,11 @@ fn source<'a>(
     role: OperandRole,
     widened: &'a mut Vec<f32>,
 ) -> PackSource<'a> {
-    let is_bf16 = from.is_bf16();
-    if let Some(GemmOperand { data, strides: (rows, columns) }) = from.dense() {
-        let (by_outer, by_inner) = if role == OperandRole::Left { (rows, columns) } else { (columns, rows) };
-        let data = &data[outer.start * by_outer + inner.start * by_inner..];
-        return PackSource { data, outer: by_outer, inner: by_inner, is_bf16 };
+    if let Some(dense) = from.dense() {
+        return PackSource::F32(dense.part(&outer, &inner, role));
+    }
+    if let Some(dense) = from.dense_bf16() {
+        return PackSource::Bf16(dense.part(&outer, &inner, role));
     }
     // Lines of the memory go along the inner elements of a left matrix, and of a right one that is transposed.
     let along = (role == OperandRole::Left) != from.is_transposed();
@@ -208,7 +217,18 @@ fn source<'a>(
         from.widen(line, elements.start, values);
     }
     let (outer, inner) = if along { (elements.len(), 1) } else { (1, elements.len()) };
-    PackSource { data: values, outer, inner, is_bf16 }
+    let values = Strided { data: &*values, outer, inner };
+    if from.is_bf16() { PackSource::Widened(values) } else { PackSource::F32(values) }
+}
+
+impl<'a, T> GemmOperand<'a, T> {
+    /// Some outer and inner elements: rows and columns of a left operand, columns and rows of a right one.
+    fn part(self, outer: &Range<usize>, inner: &Range<usize>, role: OperandRole) -> Strided<'a, T> {
+        let (rows, columns) = self.strides;
+        let (by_outer, by_inner) = if role == OperandRole::Left { (rows, columns) } else { (columns, rows) };
+        let data = &self.data[outer.start * by_outer + inner.start * by_inner..];
+        Strided { data, outer: by_outer, inner: by_inner }
+    }
 }
 
 /// Calls `work` on each chunk of `data` with its number.
@@ -233,7 +253,7 @@ struct BlockProduct<'a> {
 
 impl BlockProduct<'_> {
     /// Rows of `count` strips from `first` on; `dst` begins with them.
-    fn rows(&self, dst: &mut [f32], first: usize, count: usize) {
+    fn rows<D: FloatElement>(&self, dst: &mut [D], first: usize, count: usize) {
         let unit = self.amx.open();
         let mut square = Accumulator::default();
         let (left, right) = (self.left, self.right);

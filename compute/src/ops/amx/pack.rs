@@ -3,6 +3,8 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
+use half::bf16;
+
 /// Inner elements of a tile.
 pub(super) const STEP: usize = 32;
 /// Outer elements of a tile, and values in a register.
@@ -19,14 +21,23 @@ impl AmxTile {
 
 /// A part of an operand: element (outer, inner) is `data[outer * outer stride + inner * inner stride]`, one of which is 1.
 #[derive(Clone, Copy)]
-pub(super) struct PackSource<'a> {
-    pub(super) data: &'a [f32],
+pub(super) struct Strided<'a, T> {
+    pub(super) data: &'a [T],
     /// Stride between outer elements.
     pub(super) outer: usize,
     /// Stride between inner elements.
     pub(super) inner: usize,
-    /// Every value is a bf16 number.
-    pub(super) is_bf16: bool,
+}
+
+/// What is packed.
+#[derive(Clone, Copy)]
+pub(super) enum PackSource<'a> {
+    /// Any numbers, in three parts.
+    F32(Strided<'a, f32>),
+    /// Numbers each of which is a bf16 number, in one part.
+    Widened(Strided<'a, f32>),
+    /// In one part.
+    Bf16(Strided<'a, bf16>),
 }
 
 /// A left tile has a row for each outer element, a right one for each pair of inner elements.
@@ -45,36 +56,109 @@ pub(super) fn pack(
     inner: usize,
     role: OperandRole,
 ) {
-    if from.is_bf16 {
-        pack_parts::<1>(tiles, from, outer, inner, role)
-    } else {
-        pack_parts::<3>(tiles, from, outer, inner, role)
+    match from {
+        PackSource::F32(from) => pack_f32::<3>(tiles, from, outer, inner, role),
+        PackSource::Widened(from) => pack_f32::<1>(tiles, from, outer, inner, role),
+        PackSource::Bf16(from) => {
+            let by_inner = from.outer == 1;
+            each_step(tiles, 1, outer.len(), inner, is_turned(by_inner, role), |tiles, first| {
+                if by_inner {
+                    pairs_bf16(tiles, from, outer.clone(), first..inner);
+                } else {
+                    rows_bf16(tiles, from, outer.clone(), first..inner);
+                }
+            });
+        }
     }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn pack_parts<const PARTS: usize>(
+fn pack_f32<const PARTS: usize>(
     tiles: &mut [AmxTile],
-    from: PackSource<'_>,
+    from: Strided<'_, f32>,
     outer: Range<usize>,
     inner: usize,
     role: OperandRole,
 ) {
-    // `rows` leaves a line for each outer element, `pairs` one for each pair of inner ones.
-    let turned = (from.outer == 1) == (role == OperandRole::Left);
-    for (tiles, first) in tiles.chunks_exact_mut(2 * PARTS).zip((0..inner).step_by(STEP)) {
-        if outer.len() < 2 * LANES || inner - first < STEP {
-            tiles.fill(AmxTile::ZERO);
-        }
-        if from.outer == 1 {
+    let by_inner = from.outer == 1;
+    each_step(tiles, PARTS, outer.len(), inner, is_turned(by_inner, role), |tiles, first| {
+        if by_inner {
             pairs::<PARTS>(tiles, from, outer.clone(), first..inner);
         } else {
             rows::<PARTS>(tiles, from, outer.clone(), first..inner);
         }
-        if turned {
+    });
+}
+
+/// Whether tiles are transposed once they are filled: what goes line by line leaves a line for each outer element, what
+/// goes inner element by inner element one for each pair of those.
+fn is_turned(by_inner: bool, role: OperandRole) -> bool {
+    by_inner == (role == OperandRole::Left)
+}
+
+/// Calls `fill` with the tiles of each step and its first inner element.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn each_step(
+    tiles: &mut [AmxTile],
+    parts: usize,
+    outer: usize,
+    inner: usize,
+    is_turned: bool,
+    fill: impl Fn(&mut [AmxTile], usize),
+) {
+    for (tiles, first) in tiles.chunks_exact_mut(2 * parts).zip((0..inner).step_by(STEP)) {
+        if outer < 2 * LANES || inner - first < STEP {
+            tiles.fill(AmxTile::ZERO);
+        }
+        fill(tiles, first);
+        if is_turned {
             tiles.iter_mut().for_each(|tile| transpose(tile));
         }
+    }
+}
+
+/// As [`rows`], of bf16 numbers: 32 of them are a line.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn rows_bf16(tiles: &mut [AmxTile], from: Strided<'_, bf16>, outer: Range<usize>, inner: Range<usize>) {
+    for (i, o) in outer.enumerate() {
+        let row = &from.data[o * from.outer..][inner.clone()];
+        if let Some(next) = row.get(2 * STEP..) {
+            _mm_prefetch::<_MM_HINT_T0>(next.as_ptr().cast());
+        }
+        put(&mut tiles[i / LANES], i % LANES, load_bf16(row));
+    }
+}
+
+/// As [`pairs`], of bf16 numbers.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn pairs_bf16<'a>(
+    tiles: &mut [AmxTile],
+    from: Strided<'a, bf16>,
+    outer: Range<usize>,
+    inner: Range<usize>,
+) {
+    /// Rows whose elements are asked for ahead of their use.
+    const AHEAD: usize = 16;
+    // Lanes 0 to 15 of two rows by turns; lanes 16 to 31.
+    let low = _mm512_set_epi16(
+        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34,
+        2, 33, 1, 32, 0,
+    );
+    let high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    let at = |k: usize| {
+        if k < inner.end { &from.data[k * from.inner + outer.start..][..outer.len()] } else { &[] }
+    };
+    for (i, k) in inner.clone().take(STEP).step_by(2).enumerate() {
+        for next in [at(k + AHEAD), at(k + AHEAD + 1)] {
+            _mm_prefetch::<_MM_HINT_T0>(next.as_ptr().cast());
+        }
+        let (even, odd) = (load_bf16(at(k)), load_bf16(at(k + 1)));
+        put(&mut tiles[0], i, _mm512_permutex2var_epi16(even, low, odd));
+        put(&mut tiles[1], i, _mm512_permutex2var_epi16(even, high, odd));
     }
 }
 
@@ -83,7 +167,7 @@ fn pack_parts<const PARTS: usize>(
 #[target_feature(enable = "avx512f,avx512bw")]
 fn rows<const PARTS: usize>(
     tiles: &mut [AmxTile],
-    from: PackSource<'_>,
+    from: Strided<'_, f32>,
     outer: Range<usize>,
     inner: Range<usize>,
 ) {
@@ -116,7 +200,7 @@ fn rows<const PARTS: usize>(
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pairs<'a, const PARTS: usize>(
     tiles: &mut [AmxTile],
-    from: PackSource<'a>,
+    from: Strided<'a, f32>,
     outer: Range<usize>,
     inner: Range<usize>,
 ) {
@@ -161,6 +245,15 @@ fn load(values: &[f32]) -> __m512 {
     let there = ((1u32 << values.len().min(LANES)) - 1) as __mmask16;
     // SAFETY: lanes that are not there are not read.
     unsafe { _mm512_maskz_loadu_ps(there, values.as_ptr()) }
+}
+
+/// The first 32 values; zeros where there are fewer.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn load_bf16(values: &[bf16]) -> __m512i {
+    let there = ((1u64 << values.len().min(2 * LANES)) - 1) as __mmask32;
+    // SAFETY: lanes that are not there are not read.
+    unsafe { _mm512_maskz_loadu_epi16(there, values.as_ptr().cast()) }
 }
 
 /// The bf16 number nearest to `x` (ties away from zero), or what `x` begins with: the last part has no more bits than that.
