@@ -27,7 +27,7 @@ use kernel::{Accumulator, PAIR};
 use pack::{AmxTile, OperandRole, PackSource, STEP, Strided};
 
 /// Elements of the right operand that are packed at a time, 2 bytes a part: about what the L2 cache holds.
-const PACKED: usize = 3 << 18;
+const PACKED: usize = 1 << 18;
 /// Most inner elements that are added up in the unit, of operands in three parts; three times as many where both have one.
 const INNER: usize = 768;
 /// Most rows that are packed at a time, for all columns: 9 MiB.
@@ -109,7 +109,7 @@ fn sums<D: FloatElement>(
     let (m, k) = (a.rows(), a.cols());
     let MatViewMut { data, stride, accumulate } = dst;
     let depth = depth(&a, &b);
-    let width = (PACKED / num_splits(&b) / depth).next_multiple_of(PAIR);
+    let width = (PACKED / depth).next_multiple_of(PAIR);
     let tasks = if threads == Threads::All { 4 * thread_pool::num_threads() } else { 1 };
     let [mut left, mut right] = LAST.with(Cell::take);
     // The part that `right` holds: where there is but one, it serves all rows.
