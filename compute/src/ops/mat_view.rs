@@ -196,6 +196,14 @@ pub(crate) enum Threads {
     All,
 }
 
+/// The side of a product on which an operand stands. Its outer elements are the rows of a left operand and the columns of
+/// a right one, its inner elements those that the product sums over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum OperandRole {
+    Left,
+    Right,
+}
+
 /// A matrix in memory: element `(i, j)` is `data[i * strides.0 + j * strides.1]`, one of which is 1.
 #[derive(Clone, Copy)]
 pub(crate) struct GemmOperand<'a, T> {

@@ -35,6 +35,7 @@ pub mod rotary;
 pub mod selftest;
 mod simd;
 mod svd;
+mod tile_product;
 
 pub use gemm::has_matrix_unit;
 pub use gpu::{GEMM_WORKSPACE, has_kernels};

@@ -8,7 +8,8 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::pack::{self, AmxTile, OperandRole, PackSource};
+use super::pack::{self, AmxTile, PackSource};
+use crate::ops::mat_view::OperandRole;
 use crate::runtime::cpu_tensor::FloatElement;
 
 /// Rows and columns of a call: two tiles each.
@@ -26,7 +27,7 @@ impl Amx {
     }
 
     /// Sets the registers up on this thread until the result is dropped. One at a time on a thread.
-    pub(super) fn open(self) -> Unit {
+    pub(crate) fn open(self) -> Unit {
         let config = TileConfig {
             palette: 1,
             start_row: 0,
@@ -113,7 +114,7 @@ struct TileConfig {
 pub(super) struct Accumulator([[f32; PAIR]; PAIR]);
 
 /// The registers, set up on one thread.
-pub(super) struct Unit(PhantomData<*const ()>);
+pub(crate) struct Unit(PhantomData<*const ()>);
 
 impl Drop for Unit {
     fn drop(&mut self) {
@@ -170,10 +171,15 @@ macro_rules! fetch {
 
 /// A loop of `$steps` steps, each of the given loads with four multiplications after each line. Tiles of the next step,
 /// which lie in the L2 cache, are asked for meanwhile: a kilobyte of each operand a line, all of them where both have
-/// three parts.
+/// three parts. The sums start from zero, or from what is at `$c` if `$keep`.
 macro_rules! square {
-    ($a:expr, $b:expr, $c:expr, $steps:expr, $a_parts:literal, $b_parts:literal, $($loads:expr),+) => {
+    ($a:expr, $b:expr, $c:expr, $steps:expr, $keep:expr, $a_parts:literal, $b_parts:literal, $($loads:expr),+) => {
         asm!(
+            "test {keep:e}, {keep:e}", "jz 3f",
+            "tileloadd tmm0, [{c} + {c_line}]", "tileloadd tmm1, [{c} + {c_line} + 64]",
+            "tileloadd tmm2, [{c_low} + {c_line}]", "tileloadd tmm3, [{c_low} + {c_line} + 64]",
+            "jmp 2f",
+            "3:",
             "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
             "2:",
             $(
@@ -187,13 +193,14 @@ macro_rules! square {
             concat!("lea {a_next}, [{a} + 2048*", $a_parts, "]"),
             concat!("lea {b_next}, [{b} + 2048*", $b_parts, "]"),
             "dec {steps}", "jnz 2b",
-            "mov {line:e}, 128",
-            "tilestored [{c} + {line}], tmm0", "tilestored [{c} + {line} + 64], tmm1",
-            "tilestored [{c} + {line} + 2048], tmm2", "tilestored [{c} + {line} + 2112], tmm3",
-            a = inout(reg) $a => _, b = inout(reg) $b => _, c = in(reg) $c, steps = inout(reg) $steps => _,
+            "tilestored [{c} + {c_line}], tmm0", "tilestored [{c} + {c_line} + 64], tmm1",
+            "tilestored [{c_low} + {c_line}], tmm2", "tilestored [{c_low} + {c_line} + 64], tmm3",
+            a = inout(reg) $a => _, b = inout(reg) $b => _, steps = inout(reg) $steps => _,
             a_next = inout(reg) $a.wrapping_byte_add(2048 * $a_parts) => _,
             b_next = inout(reg) $b.wrapping_byte_add(2048 * $b_parts) => _,
-            line = inout(reg) 64usize => _,
+            c = in(reg) $c.0, c_low = in(reg) $c.0.wrapping_byte_add(16 * $c.1), c_line = in(reg) $c.1,
+            keep = in(reg) u32::from($keep),
+            line = in(reg) 64usize,
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack),
@@ -210,11 +217,26 @@ impl Unit {
         planes: (usize, usize),
         square: &mut Accumulator,
     ) {
+        self.multiply_into(left, right, planes, square.0.as_flattened_mut(), PAIR, false);
+    }
+
+    /// `dst = [dst +] left · right` for 32 rows of 32 sums, `stride` elements from row to row.
+    pub(super) fn multiply_into(
+        &self,
+        left: &[AmxTile],
+        right: &[AmxTile],
+        planes: (usize, usize),
+        dst: &mut [f32],
+        stride: usize,
+        accumulate: bool,
+    ) {
         let steps = left.len() / (2 * planes.0);
         assert!(steps > 0 && left.len() == steps * 2 * planes.0 && right.len() == steps * 2 * planes.1);
-        let (a, b, c) = (left.as_ptr(), right.as_ptr(), square.0.as_mut_ptr());
+        assert!(stride >= PAIR && dst.len() >= (PAIR - 1) * stride + PAIR);
+        let (a, b, c) = (left.as_ptr(), right.as_ptr(), (dst.as_mut_ptr(), stride * size_of::<f32>()));
         // SAFETY: the registers are set up on this thread, which `self` cannot leave. Each step reads 2 · planes tiles
-        // of each operand, as many as the assertion says there are; `square` is 32 rows of 128 bytes.
+        // of each operand, as many as the first assertion says there are; the second says that `dst` holds what is
+        // read and written there.
         unsafe {
             match planes {
                 (3, 3) => square!(
@@ -222,6 +244,7 @@ impl Unit {
                     b,
                     c,
                     steps,
+                    accumulate,
                     3,
                     3,
                     concat!(left!("0"), right!("2")),
@@ -231,13 +254,31 @@ impl Unit {
                     left!("2"),
                     left!("0")
                 ),
-                (3, 1) => {
-                    square!(a, b, c, steps, 3, 1, concat!(left!("2"), right!("0")), left!("1"), left!("0"))
-                }
-                (1, 3) => {
-                    square!(a, b, c, steps, 1, 3, concat!(left!("0"), right!("2")), right!("1"), right!("0"))
-                }
-                (1, 1) => square!(a, b, c, steps, 1, 1, concat!(left!("0"), right!("0"))),
+                (3, 1) => square!(
+                    a,
+                    b,
+                    c,
+                    steps,
+                    accumulate,
+                    3,
+                    1,
+                    concat!(left!("2"), right!("0")),
+                    left!("1"),
+                    left!("0")
+                ),
+                (1, 3) => square!(
+                    a,
+                    b,
+                    c,
+                    steps,
+                    accumulate,
+                    1,
+                    3,
+                    concat!(left!("0"), right!("2")),
+                    right!("1"),
+                    right!("0")
+                ),
+                (1, 1) => square!(a, b, c, steps, accumulate, 1, 1, concat!(left!("0"), right!("0"))),
                 _ => unreachable!("a value is one part or three"),
             }
         }

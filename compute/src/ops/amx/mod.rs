@@ -13,18 +13,20 @@ mod kernel;
 mod pack;
 #[cfg(test)]
 mod tests;
+mod tile;
 
 use std::cell::Cell;
 use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::mat_view::{GemmMatrix, GemmOperand, MatViewMut, Threads, is_f32, store};
+use super::mat_view::{GemmMatrix, GemmOperand, MatViewMut, OperandRole, Threads, is_f32, store};
 use crate::runtime::cpu_tensor::{FloatElement, first, unwritten};
 use crate::runtime::thread_pool;
-pub(crate) use kernel::Amx;
 use kernel::{Accumulator, PAIR};
-use pack::{AmxTile, OperandRole, PackSource, STEP, Strided};
+pub(crate) use kernel::{Amx, Unit};
+use pack::{AmxTile, PackSource, STEP, Strided};
+pub(super) use tile::AmxOperand;
 
 /// Elements of the right operand that are packed at a time, 2 bytes a part: about what the L2 cache holds.
 const PACKED: usize = 1 << 18;
@@ -50,9 +52,14 @@ thread_local! {
     static WIDENED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// Whether a product of this shape is faster here.
-pub(super) fn is_profitable(m: usize, n: usize, k: usize) -> bool {
-    m.min(n).min(k) >= PAIR && m * n * k >= LEAST
+/// Whether a product of this shape is faster here. Where an operand or the result is bf16, thin products are, too: the
+/// adapters'. They fill an eighth of a register's rows or more, and elsewhere what is bf16 is widened first.
+pub(super) fn is_profitable(m: usize, n: usize, k: usize, has_bf16: bool) -> bool {
+    if !has_bf16 {
+        return m.min(n).min(k) >= PAIR && m * n * k >= LEAST;
+    }
+    let padded = [m, n, k].map(|size| size.next_multiple_of(PAIR));
+    m.min(n).min(k) >= PAIR / 8 && padded.iter().product::<usize>() >= LEAST
 }
 
 /// `dst = [dst +] alpha · a · b`, with `a: [m, k]` and `b: [k, n]`, none of which is empty.
@@ -218,7 +225,7 @@ fn source<'a>(
     }
     let (outer, inner) = if along { (elements.len(), 1) } else { (1, elements.len()) };
     let values = Strided { data: &*values, outer, inner };
-    if from.is_bf16() { PackSource::Widened(values) } else { PackSource::F32(values) }
+    if from.is_bf16() { PackSource::Rounded(values) } else { PackSource::F32(values) }
 }
 
 impl<'a, T> GemmOperand<'a, T> {

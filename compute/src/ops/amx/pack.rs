@@ -5,6 +5,8 @@ use std::ops::Range;
 
 use half::bf16;
 
+use crate::ops::mat_view::OperandRole;
+
 /// Inner elements of a tile.
 pub(super) const STEP: usize = 32;
 /// Outer elements of a tile, and values in a register.
@@ -34,20 +36,14 @@ pub(super) struct Strided<'a, T> {
 pub(super) enum PackSource<'a> {
     /// Any numbers, in three parts.
     F32(Strided<'a, f32>),
-    /// Numbers each of which is a bf16 number, in one part.
-    Widened(Strided<'a, f32>),
+    /// Rounded to bf16, in one part.
+    Rounded(Strided<'a, f32>),
     /// In one part.
     Bf16(Strided<'a, bf16>),
 }
 
-/// A left tile has a row for each outer element, a right one for each pair of inner elements.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum OperandRole {
-    Left,
-    Right,
-}
-
-/// Fills `tiles` with up to 32 outer elements, step by step; in a step part by part, two tiles each. Zeros where there is nothing.
+/// Fills `tiles` with up to 32 outer elements, step by step; in a step part by part, two tiles each. A left tile has a row
+/// for each outer element, a right one for each pair of inner elements. Zeros where there is nothing.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) fn pack(
     tiles: &mut [AmxTile],
@@ -58,7 +54,7 @@ pub(super) fn pack(
 ) {
     match from {
         PackSource::F32(from) => pack_f32::<3>(tiles, from, outer, inner, role),
-        PackSource::Widened(from) => pack_f32::<1>(tiles, from, outer, inner, role),
+        PackSource::Rounded(from) => pack_f32::<1>(tiles, from, outer, inner, role),
         PackSource::Bf16(from) => {
             let by_inner = from.outer == 1;
             each_step(tiles, 1, outer.len(), inner, is_turned(by_inner, role), |tiles, first| {
@@ -135,12 +131,7 @@ fn rows_bf16(tiles: &mut [AmxTile], from: Strided<'_, bf16>, outer: Range<usize>
 /// As [`pairs`], of bf16 numbers.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn pairs_bf16<'a>(
-    tiles: &mut [AmxTile],
-    from: Strided<'a, bf16>,
-    outer: Range<usize>,
-    inner: Range<usize>,
-) {
+fn pairs_bf16<'a>(tiles: &mut [AmxTile], from: Strided<'a, bf16>, outer: Range<usize>, inner: Range<usize>) {
     /// Rows whose elements are asked for ahead of their use.
     const AHEAD: usize = 16;
     // Lanes 0 to 15 of two rows by turns; lanes 16 to 31.
@@ -187,7 +178,8 @@ fn rows<const PARTS: usize>(
         let (first, second) = row.split_at(row.len().min(LANES));
         let (mut x, mut y) = (load(first), load(second));
         for part in 0..PARTS {
-            let (x0, y0) = (top(x, part + 1 < PARTS), top(y, part + 1 < PARTS));
+            let round = PARTS == 1 || part + 1 < PARTS;
+            let (x0, y0) = (top(x, round), top(y, round));
             let both = _mm512_permutex2var_epi16(_mm512_castps_si512(x0), upper, _mm512_castps_si512(y0));
             put(&mut tiles[2 * part + i / LANES], i % LANES, both);
             (x, y) = (_mm512_sub_ps(x, x0), _mm512_sub_ps(y, y0));
@@ -221,7 +213,8 @@ fn pairs<'a, const PARTS: usize>(
             let values = |row: &'a [f32]| row.get(half * LANES..).unwrap_or(&[]);
             let (mut x, mut y) = (load(values(even)), load(values(odd)));
             for part in 0..PARTS {
-                let (x0, y0) = (top(x, part + 1 < PARTS), top(y, part + 1 < PARTS));
+                let round = PARTS == 1 || part + 1 < PARTS;
+                let (x0, y0) = (top(x, round), top(y, round));
                 let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(x0));
                 let both = _mm512_or_si512(low, _mm512_castps_si512(y0));
                 put(&mut tiles[2 * part + half], i, both);
@@ -256,7 +249,8 @@ fn load_bf16(values: &[bf16]) -> __m512i {
     unsafe { _mm512_maskz_loadu_epi16(there, values.as_ptr().cast()) }
 }
 
-/// The bf16 number nearest to `x` (ties away from zero), or what `x` begins with: the last part has no more bits than that.
+/// The bf16 number nearest to `x` (ties away from zero), or what `x` begins with: the last of three parts has no more bits
+/// than that.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn top(x: __m512, round: bool) -> __m512 {

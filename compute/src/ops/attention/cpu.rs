@@ -1,20 +1,25 @@
 //! Flash attention on the CPU: square tiles, online softmax, exact skipping of tiles nobody sees.
 //!
-//! Keys and values are packed once per key/value head into dense f32; a task is one (span, head, block of query
-//! rows) forward and one (span, head) backward. Results are written in task order, so a run repeats to the bit for
-//! any number of threads.
+//! Queries, keys and values are laid out for products once, tile by tile. A task is one (span, head, block of query rows)
+//! forward and one (span, head, run of key tiles) backward. In bf16 the probabilities and the gradients of the scores are
+//! rounded to bf16 for the products that follow, as FlashAttention does on GPUs. Results are summed in task order, so a
+//! run repeats to the bit for any number of threads.
+
+mod backward;
 
 use std::ops::Range;
 
-use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::{AttentionKind, AttentionOutput, Qkv, Span};
 use crate::error::Result;
-use crate::ops::gemm::{MatView, MatViewMut, Threads, matmul};
+use crate::ops::gemm::MatView;
+use crate::ops::mat_view::{OperandRole, is_f32};
 use crate::ops::matmul::ColumnView;
 use crate::ops::simd;
-use crate::runtime::cpu_tensor::{FloatElement, PlainElement, dims2, read, tensor, unwritten, with_elem};
+use crate::ops::tile_product::{SQUARE, TileMultiplier, TileOperand};
+use crate::runtime::cpu_tensor::{FloatElement, PlainElement, dims2, read, tensor, with_elem};
+pub(super) use backward::backward;
 
 /// Rows and columns of a score tile.
 const TILE: usize = 64;
@@ -25,19 +30,24 @@ pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Resu
     let (rows, _) = dims2(qkv.q.tensor)?;
     let (heads, dim) = (kind.heads.num_heads, kind.heads.head_dim);
     with_elem!(qkv.q.tensor.dtype(), T => {
-        let (k, v) = (packed::<T>(qkv.k, dim, 1.0)?, packed::<T>(qkv.v, dim, 1.0)?);
-        let q = packed::<T>(qkv.q, dim, kind.scale as f32)?;
-        let tasks: Vec<(Span, usize, usize)> = spans
-            .iter()
-            .flat_map(|&span| (0..heads).flat_map(move |h| (0..span.q_len).step_by(TASK_ROWS).map(move |i| (span, h, i))))
+        let (q, k, v) = (read::<T>(qkv.q.tensor)?, read::<T>(qkv.k.tensor)?, read::<T>(qkv.v.tensor)?);
+        let q = HeadRows::new(&q, qkv.q, dim)?;
+        let (k, v) = (HeadRows::new(&k, qkv.k, dim)?, HeadRows::new(&v, qkv.v, dim)?);
+        let keys = TilesBySpan::of(spans, kind.heads.num_kv_heads, |span| span.k_len, |span, head, tile| {
+            let at = span.k_start + tile.start..span.k_start + tile.end;
+            KeyTile {
+                k: TileOperand::of(&k.rows(head, at.clone()).t(), OperandRole::Right),
+                v: TileOperand::of(&v.rows(head, at), OperandRole::Right),
+            }
+        });
+        let tasks: Vec<(usize, usize, usize)> = (0..spans.len())
+            .flat_map(|s| (0..heads).flat_map(move |h| (0..spans[s].q_len).step_by(TASK_ROWS).map(move |i| (s, h, i))))
             .collect();
         let done: Vec<(Vec<f32>, Vec<f32>)> = tasks
             .par_iter()
-            .map(|&(span, h, from)| {
-                let kv = h * kind.heads.num_kv_heads / heads;
-                let q = &q[h][span.q_start * dim..];
-                let (k, v) = (&k[kv][span.k_start * dim..], &v[kv][span.k_start * dim..]);
-                forward_rows(q, k, v, span, from, kind)
+            .map(|&(s, h, from)| {
+                let keys = keys.of_head(s, h * kind.heads.num_kv_heads / heads);
+                forward_rows(&q, h, keys, spans[s], from, kind)
             })
             .collect();
         // Zeros, for rows of no span.
@@ -45,108 +55,108 @@ pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Resu
         let mut out = T::zeros(rows * width);
         out.par_chunks_mut(TASK_ROWS * width).enumerate().for_each(|(i, out)| {
             let here = i * TASK_ROWS..(i + 1) * TASK_ROWS;
-            for ((span, h, from), (o, _)) in tasks.iter().zip(&done) {
-                for (n, o) in rows_in(&here, o, dim, span.q_start + from) {
-                    narrow(&mut out[(n - here.start) * width + h * dim..][..dim], o);
+            for ((s, h, from), (o, _)) in tasks.iter().zip(&done) {
+                for (n, o) in rows_in(&here, o, padded(dim), spans[*s].q_start + from) {
+                    narrow(&mut out[(n - here.start) * width + h * dim..][..dim], &o[..dim]);
                 }
             }
         });
         let mut lse = vec![0f32; heads * rows];
-        for ((span, h, from), (_, l)) in tasks.iter().zip(&done) {
-            let at = h * rows + span.q_start + from;
+        for ((s, h, from), (_, l)) in tasks.iter().zip(&done) {
+            let at = h * rows + spans[*s].q_start + from;
             lse[at..at + l.len()].copy_from_slice(l);
         }
         Ok(AttentionOutput { out: tensor(out, (rows, width))?, lse: tensor(lse, (heads, rows))? })
     })
 }
 
-pub(super) fn backward(
-    qkv: Qkv<'_>,
-    attended: &AttentionOutput,
-    dout: &Tensor,
-    spans: &[Span],
-    kind: AttentionKind,
-) -> Result<Tensor> {
-    let (rows, _) = dims2(dout)?;
-    let (heads, kv_heads, dim) = (kind.heads.num_heads, kind.heads.num_kv_heads, kind.heads.head_dim);
-    with_elem!(dout.dtype(), T => {
-        let (k, v) = (packed::<T>(qkv.k, dim, 1.0)?, packed::<T>(qkv.v, dim, 1.0)?);
-        let q = packed::<T>(qkv.q, dim, kind.scale as f32)?;
-        let o = packed::<T>(ColumnView::all(&attended.out), dim, 1.0)?;
-        let do_ = packed::<T>(ColumnView::all(dout), dim, 1.0)?;
-        let lse = read::<f32>(&attended.lse)?;
-        let tasks: Vec<(Span, usize)> =
-            spans.iter().flat_map(|&span| (0..heads).map(move |h| (span, h))).collect();
-        let done: Vec<CpuGradients> = tasks
-            .par_iter()
-            .map(|&(span, h)| {
-                let kv = h * kv_heads / heads;
-                let rows_of = |x: &'_ [Vec<f32>], head: usize| -> Range<usize> {
-                    debug_assert!(x[head].len() >= (span.q_start + span.q_len) * dim);
-                    span.q_start * dim..(span.q_start + span.q_len) * dim
-                };
-                let inputs = CpuInputs {
-                    q: &q[h][rows_of(&q, h)],
-                    k: &k[kv][rows_of(&k, kv)],
-                    v: &v[kv][rows_of(&v, kv)],
-                    o: &o[h][rows_of(&o, h)],
-                    do_: &do_[h][rows_of(&do_, h)],
-                    lse: &lse[h * rows + span.q_start..][..span.q_len],
-                };
-                backward_span(&inputs, span, kind)
-            })
-            .collect();
-        let width = kind.heads.qkv_width();
-        let mut out = unwritten::<T>(rows * width);
-        out.par_chunks_mut(TASK_ROWS * width).enumerate().for_each(|(i, out)| {
-            let here = i * TASK_ROWS..(i + 1) * TASK_ROWS;
-            let mut sums = vec![0f32; out.len()];
-            for ((span, h), g) in tasks.iter().zip(&done) {
-                let kv = h * kv_heads / heads;
-                let columns = [(h * dim, &g.dq), ((heads + kv) * dim, &g.dk), ((heads + kv_heads + kv) * dim, &g.dv)];
-                for (column, part) in columns {
-                    for (n, row) in rows_in(&here, part, dim, span.q_start) {
-                        let sums = &mut sums[(n - here.start) * width + column..][..dim];
-                        sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
-                    }
-                }
-            }
-            narrow(out, &sums);
-        });
-        tensor(out, (rows, width))
-    })
+/// `dim` with room for whole squares.
+fn padded(dim: usize) -> usize {
+    dim.next_multiple_of(SQUARE)
 }
 
-/// Each head of some columns as a dense `[rows, D]` f32 matrix, times `scale`.
-fn packed<T: FloatElement>(columns: ColumnView<'_>, dim: usize, scale: f32) -> Result<Vec<Vec<f32>>> {
-    let (rows, width) = dims2(columns.tensor)?;
-    let data = read::<T>(columns.tensor)?;
-    let data: &[T] = &data;
-    Ok((0..columns.len / dim)
-        .into_par_iter()
-        .map(|head| {
-            let mut dense: Vec<f32> = unwritten(rows * dim);
-            for (n, row) in dense.chunks_exact_mut(dim).enumerate() {
-                let at = n * width + columns.start + head * dim;
-                for (y, x) in row.iter_mut().zip(&data[at..at + dim]) {
-                    *y = x.widen() * scale;
-                }
+/// The heads of some columns of a matrix.
+struct HeadRows<'a, T> {
+    data: &'a [T],
+    /// Elements from a row to the next.
+    width: usize,
+    dim: usize,
+}
+
+impl<'a, T: FloatElement> HeadRows<'a, T> {
+    /// `data` are the elements of the tensor of `columns`.
+    fn new(data: &'a [T], columns: ColumnView<'_>, dim: usize) -> Result<Self> {
+        let (_, width) = dims2(columns.tensor)?;
+        Ok(HeadRows { data: data.get(columns.start..).unwrap_or(&[]), width, dim })
+    }
+
+    /// Some rows of a head, `[rows, D]`.
+    fn rows(&self, head: usize, rows: Range<usize>) -> MatView<'a, T> {
+        MatView::new(
+            &self.data[rows.start * self.width + head * self.dim..],
+            rows.len(),
+            self.dim,
+            self.width,
+        )
+    }
+
+    fn row(&self, head: usize, row: usize) -> &'a [T] {
+        &self.data[row * self.width + head * self.dim..][..self.dim]
+    }
+}
+
+/// What is made of each tile of each head of each span.
+struct TilesBySpan<X> {
+    tiles: Vec<X>,
+    /// Where those of a span begin, and how many a head of it has.
+    spans: Vec<(usize, usize)>,
+}
+
+impl<X: Send> TilesBySpan<X> {
+    /// `len` says how many rows a span has; `make` is called with a span, a head and some of the rows.
+    fn of(
+        spans: &[Span],
+        heads: usize,
+        len: impl Fn(&Span) -> usize,
+        make: impl Fn(&Span, usize, Range<usize>) -> X + Sync,
+    ) -> Self {
+        let mut all = Vec::new();
+        let mut begins = Vec::with_capacity(spans.len());
+        for span in spans {
+            let len = len(span);
+            begins.push((all.len(), len.div_ceil(TILE)));
+            for head in 0..heads {
+                all.extend((0..len).step_by(TILE).map(|at| (span, head, at..(at + TILE).min(len))));
             }
-            dense
-        })
-        .collect())
+        }
+        let tiles = all.into_par_iter().map(|(span, head, rows)| make(span, head, rows)).collect();
+        TilesBySpan { tiles, spans: begins }
+    }
+
+    /// The tiles of a head in order.
+    fn of_head(&self, span: usize, head: usize) -> &[X] {
+        let (begin, count) = self.spans[span];
+        &self.tiles[begin + head * count..][..count]
+    }
+}
+
+/// Keys and values of a tile: right operands of `Q Kᵀ` and `P V`.
+struct KeyTile {
+    k: TileOperand,
+    v: TileOperand,
 }
 
 /// The rows of a head's part, the first of which is row `first` of the batch, that are among `rows`, with their numbers.
+/// A row of the part has `width` values.
 fn rows_in<'a>(
     rows: &Range<usize>,
     part: &'a [f32],
-    dim: usize,
+    width: usize,
     first: usize,
 ) -> impl Iterator<Item = (usize, &'a [f32])> {
     let from = rows.start.max(first);
-    let to = rows.end.min(first + part.len() / dim).max(from);
-    (from..to).zip(part.chunks_exact(dim).skip(from - first))
+    let to = rows.end.min(first + part.len() / width).max(from);
+    (from..to).zip(part.chunks_exact(width).skip(from - first))
 }
 
 fn narrow<T: FloatElement>(dst: &mut [T], src: &[f32]) {
@@ -155,59 +165,91 @@ fn narrow<T: FloatElement>(dst: &mut [T], src: &[f32]) {
     }
 }
 
-/// Query rows `from..from + TASK_ROWS` of one head: output `[rows, D]` and log-sum-exp `[rows]`.
-fn forward_rows(
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
+/// Query rows `from..from + TASK_ROWS` of one head: output `[rows, padded D]` and log-sum-exp `[rows]`.
+fn forward_rows<T: FloatElement>(
+    q: &HeadRows<'_, T>,
+    head: usize,
+    keys: &[KeyTile],
     span: Span,
     from: usize,
     kind: AttentionKind,
 ) -> (Vec<f32>, Vec<f32>) {
-    let dim = kind.heads.head_dim;
+    let width = padded(kind.heads.head_dim);
     let rows = TASK_ROWS.min(span.q_len - from);
-    let mut out = vec![0f32; rows * dim];
+    let mut out = vec![0f32; rows.next_multiple_of(SQUARE) * width];
     let mut lse = vec![0f32; rows];
-    let mut scores = vec![0f32; TILE * TILE];
+    let mut tiles = ForwardTiles::new();
     for first in (0..rows).step_by(TILE) {
         let n = TILE.min(rows - first);
-        let o = &mut out[first * dim..(first + n) * dim];
-        let mut max = [f32::NEG_INFINITY; TILE];
-        let mut sum = [0f32; TILE];
-        let q = MatView::new(&q[(from + first) * dim..], n, dim, dim);
-        let (k_from, _) = span.visible(from + first, kind.window);
-        let (_, k_to) = span.visible(from + first + n - 1, kind.window);
-        for key in (k_from / TILE * TILE..k_to).step_by(TILE) {
-            let m = TILE.min(k_to - key);
-            tile_product(&mut scores, m, q, MatView::new(&k[key * dim..], m, dim, dim).t());
-            for i in 0..n {
-                let row = &mut scores[i * m..(i + 1) * m];
-                let seen = seen_in_tile(span, from + first + i, key, m, kind);
-                let shrink = online_softmax(row, seen, kind.softcap, &mut max[i], &mut sum[i]);
-                if shrink != 1.0 {
-                    o[i * dim..(i + 1) * dim].iter_mut().for_each(|o| *o *= shrink);
-                }
-            }
-            let dst = MatViewMut { data: o, stride: dim, accumulate: true };
-            matmul(
-                dst,
-                MatView::new(&scores, n, m, m),
-                MatView::new(&v[key * dim..], m, dim, dim),
-                1.0,
-                Threads::One,
-            );
-        }
-        for i in 0..n {
-            let inverse = 1.0 / sum[i];
-            o[i * dim..(i + 1) * dim].iter_mut().for_each(|o| *o *= inverse);
-            lse[first + i] = max[i] + sum[i].ln();
-        }
+        let at = span.q_start + from + first;
+        tiles.q.fill(&q.rows(head, at..at + n), false);
+        let o = &mut out[first * width..];
+        tiles.attend(o, &mut lse[first..first + n], keys, span, from + first, kind, !is_f32::<T>());
     }
+    out.truncate(rows * width);
     (out, lse)
 }
 
-fn tile_product(scores: &mut [f32], stride: usize, a: MatView<'_, f32>, b: MatView<'_, f32>) {
-    matmul(MatViewMut { data: scores, stride, accumulate: false }, a, b, 1.0, Threads::One);
+/// The memory of a forward task.
+struct ForwardTiles {
+    multiplier: TileMultiplier,
+    q: TileOperand,
+    p: TileOperand,
+    scores: Vec<f32>,
+}
+
+impl ForwardTiles {
+    fn new() -> Self {
+        ForwardTiles {
+            multiplier: TileMultiplier::open(),
+            q: TileOperand::new(OperandRole::Left),
+            p: TileOperand::new(OperandRole::Left),
+            scores: vec![0f32; TILE * TILE],
+        }
+    }
+
+    /// The output of the queries in `q`, the first of which is query `first` of the span; as many as `lse` is long.
+    #[allow(clippy::too_many_arguments)]
+    fn attend(
+        &mut self,
+        o: &mut [f32],
+        lse: &mut [f32],
+        keys: &[KeyTile],
+        span: Span,
+        first: usize,
+        kind: AttentionKind,
+        rounded: bool,
+    ) {
+        let (n, dim) = (lse.len(), kind.heads.head_dim);
+        let width = padded(dim);
+        let mut max = [f32::NEG_INFINITY; TILE];
+        let mut sum = [0f32; TILE];
+        let (k_from, _) = span.visible(first, kind.window);
+        let (_, k_to) = span.visible(first + n - 1, kind.window);
+        for key in (k_from / TILE * TILE..k_to).step_by(TILE) {
+            let m = TILE.min(k_to - key);
+            let tile = &keys[key / TILE];
+            self.multiplier.multiply(&self.q, &tile.k, &mut self.scores, TILE, false);
+            // Keys of the tile past `m` are seen by no query: their columns become zero.
+            let len = TILE.min(span.k_len - key);
+            for i in 0..n {
+                let row = &mut self.scores[i * TILE..][..len];
+                let seen = seen_in_tile(span, first + i, key, m, kind);
+                let score = (kind.scale as f32, kind.softcap);
+                let shrink = online_softmax(row, seen, score, &mut max[i], &mut sum[i]);
+                if shrink != 1.0 {
+                    o[i * width..][..dim].iter_mut().for_each(|o| *o *= shrink);
+                }
+            }
+            self.p.fill(&MatView::new(&self.scores, n, len, TILE), rounded);
+            self.multiplier.multiply(&self.p, &tile.v, o, width, true);
+        }
+        for i in 0..n {
+            let inverse = 1.0 / sum[i];
+            o[i * width..][..dim].iter_mut().for_each(|o| *o *= inverse);
+            lse[i] = max[i] + sum[i].ln();
+        }
+    }
 }
 
 /// The columns of the tile at `key` (width `m`) that query `i` sees.
@@ -217,13 +259,13 @@ fn seen_in_tile(span: Span, i: usize, key: usize, m: usize, kind: AttentionKind)
     (from, (to.clamp(key, key + m) - key).max(from))
 }
 
-/// Turns a row of scores into `exp(score − max)` with the running maximum, zeroes what is not seen, adds to the
-/// running sum, and returns the factor for what was accumulated before.
+/// Turns a row of products of queries and keys into `exp(score − max)` with the running maximum, zeroes what is not seen,
+/// adds to the running sum, and returns the factor for what was accumulated before.
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
 fn online_softmax(
     row: &mut [f32],
     (from, to): (usize, usize),
-    softcap: Option<f64>,
+    (scale, softcap): (f32, Option<f64>),
     max: &mut f32,
     sum: &mut f32,
 ) -> f32 {
@@ -233,9 +275,12 @@ fn online_softmax(
     if seen.is_empty() {
         return 1.0;
     }
-    if let Some(cap) = softcap {
-        let cap = cap as f32;
-        seen.iter_mut().for_each(|s| *s = cap * simd::tanh(*s / cap));
+    match softcap {
+        None => seen.iter_mut().for_each(|s| *s *= scale),
+        Some(cap) => {
+            let cap = cap as f32;
+            seen.iter_mut().for_each(|s| *s = cap * simd::tanh(*s * scale / cap));
+        }
     }
     let new = simd::max(seen);
     let new = if new > *max {
@@ -252,95 +297,4 @@ fn online_softmax(
     *sum = *sum * shrink + simd::sum_of(seen, |s| s);
     *max = new;
     shrink
-}
-
-/// One head of one span, all `[len, D]`; `q` is scaled.
-struct CpuInputs<'a> {
-    q: &'a [f32],
-    k: &'a [f32],
-    v: &'a [f32],
-    o: &'a [f32],
-    do_: &'a [f32],
-    lse: &'a [f32],
-}
-
-struct CpuGradients {
-    dq: Vec<f32>,
-    dk: Vec<f32>,
-    dv: Vec<f32>,
-}
-
-fn backward_span(x: &CpuInputs<'_>, span: Span, kind: AttentionKind) -> CpuGradients {
-    let (len, dim) = (span.q_len, kind.heads.head_dim);
-    let zeros = || vec![0f32; len * dim];
-    let mut g = CpuGradients { dq: zeros(), dk: zeros(), dv: zeros() };
-    let delta: Vec<f32> =
-        x.o.chunks_exact(dim)
-            .zip(x.do_.chunks_exact(dim))
-            .map(|(o, d)| simd::sum_of2(o, d, |o, d| o * d))
-            .collect();
-    let (mut p, mut dp) = (vec![0f32; TILE * TILE], vec![0f32; TILE * TILE]);
-    for key in (0..len).step_by(TILE) {
-        let m = TILE.min(len - key);
-        let keys = key * dim..(key + m) * dim;
-        let (k, v) =
-            (MatView::new(&x.k[keys.clone()], m, dim, dim), MatView::new(&x.v[keys.clone()], m, dim, dim));
-        // The last key of the tile is seen by no query past the window.
-        let last_query = kind.window.map_or(len, |window| (key + m - 1 + window).min(len));
-        for first in (key..last_query).step_by(TILE) {
-            let n = TILE.min(last_query - first);
-            let queries = first * dim..(first + n) * dim;
-            let q = MatView::new(&x.q[queries.clone()], n, dim, dim);
-            let do_ = MatView::new(&x.do_[queries.clone()], n, dim, dim);
-            tile_product(&mut p, m, q, k.t());
-            tile_product(&mut dp, m, do_, v.t());
-            for i in 0..n {
-                let (p, dp) = (&mut p[i * m..(i + 1) * m], &mut dp[i * m..(i + 1) * m]);
-                let seen = seen_in_tile(span, first + i, key, m, kind);
-                score_gradient(p, dp, seen, kind.softcap, x.lse[first + i], delta[first + i]);
-            }
-            let (p, ds) = (MatView::new(&p, n, m, m), MatView::new(&dp, n, m, m));
-            accumulate(&mut g.dv[keys.clone()], dim, p.t(), do_, 1.0);
-            accumulate(&mut g.dk[keys.clone()], dim, ds.t(), q, 1.0);
-            accumulate(&mut g.dq[queries], dim, ds, k, kind.scale as f32);
-        }
-    }
-    g
-}
-
-fn accumulate(data: &mut [f32], stride: usize, a: MatView<'_, f32>, b: MatView<'_, f32>, alpha: f32) {
-    matmul(MatViewMut { data, stride, accumulate: true }, a, b, alpha, Threads::One);
-}
-
-/// Scores in `p` become probabilities, `dp` becomes the gradient of the (scaled, uncapped) scores.
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn score_gradient(
-    p: &mut [f32],
-    dp: &mut [f32],
-    (from, to): (usize, usize),
-    softcap: Option<f64>,
-    lse: f32,
-    delta: f32,
-) {
-    p[..from].fill(0.0);
-    p[to..].fill(0.0);
-    dp[..from].fill(0.0);
-    dp[to..].fill(0.0);
-    let (p, dp) = (&mut p[from..to], &mut dp[from..to]);
-    match softcap {
-        None => {
-            for (p, dp) in p.iter_mut().zip(dp) {
-                *p = simd::exp(*p - lse);
-                *dp = *p * (*dp - delta);
-            }
-        }
-        Some(cap) => {
-            let cap = cap as f32;
-            for (p, dp) in p.iter_mut().zip(dp) {
-                let tanh = simd::tanh(*p / cap);
-                *p = simd::exp(cap * tanh - lse);
-                *dp = *p * (*dp - delta) * (1.0 - tanh * tanh);
-            }
-        }
-    }
 }

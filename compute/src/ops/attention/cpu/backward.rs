@@ -1,0 +1,294 @@
+//! The backward: probabilities made again from the rows' log-sum-exp, five products a pair of tiles.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+use rayon::prelude::*;
+
+use super::super::{AttentionKind, AttentionOutput, Qkv, Span};
+use super::{HeadRows, TASK_ROWS, TILE, TilesBySpan, narrow, padded, rows_in, seen_in_tile};
+use crate::error::Result;
+use crate::ops::gemm::MatView;
+use crate::ops::mat_view::{OperandRole, is_f32};
+use crate::ops::matmul::ColumnView;
+use crate::ops::simd;
+use crate::ops::tile_product::{TileMultiplier, TileOperand};
+use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
+
+/// Fewest keys of a task.
+const TASK_KEYS: usize = 256;
+/// Most tasks of a head: each holds gradients of the queries that see its keys until all are summed.
+const TASKS: usize = 4;
+
+/// Keys of a task of a row of `len` tokens.
+fn task_keys(len: usize) -> usize {
+    len.div_ceil(TASKS).next_multiple_of(TILE).max(TASK_KEYS)
+}
+
+pub(in super::super) fn backward(
+    qkv: Qkv<'_>,
+    attended: &AttentionOutput,
+    dout: &Tensor,
+    spans: &[Span],
+    kind: AttentionKind,
+) -> Result<Tensor> {
+    let (rows, _) = dims2(dout)?;
+    let (heads, kv_heads, dim) = (kind.heads.num_heads, kind.heads.num_kv_heads, kind.heads.head_dim);
+    with_elem!(dout.dtype(), T => {
+        let (q, k, v) = (read::<T>(qkv.q.tensor)?, read::<T>(qkv.k.tensor)?, read::<T>(qkv.v.tensor)?);
+        let (o, do_) = (read::<T>(&attended.out)?, read::<T>(dout)?);
+        let q = HeadRows::new(&q, qkv.q, dim)?;
+        let (k, v) = (HeadRows::new(&k, qkv.k, dim)?, HeadRows::new(&v, qkv.v, dim)?);
+        let o = HeadRows::new(&o, ColumnView::all(&attended.out), dim)?;
+        let do_ = HeadRows::new(&do_, ColumnView::all(dout), dim)?;
+        let keys = TilesBySpan::of(spans, kv_heads, |span| span.q_len, |span, head, tile| {
+            KeyTile::new(&k.rows(head, within(span, &tile)), &v.rows(head, within(span, &tile)))
+        });
+        let queries = TilesBySpan::of(spans, heads, |span| span.q_len, |span, head, tile| {
+            QueryTile::new(&q, &o, &do_, head, within(span, &tile))
+        });
+        let lse = read::<f32>(&attended.lse)?;
+        let lse: &[f32] = &lse;
+        let tasks: Vec<(usize, usize, usize)> = (0..spans.len())
+            .flat_map(|s| (0..heads).flat_map(move |h| {
+                let len = spans[s].q_len;
+                (0..len).step_by(task_keys(len)).map(move |i| (s, h, i))
+            }))
+            .collect();
+        let done: Vec<HeadGradients> = tasks
+            .par_iter()
+            .map(|&(s, h, from)| {
+                let span = spans[s];
+                let head = HeadTiles {
+                    keys: keys.of_head(s, h * kv_heads / heads),
+                    queries: queries.of_head(s, h),
+                    lse: &lse[h * rows + span.q_start..][..span.q_len],
+                };
+                head.gradients(span, from, kind, !is_f32::<T>())
+            })
+            .collect();
+        let width = kind.heads.qkv_width();
+        let mut out = unwritten::<T>(rows * width);
+        out.par_chunks_mut(TASK_ROWS * width).enumerate().for_each(|(i, out)| {
+            let here = i * TASK_ROWS..(i + 1) * TASK_ROWS;
+            let mut sums = vec![0f32; out.len()];
+            for ((s, h, from), g) in tasks.iter().zip(&done) {
+                let kv = h * kv_heads / heads;
+                let columns = [(h * dim, &g.dq), ((heads + kv) * dim, &g.dk), ((heads + kv_heads + kv) * dim, &g.dv)];
+                for (column, part) in columns {
+                    for (n, row) in rows_in(&here, part, padded(dim), spans[*s].q_start + from) {
+                        let sums = &mut sums[(n - here.start) * width + column..][..dim];
+                        sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+                    }
+                }
+            }
+            narrow(out, &sums);
+        });
+        tensor(out, (rows, width))
+    })
+}
+
+/// Rows of the batch.
+fn within(span: &Span, rows: &Range<usize>) -> Range<usize> {
+    span.q_start + rows.start..span.q_start + rows.end
+}
+
+/// Keys and values of a tile: right operands of `Q Kᵀ`, `dO Vᵀ` and `dS K`.
+struct KeyTile {
+    k_transposed: TileOperand,
+    v_transposed: TileOperand,
+    k: TileOperand,
+}
+
+impl KeyTile {
+    fn new<T: FloatElement>(k: &MatView<'_, T>, v: &MatView<'_, T>) -> Self {
+        KeyTile {
+            k_transposed: TileOperand::of(&k.t(), OperandRole::Right),
+            v_transposed: TileOperand::of(&v.t(), OperandRole::Right),
+            k: TileOperand::of(k, OperandRole::Right),
+        }
+    }
+}
+
+/// Queries of a tile and the gradients of their outputs: left operands of `Q Kᵀ`, `dO Vᵀ`, `Qᵀ dS` and `dOᵀ P`.
+struct QueryTile {
+    q: TileOperand,
+    q_transposed: TileOperand,
+    dout: TileOperand,
+    dout_transposed: TileOperand,
+    /// `Σ o · do` of each query.
+    delta: Vec<f32>,
+}
+
+impl QueryTile {
+    fn new<T: FloatElement>(
+        q: &HeadRows<'_, T>,
+        o: &HeadRows<'_, T>,
+        dout: &HeadRows<'_, T>,
+        head: usize,
+        rows: Range<usize>,
+    ) -> Self {
+        let delta = |row: usize| delta(o.row(head, row), dout.row(head, row));
+        let (q, dout) = (q.rows(head, rows.clone()), dout.rows(head, rows.clone()));
+        QueryTile {
+            q: TileOperand::of(&q, OperandRole::Left),
+            q_transposed: TileOperand::of(&q.t(), OperandRole::Left),
+            dout: TileOperand::of(&dout, OperandRole::Left),
+            dout_transposed: TileOperand::of(&dout.t(), OperandRole::Left),
+            delta: rows.map(delta).collect(),
+        }
+    }
+}
+
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+fn delta<T: FloatElement>(o: &[T], dout: &[T]) -> f32 {
+    simd::sum_of2(o, dout, |o, d| o.widen() * d.widen())
+}
+
+/// What a task adds to the gradients of one head, `[rows, padded D]` each, from the first key of its run on: of queries to the
+/// last one that sees one of the keys, of the keys and values of the run.
+struct HeadGradients {
+    dq: Vec<f32>,
+    dk: Vec<f32>,
+    dv: Vec<f32>,
+}
+
+/// One head of one span.
+struct HeadTiles<'a> {
+    keys: &'a [KeyTile],
+    queries: &'a [QueryTile],
+    lse: &'a [f32],
+}
+
+/// The memory of a task.
+struct BackwardTiles {
+    multiplier: TileMultiplier,
+    /// Probabilities and gradients of scores, of a pair of tiles.
+    p: Vec<f32>,
+    ds: Vec<f32>,
+    /// The same as right operands of `dOᵀ P` and `Qᵀ dS`, and as the left one of `dS K`.
+    p_right: TileOperand,
+    ds_right: TileOperand,
+    ds_left: TileOperand,
+    /// `dKᵀ` and `dVᵀ` of a tile: `[padded D, TILE]`.
+    dk: Vec<f32>,
+    dv: Vec<f32>,
+}
+
+impl BackwardTiles {
+    fn new(width: usize) -> Self {
+        BackwardTiles {
+            multiplier: TileMultiplier::open(),
+            p: vec![0f32; TILE * TILE],
+            ds: vec![0f32; TILE * TILE],
+            p_right: TileOperand::new(OperandRole::Right),
+            ds_right: TileOperand::new(OperandRole::Right),
+            ds_left: TileOperand::new(OperandRole::Left),
+            dk: vec![0f32; width * TILE],
+            dv: vec![0f32; width * TILE],
+        }
+    }
+}
+
+impl HeadTiles<'_> {
+    /// The gradients that come of the keys of the task that begins with key `from`.
+    fn gradients(&self, span: Span, from: usize, kind: AttentionKind, rounded: bool) -> HeadGradients {
+        let (len, width) = (span.q_len, padded(kind.heads.head_dim));
+        let to = len.min(from + task_keys(len));
+        // A key is seen by no query past the window.
+        let last_query = |keys_to: usize| kind.window.map_or(len, |window| (keys_to - 1 + window).min(len));
+        let zeros = |rows: usize| vec![0f32; rows * width];
+        let num_queries = last_query(to) - from;
+        let mut dq = zeros(num_queries.next_multiple_of(TILE));
+        let (mut dk, mut dv) = (zeros(to - from), zeros(to - from));
+        let mut tiles = BackwardTiles::new(width);
+        for key in (from..to).step_by(TILE) {
+            let m = TILE.min(len - key);
+            tiles.dk.fill(0.0);
+            tiles.dv.fill(0.0);
+            for first in (key..last_query(key + m)).step_by(TILE) {
+                let dq = &mut dq[(first - from) * width..];
+                self.add_pair(&mut tiles, span, (first, key), kind, rounded, dq);
+            }
+            let at = (key - from) * width;
+            transpose(&mut dk[at..at + m * width], width, &tiles.dk, kind.scale as f32);
+            transpose(&mut dv[at..at + m * width], width, &tiles.dv, 1.0);
+        }
+        dq.truncate(num_queries * width);
+        let scale = kind.scale as f32;
+        dq.iter_mut().for_each(|x| *x *= scale);
+        HeadGradients { dq, dk, dv }
+    }
+
+    /// Adds what the tile of queries at `first` and that of keys at `key` give; `dq` begins with those queries.
+    fn add_pair(
+        &self,
+        tiles: &mut BackwardTiles,
+        span: Span,
+        (first, key): (usize, usize),
+        kind: AttentionKind,
+        rounded: bool,
+        dq: &mut [f32],
+    ) {
+        let (queries, keys) = (&self.queries[first / TILE], &self.keys[key / TILE]);
+        let (n, m) = (TILE.min(span.q_len - first), TILE.min(span.q_len - key));
+        let BackwardTiles { multiplier, p, ds, p_right, ds_right, ds_left, dk, dv } = tiles;
+        multiplier.multiply(&queries.q, &keys.k_transposed, p, TILE, false);
+        multiplier.multiply(&queries.dout, &keys.v_transposed, ds, TILE, false);
+        for i in 0..n {
+            let (p, ds) = (&mut p[i * TILE..][..m], &mut ds[i * TILE..][..m]);
+            let seen = seen_in_tile(span, first + i, key, m, kind);
+            let score = (kind.scale as f32, kind.softcap);
+            score_gradient(p, ds, seen, score, self.lse[first + i], queries.delta[i]);
+        }
+        let (p, ds) = (MatView::new(p, n, m, TILE), MatView::new(ds, n, m, TILE));
+        p_right.fill(&p, rounded);
+        ds_right.fill(&ds, rounded);
+        ds_left.fill(&ds, rounded);
+        multiplier.multiply(&queries.dout_transposed, p_right, dv, TILE, true);
+        multiplier.multiply(&queries.q_transposed, ds_right, dk, TILE, true);
+        multiplier.multiply(ds_left, &keys.k, dq, padded(kind.heads.head_dim), true);
+    }
+}
+
+/// Row j of `dst` becomes column j of `src: [.., TILE]`, times `scale`.
+fn transpose(dst: &mut [f32], width: usize, src: &[f32], scale: f32) {
+    for (j, row) in dst.chunks_exact_mut(width).enumerate() {
+        for (x, from) in row.iter_mut().zip(src.chunks_exact(TILE)) {
+            *x = scale * from[j];
+        }
+    }
+}
+
+/// Products of queries and keys in `p` become probabilities, `dp` becomes the gradient of the (scaled, uncapped) scores.
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
+fn score_gradient(
+    p: &mut [f32],
+    dp: &mut [f32],
+    (from, to): (usize, usize),
+    (scale, softcap): (f32, Option<f64>),
+    lse: f32,
+    delta: f32,
+) {
+    p[..from].fill(0.0);
+    p[to..].fill(0.0);
+    dp[..from].fill(0.0);
+    dp[to..].fill(0.0);
+    let (p, dp) = (&mut p[from..to], &mut dp[from..to]);
+    match softcap {
+        None => {
+            for (p, dp) in p.iter_mut().zip(dp) {
+                *p = simd::exp(*p * scale - lse);
+                *dp = *p * (*dp - delta);
+            }
+        }
+        Some(cap) => {
+            let cap = cap as f32;
+            for (p, dp) in p.iter_mut().zip(dp) {
+                let tanh = simd::tanh(*p * scale / cap);
+                *p = simd::exp(cap * tanh - lse);
+                *dp = *p * (*dp - delta) * (1.0 - tanh * tanh);
+            }
+        }
+    }
+}
