@@ -27,7 +27,7 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::model::ModelConfig;
 use crate::recipe::{DataSource, Recipe, RecipeText};
 use crate::report::{Terminal, Verbosity};
-use crate::runtime::device;
+use crate::runtime::{device, thread_pool};
 use crate::setup::{
     AdapterSetup, BaseCheck, BaseModel, DatasetLoader, EngineOptions, ResolvedSource, Resolver,
 };
@@ -37,6 +37,7 @@ use crate::setup::{
 /// # Errors
 /// Whatever the verb could not do; its kind is the exit code.
 pub fn run(cli: Cli) -> Result<()> {
+    thread_pool::check_environment(&|name| std::env::var_os(name))?;
     match cli.verb {
         Some(Verb::Recipes(args)) => recipes::run(args),
         Some(Verb::Completions(args)) => completions::run(&args),
