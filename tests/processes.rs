@@ -5,12 +5,15 @@
 
 mod skipped;
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use skipped::skipped;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_finetune");
+
+const CACHE: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/processes");
 
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
@@ -44,6 +47,8 @@ fn mpirun() -> Option<Command> {
     let mut command = Command::new("mpirun");
     command.args(["--oversubscribe", "--allow-run-as-root"]);
     command.env("HF_HUB_OFFLINE", "1").env("RAYON_NUM_THREADS", "1").env("FINETUNE_RDZV_TIMEOUT", "20");
+    // Where processes that were given no secret keep one of their own.
+    command.env("XDG_CACHE_HOME", CACHE);
     Some(command)
 }
 
@@ -92,6 +97,8 @@ fn same_bytes(processes: usize, here: usize, more: &[&str]) {
     }
     // The tensors of the tiny model make four shares at most.
     assert_eq!(compared, 3 * (processes * here).min(4));
+    let secret = Path::new(CACHE).join("finetune/rendezvous/secret").metadata().unwrap();
+    assert_eq!(secret.permissions().mode() & 0o777, 0o600);
 }
 
 #[test]

@@ -87,16 +87,24 @@ impl RendezvousOptions {
         }
     }
 
-    /// The options with `master` and what the environment names: the secret, `FINETUNE_RDZV_TIMEOUT` (seconds to wait
-    /// for all ranks) and `FINETUNE_RDZV_BIND`.
+    /// The options with `master` and what the environment names: the secret (without one that of the user, for the
+    /// loopback address), `FINETUNE_RDZV_TIMEOUT` (seconds to wait for all ranks) and `FINETUNE_RDZV_BIND`.
     ///
     /// # Errors
-    /// [`crate::error::ErrorCategory::User`] when a variable cannot be used.
+    /// [`crate::error::ErrorCategory::User`] when a variable cannot be used, or a secret cannot be kept.
     pub fn from_environment(
         master: Option<Master>,
         lookup: &dyn Fn(&str) -> Option<OsString>,
     ) -> Result<Self> {
         let mut options = Self::new(master, Secret::from_environment(lookup)?);
+        if let (Secret::Absent, Some(master)) = (&options.secret, &options.master) {
+            match Secret::of_user(lookup) {
+                Ok(secret) => options.secret = secret,
+                Err(error) if master.is_loopback() => return Err(error),
+                // Without it an address of this host is refused once its name is resolved; others are in any case.
+                Err(_) => {}
+            }
+        }
         let text = |name: &str| {
             let value = lookup(name).filter(|value| !value.is_empty())?;
             Some(value.to_string_lossy().into_owned())

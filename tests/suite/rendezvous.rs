@@ -1,5 +1,7 @@
 //! The rendezvous of processes over loopback: joins that succeed and that must not, hostile connections, failures.
 
+mod secret;
+
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -160,20 +162,6 @@ fn processes_may_hold_several_ranks() {
 }
 
 #[test]
-fn loopback_does_without_a_secret_on_both_sides_only() {
-    let none = |port| RendezvousOptions { secret: Secret::Absent, ..options(port) };
-    let (first, port) = host(2, &none(0));
-    let error = refusal(plain_guest(1, 2, port));
-    assert!(error.to_string().contains("rank 0 was started without a secret"), "{error}");
-    all_join(vec![first, guest(request(1, 2), &none(port))]);
-
-    let away = RendezvousOptions { master: master("192.0.2.1", 29500, 1), ..none(0) };
-    let error = refusal(guest(request(1, 2), &away));
-    assert_eq!(error.kind(), ErrorCategory::User);
-    assert!(error.to_string().contains("FINETUNE_RDZV_WITHOUT_SECRET=1"), "{error}");
-}
-
-#[test]
 fn a_wrong_or_missing_secret_is_refused_and_the_rendezvous_goes_on() {
     let (logged, lines) = logging(options(0));
     let (first, port) = host(2, &logged);
@@ -185,7 +173,7 @@ fn a_wrong_or_missing_secret_is_refused_and_the_rendezvous_goes_on() {
         assert!(error.to_string().contains("its secret is not the one of rank 0"), "{error}");
         assert!(error.to_string().contains("FINETUNE_RDZV_SECRET"), "{error}");
     }
-    let none = RendezvousOptions { secret: Secret::Absent, ..options(port) };
+    let none = RendezvousOptions { secret: Secret::Waived, ..options(port) };
     let error = refusal(guest(request(1, 2), &none));
     assert!(
         error.to_string().contains("rank 0 was started with a secret, the other process without"),
