@@ -44,9 +44,20 @@ pub(super) fn place(given: &str, home: Option<&Path>) -> Result<Reference> {
 }
 
 fn bad_id(given: &str, why: &str) -> Error {
+    let given = without_user(given);
     Error::user(format!("`{given}` is neither a path that exists nor an id on the hub"))
         .because(why)
         .hint("give a folder, or an id such as `owner/name`")
+}
+
+/// An address without the user name and password in it, which nobody but its server should see.
+fn without_user(given: &str) -> String {
+    let parts = given.split_once("://").and_then(|(scheme, rest)| {
+        let end = rest.find('/').unwrap_or(rest.len());
+        let user = rest[..end].rfind('@')?;
+        Some(format!("{scheme}://(hidden){}", &rest[user..]))
+    });
+    parts.unwrap_or_else(|| given.to_owned())
 }
 
 /// Why a text that names nothing on this machine was nevertheless meant as a path.
@@ -191,6 +202,15 @@ mod tests {
             assert_eq!(place(id, None).unwrap(), Reference::Hub(id.to_owned()));
         }
         assert_eq!(place("hf://src/x", None).unwrap(), Reference::Hub("src/x".to_owned()));
+    }
+
+    #[test]
+    fn a_password_in_an_address_is_not_repeated() {
+        for address in ["https://ada:geheim@hub/a/b", "https://ada:geheim@hub", "hf://ada:geheim@y"] {
+            let error = place(address, None).unwrap_err().to_string();
+            assert!(!error.contains("geheim") && error.contains("://(hidden)@"), "{error}");
+        }
+        assert_eq!(without_user("https://hub/a@b"), "https://hub/a@b");
     }
 
     #[test]

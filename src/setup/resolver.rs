@@ -12,6 +12,9 @@ use crate::recipe::DataSource;
 use crate::report::Terminal;
 use crate::weights::{ModelFiles, ModelIdentity, RangeReader, RemoteRange};
 
+/// A file that takes longer than a moment to hash is told, in bytes.
+const LONG_TO_HASH: u64 = 1 << 30;
+
 /// Finds models, adapters and data sets for a command.
 pub struct Resolver<'a> {
     options: HubOptions,
@@ -168,6 +171,10 @@ impl<'a> Resolver<'a> {
                 self.terminal.line(format!("downloading {files} files, {}", crate::units::bytes(bytes)));
             }
             DownloadEvent::Plan { .. } => {}
+            DownloadEvent::Check { file, bytes } if bytes >= LONG_TO_HASH => {
+                self.terminal.line(format!("checking {file} in the cache, {}", crate::units::bytes(bytes)));
+            }
+            DownloadEvent::Check { .. } => {}
             DownloadEvent::Start { file, bytes, present } => {
                 self.terminal.download_start(file, bytes);
                 self.terminal.download_advance(present);
