@@ -7,6 +7,8 @@
 
 #[path = "../golden_run/mod.rs"]
 mod golden_run;
+#[path = "../hub_double/mod.rs"]
+mod hub_double;
 #[path = "../logits/mod.rs"]
 mod logits;
 #[path = "../place/mod.rs"]
@@ -32,5 +34,6 @@ mod qlora;
 mod quantized;
 mod shared_models;
 mod split;
+mod surface;
 mod tokens;
 mod train;
