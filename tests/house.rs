@@ -22,6 +22,8 @@ macro_rules! regex {
 
 #[path = "house/cycles.rs"]
 mod cycles;
+#[path = "house/dependencies.rs"]
+mod dependencies;
 #[path = "house/docs.rs"]
 mod docs;
 #[path = "house/items.rs"]
