@@ -236,6 +236,7 @@ fn every_command_works() {
     docs/formats.md: 2 run, 0 parsed, 0 of other programs
     docs/ranks-and-launchers.md: 4 run, 7 parsed, 3 of other programs
     docs/recipes.md: 7 run, 0 parsed, 0 of other programs
+    docs/reliability.md: 0 run, 0 parsed, 0 of other programs
     ");
 }
 
@@ -272,6 +273,33 @@ fn every_file_that_is_named_is_there() {
         }
     }
     assert!(checked >= 60, "{checked}");
+}
+
+/// Every promise of docs/reliability.md names tests, and each is in a file of its row.
+#[test]
+fn every_test_that_shows_a_promise_is_there() {
+    let page = fs::read_to_string(root().join("docs/reliability.md")).unwrap();
+    let backticks = regex::Regex::new("`([^`]+)`").unwrap();
+    let mut tests = 0;
+    for row in page.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| promise |")) {
+        let shown = row.rsplit(" | ").next().unwrap();
+        let (mut source, mut in_row) = (String::new(), 0);
+        for found in backticks.captures_iter(shown) {
+            if found[1].ends_with(".rs") {
+                source = fs::read_to_string(root().join(&found[1])).unwrap();
+            } else {
+                assert!(
+                    source.contains(&format!("fn {}()", &found[1])),
+                    "{row}: there is no test {}",
+                    &found[1]
+                );
+                in_row += 1;
+            }
+        }
+        assert!(in_row > 0, "no test shows: {row}");
+        tests += in_row;
+    }
+    assert!(tests >= 60, "{tests}");
 }
 
 #[test]
