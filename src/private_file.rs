@@ -1,5 +1,5 @@
 //! Files that hold a secret: the token of the hub, the secret of a rendezvous. They are used only where no other user of
-//! the machine can read or change them.
+//! the machine can read or change them. What holds a secret beside other things is shown without it.
 
 use std::fs::{DirBuilder, File};
 use std::io::{self, ErrorKind, Read, Write};
@@ -95,6 +95,16 @@ fn check_folder(folder: &Path, what: &str) -> Result<()> {
     Err(Error::user(format!("cannot keep {what} in {}", folder.display())).because(why))
 }
 
+/// An address without the user name and password in it, which nobody but its server should see.
+pub(crate) fn without_user(given: &str) -> String {
+    let parts = given.split_once("://").and_then(|(scheme, rest)| {
+        let end = rest.find('/').unwrap_or(rest.len());
+        let user = rest[..end].rfind('@')?;
+        Some(format!("{scheme}://(hidden){}", &rest[user..]))
+    });
+    parts.unwrap_or_else(|| given.to_owned())
+}
+
 /// The number of the user that this process acts as.
 pub(crate) fn own_uid() -> u32 {
     // SAFETY: geteuid takes nothing and cannot fail.
@@ -150,6 +160,18 @@ mod tests {
         assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
         assert_eq!(path.parent().unwrap().metadata().unwrap().mode() & 0o777, 0o700);
         assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_password_in_an_address_is_hidden() {
+        for (given, shown) in [
+            ("https://ada:geheim@hub/a@b", "https://(hidden)@hub/a@b"),
+            ("https://a@b:geheim@hub", "https://(hidden)@hub"),
+            ("https://hub/a@b", "https://hub/a@b"),
+            ("owner/name@main", "owner/name@main"),
+        ] {
+            assert_eq!(without_user(given), shown);
+        }
     }
 
     #[test]

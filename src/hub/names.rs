@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use super::options::expand_home;
 use crate::error::{Error, Result};
+use crate::private_file::without_user;
 
 /// What the user meant by a model or data set.
 #[derive(Debug, PartialEq, Eq)]
@@ -48,16 +49,6 @@ fn bad_id(given: &str, why: &str) -> Error {
     Error::user(format!("`{given}` is neither a path that exists nor an id on the hub"))
         .because(why)
         .hint("give a folder, or an id such as `owner/name`")
-}
-
-/// An address without the user name and password in it, which nobody but its server should see.
-fn without_user(given: &str) -> String {
-    let parts = given.split_once("://").and_then(|(scheme, rest)| {
-        let end = rest.find('/').unwrap_or(rest.len());
-        let user = rest[..end].rfind('@')?;
-        Some(format!("{scheme}://(hidden){}", &rest[user..]))
-    });
-    parts.unwrap_or_else(|| given.to_owned())
 }
 
 /// Why a text that names nothing on this machine was nevertheless meant as a path.
@@ -210,7 +201,6 @@ mod tests {
             let error = place(address, None).unwrap_err().to_string();
             assert!(!error.contains("geheim") && error.contains("://(hidden)@"), "{error}");
         }
-        assert_eq!(without_user("https://hub/a@b"), "https://hub/a@b");
     }
 
     #[test]

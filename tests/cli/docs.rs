@@ -289,7 +289,7 @@ fn every_test_that_shows_a_promise_is_there() {
                 source = fs::read_to_string(root().join(&found[1])).unwrap();
             } else {
                 assert!(
-                    source.contains(&format!("fn {}()", &found[1])),
+                    source.contains(&format!("fn {}(", &found[1])),
                     "{row}: there is no test {}",
                     &found[1]
                 );
