@@ -2,7 +2,7 @@
 //!
 //! A folder is a run's by its record (`.finetune/run.json`). One of a program that kept no record yet is recognised by a
 //! sound checkpoint in it: its manifest and digests. What else lies there is then taken for the run's by its contents:
-//! recipe.toml if it has every key that the checkpoint was made under, metrics.jsonl if every line is one of a run,
+//! recipe.toml if it has every key that the checkpoint was made under, metrics.jsonl if it is empty or has a line of a run,
 //! README.md if it says that this program wrote it, and beside such a recipe.toml the files that the checkpoint has too.
 
 use std::path::Path;
@@ -270,7 +270,11 @@ fn adopted(
     });
     let names = saved.result_names()?;
     let ours = |name: &str| match name {
-        METRICS => metrics::read(&output.join(METRICS)).is_ok(),
+        METRICS => {
+            let path = output.join(METRICS);
+            let empty = path.metadata().is_ok_and(|found| found.len() == 0);
+            empty || metrics::read(&path).is_ok_and(|entries| !entries.is_empty())
+        }
         CARD => has_recipe && text(CARD).contains("trained by `finetune`"),
         _ => has_recipe,
     };

@@ -201,9 +201,17 @@ impl TrainRun<'_> {
             Some(state) => MetricsLog::resume(&path, state.step)?,
             None => MetricsLog::create(&path)?,
         };
+        if let Some(text) = metrics.note() {
+            self.terminal.warn(text);
+        }
         let events = output.join("tensorboard");
         let wanted = self.plan.recipe.log.tensorboard;
-        let tensorboard = wanted.then(|| EventWriter::create(&events, state.map(|s| s.step))).transpose()?;
+        let opened = wanted.then(|| EventWriter::create(&events, state.map(|s| s.step)));
+        let tensorboard = opened.and_then(|opened| {
+            let unopened =
+                |error: Error| self.terminal.warn(format!("no TensorBoard events: {}", error.in_one_line()));
+            opened.map_err(unopened).ok()
+        });
         Ok(Reporter { terminal: self.terminal, metrics, tensorboard })
     }
 }
