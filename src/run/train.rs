@@ -11,6 +11,7 @@ use super::card::{card, html};
 use super::device_failure::explained;
 use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, date_text};
 use super::showcase::{self, Question};
+use super::space;
 use super::trainer::trainer;
 use super::weights_writer::weights_writer;
 use crate::checkpoint::{
@@ -154,10 +155,11 @@ impl TrainRun<'_> {
             output: output.to_owned(),
             keep_last: settings.keep_last,
             in_background: settings.async_save,
+            bytes: space::checkpoint_bytes(plan)?,
             write_weights: weights_writer(plan, true, trainer)?,
         };
         let first = world.rank() == 0;
-        let saver = Saver::new(options, first, self.writers)?;
+        let saver = Saver::new(options, first, self.writers);
         let mut sampler = plan.sampler()?;
         let state = self.resumed.map(|saved| &saved.state);
         if let Some(state) = state {
