@@ -113,7 +113,8 @@ pub(super) fn digest(folder: &Path) -> Result<String> {
 
 /// Whether `folder` holds the files of its manifest, by names and sizes, and nothing else.
 pub(super) fn is_complete(folder: &Path) -> bool {
-    let manifest = std::fs::read_to_string(folder.join(FILE)).ok();
+    let path = folder.join(FILE);
+    let manifest = plain(&path).ok().and_then(|()| std::fs::read_to_string(&path).ok());
     let manifest = manifest.and_then(|text| serde_json::from_str::<Manifest>(&text).ok());
     let (Some(manifest), Ok(present)) = (manifest, files_below(folder)) else { return false };
     let listed = |(name, path): &(String, PathBuf)| {
@@ -131,6 +132,7 @@ pub(super) fn verify(folder: &Path) -> Result<()> {
             .because(why)
             .hint("`--resume` without a folder takes the newest sound checkpoint of the output folder")
     };
+    plain(&path).map_err(|what| damaged(format!("{FILE} is {what}")))?;
     let text = std::fs::read_to_string(&path).map_err(|e| damaged(format!("{FILE}: {e}")))?;
     let manifest: Manifest = serde_json::from_str(&text).map_err(|e| damaged(format!("{FILE}: {e}")))?;
     if manifest.schema != super::SCHEMA {
@@ -143,6 +145,7 @@ pub(super) fn verify(folder: &Path) -> Result<()> {
     let present: BTreeMap<String, PathBuf> = files_below(folder)?.into_iter().collect();
     for (name, wanted) in &manifest.files {
         let Some(path) = present.get(name) else { return Err(damaged(format!("{name} is missing"))) };
+        plain(path).map_err(|what| damaged(format!("{name} is {what}")))?;
         let found = listed(path)?;
         if found.bytes != wanted.bytes {
             return Err(damaged(format!("{name} has {} bytes, {} were written", found.bytes, wanted.bytes)));
@@ -154,6 +157,18 @@ pub(super) fn verify(folder: &Path) -> Result<()> {
     match present.keys().find(|name| !manifest.files.contains_key(*name)) {
         Some(name) => Err(damaged(format!("{name} does not belong to it"))),
         None => Ok(()),
+    }
+}
+
+/// What is at `path` instead of a plain file, and what to do about it. Nothing else is opened: a link may lead anywhere,
+/// and whoever opens a pipe waits.
+fn plain(path: &Path) -> Result<(), &'static str> {
+    match path.symlink_metadata().map(|found| found.file_type()) {
+        Ok(kind) if kind.is_symlink() => Err("a link: put the file itself in its place"),
+        Ok(kind) if kind.is_dir() => Err("a folder: put the file itself in its place"),
+        Ok(kind) if !kind.is_file() => Err("a pipe or a device: put the file itself in its place"),
+        // What cannot be looked at cannot be opened either, which says why.
+        _ => Ok(()),
     }
 }
 

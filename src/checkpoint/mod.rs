@@ -20,6 +20,7 @@ mod process;
 mod run_folder;
 mod saver;
 mod snapshot;
+mod space;
 
 use std::path::{Path, PathBuf};
 
@@ -230,7 +231,15 @@ fn number<N: std::str::FromStr + ToString>(text: &str) -> Option<N> {
 /// # Errors
 /// Storage: `output` cannot be read.
 pub fn has_any(output: &Path) -> Result<bool> {
-    Ok(list(output)?.iter().any(|(_, folder)| manifest::is_there(folder)))
+    count(output).map(|found| found > 0)
+}
+
+/// How many checkpoints, sound or not, `output` holds.
+///
+/// # Errors
+/// Storage: `output` cannot be read.
+pub fn count(output: &Path) -> Result<u64> {
+    Ok(list(output)?.iter().filter(|(_, folder)| manifest::is_there(folder)).count() as u64)
 }
 
 /// What stands in `output` under the names of checkpoints of these `steps` and is none, nor a damaged one.

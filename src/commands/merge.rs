@@ -5,6 +5,7 @@ use crate::adapter::{self, MergeOptions};
 use crate::cli::MergeArgs;
 use crate::error::Result;
 use crate::recipe::{DataSource, ModelSection, Recipe};
+use crate::run::interrupt::removing_on_signals;
 use crate::run::{MergeBase, MergeCheck};
 use crate::setup::{BaseModel, EngineOptions, Resolver};
 use crate::units;
@@ -45,7 +46,9 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let files = base.files.as_ref().ok_or_else(|| crate::error::Error::internal("a model without files"))?;
     let options =
         MergeOptions { dtype: args.dtype, base: decided.values, skip: &decided.skipped, verify: &verify };
-    let report = adapter::merge(files, &adapter, &args.output, &options)?;
+    let report = removing_on_signals(&args.output, &terminal, || {
+        adapter::merge(files, &adapter, &args.output, &options)
+    })?;
     let bytes: u64 = report.files.iter().map(|file| file.bytes).sum();
     terminal.line(format!(
         "merged {} modules, replaced {}, copied {} tensors: {} in {}",

@@ -129,7 +129,16 @@ impl TrainLoop<'_> {
             done.after = self.evaluate(done.steps)?;
         }
         self.saver.finish(self.trainer.engine.store.mesh().world())?;
+        self.say_notes();
         Ok(done)
+    }
+
+    /// What went wrong beside saving and ends no run.
+    fn say_notes(&mut self) {
+        let notes = self.saver.take_notes();
+        if let Some(reporter) = &self.reporter {
+            notes.iter().for_each(|text| reporter.terminal.warn(text));
+        }
     }
 
     fn save(&mut self, moment: Progress) -> Result<()> {
@@ -144,6 +153,7 @@ impl TrainLoop<'_> {
     fn step(&mut self, step: &Step) -> Result<(StepReport, bool)> {
         let (started, waited) = (Instant::now(), self.clock.read());
         self.saver.check(self.trainer.engine.store.mesh().world())?;
+        self.say_notes();
         let result = self.trainer.step(step)?;
         let secs = started.elapsed().as_secs_f64();
         let computed = secs - (self.clock.read() - waited).as_secs_f64();

@@ -4,6 +4,7 @@
 
 mod card;
 mod device_failure;
+pub(crate) mod interrupt;
 pub(crate) mod merge_check;
 pub(crate) mod nvidia_libraries;
 pub(crate) mod op_speeds;
@@ -12,6 +13,7 @@ pub(crate) mod ranks;
 pub(crate) mod scaling;
 pub(crate) mod showcase;
 pub(crate) mod signals;
+mod space;
 pub(crate) mod train;
 mod trainer;
 mod weights_writer;

@@ -40,7 +40,7 @@ pub(crate) fn watch() -> Result<Arc<AtomicBool>> {
 }
 
 /// Whether the process was started with `signal` ignored.
-fn is_ignored(signal: c_int) -> bool {
+pub(super) fn is_ignored(signal: c_int) -> bool {
     // SAFETY: zeroes are a valid `sigaction`, which the call fills in; without a new action it changes nothing.
     unsafe {
         let mut current: libc::sigaction = std::mem::zeroed();

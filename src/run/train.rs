@@ -11,6 +11,7 @@ use super::card::{card, html};
 use super::device_failure::explained;
 use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, date_text};
 use super::showcase::{self, Question};
+use super::space;
 use super::trainer::trainer;
 use super::weights_writer::weights_writer;
 use crate::checkpoint::{
@@ -154,10 +155,11 @@ impl TrainRun<'_> {
             output: output.to_owned(),
             keep_last: settings.keep_last,
             in_background: settings.async_save,
+            bytes: space::checkpoint_bytes(plan)?,
             write_weights: weights_writer(plan, true, trainer)?,
         };
         let first = world.rank() == 0;
-        let saver = Saver::new(options, first, self.writers)?;
+        let saver = Saver::new(options, first, self.writers);
         let mut sampler = plan.sampler()?;
         let state = self.resumed.map(|saved| &saved.state);
         if let Some(state) = state {
@@ -201,9 +203,17 @@ impl TrainRun<'_> {
             Some(state) => MetricsLog::resume(&path, state.step)?,
             None => MetricsLog::create(&path)?,
         };
+        if let Some(text) = metrics.note() {
+            self.terminal.warn(text);
+        }
         let events = output.join("tensorboard");
         let wanted = self.plan.recipe.log.tensorboard;
-        let tensorboard = wanted.then(|| EventWriter::create(&events, state.map(|s| s.step))).transpose()?;
+        let opened = wanted.then(|| EventWriter::create(&events, state.map(|s| s.step)));
+        let tensorboard = opened.and_then(|opened| {
+            let unopened =
+                |error: Error| self.terminal.warn(format!("no TensorBoard events: {}", error.in_one_line()));
+            opened.map_err(unopened).ok()
+        });
         Ok(Reporter { terminal: self.terminal, metrics, tensorboard })
     }
 }

@@ -24,6 +24,7 @@ mod shard;
 pub mod sidecar_files;
 mod summary;
 mod tensor_info;
+mod unfinished;
 mod write;
 
 pub use crate::stored_dtype::{StoredDtype, StoredElement};
@@ -37,6 +38,10 @@ pub use resized_embedding::ResizedEmbedding;
 pub use shard::{RangeReader, RemoteRange};
 pub use summary::{Summary, Tally, TensorGroup, summary, summary_of};
 pub use tensor_info::TensorInfo;
+pub(crate) use unfinished::{
+    Unfinished, discard_unfinished, is_alive, sweep, sync_folder, sync_tree, temporary,
+};
+pub(crate) use write::write_failed;
 pub use write::{
     Metadata, TensorSink, WriteEntry, Written, split, write_file, write_file_with, write_index,
     write_index_of, write_sharded, write_shards, write_text,
