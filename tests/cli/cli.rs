@@ -668,6 +668,10 @@ fn recipes_listed_and_shown() {
     # Type in which gradients are summed over ranks.
     # Accepted: "f32", "bf16".
     reduce_dtype = "f32"
+    # Seconds without progress after which a rank counts as hung and the run ends, loading and saving included;
+    # default: learned from the run, 15 at least.
+    # Accepted: a whole number from 1 to 31536000.
+    # timeout_secs =
 
     # What is saved on the way and at the end.
     [checkpoint]

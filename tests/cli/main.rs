@@ -26,6 +26,7 @@ mod doctor;
 mod export;
 mod failure;
 mod golden_ranks;
+mod hangs;
 mod output_folder;
 mod planning;
 mod qlora;
