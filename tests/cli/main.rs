@@ -21,6 +21,7 @@ mod bench;
 mod cli;
 mod cli_runs;
 mod device_failure;
+mod divergence;
 mod docs;
 mod doctor;
 mod export;
