@@ -57,6 +57,8 @@ fn help_of_the_root() {
           --gpus <LIST>              Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the
                                      CPU]
           --ranks <N>                Train on the CPU with this many ranks, threads of this process
+          --max-restarts <N>         Start the run again from its newest checkpoint, so often at most,
+                                     when it crashed, was killed or hung
           --force-base               Accept a checkpoint or adapter of another base model
           --dry-run                  Print the resolved recipe and what the run would do; train nothing
           --offline                  Use only what is on this machine

@@ -32,6 +32,7 @@ mod output_folder;
 mod planning;
 mod qlora;
 mod quantized;
+mod restarts;
 mod shared_models;
 mod split;
 mod tokens;
