@@ -124,6 +124,9 @@ pub struct TrainArgs {
     /// Train on the CPU with this many ranks, threads of this process
     #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: Option<u16>,
+    /// Start the run again from its newest checkpoint, so often at most, when it crashed, was killed or hung
+    #[arg(long, value_name = "N")]
+    pub max_restarts: Option<u16>,
     /// Accept a checkpoint or adapter of another base model
     #[arg(long)]
     pub force_base: bool,

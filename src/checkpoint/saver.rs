@@ -166,6 +166,11 @@ impl<'a> Saver<'a> {
         Ok(())
     }
 
+    /// Whether a save in the background has not been waited for.
+    pub fn is_saving(&self) -> bool {
+        self.writing.is_some()
+    }
+
     /// Looks whether a save in the background has failed on this rank.
     ///
     /// # Errors

@@ -16,12 +16,15 @@ use crate::report::{Terminal, Verbosity};
 use crate::run::output_folder::{OutputFolder, date_text, parse_date};
 use crate::run::ranks::{self, RankSetup};
 use crate::run::train::TrainRun;
-use crate::run::{showcase, signals};
+use crate::run::{restarts, showcase, signals};
 use crate::setup::Resolver;
 
 /// Trains the model of a recipe.
 pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let started = Instant::now();
+    if let Some(restarts) = args.max_restarts.filter(|_| !args.dry_run) {
+        return restarts::supervise(args, restarts);
+    }
     let launch = ranks::launch(args)?;
     let terminal = match launch.rank {
         0 => terminal(&args.common),

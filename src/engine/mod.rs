@@ -8,6 +8,7 @@
 //! - No update happens when the loss or the gradient norm is not finite.
 
 mod compare;
+mod divergence;
 mod evaluate;
 mod generate;
 mod objective;
@@ -18,6 +19,7 @@ mod trainer;
 use candle_core::{Device, Tensor};
 
 pub use compare::Comparison;
+pub use divergence::{BadValue, BadValueHolder};
 pub use evaluate::Evaluation;
 pub use generate::{LogitsProcessor, Sampling};
 pub use objective::{CrossEntropy, LossSums, MetricSum, Objective, ObjectiveInput, ObjectiveOutput};
@@ -80,6 +82,7 @@ struct BatchLayout {
 
 impl Engine {
     fn layout(&self, batch: &Batch) -> Result<BatchLayout> {
+        self.store.mesh().world().expect_tokens(batch.targets.len());
         let spans: Vec<Span> = batch.segments.iter().map(|s| Span::sequence(s.start, s.len)).collect();
         let tables = self.tables.of_spans(&self.config.ropes, &spans)?;
         Ok(BatchLayout { spans, tables })
@@ -207,27 +210,6 @@ impl Engine {
         store.embed_gradients()?.backward(config, &batch.ids, &dx)?;
         store.reduce(Segment::Embed, last)?;
         Ok(sums)
-    }
-
-    /// Names the first place where micro-batches turn up a NaN or an infinity (a weight, a gradient, a block's output)
-    /// and, where there are several ranks, the rank that holds it. All ranks call it with the same batches and get
-    /// the same answer.
-    ///
-    /// # Errors
-    /// A forward failed; a peer failed.
-    pub fn first_non_finite(&self, batches: &[Batch]) -> Result<String> {
-        if let Some(found) = self.store.first_found(self.store.first_non_finite()?)? {
-            return Ok(found);
-        }
-        for (i, batch) in batches.iter().enumerate() {
-            let layer = self.first_non_finite_layer(batch)?;
-            let found =
-                layer.map(|layer| format!("the output of model.layers.{layer} on micro-batch {}", i + 1));
-            if let Some(found) = self.store.first_found(found)? {
-                return Ok(found);
-            }
-        }
-        Ok("the output of lm_head".into())
     }
 
     /// The first layer whose output for `batch` is not finite on this rank. It goes through all layers, because the

@@ -128,6 +128,10 @@ impl TrainLoop<'_> {
         if self.options.eval_at_end && !done.stopped {
             done.after = self.evaluate(done.steps)?;
         }
+        if self.saver.is_saving() {
+            // What is waited for now is storage.
+            self.enter(Phase::Save)?;
+        }
         self.saver.finish(self.trainer.engine.store.mesh().world())?;
         self.say_notes();
         Ok(done)

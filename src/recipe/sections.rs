@@ -176,6 +176,9 @@ section! {
         offload_folder: Option<Folder> = None;
         /// Type in which gradients are summed over ranks.
         reduce_dtype: ReduceDtype = ReduceDtype::F32;
+        /// Seconds without progress after which a rank counts as hung and the run ends, loading and saving included;
+        /// default: learned from the run, 15 at least.
+        timeout_secs: Option<u64> = None, Between(1.0, 31_536_000.0);
     }
 }
 

@@ -56,6 +56,10 @@ pub struct RendezvousOptions {
     pub rejection_timeout: Duration,
     /// How long a call waits for the other processes.
     pub call_timeout: Duration,
+    /// Whether those that have joined by then go on without the ranks that have not.
+    pub elastic: bool,
+    /// How long nothing may be heard of a process that has joined.
+    pub silence_limit: Duration,
     /// The address of this host that rank 0 listens on, where the master address is not one (behind a NAT).
     pub bind: Option<String>,
     /// Gets what is to be logged.
@@ -72,7 +76,7 @@ impl std::fmt::Debug for RendezvousOptions {
 }
 
 impl RendezvousOptions {
-    /// The options with `master` and `secret` and the defaults: 300 s to join, 1800 s for a call.
+    /// The options with `master` and `secret` and the defaults: 300 s to join, 1800 s for a call, 15 s of silence.
     pub fn new(master: Option<Master>, secret: Secret) -> Self {
         RendezvousOptions {
             master,
@@ -82,6 +86,8 @@ impl RendezvousOptions {
             join_timeout: Duration::from_secs(300),
             rejection_timeout: Duration::from_secs(5),
             call_timeout: Duration::from_secs(1800),
+            elastic: false,
+            silence_limit: Duration::from_secs(15),
             bind: None,
             log: Arc::new(|_| {}),
         }

@@ -118,6 +118,11 @@ impl Terminal {
         state.emit(&line);
     }
 
+    /// What ends the process, where nobody else is left to say it; shown even when quiet.
+    pub fn last_words(&self, error: &Error) {
+        self.lock().emit(&error.to_string());
+    }
+
     /// Writes data that was asked for to stdout, as it is and at once. Once the reader has closed the pipe, nothing
     /// more is written; [`Terminal::reader_gone`] tells a caller that could stop early.
     ///

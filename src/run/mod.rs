@@ -4,12 +4,14 @@
 
 mod card;
 mod device_failure;
+mod elastic;
 pub(crate) mod interrupt;
 pub(crate) mod merge_check;
 pub(crate) mod nvidia_libraries;
 pub(crate) mod op_speeds;
 pub(crate) mod output_folder;
 pub(crate) mod ranks;
+pub(crate) mod restarts;
 pub(crate) mod scaling;
 pub(crate) mod showcase;
 pub(crate) mod signals;

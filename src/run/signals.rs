@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use libc::c_int;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2, SIGXCPU};
 use signal_hook::flag;
 
 use crate::error::{Error, ErrorCategory, Result};
@@ -47,4 +47,31 @@ pub(super) fn is_ignored(signal: c_int) -> bool {
         libc::sigaction(signal, std::ptr::null(), &raw mut current) == 0
             && current.sa_sigaction == libc::SIG_IGN
     }
+}
+
+/// A signal that a parent passes on to the process in which the run is, and whether it has come.
+pub(crate) struct SeenSignal {
+    pub(crate) signal: c_int,
+    pub(crate) flag: Arc<AtomicBool>,
+}
+
+/// The signals that [`watch`] knows, and that of Ctrl-Z, for a parent; those that the process ignores are left out.
+///
+/// # Errors
+/// The system refuses a handler.
+pub(crate) fn seen_by_parent() -> Result<Vec<SeenSignal>> {
+    let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
+    let all = ENDING.into_iter().chain(WARNING).chain([SIGTSTP]);
+    let seen = all.filter(|signal| !is_ignored(*signal)).map(|signal| {
+        let flag = Arc::new(AtomicBool::new(false));
+        flag::register(signal, Arc::clone(&flag)).map_err(failed)?;
+        Ok(SeenSignal { signal, flag })
+    });
+    seen.collect()
+}
+
+/// Stops this process until it is told to go on, as Ctrl-Z does.
+pub(crate) fn stop_here() {
+    // SAFETY: a system call that takes a signal's number.
+    unsafe { libc::raise(libc::SIGSTOP) };
 }

@@ -57,8 +57,7 @@ impl TrainRun<'_> {
     ///
     /// # Errors
     /// Whatever ends its work; what the device fails at with the phase and what would help.
-    pub(crate) fn rank(&self, world: Arc<dyn Collective>, device: &Device) -> Result<()> {
-        let timed = TimedCollective::new(world);
+    pub(crate) fn rank(&self, timed: TimedCollective, device: &Device) -> Result<()> {
         let (clock, phases) = (timed.clock(), timed.phases());
         let done = self.timed_rank(Arc::new(timed), clock, device);
         done.map_err(|error| explained(error, self.plan, phases.read()))

@@ -27,6 +27,6 @@ pub use mesh::DeviceMesh;
 pub use mesh_shape::{MeshAxis, MeshShape};
 pub use offload::OffloadTarget;
 pub use param::{LrGroup, ParamDesc, ParamKind, UpdateRule};
-pub use param_store::{GatherGuard, ParamStore, StoreOptions};
+pub use param_store::{FiniteCheck, GatherGuard, ParamStore, StoreOptions};
 pub use placement::{ParamRole, Placement, ShardingSpec, ShardingStrategy};
 pub use views::{Adapters, LoraSpec, TOKEN_ROWS};

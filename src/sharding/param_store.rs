@@ -217,6 +217,7 @@ impl ParamStore {
     /// # Errors
     /// More than two segments are held at a time, a fault of ours; a peer failed.
     pub fn block(&self, layer: usize, next: Option<usize>) -> Result<GatherGuard<'_, &BlockWeights>> {
+        self.mesh.world().heartbeat();
         let next = next.map(Segment::Block);
         let (_, whole) = self.gathers.hold(&self.mesh, Segment::Block(layer), next)?;
         Ok(GatherGuard { weights: &self.blocks[layer], _whole: whole })
@@ -378,19 +379,26 @@ impl ParamStore {
         self.trainable().filter_map(|bucket| bucket.grad.as_ref()).try_for_each(zero)
     }
 
-    /// The first parameter, or else the first gradient, that holds a NaN or an infinity in this rank's part, in words such
-    /// as `the weight lm_head.weight`.
+    /// The first of what `check` names that holds a NaN or an infinity in this rank's part, in words such as `the weight
+    /// lm_head.weight`.
     ///
     /// # Errors
     /// A tensor operation failed.
-    pub fn first_non_finite(&self) -> Result<Option<String>> {
-        let values = self.buckets.iter().map(|b| (b, "the weight", b.value.clone(), b.spec.values));
-        let grads = self.trainable().filter_map(|b| {
-            let grad = b.grad.clone()?;
-            Some((b, "the gradient of", ParamStorage::from(grad), b.spec.gradients))
-        });
-        for (bucket, what, flat, placement) in values.chain(grads) {
+    pub fn first_non_finite(&self, check: FiniteCheck) -> Result<Option<String>> {
+        let held = |b: &Bucket| match check {
+            FiniteCheck::FrozenWeights if b.grad.is_some() => None,
+            FiniteCheck::TrainedWeights if b.grad.is_none() => None,
+            FiniteCheck::FrozenWeights | FiniteCheck::TrainedWeights => {
+                Some(("the weight", b.value.clone(), b.spec.values))
+            }
+            FiniteCheck::Gradients => {
+                Some(("the gradient of", ParamStorage::from(b.grad.clone()?), b.spec.gradients))
+            }
+        };
+        let held = self.buckets.iter().filter_map(|b| Some((b, held(b)?)));
+        for (bucket, (what, flat, placement)) in held {
             let from = if placement.is_sharded() { bucket.own.start } else { 0 };
+            self.mesh.world().heartbeat();
             for entry in &bucket.entries {
                 let (start, end) = (entry.start.max(from), entry.range().end.min(from + flat.elements()));
                 if start < end && !finite(&flat.narrow(start - from, end - start)?.to_read()?)? {
@@ -405,6 +413,17 @@ impl ParamStore {
     pub fn find(&self, name: &str) -> Option<(&Bucket, &BucketEntry)> {
         self.index.get(name).map(|&(b, e)| (&self.buckets[b], &self.buckets[b].entries[e]))
     }
+}
+
+/// Which values are looked at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FiniteCheck {
+    /// Parameters that do not train.
+    FrozenWeights,
+    /// Parameters that train.
+    TrainedWeights,
+    /// The gradients as they are summed so far.
+    Gradients,
 }
 
 fn finite(x: &Tensor) -> Result<bool> {

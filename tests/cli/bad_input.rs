@@ -1083,7 +1083,7 @@ fn weights_that_are_not_numbers() {
     error: the numbers diverged at step 1
       caused by: loss NaN, gradient norm NaN; the first bad value is in the weight model.layers.1.mlp.down_proj.weight
       caused by: nothing was updated in this step
-    hint: lower `optimizer.learning_rate`, or look at the rows of this step with `finetune data`
+    hint: training has not made it, and no setting of it helps: the weight came so with the model; check the files with `finetune inspect`, or fetch the model again
     ");
     let left = |name: &str| place.path("out").join(name).exists();
     assert!(!left("checkpoint-1") && !left("adapter_model.safetensors"), "nothing was saved");

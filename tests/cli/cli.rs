@@ -57,6 +57,8 @@ fn help_of_the_root() {
           --gpus <LIST>              Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the
                                      CPU]
           --ranks <N>                Train on the CPU with this many ranks, threads of this process
+          --max-restarts <N>         Start the run again from its newest checkpoint, so often at most,
+                                     when it crashed, was killed or hung
           --force-base               Accept a checkpoint or adapter of another base model
           --dry-run                  Print the resolved recipe and what the run would do; train nothing
           --offline                  Use only what is on this machine
@@ -668,6 +670,10 @@ fn recipes_listed_and_shown() {
     # Type in which gradients are summed over ranks.
     # Accepted: "f32", "bf16".
     reduce_dtype = "f32"
+    # Seconds without progress after which a rank counts as hung and the run ends, loading and saving included;
+    # default: learned from the run, 15 at least.
+    # Accepted: a whole number from 1 to 31536000.
+    # timeout_secs =
 
     # What is saved on the way and at the end.
     [checkpoint]

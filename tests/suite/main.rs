@@ -20,6 +20,7 @@ mod adapter;
 mod adapter_switch;
 mod collective_local;
 mod data;
+mod hangs;
 mod hub;
 mod launch;
 mod merge;
