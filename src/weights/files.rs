@@ -2,8 +2,8 @@
 //!
 //! Opening reads headers only. Reading converts straight from the map into the caller's buffer; [`ModelFiles::discard`]
 //! then gives the pages back, so a model of any size is read within the memory of one tensor. A map shows what
-//! the file holds *now*: the files must not be changed while they are open (a file cut short under us ends the
-//! process with SIGBUS, as it does any program that maps it).
+//! the file holds *now*: the files must not be changed while they are open. One that is cut short under us ends the
+//! process with an error at the next look at it ([`crate::runtime::fault_signals`]), or in [`ModelFiles::check_lengths`].
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -235,6 +235,7 @@ impl ModelFiles {
         shard.bytes(range).ok_or_else(|| {
             Error::internal(format!("cannot read the values of tensor `{}`", clip(name)))
                 .because(format!("of {} only the header was read", shard.path.display()))
+        shard.check_length()?;
         })
     }
 
@@ -311,7 +312,8 @@ impl ModelFiles {
                 .because(format!("tensor `{name}` has dtype {}; accepted: F32, F16, BF16, F64", info.dtype))
                 .hint("give the unquantized model"));
         }
-        Ok(())
+        // Also of what was read since.
+        self.shards[info.shard].check_length()
     }
 
     /// [`ModelFiles::read_into`] for f32.
@@ -336,6 +338,14 @@ impl ModelFiles {
     pub fn metadata(&self, key: &str) -> Option<&str> {
         self.shards.iter().find_map(|shard| shard.metadata.get(key)).map(String::as_str)
     }
+    /// Whether all files are still as long as when they were opened; to be asked when what was read is to be relied on.
+    ///
+    /// # Errors
+    /// Storage: another program has changed the length of one.
+    pub fn check_lengths(&self) -> Result<()> {
+        self.shards.iter().try_for_each(Shard::check_length)
+    }
+
 }
 
 /// Why `folder` has no safetensors weights, by what it has instead.

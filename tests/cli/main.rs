@@ -34,3 +34,4 @@ mod shared_models;
 mod split;
 mod tokens;
 mod train;
+mod system_faults;

@@ -22,6 +22,7 @@ mod collective_local;
 mod data;
 mod hub;
 mod launch;
+mod mapped_files;
 mod merge;
 mod model;
 mod objective;
