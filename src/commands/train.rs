@@ -98,3 +98,4 @@ fn say(plan: &Plan, terminal: &Terminal) {
     say_without_kernels(terminal, &plan.engine, &plan.base.config);
     terminal.line(plan.describe());
 }
+    plan.warnings().iter().for_each(|text| terminal.warn(text));

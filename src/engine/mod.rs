@@ -8,9 +8,11 @@
 //! - No update happens when the loss or the gradient norm is not finite.
 
 mod compare;
+mod divergence;
 mod evaluate;
 mod generate;
 mod objective;
+mod run_watch;
 mod state;
 mod train_loop;
 mod trainer;
@@ -18,6 +20,7 @@ mod trainer;
 use candle_core::{Device, Tensor};
 
 pub use compare::Comparison;
+pub use divergence::NanPolicy;
 pub use evaluate::Evaluation;
 pub use generate::{LogitsProcessor, Sampling};
 pub use objective::{CrossEntropy, LossSums, MetricSum, Objective, ObjectiveInput, ObjectiveOutput};

@@ -17,6 +17,8 @@ mod parallel;
 mod resolve;
 
 pub use memory::{MemoryOptions, MemoryPlan, Saving};
+mod schedule;
+mod warnings;
 pub use method::Method;
 pub use parallel::WorldSize;
 pub use resolve::Plan;

@@ -4,7 +4,7 @@
 
 use super::enums::{
     AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, ModelInit, Offload, OnBadRow,
-    OnLongRow, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
+    OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
     TrainOn,
 };
 use super::schema::section;
@@ -120,6 +120,11 @@ section! {
         seed: u64 = 0, AtLeast(0.0);
         /// Compute activations again in the backward pass to save memory.
         recompute: AutoOr<Recompute> = AutoOr::Auto;
+        /// What happens at a step whose loss or gradient norm is NaN or infinite, and which therefore updates nothing:
+        /// the run stops; skips it; rolls back to the newest checkpoint and goes on with the rows after it.
+        on_nan: OnNan = OnNan::Stop;
+        /// Steps in a row that are skipped, or roll-backs to one checkpoint, before the run stops after all.
+        nan_limit: u64 = 3, AtLeast(1.0);
     }
 }
 

@@ -9,6 +9,7 @@ pub(crate) mod nvidia_libraries;
 pub(crate) mod op_speeds;
 pub(crate) mod output_folder;
 pub(crate) mod ranks;
+mod rollback;
 pub(crate) mod scaling;
 pub(crate) mod showcase;
 pub(crate) mod signals;

@@ -596,6 +596,13 @@ fn recipes_listed_and_shown() {
     # Gradients are scaled down to this norm; 0: never.
     # Accepted: a number, at least 0.
     max_grad_norm = 1.0
+    # What happens at a step whose loss or gradient norm is NaN or infinite, and which therefore updates nothing:
+    # the run stops; skips it; rolls back to the newest checkpoint and goes on with the rows after it.
+    # Accepted: "stop", "skip", "rollback".
+    on_nan = "stop"
+    # Steps in a row that are skipped, or roll-backs to one checkpoint, before the run stops after all.
+    # Accepted: a whole number, at least 1.
+    nan_limit = 3
     # Seed of everything random.
     # Accepted: a whole number, at least 0.
     seed = 0
