@@ -18,6 +18,9 @@ use crate::error::{Error, Result};
 use crate::quant::QuantFormat;
 use crate::stored_dtype;
 
+/// Names that a missing one is compared with, at most: comparing takes the square of their lengths.
+const MOST_COMPARED: usize = 10_000;
+
 /// The open safetensors files of a model or an adapter.
 #[derive(Debug)]
 pub struct ModelFiles {
@@ -232,10 +235,10 @@ impl ModelFiles {
     /// Bytes of a file, for tensor `name`.
     pub(super) fn stored(&self, name: &str, shard: usize, range: &Range<usize>) -> Result<&[u8]> {
         let shard = &self.shards[shard];
+        shard.check_length()?;
         shard.bytes(range).ok_or_else(|| {
             Error::internal(format!("cannot read the values of tensor `{}`", clip(name)))
                 .because(format!("of {} only the header was read", shard.path.display()))
-        shard.check_length()?;
         })
     }
 
@@ -247,6 +250,7 @@ impl ModelFiles {
         self.tensors.get(name).ok_or_else(|| {
             let nearest = self
                 .names()
+                .take(MOST_COMPARED)
                 .map(|other| (strsim::damerau_levenshtein(name, other), other))
                 .min()
                 .map_or(String::new(), |(_, other)| format!("; the nearest is `{}`", clip(other)));
@@ -334,10 +338,6 @@ impl ModelFiles {
         self.shards[info.shard].discard(&info.range);
     }
 
-    /// The text called `key` in a header's `__metadata__`: that of the first file that has one.
-    pub fn metadata(&self, key: &str) -> Option<&str> {
-        self.shards.iter().find_map(|shard| shard.metadata.get(key)).map(String::as_str)
-    }
     /// Whether all files are still as long as when they were opened; to be asked when what was read is to be relied on.
     ///
     /// # Errors
@@ -346,6 +346,10 @@ impl ModelFiles {
         self.shards.iter().try_for_each(Shard::check_length)
     }
 
+    /// The text called `key` in a header's `__metadata__`: that of the first file that has one.
+    pub fn metadata(&self, key: &str) -> Option<&str> {
+        self.shards.iter().find_map(|shard| shard.metadata.get(key)).map(String::as_str)
+    }
 }
 
 /// Why `folder` has no safetensors weights, by what it has instead.
