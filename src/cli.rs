@@ -12,8 +12,10 @@ use crate::export::gguf::GgufType;
 use crate::recipe::{Dtype, Purpose, QuantKind, RecipeLayers, RecipeText};
 
 mod bench;
+mod parse;
 
 pub use bench::{BenchArgs, BenchVerb, OpsArgs, ScalingArgs};
+pub use parse::{ParsedArgs, parse};
 
 const TRAIN_EXAMPLES: &str = "\
 Examples:

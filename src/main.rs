@@ -6,23 +6,31 @@ use std::io::Write;
 use std::panic::{PanicHookInfo, catch_unwind, set_hook};
 use std::process::{ExitCode, exit};
 
-use clap::Parser;
-use finetune::cli::Cli;
+use finetune::cli::{self, ParsedArgs};
 use finetune::commands;
-use finetune::error::ErrorCategory;
+use finetune::error::{ErrorCategory, Result};
 use finetune::runtime::allocator::use_one_heap;
+use finetune::runtime::fault_signals::make_large_files_errors;
 
 fn main() -> ExitCode {
     set_hook(Box::new(say_panic));
     use_one_heap();
-    let cli = Cli::parse();
-    match catch_unwind(|| commands::run(cli)) {
-        Ok(Ok(())) => ExitCode::SUCCESS,
+    make_large_files_errors();
+    match catch_unwind(run) {
+        Ok(Ok(code)) => ExitCode::from(code),
         Ok(Err(error)) => {
             say(&error);
             ExitCode::from(error.kind().exit_code())
         }
         Err(_) => ExitCode::from(ErrorCategory::Internal.exit_code()),
+    }
+}
+
+/// Does what the arguments say; the exit code where that is no error.
+fn run() -> Result<u8> {
+    match cli::parse()? {
+        ParsedArgs::Run(cli) => commands::run(*cli).map(|()| 0),
+        ParsedArgs::Shown(code) => Ok(code),
     }
 }
 

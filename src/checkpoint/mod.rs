@@ -208,8 +208,16 @@ pub fn is_one(folder: &Path) -> bool {
 /// # Errors
 /// When the folder cannot be listed or storage fails; a damaged checkpoint is no error.
 pub fn newest(output: &Path) -> Result<(Option<SavedCheckpoint>, Vec<String>)> {
+    newest_before(output, u64::MAX)
+}
+
+/// As [`newest`], of those of a step before `step`.
+///
+/// # Errors
+/// As [`newest`].
+pub fn newest_before(output: &Path, step: u64) -> Result<(Option<SavedCheckpoint>, Vec<String>)> {
     let mut passed = Vec::new();
-    for (_, folder) in list(output)?.into_iter().rev() {
+    for (_, folder) in list(output)?.into_iter().rev().filter(|(found, _)| *found < step) {
         match SavedCheckpoint::open(&folder) {
             Ok(saved) => return Ok((Some(saved), passed)),
             Err(error) if error.kind() == ErrorCategory::Storage => return Err(error),

@@ -54,7 +54,13 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         say_base(&terminal, &check);
     }
     say(&plan, &terminal);
-    let Some(mut found) = found else { return terminal.data(plan.recipe.to_toml()) };
+    let fits = plan.check_memory(ranks.launch.ranks_here);
+    let Some(mut found) = found else {
+        // It may be planned here for another machine.
+        fits.err().iter().for_each(|error| terminal.warn(error.in_one_line()));
+        return terminal.data(plan.recipe.to_toml());
+    };
+    fits?;
     let resumed = found.resumed.take();
     if let Some(saved) = &resumed {
         plan.resume(saved)?;
@@ -100,4 +106,5 @@ fn say(plan: &Plan, terminal: &Terminal) {
     }
     say_without_kernels(terminal, &plan.engine, &plan.base.config);
     terminal.line(plan.describe());
+    plan.warnings().iter().for_each(|text| terminal.warn(text));
 }

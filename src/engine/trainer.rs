@@ -118,6 +118,11 @@ impl Trainer {
         self.numbered_step(step, number).map_err(|error| error.at_step(number))
     }
 
+    /// Counts the steps up to `step` as done, whether or not they updated anything.
+    pub fn skip_to(&mut self, step: u64) {
+        self.optimizer.resume(step);
+    }
+
     fn numbered_step(&mut self, step: &Step, number: u64) -> Result<StepResult> {
         let store = &self.engine.store;
         store.zero_gradients()?;

@@ -45,8 +45,35 @@ impl<'a> ConfigReader<'a> {
         })
     }
 
+    /// A size from 1 to `most`, if the key is there. `most` is far beyond any model; what is made by sizes is counted before
+    /// the memory is there to refuse it.
+    pub(super) fn opt_size(&self, key: &str, most: usize) -> Result<Option<usize>> {
+        let size = self.opt_usize(key)?;
+        match size {
+            Some(size) if !(1..=most).contains(&size) => {
+                Err(Error::user(format!("`{key}` is {size}")).because(format!("accepted: 1 to {most}")))
+            }
+            _ => Ok(size),
+        }
+    }
+
+    /// As [`ConfigReader::opt_size`], of a key that every model has.
+    pub(super) fn size(&self, key: &str, most: usize) -> Result<usize> {
+        self.opt_size(key, most)?.map_or_else(|| self.usize(key), Ok)
+    }
+
     pub(super) fn opt_f64(&self, key: &str) -> Result<Option<f64>> {
         self.typed(key, "a number", Value::as_f64)
+    }
+
+    /// A number above 0, if the key is there.
+    pub(super) fn above_zero(&self, key: &str) -> Result<Option<f64>> {
+        match self.opt_f64(key)? {
+            Some(value) if value <= 0.0 => {
+                Err(Error::user(format!("`{key}` is {value}")).because("accepted: above 0"))
+            }
+            value => Ok(value),
+        }
     }
 
     pub(super) fn f64_or(&self, key: &str, default: f64) -> Result<f64> {

@@ -28,6 +28,8 @@ impl Plan {
         };
         recipe.train.gradient_accumulation_steps = self.micro_batches();
         let mut facts = recipe.values();
+        // A run that stopped at a NaN may go on another way.
+        facts.retain(|key, _| key != "train.on_nan" && key != "train.nan_limit");
         let short = |hash: blake3::Hash| hash.to_hex()[..16].to_owned();
         facts.insert("data".into(), short(self.train.0.digest()));
         facts.insert("steps".into(), self.total_steps.to_string());

@@ -22,7 +22,7 @@ pub use builtin::{BUILT_IN, BuiltIn, RecipeText};
 pub use finetune_compute::recipe::enums;
 pub use finetune_compute::recipe::enums::{
     AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, ModelInit, Offload, OnBadRow,
-    OnLongRow, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
+    OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
     TrainOn,
 };
 pub use layers::{Purpose, RecipeLayers};

@@ -1,4 +1,5 @@
-//! `metrics.jsonl`: one JSON object a line for each optimizer step and each evaluation.
+//! `metrics.jsonl`: one JSON object a line for each optimizer step and each evaluation. A step that diverged and was passed
+//! over has a line that says why.
 //!
 //! The names of the fields are a contract (DESIGN, files a run leaves). Every line is handed to the system as soon
 //! as it is made, so a killed run keeps its record. Numbers are written with as many digits as they need to be read
@@ -78,6 +79,19 @@ impl EvalReport {
     }
 }
 
+/// An optimizer step that diverged, and so updated nothing.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SkippedStep {
+    /// The step that was not taken; the first is 1.
+    pub step: u64,
+    /// What was NaN or infinite in it.
+    pub skipped: String,
+    /// The step of the checkpoint that the run went back to, where it did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub back_to: Option<u64>,
+}
+
 /// One line of the file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
@@ -86,6 +100,8 @@ pub enum MetricsEntry {
     Step(StepReport),
     /// An evaluation on held-out rows.
     Eval(EvalReport),
+    /// An optimizer step that updated nothing.
+    Skipped(SkippedStep),
 }
 
 impl MetricsEntry {
@@ -94,6 +110,7 @@ impl MetricsEntry {
         match self {
             MetricsEntry::Step(report) => report.step,
             MetricsEntry::Eval(report) => report.step,
+            MetricsEntry::Skipped(skipped) => skipped.step,
         }
     }
 
@@ -114,6 +131,7 @@ impl MetricsEntry {
                 ("eval_token_accuracy", r.eval_token_accuracy.unwrap_or_default()),
                 ("eval_exact_match", r.eval_exact_match.unwrap_or_default()),
             ],
+            MetricsEntry::Skipped(_) => Vec::new(),
         };
         fields.into_iter().find(|(_, value)| !value.is_finite())
     }
@@ -203,6 +221,14 @@ impl MetricsLog {
     /// As for [`MetricsLog::step`].
     pub fn eval(&mut self, report: &EvalReport) -> Result<()> {
         self.append(&MetricsEntry::Eval(report.clone()))
+    }
+
+    /// Appends a step that updated nothing.
+    ///
+    /// # Errors
+    /// The disk refuses the line.
+    pub fn skipped(&mut self, step: &SkippedStep) -> Result<()> {
+        self.append(&MetricsEntry::Skipped(step.clone()))
     }
 
     fn append(&mut self, entry: &MetricsEntry) -> Result<()> {

@@ -16,6 +16,6 @@ pub mod metrics;
 pub mod tensorboard;
 pub mod terminal;
 
-pub use metrics::{EvalReport, MetricsEntry, MetricsLog, StepReport};
+pub use metrics::{EvalReport, MetricsEntry, MetricsLog, SkippedStep, StepReport};
 pub use tensorboard::EventWriter;
 pub use terminal::{Terminal, Verbosity};

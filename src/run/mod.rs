@@ -12,6 +12,7 @@ pub(crate) mod op_speeds;
 pub(crate) mod output_folder;
 pub(crate) mod ranks;
 pub(crate) mod restarts;
+mod rollback;
 pub(crate) mod scaling;
 pub(crate) mod showcase;
 pub(crate) mod signals;

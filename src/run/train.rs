@@ -10,6 +10,7 @@ use candle_core::Device;
 use super::card::{card, html};
 use super::device_failure::explained;
 use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, date_text};
+use super::rollback::roll_back;
 use super::showcase::{self, Question};
 use super::space;
 use super::trainer::trainer;
@@ -21,7 +22,7 @@ use crate::checkpoint::{
 use crate::cli::TrainArgs;
 use crate::collective::{Call, Collective, CollectiveTimer, Phase, TimedCollective};
 use crate::data::{self, Batch};
-use crate::engine::{Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
+use crate::engine::{NanPolicy, Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::plan::Plan;
 use crate::report::{EventWriter, MetricsLog, Terminal};
@@ -183,6 +184,7 @@ impl TrainRun<'_> {
                 chat_template_date: plan.rows.date().map(date_text),
                 fingerprint: fingerprint.clone(),
             },
+            roll_back: &|trainer, step| roll_back(plan, output, trainer, step),
             stop: self.stop,
             clock,
             options: RunOptions {
@@ -190,6 +192,7 @@ impl TrainRun<'_> {
                 eval_steps: plan.recipe.eval.steps,
                 eval_at_end: plan.recipe.eval.at_end,
                 every_steps: plan.recipe.log.every_steps,
+                nan: NanPolicy { on_nan: plan.recipe.train.on_nan, limit: plan.recipe.train.nan_limit },
             },
         }
         .run(state.map_or(0, |state| state.tokens))

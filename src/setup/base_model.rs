@@ -274,6 +274,7 @@ impl BaseModel {
         };
         let store =
             ParamStore::new(&self.config, descs, adapters, store, &mut |desc, fill| values.fill(desc, fill))?;
+        self.files.as_ref().map_or(Ok(()), ModelFiles::check_lengths)?;
         let (config, device) = (self.config.clone(), options.device.clone());
         let tables = RotaryTables::new(&config.ropes, &device);
         let engine = Engine { config, store, attention: options.attention, device, tables };

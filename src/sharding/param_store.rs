@@ -22,7 +22,9 @@ use crate::ops::elementwise::sums_of_squares;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::{copy_into, to_host_vec, zero};
 use crate::runtime::cpu_tensor::memory;
+use crate::runtime::machine::host_memory;
 use crate::runtime::param_storage::ParamStorage;
+use crate::units;
 use crate::weights::LM_HEAD;
 
 /// How a store keeps its parameters.
@@ -459,15 +461,17 @@ fn buckets(
         offload: &options.offload,
         fill_all: options.fill_all,
     };
-    let mut room = 0;
+    let (mut room, mut on_device) = (0, 0);
     for ((_, group), descs) in &by_group {
-        if options.offload.has_values(group.role()) {
-            room += match group {
-                BucketKind::Quantized => QuantizedBucket::room(descs, &bucket_options(*group, descs))?,
-                _ => Bucket::room(descs, &bucket_options(*group, descs)),
-            };
-        }
+        let bytes = match group {
+            BucketKind::Quantized => QuantizedBucket::room(descs, &bucket_options(*group, descs))?,
+            _ => Bucket::room(descs, &bucket_options(*group, descs)),
+        };
+        let away = options.offload.has_values(group.role());
+        *(if away { &mut room } else { &mut on_device }) += bytes;
     }
+    let host = [(options.device.is_cpu(), on_device), (options.offload.folder().is_none(), room)];
+    check_host_memory(host.into_iter().filter(|(counts, _)| *counts).map(|(_, bytes)| bytes as u64).sum())?;
     let file = options.offload.file(room)?;
     let (mut buckets, mut packed) = (Vec::new(), Vec::new());
     for ((_, group), descs) in by_group {
@@ -484,6 +488,25 @@ fn buckets(
         }
     }
     Ok((buckets, packed))
+}
+
+/// Whether the host can hold `bytes` bytes of weights at all. A failed allocation would end the process without a word, and
+/// the system any process that fills its memory.
+fn check_host_memory(bytes: u64) -> Result<()> {
+    match host_memory().map(|memory| memory.limit).filter(|limit| bytes > *limit) {
+        None => Ok(()),
+        Some(limit) => Err(Error::user(
+            "cannot load the model: its weights do not fit the memory of this host",
+        )
+        .because(format!(
+            "a rank keeps {} of weights; {} are there, swap included",
+            units::bytes(bytes),
+            units::bytes(limit)
+        ))
+        .hint(
+            "take a smaller model, or train with `quantization.kind = \"nf4\"` or `parallel.offload_folder`",
+        )),
+    }
 }
 
 /// What has to be gathered or brought for each segment: its own runs, for the head of a tied model also the table's.

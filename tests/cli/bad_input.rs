@@ -102,7 +102,7 @@ fn values_of_the_wrong_type() {
     assert_snapshot!(refused(&place, &["--model", "model", "--dataset", "rows.jsonl", "--recipe", "my.toml"]), @r#"
     exit 1
     error: cannot use recipe my.toml
-      caused by: my.toml:2:5: `adapter.r` is "8"; accepted: a whole number, at least 1
+      caused by: my.toml:2:5: `adapter.r` is "8"; accepted: a whole number from 1 to 65536
       caused by: my.toml:5:17: `optimizer.learning_rate` is -1; accepted: a number above 0
       caused by: my.toml:8:13: `train.recompute` is "yes"; accepted: "auto", "none", "block"
     hint: `finetune recipes show reference` documents every key
@@ -858,7 +858,7 @@ fn rows_that_are_too_long() {
     assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=1"]), @"
     exit 1
     error: cannot use these settings
-      caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: a whole number, at least 2
+      caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: a whole number from 2 to 16777216
     hint: `finetune recipes show reference` documents every key
     ");
 }

@@ -515,7 +515,7 @@ fn recipes_listed_and_shown() {
     # Accepted: "lora", "dora".
     # kind = "lora"
     # Rank of the update.
-    # Accepted: a whole number, at least 1.
+    # Accepted: a whole number from 1 to 65536.
     # r = 16
     # The update is scaled by `lora_alpha / r`.
     # Accepted: a number above 0.
@@ -533,7 +533,7 @@ fn recipes_listed_and_shown() {
     # Accepted: a list of strings.
     # modules_to_save = []
     # Other ranks by module-name pattern; the first that matches counts.
-    # Accepted: a table from module names to numbers, each a whole number, at least 1.
+    # Accepted: a table from module names to numbers, each a whole number from 1 to 65536.
     # rank_pattern = {}
     # Other alphas by module-name pattern; the first that matches counts.
     # Accepted: a table from module names to numbers, each a number above 0.
@@ -560,7 +560,7 @@ fn recipes_listed_and_shown() {
     # Accepted: "auto", "messages", "sharegpt", "preference", "alpaca", "instruction", "prompt_completion", "question_answer", "text".
     format = "auto"
     # Tokens of a row at most.
-    # Accepted: a whole number, at least 2.
+    # Accepted: a whole number from 2 to 16777216.
     max_seq_len = 2048
     # Put several samples into one row, without attention between them.
     # Accepted: true, false.
@@ -590,14 +590,21 @@ fn recipes_listed_and_shown() {
     # Accepted: a whole number, at least 1.
     # max_steps =
     # Rows that go through the model at once, on each rank.
-    # Accepted: a whole number, at least 1.
+    # Accepted: a whole number from 1 to 65536.
     micro_batch_size = 1
     # Micro-batches whose gradients make one optimizer step, on each rank.
-    # Accepted: a whole number, at least 1.
+    # Accepted: a whole number from 1 to 1048576.
     gradient_accumulation_steps = 1
     # Gradients are scaled down to this norm; 0: never.
     # Accepted: a number, at least 0.
     max_grad_norm = 1.0
+    # What happens at a step whose loss or gradient norm is NaN or infinite, and which therefore updates nothing:
+    # the run stops; skips it; rolls back to the newest checkpoint and goes on with the rows after it.
+    # Accepted: "stop", "skip", "rollback".
+    on_nan = "stop"
+    # Steps in a row that are skipped, or roll-backs to one checkpoint, before the run stops after all.
+    # Accepted: a whole number, at least 1.
+    nan_limit = 3
     # Seed of everything random.
     # Accepted: a whole number, at least 0.
     seed = 0

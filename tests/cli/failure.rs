@@ -161,9 +161,9 @@ fn a_release_build_plants_no_fault() {
 
 /// The token `~` of tiny-llama, which none of its data files holds; its row of the table is in the shard of the first of
 /// two ranks.
-pub(super) const TILDE: usize = 93;
+pub(crate) const TILDE: usize = 93;
 
-pub(super) fn set_column(table: &Tensor, rows: std::ops::Range<usize>, column: usize, value: f32) -> Tensor {
+pub(crate) fn set_column(table: &Tensor, rows: std::ops::Range<usize>, column: usize, value: f32) -> Tensor {
     let (count, width) = table.dims2().unwrap();
     let mut values = table.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
     rows.for_each(|row| values[row * width + column] = value);
@@ -171,7 +171,7 @@ pub(super) fn set_column(table: &Tensor, rows: std::ops::Range<usize>, column: u
 }
 
 /// A copy of tiny-llama whose weights `change` has changed.
-pub(super) fn changed_model(folder: &Path, change: impl FnOnce(&mut HashMap<String, Tensor>)) {
+pub(crate) fn changed_model(folder: &Path, change: impl FnOnce(&mut HashMap<String, Tensor>)) {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
     std::fs::create_dir_all(folder).unwrap();
     for entry in std::fs::read_dir(&golden).unwrap() {

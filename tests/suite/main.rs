@@ -23,6 +23,7 @@ mod data;
 mod hangs;
 mod hub;
 mod launch;
+mod mapped_files;
 mod merge;
 mod model;
 mod objective;

@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::mem::MaybeUninit;
+use std::path::Path;
 use std::time::Duration;
 
 use crate::units::field_bytes;
@@ -14,13 +15,34 @@ pub struct HostMemory {
     pub total: u64,
     /// What can still be had without swapping.
     pub available: u64,
+    /// What a process may hold at most, swapped out or not: the system's, or that of its control group (a container).
+    pub limit: u64,
 }
 
 /// The memory of this host; none where the system does not say.
 pub fn host_memory() -> Option<HostMemory> {
     let info = fs::read_to_string("/proc/meminfo").ok()?;
     let bytes = |key| field_bytes(&info, key);
-    Some(HostMemory { total: bytes("MemTotal:")?, available: bytes("MemAvailable:")? })
+    let (total, swap) = (bytes("MemTotal:")?, bytes("SwapTotal:").unwrap_or(0));
+    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let group = group_limit(Path::new("/sys/fs/cgroup"), &groups, swap);
+    let limit = group.map_or(total + swap, |group| group.min(total + swap));
+    Some(HostMemory { total, available: bytes("MemAvailable:")?, limit })
+}
+
+/// The least that the control groups (version 2) of a process allow it, swap included; `groups` is what the system says of
+/// its groups, `root` where they are, `swap` what there is of it.
+fn group_limit(root: &Path, groups: &str, swap: u64) -> Option<u64> {
+    let own = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    // "max" is no limit.
+    let number = |group: &Path, file: &str| -> Option<u64> {
+        fs::read_to_string(root.join(group).join(file)).ok()?.trim().parse().ok()
+    };
+    let of_group = |group: &Path| {
+        let swapped = number(group, "memory.swap.max").map_or(swap, |limit| limit.min(swap));
+        Some(number(group, "memory.max")?.saturating_add(swapped))
+    };
+    Path::new(own).ancestors().filter_map(of_group).min()
 }
 
 /// What this process has done since it began.
@@ -97,5 +119,23 @@ mod tests {
             sum = std::hint::black_box(sum + 1);
         }
         assert!(sum > 0);
+    }
+
+    #[test]
+    fn the_strictest_group_counts() {
+        let root = tempfile::tempdir().unwrap();
+        let write = |group: &str, file: &str, text: &str| {
+            fs::create_dir_all(root.path().join(group)).unwrap();
+            fs::write(root.path().join(group).join(file), text).unwrap();
+        };
+        write("a/b", "memory.max", "max\n");
+        assert_eq!(group_limit(root.path(), "0::/a/b\n", 7), None);
+        write("a", "memory.max", "1000\n");
+        assert_eq!(group_limit(root.path(), "0::/a/b\n", 7), Some(1007));
+        write("a", "memory.swap.max", "0\n");
+        assert_eq!(group_limit(root.path(), "1:cpu:/x\n0::/a/b\n", 7), Some(1000));
+        write("", "memory.max", "900\n");
+        assert_eq!(group_limit(root.path(), "0::/a/b\n", 7), Some(907));
+        assert_eq!(group_limit(root.path(), "3:memory:/a\n", 7), None);
     }
 }
