@@ -2,7 +2,7 @@
 //!
 //! Downloads are verified as they come; what lies in a cache may have been brought by other programs, been cut short or
 //! been changed since. So it is hashed before it is used, once: that a file was right is noted in a folder of this user's
-//! own, with what changes when the file does. Of 16 GB that saves some ten seconds at each start.
+//! own, with what changes when the file does. Of 16 GB that saves some twenty seconds at each start.
 
 use std::fs::{File, Metadata};
 use std::io::{self, Read};
