@@ -16,6 +16,7 @@ mod method;
 mod parallel;
 mod resolve;
 
+pub(crate) use fingerprint::RECIPE;
 pub use memory::{MemoryOptions, MemoryPlan, Saving};
 pub use method::Method;
 pub use parallel::WorldSize;

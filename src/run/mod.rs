@@ -9,11 +9,13 @@ pub(crate) mod nvidia_libraries;
 pub(crate) mod op_speeds;
 pub(crate) mod output_folder;
 pub(crate) mod ranks;
+mod run_comparison;
 pub(crate) mod scaling;
 pub(crate) mod showcase;
 pub(crate) mod signals;
 pub(crate) mod train;
 mod trainer;
+pub(crate) mod verify_resume;
 mod weights_writer;
 
 pub use merge_check::{Certificate, MergeBase, MergeCheck};
