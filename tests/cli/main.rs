@@ -33,6 +33,7 @@ mod output_folder;
 mod planning;
 mod qlora;
 mod quantized;
+mod resume_every_step;
 mod shared_models;
 mod split;
 mod tokenizer_dropout;
