@@ -141,11 +141,10 @@ pub(super) fn retain(output: &Path, keep: usize, state: &TrainingState) -> Vec<S
         if step == state.step {
             kept += 1;
         } else if kept < keep {
-            let counts = SavedCheckpoint::open(&folder)
-                .is_ok_and(|saved| saved.state.fingerprint == state.fingerprint);
+            let counts = SavedCheckpoint::open(&folder).is_ok_and(|saved| saved.state.is_earlier_of(state));
             kept += usize::from(counts);
         } else if manifest::is_complete(&folder)
-            && TrainingState::read(&folder).is_ok_and(|saved| saved.fingerprint == state.fingerprint)
+            && TrainingState::read(&folder).is_ok_and(|saved| saved.is_earlier_of(state))
         {
             let doomed = with_suffix(&folder, &format!(".tmp-{}-removed", std::process::id()));
             match std::fs::rename(&folder, &doomed) {

@@ -17,6 +17,7 @@ mod folder;
 mod lock;
 mod manifest;
 mod process;
+mod run_changes;
 mod run_folder;
 mod saver;
 mod snapshot;
@@ -26,11 +27,13 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+pub use run_changes::CHANGES_ON_REQUEST;
 pub use run_folder::{RunFolder, RunRecord};
 pub use saver::{SaveThreads, Saver, SaverOptions};
 pub use snapshot::{SavedState, SavedValues, SnapshotPart, SnapshotTensor, WriteWeights};
 
 use crate::error::{Error, ErrorCategory, Result};
+use crate::recipe::Recipe;
 use crate::weights::{ModelFiles, ModelIdentity};
 
 const STATE_FILE: &str = "trainer_state.json";
@@ -84,6 +87,7 @@ impl TrainingState {
         }
         // What checkpoints had before `base`: the digest of another sample.
         state.fingerprint.remove("weights");
+        Recipe::add_defaults(&mut state.fingerprint);
         Ok(state)
     }
 
@@ -131,6 +135,18 @@ impl SavedCheckpoint {
         manifest::digest(&self.folder)
     }
 
+    /// The keys that the checkpoint says of itself, those that it lacks and that count as their defaults left out.
+    ///
+    /// # Errors
+    /// Storage: the file cannot be read. The user's: it is malformed.
+    pub fn said_keys(&self) -> Result<Vec<String>> {
+        let path = self.folder.join(STATE_FILE);
+        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
+        let state: TrainingState = serde_json::from_str(&text)
+            .map_err(|e| Error::user(format!("cannot read {}", path.display())).because(e.to_string()))?;
+        Ok(state.fingerprint.into_keys().collect())
+    }
+
     /// The files of the checkpoint that a run also leaves in the end, by their names below the folder: weights or
     /// adapter, configuration, tokenizer.
     ///
@@ -157,34 +173,6 @@ impl SavedCheckpoint {
         let name = format!("{param}.{state}");
         self.optimizer.read_f32(&format!("{name}{ABSMAX}"), absmax)?;
         self.optimizer.bytes(&name)
-    }
-
-    /// Refuses to go on as a different run.
-    ///
-    /// # Errors
-    /// Names every difference between the saved run and `current`.
-    pub fn check_same_run(&self, current: &std::collections::BTreeMap<String, String>) -> Result<()> {
-        let mut differences = Vec::new();
-        for key in self
-            .state
-            .fingerprint
-            .keys()
-            .chain(current.keys().filter(|k| !self.state.fingerprint.contains_key(*k)))
-        {
-            let (then, now) = (self.state.fingerprint.get(key), current.get(key));
-            if then != now {
-                let shown = |v: Option<&String>| v.map_or_else(|| "nothing".to_owned(), Clone::clone);
-                differences.push(format!("{key}: {} in the checkpoint, {} now", shown(then), shown(now)));
-            }
-        }
-        if differences.is_empty() {
-            return Ok(());
-        }
-        let error = Error::user(format!("cannot resume {}", self.folder.display()));
-        let error = differences.into_iter().fold(error, Error::because);
-        Err(error.hint(
-            "resume with the recipe, model and data of the first run, or start anew with another --output",
-        ))
     }
 }
 

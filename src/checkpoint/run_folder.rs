@@ -62,6 +62,9 @@ pub struct RunRecord {
     /// The digest of the manifest of the checkpoint in another folder that the run began with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resumed_from: Option<String>,
+    /// The commits of what came from the hub, by what was asked for there: model, data sets, adapter.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub sources: BTreeMap<String, String>,
     /// What the run wrote, by name below the folder: what it looked like, or nothing while it changes.
     files: BTreeMap<String, Option<String>>,
 }
@@ -83,6 +86,7 @@ impl RunRecord {
             plan: Self::digest(plan),
             chat_template_date: None,
             resumed_from: None,
+            sources: BTreeMap::new(),
             files: BTreeMap::new(),
         })
     }

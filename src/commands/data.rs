@@ -25,6 +25,7 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
         Err(_) => usize::MAX,
     };
     let mut tokenizer = Tokenizer::load(&folder)?;
+    tokenizer.left_out().iter().for_each(|text| terminal.warn(text));
     let added = tokenizer.add_tokens(&recipe.model.new_tokens)?;
     let vocab_size = added.into_iter().fold(vocab_size, |size, id| size.max(id as usize + 1));
     let rows = DatasetLoader::new(tokenizer, &recipe.data, vocab_size)?;

@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use super::{config_of, say_base, terminal, working_folder};
+use super::{config_of, terminal, working_folder};
 use crate::cli::{ExportArgs, ExportFormat};
 use crate::error::{Error, Result};
 use crate::export::gguf::{self, Exported, GgufType};
@@ -30,7 +30,7 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
         let found = finder.model_headers(&source, &args.revision)?;
         let config = config_of(&found)?;
         let adapter = finder.adapter(&DataSource::from_argument("--adapter", adapter, &folder)?)?;
-        say_base(&terminal, &BaseCheck::of_headers(&adapter.folder, &found, args.force_base)?);
+        BaseCheck::of_headers(&adapter.folder, &found, config.semantics(), args.force_base)?.say(&terminal);
         let kind = args.r#type.unwrap_or(GgufType::F32);
         let exported = removing_on_signals(&args.output, &terminal, || {
             gguf::write_adapter(&config, &adapter.folder, &name_of(&adapter), kind, &args.output)

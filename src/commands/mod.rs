@@ -16,6 +16,7 @@ mod merge;
 mod quantize;
 mod recipes;
 mod train;
+mod verify_resume;
 
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -29,7 +30,7 @@ use crate::recipe::{DataSource, Recipe, RecipeText};
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::{device, thread_pool};
 use crate::setup::{
-    AdapterSetup, BaseCheck, BaseModel, DatasetLoader, EngineOptions, ResolvedSource, Resolver,
+    AdapterSetup, BaseComparison, BaseModel, DatasetLoader, EngineOptions, ResolvedSource, Resolver,
 };
 
 /// Does what the command line says.
@@ -51,6 +52,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Verb::Data(args)) => data::run(&args),
         Some(Verb::Bench(args)) => bench::run(&args),
         Some(Verb::Doctor(args)) => doctor::run(&args),
+        Some(Verb::VerifyResume(args)) => verify_resume::run(&args),
     }
 }
 
@@ -71,15 +73,6 @@ fn open_device() -> Result<Device> {
     device::open(device::preferred()?)
 }
 
-/// Says what is known of an adapter's or a checkpoint's base where that is not the model at hand for sure.
-fn say_base(terminal: &Terminal, check: &BaseCheck) {
-    match check {
-        BaseCheck::Same => {}
-        BaseCheck::Unchecked(text) => terminal.line(text),
-        BaseCheck::Forced(text) => terminal.warn(text),
-    }
-}
-
 /// Warns of what a GPU computes slowly for want of a kernel.
 fn say_without_kernels(terminal: &Terminal, options: &EngineOptions, config: &ModelConfig) {
     options.without_kernels(config).iter().for_each(|text| terminal.warn(text));
@@ -97,6 +90,8 @@ struct Opened {
     base: BaseModel,
     adapter_setup: Option<AdapterSetup>,
     rows: DatasetLoader,
+    /// The comparison with the model that the adapter was trained on, to be finished when the weights are loaded.
+    comparison: Option<BaseComparison>,
 }
 
 impl Opened {
@@ -112,19 +107,20 @@ impl Opened {
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
         let adapter =
             adapter.map(|adapter| DataSource::from_argument("--adapter", adapter, folder)).transpose()?;
-        let adapter_setup = match adapter {
+        let (adapter_setup, comparison) = match adapter {
             Some(source) => {
                 let folder = finder.adapter(&source)?.folder;
                 base.adopt(&folder)?;
                 let adapter_setup = AdapterSetup::saved_in(&folder, &base.config)?;
-                say_base(terminal, &base.check_adapter(&folder, recipe.train.seed, force_base)?);
-                Some(adapter_setup)
+                let comparison = base.check_adapter(&folder, recipe.train.seed, force_base, terminal)?;
+                (Some(adapter_setup), Some(comparison))
             }
-            None => None,
+            None => (None, None),
         };
         let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
+        tokenizer.left_out().iter().for_each(|text| terminal.warn(text));
         let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
-        Ok(Opened { base, adapter_setup, rows })
+        Ok(Opened { base, adapter_setup, rows, comparison })
     }
 }
 

@@ -24,7 +24,7 @@ pub(super) fn run(args: &QuantizeArgs) -> Result<()> {
     let files =
         base.files.as_ref().ok_or_else(|| Error::internal("the model was opened without its weights"))?;
     let start = Instant::now();
-    let identity = base.identity(0)?;
+    let identity = base.whole_identity(0)?;
     let report = removing_on_signals(&args.output, &terminal, || {
         write_quantized(files, &base.config, scheme, &args.skip, &identity, &args.output, |name| {
             terminal.detail(name);

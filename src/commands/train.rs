@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use chrono::{DateTime, FixedOffset};
 
-use super::{say_base, say_without_kernels, terminal, train_recipe_is, working_folder};
+use super::{say_without_kernels, terminal, train_recipe_is, working_folder};
 use crate::checkpoint::SaveThreads;
 use crate::cli::TrainArgs;
 use crate::collective::launch::Launch;
@@ -50,9 +50,8 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         }
     }
     let resumed = found.as_ref().and_then(|found| found.resumed.as_ref());
-    if let Some(check) = plan.check_base(resumed, args.force_base)? {
-        say_base(&terminal, &check);
-    }
+    let base_check = plan.check_base(resumed, args.force_base)?;
+    base_check.iter().for_each(|check| check.say(&terminal));
     say(&plan, &terminal);
     let fits = plan.check_memory(ranks.launch.ranks_here);
     let Some(mut found) = found else {
@@ -63,7 +62,9 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     fits?;
     let resumed = found.resumed.take();
     if let Some(saved) = &resumed {
-        plan.resume(saved)?;
+        for change in plan.resume(saved, &args.allow_change)? {
+            terminal.line(format!("going on with a change: {change}"));
+        }
     }
     let folder = OnceLock::new();
     let stop = signals::watch()?;
@@ -76,6 +77,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         questions,
         plan: &plan,
         resumed: resumed.as_ref(),
+        base_check,
         folder: &folder,
         stop: &stop,
         writers: &writers,
@@ -104,6 +106,7 @@ fn say(plan: &Plan, terminal: &Terminal) {
     if let Some((held_out, _)) = &plan.held_out {
         terminal.line(format!("held out: {}", held_out.report()));
     }
+    plan.rows.tokenizer.left_out().iter().for_each(|text| terminal.warn(text));
     say_without_kernels(terminal, &plan.engine, &plan.base.config);
     terminal.line(plan.describe());
     plan.warnings().iter().for_each(|text| terminal.warn(text));

@@ -13,6 +13,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
+use tokenizers::models::ModelWrapper;
 
 use super::new_tokens::{self, NewToken};
 use crate::error::{Error, Result};
@@ -50,6 +51,8 @@ pub struct Tokenizer {
     adds_bos: bool,
     vocab_size: usize,
     digest: blake3::Hash,
+    /// The share of merges that tokenizer.json asks to leave out at random, which are all done.
+    dropout: Option<f32>,
     /// Files that say something else than those in `folder`: name and text.
     changed: Vec<(String, String)>,
 }
@@ -66,7 +69,7 @@ impl Tokenizer {
             return Err(missing_tokenizer(folder));
         }
         let bytes = std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?;
-        let inner = inner(&bytes, &path)?;
+        let (inner, dropout) = inner(&bytes, &path)?;
         let config = read_object(&folder.join("tokenizer_config.json"))?;
         let map = read_object(&folder.join("special_tokens_map.json"))?;
         let token = |key: &str| -> Result<Option<SpecialToken>> {
@@ -107,6 +110,7 @@ impl Tokenizer {
             special,
             adds_bos: false,
             digest: blake3::hash(&bytes),
+            dropout,
             changed: Vec::new(),
         };
         tokenizer.adds_bos = tokenizer.finds_bos_added()?;
@@ -157,7 +161,7 @@ impl Tokenizer {
         let path = self.folder.join("tokenizer.json");
         let text = |file: Map<String, Value>| format!("{:#}\n", Value::Object(file));
         let tokenizer = text(new_tokens::in_tokenizer(read_object(&path)?, new));
-        let inner = inner(tokenizer.as_bytes(), &path)?;
+        let (inner, _) = inner(tokenizer.as_bytes(), &path)?;
         if let Some(token) = new.iter().find(|token| inner.token_to_id(&token.text) != Some(token.id)) {
             return Err(Error::user(format!(
                 "cannot add the token {:?} to the tokenizer in {}",
@@ -302,6 +306,15 @@ impl Tokenizer {
         &self.config
     }
 
+    /// What of tokenizer.json is not done, in words.
+    pub fn left_out(&self) -> Option<String> {
+        let share = self.dropout?;
+        Some(format!(
+            "tokenizer.json of {} asks to leave out {share} of the merges at random (`model.dropout`): all are done, so that a text has the same tokens each time",
+            self.folder.display()
+        ))
+    }
+
     /// BLAKE3 of tokenizer.json.
     pub fn digest(&self) -> blake3::Hash {
         self.digest
@@ -383,7 +396,8 @@ impl TextStream<'_> {
     }
 }
 
-fn inner(bytes: &[u8], path: &Path) -> Result<tokenizers::Tokenizer> {
+/// The tokenizer of a tokenizer.json, and the dropout that it asks for.
+fn inner(bytes: &[u8], path: &Path) -> Result<(tokenizers::Tokenizer, Option<f32>)> {
     let unreadable = |e: tokenizers::Error| {
         Error::user(format!("cannot read the tokenizer {}", path.display()))
             .because(format!("it is not a tokenizer.json: {e}"))
@@ -393,7 +407,17 @@ fn inner(bytes: &[u8], path: &Path) -> Result<tokenizers::Tokenizer> {
     // Files saved after use may carry these; they would cut or fill rows behind our back.
     inner.with_truncation(None).map_err(unreadable)?;
     inner.with_padding(None);
-    Ok(inner)
+    let mut dropout = None;
+    if let ModelWrapper::BPE(bpe) = inner.get_model() {
+        dropout = bpe.dropout.filter(|share| *share > 0.0);
+        if dropout.is_some() {
+            // Its random numbers have no seed: two runs would not see the same tokens.
+            let mut bpe = bpe.clone();
+            bpe.dropout = None;
+            inner.with_model(bpe);
+        }
+    }
+    Ok((inner, dropout))
 }
 
 /// The largest id plus one.

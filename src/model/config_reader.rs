@@ -1,5 +1,7 @@
 //! Typed access to config.json.
 
+use std::collections::BTreeMap;
+
 use serde_json::Value;
 
 use crate::error::{Error, Result};
@@ -22,6 +24,12 @@ impl<'a> ConfigReader<'a> {
     /// The value of `key`; a null counts as absent.
     pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
         self.object.get(key).filter(|value| !value.is_null())
+    }
+
+    /// Every key that is not null with its value as text, in the order of keys; numbers alike however they are written.
+    pub(super) fn texts(&self) -> BTreeMap<String, String> {
+        let values = self.object.iter().filter(|(_, value)| !value.is_null());
+        values.map(|(key, value)| (key.clone(), text(value))).collect()
     }
 
     /// True when the key is there, be it null.
@@ -98,5 +106,13 @@ impl<'a> ConfigReader<'a> {
 
     pub(super) fn f64_list(&self, key: &str) -> Result<Option<Vec<f64>>> {
         self.typed(key, "a list of numbers", |v| v.as_array()?.iter().map(Value::as_f64).collect())
+    }
+}
+
+fn text(value: &Value) -> String {
+    match value {
+        Value::Number(number) => number.as_f64().map_or_else(|| number.to_string(), |n| format!("{n:?}")),
+        Value::Array(list) => format!("[{}]", list.iter().map(text).collect::<Vec<_>>().join(", ")),
+        other => other.to_string(),
     }
 }

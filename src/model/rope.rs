@@ -43,6 +43,8 @@ pub struct Rope {
     theta: f64,
     /// The context length before stretching, beyond which `kind` takes effect.
     pub trained_positions: usize,
+    /// What config.json says of it, in words that do not depend on how it is written there.
+    pub(super) settings: String,
 }
 
 /// What stands outside the scaling object of config.json.
@@ -103,6 +105,7 @@ impl Rope {
             kind: RopeKind::Fixed,
             theta,
             trained_positions: context.max_positions,
+            settings: settings(scaling, context, (theta, rotary_dim)),
         };
         let Some(s) = scaling else { return Ok(rope) };
         let name = match s.opt_str("rope_type")? {
@@ -256,6 +259,24 @@ impl Rope {
         let tensor = |values: Vec<f32>| Tensor::from_vec(values, (rows, half), device);
         Ok(RotaryTable { cos: tensor(cos)?, sin: tensor(sin)? })
     }
+}
+
+/// Base, width and, where it is stretched, all that says how.
+fn settings(
+    scaling: Option<&ConfigReader<'_>>,
+    context: &RopeContext,
+    (theta, columns): (f64, usize),
+) -> String {
+    // These are said already, or name the kind under its older key.
+    let elsewhere = ["rope_theta", "partial_rotary_factor", "type", "rope_type"];
+    let said = format!("theta {theta:?} on {columns} columns");
+    let kind = scaling.and_then(|s| s.get("rope_type").or(s.get("type"))?.as_str());
+    let (Some(s), Some(kind)) = (scaling, kind.filter(|kind| *kind != "default")) else { return said };
+    let RopeContext { max_positions, original_max_positions: original, .. } = context;
+    let lengths = format!("of {max_positions} positions, {} before", original.unwrap_or(0));
+    let others = s.texts().into_iter().filter(|(key, _)| !elsewhere.contains(&key.as_str()));
+    let others = others.map(|(key, value)| format!(", {key} {value}")).collect::<String>();
+    format!("{said}, {kind} {lengths}{others}")
 }
 
 fn needed(s: &ConfigReader<'_>, key: &str) -> Result<f64> {

@@ -20,6 +20,7 @@ mod resolve;
 mod schedule;
 mod warnings;
 
+pub(crate) use fingerprint::RECIPE;
 pub use memory::{MemoryOptions, MemoryPlan, Saving};
 pub use method::Method;
 pub use parallel::WorldSize;

@@ -13,12 +13,14 @@ pub(crate) mod output_folder;
 pub(crate) mod ranks;
 pub(crate) mod restarts;
 mod rollback;
+mod run_comparison;
 pub(crate) mod scaling;
 pub(crate) mod showcase;
 pub(crate) mod signals;
 mod space;
 pub(crate) mod train;
 mod trainer;
+pub(crate) mod verify_resume;
 mod weights_writer;
 
 pub use merge_check::{Certificate, MergeBase, MergeCheck};

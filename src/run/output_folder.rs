@@ -14,12 +14,11 @@ use crate::checkpoint::{self, RunFolder, RunRecord, SavedCheckpoint};
 use crate::cli::TrainArgs;
 use crate::error::{Error, Result};
 use crate::plan::Plan;
+pub(crate) use crate::plan::RECIPE;
 use crate::report::{Terminal, metrics};
 
 /// Written by every run beside the weights.
 const TEXTS: [&str; 4] = [RECIPE, METRICS, CARD, REPORT];
-/// The resolved recipe.
-pub(crate) const RECIPE: &str = "recipe.toml";
 /// A line for each step.
 pub(crate) const METRICS: &str = "metrics.jsonl";
 /// The model card.
@@ -114,6 +113,8 @@ impl OutputFolder {
                 record
             }
         };
+        record.plan = RunRecord::digest(&fingerprint);
+        record.sources = plan.commits();
         record.chat_template_date = plan.rows.date().map(date_text);
         refuse_foreign(&folder, &record, output, plan, resumed)?;
         let what = format!("cannot train into {}", output.display());
@@ -281,11 +282,9 @@ fn adopted(
 ) -> Result<RunRecord> {
     let mut record = RunRecord::new(fingerprint)?;
     let text = |name: &str| std::fs::read_to_string(output.join(name)).unwrap_or_default();
+    let said = saved.said_keys()?;
     let has_recipe = text(RECIPE).parse::<toml::Table>().is_ok_and(|recipe| {
-        saved
-            .state
-            .fingerprint
-            .keys()
+        said.iter()
             .filter_map(|key| key.split_once('.'))
             .all(|(section, key)| recipe.get(section).is_some_and(|section| section.get(key).is_some()))
     });

@@ -26,7 +26,9 @@ use crate::engine::{NanPolicy, Reporter, RunOptions, RunSummary, TrainLoop, Trai
 use crate::error::{Error, ErrorCategory, Result};
 use crate::plan::Plan;
 use crate::report::{EventWriter, MetricsLog, Terminal};
+use crate::setup::BaseCheck;
 use crate::units;
+use crate::weights::DigestTask;
 
 /// What all ranks share.
 pub(crate) struct TrainRun<'a> {
@@ -34,6 +36,8 @@ pub(crate) struct TrainRun<'a> {
     pub(crate) plan: &'a Plan,
     pub(crate) questions: Vec<Question>,
     pub(crate) resumed: Option<&'a SavedCheckpoint>,
+    /// What came of comparing the base with that of the checkpoint or adapter before its weights were read.
+    pub(crate) base_check: Option<BaseCheck>,
     /// The output folder, and what it says of the run; the process of the first rank has them once all processes have met.
     pub(crate) folder: &'a OnceLock<(RunFolder, RunRecord)>,
     pub(crate) stop: &'a AtomicBool,
@@ -117,6 +121,8 @@ impl TrainRun<'_> {
     fn load(&self, world: Arc<dyn Collective>, device: &Device) -> Result<Trainer> {
         let first = world.rank() == 0;
         let loading = Instant::now();
+        // What is saved says of what model it is: the first rank saves that.
+        let digest = if first { self.plan.base.start_digest()? } else { None };
         let trainer = trainer(self.plan, self.resumed, world, device)?;
         if let (Some(bytes), true) = (self.plan.bytes_read(), first) {
             let secs = loading.elapsed().as_secs_f64();
@@ -128,7 +134,23 @@ impl TrainRun<'_> {
                 None => self.terminal.detail(said("read")),
             }
         }
+        digest.map_or(Ok(()), |digest| self.finish_digest(digest))?;
         Ok(trainer)
+    }
+
+    /// Compares the base once more, by every byte.
+    fn finish_digest(&self, digest: DigestTask) -> Result<()> {
+        let waiting = Instant::now();
+        self.plan.finish_digest(digest)?;
+        let waited = units::duration(waiting.elapsed().as_secs_f64());
+        self.terminal.detail(format!("the digest of the weights was ready {waited} after them"));
+        let check = self.plan.check_base(self.resumed, self.args.force_base)?;
+        // What was not sure before is said already.
+        check
+            .filter(|_| self.base_check == Some(BaseCheck::Same))
+            .iter()
+            .for_each(|check| check.say(self.terminal));
+        Ok(())
     }
 
     /// Writes the trained weights, to be published: each rank its share, then the first what stands beside.

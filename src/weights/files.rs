@@ -232,6 +232,12 @@ impl ModelFiles {
         QuantizedTensor::new(parts, codes, place).map(Some)
     }
 
+    /// Where the runs of a quantized tensor beside its codes lie: with double quantization the codes of the scales, then the
+    /// scales of those; without, the scales. None of another tensor.
+    pub(super) fn quantized_runs(&self, name: &str) -> impl Iterator<Item = &ShardRange> {
+        self.quantized.get(name).into_iter().flat_map(|parts| parts.runs.iter().map(|(_, place)| place))
+    }
+
     /// Bytes of a file, for tensor `name`.
     pub(super) fn stored(&self, name: &str, shard: usize, range: &Range<usize>) -> Result<&[u8]> {
         let shard = &self.shards[shard];
@@ -335,7 +341,12 @@ impl ModelFiles {
         if info.range.is_empty() {
             return;
         }
-        self.shards[info.shard].discard(&info.range);
+        self.discard_range(info.shard, &info.range);
+    }
+
+    /// As [`ModelFiles::discard`], of some bytes of a file.
+    pub(super) fn discard_range(&self, shard: usize, range: &Range<usize>) {
+        self.shards[shard].discard(range);
     }
 
     /// Whether all files are still as long as when they were opened; to be asked when what was read is to be relied on.

@@ -12,6 +12,7 @@
 
 mod atomic_dir;
 mod bitsandbytes;
+mod digest;
 mod files;
 mod header;
 mod identity;
@@ -29,6 +30,7 @@ mod write;
 
 pub use crate::stored_dtype::{StoredDtype, StoredElement};
 pub use atomic_dir::AtomicDir;
+pub use digest::DigestTask;
 pub use files::ModelFiles;
 pub use identity::{ModelIdentity, QUANTIZED_FROM};
 pub use load::{Expected, load_tensor};

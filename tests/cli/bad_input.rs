@@ -1003,7 +1003,7 @@ fn resuming_as_a_different_run() {
     error: cannot resume out/checkpoint-4
       caused by: adapter.r: 16 in the checkpoint, 8 now
       caused by: optimizer.learning_rate: 0.0002 in the checkpoint, 0.001 now
-    hint: resume with the recipe, model and data of the first run, or start anew with another --output
+    hint: resume with the recipe, model and data of the first run, or start anew with another --output; `--allow-change optimizer.learning_rate` allows its change
     ");
     place.write("rows.jsonl", "{\"prompt\": \"1 + 1 =\", \"completion\": \" 2\"}\n");
     assert_snapshot!(filtered(refused(&place, &lora(&["--resume"]))), @"

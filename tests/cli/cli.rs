@@ -33,17 +33,18 @@ fn help_of_the_root() {
            finetune <COMMAND>
 
     Commands:
-      merge        Merge an adapter into its model: a Hugging Face folder
-      quantize     Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
-      export       Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
-      generate     Continue a prompt, or chat
-      eval         Measure loss, perplexity and token accuracy on a data set
-      inspect      Say what a model or adapter is, from its headers alone
-      data         Show how rows become tokens and masks, and what is wrong with them
-      recipes      List, show or write the built-in recipes
-      bench        Measure speed: of every operation, or by number of ranks
-      doctor       Say what this machine offers; check every operation on it
-      completions  Print a completion script for a shell
+      merge          Merge an adapter into its model: a Hugging Face folder
+      quantize       Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
+      export         Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
+      generate       Continue a prompt, or chat
+      eval           Measure loss, perplexity and token accuracy on a data set
+      inspect        Say what a model or adapter is, from its headers alone
+      data           Show how rows become tokens and masks, and what is wrong with them
+      recipes        List, show or write the built-in recipes
+      bench          Measure speed: of every operation, or by number of ranks
+      doctor         Say what this machine offers; check every operation on it
+      verify-resume  Prove on a recipe that a run which is killed and resumed leaves the same bytes
+      completions    Print a completion script for a shell
 
     Options:
           --model <MODEL>            A folder in Hugging Face layout, or a hub id
@@ -59,6 +60,8 @@ fn help_of_the_root() {
           --ranks <N>                Train on the CPU with this many ranks, threads of this process
           --max-restarts <N>         Start the run again from its newest checkpoint, so often at most,
                                      when it crashed, was killed or hung
+          --allow-change <KEY>       Resume though this key of the learning rate or its schedule is
+                                     other than it was; may be repeated
           --force-base               Accept a checkpoint or adapter of another base model
           --dry-run                  Print the resolved recipe and what the run would do; train nothing
           --offline                  Use only what is on this machine
