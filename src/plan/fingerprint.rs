@@ -12,7 +12,8 @@ pub(crate) const RECIPE: &str = "recipe.toml";
 /// Sections that change what is saved, said or how long it takes, not the numbers.
 const HARMLESS: [&str; 4] = ["checkpoint", "log", "eval", "parallel"];
 /// Keys of other sections that do the same.
-const HARMLESS_KEYS: [&str; 2] = ["train.recompute", "quantization.bf16_copy"];
+const HARMLESS_KEYS: [&str; 4] =
+    ["train.recompute", "train.on_nan", "train.nan_limit", "quantization.bf16_copy"];
 
 impl Plan {
     /// What decides the numbers of the run: a checkpoint goes on only under the same.
@@ -25,6 +26,9 @@ impl Plan {
         recipe.data.train = Vec::new();
         recipe.data.eval = Vec::new();
         recipe.train.recompute = recipe::AutoOr::Auto;
+        // A run that stopped at a NaN may go on another way.
+        let train = recipe::TrainSection::default();
+        (recipe.train.on_nan, recipe.train.nan_limit) = (train.on_nan, train.nan_limit);
         if let Some(quantization) = &mut recipe.quantization {
             quantization.bf16_copy = false;
         }
@@ -37,8 +41,6 @@ impl Plan {
         };
         recipe.train.gradient_accumulation_steps = self.micro_batches();
         let mut facts = recipe.values();
-        // A run that stopped at a NaN may go on another way.
-        facts.retain(|key, _| key != "train.on_nan" && key != "train.nan_limit");
         let short = |hash: blake3::Hash| hash.to_hex()[..16].to_owned();
         facts.insert("data".into(), short(self.train.0.digest()));
         facts.insert("steps".into(), self.total_steps.to_string());

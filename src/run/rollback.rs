@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use crate::adapter::SavedAdapter;
-use crate::checkpoint;
+use crate::checkpoint::{self, CHANGES_ON_REQUEST};
 use crate::engine::Trainer;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::plan::Plan;
@@ -18,7 +18,9 @@ use crate::weights::ModelFiles;
 /// The checkpoint is of another run, cannot be read, or is not the same on all ranks; a peer failed.
 pub(super) fn roll_back(plan: &Plan, output: &Path, trainer: &mut Trainer, step: u64) -> Result<Option<u64>> {
     let (found, _) = checkpoint::newest_before(output, step)?;
-    let found = found.filter(|saved| saved.check_same_run(&plan.fingerprint()).is_ok());
+    // One from before the run went on with another learning rate is its checkpoint, too.
+    let allowed = CHANGES_ON_REQUEST.map(str::to_owned);
+    let found = found.filter(|saved| saved.check_same_run(&plan.fingerprint(), &allowed).is_ok());
     let store = &trainer.engine.store;
     let own = found.as_ref().map_or(0.0, |saved| saved.state.step as f64);
     let mut sums = [own];
