@@ -54,11 +54,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     base_check.iter().for_each(|check| check.say(&terminal));
     say(&plan, &terminal);
     let fits = plan.check_memory(ranks.launch.ranks_here);
-    let Some(mut found) = found else {
-        // It may be planned here for another machine.
-        fits.err().iter().for_each(|error| terminal.warn(error.in_one_line()));
-        return terminal.data(plan.recipe.to_toml());
-    };
+    let Some(mut found) = found else { return only_planned(&plan, fits, &terminal) };
     fits?;
     let resumed = found.resumed.take();
     if let Some(saved) = &resumed {
@@ -86,6 +82,12 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     };
     let claim = || if first { run.claim(found) } else { Ok(()) };
     ranks.run(&plan, claim, |world, device| run.rank(world, device))
+}
+
+/// Says what would run, which may be planned here for another machine.
+fn only_planned(plan: &Plan, fits: Result<()>, terminal: &Terminal) -> Result<()> {
+    fits.err().iter().for_each(|error| terminal.warn(error.in_one_line()));
+    terminal.data(plan.recipe.to_toml())
 }
 
 fn now() -> DateTime<FixedOffset> {

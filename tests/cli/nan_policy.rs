@@ -19,7 +19,7 @@ fn place(ranks: usize, bad: &[usize]) -> Place {
         *table = set_column(table, TILDE..TILDE + 1, 5, f32::NAN);
     });
     let row = |i: usize| {
-        let is_bad = bad.contains(&(i / ranks + 1)) && i % ranks == 0;
+        let is_bad = bad.contains(&(i / ranks + 1)) && i.is_multiple_of(ranks);
         json!({ "text": format!("row {i} of a {} of some length", if is_bad { "~" } else { "text" }) })
             .to_string()
             + "\n"
