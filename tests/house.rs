@@ -33,7 +33,9 @@ mod signatures;
 
 /// The floor of each top-level module; a module imports only from lower floors (DESIGN, section 3).
 const FLOORS: &[(&str, u32)] = &[
+    ("contained", 0),
     ("error", 0),
+    ("input_file", 0),
     ("units", 0),
     (CLOSED_CHOICES, 0),
     ("quant", 1),

@@ -5,13 +5,13 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorCategory, Result};
+use crate::input_file;
 use crate::weights::{Written, write_text};
 
 const FILE: &str = "manifest.json";
@@ -107,13 +107,13 @@ pub(super) fn is_there(folder: &Path) -> bool {
 /// The digest of the manifest of `folder`.
 pub(super) fn digest(folder: &Path) -> Result<String> {
     let path = folder.join(FILE);
-    let text = std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?;
+    let text = input_file::read("read", &path)?;
     Ok(blake3::hash(&text).to_hex().to_string())
 }
 
 /// Whether `folder` holds the files of its manifest, by names and sizes, and nothing else.
 pub(super) fn is_complete(folder: &Path) -> bool {
-    let manifest = std::fs::read_to_string(folder.join(FILE)).ok();
+    let manifest = input_file::read_text("read", &folder.join(FILE)).ok();
     let manifest = manifest.and_then(|text| serde_json::from_str::<Manifest>(&text).ok());
     let (Some(manifest), Ok(present)) = (manifest, files_below(folder)) else { return false };
     let listed = |(name, path): &(String, PathBuf)| {
@@ -131,7 +131,8 @@ pub(super) fn verify(folder: &Path) -> Result<()> {
             .because(why)
             .hint("`--resume` without a folder takes the newest sound checkpoint of the output folder")
     };
-    let text = std::fs::read_to_string(&path).map_err(|e| damaged(format!("{FILE}: {e}")))?;
+    let text = input_file::read_text("read", &path)
+        .map_err(|e| damaged(format!("{FILE}: {}", e.causes().join(": "))))?;
     let manifest: Manifest = serde_json::from_str(&text).map_err(|e| damaged(format!("{FILE}: {e}")))?;
     if manifest.schema != super::SCHEMA {
         return Err(damaged(format!(
@@ -159,7 +160,7 @@ pub(super) fn verify(folder: &Path) -> Result<()> {
 
 fn listed(path: &Path) -> Result<Listed> {
     let mut hasher = blake3::Hasher::new();
-    let file = File::open(path).map_err(|e| Error::io("read", path, &e))?;
+    let file = input_file::open("read", path)?;
     let bytes = std::io::copy(&mut &file, &mut hasher).map_err(|e| Error::io("read", path, &e))?;
     Ok(Listed { bytes, blake3: hasher.finalize().to_hex().to_string() })
 }

@@ -24,6 +24,7 @@ use candle_core::Device;
 
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
 use crate::error::{Error, ErrorCategory, Result};
+use crate::input_file;
 use crate::model::ModelConfig;
 use crate::recipe::{DataSource, Recipe, RecipeText};
 use crate::report::{Terminal, Verbosity};
@@ -87,7 +88,7 @@ fn say_without_kernels(terminal: &Terminal, options: &EngineOptions, config: &Mo
 /// What the config.json of a model says.
 fn config_of(found: &ResolvedSource) -> Result<ModelConfig> {
     let path = found.folder.join("config.json");
-    let text = std::fs::read_to_string(&path).map_err(|error| Error::io("read", &path, &error))?;
+    let text = input_file::read_text("read", &path)?;
     ModelConfig::from_json(&text, &path.display().to_string())
 }
 

@@ -14,6 +14,7 @@ use crate::adapter::LowRankFactors;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
+use crate::input_file;
 use crate::model::{self, ModelConfig, RotaryTables};
 use crate::ops::attention::KERNEL_HEAD_DIMS;
 use crate::ops::has_kernels;
@@ -131,7 +132,7 @@ impl BaseModel {
             ModelInit::Random => (finder.model_headers(source, &model.revision)?, None),
         };
         let path = found.folder.join("config.json");
-        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
+        let text = input_file::read_text("read", &path)?;
         let config = ModelConfig::from_json(&text, &path.display().to_string())?;
         let files = weights.map(|weights| weights.open(&found.folder)).transpose()?;
         let wanted = quantization.map(format);
