@@ -26,6 +26,7 @@ mod doctor;
 mod export;
 mod failure;
 mod golden_ranks;
+mod hostile_files;
 mod output_folder;
 mod planning;
 mod qlora;
