@@ -5,7 +5,7 @@
 //!
 //! | floor | modules | what lives there |
 //! |---|---|---|
-//! | 0 | [`error`], [`contained`], [`input_file`], [`units`], [`recipe::enums`] | the one error type, panics of foreign code, files that are given, human-readable sizes, the closed choices of the recipe |
+//! | 0 | [`error`], [`contained`], [`units`], [`recipe::enums`] | the one error type and files that are given, panics of foreign code, human-readable sizes, the closed choices of the recipe |
 //! | 1 | [`quant`], [`stored_dtype`], [`recipe`], [`rendezvous`], `hub`, [`report`] | number formats; what the TOML may say; how processes meet; downloads; all that a run prints or logs |
 //! | 2 | [`runtime`] | the machine, devices, thread pool, allocator, memory of tensors, parameter storage, random numbers |
 //! | 3 | [`collective`] | sums, gathers, broadcasts and messages between ranks |
@@ -41,4 +41,4 @@ pub mod setup;
 pub mod sharding;
 pub mod weights;
 
-pub use finetune_compute::{contained, error, input_file, ops, quant, runtime, stored_dtype, units};
+pub use finetune_compute::{contained, error, ops, quant, runtime, stored_dtype, units};

@@ -35,7 +35,6 @@ mod signatures;
 const FLOORS: &[(&str, u32)] = &[
     ("contained", 0),
     ("error", 0),
-    ("input_file", 0),
     ("units", 0),
     (CLOSED_CHOICES, 0),
     ("quant", 1),

@@ -5,6 +5,7 @@
 //! it; only `main` prints it.
 
 mod device_fault;
+pub mod input_file;
 
 use std::fmt;
 use std::path::Path;

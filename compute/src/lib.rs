@@ -1,10 +1,9 @@
-//! The floors of `finetune` that compute: the error type, input files and units that every floor uses, the recipe's closed choices,
+//! The floors of `finetune` that compute: the error type and units that every floor uses, the recipe's closed choices,
 //! number formats, devices and memory, and the tensor operations. The crate `finetune` shows these modules as its own,
 //! and its `src/lib.rs` has the table of all floors.
 
 pub mod contained;
 pub mod error;
-pub mod input_file;
 pub mod ops;
 pub mod quant;
 pub mod runtime;

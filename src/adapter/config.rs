@@ -12,8 +12,8 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use super::{ModulePattern, NamePattern, TargetSpec};
+use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::input_file;
 
 /// The name of the file.
 pub const CONFIG_FILE: &str = "adapter_config.json";

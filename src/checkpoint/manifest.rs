@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::input_file;
 use crate::error::{Error, ErrorCategory, Result};
-use crate::input_file;
 use crate::weights::{Written, write_text};
 
 const FILE: &str = "manifest.json";

@@ -29,8 +29,8 @@ pub use run_folder::{RunFolder, RunRecord};
 pub use saver::{SaveThreads, Saver, SaverOptions};
 pub use snapshot::{SavedState, SavedValues, SnapshotPart, SnapshotTensor, WriteWeights};
 
+use crate::error::input_file;
 use crate::error::{Error, ErrorCategory, Result};
-use crate::input_file;
 use crate::weights::{ModelFiles, ModelIdentity};
 
 const STATE_FILE: &str = "trainer_state.json";

@@ -23,8 +23,8 @@ use std::path::{Path, PathBuf};
 use candle_core::Device;
 
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
+use crate::error::input_file;
 use crate::error::{Error, ErrorCategory, Result};
-use crate::input_file;
 use crate::model::ModelConfig;
 use crate::recipe::{DataSource, Recipe, RecipeText};
 use crate::report::{Terminal, Verbosity};

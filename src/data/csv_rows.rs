@@ -9,8 +9,8 @@ use serde_json::{Map, Value};
 
 use super::raw_rows::{DataFile, RawRow};
 use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin};
+use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::input_file;
 
 /// More columns than any table of rows to train on has; each costs every row a text.
 const MAX_COLUMNS: usize = 4096;

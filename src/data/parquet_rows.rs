@@ -21,8 +21,8 @@ use super::sandbox_limits::SandboxLimits;
 use super::wire;
 use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin};
 use crate::contained::contain;
+use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::input_file;
 
 /// Rows that any file may hold; a larger number needs a byte of the file each, which rows worth training on have.
 const FREE_ROWS: u64 = 100_000;

@@ -2,6 +2,11 @@
 
 use std::io;
 
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+use libc::__rlimit_resource_t as ResourceName;
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+use libc::c_int as ResourceName;
+
 use super::sandbox::{BYTES_PER_SECOND, MEMORY_BYTES, REQUEST_TIME};
 
 /// Files that may be open: the pipes, the input and its copies.
@@ -11,11 +16,6 @@ const FILES: u64 = 16;
 /// is the end of the child's work.
 const NOT_ITS_OWN: [libc::c_int; 5] =
     [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGUSR1, libc::SIGUSR2];
-
-#[cfg(all(target_os = "linux", target_env = "gnu"))]
-type ResourceName = libc::__rlimit_resource_t;
-#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
-type ResourceName = libc::c_int;
 
 /// What a child's limits are counted from.
 #[derive(Debug, Clone, Copy)]

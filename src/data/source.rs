@@ -14,8 +14,8 @@ use serde_json::{Map, Value};
 
 pub use super::raw_rows::{DataFile, RawRow};
 use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin, csv_rows, json_rows, parquet_rows};
+use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::input_file;
 use crate::runtime::machine::host_memory;
 use crate::units;
 

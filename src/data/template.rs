@@ -22,8 +22,8 @@ use super::template_child::RenderingChildren;
 pub use super::template_engine::TemplateInputs;
 use super::template_engine::{CLOCK, TemplateEngine, TemplateSource};
 use super::tokenizer::Tokenizer;
+use crate::error::input_file;
 use crate::error::{Error, ErrorContext, Result};
-use crate::input_file;
 
 /// Noncharacters: never part of text that is exchanged (Unicode 16, section 23.7).
 const OPEN: char = '\u{FDD0}';

@@ -17,8 +17,8 @@ pub use super::encoded::Encoded;
 use super::new_tokens::{self, NewToken};
 use super::{long_text, tokenizer_outline};
 use crate::contained::contain;
+use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::input_file;
 
 /// A special token by text and id.
 #[derive(Debug, Clone, PartialEq, Eq)]

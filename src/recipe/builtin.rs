@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use super::suggest::nearest;
+use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::input_file;
 
 /// A recipe that ships with the binary.
 #[derive(Debug)]

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use toml::Value;
 
 use super::value::{Setting, ValueRefusal, read_list};
+use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::input_file;
 
 /// What an id that starts so names: an asset inside the binary.
 const BUILTIN: &str = "builtin:";

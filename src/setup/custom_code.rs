@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::input_file;
+use crate::error::input_file;
 
 /// The files that may name code.
 const FILES: [&str; 3] = ["config.json", "tokenizer_config.json", "generation_config.json"];

@@ -10,8 +10,8 @@ use std::path::Path;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
 use super::header::clip;
+use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::input_file;
 
 /// Larger than the index of a model with a million tensors.
 const MAX_INDEX_BYTES: u64 = 256 << 20;

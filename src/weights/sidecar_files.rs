@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::{EMBED_TOKENS, LM_HEAD, StoredDtype, WriteEntry, bitsandbytes, write};
+use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::input_file;
 
 /// The architecture and its sizes.
 pub const CONFIG_FILE: &str = "config.json";

@@ -7,7 +7,7 @@ use finetune::data::template::TemplateInputs;
 use finetune::data::{ChatTemplate, Split, sandbox, source};
 use serde_json::json;
 
-use super::{counting, seeds};
+use super::{alone, counting, seeds};
 
 /// Why `text` is not used or prints nothing.
 fn refusal(text: &str) -> Option<String> {
@@ -90,6 +90,7 @@ const TIME: [&str; 4] = [
 
 #[test]
 fn templates_that_take_everything_are_refused() {
+    let _alone = alone();
     sandbox::run_in(cargo_bin!("finetune").to_owned());
     let time = TIME.iter().map(|text| (*text).to_owned());
     let kinds = [("nesting", nesting()), ("memory", memory()), ("time", time.collect())];
@@ -127,6 +128,7 @@ fn templates_that_take_everything_are_refused() {
 
 #[test]
 fn tables_that_become_gigabytes_are_refused() {
+    let _alone = alone();
     sandbox::run_in(cargo_bin!("finetune").to_owned());
     let folder = tempfile::tempdir().unwrap();
     let refusal = |name: &str, bytes: &[u8]| {

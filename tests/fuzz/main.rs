@@ -22,7 +22,7 @@ mod targets;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use counting::CountingAllocator;
@@ -33,6 +33,11 @@ static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 /// One parser at a time: memory is counted for the whole process.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// Waits until nothing else is measured.
+fn alone() -> MutexGuard<'static, ()> {
+    ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Memory that any input may take, in bytes: several times what the largest tables of the parsers do.
 const FREE_BYTES: usize = 256 << 20;
@@ -63,7 +68,7 @@ struct Seen {
 
 impl Target<'_> {
     fn run(&self) {
-        let alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let alone = alone();
         let seconds = std::env::var("FINETUNE_FUZZ_SECS").ok().map(|text| text.parse::<u64>().unwrap());
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("fuzz");
         std::fs::create_dir_all(&folder).unwrap();

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::adapter::{SavedAdapter, WEIGHTS_FILE};
+use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::input_file;
 use crate::weights;
 
 /// The name of the file.

@@ -14,8 +14,8 @@ use super::types::BlockType;
 use super::writer::{self, GgufMetadata, MetadataValue, TensorEntry};
 use super::{Exported, GgufType, blocks};
 use crate::adapter::{CONFIG_FILE, SavedAdapter, Target, TensorKind};
+use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::input_file;
 use crate::model::{self, ModelConfig, ModelPart};
 use crate::weights::LM_HEAD_MODULE;
 

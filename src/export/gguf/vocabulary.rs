@@ -15,8 +15,8 @@ use serde_json::{Map, Value as Json};
 use super::pretokenizer;
 use super::writer::{GgufMetadata, MetadataValue};
 use crate::data::Tokenizer;
+use crate::error::input_file;
 use crate::error::{Error, Result};
-use crate::input_file;
 
 /// `llama_token_type` in llama.h.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
-use crate::error::{Error, Result};
+use super::{Error, Result};
 
 /// Bytes of the largest file that [`read`] takes in one piece: some eight times the largest tokenizer.json there is.
 pub const MAX_BYTES: u64 = 256 << 20;
