@@ -8,12 +8,19 @@ use std::process::{ExitCode, exit};
 
 use finetune::cli::{self, ParsedArgs};
 use finetune::commands;
+use finetune::contained;
+use finetune::data::{sandbox, sandboxed};
 use finetune::error::{ErrorCategory, Result};
+use finetune::report::printable;
 use finetune::runtime::allocator::use_one_heap;
 use finetune::runtime::fault_signals::make_large_files_errors;
 
 fn main() -> ExitCode {
     set_hook(Box::new(say_panic));
+    if let Some(code) = sandboxed::serve_if_asked() {
+        return code;
+    }
+    sandbox::run_in_this_program();
     use_one_heap();
     make_large_files_errors();
     match catch_unwind(run) {
@@ -34,17 +41,19 @@ fn run() -> Result<u8> {
     }
 }
 
-/// One message to the standard error; where nobody listens there is nobody to tell.
+/// One message to the standard error, with nothing in it that a terminal obeys; where nobody listens there is nobody to
+/// tell.
 fn say(message: &dyn Display) {
-    drop(writeln!(std::io::stderr(), "{message}"));
+    drop(writeln!(std::io::stderr(), "{}", printable(&message.to_string())));
 }
 
 /// A panic is a bug of this program, whichever thread it stops; but a reader of our output who has gone, as in `| head`,
 /// is nobody's fault.
 fn say_panic(panic: &PanicHookInfo<'_>) {
-    let payload = panic.payload();
-    let owned = payload.downcast_ref::<String>().map(String::as_str);
-    let message = owned.or_else(|| payload.downcast_ref().copied()).unwrap_or("no message");
+    if contained::is_contained() {
+        return;
+    }
+    let message = contained::message(panic.payload());
     if message.starts_with("failed printing to stdout") && message.contains("Broken pipe") {
         exit(0);
     }

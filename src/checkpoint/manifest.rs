@@ -5,12 +5,12 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::input_file;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::weights::{Written, write_text};
 
@@ -107,14 +107,14 @@ pub(super) fn is_there(folder: &Path) -> bool {
 /// The digest of the manifest of `folder`.
 pub(super) fn digest(folder: &Path) -> Result<String> {
     let path = folder.join(FILE);
-    let text = std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?;
+    let text = input_file::read("read", &path)?;
     Ok(blake3::hash(&text).to_hex().to_string())
 }
 
 /// Whether `folder` holds the files of its manifest, by names and sizes, and nothing else.
 pub(super) fn is_complete(folder: &Path) -> bool {
     let path = folder.join(FILE);
-    let manifest = plain(&path).ok().and_then(|()| std::fs::read_to_string(&path).ok());
+    let manifest = plain(&path).ok().and_then(|()| input_file::read_text("read", &path).ok());
     let manifest = manifest.and_then(|text| serde_json::from_str::<Manifest>(&text).ok());
     let (Some(manifest), Ok(present)) = (manifest, files_below(folder)) else { return false };
     let listed = |(name, path): &(String, PathBuf)| {
@@ -133,7 +133,8 @@ pub(super) fn verify(folder: &Path) -> Result<()> {
             .hint("`--resume` without a folder takes the newest sound checkpoint of the output folder")
     };
     plain(&path).map_err(|what| damaged(format!("{FILE} is {what}")))?;
-    let text = std::fs::read_to_string(&path).map_err(|e| damaged(format!("{FILE}: {e}")))?;
+    let text = input_file::read_text("read", &path)
+        .map_err(|e| damaged(format!("{FILE}: {}", e.causes().join(": "))))?;
     let manifest: Manifest = serde_json::from_str(&text).map_err(|e| damaged(format!("{FILE}: {e}")))?;
     if manifest.schema != super::SCHEMA {
         return Err(damaged(format!(
@@ -174,7 +175,7 @@ fn plain(path: &Path) -> Result<(), &'static str> {
 
 fn listed(path: &Path) -> Result<Listed> {
     let mut hasher = blake3::Hasher::new();
-    let file = File::open(path).map_err(|e| Error::io("read", path, &e))?;
+    let file = input_file::open("read", path)?;
     let bytes = std::io::copy(&mut &file, &mut hasher).map_err(|e| Error::io("read", path, &e))?;
     Ok(Listed { bytes, blake3: hasher.finalize().to_hex().to_string() })
 }

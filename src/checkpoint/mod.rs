@@ -32,6 +32,7 @@ pub use run_folder::{RunFolder, RunRecord};
 pub use saver::{SaveThreads, Saver, SaverOptions};
 pub use snapshot::{SavedState, SavedValues, SnapshotPart, SnapshotTensor, WriteWeights};
 
+use crate::error::input_file;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::recipe::Recipe;
 use crate::weights::{ModelFiles, ModelIdentity};
@@ -79,7 +80,7 @@ impl TrainingState {
     /// Reads the state in the checkpoint `folder`.
     fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(STATE_FILE);
-        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
+        let text = input_file::read_text("read", &path)?;
         let unreadable = |why: String| Error::user(format!("cannot read {}", path.display())).because(why);
         let mut state: TrainingState = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
         if state.schema != SCHEMA {

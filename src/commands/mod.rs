@@ -24,6 +24,7 @@ use std::path::{Path, PathBuf};
 use candle_core::Device;
 
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
+use crate::error::input_file;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::model::ModelConfig;
 use crate::recipe::{DataSource, Recipe, RecipeText};
@@ -81,7 +82,7 @@ fn say_without_kernels(terminal: &Terminal, options: &EngineOptions, config: &Mo
 /// What the config.json of a model says.
 fn config_of(found: &ResolvedSource) -> Result<ModelConfig> {
     let path = found.folder.join("config.json");
-    let text = std::fs::read_to_string(&path).map_err(|error| Error::io("read", &path, &error))?;
+    let text = input_file::read_text("read", &path)?;
     ModelConfig::from_json(&text, &path.display().to_string())
 }
 

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use toml::Value;
 
 use super::value::{Setting, ValueRefusal, read_list};
+use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::private_file::without_user;
 
@@ -167,10 +168,10 @@ impl Setting for Template {
         }
         let path = absolute(text, folder)?;
         let refuse = |why: String| Err(ValueRefusal::Unusable(why));
-        match std::fs::read_to_string(&path) {
+        match input_file::read_text("read", &path) {
             Ok(jinja) if is_jinja(&jinja) => Ok(Template(jinja)),
             Ok(_) => refuse(format!("{} holds no `{{{{` and no `{{%`", path.display())),
-            Err(error) => refuse(format!("cannot read {}: {error}", path.display())),
+            Err(error) => refuse(error.in_one_line()),
         }
     }
 

@@ -13,6 +13,7 @@ use super::param_layout::{Keeping, Trains, descs};
 use super::resolver::{ResolvedSource, Resolver};
 use crate::adapter::LowRankFactors;
 use crate::engine::Engine;
+use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
 use crate::model::{self, ModelConfig, RotaryTables};
@@ -137,7 +138,7 @@ impl BaseModel {
             ModelInit::Random => (finder.model_headers(source, &model.revision)?, None),
         };
         let path = found.folder.join("config.json");
-        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
+        let text = input_file::read_text("read", &path)?;
         let config = ModelConfig::from_json(&text, &path.display().to_string())?;
         let files = weights.map(|weights| weights.open(&found.folder)).transpose()?;
         let wanted = quantization.map(format);

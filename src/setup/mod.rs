@@ -5,6 +5,7 @@ pub(crate) mod adapter_setup;
 pub(crate) mod assets;
 pub(crate) mod base_check;
 pub(crate) mod base_model;
+mod custom_code;
 pub(crate) mod dataset;
 pub(crate) mod initial_values;
 pub(crate) mod new_tokens;

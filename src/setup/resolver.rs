@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use super::assets;
+use super::{assets, custom_code};
 use crate::data::Split;
 use crate::error::{Error, Result};
 use crate::hub::{self, DownloadEvent, HubOptions, Located, RemoteWeights, RowsFor};
@@ -162,6 +162,9 @@ impl<'a> Resolver<'a> {
             self.terminal.warn(note);
         }
         let Located { id, folder, commit, rows, .. } = located;
+        if let Some(note) = custom_code::named_in(&folder) {
+            self.terminal.warn(note);
+        }
         Ok(ResolvedSource { id, folder, commit, on_hub, rows })
     }
 

@@ -33,6 +33,7 @@ mod export;
 mod failure;
 mod golden_ranks;
 mod hangs;
+mod hostile_files;
 mod nan_policy;
 mod older_checkpoint;
 mod output_folder;
