@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn pieces_give_what_the_whole_gives() {
-        let text: String = (0..300_000).map(|word: u32| format!(" w{}", word * word % 7919)).collect();
+        let text: String = (0..300_000).map(|word: u64| format!(" w{}", word * word % 7919)).collect();
         assert!(is_long(&text));
         let (whole, pieces) = (words(&text).unwrap(), encode_in_pieces(&text, words).unwrap());
         assert_eq!(pieces.ids, whole.ids);
