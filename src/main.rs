@@ -6,11 +6,11 @@ use std::io::Write;
 use std::panic::{PanicHookInfo, catch_unwind, set_hook};
 use std::process::{ExitCode, exit};
 
-use finetune::cli::{self, ParsedArgs};
+use finetune::cli;
 use finetune::commands;
 use finetune::contained;
 use finetune::data::{sandbox, sandboxed};
-use finetune::error::{ErrorCategory, Result};
+use finetune::error::ErrorCategory;
 use finetune::report::printable;
 use finetune::runtime::allocator::use_one_heap;
 use finetune::runtime::fault_signals::make_large_files_errors;
@@ -23,21 +23,13 @@ fn main() -> ExitCode {
     sandbox::run_in_this_program();
     use_one_heap();
     make_large_files_errors();
-    match catch_unwind(run) {
+    match catch_unwind(|| cli::parse()?.run_by(commands::run)) {
         Ok(Ok(code)) => ExitCode::from(code),
         Ok(Err(error)) => {
             say(&error);
             ExitCode::from(error.kind().exit_code())
         }
         Err(_) => ExitCode::from(ErrorCategory::Internal.exit_code()),
-    }
-}
-
-/// Does what the arguments say; the exit code where that is no error.
-fn run() -> Result<u8> {
-    match cli::parse()? {
-        ParsedArgs::Run(cli) => commands::run(*cli).map(|()| 0),
-        ParsedArgs::Shown(code) => Ok(code),
     }
 }
 

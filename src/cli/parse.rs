@@ -16,6 +16,19 @@ pub enum ParsedArgs {
     Shown(u8),
 }
 
+impl ParsedArgs {
+    /// Has `run` do what the arguments say; the exit code where that is no error.
+    ///
+    /// # Errors
+    /// Those of `run`.
+    pub fn run_by(self, run: impl FnOnce(Cli) -> Result<()>) -> Result<u8> {
+        match self {
+            ParsedArgs::Run(cli) => run(*cli).map(|()| 0),
+            ParsedArgs::Shown(code) => Ok(code),
+        }
+    }
+}
+
 /// Reads the arguments of the process; shows what is to be shown.
 ///
 /// # Errors

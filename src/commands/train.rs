@@ -6,7 +6,7 @@ use std::time::Instant;
 use chrono::{DateTime, FixedOffset};
 
 use super::{say_without_kernels, terminal, train_recipe_is, working_folder};
-use crate::checkpoint::SaveThreads;
+use crate::checkpoint::{SaveThreads, SavedCheckpoint};
 use crate::cli::TrainArgs;
 use crate::collective::launch::Launch;
 use crate::error::Result;
@@ -57,11 +57,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let Some(mut found) = found else { return only_planned(&plan, fits, &terminal) };
     fits?;
     let resumed = found.resumed.take();
-    if let Some(saved) = &resumed {
-        for change in plan.resume(saved, &args.allow_change)? {
-            terminal.line(format!("going on with a change: {change}"));
-        }
-    }
+    go_on(&plan, resumed.as_ref(), &args.allow_change, &terminal)?;
     let folder = OnceLock::new();
     let stop = signals::watch()?;
     // Dropped when all ranks have ended.
@@ -88,6 +84,18 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
 fn only_planned(plan: &Plan, fits: Result<()>, terminal: &Terminal) -> Result<()> {
     fits.err().iter().for_each(|error| terminal.warn(error.in_one_line()));
     terminal.data(plan.recipe.to_toml())
+}
+
+/// Says what is otherwise than in the checkpoint that the run goes on from.
+fn go_on(
+    plan: &Plan,
+    saved: Option<&SavedCheckpoint>,
+    allowed: &[String],
+    terminal: &Terminal,
+) -> Result<()> {
+    let changes = saved.map_or(Ok(Vec::new()), |saved| plan.resume(saved, allowed))?;
+    changes.iter().for_each(|change| terminal.line(format!("going on with a change: {change}")));
+    Ok(())
 }
 
 fn now() -> DateTime<FixedOffset> {

@@ -124,7 +124,7 @@ impl Terminal {
 
     /// What ends the process, where nobody else is left to say it; shown even when quiet.
     pub fn last_words(&self, error: &Error) {
-        self.lock().emit(&error.to_string());
+        self.lock().emit(&printable(&error.to_string()));
     }
 
     /// Writes data that was asked for to stdout at once, and as it is unless that is a terminal. Once the reader has closed

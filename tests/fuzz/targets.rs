@@ -85,7 +85,7 @@ fn manifests() {
 #[test]
 fn model_configs() {
     let parse = |bytes: &[u8]| drop(ModelConfig::from_json(&String::from_utf8_lossy(bytes), "config.json"));
-    Target { name: "config-json", seeds: seeds::of_models("config.json"), tries: 90, parse: &parse }.run();
+    Target { name: "config-json", seeds: seeds::of_models("config.json"), tries: 500, parse: &parse }.run();
 }
 
 #[test]
