@@ -57,7 +57,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let Some(mut found) = found else { return only_planned(&plan, fits, &terminal) };
     fits?;
     let resumed = found.resumed.take();
-    go_on(&plan, resumed.as_ref(), &args.allow_change, &terminal)?;
+    go_on(&mut plan, resumed.as_ref(), &args.allow_change, &terminal)?;
     let folder = OnceLock::new();
     let stop = signals::watch()?;
     // Dropped when all ranks have ended.
@@ -88,7 +88,7 @@ fn only_planned(plan: &Plan, fits: Result<()>, terminal: &Terminal) -> Result<()
 
 /// Says what is otherwise than in the checkpoint that the run goes on from.
 fn go_on(
-    plan: &Plan,
+    plan: &mut Plan,
     saved: Option<&SavedCheckpoint>,
     allowed: &[String],
     terminal: &Terminal,
