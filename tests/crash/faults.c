@@ -46,6 +46,8 @@ __attribute__((constructor)) static void start(void) {
     free_bytes = getenv("FAULT_FREE");
     const char *number = getenv("FAULT_AT"), *log = getenv("FAULT_LOG");
     at = number ? atol(number) : 0;
+    /* A shell starts what it puts into the background with this signal ignored. */
+    if (what && !strcmp(what, "int")) signal(SIGINT, SIG_DFL);
     if (log) log_fd = (int)syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
 }
 
