@@ -141,6 +141,7 @@ const TRAIN: [&str; 14] = [
 /// Exit codes and commands, each verb as it succeeds and as it fails; what the first ones leave is what later ones read.
 fn local_commands() -> Vec<(i32, Vec<&'static str>)> {
     let train = |more: &[&'static str]| [&TRAIN[..], more].concat();
+    let verify = |more: &[&'static str]| [&["verify-resume"], &TRAIN[..], more].concat();
     vec![
         (0, train(&["--recipe", "lora", "--output", "out", "-v"])),
         (0, train(&["--recipe", "fsdp-full", "--output", "two", "--ranks", "2", "-v"])),
@@ -161,6 +162,7 @@ fn local_commands() -> Vec<(i32, Vec<&'static str>)> {
         ),
         (0, vec!["doctor"]),
         (0, vec!["completions", "bash"]),
+        (0, verify(&["--recipe", "lora", "--ranks", "1", "--steps", "3", "--output", "twice"])),
         (1, train(&["--recipe", "lora", "--output", "out"])),
         (1, train(&["--recipe", "nowhere.toml", "--output", "new"])),
         (1, train(&["--recipe", "lora", "--output", "new", "--dataset", "bad.jsonl", "-v"])),
@@ -175,6 +177,7 @@ fn local_commands() -> Vec<(i32, Vec<&'static str>)> {
         (1, vec!["data", "--model", "model", "--dataset", "none.jsonl", "-v"]),
         (1, vec!["recipes", "show", "nothing"]),
         (1, vec!["bench", "ops", "--model", "none/"]),
+        (1, verify(&["--recipe", "nowhere.toml", "--output", "new"])),
         (2, vec!["doctor", "--nothing"]),
         (2, vec!["completions", "no-shell"]),
         (1, vec!["inspect", "ada/tiny", "--offline", "-v"]),
