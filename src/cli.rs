@@ -7,13 +7,18 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 
+use crate::checkpoint::CHANGES_ON_REQUEST;
 use crate::error::Result;
 use crate::export::gguf::GgufType;
 use crate::recipe::{Dtype, Purpose, QuantKind, RecipeLayers, RecipeText};
 
 mod bench;
+mod parse;
+mod verify;
 
 pub use bench::{BenchArgs, BenchVerb, OpsArgs, ScalingArgs};
+pub use parse::{ParsedArgs, parse};
+pub use verify::VerifyResumeArgs;
 
 const TRAIN_EXAMPLES: &str = "\
 Examples:
@@ -68,6 +73,8 @@ pub enum Verb {
     Bench(BenchArgs),
     /// Say what this machine offers; check every operation on it
     Doctor(DoctorArgs),
+    /// Prove on a recipe that a run which is killed and resumed leaves the same bytes
+    VerifyResume(VerifyResumeArgs),
     /// Print a completion script for a shell
     Completions(CompletionsArgs),
 }
@@ -124,6 +131,12 @@ pub struct TrainArgs {
     /// Train on the CPU with this many ranks, threads of this process
     #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: Option<u16>,
+    /// Start the run again from its newest checkpoint, so often at most, when it crashed, was killed or hung
+    #[arg(long, value_name = "N")]
+    pub max_restarts: Option<u16>,
+    /// Resume though this key of the learning rate or its schedule is other than it was; may be repeated
+    #[arg(long, value_name = "KEY", requires = "resume", hide_possible_values = true, value_parser = PossibleValuesParser::new(CHANGES_ON_REQUEST))]
+    pub allow_change: Vec<String>,
     /// Accept a checkpoint or adapter of another base model
     #[arg(long)]
     pub force_base: bool,

@@ -6,18 +6,25 @@ use std::io::Write;
 use std::panic::{PanicHookInfo, catch_unwind, set_hook};
 use std::process::{ExitCode, exit};
 
-use clap::Parser;
-use finetune::cli::Cli;
+use finetune::cli;
 use finetune::commands;
+use finetune::contained;
+use finetune::data::{sandbox, sandboxed};
 use finetune::error::ErrorCategory;
+use finetune::report::printable;
 use finetune::runtime::allocator::use_one_heap;
+use finetune::runtime::fault_signals::make_large_files_errors;
 
 fn main() -> ExitCode {
     set_hook(Box::new(say_panic));
+    if let Some(code) = sandboxed::serve_if_asked() {
+        return code;
+    }
+    sandbox::run_in_this_program();
     use_one_heap();
-    let cli = Cli::parse();
-    match catch_unwind(|| commands::run(cli)) {
-        Ok(Ok(())) => ExitCode::SUCCESS,
+    make_large_files_errors();
+    match catch_unwind(|| cli::parse()?.run_by(commands::run)) {
+        Ok(Ok(code)) => ExitCode::from(code),
         Ok(Err(error)) => {
             say(&error);
             ExitCode::from(error.kind().exit_code())
@@ -26,17 +33,19 @@ fn main() -> ExitCode {
     }
 }
 
-/// One message to the standard error; where nobody listens there is nobody to tell.
+/// One message to the standard error, with nothing in it that a terminal obeys; where nobody listens there is nobody to
+/// tell.
 fn say(message: &dyn Display) {
-    drop(writeln!(std::io::stderr(), "{message}"));
+    drop(writeln!(std::io::stderr(), "{}", printable(&message.to_string())));
 }
 
 /// A panic is a bug of this program, whichever thread it stops; but a reader of our output who has gone, as in `| head`,
 /// is nobody's fault.
 fn say_panic(panic: &PanicHookInfo<'_>) {
-    let payload = panic.payload();
-    let owned = payload.downcast_ref::<String>().map(String::as_str);
-    let message = owned.or_else(|| payload.downcast_ref().copied()).unwrap_or("no message");
+    if contained::is_contained() {
+        return;
+    }
+    let message = contained::message(panic.payload());
     if message.starts_with("failed printing to stdout") && message.contains("Broken pipe") {
         exit(0);
     }

@@ -5,12 +5,15 @@
 
 mod skipped;
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use skipped::skipped;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_finetune");
+
+const CACHE: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/processes");
 
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
@@ -44,6 +47,8 @@ fn mpirun() -> Option<Command> {
     let mut command = Command::new("mpirun");
     command.args(["--oversubscribe", "--allow-run-as-root"]);
     command.env("HF_HUB_OFFLINE", "1").env("RAYON_NUM_THREADS", "1").env("FINETUNE_RDZV_TIMEOUT", "20");
+    // Where processes that were given no secret keep one of their own.
+    command.env("XDG_CACHE_HOME", CACHE);
     Some(command)
 }
 
@@ -92,6 +97,8 @@ fn same_bytes(processes: usize, here: usize, more: &[&str]) {
     }
     // The tensors of the tiny model make four shares at most.
     assert_eq!(compared, 3 * (processes * here).min(4));
+    let secret = Path::new(CACHE).join("finetune/rendezvous/secret").metadata().unwrap();
+    assert_eq!(secret.permissions().mode() & 0o777, 0o600);
 }
 
 #[test]
@@ -213,4 +220,39 @@ fn a_wrong_secret_is_refused() {
     assert!(said(&done).contains("secret"), "{}", said(&done));
     assert!(!said(&done).contains("battery") && !said(&done).contains("of theirs"), "{}", said(&done));
     assert!(!output.exists(), "a process that was refused took the folder");
+}
+
+/// A rank of another process that hangs, and a process that is stopped: both are named by those who wait.
+#[test]
+fn a_rank_that_hangs_in_another_process_is_named() {
+    for (fault, why) in [
+        ("1:backward:2:hang", "it has made no progress for "),
+        ("1:backward:2:stop", "nothing was heard of it for "),
+    ] {
+        let Some(mpirun) = mpirun() else { return };
+        let place = tempfile::tempdir().unwrap();
+        let set = format!("FINETUNE_FAULT={fault}");
+        let environment = [set.as_str()];
+        let line = line(&place.path().join("out"), &["--set", "parallel.timeout_secs=4"]);
+        let app = (&environment as &[&str], line);
+        let done = run(mpirun, &[app.clone(), app]);
+        let text = said(&done);
+        assert_eq!(done.status.code(), Some(75), "{fault}: {text}");
+        assert!(text.contains("error: rank 1 on "), "{fault}: {text}");
+        assert!(text.contains(why), "{fault}: {text}");
+        assert!(text.contains("rank 1 is in phase backward; its last call was "), "{fault}: {text}");
+        assert!(text.contains("caused by: rank 0 ended in phase "), "{fault}: {text}");
+    }
+}
+
+/// MPI takes no process into a job that runs.
+#[test]
+fn restarts_of_one_process_of_a_job_are_refused() {
+    let Some(mpirun) = mpirun() else { return };
+    let place = tempfile::tempdir().unwrap();
+    let line = line(&place.path().join("out"), &["--max-restarts", "1"]);
+    let done = run(mpirun, &[(&[], line.clone()), (&[], line)]);
+    let text = said(&done);
+    assert_eq!(done.status.code(), Some(1), "{text}");
+    assert!(text.contains("error: cannot restart one process of an MPI job"), "{text}");
 }

@@ -5,6 +5,7 @@
 //! it; only `main` prints it.
 
 mod device_fault;
+pub mod input_file;
 
 use std::fmt;
 use std::path::Path;
@@ -104,10 +105,12 @@ impl Error {
         Self::new(ErrorCategory::Internal, what)
     }
 
-    /// An I/O failure while doing `what` to `path`. A missing file is the user's fault, the rest is storage's.
+    /// An I/O failure while doing `what` to `path`. A missing file, and one whose contents are not what was read (text that is
+    /// no UTF-8), are the user's fault, the rest is storage's.
     pub fn io(what: &str, path: &Path, source: &std::io::Error) -> Self {
         let kind = match source.kind() {
             std::io::ErrorKind::NotFound
+            | std::io::ErrorKind::InvalidData
             | std::io::ErrorKind::IsADirectory
             | std::io::ErrorKind::NotADirectory => ErrorCategory::User,
             _ => ErrorCategory::Storage,

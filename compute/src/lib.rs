@@ -2,6 +2,7 @@
 //! number formats, devices and memory, and the tensor operations. The crate `finetune` shows these modules as its own,
 //! and its `src/lib.rs` has the table of all floors.
 
+pub mod contained;
 pub mod error;
 pub mod ops;
 pub mod quant;

@@ -12,6 +12,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use super::{ModulePattern, NamePattern, TargetSpec};
+use crate::error::input_file;
 use crate::error::{Error, Result};
 
 /// The name of the file.
@@ -95,7 +96,7 @@ impl AdapterConfig {
                 .because(format!("it has no {CONFIG_FILE}"))
                 .hint(format!("give the folder that holds {CONFIG_FILE} and {}", super::WEIGHTS_FILE)));
         }
-        let text = std::fs::read(&path).map_err(|error| Error::io("read", &path, &error))?;
+        let text = input_file::read("read", &path)?;
         Self::parse(&text).map_err(|refusal| {
             let error = Error::user(format!("cannot use {}", path.display())).because(refusal.cause);
             match refusal.hint {

@@ -8,10 +8,19 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
-use regex::Regex;
+use regex::{Regex, RegexBuilder};
 
 use crate::error::{Error, Result};
 use crate::model::{Module, ModuleKind};
+
+/// The longest name, in bytes, that is compared with those of modules.
+const LONGEST_COMPARED: usize = 256;
+
+/// The most patterns of one key: a model with a pattern for each module has fewer.
+const MOST_PATTERNS: usize = 4096;
+
+/// The largest size of a compiled pattern, in bytes; those of names take some hundred kilobytes at most.
+const MOST_PATTERN_BYTES: usize = 1 << 20;
 
 /// Module names as PEFT takes them.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -289,9 +298,9 @@ fn rows_failed() -> Error {
 fn no_match(key: &str, name: &str, modules: &[Module]) -> Error {
     let leaves: BTreeSet<&str> = modules.iter().map(|module| leaf(&module.name)).collect();
     let distance = |other: &&&str| strsim::damerau_levenshtein(leaf(name), other);
-    // Further off it is another word, not a slip.
-    let nearest =
-        leaves.iter().min_by_key(distance).filter(|other| distance(other) <= 1 + leaf(name).len() / 4);
+    // Further off it is another word, not a slip; and no module has so long a name.
+    let nearest = leaves.iter().filter(|_| name.len() <= LONGEST_COMPARED).min_by_key(distance);
+    let nearest = nearest.filter(|other| distance(other) <= 1 + leaf(name).len() / 4);
     let all: Vec<&str> = leaves.iter().copied().collect();
     let error = failed()
         .because(format!("`{key}` has `{name}`, which matches no module; the model has {}", all.join(", ")));
@@ -303,7 +312,8 @@ fn no_match(key: &str, name: &str, modules: &[Module]) -> Error {
 
 /// A regular expression for whole names, with Python's `fullmatch` meaning.
 fn whole(key: &str, pattern: &str) -> Result<Regex> {
-    Regex::new(&format!(r"\A(?:{pattern})\z")).map_err(|error| {
+    let compiled = RegexBuilder::new(&format!(r"\A(?:{pattern})\z")).size_limit(MOST_PATTERN_BYTES).build();
+    compiled.map_err(|error| {
         // The last line of a regex error says what is wrong; those above draw it.
         let cause = error.to_string();
         let cause = cause.lines().last().unwrap_or_default().trim_start_matches("error: ").to_owned();
@@ -313,6 +323,14 @@ fn whole(key: &str, pattern: &str) -> Result<Regex> {
             ))
             .hint("write the module names as a list")
     })
+}
+
+/// Whether a key has no more patterns than can be tried on every module.
+fn check_count(key: &str, count: usize) -> Result<()> {
+    if count <= MOST_PATTERNS {
+        return Ok(());
+    }
+    Err(failed().because(format!("`{key}` has {count} entries; accepted: up to {MOST_PATTERNS}")))
 }
 
 enum Matcher<'a> {
@@ -373,6 +391,7 @@ struct SavedMatcher(Vec<Regex>);
 
 impl SavedMatcher {
     fn new(names: &[String]) -> Result<Self> {
+        check_count("modules_to_save", names.len())?;
         let regexes =
             names.iter().map(|name| whole("modules_to_save", &format!(r"(?:|.*\.){name}(?:|\..*)")));
         Ok(Self(regexes.collect::<Result<_>>()?))
@@ -420,6 +439,7 @@ struct CompiledPatterns<T> {
 
 impl<T: Copy> CompiledPatterns<T> {
     fn new(key: &'static str, patterns: &[(String, T)]) -> Result<Self> {
+        check_count(key, patterns.len())?;
         let compile = |(pattern, value): &(String, T)| {
             Ok((whole(key, &format!(r"(?:.*\.)?(?:{pattern})"))?, pattern.clone(), *value))
         };

@@ -9,7 +9,10 @@ use super::{
     TrainingState, WriteWeights, list, number, process,
 };
 use crate::error::{Error, Result};
-use crate::weights::{AtomicDir, StoredDtype, WriteEntry, Written, write_file, write_text};
+use crate::weights::{AtomicDir, StoredDtype, WriteEntry, Written, temporary, write_file, write_text};
+
+/// How the name of a checkpoint ends that makes room for a new one of its step.
+const REPLACED: &str = "-replaced";
 
 /// The folder that will be `place`, whatever stands there now.
 pub(super) fn fresh(place: &Path) -> Result<AtomicDir> {
@@ -31,23 +34,27 @@ pub(super) fn write_share(
     Ok(manifest::part(folder, written))
 }
 
-/// Completes a folder that holds the `files` of all ranks and gives it its name.
+/// Completes a folder that holds the `files` of all ranks and gives it its name. Returns a word on what could not be
+/// tidied up after that.
 pub(super) fn commit(
     folder: AtomicDir,
     state: &TrainingState,
     mut files: Files,
     write_weights: &WriteWeights,
-) -> Result<()> {
+) -> Result<Vec<String>> {
     files.extend(manifest::part(folder.path(), write_weights(folder.path(), &[], SnapshotPart::Rest)?));
     let text = serde_json::to_string_pretty(state).map_err(|e| Error::internal(e.to_string()))?;
     write_text(&folder.path().join(STATE_FILE), &text)?;
     manifest::complete(folder.path(), files)?;
-    sync(folder.path())?;
+    folder.sync()?;
     let place = folder.place().to_owned();
     let replaced = make_room(&place, state)?;
-    folder.commit()?;
-    place.parent().map_or(Ok(()), sync)?;
-    replaced.map_or(Ok(()), |old| remove(&old))
+    if let Err(error) = folder.rename() {
+        // What was there before is there again; if not, the next run brings it back.
+        replaced.map(|old| std::fs::rename(old, &place));
+        return Err(error);
+    }
+    Ok(replaced.and_then(|old| removed(&old)).into_iter().collect())
 }
 
 /// Moves what stands at `place` out of the way of the checkpoint of `state`. One of the same run and step, which a run
@@ -61,7 +68,7 @@ fn make_room(place: &Path, state: &TrainingState) -> Result<Option<PathBuf>> {
         Ok(to)
     };
     if SavedCheckpoint::open(place).is_ok_and(|saved| saved.state.fingerprint == state.fingerprint) {
-        return move_to(with_suffix(place, &format!(".tmp-{}-replaced", std::process::id()))).map(Some);
+        return move_to(with_suffix(place, &format!(".tmp-{}{REPLACED}", std::process::id()))).map(Some);
     }
     let mut names = (1_u32..).map(|n| with_suffix(place, &format!(".aside-{n}")));
     let free = names.find(|to| to.symlink_metadata().is_err());
@@ -121,58 +128,84 @@ enum Stored<'a> {
 
 /// Removes the oldest checkpoints of the run that has just saved `state`, but for the last `keep` and that one. Only those
 /// count whose digests hold, and only those go that hold nothing but the run's files: one that is damaged or not of this
-/// run stays, and keeps none from staying. Each goes by a rename first, so that none is ever seen half removed.
-pub(super) fn retain(output: &Path, keep: usize, state: &TrainingState) -> Result<()> {
+/// run stays, and keeps none from staying. Each goes by a rename first, so that none is ever seen half removed. Returns a
+/// word on each that could not be removed.
+pub(super) fn retain(output: &Path, keep: usize, state: &TrainingState) -> Vec<String> {
+    let mut notes = Vec::new();
+    let found = list(output).unwrap_or_else(|error| {
+        notes.push(error.in_one_line());
+        Vec::new()
+    });
     let mut kept = 0;
-    for (step, folder) in list(output)?.into_iter().rev() {
+    for (step, folder) in found.into_iter().rev() {
         if step == state.step {
             kept += 1;
         } else if kept < keep {
-            let counts = SavedCheckpoint::open(&folder)
-                .is_ok_and(|saved| saved.state.fingerprint == state.fingerprint);
+            let counts = SavedCheckpoint::open(&folder).is_ok_and(|saved| saved.state.is_earlier_of(state));
             kept += usize::from(counts);
         } else if manifest::is_complete(&folder)
-            && TrainingState::read(&folder).is_ok_and(|saved| saved.fingerprint == state.fingerprint)
+            && TrainingState::read(&folder).is_ok_and(|saved| saved.is_earlier_of(state))
         {
             let doomed = with_suffix(&folder, &format!(".tmp-{}-removed", std::process::id()));
-            std::fs::rename(&folder, &doomed).map_err(|e| Error::io("remove", &folder, &e))?;
-            remove(&doomed)?;
+            match std::fs::rename(&folder, &doomed) {
+                Ok(()) => notes.extend(removed(&doomed)),
+                Err(error) => notes.push(stays(&folder, &error)),
+            }
         }
     }
-    Ok(())
+    notes
 }
 
-fn remove(folder: &Path) -> Result<()> {
-    std::fs::remove_dir_all(folder).map_err(|e| Error::io("remove", folder, &e))
+/// Removes a folder; a word if that fails, which is no reason to end a run.
+fn removed(folder: &Path) -> Option<String> {
+    std::fs::remove_dir_all(folder).err().map(|error| stays(folder, &error))
 }
 
-/// Removes the folders of checkpoints that processes which are gone were filling or removing.
-pub(super) fn remove_unfinished(output: &Path) -> Result<()> {
-    let Ok(entries) = std::fs::read_dir(output) else { return Ok(()) };
-    for entry in entries.flatten() {
-        // A link is not a folder, and not ours.
-        let is_folder = entry.file_type().is_ok_and(|kind| kind.is_dir());
-        let maker = temporary_of(&entry.file_name().to_string_lossy());
-        let is_gone = |pid| pid == std::process::id() || !process::is_alive(pid);
-        if is_folder && maker.is_some_and(is_gone) {
-            remove(&entry.path())?;
+fn stays(folder: &Path, error: &std::io::Error) -> String {
+    format!("{} cannot be removed and stays: {error}", folder.display())
+}
+
+/// Removes the folders of checkpoints that processes which are gone were filling or removing. Returns a word on each that
+/// could not be removed.
+pub(super) fn remove_unfinished(output: &Path) -> Vec<String> {
+    let gone = unfinished(output).into_iter().filter(|(_, pid, _)| is_gone(*pid));
+    gone.filter_map(|(_, _, folder)| removed(&folder)).collect()
+}
+
+/// Gives a checkpoint its name back that a process which is gone had moved away for a new one of its step, and which
+/// that one did not get to replace.
+pub(super) fn restore_replaced(output: &Path) {
+    for (step, pid, folder) in unfinished(output) {
+        let place = output.join(format!("{PREFIX}{step}"));
+        let replaced = folder.to_string_lossy().ends_with(REPLACED);
+        if replaced && is_gone(pid) && place.symlink_metadata().is_err() {
+            // It stays where it is if that fails, and is tried again by the next run.
+            drop(std::fs::rename(folder, place));
         }
     }
-    Ok(())
 }
 
-/// The process that made the temporary folder called `name`: `checkpoint-<step>.tmp-<pid>`, also while it is removed.
-fn temporary_of(name: &str) -> Option<u32> {
-    let (step, maker) = name.strip_prefix(PREFIX)?.split_once(".tmp-")?;
-    let pid = ["-removed", "-replaced"].iter().find_map(|end| maker.strip_suffix(end)).unwrap_or(maker);
-    number::<u64>(step)?;
-    number(pid)
+/// The temporary folders of checkpoints in `output`, with their steps and makers.
+fn unfinished(output: &Path) -> Vec<(u64, u32, PathBuf)> {
+    let Ok(entries) = std::fs::read_dir(output) else { return Vec::new() };
+    // A link is not a folder, and not ours.
+    let folders = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    let named = |entry: std::fs::DirEntry| {
+        let (step, pid) = temporary_of(&entry.file_name().to_string_lossy())?;
+        Some((step, pid, entry.path()))
+    };
+    folders.filter_map(named).collect()
 }
 
-/// Makes what was named and renamed in a folder last through a power cut.
-pub(super) fn sync(folder: &Path) -> Result<()> {
-    let file = std::fs::File::open(folder).map_err(|e| Error::io("sync", folder, &e))?;
-    file.sync_all().map_err(|e| Error::io("sync", folder, &e))
+/// Whether the process `pid`, which worked in a folder that this one has locked, is none that works now.
+fn is_gone(pid: u32) -> bool {
+    pid == std::process::id() || !process::is_alive(pid)
+}
+
+/// The step and the maker of the temporary folder called `name`: `checkpoint-<step>.tmp-<pid>`, also while it is removed.
+fn temporary_of(name: &str) -> Option<(u64, u32)> {
+    let (place, pid) = temporary(name)?;
+    Some((number(place.strip_prefix(PREFIX)?)?, pid))
 }
 
 #[cfg(test)]
@@ -182,7 +215,7 @@ mod tests {
     #[test]
     fn only_names_of_our_own_making_are_temporary() {
         for name in ["checkpoint-4.tmp-17", "checkpoint-4.tmp-17-removed", "checkpoint-4.tmp-17-replaced"] {
-            assert_eq!(temporary_of(name), Some(17), "{name}");
+            assert_eq!(temporary_of(name), Some((4, 17)), "{name}");
         }
         for name in [
             "checkpoint-4",

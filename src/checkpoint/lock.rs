@@ -126,8 +126,16 @@ fn open(path: &Path) -> Result<Option<File>> {
     if let Some(parent) = path.parent() {
         std::fs::create_dir_all(parent).map_err(|error| Error::io("create", parent, &error))?;
     }
-    match OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path) {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false);
+    // What a link leads to is not ours to empty.
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NOFOLLOW);
+    match options.open(path) {
         Ok(file) => Ok(Some(file)),
+        Err(_) if path.is_symlink() => Err(Error::user(format!("cannot lock {}", path.display()))
+            .because("it is a link; accepted: a file of its own")
+            .hint(format!("`rm {}`, which leaves what it leads to, and start again", path.display()))),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(Error::io("write", path, &error)),
     }

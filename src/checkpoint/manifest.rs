@@ -5,12 +5,12 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::input_file;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::weights::{Written, write_text};
 
@@ -107,13 +107,14 @@ pub(super) fn is_there(folder: &Path) -> bool {
 /// The digest of the manifest of `folder`.
 pub(super) fn digest(folder: &Path) -> Result<String> {
     let path = folder.join(FILE);
-    let text = std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?;
+    let text = input_file::read("read", &path)?;
     Ok(blake3::hash(&text).to_hex().to_string())
 }
 
 /// Whether `folder` holds the files of its manifest, by names and sizes, and nothing else.
 pub(super) fn is_complete(folder: &Path) -> bool {
-    let manifest = std::fs::read_to_string(folder.join(FILE)).ok();
+    let path = folder.join(FILE);
+    let manifest = plain(&path).ok().and_then(|()| input_file::read_text("read", &path).ok());
     let manifest = manifest.and_then(|text| serde_json::from_str::<Manifest>(&text).ok());
     let (Some(manifest), Ok(present)) = (manifest, files_below(folder)) else { return false };
     let listed = |(name, path): &(String, PathBuf)| {
@@ -131,7 +132,9 @@ pub(super) fn verify(folder: &Path) -> Result<()> {
             .because(why)
             .hint("`--resume` without a folder takes the newest sound checkpoint of the output folder")
     };
-    let text = std::fs::read_to_string(&path).map_err(|e| damaged(format!("{FILE}: {e}")))?;
+    plain(&path).map_err(|what| damaged(format!("{FILE} is {what}")))?;
+    let text = input_file::read_text("read", &path)
+        .map_err(|e| damaged(format!("{FILE}: {}", e.causes().join(": "))))?;
     let manifest: Manifest = serde_json::from_str(&text).map_err(|e| damaged(format!("{FILE}: {e}")))?;
     if manifest.schema != super::SCHEMA {
         return Err(damaged(format!(
@@ -143,6 +146,7 @@ pub(super) fn verify(folder: &Path) -> Result<()> {
     let present: BTreeMap<String, PathBuf> = files_below(folder)?.into_iter().collect();
     for (name, wanted) in &manifest.files {
         let Some(path) = present.get(name) else { return Err(damaged(format!("{name} is missing"))) };
+        plain(path).map_err(|what| damaged(format!("{name} is {what}")))?;
         let found = listed(path)?;
         if found.bytes != wanted.bytes {
             return Err(damaged(format!("{name} has {} bytes, {} were written", found.bytes, wanted.bytes)));
@@ -157,9 +161,21 @@ pub(super) fn verify(folder: &Path) -> Result<()> {
     }
 }
 
+/// What is at `path` instead of a plain file, and what to do about it. Nothing else is opened: a link may lead anywhere,
+/// and whoever opens a pipe waits.
+fn plain(path: &Path) -> Result<(), &'static str> {
+    match path.symlink_metadata().map(|found| found.file_type()) {
+        Ok(kind) if kind.is_symlink() => Err("a link: put the file itself in its place"),
+        Ok(kind) if kind.is_dir() => Err("a folder: put the file itself in its place"),
+        Ok(kind) if !kind.is_file() => Err("a pipe or a device: put the file itself in its place"),
+        // What cannot be looked at cannot be opened either, which says why.
+        _ => Ok(()),
+    }
+}
+
 fn listed(path: &Path) -> Result<Listed> {
     let mut hasher = blake3::Hasher::new();
-    let file = File::open(path).map_err(|e| Error::io("read", path, &e))?;
+    let file = input_file::open("read", path)?;
     let bytes = std::io::copy(&mut &file, &mut hasher).map_err(|e| Error::io("read", path, &e))?;
     Ok(Listed { bytes, blake3: hasher.finalize().to_hex().to_string() })
 }

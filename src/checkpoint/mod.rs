@@ -17,19 +17,24 @@ mod folder;
 mod lock;
 mod manifest;
 mod process;
+mod run_changes;
 mod run_folder;
 mod saver;
 mod snapshot;
+mod space;
 
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+pub use run_changes::CHANGES_ON_REQUEST;
 pub use run_folder::{RunFolder, RunRecord};
 pub use saver::{SaveThreads, Saver, SaverOptions};
 pub use snapshot::{SavedState, SavedValues, SnapshotPart, SnapshotTensor, WriteWeights};
 
+use crate::error::input_file;
 use crate::error::{Error, ErrorCategory, Result};
+use crate::recipe::Recipe;
 use crate::weights::{ModelFiles, ModelIdentity};
 
 const STATE_FILE: &str = "trainer_state.json";
@@ -75,7 +80,7 @@ impl TrainingState {
     /// Reads the state in the checkpoint `folder`.
     fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(STATE_FILE);
-        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
+        let text = input_file::read_text("read", &path)?;
         let unreadable = |why: String| Error::user(format!("cannot read {}", path.display())).because(why);
         let mut state: TrainingState = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
         if state.schema != SCHEMA {
@@ -83,6 +88,7 @@ impl TrainingState {
         }
         // What checkpoints had before `base`: the digest of another sample.
         state.fingerprint.remove("weights");
+        Recipe::add_defaults(&mut state.fingerprint);
         Ok(state)
     }
 
@@ -130,6 +136,18 @@ impl SavedCheckpoint {
         manifest::digest(&self.folder)
     }
 
+    /// The keys that the checkpoint says of itself, those that it lacks and that count as their defaults left out.
+    ///
+    /// # Errors
+    /// Storage: the file cannot be read. The user's: it is malformed.
+    pub fn said_keys(&self) -> Result<Vec<String>> {
+        let path = self.folder.join(STATE_FILE);
+        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
+        let state: TrainingState = serde_json::from_str(&text)
+            .map_err(|e| Error::user(format!("cannot read {}", path.display())).because(e.to_string()))?;
+        Ok(state.fingerprint.into_keys().collect())
+    }
+
     /// The files of the checkpoint that a run also leaves in the end, by their names below the folder: weights or
     /// adapter, configuration, tokenizer.
     ///
@@ -157,34 +175,6 @@ impl SavedCheckpoint {
         self.optimizer.read_f32(&format!("{name}{ABSMAX}"), absmax)?;
         self.optimizer.bytes(&name)
     }
-
-    /// Refuses to go on as a different run.
-    ///
-    /// # Errors
-    /// Names every difference between the saved run and `current`.
-    pub fn check_same_run(&self, current: &std::collections::BTreeMap<String, String>) -> Result<()> {
-        let mut differences = Vec::new();
-        for key in self
-            .state
-            .fingerprint
-            .keys()
-            .chain(current.keys().filter(|k| !self.state.fingerprint.contains_key(*k)))
-        {
-            let (then, now) = (self.state.fingerprint.get(key), current.get(key));
-            if then != now {
-                let shown = |v: Option<&String>| v.map_or_else(|| "nothing".to_owned(), Clone::clone);
-                differences.push(format!("{key}: {} in the checkpoint, {} now", shown(then), shown(now)));
-            }
-        }
-        if differences.is_empty() {
-            return Ok(());
-        }
-        let error = Error::user(format!("cannot resume {}", self.folder.display()));
-        let error = differences.into_iter().fold(error, Error::because);
-        Err(error.hint(
-            "resume with the recipe, model and data of the first run, or start anew with another --output",
-        ))
-    }
 }
 
 fn optimizer_files(folder: &Path) -> Result<Vec<String>> {
@@ -207,8 +197,16 @@ pub fn is_one(folder: &Path) -> bool {
 /// # Errors
 /// When the folder cannot be listed or storage fails; a damaged checkpoint is no error.
 pub fn newest(output: &Path) -> Result<(Option<SavedCheckpoint>, Vec<String>)> {
+    newest_before(output, u64::MAX)
+}
+
+/// As [`newest`], of those of a step before `step`.
+///
+/// # Errors
+/// As [`newest`].
+pub fn newest_before(output: &Path, step: u64) -> Result<(Option<SavedCheckpoint>, Vec<String>)> {
     let mut passed = Vec::new();
-    for (_, folder) in list(output)?.into_iter().rev() {
+    for (_, folder) in list(output)?.into_iter().rev().filter(|(found, _)| *found < step) {
         match SavedCheckpoint::open(&folder) {
             Ok(saved) => return Ok((Some(saved), passed)),
             Err(error) if error.kind() == ErrorCategory::Storage => return Err(error),
@@ -230,7 +228,15 @@ fn number<N: std::str::FromStr + ToString>(text: &str) -> Option<N> {
 /// # Errors
 /// Storage: `output` cannot be read.
 pub fn has_any(output: &Path) -> Result<bool> {
-    Ok(list(output)?.iter().any(|(_, folder)| manifest::is_there(folder)))
+    count(output).map(|found| found > 0)
+}
+
+/// How many checkpoints, sound or not, `output` holds.
+///
+/// # Errors
+/// Storage: `output` cannot be read.
+pub fn count(output: &Path) -> Result<u64> {
+    Ok(list(output)?.iter().filter(|(_, folder)| manifest::is_there(folder)).count() as u64)
 }
 
 /// What stands in `output` under the names of checkpoints of these `steps` and is none, nor a damaged one.

@@ -1,6 +1,6 @@
 //! What the system tells of processes: the host, its boot, whether a process is alive.
 
-use std::path::Path;
+pub(super) use crate::weights::is_alive;
 
 /// The name of this host.
 pub(super) fn host() -> String {
@@ -11,12 +11,6 @@ pub(super) fn host() -> String {
 /// The id of this boot of the kernel, which containers of one machine share; none where the system does not tell.
 pub(super) fn boot() -> Option<String> {
     line("/proc/sys/kernel/random/boot_id")
-}
-
-/// Whether a process of this host with the id `pid` is alive; yes where the system does not tell.
-pub(super) fn is_alive(pid: u32) -> bool {
-    let processes = Path::new("/proc");
-    !processes.join("self").exists() || processes.join(pid.to_string()).exists()
 }
 
 fn line(path: &str) -> Option<String> {

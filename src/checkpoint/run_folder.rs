@@ -4,7 +4,12 @@
 //! OUT/.finetune/run.json   which run's the folder is, and every file outside checkpoints that it wrote, with a digest
 //! OUT/.finetune/lock       who is at work in the folder; empty when nobody is
 //! OUT/.finetune/result/    what the run leaves in the end, until it is whole
+//! OUT/.finetune/committed/ the whole of it, on its way to its place in OUT
 //! ```
+//!
+//! The result is committed by one rename, from `result` to `committed`. What a kill keeps from its place after that, the
+//! next run in the folder moves there; meanwhile OUT has no config.json or adapter_config.json, so that nobody takes a
+//! mixture of two results for one.
 //!
 //! A file is the run's if run.json lists it and it still is what was written, or if it was being written when the run
 //! ended. Nothing else is overwritten: [`RunFolder::foreign`] names what stands in the way before a run begins, and where
@@ -17,17 +22,21 @@ use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
-use super::folder::sync;
+use super::folder::restore_replaced;
 use super::lock::FolderLock;
 use super::manifest::files_below;
+use super::space::require_room;
 use crate::error::{Error, Result};
-use crate::weights::write_text;
+use crate::weights::{sweep, sync_folder, sync_tree, temporary, write_text};
 
 /// The folder of what belongs to the program in a run's folder.
-const OWN: &str = ".finetune";
+pub(super) const OWN: &str = ".finetune";
 const RECORD: &str = "run.json";
 const LOCK: &str = "lock";
 const RESULT: &str = "result";
+const COMMITTED: &str = "committed";
+/// How the names of files begin that lose their names at once, unless a kill comes in between.
+const NAMELESS: &str = ".finetune-offload-";
 /// The form of [`RunRecord`] that this program writes and reads.
 const SCHEMA: u32 = 1;
 /// Files up to this many bytes are told apart by their digest, larger ones, which nobody edits, by their size.
@@ -53,6 +62,9 @@ pub struct RunRecord {
     /// The digest of the manifest of the checkpoint in another folder that the run began with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resumed_from: Option<String>,
+    /// The commits of what came from the hub, by what was asked for there: model, data sets, adapter.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub sources: BTreeMap<String, String>,
     /// What the run wrote, by name below the folder: what it looked like, or nothing while it changes.
     files: BTreeMap<String, Option<String>>,
 }
@@ -74,6 +86,7 @@ impl RunRecord {
             plan: Self::digest(plan),
             chat_template_date: None,
             resumed_from: None,
+            sources: BTreeMap::new(),
             files: BTreeMap::new(),
         })
     }
@@ -99,13 +112,33 @@ impl RunRecord {
         let unreadable = |why: String| {
             Error::user(format!("cannot read {}", path.display()))
                 .because(why)
-                .hint("start anew in another folder, with `--output`")
+                .hint(format!(
+                    "`rm {}` and start again with `--resume`: a folder without it is known by its sound checkpoints; or start anew in another folder, with `--output`",
+                    path.display()
+                ))
         };
         let record: Self = serde_json::from_str(&text).map_err(|e| unreadable(e.to_string()))?;
         if record.schema != SCHEMA {
             return Err(unreadable(format!("its schema is {}; this program reads {SCHEMA}", record.schema)));
         }
         Ok(Some(record))
+    }
+
+    /// Whether the run has left its result in `output`, whole or not any more.
+    pub fn is_finished(&self, output: &Path) -> bool {
+        LAST.iter().any(|name| matches!(self.files.get(*name), Some(Some(_))) || output.join(name).exists())
+    }
+
+    /// The files that the run wrote and that are not in `output` any more.
+    pub fn missing(&self, output: &Path) -> Vec<String> {
+        let wrote = self.files.iter().filter(|(_, wrote)| wrote.is_some()).map(|(name, _)| name);
+        wrote.filter(|name| output.join(name).symlink_metadata().is_err()).cloned().collect()
+    }
+
+    /// Writes it into `output`.
+    fn write(&self, output: &Path) -> Result<()> {
+        let text = serde_json::to_string_pretty(self).map_err(|e| Error::internal(e.to_string()))?;
+        write_text(&output.join(OWN).join(RECORD), &text).map(drop)
     }
 
     /// Takes the file `name` of `output` for the run's as it is, for folders of runs that kept no record.
@@ -143,9 +176,22 @@ impl RunFolder {
     /// Locks the folder `output`, which is made if need be.
     ///
     /// # Errors
-    /// The user's: a run is at work in it. Storage: it cannot be written to.
+    /// The user's: a run is at work in it; it is, or its record is kept behind, a link that leads nowhere good. Storage:
+    /// it cannot be written to.
     pub fn claim(output: &Path) -> Result<Self> {
         let own = output.join(OWN);
+        refuse_loose_link(output)?;
+        if own.is_symlink() {
+            return Err(Error::user(format!("cannot train in {}", output.display()))
+                .because(format!(
+                    "{} is a link, and what a run keeps of itself lies in its own folder",
+                    own.display()
+                ))
+                .hint(format!(
+                    "`rm {}`, which leaves what it leads to, or give another folder with `--output`",
+                    own.display()
+                )));
+        }
         let mut made: Vec<PathBuf> = own
             .ancestors()
             .take_while(|path| !path.as_os_str().is_empty() && !path.exists())
@@ -160,10 +206,40 @@ impl RunFolder {
             began: AtomicBool::new(false),
             record: Mutex::new(None),
         };
-        folder.clear_result()?;
+        folder.recover()?;
         let result = Self::result(output);
         std::fs::create_dir(&result).map_err(|e| Error::io("create", &result, &e))?;
+        // The names of new folders last too; a parent that may not be read is not flushed.
+        folder.made.iter().filter_map(|path| path.parent()).for_each(|parent| drop(sync_folder(parent)));
         Ok(folder)
+    }
+
+    /// Finishes or tidies away what a run that was killed left half done.
+    fn recover(&self) -> Result<()> {
+        self.clear_result()?;
+        restore_replaced(&self.output);
+        let record = RunRecord::read(&self.output).ok().flatten();
+        let own = self.output.join(OWN);
+        sweep(&own, |base| base == RECORD);
+        let inside = std::fs::read_dir(&own).map_err(|e| Error::io("read", &own, &e))?;
+        let nameless = |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with(NAMELESS);
+        // What stays is in nobody's way.
+        inside.flatten().filter(nameless).for_each(|entry| drop(std::fs::remove_file(entry.path())));
+        let Some(mut record) = record else { return Ok(()) };
+        sweep(&self.output, |base| record.files.contains_key(base));
+        if own.join(COMMITTED).is_dir() {
+            give_places(&self.output, &mut record)?;
+            record.write(&self.output)?;
+        }
+        Ok(())
+    }
+
+    /// Refuses to begin where fewer than `bytes` bytes are free; `what` says what cannot be done.
+    ///
+    /// # Errors
+    /// Storage: there is no room.
+    pub fn require_room(&self, bytes: u64, what: &str) -> Result<()> {
+        require_room(&self.output.join(OWN), bytes, what)
     }
 
     /// Whether nothing but the traces of a run that never began is in `output`, or it is not there.
@@ -173,16 +249,25 @@ impl RunFolder {
     pub fn is_free(output: &Path) -> Result<bool> {
         let entries = match std::fs::read_dir(output) {
             Ok(entries) => entries,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(true),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return refuse_loose_link(output).map(|()| true);
+            }
             Err(error) => {
                 return Err(Error::io("write to", output, &error).hint("give a new folder with `--output`"));
             }
         };
-        let only = |folder: &Path, names: &[&str]| {
-            let Ok(mut inside) = std::fs::read_dir(folder) else { return false };
-            inside.all(|entry| entry.is_ok_and(|entry| names.iter().any(|name| entry.file_name() == *name)))
+        // What a run leaves that was killed before it wrote its record.
+        let is_trace = |name: &str| {
+            let written = temporary(name).is_some_and(|(base, _)| base == RECORD);
+            written || [LOCK, RESULT].contains(&name) || name.starts_with(NAMELESS)
         };
-        Ok(entries.flatten().all(|entry| entry.file_name() == OWN && only(&entry.path(), &[LOCK, RESULT])))
+        let is_unused = |entry: std::fs::DirEntry| {
+            let own = entry.file_name() == OWN && entry.file_type().is_ok_and(|kind| kind.is_dir());
+            let inside = own.then(|| std::fs::read_dir(entry.path()).ok()).flatten();
+            let trace = |found: std::fs::DirEntry| is_trace(&found.file_name().to_string_lossy());
+            inside.is_some_and(|mut inside| inside.all(|entry| entry.is_ok_and(trace)))
+        };
+        Ok(entries.flatten().all(is_unused))
     }
 
     /// Whether a process may be at work in `output`: it holds the file of a lock.
@@ -223,16 +308,16 @@ impl RunFolder {
         self.note([(name.to_owned(), Some(appearance(&path)?))])
     }
 
-    /// Moves what the ranks wrote to [`RunFolder::result`] to its place in the folder. Where something that is not the
-    /// run's has one of these names, all of it goes to a new folder `result` beside it instead, which is returned with
-    /// the names in the way.
+    /// Commits what the ranks wrote to [`RunFolder::result`], all of it or nothing, and moves it to its place in the
+    /// folder. Where something that is not the run's has one of these names, all of it goes to a new folder `result`
+    /// beside it instead, which is returned with the names in the way.
     ///
     /// # Errors
     /// Storage: a file cannot be moved. A fault of ours: no run has begun.
     pub fn publish(&self) -> Result<Option<(PathBuf, Vec<String>)>> {
         let result = Self::result(&self.output);
-        let mut names: Vec<String> = files_below(&result)?.into_iter().map(|(name, _)| name).collect();
-        names.sort_by_key(|name| (LAST.contains(&name.as_str()), name.clone()));
+        sync_tree(&result)?;
+        let names: Vec<String> = files_below(&result)?.into_iter().map(|(name, _)| name).collect();
         let taken = self.taken(&names)?;
         if !taken.is_empty() {
             let free = (1..).map(|n| if n == 1 { RESULT.to_owned() } else { format!("{RESULT}-{n}") });
@@ -240,60 +325,37 @@ impl RunFolder {
                 free.map(|name| self.output.join(name)).find(|place| place.symlink_metadata().is_err());
             let place = place.ok_or_else(|| Error::internal("no name is free"))?;
             std::fs::rename(&result, &place).map_err(|e| Error::io("write to", &place, &e))?;
+            sync_folder(&self.output)?;
             return Ok(Some((place, taken)));
         }
-        self.note(names.iter().map(|name| (name.clone(), None)))?;
-        for name in &names {
-            let (from, to) = (result.join(name), self.output.join(name));
-            if let Some(parent) = to.parent() {
-                std::fs::create_dir_all(parent).map_err(|e| Error::io("create", parent, &e))?;
-            }
-            std::fs::rename(&from, &to).map_err(|e| Error::io("write", &to, &e))?;
-        }
-        sync(&self.output)?;
-        let wrote: Result<Vec<_>> = names
-            .into_iter()
-            .map(|name| Ok((name.clone(), Some(appearance(&self.output.join(name))?))))
-            .collect();
-        self.note(wrote?)?;
+        self.note(names.into_iter().map(|name| (name, None)))?;
+        let own = self.output.join(OWN);
+        std::fs::rename(&result, own.join(COMMITTED)).map_err(|e| Error::io("write to", &own, &e))?;
+        sync_folder(&own)?;
+        let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        let record = record.as_mut().ok_or_else(no_run)?;
+        give_places(&self.output, record)?;
+        record.write(&self.output)?;
         Ok(None)
     }
 
     /// What stands in the way of the new files `names`: files of these names that are not the run's, and other weights,
-    /// which readers would take for part of them. Earlier weights of the run itself go.
+    /// which readers would take for part of them.
     fn taken(&self, names: &[String]) -> Result<Vec<String>> {
         let guard = self.record.lock().unwrap_or_else(PoisonError::into_inner);
-        let record = guard.as_ref().ok_or_else(|| Error::internal("no run has begun in this folder"))?;
+        let record = guard.as_ref().ok_or_else(no_run)?;
         let mut taken = self.foreign(record, names);
-        let weights = |name: &str| {
-            name.starts_with("model")
-                && (name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json"))
-        };
-        if !names.iter().any(|name| weights(name)) {
-            return Ok(taken);
-        }
-        let entries = std::fs::read_dir(&self.output).map_err(|e| Error::io("read", &self.output, &e))?;
-        for name in entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()) {
-            if !weights(&name) || names.contains(&name) {
-                continue;
-            }
-            if record.owns(&self.output, &name) {
-                let path = self.output.join(&name);
-                std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, &e))?;
-            } else {
-                taken.push(name);
-            }
-        }
+        let others = other_weights(&self.output, names)?;
+        taken.extend(others.into_iter().filter(|name| !record.owns(&self.output, name)));
         Ok(taken)
     }
 
     /// Records what files look like.
     fn note(&self, files: impl IntoIterator<Item = (String, Option<String>)>) -> Result<()> {
         let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
-        let record = record.as_mut().ok_or_else(|| Error::internal("no run has begun in this folder"))?;
+        let record = record.as_mut().ok_or_else(no_run)?;
         record.files.extend(files);
-        let text = serde_json::to_string_pretty(record).map_err(|e| Error::internal(e.to_string()))?;
-        write_text(&self.output.join(OWN).join(RECORD), &text).map(drop)
+        record.write(&self.output)
     }
 
     fn clear_result(&self) -> Result<()> {
@@ -324,10 +386,88 @@ impl Drop for RunFolder {
     }
 }
 
+fn no_run() -> Error {
+    Error::internal("no run has begun in this folder")
+}
+
+/// Refuses a link that leads to nothing.
+fn refuse_loose_link(output: &Path) -> Result<()> {
+    if !output.is_symlink() || output.exists() {
+        return Ok(());
+    }
+    let target = std::fs::read_link(output).unwrap_or_default();
+    Err(Error::user(format!("cannot write to {}", output.display()))
+        .because(format!("it is a link to {}, where nothing is", target.display()))
+        .hint("make that folder, or give another one with `--output`"))
+}
+
+/// Moves what was committed in `output` to its place there, and notes in the `record` what it looks like. What makes a
+/// folder a finished adapter or model goes first and comes last. A call that was cut short is made good by the next.
+fn give_places(output: &Path, record: &mut RunRecord) -> Result<()> {
+    let committed = output.join(OWN).join(COMMITTED);
+    let mut names: Vec<String> = files_below(&committed)?.into_iter().map(|(name, _)| name).collect();
+    let is_last = |name: &str| LAST.contains(&name);
+    names.sort_by_key(|name| (is_last(name), name.clone()));
+    for name in names.iter().filter(|name| is_last(name)) {
+        remove_if_there(&output.join(name))?;
+    }
+    // Weights of an earlier result; those of this one are noted without what they look like.
+    for name in other_weights(output, &names)? {
+        if matches!(record.files.get(&name), Some(Some(_))) && record.owns(output, &name) {
+            remove_if_there(&output.join(name))?;
+        }
+    }
+    for name in &names {
+        let (from, to) = (committed.join(name), output.join(name));
+        let folder = to.parent().unwrap_or(output);
+        std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, &e))?;
+        if is_last(name) {
+            sync_folder(output)?;
+        }
+        std::fs::rename(&from, &to).map_err(|e| Error::io("write", &to, &e))?;
+        if folder != output {
+            sync_folder(folder)?;
+        }
+    }
+    sync_folder(output)?;
+    std::fs::remove_dir_all(&committed).map_err(|e| Error::io("remove", &committed, &e))?;
+    for name in names {
+        let found = appearance(&output.join(&name))?;
+        record.files.insert(name, Some(found));
+    }
+    Ok(())
+}
+
+fn remove_if_there(path: &Path) -> Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, &error)),
+        _ => Ok(()),
+    }
+}
+
+/// The files in `output` that readers would take for part of the weights among `names`, if there are any.
+fn other_weights(output: &Path, names: &[String]) -> Result<Vec<String>> {
+    let is_weights = |name: &str| {
+        name.starts_with("model")
+            && (name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json"))
+    };
+    if !names.iter().any(|name| is_weights(name)) {
+        return Ok(Vec::new());
+    }
+    let entries = std::fs::read_dir(output).map_err(|e| Error::io("read", output, &e))?;
+    let found = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+    Ok(found.filter(|name| is_weights(name) && !names.contains(name)).collect())
+}
+
 /// What tells a file from one that was changed: its digest, or the size of one too large for that.
 fn appearance(path: &Path) -> Result<String> {
     let cannot = |e: std::io::Error| Error::io("read", path, &e);
-    let bytes = path.metadata().map_err(cannot)?.len();
+    let found = path.metadata().map_err(cannot)?;
+    let bytes = found.len();
+    if !found.is_file() {
+        // Whoever opens a pipe waits.
+        return Ok("no file".to_owned());
+    }
     if bytes > DIGESTED {
         return Ok(format!("{bytes} bytes"));
     }

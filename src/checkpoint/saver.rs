@@ -8,6 +8,7 @@
 //! A rank that fails tells its peers as in any phase. What was being saved is then committed all the same if every
 //! rank's files turn out whole, else removed. The threads outlive the ranks for that: [`SaveThreads`] waits for them.
 
+use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
@@ -18,7 +19,9 @@ use std::time::{Duration, Instant};
 use candle_core::{Device, Tensor};
 
 use super::manifest::{self, Files};
+use super::run_folder::OWN;
 use super::snapshot::{SnapshotTensor, WriteWeights};
+use super::space::require_room;
 use super::{PREFIX, TrainingState, folder};
 use crate::collective::{Call, Collective};
 use crate::error::{Error, ErrorCategory, ErrorContext, Result};
@@ -64,6 +67,8 @@ pub struct SaverOptions {
     pub keep_last: usize,
     /// Whether training goes on while they are written.
     pub in_background: bool,
+    /// Bytes of a checkpoint, at least: a save begins only where there is room for them.
+    pub bytes: u64,
     /// Writes the weights.
     pub write_weights: WriteWeights,
 }
@@ -73,6 +78,10 @@ pub struct Saver<'a> {
     options: SaverOptions,
     writers: &'a SaveThreads,
     writing: Option<PendingSave>,
+    /// What went wrong beside saving, until somebody asks.
+    notes: Vec<String>,
+    /// All of it so far: what fails after each save is said once.
+    noted: BTreeSet<String>,
 }
 
 /// A save that a thread is at.
@@ -81,7 +90,7 @@ struct PendingSave {
     /// A word when this rank's files are whole.
     share: Receiver<()>,
     /// The end of the thread.
-    end: Receiver<Result<()>>,
+    end: Receiver<Result<Vec<String>>>,
     /// It ended well.
     ended: bool,
     /// A word when all ranks' files are whole; dropped when they may never be.
@@ -90,14 +99,21 @@ struct PendingSave {
 
 impl<'a> Saver<'a> {
     /// A rank's saver; the first rank removes unfinished folders of earlier, killed runs.
-    ///
-    /// # Errors
-    /// Storage: such a folder cannot be removed.
-    pub fn new(options: SaverOptions, first: bool, writers: &'a SaveThreads) -> Result<Self> {
-        if first {
-            folder::remove_unfinished(&options.output)?;
-        }
-        Ok(Saver { options, writers, writing: None })
+    pub fn new(options: SaverOptions, first: bool, writers: &'a SaveThreads) -> Self {
+        let left = if first { folder::remove_unfinished(&options.output) } else { Vec::new() };
+        let mut saver = Saver { options, writers, writing: None, notes: Vec::new(), noted: BTreeSet::new() };
+        saver.note(left);
+        saver
+    }
+
+    /// What has gone wrong since the last call and is no reason to end a run: an old checkpoint that cannot be removed.
+    pub fn take_notes(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.notes)
+    }
+
+    fn note(&mut self, said: Vec<String>) {
+        let new = said.into_iter().filter(|text| self.noted.insert(text.clone()));
+        self.notes.extend(new);
     }
 
     /// Saves `tensors`, this rank's share of all, as `checkpoint-<step>`, after the save before has ended. All ranks
@@ -126,7 +142,14 @@ impl<'a> Saver<'a> {
         let (rank, size, step) = (world.rank(), world.size(), state.step);
         let options = self.options.clone();
         let place = options.output.join(format!("{PREFIX}{step}"));
-        let folder = (rank == 0).then(|| folder::fresh(&place)).transpose()?;
+        let begin = || {
+            // The folder of the run's own, if it has one: asking for room takes a file for a moment.
+            let own = Some(options.output.join(OWN)).filter(|own| own.is_dir());
+            let asked = own.as_ref().unwrap_or(&options.output);
+            require_room(asked, options.bytes, &format!("cannot write {}", place.display()))?;
+            folder::fresh(&place)
+        };
+        let folder = (rank == 0).then(begin).transpose()?;
         // All ranks write where the first one says.
         let tag =
             Tensor::new(&[folder.as_ref().map_or(0.0, |folder| f64::from(folder.tag()))], &Device::Cpu)?;
@@ -143,6 +166,11 @@ impl<'a> Saver<'a> {
         Ok(())
     }
 
+    /// Whether a save in the background has not been waited for.
+    pub fn is_saving(&self) -> bool {
+        self.writing.is_some()
+    }
+
     /// Looks whether a save in the background has failed on this rank.
     ///
     /// # Errors
@@ -151,11 +179,12 @@ impl<'a> Saver<'a> {
         let Some(writing) = &mut self.writing else { return Ok(()) };
         match writing.end.try_recv() {
             Ok(end) => {
-                report_end(end, world)?;
+                let notes = report_end(end, world)?;
                 writing.ended = true;
+                self.note(notes);
                 Ok(())
             }
-            Err(TryRecvError::Disconnected) if !writing.ended => report_end(Err(panicked()), world),
+            Err(TryRecvError::Disconnected) if !writing.ended => report_end::<()>(Err(panicked()), world),
             Err(_) => Ok(()),
         }
     }
@@ -173,7 +202,9 @@ impl<'a> Saver<'a> {
             let _ = writing.parts.send(());
         }
         if !writing.ended {
-            report_end(writing.end.recv().unwrap_or_else(|_| Err(panicked())), world)?;
+            let end = writing.end.recv().unwrap_or_else(|_| Err(panicked()));
+            let notes = report_end(end, world)?;
+            self.note(notes);
         }
         world.barrier(call("the save of step"))
     }
@@ -184,7 +215,7 @@ fn panicked() -> Error {
 }
 
 /// The `end` of a save. Peers are told of a failure before the folder goes, so that none takes that for the cause.
-fn report_end(end: Result<()>, world: &dyn Collective) -> Result<()> {
+fn report_end<T>(end: Result<T>, world: &dyn Collective) -> Result<T> {
     if let Err(error) = &end {
         let causes = error.causes().iter().map(String::as_str);
         world.abort(&std::iter::once(error.what()).chain(causes).collect::<Vec<_>>().join(": "));
@@ -216,7 +247,7 @@ impl SaveTask {
     }
 
     /// What a rank other than the first does.
-    fn other(mut self, end: &Sender<Result<()>>) {
+    fn other(mut self, end: &Sender<Result<Vec<String>>>) {
         let written = self
             .write_share()
             .and_then(|files| manifest::write_part(&self.shared, self.rank, self.size, files));
@@ -224,11 +255,11 @@ impl SaveTask {
         if written.is_ok() {
             let _ = self.share.send(());
         }
-        let _ = end.send(self.context(written));
+        let _ = end.send(self.context(written).map(|()| Vec::new()));
     }
 
     /// What the first rank does, which made `folder`.
-    fn first(mut self, folder: AtomicDir, end: &Sender<Result<()>>) {
+    fn first(mut self, folder: AtomicDir, end: &Sender<Result<Vec<String>>>) {
         // A panic must not take the folder away either.
         let written = catch_unwind(AssertUnwindSafe(|| self.write_share()));
         let written = written.unwrap_or_else(|_| Err(panicked()));
@@ -249,11 +280,12 @@ impl SaveTask {
         }
     }
 
-    fn commit(&self, folder: AtomicDir, files: Files) -> Result<()> {
+    fn commit(&self, folder: AtomicDir, files: Files) -> Result<Vec<String>> {
         let files = self.gather_parts(files)?;
         manifest::remove_parts(folder.path(), self.size)?;
-        folder::commit(folder, &self.state, files, &self.options.write_weights)?;
-        folder::retain(&self.options.output, self.options.keep_last, &self.state)
+        let mut notes = folder::commit(folder, &self.state, files, &self.options.write_weights)?;
+        notes.extend(folder::retain(&self.options.output, self.options.keep_last, &self.state));
+        Ok(notes)
     }
 
     /// Waits for what the other ranks wrote and adds it to the `files` of the first.

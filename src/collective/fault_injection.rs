@@ -26,23 +26,25 @@ impl FaultInjector {
         FaultInjector { inner, fault, notice: Arc::clone(notice), entered: AtomicU64::new(0) }
     }
 
-    fn strike(&self) -> Result<()> {
+    fn strike(&self, first: bool) -> Result<()> {
         let text = format!("planted fault {}", self.fault);
-        (self.notice)(&text);
+        if first {
+            (self.notice)(&text);
+        }
         match self.fault.kind {
             InjectedFaultKind::Error => Err(Error::new(ErrorCategory::Transient, text)),
             InjectedFaultKind::Panic => panic!("{text}"),
             // Without a word: as if the process had been killed.
             InjectedFaultKind::Exit => std::process::exit(i32::from(ErrorCategory::Internal.exit_code())),
-            InjectedFaultKind::Delay(time) => {
-                std::thread::sleep(time);
-                Ok(())
-            }
             InjectedFaultKind::Device(failure) => {
                 failure.plan();
                 Ok(())
             }
             InjectedFaultKind::LateKernelFault => Err(self.fault.late_kernel_fault()),
+            kind => {
+                kind.hold_up();
+                Ok(())
+            }
         }
     }
 }
@@ -130,7 +132,7 @@ impl Collective for FaultInjector {
             return Ok(());
         }
         let time = self.entered.fetch_add(1, Ordering::Relaxed) + 1;
-        if time == self.fault.occurrence { self.strike() } else { Ok(()) }
+        if self.fault.strikes_at(time) { self.strike(time == self.fault.occurrence) } else { Ok(()) }
     }
 
     fn abort(&self, why: &str) {

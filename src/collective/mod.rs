@@ -12,6 +12,7 @@
 mod buffer_checks;
 mod call_record;
 mod fault_injection;
+mod hang_watch;
 pub mod in_process;
 #[cfg(test)]
 pub(crate) mod late_reductions;
@@ -20,6 +21,7 @@ pub mod launch;
 pub mod mpi;
 pub mod nccl;
 mod phase;
+mod progress;
 mod rank_threads;
 mod reduction;
 mod single_rank;
@@ -27,11 +29,13 @@ mod timed;
 mod traffic;
 
 pub use fault_injection::{FaultInjector, FaultNotice};
+pub use hang_watch::{HangLimits, HangReport, HangWatch};
 pub use phase::Phase;
+pub use progress::ProgressBoard;
 pub use rank_threads::RankFailure;
 pub use reduction::Reduction;
 pub use single_rank::SingleRank;
-pub use timed::{CollectiveTimer, PhaseReader, TimedCollective};
+pub use timed::{CollectiveTimer, PhaseReader, TimedCollective, WorkGuard};
 pub use traffic::{Op, Traffic};
 
 use std::any::Any;
@@ -231,6 +235,13 @@ pub trait Collective: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// When a fault is planted here, or a peer has failed.
     fn enter(&self, phase: Phase) -> Result<()>;
+
+    /// A sign of life between calls: this rank computes. What watches over ranks takes one that gives none for too long
+    /// for one that hangs; where nothing watches it does nothing.
+    fn heartbeat(&self) {}
+
+    /// What this rank computes from now on is a micro-batch of so many tokens: how long it may be silent depends on them.
+    fn expect_tokens(&self, _tokens: usize) {}
 
     /// Tells all peers that this rank has failed with `why`: their waits and next calls return an error. Called once;
     /// later calls change nothing. Groups made by [`Collective::split`] fail together.

@@ -1,27 +1,35 @@
 //! An end whose waiting is measured: the time that communication takes from computing. It also remembers what its rank is
-//! doing, which whoever ends the rank's work can say of an error.
+//! doing, which whoever ends the rank's work can say of an error, and by which a rank that hangs is found.
 
 use std::any::Any;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::progress::{ProgressBoard, RankProgress};
 use super::{Call, Collective, Phase, Reduction, Ticket, Traffic};
 use crate::error::Result;
 use crate::runtime::buffer::Buffer;
 
-/// Another end, with a clock and the phase entered last. Groups split from it share both.
+/// Another end, with a clock and the rank's progress. Groups split from it share both.
 #[derive(Debug)]
 pub struct TimedCollective {
     nanos: Arc<AtomicU64>,
-    phase: Arc<Mutex<Phase>>,
+    progress: Arc<RankProgress>,
     inner: Arc<dyn Collective>,
 }
 
 impl TimedCollective {
     /// `inner` with a clock at 0.
     pub fn new(inner: Arc<dyn Collective>) -> Self {
-        TimedCollective { nanos: Arc::default(), phase: Arc::new(Mutex::new(Phase::Meet)), inner }
+        TimedCollective { nanos: Arc::default(), progress: RankProgress::new(&inner), inner }
+    }
+
+    /// The same, of a rank of the world whose progress stands on `board`.
+    pub fn watched(inner: Arc<dyn Collective>, board: &ProgressBoard) -> Self {
+        let timed = TimedCollective::new(inner);
+        board.add(&timed.progress);
+        timed
     }
 
     /// The clock: nanoseconds inside calls, that is sending, summing and waiting for peers.
@@ -31,12 +39,20 @@ impl TimedCollective {
 
     /// Tells what the rank is doing.
     pub fn phases(&self) -> PhaseReader {
-        PhaseReader(Arc::clone(&self.phase))
+        PhaseReader(Arc::clone(&self.progress))
     }
 
-    fn timed<R>(&self, call: impl FnOnce(&dyn Collective) -> R) -> R {
+    /// What ends the rank's place on the board.
+    pub fn work_guard(&self) -> WorkGuard {
+        WorkGuard(Arc::clone(&self.progress))
+    }
+
+    /// Makes a call; without a name it is the rest of the one before.
+    fn timed<R>(&self, named: Option<(&'static str, Call)>, call: impl FnOnce(&dyn Collective) -> R) -> R {
         let started = Instant::now();
+        self.progress.begin_call(named);
         let result = call(&*self.inner);
+        self.progress.end_call();
         let took = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.nanos.fetch_add(took, Ordering::Relaxed);
         result
@@ -56,12 +72,22 @@ impl CollectiveTimer {
 
 /// Reads the phase of a [`TimedCollective`] end.
 #[derive(Debug, Clone)]
-pub struct PhaseReader(Arc<Mutex<Phase>>);
+pub struct PhaseReader(Arc<RankProgress>);
 
 impl PhaseReader {
     /// The phase that was entered last; that of meeting before there was one.
     pub fn read(&self) -> Phase {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.activity().phase
+    }
+}
+
+/// Held while a rank works: when it is dropped, the rank is watched no more.
+#[derive(Debug)]
+pub struct WorkGuard(Arc<RankProgress>);
+
+impl Drop for WorkGuard {
+    fn drop(&mut self) {
+        self.0.end_work();
     }
 }
 
@@ -75,11 +101,11 @@ impl Collective for TimedCollective {
     }
 
     fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
-        self.timed(|inner| inner.all_reduce(call, buffer))
+        self.timed(Some(("all-reduce", call)), |inner| inner.all_reduce(call, buffer))
     }
 
     fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
-        self.timed(|inner| inner.reduce_scatter(call, full, shard))
+        self.timed(Some(("reduce-scatter", call)), |inner| inner.reduce_scatter(call, full, shard))
     }
 
     fn reduce_scatter_across(
@@ -89,46 +115,48 @@ impl Collective for TimedCollective {
         full: &Buffer,
         shard: &Buffer,
     ) -> Result<()> {
-        self.timed(|inner| inner.reduce_scatter_across(call, replicas, full, shard))
+        self.timed(Some(("reduce-scatter across groups", call)), |inner| {
+            inner.reduce_scatter_across(call, replicas, full, shard)
+        })
     }
 
     fn open_reduction_lane(&self) -> Result<bool> {
-        self.timed(|inner| inner.open_reduction_lane())
+        self.timed(None, |inner| inner.open_reduction_lane())
     }
 
     fn start_reduction(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
-        self.timed(|inner| inner.start_reduction(call, reduction))
+        self.timed(Some(("reduction", call)), |inner| inner.start_reduction(call, reduction))
     }
 
     fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
-        self.timed(|inner| inner.start_all_gather(call, shard, full))
+        self.timed(Some(("all-gather", call)), |inner| inner.start_all_gather(call, shard, full))
     }
 
     fn finish(&self, ticket: Ticket) -> Result<()> {
-        self.timed(|inner| inner.finish(ticket))
+        self.timed(None, |inner| inner.finish(ticket))
     }
 
     fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
-        self.timed(|inner| inner.broadcast(call, root, buffer))
+        self.timed(Some(("broadcast", call)), |inner| inner.broadcast(call, root, buffer))
     }
 
     fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
-        self.timed(|inner| inner.send(call, to, buffer))
+        self.timed(Some(("send", call)), |inner| inner.send(call, to, buffer))
     }
 
     fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
-        self.timed(|inner| inner.recv(call, from, buffer))
+        self.timed(Some(("recv", call)), |inner| inner.recv(call, from, buffer))
     }
 
     fn barrier(&self, call: Call) -> Result<()> {
-        self.timed(|inner| inner.barrier(call))
+        self.timed(Some(("barrier", call)), |inner| inner.barrier(call))
     }
 
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
         Ok(Box::new(TimedCollective {
             nanos: Arc::clone(&self.nanos),
-            phase: Arc::clone(&self.phase),
-            inner: Arc::from(self.inner.split(color)?),
+            progress: Arc::clone(&self.progress),
+            inner: Arc::from(self.timed(Some(("split", Call::single("ranks"))), |inner| inner.split(color))?),
         }))
     }
 
@@ -137,8 +165,16 @@ impl Collective for TimedCollective {
     }
 
     fn enter(&self, phase: Phase) -> Result<()> {
-        *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = phase;
+        self.progress.enter(phase);
         self.inner.enter(phase)
+    }
+
+    fn heartbeat(&self) {
+        self.progress.beat();
+    }
+
+    fn expect_tokens(&self, tokens: usize) {
+        self.progress.expect_tokens(tokens);
     }
 
     fn abort(&self, why: &str) {

@@ -5,6 +5,7 @@ use std::fmt::Write;
 use super::{terminal, working_folder};
 use crate::cli::DataArgs;
 use crate::data::{Dataset, Example, Sampler, SamplerOptions, Split, Tokenizer};
+use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::model::ModelConfig;
 use crate::recipe::{OnBadRow, Recipe};
@@ -20,11 +21,14 @@ pub(super) fn run(args: &DataArgs) -> Result<()> {
     let finder = Resolver::new(args.common.offline, &terminal)?;
     let source = recipe.model.id.as_ref().ok_or_else(|| Error::internal("`--model` was not taken over"))?;
     let folder = finder.model_headers(source, &recipe.model.revision)?.folder;
-    let vocab_size = match std::fs::read_to_string(folder.join("config.json")) {
-        Ok(text) => ModelConfig::from_json(&text, "config.json")?.vocab_size,
-        Err(_) => usize::MAX,
+    let config = folder.join("config.json");
+    let vocab_size = if config.exists() {
+        ModelConfig::from_json(&input_file::read_text("read", &config)?, "config.json")?.vocab_size
+    } else {
+        usize::MAX
     };
     let mut tokenizer = Tokenizer::load(&folder)?;
+    tokenizer.left_out().iter().for_each(|text| terminal.warn(text));
     let added = tokenizer.add_tokens(&recipe.model.new_tokens)?;
     let vocab_size = added.into_iter().fold(vocab_size, |size, id| size.max(id as usize + 1));
     let rows = DatasetLoader::new(tokenizer, &recipe.data, vocab_size)?;

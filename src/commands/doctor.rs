@@ -90,8 +90,11 @@ fn hub() -> Vec<DoctorLine> {
         Ok(options) => options,
         Err(error) => return vec![line("hub", error.in_one_line())],
     };
-    let token =
-        if options.token.is_some() { "set" } else { "not set; private and gated models need HF_TOKEN" };
+    let token = match (&options.token, options.refused_token()) {
+        (Some(_), _) => "set".to_owned(),
+        (None, Some(refused)) => format!("refused: {}", refused.in_one_line()),
+        (None, None) => "not set; private and gated models need HF_TOKEN".to_owned(),
+    };
     let offline = if options.offline { " (offline: HF_HUB_OFFLINE is set)" } else { "" };
     vec![
         line("hub", format!("{}{offline}", options.endpoint())),

@@ -15,13 +15,14 @@ pub(super) fn run(args: &EvalArgs) -> Result<()> {
     let folder = working_folder()?;
     let recipe = Recipe::load(&args.rows.layers(&args.model, &args.dataset, &folder)?)?;
     let finder = Resolver::new(args.common.offline, &terminal)?;
-    let Opened { base, adapter_setup, rows } =
+    let Opened { base, adapter_setup, rows, comparison } =
         Opened::find(&recipe, args.adapter.as_deref(), &folder, &finder, (&terminal, args.force_base))?;
     let (dataset, _) = rows.load(&recipe.data.train, Split::Eval, &finder)?;
     terminal.line(format!("data: {}", dataset.report()));
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
     say_without_kernels(&terminal, &options, &base.config);
     let engine = base.engine(Trains::adapter_or_nothing(adapter_setup.as_ref()), &options)?;
+    comparison.map_or(Ok(()), |comparison| comparison.finish(&terminal))?;
     let tokens = recipe.train.micro_batch_size * recipe.data.max_seq_len;
     let total = dataset.len();
     let evaluation = engine.evaluate(data::batch::in_order(dataset.examples(), tokens), |rows| {

@@ -5,13 +5,14 @@
 
 use std::path::Path;
 
-use super::{config_of, say_base, terminal, working_folder};
+use super::{config_of, terminal, working_folder};
 use crate::cli::{ExportArgs, ExportFormat};
 use crate::error::{Error, Result};
 use crate::export::gguf::{self, Exported, GgufType};
 use crate::export::hf;
 use crate::recipe::{DataSource, Dtype};
 use crate::report::Terminal;
+use crate::run::interrupt::removing_on_signals;
 use crate::setup::BaseCheck;
 use crate::setup::{ResolvedSource, Resolver};
 use crate::units;
@@ -29,9 +30,11 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
         let found = finder.model_headers(&source, &args.revision)?;
         let config = config_of(&found)?;
         let adapter = finder.adapter(&DataSource::from_argument("--adapter", adapter, &folder)?)?;
-        say_base(&terminal, &BaseCheck::of_headers(&adapter.folder, &found, args.force_base)?);
+        BaseCheck::of_headers(&adapter.folder, &found, config.semantics(), args.force_base)?.say(&terminal);
         let kind = args.r#type.unwrap_or(GgufType::F32);
-        let exported = gguf::write_adapter(&config, &adapter.folder, &name_of(&adapter), kind, &args.output)?;
+        let exported = removing_on_signals(&args.output, &terminal, || {
+            gguf::write_adapter(&config, &adapter.folder, &name_of(&adapter), kind, &args.output)
+        })?;
         say(&terminal, &exported, &args.output);
         return Ok(());
     }
@@ -40,13 +43,17 @@ pub(super) fn run(args: &ExportArgs) -> Result<()> {
     let files = ModelFiles::open(&found.folder)?;
     match args.format {
         ExportFormat::Hf => {
-            let bytes = hf::export(&files, &args.output, dtype, hf::SHARD_BYTES)?;
+            let bytes = removing_on_signals(&args.output, &terminal, || {
+                hf::export(&files, &args.output, dtype, hf::SHARD_BYTES)
+            })?;
             let shown = args.output.display();
             terminal.line(format!("exported {} of weights to {shown}", units::bytes(bytes)));
         }
         ExportFormat::Gguf => {
             let kind = args.r#type.unwrap_or_else(|| gguf::stored_type(&files));
-            let exported = gguf::write_model(&config, &files, &name_of(&found), kind, &args.output)?;
+            let exported = removing_on_signals(&args.output, &terminal, || {
+                gguf::write_model(&config, &files, &name_of(&found), kind, &args.output)
+            })?;
             say(&terminal, &exported, &args.output);
         }
     }

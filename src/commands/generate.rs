@@ -26,7 +26,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
         ..RecipeLayers::default()
     })?;
     let finder = Resolver::new(args.common.offline, &terminal)?;
-    let Opened { base, adapter_setup, rows } =
+    let Opened { base, adapter_setup, rows, comparison } =
         Opened::find(&recipe, args.adapter.as_deref(), &folder, &finder, (&terminal, args.force_base))?;
     // What can be wrong with the input is said before weights are read.
     let task = match &args.prompt {
@@ -42,6 +42,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<()> {
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
     say_without_kernels(&terminal, &options, &base.config);
     let engine = base.engine(Trains::adapter_or_nothing(adapter_setup.as_ref()), &options)?;
+    comparison.map_or(Ok(()), |comparison| comparison.finish(&terminal))?;
     let generator = Generator { engine, tokenizer: &rows.tokenizer, args, terminal };
     match task {
         Task::Continue { text, ids } => generator.continue_text(text, &ids),

@@ -1,10 +1,13 @@
 //! `finetune merge`: base + adapter → a Hugging Face folder, with a certificate if asked for.
 
-use super::{open_device, say_base, terminal, working_folder};
+use std::cell::RefCell;
+
+use super::{open_device, terminal, working_folder};
 use crate::adapter::{self, MergeOptions};
 use crate::cli::MergeArgs;
 use crate::error::Result;
 use crate::recipe::{DataSource, ModelSection, Recipe};
+use crate::run::interrupt::removing_on_signals;
 use crate::run::{MergeBase, MergeCheck};
 use crate::setup::{BaseModel, EngineOptions, Resolver};
 use crate::units;
@@ -21,7 +24,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let mut base = BaseModel::open(&model, None, &finder)?;
     let adapter = finder.adapter(&DataSource::from_argument("--adapter", &args.adapter, &folder)?)?.folder;
     base.adopt(&adapter)?;
-    say_base(&terminal, &base.check_adapter(&adapter, 0, args.force_base)?);
+    let comparison = RefCell::new(Some(base.check_adapter(&adapter, 0, args.force_base, &terminal)?));
     let decided = MergeBase::decide(args.base, &base, &adapter)?;
     terminal.line(format!("merging {}", decided.reason));
     let named = |data: &String| DataSource::from_argument("--verify-on", data, &folder);
@@ -31,6 +34,7 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let options = EngineOptions::new(&recipe.model, open_device()?, recipe.train.seed)?;
     let max_kl = args.max_kl.unwrap_or(decided.threshold());
     let verify = |merged: &std::path::Path| {
+        comparison.take().map_or(Ok(()), |comparison| comparison.finish(&terminal))?;
         let Some(dataset) = &dataset else { return Ok(None) };
         let (base, adapter, options, finder) = (&base, adapter.as_path(), &options, &finder);
         let certificate = MergeCheck { base, adapter, dataset, max_kl, options, finder }.certify(merged)?;
@@ -45,7 +49,9 @@ pub(super) fn run(args: &MergeArgs) -> Result<()> {
     let files = base.files.as_ref().ok_or_else(|| crate::error::Error::internal("a model without files"))?;
     let options =
         MergeOptions { dtype: args.dtype, base: decided.values, skip: &decided.skipped, verify: &verify };
-    let report = adapter::merge(files, &adapter, &args.output, &options)?;
+    let report = removing_on_signals(&args.output, &terminal, || {
+        adapter::merge(files, &adapter, &args.output, &options)
+    })?;
     let bytes: u64 = report.files.iter().map(|file| file.bytes).sum();
     terminal.line(format!(
         "merged {} modules, replaced {}, copied {} tensors: {} in {}",

@@ -16,6 +16,7 @@ mod merge;
 mod quantize;
 mod recipes;
 mod train;
+mod verify_resume;
 
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -23,13 +24,14 @@ use std::path::{Path, PathBuf};
 use candle_core::Device;
 
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
+use crate::error::input_file;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::model::ModelConfig;
 use crate::recipe::{DataSource, Recipe, RecipeText};
 use crate::report::{Terminal, Verbosity};
-use crate::runtime::device;
+use crate::runtime::{device, thread_pool};
 use crate::setup::{
-    AdapterSetup, BaseCheck, BaseModel, DatasetLoader, EngineOptions, ResolvedSource, Resolver,
+    AdapterSetup, BaseComparison, BaseModel, DatasetLoader, EngineOptions, ResolvedSource, Resolver,
 };
 
 /// Does what the command line says.
@@ -37,6 +39,7 @@ use crate::setup::{
 /// # Errors
 /// Whatever the verb could not do; its kind is the exit code.
 pub fn run(cli: Cli) -> Result<()> {
+    thread_pool::check_environment(&|name| std::env::var_os(name))?;
     match cli.verb {
         Some(Verb::Recipes(args)) => recipes::run(args),
         Some(Verb::Completions(args)) => completions::run(&args),
@@ -50,6 +53,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Verb::Data(args)) => data::run(&args),
         Some(Verb::Bench(args)) => bench::run(&args),
         Some(Verb::Doctor(args)) => doctor::run(&args),
+        Some(Verb::VerifyResume(args)) => verify_resume::run(&args),
     }
 }
 
@@ -70,15 +74,6 @@ fn open_device() -> Result<Device> {
     device::open(device::preferred()?)
 }
 
-/// Says what is known of an adapter's or a checkpoint's base where that is not the model at hand for sure.
-fn say_base(terminal: &Terminal, check: &BaseCheck) {
-    match check {
-        BaseCheck::Same => {}
-        BaseCheck::Unchecked(text) => terminal.line(text),
-        BaseCheck::Forced(text) => terminal.warn(text),
-    }
-}
-
 /// Warns of what a GPU computes slowly for want of a kernel.
 fn say_without_kernels(terminal: &Terminal, options: &EngineOptions, config: &ModelConfig) {
     options.without_kernels(config).iter().for_each(|text| terminal.warn(text));
@@ -87,7 +82,7 @@ fn say_without_kernels(terminal: &Terminal, options: &EngineOptions, config: &Mo
 /// What the config.json of a model says.
 fn config_of(found: &ResolvedSource) -> Result<ModelConfig> {
     let path = found.folder.join("config.json");
-    let text = std::fs::read_to_string(&path).map_err(|error| Error::io("read", &path, &error))?;
+    let text = input_file::read_text("read", &path)?;
     ModelConfig::from_json(&text, &path.display().to_string())
 }
 
@@ -96,6 +91,8 @@ struct Opened {
     base: BaseModel,
     adapter_setup: Option<AdapterSetup>,
     rows: DatasetLoader,
+    /// The comparison with the model that the adapter was trained on, to be finished when the weights are loaded.
+    comparison: Option<BaseComparison>,
 }
 
 impl Opened {
@@ -111,19 +108,20 @@ impl Opened {
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
         let adapter =
             adapter.map(|adapter| DataSource::from_argument("--adapter", adapter, folder)).transpose()?;
-        let adapter_setup = match adapter {
+        let (adapter_setup, comparison) = match adapter {
             Some(source) => {
                 let folder = finder.adapter(&source)?.folder;
                 base.adopt(&folder)?;
                 let adapter_setup = AdapterSetup::saved_in(&folder, &base.config)?;
-                say_base(terminal, &base.check_adapter(&folder, recipe.train.seed, force_base)?);
-                Some(adapter_setup)
+                let comparison = base.check_adapter(&folder, recipe.train.seed, force_base, terminal)?;
+                (Some(adapter_setup), Some(comparison))
             }
-            None => None,
+            None => (None, None),
         };
         let (tokenizer, _) = base.tokenizer_with(&recipe.model.new_tokens)?;
+        tokenizer.left_out().iter().for_each(|text| terminal.warn(text));
         let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?;
-        Ok(Opened { base, adapter_setup, rows })
+        Ok(Opened { base, adapter_setup, rows, comparison })
     }
 }
 

@@ -8,6 +8,7 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::export::bitsandbytes::{Scheme, write_quantized};
 use crate::quant::{CodeKind, QuantFormat};
 use crate::recipe::{DataSource, ModelSection, QuantKind};
+use crate::run::interrupt::removing_on_signals;
 use crate::setup::{BaseModel, Resolver, Trains};
 use crate::units;
 
@@ -23,9 +24,11 @@ pub(super) fn run(args: &QuantizeArgs) -> Result<()> {
     let files =
         base.files.as_ref().ok_or_else(|| Error::internal("the model was opened without its weights"))?;
     let start = Instant::now();
-    let identity = base.identity(0)?;
-    let report = write_quantized(files, &base.config, scheme, &args.skip, &identity, &args.output, |name| {
-        terminal.detail(name);
+    let identity = base.whole_identity(0)?;
+    let report = removing_on_signals(&args.output, &terminal, || {
+        write_quantized(files, &base.config, scheme, &args.skip, &identity, &args.output, |name| {
+            terminal.detail(name);
+        })
     })?;
     let secs = start.elapsed().as_secs_f64();
     terminal.line(format!(

@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use chrono::{DateTime, FixedOffset};
 
-use super::{say_base, say_without_kernels, terminal, train_recipe_is, working_folder};
-use crate::checkpoint::SaveThreads;
+use super::{say_without_kernels, terminal, train_recipe_is, working_folder};
+use crate::checkpoint::{SaveThreads, SavedCheckpoint};
 use crate::cli::TrainArgs;
 use crate::collective::launch::Launch;
 use crate::error::Result;
@@ -16,12 +16,15 @@ use crate::report::{Terminal, Verbosity};
 use crate::run::output_folder::{OutputFolder, date_text, parse_date};
 use crate::run::ranks::{self, RankSetup};
 use crate::run::train::TrainRun;
-use crate::run::{showcase, signals};
+use crate::run::{restarts, showcase, signals};
 use crate::setup::Resolver;
 
 /// Trains the model of a recipe.
 pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let started = Instant::now();
+    if let Some(restarts) = args.max_restarts.filter(|_| !args.dry_run) {
+        return restarts::supervise(args, restarts);
+    }
     let launch = ranks::launch(args)?;
     let terminal = match launch.rank {
         0 => terminal(&args.common),
@@ -47,15 +50,14 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         }
     }
     let resumed = found.as_ref().and_then(|found| found.resumed.as_ref());
-    if let Some(check) = plan.check_base(resumed, args.force_base)? {
-        say_base(&terminal, &check);
-    }
+    let base_check = plan.check_base(resumed, args.force_base)?;
+    base_check.iter().for_each(|check| check.say(&terminal));
     say(&plan, &terminal);
-    let Some(mut found) = found else { return terminal.data(plan.recipe.to_toml()) };
+    let fits = plan.check_memory(ranks.launch.ranks_here);
+    let Some(mut found) = found else { return only_planned(&plan, fits, &terminal) };
+    fits?;
     let resumed = found.resumed.take();
-    if let Some(saved) = &resumed {
-        plan.resume(saved)?;
-    }
+    go_on(&mut plan, resumed.as_ref(), &args.allow_change, &terminal)?;
     let folder = OnceLock::new();
     let stop = signals::watch()?;
     // Dropped when all ranks have ended.
@@ -67,6 +69,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         questions,
         plan: &plan,
         resumed: resumed.as_ref(),
+        base_check,
         folder: &folder,
         stop: &stop,
         writers: &writers,
@@ -75,6 +78,24 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     };
     let claim = || if first { run.claim(found) } else { Ok(()) };
     ranks.run(&plan, claim, |world, device| run.rank(world, device))
+}
+
+/// Says what would run, which may be planned here for another machine.
+fn only_planned(plan: &Plan, fits: Result<()>, terminal: &Terminal) -> Result<()> {
+    fits.err().iter().for_each(|error| terminal.warn(error.in_one_line()));
+    terminal.data(plan.recipe.to_toml())
+}
+
+/// Says what is otherwise than in the checkpoint that the run goes on from.
+fn go_on(
+    plan: &mut Plan,
+    saved: Option<&SavedCheckpoint>,
+    allowed: &[String],
+    terminal: &Terminal,
+) -> Result<()> {
+    let changes = saved.map_or(Ok(Vec::new()), |saved| plan.resume(saved, allowed))?;
+    changes.iter().for_each(|change| terminal.line(format!("going on with a change: {change}")));
+    Ok(())
 }
 
 fn now() -> DateTime<FixedOffset> {
@@ -95,6 +116,8 @@ fn say(plan: &Plan, terminal: &Terminal) {
     if let Some((held_out, _)) = &plan.held_out {
         terminal.line(format!("held out: {}", held_out.report()));
     }
+    plan.rows.tokenizer.left_out().iter().for_each(|text| terminal.warn(text));
     say_without_kernels(terminal, &plan.engine, &plan.base.config);
     terminal.line(plan.describe());
+    plan.warnings().iter().for_each(|text| terminal.warn(text));
 }

@@ -80,6 +80,9 @@ impl Dataset {
         needs_met(&source.rows, format, tokenizer, template)?;
         let encoder = Encoder::new(tokenizer, template, options);
         let outcomes: Vec<_> = source.rows.par_iter().map(|row| encoder.encode_row(row, format)).collect();
+        if let Some(template) = template {
+            template.release();
+        }
         let mut examples = Vec::with_capacity(outcomes.len());
         for (row, outcome) in source.rows.iter().zip(outcomes) {
             match outcome {

@@ -91,8 +91,7 @@ pub fn detect(rows: &[RawRow]) -> Result<(DataFormat, String)> {
             error = error.because(format!("{count} of {} rows have the keys of {format}", rows.len()));
         }
         if let Some(row) = unknown {
-            let keys: Vec<&str> = row.value.keys().map(String::as_str).collect();
-            error = error.because(format!("{} has the keys {}", row.origin, keys.join(", ")));
+            error = error.because(format!("{} has the keys {}", row.origin, keys_of(&row.value)));
         }
         let known: Vec<String> = FORMATS.iter().map(|f| format!("{f} ({})", f.keys())).collect();
         return Err(error
@@ -174,8 +173,18 @@ fn fault(why: impl Into<String>) -> RowFault {
 }
 
 fn no_format(row: &Map<String, Value>) -> RowFault {
-    let keys: Vec<&str> = row.keys().map(String::as_str).collect();
-    fault(format!("its keys are those of no format: {}", keys.join(", ")))
+    fault(format!("its keys are those of no format: {}", keys_of(row)))
+}
+
+/// The keys of a row, as many as a person reads.
+fn keys_of(row: &Map<String, Value>) -> String {
+    const SHOWN: usize = 30;
+    let clipped = |key: &String| key.chars().take(100).collect::<String>();
+    let keys: Vec<String> = row.keys().take(SHOWN).map(clipped).collect();
+    match row.len().saturating_sub(SHOWN) {
+        0 => keys.join(", "),
+        more => format!("{} and {more} more", keys.join(", ")),
+    }
 }
 
 /// CSV has no booleans.
@@ -196,10 +205,7 @@ fn text(row: &Map<String, Value>, key: &str) -> Result<String, RowFault> {
     match row.get(key) {
         Some(Value::String(text)) => Ok(text.clone()),
         Some(other) => Err(fault(format!("`{key}` is {}; a string is needed", json_type(other)))),
-        None => {
-            let keys: Vec<&str> = row.keys().map(String::as_str).collect();
-            Err(fault(format!("it has no `{key}`; its keys are {}", keys.join(", "))))
-        }
+        None => Err(fault(format!("it has no `{key}`; its keys are {}", keys_of(row)))),
     }
 }
 

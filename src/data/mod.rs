@@ -25,19 +25,29 @@ pub mod encode;
 pub mod format;
 pub mod pack;
 pub mod sampler;
+pub mod sandbox;
+pub mod sandboxed;
 pub mod source;
 pub mod template;
 pub mod tokenizer;
 
 mod conversation;
+mod csv_rows;
+mod encoded;
 mod json_rows;
+mod long_text;
 mod new_tokens;
+mod parquet_rows;
 mod parsed_row;
 mod python;
 mod raw_rows;
 mod report;
+mod sandbox_limits;
 mod spans;
-mod table_rows;
+mod template_child;
+mod template_engine;
+mod tokenizer_outline;
+mod wire;
 
 use std::fmt;
 use std::path::Path;
@@ -163,8 +173,16 @@ pub struct RowFault {
 
 impl RowFault {
     /// A fault of `kind` because of `why`.
+    ///
+    /// A reason that quotes megabytes of a row is cut: nobody reads them.
     pub fn new(kind: RowFaultKind, why: impl Into<String>) -> Self {
-        RowFault { kind, why: why.into() }
+        const LONGEST: usize = 2000;
+        let mut why: String = why.into();
+        if let Some((cut, _)) = why.char_indices().nth(LONGEST) {
+            why.truncate(cut);
+            why.push('…');
+        }
+        RowFault { kind, why }
     }
 }
 

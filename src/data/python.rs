@@ -6,6 +6,14 @@
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 
+/// More spaces than anybody indents by.
+const MAX_INDENT: usize = 256;
+/// Values within values that `tojson` prints: more than a row of a data file can hold. A template can build a value that
+/// holds itself.
+const MAX_DEPTH: usize = 150;
+/// Bytes that `tojson` prints at most.
+const MAX_JSON_BYTES: usize = 64 << 20;
+
 /// A JSON value for a template; objects keep the order of their keys.
 pub(super) fn to_template(value: &serde_json::Value) -> Value {
     match value {
@@ -31,6 +39,10 @@ pub(super) fn tojson(value: &Value, kwargs: Kwargs) -> Result<Value, Error> {
     let sort_keys: Option<bool> = kwargs.get("sort_keys")?;
     let separators: Option<Vec<String>> = kwargs.get("separators")?;
     kwargs.assert_all_used()?;
+    if let Some(indent) = indent.filter(|indent| *indent > MAX_INDENT) {
+        let why = format!("`indent` is {indent}; accepted: up to {MAX_INDENT}");
+        return Err(Error::new(ErrorKind::InvalidOperation, why));
+    }
     let (item, key) = match separators.as_deref() {
         None if indent.is_some() => (",".to_owned(), ": ".to_owned()),
         None => (", ".to_owned(), ": ".to_owned()),
@@ -59,6 +71,11 @@ struct Dump {
 
 impl Dump {
     fn write(&self, value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
+        if depth > MAX_DEPTH || out.len() > MAX_JSON_BYTES {
+            let why =
+                format!("tojson prints up to {MAX_JSON_BYTES} bytes and {MAX_DEPTH} values within values");
+            return Err(Error::new(ErrorKind::InvalidOperation, why));
+        }
         match value.kind() {
             ValueKind::None => out.push_str("null"),
             ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),

@@ -165,7 +165,7 @@ impl<'a> Sampler<'a> {
         let start = usize::try_from(self.cursor.index).ok()?;
         let end = (start + self.global_batch()).min(self.order.len());
         let mut first_token = 0;
-        let mut micro_batches = Vec::with_capacity(self.options.gradient_accumulation_steps);
+        let mut micro_batches = Vec::new();
         for units in self.order[start..end].chunks(self.options.micro_batch_size) {
             let rows = units.iter().flat_map(|unit| &self.units[*unit as usize]);
             let batch = Batch::new(rows.map(|row| &self.dataset.examples()[*row as usize]), first_token);

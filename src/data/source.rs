@@ -5,14 +5,19 @@
 //! holds the whole text, a *document*, which encoding later cuts into consecutive chunks instead of shortening it.
 //! A record that cannot be read is kept as a [`BadRow`], so that one broken line names itself and hides nothing.
 
+use std::collections::{HashSet, VecDeque};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
 pub use super::raw_rows::{DataFile, RawRow};
-use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin, json_rows, table_rows};
+use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin, csv_rows, json_rows, parquet_rows};
+use crate::error::input_file;
 use crate::error::{Error, Result};
+use crate::runtime::machine::host_memory;
+use crate::units;
 
 /// Folders deeper than this are not searched: data sets of the hub nest two or three levels.
 const MAX_FOLDER_DEPTH: usize = 6;
@@ -63,13 +68,19 @@ pub fn read(path: &Path, split: Split) -> Result<DataFile> {
     let about = std::fs::metadata(path).map_err(|e| Error::io("read the data set", path, &e))?;
     let mut source = DataFile::default();
     if about.is_dir() {
-        let mut files = Vec::new();
-        list(path, 0, &mut files)?;
-        files.sort();
-        source.files = choose(path, files, split, &mut source.notes)?;
+        let mut found = FoundFiles::default();
+        found.list(path, 0)?;
+        // Links last, so that a folder is read under its own name.
+        while let Some((link, depth)) = found.links.pop_front() {
+            found.list(&link, depth)?;
+        }
+        found.files.sort();
+        source.notes.append(&mut found.notes);
+        source.files = choose(path, found.files, split, &mut source.notes)?;
     } else {
         source.files = vec![path.to_owned()];
     }
+    refuse_more_than_memory(path, &source.files)?;
     for file in source.files.clone() {
         read_file(&file, &mut source)?;
     }
@@ -83,15 +94,18 @@ fn read_file(path: &Path, source: &mut DataFile) -> Result<()> {
             Some("gz" | "zst" | "xz" | "bz2" | "zip") => {
                 error.because("it is compressed").hint("unpack it first, for example with gunzip")
             }
+            Some("pkl" | "pickle" | "pt" | "pth" | "joblib" | "npy" | "npz") => error
+                .because("it may hold a pickle, which can run code when opened")
+                .hint("write its rows as JSON lines with the program that made it"),
             _ => error,
         });
     };
     let file: Arc<Path> = Arc::from(path);
     match kind {
-        FileKind::Parquet => table_rows::parquet(&file, source),
-        FileKind::Csv(delimiter) => table_rows::csv(&file, delimiter, source),
+        FileKind::Parquet => parquet_rows::parquet(&file, source),
+        FileKind::Csv(delimiter) => csv_rows::csv(&file, delimiter, source),
         FileKind::Lines | FileKind::Json | FileKind::Text => {
-            let bytes = std::fs::read(path).map_err(|e| Error::io("read the data file", path, &e))?;
+            let bytes = input_file::read_up_to("read the data file", path, u64::MAX - 1)?;
             let bytes = bytes.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&bytes);
             match kind {
                 FileKind::Lines => json_rows::lines(&file, bytes, 1, source),
@@ -118,23 +132,67 @@ fn document(file: &Arc<Path>, bytes: &[u8], source: &mut DataFile) {
     }
 }
 
-fn list(folder: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<()> {
-    let cannot = |e: std::io::Error| Error::io("list the data folder", folder, &e);
-    for entry in std::fs::read_dir(folder).map_err(cannot)? {
-        let path = entry.map_err(cannot)?.path();
-        let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
-        if name.starts_with('.') {
-            continue;
+/// Refuses files that are larger than what is free: their rows are kept in memory.
+fn refuse_more_than_memory(path: &Path, files: &[PathBuf]) -> Result<()> {
+    let bytes: u64 = files.iter().filter_map(|file| Some(file.metadata().ok()?.len())).sum();
+    match host_memory() {
+        Some(memory) if bytes > memory.available => {
+            Err(Error::user(format!("cannot read the data set {}", path.display()))
+                .because(format!(
+                    "its files have {}, and {} of memory are free; rows are kept in memory",
+                    units::bytes(bytes),
+                    units::bytes(memory.available)
+                ))
+                .hint("train on a part of it"))
         }
-        if path.is_dir() {
-            if depth < MAX_FOLDER_DEPTH {
-                list(&path, depth + 1, files)?;
-            }
-        } else if FileKind::of(&path).is_some() && !describes_a_data_set(name) {
-            files.push(path);
-        }
+        _ => Ok(()),
     }
-    Ok(())
+}
+
+/// The data files below a folder.
+#[derive(Default)]
+struct FoundFiles {
+    files: Vec<PathBuf>,
+    /// Device and number of each folder that was listed: links can lead to one by many ways, or to one above.
+    listed: HashSet<(u64, u64)>,
+    /// Links to folders that are still to be listed, with their depths.
+    links: VecDeque<(PathBuf, usize)>,
+    notes: Vec<String>,
+}
+
+impl FoundFiles {
+    fn list(&mut self, folder: &Path, depth: usize) -> Result<()> {
+        let cannot = |e: std::io::Error| Error::io("list the data folder", folder, &e);
+        let about = std::fs::metadata(folder).map_err(cannot)?;
+        if !self.listed.insert((about.dev(), about.ino())) {
+            self.notes
+                .push(format!("left out {}: it leads to a folder that is read already", folder.display()));
+            return Ok(());
+        }
+        let entries = std::fs::read_dir(folder).map_err(cannot)?;
+        let mut paths = entries.map(|entry| Ok(entry.map_err(cannot)?.path())).collect::<Result<Vec<_>>>()?;
+        // So that of two links to one folder the same one is always left out.
+        paths.sort();
+        for path in paths {
+            let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+            if name.starts_with('.') {
+                continue;
+            }
+            if path.is_dir() {
+                if depth == MAX_FOLDER_DEPTH {
+                    continue;
+                }
+                if path.is_symlink() {
+                    self.links.push_back((path, depth + 1));
+                } else {
+                    self.list(&path, depth + 1)?;
+                }
+            } else if FileKind::of(&path).is_some() && !describes_a_data_set(name) {
+                self.files.push(path);
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Files that stand beside the data and are not data.

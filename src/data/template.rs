@@ -7,45 +7,30 @@
 //! that the rows of one run agree: the one the template was loaded at, or that of [`ChatTemplate::at`], which all ranks
 //! of a run and a run that goes on are given.
 //!
-//! A template is a program from the internet: it reaches no file and no environment, its steps, its recursion and
-//! the text it prints are bounded. What it may hold in memory is not: minijinja has no hook for that.
+//! A template is a program from the internet: [`super::template_engine`] bounds what it does, and the binary parses and
+//! renders it in a process of its own (see [`super::template_child`]), which bounds the rest.
 
-use std::io::{self, Write};
+use std::io;
 use std::ops::Range;
 use std::path::Path;
 
-use chrono::format::{Item, StrftimeItems};
 use chrono::{DateTime, FixedOffset, Local};
-use minijinja::syntax::SyntaxConfig;
-use minijinja::{Environment, ErrorKind, Value};
-use minijinja_contrib::pycompat::unknown_method_callback;
 use regex::Regex;
 
-use super::python::{to_template, tojson};
+use super::sandbox;
+use super::template_child::RenderingChildren;
+pub use super::template_engine::TemplateInputs;
+use super::template_engine::{CLOCK, TemplateEngine, TemplateSource};
 use super::tokenizer::Tokenizer;
+use crate::error::input_file;
 use crate::error::{Error, ErrorContext, Result};
 
 /// Noncharacters: never part of text that is exchanged (Unicode 16, section 23.7).
 const OPEN: char = '\u{FDD0}';
 const CLOSE: char = '\u{FDD1}';
 
-/// Steps a rendering may take: some hundred times what a long chat needs, a fraction of a second.
-const MAX_STEPS: u64 = 3_000_000;
-/// Bytes a rendering may print.
-const MAX_TEXT_BYTES: usize = 64 << 20;
-/// Calls within calls, as minijinja counts them: a macro's call takes several. Fits the stack of a worker thread.
-const MAX_RECURSION: usize = 250;
 /// Bytes of a template file.
 const MAX_TEMPLATE_BYTES: usize = 1 << 20;
-
-/// What a template is given beside the messages.
-#[derive(Debug, Clone, Default)]
-pub struct TemplateInputs<'a> {
-    /// The tools that the model may call, as JSON definitions.
-    pub tools: Option<&'a serde_json::Value>,
-    /// Whether the text ends where the assistant is to begin.
-    pub add_generation_prompt: bool,
-}
 
 /// A rendered chat.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,16 +44,40 @@ pub struct Rendered {
 /// The chat template of a tokenizer.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    env: Environment<'static>,
-    names: Vec<String>,
+    renderer: TemplateRenderer,
     marks: bool,
     asks_for_date: bool,
-    tokens: Vec<(String, Value)>,
-    now: DateTime<FixedOffset>,
 }
 
-/// The function that tells a template the date.
-const CLOCK: &str = "strftime_now";
+/// Where templates are rendered.
+#[derive(Debug)]
+enum TemplateRenderer {
+    /// In processes of their own.
+    Children(RenderingChildren),
+    /// In this one, where it is not the binary that could start them.
+    Here(Box<TemplateEngine>, TemplateSource),
+}
+
+impl TemplateRenderer {
+    fn new(source: TemplateSource) -> Result<Self> {
+        if sandbox::is_available() {
+            return RenderingChildren::new(source).map(TemplateRenderer::Children);
+        }
+        match TemplateEngine::new(&source) {
+            Ok(engine) => Ok(TemplateRenderer::Here(Box::new(engine), source)),
+            Err((name, why)) => {
+                Err(Error::user(format!("cannot use the chat template `{name}`")).because(why))
+            }
+        }
+    }
+
+    fn source(&self) -> &TemplateSource {
+        match self {
+            TemplateRenderer::Children(children) => children.source(),
+            TemplateRenderer::Here(_, source) => source,
+        }
+    }
+}
 
 impl ChatTemplate {
     /// The template of the tokenizer's folder, or `given` (Jinja text or the path of a file) instead; `None` when
@@ -105,10 +114,8 @@ impl ChatTemplate {
         tokens: impl IntoIterator<Item = (String, String)>,
         now: DateTime<FixedOffset>,
     ) -> Result<Self> {
-        let mut env = environment()?;
-        add_clock(&mut env, now);
-        let mut names = Vec::new();
         let (mut marks, mut asks_for_date) = (false, false);
+        let mut marked = Vec::new();
         for (name, text) in templates {
             let cannot = || Error::user(format!("cannot use the chat template `{name}`"));
             if text.len() > MAX_TEMPLATE_BYTES {
@@ -118,27 +125,32 @@ impl ChatTemplate {
             if text.contains([OPEN, CLOSE]) {
                 return Err(cannot().because("it holds U+FDD0 or U+FDD1, which are no characters"));
             }
-            let marked = mark(&text)?;
-            marks |= marked != text;
+            let with_marks = mark(&text)?;
+            marks |= with_marks != text;
             asks_for_date |= text.contains(CLOCK);
-            env.add_template_owned(name.clone(), marked).map_err(|e| cannot().because(reason(&e)))?;
-            names.push(name);
+            marked.push((name, with_marks));
         }
-        let tokens = tokens.into_iter().map(|(name, token)| (name, Value::from(token))).collect();
-        Ok(ChatTemplate { env, names, marks, asks_for_date, tokens, now })
+        let tokens = tokens.into_iter().collect();
+        let renderer = TemplateRenderer::new(TemplateSource { templates: marked, tokens, now })?;
+        Ok(ChatTemplate { renderer, marks, asks_for_date })
     }
 
     /// The same template with another moment for `strftime_now`.
     #[must_use]
-    pub fn at(mut self, now: DateTime<FixedOffset>) -> Self {
-        add_clock(&mut self.env, now);
-        self.now = now;
-        self
+    pub fn at(self, now: DateTime<FixedOffset>) -> Self {
+        let renderer = match self.renderer {
+            TemplateRenderer::Children(children) => TemplateRenderer::Children(children.at(now)),
+            TemplateRenderer::Here(mut engine, source) => {
+                engine.set_clock(now);
+                TemplateRenderer::Here(engine, TemplateSource { now, ..source })
+            }
+        };
+        ChatTemplate { renderer, ..self }
     }
 
     /// The moment that `strftime_now` tells.
     pub fn now(&self) -> DateTime<FixedOffset> {
-        self.now
+        self.renderer.source().now
     }
 
     /// Whether what it prints may depend on that moment.
@@ -157,61 +169,34 @@ impl ChatTemplate {
     /// What the template raises itself, and when it uses something unknown or exceeds its limits.
     pub fn render(&self, messages: &[serde_json::Value], inputs: &TemplateInputs<'_>) -> Result<Rendered> {
         let name = self.choose(inputs.tools.is_some())?;
-        let mut variables: Vec<(&str, Value)> =
-            self.tokens.iter().map(|(name, token)| (name.as_str(), token.clone())).collect();
-        variables.push(("messages", messages.iter().map(to_template).collect()));
-        variables.push(("tools", inputs.tools.map_or(Value::from(()), to_template)));
-        variables.push(("documents", Value::from(())));
-        variables.push(("add_generation_prompt", Value::from(inputs.add_generation_prompt)));
-        let cannot = || Error::user("cannot render the chat template");
-        let template = self.env.get_template(name).map_err(|e| cannot().because(reason(&e)))?;
-        let mut out = BoundedOutput(Vec::new());
-        template
-            .render_captured_to(Value::from_pairs(variables), &mut out)
-            .map_err(|e| cannot().because(reason(&e)))?;
-        let text = String::from_utf8(out.0)
-            .map_err(|e| Error::internal("a template printed no UTF-8").because(e.to_string()))?;
+        let rendered = match &self.renderer {
+            TemplateRenderer::Children(children) => children.render(name, messages, inputs),
+            TemplateRenderer::Here(engine, _) => engine.render(name, messages, inputs),
+        };
+        let text = rendered.map_err(|why| Error::user("cannot render the chat template").because(why))?;
         unmark(text).during(|| "cannot render the chat template".to_owned())
     }
 
+    /// Gives back what only rendering needs, until something is rendered again.
+    pub fn release(&self) {
+        if let TemplateRenderer::Children(children) = &self.renderer {
+            children.end();
+        }
+    }
+
     fn choose(&self, tools: bool) -> Result<&str> {
-        let find = |wanted: &str| self.names.iter().find(|name| *name == wanted);
+        let names: Vec<&str> =
+            self.renderer.source().templates.iter().map(|(name, _)| name.as_str()).collect();
+        let find = |wanted: &str| names.iter().copied().find(|name| *name == wanted);
         let chosen = tools.then(|| find("tool_use")).flatten().or_else(|| find("default"));
-        match (chosen, &self.names[..]) {
-            (Some(name), _) | (None, [name]) => Ok(name),
+        match (chosen, &names[..]) {
+            (Some(name), _) => Ok(name),
+            (None, [name]) => Ok(*name),
             (None, names) => Err(Error::user("cannot choose a chat template")
                 .because(format!("none is named `default`; there are {}", names.join(", ")))
                 .hint("write `data.chat_template`, the path of the one to use")),
         }
     }
-}
-
-fn environment() -> Result<Environment<'static>> {
-    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-    let syntax =
-        syntax.map_err(|e| Error::internal("the template syntax is refused").because(e.to_string()))?;
-    let mut env = Environment::new();
-    env.set_syntax(syntax);
-    env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    env.set_unknown_method_callback(unknown_method_callback);
-    env.set_fuel(Some(MAX_STEPS));
-    env.set_recursion_limit(MAX_RECURSION);
-    env.add_filter("tojson", tojson);
-    env.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
-        Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-    });
-    Ok(env)
-}
-
-fn add_clock(env: &mut Environment<'static>, now: DateTime<FixedOffset>) {
-    env.add_function(CLOCK, move |format: String| -> Result<String, minijinja::Error> {
-        let items: Vec<Item<'_>> = StrftimeItems::new(&format).collect();
-        if items.contains(&Item::Error) {
-            let why = format!("strftime_now does not know the format {format:?}");
-            return Err(minijinja::Error::new(ErrorKind::InvalidOperation, why));
-        }
-        Ok(now.format_with_items(items.iter()).to_string())
-    });
 }
 
 /// Rewrites the generation tags so that they print the marks and keep their whitespace control.
@@ -312,52 +297,5 @@ fn text_or_file(given: &str) -> Result<String> {
 }
 
 fn read(path: &Path) -> Result<String> {
-    std::fs::read_to_string(path).map_err(|e| Error::io("read the chat template", path, &e))
-}
-
-/// What went wrong, as the template's author would say it.
-fn reason(error: &minijinja::Error) -> String {
-    let mut error = error;
-    // An error inside an included template or a macro is wrapped in one that only says so.
-    while let Some(inner) =
-        std::error::Error::source(error).and_then(|e| e.downcast_ref::<minijinja::Error>())
-    {
-        error = inner;
-    }
-    if error.kind() == ErrorKind::OutOfFuel {
-        return format!("it takes more than {MAX_STEPS} steps");
-    }
-    if let Some(io) = std::error::Error::source(error).and_then(|e| e.downcast_ref::<io::Error>()) {
-        return io.to_string();
-    }
-    match (error.kind(), error.detail(), error.line()) {
-        (ErrorKind::InvalidOperation, Some(detail), _) => detail.to_owned(),
-        (kind, detail, line) => {
-            let mut text = kind.to_string();
-            if let Some(detail) = detail {
-                text.push_str(&format!(": {detail}"));
-            }
-            if let Some(line) = line {
-                text.push_str(&format!(", on line {line} of the template"));
-            }
-            text
-        }
-    }
-}
-
-/// Takes text up to the limit.
-struct BoundedOutput(Vec<u8>);
-
-impl Write for BoundedOutput {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.0.len() + bytes.len() > MAX_TEXT_BYTES {
-            return Err(io::Error::other(format!("it prints more than {MAX_TEXT_BYTES} bytes")));
-        }
-        self.0.extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
+    input_file::read_text("read the chat template", path)
 }

@@ -9,12 +9,16 @@
 //! Python classes, and a guess would give ids that are silently wrong.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
+use tokenizers::models::ModelWrapper;
 
+pub use super::encoded::Encoded;
 use super::new_tokens::{self, NewToken};
+use super::{long_text, tokenizer_outline};
+use crate::contained::contain;
+use crate::error::input_file;
 use crate::error::{Error, Result};
 
 /// A special token by text and id.
@@ -24,15 +28,6 @@ pub struct SpecialToken {
     pub text: String,
     /// Id of the token.
     pub id: u32,
-}
-
-/// Ids of a text with the bytes each came from.
-#[derive(Debug, Clone, Default)]
-pub struct Encoded {
-    /// Token ids of the text, in order.
-    pub ids: Vec<u32>,
-    /// The byte range of the text that each token covers; empty for tokens that were added.
-    pub offsets: Vec<Range<usize>>,
 }
 
 /// The tokenizer of one model folder.
@@ -50,6 +45,8 @@ pub struct Tokenizer {
     adds_bos: bool,
     vocab_size: usize,
     digest: blake3::Hash,
+    /// The share of merges that tokenizer.json asks to leave out at random, which are all done.
+    dropout: Option<f32>,
     /// Files that say something else than those in `folder`: name and text.
     changed: Vec<(String, String)>,
 }
@@ -65,8 +62,8 @@ impl Tokenizer {
         if !path.is_file() {
             return Err(missing_tokenizer(folder));
         }
-        let bytes = std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?;
-        let inner = inner(&bytes, &path)?;
+        let bytes = input_file::read_up_to("read", &path, tokenizer_outline::MAX_TOKENIZER_BYTES)?;
+        let FoundTokenizer { inner, vocab_size, dropout } = inner(&bytes, &path)?;
         let config = read_object(&folder.join("tokenizer_config.json"))?;
         let map = read_object(&folder.join("special_tokens_map.json"))?;
         let token = |key: &str| -> Result<Option<SpecialToken>> {
@@ -88,7 +85,7 @@ impl Tokenizer {
             .collect();
         let eos_ids = eos_ids(folder, eos.as_ref())?;
         let mut tokenizer = Tokenizer {
-            vocab_size: largest(&inner),
+            vocab_size,
             inner,
             folder: folder.to_owned(),
             named: map
@@ -107,6 +104,7 @@ impl Tokenizer {
             special,
             adds_bos: false,
             digest: blake3::hash(&bytes),
+            dropout,
             changed: Vec::new(),
         };
         tokenizer.adds_bos = tokenizer.finds_bos_added()?;
@@ -157,7 +155,7 @@ impl Tokenizer {
         let path = self.folder.join("tokenizer.json");
         let text = |file: Map<String, Value>| format!("{:#}\n", Value::Object(file));
         let tokenizer = text(new_tokens::in_tokenizer(read_object(&path)?, new));
-        let inner = inner(tokenizer.as_bytes(), &path)?;
+        let FoundTokenizer { inner, vocab_size, .. } = inner(tokenizer.as_bytes(), &path)?;
         if let Some(token) = new.iter().find(|token| inner.token_to_id(&token.text) != Some(token.id)) {
             return Err(Error::user(format!(
                 "cannot add the token {:?} to the tokenizer in {}",
@@ -171,7 +169,7 @@ impl Tokenizer {
             ))
             .hint("take tokens that the tokenizer has and nothing uses; tokenizer_config.json lists reserved ones"));
         }
-        (self.vocab_size, self.digest) = (largest(&inner), blake3::hash(tokenizer.as_bytes()));
+        (self.vocab_size, self.digest) = (vocab_size, blake3::hash(tokenizer.as_bytes()));
         self.inner = inner;
         let list = read_object(&self.folder.join(new_tokens::LIST))?;
         self.changed = vec![("tokenizer.json".into(), tokenizer)];
@@ -195,10 +193,11 @@ impl Tokenizer {
     /// # Errors
     /// When the tokenizer's model has no token for a part of the text and no unknown token.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
-        match self.inner.encode_fast(text, add_special) {
-            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-            Err(e) => Err(self.cannot("encode a text with", &e)),
+        if long_text::is_long(text) {
+            return Ok(self.encode_with_offsets(text, add_special)?.ids);
         }
+        let encoding = self.ask("encode a text with", || self.inner.encode_fast(text, add_special))?;
+        Ok(encoding.get_ids().to_vec())
     }
 
     /// Ids of `text` with the bytes they cover.
@@ -206,8 +205,11 @@ impl Tokenizer {
     /// # Errors
     /// As [`Self::encode`].
     pub fn encode_with_offsets(&self, text: &str, add_special: bool) -> Result<Encoded> {
-        let encoding =
-            self.inner.encode(text, add_special).map_err(|e| self.cannot("encode a text with", &e))?;
+        if long_text::is_long(text) {
+            let whole = long_text::encode_in_pieces(text, |part| self.encode_with_offsets(part, false))?;
+            return if add_special { self.with_special(whole) } else { Ok(whole) };
+        }
+        let encoding = self.ask("encode a text with", || self.inner.encode(text, add_special))?;
         let added = encoding.get_special_tokens_mask();
         let offsets = encoding
             .get_offsets()
@@ -218,18 +220,31 @@ impl Tokenizer {
         Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets })
     }
 
+    /// Tokens of a text, and those that the post-processor puts before and after any.
+    fn with_special(&self, text: Encoded) -> Result<Encoded> {
+        let (with, without) = (self.encode("a", true)?, self.encode("a", false)?);
+        let own = with.windows(without.len().max(1)).position(|part| part == without).ok_or_else(|| {
+            Error::user(format!("cannot encode a long text with the tokenizer in {}", self.folder.display()))
+                .because("its post-processor does more than to put tokens before and after a text")
+        })?;
+        let (before, after) = (&with[..own], &with[own + without.len()..]);
+        let none = |tokens: &[u32]| vec![0..0; tokens.len()];
+        Ok(Encoded {
+            ids: [before, &text.ids[..], after].concat(),
+            offsets: [none(before), text.offsets, none(after)].concat(),
+        })
+    }
+
     /// The text of `ids`; `skip_special` leaves the special tokens out.
     ///
     /// # Errors
     /// When the decoder of tokenizer.json fails.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
-        let decoded = if skip_special {
+        if skip_special {
             let ids: Vec<u32> = ids.iter().copied().filter(|id| !self.is_special(*id)).collect();
-            self.inner.decode(&ids, false)
-        } else {
-            self.inner.decode(ids, false)
-        };
-        decoded.map_err(|e| self.cannot("decode tokens with", &e))
+            return self.ask("decode tokens with", || self.inner.decode(&ids, false));
+        }
+        self.ask("decode tokens with", || self.inner.decode(ids, false))
     }
 
     /// Decodes ids one by one as they are generated.
@@ -302,6 +317,15 @@ impl Tokenizer {
         &self.config
     }
 
+    /// What of tokenizer.json is not done, in words.
+    pub fn left_out(&self) -> Option<String> {
+        let share = self.dropout?;
+        Some(format!(
+            "tokenizer.json of {} asks to leave out {share} of the merges at random (`model.dropout`): all are done, so that a text has the same tokens each time",
+            self.folder.display()
+        ))
+    }
+
     /// BLAKE3 of tokenizer.json.
     pub fn digest(&self) -> blake3::Hash {
         self.digest
@@ -313,9 +337,11 @@ impl Tokenizer {
         Ok(with.first() == Some(&bos) && without.first() != Some(&bos))
     }
 
-    fn cannot(&self, doing: &str, source: &tokenizers::Error) -> Error {
-        Error::user(format!("cannot {doing} the tokenizer in {}", self.folder.display()))
-            .because(source.to_string())
+    /// Asks the crate, which panics where some files contradict themselves.
+    fn ask<T>(&self, doing: &str, call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
+        contained(call).map_err(|why| {
+            Error::user(format!("cannot {doing} the tokenizer in {}", self.folder.display())).because(why)
+        })
     }
 }
 
@@ -383,22 +409,62 @@ impl TextStream<'_> {
     }
 }
 
-fn inner(bytes: &[u8], path: &Path) -> Result<tokenizers::Tokenizer> {
-    let unreadable = |e: tokenizers::Error| {
-        Error::user(format!("cannot read the tokenizer {}", path.display()))
-            .because(format!("it is not a tokenizer.json: {e}"))
-            .hint("copy tokenizer.json from the model this one was made from")
-    };
-    let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(unreadable)?;
-    // Files saved after use may carry these; they would cut or fill rows behind our back.
-    inner.with_truncation(None).map_err(unreadable)?;
-    inner.with_padding(None);
-    Ok(inner)
+/// What a tokenizer.json describes.
+struct FoundTokenizer {
+    inner: tokenizers::Tokenizer,
+    /// The largest id plus one.
+    vocab_size: usize,
+    /// The dropout that it asks for.
+    dropout: Option<f32>,
 }
 
-/// The largest id plus one.
-fn largest(inner: &tokenizers::Tokenizer) -> usize {
-    inner.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1)
+/// The tokenizer that `bytes` describe.
+fn inner(bytes: &[u8], path: &Path) -> Result<FoundTokenizer> {
+    let unreadable = |why: String| {
+        Error::user(format!("cannot read the tokenizer {}", path.display()))
+            .because(why)
+            .hint("copy tokenizer.json from the model this one was made from")
+    };
+    tokenizer_outline::check(bytes).map_err(unreadable)?;
+    let found = contained(|| {
+        let mut inner = tokenizers::Tokenizer::from_bytes(bytes)?;
+        // Files saved after use may carry these; they would cut or fill rows behind our back.
+        inner.with_truncation(None)?;
+        inner.with_padding(None);
+        let dropout = without_dropout(&mut inner);
+        Ok((inner, dropout))
+    });
+    let (inner, dropout) = found.map_err(|why| unreadable(format!("it is not a tokenizer.json: {why}")))?;
+    let largest = inner.get_vocab(true).into_iter().max_by_key(|(_, id)| *id);
+    match largest {
+        Some((token, id)) if id >= tokenizer_outline::MAX_ID => {
+            let most = tokenizer_outline::MAX_ID;
+            Err(unreadable(format!("its token {token:?} has the id {id}; accepted: below {most}")))
+        }
+        largest => {
+            let vocab_size = largest.map_or(0, |(_, id)| id as usize + 1);
+            Ok(FoundTokenizer { inner, vocab_size, dropout })
+        }
+    }
+}
+
+/// Switches the dropout of a BPE model off, whose random numbers have no seed: two runs would not see the same tokens. Its
+/// share, where there was one.
+fn without_dropout(inner: &mut tokenizers::Tokenizer) -> Option<f32> {
+    let ModelWrapper::BPE(bpe) = inner.get_model() else { return None };
+    let dropout = bpe.dropout.filter(|share| *share > 0.0)?;
+    let mut bpe = bpe.clone();
+    bpe.dropout = None;
+    inner.with_model(bpe);
+    Some(dropout)
+}
+
+/// What `call` of the crate returns, or why it failed, be it by a panic.
+fn contained<T>(call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
+    match contain(call) {
+        Ok(returned) => returned.map_err(|error| error.to_string()),
+        Err(panic) => Err(format!("it contradicts itself: {panic}")),
+    }
 }
 
 fn missing_tokenizer(folder: &Path) -> Error {
@@ -421,11 +487,10 @@ fn missing_tokenizer(folder: &Path) -> Error {
 
 /// The object in a JSON file; empty when the file does not exist.
 fn read_object(path: &Path) -> Result<Map<String, Value>> {
-    let text = match std::fs::read_to_string(path) {
-        Ok(text) => text,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Map::new()),
-        Err(e) => return Err(Error::io("read", path, &e)),
-    };
+    if !path.exists() {
+        return Ok(Map::new());
+    }
+    let text = input_file::read_text("read", path)?;
     match serde_json::from_str(&text) {
         Ok(Value::Object(map)) => Ok(map),
         Ok(_) => {

@@ -78,7 +78,7 @@ impl Engine {
         let rows = |batches: &[Batch]| batches.iter().map(|batch| batch.rows as u64).sum::<u64>();
         let place = self.store.mesh().data_rank_of(rank);
         let (before, batch) = (done + rows(&round[..place]), &round[place..=place]);
-        let found = self.first_non_finite(batch)?;
+        let found = self.first_non_finite(batch)?.place;
         let on_rank = if self.store.mesh().world().size() > 1 {
             format!(", which rank {rank} evaluated,")
         } else {

@@ -1,13 +1,16 @@
 //! Generation with a key/value cache: the prompt in one pass, then one token at a time. Where the sequence's length
 //! changes the rotary frequencies (dynamic, longrope), the cached keys are of another rotation: all tokens pass again.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 pub use candle_transformers::generation::{LogitsProcessor, Sampling};
 
 use super::Engine;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::model::{self, AdapterSwitch, BlockCache, BlockContext};
 use crate::ops::attention::Span;
+use crate::runtime::device::free_bytes;
+use crate::runtime::machine::host_memory;
+use crate::units;
 
 impl Engine {
     /// Continues `prompt` by at most `max_new_tokens`, each chosen by `sampler`; ends before a token of `stop`. Each
@@ -31,7 +34,8 @@ impl Engine {
             );
         }
         let dtype = self.store.embed()?.dtype;
-        let capacity = prompt.len() + max_new_tokens;
+        let capacity = prompt.len().saturating_add(max_new_tokens);
+        self.check_cache(capacity, dtype)?;
         let empty = || -> Result<Vec<BlockCache>> {
             (0..self.config.num_layers())
                 .map(|_| BlockCache::new(&self.config, capacity, dtype, &self.device))
@@ -58,6 +62,24 @@ impl Engine {
             all.push(token);
         }
         Ok(made)
+    }
+
+    /// Whether there is memory for the keys and values of `capacity` tokens.
+    fn check_cache(&self, capacity: usize, dtype: DType) -> Result<()> {
+        let token = self.config.num_layers() * 2 * self.config.heads.kv_width() * dtype.size_in_bytes();
+        let needed = (capacity as u64).saturating_mul(token as u64);
+        let there = match self.device {
+            Device::Cpu => host_memory().map(|memory| memory.limit),
+            _ => free_bytes(&self.device),
+        };
+        // Where nothing tells, more than can be addressed is too much.
+        let there = there.unwrap_or(isize::MAX as u64);
+        if needed <= there {
+            return Ok(());
+        }
+        Err(Error::user(format!("cannot keep the keys and values of {capacity} tokens"))
+            .because(format!("they need {}; {} are there", units::bytes(needed), units::bytes(there)))
+            .hint("give a smaller `--max-new-tokens`"))
     }
 
     /// Logits after `ids`, which follow the `past` tokens in the caches.

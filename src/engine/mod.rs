@@ -8,9 +8,12 @@
 //! - No update happens when the loss or the gradient norm is not finite.
 
 mod compare;
+mod divergence;
 mod evaluate;
 mod generate;
+mod nan_policy;
 mod objective;
+mod run_watch;
 mod state;
 mod train_loop;
 mod trainer;
@@ -18,8 +21,10 @@ mod trainer;
 use candle_core::{Device, Tensor};
 
 pub use compare::Comparison;
+pub use divergence::{BadValue, BadValueHolder};
 pub use evaluate::Evaluation;
 pub use generate::{LogitsProcessor, Sampling};
+pub use nan_policy::NanPolicy;
 pub use objective::{CrossEntropy, LossSums, MetricSum, Objective, ObjectiveInput, ObjectiveOutput};
 pub use train_loop::{Progress, Reporter, RunOptions, RunSummary, TrainLoop};
 pub use trainer::{SaveAssignment, StepResult, Trainer, TrainerOptions};
@@ -80,6 +85,7 @@ struct BatchLayout {
 
 impl Engine {
     fn layout(&self, batch: &Batch) -> Result<BatchLayout> {
+        self.store.mesh().world().expect_tokens(batch.targets.len());
         let spans: Vec<Span> = batch.segments.iter().map(|s| Span::sequence(s.start, s.len)).collect();
         let tables = self.tables.of_spans(&self.config.ropes, &spans)?;
         Ok(BatchLayout { spans, tables })
@@ -207,27 +213,6 @@ impl Engine {
         store.embed_gradients()?.backward(config, &batch.ids, &dx)?;
         store.reduce(Segment::Embed, last)?;
         Ok(sums)
-    }
-
-    /// Names the first place where micro-batches turn up a NaN or an infinity (a weight, a gradient, a block's output)
-    /// and, where there are several ranks, the rank that holds it. All ranks call it with the same batches and get
-    /// the same answer.
-    ///
-    /// # Errors
-    /// A forward failed; a peer failed.
-    pub fn first_non_finite(&self, batches: &[Batch]) -> Result<String> {
-        if let Some(found) = self.store.first_found(self.store.first_non_finite()?)? {
-            return Ok(found);
-        }
-        for (i, batch) in batches.iter().enumerate() {
-            let layer = self.first_non_finite_layer(batch)?;
-            let found =
-                layer.map(|layer| format!("the output of model.layers.{layer} on micro-batch {}", i + 1));
-            if let Some(found) = self.store.first_found(found)? {
-                return Ok(found);
-            }
-        }
-        Ok("the output of lm_head".into())
     }
 
     /// The first layer whose output for `batch` is not finite on this rank. It goes through all layers, because the

@@ -3,12 +3,15 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use super::nan_policy::{DivergedSteps, NanPolicy};
+use super::run_watch::RunWatch;
 use super::{Evaluation, Trainer};
 use crate::checkpoint::{Saver, TrainingState};
 use crate::collective::{CollectiveTimer, Phase};
 use crate::data::{Batch, Cursor, Sampler, Step};
-use crate::error::{ErrorContext as _, Result};
-use crate::report::{EvalReport, EventWriter, MetricsLog, StepReport, Terminal, memory};
+use crate::error::{Error, ErrorCategory, ErrorContext as _, Result};
+use crate::recipe::enums::OnNan;
+use crate::report::{EvalReport, EventWriter, MetricsLog, SkippedStep, StepReport, Terminal, memory};
 use crate::runtime::device::peak_bytes;
 
 /// When what happens.
@@ -22,6 +25,8 @@ pub struct RunOptions {
     pub eval_at_end: bool,
     /// Steps between lines of progress.
     pub every_steps: u64,
+    /// What is done about steps that diverge.
+    pub nan: NanPolicy,
 }
 
 /// Where a run reports.
@@ -76,6 +81,9 @@ pub struct TrainLoop<'a> {
     pub saver: Saver<'a>,
     /// What a checkpoint of a moment says of the run.
     pub state: &'a dyn Fn(Progress) -> TrainingState,
+    /// Puts the trainer back to the newest checkpoint of the run before a step, and returns that checkpoint's step; none
+    /// where there is none yet. All ranks call it.
+    pub roll_back: &'a dyn Fn(&mut Trainer, u64) -> Result<Option<u64>>,
     /// Set by a signal: save and end.
     pub stop: &'a AtomicBool,
     /// Time spent in collectives.
@@ -100,17 +108,26 @@ impl TrainLoop<'_> {
         if let Some(reporter) = &self.reporter {
             reporter.terminal.train_start(done.steps, total);
         }
+        let mut watch = RunWatch::new(self.trainer.engine.store.trainable_entries());
+        let mut diverged = DivergedSteps::new(self.options.nan);
         loop {
             self.enter(Phase::Data)?;
             let Some(step) = self.sampler.next_step() else { break };
-            let (mut report, asked_to_stop) = self.step(&step)?;
-            computed_by.resize(report.rank_secs.len(), 0.0);
-            computed_by.iter_mut().zip(&report.rank_secs).for_each(|(sum, secs)| *sum += secs);
+            let (taken, asked_to_stop) = self.step(&step, &mut watch)?;
             done.steps += 1;
             done.tokens += step.tokens;
-            done.last_loss = Some(report.loss);
-            report.step = done.steps;
-            self.report(&report, done.steps == total)?;
+            match taken {
+                Ok(mut report) => {
+                    diverged.updated();
+                    computed_by.resize(report.rank_secs.len(), 0.0);
+                    computed_by.iter_mut().zip(&report.rank_secs).for_each(|(sum, secs)| *sum += secs);
+                    done.last_loss = Some(report.loss);
+                    report.step = done.steps;
+                    self.report(&report, done.steps == total)?;
+                    self.warn(watch.after_step(&report, &self.trainer.engine.store));
+                }
+                Err(error) => self.pass_over(done.steps, &error, &mut diverged)?,
+            }
             let due = |every: Option<u64>| every.is_some_and(|every| done.steps.is_multiple_of(every));
             if due(self.options.eval_steps) && done.steps < total {
                 self.evaluate(done.steps)?;
@@ -118,6 +135,7 @@ impl TrainLoop<'_> {
             let stop = asked_to_stop && done.steps < total;
             if due(self.options.save_steps) || stop {
                 self.save(Progress { step: done.steps, cursor: self.sampler.cursor(), tokens: done.tokens })?;
+                diverged.saved();
             }
             if stop {
                 done.stopped = true;
@@ -125,11 +143,56 @@ impl TrainLoop<'_> {
             }
         }
         self.finish(&computed_by);
+        self.warn(watch.at_end(&self.trainer.engine.store));
         if self.options.eval_at_end && !done.stopped {
             done.after = self.evaluate(done.steps)?;
         }
+        if self.saver.is_saving() {
+            // What is waited for now is storage.
+            self.enter(Phase::Save)?;
+        }
         self.saver.finish(self.trainer.engine.store.mesh().world())?;
+        self.say_notes();
         Ok(done)
+    }
+
+    /// What went wrong beside saving and ends no run.
+    fn say_notes(&mut self) {
+        let notes = self.saver.take_notes();
+        self.warn(notes);
+    }
+
+    /// Goes on after step `step`, which ended in `error` and updated nothing, as the recipe says.
+    fn pass_over(&mut self, step: u64, error: &Error, diverged: &mut DivergedSteps) -> Result<()> {
+        let counted = diverged.count(error)?;
+        let back_to = if self.options.nan.on_nan == OnNan::Rollback {
+            // The newest one may still be on its way.
+            self.saver.finish(self.trainer.engine.store.mesh().world())?;
+            self.enter(Phase::Load)?;
+            let saved = (self.roll_back)(self.trainer, step);
+            let saved = saved.during(|| format!("cannot roll back from step {step}"))?;
+            let none = || error.clone().because("there is no checkpoint of this run to roll back to yet");
+            Some(saved.ok_or_else(none)?)
+        } else {
+            None
+        };
+        self.trainer.skip_to(step);
+        let why = error.causes().first().cloned().unwrap_or_default();
+        let done = match back_to {
+            Some(saved) => format!("back to checkpoint-{saved}, on with the rows after step {step}"),
+            None => "skipped, nothing was updated".to_owned(),
+        };
+        self.warn([format!("step {step} diverged: {why}; {done} ({counted})")]);
+        match &mut self.reporter {
+            Some(reporter) => reporter.metrics.skipped(&SkippedStep { step, skipped: why, back_to }),
+            None => Ok(()),
+        }
+    }
+
+    fn warn(&self, texts: impl IntoIterator<Item = String>) {
+        if let Some(reporter) = &self.reporter {
+            texts.into_iter().for_each(|text| reporter.terminal.warn(text));
+        }
     }
 
     fn save(&mut self, moment: Progress) -> Result<()> {
@@ -140,15 +203,20 @@ impl TrainLoop<'_> {
         self.saver.save((self.state)(moment), self.trainer.snapshot(true)?, world)
     }
 
-    /// Takes a step; its report, still without its number, and whether any rank was asked to stop.
-    fn step(&mut self, step: &Step) -> Result<(StepReport, bool)> {
+    /// Takes a step; its report, still without its number, or what it diverged by where the run may go on after it; and
+    /// whether any rank was asked to stop.
+    fn step(&mut self, step: &Step, watch: &mut RunWatch) -> Result<(Result<StepReport>, bool)> {
         let (started, waited) = (Instant::now(), self.clock.read());
         self.saver.check(self.trainer.engine.store.mesh().world())?;
-        let result = self.trainer.step(step)?;
+        self.say_notes();
+        let taken = match self.trainer.step(step) {
+            Err(error) if !self.may_pass_over(&error) => return Err(error),
+            taken => taken,
+        };
         let secs = started.elapsed().as_secs_f64();
         let computed = secs - (self.clock.read() - waited).as_secs_f64();
-        let (asked_to_stop, rank_secs) = self.agree(computed)?;
-        let report = StepReport {
+        let (asked_to_stop, rank_secs) = self.agree(computed, watch, taken.is_ok())?;
+        let report = taken.map(|result| StepReport {
             step: 0,
             epoch: step.epoch,
             loss: result.loss,
@@ -159,8 +227,13 @@ impl TrainLoop<'_> {
             tokens_per_sec: step.tokens as f64 / secs,
             peak_bytes: peak_bytes(&self.trainer.engine.device).unwrap_or_else(memory::peak_bytes),
             rank_secs,
-        };
+        });
         Ok((report, asked_to_stop))
+    }
+
+    /// Whether the run goes on after a step that ended so: alike on all ranks, whose losses and norms are the same.
+    fn may_pass_over(&self, error: &Error) -> bool {
+        error.kind() == ErrorCategory::Diverged && self.options.nan.on_nan != OnNan::Stop
     }
 
     fn enter(&self, phase: Phase) -> Result<()> {
@@ -168,14 +241,21 @@ impl TrainLoop<'_> {
     }
 
     /// What all ranks must know after a step: whether any has seen a signal, which reaches them at different moments, so
-    /// that all stop; and how long each computed.
-    fn agree(&self, computed: f64) -> Result<(bool, Vec<f64>)> {
+    /// that all stop; how long each computed; and, where the step `updated`, which tensors had a gradient for the first
+    /// time.
+    fn agree(&self, computed: f64, watch: &mut RunWatch, updated: bool) -> Result<(bool, Vec<f64>)> {
         let store = &self.trainer.engine.store;
         let world = store.mesh().world();
+        let has_gradients = if updated { store.has_gradients(watch.unreached())? } else { Vec::new() };
         let mut said = vec![0.0; 1 + world.size()];
         said[0] = f64::from(u8::from(self.stop.load(Ordering::Relaxed)));
         said[1 + world.rank()] = computed;
+        said.extend(has_gradients.iter().map(|has| f64::from(u8::from(*has))));
         store.sum("signals and times", &mut said)?;
+        let reached = said.split_off(1 + world.size());
+        if updated {
+            watch.reach(&reached.iter().map(|ranks| *ranks > 0.0).collect::<Vec<_>>());
+        }
         let secs = if world.size() > 1 { said.split_off(1) } else { Vec::new() };
         Ok((said[0] > 0.0, secs))
     }

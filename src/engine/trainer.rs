@@ -3,10 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::divergence::DivergedStep;
 use super::{CrossEntropy, Engine, LossSums, MetricSum, MicroStep, Objective};
 use crate::collective::Phase;
 use crate::data::Step;
-use crate::error::{Error, ErrorCategory, Result};
+use crate::error::{Error, Result};
 use crate::model::DropoutContext;
 use crate::optim::{Optimizer, OptimizerOptions, ParamGroup, Schedule};
 use crate::recipe::enums::{Recompute, StateDtype};
@@ -110,11 +111,16 @@ impl Trainer {
     /// every rank, which takes the micro-batches that are its turn.
     ///
     /// # Errors
-    /// [`ErrorCategory::Diverged`] when the loss or the gradient norm is not finite; nothing was updated then. A peer failed.
+    /// [`crate::error::ErrorCategory::Diverged`] when the loss or the gradient norm is not finite; nothing was updated then. A peer failed.
     /// The device failed, which the error says of this step ([`Error::at_step`]).
     pub fn step(&mut self, step: &Step) -> Result<StepResult> {
         let number = self.optimizer.updates() + 1;
         self.numbered_step(step, number).map_err(|error| error.at_step(number))
+    }
+
+    /// Counts the steps up to `step` as done, whether or not they updated anything.
+    pub fn skip_to(&mut self, step: u64) {
+        self.optimizer.resume(step);
     }
 
     fn numbered_step(&mut self, step: &Step, number: u64) -> Result<StepResult> {
@@ -125,11 +131,16 @@ impl Trainer {
         store.mesh().world().enter(Phase::Norm)?;
         // Started before the loss is read: a GPU is waited for once.
         let squares = store.gradient_squares()?;
-        let (loss_sum, metrics) = sums.reduce(|values| store.sum("losses", values))?;
+        let mut own_loss = 0.0;
+        let (loss_sum, metrics) = sums.reduce(|values| {
+            own_loss = values[0];
+            store.sum("losses", values)
+        })?;
         let loss = loss_sum * scale;
         let grad_norm = store.norm_of(squares)?;
         if !loss.is_finite() || !grad_norm.is_finite() {
-            return Err(self.diverged(step, number, loss, grad_norm)?);
+            let diverged = DivergedStep { step, number, loss, grad_norm, own_loss };
+            return Err(self.engine.diverged(&diverged)?);
         }
         store.mesh().world().enter(Phase::Update)?;
         // As torch's clip_grad_norm_.
@@ -156,15 +167,6 @@ impl Trainer {
             }
             Ok(sums)
         })
-    }
-
-    fn diverged(&self, step: &Step, number: u64, loss: f64, grad_norm: f64) -> Result<Error> {
-        let found = self.engine.first_non_finite(&step.micro_batches)?;
-        let error = Error::new(ErrorCategory::Diverged, format!("the numbers diverged at step {number}"))
-            .because(format!("loss {loss}, gradient norm {grad_norm}; the first bad value is in {found}"))
-            .because("nothing was updated in this step");
-        Ok(error
-            .hint("lower `optimizer.learning_rate`, or look at the rows of this step with `finetune data`"))
     }
 }
 

@@ -37,7 +37,7 @@ pub fn locate_adapter(
     };
     names::check_revision(revision)?;
     let adapter = RepoSource { subject: Subject::Adapter, id, revision: revision.to_owned(), options };
-    if options.offline { adapter.cached_adapter() } else { adapter.fetched_adapter(progress) }
+    if options.offline { adapter.cached_adapter(progress) } else { adapter.fetched_adapter(progress) }
 }
 
 /// A local folder is used as it is, once its file names show that it holds an adapter.
@@ -64,7 +64,7 @@ fn local_adapter(given: &str, folder: PathBuf) -> Result<Located> {
 
 impl RepoSource<'_> {
     fn fetched_adapter(&self, progress: &mut DownloadProgress<'_>) -> Result<Located> {
-        let client = self.client();
+        let client = self.client()?;
         let description = client.describe(progress)?;
         check(&description.files).map_err(|unfit| {
             let error = unfit.error(client.subject());
@@ -83,12 +83,15 @@ impl RepoSource<'_> {
         Ok(self.located(store.snapshot(commit), commit.to_owned(), None))
     }
 
-    fn cached_adapter(&self) -> Result<Located> {
+    fn cached_adapter(&self, progress: &mut DownloadProgress<'_>) -> Result<Located> {
         let (commit, files) = self.cached_files()?.ok_or_else(|| self.not_cached())?;
         let folder = self.store().snapshot(&commit);
         // A file that is absent here may only not have been fetched, so nothing is said about the repository.
         match [CONFIG, WEIGHTS].into_iter().find(|name| !has(&files, name)) {
-            None => Ok(self.located(folder, commit, None)),
+            None => {
+                self.verify(&commit, &wanted(&files), progress)?;
+                Ok(self.located(folder, commit, None))
+            }
             Some(missing) => {
                 let error = self.incomplete(&folder, missing);
                 Err(match check(&files) {

@@ -2,22 +2,32 @@
 //! `models--owner--name/{blobs/<digest>, snapshots/<commit>/<file> -> ../../blobs/<digest>, refs/<revision>}`.
 //!
 //! A blob appears under its name only when it is whole and verified; a reference is written after the last file of
-//! its snapshot, so what a reference of ours names is complete.
+//! its snapshot, so what a reference of ours names is complete. What other programs left there is verified before it is
+//! used (`verified`), and what other users planted is not written through (`planted`). Who may write to a cache can still
+//! put another model into it, whole and with digests of its own.
 
 use std::fs::{File, TryLockError};
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use hf_hub::{Cache, CacheRepo, Repo};
 
+use super::digest::Digest;
 use super::names::is_commit;
+use super::planted;
+use super::verified::VerifiedFiles;
 use crate::error::{Error, Result};
+
+/// More than the hash of a commit and white space around it.
+const MAX_REF_BYTES: u64 = 256;
 
 /// The part of the cache that belongs to one repository.
 pub(super) struct HubCache {
     folder: PathBuf,
     layout: CacheRepo,
     revision: String,
+    verified: VerifiedFiles,
 }
 
 /// Keeps other processes off a blob until dropped.
@@ -26,12 +36,13 @@ pub(super) struct Lock {
 }
 
 impl HubCache {
-    pub(super) fn new(cache_dir: &Path, repo: &Repo) -> Self {
+    pub(super) fn new(cache_dir: &Path, repo: &Repo, verified: VerifiedFiles) -> Self {
         let cache = Cache::new(cache_dir.to_owned());
         HubCache {
             folder: cache_dir.join(repo.folder_name()),
             layout: cache.repo(repo.clone()),
             revision: repo.revision().to_owned(),
+            verified,
         }
     }
 
@@ -40,9 +51,35 @@ impl HubCache {
         self.layout.pointer_path(commit)
     }
 
-    /// Whether a file of a commit is here.
-    pub(super) fn holds(&self, commit: &str, file: &str) -> bool {
-        self.snapshot(commit).join(file).is_file()
+    /// Whether a file of a commit is here with the bytes of the digest that its link names; `hashing` is told their
+    /// number where they have to be read.
+    pub(super) fn holds(&self, commit: &str, file: &str, hashing: impl FnOnce(u64)) -> Result<bool> {
+        let path = self.snapshot(commit).join(file);
+        if !path.is_file() {
+            return Ok(false);
+        }
+        match path.read_link() {
+            Ok(target) => {
+                let name = target.file_name().and_then(|name| name.to_str());
+                let Some(digest) = name.and_then(Digest::from_etag) else { return Ok(false) };
+                self.is_right(&path, &digest, hashing)
+            }
+            // A file system without symbolic links keeps no digest of what was verified as it came.
+            Err(_) => Ok(true),
+        }
+    }
+
+    /// Whether a file holds the bytes of a digest; `hashing` as in [`HubCache::holds`].
+    pub(super) fn is_right(&self, path: &Path, digest: &Digest, hashing: impl FnOnce(u64)) -> Result<bool> {
+        self.verified.is_right(path, digest, hashing).map_err(|e| Error::io("read", path, &e))
+    }
+
+    /// Puts a part file, whole and verified, where the bytes with its digest are.
+    pub(super) fn put(&self, part: &Path, digest: &Digest) -> Result<()> {
+        let blob = self.blob(digest.hex());
+        std::fs::rename(part, &blob).map_err(|e| Error::io("write", &blob, &e))?;
+        self.verified.came(&blob, digest);
+        Ok(())
     }
 
     /// Where the bytes with a digest are or will be.
@@ -55,7 +92,7 @@ impl HubCache {
         let commit = if is_commit(&self.revision) {
             self.revision.clone()
         } else {
-            std::fs::read_to_string(self.folder.join("refs").join(&self.revision)).ok()?.trim().to_owned()
+            planted::short_text(&self.reference(), MAX_REF_BYTES)?.trim().to_owned()
         };
         (is_commit(&commit) && self.snapshot(&commit).is_dir()).then_some(commit)
     }
@@ -65,7 +102,20 @@ impl HubCache {
         if is_commit(&self.revision) || self.known_commit().as_deref() == Some(commit) {
             return Ok(());
         }
-        self.layout.create_ref(commit).map_err(|e| Error::io("write a reference in", &self.folder, &e))
+        let reference = self.reference();
+        let folder = reference.parent().unwrap_or(&self.folder);
+        planted::make_folder(&self.folder, folder)?;
+        let temporary = folder.join(format!(".{commit}.{}.ref", std::process::id()));
+        let failed = |e: std::io::Error| Error::io("write a reference in", folder, &e);
+        replaceable(&temporary).map_err(failed)?;
+        let written = planted::create(&temporary).and_then(|mut file| file.write_all(commit.as_bytes()));
+        // A rename replaces a link, where writing would follow it.
+        written.and_then(|()| std::fs::rename(&temporary, &reference)).map_err(failed)
+    }
+
+    /// The file that says which commit the revision stands for.
+    fn reference(&self) -> PathBuf {
+        self.folder.join("refs").join(&self.revision)
     }
 
     /// The names of all files of a snapshot, as the hub would list them.
@@ -82,11 +132,12 @@ impl HubCache {
         let pointer = self.snapshot(commit).join(file);
         let failed = |e: std::io::Error| Error::io("put a file at", &pointer, &e);
         if let Some(parent) = pointer.parent() {
-            std::fs::create_dir_all(parent).map_err(failed)?;
+            planted::make_folder(&self.folder, parent)?;
         }
         // From `snapshots/<commit>/a/b` up to the folder of the repository.
         let up = "../".repeat(2 + file.matches('/').count());
         let temporary = pointer.with_file_name(format!(".{digest}.{}.link", std::process::id()));
+        replaceable(&temporary).map_err(failed)?;
         match symlink(Path::new(&format!("{up}blobs/{digest}")), &temporary) {
             Ok(()) => std::fs::rename(&temporary, &pointer).map_err(failed),
             // A file system without symbolic links: the file itself takes the place, as in Python's cache.
@@ -98,11 +149,11 @@ impl HubCache {
     pub(super) fn lock(&self, digest: &str, mut waiting: impl FnMut()) -> Result<Lock> {
         let blob = self.blob(digest);
         if let Some(folder) = blob.parent() {
-            std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, &e))?;
+            planted::make_folder(&self.folder, folder)?;
         }
         // The name and the kind of lock that hf-hub takes, so that it waits for us as well.
         let path = blob.with_extension("lock");
-        let file = File::create(&path).map_err(|e| Error::io("create", &path, &e))?;
+        let file = planted::open_lock(&path).map_err(|e| Error::io("create", &path, &e))?;
         let mut told = false;
         loop {
             match file.try_lock() {
@@ -120,6 +171,14 @@ impl HubCache {
             }
             std::thread::sleep(Duration::from_millis(100));
         }
+    }
+}
+
+/// Takes away what stands at the name of a temporary file, such as what a killed process left.
+fn replaceable(path: &Path) -> std::io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
     }
 }
 
@@ -156,19 +215,23 @@ mod tests {
     const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
     fn store(folder: &Path, revision: &str) -> HubCache {
-        HubCache::new(folder, &Repo::with_revision("a/b".into(), RepoType::Model, revision.into()))
+        let repo = Repo::with_revision("a/b".into(), RepoType::Model, revision.into());
+        HubCache::new(folder, &repo, VerifiedFiles::new(None))
     }
 
     #[test]
     fn a_linked_blob_is_a_file_of_the_snapshot() {
         let folder = tempfile::tempdir().unwrap();
         let store = store(folder.path(), "refs/pr/1");
-        let blob = store.blob("d1");
+        // `printf rows | sha256sum`
+        let digest = "bc51e9e65d79e1c90ba544ab2eae1044ccdf8c1af7a559ba375cba4276f7d99e";
+        let blob = store.blob(digest);
         std::fs::create_dir_all(blob.parent().unwrap()).unwrap();
         std::fs::write(&blob, "rows").unwrap();
-        store.link(COMMIT, "data/en/train.jsonl", "d1").unwrap();
-        store.link(COMMIT, "data/en/train.jsonl", "d1").unwrap();
-        assert!(store.holds(COMMIT, "data/en/train.jsonl"));
+        store.link(COMMIT, "data/en/train.jsonl", digest).unwrap();
+        store.link(COMMIT, "data/en/train.jsonl", digest).unwrap();
+        assert!(store.holds(COMMIT, "data/en/train.jsonl", |_| {}).unwrap());
+        assert!(!store.holds(COMMIT, "data/en/none.jsonl", |_| {}).unwrap());
         assert_eq!(store.files(COMMIT).unwrap(), ["data/en/train.jsonl"]);
         let path = folder.path().join("models--a--b/snapshots").join(COMMIT).join("data/en/train.jsonl");
         assert_eq!(std::fs::read_to_string(path).unwrap(), "rows");

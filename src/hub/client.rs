@@ -132,26 +132,29 @@ impl<'a> Client<'a> {
         struct JsonPage {
             sha: String,
             #[serde(default)]
-            gated: serde_json::Value,
+            gated: Gated,
             siblings: Vec<Sibling>,
         }
         #[derive(serde::Deserialize)]
         struct Sibling {
             rfilename: String,
         }
-        let bytes = response
-            .into_body()
-            .into_with_config()
-            .limit(MAX_DESCRIPTION_BYTES)
-            .read_to_vec()
-            .map_err(|e| self.transport(&e))?;
+        // ureq's own limit counts the bytes on the wire, of which gzip makes a thousand times as many.
+        let mut bytes = Vec::new();
+        let mut body = response.into_body().into_reader().take(MAX_DESCRIPTION_BYTES + 1);
+        body.read_to_end(&mut bytes).map_err(|e| self.transport(&e.into()))?;
+        if bytes.len() as u64 > MAX_DESCRIPTION_BYTES {
+            return Err(self.not_a_hub(&format!(
+                "its description of the repository has more than {MAX_DESCRIPTION_BYTES} bytes"
+            )));
+        }
         let wire: JsonPage = serde_json::from_slice(&bytes).map_err(|e| self.not_a_hub(&e.to_string()))?;
         if !super::names::is_commit(&wire.sha) {
             return Err(self.not_a_hub("its `sha` is not the hash of a commit"));
         }
         Ok(RepoDescription {
             commit: wire.sha,
-            gated: !matches!(wire.gated, serde_json::Value::Null | serde_json::Value::Bool(false)),
+            gated: wire.gated.0,
             files: wire.siblings.into_iter().map(|sibling| sibling.rfilename).collect(),
         })
     }
@@ -356,7 +359,7 @@ impl<'a> Client<'a> {
 
     /// A failure below HTTP: the network's, unless TLS says that this is the wrong server.
     fn transport(&self, error: &ureq::Error) -> HttpFault {
-        let reason = self.options.redact(&error.to_string());
+        let reason = self.shown(&error.to_string());
         let is_tls = matches!(error, ureq::Error::Io(e) if e.kind() == std::io::ErrorKind::InvalidData);
         match error {
             ureq::Error::Io(_) if !is_tls => HttpFault::Passing { reason, wait: None },
@@ -449,6 +452,36 @@ impl<'a> Patience<'a> {
         let usual = self.retry.first_wait.saturating_mul(1 << (self.failures - 1).min(16)).min(longest);
         let wait = asked.unwrap_or(usual);
         (self.failures < self.retry.attempts && wait <= MAX_RETRY_AFTER).then_some(wait)
+    }
+}
+
+/// Whether access to a repository is granted one by one: `false` or null if not, else `true` or the way.
+#[derive(Default)]
+struct Gated(bool);
+
+impl<'de> serde::Deserialize<'de> for Gated {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visitor;
+        impl<'de> serde::de::Visitor<'de> for Visitor {
+            type Value = Gated;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a bool, null, or the name of a way to be granted access")
+            }
+
+            fn visit_bool<E>(self, gated: bool) -> Result<Gated, E> {
+                Ok(Gated(gated))
+            }
+
+            fn visit_unit<E>(self) -> Result<Gated, E> {
+                Ok(Gated(false))
+            }
+
+            fn visit_str<E>(self, _way: &str) -> Result<Gated, E> {
+                Ok(Gated(true))
+            }
+        }
+        deserializer.deserialize_any(Visitor)
     }
 }
 

@@ -76,7 +76,7 @@ pub fn locate_dataset(
     names::check_revision(revision)?;
     let data = RepoSource { subject: Subject::Dataset, id, revision: revision.to_owned(), options };
     if options.offline {
-        data.cached_rows(wanted, rows_for)
+        data.cached_rows(wanted, rows_for, progress)
     } else {
         data.fetched_rows(wanted, rows_for, progress)
     }
@@ -89,7 +89,7 @@ impl RepoSource<'_> {
         rows_for: RowsFor,
         progress: &mut DownloadProgress<'_>,
     ) -> Result<Located> {
-        let client: Client<'_> = self.client();
+        let client: Client<'_> = self.client()?;
         let description = client.describe(progress)?;
         let files = &description.files;
         if select::rows(files).is_empty() {
@@ -113,12 +113,20 @@ impl RepoSource<'_> {
         Ok(Located { rows, ..self.located(folder, commit.to_owned(), note) })
     }
 
-    fn cached_rows(&self, wanted: Option<&str>, rows_for: RowsFor) -> Result<Located> {
+    fn cached_rows(
+        &self,
+        wanted: Option<&str>,
+        rows_for: RowsFor,
+        progress: &mut DownloadProgress<'_>,
+    ) -> Result<Located> {
         let (commit, files) = self.cached_files()?.ok_or_else(|| self.not_cached())?;
         if select::rows(&files).is_empty() {
             return Err(self.not_cached());
         }
         let folder = self.store().snapshot(&commit);
+        if select::has(&files, README) {
+            self.verify(&commit, &[README], progress)?;
+        }
         let all = self.configurations(&files, &folder)?;
         let chosen = configurations::choose(&all, wanted, rows_for, &self.subject(), &self.spec_start());
         let files = chosen
@@ -126,6 +134,7 @@ impl RepoSource<'_> {
                 error.because("this run is offline, and only files that the cache holds were looked at")
             })?
             .files;
+        self.verify(&commit, &files.iter().map(String::as_str).collect::<Vec<_>>(), progress)?;
         let note =
             format!("offline: {} is the {} file(s) that the cache holds of it", self.subject(), files.len());
         let rows: Vec<PathBuf> = files.iter().map(|file| folder.join(file)).collect();

@@ -3,7 +3,7 @@
 //! Sizes and digests are asked for first, so that a refusal comes before the first byte and the total is known.
 //! Bytes go to `blobs/<digest>.part`, which a later run continues; only when size and digest are right is the file
 //! flushed and renamed to its place. A file that turns out damaged is deleted and fetched once more from the start.
-//! Files that the cache holds already are neither asked for nor read.
+//! Files that the cache holds already are not asked for; they are read once, to see that they are what they should be.
 
 use std::fs::File;
 use std::io::{Read, Seek, Write};
@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use super::cache::HubCache;
 use super::client::{Bytes, Client, Facts, HttpFault, Patience};
 use super::digest::Sum;
-use super::{DownloadEvent, DownloadProgress};
+use super::{DownloadEvent, DownloadProgress, planted};
 use crate::error::{Error, ErrorCategory, Result};
 
 /// One commit of one repository, on the hub and in the cache.
@@ -28,7 +28,8 @@ impl Download<'_> {
     pub(super) fn fetch(&self, files: &[&str], progress: &mut DownloadProgress<'_>) -> Result<()> {
         let mut wanted = Vec::new();
         for &file in files {
-            if !self.store.holds(self.commit, file) {
+            let hashing = |bytes| progress(DownloadEvent::Check { file, bytes });
+            if !self.store.holds(self.commit, file, hashing)? {
                 wanted.push((file, self.client.facts(self.commit, file, self.gated, progress)?));
             }
         }
@@ -47,14 +48,14 @@ impl Download<'_> {
     fn fetch_one(&self, file: &str, facts: &Facts, progress: &mut DownloadProgress<'_>) -> Result<()> {
         let digest = facts.digest.hex();
         let _lock = self.store.lock(digest, || progress(DownloadEvent::Waiting { file }))?;
+        // Another revision, another file or another process may have brought it.
         let blob = self.store.blob(digest);
-        match std::fs::metadata(&blob) {
-            // Another revision, another file or another process brought it.
-            Ok(found) if found.len() == facts.size => {}
-            _ => {
-                let part = self.complete(file, facts, progress)?;
-                std::fs::rename(&part, &blob).map_err(|e| Error::io("write", &blob, &e))?;
-            }
+        let has_size =
+            blob.symlink_metadata().is_ok_and(|found| found.is_file() && found.len() == facts.size);
+        let hashing = |bytes| progress(DownloadEvent::Check { file, bytes });
+        if !has_size || !self.store.is_right(&blob, &facts.digest, hashing)? {
+            let part = self.complete(file, facts, progress)?;
+            self.store.put(&part, &facts.digest)?;
         }
         self.store.link(self.commit, file, digest)
     }
@@ -167,13 +168,7 @@ impl DownloadPart {
     /// Opens what an earlier run left, or an empty file.
     fn open(path: PathBuf, facts: &Facts) -> Result<Self> {
         let failed = |e: std::io::Error| Error::io("write", &path, &e);
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-            .map_err(failed)?;
+        let file = planted::open_part(&path).map_err(failed)?;
         let mut part = DownloadPart { path: path.clone(), file, len: 0, sum: facts.digest.sum(facts.size) };
         if part.file.metadata().map_err(failed)?.len() > facts.size {
             part.clear(facts)?;

@@ -22,10 +22,12 @@ mod fetch;
 mod front_matter;
 mod names;
 mod options;
+mod planted;
 mod redirect;
 mod refusal;
 mod remote;
 mod select;
+mod verified;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -44,6 +46,7 @@ use names::Reference;
 pub use options::{HubOptions, Retry, Token};
 pub use remote::{LocatedModel, RemoteWeights};
 use select::{Lack, Scope, Weights};
+use verified::VerifiedFiles;
 
 /// What happens during a download.
 #[derive(Debug, Clone, Copy)]
@@ -53,6 +56,13 @@ pub enum DownloadEvent<'a> {
         /// Number of files.
         files: usize,
         /// Their size together.
+        bytes: u64,
+    },
+    /// A file that the cache holds is read to see that it is what it should be.
+    Check {
+        /// Its name in the repository.
+        file: &'a str,
+        /// Its size in bytes.
         bytes: u64,
     },
     /// A file begins, or begins again from `present`.
@@ -164,7 +174,11 @@ fn locate<'a>(
     };
     names::check_revision(revision)?;
     let model = RepoSource { subject: Subject::Model, id, revision: revision.to_owned(), options };
-    if options.offline { model.cached_model(scope).map(whole) } else { model.fetched_model(scope, progress) }
+    if options.offline {
+        model.cached_model(scope, progress).map(whole)
+    } else {
+        model.fetched_model(scope, progress)
+    }
 }
 
 /// A local folder is used as it is, once its file names show that it holds a model.
@@ -225,11 +239,16 @@ impl<'a> RepoSource<'a> {
     }
 
     fn store(&self) -> HubCache {
-        HubCache::new(&self.options.cache_dir, &self.repo())
+        let verified = VerifiedFiles::new(self.options.verified_dir.clone());
+        HubCache::new(&self.options.cache_dir, &self.repo(), verified)
     }
 
-    fn client(&self) -> Client<'a> {
-        Client::new(self.options, self.repo(), self.subject())
+    /// What asks the hub, which a token that may not be used forbids: without it the hub would answer as to a stranger.
+    fn client(&self) -> Result<Client<'a>> {
+        match self.options.refused_token() {
+            Some(refused) => Err(refused.clone()),
+            None => Ok(Client::new(self.options, self.repo(), self.subject())),
+        }
     }
 
     fn subject(&self) -> String {
@@ -265,7 +284,7 @@ impl<'a> RepoSource<'a> {
     }
 
     fn fetched_model(&self, scope: Scope, progress: &mut DownloadProgress<'_>) -> Result<LocatedModel<'a>> {
-        let client = self.client();
+        let client = self.client()?;
         let description = client.describe(progress)?;
         match select::check_model(&description.files, scope) {
             Ok(()) => self.fetch_model(client, &description, scope, None, progress),
@@ -281,7 +300,7 @@ impl<'a> RepoSource<'a> {
         progress: &mut DownloadProgress<'_>,
     ) -> Result<LocatedModel<'a>> {
         let Some(sibling) = self.sibling() else { return Err(lack.error(&self.subject())) };
-        let client = sibling.client();
+        let client = sibling.client()?;
         let description = client.describe(progress).map_err(|error| {
             lack.error(&self.subject()).because(format!("its sibling was asked for: {}", error.what()))
         })?;
@@ -327,7 +346,7 @@ impl<'a> RepoSource<'a> {
         Ok(LocatedModel { located: self.located(folder, commit.to_owned(), note), remote })
     }
 
-    fn cached_model(&self, scope: Scope) -> Result<Located> {
+    fn cached_model(&self, scope: Scope, progress: &mut DownloadProgress<'_>) -> Result<Located> {
         let (source, note) = match self.sibling() {
             Some(sibling) if self.cached_files()?.is_none() && sibling.cached_files()?.is_some() => {
                 let note = self.sibling_note(&sibling);
@@ -342,16 +361,41 @@ impl<'a> RepoSource<'a> {
             let missing = if has_config { select::SINGLE } else { select::CONFIG };
             return Err(source.incomplete(&folder, missing));
         }
-        if scope != Scope::Headers && select::weights(&files) == Ok(Weights::Sharded) {
-            let index = read_index(&folder)?;
+        source.verify(&commit, &select::texts(&files), progress)?;
+        let weights = match select::weights(&files) {
             // Against the names in the index itself: what is not in the folder is missing, not refused.
-            let mut missing = select::named_shards(&index)?;
-            missing.retain(|shard| !files.contains(shard));
+            Ok(Weights::Sharded) if scope != Scope::Headers => select::named_shards(&read_index(&folder)?)?,
+            _ => vec![select::SINGLE.to_owned()],
+        };
+        if scope != Scope::Headers {
+            let missing: Vec<&str> =
+                weights.iter().filter(|file| !files.contains(file)).map(String::as_str).collect();
             if !missing.is_empty() {
                 return Err(source.incomplete(&folder, &missing.join(", ")));
             }
         }
+        if scope == Scope::Weights {
+            let weights: Vec<&str> = weights.iter().map(String::as_str).collect();
+            source.verify(&commit, &weights, progress)?;
+        }
         Ok(source.located(folder, commit, note))
+    }
+
+    /// Refuses files of the cache that are not what they were downloaded as; there is no hub to ask for them again.
+    fn verify(&self, commit: &str, files: &[&str], progress: &mut DownloadProgress<'_>) -> Result<()> {
+        let store = self.store();
+        for &file in files {
+            if !store.holds(commit, file, |bytes| progress(DownloadEvent::Check { file, bytes }))? {
+                let path = store.snapshot(commit).join(file);
+                return Err(Error::user(format!(
+                    "{} is damaged in the cache, and this run is offline",
+                    self.subject()
+                ))
+                .because(format!("{} does not hold the bytes that its digest names", path.display()))
+                .hint("run once without `--offline` and HF_HUB_OFFLINE to fetch the file again"));
+            }
+        }
+        Ok(())
     }
 
     /// The commit and the files that the cache holds of this revision.

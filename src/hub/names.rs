@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use super::options::expand_home;
 use crate::error::{Error, Result};
+use crate::private_file::without_user;
 
 /// What the user meant by a model or data set.
 #[derive(Debug, PartialEq, Eq)]
@@ -44,6 +45,7 @@ pub(super) fn place(given: &str, home: Option<&Path>) -> Result<Reference> {
 }
 
 fn bad_id(given: &str, why: &str) -> Error {
+    let given = without_user(given);
     Error::user(format!("`{given}` is neither a path that exists nor an id on the hub"))
         .because(why)
         .hint("give a folder, or an id such as `owner/name`")
@@ -191,6 +193,14 @@ mod tests {
             assert_eq!(place(id, None).unwrap(), Reference::Hub(id.to_owned()));
         }
         assert_eq!(place("hf://src/x", None).unwrap(), Reference::Hub("src/x".to_owned()));
+    }
+
+    #[test]
+    fn a_password_in_an_address_is_not_repeated() {
+        for address in ["https://ada:geheim@hub/a/b", "https://ada:geheim@hub", "hf://ada:geheim@y"] {
+            let error = place(address, None).unwrap_err().to_string();
+            assert!(!error.contains("geheim") && error.contains("://(hidden)@"), "{error}");
+        }
     }
 
     #[test]

@@ -10,7 +10,11 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorCategory, Result};
+use crate::private_file;
+
+/// Longer than any token.
+const MAX_TOKEN_FILE_BYTES: u64 = 64 << 10;
 
 const DEFAULT_ENDPOINT: &str = "https://huggingface.co";
 
@@ -75,7 +79,11 @@ pub struct HubOptions {
     pub home: Option<PathBuf>,
     /// When to try again.
     pub retry: Retry,
+    /// The folder of this user's own in which it is noted which files of the cache were verified; without one they are
+    /// verified each time.
+    pub verified_dir: Option<PathBuf>,
     pub(super) token_note: Option<String>,
+    refused_token: Option<Error>,
 }
 
 impl HubOptions {
@@ -91,7 +99,9 @@ impl HubOptions {
             offline: false,
             home: None,
             retry: Retry::default(),
+            verified_dir: None,
             token_note: None,
+            refused_token: None,
         })
     }
 
@@ -126,7 +136,13 @@ impl HubOptions {
             })?;
         let mut options = Self::new(endpoint.as_deref().unwrap_or(DEFAULT_ENDPOINT), cache_dir)?;
         options.offline = offline || env.is_true("HF_HUB_OFFLINE");
-        (options.token, options.token_note) = env.token(hf_home.as_deref())?;
+        match env.token(hf_home.as_deref())? {
+            FoundToken::None => {}
+            FoundToken::Usable(token) => options.token = Some(token),
+            FoundToken::Unread(note) => options.token_note = Some(note),
+            FoundToken::Refused(error) => options.refused_token = Some(error),
+        }
+        options.verified_dir = env.own_cache().map(|folder| folder.join("finetune/verified"));
         options.home = env.home;
         Ok(options)
     }
@@ -134,6 +150,12 @@ impl HubOptions {
     /// The hub's address, without a slash at its end.
     pub fn endpoint(&self) -> &str {
         &self.endpoint
+    }
+
+    /// Why the token file is not used, where others than its owner may use it, or it holds no token. It is no reason to
+    /// fail a run that asks no hub.
+    pub fn refused_token(&self) -> Option<&Error> {
+        self.refused_token.as_ref()
     }
 
     /// `text` without the token, should a server have echoed it.
@@ -163,6 +185,16 @@ fn checked_endpoint(given: &str) -> Result<String> {
         .hint("unset HF_ENDPOINT, or set it to an address such as https://huggingface.co"))
 }
 
+/// The token that the environment names, if it can be used.
+enum FoundToken {
+    None,
+    Usable(Token),
+    /// Its file cannot be read, as this says: no reason to fail a run that may not need it.
+    Unread(String),
+    /// Its file may not be used; the hub is not asked.
+    Refused(Error),
+}
+
 struct HubEnvironment<'a> {
     home: Option<PathBuf>,
     lookup: &'a dyn Fn(&str) -> Option<OsString>,
@@ -190,52 +222,44 @@ impl HubEnvironment<'_> {
     }
 
     fn hf_home(&self) -> Option<PathBuf> {
-        self.path("HF_HOME")
-            .or_else(|| self.path("XDG_CACHE_HOME").map(|folder| folder.join("huggingface")))
-            .or_else(|| self.home.as_ref().map(|home| home.join(".cache/huggingface")))
+        self.path("HF_HOME").or_else(|| self.own_cache().map(|folder| folder.join("huggingface")))
     }
 
-    /// The token and what to tell about it. A token file that cannot be read is no reason to fail a run that may
-    /// not need it, so it becomes a note.
-    fn token(&self, hf_home: Option<&Path>) -> Result<(Option<Token>, Option<String>)> {
+    /// The folder for what programs keep of this user.
+    fn own_cache(&self) -> Option<PathBuf> {
+        self.path("XDG_CACHE_HOME").or_else(|| self.home.as_ref().map(|home| home.join(".cache")))
+    }
+
+    fn token(&self, hf_home: Option<&Path>) -> Result<FoundToken> {
         if self.is_true("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
-            return Ok((None, None));
+            return Ok(FoundToken::None);
         }
         if let Some(text) = self.text("HF_TOKEN")?.filter(|text| !text.trim().is_empty()) {
-            return Ok((Some(Token::new(&text)?), None));
+            return Ok(FoundToken::Usable(Token::new(&text)?));
         }
         let path = self.path("HF_TOKEN_PATH").or_else(|| hf_home.map(|folder| folder.join("token")));
-        let Some(path) = path else { return Ok((None, None)) };
-        let text = match std::fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok((None, None)),
-            Err(error) => {
-                let note = format!("the token file {} was not used: {error}", path.display());
-                return Ok((None, Some(note)));
-            }
-        };
-        if text.trim().is_empty() {
-            return Ok((None, None));
-        }
-        match Token::new(&text) {
-            Ok(token) => Ok((Some(token), open_to_others(&path))),
-            Err(error) => Err(error.because(format!("it was read from {}", path.display()))),
-        }
+        Ok(path.map_or(FoundToken::None, |path| FoundToken::in_file(&path)))
     }
 }
 
-/// What to say about a token file that other users of the machine can read.
-#[cfg(unix)]
-fn open_to_others(path: &Path) -> Option<String> {
-    use std::os::unix::fs::PermissionsExt;
-    let mode = std::fs::metadata(path).ok()?.permissions().mode();
-    (mode & 0o044 != 0)
-        .then(|| format!("other users can read the token file; close it with `chmod 600 {}`", path.display()))
-}
-
-#[cfg(not(unix))]
-fn open_to_others(_path: &Path) -> Option<String> {
-    None
+impl FoundToken {
+    fn in_file(path: &Path) -> Self {
+        let bytes = match private_file::read(path, "the hub token", MAX_TOKEN_FILE_BYTES) {
+            Ok(bytes) => bytes.unwrap_or_default(),
+            Err(error) if error.kind() == ErrorCategory::Storage => {
+                return FoundToken::Unread(format!("the token file was not used: {}", error.in_one_line()));
+            }
+            Err(error) => return FoundToken::Refused(error),
+        };
+        let text = String::from_utf8_lossy(&bytes);
+        if text.trim().is_empty() {
+            return FoundToken::None;
+        }
+        match Token::new(&text) {
+            Ok(token) => FoundToken::Usable(token),
+            Err(error) => FoundToken::Refused(error.because(format!("it was read from {}", path.display()))),
+        }
+    }
 }
 
 /// `~` and `~/x` with the home folder in place; other paths as they are.
@@ -319,6 +343,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("token");
         std::fs::write(&file, "hf_file\n").unwrap();
+        set_mode(&file, 0o600);
         let home = folder.path().to_str().unwrap();
         let secret = |vars: &[(&str, &str)]| from(vars).unwrap().token.map(|token| token.secret().to_owned());
         assert_eq!(secret(&[("HF_HOME", home)]).as_deref(), Some("hf_file"));
@@ -332,17 +357,44 @@ mod tests {
         assert!(!error.contains("hf_a"), "{error}");
     }
 
-    #[cfg(unix)]
     #[test]
-    fn a_token_file_open_to_others_is_told() {
-        use std::os::unix::fs::PermissionsExt;
+    fn a_token_file_open_to_others_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("token");
         std::fs::write(&file, "hf_file").unwrap();
-        for (mode, told) in [(0o600, false), (0o640, true), (0o604, true)] {
-            std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
+        for (mode, refused) in [(0o600, false), (0o400, false), (0o640, true), (0o604, true), (0o644, true)] {
+            set_mode(&file, mode);
             let options = from(&[("HF_HOME", folder.path().to_str().unwrap())]).unwrap();
-            assert_eq!(options.token_note.is_some_and(|note| note.contains("chmod 600")), told, "{mode:o}");
+            assert_eq!(options.token.is_some(), !refused, "{mode:o}");
+            let told = options.refused_token().map(Error::to_string).unwrap_or_default();
+            assert_eq!(told.contains(&format!("chmod 600 {}", file.display())), refused, "{mode:o}: {told}");
+            assert!(!told.contains("hf_file"), "{told}");
         }
+        // It is not looked at where the token comes from elsewhere, or none is wanted.
+        for other in [("HF_TOKEN", "hf_env"), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")] {
+            let options = from(&[("HF_HOME", folder.path().to_str().unwrap()), other]).unwrap();
+            assert!(options.refused_token().is_none(), "{other:?}");
+        }
+    }
+
+    #[test]
+    fn a_token_file_without_a_token_is_refused_and_not_shown() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("token");
+        for text in [&b"hf_a b"[..], b"hf_a\xff", b"hf_a\x1b[2J", &[b'x'; 70_000]] {
+            std::fs::write(&file, text).unwrap();
+            set_mode(&file, 0o600);
+            let options = from(&[("HF_HOME", folder.path().to_str().unwrap())]).unwrap();
+            let told = options.refused_token().unwrap().to_string();
+            assert!(told.contains(file.to_str().unwrap()) && !told.contains("hf_a"), "{told}");
+        }
+        std::fs::write(&file, "\n").unwrap();
+        let options = from(&[("HF_HOME", folder.path().to_str().unwrap())]).unwrap();
+        assert!(options.token.is_none() && options.refused_token().is_none());
+    }
+
+    fn set_mode(path: &Path, mode: u32) {
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
     }
 }

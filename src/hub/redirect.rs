@@ -112,6 +112,98 @@ mod tests {
         assert!(!Hop::first("https://evil/x", "https://hub.example").unwrap().is_trusted);
     }
 
+    /// Every scheme, user, host and port that an address is put together from, from every endpoint: what is followed, and
+    /// with the token, is what RFC 6454 says of the parts.
+    #[test]
+    fn the_whole_matrix_of_addresses() {
+        let ports = |scheme: &str| if scheme == "https" { 443 } else { 80 };
+        let endpoints = ["http", "https"]
+            .into_iter()
+            .flat_map(|scheme| ["", ":80", ":443", ":8080"].map(|port| (scheme, port)));
+        let number = |scheme: &str, port: &str| {
+            port.strip_prefix(':').map_or(ports(scheme), |digits| digits.parse().unwrap())
+        };
+        let (mut followed, mut refused, mut trusted) = (0, 0, 0);
+        for (scheme, port) in endpoints {
+            let hub = hop(&format!("{scheme}://hub.example{port}/a/b"));
+            for to_scheme in ["http", "https", "HTTP", "ftp", "ws", "file"] {
+                for user in ["", "ada@", "ada:geheim@", ":@", "hub.example@", "hub.example:80@"] {
+                    for host in [
+                        "hub.example",
+                        "HUB.example",
+                        "hub.example.",
+                        "hub.example.evil",
+                        "evil",
+                        "127.0.0.1",
+                        "[::1]",
+                    ] {
+                        for to_port in ["", ":80", ":443", ":8080"] {
+                            let address = format!("{to_scheme}://{user}{host}{to_port}/x");
+                            let scheme_is = to_scheme.to_ascii_lowercase();
+                            let may = user.is_empty()
+                                && ["http", "https"].contains(&scheme_is.as_str())
+                                && !(scheme == "https" && scheme_is == "http");
+                            let same = scheme_is == scheme
+                                && host.eq_ignore_ascii_case("hub.example")
+                                && number(scheme, port) == number(&scheme_is, to_port);
+                            match hub.follow(&address) {
+                                Ok(next) => {
+                                    assert!(may, "{hub:?} followed {address}");
+                                    assert_eq!(next.is_trusted, same, "{hub:?} to {address}");
+                                    followed += 1;
+                                    trusted += usize::from(same);
+                                }
+                                Err(why) => {
+                                    assert!(!may, "{hub:?} did not follow {address}: {why}");
+                                    refused += 1;
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        // Of 8 endpoints and 1,008 addresses.
+        assert_eq!(followed + refused, 8 * 1008);
+        assert!(followed > 400 && trusted > 20, "{followed} followed, {trusted} with the token");
+    }
+
+    /// What parsers are known to read in different ways leads nowhere, or not to the token.
+    #[test]
+    fn addresses_that_parsers_disagree_about() {
+        let hub = hop("https://hub.example/a/b");
+        for location in [
+            r"https://hub.example\@evil/x",
+            r"https://evil\@hub.example/x",
+            r"/\evil/x",
+            r"\\evil/x",
+            "https:///evil/x",
+            "https:/hub.example/x",
+            "https:hub.example/x",
+            "https://hub.example:443:80/x",
+            "https://hub.example:99999/x",
+            "https://hub.example%2eevil/x",
+            "https://hub.example#@evil/x",
+            "https://hub.example?@evil/x",
+            "https://evil#@hub.example/x",
+            "https://evil?@hub.example/x",
+            "https://evil/@hub.example/x",
+            "https://hub.example%00.evil/x",
+            "https://hub.example%20/x",
+            "https://hub。example/x",
+            "////evil/x",
+            "//evil\\x",
+            " https://hub.example/x",
+            "",
+        ] {
+            if let Ok(next) = hub.follow(location) {
+                let host = next.uri.host().map(str::to_owned);
+                assert_eq!(next.is_trusted, host.as_deref() == Some("hub.example"), "{location}: {next:?}");
+                assert!(!next.origin().contains('@'), "{location}: {next:?}");
+            }
+        }
+    }
+
     #[test]
     fn a_chain_that_has_left_the_origin_does_not_get_the_token_back() {
         let away = hop("http://hub:1/x").follow("http://hub:2/x").unwrap();

@@ -1,7 +1,6 @@
 //! What a model is, family differences resolved to numbers. `families` reads it from config.json.
 
 use super::rope::Rope;
-use crate::error::{Error, Result};
 use crate::ops::attention::{AttentionKind, Heads};
 use crate::ops::glu::Activation;
 use crate::ops::rms_norm::NormKind;
@@ -110,33 +109,5 @@ impl ModelConfig {
             "hidden_size {}, intermediate_size {}, vocab_size {}, {num_heads} and {num_kv_heads} heads of {head_dim}",
             self.hidden_size, self.intermediate_size, self.vocab_size,
         )
-    }
-
-    /// Refuses counts and widths that no model can have.
-    pub(super) fn check(&self) -> Result<()> {
-        let Heads { num_heads, num_kv_heads, head_dim } = self.heads;
-        if num_kv_heads == 0 || num_heads == 0 || num_heads % num_kv_heads != 0 {
-            return Err(Error::user("the head counts do not fit each other").because(format!(
-                "num_attention_heads is {num_heads}, num_key_value_heads {num_kv_heads}; the first must be a multiple of the second"
-            )));
-        }
-        let positive = [
-            ("vocab_size", self.vocab_size),
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("head_dim", head_dim),
-            ("num_hidden_layers", self.layers.len()),
-        ];
-        for (key, value) in positive {
-            // 2^31 elements a side is far beyond any model, and keeps shape products inside 64 bits.
-            if value == 0 || value >= 1 << 31 {
-                return Err(Error::user(format!("`{key}` is {value}")).because("accepted: 1 to 2^31 − 1"));
-            }
-        }
-        if head_dim % 2 != 0 {
-            return Err(Error::user(format!("`head_dim` is {head_dim}"))
-                .because("rotary positions need an even width"));
-        }
-        Ok(())
     }
 }

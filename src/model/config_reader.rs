@@ -1,5 +1,7 @@
 //! Typed access to config.json.
 
+use std::collections::BTreeMap;
+
 use serde_json::Value;
 
 use crate::error::{Error, Result};
@@ -24,6 +26,12 @@ impl<'a> ConfigReader<'a> {
         self.object.get(key).filter(|value| !value.is_null())
     }
 
+    /// Every key that is not null with its value as text, in the order of keys; numbers alike however they are written.
+    pub(super) fn texts(&self) -> BTreeMap<String, String> {
+        let values = self.object.iter().filter(|(_, value)| !value.is_null());
+        values.map(|(key, value)| (key.clone(), text(value))).collect()
+    }
+
     /// True when the key is there, be it null.
     pub(super) fn mentions(&self, key: &str) -> bool {
         self.object.contains_key(key)
@@ -45,8 +53,35 @@ impl<'a> ConfigReader<'a> {
         })
     }
 
+    /// A size from 1 to `most`, if the key is there. `most` is far beyond any model; what is made by sizes is counted before
+    /// the memory is there to refuse it.
+    pub(super) fn opt_size(&self, key: &str, most: usize) -> Result<Option<usize>> {
+        let size = self.opt_usize(key)?;
+        match size {
+            Some(size) if !(1..=most).contains(&size) => {
+                Err(Error::user(format!("`{key}` is {size}")).because(format!("accepted: 1 to {most}")))
+            }
+            _ => Ok(size),
+        }
+    }
+
+    /// As [`ConfigReader::opt_size`], of a key that every model has.
+    pub(super) fn size(&self, key: &str, most: usize) -> Result<usize> {
+        self.opt_size(key, most)?.map_or_else(|| self.usize(key), Ok)
+    }
+
     pub(super) fn opt_f64(&self, key: &str) -> Result<Option<f64>> {
         self.typed(key, "a number", Value::as_f64)
+    }
+
+    /// A number above 0, if the key is there.
+    pub(super) fn above_zero(&self, key: &str) -> Result<Option<f64>> {
+        match self.opt_f64(key)? {
+            Some(value) if value <= 0.0 => {
+                Err(Error::user(format!("`{key}` is {value}")).because("accepted: above 0"))
+            }
+            value => Ok(value),
+        }
     }
 
     pub(super) fn f64_or(&self, key: &str, default: f64) -> Result<f64> {
@@ -71,5 +106,13 @@ impl<'a> ConfigReader<'a> {
 
     pub(super) fn f64_list(&self, key: &str) -> Result<Option<Vec<f64>>> {
         self.typed(key, "a list of numbers", |v| v.as_array()?.iter().map(Value::as_f64).collect())
+    }
+}
+
+fn text(value: &Value) -> String {
+    match value {
+        Value::Number(number) => number.as_f64().map_or_else(|| number.to_string(), |n| format!("{n:?}")),
+        Value::Array(list) => format!("[{}]", list.iter().map(text).collect::<Vec<_>>().join(", ")),
+        other => other.to_string(),
     }
 }

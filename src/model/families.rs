@@ -7,6 +7,7 @@ use serde_json::Value;
 
 use super::config::{Family, LayerKind, ModelConfig};
 use super::config_reader::ConfigReader;
+use super::layout::{BlockLayout, WeightShape};
 use super::rope::{Rope, RopeContext};
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::ops::attention::Heads;
@@ -23,6 +24,19 @@ const FAMILIES: [(&str, Family); 7] = [
     ("gemma3_text", Family::Gemma3),
     ("phi3", Family::Phi3),
 ];
+
+/// The widest that the activations of a model may be.
+const MOST_WIDE: usize = 1 << 22;
+/// The most blocks of a model.
+const MOST_LAYERS: usize = 1 << 16;
+/// The most tokens of a vocabulary.
+const MOST_TOKENS: usize = 1 << 27;
+/// The most heads of attention, and the widest that one may be.
+const MOST_HEADS: usize = 1 << 14;
+/// The most positions of a sequence.
+const MOST_POSITIONS: usize = 1 << 32;
+/// The most parameters: a thousand times those of the largest models. Memory for each of them is counted in 64 bits.
+const MOST_PARAMETERS: u128 = 1 << 50;
 
 /// Keys whose non-zero (non-false) value asks for something the engine does not compute.
 const UNSUPPORTED: [&str; 6] = [
@@ -45,10 +59,7 @@ impl ModelConfig {
                 .because(format!("it is not JSON: {e}"))
                 .hint("download or save the model again")
         })?;
-        let config =
-            read(&ConfigReader::new(&value)?).during(|| format!("cannot use the model of {file}"))?;
-        config.check().during(|| format!("cannot use the model of {file}"))?;
-        Ok(config)
+        read(&ConfigReader::new(&value)?).during(|| format!("cannot use the model of {file}"))
     }
 }
 
@@ -57,24 +68,28 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
     refuse_unsupported(keys)?;
     refuse_unknown_quantization(keys)?;
     let gemma = matches!(family, Family::Gemma2 | Family::Gemma3);
-    let hidden_size = keys.usize("hidden_size")?;
+    let hidden_size = keys.size("hidden_size", MOST_WIDE)?;
     let heads = heads(keys, family, hidden_size)?;
-    let num_layers = keys.usize("num_hidden_layers")?;
-    let max_position_embeddings = keys.opt_usize("max_position_embeddings")?.unwrap_or(2048);
+    let num_layers = keys.size("num_hidden_layers", MOST_LAYERS)?;
+    let max_position_embeddings = keys.opt_size("max_position_embeddings", MOST_POSITIONS)?.unwrap_or(2048);
     let (ropes, sliding_rope) = ropes(keys, family, heads.head_dim, max_position_embeddings)?;
     let attention_bias = keys.bool_or("attention_bias", false)? && family != Family::Phi3;
-    let scalar = if gemma { keys.f64_or("query_pre_attn_scalar", 256.0)? } else { heads.head_dim as f64 };
+    let scalar = if gemma {
+        keys.above_zero("query_pre_attn_scalar")?.unwrap_or(256.0)
+    } else {
+        heads.head_dim as f64
+    };
     let caps = family == Family::Gemma2;
-    Ok(ModelConfig {
+    let config = ModelConfig {
         family,
-        vocab_size: keys.usize("vocab_size")?,
+        vocab_size: keys.size("vocab_size", MOST_TOKENS)?,
         hidden_size,
-        intermediate_size: keys.usize("intermediate_size")?,
+        intermediate_size: keys.size("intermediate_size", MOST_WIDE)?,
         heads,
         layers: layers(keys, family, num_layers, sliding_rope)?,
         ropes,
         max_position_embeddings,
-        norm: NormKind { eps: keys.f64_or("rms_norm_eps", 1e-6)?, unit_offset: gemma },
+        norm: NormKind { eps: norm_eps(keys)?, unit_offset: gemma },
         activation: activation(keys)?,
         fused: family == Family::Phi3,
         qkv_bias: attention_bias || family == Family::Qwen2,
@@ -90,7 +105,23 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelConfig> {
         pad_token_id: keys.opt_usize("pad_token_id")?.and_then(|id| u32::try_from(id).ok()),
         initializer_range: keys.f64_or("initializer_range", 0.02)?,
         dtype: keys.opt_str("dtype")?.or(keys.opt_str("torch_dtype")?).map(str::to_string),
-    })
+    };
+    refuse_too_large(&config)?;
+    Ok(config)
+}
+
+/// Each size may be possible and their product not: shapes are multiplied in 64 bits, and memory is planned by them.
+fn refuse_too_large(config: &ModelConfig) -> Result<()> {
+    let elements = |weight: WeightShape| weight.dims().iter().map(|dim| *dim as u128).product::<u128>();
+    let block: u128 = BlockLayout::new(config).modules().iter().map(|module| elements(module.weight)).sum();
+    let tables = 2 * config.vocab_size as u128 * config.hidden_size as u128;
+    let all = config.num_layers() as u128 * block + tables;
+    if all <= MOST_PARAMETERS {
+        return Ok(());
+    }
+    Err(Error::user(format!("the sizes make {all} parameters"))
+        .because(format!("num_hidden_layers {}, {}", config.num_layers(), config.dimensions()))
+        .because(format!("accepted: up to {MOST_PARAMETERS}")))
 }
 
 fn family(keys: &ConfigReader<'_>) -> Result<Family> {
@@ -144,17 +175,38 @@ fn refuse_unknown_quantization(keys: &ConfigReader<'_>) -> Result<()> {
 }
 
 fn heads(keys: &ConfigReader<'_>, family: Family, hidden_size: usize) -> Result<Heads> {
-    let num_heads = keys.usize("num_attention_heads")?;
+    let num_heads = keys.size("num_attention_heads", MOST_HEADS)?;
     let derived = match family {
         Family::Gemma2 | Family::Gemma3 => 256,
         Family::Qwen3 => 128,
         _ => hidden_size / num_heads.max(1),
     };
-    Ok(Heads {
+    let heads = Heads {
         num_heads,
-        num_kv_heads: keys.opt_usize("num_key_value_heads")?.unwrap_or(num_heads),
-        head_dim: keys.opt_usize("head_dim")?.unwrap_or(derived),
-    })
+        num_kv_heads: keys.opt_size("num_key_value_heads", MOST_HEADS)?.unwrap_or(num_heads),
+        head_dim: keys.opt_size("head_dim", MOST_HEADS)?.unwrap_or(derived),
+    };
+    let Heads { num_kv_heads, head_dim, .. } = heads;
+    if !num_heads.is_multiple_of(num_kv_heads) {
+        return Err(Error::user("the head counts do not fit each other").because(format!(
+            "num_attention_heads is {num_heads}, num_key_value_heads {num_kv_heads}; the first must be a multiple of the second"
+        )));
+    }
+    if head_dim == 0 || !head_dim.is_multiple_of(2) {
+        return Err(
+            Error::user(format!("`head_dim` is {head_dim}")).because("rotary positions need an even width")
+        );
+    }
+    Ok(heads)
+}
+
+fn norm_eps(keys: &ConfigReader<'_>) -> Result<f64> {
+    match keys.f64_or("rms_norm_eps", 1e-6)? {
+        eps if (0.0..1.0).contains(&eps) => Ok(eps),
+        other => {
+            Err(Error::user(format!("`rms_norm_eps` is {other}")).because("accepted: from 0 to below 1"))
+        }
+    }
 }
 
 fn activation(keys: &ConfigReader<'_>) -> Result<Activation> {
@@ -174,7 +226,7 @@ fn activation(keys: &ConfigReader<'_>) -> Result<Activation> {
 
 /// A cap that is absent takes the class's default; one that is null is off.
 fn softcap(keys: &ConfigReader<'_>, key: &str, default: Option<f64>) -> Result<Option<f64>> {
-    if keys.mentions(key) { keys.opt_f64(key) } else { Ok(default) }
+    if keys.mentions(key) { keys.above_zero(key) } else { Ok(default) }
 }
 
 fn layers(
@@ -194,6 +246,10 @@ fn layers(
     } else {
         window
     };
+    if window == Some(0) {
+        return Err(Error::user("`sliding_window` is 0")
+            .because("accepted: a whole number above 0, or null for attention to all that came before"));
+    }
     let named = match family {
         Family::Llama | Family::Mistral | Family::Phi3 => None,
         _ => keys.opt_list("layer_types")?,
@@ -270,4 +326,86 @@ fn ropes(
         }
     }
     Ok((vec![Rope::read(scaling.as_ref(), &context)?, Rope::read(None, &local)?], 1))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Map, json};
+
+    use super::*;
+
+    fn config(changes: &[(&str, Value)]) -> Result<ModelConfig> {
+        let plain = json!({ "model_type": "mistral", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4 });
+        let mut keys: Map<String, Value> = plain.as_object().cloned().unwrap_or_default();
+        keys.extend(changes.iter().map(|(key, value)| ((*key).to_owned(), value.clone())));
+        ModelConfig::from_json(&Value::Object(keys).to_string(), "config.json")
+    }
+
+    /// Each would end the process for want of memory, or train something else than the model.
+    #[test]
+    fn what_no_model_is_is_refused() {
+        assert!(config(&[]).is_ok());
+        let sizes = [
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+        ];
+        let sizes = sizes
+            .into_iter()
+            .flat_map(|key| [json!(0), json!(1_u64 << 40), json!(u64::MAX)].map(|value| (key, value)));
+        let others = [
+            ("head_dim", json!(5)),
+            ("num_key_value_heads", json!(3)),
+            ("sliding_window", json!(0)),
+            ("partial_rotary_factor", json!(2.0)),
+            ("partial_rotary_factor", json!(-1.0)),
+            ("partial_rotary_factor", json!(0.1)),
+            ("rope_theta", json!(0.0)),
+            ("rope_theta", json!(1e-300)),
+            ("rms_norm_eps", json!(-1e-6)),
+            ("max_position_embeddings", json!(0)),
+        ];
+        for (key, value) in sizes.chain(others) {
+            let refused = config(&[(key, value.clone())]).expect_err("no model is so");
+            assert!(refused.to_string().contains("cannot use the model"), "{refused}");
+            assert!(
+                refused.causes().iter().any(|cause| cause.contains(key) || cause.contains("head")),
+                "{key} {value}: {refused:?}"
+            );
+        }
+    }
+
+    /// Keys that not all families have, and what only together is no model.
+    #[test]
+    fn what_makes_numbers_of_nothing_is_refused() {
+        let gemma = |key: &str, value: Value| config(&[("model_type", json!("gemma2")), (key, value)]);
+        for (key, value) in [
+            ("query_pre_attn_scalar", json!(0)),
+            ("query_pre_attn_scalar", json!(-256)),
+            ("attn_logit_softcapping", json!(0.0)),
+            ("final_logit_softcapping", json!(-30.0)),
+        ] {
+            let refused = gemma(key, value).expect_err("no model is so");
+            assert!(refused.causes()[0].contains(key), "{refused}");
+        }
+        assert!(gemma("attn_logit_softcapping", Value::Null).is_ok());
+        let longrope = |factor: f64| {
+            let scaling =
+                json!({ "type": "longrope", "short_factor": [factor, 1.0], "long_factor": [1.0, 1.0] });
+            config(&[("rope_scaling", scaling)])
+        };
+        assert!(longrope(1.0).is_ok());
+        for factor in [0.0, -1.0] {
+            assert!(longrope(factor).expect_err("no angle").to_string().contains("short_factor"));
+        }
+        let wide = ["vocab_size", "hidden_size", "intermediate_size"].map(|key| (key, json!(1 << 18)));
+        let large: Vec<_> = wide.into_iter().chain([("num_hidden_layers", json!(1 << 16))]).collect();
+        let refused = config(&large).expect_err("too large").to_string();
+        assert!(refused.contains("parameters") && refused.contains("num_hidden_layers 65536"), "{refused}");
+    }
 }

@@ -21,6 +21,7 @@ mod lm_head;
 mod lora;
 mod rope;
 mod rotary_tables;
+mod semantics;
 mod spec;
 mod stored;
 

@@ -43,6 +43,8 @@ pub struct Rope {
     theta: f64,
     /// The context length before stretching, beyond which `kind` takes effect.
     pub trained_positions: usize,
+    /// What config.json says of it, in words that do not depend on how it is written there.
+    pub(super) settings: String,
 }
 
 /// What stands outside the scaling object of config.json.
@@ -83,7 +85,17 @@ impl Rope {
             .map(|s| s.f64_or("partial_rotary_factor", context.partial))
             .transpose()?
             .unwrap_or(context.partial);
+        if !(theta as f32).is_normal() || theta < 0.0 {
+            return Err(Error::user(format!("`rope_theta` is {theta}"))
+                .because("accepted: above 0, and what f32 holds"));
+        }
         let rotary_dim = (context.head_dim as f64 * partial) as usize / 2 * 2;
+        if !(2..=context.head_dim).contains(&rotary_dim) {
+            return Err(Error::user(format!("`partial_rotary_factor` is {partial}")).because(format!(
+                "accepted: at most 1, and at least 2 of the {} columns of a head",
+                context.head_dim
+            )));
+        }
         let plain: Vec<f32> = (0..rotary_dim / 2)
             .map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / rotary_dim as f32))
             .collect();
@@ -93,6 +105,7 @@ impl Rope {
             kind: RopeKind::Fixed,
             theta,
             trained_positions: context.max_positions,
+            settings: settings(scaling, context, (theta, rotary_dim)),
         };
         let Some(s) = scaling else { return Ok(rope) };
         let name = match s.opt_str("rope_type")? {
@@ -116,7 +129,19 @@ impl Rope {
                     .because("accepted: default, linear, dynamic, llama3, yarn, longrope"));
             }
         }
+        rope.check(name)?;
         Ok(rope)
+    }
+
+    /// Refuses numbers that make no angles, whichever of them it is.
+    fn check(&self, name: &str) -> Result<()> {
+        let frequencies = self.inv_freq.iter().chain(std::iter::once(&self.attention_factor));
+        if frequencies.into_iter().all(|number| number.is_finite() && *number >= 0.0) {
+            return Ok(());
+        }
+        Err(Error::user(format!("the numbers of `rope_scaling` (\"{name}\") make no angles")).because(
+            "accepted: numbers by which all frequencies, and the factor on them, are finite and not negative",
+        ))
     }
 
     fn llama3(&mut self, s: &ConfigReader<'_>, context: &RopeContext) -> Result<()> {
@@ -172,6 +197,11 @@ impl Rope {
             if list.len() != self.inv_freq.len() {
                 return Err(Error::user(format!("`{key}` has {} entries", list.len()))
                     .because(format!("accepted: {}, half the rotary width", self.inv_freq.len())));
+            }
+            if let Some(divisor) = list.iter().find(|divisor| **divisor <= 0.0) {
+                return Err(
+                    Error::user(format!("`{key}` has {divisor}")).because("accepted: numbers above 0")
+                );
             }
             Ok(list.into_iter().map(|x| x as f32).collect())
         };
@@ -229,6 +259,24 @@ impl Rope {
         let tensor = |values: Vec<f32>| Tensor::from_vec(values, (rows, half), device);
         Ok(RotaryTable { cos: tensor(cos)?, sin: tensor(sin)? })
     }
+}
+
+/// Base, width and, where it is stretched, all that says how.
+fn settings(
+    scaling: Option<&ConfigReader<'_>>,
+    context: &RopeContext,
+    (theta, columns): (f64, usize),
+) -> String {
+    // These are said already, or name the kind under its older key.
+    let elsewhere = ["rope_theta", "partial_rotary_factor", "type", "rope_type"];
+    let said = format!("theta {theta:?} on {columns} columns");
+    let kind = scaling.and_then(|s| s.get("rope_type").or(s.get("type"))?.as_str());
+    let (Some(s), Some(kind)) = (scaling, kind.filter(|kind| *kind != "default")) else { return said };
+    let RopeContext { max_positions, original_max_positions: original, .. } = context;
+    let lengths = format!("of {max_positions} positions, {} before", original.unwrap_or(0));
+    let others = s.texts().into_iter().filter(|(key, _)| !elsewhere.contains(&key.as_str()));
+    let others = others.map(|(key, value)| format!(", {key} {value}")).collect::<String>();
+    format!("{said}, {kind} {lengths}{others}")
 }
 
 fn needed(s: &ConfigReader<'_>, key: &str) -> Result<f64> {

@@ -239,7 +239,7 @@ fn widest_micro_batch(recipe: &Recipe, data: &Dataset) -> usize {
     let mut lengths: Vec<usize> =
         data.examples().iter().map(|example| example.ids.len().min(longest)).collect();
     if recipe.data.packing {
-        return rows * longest.min(lengths.iter().sum());
+        return rows.saturating_mul(longest).min(lengths.iter().sum());
     }
     lengths.sort_unstable_by(|a, b| b.cmp(a));
     lengths.iter().take(rows).sum()

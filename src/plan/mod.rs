@@ -2,7 +2,8 @@
 //!
 //! A recipe and facts (config.json, headers, devices, data) become a [`Plan`]: `resolve` finds and decides, `parallel` and
 //! `fit` choose strategy and recomputing by the memory that `memory` works out, `method` and `describe` put it into words,
-//! `changes` lists what would make a run smaller, `fingerprint` says what two runs must have alike. Refused here, before any weight is read: keys that contradict one
+//! `changes` lists what would make a run smaller, `memory_check` refuses what no memory holds, `warnings` says what is no
+//! error, `fingerprint` says what two runs must have alike. Refused here, before any weight is read: keys that contradict one
 //! another or the machine. What brings a plan to life is in `run`.
 
 mod bf16_copy;
@@ -12,10 +13,14 @@ mod fingerprint;
 mod fit;
 mod gpu_memory;
 mod memory;
+mod memory_check;
 mod method;
 mod parallel;
 mod resolve;
+mod schedule;
+mod warnings;
 
+pub(crate) use fingerprint::RECIPE;
 pub use memory::{MemoryOptions, MemoryPlan, Saving};
 pub use method::Method;
 pub use parallel::WorldSize;

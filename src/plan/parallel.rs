@@ -44,13 +44,23 @@ pub(super) fn split_global_batch(
             ))
             .hint(format!("resume with `--ranks {}`", saved.state.ranks)));
     };
+    let size = recipe.train.micro_batch_size;
+    let then = saved.state.micro_batch_size().unwrap_or(size);
+    let rows = steps.saturating_mul(then);
+    if !rows.is_multiple_of(size) {
+        return Err(Error::user(format!("cannot resume {}", saved.folder.display()))
+            .because(format!(
+                "its steps are {steps} micro-batches of {then}, which `train.micro_batch_size` {size} cannot share evenly"
+            ))
+            .hint(format!("use a divisor of {rows}")));
+    }
+    let steps = rows / size;
     if !steps.is_multiple_of(ranks) {
         let counts: Vec<String> =
             (1..=steps).filter(|count| steps.is_multiple_of(*count)).map(|count| count.to_string()).collect();
         return Err(Error::user(format!("cannot resume {} with {ranks} ranks", saved.folder.display()))
             .because(format!(
-                "its steps are {steps} micro-batches of {}, which {ranks} ranks cannot share evenly",
-                recipe.train.micro_batch_size
+                "its steps are {steps} micro-batches of {size}, which {ranks} ranks cannot share evenly"
             ))
             .hint(format!("use one of these numbers of ranks: {}", counts.join(", "))));
     }

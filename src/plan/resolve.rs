@@ -26,7 +26,7 @@ use crate::setup::dataset::DatasetLoader;
 use crate::setup::param_layout::Trains;
 use crate::setup::resolver::{ResolvedSource, Resolver};
 use crate::sharding::{GradReduceOptions, ShardingStrategy};
-use crate::weights::{ModelFiles, ModelIdentity};
+use crate::weights::{DigestTask, ModelFiles, ModelIdentity};
 
 /// What will run.
 #[derive(Debug)]
@@ -37,6 +37,8 @@ pub struct Plan {
     pub base: BaseModel,
     /// What trains; none: all weights.
     pub adapter_setup: Option<AdapterSetup>,
+    /// Where the adapter that it starts from was found.
+    adapter_found: Option<ResolvedSource>,
     /// Tokenizer and template.
     pub rows: DatasetLoader,
     /// The rows to learn from, and where they came from.
@@ -57,8 +59,7 @@ pub struct Plan {
     pub kind: ShardingStrategy,
     /// Why it was picked, when the recipe left it open.
     pub(crate) why: Option<String>,
-    /// Which model the run starts from, once somebody asked.
-    identity: OnceLock<ModelIdentity>,
+    identities: BaseIdentities,
     /// What PiSSA took from the weights when they were loaded, by module.
     pub(crate) initial: OnceLock<Arc<BTreeMap<String, LowRankFactors>>>,
 }
@@ -81,12 +82,11 @@ impl Plan {
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
         let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
         engine.bf16_copy = bf16_copy::is_wanted(&recipe);
-        let saved = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
-        let saved = saved.map(|source| finder.adapter(source)).transpose()?.map(|found| found.folder);
-        saved.as_deref().map_or(Ok(()), |folder| base.adopt(folder))?;
+        let adapter_found = find_adapter(&recipe, finder, &mut base)?;
+        let saved = adapter_found.as_ref().map(|found| found.folder.as_path());
         let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
         let named = (base.found.id.as_str(), &base.config);
-        let adapter_setup = match (&saved, &recipe.adapter) {
+        let adapter_setup = match (saved, &recipe.adapter) {
             (Some(folder), _) => Some(AdapterSetup::from_saved(&mut recipe, folder, named, &tokens)?),
             (None, Some(adapter)) => Some(AdapterSetup::from_recipe(adapter, named, &tokens)?),
             (None, None) => None,
@@ -115,6 +115,7 @@ impl Plan {
             recipe,
             base,
             adapter_setup,
+            adapter_found,
             rows,
             train,
             held_out,
@@ -125,7 +126,7 @@ impl Plan {
             ranks: world.all,
             kind,
             why,
-            identity: OnceLock::new(),
+            identities: BaseIdentities::default(),
             initial: OnceLock::new(),
         })
     }
@@ -157,16 +158,27 @@ impl Plan {
         Sampler::new(&self.train.0, sampler_options(&self.recipe, self.ranks))
     }
 
-    /// Which model the run starts from.
+    /// Which model the run starts from, with the digest of every byte once [`Plan::finish_digest`] was called.
     ///
     /// # Errors
     /// As [`BaseModel::identity`].
     pub fn identity(&self) -> Result<&ModelIdentity> {
-        if let Some(identity) = self.identity.get() {
+        if let Some(identity) = self.identities.whole.get().or_else(|| self.identities.sampled.get()) {
             return Ok(identity);
         }
         let identity = self.base.identity(self.recipe.train.seed)?;
-        Ok(self.identity.get_or_init(|| identity))
+        Ok(self.identities.sampled.get_or_init(|| identity))
+    }
+
+    /// Takes over the digest of every byte of the base, which `task` makes; what the run saves says it.
+    ///
+    /// # Errors
+    /// As [`DigestTask::wait`] and [`BaseModel::identity`].
+    pub fn finish_digest(&self, task: DigestTask) -> Result<()> {
+        let digest = task.wait()?;
+        let identity = self.identity()?.clone().with_digest(&digest);
+        self.identities.whole.get_or_init(|| identity);
+        Ok(())
     }
 
     /// Compares the base with that of the checkpoint `resumed`, or of the adapter that the run starts from; none where
@@ -188,19 +200,28 @@ impl Plan {
         BaseCheck::new(&what, trained_on.as_ref(), self.identity()?, force_base).map(Some)
     }
 
-    /// Takes the weights from a checkpoint instead of the base.
+    /// Takes the weights from a checkpoint instead of the base; returns what goes on otherwise than it was, in words.
+    /// The keys in `allowed` may be other than they were.
     ///
     /// # Errors
     /// The checkpoint is of another run.
-    pub fn resume(&mut self, saved: &SavedCheckpoint) -> Result<()> {
+    pub fn resume(&mut self, saved: &SavedCheckpoint, allowed: &[String]) -> Result<Vec<String>> {
         // While the files are still the base's.
         self.identity()?;
-        saved.check_same_run(&self.fingerprint())?;
+        let mut changes = saved.check_same_run(&self.fingerprint(), allowed)?;
+        changes.extend(self.harmless_changes(saved));
         match &mut self.adapter_setup {
             Some(adapter_setup) => adapter_setup.resume(adapter::SavedAdapter::read(&saved.folder)?),
             None => self.base.files = Some(ModelFiles::open(&saved.folder)?),
         }
-        Ok(())
+        Ok(changes)
+    }
+
+    /// The commits of what came from the hub, by what was asked for there.
+    pub fn commits(&self) -> BTreeMap<String, String> {
+        let rows = self.held_out.iter().chain([&self.train]).flat_map(|(_, found)| found);
+        let found = rows.chain(&self.adapter_found).chain([&self.base.found]);
+        found.filter_map(|found| Some((found.id.clone(), found.commit.clone()?))).collect()
     }
 
     /// Micro-batches of a step, those of all ranks together.
@@ -220,6 +241,27 @@ impl Plan {
     pub fn method(&self) -> Method {
         Method::new(self.adapter_setup.as_ref(), self.base.format)
     }
+}
+
+/// The adapter that the run starts from, whose tokenizer goes before the model's.
+fn find_adapter(
+    recipe: &Recipe,
+    finder: &Resolver<'_>,
+    base: &mut BaseModel,
+) -> Result<Option<ResolvedSource>> {
+    let source = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
+    let found = source.map(|source| finder.adapter(source)).transpose()?;
+    found.as_ref().map_or(Ok(()), |found| base.adopt(&found.folder))?;
+    Ok(found)
+}
+
+/// Which model a run starts from.
+#[derive(Debug, Default)]
+struct BaseIdentities {
+    /// Once somebody asked.
+    sampled: OnceLock<ModelIdentity>,
+    /// With the digest of every byte, once that is made.
+    whole: OnceLock<ModelIdentity>,
 }
 
 /// Writes what was left open into the recipe.

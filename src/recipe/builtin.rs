@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::suggest::nearest;
+use crate::error::input_file;
 use crate::error::{Error, Result};
 
 /// A recipe that ships with the binary.
@@ -83,9 +84,9 @@ impl RecipeText {
     pub fn find(name: &str, folder: &Path) -> Result<RecipeText> {
         for file in [name.to_owned(), format!("{name}.toml")] {
             let path = folder.join(&file);
-            if path.is_file() {
-                let text = std::fs::read_to_string(&path)
-                    .map_err(|error| Error::io("read recipe", &path, &error))?;
+            // A FIFO or a device too: the error then says what it is.
+            if path.exists() && !path.is_dir() {
+                let text = input_file::read_text("read recipe", &path)?;
                 let folder = path.parent().unwrap_or(folder).to_owned();
                 return Ok(RecipeText { name: file, text, folder });
             }

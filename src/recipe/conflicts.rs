@@ -6,7 +6,8 @@
 use std::collections::HashSet;
 
 use super::Recipe;
-use super::enums::{AdapterInit, Offload, SchedulerKind, Strategy};
+use super::enums::{AdapterInit, Offload, OnNan, SchedulerKind, Strategy};
+use super::sections::TrainSection;
 use super::source::DataSource;
 
 /// A key at odds with another.
@@ -25,6 +26,7 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     schedule(recipe, &mut found);
     adapter(recipe, &mut found);
     places(recipe, &mut found);
+    divergence(recipe, &mut found);
     found
 }
 
@@ -111,6 +113,26 @@ fn adapter(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             hint: "add `[adapter]`, or remove `lora_plus_ratio`".into(),
         }),
         None => {}
+    }
+}
+
+fn divergence(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+    let train = &recipe.train;
+    if train.nan_limit != TrainSection::default().nan_limit && train.on_nan == OnNan::Stop {
+        found.push(KeyConflict {
+            section: "train",
+            key: "nan_limit",
+            text: "has no effect with `on_nan = \"stop\"`".into(),
+            hint: "write `on_nan = \"skip\"`, or remove `nan_limit`".into(),
+        });
+    }
+    if train.on_nan == OnNan::Rollback && recipe.checkpoint.save_steps.is_none() {
+        found.push(KeyConflict {
+            section: "train",
+            key: "on_nan",
+            text: "is \"rollback\", which needs checkpoints".into(),
+            hint: "write `save_steps = 100` under `[checkpoint]`, for example, or `on_nan = \"skip\"`".into(),
+        });
     }
 }
 

@@ -22,7 +22,7 @@ pub use builtin::{BUILT_IN, BuiltIn, RecipeText};
 pub use finetune_compute::recipe::enums;
 pub use finetune_compute::recipe::enums::{
     AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, ModelInit, Offload, OnBadRow,
-    OnLongRow, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
+    OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
     TrainOn,
 };
 pub use layers::{Purpose, RecipeLayers};
@@ -33,7 +33,7 @@ pub use sections::{
 pub use source::{DataSource, Folder, Template};
 pub use value::{AutoOr, Patterns, TargetModules};
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use schema::Section;
 
@@ -115,6 +115,30 @@ impl Recipe {
     /// The value of every key that is set, as TOML, by `section.key`.
     pub fn values(&self) -> BTreeMap<String, String> {
         render::values(self)
+    }
+
+    /// The values that the text of a recipe says, in the form of [`Recipe::values`]; none if it is no TOML of sections.
+    pub fn values_of(text: &str) -> Option<BTreeMap<String, String>> {
+        let mut values = BTreeMap::new();
+        for (section, keys) in text.parse::<toml::Table>().ok()? {
+            let toml::Value::Table(keys) = keys else { return None };
+            values
+                .extend(keys.iter().map(|(key, value)| (format!("{section}.{key}"), render::inline(value))));
+        }
+        Some(values)
+    }
+
+    /// Adds to `values`, which [`Recipe::values`] gave, perhaps of an older version of the program, the defaults of keys that
+    /// their sections lack: a recipe from before a key was there means its default.
+    pub fn add_defaults(values: &mut BTreeMap<String, String>) {
+        let section = |key: &str| key.split_once('.').map(|(section, _)| section.to_owned());
+        let present: BTreeSet<String> = values.keys().filter_map(|key| section(key)).collect();
+        let defaults = Recipe::complete().values().into_iter();
+        for (key, value) in
+            defaults.filter(|(key, _)| section(key).is_some_and(|name| present.contains(&name)))
+        {
+            values.entry(key).or_insert(value);
+        }
     }
 
     /// Every section and key with its documentation, what it accepts and its default, as a recipe.

@@ -4,13 +4,17 @@
 
 use super::enums::{
     AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, ModelInit, Offload, OnBadRow,
-    OnLongRow, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
+    OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
     TrainOn,
 };
 use super::schema::section;
 use super::source::{DataSource, Folder, Template};
 use super::value::Bounds::{Above, AtLeast, Between, FromToBelow, OneOf};
 use super::value::{AutoOr, Patterns, TargetModules};
+
+/// The highest rank of an adapter: wider than any matrix that is adapted, and low enough that its parameters can be
+/// counted.
+const MOST_RANK: f64 = 65_536.0;
 
 section! {
     /// The model to start from.
@@ -53,7 +57,7 @@ section! {
         /// The kind of adapter.
         kind: AdapterKind = AdapterKind::Lora;
         /// Rank of the update.
-        r: usize = 16, AtLeast(1.0);
+        r: usize = 16, Between(1.0, MOST_RANK);
         /// The update is scaled by `lora_alpha / r`.
         lora_alpha: f64 = 16.0, Above(0.0);
         /// Share of the adapter's inputs set to zero in training.
@@ -65,7 +69,7 @@ section! {
         /// Modules trained in full beside the adapter, such as "lm_head".
         modules_to_save: Vec<String> = Vec::new();
         /// Other ranks by module-name pattern; the first that matches counts.
-        rank_pattern: Patterns<usize> = Patterns::default(), AtLeast(1.0);
+        rank_pattern: Patterns<usize> = Patterns::default(), Between(1.0, MOST_RANK);
         /// Other alphas by module-name pattern; the first that matches counts.
         alpha_pattern: Patterns<f64> = Patterns::default(), Above(0.0);
         /// Scale by `lora_alpha / sqrt(r)` instead (arXiv:2312.03732).
@@ -87,7 +91,7 @@ section! {
         /// What a row looks like; auto: recognised, and said.
         format: DataFormat = DataFormat::Auto;
         /// Tokens of a row at most.
-        max_seq_len: usize = 2048, AtLeast(2.0);
+        max_seq_len: usize = 2048, Between(2.0, 16_777_216.0);
         /// Put several samples into one row, without attention between them.
         packing: bool = true;
         /// A new order each epoch, from the seed; else file order.
@@ -111,11 +115,16 @@ section! {
         /// Optimizer steps of the whole run; set, it decides instead of `epochs`.
         max_steps: Option<u64> = None, AtLeast(1.0);
         /// Rows that go through the model at once, on each rank.
-        micro_batch_size: usize = 1, AtLeast(1.0);
+        micro_batch_size: usize = 1, Between(1.0, 65_536.0);
         /// Micro-batches whose gradients make one optimizer step, on each rank.
-        gradient_accumulation_steps: usize = 1, AtLeast(1.0);
+        gradient_accumulation_steps: usize = 1, Between(1.0, 1_048_576.0);
         /// Gradients are scaled down to this norm; 0: never.
         max_grad_norm: f64 = 1.0, AtLeast(0.0);
+        /// What happens at a step whose loss or gradient norm is NaN or infinite, and which therefore updates nothing:
+        /// the run stops; skips it; rolls back to the newest checkpoint and goes on with the rows after it.
+        on_nan: OnNan = OnNan::Stop;
+        /// Steps in a row that are skipped, or roll-backs to one checkpoint, before the run stops after all.
+        nan_limit: u64 = 3, AtLeast(1.0);
         /// Seed of everything random.
         seed: u64 = 0, AtLeast(0.0);
         /// Compute activations again in the backward pass to save memory.
@@ -176,6 +185,9 @@ section! {
         offload_folder: Option<Folder> = None;
         /// Type in which gradients are summed over ranks.
         reduce_dtype: ReduceDtype = ReduceDtype::F32;
+        /// Seconds without progress after which a rank counts as hung and the run ends, loading and saving included;
+        /// default: learned from the run, 15 at least.
+        timeout_secs: Option<u64> = None, Between(1.0, 31_536_000.0);
     }
 }
 

@@ -13,10 +13,15 @@ use std::path::{Path, PathBuf};
 use toml::Value;
 
 use super::value::{Setting, ValueRefusal, read_list};
+use crate::error::input_file;
 use crate::error::{Error, Result};
+use crate::private_file::without_user;
 
 /// What an id that starts so names: an asset inside the binary.
 const BUILTIN: &str = "builtin:";
+
+/// What an id that starts so is: on the hub, whatever is on this machine.
+const HUB: &str = "hf://";
 
 /// Endings that no model or data set on the hub has.
 const DATA_EXTENSIONS: [&str; 7] = ["jsonl", "json", "parquet", "csv", "tsv", "txt", "md"];
@@ -39,7 +44,8 @@ impl DataSource {
     /// When it is empty, or a path that does not exist.
     pub fn from_argument(flag: &str, text: &str, folder: &Path) -> Result<DataSource> {
         DataSource::parse(text, folder).map_err(|refusal| {
-            let error = Error::user(format!("cannot use `{}`", format!("{flag} {text}").trim_start()));
+            let shown = format!("{flag} {}", without_user(text));
+            let error = Error::user(format!("cannot use `{}`", shown.trim_start()));
             match refusal {
                 ValueRefusal::Unusable(why) => error.because(why),
                 ValueRefusal::Shape | ValueRefusal::Empty => {
@@ -59,6 +65,9 @@ impl DataSource {
         }
         if let Some(name) = text.strip_prefix(BUILTIN) {
             return Ok(DataSource::Builtin(name.to_owned()));
+        }
+        if text.contains("://") && !text.starts_with(HUB) {
+            return Err(ValueRefusal::Unusable(format!("it is an address; accepted: {}", Self::accepted())));
         }
         let path = absolute(text, folder)?;
         match path.try_exists() {
@@ -159,10 +168,10 @@ impl Setting for Template {
         }
         let path = absolute(text, folder)?;
         let refuse = |why: String| Err(ValueRefusal::Unusable(why));
-        match std::fs::read_to_string(&path) {
+        match input_file::read_text("read", &path) {
             Ok(jinja) if is_jinja(&jinja) => Ok(Template(jinja)),
             Ok(_) => refuse(format!("{} holds no `{{{{` and no `{{%`", path.display())),
-            Err(error) => refuse(format!("cannot read {}: {error}", path.display())),
+            Err(error) => refuse(error.in_one_line()),
         }
     }
 
@@ -178,7 +187,7 @@ fn is_jinja(text: &str) -> bool {
 fn means_path(text: &str) -> bool {
     let is_part = |rest: &str| !rest.starts_with("//") && !rest.starts_with('\\');
     // What follows an id: `@revision`, and of a data set `:configuration/split`.
-    let text = text.strip_prefix("hf://").unwrap_or(text);
+    let text = text.strip_prefix(HUB).unwrap_or(text);
     let text = match text.split_once(['@', ':']) {
         Some((id, rest)) if is_part(rest) => id,
         _ => text,

@@ -10,7 +10,7 @@ use toml::Value;
 
 use super::enums::{
     AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, ModelInit, Offload, OnBadRow,
-    OnLongRow, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
+    OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
     TrainOn,
 };
 
@@ -398,6 +398,7 @@ choices_are_settings!(
     TrainOn,
     OnBadRow,
     OnLongRow,
+    OnNan,
     Recompute,
     OptimizerKind,
     StateDtype,

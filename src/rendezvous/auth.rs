@@ -1,19 +1,21 @@
 //! The secret that the processes of a run share.
 //!
 //! `FINETUNE_RDZV_SECRET`, or a file that its owner alone can read, named by `FINETUNE_RDZV_SECRET_FILE`. Never on the
-//! command line, which every user of a host can see. Whoever can reach the port and knows the secret is a rank, so
-//! without one only the loopback address will do, unless `FINETUNE_RDZV_WITHOUT_SECRET=1` says that the network is
-//! the user's alone. The secret leaves this module as a derived key alone: `Debug` and errors do not show it.
+//! command line, which every user of a host can see. Whoever can reach the port and knows the secret is a rank, and every
+//! user of a host can reach its loopback address. There processes that were given no secret take one of the user's own: a
+//! file of mode 0600 in the user's cache folder, made by the first process that needs it. No launcher has to hand it on,
+//! for every process of the user finds it. Other addresses need a secret that is given, unless
+//! `FINETUNE_RDZV_WITHOUT_SECRET=1` says that network and hosts are the user's alone. The secret leaves this module as a
+//! derived key alone: `Debug` and errors do not show it.
 
 use std::ffi::OsString;
-use std::fs::File;
-use std::io::Read;
+use std::io::ErrorKind;
 use std::net::SocketAddr;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::private_file::{self, own_uid};
 
 const SECRET: &str = "FINETUNE_RDZV_SECRET";
 const SECRET_FILE: &str = "FINETUNE_RDZV_SECRET_FILE";
@@ -24,17 +26,23 @@ const KEY_CONTEXT: &str = "finetune 2026-11-21 pre-shared key of the rendezvous"
 /// Fewer bytes could be guessed offline from one recorded handshake.
 const MIN_BYTES: usize = 16;
 const MAX_BYTES: usize = 4096;
+/// Random bytes of the user's own secret, which is kept as hexadecimal digits.
+const OWN_BYTES: usize = 32;
+/// What the file of a secret holds, for errors.
+const WHAT: &str = "the secret";
 const HINT: &str =
     "make one and give it to every process: `export FINETUNE_RDZV_SECRET=$(openssl rand -hex 32)`";
 
 /// The secret by which a process proves that it belongs to the run.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Secret {
-    /// There is none; only the loopback address may be used.
+    /// There is none; no address may be used.
     Absent,
     /// There is none; the user allows any address.
     Waived,
-    /// The bytes that all processes know.
+    /// The bytes that all processes of this user on this host can read; only the loopback address may be used.
+    OfUser(Arc<[u8]>),
+    /// The bytes that all processes were given.
     Shared(Arc<[u8]>),
 }
 
@@ -43,6 +51,7 @@ impl std::fmt::Debug for Secret {
         f.write_str(match self {
             Secret::Absent => "Absent",
             Secret::Waived => "Waived",
+            Secret::OfUser(_) => "OfUser(..)",
             Secret::Shared(_) => "Shared(..)",
         })
     }
@@ -83,47 +92,76 @@ impl Secret {
     }
 
     fn from_file(path: &Path) -> Result<Secret> {
-        let fault = |source: std::io::Error| Error::io("read the secret in", path, &source);
-        // Opened once, so that what is checked is what is read; without waiting for the writer of a pipe.
-        let mut options = File::options();
-        let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(fault)?;
-        let facts = file.metadata().map_err(fault)?;
-        let refused =
-            |why: String| Error::user(format!("cannot use the secret in {}", path.display())).because(why);
-        if !facts.is_file() {
-            return Err(refused("it is not a regular file".to_owned()));
+        // Longer than it may be, so that its length can be named.
+        let bytes = private_file::read(path, WHAT, 2 * MAX_BYTES as u64)?;
+        let absent = || Error::io(&format!("read {WHAT} in"), path, &ErrorKind::NotFound.into());
+        Secret::shared(&bytes.ok_or_else(absent)?)
+    }
+
+    /// The secret of this user on this host, which is made if there is none: in `$XDG_CACHE_HOME/finetune/rendezvous` or
+    /// `~/.cache/finetune/rendezvous`; where that cannot be, in the folder for temporary files.
+    ///
+    /// # Errors
+    /// It can be kept in none of these folders.
+    pub(super) fn of_user(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Secret> {
+        let absolute = |name: &str| lookup(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let cache = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
+        let temporary = absolute("TMPDIR").unwrap_or_else(|| PathBuf::from("/tmp"));
+        let folders = cache
+            .map(|cache| cache.join("finetune/rendezvous"))
+            .into_iter()
+            .chain([temporary.join(format!("finetune-{}", own_uid()))]);
+        let mut failed = Error::user("cannot make a secret for the processes of this host");
+        for folder in folders {
+            let path = folder.join("secret");
+            let found = private_file::read_or_make(&path, WHAT, MAX_BYTES as u64, random_digits);
+            match found {
+                Ok(bytes) if bytes.len() == 2 * OWN_BYTES => return Ok(Secret::OfUser(bytes.into())),
+                Ok(_) => {
+                    return Err(Error::user(format!("cannot use {WHAT} in {}", path.display()))
+                        .because("it is not as it was made")
+                        .hint(format!("rm {}", path.display())));
+                }
+                Err(error) => failed = failed.because(error.in_one_line()),
+            }
         }
-        let mode = facts.mode() & 0o777;
-        if mode & 0o077 != 0 {
-            let hint = format!("chmod 600 {} (a Kubernetes Secret: `defaultMode: 0400`)", path.display());
-            return Err(
-                refused(format!("its mode is {mode:03o}: others than its owner may use it")).hint(hint)
-            );
-        }
-        let mut bytes = Vec::new();
-        file.take(2 * MAX_BYTES as u64).read_to_end(&mut bytes).map_err(fault)?;
-        Secret::shared(&bytes)
+        Err(failed.hint(HINT))
     }
 
     /// The key that both ends of a handshake need; without a secret one that anybody can derive.
     pub(super) fn pre_shared_key(&self) -> [u8; 32] {
-        let secret: &[u8] = if let Secret::Shared(bytes) = self { bytes } else { b"" };
+        let secret: &[u8] = match self {
+            Secret::Shared(bytes) | Secret::OfUser(bytes) => bytes,
+            Secret::Absent | Secret::Waived => b"",
+        };
         blake3::derive_key(KEY_CONTEXT, secret)
     }
 
+    /// Whether the processes were given it.
     pub(super) fn is_shared(&self) -> bool {
         matches!(self, Secret::Shared(_))
     }
 
-    /// Refuses to talk over `address` without a secret.
+    /// Refuses to talk over `address` without a secret, or with one that the processes there cannot know.
     pub(super) fn suffices(&self, address: &SocketAddr) -> Result<()> {
-        if *self != Secret::Absent || address.ip().is_loopback() {
-            return Ok(());
+        let is_here = address.ip().is_loopback();
+        match self {
+            Secret::Shared(_) | Secret::Waived => return Ok(()),
+            Secret::OfUser(_) if is_here => return Ok(()),
+            Secret::OfUser(_) | Secret::Absent => {}
         }
-        Err(Error::user("cannot connect to processes on other hosts without a secret")
+        let what = if is_here { "the other processes of this host" } else { "processes on other hosts" };
+        Err(Error::user(format!("cannot connect to {what} without a secret"))
             .because(format!("rank 0 is at {address}, and neither {SECRET} nor {SECRET_FILE} is set"))
             .hint(format!("{HINT}, or, on a network that is yours alone, set {WITHOUT_SECRET}=1")))
     }
+}
+
+fn random_digits() -> Result<Vec<u8>> {
+    let mut bytes = [0; OWN_BYTES];
+    getrandom::fill(&mut bytes)
+        .map_err(|error| Error::internal("the system gives no random bytes").because(error.to_string()))?;
+    Ok(bytes.iter().flat_map(|byte| format!("{byte:02x}").into_bytes()).collect())
 }
 
 #[cfg(test)]
@@ -188,12 +226,57 @@ mod tests {
     }
 
     #[test]
-    fn without_it_only_loopback_will_do() {
+    fn which_address_needs_which() {
+        let own = Secret::OfUser((*b"canary-0123456789-canary").into());
         let (here, there) = ("127.0.0.1:1".parse().unwrap(), "10.0.0.1:1".parse().unwrap());
-        assert!(Secret::Absent.suffices(&here).is_ok());
-        let error = Secret::Absent.suffices(&there).unwrap_err().to_string();
-        assert!(error.contains(SECRET) && error.contains(WITHOUT_SECRET), "{error}");
-        assert!(Secret::Waived.suffices(&there).is_ok());
-        assert!(shared(CANARY).suffices(&there).is_ok());
+        for (secret, address) in [(&Secret::Absent, &here), (&Secret::Absent, &there), (&own, &there)] {
+            let error = secret.suffices(address).unwrap_err().to_string();
+            assert!(error.contains(SECRET) && error.contains(WITHOUT_SECRET), "{error}");
+        }
+        for secret in [&own, &Secret::Waived, &shared(CANARY)] {
+            assert!(secret.suffices(&here).is_ok());
+        }
+        for secret in [Secret::Waived, shared(CANARY)] {
+            assert!(secret.suffices(&there).is_ok());
+        }
+    }
+
+    #[test]
+    fn the_users_own_is_made_once_for_each_user() {
+        let homes = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        let of = |home: &tempfile::TempDir| {
+            let home = home.path().as_os_str().to_owned();
+            Secret::of_user(&move |name| (name == "HOME").then(|| home.clone())).unwrap()
+        };
+        let [first, again, other] = [of(&homes[0]), of(&homes[0]), of(&homes[1])];
+        assert_eq!(format!("{first:?}"), "OfUser(..)");
+        assert!(first == again && first != other);
+        assert!(first.pre_shared_key() != other.pre_shared_key());
+        let path = homes[0].path().join(".cache/finetune/rendezvous/secret");
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+        std::fs::write(&path, "short").unwrap();
+        let home = homes[0].path().as_os_str().to_owned();
+        let error = Secret::of_user(&|name| (name == "HOME").then(|| home.clone())).unwrap_err().to_string();
+        assert!(error.contains(&format!("rm {}", path.display())), "{error}");
+    }
+
+    #[test]
+    fn a_home_that_cannot_be_written_is_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, temporary) = (folder.path().join("file"), folder.path().join("tmp"));
+        std::fs::write(&file, "").unwrap();
+        std::fs::create_dir(&temporary).unwrap();
+        let lookup = |name: &str| match name {
+            "HOME" => Some(file.as_os_str().to_owned()),
+            "TMPDIR" => Some(temporary.as_os_str().to_owned()),
+            _ => None,
+        };
+        assert!(matches!(Secret::of_user(&lookup), Ok(Secret::OfUser(_))));
+        let own = temporary.join(format!("finetune-{}", own_uid()));
+        assert!(own.join("secret").is_file());
+        // Somebody else was there first.
+        std::fs::set_permissions(&own, PermissionsExt::from_mode(0o777)).unwrap();
+        let error = Secret::of_user(&lookup).unwrap_err().to_string();
+        assert!(error.contains("its mode is 777") && error.contains("openssl rand"), "{error}");
     }
 }

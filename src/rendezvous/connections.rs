@@ -4,17 +4,19 @@
 //! write, so news of a failure always gets in.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::connection_error::ConnectionError;
 use super::framing::{Receiver, Sender};
 use super::join::Joined;
 use super::locked;
-use super::message::{Message, Peer};
+use super::message::{MAX_TEXT, Message, Peer, printable};
 use super::roster::named;
 use crate::error::{Error, ErrorCategory, Result};
+use crate::units;
 
 /// Broadcasts that rank 0 can be ahead of another process.
 const MAX_AHEAD: usize = 16;
@@ -55,6 +57,19 @@ pub(super) struct Connections {
     changed: Condvar,
     /// Held while the news of a failure goes out: nobody closes the connections before.
     telling: Mutex<()>,
+    /// Whether something was heard of a process since the last look, and what it last said of its ranks, by process.
+    heard: Vec<Heard>,
+    status: Mutex<Option<StatusLine>>,
+}
+
+/// Says in a line what the ranks of this process do.
+pub(super) type StatusLine = Box<dyn Fn() -> String + Send + Sync>;
+
+/// What was heard of a process.
+#[derive(Default)]
+struct Heard {
+    lately: AtomicBool,
+    status: Mutex<String>,
 }
 
 #[derive(Default)]
@@ -95,6 +110,8 @@ impl Connections {
             state,
             changed: Condvar::new(),
             telling: Mutex::new(()),
+            heard: (0..processes).map(|_| Heard::default()).collect(),
+            status: Mutex::default(),
         });
         let mut readers = Vec::new();
         for (process, receiver) in receivers {
@@ -159,6 +176,7 @@ impl Connections {
         loop {
             match receiver.receive(None) {
                 Ok(message) => {
+                    self.heard[from].lately.store(true, Ordering::Release);
                     if let Err(why) = self.take(from, message) {
                         return self.lose(from, &why);
                     }
@@ -202,6 +220,10 @@ impl Connections {
                 return Ok(());
             }
             Message::Leave => state.left[from] = true,
+            Message::Heartbeat { status } => {
+                *locked(&self.heard[from].status) = status;
+                return Ok(());
+            }
             _ => return Err(ConnectionError::Malformed("a message out of place")),
         }
         drop(state);
@@ -263,6 +285,47 @@ impl Connections {
         if let Some(sender) = &self.senders[process] {
             let _ = locked(sender).send(message);
         }
+    }
+
+    pub(super) fn report_status(&self, status: StatusLine) {
+        *locked(&self.status) = Some(status);
+    }
+
+    /// Tells the processes that this one has a connection to that it is alive.
+    pub(super) fn beat(&self) {
+        let status = locked(&self.status).as_ref().map_or_else(String::new, |status| status());
+        let beat = Message::Heartbeat { status: printable(&status, MAX_TEXT) };
+        (0..self.peers.len()).for_each(|process| self.send(process, &beat));
+    }
+
+    /// Whether something was heard of each process since the last time; of one without a connection, or one that has
+    /// left, nothing need be heard.
+    pub(super) fn heard(&self) -> Vec<bool> {
+        let left = locked(&self.state).left.clone();
+        let heard = self.heard.iter().zip(&self.senders).zip(left);
+        heard
+            .map(|((heard, sender), left)| {
+                heard.lately.swap(false, Ordering::AcqRel) || left || sender.is_none()
+            })
+            .collect()
+    }
+
+    /// Nothing was heard of `process` for `silence`.
+    pub(super) fn is_silent(&self, process: usize, silence: Duration) {
+        let silence = units::duration(silence.as_secs_f64());
+        let said = locked(&self.heard[process].status).clone();
+        let why =
+            format!("nothing was heard of it for {silence}: its process is stopped, or its host is gone");
+        let why = if said.is_empty() { why } else { format!("{why}; it said last: {said}") };
+        self.blame(process, printable(&why, MAX_TEXT));
+    }
+
+    /// Waits for `time`; true when the session closes, or has failed.
+    pub(super) fn closes_within(&self, time: Duration) -> bool {
+        let over = |state: &mut State| !state.closing && state.failure.is_none();
+        let waited = self.changed.wait_timeout_while(locked(&self.state), time, over);
+        let state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        state.closing || state.failure.is_some()
     }
 
     /// Makes `process` the first failure, unless there is one, and returns what counts.

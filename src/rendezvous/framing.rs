@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use snow::{HandshakeState, StatelessTransportState};
+use socket2::{SockRef, TcpKeepalive};
 
 use super::connection_error::ConnectionError;
 use super::message::Message;
@@ -43,8 +44,16 @@ impl Read for DeadlineReader<'_> {
     }
 }
 
-/// Prepares a connection: small frames leave at once, and a peer that takes none in is noticed.
+/// How the system looks whether the other host is still there while nothing is sent: after the first time, then so often
+/// and so many times; 14 s in all.
+const KEEP_ALIVE: (Duration, Duration, u32) = (Duration::from_secs(5), Duration::from_secs(3), 3);
+
+/// Prepares a connection: small frames leave at once, a peer that takes none in is noticed, and so is one whose host went
+/// away without a word, also where nothing is sent, as while processes join.
 pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
+    let (time, interval, retries) = KEEP_ALIVE;
+    let keep_alive = TcpKeepalive::new().with_time(time).with_interval(interval).with_retries(retries);
+    SockRef::from(stream).set_tcp_keepalive(&keep_alive)?;
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
     stream.set_write_timeout(Some(WRITE_TIMEOUT))
@@ -156,5 +165,25 @@ impl Receiver {
             Err(error) => error.kind() == io::ErrorKind::WouldBlock,
         };
         !alive || blocking.is_err()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_system_looks_after_a_connection_that_is_silent() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        assert!(!SockRef::from(&stream).keepalive().unwrap());
+        prepare(&stream).unwrap();
+        let (time, interval, retries) = KEEP_ALIVE;
+        let socket = SockRef::from(&stream);
+        assert!(socket.keepalive().unwrap());
+        assert_eq!(socket.tcp_keepalive_time().unwrap(), time);
+        assert_eq!(socket.tcp_keepalive_interval().unwrap(), interval);
+        assert_eq!(socket.tcp_keepalive_retries().unwrap(), retries);
+        assert!(time + interval * retries <= Duration::from_secs(15));
     }
 }

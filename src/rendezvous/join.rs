@@ -32,7 +32,9 @@ pub(super) fn register(listener: Listener, own: JoinRequest, options: &Rendezvou
     let mut registration =
         Registration { roster: Roster::new(own), registered: Vec::new(), rejected: Vec::new() };
     registration.wait_for_all(&arrivals, options);
+    let goes_on = options.elastic && registration.roster.lacks_ranks_only();
     let rejection = registration.roster.rejection(options.join_timeout, arrivals.refused());
+    let rejection = rejection.filter(|_| !goes_on);
     if rejection.is_none() {
         registration.turn_away(&arrivals);
     }
@@ -145,14 +147,14 @@ pub(super) fn join(master: &Master, own: &JoinRequest, options: &RendezvousOptio
     let mut ranks = 0;
     for _ in 0..processes {
         match connection.receiver.receive(Some(until)).map_err(lost)? {
-            Message::Peer(peer) if peer.rank == ranks => {
-                ranks += peer.ranks_here;
+            Message::Peer(peer) if peer.rank == ranks || options.elastic && peer.rank > ranks => {
+                ranks = peer.rank + peer.ranks_here;
                 peers.push(peer);
             }
             _ => return Err(out_of_place()),
         }
     }
-    if ranks != own.world_size || !peers.contains(&own.peer) {
+    if ranks != own.world_size && !options.elastic || !peers.contains(&own.peer) {
         return Err(out_of_place());
     }
     let mut connections = vec![Some(connection)];

@@ -81,6 +81,8 @@ pub(super) enum Message {
     Broadcast { name: String, bytes: Vec<u8> },
     /// `rank` has failed; rank 0 passes it on.
     Failed { rank: usize, why: String },
+    /// The process is alive; what its ranks do.
+    Heartbeat { status: String },
     /// Nothing more will come, and this is no failure.
     Leave,
 }
@@ -156,6 +158,7 @@ mod tests {
             }),
             Message::Broadcast { name: "id".to_owned(), bytes: vec![0, 255] },
             Message::Failed { rank: 2, why: "disk full".to_owned() },
+            Message::Heartbeat { status: "rank 2 waits in phase backward".to_owned() },
             Message::Leave,
         ]
     }
@@ -210,7 +213,7 @@ mod tests {
     proptest::proptest! {
         #![proptest_config(proptest::prelude::ProptestConfig::with_cases(4096))]
         #[test]
-        fn no_changed_byte_panics(which in 0_usize..7, at in 0_usize..400, value in proptest::num::u8::ANY) {
+        fn no_changed_byte_panics(which in 0_usize..8, at in 0_usize..400, value in proptest::num::u8::ANY) {
             let mut json = serde_json::to_vec(&examples()[which]).unwrap();
             let at = at % json.len();
             json[at] = value;

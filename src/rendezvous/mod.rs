@@ -5,7 +5,8 @@
 //! Both ends prove that they know the run's secret (`auth`, `handshake`) by Noise, of the crate `snow`; what they say
 //! afterwards is JSON in encrypted frames (`framing`, `message`). Nobody goes on before every rank has joined exactly
 //! once with the same digests (`roster`). Then one thread per connection reads (`connections`), so that a failure, told
-//! or seen as a lost connection, reaches everybody at once whatever the rest is doing. Plain threads and sockets: there
+//! or seen as a lost connection, reaches everybody at once whatever the rest is doing; one that is stopped, or whose
+//! host is gone, is noticed by the silence (`heartbeat`). Plain threads and sockets: there
 //! are as many connections as processes, and they carry a few kilobytes.
 //!
 //! A process is one end here, whatever number of ranks it holds; its [`Session`] is all that the program sees. Who the
@@ -16,6 +17,7 @@ mod connection_error;
 mod connections;
 mod framing;
 mod handshake;
+mod heartbeat;
 mod join;
 mod listener;
 mod message;
@@ -28,7 +30,7 @@ pub use connections::Failure;
 pub use listener::Listener;
 pub use message::{JoinRequest, MAX_PAYLOAD, MAX_WORLD, Peer};
 pub use options::{LogLine, Master, RendezvousOptions};
-pub use session::{Session, host_name};
+pub use session::{Messenger, Session, host_name};
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

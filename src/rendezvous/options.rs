@@ -56,6 +56,10 @@ pub struct RendezvousOptions {
     pub rejection_timeout: Duration,
     /// How long a call waits for the other processes.
     pub call_timeout: Duration,
+    /// Whether those that have joined by then go on without the ranks that have not.
+    pub elastic: bool,
+    /// How long nothing may be heard of a process that has joined.
+    pub silence_limit: Duration,
     /// The address of this host that rank 0 listens on, where the master address is not one (behind a NAT).
     pub bind: Option<String>,
     /// Gets what is to be logged.
@@ -72,7 +76,7 @@ impl std::fmt::Debug for RendezvousOptions {
 }
 
 impl RendezvousOptions {
-    /// The options with `master` and `secret` and the defaults: 300 s to join, 1800 s for a call.
+    /// The options with `master` and `secret` and the defaults: 300 s to join, 1800 s for a call, 15 s of silence.
     pub fn new(master: Option<Master>, secret: Secret) -> Self {
         RendezvousOptions {
             master,
@@ -82,21 +86,31 @@ impl RendezvousOptions {
             join_timeout: Duration::from_secs(300),
             rejection_timeout: Duration::from_secs(5),
             call_timeout: Duration::from_secs(1800),
+            elastic: false,
+            silence_limit: Duration::from_secs(15),
             bind: None,
             log: Arc::new(|_| {}),
         }
     }
 
-    /// The options with `master` and what the environment names: the secret, `FINETUNE_RDZV_TIMEOUT` (seconds to wait
-    /// for all ranks) and `FINETUNE_RDZV_BIND`.
+    /// The options with `master` and what the environment names: the secret (without one that of the user, for the
+    /// loopback address), `FINETUNE_RDZV_TIMEOUT` (seconds to wait for all ranks) and `FINETUNE_RDZV_BIND`.
     ///
     /// # Errors
-    /// [`crate::error::ErrorCategory::User`] when a variable cannot be used.
+    /// [`crate::error::ErrorCategory::User`] when a variable cannot be used, or a secret cannot be kept.
     pub fn from_environment(
         master: Option<Master>,
         lookup: &dyn Fn(&str) -> Option<OsString>,
     ) -> Result<Self> {
         let mut options = Self::new(master, Secret::from_environment(lookup)?);
+        if let (Secret::Absent, Some(master)) = (&options.secret, &options.master) {
+            match Secret::of_user(lookup) {
+                Ok(secret) => options.secret = secret,
+                Err(error) if master.is_loopback() => return Err(error),
+                // Without it an address of this host is refused once its name is resolved; others are in any case.
+                Err(_) => {}
+            }
+        }
         let text = |name: &str| {
             let value = lookup(name).filter(|value| !value.is_empty())?;
             Some(value.to_string_lossy().into_owned())

@@ -111,6 +111,11 @@ impl Roster {
         here == self.joined[0].world_size
     }
 
+    /// Whether nothing but ranks that have not joined keeps the run from beginning.
+    pub(super) fn lacks_ranks_only(&self) -> bool {
+        self.conflicts.is_empty() && !self.is_complete()
+    }
+
     /// The processes that have joined, ascending.
     pub(super) fn peers(&self) -> Vec<Peer> {
         let mut peers: Vec<Peer> = self.joined.iter().map(|request| request.peer.clone()).collect();

@@ -5,6 +5,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::connections::{Connections, Failure};
+use super::heartbeat;
 use super::join::{Joined, join, register};
 use super::listener::Listener;
 use super::message::{JoinRequest, MAX_PAYLOAD, MAX_TEXT, Peer, printable};
@@ -50,11 +51,14 @@ impl Session {
     fn start(rank: usize, joined: Joined, options: &RendezvousOptions) -> Result<Session> {
         let own = joined.peers.iter().position(|peer| peer.rank == rank);
         let own = own.ok_or_else(|| Error::internal("this process is not among those that joined"))?;
-        let (connections, readers) = Connections::start(own, joined)?;
+        let (connections, mut readers) = Connections::start(own, joined)?;
+        if connections.peers.len() > 1 {
+            readers.push(heartbeat::start(&connections, options.silence_limit)?);
+        }
         Ok(Session { connections, readers, call_timeout: options.call_timeout })
     }
 
-    /// The processes of the run, ascending by rank.
+    /// The processes of the run, ascending by rank, which leaves gaps where an elastic rendezvous went on without some.
     pub fn peers(&self) -> &[Peer] {
         &self.connections.peers
     }
@@ -87,8 +91,18 @@ impl Session {
     /// Tells all processes that `rank`, one of this process's, has failed. The first failure of a run counts; a later
     /// one changes nothing.
     pub fn fail(&self, rank: usize, why: &str) {
-        let host = self.peers()[self.process_index()].host.clone();
-        self.connections.fail(Failure { rank, host, why: printable(why, MAX_TEXT) }, None);
+        self.messenger().fail(rank, why);
+    }
+
+    /// Tells the other processes of failures, from any thread; it keeps the session's connections, not the session.
+    pub fn messenger(&self) -> Messenger {
+        Messenger(Arc::clone(&self.connections))
+    }
+
+    /// From now on the other processes hear what `status` says of the ranks of this one, in a line, every few seconds: what
+    /// they report should nothing more be heard.
+    pub fn report_status(&self, status: impl Fn() -> String + Send + Sync + 'static) {
+        self.connections.report_status(Box::new(status));
     }
 
     /// The first failure of the run, if there is one: this process's or another's.
@@ -109,6 +123,18 @@ impl Session {
     /// `call_timeout`; the rank is named.
     pub fn leave(self) -> Result<()> {
         self.connections.leave(Instant::now() + self.call_timeout)
+    }
+}
+
+/// What [`Session::messenger`] gives out.
+#[derive(Debug, Clone)]
+pub struct Messenger(Arc<Connections>);
+
+impl Messenger {
+    /// Does what [`Session::fail`] does.
+    pub fn fail(&self, rank: usize, why: &str) {
+        let host = self.0.peers[self.0.own].host.clone();
+        self.0.fail(Failure { rank, host, why: printable(why, MAX_TEXT) }, None);
     }
 }
 

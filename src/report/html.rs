@@ -55,6 +55,8 @@ impl HtmlReport<'_> {
             match entry {
                 MetricsEntry::Step(report) => steps.push(report),
                 MetricsEntry::Eval(report) => evals.push(report),
+                // What is not there leaves a gap in the charts.
+                MetricsEntry::Skipped(_) => {}
             }
         }
         let title = escape(self.title);

@@ -1,11 +1,13 @@
-//! `metrics.jsonl`: one JSON object a line for each optimizer step and each evaluation.
+//! `metrics.jsonl`: one JSON object a line for each optimizer step and each evaluation. A step that diverged and was passed
+//! over has a line that says why.
 //!
 //! The names of the fields are a contract (DESIGN, files a run leaves). Every line is handed to the system as soon
 //! as it is made, so a killed run keeps its record. Numbers are written with as many digits as they need to be read
 //! back unchanged; a number that JSON cannot hold (NaN, infinity) is refused, because it would be read back as null.
 //!
 //! A resumed run continues its own file: entries after the resumed step, which the run is about to repeat, go, and
-//! so does a last line that was cut short.
+//! so does a last line that was cut short. A log never stops a run: of a file with lines that cannot be read, as a power
+//! cut leaves them, the others go on in a new one, and the file as it was is kept beside it.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write as _;
@@ -13,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// The figures of one optimizer step, after the update.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -77,6 +79,19 @@ impl EvalReport {
     }
 }
 
+/// An optimizer step that diverged, and so updated nothing.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SkippedStep {
+    /// The step that was not taken; the first is 1.
+    pub step: u64,
+    /// What was NaN or infinite in it.
+    pub skipped: String,
+    /// The step of the checkpoint that the run went back to, where it did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub back_to: Option<u64>,
+}
+
 /// One line of the file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
@@ -85,6 +100,8 @@ pub enum MetricsEntry {
     Step(StepReport),
     /// An evaluation on held-out rows.
     Eval(EvalReport),
+    /// An optimizer step that updated nothing.
+    Skipped(SkippedStep),
 }
 
 impl MetricsEntry {
@@ -93,6 +110,7 @@ impl MetricsEntry {
         match self {
             MetricsEntry::Step(report) => report.step,
             MetricsEntry::Eval(report) => report.step,
+            MetricsEntry::Skipped(skipped) => skipped.step,
         }
     }
 
@@ -113,6 +131,7 @@ impl MetricsEntry {
                 ("eval_token_accuracy", r.eval_token_accuracy.unwrap_or_default()),
                 ("eval_exact_match", r.eval_exact_match.unwrap_or_default()),
             ],
+            MetricsEntry::Skipped(_) => Vec::new(),
         };
         fields.into_iter().find(|(_, value)| !value.is_finite())
     }
@@ -123,6 +142,7 @@ impl MetricsEntry {
 pub struct MetricsLog {
     path: PathBuf,
     file: File,
+    note: Option<String>,
 }
 
 impl MetricsLog {
@@ -132,34 +152,59 @@ impl MetricsLog {
     /// The file cannot be made.
     pub fn create(path: &Path) -> Result<Self> {
         let file = File::create(path).map_err(|e| Error::io("write", path, &e))?;
-        Ok(MetricsLog { path: path.to_owned(), file })
+        Ok(MetricsLog { path: path.to_owned(), file, note: None })
+    }
+
+    /// What was wrong with the log that this one continues, and where it is kept.
+    pub fn note(&self) -> Option<&str> {
+        self.note.as_deref()
     }
 
     /// Continues the log at `path` after optimizer step `step`: later entries and a last line that was cut short
-    /// are dropped, the rest stays as it is. Without a file there is nothing to keep, and an empty one is made.
+    /// are dropped, the rest stays as it is. Without a file there is nothing to keep, and an empty one is made. What
+    /// cannot be read is set aside ([`MetricsLog::note`]).
     ///
     /// # Errors
-    /// The file cannot be read or written, or a line before the last is not an entry.
+    /// The file cannot be written.
     pub fn resume(path: &Path, step: u64) -> Result<Self> {
-        if !path.exists() {
-            return Self::create(path);
-        }
-        let text = fs::read_to_string(path).map_err(|e| Error::io("read", path, &e))?;
-        let mut kept = String::new();
-        for (line, entry) in parse(path, &text)? {
-            if entry.step() <= step {
-                kept.push_str(line);
-                kept.push('\n');
+        let found = match path.metadata() {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Self::create(path),
+            // Whoever opens a pipe waits.
+            Ok(found) if !found.is_file() => Err("it is no file".to_owned()),
+            _ => fs::read(path).map_err(|error| error.to_string()),
+        };
+        let text = match found {
+            Ok(text) => text,
+            Err(why) => {
+                let aside = set_aside(path)?;
+                let note = format!("{} is not continued: {why}; it is kept as {aside}", path.display());
+                return Ok(MetricsLog { note: Some(note), ..Self::create(path)? });
             }
+        };
+        let (entries, bad) = parse(&text);
+        let mut kept = Vec::new();
+        for (line, _) in entries.iter().filter(|(_, entry)| entry.step() <= step) {
+            kept.extend_from_slice(line);
+            kept.push(b'\n');
         }
+        let mut note = None;
         if kept != text {
             // Beside its place first: a crash in the middle must not cost the record.
             let beside = path.with_extension(format!("jsonl.tmp-{}", std::process::id()));
-            fs::write(&beside, &kept).map_err(|e| Error::io("write", &beside, &e))?;
+            let write = |file: &mut File| file.write_all(&kept).and_then(|()| file.sync_all());
+            let written = File::create(&beside).and_then(|mut file| write(&mut file));
+            written.map_err(|e| Error::io("write", &beside, &e))?;
+            if let Some(first) = bad.first() {
+                let (count, aside) = (bad.len(), set_aside(path)?);
+                note = Some(format!(
+                    "{}:{first} is neither a step nor an evaluation: {count} such lines are left out; the file as it was is kept as {aside}",
+                    path.display()
+                ));
+            }
             fs::rename(&beside, path).map_err(|e| Error::io("write", path, &e))?;
         }
         let file = OpenOptions::new().append(true).open(path).map_err(|e| Error::io("write", path, &e))?;
-        Ok(MetricsLog { path: path.to_owned(), file })
+        Ok(MetricsLog { path: path.to_owned(), file, note })
     }
 
     /// Appends the figures of a step.
@@ -176,6 +221,14 @@ impl MetricsLog {
     /// As for [`MetricsLog::step`].
     pub fn eval(&mut self, report: &EvalReport) -> Result<()> {
         self.append(&MetricsEntry::Eval(report.clone()))
+    }
+
+    /// Appends a step that updated nothing.
+    ///
+    /// # Errors
+    /// The disk refuses the line.
+    pub fn skipped(&mut self, step: &SkippedStep) -> Result<()> {
+        self.append(&MetricsEntry::Skipped(step.clone()))
     }
 
     fn append(&mut self, entry: &MetricsEntry) -> Result<()> {
@@ -195,26 +248,41 @@ impl MetricsLog {
     }
 }
 
-/// All entries of the log at `path`, in file order. A last line that was cut short is left out.
+/// All entries of the log at `path`, in file order. What is none, such as a last line that was cut short, is left out.
 ///
 /// # Errors
-/// The file cannot be read, or a line is not an entry.
+/// The file cannot be read.
 pub fn read(path: &Path) -> Result<Vec<MetricsEntry>> {
-    let text = fs::read_to_string(path).map_err(|e| Error::io("read", path, &e))?;
-    Ok(parse(path, &text)?.into_iter().map(|(_, entry)| entry).collect())
+    if path.metadata().is_ok_and(|found| !found.is_file()) {
+        return Err(Error::user(format!("cannot read {}", path.display())).because("it is no file"));
+    }
+    let text = fs::read(path).map_err(|e| Error::io("read", path, &e))?;
+    Ok(parse(&text).0.into_iter().map(|(_, entry)| entry).collect())
 }
 
-/// The lines of `text` with their entries. Only a line without its line end may be cut short, and it is left out.
-fn parse<'a>(path: &Path, text: &'a str) -> Result<Vec<(&'a str, MetricsEntry)>> {
-    let mut entries = Vec::new();
-    for (index, line) in text.split_inclusive('\n').enumerate() {
-        let Some(line) = line.strip_suffix('\n') else { break };
-        let entry = serde_json::from_str(line).map_err(|e| {
-            Error::user(format!("cannot read {}:{}", path.display(), index + 1))
-                .because(format!("neither a step nor an evaluation: {e}"))
-                .hint("start over in an empty folder with `--output DIR`")
-        })?;
-        entries.push((line, entry));
+/// The lines of `text` with their entries, and the numbers of the lines that are none. A line without its line end was
+/// cut short, and is left out of both.
+fn parse(text: &[u8]) -> (Vec<(&[u8], MetricsEntry)>, Vec<usize>) {
+    let (mut entries, mut bad) = (Vec::new(), Vec::new());
+    for (index, line) in text.split_inclusive(|byte| *byte == b'\n').enumerate() {
+        let Some(line) = line.strip_suffix(b"\n") else { break };
+        match serde_json::from_slice(line) {
+            Ok(entry) => entries.push((line, entry)),
+            Err(_) => bad.push(index + 1),
+        }
     }
-    Ok(entries)
+    (entries, bad)
+}
+
+/// Moves what is at `path` to a free name beside it; that name.
+fn set_aside(path: &Path) -> Result<String> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let mut free = (1_u32..).map(|n| format!("{name}.aside-{n}"));
+    let aside = free.find(|aside| path.with_file_name(aside).symlink_metadata().is_err());
+    let aside = aside.ok_or_else(|| {
+        Error::new(ErrorCategory::Storage, format!("cannot move {}", path.display()))
+            .because("no name is free")
+    })?;
+    fs::rename(path, path.with_file_name(&aside)).map_err(|e| Error::io("move", path, &e))?;
+    Ok(aside)
 }

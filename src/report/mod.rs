@@ -3,6 +3,7 @@
 //! - [`metrics`]: `metrics.jsonl`, the record that the other reports are made from.
 //! - [`tensorboard`]: the same figures as TensorBoard event files.
 //! - [`terminal`]: lines, warnings and progress bars on stderr; data asked for on stdout.
+//! - [`printable`](mod@printable): what stands between any text and a terminal.
 //! - [`memory`]: what this process holds in memory, now and at its peak.
 //! - [`card`] and [`html`]: the model card and the run at a glance.
 //!
@@ -13,9 +14,11 @@ pub mod card;
 pub mod html;
 pub mod memory;
 pub mod metrics;
+pub mod printable;
 pub mod tensorboard;
 pub mod terminal;
 
-pub use metrics::{EvalReport, MetricsEntry, MetricsLog, StepReport};
+pub use metrics::{EvalReport, MetricsEntry, MetricsLog, SkippedStep, StepReport};
+pub use printable::printable;
 pub use tensorboard::EventWriter;
 pub use terminal::{Terminal, Verbosity};

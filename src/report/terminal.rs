@@ -5,7 +5,9 @@
 //! stdout alone, and a reader that closes the pipe early is no error.
 //!
 //! All methods take `&self`, so that one [`Terminal`] serves the training loop and a download's callback alike.
-//! `NO_COLOR` is honoured, and colour never says what the words do not.
+//! `NO_COLOR` is honoured, and colour never says what the words do not. Whatever text is handed in, its control
+//! characters are shown, never sent (see [`printable`](mod@super::printable)); on stdout too where that is a terminal, while a file
+//! or a pipe gets the data as they are.
 
 use std::borrow::Cow;
 use std::io::{self, IsTerminal as _, Write};
@@ -15,6 +17,7 @@ use std::time::Instant;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::metrics::{EvalReport, StepReport};
+use super::printable::printable;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::units;
 
@@ -92,7 +95,8 @@ impl Terminal {
     pub fn heading(&self, text: impl AsRef<str>) {
         if self.verbosity >= Verbosity::Normal {
             let mut state = self.lock();
-            let text = state.paint("1", text.as_ref());
+            let text = printable(text.as_ref());
+            let text = state.paint("1", &text);
             state.emit(&text);
         }
     }
@@ -100,26 +104,31 @@ impl Terminal {
     /// A line for everyone but those who asked for quiet.
     pub fn line(&self, text: impl AsRef<str>) {
         if self.verbosity >= Verbosity::Normal {
-            self.lock().emit(text.as_ref());
+            self.lock().emit(&printable(text.as_ref()));
         }
     }
 
     /// A line for those who asked for more.
     pub fn detail(&self, text: impl AsRef<str>) {
         if self.verbosity >= Verbosity::Verbose {
-            self.lock().emit(text.as_ref());
+            self.lock().emit(&printable(text.as_ref()));
         }
     }
 
     /// A warning; shown even when quiet.
     pub fn warn(&self, text: impl AsRef<str>) {
         let mut state = self.lock();
-        let line = format!("{} {}", state.paint("33", "warning:"), text.as_ref());
+        let line = format!("{} {}", state.paint("33", "warning:"), printable(text.as_ref()));
         state.emit(&line);
     }
 
-    /// Writes data that was asked for to stdout, as it is and at once. Once the reader has closed the pipe, nothing
-    /// more is written; [`Terminal::reader_gone`] tells a caller that could stop early.
+    /// What ends the process, where nobody else is left to say it; shown even when quiet.
+    pub fn last_words(&self, error: &Error) {
+        self.lock().emit(&printable(&error.to_string()));
+    }
+
+    /// Writes data that was asked for to stdout at once, and as it is unless that is a terminal. Once the reader has closed
+    /// the pipe, nothing more is written; [`Terminal::reader_gone`] tells a caller that could stop early.
     ///
     /// # Errors
     /// stdout refuses the data for another reason, a full disk for one.
@@ -129,7 +138,9 @@ impl Terminal {
             return Ok(());
         }
         let mut stdout = io::stdout().lock();
-        match stdout.write_all(text.as_ref().as_bytes()).and_then(|()| stdout.flush()) {
+        let text = text.as_ref();
+        let text = if stdout.is_terminal() { printable(text) } else { text.into() };
+        match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
             Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {
                 state.reader_gone = true;
                 Ok(())
@@ -194,6 +205,8 @@ impl Terminal {
         }
         let template =
             "{msg}  {bar:24} {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left";
+        let file = printable(file);
+        let file = file.as_ref();
         let mut state = self.lock();
         state.begin(
             CurrentWork::Download { file: file.to_owned(), bytes, done: 0, told_quarters: 0 },
@@ -351,6 +364,24 @@ mod tests {
         }
         assert_eq!(stride(31), 2);
         assert_eq!(stride(1000), 50);
+    }
+
+    #[test]
+    fn escapes_of_a_text_reach_no_terminal() {
+        let path = tempfile::NamedTempFile::new().unwrap();
+        let terminal = Terminal::plain(Verbosity::Verbose, path.reopen().unwrap());
+        let evil = "\x1b]52;c;aGk=\x07 \u{9b}31m";
+        terminal.line(evil);
+        terminal.detail(evil);
+        terminal.heading(evil);
+        terminal.warn(evil);
+        terminal.download_start(evil, 4);
+        terminal.download_advance(1);
+        terminal.download_advance(3);
+        terminal.download_finish();
+        let said = std::fs::read_to_string(path.path()).unwrap();
+        assert_eq!(said.lines().count(), 7, "{said}");
+        assert!(said.chars().all(|c| c == '\n' || !c.is_control()), "{said:?}");
     }
 
     #[test]

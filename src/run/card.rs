@@ -61,7 +61,8 @@ pub(super) fn html(
     title: &str,
     started: Instant,
 ) -> Result<()> {
-    let entries = metrics::read(&output.join(METRICS))?;
+    // Without a log there is a report without curves.
+    let entries = metrics::read(&output.join(METRICS)).unwrap_or_default();
     let (trainable, all) = plan.parameters();
     let loss = |report: &Option<crate::report::EvalReport>| {
         report.as_ref().map_or_else(|| "–".to_owned(), |report| format!("{:.4}", report.eval_loss))

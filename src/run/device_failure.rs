@@ -55,8 +55,8 @@ fn hint(settings: &[String]) -> String {
     }
     let quoted: Vec<String> = settings.iter().take(ADVICE).map(|typed| format!("`{typed}`")).collect();
     format!(
-        "these lower it, what costs least first: {}; with `--resume` a run goes on under another `train.recompute` or \
-         `parallel.offload`, the others begin a new one",
+        "these lower it, what costs least first: {}; with `--resume` a run goes on under another `train.recompute`, \
+         `parallel.offload` or split into micro-batches, the others begin a new one",
         quoted.join(", ")
     )
 }

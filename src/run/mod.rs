@@ -4,16 +4,23 @@
 
 mod card;
 mod device_failure;
+mod elastic;
+pub(crate) mod interrupt;
 pub(crate) mod merge_check;
 pub(crate) mod nvidia_libraries;
 pub(crate) mod op_speeds;
 pub(crate) mod output_folder;
 pub(crate) mod ranks;
+pub(crate) mod restarts;
+mod rollback;
+mod run_comparison;
 pub(crate) mod scaling;
 pub(crate) mod showcase;
 pub(crate) mod signals;
+mod space;
 pub(crate) mod train;
 mod trainer;
+pub(crate) mod verify_resume;
 mod weights_writer;
 
 pub use merge_check::{Certificate, MergeBase, MergeCheck};

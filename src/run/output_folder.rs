@@ -2,23 +2,23 @@
 //!
 //! A folder is a run's by its record (`.finetune/run.json`). One of a program that kept no record yet is recognised by a
 //! sound checkpoint in it: its manifest and digests. What else lies there is then taken for the run's by its contents:
-//! recipe.toml if it has every key that the checkpoint was made under, metrics.jsonl if every line is one of a run,
+//! recipe.toml if it has every key that the checkpoint was made under, metrics.jsonl if it is empty or has a line of a run,
 //! README.md if it says that this program wrote it, and beside such a recipe.toml the files that the checkpoint has too.
 
 use std::path::Path;
 
 use chrono::{DateTime, FixedOffset};
 
+use super::space;
 use crate::checkpoint::{self, RunFolder, RunRecord, SavedCheckpoint};
 use crate::cli::TrainArgs;
 use crate::error::{Error, Result};
 use crate::plan::Plan;
+pub(crate) use crate::plan::RECIPE;
 use crate::report::{Terminal, metrics};
 
 /// Written by every run beside the weights.
 const TEXTS: [&str; 4] = [RECIPE, METRICS, CARD, REPORT];
-/// The resolved recipe.
-pub(crate) const RECIPE: &str = "recipe.toml";
 /// A line for each step.
 pub(crate) const METRICS: &str = "metrics.jsonl";
 /// The model card.
@@ -113,8 +113,12 @@ impl OutputFolder {
                 record
             }
         };
+        record.plan = RunRecord::digest(&fingerprint);
+        record.sources = plan.commits();
         record.chat_template_date = plan.rows.date().map(date_text);
         refuse_foreign(&folder, &record, output, plan, resumed)?;
+        let what = format!("cannot train into {}", output.display());
+        folder.require_room(space::needed(plan, output, resumed)?, &what)?;
         Ok((folder, record))
     }
 }
@@ -180,8 +184,9 @@ fn refuse_other_runs(
                 .because("no run of this program left what is in it: there is neither .finetune/run.json nor a sound checkpoint")
                 .hint("give a new folder with `--output`"));
         }
-        let finished = ["adapter_config.json", "config.json"].iter().any(|name| output.join(name).exists());
-        return if finished { Err(not_free(output)) } else { Ok(()) };
+        return record
+            .filter(|record| record.is_finished(output))
+            .map_or(Ok(()), |record| Err(ended(output, record)));
     };
     if lies_in(saved, output) {
         return Ok(());
@@ -203,10 +208,13 @@ fn refuse_other_runs(
         .hint(format!("give a new folder with `--output`, or `--output {own}` to go on in the run's own")))
 }
 
-/// Whether a checkpoint lies in the folder `output` itself.
+/// Whether a checkpoint lies in the folder `output` itself, or is a link there or to there.
 fn lies_in(saved: &SavedCheckpoint, output: &Path) -> bool {
-    let parent = saved.folder.canonicalize().ok().and_then(|folder| folder.parent().map(Path::to_owned));
-    parent.is_some() && parent == output.canonicalize().ok()
+    let Ok(output) = output.canonicalize() else { return false };
+    let parent = |folder: &Path| folder.parent().map(Path::to_owned);
+    let there = saved.folder.canonicalize().ok().and_then(|folder| parent(&folder));
+    let named = parent(&saved.folder).and_then(|folder| Path::new(".").join(folder).canonicalize().ok());
+    [there, named].into_iter().flatten().any(|folder| folder == output)
 }
 
 /// Refuses a folder that a new run cannot have; who is at work in it is named.
@@ -218,6 +226,20 @@ fn refuse_occupied(output: &Path) -> Result<()> {
         drop(RunFolder::claim(output)?);
     }
     Err(not_free(output))
+}
+
+/// The run whose folder it is has left its result, and no checkpoint to go on from.
+fn ended(output: &Path, record: &RunRecord) -> Error {
+    let error = Error::user(format!("cannot resume in {}", output.display()))
+        .because("the run has ended, and left no checkpoint to go on from");
+    let missing = record.missing(output);
+    if missing.is_empty() {
+        return error.hint("what it left is there; to train again, give a new folder with `--output`");
+    }
+    let lost = format!("of what it left, {} is missing", missing.join(", "));
+    error.because(lost).hint(
+        "put back what is missing, or train again into a new folder with `--output`; `checkpoint.save_steps` keeps checkpoints, from which `--resume` makes it anew",
+    )
 }
 
 fn not_free(output: &Path) -> Error {
@@ -260,17 +282,19 @@ fn adopted(
 ) -> Result<RunRecord> {
     let mut record = RunRecord::new(fingerprint)?;
     let text = |name: &str| std::fs::read_to_string(output.join(name)).unwrap_or_default();
+    let said = saved.said_keys()?;
     let has_recipe = text(RECIPE).parse::<toml::Table>().is_ok_and(|recipe| {
-        saved
-            .state
-            .fingerprint
-            .keys()
+        said.iter()
             .filter_map(|key| key.split_once('.'))
             .all(|(section, key)| recipe.get(section).is_some_and(|section| section.get(key).is_some()))
     });
     let names = saved.result_names()?;
     let ours = |name: &str| match name {
-        METRICS => metrics::read(&output.join(METRICS)).is_ok(),
+        METRICS => {
+            let path = output.join(METRICS);
+            let empty = path.metadata().is_ok_and(|found| found.len() == 0);
+            empty || metrics::read(&path).is_ok_and(|entries| !entries.is_empty())
+        }
         CARD => has_recipe && text(CARD).contains("trained by `finetune`"),
         _ => has_recipe,
     };

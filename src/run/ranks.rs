@@ -15,7 +15,10 @@ use crate::collective;
 use crate::collective::in_process::InjectedFault;
 use crate::collective::launch::{Flags, Launch};
 use crate::collective::nccl::{self, AbortFlag, GroupInfo, NcclLibrary, UniqueId};
-use crate::collective::{Collective, FaultInjector, FaultNotice, RankFailure, in_process};
+use crate::collective::{
+    Collective, FaultInjector, FaultNotice, HangLimits, HangWatch, ProgressBoard, RankFailure,
+    TimedCollective, in_process,
+};
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::plan::Plan;
 use crate::rendezvous::{self, JoinRequest, Peer, RendezvousOptions, Session};
@@ -65,7 +68,7 @@ pub(crate) fn launch(args: &TrainArgs) -> Result<Launch> {
 
 /// Whether the ranks are on GPUs: those that are named, else whatever this build and machine have unless `--ranks` asks
 /// for the CPU.
-fn on_gpus(args: &TrainArgs) -> Result<bool> {
+pub(crate) fn on_gpus(args: &TrainArgs) -> Result<bool> {
     Ok(match (&args.gpus, args.ranks) {
         (Some(_), _) => true,
         (None, Some(_)) => false,
@@ -124,34 +127,52 @@ impl RankSetup {
     }
 
     /// Runs `rank` on every rank of this process, with its end and its device, and returns the failure that came first.
-    /// `begin` runs before them, once all processes have met and are about to run the same.
+    /// `begin` runs before them, once all processes have met and are about to run the same. A rank that hangs ends the
+    /// run: where its thread does not come back, the process ends here.
     ///
     /// # Errors
-    /// What `begin` or a rank returns; the processes do not meet; another process has failed.
+    /// What `begin` or a rank returns; the processes do not meet; another process has failed; a rank hangs.
     pub(crate) fn run(
         &self,
         plan: &Plan,
         begin: impl FnOnce() -> Result<()>,
-        rank: impl Fn(Arc<dyn Collective>, &Device) -> Result<()> + Sync,
+        rank: impl Fn(TimedCollective, &Device) -> Result<()> + Sync,
     ) -> Result<()> {
         let fault = planted_fault()?;
+        let board = Arc::new(ProgressBoard::default());
         let rank = |place: usize, world: Arc<dyn Collective>| {
             let device = self.devices.get(place).unwrap_or(&Device::Cpu);
-            rank(with_fault(world, fault), device)
+            let world = TimedCollective::watched(with_fault(world, fault), &board);
+            let _works = world.work_guard();
+            rank(world, device)
         };
-        match (&self.launch.master, &self.nccl) {
-            (None, None) => {
-                begin()?;
+        let timeout = plan.recipe.parallel.timeout_secs.map(Duration::from_secs);
+        let limits = HangLimits {
+            timeout,
+            on_host: self.devices.iter().all(Device::is_cpu),
+            holds_all: !self.among_others(),
+        };
+        let watch = HangWatch::start(&board, limits, end_process)?;
+        let done = match (&self.launch.master, &self.nccl) {
+            (None, None) => begin().and_then(|()| {
                 let ranks = self.launch.world_size;
                 let each = (thread_pool::num_threads() / ranks).max(1);
-                run_on_cpu(ranks, each, |world| rank(0, world)).map(drop)
-            }
-            (None, Some(library)) => {
-                begin()?;
+                // The watch knows better than any fixed time whether a rank that is waited for still comes.
+                let world = in_process::InProcessWorld::new(ranks).with_timeout(Duration::MAX);
+                run_threads(world, each, |world| rank(0, world)).map(drop)
+            }),
+            (None, Some(library)) => begin().and_then(|()| {
                 let id = library.unique_id()?;
                 self.on_gpus(library, id, &AbortFlag::new(), &rank).map_err(|failed| failed.error)
+            }),
+            (Some(_), library) => {
+                let place = Watched { watch: &watch, board: &board, timeout };
+                self.among_processes(plan, library.as_ref(), &place, begin, &rank)
             }
-            (Some(_), library) => self.among_processes(plan, library.as_ref(), begin, &rank),
+        };
+        match watch.stop() {
+            Some(hang) => Err(hang.error),
+            None => done,
         }
     }
 
@@ -173,11 +194,15 @@ impl RankSetup {
         &self,
         plan: &Plan,
         library: Option<&Arc<NcclLibrary>>,
+        watched: &Watched<'_>,
         begin: impl FnOnce() -> Result<()>,
         rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync),
     ) -> Result<()> {
         let request = join_request(&self.launch, digests(plan, library)?);
-        let session = Session::join(request, &rendezvous_options(&self.launch)?)?;
+        let mut options = rendezvous_options(&self.launch)?;
+        options.silence_limit = watched.timeout.unwrap_or(options.silence_limit);
+        let session = Session::join(request, &options)?;
+        watched.connect(&session);
         begin().inspect_err(|error| session.fail(self.launch.rank, error.what()))?;
         let done = match library {
             Some(library) => {
@@ -201,7 +226,10 @@ impl RankSetup {
         };
         match done {
             Ok(()) => session.leave(),
-            Err(failed) => Err(self.ended(&session, failed)),
+            Err(failed) => {
+                let here = if failed.own.is_some() { Vec::new() } else { watched.board.lines() };
+                Err(here.into_iter().fold(self.ended(&session, failed), Error::because))
+            }
         }
     }
 
@@ -223,6 +251,31 @@ impl RankSetup {
     }
 }
 
+/// What watches over the ranks of this process.
+struct Watched<'a> {
+    watch: &'a HangWatch,
+    board: &'a Arc<ProgressBoard>,
+    timeout: Option<Duration>,
+}
+
+impl Watched<'_> {
+    /// Lets the other processes know where the ranks of this one are, and when one of them hangs.
+    fn connect(&self, session: &Session) {
+        let board = Arc::clone(self.board);
+        session.report_status(move || board.lines().join("; "));
+        let messenger = session.messenger();
+        self.watch.on_hang(move |hang| messenger.fail(hang.rank, &hang.why));
+    }
+}
+
+/// Ends the process for ranks that do not end by themselves: one that hangs cannot be waited for, and what the system has
+/// registered to be done at the end may wait for it too.
+fn end_process(error: &Error) {
+    Terminal::stderr(Verbosity::Normal).last_words(error);
+    // SAFETY: ends the process at once; what it has saved is on the disk under its name or under none.
+    unsafe { libc::_exit(i32::from(error.kind().exit_code())) }
+}
+
 /// The fault that [`FAULT`] asks for; none in a build for users.
 fn planted_fault() -> Result<Option<InjectedFault>> {
     match std::env::var(FAULT) {
@@ -232,7 +285,7 @@ fn planted_fault() -> Result<Option<InjectedFault>> {
 }
 
 /// How the processes of `launch` find each other, by the environment.
-fn rendezvous_options(launch: &Launch) -> Result<RendezvousOptions> {
+pub(super) fn rendezvous_options(launch: &Launch) -> Result<RendezvousOptions> {
     let lookup = |name: &str| std::env::var_os(name);
     let mut options = RendezvousOptions::from_environment(launch.master.clone(), &lookup)?;
     options.run.clone_from(&launch.run);
@@ -242,7 +295,7 @@ fn rendezvous_options(launch: &Launch) -> Result<RendezvousOptions> {
 }
 
 /// What this process says of itself when it joins the others.
-fn join_request(launch: &Launch, digests: BTreeMap<String, String>) -> JoinRequest {
+pub(super) fn join_request(launch: &Launch, digests: BTreeMap<String, String>) -> JoinRequest {
     let peer = Peer { rank: launch.rank, ranks_here: launch.ranks_here, host: rendezvous::host_name() };
     JoinRequest { peer, world_size: launch.world_size, digests }
 }
@@ -278,7 +331,15 @@ pub(crate) fn run_on_cpu<T: Send>(
     threads: usize,
     rank: impl Fn(Arc<dyn Collective>) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
-    in_process::run_ranks(in_process::InProcessWorld::new(ranks).communicators(), |end| {
+    run_threads(in_process::InProcessWorld::new(ranks), threads, rank)
+}
+
+fn run_threads<T: Send>(
+    world: in_process::InProcessWorld,
+    threads: usize,
+    rank: impl Fn(Arc<dyn Collective>) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    in_process::run_ranks(world.communicators(), |end| {
         thread_pool::in_own_pool(threads, || rank(Arc::new(end)))
     })
 }

@@ -1,11 +1,12 @@
 //! Signals that ask a run to save and stop.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
 
 use libc::c_int;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU};
-use signal_hook::flag;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2, SIGXCPU};
+use signal_hook::{flag, low_level};
 
 use crate::error::{Error, ErrorCategory, Result};
 
@@ -16,19 +17,35 @@ const ENDING: [c_int; 2] = [SIGINT, SIGTERM];
 /// once a second) and closing terminals: however often, they ask for a save.
 const WARNING: [c_int; 4] = [SIGUSR1, SIGUSR2, SIGHUP, SIGXCPU];
 
-/// A flag that is set by the first signal which asks for a save. A second SIGINT or SIGTERM ends the program at once.
+/// Milliseconds after a first ending signal in which a second one is the same: whoever ends a job may signal the process
+/// and its group, or a launcher pass the signal on beside the system.
+const ONE_REQUEST_MS: u64 = 500;
+
+/// A flag that is set by the first signal which asks for a save. A later SIGINT or SIGTERM ends the program at once, unless
+/// it comes so soon that it is the first one again.
 ///
 /// # Errors
 /// The system refuses a handler.
 pub(crate) fn watch() -> Result<Arc<AtomicBool>> {
-    let (stop, ending) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let stop = Arc::new(AtomicBool::new(false));
     let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
+    // Of the first ending signal, from 1 on; 0 while there is none.
+    let (began, first_ms) = (Instant::now(), Arc::new(AtomicU64::new(0)));
     for signal in ENDING {
-        let code = i32::from(ErrorCategory::Stopped.exit_code());
-        // Called in this order: the first such signal finds `ending` still unset.
-        flag::register_conditional_shutdown(signal, code, Arc::clone(&ending)).map_err(failed)?;
-        flag::register(signal, Arc::clone(&ending)).map_err(failed)?;
-        flag::register(signal, Arc::clone(&stop)).map_err(failed)?;
+        let (stop, first_ms) = (Arc::clone(&stop), Arc::clone(&first_ms));
+        let again = move || {
+            let now = began.elapsed().as_millis() as u64 + 1;
+            stop.store(true, Ordering::SeqCst);
+            match first_ms.compare_exchange(0, now, Ordering::SeqCst, Ordering::SeqCst) {
+                Err(first) if now > first + ONE_REQUEST_MS => {
+                    low_level::exit(i32::from(ErrorCategory::Stopped.exit_code()))
+                }
+                _ => {}
+            }
+        };
+        // SAFETY: the handler reads the clock, changes atomics and may end the process by `_exit`: it neither allocates
+        // nor locks.
+        unsafe { low_level::register(signal, again) }.map_err(failed)?;
     }
     for signal in WARNING {
         // As under `nohup`: whoever started the process wants it to go on.
@@ -40,11 +57,38 @@ pub(crate) fn watch() -> Result<Arc<AtomicBool>> {
 }
 
 /// Whether the process was started with `signal` ignored.
-fn is_ignored(signal: c_int) -> bool {
+pub(super) fn is_ignored(signal: c_int) -> bool {
     // SAFETY: zeroes are a valid `sigaction`, which the call fills in; without a new action it changes nothing.
     unsafe {
         let mut current: libc::sigaction = std::mem::zeroed();
         libc::sigaction(signal, std::ptr::null(), &raw mut current) == 0
             && current.sa_sigaction == libc::SIG_IGN
     }
+}
+
+/// A signal that a parent passes on to the process in which the run is, and whether it has come.
+pub(crate) struct SeenSignal {
+    pub(crate) signal: c_int,
+    pub(crate) flag: Arc<AtomicBool>,
+}
+
+/// The signals that [`watch`] knows, and that of Ctrl-Z, for a parent; those that the process ignores are left out.
+///
+/// # Errors
+/// The system refuses a handler.
+pub(crate) fn seen_by_parent() -> Result<Vec<SeenSignal>> {
+    let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
+    let all = ENDING.into_iter().chain(WARNING).chain([SIGTSTP]);
+    let seen = all.filter(|signal| !is_ignored(*signal)).map(|signal| {
+        let flag = Arc::new(AtomicBool::new(false));
+        flag::register(signal, Arc::clone(&flag)).map_err(failed)?;
+        Ok(SeenSignal { signal, flag })
+    });
+    seen.collect()
+}
+
+/// Stops this process until it is told to go on, as Ctrl-Z does.
+pub(crate) fn stop_here() {
+    // SAFETY: a system call that takes a signal's number.
+    unsafe { libc::raise(libc::SIGSTOP) };
 }

@@ -10,7 +10,9 @@ use candle_core::Device;
 use super::card::{card, html};
 use super::device_failure::explained;
 use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, date_text};
+use super::rollback::roll_back;
 use super::showcase::{self, Question};
+use super::space;
 use super::trainer::trainer;
 use super::weights_writer::weights_writer;
 use crate::checkpoint::{
@@ -20,11 +22,13 @@ use crate::checkpoint::{
 use crate::cli::TrainArgs;
 use crate::collective::{Call, Collective, CollectiveTimer, Phase, TimedCollective};
 use crate::data::{self, Batch};
-use crate::engine::{Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
+use crate::engine::{NanPolicy, Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::plan::Plan;
 use crate::report::{EventWriter, MetricsLog, Terminal};
+use crate::setup::BaseCheck;
 use crate::units;
+use crate::weights::DigestTask;
 
 /// What all ranks share.
 pub(crate) struct TrainRun<'a> {
@@ -32,6 +36,8 @@ pub(crate) struct TrainRun<'a> {
     pub(crate) plan: &'a Plan,
     pub(crate) questions: Vec<Question>,
     pub(crate) resumed: Option<&'a SavedCheckpoint>,
+    /// What came of comparing the base with that of the checkpoint or adapter before its weights were read.
+    pub(crate) base_check: Option<BaseCheck>,
     /// The output folder, and what it says of the run; the process of the first rank has them once all processes have met.
     pub(crate) folder: &'a OnceLock<(RunFolder, RunRecord)>,
     pub(crate) stop: &'a AtomicBool,
@@ -56,8 +62,7 @@ impl TrainRun<'_> {
     ///
     /// # Errors
     /// Whatever ends its work; what the device fails at with the phase and what would help.
-    pub(crate) fn rank(&self, world: Arc<dyn Collective>, device: &Device) -> Result<()> {
-        let timed = TimedCollective::new(world);
+    pub(crate) fn rank(&self, timed: TimedCollective, device: &Device) -> Result<()> {
         let (clock, phases) = (timed.clock(), timed.phases());
         let done = self.timed_rank(Arc::new(timed), clock, device);
         done.map_err(|error| explained(error, self.plan, phases.read()))
@@ -116,6 +121,8 @@ impl TrainRun<'_> {
     fn load(&self, world: Arc<dyn Collective>, device: &Device) -> Result<Trainer> {
         let first = world.rank() == 0;
         let loading = Instant::now();
+        // What is saved says of what model it is: the first rank saves that.
+        let digest = if first { self.plan.base.start_digest()? } else { None };
         let trainer = trainer(self.plan, self.resumed, world, device)?;
         if let (Some(bytes), true) = (self.plan.bytes_read(), first) {
             let secs = loading.elapsed().as_secs_f64();
@@ -127,7 +134,23 @@ impl TrainRun<'_> {
                 None => self.terminal.detail(said("read")),
             }
         }
+        digest.map_or(Ok(()), |digest| self.finish_digest(digest))?;
         Ok(trainer)
+    }
+
+    /// Compares the base once more, by every byte.
+    fn finish_digest(&self, digest: DigestTask) -> Result<()> {
+        let waiting = Instant::now();
+        self.plan.finish_digest(digest)?;
+        let waited = units::duration(waiting.elapsed().as_secs_f64());
+        self.terminal.detail(format!("the digest of the weights was ready {waited} after them"));
+        let check = self.plan.check_base(self.resumed, self.args.force_base)?;
+        // What was not sure before is said already.
+        check
+            .filter(|_| self.base_check == Some(BaseCheck::Same))
+            .iter()
+            .for_each(|check| check.say(self.terminal));
+        Ok(())
     }
 
     /// Writes the trained weights, to be published: each rank its share, then the first what stands beside.
@@ -154,10 +177,11 @@ impl TrainRun<'_> {
             output: output.to_owned(),
             keep_last: settings.keep_last,
             in_background: settings.async_save,
+            bytes: space::checkpoint_bytes(plan)?,
             write_weights: weights_writer(plan, true, trainer)?,
         };
         let first = world.rank() == 0;
-        let saver = Saver::new(options, first, self.writers)?;
+        let saver = Saver::new(options, first, self.writers);
         let mut sampler = plan.sampler()?;
         let state = self.resumed.map(|saved| &saved.state);
         if let Some(state) = state {
@@ -182,6 +206,7 @@ impl TrainRun<'_> {
                 chat_template_date: plan.rows.date().map(date_text),
                 fingerprint: fingerprint.clone(),
             },
+            roll_back: &|trainer, step| roll_back(plan, output, trainer, step),
             stop: self.stop,
             clock,
             options: RunOptions {
@@ -189,6 +214,7 @@ impl TrainRun<'_> {
                 eval_steps: plan.recipe.eval.steps,
                 eval_at_end: plan.recipe.eval.at_end,
                 every_steps: plan.recipe.log.every_steps,
+                nan: NanPolicy { on_nan: plan.recipe.train.on_nan, limit: plan.recipe.train.nan_limit },
             },
         }
         .run(state.map_or(0, |state| state.tokens))
@@ -201,9 +227,17 @@ impl TrainRun<'_> {
             Some(state) => MetricsLog::resume(&path, state.step)?,
             None => MetricsLog::create(&path)?,
         };
+        if let Some(text) = metrics.note() {
+            self.terminal.warn(text);
+        }
         let events = output.join("tensorboard");
         let wanted = self.plan.recipe.log.tensorboard;
-        let tensorboard = wanted.then(|| EventWriter::create(&events, state.map(|s| s.step))).transpose()?;
+        let opened = wanted.then(|| EventWriter::create(&events, state.map(|s| s.step)));
+        let tensorboard = opened.and_then(|opened| {
+            let unopened =
+                |error: Error| self.terminal.warn(format!("no TensorBoard events: {}", error.in_one_line()));
+            opened.map_err(unopened).ok()
+        });
         Ok(Reporter { terminal: self.terminal, metrics, tensorboard })
     }
 }

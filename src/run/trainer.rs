@@ -7,8 +7,8 @@ use candle_core::Device;
 use crate::checkpoint::SavedCheckpoint;
 use crate::collective::Collective;
 use crate::engine::{SaveAssignment, Trainer, TrainerOptions};
-use crate::error::{Error, Result};
-use crate::optim::{OptimizerOptions, Schedule};
+use crate::error::Result;
+use crate::optim::OptimizerOptions;
 use crate::plan::Plan;
 use crate::runtime::thread_pool::run_in_pool;
 use crate::setup::EngineOptions;
@@ -35,7 +35,7 @@ pub fn trainer(
     let options = TrainerOptions {
         optimizer: OptimizerOptions::from(&plan.recipe.optimizer),
         lora_plus_ratio: plan.recipe.optimizer.lora_plus_ratio,
-        schedule: schedule(plan)?,
+        schedule: plan.schedule()?,
         max_grad_norm: Some(plan.recipe.train.max_grad_norm).filter(|max| *max > 0.0),
         seed: plan.recipe.train.seed,
         recompute: plan.recompute,
@@ -50,22 +50,4 @@ pub fn trainer(
         trainer.restore(saved)?;
     }
     Ok(trainer)
-}
-
-fn schedule(plan: &Plan) -> Result<Schedule> {
-    let scheduler = &plan.recipe.scheduler;
-    let learning_rate = plan.recipe.optimizer.learning_rate.ok_or_else(|| {
-        Error::user("no learning rate is given").hint("write `[optimizer] learning_rate = 2e-4`, for example")
-    })?;
-    let share = scheduler.warmup_ratio.unwrap_or(0.0) * plan.total_steps as f64;
-    Ok(Schedule {
-        kind: scheduler.kind,
-        learning_rate,
-        warmup_steps: scheduler.warmup_steps.unwrap_or(share.ceil() as u64),
-        total_steps: plan.total_steps,
-        min_lr_ratio: scheduler.min_lr_ratio,
-        num_cycles: scheduler.num_cycles as f64,
-        power: scheduler.power,
-        num_decay_steps: scheduler.num_decay_steps.unwrap_or(0),
-    })
 }

@@ -27,13 +27,12 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
     let given = if exact { Dtype::F32 } else { plan.recipe.checkpoint.output_dtype };
     let tokenizer = plan.base.other_tokenizer(&plan.rows.tokenizer);
     let Some(adapter_setup) = &plan.adapter_setup else {
-        let dtypes = stored_dtypes(plan);
-        let dtype = |name: &str| {
-            let own = || dtypes.get(name).copied().unwrap_or(StoredDtype::F32);
-            stored(given).unwrap_or_else(own)
+        let stored = StoredAs { given, dtypes: stored_dtypes(plan) };
+        let entry = |desc: ParamDesc| WriteEntry {
+            dtype: stored.dtype(&desc.name),
+            name: desc.name,
+            shape: desc.shape,
         };
-        let entry =
-            |desc: ParamDesc| WriteEntry { dtype: dtype(&desc.name), name: desc.name, shape: desc.shape };
         let shares = trainer.shares().into_iter().map(|descs| descs.into_iter().map(entry).collect());
         let parts = hf::ExportParts::new(shares.collect(), plan.base.found.folder.clone(), tokenizer);
         return Ok(Arc::new(
@@ -49,7 +48,7 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
     } else {
         adapter_setup.config.clone()
     };
-    let dtype = stored(given).unwrap_or(StoredDtype::F32);
+    let dtype = fixed(given).unwrap_or(StoredDtype::F32);
     let tied = plan.base.config.tie_word_embeddings && !adapter_setup.unties();
     let adapter = AdapterOutput { config, base: plan.identity()?.clone(), tied, initial, dtype };
     Ok(Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
@@ -62,8 +61,24 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
     }))
 }
 
+/// How the trained tensors of a run are stored.
+pub(super) struct StoredAs {
+    /// What the recipe says of all of them.
+    pub(super) given: Dtype,
+    /// What each is stored as where it leaves that open; none: f32, as adapters are.
+    pub(super) dtypes: BTreeMap<String, StoredDtype>,
+}
+
+impl StoredAs {
+    /// The dtype of the tensor `name`.
+    pub(super) fn dtype(&self, name: &str) -> StoredDtype {
+        let own = || self.dtypes.get(name).copied().unwrap_or(StoredDtype::F32);
+        fixed(self.given).unwrap_or_else(own)
+    }
+}
+
 /// The dtype of each tensor of the base; what config.json says for one that starts random.
-fn stored_dtypes(plan: &Plan) -> BTreeMap<String, StoredDtype> {
+pub(super) fn stored_dtypes(plan: &Plan) -> BTreeMap<String, StoredDtype> {
     let named = plan.base.config.dtype.as_deref().and_then(|name| match name {
         "float32" => Some(StoredDtype::F32),
         "bfloat16" => Some(StoredDtype::BF16),
@@ -80,7 +95,7 @@ fn stored_dtypes(plan: &Plan) -> BTreeMap<String, StoredDtype> {
         .collect()
 }
 
-fn stored(dtype: Dtype) -> Option<StoredDtype> {
+fn fixed(dtype: Dtype) -> Option<StoredDtype> {
     match dtype {
         Dtype::Auto => None,
         Dtype::F32 => Some(StoredDtype::F32),

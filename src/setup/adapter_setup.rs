@@ -166,8 +166,23 @@ impl AdapterSetup {
 
     /// Goes on from the adapter of a checkpoint of the same run.
     pub(crate) fn resume(&mut self, saved: SavedAdapter) {
-        self.start =
-            if self.is_pissa() { AdapterStart::Pissa(PissaStart(saved)) } else { AdapterStart::Saved(saved) };
+        self.start = self.start_from(saved);
+    }
+
+    /// The same adapter with the values of a checkpoint of the same run.
+    pub(crate) fn resumed(&self, saved: SavedAdapter) -> Self {
+        AdapterSetup {
+            targets: self.targets.clone(),
+            saved: self.saved.clone(),
+            dropout: self.dropout,
+            rows: self.rows.clone(),
+            config: self.config.clone(),
+            start: self.start_from(saved),
+        }
+    }
+
+    fn start_from(&self, saved: SavedAdapter) -> AdapterStart {
+        if self.is_pissa() { AdapterStart::Pissa(PissaStart(saved)) } else { AdapterStart::Saved(saved) }
     }
 
     /// Whether the base lacks what the adapter started from.

@@ -61,7 +61,8 @@ fn write_once(path: &Path, contents: &[u8]) -> Result<()> {
     }
 }
 
-fn cache() -> Result<PathBuf> {
+/// Where this program keeps what it can make again.
+pub(crate) fn cache() -> Result<PathBuf> {
     let base = std::env::var_os("XDG_CACHE_HOME")
         .map(PathBuf::from)
         .or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache")))

@@ -1,11 +1,13 @@
 //! Whether an adapter, or a checkpoint, is used on the model that it was trained on.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use crate::adapter::SavedAdapter;
 use crate::error::{Error, Result};
+use crate::report::Terminal;
 use crate::setup::resolver::ResolvedSource;
-use crate::weights::{ModelFiles, ModelIdentity};
+use crate::weights::{DigestTask, ModelFiles, ModelIdentity};
 
 /// What was found when the model at hand was compared with the one trained on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,19 +36,35 @@ impl BaseCheck {
                 "{what} does not say which model it was trained on: whether it was {model} is not checked"
             )));
         };
+        let (then, now) = (trained_on.told_from(model), model.told_from(trained_on));
         match trained_on.is_same(model) {
             Some(true) => Ok(BaseCheck::Same),
             None => Ok(BaseCheck::Unchecked(format!(
-                "{what} was trained on {trained_on}; whether {model} is the same cannot be told"
+                "{what} was trained on {then}; whether {now} is the same cannot be told"
             ))),
             Some(false) if force_base => Ok(BaseCheck::Forced(format!(
-                "{what} was trained on {trained_on}, and is used on {model} as `--force-base` says"
+                "{what} was trained on {then}, and is used on {now} as `--force-base` says"
             ))),
-            Some(false) => Err(Error::user(format!("cannot use {what} with this model"))
-                .because(format!("it was trained on {trained_on}; the model is {model}"))
-                .hint(
+            Some(false) => {
+                let error = Error::user(format!("cannot use {what} with this model"))
+                    .because(format!("it was trained on {then}; the model is {now}"));
+                let differences = trained_on.config_differences(model).into_iter();
+                let differences = differences.map(|(key, then, now)| {
+                    format!("config.json says otherwise: {key} was {then} in training, and is {now}")
+                });
+                Err(differences.fold(error, Error::because).hint(
                     "give the model it was trained on as `--model`, or add `--force-base` to use it on this one",
-                )),
+                ))
+            }
+        }
+    }
+
+    /// Says what was found where that is not the same model for sure.
+    pub fn say(&self, terminal: &Terminal) {
+        match self {
+            BaseCheck::Same => {}
+            BaseCheck::Unchecked(text) => terminal.line(text),
+            BaseCheck::Forced(text) => terminal.warn(text),
         }
     }
 
@@ -59,21 +77,74 @@ impl BaseCheck {
         Self::new(&format!("adapter {}", folder.display()), trained_on.as_ref(), model, force_base)
     }
 
-    /// For the adapter in `folder` and the model `found`, of which perhaps only config.json is on this machine: by the
-    /// weights where they are, else by commits.
+    /// For the adapter in `folder` and the model `found`, of which perhaps only config.json is on this machine, whose word
+    /// on the model's arithmetic is `semantics`: by a sample of the weights where they are, else by commits.
     ///
     /// # Errors
     /// The user's: they are different models.
-    pub fn of_headers(folder: &Path, found: &ResolvedSource, force_base: bool) -> Result<Self> {
+    pub fn of_headers(
+        folder: &Path,
+        found: &ResolvedSource,
+        semantics: BTreeMap<String, String>,
+        force_base: bool,
+    ) -> Result<Self> {
         // Who uses the adapter reads it too, and says better what is wrong with it.
         if SavedAdapter::read(folder).is_err() {
             return Ok(BaseCheck::Same);
         }
-        let named = found.identity();
+        let named = found.identity().with_config(semantics);
         let model = match ModelFiles::open(&found.folder) {
             Ok(files) => named.of_files(&files)?,
             Err(_) => named,
         };
         Self::of_adapter(folder, &model, force_base)
+    }
+}
+
+/// The comparison of an adapter's base with the model at hand: at once by names, config.json, headers and a sample, then by
+/// every byte, which are digested while the weights are loaded.
+#[derive(Debug)]
+pub struct BaseComparison {
+    what: String,
+    trained_on: Option<ModelIdentity>,
+    model: ModelIdentity,
+    force_base: bool,
+    first: BaseCheck,
+    task: Option<DigestTask>,
+}
+
+impl BaseComparison {
+    /// Begins to compare the base of the adapter in `folder` with `model`, of whose bytes `digest` begins a digest.
+    ///
+    /// # Errors
+    /// The user's: they are different models already; the adapter cannot be read.
+    pub(crate) fn begin(
+        folder: &Path,
+        model: ModelIdentity,
+        force_base: bool,
+        terminal: &Terminal,
+        digest: impl FnOnce() -> Result<Option<DigestTask>>,
+    ) -> Result<Self> {
+        let trained_on = SavedAdapter::read(folder)?.base_model()?;
+        let what = format!("adapter {}", folder.display());
+        let first = BaseCheck::new(&what, trained_on.as_ref(), &model, force_base)?;
+        first.say(terminal);
+        let comparable = trained_on.as_ref().is_some_and(ModelIdentity::says_every_byte);
+        let task = if comparable && first == BaseCheck::Same { digest()? } else { None };
+        Ok(BaseComparison { what, trained_on, model, force_base, first, task })
+    }
+
+    /// Waits for the digest of every byte and compares it, once the weights are loaded and before anything is made of them.
+    ///
+    /// # Errors
+    /// The user's: the models differ after all; the files cannot be read.
+    pub fn finish(self, terminal: &Terminal) -> Result<()> {
+        let Some(task) = self.task else { return Ok(()) };
+        let model = self.model.with_digest(&task.wait()?);
+        let check = BaseCheck::new(&self.what, self.trained_on.as_ref(), &model, self.force_base)?;
+        if check != self.first {
+            check.say(terminal);
+        }
+        Ok(())
     }
 }

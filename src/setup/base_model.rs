@@ -6,12 +6,14 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device};
 
 use super::adapter_setup::AdapterSetup;
-use super::base_check::BaseCheck;
+use super::assets;
+use super::base_check::BaseComparison;
 use super::initial_values::InitialValues;
 use super::param_layout::{Keeping, Trains, descs};
 use super::resolver::{ResolvedSource, Resolver};
 use crate::adapter::LowRankFactors;
 use crate::engine::Engine;
+use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
 use crate::model::{self, ModelConfig, RotaryTables};
@@ -20,10 +22,11 @@ use crate::ops::has_kernels;
 use crate::quant::{CodeKind, QuantFormat};
 use crate::recipe::enums::Attention;
 use crate::recipe::{ComputeDtype, ModelInit, ModelSection, QuantizationSection};
+use crate::report::Terminal;
 use crate::runtime::device;
 use crate::sharding;
 use crate::sharding::{DeviceMesh, GradReduceOptions, OffloadTarget, ParamDesc, ParamStore};
-use crate::weights::{ModelFiles, ModelIdentity};
+use crate::weights::{DigestTask, ModelFiles, ModelIdentity};
 
 /// A model before its weights are read.
 #[derive(Debug)]
@@ -42,6 +45,10 @@ pub struct BaseModel {
     pub(crate) tokenizer: PathBuf,
     /// The number of tokens by config.json; the model in use may have more.
     pub(crate) stored_tokens: usize,
+    /// What config.json says of the model's arithmetic.
+    semantics: BTreeMap<String, String>,
+    /// Whether its weights are files of this machine.
+    has_weights: bool,
 }
 
 /// How an engine computes.
@@ -131,7 +138,7 @@ impl BaseModel {
             ModelInit::Random => (finder.model_headers(source, &model.revision)?, None),
         };
         let path = found.folder.join("config.json");
-        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read", &path, &e))?;
+        let text = input_file::read_text("read", &path)?;
         let config = ModelConfig::from_json(&text, &path.display().to_string())?;
         let files = weights.map(|weights| weights.open(&found.folder)).transpose()?;
         let wanted = quantization.map(format);
@@ -160,16 +167,26 @@ impl BaseModel {
             }
             skipped = own;
         }
-        let (tokenizer, stored_tokens) = (found.folder.clone(), config.vocab_size);
-        Ok(BaseModel { found, config, files, format: stored.or(wanted), skipped, tokenizer, stored_tokens })
+        Ok(BaseModel {
+            tokenizer: found.folder.clone(),
+            stored_tokens: config.vocab_size,
+            semantics: config.semantics(),
+            has_weights: files.as_ref().is_some_and(|files| !files.is_header_only()),
+            found,
+            config,
+            files,
+            format: stored.or(wanted),
+            skipped,
+        })
     }
 
-    /// Which model it is; `seed` is that of its weights where they start random.
+    /// Which model it is, by names, headers, config.json and a sample of its weights; `seed` is that of its weights where
+    /// they start random.
     ///
     /// # Errors
     /// The user's: what a quantized checkpoint says of its original is malformed.
     pub fn identity(&self, seed: u64) -> Result<ModelIdentity> {
-        let named = self.found.identity();
+        let named = self.found.identity().with_config(self.semantics.clone());
         match &self.files {
             Some(files) => named.of_files(files),
             None => {
@@ -179,12 +196,41 @@ impl BaseModel {
         }
     }
 
-    /// Compares it with the model that the adapter in `folder` was trained on; `force_base` takes another one too.
+    /// Begins to digest every byte of its weights; none where they start random or are not on this machine.
+    ///
+    /// # Errors
+    /// As [`DigestTask::start`].
+    pub fn start_digest(&self) -> Result<Option<DigestTask>> {
+        let kept = assets::cache()?.join("digests");
+        self.has_weights.then(|| DigestTask::start(&self.found.folder, kept)).transpose()
+    }
+
+    /// As [`BaseModel::identity`], with the digest of every byte; reads them all.
+    ///
+    /// # Errors
+    /// As there, and as [`DigestTask::wait`].
+    pub fn whole_identity(&self, seed: u64) -> Result<ModelIdentity> {
+        let task = self.start_digest()?;
+        let identity = self.identity(seed)?;
+        Ok(match task {
+            Some(task) => identity.with_digest(&task.wait()?),
+            None => identity,
+        })
+    }
+
+    /// Compares it with the model that the adapter in `folder` was trained on, and says on the terminal what is not sure;
+    /// `force_base` takes another one too. What comes back goes on to compare every byte.
     ///
     /// # Errors
     /// The user's: they are different models; the adapter cannot be read.
-    pub fn check_adapter(&self, folder: &Path, seed: u64, force_base: bool) -> Result<BaseCheck> {
-        BaseCheck::of_adapter(folder, &self.identity(seed)?, force_base)
+    pub fn check_adapter(
+        &self,
+        folder: &Path,
+        seed: u64,
+        force_base: bool,
+        terminal: &Terminal,
+    ) -> Result<BaseComparison> {
+        BaseComparison::begin(folder, self.identity(seed)?, force_base, terminal, || self.start_digest())
     }
 
     /// How its parameters are kept in a run; without `options`, which there are.
@@ -274,6 +320,7 @@ impl BaseModel {
         };
         let store =
             ParamStore::new(&self.config, descs, adapters, store, &mut |desc, fill| values.fill(desc, fill))?;
+        self.files.as_ref().map_or(Ok(()), ModelFiles::check_lengths)?;
         let (config, device) = (self.config.clone(), options.device.clone());
         let tables = RotaryTables::new(&config.ropes, &device);
         let engine = Engine { config, store, attention: options.attention, device, tables };

@@ -5,6 +5,7 @@ pub(crate) mod adapter_setup;
 pub(crate) mod assets;
 pub(crate) mod base_check;
 pub(crate) mod base_model;
+mod custom_code;
 pub(crate) mod dataset;
 pub(crate) mod initial_values;
 pub(crate) mod new_tokens;
@@ -15,7 +16,7 @@ pub(crate) mod saved_adapter;
 pub(crate) mod vocabulary;
 
 pub use adapter_setup::AdapterSetup;
-pub use base_check::BaseCheck;
+pub use base_check::{BaseCheck, BaseComparison};
 pub use base_model::{BaseModel, EngineOptions};
 pub use dataset::DatasetLoader;
 pub use param_layout::Trains;

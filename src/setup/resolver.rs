@@ -4,13 +4,16 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use super::assets;
+use super::{assets, custom_code};
 use crate::data::Split;
 use crate::error::{Error, Result};
 use crate::hub::{self, DownloadEvent, HubOptions, Located, RemoteWeights, RowsFor};
 use crate::recipe::DataSource;
 use crate::report::Terminal;
 use crate::weights::{ModelFiles, ModelIdentity, RangeReader, RemoteRange};
+
+/// A file that takes longer than a moment to hash is told, in bytes.
+const LONG_TO_HASH: u64 = 1 << 30;
 
 /// Finds models, adapters and data sets for a command.
 pub struct Resolver<'a> {
@@ -159,6 +162,9 @@ impl<'a> Resolver<'a> {
             self.terminal.warn(note);
         }
         let Located { id, folder, commit, rows, .. } = located;
+        if let Some(note) = custom_code::named_in(&folder) {
+            self.terminal.warn(note);
+        }
         Ok(ResolvedSource { id, folder, commit, on_hub, rows })
     }
 
@@ -168,6 +174,10 @@ impl<'a> Resolver<'a> {
                 self.terminal.line(format!("downloading {files} files, {}", crate::units::bytes(bytes)));
             }
             DownloadEvent::Plan { .. } => {}
+            DownloadEvent::Check { file, bytes } if bytes >= LONG_TO_HASH => {
+                self.terminal.line(format!("checking {file} in the cache, {}", crate::units::bytes(bytes)));
+            }
+            DownloadEvent::Check { .. } => {}
             DownloadEvent::Start { file, bytes, present } => {
                 self.terminal.download_start(file, bytes);
                 self.terminal.download_advance(present);

@@ -236,13 +236,16 @@ impl Bucket {
         })
     }
 
+    /// Brings this rank's part of `value` in line with the master, if there is one.
+    pub(super) fn copy_master(&self) -> Result<()> {
+        self.master.as_ref().map_or(Ok(()), |master| self.own_value()?.store_cast(master))
+    }
+
     /// Brings this rank's part of `value` in line with the master after an update, unless that has done so.
     pub(super) fn refresh(&self, offload: &OffloadTarget) -> Result<()> {
-        match &self.master {
-            Some(master) if self.value_beside_master(offload)?.is_none() => {
-                self.own_value()?.store_cast(master)
-            }
-            _ => Ok(()),
+        match self.value_beside_master(offload)? {
+            Some(_) => Ok(()),
+            None => self.copy_master(),
         }
     }
 }

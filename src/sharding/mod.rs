@@ -19,6 +19,7 @@ mod param_store;
 mod placement;
 mod quantized_bucket;
 mod rank_sums;
+mod trainable_entries;
 mod views;
 
 pub use bucket::{Bucket, BucketEntry, LoadTarget};
@@ -27,6 +28,7 @@ pub use mesh::DeviceMesh;
 pub use mesh_shape::{MeshAxis, MeshShape};
 pub use offload::OffloadTarget;
 pub use param::{LrGroup, ParamDesc, ParamKind, UpdateRule};
-pub use param_store::{GatherGuard, ParamStore, StoreOptions};
+pub use param_store::{FiniteCheck, GatherGuard, ParamStore, StoreOptions};
 pub use placement::{ParamRole, Placement, ShardingSpec, ShardingStrategy};
+pub use trainable_entries::EntryIndex;
 pub use views::{Adapters, LoraSpec, TOKEN_ROWS};

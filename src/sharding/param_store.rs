@@ -22,7 +22,9 @@ use crate::ops::elementwise::sums_of_squares;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::{copy_into, to_host_vec, zero};
 use crate::runtime::cpu_tensor::memory;
+use crate::runtime::machine::host_memory;
 use crate::runtime::param_storage::ParamStorage;
+use crate::units;
 use crate::weights::LM_HEAD;
 
 /// How a store keeps its parameters.
@@ -217,6 +219,7 @@ impl ParamStore {
     /// # Errors
     /// More than two segments are held at a time, a fault of ours; a peer failed.
     pub fn block(&self, layer: usize, next: Option<usize>) -> Result<GatherGuard<'_, &BlockWeights>> {
+        self.mesh.world().heartbeat();
         let next = next.map(Segment::Block);
         let (_, whole) = self.gathers.hold(&self.mesh, Segment::Block(layer), next)?;
         Ok(GatherGuard { weights: &self.blocks[layer], _whole: whole })
@@ -378,19 +381,26 @@ impl ParamStore {
         self.trainable().filter_map(|bucket| bucket.grad.as_ref()).try_for_each(zero)
     }
 
-    /// The first parameter, or else the first gradient, that holds a NaN or an infinity in this rank's part, in words such
-    /// as `the weight lm_head.weight`.
+    /// The first of what `check` names that holds a NaN or an infinity in this rank's part, in words such as `the weight
+    /// lm_head.weight`.
     ///
     /// # Errors
     /// A tensor operation failed.
-    pub fn first_non_finite(&self) -> Result<Option<String>> {
-        let values = self.buckets.iter().map(|b| (b, "the weight", b.value.clone(), b.spec.values));
-        let grads = self.trainable().filter_map(|b| {
-            let grad = b.grad.clone()?;
-            Some((b, "the gradient of", ParamStorage::from(grad), b.spec.gradients))
-        });
-        for (bucket, what, flat, placement) in values.chain(grads) {
+    pub fn first_non_finite(&self, check: FiniteCheck) -> Result<Option<String>> {
+        let held = |b: &Bucket| match check {
+            FiniteCheck::FrozenWeights if b.grad.is_some() => None,
+            FiniteCheck::TrainedWeights if b.grad.is_none() => None,
+            FiniteCheck::FrozenWeights | FiniteCheck::TrainedWeights => {
+                Some(("the weight", b.value.clone(), b.spec.values))
+            }
+            FiniteCheck::Gradients => {
+                Some(("the gradient of", ParamStorage::from(b.grad.clone()?), b.spec.gradients))
+            }
+        };
+        let held = self.buckets.iter().filter_map(|b| Some((b, held(b)?)));
+        for (bucket, (what, flat, placement)) in held {
             let from = if placement.is_sharded() { bucket.own.start } else { 0 };
+            self.mesh.world().heartbeat();
             for entry in &bucket.entries {
                 let (start, end) = (entry.start.max(from), entry.range().end.min(from + flat.elements()));
                 if start < end && !finite(&flat.narrow(start - from, end - start)?.to_read()?)? {
@@ -405,6 +415,17 @@ impl ParamStore {
     pub fn find(&self, name: &str) -> Option<(&Bucket, &BucketEntry)> {
         self.index.get(name).map(|&(b, e)| (&self.buckets[b], &self.buckets[b].entries[e]))
     }
+}
+
+/// Which values are looked at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FiniteCheck {
+    /// Parameters that do not train.
+    FrozenWeights,
+    /// Parameters that train.
+    TrainedWeights,
+    /// The gradients as they are summed so far.
+    Gradients,
 }
 
 fn finite(x: &Tensor) -> Result<bool> {
@@ -440,15 +461,17 @@ fn buckets(
         offload: &options.offload,
         fill_all: options.fill_all,
     };
-    let mut room = 0;
+    let (mut room, mut on_device) = (0, 0);
     for ((_, group), descs) in &by_group {
-        if options.offload.has_values(group.role()) {
-            room += match group {
-                BucketKind::Quantized => QuantizedBucket::room(descs, &bucket_options(*group, descs))?,
-                _ => Bucket::room(descs, &bucket_options(*group, descs)),
-            };
-        }
+        let bytes = match group {
+            BucketKind::Quantized => QuantizedBucket::room(descs, &bucket_options(*group, descs))?,
+            _ => Bucket::room(descs, &bucket_options(*group, descs)),
+        };
+        let away = options.offload.has_values(group.role());
+        *(if away { &mut room } else { &mut on_device }) += bytes;
     }
+    let host = [(options.device.is_cpu(), on_device), (options.offload.folder().is_none(), room)];
+    check_host_memory(host.into_iter().filter(|(counts, _)| *counts).map(|(_, bytes)| bytes as u64).sum())?;
     let file = options.offload.file(room)?;
     let (mut buckets, mut packed) = (Vec::new(), Vec::new());
     for ((_, group), descs) in by_group {
@@ -465,6 +488,25 @@ fn buckets(
         }
     }
     Ok((buckets, packed))
+}
+
+/// Whether the host can hold `bytes` bytes of weights at all. A failed allocation would end the process without a word, and
+/// the system any process that fills its memory.
+fn check_host_memory(bytes: u64) -> Result<()> {
+    match host_memory().map(|memory| memory.limit).filter(|limit| bytes > *limit) {
+        None => Ok(()),
+        Some(limit) => Err(Error::user(
+            "cannot load the model: its weights do not fit the memory of this host",
+        )
+        .because(format!(
+            "a rank keeps {} of weights; {} are there, swap included",
+            units::bytes(bytes),
+            units::bytes(limit)
+        ))
+        .hint(
+            "take a smaller model, or train with `quantization.kind = \"nf4\"` or `parallel.offload_folder`",
+        )),
+    }
 }
 
 /// What has to be gathered or brought for each segment: its own runs, for the head of a tied model also the table's.

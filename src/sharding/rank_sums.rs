@@ -74,26 +74,35 @@ impl ParamStore {
         Ok(())
     }
 
+    /// The ranks that say `yes`, ascending; the same answer on all ranks, which all call it.
+    ///
+    /// # Errors
+    /// A peer failed.
+    pub fn ranks_that(&self, yes: bool) -> Result<Vec<usize>> {
+        let world = self.mesh().world();
+        let mut said = vec![0.0; world.size()];
+        said[world.rank()] = f64::from(u8::from(yes));
+        self.sum("what the ranks found", &mut said)?;
+        Ok((0..said.len()).filter(|rank| said[*rank] > 0.0).collect())
+    }
+
     /// The lowest rank that says `yes`, if any does; the same answer on all ranks, which all call it.
     ///
     /// # Errors
     /// A peer failed.
     pub fn first_rank(&self, yes: bool) -> Result<Option<usize>> {
-        let world = self.mesh().world();
-        let mut said = vec![0.0; world.size()];
-        said[world.rank()] = f64::from(u8::from(yes));
-        self.sum("what the ranks found", &mut said)?;
-        Ok(said.iter().position(|said| *said > 0.0))
+        Ok(self.ranks_that(yes)?.first().copied())
     }
 
-    /// What the lowest rank that found something found, with that rank where there are several; the same answer on
-    /// all ranks, which all call it.
+    /// What the lowest rank that found something found, with that rank where there are several, or with the word that
+    /// every rank did; the same answer on all ranks, which all call it.
     ///
     /// # Errors
     /// A peer failed.
     pub fn first_found(&self, found: Option<String>) -> Result<Option<String>> {
         let world = self.mesh().world();
-        let Some(rank) = self.first_rank(found.is_some())? else { return Ok(None) };
+        let ranks = self.ranks_that(found.is_some())?;
+        let Some(rank) = ranks.first().copied() else { return Ok(None) };
         if world.size() == 1 {
             return Ok(found);
         }
@@ -103,7 +112,9 @@ impl ParamStore {
         world.broadcast(Call::single("what a rank found"), rank, &memory(&text)?)?;
         let text = text.to_vec1::<u8>()?;
         let text = String::from_utf8_lossy(text.split(|byte| *byte == 0).next().unwrap_or_default());
-        Ok(Some(format!("{text} on rank {rank}")))
+        let where_found =
+            if ranks.len() == world.size() { "every rank".into() } else { format!("rank {rank}") };
+        Ok(Some(format!("{text} on {where_found}")))
     }
 
     /// All of what `own` is this rank's run of, such as the bucket's masters: flat, in the dtype of `own`. All ranks of

@@ -1,18 +1,20 @@
-//! A folder that appears whole or not at all: filled under a temporary name beside its place, then renamed.
+//! A folder that appears whole or not at all: filled under a temporary name beside its place, flushed, then renamed.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
+use super::unfinished::{self, Unfinished, sync_folder, sync_tree};
 use crate::error::{Error, Result};
 
 /// A folder being filled; dropped before [`AtomicDir::commit`], it leaves nothing.
 #[derive(Debug)]
 pub struct AtomicDir {
     place: PathBuf,
-    temporary: PathBuf,
+    temporary: Unfinished,
 }
 
 impl AtomicDir {
-    /// Starts the folder that will be `place`, beside it.
+    /// Starts the folder that will be `place`, beside it. What killed processes left of theirs there goes.
     ///
     /// # Errors
     /// The user's: something other than an empty folder is at `place`. Storage: the folder cannot be made.
@@ -27,7 +29,11 @@ impl AtomicDir {
                 .because("the folder is not empty")
                 .hint("give a new or empty folder as `--output`"));
         }
-        Self::beside(place)
+        let place = resolved(place)?;
+        if let (Some(parent), Some(name)) = (place.parent(), place.file_name()) {
+            unfinished::sweep(parent, |base| base == name.to_string_lossy());
+        }
+        Self::beside(&place)
     }
 
     /// Starts the folder that will be `place`, beside it; what is at `place` is the caller's care before the commit.
@@ -49,7 +55,12 @@ impl AtomicDir {
                     ))
                     .hint(format!("`rm -r {temporary}` if nothing in it is yours, and start again")))
             }
-            made => made.map_err(cannot).map(|()| Self { place, temporary }),
+            Err(error) => Err(cannot(error)),
+            Ok(()) => {
+                let made = File::open(&temporary);
+                let taken = made.and_then(|made| Unfinished::of(temporary.clone(), &made));
+                taken.map(|temporary| Self { place, temporary }).map_err(cannot)
+            }
         }
     }
 
@@ -66,34 +77,97 @@ impl AtomicDir {
     /// Where the folder that another process or thread made for `place`, with this tag, is filled.
     pub fn shared(place: &Path, tag: u32) -> PathBuf {
         let place: PathBuf = place.components().collect();
-        let mut temporary = place.into_os_string();
-        temporary.push(format!(".tmp-{tag}"));
-        PathBuf::from(temporary)
+        Unfinished::beside(&place, tag)
     }
 
     /// Where to write until the commit.
     pub fn path(&self) -> &Path {
-        &self.temporary
+        self.temporary.path()
     }
 
-    /// Gives the folder its name.
+    /// Flushes all that is in the folder, whoever wrote it, and gives the folder its name.
     ///
     /// # Errors
-    /// Storage: the rename fails.
+    /// Storage: a flush or the rename fails.
     pub fn commit(self) -> Result<()> {
-        std::fs::rename(&self.temporary, &self.place)
-            .map_err(|error| Error::io("write to", &self.place, &error))
+        self.sync()?;
+        self.rename()
+    }
+
+    /// The first half of the commit: what is in the folder lasts through a power cut.
+    ///
+    /// # Errors
+    /// Storage: a flush fails.
+    pub(crate) fn sync(&self) -> Result<()> {
+        sync_tree(self.path())
+    }
+
+    /// The second half of the commit: the folder, flushed before, gets its name.
+    ///
+    /// # Errors
+    /// Storage: the rename or the flush after it fails.
+    pub(crate) fn rename(self) -> Result<()> {
+        let place = self.place;
+        self.temporary.rename(&place).map_err(|error| Error::io("write to", &place, &error))?;
+        place.parent().map_or(Ok(()), sync_folder)
     }
 }
 
-impl Drop for AtomicDir {
-    fn drop(&mut self) {
-        // Others may still write into it; under another name nothing of theirs comes in between.
-        let mut doomed = self.temporary.clone().into_os_string();
-        doomed.push("-removed");
-        // After a commit there is nothing of that name; before it a failed removal changes nothing for the caller.
-        if std::fs::rename(&self.temporary, &doomed).is_ok() {
-            drop(std::fs::remove_dir_all(doomed));
-        }
+/// `place` with a name of its own, which a rename can replace: where a link leads, what `.` stands for.
+fn resolved(place: &Path) -> Result<PathBuf> {
+    let link = place.symlink_metadata().is_ok_and(|found| found.is_symlink());
+    let named =
+        place.components().next_back().is_some_and(|last| matches!(last, std::path::Component::Normal(_)));
+    if named && !link {
+        return Ok(place.components().collect());
+    }
+    place.canonicalize().map_err(|error| {
+        Error::user(format!("cannot write to {}", place.display()))
+            .because(format!("it is a link, and where it leads: {error}"))
+            .hint("make that folder, or give another one as `--output`")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = std::fs::read_dir(folder).expect("a folder");
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.expect("one").file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn what_a_killed_process_left_goes() {
+        let place = tempfile::tempdir().expect("a folder");
+        let left = place.path().join(format!("out.tmp-{}", u32::MAX));
+        std::fs::create_dir(&left).expect("a folder");
+        std::fs::write(left.join("model.safetensors"), "half").expect("a file");
+        let folder = AtomicDir::create(&place.path().join("out/")).expect("a new folder");
+        // Another one at work on the same place is not disturbed.
+        assert_eq!(names(place.path()), [format!("out.tmp-{}", std::process::id())]);
+        unfinished::sweep(place.path(), |base| base == "out");
+        std::fs::write(folder.path().join("a"), "a").expect("a file");
+        folder.commit().expect("committed");
+        assert_eq!(names(place.path()), ["out"]);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_link_is_followed_to_an_empty_folder_and_nowhere_else() {
+        let place = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| place.path().join(name);
+        std::fs::create_dir(at("there")).expect("a folder");
+        std::os::unix::fs::symlink("there", at("link")).expect("a link");
+        std::os::unix::fs::symlink("nowhere", at("loose")).expect("a link");
+        let folder = AtomicDir::create(&at("link")).expect("an empty folder");
+        std::fs::write(folder.path().join("a"), "a").expect("a file");
+        folder.commit().expect("committed");
+        assert!(at("there/a").is_file() && at("link/a").is_file());
+        let error = AtomicDir::create(&at("loose")).expect_err("leads nowhere").to_string();
+        assert!(error.contains("it is a link, and where it leads: No such file"), "{error}");
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! Opening reads headers only. Reading converts straight from the map into the caller's buffer; [`ModelFiles::discard`]
 //! then gives the pages back, so a model of any size is read within the memory of one tensor. A map shows what
-//! the file holds *now*: the files must not be changed while they are open (a file cut short under us ends the
-//! process with SIGBUS, as it does any program that maps it).
+//! the file holds *now*: the files must not be changed while they are open. One that is cut short under us ends the
+//! process with an error at the next look at it ([`crate::runtime::fault_signals`]), or in [`ModelFiles::check_lengths`].
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,6 +17,9 @@ use super::{INDEX_FILE, MODEL_FILE, StoredElement, TensorInfo, bitsandbytes, hea
 use crate::error::{Error, Result};
 use crate::quant::QuantFormat;
 use crate::stored_dtype;
+
+/// Names that a missing one is compared with, at most: comparing takes the square of their lengths.
+const MOST_COMPARED: usize = 10_000;
 
 /// The open safetensors files of a model or an adapter.
 #[derive(Debug)]
@@ -229,9 +232,16 @@ impl ModelFiles {
         QuantizedTensor::new(parts, codes, place).map(Some)
     }
 
+    /// Where the runs of a quantized tensor beside its codes lie: with double quantization the codes of the scales, then the
+    /// scales of those; without, the scales. None of another tensor.
+    pub(super) fn quantized_runs(&self, name: &str) -> impl Iterator<Item = &ShardRange> {
+        self.quantized.get(name).into_iter().flat_map(|parts| parts.runs.iter().map(|(_, place)| place))
+    }
+
     /// Bytes of a file, for tensor `name`.
     pub(super) fn stored(&self, name: &str, shard: usize, range: &Range<usize>) -> Result<&[u8]> {
         let shard = &self.shards[shard];
+        shard.check_length()?;
         shard.bytes(range).ok_or_else(|| {
             Error::internal(format!("cannot read the values of tensor `{}`", clip(name)))
                 .because(format!("of {} only the header was read", shard.path.display()))
@@ -246,6 +256,7 @@ impl ModelFiles {
         self.tensors.get(name).ok_or_else(|| {
             let nearest = self
                 .names()
+                .take(MOST_COMPARED)
                 .map(|other| (strsim::damerau_levenshtein(name, other), other))
                 .min()
                 .map_or(String::new(), |(_, other)| format!("; the nearest is `{}`", clip(other)));
@@ -311,7 +322,8 @@ impl ModelFiles {
                 .because(format!("tensor `{name}` has dtype {}; accepted: F32, F16, BF16, F64", info.dtype))
                 .hint("give the unquantized model"));
         }
-        Ok(())
+        // Also of what was read since.
+        self.shards[info.shard].check_length()
     }
 
     /// [`ModelFiles::read_into`] for f32.
@@ -329,7 +341,20 @@ impl ModelFiles {
         if info.range.is_empty() {
             return;
         }
-        self.shards[info.shard].discard(&info.range);
+        self.discard_range(info.shard, &info.range);
+    }
+
+    /// As [`ModelFiles::discard`], of some bytes of a file.
+    pub(super) fn discard_range(&self, shard: usize, range: &Range<usize>) {
+        self.shards[shard].discard(range);
+    }
+
+    /// Whether all files are still as long as when they were opened; to be asked when what was read is to be relied on.
+    ///
+    /// # Errors
+    /// Storage: another program has changed the length of one.
+    pub fn check_lengths(&self) -> Result<()> {
+        self.shards.iter().try_for_each(Shard::check_length)
     }
 
     /// The text called `key` in a header's `__metadata__`: that of the first file that has one.

@@ -29,6 +29,8 @@ use crate::error::{Error, Result};
 
 /// The cap on the JSON part, the same as the reference implementation's.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// Longer than any name of a tensor; names are compared, sorted and shown.
+const MAX_NAME_BYTES: usize = 4096;
 /// More dimensions than any tensor of a model has; bounds what a hostile shape can allocate.
 const MAX_DIMS: usize = 32;
 
@@ -217,6 +219,13 @@ impl<'de> Deserialize<'de> for RawHeader {
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
                 let (mut tensors, mut metadata) = (Vec::new(), BTreeMap::new());
                 while let Some(name) = map.next_key::<String>()? {
+                    if name.len() > MAX_NAME_BYTES {
+                        return Err(A::Error::custom(format!(
+                            "the name of tensor `{}` has {} bytes; accepted: up to {MAX_NAME_BYTES}",
+                            clip(&name),
+                            name.len()
+                        )));
+                    }
                     if name == "__metadata__" {
                         metadata.extend(texts(map.next_value()?));
                         continue;

@@ -1,13 +1,15 @@
-//! Which model weights are: what an adapter and a checkpoint keep of their base, so that they are not used on another
-//! one of equal shapes.
+//! Which model it is: what an adapter and a checkpoint keep of their base, so that they are not used on another one of equal
+//! shapes.
 //!
-//! The digest covers each tensor's name, type, shape and a sample of its bytes, sorted by name, so that it is the same
-//! however the files are sharded and costs a few pages a tensor instead of the whole model. Training changes nearly
-//! every value, so the sample tells models of one architecture apart; it is no proof against tampering. What loaders
-//! pass over does not count: buffers of old checkpoints, the second copy of a tied table.
+//! Two models are compared by what config.json says of their arithmetic, and by digests of each tensor's name, type, shape
+//! and bytes, sorted by name, so that they are the same however the files are sharded. The digest of a sample of the bytes
+//! costs a few pages a tensor and is known at once; that of every byte (`digest`) is made while the weights are loaded.
+//! Version 1 of an identity had the sample's alone: it is compared with the sample's. What loaders pass over does not count:
+//! buffers of old checkpoints, the second copy of a tied table.
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
@@ -17,8 +19,10 @@ use crate::quant::QuantFormat;
 
 /// The entry of a quantized checkpoint's metadata with the [`ModelIdentity`] of the model that was quantized.
 pub const QUANTIZED_FROM: &str = "finetune.quantized_from";
-/// The version of the digest that this program computes.
-const VERSION: u32 = 1;
+/// The version whose digest is of every byte.
+const VERSION: u32 = 2;
+/// The version whose digest is of a sample.
+const SAMPLED: u32 = 1;
 /// Bytes of one part of a sample.
 const SAMPLE: usize = 256;
 /// Parts of a sample, evenly spread from the first byte to the last.
@@ -26,19 +30,25 @@ const SAMPLES: usize = 8;
 /// Characters of a digest that are shown.
 const SHOWN: usize = 16;
 
-/// Which model weights are: its name, and a digest by which two are compared.
+/// Which model it is: its name, what its config.json says, and digests of its weights.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelIdentity {
-    /// How the digest is computed.
+    /// What the digest is of.
     version: u32,
     /// The hub id, or the name of the folder.
     id: String,
     /// The commit on the hub.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     commit: Option<String>,
-    /// BLAKE3 in hex; none where only the name is known.
+    /// BLAKE3 of every byte in hex, in version 1 of a sample; none where that is not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     digest: Option<String>,
+    /// BLAKE3 of a sample in hex; none in version 1, and where only the name is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    sample: Option<String>,
+    /// What config.json says of the model's arithmetic, by key; empty where that is not known.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    config: BTreeMap<String, String>,
     /// The model that was quantized to this one, where the checkpoint says so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     quantized_from: Option<Box<ModelIdentity>>,
@@ -47,19 +57,39 @@ pub struct ModelIdentity {
 impl ModelIdentity {
     /// The identity of the model called `id`, whose weights have not been looked at.
     pub fn named(id: &str, commit: Option<&str>) -> Self {
-        let (id, commit) = (id.to_owned(), commit.map(str::to_owned));
-        ModelIdentity { version: VERSION, id, commit, digest: None, quantized_from: None }
+        ModelIdentity {
+            version: VERSION,
+            id: id.to_owned(),
+            commit: commit.map(str::to_owned),
+            digest: None,
+            sample: None,
+            config: BTreeMap::new(),
+            quantized_from: None,
+        }
     }
 
-    /// As it is, with the digest of `files`, and the model that they were quantized from if they say so.
+    /// As it is, with the digest of a sample of `files`, and the model that they were quantized from if they say so.
     ///
     /// # Errors
     /// The user's: what `files` say of the original is malformed.
     pub fn of_files(self, files: &ModelFiles) -> Result<Self> {
         let from = files.metadata(QUANTIZED_FROM).map(Self::from_json).transpose()?;
         // Of headers alone there are no bytes to sample: what remains are name and commit.
-        let digest = if files.is_header_only() { None } else { Some(digest(files)?.to_hex().to_string()) };
-        Ok(ModelIdentity { digest, quantized_from: from.map(Box::new), ..self })
+        let sample = (!files.is_header_only()).then(|| sampled(files)).transpose()?;
+        let sample = sample.map(|digest| digest.to_hex().to_string());
+        Ok(ModelIdentity { sample, quantized_from: from.map(Box::new), ..self })
+    }
+
+    /// As it is, with the digest of every byte, as [`super::DigestTask`] makes it.
+    #[must_use]
+    pub fn with_digest(self, digest: &str) -> Self {
+        ModelIdentity { digest: Some(digest.to_owned()), ..self }
+    }
+
+    /// As it is, with what config.json says of the model's arithmetic, by key.
+    #[must_use]
+    pub fn with_config(self, config: BTreeMap<String, String>) -> Self {
+        ModelIdentity { config, ..self }
     }
 
     /// As it is, for weights that are drawn from `seed`: parameters by name and shape.
@@ -70,7 +100,8 @@ impl ModelIdentity {
             text(&mut hasher, name);
             text(&mut hasher, &format!("{shape:?}"));
         }
-        ModelIdentity { digest: Some(hasher.finalize().to_hex().to_string()), ..self }
+        let digest = Some(hasher.finalize().to_hex().to_string());
+        ModelIdentity { sample: digest.clone(), digest, ..self }
     }
 
     /// Reads what [`ModelIdentity::to_json`] wrote, and what a later version of this program writes.
@@ -88,9 +119,14 @@ impl ModelIdentity {
         serde_json::to_value(self).unwrap_or_default().to_string()
     }
 
-    /// The digest; none where only the name is known.
+    /// The digest of every byte, else of a sample; none where only the name is known.
     pub fn digest(&self) -> Option<&str> {
-        self.digest.as_deref()
+        self.digest.as_deref().or(self.sample.as_deref())
+    }
+
+    /// Whether the digest of every byte is known, of this model or of the one that it was quantized from.
+    pub fn says_every_byte(&self) -> bool {
+        self.with_original().any(|one| one.whole().is_some())
     }
 
     /// The model that was quantized to this one, where the checkpoint says so.
@@ -100,10 +136,13 @@ impl ModelIdentity {
 
     /// Whether both are one model, or quantized from one; none: there is nothing to compare.
     pub fn is_same(&self, other: &Self) -> Option<bool> {
+        if !self.config_differences(other).is_empty() {
+            return Some(false);
+        }
         let mut known = None;
         for one in self.with_original() {
             for another in other.with_original() {
-                match one.equals(another) {
+                match one.has_weights_of(another) {
                     Some(true) => return Some(true),
                     Some(false) => known = Some(false),
                     None => {}
@@ -113,36 +152,69 @@ impl ModelIdentity {
         known
     }
 
+    /// What config.json says otherwise there than here: key, value here, value of `other`. Keys that one of both does not
+    /// know, because it was made by an older version of the program, are no difference.
+    pub(crate) fn config_differences(&self, other: &Self) -> Vec<(String, String, String)> {
+        let both = self.config.iter().filter_map(|(key, value)| Some((key, value, other.config.get(key)?)));
+        both.filter(|(_, one, another)| one != another)
+            .map(|(key, one, another)| (key.clone(), one.clone(), another.clone()))
+            .collect()
+    }
+
+    /// As text, with the digest by which it is compared with `other`.
+    pub fn told_from(&self, other: &Self) -> String {
+        let pairs = [(self.whole(), other.whole()), (self.sampled(), other.sampled())];
+        let compared = pairs.into_iter().find_map(|(own, theirs)| own.filter(|_| theirs.is_some()));
+        self.with_shown(compared.or(self.digest()))
+    }
+
+    fn with_shown(&self, digest: Option<&str>) -> String {
+        let commit = self.commit.as_ref().map(|commit| format!(" at commit {commit}")).unwrap_or_default();
+        let digest = digest.map(|digest| format!(" (digest {})", digest.get(..SHOWN).unwrap_or(digest)));
+        format!("`{}`{commit}{}", self.id, digest.unwrap_or_default())
+    }
+
     fn with_original(&self) -> impl Iterator<Item = &Self> {
         [Some(self), self.quantized_from()].into_iter().flatten()
     }
 
-    /// By digests where both have one of the same version, else by commits.
-    fn equals(&self, other: &Self) -> Option<bool> {
-        match (&self.digest, &other.digest, &self.commit, &other.commit) {
-            (Some(one), Some(another), ..) if self.version == other.version => Some(one == another),
-            (_, _, Some(one), Some(another)) => Some(one == another),
-            _ => None,
-        }
+    /// By the most exact that is known of both: every byte, a sample, commits.
+    fn has_weights_of(&self, other: &Self) -> Option<bool> {
+        let pairs = [
+            (self.whole(), other.whole()),
+            (self.sampled(), other.sampled()),
+            (self.commit.as_deref(), other.commit.as_deref()),
+        ];
+        pairs.into_iter().find_map(|(one, another)| Some(one? == another?))
+    }
+
+    fn whole(&self) -> Option<&str> {
+        self.digest.as_deref().filter(|_| self.version == VERSION)
+    }
+
+    fn sampled(&self) -> Option<&str> {
+        if self.version == SAMPLED { self.digest.as_deref() } else { self.sample.as_deref() }
     }
 }
 
 impl fmt::Display for ModelIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}`", self.id)?;
-        if let Some(commit) = &self.commit {
-            write!(f, " at commit {commit}")?;
-        }
-        match &self.digest {
-            Some(digest) => write!(f, " (digest {})", digest.get(..SHOWN).unwrap_or(digest)),
-            None => Ok(()),
-        }
+        f.write_str(&self.with_shown(self.digest()))
     }
 }
 
-/// The digest of all that loading the model reads.
-fn digest(files: &ModelFiles) -> Result<blake3::Hash> {
-    let bytes = |name: &str, info: &TensorInfo| files.stored(name, info.shard, &info.range).map(sample);
+/// The digest of a sample of what loading the model reads.
+fn sampled(files: &ModelFiles) -> Result<blake3::Hash> {
+    combined(files, |name, shard, range| Ok(sample(files.stored(name, shard, range)?)))
+}
+
+/// The digest of all that loading the model reads, of whose bytes, by tensor, file and place in it, `content` stands for
+/// those of one run.
+pub(super) fn combined(
+    files: &ModelFiles,
+    content: impl Fn(&str, usize, &Range<usize>) -> Result<Vec<u8>>,
+) -> Result<blake3::Hash> {
+    let bytes = |name: &str, info: &TensorInfo| content(name, info.shard, &info.range);
     let table = |name: &str| -> Result<_> {
         let Some(info) = files.info(name) else { return Ok(None) };
         Ok(Some((info.dtype, info.shape.clone(), bytes(name, info)?)))
@@ -166,8 +238,8 @@ fn digest(files: &ModelFiles) -> Result<blake3::Hash> {
             let QuantFormat { kind, block_size, double_quant } = quantized.format();
             let offset = quantized.offset().to_bits();
             text(&mut hasher, &format!("{} {block_size} {double_quant} {offset}", kind.name()));
-            for scales in quantized.stored_scales() {
-                hasher.update(&sample(scales));
+            for place in files.quantized_runs(stored) {
+                hasher.update(&content(stored, place.shard, &place.range)?);
             }
         }
         files.discard(stored);

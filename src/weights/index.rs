@@ -10,6 +10,7 @@ use std::path::Path;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
 use super::header::clip;
+use crate::error::input_file;
 use crate::error::{Error, Result};
 
 /// Larger than the index of a model with a million tensors.
@@ -23,11 +24,7 @@ pub(super) fn read(path: &Path) -> Result<BTreeMap<String, String>> {
             .because(cause)
             .hint("download or save the model again")
     };
-    let bytes = std::fs::metadata(path).map_err(|error| Error::io("read", path, &error))?.len();
-    if bytes > MAX_INDEX_BYTES {
-        return Err(failed(format!("it has {bytes} bytes; accepted: up to {MAX_INDEX_BYTES}")));
-    }
-    let text = std::fs::read(path).map_err(|error| Error::io("read", path, &error))?;
+    let text = input_file::read_up_to("read", path, MAX_INDEX_BYTES)?;
     let index: IndexFile =
         serde_json::from_slice(&text).map_err(|error| failed(format!("it is not valid: {error}")))?;
     let WeightMap(weight_map) = index.weight_map;

@@ -12,6 +12,7 @@
 
 mod atomic_dir;
 mod bitsandbytes;
+mod digest;
 mod files;
 mod header;
 mod identity;
@@ -24,10 +25,12 @@ mod shard;
 pub mod sidecar_files;
 mod summary;
 mod tensor_info;
+mod unfinished;
 mod write;
 
 pub use crate::stored_dtype::{StoredDtype, StoredElement};
 pub use atomic_dir::AtomicDir;
+pub use digest::DigestTask;
 pub use files::ModelFiles;
 pub use identity::{ModelIdentity, QUANTIZED_FROM};
 pub use load::{Expected, load_tensor};
@@ -37,6 +40,10 @@ pub use resized_embedding::ResizedEmbedding;
 pub use shard::{RangeReader, RemoteRange};
 pub use summary::{Summary, Tally, TensorGroup, summary, summary_of};
 pub use tensor_info::TensorInfo;
+pub(crate) use unfinished::{
+    Unfinished, discard_unfinished, is_alive, sweep, sync_folder, sync_tree, temporary,
+};
+pub(crate) use write::write_failed;
 pub use write::{
     Metadata, TensorSink, WriteEntry, Written, split, write_file, write_file_with, write_index,
     write_index_of, write_sharded, write_shards, write_text,

@@ -59,12 +59,6 @@ impl<'a> QuantizedTensor<'a> {
         self.codes
     }
 
-    /// The runs beside the codes as they lie in the file: with double quantization the codes of the scales, then the
-    /// scales of those; without, the scales.
-    pub(super) fn stored_scales(&self) -> impl Iterator<Item = &'a [u8]> {
-        self.runs.iter().map(|(_, stored)| *stored)
-    }
-
     /// The mean of the scales; 0 without double quantization.
     pub fn offset(&self) -> f32 {
         self.offset

@@ -11,7 +11,8 @@ use std::fs::File;
 use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use super::write::{failed, header, shard_names, sync_folder};
+use super::unfinished::sync_folder;
+use super::write::{header, shard_names, write_failed};
 use super::{Metadata, StoredDtype, WriteEntry, write_index};
 use crate::error::{Error, Result};
 
@@ -118,7 +119,7 @@ impl RandomAccessWriter {
                 write_index(&self.folder, entries.iter().map(|(entry, name)| (entry, name.as_str())))?;
             files.push((index.path, index.bytes));
         }
-        sync_folder(&self.folder.join("model"))?;
+        sync_folder(&self.folder)?;
         Ok(files)
     }
 }
@@ -193,7 +194,7 @@ impl PlannedShard {
             file.seek(SeekFrom::Start(start))?;
             file.write_all(bytes)
         };
-        put(&mut self.file).map_err(|error| failed(&self.path, self.needed(), &error))
+        put(&mut self.file).map_err(|error| write_failed(&self.path, self.needed(), &error))
     }
 
     fn needed(&self) -> u64 {
@@ -217,7 +218,7 @@ impl PlannedShard {
         self.put(self.texts_start, &texts)?;
         self.put(0, &header)?;
         let bytes = self.texts_start + texts.len() as u64;
-        self.file.sync_all().map_err(|error| failed(&self.path, bytes, &error))?;
+        self.file.sync_all().map_err(|error| write_failed(&self.path, bytes, &error))?;
         Ok((self.path, bytes, self.slots.into_iter().map(|slot| slot.entry).collect()))
     }
 }

@@ -14,7 +14,8 @@ use memmap2::{Mmap, UncheckedAdvice};
 
 use super::header::{self, Header, HeaderTensor, clip};
 use super::{TensorInfo, bitsandbytes};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorCategory, Result};
+use crate::runtime::fault_signals::{FaultGuard, guard};
 
 /// Labels this near to each other are read at once, with what lies between them.
 const READ_THROUGH: usize = 64 << 10;
@@ -54,9 +55,17 @@ pub(super) struct Shard {
 
 #[derive(Debug)]
 enum Contents {
-    Mapped(Mmap),
+    Mapped(MappedShard),
     /// The labels of its quantized tensors, and what lies between them, by their first byte in the file.
     Remote(BTreeMap<usize, Vec<u8>>),
+}
+
+/// A mapped file. The guard goes before the map.
+#[derive(Debug)]
+struct MappedShard {
+    _guard: FaultGuard,
+    map: Mmap,
+    file: File,
 }
 
 impl Shard {
@@ -73,8 +82,10 @@ impl Shard {
         // SAFETY: the map is read-only and lives in the shard; that nobody cuts the file short meanwhile is the
         // contract of `files`, see its documentation.
         let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
+        let start = map.as_ptr() as usize;
+        let guard = guard(&(start..start + map.len()), &format!("cannot read weights {}", path.display()));
         let header = header::parse(&map, map.len() as u64, path)?;
-        Ok(Self::new(path, Contents::Mapped(map), header))
+        Ok(Self::new(path, Contents::Mapped(MappedShard { _guard: guard, map, file }), header))
     }
 
     /// Reads the header of a file that lies elsewhere; `path` is where it would lie here. Also its tensors.
@@ -96,6 +107,22 @@ impl Shard {
     /// Whether only its header is at hand.
     pub(super) fn is_remote(&self) -> bool {
         matches!(self.contents, Contents::Remote(_))
+    }
+
+    /// Whether the file is still as long as when it was opened: what was cut off a page reads as zeros, without a fault.
+    ///
+    /// # Errors
+    /// Storage: it is not, or the system does not tell.
+    pub(super) fn check_length(&self) -> Result<()> {
+        let Contents::Mapped(MappedShard { map, file, .. }) = &self.contents else { return Ok(()) };
+        let now = file.metadata().map_err(|error| Error::io("read weights", &self.path, &error))?.len();
+        if now == map.len() as u64 {
+            return Ok(());
+        }
+        let what = format!("cannot read weights {}", self.path.display());
+        Err(Error::new(ErrorCategory::Storage, what)
+            .because(format!("the file had {} bytes when it was opened and has {now} now", map.len()))
+            .hint("put the whole file back, and let no other program change it meanwhile"))
     }
 
     /// Reads the labels of quantized tensors among `tensors`, which are this file's, unless it is mapped.
@@ -134,7 +161,7 @@ impl Shard {
     /// Some bytes of the file, which lie inside of one tensor; none if they are not at hand.
     pub(super) fn bytes(&self, range: &Range<usize>) -> Option<&[u8]> {
         match &self.contents {
-            Contents::Mapped(map) => map.get(range.clone()),
+            Contents::Mapped(mapped) => mapped.map.get(range.clone()),
             Contents::Remote(parts) => {
                 let (start, part) = parts.range(..=range.start).next_back()?;
                 part.get(range.start - start..range.end - start)
@@ -144,7 +171,7 @@ impl Shard {
 
     /// Gives the memory of some pages back to the system.
     pub(super) fn discard(&self, range: &Range<usize>) {
-        let Contents::Mapped(map) = &self.contents else { return };
+        let Contents::Mapped(MappedShard { map, .. }) = &self.contents else { return };
         // SAFETY: dropping pages of a read-only map of a file only makes the next access load them again.
         let advised =
             unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, range.start, range.len()) };

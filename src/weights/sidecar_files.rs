@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::{EMBED_TOKENS, LM_HEAD, StoredDtype, WriteEntry, bitsandbytes, write};
+use crate::error::input_file;
 use crate::error::{Error, Result};
 
 /// The architecture and its sizes.
@@ -86,7 +87,7 @@ impl ConfigChanges {
 /// The user's: the file is missing or is not a JSON object.
 pub fn read_config(folder: &Path) -> Result<Map<String, Value>> {
     let path = folder.join(CONFIG_FILE);
-    let text = std::fs::read(&path).map_err(|error| Error::io("read", &path, &error))?;
+    let text = input_file::read("read", &path)?;
     serde_json::from_slice(&text)
         .map_err(|error| Error::user(format!("cannot read {}", path.display())).because(error.to_string()))
 }

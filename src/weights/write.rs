@@ -11,6 +11,7 @@ use std::io::{self, BufWriter, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use super::unfinished::{Unfinished, sync_folder};
 use super::{INDEX_FILE, MODEL_FILE, StoredDtype, StoredElement};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::units;
@@ -119,7 +120,7 @@ pub fn write_file_with(
     let refs: Vec<&WriteEntry> = entries.iter().collect();
     let unfinished = write_temporary(path, &refs, metadata, &mut write)?;
     let written = unfinished.commit()?;
-    sync_folder(path)?;
+    sync_folder_of(path)?;
     Ok(written)
 }
 
@@ -137,7 +138,7 @@ pub fn write_sharded(
     let shards = split(entries, shard_bytes);
     let mut written = write_shards(folder, &shards, 0..shards.len(), &mut write)?;
     written.extend(write_index_of(folder, &shards)?);
-    sync_folder(&folder.join(MODEL_FILE))?;
+    sync_folder(folder)?;
     Ok(written)
 }
 
@@ -201,7 +202,7 @@ pub fn write_text(path: &Path, text: &str) -> Result<Written> {
     let mut file = UnfinishedFile::create(path, text.len() as u64)?;
     file.put(text.as_bytes())?;
     let written = file.commit()?;
-    sync_folder(path)?;
+    sync_folder_of(path)?;
     Ok(written)
 }
 
@@ -309,9 +310,7 @@ struct UnfinishedFile {
 
 impl UnfinishedFile {
     fn create(path: &Path, needed: u64) -> Result<Self> {
-        let mut temporary = path.as_os_str().to_owned();
-        temporary.push(format!(".tmp-{}", std::process::id()));
-        let temporary = PathBuf::from(temporary);
+        let temporary = Unfinished::beside(path, std::process::id());
         // Not `create_new`: a dead process of the same id may have left one.
         let file = File::create(&temporary).map_err(|error| Error::io("write", path, &error))?;
         let out = BufWriter::with_capacity(1 << 20, file);
@@ -333,12 +332,12 @@ impl UnfinishedFile {
     }
 
     fn failed(&self, source: &io::Error) -> Error {
-        failed(&self.path, self.needed, source)
+        write_failed(&self.path, self.needed, source)
     }
 }
 
 /// The error of a write to `path`, a file of `needed` bytes.
-pub(super) fn failed(path: &Path, needed: u64, source: &io::Error) -> Error {
+pub(crate) fn write_failed(path: &Path, needed: u64, source: &io::Error) -> Error {
     let error = Error::new(ErrorCategory::Storage, format!("cannot write {}", path.display()))
         .because(format!("{source}; the file needs {}", units::bytes(needed)));
     match source.kind() {
@@ -357,17 +356,8 @@ impl Drop for UnfinishedFile {
 }
 
 /// Makes the renames in the folder of `path` last through a power cut.
-pub(super) fn sync_folder(path: &Path) -> Result<()> {
-    let folder = match path.parent() {
-        Some(folder) if folder != Path::new("") => folder,
-        _ => Path::new("."),
-    };
-    // Only Unix lets a folder be opened and flushed.
-    if cfg!(unix) {
-        let synced = File::open(folder).and_then(|folder| folder.sync_all());
-        synced.map_err(|error| Error::io("flush", folder, &error))?;
-    }
-    Ok(())
+pub(super) fn sync_folder_of(path: &Path) -> Result<()> {
+    path.parent().map_or(Ok(()), sync_folder)
 }
 
 #[cfg(test)]

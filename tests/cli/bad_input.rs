@@ -102,7 +102,7 @@ fn values_of_the_wrong_type() {
     assert_snapshot!(refused(&place, &["--model", "model", "--dataset", "rows.jsonl", "--recipe", "my.toml"]), @r#"
     exit 1
     error: cannot use recipe my.toml
-      caused by: my.toml:2:5: `adapter.r` is "8"; accepted: a whole number, at least 1
+      caused by: my.toml:2:5: `adapter.r` is "8"; accepted: a whole number from 1 to 65536
       caused by: my.toml:5:17: `optimizer.learning_rate` is -1; accepted: a number above 0
       caused by: my.toml:8:13: `train.recompute` is "yes"; accepted: "auto", "none", "block"
     hint: `finetune recipes show reference` documents every key
@@ -858,7 +858,7 @@ fn rows_that_are_too_long() {
     assert_snapshot!(no_run(&place, &["--set", "data.max_seq_len=1"]), @"
     exit 1
     error: cannot use these settings
-      caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: a whole number, at least 2
+      caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: a whole number from 2 to 16777216
     hint: `finetune recipes show reference` documents every key
     ");
 }
@@ -1003,7 +1003,7 @@ fn resuming_as_a_different_run() {
     error: cannot resume out/checkpoint-4
       caused by: adapter.r: 16 in the checkpoint, 8 now
       caused by: optimizer.learning_rate: 0.0002 in the checkpoint, 0.001 now
-    hint: resume with the recipe, model and data of the first run, or start anew with another --output
+    hint: resume with the recipe, model and data of the first run, or start anew with another --output; `--allow-change optimizer.learning_rate` allows its change
     ");
     place.write("rows.jsonl", "{\"prompt\": \"1 + 1 =\", \"completion\": \" 2\"}\n");
     assert_snapshot!(filtered(refused(&place, &lora(&["--resume"]))), @"
@@ -1083,7 +1083,7 @@ fn weights_that_are_not_numbers() {
     error: the numbers diverged at step 1
       caused by: loss NaN, gradient norm NaN; the first bad value is in the weight model.layers.1.mlp.down_proj.weight
       caused by: nothing was updated in this step
-    hint: lower `optimizer.learning_rate`, or look at the rows of this step with `finetune data`
+    hint: training has not made it, and no setting of it helps: the weight came so with the model; check the files with `finetune inspect`, or fetch the model again
     ");
     let left = |name: &str| place.path("out").join(name).exists();
     assert!(!left("checkpoint-1") && !left("adapter_model.safetensors"), "nothing was saved");

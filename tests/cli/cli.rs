@@ -33,17 +33,18 @@ fn help_of_the_root() {
            finetune <COMMAND>
 
     Commands:
-      merge        Merge an adapter into its model: a Hugging Face folder
-      quantize     Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
-      export       Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
-      generate     Continue a prompt, or chat
-      eval         Measure loss, perplexity and token accuracy on a data set
-      inspect      Say what a model or adapter is, from its headers alone
-      data         Show how rows become tokens and masks, and what is wrong with them
-      recipes      List, show or write the built-in recipes
-      bench        Measure speed: of every operation, or by number of ranks
-      doctor       Say what this machine offers; check every operation on it
-      completions  Print a completion script for a shell
+      merge          Merge an adapter into its model: a Hugging Face folder
+      quantize       Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
+      export         Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF
+      generate       Continue a prompt, or chat
+      eval           Measure loss, perplexity and token accuracy on a data set
+      inspect        Say what a model or adapter is, from its headers alone
+      data           Show how rows become tokens and masks, and what is wrong with them
+      recipes        List, show or write the built-in recipes
+      bench          Measure speed: of every operation, or by number of ranks
+      doctor         Say what this machine offers; check every operation on it
+      verify-resume  Prove on a recipe that a run which is killed and resumed leaves the same bytes
+      completions    Print a completion script for a shell
 
     Options:
           --model <MODEL>            A folder in Hugging Face layout, or a hub id
@@ -57,6 +58,10 @@ fn help_of_the_root() {
           --gpus <LIST>              Devices, such as 0 or 0,2 or 0-3 [default: the first GPU, else the
                                      CPU]
           --ranks <N>                Train on the CPU with this many ranks, threads of this process
+          --max-restarts <N>         Start the run again from its newest checkpoint, so often at most,
+                                     when it crashed, was killed or hung
+          --allow-change <KEY>       Resume though this key of the learning rate or its schedule is
+                                     other than it was; may be repeated
           --force-base               Accept a checkpoint or adapter of another base model
           --dry-run                  Print the resolved recipe and what the run would do; train nothing
           --offline                  Use only what is on this machine
@@ -513,7 +518,7 @@ fn recipes_listed_and_shown() {
     # Accepted: "lora", "dora".
     # kind = "lora"
     # Rank of the update.
-    # Accepted: a whole number, at least 1.
+    # Accepted: a whole number from 1 to 65536.
     # r = 16
     # The update is scaled by `lora_alpha / r`.
     # Accepted: a number above 0.
@@ -531,7 +536,7 @@ fn recipes_listed_and_shown() {
     # Accepted: a list of strings.
     # modules_to_save = []
     # Other ranks by module-name pattern; the first that matches counts.
-    # Accepted: a table from module names to numbers, each a whole number, at least 1.
+    # Accepted: a table from module names to numbers, each a whole number from 1 to 65536.
     # rank_pattern = {}
     # Other alphas by module-name pattern; the first that matches counts.
     # Accepted: a table from module names to numbers, each a number above 0.
@@ -558,7 +563,7 @@ fn recipes_listed_and_shown() {
     # Accepted: "auto", "messages", "sharegpt", "preference", "alpaca", "instruction", "prompt_completion", "question_answer", "text".
     format = "auto"
     # Tokens of a row at most.
-    # Accepted: a whole number, at least 2.
+    # Accepted: a whole number from 2 to 16777216.
     max_seq_len = 2048
     # Put several samples into one row, without attention between them.
     # Accepted: true, false.
@@ -588,14 +593,21 @@ fn recipes_listed_and_shown() {
     # Accepted: a whole number, at least 1.
     # max_steps =
     # Rows that go through the model at once, on each rank.
-    # Accepted: a whole number, at least 1.
+    # Accepted: a whole number from 1 to 65536.
     micro_batch_size = 1
     # Micro-batches whose gradients make one optimizer step, on each rank.
-    # Accepted: a whole number, at least 1.
+    # Accepted: a whole number from 1 to 1048576.
     gradient_accumulation_steps = 1
     # Gradients are scaled down to this norm; 0: never.
     # Accepted: a number, at least 0.
     max_grad_norm = 1.0
+    # What happens at a step whose loss or gradient norm is NaN or infinite, and which therefore updates nothing:
+    # the run stops; skips it; rolls back to the newest checkpoint and goes on with the rows after it.
+    # Accepted: "stop", "skip", "rollback".
+    on_nan = "stop"
+    # Steps in a row that are skipped, or roll-backs to one checkpoint, before the run stops after all.
+    # Accepted: a whole number, at least 1.
+    nan_limit = 3
     # Seed of everything random.
     # Accepted: a whole number, at least 0.
     seed = 0
@@ -668,6 +680,10 @@ fn recipes_listed_and_shown() {
     # Type in which gradients are summed over ranks.
     # Accepted: "f32", "bf16".
     reduce_dtype = "f32"
+    # Seconds without progress after which a rank counts as hung and the run ends, loading and saving included;
+    # default: learned from the run, 15 at least.
+    # Accepted: a whole number from 1 to 31536000.
+    # timeout_secs =
 
     # What is saved on the way and at the end.
     [checkpoint]

@@ -506,6 +506,8 @@ mod signals {
             sleep(Duration::from_millis(100));
             assert!(child.try_wait().unwrap().is_none(), "{signal} ended the run");
         }
+        // Half a second after the first one it is another request.
+        sleep(Duration::from_millis(600));
         send("-INT", &child);
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(130), "{}", place.told(&output.stderr));

@@ -41,7 +41,7 @@ fn memory_that_is_refused_in_a_step() {
       caused by: [BYTES] were asked for at once
       caused by: the plan counted [BYTES] for a step
       caused by: what was saved before is untouched
-    hint: these lower it, what costs least first: `--set train.recompute=block`, `--set optimizer.state=int8`, `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute` or `parallel.offload`, the others begin a new one
+    hint: these lower it, what costs least first: `--set train.recompute=block`, `--set optimizer.state=int8`, `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
     ");
     // What is on already is not advised.
     let smaller = ["train.recompute=block", "train.micro_batch_size=1", "optimizer.state=int8"];
@@ -54,7 +54,7 @@ fn memory_that_is_refused_in_a_step() {
       caused by: [BYTES] were asked for at once
       caused by: the plan counted [BYTES] for a step
       caused by: what was saved before is untouched
-    hint: these lower it, what costs least first: `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute` or `parallel.offload`, the others begin a new one
+    hint: these lower it, what costs least first: `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
     ");
 }
 
@@ -69,7 +69,7 @@ fn memory_that_is_refused_beside_the_steps() {
       caused by: [BYTES] were asked for at once
       caused by: the plan counted [BYTES] for a step
       caused by: what was saved before is untouched
-    hint: these lower it, what costs least first: `--set optimizer.state=int8`, `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute` or `parallel.offload`, the others begin a new one
+    hint: these lower it, what costs least first: `--set optimizer.state=int8`, `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
     ");
     assert_snapshot!(failed(&Place::new(), "0:evaluate:2:out_of_memory", &[]), @"
     exit 1
@@ -79,7 +79,7 @@ fn memory_that_is_refused_beside_the_steps() {
       caused by: [BYTES] were asked for at once
       caused by: the plan counted [BYTES] for a step
       caused by: what was saved before is untouched
-    hint: these lower it, what costs least first: `--set optimizer.state=int8`, `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute` or `parallel.offload`, the others begin a new one
+    hint: these lower it, what costs least first: `--set optimizer.state=int8`, `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
     ");
 }
 

@@ -229,13 +229,14 @@ fn every_command_works() {
     CONTRIBUTING.md: 0 run, 1 parsed, 3 of other programs
     README.md: 7 run, 1 parsed, 3 of other programs
     docs/adapters-and-quantization.md: 16 run, 1 parsed, 1 of other programs
-    docs/checkpoints-and-exit-codes.md: 4 run, 0 parsed, 0 of other programs
+    docs/checkpoints-and-exit-codes.md: 7 run, 0 parsed, 0 of other programs
     docs/data.md: 2 run, 4 parsed, 0 of other programs
     docs/design.md: 3 run, 1 parsed, 0 of other programs
     docs/figures.md: 0 run, 0 parsed, 0 of other programs
     docs/formats.md: 2 run, 0 parsed, 0 of other programs
     docs/ranks-and-launchers.md: 4 run, 7 parsed, 3 of other programs
     docs/recipes.md: 7 run, 0 parsed, 0 of other programs
+    docs/reliability.md: 0 run, 0 parsed, 0 of other programs
     ");
 }
 
@@ -272,6 +273,33 @@ fn every_file_that_is_named_is_there() {
         }
     }
     assert!(checked >= 60, "{checked}");
+}
+
+/// Every promise of docs/reliability.md names tests, and each is in a file of its row.
+#[test]
+fn every_test_that_shows_a_promise_is_there() {
+    let page = fs::read_to_string(root().join("docs/reliability.md")).unwrap();
+    let backticks = regex::Regex::new("`([^`]+)`").unwrap();
+    let mut tests = 0;
+    for row in page.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| promise |")) {
+        let shown = row.rsplit(" | ").next().unwrap();
+        let (mut source, mut in_row) = (String::new(), 0);
+        for found in backticks.captures_iter(shown) {
+            if found[1].ends_with(".rs") {
+                source = fs::read_to_string(root().join(&found[1])).unwrap();
+            } else {
+                assert!(
+                    source.contains(&format!("fn {}(", &found[1])),
+                    "{row}: there is no test {}",
+                    &found[1]
+                );
+                in_row += 1;
+            }
+        }
+        assert!(in_row > 0, "no test shows: {row}");
+        tests += in_row;
+    }
+    assert!(tests >= 60, "{tests}");
 }
 
 #[test]

@@ -19,6 +19,11 @@ const PROMISE: Duration = Duration::from_secs(5);
 const PATIENCE: Duration = Duration::from_secs(120);
 
 fn train(output: &Path, fault: Option<&str>, ranks: usize, more: &[&str]) -> Output {
+    watched(command(output, fault, ranks, more).spawn().unwrap(), PROMISE)
+}
+
+/// A run of three steps that saves and evaluates after each of them, about to start.
+pub(super) fn command(output: &Path, fault: Option<&str>, ranks: usize, more: &[&str]) -> Command {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
     let mut command = Command::new(env!("CARGO_BIN_EXE_finetune"));
     command.env("HF_HUB_OFFLINE", "1").env("RAYON_NUM_THREADS", "1").env_remove("RUST_BACKTRACE");
@@ -39,13 +44,12 @@ fn train(output: &Path, fault: Option<&str>, ranks: usize, more: &[&str]) -> Out
     ] {
         command.args(["--set", key]);
     }
-    watched(
-        command.args(more).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap(),
-    )
+    command.args(more).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    command
 }
 
-/// What a run says and how it ends, which must be soon after a fault has struck.
-fn watched(mut run: Child) -> Output {
+/// What a run says and how it ends, which must be at most `promise` after a fault has struck.
+pub(super) fn watched(mut run: Child, promise: Duration) -> Output {
     let (send, lines) = mpsc::channel();
     let said = BufReader::new(run.stderr.take().unwrap());
     let reader = std::thread::spawn(move || said.lines().try_for_each(|line| send.send(line.unwrap())));
@@ -55,7 +59,7 @@ fn watched(mut run: Child) -> Output {
         match lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
             Ok(line) => {
                 if line.contains("planted fault") && line.contains("strikes") {
-                    (until, limit) = (Instant::now() + PROMISE, PROMISE);
+                    (until, limit) = (Instant::now() + promise, promise);
                 }
                 stderr += &format!("{line}\n");
             }
@@ -73,7 +77,7 @@ fn watched(mut run: Child) -> Output {
 }
 
 /// Names of what is in a folder.
-fn names(folder: &Path) -> Vec<String> {
+pub(super) fn names(folder: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
     let mut names: Vec<String> =
         entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
@@ -157,9 +161,9 @@ fn a_release_build_plants_no_fault() {
 
 /// The token `~` of tiny-llama, which none of its data files holds; its row of the table is in the shard of the first of
 /// two ranks.
-const TILDE: usize = 93;
+pub(crate) const TILDE: usize = 93;
 
-fn set_column(table: &Tensor, rows: std::ops::Range<usize>, column: usize, value: f32) -> Tensor {
+pub(crate) fn set_column(table: &Tensor, rows: std::ops::Range<usize>, column: usize, value: f32) -> Tensor {
     let (count, width) = table.dims2().unwrap();
     let mut values = table.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
     rows.for_each(|row| values[row * width + column] = value);
@@ -167,7 +171,7 @@ fn set_column(table: &Tensor, rows: std::ops::Range<usize>, column: usize, value
 }
 
 /// A copy of tiny-llama whose weights `change` has changed.
-fn changed_model(folder: &Path, change: impl FnOnce(&mut HashMap<String, Tensor>)) {
+pub(crate) fn changed_model(folder: &Path, change: impl FnOnce(&mut HashMap<String, Tensor>)) {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
     std::fs::create_dir_all(folder).unwrap();
     for entry in std::fs::read_dir(&golden).unwrap() {
@@ -223,7 +227,7 @@ fn an_evaluation_that_diverges_on_one_rank() {
     });
     for (model, found) in [
         (&weight, "the weight model.embed_tokens.weight on rank 0"),
-        (&activation, "the output of model.layers.0 on micro-batch 1 on rank 0"),
+        (&activation, "the output of model.layers.0 on micro-batch 1 on every rank"),
     ] {
         // The first of two rounds and the last, after which the ranks sum their losses.
         for (bad, rank) in [(0, 0), (1, 1), (2, 0), (3, 1)] {

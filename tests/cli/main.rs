@@ -7,6 +7,8 @@
 
 #[path = "../golden_run/mod.rs"]
 mod golden_run;
+#[path = "../hub_double/mod.rs"]
+mod hub_double;
 #[path = "../logits/mod.rs"]
 mod logits;
 #[path = "../place/mod.rs"]
@@ -18,19 +20,34 @@ mod adapter_path;
 mod bad_input;
 mod base_identity;
 mod bench;
+mod bounds;
+mod changes_on_resume;
 mod cli;
 mod cli_runs;
 mod device_failure;
+mod divergence;
 mod docs;
 mod doctor;
+mod every_byte_of_a_base;
 mod export;
 mod failure;
 mod golden_ranks;
+mod hangs;
+mod hostile_files;
+mod nan_policy;
+mod older_checkpoint;
 mod output_folder;
 mod planning;
 mod qlora;
 mod quantized;
+mod restarts;
+mod resume_every_step;
+mod run_warnings;
 mod shared_models;
 mod split;
+mod surface;
+mod system_faults;
+mod tokenizer_dropout;
 mod tokens;
 mod train;
+mod verify_resume;

@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 const HANG: Duration = Duration::from_secs(180);
 
 /// tiny-llama with other sizes, without weights.
-fn resized(keys: &[(&str, u64)]) -> Place {
+pub(crate) fn resized(keys: &[(&str, u64)]) -> Place {
     let place = Place::new();
     let path = place.path("model/config.json");
     let mut config: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
@@ -90,9 +90,9 @@ fn between<'a>(text: &'a str, start: &str, end: &str) -> &'a str {
 }
 
 #[cfg(target_os = "linux")]
-fn available() -> f64 {
+pub(crate) fn meminfo(key: &str) -> f64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap();
-    bytes(&format!("{} KiB", between(&text, "MemAvailable:", "kB").trim()))
+    bytes(&format!("{} KiB", between(&text, key, "kB").trim()))
 }
 
 /// So many parameters that two ranks share a seventh of the memory's bytes: full training takes 16 bytes of each, with
@@ -101,7 +101,7 @@ fn available() -> f64 {
 #[cfg(target_os = "linux")]
 fn a_run_that_fits_nowhere_is_refused_with_what_would_fit() {
     let hidden = 512.0;
-    let layers = 0.9 * available() / 7.0 / (hidden * hidden * (4.0 + 3.0 * 4.0));
+    let layers = 0.9 * meminfo("MemAvailable:") / 7.0 / (hidden * hidden * (4.0 + 3.0 * 4.0));
     let place = resized(&[
         ("hidden_size", 512),
         ("num_key_value_heads", 4),
@@ -150,7 +150,7 @@ fn a_resolved_recipe_says_the_ranks_of_a_group() {
 }
 
 /// The headers of a model's weights, and nothing but holes below them.
-fn write_headers(model: &Path) {
+pub(crate) fn write_headers(model: &Path) {
     let path = model.join("config.json");
     let config = ModelConfig::from_json(&std::fs::read_to_string(path).unwrap(), "config.json").unwrap();
     let (mut header, mut at) = (Map::new(), 0);

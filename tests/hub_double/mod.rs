@@ -141,6 +141,8 @@ pub(crate) enum Spoil {
     IgnoreRange,
     /// The body is this one.
     Body(Vec<u8>),
+    /// The body is this one, which is said to be packed by gzip.
+    Gzip(Vec<u8>),
     /// These headers are sent instead of those of the same name; an empty value removes one.
     Headers(Vec<(&'static str, String)>),
     /// The connection is closed without an answer.
@@ -335,6 +337,10 @@ fn serve(mut stream: TcpStream, state: &State) -> std::io::Result<()> {
         }
         Some(Spoil::Damage) => reply.body[0] ^= 1,
         Some(Spoil::Body(body)) => reply = Reply::new(reply.status, reply.headers, body),
+        Some(Spoil::Gzip(body)) => {
+            reply = Reply::new(reply.status, reply.headers, body);
+            reply.set("Content-Encoding", "gzip".to_owned());
+        }
         Some(Spoil::Headers(headers)) => headers.into_iter().for_each(|(name, value)| reply.set(name, value)),
     }
     let mut head = format!("HTTP/1.1 {} Status\r\nConnection: close\r\n", reply.status);

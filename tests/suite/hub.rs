@@ -2,6 +2,8 @@
 
 mod configurations;
 mod headers;
+mod origin;
+mod untrusted;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -401,25 +403,6 @@ fn a_token_that_the_hub_does_not_know() {
     let text = world.refused("ada/tiny");
     assert!(text.contains("the hub does not accept the token"), "{text}");
     assert!(text.contains("Invalid credentials (token)") && !text.contains(SECRET), "{text}");
-}
-
-#[cfg(unix)]
-#[test]
-fn a_token_file_of_the_environment_is_used_and_its_openness_told() {
-    use std::os::unix::fs::PermissionsExt;
-    let world = World::new(vec![single("ada/tiny").access(Access::Private { good: SECRET })]);
-    let token = world.cache.path().join("token");
-    std::fs::write(&token, format!("{SECRET}\n")).unwrap();
-    std::fs::set_permissions(&token, std::fs::Permissions::from_mode(0o644)).unwrap();
-    let options = HubOptions::from_lookup(false, None, &|name| match name {
-        "HF_ENDPOINT" => Some(world.hub.url().into()),
-        "HF_HOME" => Some(world.cache.path().into()),
-        _ => None,
-    })
-    .unwrap();
-    let found = locate_model("ada/tiny", "main", &options, &mut |_| {}).unwrap();
-    let note = found.note.unwrap();
-    assert!(note.contains("chmod 600") && !note.contains(SECRET), "{note}");
 }
 
 #[test]

@@ -150,8 +150,13 @@ fn save(trainer: &Trainer, output: &Path) {
                 Ok(vec![write_text(&folder.join("config.json"), &config)?])
             }
         });
-    let options =
-        SaverOptions { output: output.to_owned(), keep_last: 1, in_background: false, write_weights };
+    let options = SaverOptions {
+        output: output.to_owned(),
+        keep_last: 1,
+        in_background: false,
+        bytes: 0,
+        write_weights,
+    };
     let state = TrainingState {
         schema: checkpoint::SCHEMA,
         step: 1,
@@ -165,7 +170,7 @@ fn save(trainer: &Trainer, output: &Path) {
         fingerprint: std::collections::BTreeMap::new(),
     };
     let (writers, world) = (SaveThreads::default(), trainer.engine.store.mesh().world());
-    let mut saver = Saver::new(options, true, &writers).unwrap();
+    let mut saver = Saver::new(options, true, &writers);
     saver.save(state, trainer.snapshot(true).unwrap(), world).unwrap();
     saver.finish(world).unwrap();
 }

@@ -255,12 +255,12 @@ fn what_training_needs() {
 fn unknown_names() {
     assert_snapshot!(fault("[train]\nepoch = 3\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:1: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, seed, recompute
+      caused by: my.toml:8:1: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, on_nan, nan_limit, seed, recompute
     hint: write `epochs`
     ");
     assert_snapshot!(fault("[train]\nlearning_rate = 3\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:1: unknown key `train.learning_rate`; nearest: `optimizer.learning_rate`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, seed, recompute
+      caused by: my.toml:8:1: unknown key `train.learning_rate`; nearest: `optimizer.learning_rate`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, on_nan, nan_limit, seed, recompute
     hint: write `learning_rate` under `[optimizer]`
     ");
     assert_snapshot!(fault("[adapter]\nlora_r = 3\n"), @"
@@ -270,7 +270,7 @@ fn unknown_names() {
     ");
     assert_snapshot!(fault("[train]\nzzz = 3\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:1: unknown key `train.zzz`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, seed, recompute
+      caused by: my.toml:8:1: unknown key `train.zzz`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, on_nan, nan_limit, seed, recompute
     hint: `finetune recipes show reference` documents every key
     ");
     assert_snapshot!(fault("[trian]\nepochs = 3\n"), @"
@@ -352,7 +352,7 @@ fn wrong_values() {
     ");
     assert_snapshot!(fault("[adapter]\nrank_pattern = { q_proj = 0 }\n"), @r#"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:16: `adapter.rank_pattern` is { "q_proj" = 0 }; accepted: a table from module names to numbers, each a whole number, at least 1
+      caused by: my.toml:8:16: `adapter.rank_pattern` is { "q_proj" = 0 }; accepted: a table from module names to numbers, each a whole number from 1 to 65536
     hint: `finetune recipes show reference` documents every key
     "#);
     assert_snapshot!(Recipe::load(&layers(&BASE.replace("\"org/m\"", "\"\""), &[])).unwrap_err(), @"
@@ -375,7 +375,7 @@ fn wrong_values() {
 fn wrong_ranges() {
     assert_snapshot!(fault("[adapter]\nr = 0\nlora_dropout = 1.0\nlora_alpha = 0\n"), @"
     error: cannot use recipe my.toml
-      caused by: my.toml:8:5: `adapter.r` is 0; accepted: a whole number, at least 1
+      caused by: my.toml:8:5: `adapter.r` is 0; accepted: a whole number from 1 to 65536
       caused by: my.toml:9:16: `adapter.lora_dropout` is 1.0; accepted: a number from 0 to below 1
       caused by: my.toml:10:14: `adapter.lora_alpha` is 0; accepted: a number above 0
     hint: `finetune recipes show reference` documents every key
@@ -396,8 +396,8 @@ fn wrong_ranges() {
     error: cannot use recipe my.toml
       caused by: my.toml:8:10: `train.epochs` is 0; accepted: a number above 0
       caused by: my.toml:9:13: `train.max_steps` is 0; accepted: a whole number, at least 1
-      caused by: my.toml:10:20: `train.micro_batch_size` is 0; accepted: a whole number, at least 1
-      caused by: my.toml:11:31: `train.gradient_accumulation_steps` is 0; accepted: a whole number, at least 1
+      caused by: my.toml:10:20: `train.micro_batch_size` is 0; accepted: a whole number from 1 to 65536
+      caused by: my.toml:11:31: `train.gradient_accumulation_steps` is 0; accepted: a whole number from 1 to 1048576
     hint: `finetune recipes show reference` documents every key
     "
     );
@@ -415,7 +415,7 @@ fn wrong_ranges() {
     assert_snapshot!(Recipe::load(&layers(BASE, &["optimizer.betas=[0.9, 1]", "data.max_seq_len=1"])).unwrap_err(), @"
     error: cannot use these settings
       caused by: --set optimizer.betas=[0.9, 1]: `optimizer.betas` is [0.9, 1]; accepted: two numbers, each from 0 to below 1
-      caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: a whole number, at least 2
+      caused by: --set data.max_seq_len=1: `data.max_seq_len` is 1; accepted: a whole number from 2 to 16777216
     hint: `finetune recipes show reference` documents every key
     ");
 }
@@ -513,7 +513,7 @@ fn broken_toml() {
 fn mistyped_assignments() {
     assert_snapshot!(set_fault(&["train.epoch=3"]), @"
     error: cannot use these settings
-      caused by: --set train.epoch=3: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, seed, recompute
+      caused by: --set train.epoch=3: unknown key `train.epoch`; nearest: `train.epochs`; [train] has: epochs, max_steps, micro_batch_size, gradient_accumulation_steps, max_grad_norm, on_nan, nan_limit, seed, recompute
     hint: write `epochs`
     ");
     assert_snapshot!(set_fault(&["trian.epochs=3"]), @"
@@ -563,7 +563,7 @@ fn all_faults_at_once() {
       caused by: my.toml:11:1: `learning_rate` stands there twice
       caused by: my.toml:3:9: `model.dtype` is "bf61"; accepted: "auto", "f32", "bf16"
       caused by: my.toml:6:1: unknown key `adapter.rank`; nearest: `adapter.r`; [adapter] has: kind, r, lora_alpha, lora_dropout, target_modules, exclude_modules, modules_to_save, rank_pattern, alpha_pattern, use_rslora, init, path
-      caused by: my.toml:7:5: `adapter.r` is 0; accepted: a whole number, at least 1
+      caused by: my.toml:7:5: `adapter.r` is 0; accepted: a whole number from 1 to 65536
       caused by: my.toml:10:17: `optimizer.learning_rate` is "1e-4"; accepted: a number above 0
       caused by: my.toml:16:2: unknown section [lgo]; nearest: [log]; accepted: model, quantization, adapter, data, train, optimizer, scheduler, parallel, checkpoint, eval, log
       caused by: --eval-dataset: `data.eval` is ["held-out.jsonl"]: there is no /nowhere/held-out.jsonl
@@ -682,6 +682,8 @@ fn the_resolved_recipe_in_full() {
     micro_batch_size = 1
     gradient_accumulation_steps = 1
     max_grad_norm = 1.0
+    on_nan = "stop"
+    nan_limit = 3
     seed = 0
     recompute = "auto"
 

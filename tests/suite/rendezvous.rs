@@ -1,5 +1,7 @@
 //! The rendezvous of processes over loopback: joins that succeed and that must not, hostile connections, failures.
 
+mod secret;
+
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -160,20 +162,6 @@ fn processes_may_hold_several_ranks() {
 }
 
 #[test]
-fn loopback_does_without_a_secret_on_both_sides_only() {
-    let none = |port| RendezvousOptions { secret: Secret::Absent, ..options(port) };
-    let (first, port) = host(2, &none(0));
-    let error = refusal(plain_guest(1, 2, port));
-    assert!(error.to_string().contains("rank 0 was started without a secret"), "{error}");
-    all_join(vec![first, guest(request(1, 2), &none(port))]);
-
-    let away = RendezvousOptions { master: master("192.0.2.1", 29500, 1), ..none(0) };
-    let error = refusal(guest(request(1, 2), &away));
-    assert_eq!(error.kind(), ErrorCategory::User);
-    assert!(error.to_string().contains("FINETUNE_RDZV_WITHOUT_SECRET=1"), "{error}");
-}
-
-#[test]
 fn a_wrong_or_missing_secret_is_refused_and_the_rendezvous_goes_on() {
     let (logged, lines) = logging(options(0));
     let (first, port) = host(2, &logged);
@@ -185,7 +173,7 @@ fn a_wrong_or_missing_secret_is_refused_and_the_rendezvous_goes_on() {
         assert!(error.to_string().contains("its secret is not the one of rank 0"), "{error}");
         assert!(error.to_string().contains("FINETUNE_RDZV_SECRET"), "{error}");
     }
-    let none = RendezvousOptions { secret: Secret::Absent, ..options(port) };
+    let none = RendezvousOptions { secret: Secret::Waived, ..options(port) };
     let error = refusal(guest(request(1, 2), &none));
     assert!(
         error.to_string().contains("rank 0 was started with a secret, the other process without"),
@@ -378,9 +366,9 @@ fn changed(
 fn a_changed_greeting_is_refused() {
     for (from, to, why) in [
         (
-            "\"version\":2",
             "\"version\":3",
-            "rank 0 speaks version 2 of the rendezvous protocol, the other process version 3",
+            "\"version\":4",
+            "rank 0 speaks version 3 of the rendezvous protocol, the other process version 4",
         ),
         ("true", "false", "rank 0 was started with a secret, the other process without"),
         ("{", "{ ", "its secret is not the one of rank 0"),
@@ -413,17 +401,17 @@ fn another_version_is_refused_by_both_ends() {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
     write_frame(&mut stream, br#"{"protocol":"finetune rendezvous","version":9,"zone":"b"}"#);
     let answer = read_frame(&mut stream).unwrap();
-    assert_eq!(String::from_utf8(answer).unwrap(), r#"{"refused":{"version":{"rank_0":2,"other":9}}}"#);
+    assert_eq!(String::from_utf8(answer).unwrap(), r#"{"refused":{"version":{"rank_0":3,"other":9}}}"#);
     all_join(vec![first, plain_guest(1, 2, port)]);
 
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let second = plain_guest(1, 2, listener.local_addr().unwrap().port());
     let (mut stream, _) = listener.accept().unwrap();
-    write_frame(&mut stream, br#"{"refused":{"version":{"rank_0":9,"other":2}}}"#);
+    write_frame(&mut stream, br#"{"refused":{"version":{"rank_0":9,"other":3}}}"#);
     let error = refusal(second);
     assert_eq!(error.kind(), ErrorCategory::User);
     let text = error.to_string();
-    assert!(text.contains("rank 0 speaks version 9 of the rendezvous protocol, the other process version 2"));
+    assert!(text.contains("rank 0 speaks version 9 of the rendezvous protocol, the other process version 3"));
     assert!(text.contains("start all processes with the same binary"), "{text}");
 }
 

@@ -107,15 +107,46 @@ fn a_resumed_log_forgets_what_will_be_repeated() {
     assert_eq!(metrics::read(&new).unwrap(), []);
 }
 
+/// Lines as a power cut leaves them, and what is no log at all: the run goes on, and nothing is thrown away.
 #[test]
-fn a_foreign_log_is_not_continued() {
+fn a_log_that_cannot_be_read_stops_no_run() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
-    let foreign = "{\"step\":1,\"accuracy\":0.5}\n";
-    fs::write(&path, foreign).unwrap();
-    let error = MetricsLog::resume(&path, 3).unwrap_err();
-    assert!(error.to_string().contains("metrics.jsonl:1"), "{error}");
-    assert_eq!(fs::read_to_string(&path).unwrap(), foreign);
+    let mut log = MetricsLog::create(&path).unwrap();
+    (1..=3).for_each(|n| log.step(&step(n)).unwrap());
+    let lines: Vec<String> = fs::read_to_string(&path).unwrap().lines().map(str::to_owned).collect();
+    let zeros = "\0".repeat(300);
+    let half = &lines[1][..20];
+    for (n, damaged) in [
+        format!("{}\n{half}\n{}\n", lines[0], lines[2]).into_bytes(),
+        format!("{}\n{zeros}\n{}\n{zeros}", lines[0], lines[2]).into_bytes(),
+        format!("{}\n{zeros}{}\n{}\n", lines[0], lines[1], lines[2]).into_bytes(),
+        [lines[0].as_bytes(), b"\n\xff\xfe\n", lines[2].as_bytes(), b"\n"].concat(),
+        format!("{}\n{{\"step\":1,\"accuracy\":0.5}}\n{}\n", lines[0], lines[2]).into_bytes(),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        fs::write(&path, &damaged).unwrap();
+        let mut log = MetricsLog::resume(&path, 3).unwrap();
+        let note = log.note().unwrap().to_owned();
+        assert!(note.contains("metrics.jsonl:2 is neither a step nor an evaluation: 1 such lines"), "{note}");
+        log.step(&step(4)).unwrap();
+        let steps: Vec<u64> = metrics::read(&path).unwrap().iter().map(MetricsEntry::step).collect();
+        assert_eq!(steps, [1, 3, 4]);
+        assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 3, "every line is an entry");
+        let aside = format!("metrics.jsonl.aside-{}", n + 1);
+        assert!(note.ends_with(&aside) && fs::read(dir.path().join(aside)).unwrap() == damaged, "{note}");
+    }
+    // A folder, where the log is to be.
+    fs::remove_file(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    assert!(metrics::read(&path).is_err());
+    let log = MetricsLog::resume(&path, 3).unwrap();
+    assert!(log.note().unwrap().contains("is not continued: it is no file; it is kept as"), "{log:?}");
+    assert_eq!(fs::read(&path).unwrap(), b"");
+    // A log without a fault has no note.
+    assert_eq!(MetricsLog::resume(&path, 3).unwrap().note(), None);
 }
 
 /// CRC-32C bit by bit, after RFC 3720 appendix B.4.

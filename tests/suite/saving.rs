@@ -172,9 +172,14 @@ fn saver<'a>(output: &Path, world: &dyn Collective, writers: &'a SaveThreads, af
             after((step.parse().unwrap(), rank, part))?;
             Ok(written)
         });
-    let options =
-        SaverOptions { output: output.to_owned(), keep_last: 2, in_background: true, write_weights };
-    Saver::new(options, rank == 0, writers).unwrap()
+    let options = SaverOptions {
+        output: output.to_owned(),
+        keep_last: 2,
+        in_background: true,
+        bytes: 0,
+        write_weights,
+    };
+    Saver::new(options, rank == 0, writers)
 }
 
 fn state(step: u64, ranks: usize) -> TrainingState {

@@ -157,7 +157,7 @@ fn malformed_files_each_get_their_error() {
     hole at the start: no tensor covers bytes 0 to 1 of its data, before tensor `a`
     truncated data: it is truncated: its tensors need 8 bytes, the file has 7
     bytes left over: its tensors cover 8 bytes of data, the file has 9
-    long name: tensor `nnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnn…` has dtype `F7`; accepted: F32, F16, BF16, F64, F8_E4M3, F8_E5M2, F8_E8M0, I64, I32, I16, I8, U64, U32, U16, U8, BOOL
+    long name: its header is not valid: the name of tensor `nnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnnn…` has 1048576 bytes; accepted: up to 4096 at line 1 column 1048579
     control characters: tensor `\u{1b}[2J\0` has dtype `F7`; accepted: F32, F16, BF16, F64, F8_E4M3, F8_E5M2, F8_E8M0, I64, I32, I16, I8, U64, U32, U16, U8, BOOL
     ");
 }

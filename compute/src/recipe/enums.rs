@@ -186,6 +186,18 @@ choices! {
 }
 
 choices! {
+    /// What happens when the loss or the gradient norm of a step is NaN or infinite; it updates nothing in any case.
+    pub enum OnNan {
+        /// The run ends and names the first bad value.
+        Stop = "stop",
+        /// The run goes on with the next step.
+        Skip = "skip",
+        /// The run goes back to its newest checkpoint and on with the rows after the step.
+        Rollback = "rollback",
+    }
+}
+
+choices! {
     /// Whether activations are kept or computed again in the backward pass.
     pub enum Recompute {
         /// All are kept: fastest.

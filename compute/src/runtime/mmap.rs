@@ -17,6 +17,7 @@ use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
 use super::cpu_tensor::PlainElement;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::buffer::{Buffer, ElementType};
+use crate::runtime::fault_signals::{FaultGuard, guard};
 use crate::units;
 
 /// Runs start at multiples of this many bytes: at pages, so that advice on one does not touch its neighbour.
@@ -25,6 +26,7 @@ const ALIGN: usize = 4096;
 /// A mapped file that is handed out in runs.
 #[derive(Debug)]
 pub struct MappedFile {
+    _guard: FaultGuard,
     map: MmapRaw,
     taken: AtomicUsize,
     /// Readers and writers of all runs take turns.
@@ -65,7 +67,10 @@ impl MappedFile {
         let refuse = |error: io::Error| no_room(folder, bytes, error.to_string());
         allocate(&file, bytes).map_err(refuse)?;
         let map = MmapOptions::new().len(bytes).map_raw(&file).map_err(refuse)?;
-        Ok(Arc::new(MappedFile { map, taken: AtomicUsize::new(0), turn: RwLock::new(()) }))
+        let start = map.as_ptr() as usize;
+        let what = format!("cannot use the parameters kept in a file in {}", folder.display());
+        let guarded = guard(&(start..start + map.len()), &what);
+        Ok(Arc::new(MappedFile { _guard: guarded, map, taken: AtomicUsize::new(0), turn: RwLock::new(()) }))
     }
 
     /// The next `len` values, zero until they are written.

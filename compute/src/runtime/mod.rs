@@ -8,6 +8,7 @@ mod copy_steps;
 pub mod cpu_tensor;
 pub mod device;
 pub mod device_memory;
+pub mod fault_signals;
 pub(crate) mod gpu_support;
 pub mod machine;
 pub mod mmap;

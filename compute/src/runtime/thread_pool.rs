@@ -5,6 +5,7 @@
 //! (43,000 switches of threads a step against 3,400). So steps run inside, and the pool's other threads stay awake
 //! meanwhile: between two ops, some ten thousand times a step, rayon would put them to sleep and wake them again.
 
+use std::ffi::OsString;
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
@@ -15,6 +16,10 @@ use crate::error::{Error, Result};
 
 /// How long threads that are at other work are waited for before a step goes on without them.
 const PATIENCE: Duration = Duration::from_millis(1);
+/// Where rayon looks for the number of threads of its pool.
+const THREAD_COUNTS: [&str; 2] = ["RAYON_NUM_THREADS", "RAYON_RS_NUM_CPUS"];
+/// As many threads as ranks may be, on a machine of any size; more only where there are cores for them.
+const MAX_THREADS: usize = 1024;
 /// Whether a thread came to stay awake.
 #[derive(Default)]
 struct PoolSlot(AtomicU8);
@@ -92,6 +97,28 @@ pub fn in_own_pool<R: Send>(threads: usize, work: impl FnOnce() -> Result<R> + S
     pool.map_err(failed)?.install(work)
 }
 
+/// Refuses what the environment says of the number of threads where rayon would start so many that the machine breaks
+/// down, or would pass over what is no number.
+///
+/// # Errors
+/// [`crate::error::ErrorCategory::User`] with the variable, its value and what is accepted.
+pub fn check_environment(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<()> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let most = MAX_THREADS.max(4 * cores);
+    for name in THREAD_COUNTS {
+        let Some(value) = lookup(name).filter(|value| !value.is_empty()) else { continue };
+        // 0 is rayon's word for one a core.
+        if value.to_str().and_then(|text| text.parse().ok()).is_some_and(|threads: usize| threads <= most) {
+            continue;
+        }
+        let shown: String = value.to_string_lossy().chars().take(80).collect();
+        return Err(Error::user(format!("cannot use {name}"))
+            .because(format!("it is `{}`; accepted: 1 to {most} threads", shown.escape_debug()))
+            .hint(format!("unset {name}: then there is a thread for each of the {cores} cores")));
+    }
+    Ok(())
+}
+
 /// Threads of the pool that a caller is in.
 pub fn num_threads() -> usize {
     rayon::current_num_threads()
@@ -104,5 +131,31 @@ pub fn release_freed_memory() {
     // SAFETY: malloc_trim may be called at any time; it takes the allocator's own locks.
     unsafe {
         libc::malloc_trim(0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorCategory;
+
+    #[test]
+    fn a_number_of_threads_has_bounds() {
+        let check = |variable: &str, value: &str| {
+            check_environment(&|name| (name == variable).then(|| OsString::from(value)))
+        };
+        for value in ["", "0", "1", "1024"] {
+            assert!(check("RAYON_NUM_THREADS", value).is_ok(), "{value}");
+        }
+        for value in ["1000000", "18446744073709551616", "-1", "two", "1 ", "\u{1b}[2J"] {
+            for variable in THREAD_COUNTS {
+                let error = check(variable, value).unwrap_err();
+                assert_eq!(error.kind(), ErrorCategory::User);
+                let text = error.to_string();
+                assert!(text.contains(variable) && text.contains("accepted: 1 to"), "{text}");
+                assert!(!text.contains('\u{1b}'), "{text:?}");
+            }
+        }
+        assert!(check("OMP_NUM_THREADS", "1000000").is_ok());
     }
 }

@@ -3,13 +3,13 @@
 //! Weights do not tell that an adapter is in them already, and adding it twice gives a broken model without a sign of
 //! it. So a merged folder says which adapters it has, its own base's merges included, and a merge looks there first.
 
-use std::fs::File;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::adapter::{SavedAdapter, WEIGHTS_FILE};
+use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::weights;
 
@@ -46,7 +46,7 @@ impl MergeRecord {
         if !path.exists() {
             return Ok(None);
         }
-        let text = std::fs::read(&path).map_err(|error| Error::io("read", &path, &error))?;
+        let text = input_file::read("read", &path)?;
         let record = serde_json::from_slice(&text);
         record.map(Some).map_err(|error| {
             Error::user(format!("cannot read {}", path.display()))
@@ -82,8 +82,8 @@ impl MergeRecord {
 pub(super) fn merges_before(base: &Path, adapter: &SavedAdapter) -> Result<(Vec<MergeRecord>, String)> {
     let path = adapter.folder().join(WEIGHTS_FILE);
     let mut hasher = blake3::Hasher::new();
-    let hashed = File::open(&path).and_then(|file| hasher.update_reader(file).map(|_| ()));
-    hashed.map_err(|error| Error::io("read", &path, &error))?;
+    let file = input_file::open("read", &path)?;
+    hasher.update_reader(file).map_err(|error| Error::io("read", &path, &error))?;
     let digest = hasher.finalize().to_hex().to_string();
     let chain = MergeRecord::read(base)?.map(MergeRecord::chain).unwrap_or_default();
     match chain.iter().find(|record| record.adapter_blake3 == digest) {

@@ -19,21 +19,59 @@ pub enum InjectedFaultKind {
     Exit,
     /// The rank sleeps first.
     Delay(Duration),
+    /// The rank sleeps first, this time and each time after: it is slow.
+    Slow(Duration),
+    /// The rank's thread sleeps for ever.
+    Hang,
+    /// The rank's thread computes for ever.
+    Spin,
+    /// The whole process is stopped, as by SIGSTOP.
+    Stop,
     /// The next request for memory of the rank's device fails; or the next kernel launched, under the emulator.
     Device(PlannedFailure),
     /// `enter` returns what a GPU tells of a kernel that was started before.
     LateKernelFault,
 }
 
-/// Kinds of faults by the words for them, but for delays, which have a number.
-const KINDS: [(&str, InjectedFaultKind); 6] = [
+/// Kinds of faults by the words for them, but for those that have a number.
+const KINDS: [(&str, InjectedFaultKind); 9] = [
     ("error", InjectedFaultKind::Error),
     ("panic", InjectedFaultKind::Panic),
     ("exit", InjectedFaultKind::Exit),
     ("out_of_memory", InjectedFaultKind::Device(PlannedFailure::Request)),
     ("launch_fault", InjectedFaultKind::Device(PlannedFailure::Launch)),
     ("late_fault", InjectedFaultKind::LateKernelFault),
+    ("hang", InjectedFaultKind::Hang),
+    ("spin", InjectedFaultKind::Spin),
+    ("stop", InjectedFaultKind::Stop),
 ];
+
+/// A kind of fault with a number of milliseconds.
+type TimedKind = fn(Duration) -> InjectedFaultKind;
+
+/// Kinds of faults that have a number, by the words for them.
+const TIMED_KINDS: [(&str, TimedKind); 2] =
+    [("delay", InjectedFaultKind::Delay), ("slow", InjectedFaultKind::Slow)];
+
+impl InjectedFaultKind {
+    /// What it does to the thread that it strikes, as far as that is a matter of time.
+    pub(in crate::collective) fn hold_up(self) {
+        match self {
+            InjectedFaultKind::Delay(time) | InjectedFaultKind::Slow(time) => std::thread::sleep(time),
+            InjectedFaultKind::Hang => loop {
+                std::thread::park();
+            },
+            InjectedFaultKind::Spin => loop {
+                std::hint::spin_loop();
+            },
+            InjectedFaultKind::Stop => {
+                // SAFETY: stops this process until it is told to go on.
+                unsafe { libc::raise(libc::SIGSTOP) };
+            }
+            _ => {}
+        }
+    }
+}
 
 /// A fault that strikes `rank` when it enters `phase` for the `occurrence`th time.
 ///
@@ -51,6 +89,14 @@ pub struct InjectedFault {
 }
 
 impl InjectedFault {
+    /// Whether it strikes the rank that enters its phase for this time.
+    pub(in crate::collective) fn strikes_at(&self, time: u64) -> bool {
+        match self.kind {
+            InjectedFaultKind::Slow(_) => time >= self.occurrence,
+            _ => time == self.occurrence,
+        }
+    }
+
     /// What a copy to the host returns after a kernel has left its memory.
     pub(in crate::collective) fn late_kernel_fault(&self) -> Error {
         let reason = "DriverError(CUDA_ERROR_ILLEGAL_ADDRESS, \"an illegal memory access was encountered\")";
@@ -67,6 +113,7 @@ impl fmt::Display for InjectedFault {
         let word = KINDS.iter().find(|(_, kind)| *kind == self.kind).map(|(word, _)| *word);
         match (word, self.kind) {
             (_, InjectedFaultKind::Delay(time)) => write!(f, ":delay={}ms", time.as_millis()),
+            (_, InjectedFaultKind::Slow(time)) => write!(f, ":slow={}ms", time.as_millis()),
             (word, _) => write!(f, ":{}", word.unwrap_or_default()),
         }
     }
@@ -106,14 +153,18 @@ fn read_kind(kind: &str) -> Result<InjectedFaultKind, String> {
     if let Some((_, known)) = KINDS.iter().find(|(word, _)| *word == kind) {
         return Ok(*known);
     }
-    match kind.strip_prefix("delay=").and_then(|time| time.strip_suffix("ms")) {
-        Some(time) => match time.parse() {
-            Ok(millis) => Ok(InjectedFaultKind::Delay(Duration::from_millis(millis))),
-            Err(_) => Err(format!("the delay is `{time}` ms, expected a whole number")),
+    let timed = TIMED_KINDS.into_iter().find_map(|(word, make)| {
+        let time = kind.strip_prefix(word)?.strip_prefix('=')?.strip_suffix("ms")?;
+        Some((word, make, time))
+    });
+    match timed {
+        Some((word, make, time)) => match time.parse() {
+            Ok(millis) => Ok(make(Duration::from_millis(millis))),
+            Err(_) => Err(format!("the {word} is `{time}` ms, expected a whole number")),
         },
         None => {
             let words = KINDS.map(|(word, _)| word).join(", ");
-            Err(format!("the kind is `{kind}`, expected {words} or delay=<n>ms"))
+            Err(format!("the kind is `{kind}`, expected {words}, slow=<n>ms or delay=<n>ms"))
         }
     }
 }
@@ -131,6 +182,10 @@ mod tests {
             ("1:backward:out_of_memory", 1, InjectedFaultKind::Device(PlannedFailure::Request)),
             ("1:backward:3:late_fault", 3, InjectedFaultKind::LateKernelFault),
             ("1:backward:delay=250ms", 1, InjectedFaultKind::Delay(Duration::from_millis(250))),
+            ("1:backward:2:slow=40ms", 2, InjectedFaultKind::Slow(Duration::from_millis(40))),
+            ("1:backward:hang", 1, InjectedFaultKind::Hang),
+            ("1:backward:spin", 1, InjectedFaultKind::Spin),
+            ("1:backward:stop", 1, InjectedFaultKind::Stop),
         ] {
             let fault: InjectedFault = text.parse().unwrap();
             assert_eq!(fault, InjectedFault { rank: 1, phase: Phase::Backward, occurrence, kind });
@@ -155,7 +210,7 @@ mod tests {
             ("0:save:0:error", "the occurrence is `0`, expected a number from 1"),
             (
                 "0:save:boom",
-                "the kind is `boom`, expected error, panic, exit, out_of_memory, launch_fault, late_fault or delay=<n>ms",
+                "the kind is `boom`, expected error, panic, exit, out_of_memory, launch_fault, late_fault, hang, spin, stop, slow=<n>ms or delay=<n>ms",
             ),
             ("0:save:delay=2s", "the kind is `delay=2s`, expected error, panic, exit, out_of_memory"),
             ("0:save:delay=-2ms", "the delay is `-2` ms, expected a whole number"),

@@ -250,8 +250,9 @@ impl SharedWorld {
     /// Does what [`crate::collective::Collective::enter`] says.
     pub(super) fn enter(&self, rank: usize, phase: Phase) -> Result<()> {
         let occurrence = self.open(rank)?.enter(rank, phase);
-        let strikes =
-            |fault: &&InjectedFault| (fault.rank, fault.phase, fault.occurrence) == (rank, phase, occurrence);
+        let strikes = |fault: &&InjectedFault| {
+            (fault.rank, fault.phase) == (rank, phase) && fault.strikes_at(occurrence)
+        };
         let Some(fault) = self.faults.iter().find(strikes) else { return Ok(()) };
         match fault.kind {
             InjectedFaultKind::Error => {
@@ -263,9 +264,9 @@ impl SharedWorld {
                 let what = format!("rank {rank} left in phase {}", phase.name());
                 return Err(Error::internal(what).because(format!("planted fault {fault}")));
             }
-            InjectedFaultKind::Delay(time) => std::thread::sleep(time),
             InjectedFaultKind::Device(failure) => failure.plan(),
             InjectedFaultKind::LateKernelFault => return Err(fault.late_kernel_fault()),
+            kind => kind.hold_up(),
         }
         Ok(())
     }

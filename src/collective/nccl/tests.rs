@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use super::fake_nccl::{Host, library};
 use super::*;
-use crate::collective::RankFailure;
+use crate::collective::{HangLimits, HangWatch, ProgressBoard, RankFailure, TimedCollective};
 use crate::runtime::buffer::ElementType;
 
 pub(super) const PATIENT: Duration = Duration::from_secs(60);
@@ -443,4 +443,28 @@ fn a_failure_heard_from_another_process_ends_the_ranks_of_this_one() {
     let failed = failed.unwrap_err();
     assert_eq!(failed.error.to_string(), "error: rank 7 on b failed");
     assert!(failed.own.is_none(), "{:?}", failed.own);
+}
+
+/// A rank that hangs ends its peers' calls over NCCL too, with its name.
+#[test]
+fn a_rank_that_hangs_is_named() {
+    let board = Arc::new(ProgressBoard::default());
+    let limits = HangLimits { timeout: Some(SHORT), on_host: false, holds_all: true };
+    let watch = HangWatch::start(&board, limits, |_| ()).unwrap();
+    let failed = group_info(2, &AbortFlag::new(), |end| {
+        let world = TimedCollective::watched(end, &board);
+        let _works = world.work_guard();
+        world.enter(Phase::Backward)?;
+        if world.rank() == 1 {
+            std::thread::sleep(4 * SHORT);
+        }
+        world.barrier(call("gradients of block", 3)).map(|()| 0)
+    });
+    let report = watch.stop().unwrap();
+    assert_eq!(report.rank, 1);
+    assert!(
+        report.error.to_string().contains("rank 0 waits in phase backward: barrier of gradients of block 3")
+    );
+    let text = failed.unwrap_err().error.to_string();
+    assert!(text.starts_with("error: rank 1 failed in phase backward"), "{text}");
 }

@@ -14,6 +14,7 @@ use super::types::BlockType;
 use super::writer::{self, GgufMetadata, MetadataValue, TensorEntry};
 use super::{Exported, GgufType, blocks};
 use crate::adapter::{CONFIG_FILE, SavedAdapter, Target, TensorKind};
+use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::model::{self, ModelConfig, ModelPart};
 use crate::weights::LM_HEAD_MODULE;
@@ -135,7 +136,7 @@ impl LoraPart<'_> {
 /// Reads of adapter_config.json what makes an adapter more than LoRA.
 fn refuse_more_than_lora(folder: &Path) -> Result<()> {
     let path = folder.join(CONFIG_FILE);
-    let Ok(text) = std::fs::read(&path) else { return Ok(()) };
+    let Ok(text) = input_file::read("read", &path) else { return Ok(()) };
     let Ok(config) = serde_json::from_slice::<serde_json::Value>(&text) else { return Ok(()) };
     let asks = |key: &str| match &config[key] {
         serde_json::Value::Null | serde_json::Value::Bool(false) => false,

@@ -15,6 +15,7 @@ use serde_json::{Map, Value as Json};
 use super::pretokenizer;
 use super::writer::{GgufMetadata, MetadataValue};
 use crate::data::Tokenizer;
+use crate::error::input_file;
 use crate::error::{Error, Result};
 
 /// `llama_token_type` in llama.h.
@@ -145,7 +146,7 @@ fn read_json(folder: &Path) -> Result<TokenizerJson> {
         r#type: Option<String>,
     }
     let path = folder.join("tokenizer.json");
-    let text = std::fs::read(&path).map_err(|error| Error::io("read", &path, &error))?;
+    let text = input_file::read("read", &path)?;
     let unreadable = |error: serde_json::Error| {
         Error::user(format!("cannot read the tokenizer {}", path.display())).because(error.to_string())
     };
@@ -359,7 +360,7 @@ fn templates(tokenizer: &Tokenizer, metadata: &mut GgufMetadata) -> Result<()> {
     let mut found = named_templates(tokenizer.config());
     let path = tokenizer.folder().join("chat_template.jinja");
     if path.is_file() {
-        let text = std::fs::read_to_string(&path).map_err(|error| Error::io("read", &path, &error))?;
+        let text = input_file::read_text("read", &path)?;
         found.insert("default".into(), text);
     }
     let names: Vec<String> = found.keys().filter(|name| *name != "default").cloned().collect();

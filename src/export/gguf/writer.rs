@@ -11,8 +11,8 @@ use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use super::types::BlockType;
-use crate::error::{Error, ErrorCategory, Result};
-use crate::units;
+use crate::error::{Error, Result};
+use crate::weights::{Unfinished, sweep, sync_folder, write_failed};
 
 /// What readers assume where `general.alignment` is not given.
 const ALIGNMENT: u64 = 32;
@@ -230,7 +230,7 @@ fn header(metadata: &GgufMetadata, entries: &[TensorEntry]) -> Result<Vec<u8>> {
 /// A file under its temporary name; dropped before [`UnfinishedGguf::commit`], it leaves nothing.
 struct UnfinishedGguf {
     path: PathBuf,
-    temporary: PathBuf,
+    temporary: Unfinished,
     out: BufWriter<File>,
     written: u64,
     needed: u64,
@@ -238,13 +238,15 @@ struct UnfinishedGguf {
 
 impl UnfinishedGguf {
     fn create(path: &Path, needed: u64) -> Result<Self> {
-        if let Some(folder) = path.parent().filter(|folder| *folder != Path::new("")) {
-            std::fs::create_dir_all(folder).map_err(|error| Error::io("create", folder, &error))?;
-        }
-        let mut temporary = path.as_os_str().to_owned();
-        temporary.push(format!(".tmp-{}", std::process::id()));
-        let temporary = PathBuf::from(temporary);
-        let file = File::create(&temporary).map_err(|error| Error::io("write", path, &error))?;
+        let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
+        std::fs::create_dir_all(folder).map_err(|error| Error::io("create", folder, &error))?;
+        // What killed processes left of theirs goes.
+        let name = path.file_name().unwrap_or_default();
+        sweep(folder, |base| base == name.to_string_lossy());
+        let temporary = Unfinished::beside(path, std::process::id());
+        let cannot = |error| Error::io("write", path, &error);
+        let file = File::create(&temporary).map_err(cannot)?;
+        let temporary = Unfinished::of(temporary, &file).map_err(cannot)?;
         let out = BufWriter::with_capacity(1 << 20, file);
         Ok(Self { path: path.into(), temporary, out, written: 0, needed })
     }
@@ -263,26 +265,14 @@ impl UnfinishedGguf {
     fn commit(mut self) -> Result<u64> {
         self.out.flush().map_err(|error| self.failed(&error))?;
         self.out.get_ref().sync_all().map_err(|error| self.failed(&error))?;
-        std::fs::rename(&self.temporary, &self.path).map_err(|error| self.failed(&error))?;
-        Ok(self.written)
+        let UnfinishedGguf { path, temporary, written, needed, .. } = self;
+        temporary.rename(&path).map_err(|error| write_failed(&path, needed, &error))?;
+        path.parent().map_or(Ok(()), sync_folder)?;
+        Ok(written)
     }
 
     fn failed(&self, source: &io::Error) -> Error {
-        let error = Error::new(ErrorCategory::Storage, format!("cannot write {}", self.path.display()))
-            .because(format!("{source}; the file needs {}", units::bytes(self.needed)));
-        match source.kind() {
-            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
-                error.hint("make room on that disk, or choose another place with `--output`")
-            }
-            _ => error,
-        }
-    }
-}
-
-impl Drop for UnfinishedGguf {
-    fn drop(&mut self) {
-        // After a commit there is nothing of that name; before it a failed removal changes nothing for the caller.
-        drop(std::fs::remove_file(&self.temporary));
+        write_failed(&self.path, self.needed, source)
     }
 }
 

@@ -1,0 +1,462 @@
+//! The watch over the ranks of this process: a rank that gives no sign of life for too long hangs, and the run ends with who
+//! it is, where it is and who waits for it, instead of waiting for ever.
+//!
+//! A rank's signs of life are its phases, its calls and its heartbeats between them (`progress`). How long it may be
+//! silent is learned: three times its longest silence in an earlier pass through the same phase, and 15 s at least; for a
+//! micro-batch of more tokens than any before in proportion to their square, which is what attention costs. A rank that
+//! is slow is slow in every pass, so it is not taken for one that hangs. In its first pass through a phase, which nothing
+//! can be compared with, a rank that computes has half an hour, and one whose process neither computes nor reads nor writes
+//! 15 s. Meeting, loading and writing wait for storage and for other programs: there a process must have done nothing for
+//! ten minutes. `parallel.timeout_secs` replaces all of this.
+//!
+//! A rank inside of a call waits for its peers, so that the call takes long is held against those that have not come. In
+//! a process that holds all ranks, all of them inside of calls for too long are an error as well.
+//!
+//! Time is counted by the watch's own looks, each of which counts little: a process that was stopped (`SIGSTOP`, a closed
+//! lid) and goes on finds its ranks no later than they were.
+
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use super::Phase;
+use super::progress::{ProgressBoard, RankActivity, RankProgress};
+use crate::error::{Error, ErrorCategory, Result};
+use crate::rendezvous::locked;
+use crate::runtime::machine::{WorkDone, work_done};
+use crate::units;
+
+/// The least silence that counts as a hang, unless the user says otherwise.
+const FLOOR: Duration = Duration::from_secs(15);
+
+/// A silence that many times as long as the longest so far counts as a hang.
+const FACTOR: u32 = 3;
+
+/// The silence of a rank that works on what nothing can be compared with.
+const UNSEEN: Duration = Duration::from_secs(1800);
+
+/// How long a process may do nothing while it waits for storage.
+const STORAGE: Duration = Duration::from_secs(600);
+
+/// Share of a core that a process uses at least which computes.
+const BUSY: f64 = 0.05;
+
+/// Between two looks, at most.
+const PERIOD: Duration = Duration::from_millis(500);
+
+/// How long the other ranks, and what they save, have to end after a hang; the rank that hangs is not waited for.
+const LAST_WORDS: Duration = Duration::from_secs(4);
+
+/// How long a rank may be silent.
+#[derive(Debug, Clone, Copy)]
+pub struct HangLimits {
+    /// What the user says; else it is learned.
+    pub timeout: Option<Duration>,
+    /// Ranks compute on this host's cores, so that an idle process is one whose ranks do nothing.
+    pub on_host: bool,
+    /// All ranks are in this process.
+    pub holds_all: bool,
+}
+
+/// What a rank's earlier passes through a phase were.
+#[derive(Debug, Clone, Copy, Default)]
+struct EarlierPasses {
+    longest: Duration,
+    /// Of the largest micro-batch.
+    tokens: u64,
+}
+
+/// What a rank does and for how long there has been no sign of it.
+#[derive(Debug, Clone, Copy)]
+struct Silence {
+    phase: Phase,
+    /// Of its micro-batch.
+    tokens: u64,
+    silent: Duration,
+    /// For so long its process has done nothing.
+    idle: Duration,
+}
+
+impl HangLimits {
+    /// The limit that a silence has passed.
+    fn passed(&self, silence: &Silence, earlier: Option<EarlierPasses>) -> Option<Duration> {
+        let Silence { phase, tokens, silent, idle } = *silence;
+        let over = |silent: Duration, limit: Duration| Some(limit).filter(|limit| silent > *limit);
+        if let Some(timeout) = self.timeout {
+            return over(silent, timeout);
+        }
+        let learned = earlier.map(|earlier| {
+            // Before the first micro-batch there is nothing to compare with, nor anything to compute.
+            let growth =
+                if earlier.tokens == 0 { 1.0 } else { tokens as f64 / earlier.tokens as f64 }.max(1.0);
+            let longest = earlier.longest.max(self.period()).mul_f64((growth * growth).min(1e6));
+            FLOOR.max(longest * FACTOR)
+        });
+        if matches!(phase, Phase::Meet | Phase::Load | Phase::Save | Phase::Output) {
+            return over(silent.min(idle), learned.map_or(STORAGE, |learned| learned.max(STORAGE)));
+        }
+        match learned {
+            Some(limit) => over(silent, limit),
+            None if self.on_host => over(silent.min(idle), FLOOR).or_else(|| over(silent, UNSEEN)),
+            None => over(silent, UNSEEN),
+        }
+    }
+
+    fn period(&self) -> Duration {
+        self.timeout.map_or(PERIOD, |timeout| (timeout / 20).clamp(Duration::from_millis(10), PERIOD))
+    }
+}
+
+/// A rank that was found to hang.
+#[derive(Debug, Clone)]
+pub struct HangReport {
+    /// The rank in the world.
+    pub rank: usize,
+    /// Why it is taken for one that hangs, in a line, for its peers.
+    pub why: String,
+    /// What this process reports: rank, phase and last call, and where its other ranks are.
+    pub error: Error,
+}
+
+/// Hears of a hang, to tell other processes.
+type HangHook = Box<dyn FnOnce(&HangReport) + Send>;
+
+struct WatchShared {
+    limits: HangLimits,
+    board: Arc<ProgressBoard>,
+    report: OnceLock<HangReport>,
+    hooks: Mutex<Vec<HangHook>>,
+    over: Mutex<bool>,
+    ended: Condvar,
+}
+
+/// The watch, while it lives.
+pub struct HangWatch {
+    shared: Arc<WatchShared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl HangWatch {
+    /// Watches over the ranks of `board`. When one hangs, its peers' calls fail; `end` gets the report where the ranks do
+    /// not end by that, and must end the process.
+    ///
+    /// # Errors
+    /// The system starts no thread.
+    pub fn start(
+        board: &Arc<ProgressBoard>,
+        limits: HangLimits,
+        end: impl FnOnce(&Error) + Send + 'static,
+    ) -> Result<Self> {
+        let shared = Arc::new(WatchShared {
+            limits,
+            board: Arc::clone(board),
+            report: OnceLock::new(),
+            hooks: Mutex::default(),
+            over: Mutex::new(false),
+            ended: Condvar::new(),
+        });
+        let theirs = Arc::clone(&shared);
+        let thread = Builder::new().name("hang watch".into()).spawn(move || theirs.run(end));
+        let thread = thread.map_err(|error| {
+            Error::new(ErrorCategory::Transient, "cannot start the watch over the ranks")
+                .because(error.to_string())
+        })?;
+        Ok(HangWatch { shared, thread: Some(thread) })
+    }
+
+    /// Calls `hook` with the first hang that is found.
+    pub fn on_hang(&self, hook: impl FnOnce(&HangReport) + Send + 'static) {
+        locked(&self.shared.hooks).push(Box::new(hook));
+    }
+
+    /// Ends the watch over ranks that have ended; the hang, if there was one.
+    pub fn stop(self) -> Option<HangReport> {
+        let shared = Arc::clone(&self.shared);
+        drop(self);
+        shared.report.get().cloned()
+    }
+}
+
+impl Drop for HangWatch {
+    fn drop(&mut self) {
+        *locked(&self.shared.over) = true;
+        self.shared.ended.notify_all();
+        if let Some(thread) = self.thread.take() {
+            // A watch that panicked has nothing more to say.
+            drop(thread.join());
+        }
+    }
+}
+
+/// A rank as the watch has seen it.
+struct WatchedRank {
+    progress: Arc<RankProgress>,
+    beats: u64,
+    activity: RankActivity,
+    /// Since its last sign of life.
+    silent: Duration,
+    /// Its longest silence in this pass through the phase, and its largest micro-batch.
+    now: EarlierPasses,
+    /// What earlier passes were, by phase.
+    earlier: [Option<EarlierPasses>; Phase::ALL.len()],
+}
+
+impl WatchedRank {
+    fn new(progress: Arc<RankProgress>) -> Self {
+        let (beats, activity) = (progress.beats(), progress.activity());
+        let (silent, now) = (Duration::ZERO, EarlierPasses::default());
+        WatchedRank { progress, beats, activity, silent, now, earlier: [None; Phase::ALL.len()] }
+    }
+
+    /// Looks again, `later` than before.
+    fn look(&mut self, later: Duration) {
+        let (beats, activity) = (self.progress.beats(), self.progress.activity());
+        if beats == self.beats {
+            self.silent += later;
+            return;
+        }
+        if !self.activity.waits {
+            self.now.longest = self.now.longest.max(self.silent);
+        }
+        self.now.tokens = self.now.tokens.max(self.activity.tokens);
+        if activity.phase != self.activity.phase {
+            let now = std::mem::take(&mut self.now);
+            let earlier = self.earlier[self.activity.phase as usize].get_or_insert_default();
+            earlier.longest = earlier.longest.max(now.longest);
+            earlier.tokens = earlier.tokens.max(now.tokens);
+        }
+        for phase in Phase::ALL.into_iter().filter(|phase| activity.has_passed(*phase)) {
+            // A pass shorter than the time between two looks.
+            let tokens = activity.tokens_passed;
+            self.earlier[phase as usize].get_or_insert(EarlierPasses { longest: Duration::ZERO, tokens });
+        }
+        (self.beats, self.activity, self.silent) = (beats, activity, Duration::ZERO);
+    }
+
+    /// The limit that its silence has passed, in a process that has done nothing for `idle`.
+    fn passed(&self, limits: &HangLimits, idle: Duration) -> Option<Duration> {
+        let RankActivity { phase, tokens, waits, .. } = self.activity;
+        let silence = Silence { phase, tokens, silent: self.silent, idle };
+        limits.passed(&silence, self.earlier[phase as usize]).filter(|_| !waits)
+    }
+
+    fn works(&self) -> bool {
+        !self.progress.has_ended()
+    }
+}
+
+/// For how long the process has done nothing.
+#[derive(Default)]
+struct IdleTime {
+    idle: Duration,
+    work: Option<WorkDone>,
+}
+
+impl IdleTime {
+    /// Looks again, `later` than before.
+    fn look(&mut self, later: Duration) {
+        let now = work_done();
+        let idle = match (self.work, now) {
+            (Some(then), Some(now)) => {
+                let computed = now.cpu.saturating_sub(then.cpu);
+                computed < later.mul_f64(BUSY) && now.blocks == then.blocks
+            }
+            _ => false,
+        };
+        self.idle = if idle { self.idle + later } else { Duration::ZERO };
+        self.work = now;
+    }
+}
+
+impl WatchShared {
+    fn run(&self, end: impl FnOnce(&Error)) {
+        let period = self.limits.period();
+        let (mut ranks, mut process) = (Vec::<WatchedRank>::new(), IdleTime::default());
+        let mut last = Instant::now();
+        while !self.is_over(period) {
+            // A process that was stopped for long has not been looked at for long.
+            let later = last.elapsed().min(2 * period);
+            last = Instant::now();
+            for progress in self.board.ranks().into_iter().skip(ranks.len()) {
+                ranks.push(WatchedRank::new(progress));
+            }
+            process.look(later);
+            ranks.iter_mut().for_each(|rank| rank.look(later));
+            if let Some(report) = self.find(&ranks, process.idle) {
+                return self.conclude(report, &ranks, end);
+            }
+        }
+    }
+
+    /// Waits for `time`; true when the ranks have ended.
+    fn is_over(&self, time: Duration) -> bool {
+        let over = locked(&self.over);
+        *self.ended.wait_timeout_while(over, time, |over| !*over).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    fn find(&self, ranks: &[WatchedRank], idle: Duration) -> Option<HangReport> {
+        let working = || ranks.iter().filter(|rank| rank.works());
+        let hung: Vec<(&WatchedRank, Duration)> =
+            working().filter_map(|rank| Some((rank, rank.passed(&self.limits, idle)?))).collect();
+        if let Some((worst, limit)) = hung.iter().max_by_key(|(rank, _)| rank.silent) {
+            let others: Vec<&WatchedRank> = hung.iter().map(|(rank, _)| *rank).collect();
+            return Some(self.report(worst, *limit, &others));
+        }
+        let patience = self.limits.timeout.unwrap_or(UNSEEN);
+        let all_wait = working().all(|rank| rank.activity.waits && rank.silent > patience);
+        let first = working().next().filter(|_| all_wait && self.limits.holds_all)?;
+        let waited = units::duration(first.silent.as_secs_f64());
+        let why = format!("all ranks wait for one another since {waited}");
+        let error = Error::new(ErrorCategory::Transient, "the ranks wait for one another without end");
+        Some(HangReport { rank: first.progress.rank(), error: self.placed(error, None), why })
+    }
+
+    fn report(&self, worst: &WatchedRank, limit: Duration, hung: &[&WatchedRank]) -> HangReport {
+        let (rank, phase) = (worst.progress.rank(), worst.activity.phase);
+        let limit = units::duration(limit.as_secs_f64());
+        let said = match (self.limits.timeout, worst.earlier[phase as usize]) {
+            (Some(_), _) => format!("`parallel.timeout_secs` allows {limit}"),
+            (None, Some(earlier)) => {
+                let longest = units::duration(earlier.longest.as_secs_f64());
+                format!("its longest silence in this phase was {longest}, {limit} are allowed")
+            }
+            (None, None) => format!("{limit} are allowed"),
+        };
+        let silent = units::duration(worst.silent.as_secs_f64());
+        let position = worst.progress.to_string();
+        let why = format!("it has made no progress for {silent}; {said}; {position}");
+        let mut error = Error::new(
+            ErrorCategory::Transient,
+            format!("rank {rank} hangs: no progress in phase {}", phase.name()),
+        )
+        .because(format!("it has made no progress for {silent}; {said}"))
+        .because(position);
+        for other in hung.iter().filter(|other| other.progress.rank() != rank) {
+            let silent = units::duration(other.silent.as_secs_f64());
+            error = error.because(format!("rank {} is silent too, for {silent}", other.progress.rank()));
+        }
+        let hint = "the same command with `--resume` goes on from the newest checkpoint; if the rank was only slow, \
+                    allow more with `--set parallel.timeout_secs=SECONDS`";
+        HangReport { rank, why, error: self.placed(error, Some(rank)).hint(hint) }
+    }
+
+    /// `error` with where the ranks are, but for `rank`.
+    fn placed(&self, error: Error, rank: Option<usize>) -> Error {
+        let others = self.board.ranks();
+        let others = others.iter().filter(|other| Some(other.rank()) != rank);
+        others.fold(error, |error, other| error.because(other.to_string()))
+    }
+
+    /// Ends the other ranks' waits and tells who wants to know; then the process, unless the ranks end by themselves.
+    fn conclude(&self, report: HangReport, ranks: &[WatchedRank], end: impl FnOnce(&Error)) {
+        let hooks = std::mem::take(&mut *locked(&self.hooks));
+        let hung = ranks.iter().find(|rank| rank.progress.rank() == report.rank);
+        let hung = hung.map(|rank| Arc::clone(&rank.progress));
+        let theirs = report.clone();
+        drop(self.report.set(report.clone()));
+        // In a thread of its own: the rank may hang inside of what this asks, with a lock held.
+        let tell = move || {
+            hooks.into_iter().for_each(|hook| hook(&theirs));
+            if let Some(world) = hung.and_then(|rank| rank.end()) {
+                world.abort(&theirs.why);
+            }
+        };
+        // Nobody can be told then; the process ends all the same.
+        drop(Builder::new().name("hang report".into()).spawn(tell));
+        if !self.is_over(LAST_WORDS) {
+            end(&report.error);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn limits(timeout: Option<Duration>) -> HangLimits {
+        HangLimits { timeout, on_host: true, holds_all: true }
+    }
+
+    fn secs(secs: u64) -> Duration {
+        Duration::from_secs(secs)
+    }
+
+    /// Silent for `silent` seconds with `tokens` tokens, in a process that did nothing for `idle` seconds.
+    fn silence(phase: Phase, silent: u64, tokens: u64, idle: u64) -> Silence {
+        Silence { phase, tokens, silent: secs(silent), idle: secs(idle) }
+    }
+
+    fn after(longest: u64) -> Option<EarlierPasses> {
+        Some(EarlierPasses { longest: secs(longest), tokens: 100 })
+    }
+
+    #[test]
+    fn what_is_allowed_is_learned() {
+        let learned = limits(None);
+        let forward = |silent| silence(Phase::Forward, silent, 100, 0);
+        for (longest, limit) in [(1, 15), (5, 15), (6, 18), (40, 120)] {
+            assert_eq!(learned.passed(&forward(limit), after(longest)), None);
+            assert_eq!(learned.passed(&forward(limit + 1), after(longest)), Some(secs(limit)));
+        }
+        // Three times the tokens, nine times the time.
+        let larger = |silent| silence(Phase::Loss, silent, 300, 0);
+        assert_eq!(learned.passed(&larger(270), after(10)), None);
+        assert_eq!(learned.passed(&larger(271), after(10)), Some(secs(270)));
+        assert_eq!(limits(Some(secs(2))).passed(&forward(3), after(40)), Some(secs(2)));
+    }
+
+    #[test]
+    fn a_first_pass_is_cut_short_where_nothing_is_done() {
+        let (host, gpu) = (limits(None), HangLimits { on_host: false, ..limits(None) });
+        let busy = silence(Phase::Forward, 1800, 100, 2);
+        let idle = silence(Phase::Forward, 16, 100, 20);
+        assert_eq!(host.passed(&busy, None), None);
+        assert_eq!(host.passed(&idle, None), Some(FLOOR));
+        assert_eq!(gpu.passed(&idle, None), None);
+        assert_eq!(gpu.passed(&silence(Phase::Forward, 1801, 100, 0), None), Some(UNSEEN));
+    }
+
+    /// A save that writes is no hang, however long it takes.
+    #[test]
+    fn storage_may_be_slow() {
+        let learned = limits(None);
+        assert_eq!(learned.passed(&silence(Phase::Save, 9000, 100, 500), after(1)), None);
+        assert_eq!(learned.passed(&silence(Phase::Save, 9000, 100, 601), after(1)), Some(STORAGE));
+        assert_eq!(learned.passed(&silence(Phase::Load, 9000, 0, 601), None), Some(STORAGE));
+    }
+
+    /// A slow rank's own passes are what it is compared with; what it waits for does not count.
+    #[test]
+    fn a_pass_through_a_phase_counts_when_it_is_over() {
+        let world: Arc<dyn super::super::Collective> = Arc::new(super::super::SingleRank);
+        let progress = RankProgress::new(&world);
+        let mut rank = WatchedRank::new(Arc::clone(&progress));
+        progress.enter(Phase::Forward);
+        progress.expect_tokens(100);
+        rank.look(SECOND);
+        rank.look(20 * SECOND);
+        progress.beat();
+        rank.look(SECOND);
+        assert!(rank.earlier[Phase::Forward as usize].is_none());
+        progress.begin_call(None);
+        rank.look(SECOND);
+        rank.look(100 * SECOND);
+        assert_eq!(rank.passed(&limits(Some(SECOND)), Duration::ZERO), None, "it waits");
+        progress.end_call();
+        rank.look(SECOND);
+        progress.enter(Phase::Backward);
+        rank.look(SECOND);
+        let earlier = rank.earlier[Phase::Forward as usize].unwrap();
+        assert_eq!((earlier.longest, earlier.tokens), (20 * SECOND, 100));
+        // Ten times slower than anybody: 60 s are allowed now.
+        progress.enter(Phase::Forward);
+        rank.look(SECOND);
+        assert_eq!(rank.silent, Duration::ZERO);
+        rank.look(59 * SECOND);
+        assert_eq!(rank.passed(&limits(None), Duration::ZERO), None);
+        rank.look(2 * SECOND);
+        assert_eq!(rank.passed(&limits(None), Duration::ZERO), Some(60 * SECOND));
+    }
+}

@@ -1,0 +1,42 @@
+//! `finetune verify-resume`: a run that is killed and resumed leaves the same bytes as one that is not, on the user's own
+//! recipe.
+
+use super::{print, terminal, working_folder};
+use crate::cli::VerifyResumeArgs;
+use crate::collective::launch::{Flags, Launch};
+use crate::error::{Error, Result};
+use crate::recipe::Recipe;
+use crate::run::verify_resume::ResumeTrial;
+
+/// Trains twice and compares.
+pub(super) fn run(args: &VerifyResumeArgs) -> Result<()> {
+    let terminal = terminal(&args.common);
+    let flags = Flags { ranks_here: args.ranks.map(usize::from), ..Flags::default() };
+    let launch = Launch::detect(&flags, &|name| std::env::var_os(name))?;
+    if launch.master.is_some() {
+        let (all, source) = (launch.world_size, launch.source.name());
+        return Err(Error::user("cannot verify the resume over several processes")
+            .because(format!(
+                "there are {all} ranks, by {source}; the runs are processes that this one starts and kills"
+            ))
+            .hint("run it outside of the launcher, with `--gpus` or `--ranks`"));
+    }
+    // What is wrong with the recipe is said once, here.
+    let recipe = Recipe::load(&args.layers(&working_folder()?)?)?;
+    // Where the recipe saves too seldom for a kill to leave anything, after every step.
+    let save_steps = recipe.checkpoint.save_steps.filter(|every| *every < args.steps).unwrap_or(1);
+    let set = [
+        format!("train.max_steps={}", args.steps),
+        format!("checkpoint.save_steps={save_steps}"),
+        "log.tensorboard=false".to_owned(),
+    ];
+    let trial = ResumeTrial {
+        output: &args.output,
+        words: &|output| args.train_words(output, &set),
+        steps: args.steps,
+        kills: args.kills,
+        keep: args.keep,
+        terminal: &terminal,
+    };
+    print(&format!("{}\n", trial.run()?))
+}

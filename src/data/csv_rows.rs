@@ -1,0 +1,154 @@
+//! Rows of CSV and TSV files with a header line. A column is text whatever it looks like.
+
+use std::collections::HashSet;
+use std::io::Read;
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+
+use super::raw_rows::{DataFile, RawRow};
+use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin};
+use crate::error::input_file;
+use crate::error::{Error, Result};
+
+/// More columns than any table of rows to train on has; each costs every row a text.
+const MAX_COLUMNS: usize = 4096;
+
+/// Reads a table with a header line.
+pub(super) fn csv(file: &Arc<Path>, delimiter: u8, source: &mut DataFile) -> Result<()> {
+    let opened = QuoteWatch::new(input_file::open("read the data file", file)?, delimiter);
+    let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).flexible(true).from_reader(opened);
+    let cannot =
+        |why: String| Error::user(format!("cannot read the data file {}", file.display())).because(why);
+    let header = reader.headers().map_err(|e| cannot(e.to_string()))?.clone();
+    if header.len() > MAX_COLUMNS {
+        return Err(cannot(format!(
+            "its header names {} columns; accepted: up to {MAX_COLUMNS}",
+            header.len()
+        )));
+    }
+    let names: Vec<String> =
+        header.iter().map(|name| name.trim_start_matches('\u{FEFF}').to_owned()).collect();
+    let mut seen = HashSet::new();
+    if let Some(twice) = names.iter().find(|name| !seen.insert(name.as_str())) {
+        return Err(cannot(format!("its header names the column {twice:?} twice")));
+    }
+    let mut record = csv::ByteRecord::new();
+    while reader.read_byte_record(&mut record).map_err(|e| cannot(e.to_string()))? {
+        let line = record.position().map_or(0, csv::Position::line);
+        let origin = Origin { file: file.clone(), place: RowOrigin::Line(line) };
+        match fields(&names, &record) {
+            Ok(value) => source.rows.push(RawRow { value, origin, document: false }),
+            Err(why) => {
+                source.bad.push(BadRow { origin, fault: RowFault::new(RowFaultKind::Unreadable, why) });
+            }
+        }
+    }
+    match reader.get_ref().unclosed() {
+        None => Ok(()),
+        Some(line) => Err(cannot(format!(
+            "the quoted field that begins on line {line} does not end: all after it would be part of it"
+        ))
+        .hint("close the quote; a quote inside of a quoted field is written twice")),
+    }
+}
+
+fn fields(names: &[String], record: &csv::ByteRecord) -> Result<Map<String, Value>, String> {
+    if record.len() != names.len() {
+        return Err(format!("{} fields; the header has {}", record.len(), names.len()));
+    }
+    let mut value = Map::new();
+    for (name, field) in names.iter().zip(record) {
+        let text = std::str::from_utf8(field).map_err(|_| format!("the column {name:?} is not UTF-8"))?;
+        value.insert(name.clone(), Value::String(text.to_owned()));
+    }
+    Ok(value)
+}
+
+/// Where in a table a byte stands, by the rules of the crate `csv`: a quote opens a field at its beginning alone, and
+/// stands for itself where it is doubled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum FieldState {
+    Begins,
+    Unquoted,
+    Quoted,
+    /// After a quote inside of quotes: the end of the field, or half of a quote.
+    Closing,
+}
+
+/// Passes a table on and remembers whether a quoted field is open, which the crate `csv` takes for the end of a field
+/// where the file ends, without a word.
+struct QuoteWatch<R> {
+    inner: R,
+    delimiter: u8,
+    state: FieldState,
+    line: u64,
+    opened_on: u64,
+    /// Bytes passed, up to those of a byte order mark, which is no part of the first field.
+    start: usize,
+}
+
+impl<R: Read> QuoteWatch<R> {
+    fn new(inner: R, delimiter: u8) -> Self {
+        QuoteWatch { inner, delimiter, state: FieldState::Begins, line: 1, opened_on: 1, start: 0 }
+    }
+
+    /// The line on which the quoted field begins that is open.
+    fn unclosed(&self) -> Option<u64> {
+        (self.state == FieldState::Quoted).then_some(self.opened_on)
+    }
+
+    fn pass(&mut self, byte: u8) {
+        const MARK: [u8; 3] = *b"\xEF\xBB\xBF";
+        if MARK.get(self.start) == Some(&byte) {
+            self.start += 1;
+            return;
+        }
+        self.start = MARK.len();
+        self.line += u64::from(byte == b'\n');
+        let ends = byte == self.delimiter || byte == b'\n' || byte == b'\r';
+        self.state = match self.state {
+            FieldState::Quoted if byte == b'"' => FieldState::Closing,
+            FieldState::Quoted => FieldState::Quoted,
+            FieldState::Begins if byte == b'"' => {
+                self.opened_on = self.line;
+                FieldState::Quoted
+            }
+            FieldState::Closing if byte == b'"' => FieldState::Quoted,
+            _ if ends => FieldState::Begins,
+            _ => FieldState::Unquoted,
+        };
+    }
+}
+
+impl<R: Read> Read for QuoteWatch<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let read = self.inner.read(buffer)?;
+        buffer[..read].iter().for_each(|byte| self.pass(*byte));
+        Ok(read)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn open_quotes_are_seen_where_the_reader_sees_them() {
+        for (text, open) in [
+            ("a,b\n1,2\n", None),
+            ("a,b\n\"1\",\"2\"\n", None),
+            ("a,b\n\"1,2\n3,4\n", Some(2)),
+            ("a,b\n1,\"2 \"\" 3\n", Some(2)),
+            ("a,b\n1,2\"\n3,4\n", None),
+            ("\u{FEFF}\"a\",b\n\"x\ny\",\"z", Some(3)),
+            ("\u{FEFF}\"a,b\n", Some(1)),
+            ("a,b\n\"1\"x,\"2\"\"\"\n", None),
+        ] {
+            let mut watch = QuoteWatch::new(text.as_bytes(), b',');
+            std::io::copy(&mut watch, &mut std::io::sink()).unwrap();
+            assert_eq!(watch.unclosed(), open, "{text:?}");
+        }
+    }
+}

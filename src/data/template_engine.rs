@@ -1,0 +1,176 @@
+//! The engine of chat templates: minijinja with what transformers' Jinja has, within bounds.
+//!
+//! Templates reach no file and no environment, and their steps, their recursion and the text they print are bounded
+//! here. What one may hold in memory, how deep its values nest and how long one filter takes is not: minijinja has no
+//! hook for that. A process with limits has, in which the binary runs this engine (see [`super::template_child`]).
+
+use std::io::{self, Write};
+
+use chrono::format::{Item, StrftimeItems};
+use chrono::{DateTime, FixedOffset};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{Environment, ErrorKind, Value};
+use minijinja_contrib::pycompat::unknown_method_callback;
+
+use super::python::{to_template, tojson};
+use crate::contained::contain;
+
+/// Steps a rendering may take: some hundred times what a long chat needs, a fraction of a second.
+const MAX_STEPS: u64 = 3_000_000;
+/// Bytes a rendering may print.
+const MAX_TEXT_BYTES: usize = 64 << 20;
+/// Calls within calls, as minijinja counts them: a macro's call takes several. Fits the stack of a worker thread.
+const MAX_RECURSION: usize = 250;
+
+/// The function that tells a template the date.
+pub(super) const CLOCK: &str = "strftime_now";
+
+/// What a template is given beside the messages.
+#[derive(Debug, Clone, Default)]
+pub struct TemplateInputs<'a> {
+    /// The tools that the model may call, as JSON definitions.
+    pub tools: Option<&'a serde_json::Value>,
+    /// Whether the text ends where the assistant is to begin.
+    pub add_generation_prompt: bool,
+}
+
+/// What an engine is made from.
+#[derive(Debug, Clone)]
+pub(super) struct TemplateSource {
+    /// Names and texts of the templates.
+    pub(super) templates: Vec<(String, String)>,
+    /// Names and texts of the special tokens that they may use.
+    pub(super) tokens: Vec<(String, String)>,
+    /// The moment that they are told.
+    pub(super) now: DateTime<FixedOffset>,
+}
+
+/// The templates of a tokenizer, ready to render.
+#[derive(Debug)]
+pub(super) struct TemplateEngine {
+    env: Environment<'static>,
+    tokens: Vec<(String, Value)>,
+}
+
+impl TemplateEngine {
+    /// Parses the templates of `source`.
+    ///
+    /// # Errors
+    /// A template does not parse: its name, and why.
+    pub(super) fn new(source: &TemplateSource) -> Result<Self, (String, String)> {
+        let mut env = environment().map_err(|why| (String::new(), why))?;
+        add_clock(&mut env, source.now);
+        for (name, text) in &source.templates {
+            contain(|| env.add_template_owned(name.clone(), text.clone()))
+                .and_then(|added| added.map_err(|e| reason(&e)))
+                .map_err(|why| (name.clone(), why))?;
+        }
+        let tokens = source.tokens.iter();
+        let tokens = tokens.map(|(name, token)| (name.clone(), Value::from(token.as_str()))).collect();
+        Ok(TemplateEngine { env, tokens })
+    }
+
+    /// Tells another moment from now on.
+    pub(super) fn set_clock(&mut self, now: DateTime<FixedOffset>) {
+        add_clock(&mut self.env, now);
+    }
+
+    /// The text that the template `name` prints for `messages`.
+    ///
+    /// # Errors
+    /// What the template raises itself, and when it uses something unknown or exceeds its bounds.
+    pub(super) fn render(
+        &self,
+        name: &str,
+        messages: &[serde_json::Value],
+        inputs: &TemplateInputs<'_>,
+    ) -> Result<String, String> {
+        let mut variables: Vec<(&str, Value)> =
+            self.tokens.iter().map(|(name, token)| (name.as_str(), token.clone())).collect();
+        variables.push(("messages", messages.iter().map(to_template).collect()));
+        variables.push(("tools", inputs.tools.map_or(Value::from(()), to_template)));
+        variables.push(("documents", Value::from(())));
+        variables.push(("add_generation_prompt", Value::from(inputs.add_generation_prompt)));
+        let rendered = contain(|| {
+            let template = self.env.get_template(name)?;
+            let mut out = BoundedOutput(Vec::new());
+            template.render_captured_to(Value::from_pairs(variables), &mut out)?;
+            Ok::<_, minijinja::Error>(out.0)
+        })?;
+        let text = rendered.map_err(|e| reason(&e))?;
+        String::from_utf8(text).map_err(|e| format!("it printed no UTF-8: {e}"))
+    }
+}
+
+fn environment() -> Result<Environment<'static>, String> {
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    let mut env = Environment::new();
+    env.set_syntax(syntax.map_err(|e| e.to_string())?);
+    env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    env.set_unknown_method_callback(unknown_method_callback);
+    env.set_fuel(Some(MAX_STEPS));
+    env.set_recursion_limit(MAX_RECURSION);
+    env.add_filter("tojson", tojson);
+    env.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
+        Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+    });
+    Ok(env)
+}
+
+fn add_clock(env: &mut Environment<'static>, now: DateTime<FixedOffset>) {
+    env.add_function(CLOCK, move |format: String| -> Result<String, minijinja::Error> {
+        let items: Vec<Item<'_>> = StrftimeItems::new(&format).collect();
+        if items.contains(&Item::Error) {
+            let why = format!("strftime_now does not know the format {format:?}");
+            return Err(minijinja::Error::new(ErrorKind::InvalidOperation, why));
+        }
+        Ok(now.format_with_items(items.iter()).to_string())
+    });
+}
+
+/// What went wrong, as the template's author would say it.
+fn reason(error: &minijinja::Error) -> String {
+    let mut error = error;
+    // An error inside an included template or a macro is wrapped in one that only says so.
+    while let Some(inner) =
+        std::error::Error::source(error).and_then(|e| e.downcast_ref::<minijinja::Error>())
+    {
+        error = inner;
+    }
+    if error.kind() == ErrorKind::OutOfFuel {
+        return format!("it takes more than {MAX_STEPS} steps");
+    }
+    if let Some(io) = std::error::Error::source(error).and_then(|e| e.downcast_ref::<io::Error>()) {
+        return io.to_string();
+    }
+    match (error.kind(), error.detail(), error.line()) {
+        (ErrorKind::InvalidOperation, Some(detail), _) => detail.to_owned(),
+        (kind, detail, line) => {
+            let mut text = kind.to_string();
+            if let Some(detail) = detail {
+                text.push_str(&format!(": {detail}"));
+            }
+            if let Some(line) = line {
+                text.push_str(&format!(", on line {line} of the template"));
+            }
+            text
+        }
+    }
+}
+
+/// Takes text up to the limit.
+struct BoundedOutput(Vec<u8>);
+
+impl Write for BoundedOutput {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0.len() + bytes.len() > MAX_TEXT_BYTES {
+            return Err(io::Error::other(format!("it prints more than {MAX_TEXT_BYTES} bytes")));
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

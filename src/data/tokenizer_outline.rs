@@ -1,0 +1,195 @@
+//! What a tokenizer.json asks for, looked at before the crate `tokenizers` builds it.
+//!
+//! The crate takes any number that parses: an id of 2^32 - 1 with a table of so many, a chain of replacements of which
+//! each doubles the text, a pattern that matches nothing everywhere. Sizes are checked here; what panics in the crate
+//! becomes an error where it is called (see [`super::tokenizer`]).
+
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::Value;
+
+/// Bytes of the largest tokenizer.json: four times that of the largest vocabulary in use.
+pub(super) const MAX_TOKENIZER_BYTES: u64 = 128 << 20;
+/// The largest id: sixteen times that of the largest vocabulary in use. Tables are as long as it.
+pub(super) const MAX_ID: u32 = 1 << 24;
+/// Values in the parts beside the vocabulary: thousands of times what any has.
+const MAX_VALUES: usize = 100_000;
+/// How many times its length a text may get by normalizing, and a token by decoding.
+const MAX_GROWTH: f64 = 64.0;
+/// Bytes that a part may put before or after each text or word.
+const MAX_ADDED_BYTES: usize = 4096;
+/// Bytes that a table of replacements may put in the place of a character: eight times what Unicode's NFKC does.
+const MAX_REPLACEMENT_BYTES: usize = 256;
+/// Added tokens: ten times what any tokenizer has.
+const MAX_ADDED_TOKENS: usize = 200_000;
+
+/// The parts of a tokenizer.json that are small in every honest one.
+#[derive(Deserialize)]
+struct TokenizerOutline {
+    #[serde(default)]
+    added_tokens: Vec<IgnoredAny>,
+    #[serde(default)]
+    normalizer: Value,
+    #[serde(default)]
+    pre_tokenizer: Value,
+    #[serde(default)]
+    post_processor: Value,
+    #[serde(default)]
+    decoder: Value,
+}
+
+/// Looks at the parts of a tokenizer.json that say what is done to each text.
+///
+/// # Errors
+/// What is asked for that no tokenizer needs, and what is accepted.
+pub(super) fn check(bytes: &[u8]) -> Result<(), String> {
+    let outline: TokenizerOutline =
+        serde_json::from_slice(bytes).map_err(|error| format!("it is not a tokenizer.json: {error}"))?;
+    let tokens = outline.added_tokens.len();
+    if tokens > MAX_ADDED_TOKENS {
+        return Err(format!("it has {tokens} added tokens; accepted: up to {MAX_ADDED_TOKENS}"));
+    }
+    for (name, part) in [
+        ("normalizer", &outline.normalizer),
+        ("pre_tokenizer", &outline.pre_tokenizer),
+        ("post_processor", &outline.post_processor),
+        ("decoder", &outline.decoder),
+    ] {
+        let mut found = PartSizes { values: 0, growth: 1.0 };
+        found.look_at(part).map_err(|why| format!("its `{name}` {why}"))?;
+        if found.growth > MAX_GROWTH {
+            return Err(format!(
+                "its `{name}` makes a text up to {:.0} times as long; accepted: up to {MAX_GROWTH} times",
+                found.growth
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Sizes of one part, added up over what is inside of it.
+struct PartSizes {
+    values: usize,
+    growth: f64,
+}
+
+impl PartSizes {
+    fn look_at(&mut self, value: &Value) -> Result<(), String> {
+        self.values += 1;
+        if self.values > MAX_VALUES {
+            return Err(format!("holds more than {MAX_VALUES} values"));
+        }
+        match value {
+            Value::Array(list) => list.iter().try_for_each(|value| self.look_at(value)),
+            Value::Object(map) => {
+                self.step(value)?;
+                map.values().try_for_each(|value| self.look_at(value))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// One step of a part, by its type.
+    fn step(&mut self, step: &Value) -> Result<(), String> {
+        let text = |key: &str| step[key].as_str().unwrap_or_default();
+        match step["type"].as_str() {
+            Some("Replace") => {
+                let content = text("content").len();
+                let least = match (step["pattern"]["String"].as_str(), step["pattern"]["Regex"].as_str()) {
+                    (Some(""), _) | (_, Some("")) => {
+                        return Err("has a `Replace` with an empty pattern".to_owned());
+                    }
+                    (Some(pattern), _) => pattern.len(),
+                    // A match of a regular expression may be a single byte.
+                    _ => 1,
+                };
+                self.growth *= (content as f64 / least as f64).max(1.0);
+            }
+            Some("Prepend") if text("prepend").len() > MAX_ADDED_BYTES => {
+                return Err(format!("has a `Prepend` of {} bytes", text("prepend").len()));
+            }
+            Some("Precompiled") => {
+                let longest = longest_replacement(text("precompiled_charsmap"));
+                if longest > MAX_REPLACEMENT_BYTES {
+                    return Err(format!(
+                        "has a `Precompiled` that makes {longest} bytes of a character; accepted: up to {MAX_REPLACEMENT_BYTES}"
+                    ));
+                }
+            }
+            Some("FixedLength") if step["length"].as_u64() == Some(0) => {
+                return Err("has a `FixedLength` of 0".to_owned());
+            }
+            Some("Strip") => {
+                for key in ["start", "stop"] {
+                    if step[key].as_u64().is_some_and(|cut| cut > MAX_ADDED_BYTES as u64) {
+                        return Err(format!("has a `Strip` whose `{key}` is {}", step[key]));
+                    }
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+/// The longest text in a table of replacements as sentencepiece writes it (base64 of the length of a trie in four bytes,
+/// the trie, and texts that each end in a zero byte).
+fn longest_replacement(base64: &str) -> usize {
+    let digit = |byte: u8| match byte {
+        b'A'..=b'Z' => Some(byte - b'A'),
+        b'a'..=b'z' => Some(byte - b'a' + 26),
+        b'0'..=b'9' => Some(byte - b'0' + 52),
+        b'+' => Some(62),
+        b'/' => Some(63),
+        _ => None,
+    };
+    let (mut bytes, mut held, mut bits) = (Vec::new(), 0_u32, 0);
+    for digit in base64.bytes().map_while(digit) {
+        (held, bits) = (held << 6 | u32::from(digit), bits + 6);
+        if bits >= 8 {
+            bits -= 8;
+            bytes.push((held >> bits) as u8);
+            held &= (1 << bits) - 1;
+        }
+    }
+    let Some((length, rest)) = bytes.split_first_chunk::<4>() else { return 0 };
+    let texts = rest.get(u32::from_le_bytes(*length) as usize..).unwrap_or_default();
+    texts.split(|byte| *byte == 0).map(<[u8]>::len).max().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal(part: &str) -> String {
+        check(format!(r#"{{"model": {{"vocab": {{"a": 0}}}}, {part}}}"#).as_bytes()).unwrap_err()
+    }
+
+    #[test]
+    fn replacements_are_measured() {
+        // 4, a trie of four bytes, then "ab\0abcde\0c".
+        assert_eq!(longest_replacement("BAAAAAECAwRhYgBhYmNkZQBj"), 5);
+        assert_eq!(longest_replacement(""), 0);
+        assert_eq!(longest_replacement("/////wAA"), 0, "a trie that is longer than all");
+    }
+
+    #[test]
+    fn parts_that_no_tokenizer_needs_are_refused() {
+        let doubling = r#"{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}"#;
+        let chain = |n: usize| {
+            let all = vec![doubling; n].join(",");
+            format!(r#""normalizer": {{"type": "Sequence", "normalizers": [{all}]}}"#)
+        };
+        assert!(refusal(&chain(40)).contains("1099511627776 times as long"));
+        assert!(check(format!("{{{}}}", chain(6)).as_bytes()).is_ok());
+        let empty = r#""normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}"#;
+        assert!(refusal(empty).contains("empty pattern"));
+        assert!(refusal(r#""pre_tokenizer": {"type": "FixedLength", "length": 0}"#).contains("FixedLength"));
+        let long = format!(r#""post_processor": [{}]"#, vec!["0"; MAX_VALUES].join(","));
+        assert!(refusal(&long).contains("more than 100000 values"));
+        assert!(
+            refusal(r#""decoder": {"type": "Strip", "content": " ", "start": 0, "stop": 99999}"#)
+                .contains("`stop`")
+        );
+    }
+}

@@ -1,0 +1,148 @@
+//! What a model's config.json says of its arithmetic: part of which model it is.
+//!
+//! Weights of the same bytes compute something else under another base of the rotary frequencies, another epsilon or
+//! activation. What shapes and names of the tensors tell already is left out, and what changes no forward: types, tokens,
+//! how random weights are drawn. Values are texts that this program will also write later for the same config.json,
+//! however that is written: adapters and checkpoints keep them.
+
+use std::collections::BTreeMap;
+
+use super::config::ModelConfig;
+
+/// Longer values are told by a digest of theirs.
+const LONGEST: usize = 120;
+
+impl ModelConfig {
+    /// What decides the model's arithmetic beside its weights, by key; "none" where nothing is set.
+    pub fn semantics(&self) -> BTreeMap<String, String> {
+        let optional =
+            |value: Option<f64>| value.map_or_else(|| "none".to_owned(), |value| format!("{value:?}"));
+        let windows: Vec<String> = self
+            .layers
+            .iter()
+            .map(|layer| layer.window.map_or_else(|| "none".into(), |w| w.to_string()))
+            .collect();
+        let ropes: Vec<usize> = self.layers.iter().map(|layer| layer.rope).collect();
+        let mut said = BTreeMap::from([
+            ("model_type", format!("{:?}", self.family).to_lowercase()),
+            ("num_hidden_layers", self.layers.len().to_string()),
+            ("num_attention_heads", self.heads.num_heads.to_string()),
+            ("num_key_value_heads", self.heads.num_kv_heads.to_string()),
+            ("head_dim", self.heads.head_dim.to_string()),
+            ("sliding_window", runs(&windows)),
+            ("rms_norm_eps", format!("{:?}", self.norm.eps)),
+            ("hidden_act", format!("{:?}", self.activation).to_lowercase()),
+            ("embedding factor", format!("{:?}", self.embedding_factor)),
+            ("attention scale", format!("{:?}", self.attention_scale)),
+            ("attn_logit_softcapping", optional(self.attention_softcap)),
+            ("final_logit_softcapping", optional(self.logit_softcap)),
+            ("tie_word_embeddings", self.tie_word_embeddings.to_string()),
+        ]);
+        if let [rope] = self.ropes.as_slice() {
+            said.insert("rope_theta and rope_scaling", short(&rope.settings));
+        } else {
+            let of = |rope: usize| self.ropes.get(rope).map_or("", |rope| rope.settings.as_str()).to_owned();
+            let by_layer: Vec<String> = ropes.into_iter().map(of).collect();
+            said.insert("rope_theta and rope_scaling", short(&runs(&by_layer)));
+        }
+        said.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+    }
+}
+
+/// A value for each layer, those that repeat once.
+fn runs(values: &[String]) -> String {
+    let runs: Vec<String> =
+        values
+            .chunk_by(|one, next| one == next)
+            .map(|run| {
+                if run.len() == values.len() {
+                    run[0].clone()
+                } else {
+                    format!("{} × {}", run.len(), run[0])
+                }
+            })
+            .collect();
+    short(&runs.join(", "))
+}
+
+fn short(value: &str) -> String {
+    if value.len() <= LONGEST {
+        return value.to_owned();
+    }
+    let start: String = value.chars().take(LONGEST / 2).collect();
+    format!("{start}… (digest {})", &blake3::hash(value.as_bytes()).to_hex()[..16])
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn semantics(changes: &[(&str, Value)]) -> BTreeMap<String, String> {
+        let mut config = json!({ "model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 10000.0 });
+        for (key, value) in changes {
+            config[*key] = value.clone();
+        }
+        ModelConfig::from_json(&config.to_string(), "config.json").expect("a model").semantics()
+    }
+
+    /// The texts stand in adapters and checkpoints: another one for the same config.json would refuse them all.
+    #[test]
+    fn texts_that_stay() {
+        let said: Vec<String> = semantics(&[]).iter().map(|(key, value)| format!("{key}: {value}")).collect();
+        assert_eq!(
+            said,
+            [
+                "attention scale: 0.5",
+                "attn_logit_softcapping: none",
+                "embedding factor: 1.0",
+                "final_logit_softcapping: none",
+                "head_dim: 4",
+                "hidden_act: silu",
+                "model_type: llama",
+                "num_attention_heads: 4",
+                "num_hidden_layers: 2",
+                "num_key_value_heads: 4",
+                "rms_norm_eps: 1e-5",
+                "rope_theta and rope_scaling: theta 10000.0 on 4 columns",
+                "sliding_window: none",
+                "tie_word_embeddings: false",
+            ]
+        );
+    }
+
+    #[test]
+    fn what_changes_the_arithmetic_is_seen_and_nothing_else() {
+        let plain = semantics(&[]);
+        let llama3 = json!({ "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192 });
+        for change in [
+            ("rope_theta", json!(500_000.0)),
+            ("rms_norm_eps", json!(1e-6)),
+            ("hidden_act", json!("gelu_pytorch_tanh")),
+            ("num_attention_heads", json!(2)),
+            ("rope_scaling", llama3.clone()),
+            ("rope_scaling", json!({ "rope_type": "linear", "factor": 2.0 })),
+            ("rope_scaling", json!({ "rope_type": "linear", "factor": 4.0 })),
+            ("tie_word_embeddings", json!(true)),
+        ] {
+            assert_ne!(semantics(std::slice::from_ref(&change)), plain, "{change:?}");
+        }
+        for same in [
+            ("torch_dtype", json!("bfloat16")),
+            ("vocab_size", json!(9)),
+            ("pad_token_id", json!(3)),
+            ("rope_scaling", Value::Null),
+            // As transformers 5 writes it.
+            ("rope_parameters", json!({ "rope_theta": 10000, "rope_type": "default" })),
+        ] {
+            assert_eq!(semantics(std::slice::from_ref(&same)), plain, "{same:?}");
+        }
+        let mut older = llama3.clone();
+        older["factor"] = json!(8);
+        older["type"] = json!("llama3");
+        assert_eq!(semantics(&[("rope_scaling", older)]), semantics(&[("rope_scaling", llama3)]));
+    }
+}

@@ -1,0 +1,110 @@
+//! Whether the memory of the machine can hold a step at all. What is refused here would end in an allocation that fails
+//! or in the system ending the process, neither of which says why.
+
+use super::Plan;
+use super::memory::MemoryPlan;
+use crate::collective::Phase;
+use crate::error::{Error, Result};
+use crate::runtime::device::free_bytes;
+use crate::runtime::machine::host_memory;
+use crate::units;
+
+/// Most settings that are named.
+const ADVICE: usize = 4;
+
+impl Plan {
+    /// Whether the memory there is can hold a step of the `ranks_here` ranks of this process.
+    ///
+    /// # Errors
+    /// The user's: it cannot, which part of a step is the largest, and the keys that decide it.
+    pub fn check_memory(&self, ranks_here: usize) -> Result<()> {
+        let (memory, ranks) = (&self.memory, ranks_here as u64);
+        let on_host = if self.engine.device.is_cpu() { memory.total() } else { 0 };
+        let on_host = on_host.saturating_add(memory.host).saturating_mul(ranks);
+        let short = match (host_memory(), free_bytes(&self.engine.device)) {
+            (Some(host), _) if on_host > host.limit => {
+                let ranks = if ranks > 1 {
+                    format!("{ranks} ranks of this process need")
+                } else {
+                    "a step needs".into()
+                };
+                format!(
+                    "{ranks} {} of this host's memory, which has {}, swap included",
+                    units::bytes(on_host),
+                    units::bytes(host.limit)
+                )
+            }
+            (_, Some(free)) if memory.kept() > free => {
+                let kept = units::bytes(memory.kept());
+                format!("a rank keeps {kept} on its GPU, of which {} are free", units::bytes(free))
+            }
+            _ => return Ok(()),
+        };
+        let advice = self.memory_advice(Phase::Load);
+        Err(refused(memory, &short, &advice))
+    }
+}
+
+fn refused(memory: &MemoryPlan, short: &str, advice: &[String]) -> Error {
+    let (part, bytes, keys) = memory.largest();
+    let error = Error::user("cannot train: a step does not fit the memory there is")
+        .because(short)
+        .because(format!("a rank's {}", memory.by_cause()))
+        .because(format!("the largest part is {part}, {}: it follows from {keys}", units::bytes(bytes)));
+    let quoted: Vec<String> = advice.iter().take(ADVICE).map(|typed| format!("`{typed}`")).collect();
+    error.hint(match &quoted[..] {
+        [] => "take a smaller model, or a machine with more memory".to_owned(),
+        some => format!("these lower it, what costs least first: {}", some.join(", ")),
+    })
+}
+
+impl MemoryPlan {
+    /// What a rank keeps from step to step.
+    fn kept(&self) -> u64 {
+        self.weights.saturating_add(self.gradients).saturating_add(self.optimizer)
+    }
+
+    /// The largest part, its bytes, and what decides them.
+    fn largest(&self) -> (&'static str, u64, &'static str) {
+        let parts = [
+            ("weights", self.weights, "the model, `quantization.kind`, `adapter.r`"),
+            ("gradients", self.gradients, "what trains: the model, or `adapter.r`"),
+            ("optimizer", self.optimizer, "what trains and `optimizer.state`"),
+            (
+                "activations",
+                self.activations,
+                "`train.micro_batch_size`, `data.max_seq_len`, `train.recompute`",
+            ),
+            (
+                "workspace",
+                self.workspace,
+                "the model's vocabulary, `data.max_seq_len`, `train.micro_batch_size`",
+            ),
+            ("saving", self.saving, "what trains, `checkpoint.save_steps` and `checkpoint.async_save`"),
+            ("host memory", self.host, "what trains and `parallel.offload`"),
+        ];
+        // Of equal ones the first.
+        parts.into_iter().rev().max_by_key(|(_, bytes, _)| *bytes).unwrap_or((
+            "process",
+            self.process,
+            "data and tokenizer",
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_part_is_named_with_its_keys() {
+        let memory = MemoryPlan { weights: 5, optimizer: 9, activations: 9, ..MemoryPlan::default() };
+        assert_eq!(memory.largest().0, "optimizer");
+        let error = refused(&memory, "short", &["--set a=1".to_owned()]).to_string();
+        assert!(error.contains("caused by: short\n"), "{error}");
+        assert!(error.contains(
+            "the largest part is optimizer, 9 B: it follows from what trains and `optimizer.state`"
+        ));
+        assert!(error.ends_with("hint: these lower it, what costs least first: `--set a=1`"), "{error}");
+    }
+}

@@ -1,0 +1,83 @@
+//! What is said before a run although it is no error.
+
+use super::Plan;
+use crate::data::Dataset;
+use crate::model::RopeKind;
+use crate::optim::Schedule;
+
+impl Plan {
+    /// What a person should know before the run, each in a sentence.
+    pub fn warnings(&self) -> Vec<String> {
+        let held_out = self.held_out.as_ref().map(|(held_out, _)| held_out);
+        let data = [Some(&self.train.0), held_out].into_iter().flatten();
+        let schedule = self.schedule().ok().and_then(|schedule| short_warm_up(&schedule));
+        data.filter_map(|data| self.long_rows(data)).chain(schedule).collect()
+    }
+
+    /// Rows with more tokens than the model has positions for. A dynamic rope stretches for them.
+    fn long_rows(&self, data: &Dataset) -> Option<String> {
+        let config = &self.base.config;
+        if config.ropes.iter().any(|rope| matches!(rope.kind, RopeKind::Dynamic { .. })) {
+            return None;
+        }
+        let positions = config.max_position_embeddings;
+        let lengths = data.examples().iter().map(|example| example.ids.len());
+        let long: Vec<usize> = lengths.filter(|length| *length > positions).collect();
+        let longest = long.iter().max()?;
+        Some(format!(
+            "{} have more tokens than the {positions} positions that the model was made for, the longest {longest}: write \
+             `data.max_seq_len = {positions}`, or give the model a `rope_scaling`",
+            if long.len() == 1 { "1 row".to_owned() } else { format!("{} rows", long.len()) }
+        ))
+    }
+}
+
+/// A warm-up that the run does not leave.
+fn short_warm_up(schedule: &Schedule) -> Option<String> {
+    let Schedule { total_steps, warmup_steps, learning_rate, .. } = *schedule;
+    if !schedule.kind.has_warmup() || warmup_steps < total_steps {
+        return None;
+    }
+    let highest = schedule.at(total_steps.saturating_sub(1));
+    let of_run =
+        if total_steps == 1 { "the one step".to_owned() } else { format!("the {total_steps} steps") };
+    let what = if highest > 0.0 {
+        format!("the learning rate reaches {highest:.2e} of {learning_rate:.2e}")
+    } else {
+        "its learning rate is 0, and nothing is learned".to_owned()
+    };
+    Some(format!(
+        "the warm-up of {warmup_steps} is not over in {of_run} of this run: {what}; write `scheduler.warmup_steps = 0`, or \
+         train for more steps"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::SchedulerKind;
+
+    fn said(kind: SchedulerKind, warmup_steps: u64, total_steps: u64) -> Option<String> {
+        short_warm_up(&Schedule {
+            kind,
+            learning_rate: 1e-4,
+            warmup_steps,
+            total_steps,
+            min_lr_ratio: 0.0,
+            num_cycles: 1.0,
+            power: 1.0,
+            num_decay_steps: 0,
+        })
+    }
+
+    #[test]
+    fn a_warm_up_as_long_as_the_run_is_said() {
+        let one = said(SchedulerKind::Cosine, 1, 1).expect("a rate of 0");
+        assert!(one.contains("the one step of this run: its learning rate is 0"), "{one}");
+        let some = said(SchedulerKind::Linear, 8, 4).expect("a low rate");
+        assert!(some.contains("reaches 3.75e-5 of 1.00e-4"), "{some}");
+        assert_eq!(said(SchedulerKind::Cosine, 1, 2), None);
+        assert_eq!(said(SchedulerKind::Cosine, 0, 1), None);
+        assert_eq!(said(SchedulerKind::Constant, 1, 1), None);
+    }
+}

@@ -1,0 +1,80 @@
+//! Signals that end a command which writes one thing: what it has begun goes first.
+//!
+//! A signal sets a flag; a thread that looks for it removes what was begun and ends the process, which works on until
+//! then: no call is broken off in the middle, and nothing is removed from within a handler.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use libc::c_int;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::{flag, low_level};
+
+use super::signals::is_ignored;
+use crate::error::{Error, ErrorCategory, Result};
+use crate::report::Terminal;
+use crate::weights::discard_unfinished;
+
+const SIGNALS: [c_int; 3] = [SIGINT, SIGTERM, SIGHUP];
+
+/// How long a signal may wait.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// Does `work`, which writes `output` and has it appear at its end. A signal before that removes what was begun and ends
+/// the process with exit code 130; a second one ends it at once.
+///
+/// # Errors
+/// That of `work`; a fault of ours: the system refuses a handler.
+pub(crate) fn removing_on_signals<T>(
+    output: &Path,
+    terminal: &Terminal,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let code = i32::from(ErrorCategory::Stopped.exit_code());
+    let (stop, done) = (Arc::new(AtomicBool::new(false)), AtomicBool::new(false));
+    let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
+    let mut handlers = Vec::new();
+    for signal in SIGNALS.into_iter().filter(|signal| !is_ignored(*signal)) {
+        // Called in this order: the first signal finds `stop` still unset.
+        handlers.push(flag::register_conditional_shutdown(signal, code, Arc::clone(&stop)).map_err(failed)?);
+        handlers.push(flag::register(signal, Arc::clone(&stop)).map_err(failed)?);
+    }
+    let result = thread::scope(|scope| {
+        let watcher = scope.spawn(|| {
+            while !done.load(Ordering::SeqCst) {
+                if stop.load(Ordering::SeqCst) {
+                    let begun = discard_unfinished();
+                    let left = format!("; nothing is left of {}", output.display());
+                    terminal.warn(format!("stopped by a signal{}", if begun { left.as_str() } else { "" }));
+                    std::process::exit(code);
+                }
+                thread::park_timeout(PAUSE);
+            }
+        });
+        // Also when `work` panics, or the scope would wait for the watcher for ever.
+        let end = EndWatch { done: &done, watcher: watcher.thread() };
+        let result = work();
+        drop(end);
+        result
+    });
+    for handler in handlers {
+        low_level::unregister(handler);
+    }
+    result
+}
+
+/// Ends the watcher when it is dropped.
+struct EndWatch<'a> {
+    done: &'a AtomicBool,
+    watcher: &'a thread::Thread,
+}
+
+impl Drop for EndWatch<'_> {
+    fn drop(&mut self) {
+        self.done.store(true, Ordering::SeqCst);
+        self.watcher.unpark();
+    }
+}

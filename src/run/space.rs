@@ -1,0 +1,67 @@
+//! What a run will write, from shapes alone: the ground on which a disk without room is refused before training.
+//!
+//! Counted are tensors, so that nothing is refused that would have had room: headers, tokenizers and logs come on top.
+
+use std::path::Path;
+
+use super::weights_writer::{StoredAs, stored_dtypes};
+use crate::checkpoint::{self, SavedCheckpoint};
+use crate::error::Result;
+use crate::optim::OptimizerOptions;
+use crate::plan::Plan;
+use crate::setup::Trains;
+use crate::sharding::ParamDesc;
+
+/// Bytes of a checkpoint of the run of `plan`: the trained tensors in f32 and the optimizer's state.
+pub(super) fn checkpoint_bytes(plan: &Plan) -> Result<u64> {
+    let layout = OptimizerOptions::from(&plan.recipe.optimizer).state_layout();
+    let bytes = |desc: &ParamDesc| 4 * desc.elements() as u64 + layout.bytes(desc.elements()) as u64;
+    Ok(trained(plan)?.iter().map(bytes).sum())
+}
+
+/// Bytes that the disk of `output` must have free for the run of `plan` from `resumed` on: its checkpoints beside those
+/// that are there, one more while the oldest is still to go, and the result beside an earlier one.
+pub(super) fn needed(plan: &Plan, output: &Path, resumed: Option<&SavedCheckpoint>) -> Result<u64> {
+    let settings = &plan.recipe.checkpoint;
+    let done = resumed.map_or(0, |saved| saved.state.step);
+    let saves =
+        settings.save_steps.map_or(0, |every| plan.total_steps / every - done.min(plan.total_steps) / every);
+    let (there, keep) = (checkpoint::count(output)?, settings.keep_last as u64);
+    let one = checkpoint_bytes(plan)?;
+    let at_end = more_checkpoints(there, saves, keep).saturating_mul(one).saturating_add(result_bytes(plan)?);
+    let while_saving = more_checkpoints(there, saves, keep.saturating_add(1)).saturating_mul(one);
+    Ok(at_end.max(while_saving))
+}
+
+/// How many more checkpoints than the `there` ones lie in a folder at a time, where `saves` come and `most` may be there.
+fn more_checkpoints(there: u64, saves: u64, most: u64) -> u64 {
+    there.saturating_add(saves).min(most).saturating_sub(there)
+}
+
+fn trained(plan: &Plan) -> Result<Vec<ParamDesc>> {
+    let mut descs = plan.base.descs(Trains::adapter_or_all(plan.adapter_setup.as_ref()), None)?;
+    descs.retain(|desc| desc.kind.trains());
+    Ok(descs)
+}
+
+/// Bytes of the trained tensors as the run leaves them.
+fn result_bytes(plan: &Plan) -> Result<u64> {
+    let dtypes = if plan.adapter_setup.is_some() { Default::default() } else { stored_dtypes(plan) };
+    let stored = StoredAs { given: plan.recipe.checkpoint.output_dtype, dtypes };
+    let bytes = |desc: &ParamDesc| (desc.elements() * stored.dtype(&desc.name).size_bytes()) as u64;
+    Ok(trained(plan)?.iter().map(bytes).sum())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::more_checkpoints;
+
+    #[test]
+    fn checkpoints_that_come_beside_those_that_are_there() {
+        for (there, saves, most, more) in
+            [(0, 0, 2, 0), (0, 1, 2, 1), (0, 9, 3, 3), (2, 9, 3, 1), (5, 9, 3, 0), (1, 1, 9, 1)]
+        {
+            assert_eq!(more_checkpoints(there, saves, most), more, "{there} {saves} {most}");
+        }
+    }
+}

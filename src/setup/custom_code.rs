@@ -1,0 +1,68 @@
+//! Code that comes with a model: transformers runs what `auto_map` names where it is told to trust it. Nothing here ever
+//! reads or runs such code; this says so, since a model that needs it is computed otherwise than its author meant.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::error::input_file;
+
+/// The files that may name code.
+const FILES: [&str; 3] = ["config.json", "tokenizer_config.json", "generation_config.json"];
+/// Names of code that are told.
+const TOLD: usize = 4;
+
+/// What to tell of the code that the files of a model in `folder` name; none: they name none.
+pub(super) fn named_in(folder: &Path) -> Option<String> {
+    let told = FILES.iter().filter_map(|file| {
+        let text = input_file::read("read", &folder.join(file)).ok()?;
+        let config: Value = serde_json::from_slice(&text).ok()?;
+        let mut names = Vec::new();
+        texts(config.get("auto_map")?, &mut names);
+        names.dedup();
+        let more = names.len().saturating_sub(TOLD);
+        names.truncate(TOLD);
+        let more = if more == 0 { String::new() } else { format!(" and {more} more") };
+        Some(format!("`auto_map` of {file} names {}{more}", names.join(", ")))
+    });
+    let told: Vec<String> = told.collect();
+    (!told.is_empty()).then(|| {
+        format!(
+            "{}: code that comes with a model is never read nor run; `model_type` and tokenizer.json alone say what is computed",
+            told.join("; ")
+        )
+    })
+}
+
+/// The texts inside of a value, each cut to what a name has.
+fn texts(value: &Value, found: &mut Vec<String>) {
+    match value {
+        Value::String(text) => found.push(text.chars().take(100).collect()),
+        Value::Array(list) => list.iter().for_each(|value| texts(value, found)),
+        Value::Object(map) => map.values().for_each(|value| texts(value, found)),
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn code_is_told_by_its_name() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(named_in(folder.path()), None);
+        let write = |file: &str, text: &str| std::fs::write(folder.path().join(file), text).unwrap();
+        write("config.json", r#"{"model_type": "llama"}"#);
+        assert_eq!(named_in(folder.path()), None);
+        write(
+            "config.json",
+            r#"{"auto_map": {"AutoConfig": "configuration_x.X", "AutoModel": "modeling_x.X"}}"#,
+        );
+        write("tokenizer_config.json", r#"{"auto_map": {"AutoTokenizer": [null, "tokenization_x.T"]}}"#);
+        let told = named_in(folder.path()).unwrap();
+        assert!(told.starts_with(
+            "`auto_map` of config.json names configuration_x.X, modeling_x.X; `auto_map` of tokenizer_config.json names tokenization_x.T: "
+        ));
+    }
+}

@@ -1,0 +1,212 @@
+//! The digest of every byte of a model's weights: made by a thread of its own while they are loaded, and kept for files that
+//! do not change.
+//!
+//! A file is known again by its path, size and times of change (its inode and the time of its last change of any kind too,
+//! which no copy keeps). One that was written just before it was read is not kept: another write within the same tick of
+//! the file system's clock would not show.
+
+use std::collections::BTreeMap;
+use std::fs::Metadata;
+use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+use super::identity::combined;
+use super::{ModelFiles, write_text};
+use crate::error::{Error, Result};
+use crate::runtime::thread_pool::in_own_pool;
+
+/// Bytes hashed before their pages are given back.
+const PIECE: usize = 8 << 20;
+/// Most threads that hash; one reads as fast as most disks, and loading needs the others.
+const MOST_THREADS: usize = 4;
+/// Files that changed so shortly before they were read may change again without a trace.
+const SETTLED: Duration = Duration::from_secs(2);
+/// The form of [`KeptDigest`].
+const SCHEMA: u32 = 1;
+
+/// The digest of the weights in a folder, while it is made.
+#[derive(Debug)]
+pub struct DigestTask(JoinHandle<Result<String>>);
+
+impl DigestTask {
+    /// Begins to digest the weights in `folder`, which are opened again; digests of files that have not changed are taken
+    /// from `kept`, a folder where this one goes too.
+    ///
+    /// # Errors
+    /// As [`ModelFiles::open`]; no thread can be started.
+    pub fn start(folder: &Path, kept: PathBuf) -> Result<Self> {
+        let files = ModelFiles::open(folder)?;
+        let work = move || digest(&files, &kept);
+        let thread = std::thread::Builder::new().name("digest".into()).spawn(work);
+        thread.map(DigestTask).map_err(|e| {
+            Error::internal("cannot start a thread for the digest of the weights").because(e.to_string())
+        })
+    }
+
+    /// The digest in hex, when it is made.
+    ///
+    /// # Errors
+    /// The files cannot be read.
+    pub fn wait(self) -> Result<String> {
+        self.0.join().unwrap_or_else(|_| Err(Error::internal("the digest of the weights was not made")))
+    }
+}
+
+fn digest(files: &ModelFiles, kept: &Path) -> Result<String> {
+    let begin = SystemTime::now();
+    let stamps = || files.files().map(|(path, _)| FileStamp::of(path)).collect::<Option<Vec<_>>>();
+    let before = stamps();
+    let known = before.as_ref().and_then(|stamps| KeptDigest::find(kept, stamps));
+    if let Some(known) = known {
+        return Ok(known);
+    }
+    let threads =
+        std::thread::available_parallelism().map_or(1, |cores| (cores.get() / 4).clamp(1, MOST_THREADS));
+    let digest = in_own_pool(threads, || whole(files))?.to_hex().to_string();
+    if let Some(stamps) = before.filter(|before| {
+        before.iter().all(|stamp| stamp.is_older_than(begin)) && stamps().as_ref() == Some(before)
+    }) {
+        // What cannot be kept is made again.
+        drop(KeptDigest { schema: SCHEMA, files: stamps, digest: digest.clone() }.write(kept));
+    }
+    Ok(digest)
+}
+
+/// The digest of every byte that loading reads, in the order in which they lie in the files.
+fn whole(files: &ModelFiles) -> Result<blake3::Hash> {
+    let mut places: BTreeMap<(usize, usize, usize), &str> = BTreeMap::new();
+    let key = |shard: usize, range: &Range<usize>| (shard, range.start, range.end);
+    for (name, info) in files.tensors() {
+        places.insert(key(info.shard, &info.range), name);
+        places.extend(files.quantized_runs(name).map(|place| (key(place.shard, &place.range), name)));
+    }
+    let mut hashes: BTreeMap<(usize, usize, usize), blake3::Hash> = BTreeMap::new();
+    for (place, name) in places {
+        let (shard, start, end) = place;
+        let mut hasher = blake3::Hasher::new();
+        for at in (start..end).step_by(PIECE) {
+            let piece = at..end.min(at + PIECE);
+            hasher.update_rayon(files.stored(name, shard, &piece)?);
+            files.discard_range(shard, &piece);
+        }
+        hashes.insert(place, hasher.finalize());
+    }
+    combined(files, |name, shard, range| match hashes.get(&key(shard, range)) {
+        Some(hash) => Ok(hash.as_bytes().to_vec()),
+        None => Err(Error::internal(format!("no digest of tensor {name}"))),
+    })
+}
+
+/// What tells a file that has not changed.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct FileStamp {
+    path: PathBuf,
+    bytes: u64,
+    /// Seconds and nanoseconds of the last write.
+    modified: (i64, i64),
+    /// Of the last change of any kind, which programs cannot set.
+    changed: (i64, i64),
+    inode: u64,
+}
+
+impl FileStamp {
+    fn of(path: &Path) -> Option<Self> {
+        let path = path.canonicalize().ok()?;
+        let data: Metadata = path.metadata().ok()?;
+        Some(FileStamp {
+            path,
+            bytes: data.len(),
+            modified: (data.mtime(), data.mtime_nsec()),
+            changed: (data.ctime(), data.ctime_nsec()),
+            inode: data.ino(),
+        })
+    }
+
+    fn is_older_than(&self, moment: SystemTime) -> bool {
+        let settled = moment.checked_sub(SETTLED).and_then(|moment| moment.duration_since(UNIX_EPOCH).ok());
+        let settled = settled.and_then(|since| i64::try_from(since.as_secs()).ok());
+        settled.is_some_and(|settled| self.modified.0 < settled && self.changed.0 < settled)
+    }
+}
+
+/// A digest that was made, and of what.
+#[derive(Debug, Serialize, Deserialize)]
+struct KeptDigest {
+    schema: u32,
+    files: Vec<FileStamp>,
+    digest: String,
+}
+
+impl KeptDigest {
+    /// The file for the digest of `files`, in which a later one of the same paths replaces an earlier one.
+    fn place(folder: &Path, files: &[FileStamp]) -> PathBuf {
+        let mut hasher = blake3::Hasher::new();
+        for stamp in files {
+            hasher.update(stamp.path.as_os_str().as_encoded_bytes()).update(&[0]);
+        }
+        folder.join(format!("{}.json", hasher.finalize().to_hex()))
+    }
+
+    fn find(folder: &Path, files: &[FileStamp]) -> Option<String> {
+        let text = std::fs::read_to_string(Self::place(folder, files)).ok()?;
+        let kept: KeptDigest = serde_json::from_str(&text).ok()?;
+        (kept.schema == SCHEMA && kept.files == files).then_some(kept.digest)
+    }
+
+    fn write(&self, folder: &Path) -> Result<()> {
+        std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, &e))?;
+        let text = serde_json::to_string(self).map_err(|e| Error::internal(e.to_string()))?;
+        write_text(&Self::place(folder, &self.files), &text).map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wait_for(folder: &Path, kept: &Path) -> String {
+        DigestTask::start(folder, kept.to_owned()).and_then(DigestTask::wait).expect("digested")
+    }
+
+    /// Each bit counts, wherever it is; a file that is known is not read, one that changed is.
+    #[test]
+    fn every_byte_counts_and_files_are_known_again() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/quant/tiny-llama-bnb-nf4");
+        let (folder, kept) = (tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("a folder"));
+        let path = folder.path().join("model.safetensors");
+        let bytes = std::fs::read(golden.join("model.safetensors")).expect("golden");
+        let first = wait_for(&golden, kept.path());
+        let names = || std::fs::read_dir(kept.path()).expect("listed").count();
+        let files = ModelFiles::open(&golden).expect("opens");
+        let mut places: Vec<usize> = Vec::new();
+        for (name, info) in files.tensors().step_by(5) {
+            places.extend([info.range.start, (info.range.start + info.range.end) / 2, info.range.end - 1]);
+            places.extend(files.quantized_runs(name).map(|place| place.range.start));
+        }
+        assert!(places.len() > 12, "{places:?}");
+        for at in places {
+            let mut bytes = bytes.clone();
+            bytes[at] ^= 4;
+            std::fs::write(&path, bytes).expect("written");
+            assert_ne!(wait_for(folder.path(), kept.path()), first, "byte {at}");
+        }
+        std::fs::write(&path, &bytes).expect("written");
+        assert_eq!(wait_for(folder.path(), kept.path()), first);
+        // Just written: not kept.
+        assert_eq!(names(), 1, "the golden files alone");
+        let entry =
+            std::fs::read_dir(kept.path()).expect("listed").next().expect("one").expect("read").path();
+        let text = std::fs::read_to_string(&entry).expect("read");
+        std::fs::write(&entry, text.replace(&first, "as kept")).expect("written");
+        assert_eq!(wait_for(&golden, kept.path()), "as kept");
+        std::fs::write(&entry, text.replace("\"bytes\":", "\"bytes\":1")).expect("written");
+        assert_eq!(wait_for(&golden, kept.path()), first, "another size");
+        std::fs::write(&entry, "no JSON").expect("written");
+        assert_eq!(wait_for(&golden, kept.path()), first);
+    }
+}

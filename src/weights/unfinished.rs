@@ -1,0 +1,255 @@
+//! What a process writes beside its place, as `<place>.tmp-<pid>`, and which gets that place whole or goes.
+//!
+//! It goes when its owner drops it, and when a signal ends the process ([`discard_unfinished`]). What a process left that
+//! was killed goes when the next one writes to the same place ([`sweep`]): nobody of its maker's id is alive, and nobody
+//! holds the lock that a maker keeps on it. The lock also tells of makers in other containers and, where the file system
+//! carries locks between hosts, on these. Where it carries none, leftovers stay; they are in nobody's way.
+
+use std::collections::BTreeSet;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::error::{Error, Result};
+
+/// What stands between the name of a place and the id of the process that writes beside it.
+const MARK: &str = ".tmp-";
+/// How the name of a folder ends that is being removed.
+const REMOVED: &str = "-removed";
+/// How a temporary name may end after the process's id.
+const ENDS: [&str; 2] = [REMOVED, "-replaced"];
+
+/// What this process has begun and not finished.
+static BEGUN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+fn begun() -> MutexGuard<'static, BTreeSet<PathBuf>> {
+    BEGUN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A file or folder under its temporary name; dropped before [`Unfinished::rename`], it is removed.
+#[derive(Debug)]
+pub(crate) struct Unfinished {
+    path: PathBuf,
+    /// Held for its lock, if the file system has locks.
+    _lock: File,
+}
+
+impl Unfinished {
+    /// The name beside `place` under which the process `pid` writes what will be there.
+    pub(crate) fn beside(place: &Path, pid: u32) -> PathBuf {
+        let mut name = place.to_owned().into_os_string();
+        name.push(format!("{MARK}{pid}"));
+        PathBuf::from(name)
+    }
+
+    /// Takes charge of what this process has just made at `path`, open as `made`.
+    ///
+    /// # Errors
+    /// The system has no more handles.
+    pub(crate) fn of(path: PathBuf, made: &File) -> io::Result<Self> {
+        let lock = made.try_clone()?;
+        // Without a lock nobody takes it for a leftover either.
+        drop(lock.try_lock());
+        begun().insert(path.clone());
+        Ok(Unfinished { path, _lock: lock })
+    }
+
+    /// Where it is until it is renamed.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Gives it its place.
+    ///
+    /// # Errors
+    /// The rename fails; it is removed then.
+    pub(crate) fn rename(self, place: &Path) -> io::Result<()> {
+        // A signal finds it either unfinished or in its place.
+        let mut begun = begun();
+        std::fs::rename(&self.path, place)?;
+        begun.remove(&self.path);
+        Ok(())
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        let mut begun = begun();
+        if begun.remove(&self.path) {
+            discard(&self.path);
+        }
+    }
+}
+
+/// Removes all that this process has begun; whether there was any of it. Nothing is begun, finished or dropped any more:
+/// whoever tries waits for the end of the process, which is the caller's to bring about.
+pub(crate) fn discard_unfinished() -> bool {
+    let mut begun = begun();
+    let found = std::mem::take(&mut *begun);
+    found.iter().for_each(|path| discard(path));
+    std::mem::forget(begun);
+    !found.is_empty()
+}
+
+/// Removes a file or a folder; what cannot be removed is the next process's to sweep.
+fn discard(path: &Path) {
+    if !path.symlink_metadata().is_ok_and(|found| found.is_dir()) {
+        drop(std::fs::remove_file(path));
+        return;
+    }
+    // Others may still write into it; under another name nothing of theirs comes in between.
+    let mut doomed = path.to_owned().into_os_string();
+    if !doomed.to_string_lossy().ends_with(REMOVED) {
+        doomed.push(REMOVED);
+        if std::fs::rename(path, &doomed).is_err() {
+            return;
+        }
+    }
+    drop(std::fs::remove_dir_all(doomed));
+}
+
+/// Removes what processes that are gone left in `folder` under temporary names of places that are `ours`.
+pub(crate) fn sweep(folder: &Path, ours: impl Fn(&str) -> bool) {
+    let folder = if folder == Path::new("") { Path::new(".") } else { folder };
+    let Ok(entries) = std::fs::read_dir(folder) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        let Some((place, pid)) = temporary(&name) else { continue };
+        let path = entry.path();
+        // A process of this one's own id may have been killed in an earlier container.
+        let gone = pid == std::process::id() || !is_alive(pid);
+        let plain = entry.file_type().is_ok_and(|kind| kind.is_dir() || kind.is_file());
+        if ours(place) && gone && plain && !begun().contains(&path) && is_unlocked(&path) {
+            discard(&path);
+        }
+    }
+}
+
+/// Whether nobody holds the lock of a file or folder, and the file system would tell.
+fn is_unlocked(path: &Path) -> bool {
+    // Over NFS only a file that is open for writing can be locked, and no folder.
+    let opened = OpenOptions::new().read(true).write(path.is_file()).open(path);
+    opened.is_ok_and(|file| file.try_lock().is_ok())
+}
+
+/// The place and the maker of what is called `name`, if that is a temporary name.
+pub(crate) fn temporary(name: &str) -> Option<(&str, u32)> {
+    let (place, maker) = name.rsplit_once(MARK)?;
+    let pid = ENDS.iter().find_map(|end| maker.strip_suffix(end)).unwrap_or(maker);
+    pid.parse().ok().filter(|number: &u32| number.to_string() == pid).map(|pid| (place, pid))
+}
+
+/// Whether a process of this host with the id `pid` is alive; yes where the system does not tell.
+pub(crate) fn is_alive(pid: u32) -> bool {
+    let processes = Path::new("/proc");
+    !processes.join("self").exists() || processes.join(pid.to_string()).exists()
+}
+
+/// Makes a folder with all that is in it last through a power cut.
+///
+/// # Errors
+/// Storage: something in it cannot be read or flushed.
+pub(crate) fn sync_tree(folder: &Path) -> Result<()> {
+    let failed = |path: &Path, error: &io::Error| Error::io("flush", path, error);
+    for entry in std::fs::read_dir(folder).map_err(|error| failed(folder, &error))? {
+        let entry = entry.map_err(|error| failed(folder, &error))?;
+        let path = entry.path();
+        let kind = entry.file_type().map_err(|error| failed(&path, &error))?;
+        if kind.is_dir() {
+            sync_tree(&path)?;
+        } else if kind.is_file() {
+            let synced = File::open(&path).and_then(|file| file.sync_all());
+            synced.map_err(|error| failed(&path, &error))?;
+        }
+    }
+    sync_folder(folder)
+}
+
+/// Makes what was made, renamed or removed in `folder` last through a power cut.
+///
+/// # Errors
+/// Storage: it cannot be flushed.
+pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
+    let folder = if folder == Path::new("") { Path::new(".") } else { folder };
+    // Only Unix lets a folder be opened and flushed.
+    if cfg!(unix) {
+        let synced = File::open(folder).and_then(|folder| folder.sync_all());
+        synced.map_err(|error| Error::io("flush", folder, &error))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(folder: &Path, name: &str) -> (PathBuf, File) {
+        let path = folder.join(name);
+        let file = File::create(&path).expect("a file");
+        (path, file)
+    }
+
+    /// A process id that nobody has: more than the kernel gives.
+    const GONE: u32 = u32::MAX;
+
+    #[test]
+    fn temporary_names_are_read_back() {
+        let name = Unfinished::beside(Path::new("a/out"), 17);
+        assert_eq!(temporary(&name.to_string_lossy()), Some(("a/out", 17)));
+        for (name, found) in [
+            ("out.tmp-17-removed", Some(("out", 17))),
+            ("out.tmp-17-replaced", Some(("out", 17))),
+            ("out.tmp-1.tmp-2", Some(("out.tmp-1", 2))),
+            ("out.tmp-017", None),
+            ("out.tmp-+17", None),
+            ("out.tmp-17-mine", None),
+            ("out.tmp-", None),
+            ("out", None),
+        ] {
+            assert_eq!(temporary(name), found, "{name}");
+        }
+    }
+
+    #[test]
+    fn what_is_dropped_goes_and_what_is_renamed_stays() {
+        let place = tempfile::tempdir().expect("a folder");
+        let (path, made) = file(place.path(), "a.tmp-1");
+        drop(Unfinished::of(path.clone(), &made).expect("handles"));
+        assert!(!path.exists());
+        let (path, made) = file(place.path(), "a.tmp-1");
+        Unfinished::of(path, &made).expect("handles").rename(&place.path().join("a")).expect("renamed");
+        assert!(place.path().join("a").exists());
+    }
+
+    /// Only leftovers of its own place go, of processes that are gone and hold no lock.
+    #[test]
+    fn leftovers_are_swept_and_nothing_else() {
+        let place = tempfile::tempdir().expect("a folder");
+        let at = |name: String| place.path().join(name);
+        let own = std::process::id();
+        let folder = at(format!("out.tmp-{GONE}"));
+        std::fs::create_dir(&folder).expect("a folder");
+        std::fs::write(folder.join("x"), "x").expect("a file");
+        let gone = [folder, at(format!("out.tmp-{GONE}-removed")), at(format!("out.tmp-{own}"))];
+        std::fs::create_dir(&gone[1]).expect("a folder");
+        std::fs::write(&gone[2], "of an earlier process").expect("a file");
+        let mut kept = Vec::new();
+        for name in ["out", "other.tmp-4294967295", "out.tmp-mine", "out.tmp-1"] {
+            kept.push(at(name.to_owned()));
+            std::fs::write(kept.last().expect("one"), "kept").expect("a file");
+        }
+        let held = at("out.tmp-4294967294".to_owned());
+        let holder = File::create(&held).expect("a file");
+        holder.lock().expect("a lock");
+        kept.push(held);
+        sweep(place.path(), |name| name == "out");
+        for path in &gone {
+            assert!(!path.exists(), "{} stayed", path.display());
+        }
+        for path in &kept {
+            assert!(path.exists(), "{} went", path.display());
+        }
+    }
+}

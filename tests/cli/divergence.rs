@@ -1,0 +1,83 @@
+//! Numbers that are not finite on one rank alone are that rank's, and what a frozen weight brings is not answered with the
+//! learning rate.
+
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+
+use super::failure::{TILDE, changed_model, command, set_column, watched};
+
+/// One step of LoRA on two ranks, each with a row of its own; that of rank `bad` holds the token `~`.
+fn trained(place: &Path, model: &Path, bad: Option<usize>) -> (Option<i32>, String) {
+    let row = |i| if bad == Some(i) { "a ~ in a row of some length" } else { "a row of some other length" };
+    let line = |text| format!("{{\"text\": \"{text}\"}}\n");
+    let [data, held_out] = ["rows.jsonl", "held-out.jsonl"].map(|name| place.join(name));
+    std::fs::write(&data, line(row(0)) + &line(row(1))).unwrap();
+    std::fs::write(&held_out, line("a row of some length")).unwrap();
+    let sets = [
+        format!("data.train=[{:?}]", data.display()),
+        format!("model.id={:?}", model.display().to_string()),
+        format!("data.eval=[{:?}]", held_out.display()),
+        "data.max_seq_len=32".into(),
+        "data.packing=false".into(),
+        "data.shuffle=false".into(),
+        "data.train_on=all".into(),
+        "train.max_steps=1".into(),
+        "adapter.r=4".into(),
+        "parallel.strategy=ddp".into(),
+    ];
+    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set.as_str()]).collect();
+    let run = command(&place.join("out"), None, 2, &sets).spawn().unwrap();
+    let done = watched(run, std::time::Duration::from_secs(60));
+    (done.status.code(), String::from_utf8_lossy(&done.stderr).into_owned())
+}
+
+#[test]
+fn a_rank_that_meets_a_frozen_nan_is_named() {
+    let place = tempfile::tempdir().unwrap();
+    let model = place.path().join("model");
+    changed_model(&model, |tensors| {
+        let table = tensors.get_mut("model.embed_tokens.weight").unwrap();
+        *table = set_column(table, TILDE..TILDE + 1, 5, f32::NAN);
+    });
+    for rank in [0, 1] {
+        let place = tempfile::tempdir().unwrap();
+        let (code, text) = trained(place.path(), &model, Some(rank));
+        assert_eq!(code, Some(4), "{text}");
+        assert!(text.contains("the weight model.embed_tokens.weight on every rank\n"), "{text}");
+        let whose = format!("the loss of rank {rank} is not finite, that of every other rank is\n");
+        assert!(text.contains(&whose), "{text}");
+        assert!(text.contains("hint: training has not made it"), "{text}");
+        assert!(!text.contains("learning_rate"), "{text}");
+    }
+    // Nobody meets it in rows without the token.
+    let place = tempfile::tempdir().unwrap();
+    let (code, text) = trained(place.path(), &model, None);
+    assert_eq!(code, Some(0), "{text}");
+}
+
+/// Every weight is finite; the token `~` alone has a value that overflows in the first layer.
+#[test]
+fn a_rank_whose_rows_overflow_is_named() {
+    let place = tempfile::tempdir().unwrap();
+    let model = place.path().join("model");
+    changed_model(&model, |tensors| {
+        let mut set = |name: &str, column, value| {
+            let table = tensors.get_mut(name).unwrap();
+            *table = set_column(table, 0..table.dims()[0], column, value);
+        };
+        set("model.embed_tokens.weight", 5, 0.0);
+        set("model.layers.0.mlp.gate_proj.weight", 5, 1e25);
+        set("model.layers.0.mlp.up_proj.weight", 5, 1e25);
+        let table = tensors.get_mut("model.embed_tokens.weight").unwrap();
+        *table = set_column(table, TILDE..TILDE + 1, 5, 1.0);
+        let output = tensors.get_mut("model.layers.0.self_attn.o_proj.weight").unwrap();
+        *output = Tensor::zeros(output.dims(), DType::F32, &Device::Cpu).unwrap();
+    });
+    let (code, text) = trained(place.path(), &model, Some(1));
+    assert_eq!(code, Some(4), "{text}");
+    let found = "the output of model.layers.0 on micro-batch 2 on every rank, which rank 1 trained on\n";
+    assert!(text.contains(found), "{text}");
+    assert!(text.contains("the loss of rank 1 is not finite, that of every other rank is\n"), "{text}");
+    assert!(text.contains("hint: lower `optimizer.learning_rate`"), "{text}");
+}

@@ -1,0 +1,114 @@
+//! A base that was changed where no sample of its bytes shows it, or in its config.json alone: noticed when a run is
+//! resumed, an adapter is trained further, merged or evaluated.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::place::{Place, copy_folder, lora};
+
+/// A tensor whose sample leaves most of its bytes out.
+const TENSOR: &str = "model.layers.1.mlp.down_proj.weight";
+
+/// Changes bytes of a tensor, by their place in it.
+fn change_bytes(model: &Path, change: impl Fn(&mut [u8])) {
+    let path = model.join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..end]).unwrap();
+    let place = |at: usize| end + header[TENSOR]["data_offsets"][at].as_u64().unwrap() as usize;
+    let (start, stop) = (place(0), place(1));
+    assert!(stop - start > 8192, "{}", stop - start);
+    change(&mut bytes[start..stop]);
+    std::fs::write(path, bytes).unwrap();
+}
+
+fn change_config(model: &Path, key: &str, value: Value) {
+    let path = model.join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config[key] = value;
+    std::fs::write(path, config.to_string()).unwrap();
+}
+
+/// What a command says, and its exit code.
+fn told(place: &Place, args: &[&str]) -> (Option<i32>, String) {
+    let output = place.command(args).output().unwrap();
+    (output.status.code(), place.told(&output.stderr))
+}
+
+fn train<'a>(output: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let args = lora(&[&["--set", "checkpoint.save_steps=2"], more].concat());
+    args.into_iter().map(|arg| if arg == "out" { output } else { arg }).collect()
+}
+
+/// Each use of the adapter in `out`, and of the checkpoint in it.
+fn uses() -> [Vec<&'static str>; 5] {
+    let merge = ["merge", "--model", "model", "--adapter", "out", "--output", "merged"];
+    let eval = ["eval", "--model", "model", "--adapter", "out", "--dataset", "rows.jsonl", "--set"];
+    let generate =
+        ["generate", "--model", "model", "--adapter", "out", "--prompt", "a", "--max-new-tokens", "1"];
+    [
+        train("resumed", &["--resume", "out/checkpoint-2"]),
+        train("further", &["--set", "adapter.path=out"]),
+        merge.to_vec(),
+        [&eval[..], &["data.max_seq_len=96"]].concat(),
+        generate.to_vec(),
+    ]
+}
+
+/// A model, and `out`, a run on it.
+fn trained() -> Place {
+    let place = Place::new();
+    let (code, said) = told(&place, &train("out", &[]));
+    assert_eq!(code, Some(0), "{said}");
+    copy_folder(&place.path("model"), &place.path("kept"));
+    place
+}
+
+fn all_refused(place: &Place, uses: &[Vec<&str>], what: &str, why: &str) {
+    for args in uses {
+        let (code, said) = told(place, args);
+        assert_eq!(code, Some(1), "{what}: {args:?}\n{said}");
+        assert!(said.contains("with this model") && said.contains(why), "{what}: {args:?}\n{said}");
+        for left in ["resumed", "further", "merged"] {
+            assert!(!place.path(left).exists(), "{what}: {left} is there");
+        }
+    }
+    copy_folder(&place.path("kept"), &place.path("model"));
+}
+
+#[test]
+fn a_bit_that_no_sample_shows() {
+    let place = trained();
+    change_bytes(&place.path("model"), |tensor| tensor[1001] ^= 4);
+    all_refused(&place, &uses(), "a bit", "it was trained on `model` (digest");
+    change_bytes(&place.path("model"), |tensor| tensor[300..2300].fill(0));
+    all_refused(&place, &uses()[..1], "zeroes", "it was trained on `model` (digest");
+    // As it was, it is the base again, and another one is used as asked: it is said once.
+    for args in uses() {
+        let (code, said) = told(&place, &args);
+        assert_eq!((code, said.contains("trained on")), (Some(0), false), "{args:?}\n{said}");
+    }
+    change_bytes(&place.path("model"), |tensor| tensor[1001] ^= 4);
+    let forced = [&uses()[3][..], &["--force-base"]].concat();
+    let (code, said) = told(&place, &forced);
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(said.matches("as `--force-base` says").count(), 1, "{said}");
+}
+
+#[test]
+fn a_config_that_says_otherwise() {
+    let place = trained();
+    for (key, value, why) in [
+        ("rope_theta", Value::from(500_000.0), "rope_theta and rope_scaling was theta 10000.0 on"),
+        ("rms_norm_eps", Value::from(1e-3), "rms_norm_eps was 1e-5 in training, and is 0.001"),
+        ("hidden_act", Value::from("gelu_pytorch_tanh"), "hidden_act was silu in training, and is gelutanh"),
+    ] {
+        change_config(&place.path("model"), key, value);
+        all_refused(&place, &uses()[..if key == "rope_theta" { 5 } else { 1 }], key, why);
+    }
+    // Nothing that the model computes.
+    change_config(&place.path("model"), "transformers_version", Value::from("9.9.9"));
+    let (code, said) = told(&place, &uses()[3]);
+    assert_eq!((code, said.contains("trained on")), (Some(0), false), "{said}");
+}

@@ -1,0 +1,121 @@
+//! What a run says although it goes on: before its first step, of the recipe beside the model; and of its numbers.
+
+use serde_json::{Value, json};
+
+use crate::place::{Place, lora};
+
+/// What a run that succeeds says.
+fn said(place: &Place, args: &[&str]) -> String {
+    let done = place.command(args).output().unwrap();
+    let said = place.told(&done.stderr);
+    assert!(done.status.success(), "{said}");
+    said
+}
+
+fn warnings(said: &str) -> Vec<&str> {
+    said.lines().filter_map(|line| line.strip_prefix("warning: ")).collect()
+}
+
+/// A run on rows of text, one a step and in their order.
+fn on_text<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    let base = ["--set", "data.train_on=all", "--set", "train.gradient_accumulation_steps=1"];
+    lora(&[&base[..], more].concat())
+}
+
+#[test]
+fn a_run_without_a_learning_rate_is_said() {
+    let place = Place::new();
+    let one = said(&place, &lora(&["--set", "train.max_steps=1", "--dry-run"]));
+    assert_eq!(
+        warnings(&one),
+        [
+            "the warm-up of 1 is not over in the one step of this run: its learning rate is 0, and nothing is learned; write \
+          `scheduler.warmup_steps = 0`, or train for more steps"
+        ]
+    );
+    assert_eq!(warnings(&said(&place, &lora(&["--dry-run"]))), [""; 0]);
+}
+
+#[test]
+fn rows_longer_than_the_models_positions_are_said() {
+    let place = Place::new();
+    let path = place.path("model/config.json");
+    let mut config: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    config["max_position_embeddings"] = json!(60);
+    std::fs::write(&path, config.to_string()).unwrap();
+    let long = said(&place, &lora(&["--dry-run"]));
+    let found = warnings(&long);
+    assert_eq!(found.len(), 1, "{long}");
+    assert!(
+        found[0].contains(" rows have more tokens than the 60 positions that the model was made for"),
+        "{long}"
+    );
+    assert!(found[0].contains("write `data.max_seq_len = 60`"), "{long}");
+    assert_eq!(
+        warnings(&said(
+            &place,
+            &lora(&["--dry-run", "--set", "data.max_seq_len=60", "--set", "data.on_bad_row=skip"])
+        )),
+        [""; 0]
+    );
+}
+
+/// The model learns one row by heart, and then meets another.
+#[test]
+fn a_loss_far_above_those_before_is_said() {
+    let place = Place::new();
+    let row = |i| if i == 105 { "zebras fly 1234567 quickly" } else { "the island of a sea was quiet" };
+    place.write(
+        "rows.jsonl",
+        &(1..=110).map(|i| json!({ "text": row(i) }).to_string() + "\n").collect::<String>(),
+    );
+    let more = ["--set", "train.max_steps=110", "--set", "optimizer.learning_rate=1e-2"];
+    let told = said(&place, &on_text(&more));
+    let found = warnings(&told);
+    assert_eq!(found.len(), 1, "{told}");
+    assert!(
+        found[0].starts_with("step 105: the loss ") && found[0].contains("of the 64 steps before it"),
+        "{told}"
+    );
+}
+
+/// Rows that no text has: a gradient never reaches their embedding.
+#[test]
+fn a_tensor_without_a_gradient_is_said() {
+    let place = Place::new();
+    for steps in ["5", "12"] {
+        let more = ["--set", r#"model.new_tokens=["<never>"]"#, "--set"];
+        let steps_key = format!("train.max_steps={steps}");
+        let output = format!("out{steps}");
+        let args = on_text(&[&more[..], &[steps_key.as_str()]].concat());
+        let args: Vec<&str> =
+            args.into_iter().map(|arg| if arg == "out" { output.as_str() } else { arg }).collect();
+        let told = said(&place, &args);
+        let found: Vec<&str> =
+            warnings(&told).into_iter().filter(|text| text.contains("had no gradient")).collect();
+        assert_eq!(found.len(), 1, "{told}");
+        let judged = if steps == "5" { "5" } else { "10" };
+        assert!(found[0].starts_with("1 of "), "{told}");
+        assert!(
+            found[0].contains(&format!(
+                "had no gradient in {judged} steps, and learn nothing: model.embed_tokens"
+            )),
+            "{told}"
+        );
+    }
+    let told = said(&place, &on_text(&["--set", "train.max_steps=12"]));
+    assert_eq!(warnings(&told), [""; 0], "every matrix of an adapter has one");
+}
+
+/// An adapter whose share of the output is too small for f32.
+#[test]
+fn a_run_that_does_not_move_is_said() {
+    let place = Place::new();
+    let told = said(&place, &on_text(&["--set", "adapter.lora_alpha=1e-60"]));
+    let found = warnings(&told);
+    assert_eq!(found.len(), 1, "{told}");
+    assert!(
+        found[0].starts_with("step 3: the gradient norm has been 0 for 3 steps: nothing is learned"),
+        "{told}"
+    );
+}

@@ -1,0 +1,83 @@
+//! What the system does to a command: signals that come in pairs, limits on files, outputs that nobody can write to.
+#![cfg(unix)]
+
+use std::process::{Command, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
+
+use crate::place::{Place, lora};
+
+/// `command` as a shell runs it after `setup`.
+fn in_shell(setup: &str, command: &Command) -> Command {
+    let mut shell = Command::new("sh");
+    shell
+        .args(["-c", &format!("{setup}; exec \"$0\" \"$@\"")])
+        .arg(command.get_program())
+        .args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => shell.env(name, value),
+            None => shell.env_remove(name),
+        };
+    }
+    shell.current_dir(command.get_current_dir().unwrap()).stdin(Stdio::null());
+    shell
+}
+
+/// Whoever ends a job may signal the process and its group: the run is asked once, and saves.
+#[test]
+fn two_signals_at_once_are_one() {
+    let place = Place::new();
+    let rows = std::fs::read_to_string(place.path("rows.jsonl")).unwrap();
+    place.write("rows.jsonl", &rows.repeat(10));
+    let more = ["--set", "train.gradient_accumulation_steps=40", "--set", "train.max_steps=200"];
+    let mut child = place.command(&lora(&more)).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    while !std::fs::read_to_string(place.path("out/metrics.jsonl")).is_ok_and(|text| text.lines().count() > 0)
+    {
+        assert!(child.try_wait().unwrap().is_none(), "the run ended before it was stopped");
+        sleep(Duration::from_millis(2));
+    }
+    let pid = child.id().to_string();
+    // One process sends both, with nothing between them; two of one kind might arrive as one.
+    let both = Command::new("sh").args(["-c", "kill -TERM $0; kill -INT $0", &pid]).status();
+    assert!(both.unwrap().success());
+    let done = child.wait_with_output().unwrap();
+    let said = place.told(&done.stderr);
+    assert_eq!(done.status.code(), Some(85), "{said}");
+    assert!(said.contains("the run is saved in out/checkpoint-"), "{said}");
+}
+
+/// `ulimit -f` ends a process by SIGXFSZ, which says nothing.
+#[test]
+fn a_limit_on_the_size_of_files_is_an_error() {
+    let place = Place::new();
+    let args = lora(&["--set", "checkpoint.save_steps=2", "--set", "log.tensorboard=false"]);
+    // Blocks of 512 or 1024 bytes: the adapter is larger, the log is not.
+    let done = in_shell("ulimit -f 64", &place.command(&args)).output().unwrap();
+    let said = place.told(&done.stderr);
+    assert_eq!(done.status.code(), Some(74), "{said}");
+    assert!(said.contains("error: cannot save step 2\n") && said.contains("File too large"), "{said}");
+    let left: Vec<_> =
+        std::fs::read_dir(place.path("out")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let begun = left.iter().any(|name| name.to_string_lossy().starts_with("checkpoint-"));
+    assert!(!begun, "nothing half written stays: {left:?}");
+}
+
+/// Help that cannot be written is no success; a reader who has gone has had enough.
+#[test]
+#[cfg(target_os = "linux")]
+fn help_on_a_full_disk_is_an_error() {
+    let place = Place::new();
+    for args in [&["--help"][..], &["--version"], &["merge", "--help"]] {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let done = place.command(args).stdout(full).output().unwrap();
+        let said = place.told(&done.stderr);
+        assert_eq!(done.status.code(), Some(74), "{args:?}: {said}");
+        assert!(said.starts_with("error: cannot write the output\n"), "{said}");
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let done = place.command(args).stdout(writer).output().unwrap();
+        assert_eq!(done.status.code(), Some(0), "{args:?}: {}", place.told(&done.stderr));
+    }
+    assert_eq!(place.command(&["--nonsense"]).output().unwrap().status.code(), Some(2));
+}

@@ -1,0 +1,34 @@
+//! A tokenizer whose BPE model asks for dropout: switched off, and said, so that two runs of one seed are one.
+
+use serde_json::Value;
+
+use crate::place::{Place, lora};
+
+#[test]
+fn two_runs_see_the_same_tokens() {
+    let place = Place::new();
+    let run = |output: &str| {
+        let args: Vec<_> = lora(&[]).into_iter().map(|arg| if arg == "out" { output } else { arg }).collect();
+        let done = place.command(&args).output().unwrap();
+        let said = place.told(&done.stderr);
+        assert!(done.status.success(), "{said}");
+        (std::fs::read(place.path(output).join("adapter_model.safetensors")).unwrap(), said)
+    };
+    let (plain, said) = run("plain");
+    assert!(!said.contains("dropout"), "{said}");
+    let path = place.path("model/tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    assert_eq!(tokenizer["model"]["type"], "BPE");
+    tokenizer["model"]["dropout"] = 0.5.into();
+    std::fs::write(&path, tokenizer.to_string()).unwrap();
+    for output in ["first", "second"] {
+        let (adapter, said) = run(output);
+        assert!(adapter == plain, "{output}: other tokens");
+        let warning = "warning: tokenizer.json of [DIR]/model asks to leave out 0.5 of the merges at random (`model.dropout`): \
+                       all are done, so that a text has the same tokens each time";
+        assert!(said.contains(warning), "{said}");
+    }
+    let data = ["data", "--model", "model", "--dataset", "rows.jsonl", "--rows", "1"];
+    let said = place.command(&data).output().unwrap();
+    assert!(place.told(&said.stderr).contains("`model.dropout`"));
+}

@@ -1,0 +1,49 @@
+//! `finetune verify-resume` on a recipe: killed at random instants, the same bytes.
+
+use crate::place::Place;
+
+fn verify(place: &Place, more: &[&str]) -> (Option<i32>, String, String) {
+    let mut args = vec!["verify-resume", "--model", "model", "--dataset", "rows.jsonl", "--recipe", "lora"];
+    for pair in ["data.max_seq_len=96", "data.packing=false", "adapter.lora_dropout=0.1"] {
+        args.extend(["--set", pair]);
+    }
+    args.extend(["--ranks", "1"]);
+    args.extend(more);
+    let done = place.command(&args).output().unwrap();
+    (done.status.code(), place.told(&done.stdout), place.told(&done.stderr))
+}
+
+#[test]
+fn a_killed_run_leaves_the_same_bytes() {
+    let place = Place::new();
+    let (code, verdict, said) =
+        verify(&place, &["--steps", "8", "--kills", "2", "--output", "both", "--keep"]);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(verdict.starts_with("the same bytes: 8 steps straight, and 8 steps killed "), "{verdict}");
+    assert!(verdict.contains("compared: ") && said.contains("killed after step "), "{verdict}{said}");
+    // What it says is so: each name is there twice, and equal.
+    for name in
+        ["adapter_model.safetensors", "checkpoint-8/optimizer.safetensors", "checkpoint-8/manifest.json"]
+    {
+        let read = |run: &str| std::fs::read(place.path("both").join(run).join(name)).unwrap();
+        assert!(read("straight") == read("broken"), "{name}");
+    }
+    // The folder is not free now, and nothing of it is touched.
+    let (code, _, said) = verify(&place, &["--output", "both"]);
+    assert!(code == Some(1) && said.contains("the folder is not empty"), "{said}");
+}
+
+/// What fails is the recipe's fault, not the resume's; what is equal is removed.
+#[test]
+fn a_run_that_fails_is_said_so() {
+    let place = Place::new();
+    let (code, verdict, said) =
+        verify(&place, &["--set", "optimizer.learning_rate=1e38", "--set", "train.max_grad_norm=0"]);
+    assert_eq!((code, verdict.as_str()), (Some(4), ""), "{said}");
+    assert!(said.contains("the straight run ended with exit code 4: nothing is verified"), "{said}");
+    std::fs::remove_dir_all(place.path("verify-resume")).unwrap();
+    let (code, verdict, said) = verify(&place, &["--steps", "4", "--quiet"]);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(verdict.contains("killed once (after step "), "{verdict}");
+    assert!(!place.path("verify-resume").exists() && said.is_empty(), "{said}");
+}

@@ -1,0 +1,99 @@
+//! Nothing that was saved is lost: kills at random instants and at every call that writes, errors of the disk at each of
+//! them, damaged checkpoints, leftovers, folders in use.
+//!
+//! Most of it is tried on a run without a model (`child`), which saves as a training run does and takes milliseconds, and
+//! a part on the binary. Faults are struck by a library that is preloaded (`faults.c`), built with the system's C
+//! compiler; without one these tests say that they were skipped. `FINETUNE_CRASH_KILLS=1000` kills a thousand times, and
+//! a hundred times more the binary, instead of 200 and 20.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+#[allow(dead_code, reason = "crash needs a part of it")]
+#[path = "place/mod.rs"]
+mod place;
+#[path = "skipped/mod.rs"]
+mod skipped;
+
+#[path = "crash/child.rs"]
+mod child;
+#[path = "crash/damage.rs"]
+mod damage;
+#[path = "crash/faults.rs"]
+mod faults;
+#[path = "crash/folders.rs"]
+mod folders;
+#[path = "crash/kills.rs"]
+mod kills;
+#[path = "crash/outputs.rs"]
+mod outputs;
+#[path = "crash/room.rs"]
+mod room;
+#[path = "crash/writes.rs"]
+mod writes;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Command, Output};
+
+/// Every file below a folder by its name there, but for what the program keeps of itself.
+fn tree(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    let Ok(entries) = std::fs::read_dir(folder) else { return found };
+    for path in entries.map(|entry| entry.unwrap().path()) {
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if path.is_dir() && name != ".finetune" {
+            found.extend(tree(&path).into_iter().map(|(inner, bytes)| (format!("{name}/{inner}"), bytes)));
+        } else if path.is_file() {
+            found.insert(name, std::fs::read(&path).unwrap());
+        }
+    }
+    found
+}
+
+/// The names in a folder and in its `.finetune`, sorted.
+fn names(folder: &Path) -> Vec<String> {
+    let mut names = Vec::new();
+    for inner in [folder.to_owned(), folder.join(".finetune")] {
+        let Ok(entries) = std::fs::read_dir(inner) else { continue };
+        names.extend(entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()));
+    }
+    names.sort();
+    names
+}
+
+/// Fails if anything is under a temporary name.
+fn assert_tidy(folder: &Path, what: &str) {
+    let left = names(folder);
+    let doubtful = |name: &&String| name.contains(".tmp-") || *name == "result" || *name == "committed";
+    assert_eq!(left.iter().filter(doubtful).count(), 0, "{what}: {left:?}");
+}
+
+/// What a process did and said.
+#[derive(Debug)]
+struct Done {
+    /// None: it was killed.
+    code: Option<i32>,
+    said: String,
+    errors: String,
+}
+
+fn finish(command: &mut Command) -> Done {
+    told(command.output().unwrap())
+}
+
+fn told(done: Output) -> Done {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    Done { code: done.status.code(), said: text(&done.stdout), errors: text(&done.stderr) }
+}
+
+/// Numbers that look random and are the same in every run.
+struct Random(u64);
+
+impl Random {
+    /// One below `end`.
+    fn below(&mut self, end: u64) -> u64 {
+        // Knuth's MMIX constants.
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % end.max(1)
+    }
+}

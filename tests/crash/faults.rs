@@ -1,0 +1,90 @@
+//! The library that strikes at calls which change files, and how it is told when.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::LazyLock;
+
+use crate::skipped::skipped;
+
+/// All letters of calls that change files.
+pub(crate) const ALL: &str = "owtsrmu";
+/// Those at which an error ends a run: removing is tidying up.
+pub(crate) const NEEDED: &str = "owtsrm";
+
+static LIBRARY: LazyLock<Option<PathBuf>> = LazyLock::new(|| {
+    let built = build();
+    if let Err(why) = &built {
+        skipped("faults at calls that write", why);
+    }
+    built.ok()
+});
+
+/// The library; none: this machine cannot have it, which was said.
+pub(crate) fn library() -> Option<&'static Path> {
+    LIBRARY.as_deref()
+}
+
+fn build() -> Result<PathBuf, String> {
+    if !cfg!(all(target_os = "linux", target_env = "gnu")) {
+        return Err("they are struck by preloading a library, as Linux with glibc does".into());
+    }
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let (source, library) = (folder.join("faults.c"), folder.join("libfaults.so"));
+    // Another test process may build it too.
+    let made = folder.join(format!("libfaults-{}.so", std::process::id()));
+    std::fs::write(&source, include_str!("faults.c")).map_err(|e| e.to_string())?;
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-O1", "-o"]).arg(&made).arg(&source).arg("-ldl");
+    let done = compiler.output().map_err(|e| format!("there is no C compiler (cc): {e}"))?;
+    if !done.status.success() {
+        return Err(format!("cc fails: {}", String::from_utf8_lossy(&done.stderr)));
+    }
+    std::fs::rename(made, &library).map_err(|e| e.to_string())?;
+    Ok(library)
+}
+
+/// What strikes a process.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Fault<'a> {
+    /// The number of the call, from 1; 0: none is struck.
+    pub(crate) at: usize,
+    /// The number of an error, `kill` or `int`.
+    pub(crate) what: String,
+    /// Letters of calls that count; empty: all.
+    pub(crate) ops: &'a str,
+    /// A part that a path must have to count.
+    pub(crate) only: &'a str,
+    /// Letters of calls that are struck ever after.
+    pub(crate) sticky: &'a str,
+    /// What the disk tells of its free bytes, from call `at` on.
+    pub(crate) free: Option<u64>,
+}
+
+impl Fault<'_> {
+    /// Has it strike `command` at its calls below `root`; each counted call gets a line in the file `log`.
+    pub(crate) fn strike(&self, command: &mut Command, root: &Path, log: Option<&Path>) {
+        command.env("LD_PRELOAD", library().unwrap()).env("FAULT_ROOT", root);
+        let texts = [
+            ("FAULT_DO", &*self.what),
+            ("FAULT_OPS", self.ops),
+            ("FAULT_ONLY", self.only),
+            ("FAULT_STICKY", self.sticky),
+        ];
+        for (name, text) in texts.into_iter().filter(|(_, text)| !text.is_empty()) {
+            command.env(name, text);
+        }
+        command.env("FAULT_AT", self.at.to_string());
+        self.free.map(|free| command.env("FAULT_FREE", free.to_string()));
+        log.map(|log| command.env("FAULT_LOG", log));
+    }
+}
+
+/// The calls that `command` makes below `root` and that count for a fault at `ops`, one a line.
+pub(crate) fn calls(command: &mut Command, root: &Path, ops: &str) -> Vec<String> {
+    let place = tempfile::tempdir().unwrap();
+    let log = place.path().join("log");
+    Fault { ops, ..Fault::default() }.strike(command, root, Some(&log));
+    let done = crate::finish(command);
+    assert_eq!(done.code, Some(0), "{done:?}");
+    std::fs::read_to_string(log).unwrap().lines().map(str::to_owned).collect()
+}

@@ -1,0 +1,291 @@
+//! A folder belongs to one run, is held by one process, and keeps the checkpoints that verify: with clocks that run
+//! ahead or behind, links, parents that cannot be written to, many starts at once, and what people and power cuts do.
+
+use std::io::{BufRead as _, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant, SystemTime};
+
+use finetune::checkpoint;
+
+use crate::child::{assert_goes_on, command};
+use crate::faults::{Fault, library};
+use crate::place::{Place, lora};
+use crate::{Done, assert_tidy, finish, names, told, tree};
+
+/// A short training run of the binary into `output`, an absolute path.
+fn run(place: &Place, output: &Path, more: &[&str]) -> Command {
+    let output = output.display().to_string();
+    let args = lora(&[&["--quiet"][..], more].concat());
+    let args: Vec<&str> = args.into_iter().map(|arg| if arg == "out" { &output } else { arg }).collect();
+    let mut command = place.command(&args);
+    command.env("RAYON_NUM_THREADS", "1");
+    command
+}
+
+/// One that saves every step.
+fn train(place: &Place, output: &Path, more: &[&str]) -> Command {
+    run(place, output, &[&["--set", "checkpoint.save_steps=1"][..], more].concat())
+}
+
+/// Runs a job of the child to its end, which must be well.
+fn done(job: &str, output: &Path) -> Done {
+    let done = finish(&mut command(job, output));
+    assert!(done.code == Some(0) && done.said.contains("published\n"), "{done:?}");
+    done
+}
+
+#[test]
+fn of_fifty_starts_at_once_one_trains() {
+    let place = tempfile::tempdir().unwrap();
+    let output = place.path().join("out");
+    let start = |_| {
+        let mut run = command("wait", &output);
+        run.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let mut runs: Vec<_> = (0..50).map(start).collect();
+    let started = Instant::now();
+    let mut refused = Vec::new();
+    while runs.len() > 1 {
+        assert!(started.elapsed() < Duration::from_secs(120), "{} runs are left", runs.len());
+        let ended = runs.iter_mut().position(|run| run.try_wait().unwrap().is_some());
+        match ended {
+            Some(at) => refused.push(told(runs.swap_remove(at).wait_with_output().unwrap())),
+            None => std::thread::sleep(Duration::from_millis(5)),
+        }
+    }
+    let mut winner = runs.pop().unwrap();
+    assert!(winner.try_wait().unwrap().is_none(), "the last one works on");
+    let named = format!("the folder is in use by process {} on host ", winner.id());
+    for done in &refused {
+        assert_eq!(done.code, Some(1), "{done:?}");
+        assert!(done.errors.contains(&named) || done.errors.contains("the folder is not empty"), "{done:?}");
+    }
+    let mut said = BufReader::new(winner.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(said.any(|line| line.contains("at work")));
+    winner.kill().unwrap();
+    winner.wait().unwrap();
+    assert_goes_on(&output, "after the kill");
+}
+
+/// Sets the time of everything below a folder.
+fn set_times(folder: &Path, time: SystemTime) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() && !path.is_symlink() {
+            set_times(&path, time);
+        }
+        std::fs::File::open(&path).unwrap().set_modified(time).unwrap();
+    }
+    std::fs::File::open(folder).unwrap().set_modified(time).unwrap();
+}
+
+/// Steps say which checkpoint is the newest, whatever the file system's clock says: newer, older or far from this host's.
+#[test]
+fn clocks_that_are_ahead_or_behind() {
+    let place = Place::new();
+    let (now, year) = (SystemTime::now(), Duration::from_secs(365 * 86_400));
+    for (name, all, older) in
+        [("ahead", now + year, now - 10 * year), ("behind", now - 10 * year, now + year)]
+    {
+        let out = place.path(name);
+        assert_eq!(finish(&mut train(&place, &out, &[])).code, Some(0));
+        let wanted = std::fs::read(out.join("adapter_model.safetensors")).unwrap();
+        std::fs::remove_dir_all(out.join("checkpoint-4")).unwrap();
+        set_times(&out, all);
+        // The one that must go is the newest or the oldest by its time.
+        set_times(&out.join("checkpoint-3"), older);
+        let done = finish(&mut train(&place, &out, &["--resume", "--set", "checkpoint.keep_last=1"]));
+        assert_eq!(done.code, Some(0), "{done:?}");
+        assert!(std::fs::read(out.join("adapter_model.safetensors")).unwrap() == wanted);
+        let (left, _) = checkpoint::newest(&out).unwrap();
+        assert_eq!(left.unwrap().state.step, 4);
+        assert!(!out.join("checkpoint-3").exists(), "{:?}", names(&out));
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn links_lead_where_they_may() {
+    use std::os::unix::fs::symlink;
+    let place = Place::new();
+    // To a folder: the run's place.
+    std::fs::create_dir(place.path("there")).unwrap();
+    symlink("there", place.path("link")).unwrap();
+    done("fresh", &place.path("link"));
+    done("resume", &place.path("link"));
+    assert!(place.path("there/adapter_config.json").exists() && place.path("link").is_symlink());
+    // To nothing.
+    symlink("nowhere", place.path("loose")).unwrap();
+    for job in ["fresh", "resume"] {
+        let refused = finish(&mut command(job, &place.path("loose")));
+        assert_eq!(refused.code, Some(1), "{refused:?}");
+        assert!(refused.errors.contains("it is a link to nowhere, where nothing is"), "{refused:?}");
+    }
+    assert!(!place.path("nowhere").exists());
+    // What a run keeps of itself, and its lock: nothing is written where they lead.
+    std::fs::create_dir(place.path("theirs")).unwrap();
+    place.write("theirs/lock", "theirs");
+    std::fs::create_dir(place.path("new")).unwrap();
+    symlink(place.path("theirs"), place.path("new/.finetune")).unwrap();
+    for job in ["fresh", "resume"] {
+        assert_eq!(finish(&mut command(job, &place.path("new"))).code, Some(1));
+    }
+    let lock = place.path("there/.finetune/lock");
+    std::fs::remove_file(&lock).unwrap();
+    symlink(place.path("theirs/lock"), &lock).unwrap();
+    let refused = finish(&mut command("resume", &place.path("there")));
+    assert!(refused.code == Some(1) && refused.errors.contains("it is a link"), "{refused:?}");
+    assert_eq!(std::fs::read_to_string(place.path("theirs/lock")).unwrap(), "theirs");
+    assert_eq!(names(&place.path("theirs")), ["lock"]);
+    // An old checkpoint that lies elsewhere: the link goes, and not what it leads to.
+    let out = place.path("out");
+    assert_eq!(finish(&mut train(&place, &out, &[])).code, Some(0));
+    std::fs::remove_dir_all(out.join("checkpoint-4")).unwrap();
+    std::fs::rename(out.join("checkpoint-3"), place.path("kept")).unwrap();
+    symlink(place.path("kept"), out.join("checkpoint-3")).unwrap();
+    let before = tree(&place.path("kept"));
+    let went_on = finish(&mut train(&place, &out, &["--resume", "--set", "checkpoint.keep_last=1"]));
+    assert_eq!(went_on.code, Some(0), "{went_on:?}");
+    assert!(!out.join("checkpoint-3").is_symlink() && out.join("checkpoint-4").exists());
+    assert!(tree(&place.path("kept")) == before);
+    assert_tidy(&out, "links");
+}
+
+/// A parent that cannot be written to refuses a new folder, and is no matter to one that is there.
+#[cfg(unix)]
+#[test]
+fn parents_that_cannot_be_written_to() {
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
+    use std::os::unix::process::CommandExt as _;
+    let place = tempfile::tempdir().unwrap();
+    let mode = |path: &Path, mode| std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+    let output = place.path().join("out");
+    std::fs::create_dir(&output).unwrap();
+    mode(&output, 0o777);
+    mode(place.path(), 0o555);
+    let run = |output: &Path| {
+        let mut run = command("fresh", output);
+        if std::fs::metadata("/proc/self").is_ok_and(|own| own.uid() == 0) {
+            // Permissions do not bind root; nobody runs it instead.
+            run.uid(65534).gid(65534);
+        }
+        run.output().map(told)
+    };
+    let (new, there) = (run(&place.path().join("new")), run(&output));
+    mode(place.path(), 0o755);
+    let (Ok(new), Ok(there)) = (new, there) else {
+        crate::skipped::skipped("a read-only parent", "nobody may not start the tests' program");
+        return;
+    };
+    assert!(new.code == Some(74) && new.errors.contains("Permission denied"), "{new:?}");
+    assert!(!place.path().join("new").exists());
+    assert!(there.code == Some(0) && there.said.contains("published\n"), "{there:?}");
+}
+
+/// The binary, killed after it took the lock and before its mark was there: the same command begins anew, and goes on
+/// where the mark was.
+#[test]
+fn a_kill_between_lock_and_mark() {
+    if library().is_none() {
+        return;
+    }
+    for (ops, only) in [("m", "/result"), ("w", "run.json"), ("r", "run.json"), ("o", "recipe.toml")] {
+        let place = Place::new();
+        let out = place.path("out");
+        let mut run = train(&place, &out, &[]);
+        Fault { at: 1, what: "kill".into(), ops, only, ..Fault::default() }.strike(&mut run, &out, None);
+        assert_eq!(finish(&mut run).code, None);
+        let marked = out.join(".finetune/run.json").exists();
+        assert_eq!(marked, only == "recipe.toml", "{:?}", names(&out));
+        let again = finish(&mut train(&place, &out, if marked { &["--resume"] } else { &[] }));
+        assert_eq!(again.code, Some(0), "{ops} {only}: {again:?}");
+        assert!(out.join("adapter_model.safetensors").exists());
+        assert_tidy(&out, only);
+    }
+}
+
+/// A checkpoint that made room for a new one of its step, when the process was killed in between, is there again.
+#[test]
+fn a_checkpoint_that_was_to_be_replaced() {
+    let place = tempfile::tempdir().unwrap();
+    let output = place.path().join("out");
+    done("fresh", &output);
+    let away = output.join(format!("checkpoint-4.tmp-{}-replaced", u32::MAX));
+    std::fs::rename(output.join("checkpoint-4"), &away).unwrap();
+    let said = done("resume", &output);
+    assert!(!said.said.contains("saved"), "it went on from step 4: {said:?}");
+    assert!(output.join("checkpoint-4").exists() && !away.exists());
+    // Where the new one came to be, the old one goes.
+    std::fs::create_dir(&away).unwrap();
+    done("resume", &output);
+    assert!(output.join("checkpoint-4").exists() && !away.exists());
+}
+
+/// What has a checkpoint's name and is none is moved when the name is needed, and kept.
+#[test]
+fn a_file_in_the_way_of_a_checkpoint() {
+    let place = tempfile::tempdir().unwrap();
+    let output = place.path().join("out");
+    done("fresh", &output);
+    std::fs::remove_dir_all(output.join("checkpoint-4")).unwrap();
+    std::fs::write(output.join("checkpoint-4"), "mine").unwrap();
+    std::fs::write(output.join("checkpoint-3"), "mine too").unwrap();
+    let said = done("resume", &output);
+    assert!(said.said.contains("checkpoint-4 is damaged: manifest.json: Not a directory"), "{said:?}");
+    assert_eq!(checkpoint::newest(&output).unwrap().0.unwrap().state.step, 4);
+    assert_eq!(std::fs::read(output.join("checkpoint-4.aside-1")).unwrap(), b"mine");
+    assert_eq!(std::fs::read(output.join("checkpoint-3")).unwrap(), b"mine too");
+}
+
+/// Logs that a power cut or a person left in a bad state are said, kept and no reason to stop.
+#[test]
+fn logs_stop_no_resume() {
+    let place = Place::new();
+    let out = place.path("out");
+    assert_eq!(finish(&mut train(&place, &out, &[])).code, Some(0));
+    let wanted = std::fs::read(out.join("adapter_model.safetensors")).unwrap();
+    std::fs::remove_dir_all(out.join("checkpoint-4")).unwrap();
+    let path = out.join("metrics.jsonl");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let mut lines: Vec<&str> = text.lines().collect();
+    let zeros = "\0".repeat(4096);
+    lines[1] = &zeros;
+    let damaged = lines.join("\n") + "\n{\"step\":4,\"ep";
+    std::fs::write(&path, &damaged).unwrap();
+    std::fs::remove_dir_all(out.join("tensorboard")).unwrap();
+    std::fs::write(out.join("tensorboard"), "mine").unwrap();
+    let done = finish(&mut train(&place, &out, &["--resume"]));
+    assert_eq!(done.code, Some(0), "{done:?}");
+    for said in ["metrics.jsonl:2 is neither a step nor an evaluation", "warning: no TensorBoard events: "] {
+        assert!(done.errors.contains(said), "{done:?}");
+    }
+    let steps: Vec<u64> =
+        finetune::report::metrics::read(&path).unwrap().iter().map(|one| one.step()).collect();
+    assert_eq!(steps, [1, 3, 4]);
+    assert_eq!(std::fs::read_to_string(out.join("metrics.jsonl.aside-1")).unwrap(), damaged);
+    assert_eq!(std::fs::read(out.join("tensorboard")).unwrap(), b"mine");
+    assert!(std::fs::read(out.join("adapter_model.safetensors")).unwrap() == wanted);
+}
+
+/// A run that has ended without a checkpoint cannot go on; what of it was lost is said, and what to do.
+#[test]
+fn a_finished_folder_that_lost_a_file() {
+    let place = Place::new();
+    let out = place.path("out");
+    assert_eq!(finish(&mut run(&place, &out, &[])).code, Some(0));
+    let whole = finish(&mut run(&place, &out, &["--resume"]));
+    let said = "the run has ended, and left no checkpoint to go on from\nhint: what it left is there; to train again, give a new folder with `--output`";
+    assert!(whole.code == Some(1) && whole.errors.contains(said), "{whole:?}");
+    for lost in ["README.md", "adapter_config.json"] {
+        std::fs::rename(out.join(lost), place.path("kept")).unwrap();
+        let before = tree(&out);
+        let refused = finish(&mut run(&place, &out, &["--resume"]));
+        assert_eq!(refused.code, Some(1), "{refused:?}");
+        let why =
+            format!("caused by: of what it left, {lost} is missing\nhint: put back what is missing, or");
+        assert!(refused.errors.contains(&why), "{refused:?}");
+        assert!(tree(&out) == before);
+        std::fs::rename(place.path("kept"), out.join(lost)).unwrap();
+    }
+}

@@ -1,0 +1,101 @@
+//! A disk without room, told before a run and before a save, and one that fills up in the middle of one.
+
+use std::process::Command;
+
+use finetune::checkpoint;
+
+use crate::faults::{Fault, library};
+use crate::place::{Place, lora};
+use crate::{Done, assert_tidy, finish};
+
+/// A run that saves every step into `out`.
+fn train(place: &Place, more: &[&str]) -> Command {
+    let output = place.path("out").display().to_string();
+    let keys = ["--quiet", "--set", "checkpoint.save_steps=1", "--set", "log.tensorboard=false"];
+    let args = lora(&[&keys[..], more].concat());
+    let args: Vec<&str> = args.into_iter().map(|arg| if arg == "out" { &output } else { arg }).collect();
+    let mut command = place.command(&args);
+    command.env("RAYON_NUM_THREADS", "1");
+    command
+}
+
+/// Ends with 74 and what is `said`, in that order.
+fn assert_storage(place: &Place, done: &Done, said: &[&str]) {
+    let text = place.told(done.errors.as_bytes());
+    assert_eq!(done.code, Some(74), "{text}");
+    let mut rest = text.as_str();
+    for part in said {
+        let at = rest.find(part).unwrap_or_else(|| panic!("no `{part}` in {text}"));
+        rest = &rest[at + part.len()..];
+    }
+}
+
+#[test]
+fn a_run_that_has_no_room_does_not_begin() {
+    if library().is_none() {
+        return;
+    }
+    let place = Place::new();
+    let mut run = train(&place, &["--set", "checkpoint.keep_last=3"]);
+    Fault { at: 1, free: Some(1000), ..Fault::default() }.strike(&mut run, &place.path("out"), None);
+    let done = finish(&mut run);
+    let said = [
+        "error: cannot train into [DIR]/out\n",
+        "are needed on the disk of [DIR]/out/.finetune: 1000 B are free there\n",
+        "hint: make room on that disk",
+    ];
+    assert_storage(&place, &done, &said);
+    assert!(!place.path("out").exists(), "nothing is left of the try");
+}
+
+#[test]
+fn a_save_that_has_no_room_does_not_begin() {
+    if library().is_none() {
+        return;
+    }
+    let place = Place::new();
+    let whole = finish(&mut train(&place, &[]));
+    assert_eq!(whole.code, Some(0), "{whole:?}");
+    let adapter = || std::fs::read(place.path("out/adapter_model.safetensors")).unwrap();
+    let wanted = adapter();
+    std::fs::remove_dir_all(place.path("out")).unwrap();
+    let mut run = train(&place, &[]);
+    // Asked before the run, and before each save.
+    Fault { at: 4, free: Some(1000), ..Fault::default() }.strike(&mut run, &place.path("out"), None);
+    let done = finish(&mut run);
+    assert_storage(
+        &place,
+        &done,
+        &["cannot save step 3", "cannot write [DIR]/out/checkpoint-3", "1000 B are free"],
+    );
+    let (newest, passed) = checkpoint::newest(&place.path("out")).unwrap();
+    assert_eq!((newest.unwrap().state.step, passed.len()), (2, 0));
+    assert_tidy(&place.path("out"), "no room");
+    let resumed = finish(&mut train(&place, &["--resume"]));
+    assert_eq!(resumed.code, Some(0), "{resumed:?}");
+    assert!(adapter() == wanted);
+}
+
+/// The disk fills up while a checkpoint, and while the result is written.
+#[test]
+fn a_disk_that_fills_up_leaves_the_last_checkpoint() {
+    if library().is_none() {
+        return;
+    }
+    for (only, newest) in [("checkpoint-3", 2), ("/result/", 4)] {
+        let place = Place::new();
+        let mut run = train(&place, &[]);
+        let what = libc::ENOSPC.to_string();
+        let fault = Fault { at: 2, what, ops: "w", only, sticky: "wom", free: None };
+        fault.strike(&mut run, &place.path("out"), None);
+        let done = finish(&mut run);
+        assert_storage(&place, &done, &["cannot ", "No space left on device"]);
+        let (found, passed) = checkpoint::newest(&place.path("out")).unwrap();
+        assert_eq!((found.unwrap().state.step, passed.len()), (newest, 0), "{only}");
+        assert!(!place.path("out/adapter_config.json").exists());
+        assert_tidy(&place.path("out"), only);
+        let resumed = finish(&mut train(&place, &["--resume"]));
+        assert_eq!(resumed.code, Some(0), "{resumed:?}");
+        assert!(place.path("out/adapter_config.json").exists());
+    }
+}

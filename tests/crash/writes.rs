@@ -1,0 +1,93 @@
+//! A kill and an error at every call by which a run changes its folder.
+
+use crate::child::{assert_goes_on, assert_sound, command, last_saved};
+use crate::faults::{ALL, Fault, NEEDED, calls, library};
+use crate::{assert_tidy, finish};
+
+/// The calls of an undisturbed run.
+fn all_calls(ops: &str) -> Vec<String> {
+    let place = tempfile::tempdir().unwrap();
+    let output = place.path().join("out");
+    calls(&mut command("fresh", &output), &output, ops)
+}
+
+#[test]
+fn a_kill_at_every_call() {
+    if library().is_none() {
+        return;
+    }
+    let calls = all_calls(ALL);
+    for letter in ALL.chars() {
+        assert!(calls.iter().any(|call| call.starts_with(letter)), "no call {letter} among {calls:?}");
+    }
+    for (at, call) in calls.iter().enumerate() {
+        let (at, what) = (at + 1, format!("killed at {call}"));
+        let place = tempfile::tempdir().unwrap();
+        let output = place.path().join("out");
+        let mut run = command("fresh", &output);
+        Fault { at, what: "kill".into(), ops: ALL, ..Fault::default() }.strike(&mut run, &output, None);
+        let done = finish(&mut run);
+        assert_eq!(done.code, None, "{what}: {done:?}");
+        assert_sound(&output, last_saved(&done), &what);
+        assert_goes_on(&output, &what);
+    }
+}
+
+/// Each call fails once, and those after it too where a disk is full or can no longer be written to.
+#[test]
+fn an_error_at_every_call() {
+    if library().is_none() {
+        return;
+    }
+    let errors = [
+        (libc::ENOSPC, "No space left on device", "owm"),
+        (libc::EROFS, "Read-only file system", "owtsrmu"),
+        (libc::EDQUOT, "Disk quota exceeded", "owm"),
+        (libc::EIO, "Input/output error", ""),
+    ];
+    let mut ended = 0;
+    let calls = all_calls(NEEDED);
+    for (at, call) in calls.iter().enumerate() {
+        let (code, text, sticky) = errors[at % errors.len()];
+        let (at, what) = (at + 1, format!("{text} at {call}"));
+        let place = tempfile::tempdir().unwrap();
+        let output = place.path().join("out");
+        let mut run = command("fresh", &output);
+        let fault = Fault { at, what: code.to_string(), ops: NEEDED, sticky, ..Fault::default() };
+        fault.strike(&mut run, &output, None);
+        let done = finish(&mut run);
+        // What is only tidied up may fail.
+        let well = done.code == Some(0) && done.said.contains("published\n");
+        let clear = done.code == Some(74) && done.errors.contains(text);
+        assert!(well || clear, "{what}: {done:?}");
+        ended += usize::from(clear);
+        assert_sound(&output, last_saved(&done), &what);
+        assert_goes_on(&output, &what);
+    }
+    assert!(ended + 5 >= calls.len(), "only {ended} of {} errors ended a run", calls.len());
+}
+
+/// An old checkpoint that cannot be removed is said once, stays, and ends no run.
+#[test]
+fn a_checkpoint_that_cannot_be_removed() {
+    if library().is_none() {
+        return;
+    }
+    for (ops, only) in [("r", "-removed"), ("u", "-removed")] {
+        let place = tempfile::tempdir().unwrap();
+        let output = place.path().join("out");
+        let mut run = command("fresh", &output);
+        let fault = Fault { at: 1, what: libc::EACCES.to_string(), ops, only, sticky: ops, free: None };
+        fault.strike(&mut run, &output, None);
+        let done = finish(&mut run);
+        assert!(done.code == Some(0) && done.said.contains("published\n"), "{done:?}");
+        let said = "cannot be removed and stays: Permission denied";
+        assert_eq!(done.said.matches(said).count(), 1, "{done:?}");
+        assert_sound(&output, 4, only);
+        assert_eq!(output.join("checkpoint-2").exists(), ops == "r");
+        // The next run saves nothing more, and so removes nothing but leftovers.
+        let next = finish(&mut command("resume", &output));
+        assert!(next.code == Some(0) && next.said.contains("published\n"), "{next:?}");
+        assert_tidy(&output, only);
+    }
+}

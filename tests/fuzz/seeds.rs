@@ -1,0 +1,138 @@
+//! The real files that the broken ones are made from.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use parquet::data_type::{ByteArray, ByteArrayType, Int64Type};
+use parquet::file::properties::WriterProperties;
+use parquet::file::writer::SerializedFileWriter;
+use parquet::schema::parser::parse_message_type;
+use safetensors::tensor::{Dtype, TensorView};
+
+pub(crate) fn golden(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(path)
+}
+
+/// Files of this name of every golden model.
+pub(crate) fn of_models(name: &str) -> Vec<Vec<u8>> {
+    let mut folders: Vec<PathBuf> =
+        std::fs::read_dir(golden("models")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    folders.sort();
+    let files: Vec<Vec<u8>> =
+        folders.iter().filter_map(|folder| std::fs::read(folder.join(name)).ok()).collect();
+    assert!(!files.is_empty(), "{name}");
+    files
+}
+
+/// The first lines of every golden data file.
+pub(crate) fn rows() -> Vec<Vec<u8>> {
+    ["alpaca", "preference", "prompt_completion", "sft_messages", "sharegpt", "text"]
+        .iter()
+        .map(|name| {
+            let text = std::fs::read_to_string(golden(&format!("data/{name}.jsonl"))).unwrap();
+            text.lines().take(3).collect::<Vec<_>>().join("\n").into_bytes()
+        })
+        .collect()
+}
+
+pub(crate) fn safetensors() -> Vec<u8> {
+    let (a, b) = ([0; 48], [0; 16]);
+    let views = [
+        ("model.embed_tokens.weight", TensorView::new(Dtype::F32, vec![4, 3], &a).unwrap()),
+        ("model.norm.weight", TensorView::new(Dtype::BF16, vec![8], &b).unwrap()),
+    ];
+    let about = [("format".to_owned(), "pt".to_owned())].into_iter().collect();
+    safetensors::serialize(views, Some(about)).unwrap()
+}
+
+/// A table of texts, one of numbers, and one of lists, of a hundred rows.
+pub(crate) fn parquet() -> Vec<Vec<u8>> {
+    let properties = [
+        WriterProperties::builder().build(),
+        WriterProperties::builder()
+            .set_dictionary_enabled(false)
+            .set_compression(parquet::basic::Compression::SNAPPY)
+            .build(),
+    ];
+    properties.into_iter().map(|properties| write_parquet(properties, 100)).collect()
+}
+
+fn write_parquet(properties: WriterProperties, rows: usize) -> Vec<u8> {
+    let schema = "message rows { REQUIRED BYTE_ARRAY text (UTF8); OPTIONAL INT64 number;
+                  OPTIONAL group tags (LIST) { REPEATED group list { OPTIONAL BYTE_ARRAY element (UTF8); } } }";
+    let schema = Arc::new(parse_message_type(schema).unwrap());
+    let mut out = Vec::new();
+    let mut writer = SerializedFileWriter::new(&mut out, schema, Arc::new(properties)).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let text = |row: usize| ByteArray::from(format!("the text of row {}", row % 7).into_bytes());
+
+    let mut column = group.next_column().unwrap().unwrap();
+    let texts: Vec<ByteArray> = (0..rows).map(text).collect();
+    column.typed::<ByteArrayType>().write_batch(&texts, None, None).unwrap();
+    column.close().unwrap();
+
+    let mut column = group.next_column().unwrap().unwrap();
+    let there: Vec<i16> = (0..rows).map(|row| i16::from(row % 3 != 0)).collect();
+    let numbers: Vec<i64> = (0..rows).filter(|row| row % 3 != 0).map(|row| row as i64).collect();
+    column.typed::<Int64Type>().write_batch(&numbers, Some(&there), None).unwrap();
+    column.close().unwrap();
+
+    let mut column = group.next_column().unwrap().unwrap();
+    let (levels, repeats) = (vec![3_i16; 2 * rows], [0_i16, 1].repeat(rows));
+    let tags: Vec<ByteArray> = (0..2 * rows).map(text).collect();
+    column.typed::<ByteArrayType>().write_batch(&tags, Some(&levels), Some(&repeats)).unwrap();
+    column.close().unwrap();
+
+    group.close().unwrap();
+    writer.close().unwrap();
+    out
+}
+
+/// So many rows that hold nothing, in some hundred bytes.
+pub(crate) fn null_rows(rows: usize) -> Vec<u8> {
+    let schema = Arc::new(parse_message_type("message rows { OPTIONAL INT64 text; }").unwrap());
+    let mut out = Vec::new();
+    let mut writer = SerializedFileWriter::new(&mut out, schema, Arc::default()).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let mut column = group.next_column().unwrap().unwrap();
+    column.typed::<Int64Type>().write_batch(&[], Some(&vec![0; rows]), None).unwrap();
+    column.close().unwrap();
+    group.close().unwrap();
+    writer.close().unwrap();
+    out
+}
+
+/// A row of so many equal characters, in a file of a thousandth of that.
+pub(crate) fn long_row(bytes: usize) -> Vec<u8> {
+    let schema = Arc::new(parse_message_type("message rows { REQUIRED BYTE_ARRAY text (UTF8); }").unwrap());
+    let zstd = parquet::basic::Compression::ZSTD(parquet::basic::ZstdLevel::default());
+    let properties = WriterProperties::builder().set_dictionary_enabled(false).set_compression(zstd).build();
+    let mut out = Vec::new();
+    let mut writer = SerializedFileWriter::new(&mut out, schema, Arc::new(properties)).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let mut column = group.next_column().unwrap().unwrap();
+    let text = ByteArray::from(vec![b'a'; bytes]);
+    column.typed::<ByteArrayType>().write_batch(&[text], None, None).unwrap();
+    column.close().unwrap();
+    group.close().unwrap();
+    writer.close().unwrap();
+    out
+}
+
+/// Templates of the golden models, and some that use what those do not.
+pub(crate) fn templates() -> Vec<Vec<u8>> {
+    let mut found: Vec<Vec<u8>> = of_models("tokenizer_config.json")
+        .iter()
+        .filter_map(|config| {
+            let config: serde_json::Value = serde_json::from_slice(config).unwrap();
+            Some(config["chat_template"].as_str()?.as_bytes().to_vec())
+        })
+        .collect();
+    let more = "{% macro f(x) %}{{ x|upper }}{% endmacro %}{% set ns = namespace(i=0, l=[]) %}\
+                {% for m in messages %}{% set ns.i = ns.i + 1 %}{% set ns.l = ns.l + [m.content * 2] %}\
+                {{ f(m.role) ~ (m|tojson(indent=2)) }}{{ m.content.split(' ')|join('-')|replace('a', 'bb') }}\
+                {{ '%05d'|format(ns.i) }}{{ m.content|indent(4) }}{{ range(3)|list }}{% generation %}x{% endgeneration %}\
+                {% endfor %}{{ ns.l|map('length')|sum }}{{ {'a': [1, {'b': 2}]}|dictsort }}{{ strftime_now('%Y') }}";
+    found.push(more.as_bytes().to_vec());
+    found
+}
