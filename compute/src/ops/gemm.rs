@@ -47,7 +47,7 @@ pub(crate) fn matmul<D: FloatElement, A: FloatElement, B: GemmMatrix>(
     let end = (m - 1) * dst.stride + n;
     assert!(dst.stride >= n && end <= dst.data.len(), "product outside its destination");
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if amx::is_profitable(m, n, k, !is_f32::<D>() || a.is_bf16() || b.is_bf16())
+    if amx::is_profitable(m, n, k, amx::has_bf16::<D>(&a, &b))
         && let Some(unit) = amx::Amx::here()
     {
         return amx::product(unit, dst, a, b, alpha, threads);

@@ -62,7 +62,34 @@ pub(super) fn is_profitable(m: usize, n: usize, k: usize, has_bf16: bool) -> boo
     m.min(n).min(k) >= PAIR / 8 && padded.iter().product::<usize>() >= LEAST
 }
 
-/// `dst = [dst +] alpha · a · b`, with `a: [m, k]` and `b: [k, n]`, none of which is empty.
+/// How a product is made.
+#[derive(Clone, Copy)]
+struct Settings {
+    amx: Amx,
+    alpha: f32,
+    threads: Threads,
+    /// What is wider than bf16 is rounded to it.
+    rounded: bool,
+}
+
+impl Settings {
+    /// The parts of an operand's values.
+    fn num_splits(&self, of: &impl GemmMatrix) -> usize {
+        if self.rounded || of.is_bf16() { 1 } else { 3 }
+    }
+
+    /// Inner elements that are added up in the unit at a time: parts of one size, as a short last one would cost as much
+    /// traffic of sums as the others.
+    fn depth(&self, a: &impl GemmMatrix, b: &impl GemmMatrix) -> usize {
+        let k = a.cols();
+        let most = INNER * if self.num_splits(a) + self.num_splits(b) == 2 { 3 } else { 1 };
+        k.div_ceil(k.div_ceil(most)).next_multiple_of(STEP)
+    }
+}
+
+/// `dst = [dst +] alpha · a · b`, with `a: [m, k]` and `b: [k, n]`, none of which is empty. Where one of the three is bf16,
+/// so are the operands: what is f32 beside it, an adapter's matrices and gradients, is rounded, as PyTorch's autocast
+/// does.
 pub(super) fn product<D: FloatElement>(
     amx: Amx,
     dst: MatViewMut<'_, D>,
@@ -74,8 +101,9 @@ pub(super) fn product<D: FloatElement>(
     let (m, n, k) = (a.rows(), b.cols(), a.cols());
     let MatViewMut { data, stride, accumulate } = dst;
     let data = &mut data[..(m - 1) * stride + n];
-    if is_f32::<D>() || depth(&a, &b) >= k {
-        return sums(amx, MatViewMut { data, stride, accumulate }, a, b, 0..n, alpha, threads);
+    let settings = Settings { amx, alpha, threads, rounded: has_bf16::<D>(&a, &b) };
+    if is_f32::<D>() || settings.depth(&a, &b) >= k {
+        return sums(settings, MatViewMut { data, stride, accumulate }, a, b, 0..n);
     }
     // A narrower type is rounded once, when all is summed up.
     let width = (SUMS / m).max(1).next_multiple_of(PAIR).min(n);
@@ -84,7 +112,7 @@ pub(super) fn product<D: FloatElement>(
         let columns = first..(first + width).min(n);
         let width = columns.len();
         let dst = MatViewMut { data: &mut wide[..m * width], stride: width, accumulate: false };
-        sums(amx, dst, a, b, columns.clone(), alpha, threads);
+        sums(settings, dst, a, b, columns.clone());
         each(threads, data, STORED * stride, |i, rows| {
             let wide = wide[i * STORED * width..].chunks_exact(width);
             for (row, values) in rows.chunks_mut(stride).zip(wide) {
@@ -94,28 +122,24 @@ pub(super) fn product<D: FloatElement>(
     }
 }
 
-/// Inner elements that are added up in the unit at a time: parts of one size, as a short last one would cost as much
-/// traffic of sums as the others.
-fn depth(a: &impl GemmMatrix, b: &impl GemmMatrix) -> usize {
-    let k = a.cols();
-    let most = INNER * if num_splits(a) + num_splits(b) == 2 { 3 } else { 1 };
-    k.div_ceil(k.div_ceil(most)).next_multiple_of(STEP)
+/// Whether an operand or the result is bf16.
+pub(super) fn has_bf16<D: FloatElement>(a: &impl GemmMatrix, b: &impl GemmMatrix) -> bool {
+    !is_f32::<D>() || a.is_bf16() || b.is_bf16()
 }
 
 /// Columns `all` of `dst = [dst +] alpha · a · b`; `dst` begins with the first of them. A narrower type than f32 is
-/// rounded after each [`depth`] inner elements.
+/// rounded after each [`Settings::depth`] inner elements.
 fn sums<D: FloatElement>(
-    amx: Amx,
+    settings: Settings,
     dst: MatViewMut<'_, D>,
     a: impl GemmMatrix,
     b: impl GemmMatrix,
     all: Range<usize>,
-    alpha: f32,
-    threads: Threads,
 ) {
+    let Settings { amx, alpha, threads, .. } = settings;
     let (m, k) = (a.rows(), a.cols());
     let MatViewMut { data, stride, accumulate } = dst;
-    let depth = depth(&a, &b);
+    let depth = settings.depth(&a, &b);
     let width = (PACKED / depth).next_multiple_of(PAIR);
     let tasks = if threads == Threads::All { 4 * thread_pool::num_threads() } else { 1 };
     let [mut left, mut right] = LAST.with(Cell::take);
@@ -126,14 +150,14 @@ fn sums<D: FloatElement>(
         let task_rows = rows.len().div_ceil(tasks).next_multiple_of(PAIR).min(TASK_ROWS);
         for from in (0..k).step_by(depth) {
             let inner = from..(from + depth).min(k);
-            pack(amx, &mut left, &a, rows.clone(), inner.clone(), OperandRole::Left, threads);
-            let left = packed(&left, &a, rows.len(), inner.len());
+            pack(settings, &mut left, &a, rows.clone(), inner.clone(), OperandRole::Left);
+            let left = packed(settings, &left, &a, rows.len(), inner.len());
             for first in all.clone().step_by(width) {
                 let columns = first..(first + width).min(all.end);
                 if held.replace((from, first)) != Some((from, first)) {
-                    pack(amx, &mut right, &b, columns.clone(), inner.clone(), OperandRole::Right, threads);
+                    pack(settings, &mut right, &b, columns.clone(), inner.clone(), OperandRole::Right);
                 }
-                let right = packed(&right, &b, columns.len(), inner.len());
+                let right = packed(settings, &right, &b, columns.len(), inner.len());
                 let (accumulate, first) = (accumulate || from > 0, first - all.start);
                 let part = BlockProduct { amx, left, right, first, stride, alpha, accumulate };
                 each(threads, data, task_rows * stride, |i, data| {
@@ -156,34 +180,30 @@ struct PackedOperand<'a> {
     num_splits: usize,
 }
 
-/// The parts of an operand's values.
-fn num_splits(of: &impl GemmMatrix) -> usize {
-    if of.is_bf16() { 1 } else { 3 }
-}
-
 /// What [`pack`] left in `memory`.
 fn packed<'a>(
+    settings: Settings,
     memory: &'a [AmxTile],
     from: &impl GemmMatrix,
     outer: usize,
     inner: usize,
 ) -> PackedOperand<'a> {
-    let num_splits = num_splits(from);
+    let num_splits = settings.num_splits(from);
     let strip = inner.div_ceil(STEP) * 2 * num_splits;
     PackedOperand { tiles: &memory[..strip * outer.div_ceil(PAIR)], strip, outer, num_splits }
 }
 
 /// Packs a part of an operand into `memory`. Outer are the rows of the left operand and the columns of the right one.
 fn pack(
-    amx: Amx,
+    settings: Settings,
     memory: &mut Vec<AmxTile>,
     from: &impl GemmMatrix,
     outer: Range<usize>,
     inner: Range<usize>,
     role: OperandRole,
-    threads: Threads,
 ) {
-    let strip = inner.len().div_ceil(STEP) * 2 * num_splits(from);
+    let Settings { amx, threads, .. } = settings;
+    let strip = inner.len().div_ceil(STEP) * 2 * settings.num_splits(from);
     let len = strip * outer.len().div_ceil(PAIR);
     if memory.len() < len {
         memory.resize(len, AmxTile::ZERO);
@@ -194,7 +214,7 @@ fn pack(
         let start = outer.start + i * strips * PAIR;
         let outer = start..(start + strips * PAIR).min(outer.end);
         let mut widened = WIDENED.with(Cell::take);
-        let source = source(from, outer.clone(), inner.clone(), role, &mut widened);
+        let source = source(settings, from, outer.clone(), inner.clone(), role, &mut widened);
         for (tiles, start) in tiles.chunks_exact_mut(strip).zip((0..outer.len()).step_by(PAIR)) {
             amx.pack(tiles, source, start..(start + PAIR).min(outer.len()), inner.len(), role);
         }
@@ -204,14 +224,19 @@ fn pack(
 
 /// A part of an operand: where it lies, or widened.
 fn source<'a>(
+    settings: Settings,
     from: &'a impl GemmMatrix,
     outer: Range<usize>,
     inner: Range<usize>,
     role: OperandRole,
     widened: &'a mut Vec<f32>,
 ) -> PackSource<'a> {
+    let of_f32 = |values| match settings.num_splits(from) {
+        1 => PackSource::Rounded(values),
+        _ => PackSource::F32(values),
+    };
     if let Some(dense) = from.dense() {
-        return PackSource::F32(dense.part(&outer, &inner, role));
+        return of_f32(dense.part(&outer, &inner, role));
     }
     if let Some(dense) = from.dense_bf16() {
         return PackSource::Bf16(dense.part(&outer, &inner, role));
@@ -224,8 +249,7 @@ fn source<'a>(
         from.widen(line, elements.start, values);
     }
     let (outer, inner) = if along { (elements.len(), 1) } else { (1, elements.len()) };
-    let values = Strided { data: &*values, outer, inner };
-    if from.is_bf16() { PackSource::Rounded(values) } else { PackSource::F32(values) }
+    of_f32(Strided { data: &*values, outer, inner })
 }
 
 impl<'a, T> GemmOperand<'a, T> {

@@ -178,8 +178,7 @@ fn rows<const PARTS: usize>(
         let (first, second) = row.split_at(row.len().min(LANES));
         let (mut x, mut y) = (load(first), load(second));
         for part in 0..PARTS {
-            let round = PARTS == 1 || part + 1 < PARTS;
-            let (x0, y0) = (top(x, round), top(y, round));
+            let (x0, y0) = (next_part::<PARTS>(x, part), next_part::<PARTS>(y, part));
             let both = _mm512_permutex2var_epi16(_mm512_castps_si512(x0), upper, _mm512_castps_si512(y0));
             put(&mut tiles[2 * part + i / LANES], i % LANES, both);
             (x, y) = (_mm512_sub_ps(x, x0), _mm512_sub_ps(y, y0));
@@ -213,8 +212,7 @@ fn pairs<'a, const PARTS: usize>(
             let values = |row: &'a [f32]| row.get(half * LANES..).unwrap_or(&[]);
             let (mut x, mut y) = (load(values(even)), load(values(odd)));
             for part in 0..PARTS {
-                let round = PARTS == 1 || part + 1 < PARTS;
-                let (x0, y0) = (top(x, round), top(y, round));
+                let (x0, y0) = (next_part::<PARTS>(x, part), next_part::<PARTS>(y, part));
                 let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(x0));
                 let both = _mm512_or_si512(low, _mm512_castps_si512(y0));
                 put(&mut tiles[2 * part + half], i, both);
@@ -247,6 +245,25 @@ fn load_bf16(values: &[bf16]) -> __m512i {
     let there = ((1u64 << values.len().min(2 * LANES)) - 1) as __mmask32;
     // SAFETY: lanes that are not there are not read.
     unsafe { _mm512_maskz_loadu_epi16(there, values.as_ptr().cast()) }
+}
+
+/// What part number `part` of several is taken for `x`, from which the parts before are gone.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn next_part<const PARTS: usize>(x: __m512, part: usize) -> __m512 {
+    if PARTS == 1 { nearest_even(x) } else { top(x, part + 1 < PARTS) }
+}
+
+/// `x` rounded to bf16 as everywhere else: ties to even, and a NaN stays one.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn nearest_even(x: __m512) -> __m512 {
+    let bits = _mm512_castps_si512(x);
+    let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+    let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
+    let rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x), quiet);
+    _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(0xffff_0000u32 as i32)))
 }
 
 /// The bf16 number nearest to `x` (ties away from zero), or what `x` begins with: the last of three parts has no more bits
