@@ -123,6 +123,12 @@ fn start(words: &[OsString], place: Option<&ElasticPlace>) -> Result<Child> {
     if let Some(place) = place {
         command.envs(place.environment());
     }
+    ends_with_parent(&mut command);
+    command.spawn().map_err(|error| Error::io("start", &binary, &error))
+}
+
+/// Has the system ask the child to save and stop when this process has gone (Linux).
+pub(super) fn ends_with_parent(command: &mut Command) {
     let parent = std::process::id();
     // SAFETY: both are system calls that may be made between fork and exec.
     unsafe {
@@ -139,7 +145,6 @@ fn start(words: &[OsString], place: Option<&ElasticPlace>) -> Result<Child> {
             }
         });
     }
-    command.spawn().map_err(|error| Error::io("start", &binary, &error))
 }
 
 /// Waits for the child to end, and passes on what signals come; whether one of them asked it to stop.
