@@ -26,7 +26,7 @@ use super::folder::restore_replaced;
 use super::lock::FolderLock;
 use super::manifest::files_below;
 use super::space::require_room;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, input_file};
 use crate::recipe::Recipe;
 use crate::weights::{sweep, sync_folder, sync_tree, temporary, write_text};
 
@@ -106,8 +106,8 @@ impl RunRecord {
     /// Storage; the record is damaged or of another version of the program.
     pub fn read(output: &Path) -> Result<Option<Self>> {
         let path = output.join(OWN).join(RECORD);
-        let text = match std::fs::read_to_string(&path) {
-            Ok(text) => text,
+        let text = match path.symlink_metadata() {
+            Ok(_) => input_file::read_text("read", &path)?,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => return Ok(None),
             Err(error) => return Err(Error::io("read", &path, &error)),

@@ -58,18 +58,41 @@ pub(crate) fn supervise(args: &TrainArgs, restarts: u16) -> Result<()> {
         match (again, status.code()) {
             (true, _) => {}
             (false, Some(code)) => std::process::exit(code),
+            // It was asked before it could save.
+            (false, None) if asked_to_stop => stop_now(),
             (false, None) => return Err(killed(status, restarts)),
         }
         let (number, how) = (restarts - left + 1, said(status));
         terminal.warn(format!("the run {how}: restart {number} of {restarts}, from its newest checkpoint"));
         resume =
             Some(if checkpoint::has_any(&args.output)? { ResumeWith::Newest } else { ResumeWith::AsTyped });
-        std::thread::sleep(PAUSE);
-        if launch.master.is_some() {
-            place = elastic::meet(&launch, &terminal)?;
-        }
+        place = unless_stopped(&signals, || {
+            std::thread::sleep(PAUSE);
+            let meets = launch.master.is_some();
+            if meets { elastic::meet(&launch, &terminal) } else { Ok(None) }
+        })?;
     }
     Ok(())
+}
+
+/// Ends this process, in which there is nothing to save.
+fn stop_now() -> ! {
+    std::process::exit(i32::from(ErrorCategory::Stopped.exit_code()))
+}
+
+/// Does `work`, unless a signal asks to stop meanwhile: no child is there to hear it.
+fn unless_stopped<T: Send>(signals: &[SeenSignal], work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    std::thread::scope(|scope| {
+        let work = scope.spawn(work);
+        while !work.is_finished() {
+            let asks = |seen: &SeenSignal| seen.signal != SIGTSTP && seen.flag.load(Ordering::SeqCst);
+            if signals.iter().any(asks) {
+                stop_now();
+            }
+            std::thread::sleep(POLL);
+        }
+        work.join().unwrap_or_else(|_| Err(Error::internal("the thread between two tries panicked")))
+    })
 }
 
 /// What a run that is started again goes on from.
