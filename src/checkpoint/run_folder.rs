@@ -26,7 +26,8 @@ use super::folder::restore_replaced;
 use super::lock::FolderLock;
 use super::manifest::files_below;
 use super::space::require_room;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, input_file};
+use crate::recipe::Recipe;
 use crate::weights::{sweep, sync_folder, sync_tree, temporary, write_text};
 
 /// The folder of what belongs to the program in a run's folder.
@@ -91,8 +92,10 @@ impl RunRecord {
         })
     }
 
-    /// The digest of what decides the numbers of a run.
+    /// The digest of what decides the numbers of a run. A key at its default counts like one that is absent, so that
+    /// versions of the program that know other keys agree.
     pub fn digest(plan: &BTreeMap<String, String>) -> String {
+        let plan = Recipe::without_defaults(plan);
         let lines: Vec<String> = plan.iter().map(|(key, value)| format!("{key} = {value}\n")).collect();
         blake3::hash(lines.concat().as_bytes()).to_hex().to_string()
     }
@@ -103,8 +106,8 @@ impl RunRecord {
     /// Storage; the record is damaged or of another version of the program.
     pub fn read(output: &Path) -> Result<Option<Self>> {
         let path = output.join(OWN).join(RECORD);
-        let text = match std::fs::read_to_string(&path) {
-            Ok(text) => text,
+        let text = match path.symlink_metadata() {
+            Ok(_) => input_file::read_text("read", &path)?,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => return Ok(None),
             Err(error) => return Err(Error::io("read", &path, &error)),
@@ -122,6 +125,16 @@ impl RunRecord {
             return Err(unreadable(format!("its schema is {}; this program reads {SCHEMA}", record.schema)));
         }
         Ok(Some(record))
+    }
+
+    /// Leaves in `output` the record of a run that begins as this one did, at its moment, and has written nothing yet.
+    ///
+    /// # Errors
+    /// Storage: it cannot be written.
+    pub fn begin_as(&self, output: &Path) -> Result<()> {
+        let own = output.join(OWN);
+        std::fs::create_dir_all(&own).map_err(|e| Error::io("create", &own, &e))?;
+        RunRecord { files: BTreeMap::new(), ..self.clone() }.write(output)
     }
 
     /// Whether the run has left its result in `output`, whole or not any more.
@@ -330,7 +343,15 @@ impl RunFolder {
         }
         self.note(names.into_iter().map(|name| (name, None)))?;
         let own = self.output.join(OWN);
-        std::fs::rename(&result, own.join(COMMITTED)).map_err(|e| Error::io("write to", &own, &e))?;
+        let committed = own.join(COMMITTED);
+        match std::fs::remove_dir_all(&committed) {
+            // One of which no record told: this result takes its place.
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                return Err(Error::io("remove", &committed, &e));
+            }
+            _ => {}
+        }
+        std::fs::rename(&result, &committed).map_err(|e| Error::io("write to", &own, &e))?;
         sync_folder(&own)?;
         let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
         let record = record.as_mut().ok_or_else(no_run)?;

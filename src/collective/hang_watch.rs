@@ -6,8 +6,8 @@
 //! micro-batch of more tokens than any before in proportion to their square, which is what attention costs. A rank that
 //! is slow is slow in every pass, so it is not taken for one that hangs. In its first pass through a phase, which nothing
 //! can be compared with, a rank that computes has half an hour, and one whose process neither computes nor reads nor writes
-//! 15 s. Meeting, loading and writing wait for storage and for other programs: there a process must have done nothing for
-//! ten minutes. `parallel.timeout_secs` replaces all of this.
+//! 15 s. Meeting, loading, reporting and writing wait for storage, terminals and other programs: there a process must have
+//! done nothing for ten minutes. `parallel.timeout_secs` replaces all of this.
 //!
 //! A rank inside of a call waits for its peers, so that the call takes long is held against those that have not come. In
 //! a process that holds all ranks, all of them inside of calls for too long are an error as well.
@@ -26,9 +26,6 @@ use crate::rendezvous::locked;
 use crate::runtime::machine::{WorkDone, work_done};
 use crate::units;
 
-/// The least silence that counts as a hang, unless the user says otherwise.
-const FLOOR: Duration = Duration::from_secs(15);
-
 /// A silence that many times as long as the longest so far counts as a hang.
 const FACTOR: u32 = 3;
 
@@ -38,8 +35,8 @@ const UNSEEN: Duration = Duration::from_secs(1800);
 /// How long a process may do nothing while it waits for storage.
 const STORAGE: Duration = Duration::from_secs(600);
 
-/// Share of a core that a process uses at least which computes.
-const BUSY: f64 = 0.05;
+/// Share of a core that a process uses at least which computes, also at the lowest priority beside others.
+const BUSY: f64 = 0.01;
 
 /// Between two looks, at most.
 const PERIOD: Duration = Duration::from_millis(500);
@@ -50,6 +47,8 @@ const LAST_WORDS: Duration = Duration::from_secs(4);
 /// How long a rank may be silent.
 #[derive(Debug, Clone, Copy)]
 pub struct HangLimits {
+    /// The least silence that counts as a hang where the limit is learned: [`HangLimits::FLOOR`] but for tests.
+    pub floor: Duration,
     /// What the user says; else it is learned.
     pub timeout: Option<Duration>,
     /// Ranks compute on this host's cores, so that an idle process is one whose ranks do nothing.
@@ -78,6 +77,9 @@ struct Silence {
 }
 
 impl HangLimits {
+    /// The least silence that counts as a hang, unless the user says otherwise.
+    pub const FLOOR: Duration = Duration::from_secs(15);
+
     /// The limit that a silence has passed.
     fn passed(&self, silence: &Silence, earlier: Option<EarlierPasses>) -> Option<Duration> {
         let Silence { phase, tokens, silent, idle } = *silence;
@@ -90,20 +92,20 @@ impl HangLimits {
             let growth =
                 if earlier.tokens == 0 { 1.0 } else { tokens as f64 / earlier.tokens as f64 }.max(1.0);
             let longest = earlier.longest.max(self.period()).mul_f64((growth * growth).min(1e6));
-            FLOOR.max(longest * FACTOR)
+            self.floor.max(longest * FACTOR)
         });
-        if matches!(phase, Phase::Meet | Phase::Load | Phase::Save | Phase::Output) {
+        if matches!(phase, Phase::Meet | Phase::Load | Phase::Report | Phase::Save | Phase::Output) {
             return over(silent.min(idle), learned.map_or(STORAGE, |learned| learned.max(STORAGE)));
         }
         match learned {
             Some(limit) => over(silent, limit),
-            None if self.on_host => over(silent.min(idle), FLOOR).or_else(|| over(silent, UNSEEN)),
+            None if self.on_host => over(silent.min(idle), self.floor).or_else(|| over(silent, UNSEEN)),
             None => over(silent, UNSEEN),
         }
     }
 
     fn period(&self) -> Duration {
-        self.timeout.map_or(PERIOD, |timeout| (timeout / 20).clamp(Duration::from_millis(10), PERIOD))
+        (self.timeout.unwrap_or(self.floor) / 20).clamp(Duration::from_millis(10), PERIOD)
     }
 }
 
@@ -219,7 +221,8 @@ impl WatchedRank {
             self.now.longest = self.now.longest.max(self.silent);
         }
         self.now.tokens = self.now.tokens.max(self.activity.tokens);
-        if activity.phase != self.activity.phase {
+        // Also where it has come to the same phase again between two looks.
+        if activity.phase != self.activity.phase || activity.has_passed(activity.phase) {
             let now = std::mem::take(&mut self.now);
             let earlier = self.earlier[self.activity.phase as usize].get_or_insert_default();
             earlier.longest = earlier.longest.max(now.longest);
@@ -376,7 +379,7 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     fn limits(timeout: Option<Duration>) -> HangLimits {
-        HangLimits { timeout, on_host: true, holds_all: true }
+        HangLimits { floor: HangLimits::FLOOR, timeout, on_host: true, holds_all: true }
     }
 
     fn secs(secs: u64) -> Duration {
@@ -413,7 +416,7 @@ mod tests {
         let busy = silence(Phase::Forward, 1800, 100, 2);
         let idle = silence(Phase::Forward, 16, 100, 20);
         assert_eq!(host.passed(&busy, None), None);
-        assert_eq!(host.passed(&idle, None), Some(FLOOR));
+        assert_eq!(host.passed(&idle, None), Some(HangLimits::FLOOR));
         assert_eq!(gpu.passed(&idle, None), None);
         assert_eq!(gpu.passed(&silence(Phase::Forward, 1801, 100, 0), None), Some(UNSEEN));
     }

@@ -23,6 +23,8 @@ pub enum Phase {
     Spread,
     /// Evaluation on held-out rows.
     Evaluate,
+    /// What a step or an evaluation came to is shown and logged.
+    Report,
     /// A checkpoint is written.
     Save,
     /// The result is gathered and written.
@@ -31,7 +33,7 @@ pub enum Phase {
 
 impl Phase {
     /// All of them.
-    pub const ALL: [Phase; 12] = [
+    pub const ALL: [Phase; 13] = [
         Phase::Meet,
         Phase::Load,
         Phase::Data,
@@ -42,6 +44,7 @@ impl Phase {
         Phase::Update,
         Phase::Spread,
         Phase::Evaluate,
+        Phase::Report,
         Phase::Save,
         Phase::Output,
     ];
@@ -59,6 +62,7 @@ impl Phase {
             Phase::Update => "update",
             Phase::Spread => "spread",
             Phase::Evaluate => "evaluate",
+            Phase::Report => "report",
             Phase::Save => "save",
             Phase::Output => "output",
         }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
+use super::expansion::{ExpansionBounds, row_bytes};
 use super::raw_rows::{DataFile, RawRow};
 use super::{BadRow, Origin, RowFault, RowFaultKind, RowOrigin};
 use crate::error::input_file;
@@ -17,7 +18,11 @@ const MAX_COLUMNS: usize = 4096;
 
 /// Reads a table with a header line.
 pub(super) fn csv(file: &Arc<Path>, delimiter: u8, source: &mut DataFile) -> Result<()> {
-    let opened = QuoteWatch::new(input_file::open("read the data file", file)?, delimiter);
+    let opened = input_file::open("read the data file", file)?;
+    let bytes = opened.metadata().map_err(|e| Error::io("read the data file", file, &e))?.len();
+    // Every row holds the names of all columns.
+    let mut bounds = ExpansionBounds::of(bytes);
+    let opened = QuoteWatch::new(opened, delimiter);
     let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).flexible(true).from_reader(opened);
     let cannot =
         |why: String| Error::user(format!("cannot read the data file {}", file.display())).because(why);
@@ -39,7 +44,10 @@ pub(super) fn csv(file: &Arc<Path>, delimiter: u8, source: &mut DataFile) -> Res
         let line = record.position().map_or(0, csv::Position::line);
         let origin = Origin { file: file.clone(), place: RowOrigin::Line(line) };
         match fields(&names, &record) {
-            Ok(value) => source.rows.push(RawRow { value, origin, document: false }),
+            Ok(value) => {
+                bounds.count(row_bytes(&value)).map_err(cannot)?;
+                source.rows.push(RawRow { value, origin, document: false });
+            }
             Err(why) => {
                 source.bad.push(BadRow { origin, fault: RowFault::new(RowFaultKind::Unreadable, why) });
             }

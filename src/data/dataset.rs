@@ -91,6 +91,11 @@ impl Dataset {
             }
         }
         stop_on_faults(&report, options)?;
+        // Which rows came after that depends on threads: none are left out for it.
+        if template.is_some_and(ChatTemplate::has_given_up) {
+            return Err(Error::user("cannot use the chat template: too many chats end its process")
+                .hint("`data.chat_template` replaces the tokenizer's"));
+        }
         if examples.is_empty() {
             return Err(nothing_left(&report));
         }

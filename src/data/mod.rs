@@ -34,6 +34,7 @@ pub mod tokenizer;
 mod conversation;
 mod csv_rows;
 mod encoded;
+mod expansion;
 mod json_rows;
 mod long_text;
 mod new_tokens;
@@ -62,6 +63,7 @@ pub use sampler::{Cursor, Sampler, SamplerOptions};
 pub use source::Split;
 pub use template::ChatTemplate;
 pub use tokenizer::Tokenizer;
+pub(crate) use tokenizer_outline::MAX_TOKENIZER_BYTES;
 
 pub use crate::ops::cross_entropy::IGNORE;
 use crate::recipe::enums::{DataFormat, OnBadRow, OnLongRow, TrainOn};

@@ -15,6 +15,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::{Field, Row as Record};
 use serde_json::{Map, Number, Value};
 
+use super::expansion::{ExpansionBounds, row_bytes};
 use super::raw_rows::{DataFile, RawRow};
 use super::sandbox::{self, SandboxedChild, SandboxedWork, write_frame};
 use super::sandbox_limits::SandboxLimits;
@@ -24,12 +25,6 @@ use crate::contained::contain;
 use crate::error::input_file;
 use crate::error::{Error, Result};
 
-/// Rows that any file may hold; a larger number needs a byte of the file each, which rows worth training on have.
-const FREE_ROWS: u64 = 100_000;
-/// Bytes of rows that any file may hold; beyond them at most [`MAX_EXPANSION`] times its own.
-const FREE_BYTES: u64 = 64 << 20;
-/// Repeated text is packed some hundredfold, text a person wrote tenfold.
-const MAX_EXPANSION: u64 = 500;
 /// Rows for which the processor time of a child is counted together.
 const ROWS_PER_REQUEST: u64 = 64;
 
@@ -46,7 +41,7 @@ pub(super) fn parquet(file: &Arc<Path>, source: &mut DataFile) -> Result<()> {
     let mut index = 0;
     let mut take = |row: ParquetRow, size: u64| -> Result<(), String> {
         index += 1;
-        bounds.count(size)?;
+        bounds.count(row.as_ref().map_or(size, |row| size.max(row_bytes(row))))?;
         let origin = Origin { file: file.clone(), place: RowOrigin::Row(index) };
         match row {
             Ok(value) => source.rows.push(RawRow { value, origin, document: false }),
@@ -60,45 +55,6 @@ pub(super) fn parquet(file: &Arc<Path>, source: &mut DataFile) -> Result<()> {
         return ask_child(opened, &mut take).map_err(cannot);
     }
     contain(|| read_rows(opened, bytes, |row| take(row, 0))).unwrap_or_else(Err).map_err(cannot)
-}
-
-/// How much a file may become.
-struct ExpansionBounds {
-    file_bytes: u64,
-    rows: u64,
-    bytes: u64,
-}
-
-impl ExpansionBounds {
-    fn of(file_bytes: u64) -> Self {
-        ExpansionBounds { file_bytes, rows: 0, bytes: 0 }
-    }
-
-    /// Counts a row of `size` bytes.
-    fn count(&mut self, size: u64) -> Result<(), String> {
-        self.rows += 1;
-        self.bytes += size;
-        self.check_rows(self.rows)?;
-        let most = FREE_BYTES.max(self.file_bytes.saturating_mul(MAX_EXPANSION));
-        if self.bytes > most {
-            return Err(format!(
-                "its {} bytes become more than {most} bytes of rows; accepted: {MAX_EXPANSION} times its size",
-                self.file_bytes
-            ));
-        }
-        Ok(())
-    }
-
-    fn check_rows(&self, rows: u64) -> Result<(), String> {
-        let most = FREE_ROWS.max(self.file_bytes);
-        if rows > most {
-            return Err(format!(
-                "it claims {rows} rows or more in {} bytes; accepted: {FREE_ROWS}, or a row for each byte",
-                self.file_bytes
-            ));
-        }
-        Ok(())
-    }
 }
 
 /// The kinds of an answer's first byte.

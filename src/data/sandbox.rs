@@ -124,6 +124,11 @@ impl SandboxedChild {
         }
     }
 
+    /// Whether it was ended by a kill, which is none of its limits.
+    pub(super) fn was_killed(&mut self) -> bool {
+        matches!(self.process.try_wait(), Ok(Some(status)) if status.signal() == Some(libc::SIGKILL))
+    }
+
     fn why_ended(&mut self, error: &std::io::Error) -> String {
         self.requests = None;
         if error.kind() != std::io::ErrorKind::UnexpectedEof {

@@ -10,7 +10,7 @@ use libc::c_int as ResourceName;
 use super::sandbox::{BYTES_PER_SECOND, MEMORY_BYTES, REQUEST_TIME};
 
 /// Files that may be open: the pipes, the input and its copies.
-const FILES: u64 = 16;
+const FILES: u64 = 256;
 
 /// Signals that a terminal or a scheduler sends to every process of a run: what they mean the parent decides, whose end
 /// is the end of the child's work.

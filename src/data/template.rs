@@ -100,6 +100,11 @@ impl ChatTemplate {
         Self::new(templates, tokenizer.named_tokens(), Local::now().fixed_offset()).during(place).map(Some)
     }
 
+    /// Whether so many chats ended the template's process that no more are rendered.
+    pub fn has_given_up(&self) -> bool {
+        matches!(&self.renderer, TemplateRenderer::Children(children) if children.has_given_up())
+    }
+
     /// A template from its text, with the special tokens it may name (`bos_token`, `eos_token`).
     ///
     /// # Errors

@@ -2,10 +2,12 @@
 //!
 //! A child is given the templates once, then chats one by one; as many children work as threads ask at once. One that
 //! ends instead of answering (out of memory, of stack or of time) is the fault of its chat, and its place is taken by a
-//! new one.
+//! new one; after a few such chats no more are rendered. One that is killed from outside gets its chat a second time.
 
 use std::io::{self, Write};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use chrono::{DateTime, FixedOffset};
 
@@ -13,17 +15,26 @@ use super::sandbox::{SandboxedChild, SandboxedWork, read_frame, write_frame};
 use super::sandbox_limits::SandboxLimits;
 use super::template_engine::{TemplateEngine, TemplateInputs, TemplateSource};
 use super::wire;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorCategory, Result};
 
 /// The first byte of an answer that is no text but the reason for none.
 const REFUSED: u8 = 1;
 const RENDERED: u8 = 0;
+
+/// Chats that may end their child: each takes all of its time first.
+const MOST_ENDED: usize = 16;
+/// How long an idle child is waited for where the system starts no more.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Between two tries to have a child.
+const POLL: Duration = Duration::from_millis(20);
 
 /// Children that render the templates of one source.
 #[derive(Debug)]
 pub(super) struct RenderingChildren {
     source: TemplateSource,
     idle: Mutex<Vec<SandboxedChild>>,
+    /// Chats that ended their child.
+    ended: AtomicUsize,
 }
 
 impl RenderingChildren {
@@ -32,7 +43,7 @@ impl RenderingChildren {
     /// # Errors
     /// The user's: a template does not parse. Transient: the system starts no process.
     pub(super) fn new(source: TemplateSource) -> Result<Self> {
-        let children = RenderingChildren { source, idle: Mutex::default() };
+        let children = RenderingChildren { source, idle: Mutex::default(), ended: AtomicUsize::new(0) };
         let first = children.start()?;
         children.rest(first);
         Ok(children)
@@ -40,7 +51,8 @@ impl RenderingChildren {
 
     /// The same templates with another moment for `strftime_now`.
     pub(super) fn at(self, now: DateTime<FixedOffset>) -> Self {
-        RenderingChildren { source: TemplateSource { now, ..self.source }, idle: Mutex::default() }
+        let source = TemplateSource { now, ..self.source };
+        RenderingChildren { source, idle: Mutex::default(), ended: AtomicUsize::new(0) }
     }
 
     /// What they were made from.
@@ -63,14 +75,45 @@ impl RenderingChildren {
         request.push(u8::from(inputs.add_generation_prompt));
         wire::put(inputs.tools.unwrap_or(&serde_json::Value::Null), &mut request);
         messages.iter().for_each(|message| wire::put(message, &mut request));
-        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let mut child = match idle {
-            Some(child) => child,
-            None => self.start().map_err(|error| error.in_one_line())?,
-        };
-        let answer = text(child.ask(&request)?);
+        if self.has_given_up() {
+            return Err(format!("{MOST_ENDED} chats before it ended the template's process"));
+        }
+        let mut child = self.take()?;
+        let mut answer = child.ask(&request);
+        // The system's doing, which is short of memory, or a person's: the chat may be innocent.
+        if answer.is_err() && child.was_killed() {
+            child = self.take()?;
+            answer = child.ask(&request);
+        }
+        if answer.is_err() {
+            self.ended.fetch_add(1, Ordering::Relaxed);
+        }
+        let answer = text(answer?);
         self.rest(child);
         answer
+    }
+
+    /// Whether so many chats ended their child that no more are rendered.
+    pub(super) fn has_given_up(&self) -> bool {
+        self.ended.load(Ordering::Relaxed) >= MOST_ENDED
+    }
+
+    /// A child that has nothing to do, or a new one.
+    fn take(&self) -> Result<SandboxedChild, String> {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
+            if let Some(child) = idle {
+                return Ok(child);
+            }
+            match self.start() {
+                Ok(child) => return Ok(child),
+                Err(error) if error.kind() == ErrorCategory::Transient && Instant::now() < until => {
+                    std::thread::sleep(POLL);
+                }
+                Err(error) => return Err(error.in_one_line()),
+            }
+        }
     }
 
     /// Ends the children that have nothing to do; the next chat starts one again.

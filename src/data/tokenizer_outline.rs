@@ -9,13 +9,18 @@ use serde::de::IgnoredAny;
 use serde_json::Value;
 
 /// Bytes of the largest tokenizer.json: four times that of the largest vocabulary in use.
-pub(super) const MAX_TOKENIZER_BYTES: u64 = 128 << 20;
+pub(crate) const MAX_TOKENIZER_BYTES: u64 = 128 << 20;
 /// The largest id: sixteen times that of the largest vocabulary in use. Tables are as long as it.
 pub(super) const MAX_ID: u32 = 1 << 24;
 /// Values in the parts beside the vocabulary: thousands of times what any has.
 const MAX_VALUES: usize = 100_000;
-/// How many times its length a text may get by normalizing, and a token by decoding.
-const MAX_GROWTH: f64 = 64.0;
+/// How many times its length a text may get by normalizing, and a token by decoding. Unicode's NFKC, whose longest
+/// replacement of 33 bytes is counted for a byte, and two of a space by three bytes make 297.
+const MAX_GROWTH: f64 = 512.0;
+/// Values in all of the file: several times those of a vocabulary of a million tokens with its merges.
+const MAX_ALL_VALUES: usize = 1 << 23;
+/// Tokens that a post-processor may add to a text.
+const MAX_TOKENS_ADDED_TO_TEXT: usize = 1024;
 /// Bytes that a part may put before or after each text or word.
 const MAX_ADDED_BYTES: usize = 4096;
 /// Bytes that a table of replacements may put in the place of a character: eight times what Unicode's NFKC does.
@@ -43,6 +48,9 @@ struct TokenizerOutline {
 /// # Errors
 /// What is asked for that no tokenizer needs, and what is accepted.
 pub(super) fn check(bytes: &[u8]) -> Result<(), String> {
+    if commas(bytes) > MAX_ALL_VALUES {
+        return Err(format!("it holds more than {MAX_ALL_VALUES} values"));
+    }
     let outline: TokenizerOutline =
         serde_json::from_slice(bytes).map_err(|error| format!("it is not a tokenizer.json: {error}"))?;
     let tokens = outline.added_tokens.len();
@@ -115,7 +123,11 @@ impl PartSizes {
                         "has a `Precompiled` that makes {longest} bytes of a character; accepted: up to {MAX_REPLACEMENT_BYTES}"
                     ));
                 }
+                self.growth *= longest.max(1) as f64;
             }
+            // Of each byte outside of ASCII it makes a character of two.
+            Some("ByteLevel") => self.growth *= 2.0,
+            Some("TemplateProcessing") => refuse_repeated_texts(step)?,
             Some("FixedLength") if step["length"].as_u64() == Some(0) => {
                 return Err("has a `FixedLength` of 0".to_owned());
             }
@@ -130,6 +142,40 @@ impl PartSizes {
         }
         Ok(())
     }
+}
+
+/// Refuses templates that repeat a text, or add more than a text needs.
+fn refuse_repeated_texts(step: &Value) -> Result<(), String> {
+    for key in ["single", "pair"] {
+        let pieces = step[key].as_array().map_or(&[][..], Vec::as_slice);
+        let added = |piece: &Value| {
+            let id = piece["SpecialToken"]["id"].as_str().unwrap_or_default();
+            step["special_tokens"][id]["ids"].as_array().map_or(0, Vec::len)
+        };
+        let texts = |id: &str| pieces.iter().filter(|piece| piece["Sequence"]["id"] == id).count();
+        let added = pieces.iter().map(added).fold(0, usize::saturating_add);
+        if added > MAX_TOKENS_ADDED_TO_TEXT || texts("A") > 1 || texts("B") > 1 {
+            return Err(format!(
+                "has a `{key}` that repeats a text or adds {added} tokens; accepted: each text once, up to {MAX_TOKENS_ADDED_TO_TEXT} tokens"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Commas outside of texts: as many as there are values, but for the first of each list.
+fn commas(json: &[u8]) -> usize {
+    let (mut count, mut inside, mut escaped) = (0, false, false);
+    for byte in json {
+        match (inside, byte) {
+            _ if escaped => escaped = false,
+            (true, b'\\') => escaped = true,
+            (_, b'"') => inside = !inside,
+            (false, b',') => count += 1,
+            _ => {}
+        }
+    }
+    count
 }
 
 /// The longest text in a table of replacements as sentencepiece writes it (base64 of the length of a trie in four bytes,
@@ -182,6 +228,17 @@ mod tests {
         };
         assert!(refusal(&chain(40)).contains("1099511627776 times as long"));
         assert!(check(format!("{{{}}}", chain(6)).as_bytes()).is_ok());
+        let bytes = vec![r#"{"type": "ByteLevel"}"#; 35].join(",");
+        let bytes = format!(r#""normalizer": {{"type": "Sequence", "normalizers": [{bytes}]}}"#);
+        assert!(refusal(&bytes).contains("34359738368 times as long"));
+        let twice = r#""post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A"}}, {"Sequence": {"id": "A"}}]}"#;
+        assert!(refusal(twice).contains("repeats a text"));
+        let ids = vec!["0"; 2000].join(",");
+        let many = format!(
+            r#""post_processor": {{"type": "TemplateProcessing", "single": [{{"SpecialToken": {{"id": "s"}}}}], "special_tokens": {{"s": {{"ids": [{ids}]}}}}}}"#
+        );
+        assert!(refusal(&many).contains("adds 2000 tokens"));
+        assert_eq!(commas(br#"{"a,\",": [1, 2], "b": ","}"#), 2);
         let empty = r#""normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}"#;
         assert!(refusal(empty).contains("empty pattern"));
         assert!(refusal(r#""pre_tokenizer": {"type": "FixedLength", "length": 0}"#).contains("FixedLength"));

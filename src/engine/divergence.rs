@@ -2,6 +2,7 @@
 //! and what would help. All ranks look together and say the same.
 
 use super::Engine;
+use crate::collective::Phase;
 use crate::data::{Batch, Step};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::model::AdapterSwitch;
@@ -84,6 +85,8 @@ impl Engine {
     /// The error for a step whose loss or gradient norm is not finite; nothing was updated in it. All ranks call it.
     pub(super) fn diverged(&self, diverged: &DivergedStep<'_>) -> Result<Error> {
         let DivergedStep { step, number, loss, grad_norm, own_loss } = diverged;
+        // Whole forwards follow, which no other pass through the gradient norm has.
+        self.store.mesh().world().enter(Phase::Evaluate)?;
         let bad = self.store.ranks_that(!own_loss.is_finite())?;
         let found = self.first_non_finite(&step.micro_batches)?;
         let mut place = found.place;

@@ -123,6 +123,7 @@ impl TrainLoop<'_> {
                     computed_by.iter_mut().zip(&report.rank_secs).for_each(|(sum, secs)| *sum += secs);
                     done.last_loss = Some(report.loss);
                     report.step = done.steps;
+                    self.enter(Phase::Report)?;
                     self.report(&report, done.steps == total)?;
                     self.warn(watch.after_step(&report, &self.trainer.engine.store));
                 }
@@ -166,9 +167,10 @@ impl TrainLoop<'_> {
     fn pass_over(&mut self, step: u64, error: &Error, diverged: &mut DivergedSteps) -> Result<()> {
         let counted = diverged.count(error)?;
         let back_to = if self.options.nan.on_nan == OnNan::Rollback {
+            // What is waited for from here on is storage.
+            self.enter(Phase::Load)?;
             // The newest one may still be on its way.
             self.saver.finish(self.trainer.engine.store.mesh().world())?;
-            self.enter(Phase::Load)?;
             let saved = (self.roll_back)(self.trainer, step);
             let saved = saved.during(|| format!("cannot roll back from step {step}"))?;
             let none = || error.clone().because("there is no checkpoint of this run to roll back to yet");
@@ -182,6 +184,7 @@ impl TrainLoop<'_> {
             Some(saved) => format!("back to checkpoint-{saved}, on with the rows after step {step}"),
             None => "skipped, nothing was updated".to_owned(),
         };
+        self.enter(Phase::Report)?;
         self.warn([format!("step {step} diverged: {why}; {done} ({counted})")]);
         match &mut self.reporter {
             Some(reporter) => reporter.metrics.skipped(&SkippedStep { step, skipped: why, back_to }),
@@ -295,6 +298,7 @@ impl TrainLoop<'_> {
             .evaluate(self.held_out.iter().cloned(), |_| ())
             .during(|| format!("cannot evaluate after step {step}"))?;
         let report = evaluation.report(step);
+        self.enter(Phase::Report)?;
         if let Some(reporter) = &mut self.reporter {
             reporter.terminal.eval(&report);
             reporter.metrics.eval(&report)?;

@@ -50,8 +50,10 @@ enum Relief {
 impl Relief {
     /// Whether the memory is what a device has too little of in `phase`.
     fn helps_in(self, phase: Phase) -> bool {
-        let steps =
-            !matches!(phase, Phase::Meet | Phase::Load | Phase::Evaluate | Phase::Save | Phase::Output);
+        let steps = !matches!(
+            phase,
+            Phase::Meet | Phase::Load | Phase::Evaluate | Phase::Report | Phase::Save | Phase::Output
+        );
         match self {
             Relief::Kept => true,
             Relief::Steps => steps,

@@ -1,9 +1,11 @@
 //! What two runs must have alike: to go on from a checkpoint, or to be processes of one run.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 use super::Plan;
 use crate::checkpoint::SavedCheckpoint;
+use crate::error::input_file;
 use crate::recipe;
 use crate::recipe::Recipe;
 
@@ -51,7 +53,8 @@ impl Plan {
     /// What is not in a fingerprint and other than in the recipe that the run of `saved` left beside it, in words: ranks and
     /// strategy, saving, logging. Nothing where that recipe is gone.
     pub(super) fn harmless_changes(&self, saved: &SavedCheckpoint) -> Vec<String> {
-        let text = saved.folder.parent().and_then(|output| std::fs::read_to_string(output.join(RECIPE)).ok());
+        let recipe = |output: &Path| input_file::read_text("read", &output.join(RECIPE)).ok();
+        let text = saved.folder.parent().and_then(recipe);
         let Some(then) = text.and_then(|text| Recipe::values_of(&text)) else { return Vec::new() };
         let now = self.recipe.values();
         let nothing = "nothing".to_owned();

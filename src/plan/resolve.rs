@@ -221,7 +221,14 @@ impl Plan {
     pub fn commits(&self) -> BTreeMap<String, String> {
         let rows = self.held_out.iter().chain([&self.train]).flat_map(|(_, found)| found);
         let found = rows.chain(&self.adapter_found).chain([&self.base.found]);
-        found.filter_map(|found| Some((found.id.clone(), found.commit.clone()?))).collect()
+        let mut commits = BTreeMap::new();
+        for (id, commit) in found.filter_map(|found| Some((&found.id, found.commit.as_ref()?))) {
+            // The rows to train on and those held out may be of two commits.
+            let other = commits.get(id).is_some_and(|known| known != commit);
+            let id = if other { format!("{id}@{commit}") } else { id.clone() };
+            commits.insert(id, commit.clone());
+        }
+        commits
     }
 
     /// Micro-batches of a step, those of all ranks together.

@@ -141,6 +141,15 @@ impl Recipe {
         }
     }
 
+    /// The values that are other than their defaults, and the name of each section that has values, with an empty one.
+    pub fn without_defaults(values: &BTreeMap<String, String>) -> BTreeMap<String, String> {
+        let defaults = Recipe::complete().values();
+        let sections =
+            values.keys().filter_map(|key| Some((key.split_once('.')?.0.to_owned(), String::new())));
+        let values = values.iter().filter(|(key, value)| defaults.get(*key) != Some(value));
+        sections.chain(values.map(|(key, value)| (key.clone(), value.clone()))).collect()
+    }
+
     /// Every section and key with its documentation, what it accepts and its default, as a recipe.
     pub fn reference() -> String {
         render::reference()

@@ -35,6 +35,7 @@ fn doing(phase: Phase, step: Option<u64>) -> Option<String> {
         (Phase::Output, _) => return Some("cannot write the result".into()),
         (Phase::Evaluate, _) => return None,
         (Phase::Data, _) => "beginning",
+        (Phase::Report, _) => "report",
         (Phase::Forward, _) => "forward",
         (Phase::Loss, _) => "loss",
         (Phase::Backward, _) => "backward",

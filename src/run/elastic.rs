@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::time::Duration;
 
 use super::ranks::{join_request, rendezvous_options};
 use crate::collective::launch::Launch;
@@ -24,6 +25,9 @@ pub(super) struct ElasticPlace {
     local_world_size: Option<usize>,
 }
 
+/// How far apart processes of a run begin to meet.
+const SKEW: Duration = Duration::from_secs(60);
+
 /// Meets the other processes of `launch` again; the place to go on at if some are missing, else none: the old one.
 ///
 /// # Errors
@@ -31,6 +35,8 @@ pub(super) struct ElasticPlace {
 pub(super) fn meet(launch: &Launch, terminal: &Terminal) -> Result<Option<ElasticPlace>> {
     let mut options = rendezvous_options(launch)?;
     options.elastic = true;
+    // Others' children may have waited as long themselves for one that failed before it had joined them.
+    options.join_timeout = 2 * options.join_timeout + SKEW;
     // Who comes too late finds those who went on without it, and must not be taken for one of them.
     options.run += ", between two tries";
     let session = Session::join(join_request(launch, BTreeMap::new()), &options)?;

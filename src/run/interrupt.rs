@@ -11,9 +11,9 @@ use std::time::Duration;
 
 use libc::c_int;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::{flag, low_level};
+use signal_hook::low_level;
 
-use super::signals::is_ignored;
+use super::signals::{FirstSignal, is_ignored, stop_or_end};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::report::Terminal;
 use crate::weights::discard_unfinished;
@@ -24,7 +24,7 @@ const SIGNALS: [c_int; 3] = [SIGINT, SIGTERM, SIGHUP];
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// Does `work`, which writes `output` and has it appear at its end. A signal before that removes what was begun and ends
-/// the process with exit code 130; a second one ends it at once.
+/// the process with exit code 130; a second one after half a second ends it at once.
 ///
 /// # Errors
 /// That of `work`; a fault of ours: the system refuses a handler.
@@ -37,10 +37,9 @@ pub(crate) fn removing_on_signals<T>(
     let (stop, done) = (Arc::new(AtomicBool::new(false)), AtomicBool::new(false));
     let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
     let mut handlers = Vec::new();
+    let first = FirstSignal::none_yet();
     for signal in SIGNALS.into_iter().filter(|signal| !is_ignored(*signal)) {
-        // Called in this order: the first signal finds `stop` still unset.
-        handlers.push(flag::register_conditional_shutdown(signal, code, Arc::clone(&stop)).map_err(failed)?);
-        handlers.push(flag::register(signal, Arc::clone(&stop)).map_err(failed)?);
+        handlers.push(stop_or_end(signal, &stop, &first).map_err(failed)?);
     }
     let result = thread::scope(|scope| {
         let watcher = scope.spawn(|| {

@@ -148,6 +148,7 @@ impl RankSetup {
         };
         let timeout = plan.recipe.parallel.timeout_secs.map(Duration::from_secs);
         let limits = HangLimits {
+            floor: HangLimits::FLOOR,
             timeout,
             on_host: self.devices.iter().all(Device::is_cpu),
             holds_all: !self.among_others(),
@@ -268,10 +269,23 @@ impl Watched<'_> {
     }
 }
 
+/// How long the last words may take.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
 /// Ends the process for ranks that do not end by themselves: one that hangs cannot be waited for, and what the system has
 /// registered to be done at the end may wait for it too.
 fn end_process(error: &Error) {
-    Terminal::stderr(Verbosity::Normal).last_words(error);
+    // The rank may hang in a write to this very stderr, whose lock it holds then.
+    let (said, last) = std::sync::mpsc::channel::<()>();
+    let words = error.clone();
+    let say = move || {
+        Terminal::stderr(Verbosity::Normal).last_words(&words);
+        // The channel closes with this.
+        let _said = said;
+    };
+    if std::thread::Builder::new().name("last words".into()).spawn(say).is_ok() {
+        let _said = last.recv_timeout(LAST_WORDS);
+    }
     // SAFETY: ends the process at once; what it has saved is on the disk under its name or under none.
     unsafe { libc::_exit(i32::from(error.kind().exit_code())) }
 }

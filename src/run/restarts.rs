@@ -58,18 +58,41 @@ pub(crate) fn supervise(args: &TrainArgs, restarts: u16) -> Result<()> {
         match (again, status.code()) {
             (true, _) => {}
             (false, Some(code)) => std::process::exit(code),
+            // It was asked before it could save.
+            (false, None) if asked_to_stop => stop_now(),
             (false, None) => return Err(killed(status, restarts)),
         }
         let (number, how) = (restarts - left + 1, said(status));
         terminal.warn(format!("the run {how}: restart {number} of {restarts}, from its newest checkpoint"));
         resume =
             Some(if checkpoint::has_any(&args.output)? { ResumeWith::Newest } else { ResumeWith::AsTyped });
-        std::thread::sleep(PAUSE);
-        if launch.master.is_some() {
-            place = elastic::meet(&launch, &terminal)?;
-        }
+        place = unless_stopped(&signals, || {
+            std::thread::sleep(PAUSE);
+            let meets = launch.master.is_some();
+            if meets { elastic::meet(&launch, &terminal) } else { Ok(None) }
+        })?;
     }
     Ok(())
+}
+
+/// Ends this process, in which there is nothing to save.
+fn stop_now() -> ! {
+    std::process::exit(i32::from(ErrorCategory::Stopped.exit_code()))
+}
+
+/// Does `work`, unless a signal asks to stop meanwhile: no child is there to hear it.
+fn unless_stopped<T: Send>(signals: &[SeenSignal], work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    std::thread::scope(|scope| {
+        let work = scope.spawn(work);
+        while !work.is_finished() {
+            let asks = |seen: &SeenSignal| seen.signal != SIGTSTP && seen.flag.load(Ordering::SeqCst);
+            if signals.iter().any(asks) {
+                stop_now();
+            }
+            std::thread::sleep(POLL);
+        }
+        work.join().unwrap_or_else(|_| Err(Error::internal("the thread between two tries panicked")))
+    })
 }
 
 /// What a run that is started again goes on from.
@@ -123,6 +146,12 @@ fn start(words: &[OsString], place: Option<&ElasticPlace>) -> Result<Child> {
     if let Some(place) = place {
         command.envs(place.environment());
     }
+    ends_with_parent(&mut command);
+    command.spawn().map_err(|error| Error::io("start", &binary, &error))
+}
+
+/// Has the system ask the child to save and stop when this process has gone (Linux).
+pub(super) fn ends_with_parent(command: &mut Command) {
     let parent = std::process::id();
     // SAFETY: both are system calls that may be made between fork and exec.
     unsafe {
@@ -139,7 +168,6 @@ fn start(words: &[OsString], place: Option<&ElasticPlace>) -> Result<Child> {
             }
         });
     }
-    command.spawn().map_err(|error| Error::io("start", &binary, &error))
 }
 
 /// Waits for the child to end, and passes on what signals come; whether one of them asked it to stop.

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use crate::adapter::SavedAdapter;
 use crate::checkpoint::{self, CHANGES_ON_REQUEST};
+use crate::collective::Phase;
 use crate::engine::Trainer;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::plan::Plan;
@@ -42,6 +43,8 @@ pub(super) fn roll_back(plan: &Plan, output: &Path, trainer: &mut Trainer, step:
     let files = weights.as_ref().or(plan.base.files.as_ref());
     let values = InitialValues::new(&plan.base.config, files, adapter_setup.as_ref(), plan.recipe.train.seed);
     trainer.engine.store.refill_trainable(&mut |desc, to| values.fill(desc, to))?;
+    // The new values were spread; what follows is read from storage again.
+    trainer.engine.store.mesh().world().enter(Phase::Load)?;
     trainer.restore(&saved)?;
     Ok(Some(saved.state.step))
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use libc::c_int;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2, SIGXCPU};
-use signal_hook::{flag, low_level};
+use signal_hook::{SigId, flag, low_level};
 
 use crate::error::{Error, ErrorCategory, Result};
 
@@ -29,23 +29,9 @@ const ONE_REQUEST_MS: u64 = 500;
 pub(crate) fn watch() -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let failed = |e: std::io::Error| Error::internal("cannot watch signals").because(e.to_string());
-    // Of the first ending signal, from 1 on; 0 while there is none.
-    let (began, first_ms) = (Instant::now(), Arc::new(AtomicU64::new(0)));
+    let first = FirstSignal::none_yet();
     for signal in ENDING {
-        let (stop, first_ms) = (Arc::clone(&stop), Arc::clone(&first_ms));
-        let again = move || {
-            let now = began.elapsed().as_millis() as u64 + 1;
-            stop.store(true, Ordering::SeqCst);
-            match first_ms.compare_exchange(0, now, Ordering::SeqCst, Ordering::SeqCst) {
-                Err(first) if now > first + ONE_REQUEST_MS => {
-                    low_level::exit(i32::from(ErrorCategory::Stopped.exit_code()))
-                }
-                _ => {}
-            }
-        };
-        // SAFETY: the handler reads the clock, changes atomics and may end the process by `_exit`: it neither allocates
-        // nor locks.
-        unsafe { low_level::register(signal, again) }.map_err(failed)?;
+        stop_or_end(signal, &stop, &first).map_err(failed)?;
     }
     for signal in WARNING {
         // As under `nohup`: whoever started the process wants it to go on.
@@ -54,6 +40,42 @@ pub(crate) fn watch() -> Result<Arc<AtomicBool>> {
         }
     }
     Ok(stop)
+}
+
+/// When the first of some ending signals came: milliseconds after `began`, from 1 on; 0 while there was none.
+#[derive(Clone)]
+pub(super) struct FirstSignal {
+    began: Instant,
+    ms: Arc<AtomicU64>,
+}
+
+impl FirstSignal {
+    pub(super) fn none_yet() -> Self {
+        FirstSignal { began: Instant::now(), ms: Arc::default() }
+    }
+}
+
+/// Has `signal` set `stop`. One after the `first` ends the program at once, unless it comes so soon that it is the first
+/// one again.
+pub(super) fn stop_or_end(
+    signal: c_int,
+    stop: &Arc<AtomicBool>,
+    first: &FirstSignal,
+) -> std::io::Result<SigId> {
+    let (stop, first) = (Arc::clone(stop), first.clone());
+    let again = move || {
+        let now = first.began.elapsed().as_millis() as u64 + 1;
+        stop.store(true, Ordering::SeqCst);
+        match first.ms.compare_exchange(0, now, Ordering::SeqCst, Ordering::SeqCst) {
+            Err(first) if now > first + ONE_REQUEST_MS => {
+                low_level::exit(i32::from(ErrorCategory::Stopped.exit_code()))
+            }
+            _ => {}
+        }
+    };
+    // SAFETY: the handler reads the clock, changes atomics and may end the process by `_exit`: it neither allocates
+    // nor locks.
+    unsafe { low_level::register(signal, again) }
 }
 
 /// Whether the process was started with `signal` ignored.

@@ -12,6 +12,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
 use super::output_folder::{CARD, METRICS, REPORT};
+use super::restarts;
 use super::run_comparison::RunComparison;
 use crate::checkpoint::{RunFolder, RunRecord};
 use crate::error::{Error, ErrorCategory, Result};
@@ -109,9 +110,21 @@ impl ResumeTrial<'_> {
                 remove(self.output)?;
             } else {
                 [&straight, &broken].into_iter().try_for_each(|folder| remove(folder))?;
+                self.remove_logs();
             }
         }
         Ok(ResumeProof { steps: self.steps, kills, files: found.files, bytes: found.bytes })
+    }
+
+    /// Removes what the runs said; a text that cannot be removed stays.
+    fn remove_logs(&self) {
+        for entry in std::fs::read_dir(self.output).into_iter().flatten().flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let ours = ["straight.", "broken."].iter().any(|start| name.starts_with(start));
+            if ours && name.ends_with(".log") {
+                drop(std::fs::remove_file(entry.path()));
+            }
+        }
     }
 
     fn differ(&self, found: &RunComparison) -> Error {
@@ -155,15 +168,9 @@ impl ResumeTrial<'_> {
 
     /// The chat template of both runs is told the same date.
     fn tell_date(&self, straight: &Path, folder: &Path) -> Result<()> {
-        let dated = RunRecord::read(straight)?.is_some_and(|record| record.chat_template_date.is_some());
-        if !dated {
-            return Ok(());
-        }
         // A run that left no checkpoint yet begins anew as what its record says.
-        let (from, to) = (straight.join(".finetune"), folder.join(".finetune"));
-        std::fs::create_dir_all(&to).map_err(|e| Error::io("create", &to, &e))?;
-        std::fs::copy(from.join("run.json"), to.join("run.json")).map_err(|e| Error::io("write", &to, &e))?;
-        Ok(())
+        let dated = RunRecord::read(straight)?.filter(|record| record.chat_template_date.is_some());
+        dated.map_or(Ok(()), |record| record.begin_as(folder))
     }
 
     fn kill_and_resume(&self, folder: &Path, trained: Duration) -> Result<Vec<Kill>> {
@@ -219,15 +226,12 @@ impl TrialProcess {
         let log = File::create(&said).map_err(|e| Error::io("write", &said, &e))?;
         let metrics = folder.join(METRICS);
         let before = look(&metrics);
-        let child = Command::new(&program)
-            .args(words)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .map_err(|e| {
-                Error::internal(format!("cannot start {}", program.display())).because(e.to_string())
-            })?;
+        let mut command = Command::new(&program);
+        command.args(words).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        restarts::ends_with_parent(&mut command);
+        let child = command.spawn().map_err(|e| {
+            Error::internal(format!("cannot start {}", program.display())).because(e.to_string())
+        })?;
         Ok(TrialProcess { child, ended: None, metrics, before, said })
     }
 

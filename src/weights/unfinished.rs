@@ -2,8 +2,9 @@
 //!
 //! It goes when its owner drops it, and when a signal ends the process ([`discard_unfinished`]). What a process left that
 //! was killed goes when the next one writes to the same place ([`sweep`]): nobody of its maker's id is alive, and nobody
-//! holds the lock that a maker keeps on it. The lock also tells of makers in other containers and, where the file system
-//! carries locks between hosts, on these. Where it carries none, leftovers stay; they are in nobody's way.
+//! holds the lock that a maker keeps on it. The lock also tells of makers in other containers and, for files and where the
+//! file system carries locks between hosts, on these. Folders of file systems that several hosts share stay, and so do
+//! leftovers where there are no locks.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
@@ -129,9 +130,40 @@ pub(crate) fn sweep(folder: &Path, ours: impl Fn(&str) -> bool) {
 
 /// Whether nobody holds the lock of a file or folder, and the file system would tell.
 fn is_unlocked(path: &Path) -> bool {
-    // Over NFS only a file that is open for writing can be locked, and no folder.
-    let opened = OpenOptions::new().read(true).write(path.is_file()).open(path);
-    opened.is_ok_and(|file| file.try_lock().is_ok())
+    // Where other hosts write too, only a file that is open for writing is locked for all of them, a folder for one.
+    let is_file = path.is_file();
+    let opened = OpenOptions::new().read(true).write(is_file).open(path);
+    opened.is_ok_and(|file| (is_file || !is_shared(&file)) && file.try_lock().is_ok())
+}
+
+/// Whether the file system that `file` is on may be other hosts' too.
+#[cfg(target_os = "linux")]
+fn is_shared(file: &File) -> bool {
+    use std::os::fd::AsRawFd;
+    /// What `statfs(2)` calls NFS, SMB, CIFS, SMB2, FUSE, Lustre, AFS, GPFS and Ceph.
+    const SHARED: [u64; 9] = [
+        0x6969,
+        0x517B,
+        0xFF53_4D42,
+        0xFE53_4D42,
+        0x6573_5546,
+        0x0BD0_0BD0,
+        0x5346_414F,
+        0x4750_4653,
+        0x00C3_6400,
+    ];
+    let mut facts = std::mem::MaybeUninit::<libc::statfs>::zeroed();
+    // SAFETY: the descriptor is open, and the pointer is to a whole `statfs`, for which zeroes are a valid value.
+    let (status, facts) =
+        unsafe { (libc::fstatfs(file.as_raw_fd(), facts.as_mut_ptr()), facts.assume_init()) };
+    #[allow(clippy::unnecessary_cast, reason = "the field has other types on other systems")]
+    let kind = facts.f_type as u64 & 0xFFFF_FFFF;
+    status != 0 || SHARED.contains(&kind)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_shared(_: &File) -> bool {
+    false
 }
 
 /// The place and the maker of what is called `name`, if that is a temporary name.
@@ -175,8 +207,19 @@ pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
     let folder = if folder == Path::new("") { Path::new(".") } else { folder };
     // Only Unix lets a folder be opened and flushed.
     if cfg!(unix) {
-        let synced = File::open(folder).and_then(|folder| folder.sync_all());
-        synced.map_err(|error| Error::io("flush", folder, &error))?;
+        let synced = match File::open(folder) {
+            // It may be written to and not read: nothing can flush it.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Ok(()),
+            opened => opened.and_then(|folder| folder.sync_all()),
+        };
+        // Some file systems have no such call for folders.
+        let lacking = |error: &io::Error| {
+            matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported)
+        };
+        return match synced {
+            Err(error) if !lacking(&error) => Err(Error::io("flush", folder, &error)),
+            _ => Ok(()),
+        };
     }
     Ok(())
 }

@@ -33,6 +33,18 @@ fn a_killed_run_leaves_the_same_bytes() {
     assert!(code == Some(1) && said.contains("the folder is not empty"), "{said}");
 }
 
+/// Both runs tell their chat template the same moment.
+#[test]
+fn a_template_that_asks_for_the_date() {
+    let place = Place::new();
+    let dated = "{{ strftime_now('%H:%M:%S.%f') }}{% for message in messages %}\n{{ message.role }}: {{ message.content }}{% endfor %}";
+    place.write("dated.jinja", dated);
+    let keys = ["--set", "data.chat_template=dated.jinja", "--set", "data.train_on=all"];
+    let (code, verdict, said) = verify(&place, &[&keys[..], &["--steps", "4"]].concat());
+    assert_eq!(code, Some(0), "{said}");
+    assert!(verdict.starts_with("the same bytes: "), "{verdict}");
+}
+
 /// What fails is the recipe's fault, not the resume's; what is equal is removed.
 #[test]
 fn a_run_that_fails_is_said_so() {

@@ -143,6 +143,9 @@ fn tables_that_become_gigabytes_are_refused() {
     };
     let rows = refusal("rows.parquet", &seeds::null_rows(300_000));
     assert!(rows.contains("it claims 300000 rows or more in"), "{rows}");
+    let names = format!("{}\n{}", "n".repeat(100_000), "a\n".repeat(100_000));
+    let names = refusal("names.csv", names.as_bytes());
+    assert!(names.contains("its 300001 bytes become more than 150000500 bytes of rows"), "{names}");
     let long = refusal("long.parquet", &seeds::long_row(100 << 20));
     assert!(long.contains("bytes become more than 67108864 bytes of rows"), "{long}");
     let longer = refusal("longer.parquet", &seeds::long_row(300 << 20));

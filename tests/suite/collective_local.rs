@@ -709,7 +709,7 @@ fn step(end: &InProcess, shard: &InProcess, replicas: &InProcess) -> Result<()> 
     for phase in Phase::ALL {
         end.enter(phase)?;
         match phase {
-            Phase::Meet | Phase::Data | Phase::Save => end.barrier(call(0))?,
+            Phase::Meet | Phase::Data | Phase::Report | Phase::Save => end.barrier(call(0))?,
             Phase::Load => end.broadcast(call(1), 0, &grads)?,
             Phase::Forward | Phase::Evaluate | Phase::Output => {
                 let ticket = shard.start_all_gather(call(2), &own, &grads)?;
@@ -811,7 +811,7 @@ fn a_rank_that_errors_panics_or_leaves_in_any_phase_stops_all_others() {
             }
         }
     }
-    assert_eq!(struck_so_far, 12 * 3 * (2 + 4));
+    assert_eq!(struck_so_far, 13 * 3 * (2 + 4));
 }
 
 #[test]

@@ -23,8 +23,17 @@ const LIMIT: Duration = Duration::from_millis(600);
 fn watched(
     rank: impl Fn(&TimedCollective) -> Result<()> + Sync,
 ) -> (Result<Vec<()>>, Option<HangReport>, bool) {
+    let limits =
+        HangLimits { floor: HangLimits::FLOOR, timeout: Some(LIMIT), on_host: true, holds_all: true };
+    watched_within(limits, rank)
+}
+
+/// As [`watched`], under `limits`.
+fn watched_within(
+    limits: HangLimits,
+    rank: impl Fn(&TimedCollective) -> Result<()> + Sync,
+) -> (Result<Vec<()>>, Option<HangReport>, bool) {
     let board = Arc::new(ProgressBoard::default());
-    let limits = HangLimits { timeout: Some(LIMIT), on_host: true, holds_all: true };
     let ended = Arc::new(AtomicBool::new(false));
     let theirs = Arc::clone(&ended);
     let watch = HangWatch::start(&board, limits, move |_: &Error| theirs.store(true, Ordering::SeqCst));
@@ -70,6 +79,33 @@ fn a_rank_that_gives_signs_of_life_does_not_hang() {
     });
     assert!(hang.is_none(), "{hang:?}");
     done.unwrap();
+}
+
+/// A rank is compared with itself: passes of which each is longer than the floor are its way, one of over three times
+/// their length is a hang.
+#[test]
+fn what_a_slow_rank_may_take_is_learned() {
+    let floor = Duration::from_millis(400);
+    // Not on this host's cores: what is idle there may be computing elsewhere.
+    let limits = HangLimits { floor, timeout: None, on_host: false, holds_all: true };
+    let passes = |last: u32| {
+        watched_within(limits, move |world| {
+            for times in [1, 1, last] {
+                world.enter(Phase::Forward)?;
+                if world.rank() == 1 {
+                    std::thread::sleep(2 * floor * times);
+                }
+                world.barrier(Call::single("the pass"))?;
+                world.enter(Phase::Data)?;
+            }
+            Ok(())
+        })
+    };
+    let (done, hang, _) = passes(2);
+    assert!(hang.is_none(), "{hang:?}");
+    done.unwrap();
+    let (_, hang, _) = passes(8);
+    assert_eq!(hang.expect("a hang").rank, 1);
 }
 
 const PORT: &str = "FINETUNE_TEST_SILENT_PORT";

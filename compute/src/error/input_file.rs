@@ -11,8 +11,9 @@ use std::path::Path;
 
 use super::{Error, Result};
 
-/// Bytes of the largest file that [`read`] takes in one piece: some eight times the largest tokenizer.json there is.
-pub const MAX_BYTES: u64 = 256 << 20;
+/// Bytes of the largest file that [`read`] takes in one piece: several times the largest tokenizer_config.json there is.
+/// As JSON values it may take some forty times as much memory.
+pub const MAX_BYTES: u64 = 16 << 20;
 
 /// Opens the file `path`, or the file that a link of this name leads to, for reading; `doing` is what for, as in "read
 /// weights".

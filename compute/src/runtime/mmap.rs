@@ -240,7 +240,8 @@ fn free_bytes(file: &File) -> Option<u64> {
         (status, facts.assume_init())
     };
     #[allow(clippy::unnecessary_cast, reason = "the fields have other types on other systems")]
-    (status == 0).then(|| (facts.f_bavail as u64).saturating_mul(facts.f_frsize as u64))
+    // A file system of no blocks does not tell.
+    (status == 0 && facts.f_blocks > 0).then(|| (facts.f_bavail as u64).saturating_mul(facts.f_frsize as u64))
 }
 
 /// Gives `file` its length and its place on the disk.

@@ -449,7 +449,8 @@ fn a_failure_heard_from_another_process_ends_the_ranks_of_this_one() {
 #[test]
 fn a_rank_that_hangs_is_named() {
     let board = Arc::new(ProgressBoard::default());
-    let limits = HangLimits { timeout: Some(SHORT), on_host: false, holds_all: true };
+    let limits =
+        HangLimits { floor: HangLimits::FLOOR, timeout: Some(SHORT), on_host: false, holds_all: true };
     let watch = HangWatch::start(&board, limits, |_| ()).unwrap();
     let failed = group_info(2, &AbortFlag::new(), |end| {
         let world = TimedCollective::watched(end, &board);

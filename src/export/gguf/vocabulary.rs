@@ -14,7 +14,7 @@ use serde_json::{Map, Value as Json};
 
 use super::pretokenizer;
 use super::writer::{GgufMetadata, MetadataValue};
-use crate::data::Tokenizer;
+use crate::data::{MAX_TOKENIZER_BYTES, Tokenizer};
 use crate::error::input_file;
 use crate::error::{Error, Result};
 
@@ -146,7 +146,7 @@ fn read_json(folder: &Path) -> Result<TokenizerJson> {
         r#type: Option<String>,
     }
     let path = folder.join("tokenizer.json");
-    let text = input_file::read("read", &path)?;
+    let text = input_file::read_up_to("read", &path, MAX_TOKENIZER_BYTES)?;
     let unreadable = |error: serde_json::Error| {
         Error::user(format!("cannot read the tokenizer {}", path.display())).because(error.to_string())
     };

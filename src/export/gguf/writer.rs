@@ -244,8 +244,14 @@ impl UnfinishedGguf {
         let name = path.file_name().unwrap_or_default();
         sweep(folder, |base| base == name.to_string_lossy());
         let temporary = Unfinished::beside(path, std::process::id());
-        let cannot = |error| Error::io("write", path, &error);
-        let file = File::create(&temporary).map_err(cannot)?;
+        let cannot = |error: io::Error| Error::io("write", path, &error);
+        let opened = File::options().write(true).create_new(true).open(&temporary);
+        let file = opened.map_err(|error| match error.kind() {
+            io::ErrorKind::AlreadyExists => Error::user(format!("cannot write to {}", path.display()))
+                .because(format!("its temporary name, {}, is taken", temporary.display()))
+                .hint(format!("`rm {}` if no other process writes it, and start again", temporary.display())),
+            _ => cannot(error),
+        })?;
         let temporary = Unfinished::of(temporary, &file).map_err(cannot)?;
         let out = BufWriter::with_capacity(1 << 20, file);
         Ok(Self { path: path.into(), temporary, out, written: 0, needed })
