@@ -1,6 +1,7 @@
 //! Linear layers with their adapter inside: `y = x Wᵀ + b` and the branch of [`lora`].
 //!
-//! A frozen weight costs one product in backward (dx); its adapter three thin ones. On a GPU the weights of layers that
+//! A frozen weight costs one product in backward (dx); its adapter three thin ones. On the CPU the weight's product takes the
+//! branch's up-product in where it runs on the matrix unit, so that the output is written once. On a GPU the weights of layers that
 //! read the same input are one product, and a LoRA branch is written first: it is bound by memory, and what is to be added
 //! to it the weights' product, bound by arithmetic, reads in passing.
 
@@ -10,8 +11,8 @@ use super::lora::{self, BranchContext, BranchSaved, DropoutSource, Lora};
 use super::{Param, WeightMatrix};
 use crate::error::Result;
 use crate::ops::matmul::{add_bias, sum_rows};
-use crate::ops::matmul_quantized::{Weight, matmul_weights};
-use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, empty, has_kernels, matmul};
+use crate::ops::matmul_quantized::{Weight, matmul_weight_plus_low_rank, matmul_weights};
+use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
 use crate::runtime::TensorMut;
 
 /// A linear layer's parameters.
@@ -133,6 +134,14 @@ impl<'a> Part<'a> {
             && lora.is_dora()
         {
             saved.0.push(Some(lora::dora_forward(layer, lora, x, all, added, branch.source)?));
+        } else if let ([weight], [Some(lora)]) = (&self.weights[..], &loras[..])
+            && !has_kernels(x.device())
+        {
+            let product = |low_rank: LowRank<'_>| {
+                let x = ColumnView::all(x);
+                matmul_weight_plus_low_rank(all, x, *weight, Transpose::Nt, added, low_rank)
+            };
+            saved.0.push(Some(lora.forward_with(x, branch.source, product)?));
         } else {
             let branches_first = has_kernels(x.device()) && loras.iter().all(Option::is_some);
             let base = |added| matmul_weights(all, ColumnView::all(x), &self.weights, Transpose::Nt, added);
@@ -176,6 +185,15 @@ impl<'a> Part<'a> {
             && lora.is_dora()
         {
             lora::dora_backward(layer, lora, saved, x, all, dx, source)?;
+        } else if let ([weight], [_], Some(Some((lora, saved))), Some((dx, added))) =
+            (&self.weights[..], self.layers, branches().next(), dx)
+            && !has_kernels(x.device())
+            && !lora.drops(source)
+        {
+            lora.backward_with(saved, x, all, |low_rank| {
+                let dx = ColumnViewMut::all(dx);
+                matmul_weight_plus_low_rank(dx, all, *weight, Transpose::Nn, added, low_rank)
+            })?;
         } else {
             let writes_first = |lora: &Lora| !lora.drops(source);
             let branches_first = has_kernels(x.device())

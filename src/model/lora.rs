@@ -6,7 +6,7 @@
 //! DoRA   y  = x Wᵀ − z + g ⊙ (z + s · (drop(x) Aᵀ) Bᵀ)        z = drop(x) Wᵀ,  g = m / ‖W + s B A‖ (a constant)
 //! ```
 //!
-//! The branch is computed in f32, as PEFT does, and in bf16 on a GPU that computes in bf16, as PEFT does under autocast:
+//! The branch is computed in f32, as PEFT does (beside bf16 activations the CPU's matrix unit rounds what it multiplies), and in bf16 on a GPU that computes in bf16, as PEFT does under autocast:
 //! A and B are bf16 then, beside f32 values that the optimizer updates. Without dropout DoRA's `x Wᵀ − z` cancels and is not computed.
 
 use candle_core::{DType, Device, Tensor};
@@ -18,7 +18,7 @@ use crate::ops::dora::{magnitude_backward, scale_columns, weight_norm};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::elementwise::add_into;
 use crate::ops::matmul_quantized::matmul_weight;
-use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, empty, has_kernels, matmul};
+use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
 use crate::recipe::enums::AdapterKind;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::copy_into;
@@ -169,6 +169,32 @@ impl Lora {
         let b = ColumnView::all(&self.b.value);
         matmul(out, self.of_rank(&u), b, Transpose::Nt, self.scale, added)?;
         Ok(BranchSaved { u, dora: None })
+    }
+
+    /// As [`Lora::forward`], by `product`, which adds the branch to one of its own.
+    pub(super) fn forward_with(
+        &self,
+        x: &Tensor,
+        source: DropoutSource,
+        product: impl FnOnce(LowRank<'_>) -> Result<()>,
+    ) -> Result<BranchSaved> {
+        let u = self.down(x, source)?;
+        product(LowRank { u: self.of_rank(&u), factor: &self.b.value, scale: self.scale })?;
+        Ok(BranchSaved { u, dora: None })
+    }
+
+    /// Adds the gradients of LoRA's A and B; what `dy` gives through the branch, which drops nothing, goes to `product`,
+    /// which adds it to one of its own.
+    pub(super) fn backward_with(
+        &self,
+        saved: &BranchSaved,
+        x: &Tensor,
+        dy: ColumnView<'_>,
+        product: impl FnOnce(LowRank<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let du = self.up_backward(&saved.u, dy)?;
+        self.down_backward(x, &du, None, None)?;
+        product(LowRank { u: self.of_rank(&du), factor: &self.a.value, scale: 1.0 })
     }
 
     /// Adds the gradients of LoRA's A and B and, to `dx` (or into it, where nothing is to be added to), what `dy` gives

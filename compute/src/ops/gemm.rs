@@ -12,7 +12,7 @@ use gemm::Parallelism;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::amx;
 use super::mat_view::{GemmMatrix, GemmOperand, as_f32_mut, is_f32, store};
-pub(crate) use super::mat_view::{MatView, MatViewMut, QuantMat, Threads};
+pub(crate) use super::mat_view::{LowRankTerm, MatView, MatViewMut, QuantMat, Threads};
 use crate::runtime::cpu_tensor::{FloatElement, unwritten};
 
 /// `f32` values a widened panel of `b` may hold: 4 MiB, which stays in the L2 and L3 caches until it is multiplied.
@@ -47,10 +47,8 @@ pub(crate) fn matmul<D: FloatElement, A: FloatElement, B: GemmMatrix>(
     let end = (m - 1) * dst.stride + n;
     assert!(dst.stride >= n && end <= dst.data.len(), "product outside its destination");
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if amx::is_profitable(m, n, k, amx::has_bf16::<D>(&a, &b))
-        && let Some(unit) = amx::Amx::here()
-    {
-        return amx::product(unit, dst, a, b, alpha, threads);
+    if let Some(unit) = matrix_unit::<D>(&a, &b) {
+        return amx::product(unit, dst, a, b, None, alpha, threads);
     }
     let mut held = Vec::new();
     let a = match a.dense() {
@@ -90,6 +88,42 @@ pub(crate) fn matmul<D: FloatElement, A: FloatElement, B: GemmMatrix>(
     if dense.is_none() {
         LAST_PANEL.set(widened);
     }
+}
+
+/// The matrix unit, where it pays for this product.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn matrix_unit<D: FloatElement>(a: &impl GemmMatrix, b: &impl GemmMatrix) -> Option<amx::Amx> {
+    let pays = amx::is_profitable(a.rows(), b.cols(), a.cols(), amx::has_bf16::<D>(a, b));
+    pays.then(amx::Amx::here).flatten()
+}
+
+/// `dst = [dst +] a · b + term`: on the matrix unit in one pass over `dst` where all is bf16 there anyway, else in two.
+pub(crate) fn matmul_plus<D: FloatElement, A: FloatElement, B: GemmMatrix>(
+    dst: MatViewMut<'_, D>,
+    a: MatView<'_, A>,
+    b: B,
+    term: LowRankTerm<'_>,
+    threads: Threads,
+) {
+    let MatViewMut { data, stride, accumulate } = dst;
+    let (m, n) = (a.rows(), b.cols());
+    assert_eq!(
+        (term.u.rows(), term.factor.cols(), term.u.cols()),
+        (m, n, term.factor.rows()),
+        "shape of a term"
+    );
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    if amx::has_bf16::<D>(&a, &b)
+        && m * n * term.r() > 0
+        && let Some(unit) = matrix_unit::<D>(&a, &b)
+    {
+        assert_eq!(a.cols(), b.rows(), "inner dimensions of a product");
+        assert!(stride >= n && (m - 1) * stride + n <= data.len(), "product outside its destination");
+        let dst = MatViewMut { data, stride, accumulate };
+        return amx::product(unit, dst, a, b, Some(term), 1.0, threads);
+    }
+    matmul(MatViewMut { data: &mut *data, stride, accumulate }, a, b, 1.0, threads);
+    matmul(MatViewMut { data, stride, accumulate: true }, term.u, term.factor, 1.0, threads);
 }
 
 /// The columns of one panel of `n`, each at most `deepest` elements deep. Panels of one width: a narrow last one would

@@ -188,6 +188,20 @@ pub(crate) struct MatViewMut<'a, T> {
     pub(crate) accumulate: bool,
 }
 
+/// A matrix of low rank that is added to a product: `u · factor`, with `u: [m, r]` and `factor: [r, n]`.
+#[derive(Clone, Copy)]
+pub(crate) struct LowRankTerm<'a> {
+    pub(crate) u: MatView<'a, f32>,
+    pub(crate) factor: MatView<'a, f32>,
+}
+
+impl LowRankTerm<'_> {
+    /// The rank.
+    pub(super) fn r(&self) -> usize {
+        self.u.cols()
+    }
+}
+
 /// Whether a product may use the other threads of the pool.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Threads {

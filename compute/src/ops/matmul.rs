@@ -11,12 +11,14 @@ pub(super) mod cuda;
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
-use super::gemm::{MatView, MatViewMut, Threads, matmul as gemm};
+use super::gemm::{LowRankTerm, MatView, MatViewMut, Threads, matmul as gemm, matmul_plus};
 use super::gpu;
 use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::copy_into;
-use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
+use crate::runtime::cpu_tensor::{
+    FloatElement, PlainElement, dims2, read, tensor, unwritten, update, with_elem,
+};
 #[cfg(feature = "cuda")]
 use crate::runtime::device::unwritten_on_gpu;
 use crate::runtime::device_memory::requested;
@@ -99,6 +101,52 @@ impl Addend<'_> {
     }
 }
 
+/// A matrix of low rank that is added to a product: `scale · form(u, factor)`, by the form of the product.
+#[derive(Clone, Copy)]
+pub struct LowRank<'a> {
+    /// `[N, r]` in the dtype of `factor`.
+    pub u: ColumnView<'a>,
+    /// `[out, r]` for [`Transpose::Nt`], `[r, in]` for [`Transpose::Nn`].
+    pub factor: &'a Tensor,
+    /// Factor on the product.
+    pub scale: f64,
+}
+
+impl LowRank<'_> {
+    /// Adds it to `dst`, by a product of its own.
+    ///
+    /// # Errors
+    /// As [`matmul`].
+    pub(super) fn add_to(self, dst: ColumnViewMut<'_>, form: Transpose) -> Result<()> {
+        matmul(dst, self.u, ColumnView::all(self.factor), form, self.scale, Addend::Destination)
+    }
+
+    /// Hands it to `product` as a term, in f32 on the CPU.
+    pub(super) fn with_term<R>(
+        self,
+        form: Transpose,
+        product: impl FnOnce(LowRankTerm<'_>) -> R,
+    ) -> Result<R> {
+        let (rows, width) = dims2(self.u.tensor)?;
+        let (factor_rows, factor_columns) = dims2(self.factor)?;
+        let u = read::<f32>(self.u.tensor)?;
+        let factor = read::<f32>(self.factor)?;
+        let of_row = |row: &[f32]| row[self.u.start..][..self.u.len].to_vec();
+        let mut scaled: Vec<f32> = u.chunks_exact(width).flat_map(of_row).collect();
+        scaled.iter_mut().for_each(|value| *value *= self.scale as f32);
+        let factor = MatView::new(&factor, factor_rows, factor_columns, factor_columns);
+        let factor = if form == Transpose::Nt { factor.t() } else { factor };
+        Ok(product(LowRankTerm { u: MatView::new(&scaled, rows, self.u.len, self.u.len), factor }))
+    }
+}
+
+impl<'a> ColumnView<'a> {
+    /// The columns of `rows` rows as a matrix.
+    fn matrix<T: PlainElement>(self, data: &'a [T], (rows, width): (usize, usize)) -> MatView<'a, T> {
+        MatView::new(data.get(self.start..).unwrap_or(&[]), rows, self.len, width)
+    }
+}
+
 /// Which operand is transposed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transpose {
@@ -147,14 +195,12 @@ pub fn matmul(
         return reference(dst, a, b, form, alpha, addend);
     }
     let accumulate = addend.place_in(dst)?;
-    let (rows_a, width_a) = dims2(a.tensor)?;
-    let (rows_b, width_b) = dims2(b.tensor)?;
+    let (shape_a, shape_b) = (dims2(a.tensor)?, dims2(b.tensor)?);
     let (_, width) = dims2(dst.tensor)?;
     with_elem!(a.tensor.dtype(), A => with_elem!(b.tensor.dtype(), B => with_elem!(dst.tensor.dtype(), D => {
         let a_data = read::<A>(a.tensor)?;
         let b_data = read::<B>(b.tensor)?;
-        let a_mat = MatView::new(a_data.get(a.start..).unwrap_or(&[]), rows_a, a.len, width_a);
-        let b_mat = MatView::new(b_data.get(b.start..).unwrap_or(&[]), rows_b, b.len, width_b);
+        let (a_mat, b_mat) = (a.matrix(&a_data, shape_a), b.matrix(&b_data, shape_b));
         let (a_mat, b_mat) = match form {
             Transpose::Nt => (a_mat, b_mat.t()),
             Transpose::Nn => (a_mat, b_mat),
@@ -164,6 +210,33 @@ pub fn matmul(
             let data = data.get_mut(dst.start..).unwrap_or(&mut []);
             gemm(MatViewMut { data, stride: width, accumulate }, a_mat, b_mat, alpha as f32, Threads::All);
         })
+    })))
+}
+
+/// `dst = [dst +] form(a, b) + low_rank` on the CPU, in one pass over `dst` where that is faster.
+///
+/// # Errors
+/// As [`matmul`].
+pub(super) fn matmul_plus_low_rank(
+    dst: ColumnViewMut<'_>,
+    a: ColumnView<'_>,
+    b: &Tensor,
+    form: Transpose,
+    accumulate: bool,
+    low_rank: LowRank<'_>,
+) -> Result<()> {
+    let (shape_a, shape_b) = (dims2(a.tensor)?, dims2(b)?);
+    let (_, width) = dims2(dst.tensor)?;
+    with_elem!(a.tensor.dtype(), A => with_elem!(b.dtype(), B => with_elem!(dst.tensor.dtype(), D => {
+        let (a_data, b_data) = (read::<A>(a.tensor)?, read::<B>(b)?);
+        let (a, b) = (a.matrix(&a_data, shape_a), ColumnView::all(b).matrix(&b_data, shape_b));
+        let b = if form == Transpose::Nt { b.t() } else { b };
+        low_rank.with_term(form, |term| {
+            update(dst.tensor, |data: &mut [D]| {
+                let data = data.get_mut(dst.start..).unwrap_or(&mut []);
+                matmul_plus(MatViewMut { data, stride: width, accumulate }, a, b, term, Threads::All);
+            })
+        })?
     })))
 }
 

@@ -7,9 +7,9 @@
 pub(super) mod cases;
 pub(super) mod cuda;
 
-use super::gemm::{MatView, MatViewMut, QuantMat, Threads, matmul as gemm};
+use super::gemm::{LowRankTerm, MatView, MatViewMut, QuantMat, Threads, matmul as gemm, matmul_plus};
 use super::gpu;
-use super::matmul::{Addend, ColumnView, ColumnViewMut, Transpose, matmul};
+use super::matmul::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, matmul, matmul_plus_low_rank};
 use crate::error::{Error, Result};
 use crate::quant::{Blocks, CodeKind, NESTED_BLOCK, QuantFormat, RunMeaning, Scales};
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
@@ -193,7 +193,40 @@ pub fn matmul_weight(
     if !dst.tensor.device().is_cpu() {
         return quantized_reference(dst, a, quantized, form, addend);
     }
+    quantized_on_cpu(dst, a, quantized, form, addend.place_in(dst)?, None)
+}
+
+/// As [`matmul_weight`], plus `low_rank`: on the CPU in one pass over `dst` where that is faster.
+///
+/// # Errors
+/// As [`matmul_weight`].
+pub fn matmul_weight_plus_low_rank(
+    dst: ColumnViewMut<'_>,
+    a: ColumnView<'_>,
+    weight: Weight<'_>,
+    form: Transpose,
+    addend: Addend<'_>,
+    low_rank: LowRank<'_>,
+) -> Result<()> {
+    if !dst.tensor.device().is_cpu() || form == Transpose::Tn || low_rank.factor.dtype() != DType::F32 {
+        matmul_weight(dst, a, weight, form, addend)?;
+        return low_rank.add_to(dst, form);
+    }
     let accumulate = addend.place_in(dst)?;
+    match weight {
+        Weight::Dense(weight) => matmul_plus_low_rank(dst, a, weight, form, accumulate, low_rank),
+        Weight::Quantized(weight) => quantized_on_cpu(dst, a, weight, form, accumulate, Some(low_rank)),
+    }
+}
+
+fn quantized_on_cpu(
+    dst: ColumnViewMut<'_>,
+    a: ColumnView<'_>,
+    quantized: &Quantized,
+    form: Transpose,
+    accumulate: bool,
+    low_rank: Option<LowRank<'_>>,
+) -> Result<()> {
     let ((rows, a_width), (_, width)) = (dims2(a.tensor)?, dims2(dst.tensor)?);
     let (out, inputs) = quantized.shape;
     let a_dtype = a.tensor.dtype();
@@ -208,10 +241,20 @@ pub fn matmul_weight(
                 Transpose::Nn => matrix,
                 Transpose::Tn => return Err(Error::internal("a quantized weight as the right side of a gradient")),
             };
-            update(dst.tensor, |data: &mut [D]| {
-                let data = data.get_mut(dst.start..).unwrap_or(&mut []);
-                gemm(MatViewMut { data, stride: width, accumulate }, a, matrix, 1.0, Threads::All);
-            })
+            let product = |term: Option<LowRankTerm<'_>>| {
+                update(dst.tensor, |data: &mut [D]| {
+                    let data = data.get_mut(dst.start..).unwrap_or(&mut []);
+                    let dst = MatViewMut { data, stride: width, accumulate };
+                    match term {
+                        None => gemm(dst, a, matrix, 1.0, Threads::All),
+                        Some(term) => matmul_plus(dst, a, matrix, term, Threads::All),
+                    }
+                })
+            };
+            match low_rank {
+                None => product(None),
+                Some(low_rank) => low_rank.with_term(form, |term| product(Some(term)))?,
+            }
         })?
     }))
 }

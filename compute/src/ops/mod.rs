@@ -41,4 +41,4 @@ pub use gemm::has_matrix_unit;
 pub use gpu::{GEMM_WORKSPACE, has_kernels};
 #[cfg(feature = "kernel-emu")]
 pub use gpu::{GpuWork, asked, count_process};
-pub use matmul::{Addend, ColumnView, ColumnViewMut, Transpose, empty, matmul};
+pub use matmul::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, matmul};

@@ -4,12 +4,13 @@
 //! one, so that each pair of parts (left part i, right part j) is four instructions between two loads.
 
 use std::arch::asm;
+use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::OnceLock;
 
 use super::pack::{self, AmxTile, PackSource};
-use crate::ops::mat_view::OperandRole;
+use crate::ops::mat_view::{OperandRole, as_f32_mut, is_f32};
 use crate::runtime::cpu_tensor::FloatElement;
 
 /// Rows and columns of a call: two tiles each.
@@ -17,13 +18,18 @@ pub(super) const PAIR: usize = 32;
 
 /// Says that the unit is there and that this process may use it.
 #[derive(Clone, Copy)]
-pub(crate) struct Amx(());
+pub(crate) struct Amx {
+    /// The processor rounds to bf16 in one instruction (AVX512-BF16).
+    rounds: bool,
+}
 
 impl Amx {
     /// None where the processor lacks it or the kernel does not give it.
     pub(crate) fn here() -> Option<Amx> {
-        static HERE: OnceLock<bool> = OnceLock::new();
-        HERE.get_or_init(|| has_unit() && is_permitted()).then_some(Amx(()))
+        static HERE: OnceLock<Option<Amx>> = OnceLock::new();
+        let look =
+            || (has_unit() && is_permitted()).then(|| Amx { rounds: is_x86_feature_detected!("avx512bf16") });
+        *HERE.get_or_init(look)
     }
 
     /// Sets the registers up on this thread until the result is dropped. One at a time on a thread.
@@ -65,9 +71,17 @@ impl Amx {
         alpha: f32,
         accumulate: bool,
     ) {
+        let is_whole = width == PAIR && (is_f32::<D>() || self.rounds);
+        assert!(width <= PAIR && dst.len() >= (height.max(1) - 1) * stride + width);
         for (dst, values) in dst.chunks_mut(stride).zip(&square.0).take(height) {
-            // SAFETY: as above.
-            unsafe { add_row(&mut dst[..width], &values[..width], alpha, accumulate) };
+            // SAFETY: as above; `rounds` says that the last instructions are there.
+            unsafe {
+                match (is_whole, as_f32_mut(dst)) {
+                    (true, Some(dst)) => add_line(dst, values, alpha, accumulate),
+                    (true, None) => add_line_bf16(dst, values, alpha, accumulate),
+                    (false, _) => add_row(&mut dst[..width], &values[..width], alpha, accumulate),
+                }
+            };
         }
     }
 }
@@ -76,6 +90,44 @@ impl Amx {
 fn add_row<D: FloatElement>(dst: &mut [D], values: &[f32], alpha: f32, accumulate: bool) {
     for (dst, value) in dst.iter_mut().zip(values) {
         *dst = D::nearest(if accumulate { dst.widen() + alpha * value } else { alpha * value });
+    }
+}
+
+/// As [`add_row`] for a whole line.
+#[target_feature(enable = "avx512f,avx512bw")]
+fn add_line(dst: &mut [f32], values: &[f32; PAIR], alpha: f32, accumulate: bool) {
+    let alpha = _mm512_set1_ps(alpha);
+    for (dst, values) in dst[..PAIR].chunks_exact_mut(16).zip(values.chunks_exact(16)) {
+        // SAFETY: sixteen values each.
+        unsafe {
+            let value = _mm512_mul_ps(alpha, _mm512_loadu_ps(values.as_ptr()));
+            let value = if accumulate { _mm512_add_ps(_mm512_loadu_ps(dst.as_ptr()), value) } else { value };
+            _mm512_storeu_ps(dst.as_mut_ptr(), value);
+        }
+    }
+}
+
+/// As [`add_row`] for a whole line of bf16; what is below 2⁻¹²⁶ becomes zero.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn add_line_bf16<D: FloatElement>(dst: &mut [D], values: &[f32; PAIR], alpha: f32, accumulate: bool) {
+    assert!(!is_f32::<D>());
+    let dst = dst[..PAIR].as_mut_ptr().cast::<__m512i>();
+    let alpha = _mm512_set1_ps(alpha);
+    // SAFETY: `FloatElement` is implemented for f32 and bf16 alone, and D is not f32: 32 of them are 64 bytes, as there are.
+    // 16 of the 32 values each.
+    unsafe {
+        let mut low = _mm512_mul_ps(alpha, _mm512_loadu_ps(values.as_ptr()));
+        let mut high = _mm512_mul_ps(alpha, _mm512_loadu_ps(values.as_ptr().add(16)));
+        if accumulate {
+            let there = _mm512_loadu_si512(dst);
+            let widened =
+                |half: __m256i| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half)));
+            low = _mm512_add_ps(widened(_mm512_castsi512_si256(there)), low);
+            high = _mm512_add_ps(widened(_mm512_extracti64x4_epi64::<1>(there)), high);
+        }
+        // Two vectors of bits: the type has no cast of its own.
+        let rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
+        _mm512_storeu_si512(dst, rounded);
     }
 }
 
@@ -218,6 +270,17 @@ impl Unit {
         square: &mut Accumulator,
     ) {
         self.multiply_into(left, right, planes, square.0.as_flattened_mut(), PAIR, false);
+    }
+
+    /// `square += left · right`.
+    pub(super) fn multiply_more(
+        &self,
+        left: &[AmxTile],
+        right: &[AmxTile],
+        planes: (usize, usize),
+        square: &mut Accumulator,
+    ) {
+        self.multiply_into(left, right, planes, square.0.as_flattened_mut(), PAIR, true);
     }
 
     /// `dst = [dst +] left · right` for 32 rows of 32 sums, `stride` elements from row to row.

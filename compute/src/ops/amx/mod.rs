@@ -20,7 +20,9 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::mat_view::{GemmMatrix, GemmOperand, MatViewMut, OperandRole, Threads, is_f32, store};
+use super::mat_view::{
+    GemmMatrix, GemmOperand, LowRankTerm, MatViewMut, OperandRole, Threads, is_f32, store,
+};
 use crate::runtime::cpu_tensor::{FloatElement, first, unwritten};
 use crate::runtime::thread_pool;
 use kernel::{Accumulator, PAIR};
@@ -47,7 +49,7 @@ const LEAST: usize = 1 << 22;
 
 thread_local! {
     /// The packed operands of the last product on this thread: fresh memory would cost page faults.
-    static LAST: Cell<[Vec<AmxTile>; 2]> = const { Cell::new([Vec::new(), Vec::new()]) };
+    static LAST: Cell<[Vec<AmxTile>; 4]> = const { Cell::new([Vec::new(), Vec::new(), Vec::new(), Vec::new()]) };
     /// The part of an operand that this thread widened last.
     static WIDENED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
@@ -87,7 +89,7 @@ impl Settings {
     }
 }
 
-/// `dst = [dst +] alpha · a · b`, with `a: [m, k]` and `b: [k, n]`, none of which is empty. Where one of the three is bf16,
+/// `dst = [dst +] alpha · (a · b + term)`, with `a: [m, k]` and `b: [k, n]`, none of which is empty. Where one of the three is bf16,
 /// so are the operands: what is f32 beside it, an adapter's matrices and gradients, is rounded, as PyTorch's autocast
 /// does.
 pub(super) fn product<D: FloatElement>(
@@ -95,6 +97,7 @@ pub(super) fn product<D: FloatElement>(
     dst: MatViewMut<'_, D>,
     a: impl GemmMatrix,
     b: impl GemmMatrix,
+    term: Option<LowRankTerm<'_>>,
     alpha: f32,
     threads: Threads,
 ) {
@@ -103,7 +106,7 @@ pub(super) fn product<D: FloatElement>(
     let data = &mut data[..(m - 1) * stride + n];
     let settings = Settings { amx, alpha, threads, rounded: has_bf16::<D>(&a, &b) };
     if is_f32::<D>() || settings.depth(&a, &b) >= k {
-        return sums(settings, MatViewMut { data, stride, accumulate }, a, b, 0..n);
+        return sums(settings, MatViewMut { data, stride, accumulate }, a, b, term, 0..n);
     }
     // A narrower type is rounded once, when all is summed up.
     let width = (SUMS / m).max(1).next_multiple_of(PAIR).min(n);
@@ -112,7 +115,7 @@ pub(super) fn product<D: FloatElement>(
         let columns = first..(first + width).min(n);
         let width = columns.len();
         let dst = MatViewMut { data: &mut wide[..m * width], stride: width, accumulate: false };
-        sums(settings, dst, a, b, columns.clone());
+        sums(settings, dst, a, b, term, columns.clone());
         each(threads, data, STORED * stride, |i, rows| {
             let wide = wide[i * STORED * width..].chunks_exact(width);
             for (row, values) in rows.chunks_mut(stride).zip(wide) {
@@ -127,13 +130,14 @@ pub(super) fn has_bf16<D: FloatElement>(a: &impl GemmMatrix, b: &impl GemmMatrix
     !is_f32::<D>() || a.is_bf16() || b.is_bf16()
 }
 
-/// Columns `all` of `dst = [dst +] alpha · a · b`; `dst` begins with the first of them. A narrower type than f32 is
+/// Columns `all` of `dst = [dst +] alpha · (a · b + term)`; `dst` begins with the first of them. A narrower type than f32 is
 /// rounded after each [`Settings::depth`] inner elements.
 fn sums<D: FloatElement>(
     settings: Settings,
     dst: MatViewMut<'_, D>,
     a: impl GemmMatrix,
     b: impl GemmMatrix,
+    term: Option<LowRankTerm<'_>>,
     all: Range<usize>,
 ) {
     let Settings { amx, alpha, threads, .. } = settings;
@@ -142,7 +146,7 @@ fn sums<D: FloatElement>(
     let depth = settings.depth(&a, &b);
     let width = (PACKED / depth).next_multiple_of(PAIR);
     let tasks = if threads == Threads::All { 4 * thread_pool::num_threads() } else { 1 };
-    let [mut left, mut right] = LAST.with(Cell::take);
+    let [mut left, mut right, mut u, mut factor] = LAST.with(Cell::take);
     // The part that `right` holds: where there is but one, it serves all rows.
     let mut held = None;
     for (top, data) in (0..m).step_by(ROWS).zip(data.chunks_mut(ROWS * stride)) {
@@ -152,21 +156,38 @@ fn sums<D: FloatElement>(
             let inner = from..(from + depth).min(k);
             pack(settings, &mut left, &a, rows.clone(), inner.clone(), OperandRole::Left);
             let left = packed(settings, &left, &a, rows.len(), inner.len());
+            // It is added with the last inner elements.
+            let term = term.filter(|_| inner.end == k);
+            if let Some(term) = term {
+                pack(settings, &mut u, &term.u, rows.clone(), 0..term.r(), OperandRole::Left);
+            }
             for first in all.clone().step_by(width) {
                 let columns = first..(first + width).min(all.end);
                 if held.replace((from, first)) != Some((from, first)) {
                     pack(settings, &mut right, &b, columns.clone(), inner.clone(), OperandRole::Right);
                 }
                 let right = packed(settings, &right, &b, columns.len(), inner.len());
+                let term = term.map(|term| {
+                    pack(
+                        settings,
+                        &mut factor,
+                        &term.factor,
+                        columns.clone(),
+                        0..term.r(),
+                        OperandRole::Right,
+                    );
+                    let u = packed(settings, &u, &term.u, rows.len(), term.r());
+                    (u, packed(settings, &factor, &term.factor, columns.len(), term.r()))
+                });
                 let (accumulate, first) = (accumulate || from > 0, first - all.start);
-                let part = BlockProduct { amx, left, right, first, stride, alpha, accumulate };
+                let part = BlockProduct { amx, left, right, term, first, stride, alpha, accumulate };
                 each(threads, data, task_rows * stride, |i, data| {
                     part.rows(data, i * task_rows / PAIR, task_rows / PAIR);
                 });
             }
         }
     }
-    LAST.with(|last| last.set([left, right]));
+    LAST.with(|last| last.set([left, right, u, factor]));
 }
 
 /// A packed operand.
@@ -178,6 +199,12 @@ struct PackedOperand<'a> {
     /// Number of outer elements.
     outer: usize,
     num_splits: usize,
+}
+
+impl<'a> PackedOperand<'a> {
+    fn strip_at(self, number: usize) -> &'a [AmxTile] {
+        &self.tiles[number * self.strip..][..self.strip]
+    }
 }
 
 /// What [`pack`] left in `memory`.
@@ -275,6 +302,8 @@ struct BlockProduct<'a> {
     amx: Amx,
     left: PackedOperand<'a>,
     right: PackedOperand<'a>,
+    /// A second product for the same sums.
+    term: Option<(PackedOperand<'a>, PackedOperand<'a>)>,
     /// The first column.
     first: usize,
     stride: usize,
@@ -289,11 +318,16 @@ impl BlockProduct<'_> {
         let mut square = Accumulator::default();
         let (left, right) = (self.left, self.right);
         let num_splits = (left.num_splits, right.num_splits);
-        for (strip, j) in right.tiles.chunks_exact(right.strip).enumerate() {
-            let (column, width) = (self.first + strip * PAIR, PAIR.min(right.outer - strip * PAIR));
+        for (column_strip, j) in right.tiles.chunks_exact(right.strip).enumerate() {
+            let (column, width) =
+                (self.first + column_strip * PAIR, PAIR.min(right.outer - column_strip * PAIR));
             let rows = left.tiles.chunks_exact(left.strip).enumerate().skip(first).take(count);
             for (strip, i) in rows {
                 unit.multiply(i, j, num_splits, &mut square);
+                if let Some((u, factor)) = self.term {
+                    let splits = (u.num_splits, factor.num_splits);
+                    unit.multiply_more(u.strip_at(strip), factor.strip_at(column_strip), splits, &mut square);
+                }
                 let height = PAIR.min(left.outer - strip * PAIR);
                 let to = &mut dst[(strip - first) * PAIR * self.stride + column..];
                 self.amx.add(to, self.stride, &square, (height, width), self.alpha, self.accumulate);

@@ -121,7 +121,7 @@ fn each_step(
 fn rows_bf16(tiles: &mut [AmxTile], from: Strided<'_, bf16>, outer: Range<usize>, inner: Range<usize>) {
     for (i, o) in outer.enumerate() {
         let row = &from.data[o * from.outer..][inner.clone()];
-        if let Some(next) = row.get(2 * STEP..) {
+        if let Some(next) = row.get(4 * STEP..) {
             _mm_prefetch::<_MM_HINT_T0>(next.as_ptr().cast());
         }
         put(&mut tiles[i / LANES], i % LANES, load_bf16(row));
@@ -133,7 +133,7 @@ fn rows_bf16(tiles: &mut [AmxTile], from: Strided<'_, bf16>, outer: Range<usize>
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pairs_bf16<'a>(tiles: &mut [AmxTile], from: Strided<'a, bf16>, outer: Range<usize>, inner: Range<usize>) {
     /// Rows whose elements are asked for ahead of their use.
-    const AHEAD: usize = 16;
+    const AHEAD: usize = 64;
     // Lanes 0 to 15 of two rows by turns; lanes 16 to 31.
     let low = _mm512_set_epi16(
         47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34,

@@ -39,7 +39,7 @@ fn errors<A: FloatElement, B: FloatElement>(amx: Amx, case: &Case) -> (f64, f64)
     let mut out = before.clone();
     let dst = MatViewMut { data: &mut out, stride, accumulate: case.accumulate };
     let matrices = (matrix(&a, m, k, case.turned.0), matrix(&b, k, n, case.turned.1));
-    product(amx, dst, matrices.0, matrices.1, 0.5, case.threads);
+    product(amx, dst, matrices.0, matrices.1, None, 0.5, case.threads);
     let at = |i: usize, j: usize, (rows, cols): (usize, usize), turned| {
         if turned { j * rows + i } else { i * cols + j }
     };
@@ -119,7 +119,7 @@ fn an_element_does_not_depend_on_the_tasks() {
     let whole = |rows: usize, threads| {
         let mut out = vec![0f32; rows * n];
         let dst = MatViewMut { data: &mut out, stride: n, accumulate: false };
-        product(amx, dst, MatView::new(&a, rows, k, k), MatView::new(&b, k, n, n), 1.0, threads);
+        product(amx, dst, MatView::new(&a, rows, k, k), MatView::new(&b, k, n, n), None, 1.0, threads);
         out
     };
     let want = whole(m, Threads::One);
@@ -147,11 +147,11 @@ fn quantized_is_dequantized_on_the_way() {
         let dst = |data| MatViewMut { data, stride: n, accumulate: false };
         let [first, second] = &mut results;
         if transposed {
-            product(amx, dst(first), a, quantized.t(), 1.0, Threads::All);
-            product(amx, dst(second), a, dense.t(), 1.0, Threads::All);
+            product(amx, dst(first), a, quantized.t(), None, 1.0, Threads::All);
+            product(amx, dst(second), a, dense.t(), None, 1.0, Threads::All);
         } else {
-            product(amx, dst(first), a, quantized, 1.0, Threads::All);
-            product(amx, dst(second), a, dense, 1.0, Threads::All);
+            product(amx, dst(first), a, quantized, None, 1.0, Threads::All);
+            product(amx, dst(second), a, dense, None, 1.0, Threads::All);
         }
         assert!(results[0].iter().any(|x| *x != 0.0));
         assert_eq!(results[0], results[1]);
@@ -166,15 +166,67 @@ fn a_narrower_result_is_rounded_once() {
     let (a, b) = (narrowed(numbers(m * k, 11)), narrowed(numbers(k * n, 12)));
     let (a, b) = (MatView::new(&a, m, k, k), MatView::new(&b, k, n, n));
     let mut narrow = vec![bf16::from_f32(1.0); m * n];
-    product(amx, MatViewMut { data: &mut narrow, stride: n, accumulate: true }, a, b, 1.0, Threads::All);
+    product(
+        amx,
+        MatViewMut { data: &mut narrow, stride: n, accumulate: true },
+        a,
+        b,
+        None,
+        1.0,
+        Threads::All,
+    );
     let mut wide = vec![1f64; m * n];
     let mut sums = vec![0f32; m * n];
-    product(amx, MatViewMut { data: &mut sums, stride: n, accumulate: false }, a, b, 1.0, Threads::All);
+    product(amx, MatViewMut { data: &mut sums, stride: n, accumulate: false }, a, b, None, 1.0, Threads::All);
     wide.iter_mut().zip(&sums).for_each(|(x, sum)| *x += f64::from(*sum));
     for (narrow, wide) in narrow.iter().zip(wide) {
         // Half a unit in the last of eight bits, and the f32 sums' own error.
         assert!((f64::from(narrow.to_f32()) - wide).abs() <= wide.abs() * 2f64.powi(-8) + 2e-4);
     }
+}
+
+/// Sums in one pass, with a row and a column of blocks that are not whole and inner elements in two parts.
+#[test]
+fn a_term_of_low_rank_is_added_once() {
+    let Some(amx) = unit() else { return };
+    let (m, n, r) = (70, 100, 24);
+    for k in [200, 2600] {
+        let narrowed = |values: Vec<f32>| values.into_iter().map(bf16::from_f32).collect::<Vec<_>>();
+        let (a, b) = (narrowed(numbers(m * k, 11)), narrowed(numbers(k * n, 12)));
+        let (u, factor) = (numbers(m * r, 13), numbers(n * r, 14));
+        let (a, b) = (MatView::new(&a, m, k, k), MatView::new(&b, k, n, n));
+        let (u, factor) = (MatView::new(&u, m, r, r), MatView::new(&factor, n, r, r).t());
+        let term = Some(LowRankTerm { u, factor });
+        let run = |a, b, term, from: &[bf16], accumulate| {
+            let mut out = from.to_vec();
+            let dst = MatViewMut { data: &mut out, stride: n, accumulate };
+            product(amx, dst, a, b, term, 1.0, Threads::All);
+            out
+        };
+        let start = narrowed(numbers(m * n, 15));
+        let got = run(a, b, term, &start, true);
+        let mut sums: Vec<f32> = start.iter().map(|x| x.to_f32()).collect();
+        for (i, sum) in sums.iter_mut().enumerate() {
+            let (row, column) = (i / n, i % n);
+            let of_base =
+                (0..k).map(|l| f64::from(a_at(&a, row, l)) * f64::from(a_at(&b, l, column))).sum::<f64>();
+            let rounded = |x: f32| f64::from(bf16::from_f32(x).to_f32());
+            let of_term =
+                (0..r).map(|l| rounded(a_at(&u, row, l)) * rounded(a_at(&factor, l, column))).sum::<f64>();
+            *sum += (of_base + of_term) as f32;
+        }
+        for (got, want) in got.iter().zip(&sums) {
+            assert!((got.to_f32() - want).abs() <= want.abs() * 2f32.powi(-8) + 1e-3, "{got} {want}");
+        }
+    }
+}
+
+/// An element of a matrix.
+fn a_at<T: FloatElement>(matrix: &MatView<'_, T>, row: usize, column: usize) -> f32 {
+    let (line, at) = if matrix.is_transposed() { (column, row) } else { (row, column) };
+    let mut value = [0.0];
+    matrix.widen(line, at, &mut value);
+    value[0]
 }
 
 #[test]
@@ -186,14 +238,30 @@ fn what_is_not_finite_stays_so() {
         let b = numbers(32 * 32, 7);
         let mut out = vec![0f32; 32 * 32];
         let dst = MatViewMut { data: &mut out, stride: 32, accumulate: false };
-        product(amx, dst, MatView::new(&a, 32, 32, 32), MatView::new(&b, 32, 32, 32), 1.0, Threads::One);
+        product(
+            amx,
+            dst,
+            MatView::new(&a, 32, 32, 32),
+            MatView::new(&b, 32, 32, 32),
+            None,
+            1.0,
+            Threads::One,
+        );
         for (i, row) in out.chunks(32).enumerate() {
             assert!(row.iter().all(|x| x.is_finite() == (i != 5)));
         }
         // And where it is rounded to bf16.
         let b: Vec<bf16> = b.into_iter().map(bf16::from_f32).collect();
         let dst = MatViewMut { data: &mut out, stride: 32, accumulate: false };
-        product(amx, dst, MatView::new(&a, 32, 32, 32), MatView::new(&b, 32, 32, 32), 1.0, Threads::One);
+        product(
+            amx,
+            dst,
+            MatView::new(&a, 32, 32, 32),
+            MatView::new(&b, 32, 32, 32),
+            None,
+            1.0,
+            Threads::One,
+        );
         for (i, row) in out.chunks(32).enumerate() {
             assert!(row.iter().all(|x| x.is_finite() == (i != 5)));
         }
