@@ -106,6 +106,13 @@ impl<'a> Saver<'a> {
         saver
     }
 
+    /// Removes the checkpoints that were to go after that of `state` was saved: its run may have been killed in between, and
+    /// save no more.
+    pub fn catch_up(&mut self, state: &TrainingState) {
+        let notes = folder::retain(&self.options.output, self.options.keep_last, state);
+        self.note(notes);
+    }
+
     /// What has gone wrong since the last call and is no reason to end a run: an old checkpoint that cannot be removed.
     pub fn take_notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.notes)

@@ -209,7 +209,7 @@ fn refuse_other_runs(
 }
 
 /// Whether a checkpoint lies in the folder `output` itself, or is a link there or to there.
-fn lies_in(saved: &SavedCheckpoint, output: &Path) -> bool {
+pub(super) fn lies_in(saved: &SavedCheckpoint, output: &Path) -> bool {
     let Ok(output) = output.canonicalize() else { return false };
     let parent = |folder: &Path| folder.parent().map(Path::to_owned);
     let there = saved.folder.canonicalize().ok().and_then(|folder| parent(&folder));

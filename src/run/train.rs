@@ -9,7 +9,7 @@ use candle_core::Device;
 
 use super::card::{card, html};
 use super::device_failure::explained;
-use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, date_text};
+use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, date_text, lies_in};
 use super::rollback::roll_back;
 use super::showcase::{self, Question};
 use super::space;
@@ -181,7 +181,10 @@ impl TrainRun<'_> {
             write_weights: weights_writer(plan, true, trainer)?,
         };
         let first = world.rank() == 0;
-        let saver = Saver::new(options, first, self.writers);
+        let mut saver = Saver::new(options, first, self.writers);
+        if let Some(saved) = self.resumed.filter(|saved| first && lies_in(saved, output)) {
+            saver.catch_up(&saved.state);
+        }
         let mut sampler = plan.sampler()?;
         let state = self.resumed.map(|saved| &saved.state);
         if let Some(state) = state {

@@ -190,7 +190,7 @@ fn a_million_faults_are_counted() {
     for (text, first) in [
         (format!("[train]\n{}", numbered(&|i| format!("epoch{i} = 1\n"))), "unknown key `train.epoch"),
         (numbered(&|i| format!("[trian{i}]\n")), "unknown section [trian"),
-        (numbered(&|i| format!("epochs{i} = 1\n")), "stands outside a section"),
+        (numbered(&|i| format!("epoch{i} = 1\n")), "stands outside a section"),
         (format!("[train]\n{}", "epochs = 1\n".repeat(1_000_001)), "`epochs` stands there twice"),
     ] {
         place.write("recipe.toml", &text);

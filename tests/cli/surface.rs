@@ -272,7 +272,9 @@ fn tiny(access: Access) -> RepoDouble {
 /// A hub that sends the token back wherever it can: it is in no output and in no file of the run.
 #[test]
 fn what_the_hub_is_sent_is_shown_nowhere() {
-    let hub = HubDouble::start(vec![tiny(Access::Private { good: TOKEN })]);
+    let repo = tiny(Access::Private { good: TOKEN });
+    let commit = repo.commit();
+    let hub = HubDouble::start(vec![repo]);
     let place = Place::new();
     let run = |args: &[&str]| {
         let output = command(&place, args).env("HF_ENDPOINT", hub.url()).output().unwrap();
@@ -285,6 +287,10 @@ fn what_the_hub_is_sent_is_shown_nowhere() {
     let (code, stderr) = run(&train("out"));
     assert_eq!(code, Some(0), "{stderr}");
     assert!(hub.requests().iter().all(|request| request.authorization.is_some()));
+    // What it trained on is recorded.
+    let record = std::fs::read_to_string(place.path("out").join(".finetune/run.json")).unwrap();
+    let record: serde_json::Value = serde_json::from_str(&record).unwrap();
+    assert_eq!(record["sources"], serde_json::json!({"ada/tiny": commit}));
     let echo = |name: &'static str, value: &str| vec![(name, format!("{value}{TOKEN}"))];
     let passing =
         |status| Fault::new(&["/api/"], 1, Spoil::Status(status, echo("X-Error-Message", "no such ")));
@@ -301,6 +307,12 @@ fn what_the_hub_is_sent_is_shown_nowhere() {
             Spoil::Body(format!("{{\"sha\":[],\"siblings\":\"{TOKEN}\"}}").into_bytes()),
         ),
         Fault::new(&["/api/"], 1, Spoil::Body(format!("{{\"siblings\":\"{TOKEN}\"}}").into_bytes())),
+        // Colours, a cleared screen and a title for the terminal.
+        Fault::new(
+            &["/api/"],
+            1,
+            Spoil::Body(br#"{"sha":"\u001b[2J\u001b]0;x\u0007","siblings":[]}"#.to_vec()),
+        ),
     ];
     for (number, fault) in faults.into_iter().enumerate() {
         hub.forget();

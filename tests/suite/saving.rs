@@ -12,7 +12,7 @@ use finetune::checkpoint::{
     self, SaveThreads, SavedState, SavedValues, Saver, SaverOptions, SnapshotPart, SnapshotTensor,
     TrainingState, WriteWeights,
 };
-use finetune::collective::{Call, Collective, in_process};
+use finetune::collective::{Call, Collective, SingleRank, in_process};
 use finetune::error::{Error, ErrorCategory, Result};
 use finetune::weights::{StoredDtype, WriteEntry, write_file, write_text};
 
@@ -234,6 +234,32 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
         assert!(started.elapsed() < Duration::from_secs(60), "{what}");
         std::thread::sleep(Duration::from_millis(2));
     }
+}
+
+/// A run that was killed between its last save and what that save makes superfluous removes this when it goes on.
+#[test]
+fn what_a_killed_run_did_not_remove_goes_when_it_goes_on() {
+    let place = tempfile::tempdir().unwrap();
+    let (output, other) = (place.path().join("out"), place.path().join("other"));
+    let writers = SaveThreads::default();
+    let save = |output: &Path, steps: &[u64]| {
+        std::fs::create_dir_all(output).unwrap();
+        let mut saver = saver(output, &SingleRank, &writers, Arc::new(|_| Ok(())));
+        for &step in steps {
+            saver.save(state(step, 1), share(0, step), &SingleRank).unwrap();
+        }
+        saver.finish(&SingleRank).unwrap();
+    };
+    save(&output, &[2, 3]);
+    save(&other, &[1]);
+    std::fs::rename(other.join("checkpoint-1"), output.join("checkpoint-1")).unwrap();
+    let steps = || checkpoint::count(&output).unwrap();
+    let mut goes_on = saver(&output, &SingleRank, &writers, Arc::new(|_| Ok(())));
+    goes_on.catch_up(&state(2, 1));
+    assert_eq!(steps(), 3);
+    goes_on.catch_up(&state(3, 1));
+    assert_eq!((steps(), output.join("checkpoint-1").exists()), (2, false));
+    assert!(goes_on.take_notes().is_empty());
 }
 
 /// Ranks go on with their steps while one still writes; nothing is committed before that one is done, and then at once.
