@@ -106,9 +106,13 @@ impl<'a> Saver<'a> {
         saver
     }
 
-    /// Removes the checkpoints that were to go after that of `state` was saved: its run may have been killed in between, and
-    /// save no more.
+    /// Removes the checkpoints that were to go after that of `state` was saved, where it is the newest: its run may have been
+    /// killed in between, and save no more.
     pub fn catch_up(&mut self, state: &TrainingState) {
+        let newest = super::list(&self.options.output).ok().and_then(|found| Some(found.last()?.0));
+        if newest != Some(state.step) {
+            return;
+        }
         let notes = folder::retain(&self.options.output, self.options.keep_last, state);
         self.note(notes);
     }

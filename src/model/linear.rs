@@ -217,6 +217,21 @@ impl<'a> Part<'a> {
                 base(dx)?;
             }
         }
+        self.add_gradients(x, (dy, start), &columns)?;
+        Ok(start + len)
+    }
+
+    /// Adds the gradients of weights and biases that train, given those of the outputs, which are in `columns` of `dy` from
+    /// `start` on.
+    fn add_gradients(
+        &self,
+        x: &Tensor,
+        (dy, start): (&Tensor, usize),
+        columns: &[(usize, usize)],
+    ) -> Result<()> {
+        let len = columns.iter().map(|(_, len)| len).sum();
+        let all = ColumnView { tensor: dy, start, len };
+        let of_layer = |&(at, len): &(usize, usize)| ColumnView { tensor: dy, start: start + at, len };
         if let Some(grad) = self.grad {
             matmul(
                 ColumnViewMut::all(grad),
@@ -227,12 +242,12 @@ impl<'a> Part<'a> {
                 Addend::Destination,
             )?;
         }
-        for (layer, columns) in self.layers.iter().zip(&columns) {
+        for (layer, columns) in self.layers.iter().zip(columns) {
             if let Some(grad) = layer.bias.as_ref().and_then(|bias| bias.grad.as_ref()) {
                 sum_rows(grad, of_layer(columns))?;
             }
         }
-        Ok(start + len)
+        Ok(())
     }
 }
 

@@ -196,7 +196,7 @@ pub(crate) struct LowRankTerm<'a> {
 }
 
 impl LowRankTerm<'_> {
-    /// The rank.
+    /// Columns of `u`.
     pub(super) fn r(&self) -> usize {
         self.u.cols()
     }

@@ -208,7 +208,8 @@ pub fn matmul_weight_plus_low_rank(
     addend: Addend<'_>,
     low_rank: LowRank<'_>,
 ) -> Result<()> {
-    if !dst.tensor.device().is_cpu() || form == Transpose::Tn || low_rank.factor.dtype() != DType::F32 {
+    let on_cpu = dst.tensor.device().is_cpu() && gpu::driver_of(dst.tensor).is_none();
+    if !on_cpu || form == Transpose::Tn || low_rank.factor.dtype() != DType::F32 {
         matmul_weight(dst, a, weight, form, addend)?;
         return low_rank.add_to(dst, form);
     }

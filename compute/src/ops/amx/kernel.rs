@@ -221,11 +221,11 @@ macro_rules! fetch {
     };
 }
 
-/// A loop of `$steps` steps, each of the given loads with four multiplications after each line. Tiles of the next step,
+/// A loop of `$square.steps` steps, each of the given loads with four multiplications after each line. Tiles of the next step,
 /// which lie in the L2 cache, are asked for meanwhile: a kilobyte of each operand a line, all of them where both have
-/// three parts. The sums start from zero, or from what is at `$c` if `$keep`.
+/// three parts. The sums start from zero, or from what is at `$square.c` if `$square.keep`.
 macro_rules! square {
-    ($a:expr, $b:expr, $c:expr, $steps:expr, $keep:expr, $a_parts:literal, $b_parts:literal, $($loads:expr),+) => {
+    ($square:expr, $a_parts:literal, $b_parts:literal, $($loads:expr),+) => {
         asm!(
             "test {keep:e}, {keep:e}", "jz 3f",
             "tileloadd tmm0, [{c} + {c_line}]", "tileloadd tmm1, [{c} + {c_line} + 64]",
@@ -247,17 +247,29 @@ macro_rules! square {
             "dec {steps}", "jnz 2b",
             "tilestored [{c} + {c_line}], tmm0", "tilestored [{c} + {c_line} + 64], tmm1",
             "tilestored [{c_low} + {c_line}], tmm2", "tilestored [{c_low} + {c_line} + 64], tmm3",
-            a = inout(reg) $a => _, b = inout(reg) $b => _, steps = inout(reg) $steps => _,
-            a_next = inout(reg) $a.wrapping_byte_add(2048 * $a_parts) => _,
-            b_next = inout(reg) $b.wrapping_byte_add(2048 * $b_parts) => _,
-            c = in(reg) $c.0, c_low = in(reg) $c.0.wrapping_byte_add(16 * $c.1), c_line = in(reg) $c.1,
-            keep = in(reg) u32::from($keep),
+            a = inout(reg) $square.a => _, b = inout(reg) $square.b => _, steps = inout(reg) $square.steps => _,
+            a_next = inout(reg) $square.a.wrapping_byte_add(2048 * $a_parts) => _,
+            b_next = inout(reg) $square.b.wrapping_byte_add(2048 * $b_parts) => _,
+            c = in(reg) $square.c, c_low = in(reg) $square.c.wrapping_byte_add(16 * $square.line), c_line = in(reg) $square.line,
+            keep = in(reg) u32::from($square.keep),
             line = in(reg) 64usize,
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack),
         )
     };
+}
+
+/// Where the operands of 32 × 32 sums and the sums are.
+struct SquareProduct {
+    a: *const AmxTile,
+    b: *const AmxTile,
+    c: *mut f32,
+    /// Bytes from row to row of the sums.
+    line: usize,
+    steps: usize,
+    /// Add to what is there.
+    keep: bool,
 }
 
 impl Unit {
@@ -296,18 +308,15 @@ impl Unit {
         let steps = left.len() / (2 * planes.0);
         assert!(steps > 0 && left.len() == steps * 2 * planes.0 && right.len() == steps * 2 * planes.1);
         assert!(stride >= PAIR && dst.len() >= (PAIR - 1) * stride + PAIR);
-        let (a, b, c) = (left.as_ptr(), right.as_ptr(), (dst.as_mut_ptr(), stride * size_of::<f32>()));
+        let (a, b, c) = (left.as_ptr(), right.as_ptr(), dst.as_mut_ptr());
+        let square = SquareProduct { a, b, c, line: stride * size_of::<f32>(), steps, keep: accumulate };
         // SAFETY: the registers are set up on this thread, which `self` cannot leave. Each step reads 2 · planes tiles
         // of each operand, as many as the first assertion says there are; the second says that `dst` holds what is
         // read and written there.
         unsafe {
             match planes {
                 (3, 3) => square!(
-                    a,
-                    b,
-                    c,
-                    steps,
-                    accumulate,
+                    square,
                     3,
                     3,
                     concat!(left!("0"), right!("2")),
@@ -317,31 +326,13 @@ impl Unit {
                     left!("2"),
                     left!("0")
                 ),
-                (3, 1) => square!(
-                    a,
-                    b,
-                    c,
-                    steps,
-                    accumulate,
-                    3,
-                    1,
-                    concat!(left!("2"), right!("0")),
-                    left!("1"),
-                    left!("0")
-                ),
-                (1, 3) => square!(
-                    a,
-                    b,
-                    c,
-                    steps,
-                    accumulate,
-                    1,
-                    3,
-                    concat!(left!("0"), right!("2")),
-                    right!("1"),
-                    right!("0")
-                ),
-                (1, 1) => square!(a, b, c, steps, accumulate, 1, 1, concat!(left!("0"), right!("0"))),
+                (3, 1) => {
+                    square!(square, 3, 1, concat!(left!("2"), right!("0")), left!("1"), left!("0"))
+                }
+                (1, 3) => {
+                    square!(square, 1, 3, concat!(left!("0"), right!("2")), right!("1"), right!("0"))
+                }
+                (1, 1) => square!(square, 1, 1, concat!(left!("0"), right!("0"))),
                 _ => unreachable!("a value is one part or three"),
             }
         }

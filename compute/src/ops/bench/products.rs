@@ -10,9 +10,11 @@ use crate::ops::case::CaseRunner;
 use crate::ops::cross_entropy::{
     LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
 };
-use crate::ops::matmul::{Addend, ColumnView, ColumnViewMut, Transpose, matmul};
+use crate::ops::matmul::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, matmul};
 use crate::ops::matmul_quantized::cases::quantized;
-use crate::ops::matmul_quantized::{Quantized, Weight, matmul_weight, matmul_weights};
+use crate::ops::matmul_quantized::{
+    Quantized, Weight, matmul_weight, matmul_weight_plus_low_rank, matmul_weights,
+};
 use crate::quant::QuantFormat;
 use crate::runtime::TensorMut;
 
@@ -21,7 +23,7 @@ const WEIGHTS: f32 = 0.02;
 
 pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
     let mut ops = linear_layers(shapes);
-    ops.extend([quantized_linear(shapes), quantized_group(shapes)]);
+    ops.extend([linear_with_adapter(shapes), quantized_linear(shapes), quantized_group(shapes)]);
     ops.extend([loss(shapes), scores(shapes), next_token(shapes)]);
     ops
 }
@@ -112,6 +114,24 @@ fn quantized_linear(shapes: &BenchShapes) -> TimedOp {
         Ok(Box::new(move || {
             let (y, x) = (ColumnViewMut::all(&y), ColumnView::all(&x));
             matmul_weight(y, x, Weight::Quantized(&weight), Transpose::Nt, Addend::Nothing)
+        }))
+    })
+}
+
+/// A dense weight with an adapter of rank 16 beside it.
+fn linear_with_adapter(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, f) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.intermediate_size);
+    let product = LinearProduct::new("gate_proj", Transpose::Nt, d, f);
+    let what = ("matmul_weight_plus_low_rank", format!("{n}x{d} to {f}, gate_proj and r 16"), shapes.dtype);
+    TimedOp::multiplying(product.flops(n), what, move |inputs| {
+        let (x, y) = (inputs.normal(1.0, (n, d))?, inputs.normal(1.0, (n, f))?);
+        let weight = inputs.normal(WEIGHTS, (f, d))?;
+        let (u, b) =
+            (inputs.normal_as(DType::F32, 1.0, (n, 16))?, inputs.normal_as(DType::F32, WEIGHTS, (f, 16))?);
+        Ok(Box::new(move || {
+            let low_rank = LowRank { u: ColumnView::all(&u), factor: &b, scale: 2.0 };
+            let (y, x, weight) = (ColumnViewMut::all(&y), ColumnView::all(&x), Weight::Dense(&weight));
+            matmul_weight_plus_low_rank(y, x, weight, Transpose::Nt, Addend::Nothing, low_rank)
         }))
     })
 }

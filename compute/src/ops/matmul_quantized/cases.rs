@@ -1,11 +1,14 @@
 //! Cases of products with a quantized weight.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
-use super::{Quantized, QuantizedRun, Weight, matmul_weight, matmul_weights, quantized_reference};
+use super::{
+    Quantized, QuantizedRun, Weight, matmul_weight, matmul_weight_plus_low_rank, matmul_weights,
+    quantized_reference,
+};
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, TensorPair, Tolerance};
-use crate::ops::matmul::{self, Addend, ColumnView, ColumnViewMut, Transpose};
+use crate::ops::matmul::{self, Addend, ColumnView, ColumnViewMut, LowRank, Transpose};
 use crate::quant::{self, CodeKind, QuantFormat, RunMeaning};
 use crate::runtime::rng::RngStream;
 
@@ -74,7 +77,69 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
         }
     }
     cases.extend(side_by_side());
+    cases.extend(with_low_rank());
     cases
+}
+
+/// A matrix of low rank added to products, small ones and such as the matrix unit of a CPU takes; two parts of the inner
+/// elements in one of them.
+fn with_low_rank() -> Vec<OpCase> {
+    let mut cases = Vec::new();
+    let weights = [("dense", true), ("nf4", false)];
+    for (rows, shape) in [(7, (53, 72)), (70, (160, 416)), (40, (200, 2600))] {
+        for (form, (what, is_dense)) in
+            [Transpose::Nt, Transpose::Nn].into_iter().flat_map(|form| weights.map(|weight| (form, weight)))
+        {
+            let name = format!("{form:?} {rows}x{}x{}, {what}", shape.0, shape.1);
+            cases.push(OpCase::new(
+                "matmul_weight_plus_low_rank",
+                name,
+                Tolerance::BACKWARD,
+                move |runner| low_rank_case(runner, rows, shape, form, is_dense),
+            ));
+        }
+    }
+    cases
+}
+
+/// Added to a matrix, and of rank 12.
+fn low_rank_case(
+    runner: &CaseRunner<'_>,
+    rows: usize,
+    shape: (usize, usize),
+    form: Transpose,
+    is_dense: bool,
+) -> Result<Vec<TensorPair>> {
+    let r = 12;
+    let [here, plain] = quantized(runner, FORMATS[0], shape)?;
+    let dense = runner.normal("dense", shape)?;
+    let (k, n, factor) = match form {
+        Transpose::Nt => (shape.1, shape.0, (shape.0, r)),
+        _ => (shape.0, shape.1, (r, shape.1)),
+    };
+    let (a, onto) = (runner.normal("a", (rows, k + 3))?, runner.normal("onto", (rows, n))?);
+    let dst = runner.normal("dst", (rows, n))?;
+    let (u, factor) = (runner.normal_f32("u", (rows, r))?, runner.normal_f32("factor", factor)?);
+    let a_of = |tensor| ColumnView { tensor, start: 2, len: k };
+    let weight = if is_dense { Weight::Dense(&dense.here) } else { Weight::Quantized(&here) };
+    let low_rank = LowRank { u: ColumnView::all(&u.here), factor: &factor.here, scale: 0.5 };
+    let (to, added) = (ColumnViewMut::all(&dst.here), Addend::Matrix(&onto.here));
+    matmul_weight_plus_low_rank(to, a_of(&a.here), weight, form, added, low_rank)?;
+    // Summed in f32 and rounded once.
+    let wide = crate::ops::empty(rows, n, DType::F32, onto.plain.device())?;
+    let onto = onto.plain.to_dtype(DType::F32)?;
+    let (to, added) = (ColumnViewMut::all(&wide), Addend::Matrix(&onto));
+    let a_wide = a.plain.to_dtype(DType::F32)?;
+    if is_dense {
+        let dense = dense.plain.to_dtype(DType::F32)?;
+        matmul::reference(to, a_of(&a_wide), ColumnView::all(&dense), form, 1.0, added)?;
+    } else {
+        let dense = plain.dequantize_reference()?.to_dtype(runner.dtype)?.to_dtype(DType::F32)?;
+        matmul::reference(to, a_of(&a_wide), ColumnView::all(&dense), form, 1.0, added)?;
+    }
+    let (u, factor) = (ColumnView::all(&u.plain), ColumnView::all(&factor.plain));
+    matmul::reference(to, u, factor, form, 0.5, Addend::Destination)?;
+    Ok(vec![TensorPair::new(dst.here.into_tensor(), wide.into_tensor())])
 }
 
 /// The product of `rows` rows with a weight of this shape; columns stand left and right of what is multiplied.

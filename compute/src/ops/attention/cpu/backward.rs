@@ -42,19 +42,14 @@ pub(in super::super) fn backward(
         let o = HeadRows::new(&o, ColumnView::all(&attended.out), dim)?;
         let do_ = HeadRows::new(&do_, ColumnView::all(dout), dim)?;
         let keys = TilesBySpan::of(spans, kv_heads, |span| span.q_len, |span, head, tile| {
-            KeyTile::new(&k.rows(head, within(span, &tile)), &v.rows(head, within(span, &tile)))
+            TransposedKeyTile::new(&k.rows(head, within(span, &tile)), &v.rows(head, within(span, &tile)))
         });
         let queries = TilesBySpan::of(spans, heads, |span| span.q_len, |span, head, tile| {
             QueryTile::new(&q, &o, &do_, head, within(span, &tile))
         });
         let lse = read::<f32>(&attended.lse)?;
         let lse: &[f32] = &lse;
-        let tasks: Vec<(usize, usize, usize)> = (0..spans.len())
-            .flat_map(|s| (0..heads).flat_map(move |h| {
-                let len = spans[s].q_len;
-                (0..len).step_by(task_keys(len)).map(move |i| (s, h, i))
-            }))
-            .collect();
+        let tasks = tasks(spans, heads);
         let done: Vec<HeadGradients> = tasks
             .par_iter()
             .map(|&(s, h, from)| {
@@ -88,21 +83,30 @@ pub(in super::super) fn backward(
     })
 }
 
+/// Span, head and first key of each part that is computed by itself.
+fn tasks(spans: &[Span], heads: usize) -> Vec<(usize, usize, usize)> {
+    let of_head = |s: usize, h: usize| {
+        let len = spans[s].q_len;
+        (0..len).step_by(task_keys(len)).map(move |i| (s, h, i))
+    };
+    (0..spans.len()).flat_map(|s| (0..heads).flat_map(move |h| of_head(s, h))).collect()
+}
+
 /// Rows of the batch.
 fn within(span: &Span, rows: &Range<usize>) -> Range<usize> {
     span.q_start + rows.start..span.q_start + rows.end
 }
 
 /// Keys and values of a tile: right operands of `Q Kᵀ`, `dO Vᵀ` and `dS K`.
-struct KeyTile {
+struct TransposedKeyTile {
     k_transposed: TileOperand,
     v_transposed: TileOperand,
     k: TileOperand,
 }
 
-impl KeyTile {
+impl TransposedKeyTile {
     fn new<T: FloatElement>(k: &MatView<'_, T>, v: &MatView<'_, T>) -> Self {
-        KeyTile {
+        TransposedKeyTile {
             k_transposed: TileOperand::of(&k.t(), OperandRole::Right),
             v_transposed: TileOperand::of(&v.t(), OperandRole::Right),
             k: TileOperand::of(k, OperandRole::Right),
@@ -155,7 +159,7 @@ struct HeadGradients {
 
 /// One head of one span.
 struct HeadTiles<'a> {
-    keys: &'a [KeyTile],
+    keys: &'a [TransposedKeyTile],
     queries: &'a [QueryTile],
     lse: &'a [f32],
 }
