@@ -42,6 +42,8 @@ pub(super) struct DivergedStep<'a> {
     pub(super) grad_norm: f64,
     /// This rank's loss.
     pub(super) own_loss: f64,
+    /// The ranks whose gradients are not finite before they are summed, where all losses are finite.
+    pub(super) bad_gradients: &'a [usize],
 }
 
 impl Engine {
@@ -84,7 +86,7 @@ impl Engine {
 
     /// The error for a step whose loss or gradient norm is not finite; nothing was updated in it. All ranks call it.
     pub(super) fn diverged(&self, diverged: &DivergedStep<'_>) -> Result<Error> {
-        let DivergedStep { step, number, loss, grad_norm, own_loss } = diverged;
+        let DivergedStep { step, number, loss, grad_norm, own_loss, bad_gradients } = diverged;
         // Whole forwards follow, which no other pass through the gradient norm has.
         self.store.mesh().world().enter(Phase::Evaluate)?;
         let bad = self.store.ranks_that(!own_loss.is_finite())?;
@@ -100,24 +102,32 @@ impl Engine {
         }
         let mut error = Error::new(ErrorCategory::Diverged, format!("the numbers diverged at step {number}"))
             .because(format!("loss {loss}, gradient norm {grad_norm}; the first bad value is in {place}"));
-        if let Some(text) = whose_loss(&bad, ranks) {
-            error = error.because(text);
-        }
+        let texts = [whose_loss(&bad, ranks), whose_gradients(bad_gradients, ranks)];
+        error = texts.into_iter().flatten().fold(error, Error::because);
         Ok(error.because("nothing was updated in this step").hint(hint(found.holder, *number)))
     }
 }
 
+/// Whose gradients are not finite, where that tells ranks apart.
+fn whose_gradients(bad: &[usize], ranks: usize) -> Option<String> {
+    match bad {
+        _ if bad.is_empty() || bad.len() == ranks => None,
+        [one] => Some(format!("before they are summed, the gradients of rank {one} alone are not finite")),
+        _ => Some(format!("before they are summed, the gradients of ranks {} are not finite", listed(bad))),
+    }
+}
+
+fn listed(ranks: &[usize]) -> String {
+    ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
+}
+
 /// Whose loss is not finite, where that tells ranks apart.
 fn whose_loss(bad: &[usize], ranks: usize) -> Option<String> {
-    let listed: Vec<String> = bad.iter().map(usize::to_string).collect();
     match bad {
         _ if bad.len() == ranks => None,
         [] => Some("the loss of every rank is finite".to_owned()).filter(|_| ranks > 1),
         [one] => Some(format!("the loss of rank {one} is not finite, that of every other rank is")),
-        _ => Some(format!(
-            "the losses of ranks {} are not finite, that of every other rank is",
-            listed.join(", ")
-        )),
+        _ => Some(format!("the losses of ranks {} are not finite, that of every other rank is", listed(bad))),
     }
 }
 
@@ -151,6 +161,9 @@ mod tests {
         assert_eq!(text(&[2], 3), "the loss of rank 2 is not finite, that of every other rank is");
         assert!(text(&[0, 2], 3).starts_with("the losses of ranks 0, 2 are not finite"));
         assert_eq!(text(&[], 2), "the loss of every rank is finite");
+        let text = |bad: &[usize], ranks| whose_gradients(bad, ranks).unwrap_or_default();
+        assert_eq!([text(&[], 2), text(&[0, 1], 2)], [""; 2]);
+        assert!(text(&[0, 2], 3).contains("the gradients of ranks 0, 2 are not finite"));
     }
 
     #[test]

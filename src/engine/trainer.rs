@@ -139,7 +139,8 @@ impl Trainer {
         let loss = loss_sum * scale;
         let grad_norm = store.norm_of(squares)?;
         if !loss.is_finite() || !grad_norm.is_finite() {
-            let diverged = DivergedStep { step, number, loss, grad_norm, own_loss };
+            let bad_gradients = &self.ranks_with_bad_gradients(step, number, scale, own_loss)?;
+            let diverged = DivergedStep { step, number, loss, grad_norm, own_loss, bad_gradients };
             return Err(self.engine.diverged(&diverged)?);
         }
         store.mesh().world().enter(Phase::Update)?;
@@ -149,6 +150,27 @@ impl Trainer {
         self.optimizer.update(learning_rate, clip)?;
         store.after_update()?;
         Ok(StepResult { loss, grad_norm, learning_rate, metrics })
+    }
+
+    /// The ranks whose gradients are not finite though all losses are, found by computing them again; none where losses tell
+    /// ranks apart, or there is nobody to tell apart. All ranks call it.
+    fn ranks_with_bad_gradients(
+        &self,
+        step: &Step,
+        number: u64,
+        scale: f64,
+        own_loss: f64,
+    ) -> Result<Vec<usize>> {
+        let store = &self.engine.store;
+        if store.mesh().data_size() == 1 || !store.ranks_that(!own_loss.is_finite())?.is_empty() {
+            return Ok(Vec::new());
+        }
+        store.zero_gradients()?;
+        store.watch_own_gradients(true);
+        let again = self.gradients(step, number, scale);
+        let bad = store.watch_own_gradients(false);
+        again?;
+        store.ranks_that(bad)
     }
 
     /// Adds up the gradients of this rank's micro-batches and returns the sums of their losses and metrics.

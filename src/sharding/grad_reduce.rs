@@ -6,7 +6,7 @@
 //! whole), and on a GPU that keeps gradients whole, backward adds to the kept memory itself.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 
@@ -20,9 +20,9 @@ use super::placement::Placement;
 use crate::collective::{Collective, Reduction, Ticket};
 use crate::error::{Error, Result};
 use crate::model::Segment;
-use crate::ops::elementwise::add_into;
+use crate::ops::elementwise::{add_into, sums_of_squares};
 use crate::runtime::TensorMut;
-use crate::runtime::copy::{copy_into, to_device, zero};
+use crate::runtime::copy::{copy_into, to_device, to_host_vec, zero};
 use crate::runtime::cpu_tensor::memory;
 use crate::runtime::param_storage::{STAGING_ELEMENTS, copy_across};
 
@@ -48,6 +48,8 @@ pub(super) struct GradBuffers {
     pool: BufferPool,
     /// Reductions that go on beside backward, in the order in which they were started.
     pending: Mutex<VecDeque<PendingReduction>>,
+    /// Whether what this rank has sent since it was asked to look holds a value that is not finite; none: it does not look.
+    watched: Mutex<Option<bool>>,
 }
 
 /// A bucket's gradients on their way.
@@ -71,6 +73,13 @@ enum ReducingRanks {
     Data,
     /// Those along an axis.
     Along(MeshAxis),
+}
+
+/// Whether all values of a tensor are finite.
+pub(super) fn is_finite(x: &Tensor) -> Result<bool> {
+    let x = x.to_dtype(DType::F32)?.flatten_all()?;
+    let squares = sums_of_squares(&[&x], x.device())?.read()?;
+    Ok(squares.iter().all(|sum| sum.is_finite()) || to_host_vec::<f32>(&x)?.iter().all(|v| v.is_finite()))
 }
 
 impl ReducingRanks {
@@ -129,7 +138,14 @@ impl GradBuffers {
             outer: Mutex::default(),
             pool: BufferPool::default(),
             pending: Mutex::default(),
+            watched: Mutex::default(),
         })
+    }
+
+    /// From now on looks at what this rank sends, or ends that; whether a value was not finite since it began to look.
+    pub(super) fn watch(&self, looks: bool) -> bool {
+        let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::replace(&mut *watched, looks.then_some(false)).unwrap_or(false)
     }
 
     pub(super) fn reducing(&self) -> GradReduceOptions {
@@ -239,6 +255,9 @@ impl GradBuffers {
         (index, bucket): (usize, &Bucket),
         gradients: &Tensor,
     ) -> Result<PendingReduction> {
+        if let Some(found) = &mut *self.watched.lock().unwrap_or_else(PoisonError::into_inner) {
+            *found |= !is_finite(gradients)?;
+        }
         let call = call!("gradients of", bucket.segment);
         let sent = if self.reducing.dtype == DType::F32 {
             gradients.clone()

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::bucket::{Bucket, BucketEntry, BucketOptions, LoadTarget, view};
 use super::gather::{BufferId, GatherQueue, Gathered, GatheredMemory, ShardRun, call};
-use super::grad_reduce::{GradBuffers, GradReduceOptions};
+use super::grad_reduce::{GradBuffers, GradReduceOptions, is_finite};
 use super::mesh::DeviceMesh;
 use super::mesh_shape::MeshAxis;
 use super::offload::{OffloadTarget, StorageTarget};
@@ -18,9 +18,8 @@ use super::views::{Adapters, SegmentViews, TOKEN_ROWS};
 use crate::collective::{Call, Phase};
 use crate::error::{Error, Result};
 use crate::model::{self, BlockWeights, EmbedGradients, EmbedWeights, HeadWeights, ModelConfig, Segment};
-use crate::ops::elementwise::sums_of_squares;
 use crate::runtime::TensorMut;
-use crate::runtime::copy::{copy_into, to_host_vec, zero};
+use crate::runtime::copy::{copy_into, zero};
 use crate::runtime::cpu_tensor::memory;
 use crate::runtime::machine::host_memory;
 use crate::runtime::param_storage::ParamStorage;
@@ -287,6 +286,12 @@ impl ParamStore {
         self.grad_buffers.take_in(&self.mesh, &self.buckets, Some(segment))
     }
 
+    /// From now on looks, before gradients are summed over ranks, whether this rank's are finite; or ends that. Whether some
+    /// were not since it began to look.
+    pub fn watch_own_gradients(&self, looks: bool) -> bool {
+        self.grad_buffers.watch(looks)
+    }
+
     /// Takes in all reductions that go on: gradients are there after it.
     ///
     /// # Errors
@@ -403,7 +408,7 @@ impl ParamStore {
             self.mesh.world().heartbeat();
             for entry in &bucket.entries {
                 let (start, end) = (entry.start.max(from), entry.range().end.min(from + flat.elements()));
-                if start < end && !finite(&flat.narrow(start - from, end - start)?.to_read()?)? {
+                if start < end && !is_finite(&flat.narrow(start - from, end - start)?.to_read()?)? {
                     return Ok(Some(format!("{what} {}", entry.desc.name)));
                 }
             }
@@ -426,12 +431,6 @@ pub enum FiniteCheck {
     TrainedWeights,
     /// The gradients as they are summed so far.
     Gradients,
-}
-
-fn finite(x: &Tensor) -> Result<bool> {
-    let x = x.to_dtype(DType::F32)?.flatten_all()?;
-    let squares = sums_of_squares(&[&x], x.device())?.read()?;
-    Ok(squares.iter().all(|sum| sum.is_finite()) || to_host_vec::<f32>(&x)?.iter().all(|v| v.is_finite()))
 }
 
 type Buckets = (Vec<Bucket>, Vec<QuantizedBucket>);

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use super::failure::{TILDE, changed_model, command, set_column, watched};
 
 /// One step of LoRA on two ranks, each with a row of its own; that of rank `bad` holds the token `~`.
-fn trained(place: &Path, model: &Path, bad: Option<usize>) -> (Option<i32>, String) {
+fn trained(place: &Path, model: &Path, bad: Option<usize>, more: &[&str]) -> (Option<i32>, String) {
     let row = |i| if bad == Some(i) { "a ~ in a row of some length" } else { "a row of some other length" };
     let line = |text| format!("{{\"text\": \"{text}\"}}\n");
     let [data, held_out] = ["rows.jsonl", "held-out.jsonl"].map(|name| place.join(name));
@@ -24,9 +24,9 @@ fn trained(place: &Path, model: &Path, bad: Option<usize>) -> (Option<i32>, Stri
         "data.train_on=all".into(),
         "train.max_steps=1".into(),
         "adapter.r=4".into(),
-        "parallel.strategy=ddp".into(),
     ];
-    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set.as_str()]).collect();
+    let sets = sets.iter().map(String::as_str).chain(more.iter().copied());
+    let sets: Vec<&str> = sets.flat_map(|set| ["--set", set]).collect();
     let run = command(&place.join("out"), None, 2, &sets).spawn().unwrap();
     let done = watched(run, std::time::Duration::from_secs(60));
     (done.status.code(), String::from_utf8_lossy(&done.stderr).into_owned())
@@ -42,7 +42,7 @@ fn a_rank_that_meets_a_frozen_nan_is_named() {
     });
     for rank in [0, 1] {
         let place = tempfile::tempdir().unwrap();
-        let (code, text) = trained(place.path(), &model, Some(rank));
+        let (code, text) = trained(place.path(), &model, Some(rank), &["parallel.strategy=ddp"]);
         assert_eq!(code, Some(4), "{text}");
         assert!(text.contains("the weight model.embed_tokens.weight on every rank\n"), "{text}");
         let whose = format!("the loss of rank {rank} is not finite, that of every other rank is\n");
@@ -52,7 +52,7 @@ fn a_rank_that_meets_a_frozen_nan_is_named() {
     }
     // Nobody meets it in rows without the token.
     let place = tempfile::tempdir().unwrap();
-    let (code, text) = trained(place.path(), &model, None);
+    let (code, text) = trained(place.path(), &model, None, &["parallel.strategy=ddp"]);
     assert_eq!(code, Some(0), "{text}");
 }
 
@@ -74,10 +74,42 @@ fn a_rank_whose_rows_overflow_is_named() {
         let output = tensors.get_mut("model.layers.0.self_attn.o_proj.weight").unwrap();
         *output = Tensor::zeros(output.dims(), DType::F32, &Device::Cpu).unwrap();
     });
-    let (code, text) = trained(place.path(), &model, Some(1));
+    let (code, text) = trained(place.path(), &model, Some(1), &["parallel.strategy=ddp"]);
     assert_eq!(code, Some(4), "{text}");
     let found = "the output of model.layers.0 on micro-batch 2 on every rank, which rank 1 trained on\n";
     assert!(text.contains(found), "{text}");
     assert!(text.contains("the loss of rank 1 is not finite, that of every other rank is\n"), "{text}");
     assert!(text.contains("hint: lower `optimizer.learning_rate`"), "{text}");
+}
+
+/// All losses are finite; the gradient of B overflows in the rows of one rank alone, whichever strategy sums it.
+#[test]
+fn a_rank_whose_gradients_overflow_is_named() {
+    // What comes back through the gate's weights overflows everywhere.
+    const UP: &str = "adapter.target_modules=[\"up_proj\"]";
+    let place = tempfile::tempdir().unwrap();
+    let model = place.path().join("model");
+    changed_model(&model, |tensors| {
+        let mut set = |name: &str, column, value| {
+            let table = tensors.get_mut(name).unwrap();
+            *table = set_column(table, 0..table.dims()[0], column, value);
+        };
+        set("model.embed_tokens.weight", 5, 0.0);
+        set("model.layers.0.mlp.gate_proj.weight", 5, 1e22);
+        set("model.layers.0.mlp.up_proj.weight", 5, 1e-22);
+        let table = tensors.get_mut("model.embed_tokens.weight").unwrap();
+        for column in 0..table.dims()[1] {
+            *table = set_column(table, TILDE..TILDE + 1, column, if column == 5 { 1.0 } else { 0.0 });
+        }
+        let output = tensors.get_mut("model.layers.0.self_attn.o_proj.weight").unwrap();
+        *output = Tensor::zeros(output.dims(), DType::F32, &Device::Cpu).unwrap();
+    });
+    for strategy in ["parallel.strategy=ddp", "parallel.strategy=fsdp"] {
+        let place = tempfile::tempdir().unwrap();
+        let (code, text) = trained(place.path(), &model, Some(1), &["adapter.lora_alpha=1e22", UP, strategy]);
+        assert_eq!(code, Some(4), "{text}");
+        assert!(text.contains("the loss of every rank is finite\n"), "{text}");
+        let whose = "before they are summed, the gradients of rank 1 alone are not finite\n";
+        assert!(text.contains(whose), "{text}");
+    }
 }
