@@ -229,10 +229,16 @@ impl<'a> Encoder<'a> {
             let why = if prompt.is_empty() { "it is empty" } else { "its completion is empty" };
             return Err(RowFault::new(RowFaultKind::NothingTrained, why));
         }
+        let unreadable = |error: Error| RowFault::new(RowFaultKind::Unreadable, in_one_line(&error));
+        if prompt.is_empty() || self.options.train_on == TrainOn::All {
+            // It may be a whole book: what its tokens cover is several times as large as they are.
+            let encoded = self.tokenizer.encode_with_last_offsets(&text, true).map_err(unreadable)?;
+            let trained = vec![true; encoded.ids.len()];
+            return Ok(self.with_eos(&text, encoded, trained, true));
+        }
         let encoded = self.encoded(&text, true)?;
-        let all = prompt.is_empty() || self.options.train_on == TrainOn::All;
         let span = prompt.len()..text.len();
-        let trained = encoded.offsets.iter().map(|at| all || overlaps(at, &span)).collect();
+        let trained = encoded.offsets.iter().map(|at| overlaps(at, &span)).collect();
         Ok(self.with_eos(&text, encoded, trained, true))
     }
 
@@ -241,7 +247,7 @@ impl<'a> Encoder<'a> {
         encoded.map_err(|error| RowFault::new(RowFaultKind::Unreadable, in_one_line(&error)))
     }
 
-    /// Appends EOS where the row does not end in a token that stops a generation. Whitespace between what is
+    /// Appends EOS, given what the last tokens at least cover, where the row does not end in a token that stops a generation. Whitespace between what is
     /// trained and EOS is trained too: the model has to get across it.
     fn with_eos(&self, text: &str, encoded: Encoded, mut trained: Vec<bool>, ends_trained: bool) -> Tokens {
         let mut ids = encoded.ids;

@@ -29,6 +29,23 @@ pub(super) fn is_long(text: &str) -> bool {
 /// Those of `encode`; the user's: there is no place at which the text can be cut.
 pub(super) fn encode_in_pieces(text: &str, encode: impl Fn(&str) -> Result<Encoded>) -> Result<Encoded> {
     let mut whole = Encoded::default();
+    for_each_piece(text, encode, |ids, offsets| {
+        whole.ids.extend(ids);
+        whole.offsets.extend_from_slice(offsets);
+    })?;
+    Ok(whole)
+}
+
+/// As [`encode_in_pieces`]; hands over each piece's share of the ids and of the bytes that they cover, so that whoever needs
+/// the ids alone does not hold the rest, which is four times as large.
+///
+/// # Errors
+/// As [`encode_in_pieces`].
+pub(super) fn for_each_piece(
+    text: &str,
+    encode: impl Fn(&str) -> Result<Encoded>,
+    mut take: impl FnMut(&[u32], &[Range<usize>]),
+) -> Result<()> {
     let mut from = 0_usize;
     let mut seam: Option<Encoded> = None;
     loop {
@@ -46,10 +63,9 @@ pub(super) fn encode_in_pieces(text: &str, encode: impl Fn(&str) -> Result<Encod
         } else {
             find_cut(text, from, &piece, &encode)?.ok_or_else(|| no_place(text))?
         };
-        whole.ids.extend(&piece.ids[first..stop]);
-        whole.offsets.extend_from_slice(&piece.offsets[first..stop]);
+        take(&piece.ids[first..stop], &piece.offsets[first..stop]);
         if is_last {
-            return Ok(whole);
+            return Ok(());
         }
         (from, seam) = (to, Some(piece));
     }

@@ -194,10 +194,30 @@ impl Tokenizer {
     /// When the tokenizer's model has no token for a part of the text and no unknown token.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
         if long_text::is_long(text) {
-            return Ok(self.encode_with_offsets(text, add_special)?.ids);
+            return Ok(self.encode_with_last_offsets(text, add_special)?.ids);
         }
         let encoding = self.ask("encode a text with", || self.inner.encode_fast(text, add_special))?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Ids of `text`, and the bytes that the last of them cover: of a long text some ten thousand, of another all.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub fn encode_with_last_offsets(&self, text: &str, add_special: bool) -> Result<Encoded> {
+        if !long_text::is_long(text) {
+            return self.encode_with_offsets(text, add_special);
+        }
+        let (before, after) = if add_special { self.special_around()? } else { Default::default() };
+        let mut encoded = Encoded { ids: before, offsets: Vec::new() };
+        let encode = |part: &str| self.encode_with_offsets(part, false);
+        long_text::for_each_piece(text, encode, |ids, offsets| {
+            encoded.ids.extend(ids);
+            encoded.offsets = offsets.to_vec();
+        })?;
+        encoded.offsets.extend(after.iter().map(|_| 0..0));
+        encoded.ids.extend(after);
+        Ok(encoded)
     }
 
     /// Ids of `text` with the bytes they cover.
@@ -220,18 +240,23 @@ impl Tokenizer {
         Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets })
     }
 
-    /// Tokens of a text, and those that the post-processor puts before and after any.
-    fn with_special(&self, text: Encoded) -> Result<Encoded> {
+    /// What the post-processor puts before and after a text.
+    fn special_around(&self) -> Result<(Vec<u32>, Vec<u32>)> {
         let (with, without) = (self.encode("a", true)?, self.encode("a", false)?);
         let own = with.windows(without.len().max(1)).position(|part| part == without).ok_or_else(|| {
             Error::user(format!("cannot encode a long text with the tokenizer in {}", self.folder.display()))
                 .because("its post-processor does more than to put tokens before and after a text")
         })?;
-        let (before, after) = (&with[..own], &with[own + without.len()..]);
+        Ok((with[..own].to_vec(), with[own + without.len()..].to_vec()))
+    }
+
+    /// Tokens of a text, and those that the post-processor puts before and after any.
+    fn with_special(&self, text: Encoded) -> Result<Encoded> {
+        let (before, after) = self.special_around()?;
         let none = |tokens: &[u32]| vec![0..0; tokens.len()];
         Ok(Encoded {
-            ids: [before, &text.ids[..], after].concat(),
-            offsets: [none(before), text.offsets, none(after)].concat(),
+            ids: [&before[..], &text.ids, &after].concat(),
+            offsets: [none(&before), text.offsets, none(&after)].concat(),
         })
     }
 
