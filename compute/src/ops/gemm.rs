@@ -1,7 +1,7 @@
-//! Matrix products on CPU slices: `dst = [dst +] alpha · a · b` for any strides, `f32` inside whatever the operands are.
+//! Matrix products on CPU slices: `dst = [dst +] alpha · a · b` for any strides, summed in `f32` whatever the operands are.
 //!
 //! The `gemm` crate multiplies (AVX-512 or AVX2 by run-time detection), for large products the matrix unit of newer
-//! processors where there is one (`amx`). Operands that are not `f32` are widened:
+//! processors where there is one (`amx`), which takes bf16 as it is. For the crate operands that are not `f32` are widened:
 //! `a` (activations) whole, `b` (often a weight) panel by panel, so that a half-precision or a quantized weight never
 //! exists in full as `f32`.
 

@@ -1,5 +1,5 @@
 //! Matrices on CPU slices, as operands and destinations of products: dense ones of any strides, quantized ones, and their
-//! transposes, all of which become `f32` part by part.
+//! transposes, all of which can become `f32` part by part.
 
 use half::bf16;
 use rayon::prelude::*;
@@ -196,7 +196,8 @@ pub(crate) struct LowRankTerm<'a> {
 }
 
 impl LowRankTerm<'_> {
-    /// Columns of `u`.
+    /// Columns of `u`; the matrix unit asks.
+    #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
     pub(super) fn r(&self) -> usize {
         self.u.cols()
     }

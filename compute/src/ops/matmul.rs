@@ -131,9 +131,12 @@ impl LowRank<'_> {
         let (factor_rows, factor_columns) = dims2(self.factor)?;
         let u = read::<f32>(self.u.tensor)?;
         let factor = read::<f32>(self.factor)?;
-        let of_row = |row: &[f32]| row[self.u.start..][..self.u.len].to_vec();
-        let mut scaled: Vec<f32> = u.chunks_exact(width).flat_map(of_row).collect();
-        scaled.iter_mut().for_each(|value| *value *= self.scale as f32);
+        let mut scaled: Vec<f32> = unwritten(rows * self.u.len);
+        let parts = scaled.par_chunks_mut(self.u.len).with_min_len(64).zip(u.par_chunks(width));
+        parts.for_each(|(to, from)| {
+            let from = &from[self.u.start..][..self.u.len];
+            to.iter_mut().zip(from).for_each(|(to, from)| *to = from * self.scale as f32);
+        });
         let factor = MatView::new(&factor, factor_rows, factor_columns, factor_columns);
         let factor = if form == Transpose::Nt { factor.t() } else { factor };
         Ok(product(LowRankTerm { u: MatView::new(&scaled, rows, self.u.len, self.u.len), factor }))

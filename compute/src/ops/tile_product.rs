@@ -11,6 +11,7 @@ pub(super) const SQUARE: usize = 32;
 
 /// A small matrix, laid out for products.
 pub(super) struct TileOperand {
+    #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
     role: OperandRole,
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     packed: AmxOperand,

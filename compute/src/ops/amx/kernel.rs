@@ -329,11 +329,10 @@ impl Unit {
                 (3, 1) => {
                     square!(square, 3, 1, concat!(left!("2"), right!("0")), left!("1"), left!("0"))
                 }
-                (1, 3) => {
-                    square!(square, 1, 3, concat!(left!("0"), right!("2")), right!("1"), right!("0"))
-                }
                 (1, 1) => square!(square, 1, 1, concat!(left!("0"), right!("0"))),
-                _ => unreachable!("a value is one part or three"),
+                _ => unreachable!(
+                    "values of one part or three, and no right ones of three beside left ones of one"
+                ),
             }
         }
     }

@@ -4,7 +4,8 @@
 //! products of theirs; the three smallest, under 2⁻²⁴ of the result together, are left out, which leaves six and an
 //! error like that of an f32 product's own rounding (the scheme of Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial
 //! intelligence datatype for higher-precision computations", 2019). Six passes at sixteen times the rate of AVX-512 are faster. What is bf16 already
-//! is one number: three passes beside f32, one beside bf16, with nothing left out.
+//! is one number: three passes beside f32, one beside bf16, with nothing left out. In a run in bf16 f32 operands are rounded,
+//! and all is one pass ([`has_bf16`]).
 //!
 //! An element's products are added in one order, whatever the threads and the shape of their tasks are. Infinities, and
 //! numbers above 3.396e38, come out as NaN, and parts below 2⁻¹²⁶ as zero. Whatever the unit does not pay for is the `gemm` crate's ([`super::gemm`]).
@@ -30,7 +31,8 @@ pub(crate) use kernel::{Amx, Unit};
 use pack::{AmxTile, PackSource, STEP, Strided};
 pub(super) use tile::AmxOperand;
 
-/// Elements of the right operand that are packed at a time, 2 bytes a part: about what the L2 cache holds.
+/// Elements of the right operand that are packed at a time, 2 bytes a part, about what the L2 cache holds; more where there
+/// are more threads to pack them.
 const PACKED: usize = 1 << 18;
 /// Most inner elements that are added up in the unit, of operands in three parts; three times as many where both have one.
 const INNER: usize = 768;
@@ -40,7 +42,8 @@ const ROWS: usize = 2048;
 const TASK_ROWS: usize = 256;
 /// Strips that are widened together: the blocks of a quantized matrix are two strips wide.
 const STRIPS: usize = 2;
-/// Sums that are held before they are rounded to a narrower type: 16 MiB.
+/// Sums that are held before they are rounded to a narrower type: 16 MiB, and those of [`ROWS`] columns at least, for the
+/// left operand is packed for each such group.
 const SUMS: usize = 1 << 22;
 /// Rows that a task rounds.
 const STORED: usize = 16;
@@ -89,9 +92,9 @@ impl Settings {
     }
 }
 
-/// `dst = [dst +] alpha · (a · b + term)`, with `a: [m, k]` and `b: [k, n]`, none of which is empty. Where one of the three is bf16,
-/// so are the operands: what is f32 beside it, an adapter's matrices and gradients, is rounded, as PyTorch's autocast
-/// does.
+/// `dst = [dst +] alpha · (a · b + term)`, with `a: [m, k]` and `b: [k, n]`, none of which is empty. Where [`has_bf16`] says
+/// so the operands are taken as bf16: what is f32 beside it, an adapter's matrices and gradients, is rounded, as PyTorch's
+/// autocast does.
 pub(super) fn product<D: FloatElement>(
     amx: Amx,
     dst: MatViewMut<'_, D>,
@@ -109,7 +112,7 @@ pub(super) fn product<D: FloatElement>(
         return sums(settings, MatViewMut { data, stride, accumulate }, a, b, term, 0..n);
     }
     // A narrower type is rounded once, when all is summed up.
-    let width = (SUMS / m).max(1).next_multiple_of(PAIR).min(n);
+    let width = (SUMS / m).max(ROWS).next_multiple_of(PAIR).min(n);
     let mut wide: Vec<f32> = unwritten(m * width);
     for first in (0..n).step_by(width) {
         let columns = first..(first + width).min(n);
@@ -125,9 +128,11 @@ pub(super) fn product<D: FloatElement>(
     }
 }
 
-/// Whether an operand or the result is bf16.
+/// Whether activations, or the result, are bf16: then all is taken as bf16. A bf16 weight beside f32 activations is no reason:
+/// a run in f32 keeps frozen weights as they are stored, and computes in f32. The left operand is activations; in the
+/// gradient of a weight, where it lies transposed, the right one is, too.
 pub(super) fn has_bf16<D: FloatElement>(a: &impl GemmMatrix, b: &impl GemmMatrix) -> bool {
-    !is_f32::<D>() || a.is_bf16() || b.is_bf16()
+    !is_f32::<D>() || a.is_bf16() || (a.is_transposed() && b.is_bf16())
 }
 
 /// Columns `all` of `dst = [dst +] alpha · (a · b + term)`; `dst` begins with the first of them. A narrower type than f32 is
@@ -144,7 +149,9 @@ fn sums<D: FloatElement>(
     let (m, k) = (a.rows(), a.cols());
     let MatViewMut { data, stride, accumulate } = dst;
     let depth = settings.depth(&a, &b);
-    let width = (PACKED / depth).next_multiple_of(PAIR);
+    // Strips for every thread, or few of them would pack.
+    let strips = if threads == Threads::All { STRIPS * thread_pool::num_threads() } else { 1 };
+    let width = (PACKED / depth).max(strips * PAIR).next_multiple_of(PAIR);
     let tasks = if threads == Threads::All { 4 * thread_pool::num_threads() } else { 1 };
     let [mut left, mut right, mut u, mut factor] = LAST.with(Cell::take);
     // The part that `right` holds: where there is but one, it serves all rows.

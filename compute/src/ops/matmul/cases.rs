@@ -16,11 +16,22 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     cases
 }
 
-/// Whether an operand follows the dtype of the activations or is f32 in any case.
+/// Whether an operand follows the dtype of the activations or has one in any case.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::ops) enum OperandDtype {
     Run,
     F32,
+    Bf16,
+}
+
+impl OperandDtype {
+    fn dtype(self, run: DType) -> DType {
+        match self {
+            OperandDtype::Run => run,
+            OperandDtype::F32 => DType::F32,
+            OperandDtype::Bf16 => DType::BF16,
+        }
+    }
 }
 
 /// What the product is added to.
@@ -93,6 +104,12 @@ fn products() -> Vec<OpCase> {
         operands: [OperandDtype::Run; 3],
     };
     cases.push(wide.case(Tolerance::FORWARD));
+    // A frozen weight in the bf16 that it was stored in: a run in f32 computes in f32 with it, also on a matrix unit.
+    for form in [Transpose::Nt, Transpose::Nn] {
+        let operands = [OperandDtype::Run, OperandDtype::Run, OperandDtype::Bf16];
+        let stored = MatmulCase { form, m: 96, n: 160, k: 416, operands, ..wide };
+        cases.push(stored.case(Tolerance::FORWARD.only_f32()));
+    }
     cases
 }
 
@@ -124,11 +141,13 @@ impl MatmulCase {
             Added::Destination => ", accumulated",
             Added::Matrix => ", onto a matrix",
         };
-        if self.operands.contains(&OperandDtype::F32) {
+        for (dtype, what) in [(OperandDtype::F32, "f32"), (OperandDtype::Bf16, "bf16")] {
             let names = ["dst", "a", "b"].into_iter().zip(self.operands);
             let kept: Vec<&str> =
-                names.filter(|(_, operand)| *operand == OperandDtype::F32).map(|(name, _)| name).collect();
-            text += &format!(", f32 {}", kept.join(" "));
+                names.filter(|(_, operand)| *operand == dtype).map(|(name, _)| name).collect();
+            if !kept.is_empty() {
+                text += &format!(", {what} {}", kept.join(" "));
+            }
         }
         text
     }
@@ -141,8 +160,7 @@ impl MatmulCase {
             Transpose::Tn => ((k, m), (k, n)),
         };
         let make = |name: &str, (rows, cols): (usize, usize), operand: OperandDtype| {
-            let dtype = if operand == OperandDtype::Run { runner.dtype } else { DType::F32 };
-            runner.normal_as(dtype, name, (rows, cols + 2 * margin))
+            runner.normal_as(operand.dtype(runner.dtype), name, (rows, cols + 2 * margin))
         };
         let dst = make("dst", (m, n), operands[0])?;
         let (a, b) = (make("a", a_dims, operands[1])?, make("b", b_dims, operands[2])?);

@@ -85,9 +85,9 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
 /// elements in one of them.
 fn with_low_rank() -> Vec<OpCase> {
     let mut cases = Vec::new();
-    let weights = [("dense", true), ("nf4", false)];
+    let weights = [("dense", LowRankWeight::Run), ("nf4", LowRankWeight::Nf4), ("bf16", LowRankWeight::Bf16)];
     for (rows, shape) in [(7, (53, 72)), (70, (160, 416)), (40, (200, 2600))] {
-        for (form, (what, is_dense)) in
+        for (form, (what, kind)) in
             [Transpose::Nt, Transpose::Nn].into_iter().flat_map(|form| weights.map(|weight| (form, weight)))
         {
             let name = format!("{form:?} {rows}x{}x{}, {what}", shape.0, shape.1);
@@ -95,11 +95,22 @@ fn with_low_rank() -> Vec<OpCase> {
                 "matmul_weight_plus_low_rank",
                 name,
                 Tolerance::BACKWARD,
-                move |runner| low_rank_case(runner, rows, shape, form, is_dense),
+                move |runner| low_rank_case(runner, rows, shape, form, kind),
             ));
         }
     }
     cases
+}
+
+/// The weight beside a matrix of low rank.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum LowRankWeight {
+    /// Dense, in the dtype of the activations.
+    Run,
+    /// Dense, as a frozen weight is stored: with f32 activations the product is one in f32.
+    Bf16,
+    /// Quantized, in blocks.
+    Nf4,
 }
 
 /// Added to a matrix, and of rank 12.
@@ -108,11 +119,13 @@ fn low_rank_case(
     rows: usize,
     shape: (usize, usize),
     form: Transpose,
-    is_dense: bool,
+    kind: LowRankWeight,
 ) -> Result<Vec<TensorPair>> {
     let r = 12;
     let [here, plain] = quantized(runner, FORMATS[0], shape)?;
-    let dense = runner.normal("dense", shape)?;
+    let is_dense = kind != LowRankWeight::Nf4;
+    let dtype = if kind == LowRankWeight::Bf16 { DType::BF16 } else { runner.dtype };
+    let dense = runner.normal_as(dtype, "dense", shape)?;
     let (k, n, factor) = match form {
         Transpose::Nt => (shape.1, shape.0, (shape.0, r)),
         _ => (shape.0, shape.1, (r, shape.1)),
