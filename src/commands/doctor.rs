@@ -13,6 +13,7 @@ use crate::ops;
 use crate::ops::selftest::{self, ProbeReport, SelftestSummary};
 use crate::run::nvidia_libraries;
 use crate::runtime::device::GPU_BUILD;
+use crate::runtime::instruction_set::{self, InstructionSet};
 use crate::runtime::{device, machine};
 use crate::units;
 
@@ -43,6 +44,7 @@ fn host() -> Vec<DoctorLine> {
         line("finetune", env!("CARGO_PKG_VERSION")),
         line("build", format!("{build}, {}-{}", std::env::consts::OS, std::env::consts::ARCH)),
         line("processor", processor()),
+        line("instructions", instructions()),
         line("memory", memory),
         line("threads", format!("{} (RAYON_NUM_THREADS sets it)", rayon::current_num_threads())),
     ]
@@ -53,11 +55,15 @@ fn processor() -> String {
     if let Ok(cores) = std::thread::available_parallelism() {
         facts.push(format!("{cores} cores to use"));
     }
-    facts.extend(machine::vector_instructions().into_iter().map(str::to_owned));
-    if ops::has_matrix_unit() {
-        facts.push("AMX".to_owned());
-    }
     facts.join(", ")
+}
+
+/// The instructions that ops on the CPU use, and those that could be chosen.
+fn instructions() -> String {
+    let in_use = InstructionSet::in_use();
+    let here = InstructionSet::ALL.into_iter().filter(|set| *set <= InstructionSet::detected());
+    let names = here.map(InstructionSet::name).collect::<Vec<_>>().join(", ");
+    format!("{} ({} chooses among {names})", in_use.name(), instruction_set::VARIABLE)
 }
 
 fn gpus() -> Vec<DoctorLine> {

@@ -29,7 +29,7 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::model::ModelConfig;
 use crate::recipe::{DataSource, Recipe, RecipeText};
 use crate::report::{Terminal, Verbosity};
-use crate::runtime::{device, thread_pool};
+use crate::runtime::{device, instruction_set, thread_pool};
 use crate::setup::{
     AdapterSetup, BaseComparison, BaseModel, DatasetLoader, EngineOptions, ResolvedSource, Resolver,
 };
@@ -40,6 +40,7 @@ use crate::setup::{
 /// Whatever the verb could not do; its kind is the exit code.
 pub fn run(cli: Cli) -> Result<()> {
     thread_pool::check_environment(&|name| std::env::var_os(name))?;
+    instruction_set::check_environment(&|name| std::env::var_os(name))?;
     match cli.verb {
         Some(Verb::Recipes(args)) => recipes::run(args),
         Some(Verb::Completions(args)) => completions::run(&args),

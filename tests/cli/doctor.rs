@@ -55,6 +55,25 @@ fn threads_are_those_that_will_run() {
     assert!(value(&text, "threads").starts_with("3 "), "{text}");
 }
 
+/// The instructions in use are the processor's best, or those that are named, and no others are taken.
+#[test]
+fn instructions_can_be_chosen() {
+    let text = doctor(&[], &[]);
+    let line = value(&text, "instructions");
+    let (_, names) = line.split_once("FINETUNE_CPU chooses among ").unwrap_or_else(|| panic!("{text}"));
+    let names: Vec<&str> = names.trim_end_matches(')').split(", ").collect();
+    assert!(line.starts_with(names.last().expect("one at least")), "{text}");
+    for name in &names {
+        let text = doctor(&[], &[("FINETUNE_CPU", name)]);
+        assert!(value(&text, "instructions").starts_with(&format!("{name} (")), "{text}");
+    }
+    let mut refused = Command::new(cargo_bin!("finetune"));
+    let output = refused.arg("doctor").env("FINETUNE_CPU", "sse9").output().expect("the binary starts");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains("it is `sse9`; accepted on this processor: baseline"), "{said}");
+}
+
 #[test]
 fn a_token_is_never_shown() {
     let text = doctor(&[], &[("HF_TOKEN", "hf_secretsecret"), ("HF_ENDPOINT", "http://localhost:1")]);

@@ -12,6 +12,7 @@ use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::copy_into;
 use crate::runtime::cpu_tensor::{read, update};
+use crate::runtime::instruction_set::vectorized;
 
 /// One update's constants.
 #[derive(Debug, Clone, Copy)]
@@ -120,14 +121,15 @@ fn update_piece(piece: &AdamWPiece<'_, TensorMut>) -> Result<()> {
     piece.round()
 }
 
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-pub(super) fn update_chunk(p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32], rates: Rates) {
-    for (((p, m), v), g) in p.iter_mut().zip(m).zip(v).zip(g) {
-        let g = g * rates.grad_scale;
-        *p *= rates.decay;
-        *m += (g - *m) * (1.0 - rates.beta1);
-        *v = *v * rates.beta2 + g * g * (1.0 - rates.beta2);
-        *p -= rates.step * (*m / (v.sqrt() / rates.root + rates.eps));
+vectorized! {
+    pub(super) fn update_chunk(p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32], rates: Rates) {
+        for (((p, m), v), g) in p.iter_mut().zip(m).zip(v).zip(g) {
+            let g = g * rates.grad_scale;
+            *p *= rates.decay;
+            *m += (g - *m) * (1.0 - rates.beta1);
+            *v = *v * rates.beta2 + g * g * (1.0 - rates.beta2);
+            *p -= rates.step * (*m / (v.sqrt() / rates.root + rates.eps));
+        }
     }
 }
 

@@ -23,6 +23,7 @@ use super::{gpu, simd};
 use crate::error::{Error, Result};
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, update, with_elem};
+use crate::runtime::instruction_set::vectorized;
 
 /// The target of a position that carries no loss.
 pub const IGNORE: u32 = u32::MAX;
@@ -382,34 +383,35 @@ fn gather<T: FloatElement>(x: &[T], rows: &[usize], width: usize) -> Vec<T> {
     rows.iter().flat_map(|&n| x[n * width..(n + 1) * width].iter().copied()).collect()
 }
 
-/// Turns a row of logits into `scale · (softmax − onehot)` and returns its loss.
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn loss_and_gradient(row: &mut [f32], target: u32, softcap: Option<f64>, scale: f32) -> f32 {
-    if let Some(cap) = softcap {
-        let cap = cap as f32;
-        row.iter_mut().for_each(|l| *l = cap * simd::tanh(*l / cap));
-    }
-    let max = simd::max(row);
-    let at_target = row[target as usize];
-    // The capped logits are needed for the cap's slope, so only without a cap are they overwritten at once.
-    let Some(cap) = softcap else {
-        for l in row.iter_mut() {
-            *l = simd::exp(*l - max);
+vectorized! {
+    /// Turns a row of logits into `scale · (softmax − onehot)` and returns its loss.
+    fn loss_and_gradient(row: &mut [f32], target: u32, softcap: Option<f64>, scale: f32) -> f32 {
+        if let Some(cap) = softcap {
+            let cap = cap as f32;
+            row.iter_mut().for_each(|l| *l = cap * simd::tanh(*l / cap));
         }
-        let sum = simd::sum_of(row, |l| l);
-        let factor = scale / sum;
-        row.iter_mut().for_each(|l| *l *= factor);
-        row[target as usize] -= scale;
-        return max + sum.ln() - at_target;
-    };
-    let cap = cap as f32;
-    let sum = simd::sum_of(row, |l| simd::exp(l - max));
-    for (i, l) in row.iter_mut().enumerate() {
-        let slope = 1.0 - (*l / cap) * (*l / cap);
-        let hit = if i == target as usize { 1.0 } else { 0.0 };
-        *l = scale * (simd::exp(*l - max) / sum - hit) * slope;
+        let max = simd::max(row);
+        let at_target = row[target as usize];
+        // The capped logits are needed for the cap's slope, so only without a cap are they overwritten at once.
+        let Some(cap) = softcap else {
+            for l in row.iter_mut() {
+                *l = simd::exp(*l - max);
+            }
+            let sum = simd::sum_of(row, |l| l);
+            let factor = scale / sum;
+            row.iter_mut().for_each(|l| *l *= factor);
+            row[target as usize] -= scale;
+            return max + sum.ln() - at_target;
+        };
+        let cap = cap as f32;
+        let sum = simd::sum_of(row, |l| simd::exp(l - max));
+        for (i, l) in row.iter_mut().enumerate() {
+            let slope = 1.0 - (*l / cap) * (*l / cap);
+            let hit = if i == target as usize { 1.0 } else { 0.0 };
+            *l = scale * (simd::exp(*l - max) / sum - hit) * slope;
+        }
+        max + sum.ln() - at_target
     }
-    max + sum.ln() - at_target
 }
 
 fn score(row: &[f32], target: usize) -> TokenScore {

@@ -11,6 +11,7 @@ use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::to_device;
 use crate::runtime::cpu_tensor::{FloatElement, read, tensor, unwritten, update, with_elem};
+use crate::runtime::instruction_set::vectorized;
 
 /// Elements per partial sum; partials are added in order, so the result does not depend on the threads.
 const CHUNK: usize = 1 << 14;
@@ -78,16 +79,17 @@ fn squares_on_cpu(x: &Tensor) -> Result<f64> {
     Ok(parts.iter().sum())
 }
 
-/// Σ x² of a chunk, in sixteen sums at a time: one alone would wait for each addition.
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn squares(x: &[f32]) -> f64 {
-    let mut sums = [0f64; 16];
-    for part in x.chunks(sums.len()) {
-        for (sum, &x) in sums.iter_mut().zip(part) {
-            *sum += f64::from(x) * f64::from(x);
+vectorized! {
+    /// Σ x² of a chunk, in sixteen sums at a time: one alone would wait for each addition.
+    fn squares(x: &[f32]) -> f64 {
+        let mut sums = [0f64; 16];
+        for part in x.chunks(sums.len()) {
+            for (sum, &x) in sums.iter_mut().zip(part) {
+                *sum += f64::from(x) * f64::from(x);
+            }
         }
+        sums.iter().sum()
     }
-    sums.iter().sum()
 }
 
 /// `a + b`, same shape and dtype; f32 inside, rounded once.

@@ -1,19 +1,18 @@
 //! Matrix products on CPU slices: `dst = [dst +] alpha · a · b` for any strides, summed in `f32` whatever the operands are.
 //!
-//! The `gemm` crate multiplies (AVX-512 or AVX2 by run-time detection), for large products the matrix unit of newer
-//! processors where there is one (`amx`), which takes bf16 as it is. For the crate operands that are not `f32` are widened:
-//! `a` (activations) whole, `b` (often a weight) panel by panel, so that a half-precision or a quantized weight never
-//! exists in full as `f32`.
+//! Large products are packed ([`super::packed_gemm`]), small ones are the `gemm` crate's. For the crate operands that are not
+//! `f32` are widened: `a` (activations) whole, `b` (often a weight) panel by panel, so that a half-precision or a quantized
+//! weight never exists in full as `f32`.
 
 use std::cell::Cell;
 
 use gemm::Parallelism;
 
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use super::amx;
 use super::mat_view::{GemmMatrix, GemmOperand, as_f32_mut, is_f32, store};
 pub(crate) use super::mat_view::{LowRankTerm, MatView, MatViewMut, QuantMat, Threads};
+use super::packed_gemm::{self, MicroKernel};
 use crate::runtime::cpu_tensor::{FloatElement, unwritten};
+use crate::runtime::instruction_set::InstructionSet;
 
 /// `f32` values a widened panel of `b` may hold: 4 MiB, which stays in the L2 and L3 caches until it is multiplied.
 const PANEL: usize = 1 << 20;
@@ -21,14 +20,6 @@ const PANEL: usize = 1 << 20;
 thread_local! {
     /// The panel of the last product on this thread: fresh memory would cost a page fault every 4 KiB, more than widening does.
     static LAST_PANEL: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
-}
-
-/// Whether large products run on a matrix unit of this processor.
-pub fn has_matrix_unit() -> bool {
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    return amx::Amx::here().is_some();
-    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-    false
 }
 
 /// `dst = [dst +] alpha · a · b`, with `a: [m, k]` and `b: [k, n]` of any types.
@@ -46,9 +37,8 @@ pub(crate) fn matmul<D: FloatElement, A: FloatElement, B: GemmMatrix>(
     }
     let end = (m - 1) * dst.stride + n;
     assert!(dst.stride >= n && end <= dst.data.len(), "product outside its destination");
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if let Some(unit) = matrix_unit::<D>(&a, &b) {
-        return amx::product(unit, dst, a, b, None, alpha, threads);
+    if let Some(kernel) = packed_kernel::<D>(&a, &b) {
+        return packed_gemm::product(kernel, dst, a, b, None, alpha, threads);
     }
     let mut held = Vec::new();
     let a = match a.dense() {
@@ -90,14 +80,13 @@ pub(crate) fn matmul<D: FloatElement, A: FloatElement, B: GemmMatrix>(
     }
 }
 
-/// The matrix unit, where it pays for this product.
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-fn matrix_unit<D: FloatElement>(a: &impl GemmMatrix, b: &impl GemmMatrix) -> Option<amx::Amx> {
-    let pays = amx::is_profitable(a.rows(), b.cols(), a.cols(), amx::has_bf16::<D>(a, b));
-    pays.then(amx::Amx::here).flatten()
+/// The kernel of a packed product, where packing pays for this one.
+fn packed_kernel<D: FloatElement>(a: &impl GemmMatrix, b: &impl GemmMatrix) -> Option<MicroKernel> {
+    let kernel = MicroKernel::of(InstructionSet::in_use(), packed_gemm::has_bf16::<D>(a, b));
+    packed_gemm::is_profitable(kernel, a.rows(), b.cols(), a.cols()).then_some(kernel)
 }
 
-/// `dst = [dst +] a · b + term`: on the matrix unit in one pass over `dst` where all is bf16 there anyway, else in two.
+/// `dst = [dst +] a · b + term`: in one pass over `dst` where the product is packed and in bf16, else in two.
 pub(crate) fn matmul_plus<D: FloatElement, A: FloatElement, B: GemmMatrix>(
     dst: MatViewMut<'_, D>,
     a: MatView<'_, A>,
@@ -112,15 +101,14 @@ pub(crate) fn matmul_plus<D: FloatElement, A: FloatElement, B: GemmMatrix>(
         (m, n, term.factor.rows()),
         "shape of a term"
     );
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if amx::has_bf16::<D>(&a, &b)
+    if packed_gemm::has_bf16::<D>(&a, &b)
         && m * n * term.r() > 0
-        && let Some(unit) = matrix_unit::<D>(&a, &b)
+        && let Some(kernel) = packed_kernel::<D>(&a, &b)
     {
         assert_eq!(a.cols(), b.rows(), "inner dimensions of a product");
         assert!(stride >= n && (m - 1) * stride + n <= data.len(), "product outside its destination");
         let dst = MatViewMut { data, stride, accumulate };
-        return amx::product(unit, dst, a, b, Some(term), 1.0, threads);
+        return packed_gemm::product(kernel, dst, a, b, Some(term), 1.0, threads);
     }
     matmul(MatViewMut { data: &mut *data, stride, accumulate }, a, b, 1.0, threads);
     matmul(MatViewMut { data, stride, accumulate: true }, term.u, term.factor, 1.0, threads);

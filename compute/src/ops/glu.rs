@@ -11,6 +11,7 @@ use rayon::prelude::*;
 use super::{gpu, simd};
 use crate::error::Result;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
+use crate::runtime::instruction_set::vectorized;
 
 /// The activation of an MLP's gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,18 +106,20 @@ pub fn glu_backward(gate_up: &Tensor, dh: &Tensor, activation: Activation) -> Re
 /// One loop per activation, so that the choice is not made per element.
 macro_rules! row_loops {
     ($forward:ident, $backward:ident, $activation:expr) => {
-        #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-        fn $forward<T: FloatElement>(h: &mut [T], gate: &[T], up: &[T]) {
-            for ((h, gate), up) in h.iter_mut().zip(gate).zip(up) {
-                *h = T::nearest($activation.value_and_slope(gate.widen()).0 * up.widen());
+        vectorized! {
+            fn $forward<T: FloatElement>(h: &mut [T], gate: &[T], up: &[T]) {
+                for ((h, gate), up) in h.iter_mut().zip(gate).zip(up) {
+                    *h = T::nearest($activation.value_and_slope(gate.widen()).0 * up.widen());
+                }
             }
         }
-        #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-        fn $backward<T: FloatElement>(dgate: &mut [T], dup: &mut [T], gate: &[T], up: &[T], dh: &[T]) {
-            for ((((dgate, dup), gate), up), dh) in dgate.iter_mut().zip(dup).zip(gate).zip(up).zip(dh) {
-                let (value, slope) = $activation.value_and_slope(gate.widen());
-                *dgate = T::nearest(dh.widen() * up.widen() * slope);
-                *dup = T::nearest(dh.widen() * value);
+        vectorized! {
+            fn $backward<T: FloatElement>(dgate: &mut [T], dup: &mut [T], gate: &[T], up: &[T], dh: &[T]) {
+                for ((((dgate, dup), gate), up), dh) in dgate.iter_mut().zip(dup).zip(gate).zip(up).zip(dh) {
+                    let (value, slope) = $activation.value_and_slope(gate.widen());
+                    *dgate = T::nearest(dh.widen() * up.widen() * slope);
+                    *dup = T::nearest(dh.widen() * value);
+                }
             }
         }
     };

@@ -6,6 +6,7 @@ use rayon::prelude::*;
 
 use crate::quant::Blocks;
 use crate::runtime::cpu_tensor::{FloatElement, PlainElement, first as first_of};
+use crate::runtime::instruction_set::vectorized;
 
 /// An operand of a product: `f32` as it lies in memory, or something that becomes `f32` part by part.
 pub(crate) trait GemmMatrix: Copy + Sync {
@@ -13,13 +14,11 @@ pub(crate) trait GemmMatrix: Copy + Sync {
     fn cols(&self) -> usize;
     /// The values and both strides, when they are `f32` already.
     fn dense(&self) -> Option<GemmOperand<'_, f32>>;
-    /// The values and both strides, when they are `bf16` in memory; the matrix unit asks.
-    #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
+    /// The values and both strides, when they are `bf16` in memory.
     fn dense_bf16(&self) -> Option<GemmOperand<'_, bf16>>;
     /// Its columns are contiguous in memory, instead of its rows.
     fn is_transposed(&self) -> bool;
-    /// Every value is a bf16 number; the matrix unit asks.
-    #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
+    /// Every value is a bf16 number.
     fn is_bf16(&self) -> bool;
     /// The values from `from` on of a line, as `f32`: of a row, or of a column of a transposed matrix.
     fn widen(&self, line: usize, from: usize, out: &mut [f32]);
@@ -45,17 +44,11 @@ pub(crate) struct QuantMat<'a> {
     rows: usize,
     cols: usize,
     transposed: bool,
-    rounded: bool,
 }
 
 impl<'a> QuantMat<'a> {
     pub(crate) fn new(blocks: Blocks<'a>, rows: usize, cols: usize) -> Self {
-        QuantMat { blocks, rows, cols, transposed: false, rounded: false }
-    }
-
-    /// Its values rounded to bf16, if `rounded`: as bitsandbytes dequantizes for products with bf16.
-    pub(crate) fn rounded_to_bf16(self, rounded: bool) -> Self {
-        QuantMat { rounded, ..self }
+        QuantMat { blocks, rows, cols, transposed: false }
     }
 
     /// The transpose; no element moves.
@@ -86,14 +79,11 @@ impl GemmMatrix for QuantMat<'_> {
     }
 
     fn is_bf16(&self) -> bool {
-        self.rounded
+        false
     }
 
     fn widen(&self, line: usize, from: usize, out: &mut [f32]) {
         self.blocks.dequantize(line * self.cols + from, out);
-        if self.rounded {
-            round_to_bf16(out);
-        }
     }
 }
 
@@ -158,25 +148,20 @@ impl<T: FloatElement> GemmMatrix for MatView<'_, T> {
     }
 }
 
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn widen<T: FloatElement>(dst: &mut [f32], src: &[T]) {
-    for (dst, src) in dst.iter_mut().zip(src) {
-        *dst = src.widen();
+vectorized! {
+    fn widen<T: FloatElement>(dst: &mut [f32], src: &[T]) {
+        for (dst, src) in dst.iter_mut().zip(src) {
+            *dst = src.widen();
+        }
     }
 }
 
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn round_to_bf16(values: &mut [f32]) {
-    for value in values {
-        *value = bf16::nearest(*value).widen();
-    }
-}
-
-/// Writes a row of results, or adds it to what is there.
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-pub(super) fn store<T: FloatElement>(dst: &mut [T], src: &[f32], accumulate: bool) {
-    for (dst, src) in dst.iter_mut().zip(src) {
-        *dst = T::nearest(if accumulate { dst.widen() + src } else { *src });
+vectorized! {
+    /// Writes a row of results, or adds it to what is there.
+    pub(super) fn store<T: FloatElement>(dst: &mut [T], src: &[f32], accumulate: bool) {
+        for (dst, src) in dst.iter_mut().zip(src) {
+            *dst = T::nearest(if accumulate { dst.widen() + src } else { *src });
+        }
     }
 }
 
@@ -196,8 +181,7 @@ pub(crate) struct LowRankTerm<'a> {
 }
 
 impl LowRankTerm<'_> {
-    /// Columns of `u`; the matrix unit asks.
-    #[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
+    /// Columns of `u`.
     pub(super) fn r(&self) -> usize {
         self.u.cols()
     }

@@ -230,13 +230,11 @@ fn quantized_on_cpu(
 ) -> Result<()> {
     let ((rows, a_width), (_, width)) = (dims2(a.tensor)?, dims2(dst.tensor)?);
     let (out, inputs) = quantized.shape;
-    let a_dtype = a.tensor.dtype();
-    with_elem!(a_dtype, A => with_elem!(dst.tensor.dtype(), D => {
+    with_elem!(a.tensor.dtype(), A => with_elem!(dst.tensor.dtype(), D => {
         let data = read::<A>(a.tensor)?;
         let a = MatView::new(data.get(a.start..).unwrap_or(&[]), rows, a.len, a_width);
         quantized.with_blocks(|blocks| {
-            let rounded = a_dtype == DType::BF16;
-            let matrix = QuantMat::new(blocks, out, inputs).rounded_to_bf16(rounded);
+            let matrix = QuantMat::new(blocks, out, inputs);
             let matrix = match form {
                 Transpose::Nt => matrix.t(),
                 Transpose::Nn => matrix,

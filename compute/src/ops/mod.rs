@@ -13,8 +13,6 @@
 
 pub mod adamw;
 pub mod adamw_int8;
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-mod amx;
 pub mod attention;
 pub mod bench;
 mod case;
@@ -30,14 +28,13 @@ pub mod low_rank;
 mod mat_view;
 pub mod matmul;
 pub mod matmul_quantized;
+mod packed_gemm;
 pub mod rms_norm;
 pub mod rotary;
 pub mod selftest;
 mod simd;
 mod svd;
-mod tile_product;
 
-pub use gemm::has_matrix_unit;
 pub use gpu::{GEMM_WORKSPACE, has_kernels};
 #[cfg(feature = "kernel-emu")]
 pub use gpu::{GpuWork, asked, count_process};

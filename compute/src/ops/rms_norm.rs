@@ -14,6 +14,7 @@ use super::{gpu, simd};
 use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
+use crate::runtime::instruction_set::vectorized;
 
 /// What a norm does besides its weight.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -107,39 +108,41 @@ fn inverse_rms<T: FloatElement>(x: &[T], eps: f32) -> f32 {
     1.0 / (mean + eps).sqrt()
 }
 
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-pub(super) fn forward_row<T: FloatElement>(y: &mut [T], x: &[T], gain: &[f32], eps: f32) {
-    let inverse = inverse_rms(x, eps);
-    for ((y, x), g) in y.iter_mut().zip(x).zip(gain) {
-        *y = T::nearest(x.widen() * inverse * g);
+vectorized! {
+    pub(super) fn forward_row<T: FloatElement>(y: &mut [T], x: &[T], gain: &[f32], eps: f32) {
+        let inverse = inverse_rms(x, eps);
+        for ((y, x), g) in y.iter_mut().zip(x).zip(gain) {
+            *y = T::nearest(x.widen() * inverse * g);
+        }
     }
 }
 
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-pub(super) fn backward_row<T: FloatElement>(
-    dx: &mut [T],
-    x: &[T],
-    dy: &[T],
-    gain: &[f32],
-    residual: Option<&[T]>,
-    q: &mut [f32],
-    eps: f32,
-) {
-    let inverse = inverse_rms(x, eps);
-    for ((q, dy), g) in q.iter_mut().zip(dy).zip(gain) {
-        *q = dy.widen() * g;
-    }
-    let mean = simd::sum_of2(x, q, |x, q| x.widen() * q) * inverse / x.len() as f32;
-    for (q, x) in q.iter_mut().zip(x) {
-        *q = inverse * (*q - x.widen() * inverse * mean);
-    }
-    if let Some(residual) = residual {
-        for (q, r) in q.iter_mut().zip(residual) {
-            *q += r.widen();
+vectorized! {
+    pub(super) fn backward_row<T: FloatElement>(
+        dx: &mut [T],
+        x: &[T],
+        dy: &[T],
+        gain: &[f32],
+        residual: Option<&[T]>,
+        q: &mut [f32],
+        eps: f32,
+    ) {
+        let inverse = inverse_rms(x, eps);
+        for ((q, dy), g) in q.iter_mut().zip(dy).zip(gain) {
+            *q = dy.widen() * g;
         }
-    }
-    for (dx, q) in dx.iter_mut().zip(q.iter()) {
-        *dx = T::nearest(*q);
+        let mean = simd::sum_of2(x, q, |x, q| x.widen() * q) * inverse / x.len() as f32;
+        for (q, x) in q.iter_mut().zip(x) {
+            *q = inverse * (*q - x.widen() * inverse * mean);
+        }
+        if let Some(residual) = residual {
+            for (q, r) in q.iter_mut().zip(residual) {
+                *q += r.widen();
+            }
+        }
+        for (dx, q) in dx.iter_mut().zip(q.iter()) {
+            *dx = T::nearest(*q);
+        }
     }
 }
 

@@ -16,6 +16,7 @@ use super::rms_norm::{self, NormKind};
 use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
+use crate::runtime::instruction_set::vectorized;
 
 /// How the columns of a fused projection `[N, (H + 2 K) · D]` split into heads: H of q, K of k, K of v.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -185,14 +186,15 @@ impl Gains {
     }
 }
 
-/// Rotates one head in place; `direction` −1 turns back.
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn rotate<T: FloatElement>(head: &mut [T], cos: &[f32], sin: &[f32], direction: f32) {
-    let (left, right) = head.split_at_mut(cos.len());
-    for (((a, b), cos), sin) in left.iter_mut().zip(right).zip(cos).zip(sin) {
-        let (x, y, sin) = (a.widen(), b.widen(), sin * direction);
-        *a = T::nearest(x * cos - y * sin);
-        *b = T::nearest(y * cos + x * sin);
+vectorized! {
+    /// Rotates one head in place; `direction` −1 turns back.
+    fn rotate<T: FloatElement>(head: &mut [T], cos: &[f32], sin: &[f32], direction: f32) {
+        let (left, right) = head.split_at_mut(cos.len());
+        for (((a, b), cos), sin) in left.iter_mut().zip(right).zip(cos).zip(sin) {
+            let (x, y, sin) = (a.widen(), b.widen(), sin * direction);
+            *a = T::nearest(x * cos - y * sin);
+            *b = T::nearest(y * cos + x * sin);
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! From codes and scales to f32.
 
 use super::{CodeKind, NESTED_BLOCK, dynamic_signed};
+use crate::runtime::instruction_set::vectorized;
 
 /// One scale for each block.
 #[derive(Debug, Clone, Copy)]
@@ -68,11 +69,12 @@ fn eight_bits(table: &[f32], codes: &[u8], scale: f32, out: &mut [f32]) {
     }
 }
 
-/// LLM.int8(): scales belong to 127. Two products in this order, as bitsandbytes' `int8_vectorwise_dequant`.
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn rows(codes: &[u8], scale: f32, out: &mut [f32]) {
-    for (value, &code) in out.iter_mut().zip(codes) {
-        *value = f32::from(code as i8) * scale * (1.0 / 127.0);
+vectorized! {
+    /// LLM.int8(): scales belong to 127. Two products in this order, as bitsandbytes' `int8_vectorwise_dequant`.
+    fn rows(codes: &[u8], scale: f32, out: &mut [f32]) {
+        for (value, &code) in out.iter_mut().zip(codes) {
+            *value = f32::from(code as i8) * scale * (1.0 / 127.0);
+        }
     }
 }
 

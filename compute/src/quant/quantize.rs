@@ -4,6 +4,7 @@ use rayon::prelude::*;
 
 use super::magnitude::{all_finite, largest, largest_bits};
 use super::{CodeKind, NESTED_BLOCK};
+use crate::runtime::instruction_set::vectorized;
 
 /// Values a thread takes at once.
 const TASK: usize = 1 << 14;
@@ -62,37 +63,39 @@ fn blocks_of<'a>(
     values.chunks(block_size).zip(codes.chunks_mut(block_size))
 }
 
-/// Whole numbers, ties to even, as two's complement.
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn round_all(values: &[f32], factor: f32, codes: &mut [u8]) {
-    for (code, value) in codes.iter_mut().zip(values) {
-        *code = (value * factor).round_ties_even() as i8 as u8;
+vectorized! {
+    /// Whole numbers, ties to even, as two's complement.
+    fn round_all(values: &[f32], factor: f32, codes: &mut [u8]) {
+        for (code, value) in codes.iter_mut().zip(values) {
+            *code = (value * factor).round_ties_even() as i8 as u8;
+        }
     }
 }
 
-/// One function for a run of blocks: calls for each block would cost as much as its work.
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn four_bits(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
-    let ladder = CodeThresholds::new(kind);
-    // One code a byte first, then two: whole blocks may end in the middle of a byte.
-    let mut wide = vec![0u8; values.len()];
-    for ((values, wide), absmax) in blocks_of(block_size, values, &mut wide).zip(absmax) {
-        *absmax = f32::from_bits(largest_bits(values));
-        // bitsandbytes multiplies by the reciprocal, which is not the quotient to the last bit, but divides the block
-        // at the end of a tensor that is not full; neither by less than this.
-        let divisor = absmax.max(1e-38);
-        if values.len() == block_size {
-            let factor = 1.0 / divisor;
-            places(values.iter().map(|value| value * factor), &ladder.midpoints, wide);
-        } else {
-            places(values.iter().map(|value| value / divisor), &ladder.midpoints, wide);
+vectorized! {
+    /// One function for a run of blocks: calls for each block would cost as much as its work.
+    fn four_bits(kind: CodeKind, block_size: usize, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
+        let ladder = CodeThresholds::new(kind);
+        // One code a byte first, then two: whole blocks may end in the middle of a byte.
+        let mut wide = vec![0u8; values.len()];
+        for ((values, wide), absmax) in blocks_of(block_size, values, &mut wide).zip(absmax) {
+            *absmax = f32::from_bits(largest_bits(values));
+            // bitsandbytes multiplies by the reciprocal, which is not the quotient to the last bit, but divides the block
+            // at the end of a tensor that is not full; neither by less than this.
+            let divisor = absmax.max(1e-38);
+            if values.len() == block_size {
+                let factor = 1.0 / divisor;
+                places(values.iter().map(|value| value * factor), &ladder.midpoints, wide);
+            } else {
+                places(values.iter().map(|value| value / divisor), &ladder.midpoints, wide);
+            }
         }
+        if kind != CodeKind::NF4 {
+            // NF4's codes are in the order of their values.
+            wide.iter_mut().for_each(|place| *place = ladder.by_place[usize::from(*place & 15)]);
+        }
+        pack(&wide, codes, ladder.zero);
     }
-    if kind != CodeKind::NF4 {
-        // NF4's codes are in the order of their values.
-        wide.iter_mut().for_each(|place| *place = ladder.by_place[usize::from(*place & 15)]);
-    }
-    pack(&wide, codes, ladder.zero);
 }
 
 #[inline(always)]

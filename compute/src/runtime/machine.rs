@@ -83,23 +83,6 @@ fn model_name(info: &str) -> Option<&str> {
     line.split_once(':').map(|(_, name)| name.trim())
 }
 
-/// The vector instructions that decide the speed of the CPU forms.
-pub fn vector_instructions() -> Vec<&'static str> {
-    #[cfg(target_arch = "x86_64")]
-    {
-        let mut found = vec!["SSE2"];
-        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            found.push("AVX2");
-        }
-        if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw") {
-            found.push("AVX-512");
-        }
-        found
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    Vec::new()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

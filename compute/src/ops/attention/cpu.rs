@@ -16,9 +16,11 @@ use crate::error::Result;
 use crate::ops::gemm::MatView;
 use crate::ops::mat_view::{OperandRole, is_f32};
 use crate::ops::matmul::ColumnView;
+use crate::ops::packed_gemm::{MicroKernel, OpenKernel, SQUARE, TileOperand};
 use crate::ops::simd;
-use crate::ops::tile_product::{SQUARE, TileMultiplier, TileOperand};
 use crate::runtime::cpu_tensor::{FloatElement, PlainElement, dims2, read, tensor, with_elem};
+use crate::runtime::instruction_set::InstructionSet;
+use crate::runtime::instruction_set::vectorized;
 pub(super) use backward::backward;
 
 /// Rows and columns of a score tile.
@@ -33,11 +35,12 @@ pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Resu
         let (q, k, v) = (read::<T>(qkv.q.tensor)?, read::<T>(qkv.k.tensor)?, read::<T>(qkv.v.tensor)?);
         let q = HeadRows::new(&q, qkv.q, dim)?;
         let (k, v) = (HeadRows::new(&k, qkv.k, dim)?, HeadRows::new(&v, qkv.v, dim)?);
+        let kernel = kernel::<T>();
         let keys = TilesBySpan::of(spans, kind.heads.num_kv_heads, |span| span.k_len, |span, head, tile| {
             let at = span.k_start + tile.start..span.k_start + tile.end;
             KeyTile {
-                k: TileOperand::of(&k.rows(head, at.clone()).t(), OperandRole::Right),
-                v: TileOperand::of(&v.rows(head, at), OperandRole::Right),
+                k: TileOperand::of(kernel, &k.rows(head, at.clone()).t(), OperandRole::Right),
+                v: TileOperand::of(kernel, &v.rows(head, at), OperandRole::Right),
             }
         });
         let tasks: Vec<(usize, usize, usize)> = (0..spans.len())
@@ -47,7 +50,7 @@ pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Resu
             .par_iter()
             .map(|&(s, h, from)| {
                 let keys = keys.of_head(s, h * kind.heads.num_kv_heads / heads);
-                forward_rows(&q, h, keys, spans[s], from, kind)
+                forward_rows(kernel, &q, h, keys, spans[s], from, kind)
             })
             .collect();
         // Zeros, for rows of no span.
@@ -68,6 +71,11 @@ pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Resu
         }
         Ok(AttentionOutput { out: tensor(out, (rows, width))?, lse: tensor(lse, (heads, rows))? })
     })
+}
+
+/// What multiplies tiles: in bf16 operands are rounded to it where the kernel takes bf16.
+fn kernel<T: FloatElement>() -> MicroKernel {
+    MicroKernel::of(InstructionSet::in_use(), !is_f32::<T>())
 }
 
 /// `dim` with room for whole squares.
@@ -167,6 +175,7 @@ fn narrow<T: FloatElement>(dst: &mut [T], src: &[f32]) {
 
 /// Query rows `from..from + TASK_ROWS` of one head: output `[rows, padded D]` and log-sum-exp `[rows]`.
 fn forward_rows<T: FloatElement>(
+    kernel: MicroKernel,
     q: &HeadRows<'_, T>,
     head: usize,
     keys: &[KeyTile],
@@ -178,13 +187,13 @@ fn forward_rows<T: FloatElement>(
     let rows = TASK_ROWS.min(span.q_len - from);
     let mut out = vec![0f32; rows.next_multiple_of(SQUARE) * width];
     let mut lse = vec![0f32; rows];
-    let mut tiles = ForwardTiles::new();
+    let mut tiles = ForwardTiles::new(kernel);
     for first in (0..rows).step_by(TILE) {
         let n = TILE.min(rows - first);
         let at = span.q_start + from + first;
-        tiles.q.fill(&q.rows(head, at..at + n), false);
+        tiles.q.fill(&q.rows(head, at..at + n));
         let o = &mut out[first * width..];
-        tiles.attend(o, &mut lse[first..first + n], keys, span, from + first, kind, !is_f32::<T>());
+        tiles.attend(o, &mut lse[first..first + n], keys, span, from + first, kind);
     }
     out.truncate(rows * width);
     (out, lse)
@@ -192,18 +201,18 @@ fn forward_rows<T: FloatElement>(
 
 /// The memory of a forward task.
 struct ForwardTiles {
-    multiplier: TileMultiplier,
+    kernel: OpenKernel,
     q: TileOperand,
     p: TileOperand,
     scores: Vec<f32>,
 }
 
 impl ForwardTiles {
-    fn new() -> Self {
+    fn new(kernel: MicroKernel) -> Self {
         ForwardTiles {
-            multiplier: TileMultiplier::open(),
-            q: TileOperand::new(OperandRole::Left),
-            p: TileOperand::new(OperandRole::Left),
+            kernel: kernel.open(),
+            q: TileOperand::new(kernel, OperandRole::Left),
+            p: TileOperand::new(kernel, OperandRole::Left),
             scores: vec![0f32; TILE * TILE],
         }
     }
@@ -218,7 +227,6 @@ impl ForwardTiles {
         span: Span,
         first: usize,
         kind: AttentionKind,
-        rounded: bool,
     ) {
         let (n, dim) = (lse.len(), kind.heads.head_dim);
         let width = padded(dim);
@@ -229,7 +237,7 @@ impl ForwardTiles {
         for key in (k_from / TILE * TILE..k_to).step_by(TILE) {
             let m = TILE.min(k_to - key);
             let tile = &keys[key / TILE];
-            self.multiplier.multiply(&self.q, &tile.k, &mut self.scores, TILE, false);
+            self.kernel.multiply_operands(&self.q, &tile.k, &mut self.scores, TILE, false);
             // Keys of the tile past `m` are seen by no query: their columns become zero.
             let len = TILE.min(span.k_len - key);
             for i in 0..n {
@@ -241,8 +249,8 @@ impl ForwardTiles {
                     o[i * width..][..dim].iter_mut().for_each(|o| *o *= shrink);
                 }
             }
-            self.p.fill(&MatView::new(&self.scores, n, len, TILE), rounded);
-            self.multiplier.multiply(&self.p, &tile.v, o, width, true);
+            self.p.fill(&MatView::new(&self.scores, n, len, TILE));
+            self.kernel.multiply_operands(&self.p, &tile.v, o, width, true);
         }
         for i in 0..n {
             let inverse = 1.0 / sum[i];
@@ -259,42 +267,44 @@ fn seen_in_tile(span: Span, i: usize, key: usize, m: usize, kind: AttentionKind)
     (from, (to.clamp(key, key + m) - key).max(from))
 }
 
-/// Turns a row of products of queries and keys into `exp(score − max)` with the running maximum, zeroes what is not seen,
-/// adds to the running sum, and returns the factor for what was accumulated before.
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn online_softmax(
-    row: &mut [f32],
-    (from, to): (usize, usize),
-    (scale, softcap): (f32, Option<f64>),
-    max: &mut f32,
-    sum: &mut f32,
-) -> f32 {
-    row[..from].fill(0.0);
-    row[to..].fill(0.0);
-    let seen = &mut row[from..to];
-    if seen.is_empty() {
-        return 1.0;
-    }
-    match softcap {
-        None => seen.iter_mut().for_each(|s| *s *= scale),
-        Some(cap) => {
-            let cap = cap as f32;
-            seen.iter_mut().for_each(|s| *s = cap * simd::tanh(*s * scale / cap));
+vectorized! {
+    /// Turns a row of products of queries and keys into `exp(score − max)` with the running maximum, zeroes what is not seen,
+    /// adds to the running sum, and returns the factor for what was accumulated before.
+    fn online_softmax(
+        row: &mut [f32],
+        seen: (usize, usize),
+        score: (f32, Option<f64>),
+        max: &mut f32,
+        sum: &mut f32,
+    ) -> f32 {
+        let ((from, to), (scale, softcap)) = (seen, score);
+        row[..from].fill(0.0);
+        row[to..].fill(0.0);
+        let seen = &mut row[from..to];
+        if seen.is_empty() {
+            return 1.0;
         }
+        match softcap {
+            None => seen.iter_mut().for_each(|s| *s *= scale),
+            Some(cap) => {
+                let cap = cap as f32;
+                seen.iter_mut().for_each(|s| *s = cap * simd::tanh(*s * scale / cap));
+            }
+        }
+        let new = simd::max(seen);
+        let new = if new > *max {
+            new
+        } else if new <= *max {
+            *max
+        } else {
+            new
+        };
+        for s in seen.iter_mut() {
+            *s = simd::exp(*s - new);
+        }
+        let shrink = if *max == f32::NEG_INFINITY { 1.0 } else { simd::exp(*max - new) };
+        *sum = *sum * shrink + simd::sum_of(seen, |s| s);
+        *max = new;
+        shrink
     }
-    let new = simd::max(seen);
-    let new = if new > *max {
-        new
-    } else if new <= *max {
-        *max
-    } else {
-        new
-    };
-    for s in seen.iter_mut() {
-        *s = simd::exp(*s - new);
-    }
-    let shrink = if *max == f32::NEG_INFINITY { 1.0 } else { simd::exp(*max - new) };
-    *sum = *sum * shrink + simd::sum_of(seen, |s| s);
-    *max = new;
-    shrink
 }

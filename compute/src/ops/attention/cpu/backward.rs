@@ -6,14 +6,15 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::super::{AttentionKind, AttentionOutput, Qkv, Span};
-use super::{HeadRows, TASK_ROWS, TILE, TilesBySpan, narrow, padded, rows_in, seen_in_tile};
+use super::{HeadRows, TASK_ROWS, TILE, TilesBySpan, kernel, narrow, padded, rows_in, seen_in_tile};
 use crate::error::Result;
 use crate::ops::gemm::MatView;
-use crate::ops::mat_view::{OperandRole, is_f32};
+use crate::ops::mat_view::OperandRole;
 use crate::ops::matmul::ColumnView;
+use crate::ops::packed_gemm::{MicroKernel, OpenKernel, TileOperand};
 use crate::ops::simd;
-use crate::ops::tile_product::{TileMultiplier, TileOperand};
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
+use crate::runtime::instruction_set::vectorized;
 
 /// Fewest keys of a task.
 const TASK_KEYS: usize = 256;
@@ -41,11 +42,12 @@ pub(in super::super) fn backward(
         let (k, v) = (HeadRows::new(&k, qkv.k, dim)?, HeadRows::new(&v, qkv.v, dim)?);
         let o = HeadRows::new(&o, ColumnView::all(&attended.out), dim)?;
         let do_ = HeadRows::new(&do_, ColumnView::all(dout), dim)?;
+        let kernel = kernel::<T>();
         let keys = TilesBySpan::of(spans, kv_heads, |span| span.q_len, |span, head, tile| {
-            TransposedKeyTile::new(&k.rows(head, within(span, &tile)), &v.rows(head, within(span, &tile)))
+            TransposedKeyTile::new(kernel, &k.rows(head, within(span, &tile)), &v.rows(head, within(span, &tile)))
         });
         let queries = TilesBySpan::of(spans, heads, |span| span.q_len, |span, head, tile| {
-            QueryTile::new(&q, &o, &do_, head, within(span, &tile))
+            QueryTile::new(kernel, &q, &o, &do_, head, within(span, &tile))
         });
         let lse = read::<f32>(&attended.lse)?;
         let lse: &[f32] = &lse;
@@ -59,7 +61,7 @@ pub(in super::super) fn backward(
                     queries: queries.of_head(s, h),
                     lse: &lse[h * rows + span.q_start..][..span.q_len],
                 };
-                head.gradients(span, from, kind, !is_f32::<T>())
+                head.gradients(kernel, span, from, kind)
             })
             .collect();
         let width = kind.heads.qkv_width();
@@ -105,11 +107,11 @@ struct TransposedKeyTile {
 }
 
 impl TransposedKeyTile {
-    fn new<T: FloatElement>(k: &MatView<'_, T>, v: &MatView<'_, T>) -> Self {
+    fn new<T: FloatElement>(kernel: MicroKernel, k: &MatView<'_, T>, v: &MatView<'_, T>) -> Self {
         TransposedKeyTile {
-            k_transposed: TileOperand::of(&k.t(), OperandRole::Right),
-            v_transposed: TileOperand::of(&v.t(), OperandRole::Right),
-            k: TileOperand::of(k, OperandRole::Right),
+            k_transposed: TileOperand::of(kernel, &k.t(), OperandRole::Right),
+            v_transposed: TileOperand::of(kernel, &v.t(), OperandRole::Right),
+            k: TileOperand::of(kernel, k, OperandRole::Right),
         }
     }
 }
@@ -126,6 +128,7 @@ struct QueryTile {
 
 impl QueryTile {
     fn new<T: FloatElement>(
+        kernel: MicroKernel,
         q: &HeadRows<'_, T>,
         o: &HeadRows<'_, T>,
         dout: &HeadRows<'_, T>,
@@ -135,18 +138,19 @@ impl QueryTile {
         let delta = |row: usize| delta(o.row(head, row), dout.row(head, row));
         let (q, dout) = (q.rows(head, rows.clone()), dout.rows(head, rows.clone()));
         QueryTile {
-            q: TileOperand::of(&q, OperandRole::Left),
-            q_transposed: TileOperand::of(&q.t(), OperandRole::Left),
-            dout: TileOperand::of(&dout, OperandRole::Left),
-            dout_transposed: TileOperand::of(&dout.t(), OperandRole::Left),
+            q: TileOperand::of(kernel, &q, OperandRole::Left),
+            q_transposed: TileOperand::of(kernel, &q.t(), OperandRole::Left),
+            dout: TileOperand::of(kernel, &dout, OperandRole::Left),
+            dout_transposed: TileOperand::of(kernel, &dout.t(), OperandRole::Left),
             delta: rows.map(delta).collect(),
         }
     }
 }
 
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn delta<T: FloatElement>(o: &[T], dout: &[T]) -> f32 {
-    simd::sum_of2(o, dout, |o, d| o.widen() * d.widen())
+vectorized! {
+    fn delta<T: FloatElement>(o: &[T], dout: &[T]) -> f32 {
+        simd::sum_of2(o, dout, |o, d| o.widen() * d.widen())
+    }
 }
 
 /// What a task adds to the gradients of one head, `[rows, padded D]` each, from the first key of its run on: of queries to the
@@ -166,7 +170,7 @@ struct HeadTiles<'a> {
 
 /// The memory of a task.
 struct BackwardTiles {
-    multiplier: TileMultiplier,
+    kernel: OpenKernel,
     /// Probabilities and gradients of scores, of a pair of tiles.
     p: Vec<f32>,
     ds: Vec<f32>,
@@ -180,14 +184,14 @@ struct BackwardTiles {
 }
 
 impl BackwardTiles {
-    fn new(width: usize) -> Self {
+    fn new(kernel: MicroKernel, width: usize) -> Self {
         BackwardTiles {
-            multiplier: TileMultiplier::open(),
+            kernel: kernel.open(),
             p: vec![0f32; TILE * TILE],
             ds: vec![0f32; TILE * TILE],
-            p_right: TileOperand::new(OperandRole::Right),
-            ds_right: TileOperand::new(OperandRole::Right),
-            ds_left: TileOperand::new(OperandRole::Left),
+            p_right: TileOperand::new(kernel, OperandRole::Right),
+            ds_right: TileOperand::new(kernel, OperandRole::Right),
+            ds_left: TileOperand::new(kernel, OperandRole::Left),
             dk: vec![0f32; width * TILE],
             dv: vec![0f32; width * TILE],
         }
@@ -196,7 +200,7 @@ impl BackwardTiles {
 
 impl HeadTiles<'_> {
     /// The gradients that come of the keys of the task that begins with key `from`.
-    fn gradients(&self, span: Span, from: usize, kind: AttentionKind, rounded: bool) -> HeadGradients {
+    fn gradients(&self, kernel: MicroKernel, span: Span, from: usize, kind: AttentionKind) -> HeadGradients {
         let (len, width) = (span.q_len, padded(kind.heads.head_dim));
         let to = len.min(from + task_keys(len));
         // A key is seen by no query past the window.
@@ -205,14 +209,14 @@ impl HeadTiles<'_> {
         let num_queries = last_query(to) - from;
         let mut dq = zeros(num_queries.next_multiple_of(TILE));
         let (mut dk, mut dv) = (zeros(to - from), zeros(to - from));
-        let mut tiles = BackwardTiles::new(width);
+        let mut tiles = BackwardTiles::new(kernel, width);
         for key in (from..to).step_by(TILE) {
             let m = TILE.min(len - key);
             tiles.dk.fill(0.0);
             tiles.dv.fill(0.0);
             for first in (key..last_query(key + m)).step_by(TILE) {
                 let dq = &mut dq[(first - from) * width..];
-                self.add_pair(&mut tiles, span, (first, key), kind, rounded, dq);
+                self.add_pair(&mut tiles, span, (first, key), kind, dq);
             }
             let at = (key - from) * width;
             transpose(&mut dk[at..at + m * width], width, &tiles.dk, kind.scale as f32);
@@ -231,14 +235,13 @@ impl HeadTiles<'_> {
         span: Span,
         (first, key): (usize, usize),
         kind: AttentionKind,
-        rounded: bool,
         dq: &mut [f32],
     ) {
         let (queries, keys) = (&self.queries[first / TILE], &self.keys[key / TILE]);
         let (n, m) = (TILE.min(span.q_len - first), TILE.min(span.q_len - key));
-        let BackwardTiles { multiplier, p, ds, p_right, ds_right, ds_left, dk, dv } = tiles;
-        multiplier.multiply(&queries.q, &keys.k_transposed, p, TILE, false);
-        multiplier.multiply(&queries.dout, &keys.v_transposed, ds, TILE, false);
+        let BackwardTiles { kernel, p, ds, p_right, ds_right, ds_left, dk, dv } = tiles;
+        kernel.multiply_operands(&queries.q, &keys.k_transposed, p, TILE, false);
+        kernel.multiply_operands(&queries.dout, &keys.v_transposed, ds, TILE, false);
         for i in 0..n {
             let (p, ds) = (&mut p[i * TILE..][..m], &mut ds[i * TILE..][..m]);
             let seen = seen_in_tile(span, first + i, key, m, kind);
@@ -246,12 +249,12 @@ impl HeadTiles<'_> {
             score_gradient(p, ds, seen, score, self.lse[first + i], queries.delta[i]);
         }
         let (p, ds) = (MatView::new(p, n, m, TILE), MatView::new(ds, n, m, TILE));
-        p_right.fill(&p, rounded);
-        ds_right.fill(&ds, rounded);
-        ds_left.fill(&ds, rounded);
-        multiplier.multiply(&queries.dout_transposed, p_right, dv, TILE, true);
-        multiplier.multiply(&queries.q_transposed, ds_right, dk, TILE, true);
-        multiplier.multiply(ds_left, &keys.k, dq, padded(kind.heads.head_dim), true);
+        p_right.fill(&p);
+        ds_right.fill(&ds);
+        ds_left.fill(&ds);
+        kernel.multiply_operands(&queries.dout_transposed, p_right, dv, TILE, true);
+        kernel.multiply_operands(&queries.q_transposed, ds_right, dk, TILE, true);
+        kernel.multiply_operands(ds_left, &keys.k, dq, padded(kind.heads.head_dim), true);
     }
 }
 
@@ -264,34 +267,36 @@ fn transpose(dst: &mut [f32], width: usize, src: &[f32], scale: f32) {
     }
 }
 
-/// Products of queries and keys in `p` become probabilities, `dp` becomes the gradient of the (scaled, uncapped) scores.
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl", "x86_64+avx2+fma"))]
-fn score_gradient(
-    p: &mut [f32],
-    dp: &mut [f32],
-    (from, to): (usize, usize),
-    (scale, softcap): (f32, Option<f64>),
-    lse: f32,
-    delta: f32,
-) {
-    p[..from].fill(0.0);
-    p[to..].fill(0.0);
-    dp[..from].fill(0.0);
-    dp[to..].fill(0.0);
-    let (p, dp) = (&mut p[from..to], &mut dp[from..to]);
-    match softcap {
-        None => {
-            for (p, dp) in p.iter_mut().zip(dp) {
-                *p = simd::exp(*p * scale - lse);
-                *dp = *p * (*dp - delta);
+vectorized! {
+    /// Products of queries and keys in `p` become probabilities, `dp` becomes the gradient of the (scaled, uncapped) scores.
+    fn score_gradient(
+        p: &mut [f32],
+        dp: &mut [f32],
+        seen: (usize, usize),
+        score: (f32, Option<f64>),
+        lse: f32,
+        delta: f32,
+    ) {
+        let ((from, to), (scale, softcap)) = (seen, score);
+        p[..from].fill(0.0);
+        p[to..].fill(0.0);
+        dp[..from].fill(0.0);
+        dp[to..].fill(0.0);
+        let (p, dp) = (&mut p[from..to], &mut dp[from..to]);
+        match softcap {
+            None => {
+                for (p, dp) in p.iter_mut().zip(dp) {
+                    *p = simd::exp(*p * scale - lse);
+                    *dp = *p * (*dp - delta);
+                }
             }
-        }
-        Some(cap) => {
-            let cap = cap as f32;
-            for (p, dp) in p.iter_mut().zip(dp) {
-                let tanh = simd::tanh(*p * scale / cap);
-                *p = simd::exp(cap * tanh - lse);
-                *dp = *p * (*dp - delta) * (1.0 - tanh * tanh);
+            Some(cap) => {
+                let cap = cap as f32;
+                for (p, dp) in p.iter_mut().zip(dp) {
+                    let tanh = simd::tanh(*p * scale / cap);
+                    *p = simd::exp(cap * tanh - lse);
+                    *dp = *p * (*dp - delta) * (1.0 - tanh * tanh);
+                }
             }
         }
     }

@@ -1,60 +1,29 @@
-//! Operands as the unit reads them: tiles of 16 rows of 32 bf16 numbers, for each part of the values.
+//! Packing of operands as bf16, for kernels that multiply it: all of them run on processors with AVX-512.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
 
 use half::bf16;
 
+use super::packing::{LANES, PackSource, PackedFormat, STEP, Strided, Tile};
 use crate::ops::mat_view::OperandRole;
 
-/// Inner elements of a tile.
-pub(super) const STEP: usize = 32;
-/// Outer elements of a tile, and values in a register.
-const LANES: usize = 16;
-
-/// 16 rows of 16 pairs of bf16 numbers.
-#[repr(C, align(64))]
-#[derive(Clone, Copy)]
-pub(super) struct AmxTile([[u32; LANES]; LANES]);
-
-impl AmxTile {
-    pub(super) const ZERO: AmxTile = AmxTile([[0; LANES]; LANES]);
-}
-
-/// A part of an operand: element (outer, inner) is `data[outer * outer stride + inner * inner stride]`, one of which is 1.
-#[derive(Clone, Copy)]
-pub(super) struct Strided<'a, T> {
-    pub(super) data: &'a [T],
-    /// Stride between outer elements.
-    pub(super) outer: usize,
-    /// Stride between inner elements.
-    pub(super) inner: usize,
-}
-
-/// What is packed.
-#[derive(Clone, Copy)]
-pub(super) enum PackSource<'a> {
-    /// Any numbers, in three parts.
-    F32(Strided<'a, f32>),
-    /// Rounded to bf16, in one part.
-    Rounded(Strided<'a, f32>),
-    /// In one part.
-    Bf16(Strided<'a, bf16>),
-}
-
-/// Fills `tiles` with up to 32 outer elements, step by step; in a step part by part, two tiles each. A left tile has a row
-/// for each outer element, a right one for each pair of inner elements. Zeros where there is nothing.
+/// Fills `tiles` with up to 32 outer elements, step by step; in a step part by part, two tiles each. f32 values are taken in
+/// three parts for [`PackedFormat::Bf16Parts`], else rounded.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) fn pack(
-    tiles: &mut [AmxTile],
+    tiles: &mut [Tile],
+    format: PackedFormat,
     from: PackSource<'_>,
     outer: Range<usize>,
     inner: usize,
     role: OperandRole,
 ) {
     match from {
-        PackSource::F32(from) => pack_f32::<3>(tiles, from, outer, inner, role),
-        PackSource::Rounded(from) => pack_f32::<1>(tiles, from, outer, inner, role),
+        PackSource::F32(from) if format == PackedFormat::Bf16Parts => {
+            pack_f32::<3>(tiles, from, outer, inner, role);
+        }
+        PackSource::F32(from) => pack_f32::<1>(tiles, from, outer, inner, role),
         PackSource::Bf16(from) => {
             let by_inner = from.outer == 1;
             each_step(tiles, 1, outer.len(), inner, is_turned(by_inner, role), |tiles, first| {
@@ -71,7 +40,7 @@ pub(super) fn pack(
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pack_f32<const PARTS: usize>(
-    tiles: &mut [AmxTile],
+    tiles: &mut [Tile],
     from: Strided<'_, f32>,
     outer: Range<usize>,
     inner: usize,
@@ -97,16 +66,16 @@ fn is_turned(by_inner: bool, role: OperandRole) -> bool {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn each_step(
-    tiles: &mut [AmxTile],
+    tiles: &mut [Tile],
     parts: usize,
     outer: usize,
     inner: usize,
     is_turned: bool,
-    fill: impl Fn(&mut [AmxTile], usize),
+    fill: impl Fn(&mut [Tile], usize),
 ) {
     for (tiles, first) in tiles.chunks_exact_mut(2 * parts).zip((0..inner).step_by(STEP)) {
         if outer < 2 * LANES || inner - first < STEP {
-            tiles.fill(AmxTile::ZERO);
+            tiles.fill(Tile::ZERO);
         }
         fill(tiles, first);
         if is_turned {
@@ -118,7 +87,7 @@ fn each_step(
 /// As [`rows`], of bf16 numbers: 32 of them are a line.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn rows_bf16(tiles: &mut [AmxTile], from: Strided<'_, bf16>, outer: Range<usize>, inner: Range<usize>) {
+fn rows_bf16(tiles: &mut [Tile], from: Strided<'_, bf16>, outer: Range<usize>, inner: Range<usize>) {
     for (i, o) in outer.enumerate() {
         let row = &from.data[o * from.outer..][inner.clone()];
         if let Some(next) = row.get(4 * STEP..) {
@@ -131,7 +100,7 @@ fn rows_bf16(tiles: &mut [AmxTile], from: Strided<'_, bf16>, outer: Range<usize>
 /// As [`pairs`], of bf16 numbers.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn pairs_bf16<'a>(tiles: &mut [AmxTile], from: Strided<'a, bf16>, outer: Range<usize>, inner: Range<usize>) {
+fn pairs_bf16<'a>(tiles: &mut [Tile], from: Strided<'a, bf16>, outer: Range<usize>, inner: Range<usize>) {
     /// Rows whose elements are asked for ahead of their use.
     const AHEAD: usize = 64;
     // Lanes 0 to 15 of two rows by turns; lanes 16 to 31.
@@ -157,7 +126,7 @@ fn pairs_bf16<'a>(tiles: &mut [AmxTile], from: Strided<'a, bf16>, outer: Range<u
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn rows<const PARTS: usize>(
-    tiles: &mut [AmxTile],
+    tiles: &mut [Tile],
     from: Strided<'_, f32>,
     outer: Range<usize>,
     inner: Range<usize>,
@@ -190,7 +159,7 @@ fn rows<const PARTS: usize>(
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pairs<'a, const PARTS: usize>(
-    tiles: &mut [AmxTile],
+    tiles: &mut [Tile],
     from: Strided<'a, f32>,
     outer: Range<usize>,
     inner: Range<usize>,
@@ -224,9 +193,9 @@ fn pairs<'a, const PARTS: usize>(
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn put(tile: &mut AmxTile, line: usize, values: __m512i) {
+fn put(tile: &mut Tile, line: usize, values: __m512i) {
     // SAFETY: a line is 64 bytes.
-    unsafe { _mm512_store_si512(tile.0[line].as_mut_ptr().cast(), values) };
+    unsafe { _mm512_store_si512(tile.line_mut(line).as_mut_ptr().cast(), values) };
 }
 
 /// The first 16 values; zeros where there are fewer.
@@ -276,14 +245,20 @@ fn top(x: __m512, round: bool) -> __m512 {
     _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(0xffff_0000u32 as i32)))
 }
 
-/// Lane j of line i becomes lane i of line j.
+/// As [`Tile::transpose`], of several tiles.
+#[target_feature(enable = "avx512f")]
+pub(super) fn transpose_all(tiles: &mut [Tile]) {
+    tiles.iter_mut().for_each(|tile| transpose(tile));
+}
+
+/// As [`Tile::transpose`].
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn transpose(tile: &mut AmxTile) {
+fn transpose(tile: &mut Tile) {
     let mut lines = [_mm512_setzero_si512(); LANES];
-    for (line, row) in lines.iter_mut().zip(&tile.0) {
-        // SAFETY: a row is 64 bytes.
-        *line = unsafe { _mm512_load_si512(row.as_ptr().cast()) };
+    for (number, line) in lines.iter_mut().enumerate() {
+        // SAFETY: a line is 64 bytes, and a tile is aligned to as many.
+        *line = unsafe { _mm512_load_si512(tile.line(number).as_ptr().cast()) };
     }
     let mut a = lines;
     for i in (0..LANES).step_by(2) {

@@ -1,10 +1,11 @@
-//! The unit against f64, and against an f32 product's own error. Without the unit these tests say so and end.
+//! Every kernel that the processor has against f64, and against an f32 product's own error.
 
 use half::bf16;
 
 use super::*;
 use crate::ops::gemm::{MatView, QuantMat};
 use crate::quant::{Blocks, CodeKind, Scales};
+use crate::runtime::instruction_set::InstructionSet;
 
 /// Numbers in -1..1 with all bits in use.
 fn numbers(len: usize, seed: u64) -> Vec<f32> {
@@ -30,7 +31,7 @@ fn matrix<T: FloatElement>(values: &[T], rows: usize, cols: usize, turned: bool)
 }
 
 /// The largest error of any element against f64, in units of 2⁻²⁴ · Σ|a||b|: of the unit, and of f32 sums.
-fn errors<A: FloatElement, B: FloatElement>(amx: Amx, case: &Case) -> (f64, f64) {
+fn errors<A: FloatElement, B: FloatElement>(kernel: MicroKernel, case: &Case) -> (f64, f64) {
     let (m, n, k) = case.shape;
     let a: Vec<A> = numbers(m * k, 1).into_iter().map(A::nearest).collect();
     let b: Vec<B> = numbers(k * n, 2).into_iter().map(B::nearest).collect();
@@ -39,14 +40,11 @@ fn errors<A: FloatElement, B: FloatElement>(amx: Amx, case: &Case) -> (f64, f64)
     let mut out = before.clone();
     let dst = MatViewMut { data: &mut out, stride, accumulate: case.accumulate };
     let matrices = (matrix(&a, m, k, case.turned.0), matrix(&b, k, n, case.turned.1));
-    product(amx, dst, matrices.0, matrices.1, None, 0.5, case.threads);
+    product(kernel, dst, matrices.0, matrices.1, None, 0.5, case.threads);
     let at = |i: usize, j: usize, (rows, cols): (usize, usize), turned| {
         if turned { j * rows + i } else { i * cols + j }
     };
-    // Beside bf16 activations everything is.
-    let is_bf16 = [A::DTYPE, B::DTYPE].map(|dtype| dtype == candle_core::DType::BF16);
-    let rounded = matches!((is_bf16, case.turned.0), ([true, false], _) | ([false, true], true));
-    let taken = |value: f32| if rounded { bf16::from_f32(value).to_f32() } else { value };
+    let taken = |value: f32| if kernel.is_bf16() { bf16::from_f32(value).to_f32() } else { value };
     let (mut worst, mut worst_f32) = (0f64, 0f64);
     for i in 0..m {
         for j in 0..n {
@@ -71,22 +69,43 @@ fn errors<A: FloatElement, B: FloatElement>(amx: Amx, case: &Case) -> (f64, f64)
     (worst, worst_f32)
 }
 
-/// The unit, or a word that nothing was tested.
-fn unit() -> Option<Amx> {
-    let here = Amx::here();
-    if here.is_none() {
-        std::io::Write::write_all(
-            &mut std::io::stderr(),
-            b"SKIPPED tests of AMX products: this processor has no AMX\n",
-        )
-        .unwrap();
+/// The kernels of this processor for products whose operands may be rounded to bf16, or may not.
+fn kernels(may_round: bool) -> Vec<MicroKernel> {
+    let sets = InstructionSet::ALL.into_iter().filter(|set| *set <= InstructionSet::detected());
+    let mut kernels: Vec<MicroKernel> = sets.map(|set| MicroKernel::of(set, may_round)).collect();
+    // What the matrix unit does for f32, on processors without one.
+    #[cfg(target_arch = "x86_64")]
+    if !may_round && InstructionSet::detected() >= InstructionSet::Avx512Bf16 {
+        kernels.push(MicroKernel::Avx512Bf16Parts);
     }
-    here
+    kernels.dedup();
+    kernels
+}
+
+/// A product in f32 of rows that lie one after another.
+fn f32_product(
+    kernel: MicroKernel,
+    (m, n, k): (usize, usize, usize),
+    a: &[f32],
+    b: &[f32],
+    threads: Threads,
+) -> Vec<f32> {
+    let mut out = vec![0f32; m * n];
+    let dst = MatViewMut { data: &mut out, stride: n, accumulate: false };
+    product(kernel, dst, MatView::new(a, m, k, k), MatView::new(b, k, n, n), None, 1.0, threads);
+    out
+}
+
+/// The largest errors of each kernel that takes operands of these types, as [`errors`] gives them.
+fn errors_of_kernels<A: FloatElement, B: FloatElement>(case: &Case) -> Vec<(MicroKernel, f64, f64)> {
+    let is_bf16 = [A::DTYPE, B::DTYPE].map(|dtype| dtype == candle_core::DType::BF16);
+    let may_round = is_bf16[0] || (case.turned.0 && is_bf16[1]);
+    let found = kernels(may_round).into_iter().map(|kernel| (kernel, errors::<A, B>(kernel, case)));
+    found.map(|(kernel, (error, single))| (kernel, error, single)).collect()
 }
 
 #[test]
 fn a_product_is_as_exact_as_in_f32() {
-    let Some(amx) = unit() else { return };
     for (i, shape) in
         [(32, 32, 32), (64, 96, 512), (33, 35, 37), (130, 47, 550), (70, 40, 2100), (40, 1100, 1000)]
             .into_iter()
@@ -96,17 +115,20 @@ fn a_product_is_as_exact_as_in_f32() {
             let threads = if i % 3 == 0 { Threads::All } else { Threads::One };
             let case = Case { shape, turned, accumulate: i % 2 == 0, threads };
             let found = [
-                errors::<f32, f32>(amx, &case),
-                errors::<bf16, f32>(amx, &case),
-                errors::<f32, bf16>(amx, &case),
-                errors::<bf16, bf16>(amx, &case),
+                errors_of_kernels::<f32, f32>(&case),
+                errors_of_kernels::<bf16, f32>(&case),
+                errors_of_kernels::<f32, bf16>(&case),
+                errors_of_kernels::<bf16, bf16>(&case),
             ];
-            for (kind, (unit, single)) in found.into_iter().enumerate() {
-                // One rounding of the result and some of the sum; f32 sums in a row lose more with every term.
-                assert!(
-                    unit <= single.max(2.0),
-                    "{shape:?} {turned:?} {kind}: {unit} beside {single} of f32"
-                );
+            for (types, kernels) in found.into_iter().enumerate() {
+                for (kernel, error, single) in kernels {
+                    // One rounding of the result, one where it is added to, and some of the sum; f32 sums in a row lose more
+                    // with every term.
+                    assert!(
+                        error <= single.max(2.0) + 0.5,
+                        "{kernel:?} {shape:?} {turned:?} {types}: {error} beside {single} of f32"
+                    );
+                }
             }
         }
     }
@@ -114,24 +136,23 @@ fn a_product_is_as_exact_as_in_f32() {
 
 #[test]
 fn an_element_does_not_depend_on_the_tasks() {
-    let Some(amx) = unit() else { return };
     let (m, n, k) = (300, 200, 900);
     let (a, b) = (numbers(m * k, 4), numbers(k * n, 5));
-    let whole = |rows: usize, threads| {
-        let mut out = vec![0f32; rows * n];
-        let dst = MatViewMut { data: &mut out, stride: n, accumulate: false };
-        product(amx, dst, MatView::new(&a, rows, k, k), MatView::new(&b, k, n, n), None, 1.0, threads);
-        out
-    };
-    let want = whole(m, Threads::One);
-    assert_eq!(want, whole(m, Threads::All));
-    assert_eq!(want, crate::runtime::thread_pool::in_own_pool(3, || Ok(whole(m, Threads::All))).unwrap());
-    assert_eq!(want[..75 * n], whole(75, Threads::All));
+    for kernel in [kernels(false), kernels(true)].concat() {
+        let whole = |rows: usize, threads| f32_product(kernel, (rows, n, k), &a[..rows * k], &b, threads);
+        let want = whole(m, Threads::One);
+        assert_eq!(want, whole(m, Threads::All));
+        assert_eq!(want, crate::runtime::thread_pool::in_own_pool(3, || Ok(whole(m, Threads::All))).unwrap());
+        assert_eq!(want[..75 * n], whole(75, Threads::All));
+    }
 }
 
 #[test]
 fn quantized_is_dequantized_on_the_way() {
-    let Some(amx) = unit() else { return };
+    kernels(false).into_iter().chain(kernels(true)).for_each(quantized_beside_dense);
+}
+
+fn quantized_beside_dense(kernel: MicroKernel) {
     let (m, out, inputs) = (100, 160, 832);
     let codes: Vec<u8> = numbers(out * inputs / 2, 8).iter().map(|x| x.to_bits() as u8).collect();
     let scales: Vec<f32> = numbers(out * inputs / 64, 9);
@@ -148,11 +169,11 @@ fn quantized_is_dequantized_on_the_way() {
         let dst = |data| MatViewMut { data, stride: n, accumulate: false };
         let [first, second] = &mut results;
         if transposed {
-            product(amx, dst(first), a, quantized.t(), None, 1.0, Threads::All);
-            product(amx, dst(second), a, dense.t(), None, 1.0, Threads::All);
+            product(kernel, dst(first), a, quantized.t(), None, 1.0, Threads::All);
+            product(kernel, dst(second), a, dense.t(), None, 1.0, Threads::All);
         } else {
-            product(amx, dst(first), a, quantized, None, 1.0, Threads::All);
-            product(amx, dst(second), a, dense, None, 1.0, Threads::All);
+            product(kernel, dst(first), a, quantized, None, 1.0, Threads::All);
+            product(kernel, dst(second), a, dense, None, 1.0, Threads::All);
         }
         assert!(results[0].iter().any(|x| *x != 0.0));
         assert_eq!(results[0], results[1]);
@@ -161,14 +182,17 @@ fn quantized_is_dequantized_on_the_way() {
 
 #[test]
 fn a_narrower_result_is_rounded_once() {
-    let Some(amx) = unit() else { return };
+    kernels(true).into_iter().for_each(narrower_result);
+}
+
+fn narrower_result(kernel: MicroKernel) {
     let (m, n, k) = (40, 70, 2000);
     let narrowed = |values: Vec<f32>| values.into_iter().map(bf16::from_f32).collect::<Vec<_>>();
     let (a, b) = (narrowed(numbers(m * k, 11)), narrowed(numbers(k * n, 12)));
     let (a, b) = (MatView::new(&a, m, k, k), MatView::new(&b, k, n, n));
     let mut narrow = vec![bf16::from_f32(1.0); m * n];
     product(
-        amx,
+        kernel,
         MatViewMut { data: &mut narrow, stride: n, accumulate: true },
         a,
         b,
@@ -178,7 +202,15 @@ fn a_narrower_result_is_rounded_once() {
     );
     let mut wide = vec![1f64; m * n];
     let mut sums = vec![0f32; m * n];
-    product(amx, MatViewMut { data: &mut sums, stride: n, accumulate: false }, a, b, None, 1.0, Threads::All);
+    product(
+        kernel,
+        MatViewMut { data: &mut sums, stride: n, accumulate: false },
+        a,
+        b,
+        None,
+        1.0,
+        Threads::All,
+    );
     wide.iter_mut().zip(&sums).for_each(|(x, sum)| *x += f64::from(*sum));
     for (narrow, wide) in narrow.iter().zip(wide) {
         // Half a unit in the last of eight bits, and the f32 sums' own error.
@@ -189,7 +221,10 @@ fn a_narrower_result_is_rounded_once() {
 /// Sums in one pass, with a row and a column of blocks that are not whole and inner elements in two parts.
 #[test]
 fn a_term_of_low_rank_is_added_once() {
-    let Some(amx) = unit() else { return };
+    kernels(true).into_iter().for_each(low_rank_term);
+}
+
+fn low_rank_term(kernel: MicroKernel) {
     let (m, n, r) = (70, 100, 24);
     for k in [200, 2600] {
         let narrowed = |values: Vec<f32>| values.into_iter().map(bf16::from_f32).collect::<Vec<_>>();
@@ -201,7 +236,7 @@ fn a_term_of_low_rank_is_added_once() {
         let run = |a, b, term, from: &[bf16], accumulate| {
             let mut out = from.to_vec();
             let dst = MatViewMut { data: &mut out, stride: n, accumulate };
-            product(amx, dst, a, b, term, 1.0, Threads::All);
+            product(kernel, dst, a, b, term, 1.0, Threads::All);
             out
         };
         let start = narrowed(numbers(m * n, 15));
@@ -209,11 +244,13 @@ fn a_term_of_low_rank_is_added_once() {
         let mut sums: Vec<f32> = start.iter().map(|x| x.to_f32()).collect();
         for (i, sum) in sums.iter_mut().enumerate() {
             let (row, column) = (i / n, i % n);
-            let of_base =
-                (0..k).map(|l| f64::from(a_at(&a, row, l)) * f64::from(a_at(&b, l, column))).sum::<f64>();
-            let rounded = |x: f32| f64::from(bf16::from_f32(x).to_f32());
-            let of_term =
-                (0..r).map(|l| rounded(a_at(&u, row, l)) * rounded(a_at(&factor, l, column))).sum::<f64>();
+            let of_base = (0..k)
+                .map(|l| f64::from(element(&a, row, l)) * f64::from(element(&b, l, column)))
+                .sum::<f64>();
+            let rounded = |x: f32| f64::from(if kernel.is_bf16() { bf16::from_f32(x).to_f32() } else { x });
+            let of_term = (0..r)
+                .map(|l| rounded(element(&u, row, l)) * rounded(element(&factor, l, column)))
+                .sum::<f64>();
             *sum += (of_base + of_term) as f32;
         }
         for (got, want) in got.iter().zip(&sums) {
@@ -223,48 +260,54 @@ fn a_term_of_low_rank_is_added_once() {
 }
 
 /// An element of a matrix.
-fn a_at<T: FloatElement>(matrix: &MatView<'_, T>, row: usize, column: usize) -> f32 {
+fn element<T: FloatElement>(matrix: &MatView<'_, T>, row: usize, column: usize) -> f32 {
     let (line, at) = if matrix.is_transposed() { (column, row) } else { (row, column) };
     let mut value = [0.0];
     matrix.widen(line, at, &mut value);
     value[0]
 }
 
+/// A row with a value that is not finite becomes NaN or infinite, and no other does; also where it is rounded to bf16.
 #[test]
 fn what_is_not_finite_stays_so() {
-    let Some(amx) = unit() else { return };
-    for bad in [f32::NAN, f32::INFINITY, f32::from_bits(0x7fff_ffff)] {
-        let mut a = numbers(32 * 32, 6);
-        a[5 * 32 + 7] = bad;
-        let b = numbers(32 * 32, 7);
-        let mut out = vec![0f32; 32 * 32];
-        let dst = MatViewMut { data: &mut out, stride: 32, accumulate: false };
-        product(
-            amx,
-            dst,
-            MatView::new(&a, 32, 32, 32),
-            MatView::new(&b, 32, 32, 32),
-            None,
-            1.0,
-            Threads::One,
-        );
-        for (i, row) in out.chunks(32).enumerate() {
-            assert!(row.iter().all(|x| x.is_finite() == (i != 5)));
+    for kernel in [kernels(false), kernels(true)].concat() {
+        for bad in [f32::NAN, f32::INFINITY, f32::from_bits(0x7fff_ffff)] {
+            let mut a = numbers(32 * 32, 6);
+            a[5 * 32 + 7] = bad;
+            let out = f32_product(kernel, (32, 32, 32), &a, &numbers(32 * 32, 7), Threads::One);
+            for (i, row) in out.chunks(32).enumerate() {
+                assert!(row.iter().all(|x| x.is_finite() == (i != 5)), "{kernel:?} {bad}");
+            }
         }
-        // And where it is rounded to bf16.
-        let b: Vec<bf16> = b.into_iter().map(bf16::from_f32).collect();
-        let dst = MatViewMut { data: &mut out, stride: 32, accumulate: false };
-        product(
-            amx,
-            dst,
-            MatView::new(&a, 32, 32, 32),
-            MatView::new(&b, 32, 32, 32),
-            None,
-            1.0,
-            Threads::One,
-        );
-        for (i, row) in out.chunks(32).enumerate() {
-            assert!(row.iter().all(|x| x.is_finite() == (i != 5)));
+    }
+}
+
+/// Squares that are not whole, in all formats, by the products of tiles within a task.
+#[test]
+fn tiles_multiply_as_matrices_do() {
+    let (m, n, k) = (50, 70, 90);
+    let (a, b) = (numbers(m * k, 16), numbers(k * n, 17));
+    for kernel in [kernels(false), kernels(true)].concat() {
+        let want = f32_product(kernel, (m, n, k), &a, &b, Threads::One);
+        // The same values, in the other order in memory.
+        let turned = |values: &[f32], rows: usize, cols: usize| -> Vec<f32> {
+            (0..rows * cols).map(|at| values[at % rows * cols + at / rows]).collect()
+        };
+        let (at, bt) = (turned(&a, m, k), turned(&b, k, n));
+        let lefts = [MatView::new(&a, m, k, k), MatView::new(&at, k, m, m).t()];
+        let rights = [MatView::new(&b, k, n, n), MatView::new(&bt, n, k, k).t()];
+        for (left, right) in lefts.iter().flat_map(|left| rights.iter().map(move |right| (left, right))) {
+            let left = TileOperand::of(kernel, left, OperandRole::Left);
+            let right = TileOperand::of(kernel, right, OperandRole::Right);
+            let stride = 96;
+            let mut out = vec![1f32; 64 * stride];
+            let open = kernel.open();
+            open.multiply_operands(&left, &right, &mut out, stride, false);
+            open.multiply_operands(&left, &right, &mut out, stride, true);
+            for (i, want) in want.iter().enumerate() {
+                let got = out[i / n * stride + i % n];
+                assert!((got - 2.0 * want).abs() <= 1e-5 * want.abs().max(1.0), "{kernel:?} {got} {want}");
+            }
         }
     }
 }

@@ -1,0 +1,106 @@
+//! Products of bf16 tiles by `VDPBF16PS`, which multiplies 16 pairs and adds both products to 16 sums.
+//!
+//! Eight rows of 32 sums stay in registers over a run of steps. Numbers below 2⁻¹²⁶ count as zero, as on the matrix unit.
+
+use std::arch::x86_64::*;
+
+use super::micro_kernel::{SQUARE, Strip};
+use super::packing::{LANES, PackedFormat, Tile};
+
+/// Rows whose sums are in registers.
+const ROWS: usize = 8;
+/// Tiles of an operand that are multiplied with all rows before the next ones are: they stay in the L1 cache.
+const RUN: usize = 16;
+
+/// As [`super::micro_kernel::OpenKernel::multiply`], which has checked the arguments.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+pub(super) fn multiply(left: Strip<'_>, right: Strip<'_>, dst: &mut [f32], stride: usize, accumulate: bool) {
+    use PackedFormat::{Bf16, Bf16Parts};
+    match (left.format, right.format) {
+        (Bf16, Bf16) => multiply_parts::<1, 1>(left.tiles, right.tiles, &[(0, 0)], dst, stride, accumulate),
+        (Bf16Parts, Bf16) => {
+            let pairs = &[(2, 0), (1, 0), (0, 0)];
+            multiply_parts::<3, 1>(left.tiles, right.tiles, pairs, dst, stride, accumulate);
+        }
+        (Bf16Parts, Bf16Parts) => {
+            let pairs = &[(0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0)];
+            multiply_parts::<3, 3>(left.tiles, right.tiles, pairs, dst, stride, accumulate);
+        }
+        _ => unreachable!("values of one part or three, and no right ones of three beside left ones of one"),
+    }
+}
+
+/// Operands of `A` and `B` parts; `pairs` lists which are multiplied, in order.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn multiply_parts<const A: usize, const B: usize>(
+    left: &[Tile],
+    right: &[Tile],
+    pairs: &[(usize, usize)],
+    dst: &mut [f32],
+    stride: usize,
+    accumulate: bool,
+) {
+    let steps = RUN / (2 * A);
+    for (run, (left, right)) in left.chunks(steps * 2 * A).zip(right.chunks(steps * 2 * B)).enumerate() {
+        for (first, dst) in (0..SQUARE).step_by(ROWS).zip(dst.chunks_mut(ROWS * stride)) {
+            let (half, first) = (first / LANES, first % LANES);
+            let mut sums = load(dst, stride, accumulate || run > 0);
+            for (left, right) in left.chunks_exact(2 * A).zip(right.chunks_exact(2 * B)) {
+                for &(a, b) in pairs {
+                    add_products(&mut sums, &left[2 * a + half], first, [&right[2 * b], &right[2 * b + 1]]);
+                }
+            }
+            store(dst, stride, &sums);
+        }
+    }
+}
+
+/// Adds the products of [`ROWS`] rows of a left tile, from `first` on, and two right tiles.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn add_products(sums: &mut [[__m512; 2]; ROWS], left: &Tile, first: usize, right: [&Tile; 2]) {
+    for pair in 0..LANES {
+        let columns = right.map(|tile| as_bf16(tile.line(pair)));
+        for (row, sums) in sums.iter_mut().enumerate() {
+            let both = left.line(first + row)[pair].cast_signed();
+            // SAFETY: two vectors of the same bits.
+            let both: __m512bh = unsafe { std::mem::transmute(_mm512_set1_epi32(both)) };
+            sums[0] = _mm512_dpbf16_ps(sums[0], both, columns[0]);
+            sums[1] = _mm512_dpbf16_ps(sums[1], both, columns[1]);
+        }
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn as_bf16(line: &[u32; LANES]) -> __m512bh {
+    // SAFETY: a line is 64 bytes; the vector has the same bits.
+    unsafe { std::mem::transmute(_mm512_loadu_si512(line.as_ptr().cast())) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load(dst: &[f32], stride: usize, keep: bool) -> [[__m512; 2]; ROWS] {
+    let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
+    if keep {
+        for (sums, row) in sums.iter_mut().zip(dst.chunks(stride)) {
+            for (sums, values) in sums.iter_mut().zip(row[..SQUARE].chunks_exact(LANES)) {
+                // SAFETY: sixteen values.
+                *sums = unsafe { _mm512_loadu_ps(values.as_ptr()) };
+            }
+        }
+    }
+    sums
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn store(dst: &mut [f32], stride: usize, sums: &[[__m512; 2]; ROWS]) {
+    for (sums, row) in sums.iter().zip(dst.chunks_mut(stride)) {
+        for (sums, values) in sums.iter().zip(row[..SQUARE].chunks_exact_mut(LANES)) {
+            // SAFETY: sixteen values.
+            unsafe { _mm512_storeu_ps(values.as_mut_ptr(), *sums) };
+        }
+    }
+}

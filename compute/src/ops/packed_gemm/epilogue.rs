@@ -1,0 +1,114 @@
+//! What becomes of 32 × 32 sums: they are scaled and stored, or added to what is there.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::*;
+
+use super::micro_kernel::SQUARE;
+#[cfg(target_arch = "x86_64")]
+use crate::ops::mat_view::{as_f32_mut, is_f32};
+use crate::runtime::cpu_tensor::FloatElement;
+use crate::runtime::instruction_set::InstructionSet;
+
+/// 32 × 32 sums.
+#[repr(C, align(64))]
+#[derive(Default)]
+pub(super) struct Accumulator([[f32; SQUARE]; SQUARE]);
+
+impl Accumulator {
+    pub(super) fn values_mut(&mut self) -> &mut [f32] {
+        self.0.as_flattened_mut()
+    }
+}
+
+/// `dst[i * stride + j] = [itself +] alpha · square[i][j]` for `i < height`, `j < width`, with these instructions.
+pub(super) fn add<D: FloatElement>(
+    set: InstructionSet,
+    dst: &mut [D],
+    stride: usize,
+    square: &Accumulator,
+    (height, width): (usize, usize),
+    alpha: f32,
+    accumulate: bool,
+) {
+    assert!(width <= SQUARE && dst.len() >= (height.max(1) - 1) * stride + width);
+    assert!(set <= InstructionSet::detected());
+    for (dst, values) in dst.chunks_mut(stride).zip(&square.0).take(height) {
+        let (dst, values) = (&mut dst[..width], &values[..width]);
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the processor has the instructions of `set`, by the assertion.
+        unsafe {
+            match <&[f32; SQUARE]>::try_from(values) {
+                Ok(values) if set >= InstructionSet::Avx512 && is_f32::<D>() => {
+                    add_line(as_f32_mut(dst).unwrap_or(&mut []), values, alpha, accumulate);
+                }
+                Ok(values) if set >= InstructionSet::Avx512Bf16 => {
+                    add_line_bf16(dst, values, alpha, accumulate);
+                }
+                _ if set >= InstructionSet::Avx512 => add_row_avx512(dst, values, alpha, accumulate),
+                _ if set >= InstructionSet::Avx2 => add_row_avx2(dst, values, alpha, accumulate),
+                _ => add_row(dst, values, alpha, accumulate),
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        add_row(dst, values, alpha, accumulate);
+    }
+}
+
+#[inline(always)]
+fn add_row<D: FloatElement>(dst: &mut [D], values: &[f32], alpha: f32, accumulate: bool) {
+    for (dst, value) in dst.iter_mut().zip(values) {
+        *dst = D::nearest(if accumulate { dst.widen() + alpha * value } else { alpha * value });
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn add_row_avx512<D: FloatElement>(dst: &mut [D], values: &[f32], alpha: f32, accumulate: bool) {
+    add_row(dst, values, alpha, accumulate);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn add_row_avx2<D: FloatElement>(dst: &mut [D], values: &[f32], alpha: f32, accumulate: bool) {
+    add_row(dst, values, alpha, accumulate);
+}
+
+/// As [`add_row`] for a whole line.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn add_line(dst: &mut [f32], values: &[f32; SQUARE], alpha: f32, accumulate: bool) {
+    let alpha = _mm512_set1_ps(alpha);
+    for (dst, values) in dst[..SQUARE].chunks_exact_mut(16).zip(values.chunks_exact(16)) {
+        // SAFETY: sixteen values each.
+        unsafe {
+            let value = _mm512_mul_ps(alpha, _mm512_loadu_ps(values.as_ptr()));
+            let value = if accumulate { _mm512_add_ps(_mm512_loadu_ps(dst.as_ptr()), value) } else { value };
+            _mm512_storeu_ps(dst.as_mut_ptr(), value);
+        }
+    }
+}
+
+/// As [`add_row`] for a whole line of bf16; what is below 2⁻¹²⁶ becomes zero.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn add_line_bf16<D: FloatElement>(dst: &mut [D], values: &[f32; SQUARE], alpha: f32, accumulate: bool) {
+    assert!(!is_f32::<D>());
+    let dst = dst[..SQUARE].as_mut_ptr().cast::<__m512i>();
+    let alpha = _mm512_set1_ps(alpha);
+    // SAFETY: `FloatElement` is implemented for f32 and bf16 alone, and D is not f32: 32 of them are 64 bytes, as there are.
+    // 16 of the 32 values each.
+    unsafe {
+        let mut low = _mm512_mul_ps(alpha, _mm512_loadu_ps(values.as_ptr()));
+        let mut high = _mm512_mul_ps(alpha, _mm512_loadu_ps(values.as_ptr().add(16)));
+        if accumulate {
+            let there = _mm512_loadu_si512(dst);
+            let widened =
+                |half: __m256i| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half)));
+            low = _mm512_add_ps(widened(_mm512_castsi512_si256(there)), low);
+            high = _mm512_add_ps(widened(_mm512_extracti64x4_epi64::<1>(there)), high);
+        }
+        // Two vectors of bits: the type has no cast of its own.
+        let rounded: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
+        _mm512_storeu_si512(dst, rounded);
+    }
+}

@@ -1,0 +1,174 @@
+//! What multiplies packed operands: one kernel for each set of instructions, chosen once for a product.
+
+#[cfg(target_arch = "x86_64")]
+use super::{amx, avx512_bf16};
+use super::{f32_kernel, packing::PackedFormat, packing::Tile};
+use crate::ops::mat_view::{GemmMatrix, OperandRole};
+use crate::runtime::instruction_set::InstructionSet;
+
+/// Rows and columns of the sums that a call makes.
+pub(crate) const SQUARE: usize = 32;
+
+/// A kernel, with what it takes of operands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum MicroKernel {
+    /// The matrix unit, of operands that are bf16 or rounded to it.
+    #[cfg(target_arch = "x86_64")]
+    AmxBf16,
+    /// The matrix unit, of f32 in three parts that are bf16 each.
+    #[cfg(target_arch = "x86_64")]
+    AmxF32,
+    /// Pairs of bf16 at a time.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+    /// The operands of [`MicroKernel::AmxF32`] with the instructions of [`MicroKernel::Avx512Bf16`]: tests of the former
+    /// where there is no matrix unit.
+    #[cfg(all(test, target_arch = "x86_64"))]
+    Avx512Bf16Parts,
+    /// Sixteen f32 numbers at a time.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    /// Eight f32 numbers at a time.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// Loops over f32 numbers that the compiler vectorizes.
+    Baseline,
+}
+
+impl MicroKernel {
+    /// The kernel for a product whose operands may be rounded to bf16, or for one whose may not.
+    pub(crate) fn of(set: InstructionSet, may_round: bool) -> Self {
+        #[cfg(target_arch = "x86_64")]
+        match (set, may_round) {
+            (InstructionSet::Amx, true) => return MicroKernel::AmxBf16,
+            (InstructionSet::Amx, false) => return MicroKernel::AmxF32,
+            (InstructionSet::Avx512Bf16, true) => return MicroKernel::Avx512Bf16,
+            (InstructionSet::Avx512Bf16 | InstructionSet::Avx512, _) => return MicroKernel::Avx512,
+            (InstructionSet::Avx2, _) => return MicroKernel::Avx2,
+            (InstructionSet::Baseline, _) => {}
+        }
+        let _ = (set, may_round);
+        MicroKernel::Baseline
+    }
+
+    /// Whether operands are packed as f32.
+    pub(super) fn takes_f32(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            MicroKernel::AmxBf16 | MicroKernel::AmxF32 | MicroKernel::Avx512Bf16 => false,
+            #[cfg(all(test, target_arch = "x86_64"))]
+            MicroKernel::Avx512Bf16Parts => false,
+            _ => true,
+        }
+    }
+
+    /// Whether it rounds operands to bf16.
+    pub(super) fn is_bf16(self) -> bool {
+        !self.takes_f32() && !self.splits_f32()
+    }
+
+    /// How an operand is laid out for it.
+    pub(super) fn format(self, of: &impl GemmMatrix, role: OperandRole) -> PackedFormat {
+        if self.takes_f32() {
+            let by_rows = role == OperandRole::Left && !of.is_transposed();
+            return if by_rows { PackedFormat::F32Rows } else { PackedFormat::F32 };
+        }
+        if self.splits_f32() && !of.is_bf16() { PackedFormat::Bf16Parts } else { PackedFormat::Bf16 }
+    }
+
+    fn splits_f32(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            MicroKernel::AmxF32 => true,
+            #[cfg(all(test, target_arch = "x86_64"))]
+            MicroKernel::Avx512Bf16Parts => true,
+            _ => false,
+        }
+    }
+
+    /// The instructions of the kernel and of what stands around it.
+    pub(super) fn set(self) -> InstructionSet {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            MicroKernel::AmxBf16 | MicroKernel::AmxF32 => InstructionSet::Amx,
+            #[cfg(target_arch = "x86_64")]
+            MicroKernel::Avx512Bf16 => InstructionSet::Avx512Bf16,
+            #[cfg(all(test, target_arch = "x86_64"))]
+            MicroKernel::Avx512Bf16Parts => InstructionSet::Avx512Bf16,
+            #[cfg(target_arch = "x86_64")]
+            MicroKernel::Avx512 => InstructionSet::Avx512,
+            #[cfg(target_arch = "x86_64")]
+            MicroKernel::Avx2 => InstructionSet::Avx2,
+            MicroKernel::Baseline => InstructionSet::Baseline,
+        }
+    }
+
+    /// Sets the kernel up on this thread until the result is dropped. One at a time on a thread.
+    ///
+    /// # Panics
+    /// The processor lacks the instructions.
+    pub(crate) fn open(self) -> OpenKernel {
+        assert!(self.set() <= InstructionSet::detected(), "{self:?} on a processor without its instructions");
+        OpenKernel {
+            kernel: self,
+            #[cfg(target_arch = "x86_64")]
+            registers: (self.set() == InstructionSet::Amx).then(amx::TileRegisters::configure),
+        }
+    }
+}
+
+/// A kernel that is set up on one thread.
+pub(crate) struct OpenKernel {
+    kernel: MicroKernel,
+    #[cfg(target_arch = "x86_64")]
+    registers: Option<amx::TileRegisters>,
+}
+
+/// A strip of [`SQUARE`] outer elements of a packed operand.
+#[derive(Clone, Copy)]
+pub(super) struct Strip<'a> {
+    pub(super) tiles: &'a [Tile],
+    pub(super) format: PackedFormat,
+}
+
+impl Strip<'_> {
+    /// Steps of [`super::packing::STEP`] inner elements.
+    pub(super) fn steps(self) -> usize {
+        self.tiles.len() / self.format.tiles_per_step()
+    }
+}
+
+impl OpenKernel {
+    /// `dst = [dst +] left · right` for 32 rows of 32 sums, `stride` elements from row to row. The products of an element are
+    /// added in the order of its inner elements; where operands are in parts, the smallest products of a step first.
+    pub(super) fn multiply(
+        &self,
+        left: Strip<'_>,
+        right: Strip<'_>,
+        dst: &mut [f32],
+        stride: usize,
+        accumulate: bool,
+    ) {
+        assert!(left.steps() > 0 && left.steps() == right.steps());
+        assert!(stride >= SQUARE && dst.len() >= (SQUARE - 1) * stride + SQUARE);
+        // SAFETY: `open` asserted that the instructions are there.
+        unsafe {
+            match self.kernel {
+                #[cfg(target_arch = "x86_64")]
+                MicroKernel::AmxBf16 | MicroKernel::AmxF32 => {
+                    let registers = self.registers.as_ref().expect("configured for these kernels");
+                    registers.multiply(left, right, dst, stride, accumulate);
+                }
+                #[cfg(target_arch = "x86_64")]
+                MicroKernel::Avx512Bf16 => avx512_bf16::multiply(left, right, dst, stride, accumulate),
+                #[cfg(all(test, target_arch = "x86_64"))]
+                MicroKernel::Avx512Bf16Parts => avx512_bf16::multiply(left, right, dst, stride, accumulate),
+                #[cfg(target_arch = "x86_64")]
+                MicroKernel::Avx512 => f32_kernel::multiply_avx512(left, right, dst, stride, accumulate),
+                #[cfg(target_arch = "x86_64")]
+                MicroKernel::Avx2 => f32_kernel::multiply_avx2(left, right, dst, stride, accumulate),
+                MicroKernel::Baseline => f32_kernel::multiply_baseline(left, right, dst, stride, accumulate),
+            }
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! Products of matrices of at most some hundred rows and columns, one after another within a task: the tiles of attention.
+
+use super::micro_kernel::{MicroKernel, OpenKernel, SQUARE};
+use super::packing::{self, PackSource, PackedFormat, PackedOperand, Tile};
+use crate::ops::mat_view::{GemmMatrix, OperandRole};
+
+/// A small matrix, laid out for products by one kernel.
+pub(in crate::ops) struct TileOperand {
+    kernel: MicroKernel,
+    role: OperandRole,
+    tiles: Vec<Tile>,
+    format: PackedFormat,
+    outer: usize,
+    inner: usize,
+}
+
+impl TileOperand {
+    pub(in crate::ops) fn new(kernel: MicroKernel, role: OperandRole) -> Self {
+        TileOperand { kernel, role, tiles: Vec::new(), format: PackedFormat::F32, outer: 0, inner: 0 }
+    }
+
+    /// `matrix`, which is f32 or bf16 in memory, for one side of products.
+    pub(in crate::ops) fn of(kernel: MicroKernel, matrix: &impl GemmMatrix, role: OperandRole) -> Self {
+        let mut operand = TileOperand::new(kernel, role);
+        operand.fill(matrix);
+        operand
+    }
+
+    /// Takes `matrix` instead.
+    pub(in crate::ops) fn fill(&mut self, matrix: &impl GemmMatrix) {
+        let (rows, cols) = (matrix.rows(), matrix.cols());
+        let (outer, inner) = if self.role == OperandRole::Left { (rows, cols) } else { (cols, rows) };
+        let mut widened = Vec::new();
+        let source = PackSource::of(matrix, 0..outer, 0..inner, self.role, &mut widened);
+        self.format = self.kernel.format(matrix, self.role);
+        (self.outer, self.inner) = (outer, inner);
+        let strip = self.format.strip_len(inner);
+        self.tiles.resize(strip * outer.div_ceil(SQUARE), Tile::ZERO);
+        for (tiles, start) in self.tiles.chunks_exact_mut(strip).zip((0..outer).step_by(SQUARE)) {
+            let here = start..(start + SQUARE).min(outer);
+            packing::pack(self.kernel, tiles, self.format, source, here, inner, self.role);
+        }
+    }
+
+    fn packed(&self) -> PackedOperand<'_> {
+        PackedOperand::new(&self.tiles, self.format, self.outer, self.inner)
+    }
+}
+
+impl OpenKernel {
+    /// `dst = [dst +] left · right`, with `stride` elements from row to row of `dst`, which has whole squares of 32 rows and
+    /// columns; what is outside the product comes out as it was, or as zero.
+    pub(in crate::ops) fn multiply_operands(
+        &self,
+        left: &TileOperand,
+        right: &TileOperand,
+        dst: &mut [f32],
+        stride: usize,
+        accumulate: bool,
+    ) {
+        for (j, b) in right.packed().strips() {
+            for (i, a) in left.packed().strips() {
+                let square = &mut dst[i * SQUARE * stride + j * SQUARE..];
+                self.multiply(a, b, square, stride, accumulate);
+            }
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! The vector instructions that the CPU forms of ops are made of: the best that the processor has, or what `FINETUNE_CPU`
+//! names, for tests and comparisons.
+
+use std::ffi::OsString;
+use std::sync::OnceLock;
+
+use crate::error::{Error, Result};
+
+/// The variable that chooses among the sets that the processor has.
+pub const VARIABLE: &str = "FINETUNE_CPU";
+
+/// Sets of instructions, each with all of those before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum InstructionSet {
+    /// What every processor of the architecture has: SSE2 on x86-64, NEON on aarch64.
+    Baseline,
+    /// AVX2 and FMA.
+    Avx2,
+    /// AVX-512 F, BW and VL.
+    Avx512,
+    /// AVX-512 that multiplies bf16, two at a time (`VDPBF16PS`).
+    Avx512Bf16,
+    /// The matrix unit of newer Intel processors: tiles of bf16 (`TDPBF16PS`).
+    Amx,
+}
+
+impl InstructionSet {
+    /// All of them, the least first.
+    pub const ALL: [InstructionSet; 5] = [
+        InstructionSet::Baseline,
+        InstructionSet::Avx2,
+        InstructionSet::Avx512,
+        InstructionSet::Avx512Bf16,
+        InstructionSet::Amx,
+    ];
+
+    /// As `FINETUNE_CPU` says it.
+    pub fn name(self) -> &'static str {
+        match self {
+            InstructionSet::Baseline => "baseline",
+            InstructionSet::Avx2 => "avx2",
+            InstructionSet::Avx512 => "avx512",
+            InstructionSet::Avx512Bf16 => "avx512bf16",
+            InstructionSet::Amx => "amx",
+        }
+    }
+
+    /// The best that this processor has and this process may use.
+    pub fn detected() -> Self {
+        static DETECTED: OnceLock<InstructionSet> = OnceLock::new();
+        *DETECTED.get_or_init(detect)
+    }
+
+    /// What ops use: [`InstructionSet::detected`], or less if `FINETUNE_CPU` says so. A value that
+    /// [`check_environment`] refuses changes nothing.
+    pub fn in_use() -> Self {
+        static IN_USE: OnceLock<InstructionSet> = OnceLock::new();
+        *IN_USE.get_or_init(|| {
+            let named = std::env::var(VARIABLE).ok().and_then(|name| InstructionSet::named(&name));
+            named.unwrap_or(InstructionSet::Amx).min(InstructionSet::detected())
+        })
+    }
+
+    fn named(name: &str) -> Option<Self> {
+        InstructionSet::ALL.into_iter().find(|set| set.name() == name)
+    }
+}
+
+/// Refuses a value of `FINETUNE_CPU` that names no set of instructions, or one that this processor lacks.
+///
+/// # Errors
+/// [`crate::error::ErrorCategory::User`] with the value and those that are accepted here.
+pub fn check_environment(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<()> {
+    let Some(value) = lookup(VARIABLE).filter(|value| !value.is_empty()) else { return Ok(()) };
+    let detected = InstructionSet::detected();
+    if value.to_str().and_then(InstructionSet::named).is_some_and(|set| set <= detected) {
+        return Ok(());
+    }
+    let shown: String = value.to_string_lossy().chars().take(80).collect();
+    let here = InstructionSet::ALL.into_iter().filter(|set| *set <= detected).map(InstructionSet::name);
+    let accepted = here.collect::<Vec<_>>().join(", ");
+    Err(Error::user(format!("cannot use {VARIABLE}"))
+        .because(format!("it is `{}`; accepted on this processor: {accepted}", shown.escape_debug()))
+        .hint(format!("unset {VARIABLE}: then the best is used, {}", detected.name())))
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn detect() -> InstructionSet {
+    InstructionSet::Baseline
+}
+
+#[cfg(target_arch = "x86_64")]
+fn detect() -> InstructionSet {
+    if !(is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")) {
+        InstructionSet::Baseline
+    } else if !(is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512vl"))
+    {
+        InstructionSet::Avx2
+    } else if !is_x86_feature_detected!("avx512bf16") {
+        InstructionSet::Avx512
+    } else if !(has_matrix_unit() && is_permitted()) {
+        InstructionSet::Avx512Bf16
+    } else {
+        InstructionSet::Amx
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_matrix_unit() -> bool {
+    // Leaf 7: EDX bit 22 is AMX-BF16, bit 24 AMX-TILE.
+    let both = (1 << 22) | (1 << 24);
+    std::arch::x86_64::__cpuid_count(7, 0).edx & both == both
+}
+
+/// Asks the kernel for the state of the matrix unit's registers, for all threads of this process.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn is_permitted() -> bool {
+    /// `ARCH_REQ_XCOMP_PERM` of asm/prctl.h.
+    const ASK: libc::c_long = 0x1023;
+    /// The number of the tile registers' state, `XFEATURE_XTILEDATA`.
+    const TILE_DATA: libc::c_long = 18;
+    // SAFETY: the call takes two numbers and touches no memory of ours; an old kernel answers with an error.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ASK, TILE_DATA) == 0 }
+}
+
+/// How other systems hand the unit out is not known here.
+#[cfg(all(target_arch = "x86_64", not(target_os = "linux")))]
+fn is_permitted() -> bool {
+    false
+}
+
+/// Compiles a function of plain loops for AVX-512, for AVX2 and for what every processor has; a call runs the one of
+/// [`InstructionSet::in_use`]. All give the same bits, as long as the loops' own order of operations is one.
+macro_rules! vectorized {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($generic:ident: $bound:path),+>)? (
+        $($arg:ident: $type:ty),* $(,)?
+    ) $(-> $result:ty)? $body:block) => {
+        $(#[$meta])*
+        $vis fn $name $(<$($generic: $bound),+>)? ($($arg: $type),*) $(-> $result)? {
+            #[inline(always)]
+            fn baseline $(<$($generic: $bound),+>)? ($($arg: $type),*) $(-> $result)? $body
+            #[cfg(target_arch = "x86_64")]
+            {
+                use $crate::runtime::instruction_set::InstructionSet;
+                #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
+                fn avx512 $(<$($generic: $bound),+>)? ($($arg: $type),*) $(-> $result)? {
+                    baseline($($arg),*)
+                }
+                #[target_feature(enable = "avx2,fma")]
+                fn avx2 $(<$($generic: $bound),+>)? ($($arg: $type),*) $(-> $result)? {
+                    baseline($($arg),*)
+                }
+                let set = InstructionSet::in_use();
+                if set >= InstructionSet::Avx512 {
+                    // SAFETY: the processor has the instructions of the set in use.
+                    return unsafe { avx512($($arg),*) };
+                }
+                if set >= InstructionSet::Avx2 {
+                    // SAFETY: as above.
+                    return unsafe { avx2($($arg),*) };
+                }
+            }
+            baseline($($arg),*)
+        }
+    };
+}
+pub(crate) use vectorized;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorCategory;
+
+    #[test]
+    fn a_set_that_is_not_here_is_refused() {
+        let check =
+            |value: &str| check_environment(&|name| (name == VARIABLE).then(|| OsString::from(value)));
+        for set in InstructionSet::ALL {
+            assert_eq!(check(set.name()).is_ok(), set <= InstructionSet::detected(), "{set:?}");
+        }
+        assert!(check("").is_ok());
+        for value in ["AVX2", "avx2 ", "sse9", "\u{1b}[2J"] {
+            let error = check(value).unwrap_err();
+            assert_eq!(error.kind(), ErrorCategory::User);
+            let text = error.to_string();
+            assert!(
+                text.contains("accepted on this processor: baseline") && !text.contains('\u{1b}'),
+                "{text:?}"
+            );
+        }
+        assert!(InstructionSet::in_use() <= InstructionSet::detected());
+    }
+}
