@@ -44,27 +44,19 @@ pub(crate) fn tanh(x: f32) -> f32 {
 #[inline(always)]
 pub(crate) fn max(values: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; 16];
+    // A comparison with NaN is false, so a maximum drops one; whether there was any is kept beside it.
+    let mut is_nan = [false; 16];
     let chunks = values.chunks_exact(16);
     let rest = chunks.remainder();
     for chunk in chunks {
-        for (lane, &value) in lanes.iter_mut().zip(chunk) {
-            *lane = larger(*lane, value);
+        for i in 0..16 {
+            lanes[i] = if chunk[i] > lanes[i] { chunk[i] } else { lanes[i] };
+            is_nan[i] |= chunk[i].is_nan();
         }
     }
-    let all = lanes.iter().fold(f32::NEG_INFINITY, |a, &b| larger(a, b));
-    rest.iter().fold(all, |a, &b| larger(a, b))
-}
-
-#[inline(always)]
-fn larger(a: f32, b: f32) -> f32 {
-    // Not `f32::max`, which drops a NaN.
-    if a >= b {
-        a
-    } else if b > a {
-        b
-    } else {
-        a + b
-    }
+    let any_nan = is_nan.iter().any(|x| *x) || rest.iter().any(|x| x.is_nan());
+    let largest = lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
+    if any_nan { f32::NAN } else { largest }
 }
 
 /// Σ f(a) in 16 lanes, so the order of additions is the same for every instruction set.

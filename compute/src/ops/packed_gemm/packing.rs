@@ -8,7 +8,7 @@ use half::bf16;
 #[cfg(target_arch = "x86_64")]
 use super::bf16_tiles;
 use super::f32_tiles;
-use super::micro_kernel::{MicroKernel, SQUARE, Strip};
+use super::micro_kernel::MicroKernel;
 use crate::ops::mat_view::{GemmMatrix, GemmOperand, OperandRole};
 use crate::runtime::cpu_tensor::first;
 
@@ -59,7 +59,7 @@ pub(super) enum PackedFormat {
 }
 
 impl PackedFormat {
-    pub(in crate::ops) const fn tiles_per_step(self) -> usize {
+    pub(super) const fn tiles_per_step(self) -> usize {
         match self {
             PackedFormat::Bf16 => 2,
             PackedFormat::Bf16Parts => 6,
@@ -154,38 +154,5 @@ pub(super) fn pack(
         (PackedFormat::Bf16 | PackedFormat::Bf16Parts, _) => {
             unreachable!("no kernel takes bf16 here ({role:?})")
         }
-    }
-}
-
-/// A packed operand.
-#[derive(Clone, Copy)]
-pub(super) struct PackedOperand<'a> {
-    tiles: &'a [Tile],
-    /// Tiles of a strip.
-    strip: usize,
-    /// Number of outer elements.
-    outer: usize,
-    format: PackedFormat,
-}
-
-impl<'a> PackedOperand<'a> {
-    /// What was packed into `memory`: `inner` elements of each of `outer`.
-    pub(super) fn new(memory: &'a [Tile], format: PackedFormat, outer: usize, inner: usize) -> Self {
-        let strip = format.strip_len(inner);
-        PackedOperand { tiles: &memory[..strip * outer.div_ceil(SQUARE)], strip, outer, format }
-    }
-
-    pub(super) fn strip_at(self, number: usize) -> Strip<'a> {
-        Strip { tiles: &self.tiles[number * self.strip..][..self.strip], format: self.format }
-    }
-
-    /// The strips with their numbers.
-    pub(super) fn strips(self) -> impl Iterator<Item = (usize, Strip<'a>)> {
-        (0..self.outer.div_ceil(SQUARE)).map(move |number| (number, self.strip_at(number)))
-    }
-
-    /// Outer elements of a strip.
-    pub(super) fn strip_outer(self, number: usize) -> usize {
-        SQUARE.min(self.outer - number * SQUARE)
     }
 }

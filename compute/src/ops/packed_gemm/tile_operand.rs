@@ -1,7 +1,7 @@
 //! Products of matrices of at most some hundred rows and columns, one after another within a task: the tiles of attention.
 
-use super::micro_kernel::{MicroKernel, OpenKernel, SQUARE};
-use super::packing::{self, PackSource, PackedFormat, PackedOperand, Tile};
+use super::micro_kernel::{MicroKernel, OpenKernel, SQUARE, Strip};
+use super::packing::{self, PackSource, PackedFormat, Tile};
 use crate::ops::mat_view::{GemmMatrix, OperandRole};
 
 /// A small matrix, laid out for products by one kernel.
@@ -10,13 +10,13 @@ pub(in crate::ops) struct TileOperand {
     role: OperandRole,
     tiles: Vec<Tile>,
     format: PackedFormat,
-    outer: usize,
-    inner: usize,
+    /// Tiles of a strip.
+    strip_len: usize,
 }
 
 impl TileOperand {
     pub(in crate::ops) fn new(kernel: MicroKernel, role: OperandRole) -> Self {
-        TileOperand { kernel, role, tiles: Vec::new(), format: PackedFormat::F32, outer: 0, inner: 0 }
+        TileOperand { kernel, role, tiles: Vec::new(), format: PackedFormat::F32, strip_len: 1 }
     }
 
     /// `matrix`, which is f32 or bf16 in memory, for one side of products.
@@ -33,17 +33,18 @@ impl TileOperand {
         let mut widened = Vec::new();
         let source = PackSource::of(matrix, 0..outer, 0..inner, self.role, &mut widened);
         self.format = self.kernel.format(matrix, self.role);
-        (self.outer, self.inner) = (outer, inner);
-        let strip = self.format.strip_len(inner);
-        self.tiles.resize(strip * outer.div_ceil(SQUARE), Tile::ZERO);
-        for (tiles, start) in self.tiles.chunks_exact_mut(strip).zip((0..outer).step_by(SQUARE)) {
+        self.strip_len = self.format.strip_len(inner);
+        self.tiles.resize(self.strip_len * outer.div_ceil(SQUARE), Tile::ZERO);
+        for (tiles, start) in self.tiles.chunks_exact_mut(self.strip_len).zip((0..outer).step_by(SQUARE)) {
             let here = start..(start + SQUARE).min(outer);
             packing::pack(self.kernel, tiles, self.format, source, here, inner, self.role);
         }
     }
 
-    fn packed(&self) -> PackedOperand<'_> {
-        PackedOperand::new(&self.tiles, self.format, self.outer, self.inner)
+    /// The strips with their numbers.
+    fn strips(&self) -> impl Iterator<Item = (usize, Strip<'_>)> {
+        let strips = self.tiles.chunks_exact(self.strip_len);
+        strips.map(|tiles| Strip { tiles, format: self.format }).enumerate()
     }
 }
 
@@ -58,8 +59,8 @@ impl OpenKernel {
         stride: usize,
         accumulate: bool,
     ) {
-        for (j, b) in right.packed().strips() {
-            for (i, a) in left.packed().strips() {
+        for (j, b) in right.strips() {
+            for (i, a) in left.strips() {
                 let square = &mut dst[i * SQUARE * stride + j * SQUARE..];
                 self.multiply(a, b, square, stride, accumulate);
             }

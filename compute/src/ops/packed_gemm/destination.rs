@@ -1,9 +1,12 @@
-//! What becomes of 32 × 32 sums: they are scaled and stored, or added to what is there.
+//! Where the sums of a product go: they are scaled and stored, or added to what is there, block by block.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
+use std::marker::PhantomData;
+
 use super::micro_kernel::SQUARE;
+use crate::ops::mat_view::MatViewMut;
 #[cfg(target_arch = "x86_64")]
 use crate::ops::mat_view::{as_f32_mut, is_f32};
 use crate::runtime::cpu_tensor::FloatElement;
@@ -11,7 +14,7 @@ use crate::runtime::instruction_set::InstructionSet;
 
 /// 32 × 32 sums.
 #[repr(C, align(64))]
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 pub(super) struct Accumulator([[f32; SQUARE]; SQUARE]);
 
 impl Accumulator {
@@ -20,22 +23,51 @@ impl Accumulator {
     }
 }
 
-/// `dst[i * stride + j] = [itself +] alpha · square[i][j]` for `i < height`, `j < width`, with these instructions.
-pub(super) fn add<D: FloatElement>(
-    set: InstructionSet,
-    dst: &mut [D],
+/// The matrix that a product writes, shared by its tasks.
+pub(super) struct Destination<'a, D> {
+    data: *mut D,
+    len: usize,
     stride: usize,
-    square: &Accumulator,
-    (height, width): (usize, usize),
+    shape: (usize, usize),
     alpha: f32,
     accumulate: bool,
-) {
-    assert!(width <= SQUARE && dst.len() >= (height.max(1) - 1) * stride + width);
-    assert!(set <= InstructionSet::detected());
-    for (dst, values) in dst.chunks_mut(stride).zip(&square.0).take(height) {
-        let (dst, values) = (&mut dst[..width], &values[..width]);
+    borrowed: PhantomData<&'a mut [D]>,
+}
+
+// SAFETY: tasks write blocks that do not overlap, as `add` asks of them.
+unsafe impl<D: Send> Sync for Destination<'_, D> {}
+
+impl<'a, D: FloatElement> Destination<'a, D> {
+    /// `dst = [dst +] alpha · sums` for a matrix of this shape.
+    pub(super) fn new(dst: MatViewMut<'a, D>, shape: (usize, usize), alpha: f32) -> Self {
+        let MatViewMut { data, stride, accumulate } = dst;
+        let data = &mut data[..(shape.0 - 1) * stride + shape.1];
+        assert!(stride >= shape.1, "rows of a destination overlap");
+        let (len, data) = (data.len(), data.as_mut_ptr());
+        Destination { data, len, stride, shape, alpha, accumulate, borrowed: PhantomData }
+    }
+
+    /// Scales and stores, or adds, the sums of the 32 × 32 block at this row and column, less what is outside the matrix, with these
+    /// instructions.
+    ///
+    /// # Safety
+    /// No other thread is at this block meanwhile.
+    pub(super) unsafe fn add(&self, set: InstructionSet, (row, column): (usize, usize), sums: &Accumulator) {
+        assert!(row < self.shape.0 && column < self.shape.1 && set <= InstructionSet::detected());
+        let (height, width) = (SQUARE.min(self.shape.0 - row), SQUARE.min(self.shape.1 - column));
+        for (i, values) in sums.0.iter().take(height).enumerate() {
+            let at = (row + i) * self.stride + column;
+            assert!(at + width <= self.len);
+            // SAFETY: inside the slice, by the assertion; the caller's word that it is not shared.
+            let dst = unsafe { std::slice::from_raw_parts_mut(self.data.add(at), width) };
+            self.add_line(set, dst, &values[..width]);
+        }
+    }
+
+    fn add_line(&self, set: InstructionSet, dst: &mut [D], values: &[f32]) {
+        let (alpha, accumulate) = (self.alpha, self.accumulate);
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the processor has the instructions of `set`, by the assertion.
+        // SAFETY: `add` asserts that the processor has the instructions of `set`.
         unsafe {
             match <&[f32; SQUARE]>::try_from(values) {
                 Ok(values) if set >= InstructionSet::Avx512 && is_f32::<D>() => {
@@ -50,7 +82,10 @@ pub(super) fn add<D: FloatElement>(
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
-        add_row(dst, values, alpha, accumulate);
+        {
+            let _ = set;
+            add_row(dst, values, alpha, accumulate);
+        }
     }
 }
 

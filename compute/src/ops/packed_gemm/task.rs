@@ -1,0 +1,230 @@
+//! The parts of a product: what is packed once for all tasks, and what a task does.
+
+use std::cell::Cell;
+use std::ops::Range;
+
+use super::destination::{Accumulator, Destination};
+use super::each_chunk;
+use super::micro_kernel::{MicroKernel, OpenKernel, SQUARE, Strip};
+use super::packing::{self, PackSource, PackedFormat, Tile};
+use crate::ops::mat_view::{GemmMatrix, MatView, OperandRole, Threads};
+use crate::runtime::cpu_tensor::FloatElement;
+
+thread_local! {
+    /// The shared operand of the last product on this thread: fresh memory would cost page faults.
+    static LAST_SHARED: Cell<Vec<Tile>> = const { Cell::new(Vec::new()) };
+    /// The memory of the last task on this thread.
+    static LAST_TASK: Cell<TaskMemory> = const { Cell::new(TaskMemory::EMPTY) };
+}
+
+/// What a task needs.
+#[derive(Default)]
+struct TaskMemory {
+    /// Its own strips.
+    own: Vec<Tile>,
+    /// The part of an operand that was widened last.
+    widened: Vec<f32>,
+}
+
+impl TaskMemory {
+    const EMPTY: TaskMemory = TaskMemory { own: Vec::new(), widened: Vec::new() };
+}
+
+/// Room for `len` tiles, which the caller writes before they are read.
+fn room(memory: &mut Vec<Tile>, len: usize) -> &mut [Tile] {
+    if memory.len() < len {
+        memory.resize(len, Tile::ZERO);
+    }
+    &mut memory[..len]
+}
+
+/// An operand of a product, with its side of the term.
+pub(super) struct Side<'a, M> {
+    pub(super) kernel: MicroKernel,
+    pub(super) role: OperandRole,
+    pub(super) matrix: M,
+    pub(super) term: Option<MatView<'a, f32>>,
+}
+
+impl<M: GemmMatrix> Side<'_, M> {
+    /// Outer elements.
+    pub(super) fn outer(&self) -> usize {
+        if self.role == OperandRole::Left { self.matrix.rows() } else { self.matrix.cols() }
+    }
+
+    pub(super) fn inner(&self) -> usize {
+        inner(&self.matrix, self.role)
+    }
+
+    /// Bytes of a step of a packed strip.
+    pub(super) fn step_bytes(&self) -> usize {
+        self.kernel.format(&self.matrix, self.role).tiles_per_step() * size_of::<Tile>()
+    }
+
+    /// The term is added with the last inner elements.
+    fn term_after(&self, part: &Range<usize>) -> Option<&MatView<'_, f32>> {
+        self.term.as_ref().filter(|_| part.end == self.inner())
+    }
+
+    /// How strips with these inner elements are laid out.
+    fn layout(&self, part: &Range<usize>) -> StripLayout {
+        let format = self.kernel.format(&self.matrix, self.role);
+        let term = self.term_after(part).map(|term| {
+            let format = self.kernel.format(term, self.role);
+            (format, format.strip_len(inner(term, self.role)))
+        });
+        StripLayout { format, len: format.strip_len(part.len()), term }
+    }
+
+    /// Packs some outer elements with these inner elements, strip by strip.
+    fn pack(&self, tiles: &mut [Tile], outer: Range<usize>, part: &Range<usize>, widened: &mut Vec<f32>) {
+        let layout = self.layout(part);
+        let total = layout.total();
+        pack(self, tiles, total, &self.matrix, outer.clone(), part.clone(), widened);
+        if let Some(term) = self.term_after(part) {
+            let all = 0..inner(term, self.role);
+            pack(self, &mut tiles[layout.len..], total, term, outer, all, widened);
+        }
+    }
+}
+
+fn inner(matrix: &impl GemmMatrix, role: OperandRole) -> usize {
+    if role == OperandRole::Left { matrix.cols() } else { matrix.rows() }
+}
+
+/// Fills strips that begin `stride` tiles apart with elements of a matrix on this side.
+fn pack<M>(
+    side: &Side<'_, M>,
+    tiles: &mut [Tile],
+    stride: usize,
+    from: &impl GemmMatrix,
+    outer: Range<usize>,
+    inner: Range<usize>,
+    widened: &mut Vec<f32>,
+) {
+    let Side { kernel, role, .. } = *side;
+    let (format, len) = (kernel.format(from, role), inner.len());
+    let source = PackSource::of(from, outer.clone(), inner, role, widened);
+    for (tiles, start) in tiles.chunks_mut(stride).zip((0..outer.len()).step_by(SQUARE)) {
+        let here = start..(start + SQUARE).min(outer.len());
+        packing::pack(kernel, &mut tiles[..format.strip_len(len)], format, source, here, len, role);
+    }
+}
+
+/// How a strip of a side lies in memory: its tiles, then those of its side of the term.
+#[derive(Clone, Copy)]
+struct StripLayout {
+    format: PackedFormat,
+    len: usize,
+    /// Format and number of tiles.
+    term: Option<(PackedFormat, usize)>,
+}
+
+impl StripLayout {
+    fn total(self) -> usize {
+        self.len + self.term.map_or(0, |(_, len)| len)
+    }
+
+    /// Strip number `number` without the term's part.
+    fn strip(self, tiles: &[Tile], number: usize) -> Strip<'_> {
+        Strip { tiles: &tiles[number * self.total()..][..self.len], format: self.format }
+    }
+
+    /// The term's part of strip number `number`.
+    fn term_of(self, tiles: &[Tile], number: usize) -> Option<Strip<'_>> {
+        let (format, len) = self.term?;
+        Some(Strip { tiles: &tiles[number * self.total() + self.len..][..len], format })
+    }
+}
+
+/// Some outer and inner elements of one side, packed for all tasks.
+pub(super) struct SharedOperand {
+    kernel: MicroKernel,
+    role: OperandRole,
+    outer: Range<usize>,
+    inner: Range<usize>,
+    layout: StripLayout,
+    tiles: Vec<Tile>,
+}
+
+impl SharedOperand {
+    pub(super) fn pack<M: GemmMatrix>(
+        side: &Side<'_, M>,
+        outer: Range<usize>,
+        inner: Range<usize>,
+        threads: Threads,
+    ) -> Self {
+        let layout = side.layout(&inner);
+        let mut tiles = LAST_SHARED.with(Cell::take);
+        let len = outer.len().div_ceil(SQUARE) * layout.total();
+        each_chunk(threads, room(&mut tiles, len), layout.total(), |number, tiles| {
+            let start = outer.start + number * SQUARE;
+            let mut task = LAST_TASK.with(Cell::take);
+            side.pack(tiles, start..(start + SQUARE).min(outer.end), &inner, &mut task.widened);
+            LAST_TASK.with(|last| last.set(task));
+        });
+        SharedOperand { kernel: side.kernel, role: side.role, outer, inner, layout, tiles }
+    }
+
+    /// Its memory serves the next product.
+    pub(super) fn keep_memory(self) {
+        LAST_SHARED.with(|last| last.set(self.tiles));
+    }
+
+    /// A task: the blocks of these outer elements of the other side, of which all inner elements are packed.
+    pub(super) fn multiply<D: FloatElement, M: GemmMatrix>(
+        &self,
+        dst: &Destination<'_, D>,
+        own: &Side<'_, M>,
+        outer: Range<usize>,
+    ) {
+        self.add_part(dst, own, outer, &mut []);
+    }
+
+    /// A task: adds the products of the inner elements that are packed to `sums`, the blocks of these outer elements of the
+    /// other side, if there are any, and with the last inner elements brings the blocks to `dst`.
+    pub(super) fn add_part<D: FloatElement, M: GemmMatrix>(
+        &self,
+        dst: &Destination<'_, D>,
+        own: &Side<'_, M>,
+        outer: Range<usize>,
+        sums: &mut [Accumulator],
+    ) {
+        let mut memory = LAST_TASK.with(Cell::take);
+        let layout = own.layout(&self.inner);
+        let (count, shared_count) = (outer.len().div_ceil(SQUARE), self.outer.len().div_ceil(SQUARE));
+        let tiles = room(&mut memory.own, count * layout.total());
+        own.pack(tiles, outer.clone(), &self.inner, &mut memory.widened);
+        let mut square = Accumulator::default();
+        let kernel = self.kernel.open();
+        for (i, j) in (0..shared_count).flat_map(|i| (0..count).map(move |j| (i, j))) {
+            let square = sums.get_mut(i * count + j).unwrap_or(&mut square);
+            let accumulate = self.inner.start > 0;
+            let (of_shared, of_own) = (self.layout.strip(&self.tiles, i), layout.strip(tiles, j));
+            self.multiply_strips(&kernel, square, of_shared, of_own, accumulate);
+            if self.inner.end < own.inner() {
+                continue;
+            }
+            if let Some((shared, own)) = self.layout.term_of(&self.tiles, i).zip(layout.term_of(tiles, j)) {
+                self.multiply_strips(&kernel, square, shared, own, true);
+            }
+            let (shared_at, own_at) = (self.outer.start + i * SQUARE, outer.start + j * SQUARE);
+            let at = if self.role == OperandRole::Left { (shared_at, own_at) } else { (own_at, shared_at) };
+            // SAFETY: no other task has these outer elements of its own side.
+            unsafe { dst.add(self.kernel.set(), at, square) };
+        }
+        LAST_TASK.with(|last| last.set(memory));
+    }
+
+    fn multiply_strips(
+        &self,
+        kernel: &OpenKernel,
+        square: &mut Accumulator,
+        shared: Strip<'_>,
+        own: Strip<'_>,
+        accumulate: bool,
+    ) {
+        let (left, right) = if self.role == OperandRole::Left { (shared, own) } else { (own, shared) };
+        kernel.multiply(left, right, square.values_mut(), SQUARE, accumulate);
+    }
+}
