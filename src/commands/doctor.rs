@@ -9,7 +9,6 @@ use super::print;
 use crate::cli::DoctorArgs;
 use crate::error::{Error, Result};
 use crate::hub::HubOptions;
-use crate::ops;
 use crate::ops::selftest::{self, ProbeReport, SelftestSummary};
 use crate::run::nvidia_libraries;
 use crate::runtime::device::GPU_BUILD;

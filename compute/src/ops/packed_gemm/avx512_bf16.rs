@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 
 use super::micro_kernel::{SQUARE, Strip};
-use super::packing::{LANES, PackedFormat, Tile};
+use super::packing::{LANES, PackedFormat, STEP, Tile};
 
 /// Rows whose sums are in registers.
 const ROWS: usize = 8;
@@ -16,58 +16,70 @@ const RUN: usize = 16;
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub(super) fn multiply(left: Strip<'_>, right: Strip<'_>, dst: &mut [f32], stride: usize, accumulate: bool) {
     use PackedFormat::{Bf16, Bf16Parts};
-    match (left.format, right.format) {
-        (Bf16, Bf16) => multiply_parts::<1, 1>(left.tiles, right.tiles, &[(0, 0)], dst, stride, accumulate),
-        (Bf16Parts, Bf16) => {
+    match (left.format, right.format, right.outer > LANES) {
+        (Bf16, Bf16, true) => multiply_parts::<1, 1, 2>(left, right, &[(0, 0)], dst, stride, accumulate),
+        (Bf16, Bf16, false) => multiply_parts::<1, 1, 1>(left, right, &[(0, 0)], dst, stride, accumulate),
+        (Bf16Parts, Bf16, _) => {
             let pairs = &[(2, 0), (1, 0), (0, 0)];
-            multiply_parts::<3, 1>(left.tiles, right.tiles, pairs, dst, stride, accumulate);
+            multiply_parts::<3, 1, 2>(left, right, pairs, dst, stride, accumulate);
         }
-        (Bf16Parts, Bf16Parts) => {
+        (Bf16Parts, Bf16Parts, _) => {
             let pairs = &[(0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0)];
-            multiply_parts::<3, 3>(left.tiles, right.tiles, pairs, dst, stride, accumulate);
+            multiply_parts::<3, 3, 2>(left, right, pairs, dst, stride, accumulate);
         }
         _ => unreachable!("values of one part or three, and no right ones of three beside left ones of one"),
     }
 }
 
-/// Operands of `A` and `B` parts; `pairs` lists which are multiplied, in order.
+/// Operands of `A` and `B` parts, `V` vectors of columns; `pairs` lists which parts are multiplied, in order.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn multiply_parts<const A: usize, const B: usize>(
-    left: &[Tile],
-    right: &[Tile],
+fn multiply_parts<const A: usize, const B: usize, const V: usize>(
+    left: Strip<'_>,
+    right: Strip<'_>,
     pairs: &[(usize, usize)],
     dst: &mut [f32],
     stride: usize,
     accumulate: bool,
 ) {
     let steps = RUN / (2 * A);
-    for (run, (left, right)) in left.chunks(steps * 2 * A).zip(right.chunks(steps * 2 * B)).enumerate() {
-        for (first, dst) in (0..SQUARE).step_by(ROWS).zip(dst.chunks_mut(ROWS * stride)) {
+    let runs = left.tiles.chunks(steps * 2 * A).zip(right.tiles.chunks(steps * 2 * B)).enumerate();
+    for (run, (left_run, right_run)) in runs {
+        for (first, dst) in (0..left.outer).step_by(ROWS).zip(dst.chunks_mut(ROWS * stride)) {
             let (half, first) = (first / LANES, first % LANES);
-            let mut sums = load(dst, stride, accumulate || run > 0);
-            for (left, right) in left.chunks_exact(2 * A).zip(right.chunks_exact(2 * B)) {
+            let mut sums = load::<V>(dst, stride, accumulate || run > 0);
+            let tiles = left_run.chunks_exact(2 * A).zip(right_run.chunks_exact(2 * B));
+            for ((a_tiles, b_tiles), from) in tiles.zip((run * steps * STEP..left.inner).step_by(STEP)) {
+                let count = (left.inner - from).div_ceil(2).min(LANES);
                 for &(a, b) in pairs {
-                    add_products(&mut sums, &left[2 * a + half], first, [&right[2 * b], &right[2 * b + 1]]);
+                    let columns = std::array::from_fn(|v| &b_tiles[2 * b + v]);
+                    add_products::<V>(&mut sums, &a_tiles[2 * a + half], first, columns, count);
                 }
             }
-            store(dst, stride, &sums);
+            store::<V>(dst, stride, &sums);
         }
     }
 }
 
-/// Adds the products of [`ROWS`] rows of a left tile, from `first` on, and two right tiles.
+/// Adds the products of [`ROWS`] rows of a left tile, from `first` on, and some right tiles, of `count` pairs of inner elements.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn add_products(sums: &mut [[__m512; 2]; ROWS], left: &Tile, first: usize, right: [&Tile; 2]) {
-    for pair in 0..LANES {
+fn add_products<const V: usize>(
+    sums: &mut [[__m512; V]; ROWS],
+    left: &Tile,
+    first: usize,
+    right: [&Tile; V],
+    count: usize,
+) {
+    for pair in 0..count.min(LANES) {
         let columns = right.map(|tile| as_bf16(tile.line(pair)));
         for (row, sums) in sums.iter_mut().enumerate() {
             let both = left.line(first + row)[pair].cast_signed();
             // SAFETY: two vectors of the same bits.
             let both: __m512bh = unsafe { std::mem::transmute(_mm512_set1_epi32(both)) };
-            sums[0] = _mm512_dpbf16_ps(sums[0], both, columns[0]);
-            sums[1] = _mm512_dpbf16_ps(sums[1], both, columns[1]);
+            for (sum, columns) in sums.iter_mut().zip(columns) {
+                *sum = _mm512_dpbf16_ps(*sum, both, columns);
+            }
         }
     }
 }
@@ -81,8 +93,8 @@ fn as_bf16(line: &[u32; LANES]) -> __m512bh {
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn load(dst: &[f32], stride: usize, keep: bool) -> [[__m512; 2]; ROWS] {
-    let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
+fn load<const V: usize>(dst: &[f32], stride: usize, keep: bool) -> [[__m512; V]; ROWS] {
+    let mut sums = [[_mm512_setzero_ps(); V]; ROWS];
     if keep {
         for (sums, row) in sums.iter_mut().zip(dst.chunks(stride)) {
             for (sums, values) in sums.iter_mut().zip(row[..SQUARE].chunks_exact(LANES)) {
@@ -96,7 +108,7 @@ fn load(dst: &[f32], stride: usize, keep: bool) -> [[__m512; 2]; ROWS] {
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn store(dst: &mut [f32], stride: usize, sums: &[[__m512; 2]; ROWS]) {
+fn store<const V: usize>(dst: &mut [f32], stride: usize, sums: &[[__m512; V]; ROWS]) {
     for (sums, row) in sums.iter().zip(dst.chunks_mut(stride)) {
         for (sums, values) in sums.iter().zip(row[..SQUARE].chunks_exact_mut(LANES)) {
             // SAFETY: sixteen values.

@@ -115,6 +115,8 @@ fn pairs_bf16<'a>(tiles: &mut [Tile], from: Strided<'a, bf16>, outer: Range<usiz
     for (i, k) in inner.clone().take(STEP).step_by(2).enumerate() {
         for next in [at(k + AHEAD), at(k + AHEAD + 1)] {
             _mm_prefetch::<_MM_HINT_T0>(next.as_ptr().cast());
+            // The next strip's, which come next from the same pages.
+            _mm_prefetch::<_MM_HINT_T1>(next.as_ptr().wrapping_add(2 * LANES).cast());
         }
         let (even, odd) = (load_bf16(at(k)), load_bf16(at(k + 1)));
         put(&mut tiles[0], i, _mm512_permutex2var_epi16(even, low, odd));

@@ -8,10 +8,12 @@
 use std::arch::x86_64::*;
 
 use super::micro_kernel::{SQUARE, Strip};
-use super::packing::{LANES, PackedFormat, Tile};
+use super::packing::{LANES, PackedFormat, STEP, Tile};
 
 /// Tiles of an operand that are multiplied with all rows before the next ones are: they stay in the L1 cache.
 const RUN: usize = 16;
+/// Inner elements of those.
+const RUN_INNER: usize = RUN / STEP_TILES * STEP;
 /// Tiles of a step.
 const STEP_TILES: usize = 4;
 /// Elements of a tile.
@@ -22,7 +24,7 @@ const fn left_strides(by_rows: bool) -> (usize, usize) {
     if by_rows { (LANES, 1) } else { (1, LANES) }
 }
 
-/// The kernel `$name` for `$rows` rows at a time of two vectors of `$lanes` columns.
+/// The kernel `$name` for `$rows` rows at a time of two vectors of `$lanes` columns, or of one where there are no more columns.
 macro_rules! kernel {
     ($(#[$meta:meta])* $name:ident, $rows:literal, $lanes:literal, $load:path, $splat:path, $madd:path, $store:path) => {
         /// As [`super::micro_kernel::OpenKernel::multiply`], which has checked the arguments.
@@ -34,12 +36,12 @@ macro_rules! kernel {
             stride: usize,
             accumulate: bool,
         ) {
-            /// Products of a run of steps are added to two vectors of columns of some rows, from `row` and `column` on.
+            /// Products of `inner` inner elements are added to `V` vectors of columns of some rows, from `row` and `column` on.
             #[inline]
             $(#[$meta])*
-            fn add_run<const BY_ROWS: bool>(
-                left: &[Tile],
-                right: &[Tile],
+            fn add_run<const BY_ROWS: bool, const V: usize>(
+                (left, right): (&[Tile], &[Tile]),
+                inner: usize,
                 (row, column): (usize, usize),
                 dst: &mut [f32],
                 stride: usize,
@@ -48,51 +50,62 @@ macro_rules! kernel {
                 let (by_row, by_inner) = const { left_strides(BY_ROWS) };
                 // The second vector stands in the same lines as the first, or in the next tiles.
                 let at = |column: usize| column / LANES * 2 * TILE_LEN + column % LANES;
-                let (first, second) = (at(column), at(column + $lanes));
-                assert!(row + $rows <= SQUARE && column + 2 * $lanes <= SQUARE);
+                let columns_at: [usize; V] = std::array::from_fn(|v| at(column + v * $lanes));
+                assert!(row + $rows <= SQUARE && column + V * $lanes <= SQUARE);
                 assert!(dst.len() >= (row + $rows - 1) * stride + SQUARE);
                 let dst = dst[row * stride + column..].as_mut_ptr();
                 // SAFETY: the assertions keep the sums inside `dst`; an index of a step is below its STEP_TILES tiles.
                 unsafe {
-                    let mut sums = [[$splat(0.0); 2]; $rows];
+                    let mut sums = [[$splat(0.0); V]; $rows];
                     if keep {
                         for (i, sums) in sums.iter_mut().enumerate() {
-                            *sums = [$load(dst.add(i * stride)), $load(dst.add(i * stride + $lanes))];
+                            for (v, sum) in sums.iter_mut().enumerate() {
+                                *sum = $load(dst.add(i * stride + v * $lanes));
+                            }
                         }
                     }
-                    for (left, right) in left.chunks_exact(STEP_TILES).zip(right.chunks_exact(STEP_TILES)) {
+                    let steps = left.chunks_exact(STEP_TILES).zip(right.chunks_exact(STEP_TILES));
+                    for ((left, right), first) in steps.zip((0..inner).step_by(STEP)) {
                         // Rows of a block are in one half of the strip.
                         let left = left.as_ptr().cast::<f32>();
                         let left = left.add(row / LANES * 2 * TILE_LEN + row % LANES * by_row);
                         let right = right.as_ptr().cast::<f32>();
-                        for tile in [0, TILE_LEN] {
-                            for inner in 0..LANES {
-                                let right = right.add(tile + inner * LANES);
-                                let columns = [$load(right.add(first)), $load(right.add(second))];
-                                let left = left.add(tile + inner * by_inner);
+                        for tile in 0..2 {
+                            let count = (inner - first).saturating_sub(tile * LANES).min(LANES);
+                            let (left, right) = (left.add(tile * TILE_LEN), right.add(tile * TILE_LEN));
+                            for inner in 0..count {
+                                let mut columns = [$splat(0.0); V];
+                                for (column, at) in columns.iter_mut().zip(columns_at) {
+                                    *column = $load(right.add(inner * LANES + at));
+                                }
+                                let left = left.add(inner * by_inner);
                                 for (i, sums) in sums.iter_mut().enumerate() {
                                     let x = $splat(*left.add(i * by_row));
-                                    sums[0] = $madd(x, columns[0], sums[0]);
-                                    sums[1] = $madd(x, columns[1], sums[1]);
+                                    for (sum, column) in sums.iter_mut().zip(columns) {
+                                        *sum = $madd(x, column, *sum);
+                                    }
                                 }
                             }
                         }
                     }
                     for (i, sums) in sums.iter().enumerate() {
-                        $store(dst.add(i * stride), sums[0]);
-                        $store(dst.add(i * stride + $lanes), sums[1]);
+                        for (v, sum) in sums.iter().enumerate() {
+                            $store(dst.add(i * stride + v * $lanes), *sum);
+                        }
                     }
                 }
             }
-            let runs = left.tiles.chunks(RUN).zip(right.tiles.chunks(RUN)).enumerate();
-            for (run, (left_run, right_run)) in runs {
-                let keep = accumulate || run > 0;
-                for column in (0..SQUARE).step_by(2 * $lanes) {
-                    for row in (0..SQUARE).step_by($rows) {
+            let runs = left.tiles.chunks(RUN).zip(right.tiles.chunks(RUN)).zip((0..left.inner).step_by(RUN_INNER));
+            for (tiles, first) in runs {
+                let (keep, inner) = (accumulate || first > 0, (left.inner - first).min(RUN_INNER));
+                for column in (0..right.outer).step_by(2 * $lanes) {
+                    for row in (0..left.outer).step_by($rows) {
                         let at = (row, column);
-                        match left.format {
-                            PackedFormat::F32Rows => add_run::<true>(left_run, right_run, at, dst, stride, keep),
-                            _ => add_run::<false>(left_run, right_run, at, dst, stride, keep),
+                        match (left.format, right.outer - column > $lanes) {
+                            (PackedFormat::F32Rows, true) => add_run::<true, 2>(tiles, inner, at, dst, stride, keep),
+                            (PackedFormat::F32Rows, false) => add_run::<true, 1>(tiles, inner, at, dst, stride, keep),
+                            (_, true) => add_run::<false, 2>(tiles, inner, at, dst, stride, keep),
+                            (_, false) => add_run::<false, 1>(tiles, inner, at, dst, stride, keep),
                         }
                     }
                 }

@@ -8,6 +8,19 @@ use crate::runtime::instruction_set::InstructionSet;
 
 /// Tiles of a step.
 const STEP_TILES: usize = 4;
+/// Lines of memory that are asked for ahead of their use: each lies in another page.
+const AHEAD: usize = 16;
+
+/// Asks for what is at an address, which need not be one of the operand's.
+#[inline(always)]
+fn prefetch<T>(_address: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch reads nothing and faults nowhere.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(_address.cast());
+    }
+}
 
 /// Fills a strip with up to 32 outer elements as [`super::packing::PackedFormat::F32Rows`] if `by_rows`, else as
 /// [`super::packing::PackedFormat::F32`].
@@ -75,6 +88,8 @@ fn pack_steps<T: FloatElement>(
         if along {
             for (i, o) in outer.clone().enumerate() {
                 let values = &from.data[o * from.outer..][inner.clone()];
+                prefetch(values.as_ptr().wrapping_add(2 * STEP));
+                prefetch(values.as_ptr().wrapping_add(2 * STEP + LANES));
                 for (q, values) in values.chunks(LANES).enumerate() {
                     fill(tiles[i / LANES * 2 + q].line_mut(i % LANES), values);
                 }
@@ -82,6 +97,8 @@ fn pack_steps<T: FloatElement>(
         } else {
             for (k, line) in inner.enumerate() {
                 let values = &from.data[line * from.inner + outer.start..][..outer.len()];
+                prefetch(values.as_ptr().wrapping_add(AHEAD * from.inner));
+                prefetch(values.as_ptr().wrapping_add(AHEAD * from.inner + LANES));
                 for (half, values) in values.chunks(LANES).enumerate() {
                     fill(tiles[half * 2 + k / LANES].line_mut(k % LANES), values);
                 }

@@ -1,8 +1,9 @@
 //! What multiplies packed operands: one kernel for each set of instructions, chosen once for a product.
 
+use super::f32_kernel;
+use super::packing::{PackedFormat, STEP, Tile};
 #[cfg(target_arch = "x86_64")]
 use super::{amx, avx512_bf16};
-use super::{f32_kernel, packing::PackedFormat, packing::Tile};
 use crate::ops::mat_view::{GemmMatrix, OperandRole};
 use crate::runtime::instruction_set::InstructionSet;
 
@@ -62,9 +63,12 @@ impl MicroKernel {
         }
     }
 
-    /// Whether it rounds operands to bf16.
-    pub(super) fn is_bf16(self) -> bool {
-        !self.takes_f32() && !self.splits_f32()
+    /// Whether products with fewer rows, columns or inner elements than a block are for it, too.
+    pub(super) fn takes_thin(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return !matches!(self, MicroKernel::AmxF32 | MicroKernel::Avx512);
+        #[cfg(not(target_arch = "x86_64"))]
+        true
     }
 
     /// How an operand is laid out for it.
@@ -76,7 +80,8 @@ impl MicroKernel {
         if self.splits_f32() && !of.is_bf16() { PackedFormat::Bf16Parts } else { PackedFormat::Bf16 }
     }
 
-    fn splits_f32(self) -> bool {
+    /// Whether it takes f32 in three parts that are bf16.
+    pub(super) fn splits_f32(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
             MicroKernel::AmxF32 => true,
@@ -124,11 +129,15 @@ pub(crate) struct OpenKernel {
     registers: Option<amx::TileRegisters>,
 }
 
-/// A strip of [`SQUARE`] outer elements of a packed operand.
+/// A strip of a packed operand.
 #[derive(Clone, Copy)]
 pub(super) struct Strip<'a> {
     pub(super) tiles: &'a [Tile],
     pub(super) format: PackedFormat,
+    /// Outer elements that count, up to [`SQUARE`]; all others are zeros, which need not be multiplied.
+    pub(super) outer: usize,
+    /// Inner elements that count.
+    pub(super) inner: usize,
 }
 
 impl Strip<'_> {
@@ -139,7 +148,8 @@ impl Strip<'_> {
 }
 
 impl OpenKernel {
-    /// `dst = [dst +] left · right` for 32 rows of 32 sums, `stride` elements from row to row. The products of an element are
+    /// `dst = [dst +] left · right` for the rows of `left` and the columns of `right`, `stride` elements from row to row; other sums
+    /// of the 32 × 32 may change. The products of an element are
     /// added in the order of its inner elements; where operands are in parts, the smallest products of a step first.
     pub(super) fn multiply(
         &self,
@@ -149,7 +159,8 @@ impl OpenKernel {
         stride: usize,
         accumulate: bool,
     ) {
-        assert!(left.steps() > 0 && left.steps() == right.steps());
+        assert!(left.steps() > 0 && left.steps() == right.steps() && left.inner == right.inner);
+        assert!(left.inner.div_ceil(STEP) == left.steps() && left.outer.max(right.outer) <= SQUARE);
         assert!(stride >= SQUARE && dst.len() >= (SQUARE - 1) * stride + SQUARE);
         // SAFETY: `open` asserted that the instructions are there.
         unsafe {

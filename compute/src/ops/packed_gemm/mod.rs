@@ -54,10 +54,11 @@ const TASKS_PER_THREAD: usize = 4;
 /// Fewest multiplications that pay for packing.
 const LEAST: usize = 1 << 22;
 
-/// Whether a product of this shape is faster here. With a kernel that takes bf16 thin products are, too: the adapters'.
-/// They fill an eighth of a register's rows or more, and elsewhere what is bf16 is widened first.
+/// Whether a product of this shape is faster here. Thin ones, an adapter's, are too where the kernel takes bf16, which would
+/// else be widened first; with f32 and AVX-512 the `gemm` crate is 6 % faster at them. It chooses its instructions by itself,
+/// so fewer than the processor has are used here.
 pub(super) fn is_profitable(kernel: MicroKernel, m: usize, n: usize, k: usize) -> bool {
-    let least = if kernel.is_bf16() { SQUARE / 8 } else { SQUARE };
+    let least = if kernel.takes_thin() { SQUARE / 8 } else { SQUARE };
     let padded = [m, n, k].map(|size| size.next_multiple_of(SQUARE));
     m.min(n).min(k) >= least && padded.iter().product::<usize>() >= LEAST
 }

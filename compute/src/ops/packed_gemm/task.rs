@@ -69,11 +69,9 @@ impl<M: GemmMatrix> Side<'_, M> {
     /// How strips with these inner elements are laid out.
     fn layout(&self, part: &Range<usize>) -> StripLayout {
         let format = self.kernel.format(&self.matrix, self.role);
-        let term = self.term_after(part).map(|term| {
-            let format = self.kernel.format(term, self.role);
-            (format, format.strip_len(inner(term, self.role)))
-        });
-        StripLayout { format, len: format.strip_len(part.len()), term }
+        let term = self.term_after(part);
+        let term = term.map(|term| (self.kernel.format(term, self.role), inner(term, self.role)));
+        StripLayout { format, inner: part.len(), len: format.strip_len(part.len()), term }
     }
 
     /// Packs some outer elements with these inner elements, strip by strip.
@@ -115,25 +113,30 @@ fn pack<M>(
 #[derive(Clone, Copy)]
 struct StripLayout {
     format: PackedFormat,
+    inner: usize,
     len: usize,
-    /// Format and number of tiles.
+    /// Format and inner elements.
     term: Option<(PackedFormat, usize)>,
 }
 
 impl StripLayout {
     fn total(self) -> usize {
-        self.len + self.term.map_or(0, |(_, len)| len)
+        self.len + self.term.map_or(0, |(format, inner)| format.strip_len(inner))
     }
 
-    /// Strip number `number` without the term's part.
-    fn strip(self, tiles: &[Tile], number: usize) -> Strip<'_> {
-        Strip { tiles: &tiles[number * self.total()..][..self.len], format: self.format }
+    /// Strip number `number` of `all` outer elements, without the term's part.
+    fn strip(self, tiles: &[Tile], number: usize, all: usize) -> Strip<'_> {
+        let outer = SQUARE.min(all - number * SQUARE);
+        let tiles = &tiles[number * self.total()..][..self.len];
+        Strip { tiles, format: self.format, outer, inner: self.inner }
     }
 
     /// The term's part of strip number `number`.
-    fn term_of(self, tiles: &[Tile], number: usize) -> Option<Strip<'_>> {
-        let (format, len) = self.term?;
-        Some(Strip { tiles: &tiles[number * self.total() + self.len..][..len], format })
+    fn term_of(self, tiles: &[Tile], number: usize, all: usize) -> Option<Strip<'_>> {
+        let (format, inner) = self.term?;
+        let outer = SQUARE.min(all - number * SQUARE);
+        let tiles = &tiles[number * self.total() + self.len..][..format.strip_len(inner)];
+        Some(Strip { tiles, format, outer, inner })
     }
 }
 
@@ -200,12 +203,14 @@ impl SharedOperand {
         for (i, j) in (0..shared_count).flat_map(|i| (0..count).map(move |j| (i, j))) {
             let square = sums.get_mut(i * count + j).unwrap_or(&mut square);
             let accumulate = self.inner.start > 0;
-            let (of_shared, of_own) = (self.layout.strip(&self.tiles, i), layout.strip(tiles, j));
+            let (of_shared, of_own) =
+                (self.layout.strip(&self.tiles, i, self.outer.len()), layout.strip(tiles, j, outer.len()));
             self.multiply_strips(&kernel, square, of_shared, of_own, accumulate);
             if self.inner.end < own.inner() {
                 continue;
             }
-            if let Some((shared, own)) = self.layout.term_of(&self.tiles, i).zip(layout.term_of(tiles, j)) {
+            let shared_term = self.layout.term_of(&self.tiles, i, self.outer.len());
+            if let Some((shared, own)) = shared_term.zip(layout.term_of(tiles, j, outer.len())) {
                 self.multiply_strips(&kernel, square, shared, own, true);
             }
             let (shared_at, own_at) = (self.outer.start + i * SQUARE, outer.start + j * SQUARE);

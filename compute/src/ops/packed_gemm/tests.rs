@@ -44,7 +44,7 @@ fn errors<A: FloatElement, B: FloatElement>(kernel: MicroKernel, case: &Case) ->
     let at = |i: usize, j: usize, (rows, cols): (usize, usize), turned| {
         if turned { j * rows + i } else { i * cols + j }
     };
-    let taken = |value: f32| if kernel.is_bf16() { bf16::from_f32(value).to_f32() } else { value };
+    let taken = |value: f32| if rounds(kernel) { bf16::from_f32(value).to_f32() } else { value };
     let (mut worst, mut worst_f32) = (0f64, 0f64);
     for i in 0..m {
         for j in 0..n {
@@ -80,6 +80,11 @@ fn kernels(may_round: bool) -> Vec<MicroKernel> {
     }
     kernels.dedup();
     kernels
+}
+
+/// Whether a kernel rounds operands to bf16.
+fn rounds(kernel: MicroKernel) -> bool {
+    !kernel.takes_f32() && !kernel.splits_f32()
 }
 
 /// A product in f32 of rows that lie one after another.
@@ -250,7 +255,7 @@ fn low_rank_term(kernel: MicroKernel) {
             let of_base = (0..k)
                 .map(|l| f64::from(element(&a, row, l)) * f64::from(element(&b, l, column)))
                 .sum::<f64>();
-            let rounded = |x: f32| f64::from(if kernel.is_bf16() { bf16::from_f32(x).to_f32() } else { x });
+            let rounded = |x: f32| f64::from(if rounds(kernel) { bf16::from_f32(x).to_f32() } else { x });
             let of_term = (0..r)
                 .map(|l| rounded(element(&u, row, l)) * rounded(element(&factor, l, column)))
                 .sum::<f64>();

@@ -10,13 +10,23 @@ pub(in crate::ops) struct TileOperand {
     role: OperandRole,
     tiles: Vec<Tile>,
     format: PackedFormat,
+    outer: usize,
+    inner: usize,
     /// Tiles of a strip.
     strip_len: usize,
 }
 
 impl TileOperand {
     pub(in crate::ops) fn new(kernel: MicroKernel, role: OperandRole) -> Self {
-        TileOperand { kernel, role, tiles: Vec::new(), format: PackedFormat::F32, strip_len: 1 }
+        TileOperand {
+            kernel,
+            role,
+            tiles: Vec::new(),
+            format: PackedFormat::F32,
+            outer: 0,
+            inner: 0,
+            strip_len: 1,
+        }
     }
 
     /// `matrix`, which is f32 or bf16 in memory, for one side of products.
@@ -33,6 +43,7 @@ impl TileOperand {
         let mut widened = Vec::new();
         let source = PackSource::of(matrix, 0..outer, 0..inner, self.role, &mut widened);
         self.format = self.kernel.format(matrix, self.role);
+        (self.outer, self.inner) = (outer, inner);
         self.strip_len = self.format.strip_len(inner);
         self.tiles.resize(self.strip_len * outer.div_ceil(SQUARE), Tile::ZERO);
         for (tiles, start) in self.tiles.chunks_exact_mut(self.strip_len).zip((0..outer).step_by(SQUARE)) {
@@ -44,13 +55,16 @@ impl TileOperand {
     /// The strips with their numbers.
     fn strips(&self) -> impl Iterator<Item = (usize, Strip<'_>)> {
         let strips = self.tiles.chunks_exact(self.strip_len);
-        strips.map(|tiles| Strip { tiles, format: self.format }).enumerate()
+        strips.enumerate().map(|(number, tiles)| {
+            let outer = SQUARE.min(self.outer - number * SQUARE);
+            (number, Strip { tiles, format: self.format, outer, inner: self.inner })
+        })
     }
 }
 
 impl OpenKernel {
     /// `dst = [dst +] left · right`, with `stride` elements from row to row of `dst`, which has whole squares of 32 rows and
-    /// columns; what is outside the product comes out as it was, or as zero.
+    /// columns; what is outside the product may change.
     pub(in crate::ops) fn multiply_operands(
         &self,
         left: &TileOperand,
