@@ -4,6 +4,7 @@
 
 pub mod contained;
 pub mod error;
+pub mod instruction_set;
 pub mod ops;
 pub mod quant;
 pub mod runtime;

@@ -9,10 +9,10 @@ use super::print;
 use crate::cli::DoctorArgs;
 use crate::error::{Error, Result};
 use crate::hub::HubOptions;
+use crate::instruction_set::{self, InstructionSet};
 use crate::ops::selftest::{self, ProbeReport, SelftestSummary};
 use crate::run::nvidia_libraries;
 use crate::runtime::device::GPU_BUILD;
-use crate::runtime::instruction_set::{self, InstructionSet};
 use crate::runtime::{device, machine};
 use crate::units;
 
@@ -59,10 +59,8 @@ fn processor() -> String {
 
 /// The instructions that ops on the CPU use, and those that could be chosen.
 fn instructions() -> String {
-    let in_use = InstructionSet::in_use();
-    let here = InstructionSet::ALL.into_iter().filter(|set| *set <= InstructionSet::detected());
-    let names = here.map(InstructionSet::name).collect::<Vec<_>>().join(", ");
-    format!("{} ({} chooses among {names})", in_use.name(), instruction_set::VARIABLE)
+    let (in_use, names) = (InstructionSet::in_use().name(), InstructionSet::names_here());
+    format!("{in_use} ({} chooses among {names})", instruction_set::VARIABLE)
 }
 
 fn gpus() -> Vec<DoctorLine> {

@@ -26,10 +26,11 @@ use candle_core::Device;
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
 use crate::error::input_file;
 use crate::error::{Error, ErrorCategory, Result};
+use crate::instruction_set;
 use crate::model::ModelConfig;
 use crate::recipe::{DataSource, Recipe, RecipeText};
 use crate::report::{Terminal, Verbosity};
-use crate::runtime::{device, instruction_set, thread_pool};
+use crate::runtime::{device, thread_pool};
 use crate::setup::{
     AdapterSetup, BaseComparison, BaseModel, DatasetLoader, EngineOptions, ResolvedSource, Resolver,
 };

@@ -9,10 +9,10 @@ use rayon::prelude::*;
 
 use super::gpu;
 use crate::error::Result;
+use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::copy_into;
 use crate::runtime::cpu_tensor::{read, update};
-use crate::runtime::instruction_set::vectorized;
 
 /// One update's constants.
 #[derive(Debug, Clone, Copy)]

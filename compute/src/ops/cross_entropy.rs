@@ -21,9 +21,9 @@ use super::gemm::{MatView, MatViewMut, Threads, matmul};
 use super::matmul::{Addend, ColumnView, ColumnViewMut, Transpose, matmul as columns_product};
 use super::{gpu, simd};
 use crate::error::{Error, Result};
+use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, update, with_elem};
-use crate::runtime::instruction_set::vectorized;
 
 /// The target of a position that carries no loss.
 pub const IGNORE: u32 = u32::MAX;

@@ -8,10 +8,10 @@ use rayon::prelude::*;
 
 use super::gpu;
 use crate::error::Result;
+use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::to_device;
 use crate::runtime::cpu_tensor::{FloatElement, read, tensor, unwritten, update, with_elem};
-use crate::runtime::instruction_set::vectorized;
 
 /// Elements per partial sum; partials are added in order, so the result does not depend on the threads.
 const CHUNK: usize = 1 << 14;

@@ -11,8 +11,8 @@ use gemm::Parallelism;
 use super::mat_view::{GemmMatrix, GemmOperand, as_f32_mut, is_f32, store};
 pub(crate) use super::mat_view::{LowRankTerm, MatView, MatViewMut, QuantMat, Threads};
 use super::packed_gemm::{self, MicroKernel};
+use crate::instruction_set::InstructionSet;
 use crate::runtime::cpu_tensor::{FloatElement, unwritten};
-use crate::runtime::instruction_set::InstructionSet;
 
 /// `f32` values a widened panel of `b` may hold: 4 MiB, which stays in the L2 and L3 caches until it is multiplied.
 const PANEL: usize = 1 << 20;

@@ -10,8 +10,8 @@ use rayon::prelude::*;
 
 use super::{gpu, simd};
 use crate::error::Result;
+use crate::instruction_set::vectorized;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
-use crate::runtime::instruction_set::vectorized;
 
 /// The activation of an MLP's gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,9 +4,9 @@
 use half::bf16;
 use rayon::prelude::*;
 
+use crate::instruction_set::vectorized;
 use crate::quant::Blocks;
 use crate::runtime::cpu_tensor::{FloatElement, PlainElement, first as first_of};
-use crate::runtime::instruction_set::vectorized;
 
 /// An operand of a product: `f32` as it lies in memory, or something that becomes `f32` part by part.
 pub(crate) trait GemmMatrix: Copy + Sync {

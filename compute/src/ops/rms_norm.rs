@@ -12,9 +12,9 @@ use rayon::prelude::*;
 
 use super::{gpu, simd};
 use crate::error::Result;
+use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
-use crate::runtime::instruction_set::vectorized;
 
 /// What a norm does besides its weight.
 #[derive(Debug, Clone, Copy, PartialEq)]

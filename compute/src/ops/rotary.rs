@@ -14,9 +14,9 @@ use rayon::prelude::*;
 use super::gpu;
 use super::rms_norm::{self, NormKind};
 use crate::error::Result;
+use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
-use crate::runtime::instruction_set::vectorized;
 
 /// How the columns of a fused projection `[N, (H + 2 K) · D]` split into heads: H of q, K of k, K of v.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

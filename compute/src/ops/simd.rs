@@ -1,4 +1,4 @@
-//! Elementary functions that vectorize: branch-free bodies, inlined into loops that [`crate::runtime::instruction_set`] compiles for
+//! Elementary functions that vectorize: branch-free bodies, inlined into loops that [`crate::instruction_set`] compiles for
 //! AVX-512, AVX2 and plain x86-64 (and once for other processors). No fused multiply-add is written out, so every
 //! version gives the same bits.
 

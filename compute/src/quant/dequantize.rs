@@ -1,7 +1,7 @@
 //! From codes and scales to f32.
 
 use super::{CodeKind, NESTED_BLOCK, dynamic_signed};
-use crate::runtime::instruction_set::vectorized;
+use crate::instruction_set::vectorized;
 
 /// One scale for each block.
 #[derive(Debug, Clone, Copy)]

@@ -1,6 +1,6 @@
 //! The largest magnitude of a block, which is its scale.
 
-use crate::runtime::instruction_set::vectorized;
+use crate::instruction_set::vectorized;
 
 vectorized! {
     /// The largest magnitude of `values`.

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::magnitude::{all_finite, largest, largest_bits};
 use super::{CodeKind, NESTED_BLOCK};
-use crate::runtime::instruction_set::vectorized;
+use crate::instruction_set::vectorized;
 
 /// Values a thread takes at once.
 const TASK: usize = 1 << 14;

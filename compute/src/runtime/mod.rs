@@ -10,7 +10,6 @@ pub mod device;
 pub mod device_memory;
 pub mod fault_signals;
 pub(crate) mod gpu_support;
-pub mod instruction_set;
 pub mod machine;
 pub mod mmap;
 pub mod param_storage;

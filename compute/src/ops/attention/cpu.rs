@@ -13,14 +13,14 @@ use rayon::prelude::*;
 
 use super::{AttentionKind, AttentionOutput, Qkv, Span};
 use crate::error::Result;
+use crate::instruction_set::InstructionSet;
+use crate::instruction_set::vectorized;
 use crate::ops::gemm::MatView;
 use crate::ops::mat_view::{OperandRole, is_f32};
 use crate::ops::matmul::ColumnView;
 use crate::ops::packed_gemm::{MicroKernel, OpenKernel, SQUARE, TileOperand};
 use crate::ops::simd;
 use crate::runtime::cpu_tensor::{FloatElement, PlainElement, dims2, read, tensor, with_elem};
-use crate::runtime::instruction_set::InstructionSet;
-use crate::runtime::instruction_set::vectorized;
 pub(super) use backward::backward;
 
 /// Rows and columns of a score tile.

@@ -6,8 +6,7 @@
 use std::arch::asm;
 use std::marker::PhantomData;
 
-use super::micro_kernel::Strip;
-use super::packing::{PackedFormat, Tile};
+use super::tile::{PackedFormat, Strip, Tile};
 
 /// What `ldtilecfg` reads.
 #[repr(C, align(64))]

@@ -4,8 +4,7 @@
 
 use std::arch::x86_64::*;
 
-use super::micro_kernel::{SQUARE, Strip};
-use super::packing::{LANES, PackedFormat, STEP, Tile};
+use super::tile::{LANES, PackedFormat, SQUARE, STEP, Strip, Tile};
 
 /// Rows whose sums are in registers.
 const ROWS: usize = 8;

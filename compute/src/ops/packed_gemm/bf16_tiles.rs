@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::packing::{LANES, PackSource, PackedFormat, STEP, Strided, Tile};
+use super::tile::{LANES, PackSource, PackedFormat, STEP, Strided, Tile};
 use crate::ops::mat_view::OperandRole;
 
 /// Fills `tiles` with up to 32 outer elements, step by step; in a step part by part, two tiles each. f32 values are taken in
@@ -253,7 +253,7 @@ pub(super) fn transpose_all(tiles: &mut [Tile]) {
     tiles.iter_mut().for_each(|tile| transpose(tile));
 }
 
-/// As [`Tile::transpose`].
+/// As [`Tile::transpose`], in registers.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn transpose(tile: &mut Tile) {

@@ -5,12 +5,12 @@ use std::arch::x86_64::*;
 
 use std::marker::PhantomData;
 
-use super::micro_kernel::SQUARE;
+use super::tile::SQUARE;
+use crate::instruction_set::InstructionSet;
 use crate::ops::mat_view::MatViewMut;
 #[cfg(target_arch = "x86_64")]
 use crate::ops::mat_view::{as_f32_mut, is_f32};
 use crate::runtime::cpu_tensor::FloatElement;
-use crate::runtime::instruction_set::InstructionSet;
 
 /// 32 × 32 sums.
 #[repr(C, align(64))]

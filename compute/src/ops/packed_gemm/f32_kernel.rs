@@ -7,8 +7,7 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-use super::micro_kernel::{SQUARE, Strip};
-use super::packing::{LANES, PackedFormat, STEP, Tile};
+use super::tile::{LANES, PackedFormat, SQUARE, STEP, Strip, Tile};
 
 /// Tiles of an operand that are multiplied with all rows before the next ones are: they stay in the L1 cache.
 const RUN: usize = 16;

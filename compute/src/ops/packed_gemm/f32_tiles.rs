@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use super::packing::{LANES, STEP, Strided, Tile};
+use super::tile::{LANES, STEP, Strided, Tile};
+use crate::instruction_set::InstructionSet;
 use crate::runtime::cpu_tensor::FloatElement;
-use crate::runtime::instruction_set::InstructionSet;
 
 /// Tiles of a step.
 const STEP_TILES: usize = 4;
@@ -22,8 +22,8 @@ fn prefetch<T>(_address: *const T) {
     }
 }
 
-/// Fills a strip with up to 32 outer elements as [`super::packing::PackedFormat::F32Rows`] if `by_rows`, else as
-/// [`super::packing::PackedFormat::F32`].
+/// Fills a strip with up to 32 outer elements as [`super::tile::PackedFormat::F32Rows`] if `by_rows`, else as
+/// [`super::tile::PackedFormat::F32`].
 pub(super) fn pack<T: FloatElement>(
     set: InstructionSet,
     tiles: &mut [Tile],

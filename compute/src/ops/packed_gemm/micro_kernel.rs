@@ -1,14 +1,11 @@
 //! What multiplies packed operands: one kernel for each set of instructions, chosen once for a product.
 
 use super::f32_kernel;
-use super::packing::{PackedFormat, STEP, Tile};
+use super::tile::{PackedFormat, SQUARE, STEP, Strip};
 #[cfg(target_arch = "x86_64")]
 use super::{amx, avx512_bf16};
+use crate::instruction_set::InstructionSet;
 use crate::ops::mat_view::{GemmMatrix, OperandRole};
-use crate::runtime::instruction_set::InstructionSet;
-
-/// Rows and columns of the sums that a call makes.
-pub(crate) const SQUARE: usize = 32;
 
 /// A kernel, with what it takes of operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -127,24 +124,6 @@ pub(crate) struct OpenKernel {
     kernel: MicroKernel,
     #[cfg(target_arch = "x86_64")]
     registers: Option<amx::TileRegisters>,
-}
-
-/// A strip of a packed operand.
-#[derive(Clone, Copy)]
-pub(super) struct Strip<'a> {
-    pub(super) tiles: &'a [Tile],
-    pub(super) format: PackedFormat,
-    /// Outer elements that count, up to [`SQUARE`]; all others are zeros, which need not be multiplied.
-    pub(super) outer: usize,
-    /// Inner elements that count.
-    pub(super) inner: usize,
-}
-
-impl Strip<'_> {
-    /// Steps of [`super::packing::STEP`] inner elements.
-    pub(super) fn steps(self) -> usize {
-        self.tiles.len() / self.format.tiles_per_step()
-    }
 }
 
 impl OpenKernel {

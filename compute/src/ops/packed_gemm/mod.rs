@@ -27,6 +27,7 @@ mod packing;
 mod task;
 #[cfg(test)]
 mod tests;
+mod tile;
 mod tile_operand;
 
 use rayon::prelude::*;
@@ -35,9 +36,10 @@ use super::mat_view::{GemmMatrix, LowRankTerm, MatViewMut, OperandRole, Threads,
 use crate::runtime::cpu_tensor::FloatElement;
 use crate::runtime::thread_pool;
 use destination::{Accumulator, Destination};
-pub(crate) use micro_kernel::{MicroKernel, OpenKernel, SQUARE};
-use packing::STEP;
+pub(crate) use micro_kernel::{MicroKernel, OpenKernel};
 use task::{SharedOperand, Side};
+pub(crate) use tile::SQUARE;
+use tile::STEP;
 pub(super) use tile_operand::TileOperand;
 
 /// Most outer elements of the shared operand that are packed at a time.

@@ -5,8 +5,9 @@ use std::ops::Range;
 
 use super::destination::{Accumulator, Destination};
 use super::each_chunk;
-use super::micro_kernel::{MicroKernel, OpenKernel, SQUARE, Strip};
-use super::packing::{self, PackSource, PackedFormat, Tile};
+use super::micro_kernel::{MicroKernel, OpenKernel};
+use super::packing;
+use super::tile::{PackSource, PackedFormat, SQUARE, Strip, Tile};
 use crate::ops::mat_view::{GemmMatrix, MatView, OperandRole, Threads};
 use crate::runtime::cpu_tensor::FloatElement;
 
@@ -47,7 +48,7 @@ pub(super) struct Side<'a, M> {
 }
 
 impl<M: GemmMatrix> Side<'_, M> {
-    /// Outer elements.
+    /// The number of outer elements.
     pub(super) fn outer(&self) -> usize {
         if self.role == OperandRole::Left { self.matrix.rows() } else { self.matrix.cols() }
     }

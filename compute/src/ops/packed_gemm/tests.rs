@@ -3,9 +3,9 @@
 use half::bf16;
 
 use super::*;
+use crate::instruction_set::InstructionSet;
 use crate::ops::gemm::{MatView, QuantMat};
 use crate::quant::{Blocks, CodeKind, Scales};
-use crate::runtime::instruction_set::InstructionSet;
 
 /// Numbers in -1..1 with all bits in use.
 fn numbers(len: usize, seed: u64) -> Vec<f32> {
@@ -150,7 +150,10 @@ fn an_element_does_not_depend_on_the_tasks() {
         let whole = |rows: usize, threads| f32_product(kernel, (rows, n, k), &a[..rows * k], &b, threads);
         let want = whole(m, Threads::One);
         assert_eq!(want, whole(m, Threads::All));
-        assert_eq!(want, crate::runtime::thread_pool::in_own_pool(3, || Ok(whole(m, Threads::All))).unwrap());
+        for threads in [3, 64] {
+            let in_pool = || Ok(whole(m, Threads::All));
+            assert_eq!(want, crate::runtime::thread_pool::in_own_pool(threads, in_pool).unwrap());
+        }
         assert_eq!(want[..75 * n], whole(75, Threads::All));
     }
 }

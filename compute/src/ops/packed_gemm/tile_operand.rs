@@ -1,7 +1,8 @@
 //! Products of matrices of at most some hundred rows and columns, one after another within a task: the tiles of attention.
 
-use super::micro_kernel::{MicroKernel, OpenKernel, SQUARE, Strip};
-use super::packing::{self, PackSource, PackedFormat, Tile};
+use super::micro_kernel::{MicroKernel, OpenKernel};
+use super::packing;
+use super::tile::{PackSource, PackedFormat, SQUARE, Strip, Tile};
 use crate::ops::mat_view::{GemmMatrix, OperandRole};
 
 /// A small matrix, laid out for products by one kernel.

@@ -8,13 +8,13 @@ use rayon::prelude::*;
 use super::super::{AttentionKind, AttentionOutput, Qkv, Span};
 use super::{HeadRows, TASK_ROWS, TILE, TilesBySpan, kernel, narrow, padded, rows_in, seen_in_tile};
 use crate::error::Result;
+use crate::instruction_set::vectorized;
 use crate::ops::gemm::MatView;
 use crate::ops::mat_view::OperandRole;
 use crate::ops::matmul::ColumnView;
 use crate::ops::packed_gemm::{MicroKernel, OpenKernel, TileOperand};
 use crate::ops::simd;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
-use crate::runtime::instruction_set::vectorized;
 
 /// Fewest keys of a task.
 const TASK_KEYS: usize = 256;

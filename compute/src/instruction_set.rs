@@ -61,6 +61,12 @@ impl InstructionSet {
         })
     }
 
+    /// The names of those that this processor has, the least first.
+    pub fn names_here() -> String {
+        let here = InstructionSet::ALL.into_iter().filter(|set| *set <= InstructionSet::detected());
+        here.map(InstructionSet::name).collect::<Vec<_>>().join(", ")
+    }
+
     fn named(name: &str) -> Option<Self> {
         InstructionSet::ALL.into_iter().find(|set| set.name() == name)
     }
@@ -77,8 +83,7 @@ pub fn check_environment(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<()
         return Ok(());
     }
     let shown: String = value.to_string_lossy().chars().take(80).collect();
-    let here = InstructionSet::ALL.into_iter().filter(|set| *set <= detected).map(InstructionSet::name);
-    let accepted = here.collect::<Vec<_>>().join(", ");
+    let accepted = InstructionSet::names_here();
     Err(Error::user(format!("cannot use {VARIABLE}"))
         .because(format!("it is `{}`; accepted on this processor: {accepted}", shown.escape_debug()))
         .hint(format!("unset {VARIABLE}: then the best is used, {}", detected.name())))
@@ -143,7 +148,7 @@ macro_rules! vectorized {
             fn baseline $(<$($generic: $bound),+>)? ($($arg: $type),*) $(-> $result)? $body
             #[cfg(target_arch = "x86_64")]
             {
-                use $crate::runtime::instruction_set::InstructionSet;
+                use $crate::instruction_set::InstructionSet;
                 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
                 fn avx512 $(<$($generic: $bound),+>)? ($($arg: $type),*) $(-> $result)? {
                     baseline($($arg),*)

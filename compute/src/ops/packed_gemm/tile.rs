@@ -1,0 +1,102 @@
+//! How packed operands lie in memory: strips of 32 outer elements, step by step of 32 inner elements, in tiles of 16 lines
+//! of 64 bytes. Outer are the rows of a left operand and the columns of a right one.
+
+use half::bf16;
+
+/// Rows and columns of the sums that a call of a kernel makes: outer elements of a strip.
+pub(crate) const SQUARE: usize = 32;
+/// Inner elements of a step.
+pub(super) const STEP: usize = 32;
+/// Lines of a tile, and 32-bit values of a line.
+pub(super) const LANES: usize = 16;
+
+/// 16 lines of 16 f32 numbers or of 16 pairs of bf16 numbers.
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+pub(super) struct Tile([[u32; LANES]; LANES]);
+
+impl Tile {
+    pub(super) const ZERO: Tile = Tile([[0; LANES]; LANES]);
+
+    pub(super) fn line(&self, number: usize) -> &[u32; LANES] {
+        &self.0[number]
+    }
+
+    pub(super) fn line_mut(&mut self, number: usize) -> &mut [u32; LANES] {
+        &mut self.0[number]
+    }
+
+    /// Lane j of line i becomes lane i of line j.
+    #[inline(always)]
+    pub(super) fn transpose(&mut self) {
+        let lines = self.0;
+        for (i, line) in self.0.iter_mut().enumerate() {
+            for (lane, from) in line.iter_mut().zip(&lines) {
+                *lane = from[i];
+            }
+        }
+    }
+}
+
+/// What a step of a strip consists of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PackedFormat {
+    /// Two tiles of bf16 pairs. A left tile has a line for each of 16 outer elements, a right one for each pair of inner elements.
+    Bf16,
+    /// The same for each of three parts whose sum is the f32 value.
+    Bf16Parts,
+    /// Two tiles for each half of the outer elements, with a line of 16 outer elements for each inner element.
+    F32,
+    /// The same with a line of 16 inner elements for each outer element.
+    F32Rows,
+}
+
+impl PackedFormat {
+    pub(super) const fn tiles_per_step(self) -> usize {
+        match self {
+            PackedFormat::Bf16 => 2,
+            PackedFormat::Bf16Parts => 6,
+            PackedFormat::F32 | PackedFormat::F32Rows => 4,
+        }
+    }
+
+    /// Tiles of a strip of so many inner elements.
+    pub(super) const fn strip_len(self, inner: usize) -> usize {
+        inner.div_ceil(STEP) * self.tiles_per_step()
+    }
+}
+
+/// A part of an operand: element (outer, inner) is `data[outer * outer stride + inner * inner stride]`, one of which is 1.
+#[derive(Clone, Copy)]
+pub(super) struct Strided<'a, T> {
+    pub(super) data: &'a [T],
+    /// Stride between outer elements.
+    pub(super) outer: usize,
+    /// Stride between inner elements.
+    pub(super) inner: usize,
+}
+
+/// What is packed.
+#[derive(Clone, Copy)]
+pub(super) enum PackSource<'a> {
+    F32(Strided<'a, f32>),
+    Bf16(Strided<'a, bf16>),
+}
+
+/// A strip of a packed operand.
+#[derive(Clone, Copy)]
+pub(super) struct Strip<'a> {
+    pub(super) tiles: &'a [Tile],
+    pub(super) format: PackedFormat,
+    /// Outer elements that count, up to [`SQUARE`]; all others are zeros, which need not be multiplied.
+    pub(super) outer: usize,
+    /// Inner elements that count.
+    pub(super) inner: usize,
+}
+
+impl Strip<'_> {
+    /// Steps of [`STEP`] inner elements.
+    pub(super) fn steps(self) -> usize {
+        self.tiles.len() / self.format.tiles_per_step()
+    }
+}
