@@ -1,7 +1,7 @@
 //! Linear layers with their adapter inside: `y = x Wᵀ + b` and the branch of [`lora`].
 //!
 //! A frozen weight costs one product in backward (dx); its adapter three thin ones. On the CPU the weight's product takes the
-//! branch's up-product in where it runs on the matrix unit, so that the output is written once. On a GPU the weights of layers that
+//! branch's up-product in where products in bf16 are packed, so that the output is written once. On a GPU the weights of layers that
 //! read the same input are one product, and a LoRA branch is written first: it is bound by memory, and what is to be added
 //! to it the weights' product, bound by arithmetic, reads in passing.
 

@@ -6,7 +6,7 @@
 //! DoRA   y  = x Wᵀ − z + g ⊙ (z + s · (drop(x) Aᵀ) Bᵀ)        z = drop(x) Wᵀ,  g = m / ‖W + s B A‖ (a constant)
 //! ```
 //!
-//! The branch is computed in f32, as PEFT does (beside bf16 activations the CPU's matrix unit rounds what it multiplies), and in bf16 on a GPU that computes in bf16, as PEFT does under autocast:
+//! The branch is computed in f32, as PEFT does (beside bf16 activations a CPU that multiplies bf16 rounds what it multiplies), and in bf16 on a GPU that computes in bf16, as PEFT does under autocast:
 //! A and B are bf16 then, beside f32 values that the optimizer updates. Without dropout DoRA's `x Wᵀ − z` cancels and is not computed.
 
 use candle_core::{DType, Device, Tensor};

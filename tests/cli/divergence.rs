@@ -3,9 +3,7 @@
 
 use std::path::Path;
 
-use candle_core::{DType, Device, Tensor};
-
-use super::failure::{TILDE, changed_model, command, set_column, watched};
+use super::failure::{TILDE, changed_model, command, set_column, tilde_alone_has_column_5, watched};
 
 /// One step of LoRA on two ranks, each with a row of its own; that of rank `bad` holds the token `~`.
 fn trained(place: &Path, model: &Path, bad: Option<usize>, more: &[&str]) -> (Option<i32>, String) {
@@ -61,19 +59,7 @@ fn a_rank_that_meets_a_frozen_nan_is_named() {
 fn a_rank_whose_rows_overflow_is_named() {
     let place = tempfile::tempdir().unwrap();
     let model = place.path().join("model");
-    changed_model(&model, |tensors| {
-        let mut set = |name: &str, column, value| {
-            let table = tensors.get_mut(name).unwrap();
-            *table = set_column(table, 0..table.dims()[0], column, value);
-        };
-        set("model.embed_tokens.weight", 5, 0.0);
-        set("model.layers.0.mlp.gate_proj.weight", 5, 1e25);
-        set("model.layers.0.mlp.up_proj.weight", 5, 1e25);
-        let table = tensors.get_mut("model.embed_tokens.weight").unwrap();
-        *table = set_column(table, TILDE..TILDE + 1, 5, 1.0);
-        let output = tensors.get_mut("model.layers.0.self_attn.o_proj.weight").unwrap();
-        *output = Tensor::zeros(output.dims(), DType::F32, &Device::Cpu).unwrap();
-    });
+    changed_model(&model, |tensors| tilde_alone_has_column_5(tensors, 1e25, 1e25));
     let (code, text) = trained(place.path(), &model, Some(1), &["parallel.strategy=ddp"]);
     assert_eq!(code, Some(4), "{text}");
     let found = "the output of model.layers.0 on micro-batch 2 on every rank, which rank 1 trained on\n";
@@ -90,19 +76,11 @@ fn a_rank_whose_gradients_overflow_is_named() {
     let place = tempfile::tempdir().unwrap();
     let model = place.path().join("model");
     changed_model(&model, |tensors| {
-        let mut set = |name: &str, column, value| {
-            let table = tensors.get_mut(name).unwrap();
-            *table = set_column(table, 0..table.dims()[0], column, value);
-        };
-        set("model.embed_tokens.weight", 5, 0.0);
-        set("model.layers.0.mlp.gate_proj.weight", 5, 1e22);
-        set("model.layers.0.mlp.up_proj.weight", 5, 1e-22);
+        tilde_alone_has_column_5(tensors, 1e22, 1e-22);
         let table = tensors.get_mut("model.embed_tokens.weight").unwrap();
-        for column in 0..table.dims()[1] {
-            *table = set_column(table, TILDE..TILDE + 1, column, if column == 5 { 1.0 } else { 0.0 });
+        for column in (0..table.dims()[1]).filter(|column| *column != 5) {
+            *table = set_column(table, TILDE..TILDE + 1, column, 0.0);
         }
-        let output = tensors.get_mut("model.layers.0.self_attn.o_proj.weight").unwrap();
-        *output = Tensor::zeros(output.dims(), DType::F32, &Device::Cpu).unwrap();
     });
     for strategy in ["parallel.strategy=ddp", "parallel.strategy=fsdp"] {
         let place = tempfile::tempdir().unwrap();

@@ -18,7 +18,7 @@ struct File<'a> {
 
 type Files<'a> = BTreeMap<Vec<String>, File<'a>>;
 
-/// `ops/amx/mod.rs` is `ops::amx`.
+/// `ops/packed_gemm/mod.rs` is `ops::packed_gemm`.
 fn module_path(path: &str) -> Vec<String> {
     let path = path.strip_suffix(".rs").unwrap_or(path);
     let path = path.strip_suffix("/mod").unwrap_or(path);

@@ -1,7 +1,7 @@
 //! Flash attention on the CPU: square tiles, online softmax, exact skipping of tiles nobody sees.
 //!
 //! Queries, keys and values are laid out for products once, tile by tile. A task is one (span, head, block of query rows)
-//! forward and one (span, head, run of key tiles) backward. In bf16, on a matrix unit, the probabilities and the gradients of
+//! forward and one (span, head, run of key tiles) backward. In bf16, where instructions multiply it, the probabilities and the gradients of
 //! the scores are rounded to bf16 for the products that follow, as FlashAttention does on GPUs. Results are summed in task order, so a
 //! run repeats to the bit for any number of threads.
 

@@ -104,7 +104,7 @@ fn products() -> Vec<OpCase> {
         operands: [OperandDtype::Run; 3],
     };
     cases.push(wide.case(Tolerance::FORWARD));
-    // A frozen weight in the bf16 that it was stored in: a run in f32 computes in f32 with it, also on a matrix unit.
+    // A frozen weight in the bf16 that it was stored in: a run in f32 computes in f32 with it, whatever the processor multiplies.
     for form in [Transpose::Nt, Transpose::Nn] {
         let operands = [OperandDtype::Run, OperandDtype::Run, OperandDtype::Bf16];
         let stored = MatmulCase { form, m: 96, n: 160, k: 416, operands, ..wide };

@@ -81,7 +81,7 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
     cases
 }
 
-/// A matrix of low rank added to products, small ones and such as the matrix unit of a CPU takes; two parts of the inner
+/// A matrix of low rank added to products, small ones and such as a CPU packs; two parts of the inner
 /// elements in one of them.
 fn with_low_rank() -> Vec<OpCase> {
     let mut cases = Vec::new();
