@@ -49,10 +49,10 @@ const SHARED: usize = 2048;
 const DEPTH: usize = 144 << 10;
 /// Bytes of sums that are held while inner elements are added up in several parts.
 const SUMS: usize = 16 << 20;
-/// Strips of a task: the blocks of a quantized matrix are two strips wide, and a strip of the shared operand is read once for both.
-const TASK_STRIPS: usize = 2;
-/// Fewest tasks for each thread, where there are strips enough.
-const TASKS_PER_THREAD: usize = 4;
+/// Bytes of the strips of a task: for each of them a strip of the shared operand is read once less from beyond the L2 cache.
+const TASK: usize = 4 * DEPTH;
+/// Tasks for each thread, where there are strips enough: the last to end keeps the others waiting for an eighth of the time at most.
+const TASKS_PER_THREAD: usize = 8;
 /// Fewest multiplications that pay for packing.
 const LEAST: usize = 1 << 22;
 
@@ -103,7 +103,11 @@ fn run<D: FloatElement, S: GemmMatrix, O: GemmMatrix>(
     let depth = k.div_ceil(k.div_ceil(most)).next_multiple_of(STEP);
     let strips = own.outer().div_ceil(SQUARE);
     let wanted = if threads == Threads::All { TASKS_PER_THREAD * thread_pool::num_threads() } else { 1 };
-    let task_len = SQUARE * if strips.div_ceil(TASK_STRIPS) < wanted { 1 } else { TASK_STRIPS };
+    let task_strips = (strips / wanted).min(TASK / (depth / STEP * own.step_bytes())).max(1);
+    // Blocks of a quantized matrix are two strips wide.
+    let is_dense = own.matrix.dense().is_some() || own.matrix.dense_bf16().is_some();
+    let task_strips = if is_dense { task_strips } else { task_strips.next_multiple_of(2) };
+    let task_len = task_strips * SQUARE;
     for start in (0..shared.outer()).step_by(SHARED) {
         let shared_outer = start..(start + SHARED).min(shared.outer());
         let height = shared_outer.len().div_ceil(SQUARE);
@@ -116,7 +120,7 @@ fn run<D: FloatElement, S: GemmMatrix, O: GemmMatrix>(
             packed.keep_memory();
             continue;
         }
-        let width = (SUMS / (height * size_of::<Accumulator>())).max(wanted).next_multiple_of(TASK_STRIPS);
+        let width = (SUMS / (height * size_of::<Accumulator>())).max(wanted).next_multiple_of(task_strips);
         let mut sums = vec![Accumulator::default(); height * width.min(strips)];
         let task_sums = height * task_len / SQUARE;
         for first in (0..own.outer()).step_by(width * SQUARE) {
