@@ -116,7 +116,11 @@ fn detect() -> InstructionSet {
 fn has_matrix_unit() -> bool {
     // Leaf 7: EDX bit 22 is AMX-BF16, bit 24 AMX-TILE.
     let both = (1 << 22) | (1 << 24);
-    std::arch::x86_64::__cpuid_count(7, 0).edx & both == both
+    // Safe to call from some version of Rust on.
+    #[allow(unused_unsafe)]
+    // SAFETY: every processor of the architecture has the instruction.
+    let leaf = unsafe { std::arch::x86_64::__cpuid_count(7, 0) };
+    leaf.edx & both == both
 }
 
 /// Asks the kernel for the state of the matrix unit's registers, for all threads of this process.

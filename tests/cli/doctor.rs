@@ -15,6 +15,7 @@ fn doctor(args: &[&str], env: &[(&str, &str)]) -> String {
         "HF_TOKEN",
         "HF_TOKEN_PATH",
         "HF_HUB_OFFLINE",
+        "FINETUNE_CPU",
     ] {
         command.env_remove(name);
     }

@@ -1,6 +1,8 @@
 //! From codes and scales to f32.
 
 use super::{CodeKind, NESTED_BLOCK, dynamic_signed};
+#[cfg(target_arch = "x86_64")]
+use crate::instruction_set::InstructionSet;
 use crate::instruction_set::vectorized;
 
 /// One scale for each block.
@@ -98,12 +100,13 @@ fn four_bits(table: &[f32], codes: &[u8], at: usize, scale: f32, out: &mut [f32]
 fn pairs_of(table: &[f32], codes: &[u8], scale: f32, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     if let Ok(table) = <&[f32; 16]>::try_from(table) {
-        if std::arch::is_x86_feature_detected!("avx512f") {
-            // SAFETY: the processor has the feature.
+        let set = InstructionSet::in_use();
+        if set >= InstructionSet::Avx512 {
+            // SAFETY: the processor has the instructions of the set in use.
             return unsafe { x86::avx512(table, codes, scale, out) };
         }
-        if std::arch::is_x86_feature_detected!("avx2") {
-            // SAFETY: the processor has the feature.
+        if set >= InstructionSet::Avx2 {
+            // SAFETY: as above.
             return unsafe { x86::avx2(table, codes, scale, out) };
         }
     }

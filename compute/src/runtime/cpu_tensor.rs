@@ -1,8 +1,8 @@
 //! The memory behind a CPU tensor: read it as a slice, write it in place, wrap a `Vec` as a tensor without a copy.
 //!
 //! The fast CPU form of every op works on plain slices; this module is the only place that takes candle's storage
-//! apart. Activations are `f32` or `bf16` ([`FloatElement`]); `bf16` is a storage format on the CPU, but for products on its
-//! matrix unit: every other op widens what it reads; all sum in `f32` and round once (candle's own `bf16` sums add up in `bf16`).
+//! apart. Activations are `f32` or `bf16` ([`FloatElement`]); `bf16` is a storage format on the CPU, but for products where
+//! its instructions multiply it: every other op widens what it reads; all sum in `f32` and round once (candle's own `bf16` sums add up in `bf16`).
 
 use std::cell::RefCell;
 use std::marker::PhantomData;

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::tile::{LANES, PackSource, PackedFormat, STEP, Strided, Tile};
+use super::tile::{LANES, PackSource, PackedFormat, STEP, Strided, Tile, prefetch};
 use crate::ops::mat_view::OperandRole;
 
 /// Fills `tiles` with up to 32 outer elements, step by step; in a step part by part, two tiles each. f32 values are taken in
@@ -91,7 +91,7 @@ fn rows_bf16(tiles: &mut [Tile], from: Strided<'_, bf16>, outer: Range<usize>, i
     for (i, o) in outer.enumerate() {
         let row = &from.data[o * from.outer..][inner.clone()];
         if let Some(next) = row.get(4 * STEP..) {
-            _mm_prefetch::<_MM_HINT_T0>(next.as_ptr().cast());
+            prefetch(next.as_ptr());
         }
         put(&mut tiles[i / LANES], i % LANES, load_bf16(row));
     }
@@ -114,9 +114,9 @@ fn pairs_bf16<'a>(tiles: &mut [Tile], from: Strided<'a, bf16>, outer: Range<usiz
     };
     for (i, k) in inner.clone().take(STEP).step_by(2).enumerate() {
         for next in [at(k + AHEAD), at(k + AHEAD + 1)] {
-            _mm_prefetch::<_MM_HINT_T0>(next.as_ptr().cast());
+            prefetch(next.as_ptr());
             // The next strip's, which come next from the same pages.
-            _mm_prefetch::<_MM_HINT_T1>(next.as_ptr().wrapping_add(2 * LANES).cast());
+            prefetch(next.as_ptr().wrapping_add(2 * LANES));
         }
         let (even, odd) = (load_bf16(at(k)), load_bf16(at(k + 1)));
         put(&mut tiles[0], i, _mm512_permutex2var_epi16(even, low, odd));
@@ -143,7 +143,7 @@ fn rows<const PARTS: usize>(
     for (i, o) in outer.enumerate() {
         let row = &from.data[o * from.outer..][inner.clone()];
         for line in row.get(AHEAD..).unwrap_or(&[]).chunks(LANES).take(STEP / LANES) {
-            _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast());
+            prefetch(line.as_ptr());
         }
         let row = &row[..row.len().min(STEP)];
         let (first, second) = row.split_at(row.len().min(LANES));
@@ -175,7 +175,7 @@ fn pairs<'a, const PARTS: usize>(
         let (even, odd) = (at(k), at(k + 1));
         for next in [at(k + AHEAD), at(k + AHEAD + 1)] {
             for line in next.chunks(LANES) {
-                _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast());
+                prefetch(line.as_ptr());
             }
         }
         for half in 0..2 {

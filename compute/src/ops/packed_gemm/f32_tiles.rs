@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::tile::{LANES, STEP, Strided, Tile};
+use super::tile::{LANES, STEP, Strided, Tile, prefetch};
 use crate::instruction_set::InstructionSet;
 use crate::runtime::cpu_tensor::FloatElement;
 
@@ -10,17 +10,6 @@ use crate::runtime::cpu_tensor::FloatElement;
 const STEP_TILES: usize = 4;
 /// Lines of memory that are asked for ahead of their use: each lies in another page.
 const AHEAD: usize = 16;
-
-/// Asks for what is at an address, which need not be one of the operand's.
-#[inline(always)]
-fn prefetch<T>(_address: *const T) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch reads nothing and faults nowhere.
-    unsafe {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T0>(_address.cast());
-    }
-}
 
 /// Fills a strip with up to 32 outer elements as [`super::tile::PackedFormat::F32Rows`] if `by_rows`, else as
 /// [`super::tile::PackedFormat::F32`].

@@ -2,6 +2,8 @@
 
 use super::f32_kernel;
 use super::tile::{PackedFormat, SQUARE, STEP, Strip};
+use std::cell::Cell;
+
 #[cfg(target_arch = "x86_64")]
 use super::{amx, avx512_bf16};
 use crate::instruction_set::InstructionSet;
@@ -19,10 +21,10 @@ pub(crate) enum MicroKernel {
     /// Pairs of bf16 at a time.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
-    /// The operands of [`MicroKernel::AmxF32`] with the instructions of [`MicroKernel::Avx512Bf16`]: tests of the former
-    /// where there is no matrix unit.
+    /// What the matrix unit does with its operands, all of their padding included, by the instructions of
+    /// [`MicroKernel::Avx512Bf16`]: tests of packing for it where there is none.
     #[cfg(all(test, target_arch = "x86_64"))]
-    Avx512Bf16Parts,
+    AmxByAvx512 { may_round: bool },
     /// Sixteen f32 numbers at a time.
     #[cfg(target_arch = "x86_64")]
     Avx512,
@@ -55,7 +57,7 @@ impl MicroKernel {
             #[cfg(target_arch = "x86_64")]
             MicroKernel::AmxBf16 | MicroKernel::AmxF32 | MicroKernel::Avx512Bf16 => false,
             #[cfg(all(test, target_arch = "x86_64"))]
-            MicroKernel::Avx512Bf16Parts => false,
+            MicroKernel::AmxByAvx512 { .. } => false,
             _ => true,
         }
     }
@@ -83,7 +85,7 @@ impl MicroKernel {
             #[cfg(target_arch = "x86_64")]
             MicroKernel::AmxF32 => true,
             #[cfg(all(test, target_arch = "x86_64"))]
-            MicroKernel::Avx512Bf16Parts => true,
+            MicroKernel::AmxByAvx512 { may_round } => !may_round,
             _ => false,
         }
     }
@@ -96,7 +98,7 @@ impl MicroKernel {
             #[cfg(target_arch = "x86_64")]
             MicroKernel::Avx512Bf16 => InstructionSet::Avx512Bf16,
             #[cfg(all(test, target_arch = "x86_64"))]
-            MicroKernel::Avx512Bf16Parts => InstructionSet::Avx512Bf16,
+            MicroKernel::AmxByAvx512 { .. } => InstructionSet::Avx512Bf16,
             #[cfg(target_arch = "x86_64")]
             MicroKernel::Avx512 => InstructionSet::Avx512,
             #[cfg(target_arch = "x86_64")]
@@ -108,15 +110,22 @@ impl MicroKernel {
     /// Sets the kernel up on this thread until the result is dropped. One at a time on a thread.
     ///
     /// # Panics
-    /// The processor lacks the instructions.
+    /// The processor lacks the instructions; another kernel is set up on this thread.
     pub(crate) fn open(self) -> OpenKernel {
         assert!(self.set() <= InstructionSet::detected(), "{self:?} on a processor without its instructions");
+        // The matrix unit's registers would be taken from the first when the second is dropped.
+        assert!(!IS_OPEN.replace(true), "two kernels at a time on one thread");
         OpenKernel {
             kernel: self,
             #[cfg(target_arch = "x86_64")]
             registers: (self.set() == InstructionSet::Amx).then(amx::TileRegisters::configure),
         }
     }
+}
+
+thread_local! {
+    /// Whether a kernel is set up on this thread.
+    static IS_OPEN: Cell<bool> = const { Cell::new(false) };
 }
 
 /// A kernel that is set up on one thread.
@@ -126,10 +135,17 @@ pub(crate) struct OpenKernel {
     registers: Option<amx::TileRegisters>,
 }
 
+impl Drop for OpenKernel {
+    fn drop(&mut self) {
+        IS_OPEN.set(false);
+    }
+}
+
 impl OpenKernel {
     /// `dst = [dst +] left · right` for the rows of `left` and the columns of `right`, `stride` elements from row to row; other sums
-    /// of the 32 × 32 may change. The products of an element are
-    /// added in the order of its inner elements; where operands are in parts, the smallest products of a step first.
+    /// of the 32 × 32 may change. The products of an element are added in the order of its inner elements; where operands are
+    /// in parts, the smallest products of a step first.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_unsafe))]
     pub(super) fn multiply(
         &self,
         left: Strip<'_>,
@@ -152,7 +168,9 @@ impl OpenKernel {
                 #[cfg(target_arch = "x86_64")]
                 MicroKernel::Avx512Bf16 => avx512_bf16::multiply(left, right, dst, stride, accumulate),
                 #[cfg(all(test, target_arch = "x86_64"))]
-                MicroKernel::Avx512Bf16Parts => avx512_bf16::multiply(left, right, dst, stride, accumulate),
+                MicroKernel::AmxByAvx512 { .. } => {
+                    avx512_bf16::multiply(left.whole(), right.whole(), dst, stride, accumulate);
+                }
                 #[cfg(target_arch = "x86_64")]
                 MicroKernel::Avx512 => f32_kernel::multiply_avx512(left, right, dst, stride, accumulate),
                 #[cfg(target_arch = "x86_64")]

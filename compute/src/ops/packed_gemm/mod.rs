@@ -30,6 +30,9 @@ mod tests;
 mod tile;
 mod tile_operand;
 
+use std::cell::Cell;
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::mat_view::{GemmMatrix, LowRankTerm, MatViewMut, OperandRole, Threads, is_f32};
@@ -42,27 +45,33 @@ pub(crate) use tile::SQUARE;
 use tile::STEP;
 pub(super) use tile_operand::TileOperand;
 
-/// Most outer elements of the shared operand that are packed at a time.
-const SHARED: usize = 2048;
-/// Bytes of a strip with as many inner elements as are added up at a time: two strips of a task and one of the shared operand stay
-/// in the L2 cache.
+/// Most outer elements of the shared operand that are packed at a time; few in tests, so that small products have several parts.
+const SHARED: usize = if cfg!(test) { 96 } else { 2048 };
+/// Bytes of a strip with as many inner elements as are added up at a time.
 const DEPTH: usize = 144 << 10;
-/// Bytes of sums that are held while inner elements are added up in several parts.
-const SUMS: usize = 16 << 20;
-/// Bytes of the strips of a task: for each of them a strip of the shared operand is read once less from beyond the L2 cache.
+/// Bytes of sums that are held while inner elements are added up in several parts, or those of a strip for each thread.
+const SUMS: usize = if cfg!(test) { 1 << 16 } else { 16 << 20 };
+/// Bytes of the strips of a task, which stay in the L2 cache: a task reads each strip of the shared operand, from beyond that cache,
+/// once for all its own strips.
 const TASK: usize = 4 * DEPTH;
 /// Tasks for each thread, where there are strips enough: the last to end keeps the others waiting for an eighth of the time at most.
 const TASKS_PER_THREAD: usize = 8;
 /// Fewest multiplications that pay for packing.
 const LEAST: usize = 1 << 22;
 
-/// Whether a product of this shape is faster here. Thin ones, an adapter's, are too where the kernel takes bf16, which would
-/// else be widened first; with f32 and AVX-512 the `gemm` crate is 6 % faster at them. It chooses its instructions by itself,
-/// so fewer than the processor has are used here.
+thread_local! {
+    /// The sums of the last product on this thread that were held: fresh memory would cost page faults.
+    static LAST_SUMS: Cell<Vec<Accumulator>> = const { Cell::new(Vec::new()) };
+}
+
+/// Whether a product of this shape is faster here than by the `gemm` crate. Thin ones, an adapter's, are with the kernels that
+/// skip padding, but for f32 with AVX-512, where the crate takes 6 % less time. It chooses its instructions by itself, and so
+/// is used as little as can be with fewer than the processor has (`FINETUNE_CPU`).
 pub(super) fn is_profitable(kernel: MicroKernel, m: usize, n: usize, k: usize) -> bool {
-    let least = if kernel.takes_thin() { SQUARE / 8 } else { SQUARE };
-    let padded = [m, n, k].map(|size| size.next_multiple_of(SQUARE));
-    m.min(n).min(k) >= least && padded.iter().product::<usize>() >= LEAST
+    let sizes = [m, n, k];
+    let (least, unit) = if kernel.takes_thin() { (SQUARE / 8, SQUARE) } else { (SQUARE, 1) };
+    let multiplications: usize = sizes.map(|size| size.next_multiple_of(unit)).iter().product();
+    sizes.iter().all(|size| *size >= least) && multiplications >= LEAST
 }
 
 /// Whether activations, or the result, are bf16: then all is taken as bf16. A bf16 weight beside f32 activations is no reason:
@@ -101,42 +110,61 @@ fn run<D: FloatElement, S: GemmMatrix, O: GemmMatrix>(
     let most = DEPTH / own.step_bytes().max(shared.step_bytes()) * STEP;
     // Parts of one size.
     let depth = k.div_ceil(k.div_ceil(most)).next_multiple_of(STEP);
+    let threads_here = if threads == Threads::All { thread_pool::num_threads() } else { 1 };
+    // Strips whose sums are held at a time, and those of a task.
     let strips = own.outer().div_ceil(SQUARE);
-    let wanted = if threads == Threads::All { TASKS_PER_THREAD * thread_pool::num_threads() } else { 1 };
-    let task_strips = (strips / wanted).min(TASK / (depth / STEP * own.step_bytes())).max(1);
+    let height = shared.outer().min(SHARED).div_ceil(SQUARE);
+    let held = SUMS / (height * size_of::<Accumulator>());
+    let group = if depth >= k { strips } else { strips.min(held.max(threads_here)) };
+    let of_task =
+        (group / (TASKS_PER_THREAD * threads_here)).min(TASK / (depth / STEP * own.step_bytes())).max(1);
     // Blocks of a quantized matrix are two strips wide.
     let is_dense = own.matrix.dense().is_some() || own.matrix.dense_bf16().is_some();
-    let task_strips = if is_dense { task_strips } else { task_strips.next_multiple_of(2) };
-    let task_len = task_strips * SQUARE;
+    let task_len = SQUARE * if is_dense { of_task } else { of_task.next_multiple_of(2) };
     for start in (0..shared.outer()).step_by(SHARED) {
         let shared_outer = start..(start + SHARED).min(shared.outer());
-        let height = shared_outer.len().div_ceil(SQUARE);
-        if depth >= k {
-            let packed = SharedOperand::pack(shared, shared_outer, 0..k, threads);
-            each(threads, own.outer().div_ceil(task_len), |number| {
-                let outer = number * task_len..((number + 1) * task_len).min(own.outer());
-                packed.multiply(dst, own, outer);
-            });
-            packed.keep_memory();
+        if depth < k {
+            let group_len = (group * SQUARE).next_multiple_of(task_len);
+            in_parts(dst, shared, own, shared_outer, (depth, group_len, task_len), threads);
             continue;
         }
-        let width = (SUMS / (height * size_of::<Accumulator>())).max(wanted).next_multiple_of(task_strips);
-        let mut sums = vec![Accumulator::default(); height * width.min(strips)];
-        let task_sums = height * task_len / SQUARE;
-        for first in (0..own.outer()).step_by(width * SQUARE) {
-            let end = (first + width * SQUARE).min(own.outer());
-            let sums = &mut sums[..height * (end - first).div_ceil(SQUARE)];
-            for from in (0..k).step_by(depth) {
-                let inner = from..(from + depth).min(k);
-                let packed = SharedOperand::pack(shared, shared_outer.clone(), inner, threads);
-                each_chunk(threads, sums, task_sums, |number, sums| {
-                    let begin = first + number * task_len;
-                    packed.add_part(dst, own, begin..(begin + task_len).min(end), sums);
-                });
-                packed.keep_memory();
-            }
+        let packed = SharedOperand::pack(shared, shared_outer, 0..k, threads);
+        each(threads, own.outer().div_ceil(task_len), |number| {
+            packed.multiply(dst, own, number * task_len..((number + 1) * task_len).min(own.outer()));
+        });
+        packed.keep_memory();
+    }
+}
+
+/// As [`run`] for some outer elements of the shared operand, `depth` inner elements at a time; sums are held for `group_len` outer
+/// elements of the tasks' operand, of which a task has `task_len`.
+fn in_parts<D: FloatElement, S: GemmMatrix, O: GemmMatrix>(
+    dst: &Destination<'_, D>,
+    shared: &Side<'_, S>,
+    own: &Side<'_, O>,
+    shared_outer: Range<usize>,
+    (depth, group_len, task_len): (usize, usize, usize),
+    threads: Threads,
+) {
+    let height = shared_outer.len().div_ceil(SQUARE);
+    let mut memory = LAST_SUMS.take();
+    for first in (0..own.outer()).step_by(group_len) {
+        let end = (first + group_len).min(own.outer());
+        let len = height * (end - first).div_ceil(SQUARE);
+        if memory.len() < len {
+            memory.resize(len, Accumulator::default());
+        }
+        for from in (0..own.inner()).step_by(depth) {
+            let inner = from..(from + depth).min(own.inner());
+            let packed = SharedOperand::pack(shared, shared_outer.clone(), inner, threads);
+            each_chunk(threads, &mut memory[..len], height * task_len / SQUARE, |number, sums| {
+                let begin = first + number * task_len;
+                packed.add_part(dst, own, begin..(begin + task_len).min(end), sums);
+            });
+            packed.keep_memory();
         }
     }
+    LAST_SUMS.set(memory);
 }
 
 /// Calls `work` with each number below `count`.

@@ -7,6 +7,7 @@ use super::bf16_tiles;
 use super::f32_tiles;
 use super::micro_kernel::MicroKernel;
 use super::tile::{PackSource, PackedFormat, Strided, Tile};
+use crate::instruction_set::InstructionSet;
 use crate::ops::mat_view::{GemmMatrix, GemmOperand, OperandRole};
 use crate::runtime::cpu_tensor::first;
 
@@ -57,6 +58,7 @@ pub(super) fn pack(
     inner: usize,
     role: OperandRole,
 ) {
+    assert!(kernel.set() <= InstructionSet::detected());
     let by_rows = format == PackedFormat::F32Rows;
     match (format, from) {
         (PackedFormat::F32 | PackedFormat::F32Rows, PackSource::F32(from)) => {
@@ -67,7 +69,7 @@ pub(super) fn pack(
         }
         #[cfg(target_arch = "x86_64")]
         (PackedFormat::Bf16 | PackedFormat::Bf16Parts, _) => {
-            // SAFETY: kernels that take bf16 run on processors with AVX-512 alone.
+            // SAFETY: kernels that take bf16 run on processors with AVX-512 alone, and this is one by the assertion.
             unsafe { bf16_tiles::pack(tiles, format, from, outer, inner, role) }
         }
         #[cfg(not(target_arch = "x86_64"))]

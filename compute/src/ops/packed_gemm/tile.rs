@@ -95,8 +95,27 @@ pub(super) struct Strip<'a> {
 }
 
 impl Strip<'_> {
+    /// The same with its padding.
+    #[cfg(all(test, target_arch = "x86_64"))]
+    pub(super) fn whole(self) -> Self {
+        Strip { outer: SQUARE, inner: self.steps() * STEP, ..self }
+    }
+
     /// Steps of [`STEP`] inner elements.
     pub(super) fn steps(self) -> usize {
         self.tiles.len() / self.format.tiles_per_step()
+    }
+}
+
+/// Asks the memory for what is at an address, which need not be anybody's.
+#[inline(always)]
+pub(super) fn prefetch<T>(_address: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // Safe to call from some version of Rust on.
+    #[allow(unused_unsafe)]
+    // SAFETY: a prefetch reads nothing and faults nowhere.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(_address.cast());
     }
 }
