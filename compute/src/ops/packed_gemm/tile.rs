@@ -18,6 +18,7 @@ pub(super) struct Tile([[u32; LANES]; LANES]);
 impl Tile {
     pub(super) const ZERO: Tile = Tile([[0; LANES]; LANES]);
 
+    #[cfg(target_arch = "x86_64")]
     pub(super) fn line(&self, number: usize) -> &[u32; LANES] {
         &self.0[number]
     }
