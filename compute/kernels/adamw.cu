@@ -1,7 +1,7 @@
 // AdamW (arXiv 1711.05101) over all pieces of parameters in one launch, with moments in f32 (src/ops/adamw.rs) or in 8
 // bits (src/ops/adamw_int8.rs, arXiv 2110.02861): the operations in the same order, so the bits are the CPU's.
 //
-// A piece is a row of WORDS numbers in device memory: addresses of its values, gradient and moments, its length, the
+// A piece is a row of WORDS numbers in device memory: addresses of its values, gradients and moments, its length, the
 // group whose rates it takes. Blocks are dealt out to pieces by `first_block`: piece i has blocks first_block[i] to
 // first_block[i + 1], each CHUNK of its values (BLOCKS_OF_STATE blocks of 256 with 8 bits). Blocks have 256 threads.
 #include "compat.cuh"
@@ -13,9 +13,13 @@ constexpr int CHUNK = 4096;
 constexpr int STATE_BLOCK = 256;
 constexpr int BLOCKS_OF_STATE = 64;
 
-// The columns of a piece's row. VALUE is the address of the bf16 value kept beside the f32 one, or 0; MEAN and SQUARE
-// are of f32 moments, or of their codes with one f32 scale for each 256 at MEAN_SCALE and SQUARE_SCALE.
-enum { PARAM, GRADIENT, MEAN, SQUARE, VALUE, LENGTH, GROUP, MEAN_SCALE, SQUARE_SCALE, WORDS };
+// The columns of a piece's row. PARAM is the address of f32 values and VALUE of the bf16 ones beside them; one of the two
+// may be 0. GRADIENT is of f32 values, or HALF_GRADIENT of bf16 ones. MEAN and SQUARE are of f32 moments, or of their
+// codes with one f32 scale for each 256 at MEAN_SCALE and SQUARE_SCALE. STREAM and FIRST say where the random bits of
+// the first value come from.
+enum {
+    PARAM, GRADIENT, MEAN, SQUARE, VALUE, LENGTH, GROUP, MEAN_SCALE, SQUARE_SCALE, HALF_GRADIENT, STREAM, FIRST, WORDS
+};
 
 // The columns of a group's rates: 1 - rate * decay, rate / (1 - beta1^t), sqrt(1 - beta2^t), beta1, beta2, eps.
 enum { DECAY, STEP, ROOT, BETA1, BETA2, EPS, RATES };
@@ -32,13 +36,75 @@ struct Rates {
     }
 };
 
+// Parameters: f32 values, with bf16 ones beside them or not, or bf16 ones alone, which are rounded at random as in
+// src/ops/stochastic_rounding.rs.
+struct Parameter {
+    // Null where there are none.
+    InOut<float> wide;
+    InOut<bf16> half;
+    uint64_t stream, first;
+
+    DEVICE bool is_aligned() const { return wide.is_aligned(16) && half.is_aligned(8); }
+    DEVICE float load(int64_t at) const { return wide.is_null() ? widen(half.load(at)) : wide.load(at); }
+    // Four values from a multiple of four on.
+    DEVICE void load4(float (&x)[4], int64_t at) const {
+        if (wide.is_null())
+            load_values<bf16, 4>(x, half, at);
+        else
+            load_values<float, 4>(x, wide, at);
+    }
+    DEVICE void store(int64_t at, float x) const {
+        if (!wide.is_null()) {
+            wide.store(at, x);
+            if (!half.is_null()) half.store(at, nearest<bf16>(x));
+            return;
+        }
+        uint64_t place = first + uint64_t(at);
+        half.store(at, bf16{uint16_t(rounded(x, random_bits(stream, place / 4) >> (16 * (place % 4))))});
+    }
+    DEVICE void store4(int64_t at, const float (&x)[4]) const {
+        if (!wide.is_null()) {
+            store_values<float, 4>(wide, at, x);
+            if (!half.is_null()) store_values<bf16, 4>(half, at, x);
+            return;
+        }
+        uint64_t noise = random_bits(stream, (first + uint64_t(at)) / 4);
+        half.store8(at, Bytes8{{rounded(x[0], noise) | rounded(x[1], noise >> 16) << 16,
+                                rounded(x[2], noise >> 32) | rounded(x[3], noise >> 48) << 16}});
+    }
+    // The bits of the bf16 number that x becomes with the low 16 bits of `noise`.
+    DEVICE static uint32_t rounded(float x, uint64_t noise) {
+        uint32_t bits = float_to_bits(x);
+        if ((bits & 0x7f800000u) == 0x7f800000u) return nearest<bf16>(x).bits;
+        return (bits + uint32_t(noise & 0xffffu)) >> 16;
+    }
+};
+
+// Gradients: f32 values or bf16 ones, the others null.
+struct Gradient {
+    In<float> wide;
+    In<bf16> half;
+    DEVICE bool is_aligned() const { return wide.is_aligned(16) && half.is_aligned(8); }
+    DEVICE float load(int64_t at) const { return wide.is_null() ? widen(half.load(at)) : wide.load(at); }
+    DEVICE void load4(float (&x)[4], int64_t at) const {
+        if (wide.is_null())
+            load_values<bf16, 4>(x, half, at);
+        else
+            load_values<float, 4>(x, wide, at);
+    }
+};
+
 struct Piece {
     In<int64_t> row;
     int64_t length;
     DEVICE uint64_t address(int column) const { return uint64_t(row.load(column)); }
     DEVICE InOut<float> floats(int column) const { return in_out_at<float>(address(column), length); }
-    DEVICE In<float> gradient() const { return in_at<float>(address(GRADIENT), length); }
-    DEVICE InOut<bf16> value() const { return in_out_at<bf16>(address(VALUE), length); }
+    DEVICE Parameter parameter() const {
+        return Parameter{floats(PARAM), in_out_at<bf16>(address(VALUE), length), address(STREAM), address(FIRST)};
+    }
+    DEVICE Gradient gradient() const {
+        return Gradient{in_at<float>(address(GRADIENT), length), in_at<bf16>(address(HALF_GRADIENT), length)};
+    }
     DEVICE InOut<uint8_t> codes(int column) const { return in_out_at<uint8_t>(address(column), length); }
     DEVICE InOut<float> scales(int column) const {
         return in_out_at<float>(address(column), (length + STATE_BLOCK - 1) / STATE_BLOCK);
@@ -62,30 +128,26 @@ DEVICE inline Piece piece_of_block(In<int64_t> pieces, In<uint32_t> first_block,
 }
 
 // Four values of a piece from value `at` on.
-DEVICE inline void four_values(InOut<float> param, In<float> gradient, InOut<float> mean, InOut<float> square,
-                               InOut<bf16> value, int64_t at, const Rates &rates) {
-    Bytes16 p = param.load16(at), g = gradient.load16(at), m = mean.load16(at), v = square.load16(at);
-    float x[4], y[4], z[4];
-    UNROLL for (int i = 0; i < 4; i++) {
-        x[i] = value_of<float>(p, i);
-        y[i] = value_of<float>(m, i);
-        z[i] = value_of<float>(v, i);
-        rates.update(x[i], y[i], z[i], value_of<float>(g, i));
-    }
-    param.store16(at, bytes_of<float>([&](int i) { return x[i]; }));
-    mean.store16(at, bytes_of<float>([&](int i) { return y[i]; }));
-    square.store16(at, bytes_of<float>([&](int i) { return z[i]; }));
-    if (!value.is_null()) value.store8(at, Bytes8{{pack(x[0], x[1]), pack(x[2], x[3])}});
+DEVICE inline void four_values(Parameter param, Gradient gradient, InOut<float> mean, InOut<float> square, int64_t at,
+                               const Rates &rates) {
+    float p[4], g[4], m[4], v[4];
+    param.load4(p, at);
+    gradient.load4(g, at);
+    load_values<float, 4>(m, mean, at);
+    load_values<float, 4>(v, square, at);
+    UNROLL for (int i = 0; i < 4; i++) rates.update(p[i], m[i], v[i], g[i]);
+    param.store4(at, p);
+    store_values<float, 4>(mean, at, m);
+    store_values<float, 4>(square, at, v);
 }
 
-DEVICE inline void one_value(InOut<float> param, In<float> gradient, InOut<float> mean, InOut<float> square,
-                             InOut<bf16> value, int64_t at, const Rates &rates) {
-    float x = param.load(at), y = mean.load(at), z = square.load(at);
-    rates.update(x, y, z, gradient.load(at));
-    param.store(at, x);
-    mean.store(at, y);
-    square.store(at, z);
-    if (!value.is_null()) value.store(at, nearest<bf16>(x));
+DEVICE inline void one_value(Parameter param, Gradient gradient, InOut<float> mean, InOut<float> square, int64_t at,
+                             const Rates &rates) {
+    float p = param.load(at), m = mean.load(at), v = square.load(at);
+    rates.update(p, m, v, gradient.load(at));
+    param.store(at, p);
+    mean.store(at, m);
+    square.store(at, v);
 }
 
 // A dynamic map with the index that finds nearest codes (DynamicMap of src/quant/codes.rs), in shared memory.
@@ -160,28 +222,23 @@ struct Moment {
 template <class M> DEVICE inline void read_values(float (&x)[2][4], M from, int64_t at, int there, bool whole) {
     UNROLL for (int k = 0; k < 2; k++) {
         int place = 128 * k + 4 * int(threadIdx.x % 32);
-        Bytes16 bytes{};
-        if (whole) bytes = from.load16(at + place);
-        UNROLL for (int i = 0; i < 4; i++)
-            x[k][i] = whole ? value_of<float>(bytes, i) : place + i < there ? from.load(at + place + i) : 0.0f;
+        if (whole) {
+            from.load4(x[k], at + place);
+            continue;
+        }
+        UNROLL for (int i = 0; i < 4; i++) x[k][i] = place + i < there ? from.load(at + place + i) : 0.0f;
     }
 }
 
-DEVICE inline void write_values(const float (&x)[2][4], InOut<float> param, InOut<bf16> value, int64_t at, int there,
-                                bool whole) {
+DEVICE inline void write_values(const float (&x)[2][4], Parameter param, int64_t at, int there, bool whole) {
     UNROLL for (int k = 0; k < 2; k++) {
         int place = 128 * k + 4 * int(threadIdx.x % 32);
         if (whole) {
-            param.store16(at + place, bytes_of<float>([&](int i) { return x[k][i]; }));
-            if (!value.is_null())
-                value.store8(at + place, Bytes8{{pack(x[k][0], x[k][1]), pack(x[k][2], x[k][3])}});
+            param.store4(at + place, x[k]);
             continue;
         }
-        UNROLL for (int i = 0; i < 4; i++) {
-            if (place + i >= there) continue;
-            param.store(at + place + i, x[k][i]);
-            if (!value.is_null()) value.store(at + place + i, nearest<bf16>(x[k][i]));
-        }
+        UNROLL for (int i = 0; i < 4; i++)
+            if (place + i < there) param.store(at + place + i, x[k][i]);
     }
 }
 
@@ -196,17 +253,16 @@ KERNEL BOUNDS(256, 4) adamw_f32(In<int64_t> pieces, In<uint32_t> first_block, ui
     int64_t chunk;
     Piece piece = piece_of_block(pieces, first_block, int(count), chunk);
     Rates constants = piece.rates(rates, scale);
-    InOut<float> param = piece.floats(PARAM), mean = piece.floats(MEAN), square = piece.floats(SQUARE);
-    In<float> gradient = piece.gradient();
-    InOut<bf16> value = piece.value();
-    bool whole = param.is_aligned(16) && mean.is_aligned(16) && square.is_aligned(16) && gradient.is_aligned(16) &&
-                 value.is_aligned(8);
+    Parameter param = piece.parameter();
+    Gradient gradient = piece.gradient();
+    InOut<float> mean = piece.floats(MEAN), square = piece.floats(SQUARE);
+    bool whole = param.is_aligned() && gradient.is_aligned() && mean.is_aligned(16) && square.is_aligned(16);
     int64_t first = chunk * CHUNK, end = first + CHUNK < piece.length ? first + CHUNK : piece.length;
     int64_t fours = whole ? first + (end - first) / 4 * 4 : first;
     for (int64_t at = first + 4 * int(threadIdx.x); at < fours; at += 4 * THREADS)
-        four_values(param, gradient, mean, square, value, at, constants);
+        four_values(param, gradient, mean, square, at, constants);
     for (int64_t at = fours + int(threadIdx.x); at < end; at += THREADS)
-        one_value(param, gradient, mean, square, value, at, constants);
+        one_value(param, gradient, mean, square, at, constants);
 }
 
 // Moments in 8 bits, otherwise as adamw_f32; a block takes 64 blocks of state, each warp one at a time. A map is its
@@ -226,12 +282,10 @@ KERNEL BOUNDS(256, 3) adamw_int8(In<int64_t> pieces, In<uint32_t> first_block, u
     int64_t chunk;
     Piece piece = piece_of_block(pieces, first_block, int(count), chunk);
     Rates constants = piece.rates(rates, scale);
-    InOut<float> param = piece.floats(PARAM);
-    In<float> gradient = piece.gradient();
-    InOut<bf16> value = piece.value();
+    Parameter param = piece.parameter();
+    Gradient gradient = piece.gradient();
     Moment mean{piece.codes(MEAN), piece.scales(MEAN_SCALE)}, square{piece.codes(SQUARE), piece.scales(SQUARE_SCALE)};
-    bool aligned = param.is_aligned(16) && gradient.is_aligned(16) && value.is_aligned(8) && mean.codes.is_aligned(4) &&
-                   square.codes.is_aligned(4);
+    bool aligned = param.is_aligned() && gradient.is_aligned() && mean.codes.is_aligned(4) && square.codes.is_aligned(4);
     for (int s = int(threadIdx.x) / 32; s < BLOCKS_OF_STATE; s += THREADS / 32) {
         int64_t at = (chunk * BLOCKS_OF_STATE + s) * STATE_BLOCK;
         if (at >= piece.length) break;
@@ -244,7 +298,7 @@ KERNEL BOUNDS(256, 3) adamw_int8(In<int64_t> pieces, In<uint32_t> first_block, u
         square.widen(v, at, there, whole, of_square);
         UNROLL for (int k = 0; k < 2; k++)
             UNROLL for (int i = 0; i < 4; i++) constants.update(p[k][i], m[k][i], v[k][i], g[k][i]);
-        write_values(p, param, value, at, there, whole);
+        write_values(p, param, at, there, whole);
         mean.quantize(m, at, there, whole, of_mean);
         square.quantize(v, at, there, whole, of_square);
     }

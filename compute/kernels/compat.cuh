@@ -142,3 +142,19 @@ template <class T, int V, class M> DEVICE inline void store_values(M to, int64_t
             to.store16(i + first, bytes_of<T>([&](int k) { return x[first + k]; }));
     }
 }
+
+// ---- random numbers ------------------------------------------------------------------------------------------
+
+// The hash of src/runtime/rng.rs, to the bit.
+constexpr uint64_t GOLDEN_GAMMA = 0x9e3779b97f4a7c15ull;
+
+// SplitMix64's finalizer (doi:10.1145/2660193.2660195) with a third round.
+DEVICE inline uint64_t mix(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    z = (z ^ (z >> 31)) * 0xd6e8feb86659fd93ull;
+    return z ^ (z >> 32);
+}
+
+// The 64 bits at `index` of the stream with this state.
+DEVICE inline uint64_t random_bits(uint64_t stream, uint64_t index) { return mix(stream ^ (index * GOLDEN_GAMMA)); }

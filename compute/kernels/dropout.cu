@@ -1,19 +1,10 @@
-// Dropout whose mask is a function of (stream, token, column): y = x * keep / (1 - p). The hash and the mask are those
-// of src/runtime/rng.rs and src/ops/dropout.rs to the bit; the backward is the same kernel on the gradient.
+// Dropout whose mask is a function of (stream, token, column): y = x * keep / (1 - p). The mask is that of
+// src/ops/dropout.rs to the bit; the backward is the same kernel on the gradient.
 #include "compat.cuh"
 
 namespace {
 
 constexpr int THREADS = 256;
-constexpr uint64_t GOLDEN_GAMMA = 0x9e3779b97f4a7c15ull;
-
-// SplitMix64's finalizer (doi:10.1145/2660193.2660195) with a third round.
-DEVICE inline uint64_t mix(uint64_t z) {
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    z = (z ^ (z >> 31)) * 0xd6e8feb86659fd93ull;
-    return z ^ (z >> 32);
-}
 
 // What the values of one token are multiplied by.
 struct Mask {
@@ -22,7 +13,7 @@ struct Mask {
     uint32_t limit;
     float scale;
     DEVICE float keep(uint64_t column) const {
-        return uint32_t(mix(token ^ (column * GOLDEN_GAMMA)) >> 40) < limit ? 0.0f : scale;
+        return uint32_t(random_bits(token, column) >> 40) < limit ? 0.0f : scale;
     }
 };
 

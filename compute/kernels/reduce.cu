@@ -87,30 +87,40 @@ template <class T> DEVICE inline void row_norm(In<T> x, Out<float> norms, int wi
     if (threadIdx.x == 0) norms.store(blockIdx.x, sqrtf(sum));
 }
 
-} // namespace
-
-// `partials[b]` = the sum of squares of values 16384 b to 16384 (b + 1) of x, in f64; one block each. Several tensors,
-// one launch each, write to parts of one list. The shares do not depend on the GPU, so neither do the bits.
-KERNEL BOUNDS(256, 4) sum_of_squares(In<float> x, int64_t count, Out<double> partials) {
-    SHARED(double, scratch, THREADS);
+template <class T>
+DEVICE inline void sum_of_squares(In<T> x, int64_t count, Out<double> partials, Shared<double> scratch) {
     constexpr int SHARE = 16384, AT_ONCE = 4;
     int64_t start = int64_t(blockIdx.x) * SHARE, end = start + SHARE < count ? start + SHARE : count;
     double sum = 0.0;
-    bool whole = x.is_aligned(16);
+    bool whole = x.is_aligned(4 * sizeof(T));
     for (int64_t first = start + 4 * int(threadIdx.x); first < end; first += 4 * THREADS * AT_ONCE) {
         float values[AT_ONCE][4];
         UNROLL for (int k = 0; k < AT_ONCE; k++) {
             int64_t at = first + 4 * THREADS * k;
             if (whole && at + 4 <= end)
-                load_values<float, 4>(values[k], x, at);
+                load_values<T, 4>(values[k], x, at);
             else
-                UNROLL for (int i = 0; i < 4; i++) values[k][i] = at + i < end ? x.load(at + i) : 0.0f;
+                UNROLL for (int i = 0; i < 4; i++) values[k][i] = at + i < end ? widen(x.load(at + i)) : 0.0f;
         }
         UNROLL for (int k = 0; k < AT_ONCE; k++)
             UNROLL for (int i = 0; i < 4; i++) sum += double(values[k][i]) * double(values[k][i]);
     }
     sum = block_sum_f64(sum, scratch);
     if (threadIdx.x == 0) partials.store(blockIdx.x, sum);
+}
+
+} // namespace
+
+// `partials[b]` = the sum of squares of values 16384 b to 16384 (b + 1) of x, in f64; one block each. Several tensors,
+// one launch each, write to parts of one list. The shares do not depend on the GPU, so neither do the bits.
+KERNEL BOUNDS(256, 4) sum_of_squares_f32(In<float> x, int64_t count, Out<double> partials) {
+    SHARED(double, scratch, THREADS);
+    sum_of_squares(x, count, partials, scratch);
+}
+// As sum_of_squares_f32.
+KERNEL BOUNDS(256, 4) sum_of_squares_bf16(In<bf16> x, int64_t count, Out<double> partials) {
+    SHARED(double, scratch, THREADS);
+    sum_of_squares(x, count, partials, scratch);
 }
 
 // The second stage: `sum[0]` = the sum of `count` partial sums. One block. Squares of f32 numbers cannot overflow f64,

@@ -30,7 +30,7 @@ use serde::{Deserialize, Serialize};
 pub use run_changes::CHANGES_ON_REQUEST;
 pub use run_folder::{RunFolder, RunRecord};
 pub use saver::{SaveThreads, Saver, SaverOptions};
-pub use snapshot::{SavedState, SavedValues, SnapshotPart, SnapshotTensor, WriteWeights};
+pub use snapshot::{SavedState, SavedValues, SnapshotPart, SnapshotTensor, WeightValues, WriteWeights};
 
 use crate::error::input_file;
 use crate::error::{Error, ErrorCategory, Result};

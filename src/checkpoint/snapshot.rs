@@ -1,10 +1,13 @@
 //! What is saved of a run at a step: a rank's share of the trained tensors, and how they become files.
 
+use std::borrow::Cow;
 use std::path::Path;
 use std::sync::Arc;
 
+use half::bf16;
+
 use crate::error::Result;
-use crate::weights::Written;
+use crate::weights::{TensorSink, Written};
 
 /// One trainable tensor as it was at a step.
 #[derive(Debug, Clone)]
@@ -13,10 +16,40 @@ pub struct SnapshotTensor {
     pub name: String,
     /// Shape of the parameter.
     pub shape: Vec<usize>,
-    /// The values as f32, in row-major order.
-    pub values: Vec<f32>,
+    /// The values in row-major order.
+    pub values: WeightValues,
     /// What the optimizer keeps beside it; nothing where only the weights are wanted.
     pub state: Vec<SavedState>,
+}
+
+/// Values of a trainable tensor, as the optimizer updates them.
+#[derive(Debug, Clone)]
+pub enum WeightValues {
+    /// Parameters in f32, or f32 masters.
+    F32(Vec<f32>),
+    /// Parameters in bf16 without masters.
+    Bf16(Vec<bf16>),
+}
+
+impl WeightValues {
+    /// The values in f32.
+    pub fn to_f32(&self) -> Cow<'_, [f32]> {
+        match self {
+            WeightValues::F32(values) => Cow::Borrowed(values),
+            WeightValues::Bf16(values) => values.iter().map(|value| value.to_f32()).collect(),
+        }
+    }
+
+    /// Gives them to a tensor of a file, rounded to its type.
+    ///
+    /// # Errors
+    /// As [`TensorSink::write_values`].
+    pub fn write(&self, sink: &mut TensorSink<'_>) -> Result<()> {
+        match self {
+            WeightValues::F32(values) => sink.write_values(values),
+            WeightValues::Bf16(values) => sink.write_values(values),
+        }
+    }
 }
 
 /// One tensor of the optimizer's state beside a parameter.

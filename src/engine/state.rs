@@ -5,10 +5,10 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Tensor, WithDType};
+use candle_core::{DType, Device, Tensor, WithDType};
 
 use super::{SaveAssignment, Trainer};
-use crate::checkpoint::{SavedCheckpoint, SavedState, SavedValues, SnapshotTensor};
+use crate::checkpoint::{SavedCheckpoint, SavedState, SavedValues, SnapshotTensor, WeightValues};
 use crate::error::{Error, Result};
 use crate::ops::adamw_int8::{Int8State, STATE_BLOCK};
 use crate::optim::{StateTensor, StateValues};
@@ -46,7 +46,7 @@ impl Trainer {
         }
     }
 
-    /// This rank's share of the trainable tensors as they are now, in f32; the optimizer's state beside them too unless
+    /// This rank's share of the trainable tensors as they are now, as they are updated; the optimizer's state beside them too unless
     /// only the weights are wanted. All ranks call it.
     ///
     /// # Errors
@@ -84,7 +84,7 @@ impl Trainer {
                     name: entry.desc.name.clone(),
                     shape: entry.desc.shape.clone(),
                     // Of each tensor one copy: a second one of everything would not be in the plan.
-                    values: to_host_vec(&values.narrow(0, entry.start, entry.desc.elements())?)?,
+                    values: saved_values(&values.narrow(0, entry.start, entry.desc.elements())?)?,
                     state: state(entry)?,
                 });
             }
@@ -222,6 +222,14 @@ fn restore(
             bring(scales, absmax)
         }
     }
+}
+
+/// Copies the values of a parameter, f32 or bf16, to the host.
+fn saved_values(values: &Tensor) -> Result<WeightValues> {
+    Ok(match values.dtype() {
+        DType::BF16 => WeightValues::Bf16(to_host_vec(values)?),
+        _ => WeightValues::F32(to_host_vec(values)?),
+    })
 }
 
 /// Copies `from` to `to`, flat and as long, wherever that is.

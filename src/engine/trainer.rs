@@ -9,6 +9,7 @@ use crate::collective::Phase;
 use crate::data::Step;
 use crate::error::{Error, Result};
 use crate::model::DropoutContext;
+use crate::ops::stochastic_rounding::StochasticRounding;
 use crate::optim::{Optimizer, OptimizerOptions, ParamGroup, Schedule};
 use crate::recipe::enums::{Recompute, StateDtype};
 use crate::runtime::rng::RngStream;
@@ -26,7 +27,7 @@ pub struct TrainerOptions {
     pub schedule: Schedule,
     /// Gradients are scaled down to this norm; none: left as they are.
     pub max_grad_norm: Option<f64>,
-    /// The seed of dropout.
+    /// The seed of dropout and of stochastic rounding.
     pub seed: u64,
     /// What forward keeps for backward (gradient checkpointing).
     pub recompute: Recompute,
@@ -210,6 +211,7 @@ fn param_groups(
         let rule = entry.desc.kind.update_rule();
         rule.map(|rule| (rule.decay, rate(rule.lr_group)))
     };
+    let stream = RngStream::new(options.seed).named("stochastic rounding").part(index as u64);
     let layout = options.optimizer.state_layout();
     let alone = layout.dtype == StateDtype::Int8;
     let mut found = Vec::new();
@@ -234,7 +236,8 @@ fn param_groups(
         let large = layout.is_int8(first.desc.elements());
         let (param, grad) = (param.narrow(start, len)?, grad.narrow(0, start, len)?);
         let value = value.as_ref().map(|value| value.narrow(0, start, len)).transpose()?;
-        let group = ParamGroup { param, value, grad, decay, rate, large };
+        let rounding = StochasticRounding::new(stream, range.start as u64);
+        let group = ParamGroup { param, value, rounding, grad, decay, rate, large };
         found.push((group, ParamSlice { bucket: index, range }));
     }
     Ok(found)

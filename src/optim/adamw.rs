@@ -30,14 +30,14 @@ impl OptimizerAlgorithm for AdamW {
 
     fn update(&self, pieces: &[UpdatePiece<'_>]) -> Result<()> {
         let (mut in_f32, mut in_int8) = (Vec::new(), Vec::new());
-        for &UpdatePiece { param, value, grad, state, step } in pieces {
+        for &UpdatePiece { param, value, rounding, grad, state, step } in pieces {
             let step = self.step(step);
             match state {
                 [StateValues::F32(first), StateValues::F32(second)] => {
-                    in_f32.push(AdamWPiece { param, value, grad, moments: [first, second], step });
+                    in_f32.push(AdamWPiece { param, value, rounding, grad, moments: [first, second], step });
                 }
                 [StateValues::Int8(first), StateValues::Int8(second)] => {
-                    in_int8.push(AdamWPiece { param, value, grad, moments: [first, second], step });
+                    in_int8.push(AdamWPiece { param, value, rounding, grad, moments: [first, second], step });
                 }
                 _ => return Err(Error::internal("AdamW keeps two moments alike")),
             }

@@ -6,6 +6,7 @@ use candle_core::Tensor;
 
 use super::state::{StateTensor, StateValues};
 use crate::error::Result;
+use crate::ops::stochastic_rounding::StochasticRounding;
 use crate::runtime::TensorMut;
 
 /// An algorithm that updates parameters by their gradients. It declares what it keeps beside each; allocating that,
@@ -29,12 +30,14 @@ pub trait OptimizerAlgorithm: Debug + Send + Sync {
 /// A run of parameters to update: all of `[elements]`.
 #[derive(Debug, Clone, Copy)]
 pub struct UpdatePiece<'a> {
-    /// The parameters, f32.
+    /// The parameters, f32, or bf16 that an update rounds by `rounding`.
     pub param: &'a TensorMut,
     /// Where they are computed with in bf16: what becomes of `param` is rounded to it. None for an algorithm that does not
     /// write it.
     pub value: Option<&'a TensorMut>,
-    /// Their gradients, f32.
+    /// How a `param` in bf16 is rounded in this update.
+    pub rounding: StochasticRounding,
+    /// Their gradients, f32 or bf16.
     pub grad: &'a Tensor,
     /// What is kept beside them: one for each of [`OptimizerAlgorithm::state`].
     pub state: &'a [StateValues],

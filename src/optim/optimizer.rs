@@ -109,7 +109,8 @@ impl Optimizer {
         let pieces = all.map(|(group, state)| {
             let value = group.value.as_ref().filter(|_| algorithm.writes_value());
             let (param, grad) = (group.param.tensor()?, &group.grad);
-            Ok(UpdatePiece { param, value, grad, state, step: step(group) })
+            let step = step(group);
+            Ok(UpdatePiece { param, value, rounding: group.rounding_of(step.update), grad, state, step })
         });
         algorithm.update(&pieces.collect::<Result<Vec<_>>>()?)?;
         if algorithm.writes_value() {

@@ -16,8 +16,10 @@ use crate::runtime::param_storage::copy_across;
 /// One run of each on the device.
 #[derive(Debug)]
 pub(super) struct UpdateStaging {
-    param: TensorMut,
-    grad: TensorMut,
+    /// In every dtype that parameters are in.
+    params: Vec<TensorMut>,
+    /// In every dtype that gradients are in.
+    grads: Vec<TensorMut>,
     /// For each tensor of the state, in every dtype that it may be kept in.
     state: Vec<Vec<StateValues>>,
     /// Most values that a run may have: whole blocks of an 8-bit state.
@@ -36,16 +38,19 @@ impl UpdateStaging {
     ) -> Result<Self> {
         let longest = groups.iter().map(|group| group.param.elements()).max().unwrap_or(0);
         let limit = limit.min(longest).next_multiple_of(STATE_BLOCK).max(STATE_BLOCK);
-        let zeros = || TensorMut::zeros(limit, DType::F32, device);
+        let zeros = |dtype| TensorMut::zeros(limit, dtype, device);
+        let each = |found: Vec<DType>| found.into_iter().map(zeros).collect::<Result<Vec<_>>>();
+        let params = each(dtypes(groups.iter().map(|group| group.param.dtype())))?;
+        let grads = each(dtypes(groups.iter().map(|group| group.grad.dtype())))?;
         let mut state = Vec::with_capacity(layout.tensors.len());
         for tensor in layout.tensors {
-            let mut staged = vec![StateValues::F32(zeros()?)];
+            let mut staged = vec![StateValues::F32(zeros(DType::F32)?)];
             if layout.dtype == StateDtype::Int8 && tensor.may_be_int8 {
                 staged.push(StateValues::zeros(limit, StateDtype::Int8, device)?);
             }
             state.push(staged);
         }
-        Ok(UpdateStaging { param: zeros()?, grad: zeros()?, state, limit, most: 0 })
+        Ok(UpdateStaging { params, grads, state, limit, most: 0 })
     }
 
     /// Most values that a run has had.
@@ -66,7 +71,8 @@ impl UpdateStaging {
             let run = self.limit.min(len - start);
             self.most = self.most.max(run);
             let at_home = group.param.narrow(start, run)?;
-            let (param, grad) = (self.param.narrow(0, 0, run)?, self.grad.narrow(0, 0, run)?);
+            let param = of_dtype(&self.params, at_home.dtype())?.narrow(0, 0, run)?;
+            let grad = of_dtype(&self.grads, group.grad.dtype())?.narrow(0, 0, run)?;
             at_home.load_to(&param)?;
             copy_across(&group.grad.narrow(0, start, run)?, &grad)?;
             let state_at_home =
@@ -78,6 +84,7 @@ impl UpdateStaging {
             algorithm.update(&[UpdatePiece {
                 param: &param,
                 value: None,
+                rounding: group.rounding_of(step.update).offset(start),
                 grad: &grad,
                 state: &staged,
                 step,
@@ -100,4 +107,20 @@ impl UpdateStaging {
         };
         state.iter().zip(&self.state).map(alike).collect()
     }
+}
+
+/// Each dtype among `all`, once.
+fn dtypes(all: impl Iterator<Item = DType>) -> Vec<DType> {
+    all.fold(Vec::new(), |mut found, dtype| {
+        if !found.contains(&dtype) {
+            found.push(dtype);
+        }
+        found
+    })
+}
+
+/// The one of `runs` that is of this dtype.
+fn of_dtype(runs: &[TensorMut], dtype: DType) -> Result<&TensorMut> {
+    let found = runs.iter().find(|run| run.dtype() == dtype);
+    found.ok_or_else(|| Error::internal("values without staging"))
 }

@@ -1,9 +1,14 @@
 //! What a run could do otherwise to need less memory, in order of what it costs: suggested where no strategy fits, and where
 //! a device runs out of memory after all.
 
+use candle_core::DType;
+
 use super::parallel::WorldSize;
 use crate::collective::Phase;
-use crate::recipe::{self, AutoOr, Offload, QuantKind, QuantizationSection, Recipe, Recompute, StateDtype};
+use crate::recipe::{
+    self, AutoOr, MasterWeights, Offload, QuantKind, QuantizationSection, Recipe, Recompute, StateDtype,
+};
+use crate::setup::base_model::{BaseModel, EngineOptions};
 
 /// Fewest tokens of a row that shorter rows are suggested with.
 const SHORTEST_ROW: usize = 128;
@@ -17,6 +22,16 @@ pub(super) struct ModelSettings {
     pub(super) on_gpu: bool,
     /// Whether its files are quantized already.
     pub(super) quantized: bool,
+    /// Whether it is computed in bf16.
+    pub(super) in_bf16: bool,
+}
+
+impl ModelSettings {
+    /// Those of the model `base` that `engine` computes.
+    pub(super) fn of(base: &BaseModel, engine: &EngineOptions) -> Self {
+        let (on_gpu, in_bf16) = (!engine.device.is_cpu(), engine.dtype == DType::BF16);
+        ModelSettings { on_gpu, quantized: base.format.is_some(), in_bf16 }
+    }
 }
 
 /// A change and its adjustments, each further than the one before.
@@ -78,6 +93,11 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
     let floats = recipe.optimizer.state == StateDtype::F32;
     let to_int8: Apply = Box::new(|r, _| r.optimizer.state = StateDtype::Int8);
     push(floats, Relief::Kept, set("optimizer.state=int8"), to_int8);
+    let adapter = recipe.adapter.is_some();
+    let has_masters = recipe.optimizer.master == MasterWeights::F32;
+    let masters = model.in_bf16 && !adapter && has_masters;
+    let to_none: Apply = Box::new(|r, _| r.optimizer.master = MasterWeights::None);
+    push(masters, Relief::Kept, set("optimizer.master=none"), to_none);
     let micro_batches = train.gradient_accumulation_steps.saturating_mul(train.micro_batch_size);
     let accumulated = format!("train.gradient_accumulation_steps={micro_batches}");
     push(
@@ -95,10 +115,14 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
     let to_file = format!("{} {}", set("parallel.offload=params"), set("parallel.offload_folder=FOLDER"));
     push(parallel.offload_folder.is_none(), Relief::Host, to_file, Box::new(offload_to_file));
     let dense = recipe.quantization.is_none() && !model.quantized;
-    let adapter = recipe.adapter.is_some();
     push(adapter && dense, Relief::Kept, set("quantization.kind=nf4"), Box::new(quantize));
-    push(!adapter, Relief::Kept, set("adapter.kind=lora"), Box::new(add_adapter));
-    let both = format!("{} {}", set("adapter.kind=lora"), set("quantization.kind=nf4"));
+    // An adapter's masters stay.
+    let mut lora = set("adapter.kind=lora");
+    if !has_masters {
+        lora = format!("{lora} {}", set("optimizer.master=f32"));
+    }
+    let both = format!("{lora} {}", set("quantization.kind=nf4"));
+    push(!adapter, Relief::Kept, lora, Box::new(add_adapter));
     push(!adapter && dense, Relief::Kept, both, Box::new(add_adapter_and_quantize));
     all.push(shorter_rows(recipe.data.max_seq_len));
     all
@@ -138,6 +162,7 @@ fn quantize(recipe: &mut Recipe, _: &mut WorldSize) {
 
 fn add_adapter(recipe: &mut Recipe, _: &mut WorldSize) {
     recipe.adapter = Some(recipe::AdapterSection::default());
+    recipe.optimizer.master = MasterWeights::F32;
 }
 
 fn add_adapter_and_quantize(recipe: &mut Recipe, world: &mut WorldSize) {
@@ -171,7 +196,7 @@ mod tests {
     use super::*;
 
     fn advised(recipe: &Recipe, on_gpu: bool, phase: Phase) -> Vec<String> {
-        typed_for(phase, &changes(recipe, ModelSettings { on_gpu, quantized: false }))
+        typed_for(phase, &changes(recipe, ModelSettings { on_gpu, quantized: false, in_bf16: false }))
     }
 
     fn recipe() -> Recipe {

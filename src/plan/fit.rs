@@ -110,7 +110,7 @@ impl StepInputs<'_> {
     }
 
     fn settings(&self) -> ModelSettings {
-        ModelSettings { on_gpu: !self.engine.device.is_cpu(), quantized: self.base.format.is_some() }
+        ModelSettings::of(self.base, self.engine)
     }
 
     /// The error where no strategy fits, with the changes that would make one fit.
@@ -221,6 +221,8 @@ fn how<'a>(
         },
         sharded_over: kind.shard_size(ranks),
         accumulates: parallel::accumulates(recipe, &engine.device),
+        master: recipe.optimizer.master,
+        kept_gradients: parallel::kept_gradients(recipe),
         overlaps_reductions: ranks > 1 && !engine.device.is_cpu(),
         offload: &engine.offload,
         on_host: on_host(engine),

@@ -9,7 +9,7 @@ use crate::model::{BlockSaved, LoraShape, ModelConfig, SavedBytes, Segment};
 use crate::ops::cross_entropy::logits_bytes;
 use crate::optim::StateLayout;
 use crate::quant::QuantRun;
-use crate::recipe::enums::{AdapterKind, Recompute};
+use crate::recipe::enums::{AdapterKind, MasterWeights, Recompute};
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::sharding::{OffloadTarget, ParamDesc, ParamKind, Placement, ShardingStrategy};
@@ -20,7 +20,7 @@ use crate::units;
 pub struct MemoryPlan {
     /// Weights as they are kept, and f32 masters.
     pub weights: u64,
-    /// Gradients, in f32.
+    /// Gradients as they are kept.
     pub gradients: u64,
     /// The optimizer's state, in 32 or 8 bits.
     pub optimizer: u64,
@@ -91,10 +91,13 @@ impl MemoryPlan {
             let state_away = options.offload.has_state() && !options.on_host;
             memory.add(state_away, |m| &mut m.weights, master / share(spec.update));
             if desc.kind.trains() {
-                memory.add(away && !options.on_host, |m| &mut m.gradients, 4 * n / share(spec.gradients));
+                let kept = kept_gradients(desc, options);
+                let bytes = n * kept.size_in_bytes() as u64;
+                memory.add(away && !options.on_host, |m| &mut m.gradients, bytes / share(spec.gradients));
                 let state = options.optimizer_state.bytes(desc.elements()) as u64 / share(spec.update);
                 memory.add(state_away, |m| &mut m.optimizer, state);
-                of_segment.add_gradients(4 * n, spec.gradients.is_sharded() || away, options);
+                let elsewhere = spec.gradients.is_sharded() || away || kept == DType::BF16;
+                of_segment.add_gradients(4 * n, elsewhere, options);
                 longest = longest.max(n / share(spec.update));
             }
         }
@@ -164,6 +167,10 @@ pub struct MemoryOptions<'a> {
     pub saving: Saving,
     /// More than one micro-batch a step adds up on a rank, each computed by itself first.
     pub accumulates: bool,
+    /// What the optimizer updates of weights that train in bf16.
+    pub master: MasterWeights,
+    /// The dtype in which gradients of blocks without masters are kept.
+    pub kept_gradients: DType,
     /// Gradients are reduced beside computation: those of a block while the next one's are computed.
     pub overlaps_reductions: bool,
     /// What is kept away from the device.
@@ -186,7 +193,8 @@ fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOp
     for desc in descs.iter().filter(|desc| desc.kind.trains()) {
         let n = desc.elements() as u64;
         let [saved, gathered] = segments.entry(desc.segment).or_default();
-        *saved += 4 * n + state_bytes(desc);
+        let updated = if is_updated_itself(desc.kind, options) { options.dtype } else { DType::F32 };
+        *saved += updated.size_in_bytes() as u64 * n + state_bytes(desc);
         if options.kind.sharding_spec(desc.kind.role()).update.is_sharded() && options.sharded_over > 1 {
             *gathered += 8 * n + state_bytes(desc);
         }
@@ -252,11 +260,24 @@ fn weight_bytes(desc: &ParamDesc, options: &MemoryOptions<'_>) -> (u64, u64) {
         ParamKind::AdapterInBf16(_) => 2 * n,
     };
     let has_master = match desc.kind {
-        ParamKind::Trainable(_) => size != 4,
+        kind @ ParamKind::Trainable(_) => !is_updated_itself(kind, options),
         kind => matches!(kind, ParamKind::AdapterInBf16(_)),
     };
     let master = if has_master { 4 * n } else { 0 };
     (bytes as u64, master as u64)
+}
+
+/// Whether the optimizer updates the values of this kind that are computed with.
+fn is_updated_itself(kind: ParamKind, options: &MemoryOptions<'_>) -> bool {
+    let weight = matches!(kind, ParamKind::Trainable(_));
+    weight && (options.dtype == DType::F32 || options.master == MasterWeights::None)
+}
+
+/// The dtype in which the gradients of a parameter are kept.
+fn kept_gradients(desc: &ParamDesc, options: &MemoryOptions<'_>) -> DType {
+    let of_block = matches!(desc.segment, Segment::Block(_));
+    let in_bf16 = of_block && options.dtype != DType::F32 && is_updated_itself(desc.kind, options);
+    if in_bf16 { options.kept_gradients } else { DType::F32 }
 }
 
 /// What the branches of adapters are computed in.
@@ -347,6 +368,8 @@ mod tests {
             sharded_over: 1,
             saving: Saving::Outputs,
             accumulates: false,
+            master: MasterWeights::F32,
+            kept_gradients: DType::F32,
             overlaps_reductions: false,
             offload: &OffloadTarget::default(),
             on_host: true,
@@ -386,6 +409,8 @@ mod tests {
                 sharded_over: kind.shard_size(4),
                 saving: Saving::Outputs,
                 accumulates: true,
+                master: MasterWeights::F32,
+                kept_gradients: DType::F32,
                 overlaps_reductions,
                 offload,
                 bf16_copy: false,

@@ -6,7 +6,7 @@ use super::memory::MemoryPlan;
 use crate::checkpoint::SavedCheckpoint;
 use crate::error::{Error, Result};
 use crate::ops::has_kernels;
-use crate::recipe::{self, Recipe, ReduceDtype, Strategy};
+use crate::recipe::{self, MasterWeights, Recipe, ReduceDtype, Strategy};
 use crate::sharding::{OffloadTarget, ShardingStrategy};
 
 /// How many ranks a run is planned for (torchrun's `WORLD_SIZE` and `LOCAL_WORLD_SIZE`).
@@ -73,6 +73,29 @@ pub(super) fn split_global_batch(
 /// order of its own anyway.
 pub(super) fn accumulates(recipe: &Recipe, device: &Device) -> bool {
     recipe.train.gradient_accumulation_steps > 1 && !has_kernels(device)
+}
+
+/// What `optimizer.master` says, for weights in `dtype`.
+///
+/// # Errors
+/// It leaves masters out, of weights in f32.
+pub(super) fn master_weights(recipe: &Recipe, dtype: DType) -> Result<MasterWeights> {
+    let master = recipe.optimizer.master;
+    if master == MasterWeights::None && dtype != DType::BF16 {
+        return Err(Error::user("cannot train without f32 master weights")
+            .because(format!(
+                "`optimizer.master` is \"none\", which rounds the weights to bf16, and this run computes in {}",
+                dtype.as_str()
+            ))
+            .hint("write `dtype = \"bf16\"` under `[model]`, or remove `optimizer.master`"));
+    }
+    Ok(master)
+}
+
+/// The dtype in which gradients of blocks without f32 masters are kept: bf16 where nothing is added to them.
+pub(super) fn kept_gradients(recipe: &Recipe) -> DType {
+    let one = recipe.optimizer.master == MasterWeights::None && recipe.train.gradient_accumulation_steps == 1;
+    if one { DType::BF16 } else { DType::F32 }
 }
 
 /// The strategy that `[parallel]` names for this many ranks; none where it is left open.

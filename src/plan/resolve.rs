@@ -82,6 +82,7 @@ impl Plan {
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
         let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
         engine.bf16_copy = bf16_copy::is_wanted(&recipe);
+        engine.master = parallel::master_weights(&recipe, engine.dtype)?;
         let adapter_found = find_adapter(&recipe, finder, &mut base)?;
         let saved = adapter_found.as_ref().map(|found| found.folder.as_path());
         let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
@@ -110,7 +111,8 @@ impl Plan {
         engine.offload.check(memory.file)?;
         decided(&mut recipe, recompute, engine.dtype, kind, base.found.commit.as_deref());
         let accumulates = parallel::accumulates(&recipe, &engine.device);
-        engine.reducing = GradReduceOptions { accumulates, dtype: parallel::reduce_dtype(&recipe.parallel) };
+        let (dtype, kept) = (parallel::reduce_dtype(&recipe.parallel), parallel::kept_gradients(&recipe));
+        engine.reducing = GradReduceOptions { accumulates, dtype, kept };
         Ok(Plan {
             recipe,
             base,
@@ -239,9 +241,7 @@ impl Plan {
     /// Settings that this run does not use and with which a device has more memory in `phase`, as they are typed, in
     /// order of what they cost.
     pub fn memory_advice(&self, phase: Phase) -> Vec<String> {
-        let model =
-            ModelSettings { on_gpu: !self.engine.device.is_cpu(), quantized: self.base.format.is_some() };
-        typed_for(phase, &changes(&self.recipe, model))
+        typed_for(phase, &changes(&self.recipe, ModelSettings::of(&self.base, &self.engine)))
     }
 
     /// The training method, for the plan, the card and the report.

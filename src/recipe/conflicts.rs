@@ -6,7 +6,7 @@
 use std::collections::HashSet;
 
 use super::Recipe;
-use super::enums::{AdapterInit, Offload, OnNan, SchedulerKind, Strategy};
+use super::enums::{AdapterInit, ComputeDtype, MasterWeights, Offload, OnNan, SchedulerKind, Strategy};
 use super::sections::TrainSection;
 use super::source::DataSource;
 
@@ -25,6 +25,7 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     let mut found = Vec::new();
     schedule(recipe, &mut found);
     adapter(recipe, &mut found);
+    masters(recipe, &mut found);
     places(recipe, &mut found);
     divergence(recipe, &mut found);
     found
@@ -114,6 +115,26 @@ fn adapter(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
         }),
         None => {}
     }
+}
+
+fn masters(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+    if recipe.optimizer.master != MasterWeights::None {
+        return;
+    }
+    let (text, hint) = if recipe.adapter.is_some() {
+        (
+            "has no effect with [adapter]: what an adapter trains is small, and its masters stay",
+            "remove `master`",
+        )
+    } else if recipe.model.dtype == ComputeDtype::F32 {
+        (
+            "has no effect with `model.dtype = \"f32\"`: weights in f32 are their own masters",
+            "write `dtype = \"bf16\"` under `[model]`, or remove `master`",
+        )
+    } else {
+        return;
+    };
+    found.push(KeyConflict { section: "optimizer", key: "master", text: text.into(), hint: hint.into() });
 }
 
 fn divergence(recipe: &Recipe, found: &mut Vec<KeyConflict>) {

@@ -21,9 +21,9 @@ mod value;
 pub use builtin::{BUILT_IN, BuiltIn, RecipeText};
 pub use finetune_compute::recipe::enums;
 pub use finetune_compute::recipe::enums::{
-    AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, ModelInit, Offload, OnBadRow,
-    OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
-    TrainOn,
+    AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights, ModelInit, Offload,
+    OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype,
+    Strategy, TrainOn,
 };
 pub use layers::{Purpose, RecipeLayers};
 pub use sections::{

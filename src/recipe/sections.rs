@@ -3,9 +3,9 @@
 //! Names and meanings follow transformers and PEFT where they have the key.
 
 use super::enums::{
-    AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, ModelInit, Offload, OnBadRow,
-    OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
-    TrainOn,
+    AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights, ModelInit, Offload,
+    OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype,
+    Strategy, TrainOn,
 };
 use super::schema::section;
 use super::source::{DataSource, Folder, Template};
@@ -147,6 +147,9 @@ section! {
         weight_decay: f64 = 0.0, AtLeast(0.0);
         /// How the moments are stored.
         state: StateDtype = StateDtype::F32;
+        /// What is updated where all weights train in bf16: an f32 copy of each, or the bf16 weights themselves, with
+        /// stochastic rounding; that takes 6 bytes less a weight.
+        master: MasterWeights = MasterWeights::F32;
         /// Learning rate of B over that of A (LoRA+, arXiv:2402.12354).
         lora_plus_ratio: f64 = 1.0, Above(0.0);
     }

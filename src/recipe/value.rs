@@ -9,9 +9,9 @@ use std::path::Path;
 use toml::Value;
 
 use super::enums::{
-    AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, ModelInit, Offload, OnBadRow,
-    OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype, Strategy,
-    TrainOn,
+    AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights, ModelInit, Offload,
+    OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype,
+    Strategy, TrainOn,
 };
 
 /// Why a value was not taken.
@@ -402,6 +402,7 @@ choices_are_settings!(
     Recompute,
     OptimizerKind,
     StateDtype,
+    MasterWeights,
     SchedulerKind,
     Strategy,
     Offload,

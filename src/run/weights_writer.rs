@@ -11,7 +11,7 @@ use crate::engine::Trainer;
 use crate::error::{Error, Result};
 use crate::export::hf;
 use crate::plan::Plan;
-use crate::recipe::Dtype;
+use crate::recipe::{Dtype, MasterWeights};
 use crate::setup::initial_values::AdapterPart;
 use crate::setup::param_layout::tied_module;
 use crate::setup::pissa::{saved_config, saved_matrix};
@@ -19,12 +19,16 @@ use crate::sharding::ParamDesc;
 use crate::weights::{ModelIdentity, StoredDtype, WriteEntry, Written};
 
 /// Writes trained weights in the form this run leaves: a PEFT adapter, or a Hugging Face model, whose tensors the
-/// ranks of `trainer` share. `exact`: in f32, as checkpoints need it; else as `checkpoint.output_dtype` says.
+/// ranks of `trainer` share. `exact`: as they are updated, which checkpoints need; else as `checkpoint.output_dtype` says.
 ///
 /// # Errors
 /// As [`Plan::identity`].
 pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<WriteWeights> {
-    let given = if exact { Dtype::F32 } else { plan.recipe.checkpoint.output_dtype };
+    let given = match plan.engine.master {
+        _ if !exact => plan.recipe.checkpoint.output_dtype,
+        MasterWeights::F32 => Dtype::F32,
+        MasterWeights::None => Dtype::Bf16,
+    };
     let tokenizer = plan.base.other_tokenizer(&plan.rows.tokenizer);
     let Some(adapter_setup) = &plan.adapter_setup else {
         let stored = StoredAs { given, dtypes: stored_dtypes(plan) };
@@ -121,9 +125,9 @@ impl AdapterOutput {
         for tensor in tensors {
             let AdapterPart { module, kind } = AdapterPart::of(&tensor.name)?;
             let (shape, data) = match self.initial.get(module) {
-                None => (tensor.shape.clone(), Cow::Borrowed(tensor.values.as_slice())),
+                None => (tensor.shape.clone(), tensor.values.to_f32()),
                 Some(factors) => {
-                    let (shape, data) = saved_matrix(kind, &tensor.shape, &tensor.values, factors);
+                    let (shape, data) = saved_matrix(kind, &tensor.shape, &tensor.values.to_f32(), factors);
                     (shape, Cow::Owned(data))
                 }
             };
@@ -156,7 +160,7 @@ fn write_tensors(
 ) -> Result<Vec<Written>> {
     let by_name: BTreeMap<&str, &SnapshotTensor> = tensors.iter().map(|t| (t.name.as_str(), t)).collect();
     parts.write(rank, folder, |entry, sink| match by_name.get(entry.name.as_str()) {
-        Some(tensor) => sink.write_values(&tensor.values),
+        Some(tensor) => tensor.values.write(sink),
         None => Err(Error::internal(format!("no values for {}", entry.name))),
     })
 }

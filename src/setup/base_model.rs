@@ -21,6 +21,7 @@ use crate::ops::attention::KERNEL_HEAD_DIMS;
 use crate::ops::has_kernels;
 use crate::quant::{CodeKind, QuantFormat};
 use crate::recipe::enums::Attention;
+use crate::recipe::enums::MasterWeights;
 use crate::recipe::{ComputeDtype, ModelInit, ModelSection, QuantizationSection};
 use crate::report::Terminal;
 use crate::runtime::device;
@@ -70,6 +71,8 @@ pub struct EngineOptions {
     pub offload: OffloadTarget,
     /// Quantized weights are kept in bf16 too.
     pub bf16_copy: bool,
+    /// What the optimizer updates of weights that train in bf16.
+    pub master: MasterWeights,
 }
 
 impl EngineOptions {
@@ -110,9 +113,9 @@ impl EngineOptions {
 
     /// On one rank, one micro-batch a step.
     pub fn alone(device: Device, dtype: DType, attention: Attention, seed: u64) -> Self {
-        let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32 };
-        let (ranks, offload) = (DeviceMesh::alone(), OffloadTarget::default());
-        EngineOptions { device, dtype, attention, seed, ranks, reducing, offload, bf16_copy: false }
+        let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32, kept: DType::F32 };
+        let (ranks, offload, master) = (DeviceMesh::alone(), OffloadTarget::default(), MasterWeights::F32);
+        EngineOptions { device, dtype, attention, seed, ranks, reducing, offload, bf16_copy: false, master }
     }
 }
 
@@ -317,6 +320,7 @@ impl BaseModel {
             offload: options.offload.clone(),
             fill_all,
             bf16_copy: options.bf16_copy,
+            master: options.master,
         };
         let store =
             ParamStore::new(&self.config, descs, adapters, store, &mut |desc, fill| values.fill(desc, fill))?;

@@ -88,6 +88,7 @@ impl Case {
             reducing: GradReduceOptions {
                 accumulates: self.micro_batches as usize > RANKS,
                 dtype: self.reduce_dtype,
+                kept: DType::F32,
             },
             offload: self.offload.into(),
             ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
@@ -101,7 +102,7 @@ impl Case {
             bits.extend([done.loss.to_bits(), done.grad_norm.to_bits()]);
         }
         for tensor in trainer.snapshot(false)? {
-            bits.extend(tensor.values.into_iter().map(|value| u64::from(value.to_bits())));
+            bits.extend(tensor.values.to_f32().iter().map(|value| u64::from(value.to_bits())));
         }
         Ok(bits)
     }

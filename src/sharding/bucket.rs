@@ -12,16 +12,17 @@ use half::bf16;
 
 use super::mesh::DeviceMesh;
 use super::offload::{BucketBuilder, OffloadTarget, StorageTarget};
-use super::param::{BucketKind, ParamDesc};
+use super::param::{BucketKind, ParamDesc, ParamKind};
 use super::placement::{Placement, ShardingSpec};
 use crate::error::Result;
 use crate::model::Segment;
 use crate::quant::BlocksMut;
+use crate::recipe::enums::MasterWeights;
 use crate::runtime::TensorMut;
-use crate::runtime::copy::to_device;
+use crate::runtime::copy::{copy_into, to_device};
 use crate::runtime::cpu_tensor::PlainElement;
 use crate::runtime::mmap::MappedFile;
-use crate::runtime::param_storage::ParamStorage;
+use crate::runtime::param_storage::{ParamStorage, STAGING_ELEMENTS};
 
 /// Memory that the value of one parameter is loaded to, in row-major order.
 #[derive(Debug)]
@@ -69,10 +70,12 @@ pub struct Bucket {
     pub(super) value: ParamStorage,
     /// Values and gradients are not on the device.
     pub(super) away: bool,
-    /// The f32 values that the optimizer updates, when `value` is not f32; of `own`.
+    /// The f32 values that the optimizer updates, when it does not update `value`; of `own`.
     master: Option<Tensor>,
-    /// Gradients, f32; none for frozen buckets. All of them or the shard's.
+    /// Gradients, f32 or bf16; none for frozen buckets. All of them or the shard's.
     pub(super) grad: Option<TensorMut>,
+    /// What the update sees of them are numbers of bf16.
+    rounds_gradients: bool,
     /// The run that this rank updates: all, or its shard.
     pub(super) own: Range<usize>,
 }
@@ -89,9 +92,19 @@ pub(super) struct BucketOptions<'a> {
     pub(super) offload: &'a OffloadTarget,
     /// Fill every entry, although the rank keeps only a part.
     pub(super) fill_all: bool,
+    /// What is updated of weights that train in bf16.
+    pub(super) master: MasterWeights,
+    /// The dtype in which gradients of blocks without masters are kept.
+    pub(super) kept_gradients: DType,
 }
 
 impl BucketOptions<'_> {
+    /// Whether values of this kind are updated themselves, and not an f32 copy of them.
+    fn is_updated_itself(&self, kind: ParamKind) -> bool {
+        let weight = matches!(kind, ParamKind::Trainable(_));
+        self.dtype == DType::F32 || (weight && self.master == MasterWeights::None)
+    }
+
     /// The run of `len` elements that this rank keeps.
     pub(super) fn part(&self, placement: Placement, len: usize) -> Range<usize> {
         match placement.axis() {
@@ -123,12 +136,13 @@ impl Bucket {
         fill: &mut dyn FnMut(&ParamDesc, LoadTarget<'_>) -> Result<()>,
     ) -> Result<Self> {
         let BucketOptions { spec, device, dtype, values, .. } = bucket_options;
-        let (segment, kind) = (descs[0].segment, BucketKind::of(descs[0].kind));
-        let trainable = descs[0].kind.trains();
+        let (segment, descs_kind) = (descs[0].segment, descs[0].kind);
+        let (kind, trainable) = (BucketKind::of(descs_kind), descs_kind.trains());
         let (entries, len) = layout(descs, bucket_options.unit(ALIGN));
         let (kept, own) = (bucket_options.part(spec.values, len), bucket_options.part(spec.update, len));
+        let itself = bucket_options.is_updated_itself(descs_kind);
         // Trainable values are read in f32 whatever they are computed in: that is the master.
-        let loaded = if trainable { DType::F32 } else { dtype };
+        let loaded = if trainable && !itself { DType::F32 } else { dtype };
         let (value, master) = if loaded == dtype {
             let load = BucketLoader { entries: &entries, kept: &kept, bucket_options };
             let filled = match dtype {
@@ -152,8 +166,11 @@ impl Bucket {
         let part = bucket_options.part(spec.gradients, len).len();
         let away = values.is_away();
         let grads_on = if away { &Device::Cpu } else { device };
-        let grad = trainable.then(|| TensorMut::zeros(part, DType::F32, grads_on)).transpose()?;
-        Ok(Bucket { segment, kind, entries, len, spec, value, away, master, grad, own })
+        let rounds_gradients =
+            itself && trainable && dtype != DType::F32 && matches!(segment, Segment::Block(_));
+        let grad_dtype = if rounds_gradients { bucket_options.kept_gradients } else { DType::F32 };
+        let grad = trainable.then(|| TensorMut::zeros(part, grad_dtype, grads_on)).transpose()?;
+        Ok(Bucket { segment, kind, entries, len, spec, value, away, master, grad, rounds_gradients, own })
     }
 
     /// Bytes that the values of a bucket of `descs` take up in a file.
@@ -172,7 +189,7 @@ impl Bucket {
         }
     }
 
-    /// What the optimizer updates, flat in f32: [`Bucket::own`]'s part of the master, or of the value when that is f32.
+    /// What the optimizer updates, flat: [`Bucket::own`]'s part of the f32 master, or of the value where there is none.
     ///
     /// # Errors
     /// The part does not lie within the kept values, a fault of ours.
@@ -183,7 +200,7 @@ impl Bucket {
         }
     }
 
-    /// The gradient of what the optimizer updates, flat in f32 and as long as [`Bucket::own`]; none in a frozen bucket.
+    /// The gradient of what the optimizer updates, flat and as long as [`Bucket::own`]; none in a frozen bucket.
     ///
     /// # Errors
     /// The part does not lie within the kept gradients, a fault of ours.
@@ -193,6 +210,25 @@ impl Bucket {
             Placement::Sharded { .. } => Ok(grad.clone()),
         };
         Ok(self.grad.as_ref().map(own).transpose()?.map(TensorMut::into_tensor))
+    }
+
+    /// Whether gradients are kept in bf16: backward then writes them to f32 memory first.
+    pub(super) fn keeps_bf16_gradients(&self) -> bool {
+        self.grad.as_ref().is_some_and(|grad| grad.dtype() == DType::BF16)
+    }
+
+    /// Rounds the gradients of [`Bucket::own`] to bf16, where the update works on such: so it sees the same numbers
+    /// however many micro-batches were added up in f32 on this rank.
+    pub(super) fn round_gradients(&self) -> Result<()> {
+        if !self.rounds_gradients || self.keeps_bf16_gradients() {
+            return Ok(());
+        }
+        let Some(grad) = self.gradient()?.map(TensorMut::new) else { return Ok(()) };
+        for start in (0..grad.elem_count()).step_by(STAGING_ELEMENTS) {
+            let run = grad.narrow(0, start, STAGING_ELEMENTS.min(grad.elem_count() - start))?;
+            copy_into(&run, &run.to_dtype(DType::BF16)?)?;
+        }
+        Ok(())
     }
 
     /// This rank's part of the values that are computed with.

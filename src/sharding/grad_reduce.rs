@@ -4,6 +4,10 @@
 //! keeps a shard: so the sum is `((m0 + m1) + m2) + …` of whole gradients whoever computed them, and N ranks with one
 //! micro-batch each give to the bit what one rank gives with N. Where there is nothing to add (one micro-batch a step, gradients kept
 //! whole), and on a GPU that keeps gradients whole, backward adds to the kept memory itself.
+//!
+//! Where the optimizer updates bf16 weights without masters, a block's sum is rounded to bf16 once it is whole, and kept
+//! so where a rank has one micro-batch a step. Embedding and head stay in f32: their backward adds up in the memory that
+//! is kept, and f32 memory beside bf16 would be more.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -24,7 +28,7 @@ use crate::ops::elementwise::{add_into, sums_of_squares};
 use crate::runtime::TensorMut;
 use crate::runtime::copy::{copy_into, to_device, to_host_vec, zero};
 use crate::runtime::cpu_tensor::memory;
-use crate::runtime::param_storage::{STAGING_ELEMENTS, copy_across};
+use crate::runtime::param_storage::{ParamStorage, STAGING_ELEMENTS, copy_across};
 
 /// How gradients are summed.
 #[derive(Debug, Clone, Copy)]
@@ -33,6 +37,9 @@ pub struct GradReduceOptions {
     pub accumulates: bool,
     /// The dtype in which ranks send gradients.
     pub dtype: DType,
+    /// The dtype in which gradients of blocks are kept where the optimizer updates bf16 weights without f32 masters; bf16
+    /// takes a step of one micro-batch on each rank. All others are f32.
+    pub kept: DType,
 }
 
 /// Where backward writes gradients that are added up elsewhere.
@@ -64,6 +71,8 @@ struct PendingReduction {
     sum: Tensor,
     /// The bucket's fresh gradients, where they may not be written before the reduction is done.
     held: Option<TensorMut>,
+    /// No micro-batch of the step comes after.
+    last: bool,
 }
 
 /// Ranks that sum gradients.
@@ -191,32 +200,38 @@ impl GradBuffers {
     ) -> Result<()> {
         let bucket = &buckets[index];
         let Some(grad) = &bucket.grad else { return Ok(()) };
+        if !last && bucket.keeps_bf16_gradients() {
+            return Err(Error::internal("micro-batches would be added up in bf16"));
+        }
         let fresh = if needs_own_buffer(bucket, self.reducing) { self.target(index, bucket)? } else { None };
         let started = if bucket.spec.gradients.is_sharded() {
             let fresh = fresh.ok_or_else(|| Error::internal("gradients without memory"))?;
             let started = self.start((mesh, bucket.spec.gradients), (index, bucket), &fresh)?;
             self.holding(started, fresh, bucket)?
         } else {
-            if let Some(fresh) = &fresh {
+            let alone = mesh.data_size() == 1;
+            // Kept in bf16, it is the sum of the ranks that is rounded, of one micro-batch each.
+            let adds = alone || !bucket.keeps_bf16_gradients();
+            if let Some(fresh) = fresh.as_ref().filter(|_| adds) {
                 add_from_anywhere(grad, fresh)?;
             }
-            if !last || mesh.data_size() == 1 {
-                return fresh.map_or(Ok(()), |fresh| self.let_go(index, &fresh));
+            if !last || alone {
+                fresh.map_or(Ok(()), |fresh| self.let_go(index, &fresh))?;
+                return if last { bucket.round_gradients() } else { Ok(()) };
             }
             match fresh {
                 None => self.start((mesh, bucket.spec.update), (index, bucket), grad)?,
                 Some(fresh) => {
-                    let from = if bucket.away {
+                    if bucket.away && adds {
                         copy_across(grad, &fresh)?;
-                        &fresh
-                    } else {
-                        grad
-                    };
+                    }
+                    let from = if is_held(bucket, self.reducing) { &fresh } else { grad };
                     let started = self.start((mesh, bucket.spec.update), (index, bucket), from)?;
                     self.holding(started, fresh, bucket)?
                 }
             }
         };
+        let started = PendingReduction { last, ..started };
         if !self.overlaps() {
             return self.finish(mesh, bucket, started);
         }
@@ -279,7 +294,7 @@ impl GradBuffers {
         };
         let ranks = groups[0];
         let ticket = ranks.group(mesh).start_reduction(call, reduction)?;
-        Ok(PendingReduction { index, segment: bucket.segment, ranks, ticket, sum, held: None })
+        Ok(PendingReduction { index, segment: bucket.segment, ranks, ticket, sum, held: None, last: true })
     }
 
     /// Keeps the bucket's fresh gradients with the reduction that is made of them, or lets go of them.
@@ -298,7 +313,7 @@ impl GradBuffers {
 
     /// Brings the sum to the gradients that the rank keeps.
     fn finish(&self, mesh: &DeviceMesh, bucket: &Bucket, started: PendingReduction) -> Result<()> {
-        let PendingReduction { index, ranks, ticket, sum, held, .. } = started;
+        let PendingReduction { index, ranks, ticket, sum, held, last, .. } = started;
         if let Some(ticket) = ticket {
             ranks.group(mesh).finish(ticket)?;
         }
@@ -312,11 +327,16 @@ impl GradBuffers {
                 copy_into(&own(held.as_ref().unwrap_or(grad))?, &sum)?;
             }
             if let Some(here) = &held {
-                let summed = own(here)?;
-                copy_across(&summed, &own(grad)?)?;
+                let (to, summed) = (own(grad)?, own(here)?);
+                if bucket.keeps_bf16_gradients() {
+                    ParamStorage::from(to).store_cast(&summed)?;
+                } else {
+                    copy_across(&summed, &to)?;
+                }
             }
         }
-        held.map_or(Ok(()), |held| self.let_go(index, &held))
+        held.map_or(Ok(()), |held| self.let_go(index, &held))?;
+        if last { bucket.round_gradients() } else { Ok(()) }
     }
 
     fn let_go(&self, index: usize, grad_buffers: &TensorMut) -> Result<()> {
@@ -357,12 +377,15 @@ fn share_memory(one: Segment, other: Segment) -> bool {
 
 /// Whether a bucket's fresh gradients are what is reduced, or where its sum is rounded to: not to be written meanwhile.
 fn is_held(bucket: &Bucket, reducing: GradReduceOptions) -> bool {
-    let sent = if bucket.spec.gradients.is_sharded() { reducing.dtype == DType::F32 } else { bucket.away };
+    let sent = match bucket.spec.gradients {
+        Placement::Sharded { .. } => reducing.dtype == DType::F32,
+        Placement::Replicated => bucket.away || bucket.keeps_bf16_gradients(),
+    };
     sent && needs_own_buffer(bucket, reducing)
 }
 
 fn needs_own_buffer(bucket: &Bucket, reducing: GradReduceOptions) -> bool {
-    let elsewhere = bucket.away || bucket.spec.gradients.is_sharded();
+    let elsewhere = bucket.away || bucket.spec.gradients.is_sharded() || bucket.keeps_bf16_gradients();
     bucket.grad.is_some() && (reducing.accumulates || elsewhere)
 }
 

@@ -18,6 +18,7 @@ use super::views::{Adapters, SegmentViews, TOKEN_ROWS};
 use crate::collective::{Call, Phase};
 use crate::error::{Error, Result};
 use crate::model::{self, BlockWeights, EmbedGradients, EmbedWeights, HeadWeights, ModelConfig, Segment};
+use crate::recipe::enums::MasterWeights;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::{copy_into, zero};
 use crate::runtime::cpu_tensor::memory;
@@ -43,6 +44,8 @@ pub struct StoreOptions {
     pub fill_all: bool,
     /// Keep quantized weights of blocks in bf16 too, for devices whose kernels multiply dense panels.
     pub bf16_copy: bool,
+    /// What is updated of weights that train in bf16.
+    pub master: MasterWeights,
 }
 
 /// This rank's part of all parameters.
@@ -459,6 +462,8 @@ fn buckets(
         values: StorageTarget::Device(&options.device),
         offload: &options.offload,
         fill_all: options.fill_all,
+        master: options.master,
+        kept_gradients: options.reducing.kept,
     };
     let (mut room, mut on_device) = (0, 0);
     for ((_, group), descs) in &by_group {

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use finetune::checkpoint::{
     self, RunFolder, RunRecord, SaveThreads, SavedCheckpoint, SavedState, SavedValues, Saver, SaverOptions,
-    SnapshotPart, SnapshotTensor, TrainingState, WriteWeights,
+    SnapshotPart, SnapshotTensor, TrainingState, WeightValues, WriteWeights,
 };
 use finetune::collective::in_process::{self, InProcess, InProcessWorld};
 use finetune::error::{Error, Result};
@@ -138,12 +138,17 @@ fn write_part(folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart) -> 
     let entry =
         WriteEntry { name: tensor.name.clone(), dtype: StoredDtype::F32, shape: tensor.shape.clone() };
     let path = folder.join("adapter_model.safetensors");
-    Ok(vec![write_file(&path, &[entry], |_, sink| sink.write_values(&tensor.values))?])
+    Ok(vec![write_file(&path, &[entry], |_, sink| tensor.values.write(sink))?])
 }
 
 fn tensor(values: &[f32]) -> SnapshotTensor {
     let state = vec![SavedState { name: "exp_avg", values: SavedValues::F32(values.to_vec()) }];
-    SnapshotTensor { name: "weight".into(), shape: vec![2, 4], values: values.to_vec(), state }
+    SnapshotTensor {
+        name: "weight".into(),
+        shape: vec![2, 4],
+        values: WeightValues::F32(values.to_vec()),
+        state,
+    }
 }
 
 fn state(step: u64) -> TrainingState {

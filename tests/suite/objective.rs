@@ -95,7 +95,7 @@ fn train(kind: ShardingStrategy, ranks: usize, micro_batches: u32) -> Trained {
         let accumulates = micro_batches as usize > ranks;
         let options = EngineOptions {
             ranks: DeviceMesh::new(kind, world)?,
-            reducing: GradReduceOptions { accumulates, dtype: DType::F32 },
+            reducing: GradReduceOptions { accumulates, dtype: DType::F32, kept: DType::F32 },
             ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
         };
         let engine = logits::base(&folder).engine(Trains::All, &options)?;
@@ -103,7 +103,10 @@ fn train(kind: ShardingStrategy, ranks: usize, micro_batches: u32) -> Trained {
         let steps = (0..3).map(|_| trainer.step(&step(micro_batches))).collect::<Result<_>>()?;
         let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect();
         let saved = trainer.snapshot(true)?.into_iter();
-        Ok(Trained { steps, values: saved.map(|tensor| (tensor.name, bits(tensor.values))).collect() })
+        Ok(Trained {
+            steps,
+            values: saved.map(|tensor| (tensor.name, bits(tensor.values.to_f32().into_owned()))).collect(),
+        })
     };
     let ends = in_process::InProcessWorld::new(ranks).communicators();
     let all = in_process::run_ranks(ends, |end| thread_pool::in_own_pool(1, || rank(end))).unwrap();

@@ -10,11 +10,13 @@ use candle_core::{DType, Device, Tensor};
 use finetune::data::Step;
 use finetune::engine::{LogitsProcessor, Sampling, Trainer, TrainerOptions};
 use finetune::model::AdapterSwitch;
+use finetune::ops::stochastic_rounding::StochasticRounding;
 use finetune::optim::{Optimizer, OptimizerOptions, ParamGroup, StateValues};
 use finetune::recipe::OptimizerSection;
-use finetune::recipe::enums::{Attention, Offload, StateDtype};
+use finetune::recipe::enums::{Attention, MasterWeights, Offload, StateDtype};
+use finetune::runtime::rng::RngStream;
 use finetune::setup::{EngineOptions, Trains};
-use finetune::sharding::OffloadTarget;
+use finetune::sharding::{GradReduceOptions, OffloadTarget};
 use serde_json::{Value, json};
 
 fn golden() -> PathBuf {
@@ -26,9 +28,17 @@ fn adamw(state: StateDtype) -> OptimizerOptions {
 }
 
 fn trainer(offload: impl Into<OffloadTarget>, dtype: DType) -> Trainer {
+    trainer_with(offload, dtype, MasterWeights::F32)
+}
+
+fn trainer_with(offload: impl Into<OffloadTarget>, dtype: DType, master: MasterWeights) -> Trainer {
+    let alone = EngineOptions::alone(Device::Cpu, dtype, Attention::Flash, 0);
+    let kept = if master == MasterWeights::None { DType::BF16 } else { DType::F32 };
     let options = EngineOptions {
         offload: offload.into(),
-        ..EngineOptions::alone(Device::Cpu, dtype, Attention::Flash, 0)
+        master,
+        reducing: GradReduceOptions { kept, ..alone.reducing },
+        ..alone
     };
     let engine = logits::base(&golden().join("models/tiny-llama")).engine(Trains::All, &options).unwrap();
     let options = TrainerOptions { optimizer: adamw(StateDtype::F32), ..trainer_options() };
@@ -52,22 +62,23 @@ fn answers(trainer: &mut Trainer) -> (Vec<u32>, Vec<u32>, String, Vec<Vec<u32>>)
     let text = trainer.engine.generate(&[5, 6, 7], 8, &mut greedy, &[], &mut |_| Ok(true)).unwrap();
     let evaluation = trainer.engine.evaluate([batch(0)].into_iter(), |_| ()).unwrap();
     let saved = trainer.snapshot(true).unwrap();
-    let saved = saved.into_iter().map(|tensor| bits(tensor.values)).collect();
+    let saved = saved.into_iter().map(|tensor| bits(tensor.values.to_f32().into_owned())).collect();
     (bits(logits.flatten_all().unwrap().to_vec1().unwrap()), text, format!("{:?}", evaluation.loss()), saved)
 }
 
 #[test]
 fn every_use_of_weights_is_the_same_away_from_the_device() {
     let folder = tempfile::tempdir().unwrap();
-    for dtype in [DType::F32, DType::BF16] {
-        let mut alone = trainer(Offload::None, dtype);
+    use MasterWeights::{F32, None};
+    for (dtype, master) in [(DType::F32, F32), (DType::BF16, F32), (DType::BF16, None)] {
+        let mut alone = trainer_with(Offload::None, dtype, master);
         let wanted = answers(&mut alone);
         assert_eq!(alone.engine.store.most_gathered(), 0);
         assert_eq!(alone.most_staged(), 0);
         let in_file = to_file(folder.path());
         for offload in [Offload::Optimizer.into(), Offload::Params.into(), in_file] {
-            let mut away = trainer(offload.clone(), dtype);
-            assert!(answers(&mut away) == wanted, "{offload:?} in {dtype:?}");
+            let mut away = trainer_with(offload.clone(), dtype, master);
+            assert!(answers(&mut away) == wanted, "{offload:?} in {dtype:?}, master {master:?}");
             // Two segments are brought at a time, never more.
             let most = if offload.what == Offload::Optimizer { 0 } else { 2 };
             assert_eq!(away.engine.store.most_gathered(), most, "{offload:?}");
@@ -93,6 +104,7 @@ fn piece(len: usize, salt: usize) -> ParamGroup {
     ParamGroup {
         param: flat(3).into(),
         value: None,
+        rounding: StochasticRounding::new(RngStream::new(1), 0),
         grad: flat(7),
         decay: true,
         rate: 1.0,
@@ -102,7 +114,13 @@ fn piece(len: usize, salt: usize) -> ParamGroup {
 
 fn bits(optimizer: &Optimizer, pieces: &[ParamGroup]) -> Vec<Vec<u8>> {
     let f32s = |flat: &Tensor| -> Vec<u8> {
-        flat.to_vec1::<f32>().unwrap().into_iter().flat_map(f32::to_le_bytes).collect()
+        flat.to_dtype(DType::F32)
+            .unwrap()
+            .to_vec1::<f32>()
+            .unwrap()
+            .into_iter()
+            .flat_map(f32::to_le_bytes)
+            .collect()
     };
     let mut all: Vec<Vec<u8>> = pieces.iter().map(|piece| f32s(&piece.param.to_read().unwrap())).collect();
     for values in optimizer.states().iter().flatten() {
@@ -116,11 +134,21 @@ fn bits(optimizer: &Optimizer, pieces: &[ParamGroup]) -> Vec<Vec<u8>> {
     all
 }
 
+/// The same in bf16, with a gradient in bf16 or f32.
+fn piece_in_bf16(len: usize, salt: usize, grad: DType) -> ParamGroup {
+    let piece = piece(len, salt);
+    let param = piece.param.to_read().unwrap().to_dtype(DType::BF16).unwrap();
+    ParamGroup { param: param.into(), grad: piece.grad.to_dtype(grad).unwrap(), ..piece }
+}
+
 /// Runs of 512 values, the last one short: the same bits, and never more on the device.
 #[test]
 fn updates_are_staged_in_short_runs() {
     for state in [StateDtype::F32, StateDtype::Int8] {
-        let [pieces, others] = [0, 1].map(|_| vec![piece(5000, 1), piece(300, 2), piece(4096, 3)]);
+        let [pieces, others] = [0, 1].map(|_| {
+            let in_bf16 = [piece_in_bf16(5000, 4, DType::BF16), piece_in_bf16(700, 5, DType::F32)];
+            [piece(5000, 1), piece(300, 2), piece(4096, 3)].into_iter().chain(in_bf16).collect::<Vec<_>>()
+        });
         let mut in_place = Optimizer::new(adamw(state), pieces.clone()).unwrap();
         let mut staged = Optimizer::offloaded(adamw(state), others.clone(), &Device::Cpu, Some(512)).unwrap();
         for _ in 0..3 {

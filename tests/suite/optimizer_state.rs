@@ -18,7 +18,7 @@ use finetune::optim::{
     AdamW, OptimizerAlgorithm, OptimizerOptions, Schedule, StateTensor, StateValues, UpdatePiece,
 };
 use finetune::plan::{MemoryOptions, MemoryPlan, Saving};
-use finetune::recipe::enums::{Attention, Offload, Recompute, SchedulerKind, StateDtype};
+use finetune::recipe::enums::{Attention, MasterWeights, Offload, Recompute, SchedulerKind, StateDtype};
 use finetune::runtime::copy::copy_into;
 use finetune::runtime::thread_pool;
 use finetune::setup::{EngineOptions, Trains};
@@ -125,7 +125,7 @@ fn bits(trainer: &Trainer) -> Vec<(String, Vec<u32>)> {
             assert!(values.iter().any(|value| *value != 0.0), "{}.{}", tensor.name, state.name);
             all.push((format!("{}.{}", tensor.name, state.name), bits(values)));
         }
-        all.push((tensor.name.clone(), bits(&tensor.values)));
+        all.push((tensor.name.clone(), bits(&tensor.values.to_f32())));
     }
     all
 }
@@ -143,7 +143,7 @@ fn save(trainer: &Trainer, output: &Path) {
                 let entries: Vec<WriteEntry> = tensors.iter().map(entry).collect();
                 let path = folder.join("model.safetensors");
                 let values = |name: &str| &tensors.iter().find(|tensor| tensor.name == name).unwrap().values;
-                Ok(vec![write_file(&path, &entries, |entry, sink| sink.write_values(values(&entry.name)))?])
+                Ok(vec![write_file(&path, &entries, |entry, sink| values(&entry.name).write(sink))?])
             }
             SnapshotPart::Rest => {
                 let config = std::fs::read_to_string(tiny_llama().join("config.json")).unwrap();
@@ -240,7 +240,7 @@ fn shards_of_a_state_are_saved_whole() {
             let world: Arc<dyn Collective> = Arc::new(end);
             let options = EngineOptions {
                 ranks: DeviceMesh::new(kind, world)?,
-                reducing: GradReduceOptions { accumulates: ranks == 1, dtype: DType::F32 },
+                reducing: GradReduceOptions { accumulates: ranks == 1, dtype: DType::F32, kept: DType::F32 },
                 ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
             };
             let mut trainer = trainer(&tiny_llama(), THREE, &options)?;
@@ -277,6 +277,8 @@ fn the_memory_plan_counts_each_tensor() {
             sharded_over: 1,
             saving: Saving::InBackground,
             accumulates: false,
+            master: MasterWeights::F32,
+            kept_gradients: DType::F32,
             overlaps_reductions: false,
             offload: &OffloadTarget::default(),
             on_host: true,

@@ -3,8 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use crate::skipped::skipped;
+use finetune::ops::stochastic_rounding::StochasticRounding;
 use finetune::quant::{self, Blocks, CodeKind, NESTED_BLOCK, QuantFormat, Scales};
 use finetune::recipe::enums::StateDtype;
+use finetune::runtime::rng::RngStream;
 use finetune::weights::{ModelFiles, StoredDtype};
 use proptest::prelude::*;
 use serde_json::Value;
@@ -374,6 +376,7 @@ fn adamw_in_8_bits_follows_bitsandbytes() {
     let param = tensor("param0");
     let piece = ParamGroup {
         value: None,
+        rounding: StochasticRounding::new(RngStream::new(0), 0),
         param: param.clone().into(),
         grad: param.zeros_like().unwrap(),
         decay: true,

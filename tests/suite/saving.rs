@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::place::Place;
 use finetune::checkpoint::{
     self, SaveThreads, SavedState, SavedValues, Saver, SaverOptions, SnapshotPart, SnapshotTensor,
-    TrainingState, WriteWeights,
+    TrainingState, WeightValues, WriteWeights,
 };
 use finetune::collective::{Call, Collective, SingleRank, in_process};
 use finetune::error::{Error, ErrorCategory, Result};
@@ -164,8 +164,7 @@ fn saver<'a>(output: &Path, world: &dyn Collective, writers: &'a SaveThreads, af
                     };
                     let entries: Vec<WriteEntry> = tensors.iter().map(entry).collect();
                     let path = folder.join(format!("model-{rank}-of-{size}.safetensors"));
-                    written
-                        .push(write_file(&path, &entries, |_, sink| sink.write_values(&tensors[0].values))?);
+                    written.push(write_file(&path, &entries, |_, sink| tensors[0].values.write(sink))?);
                 }
                 SnapshotPart::Rest => drop(write_text(&folder.join("config.json"), "{}")?),
             }
@@ -214,7 +213,12 @@ fn share(rank: usize, step: u64) -> Vec<SnapshotTensor> {
     let values = vec![rank as f32 + 10.0 * step as f32; 6];
     let moment = |name| SavedState { name, values: SavedValues::F32(values.clone()) };
     let state = vec![moment("exp_avg"), moment("exp_avg_sq")];
-    vec![SnapshotTensor { name: format!("weight.{rank}"), shape: vec![2, 3], values, state }]
+    vec![SnapshotTensor {
+        name: format!("weight.{rank}"),
+        shape: vec![2, 3],
+        values: WeightValues::F32(values),
+        state,
+    }]
 }
 
 fn step_end(world: &dyn Collective, step: usize) -> Result<()> {

@@ -35,7 +35,7 @@ fn run(kind: ShardingStrategy, ranks: usize, turns: usize) -> Vec<Seen> {
         let world: Arc<dyn Collective> = Arc::new(end);
         let options = EngineOptions {
             ranks: DeviceMesh::new(kind, world)?,
-            reducing: GradReduceOptions { accumulates: turns > 1, dtype: DType::F32 },
+            reducing: GradReduceOptions { accumulates: turns > 1, dtype: DType::F32, kept: DType::F32 },
             ..EngineOptions::alone(Device::Cpu, DType::F32, Attention::Flash, 0)
         };
         let engine = logits::base(&folder).engine(Trains::All, &options)?;

@@ -1,18 +1,20 @@
-//! AdamW (arXiv 1711.05101), fused: one pass over parameter, gradient and both moments, all f32, in torch's order of
-//! operations. The clip coefficient is folded into the read of the gradient.
+//! AdamW (arXiv 1711.05101), fused: one pass over parameter, gradient and both moments, in f32 and in torch's order of
+//! operations. The clip coefficient is folded into the read of the gradient. Parameters that are kept in bf16 alone are
+//! rounded by [`StochasticRounding`]; gradients may be bf16.
 
 pub(super) mod cases;
 pub(super) mod cuda;
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
 use super::gpu;
+use super::stochastic_rounding::{AsF32, RUN, StochasticRounding};
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
-use crate::runtime::copy::copy_into;
-use crate::runtime::cpu_tensor::{read, update};
+use crate::runtime::copy::{copy_into, to_device};
+use crate::runtime::cpu_tensor::{read, update, with_elem};
 
 /// One update's constants.
 #[derive(Debug, Clone, Copy)]
@@ -34,11 +36,13 @@ pub struct AdamWStep {
 /// A run of parameters to update.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamWPiece<'a, M> {
-    /// The parameters, f32.
+    /// The parameters, f32 or bf16.
     pub param: &'a TensorMut,
     /// Where they are computed with in bf16: what becomes of `param` is rounded to it.
     pub value: Option<&'a TensorMut>,
-    /// Their gradients, f32.
+    /// How a `param` in bf16 is rounded.
+    pub rounding: StochasticRounding,
+    /// Their gradients, f32 or bf16.
     pub grad: &'a Tensor,
     /// The mean of gradients, and of their squares.
     pub moments: [&'a M; 2],
@@ -47,6 +51,15 @@ pub struct AdamWPiece<'a, M> {
 }
 
 impl<M> AdamWPiece<'_, M> {
+    /// Lets `update` work on a copy of the piece's parameters and gradients on the host.
+    pub(super) fn on_host(&self, update: impl FnOnce(&TensorMut, &Tensor) -> Result<()>) -> Result<()> {
+        let (param, grad) = (to_device(self.param, &Device::Cpu)?, to_device(self.grad, &Device::Cpu)?);
+        let param = TensorMut::new(param);
+        update(&param, &grad)?;
+        self.param.slice_set(&to_device(&param, self.param.device())?, 0, 0)?;
+        self.round()
+    }
+
     /// Brings `value` in line with `param`.
     pub(super) fn round(&self) -> Result<()> {
         self.value.map_or(Ok(()), |value| copy_into(value, self.param))
@@ -84,11 +97,11 @@ impl AdamWStep {
 /// Elements per task.
 const CHUNK: usize = 1 << 15;
 
-/// Updates the parameters of all pieces and their moments in place. What a piece holds is contiguous f32 `[elements]`
-/// on one device, the same for all pieces, and shares no storage; `value` is bf16. On a GPU it is one launch.
+/// Updates the parameters of all pieces and their moments in place. What a piece holds is contiguous `[elements]`, the
+/// moments f32, on one device, the same for all pieces, and shares no storage; `value` is bf16. On a GPU it is one launch.
 ///
 /// # Errors
-/// When a tensor is not contiguous f32, or an operation of the device fails.
+/// When a tensor is not contiguous or of another type, or an operation of the device fails.
 pub fn adamw(pieces: &[AdamWPiece<'_, TensorMut>]) -> Result<()> {
     let Some(first) = pieces.first() else { return Ok(()) };
     if let Some(driver) = gpu::driver_of(first.param) {
@@ -98,27 +111,56 @@ pub fn adamw(pieces: &[AdamWPiece<'_, TensorMut>]) -> Result<()> {
 }
 
 fn update_piece(piece: &AdamWPiece<'_, TensorMut>) -> Result<()> {
-    let &AdamWPiece { param, grad, moments, step, .. } = piece;
+    let &AdamWPiece { param, rounding, grad, moments, step, .. } = piece;
     if !param.device().is_cpu() {
-        reference(param, grad, moments, &step)?;
-        return piece.round();
+        if param.dtype() == DType::F32 && grad.dtype() == DType::F32 {
+            reference(param, grad, moments, &step)?;
+            return piece.round();
+        }
+        let host = |moment: &TensorMut| -> Result<_> { Ok(TensorMut::new(to_device(moment, &Device::Cpu)?)) };
+        let there = [host(moments[0])?, host(moments[1])?];
+        let copies = [&there[0], &there[1]];
+        piece.on_host(|param, grad| {
+            update_piece(&AdamWPiece { param, value: None, rounding, grad, moments: copies, step })
+        })?;
+        return moments
+            .iter()
+            .zip(copies)
+            .try_for_each(|(to, from)| copy_into(to, &to_device(from, to.device())?));
     }
     let rates = step.rates();
-    let grad = read::<f32>(grad)?;
-    let grad: &[f32] = &grad;
-    update(param, |p: &mut [f32]| {
-        update(moments[0], |m: &mut [f32]| {
-            update(moments[1], |v: &mut [f32]| {
-                let chunks = p.par_chunks_mut(CHUNK).zip(m.par_chunks_mut(CHUNK));
-                chunks.zip(v.par_chunks_mut(CHUNK)).zip(grad.par_chunks(CHUNK)).for_each(
-                    |(((p, m), v), g)| {
-                        update_chunk(p, m, v, g, rates);
-                    },
-                );
+    with_elem!(param.dtype(), P => with_elem!(grad.dtype(), G => {
+        let grad = read::<G>(grad)?;
+        let grad: &[G] = &grad;
+        update(param, |p: &mut [P]| {
+            update(moments[0], |m: &mut [f32]| {
+                update(moments[1], |v: &mut [f32]| {
+                    let chunks = p.par_chunks_mut(CHUNK).zip(m.par_chunks_mut(CHUNK));
+                    let chunks = chunks.zip(v.par_chunks_mut(CHUNK)).zip(grad.par_chunks(CHUNK));
+                    chunks.enumerate().for_each(|(i, (((p, m), v), g))| {
+                        update_runs(p, m, v, g, (rates, rounding.offset(i * CHUNK)));
+                    });
+                })
             })
-        })
-    })???;
+        })???;
+        Ok(())
+    }))?;
     piece.round()
+}
+
+fn update_runs<P: AsF32, G: AsF32>(
+    p: &mut [P],
+    m: &mut [f32],
+    v: &mut [f32],
+    g: &[G],
+    (rates, rounding): (Rates, StochasticRounding),
+) {
+    let mut scratch = [0f32; RUN];
+    let runs = p.chunks_mut(RUN).zip(m.chunks_mut(RUN)).zip(v.chunks_mut(RUN)).zip(g.chunks(RUN));
+    for (i, (((p, m), v), g)) in runs.enumerate() {
+        let g = G::read(g, &mut scratch);
+        P::update(p, rounding.offset(i * RUN), |p| update_chunk(p, m, v, g, rates));
+    }
 }
 
 vectorized! {

@@ -10,11 +10,12 @@ use rayon::prelude::*;
 
 use super::adamw::{AdamWPiece, update_chunk};
 use super::gpu;
+use super::stochastic_rounding::{AsF32, RUN};
 use crate::error::Result;
 use crate::quant::DynamicMap;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::to_device;
-use crate::runtime::cpu_tensor::{read, update};
+use crate::runtime::cpu_tensor::{read, update, with_elem};
 
 /// Values that share a scale.
 pub const STATE_BLOCK: usize = 256;
@@ -57,10 +58,10 @@ impl Int8State {
 }
 
 /// Updates the parameters of all pieces and their moments in place. Parameters and gradients of a piece are contiguous
-/// f32 of one shape; all is on one device. On a GPU it is one launch; one without kernels has it done on the host.
+/// and of one shape; all is on one device. On a GPU it is one launch; one without kernels has it done on the host.
 ///
 /// # Errors
-/// When a parameter or gradient is not contiguous f32, or a copy to or from the device fails.
+/// When a parameter or gradient is not contiguous f32 or bf16, or a copy to or from the device fails.
 pub fn adamw_int8(pieces: &[AdamWPiece<'_, Int8State>]) -> Result<()> {
     let Some(first) = pieces.first() else { return Ok(()) };
     if let Some(driver) = gpu::driver_of(first.param) {
@@ -70,23 +71,26 @@ pub fn adamw_int8(pieces: &[AdamWPiece<'_, Int8State>]) -> Result<()> {
 }
 
 fn update_piece(piece: &AdamWPiece<'_, Int8State>) -> Result<()> {
-    let &AdamWPiece { param, grad, moments, step, .. } = piece;
+    let &AdamWPiece { param, rounding, grad, moments, step, .. } = piece;
     if !param.device().is_cpu() {
-        let host = TensorMut::new(to_device(param, &Device::Cpu)?);
-        let [first, second] = [moments[0].to_host()?, moments[1].to_host()?];
-        let grad = to_device(grad, &Device::Cpu)?;
-        let on_host = AdamWPiece { param: &host, value: None, grad: &grad, moments: [&first, &second], step };
-        update_piece(&on_host)?;
-        moments[0].store_from(&first)?;
-        moments[1].store_from(&second)?;
-        param.slice_set(&to_device(&host, param.device())?, 0, 0)?;
-        return piece.round();
+        let there = [moments[0].to_host()?, moments[1].to_host()?];
+        let copies = [&there[0], &there[1]];
+        piece.on_host(|param, grad| {
+            update_piece(&AdamWPiece { param, value: None, rounding, grad, moments: copies, step })
+        })?;
+        return moments.iter().zip(copies).try_for_each(|(to, from)| to.store_from(from));
     }
-    let grad = read::<f32>(grad)?;
-    let grad: &[f32] = &grad;
+    with_elem!(param.dtype(), P => with_elem!(grad.dtype(), G => update_on_cpu::<P, G>(piece)))?;
+    piece.round()
+}
+
+fn update_on_cpu<P: AsF32, G: AsF32>(piece: &AdamWPiece<'_, Int8State>) -> Result<()> {
+    let &AdamWPiece { param, rounding, grad, moments: [first, second], step, .. } = piece;
+    let grad = read::<G>(grad)?;
+    let grad: &[G] = &grad;
     let rates = step.rates();
-    let (maps, [first, second]) = ([DynamicMap::signed(), DynamicMap::unsigned()], moments);
-    update(param, |p: &mut [f32]| {
+    let maps = [DynamicMap::signed(), DynamicMap::unsigned()];
+    update(param, |p: &mut [P]| {
         update(&first.codes, |c1: &mut [u8]| {
             update(&second.codes, |c2: &mut [u8]| {
                 update(&first.absmax, |a1: &mut [f32]| {
@@ -94,12 +98,15 @@ fn update_piece(piece: &AdamWPiece<'_, Int8State>) -> Result<()> {
                         let codes = c1.par_chunks_mut(STATE_BLOCK).zip(c2.par_chunks_mut(STATE_BLOCK));
                         let states = codes.zip(a1.par_iter_mut()).zip(a2.par_iter_mut());
                         let values = p.par_chunks_mut(STATE_BLOCK).zip(grad.par_chunks(STATE_BLOCK));
-                        values.zip(states).with_min_len(8).for_each(|((p, g), (((c1, c2), a1), a2))| {
-                            let (mut m, mut v) = ([0f32; STATE_BLOCK], [0f32; STATE_BLOCK]);
+                        let blocks = values.zip(states).enumerate().with_min_len(8);
+                        blocks.for_each(|(i, ((p, g), (((c1, c2), a1), a2)))| {
+                            let (mut m, mut v, mut scratch) =
+                                ([0f32; STATE_BLOCK], [0f32; STATE_BLOCK], [0f32; RUN]);
                             let (m, v) = (&mut m[..p.len()], &mut v[..p.len()]);
                             widen(m, c1, *a1, maps[0]);
                             widen(v, c2, *a2, maps[1]);
-                            update_chunk(p, m, v, g, rates);
+                            let (g, rounding) = (G::read(g, &mut scratch), rounding.offset(i * STATE_BLOCK));
+                            P::update(p, rounding, |p| update_chunk(p, m, v, g, rates));
                             *a1 = maps[0].quantize(m, c1);
                             *a2 = maps[1].quantize(v, c2);
                         });
@@ -108,8 +115,10 @@ fn update_piece(piece: &AdamWPiece<'_, Int8State>) -> Result<()> {
             })
         })
     })?????;
-    piece.round()
+    Ok(())
 }
+
+const _: () = assert!(STATE_BLOCK == RUN, "a block of state is one run");
 
 fn widen(values: &mut [f32], codes: &[u8], absmax: f32, map: &DynamicMap) {
     let map = map.values();

@@ -40,20 +40,20 @@ impl SquareSums {
     }
 }
 
-/// Σ x² in f64, `[tensors]`, of contiguous f32 tensors of any shapes, computed on `device`, to which one at a time is
-/// copied that lies elsewhere.
+/// Σ x² in f64, `[tensors]`, of contiguous f32 or bf16 tensors of any shapes, computed on `device`, to which one at a
+/// time is copied that lies elsewhere. Values that are alike in both types give the same bits.
 ///
 /// # Errors
-/// When a tensor is not contiguous f32, or an operation of the device fails.
+/// When a tensor is not contiguous or of another type, or an operation of the device fails.
 pub fn sums_of_squares(tensors: &[&Tensor], device: &Device) -> Result<SquareSums> {
     if let Some(driver) = gpu::driver_on(device)
-        && tensors.iter().all(|x| x.dtype() == DType::F32)
+        && tensors.iter().all(|x| gpu::is_float(x.dtype()))
     {
         return Ok(SquareSums(PendingSums::OnDevice(cuda::sums_of_squares(driver, tensors, device)?)));
     }
     let sum = |x: &&Tensor| match device {
         Device::Cpu => squares_on_cpu(&to_device(x, device)?),
-        _ => squares_by_rows(&to_device(x, device)?),
+        _ => squares_by_rows(&to_device(x, device)?.to_dtype(DType::F32)?),
     };
     Ok(SquareSums(PendingSums::Known(tensors.iter().map(sum).collect::<Result<_>>()?)))
 }
@@ -74,18 +74,21 @@ fn squares_by_rows(x: &Tensor) -> Result<f64> {
 }
 
 fn squares_on_cpu(x: &Tensor) -> Result<f64> {
-    let x = read::<f32>(x)?;
-    let parts: Vec<f64> = x.par_chunks(CHUNK).map(squares).collect();
+    let parts: Vec<f64> = with_elem!(x.dtype(), T => {
+        let x = read::<T>(x)?;
+        Ok(x.par_chunks(CHUNK).map(squares).collect())
+    })?;
     Ok(parts.iter().sum())
 }
 
 vectorized! {
     /// Σ x² of a chunk, in sixteen sums at a time: one alone would wait for each addition.
-    fn squares(x: &[f32]) -> f64 {
+    fn squares<T: FloatElement>(x: &[T]) -> f64 {
         let mut sums = [0f64; 16];
         for part in x.chunks(sums.len()) {
-            for (sum, &x) in sums.iter_mut().zip(part) {
-                *sum += f64::from(x) * f64::from(x);
+            for (sum, x) in sums.iter_mut().zip(part) {
+                let x = f64::from(x.widen());
+                *sum += x * x;
             }
         }
         sums.iter().sum()

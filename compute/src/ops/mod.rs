@@ -33,6 +33,7 @@ pub mod rms_norm;
 pub mod rotary;
 pub mod selftest;
 mod simd;
+pub mod stochastic_rounding;
 mod svd;
 
 pub use gpu::{GEMM_WORKSPACE, has_kernels};

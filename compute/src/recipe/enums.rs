@@ -226,6 +226,16 @@ choices! {
 }
 
 choices! {
+    /// What the optimizer updates where weights train in bf16.
+    pub enum MasterWeights {
+        /// An f32 copy of each weight.
+        F32 = "f32",
+        /// The bf16 weights themselves, by stochastic rounding (arXiv:2010.06192).
+        None = "none",
+    }
+}
+
+choices! {
     /// The learning rate over the steps, named as in transformers.
     pub enum SchedulerKind {
         /// Half a cosine down to `min_lr_ratio`.

@@ -6,7 +6,7 @@ use super::*;
 use crate::collective::Call;
 use crate::collective::in_process::{InProcessWorld, run_ranks};
 use crate::collective::late_reductions::{LateCall, LateReductions};
-use crate::recipe::enums::Offload;
+use crate::recipe::enums::{MasterWeights, Offload};
 use crate::rendezvous::locked;
 use crate::runtime::copy::to_host_vec;
 use crate::sharding::bucket::BucketOptions;
@@ -22,6 +22,8 @@ const ALL_SEGMENTS: [Segment; 5] =
 struct Case {
     strategy: ShardingStrategy,
     reducing: GradReduceOptions,
+    /// Without: weights in bf16.
+    master: MasterWeights,
     offload: Offload,
     /// Those with parameters that train, ascending.
     segments: Vec<Segment>,
@@ -29,8 +31,14 @@ struct Case {
 
 impl Case {
     fn of(strategy: ShardingStrategy, segments: &[Segment]) -> Self {
-        let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32 };
-        Case { strategy, reducing, offload: Offload::None, segments: segments.to_vec() }
+        let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32, kept: DType::F32 };
+        let (master, offload) = (MasterWeights::F32, Offload::None);
+        Case { strategy, reducing, master, offload, segments: segments.to_vec() }
+    }
+
+    fn kept_in_bf16(self) -> Self {
+        let reducing = GradReduceOptions { kept: DType::BF16, ..self.reducing };
+        Case { reducing, master: MasterWeights::None, ..self }
     }
 
     fn buckets(&self, mesh: &DeviceMesh) -> Result<Vec<Bucket>> {
@@ -39,11 +47,13 @@ impl Case {
         let bucket_options = BucketOptions {
             spec: self.strategy.sharding_spec(ParamRole::Trainable),
             mesh,
-            dtype: DType::F32,
+            dtype: if self.master == MasterWeights::None { DType::BF16 } else { DType::F32 },
             device: &Device::Cpu,
             values: if away { StorageTarget::Host } else { StorageTarget::Device(&Device::Cpu) },
             offload: &offload,
             fill_all: false,
+            master: self.master,
+            kept_gradients: self.reducing.kept,
         };
         let bucket = |(i, segment): (usize, &Segment)| {
             let kind = ParamKind::Trainable(UpdateRule { decay: false, lr_group: LrGroup::Base });
@@ -76,7 +86,7 @@ impl Case {
         grads.take_in(&mesh, &buckets, None)?;
         let bits = |bucket: &Bucket| -> Result<Vec<u32>> {
             let own = bucket.gradient()?.ok_or_else(|| Error::internal("frozen"))?;
-            Ok(to_host_vec::<f32>(&own)?.into_iter().map(f32::to_bits).collect())
+            Ok(to_host_vec::<f32>(&own.to_dtype(DType::F32)?)?.into_iter().map(f32::to_bits).collect())
         };
         buckets.iter().map(bits).collect()
     }
@@ -93,9 +103,13 @@ fn late_reductions_give_the_bits_of_those_that_are_done_on_return() {
             for offload in [Offload::None, Offload::Params] {
                 for (segments, micro_batches) in trainable.into_iter().flat_map(|some| [(some, 1), (some, 3)])
                 {
-                    let reducing = GradReduceOptions { accumulates: micro_batches > 1, dtype };
+                    let reducing =
+                        GradReduceOptions { accumulates: micro_batches > 1, dtype, kept: DType::F32 };
                     let case = Case { reducing, offload, ..Case::of(strategy, segments) };
-                    cases.push((case, micro_batches));
+                    cases.push((case.clone(), micro_batches));
+                    if micro_batches == 1 {
+                        cases.push((case.kept_in_bf16(), micro_batches));
+                    }
                 }
             }
         }
@@ -113,6 +127,30 @@ fn late_reductions_give_the_bits_of_those_that_are_done_on_return() {
             Ok(bits)
         });
         assert!(late.unwrap() == plain, "{case:?}, {micro_batches} micro-batches");
+    }
+}
+
+#[test]
+fn gradients_that_are_kept_in_bf16_are_the_f32_sums_once_rounded() {
+    use ShardingStrategy::{Ddp, Fsdp, Hsdp, Single, Zero1, Zero2};
+    for strategy in [Single, Ddp, Zero1, Zero2, Fsdp, Hsdp(2)] {
+        for offload in [Offload::None, Offload::Params] {
+            let ranks = if strategy == Single { 1 } else { RANKS };
+            let bits = |case: &Case, micro_batches: usize| {
+                let ends = InProcessWorld::new(ranks).communicators();
+                run_ranks(ends, |end| case.step(Arc::new(end), micro_batches)).unwrap()
+            };
+            let kept = Case { offload, ..Case::of(strategy, &ALL_SEGMENTS) }.kept_in_bf16();
+            let in_f32 = |accumulates| GradReduceOptions { accumulates, kept: DType::F32, ..kept.reducing };
+            let rounded = Case { reducing: in_f32(false), ..kept.clone() };
+            let with_masters = Case { master: MasterWeights::F32, ..rounded.clone() };
+            assert_eq!(bits(&kept, 1), bits(&rounded, 1), "{kept:?}");
+            assert_ne!(bits(&rounded, 1), bits(&with_masters, 1));
+            // What is added up is rounded after the last.
+            let added_up = Case { reducing: in_f32(true), ..kept };
+            let of_blocks = bits(&added_up, 3).into_iter().flat_map(|rank| rank[1..4].concat());
+            assert!(of_blocks.into_iter().all(|bits| bits & 0xffff == 0), "{added_up:?}");
+        }
     }
 }
 
@@ -194,7 +232,7 @@ fn buffers_are_two_only_where_what_they_hold_is_under_way() {
         found.unwrap().swap_remove(0)
     };
     let case = |strategy, dtype, offload| {
-        let reducing = GradReduceOptions { accumulates: false, dtype };
+        let reducing = GradReduceOptions { accumulates: false, dtype, kept: DType::F32 };
         Case { reducing, offload, ..Case::of(strategy, &ALL_SEGMENTS[1..4]) }
     };
     use ShardingStrategy::{Ddp, Fsdp};

@@ -15,6 +15,7 @@ use finetune::ops::glu::{Activation, glu, glu_backward};
 use finetune::ops::matmul::{add_bias, sum_rows};
 use finetune::ops::rms_norm::{NormKind, rms_norm, rms_norm_backward};
 use finetune::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
+use finetune::ops::stochastic_rounding::StochasticRounding;
 use finetune::ops::{Addend, ColumnViewMut, Transpose, matmul};
 use finetune::recipe::enums::Attention;
 use finetune::runtime::TensorMut;
@@ -168,6 +169,7 @@ fn loss_and_update(dtype: DType, results: &mut Results) {
     adamw(&[AdamWPiece {
         param: &param,
         value: None,
+        rounding: StochasticRounding::new(RngStream::new(0), 0),
         grad: &grad,
         moments: [&first, &second],
         step: options,

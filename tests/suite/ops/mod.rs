@@ -65,7 +65,7 @@ fn every_op_passes_the_self_test_in_every_dtype_it_knows() {
     let f32_alone: Vec<&str> = ops.iter().map(String::as_str).filter(|op| !bf16.contains(op)).collect();
     assert_eq!(
         f32_alone,
-        ["adamw", "adamw_int8", "columns_of", "columns_of_backward", "rows_of", "sums_of_squares"]
+        ["columns_of", "columns_of_backward", "rows_of"]
     );
     assert!(cases > 200, "{cases}");
 }

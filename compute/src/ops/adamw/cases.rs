@@ -1,11 +1,14 @@
 //! Cases of AdamW.
 
-use candle_core::DType;
+use candle_core::{DType, Device};
+use half::bf16;
 
 use super::{AdamWPiece, AdamWStep, adamw, reference};
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
+use crate::ops::stochastic_rounding::{RUN, StochasticRounding};
 use crate::runtime::TensorMut;
+use crate::runtime::copy::to_host_vec;
 use crate::runtime::rng::RngStream;
 
 /// Pieces that are updated together: more elements than a task of AdamW, and no whole number of what a thread takes.
@@ -26,7 +29,79 @@ pub(in crate::ops) fn cases() -> Vec<OpCase> {
         (AdamWStep { weight_decay: 0.1, update: 7, grad_scale: 0.3, ..first }, "decay, clipping, update 7"),
         (AdamWStep { betas: [0.8, 0.95], eps: 1e-3, update: 1000, ..first }, "other betas, update 1000"),
     ];
-    variants.into_iter().map(|(options, what)| shaped(what, &PIECES, options)).collect()
+    let mut cases: Vec<_> =
+        variants.into_iter().map(|(options, what)| shaped(what, &PIECES, options)).collect();
+    cases.push(bf16_case("adamw", &PIECES, moment_in_f32, adamw));
+    cases
+}
+
+fn moment_in_f32(len: usize, device: &Device) -> Result<TensorMut> {
+    TensorMut::zeros(len, DType::F32, device)
+}
+
+/// How a case rounds pieces whose first value is at `first`.
+pub(in crate::ops) fn rounding(first: u64) -> StochasticRounding {
+    StochasticRounding::new(RngStream::new(0).named("rounding"), first)
+}
+
+/// Two updates of parameters that are kept in bf16 alone, with gradients in bf16 or in f32: those of the same values in
+/// f32, which the rounding then makes bf16 again, to the bit.
+pub(in crate::ops) fn bf16_case<M>(
+    op: &'static str,
+    pieces: &[usize],
+    moment: fn(usize, &Device) -> Result<M>,
+    update: fn(&[AdamWPiece<'_, M>]) -> Result<()>,
+) -> OpCase
+where
+    M: 'static,
+{
+    let lengths = pieces.to_vec();
+    OpCase::new(op, "parameters in bf16 alone", Tolerance::ROUNDED.only_bf16(), move |runner| {
+        let mut pairs = Vec::new();
+        for (i, &len) in lengths.iter().enumerate() {
+            pairs.push(TensorPair::scalars(differing(runner, (len, i), moment, update)?, 0.0)?);
+        }
+        Ok(pairs)
+    })
+}
+
+/// How many values of piece `i` two updates in bf16 alone make others than updates in f32 that are rounded after it.
+fn differing<M>(
+    runner: &CaseRunner<'_>,
+    (len, i): (usize, usize),
+    moment: fn(usize, &Device) -> Result<M>,
+    update: fn(&[AdamWPiece<'_, M>]) -> Result<()>,
+) -> Result<f64> {
+    let step = AdamWStep {
+        learning_rate: 1e-3,
+        betas: [0.9, 0.999],
+        eps: 1e-8,
+        weight_decay: 0.1,
+        update: 1,
+        grad_scale: 0.5,
+    };
+    let param = runner.normal("param", len)?.here;
+    let rounding = rounding(4096 * i as u64 + 8);
+    let moments = || -> Result<[M; 2]> { Ok([moment(len, runner.device)?, moment(len, runner.device)?]) };
+    let (of_bf16, of_f32) = (moments()?, moments()?);
+    let mut count = 0.0;
+    for (update_number, name) in (1..).zip(["first", "second"]) {
+        let step = AdamWStep { update: update_number, ..step };
+        let grad = runner.normal_as([DType::BF16, DType::F32][i % 2], name, len)?.here;
+        let (wide, wide_grad) =
+            (TensorMut::new(param.to_dtype(DType::F32)?.copy()?), grad.to_dtype(DType::F32)?);
+        for (param, grad, [first, second]) in [(&param, &*grad, &of_bf16), (&wide, &wide_grad, &of_f32)] {
+            update(&[AdamWPiece { param, value: None, rounding, grad, moments: [first, second], step }])?;
+        }
+        let mut rounded = vec![bf16::ZERO; len];
+        let values = to_host_vec::<f32>(&wide)?;
+        for (at, (to, values)) in rounded.chunks_mut(RUN).zip(values.chunks(RUN)).enumerate() {
+            rounding.offset(at * RUN).round(to, values);
+        }
+        let found = to_host_vec::<bf16>(&param)?;
+        count += found.iter().zip(&rounded).filter(|(a, b)| a.to_bits() != b.to_bits()).count() as f64;
+    }
+    Ok(count)
 }
 
 /// One update of pieces of these lengths.
@@ -72,6 +147,7 @@ fn update(runner: &CaseRunner<'_>, pieces: &[usize], options: &AdamWStep) -> Res
         .map(|Values { step, param, value, grad, moments: [first, second] }| AdamWPiece {
             param: &param.here,
             value: value.as_ref(),
+            rounding: rounding(0),
             grad: &grad.here,
             moments: [&first.here, &second.here],
             step: *step,

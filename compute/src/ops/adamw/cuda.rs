@@ -1,6 +1,6 @@
 //! AdamW by the kernel of `kernels/adamw.cu`: all pieces in one launch.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use half::bf16;
 
 use super::{AdamWPiece, AdamWStep};
@@ -21,7 +21,7 @@ pub(in crate::ops) struct MomentAddresses {
 
 /// Pieces as kernels read them.
 pub(in crate::ops) struct PieceTable {
-    /// `[pieces, 9]` i64: the columns of a row are named in the kernel's file.
+    /// `[pieces, 12]` i64: the columns of a row are named in the kernel's file.
     pub(in crate::ops) rows: Tensor,
     /// `[pieces + 1]` u32: the first block of each piece, and the end.
     pub(in crate::ops) first_block: Tensor,
@@ -39,7 +39,7 @@ impl PieceTable {
     /// The pieces that hold something, a block for each `chunk` values of one.
     ///
     /// # Errors
-    /// A tensor is not contiguous f32, a value not bf16; the pieces differ in their factor on gradients.
+    /// A tensor is not contiguous or of another type; the pieces differ in their factor on gradients.
     pub(in crate::ops) fn upload<M>(
         pieces: &[AdamWPiece<'_, M>],
         chunk: usize,
@@ -49,27 +49,27 @@ impl PieceTable {
         let grad_scale = pieces.first().map_or(1.0, |piece| piece.step.rates().grad_scale);
         let (mut rows, mut first_block, mut rates, mut blocks) = (Vec::new(), vec![0], Vec::new(), 0);
         for piece in pieces.iter().filter(|piece| piece.param.elem_count() > 0) {
-            let AdamWPiece { param, value, grad, step, .. } = piece;
+            let AdamWPiece { param, rounding, step, .. } = piece;
             if step.rates().grad_scale != grad_scale {
                 return Err(Error::internal("parts of an update clip their gradients differently"));
             }
             let MomentAddresses { values: [mean, square], scales: [mean_scales, square_scales] } =
                 moments(piece.moments)?;
-            let (param_at, grad_at) =
-                (InOut::<f32>::all(param)?.arg().value, In::<f32>::all(grad)?.arg().value);
+            let ([param_at, value_at], [grad_at, half_grad_at]) =
+                (param_addresses(piece)?, grad_addresses(piece)?);
             let (count, group) = (param.elem_count(), (first_block.len() - 1) as u64);
-            // 0: there is no bf16 value beside the parameter.
-            let value_at = InOut::<bf16>::optional(value.map(|value| &**value))?.arg().value;
-            let row =
-                [param_at, grad_at, mean, square, value_at, count as u64, group, mean_scales, square_scales];
-            rows.extend(row.map(u64::cast_signed));
+            let values = [param_at, grad_at, mean, square, value_at];
+            let scales = [mean_scales, square_scales];
+            rows.extend(values.into_iter().chain([count as u64, group]).chain(scales).map(u64::cast_signed));
+            let random = [half_grad_at, rounding.stream.state(), rounding.first];
+            rows.extend(random.map(u64::cast_signed));
             rates.extend(group_of(step));
             blocks += count.div_ceil(chunk);
             first_block.push(number(blocks)?);
         }
         let count = first_block.len() - 1;
         Ok(PieceTable {
-            rows: upload(&rows, (count, 9), device)?,
+            rows: upload(&rows, (count, 12), device)?,
             first_block: upload(&first_block, count + 1, device)?,
             rates: upload(&rates, (count, 6), device)?,
             grad_scale: upload(&[grad_scale], 1, device)?,
@@ -77,6 +77,24 @@ impl PieceTable {
             blocks,
         })
     }
+}
+
+/// The addresses of a piece's f32 parameters and of its bf16 values; 0 where there are none.
+fn param_addresses<M>(piece: &AdamWPiece<'_, M>) -> Result<[u64; 2]> {
+    let AdamWPiece { param, value, .. } = piece;
+    if param.dtype() == DType::BF16 {
+        return Ok([0, InOut::<bf16>::all(param)?.arg().value]);
+    }
+    let value = InOut::<bf16>::optional(value.map(|value| &**value))?;
+    Ok([InOut::<f32>::all(param)?.arg().value, value.arg().value])
+}
+
+/// The addresses of a piece's gradients in f32 and in bf16; 0 where there are none.
+fn grad_addresses<M>(piece: &AdamWPiece<'_, M>) -> Result<[u64; 2]> {
+    Ok(match piece.grad.dtype() {
+        DType::BF16 => [0, In::<bf16>::all(piece.grad)?.arg().value],
+        _ => [In::<f32>::all(piece.grad)?.arg().value, 0],
+    })
 }
 
 /// The rates of a step in the kernel's order.

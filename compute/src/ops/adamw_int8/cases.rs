@@ -11,7 +11,9 @@ use crate::runtime::TensorMut;
 
 /// The cases of the update.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
-    vec![shaped("two updates", &[3 * STATE_BLOCK + 40, STATE_BLOCK])]
+    const PIECES: [usize; 2] = [3 * STATE_BLOCK + 40, STATE_BLOCK];
+    let in_bf16 = adamw::cases::bf16_case("adamw_int8", &PIECES, Int8State::zeros, adamw_int8);
+    vec![shaped("two updates", &PIECES), in_bf16]
 }
 
 /// Updates of pieces of these lengths.
@@ -46,6 +48,7 @@ fn update(runner: &CaseRunner<'_>, lengths: &[usize]) -> Result<Vec<TensorPair>>
             .map(|(((param, value), grad), [first, second])| AdamWPiece {
                 param: &param.here,
                 value: Some(value),
+                rounding: adamw::cases::rounding(0),
                 grad: &grad.here,
                 moments: [first, second],
                 step,

@@ -13,8 +13,10 @@ use crate::ops::dora::weight_norm;
 use crate::ops::elementwise::{add_into, sums_of_squares};
 use crate::ops::embedding::{columns_of, columns_of_backward, embed, embed_backward, rows_of};
 use crate::ops::matmul_quantized::Weight;
+use crate::ops::stochastic_rounding::StochasticRounding;
 use crate::quant::{NESTED_BLOCK, QuantFormat};
 use crate::runtime::copy::{copy_into, zero};
+use crate::runtime::rng::RngStream;
 
 const F32_BYTES: usize = 4;
 
@@ -219,7 +221,8 @@ fn update(shapes: &BenchShapes) -> TimedOp {
             inputs.sets(|_| Ok(([values()?, values()?], [inputs.zeros(count)?, inputs.zeros(count)?])))?;
         Ok(Box::new(move || {
             let ([param, grad], [mean, square]) = sets.next()?;
-            adamw(&[AdamWPiece { param, value: None, grad, moments: [mean, square], step: STEP }])
+            let rounding = StochasticRounding::new(RngStream::new(0), 0);
+            adamw(&[AdamWPiece { param, value: None, rounding, grad, moments: [mean, square], step: STEP }])
         }))
     })
 }
@@ -234,7 +237,15 @@ fn update_int8(shapes: &BenchShapes) -> TimedOp {
         let sets = inputs.sets(|_| Ok(([values()?, values()?], [moment()?, moment()?])))?;
         Ok(Box::new(move || {
             let ([param, grad], [mean, square]) = sets.next()?;
-            adamw_int8(&[AdamWPiece { param, value: None, grad, moments: [mean, square], step: STEP }])
+            let rounding = StochasticRounding::new(RngStream::new(0), 0);
+            adamw_int8(&[AdamWPiece {
+                param,
+                value: None,
+                rounding,
+                grad,
+                moments: [mean, square],
+                step: STEP,
+            }])
         }))
     })
 }

@@ -35,7 +35,7 @@ pub(in crate::ops) fn add_case(what: &str, shape: (usize, usize)) -> OpCase {
 
 /// Sums of squares of tensors of these shapes.
 pub(in crate::ops) fn squares_case(what: &str, shapes: Vec<Shape>) -> OpCase {
-    OpCase::new("sums_of_squares", what, Tolerance::FORWARD.only_f32(), move |runner| {
+    OpCase::new("sums_of_squares", what, Tolerance::FORWARD, move |runner| {
         let all = shapes.iter().map(|shape| runner.normal("x", shape)).collect::<Result<Vec<_>>>()?;
         let here: Vec<&Tensor> = all.iter().map(|x| &*x.here).collect();
         let sums = sums_of_squares(&here, runner.device)?.read()?;

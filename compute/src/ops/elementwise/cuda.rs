@@ -27,8 +27,13 @@ pub(super) fn sums_of_squares(driver: &dyn Driver, tensors: &[&Tensor], device: 
     for (at, x) in tensors.iter().enumerate().filter(|(_, x)| x.elem_count() > 0) {
         let (x, blocks) = (to_device(x, device)?, x.elem_count().div_ceil(SHARE));
         let partials = Tensor::zeros(blocks, DType::F64, device)?;
-        let (values, count) = (In::<f32>::all(&x)?, x.elem_count() as i64);
-        kernels::sum_of_squares(driver, LaunchShape::line(blocks, 256), values, count, Out::all(&partials)?)?;
+        let (shape, count, out) =
+            (LaunchShape::line(blocks, 256), x.elem_count() as i64, Out::all(&partials)?);
+        if x.dtype() == DType::BF16 {
+            kernels::sum_of_squares_bf16(driver, shape, In::all(&x)?, count, out)?;
+        } else {
+            kernels::sum_of_squares_f32(driver, shape, In::all(&x)?, count, out)?;
+        }
         let sum = sums.narrow(0, at, 1)?;
         let (partials, out) = (In::<f64>::all(&partials)?, Out::<f64>::all(&sum)?);
         kernels::sum_partials(driver, LaunchShape::line(1, 256), partials, number(blocks)?, out)?;

@@ -16,6 +16,7 @@ use crate::ops::matmul;
 use crate::ops::matmul::{Addend, ColumnViewMut, Transpose};
 use crate::ops::rms_norm::{self, NormKind};
 use crate::ops::rotary::{self, RotaryTable};
+use crate::ops::stochastic_rounding::StochasticRounding;
 use crate::recipe::enums::Attention;
 use crate::runtime::rng::RngStream;
 
@@ -248,6 +249,7 @@ fn optimizer_options() -> Result<()> {
         adamw::adamw(&[AdamWPiece {
             param: &param.here,
             value: None,
+            rounding: StochasticRounding::new(RngStream::new(0), 0),
             grad: &grad.here,
             moments,
             step: options,

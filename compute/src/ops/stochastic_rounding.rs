@@ -1,0 +1,159 @@
+//! Parameters that are kept in bf16 alone: an update works on them in f32 and rounds what becomes of them at random, up
+//! or down with the probability that makes the expected value exact (arXiv 2010.06192). Rounded to the nearest number
+//! instead, every update smaller than half the distance between two bf16 numbers would be lost.
+//!
+//! The random bits are a hash of (stream, place of the value in its bucket), as those of dropout: the same for any split
+//! of the parameters over ranks and tasks.
+
+use half::bf16;
+
+use crate::instruction_set::vectorized;
+use crate::runtime::cpu_tensor::FloatElement;
+use crate::runtime::rng::RngStream;
+
+/// Values that are widened, updated and rounded at a time.
+pub(super) const RUN: usize = 256;
+
+/// Values that share one hash, 16 bits each.
+const PER_HASH: usize = 4;
+
+/// Where the random bits of a run of values come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StochasticRounding {
+    /// Names (seed, step, bucket).
+    pub stream: RngStream,
+    /// The place of the first value in its bucket, a multiple of 4.
+    pub first: u64,
+}
+
+impl StochasticRounding {
+    /// For the run of values that begins at place `first` of a bucket.
+    pub fn new(stream: RngStream, first: u64) -> Self {
+        StochasticRounding { stream, first }
+    }
+
+    /// That of the values from the `start`th of the run on; a multiple of 4.
+    #[must_use]
+    pub fn offset(self, start: usize) -> Self {
+        StochasticRounding { first: self.first + start as u64, ..self }
+    }
+
+    /// Rounds `values`, at most [`RUN`], to `to`: the bits below bf16's are carried when they and 16 random bits add up to
+    /// one of its units. What is not finite is rounded to the nearest.
+    pub(super) fn round(self, to: &mut [bf16], values: &[f32]) {
+        round(to, values, self);
+    }
+}
+
+vectorized! {
+    fn round(to: &mut [bf16], values: &[f32], rounding: StochasticRounding) {
+        let mut noise = [[0u16; PER_HASH]; RUN / PER_HASH];
+        let first = rounding.first / PER_HASH as u64;
+        for (noise, index) in noise.iter_mut().zip(first..).take(values.len().div_ceil(PER_HASH)) {
+            let bits = rounding.stream.bits(index);
+            *noise = [bits as u16, (bits >> 16) as u16, (bits >> 32) as u16, (bits >> 48) as u16];
+        }
+        for ((to, value), noise) in to.iter_mut().zip(values).zip(noise.as_flattened()) {
+            let bits = value.to_bits();
+            let rounded = bf16::from_bits((bits.wrapping_add(u32::from(*noise)) >> 16) as u16);
+            *to = if value.is_finite() { rounded } else { bf16::nearest(*value) };
+        }
+    }
+}
+
+/// A type that parameters or gradients are kept in, which an update sees as f32.
+pub(super) trait AsF32: FloatElement {
+    /// Lets `update` change `values`, at most [`RUN`]; those of fewer bits are rounded by `rounding`.
+    fn update(values: &mut [Self], rounding: StochasticRounding, update: impl FnOnce(&mut [f32]));
+
+    /// `values`, at most [`RUN`], in f32: themselves, or in `scratch`.
+    fn read<'a>(values: &'a [Self], scratch: &'a mut [f32; RUN]) -> &'a [f32];
+}
+
+impl AsF32 for f32 {
+    fn update(values: &mut [Self], _: StochasticRounding, update: impl FnOnce(&mut [f32])) {
+        update(values);
+    }
+
+    fn read<'a>(values: &'a [Self], _: &'a mut [f32; RUN]) -> &'a [f32] {
+        values
+    }
+}
+
+impl AsF32 for bf16 {
+    fn update(values: &mut [Self], rounding: StochasticRounding, update: impl FnOnce(&mut [f32])) {
+        let mut wide = [0f32; RUN];
+        let wide = &mut wide[..values.len()];
+        widen(wide, values);
+        update(wide);
+        rounding.round(values, wide);
+    }
+
+    fn read<'a>(values: &'a [Self], scratch: &'a mut [f32; RUN]) -> &'a [f32] {
+        let wide = &mut scratch[..values.len()];
+        widen(wide, values);
+        wide
+    }
+}
+
+vectorized! {
+    fn widen(wide: &mut [f32], values: &[bf16]) {
+        for (wide, value) in wide.iter_mut().zip(values) {
+            *wide = value.widen();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rounded(values: &[f32], rounding: StochasticRounding) -> Vec<bf16> {
+        let mut to = vec![bf16::ZERO; values.len()];
+        rounding.round(&mut to, values);
+        to
+    }
+
+    fn rounding(first: u64) -> StochasticRounding {
+        StochasticRounding::new(RngStream::new(3).named("test"), first)
+    }
+
+    #[test]
+    fn the_mean_is_the_value() {
+        for value in [1.0f32, 1.001, -1.003_9, 3.2e-20, 1.5e-39, -0.0] {
+            let (mut sum, mut count) = (0f64, 0u32);
+            let unit = (f64::from(value.abs()) / 64.0).max(1e-40);
+            for i in 0..400 {
+                for got in rounded(&[value; RUN], rounding(i * RUN as u64)) {
+                    let got = f64::from(got.to_f32());
+                    assert!((got - f64::from(value)).abs() <= unit, "{got} for {value}");
+                    sum += got;
+                    count += 1;
+                }
+            }
+            let error = (sum / f64::from(count) - f64::from(value)).abs();
+            assert!(error <= unit / 64.0, "{value}: off by {error:e}");
+        }
+    }
+
+    #[test]
+    fn numbers_of_bf16_and_what_is_not_finite_stay() {
+        let values = [1.0f32, -3.5, 0.0, f32::INFINITY, f32::NEG_INFINITY, 65_280.0];
+        for first in (0..4000).step_by(4) {
+            let got: Vec<f32> = rounded(&values, rounding(first)).iter().map(|x| x.to_f32()).collect();
+            assert_eq!(got, values);
+        }
+        assert!(rounded(&[f32::NAN], rounding(0))[0].is_nan());
+        // A NaN whose payload lies in the bits that are cut off.
+        assert!(rounded(&[f32::from_bits(0x7f80_0001)], rounding(0))[0].is_nan());
+    }
+
+    #[test]
+    fn bits_belong_to_the_place_of_a_value() {
+        let values: Vec<f32> = (0..RUN).map(|i| (i as f32).sin()).collect();
+        let whole = rounded(&values, rounding(1024));
+        let rest = rounded(&values[60..200], rounding(1024).offset(60));
+        assert_eq!(rest, whole[60..200]);
+        assert_ne!(rounded(&values, rounding(2048)), whole);
+    }
+}
