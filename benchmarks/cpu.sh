@@ -8,7 +8,8 @@
 #   PYTHON=python3   the interpreter, with torch, transformers and peft
 #   OUT=FILE         where the figures go
 #   THREADS=2 ROUNDS=2 STEPS=8 SEQ=512 SHAPE=135m
-#   RUNS="lora-f32 lora-f32-checkpointing lora-bf16 qlora-f32 qlora-f32-checkpointing full-f32 full-bf16"; qlora needs bitsandbytes too
+#   RUNS="lora-f32 lora-f32-checkpointing lora-bf16 qlora-f32 qlora-f32-checkpointing full-f32 full-bf16
+#         full-bf16-nomaster"; qlora needs bitsandbytes too. nomaster: bf16 weights without f32 masters, as PEFT's side
 set -uo pipefail
 
 if [ $# -ne 1 ] || [ ! -x "$1" ]; then
@@ -27,12 +28,18 @@ fi
 
 parts=$(mktemp -d) || exit 1
 trap 'rm -rf "$parts"' EXIT
-for run in ${RUNS:-lora-f32 lora-f32-checkpointing lora-bf16 qlora-f32 qlora-f32-checkpointing full-f32 full-bf16}; do
-    IFS=- read -r mode dtype checkpointing <<<"$run"
+for run in ${RUNS:-lora-f32 lora-f32-checkpointing lora-bf16 qlora-f32 qlora-f32-checkpointing full-f32 full-bf16 full-bf16-nomaster}; do
+    IFS=- read -r mode dtype option <<<"$run"
+    case $option in
+        '') option=() ;;
+        checkpointing) option=(--checkpointing) ;;
+        nomaster) option=(--master none) ;;
+        *) echo "cpu.sh: RUNS has $run; accepted after mode and dtype: checkpointing, nomaster" >&2; exit 2 ;;
+    esac
     echo "cpu.sh: $run" >&2
     "$python" "$here/side_by_side.py" --binary "$binary" --device cpu --shape "${SHAPE:-135m}" --mode "$mode" --dtype "$dtype" \
         --seq "${SEQ:-512}" --steps "${STEPS:-8}" --rounds "${ROUNDS:-2}" --threads "${THREADS:-2}" \
-        ${checkpointing:+--checkpointing} >"$parts/$run.json" 2>"$parts/$run.err"
+        "${option[@]}" >"$parts/$run.json" 2>"$parts/$run.err"
     echo $? >"$parts/$run.rc"
 done
 "$python" "$here/collect.py" --binary "$binary" --python "$python" --parts "$parts" --out "$out"

@@ -31,7 +31,7 @@ from shapes import SHAPES, write_model
 
 HERE = Path(__file__).resolve().parent
 # What both command lines are made from, and what a kept result is known by.
-CONFIGURATION = ("shape", "mode", "dtype", "seq", "micro_batch", "accumulation", "steps", "warmup", "checkpointing", "state",
+CONFIGURATION = ("shape", "mode", "dtype", "seq", "micro_batch", "accumulation", "steps", "warmup", "checkpointing", "state", "master",
                  "device", "threads")  # fmt: skip
 LEAST_SECS = 5
 
@@ -50,6 +50,7 @@ def ours(args, folder, output):
         "train.recompute": "block" if args.checkpointing else "none",
         "optimizer.learning_rate": 1e-4,
         "optimizer.state": args.state,
+        "optimizer.master": args.master,
         "scheduler.kind": "constant",
         "log.tensorboard": "false",
     }
@@ -209,6 +210,8 @@ def arguments():
     parser.add_argument("--warmup", type=int, default=2, help="first steps that do not count in the median")
     parser.add_argument("--checkpointing", action="store_true", help="compute activations again, block by block")
     parser.add_argument("--state", choices=("f32", "int8"), default="f32", help="of AdamW; PEFT's side: bitsandbytes'")
+    parser.add_argument("--master", choices=("f32", "none"), default="f32",
+                        help="of our bf16 weights when all train; PEFT's side has none")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="of both; 0: their own choice")
     parser.add_argument("--rounds", type=int, default=1)

@@ -16,6 +16,7 @@ use super::param::{BucketKind, ParamDesc, ParamKind};
 use super::placement::{Placement, ShardingSpec};
 use crate::error::Result;
 use crate::model::Segment;
+use crate::ops::has_kernels;
 use crate::quant::BlocksMut;
 use crate::recipe::enums::MasterWeights;
 use crate::runtime::TensorMut;
@@ -76,6 +77,8 @@ pub struct Bucket {
     pub(super) grad: Option<TensorMut>,
     /// What the update sees of them are numbers of bf16.
     rounds_gradients: bool,
+    /// Backward writes them in their place, kept in bf16 as they are: nothing is added to them.
+    written_in_place: bool,
     /// The run that this rank updates: all, or its shard.
     pub(super) own: Range<usize>,
 }
@@ -170,7 +173,23 @@ impl Bucket {
             itself && trainable && dtype != DType::F32 && matches!(segment, Segment::Block(_));
         let grad_dtype = if rounds_gradients { bucket_options.kept_gradients } else { DType::F32 };
         let grad = trainable.then(|| TensorMut::zeros(part, grad_dtype, grads_on)).transpose()?;
-        Ok(Bucket { segment, kind, entries, len, spec, value, away, master, grad, rounds_gradients, own })
+        // Kernels of GPUs add to f32.
+        let written_in_place =
+            bucket_options.mesh.data_size() == 1 && device.is_cpu() && !has_kernels(device) && !away;
+        Ok(Bucket {
+            segment,
+            kind,
+            entries,
+            len,
+            spec,
+            value,
+            away,
+            master,
+            grad,
+            rounds_gradients,
+            written_in_place,
+            own,
+        })
     }
 
     /// Bytes that the values of a bucket of `descs` take up in a file.
@@ -212,7 +231,12 @@ impl Bucket {
         Ok(self.grad.as_ref().map(own).transpose()?.map(TensorMut::into_tensor))
     }
 
-    /// Whether gradients are kept in bf16: backward then writes them to f32 memory first.
+    /// Whether gradients are kept in bf16, and backward adds up in f32 memory of its own before.
+    pub(super) fn rounds_from_f32(&self) -> bool {
+        self.keeps_bf16_gradients() && !self.written_in_place
+    }
+
+    /// Whether gradients are kept in bf16.
     pub(super) fn keeps_bf16_gradients(&self) -> bool {
         self.grad.as_ref().is_some_and(|grad| grad.dtype() == DType::BF16)
     }

@@ -6,7 +6,7 @@
 //! whole), and on a GPU that keeps gradients whole, backward adds to the kept memory itself.
 //!
 //! Where the optimizer updates bf16 weights without masters, a block's sum is rounded to bf16 once it is whole, and kept
-//! so where a rank has one micro-batch a step. Embedding and head stay in f32: their backward adds up in the memory that
+//! so where a rank has one micro-batch a step; one rank's backward on the CPU writes it so at once. Embedding and head stay in f32: their backward adds up in the memory that
 //! is kept, and f32 memory beside bf16 would be more.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -166,7 +166,8 @@ impl GradBuffers {
         self.blocks.len() > 1
     }
 
-    /// Where backward adds the gradients of bucket `index`: all of it, f32; none when it is frozen.
+    /// Where backward adds the gradients of bucket `index`: all of it; none when it is frozen. It is f32, or bf16 where
+    /// there is nothing to add.
     pub(super) fn target(&self, index: usize, bucket: &Bucket) -> Result<Option<TensorMut>> {
         let Some(grad) = &bucket.grad else { return Ok(None) };
         if !needs_own_buffer(bucket, self.reducing) {
@@ -379,13 +380,13 @@ fn share_memory(one: Segment, other: Segment) -> bool {
 fn is_held(bucket: &Bucket, reducing: GradReduceOptions) -> bool {
     let sent = match bucket.spec.gradients {
         Placement::Sharded { .. } => reducing.dtype == DType::F32,
-        Placement::Replicated => bucket.away || bucket.keeps_bf16_gradients(),
+        Placement::Replicated => bucket.away || bucket.rounds_from_f32(),
     };
     sent && needs_own_buffer(bucket, reducing)
 }
 
 fn needs_own_buffer(bucket: &Bucket, reducing: GradReduceOptions) -> bool {
-    let elsewhere = bucket.away || bucket.spec.gradients.is_sharded() || bucket.keeps_bf16_gradients();
+    let elsewhere = bucket.away || bucket.spec.gradients.is_sharded() || bucket.rounds_from_f32();
     bucket.grad.is_some() && (reducing.accumulates || elsewhere)
 }
 

@@ -17,7 +17,7 @@ use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::copy_into;
 use crate::runtime::cpu_tensor::{
-    FloatElement, PlainElement, dims2, read, tensor, unwritten, update, with_elem,
+    FloatElement, PlainElement, dims2, read, tensor, unwritten, update, update_in_f32, with_elem,
 };
 #[cfg(feature = "cuda")]
 use crate::runtime::device::unwritten_on_gpu;
@@ -310,10 +310,11 @@ pub(crate) fn add_bias_reference(dst: ColumnViewMut<'_>, bias: &Tensor) -> Resul
     Ok(())
 }
 
-/// `grad[j] += Σ rows dy[., j]` in f32: the gradient of a bias. `grad: [len]` f32.
+/// `grad[j] += Σ rows dy[., j]` in f32: the gradient of a bias. `grad: [len]` f32, on the CPU also bf16, which is rounded
+/// once.
 ///
 /// # Errors
-/// When a tensor is not contiguous, `grad` is not f32, or an operation of the device fails.
+/// When a tensor is not contiguous, `grad` is of another type, or an operation of the device fails.
 pub fn sum_rows(grad: &TensorMut, dy: ColumnView<'_>) -> Result<()> {
     if let Some(driver) = gpu::driver_of(grad)
         && cuda::is_supported(dy.tensor.dtype())
@@ -327,7 +328,7 @@ pub fn sum_rows(grad: &TensorMut, dy: ColumnView<'_>) -> Result<()> {
     with_elem!(dy.tensor.dtype(), T => {
         let data = read::<T>(dy.tensor)?;
         let data: &[T] = &data;
-        update(grad, |grad: &mut [f32]| {
+        update_in_f32(grad, |grad| {
             for row in data.chunks_exact(width) {
                 for (sum, value) in grad.iter_mut().zip(&row[dy.start..dy.start + dy.len]) {
                     *sum += value.widen();

@@ -14,7 +14,7 @@ use super::{gpu, simd};
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
-use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
+use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update_in_f32, with_elem};
 
 /// What a norm does besides its weight.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -146,7 +146,7 @@ vectorized! {
     }
 }
 
-/// `dweight += Σ rows dy · x̂`, rows in order.
+/// `dweight += Σ rows dy · x̂`, rows in order; f32, or bf16 that is rounded once.
 pub(super) fn add_gain_gradient<T: FloatElement>(
     dweight: &TensorMut,
     x: &[T],
@@ -154,7 +154,7 @@ pub(super) fn add_gain_gradient<T: FloatElement>(
     width: usize,
     eps: f32,
 ) -> Result<()> {
-    update(dweight, |sums: &mut [f32]| {
+    update_in_f32(dweight, |sums| {
         for (x, dy) in x.chunks_exact(width).zip(dy.chunks_exact(width)) {
             let inverse = inverse_rms(x, eps);
             for ((sum, x), dy) in sums.iter_mut().zip(x).zip(dy) {

@@ -3,6 +3,7 @@
 use std::sync::LazyLock;
 
 use super::magnitude::largest;
+use crate::instruction_set::vectorized;
 use crate::recipe::enums::QuantKind;
 
 /// A set of codes.
@@ -147,7 +148,8 @@ pub struct DynamicMap {
     /// The largest f32 whose code is not above each code; an infinity for the last.
     limits: [f32; 256],
     /// By leading bits of the magnitude, from [`DynamicMap::LEAST`] on, first of numbers that are not negative.
-    starts: [u8; 2 * DynamicMap::BUCKETS],
+    /// Zeros after them, so that every masked place is within.
+    starts: [u8; DynamicMap::PLACES],
 }
 
 impl DynamicMap {
@@ -157,6 +159,10 @@ impl DynamicMap {
     const LEAST: u32 = (127 - 22) << 7;
     /// Up to 1, the largest number of a map.
     const BUCKETS: usize = (22 << 7) + 1;
+    /// A power of two that the buckets of both signs fit into.
+    const PLACES: usize = (2 * DynamicMap::BUCKETS).next_power_of_two();
+    /// Values that are brought to codes together.
+    const RUN: usize = 256;
 
     /// For numbers of either sign.
     pub fn signed() -> &'static Self {
@@ -175,7 +181,7 @@ impl DynamicMap {
 
     /// The first code to try of numbers with the same leading bits, as kernels look it up.
     pub(crate) fn starts(&self) -> &[u8] {
-        &self.starts
+        &self.starts[..2 * Self::BUCKETS]
     }
 
     fn new(values: [f32; 256]) -> Self {
@@ -188,6 +194,7 @@ impl DynamicMap {
         let starts = std::array::from_fn(|bucket| {
             let bits = |bucket: usize| f32::from_bits((bucket as u32 + Self::LEAST) << Self::SHIFT);
             match bucket.checked_sub(Self::BUCKETS) {
+                _ if bucket >= 2 * Self::BUCKETS => 0,
                 None if bucket == 0 => below(0.0),
                 None => below(bits(bucket)),
                 // The farthest from zero of its numbers comes first, which is one step before the next bucket's.
@@ -205,9 +212,21 @@ impl DynamicMap {
     /// The code nearest to `x`; halfway between two, the even one. As [`nearest`] for numbers from -1 to 1.
     #[inline]
     pub fn nearest(&self, x: f32) -> u8 {
-        let leading = (x.abs().to_bits() >> Self::SHIFT).saturating_sub(Self::LEAST) as usize;
-        let side = if x.is_sign_negative() { Self::BUCKETS } else { 0 };
-        let start = self.starts[leading.min(Self::BUCKETS - 1) + side];
+        self.code(x, Self::place(x))
+    }
+
+    /// The place of `x` in the index.
+    #[inline(always)]
+    fn place(x: f32) -> u16 {
+        let leading = (x.abs().to_bits() >> Self::SHIFT).saturating_sub(Self::LEAST);
+        let side = if x.is_sign_negative() { Self::BUCKETS as u32 } else { 0 };
+        (leading.min(Self::BUCKETS as u32 - 1) + side) as u16
+    }
+
+    /// The code of `x`, whose place this is.
+    #[inline(always)]
+    fn code(&self, x: f32, place: u16) -> u8 {
+        let start = self.starts[usize::from(place) % Self::PLACES];
         start + u8::from(x > self.limits[usize::from(start)])
     }
 
@@ -216,10 +235,25 @@ impl DynamicMap {
         let absmax = largest(values);
         // Divided, not multiplied by the reciprocal as in 4 bits: so bitsandbytes' optimizer kernels have it.
         let unit = if absmax > 0.0 { absmax } else { 1.0 };
-        for (code, value) in codes.iter_mut().zip(values) {
-            *code = self.nearest(value / unit);
+        let (mut scaled, mut places) = ([0f32; Self::RUN], [0u16; Self::RUN]);
+        for (codes, values) in codes.chunks_mut(Self::RUN).zip(values.chunks(Self::RUN)) {
+            // Two loops: the first is vector code, look-ups are not.
+            scale(&mut scaled, &mut places, values, unit);
+            for (code, (x, place)) in codes.iter_mut().zip(scaled.iter().zip(&places)) {
+                *code = self.code(*x, *place);
+            }
         }
         absmax
+    }
+}
+
+vectorized! {
+    /// `values` over `unit`, and their places in the index of a dynamic map.
+    fn scale(scaled: &mut [f32], places: &mut [u16], values: &[f32], unit: f32) {
+        for ((scaled, place), value) in scaled.iter_mut().zip(places).zip(values) {
+            *scaled = value / unit;
+            *place = DynamicMap::place(*scaled);
+        }
     }
 }
 
@@ -244,7 +278,7 @@ mod tests {
         for map in [DynamicMap::signed(), DynamicMap::unsigned()] {
             let around = |x: f32| [x.next_down(), x, x.next_up()];
             let ties = map.limits[..255].iter().map(|limit| limit.next_up()).flat_map(around);
-            let edges = map.starts.iter().enumerate().flat_map(|(i, _)| {
+            let edges = map.starts().iter().enumerate().flat_map(|(i, _)| {
                 let bits = ((i % DynamicMap::BUCKETS) as u32 + DynamicMap::LEAST) << DynamicMap::SHIFT;
                 let edge = f32::from_bits(bits);
                 around(if i < DynamicMap::BUCKETS { edge } else { -edge })

@@ -219,6 +219,22 @@ pub fn update<T: PlainElement, R>(tensor: &TensorMut, write: impl FnOnce(&mut [T
     result.ok_or_else(|| Error::internal("a tensor was not written"))
 }
 
+/// As [`update`], in f32 whatever `tensor` is: a copy of a bf16 one, which is rounded once. For few elements.
+///
+/// # Errors
+/// As [`update`].
+pub fn update_in_f32<R>(tensor: &TensorMut, write: impl FnOnce(&mut [f32]) -> R) -> Result<R> {
+    if tensor.dtype() != DType::BF16 {
+        return update(tensor, write);
+    }
+    update(tensor, |values: &mut [bf16]| {
+        let mut wide: Vec<f32> = values.iter().map(|value| value.widen()).collect();
+        let result = write(&mut wide);
+        values.iter_mut().zip(wide).for_each(|(to, value)| *to = bf16::nearest(value));
+        result
+    })
+}
+
 /// `values` as a CPU tensor, without a copy.
 ///
 /// # Errors

@@ -63,10 +63,7 @@ fn every_op_passes_the_self_test_in_every_dtype_it_knows() {
     assert_eq!(ops, public_ops(), "the self-test and the public functions of `ops`");
     assert_eq!(ops.len(), 33);
     let f32_alone: Vec<&str> = ops.iter().map(String::as_str).filter(|op| !bf16.contains(op)).collect();
-    assert_eq!(
-        f32_alone,
-        ["columns_of", "columns_of_backward", "rows_of"]
-    );
+    assert_eq!(f32_alone, ["columns_of", "columns_of_backward", "rows_of"]);
     assert!(cases > 200, "{cases}");
 }
 

@@ -46,7 +46,11 @@ fn multiply_parts<const A: usize, const B: usize, const V: usize>(
     for (run, (left_run, right_run)) in runs {
         for (first, dst) in (0..left.outer).step_by(ROWS).zip(dst.chunks_mut(ROWS * stride)) {
             let (half, first) = (first / LANES, first % LANES);
-            let mut sums = load::<V>(dst, stride, accumulate || run > 0);
+            // Not returned by `load`: as a result they would be copied.
+            let mut sums = [[_mm512_setzero_ps(); V]; ROWS];
+            if accumulate || run > 0 {
+                load::<V>(&mut sums, dst, stride);
+            }
             let tiles = left_run.chunks_exact(2 * A).zip(right_run.chunks_exact(2 * B));
             for ((a_tiles, b_tiles), from) in tiles.zip((run * steps * STEP..left.inner).step_by(STEP)) {
                 let count = (left.inner - from).div_ceil(2).min(LANES);
@@ -92,17 +96,13 @@ fn as_bf16(line: &[u32; LANES]) -> __m512bh {
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn load<const V: usize>(dst: &[f32], stride: usize, keep: bool) -> [[__m512; V]; ROWS] {
-    let mut sums = [[_mm512_setzero_ps(); V]; ROWS];
-    if keep {
-        for (sums, row) in sums.iter_mut().zip(dst.chunks(stride)) {
-            for (sums, values) in sums.iter_mut().zip(row[..SQUARE].chunks_exact(LANES)) {
-                // SAFETY: sixteen values.
-                *sums = unsafe { _mm512_loadu_ps(values.as_ptr()) };
-            }
+fn load<const V: usize>(sums: &mut [[__m512; V]; ROWS], dst: &[f32], stride: usize) {
+    for (sums, row) in sums.iter_mut().zip(dst.chunks(stride)) {
+        for (sums, values) in sums.iter_mut().zip(row[..SQUARE].chunks_exact(LANES)) {
+            // SAFETY: sixteen values.
+            *sums = unsafe { _mm512_loadu_ps(values.as_ptr()) };
         }
     }
-    sums
 }
 
 #[inline]
