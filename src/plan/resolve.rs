@@ -26,7 +26,7 @@ use crate::setup::dataset::DatasetLoader;
 use crate::setup::param_layout::Trains;
 use crate::setup::resolver::{ResolvedSource, Resolver};
 use crate::sharding::{GradReduceOptions, ShardingStrategy};
-use crate::weights::{DigestTask, ModelFiles, ModelIdentity};
+use crate::weights::{DigestTask, ModelFiles, ModelIdentity, StoredDtype};
 
 /// What will run.
 #[derive(Debug)]
@@ -60,6 +60,8 @@ pub struct Plan {
     /// Why it was picked, when the recipe left it open.
     pub(crate) why: Option<String>,
     identities: BaseIdentities,
+    /// The dtype of each tensor of the base, whatever a checkpoint keeps it in.
+    pub(crate) stored_dtypes: BTreeMap<String, StoredDtype>,
     /// What PiSSA took from the weights when they were loaded, by module.
     pub(crate) initial: OnceLock<Arc<BTreeMap<String, LowRankFactors>>>,
 }
@@ -115,6 +117,7 @@ impl Plan {
         engine.reducing = GradReduceOptions { accumulates, dtype, kept };
         Ok(Plan {
             recipe,
+            stored_dtypes: base.stored_dtypes(),
             base,
             adapter_setup,
             adapter_found,

@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use super::weights_writer::{StoredAs, stored_dtypes};
+use super::weights_writer::StoredAs;
 use crate::checkpoint::{self, SavedCheckpoint};
 use crate::error::Result;
 use crate::optim::OptimizerOptions;
@@ -46,7 +46,7 @@ fn trained(plan: &Plan) -> Result<Vec<ParamDesc>> {
 
 /// Bytes of the trained tensors as the run leaves them.
 fn result_bytes(plan: &Plan) -> Result<u64> {
-    let dtypes = if plan.adapter_setup.is_some() { Default::default() } else { stored_dtypes(plan) };
+    let dtypes = if plan.adapter_setup.is_some() { Default::default() } else { plan.stored_dtypes.clone() };
     let stored = StoredAs { given: plan.recipe.checkpoint.output_dtype, dtypes };
     let bytes = |desc: &ParamDesc| (desc.elements() * stored.dtype(&desc.name).size_bytes()) as u64;
     Ok(trained(plan)?.iter().map(bytes).sum())

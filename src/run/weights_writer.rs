@@ -31,7 +31,7 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
     };
     let tokenizer = plan.base.other_tokenizer(&plan.rows.tokenizer);
     let Some(adapter_setup) = &plan.adapter_setup else {
-        let stored = StoredAs { given, dtypes: stored_dtypes(plan) };
+        let stored = StoredAs { given, dtypes: plan.stored_dtypes.clone() };
         let entry = |desc: ParamDesc| WriteEntry {
             dtype: stored.dtype(&desc.name),
             name: desc.name,
@@ -79,24 +79,6 @@ impl StoredAs {
         let own = || self.dtypes.get(name).copied().unwrap_or(StoredDtype::F32);
         fixed(self.given).unwrap_or_else(own)
     }
-}
-
-/// The dtype of each tensor of the base; what config.json says for one that starts random.
-pub(super) fn stored_dtypes(plan: &Plan) -> BTreeMap<String, StoredDtype> {
-    let named = plan.base.config.dtype.as_deref().and_then(|name| match name {
-        "float32" => Some(StoredDtype::F32),
-        "bfloat16" => Some(StoredDtype::BF16),
-        "float16" => Some(StoredDtype::F16),
-        _ => None,
-    });
-    let of = |name: &str| {
-        let info = plan.base.files.as_ref().and_then(|files| files.info(name));
-        info.map(|info| info.dtype).filter(|dtype| dtype.is_float()).or(named).unwrap_or(StoredDtype::F32)
-    };
-    crate::model::parameters(&plan.base.config)
-        .into_iter()
-        .map(|spec| (spec.name.clone(), of(&spec.name)))
-        .collect()
 }
 
 fn fixed(dtype: Dtype) -> Option<StoredDtype> {

@@ -27,7 +27,7 @@ use crate::report::Terminal;
 use crate::runtime::device;
 use crate::sharding;
 use crate::sharding::{DeviceMesh, GradReduceOptions, OffloadTarget, ParamDesc, ParamStore};
-use crate::weights::{DigestTask, ModelFiles, ModelIdentity};
+use crate::weights::{DigestTask, ModelFiles, ModelIdentity, StoredDtype};
 
 /// A model before its weights are read.
 #[derive(Debug)]
@@ -290,6 +290,22 @@ impl BaseModel {
         }
         let values = InitialValues::new(&self.config, self.files.as_ref(), adapter_setup, 0);
         values.check(&self.descs(trains, None)?, self.stored_tokens)
+    }
+
+    /// The dtype of each tensor of its files; what config.json says for one that starts random.
+    pub(crate) fn stored_dtypes(&self) -> BTreeMap<String, StoredDtype> {
+        let named = self.config.dtype.as_deref().and_then(|name| match name {
+            "float32" => Some(StoredDtype::F32),
+            "bfloat16" => Some(StoredDtype::BF16),
+            "float16" => Some(StoredDtype::F16),
+            _ => None,
+        });
+        let of = |name: &str| {
+            let info = self.files.as_ref().and_then(|files| files.info(name));
+            info.map(|info| info.dtype).filter(|dtype| dtype.is_float()).or(named).unwrap_or(StoredDtype::F32)
+        };
+        let specs = model::parameters(&self.config).into_iter();
+        specs.map(|spec| (spec.name.clone(), of(&spec.name))).collect()
     }
 
     /// Loads the weights: an engine in which `trains` trains.

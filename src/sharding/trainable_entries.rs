@@ -69,7 +69,7 @@ impl ParamStore {
                     fill(&entry.desc, LoadTarget::F32(&mut values))?;
                     let part = &values[from - range.start..to - range.start];
                     let part = Tensor::from_slice(part, part.len(), &Device::Cpu)?;
-                    updated.narrow(from - own.start, to - from)?.store_from(&part)?;
+                    updated.narrow(from - own.start, to - from)?.store_cast(&part)?;
                 }
             }
             bucket.copy_master()?;

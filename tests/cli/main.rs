@@ -34,6 +34,7 @@ mod failure;
 mod golden_ranks;
 mod hangs;
 mod hostile_files;
+mod master_weights;
 mod nan_policy;
 mod older_checkpoint;
 mod output_folder;

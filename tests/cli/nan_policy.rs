@@ -119,6 +119,7 @@ fn a_rolled_back_run_is_one_that_skipped_what_came_after_the_checkpoint() {
         (1, "lora", &["optimizer.weight_decay=0.1"][..]),
         (2, "lora", &["parallel.strategy=zero1", "adapter.kind=dora"][..]),
         (2, "full", &["parallel.strategy=fsdp", "model.dtype=bf16", "optimizer.state=int8"][..]),
+        (1, "full", &["model.dtype=bf16", "optimizer.master=none"][..]),
     ] {
         let number = ranks.to_string();
         let mut more = vec!["--recipe", recipe];

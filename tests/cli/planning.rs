@@ -258,6 +258,15 @@ fn runs_keep_to_the_memory_of_their_plan() {
             "train.gradient_accumulation_steps=2",
             ONE_STEP,
         ],
+        &["model.dtype=bf16", "optimizer.master=none", TWO_STEPS],
+        &[
+            "model.dtype=bf16",
+            "optimizer.master=none",
+            "optimizer.state=int8",
+            "train.gradient_accumulation_steps=2",
+            "checkpoint.save_steps=1",
+            TWO_STEPS,
+        ],
         &["adapter.r=4", "checkpoint.save_steps=1", "train.micro_batch_size=2", TWO_STEPS],
         &[
             "adapter.r=16",

@@ -9,8 +9,9 @@ use std::path::Path;
 use crate::place::{Place, copy_folder};
 
 /// A method by name: its recipe, and keys.
-const METHODS: [(&str, &str, &[&str]); 8] = [
+const METHODS: [(&str, &str, &[&str]); 9] = [
     ("full", "full", &[]),
+    ("bf16 without masters", "full", &["model.dtype=bf16", "optimizer.master=none"]),
     ("lora", "lora", &["adapter.lora_dropout=0.1"]),
     ("qlora", "qlora", &[]),
     ("dora", "dora", &[]),

@@ -179,10 +179,14 @@ fn near(found: &[f64], wanted: &[f64], name: &str) {
 /// what a shard could get wrong.
 #[test]
 fn every_kind_of_parameter_is_the_same_on_ranks() {
-    let kinds: [(&str, &[&str]); 9] = [
+    let without_masters = ["model=tiny-qwen2", "model.dtype=bf16", "optimizer.master=none"];
+    let in_8_bits = ["model=tiny-qwen3", "model.dtype=bf16", "optimizer.master=none", "optimizer.state=int8"];
+    let kinds: [(&str, &[&str]); 11] = [
         ("full", &["model=tiny-gemma3"]),
         ("full", &["model=tiny-qwen3", "optimizer.state=int8"]),
         ("full", &["model=tiny-phi3", "optimizer.weight_decay=0.5"]),
+        ("full", &without_masters),
+        ("full", &in_8_bits),
         ("lora", &["model=tiny-qwen2", "adapter.modules_to_save=[\"embed_tokens\"]"]),
         ("qlora", &["adapter.modules_to_save=[\"lm_head\", \"norm\"]"]),
         ("qlora", &["model=tiny-qwen2", "model.new_tokens=[\"<a>\", \"<b>\"]"]),

@@ -466,6 +466,10 @@ fn keys_without_effect() {
       caused by: --set eval.steps=5: `eval.steps` has no effect without `data.eval`
     hint: add `[adapter]`, or remove `lora_plus_ratio`; add `--eval-dataset DATASET`
     ");
+    assert_snapshot!(set_fault(&["optimizer.master=none", "adapter.r=4"]), @"
+    ");
+    assert_snapshot!(set_fault(&["optimizer.master=none", "model.dtype=f32"]), @r#"
+    "#);
     assert_snapshot!(set_fault(&["parallel.strategy=ddp", "parallel.shard_size=4"]), @r#"
     error: cannot use these settings
       caused by: --set parallel.shard_size=4: `parallel.shard_size` has no effect with `strategy = "ddp"`
@@ -694,6 +698,7 @@ fn the_resolved_recipe_in_full() {
     eps = 1e-8
     weight_decay = 0.0
     state = "f32"
+    master = "f32"
     lora_plus_ratio = 1.0
 
     [scheduler]

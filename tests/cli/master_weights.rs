@@ -1,0 +1,135 @@
+//! Full training in bf16 without f32 master weights: it learns as with them, and loses no small update.
+
+use std::collections::BTreeMap;
+
+use finetune::weights::{ModelFiles, StoredDtype};
+use serde_json::Value;
+
+use crate::place::{Place, copy_folder};
+
+const NONE: &str = "optimizer.master=none";
+
+/// Trains all weights of `place`'s model in bf16.
+fn train(place: &Place, output: &str, keys: &[&str]) {
+    train_with(place, output, keys, &[]);
+}
+
+fn train_with(place: &Place, output: &str, keys: &[&str], more: &[&str]) {
+    let mut args = vec!["--model", "model", "--dataset", "rows.jsonl", "--output", output, "--quiet"];
+    let always = ["model.dtype=bf16", "data.max_seq_len=96", "data.packing=false", "log.tensorboard=false"];
+    for key in always.iter().chain(["train.micro_batch_size=1", "scheduler.kind=constant"].iter()).chain(keys)
+    {
+        args.extend(["--set", key]);
+    }
+    args.extend(more);
+    let done = place.command(&args).output().unwrap();
+    assert!(done.status.success(), "{}", place.told(&done.stderr));
+}
+
+/// The mean loss of the last `count` steps.
+fn last_losses(place: &Place, output: &str, count: usize) -> f64 {
+    let text = std::fs::read_to_string(place.path(output).join("metrics.jsonl")).unwrap();
+    let entries = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let losses: Vec<f64> = entries.filter_map(|entry| entry["loss"].as_f64()).collect();
+    losses[losses.len() - count..].iter().sum::<f64>() / count as f64
+}
+
+/// The values of a model, and how they are stored.
+fn weights(place: &Place, folder: &str) -> BTreeMap<String, (StoredDtype, Vec<f32>)> {
+    let files = ModelFiles::open(&place.path(folder)).unwrap();
+    let read = |(name, info): (&str, &finetune::weights::TensorInfo)| {
+        let mut values = vec![0f32; info.elements()];
+        files.read_f32(name, &mut values).unwrap();
+        (name.to_owned(), (info.dtype, values))
+    };
+    files.tensors().map(read).collect()
+}
+
+#[test]
+fn it_learns_as_with_masters() {
+    let place = Place::new();
+    let keys =
+        |more: &[&'static str]| [&["optimizer.learning_rate=1e-3", "train.max_steps=60"], more].concat();
+    train(&place, "masters", &keys(&[]));
+    let wanted = last_losses(&place, "masters", 20);
+    for (output, more) in [
+        ("none", &[NONE][..]),
+        ("int8", &[NONE, "optimizer.state=int8"]),
+        ("accumulated", &[NONE, "train.gradient_accumulation_steps=1", "train.recompute=block"]),
+    ] {
+        train(&place, output, &keys(more));
+        let found = last_losses(&place, output, 20);
+        assert!((found / wanted - 1.0).abs() < 0.01, "{more:?}: {found}, with masters {wanted}");
+    }
+}
+
+/// Each update is a tenth of what lies between two bf16 numbers and less: rounded to the nearest, none would be seen.
+#[test]
+fn small_updates_are_not_lost() {
+    // Stored in bf16: both start from the same numbers.
+    let place = Place::with_model("tiny-qwen3");
+    let keys = ["optimizer.learning_rate=1e-5", "train.max_steps=40", "checkpoint.output_dtype=f32"];
+    train(&place, "masters", &keys);
+    train(&place, "none", &[&keys[..], &[NONE]].concat());
+    let (before, masters, none) =
+        (weights(&place, "model"), weights(&place, "masters"), weights(&place, "none"));
+    let (mut along, mut all, mut moved) = (0f64, 0f64, 0);
+    for (name, (_, before)) in &before {
+        for ((b, m), n) in before.iter().zip(&masters[name].1).zip(&none[name].1) {
+            let (with, without) = (f64::from(m - b), f64::from(n - b));
+            along += with * without;
+            all += with * with;
+            moved += usize::from(without != 0.0);
+        }
+    }
+    assert!(moved > 1000, "{moved} weights changed");
+    let share = along / all;
+    assert!((0.9..1.1).contains(&share), "the weights went {share:.3} of the way");
+}
+
+/// What is saved are the weights as they are, two bytes each.
+#[test]
+fn checkpoints_hold_bf16_weights() {
+    let place = Place::new();
+    let keys = ["optimizer.learning_rate=1e-3", "train.max_steps=2", "checkpoint.save_steps=2", NONE];
+    train(&place, "out", &keys);
+    let (saved, output) = (weights(&place, "out/checkpoint-2"), weights(&place, "out"));
+    for (name, (dtype, values)) in saved {
+        assert_eq!(dtype, StoredDtype::BF16, "{name}");
+        assert!(values == output[&name].1, "{name}");
+    }
+}
+
+#[test]
+fn weights_in_f32_have_no_masters_to_leave_out() {
+    let place = Place::new();
+    let keys = ["--set", NONE, "--set", "optimizer.learning_rate=1e-3"];
+    let args = ["--model", "model", "--dataset", "rows.jsonl", "--output", "out"];
+    let refused = place.command(&[&args[..], &keys].concat()).output().unwrap();
+    assert_eq!(refused.status.code(), Some(1));
+    let text = place.told(&refused.stderr);
+    assert!(
+        text.contains("this run computes in f32")
+            && text.contains("write `dtype = \"bf16\"` under `[model]`"),
+        "{text}"
+    );
+}
+
+/// The checkpoint is in f32 where there are masters: what goes on from it is stored as the base is nevertheless.
+#[test]
+fn a_resumed_run_leaves_the_dtypes_of_its_base() {
+    let place = Place::with_model("tiny-qwen3");
+    for (name, more) in [("masters", None), ("none", Some(NONE))] {
+        let keys = ["optimizer.learning_rate=1e-3", "train.max_steps=3", "checkpoint.save_steps=2"];
+        let keys: Vec<&str> = keys.into_iter().chain(more).collect();
+        train(&place, name, &keys);
+        let again = format!("{name} again");
+        std::fs::create_dir(place.path(&again)).unwrap();
+        let checkpoint = |output: &str| place.path(output).join("checkpoint-2");
+        copy_folder(&checkpoint(name), &checkpoint(&again));
+        train_with(&place, &again, &keys, &["--resume"]);
+        let [whole, resumed] = [name, &again].map(|output| weights(&place, output));
+        assert!(whole.values().all(|(dtype, _)| *dtype == StoredDtype::BF16));
+        assert!(whole == resumed, "{name}");
+    }
+}
