@@ -18,6 +18,7 @@ from pathlib import Path
 RUNS = {
     "f32 masters": {},
     "none": {"optimizer.master": "none"},
+    "f32 masters, int8 states": {"optimizer.state": "int8"},
     "none, int8 states": {"optimizer.master": "none", "optimizer.state": "int8"},
     "f32": {"model.dtype": "f32"},
 }

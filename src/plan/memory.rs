@@ -76,8 +76,7 @@ impl MemoryPlan {
         for desc in descs {
             let n = desc.elements() as u64;
             let spec = options.kind.sharding_spec(desc.kind.role());
-            let share =
-                |placement: Placement| if placement.is_sharded() { options.sharded_over as u64 } else { 1 };
+            let share = |placement: Placement| options.share_of(placement);
             let (value, master) = weight_bytes(desc, options);
             let away = options.offload.has_values(desc.kind.role());
             let of_segment = moment.entry(desc.segment).or_default();
@@ -92,12 +91,12 @@ impl MemoryPlan {
             memory.add(state_away, |m| &mut m.weights, master / share(spec.update));
             if desc.kind.trains() {
                 let kept = kept_gradients(desc, options);
-                let bytes = n * kept.size_in_bytes() as u64;
-                memory.add(away && !options.on_host, |m| &mut m.gradients, bytes / share(spec.gradients));
+                let bytes = n * kept.size_in_bytes() as u64 / share(spec.gradients);
+                memory.add(away && !options.on_host, |m| &mut m.gradients, bytes);
                 let state = options.optimizer_state.bytes(desc.elements()) as u64 / share(spec.update);
                 memory.add(state_away, |m| &mut m.optimizer, state);
-                let elsewhere = spec.gradients.is_sharded() || away || kept == DType::BF16;
-                of_segment.add_gradients(4 * n, elsewhere, options);
+                let is_part = spec.gradients.is_sharded() || away;
+                of_segment.add_gradients(4 * n, is_part || rounds_from_f32(kept, options), options);
                 longest = longest.max(n / share(spec.update));
             }
         }
@@ -110,17 +109,16 @@ impl MemoryPlan {
         let saved = saved_bytes(config, adapter_setup, tokens, dtypes, !options.on_host);
         memory.activations = kept_bytes(&saved, recompute) as u64;
         let temporaries = temporary_bytes(config, tokens, size);
-        let in_turn = if options.on_host {
+        memory.workspace += for_a_moment(&moment);
+        memory.workspace += if options.on_host {
             temporaries + logits_bytes(config.vocab_size, tokens, false) as u64
         } else {
             let held = [bytes_at_loss(&saved, recompute) as u64, memory.activations];
-            let panels = dequantized(descs, options);
-            GpuStep::new(config, &panels, adapter_setup, [tokens, size]).workspace(held)
+            GpuStep::new(config, &dequantized(descs, options), adapter_setup, [tokens, size]).workspace(held)
         };
-        memory.workspace += for_a_moment(&moment) + in_turn;
         // Logits, gathered values and fresh gradients keep their memory from step to step.
-        let let_go = memory.activations + temporaries;
-        memory.add_saving(snapshot_bytes(descs, adapter_setup.is_some(), options), let_go, options);
+        let snapshot = snapshot_bytes(descs, adapter_setup.is_some(), options);
+        memory.add_saving(snapshot, memory.activations + temporaries, options);
         memory
     }
 
@@ -179,6 +177,13 @@ pub struct MemoryOptions<'a> {
     pub on_host: bool,
     /// Quantized weights are kept in bf16 too.
     pub bf16_copy: bool,
+}
+
+impl MemoryOptions<'_> {
+    /// How many ranks share one copy of what is placed like this.
+    fn share_of(&self, placement: Placement) -> u64 {
+        if placement.is_sharded() { self.sharded_over as u64 } else { 1 }
+    }
 }
 
 /// Bytes of the tensors that one rank copies to save them, at most: all of an adapter's run, the segments in turn of
@@ -278,6 +283,11 @@ fn kept_gradients(desc: &ParamDesc, options: &MemoryOptions<'_>) -> DType {
     let of_block = matches!(desc.segment, Segment::Block(_));
     let in_bf16 = of_block && options.dtype != DType::F32 && is_updated_itself(desc.kind, options);
     if in_bf16 { options.kept_gradients } else { DType::F32 }
+}
+
+/// Whether gradients are added up in f32 before they are kept in `kept`: one rank on the host writes bf16 at once.
+fn rounds_from_f32(kept: DType, options: &MemoryOptions<'_>) -> bool {
+    kept == DType::BF16 && !(options.ranks == 1 && options.on_host)
 }
 
 /// What the branches of adapters are computed in.

@@ -7,7 +7,7 @@ use crate::checkpoint::SavedCheckpoint;
 use crate::error::{Error, Result};
 use crate::ops::has_kernels;
 use crate::recipe::{self, MasterWeights, Recipe, ReduceDtype, Strategy};
-use crate::sharding::{OffloadTarget, ShardingStrategy};
+use crate::sharding::{GradReduceOptions, OffloadTarget, ShardingStrategy};
 
 /// How many ranks a run is planned for (torchrun's `WORLD_SIZE` and `LOCAL_WORLD_SIZE`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,6 +96,12 @@ pub(super) fn master_weights(recipe: &Recipe, dtype: DType) -> Result<MasterWeig
 pub(super) fn kept_gradients(recipe: &Recipe) -> DType {
     let one = recipe.optimizer.master == MasterWeights::None && recipe.train.gradient_accumulation_steps == 1;
     if one { DType::BF16 } else { DType::F32 }
+}
+
+/// How gradients are summed on `device`.
+pub(super) fn reducing(recipe: &Recipe, device: &Device) -> GradReduceOptions {
+    let dtype = reduce_dtype(&recipe.parallel);
+    GradReduceOptions { accumulates: accumulates(recipe, device), dtype, kept: kept_gradients(recipe) }
 }
 
 /// The strategy that `[parallel]` names for this many ranks; none where it is left open.

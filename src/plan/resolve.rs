@@ -25,7 +25,7 @@ use crate::setup::base_model::{BaseModel, EngineOptions};
 use crate::setup::dataset::DatasetLoader;
 use crate::setup::param_layout::Trains;
 use crate::setup::resolver::{ResolvedSource, Resolver};
-use crate::sharding::{GradReduceOptions, ShardingStrategy};
+use crate::sharding::ShardingStrategy;
 use crate::weights::{DigestTask, ModelFiles, ModelIdentity, StoredDtype};
 
 /// What will run.
@@ -97,9 +97,8 @@ impl Plan {
         base.check(Trains::adapter_or_all(adapter_setup.as_ref()))?;
         let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?.at(now);
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
-        let held_out = (!recipe.data.eval.is_empty())
-            .then(|| rows.load(&recipe.data.eval, Split::Eval, finder))
-            .transpose()?;
+        let load_held_out = || rows.load(&recipe.data.eval, Split::Eval, finder);
+        let held_out = (!recipe.data.eval.is_empty()).then(load_held_out).transpose()?;
         let total_steps = Sampler::new(&train.0, sampler_options(&recipe, world.all))?.total_steps();
         let inputs = StepInputs {
             base: &base,
@@ -112,9 +111,7 @@ impl Plan {
         engine.offload = parallel::offload(&recipe.parallel);
         engine.offload.check(memory.file)?;
         decided(&mut recipe, recompute, engine.dtype, kind, base.found.commit.as_deref());
-        let accumulates = parallel::accumulates(&recipe, &engine.device);
-        let (dtype, kept) = (parallel::reduce_dtype(&recipe.parallel), parallel::kept_gradients(&recipe));
-        engine.reducing = GradReduceOptions { accumulates, dtype, kept };
+        engine.reducing = parallel::reducing(&recipe, &engine.device);
         Ok(Plan {
             recipe,
             stored_dtypes: base.stored_dtypes(),

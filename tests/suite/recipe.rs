@@ -467,8 +467,14 @@ fn keys_without_effect() {
     hint: add `[adapter]`, or remove `lora_plus_ratio`; add `--eval-dataset DATASET`
     ");
     assert_snapshot!(set_fault(&["optimizer.master=none", "adapter.r=4"]), @"
+    error: cannot use these settings
+      caused by: --set optimizer.master=none: `optimizer.master` has no effect with [adapter]: what an adapter trains is small, and its masters stay
+    hint: remove `master`
     ");
     assert_snapshot!(set_fault(&["optimizer.master=none", "model.dtype=f32"]), @r#"
+    error: cannot use these settings
+      caused by: --set optimizer.master=none: `optimizer.master` has no effect with `model.dtype = "f32"`: weights in f32 are their own masters
+    hint: write `dtype = "bf16"` under `[model]`, or remove `master`
     "#);
     assert_snapshot!(set_fault(&["parallel.strategy=ddp", "parallel.shard_size=4"]), @r#"
     error: cannot use these settings
