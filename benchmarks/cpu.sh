@@ -26,20 +26,23 @@ if ! "$python" -c 'import torch, transformers, peft' 2>/dev/null; then
     exit 2
 fi
 
+runs=${RUNS:-lora-f32 lora-f32-checkpointing lora-bf16 qlora-f32 qlora-f32-checkpointing full-f32 full-bf16 full-bf16-nomaster}
+for run in $runs; do
+    if ! [[ $run =~ ^(lora|qlora|full)-(f32|bf16)(-checkpointing|-nomaster)?$ ]]; then
+        echo "cpu.sh: RUNS has $run; accepted: lora, qlora or full, -f32 or -bf16, and -checkpointing or -nomaster" >&2
+        exit 2
+    fi
+done
 parts=$(mktemp -d) || exit 1
 trap 'rm -rf "$parts"' EXIT
-for run in ${RUNS:-lora-f32 lora-f32-checkpointing lora-bf16 qlora-f32 qlora-f32-checkpointing full-f32 full-bf16 full-bf16-nomaster}; do
+for run in $runs; do
     IFS=- read -r mode dtype option <<<"$run"
-    case $option in
-        '') option=() ;;
-        checkpointing) option=(--checkpointing) ;;
-        nomaster) option=(--master none) ;;
-        *) echo "cpu.sh: RUNS has $run; accepted after mode and dtype: checkpointing, nomaster" >&2; exit 2 ;;
-    esac
+    master=f32
+    [ "$option" = nomaster ] && master=none
     echo "cpu.sh: $run" >&2
     "$python" "$here/side_by_side.py" --binary "$binary" --device cpu --shape "${SHAPE:-135m}" --mode "$mode" --dtype "$dtype" \
         --seq "${SEQ:-512}" --steps "${STEPS:-8}" --rounds "${ROUNDS:-2}" --threads "${THREADS:-2}" \
-        "${option[@]}" >"$parts/$run.json" 2>"$parts/$run.err"
+        --master "$master" $([ "$option" = checkpointing ] && echo --checkpointing) >"$parts/$run.json" 2>"$parts/$run.err"
     echo $? >"$parts/$run.rc"
 done
 "$python" "$here/collect.py" --binary "$binary" --python "$python" --parts "$parts" --out "$out"

@@ -50,10 +50,11 @@ def ours(args, folder, output):
         "train.recompute": "block" if args.checkpointing else "none",
         "optimizer.learning_rate": 1e-4,
         "optimizer.state": args.state,
-        "optimizer.master": args.master,
         "scheduler.kind": "constant",
         "log.tensorboard": "false",
     }
+    if args.master != "f32":
+        settings |= {"optimizer.master": args.master}
     if args.mode == "qlora":
         settings |= {"quantization.kind": "nf4", "quantization.double_quant": "true"}
     if args.mode != "full":

@@ -46,6 +46,8 @@ fn bf16_follows_and_repeats_itself() {
     for name in ["full", "lora", "lora_qwen2"] {
         follows_in_bf16(name, &[(FORWARD, None), (SHUFFLED, None)]);
     }
+    let without_masters = Some("optimizer.master=none");
+    follows_in_bf16("full", &[(FORWARD, without_masters), (SHUFFLED, without_masters)]);
 }
 
 /// The same, and QLoRA with its weights kept in bf16 beside their codes.

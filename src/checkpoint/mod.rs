@@ -2,7 +2,7 @@
 //! Hugging Face model.
 //!
 //! ```text
-//! OUT/checkpoint-120/   adapter_model.safetensors + adapter_config.json, or model*.safetensors + config.json …  (f32)
+//! OUT/checkpoint-120/   adapter_model.safetensors + adapter_config.json, or model*.safetensors + config.json …  (f32; bf16 without masters)
 //!                       optimizer*.safetensors    the optimizer's state of every trainable tensor; a file a rank
 //!                       trainer_state.json        step, place in the data, what the run was started with
 //!                       manifest.json             size and BLAKE3 digest of every other file

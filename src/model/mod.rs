@@ -52,7 +52,7 @@ pub struct Param {
     /// The value, in the compute dtype (adapters: f32, their matrices bf16 on a GPU that computes in it; frozen matrices may
     /// be bf16 beside f32).
     pub value: Tensor,
-    /// f32, same shape; none for a frozen parameter, which has no weight-gradient code path.
+    /// f32, or bf16 on the CPU where one micro-batch makes a step; same shape; none for a frozen parameter, which has no weight-gradient code path.
     pub grad: Option<TensorMut>,
 }
 

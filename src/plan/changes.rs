@@ -12,6 +12,8 @@ use crate::setup::base_model::{BaseModel, EngineOptions};
 
 /// Fewest tokens of a row that shorter rows are suggested with.
 const SHORTEST_ROW: usize = 128;
+/// The change that an adapter takes back.
+pub(super) const WITHOUT_MASTERS: &str = "--set optimizer.master=none";
 /// Most times that the number of ranks is doubled in a suggestion.
 const DOUBLINGS: u32 = 6;
 
@@ -97,7 +99,7 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
     let has_masters = recipe.optimizer.master == MasterWeights::F32;
     let masters = model.in_bf16 && !adapter && has_masters;
     let to_none: Apply = Box::new(|r, _| r.optimizer.master = MasterWeights::None);
-    push(masters, Relief::Kept, set("optimizer.master=none"), to_none);
+    push(masters, Relief::Kept, WITHOUT_MASTERS.into(), to_none);
     let micro_batches = train.gradient_accumulation_steps.saturating_mul(train.micro_batch_size);
     let accumulated = format!("train.gradient_accumulation_steps={micro_batches}");
     push(

@@ -2,7 +2,7 @@
 //! does, the changes of the run with which it would. All figures come from [`MemoryPlan::of_step`].
 
 use super::bf16_copy;
-use super::changes::{Change, ModelSettings, changes, more_ranks};
+use super::changes::{Change, ModelSettings, WITHOUT_MASTERS, changes, more_ranks};
 use super::memory::{MemoryOptions, MemoryPlan, Saving, available};
 use super::parallel;
 use super::parallel::{WorldSize, named_strategy, pick_strategy};
@@ -165,6 +165,9 @@ impl StepInputs<'_> {
                 (adjustment.apply)(&mut recipe, &mut world);
                 // A further adjustment of a change takes the place of the one before.
                 typed.truncate(typed.len() - usize::from(i > 0));
+                if recipe.adapter.is_some() {
+                    typed.retain(|text| *text != WITHOUT_MASTERS);
+                }
                 typed.push(adjustment.typed.as_str());
                 if let Some(fit) = self.fit(&recipe, world)? {
                     return Ok(Some(said(&typed.join(" "), &fit)));

@@ -148,7 +148,7 @@ section! {
         /// How the moments are stored.
         state: StateDtype = StateDtype::F32;
         /// What is updated where all weights train in bf16: an f32 copy of each, or the bf16 weights themselves, with
-        /// stochastic rounding; that takes 6 bytes less a weight.
+        /// stochastic rounding, which takes 4 to 6 bytes less a weight.
         master: MasterWeights = MasterWeights::F32;
         /// Learning rate of B over that of A (LoRA+, arXiv:2402.12354).
         lora_plus_ratio: f64 = 1.0, Above(0.0);

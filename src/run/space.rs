@@ -4,18 +4,23 @@
 
 use std::path::Path;
 
+use candle_core::DType;
+
 use super::weights_writer::StoredAs;
 use crate::checkpoint::{self, SavedCheckpoint};
 use crate::error::Result;
 use crate::optim::OptimizerOptions;
 use crate::plan::Plan;
+use crate::recipe::MasterWeights;
 use crate::setup::Trains;
 use crate::sharding::ParamDesc;
 
-/// Bytes of a checkpoint of the run of `plan`: the trained tensors in f32 and the optimizer's state.
+/// Bytes of a checkpoint of the run of `plan`: the trained tensors as they are updated, and the optimizer's state.
 pub(super) fn checkpoint_bytes(plan: &Plan) -> Result<u64> {
     let layout = OptimizerOptions::from(&plan.recipe.optimizer).state_layout();
-    let bytes = |desc: &ParamDesc| 4 * desc.elements() as u64 + layout.bytes(desc.elements()) as u64;
+    let weight = if plan.engine.master == MasterWeights::None { DType::BF16 } else { DType::F32 };
+    let bytes =
+        |desc: &ParamDesc| (weight.size_in_bytes() * desc.elements() + layout.bytes(desc.elements())) as u64;
     Ok(trained(plan)?.iter().map(bytes).sum())
 }
 

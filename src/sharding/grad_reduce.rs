@@ -28,7 +28,7 @@ use crate::ops::elementwise::{add_into, sums_of_squares};
 use crate::runtime::TensorMut;
 use crate::runtime::copy::{copy_into, to_device, to_host_vec, zero};
 use crate::runtime::cpu_tensor::memory;
-use crate::runtime::param_storage::{ParamStorage, STAGING_ELEMENTS, copy_across};
+use crate::runtime::param_storage::{STAGING_ELEMENTS, copy_across};
 
 /// How gradients are summed.
 #[derive(Debug, Clone, Copy)]
@@ -330,7 +330,8 @@ impl GradBuffers {
             if let Some(here) = &held {
                 let (to, summed) = (own(grad)?, own(here)?);
                 if bucket.keeps_bf16_gradients() {
-                    ParamStorage::from(to).store_cast(&summed)?;
+                    // To zeros.
+                    add_from_anywhere(&to, &summed)?;
                 } else {
                     copy_across(&summed, &to)?;
                 }

@@ -1,7 +1,7 @@
 //! What lives away from the device, and where.
 //!
-//! `optimizer`: moments, and the f32 masters of what is computed with in fewer bits. Values that are computed with in f32
-//! are their own masters and stay. `params`: also the values and kept gradients of all but adapters, which are small and
+//! `optimizer`: moments, and the f32 masters of what is computed with in fewer bits. Values that are computed with in f32,
+//! or without masters, are updated themselves and stay. `params`: also the values and kept gradients of all but adapters, which are small and
 //! needed by every layer; a segment's values are brought to the device for one use ([`super::gather`]), its gradients
 //! are added up where they are kept ([`super::grad_reduce`]). With a folder the values are in a file there.
 //!

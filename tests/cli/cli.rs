@@ -636,7 +636,7 @@ fn recipes_listed_and_shown() {
     # Accepted: "f32", "int8".
     state = "f32"
     # What is updated where all weights train in bf16: an f32 copy of each, or the bf16 weights themselves, with
-    # stochastic rounding; that takes 6 bytes less a weight.
+    # stochastic rounding, which takes 4 to 6 bytes less a weight.
     # Accepted: "f32", "none".
     master = "f32"
     # Learning rate of B over that of A (LoRA+, arXiv:2402.12354).

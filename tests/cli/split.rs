@@ -212,6 +212,21 @@ fn every_kind_of_parameter_is_the_same_on_ranks() {
         {
             cases.push(Case { method, micro_batches: 2, ranks, strategy, shard_size: None, offload, more });
         }
+        if more.contains(&"optimizer.master=none") {
+            // Gradients that backward writes in bf16, and those that are rounded from f32.
+            for offload in ["params", "file"] {
+                let strategy = "single";
+                cases.push(Case {
+                    method,
+                    micro_batches: 1,
+                    ranks: 1,
+                    strategy,
+                    shard_size: None,
+                    offload,
+                    more,
+                });
+            }
+        }
     }
     equal_to_the_bit(&cases);
 }

@@ -69,8 +69,8 @@ fn answers(trainer: &mut Trainer) -> (Vec<u32>, Vec<u32>, String, Vec<Vec<u32>>)
 #[test]
 fn every_use_of_weights_is_the_same_away_from_the_device() {
     let folder = tempfile::tempdir().unwrap();
-    use MasterWeights::{F32, None};
-    for (dtype, master) in [(DType::F32, F32), (DType::BF16, F32), (DType::BF16, None)] {
+    let masters = [MasterWeights::F32, MasterWeights::None];
+    for (dtype, master) in [(DType::F32, masters[0]), (DType::BF16, masters[0]), (DType::BF16, masters[1])] {
         let mut alone = trainer_with(Offload::None, dtype, master);
         let wanted = answers(&mut alone);
         assert_eq!(alone.engine.store.most_gathered(), 0);
@@ -158,6 +158,37 @@ fn updates_are_staged_in_short_runs() {
         assert!(bits(&in_place, &pieces) == bits(&staged, &others), "{state:?}");
         assert_eq!((staged.most_staged(), in_place.most_staged()), (512, 0));
     }
+}
+
+/// Steps of a tenth of what lies between two bf16 numbers: each weight by itself goes as far as in f32, to the noise of
+/// its own rounding. With the same random bits in every step some would never move, and others ten times as far.
+#[test]
+fn every_weight_in_bf16_moves_on_average_as_in_f32() {
+    const STEPS: usize = 400;
+    let len = 512;
+    let ones = |dtype| Tensor::ones(len, dtype, &Device::Cpu).unwrap();
+    let group = ParamGroup { grad: ones(DType::F32), decay: false, ..piece(len, 0) };
+    // Down from 1, where neighbours are 2⁻⁸ apart.
+    let group = ParamGroup { param: ones(DType::BF16).into(), ..group };
+    let other = StochasticRounding::new(RngStream::new(2), 0);
+    let others = ParamGroup { param: ones(DType::BF16).into(), rounding: other, ..group.clone() };
+    let mut optimizer = Optimizer::new(adamw(StateDtype::F32), vec![group.clone(), others.clone()]).unwrap();
+    // AdamW goes by its learning rate in each step while the gradient stays.
+    let (unit, rate) = (1.0 / 256.0, 0.1 / 256.0);
+    for _ in 0..STEPS {
+        optimizer.update(rate, 1.0).unwrap();
+    }
+    let values = |group: &ParamGroup| {
+        let values = group.param.to_read().unwrap().to_dtype(DType::F32).unwrap();
+        values.to_vec1::<f32>().unwrap()
+    };
+    let wanted = 1.0 - STEPS as f64 * rate;
+    // Of a sum of roundings that are up with one probability p: the root of 400 p (1 - p) units, here 6; five times that.
+    let most = 5.0 * unit * (STEPS as f64 * 0.1 * 0.9).sqrt();
+    for value in values(&group).into_iter().chain(values(&others)) {
+        assert!((f64::from(value) - wanted).abs() < most, "{value}, {wanted} in f32");
+    }
+    assert_ne!(values(&group), values(&others), "two streams");
 }
 
 fn train(model: &Path, place: &Path, output: &str, keys: &[String], fault: Option<&str>) -> Output {

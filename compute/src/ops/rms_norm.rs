@@ -57,7 +57,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, kind: NormKind) -> Result<Tensor> {
 }
 
 /// The gradient of `x: [N, D]` in its dtype, plus `residual: [N, D]` when given (the gradient that flows around the norm).
-/// Adds the weight's gradient to `dweight: [D]` f32.
+/// Adds the weight's gradient to `dweight: [D]` f32, on the CPU also bf16.
 ///
 /// # Errors
 /// When a tensor is not contiguous, the dtypes differ, or an operation of the device fails.

@@ -106,7 +106,7 @@ pub fn rotary(qkv: &Tensor, heads: Heads, norm: Option<QkNorm<'_>>, table: &Rota
 
 /// Turns the gradient of the rotated q and k into that of the raw projection, in the q and k columns of
 /// `dqkv: [N, (H + 2 K) · D]`, of the dtype of `qkv`, in place; v's columns stay.
-/// Adds the gradients of the norms' weights, `[D]` f32.
+/// Adds the gradients of the norms' weights, `[D]` f32, on the CPU also bf16.
 ///
 /// # Errors
 /// When a tensor is not contiguous, the dtypes differ, or an operation of the device fails.

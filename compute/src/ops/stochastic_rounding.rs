@@ -29,13 +29,14 @@ pub struct StochasticRounding {
 impl StochasticRounding {
     /// For the run of values that begins at place `first` of a bucket.
     pub fn new(stream: RngStream, first: u64) -> Self {
+        debug_assert!(first.is_multiple_of(PER_HASH as u64), "random bits from place {first}");
         StochasticRounding { stream, first }
     }
 
     /// That of the values from the `start`th of the run on; a multiple of 4.
     #[must_use]
     pub fn offset(self, start: usize) -> Self {
-        StochasticRounding { first: self.first + start as u64, ..self }
+        Self::new(self.stream, self.first + start as u64)
     }
 
     /// Rounds `values`, at most [`RUN`], to `to`: the bits below bf16's are carried when they and 16 random bits add up to
