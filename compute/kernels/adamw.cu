@@ -42,7 +42,8 @@ struct Parameter {
     // Null where there are none.
     InOut<float> wide;
     InOut<bf16> half;
-    uint64_t stream, first;
+    // The piece's, which has STREAM and FIRST: read where they are needed, they take no registers before.
+    In<int64_t> row;
 
     DEVICE bool is_aligned() const { return wide.is_aligned(16) && half.is_aligned(8); }
     DEVICE float load(int64_t at) const { return wide.is_null() ? widen(half.load(at)) : wide.load(at); }
@@ -59,8 +60,7 @@ struct Parameter {
             if (!half.is_null()) half.store(at, nearest<bf16>(x));
             return;
         }
-        uint64_t place = first + uint64_t(at);
-        half.store(at, bf16{uint16_t(rounded(x, random_bits(stream, place / 4) >> (16 * (place % 4))))});
+        half.store(at, bf16{uint16_t(rounded(x, noise_of_four(at) >> (16 * (at % 4))))});
     }
     DEVICE void store4(int64_t at, const float (&x)[4]) const {
         if (!wide.is_null()) {
@@ -68,9 +68,13 @@ struct Parameter {
             if (!half.is_null()) store_values<bf16, 4>(half, at, x);
             return;
         }
-        uint64_t noise = random_bits(stream, (first + uint64_t(at)) / 4);
+        uint64_t noise = noise_of_four(at);
         half.store8(at, Bytes8{{rounded(x[0], noise) | rounded(x[1], noise >> 16) << 16,
                                 rounded(x[2], noise >> 32) | rounded(x[3], noise >> 48) << 16}});
+    }
+    // The random bits of the four values that value `at` is one of, 16 each; FIRST is a multiple of four.
+    DEVICE uint64_t noise_of_four(int64_t at) const {
+        return random_bits(uint64_t(row.load(STREAM)), (uint64_t(row.load(FIRST)) + uint64_t(at)) / 4);
     }
     // The bits of the bf16 number that x becomes with the low 16 bits of `noise`.
     DEVICE static uint32_t rounded(float x, uint64_t noise) {
@@ -100,7 +104,7 @@ struct Piece {
     DEVICE uint64_t address(int column) const { return uint64_t(row.load(column)); }
     DEVICE InOut<float> floats(int column) const { return in_out_at<float>(address(column), length); }
     DEVICE Parameter parameter() const {
-        return Parameter{floats(PARAM), in_out_at<bf16>(address(VALUE), length), address(STREAM), address(FIRST)};
+        return Parameter{floats(PARAM), in_out_at<bf16>(address(VALUE), length), row};
     }
     DEVICE Gradient gradient() const {
         return Gradient{in_at<float>(address(GRADIENT), length), in_at<bf16>(address(HALF_GRADIENT), length)};
@@ -219,27 +223,23 @@ struct Moment {
     }
 };
 
-template <class M> DEVICE inline void read_values(float (&x)[2][4], M from, int64_t at, int there, bool whole) {
-    UNROLL for (int k = 0; k < 2; k++) {
-        int place = 128 * k + 4 * int(threadIdx.x % 32);
-        if (whole) {
-            from.load4(x[k], at + place);
-            continue;
-        }
-        UNROLL for (int i = 0; i < 4; i++) x[k][i] = place + i < there ? from.load(at + place + i) : 0.0f;
+// Four values from `place` of the block of state that begins at `at` and has `there` values.
+template <class M>
+DEVICE inline void read_four(float (&x)[4], M from, int64_t at, int place, int there, bool whole) {
+    if (whole) {
+        from.load4(x, at + place);
+        return;
     }
+    UNROLL for (int i = 0; i < 4; i++) x[i] = place + i < there ? from.load(at + place + i) : 0.0f;
 }
 
-DEVICE inline void write_values(const float (&x)[2][4], Parameter param, int64_t at, int there, bool whole) {
-    UNROLL for (int k = 0; k < 2; k++) {
-        int place = 128 * k + 4 * int(threadIdx.x % 32);
-        if (whole) {
-            param.store4(at + place, x[k]);
-            continue;
-        }
-        UNROLL for (int i = 0; i < 4; i++)
-            if (place + i < there) param.store(at + place + i, x[k][i]);
+DEVICE inline void write_four(const float (&x)[4], Parameter param, int64_t at, int place, int there, bool whole) {
+    if (whole) {
+        param.store4(at + place, x);
+        return;
     }
+    UNROLL for (int i = 0; i < 4; i++)
+        if (place + i < there) param.store(at + place + i, x[i]);
 }
 
 } // namespace
@@ -291,14 +291,18 @@ KERNEL BOUNDS(256, 3) adamw_int8(In<int64_t> pieces, In<uint32_t> first_block, u
         if (at >= piece.length) break;
         int there = int(piece.length - at < STATE_BLOCK ? piece.length - at : STATE_BLOCK);
         bool whole = aligned && there == STATE_BLOCK;
-        float p[2][4], g[2][4], m[2][4], v[2][4];
-        read_values(p, param, at, there, whole);
-        read_values(g, gradient, at, there, whole);
+        float m[2][4], v[2][4];
         mean.widen(m, at, there, whole, of_mean);
         square.widen(v, at, there, whole, of_square);
-        UNROLL for (int k = 0; k < 2; k++)
-            UNROLL for (int i = 0; i < 4; i++) constants.update(p[k][i], m[k][i], v[k][i], g[k][i]);
-        write_values(p, param, at, there, whole);
+        // Half of the block at a time: all of it would not fit the registers.
+        UNROLL for (int k = 0; k < 2; k++) {
+            int place = 128 * k + 4 * int(threadIdx.x % 32);
+            float p[4], g[4];
+            read_four(p, param, at, place, there, whole);
+            read_four(g, gradient, at, place, there, whole);
+            UNROLL for (int i = 0; i < 4; i++) constants.update(p[i], m[k][i], v[k][i], g[i]);
+            write_four(p, param, at, place, there, whole);
+        }
         mean.quantize(m, at, there, whole, of_mean);
         square.quantize(v, at, there, whole, of_square);
     }

@@ -233,14 +233,9 @@ impl<'a> Part<'a> {
         let all = ColumnView { tensor: dy, start, len };
         let of_layer = |&(at, len): &(usize, usize)| ColumnView { tensor: dy, start: start + at, len };
         if let Some(grad) = self.grad {
-            matmul(
-                ColumnViewMut::all(grad),
-                all,
-                ColumnView::all(x),
-                Transpose::Tn,
-                1.0,
-                Addend::Destination,
-            )?;
+            // Those in bf16 are of one micro-batch: there is nothing to add to.
+            let addend = Addend::destination_if(grad.dtype() == DType::F32);
+            matmul(ColumnViewMut::all(grad), all, ColumnView::all(x), Transpose::Tn, 1.0, addend)?;
         }
         for (layer, columns) in self.layers.iter().zip(columns) {
             if let Some(grad) = layer.bias.as_ref().and_then(|bias| bias.grad.as_ref()) {

@@ -20,7 +20,7 @@ use crate::ops::has_kernels;
 use crate::quant::BlocksMut;
 use crate::recipe::enums::MasterWeights;
 use crate::runtime::TensorMut;
-use crate::runtime::copy::{copy_into, to_device};
+use crate::runtime::copy::{copy_into, to_device, zero};
 use crate::runtime::cpu_tensor::PlainElement;
 use crate::runtime::mmap::MappedFile;
 use crate::runtime::param_storage::{ParamStorage, STAGING_ELEMENTS};
@@ -77,7 +77,7 @@ pub struct Bucket {
     pub(super) grad: Option<TensorMut>,
     /// What the update sees of them are numbers of bf16.
     rounds_gradients: bool,
-    /// Backward writes them in their place, kept in bf16 as they are: nothing is added to them.
+    /// Backward writes them in their place, kept in bf16 as they are: those of matrices are overwritten.
     written_in_place: bool,
     /// The run that this rank updates: all, or its shard.
     pub(super) own: Range<usize>,
@@ -229,6 +229,17 @@ impl Bucket {
             Placement::Sharded { .. } => Ok(grad.clone()),
         };
         Ok(self.grad.as_ref().map(own).transpose()?.map(TensorMut::into_tensor))
+    }
+
+    /// Makes the kept gradients zeros, but for matrices that backward writes and does not add to.
+    pub(super) fn zero_gradients(&self) -> Result<()> {
+        let Some(grad) = &self.grad else { return Ok(()) };
+        if !self.keeps_bf16_gradients() || self.rounds_from_f32() {
+            return zero(grad);
+        }
+        let vectors = self.entries.iter().filter(|entry| entry.desc.shape.len() == 1);
+        let mut runs = vectors.map(|entry| grad.narrow(0, entry.start, entry.desc.elements()));
+        runs.try_for_each(|run| zero(&run?))
     }
 
     /// Whether gradients are kept in bf16, and backward adds up in f32 memory of its own before.

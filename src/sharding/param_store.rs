@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::model::{self, BlockWeights, EmbedGradients, EmbedWeights, HeadWeights, ModelConfig, Segment};
 use crate::recipe::enums::MasterWeights;
 use crate::runtime::TensorMut;
-use crate::runtime::copy::{copy_into, zero};
+use crate::runtime::copy::copy_into;
 use crate::runtime::cpu_tensor::memory;
 use crate::runtime::machine::host_memory;
 use crate::runtime::param_storage::ParamStorage;
@@ -386,7 +386,7 @@ impl ParamStore {
     /// # Errors
     /// A tensor operation failed.
     pub fn zero_gradients(&self) -> Result<()> {
-        self.trainable().filter_map(|bucket| bucket.grad.as_ref()).try_for_each(zero)
+        self.trainable().try_for_each(Bucket::zero_gradients)
     }
 
     /// The first of what `check` names that holds a NaN or an infinity in this rank's part, in words such as `the weight

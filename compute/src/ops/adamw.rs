@@ -6,15 +6,16 @@ pub(super) mod cases;
 pub(super) mod cuda;
 
 use candle_core::{DType, Device, Tensor};
+use half::bf16;
 use rayon::prelude::*;
 
 use super::gpu;
-use super::stochastic_rounding::{AsF32, RUN, StochasticRounding};
+use super::stochastic_rounding::{self, Noise, RUN, StochasticRounding};
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::{copy_into, to_device};
-use crate::runtime::cpu_tensor::{read, update, with_elem};
+use crate::runtime::cpu_tensor::{FloatElement, read, update, with_elem};
 
 /// One update's constants.
 #[derive(Debug, Clone, Copy)]
@@ -148,29 +149,86 @@ fn update_piece(piece: &AdamWPiece<'_, TensorMut>) -> Result<()> {
     piece.round()
 }
 
-fn update_runs<P: AsF32, G: AsF32>(
+fn update_runs<P: Parameter, G: FloatElement>(
     p: &mut [P],
     m: &mut [f32],
     v: &mut [f32],
     g: &[G],
     (rates, rounding): (Rates, StochasticRounding),
 ) {
-    let mut scratch = [0f32; RUN];
     let runs = p.chunks_mut(RUN).zip(m.chunks_mut(RUN)).zip(v.chunks_mut(RUN)).zip(g.chunks(RUN));
     for (i, (((p, m), v), g)) in runs.enumerate() {
-        let g = G::read(g, &mut scratch);
-        P::update(p, rounding.offset(i * RUN), |p| update_chunk(p, m, v, g, rates));
+        P::update(p, m, v, g, (rates, rounding.offset(i * RUN)));
+    }
+}
+
+/// A type that parameters are kept in.
+pub(super) trait Parameter: FloatElement {
+    /// Updates a run of at most [`RUN`] values with its moments.
+    fn update<G: FloatElement>(
+        p: &mut [Self],
+        m: &mut [f32],
+        v: &mut [f32],
+        g: &[G],
+        how: (Rates, StochasticRounding),
+    );
+}
+
+impl Parameter for f32 {
+    fn update<G: FloatElement>(
+        p: &mut [f32],
+        m: &mut [f32],
+        v: &mut [f32],
+        g: &[G],
+        (rates, _): (Rates, StochasticRounding),
+    ) {
+        update_f32(p, m, v, g, rates);
+    }
+}
+
+impl Parameter for bf16 {
+    fn update<G: FloatElement>(
+        p: &mut [bf16],
+        m: &mut [f32],
+        v: &mut [f32],
+        g: &[G],
+        (rates, rounding): (Rates, StochasticRounding),
+    ) {
+        update_bf16(p, m, v, g, &rounding.noise(p.len()), rates);
+    }
+}
+
+impl Rates {
+    /// What becomes of a parameter, and of its moments.
+    #[inline(always)]
+    fn update(&self, p: f32, m: &mut f32, v: &mut f32, g: f32) -> f32 {
+        let g = g * self.grad_scale;
+        let p = p * self.decay;
+        *m += (g - *m) * (1.0 - self.beta1);
+        *v = *v * self.beta2 + g * g * (1.0 - self.beta2);
+        p - self.step * (*m / (v.sqrt() / self.root + self.eps))
     }
 }
 
 vectorized! {
-    pub(super) fn update_chunk(p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32], rates: Rates) {
+    fn update_f32<G: FloatElement>(p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[G], rates: Rates) {
         for (((p, m), v), g) in p.iter_mut().zip(m).zip(v).zip(g) {
-            let g = g * rates.grad_scale;
-            *p *= rates.decay;
-            *m += (g - *m) * (1.0 - rates.beta1);
-            *v = *v * rates.beta2 + g * g * (1.0 - rates.beta2);
-            *p -= rates.step * (*m / (v.sqrt() / rates.root + rates.eps));
+            *p = rates.update(*p, m, v, g.widen());
+        }
+    }
+}
+
+vectorized! {
+    fn update_bf16<G: FloatElement>(
+        p: &mut [bf16],
+        m: &mut [f32],
+        v: &mut [f32],
+        g: &[G],
+        noise: &Noise,
+        rates: Rates,
+    ) {
+        for ((((p, m), v), g), noise) in p.iter_mut().zip(m).zip(v).zip(g).zip(noise.as_flattened()) {
+            *p = stochastic_rounding::round(rates.update(p.widen(), m, v, g.widen()), *noise);
         }
     }
 }

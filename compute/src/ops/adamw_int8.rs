@@ -8,14 +8,14 @@ mod cuda;
 use candle_core::Device;
 use rayon::prelude::*;
 
-use super::adamw::{AdamWPiece, update_chunk};
+use super::adamw::{AdamWPiece, Parameter};
 use super::gpu;
-use super::stochastic_rounding::{AsF32, RUN};
+use super::stochastic_rounding::RUN;
 use crate::error::Result;
 use crate::quant::DynamicMap;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::to_device;
-use crate::runtime::cpu_tensor::{read, update, with_elem};
+use crate::runtime::cpu_tensor::{FloatElement, read, update, with_elem};
 
 /// Values that share a scale.
 pub const STATE_BLOCK: usize = 256;
@@ -84,7 +84,7 @@ fn update_piece(piece: &AdamWPiece<'_, Int8State>) -> Result<()> {
     piece.round()
 }
 
-fn update_on_cpu<P: AsF32, G: AsF32>(piece: &AdamWPiece<'_, Int8State>) -> Result<()> {
+fn update_on_cpu<P: Parameter, G: FloatElement>(piece: &AdamWPiece<'_, Int8State>) -> Result<()> {
     let &AdamWPiece { param, rounding, grad, moments: [first, second], step, .. } = piece;
     let grad = read::<G>(grad)?;
     let grad: &[G] = &grad;
@@ -100,13 +100,11 @@ fn update_on_cpu<P: AsF32, G: AsF32>(piece: &AdamWPiece<'_, Int8State>) -> Resul
                         let values = p.par_chunks_mut(STATE_BLOCK).zip(grad.par_chunks(STATE_BLOCK));
                         let blocks = values.zip(states).enumerate().with_min_len(8);
                         blocks.for_each(|(i, ((p, g), (((c1, c2), a1), a2)))| {
-                            let (mut m, mut v, mut scratch) =
-                                ([0f32; STATE_BLOCK], [0f32; STATE_BLOCK], [0f32; RUN]);
+                            let (mut m, mut v) = ([0f32; STATE_BLOCK], [0f32; STATE_BLOCK]);
                             let (m, v) = (&mut m[..p.len()], &mut v[..p.len()]);
                             widen(m, c1, *a1, maps[0]);
                             widen(v, c2, *a2, maps[1]);
-                            let (g, rounding) = (G::read(g, &mut scratch), rounding.offset(i * STATE_BLOCK));
-                            P::update(p, rounding, |p| update_chunk(p, m, v, g, rates));
+                            P::update(p, m, v, g, (rates, rounding.offset(i * STATE_BLOCK)));
                             *a1 = maps[0].quantize(m, c1);
                             *a2 = maps[1].quantize(v, c2);
                         });

@@ -39,70 +39,33 @@ impl StochasticRounding {
         Self::new(self.stream, self.first + start as u64)
     }
 
-    /// Rounds `values`, at most [`RUN`], to `to`: the bits below bf16's are carried when they and 16 random bits add up to
-    /// one of its units. What is not finite is rounded to the nearest.
-    pub(super) fn round(self, to: &mut [bf16], values: &[f32]) {
-        round(to, values, self);
+    /// The random bits of the first `len` values of a run, at most [`RUN`].
+    pub(super) fn noise(self, len: usize) -> Noise {
+        let mut noise: Noise = [[0; PER_HASH]; RUN / PER_HASH];
+        draw(&mut noise[..len.div_ceil(PER_HASH)], self);
+        noise
     }
 }
 
+/// Random bits for each value of a run.
+pub(super) type Noise = [[u16; PER_HASH]; RUN / PER_HASH];
+
 vectorized! {
-    fn round(to: &mut [bf16], values: &[f32], rounding: StochasticRounding) {
-        let mut noise = [[0u16; PER_HASH]; RUN / PER_HASH];
-        let first = rounding.first / PER_HASH as u64;
-        for (noise, index) in noise.iter_mut().zip(first..).take(values.len().div_ceil(PER_HASH)) {
-            let bits = rounding.stream.bits(index);
+    fn draw(noise: &mut [[u16; PER_HASH]], from: StochasticRounding) {
+        for (noise, index) in noise.iter_mut().zip(from.first / PER_HASH as u64..) {
+            let bits = from.stream.bits(index);
             *noise = [bits as u16, (bits >> 16) as u16, (bits >> 32) as u16, (bits >> 48) as u16];
         }
-        for ((to, value), noise) in to.iter_mut().zip(values).zip(noise.as_flattened()) {
-            let bits = value.to_bits();
-            let rounded = bf16::from_bits((bits.wrapping_add(u32::from(*noise)) >> 16) as u16);
-            *to = if value.is_finite() { rounded } else { bf16::nearest(*value) };
-        }
     }
 }
 
-/// A type that parameters or gradients are kept in, which an update sees as f32.
-pub(super) trait AsF32: FloatElement {
-    /// Lets `update` change `values`, at most [`RUN`]; those of fewer bits are rounded by `rounding`.
-    fn update(values: &mut [Self], rounding: StochasticRounding, update: impl FnOnce(&mut [f32]));
-
-    /// `values`, at most [`RUN`], in f32: themselves, or in `scratch`.
-    fn read<'a>(values: &'a [Self], scratch: &'a mut [f32; RUN]) -> &'a [f32];
-}
-
-impl AsF32 for f32 {
-    fn update(values: &mut [Self], _: StochasticRounding, update: impl FnOnce(&mut [f32])) {
-        update(values);
-    }
-
-    fn read<'a>(values: &'a [Self], _: &'a mut [f32; RUN]) -> &'a [f32] {
-        values
-    }
-}
-
-impl AsF32 for bf16 {
-    fn update(values: &mut [Self], rounding: StochasticRounding, update: impl FnOnce(&mut [f32])) {
-        let mut wide = [0f32; RUN];
-        let wide = &mut wide[..values.len()];
-        widen(wide, values);
-        update(wide);
-        rounding.round(values, wide);
-    }
-
-    fn read<'a>(values: &'a [Self], scratch: &'a mut [f32; RUN]) -> &'a [f32] {
-        let wide = &mut scratch[..values.len()];
-        widen(wide, values);
-        wide
-    }
-}
-
-vectorized! {
-    fn widen(wide: &mut [f32], values: &[bf16]) {
-        for (wide, value) in wide.iter_mut().zip(values) {
-            *wide = value.widen();
-        }
-    }
+/// Rounds a value: the bits below bf16's are carried when they and the random ones add up to one of its units. What is not
+/// finite is rounded to the nearest.
+#[inline(always)]
+pub(super) fn round(value: f32, noise: u16) -> bf16 {
+    let bits = value.to_bits();
+    let rounded = bf16::from_bits((bits.wrapping_add(u32::from(noise)) >> 16) as u16);
+    if value.is_finite() { rounded } else { bf16::nearest(value) }
 }
 
 #[cfg(test)]
@@ -110,9 +73,8 @@ mod tests {
     use super::*;
 
     fn rounded(values: &[f32], rounding: StochasticRounding) -> Vec<bf16> {
-        let mut to = vec![bf16::ZERO; values.len()];
-        rounding.round(&mut to, values);
-        to
+        let noise = rounding.noise(values.len());
+        values.iter().zip(noise.as_flattened()).map(|(value, noise)| round(*value, *noise)).collect()
     }
 
     fn rounding(first: u64) -> StochasticRounding {

@@ -6,7 +6,7 @@ use half::bf16;
 use super::{AdamWPiece, AdamWStep, adamw, reference};
 use crate::error::Result;
 use crate::ops::case::{CaseRunner, OpCase, OpPair, TensorPair, Tolerance};
-use crate::ops::stochastic_rounding::{RUN, StochasticRounding};
+use crate::ops::stochastic_rounding::{self, RUN, StochasticRounding};
 use crate::runtime::TensorMut;
 use crate::runtime::copy::to_host_vec;
 use crate::runtime::rng::RngStream;
@@ -96,7 +96,9 @@ fn differing<M>(
         let mut rounded = vec![bf16::ZERO; len];
         let values = to_host_vec::<f32>(&wide)?;
         for (at, (to, values)) in rounded.chunks_mut(RUN).zip(values.chunks(RUN)).enumerate() {
-            rounding.offset(at * RUN).round(to, values);
+            let noise = rounding.offset(at * RUN).noise(values.len());
+            let all = to.iter_mut().zip(values).zip(noise.as_flattened());
+            all.for_each(|((to, value), noise)| *to = stochastic_rounding::round(*value, *noise));
         }
         let found = to_host_vec::<bf16>(&param)?;
         count += found.iter().zip(&rounded).filter(|(a, b)| a.to_bits() != b.to_bits()).count() as f64;
