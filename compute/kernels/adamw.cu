@@ -36,6 +36,17 @@ struct Rates {
     }
 };
 
+// A value, or four from a multiple of four on: of the f32 ones, where there are none of the bf16 ones.
+template <class W, class H> DEVICE inline float load_of(W wide, H half, int64_t at) {
+    return wide.is_null() ? widen(half.load(at)) : wide.load(at);
+}
+template <class W, class H> DEVICE inline void load4_of(float (&x)[4], W wide, H half, int64_t at) {
+    if (wide.is_null())
+        load_values<bf16, 4>(x, half, at);
+    else
+        load_values<float, 4>(x, wide, at);
+}
+
 // Parameters: f32 values, with bf16 ones beside them or not, or bf16 ones alone, which are rounded at random as in
 // src/ops/stochastic_rounding.rs.
 struct Parameter {
@@ -46,13 +57,10 @@ struct Parameter {
     In<int64_t> row;
 
     DEVICE bool is_aligned() const { return wide.is_aligned(16) && half.is_aligned(8); }
-    DEVICE float load(int64_t at) const { return wide.is_null() ? widen(half.load(at)) : wide.load(at); }
+    DEVICE float load(int64_t at) const { return load_of(wide, half, at); }
     // Four values from a multiple of four on.
     DEVICE void load4(float (&x)[4], int64_t at) const {
-        if (wide.is_null())
-            load_values<bf16, 4>(x, half, at);
-        else
-            load_values<float, 4>(x, wide, at);
+        load4_of(x, wide, half, at);
     }
     DEVICE void store(int64_t at, float x) const {
         if (!wide.is_null()) {
@@ -89,12 +97,9 @@ struct Gradient {
     In<float> wide;
     In<bf16> half;
     DEVICE bool is_aligned() const { return wide.is_aligned(16) && half.is_aligned(8); }
-    DEVICE float load(int64_t at) const { return wide.is_null() ? widen(half.load(at)) : wide.load(at); }
+    DEVICE float load(int64_t at) const { return load_of(wide, half, at); }
     DEVICE void load4(float (&x)[4], int64_t at) const {
-        if (wide.is_null())
-            load_values<bf16, 4>(x, half, at);
-        else
-            load_values<float, 4>(x, wide, at);
+        load4_of(x, wide, half, at);
     }
 };
 
