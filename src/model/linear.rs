@@ -1,18 +1,22 @@
 //! Linear layers with their adapter inside: `y = x Wᵀ + b` and the branch of [`lora`].
 //!
 //! A frozen weight costs one product in backward (dx); its adapter three thin ones. On the CPU the weight's product takes the
-//! branch's up-product in where products in bf16 are packed, so that the output is written once. On a GPU the weights of layers that
+//! branch's up-product in where products in bf16 are packed, so that the output is written once; adapters of layers that
+//! read the same input share their passes over it ([`super::lora_group`]). On a GPU the weights of layers that
 //! read the same input are one product, and a LoRA branch is written first: it is bound by memory, and what is to be added
 //! to it the weights' product, bound by arithmetic, reads in passing.
 
 use candle_core::{DType, Device, Tensor};
 
 use super::lora::{self, BranchContext, BranchSaved, DropoutSource, Lora};
+use super::lora_group::LoraGroup;
 use super::{Param, WeightMatrix};
 use crate::error::Result;
 use crate::ops::matmul::{add_bias, sum_rows};
-use crate::ops::matmul_quantized::{Weight, matmul_weight_plus_low_rank, matmul_weights};
-use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
+use crate::ops::matmul_quantized::{
+    Weight, matmul_weight_plus_low_rank, matmul_weights, matmul_weights_plus_low_rank,
+};
+use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, empty, has_kernels, matmul};
 use crate::runtime::TensorMut;
 
 /// A linear layer's parameters.
@@ -63,11 +67,14 @@ impl Linear {
 }
 
 impl MergedLinear {
-    /// The layers in parts of one product each: all of them on a GPU, where their weights are of one kind; but not with
-    /// DoRA, which computes with the product of a layer by itself.
+    /// The layers in parts of one product each: all of them where their weights are of one kind on a GPU, but not with
+    /// DoRA, which computes with the product of a layer by itself; elsewhere where they lie side by side without adapters.
     fn parts(&self, device: &Device, has_dora: bool) -> Vec<Part<'_>> {
-        let in_one = !has_dora && has_kernels(device);
-        let all = in_one.then(|| self.as_one()).flatten();
+        let all = if has_kernels(device) {
+            self.as_one().filter(|_| !has_dora)
+        } else {
+            self.merged().filter(|_| self.layers.iter().all(|layer| layer.lora.is_none()))
+        };
         all.map_or_else(|| self.layers.iter().map(Part::of).collect(), |all| vec![all])
     }
 
@@ -87,15 +94,45 @@ impl MergedLinear {
         Ok(())
     }
 
+    /// The layers as one product, where their weights are one matrix.
+    fn merged(&self) -> Option<Part<'_>> {
+        let merged = self.merged.as_ref()?;
+        let weights = vec![Weight::Dense(&merged.value)];
+        Some(Part { layers: &self.layers, weights, grad: merged.grad.as_ref() })
+    }
+
     fn as_one(&self) -> Option<Part<'_>> {
-        let layers = &self.layers[..];
-        if let Some(merged) = &self.merged {
-            let weights = vec![Weight::Dense(&merged.value)];
-            return Some(Part { layers, weights, grad: merged.grad.as_ref() });
+        self.merged().or_else(|| {
+            let weights: Vec<_> = self.layers.iter().map(|layer| layer.weight.get()).collect();
+            let quantized = weights.iter().all(|weight| matches!(weight, Weight::Quantized(_)));
+            quantized.then_some(Part { layers: &self.layers, weights, grad: None })
+        })
+    }
+
+    /// As [`backward_parts`] where the layers' adapters are a group.
+    fn backward_grouped(
+        &self,
+        group: &LoraGroup<'_>,
+        saved: &[Option<BranchSaved>],
+        x: &Tensor,
+        dy: &Tensor,
+        dx: Option<&TensorMut>,
+    ) -> Result<()> {
+        let all = Part { layers: &self.layers, weights: Vec::new(), grad: None };
+        let du = group.backward(saved, x, dy, &all.columns()?)?;
+        if let Some(dx) = dx {
+            let layers = || self.layers.iter().map(|layer| layer.weight.get()).collect();
+            let weights = self.merged().map_or_else(layers, |merged| merged.weights);
+            let (dx, dy) = (ColumnViewMut::all(dx), ColumnView::all(dy));
+            matmul_weights_plus_low_rank(dx, dy, &weights, Addend::Nothing, group.to_input(&du))?;
         }
-        let weights: Vec<_> = layers.iter().map(|layer| layer.weight.get()).collect();
-        let quantized = weights.iter().all(|weight| matches!(weight, Weight::Quantized(_)));
-        quantized.then_some(Part { layers, weights, grad: None })
+        let mut start = 0;
+        for part in self.layers.iter().map(Part::of) {
+            let columns = part.columns()?;
+            part.add_gradients(x, (dy, start), &columns)?;
+            start += columns.iter().map(|(_, len)| len).sum::<usize>();
+        }
+        Ok(())
     }
 }
 
@@ -123,7 +160,7 @@ impl<'a> Part<'a> {
         (y, start): (&TensorMut, usize),
         added: Addend<'_>,
         branch: BranchContext,
-        saved: &mut LoraSaved,
+        (down, saved): (Option<BranchSaved>, &mut LoraSaved),
     ) -> Result<usize> {
         let columns = self.columns()?;
         let len = columns.iter().map(|(_, len)| len).sum();
@@ -137,11 +174,13 @@ impl<'a> Part<'a> {
         } else if let ([weight], [Some(lora)]) = (&self.weights[..], &loras[..])
             && !has_kernels(x.device())
         {
-            let product = |low_rank: LowRank<'_>| {
-                let x = ColumnView::all(x);
-                matmul_weight_plus_low_rank(all, x, *weight, Transpose::Nt, added, low_rank)
+            let down = match down {
+                Some(down) => down,
+                None => BranchSaved::lora(lora.down(x, branch.source)?, 0),
             };
-            saved.0.push(Some(lora.forward_with(x, branch.source, product)?));
+            let x = ColumnView::all(x);
+            matmul_weight_plus_low_rank(all, x, *weight, Transpose::Nt, added, lora.branch(&down))?;
+            saved.0.push(Some(down));
         } else {
             let branches_first = has_kernels(x.device()) && loras.iter().all(Option::is_some);
             let base = |added| matmul_weights(all, ColumnView::all(x), &self.weights, Transpose::Nt, added);
@@ -256,13 +295,17 @@ pub(super) fn forward(
     let (rows, _) = x.dims2()?;
     let widths = linear.layers.iter().map(Linear::out).collect::<Result<Vec<_>>>()?;
     let y = empty(rows, widths.iter().sum(), x.dtype(), x.device())?;
-    let mut loras = linear.layers.iter().filter_map(|layer| branch.adapter.of(layer.lora.as_ref()));
-    let has_dora = loras.any(Lora::is_dora);
+    let loras = || linear.layers.iter().map(|layer| branch.adapter.of(layer.lora.as_ref()));
+    let has_dora = loras().flatten().any(Lora::is_dora);
+    let group = LoraGroup::of(loras(), x, branch.source)?;
+    let mut downs = group.map(|group| group.down(x)).transpose()?.unwrap_or_default().into_iter();
     let added = residual.map_or(Addend::Nothing, Addend::Matrix);
     let mut saved = LoraSaved::default();
     let mut start = 0;
     for part in linear.parts(x.device(), has_dora) {
-        start = part.forward(x, (&y, start), added, branch, &mut saved)?;
+        // Where there is a group, a part is one layer.
+        let down = downs.next().flatten();
+        start = part.forward(x, (&y, start), added, branch, (down, &mut saved))?;
     }
     Ok((y.into_tensor(), saved))
 }
@@ -300,11 +343,13 @@ fn backward_parts(
     dx: Option<&TensorMut>,
     source: DropoutSource,
 ) -> Result<()> {
-    let has_dora = linear
-        .layers
-        .iter()
-        .zip(saved)
-        .any(|(layer, saved)| saved.is_some() && layer.lora.as_ref().is_some_and(Lora::is_dora));
+    let loras = || {
+        linear.layers.iter().zip(saved).map(|(layer, saved)| layer.lora.as_ref().filter(|_| saved.is_some()))
+    };
+    if let Some(group) = LoraGroup::of(loras(), x, source)? {
+        return linear.backward_grouped(&group, saved, x, dy, dx);
+    }
+    let has_dora = loras().flatten().any(Lora::is_dora);
     let (mut start, mut layer) = (0, 0);
     for part in linear.parts(x.device(), has_dora) {
         let dx = dx.map(|dx| (dx, Addend::destination_if(start > 0)));

@@ -71,8 +71,10 @@ fn buffer_width(r: usize, dtype: DType, has_kernels: bool) -> usize {
 /// What the branch's backward needs besides the layer's input.
 #[derive(Debug, Clone)]
 pub(super) struct BranchSaved {
-    /// `drop(x) Aᵀ`: `[N, r]` in the dtype of A, in a buffer of [`LoraShape::buffer_width`] columns.
-    pub(super) u: Tensor,
+    /// `drop(x) Aᵀ`: `[N, r]` in the dtype of A, in a buffer of [`LoraShape::buffer_width`] columns or of those of a group.
+    u: Tensor,
+    /// The first of its columns in the buffer.
+    start: usize,
     dora: Option<DoraSaved>,
 }
 
@@ -87,6 +89,11 @@ struct DoraSaved {
 }
 
 impl BranchSaved {
+    /// What LoRA's backward needs, with its inner activations in the columns from `start` on.
+    pub(super) fn lora(u: Tensor, start: usize) -> Self {
+        BranchSaved { u, start, dora: None }
+    }
+
     /// The bytes that it holds of `tokens` tokens, after a layer of width `out` that returns `dtype`.
     pub(super) fn bytes(shape: LoraShape, out: usize, tokens: usize, dtype: DType) -> usize {
         let f32 = DType::F32.size_in_bytes();
@@ -168,19 +175,12 @@ impl Lora {
         let u = self.down(x, source)?;
         let b = ColumnView::all(&self.b.value);
         matmul(out, self.of_rank(&u), b, Transpose::Nt, self.scale, added)?;
-        Ok(BranchSaved { u, dora: None })
+        Ok(BranchSaved::lora(u, 0))
     }
 
-    /// As [`Lora::forward`], by `product`, which adds the branch to one of its own.
-    pub(super) fn forward_with(
-        &self,
-        x: &Tensor,
-        source: DropoutSource,
-        product: impl FnOnce(LowRank<'_>) -> Result<()>,
-    ) -> Result<BranchSaved> {
-        let u = self.down(x, source)?;
-        product(LowRank { u: self.of_rank(&u), factor: &self.b.value, scale: self.scale })?;
-        Ok(BranchSaved { u, dora: None })
+    /// What LoRA's branch adds to the layer's product, given its inner activations.
+    pub(super) fn branch<'a>(&'a self, saved: &'a BranchSaved) -> LowRank<'a> {
+        LowRank { u: self.inner(saved), factor: &self.b.value, scale: self.scale }
     }
 
     /// Adds the gradients of LoRA's A and B; what `dy` gives through the branch, which drops nothing, goes to `product`,
@@ -192,7 +192,7 @@ impl Lora {
         dy: ColumnView<'_>,
         product: impl FnOnce(LowRank<'_>) -> Result<()>,
     ) -> Result<()> {
-        let du = self.up_backward(&saved.u, dy)?;
+        let du = self.up_backward(saved, dy)?;
         self.down_backward(x, &du, None, None)?;
         product(LowRank { u: self.of_rank(&du), factor: &self.a.value, scale: 1.0 })
     }
@@ -207,7 +207,7 @@ impl Lora {
         dx: Option<(&TensorMut, Addend<'_>)>,
         source: DropoutSource,
     ) -> Result<()> {
-        let du = self.up_backward(&saved.u, dy)?;
+        let du = self.up_backward(saved, dy)?;
         self.down_backward(x, &du, dx, source)
     }
 
@@ -220,6 +220,11 @@ impl Lora {
     /// The `r` columns of such a buffer that hold something.
     fn of_rank<'a>(&self, buffer: &'a Tensor) -> ColumnView<'a> {
         ColumnView { len: self.a.value.dims()[0], ..ColumnView::all(buffer) }
+    }
+
+    /// The inner activations of the forward.
+    fn inner<'a>(&self, saved: &'a BranchSaved) -> ColumnView<'a> {
+        ColumnView { start: saved.start, ..self.of_rank(&saved.u) }
     }
 
     fn of_rank_mut<'a>(&self, buffer: &'a TensorMut) -> ColumnViewMut<'a> {
@@ -279,21 +284,26 @@ impl Lora {
     }
 
     /// The gradient of u, `s · dy B`, and B's gradient added; `dy` is the gradient of `s · u Bᵀ`.
-    fn up_backward(&self, u: &Tensor, dy: ColumnView<'_>) -> Result<Tensor> {
-        let du = self.rank_buffer(u.dim(0)?, u.device())?;
-        matmul(
-            self.of_rank_mut(&du),
-            dy,
-            ColumnView::all(&self.b.value),
-            Transpose::Nn,
-            self.scale,
-            Addend::Nothing,
-        )?;
-        if let Some(grad) = &self.b.grad {
-            let u = self.of_rank(u);
-            matmul(ColumnViewMut::all(grad), dy, u, Transpose::Tn, self.scale, Addend::Destination)?;
-        }
+    fn up_backward(&self, saved: &BranchSaved, dy: ColumnView<'_>) -> Result<Tensor> {
+        let du = self.rank_buffer(dy.tensor.dim(0)?, dy.tensor.device())?;
+        self.up_backward_into(self.of_rank_mut(&du), saved, dy)?;
         Ok(du.into_tensor())
+    }
+
+    /// Writes the gradient of u, `s · dy B`, to `du`, and adds B's gradient; `dy` is the gradient of `s · u Bᵀ`.
+    pub(super) fn up_backward_into(
+        &self,
+        du: ColumnViewMut<'_>,
+        saved: &BranchSaved,
+        dy: ColumnView<'_>,
+    ) -> Result<()> {
+        let b = ColumnView::all(&self.b.value);
+        matmul(du, dy, b, Transpose::Nn, self.scale, Addend::Nothing)?;
+        if let Some(grad) = &self.b.grad {
+            let (grad, u) = (ColumnViewMut::all(grad), self.inner(saved));
+            matmul(grad, dy, u, Transpose::Tn, self.scale, Addend::Destination)?;
+        }
+        Ok(())
     }
 }
 
@@ -326,7 +336,7 @@ pub(super) fn dora_forward(
     matmul(z, lora.of_rank(&u), b, Transpose::Nt, lora.scale, Addend::Destination)?;
     scale_columns(out, z.as_view(), &factor, accumulate)?;
     let unscaled = unscaled.into_tensor();
-    Ok(BranchSaved { u, dora: Some(DoraSaved { unscaled, factor, norm }) })
+    Ok(BranchSaved { u, start: 0, dora: Some(DoraSaved { unscaled, factor, norm }) })
 }
 
 /// Adds the gradients of DoRA's parameters and, to `dx` (or into it, where nothing is to be added to), what `dy` gives
@@ -347,7 +357,7 @@ pub(super) fn dora_backward(
     }
     let scaled = empty(x.dim(0)?, dy.len, x.dtype(), x.device())?;
     scale_columns(ColumnViewMut::all(&scaled), dy, &dora.factor, false)?;
-    let du = lora.up_backward(&saved.u, ColumnView::all(&scaled))?;
+    let du = lora.up_backward(saved, ColumnView::all(&scaled))?;
     if let Some((dx, added)) = dx {
         let to_input = |dst: &TensorMut, dy: ColumnView<'_>, added: Addend<'_>| {
             matmul_weight(ColumnViewMut::all(dst), dy, weight, Transpose::Nn, added)

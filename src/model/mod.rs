@@ -19,6 +19,7 @@ mod layout;
 mod linear;
 mod lm_head;
 mod lora;
+mod lora_group;
 mod rope;
 mod rotary_tables;
 mod semantics;

@@ -102,13 +102,12 @@ fn forward_of(
     config: &ModelConfig,
     params: &RandomParams,
     attention: Attention,
-    adapter: AdapterSwitch,
+    (adapter, dropout): (AdapterSwitch, Option<DropoutContext>),
 ) -> Result<BlockSaved> {
     let weights = assemble::block(config, 0, params)?;
     let spans = [Span::sequence(0, 5), Span::sequence(5, TOKENS - 5)];
     let tables =
         config.ropes.iter().map(|rope| rope.table(&spans, &Device::Cpu)).collect::<Result<Vec<_>>>()?;
-    let dropout = Some(DropoutContext { stream: RngStream::new(1), first_token: 0 });
     let context = BlockContext { spans: &spans, tables: &tables, attention, adapter, dropout };
     let x = normal("x", &[TOKENS, config.hidden_size], params.dtype)?.value;
     Ok(forward(config, 0, &weights, &x, &context, None)?.1)
@@ -149,12 +148,16 @@ fn bytes_are_those_of_the_memory_that_is_held() -> Result<()> {
             let params = RandomParams::new(&config, dtype, adapter);
             for attention in [Attention::Flash, Attention::Eager] {
                 let case = format!("{model} {dtype:?} {attention:?}, adapter {i}");
-                let saved = forward_of(&config, &params, attention, AdapterSwitch::On)?;
                 let SavedBytes { input, rest } = BlockSaved::bytes(&config, TOKENS, dtype, adapter);
-                // Under recompute a block's input is all that is kept.
-                assert_eq!(memory_of([&saved.x]), input, "{case}");
-                assert_eq!(memory_of(saved.tensors()), input + rest, "{case}");
-                let off = forward_of(&config, &params, attention, AdapterSwitch::Off)?;
+                let dropout = DropoutContext { stream: RngStream::new(1), first_token: 0 };
+                // Without dropout adapters of a group share one buffer.
+                for dropout in [Some(dropout), None] {
+                    let saved = forward_of(&config, &params, attention, (AdapterSwitch::On, dropout))?;
+                    // Under recompute a block's input is all that is kept.
+                    assert_eq!(memory_of([&saved.x]), input, "{case} {dropout:?}");
+                    assert_eq!(memory_of(saved.tensors()), input + rest, "{case} {dropout:?}");
+                }
+                let off = forward_of(&config, &params, attention, (AdapterSwitch::Off, Some(dropout)))?;
                 let without = BlockSaved::bytes(&config, TOKENS, dtype, none);
                 assert_eq!(memory_of(off.tensors()), without.input + without.rest, "{case}, switched off");
             }

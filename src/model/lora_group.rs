@@ -1,0 +1,121 @@
+//! The LoRA adapters of linear layers that read the same input, on the CPU: one pass over the input for all of them.
+//!
+//! ```text
+//! [u_q u_k u_v] = x · [A_q; A_k; A_v]ᵀ          [dA_q; dA_k; dA_v] = [du_q du_k du_v]ᵀ · x
+//! dx = dy · [W_q; W_k; W_v] + [du_q du_k du_v] · [A_q; A_k; A_v]
+//! ```
+//!
+//! Such thin products take as long as reading `x` and starting the threads do, whatever the rank is. `dx` is written once.
+
+use candle_core::{DType, Tensor};
+
+use super::lora::{BranchSaved, DropoutSource, Lora};
+use crate::error::Result;
+use crate::ops::elementwise::add_into;
+use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
+
+/// Two or more adapters of layers that read the same input, by the order of the layers.
+pub(super) struct LoraGroup<'a> {
+    loras: Vec<Option<Member<'a>>>,
+    /// The adapters' A, one under the other: `[Σ r, in]` f32.
+    a: Tensor,
+}
+
+#[derive(Clone, Copy)]
+struct Member<'a> {
+    lora: &'a Lora,
+    /// The first of its rows of A, and of its columns of u.
+    start: usize,
+    r: usize,
+}
+
+impl<'a> LoraGroup<'a> {
+    /// The group of these layers' adapters where it computes what each would by itself: two or more of LoRA's in f32 whose
+    /// input `x` is the same, because none of them drops values.
+    ///
+    /// # Errors
+    /// The host has not enough memory.
+    pub(super) fn of(
+        loras: impl Iterator<Item = Option<&'a Lora>>,
+        x: &Tensor,
+        source: DropoutSource,
+    ) -> Result<Option<Self>> {
+        let mut rank = 0;
+        let mut place = |lora: &'a Lora| {
+            let r = lora.a.value.dims()[0];
+            rank += r;
+            Member { lora, start: rank - r, r }
+        };
+        let loras: Vec<_> = loras.map(|lora| lora.map(&mut place)).collect();
+        let fits = |Member { lora, .. }: &Member<'_>| {
+            !lora.is_dora() && !lora.drops(source) && lora.a.value.dtype() == DType::F32
+        };
+        let members: Vec<_> = loras.iter().flatten().collect();
+        let on_cpu = x.device().is_cpu() && !has_kernels(x.device());
+        if !on_cpu || members.len() < 2 || !members.iter().all(|member| fits(member)) {
+            return Ok(None);
+        }
+        let parts: Vec<_> = members.iter().map(|member| &member.lora.a.value).collect();
+        Ok(Some(LoraGroup { a: Tensor::cat(&parts, 0)?, loras }))
+    }
+
+    fn rank(&self) -> usize {
+        self.a.dims()[0]
+    }
+
+    /// The inner activations of each layer's adapter.
+    ///
+    /// # Errors
+    /// The host has not enough memory.
+    pub(super) fn down(&self, x: &Tensor) -> Result<Vec<Option<BranchSaved>>> {
+        let u = empty(x.dim(0)?, self.rank(), DType::F32, x.device())?;
+        let (all, a) = (ColumnViewMut::all(&u), ColumnView::all(&self.a));
+        matmul(all, ColumnView::all(x), a, Transpose::Nt, 1.0, Addend::Nothing)?;
+        let u = u.into_tensor();
+        let saved = |member: Member<'_>| BranchSaved::lora(u.clone(), member.start);
+        Ok(self.loras.iter().map(|member| member.map(saved)).collect())
+    }
+
+    /// Adds the gradients of each A and B. Returns the gradient of the inner activations of all, `[N, Σ r]` f32. The columns of
+    /// `dy` that each layer wrote are in `columns`.
+    ///
+    /// # Errors
+    /// The host has not enough memory.
+    pub(super) fn backward(
+        &self,
+        saved: &[Option<BranchSaved>],
+        x: &Tensor,
+        dy: &Tensor,
+        columns: &[(usize, usize)],
+    ) -> Result<Tensor> {
+        let du = empty(x.dim(0)?, self.rank(), DType::F32, x.device())?;
+        for ((member, saved), &(start, len)) in self.loras.iter().zip(saved).zip(columns) {
+            let (Some(Member { lora, start: first, r }), Some(saved)) = (*member, saved) else { continue };
+            let columns = ColumnViewMut { tensor: &du, start: first, len: r };
+            lora.up_backward_into(columns, saved, ColumnView { tensor: dy, start, len })?;
+        }
+        let du = du.into_tensor();
+        self.add_gradients_of_a(x, &du)?;
+        Ok(du)
+    }
+
+    fn add_gradients_of_a(&self, x: &Tensor, du: &Tensor) -> Result<()> {
+        if self.loras.iter().flatten().all(|member| member.lora.a.grad.is_none()) {
+            return Ok(());
+        }
+        let all = empty(self.rank(), x.dim(1)?, DType::F32, x.device())?;
+        let (du, x) = (ColumnView::all(du), ColumnView::all(x));
+        matmul(ColumnViewMut::all(&all), du, x, Transpose::Tn, 1.0, Addend::Nothing)?;
+        for &Member { lora, start, r } in self.loras.iter().flatten() {
+            if let Some(grad) = &lora.a.grad {
+                add_into(grad, &all.narrow(0, start, r)?.into_tensor())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What `du` adds to the gradient of x.
+    pub(super) fn to_input<'t>(&'t self, du: &'t Tensor) -> LowRank<'t> {
+        LowRank { u: ColumnView::all(du), factor: &self.a, scale: 1.0 }
+    }
+}
