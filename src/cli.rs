@@ -14,10 +14,12 @@ use crate::recipe::{Dtype, Purpose, QuantKind, RecipeLayers, RecipeText};
 
 mod bench;
 mod parse;
+mod plan;
 mod verify;
 
 pub use bench::{BenchArgs, BenchVerb, OpsArgs, ScalingArgs};
 pub use parse::{ParsedArgs, parse};
+pub use plan::PlanArgs;
 pub use verify::VerifyResumeArgs;
 
 const TRAIN_EXAMPLES: &str = "\
@@ -53,6 +55,8 @@ pub struct Cli {
 /// What to do, other than training.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
+    /// Say what a run would need, here or on other hardware: memory, time, cost
+    Plan(PlanArgs),
     /// Merge an adapter into its model: a Hugging Face folder
     Merge(MergeArgs),
     /// Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does

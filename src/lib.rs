@@ -17,7 +17,7 @@
 //! | 9 | [`engine`] | the training step, the loop, evaluation, generation |
 //! | 10 | [`setup`] | the base model, the adapter on it, the layout and first values of parameters, data sets |
 //! | 11 | [`plan`] | decides and describes what will run: builds and prints nothing |
-//! | 12 | [`cli`] | the command line's types |
+//! | 12 | [`cli`], [`sizing`] | the command line's types; what a run needs on hardware that need not be here |
 //! | 13 | [`run`] | ranks, trainers, what a run leaves, what `bench` measures |
 //! | 14 | [`commands`] | one file a verb, 150 lines at most |
 
@@ -40,6 +40,7 @@ pub mod report;
 pub mod run;
 pub mod setup;
 pub mod sharding;
+pub mod sizing;
 pub mod weights;
 
 pub use finetune_compute::{contained, error, instruction_set, ops, quant, runtime, stored_dtype, units};

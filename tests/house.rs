@@ -62,6 +62,7 @@ const FLOORS: &[(&str, u32)] = &[
     ("setup", 10),
     ("plan", 11),
     ("cli", 12),
+    ("sizing", 12),
     ("run", 13),
     ("commands", 14),
     ("main", 15),

@@ -1,8 +1,7 @@
 //! One file a verb: each takes its part of the command line, builds what it needs from the floors below, and
 //! returns an error instead of printing one.
 //!
-//! What a person asked for goes to the standard output through [`print`]; everything said about it goes to the
-//! standard error, by way of `report`.
+//! What was asked for goes to the standard output through [`print`], what is said of it to the standard error.
 
 mod bench;
 mod completions;
@@ -13,6 +12,7 @@ mod export;
 mod generate;
 mod inspect;
 mod merge;
+mod plan;
 mod quantize;
 mod recipes;
 mod train;
@@ -53,6 +53,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Some(Verb::Eval(args)) => eval::run(&args),
         Some(Verb::Inspect(args)) => inspect::run(&args),
         Some(Verb::Data(args)) => data::run(&args),
+        Some(Verb::Plan(args)) => plan::run(&args),
         Some(Verb::Bench(args)) => bench::run(&args),
         Some(Verb::Doctor(args)) => doctor::run(&args),
         Some(Verb::VerifyResume(args)) => verify_resume::run(&args),

@@ -129,17 +129,33 @@ impl BlockSaved {
         dtype: DType,
         adapter: impl Fn(&BlockModule) -> Option<LoraShape>,
     ) -> SavedBytes {
+        let [(_, input), rest @ ..] = Self::parts(config, tokens, dtype, adapter);
+        SavedBytes { input, rest: rest.iter().map(|(_, bytes)| bytes).sum() }
+    }
+
+    /// The same by what it is of, the block's input first.
+    pub fn parts(
+        config: &ModelConfig,
+        tokens: usize,
+        dtype: DType,
+        adapter: impl Fn(&BlockModule) -> Option<LoraShape>,
+    ) -> [(&'static str, usize); 8] {
         let (d, f, heads) = (config.hidden_size, config.intermediate_size, config.heads);
-        let (qkv, attended, h, gate_up) = (heads.qkv_width(), heads.q_width(), d, 2 * f);
-        // `o` and `m`.
-        let before_post_norms = if config.post_norms { 2 * d } else { 0 };
-        let width = qkv + attended + h + gate_up + before_post_norms;
-        let log_sum_exp = heads.num_heads * DType::F32.size_in_bytes();
+        let rows = |width: usize| tokens * width * dtype.size_in_bytes();
         let layout = BlockLayout::new(config);
         let branches = layout.linears().filter_map(|module| Some((adapter(module)?, module.weight.out())));
-        let lora: usize = branches.map(|(shape, out)| BranchSaved::bytes(shape, out, tokens, dtype)).sum();
-        let size = dtype.size_in_bytes();
-        SavedBytes { input: tokens * d * size, rest: tokens * (width * size + log_sum_exp) + lora }
+        let lora = branches.map(|(shape, out)| BranchSaved::bytes(shape, out, tokens, dtype)).sum();
+        [
+            ("the block's input", rows(d)),
+            ("q, k and v", rows(heads.qkv_width())),
+            ("attention's output", rows(heads.q_width())),
+            ("its log-sum-exps", tokens * heads.num_heads * DType::F32.size_in_bytes()),
+            ("the input of the MLP", rows(d)),
+            ("gate and up", rows(2 * f)),
+            // `o` and `m`.
+            ("outputs before post norms", if config.post_norms { rows(2 * d) } else { 0 }),
+            ("inner activations of adapters", lora),
+        ]
     }
 
     /// All that it holds.

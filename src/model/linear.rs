@@ -11,12 +11,10 @@ use candle_core::{DType, Device, Tensor};
 use super::lora::{self, BranchContext, BranchSaved, DropoutSource, Lora};
 use super::lora_group::LoraGroup;
 use super::{Param, WeightMatrix};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ops::matmul::{add_bias, sum_rows};
-use crate::ops::matmul_quantized::{
-    Weight, matmul_weight_plus_low_rank, matmul_weights, matmul_weights_plus_low_rank,
-};
-use crate::ops::{Addend, ColumnView, ColumnViewMut, Transpose, empty, has_kernels, matmul};
+use crate::ops::matmul_quantized::{Weight, matmul_weight_plus_low_rank, matmul_weights};
+use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
 use crate::runtime::TensorMut;
 
 /// A linear layer's parameters.
@@ -123,8 +121,7 @@ impl MergedLinear {
         if let Some(dx) = dx {
             let layers = || self.layers.iter().map(|layer| layer.weight.get()).collect();
             let weights = self.merged().map_or_else(layers, |merged| merged.weights);
-            let (dx, dy) = (ColumnViewMut::all(dx), ColumnView::all(dy));
-            matmul_weights_plus_low_rank(dx, dy, &weights, Addend::Nothing, group.to_input(&du))?;
+            input_gradient(dx, dy, &weights, group.to_input(&du))?;
         }
         let mut start = 0;
         for part in self.layers.iter().map(Part::of) {
@@ -170,7 +167,7 @@ impl<'a> Part<'a> {
         if let ([layer], [Some(lora)]) = (self.layers, &loras[..])
             && lora.is_dora()
         {
-            saved.0.push(Some(lora::dora_forward(layer, lora, x, all, added, branch.source)?));
+            saved.0.push(Some(lora::dora_forward(layer.weight.get(), lora, x, all, added, branch.source)?));
         } else if let ([weight], [Some(lora)]) = (&self.weights[..], &loras[..])
             && !has_kernels(x.device())
         {
@@ -223,7 +220,7 @@ impl<'a> Part<'a> {
         if let ([layer], Some(Some((lora, saved)))) = (self.layers, branches().next())
             && lora.is_dora()
         {
-            lora::dora_backward(layer, lora, saved, x, all, dx, source)?;
+            lora::dora_backward(layer.weight.get(), lora, saved, x, all, dx, source)?;
         } else if let ([weight], [_], Some(Some((lora, saved))), Some((dx, added))) =
             (&self.weights[..], self.layers, branches().next(), dx)
             && !has_kernels(x.device())
@@ -283,6 +280,20 @@ impl<'a> Part<'a> {
         }
         Ok(())
     }
+}
+
+/// Writes `dy · weights + low_rank` to `dx`, where `weights` stand one under the other.
+fn input_gradient(dx: &TensorMut, dy: &Tensor, weights: &[Weight<'_>], low_rank: LowRank<'_>) -> Result<()> {
+    let Some((last, others)) = weights.split_last() else { return Err(Error::internal("no layers")) };
+    let (dx, all) = (ColumnViewMut::all(dx), ColumnView::all(dy));
+    let (len, _) = last.dims()?;
+    let before = ColumnView { len: all.len - len, ..all };
+    if !others.is_empty() {
+        matmul_weights(dx, before, others, Transpose::Nn, Addend::Nothing)?;
+    }
+    let of_last = ColumnView { start: before.len, len, ..all };
+    let added = Addend::destination_if(!others.is_empty());
+    matmul_weight_plus_low_rank(dx, of_last, *last, Transpose::Nn, added, low_rank)
 }
 
 /// `x: [N, in]` → `[N, Σ out]`, plus `residual` when given (single layers only).

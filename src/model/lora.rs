@@ -12,12 +12,11 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::Param;
-use super::linear::Linear;
 use crate::error::{Error, Result};
 use crate::ops::dora::{magnitude_backward, scale_columns, weight_norm};
 use crate::ops::dropout::{Dropout, dropout};
 use crate::ops::elementwise::add_into;
-use crate::ops::matmul_quantized::matmul_weight;
+use crate::ops::matmul_quantized::{Weight, matmul_weight};
 use crate::ops::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, empty, has_kernels, matmul};
 use crate::recipe::enums::AdapterKind;
 use crate::runtime::TensorMut;
@@ -309,7 +308,7 @@ impl Lora {
 
 /// Writes `x Wᵀ` with the branch of DoRA to the columns `out`, plus `added`.
 pub(super) fn dora_forward(
-    layer: &Linear,
+    weight: Weight<'_>,
     lora: &Lora,
     x: &Tensor,
     out: ColumnViewMut<'_>,
@@ -319,7 +318,6 @@ pub(super) fn dora_forward(
     let Some(magnitude) = &lora.magnitude else { return Err(Error::internal("DoRA without a magnitude")) };
     let u = lora.down(x, source)?;
     let b = ColumnView::all(&lora.b.value);
-    let weight = layer.weight.get();
     let mut accumulate = added.place_in(out)?;
     let norm = weight_norm(weight, &lora.a.value, &lora.b.value, lora.scale)?;
     let factor = (&magnitude.value / &norm)?;
@@ -342,7 +340,7 @@ pub(super) fn dora_forward(
 /// Adds the gradients of DoRA's parameters and, to `dx` (or into it, where nothing is to be added to), what `dy` gives
 /// through the layer.
 pub(super) fn dora_backward(
-    layer: &Linear,
+    weight: Weight<'_>,
     lora: &Lora,
     saved: &BranchSaved,
     x: &Tensor,
@@ -351,7 +349,6 @@ pub(super) fn dora_backward(
     source: DropoutSource,
 ) -> Result<()> {
     let Some(dora) = &saved.dora else { return Err(Error::internal("DoRA without its forward")) };
-    let weight = layer.weight.get();
     if let Some(grad) = lora.magnitude.as_ref().and_then(|m| m.grad.as_ref()) {
         magnitude_backward(grad, dy, &dora.unscaled, &dora.norm)?;
     }

@@ -3,7 +3,6 @@
 use candle_core::DType;
 
 use crate::error::{Error, Result};
-use crate::ops::has_kernels;
 use crate::recipe::Recipe;
 use crate::recipe::enums::{AdapterKind, Offload};
 use crate::setup::EngineOptions;
@@ -22,7 +21,7 @@ pub(super) fn check(recipe: &Recipe, engine: &EngineOptions, kind: ShardingStrat
     if !is_wanted(recipe) {
         return Ok(());
     }
-    let Some(why) = why_not(recipe, engine.dtype, kind, has_kernels(&engine.device)) else { return Ok(()) };
+    let Some(why) = why_not(recipe, engine.dtype, kind, engine.traits.has_kernels) else { return Ok(()) };
     Err(Error::user("cannot keep a bf16 copy of the quantized weights (`quantization.bf16_copy`)")
         .because(why)
         .hint("leave the key out: the same numbers are computed without the copy"))

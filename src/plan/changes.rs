@@ -31,7 +31,7 @@ pub(super) struct ModelSettings {
 impl ModelSettings {
     /// Those of the model `base` that `engine` computes.
     pub(super) fn of(base: &BaseModel, engine: &EngineOptions) -> Self {
-        let (on_gpu, in_bf16) = (!engine.device.is_cpu(), engine.dtype == DType::BF16);
+        let (on_gpu, in_bf16) = (!engine.traits.is_cpu, engine.dtype == DType::BF16);
         ModelSettings { on_gpu, quantized: base.format.is_some(), in_bf16 }
     }
 }

@@ -4,19 +4,20 @@
 use super::bf16_copy;
 use super::changes::{Change, ModelSettings, WITHOUT_MASTERS, changes, more_ranks};
 use super::memory::{MemoryOptions, MemoryPlan, Saving, available};
+use super::memory_parts::MemoryParts;
 use super::parallel;
 use super::parallel::{WorldSize, named_strategy, pick_strategy};
+use super::traffic;
 use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::export::bitsandbytes::LinearLayers;
-use crate::ops::has_kernels;
 use crate::optim::OptimizerOptions;
 use crate::recipe::{self, AutoOr, Recipe, Recompute};
 use crate::report::memory::current_bytes;
 use crate::setup::adapter_setup::AdapterSetup;
 use crate::setup::base_model::{BaseModel, EngineOptions, format};
 use crate::setup::param_layout::Trains;
-use crate::sharding::{ParamDesc, ShardingStrategy};
+use crate::sharding::{ParamDesc, SentBytes, ShardingStrategy};
 use crate::units;
 
 /// Bytes of the program and of its threads' stacks that come into memory with the first step (measured).
@@ -24,23 +25,61 @@ const STARTED: u64 = 10 << 20;
 
 /// What the memory of a step depends on, beside the recipe's own keys.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct StepInputs<'a> {
-    pub(super) base: &'a BaseModel,
-    pub(super) adapter_setup: Option<&'a AdapterSetup>,
-    pub(super) data: &'a Dataset,
+pub(crate) struct StepInputs<'a> {
+    pub(crate) base: &'a BaseModel,
+    pub(crate) adapter_setup: Option<&'a AdapterSetup>,
+    pub(crate) rows: Rows<'a>,
     /// Ids of `model.new_tokens`.
-    pub(super) new_tokens: &'a [u32],
-    pub(super) engine: &'a EngineOptions,
+    pub(crate) new_tokens: &'a [u32],
+    pub(crate) engine: &'a EngineOptions,
+    pub(crate) room: Room,
+}
+
+/// The rows that steps take.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Rows<'a> {
+    /// Those of a data set.
+    Of(&'a Dataset),
+    /// As long as `data.max_seq_len` allows, each of them.
+    Full,
+}
+
+/// The memory that a run is planned for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Room {
+    /// That of this machine, less what is in use.
+    Here,
+    /// That of a device which need not be here.
+    Planned {
+        /// Bytes that a rank can have.
+        free: u64,
+        /// Bytes that driver and communication hold besides.
+        process: u64,
+    },
 }
 
 /// How a step is run, and the memory that it needs on each rank.
 #[derive(Debug)]
-pub(super) struct Fit {
-    pub(super) kind: ShardingStrategy,
+pub(crate) struct Fit {
+    pub(crate) kind: ShardingStrategy,
     /// Why the strategy was picked, where the recipe left it open.
-    pub(super) why: Option<String>,
-    pub(super) recompute: Recompute,
-    pub(super) memory: MemoryPlan,
+    pub(crate) why: Option<String>,
+    pub(crate) recompute: Recompute,
+    pub(crate) memory: MemoryPlan,
+}
+
+/// A step as it is laid out over the ranks.
+#[derive(Debug)]
+pub(crate) struct PlannedStep {
+    pub(crate) fit: Fit,
+    /// Every parameter of the run.
+    pub(crate) descs: Vec<ParamDesc>,
+    /// What a rank sends.
+    pub(crate) sent: SentBytes,
+    /// Bytes that are copied from the host for one use of all of them.
+    pub(crate) brought: u64,
+    /// What makes up the memory of weights, gradients, states and activations.
+    pub(crate) parts: MemoryParts,
 }
 
 impl StepInputs<'_> {
@@ -49,12 +88,9 @@ impl StepInputs<'_> {
     ///
     /// # Errors
     /// Keys of `[parallel]` that contradict the number of ranks; a bf16 copy that nothing would read; `strategy = "auto"`, and no strategy fits.
-    pub(super) fn decide(&self, recipe: &Recipe, world: WorldSize) -> Result<Fit> {
+    pub(crate) fn decide(&self, recipe: &Recipe, world: WorldSize) -> Result<Fit> {
         match self.fit(recipe, world)? {
-            Some(mut fit) => {
-                if world.all == 1 && on_host(self.engine) {
-                    fit.memory.process = current_bytes().unwrap_or(0) + STARTED;
-                }
+            Some(fit) => {
                 bf16_copy::check(recipe, self.engine, fit.kind)?;
                 Ok(fit)
             }
@@ -62,12 +98,28 @@ impl StepInputs<'_> {
         }
     }
 
+    /// Bytes of a rank's process beside what it computes with, where it is known.
+    fn process(&self, world: WorldSize) -> u64 {
+        match self.room {
+            Room::Planned { process, .. } => process,
+            Room::Here if world.all == 1 && self.engine.traits.on_host() => {
+                current_bytes().unwrap_or(0) + STARTED
+            }
+            Room::Here => 0,
+        }
+    }
+
     /// As [`StepInputs::decide`]; none where the strategy is left open and none fits.
     fn fit(&self, recipe: &Recipe, world: WorldSize) -> Result<Option<Fit>> {
+        Ok(self.planned(recipe, world)?.map(|step| step.fit))
+    }
+
+    /// As [`StepInputs::decide`], with what the step is made of; none where the strategy is left open and none fits.
+    pub(crate) fn planned(&self, recipe: &Recipe, world: WorldSize) -> Result<Option<PlannedStep>> {
         let own = self.adapter_of(recipe)?;
         let adapter_setup = self.adapter_setup.or(own.as_ref());
         let descs = self.descs(recipe, adapter_setup)?;
-        let tokens = widest_micro_batch(recipe, self.data);
+        let tokens = widest_micro_batch(recipe, self.rows);
         let engine = EngineOptions { offload: parallel::offload(&recipe.parallel), ..self.engine.clone() };
         let needed = |kind, recompute| {
             let how = how(recipe, &engine, kind, world.all);
@@ -78,14 +130,20 @@ impl StepInputs<'_> {
             Some(kind) => Some((kind, None)),
             None => pick_strategy(world.all, budget, |kind| needed(kind, least(recipe))),
         };
-        Ok(picked.map(|(kind, why)| {
-            let recompute = decide_recompute(recipe.train.recompute, budget, |r| needed(kind, r));
-            Fit { kind, why, recompute, memory: needed(kind, recompute) }
-        }))
+        let Some((kind, why)) = picked else { return Ok(None) };
+        let recompute = decide_recompute(recipe.train.recompute, budget, |r| needed(kind, r));
+        let memory = MemoryPlan { process: self.process(world), ..needed(kind, recompute) };
+        let fit = Fit { kind, why, recompute, memory };
+        let options = how(recipe, &engine, kind, world.all);
+        let turns = recipe.train.gradient_accumulation_steps as u64;
+        let sent = traffic::sent(&descs, &options, parallel::reduce_dtype(&recipe.parallel), turns)?;
+        let brought = traffic::brought(&descs, &options);
+        let parts = MemoryParts::new(&self.base.config, &descs, adapter_setup, tokens, &options);
+        Ok(Some(PlannedStep { fit, descs, sent, brought, parts }))
     }
 
     /// The adapter of a recipe that has one where the run has none.
-    fn adapter_of(&self, recipe: &Recipe) -> Result<Option<AdapterSetup>> {
+    pub(crate) fn adapter_of(&self, recipe: &Recipe) -> Result<Option<AdapterSetup>> {
         let wanted = recipe.adapter.as_ref().filter(|_| self.adapter_setup.is_none());
         let named = (self.base.found.id.as_str(), &self.base.config);
         wanted.map(|adapter| AdapterSetup::from_recipe(adapter, named, self.new_tokens)).transpose()
@@ -104,7 +162,10 @@ impl StepInputs<'_> {
 
     /// Bytes that each of `ranks` ranks may plan with; none where nothing tells. Ranks on the CPU share one memory, and
     /// a tenth is left for what the estimate does not know.
-    fn budget(&self, ranks: usize) -> Option<u64> {
+    pub(crate) fn budget(&self, ranks: usize) -> Option<u64> {
+        if let Room::Planned { free, .. } = self.room {
+            return Some(free / 10 * 9);
+        }
         let sharing = if self.engine.device.is_cpu() { ranks as u64 } else { 1 };
         available(&self.engine.device).map(|bytes| bytes / sharing / 10 * 9)
     }
@@ -223,29 +284,25 @@ fn how<'a>(
             (Some(_), true) => Saving::InBackground,
         },
         sharded_over: kind.shard_size(ranks),
-        accumulates: parallel::accumulates(recipe, &engine.device),
+        accumulates: parallel::accumulates(recipe, engine.traits),
         master: recipe.optimizer.master,
         kept_gradients: parallel::kept_gradients(recipe),
-        overlaps_reductions: ranks > 1 && !engine.device.is_cpu(),
+        overlaps_reductions: ranks > 1 && !engine.traits.is_cpu,
         offload: &engine.offload,
-        on_host: on_host(engine),
+        on_host: engine.traits.on_host(),
         bf16_copy: engine.bf16_copy,
     }
 }
 
-/// Whether what is computed with lies in the memory of the host.
-fn on_host(engine: &EngineOptions) -> bool {
-    engine.device.is_cpu() && !has_kernels(&engine.device)
-}
-
 /// Tokens of the largest micro-batch that can come.
-fn widest_micro_batch(recipe: &Recipe, data: &Dataset) -> usize {
-    let (rows, longest) = (recipe.train.micro_batch_size, recipe.data.max_seq_len);
+pub(crate) fn widest_micro_batch(recipe: &Recipe, rows: Rows<'_>) -> usize {
+    let (size, longest) = (recipe.train.micro_batch_size, recipe.data.max_seq_len);
+    let Rows::Of(data) = rows else { return size.saturating_mul(longest) };
     let mut lengths: Vec<usize> =
         data.examples().iter().map(|example| example.ids.len().min(longest)).collect();
     if recipe.data.packing {
-        return rows.saturating_mul(longest).min(lengths.iter().sum());
+        return size.saturating_mul(longest).min(lengths.iter().sum());
     }
     lengths.sort_unstable_by(|a, b| b.cmp(a));
-    lengths.iter().take(rows).sum()
+    lengths.iter().take(size).sum()
 }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use candle_core::{DType, Device};
 
 use super::gpu_memory::GpuStep;
-use crate::model::{BlockSaved, LoraShape, ModelConfig, SavedBytes, Segment};
+use crate::model::{BlockModule, BlockSaved, LoraShape, ModelConfig, SavedBytes, Segment};
 use crate::ops::cross_entropy::logits_bytes;
 use crate::optim::StateLayout;
 use crate::quant::QuantRun;
@@ -105,8 +105,7 @@ impl MemoryPlan {
             let staged = 2 + options.optimizer_state.tensors.len() as u64;
             memory.workspace += 4 * staged * longest.min(STAGING_ELEMENTS as u64);
         }
-        let dtypes = [options.dtype, branch_dtype(descs)];
-        let saved = saved_bytes(config, adapter_setup, tokens, dtypes, !options.on_host);
+        let saved = saved_bytes(config, descs, adapter_setup, tokens, options);
         memory.activations = kept_bytes(&saved, recompute) as u64;
         let temporaries = temporary_bytes(config, tokens, size);
         memory.workspace += for_a_moment(&moment);
@@ -181,7 +180,7 @@ pub struct MemoryOptions<'a> {
 
 impl MemoryOptions<'_> {
     /// How many ranks share one copy of what is placed like this.
-    fn share_of(&self, placement: Placement) -> u64 {
+    pub(super) fn share_of(&self, placement: Placement) -> u64 {
         if placement.is_sharded() { self.sharded_over as u64 } else { 1 }
     }
 }
@@ -254,7 +253,7 @@ fn for_a_moment(segments: &BTreeMap<Segment, MomentBytes>) -> u64 {
 }
 
 /// Bytes that a parameter's value takes, its copy in bf16 with it, and the master of a trainable one.
-fn weight_bytes(desc: &ParamDesc, options: &MemoryOptions<'_>) -> (u64, u64) {
+pub(super) fn weight_bytes(desc: &ParamDesc, options: &MemoryOptions<'_>) -> (u64, u64) {
     let (n, size) = (desc.elements(), options.dtype.size_in_bytes());
     let copy = if options.bf16_copy { n * DType::BF16.size_in_bytes() } else { 0 };
     let bytes = match desc.kind {
@@ -279,7 +278,7 @@ fn is_updated_itself(kind: ParamKind, options: &MemoryOptions<'_>) -> bool {
 }
 
 /// The dtype in which the gradients of a parameter are kept.
-fn kept_gradients(desc: &ParamDesc, options: &MemoryOptions<'_>) -> DType {
+pub(super) fn kept_gradients(desc: &ParamDesc, options: &MemoryOptions<'_>) -> DType {
     let of_block = matches!(desc.segment, Segment::Block(_));
     let in_bf16 = of_block && options.dtype != DType::F32 && is_updated_itself(desc.kind, options);
     if in_bf16 { options.kept_gradients } else { DType::F32 }
@@ -291,32 +290,45 @@ fn rounds_from_f32(kept: DType, options: &MemoryOptions<'_>) -> bool {
 }
 
 /// What the branches of adapters are computed in.
-fn branch_dtype(descs: &[ParamDesc]) -> DType {
+pub(super) fn branch_dtype(descs: &[ParamDesc]) -> DType {
     let in_bf16 = descs.iter().any(|desc| matches!(desc.kind, ParamKind::AdapterInBf16(_)));
     if in_bf16 { DType::BF16 } else { DType::F32 }
 }
 
-/// What each block keeps of `tokens` tokens for its backward, in `dtype`, its adapters' branches in `branch_dtype`.
-fn saved_bytes(
+/// What `each` says of every block, given the adapters on it, whose branches are computed in `branch_dtype`.
+pub(super) fn by_block<T>(
     config: &ModelConfig,
     adapter_setup: Option<&AdapterSetup>,
-    tokens: usize,
-    [dtype, branch_dtype]: [DType; 2],
+    branch_dtype: DType,
     has_kernels: bool,
-) -> Vec<SavedBytes> {
+    each: impl Fn(&dyn Fn(&BlockModule) -> Option<LoraShape>) -> T,
+) -> Vec<T> {
     let kind = match adapter_setup {
         Some(adapter_setup) if adapter_setup.config.spec.use_dora => AdapterKind::Dora,
         _ => AdapterKind::Lora,
     };
     let targets = adapter_setup.map_or(&[][..], |adapter_setup| &adapter_setup.targets);
     let ranks: HashMap<&str, usize> = targets.iter().map(|target| (target.name.as_str(), target.r)).collect();
-    let of_layer = |layer: usize| {
-        BlockSaved::bytes(config, tokens, dtype, |module| {
-            let r = ranks.get(module.name_in(layer).as_str())?;
-            Some(LoraShape { kind, r: *r, dtype: branch_dtype, has_kernels })
-        })
+    let shape = |layer: usize, module: &BlockModule| {
+        let r = ranks.get(module.name_in(layer).as_str())?;
+        Some(LoraShape { kind, r: *r, dtype: branch_dtype, has_kernels })
     };
+    let of_layer = |layer| each(&|module: &BlockModule| shape(layer, module));
     (0..config.num_layers()).map(of_layer).collect()
+}
+
+/// What each block keeps of `tokens` tokens for its backward.
+fn saved_bytes(
+    config: &ModelConfig,
+    descs: &[ParamDesc],
+    adapter_setup: Option<&AdapterSetup>,
+    tokens: usize,
+    options: &MemoryOptions<'_>,
+) -> Vec<SavedBytes> {
+    let of_block = |adapter: &dyn Fn(&BlockModule) -> Option<LoraShape>| {
+        BlockSaved::bytes(config, tokens, options.dtype, adapter)
+    };
+    by_block(config, adapter_setup, branch_dtype(descs), !options.on_host, of_block)
 }
 
 /// Bytes of `blocks` that are kept at once, at most.

@@ -15,7 +15,7 @@ pub struct Method {
 
 impl Method {
     /// The method of a run that trains `adapter_setup` over a base quantized to `format`; without an adapter, all weights.
-    pub(super) fn new(adapter_setup: Option<&AdapterSetup>, format: Option<QuantFormat>) -> Self {
+    pub(crate) fn new(adapter_setup: Option<&AdapterSetup>, format: Option<QuantFormat>) -> Self {
         let Some(adapter_setup) = adapter_setup else {
             return Method { tag: "full", text: "all weights (full fine-tuning)".into() };
         };

@@ -1,12 +1,12 @@
 //! What `[parallel]` and the number of ranks come to: the strategy, and how a step's micro-batches are dealt out.
 
-use candle_core::{DType, Device};
+use candle_core::DType;
 
 use super::memory::MemoryPlan;
 use crate::checkpoint::SavedCheckpoint;
 use crate::error::{Error, Result};
-use crate::ops::has_kernels;
 use crate::recipe::{self, MasterWeights, Recipe, ReduceDtype, Strategy};
+use crate::setup::base_model::DeviceTraits;
 use crate::sharding::{GradReduceOptions, OffloadTarget, ShardingStrategy};
 
 /// How many ranks a run is planned for (torchrun's `WORLD_SIZE` and `LOCAL_WORLD_SIZE`).
@@ -71,8 +71,8 @@ pub(super) fn split_global_batch(
 /// Whether the gradients of each micro-batch are computed by themselves before they are added to the others, so that the sum
 /// is the same to the bit on however many ranks. On a GPU products add to what is kept in passing: NCCL adds up ranks in an
 /// order of its own anyway.
-pub(super) fn accumulates(recipe: &Recipe, device: &Device) -> bool {
-    recipe.train.gradient_accumulation_steps > 1 && !has_kernels(device)
+pub(super) fn accumulates(recipe: &Recipe, device: DeviceTraits) -> bool {
+    recipe.train.gradient_accumulation_steps > 1 && !device.has_kernels
 }
 
 /// What `optimizer.master` says, for weights in `dtype`.
@@ -99,7 +99,7 @@ pub(super) fn kept_gradients(recipe: &Recipe) -> DType {
 }
 
 /// How gradients are summed on `device`.
-pub(super) fn reducing(recipe: &Recipe, device: &Device) -> GradReduceOptions {
+pub(super) fn reducing(recipe: &Recipe, device: DeviceTraits) -> GradReduceOptions {
     let dtype = reduce_dtype(&recipe.parallel);
     GradReduceOptions { accumulates: accumulates(recipe, device), dtype, kept: kept_gradients(recipe) }
 }

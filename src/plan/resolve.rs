@@ -8,7 +8,7 @@ use chrono::{DateTime, FixedOffset};
 
 use super::bf16_copy;
 use super::changes::{ModelSettings, changes, typed_for};
-use super::fit::{Fit, StepInputs};
+use super::fit::{Fit, Room, Rows, StepInputs};
 use super::memory::MemoryPlan;
 use super::method::Method;
 use super::parallel;
@@ -97,21 +97,21 @@ impl Plan {
         base.check(Trains::adapter_or_all(adapter_setup.as_ref()))?;
         let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?.at(now);
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
-        let load_held_out = || rows.load(&recipe.data.eval, Split::Eval, finder);
-        let held_out = (!recipe.data.eval.is_empty()).then(load_held_out).transpose()?;
+        let held_out = rows.load_if_any(&recipe.data.eval, Split::Eval, finder)?;
         let total_steps = Sampler::new(&train.0, sampler_options(&recipe, world.all))?.total_steps();
         let inputs = StepInputs {
             base: &base,
             adapter_setup: adapter_setup.as_ref(),
-            data: &train.0,
+            rows: Rows::Of(&train.0),
             new_tokens: &tokens,
             engine: &engine,
+            room: Room::Here,
         };
         let Fit { kind, why, recompute, memory } = inputs.decide(&recipe, world)?;
         engine.offload = parallel::offload(&recipe.parallel);
         engine.offload.check(memory.file)?;
         decided(&mut recipe, recompute, engine.dtype, kind, base.found.commit.as_deref());
-        engine.reducing = parallel::reducing(&recipe, &engine.device);
+        engine.reducing = parallel::reducing(&recipe, engine.traits);
         Ok(Plan {
             recipe,
             stored_dtypes: base.stored_dtypes(),
@@ -291,7 +291,7 @@ fn decided(
 }
 
 /// The steps of all ranks together.
-fn sampler_options(recipe: &Recipe, ranks: usize) -> SamplerOptions {
+pub(crate) fn sampler_options(recipe: &Recipe, ranks: usize) -> SamplerOptions {
     SamplerOptions {
         seed: recipe.train.seed,
         shuffle: recipe.data.shuffle,

@@ -31,6 +31,7 @@ pub use sections::{
     ParallelSection, QuantizationSection, SchedulerSection, TrainSection,
 };
 pub use source::{DataSource, Folder, Template};
+pub(crate) use suggest::nearest;
 pub use value::{AutoOr, Patterns, TargetModules};
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -34,7 +34,7 @@ const OTHER_NAMES: [(&str, &str, &str); 24] = [
 const LONGEST: usize = 64;
 
 /// The entry of `names` most like `name`, if any is alike at all.
-pub(super) fn nearest<'a>(name: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+pub(crate) fn nearest<'a>(name: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     if name.len() > LONGEST {
         return None;
     }

@@ -17,6 +17,7 @@ mod run_comparison;
 pub(crate) mod scaling;
 pub(crate) mod showcase;
 pub(crate) mod signals;
+pub(crate) mod sizing_inputs;
 mod space;
 pub(crate) mod train;
 mod trainer;

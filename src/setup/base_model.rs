@@ -52,11 +52,39 @@ pub struct BaseModel {
     has_weights: bool,
 }
 
+/// What of a device decides how a run is laid out on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceTraits {
+    /// It is the CPU.
+    pub is_cpu: bool,
+    /// Operations are kernels on it.
+    pub has_kernels: bool,
+}
+
+impl DeviceTraits {
+    /// A GPU that the kernels are made for.
+    pub const GPU: DeviceTraits = DeviceTraits { is_cpu: false, has_kernels: true };
+    /// Those of a processor.
+    pub const CPU: DeviceTraits = DeviceTraits { is_cpu: true, has_kernels: false };
+
+    /// Those of a device of this machine.
+    pub fn of(device: &Device) -> Self {
+        DeviceTraits { is_cpu: device.is_cpu(), has_kernels: has_kernels(device) }
+    }
+
+    /// Whether what is computed with lies in the memory of the host.
+    pub fn on_host(self) -> bool {
+        self.is_cpu && !self.has_kernels
+    }
+}
+
 /// How an engine computes.
 #[derive(Debug, Clone)]
 pub struct EngineOptions {
     /// Where it computes.
     pub device: Device,
+    /// What that is; of the planned device where a run is planned for another machine.
+    pub traits: DeviceTraits,
     /// In which dtype.
     pub dtype: DType,
     /// With which attention.
@@ -115,7 +143,19 @@ impl EngineOptions {
     pub fn alone(device: Device, dtype: DType, attention: Attention, seed: u64) -> Self {
         let reducing = GradReduceOptions { accumulates: false, dtype: DType::F32, kept: DType::F32 };
         let (ranks, offload, master) = (DeviceMesh::alone(), OffloadTarget::default(), MasterWeights::F32);
-        EngineOptions { device, dtype, attention, seed, ranks, reducing, offload, bf16_copy: false, master }
+        let traits = DeviceTraits::of(&device);
+        EngineOptions {
+            device,
+            traits,
+            dtype,
+            attention,
+            seed,
+            ranks,
+            reducing,
+            offload,
+            bf16_copy: false,
+            master,
+        }
     }
 }
 
@@ -260,7 +300,7 @@ impl BaseModel {
             // PiSSA changes the weights.
             narrow: trains.adapter().is_some_and(|a| !a.is_pissa())
                 && options.is_some_and(|o| o.dtype == DType::F32 && o.device.is_cpu()),
-            adapters_in_bf16: options.is_some_and(|o| o.dtype == DType::BF16 && has_kernels(&o.device)),
+            adapters_in_bf16: options.is_some_and(|o| o.dtype == DType::BF16 && o.traits.has_kernels),
         };
         descs(&self.config, trains, keeping)
     }

@@ -48,6 +48,19 @@ impl DatasetLoader {
         self.template.as_ref().filter(|template| template.asks_for_date()).map(ChatTemplate::now)
     }
 
+    /// As [`DatasetLoader::load`]; none where there are no sources.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn load_if_any(
+        &self,
+        sources: &[DataSource],
+        split: Split,
+        finder: &Resolver<'_>,
+    ) -> Result<Option<(Dataset, Vec<ResolvedSource>)>> {
+        (!sources.is_empty()).then(|| self.load(sources, split, finder)).transpose()
+    }
+
     /// Finds and encodes the data sets of `sources`; also says where each was found.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ pub(crate) mod vocabulary;
 
 pub use adapter_setup::AdapterSetup;
 pub use base_check::{BaseCheck, BaseComparison};
-pub use base_model::{BaseModel, EngineOptions};
+pub use base_model::{BaseModel, DeviceTraits, EngineOptions};
 pub use dataset::DatasetLoader;
 pub use param_layout::Trains;
 pub use resolver::{ResolvedSource, Resolver};

@@ -1,10 +1,84 @@
 //! What a step sends, from the placement alone: what plans and benchmarks hold the counted bytes against.
 
+use candle_core::DType;
+
 use super::grad_reduce::GradReduceOptions;
-use super::mesh_shape::MeshAxis;
+use super::mesh_shape::{MeshAxis, MeshShape};
 use super::param_store::ParamStore;
-use super::placement::Placement;
+use super::placement::{Placement, ShardingSpec};
 use crate::model::Segment;
+
+/// Parameters that train and are placed alike.
+#[derive(Debug, Clone, Copy)]
+pub struct TrainedRun {
+    /// Who keeps what of them.
+    pub spec: ShardingSpec,
+    /// How many there are.
+    pub elements: usize,
+    /// Bytes of a value that is computed with.
+    pub value_bytes: usize,
+}
+
+/// What a rank sends in a step, by what it is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SentBytes {
+    /// Values that are gathered for one use, in all micro-batches.
+    pub gathers: u64,
+    /// Gradients on their way to a sum.
+    pub gradients: u64,
+    /// New values after the update.
+    pub updates: u64,
+    /// The sums of losses, and of squares of gradients.
+    pub scalars: u64,
+    /// Calls of all ranks together.
+    pub calls: u64,
+}
+
+impl SentBytes {
+    /// Bytes of all.
+    pub fn total(&self) -> u64 {
+        self.gathers + self.gradients + self.updates + self.scalars
+    }
+
+    /// Of a step of `turns` micro-batches a rank over ranks of this `mesh`: `gathered` are the bytes of what is gathered by
+    /// segment, `trained` what trains, whose gradients are sent in `dtype`.
+    pub fn of_step(
+        mesh: MeshShape,
+        turns: u64,
+        gathered: impl Iterator<Item = (Segment, usize)>,
+        trained: impl Iterator<Item = TrainedRun>,
+        dtype: DType,
+    ) -> Self {
+        let (shards, copies) = (mesh.size(MeshAxis::Shard), mesh.size(MeshAxis::Data));
+        let world = shards * copies;
+        let mut sent = SentBytes { calls: 2, ..SentBytes::default() };
+        // Blocks are gathered for forward and for backward, embedding and head are used once.
+        for (segment, bytes) in gathered {
+            let uses = if matches!(segment, Segment::Block(_)) { 2 } else { 1 };
+            sent.gathers += turns * uses * round(bytes, shards);
+            sent.calls += turns * uses;
+        }
+        let mut sharded = false;
+        for TrainedRun { spec, elements, value_bytes } in trained {
+            let gradient = elements * dtype.size_in_bytes();
+            sent.gradients += match (spec.gradients, spec.update) {
+                (Placement::Replicated, Placement::Replicated) => 2 * round(gradient, world),
+                (Placement::Replicated, Placement::Sharded { .. }) => round(gradient, shards),
+                (Placement::Sharded { .. }, _) => {
+                    turns * (round(gradient, shards) + 2 * round(gradient / shards, copies))
+                }
+            };
+            sent.calls += if spec.gradients.is_sharded() { turns } else { 1 };
+            sharded |= spec.update.is_sharded();
+            if spec.spread_axis().is_some() {
+                sent.updates += round(elements * value_bytes, shards);
+                sent.calls += 1;
+            }
+        }
+        sent.scalars = 2 * round(8, world) + if sharded { 2 * round(8, shards) } else { 0 };
+        sent
+    }
+}
 
 /// Bytes that a rank passes on of `bytes` in one round of a ring of `n`.
 fn round(bytes: usize, n: usize) -> u64 {
@@ -14,32 +88,12 @@ fn round(bytes: usize, n: usize) -> u64 {
 impl ParamStore {
     /// Bytes that this rank sends in a step of `turns` micro-batches a rank, the step's scalars included.
     pub fn sent_by_formula(&self, turns: u64) -> u64 {
-        let mesh = self.mesh();
-        let (world, shards, copies) =
-            (mesh.data_size(), mesh.size(MeshAxis::Shard), mesh.size(MeshAxis::Data));
         let GradReduceOptions { dtype, .. } = self.reducing();
-        let mut sent = 0;
-        // Blocks are gathered for forward and for backward, embedding and head are used once.
-        for (segment, bytes) in self.gathered_bytes() {
-            let uses = if matches!(segment, Segment::Block(_)) { 2 } else { 1 };
-            sent += turns * uses * round(bytes, shards);
-        }
-        let mut sharded = false;
-        for bucket in self.trainable() {
-            let gradient = bucket.len * dtype.size_in_bytes();
-            sent += match (bucket.spec.gradients, bucket.spec.update) {
-                (Placement::Replicated, Placement::Replicated) => 2 * round(gradient, world),
-                (Placement::Replicated, Placement::Sharded { .. }) => round(gradient, shards),
-                (Placement::Sharded { .. }, _) => {
-                    turns * (round(gradient, shards) + 2 * round(gradient / shards, copies))
-                }
-            };
-            sharded |= bucket.spec.update.is_sharded();
-            if bucket.spec.spread_axis().is_some() {
-                sent += round(bucket.len * bucket.value.dtype().size_in_bytes(), shards);
-            }
-        }
-        // The sum of losses, and of squares of gradients.
-        sent + 2 * round(8, world) + if sharded { 2 * round(8, shards) } else { 0 }
+        let trained = self.trainable().map(|bucket| TrainedRun {
+            spec: bucket.spec,
+            elements: bucket.len,
+            value_bytes: bucket.value.dtype().size_in_bytes(),
+        });
+        SentBytes::of_step(self.mesh().shape(), turns, self.gathered_bytes(), trained, dtype).total()
     }
 }

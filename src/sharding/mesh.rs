@@ -101,6 +101,11 @@ impl DeviceMesh {
         }
     }
 
+    /// How many ranks there are along each axis.
+    pub(super) fn shape(&self) -> MeshShape {
+        self.shape
+    }
+
     /// Ranks that get different rows: those along the data and shard axes.
     pub fn data_size(&self) -> usize {
         self.shape.data_size()

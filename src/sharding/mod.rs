@@ -23,6 +23,7 @@ mod trainable_entries;
 mod views;
 
 pub use bucket::{Bucket, BucketEntry, LoadTarget};
+pub use comm_volume::{SentBytes, TrainedRun};
 pub use grad_reduce::GradReduceOptions;
 pub use mesh::DeviceMesh;
 pub use mesh_shape::{MeshAxis, MeshShape};

@@ -33,6 +33,7 @@ fn help_of_the_root() {
            finetune <COMMAND>
 
     Commands:
+      plan           Say what a run would need, here or on other hardware: memory, time, cost
       merge          Merge an adapter into its model: a Hugging Face folder
       quantize       Write a 4-bit or 8-bit checkpoint of a model, as bitsandbytes does
       export         Write a model as a GGUF file or Hugging Face folder, an adapter as GGUF

@@ -82,17 +82,22 @@ fn blocks(page: &Path) -> Vec<Block> {
     blocks
 }
 
-/// The commands of a block; a line that ends with `\` goes on in the next.
-fn commands(block: &Block) -> Vec<Vec<String>> {
-    let mut commands = Vec::new();
+/// The commands of a block, with the lines that each prints; a line that ends with `\` goes on in the next.
+fn commands(block: &Block) -> Vec<(Vec<String>, Vec<String>)> {
+    let mut commands: Vec<(Vec<String>, Vec<String>)> = Vec::new();
     let mut lines = block.lines.iter();
     while let Some(line) = lines.next() {
-        let Some(start) = line.strip_prefix("$ ") else { continue };
+        let Some(start) = line.strip_prefix("$ ") else {
+            if let Some((_, printed)) = commands.last_mut() {
+                printed.push(line.trim().to_owned());
+            }
+            continue;
+        };
         let mut command = start.to_owned();
         while let Some(whole) = command.strip_suffix('\\') {
             command = format!("{whole} {}", lines.next().unwrap());
         }
-        commands.push(words(&command));
+        commands.push((words(&command), Vec::new()));
     }
     commands
 }
@@ -137,6 +142,7 @@ fn parse(args: &[String], place: &Place) -> Result<(), String> {
         None => cli.train.layers(&folder),
         Some(Verb::Eval(args)) => args.rows.layers(&args.model, &args.dataset, &folder),
         Some(Verb::Data(args)) => args.reading.layers(&args.model, &args.dataset, &folder),
+        Some(Verb::Plan(args)) => args.layers(&folder),
         _ => return Ok(()),
     };
     let layers: RecipeLayers = layers.map_err(|error| error.to_string())?;
@@ -152,8 +158,17 @@ fn asks_the_hub(args: &[String], place: &Place) -> bool {
     sources.into_iter().any(|source| source.contains('/') && !place.path(source).exists())
 }
 
+/// What a page shows of a plan is what the command prints, every number of it; `...` stands for lines that are left out.
+fn check_printed(page: &str, shown: &str, printed: &[String], stdout: &[u8]) {
+    let text = String::from_utf8(stdout.to_vec()).unwrap();
+    let lines: Vec<&str> = text.lines().map(str::trim).collect();
+    for line in printed.iter().filter(|line| !["", "..."].contains(&line.as_str())) {
+        assert!(lines.contains(&line.as_str()), "{page}: `{shown}` does not print `{line}` but\n{text}");
+    }
+}
+
 /// Runs or parses one command of `page`.
-fn check(page: &str, words: &[String], place: &Place, counts: &mut Counts) {
+fn check(page: &str, (words, printed): &(Vec<String>, Vec<String>), place: &Place, counts: &mut Counts) {
     let shown = words.join(" ");
     let ours = ["scripts/", "benchmarks/", ".ci/"];
     for path in words.iter().filter(|word| ours.iter().any(|folder| word.starts_with(folder))) {
@@ -191,6 +206,9 @@ fn check(page: &str, words: &[String], place: &Place, counts: &mut Counts) {
     let variables = variables.iter().filter_map(|variable| variable.split_once('='));
     let output = place.command(&args).envs(variables).output().unwrap();
     assert!(output.status.success(), "{page}: `{shown}`\n{}", place.told(&output.stderr));
+    if args[0] == "plan" {
+        check_printed(page, &shown, printed, &output.stdout);
+    }
     counts.run += 1;
 }
 
@@ -203,7 +221,10 @@ fn follow(page: &Path) -> Counts {
     let (place, mut counts) = (place(), Counts::default());
     for block in blocks(page) {
         match &block.name {
-            Some(name) => place.write(name, &(block.lines.join("\n") + "\n")),
+            Some(name) => {
+                fs::create_dir_all(place.path(name).parent().unwrap()).unwrap();
+                place.write(name, &(block.lines.join("\n") + "\n"));
+            }
             None if block.language == "console" => {
                 for command in commands(&block) {
                     check(&name_of(page), &command, &place, &mut counts);
@@ -238,6 +259,7 @@ fn every_command_works() {
     docs/ranks-and-launchers.md: 4 run, 7 parsed, 3 of other programs
     docs/recipes.md: 7 run, 0 parsed, 0 of other programs
     docs/reliability.md: 0 run, 0 parsed, 4 of other programs
+    docs/sizing.md: 7 run, 0 parsed, 0 of other programs
     ");
 }
 

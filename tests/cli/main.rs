@@ -45,6 +45,7 @@ mod restarts;
 mod resume_every_step;
 mod run_warnings;
 mod shared_models;
+mod sizing;
 mod split;
 mod surface;
 mod system_faults;

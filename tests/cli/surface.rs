@@ -152,6 +152,7 @@ fn local_commands() -> Vec<(i32, Vec<&'static str>)> {
         (0, vec!["generate", "--model", "model", "--prompt", "x", "--max-new-tokens", "1", "-v"]),
         (0, vec!["eval", "--model", "model", "--dataset", "few.jsonl", "-v"]),
         (0, vec!["inspect", "model", "-v"]),
+        (0, vec!["plan", "--model", "model", "--on", "2x4090", "-v"]),
         (0, vec!["data", "--model", "model", "--dataset", "few.jsonl", "-v"]),
         (0, vec!["recipes", "show", "lora"]),
         (

@@ -296,32 +296,6 @@ pub fn matmul_weights(
     Ok(())
 }
 
-/// As [`matmul_weights`] for the gradient of their input ([`Transpose::Nn`]), plus `low_rank`.
-///
-/// # Errors
-/// As [`matmul_weight`].
-pub fn matmul_weights_plus_low_rank(
-    dst: ColumnViewMut<'_>,
-    a: ColumnView<'_>,
-    weights: &[Weight<'_>],
-    addend: Addend<'_>,
-    low_rank: LowRank<'_>,
-) -> Result<()> {
-    let form = Transpose::Nn;
-    let Some((last, others)) = weights.split_last() else { return low_rank.add_to(dst, form) };
-    let (len, _) = last.dims()?;
-    let before = ColumnView { len: a.len - len, ..a };
-    let addend = match others {
-        [] => addend,
-        _ => {
-            matmul_weights(dst, before, others, form, addend)?;
-            Addend::Destination
-        }
-    };
-    let of_last = ColumnView { start: a.start + before.len, len, ..a };
-    matmul_weight_plus_low_rank(dst, of_last, *last, form, addend, low_rank)
-}
-
 /// The definition of [`matmul_weight`] for a quantized weight: dequantize, then multiply.
 pub(crate) fn quantized_reference(
     dst: ColumnViewMut<'_>,

@@ -1,0 +1,76 @@
+//! Arguments of `finetune plan`.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+
+use super::{CommonArgs, Gpus, RunArgs, find_recipe};
+use crate::error::Result;
+use crate::recipe::{Purpose, RecipeLayers};
+
+/// What `finetune plan` takes.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "\
+Examples:
+  finetune plan --model meta-llama/Llama-2-7b-hf --on 8xH100-80GB
+  finetune plan --model Qwen/Qwen3-8B --recipe qlora --on 4090 --price 0.44/h
+  finetune plan --model Qwen/Qwen3-8B --recipe full --on 4xA100-40GB*16 --price 32.77/h*16 --json
+  finetune plan --recipe my.toml --on hardware.toml --html plan.html
+
+DEVICE of `--on` is a name of the table (a wrong one lists all), or a TOML file with one table
+[device]: name, memory_gb, bf16_tflops, f16_tflops, f32_tflops, memory_gbps, link, link_gbps,
+host_gbps, network_gbps, host_memory_gb, disk_gbps, devices_per_host, efficiency, source.")]
+pub struct PlanArgs {
+    /// What would be trained; without a data set rows are as long as `data.max_seq_len`.
+    #[command(flatten)]
+    pub run: RunArgs,
+    /// The same, held out for evaluation; may be repeated
+    #[arg(long, value_name = "DATASET")]
+    pub eval_dataset: Vec<String>,
+    /// Set one key of the recipe; wins over flags and recipe; may be repeated
+    #[arg(long, value_name = "SECTION.KEY=VALUE")]
+    pub set: Vec<String>,
+    /// Hardware that need not be here, a rank on each device: [COUNTx]DEVICE[*HOSTS], such as 8xH100-80GB*2
+    #[arg(long, value_name = "HARDWARE", conflicts_with_all = ["gpus", "ranks"])]
+    pub on: Option<String>,
+    /// Devices of this machine, such as 0 or 0,2 or 0-3 [default: the first GPU, else the CPU]
+    #[arg(long, value_name = "LIST")]
+    pub gpus: Option<Gpus>,
+    /// Ranks on the CPU of this machine
+    #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub ranks: Option<u16>,
+    /// What the hardware costs, AMOUNT/h[*COUNT], or storage, AMOUNT/GB-month[*GB]; may be repeated
+    #[arg(long, value_name = "PRICE")]
+    pub price: Vec<String>,
+    /// Speeds that `finetune bench ops --json` measured there, instead of the table's
+    #[arg(long, value_name = "FILE")]
+    pub calibration: Option<PathBuf>,
+    /// Write a page that explores sizes and settings, for a browser without a network
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
+    /// Print all figures as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Network and verbosity.
+    #[command(flatten)]
+    pub common: CommonArgs,
+}
+
+impl PlanArgs {
+    /// The layers of the recipe; relative paths in flags start at `folder`. Nothing need be known but the model.
+    ///
+    /// # Errors
+    /// When the recipe cannot be found or read.
+    pub fn layers(&self, folder: &Path) -> Result<RecipeLayers> {
+        Ok(RecipeLayers {
+            recipe: find_recipe(self.run.recipe.as_deref(), folder)?,
+            model: self.run.model.clone(),
+            train: self.run.dataset.clone(),
+            eval: self.eval_dataset.clone(),
+            set: self.set.clone(),
+            folder: folder.to_owned(),
+            purpose: Purpose::Other,
+            ..RecipeLayers::default()
+        })
+    }
+}

@@ -1,0 +1,88 @@
+//! What a token costs: floating-point operations of forward and backward, from shapes alone.
+//!
+//! ```text
+//! full    6 (N + H) + 3.5 A      LoRA    4 (N + H) + 6 L + 3.5 A      recompute of blocks    + 2 N + 2 L + A
+//! ```
+//!
+//! N are the weights of the blocks' linear layers, H those of the output layer, L those of adapters, A attention's forward.
+//! A product of a weight is 2 operations; its backward is one product for the input and one for the weight, where that trains
+//! (Kaplan et al., arXiv 2001.08361, section 2.1). Attention: 4 · q_width · keys seen, backward 2.5 times forward (Dao, arXiv 2307.08691).
+
+use serde::Serialize;
+
+use crate::model::{BlockLayout, ModelConfig, WeightShape};
+use crate::recipe::Recompute;
+
+/// Floating-point operations of one token, forward and backward.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct TokenFlops {
+    /// Of the blocks' linear layers and adapters.
+    pub linear: f64,
+    /// Of the output layer.
+    pub head: f64,
+    /// Of attention in all layers.
+    pub attention: f64,
+    /// Of what is computed a second time.
+    pub recomputed: f64,
+}
+
+impl TokenFlops {
+    /// Of a token in a row of `row` tokens, which sees half of them, or its window. `branches` are the weights of adapters;
+    /// none: all weights train.
+    pub fn new(config: &ModelConfig, branches: Option<u64>, row: f64, recompute: Recompute) -> Self {
+        let linear = linear_weights(config) as f64;
+        let head = (config.vocab_size * config.hidden_size) as f64;
+        let attention = attention_forward(config, row);
+        let trained = if branches.is_some() { 4.0 } else { 6.0 };
+        let branches = branches.unwrap_or(0) as f64;
+        let recomputed = match recompute {
+            Recompute::None => 0.0,
+            Recompute::Block => 2.0 * linear + 2.0 * branches + attention,
+        };
+        TokenFlops {
+            linear: trained * linear + 6.0 * branches,
+            head: trained * head,
+            attention: 3.5 * attention,
+            recomputed,
+        }
+    }
+
+    /// Of the model: what model FLOP utilisation (MFU) counts.
+    pub fn model(&self) -> f64 {
+        self.linear + self.head + self.attention
+    }
+
+    /// Of the hardware, with what is computed again: what HFU counts.
+    pub fn hardware(&self) -> f64 {
+        self.model() + self.recomputed
+    }
+}
+
+/// Weights of the blocks' linear layers.
+pub fn linear_weights(config: &ModelConfig) -> usize {
+    let layout = BlockLayout::new(config);
+    let of_block: usize = layout
+        .linears()
+        .map(|module| match module.weight {
+            WeightShape::Matrix { out, inputs } => out * inputs,
+            WeightShape::Gain(_) => 0,
+        })
+        .sum();
+    of_block * config.num_layers()
+}
+
+/// Of a token, over all layers.
+fn attention_forward(config: &ModelConfig, row: f64) -> f64 {
+    let width = config.heads.q_width() as f64;
+    let layers = (0..config.num_layers()).map(|layer| {
+        let seen = match config.layers[layer].window {
+            Some(window) if (window as f64) < row => {
+                let window = window as f64;
+                window - window * window / (2.0 * row)
+            }
+            _ => row / 2.0,
+        };
+        4.0 * width * seen
+    });
+    layers.sum()
+}

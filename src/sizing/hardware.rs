@@ -1,0 +1,296 @@
+//! Hardware that need not be here: what `--on 8xH100-80GB*4` names, from a table of devices or a file.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::input_file;
+use crate::error::{Error, Result};
+use crate::recipe::nearest;
+
+/// The table of devices that people train on, with the source of each row.
+const DEVICES: &str = include_str!("devices.toml");
+
+/// What a device can do: a GPU, or a computer whose memory is one.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DeviceSheet {
+    /// As it is typed.
+    pub name: String,
+    /// Other names for it.
+    #[serde(default)]
+    pub aliases: Vec<String>,
+    /// 10^9 bytes of memory.
+    pub memory_gb: f64,
+    /// 10^12 products and sums a second of bf16 with sums in f32; 0 where there are none.
+    pub bf16_tflops: f64,
+    /// The same of f16.
+    pub f16_tflops: f64,
+    /// The same of f32.
+    pub f32_tflops: f64,
+    /// 10^9 bytes a second between the device and its memory.
+    pub memory_gbps: f64,
+    /// How devices of a host reach each other.
+    pub link: String,
+    /// 10^9 bytes a second of a device in a ring over that.
+    pub link_gbps: f64,
+    /// 10^9 bytes a second between device and host memory, one way.
+    pub host_gbps: f64,
+    /// 10^9 bytes a second between hosts, for all devices of one.
+    pub network_gbps: f64,
+    /// 10^9 bytes of the host's memory.
+    pub host_memory_gb: f64,
+    /// 10^9 bytes a second that the host reads from its disk.
+    pub disk_gbps: f64,
+    /// Devices of a host, usually.
+    pub devices_per_host: usize,
+    /// The part of its peak that training reaches.
+    pub efficiency: f64,
+    /// Where the figures are from.
+    pub source: String,
+}
+
+/// Hosts with devices.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Hardware {
+    /// Each of the devices.
+    pub device: DeviceSheet,
+    /// Devices of a host.
+    pub per_host: usize,
+    /// How many hosts.
+    pub hosts: usize,
+}
+
+#[derive(Deserialize)]
+struct Sheets {
+    device: Vec<DeviceSheet>,
+}
+
+/// A file that describes hardware of one's own.
+#[derive(Deserialize)]
+struct OwnHardware {
+    device: DeviceSheet,
+}
+
+impl DeviceSheet {
+    /// 10^12 products and sums a second in this dtype.
+    pub fn tflops(&self, bf16: bool) -> f64 {
+        if bf16 { self.bf16_tflops } else { self.f32_tflops }
+    }
+
+    /// Its memory is the host's: a computer without a GPU of its own memory.
+    pub fn is_host(&self) -> bool {
+        self.link == "none"
+    }
+
+    fn is_called(&self, name: &str) -> bool {
+        let names = std::iter::once(&self.name).chain(&self.aliases);
+        names.into_iter().any(|known| known.eq_ignore_ascii_case(name))
+    }
+
+    /// Every figure is a number that hardware can have.
+    fn check(&self, name: &str) -> Result<()> {
+        let figures = [
+            ("memory_gb", self.memory_gb, true),
+            ("bf16_tflops", self.bf16_tflops, false),
+            ("f16_tflops", self.f16_tflops, false),
+            ("f32_tflops", self.f32_tflops, true),
+            ("memory_gbps", self.memory_gbps, true),
+            ("link_gbps", self.link_gbps, false),
+            ("host_gbps", self.host_gbps, true),
+            ("network_gbps", self.network_gbps, false),
+            ("host_memory_gb", self.host_memory_gb, true),
+            ("disk_gbps", self.disk_gbps, true),
+            ("efficiency", self.efficiency, true),
+        ];
+        let wrong = figures
+            .into_iter()
+            .find(|(_, value, positive)| !value.is_finite() || *value < 0.0 || (*positive && *value == 0.0));
+        let refused = |why: String| Err(Error::user(format!("cannot plan for {name}")).because(why));
+        match wrong {
+            Some((key, value, positive)) => {
+                let least = if positive { "above 0" } else { "of 0 or more" };
+                refused(format!("`{key}` is {value}; accepted: a number {least}"))
+            }
+            None if self.efficiency > 1.0 => {
+                refused(format!("`efficiency` is {}; accepted: a part of the peak, up to 1", self.efficiency))
+            }
+            None if self.devices_per_host == 0 => {
+                refused("`devices_per_host` is 0; accepted: 1 or more".into())
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Every device of the table.
+///
+/// # Errors
+/// An internal error: the table is malformed.
+pub fn devices() -> Result<Vec<DeviceSheet>> {
+    let sheets: Sheets = toml::from_str(DEVICES)
+        .map_err(|e| Error::internal("the table of devices is malformed").because(e.to_string()))?;
+    Ok(sheets.device)
+}
+
+impl Hardware {
+    /// What `text` names: `[COUNTx]DEVICE[*HOSTS]`, or with a file of one device in place of its name. Without a count it is a
+    /// host with one device.
+    ///
+    /// # Errors
+    /// The user's: no such device, counts that are none, a file that cannot be read or understood.
+    pub fn parse(text: &str, folder: &Path) -> Result<Self> {
+        let refused = |why: String| {
+            Error::user(format!("cannot plan for hardware {text:?} (`--on`)"))
+                .because(why)
+                .hint("write [COUNTx]DEVICE[*HOSTS], such as 8xH100-80GB, 4xA100-40GB*16 or mac-64GB; or the path of a TOML file in place of DEVICE")
+        };
+        let (rest, hosts) = match text.rsplit_once('*') {
+            Some((rest, hosts)) => (rest, count(hosts).map_err(&refused)?),
+            None => (text, 1),
+        };
+        let (per_host, name) = match rest.split_once(['x', 'X']) {
+            Some((many, name))
+                if !many.is_empty() && many.bytes().all(|b| b.is_ascii_digit() || b == b'-') =>
+            {
+                (Some(count(many).map_err(&refused)?), name)
+            }
+            _ => (None, rest),
+        };
+        let device = if name.ends_with(".toml") {
+            from_file(&folder.join(name))?
+        } else {
+            let all = devices()?;
+            let found = all.iter().find(|device| device.is_called(name));
+            found.cloned().ok_or_else(|| refused(unknown(name, &all)))?
+        };
+        let per_host = per_host.unwrap_or(1);
+        if device.is_host() && per_host > 1 {
+            return Err(refused(format!(
+                "{} is a whole computer; several are written {}*{per_host}",
+                device.name, device.name
+            )));
+        }
+        Ok(Hardware { device, per_host, hosts })
+    }
+
+    /// The processor of this machine, shared by `ranks` ranks: it copies `copy_gbps` 10^9 bytes a second, and its memory has
+    /// `memory` bytes. What else a sheet says of it is not used, or taken from that.
+    pub fn here(ranks: usize, copy_gbps: f64, memory: u64) -> Self {
+        let gigabytes = memory as f64 / 1e9;
+        let device = DeviceSheet {
+            name: "this machine".into(),
+            aliases: Vec::new(),
+            memory_gb: gigabytes,
+            bf16_tflops: 0.0,
+            f16_tflops: 0.0,
+            f32_tflops: 0.0,
+            memory_gbps: copy_gbps,
+            link: "none".into(),
+            // A rank reads what another wrote.
+            link_gbps: copy_gbps / 2.0,
+            host_gbps: copy_gbps / 2.0,
+            network_gbps: 0.0,
+            host_memory_gb: gigabytes,
+            disk_gbps: 1.0,
+            devices_per_host: 1,
+            efficiency: 1.0,
+            source: "measured".into(),
+        };
+        Hardware { device, per_host: ranks, hosts: 1 }
+    }
+
+    /// The number of all devices.
+    pub fn devices(&self) -> usize {
+        self.per_host * self.hosts
+    }
+
+    /// As it is written.
+    pub fn text(&self) -> String {
+        let hosts = if self.hosts > 1 { format!("*{}", self.hosts) } else { String::new() };
+        format!("{}x{}{hosts}", self.per_host, self.device.name)
+    }
+
+    /// 10^9 bytes a second that a rank sends in a ring over `ranks` neighbouring ranks: over the network all devices of a host
+    /// share what it has.
+    pub fn ring_gbps(&self, ranks: usize) -> f64 {
+        if ranks <= self.per_host {
+            self.device.link_gbps
+        } else {
+            self.device.link_gbps.min(self.device.network_gbps)
+        }
+    }
+}
+
+/// A number of devices or hosts.
+fn count(text: &str) -> Result<usize, String> {
+    let number = text.parse::<usize>().ok().filter(|n| (1..=100_000).contains(n));
+    number.ok_or_else(|| format!("{text:?} is no number of devices or hosts; accepted: 1 to 100000"))
+}
+
+/// Why no device of the table has this name.
+fn unknown(name: &str, all: &[DeviceSheet]) -> String {
+    let known: Vec<&str> = all.iter().map(|device| device.name.as_str()).collect();
+    let lower: Vec<String> = known.iter().map(|name| name.to_lowercase()).collect();
+    let near = nearest(name, lower.iter().map(String::as_str));
+    let near = known.iter().find(|known| near.is_some_and(|near| known.eq_ignore_ascii_case(near)));
+    let near = near.map_or_else(String::new, |near| format!(" (near: {near})"));
+    format!("no device is called {name:?}{near}; accepted: {}", known.join(", "))
+}
+
+fn from_file(path: &Path) -> Result<DeviceSheet> {
+    let shown = path.display().to_string();
+    let text = input_file::read_text("read", path)?;
+    let own: OwnHardware = toml::from_str(&text).map_err(|e| {
+        Error::user(format!("cannot understand the hardware in {shown}"))
+            .because(e.to_string())
+            .hint("one table [device] with the keys of `finetune plan --help`")
+    })?;
+    own.device.check(&shown)?;
+    Ok(own.device)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_has_its_devices_once_and_whole() -> Result<()> {
+        let all = devices()?;
+        assert!(all.len() >= 25, "{}", all.len());
+        let mut names: Vec<String> = Vec::new();
+        for device in &all {
+            device.check(&device.name)?;
+            assert!(!device.source.is_empty(), "{}", device.name);
+            names.extend(std::iter::once(&device.name).chain(&device.aliases).map(|n| n.to_lowercase()));
+        }
+        let count = names.len();
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), count);
+        Ok(())
+    }
+
+    #[test]
+    fn hardware_is_read_as_it_is_written() -> Result<()> {
+        let of = |text: &str| Hardware::parse(text, Path::new("."));
+        let many = of("4xA100-40GB*16")?;
+        assert_eq!((many.device.name.as_str(), many.per_host, many.hosts), ("A100-40GB", 4, 16));
+        assert_eq!(many.devices(), 64);
+        assert_eq!(many.text(), "4xA100-40GB*16");
+        assert_eq!(of("2x4090")?.per_host, 2);
+        assert_eq!(of("mac-64GB")?.devices(), 1);
+        assert_eq!(of("h100-80gb")?.device.name, "H100-80GB");
+        for (text, why) in [
+            ("8xH1000", "no device is called \"H1000\""),
+            ("0xH100-80GB", "is no number of devices"),
+            ("-2xH100-80GB", "is no number of devices"),
+            ("8xH100-80GB*0", "is no number of devices or hosts"),
+            ("2xmac-64GB", "is a whole computer"),
+        ] {
+            let error = of(text).expect_err(text).to_string();
+            assert!(error.contains(why) && error.contains("hint:"), "{text}: {error}");
+        }
+        Ok(())
+    }
+}

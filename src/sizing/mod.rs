@@ -1,0 +1,372 @@
+//! What a run needs on hardware that need not be here: memory by cause, time, cost, what would be better, and the ways to
+//! split it over ranks. All of it from headers and shapes; nothing is loaded and nothing printed.
+//!
+//! Memory is [`crate::plan`]'s, the very figures that a run is held to. Time is a model (see [`step_time`]) at rates that a
+//! table assumes or a calibration measured ([`rates`]).
+
+pub mod advice;
+pub mod conventions;
+pub mod explorer;
+pub mod flops;
+pub mod hardware;
+pub mod price;
+pub mod rates;
+pub mod splits;
+pub mod step_time;
+pub mod text;
+
+use serde::Serialize;
+
+use crate::data::Dataset;
+use crate::error::{Error, Result};
+use crate::plan::{
+    KeptGroup, MemoryPlan, Method, PlannedStep, Rows, StepInputs, WorldSize, widest_micro_batch,
+};
+use crate::recipe::{Recipe, Recompute, Strategy};
+use crate::setup::base_model::format;
+use crate::sharding::ShardingStrategy;
+use advice::{Improvement, Leaf};
+use conventions::{Convention, conventions};
+use flops::TokenFlops;
+use hardware::Hardware;
+use price::Price;
+use rates::ComputeRates;
+use splits::{ParallelSplit, RefusedSplit, SplitWork, splits};
+use step_time::{StepTime, Workload};
+
+/// Parts of a second-long figure: bytes of a checkpoint that a disk writes a second, as far as it is told by what it reads.
+const WRITES: f64 = 0.5;
+/// The most splits that are kept, of those that fit and of the others.
+const SPLITS: usize = 40;
+
+/// What a run is sized for.
+pub struct SizingRequest<'a> {
+    /// The recipe, and what was found for it.
+    pub(crate) recipe: &'a Recipe,
+    pub(crate) inputs: StepInputs<'a>,
+    /// Ranks of all hosts.
+    pub(crate) world: WorldSize,
+    /// Where it is to run, and how fast that computes; none: here, without a time.
+    pub(crate) timed: Option<(&'a Hardware, &'a ComputeRates)>,
+    /// What it costs.
+    pub(crate) prices: &'a [Price],
+    /// Optimizer steps, where they are known.
+    pub(crate) steps: Option<u64>,
+    /// Tokens of the held-out rows.
+    pub(crate) held_out_tokens: u64,
+}
+
+/// A cause of memory, its bytes on a rank, and what they are made of.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct MemoryTerm {
+    /// Such as `weights`.
+    pub cause: &'static str,
+    /// On each rank.
+    pub bytes: u64,
+    /// How they come about.
+    pub formula: String,
+}
+
+/// The time of a whole run, in seconds.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct RunTime {
+    /// The number of optimizer steps.
+    pub steps: u64,
+    /// Tokens of all steps.
+    pub tokens: f64,
+    /// Of all steps.
+    pub stepping: f64,
+    /// Reading and sharing out the weights.
+    pub loading: f64,
+    /// Evaluating held-out rows.
+    pub evaluating: f64,
+    /// Saving checkpoints and results.
+    pub saving: f64,
+    /// All of it.
+    pub total: f64,
+}
+
+/// Everything that is known of a run before it begins.
+#[derive(Debug, Clone, Serialize)]
+pub struct Sizing {
+    /// The model's id or folder.
+    pub model: String,
+    /// Parameters of the model and its adapters.
+    pub parameters: u64,
+    /// Parameters that train.
+    pub trainable: u64,
+    /// How it is trained, in words.
+    pub method: String,
+    /// The dtype that is computed with.
+    pub dtype: &'static str,
+    /// The hardware; none: this machine.
+    pub hardware: Option<Hardware>,
+    /// Ranks of all hosts.
+    pub ranks: usize,
+    /// The value of `parallel.strategy`.
+    pub strategy: String,
+    /// Why it was picked.
+    pub why: Option<String>,
+    /// The value of `train.recompute`.
+    pub recompute: String,
+    /// Tokens of the largest micro-batch.
+    pub micro_batch_tokens: u64,
+    /// Micro-batches of a rank in a step.
+    pub micro_batches: u64,
+    /// Bytes that a rank needs.
+    pub bytes: u64,
+    /// Bytes that it may plan with; none where nothing tells.
+    pub budget: Option<u64>,
+    /// Whether they are enough.
+    pub fits: Option<bool>,
+    /// The same by cause.
+    pub memory: Vec<MemoryTerm>,
+    /// Activations under each policy of recomputing.
+    pub activations: Vec<(String, u64)>,
+    /// What rules of thumb say.
+    pub conventions: Vec<Convention>,
+    /// Bytes a parameter of weights, gradients and states of all ranks, here.
+    pub bytes_per_parameter: f64,
+    /// Of a step.
+    pub time: Option<StepTime>,
+    /// Of the run.
+    pub run: Option<RunTime>,
+    /// The cost of the run, or of a billion tokens where its length is open.
+    pub cost: Option<f64>,
+    /// Ways to train the model, from the one that changes most of it to the smallest.
+    pub leaves: Vec<Leaf>,
+    /// Changes of the recipe that make it faster.
+    pub better: Vec<Improvement>,
+    /// Ways to split it, the best first.
+    pub splits: Vec<ParallelSplit>,
+    /// Ways that cannot be.
+    pub refused: Vec<RefusedSplit>,
+}
+
+impl SizingRequest<'_> {
+    /// Sizes the run.
+    ///
+    /// # Errors
+    /// Keys of the recipe that contradict one another or the ranks.
+    pub fn answer(&self) -> Result<Sizing> {
+        let step = self.step(self.recipe)?;
+        let (memory, kind) = (step.fit.memory, step.fit.kind);
+        let count = |trains: bool| -> u64 {
+            let counted = step.descs.iter().filter(|desc| desc.kind.trains() || !trains);
+            counted.map(|desc| desc.elements() as u64).sum()
+        };
+        let (parameters, trainable) = (count(false), count(true));
+        let budget = self.inputs.budget(self.world.all);
+        let bytes = memory.total();
+        let load = self.workload(self.recipe);
+        let time = self.time(self.recipe, &step);
+        let run = time.and_then(|time| self.run_time(&time, &step, load));
+        let (splits, refused) = self.splits(&step, budget, load);
+        Ok(Sizing {
+            model: self.inputs.base.found.id.clone(),
+            parameters,
+            trainable,
+            method: self.method(self.recipe)?,
+            dtype: self.inputs.engine.dtype.as_str(),
+            hardware: self.timed.map(|(hardware, _)| hardware.clone()),
+            ranks: self.world.all,
+            strategy: named(kind),
+            why: step.fit.why.clone(),
+            recompute: step.fit.recompute.to_string(),
+            micro_batch_tokens: widest_micro_batch(self.recipe, self.inputs.rows) as u64,
+            micro_batches: load.micro_batches,
+            bytes,
+            budget,
+            fits: budget.map(|budget| bytes.saturating_sub(memory.process) <= budget),
+            memory: terms(&memory, &step),
+            activations: self.activations()?,
+            conventions: conventions(parameters, kind.shard_size(self.world.all) as u64),
+            bytes_per_parameter: kept_bytes(&step) as f64 / parameters as f64,
+            cost: self.cost(time.as_ref(), run.as_ref(), &step),
+            leaves: self.leaves()?,
+            better: self.better(time.as_ref())?,
+            time,
+            run,
+            splits,
+            refused,
+        })
+    }
+
+    /// The step of a recipe; where it leaves the strategy open and none fits, that of FSDP, which needs least.
+    pub(crate) fn step(&self, recipe: &Recipe) -> Result<PlannedStep> {
+        if let Some(step) = self.inputs.planned(recipe, self.world)? {
+            return Ok(step);
+        }
+        let mut smallest = recipe.clone();
+        smallest.parallel.strategy = Strategy::Fsdp;
+        let step = self.inputs.planned(&smallest, self.world)?;
+        let mut step = step.ok_or_else(|| Error::internal("a named strategy was not planned"))?;
+        step.fit.why = Some("no strategy fits, this one needs least".into());
+        Ok(step)
+    }
+
+    fn method(&self, recipe: &Recipe) -> Result<String> {
+        let own = self.inputs.adapter_of(recipe)?;
+        let adapter = self.inputs.adapter_setup.or(own.as_ref());
+        let format = self.inputs.base.format.or_else(|| recipe.quantization.as_ref().map(format));
+        Ok(Method::new(adapter, format).to_string())
+    }
+
+    /// What a step is given, in the mean.
+    pub(crate) fn workload(&self, recipe: &Recipe) -> Workload {
+        let longest = recipe.data.max_seq_len as f64;
+        let rows = recipe.train.micro_batch_size as f64;
+        let micro_batches = recipe.train.gradient_accumulation_steps as u64;
+        let (mean, seen) = match self.inputs.rows {
+            Rows::Of(data) => mean_lengths(data, longest),
+            Rows::Full => (longest, longest),
+        };
+        let tokens = if recipe.data.packing { rows * longest } else { rows * mean };
+        Workload { tokens, row: seen, micro_batches }
+    }
+
+    pub(crate) fn time(&self, recipe: &Recipe, step: &PlannedStep) -> Option<StepTime> {
+        let load = self.workload(recipe);
+        Some(StepTime::new(&self.inputs.base.config, recipe, step, self.timed?, load))
+    }
+
+    fn run_time(&self, time: &StepTime, step: &PlannedStep, load: Workload) -> Option<RunTime> {
+        let ((hardware, _), steps) = (self.timed?, self.steps?);
+        let stepping = time.total * steps as f64;
+        let disk = hardware.device.disk_gbps * 1e9;
+        let stored: u64 = step.descs.iter().map(|desc| 2 * desc.elements() as u64).sum();
+        let loading = stored as f64 / disk;
+        let tokens = load.tokens * load.micro_batches as f64 * self.world.all as f64;
+        // A forward is a third of a full step's operations.
+        let forward = time.compute / 3.0 / tokens * self.world.all as f64;
+        let every = self.recipe.eval.steps.map_or(0, |every| steps / every.max(1)) + 2;
+        let evaluating = (self.held_out_tokens * every) as f64 * forward / self.world.all as f64;
+        let saves = self.recipe.checkpoint.save_steps.map_or(0, |every| steps / every.max(1)) + 1;
+        let saving = saves as f64 * saved_bytes(step) as f64 / (disk * WRITES);
+        let total = stepping + loading + evaluating + saving;
+        Some(RunTime { steps, tokens: tokens * steps as f64, stepping, loading, evaluating, saving, total })
+    }
+
+    /// The cost of the run at all prices; of a billion tokens where the number of steps is open.
+    pub(crate) fn cost(
+        &self,
+        time: Option<&StepTime>,
+        run: Option<&RunTime>,
+        step: &PlannedStep,
+    ) -> Option<f64> {
+        let secs = match (run, time) {
+            (Some(run), _) => run.total,
+            (None, Some(time)) => 1e9 / time.tokens_per_sec,
+            (None, None) => return None,
+        };
+        let of_price = |price: &Price| price.of(secs / 3600.0, saved_bytes(step));
+        (!self.prices.is_empty()).then(|| self.prices.iter().map(of_price).sum())
+    }
+
+    fn activations(&self) -> Result<Vec<(String, u64)>> {
+        let under = |policy: Recompute| {
+            let mut recipe = self.recipe.clone();
+            recipe.train.recompute = crate::recipe::AutoOr::Fixed(policy);
+            Ok((policy.to_string(), self.step(&recipe)?.fit.memory.activations))
+        };
+        [Recompute::None, Recompute::Block].into_iter().map(under).collect()
+    }
+
+    fn splits(
+        &self,
+        step: &PlannedStep,
+        budget: Option<u64>,
+        load: Workload,
+    ) -> (Vec<ParallelSplit>, Vec<RefusedSplit>) {
+        let Some((hardware, rates)) = self.timed else { return Default::default() };
+        if hardware.devices() == 1 {
+            return Default::default();
+        }
+        let widest = widest_micro_batch(self.recipe, self.inputs.rows) as f64;
+        let flops = TokenFlops::new(&self.inputs.base.config, None, load.row, step.fit.recompute);
+        let work = SplitWork {
+            config: &self.inputs.base.config,
+            parameters: step.descs.iter().map(|desc| desc.elements() as u64).sum(),
+            flops: flops.hardware(),
+            row: load.row,
+            tokens: load.tokens * load.micro_batches as f64 * self.world.all as f64,
+            activation_bytes: step.fit.memory.activations as f64 / widest,
+            budget: budget.unwrap_or(u64::MAX),
+        };
+        let (mut all, refused) = splits(&work, hardware, rates);
+        all.truncate(SPLITS);
+        (all, refused)
+    }
+}
+
+/// The mean length of rows, cut to `longest`, and the mean length of the row that a token stands in.
+fn mean_lengths(data: &Dataset, longest: f64) -> (f64, f64) {
+    let lengths = data.examples().iter().map(|example| (example.ids.len() as f64).min(longest));
+    let (count, sum, squares) =
+        lengths.fold((0.0, 0.0, 0.0), |(n, sum, squares), x| (n + 1.0, sum + x, squares + x * x));
+    if sum > 0.0 { (sum / count, squares / sum) } else { (longest, longest) }
+}
+
+/// The name of a strategy in recipes.
+pub(crate) fn named(kind: ShardingStrategy) -> String {
+    match kind {
+        ShardingStrategy::Hsdp(size) => format!("hsdp over groups of {size}"),
+        other => format!("{other:?}").to_lowercase(),
+    }
+}
+
+/// Bytes that a checkpoint holds: what trains, and the optimizer's state, of all ranks.
+fn saved_bytes(step: &PlannedStep) -> u64 {
+    let trained = step.descs.iter().filter(|desc| desc.kind.trains());
+    4 * trained.map(|desc| desc.elements() as u64).sum::<u64>()
+        + step.parts.optimizer.iter().map(|group| group.bytes).sum::<u64>()
+}
+
+/// Bytes of one copy of all that is kept: weights, gradients, states.
+fn kept_bytes(step: &PlannedStep) -> u64 {
+    let parts = &step.parts;
+    [&parts.weights, &parts.gradients, &parts.optimizer].into_iter().flatten().map(|group| group.bytes).sum()
+}
+
+/// Every cause of the plan's total, with what it is made of.
+fn terms(memory: &MemoryPlan, step: &PlannedStep) -> Vec<MemoryTerm> {
+    let parts = &step.parts;
+    let saved = |(what, bytes): &(&str, u64)| format!("{what} {}", text::gigabytes(*bytes));
+    let activations: Vec<String> = parts.saved.iter().filter(|(_, bytes)| *bytes > 0).map(saved).collect();
+    let kept = match step.fit.recompute {
+        Recompute::None => activations.join(" + "),
+        Recompute::Block => {
+            format!("the blocks' inputs, and one block at a time of: {}", activations.join(" + "))
+        }
+    };
+    let all = [
+        ("weights", memory.weights, groups(&parts.weights)),
+        ("gradients", memory.gradients, groups(&parts.gradients)),
+        ("optimizer", memory.optimizer, groups(&parts.optimizer)),
+        ("activations", memory.activations, kept),
+        (
+            "workspace",
+            memory.workspace,
+            "logits of a chunk, gradients of a block's widest tensors, gathered blocks and gradients in flight"
+                .into(),
+        ),
+        ("saving", memory.saving, "copies of what is saved, until it is written".into()),
+        ("process", memory.process, "the program; driver and communication on a GPU".into()),
+        ("host memory", memory.host, "offloaded values and states, and copies of what is saved".into()),
+        ("file", memory.file, "offloaded values in `parallel.offload_folder`".into()),
+    ];
+    let term = |(cause, bytes, formula)| MemoryTerm { cause, bytes, formula };
+    all.into_iter().filter(|(_, bytes, _)| *bytes > 0).map(term).collect()
+}
+
+/// Such as `trained, bf16: 2 B x 6.74B / 8`.
+fn groups(groups: &[KeptGroup]) -> String {
+    let said = |group: &KeptGroup| {
+        let each = group.bytes as f64 / group.elements.max(1) as f64;
+        let over = if group.over > 1 { format!(" / {}", group.over) } else { String::new() };
+        let each = format!("{each:.3}");
+        let each = each.trim_end_matches('0').trim_end_matches('.');
+        format!("{}: {each} B x {}{over}", group.what, crate::units::count(group.elements))
+    };
+    groups.iter().map(said).collect::<Vec<_>>().join(" + ")
+}

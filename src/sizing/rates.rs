@@ -1,0 +1,127 @@
+//! How fast a device computes: from the table of devices, or from what `finetune bench ops --json` measured on it.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::flops::TokenFlops;
+use super::hardware::DeviceSheet;
+use crate::error::input_file;
+use crate::error::{Error, Result};
+
+/// Part of the memory's speed that kernels reach.
+const OF_MEMORY: f64 = 0.8;
+
+/// Operations and bytes a second that training reaches.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct ComputeRates {
+    /// Operations a second of the blocks' products.
+    pub linear: f64,
+    /// Of the output layer with its loss.
+    pub head: f64,
+    /// Of attention, forward and backward.
+    pub attention: f64,
+    /// Bytes a second of what only reads and writes; none where `linear` has it in it already.
+    pub elementwise: Option<f64>,
+    /// Bytes a second of the optimizer's update.
+    pub update: f64,
+    /// Bytes a second that a copy reads and writes.
+    pub copy: f64,
+    /// Operations a second of a product alone, at best: what MFU is a part of.
+    pub peak: f64,
+}
+
+/// What `finetune bench ops --json` prints, as far as it is used.
+#[derive(Deserialize)]
+struct Measured {
+    copy_gbps: f64,
+    gemm_tflops: f64,
+    ops: Vec<MeasuredOp>,
+}
+
+#[derive(Deserialize)]
+struct MeasuredOp {
+    op: String,
+    shape: String,
+    tflops: Option<f64>,
+    gbps: Option<f64>,
+}
+
+impl ComputeRates {
+    /// Those of the table: all of a step at the part of the peak that good trainers reach.
+    pub fn of_sheet(device: &DeviceSheet, bf16: bool) -> Self {
+        let peak = device.tflops(bf16) * 1e12;
+        let reached = peak * device.efficiency;
+        let copy = device.memory_gbps * 1e9;
+        let (head, attention, update) = (reached, reached, copy * OF_MEMORY);
+        ComputeRates { linear: reached, head, attention, elementwise: None, update, copy, peak }
+    }
+
+    /// Those in a file that `finetune bench ops --json` wrote.
+    ///
+    /// # Errors
+    /// The user's: it cannot be read, or is something else; operations are missing.
+    pub fn measured(path: &Path) -> Result<Self> {
+        let text = input_file::read_text("read", path)?;
+        let refused = |why: String| {
+            Error::user(format!("cannot use the calibration {} (`--calibration`)", path.display()))
+                .because(why)
+                .hint("write one on the machine with `finetune bench ops --model MODEL --json > FILE`")
+        };
+        let measured: Measured = serde_json::from_str(&text).map_err(|e| refused(e.to_string()))?;
+        let rate = |op: &str, has: &str| {
+            let rates: Vec<f64> = measured.matching(op, has).filter_map(|op| op.tflops).collect();
+            harmonic_mean(&rates).map(|rate| rate * 1e12)
+        };
+        let bandwidth = |op: &str| {
+            let rates: Vec<f64> = measured.matching(op, "").filter_map(|op| op.gbps).collect();
+            harmonic_mean(&rates).map(|rate| rate * 1e9)
+        };
+        let missing = |op: &str| refused(format!("it has no figure of {op}"));
+        let forward = rate("attention", "").ok_or_else(|| missing("attention"))?;
+        let backward = rate("attention_backward", "").ok_or_else(|| missing("attention_backward"))?;
+        Ok(ComputeRates {
+            linear: rate("matmul", "").ok_or_else(|| missing("matmul"))?,
+            head: rate("linear_cross_entropy", "").ok_or_else(|| missing("linear_cross_entropy"))?,
+            // Backward is 2.5 of the 3.5 parts.
+            attention: 3.5 / (1.0 / forward + 2.5 / backward),
+            elementwise: Some(bandwidth("glu").ok_or_else(|| missing("glu"))?),
+            update: bandwidth("adamw").unwrap_or(measured.copy_gbps * 1e9),
+            copy: measured.copy_gbps * 1e9,
+            peak: measured.gemm_tflops * 1e12,
+        })
+    }
+
+    /// Those of each of `ranks` ranks that share what was measured.
+    #[must_use]
+    pub fn shared_by(self, ranks: usize) -> Self {
+        let part = |rate: f64| rate / ranks as f64;
+        ComputeRates {
+            linear: part(self.linear),
+            head: part(self.head),
+            attention: part(self.attention),
+            elementwise: self.elementwise.map(part),
+            update: part(self.update),
+            copy: part(self.copy),
+            peak: part(self.peak),
+        }
+    }
+
+    /// Seconds of a token's products and attention.
+    pub fn seconds(&self, flops: &TokenFlops) -> f64 {
+        let linear = (flops.linear + flops.recomputed) / self.linear;
+        linear + flops.head / self.head + flops.attention / self.attention
+    }
+}
+
+impl Measured {
+    fn matching<'a>(&'a self, op: &'a str, has: &'a str) -> impl Iterator<Item = &'a MeasuredOp> {
+        self.ops.iter().filter(move |measured| measured.op == op && measured.shape.contains(has))
+    }
+}
+
+/// The rate of doing as much at each of these rates; none of none.
+fn harmonic_mean(rates: &[f64]) -> Option<f64> {
+    let secs: f64 = rates.iter().map(|rate| 1.0 / rate).sum();
+    (secs.is_finite() && secs > 0.0).then(|| rates.len() as f64 / secs)
+}

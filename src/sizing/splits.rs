@@ -1,0 +1,238 @@
+//! The ways to split a training over ranks: along data, shard, tensor, pipeline and context, ranked by modelled time.
+//!
+//! Axes have the order of [`MeshAxis`]: what communicates most is fastest, so that tensor and context parallelism stay inside of a host
+//! and pipeline stages lie across hosts. The engine runs data and shard; the others are modelled, and say so.
+
+use serde::Serialize;
+
+use super::flops::linear_weights;
+use super::hardware::Hardware;
+use super::rates::ComputeRates;
+use crate::model::ModelConfig;
+
+/// Bytes of an activation or a gradient that is sent.
+const BF16: f64 = 2.0;
+/// Bytes of states that each trained parameter needs: bf16 weights, f32 gradients, masters and moments.
+const KEPT: f64 = 18.0;
+
+/// Ranks along each axis, and what the step is modelled to take.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct ParallelSplit {
+    /// Copies of the model, or of its shards.
+    pub data: usize,
+    /// Ranks that share out one copy (FSDP).
+    pub shard: usize,
+    /// Ranks that share out each product.
+    pub tensor: usize,
+    /// Stages of layers.
+    pub pipeline: usize,
+    /// Parts of a sequence.
+    pub context: usize,
+    /// Modelled seconds of a step of the same global batch.
+    pub step_secs: f64,
+    /// Modelled bytes a rank.
+    pub bytes: u64,
+    /// Whether those fit the device.
+    pub fits: bool,
+    /// Whether the engine can run it.
+    pub runs: bool,
+}
+
+/// A number of ranks along an axis that cannot be, and why.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RefusedSplit {
+    /// What cannot be, such as `tensor = 16`.
+    pub what: String,
+    /// Why it cannot be.
+    pub why: String,
+}
+
+/// What is split.
+#[derive(Debug, Clone, Copy)]
+pub struct SplitWork<'a> {
+    /// The model's shape.
+    pub config: &'a ModelConfig,
+    /// How many parameters it has.
+    pub parameters: u64,
+    /// Operations of a token.
+    pub flops: f64,
+    /// Tokens of a row.
+    pub row: f64,
+    /// Tokens of the step of all ranks.
+    pub tokens: f64,
+    /// Bytes of a token's activations on all layers, as the recipe keeps them.
+    pub activation_bytes: f64,
+    /// Bytes that fit.
+    pub budget: u64,
+}
+
+/// Every split of all devices of `hardware`, the fastest that fit first, and the refused numbers.
+pub fn splits(
+    work: &SplitWork<'_>,
+    hardware: &Hardware,
+    rates: &ComputeRates,
+) -> (Vec<ParallelSplit>, Vec<RefusedSplit>) {
+    let ranks = hardware.devices();
+    let (mut all, mut refused) = (Vec::new(), Vec::new());
+    let mut allowed = |name: &'static str, check: &dyn Fn(usize) -> Option<String>| -> Vec<usize> {
+        let mut fine = Vec::new();
+        for size in divisors(ranks) {
+            match check(size) {
+                None => fine.push(size),
+                Some(why) => refused.push(RefusedSplit { what: format!("{name} = {size}"), why }),
+            }
+        }
+        fine
+    };
+    let tensor = allowed("tensor", &|size| tensor_refusal(work.config, hardware, size));
+    let pipeline = allowed("pipeline", &|size| pipeline_refusal(work.config, size));
+    let context = allowed("context", &|size| context_refusal(work.row, size));
+    for (&t, &p) in tensor.iter().flat_map(|t| pipeline.iter().map(move |p| (t, p))) {
+        for &c in &context {
+            if !ranks.is_multiple_of(t * p * c) {
+                continue;
+            }
+            let rest = ranks / (t * p * c);
+            all.extend(
+                divisors(rest).map(|shard| modelled(work, hardware, rates, [rest / shard, shard, t, p, c])),
+            );
+        }
+    }
+    all.sort_by(|a, b| {
+        (!a.fits, a.step_secs).partial_cmp(&(!b.fits, b.step_secs)).unwrap_or(std::cmp::Ordering::Equal)
+    });
+    (all, refused)
+}
+
+fn divisors(n: usize) -> impl Iterator<Item = usize> {
+    (1..=n).filter(move |size| n.is_multiple_of(*size))
+}
+
+fn tensor_refusal(config: &ModelConfig, hardware: &Hardware, size: usize) -> Option<String> {
+    let heads = config.heads;
+    if size > hardware.per_host {
+        return Some(format!(
+            "it would cross hosts of {} devices: every layer waits for four sums",
+            hardware.per_host
+        ));
+    }
+    let width = config.intermediate_size;
+    match () {
+        () if !heads.num_heads.is_multiple_of(size) => {
+            Some(format!("it does not divide {} heads", heads.num_heads))
+        }
+        () if !heads.num_kv_heads.is_multiple_of(size) => {
+            Some(format!("it does not divide {} key-value heads", heads.num_kv_heads))
+        }
+        () if !width.is_multiple_of(size) => Some(format!("it does not divide the MLP's {width} columns")),
+        () => None,
+    }
+}
+
+fn pipeline_refusal(config: &ModelConfig, size: usize) -> Option<String> {
+    let layers = config.num_layers();
+    (!layers.is_multiple_of(size)).then(|| format!("it does not divide {layers} layers"))
+}
+
+fn context_refusal(row: f64, size: usize) -> Option<String> {
+    // Each rank takes a piece from the front and one from the back, so that all see as many keys.
+    let pieces = 2 * size;
+    let row = row as usize;
+    (size > 1 && (!row.is_multiple_of(pieces) || row / pieces < 128))
+        .then(|| format!("rows of {row} tokens have no {pieces} equal pieces of 128 tokens or more"))
+}
+
+/// What a split is modelled to take.
+fn modelled(
+    work: &SplitWork<'_>,
+    hardware: &Hardware,
+    rates: &ComputeRates,
+    [data, shard, tensor, pipeline, context]: [usize; 5],
+) -> ParallelSplit {
+    let ranks = hardware.devices() as f64;
+    let [d, s, t, p, c] = [data, shard, tensor, pipeline, context].map(|n| n as f64);
+    let layers = work.config.num_layers() as f64;
+    // Rows of a replica, one a micro-batch.
+    let micro_batches = (work.tokens / work.row / (d * s)).max(1.0);
+    let micro_tokens = work.row / c;
+    let compute = work.tokens.max(work.row * d * s) * work.flops / ranks / rates.linear;
+    let bubble = (p - 1.0) / (micro_batches + p - 1.0);
+    let link = |along: f64| if along <= hardware.per_host as f64 { hardware.device.link_gbps } else { hardware.ring_gbps(hardware.devices()) } * 1e9;
+    let ring = |n: f64| if n > 1.0 { (n - 1.0) / n } else { 0.0 };
+    let hidden = micro_tokens * work.config.hidden_size as f64 * BF16;
+    // Four sums of hidden states a layer and micro-batch, which nothing hides.
+    let tensor_secs = 4.0 * 2.0 * ring(t) * hidden * micro_batches * layers / p / link(t);
+    // Keys and values go round in forward and, with their gradients, in backward.
+    let kv = 2.0 * micro_tokens * work.config.heads.kv_width() as f64 * BF16 / t;
+    let context_secs = 3.0 * (c - 1.0) * kv * micro_batches * layers / p / link(t * c);
+    let parameters = work.parameters as f64 / (t * p);
+    let gathers = micro_batches * ring(s) * parameters * (2.0 * BF16 + 4.0);
+    let sums = 2.0 * ring(d) * parameters / s * 4.0 * if s > 1.0 { micro_batches } else { 1.0 };
+    let data_secs = gathers / link(t * c * s) + sums / link(t * c * s * d);
+    let hidden_behind = 0.8 * compute;
+    let exposed = (context_secs + data_secs - hidden_behind).max(0.0) + tensor_secs;
+    let step_secs = compute / (1.0 - bubble) + exposed;
+    // A stage keeps as many micro-batches as there are stages.
+    let in_flight = p.min(micro_batches);
+    let activations = work.activation_bytes * micro_tokens / (t * p) * in_flight;
+    let block = 2.0 * linear_weights(work.config) as f64 / layers / t * BF16;
+    let bytes = (parameters / s * KEPT + activations + if s > 1.0 { block } else { 0.0 }) as u64;
+    ParallelSplit {
+        data,
+        shard,
+        tensor,
+        pipeline,
+        context,
+        step_secs,
+        bytes,
+        fits: bytes <= work.budget,
+        runs: tensor * pipeline * context == 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::error::Result;
+
+    fn found(hidden: usize, layers: usize, heads: usize, on: &str, wanted: [usize; 5]) -> Result<bool> {
+        let text = format!(
+            r#"{{"model_type": "llama", "vocab_size": 51200, "hidden_size": {hidden}, "intermediate_size": {},
+            "num_hidden_layers": {layers}, "num_attention_heads": {heads}, "num_key_value_heads": {heads}}}"#,
+            4 * hidden
+        );
+        let config = ModelConfig::from_json(&text, "config.json")?;
+        let hardware = Hardware::parse(on, Path::new("."))?;
+        let rates = ComputeRates::of_sheet(&hardware.device, true);
+        let work = SplitWork {
+            config: &config,
+            parameters: linear_weights(&config) as u64,
+            flops: 6.0 * linear_weights(&config) as f64,
+            row: 2048.0,
+            tokens: 1536.0 * 2048.0,
+            activation_bytes: 1e6,
+            budget: 72_000_000_000,
+        };
+        let (all, refused) = splits(&work, &hardware, &rates);
+        assert!(all.iter().all(|split| {
+            let ParallelSplit { data, shard, tensor, pipeline, context, .. } = *split;
+            data * shard * tensor * pipeline * context == hardware.devices()
+        }));
+        assert!(refused.iter().any(|refused| refused.what == "tensor = 16"
+            || refused.what == "tensor = 20"
+            || refused.what == "tensor = 32"));
+        let [t, p, d] = [wanted[0], wanted[1], wanted[2]];
+        Ok(all.iter().any(|s| s.tensor == t && s.pipeline == p && s.data * s.shard == d && s.context == 1))
+    }
+
+    /// Splits that are published: tensor × pipeline × data.
+    #[test]
+    fn published_splits_are_in_the_lists() -> Result<()> {
+        assert!(found(12288, 96, 96, "8xA100-80GB*100", [8, 4, 25, 0, 0])?);
+        assert!(found(12288, 96, 96, "8xA100-80GB*384", [8, 12, 32, 0, 0])?);
+        assert!(found(8192, 80, 64, "8xA100-80GB*8", [8, 2, 4, 0, 0])?);
+        Ok(())
+    }
+}

@@ -1,0 +1,228 @@
+//! How long a step takes, by cause, and what bounds it.
+//!
+//! ```text
+//! T = T_compute + max(0, T_communication − w · T_compute) + T_first_gather + T_update + T_offload
+//! ```
+//!
+//! T_compute are the operations of [`TokenFlops`] at [`ComputeRates`]; T_communication the bytes of [`SentBytes`] over the bandwidth of a ring
+//! and a latency for each call. w = 0.8 of the computation can hide communication: gathers run ahead by a block, gradients
+//! are reduced while the next block's are computed.
+
+use serde::Serialize;
+
+use super::flops::TokenFlops;
+use super::hardware::Hardware;
+use super::rates::ComputeRates;
+use crate::model::ModelConfig;
+use crate::plan::PlannedStep;
+use crate::recipe::{Offload, Recipe, StateDtype};
+use crate::sharding::{MeshAxis, ParamDesc, ParamKind, SentBytes, ShardingStrategy};
+
+/// Part of the computation that communication can run beside.
+const OVERLAP: f64 = 0.8;
+/// Seconds that a call between hosts, or inside of one, takes however little it sends.
+const LATENCY: [f64; 2] = [30e-6, 12e-6];
+/// Bytes a second of host memory that the update of offloaded states reads and writes, for all devices of a host.
+const HOST_UPDATE: f64 = 100e9;
+/// Part of a step from which on a cause bounds it.
+const BOUND: f64 = 0.3;
+/// Exposed communication, of a step, from which on more ranks are hopeless.
+const HOPELESS: f64 = 0.5;
+
+/// What a step is given.
+#[derive(Debug, Clone, Copy)]
+pub struct Workload {
+    /// Tokens of a rank's micro-batch, in the mean.
+    pub tokens: f64,
+    /// Tokens of a row, in the mean.
+    pub row: f64,
+    /// Micro-batches of a rank in a step.
+    pub micro_batches: u64,
+}
+
+/// Seconds of a step by cause, and what follows.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct StepTime {
+    /// Forward and backward.
+    pub compute: f64,
+    /// Of it what is computed a second time.
+    pub recompute: f64,
+    /// Of it the making of bf16 values from codes.
+    pub dequantize: f64,
+    /// The optimizer's update.
+    pub update: f64,
+    /// Copies between host and device that computation waits for.
+    pub offload: f64,
+    /// All that is sent, whether hidden or not.
+    pub communication: f64,
+    /// What of it computation waits for.
+    pub exposed: f64,
+    /// The whole step.
+    pub total: f64,
+    /// Bytes that a rank sends.
+    pub sent_bytes: u64,
+    /// Tokens a second of all ranks.
+    pub tokens_per_sec: f64,
+    /// Model FLOP utilisation: operations of the model over what the devices could do at their peak.
+    pub mfu: f64,
+    /// The same with what is computed a second time.
+    pub hfu: f64,
+    /// What bounds it.
+    pub bound: Bound,
+}
+
+/// What takes the part of a step that is worth changing first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Bound {
+    /// Arithmetic of the model.
+    Compute,
+    /// The optimizer's update.
+    Update,
+    /// Copies between host and device.
+    Offload,
+    /// Communication that nothing hides.
+    Communication,
+    /// Communication that takes longer than all else: such ranks are better not connected so.
+    Hopeless,
+}
+
+impl Bound {
+    /// The cause in words.
+    pub fn text(self) -> &'static str {
+        match self {
+            Bound::Compute => "computation",
+            Bound::Update => "the optimizer's update",
+            Bound::Offload => "copies between host and device",
+            Bound::Communication => "communication",
+            Bound::Hopeless => "communication: hopeless over this network",
+        }
+    }
+}
+
+impl StepTime {
+    /// Of a step of `recipe` as it is laid out, on `hardware` at `rates`.
+    pub(crate) fn new(
+        config: &ModelConfig,
+        recipe: &Recipe,
+        step: &PlannedStep,
+        (hardware, rates): (&Hardware, &ComputeRates),
+        load: Workload,
+    ) -> Self {
+        let flops = TokenFlops::new(config, branches(&step.descs), load.row, step.fit.recompute);
+        let turns = load.micro_batches as f64;
+        let tokens = load.tokens * turns;
+        let recompute = tokens * flops.recomputed / rates.linear;
+        let dequantize = turns * dequantized_bytes(&step.descs, step.fit.recompute) / rates.update;
+        let compute = tokens * (rates.seconds(&flops) + elementwise(config, rates)) + dequantize;
+        let shards = step.fit.kind.shard_size(hardware.devices()) as f64;
+        let (update, update_copies) = update(recipe, step, (hardware, rates), shards);
+        let brought = 2.0 * turns * step.brought as f64 / (hardware.device.host_gbps * 1e9);
+        // Values are fetched a block ahead.
+        let offload = update_copies + (brought - OVERLAP * compute).max(0.0);
+        let communication = communication(&step.sent, step.fit.kind, hardware);
+        let exposed = (communication - OVERLAP * compute).max(communication.min(0.02 * compute));
+        let total = compute + update + offload + exposed;
+        let ranks = hardware.devices() as f64;
+        let mfu = |per_token: f64| tokens * per_token / (total * rates.peak);
+        StepTime {
+            compute,
+            recompute,
+            dequantize,
+            update,
+            offload,
+            communication,
+            exposed,
+            total,
+            sent_bytes: step.sent.total(),
+            tokens_per_sec: tokens * ranks / total,
+            mfu: mfu(flops.model()),
+            hfu: mfu(flops.hardware()),
+            bound: bound([exposed, offload, update].map(|secs| secs / total)),
+        }
+    }
+}
+
+/// What bounds a step with these parts of exposed communication, offload and update.
+fn bound([exposed, offload, update]: [f64; 3]) -> Bound {
+    match () {
+        () if exposed >= HOPELESS => Bound::Hopeless,
+        () if exposed >= BOUND && exposed >= offload => Bound::Communication,
+        () if offload >= BOUND => Bound::Offload,
+        () if update >= BOUND => Bound::Update,
+        () => Bound::Compute,
+    }
+}
+
+/// Weights of adapters; none where all weights train.
+fn branches(descs: &[ParamDesc]) -> Option<u64> {
+    let of_adapter =
+        |desc: &&ParamDesc| matches!(desc.kind, ParamKind::Adapter(_) | ParamKind::AdapterInBf16(_));
+    let frozen = descs.iter().any(|desc| !desc.kind.trains());
+    frozen.then(|| descs.iter().filter(of_adapter).map(|desc| desc.elements() as u64).sum())
+}
+
+/// Bytes that are read and written to make bf16 values from codes, for forward and backward of a micro-batch.
+fn dequantized_bytes(descs: &[ParamDesc], recompute: crate::recipe::Recompute) -> f64 {
+    let passes = if recompute == crate::recipe::Recompute::Block { 3.0 } else { 2.0 };
+    let bytes = |desc: &ParamDesc| match desc.kind {
+        ParamKind::Quantized(format) => desc.elements() as f64 * (format.kind.bits() as f64 / 8.0 + 2.0),
+        _ => 0.0,
+    };
+    passes * descs.iter().map(bytes).sum::<f64>()
+}
+
+/// Seconds of a token's norms, rotations, gates and sums, where they are measured apart: what each reads and writes, forward
+/// and backward, in bf16.
+fn elementwise(config: &ModelConfig, rates: &ComputeRates) -> f64 {
+    let Some(rate) = rates.elementwise else { return 0.0 };
+    let (d, f, qkv) = (config.hidden_size, config.intermediate_size, config.heads.qkv_width());
+    // Two norms and a residual: 2 · (2 + 4) d; the rotation 4 qkv; the gate 3 + 5 f.
+    let values = 12 * d + 4 * qkv + 8 * f;
+    (2 * values * config.num_layers()) as f64 / rate
+}
+
+/// Seconds of the update, and of the copies that it waits for where states are in host memory.
+fn update(
+    recipe: &Recipe,
+    step: &PlannedStep,
+    (hardware, rates): (&Hardware, &ComputeRates),
+    shards: f64,
+) -> (f64, f64) {
+    let trained: u64 =
+        step.descs.iter().filter(|desc| desc.kind.trains()).map(|desc| desc.elements() as u64).sum();
+    let sharded = if step.fit.kind == ShardingStrategy::Ddp { 1.0 } else { shards.max(1.0) };
+    let mine = trained as f64 / sharded;
+    // The value, its gradient, and two moments that are read and written.
+    let state = if recipe.optimizer.state == StateDtype::Int8 { 4.0 } else { 16.0 };
+    let bytes = mine * (8.0 + 2.0 + 4.0 + state);
+    if recipe.parallel.offload == Offload::None {
+        return (bytes / rates.update, 0.0);
+    }
+    // Gradients go to the host, new values come back.
+    let copies = mine * 6.0 / (hardware.device.host_gbps * 1e9);
+    (bytes * hardware.per_host as f64 / HOST_UPDATE, copies)
+}
+
+/// Seconds of all that a rank sends.
+fn communication(sent: &SentBytes, kind: ShardingStrategy, hardware: &Hardware) -> f64 {
+    let ranks = hardware.devices();
+    if ranks == 1 {
+        return 0.0;
+    }
+    let across = hardware.hosts > 1;
+    let latency = LATENCY[usize::from(!across)] * sent.calls as f64;
+    let copies = kind.mesh_shape(ranks).map_or(1, |mesh| mesh.size(MeshAxis::Data));
+    let (inside, outside) = match kind {
+        // Shards are gathered inside of a group, and summed between the groups by each of its ranks at once.
+        ShardingStrategy::Hsdp(group) if copies > 1 && group <= hardware.per_host => {
+            let between = sent.gradients as f64 / 2.0 / group as f64;
+            (sent.total() as f64 - between, between * hardware.per_host as f64)
+        }
+        _ if across => (0.0, sent.total() as f64),
+        _ => (sent.total() as f64, 0.0),
+    };
+    let inner = if inside > 0.0 { inside / (hardware.device.link_gbps * 1e9) } else { 0.0 };
+    let outer = if outside > 0.0 { outside / (hardware.ring_gbps(ranks) * 1e9) } else { 0.0 };
+    inner + outer + latency
+}

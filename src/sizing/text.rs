@@ -1,0 +1,242 @@
+//! A [`Sizing`] as people read it in a terminal.
+
+use std::fmt::Write;
+
+use super::{MemoryTerm, RunTime, Sizing};
+use crate::units;
+
+/// Columns of a bar.
+const COLUMNS: usize = 60;
+/// Splits that are shown.
+const SHOWN: usize = 8;
+
+/// 10^9 bytes, as hardware is sold by.
+pub fn gigabytes(bytes: u64) -> String {
+    let gb = bytes as f64 / 1e9;
+    match gb {
+        _ if gb >= 100.0 => format!("{gb:.0} GB"),
+        _ if gb >= 10.0 => format!("{gb:.1} GB"),
+        _ if gb >= 0.1 => format!("{gb:.2} GB"),
+        _ => format!("{:.1} MB", 1e3 * gb),
+    }
+}
+
+impl Sizing {
+    /// All of it.
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        self.write_head(&mut text);
+        self.write_memory(&mut text);
+        self.write_conventions(&mut text);
+        self.write_time(&mut text);
+        self.write_advice(&mut text);
+        self.write_splits(&mut text);
+        text
+    }
+
+    fn write_head(&self, text: &mut String) {
+        let on = self.hardware.as_ref().map_or_else(|| "this machine".to_owned(), super::Hardware::text);
+        let why = self.why.as_ref().map_or_else(String::new, |why| format!(" ({why})"));
+        let _ = writeln!(
+            text,
+            "{}: {}, {} of {} parameters, {}\non {on}: {} ranks, strategy {}{why}; recompute {}; micro-batches of {} tokens, {} a step and rank",
+            self.model,
+            self.method,
+            units::count(self.trainable),
+            units::count(self.parameters),
+            self.dtype,
+            self.ranks,
+            self.strategy,
+            self.recompute,
+            self.micro_batch_tokens,
+            self.micro_batches,
+        );
+    }
+
+    fn write_memory(&self, text: &mut String) {
+        let room = match (self.budget, self.fits) {
+            (Some(budget), Some(true)) => {
+                format!(", which fits the {} that may be planned with", gigabytes(budget))
+            }
+            (Some(budget), _) => {
+                format!(", which does NOT fit the {} that may be planned with", gigabytes(budget))
+            }
+            _ => String::new(),
+        };
+        let _ = writeln!(text, "\nmemory of a rank: {}{room}", gigabytes(self.bytes));
+        let whole = self.budget.unwrap_or(0).max(self.bytes).max(1);
+        let _ = writeln!(text, "  [{}]", bar(&self.memory, whole));
+        for MemoryTerm { cause, bytes, formula } in &self.memory {
+            let _ = writeln!(text, "  {} {cause:<12} {:>9}  {formula}", letter(cause), gigabytes(*bytes));
+        }
+        let policies =
+            self.activations.iter().map(|(policy, bytes)| format!("{policy} {}", gigabytes(*bytes)));
+        let _ =
+            writeln!(text, "  activations by `train.recompute`: {}", policies.collect::<Vec<_>>().join(", "));
+    }
+
+    fn write_conventions(&self, text: &mut String) {
+        let _ = writeln!(text, "\nrules of thumb for all weights, without activations, a rank:");
+        for rule in &self.conventions {
+            let _ = writeln!(
+                text,
+                "  {:<14} {:>2} B a parameter {:>9}  {}",
+                rule.rule,
+                rule.bytes_per_parameter,
+                gigabytes(rule.bytes),
+                rule.assumes
+            );
+        }
+        let _ = writeln!(text, "  this plan      {:.2} B a parameter", self.bytes_per_parameter);
+    }
+
+    fn write_time(&self, text: &mut String) {
+        let Some(time) = &self.time else {
+            let _ =
+                writeln!(text, "\ntime: give the hardware with `--on`, or a `--calibration` of this machine");
+            return;
+        };
+        let _ = writeln!(
+            text,
+            "\na step takes {}: {:.0} tokens/s, MFU {:.0} %, HFU {:.0} %; bound by {}",
+            secs(time.total),
+            time.tokens_per_sec,
+            100.0 * time.mfu,
+            100.0 * time.hfu,
+            time.bound.text()
+        );
+        let parts = [
+            ("forward and backward", time.compute),
+            ("of it recomputing", time.recompute),
+            ("of it dequantizing", time.dequantize),
+            ("update", time.update),
+            ("copies to and from the host", time.offload),
+            ("communication", time.communication),
+            ("of it not hidden", time.exposed),
+        ];
+        for (what, time) in parts.into_iter().filter(|(_, time)| *time > 0.0) {
+            let _ = writeln!(text, "  {what:<28} {}", secs(time));
+        }
+        if time.sent_bytes > 0 {
+            let _ = writeln!(text, "  a rank sends {} a step", gigabytes(time.sent_bytes));
+        }
+        match &self.run {
+            Some(run) => write_run(text, run),
+            None => {
+                let hours = 1e9 / time.tokens_per_sec / 3600.0;
+                let _ = writeln!(text, "  a billion tokens take {hours:.1} h");
+            }
+        }
+        if let Some(cost) = self.cost {
+            let what = if self.run.is_some() { "the run" } else { "a billion tokens" };
+            let _ = writeln!(text, "  {what} costs {cost:.2}");
+        }
+    }
+
+    fn write_advice(&self, text: &mut String) {
+        let _ = writeln!(text, "\nways to train this model there, * the first that fits:");
+        for leaf in &self.leaves {
+            let mark = match (leaf.first, leaf.fits) {
+                (true, _) => "*",
+                (_, true) => "+",
+                _ => "-",
+            };
+            let speed = leaf.tokens_per_sec.map_or_else(String::new, |rate| format!(" {rate:>9.0} tokens/s"));
+            let cost =
+                leaf.cost_per_billion.map_or_else(String::new, |cost| format!(" {cost:>9.0} a billion"));
+            let _ = writeln!(
+                text,
+                "  {mark} {:<58} {:>9} {:<6}{speed}{cost}",
+                leaf.what,
+                gigabytes(leaf.bytes),
+                leaf.strategy
+            );
+        }
+        if let Some(first) = self.leaves.iter().find(|leaf| leaf.first && !leaf.typed.is_empty()) {
+            let _ = writeln!(text, "  * is typed: {}", first.typed);
+        }
+        for better in &self.better {
+            let _ = writeln!(
+                text,
+                "  {:.2} times as fast: {} ({})",
+                better.speedup,
+                better.typed,
+                gigabytes(better.bytes)
+            );
+        }
+    }
+
+    fn write_splits(&self, text: &mut String) {
+        if self.splits.is_empty() {
+            return;
+        }
+        let _ = writeln!(text, "\nsplits of {} ranks for all weights, by modelled time:", self.ranks);
+        let _ = writeln!(text, "  data shard tensor pipeline context   a step     a rank");
+        for split in self.splits.iter().take(SHOWN) {
+            let runs = if split.runs { "" } else { "  not yet run by this engine" };
+            let fits = if split.fits { "" } else { "  does not fit" };
+            let _ = writeln!(
+                text,
+                "  {:>4} {:>5} {:>6} {:>8} {:>7} {:>8} {:>10}{fits}{runs}",
+                split.data,
+                split.shard,
+                split.tensor,
+                split.pipeline,
+                split.context,
+                secs(split.step_secs),
+                gigabytes(split.bytes)
+            );
+        }
+        for refused in self.refused.iter().take(SHOWN) {
+            let _ = writeln!(text, "  no {}: {}", refused.what, refused.why);
+        }
+    }
+}
+
+fn write_run(text: &mut String, run: &RunTime) {
+    let _ = writeln!(
+        text,
+        "  {} steps, {} tokens: {} (loading {}, evaluating {}, saving {})",
+        run.steps,
+        units::count(run.tokens as u64),
+        units::duration(run.total),
+        units::duration(run.loading),
+        units::duration(run.evaluating),
+        units::duration(run.saving)
+    );
+}
+
+/// The letter of a cause in a bar.
+fn letter(cause: &str) -> char {
+    match cause {
+        "weights" => 'W',
+        "gradients" => 'G',
+        "optimizer" => 'O',
+        "activations" => 'A',
+        "workspace" => 'K',
+        "saving" => 'S',
+        "process" => 'P',
+        _ => ' ',
+    }
+}
+
+/// The causes on a device as letters, so many of `COLUMNS` as they are of `whole`.
+fn bar(terms: &[MemoryTerm], whole: u64) -> String {
+    let on_device = terms.iter().filter(|term| letter(term.cause) != ' ');
+    let (mut bytes, mut text) = (0u64, String::new());
+    for term in on_device {
+        bytes += term.bytes;
+        let end = (bytes as f64 / whole as f64 * COLUMNS as f64).round() as usize;
+        text.extend(std::iter::repeat_n(letter(term.cause), end.saturating_sub(text.len())));
+    }
+    format!("{text:<COLUMNS$}")
+}
+
+/// A time between microseconds and days.
+fn secs(secs: f64) -> String {
+    match secs {
+        _ if secs >= 60.0 => units::duration(secs),
+        _ if secs >= 1.0 => format!("{secs:.2} s"),
+        _ => format!("{:.1} ms", 1e3 * secs),
+    }
+}
