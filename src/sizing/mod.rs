@@ -89,7 +89,7 @@ pub struct RunTime {
 /// Everything that is known of a run before it begins.
 #[derive(Debug, Clone, Serialize)]
 pub struct Sizing {
-    /// The model's id or folder.
+    /// The model's id, or the name of its folder.
     pub model: String,
     /// Parameters of the model and its adapters.
     pub parameters: u64,
@@ -163,7 +163,7 @@ impl SizingRequest<'_> {
         let run = time.and_then(|time| self.run_time(&time, &step, load));
         let (splits, refused) = self.splits(&step, budget, load);
         Ok(Sizing {
-            model: self.inputs.base.found.id.clone(),
+            model: self.inputs.base.found.name(),
             parameters,
             trainable,
             method: self.method(self.recipe)?,
