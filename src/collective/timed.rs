@@ -3,10 +3,10 @@
 
 use std::any::Any;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::progress::{ProgressBoard, RankProgress};
+use super::step_clock::{StepClock, StepPart, StepSecs};
 use super::{Call, Collective, Phase, Reduction, Ticket, Traffic};
 use crate::error::Result;
 use crate::runtime::buffer::Buffer;
@@ -14,7 +14,7 @@ use crate::runtime::buffer::Buffer;
 /// Another end, with a clock and the rank's progress. Groups split from it share both.
 #[derive(Debug)]
 pub struct TimedCollective {
-    nanos: Arc<AtomicU64>,
+    clock: Arc<StepClock>,
     progress: Arc<RankProgress>,
     inner: Arc<dyn Collective>,
 }
@@ -22,7 +22,7 @@ pub struct TimedCollective {
 impl TimedCollective {
     /// `inner` with a clock at 0.
     pub fn new(inner: Arc<dyn Collective>) -> Self {
-        TimedCollective { nanos: Arc::default(), progress: RankProgress::new(&inner), inner }
+        TimedCollective { clock: Arc::new(StepClock::start()), progress: RankProgress::new(&inner), inner }
     }
 
     /// The same, of a rank of the world whose progress stands on `board`.
@@ -32,9 +32,9 @@ impl TimedCollective {
         timed
     }
 
-    /// The clock: nanoseconds inside calls, that is sending, summing and waiting for peers.
+    /// The clock: the time inside calls, that is sending, summing and waiting for peers, and that of each part of a step.
     pub fn clock(&self) -> CollectiveTimer {
-        CollectiveTimer(Arc::clone(&self.nanos))
+        CollectiveTimer(Arc::clone(&self.clock))
     }
 
     /// Tells what the rank is doing.
@@ -53,20 +53,29 @@ impl TimedCollective {
         self.progress.begin_call(named);
         let result = call(&*self.inner);
         self.progress.end_call();
-        let took = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.nanos.fetch_add(took, Ordering::Relaxed);
+        self.clock.add_call(started.elapsed());
         result
     }
 }
 
 /// Reads the clock of a [`TimedCollective`] end.
 #[derive(Debug, Clone)]
-pub struct CollectiveTimer(Arc<AtomicU64>);
+pub struct CollectiveTimer(Arc<StepClock>);
 
 impl CollectiveTimer {
     /// Time in calls so far.
     pub fn read(&self) -> Duration {
-        Duration::from_nanos(self.0.load(Ordering::Relaxed))
+        self.0.in_calls()
+    }
+
+    /// The seconds of each part since the last call of this.
+    pub fn lap(&self) -> StepSecs {
+        self.0.lap()
+    }
+
+    /// From now on, until the next phase is entered, time counts as `part`'s.
+    pub fn count_as(&self, part: StepPart) {
+        self.0.enter(part);
     }
 }
 
@@ -154,7 +163,7 @@ impl Collective for TimedCollective {
 
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
         Ok(Box::new(TimedCollective {
-            nanos: Arc::clone(&self.nanos),
+            clock: Arc::clone(&self.clock),
             progress: Arc::clone(&self.progress),
             inner: Arc::from(self.timed(Some(("split", Call::single("ranks"))), |inner| inner.split(color))?),
         }))
@@ -166,6 +175,7 @@ impl Collective for TimedCollective {
 
     fn enter(&self, phase: Phase) -> Result<()> {
         self.progress.enter(phase);
+        self.clock.enter(phase.part());
         self.inner.enter(phase)
     }
 

@@ -7,7 +7,7 @@ use super::nan_policy::{DivergedSteps, NanPolicy};
 use super::run_watch::RunWatch;
 use super::{Evaluation, Trainer};
 use crate::checkpoint::{Saver, TrainingState};
-use crate::collective::{CollectiveTimer, Phase};
+use crate::collective::{CollectiveTimer, Phase, StepPart, StepSecs};
 use crate::data::{Batch, Cursor, Sampler, Step};
 use crate::error::{Error, ErrorCategory, ErrorContext as _, Result};
 use crate::recipe::enums::OnNan;
@@ -110,9 +110,13 @@ impl TrainLoop<'_> {
         }
         let mut watch = RunWatch::new(self.trainer.engine.store.trainable_entries());
         let mut diverged = DivergedSteps::new(self.options.nan);
+        // What was before the first step is none's.
+        self.clock.lap();
         loop {
             self.enter(Phase::Data)?;
             let Some(step) = self.sampler.next_step() else { break };
+            // The trainer begins with gradients of zero.
+            self.clock.count_as(StepPart::Update);
             let (taken, asked_to_stop) = self.step(&step, &mut watch)?;
             done.steps += 1;
             done.tokens += step.tokens;
@@ -219,8 +223,8 @@ impl TrainLoop<'_> {
         let secs = started.elapsed().as_secs_f64();
         let computed = secs - (self.clock.read() - waited).as_secs_f64();
         let (asked_to_stop, rank_secs) = self.agree(computed, watch, taken.is_ok())?;
+        let parts = self.clock.lap();
         let report = taken.map(|result| StepReport {
-            step: 0,
             epoch: step.epoch,
             loss: result.loss,
             learning_rate: result.learning_rate,
@@ -230,6 +234,7 @@ impl TrainLoop<'_> {
             tokens_per_sec: step.tokens as f64 / secs,
             peak_bytes: peak_bytes(&self.trainer.engine.device).unwrap_or_else(memory::peak_bytes),
             rank_secs,
+            ..in_parts(&parts)
         });
         Ok((report, asked_to_stop))
     }
@@ -307,6 +312,20 @@ impl TrainLoop<'_> {
             }
         }
         Ok(Some(report))
+    }
+}
+
+/// A report that says no more than where the time went.
+fn in_parts(secs: &StepSecs) -> StepReport {
+    StepReport {
+        data_secs: secs.of(StepPart::Data),
+        forward_secs: secs.of(StepPart::Forward),
+        backward_secs: secs.of(StepPart::Backward),
+        exposed_secs: secs.exposed,
+        update_secs: secs.of(StepPart::Update),
+        save_secs: secs.of(StepPart::Save),
+        other_secs: secs.of(StepPart::Other),
+        ..StepReport::default()
     }
 }
 

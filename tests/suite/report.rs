@@ -22,6 +22,13 @@ fn step(step: u64) -> StepReport {
         step_secs: 0.25,
         tokens_per_sec: 2048.0,
         peak_bytes: 1 << 30,
+        data_secs: 0.001,
+        forward_secs: 0.0625,
+        backward_secs: 0.125,
+        exposed_secs: 0.01,
+        update_secs: 0.03,
+        save_secs: 0.02,
+        other_secs: 0.002,
         rank_secs: Vec::new(),
     }
 }
@@ -38,7 +45,9 @@ fn metrics_lines_are_the_contract() {
     assert_eq!(
         fs::read_to_string(&path).unwrap(),
         "{\"step\":4,\"epoch\":0.4,\"loss\":0.5,\"learning_rate\":0.0002,\"grad_norm\":0.75,\"tokens\":512,\
-         \"step_secs\":0.25,\"tokens_per_sec\":2048.0,\"peak_bytes\":1073741824}\n\
+         \"step_secs\":0.25,\"tokens_per_sec\":2048.0,\"peak_bytes\":1073741824,\
+         \"data_secs\":0.001,\"forward_secs\":0.0625,\"backward_secs\":0.125,\"exposed_secs\":0.01,\
+         \"update_secs\":0.03,\"save_secs\":0.02,\"other_secs\":0.002}\n\
          {\"step\":4,\"eval_loss\":0.0,\"eval_perplexity\":1.0,\"eval_tokens\":10}\n\
          {\"step\":4,\"eval_loss\":0.0,\"eval_perplexity\":1.0,\"eval_tokens\":10,\"eval_exact_match\":0.5}\n"
     );
