@@ -21,6 +21,8 @@ mod schedule;
 mod warnings;
 
 pub(crate) use fingerprint::RECIPE;
+pub(crate) use fit::process_bytes;
+pub(crate) use memory::PROCESS;
 pub use memory::{MemoryOptions, MemoryPlan, Saving};
 pub use method::Method;
 pub use parallel::WorldSize;

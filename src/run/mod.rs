@@ -12,6 +12,7 @@ pub(crate) mod op_speeds;
 pub(crate) mod output_folder;
 pub(crate) mod ranks;
 pub(crate) mod restarts;
+pub(crate) mod report_page;
 mod rollback;
 mod run_comparison;
 pub(crate) mod scaling;
