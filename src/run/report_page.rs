@@ -88,7 +88,9 @@ impl ReportPage<'_> {
             summary: &self.in_a_sentence(),
             notice: self.summary.stopped.then(|| {
                 let (done, all) = (self.summary.steps, plan.total_steps);
-                format!("Stopped by a signal after step {done} of {all}; the same command with --resume goes on.")
+                format!(
+                    "Stopped by a signal after step {done} of {all}; the same command with --resume goes on."
+                )
             }),
             headline: &self.headline(),
             figures: &self.figures(),
@@ -120,9 +122,14 @@ impl ReportPage<'_> {
     fn figures(&self) -> Vec<(&'static str, String)> {
         let plan = self.plan;
         let (trainable, all) = plan.parameters();
-        let commit = plan.base.found.commit.as_ref().map(|commit| format!(" at {commit}")).unwrap_or_default();
+        let commit =
+            plan.base.found.commit.as_ref().map(|commit| format!(" at {commit}")).unwrap_or_default();
         let device = if plan.engine.device.is_cpu() { "CPU" } else { "GPU" };
-        let strategy = if plan.ranks > 1 { format!(", strategy {}", plan.recipe.parallel.strategy) } else { String::new() };
+        let strategy = if plan.ranks > 1 {
+            format!(", strategy {}", plan.recipe.parallel.strategy)
+        } else {
+            String::new()
+        };
         vec![
             ("model", format!("{}{commit}", plan.base.found.id)),
             ("method", plan.method().to_string()),

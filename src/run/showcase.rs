@@ -85,7 +85,8 @@ pub(crate) fn show(questions: &[AnsweredQuestion], summary: &RunSummary, termina
         terminal.heading(&one.question);
         terminal.line(format!("expected  {}", one.expected));
         let answers = [("before  ", &one.before), ("after   ", &one.after)];
-        for (when, answer) in answers.into_iter().filter_map(|(when, answer)| Some((when, answer.as_ref()?))) {
+        for (when, answer) in answers.into_iter().filter_map(|(when, answer)| Some((when, answer.as_ref()?)))
+        {
             terminal.line(format!("{when}  {answer}"));
         }
     }

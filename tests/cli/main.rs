@@ -41,6 +41,7 @@ mod output_folder;
 mod planning;
 mod qlora;
 mod quantized;
+mod report_page;
 mod restarts;
 mod resume_every_step;
 mod run_warnings;

@@ -15,6 +15,8 @@ const FEW_POINTS: usize = 40;
 const PLOT: (f64, f64) = (396.0, 170.0);
 /// Room left of the plot and above it, for labels.
 const MARGIN: (f64, f64) = (54.0, 10.0);
+/// Room above the largest value, as a share of the plot: what stands at the very edge is hard to see.
+const HEADROOM: f64 = 0.04;
 
 /// How the points of a series are drawn.
 #[derive(Debug, Clone, PartialEq)]
@@ -67,7 +69,7 @@ impl Chart {
         let all: Vec<&Series> = self.series.iter().filter(|series| !series.points.is_empty()).collect();
         let Some(axes) = self.axes(&all) else { return String::new() };
         let id = self.title.to_lowercase().replace(' ', "-");
-        let (width, height) = (MARGIN.0 + PLOT.0 + 10.0, MARGIN.1 + PLOT.1 + 24.0);
+        let (width, height) = (MARGIN.0 + PLOT.0 + 10.0, MARGIN.1 + PLOT.1 + 38.0);
         let heading = self.heading();
         let said: Vec<String> = all.iter().map(|series| series.in_words(self.unit)).collect();
         let mut svg = format!(
@@ -90,10 +92,9 @@ impl Chart {
     fn axes(&self, all: &[&Series]) -> Option<Axes> {
         let points = || all.iter().flat_map(|series| &series.points);
         let zero = self.from_zero.then_some(0.0);
-        Some(Axes {
-            steps: bounds(points().map(|point| point.0))?,
-            values: bounds(points().map(|point| point.1).chain(zero))?,
-        })
+        let (low, high) = bounds(points().map(|point| point.1).chain(zero))?;
+        let steps = bounds(points().map(|point| point.0))?;
+        Some(Axes { steps, values: (low, high + HEADROOM * (high - low)) })
     }
 }
 
@@ -128,6 +129,8 @@ impl Axes {
             let (x, y) = (self.x(step), MARGIN.1 + PLOT.1 + 18.0);
             let _ = writeln!(svg, "<text class=\"x\" x=\"{x:.1}\" y=\"{y:.1}\">{}</text>", short(step));
         }
+        let (x, y) = (MARGIN.0 + PLOT.0, MARGIN.1 + PLOT.1 + 32.0);
+        let _ = writeln!(svg, "<text class=\"y\" x=\"{x:.1}\" y=\"{y:.1}\">step</text>");
         svg
     }
 }

@@ -2,7 +2,7 @@
 //! went, ranks, evaluations, and steps that were passed over.
 
 use super::chart::{Chart, Mark, Series, stacked};
-use super::markup::{escape, percent, section, short, table};
+use super::markup::{percent, section, short, table};
 use crate::report::metrics::{EvalReport, MetricsEntry, SkippedStep, StepReport};
 use crate::units;
 
@@ -85,30 +85,28 @@ impl<'a> Curves<'a> {
                 vec![self.line("gradient norm", |r| r.grad_norm)],
             ),
         ];
-        let charts = charts(&figures);
-        section("Loss and learning rate", &format!("{charts}{}{}", self.eval_table(), self.skipped_steps()))
+        let [losses, rate, norm] = figures;
+        let all = [losses, rate, norm, self.eval_table(), self.skipped_steps()];
+        section("Loss and learning rate", &charts(&all))
     }
 
-    /// Tokens a second.
-    pub(super) fn throughput(&self) -> String {
+    /// Tokens a second, and the most memory held so far beside the `predicted` bytes, by step.
+    pub(super) fn throughput_and_memory(&self, predicted: u64) -> String {
+        let speed = vec![self.line("tokens", |r| r.tokens_per_sec)];
+        let figures = [Self::chart("Throughput", "tokens per second", true, speed), self.memory(predicted)];
         let secs: f64 = self.steps.iter().map(|r| r.step_secs).sum();
         let tokens: u64 = self.steps.iter().map(|r| r.tokens).sum();
-        let figure =
-            Self::chart("Throughput", "tokens per second", true, vec![self.line("tokens", |r| r.tokens_per_sec)]);
-        if figure.is_empty() || secs <= 0.0 {
-            return section("Throughput", &charts(&[figure]));
-        }
-        let mean = units::count((tokens as f64 / secs) as u64);
-        let said = format!(
-            "<p>{mean} tokens a second on average: {} tokens in {} of steps.</p>\n",
-            units::count(tokens),
-            escape(&units::duration(secs))
-        );
-        section("Throughput", &(said + &charts(&[figure])))
+        let said = if secs > 0.0 {
+            let mean = units::count((tokens as f64 / secs) as u64);
+            let (tokens, secs) = (units::count(tokens), units::duration(secs));
+            format!("<p>{mean} tokens a second on average: {tokens} tokens in {secs} of steps.</p>\n")
+        } else {
+            String::new()
+        };
+        section("Throughput and memory", &(said + &charts(&figures)))
     }
 
-    /// The most memory held so far, by step, beside the `predicted` bytes.
-    pub(super) fn memory(&self, predicted: u64) -> String {
+    fn memory(&self, predicted: u64) -> String {
         let most = self.steps.iter().map(|r| r.peak_bytes).max().unwrap_or(0);
         if most == 0 {
             return String::new();
@@ -122,7 +120,7 @@ impl<'a> Curves<'a> {
             let points = vec![(first.step as f64, level), (last.step as f64, level)];
             series.push(Series { name: "planned", class: "plan", mark: Mark::Level, points });
         }
-        section("Memory over time", &charts(&[Self::chart("Memory", unit, true, series)]))
+        Self::chart("Memory", unit, true, series)
     }
 
     /// Where the time of a step went; nothing for a run whose metrics do not tell.
@@ -139,7 +137,7 @@ impl<'a> Curves<'a> {
             let sum: f64 = told.iter().map(|r| part(r)).sum();
             if sum > 0.0 {
                 layers.push((name, class, told.iter().map(|r| 1e3 * part(r)).collect()));
-                let mean = format!("{} ms", short(1e3 * sum / told.len() as f64));
+                let mean = format!("{:.2} ms", 1e3 * sum / told.len() as f64);
                 rows.push(vec![name.to_owned(), mean, percent(sum / all)]);
             }
         }

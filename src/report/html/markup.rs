@@ -19,9 +19,9 @@ pub(super) fn short(value: f64) -> String {
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// A share of 1 in percent.
+/// A share of 1 in percent; its sign stays on the number's line.
 pub(super) fn percent(share: f64) -> String {
-    format!("{:.1} %", 100.0 * share)
+    format!("{:.1}\u{a0}%", 100.0 * share)
 }
 
 /// A section with its heading, or nothing where there is nothing to say.
@@ -69,7 +69,7 @@ mod tests {
         assert_eq!(short(1200.0), "1200");
         assert_eq!(short(1.5), "1.5");
         assert_eq!(short(0.0), "0");
-        assert_eq!(percent(0.9134), "91.3 %");
+        assert_eq!(percent(0.9134), "91.3\u{a0}%");
     }
 
     #[test]

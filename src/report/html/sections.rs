@@ -160,6 +160,9 @@ pub(super) fn recipe(toml: &str) -> String {
     if toml.is_empty() {
         return String::new();
     }
-    let folded = format!("<details><summary>Every key that the run had</summary>\n<pre>{}</pre></details>\n", escape(toml));
+    let folded = format!(
+        "<details><summary>Every key that the run had</summary>\n<pre>{}</pre></details>\n",
+        escape(toml)
+    );
     section("Recipe", &folded)
 }

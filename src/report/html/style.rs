@@ -27,7 +27,8 @@ td,th{text-align:right;padding:.25rem .9rem .25rem 0;font-variant-numeric:tabula
 .rows{padding-left:1.4rem}.rows div{color:var(--dim);font-size:.9rem}.row{margin:.2rem 0 1rem;padding:.6rem .8rem;background:var(--soft);border-radius:6px;white-space:pre-wrap}
 mark{background:var(--learned);color:inherit;text-decoration:underline;text-decoration-thickness:2px;text-underline-offset:3px;border-radius:2px}em{color:var(--dim)}
 pre{overflow-x:auto;padding:.8rem;background:var(--soft);border-radius:6px;font-size:.85rem;margin:.3rem 0}pre.wrap{white-space:pre-wrap}summary{cursor:pointer}
-@media (max-width:30rem){body{font-size:15px}.headline div{flex:1 1 40%}.headline dd{font-size:1.1rem}td,th{padding-right:.6rem}}
+@media (max-width:30rem){body{font-size:15px}.headline div{flex:1 1 40%}.headline dd{font-size:1rem}td,th{padding-right:.6rem}}
+@page{margin:14mm}
 @media print{:root{color-scheme:light;--page:#fff;--text:#000;--dim:#444;--rule:#bbb;--soft:#f3f5f7;--a:#1764ab;--b:#b3471b;--learned:#d7f0dc;--right:#116329;--peak:#3b434b}
 body{max-width:none;padding:0;font-size:11pt}*{print-color-adjust:exact}figure,tr,.row{break-inside:avoid}h2{break-after:avoid}.scroll,pre{overflow:visible}pre{white-space:pre-wrap}details::details-content{content-visibility:visible;block-size:auto}}
 ";
