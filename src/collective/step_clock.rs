@@ -26,7 +26,7 @@ pub enum StepPart {
     Save,
     /// Evaluation on held-out rows, which is no part of a step.
     Evaluation,
-    /// All else.
+    /// All that is none of these.
     Other,
 }
 
@@ -68,12 +68,6 @@ impl StepSecs {
     /// Seconds of `part`, without those inside collectives where these are told apart.
     pub fn of(&self, part: StepPart) -> f64 {
         self.parts[part as usize]
-    }
-
-    /// Adds those of another stretch of time.
-    pub fn add(&mut self, other: &StepSecs) {
-        self.parts.iter_mut().zip(other.parts).for_each(|(sum, secs)| *sum += secs);
-        self.exposed += other.exposed;
     }
 }
 

@@ -66,6 +66,12 @@ pub struct StepReport {
 }
 
 impl StepReport {
+    /// The seconds of all parts together: the time since the step before, but for evaluation.
+    pub fn all_parts(&self) -> f64 {
+        let computing = self.forward_secs + self.backward_secs + self.update_secs;
+        self.data_secs + computing + self.exposed_secs + self.save_secs + self.other_secs
+    }
+
     /// The same without what a clock or the system decides: equal in two runs that are the same.
     #[must_use]
     pub fn without_times(self) -> Self {

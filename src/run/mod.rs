@@ -2,6 +2,7 @@
 //! output folder, signals, the check of a merge, what `bench` measures: operations, and how speed grows with ranks; and the
 //! libraries that GPUs need.
 
+mod bottlenecks;
 mod card;
 mod device_failure;
 mod elastic;

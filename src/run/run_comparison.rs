@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 
 use super::output_folder::{CARD, METRICS, REPORT};
 use crate::error::{Error, Result};
+use crate::profile;
 use crate::report::{MetricsEntry, metrics};
 
 /// Folders and files in a run's folder that tell times.
-const TIMED: [&str; 4] = [CARD, REPORT, "tensorboard", ".finetune"];
+const TIMED: [&str; 5] = [CARD, REPORT, "tensorboard", profile::FOLDER, ".finetune"];
 
 /// What the folders of two runs hold.
 pub(super) struct RunComparison {

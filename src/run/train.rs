@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use candle_core::Device;
 
+use super::bottlenecks;
 use super::card::card;
 use super::device_failure::explained;
 use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, REPORT, date_text, lies_in};
@@ -26,6 +27,7 @@ use crate::data::{self, Batch};
 use crate::engine::{NanPolicy, Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::plan::Plan;
+use crate::profile::{Profiler, TraceSchedule};
 use crate::report::html::{AnsweredQuestion, HtmlReport};
 use crate::report::{EventWriter, MetricsLog, Terminal};
 use crate::setup::BaseCheck;
@@ -88,6 +90,9 @@ impl TrainRun<'_> {
             terminal.detail(format!("ready to train after {took}"));
         }
         let summary = self.train(&mut trainer, &*world, clock)?;
+        if first {
+            bottlenecks::say(plan, &summary, terminal);
+        }
         // A run that goes on began with what it had learned: that is no answer of the base.
         let before = self.resumed.is_none().then_some(&before[..]);
         if summary.stopped {
@@ -250,6 +255,8 @@ impl TrainRun<'_> {
             roll_back: &|trainer, step| roll_back(plan, output, trainer, step),
             stop: self.stop,
             clock,
+            profiler: TraceSchedule::of(&plan.recipe.profile)
+                .map(|schedule| Profiler::new(schedule, output, world.rank(), world.size())),
             options: RunOptions {
                 save_steps: settings.save_steps,
                 eval_steps: plan.recipe.eval.steps,
