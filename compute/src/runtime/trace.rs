@@ -21,7 +21,7 @@ pub const MOST_EVENTS: usize = 1 << 20;
 /// Nanoseconds between two values of a name.
 const LEAST_GAP: u64 = 5_000_000;
 /// Sizes that a span can name.
-const DIMS: usize = 4;
+pub const DIMS: usize = 4;
 
 /// Recorders of this process that are on.
 static RECORDING: AtomicUsize = AtomicUsize::new(0);
