@@ -9,8 +9,8 @@ use crate::runtime::trace::SpanKind;
 
 /// Seconds that must have been lost for a run without a trace to say so: a short run has other sorrows.
 const LEAST_LOST_SECS: f64 = 1.0;
-/// Steps that such a run must have had.
-const LEAST_STEPS: u64 = 5;
+/// Steps that such a run must have had: the first is longer than others.
+const LEAST_STEPS: u64 = 2;
 /// An operation is memory-bound that moves at least this part of what a copy moves in a second,
 const NEAR_COPY: f64 = 0.5;
 /// and multiplies at most this part of what a product does.
@@ -30,13 +30,13 @@ pub struct CopyAndProductRates {
 pub struct RunFacts {
     /// Steps that were measured.
     pub steps: u64,
-    /// The first rank's seconds of taking rows,
+    /// The first rank's seconds of taking rows.
     pub data_secs: f64,
-    /// inside collectives,
+    /// Its seconds inside collectives.
     pub exposed_secs: f64,
-    /// waiting for checkpoints,
+    /// Its seconds of waiting for checkpoints.
     pub save_secs: f64,
-    /// and of all parts together, evaluation left out.
+    /// Its seconds of all parts together, evaluation left out.
     pub all_secs: f64,
     /// Seconds of the steps themselves.
     pub step_secs: f64,
@@ -368,7 +368,7 @@ mod tests {
         let short = |secs: f64| RunFacts { data_secs: 0.2 * secs, all_secs: secs, ..plain(healthy()) };
         assert_eq!(names(&short(4.0)), [""; 0]);
         assert_eq!(names(&short(6.0)), ["input-bound"]);
-        assert_eq!(names(&RunFacts { steps: 4, ..short(6.0) }), [""; 0]);
+        assert_eq!(names(&RunFacts { steps: 1, ..short(6.0) }), [""; 0]);
         // A single rank waits for nobody.
         assert_eq!(names(&RunFacts { rank_secs: Vec::new(), ..facts }), ["input-bound"]);
         assert_eq!(names(&RunFacts::default()), [""; 0]);
