@@ -3,14 +3,14 @@
 //! Rules over the seconds of the parts of a step need no trace and are asked after every run; they say something there
 //! only where much time was lost. The others need a trace.
 
-use super::op_table::OpTable;
+use super::op_table::{OpRow, OpTable};
 use crate::report::StepReport;
 use crate::runtime::trace::SpanKind;
 
 /// Seconds that must have been lost for a run without a trace to say so: a short run has other sorrows.
 const LEAST_LOST_SECS: f64 = 1.0;
-/// Steps that such a run must have had.
-const LEAST_STEPS: u64 = 5;
+/// Steps that such a run must have had: the first is longer than others.
+const LEAST_STEPS: u64 = 2;
 /// An operation is memory-bound that moves at least this part of what a copy moves in a second,
 const NEAR_COPY: f64 = 0.5;
 /// and multiplies at most this part of what a product does.
@@ -30,13 +30,13 @@ pub struct CopyAndProductRates {
 pub struct RunFacts {
     /// Steps that were measured.
     pub steps: u64,
-    /// The first rank's seconds of taking rows,
+    /// The first rank's seconds of taking rows.
     pub data_secs: f64,
-    /// inside collectives,
+    /// Its seconds inside collectives.
     pub exposed_secs: f64,
-    /// waiting for checkpoints,
+    /// Its seconds of waiting for checkpoints.
     pub save_secs: f64,
-    /// and of all parts together, evaluation left out.
+    /// Its seconds of all parts together, evaluation left out.
     pub all_secs: f64,
     /// Seconds of the steps themselves.
     pub step_secs: f64,
@@ -86,8 +86,10 @@ pub struct BottleneckRule {
 
 /// What a rule finds.
 struct Measured {
-    /// Of the time, 0 to 1.
-    share: f64,
+    /// Seconds that were lost.
+    secs: f64,
+    /// Those among which they are counted.
+    all: f64,
     /// What the share is, in words, after "… % of the time".
     what: String,
     /// Of all of the run's seconds, not of a trace alone.
@@ -175,10 +177,10 @@ pub struct Bottleneck {
 /// The bottlenecks of a run, in the order of [`RULES`]: none in a healthy one.
 pub fn find(facts: &RunFacts) -> Vec<Bottleneck> {
     let holds = |rule: &BottleneckRule| {
-        let Measured { share, what, of_run } = (rule.measure)(facts)?;
-        let lost = share * facts.step_secs;
+        let Measured { secs, all, what, of_run } = (rule.measure)(facts).filter(|found| found.all > 0.0)?;
+        let share = secs / all;
         let is_clear =
-            facts.trace.is_some() || of_run && facts.steps >= LEAST_STEPS && lost >= LEAST_LOST_SECS;
+            facts.trace.is_some() || of_run && facts.steps >= LEAST_STEPS && secs >= LEAST_LOST_SECS;
         (share >= rule.threshold && is_clear).then(|| Bottleneck {
             name: rule.name,
             share,
@@ -189,11 +191,11 @@ pub fn find(facts: &RunFacts) -> Vec<Bottleneck> {
 }
 
 fn of_run(secs: f64, all: f64, what: impl Into<String>) -> Option<Measured> {
-    (all > 0.0).then(|| Measured { share: secs / all, what: what.into(), of_run: true })
+    Some(Measured { secs, all, what: what.into(), of_run: true })
 }
 
 fn of_trace(secs: f64, table: &OpTable, what: impl Into<String>) -> Option<Measured> {
-    (table.secs > 0.0).then(|| Measured { share: secs / table.secs, what: what.into(), of_run: false })
+    Some(Measured { secs, all: table.secs, what: what.into(), of_run: false })
 }
 
 fn input(facts: &RunFacts) -> Option<Measured> {
@@ -243,12 +245,12 @@ fn host(facts: &RunFacts) -> Option<Measured> {
 
 fn memory_bound(facts: &RunFacts) -> Option<Measured> {
     let (table, rates) = (facts.trace.as_ref()?, facts.rates?);
-    let bound = |row: &&super::op_table::OpRow| {
+    let bound = |row: &&OpRow| {
         row.kind == SpanKind::Op.name()
             && row.bytes_per_sec() >= NEAR_COPY * rates.copy_bytes
             && row.flops_per_sec() <= FAR_FROM_PRODUCTS * rates.product_flops
     };
-    let rows: Vec<_> = table.rows.iter().filter(bound).collect();
+    let rows: Vec<_> = table.operations.iter().filter(bound).collect();
     let dearest = rows.first()?;
     let secs = rows.iter().map(|row| row.self_secs).sum();
     let rate = dearest.bytes_per_sec() / 1e9;
@@ -258,12 +260,126 @@ fn memory_bound(facts: &RunFacts) -> Option<Measured> {
 
 fn casts(facts: &RunFacts) -> Option<Measured> {
     let table = facts.trace.as_ref()?;
-    let is_cast = |name: &str| name == "cast" || name.starts_with("cast ");
-    let secs = table.rows.iter().filter(|row| is_cast(&row.name)).map(|row| row.self_secs).sum();
+    let secs = table.operations.iter().filter(|row| row.name == "cast").map(|row| row.self_secs).sum();
     of_trace(secs, table, "values were only brought into another type")
 }
 
 fn copies(facts: &RunFacts) -> Option<Measured> {
     let table = facts.trace.as_ref()?;
     of_trace(table.secs_of(SpanKind::Copy), table, "was copying between the host and the device")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Ten seconds of training on two ranks with a trace of one second, nothing wrong with it.
+    fn healthy() -> RunFacts {
+        let mut facts = RunFacts {
+            on_gpu: true,
+            fits_without_recompute: Some(false),
+            trace: Some(OpTable {
+                steps: 10,
+                secs: 1.0,
+                recompute_secs: 0.2,
+                operations: vec![
+                    row("matmul nt", SpanKind::Op, 0.5, 5_000_000_000, 40_000_000_000_000),
+                    row("adamw", SpanKind::Op, 0.1, 90_000_000_000, 0),
+                    row("wait for the device", SpanKind::Wait, 0.2, 0, 0),
+                    row("cast", SpanKind::Op, 0.02, 1_000_000_000, 0),
+                    row("copy to the device", SpanKind::Copy, 0.02, 1_000_000_000, 0),
+                ],
+                by_shape: Vec::new(),
+            }),
+            rates: Some(CopyAndProductRates { copy_bytes: 1e12, product_flops: 1e14 }),
+            ..RunFacts::default()
+        };
+        let step = StepReport {
+            step_secs: 0.1,
+            data_secs: 0.004,
+            forward_secs: 0.03,
+            backward_secs: 0.055,
+            exposed_secs: 0.009,
+            update_secs: 0.005,
+            save_secs: 0.002,
+            other_secs: 0.001,
+            rank_secs: vec![0.091, 0.088],
+            ..StepReport::default()
+        };
+        (0..100).for_each(|_| facts.add_step(&step));
+        facts
+    }
+
+    fn row(name: &str, kind: SpanKind, self_secs: f64, bytes: u64, flops: u64) -> OpRow {
+        OpRow { name: name.into(), kind: kind.name(), calls: 1, self_secs, bytes, flops }
+    }
+
+    fn names(facts: &RunFacts) -> Vec<&'static str> {
+        find(facts).into_iter().map(|found| found.name).collect()
+    }
+
+    /// Plants a bottleneck in a healthy run.
+    type Plant = fn(&mut RunFacts);
+
+    fn secs_of(facts: &mut RunFacts, name: &str, secs: f64) {
+        let rows = facts.trace.iter_mut().flat_map(|table| &mut table.operations);
+        rows.filter(|row| row.name == name).for_each(|row| {
+            // As fast as before.
+            row.bytes = (row.bytes as f64 * secs / row.self_secs) as u64;
+            row.self_secs = secs;
+        });
+    }
+
+    #[test]
+    fn each_rule_finds_what_is_planted_for_it_and_nothing_else() {
+        assert_eq!(names(&healthy()), [""; 0]);
+        let plants: [(&str, Plant); 9] = [
+            ("input-bound", |f| f.data_secs = 0.2 * f.all_secs),
+            ("straggler", |f| f.rank_secs = vec![6.0, 9.1]),
+            ("communication-bound", |f| {
+                (f.exposed_secs, f.rank_secs) = (4.0, vec![6.0, 5.9]);
+            }),
+            ("saving stalls", |f| f.save_secs = 0.3 * f.all_secs),
+            ("recompute waste", |f| f.fits_without_recompute = Some(true)),
+            ("host-bound", |f| secs_of(f, "wait for the device", 0.01)),
+            ("memory-bound operations", |f| secs_of(f, "adamw", 0.5)),
+            ("dtype casts", |f| secs_of(f, "cast", 0.1)),
+            ("host-device copies", |f| secs_of(f, "copy to the device", 0.3)),
+        ];
+        assert_eq!(plants.map(|(name, _)| name), RULES.map(|rule| rule.name), "a plant for each rule");
+        for (name, plant) in plants {
+            let mut facts = healthy();
+            plant(&mut facts);
+            assert_eq!(names(&facts), [name]);
+            let text = &find(&facts)[0].text;
+            assert!(text.starts_with(&format!("{name}: ")) && text.contains(" % of the time "), "{text}");
+        }
+    }
+
+    #[test]
+    fn without_a_trace_only_what_is_clear_is_said() {
+        let plain = |facts: RunFacts| RunFacts { trace: None, ..facts };
+        let slow = |facts: &mut RunFacts| facts.data_secs = 0.2 * facts.all_secs;
+        let mut facts = plain(healthy());
+        assert_eq!(names(&facts), [""; 0]);
+        slow(&mut facts);
+        assert_eq!(names(&facts), ["input-bound"]);
+        // The same share of a run that was over at once.
+        let short = |secs: f64| RunFacts { data_secs: 0.2 * secs, all_secs: secs, ..plain(healthy()) };
+        assert_eq!(names(&short(4.0)), [""; 0]);
+        assert_eq!(names(&short(6.0)), ["input-bound"]);
+        assert_eq!(names(&RunFacts { steps: 1, ..short(6.0) }), [""; 0]);
+        // A single rank waits for nobody.
+        assert_eq!(names(&RunFacts { rank_secs: Vec::new(), ..facts }), ["input-bound"]);
+        assert_eq!(names(&RunFacts::default()), [""; 0]);
+    }
+
+    #[test]
+    fn a_straggler_is_named_and_is_no_slow_link() {
+        let facts = RunFacts { rank_secs: vec![5.0, 5.2, 9.1, 5.1], exposed_secs: 4.5, ..healthy() };
+        let found = find(&facts);
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert!(found[0].text.contains("rank 2 was the slowest: it computed for 9.1 s"), "{}", found[0].text);
+        assert!(found[0].text.contains("the ranks' median is 5.2 s"), "{}", found[0].text);
+    }
 }

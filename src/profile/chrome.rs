@@ -54,7 +54,7 @@ fn text(of: TracedRank, events: &TraceEvents) -> String {
     lines.extend(THREADS.iter().enumerate().map(|(thread, text)| name("thread_name", thread, text)));
     let mut all: Vec<String> = lines.iter().map(ToString::to_string).collect();
     // By their begins, the longer first: what encloses comes before what it encloses.
-    let mut spans: Vec<_> = events.spans.iter().collect();
+    let mut spans: Vec<_> = events.spans.iter().rev().collect();
     spans.sort_by_key(|span| (span.thread, span.start, u64::MAX - span.nanos));
     for span in spans {
         let (title, kind) = (json!(span.info.title()), span.info.kind.name());

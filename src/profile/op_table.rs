@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use serde::Serialize;
 
-use crate::runtime::trace::{SpanInfo, SpanKind, TraceEvents, TraceSpan};
+use crate::runtime::trace::{DIMS, SpanInfo, SpanKind, TraceEvents, TraceSpan};
 use crate::units;
 
 /// The name of the span of a forward that backward makes a second time.
@@ -12,10 +12,10 @@ pub const RECOMPUTE: &str = "recompute";
 /// Lines of the table on the terminal.
 const SHOWN: usize = 12;
 
-/// All spans that are alike but for their number.
+/// All spans that are alike but for their number, or for their sizes too.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct OpRow {
-    /// What was done, with its shape.
+    /// What was done, by shape with its sizes.
     pub name: String,
     /// The category of its spans.
     pub kind: &'static str,
@@ -50,43 +50,63 @@ pub struct OpTable {
     pub secs: f64,
     /// Seconds of forwards that backward made a second time, with all that is inside of them.
     pub recompute_secs: f64,
-    /// The dearest first.
-    pub rows: Vec<OpRow>,
+    /// By what was done, of whatever sizes; the dearest first.
+    pub operations: Vec<OpRow>,
+    /// The same by sizes.
+    pub by_shape: Vec<OpRow>,
+}
+
+/// The rows of spans with their own nanoseconds, those together that `key` makes alike; the dearest first.
+fn rows_by<'a>(
+    spans: impl Iterator<Item = (&'a &'a TraceSpan, u64)>,
+    key: impl Fn(SpanInfo) -> SpanInfo,
+) -> Vec<OpRow> {
+    let mut found: HashMap<SpanInfo, OpRow> = HashMap::new();
+    for (span, own) in spans {
+        let info = key(SpanInfo { index: None, bytes: 0, flops: 0, ..span.info });
+        let row = found.entry(info).or_insert_with(|| OpRow {
+            name: info.title(),
+            kind: info.kind.name(),
+            calls: 0,
+            self_secs: 0.0,
+            bytes: 0,
+            flops: 0,
+        });
+        row.calls += 1;
+        row.self_secs += own as f64 / 1e9;
+        row.bytes += span.info.bytes;
+        row.flops += span.info.flops;
+    }
+    let mut rows: Vec<OpRow> = found.into_values().collect();
+    rows.sort_by(|a, b| b.self_secs.total_cmp(&a.self_secs).then_with(|| a.name.cmp(&b.name)));
+    rows
 }
 
 impl OpTable {
     /// That of the rank's own thread in `events`.
     pub fn new(events: &TraceEvents) -> Self {
-        let mut spans: Vec<&TraceSpan> = events.spans.iter().filter(|span| span.thread == 0).collect();
+        // Of two that are alike the one that ended last is around the other.
+        let own_thread = events.spans.iter().rev().filter(|span| span.thread == 0);
+        let mut spans: Vec<&TraceSpan> = own_thread.collect();
         spans.sort_by_key(|span| (span.start, u64::MAX - span.nanos));
         let steps: Vec<&&TraceSpan> = spans.iter().filter(|span| span.info.kind == SpanKind::Step).collect();
         let (count, nanos) = (steps.len() as u64, steps.iter().map(|span| span.nanos).sum::<u64>());
-        let mut found: HashMap<SpanInfo, OpRow> = HashMap::new();
-        for (span, own) in spans.iter().zip(self_nanos(&spans)) {
-            let info = SpanInfo { index: None, bytes: 0, flops: 0, ..span.info };
-            let row = found.entry(info).or_insert_with(|| OpRow {
-                name: info.title(),
-                kind: info.kind.name(),
-                calls: 0,
-                self_secs: 0.0,
-                bytes: 0,
-                flops: 0,
-            });
-            row.calls += 1;
-            row.self_secs += own as f64 / 1e9;
-            row.bytes += span.info.bytes;
-            row.flops += span.info.flops;
-        }
-        let mut rows: Vec<OpRow> = found.into_values().collect();
-        rows.sort_by(|a, b| b.self_secs.total_cmp(&a.self_secs).then_with(|| a.name.cmp(&b.name)));
+        let own = self_nanos(&spans);
+        let measured = || spans.iter().zip(own.iter().copied());
         let again =
             spans.iter().filter(|span| span.info.name == RECOMPUTE).map(|span| span.nanos).sum::<u64>();
-        OpTable { steps: count, secs: nanos as f64 / 1e9, recompute_secs: again as f64 / 1e9, rows }
+        OpTable {
+            steps: count,
+            secs: nanos as f64 / 1e9,
+            recompute_secs: again as f64 / 1e9,
+            operations: rows_by(measured(), |info| info.dims(&[0; DIMS])),
+            by_shape: rows_by(measured(), |info| info),
+        }
     }
 
     /// Seconds of the rows of a kind.
     pub fn secs_of(&self, kind: SpanKind) -> f64 {
-        self.rows.iter().filter(|row| row.kind == kind.name()).map(|row| row.self_secs).sum()
+        self.operations.iter().filter(|row| row.kind == kind.name()).map(|row| row.self_secs).sum()
     }
 
     /// The dearest rows, as people read them.
@@ -95,7 +115,7 @@ impl OpTable {
             "{:<48} {:>7} {:>10} {:>7} {:>10} {:>9} {:>9}\n",
             "dearest, without what is inside", "calls", "ms a step", "share", "bytes", "GB/s", "GFLOP/s"
         );
-        for row in self.rows.iter().take(SHOWN) {
+        for row in self.operations.iter().take(SHOWN) {
             let rate = |count: u64, per_sec: f64| {
                 if count == 0 { String::new() } else { format!("{:.1}", per_sec / 1e9) }
             };
@@ -146,7 +166,7 @@ mod tests {
                 span(product(5), 100, 300),
                 span(SpanInfo::op("add"), 400, 100),
                 span(block(0), 100, 500),
-                span(product(7), 600, 200),
+                span(product(7).dims(&[2, 3, 5]), 600, 200),
                 span(SpanInfo { name: RECOMPUTE, ..block(1) }, 600, 200),
                 span(SpanInfo::new(SpanKind::Phase, "forward"), 100, 800),
                 span(SpanInfo::new(SpanKind::Step, "step").index(3), 0, 1000),
@@ -156,12 +176,13 @@ mod tests {
         };
         let table = OpTable::new(&events);
         let rows: Vec<(&str, u64, u64, u64)> = table
-            .rows
+            .by_shape
             .iter()
             .map(|row| (row.name.as_str(), row.calls, (row.self_secs * 1e9).round() as u64, row.bytes))
             .collect();
         let expected = [
-            ("matmul 2x3x4", 2, 500, 12),
+            ("matmul 2x3x4", 1, 300, 5),
+            ("matmul 2x3x5", 1, 200, 7),
             ("step", 1, 200, 0),
             ("add", 1, 100, 0),
             ("forward", 1, 100, 0),
@@ -169,11 +190,12 @@ mod tests {
             ("recompute block", 1, 0, 0),
         ];
         assert_eq!(rows, expected);
-        assert_eq!((table.steps, table.rows[0].flops), (1, 96));
+        let OpRow { name, calls, flops, .. } = &table.operations[0];
+        assert_eq!((table.steps, name.as_str(), *calls, *flops), (1, "matmul", 2, 96));
         assert!((table.secs - 1e-6).abs() < 1e-15 && (table.recompute_secs - 2e-7).abs() < 1e-15);
         assert!((table.secs_of(SpanKind::Op) - 6e-7).abs() < 1e-15);
         let line =
             table.text().lines().nth(1).expect("a row").split_whitespace().collect::<Vec<_>>().join(" ");
-        assert_eq!(line, "matmul 2x3x4 2 0.001 50.0 % 12 B 0.0 0.2");
+        assert_eq!(line, "matmul 2 0.001 50.0 % 12 B 0.0 0.2");
     }
 }

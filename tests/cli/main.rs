@@ -39,6 +39,7 @@ mod nan_policy;
 mod older_checkpoint;
 mod output_folder;
 mod planning;
+mod profile;
 mod qlora;
 mod quantized;
 mod report_page;

@@ -21,7 +21,7 @@ pub const MOST_EVENTS: usize = 1 << 20;
 /// Nanoseconds between two values of a name.
 const LEAST_GAP: u64 = 5_000_000;
 /// Sizes that a span can name.
-const DIMS: usize = 4;
+pub const DIMS: usize = 4;
 
 /// Recorders of this process that are on.
 static RECORDING: AtomicUsize = AtomicUsize::new(0);
@@ -203,6 +203,8 @@ struct RecorderState {
     /// The open step and phase of the rank's own thread, with their begins.
     step: Option<(SpanInfo, u64)>,
     phase: Option<(SpanInfo, u64)>,
+    /// The open spans of other threads, which end here when the recording ends; their lengths are not known yet.
+    open_elsewhere: Vec<TraceSpan>,
 }
 
 impl RecorderState {
@@ -279,6 +281,9 @@ impl TraceRecorder {
         let mut state = self.state();
         if state.is_on {
             state.close_step(now);
+            for span in std::mem::take(&mut state.open_elsewhere) {
+                state.push(TraceSpan { nanos: now - span.start, ..span });
+            }
             state.is_on = false;
             RECORDING.fetch_sub(1, Ordering::Relaxed);
         }
@@ -360,8 +365,9 @@ impl Drop for OpenSpan {
             let Some((recorder, thread)) = joined.as_ref() else { return };
             let mut state = recorder.state();
             if state.is_on && state.session == self.session {
-                let nanos = end - self.start;
-                state.push(TraceSpan { info: self.info, thread: *thread, start: self.start, nanos });
+                let (start, nanos) = (self.start, end - self.start);
+                state.open_elsewhere.retain(|span| (span.thread, span.start) != (*thread, start));
+                state.push(TraceSpan { info: self.info, thread: *thread, start, nanos });
             }
         });
     }
@@ -374,14 +380,21 @@ pub fn span(describe: impl FnOnce() -> SpanInfo) -> Option<OpenSpan> {
 }
 
 fn open(describe: impl FnOnce() -> SpanInfo) -> Option<OpenSpan> {
-    let session = JOINED.with(|joined| {
+    JOINED.with(|joined| {
         let joined = joined.borrow();
-        let state = joined.as_ref()?.0.state();
-        state.is_on.then_some(state.session)
-    })?;
-    let info = describe();
-    trace_ranges::push(|| info.title());
-    Some(OpenSpan { info, start: now(), session })
+        let (recorder, thread) = joined.as_ref()?;
+        if !recorder.state().is_on {
+            return None;
+        }
+        let info = describe();
+        trace_ranges::push(|| info.title());
+        let mut state = recorder.state();
+        let start = now();
+        if *thread > 0 && state.is_on {
+            state.open_elsewhere.push(TraceSpan { info, thread: *thread, start, nanos: 0 });
+        }
+        Some(OpenSpan { info, start, session: state.session })
+    })
 }
 
 /// The rank's own thread enters a phase, which ends the one before.
@@ -489,6 +502,15 @@ mod tests {
         .expect("no panic");
         let threads: Vec<u32> = recorder.take().spans.iter().map(|span| span.thread).collect();
         assert_eq!(threads, [1]);
+        // One of another thread that is still open ends with the recording.
+        let helper = recorder.join(1);
+        let open = span(named("open"));
+        recorder.switch_off();
+        drop(open);
+        drop(helper);
+        let spans = recorder.take().spans;
+        assert_eq!(spans.iter().map(|span| (span.info.name, span.thread)).collect::<Vec<_>>(), [("open", 1)]);
+        recorder.switch_on();
         // One that began while it was off, or before it was on again, is none of this time's.
         let early = span(named("early"));
         recorder.switch_off();
