@@ -29,7 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 
 # What a clock or the system decides.
-NOT_COMPARED = {"step_secs", "tokens_per_sec", "peak_bytes", "rank_secs"}
+NOT_COMPARED = {"step_secs", "tokens_per_sec", "peak_bytes", "rank_secs"} | {
+    f"{part}_secs" for part in ("data", "forward", "backward", "exposed", "update", "save", "other")
+}
 
 # A run of seconds that takes so long hangs.
 HANGS_SECS = 1200

@@ -11,7 +11,7 @@
 //! | 3 | [`collective`] | sums, gathers, broadcasts and messages between ranks |
 //! | 4 | [`ops`] | every tensor operation with its backward, and nothing but mathematics |
 //! | 5 | [`weights`], [`data`] | safetensors in and out; rows to tokens, masks and batches |
-//! | 6 | [`model`], [`optim`] | the block and its segments; AdamW and schedules |
+//! | 6 | [`model`], [`optim`], [`profile`] | the block and its segments; AdamW and schedules; where the time of a run goes |
 //! | 7 | [`adapter`] | PEFT files, targets, merging |
 //! | 8 | [`sharding`], [`checkpoint`], [`export`] | where parameters live; what goes to disk |
 //! | 9 | [`engine`] | the training step, the loop, evaluation, generation |
@@ -34,6 +34,7 @@ pub mod model;
 pub mod optim;
 pub mod plan;
 mod private_file;
+pub mod profile;
 pub mod recipe;
 pub mod rendezvous;
 pub mod report;

@@ -54,6 +54,7 @@ const FLOORS: &[(&str, u32)] = &[
     ("data", 5),
     ("model", 6),
     ("optim", 6),
+    ("profile", 6),
     ("adapter", 7),
     ("sharding", 8),
     ("checkpoint", 8),

@@ -26,6 +26,7 @@ use super::{PREFIX, TrainingState, folder};
 use crate::collective::{Call, Collective};
 use crate::error::{Error, ErrorCategory, ErrorContext, Result};
 use crate::runtime::cpu_tensor::memory;
+use crate::runtime::trace::{self, SpanInfo, SpanKind};
 use crate::weights::AtomicDir;
 
 /// How often the first rank looks for the files of the others, at first and later.
@@ -169,9 +170,16 @@ impl<'a> Saver<'a> {
         let shared = AtomicDir::shared(&place, tag.to_vec1::<f64>()?[0] as u32);
         let ((say_share, share), (say_end, end), (parts, all_parts)) = (channel(), channel(), channel());
         let work = SaveTask { state, tensors, options, shared, rank, size, share: say_share, all_parts };
-        self.writers.start(&self.options.output, move || match folder {
-            Some(folder) => work.first(folder, &say_end),
-            None => work.other(&say_end),
+        let recorder = trace::recorder();
+        self.writers.start(&self.options.output, move || {
+            let _member = recorder.as_ref().map(|recorder| recorder.join(1));
+            let _span = trace::span(|| {
+                SpanInfo::new(SpanKind::Save, "write checkpoint").index(work.state.step as usize)
+            });
+            match folder {
+                Some(folder) => work.first(folder, &say_end),
+                None => work.other(&say_end),
+            }
         })?;
         self.writing = Some(PendingSave { step: step as usize, share, end, ended: false, parts });
         Ok(())

@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use super::in_process::{InjectedFault, InjectedFaultKind};
 use super::{Call, Collective, Phase, Reduction, Ticket, Traffic};
@@ -18,12 +19,29 @@ pub struct FaultInjector {
     fault: InjectedFault,
     notice: FaultNotice,
     entered: AtomicU64,
+    /// Nanoseconds that each call takes longer.
+    link_delay: AtomicU64,
 }
 
 impl FaultInjector {
     /// `inner` with `fault`, if that is this rank's.
     pub fn new(inner: Arc<dyn Collective>, fault: InjectedFault, notice: &FaultNotice) -> Self {
-        FaultInjector { inner, fault, notice: Arc::clone(notice), entered: AtomicU64::new(0) }
+        FaultInjector {
+            inner,
+            fault,
+            notice: Arc::clone(notice),
+            entered: AtomicU64::new(0),
+            link_delay: AtomicU64::new(0),
+        }
+    }
+
+    /// The rank's end, once a slow link has let the call through.
+    fn link(&self) -> &dyn Collective {
+        let delay = self.link_delay.load(Ordering::Relaxed);
+        if delay > 0 {
+            std::thread::sleep(Duration::from_nanos(delay));
+        }
+        &*self.inner
     }
 
     fn strike(&self, first: bool) -> Result<()> {
@@ -41,6 +59,10 @@ impl FaultInjector {
                 Ok(())
             }
             InjectedFaultKind::LateKernelFault => Err(self.fault.late_kernel_fault()),
+            InjectedFaultKind::SlowLink(time) => {
+                self.link_delay.store(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+                Ok(())
+            }
             kind => {
                 kind.hold_up();
                 Ok(())
@@ -65,11 +87,11 @@ impl Collective for FaultInjector {
     }
 
     fn all_reduce(&self, call: Call, buffer: &Buffer) -> Result<()> {
-        self.inner.all_reduce(call, buffer)
+        self.link().all_reduce(call, buffer)
     }
 
     fn reduce_scatter(&self, call: Call, full: &Buffer, shard: &Buffer) -> Result<()> {
-        self.inner.reduce_scatter(call, full, shard)
+        self.link().reduce_scatter(call, full, shard)
     }
 
     fn reduce_scatter_across(
@@ -79,7 +101,7 @@ impl Collective for FaultInjector {
         full: &Buffer,
         shard: &Buffer,
     ) -> Result<()> {
-        self.inner.reduce_scatter_across(call, replicas, full, shard)
+        self.link().reduce_scatter_across(call, replicas, full, shard)
     }
 
     fn open_reduction_lane(&self) -> Result<bool> {
@@ -87,11 +109,11 @@ impl Collective for FaultInjector {
     }
 
     fn start_reduction(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
-        self.inner.start_reduction(call, reduction)
+        self.link().start_reduction(call, reduction)
     }
 
     fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
-        self.inner.start_all_gather(call, shard, full)
+        self.link().start_all_gather(call, shard, full)
     }
 
     fn finish(&self, ticket: Ticket) -> Result<()> {
@@ -99,19 +121,19 @@ impl Collective for FaultInjector {
     }
 
     fn broadcast(&self, call: Call, root: usize, buffer: &Buffer) -> Result<()> {
-        self.inner.broadcast(call, root, buffer)
+        self.link().broadcast(call, root, buffer)
     }
 
     fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
-        self.inner.send(call, to, buffer)
+        self.link().send(call, to, buffer)
     }
 
     fn recv(&self, call: Call, from: usize, buffer: &Buffer) -> Result<()> {
-        self.inner.recv(call, from, buffer)
+        self.link().recv(call, from, buffer)
     }
 
     fn barrier(&self, call: Call) -> Result<()> {
-        self.inner.barrier(call)
+        self.link().barrier(call)
     }
 
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {

@@ -25,6 +25,7 @@ mod progress;
 mod rank_threads;
 mod reduction;
 mod single_rank;
+mod step_clock;
 mod timed;
 mod traffic;
 
@@ -35,6 +36,7 @@ pub use progress::ProgressBoard;
 pub use rank_threads::RankFailure;
 pub use reduction::Reduction;
 pub use single_rank::SingleRank;
+pub use step_clock::{StepPart, StepSecs};
 pub use timed::{CollectiveTimer, PhaseReader, TimedCollective, WorkGuard};
 pub use traffic::{Op, Traffic};
 

@@ -2,19 +2,26 @@
 //! doing, which whoever ends the rank's work can say of an error, and by which a rank that hangs is found.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::progress::{ProgressBoard, RankProgress};
+use super::step_clock::{StepClock, StepPart, StepSecs};
 use super::{Call, Collective, Phase, Reduction, Ticket, Traffic};
 use crate::error::Result;
 use crate::runtime::buffer::Buffer;
+use crate::runtime::trace::{self, SpanInfo, SpanKind};
+
+thread_local! {
+    /// This thread is inside of a call: a call that a backend makes for it is a part of that one.
+    static IN_CALL: Cell<bool> = const { Cell::new(false) };
+}
 
 /// Another end, with a clock and the rank's progress. Groups split from it share both.
 #[derive(Debug)]
 pub struct TimedCollective {
-    nanos: Arc<AtomicU64>,
+    clock: Arc<StepClock>,
     progress: Arc<RankProgress>,
     inner: Arc<dyn Collective>,
 }
@@ -22,7 +29,7 @@ pub struct TimedCollective {
 impl TimedCollective {
     /// `inner` with a clock at 0.
     pub fn new(inner: Arc<dyn Collective>) -> Self {
-        TimedCollective { nanos: Arc::default(), progress: RankProgress::new(&inner), inner }
+        TimedCollective { clock: Arc::new(StepClock::start()), progress: RankProgress::new(&inner), inner }
     }
 
     /// The same, of a rank of the world whose progress stands on `board`.
@@ -32,9 +39,9 @@ impl TimedCollective {
         timed
     }
 
-    /// The clock: nanoseconds inside calls, that is sending, summing and waiting for peers.
+    /// The clock: the time inside calls, that is sending, summing and waiting for peers, and that of each part of a step.
     pub fn clock(&self) -> CollectiveTimer {
-        CollectiveTimer(Arc::clone(&self.nanos))
+        CollectiveTimer(Arc::clone(&self.clock))
     }
 
     /// Tells what the rank is doing.
@@ -49,24 +56,72 @@ impl TimedCollective {
 
     /// Makes a call; without a name it is the rest of the one before.
     fn timed<R>(&self, named: Option<(&'static str, Call)>, call: impl FnOnce(&dyn Collective) -> R) -> R {
+        self.timed_across(named, None, call)
+    }
+
+    /// Makes a call that may send in the group `other`, too.
+    fn timed_across<R>(
+        &self,
+        named: Option<(&'static str, Call)>,
+        other: Option<&dyn Collective>,
+        call: impl FnOnce(&dyn Collective) -> R,
+    ) -> R {
+        let Some(_inside) = InCall::enter() else { return call(&*self.inner) };
+        let sent = || self.inner.traffic().total_bytes() + other.map_or(0, |end| end.traffic().total_bytes());
+        let mut span = trace::span(|| call_info(named)).map(|span| (span, sent()));
         let started = Instant::now();
         self.progress.begin_call(named);
         let result = call(&*self.inner);
         self.progress.end_call();
-        let took = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.nanos.fetch_add(took, Ordering::Relaxed);
+        self.clock.add_call(started.elapsed());
+        if let Some((span, before)) = &mut span {
+            span.add_bytes(sent() - *before);
+        }
         result
     }
 }
 
+/// Held while this thread is inside of a call.
+struct InCall;
+
+impl InCall {
+    /// None where it is inside of one already.
+    fn enter() -> Option<Self> {
+        (!IN_CALL.replace(true)).then_some(InCall)
+    }
+}
+
+impl Drop for InCall {
+    fn drop(&mut self) {
+        IN_CALL.set(false);
+    }
+}
+
+/// A call as a trace shows it.
+fn call_info(named: Option<(&'static str, Call)>) -> SpanInfo {
+    let Some((action, call)) = named else { return SpanInfo::new(SpanKind::Collective, "wait for a call") };
+    let info = SpanInfo::new(SpanKind::Collective, action).detail(call.what);
+    if call == Call::single(call.what) { info } else { info.index(call.index) }
+}
+
 /// Reads the clock of a [`TimedCollective`] end.
 #[derive(Debug, Clone)]
-pub struct CollectiveTimer(Arc<AtomicU64>);
+pub struct CollectiveTimer(Arc<StepClock>);
 
 impl CollectiveTimer {
     /// Time in calls so far.
     pub fn read(&self) -> Duration {
-        Duration::from_nanos(self.0.load(Ordering::Relaxed))
+        self.0.in_calls()
+    }
+
+    /// The seconds of each part since the last call of this.
+    pub fn lap(&self) -> StepSecs {
+        self.0.lap()
+    }
+
+    /// From now on, until the next phase is entered, time counts as `part`'s.
+    pub fn count_as(&self, part: StepPart) {
+        self.0.enter(part);
     }
 }
 
@@ -115,7 +170,7 @@ impl Collective for TimedCollective {
         full: &Buffer,
         shard: &Buffer,
     ) -> Result<()> {
-        self.timed(Some(("reduce-scatter across groups", call)), |inner| {
+        self.timed_across(Some(("reduce-scatter across groups", call)), Some(replicas), |inner| {
             inner.reduce_scatter_across(call, replicas, full, shard)
         })
     }
@@ -125,7 +180,11 @@ impl Collective for TimedCollective {
     }
 
     fn start_reduction(&self, call: Call, reduction: Reduction<'_>) -> Result<Option<Ticket>> {
-        self.timed(Some(("reduction", call)), |inner| inner.start_reduction(call, reduction))
+        let replicas = match reduction {
+            Reduction::ReduceScatter { replicas, .. } => replicas,
+            Reduction::AllReduce(_) => None,
+        };
+        self.timed_across(Some(("reduction", call)), replicas, |inner| inner.start_reduction(call, reduction))
     }
 
     fn start_all_gather(&self, call: Call, shard: &Buffer, full: &Buffer) -> Result<Ticket> {
@@ -154,7 +213,7 @@ impl Collective for TimedCollective {
 
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
         Ok(Box::new(TimedCollective {
-            nanos: Arc::clone(&self.nanos),
+            clock: Arc::clone(&self.clock),
             progress: Arc::clone(&self.progress),
             inner: Arc::from(self.timed(Some(("split", Call::single("ranks"))), |inner| inner.split(color))?),
         }))
@@ -166,6 +225,8 @@ impl Collective for TimedCollective {
 
     fn enter(&self, phase: Phase) -> Result<()> {
         self.progress.enter(phase);
+        self.clock.enter(phase.part());
+        trace::enter_phase(phase.name());
         self.inner.enter(phase)
     }
 

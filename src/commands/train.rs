@@ -15,6 +15,7 @@ use crate::recipe::Recipe;
 use crate::report::{Terminal, Verbosity};
 use crate::run::output_folder::{OutputFolder, date_text, parse_date};
 use crate::run::ranks::{self, RankSetup};
+use crate::run::report_page::PlannedProcess;
 use crate::run::train::TrainRun;
 use crate::run::{restarts, showcase, signals};
 use crate::setup::Resolver;
@@ -67,6 +68,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let run = TrainRun {
         args,
         questions,
+        planned: PlannedProcess::of(&plan, ranks.launch.ranks_here),
         plan: &plan,
         resumed: resumed.as_ref(),
         base_check,

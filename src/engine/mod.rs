@@ -38,7 +38,11 @@ use crate::model::{
 use crate::ops::attention::Span;
 use crate::ops::cross_entropy::TokenScore;
 use crate::ops::rotary::RotaryTable;
+use crate::profile::op_table::RECOMPUTE;
 use crate::recipe::enums::{Attention, Recompute};
+use crate::report::memory;
+use crate::runtime::device;
+use crate::runtime::trace::{self, SpanInfo, SpanKind, span};
 use crate::sharding::ParamStore;
 
 /// A model whose weights are somewhere, ready to compute.
@@ -81,6 +85,11 @@ enum Checkpointed {
 struct BatchLayout {
     spans: Vec<Span>,
     tables: Vec<RotaryTable>,
+}
+
+/// A part of the model as a trace shows it.
+fn segment(pass: &'static str, what: &'static str, index: usize) -> SpanInfo {
+    SpanInfo::new(SpanKind::Segment, pass).detail(what).index(index)
 }
 
 impl Engine {
@@ -171,11 +180,16 @@ impl Engine {
         let layout = self.layout(batch)?;
         let context = self.context(&layout, dropout);
         world.enter(Phase::Forward)?;
-        let mut x = store.embed()?.forward(config, &batch.ids, context.adapter)?;
+        let mut x = {
+            let _span = span(|| segment("forward", "embedding", 0));
+            store.embed()?.forward(config, &batch.ids, context.adapter)?
+        };
         let mut checkpointed = Vec::with_capacity(config.num_layers());
         for layer in 0..config.num_layers() {
+            let _span = span(|| segment("forward", "block", layer));
             let weights = store.block(layer, self.after(layer))?;
             let (y, saved) = model::forward(config, layer, &weights, &x, &context, None)?;
+            self.note_memory();
             checkpointed.push(match recompute {
                 Recompute::None => Checkpointed::Saved(Box::new(saved)),
                 Recompute::Block => Checkpointed::Input(x),
@@ -192,10 +206,12 @@ impl Engine {
         store.reduce(Segment::Head, last)?;
         world.enter(Phase::Backward)?;
         for layer in (0..config.num_layers()).rev() {
+            let _span = span(|| segment("backward", "block", layer));
             let weights = store.block(layer, layer.checked_sub(1))?;
             let saved = match checkpointed.pop() {
                 Some(Checkpointed::Saved(saved)) => saved,
                 Some(Checkpointed::Input(x)) => {
+                    let _span = span(|| segment(RECOMPUTE, "block", layer));
                     Box::new(model::forward(config, layer, &weights, &x, &context, None)?.1)
                 }
                 None => break,
@@ -204,15 +220,25 @@ impl Engine {
             let need_dx = layer > 0 || store.embedding_trains();
             let gradient = model::backward(config, layer, &weights, &saved, &dx, &context, need_dx)?;
             drop(weights);
+            self.note_memory();
             store.reduce(Segment::Block(layer), last)?;
             match gradient {
                 Some(gradient) => dx = gradient,
                 None => return Ok(sums),
             }
         }
+        let _span = span(|| segment("backward", "embedding", 0));
         store.embed_gradients()?.backward(config, &batch.ids, &dx)?;
         store.reduce(Segment::Embed, last)?;
         Ok(sums)
+    }
+
+    /// Notes in a trace what is held now: by the device, or by the process on a CPU.
+    fn note_memory(&self) {
+        match device::used_bytes(&self.device) {
+            Some(bytes) => trace::value("device memory", || Some(bytes)),
+            None => trace::value("process memory", memory::current_bytes),
+        }
     }
 
     /// The first layer whose output for `batch` is not finite on this rank. It goes through all layers, because the

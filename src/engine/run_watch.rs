@@ -124,18 +124,7 @@ mod tests {
     use super::*;
 
     fn report(step: u64, loss: f64, grad_norm: f64) -> StepReport {
-        StepReport {
-            step,
-            epoch: 0.0,
-            loss,
-            learning_rate: 1e-4,
-            grad_norm,
-            tokens: 1,
-            step_secs: 1.0,
-            tokens_per_sec: 1.0,
-            peak_bytes: 1,
-            rank_secs: Vec::new(),
-        }
+        StepReport { step, loss, grad_norm, ..StepReport::default() }
     }
 
     fn spikes(losses: impl IntoIterator<Item = f64>) -> Vec<String> {

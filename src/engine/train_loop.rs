@@ -7,12 +7,15 @@ use super::nan_policy::{DivergedSteps, NanPolicy};
 use super::run_watch::RunWatch;
 use super::{Evaluation, Trainer};
 use crate::checkpoint::{Saver, TrainingState};
-use crate::collective::{CollectiveTimer, Phase};
+use crate::collective::{CollectiveTimer, Phase, StepPart, StepSecs};
 use crate::data::{Batch, Cursor, Sampler, Step};
 use crate::error::{Error, ErrorCategory, ErrorContext as _, Result};
+use crate::profile::Profiler;
+use crate::profile::bottlenecks::RunFacts;
 use crate::recipe::enums::OnNan;
 use crate::report::{EvalReport, EventWriter, MetricsLog, SkippedStep, StepReport, Terminal, memory};
 use crate::runtime::device::peak_bytes;
+use crate::runtime::trace;
 
 /// When what happens.
 #[derive(Debug, Clone, Copy)]
@@ -65,6 +68,8 @@ pub struct RunSummary {
     pub after: Option<EvalReport>,
     /// A signal ended it early, after a checkpoint.
     pub stopped: bool,
+    /// Where its time went, earlier runs not included.
+    pub facts: RunFacts,
 }
 
 /// Everything the loop works on.
@@ -88,6 +93,8 @@ pub struct TrainLoop<'a> {
     pub stop: &'a AtomicBool,
     /// Time spent in collectives.
     pub clock: CollectiveTimer,
+    /// Traces some of the steps; none: none of them.
+    pub profiler: Option<Profiler>,
     /// When what happens.
     pub options: RunOptions,
 }
@@ -103,24 +110,21 @@ impl TrainLoop<'_> {
         if done.steps == 0 {
             done.before = self.evaluate(0)?;
         }
-        // Seconds by rank.
-        let mut computed_by: Vec<f64> = Vec::new();
         if let Some(reporter) = &self.reporter {
             reporter.terminal.train_start(done.steps, total);
         }
         let mut watch = RunWatch::new(self.trainer.engine.store.trainable_entries());
         let mut diverged = DivergedSteps::new(self.options.nan);
-        loop {
-            self.enter(Phase::Data)?;
-            let Some(step) = self.sampler.next_step() else { break };
+        // What was before the first step is none's.
+        self.clock.lap();
+        while let Some(step) = self.next_step(total)? {
             let (taken, asked_to_stop) = self.step(&step, &mut watch)?;
             done.steps += 1;
             done.tokens += step.tokens;
             match taken {
                 Ok(mut report) => {
                     diverged.updated();
-                    computed_by.resize(report.rank_secs.len(), 0.0);
-                    computed_by.iter_mut().zip(&report.rank_secs).for_each(|(sum, secs)| *sum += secs);
+                    done.facts.add_step(&report);
                     done.last_loss = Some(report.loss);
                     report.step = done.steps;
                     self.enter(Phase::Report)?;
@@ -143,7 +147,7 @@ impl TrainLoop<'_> {
                 break;
             }
         }
-        self.finish(&computed_by);
+        self.finish(&mut done.facts);
         self.warn(watch.at_end(&self.trainer.engine.store));
         if self.options.eval_at_end && !done.stopped {
             done.after = self.evaluate(done.steps)?;
@@ -219,8 +223,8 @@ impl TrainLoop<'_> {
         let secs = started.elapsed().as_secs_f64();
         let computed = secs - (self.clock.read() - waited).as_secs_f64();
         let (asked_to_stop, rank_secs) = self.agree(computed, watch, taken.is_ok())?;
+        let parts = self.clock.lap();
         let report = taken.map(|result| StepReport {
-            step: 0,
             epoch: step.epoch,
             loss: result.loss,
             learning_rate: result.learning_rate,
@@ -230,6 +234,7 @@ impl TrainLoop<'_> {
             tokens_per_sec: step.tokens as f64 / secs,
             peak_bytes: peak_bytes(&self.trainer.engine.device).unwrap_or_else(memory::peak_bytes),
             rank_secs,
+            ..in_parts(&parts)
         });
         Ok((report, asked_to_stop))
     }
@@ -263,17 +268,37 @@ impl TrainLoop<'_> {
         Ok((said[0] > 0.0, secs))
     }
 
-    /// Ends the progress, and names a rank that the others waited for.
-    fn finish(&self, computed_by: &[f64]) {
-        let Some(reporter) = &self.reporter else { return };
-        reporter.terminal.train_finish();
-        let mean = computed_by.iter().sum::<f64>() / computed_by.len().max(1) as f64;
-        let slowest = computed_by.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1));
-        if let Some((rank, secs)) = slowest.filter(|(_, secs)| **secs > 1.1 * mean) {
-            reporter.terminal.warn(format!(
-                "rank {rank} was the slowest: it computed for {secs:.1} s, the ranks' mean is {mean:.1} s; the others waited"
-            ));
+    /// Ends the progress and the trace, and adds to `facts` where the time went.
+    fn finish(&mut self, facts: &mut RunFacts) {
+        // The last save is behind the last step's line.
+        facts.add_save(self.clock.lap().of(StepPart::Save));
+        if let Some(reporter) = &self.reporter {
+            reporter.terminal.train_finish();
         }
+        let sent = self.trainer.engine.store.mesh().traffic().total_bytes();
+        match self.profiler.take().map(|profiler| profiler.finish(sent)) {
+            Some(Ok(table)) => facts.trace = Some(table),
+            Some(Err(error)) => self.warn([error.in_one_line()]),
+            None => {}
+        }
+    }
+
+    /// The next step of `total`, if there is one: from here on all time is its.
+    fn next_step(&mut self, total: u64) -> Result<Option<Step>> {
+        let done = self.sampler.steps_done();
+        if let Some(profiler) = &mut self.profiler
+            && done < total
+        {
+            let sent = self.trainer.engine.store.mesh().traffic().total_bytes();
+            let begun = profiler.begin_step(done + 1, sent);
+            self.warn(begun.err().map(|error| error.in_one_line()));
+        }
+        self.enter(Phase::Data)?;
+        let step = self.sampler.next_step();
+        // The trainer begins with gradients of zero.
+        self.clock.count_as(StepPart::Update);
+        trace::enter_phase("zero gradients");
+        Ok(step)
     }
 
     fn report(&mut self, report: &StepReport, last: bool) -> Result<()> {
@@ -307,6 +332,20 @@ impl TrainLoop<'_> {
             }
         }
         Ok(Some(report))
+    }
+}
+
+/// A report that says no more than where the time went.
+fn in_parts(secs: &StepSecs) -> StepReport {
+    StepReport {
+        data_secs: secs.of(StepPart::Data),
+        forward_secs: secs.of(StepPart::Forward),
+        backward_secs: secs.of(StepPart::Backward),
+        exposed_secs: secs.exposed,
+        update_secs: secs.of(StepPart::Update),
+        save_secs: secs.of(StepPart::Save),
+        other_secs: secs.of(StepPart::Other),
+        ..StepReport::default()
     }
 }
 

@@ -12,7 +12,7 @@ use crate::recipe::Recipe;
 /// The resolved recipe that a run leaves in its folder.
 pub(crate) const RECIPE: &str = "recipe.toml";
 /// Sections that change what is saved, said or how long it takes, not the numbers.
-const HARMLESS: [&str; 4] = ["checkpoint", "log", "eval", "parallel"];
+const HARMLESS: [&str; 5] = ["checkpoint", "log", "profile", "eval", "parallel"];
 /// Keys of other sections that do the same.
 const HARMLESS_KEYS: [&str; 4] =
     ["train.recompute", "train.on_nan", "train.nan_limit", "quantization.bf16_copy"];
@@ -43,6 +43,8 @@ impl Plan {
         };
         recipe.train.gradient_accumulation_steps = self.micro_batches();
         let mut facts = recipe.values();
+        // Left out, so that checkpoints from before it was there go on.
+        facts.retain(|key, _| !key.starts_with("profile."));
         let short = |hash: blake3::Hash| hash.to_hex()[..16].to_owned();
         facts.insert("data".into(), short(self.train.0.digest()));
         facts.insert("steps".into(), self.total_steps.to_string());
@@ -57,10 +59,13 @@ impl Plan {
         let text = saved.folder.parent().and_then(recipe);
         let Some(then) = text.and_then(|text| Recipe::values_of(&text)) else { return Vec::new() };
         let now = self.recipe.values();
+        // Of a key that is younger than the run.
+        let defaults = Recipe::default().values();
         let nothing = "nothing".to_owned();
         let keys: BTreeSet<&String> = then.keys().chain(now.keys()).filter(|key| is_harmless(key)).collect();
-        let value =
-            |values: &BTreeMap<String, String>, key: &str| values.get(key).unwrap_or(&nothing).clone();
+        let value = |values: &BTreeMap<String, String>, key: &str| {
+            values.get(key).or(defaults.get(key)).unwrap_or(&nothing).clone()
+        };
         let changed = keys.into_iter().map(|key| (key.as_str(), value(&then, key), value(&now, key)));
         let ranks = ("ranks", saved.state.ranks.to_string(), self.ranks.to_string());
         let changed = changed.chain([ranks]).filter(|(_, then, now)| then != now);

@@ -15,6 +15,9 @@ use crate::setup::adapter_setup::AdapterSetup;
 use crate::sharding::{OffloadTarget, ParamDesc, ParamKind, Placement, ShardingStrategy};
 use crate::units;
 
+/// What a process holds before anything is loaded, as a cause.
+pub(crate) const PROCESS: &str = "the process itself";
+
 /// Bytes by cause. What is offloaded to host memory counts under its cause where the device is the host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryPlan {
@@ -45,8 +48,8 @@ impl MemoryPlan {
         step + self.saving + self.process
     }
 
-    /// The parts of [`MemoryPlan::total`] in words.
-    pub(super) fn by_cause(&self) -> String {
+    /// The parts of [`MemoryPlan::total`]: cause and bytes. Those that not every run has are left out where they are 0.
+    pub(crate) fn causes(&self) -> Vec<(&'static str, u64)> {
         let causes = [
             ("weights", self.weights),
             ("gradients", self.gradients),
@@ -54,10 +57,15 @@ impl MemoryPlan {
             ("activations", self.activations),
             ("workspace", self.workspace),
         ];
-        let at_times = [("saving", self.saving), ("the process itself", self.process)];
+        let at_times = [("saving", self.saving), (PROCESS, self.process)];
         let at_times = at_times.into_iter().filter(|(_, bytes)| *bytes > 0);
+        causes.into_iter().chain(at_times).collect()
+    }
+
+    /// The parts of [`MemoryPlan::total`] in words.
+    pub(super) fn by_cause(&self) -> String {
         let said = |(cause, bytes): (&str, u64)| format!("{cause} {}", units::bytes(bytes));
-        causes.into_iter().chain(at_times).map(said).collect::<Vec<_>>().join(" + ")
+        self.causes().into_iter().map(said).collect::<Vec<_>>().join(" + ")
     }
 
     /// Of a step of one rank, over micro-batches of `tokens` tokens.

@@ -23,7 +23,8 @@ mod traffic;
 mod warnings;
 
 pub(crate) use fingerprint::RECIPE;
-pub(crate) use fit::{PlannedStep, Room, Rows, StepInputs, widest_micro_batch};
+pub(crate) use fit::{PlannedStep, Room, Rows, StepInputs, process_bytes, widest_micro_batch};
+pub(crate) use memory::PROCESS;
 pub use memory::{MemoryOptions, MemoryPlan, Saving};
 pub(crate) use memory_parts::KeptGroup;
 pub use method::Method;

@@ -7,7 +7,7 @@ use std::collections::HashSet;
 
 use super::Recipe;
 use super::enums::{AdapterInit, ComputeDtype, MasterWeights, Offload, OnNan, SchedulerKind, Strategy};
-use super::sections::TrainSection;
+use super::sections::{ProfileSection, TrainSection};
 use super::source::DataSource;
 
 /// A key at odds with another.
@@ -28,6 +28,7 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     masters(recipe, &mut found);
     places(recipe, &mut found);
     divergence(recipe, &mut found);
+    profile(recipe, &mut found);
     found
 }
 
@@ -153,6 +154,26 @@ fn divergence(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             key: "on_nan",
             text: "is \"rollback\", which needs checkpoints".into(),
             hint: "write `save_steps = 100` under `[checkpoint]`, for example, or `on_nan = \"skip\"`".into(),
+        });
+    }
+}
+
+fn profile(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+    let (own, default) = (&recipe.profile, ProfileSection::default());
+    if own.active > 0 {
+        return;
+    }
+    let keys = [
+        ("wait", own.wait != default.wait),
+        ("warmup", own.warmup != default.warmup),
+        ("repeat", own.repeat != default.repeat),
+    ];
+    for (key, _) in keys.into_iter().filter(|(_, written)| *written) {
+        found.push(KeyConflict {
+            section: "profile",
+            key,
+            text: "has no effect with `active = 0`, which traces nothing".into(),
+            hint: format!("write `active = 3` under `[profile]`, for example, or remove `{key}`"),
         });
     }
 }

@@ -28,7 +28,7 @@ pub use finetune_compute::recipe::enums::{
 pub use layers::{Purpose, RecipeLayers};
 pub use sections::{
     AdapterSection, CheckpointSection, DataSection, EvalSection, LogSection, ModelSection, OptimizerSection,
-    ParallelSection, QuantizationSection, SchedulerSection, TrainSection,
+    ParallelSection, ProfileSection, QuantizationSection, SchedulerSection, TrainSection,
 };
 pub use source::{DataSource, Folder, Template};
 pub(crate) use suggest::nearest;
@@ -67,6 +67,8 @@ pub struct Recipe {
     pub eval: EvalSection,
     /// What a run reports.
     pub log: LogSection,
+    /// A trace of some steps.
+    pub profile: ProfileSection,
     /// The keys that somebody wrote.
     pub written: WrittenKeys,
 }
@@ -172,7 +174,7 @@ impl Recipe {
             self.adapter.as_ref().map(|section| section as &dyn Section),
         ];
         let first: [&dyn Section; 1] = [&self.model];
-        let rest: [&dyn Section; 8] = [
+        let rest: [&dyn Section; 9] = [
             &self.data,
             &self.train,
             &self.optimizer,
@@ -181,6 +183,7 @@ impl Recipe {
             &self.checkpoint,
             &self.eval,
             &self.log,
+            &self.profile,
         ];
         first.into_iter().chain(optional.into_iter().flatten()).chain(rest).collect()
     }
@@ -204,6 +207,7 @@ impl Recipe {
             "checkpoint" => &mut self.checkpoint,
             "eval" => &mut self.eval,
             "log" => &mut self.log,
+            "profile" => &mut self.profile,
             _ => return None,
         })
     }
@@ -216,7 +220,7 @@ mod tests {
     #[test]
     fn every_section_is_found_by_its_name() {
         let names: Vec<&str> = Recipe::complete().sections().iter().map(|section| section.name()).collect();
-        assert_eq!(names.len(), 11);
+        assert_eq!(names.len(), 12);
         for name in names {
             let mut recipe = Recipe::default();
             assert_eq!(recipe.section_mut(name).map(|section| section.name()), Some(name));

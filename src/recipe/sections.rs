@@ -227,3 +227,17 @@ section! {
         tensorboard: bool = true;
     }
 }
+
+section! {
+    /// A trace of some steps, in the words of PyTorch's profiler schedule: `trace/rank-N.json` in the output folder.
+    pub struct ProfileSection "profile" {
+        /// Steps at the beginning of a cycle that are not traced.
+        wait: u64 = 1, AtLeast(0.0);
+        /// Steps after them that are traced and forgotten, while caches fill.
+        warmup: u64 = 1, AtLeast(0.0);
+        /// Steps after these that are traced and kept; 0: nothing is traced.
+        active: u64 = 0, AtLeast(0.0);
+        /// How many such cycles there are; 0: as many as the run has room for.
+        repeat: u64 = 1, AtLeast(0.0);
+    }
+}

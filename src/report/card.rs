@@ -26,6 +26,11 @@ pub enum CardBase {
         /// The folder's name.
         name: String,
     },
+    /// A model inside the binary, which no other program has.
+    Builtin {
+        /// What this program calls it, `builtin:NAME`.
+        id: String,
+    },
     /// Random weights: trained from nothing but a configuration.
     Scratch,
 }
@@ -134,6 +139,7 @@ impl Card {
             }
             CardBase::Hub { id, commit: None } => format!("for [{id}](https://huggingface.co/{id})"),
             CardBase::Folder { name } => format!("for the local model `{name}`"),
+            CardBase::Builtin { id } => format!("for `{id}`, a model inside the `finetune` binary"),
             CardBase::Scratch => "from random weights".to_owned(),
         };
         let base = match self.artifact {
@@ -189,13 +195,24 @@ impl Card {
     fn usage(&self) -> String {
         let (base, commit) = match &self.base {
             CardBase::Hub { id, commit } => (id.as_str(), commit.as_deref()),
+            CardBase::Builtin { id } => (id.as_str(), None),
             CardBase::Folder { name } => (name.as_str(), None),
             CardBase::Scratch => ("BASE", None),
         };
         let revision = commit.map(|c| format!(", revision={}", quoted(c))).unwrap_or_default();
-        let (command, load) = match self.artifact {
-            Artifact::Adapter => (
-                format!("finetune generate --model {base} --adapter . --prompt \"...\""),
+        let (command, python, load) = match (self.artifact, &self.base) {
+            // No other program can load this base: it has to become a folder first.
+            (Artifact::Adapter, CardBase::Builtin { .. }) => (
+                generate_with(base),
+                format!(
+                    "Other programs have no `{base}` to put the adapter on. Made into a whole model,\n\n\
+                     ```sh\nfinetune merge --model {base} --adapter . --output merged\n```\n\nit loads in Python:"
+                ),
+                load_model("merged"),
+            ),
+            (Artifact::Adapter, _) => (
+                generate_with(base),
+                "or in Python:".to_owned(),
                 format!(
                     "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
                      tokenizer = AutoTokenizer.from_pretrained({0}{revision})\n\
@@ -204,12 +221,10 @@ impl Card {
                     quoted(base)
                 ),
             ),
-            Artifact::Model => (
+            (Artifact::Model, _) => (
                 "finetune generate --model . --prompt \"...\"".to_owned(),
-                "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
-                 tokenizer = AutoTokenizer.from_pretrained(\".\")\n\
-                 model = AutoModelForCausalLM.from_pretrained(\".\")\n"
-                    .to_owned(),
+                "or in Python:".to_owned(),
+                load_model("."),
             ),
         };
         let inputs = if self.chat {
@@ -219,7 +234,7 @@ impl Card {
             "inputs = tokenizer(\"...\", return_tensors=\"pt\")\n"
         };
         format!(
-            "## Use\n\nIn this folder:\n\n```sh\n{command}\n```\n\nor in Python:\n\n```python\n{load}{inputs}\
+            "## Use\n\nIn this folder:\n\n```sh\n{command}\n```\n\n{python}\n\n```python\n{load}{inputs}\
              print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))\n```\n"
         )
     }
@@ -228,6 +243,21 @@ impl Card {
         let fence = fence_for(&self.recipe);
         format!("## Recipe\n\n{fence}toml\n{}\n{fence}\n", self.recipe.trim_end())
     }
+}
+
+/// The command that answers with the adapter of this folder on `base`.
+fn generate_with(base: &str) -> String {
+    format!("finetune generate --model {base} --adapter . --prompt \"...\"")
+}
+
+/// The lines of Python that load the whole model in `folder`.
+fn load_model(folder: &str) -> String {
+    let folder = quoted(folder);
+    format!(
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
+         tokenizer = AutoTokenizer.from_pretrained({folder})\n\
+         model = AutoModelForCausalLM.from_pretrained({folder})\n"
+    )
 }
 
 /// A YAML, and Python, string: JSON's quoting is both.

@@ -1,11 +1,50 @@
-//! What this process holds in memory, as the kernel counts it.
+//! What this process holds in memory, as the kernel counts it, and how a plan compares with it.
 //!
 //! Linux tells both figures in `/proc/self/status`. Elsewhere `getrusage` knows the peak, and nobody the present.
 //! Memory of a GPU is not in here; the device's own module counts that.
 
+use std::fmt;
 use std::fs;
 
-use crate::units::field_bytes;
+use crate::units::{self, field_bytes};
+
+/// What a run was planned to hold at most, beside what it held; all in bytes.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct MemoryComparison {
+    /// What a rank was planned to hold, by cause.
+    pub causes: Vec<(&'static str, u64)>,
+    /// Ranks whose memory was measured together: those of the process on a CPU, one on a GPU.
+    pub ranks: u64,
+    /// What the process was to hold beside its ranks, where `causes` does not say it.
+    pub shared: u64,
+    /// What was planned in host memory beside a GPU, which is not in the measured figure.
+    pub host: u64,
+    /// The most that was held; none where nothing measures it.
+    pub peak: Option<u64>,
+}
+
+impl MemoryComparison {
+    /// The bytes planned for all that was measured.
+    pub fn predicted(&self) -> u64 {
+        let a_rank = self.causes.iter().map(|(_, bytes)| bytes).sum::<u64>();
+        a_rank.saturating_mul(self.ranks).saturating_add(self.shared)
+    }
+
+    /// By how much of the plan the peak is above it (below 0: under it); none without a measurement or a plan.
+    pub fn difference(&self) -> Option<f64> {
+        let predicted = Some(self.predicted()).filter(|bytes| *bytes > 0)?;
+        self.peak.map(|peak| (peak as f64 - predicted as f64) / predicted as f64)
+    }
+}
+
+impl fmt::Display for MemoryComparison {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} predicted, ", units::bytes(self.predicted()))?;
+        let Some(peak) = self.peak else { return f.write_str("the peak was not measured") };
+        write!(f, "{} at the peak", units::bytes(peak))?;
+        self.difference().map_or(Ok(()), |share| write!(f, ", difference {:+.1} %", 100.0 * share))
+    }
+}
 
 /// The most memory the process has ever held (resident set), in bytes.
 pub fn peak_bytes() -> u64 {
@@ -45,6 +84,17 @@ mod tests {
         assert_eq!(field_bytes(status, "VmSwap:"), None);
         assert_eq!(field_bytes("MemTotal:       24 kB\nMemAvailable: 7 kB\n", "MemAvailable:"), Some(7168));
         assert_eq!(field_bytes("MemTotal: many\n", "MemTotal:"), None);
+    }
+
+    #[test]
+    fn a_peak_stands_beside_its_plan() {
+        let causes = vec![("weights", 30 << 20), ("workspace", 10 << 20)];
+        let plan = MemoryComparison { causes, ranks: 2, shared: 20 << 20, host: 0, peak: Some(90 << 20) };
+        assert_eq!(plan.predicted(), 100 << 20);
+        assert_eq!(plan.to_string(), "100 MiB predicted, 90.0 MiB at the peak, difference -10.0 %");
+        let plan = MemoryComparison { peak: None, ..plan };
+        assert_eq!(plan.to_string(), "100 MiB predicted, the peak was not measured");
+        assert_eq!(MemoryComparison { peak: Some(1), ..MemoryComparison::default() }.difference(), None);
     }
 
     #[test]

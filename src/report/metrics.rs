@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, ErrorCategory, Result};
 
 /// The figures of one optimizer step, after the update.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StepReport {
     /// The step just done; the first is 1.
@@ -39,9 +39,52 @@ pub struct StepReport {
     pub tokens_per_sec: f64,
     /// Most memory the run has held so far, in bytes: of the device, or of the process on a CPU.
     pub peak_bytes: u64,
+    /// Seconds that the first rank took rows for this step.
+    #[serde(default)]
+    pub data_secs: f64,
+    /// Its seconds of forward, the loss and the head's gradient included.
+    #[serde(default)]
+    pub forward_secs: f64,
+    /// Its seconds of backward, recomputed forwards included.
+    #[serde(default)]
+    pub backward_secs: f64,
+    /// Its seconds inside collectives in these parts and the update: communication that computing did not hide.
+    #[serde(default)]
+    pub exposed_secs: f64,
+    /// Its seconds of clearing and clipping gradients, of the optimizer and of spreading new values.
+    #[serde(default)]
+    pub update_secs: f64,
+    /// Seconds that training waited for checkpoints since the step before.
+    #[serde(default)]
+    pub save_secs: f64,
+    /// All other seconds since the step before, but for evaluation.
+    #[serde(default)]
+    pub other_secs: f64,
     /// Seconds that each rank computed in this step, not counting its waits for others; nothing for a single rank.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rank_secs: Vec<f64>,
+}
+
+impl StepReport {
+    /// The seconds of all parts together: the time since the step before, but for evaluation.
+    pub fn all_parts(&self) -> f64 {
+        let computing = self.forward_secs + self.backward_secs + self.update_secs;
+        self.data_secs + computing + self.exposed_secs + self.save_secs + self.other_secs
+    }
+
+    /// The same without what a clock or the system decides: equal in two runs that are the same.
+    #[must_use]
+    pub fn without_times(self) -> Self {
+        StepReport {
+            step: self.step,
+            epoch: self.epoch,
+            loss: self.loss,
+            learning_rate: self.learning_rate,
+            grad_norm: self.grad_norm,
+            tokens: self.tokens,
+            ..StepReport::default()
+        }
+    }
 }
 
 /// The figures of one evaluation on held-out rows.
@@ -124,6 +167,13 @@ impl MetricsEntry {
                 ("grad_norm", r.grad_norm),
                 ("step_secs", r.step_secs),
                 ("tokens_per_sec", r.tokens_per_sec),
+                ("data_secs", r.data_secs),
+                ("forward_secs", r.forward_secs),
+                ("backward_secs", r.backward_secs),
+                ("exposed_secs", r.exposed_secs),
+                ("update_secs", r.update_secs),
+                ("save_secs", r.save_secs),
+                ("other_secs", r.other_secs),
             ],
             MetricsEntry::Eval(r) => vec![
                 ("eval_loss", r.eval_loss),

@@ -1,18 +1,12 @@
-//! What a run says of itself at its end: the model card and the report.
+//! The model card of a run.
 
 use std::path::Path;
-use std::time::Instant;
 
-use super::output_folder::{METRICS, REPORT};
-use crate::checkpoint::RunFolder;
 use crate::engine::RunSummary;
-use crate::error::Result;
 use crate::plan::Plan;
+use crate::recipe::DataSource;
 use crate::report::card::{Artifact, Card, CardBase, CardData};
-use crate::report::html::HtmlReport;
-use crate::report::metrics;
 use crate::setup::ResolvedSource;
-use crate::units;
 
 /// The model card of the run of `plan`.
 pub(super) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
@@ -30,6 +24,7 @@ pub(super) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
         artifact: if plan.adapter_setup.is_some() { Artifact::Adapter } else { Artifact::Model },
         base: match (&plan.base.files, found.on_hub) {
             (None, _) => CardBase::Scratch,
+            _ if is_builtin(plan) => CardBase::Builtin { id: found.id.clone() },
             (_, true) => CardBase::Hub { id: found.id.clone(), commit: found.commit.clone() },
             (_, false) => CardBase::Folder { name: last_name(&found.id) },
         },
@@ -48,38 +43,12 @@ pub(super) fn card(plan: &Plan, summary: &RunSummary, title: String) -> Card {
     }
 }
 
+/// Whether the base model is one inside the binary.
+fn is_builtin(plan: &Plan) -> bool {
+    matches!(plan.recipe.model.id, Some(DataSource::Builtin(_)))
+}
+
 /// Paths of this machine do not belong into a card.
 fn last_name(id: &str) -> String {
     Path::new(id).file_name().map_or_else(|| id.to_owned(), |name| name.to_string_lossy().into_owned())
-}
-
-/// Writes the report of the run, with what `metrics.jsonl` in `output` holds.
-pub(super) fn html(
-    plan: &Plan,
-    summary: &RunSummary,
-    output: &Path,
-    title: &str,
-    started: Instant,
-) -> Result<()> {
-    // Without a log there is a report without curves.
-    let entries = metrics::read(&output.join(METRICS)).unwrap_or_default();
-    let (trainable, all) = plan.parameters();
-    let loss = |report: &Option<crate::report::EvalReport>| {
-        report.as_ref().map_or_else(|| "–".to_owned(), |report| format!("{:.4}", report.eval_loss))
-    };
-    let figures = [
-        ("model", plan.base.found.id.clone()),
-        ("method", plan.method().to_string()),
-        ("trainable parameters", format!("{} of {}", units::count(trainable), units::count(all))),
-        ("steps", summary.steps.to_string()),
-        ("tokens", units::count(summary.tokens)),
-        ("held-out loss before", loss(&summary.before)),
-        ("held-out loss after", loss(&summary.after)),
-        ("time", units::duration(started.elapsed().as_secs_f64())),
-        ("memory planned", units::bytes(plan.memory.total())),
-        ("memory peak", units::bytes(crate::report::memory::peak_bytes())),
-    ];
-    let recipe = plan.recipe.to_toml();
-    HtmlReport { title, figures: &figures, recipe: &recipe, entries: &entries }
-        .write(&RunFolder::result(output).join(REPORT))
 }

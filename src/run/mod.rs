@@ -2,6 +2,7 @@
 //! output folder, signals, the check of a merge, what `bench` measures: operations, and how speed grows with ranks; and the
 //! libraries that GPUs need.
 
+mod bottlenecks;
 mod card;
 mod device_failure;
 mod elastic;
@@ -11,6 +12,7 @@ pub(crate) mod nvidia_libraries;
 pub(crate) mod op_speeds;
 pub(crate) mod output_folder;
 pub(crate) mod ranks;
+pub(crate) mod report_page;
 pub(crate) mod restarts;
 mod rollback;
 mod run_comparison;

@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 
 use super::output_folder::{CARD, METRICS, REPORT};
 use crate::error::{Error, Result};
-use crate::report::{MetricsEntry, StepReport, metrics};
+use crate::profile;
+use crate::report::{MetricsEntry, metrics};
 
 /// Folders and files in a run's folder that tell times.
-const TIMED: [&str; 4] = [CARD, REPORT, "tensorboard", ".finetune"];
+const TIMED: [&str; 5] = [CARD, REPORT, "tensorboard", profile::FOLDER, ".finetune"];
 
 /// What the folders of two runs hold.
 pub(super) struct RunComparison {
@@ -89,13 +90,7 @@ fn steps_differ(one: &Path, other: &Path) -> Result<Option<String>> {
 
 fn timeless(entry: MetricsEntry) -> MetricsEntry {
     match entry {
-        MetricsEntry::Step(report) => MetricsEntry::Step(StepReport {
-            step_secs: 0.0,
-            tokens_per_sec: 0.0,
-            peak_bytes: 0,
-            rank_secs: Vec::new(),
-            ..report
-        }),
+        MetricsEntry::Step(report) => MetricsEntry::Step(report.without_times()),
         eval => eval,
     }
 }

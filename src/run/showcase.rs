@@ -6,6 +6,7 @@ use crate::engine::{Engine, LogitsProcessor, RunSummary, Sampling};
 use crate::error::Result;
 use crate::plan::Plan;
 use crate::report::Terminal;
+use crate::report::html::AnsweredQuestion;
 
 /// How many questions are shown.
 const SHOWN: usize = 2;
@@ -53,13 +54,23 @@ pub(crate) fn answers(questions: &[Question], engine: &Engine, tokenizer: &Token
     questions.iter().map(answer).collect()
 }
 
-/// Prints the figures before and after, and the questions with both answers.
-pub(crate) fn show(
+/// The questions with both answers, as the report shows them; `before` and `after` are none where nobody asked.
+pub(crate) fn answered(
     questions: &[Question],
-    [before, after]: [&[String]; 2],
-    summary: &RunSummary,
-    terminal: &Terminal,
-) {
+    [before, after]: [Option<&[String]>; 2],
+) -> Vec<AnsweredQuestion> {
+    let answer = |answers: Option<&[String]>, at: usize| answers.and_then(|all| all.get(at).cloned());
+    let one = |(at, question): (usize, &Question)| AnsweredQuestion {
+        question: question.text.clone(),
+        expected: question.reference.clone(),
+        before: answer(before, at),
+        after: answer(after, at),
+    };
+    questions.iter().enumerate().map(one).collect()
+}
+
+/// Prints the figures before and after, and the questions with both answers.
+pub(crate) fn show(questions: &[AnsweredQuestion], summary: &RunSummary, terminal: &Terminal) {
     if questions.is_empty() {
         return;
     }
@@ -70,10 +81,13 @@ pub(crate) fn show(
         let (was, is) = (percent(first.eval_exact_match), percent(last.eval_exact_match));
         terminal.line(format!("exact match  {was:.1} % -> {is:.1} %"));
     }
-    for ((question, before), after) in questions.iter().zip(before).zip(after) {
-        terminal.heading(&question.text);
-        terminal.line(format!("expected  {}", question.reference));
-        terminal.line(format!("before    {before}"));
-        terminal.line(format!("after     {after}"));
+    for one in questions {
+        terminal.heading(&one.question);
+        terminal.line(format!("expected  {}", one.expected));
+        let answers = [("before  ", &one.before), ("after   ", &one.after)];
+        for (when, answer) in answers.into_iter().filter_map(|(when, answer)| Some((when, answer.as_ref()?)))
+        {
+            terminal.line(format!("{when}  {answer}"));
+        }
     }
 }

@@ -7,9 +7,11 @@ use std::time::Instant;
 
 use candle_core::Device;
 
-use super::card::{card, html};
+use super::bottlenecks;
+use super::card::card;
 use super::device_failure::explained;
-use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, date_text, lies_in};
+use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, REPORT, date_text, lies_in};
+use super::report_page::{PlannedProcess, ReportPage};
 use super::rollback::roll_back;
 use super::showcase::{self, Question};
 use super::space;
@@ -25,6 +27,8 @@ use crate::data::{self, Batch};
 use crate::engine::{NanPolicy, Reporter, RunOptions, RunSummary, TrainLoop, Trainer};
 use crate::error::{Error, ErrorCategory, Result};
 use crate::plan::Plan;
+use crate::profile::{Profiler, TraceSchedule};
+use crate::report::html::{AnsweredQuestion, HtmlReport};
 use crate::report::{EventWriter, MetricsLog, Terminal};
 use crate::setup::BaseCheck;
 use crate::units;
@@ -35,6 +39,7 @@ pub(crate) struct TrainRun<'a> {
     pub(crate) args: &'a TrainArgs,
     pub(crate) plan: &'a Plan,
     pub(crate) questions: Vec<Question>,
+    pub(crate) planned: PlannedProcess,
     pub(crate) resumed: Option<&'a SavedCheckpoint>,
     /// What came of comparing the base with that of the checkpoint or adapter before its weights were read.
     pub(crate) base_check: Option<BaseCheck>,
@@ -85,27 +90,41 @@ impl TrainRun<'_> {
             terminal.detail(format!("ready to train after {took}"));
         }
         let summary = self.train(&mut trainer, &*world, clock)?;
+        if first {
+            bottlenecks::say(plan, &summary, terminal);
+        }
+        // A run that goes on began with what it had learned: that is no answer of the base.
+        let before = self.resumed.is_none().then_some(&before[..]);
         if summary.stopped {
+            if let (Some((folder, _)), true) = (self.folder.get(), first) {
+                let questions = showcase::answered(&self.questions, [before, None]);
+                self.report(&summary, &questions, device, |page| folder.write_text(REPORT, &page.render()));
+            }
             return Err(stopped(&summary, output));
         }
         world.enter(Phase::Output)?;
         self.write(&trainer, &*world)?;
         let after = showcase::answers(&self.questions, &trainer.engine, &plan.rows.tokenizer)?;
         if let (Some((folder, _)), true) = (self.folder.get(), first) {
-            self.publish(folder, &summary)?;
-            showcase::show(&self.questions, [&before, &after], &summary, terminal);
+            let questions = showcase::answered(&self.questions, [before, Some(&after)]);
+            self.publish(folder, &summary, &questions, device)?;
+            showcase::show(&questions, &summary, terminal);
         }
         Ok(())
     }
 
     /// Adds card and report to the weights, and gives all of it its place in the output folder.
-    fn publish(&self, folder: &RunFolder, summary: &RunSummary) -> Result<()> {
+    fn publish(
+        &self,
+        folder: &RunFolder,
+        summary: &RunSummary,
+        questions: &[AnsweredQuestion],
+        device: &Device,
+    ) -> Result<()> {
         let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
-        let name = output.file_name();
-        let title = name.map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned());
         let result = RunFolder::result(output);
-        card(plan, summary, title.clone()).write(&result.join(CARD))?;
-        html(plan, summary, output, &title, self.started)?;
+        card(plan, summary, self.title()).write(&result.join(CARD))?;
+        self.report(summary, questions, device, |page| page.write(&result.join(REPORT)));
         let elsewhere = folder.publish()?;
         if let Some((place, taken)) = &elsewhere {
             let (place, taken) = (place.display(), taken.join(", "));
@@ -115,7 +134,31 @@ impl TrainRun<'_> {
         }
         let place = elsewhere.map_or_else(|| output.to_owned(), |(place, _)| place);
         terminal.line(format!("{} in {}", finished(plan), place.display()));
+        terminal.line(format!("memory: {}", self.planned.compare(plan, device)));
         Ok(())
+    }
+
+    /// Makes the report of the run and hands it to `write`; what keeps it from its place is said and ends no run.
+    fn report(
+        &self,
+        summary: &RunSummary,
+        questions: &[AnsweredQuestion],
+        device: &Device,
+        write: impl FnOnce(&HtmlReport<'_>) -> Result<()>,
+    ) {
+        let (plan, started) = (self.plan, self.started);
+        let (output, title) = (self.args.output.as_path(), self.title());
+        let memory = self.planned.compare(plan, device);
+        let page = ReportPage { plan, summary, output, title: &title, started, questions, memory };
+        if let Err(error) = page.give(write) {
+            self.terminal.warn(format!("no {REPORT}: {}", error.in_one_line()));
+        }
+    }
+
+    /// What card and report are called: the name of the output folder.
+    fn title(&self) -> String {
+        let name = self.args.output.file_name();
+        name.map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned())
     }
 
     fn load(&self, world: Arc<dyn Collective>, device: &Device) -> Result<Trainer> {
@@ -212,6 +255,8 @@ impl TrainRun<'_> {
             roll_back: &|trainer, step| roll_back(plan, output, trainer, step),
             stop: self.stop,
             clock,
+            profiler: TraceSchedule::of(&plan.recipe.profile)
+                .map(|schedule| Profiler::new(schedule, output, world.rank(), world.size())),
             options: RunOptions {
                 save_steps: settings.save_steps,
                 eval_steps: plan.recipe.eval.steps,

@@ -722,6 +722,21 @@ fn recipes_listed_and_shown() {
     # Write TensorBoard event files.
     # Accepted: true, false.
     tensorboard = true
+
+    # A trace of some steps, in the words of PyTorch's profiler schedule: `trace/rank-N.json` in the output folder.
+    [profile]
+    # Steps at the beginning of a cycle that are not traced.
+    # Accepted: a whole number, at least 0.
+    wait = 1
+    # Steps after them that are traced and forgotten, while caches fill.
+    # Accepted: a whole number, at least 0.
+    warmup = 1
+    # Steps after these that are traced and kept; 0: nothing is traced.
+    # Accepted: a whole number, at least 0.
+    active = 0
+    # How many such cycles there are; 0: as many as the run has room for.
+    # Accepted: a whole number, at least 0.
+    repeat = 1
     "#);
     assert_snapshot!(told(&["recipes", "show", "flul"]), @"
     exit 1

@@ -405,8 +405,21 @@ fn a_run_leaves_what_is_promised() {
         "step_secs",
         "tokens_per_sec",
         "peak_bytes",
+        "data_secs",
+        "forward_secs",
+        "backward_secs",
+        "exposed_secs",
+        "update_secs",
+        "save_secs",
+        "other_secs",
     ];
     assert!(steps.iter().all(|line| keys(line) == step), "{steps:?}");
+    for line in &steps {
+        let secs = |key: &str| line[key].as_f64().unwrap();
+        let parts: f64 = step[9..].iter().map(|key| secs(key)).sum();
+        assert!(parts >= secs("step_secs") - 1e-6, "{line}");
+        assert!(["forward_secs", "backward_secs", "update_secs"].iter().all(|key| secs(key) > 0.0), "{line}");
+    }
     for line in evaluations {
         assert_eq!(keys(line)[..4], ["step", "eval_loss", "eval_perplexity", "eval_tokens"]);
     }

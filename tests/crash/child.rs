@@ -177,7 +177,7 @@ fn report(step: u64) -> StepReport {
         step_secs: 0.25,
         tokens_per_sec: 28.0,
         peak_bytes: 1,
-        rank_secs: Vec::new(),
+        ..StepReport::default()
     }
 }
 

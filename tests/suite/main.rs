@@ -34,6 +34,7 @@ mod quant;
 mod recipe;
 mod rendezvous;
 mod report;
+mod report_page;
 mod saving;
 mod second_oracle;
 mod traffic;

@@ -1,4 +1,4 @@
-//! What a run leaves to be read: metrics, event files, terminal lines, model card, HTML report.
+//! What a run leaves to be read: metrics, event files, terminal lines, model card.
 
 use std::fs;
 use std::io::{self, Write};
@@ -7,7 +7,6 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 
 use finetune::report::card::{Artifact, Card, CardBase, CardData};
-use finetune::report::html::HtmlReport;
 use finetune::report::metrics::{self, EvalReport, MetricsEntry, MetricsLog, StepReport};
 use finetune::report::{EventWriter, Terminal, Verbosity};
 
@@ -22,6 +21,13 @@ fn step(step: u64) -> StepReport {
         step_secs: 0.25,
         tokens_per_sec: 2048.0,
         peak_bytes: 1 << 30,
+        data_secs: 0.001,
+        forward_secs: 0.0625,
+        backward_secs: 0.125,
+        exposed_secs: 0.01,
+        update_secs: 0.03,
+        save_secs: 0.02,
+        other_secs: 0.002,
         rank_secs: Vec::new(),
     }
 }
@@ -38,7 +44,9 @@ fn metrics_lines_are_the_contract() {
     assert_eq!(
         fs::read_to_string(&path).unwrap(),
         "{\"step\":4,\"epoch\":0.4,\"loss\":0.5,\"learning_rate\":0.0002,\"grad_norm\":0.75,\"tokens\":512,\
-         \"step_secs\":0.25,\"tokens_per_sec\":2048.0,\"peak_bytes\":1073741824}\n\
+         \"step_secs\":0.25,\"tokens_per_sec\":2048.0,\"peak_bytes\":1073741824,\
+         \"data_secs\":0.001,\"forward_secs\":0.0625,\"backward_secs\":0.125,\"exposed_secs\":0.01,\
+         \"update_secs\":0.03,\"save_secs\":0.02,\"other_secs\":0.002}\n\
          {\"step\":4,\"eval_loss\":0.0,\"eval_perplexity\":1.0,\"eval_tokens\":10}\n\
          {\"step\":4,\"eval_loss\":0.0,\"eval_perplexity\":1.0,\"eval_tokens\":10,\"eval_exact_match\":0.5}\n"
     );
@@ -442,6 +450,29 @@ fn the_card_says_what_was_measured() {
     assert!(!text.contains("token accuracy"), "what was not measured is not shown");
 }
 
+/// No other program has such a base: what the card says of Python loads a merged model.
+#[test]
+fn a_card_on_a_builtin_base_says_what_works() {
+    let base = CardBase::Builtin { id: "builtin:quickstart".into() };
+    let text = Card { base: base.clone(), ..card() }.render();
+    assert!(!text.contains("base_model") && !text.contains("PeftModel"), "{text}");
+    assert!(!text.contains("from_pretrained(\"builtin:"), "{text}");
+    for wanted in [
+        "An adapter in PEFT's layout for `builtin:quickstart`, a model inside the `finetune` binary, trained by",
+        "finetune generate --model builtin:quickstart --adapter . --prompt \"...\"\n",
+        "finetune merge --model builtin:quickstart --adapter . --output merged\n",
+        "AutoModelForCausalLM.from_pretrained(\"merged\")\n",
+    ] {
+        assert!(text.contains(wanted), "no `{wanted}` in\n{text}");
+    }
+    let whole = Card { base, artifact: Artifact::Model, ..card() }.render();
+    assert!(
+        whole.contains("A language model in Hugging Face's layout made from `builtin:quickstart`"),
+        "{whole}"
+    );
+    assert!(whole.contains("from_pretrained(\".\")") && !whole.contains("finetune merge"), "{whole}");
+}
+
 #[test]
 fn a_card_of_local_things_names_no_hub() {
     let local = Card {
@@ -463,40 +494,4 @@ fn a_card_of_local_things_names_no_hub() {
     assert!(!text.contains("peft"));
     let scratch = Card { base: CardBase::Scratch, ..local }.render();
     assert!(scratch.contains("layout trained from random weights"), "{scratch}");
-}
-
-#[test]
-fn the_page_stands_alone() {
-    let mut entries: Vec<MetricsEntry> = (1..=50).map(|n| MetricsEntry::Step(step(n))).collect();
-    entries.push(MetricsEntry::Eval(EvalReport::new(0, 3.0, 10)));
-    entries.push(MetricsEntry::Eval(EvalReport::new(50, 1.0, 10)));
-    let page = HtmlReport {
-        title: "a <b> & \"c\"",
-        figures: &[("parameters", "1.5M <of> 6.7B".to_owned())],
-        recipe: "x = \"</pre>\"",
-        entries: &entries,
-    }
-    .render();
-    assert!(page.contains("<h1>a &lt;b&gt; &amp; &quot;c&quot;</h1>"));
-    assert!(page.contains("1.5M &lt;of&gt; 6.7B"));
-    assert!(page.contains("x = &quot;&lt;/pre&gt;&quot;"));
-    for outside in ["http", "src=", "url(", "@import", "<script"] {
-        assert!(!page.contains(outside), "{outside}");
-    }
-    assert_eq!(page.matches("<svg").count(), 4);
-    let lines: Vec<Vec<&str>> = page
-        .split("<polyline class=\"")
-        .skip(1)
-        .map(|line| line.split('"').nth(2).unwrap().split(' ').collect())
-        .collect();
-    assert_eq!(lines.iter().map(Vec::len).collect::<Vec<_>>(), [50, 2, 50, 50, 50]);
-    // The evaluation at step 0 has the highest loss: the upper left corner. Step 50 is the right edge.
-    assert_eq!(lines[1][0], "64.0,12.0");
-    assert!(lines[1][1].starts_with("624.0,"));
-}
-
-#[test]
-fn a_page_of_no_steps_is_still_a_page() {
-    let page = HtmlReport { title: "t", figures: &[], recipe: "", entries: &[] }.render();
-    assert!(!page.contains("<svg") && page.ends_with("</html>\n"));
 }

@@ -16,6 +16,7 @@ use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::{copy_into, to_device};
 use crate::runtime::cpu_tensor::{FloatElement, read, update, with_elem};
+use crate::runtime::trace::{SpanInfo, span};
 
 /// One update's constants.
 #[derive(Debug, Clone, Copy)]
@@ -104,11 +105,20 @@ const CHUNK: usize = 1 << 15;
 /// # Errors
 /// When a tensor is not contiguous or of another type, or an operation of the device fails.
 pub fn adamw(pieces: &[AdamWPiece<'_, TensorMut>]) -> Result<()> {
+    let _span = span(|| update_info("adamw", pieces, 16));
     let Some(first) = pieces.first() else { return Ok(()) };
     if let Some(driver) = gpu::driver_of(first.param) {
         return cuda::adamw(driver, pieces);
     }
     pieces.iter().try_for_each(update_piece)
+}
+
+/// An update as a trace shows it: the parameters, and the bytes of all that is read and written, `moments` for each one's
+/// moments.
+pub(super) fn update_info<M>(name: &'static str, pieces: &[AdamWPiece<'_, M>], moments: usize) -> SpanInfo {
+    let count: usize = pieces.iter().map(|piece| piece.param.elem_count()).sum();
+    let info = SpanInfo::op(name).dims(&[count]).bytes(count * moments);
+    pieces.iter().fold(info, |info, piece| info.moves(&[piece.param, piece.param, piece.grad]))
 }
 
 fn update_piece(piece: &AdamWPiece<'_, TensorMut>) -> Result<()> {

@@ -8,7 +8,7 @@ mod cuda;
 use candle_core::Device;
 use rayon::prelude::*;
 
-use super::adamw::{AdamWPiece, Parameter};
+use super::adamw::{AdamWPiece, Parameter, update_info};
 use super::gpu;
 use super::stochastic_rounding::RUN;
 use crate::error::Result;
@@ -16,6 +16,7 @@ use crate::quant::DynamicMap;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::to_device;
 use crate::runtime::cpu_tensor::{FloatElement, read, update, with_elem};
+use crate::runtime::trace::span;
 
 /// Values that share a scale.
 pub const STATE_BLOCK: usize = 256;
@@ -63,6 +64,7 @@ impl Int8State {
 /// # Errors
 /// When a parameter or gradient is not contiguous f32 or bf16, or a copy to or from the device fails.
 pub fn adamw_int8(pieces: &[AdamWPiece<'_, Int8State>]) -> Result<()> {
+    let _span = span(|| update_info("adamw_int8", pieces, 4));
     let Some(first) = pieces.first() else { return Ok(()) };
     if let Some(driver) = gpu::driver_of(first.param) {
         return cuda::adamw_int8(driver, pieces);

@@ -24,6 +24,7 @@ use crate::error::{Error, Result};
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, update, with_elem};
+use crate::runtime::trace::{SpanInfo, span};
 
 /// The target of a position that carries no loss.
 pub const IGNORE: u32 = u32::MAX;
@@ -167,6 +168,9 @@ pub fn linear_cross_entropy(
     kind: LossKind,
     grads: OutputGrads<'_>,
 ) -> Result<LossAndGrad> {
+    let _span = span(|| {
+        loss_info("cross_entropy", x, output, targets.ids, if grads.weight.is_some() { 6 } else { 4 })
+    });
     if let Some(driver) = gpu::driver_of(x)
         && cuda::is_supported(x, output)
     {
@@ -176,6 +180,22 @@ pub fn linear_cross_entropy(
         return reference(x, output, targets, kind, grads);
     }
     on_cpu(x, output, targets, kind, grads)
+}
+
+/// As a trace shows it: the rows that count, the width and the vocabulary; `products` floating-point operations for each
+/// weight and row.
+fn loss_info(
+    name: &'static str,
+    x: &Tensor,
+    output: Output<'_>,
+    targets: &[u32],
+    products: usize,
+) -> SpanInfo {
+    let rows = targets.iter().filter(|target| **target != IGNORE).count();
+    let weights = output.weight.elem_count();
+    let vocab = output.weight.dims().first().copied().unwrap_or_default();
+    let dims = [rows, weights / vocab.max(1), vocab];
+    SpanInfo::op(name).dims(&dims).moves(&[x, x, output.weight]).flops(products * rows * weights)
 }
 
 fn on_cpu(
@@ -304,6 +324,7 @@ pub fn score_targets(
     targets: &[u32],
     softcap: Option<f64>,
 ) -> Result<Vec<TokenScore>> {
+    let _span = span(|| loss_info("score_targets", x, output, targets, 2));
     if let Some(driver) = gpu::driver_of(x)
         && cuda::is_supported(x, output)
     {

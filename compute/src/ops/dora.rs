@@ -14,6 +14,7 @@ use super::matmul_quantized::Weight;
 use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, update, with_elem};
+use crate::runtime::trace::{SpanInfo, span};
 
 /// Rows of the weight whose update `s·B·A` is in memory at once, per thread.
 const ROWS: usize = 32;
@@ -23,6 +24,7 @@ const ROWS: usize = 32;
 /// # Errors
 /// When `a` is no contiguous f32 matrix, the weight's dtype is not known, or an operation of the device fails.
 pub fn weight_norm(weight: Weight<'_>, a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
+    let _span = span(|| SpanInfo::op("dora_weight_norm").dims(a.dims()));
     if let Some(driver) = gpu::driver_of(a)
         && cuda::is_supported(weight)
     {
@@ -93,6 +95,7 @@ pub fn scale_columns(
     factors: &Tensor,
     accumulate: bool,
 ) -> Result<()> {
+    let _span = span(|| SpanInfo::op("dora_scale_columns"));
     if let Some(driver) = gpu::driver_of(factors)
         && cuda::are_supported([dst.tensor.dtype(), x.tensor.dtype()])
     {
@@ -141,6 +144,7 @@ pub(crate) fn scale_columns_reference(
 /// # Errors
 /// When a tensor is not contiguous or of another dtype, or an operation of the device fails.
 pub fn magnitude_backward(grad: &TensorMut, dy: ColumnView<'_>, x: &Tensor, norm: &Tensor) -> Result<()> {
+    let _span = span(|| SpanInfo::op("dora_magnitude_backward").dims(x.dims()).moves(&[x]));
     if let Some(driver) = gpu::driver_of(grad)
         && cuda::are_supported([dy.tensor.dtype(), x.dtype()])
     {

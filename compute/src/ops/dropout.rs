@@ -11,6 +11,7 @@ use super::gpu;
 use crate::error::Result;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
 use crate::runtime::rng::RngStream;
+use crate::runtime::trace::{SpanInfo, span};
 
 /// One dropout site in one step.
 #[derive(Debug, Clone, Copy)]
@@ -28,6 +29,7 @@ pub struct Dropout {
 /// # Errors
 /// When `x` is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn dropout(x: &Tensor, site: Dropout) -> Result<Tensor> {
+    let _span = span(|| SpanInfo::op("dropout").dims(x.dims()).moves(&[x, x]));
     if let Some(driver) = gpu::driver_of(x)
         && cuda::is_supported(x)
     {

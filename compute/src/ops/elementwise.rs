@@ -12,6 +12,7 @@ use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::to_device;
 use crate::runtime::cpu_tensor::{FloatElement, read, tensor, unwritten, update, with_elem};
+use crate::runtime::trace::{SpanInfo, span};
 
 /// Elements per partial sum; partials are added in order, so the result does not depend on the threads.
 const CHUNK: usize = 1 << 14;
@@ -46,6 +47,7 @@ impl SquareSums {
 /// # Errors
 /// When a tensor is not contiguous or of another type, or an operation of the device fails.
 pub fn sums_of_squares(tensors: &[&Tensor], device: &Device) -> Result<SquareSums> {
+    let _span = span(|| SpanInfo::op("sums_of_squares").moves(tensors));
     if let Some(driver) = gpu::driver_on(device)
         && tensors.iter().all(|x| gpu::is_float(x.dtype()))
     {
@@ -100,6 +102,7 @@ vectorized! {
 /// # Errors
 /// When a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let _span = span(|| SpanInfo::op("add").dims(a.dims()).moves(&[a, b, a]));
     if let Some(driver) = gpu::driver_of(a)
         && a.dtype() == b.dtype()
         && cuda::is_supported(a, b)
@@ -126,6 +129,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// When a tensor is not contiguous, or an operation of the device fails.
 pub fn add_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
+    let _span = span(|| SpanInfo::op("add_into").dims(dst.dims()).moves(&[dst, x, dst]));
     if let Some(driver) = gpu::driver_of(dst)
         && cuda::is_supported(dst, x)
     {

@@ -11,6 +11,7 @@ use super::gpu;
 use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
+use crate::runtime::trace::{SpanInfo, span};
 
 /// Looks up rows of `table: [V, D]` and multiplies them by `factor`: `[N, D]` in `dtype`, whatever dtype the table
 /// is kept in. The N ids are below V.
@@ -18,6 +19,11 @@ use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, u
 /// # Errors
 /// When `table` is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn embed(table: &Tensor, ids: &[u32], factor: f64, dtype: DType) -> Result<Tensor> {
+    let _span = span(|| {
+        let values = ids.len() * table.dims().last().copied().unwrap_or_default();
+        let sizes = table.dtype().size_in_bytes() + dtype.size_in_bytes();
+        SpanInfo::op("embedding").dims(table.dims()).bytes(values * sizes)
+    });
     if let Some(driver) = gpu::driver_of(table)
         && cuda::is_supported([table.dtype(), dtype])
     {
@@ -60,6 +66,7 @@ pub fn rows_of(tables: [&Tensor; 2], ids: &[u32]) -> Result<[Tensor; 2]> {
 /// # Errors
 /// When `a` is no contiguous f32 matrix, or an operation of the device fails.
 pub fn columns_of(a: &Tensor, ids: &[u32]) -> Result<Tensor> {
+    let _span = span(|| SpanInfo::op("columns_of").dims(a.dims()));
     if let Some(driver) = gpu::driver_of(a) {
         return cuda::columns_of(driver, a, ids);
     }
@@ -82,6 +89,7 @@ pub(crate) fn columns_of_reference(a: &Tensor, ids: &[u32]) -> Result<Tensor> {
 /// # Errors
 /// When a tensor is not contiguous f32, or an operation of the device fails.
 pub fn columns_of_backward(grad: &TensorMut, ids: &[u32], du: &Tensor, skip: Option<u32>) -> Result<()> {
+    let _span = span(|| SpanInfo::op("columns_of_backward").dims(grad.dims()));
     if let Some(driver) = gpu::driver_of(grad) {
         return cuda::columns_of_backward(driver, grad, ids, du, skip);
     }
@@ -130,6 +138,7 @@ pub fn embed_backward(
     factor: f64,
     skip: Option<u32>,
 ) -> Result<()> {
+    let _span = span(|| SpanInfo::op("embedding_backward").dims(dy.dims()).moves(&[dy, dy, dy]));
     if let Some(driver) = gpu::driver_of(grad)
         && cuda::is_supported([dy.dtype(); 2])
     {

@@ -12,6 +12,7 @@ use super::{gpu, simd};
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
+use crate::runtime::trace::{SpanInfo, span};
 
 /// The activation of an MLP's gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,6 +50,12 @@ impl Activation {
 /// # Errors
 /// When `gate_up` is no contiguous matrix of floating-point values, or an operation of the device fails.
 pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
+    let _span = span(|| {
+        SpanInfo::op("glu")
+            .dims(gate_up.dims())
+            .moves(&[gate_up])
+            .bytes(gate_up.elem_count() / 2 * gate_up.dtype().size_in_bytes())
+    });
     if let Some(driver) = gpu::driver_of(gate_up)
         && cuda::is_supported(gate_up)
     {
@@ -78,6 +85,7 @@ pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
 /// # Errors
 /// When a tensor is not contiguous, the dtypes differ, or an operation of the device fails.
 pub fn glu_backward(gate_up: &Tensor, dh: &Tensor, activation: Activation) -> Result<Tensor> {
+    let _span = span(|| SpanInfo::op("glu_backward").dims(gate_up.dims()).moves(&[gate_up, gate_up, dh]));
     if let Some(driver) = gpu::driver_of(gate_up)
         && cuda::is_supported(gate_up)
     {

@@ -22,6 +22,7 @@ use crate::runtime::cpu_tensor::{
 #[cfg(feature = "cuda")]
 use crate::runtime::device::unwritten_on_gpu;
 use crate::runtime::device_memory::requested;
+use crate::runtime::trace::{SpanInfo, span};
 
 /// Columns `start..start + len` of a contiguous `[rows, width]` tensor.
 #[derive(Clone, Copy)]
@@ -38,6 +39,14 @@ impl<'a> ColumnView<'a> {
     /// All columns of `tensor: [rows, cols]` of any dtype.
     pub fn all(tensor: &'a Tensor) -> Self {
         ColumnView { tensor, start: 0, len: tensor.dims().last().copied().unwrap_or(0) }
+    }
+
+    fn rows(&self) -> usize {
+        self.tensor.dims().first().copied().unwrap_or_default()
+    }
+
+    fn bytes(&self) -> usize {
+        self.rows() * self.len * self.tensor.dtype().size_in_bytes()
     }
 
     /// The range as a tensor of its own (a view; not contiguous in general).
@@ -161,6 +170,31 @@ pub enum Transpose {
     Tn,
 }
 
+impl Transpose {
+    /// As a trace shows it.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Transpose::Nt => "nt",
+            Transpose::Nn => "nn",
+            Transpose::Tn => "tn",
+        }
+    }
+}
+
+/// A product as a trace shows it: rows and columns of the result, and the depth.
+fn product_info(
+    name: &'static str,
+    dst: ColumnViewMut<'_>,
+    a: ColumnView<'_>,
+    b: ColumnView<'_>,
+    form: Transpose,
+) -> SpanInfo {
+    let (rows, depth) = if form == Transpose::Tn { (a.len, a.rows()) } else { (a.rows(), a.len) };
+    let bytes: usize = [a, b, dst.as_view()].iter().map(ColumnView::bytes).sum();
+    let info = SpanInfo::op(name).detail(form.name()).dims(&[rows, dst.len, depth]);
+    info.bytes(bytes).flops(2 * rows * dst.len * depth)
+}
+
 /// A tensor `[rows, cols]` of this dtype, whose contents the caller writes in full before they are read.
 ///
 /// # Errors
@@ -191,6 +225,7 @@ pub fn matmul(
     alpha: f64,
     addend: Addend<'_>,
 ) -> Result<()> {
+    let _span = span(|| product_info("matmul", dst, a, b, form));
     if let Some(driver) = gpu::driver_of(dst.tensor) {
         return cuda::matmul(driver, dst, a, b, form, alpha, addend);
     }
@@ -228,6 +263,10 @@ pub(super) fn matmul_plus_low_rank(
     accumulate: bool,
     low_rank: LowRank<'_>,
 ) -> Result<()> {
+    let _span = span(|| {
+        let info = product_info("matmul_plus_low_rank", dst, a, ColumnView::all(b), form);
+        info.flops(2 * a.rows() * dst.len * low_rank.u.len)
+    });
     let (shape_a, shape_b) = (dims2(a.tensor)?, dims2(b)?);
     let (_, width) = dims2(dst.tensor)?;
     with_elem!(a.tensor.dtype(), A => with_elem!(b.dtype(), B => with_elem!(dst.tensor.dtype(), D => {
@@ -281,6 +320,7 @@ pub(crate) fn reference(
 /// # Errors
 /// When a tensor is not contiguous, or an operation of the device fails.
 pub fn add_bias(dst: ColumnViewMut<'_>, bias: &Tensor) -> Result<()> {
+    let _span = span(|| SpanInfo::op("add_bias").dims(dst.tensor.dims()).moves(&[dst.tensor, dst.tensor]));
     if let Some(driver) = gpu::driver_of(dst.tensor)
         && cuda::is_supported(dst.tensor.dtype())
         && cuda::is_supported(bias.dtype())
@@ -316,6 +356,7 @@ pub(crate) fn add_bias_reference(dst: ColumnViewMut<'_>, bias: &Tensor) -> Resul
 /// # Errors
 /// When a tensor is not contiguous, `grad` is of another type, or an operation of the device fails.
 pub fn sum_rows(grad: &TensorMut, dy: ColumnView<'_>) -> Result<()> {
+    let _span = span(|| SpanInfo::op("sum_rows").dims(dy.tensor.dims()).moves(&[dy.tensor]));
     if let Some(driver) = gpu::driver_of(grad)
         && cuda::is_supported(dy.tensor.dtype())
     {

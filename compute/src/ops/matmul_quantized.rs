@@ -13,6 +13,7 @@ use super::matmul::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, matmu
 use crate::error::{Error, Result};
 use crate::quant::{Blocks, CodeKind, NESTED_BLOCK, QuantFormat, RunMeaning, Scales};
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
+use crate::runtime::trace::{SpanInfo, span};
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
@@ -81,6 +82,7 @@ impl Quantized {
     /// When a run is missing, or the device has not enough memory.
     pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
         let codes = self.run(RunMeaning::Codes)?;
+        let _span = span(|| SpanInfo::op("dequantize").dims(&[self.shape.0, self.shape.1]).moves(&[codes]));
         if let Some(driver) = gpu::driver_of(codes)
             && cuda::is_supported(dtype)
         {
@@ -228,6 +230,12 @@ fn quantized_on_cpu(
     accumulate: bool,
     low_rank: Option<LowRank<'_>>,
 ) -> Result<()> {
+    let _span = span(|| {
+        let (rows, (out, inputs)) = (dst.tensor.dims().first().copied().unwrap_or_default(), quantized.shape);
+        let info = SpanInfo::op("matmul_quantized").detail(form.name()).dims(&[rows, out, inputs]);
+        let runs: Vec<&Tensor> = quantized.runs.iter().map(|run| &run.values).collect();
+        info.moves(&runs).moves(&[a.tensor, dst.tensor]).flops(2 * rows * out * inputs)
+    });
     let ((rows, a_width), (_, width)) = (dims2(a.tensor)?, dims2(dst.tensor)?);
     let (out, inputs) = quantized.shape;
     with_elem!(a.tensor.dtype(), A => with_elem!(dst.tensor.dtype(), D => {

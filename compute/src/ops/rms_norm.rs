@@ -15,6 +15,7 @@ use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update_in_f32, with_elem};
+use crate::runtime::trace::{SpanInfo, span};
 
 /// What a norm does besides its weight.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -36,6 +37,7 @@ impl NormKind {
 /// # Errors
 /// When a tensor is not contiguous or of floating-point values, or an operation of the device fails.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, kind: NormKind) -> Result<Tensor> {
+    let _span = span(|| SpanInfo::op("rms_norm").dims(x.dims()).moves(&[x, x]));
     if let Some(driver) = gpu::driver_of(x)
         && cuda::is_supported(x, weight)
     {
@@ -69,6 +71,10 @@ pub fn rms_norm_backward(
     dweight: Option<&TensorMut>,
     kind: NormKind,
 ) -> Result<Tensor> {
+    let _span = span(|| {
+        let info = SpanInfo::op("rms_norm_backward").dims(x.dims()).moves(&[x, dy, x]);
+        residual.map_or(info, |residual| info.moves(&[residual]))
+    });
     if let Some(driver) = gpu::driver_of(x)
         && cuda::is_supported(x, weight)
     {

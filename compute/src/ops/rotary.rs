@@ -17,6 +17,7 @@ use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
+use crate::runtime::trace::{SpanInfo, span};
 
 /// How the columns of a fused projection `[N, (H + 2 K) · D]` split into heads: H of q, K of k, K of v.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,6 +75,7 @@ pub struct QkNorm<'a> {
 /// # Errors
 /// When a tensor is not contiguous or of floating-point values, or an operation of the device fails.
 pub fn rotary(qkv: &Tensor, heads: Heads, norm: Option<QkNorm<'_>>, table: &RotaryTable) -> Result<Tensor> {
+    let _span = span(|| SpanInfo::op("rotary").dims(qkv.dims()).moves(&[qkv, qkv]));
     if let Some(driver) = gpu::driver_of(qkv)
         && cuda::is_supported(qkv, heads, norm.as_ref())
     {
@@ -117,6 +119,7 @@ pub fn rotary_backward(
     norm: Option<QkNorm<'_>>,
     table: &RotaryTable,
 ) -> Result<()> {
+    let _span = span(|| SpanInfo::op("rotary_backward").dims(qkv.dims()).moves(&[qkv, dqkv, dqkv]));
     if let Some(driver) = gpu::driver_of(qkv)
         && cuda::is_supported(qkv, heads, norm.as_ref())
     {

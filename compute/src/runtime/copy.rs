@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use super::TensorMut;
 use super::cpu_tensor::{FloatElement, read, update, with_elem};
 use super::device_memory::requested;
+use super::trace::{SpanInfo, SpanKind, span};
 use crate::error::Result;
 
 /// Elements per task.
@@ -16,6 +17,10 @@ const CHUNK: usize = 1 << 14;
 /// # Errors
 /// When a tensor is not contiguous, or an operation of the device fails.
 pub fn copy_into(dst: &TensorMut, x: &Tensor) -> Result<()> {
+    let _span = span(|| {
+        let name = if dst.dtype() == x.dtype() { "copy" } else { "cast" };
+        SpanInfo::op(name).dims(x.dims()).moves(&[x, dst])
+    });
     if !dst.device().is_cpu() {
         return Ok(dst.slice_set(&x.to_dtype(dst.dtype())?.contiguous()?, 0, 0)?);
     }
@@ -42,6 +47,10 @@ pub fn to_device(x: &Tensor, device: &Device) -> Result<Tensor> {
         return Ok(x.clone());
     }
     let bytes = x.elem_count() * x.dtype().size_in_bytes();
+    let _span = span(|| {
+        let name = if device.is_cpu() { "copy to the host" } else { "copy to the device" };
+        SpanInfo::new(SpanKind::Copy, name).dims(x.dims()).bytes(bytes)
+    });
     requested(bytes, || -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         if let Some(there) = super::pinned::to_device(x, device)? {
@@ -65,6 +74,7 @@ pub fn to_host_vec<T: WithDType>(x: &Tensor) -> Result<Vec<T>> {
 /// # Errors
 /// When `x` is not contiguous, or an operation of the device fails.
 pub fn zero(x: &TensorMut) -> Result<()> {
+    let _span = span(|| SpanInfo::op("zero").dims(x.dims()).moves(&[x]));
     if !x.device().is_cpu() {
         return Ok(x.zero_set()?);
     }

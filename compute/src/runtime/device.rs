@@ -288,6 +288,19 @@ pub fn share_pools(devices: &[Device]) -> Result<()> {
     Ok(())
 }
 
+/// The bytes that tensors take on the GPU `device` now; none on a CPU or when the driver does not say.
+#[cfg(feature = "cuda")]
+pub fn used_bytes(device: &Device) -> Option<u64> {
+    let Device::Cuda(device) = device else { return None };
+    pool_bytes(pool(device).ok()??, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
+}
+
+/// The bytes that tensors take on a GPU: none in a build without GPU support.
+#[cfg(not(feature = "cuda"))]
+pub fn used_bytes(_device: &Device) -> Option<u64> {
+    None
+}
+
 /// The most bytes that tensors on the GPU `device` have taken at once; none on a CPU or when the driver does not say.
 #[cfg(feature = "cuda")]
 pub fn peak_bytes(device: &Device) -> Option<u64> {

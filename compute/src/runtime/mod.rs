@@ -1,5 +1,5 @@
 //! What every floor above computes with: the machine, devices, the thread pool and the allocator, tensors' memory on the CPU,
-//! parameter storage in memory, on the host or in a file, and random numbers. No mathematics: that is `ops`.
+//! parameter storage in memory, on the host or in a file, random numbers, and what a trace records. No mathematics: that is `ops`.
 
 pub mod allocator;
 pub mod buffer;
@@ -20,5 +20,7 @@ pub mod rank_sum;
 pub mod rng;
 mod tensor_mut;
 pub mod thread_pool;
+pub mod trace;
+mod trace_ranges;
 
 pub use tensor_mut::TensorMut;

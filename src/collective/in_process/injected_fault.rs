@@ -21,6 +21,8 @@ pub enum InjectedFaultKind {
     Delay(Duration),
     /// The rank sleeps first, this time and each time after: it is slow.
     Slow(Duration),
+    /// Every call of the rank takes so much longer from then on, as over a slow link.
+    SlowLink(Duration),
     /// The rank's thread sleeps for ever.
     Hang,
     /// The rank's thread computes for ever.
@@ -50,8 +52,11 @@ const KINDS: [(&str, InjectedFaultKind); 9] = [
 type TimedKind = fn(Duration) -> InjectedFaultKind;
 
 /// Kinds of faults that have a number, by the words for them.
-const TIMED_KINDS: [(&str, TimedKind); 2] =
-    [("delay", InjectedFaultKind::Delay), ("slow", InjectedFaultKind::Slow)];
+const TIMED_KINDS: [(&str, TimedKind); 3] = [
+    ("delay", InjectedFaultKind::Delay),
+    ("slow", InjectedFaultKind::Slow),
+    ("slow_link", InjectedFaultKind::SlowLink),
+];
 
 impl InjectedFaultKind {
     /// What it does to the thread that it strikes, as far as that is a matter of time.
@@ -114,6 +119,7 @@ impl fmt::Display for InjectedFault {
         match (word, self.kind) {
             (_, InjectedFaultKind::Delay(time)) => write!(f, ":delay={}ms", time.as_millis()),
             (_, InjectedFaultKind::Slow(time)) => write!(f, ":slow={}ms", time.as_millis()),
+            (_, InjectedFaultKind::SlowLink(time)) => write!(f, ":slow_link={}ms", time.as_millis()),
             (word, _) => write!(f, ":{}", word.unwrap_or_default()),
         }
     }
@@ -164,7 +170,7 @@ fn read_kind(kind: &str) -> Result<InjectedFaultKind, String> {
         },
         None => {
             let words = KINDS.map(|(word, _)| word).join(", ");
-            Err(format!("the kind is `{kind}`, expected {words}, slow=<n>ms or delay=<n>ms"))
+            Err(format!("the kind is `{kind}`, expected {words}, delay=<n>ms, slow=<n>ms or slow_link=<n>ms"))
         }
     }
 }
@@ -183,6 +189,7 @@ mod tests {
             ("1:backward:3:late_fault", 3, InjectedFaultKind::LateKernelFault),
             ("1:backward:delay=250ms", 1, InjectedFaultKind::Delay(Duration::from_millis(250))),
             ("1:backward:2:slow=40ms", 2, InjectedFaultKind::Slow(Duration::from_millis(40))),
+            ("1:backward:slow_link=3ms", 1, InjectedFaultKind::SlowLink(Duration::from_millis(3))),
             ("1:backward:hang", 1, InjectedFaultKind::Hang),
             ("1:backward:spin", 1, InjectedFaultKind::Spin),
             ("1:backward:stop", 1, InjectedFaultKind::Stop),
@@ -210,7 +217,7 @@ mod tests {
             ("0:save:0:error", "the occurrence is `0`, expected a number from 1"),
             (
                 "0:save:boom",
-                "the kind is `boom`, expected error, panic, exit, out_of_memory, launch_fault, late_fault, hang, spin, stop, slow=<n>ms or delay=<n>ms",
+                "the kind is `boom`, expected error, panic, exit, out_of_memory, launch_fault, late_fault, hang, spin, stop, delay=<n>ms, slow=<n>ms or slow_link=<n>ms",
             ),
             ("0:save:delay=2s", "the kind is `delay=2s`, expected error, panic, exit, out_of_memory"),
             ("0:save:delay=-2ms", "the delay is `-2` ms, expected a whole number"),

@@ -16,6 +16,7 @@ pub use super::matmul::ColumnView;
 pub use super::rotary::Heads;
 use crate::error::Result;
 use crate::recipe::enums::Attention;
+use crate::runtime::trace::{SpanInfo, span};
 
 pub(super) mod cases;
 mod cpu;
@@ -88,6 +89,25 @@ pub const KERNEL_HEAD_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
 /// Query rows per tile of the composed form.
 const COMPOSED_TILE: usize = 512;
 
+/// As a trace shows it: tokens, heads of queries, of keys, and their width; `products` floating-point operations for each
+/// value of a score and of a head.
+fn attention_info(
+    name: &'static str,
+    qkv: &Qkv<'_>,
+    spans: &[Span],
+    kind: AttentionKind,
+    products: usize,
+) -> SpanInfo {
+    let Heads { num_heads, num_kv_heads, head_dim } = kind.heads;
+    let tokens = spans.iter().map(|span| span.q_len).sum();
+    let half = |span: &Span| span.q_len * span.k_len.min(kind.window.unwrap_or(usize::MAX)).div_ceil(2);
+    let scores: usize = spans.iter().map(half).sum();
+    let size = qkv.q.tensor.dtype().size_in_bytes();
+    let bytes = tokens * (2 * num_heads + 2 * num_kv_heads) * head_dim * size;
+    let info = SpanInfo::op(name).dims(&[tokens, num_heads, num_kv_heads, head_dim]);
+    info.bytes(bytes).flops(products * scores * num_heads * head_dim)
+}
+
 /// Attention within every span: out `[N, H · D]` in the dtype of q, and each row's log-sum-exp.
 ///
 /// # Errors
@@ -98,6 +118,7 @@ pub fn attention(
     kind: AttentionKind,
     algorithm: Attention,
 ) -> Result<AttentionOutput> {
+    let _span = span(|| attention_info("attention", &qkv, spans, kind, 4));
     if let (Attention::Flash, Some(driver)) = (algorithm, driver_of(qkv.q.tensor))
         && cuda::is_supported(&qkv, &kind)
     {
@@ -123,6 +144,7 @@ pub fn attention_backward(
     kind: AttentionKind,
     algorithm: Attention,
 ) -> Result<Tensor> {
+    let _span = span(|| attention_info("attention_backward", &qkv, spans, kind, 10));
     if let (Attention::Flash, Some(driver)) = (algorithm, driver_of(dout))
         && cuda::is_backward_supported(&qkv, attended, dout, &kind)
     {

@@ -7,6 +7,7 @@ use crate::error::Result;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::to_host_vec;
 use crate::runtime::device_memory::requested;
+use crate::runtime::trace::{self, SpanInfo, SpanKind};
 
 /// `values` as a tensor on `device`.
 ///
@@ -34,6 +35,11 @@ pub(crate) fn upload<T: KernelElement>(
 pub(crate) fn read<T: KernelElement>(tensor: &Tensor) -> Result<Vec<T>> {
     if let Some(driver) = driver_on(tensor.device()) {
         driver.note_read();
+    }
+    if trace::is_on() {
+        // The copy alone would be shown as long as all that it waits for.
+        let _span = trace::span(|| SpanInfo::new(SpanKind::Wait, "wait for the device"));
+        tensor.device().synchronize()?;
     }
     to_host_vec(tensor)
 }

@@ -1,0 +1,522 @@
+//! What a thread does when: spans with a begin and an end, and values over time, for a trace that people open.
+//!
+//! A [`TraceRecorder`] belongs to a rank. A thread that has joined it ([`TraceRecorder::join`]) records what it does while
+//! the recorder is on; all others record nothing. Where no recorder of the process is on, a span costs one relaxed load
+//! and its description is not even made. It only looks: no number depends on it.
+//!
+//! Spans of a thread nest: one that is closed lies inside those that are still open. Phases and steps, which end where the
+//! next one begins, are opened between other spans.
+
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use candle_core::Tensor;
+
+use super::trace_ranges;
+
+/// Events that a recorder keeps; later ones are counted. A viewer becomes slow before.
+pub const MOST_EVENTS: usize = 1 << 20;
+/// Nanoseconds between two values of a name.
+const LEAST_GAP: u64 = 5_000_000;
+/// Sizes that a span can name.
+pub const DIMS: usize = 4;
+
+/// Recorders of this process that are on.
+static RECORDING: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    /// The recorder that this thread has joined, and as which of its threads.
+    static JOINED: RefCell<Option<(Arc<TraceRecorder>, u32)>> = const { RefCell::new(None) };
+}
+
+/// What a span is: the category of a trace viewer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum SpanKind {
+    /// An optimizer step with all that follows until the next.
+    Step,
+    /// A phase of a step.
+    Phase,
+    /// A block or another segment of the model.
+    Segment,
+    /// A tensor operation.
+    Op,
+    /// A call that talks to other ranks.
+    Collective,
+    /// The thread waits for the device.
+    Wait,
+    /// A copy between the host's memory and a device's.
+    Copy,
+    /// Files are written.
+    Save,
+}
+
+impl SpanKind {
+    /// As the category is written.
+    pub fn name(self) -> &'static str {
+        match self {
+            SpanKind::Step => "step",
+            SpanKind::Phase => "phase",
+            SpanKind::Segment => "segment",
+            SpanKind::Op => "op",
+            SpanKind::Collective => "collective",
+            SpanKind::Wait => "wait",
+            SpanKind::Copy => "copy",
+            SpanKind::Save => "save",
+        }
+    }
+}
+
+/// What is known of a span when it begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SpanInfo {
+    /// Its category in a viewer.
+    pub kind: SpanKind,
+    /// What is done.
+    pub name: &'static str,
+    /// What it is done to or how, where the name alone does not say.
+    pub detail: &'static str,
+    /// Which one of several.
+    pub index: Option<u32>,
+    /// Sizes of what is computed, zeros behind the last.
+    pub dims: [u32; DIMS],
+    /// Bytes that it reads and writes, or sends.
+    pub bytes: u64,
+    /// Floating-point operations of its products.
+    pub flops: u64,
+}
+
+impl SpanInfo {
+    /// Of a kind and a name, nothing else.
+    pub fn new(kind: SpanKind, name: &'static str) -> Self {
+        SpanInfo { kind, name, detail: "", index: None, dims: [0; DIMS], bytes: 0, flops: 0 }
+    }
+
+    /// Of an operation on tensors.
+    pub fn op(name: &'static str) -> Self {
+        SpanInfo::new(SpanKind::Op, name)
+    }
+
+    /// With a word more.
+    #[must_use]
+    pub fn detail(self, detail: &'static str) -> Self {
+        SpanInfo { detail, ..self }
+    }
+
+    /// With its number among others.
+    #[must_use]
+    pub fn index(self, index: usize) -> Self {
+        SpanInfo { index: u32::try_from(index).ok(), ..self }
+    }
+
+    /// With sizes, four at most.
+    #[must_use]
+    pub fn dims(mut self, dims: &[usize]) -> Self {
+        for (own, dim) in self.dims.iter_mut().zip(dims) {
+            *own = u32::try_from(*dim).unwrap_or(u32::MAX);
+        }
+        self
+    }
+
+    /// With bytes that it reads, writes or sends.
+    #[must_use]
+    pub fn bytes(self, bytes: usize) -> Self {
+        SpanInfo { bytes: self.bytes + bytes as u64, ..self }
+    }
+
+    /// With the bytes of `tensors` of any shapes and dtypes, each read or written once.
+    #[must_use]
+    pub fn moves(self, tensors: &[&Tensor]) -> Self {
+        self.bytes(tensors.iter().map(|x| x.elem_count() * x.dtype().size_in_bytes()).sum())
+    }
+
+    /// With the floating-point operations of its products.
+    #[must_use]
+    pub fn flops(self, flops: usize) -> Self {
+        SpanInfo { flops: self.flops + flops as u64, ..self }
+    }
+
+    /// `forward block 3`, `matmul 512x64x128 nt`
+    pub fn title(&self) -> String {
+        let mut text = self.name.to_owned();
+        let dims: Vec<String> = self.dims.iter().take_while(|dim| **dim > 0).map(u32::to_string).collect();
+        for part in [dims.join("x").as_str(), self.detail] {
+            if !part.is_empty() {
+                text += &format!(" {part}");
+            }
+        }
+        if let Some(index) = self.index {
+            text += &format!(" {index}");
+        }
+        text
+    }
+}
+
+/// A span that has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TraceSpan {
+    /// What it was.
+    pub info: SpanInfo,
+    /// The number of the thread, 0 for the rank's own.
+    pub thread: u32,
+    /// Its begin, in nanoseconds since [`base_nanos`].
+    pub start: u64,
+    /// Its length in nanoseconds.
+    pub nanos: u64,
+}
+
+/// A value at a moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TraceValue {
+    /// What is counted.
+    pub name: &'static str,
+    /// In nanoseconds since [`base_nanos`].
+    pub at: u64,
+    /// How much it was.
+    pub value: u64,
+}
+
+/// What a recorder has seen.
+#[derive(Debug, Clone, Default)]
+pub struct TraceEvents {
+    /// In the order in which they ended.
+    pub spans: Vec<TraceSpan>,
+    /// In order of time.
+    pub values: Vec<TraceValue>,
+    /// Events that found no room.
+    pub dropped: u64,
+}
+
+/// Records a rank.
+#[derive(Debug, Default)]
+pub struct TraceRecorder {
+    state: Mutex<RecorderState>,
+}
+
+#[derive(Debug, Default)]
+struct RecorderState {
+    is_on: bool,
+    /// Counts how often it was switched on: a span that began before is none of this time's.
+    session: u64,
+    events: TraceEvents,
+    /// The open step and phase of the rank's own thread, with their begins.
+    step: Option<(SpanInfo, u64)>,
+    phase: Option<(SpanInfo, u64)>,
+    /// The open spans of other threads, which end here when the recording ends; their lengths are not known yet.
+    open_elsewhere: Vec<TraceSpan>,
+}
+
+impl RecorderState {
+    fn push(&mut self, span: TraceSpan) {
+        if self.events.spans.len() < MOST_EVENTS {
+            self.events.spans.push(span);
+        } else {
+            self.events.dropped += 1;
+        }
+    }
+
+    fn close(&mut self, open: Option<(SpanInfo, u64)>, now: u64) {
+        if let Some((info, start)) = open {
+            trace_ranges::pop();
+            self.push(TraceSpan { info, thread: 0, start, nanos: now - start });
+        }
+    }
+
+    fn close_phase(&mut self, now: u64) {
+        let phase = self.phase.take();
+        self.close(phase, now);
+    }
+
+    fn close_step(&mut self, now: u64) {
+        self.close_phase(now);
+        let step = self.step.take();
+        self.close(step, now);
+    }
+}
+
+/// The moment that times count from: one for all recorders of the process.
+fn base() -> &'static (Instant, u64) {
+    static BASE: OnceLock<(Instant, u64)> = OnceLock::new();
+    BASE.get_or_init(|| {
+        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        (Instant::now(), u64::try_from(unix.as_nanos()).unwrap_or_default())
+    })
+}
+
+/// The moment that times count from, in nanoseconds since 1970, by which traces of several processes are laid side by side.
+pub fn base_nanos() -> u64 {
+    base().1
+}
+
+fn now() -> u64 {
+    u64::try_from(base().0.elapsed().as_nanos()).unwrap_or(u64::MAX)
+}
+
+impl TraceRecorder {
+    fn state(&self) -> MutexGuard<'_, RecorderState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on this thread records here, as thread number `thread`, 0 being the rank's own, until what is returned is
+    /// dropped.
+    pub fn join(self: &Arc<Self>, thread: u32) -> TraceMembership {
+        let before = JOINED.with(|joined| joined.borrow_mut().replace((Arc::clone(self), thread)));
+        TraceMembership(before)
+    }
+
+    /// Begins to record; what was recorded and not taken stays.
+    pub fn switch_on(&self) {
+        let mut state = self.state();
+        if !state.is_on {
+            state.is_on = true;
+            state.session += 1;
+            RECORDING.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Ends the open step and records no more.
+    pub fn switch_off(&self) {
+        let now = now();
+        let mut state = self.state();
+        if state.is_on {
+            state.close_step(now);
+            for span in std::mem::take(&mut state.open_elsewhere) {
+                state.push(TraceSpan { nanos: now - span.start, ..span });
+            }
+            state.is_on = false;
+            RECORDING.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Forgets what was recorded.
+    pub fn clear(&self) {
+        self.state().events = TraceEvents::default();
+    }
+
+    /// Takes what was recorded.
+    pub fn take(&self) -> TraceEvents {
+        std::mem::take(&mut self.state().events)
+    }
+
+    /// Ends the open step, and begins the one of this number.
+    pub fn begin_step(&self, number: u64) {
+        let now = now();
+        let mut state = self.state();
+        if state.is_on {
+            state.close_step(now);
+            let info = SpanInfo::new(SpanKind::Step, "step").index(number as usize);
+            trace_ranges::push(|| info.title());
+            state.step = Some((info, now));
+        }
+    }
+}
+
+impl Drop for TraceRecorder {
+    fn drop(&mut self) {
+        self.switch_off();
+    }
+}
+
+/// A thread's membership of a recorder.
+#[derive(Debug)]
+pub struct TraceMembership(Option<(Arc<TraceRecorder>, u32)>);
+
+impl Drop for TraceMembership {
+    fn drop(&mut self) {
+        let before = self.0.take();
+        JOINED.with(|joined| *joined.borrow_mut() = before);
+    }
+}
+
+/// The recorder of this thread, to be joined by another that works for it.
+pub fn recorder() -> Option<Arc<TraceRecorder>> {
+    JOINED.with(|joined| joined.borrow().as_ref().map(|(recorder, _)| Arc::clone(recorder)))
+}
+
+/// Whether this thread records now.
+pub fn is_on() -> bool {
+    RECORDING.load(Ordering::Relaxed) > 0
+        && JOINED.with(|joined| joined.borrow().as_ref().is_some_and(|(recorder, _)| recorder.state().is_on))
+}
+
+/// A span that ends when this is dropped.
+#[derive(Debug)]
+#[must_use = "the span ends where this is dropped"]
+pub struct OpenSpan {
+    info: SpanInfo,
+    start: u64,
+    session: u64,
+}
+
+impl OpenSpan {
+    /// Adds bytes that became known while it was open.
+    pub fn add_bytes(&mut self, bytes: u64) {
+        self.info.bytes += bytes;
+    }
+}
+
+impl Drop for OpenSpan {
+    fn drop(&mut self) {
+        let end = now();
+        trace_ranges::pop();
+        JOINED.with(|joined| {
+            let joined = joined.borrow();
+            let Some((recorder, thread)) = joined.as_ref() else { return };
+            let mut state = recorder.state();
+            if state.is_on && state.session == self.session {
+                let (start, nanos) = (self.start, end - self.start);
+                state.open_elsewhere.retain(|span| (span.thread, span.start) != (*thread, start));
+                state.push(TraceSpan { info: self.info, thread: *thread, start, nanos });
+            }
+        });
+    }
+}
+
+/// Begins a span where this thread records; `describe` is called there alone.
+#[inline]
+pub fn span(describe: impl FnOnce() -> SpanInfo) -> Option<OpenSpan> {
+    if RECORDING.load(Ordering::Relaxed) == 0 { None } else { open(describe) }
+}
+
+fn open(describe: impl FnOnce() -> SpanInfo) -> Option<OpenSpan> {
+    JOINED.with(|joined| {
+        let joined = joined.borrow();
+        let (recorder, thread) = joined.as_ref()?;
+        if !recorder.state().is_on {
+            return None;
+        }
+        let info = describe();
+        trace_ranges::push(|| info.title());
+        let mut state = recorder.state();
+        let start = now();
+        if *thread > 0 && state.is_on {
+            state.open_elsewhere.push(TraceSpan { info, thread: *thread, start, nanos: 0 });
+        }
+        Some(OpenSpan { info, start, session: state.session })
+    })
+}
+
+/// The rank's own thread enters a phase, which ends the one before.
+pub fn enter_phase(name: &'static str) {
+    with_own(|state| {
+        let now = now();
+        state.close_phase(now);
+        let info = SpanInfo::new(SpanKind::Phase, name);
+        trace_ranges::push(|| info.title());
+        state.phase = Some((info, now));
+    });
+}
+
+/// Notes a value at this moment, unless that was done a moment ago: to read it takes longer than a small operation.
+pub fn value(name: &'static str, read: impl FnOnce() -> Option<u64>) {
+    with_own(|state| {
+        let at = now();
+        let last = state.events.values.iter().rev().find(|value| value.name == name);
+        let is_due = last.is_none_or(|last| at - last.at >= LEAST_GAP);
+        if is_due
+            && state.events.values.len() < MOST_EVENTS
+            && let Some(value) = read()
+        {
+            state.events.values.push(TraceValue { name, at, value });
+        }
+    });
+}
+
+/// Lets `change` work on the recorder of which this is the rank's own thread, where it is on.
+fn with_own(change: impl FnOnce(&mut RecorderState)) {
+    if RECORDING.load(Ordering::Relaxed) == 0 {
+        return;
+    }
+    JOINED.with(|joined| {
+        if let Some((recorder, 0)) = joined.borrow().as_ref() {
+            let mut state = recorder.state();
+            if state.is_on {
+                change(&mut state);
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn named(name: &'static str) -> impl FnOnce() -> SpanInfo {
+        move || SpanInfo::op(name).dims(&[2, 3]).detail("nt")
+    }
+
+    #[test]
+    fn spans_nest_and_steps_hold_phases() {
+        let recorder = Arc::new(TraceRecorder::default());
+        assert!(span(named("before")).is_none());
+        let member = recorder.join(0);
+        recorder.switch_on();
+        recorder.begin_step(1);
+        enter_phase("forward");
+        let outer = span(named("outer"));
+        drop(span(named("inner")));
+        value("bytes", || Some(7));
+        drop(outer);
+        enter_phase("backward");
+        recorder.begin_step(2);
+        recorder.switch_off();
+        assert!(span(named("after")).is_none() && !is_on());
+        drop(member);
+        let events = recorder.take();
+        let names: Vec<String> = events.spans.iter().map(|span| span.info.title()).collect();
+        assert_eq!(
+            names,
+            ["inner 2x3 nt", "outer 2x3 nt", "forward", "backward", "step 1", "step 2"],
+            "in the order in which they ended"
+        );
+        let find = |name: &str| {
+            let span = events.spans.iter().find(|span| span.info.title() == name).expect("recorded");
+            (span.start, span.start + span.nanos)
+        };
+        let inside = |inner: &str, outer: &str| {
+            let (inner, outer) = (find(inner), find(outer));
+            assert!(outer.0 <= inner.0 && inner.1 <= outer.1, "{inner:?} in {outer:?}");
+        };
+        inside("inner 2x3 nt", "outer 2x3 nt");
+        inside("outer 2x3 nt", "forward");
+        inside("forward", "step 1");
+        assert_eq!(find("step 1").1, find("step 2").0);
+        assert_eq!(events.values.iter().map(|value| value.value).collect::<Vec<_>>(), [7]);
+        assert!(recorder.take().spans.is_empty());
+    }
+
+    #[test]
+    fn threads_record_where_they_have_joined() {
+        let recorder = Arc::new(TraceRecorder::default());
+        recorder.switch_on();
+        let member = recorder.join(0);
+        let other = Arc::clone(&recorder);
+        std::thread::spawn(move || {
+            assert!(span(named("a stranger")).is_none());
+            let _member = other.join(1);
+            enter_phase("no phase of its own");
+            drop(span(named("helper")));
+        })
+        .join()
+        .expect("no panic");
+        let threads: Vec<u32> = recorder.take().spans.iter().map(|span| span.thread).collect();
+        assert_eq!(threads, [1]);
+        // One of another thread that is still open ends with the recording.
+        let helper = recorder.join(1);
+        let open = span(named("open"));
+        recorder.switch_off();
+        drop(open);
+        drop(helper);
+        let spans = recorder.take().spans;
+        assert_eq!(spans.iter().map(|span| (span.info.name, span.thread)).collect::<Vec<_>>(), [("open", 1)]);
+        recorder.switch_on();
+        // One that began while it was off, or before it was on again, is none of this time's.
+        let early = span(named("early"));
+        recorder.switch_off();
+        recorder.switch_on();
+        drop(early);
+        assert!(recorder.take().spans.is_empty());
+        drop(member);
+    }
+}

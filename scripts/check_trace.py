@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Holds traces of `finetune` (OUT/trace/rank-*.json) to Chrome's trace event format and to what they promise.
+
+    scripts/check_trace.py OUT/trace                  the traces of all ranks of a run
+    scripts/check_trace.py OUT/trace --perfetto       and opens each in Perfetto's trace processor (pip install perfetto)
+
+Of each file: it is JSON; every event has the members of its kind; complete events ("X") of a thread nest, none reaches
+out of the one that it began in; on the rank's own thread phases cover at least 97 % of each step; the bytes of collective
+calls add up to what the rank's groups counted (`otherData.sent_bytes`); there is a memory counter; ranks are all there,
+each its own process, with the same steps. Exit code 1 says what is wrong.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+# Of a step's wall time.
+COVERED = 0.97
+# Phases that are one piece of work; of the others the spans inside of them say what was done.
+WHOLE = {"data", "report", "save", "evaluate"}
+CATEGORIES = {"step", "phase", "segment", "op", "collective", "wait", "copy", "save"}
+
+
+def nanos(value: float) -> int:
+    """Microseconds with three decimals as whole nanoseconds, which compare exactly."""
+    return round(value * 1000)
+
+
+def require(holds: bool, text: str) -> None:
+    if not holds:
+        raise ValueError(text)
+
+
+def read(path: Path) -> dict:
+    trace = json.loads(path.read_text())
+    events = trace["traceEvents"]
+    require(trace["otherData"]["dropped_events"] == 0, "events found no room")
+    rank = trace["otherData"]["rank"]
+    for event in events:
+        require(event["pid"] == rank, f"an event of another process: {event}")
+        require(isinstance(event["name"], str) and event["name"] != "", f"no name: {event}")
+        match event["ph"]:
+            case "M":
+                require(event["name"] in {"process_name", "process_sort_index", "thread_name"}, f"what is {event}")
+            case "X":
+                require(event["cat"] in CATEGORIES, f"what is {event}")
+                require(event["ts"] >= 0 and event["dur"] >= 0, f"a time below zero: {event}")
+            case "C":
+                require(event["args"]["bytes"] > 0, f"no bytes: {event}")
+            case other:
+                raise ValueError(f"an event of phase {other!r}")
+    return trace
+
+
+def nested(spans: list[dict]) -> list[tuple[dict, list[dict]]]:
+    """Each span with those that are open around it; a ValueError where two overlap."""
+    found, around = [], []
+    for span in sorted(spans, key=lambda span: (nanos(span["ts"]), -nanos(span["dur"]))):
+        start, end = nanos(span["ts"]), nanos(span["ts"]) + nanos(span["dur"])
+        while around and nanos(around[-1]["ts"]) + nanos(around[-1]["dur"]) <= start:
+            around.pop()
+        if around:
+            last = nanos(around[-1]["ts"]) + nanos(around[-1]["dur"])
+            require(end <= last, f"{span['name']} at {span['ts']} reaches out of {around[-1]['name']}")
+        found.append((span, list(around)))
+        around.append(span)
+    return found
+
+
+def check(trace: dict) -> dict:
+    events = trace["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    require(names == {"rank", "checkpoint writer"}, f"threads {names}")
+    spans = [event for event in events if event["ph"] == "X"]
+    own = [span for span in spans if span["tid"] == 0]
+    for thread in {span["tid"] for span in spans} - {0}:
+        nested([span for span in spans if span["tid"] == thread])
+    steps, covered, named = {}, {}, {}
+    for span, around in nested(own):
+        length = nanos(span["dur"])
+        if span["cat"] == "step":
+            require(not around, f"{span['name']} is inside of {around[0]['name'] if around else ''}")
+            steps[span["name"]] = length
+            continue
+        require(bool(around) and around[0]["cat"] == "step", f"{span['name']} is in no step")
+        step = around[0]["name"]
+        if span["cat"] == "phase":
+            require(len(around) == 1, f"phase {span['name']} is inside of {around[-1]['name']}")
+            covered[step] = covered.get(step, 0) + length
+            if span["name"] in WHOLE:
+                named[step] = named.get(step, 0) + length
+        elif around[-1]["cat"] == "phase" and around[-1]["name"] not in WHOLE:
+            named[step] = named.get(step, 0) + length
+    require(bool(steps), "no step")
+    for step, length in steps.items():
+        share = covered.get(step, 0) / length
+        require(share >= COVERED, f"phases cover {share:.1%} of {step}")
+    collectives = [span for span in own if span["cat"] == "collective"]
+    sent = sum(span["args"]["bytes"] for span in collectives)
+    counted = trace["otherData"]["sent_bytes"]
+    require(sent == counted, f"collectives of {sent} bytes, and the groups counted {counted}")
+    counters = [event for event in events if event["ph"] == "C"]
+    require(bool(counters), "no memory")
+    require([c["ts"] for c in counters] == sorted(c["ts"] for c in counters), "memory goes back in time")
+    return {
+        "rank": trace["otherData"]["rank"],
+        "steps": sorted(steps, key=lambda name: int(name.split()[1])),
+        "events": len(events),
+        "covered": min(covered[step] / length for step, length in steps.items()),
+        "named": statistics.median(named.get(step, 0) / length for step, length in steps.items()),
+        "sent": sent,
+    }
+
+
+def open_in_perfetto(path: Path, events: int) -> str:
+    from perfetto.trace_processor import TraceProcessor
+
+    with TraceProcessor(trace=str(path)) as processor:
+        slices = next(iter(processor.query("select count(*) as n from slice"))).n
+        errors = "select sum(value) as n from stats where severity = 'error' and value > 0"
+        wrong = next(iter(processor.query(errors))).n
+    require(not wrong, f"Perfetto counts {wrong} errors")
+    require(0 < slices <= events, f"Perfetto found {slices} slices")
+    return f", {slices} slices in Perfetto"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--perfetto", action="store_true", help="open each trace in Perfetto's trace processor")
+    args = parser.parse_args()
+    paths = sorted(args.folder.glob("rank-*.json"), key=lambda path: int(re.sub(r"\D", "", path.name)))
+    if not paths:
+        print(f"no rank-*.json in {args.folder}", file=sys.stderr)
+        return 1
+    seen = []
+    for path in paths:
+        try:
+            trace = read(path)
+            found = check(trace)
+            require(len(paths) == trace["otherData"]["ranks"], f"{len(paths)} files of {trace['otherData']['ranks']} ranks")
+            opened = open_in_perfetto(path, found["events"]) if args.perfetto else ""
+        except (ValueError, KeyError, TypeError) as fault:
+            print(f"{path}: {type(fault).__name__}: {fault}", file=sys.stderr)
+            return 1
+        seen.append(found)
+        print(
+            f"{path.name}: {len(found['steps'])} steps, {found['events']} events, phases cover {found['covered']:.2%} of each"
+            f" step, named work {found['named']:.2%} of the median one, {found['sent']} bytes sent{opened}"
+        )
+    if [found["rank"] for found in seen] != list(range(len(seen))) or any(s["steps"] != seen[0]["steps"] for s in seen):
+        print("ranks or their steps differ", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,385 @@
+//! What holds a run up, and which key or hardware would change it: one table of rules with their thresholds.
+//!
+//! Rules over the seconds of the parts of a step need no trace and are asked after every run; they say something there
+//! only where much time was lost. The others need a trace.
+
+use super::op_table::{OpRow, OpTable};
+use crate::report::StepReport;
+use crate::runtime::trace::SpanKind;
+
+/// Seconds that must have been lost for a run without a trace to say so: a short run has other sorrows.
+const LEAST_LOST_SECS: f64 = 1.0;
+/// Steps that such a run must have had: the first is longer than others.
+const LEAST_STEPS: u64 = 2;
+/// An operation is memory-bound that moves at least this part of what a copy moves in a second,
+const NEAR_COPY: f64 = 0.5;
+/// and multiplies at most this part of what a product does.
+const FAR_FROM_PRODUCTS: f64 = 0.1;
+
+/// How fast the device copies and multiplies.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CopyAndProductRates {
+    /// Bytes a second that a copy reads and writes.
+    pub copy_bytes: f64,
+    /// Floating-point operations a second of a product.
+    pub product_flops: f64,
+}
+
+/// What is known of a run at its end.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct RunFacts {
+    /// Steps that were measured.
+    pub steps: u64,
+    /// The first rank's seconds of taking rows.
+    pub data_secs: f64,
+    /// Its seconds inside collectives.
+    pub exposed_secs: f64,
+    /// Its seconds of waiting for checkpoints.
+    pub save_secs: f64,
+    /// Its seconds of all parts together, evaluation left out.
+    pub all_secs: f64,
+    /// Seconds of the steps themselves.
+    pub step_secs: f64,
+    /// Seconds that each rank computed in them, without its waits; nothing for a single rank.
+    pub rank_secs: Vec<f64>,
+    /// Whether it computed on a GPU.
+    pub on_gpu: bool,
+    /// Whether the plan's memory would fit without computing activations again; none where that is not done.
+    pub fits_without_recompute: Option<bool>,
+    /// The steps that were traced, if any were.
+    pub trace: Option<OpTable>,
+    /// How fast the device is; none where nobody measured it.
+    pub rates: Option<CopyAndProductRates>,
+}
+
+impl RunFacts {
+    /// Counts a step.
+    pub fn add_step(&mut self, report: &StepReport) {
+        self.steps += 1;
+        self.step_secs += report.step_secs;
+        self.data_secs += report.data_secs;
+        self.exposed_secs += report.exposed_secs;
+        self.save_secs += report.save_secs;
+        self.all_secs += report.all_parts();
+        self.rank_secs.resize(report.rank_secs.len(), 0.0);
+        self.rank_secs.iter_mut().zip(&report.rank_secs).for_each(|(sum, secs)| *sum += secs);
+    }
+
+    /// Counts seconds of saving that are no step's.
+    pub fn add_save(&mut self, secs: f64) {
+        self.save_secs += secs;
+        self.all_secs += secs;
+    }
+}
+
+/// A rule of the table.
+#[derive(Debug)]
+pub struct BottleneckRule {
+    /// What it is called.
+    pub name: &'static str,
+    /// The share of the time from which on it holds.
+    pub threshold: f64,
+    /// What would change it.
+    pub change: &'static str,
+    measure: fn(&RunFacts) -> Option<Measured>,
+}
+
+/// What a rule finds.
+struct Measured {
+    /// Seconds that were lost.
+    secs: f64,
+    /// Those among which they are counted.
+    all: f64,
+    /// What the share is, in words, after "… % of the time".
+    what: String,
+    /// Of all of the run's seconds, not of a trace alone.
+    of_run: bool,
+}
+
+/// All rules, those that hold up most people first.
+pub const RULES: [BottleneckRule; 9] = [
+    BottleneckRule {
+        name: "input-bound",
+        threshold: 0.10,
+        change: "larger micro-batches (`train.micro_batch_size`) and `data.packing = true` take fewer, fuller rows; a \
+                 faster processor takes them sooner",
+        measure: input,
+    },
+    BottleneckRule {
+        name: "straggler",
+        threshold: 0.10,
+        change: "look at that rank's machine: other work on it, heat, a slower device, fewer threads; ranks that share \
+                 cores need fewer ranks (`--ranks`)",
+        measure: straggler,
+    },
+    BottleneckRule {
+        name: "communication-bound",
+        threshold: 0.20,
+        change: "more work between sums (`train.gradient_accumulation_steps`, `train.micro_batch_size`), \
+                 `parallel.strategy = \"hsdp\"` or \"ddp\" where memory allows, `parallel.reduce_dtype = \"bf16\"`, or a \
+                 faster link",
+        measure: communication,
+    },
+    BottleneckRule {
+        name: "saving stalls",
+        threshold: 0.10,
+        change: "save less often (`checkpoint.save_steps`), in the background (`checkpoint.async_save = true`), or on a \
+                 faster disk",
+        measure: saving,
+    },
+    BottleneckRule {
+        name: "recompute waste",
+        threshold: 0.10,
+        change: "activations fit without it: `train.recompute = \"none\"`, or \"auto\"",
+        measure: recompute,
+    },
+    BottleneckRule {
+        name: "host-bound",
+        threshold: 0.98,
+        change: "the GPU waits for the host to start its kernels: larger micro-batches (`train.micro_batch_size`), \
+                 `data.packing = true`, or a processor with a faster core",
+        measure: host,
+    },
+    BottleneckRule {
+        name: "memory-bound operations",
+        threshold: 0.40,
+        change: "for an optimizer: `train.gradient_accumulation_steps`, `optimizer.state = \"int8\"`; else `model.dtype = \
+                 \"bf16\"`, or memory with more bandwidth",
+        measure: memory_bound,
+    },
+    BottleneckRule {
+        name: "dtype casts",
+        threshold: 0.05,
+        change: "keep weights in the type that is computed in: `model.dtype`, and `optimizer.master = \"none\"` where all \
+                 weights train in bf16",
+        measure: casts,
+    },
+    BottleneckRule {
+        name: "host-device copies",
+        threshold: 0.10,
+        change: "keep on the device what is copied: `parallel.offload = \"none\"`, or \"optimizer\" instead of \"params\"; \
+                 else a wider PCIe link",
+        measure: copies,
+    },
+];
+
+/// A rule that holds.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Bottleneck {
+    /// The rule's name.
+    pub name: &'static str,
+    /// The share of the time that it is about.
+    pub share: f64,
+    /// Name, share, and what to change, for people.
+    pub text: String,
+}
+
+/// The bottlenecks of a run, in the order of [`RULES`]: none in a healthy one.
+pub fn find(facts: &RunFacts) -> Vec<Bottleneck> {
+    let holds = |rule: &BottleneckRule| {
+        let Measured { secs, all, what, of_run } = (rule.measure)(facts).filter(|found| found.all > 0.0)?;
+        let share = secs / all;
+        let is_clear =
+            facts.trace.is_some() || of_run && facts.steps >= LEAST_STEPS && secs >= LEAST_LOST_SECS;
+        (share >= rule.threshold && is_clear).then(|| Bottleneck {
+            name: rule.name,
+            share,
+            text: format!("{}: {:.0} % of the time {what}; {}", rule.name, 100.0 * share, rule.change),
+        })
+    };
+    RULES.iter().filter_map(holds).collect()
+}
+
+fn of_run(secs: f64, all: f64, what: impl Into<String>) -> Option<Measured> {
+    Some(Measured { secs, all, what: what.into(), of_run: true })
+}
+
+fn of_trace(secs: f64, table: &OpTable, what: impl Into<String>) -> Option<Measured> {
+    Some(Measured { secs, all: table.secs, what: what.into(), of_run: false })
+}
+
+fn input(facts: &RunFacts) -> Option<Measured> {
+    of_run(facts.data_secs, facts.all_secs, "rows were taken, and nothing was computed")
+}
+
+fn saving(facts: &RunFacts) -> Option<Measured> {
+    of_run(facts.save_secs, facts.all_secs, "training waited for checkpoints")
+}
+
+/// The middle value, of an even number the mean of both.
+fn median(values: &[f64]) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let upper = *sorted.get(sorted.len() / 2)?;
+    let lower = *sorted.get((sorted.len() - 1) / 2)?;
+    Some((upper + lower) / 2.0)
+}
+
+/// What a rank computed beyond the median of all.
+fn straggler(facts: &RunFacts) -> Option<Measured> {
+    let median = median(&facts.rank_secs)?;
+    let (rank, secs) = facts.rank_secs.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1))?;
+    let what = format!(
+        "rank {rank} was the slowest: it computed for {secs:.1} s, the ranks' median is {median:.1} s; the others waited"
+    );
+    of_run(secs - median, median, what)
+}
+
+/// The waits of the rank that waited least: others wait for a straggler, too.
+fn communication(facts: &RunFacts) -> Option<Measured> {
+    let busiest = facts.rank_secs.iter().copied().reduce(f64::max)?;
+    let waited = (facts.step_secs - busiest).max(0.0).min(facts.exposed_secs);
+    of_run(waited, facts.step_secs, "ranks waited for communication that computing did not hide")
+}
+
+fn recompute(facts: &RunFacts) -> Option<Measured> {
+    let table = facts.trace.as_ref().filter(|_| facts.fits_without_recompute == Some(true))?;
+    of_trace(table.recompute_secs, table, "activations were computed a second time")
+}
+
+fn host(facts: &RunFacts) -> Option<Measured> {
+    let table = facts.trace.as_ref().filter(|_| facts.on_gpu)?;
+    let waited = table.secs_of(SpanKind::Wait);
+    of_trace(table.secs - waited, table, "the host was busy and did not wait for the GPU")
+}
+
+fn memory_bound(facts: &RunFacts) -> Option<Measured> {
+    let (table, rates) = (facts.trace.as_ref()?, facts.rates?);
+    let bound = |row: &&OpRow| {
+        row.kind == SpanKind::Op.name()
+            && row.bytes_per_sec() >= NEAR_COPY * rates.copy_bytes
+            && row.flops_per_sec() <= FAR_FROM_PRODUCTS * rates.product_flops
+    };
+    let rows: Vec<_> = table.operations.iter().filter(bound).collect();
+    let dearest = rows.first()?;
+    let secs = rows.iter().map(|row| row.self_secs).sum();
+    let rate = dearest.bytes_per_sec() / 1e9;
+    let what = format!("was limited by memory, most in {} at {rate:.1} GB/s", dearest.name);
+    of_trace(secs, table, what)
+}
+
+fn casts(facts: &RunFacts) -> Option<Measured> {
+    let table = facts.trace.as_ref()?;
+    let secs = table.operations.iter().filter(|row| row.name == "cast").map(|row| row.self_secs).sum();
+    of_trace(secs, table, "values were only brought into another type")
+}
+
+fn copies(facts: &RunFacts) -> Option<Measured> {
+    let table = facts.trace.as_ref()?;
+    of_trace(table.secs_of(SpanKind::Copy), table, "was copying between the host and the device")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Ten seconds of training on two ranks with a trace of one second, nothing wrong with it.
+    fn healthy() -> RunFacts {
+        let mut facts = RunFacts {
+            on_gpu: true,
+            fits_without_recompute: Some(false),
+            trace: Some(OpTable {
+                steps: 10,
+                secs: 1.0,
+                recompute_secs: 0.2,
+                operations: vec![
+                    row("matmul nt", SpanKind::Op, 0.5, 5_000_000_000, 40_000_000_000_000),
+                    row("adamw", SpanKind::Op, 0.1, 90_000_000_000, 0),
+                    row("wait for the device", SpanKind::Wait, 0.2, 0, 0),
+                    row("cast", SpanKind::Op, 0.02, 1_000_000_000, 0),
+                    row("copy to the device", SpanKind::Copy, 0.02, 1_000_000_000, 0),
+                ],
+                by_shape: Vec::new(),
+            }),
+            rates: Some(CopyAndProductRates { copy_bytes: 1e12, product_flops: 1e14 }),
+            ..RunFacts::default()
+        };
+        let step = StepReport {
+            step_secs: 0.1,
+            data_secs: 0.004,
+            forward_secs: 0.03,
+            backward_secs: 0.055,
+            exposed_secs: 0.009,
+            update_secs: 0.005,
+            save_secs: 0.002,
+            other_secs: 0.001,
+            rank_secs: vec![0.091, 0.088],
+            ..StepReport::default()
+        };
+        (0..100).for_each(|_| facts.add_step(&step));
+        facts
+    }
+
+    fn row(name: &str, kind: SpanKind, self_secs: f64, bytes: u64, flops: u64) -> OpRow {
+        OpRow { name: name.into(), kind: kind.name(), calls: 1, self_secs, bytes, flops }
+    }
+
+    fn names(facts: &RunFacts) -> Vec<&'static str> {
+        find(facts).into_iter().map(|found| found.name).collect()
+    }
+
+    /// Plants a bottleneck in a healthy run.
+    type Plant = fn(&mut RunFacts);
+
+    fn secs_of(facts: &mut RunFacts, name: &str, secs: f64) {
+        let rows = facts.trace.iter_mut().flat_map(|table| &mut table.operations);
+        rows.filter(|row| row.name == name).for_each(|row| {
+            // As fast as before.
+            row.bytes = (row.bytes as f64 * secs / row.self_secs) as u64;
+            row.self_secs = secs;
+        });
+    }
+
+    #[test]
+    fn each_rule_finds_what_is_planted_for_it_and_nothing_else() {
+        assert_eq!(names(&healthy()), [""; 0]);
+        let plants: [(&str, Plant); 9] = [
+            ("input-bound", |f| f.data_secs = 0.2 * f.all_secs),
+            ("straggler", |f| f.rank_secs = vec![6.0, 9.1]),
+            ("communication-bound", |f| {
+                (f.exposed_secs, f.rank_secs) = (4.0, vec![6.0, 5.9]);
+            }),
+            ("saving stalls", |f| f.save_secs = 0.3 * f.all_secs),
+            ("recompute waste", |f| f.fits_without_recompute = Some(true)),
+            ("host-bound", |f| secs_of(f, "wait for the device", 0.01)),
+            ("memory-bound operations", |f| secs_of(f, "adamw", 0.5)),
+            ("dtype casts", |f| secs_of(f, "cast", 0.1)),
+            ("host-device copies", |f| secs_of(f, "copy to the device", 0.3)),
+        ];
+        assert_eq!(plants.map(|(name, _)| name), RULES.map(|rule| rule.name), "a plant for each rule");
+        for (name, plant) in plants {
+            let mut facts = healthy();
+            plant(&mut facts);
+            assert_eq!(names(&facts), [name]);
+            let text = &find(&facts)[0].text;
+            assert!(text.starts_with(&format!("{name}: ")) && text.contains(" % of the time "), "{text}");
+        }
+    }
+
+    #[test]
+    fn without_a_trace_only_what_is_clear_is_said() {
+        let plain = |facts: RunFacts| RunFacts { trace: None, ..facts };
+        let slow = |facts: &mut RunFacts| facts.data_secs = 0.2 * facts.all_secs;
+        let mut facts = plain(healthy());
+        assert_eq!(names(&facts), [""; 0]);
+        slow(&mut facts);
+        assert_eq!(names(&facts), ["input-bound"]);
+        // The same share of a run that was over at once.
+        let short = |secs: f64| RunFacts { data_secs: 0.2 * secs, all_secs: secs, ..plain(healthy()) };
+        assert_eq!(names(&short(4.0)), [""; 0]);
+        assert_eq!(names(&short(6.0)), ["input-bound"]);
+        assert_eq!(names(&RunFacts { steps: 1, ..short(6.0) }), [""; 0]);
+        // A single rank waits for nobody.
+        assert_eq!(names(&RunFacts { rank_secs: Vec::new(), ..facts }), ["input-bound"]);
+        assert_eq!(names(&RunFacts::default()), [""; 0]);
+    }
+
+    #[test]
+    fn a_straggler_is_named_and_is_no_slow_link() {
+        let facts = RunFacts { rank_secs: vec![5.0, 5.2, 9.1, 5.1], exposed_secs: 4.5, ..healthy() };
+        let found = find(&facts);
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert!(found[0].text.contains("rank 2 was the slowest: it computed for 9.1 s"), "{}", found[0].text);
+        assert!(found[0].text.contains("the ranks' median is 5.2 s"), "{}", found[0].text);
+    }
+}

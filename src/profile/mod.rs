@@ -1,0 +1,132 @@
+//! Where the time of a run goes: a trace of some of its steps for each rank ([`chrome`]), the table of what was dearest in
+//! it ([`op_table`]), and the rules that name what holds a run up ([`bottlenecks`]).
+//!
+//! What is recorded is the business of [`crate::runtime::trace`]; this module says when, by a [`TraceSchedule`], and what
+//! becomes of it. Nothing here changes a number of the run, and a trace that cannot be written ends none.
+
+pub mod bottlenecks;
+pub mod chrome;
+pub mod op_table;
+mod schedule;
+
+pub use schedule::{StepTracing, TraceSchedule};
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use chrome::TracedRank;
+use op_table::OpTable;
+
+use crate::error::{Error, Result};
+use crate::runtime::trace::{MOST_EVENTS, TraceEvents, TraceMembership, TraceRecorder};
+use crate::weights::write_text;
+
+/// The folder of traces in a run's output folder.
+pub const FOLDER: &str = "trace";
+/// The table of what was dearest, in that folder.
+pub const OPS: &str = "ops.json";
+
+/// Traces the steps of one rank.
+#[derive(Debug)]
+pub struct Profiler {
+    schedule: TraceSchedule,
+    recorder: Arc<TraceRecorder>,
+    folder: PathBuf,
+    of: TracedRank,
+    /// Steps so far.
+    before: u64,
+    /// What is done with the step at hand.
+    tracing: StepTracing,
+    /// What was sent before the steps that are traced now.
+    sent_before: u64,
+    kept: TraceEvents,
+    is_written: bool,
+    /// What is recorded is what this thread does.
+    _member: TraceMembership,
+}
+
+impl Profiler {
+    /// Of `rank` among `ranks`, whose thread calls this and will take the steps; its trace goes into `output`.
+    pub fn new(schedule: TraceSchedule, output: &Path, rank: usize, ranks: usize) -> Self {
+        let recorder = Arc::new(TraceRecorder::default());
+        Profiler {
+            schedule,
+            _member: recorder.join(0),
+            recorder,
+            folder: output.join(FOLDER),
+            of: TracedRank { rank, ranks, sent_bytes: 0 },
+            before: 0,
+            tracing: StepTracing::Off,
+            sent_before: 0,
+            kept: TraceEvents::default(),
+            is_written: false,
+        }
+    }
+
+    /// Step `number` begins, which ends the one before; the rank has sent `sent` bytes so far.
+    ///
+    /// # Errors
+    /// The trace of the first cycle cannot be written.
+    pub fn begin_step(&mut self, number: u64, sent: u64) -> Result<()> {
+        let has_room = self.kept.spans.len() < MOST_EVENTS;
+        let next = if has_room { self.schedule.at(self.before) } else { StepTracing::Off };
+        self.before += 1;
+        if next != self.tracing {
+            self.end_stretch(sent);
+            if next != StepTracing::Off {
+                self.sent_before = sent;
+                self.recorder.switch_on();
+            }
+            self.tracing = next;
+            if !self.is_written && !self.kept.spans.is_empty() {
+                self.write()?;
+            }
+        }
+        self.recorder.begin_step(number);
+        Ok(())
+    }
+
+    /// Ends steps that were traced alike, and keeps what is to be kept of them.
+    fn end_stretch(&mut self, sent: u64) {
+        self.recorder.switch_off();
+        let TraceEvents { spans, values, dropped } = self.recorder.take();
+        if self.tracing == StepTracing::Active {
+            self.kept.spans.extend(spans);
+            self.kept.values.extend(values);
+            self.kept.dropped += dropped;
+            self.of.sent_bytes += sent - self.sent_before;
+        }
+        self.tracing = StepTracing::Off;
+    }
+
+    fn write(&mut self) -> Result<()> {
+        // Once at most before the end, whether or not it succeeds.
+        self.is_written = true;
+        let path = self.folder.join(format!("rank-{}.json", self.of.rank));
+        chrome::write(&path, self.of, &self.kept)
+    }
+
+    /// The run has ended: writes the trace of all cycles, and of the first rank the table of what was dearest.
+    ///
+    /// # Errors
+    /// The run had no step to keep; a file cannot be written.
+    pub fn finish(mut self, sent: u64) -> Result<OpTable> {
+        self.end_stretch(sent);
+        if self.kept.spans.is_empty() {
+            let (had, first) = (self.before, self.schedule.first_active() + 1);
+            return Err(Error::user("nothing was traced")
+                .because(format!(
+                    "the first step that `[profile]` keeps is number {first}, and there were {had}"
+                ))
+                .hint("lower `profile.wait` and `profile.warmup`"));
+        }
+        self.write()?;
+        let table = OpTable::new(&self.kept);
+        if self.of.rank == 0 {
+            let json = serde_json::to_string_pretty(&table)
+                .map_err(|e| Error::internal("cannot write a table of operations").because(e.to_string()))?;
+            write_text(&self.folder.join(OPS), &(json + "\n"))?;
+        }
+        Ok(table)
+    }
+}

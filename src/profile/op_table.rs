@@ -1,0 +1,201 @@
+//! What was dearest in a trace: time by operation and shape, without what happened inside of it.
+
+use std::collections::HashMap;
+
+use serde::Serialize;
+
+use crate::runtime::trace::{DIMS, SpanInfo, SpanKind, TraceEvents, TraceSpan};
+use crate::units;
+
+/// The name of the span of a forward that backward makes a second time.
+pub const RECOMPUTE: &str = "recompute";
+/// Lines of the table on the terminal.
+const SHOWN: usize = 12;
+
+/// All spans that are alike but for their number, or for their sizes too.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct OpRow {
+    /// What was done, by shape with its sizes.
+    pub name: String,
+    /// The category of its spans.
+    pub kind: &'static str,
+    /// How often it was done.
+    pub calls: u64,
+    /// Seconds in it without those of spans inside of it.
+    pub self_secs: f64,
+    /// Bytes that it read and wrote, or sent.
+    pub bytes: u64,
+    /// Floating-point operations of its products.
+    pub flops: u64,
+}
+
+impl OpRow {
+    /// Bytes a second.
+    pub fn bytes_per_sec(&self) -> f64 {
+        self.bytes as f64 / self.self_secs.max(1e-9)
+    }
+
+    /// Floating-point operations a second.
+    pub fn flops_per_sec(&self) -> f64 {
+        self.flops as f64 / self.self_secs.max(1e-9)
+    }
+}
+
+/// What the steps of a trace came to.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct OpTable {
+    /// How many steps there are in it.
+    pub steps: u64,
+    /// Seconds of all of them.
+    pub secs: f64,
+    /// Seconds of forwards that backward made a second time, with all that is inside of them.
+    pub recompute_secs: f64,
+    /// By what was done, of whatever sizes; the dearest first.
+    pub operations: Vec<OpRow>,
+    /// The same by sizes.
+    pub by_shape: Vec<OpRow>,
+}
+
+/// The rows of spans with their own nanoseconds, those together that `key` makes alike; the dearest first.
+fn rows_by<'a>(
+    spans: impl Iterator<Item = (&'a &'a TraceSpan, u64)>,
+    key: impl Fn(SpanInfo) -> SpanInfo,
+) -> Vec<OpRow> {
+    let mut found: HashMap<SpanInfo, OpRow> = HashMap::new();
+    for (span, own) in spans {
+        let info = key(SpanInfo { index: None, bytes: 0, flops: 0, ..span.info });
+        let row = found.entry(info).or_insert_with(|| OpRow {
+            name: info.title(),
+            kind: info.kind.name(),
+            calls: 0,
+            self_secs: 0.0,
+            bytes: 0,
+            flops: 0,
+        });
+        row.calls += 1;
+        row.self_secs += own as f64 / 1e9;
+        row.bytes += span.info.bytes;
+        row.flops += span.info.flops;
+    }
+    let mut rows: Vec<OpRow> = found.into_values().collect();
+    rows.sort_by(|a, b| b.self_secs.total_cmp(&a.self_secs).then_with(|| a.name.cmp(&b.name)));
+    rows
+}
+
+impl OpTable {
+    /// That of the rank's own thread in `events`.
+    pub fn new(events: &TraceEvents) -> Self {
+        // Of two that are alike the one that ended last is around the other.
+        let own_thread = events.spans.iter().rev().filter(|span| span.thread == 0);
+        let mut spans: Vec<&TraceSpan> = own_thread.collect();
+        spans.sort_by_key(|span| (span.start, u64::MAX - span.nanos));
+        let steps: Vec<&&TraceSpan> = spans.iter().filter(|span| span.info.kind == SpanKind::Step).collect();
+        let (count, nanos) = (steps.len() as u64, steps.iter().map(|span| span.nanos).sum::<u64>());
+        let own = self_nanos(&spans);
+        let measured = || spans.iter().zip(own.iter().copied());
+        let again =
+            spans.iter().filter(|span| span.info.name == RECOMPUTE).map(|span| span.nanos).sum::<u64>();
+        OpTable {
+            steps: count,
+            secs: nanos as f64 / 1e9,
+            recompute_secs: again as f64 / 1e9,
+            operations: rows_by(measured(), |info| info.dims(&[0; DIMS])),
+            by_shape: rows_by(measured(), |info| info),
+        }
+    }
+
+    /// Seconds of the rows of a kind.
+    pub fn secs_of(&self, kind: SpanKind) -> f64 {
+        self.operations.iter().filter(|row| row.kind == kind.name()).map(|row| row.self_secs).sum()
+    }
+
+    /// The dearest rows, as people read them.
+    pub fn text(&self) -> String {
+        let mut text = format!(
+            "{:<48} {:>7} {:>10} {:>7} {:>10} {:>9} {:>9}\n",
+            "dearest, without what is inside", "calls", "ms a step", "share", "bytes", "GB/s", "GFLOP/s"
+        );
+        for row in self.operations.iter().take(SHOWN) {
+            let rate = |count: u64, per_sec: f64| {
+                if count == 0 { String::new() } else { format!("{:.1}", per_sec / 1e9) }
+            };
+            text += &format!(
+                "{:<48} {:>7} {:>10.3} {:>5.1} % {:>10} {:>9} {:>9}\n",
+                row.name,
+                row.calls,
+                1e3 * row.self_secs / self.steps.max(1) as f64,
+                100.0 * row.self_secs / self.secs.max(1e-9),
+                if row.bytes == 0 { String::new() } else { units::bytes(row.bytes) },
+                rate(row.bytes, row.bytes_per_sec()),
+                rate(row.flops, row.flops_per_sec()),
+            );
+        }
+        text
+    }
+}
+
+/// Nanoseconds of each of `spans` without those of its children; they are in the order of their begins, the longer first.
+fn self_nanos(spans: &[&TraceSpan]) -> Vec<u64> {
+    let mut own: Vec<u64> = spans.iter().map(|span| span.nanos).collect();
+    // Those that are open at the begin of the one that is looked at, by their places.
+    let mut open: Vec<usize> = Vec::new();
+    for (place, span) in spans.iter().enumerate() {
+        while open.last().is_some_and(|last| spans[*last].start + spans[*last].nanos <= span.start) {
+            open.pop();
+        }
+        if let Some(parent) = open.last() {
+            own[*parent] = own[*parent].saturating_sub(span.nanos);
+        }
+        open.push(place);
+    }
+    own
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn self_time_leaves_out_what_is_inside() {
+        let span = |info, start, nanos| TraceSpan { info, thread: 0, start, nanos };
+        let product = |bytes| SpanInfo::op("matmul").dims(&[2, 3, 4]).bytes(bytes).flops(48);
+        let block = |index| SpanInfo::new(SpanKind::Segment, "forward").detail("block").index(index);
+        let events = TraceEvents {
+            // In the order in which they end, as a recorder has them.
+            spans: vec![
+                span(product(5), 100, 300),
+                span(SpanInfo::op("add"), 400, 100),
+                span(block(0), 100, 500),
+                span(product(7).dims(&[2, 3, 5]), 600, 200),
+                span(SpanInfo { name: RECOMPUTE, ..block(1) }, 600, 200),
+                span(SpanInfo::new(SpanKind::Phase, "forward"), 100, 800),
+                span(SpanInfo::new(SpanKind::Step, "step").index(3), 0, 1000),
+                TraceSpan { thread: 1, ..span(SpanInfo::new(SpanKind::Save, "write"), 0, 5000) },
+            ],
+            ..TraceEvents::default()
+        };
+        let table = OpTable::new(&events);
+        let rows: Vec<(&str, u64, u64, u64)> = table
+            .by_shape
+            .iter()
+            .map(|row| (row.name.as_str(), row.calls, (row.self_secs * 1e9).round() as u64, row.bytes))
+            .collect();
+        let expected = [
+            ("matmul 2x3x4", 1, 300, 5),
+            ("matmul 2x3x5", 1, 200, 7),
+            ("step", 1, 200, 0),
+            ("add", 1, 100, 0),
+            ("forward", 1, 100, 0),
+            ("forward block", 1, 100, 0),
+            ("recompute block", 1, 0, 0),
+        ];
+        assert_eq!(rows, expected);
+        let OpRow { name, calls, flops, .. } = &table.operations[0];
+        assert_eq!((table.steps, name.as_str(), *calls, *flops), (1, "matmul", 2, 96));
+        assert!((table.secs - 1e-6).abs() < 1e-15 && (table.recompute_secs - 2e-7).abs() < 1e-15);
+        assert!((table.secs_of(SpanKind::Op) - 6e-7).abs() < 1e-15);
+        let line =
+            table.text().lines().nth(1).expect("a row").split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(line, "matmul 2 0.001 50.0 % 12 B 0.0 0.2");
+    }
+}

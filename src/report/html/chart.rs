@@ -1,0 +1,298 @@
+//! Charts over the steps of a run, as inline SVG: lines, single points, levels and stacked areas.
+//!
+//! Charts of long runs are drawn from means over equal stretches, so the page stays small. Every chart says in words what
+//! it shows, for those who do not see it; a point tells its values where a pointer rests on it.
+
+use std::fmt::Write as _;
+
+use super::markup::{escape, short};
+
+/// Points of one line at most.
+const MAX_POINTS: usize = 400;
+/// Lines of so few points show where the points are.
+const FEW_POINTS: usize = 40;
+/// The plot's own size in SVG units, without the room for labels: small, so that labels can be read on a phone.
+const PLOT: (f64, f64) = (396.0, 170.0);
+/// Room left of the plot and above it, for labels.
+const MARGIN: (f64, f64) = (54.0, 10.0);
+/// Room above the largest value, as a share of the plot: what stands at the very edge is hard to see.
+const HEADROOM: f64 = 0.04;
+
+/// How the points of a series are drawn.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Mark {
+    /// Joined by a line.
+    Line,
+    /// Each by itself: nothing is known of what lies between.
+    Points,
+    /// A dashed line.
+    Level,
+    /// Filled down to these values, one a point.
+    Area(Vec<f64>),
+}
+
+/// One series of a chart.
+#[derive(Debug, Clone)]
+pub(super) struct Series {
+    /// What it is, for the legend.
+    pub(super) name: &'static str,
+    /// The class that gives it its colour.
+    pub(super) class: &'static str,
+    /// How it is drawn.
+    pub(super) mark: Mark,
+    /// Step and value.
+    pub(super) points: Vec<(f64, f64)>,
+}
+
+/// A chart over steps.
+#[derive(Debug, Clone)]
+pub(super) struct Chart {
+    /// What stands above it, and names it: letters and spaces.
+    pub(super) title: &'static str,
+    /// The unit of its values, where they have one.
+    pub(super) unit: &'static str,
+    /// Whether the axis of values begins at 0.
+    pub(super) from_zero: bool,
+    /// What it shows; what has no points is left out.
+    pub(super) series: Vec<Series>,
+}
+
+/// The ranges of both axes.
+struct Axes {
+    steps: (f64, f64),
+    values: (f64, f64),
+}
+
+impl Chart {
+    /// The figure, or nothing if no series has a point.
+    pub(super) fn figure(&self) -> String {
+        let all: Vec<&Series> = self.series.iter().filter(|series| !series.points.is_empty()).collect();
+        let Some(axes) = self.axes(&all) else { return String::new() };
+        let id = self.title.to_lowercase().replace(' ', "-");
+        let (width, height) = (MARGIN.0 + PLOT.0 + 10.0, MARGIN.1 + PLOT.1 + 38.0);
+        let heading = self.heading();
+        let said: Vec<String> = all.iter().map(|series| series.in_words(self.unit)).collect();
+        let mut svg = format!(
+            "<figure><figcaption>{}{}</figcaption>\n<svg viewBox=\"0 0 {width} {height}\" role=\"img\" \
+             aria-labelledby=\"{id}-title {id}-text\">\n<title id=\"{id}-title\">{}</title><desc id=\"{id}-text\">{}</desc>\n",
+            escape(&heading),
+            legend(&all),
+            escape(&heading),
+            escape(&said.join(" ")),
+        );
+        svg += &axes.frame();
+        all.iter().for_each(|series| svg += &series.drawn(&axes, all.len() > 1));
+        svg + "</svg></figure>\n"
+    }
+
+    fn heading(&self) -> String {
+        if self.unit.is_empty() { self.title.to_owned() } else { format!("{} ({})", self.title, self.unit) }
+    }
+
+    fn axes(&self, all: &[&Series]) -> Option<Axes> {
+        let points = || all.iter().flat_map(|series| &series.points);
+        let zero = self.from_zero.then_some(0.0);
+        let (low, high) = bounds(points().map(|point| point.1).chain(zero))?;
+        let steps = bounds(points().map(|point| point.0))?;
+        Some(Axes { steps, values: (low, high + HEADROOM * (high - low)) })
+    }
+}
+
+impl Axes {
+    fn x(&self, step: f64) -> f64 {
+        MARGIN.0 + (step - self.steps.0) / (self.steps.1 - self.steps.0) * PLOT.0
+    }
+
+    fn y(&self, value: f64) -> f64 {
+        MARGIN.1 + (self.values.1 - value) / (self.values.1 - self.values.0) * PLOT.1
+    }
+
+    fn place(&self, (step, value): (f64, f64)) -> String {
+        format!("{:.1},{:.1}", self.x(step), self.y(value))
+    }
+
+    /// Lines across the plot and the numbers beside them.
+    fn frame(&self) -> String {
+        let mut svg = String::new();
+        for value in ticks(self.values.0, self.values.1) {
+            let (y, left) = (self.y(value), MARGIN.0);
+            let _ = writeln!(
+                svg,
+                "<path class=\"grid\" d=\"M{left:.1} {y:.1}h{:.1}\"/><text class=\"y\" x=\"{:.1}\" y=\"{:.1}\">{}</text>",
+                PLOT.0,
+                left - 6.0,
+                y + 4.0,
+                short(value),
+            );
+        }
+        for step in ticks(self.steps.0, self.steps.1).into_iter().filter(|step| step.fract() == 0.0) {
+            let (x, y) = (self.x(step), MARGIN.1 + PLOT.1 + 18.0);
+            let _ = writeln!(svg, "<text class=\"x\" x=\"{x:.1}\" y=\"{y:.1}\">{}</text>", short(step));
+        }
+        let (x, y) = (MARGIN.0 + PLOT.0, MARGIN.1 + PLOT.1 + 32.0);
+        let _ = writeln!(svg, "<text class=\"y\" x=\"{x:.1}\" y=\"{y:.1}\">step</text>");
+        svg
+    }
+}
+
+impl Series {
+    /// A line of `points`, at most [`MAX_POINTS`] of them.
+    pub(super) fn line(name: &'static str, class: &'static str, points: Vec<(f64, f64)>) -> Self {
+        Series { name, class, mark: Mark::Line, points: thin(points) }
+    }
+
+    /// The first and last value and the range, as a sentence.
+    fn in_words(&self, unit: &str) -> String {
+        let (Some(first), Some(last)) = (self.points.first(), self.points.last()) else {
+            return String::new();
+        };
+        let unit = if unit.is_empty() { String::new() } else { format!(" {unit}") };
+        let said = |(step, value): &(f64, f64)| format!("{}{unit} at step {}", short(*value), short(*step));
+        match &self.mark {
+            Mark::Level => format!("{}: {}{unit}.", self.name, short(last.1)),
+            // Their edges stand on one another.
+            Mark::Area(lower) => {
+                let own = |at: usize| self.points[at].1 - lower.get(at).copied().unwrap_or(0.0);
+                let mean = (0..self.points.len()).map(own).sum::<f64>() / self.points.len() as f64;
+                format!("{}: {}{unit} on average.", self.name, short(mean))
+            }
+            _ if self.points.len() == 1 => format!("{}: {}.", self.name, said(first)),
+            _ => format!("{}: {}, {}.", self.name, said(first), said(last)),
+        }
+    }
+
+    fn drawn(&self, axes: &Axes, named: bool) -> String {
+        let places: Vec<String> = self.points.iter().map(|point| axes.place(*point)).collect();
+        let class = self.class;
+        let shape = match &self.mark {
+            Mark::Points => String::new(),
+            Mark::Area(lower) => {
+                let edge = self.points.iter().zip(lower).rev();
+                let back: Vec<String> = edge.map(|(point, value)| axes.place((point.0, *value))).collect();
+                format!("<polygon class=\"{class}\" points=\"{} {}\"/>\n", places.join(" "), back.join(" "))
+            }
+            Mark::Line | Mark::Level => {
+                format!("<polyline class=\"{class}\" points=\"{}\"/>\n", places.join(" "))
+            }
+        };
+        let shows_points = match self.mark {
+            Mark::Points => true,
+            Mark::Line => self.points.len() <= FEW_POINTS,
+            Mark::Level | Mark::Area(_) => false,
+        };
+        let name = if named { format!("{}, ", self.name) } else { String::new() };
+        let dot = |(step, value): &(f64, f64)| {
+            format!(
+                "<circle class=\"{class}\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"3.5\"><title>{name}step {}: {}</title></circle>\n",
+                axes.x(*step),
+                axes.y(*value),
+                short(*step),
+                short(*value)
+            )
+        };
+        let dots = self.points.iter().filter(|_| shows_points).map(dot);
+        dots.fold(shape, |svg, dot| svg + &dot)
+    }
+}
+
+/// Areas that stand on one another, the first at the bottom; `layers` have a value for each of `steps`.
+pub(super) fn stacked(steps: &[f64], layers: Vec<(&'static str, &'static str, Vec<f64>)>) -> Vec<Series> {
+    let mut lower: Vec<(f64, f64)> = thin(steps.iter().map(|step| (*step, 0.0)).collect());
+    let mut series = Vec::new();
+    for (name, class, values) in layers {
+        let own = thin(steps.iter().copied().zip(values).collect());
+        let points: Vec<(f64, f64)> =
+            own.iter().zip(&lower).map(|((step, value), (_, below))| (*step, below + value)).collect();
+        let below = lower.iter().map(|point| point.1).collect();
+        series.push(Series { name, class, mark: Mark::Area(below), points: points.clone() });
+        lower = points;
+    }
+    series
+}
+
+/// At most [`MAX_POINTS`] points: means over equal stretches of the given ones.
+fn thin(points: Vec<(f64, f64)>) -> Vec<(f64, f64)> {
+    let stretch = points.len().div_ceil(MAX_POINTS).max(1);
+    let mean = |part: &[(f64, f64)]| {
+        let n = part.len() as f64;
+        (part.iter().map(|p| p.0).sum::<f64>() / n, part.iter().map(|p| p.1).sum::<f64>() / n)
+    };
+    points.chunks(stretch).map(mean).collect()
+}
+
+fn legend(all: &[&Series]) -> String {
+    if all.len() < 2 {
+        return String::new();
+    }
+    let entry = |series: &&Series| {
+        let kind = match series.mark {
+            Mark::Line => "line",
+            Mark::Points => "point",
+            Mark::Level => "level",
+            Mark::Area(_) => "area",
+        };
+        let (class, name) = (series.class, escape(series.name));
+        format!(" <span class=\"key\"><i class=\"{class} {kind}\"></i>{name}</span>")
+    };
+    all.iter().map(entry).collect()
+}
+
+/// Smallest and largest finite value, moved apart if they are the same.
+fn bounds(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
+    let finite = values.filter(|v| v.is_finite());
+    let (low, high) = finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), v| (l.min(v), h.max(v)));
+    if low > high {
+        return None;
+    }
+    if low < high {
+        return Some((low, high));
+    }
+    let room = if low == 0.0 { 1.0 } else { low.abs() * 0.1 };
+    Some((low - room, high + room))
+}
+
+/// Three to seven round numbers between `low` and `high`.
+fn ticks(low: f64, high: f64) -> Vec<f64> {
+    let rough = (high - low) / 5.0;
+    let decade = 10_f64.powf(rough.log10().floor());
+    let step =
+        [1.0, 2.0, 5.0, 10.0].map(|digit| digit * decade).into_iter().find(|s| *s >= rough).unwrap_or(rough);
+    let first = (low / step).ceil() as i64;
+    let last = (high / step).floor() as i64;
+    (first..=last).map(|n| n as f64 * step).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn axes_have_round_numbers() {
+        assert_eq!(ticks(0.0, 10.0), [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]);
+        assert_eq!(ticks(0.83, 2.31), [1.0, 1.5, 2.0]);
+    }
+
+    #[test]
+    fn long_runs_are_thinned_to_means() {
+        let points: Vec<(f64, f64)> = (0..1000).map(|n| (f64::from(n), 2.0 * f64::from(n))).collect();
+        let thinned = thin(points);
+        assert_eq!(thinned.len(), 334);
+        assert_eq!(thinned[0], (1.0, 2.0));
+    }
+
+    #[test]
+    fn a_flat_line_has_room() {
+        assert_eq!(bounds([2.0, 2.0].into_iter()), Some((1.8, 2.2)));
+        assert_eq!(bounds([f64::NAN].into_iter()), None);
+    }
+
+    #[test]
+    fn areas_stand_on_one_another() {
+        let layers = vec![("a", "s0", vec![1.0, 2.0]), ("b", "s1", vec![3.0, 5.0])];
+        let series = stacked(&[1.0, 2.0], layers);
+        assert_eq!(series[0].points, [(1.0, 1.0), (2.0, 2.0)]);
+        assert_eq!(series[1].points, [(1.0, 4.0), (2.0, 7.0)]);
+        assert_eq!(series[1].mark, Mark::Area(vec![1.0, 2.0]));
+        assert_eq!(series[1].in_words("ms"), "b: 4 ms on average.");
+    }
+}

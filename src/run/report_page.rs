@@ -1,0 +1,169 @@
+//! What a run tells its report: the figures of the plan, of metrics.jsonl and of this process, and a few rows.
+
+use std::path::Path;
+use std::time::Instant;
+
+use candle_core::Device;
+
+use super::output_folder::METRICS;
+use crate::data::{Example, Tokenizer};
+use crate::engine::RunSummary;
+use crate::error::Result;
+use crate::plan::{PROCESS, Plan, process_bytes};
+use crate::report::html::{AnsweredQuestion, HtmlReport, MaskedRow};
+use crate::report::memory::{self, MemoryComparison};
+use crate::report::metrics;
+use crate::runtime::device;
+use crate::units;
+
+/// Training rows that are shown.
+const SHOWN_ROWS: usize = 3;
+/// Tokens of a row that are shown.
+const SHOWN_TOKENS: usize = 320;
+/// Those of them that stand before the first one that is trained, where a row is too long to be shown whole.
+const LEAD_TOKENS: usize = 120;
+
+/// What a process was planned to hold, asked before its ranks load anything.
+pub(crate) struct PlannedProcess {
+    /// Ranks of this process.
+    ranks: usize,
+    /// Bytes beside what the plan of a rank counts.
+    shared: u64,
+}
+
+impl PlannedProcess {
+    /// Of a process of `ranks` ranks of `plan`. What such a process holds itself is in the plan of a single rank alone.
+    pub(crate) fn of(plan: &Plan, ranks: usize) -> Self {
+        let counted = plan.memory.causes().iter().any(|(cause, _)| *cause == PROCESS);
+        let shared = if counted || !plan.engine.device.is_cpu() { 0 } else { process_bytes() };
+        PlannedProcess { ranks, shared }
+    }
+
+    /// Beside the most that was held so far: on a GPU what its tensors took, on a CPU what the process did.
+    pub(super) fn compare(&self, plan: &Plan, device: &Device) -> MemoryComparison {
+        let on_host = device.is_cpu();
+        MemoryComparison {
+            causes: plan.memory.causes(),
+            ranks: if on_host { self.ranks as u64 } else { 1 },
+            shared: self.shared,
+            host: plan.memory.host,
+            peak: if on_host {
+                Some(memory::peak_bytes()).filter(|bytes| *bytes > 0)
+            } else {
+                device::peak_bytes(device)
+            },
+        }
+    }
+}
+
+/// What the report of a run is made of.
+pub(super) struct ReportPage<'a> {
+    pub(super) plan: &'a Plan,
+    pub(super) summary: &'a RunSummary,
+    /// The output folder, where metrics.jsonl lies.
+    pub(super) output: &'a Path,
+    pub(super) title: &'a str,
+    pub(super) started: Instant,
+    pub(super) questions: &'a [AnsweredQuestion],
+    pub(super) memory: MemoryComparison,
+}
+
+impl ReportPage<'_> {
+    /// Hands the report, with what metrics.jsonl holds by now, to `take`.
+    ///
+    /// # Errors
+    /// Those of `take`.
+    pub(super) fn give<T>(&self, take: impl FnOnce(&HtmlReport<'_>) -> Result<T>) -> Result<T> {
+        let plan = self.plan;
+        // Without a log there is a report without curves.
+        let entries = metrics::read(&self.output.join(METRICS)).unwrap_or_default();
+        let tokenizer = &plan.rows.tokenizer;
+        let shown = plan.train.0.examples().iter().take(SHOWN_ROWS);
+        // A row that cannot be shown was still trained on.
+        let rows: Vec<MaskedRow> = shown.filter_map(|example| masked_row(example, tokenizer).ok()).collect();
+        let mut data = vec![("Training", plan.train.0.report().to_string())];
+        data.extend(plan.held_out.iter().map(|(set, _)| ("Held out", set.report().to_string())));
+        take(&HtmlReport {
+            title: self.title,
+            summary: &self.in_a_sentence(),
+            notice: self.summary.stopped.then(|| {
+                let (done, all) = (self.summary.steps, plan.total_steps);
+                format!(
+                    "Stopped by a signal after step {done} of {all}; the same command with --resume goes on."
+                )
+            }),
+            headline: &self.headline(),
+            figures: &self.figures(),
+            questions: self.questions,
+            rows: &rows,
+            data: &data,
+            memory: self.memory.clone(),
+            recipe: &plan.recipe.to_toml(),
+            entries: &entries,
+        })
+    }
+
+    fn in_a_sentence(&self) -> String {
+        let plan = self.plan;
+        let sets: Vec<&str> = plan.train.1.iter().map(|found| found.id.as_str()).collect();
+        let rows = plan.train.0.report().rows;
+        format!("{} trained on {} ({rows} rows): {}.", plan.base.found.id, sets.join(", "), plan.method())
+    }
+
+    fn headline(&self) -> Vec<(&'static str, String)> {
+        let peak = self.memory.peak.map_or_else(|| "not measured".to_owned(), units::bytes);
+        vec![
+            ("tokens", units::count(self.summary.tokens)),
+            ("time", units::duration(self.started.elapsed().as_secs_f64())),
+            ("peak memory", peak),
+        ]
+    }
+
+    fn figures(&self) -> Vec<(&'static str, String)> {
+        let plan = self.plan;
+        let (trainable, all) = plan.parameters();
+        let commit =
+            plan.base.found.commit.as_ref().map(|commit| format!(" at {commit}")).unwrap_or_default();
+        let device = if plan.engine.device.is_cpu() { "CPU" } else { "GPU" };
+        let strategy = if plan.ranks > 1 {
+            format!(", strategy {}", plan.recipe.parallel.strategy)
+        } else {
+            String::new()
+        };
+        vec![
+            ("model", format!("{}{commit}", plan.base.found.id)),
+            ("method", plan.method().to_string()),
+            ("trainable parameters", format!("{} of {}", units::count(trainable), units::count(all))),
+            ("steps", format!("{} of {}", self.summary.steps, plan.total_steps)),
+            ("ranks", format!("{} ({device}{strategy})", plan.ranks)),
+            ("computed in", format!("{:?}", plan.engine.dtype)),
+        ]
+    }
+}
+
+/// A row as the model sees it. Of a long one the part about the first trained token.
+fn masked_row(example: &Example, tokenizer: &Tokenizer) -> Result<MaskedRow> {
+    let first = example.trained.iter().skip(1).position(|trained| *trained).unwrap_or(0);
+    let from = if example.ids.len() > SHOWN_TOKENS { first.saturating_sub(LEAD_TOKENS) } else { 0 };
+    let to = example.ids.len().min(from + SHOWN_TOKENS);
+    let mut pieces: Vec<(String, bool)> = Vec::new();
+    let mut add = |text: String, trained: bool| match pieces.last_mut() {
+        _ if text.is_empty() => {}
+        Some((piece, same)) if *same == trained => *piece += &text,
+        _ => pieces.push((text, trained)),
+    };
+    let mut stream = tokenizer.stream(false);
+    for (at, id) in example.ids.iter().enumerate().take(to).skip(from) {
+        // The first token of a row is never predicted.
+        add(stream.push(*id)?, at > 0 && example.trained[at]);
+    }
+    add(stream.finish()?, to > 0 && example.trained[to - 1]);
+    Ok(MaskedRow {
+        origin: example.origin.to_string(),
+        pieces,
+        tokens: example.ids.len(),
+        trained_tokens: example.num_trained(),
+        omitted_before: from,
+        omitted_after: example.ids.len() - to,
+    })
+}

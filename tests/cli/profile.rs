@@ -1,0 +1,242 @@
+//! `[profile]` and what a run says of its bottlenecks: traces that a strict reader takes, the same numbers with and without,
+//! planted bottlenecks named, a healthy run called healthy. No test asserts a time.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::place::{Place, lora};
+use crate::skipped::skipped;
+
+/// A trace of three steps, after one that is not traced and one that is forgotten.
+const THREE_STEPS: [&str; 2] = ["--set", "profile.active=3"];
+
+/// What a run says on stderr; it must succeed.
+fn run(place: &Place, args: &[&str], fault: Option<&str>) -> String {
+    let mut command = place.command(args);
+    if let Some(fault) = fault {
+        command.env("FINETUNE_FAULT", fault);
+    }
+    let done = command.output().unwrap();
+    let text = place.told(&done.stderr);
+    assert!(done.status.success(), "{text}");
+    text
+}
+
+fn trace(place: &Place, rank: usize) -> Value {
+    let text = std::fs::read_to_string(place.path(&format!("out/trace/rank-{rank}.json"))).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+fn spans(trace: &Value) -> impl Iterator<Item = &Value> {
+    trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == "X")
+}
+
+fn number(value: &Value) -> u64 {
+    value.as_u64().unwrap_or_else(|| panic!("{value} is no number"))
+}
+
+/// A short full fine-tuning of equal steps on four ranks.
+fn fsdp<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    let mut args = vec!["--recipe", "full", "--model", "model", "--dataset", "rows.jsonl", "--ranks", "4"];
+    for pair in [
+        "parallel.strategy=fsdp",
+        "data.max_seq_len=96",
+        "data.packing=false",
+        "train.max_steps=6",
+        "train.gradient_accumulation_steps=1",
+        "train.recompute=block",
+        "log.tensorboard=false",
+    ] {
+        args.extend(["--set", pair]);
+    }
+    args.extend(more);
+    args
+}
+
+/// The script that reads traces strictly: events nest, cover the steps, and their bytes are those that were counted.
+fn check(folder: &Path) {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/check_trace.py");
+    let Ok(done) = Command::new("python3").arg(script).arg(folder).output() else {
+        return skipped("traces read by scripts/check_trace.py", "there is no python3");
+    };
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+}
+
+#[test]
+fn a_trace_of_four_ranks_is_strict_and_counts_the_bytes_of_bench() {
+    let place = Place::new();
+    let text = run(
+        &place,
+        &fsdp(&[&THREE_STEPS[..], &["--output", "out", "--set", "checkpoint.save_steps=3"]].concat()),
+        None,
+    );
+    assert!(text.contains("dearest, without what is inside"), "{text}");
+    assert!(text.contains("traced 3 steps: trace/rank-*.json opens in ui.perfetto.dev"), "{text}");
+    check(&place.path("out/trace"));
+    let first = trace(&place, 0);
+    let names: Vec<&str> = spans(&first).map(|span| span["name"].as_str().unwrap()).collect();
+    for name in [
+        "step 3",
+        "data",
+        "zero gradients",
+        "forward block 0",
+        "recompute block 1",
+        "backward block 1",
+        "forward embedding 0",
+        "save",
+        "write checkpoint 3",
+        "all-gather values of block 0",
+        "wait for a call",
+    ] {
+        assert!(names.contains(&name), "no span {name} in {names:?}");
+    }
+    for op in [
+        "matmul ",
+        "attention ",
+        "attention_backward ",
+        "rms_norm ",
+        "rotary ",
+        "glu ",
+        "cross_entropy ",
+        "adamw ",
+        "embedding ",
+    ] {
+        assert!(names.iter().any(|name| name.starts_with(op)), "no operation {op} in {names:?}");
+    }
+    assert!(!names.contains(&"step 2") && !names.contains(&"step 6"), "{names:?}");
+    // What a step sends, but for what the loop around it says and a checkpoint gathers: as `bench scaling` counts it.
+    let begin = |span: &Value| span["ts"].as_f64().unwrap();
+    let saves = |span: &Value| span["cat"] == "phase" && span["name"] == "save";
+    let saving: Vec<(f64, f64)> = spans(&first)
+        .filter(|span| saves(span))
+        .map(|span| (begin(span), begin(span) + span["dur"].as_f64().unwrap()))
+        .collect();
+    assert_eq!(saving.len(), 1);
+    let is_step = |span: &&Value| {
+        let of_loop = span["name"].as_str().unwrap().starts_with("all-reduce signals and times");
+        let in_save = saving.iter().any(|(from, to)| (*from..*to).contains(&begin(span)));
+        span["cat"] == "collective" && !of_loop && !in_save
+    };
+    let sent: u64 = spans(&first).filter(is_step).map(|span| number(&span["args"]["bytes"])).sum();
+    let bench =
+        place.command(&[&["bench", "scaling"][..], &bench_words(), &["--json"]].concat()).output().unwrap();
+    assert!(bench.status.success(), "{}", place.told(&bench.stderr));
+    let figures: Value = serde_json::from_slice(&bench.stdout).unwrap();
+    let one = figures.as_array().map_or(&figures["results"][0], |all| &all[0]);
+    assert_eq!(sent, 3 * number(&one["bytes_sent_per_step"]), "{one}");
+    let ops: Value =
+        serde_json::from_str(&std::fs::read_to_string(place.path("out/trace/ops.json")).unwrap()).unwrap();
+    assert_eq!(number(&ops["steps"]), 3);
+    assert!(ops["by_shape"].as_array().unwrap().len() > ops["operations"].as_array().unwrap().len());
+}
+
+/// The flags of [`fsdp`] as `bench scaling` takes them.
+fn bench_words() -> Vec<&'static str> {
+    fsdp(&[])
+}
+
+/// Every file of a run's result and the figures of its steps, without those of time.
+fn numbers(place: &Place, output: &str) -> (Vec<Value>, Vec<u8>) {
+    let text = std::fs::read_to_string(place.path(&format!("{output}/metrics.jsonl"))).unwrap();
+    let kept = ["step", "epoch", "loss", "learning_rate", "grad_norm", "tokens"];
+    let line = |line: &str| -> Value {
+        let line: Value = serde_json::from_str(line).unwrap();
+        kept.iter().map(|key| line[key].clone()).collect()
+    };
+    let weights: PathBuf = place.path(&format!("{output}/adapter_model.safetensors"));
+    (text.lines().map(line).collect(), std::fs::read(weights).unwrap())
+}
+
+#[test]
+fn a_trace_changes_no_number() {
+    let place = Place::new();
+    let dropout = ["--set", "adapter.lora_dropout=0.1", "--set", "checkpoint.save_steps=2"];
+    let text = run(&place, &lora(&dropout), None);
+    assert!(!place.path("out/trace").exists() && !text.contains("dearest"), "{text}");
+    let plain = numbers(&place, "out");
+    std::fs::rename(place.path("out"), place.path("plain")).unwrap();
+    let cycles = ["--set", "profile.wait=0", "--set", "profile.active=1", "--set", "profile.repeat=0"];
+    run(&place, &lora(&[&dropout[..], &cycles].concat()), None);
+    assert_eq!(numbers(&place, "out"), plain);
+    check(&place.path("out/trace"));
+    // Cycles of one step to warm up and one to keep.
+    let first = trace(&place, 0);
+    let steps: Vec<&str> = spans(&first)
+        .filter(|span| span["cat"] == "step")
+        .map(|span| span["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(steps, ["step 2", "step 4"]);
+    assert!(spans(&first).any(|span| span["name"].as_str().unwrap().starts_with("dropout ")));
+    // A run goes on with another schedule.
+    let resumed = ["--set", "train.max_steps=4", "--resume", "out/checkpoint-2", "--set", "profile.active=2"];
+    run(&place, &lora(&[&dropout[..], &resumed].concat()), None);
+}
+
+#[test]
+fn a_run_without_a_step_to_keep_says_so() {
+    let place = Place::new();
+    let text = run(&place, &lora(&["--set", "profile.active=1", "--set", "profile.wait=9"]), None);
+    assert!(text.contains("warning: nothing was traced"), "{text}");
+    assert!(text.contains("the first step that `[profile]` keeps is number 11, and there were 4"), "{text}");
+    assert!(!place.path("out/trace").exists());
+}
+
+/// What a run with this fault says of its bottlenecks, by their names.
+fn named(more: &[&str], fault: &str) -> Vec<String> {
+    let place = Place::new();
+    let sets = [&["--set", "train.max_steps=8", "--set", "profile.active=5"][..], more].concat();
+    let text = run(&place, &lora(&sets), Some(fault).filter(|fault| !fault.is_empty()));
+    if !fault.is_empty() {
+        assert!(text.contains("strikes"), "{text}");
+    }
+    let rules = finetune::profile::bottlenecks::RULES;
+    let names = rules.iter().map(|rule| rule.name);
+    names.filter(|name| text.contains(&format!("{name}: "))).map(str::to_owned).collect()
+}
+
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
+fn planted_bottlenecks_are_named() {
+    assert_eq!(named(&[], "0:data:slow=120ms"), ["input-bound"]);
+    assert_eq!(named(&["--ranks", "2"], "1:backward:slow=120ms"), ["straggler"]);
+    assert_eq!(named(&["--ranks", "2"], "0:data:slow_link=40ms"), ["communication-bound"]);
+    let saves = ["--set", "checkpoint.save_steps=1", "--set", "checkpoint.async_save=false"];
+    assert_eq!(named(&saves, "0:save:slow=120ms"), ["saving stalls"]);
+    assert_eq!(named(&["--set", "train.recompute=block"], ""), ["recompute waste"]);
+}
+
+#[test]
+fn a_healthy_run_is_called_healthy() {
+    let place = Place::new();
+    let text = run(&place, &lora(&["--set", "train.max_steps=8", "--set", "profile.active=5"]), None);
+    assert!(text.contains("no bottleneck: none of the rules of docs/profiling.md holds"), "{text}");
+}
+
+/// Without a trace there is a word where much time was lost, and none of a short run's small change.
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
+fn what_is_clear_is_said_without_a_trace() {
+    let place = Place::new();
+    let eight = ["--set", "train.max_steps=8"];
+    let text = run(&place, &lora(&eight), Some("0:data:slow=300ms"));
+    assert!(text.contains("warning: input-bound: "), "{text}");
+    let place = Place::new();
+    let text = run(&place, &lora(&eight), Some("0:data:slow=5ms"));
+    assert!(!text.contains("input-bound"), "{text}");
+}
+
+/// docs/profiling.md has the rules with their thresholds, in their order.
+#[test]
+fn the_page_has_the_rules() {
+    let page =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/profiling.md")).unwrap();
+    let from = page.lines().skip_while(|line| !line.starts_with("| bottleneck |")).skip(2);
+    let rows: Vec<String> = from
+        .take_while(|line| line.starts_with("| "))
+        .map(|line| line.split(" | ").take(2).collect::<Vec<_>>().join(" | "))
+        .collect();
+    let rules = finetune::profile::bottlenecks::RULES;
+    assert_eq!(rows, rules.map(|rule| format!("| {} | {:.0} %", rule.name, 100.0 * rule.threshold)));
+}

@@ -1,0 +1,147 @@
+//! What a run leaves for people and says at its end: `report.html` and the card of real runs, of one that was stopped and
+//! of one whose page finds no place; and the memory that was planned beside what was held.
+
+use std::process::Stdio;
+
+use crate::place::{Place, lora};
+
+fn said(place: &Place, args: &[&str]) -> String {
+    let output = place.command(args).env("XDG_CACHE_HOME", place.path("cache")).output().unwrap();
+    let said = place.told(&output.stderr);
+    assert!(output.status.success(), "{args:?}\n{said}");
+    format!("{said}{}", place.told(&output.stdout))
+}
+
+fn read(place: &Place, name: &str) -> String {
+    std::fs::read_to_string(place.path(name)).unwrap()
+}
+
+/// The difference between plan and peak that a run says at its end, in percent.
+fn difference(said: &str) -> f64 {
+    let line = said.lines().find(|line| line.starts_with("memory: ")).unwrap_or_else(|| panic!("{said}"));
+    let (_, share) = line.split_once("at the peak, difference ").unwrap_or_else(|| panic!("{line}"));
+    share.trim_end_matches(" %").parse().unwrap()
+}
+
+/// Ten of these 55 MiB are the model's: it is the process that has to be planned right. The card's own commands work.
+#[test]
+fn the_quickstart_keeps_to_its_plan_and_its_card_to_what_works() {
+    let place = Place::new();
+    let train = ["--recipe", "quickstart", "--output", "out", "--set", "train.max_steps=30"];
+    let told = said(&place, &train);
+    if cfg!(target_os = "linux") {
+        assert!(difference(&told).abs() <= 10.0, "{told}");
+    }
+    let page = read(&place, "out/report.html");
+    for wanted in [
+        "builtin:quickstart trained on builtin:questions-train.jsonl (800 rows): LoRA, r 16, on 21 modules.",
+        "<dt>held-out loss</dt><dd>10.6",
+        "<h2>Answers before and after</h2>",
+        "What is the box made of?",
+        "<p class=\"row\">&lt;bos&gt;&lt;|user|&gt; Mara made a door of glass.",
+        "&lt;|assistant|&gt;<mark> stone&lt;eos&gt;</mark></p>",
+        "<h2>Where the time of a step went</h2>",
+        "800 rows in 1 file, messages",
+        "<th scope=\"row\">the process itself</th>",
+        "<th scope=\"row\">difference</th>",
+        "id = &quot;builtin:quickstart&quot;",
+    ] {
+        assert!(page.contains(wanted), "no `{wanted}` in {page}");
+    }
+    for outside in ["http://", "https://", "src=", "href=", "<script"] {
+        assert!(!page.contains(outside), "{outside}");
+    }
+    let card = read(&place, "out/README.md");
+    assert!(!card.contains("from_pretrained(\"builtin:"), "{card}");
+    let commands: Vec<&str> = card.lines().filter(|line| line.starts_with("finetune ")).collect();
+    assert_eq!(commands.len(), 2, "{card}");
+    for command in commands {
+        // The card is read in its own folder.
+        let args: Vec<&str> = command.split(' ').skip(1).map(|word| word.trim_matches('"')).collect();
+        let mut command = place.command(&args);
+        command.current_dir(place.path("out")).env("XDG_CACHE_HOME", place.path("cache"));
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{args:?}: {}", place.told(&output.stderr));
+    }
+    assert!(place.path("out/merged/config.json").is_file());
+}
+
+#[test]
+fn rows_of_any_text_are_shown_as_text() {
+    let place = Place::new();
+    let row = r#"{"messages":[{"role":"user","content":"</script><b>q</b>"},{"role":"assistant","content":"<i onclick='x()'>a & b</i>"}]}"#;
+    place.write("rows.jsonl", &format!("{row}\n").repeat(8));
+    let more = ["--set", "train.max_steps=2", "--eval-dataset", "rows.jsonl", "--ranks", "2"];
+    let told = said(&place, &lora(&more));
+    assert!(told.contains("memory: "), "{told}");
+    let page = read(&place, "out/report.html");
+    assert!(!page.contains("<b>") && !page.contains("</script>") && !page.contains("<i on"), "{page}");
+    assert!(page.contains("&lt;/script&gt;&lt;b&gt;q&lt;/b&gt;"), "{page}");
+    let learned = page.split("<mark>").nth(2).unwrap().split("</mark>").next().unwrap();
+    assert!(learned.contains("&lt;i onclick=&#39;x()&#39;&gt;a &amp; b&lt;/i&gt;"), "{learned}");
+    // Two ranks of one process.
+    assert!(
+        page.contains("2 ranks, the slowest first") && page.contains("all 2 ranks of the process"),
+        "{page}"
+    );
+    assert!(!page.contains("Answers before and after"), "only the quickstart asks questions");
+}
+
+#[cfg(unix)]
+mod stopped {
+    use std::process::{Child, Command, Output};
+    use std::time::Duration;
+
+    use super::*;
+
+    /// A run of 300 steps that has taken three; `name` is its output folder.
+    fn begun(place: &Place) -> Child {
+        let more = ["--set", "train.max_steps=300", "--eval-dataset", "rows.jsonl"];
+        let mut command = place.command(&lora(&more));
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let lines = || std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap_or_default();
+        while lines().lines().count() < 4 {
+            assert!(child.try_wait().unwrap().is_none(), "the run ended before it was stopped");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        child
+    }
+
+    fn stop(child: Child) -> Output {
+        let sent = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();
+        assert!(sent.success());
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(85), "{}", String::from_utf8_lossy(&output.stderr));
+        output
+    }
+
+    #[test]
+    fn a_stopped_run_has_a_page_that_says_so_and_the_end_replaces_it() {
+        let place = Place::new();
+        stop(begun(&place));
+        let page = read(&place, "out/report.html");
+        assert!(page.contains("<p class=\"notice\" role=\"note\">Stopped by a signal after step "), "{page}");
+        assert!(
+            page.contains("<h2>Loss and learning rate</h2>") && page.contains("<h2>Recipe</h2>"),
+            "{page}"
+        );
+        let more = ["--set", "train.max_steps=300", "--eval-dataset", "rows.jsonl", "--resume"];
+        said(&place, &lora(&more));
+        let page = read(&place, "out/report.html");
+        assert!(!page.contains("Stopped by a signal"), "{page}");
+        assert!(page.contains("<dt>steps</dt><dd>300 of 300</dd>"), "{page}");
+        // The evaluation of the base is that of the run's first part.
+        let loss = page.split("<dt>held-out loss</dt><dd>").nth(1).unwrap().split("</dd>").next().unwrap();
+        assert!(loss.contains(" → "), "{loss}");
+    }
+
+    #[test]
+    fn a_page_without_a_place_fails_no_run() {
+        let place = Place::new();
+        let child = begun(&place);
+        std::fs::create_dir(place.path("out/report.html")).unwrap();
+        let told = place.told(&stop(child).stderr);
+        assert!(told.contains("warning: no report.html: "), "{told}");
+        assert!(told.contains("the run is saved in out/checkpoint-"), "{told}");
+    }
+}
