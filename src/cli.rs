@@ -13,10 +13,12 @@ use crate::export::gguf::GgufType;
 use crate::recipe::{Dtype, Purpose, QuantKind, RecipeLayers, RecipeText};
 
 mod bench;
+mod doctor;
 mod parse;
 mod verify;
 
 pub use bench::{BenchArgs, BenchVerb, OpsArgs, ScalingArgs};
+pub use doctor::DoctorArgs;
 pub use parse::{ParsedArgs, parse};
 pub use verify::VerifyResumeArgs;
 
@@ -473,24 +475,6 @@ pub enum RecipesAction {
         /// Its name, or `reference` for every key
         name: String,
     },
-}
-
-/// Arguments of `finetune doctor`.
-#[derive(Debug, Clone, Args)]
-#[command(after_help = "\
-Examples:
-  finetune doctor
-  finetune doctor --selftest")]
-pub struct DoctorArgs {
-    /// Compare every operation, forward and backward, with its reference
-    #[arg(long)]
-    pub selftest: bool,
-    /// Compute by the GPU's kernels, run on the processor (builds with the feature `kernel-emu`)
-    #[arg(long, requires = "selftest")]
-    pub emulated: bool,
-    /// Write what each instruction of the kernels left in registers, to be kept in compute/tests/golden
-    #[arg(long, requires = "selftest", value_name = "FILE", hide = true)]
-    pub probe: Option<PathBuf>,
 }
 
 /// The weights that an adapter is merged onto (`finetune merge --base`).

@@ -2,9 +2,8 @@
 //! recipe for some steps.
 
 use candle_core::DType;
-use serde::Serialize;
 
-use super::{config_of, print, terminal};
+use super::{config_of, print, print_json, terminal};
 use crate::cli::{BenchArgs, BenchVerb, OpsArgs, ScalingArgs};
 use crate::error::{Error, Result};
 use crate::ops::bench::{BenchShapes, ModelWidths};
@@ -45,11 +44,6 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
         results.push(ScalingResult::measure(&plan, &devices, ranks, threads, results.first())?);
     }
     if args.json { print_json(&results) } else { print(&ScalingResult::table(&results)) }
-}
-
-fn print_json(figures: &impl Serialize) -> Result<()> {
-    let text = serde_json::to_string_pretty(figures).map_err(|e| Error::internal(e.to_string()))?;
-    print(&format!("{text}\n"))
 }
 
 fn ops(args: &OpsArgs) -> Result<()> {

@@ -22,6 +22,7 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use candle_core::Device;
+use serde::Serialize;
 
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
 use crate::error::input_file;
@@ -146,4 +147,13 @@ fn print(text: &str) -> Result<()> {
         }
         _ => Ok(()),
     }
+}
+
+/// Writes figures or facts that were asked for as JSON, as [`print`] does.
+///
+/// # Errors
+/// As there.
+fn print_json(value: &impl Serialize) -> Result<()> {
+    let text = serde_json::to_string_pretty(value).map_err(|e| Error::internal(e.to_string()))?;
+    print(&format!("{text}\n"))
 }

@@ -50,6 +50,49 @@ fn says_what_there_is() {
     assert!(!text.contains("self-test"));
 }
 
+/// The machine is told as people and as programs read it; disks are measured only when that is asked for.
+#[test]
+fn tells_the_machine_in_json_too() {
+    let json = |args: &[&str]| -> serde_json::Value { serde_json::from_str(&doctor(args, &[])).unwrap() };
+    let facts = json(&["--json"]);
+    assert_eq!(facts["program"]["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(facts["program"]["hub"]["endpoint"], "https://huggingface.co");
+    assert!(facts["program"]["memory"]["total"].as_u64() > Some(0), "{facts}");
+    assert_eq!(facts["disks"], serde_json::json!([]));
+    let text = doctor(&[], &[]);
+    assert!(!value(&text, "NCCL network plugin").is_empty() && !value(&text, "network").is_empty(), "{text}");
+    // Every limit is told with what is enough.
+    let limits = facts["host"]["limits"].as_array().unwrap();
+    for limit in limits {
+        let told = value(&text, &format!("limit {}  ", limit["name"].as_str().unwrap()));
+        let word = if limit["enough"] == true { "enough" } else { "TOO LOW; enough: " };
+        assert!(told.contains(word), "{limit}: {told}");
+        assert_eq!(limit["enough"], limit["raise"].is_null(), "{limit}");
+    }
+    assert!(!cfg!(target_os = "linux") || limits.len() >= 2, "{facts}");
+}
+
+#[test]
+fn measures_the_disks_that_are_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().display().to_string();
+    let facts: serde_json::Value = serde_json::from_str(&doctor(&["--json", "--disk", &place], &[])).unwrap();
+    let disks = facts["disks"].as_array().unwrap();
+    assert_eq!(
+        disks.iter().map(|disk| disk["name"].as_str().unwrap()).collect::<Vec<_>>(),
+        ["hub cache", "given folder"]
+    );
+    assert_eq!(disks[1]["folder"], place);
+    let rates = &disks[1]["rates"];
+    for rate in ["write_mb_per_sec", "read_mb_per_sec"] {
+        assert!(rates[rate].as_f64() > Some(0.0), "{facts}");
+    }
+    assert!(disks[1]["free_bytes"].as_u64() <= disks[1]["total_bytes"].as_u64(), "{facts}");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    let text = doctor(&["--disk"], &[]);
+    assert!(value(&text, "disk of the working folder").contains(" MB/s"), "{text}");
+}
+
 #[test]
 fn threads_are_those_that_will_run() {
     let text = doctor(&[], &[("RAYON_NUM_THREADS", "3")]);

@@ -161,6 +161,7 @@ fn local_commands() -> Vec<(i32, Vec<&'static str>)> {
             ],
         ),
         (0, vec!["doctor"]),
+        (0, vec!["doctor", "--json", "--disk", "."]),
         (0, vec!["completions", "bash"]),
         (0, verify(&["--recipe", "lora", "--ranks", "1", "--steps", "3", "--output", "twice"])),
         (1, train(&["--recipe", "lora", "--output", "out"])),
