@@ -13,12 +13,14 @@ use crate::export::gguf::GgufType;
 use crate::recipe::{Dtype, Purpose, QuantKind, RecipeLayers, RecipeText};
 
 mod bench;
+mod communication;
 mod doctor;
 mod parse;
 mod verify;
 
 pub use bench::{BenchArgs, BenchVerb, OpsArgs, ScalingArgs};
-pub use doctor::DoctorArgs;
+pub use communication::CommunicationArgs;
+pub use doctor::{DoctorArgs, DoctorVerb};
 pub use parse::{ParsedArgs, parse};
 pub use verify::VerifyResumeArgs;
 

@@ -2,19 +2,26 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, Subcommand};
+
+use super::CommunicationArgs;
 
 /// Arguments of `finetune doctor`.
 #[derive(Debug, Clone, Args)]
 #[command(
     args_conflicts_with_subcommands = true,
+    disable_help_subcommand = true,
     after_help = "\
 Examples:
   finetune doctor
   finetune doctor --disk /scratch --json
-  finetune doctor --selftest"
+  finetune doctor --selftest
+  finetune doctor net --ranks 4"
 )]
 pub struct DoctorArgs {
+    /// Without a word: what this machine offers.
+    #[command(subcommand)]
+    pub what: Option<DoctorVerb>,
     /// Compare every operation, forward and backward, with its reference
     #[arg(long, conflicts_with = "json")]
     pub selftest: bool,
@@ -31,3 +38,17 @@ pub struct DoctorArgs {
     #[arg(long)]
     pub json: bool,
 }
+
+/// What else is looked into.
+#[derive(Debug, Clone, Subcommand)]
+pub enum DoctorVerb {
+    /// Bandwidth of collectives and of every pair of ranks, slow pairs by name, and how far clocks are apart
+    #[command(after_help = NET_EXAMPLES)]
+    Net(CommunicationArgs),
+}
+
+const NET_EXAMPLES: &str = "\
+Examples:
+  finetune doctor net --ranks 4
+  finetune doctor net --gpus 0-7 --sizes 64M
+  mpirun -n 8 finetune doctor net --json";

@@ -103,6 +103,13 @@ impl Collective for FaultInjector {
     }
 
     fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
+        let struck = self.entered.load(Ordering::Relaxed) >= self.fault.occurrence;
+        if let InjectedFaultKind::SlowLink(slow, time) = self.fault.kind
+            && slow == to
+            && struck
+        {
+            std::thread::sleep(time);
+        }
         self.inner.send(call, to, buffer)
     }
 

@@ -7,9 +7,10 @@ use candle_core::Device;
 use serde::Serialize;
 
 use super::{print, print_json, working_folder};
-use crate::cli::DoctorArgs;
+use crate::cli::{CommunicationArgs, DoctorArgs, DoctorVerb};
 use crate::error::{Error, Result};
 use crate::ops::selftest::{self, ProbeReport, SelftestSummary};
+use crate::run::communication::net::NetworkReport;
 use crate::run::fact_lines::{FactLine, table};
 use crate::run::host_facts::HostFacts;
 use crate::run::host_facts::disk::DiskSpeed;
@@ -19,12 +20,21 @@ use crate::units;
 
 /// Prints what there is; with `--selftest`, then a line an op.
 pub(super) fn run(args: &DoctorArgs) -> Result<()> {
+    if let Some(DoctorVerb::Net(args)) = &args.what {
+        return net(args);
+    }
     let facts = MachineFacts::read(args)?;
     if args.json {
         return print_json(&facts);
     }
     print(&table(&facts.lines()))?;
     if args.selftest { check(args) } else { Ok(()) }
+}
+
+fn net(args: &CommunicationArgs) -> Result<()> {
+    // The process of rank 0 speaks for all.
+    let Some(report) = NetworkReport::measure(args)? else { return Ok(()) };
+    if args.json { print_json(&report) } else { print(&report.text()) }
 }
 
 /// All that is told, as programs read it.

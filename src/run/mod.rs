@@ -1,8 +1,9 @@
 //! A plan brought to life: the ranks of this process and how they start, the trainer of each, what a run leaves in its
-//! output folder, signals, the check of a merge, what `bench` measures: operations, and how speed grows with ranks; and
-//! what `doctor` tells: of the program, the machine, and the libraries that GPUs need.
+//! output folder, signals, the check of a merge; what `bench` measures: operations, how fast ranks talk, and how speed
+//! grows with ranks; and what `doctor` tells: of the program, the machine, and the libraries that GPUs need.
 
 mod card;
+pub(crate) mod communication;
 mod device_failure;
 mod elastic;
 pub(crate) mod fact_lines;

@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::Path;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use self::interfaces::NetworkInterface;
 use self::limits::{LimitFact, LimitNeeds};
@@ -54,7 +54,7 @@ struct NearestNics {
 }
 
 /// A path between two ranks, and what it should carry in one direction.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct LinkClass {
     /// Such as `NVLink` or `100 Gb/s EFA`.
     pub(crate) name: String,
