@@ -73,9 +73,9 @@ pub enum Verb {
     Data(DataArgs),
     /// List, show or write the built-in recipes
     Recipes(RecipesArgs),
-    /// Measure speed: of every operation, or by number of ranks
+    /// Measure speed: of every operation, between ranks, or by number of ranks
     Bench(BenchArgs),
-    /// Say what this machine offers; check every operation on it
+    /// Say what this machine and its network offer; check every operation on it
     Doctor(DoctorArgs),
     /// Prove on a recipe that a run which is killed and resumed leaves the same bytes
     VerifyResume(VerifyResumeArgs),

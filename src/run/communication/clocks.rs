@@ -70,10 +70,11 @@ fn ask(world: &dyn Collective, rank: usize, clock: &dyn Fn() -> Duration) -> Res
         let trip = started.elapsed();
         let bytes = <[u8; 8]>::try_from(answer.values::<u8>()?)
             .map_err(|_| Error::internal("a time came in another length"))?;
-        let theirs = Duration::from_nanos(u64::from_le_bytes(bytes)).as_secs_f64();
+        let theirs = i128::from(u64::from_le_bytes(bytes));
+        let own = i128::try_from((asked + trip / 2).as_nanos()).unwrap_or(i128::MAX);
         let skew = ClockSkew {
             rank,
-            ahead_secs: theirs - (asked + trip / 2).as_secs_f64(),
+            ahead_secs: theirs.saturating_sub(own) as f64 / 1e9,
             round_trip_secs: trip.as_secs_f64(),
         };
         if best.as_ref().is_none_or(|best| skew.round_trip_secs < best.round_trip_secs) {

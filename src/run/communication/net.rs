@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::clocks::{self, ClockSkew};
 use super::collectives::CollectiveSpeeds;
 use super::on_ranks;
-use super::pairs::{PairSpeed, PairTimes};
+use super::pairs::{self, PairSpeed, PairTimes};
 use super::rank_place::RankPlace;
 use crate::cli::CommunicationArgs;
 use crate::collective::Collective;
@@ -67,9 +67,9 @@ impl NetworkReport {
         copy: f64,
     ) -> Self {
         let pairs = times.judged(places, copy);
-        let slow = pairs.iter().filter_map(|pair| pair.warning(places));
+        let slow = pairs::warnings(&pairs, places);
         let skewed = clocks.iter().filter_map(|skew| skew.warning(&places[skew.rank].host));
-        let warnings = slow.chain(skewed).collect();
+        let warnings = slow.into_iter().chain(skewed).collect();
         let hosts = places.iter().map(|place| place.host.clone()).collect();
         NetworkReport { collectives, hosts, pairs, clocks, warnings }
     }
@@ -78,15 +78,11 @@ impl NetworkReport {
     pub(crate) fn text(&self) -> String {
         let mut text = self.collectives.table() + "\n";
         text += &self.pair_table();
-        let mut kinds: Vec<&str> = Vec::new();
-        for pair in &self.pairs {
-            if !kinds.contains(&pair.kind()) {
-                kinds.push(pair.kind());
-                text += &format!("{}\n", pair.kind_text());
-            }
-        }
-        let furthest = self.clocks.iter().map(|skew| skew.ahead_secs.abs()).fold(0.0, f64::max);
-        text += &format!("clocks: {:.3} ms apart at most\n", 1e3 * furthest);
+        pairs::kinds(&self.pairs).iter().for_each(|kind| text += &format!("{kind}\n"));
+        let most = |secs: fn(&ClockSkew) -> f64| self.clocks.iter().map(secs).fold(0.0, f64::max);
+        let (apart, unsure) = (most(|skew| skew.ahead_secs.abs()), most(|skew| skew.round_trip_secs / 2.0));
+        text +=
+            &format!("clocks: {:.3} ms apart at most, give or take {:.3} ms\n", 1e3 * apart, 1e3 * unsure);
         if self.warnings.is_empty() {
             text += "no pair carries less than half of what is usual, and no clock is a second off\n";
         }

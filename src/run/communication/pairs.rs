@@ -1,12 +1,13 @@
 //! Messages from every rank to every other, one pair at a time, and which of them are slow.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use candle_core::Device;
 use serde::Serialize;
 
 use super::rank_buffer::RankBuffer;
-use super::rank_place::RankPlace;
+use super::rank_place::{NETWORK, RankPlace};
 use crate::collective::{Call, Collective};
 use crate::error::Result;
 
@@ -100,13 +101,12 @@ impl PairTimes {
             })
             .collect();
         speeds.sort_by(|one, other| one.gbps.total_cmp(&other.gbps));
-        for at in 0..speeds.len() {
-            let kind = speeds[at].kind;
-            let alike: Vec<f64> =
-                speeds.iter().filter(|pair| pair.kind == kind).map(|pair| pair.gbps).collect();
-            let median = alike[alike.len() / 2];
-            speeds[at].median_gbps = median;
-            speeds[at].slow = speeds[at].gbps < SLOW * median;
+        let mut by_kind: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+        speeds.iter().for_each(|pair| by_kind.entry(pair.kind).or_default().push(pair.gbps));
+        for pair in &mut speeds {
+            let alike = by_kind.get(pair.kind).map_or(&[][..], Vec::as_slice);
+            pair.median_gbps = alike.get(alike.len() / 2).copied().unwrap_or(pair.gbps);
+            pair.slow = pair.gbps < SLOW * pair.median_gbps;
         }
         speeds
     }
@@ -144,24 +144,53 @@ fn answer(world: &dyn Collective, from: usize, message: &RankBuffer, answer: &Ra
     Ok(())
 }
 
+/// What people are told of slow pairs, each pair once, and of networks that carry less than half of what they should.
+/// `pairs` are all, slowest first.
+pub(super) fn warnings(pairs: &[PairSpeed], places: &[RankPlace]) -> Vec<String> {
+    let mut told: BTreeSet<[usize; 2]> = BTreeSet::new();
+    let slow = pairs.iter().filter(|pair| pair.slow);
+    let once = slow.filter(|pair| told.insert([pair.from.min(pair.to), pair.from.max(pair.to)]));
+    let mut warnings: Vec<String> = once.map(|pair| pair.slow_text(pairs, places)).collect();
+    let network = pairs.iter().find(|pair| pair.kind == NETWORK);
+    warnings.extend(network.and_then(PairSpeed::network_warning));
+    warnings
+}
+
+/// The median of each kind of pairs beside what should be, for people, in the order in which kinds come first.
+pub(super) fn kinds(pairs: &[PairSpeed]) -> Vec<String> {
+    let mut told: BTreeSet<&str> = BTreeSet::new();
+    pairs.iter().filter(|pair| told.insert(pair.kind)).map(PairSpeed::kind_text).collect()
+}
+
 impl PairSpeed {
-    /// What people are told of a slow pair.
-    pub(super) fn warning(&self, places: &[RankPlace]) -> Option<String> {
+    fn slow_text(&self, pairs: &[PairSpeed], places: &[RankPlace]) -> String {
         let PairSpeed { from, to, gbps, median_gbps, kind, .. } = self;
         let host = |rank: usize| places.get(rank).map_or("", |place| place.host.as_str());
+        let back = pairs.iter().find(|pair| (pair.from, pair.to) == (*to, *from));
+        let back = back.map_or_else(String::new, |back| format!(", back {:.3} GB/s", back.gbps));
         let share = 100.0 * gbps / median_gbps;
-        self.slow.then(|| {
+        format!(
+            "SLOW: rank {from} ({}) to rank {to} ({}): {gbps:.3} GB/s, {share:.1} % of the median pair's over {kind}, \
+             {median_gbps:.3} GB/s{back}",
+            host(*from),
+            host(*to)
+        )
+    }
+
+    /// Of the median of networks, which this pair knows.
+    fn network_warning(&self) -> Option<String> {
+        let (median, expected) = (self.median_gbps, self.expected_gbps?);
+        let name = self.expected.as_ref()?;
+        (median < SLOW * expected).then(|| {
             format!(
-                "SLOW: rank {from} ({}) to rank {to} ({}) carries {gbps:.3} GB/s, {share:.0} % of the median of {kind} \
-                 ({median_gbps:.3} GB/s)",
-                host(*from),
-                host(*to)
+                "SLOW: the median pair over the network carries {median:.3} GB/s, under half of what {name} can \
+                 ({expected:.3} GB/s): see whether ranks use another interface (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, \
+                 OMPI_MCA_btl_tcp_if_include)"
             )
         })
     }
 
-    /// What the pairs of this one's kind carry, beside what they should, for people.
-    pub(super) fn kind_text(&self) -> String {
+    fn kind_text(&self) -> String {
         let median = self.median_gbps;
         let beside = match (&self.expected, self.expected_gbps) {
             (Some(name), Some(expected)) => {
@@ -171,9 +200,64 @@ impl PairSpeed {
         };
         format!("{}: the median pair carries {median:.3} GB/s, {beside}", self.kind)
     }
+}
 
-    /// Which pairs are compared with each other.
-    pub(super) fn kind(&self) -> &'static str {
-        self.kind
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::run::host_facts::LinkClass;
+
+    /// Four ranks on two hosts with a 10 Gb/s network, where `secs` are the times of messages of 1 GB.
+    fn judged(secs: impl Fn(usize, usize) -> f64) -> (Vec<PairSpeed>, Vec<RankPlace>) {
+        let link = LinkClass { name: "10 Gb/s ethernet".to_owned(), gbytes_per_sec: 1.25 };
+        let hosts = ["a", "a", "b", "b"];
+        let places: Vec<RankPlace> = hosts.map(|host| RankPlace::of_host(host, Some(link.clone()))).into();
+        let large = (0..16).map(|at| secs(at / 4, at % 4)).collect();
+        let times = PairTimes { ranks: 4, bytes: 1_000_000_000, large, short: vec![1e-5; 16] };
+        (times.judged(&places, 20.0), places)
+    }
+
+    /// A network is slower than memory, which is no fault of its pairs.
+    #[test]
+    fn pairs_are_compared_with_their_kind() {
+        let (pairs, places) = judged(|from, to| if from / 2 == to / 2 { 0.1 } else { 1.0 });
+        assert_eq!(pairs.len(), 12);
+        assert_eq!(warnings(&pairs, &places), [""; 0]);
+        assert_eq!(
+            kinds(&pairs),
+            [
+                "network: the median pair carries 1.000 GB/s, 80 % of 10 Gb/s ethernet (1.250 GB/s)",
+                "memory: the median pair carries 10.000 GB/s, 50 % of memory of one host, as a copy there (20.000 GB/s)",
+            ]
+        );
+    }
+
+    #[test]
+    fn a_slow_pair_is_named_once() {
+        let (pairs, places) = judged(|from, to| match (from, to) {
+            (3, 2) => 0.5,
+            (2, 3) => 0.4,
+            _ if from / 2 == to / 2 => 0.1,
+            _ => 1.0,
+        });
+        assert_eq!(
+            warnings(&pairs, &places),
+            [
+                "SLOW: rank 3 (b) to rank 2 (b): 2.000 GB/s, 20.0 % of the median pair's over memory, 10.000 GB/s, back \
+              2.500 GB/s"
+            ]
+        );
+        assert_eq!((pairs[0].kind, pairs[0].slow), (NETWORK, false));
+    }
+
+    #[test]
+    fn a_network_under_half_of_its_speed_is_told() {
+        let (pairs, places) = judged(|_, _| 2.0);
+        let said = warnings(&pairs, &places);
+        assert_eq!(said.len(), 1, "{said:?}");
+        assert!(
+            said[0].contains("0.500 GB/s, under half of what 10 Gb/s ethernet can (1.250 GB/s)"),
+            "{said:?}"
+        );
     }
 }

@@ -11,6 +11,9 @@ use crate::run::host_facts::{HostFacts, LinkClass};
 /// Bytes of what a rank says of itself, as JSON with blanks behind it.
 const SAID_BYTES: usize = 1024;
 
+/// The kind of ways between hosts.
+pub(super) const NETWORK: &str = "network";
+
 /// Where a rank is.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct RankPlace {
@@ -31,6 +34,12 @@ impl RankPlace {
             between_gpus: facts.between_gpus().filter(|_| on_gpu),
             on_gpu,
         }
+    }
+
+    /// Of a rank on a CPU.
+    #[cfg(test)]
+    pub(super) fn of_host(host: &str, network: Option<LinkClass>) -> Self {
+        RankPlace { host: host.to_owned(), network, between_gpus: None, on_gpu: false }
     }
 
     /// Tells all ranks where this one is; returns the places of all, by rank.
@@ -59,7 +68,7 @@ impl RankPlace {
             Some(if mine.gbytes_per_sec <= theirs.gbytes_per_sec { mine } else { theirs }.clone())
         };
         let (kind, link) = if self.host != other.host {
-            ("network", slower(&self.network, &other.network))
+            (NETWORK, slower(&self.network, &other.network))
         } else if self.on_gpu && other.on_gpu {
             ("GPUs of one host", slower(&self.between_gpus, &other.between_gpus))
         } else {
@@ -97,8 +106,8 @@ mod tests {
         };
         let (fast, slow) = (link("100 Gb/s EFA", 12.5), link("10 Gb/s ethernet", 1.25));
         let (one, two) = (place("a", fast.clone(), true), place("b", slow.clone(), true));
-        assert_eq!(one.way_to(&two, 9.0), PairWay { kind: "network", link: slow });
-        assert_eq!(one.way_to(&place("c", None, true), 9.0), PairWay { kind: "network", link: None });
+        assert_eq!(one.way_to(&two, 9.0), PairWay { kind: NETWORK, link: slow });
+        assert_eq!(one.way_to(&place("c", None, true), 9.0), PairWay { kind: NETWORK, link: None });
         assert_eq!(one.way_to(&one, 9.0).link, link("NVLink", 450.0));
         let cpu = place("a", fast, false);
         assert_eq!(
@@ -110,8 +119,7 @@ mod tests {
     #[test]
     fn every_rank_hears_of_all() {
         let all = run_on_cpu(3, 1, |world| {
-            let host = format!("host-{}", world.rank());
-            RankPlace { host, network: None, between_gpus: None, on_gpu: false }.share(&*world)
+            RankPlace::of_host(&format!("host-{}", world.rank()), None).share(&*world)
         });
         let hosts: Vec<String> = all.unwrap()[1].iter().map(|place| place.host.clone()).collect();
         assert_eq!(hosts, ["host-0", "host-1", "host-2"]);

@@ -46,8 +46,7 @@ impl NumaNode {
     /// What people read of it.
     pub(super) fn line(&self) -> FactLine {
         let cpus = if self.cpus.is_empty() { "no CPUs".to_owned() } else { format!("CPUs {}", self.cpus) };
-        let memory =
-            self.memory_bytes.map_or_else(|| "memory unknown".to_owned(), |bytes| units::bytes(bytes));
+        let memory = self.memory_bytes.map_or_else(|| "memory unknown".to_owned(), units::bytes);
         line(format!("NUMA node {}", self.number), format!("{cpus}, {memory}"))
     }
 }
