@@ -27,7 +27,7 @@ const SIZES: [u64; 9] = [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1
 /// What connects the ranks, and how much they send.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct MeasuredRanks {
-    /// For people.
+    /// As people read it.
     backend: &'static str,
     /// Bytes of the data of each measurement.
     sizes: Vec<u64>,

@@ -24,7 +24,7 @@ const SLOWEST_SHOWN: usize = 10;
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct NetworkReport {
     collectives: CollectiveSpeeds,
-    /// By rank.
+    /// That of each rank.
     hosts: Vec<String>,
     /// Every rank to every other, slowest first.
     pairs: Vec<PairSpeed>,

@@ -49,7 +49,7 @@ pub(crate) struct HostFacts {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 struct NearestNics {
     distance: PciDistance,
-    /// Their addresses.
+    /// Their PCI addresses.
     nics: Vec<String>,
 }
 

@@ -47,7 +47,7 @@ impl NvLinks {
 
 type RawDevice = *mut c_void;
 
-/// `nvmlPciInfo_t`.
+/// `nvmlPciInfo_t` of `nvml.h`.
 #[repr(C)]
 struct PciInfo {
     bus_id_legacy: [c_char; 16],
