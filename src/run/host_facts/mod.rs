@@ -113,7 +113,7 @@ impl HostFacts {
         lines.extend(interfaces::lines(&self.interfaces));
         for device in &self.pci {
             let (name, more) = match device.role {
-                PciRole::Gpu => ("GPU", self.near_gpu(&device.address)),
+                PciRole::Gpu => ("GPU", self.near_gpu(device)),
                 PciRole::Nic => ("network card", self.interfaces_of(device)),
             };
             let text = std::iter::once(device.text()).chain(more).collect::<Vec<_>>().join("; ");
@@ -126,9 +126,12 @@ impl HostFacts {
     }
 
     /// What a GPU is next to.
-    fn near_gpu(&self, gpu: &str) -> Vec<String> {
-        let links = self.nvlinks.as_ref().and_then(|links| links.get(gpu)).map(NvLinks::text);
-        let near = self.nearest_nics.get(gpu).map(|near| {
+    fn near_gpu(&self, gpu: &PciDevice) -> Vec<String> {
+        let links = match &self.nvlinks {
+            Some(links) => links.get(&gpu.address).map(NvLinks::text),
+            None => gpu.is_nvidia().then(|| "NVLink unknown (libnvidia-ml.so.1 does not answer)".to_owned()),
+        };
+        let near = self.nearest_nics.get(&gpu.address).map(|near| {
             format!("nearest network card {}, {}", near.nics.join(" and "), near.distance.name())
         });
         links.into_iter().chain(near).collect()

@@ -1,7 +1,7 @@
 //! NVLink: which links of each GPU are active and where they lead, by NVIDIA's management library (NVML), which comes with
 //! the driver and is found at run time.
 //!
-//! The table is ours because four functions are needed of some four hundred, and a crate for them would bring a second
+//! The table is ours because six functions are needed of some four hundred, and a crate for them would bring a second
 //! version of the loader's crate. Names, layouts and values are those of `nvml.h`, in which they stay the same.
 
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ use serde::Serialize;
 pub(crate) struct NvLinks {
     /// Number of active links.
     pub(super) active: usize,
-    /// The generation, as `nvmlDeviceGetNvLinkVersion` counts it.
+    /// The generation, as a value of `nvmlNvlinkVersion_t`: 1 is 1.0, 2 and 3 are 2.x, 4 and 5 are 3.x, 6 is 4.0, 7 is 5.0.
     pub(super) version: Option<u32>,
     /// The PCI addresses that they lead to (GPUs or NVSwitches), with the number of links to each.
     pub(super) remotes: BTreeMap<String, usize>,
@@ -25,8 +25,8 @@ impl NvLinks {
     pub(super) fn gbytes_per_sec(&self) -> Option<f64> {
         let each = match self.version? {
             1 => 20.0,
-            2..=4 => 25.0,
-            5 => 50.0,
+            2..=6 => 25.0,
+            7 => 50.0,
             _ => return None,
         };
         Some(each * self.active as f64)
@@ -142,4 +142,29 @@ unsafe fn links_of(
 fn short_address(address: &str) -> String {
     let address = address.to_lowercase();
     address.strip_prefix("0000").filter(|rest| rest.find(':') == Some(4)).unwrap_or(&address).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// All links together, one direction, as the data sheets have it (P100, V100, A100, H100, B200).
+    #[test]
+    fn rates_of_generations() {
+        for (version, active, rate) in
+            [(1, 4, 80.0), (2, 6, 150.0), (4, 12, 300.0), (6, 18, 450.0), (7, 18, 900.0)]
+        {
+            let links = NvLinks { active, version: Some(version), remotes: BTreeMap::new() };
+            assert_eq!(links.gbytes_per_sec(), Some(rate), "{version}");
+        }
+        assert_eq!(NvLinks { active: 1, version: Some(99), remotes: BTreeMap::new() }.gbytes_per_sec(), None);
+        assert_eq!(NvLinks::default().text(), "no active NVLink");
+    }
+
+    #[test]
+    fn addresses_as_the_kernel_writes_them() {
+        assert_eq!(short_address("00000000:3B:00.0"), "0000:3b:00.0");
+        assert_eq!(short_address("0000:3b:00.0"), "0000:3b:00.0");
+        assert_eq!(short_address("00010000:C1:00.0"), "00010000:c1:00.0");
+    }
 }
