@@ -13,11 +13,15 @@ use crate::export::gguf::GgufType;
 use crate::recipe::{Dtype, Purpose, QuantKind, RecipeLayers, RecipeText};
 
 mod bench;
+mod communication;
+mod doctor;
 mod parse;
 mod plan;
 mod verify;
 
 pub use bench::{BenchArgs, BenchVerb, OpsArgs, ScalingArgs};
+pub use communication::CommunicationArgs;
+pub use doctor::{DoctorArgs, DoctorVerb};
 pub use parse::{ParsedArgs, parse};
 pub use plan::PlanArgs;
 pub use verify::VerifyResumeArgs;
@@ -73,9 +77,9 @@ pub enum Verb {
     Data(DataArgs),
     /// List, show or write the built-in recipes
     Recipes(RecipesArgs),
-    /// Measure speed: of every operation, or by number of ranks
+    /// Measure speed: of every operation, between ranks, or by number of ranks
     Bench(BenchArgs),
-    /// Say what this machine offers; check every operation on it
+    /// Say what this machine and its network offer; check every operation on it
     Doctor(DoctorArgs),
     /// Prove on a recipe that a run which is killed and resumed leaves the same bytes
     VerifyResume(VerifyResumeArgs),
@@ -477,24 +481,6 @@ pub enum RecipesAction {
         /// Its name, or `reference` for every key
         name: String,
     },
-}
-
-/// Arguments of `finetune doctor`.
-#[derive(Debug, Clone, Args)]
-#[command(after_help = "\
-Examples:
-  finetune doctor
-  finetune doctor --selftest")]
-pub struct DoctorArgs {
-    /// Compare every operation, forward and backward, with its reference
-    #[arg(long)]
-    pub selftest: bool,
-    /// Compute by the GPU's kernels, run on the processor (builds with the feature `kernel-emu`)
-    #[arg(long, requires = "selftest")]
-    pub emulated: bool,
-    /// Write what each instruction of the kernels left in registers, to be kept in compute/tests/golden
-    #[arg(long, requires = "selftest", value_name = "FILE", hide = true)]
-    pub probe: Option<PathBuf>,
 }
 
 /// The weights that an adapter is merged onto (`finetune merge --base`).

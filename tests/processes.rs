@@ -117,6 +117,32 @@ fn processes_of_threads_give_the_bytes_of_threads() {
     same_bytes(2, 3, &sets);
 }
 
+/// Ranks of several processes measure what is between them, of which the process of rank 0 alone tells; a slow link is named.
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
+fn processes_measure_what_is_between_them() {
+    let Some(mpirun) = mpirun() else { return };
+    let line = ["doctor", "net", "--sizes", "1K,64K", "--ranks", "2", "--json"].map(str::to_owned);
+    let fault: &[&str] = &["FINETUNE_FAULT=3:meet:slow_to_0=60ms"];
+    let done = run(mpirun, &[(fault, line.to_vec()), (fault, line.to_vec())]);
+    assert!(done.status.success(), "{}", said(&done));
+    let report: serde_json::Value = serde_json::from_slice(&done.stdout).unwrap();
+    assert_eq!(
+        (&report["collectives"]["ranks"], &report["collectives"]["backend"]),
+        (&4.into(), &"MPI".into())
+    );
+    assert_eq!(report["collectives"]["timings"].as_array().map(Vec::len), Some(6));
+    assert_eq!(report["hosts"].as_array().map(Vec::len), Some(4));
+    assert_eq!(report["clocks"].as_array().map(Vec::len), Some(3));
+    let pairs = report["pairs"].as_array().unwrap();
+    assert_eq!(pairs.len(), 12);
+    let ends = |pair: &serde_json::Value| ["from", "to"].map(|end| pair[end].as_u64().unwrap());
+    let mut slowest = [ends(&pairs[0]), ends(&pairs[1])];
+    slowest.sort_unstable();
+    assert_eq!(slowest, [[0, 3], [3, 0]]);
+    assert!(report["warnings"][0].as_str().unwrap().starts_with("SLOW: rank "), "{report}");
+}
+
 /// Sums over several groups are in the order of all ranks here too, in f32 and in bf16.
 #[test]
 fn groups_of_processes_give_the_bytes_of_threads() {

@@ -5,7 +5,7 @@ use std::path::Path;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 
-use super::{CommonArgs, Gpus, RunArgs, find_recipe};
+use super::{CommonArgs, CommunicationArgs, Gpus, RunArgs, find_recipe};
 use crate::error::Result;
 use crate::recipe::{ComputeDtype, RecipeLayers};
 
@@ -22,9 +22,18 @@ pub struct BenchArgs {
 pub enum BenchVerb {
     /// Time of every operation, and its share of what the device reaches at copying or multiplying
     Ops(OpsArgs),
+    /// Bandwidth of all-reduce, all-gather and reduce-scatter between ranks, by size
+    #[command(after_help = COLLECTIVES_EXAMPLES)]
+    Collectives(CommunicationArgs),
     /// Tokens a second by ranks, bytes sent beside the formula, time lost to communication
     Scaling(ScalingArgs),
 }
+
+const COLLECTIVES_EXAMPLES: &str = "\
+Examples:
+  finetune bench collectives --ranks 4
+  finetune bench collectives --gpus 0-7 --sizes 1M,64M,1G
+  mpirun -n 8 finetune bench collectives --json";
 
 /// `finetune bench ops`.
 #[derive(Debug, Clone, Args)]

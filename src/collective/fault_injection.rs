@@ -125,6 +125,13 @@ impl Collective for FaultInjector {
     }
 
     fn send(&self, call: Call, to: usize, buffer: &Buffer) -> Result<()> {
+        let struck = self.entered.load(Ordering::Relaxed) >= self.fault.occurrence;
+        if let InjectedFaultKind::SlowLinkTo(slow, time) = self.fault.kind
+            && slow == to
+            && struck
+        {
+            std::thread::sleep(time);
+        }
         self.link().send(call, to, buffer)
     }
 

@@ -1,15 +1,15 @@
-//! `finetune bench`: how fast every operation is, and how speed grows with ranks, of which each number trains the same
+//! `finetune bench`: how fast every operation is, how fast ranks talk, and how speed grows with ranks, of which each number trains the same
 //! recipe for some steps.
 
 use candle_core::DType;
-use serde::Serialize;
 
-use super::{config_of, print, terminal};
-use crate::cli::{BenchArgs, BenchVerb, OpsArgs, ScalingArgs};
+use super::{config_of, print, print_json, terminal};
+use crate::cli::{BenchArgs, BenchVerb, CommunicationArgs, OpsArgs, ScalingArgs};
 use crate::error::{Error, Result};
 use crate::ops::bench::{BenchShapes, ModelWidths};
 use crate::plan::{Plan, WorldSize};
 use crate::recipe::{ComputeDtype, DataSource, Recipe, Strategy};
+use crate::run::communication::CollectiveSpeeds;
 use crate::run::op_speeds::OpSpeeds;
 use crate::run::scaling::{ScalingDevices, ScalingResult, WARM_UP};
 use crate::runtime::device::{self, DeviceChoice};
@@ -20,8 +20,15 @@ use crate::setup::Resolver;
 pub(super) fn run(args: &BenchArgs) -> Result<()> {
     match &args.what {
         BenchVerb::Ops(args) => ops(args),
+        BenchVerb::Collectives(args) => collectives(args),
         BenchVerb::Scaling(args) => scaling(args),
     }
+}
+
+fn collectives(args: &CommunicationArgs) -> Result<()> {
+    // The process of rank 0 speaks for all.
+    let Some(speeds) = CollectiveSpeeds::measure(args)? else { return Ok(()) };
+    if args.json { print_json(&speeds) } else { print(&speeds.table()) }
 }
 
 fn scaling(args: &ScalingArgs) -> Result<()> {
@@ -45,11 +52,6 @@ fn scaling(args: &ScalingArgs) -> Result<()> {
         results.push(ScalingResult::measure(&plan, &devices, ranks, threads, results.first())?);
     }
     if args.json { print_json(&results) } else { print(&ScalingResult::table(&results)) }
-}
-
-fn print_json(figures: &impl Serialize) -> Result<()> {
-    let text = serde_json::to_string_pretty(figures).map_err(|e| Error::internal(e.to_string()))?;
-    print(&format!("{text}\n"))
 }
 
 fn ops(args: &OpsArgs) -> Result<()> {

@@ -4,106 +4,67 @@
 use std::path::Path;
 
 use candle_core::Device;
+use serde::Serialize;
 
-use super::print;
-use crate::cli::DoctorArgs;
+use super::{print, print_json, working_folder};
+use crate::cli::{CommunicationArgs, DoctorArgs, DoctorVerb};
 use crate::error::{Error, Result};
-use crate::hub::HubOptions;
-use crate::instruction_set::{self, InstructionSet};
 use crate::ops::selftest::{self, ProbeReport, SelftestSummary};
-use crate::run::nvidia_libraries;
-use crate::runtime::device::GPU_BUILD;
-use crate::runtime::{device, machine};
+use crate::run::communication::net::NetworkReport;
+use crate::run::fact_lines::{FactLine, table};
+use crate::run::host_facts::HostFacts;
+use crate::run::host_facts::disk::DiskSpeed;
+use crate::run::program_facts::ProgramFacts;
+use crate::runtime::device;
 use crate::units;
 
 /// Prints what there is; with `--selftest`, then a line an op.
 pub(super) fn run(args: &DoctorArgs) -> Result<()> {
-    print(&lines(&[host(), gpus(), hub()].concat()))?;
+    if let Some(DoctorVerb::Net(args)) = &args.what {
+        return net(args);
+    }
+    let facts = MachineFacts::read(args)?;
+    if args.json {
+        return print_json(&facts);
+    }
+    print(&table(&facts.lines()))?;
     if args.selftest { check(args) } else { Ok(()) }
 }
 
-type DoctorLine = (String, String);
-
-fn lines(lines: &[DoctorLine]) -> String {
-    let width = lines.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
-    lines.iter().map(|(name, value)| format!("{name:width$}  {value}\n")).collect()
+fn net(args: &CommunicationArgs) -> Result<()> {
+    // The process of rank 0 speaks for all.
+    let Some(report) = NetworkReport::measure(args)? else { return Ok(()) };
+    if args.json { print_json(&report) } else { print(&report.text()) }
 }
 
-fn line(name: &str, value: impl Into<String>) -> DoctorLine {
-    (name.to_owned(), value.into())
+/// All that is told, as programs read it.
+#[derive(Serialize)]
+struct MachineFacts {
+    program: ProgramFacts,
+    host: HostFacts,
+    /// Those that were asked for.
+    disks: Vec<DiskSpeed>,
 }
 
-fn host() -> Vec<DoctorLine> {
-    let build = if GPU_BUILD { "CPU and CUDA" } else { "CPU alone (no feature `cuda`)" };
-    let memory = machine::host_memory().map_or_else(
-        || "this system does not say".to_owned(),
-        |memory| format!("{}, {} available", units::bytes(memory.total), units::bytes(memory.available)),
-    );
-    vec![
-        line("finetune", env!("CARGO_PKG_VERSION")),
-        line("build", format!("{build}, {}-{}", std::env::consts::OS, std::env::consts::ARCH)),
-        line("processor", processor()),
-        line("instructions", instructions()),
-        line("memory", memory),
-        line("threads", format!("{} (RAYON_NUM_THREADS sets it)", rayon::current_num_threads())),
-    ]
-}
-
-fn processor() -> String {
-    let mut facts = vec![machine::processor_name().unwrap_or_else(|| "name unknown".to_owned())];
-    if let Ok(cores) = std::thread::available_parallelism() {
-        facts.push(format!("{cores} cores to use"));
-    }
-    facts.join(", ")
-}
-
-/// The instructions that ops on the CPU use, and those that could be chosen.
-fn instructions() -> String {
-    let (in_use, names) = (InstructionSet::in_use().name(), InstructionSet::names_here());
-    format!("{in_use} ({} chooses among {names})", instruction_set::VARIABLE)
-}
-
-fn gpus() -> Vec<DoctorLine> {
-    let libraries = line("GPU libraries", nvidia_libraries::found_and_missing());
-    if !GPU_BUILD {
-        let other = "not used by this build; `cargo build --release --features cuda` makes one that does";
-        return vec![line("GPU", other), libraries];
-    }
-    let mut all = match device::gpus() {
-        Err(error) => vec![line("GPU", format!("none: {}", error.in_one_line()))],
-        Ok(gpus) if gpus.is_empty() => vec![line("GPU", "none: the driver sees no device")],
-        Ok(gpus) => {
-            let text = |gpu: &device::Gpu| {
-                let (major, minor) = gpu.compute_capability;
-                format!("{}, {}, compute capability {major}.{minor}", gpu.name, units::bytes(gpu.total_bytes))
-            };
-            gpus.iter().map(|gpu| line(&format!("GPU {}", gpu.index), text(gpu))).collect()
+impl MachineFacts {
+    fn read(args: &DoctorArgs) -> Result<Self> {
+        let (program, host) = (ProgramFacts::read(), HostFacts::of_this_machine());
+        let mut disks = Vec::new();
+        if let Some(given) = &args.disk {
+            let cache = program.hub_cache();
+            disks.extend(cache.map(|cache| DiskSpeed::measure("hub cache", &cache)));
+            disks.push(match given {
+                Some(folder) => DiskSpeed::measure("given folder", folder),
+                None => DiskSpeed::measure("working folder", &working_folder()?),
+            });
         }
-    };
-    let driver = match device::driver_version() {
-        Ok(version) => format!("speaks CUDA up to {}", version.unwrap_or_else(|| "none".to_owned())),
-        Err(error) => error.in_one_line(),
-    };
-    all.extend([line("GPU driver", driver), libraries]);
-    all
-}
+        Ok(MachineFacts { program, host, disks })
+    }
 
-fn hub() -> Vec<DoctorLine> {
-    let options = match HubOptions::from_env(false) {
-        Ok(options) => options,
-        Err(error) => return vec![line("hub", error.in_one_line())],
-    };
-    let token = match (&options.token, options.refused_token()) {
-        (Some(_), _) => "set".to_owned(),
-        (None, Some(refused)) => format!("refused: {}", refused.in_one_line()),
-        (None, None) => "not set; private and gated models need HF_TOKEN".to_owned(),
-    };
-    let offline = if options.offline { " (offline: HF_HUB_OFFLINE is set)" } else { "" };
-    vec![
-        line("hub", format!("{}{offline}", options.endpoint())),
-        line("hub cache", options.cache_dir.display().to_string()),
-        line("hub token", token),
-    ]
+    fn lines(&self) -> Vec<FactLine> {
+        let disks = self.disks.iter().map(DiskSpeed::line);
+        self.program.lines().into_iter().chain(self.host.lines()).chain(disks).collect()
+    }
 }
 
 /// Runs the self-test on the first GPU, where this build and machine have one, else on the CPU; or on the emulator.

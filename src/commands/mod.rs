@@ -12,20 +12,21 @@ mod export;
 mod generate;
 mod inspect;
 mod merge;
+mod output;
 mod plan;
 mod quantize;
 mod recipes;
 mod train;
 mod verify_resume;
 
-use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use candle_core::Device;
 
+use self::output::{print, print_json};
 use crate::cli::{Cli, CommonArgs, TrainArgs, Verb};
 use crate::error::input_file;
-use crate::error::{Error, ErrorCategory, Result};
+use crate::error::{Error, Result};
 use crate::instruction_set;
 use crate::model::ModelConfig;
 use crate::recipe::{DataSource, Recipe, RecipeText};
@@ -132,19 +133,4 @@ impl Opened {
 fn train_recipe_is(args: &TrainArgs, name: &str) -> bool {
     let found = args.run.recipe.as_deref().map(|text| RecipeText::find(text, Path::new(".")));
     matches!(found, Some(Ok(recipe)) if recipe.is_built_in(name))
-}
-
-/// Writes data that was asked for to the standard output. A reader who has gone, as in `| head`, wanted no more
-/// of it: no error.
-///
-/// # Errors
-/// When the output cannot be written, such as to a full disk.
-fn print(text: &str) -> Result<()> {
-    let mut stdout = std::io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(Error::new(ErrorCategory::Storage, "cannot write the output").because(error.to_string()))
-        }
-        _ => Ok(()),
-    }
 }

@@ -1,9 +1,9 @@
 //! `finetune plan`: what a run would need, without loading weights.
 
-use super::{print, terminal, working_folder};
+use super::{print, print_json, terminal, working_folder};
 use crate::cli::PlanArgs;
 use crate::data::{Dataset, Sampler};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::plan::{Rows, StepInputs, sampler_options};
 use crate::recipe::Recipe;
 use crate::run::sizing_inputs::{SizedModel, engine_on, room_of, timed_on, world_of};
@@ -54,6 +54,5 @@ pub(super) fn run(args: &PlanArgs) -> Result<()> {
     if !args.json {
         return print(&sizing.text());
     }
-    let text = serde_json::to_string_pretty(&sizing).map_err(|e| Error::internal(e.to_string()))?;
-    print(&format!("{text}\n"))
+    print_json(&sizing)
 }

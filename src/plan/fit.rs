@@ -108,9 +108,7 @@ impl StepInputs<'_> {
     fn process(&self, world: WorldSize) -> u64 {
         match self.room {
             Room::Planned { process, .. } => process,
-            Room::Here if world.all == 1 && self.engine.traits.on_host() => {
-                process_bytes()
-            }
+            Room::Here if world.all == 1 && self.engine.traits.on_host() => process_bytes(),
             Room::Here => 0,
         }
     }

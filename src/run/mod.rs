@@ -1,16 +1,20 @@
 //! A plan brought to life: the ranks of this process and how they start, the trainer of each, what a run leaves in its
-//! output folder, signals, the check of a merge, what `bench` measures: operations, and how speed grows with ranks; and the
-//! libraries that GPUs need.
+//! output folder, signals, the check of a merge; what `bench` measures: operations, how fast ranks talk, and how speed
+//! grows with ranks; and what `doctor` tells: of the program, the machine, and the libraries that GPUs need.
 
 mod bottlenecks;
 mod card;
+pub(crate) mod communication;
 mod device_failure;
 mod elastic;
+pub(crate) mod fact_lines;
+pub(crate) mod host_facts;
 pub(crate) mod interrupt;
 pub(crate) mod merge_check;
 pub(crate) mod nvidia_libraries;
 pub(crate) mod op_speeds;
 pub(crate) mod output_folder;
+pub(crate) mod program_facts;
 pub(crate) mod ranks;
 pub(crate) mod report_page;
 pub(crate) mod restarts;

@@ -3,6 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
+use serde::Serialize;
+
 use crate::collective::nccl::NcclLibrary;
 use crate::runtime::device;
 
@@ -25,25 +27,43 @@ struct Library {
     found: Option<String>,
 }
 
-/// What is found and what is missing, in a line.
-pub(crate) fn found_and_missing() -> String {
-    let mut libraries: Vec<Library> = linked(device::cuda_release()).into_iter().map(look_for).collect();
-    libraries.push(Library {
-        name: "NCCL (for several GPUs)".to_owned(),
-        found: NcclLibrary::open().ok().map(|library| format!("{library:?}")),
-    });
-    let needed = if device::GPU_BUILD { "" } else { " (this build needs none of them)" };
-    text(&libraries) + needed
+/// NVIDIA's libraries that the loader finds on this machine, and those that it does not.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct GpuLibraries {
+    /// Where they are.
+    found: Vec<String>,
+    /// By their names.
+    missing: Vec<String>,
 }
 
-fn text(libraries: &[Library]) -> String {
-    let found: Vec<&str> = libraries.iter().filter_map(|library| library.found.as_deref()).collect();
-    let is_missing = |library: &&Library| library.found.is_none();
-    let missing: Vec<&str> =
-        libraries.iter().filter(is_missing).map(|library| library.name.as_str()).collect();
-    let parts = [("found", found), ("missing", missing)];
-    let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
-    parts.map(|(word, names)| format!("{word}: {}", names.join(", "))).collect::<Vec<_>>().join("; ")
+impl GpuLibraries {
+    /// Asks the loader for all of them.
+    pub(crate) fn look() -> Self {
+        let mut libraries: Vec<Library> = linked(device::cuda_release()).into_iter().map(look_for).collect();
+        libraries.push(Library {
+            name: "NCCL (for several GPUs)".to_owned(),
+            found: NcclLibrary::open().ok().map(|library| format!("{library:?}")),
+        });
+        Self::of(libraries)
+    }
+
+    fn of(libraries: Vec<Library>) -> Self {
+        let (mut found, mut missing) = (Vec::new(), Vec::new());
+        for library in libraries {
+            match library.found {
+                Some(place) => found.push(place),
+                None => missing.push(library.name),
+            }
+        }
+        GpuLibraries { found, missing }
+    }
+
+    /// What is found and what is missing, in a line.
+    pub(crate) fn text(&self) -> String {
+        let parts = [("found", &self.found), ("missing", &self.missing)];
+        let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
+        parts.map(|(word, names)| format!("{word}: {}", names.join(", "))).collect::<Vec<_>>().join("; ")
+    }
 }
 
 fn look_for(name: String) -> Library {
@@ -101,7 +121,10 @@ mod tests {
         let there = Library { name: "liba.so.1".into(), found: Some("/lib/liba.so.1.2".into()) };
         let away = look_for("libnothing-of-this-name.so.7".to_owned());
         assert!(away.found.is_none());
-        assert_eq!(text(&[there, away]), "found: /lib/liba.so.1.2; missing: libnothing-of-this-name.so.7");
+        assert_eq!(
+            GpuLibraries::of(vec![there, away]).text(),
+            "found: /lib/liba.so.1.2; missing: libnothing-of-this-name.so.7"
+        );
         // The C library is there on every machine that runs this.
         assert!(look_for("libc.so.6".to_owned()).found.is_some_and(|place| place.contains("/libc.so")));
     }

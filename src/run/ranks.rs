@@ -5,12 +5,12 @@
 //! there are several.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use candle_core::Device;
 
-use crate::cli::TrainArgs;
+use crate::cli::{Gpus, ProcessArgs, TrainArgs};
 use crate::collective;
 use crate::collective::in_process::InjectedFault;
 use crate::collective::launch::{Flags, Launch};
@@ -34,6 +34,32 @@ const FAULT: &str = "FINETUNE_FAULT";
 /// How long a process that noticed the loss of a peer waits to hear from the rendezvous which rank failed and why.
 const PEER_FAILURE_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// Which ranks a command asks for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RankRequest<'a> {
+    /// A rank on each of these.
+    pub(crate) gpus: Option<&'a Gpus>,
+    /// So many on the CPU.
+    pub(crate) ranks: Option<u16>,
+    pub(crate) processes: &'a ProcessArgs,
+    /// What they are for, as a verb: "train".
+    pub(crate) purpose: &'static str,
+}
+
+impl<'a> From<&'a TrainArgs> for RankRequest<'a> {
+    fn from(args: &'a TrainArgs) -> Self {
+        let (gpus, ranks) = (args.gpus.as_ref(), args.ranks);
+        RankRequest { gpus, ranks, processes: &args.processes, purpose: "train" }
+    }
+}
+
+/// What the processes of a run must have alike, by names for people, and how long a rank may be silent where that is not
+/// learned.
+struct RunTerms<'a> {
+    alike: &'a (dyn Fn() -> Result<BTreeMap<String, String>> + Sync),
+    timeout: Option<Duration>,
+}
+
 /// GPUs by their numbers.
 pub(crate) fn open_gpus(numbers: &[usize]) -> Result<Vec<Device>> {
     numbers.iter().map(|number| device::open(DeviceChoice::Gpu(*number))).collect()
@@ -43,24 +69,24 @@ pub(crate) fn open_gpus(numbers: &[usize]) -> Result<Vec<Device>> {
 ///
 /// # Errors
 /// They contradict each other; several processes are there that this binary has no way to connect.
-pub(crate) fn launch(args: &TrainArgs) -> Result<Launch> {
-    let gpus = args.gpus.as_ref().map(|gpus| gpus.0.len());
+pub(crate) fn launch<'a>(request: impl Into<RankRequest<'a>>) -> Result<Launch> {
+    let RankRequest { gpus, ranks, processes, purpose } = request.into();
     let flags = Flags {
-        ranks_here: args.ranks.map(usize::from).or(gpus),
-        world_size: args.processes.world_size,
-        rank: args.processes.rank,
-        master_addr: args.processes.master_addr.clone(),
-        master_port: args.processes.master_port,
+        ranks_here: ranks.map(usize::from).or(gpus.map(|gpus| gpus.0.len())),
+        world_size: processes.world_size,
+        rank: processes.rank,
+        master_addr: processes.master_addr.clone(),
+        master_port: processes.master_port,
     };
     let launch = Launch::detect(&flags, &|name| std::env::var_os(name))?;
-    if launch.master.is_none() || on_gpus(args)? {
+    if launch.master.is_none() || on_gpus(RankRequest { gpus, ranks, processes, purpose })? {
         return Ok(launch);
     }
     if collective::CONNECTS_PROCESSES {
         return Ok(launch);
     }
     let (all, source) = (launch.world_size, launch.source.name());
-    Err(Error::user("cannot train over several processes")
+    Err(Error::user(format!("cannot {purpose} over several processes"))
         .because(format!("there are {all} ranks, by {source}"))
         .because("this binary was built without MPI, which carries what ranks say between processes on CPUs")
         .hint("build it with `cargo build --release --features mpi`; on one host, `--ranks N` needs neither"))
@@ -68,8 +94,9 @@ pub(crate) fn launch(args: &TrainArgs) -> Result<Launch> {
 
 /// Whether the ranks are on GPUs: those that are named, else whatever this build and machine have unless `--ranks` asks
 /// for the CPU.
-pub(crate) fn on_gpus(args: &TrainArgs) -> Result<bool> {
-    Ok(match (&args.gpus, args.ranks) {
+pub(crate) fn on_gpus<'a>(request: impl Into<RankRequest<'a>>) -> Result<bool> {
+    let RankRequest { gpus, ranks, .. } = request.into();
+    Ok(match (gpus, ranks) {
         (Some(_), _) => true,
         (None, Some(_)) => false,
         (None, None) => device::preferred()? != DeviceChoice::Cpu,
@@ -91,11 +118,12 @@ impl RankSetup {
     ///
     /// # Errors
     /// A GPU that is named is not there or cannot be opened; NCCL is missing or too old.
-    pub(crate) fn open(launch: Launch, args: &TrainArgs) -> Result<Self> {
-        if !on_gpus(args)? {
+    pub(crate) fn open<'a>(launch: Launch, request: impl Into<RankRequest<'a>>) -> Result<Self> {
+        let request = request.into();
+        if !on_gpus(request)? {
             return Ok(RankSetup { launch, devices: vec![Device::Cpu], nccl: None });
         }
-        let devices = match &args.gpus {
+        let devices = match request.gpus {
             Some(gpus) => open_gpus(&gpus.0)?,
             // One process for each GPU: its own is the one with its number on the host. Where the launcher shows each
             // process its GPU alone, that is number 0; two on one GPU are refused by NCCL.
@@ -138,6 +166,43 @@ impl RankSetup {
         begin: impl FnOnce() -> Result<()>,
         rank: impl Fn(TimedCollective, &Device) -> Result<()> + Sync,
     ) -> Result<()> {
+        let timeout = plan.recipe.parallel.timeout_secs.map(Duration::from_secs);
+        self.run_on(&RunTerms { alike: &|| plan_digests(plan), timeout }, begin, rank)
+    }
+
+    /// Runs `rank` as [`RankSetup::run`] does, for what needs no plan: all processes must be about to do `what`. Returns
+    /// what rank 0 returns, in the process that holds it.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn measure<T: Send>(
+        &self,
+        what: &str,
+        rank: impl Fn(&TimedCollective, &Device) -> Result<T> + Sync,
+    ) -> Result<Option<T>> {
+        let result = Mutex::new(None);
+        let alike = || Ok(BTreeMap::from([("measurement".to_owned(), hash(what))]));
+        let terms = RunTerms { alike: &alike, timeout: None };
+        self.run_on(
+            &terms,
+            || Ok(()),
+            |world, device| {
+                let measured = rank(&world, device)?;
+                if world.rank() == 0 {
+                    *result.lock().unwrap_or_else(PoisonError::into_inner) = Some(measured);
+                }
+                Ok(())
+            },
+        )?;
+        Ok(result.into_inner().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn run_on(
+        &self,
+        terms: &RunTerms<'_>,
+        begin: impl FnOnce() -> Result<()>,
+        rank: impl Fn(TimedCollective, &Device) -> Result<()> + Sync,
+    ) -> Result<()> {
         let fault = planted_fault()?;
         let board = Arc::new(ProgressBoard::default());
         let rank = |place: usize, world: Arc<dyn Collective>| {
@@ -146,10 +211,9 @@ impl RankSetup {
             let _works = world.work_guard();
             rank(world, device)
         };
-        let timeout = plan.recipe.parallel.timeout_secs.map(Duration::from_secs);
         let limits = HangLimits {
             floor: HangLimits::FLOOR,
-            timeout,
+            timeout: terms.timeout,
             on_host: self.devices.iter().all(Device::is_cpu),
             holds_all: !self.among_others(),
         };
@@ -167,8 +231,8 @@ impl RankSetup {
                 self.on_gpus(library, id, &AbortFlag::new(), &rank).map_err(|failed| failed.error)
             }),
             (Some(_), library) => {
-                let place = Watched { watch: &watch, board: &board, timeout };
-                self.among_processes(plan, library.as_ref(), &place, begin, &rank)
+                let place = Watched { watch: &watch, board: &board, terms };
+                self.among_processes(library.as_ref(), &place, begin, &rank)
             }
         };
         match watch.stop() {
@@ -193,15 +257,14 @@ impl RankSetup {
     /// Joins the other processes, which must be about to run the same, then trains among them.
     fn among_processes(
         &self,
-        plan: &Plan,
         library: Option<&Arc<NcclLibrary>>,
         watched: &Watched<'_>,
         begin: impl FnOnce() -> Result<()>,
         rank: &(impl Fn(usize, Arc<dyn Collective>) -> Result<()> + Sync),
     ) -> Result<()> {
-        let request = join_request(&self.launch, digests(plan, library)?);
+        let request = join_request(&self.launch, digests((watched.terms.alike)()?, library)?);
         let mut options = rendezvous_options(&self.launch)?;
-        options.silence_limit = watched.timeout.unwrap_or(options.silence_limit);
+        options.silence_limit = watched.terms.timeout.unwrap_or(options.silence_limit);
         let session = Session::join(request, &options)?;
         watched.connect(&session);
         begin().inspect_err(|error| session.fail(self.launch.rank, error.what()))?;
@@ -256,7 +319,7 @@ impl RankSetup {
 struct Watched<'a> {
     watch: &'a HangWatch,
     board: &'a Arc<ProgressBoard>,
-    timeout: Option<Duration>,
+    terms: &'a RunTerms<'a>,
 }
 
 impl Watched<'_> {
@@ -374,27 +437,38 @@ pub(crate) fn run_on_gpus<T: Send>(
     nccl::run_on_gpus(library, group_info, devices, abort_flag, work)
 }
 
-/// What all processes must have alike.
-fn digests(plan: &Plan, library: Option<&Arc<NcclLibrary>>) -> Result<BTreeMap<String, String>> {
-    let binary = std::env::current_exe()
-        .map_err(|e| Error::internal("cannot find this binary").because(e.to_string()))?;
-    let mut hasher = blake3::Hasher::new();
-    let mut file = std::fs::File::open(&binary).map_err(|e| Error::io("read", &binary, &e))?;
-    std::io::copy(&mut file, &mut hasher).map_err(|e| Error::io("read", &binary, &e))?;
-    let of = |text: &str| blake3::hash(text.as_bytes()).to_hex().to_string();
+/// What all processes that train by `plan` must have alike.
+fn plan_digests(plan: &Plan) -> Result<BTreeMap<String, String>> {
     let mut digests = BTreeMap::from([
-        ("binary".to_owned(), hasher.finalize().to_hex().to_string()),
-        ("plan".to_owned(), of(&plan.run_text())),
+        ("plan".to_owned(), hash(&plan.run_text())),
         ("data".to_owned(), plan.train.0.digest().to_hex().to_string()),
     ]);
-    if let Some(library) = library {
-        digests.insert("NCCL".to_owned(), of(&library.version().to_string()));
-    }
     // Of a resumed full run these are the weights of the checkpoint.
     if let Some(digest) = plan.base.identity(plan.recipe.train.seed)?.digest() {
         digests.insert("model".to_owned(), digest.to_owned());
     }
     Ok(digests)
+}
+
+/// What all processes must have alike, beside `alike`: the program and its libraries.
+fn digests(
+    mut alike: BTreeMap<String, String>,
+    library: Option<&Arc<NcclLibrary>>,
+) -> Result<BTreeMap<String, String>> {
+    let binary = std::env::current_exe()
+        .map_err(|e| Error::internal("cannot find this binary").because(e.to_string()))?;
+    let mut hasher = blake3::Hasher::new();
+    let mut file = std::fs::File::open(&binary).map_err(|e| Error::io("read", &binary, &e))?;
+    std::io::copy(&mut file, &mut hasher).map_err(|e| Error::io("read", &binary, &e))?;
+    alike.insert("binary".to_owned(), hasher.finalize().to_hex().to_string());
+    if let Some(library) = library {
+        alike.insert("NCCL".to_owned(), hash(&library.version().to_string()));
+    }
+    Ok(alike)
+}
+
+fn hash(text: &str) -> String {
+    blake3::hash(text.as_bytes()).to_hex().to_string()
 }
 
 #[cfg(test)]

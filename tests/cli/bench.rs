@@ -144,3 +144,62 @@ fn what_cannot_be_measured() {
     hint: give a folder that holds config.json, or a hub id such as `owner/name`
     ");
 }
+
+/// A rate for each collective and size; bus bandwidth is what a ring sends over each link.
+#[test]
+fn collectives_are_measured() {
+    let place = Place::new();
+    let args = ["bench", "collectives", "--ranks", "4", "--sizes", "64,1K,8192", "--json"];
+    let output = place.command(&args).output().unwrap();
+    assert!(output.status.success(), "{}", place.told(&output.stderr));
+    let speeds: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&speeds["ranks"], &speeds["backend"]), (&4.into(), &"the memory of one process".into()));
+    let timings = speeds["timings"].as_array().unwrap();
+    let listed: Vec<(&str, u64)> = timings
+        .iter()
+        .map(|timing| (timing["op"].as_str().unwrap(), timing["bytes"].as_u64().unwrap()))
+        .collect();
+    let sizes = |op| [64, 1024, 8192].map(|bytes| (op, bytes));
+    assert_eq!(listed, ["all_reduce", "all_gather", "reduce_scatter"].map(sizes).concat());
+    for timing in timings {
+        let rate = timing["bytes"].as_f64().unwrap() / 1e9 / positive(timing, "secs");
+        let bus = if timing["op"] == "all_reduce" { 1.5 } else { 0.75 };
+        assert!((positive(timing, "algbw_gbps") / rate - 1.0).abs() < 1e-9, "{timing}");
+        assert!((positive(timing, "busbw_gbps") / rate / bus - 1.0).abs() < 1e-9, "{timing}");
+    }
+}
+
+#[test]
+fn communication_that_cannot_be_measured() {
+    let place = Place::new();
+    let said = |args: &[&str]| {
+        let output = place.command(args).output().unwrap();
+        format!("exit {:?}\n{}", output.status.code().unwrap(), place.told(&output.stderr))
+    };
+    assert_snapshot!(said(&["bench", "collectives", "--ranks", "1"]), @"
+    exit 1
+    error: cannot measure collectives of a single rank
+      caused by: there is 1, by one process
+    hint: give `--ranks 2` or more, several `--gpus`, or start several processes with mpirun
+    ");
+    assert_snapshot!(said(&["doctor", "net", "--sizes", "1K,lots"]), @"
+    exit 2
+    error: invalid value 'lots' for '--sizes <LIST>': accepted: 4 to 4G bytes, such as 4096, 64K or 16M
+
+    For more information, try '--help'.
+    ");
+    assert_snapshot!(said(&["doctor", "net", "--ranks", "2", "--world-size", "4", "--rank", "0", "--master-addr", "h"]), @"
+    exit 1
+    error: cannot measure the network over several processes
+      caused by: there are 4 ranks, by --world-size and --rank
+      caused by: this binary was built without MPI, which carries what ranks say between processes on CPUs
+    hint: build it with `cargo build --release --features mpi`; on one host, `--ranks N` needs neither
+    ");
+    let too_much = said(&["bench", "collectives", "--ranks", "1024", "--sizes", "4G"]);
+    assert!(
+        too_much
+            .starts_with("exit 1\nerror: cannot measure collectives of 1024 ranks with 4.00 GiB of data\n"),
+        "{too_much}"
+    );
+    assert!(too_much.trim_end().ends_with("hint: give smaller `--sizes` or fewer `--ranks`"), "{too_much}");
+}

@@ -42,8 +42,8 @@ fn help_of_the_root() {
       inspect        Say what a model or adapter is, from its headers alone
       data           Show how rows become tokens and masks, and what is wrong with them
       recipes        List, show or write the built-in recipes
-      bench          Measure speed: of every operation, or by number of ranks
-      doctor         Say what this machine offers; check every operation on it
+      bench          Measure speed: of every operation, between ranks, or by number of ranks
+      doctor         Say what this machine and its network offer; check every operation on it
       verify-resume  Prove on a recipe that a run which is killed and resumed leaves the same bytes
       completions    Print a completion script for a shell
 
@@ -337,19 +337,84 @@ fn help_of_every_verb() {
     ");
     assert_snapshot!(told(&["doctor", "--help"]), @"
     exit 0
-    Say what this machine offers; check every operation on it
+    Say what this machine and its network offer; check every operation on it
 
     Usage: finetune doctor [OPTIONS]
+           finetune doctor <COMMAND>
+
+    Commands:
+      net  Bandwidth of collectives and of every pair of ranks, slow pairs by name, and how far clocks
+           are apart
 
     Options:
-          --selftest  Compare every operation, forward and backward, with its reference
-          --emulated  Compute by the GPU's kernels, run on the processor (builds with the feature
-                      `kernel-emu`)
-      -h, --help      Print help
+          --selftest      Compare every operation, forward and backward, with its reference
+          --emulated      Compute by the GPU's kernels, run on the processor (builds with the feature
+                          `kernel-emu`)
+          --disk [<DIR>]  Measure the disks of the hub's cache and of DIR [default: the working folder];
+                          takes some seconds
+          --json          Print what is found as JSON
+      -h, --help          Print help
 
     Examples:
       finetune doctor
+      finetune doctor --disk /scratch --json
       finetune doctor --selftest
+      finetune doctor net --ranks 4
+    ");
+    assert_snapshot!(told(&["doctor", "net", "--help"]), @"
+    exit 0
+    Bandwidth of collectives and of every pair of ranks, slow pairs by name, and how far clocks are
+    apart
+
+    Usage: finetune doctor net [OPTIONS]
+
+    Options:
+          --ranks <N>     Ranks on the CPU, threads of each process [default: 1 in each process of a
+                          launcher, else 2]
+          --gpus <LIST>   A rank on each of these GPUs, such as 0 or 0,2 or 0-3 [default: all, where
+                          there are several]
+          --sizes <LIST>  Sizes of the data in bytes, such as 4096 or 1K,64K,16M [default: those from 1K
+                          to 64M by fours]
+          --json          Print the figures as JSON
+      -h, --help          Print help
+
+    Several processes without a launcher:
+          --world-size <N>      Ranks in all processes
+          --rank <R>            The first rank of this process
+          --master-addr <HOST>  The address at which rank 0 listens
+          --master-port <PORT>  The port on which rank 0 listens
+
+    Examples:
+      finetune doctor net --ranks 4
+      finetune doctor net --gpus 0-7 --sizes 64M
+      mpirun -n 8 finetune doctor net --json
+    ");
+    assert_snapshot!(told(&["bench", "collectives", "--help"]), @"
+    exit 0
+    Bandwidth of all-reduce, all-gather and reduce-scatter between ranks, by size
+
+    Usage: finetune bench collectives [OPTIONS]
+
+    Options:
+          --ranks <N>     Ranks on the CPU, threads of each process [default: 1 in each process of a
+                          launcher, else 2]
+          --gpus <LIST>   A rank on each of these GPUs, such as 0 or 0,2 or 0-3 [default: all, where
+                          there are several]
+          --sizes <LIST>  Sizes of the data in bytes, such as 4096 or 1K,64K,16M [default: those from 1K
+                          to 64M by fours]
+          --json          Print the figures as JSON
+      -h, --help          Print help
+
+    Several processes without a launcher:
+          --world-size <N>      Ranks in all processes
+          --rank <R>            The first rank of this process
+          --master-addr <HOST>  The address at which rank 0 listens
+          --master-port <PORT>  The port on which rank 0 listens
+
+    Examples:
+      finetune bench collectives --ranks 4
+      finetune bench collectives --gpus 0-7 --sizes 1M,64M,1G
+      mpirun -n 8 finetune bench collectives --json
     ");
     assert_snapshot!(told(&["completions", "--help"]), @"
     exit 0

@@ -50,6 +50,49 @@ fn says_what_there_is() {
     assert!(!text.contains("self-test"));
 }
 
+/// The machine is told as people and as programs read it; disks are measured only when that is asked for.
+#[test]
+fn tells_the_machine_in_json_too() {
+    let json = |args: &[&str]| -> serde_json::Value { serde_json::from_str(&doctor(args, &[])).unwrap() };
+    let facts = json(&["--json"]);
+    assert_eq!(facts["program"]["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(facts["program"]["hub"]["endpoint"], "https://huggingface.co");
+    assert!(facts["program"]["memory"]["total"].as_u64() > Some(0), "{facts}");
+    assert_eq!(facts["disks"], serde_json::json!([]));
+    let text = doctor(&[], &[]);
+    assert!(!value(&text, "NCCL network plugin").is_empty() && !value(&text, "network").is_empty(), "{text}");
+    // Every limit is told with what is enough.
+    let limits = facts["host"]["limits"].as_array().unwrap();
+    for limit in limits {
+        let told = value(&text, &format!("limit {}  ", limit["name"].as_str().unwrap()));
+        let word = if limit["enough"] == true { "enough" } else { "TOO LOW; enough: " };
+        assert!(told.contains(word), "{limit}: {told}");
+        assert_eq!(limit["enough"], limit["raise"].is_null(), "{limit}");
+    }
+    assert!(!cfg!(target_os = "linux") || limits.len() >= 2, "{facts}");
+}
+
+#[test]
+fn measures_the_disks_that_are_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().display().to_string();
+    let facts: serde_json::Value = serde_json::from_str(&doctor(&["--json", "--disk", &place], &[])).unwrap();
+    let disks = facts["disks"].as_array().unwrap();
+    assert_eq!(
+        disks.iter().map(|disk| disk["name"].as_str().unwrap()).collect::<Vec<_>>(),
+        ["hub cache", "given folder"]
+    );
+    assert_eq!(disks[1]["folder"], place);
+    let rates = &disks[1]["rates"];
+    for rate in ["write_mb_per_sec", "read_mb_per_sec"] {
+        assert!(rates[rate].as_f64() > Some(0.0), "{facts}");
+    }
+    assert!(disks[1]["free_bytes"].as_u64() <= disks[1]["total_bytes"].as_u64(), "{facts}");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    let text = doctor(&["--disk"], &[]);
+    assert!(value(&text, "disk of the working folder").contains(" MB/s"), "{text}");
+}
+
 #[test]
 fn threads_are_those_that_will_run() {
     let text = doctor(&[], &[("RAYON_NUM_THREADS", "3")]);
@@ -101,4 +144,61 @@ fn the_self_test_passes_and_lists_the_ops() {
         assert!(row[0].parse::<usize>().unwrap() >= 3 && row[1].ends_with('%'), "{text}");
     }
     assert!(text.lines().last().unwrap().contains("passed"), "{text}");
+}
+
+/// `doctor net` with a fault planted, as JSON.
+fn net(args: &[&str], fault: &str) -> serde_json::Value {
+    let args = [&["net", "--sizes", "4K", "--json"], args].concat();
+    let output = Command::new(cargo_bin!("finetune"))
+        .arg("doctor")
+        .args(args)
+        .env("FINETUNE_FAULT", fault)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// A link on which each message takes longer is named, by its two ranks.
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
+fn a_slow_pair_is_named() {
+    let report = net(&["--ranks", "4"], "1:meet:slow_to_3=60ms");
+    let pairs = report["pairs"].as_array().unwrap();
+    assert_eq!(pairs.len(), 12);
+    let slowest: std::collections::BTreeSet<[u64; 2]> =
+        pairs[..2].iter().map(|pair| ["from", "to"].map(|end| pair[end].as_u64().unwrap())).collect();
+    assert_eq!(slowest, [[1, 3], [3, 1]].into());
+    assert!(pairs[..2].iter().all(|pair| pair["slow"] == true), "{report}");
+    let warning = report["warnings"][0].as_str().unwrap();
+    assert!(
+        warning.starts_with("SLOW: rank ") && warning.contains("of the median pair's over memory"),
+        "{warning}"
+    );
+    for rank in ["rank 1 (", "rank 3 ("] {
+        assert!(warning.contains(rank), "{warning}");
+    }
+}
+
+/// Collectives, pairs and clocks of threads, as people read them.
+#[test]
+fn the_network_of_threads() {
+    let text = doctor(&["net", "--ranks", "3", "--sizes", "1K,8K"], &[]);
+    assert!(text.starts_with("3 ranks over the memory of one process;"), "{text}");
+    for name in ["all_reduce", "all_gather", "reduce_scatter"] {
+        let rows: Vec<&str> = text.lines().filter(|line| line.starts_with(name)).collect();
+        assert_eq!(rows.len(), 2, "{text}");
+        assert!(rows.iter().all(|row| row.matches(" GB/s").count() == 2), "{text}");
+    }
+    assert_eq!(text.lines().filter(|line| line.starts_with("rank ")).count(), 3, "{text}");
+    assert!(value(&text, "memory:").contains("as a copy there ("), "{text}");
+    assert!(value(&text, "clocks:").contains(" ms apart at most"), "{text}");
+    let report: serde_json::Value =
+        serde_json::from_str(&doctor(&["net", "--ranks", "2", "--json"], &[])).unwrap();
+    assert_eq!(report["collectives"]["ranks"], 2);
+    assert_eq!(report["hosts"][0], report["hosts"][1]);
+    assert_eq!(report["clocks"].as_array().map(Vec::len), Some(1));
+    // One clock, read twice within a message's time.
+    assert!(report["clocks"][0]["ahead_secs"].as_f64().unwrap().abs() < 1.0, "{report}");
 }

@@ -72,6 +72,13 @@ pub fn work_done() -> Option<WorkDone> {
     Some(WorkDone { cpu, blocks: usage.ru_inblock + usage.ru_oublock })
 }
 
+/// Processors that the machine has switched on, also those that this process may not use; none where the system does not
+/// say.
+pub fn processors_online() -> Option<u64> {
+    // SAFETY: asks the system for a number.
+    u64::try_from(unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }).ok().filter(|count| *count > 0)
+}
+
 /// The name of the first processor; none where the system does not say.
 pub fn processor_name() -> Option<String> {
     model_name(&fs::read_to_string("/proc/cpuinfo").ok()?).map(str::to_owned)

@@ -17,6 +17,7 @@ use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
 use super::cpu_tensor::PlainElement;
 use crate::error::{Error, ErrorCategory, Result};
 use crate::runtime::buffer::{Buffer, ElementType};
+use crate::runtime::disk_room::DiskRoom;
 use crate::runtime::fault_signals::{FaultGuard, guard};
 use crate::units;
 
@@ -202,8 +203,8 @@ fn open(folder: &Path, bytes: usize) -> Result<File> {
             .hint("give another folder as `parallel.offload_folder`")
     })?;
     // Some file systems fill the disk to its end before they refuse.
-    match free_bytes(&file).filter(|free| *free < bytes as u64) {
-        Some(free) => Err(no_room(folder, bytes, format!("{} are free there", units::bytes(free)))),
+    match DiskRoom::of(&file).filter(|room| room.free < bytes as u64) {
+        Some(room) => Err(no_room(folder, bytes, format!("{} are free there", units::bytes(room.free)))),
         None => Ok(file),
     }
 }
@@ -228,20 +229,6 @@ fn nameless(folder: &Path) -> io::Result<File> {
             Ok(file) => return remove_file(&path).map(|()| file),
         }
     }
-}
-
-/// Bytes that can still be written where `file` is; none when the system does not tell.
-fn free_bytes(file: &File) -> Option<u64> {
-    use std::os::fd::AsRawFd;
-    let mut facts = std::mem::MaybeUninit::<libc::statvfs>::zeroed();
-    // SAFETY: the descriptor is open, and the pointer is to a whole `statvfs`, for which zeroes are a valid value.
-    let (status, facts) = unsafe {
-        let status = libc::fstatvfs(file.as_raw_fd(), facts.as_mut_ptr());
-        (status, facts.assume_init())
-    };
-    #[allow(clippy::unnecessary_cast, reason = "the fields have other types on other systems")]
-    // A file system of no blocks does not tell.
-    (status == 0 && facts.f_blocks > 0).then(|| (facts.f_bavail as u64).saturating_mul(facts.f_frsize as u64))
 }
 
 /// Gives `file` its length and its place on the disk.

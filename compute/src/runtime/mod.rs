@@ -1,5 +1,6 @@
 //! What every floor above computes with: the machine, devices, the thread pool and the allocator, tensors' memory on the CPU,
-//! parameter storage in memory, on the host or in a file, random numbers, and what a trace records. No mathematics: that is `ops`.
+//! parameter storage in memory, on the host or in a file, the room of disks, random numbers, and what a trace records. No
+//! mathematics: that is `ops`.
 
 pub mod allocator;
 pub mod buffer;
@@ -8,6 +9,7 @@ mod copy_steps;
 pub mod cpu_tensor;
 pub mod device;
 pub mod device_memory;
+pub mod disk_room;
 pub mod fault_signals;
 pub(crate) mod gpu_support;
 pub mod machine;

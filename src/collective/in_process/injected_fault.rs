@@ -23,6 +23,8 @@ pub enum InjectedFaultKind {
     Slow(Duration),
     /// Every call of the rank takes so much longer from then on, as over a slow link.
     SlowLink(Duration),
+    /// From then on the rank sleeps before each message to this one: the link between the two is slow.
+    SlowLinkTo(usize, Duration),
     /// The rank's thread sleeps for ever.
     Hang,
     /// The rank's thread computes for ever.
@@ -120,6 +122,7 @@ impl fmt::Display for InjectedFault {
             (_, InjectedFaultKind::Delay(time)) => write!(f, ":delay={}ms", time.as_millis()),
             (_, InjectedFaultKind::Slow(time)) => write!(f, ":slow={}ms", time.as_millis()),
             (_, InjectedFaultKind::SlowLink(time)) => write!(f, ":slow_link={}ms", time.as_millis()),
+            (_, InjectedFaultKind::SlowLinkTo(to, time)) => write!(f, ":slow_to_{to}={}ms", time.as_millis()),
             (word, _) => write!(f, ":{}", word.unwrap_or_default()),
         }
     }
@@ -159,6 +162,13 @@ fn read_kind(kind: &str) -> Result<InjectedFaultKind, String> {
     if let Some((_, known)) = KINDS.iter().find(|(word, _)| *word == kind) {
         return Ok(*known);
     }
+    if let Some(link) = kind.strip_prefix("slow_to_") {
+        let read = link.split_once('=').and_then(|(to, time)| {
+            let millis = time.strip_suffix("ms")?.parse().ok()?;
+            Some(InjectedFaultKind::SlowLinkTo(to.parse().ok()?, Duration::from_millis(millis)))
+        });
+        return read.ok_or_else(|| format!("the slow link is `{link}`, expected slow_to_<rank>=<n>ms"));
+    }
     let timed = TIMED_KINDS.into_iter().find_map(|(word, make)| {
         let time = kind.strip_prefix(word)?.strip_prefix('=')?.strip_suffix("ms")?;
         Some((word, make, time))
@@ -170,7 +180,9 @@ fn read_kind(kind: &str) -> Result<InjectedFaultKind, String> {
         },
         None => {
             let words = KINDS.map(|(word, _)| word).join(", ");
-            Err(format!("the kind is `{kind}`, expected {words}, delay=<n>ms, slow=<n>ms or slow_link=<n>ms"))
+            Err(format!(
+                "the kind is `{kind}`, expected {words}, delay=<n>ms, slow=<n>ms, slow_link=<n>ms or slow_to_<rank>=<n>ms"
+            ))
         }
     }
 }
@@ -190,6 +202,7 @@ mod tests {
             ("1:backward:delay=250ms", 1, InjectedFaultKind::Delay(Duration::from_millis(250))),
             ("1:backward:2:slow=40ms", 2, InjectedFaultKind::Slow(Duration::from_millis(40))),
             ("1:backward:slow_link=3ms", 1, InjectedFaultKind::SlowLink(Duration::from_millis(3))),
+            ("1:backward:slow_to_2=40ms", 1, InjectedFaultKind::SlowLinkTo(2, Duration::from_millis(40))),
             ("1:backward:hang", 1, InjectedFaultKind::Hang),
             ("1:backward:spin", 1, InjectedFaultKind::Spin),
             ("1:backward:stop", 1, InjectedFaultKind::Stop),
@@ -217,9 +230,10 @@ mod tests {
             ("0:save:0:error", "the occurrence is `0`, expected a number from 1"),
             (
                 "0:save:boom",
-                "the kind is `boom`, expected error, panic, exit, out_of_memory, launch_fault, late_fault, hang, spin, stop, delay=<n>ms, slow=<n>ms or slow_link=<n>ms",
+                "the kind is `boom`, expected error, panic, exit, out_of_memory, launch_fault, late_fault, hang, spin, stop, delay=<n>ms, slow=<n>ms, slow_link=<n>ms or slow_to_<rank>=<n>ms",
             ),
             ("0:save:delay=2s", "the kind is `delay=2s`, expected error, panic, exit, out_of_memory"),
+            ("0:save:slow_to_x=2ms", "the slow link is `x=2ms`, expected slow_to_<rank>=<n>ms"),
             ("0:save:delay=-2ms", "the delay is `-2` ms, expected a whole number"),
         ] {
             let error = text.parse::<InjectedFault>().unwrap_err();

@@ -1,0 +1,60 @@
+//! The arguments of `finetune bench collectives` and `finetune doctor net`: between which ranks communication is measured.
+
+use clap::Args;
+
+use super::{Gpus, ProcessArgs};
+
+/// Ranks, and how much they send.
+#[derive(Debug, Clone, Args)]
+pub struct CommunicationArgs {
+    /// Ranks on the CPU, threads of each process [default: 1 in each process of a launcher, else 2]
+    #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub ranks: Option<u16>,
+    /// A rank on each of these GPUs, such as 0 or 0,2 or 0-3 [default: all, where there are several]
+    #[arg(long, value_name = "LIST")]
+    pub gpus: Option<Gpus>,
+    /// Sizes of the data in bytes, such as 4096 or 1K,64K,16M [default: those from 1K to 64M by fours]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = size)]
+    pub sizes: Vec<u64>,
+    /// Print the figures as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Where there are several processes and no launcher says how.
+    #[command(flatten)]
+    pub processes: ProcessArgs,
+}
+
+/// The largest size; four times that is what a rank may hold of it.
+const MOST_BYTES: u64 = 4 << 30;
+
+/// Reads `4096`, `64K`, `64KiB`, `16M` or `1G`, in powers of 1024.
+fn size(text: &str) -> Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+    let unit = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" | "b" => Some(1),
+        "k" | "kib" => Some(1 << 10),
+        "m" | "mib" => Some(1 << 20),
+        "g" | "gib" => Some(1 << 30),
+        _ => None,
+    };
+    let bytes = digits.parse().ok().zip(unit).and_then(|(number, unit): (u64, u64)| number.checked_mul(unit));
+    let bytes = bytes.filter(|bytes| (4..=MOST_BYTES).contains(bytes));
+    bytes.ok_or_else(|| "accepted: 4 to 4G bytes, such as 4096, 64K or 16M".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::size;
+
+    #[test]
+    fn sizes_in_words() {
+        for (text, bytes) in
+            [("4", 4), ("4096B", 4096), ("1K", 1024), ("64KiB", 65_536), ("16m", 16 << 20), ("4G", 4 << 30)]
+        {
+            assert_eq!(size(text), Ok(bytes), "{text}");
+        }
+        for wrong in ["", "K", "3", "5G", "1T", "-1K", "1.5M", "99999999999999999999", "9999999999G"] {
+            assert!(size(wrong).is_err(), "{wrong}");
+        }
+    }
+}
