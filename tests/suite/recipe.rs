@@ -330,7 +330,7 @@ fn wrong_values() {
     error: cannot use recipe my.toml
       caused by: my.toml:8:10: `profile.warmup` has no effect with `active = 0`, which traces nothing
       caused by: my.toml:9:10: `profile.repeat` has no effect with `active = 0`, which traces nothing
-    hint: write `active = 3` under `[profile]`, for example, or remove `warmup`; write `active = 3` under `[profile]`, for example, or remove `repeat`; `finetune recipes show reference` documents every key
+    hint: write `active = 3` under `[profile]`, for example, or remove `warmup`; write `active = 3` under `[profile]`, for example, or remove `repeat`
     ");
     assert_snapshot!(fault("[model.revision]\nbranch = \"main\"\n"), @r#"
     error: cannot use recipe my.toml

@@ -33,7 +33,7 @@ mod nvtx {
 
     fn load() -> Option<RangeCalls> {
         // SAFETY: NVIDIA's library runs no code on loading that concerns this process.
-        let library = LIBRARIES.iter().find_map(|name| unsafe { libloading::Library::new(name) }.ok())?;
+        let library = LIBRARIES.iter().find_map(|name| unsafe { libloading::Library::new(*name) }.ok())?;
         // SAFETY: the signatures are those of nvToolsExt.h, version 2 and 3.
         let calls = unsafe {
             RangeCalls {
