@@ -33,14 +33,14 @@ pub struct ComputeRates {
 
 /// What `finetune bench ops --json` prints, as far as it is used.
 #[derive(Deserialize)]
-struct Measured {
+struct CalibrationFile {
     copy_gbps: f64,
     gemm_tflops: f64,
-    ops: Vec<MeasuredOp>,
+    ops: Vec<CalibrationOp>,
 }
 
 #[derive(Deserialize)]
-struct MeasuredOp {
+struct CalibrationOp {
     op: String,
     shape: String,
     tflops: Option<f64>,
@@ -68,7 +68,7 @@ impl ComputeRates {
                 .because(why)
                 .hint("write one on the machine with `finetune bench ops --model MODEL --json > FILE`")
         };
-        let measured: Measured = serde_json::from_str(&text).map_err(|e| refused(e.to_string()))?;
+        let measured: CalibrationFile = serde_json::from_str(&text).map_err(|e| refused(e.to_string()))?;
         let rate = |op: &str, has: &str| {
             let rates: Vec<f64> = measured.matching(op, has).filter_map(|op| op.tflops).collect();
             harmonic_mean(&rates).map(|rate| rate * 1e12)
@@ -114,8 +114,8 @@ impl ComputeRates {
     }
 }
 
-impl Measured {
-    fn matching<'a>(&'a self, op: &'a str, has: &'a str) -> impl Iterator<Item = &'a MeasuredOp> {
+impl CalibrationFile {
+    fn matching<'a>(&'a self, op: &'a str, has: &'a str) -> impl Iterator<Item = &'a CalibrationOp> {
         self.ops.iter().filter(move |measured| measured.op == op && measured.shape.contains(has))
     }
 }
