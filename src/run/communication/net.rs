@@ -53,7 +53,7 @@ impl NetworkReport {
         device: &Device,
     ) -> Result<Self> {
         let places = RankPlace::here(facts, !device.is_cpu()).share(world)?;
-        let times = PairTimes::measure(world, device)?;
+        let times = PairTimes::measure(world, device, &places)?;
         let clock = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO);
         let clocks = clocks::measure(world, &clock)?;
         Ok(Self::new(collectives, &places, &times, clocks, copy_rate()))
