@@ -90,15 +90,13 @@ impl TrainRun<'_> {
             terminal.detail(format!("ready to train after {took}"));
         }
         let summary = self.train(&mut trainer, &*world, clock)?;
-        if first {
-            bottlenecks::say(plan, &summary, terminal);
-        }
         // A run that goes on began with what it had learned: that is no answer of the base.
         let before = self.resumed.is_none().then_some(&before[..]);
         if summary.stopped {
             if let (Some((folder, _)), true) = (self.folder.get(), first) {
                 let questions = showcase::answered(&self.questions, [before, None]);
                 self.report(&summary, &questions, device, |page| folder.write_text(REPORT, &page.render()));
+                bottlenecks::say(plan, &summary, terminal);
             }
             return Err(stopped(&summary, output));
         }
@@ -108,6 +106,8 @@ impl TrainRun<'_> {
         if let (Some((folder, _)), true) = (self.folder.get(), first) {
             let questions = showcase::answered(&self.questions, [before, Some(&after)]);
             self.publish(folder, &summary, &questions, device)?;
+            // It measures copies and products, whose memory is none of the run's peak.
+            bottlenecks::say(plan, &summary, terminal);
             showcase::show(&questions, &summary, terminal);
         }
         Ok(())
