@@ -19,7 +19,7 @@ use super::trace_ranges;
 /// Events that a recorder keeps; later ones are counted. A viewer becomes slow before.
 pub const MOST_EVENTS: usize = 1 << 20;
 /// Nanoseconds between two values of a name.
-const LEAST_GAP: u64 = 5_000_000;
+const LEAST_GAP: u64 = 20_000_000;
 /// Sizes that a span can name.
 pub const DIMS: usize = 4;
 
