@@ -91,21 +91,13 @@ const WAYS: [Way; 11] = [
     (
         "QLoRA, recompute, one row at a time",
         "adapter.r=16 quantization.kind=nf4 train.recompute=block train.micro_batch_size=1",
-        |r| {
-            quantized(r);
-            recompute(r);
-            r.train.gradient_accumulation_steps *= r.train.micro_batch_size;
-            r.train.micro_batch_size = 1;
-        },
+        one_row,
     ),
     (
         "QLoRA, recompute, one row at a time, weights in host memory",
         "adapter.r=16 quantization.kind=nf4 train.recompute=block train.micro_batch_size=1 parallel.offload=params",
         |r| {
-            quantized(r);
-            recompute(r);
-            r.train.gradient_accumulation_steps *= r.train.micro_batch_size;
-            r.train.micro_batch_size = 1;
+            one_row(r);
             r.parallel.offload = Offload::Params;
         },
     ),
@@ -127,6 +119,14 @@ fn quantized(recipe: &mut Recipe) {
         double_quant: true,
         ..QuantizationSection::default()
     });
+}
+
+/// QLoRA with recomputing, over as many rows a step.
+fn one_row(recipe: &mut Recipe) {
+    quantized(recipe);
+    recompute(recipe);
+    recipe.train.gradient_accumulation_steps *= recipe.train.micro_batch_size;
+    recipe.train.micro_batch_size = 1;
 }
 
 impl SizingRequest<'_> {

@@ -34,9 +34,9 @@ use rates::ComputeRates;
 use splits::{ParallelSplit, RefusedSplit, SplitWork, splits};
 use step_time::{StepTime, Workload};
 
-/// Parts of a second-long figure: bytes of a checkpoint that a disk writes a second, as far as it is told by what it reads.
+/// A disk writes so much of what it reads in the same time (an assumption).
 const WRITES: f64 = 0.5;
-/// The most splits that are kept, of those that fit and of the others.
+/// The most splits that are kept.
 const SPLITS: usize = 40;
 
 /// What a run is sized for.

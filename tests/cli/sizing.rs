@@ -182,7 +182,7 @@ fn what_cannot_be_planned_is_one_error() {
         (&["--on", "own.toml"], "cannot understand the hardware in "),
         (&["--on=-8xH100-80GB"], "is no number of devices or hosts"),
         (&["--on", "4090", "--ranks", "2"], "cannot be used with '--ranks <N>'"),
-        (&["--on", "4090", "--price", "-3/h"], "the amount is no number of 0 or more"),
+        (&["--on", "4090", "--price=-3/h"], "the amount is no number of 0 or more"),
         (&["--calibration", "ops.json"], "cannot use the calibration "),
         (&["--on", "V100-32GB", "--set", "model.dtype=bf16"], "cannot compute in bf16 on V100-32GB"),
         (&["--on", "4090", "--set", "data.max_seq_len=-1"], "data.max_seq_len"),
