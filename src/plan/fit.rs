@@ -84,8 +84,8 @@ pub(crate) struct PlannedStep {
     pub(crate) sent: SentBytes,
     /// Bytes that are copied from the host for one use of all of them.
     pub(crate) brought: u64,
-    /// What makes up the memory of weights, gradients, states and activations.
-    pub(crate) parts: MemoryParts,
+    /// Bytes of the optimizer's state of all that trains, on all ranks together.
+    pub(crate) state_bytes: u64,
 }
 
 impl StepInputs<'_> {
@@ -142,8 +142,22 @@ impl StepInputs<'_> {
         let turns = recipe.train.gradient_accumulation_steps as u64;
         let sent = traffic::sent(&descs, &options, parallel::reduce_dtype(&recipe.parallel), turns)?;
         let brought = traffic::brought(&descs, &options);
-        let parts = MemoryParts::new(&self.base.config, &descs, adapter_setup, tokens, &options);
-        Ok(Some(PlannedStep { fit, descs, sent, brought, parts }))
+        let trained = descs.iter().filter(|desc| desc.kind.trains());
+        let state_bytes = trained.map(|desc| options.optimizer_state.bytes(desc.elements()) as u64).sum();
+        Ok(Some(PlannedStep { fit, descs, sent, brought, state_bytes }))
+    }
+
+    /// What makes up the memory of weights, gradients, states and activations of a step of `recipe`.
+    ///
+    /// # Errors
+    /// As [`StepInputs::decide`].
+    pub(crate) fn parts(&self, recipe: &Recipe, step: &PlannedStep, world: WorldSize) -> Result<MemoryParts> {
+        let own = self.adapter_of(recipe)?;
+        let adapter_setup = self.adapter_setup.or(own.as_ref());
+        let engine = EngineOptions { offload: parallel::offload(&recipe.parallel), ..self.engine.clone() };
+        let options = how(recipe, &engine, step.fit.kind, world.all);
+        let tokens = widest_micro_batch(recipe, self.rows);
+        Ok(MemoryParts::new(&self.base.config, &step.descs, adapter_setup, tokens, &options))
     }
 
     /// The adapter of a recipe that has one where the run has none.

@@ -26,7 +26,7 @@ pub(crate) use fingerprint::RECIPE;
 pub(crate) use fit::{PlannedStep, Room, Rows, StepInputs, process_bytes, widest_micro_batch};
 pub(crate) use memory::PROCESS;
 pub use memory::{MemoryOptions, MemoryPlan, Saving};
-pub(crate) use memory_parts::KeptGroup;
+pub(crate) use memory_parts::{KeptGroup, MemoryParts};
 pub use method::Method;
 pub use parallel::WorldSize;
 pub use resolve::Plan;

@@ -20,7 +20,7 @@ use serde::Serialize;
 use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::plan::{
-    KeptGroup, MemoryPlan, Method, PlannedStep, Rows, StepInputs, WorldSize, widest_micro_batch,
+    KeptGroup, MemoryParts, MemoryPlan, Method, PlannedStep, Rows, StepInputs, WorldSize, widest_micro_batch,
 };
 use crate::recipe::{Recipe, Recompute, Strategy};
 use crate::setup::base_model::format;
@@ -156,6 +156,7 @@ impl SizingRequest<'_> {
             counted.map(|desc| desc.elements() as u64).sum()
         };
         let (parameters, trainable) = (count(false), count(true));
+        let parts = self.inputs.parts(self.recipe, &step, self.world)?;
         let budget = self.inputs.budget(self.world.all);
         let bytes = memory.total();
         let load = self.workload(self.recipe);
@@ -178,10 +179,10 @@ impl SizingRequest<'_> {
             bytes,
             budget,
             fits: budget.map(|budget| bytes.saturating_sub(memory.process) <= budget),
-            memory: terms(&memory, &step),
+            memory: terms(&memory, step.fit.recompute, &parts),
             activations: self.activations()?,
             conventions: conventions(parameters, kind.shard_size(self.world.all) as u64),
-            bytes_per_parameter: kept_bytes(&step) as f64 / parameters as f64,
+            bytes_per_parameter: kept_bytes(&parts) as f64 / parameters as f64,
             cost: self.cost(time.as_ref(), run.as_ref(), &step),
             leaves: self.leaves()?,
             better: self.better(time.as_ref())?,
@@ -318,22 +319,19 @@ pub(crate) fn named(kind: ShardingStrategy) -> String {
 /// Bytes that a checkpoint holds: what trains, and the optimizer's state, of all ranks.
 fn saved_bytes(step: &PlannedStep) -> u64 {
     let trained = step.descs.iter().filter(|desc| desc.kind.trains());
-    4 * trained.map(|desc| desc.elements() as u64).sum::<u64>()
-        + step.parts.optimizer.iter().map(|group| group.bytes).sum::<u64>()
+    4 * trained.map(|desc| desc.elements() as u64).sum::<u64>() + step.state_bytes
 }
 
 /// Bytes of one copy of all that is kept: weights, gradients, states.
-fn kept_bytes(step: &PlannedStep) -> u64 {
-    let parts = &step.parts;
+fn kept_bytes(parts: &MemoryParts) -> u64 {
     [&parts.weights, &parts.gradients, &parts.optimizer].into_iter().flatten().map(|group| group.bytes).sum()
 }
 
 /// Every cause of the plan's total, with what it is made of.
-fn terms(memory: &MemoryPlan, step: &PlannedStep) -> Vec<MemoryTerm> {
-    let parts = &step.parts;
+fn terms(memory: &MemoryPlan, recompute: Recompute, parts: &MemoryParts) -> Vec<MemoryTerm> {
     let saved = |(what, bytes): &(&str, u64)| format!("{what} {}", text::gigabytes(*bytes));
     let activations: Vec<String> = parts.saved.iter().filter(|(_, bytes)| *bytes > 0).map(saved).collect();
-    let kept = match step.fit.recompute {
+    let kept = match recompute {
         Recompute::None => activations.join(" + "),
         Recompute::Block => {
             format!("the blocks' inputs, and one block at a time of: {}", activations.join(" + "))
