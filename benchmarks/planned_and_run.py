@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""What `finetune plan` says of twelve runs on the CPU, beside what they take: memory and the time of a step.
+
+    python3 benchmarks/planned_and_run.py --binary target/release/finetune --out FILE
+
+Writes models of random weights, measures the processor by `finetune bench ops` for each shape and dtype, plans and trains each run, and
+prints a table: predicted, actual and the difference of both, medians of the steps. Needs nothing but Python's library; a
+quarter of an hour on two quiet cores.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from shapes import SHAPES, write_model
+
+# A shape between the tiny one and 135m, for wide layers and a small vocabulary.
+SHAPES["60m"] = SHAPES["135m"] | {
+    "hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 2048,
+    "vocab_size": 8192,
+}
+LORA = {"adapter.r": 16, "adapter.lora_alpha": 32, "adapter.target_modules": "all-linear"}
+QLORA = LORA | {"quantization.kind": "nf4", "quantization.double_quant": "true"}
+BLOCK = {"train.recompute": "block"}
+# Shape, tokens of a row, dtype, ranks, keys.
+RUNS = [
+    ("135m", 512, "bf16", 1, LORA),
+    ("135m", 512, "bf16", 1, LORA | BLOCK),
+    ("135m", 512, "bf16", 1, QLORA),
+    ("135m", 512, "bf16", 1, {}),
+    ("135m", 512, "bf16", 1, {"optimizer.master": "none", "optimizer.state": "int8"}),
+    ("135m", 256, "f32", 1, LORA | {"train.micro_batch_size": 2}),
+    ("135m", 256, "f32", 1, BLOCK),
+    ("60m", 512, "bf16", 1, LORA | {"train.gradient_accumulation_steps": 2}),
+    ("60m", 512, "bf16", 1, {"train.gradient_accumulation_steps": 2}),
+    ("60m", 256, "bf16", 2, {"parallel.strategy": "ddp"}),
+    ("60m", 256, "bf16", 2, {"parallel.strategy": "fsdp"}),
+    ("60m", 256, "bf16", 2, QLORA),
+]
+STEPS, WARM_UP = 8, 2
+
+
+def typed(settings):
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+
+
+def output_of(line):
+    return subprocess.run([str(word) for word in line], check=True, stdout=subprocess.PIPE).stdout
+
+
+def calibration(binary, model, shape, seq, dtype, folder):
+    """The file with the speeds of this processor for a shape, measured once."""
+    file = folder / f"ops-{shape}-{seq}-{dtype}.json"
+    if not file.exists():
+        file.write_bytes(output_of([binary, "bench", "ops", "--model", model, "--tokens", seq, "--max-seq-len", seq, "--dtype", dtype,
+                                    "--secs", 0.2, "--json", "--quiet"]))
+    return file
+
+
+def one(binary, folder, run):
+    shape, seq, dtype, ranks, keys = run
+    model = folder / f"{shape}-{seq}"
+    if not model.exists():
+        write_model(model, shape, seq, 64)
+    settings = {
+        "model.dtype": dtype, "model.init": "random", "data.format": "text", "data.packing": "false", "data.shuffle": "false",
+        "data.max_seq_len": seq, "train.max_steps": STEPS, "train.micro_batch_size": 1, "train.recompute": "none",
+        "optimizer.learning_rate": 1e-5, "scheduler.kind": "constant", "log.tensorboard": "false",
+    } | keys
+    same = ["--model", model, "--dataset", model / "text.jsonl", "--offline", "--quiet"] + typed(settings)
+    same += ["--ranks", ranks] if ranks > 1 else []
+    file = calibration(binary, model, shape, seq, dtype, folder)
+    plan = json.loads(output_of([binary, "plan", "--json", "--calibration", file] + same))
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        output_of([binary, "--output", Path(out) / "out"] + same)
+        lines = [json.loads(line) for line in open(Path(out) / "out/metrics.jsonl")]
+    steps = [line for line in lines if "step_secs" in line][WARM_UP:]
+    if len(steps) < 3:
+        sys.exit(f"planned_and_run: {run} has {len(steps)} steps to measure")
+    process = sum(term["bytes"] for term in plan["memory"] if term["cause"] == "process")
+    # Ranks on the CPU are threads of one process, whose peak is that of all.
+    planned = plan["bytes"] * ranks if ranks > 1 else plan["bytes"]
+    return {
+        "shape": shape, "tokens": seq, "dtype": dtype, "ranks": ranks, "keys": keys,
+        "planned_bytes": planned, "peak_bytes": max(line["peak_bytes"] for line in steps), "process_bytes": process,
+        "planned_secs": plan["time"]["total"], "step_secs": statistics.median(line["step_secs"] for line in steps),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--binary", required=True, type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", type=int, help="this run alone, from 0")
+    args = parser.parse_args()
+    binary = args.binary.resolve()
+    runs = RUNS if args.only is None else [RUNS[args.only]]
+    found = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for run in runs:
+            found.append(one(binary, Path(scratch), run))
+            last = found[-1]
+            memory = last["peak_bytes"] / last["planned_bytes"] - 1
+            time = last["step_secs"] / last["planned_secs"] - 1
+            words = " ".join(f"{key.split('.')[1]}={value}" for key, value in last["keys"].items())
+            print(f"{last['shape']:>5} {last['tokens']:>4} {last['dtype']:<4} {last['ranks']} "
+                  f"{last['planned_bytes'] / 1e6:8.0f} {last['peak_bytes'] / 1e6:8.0f} MB {memory:+7.1%}  "
+                  f"{last['planned_secs']:7.3f} {last['step_secs']:7.3f} s {time:+7.1%}  {words}", flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
