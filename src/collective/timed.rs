@@ -87,7 +87,8 @@ struct InCall;
 impl InCall {
     /// None where it is inside of one already.
     fn enter() -> Option<Self> {
-        (!IN_CALL.replace(true)).then_some(InCall)
+        // One that is made and dropped at once would end the outer call.
+        if IN_CALL.replace(true) { None } else { Some(InCall) }
     }
 }
 

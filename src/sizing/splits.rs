@@ -8,6 +8,7 @@ use serde::Serialize;
 use super::flops::linear_weights;
 use super::hardware::Hardware;
 use super::rates::ComputeRates;
+use super::step_time::OVERLAP;
 use crate::model::ModelConfig;
 
 /// Bytes of an activation or a gradient that is sent.
@@ -169,8 +170,7 @@ fn modelled(
     let gathers = micro_batches * ring(s) * parameters * (2.0 * BF16 + 4.0);
     let sums = 2.0 * ring(d) * parameters / s * 4.0 * if s > 1.0 { micro_batches } else { 1.0 };
     let data_secs = gathers / link(t * c * s) + sums / link(t * c * s * d);
-    let hidden_behind = 0.8 * compute;
-    let exposed = (context_secs + data_secs - hidden_behind).max(0.0) + tensor_secs;
+    let exposed = (context_secs + data_secs - OVERLAP * compute).max(0.0) + tensor_secs;
     let step_secs = compute / (1.0 - bubble) + exposed;
     // A stage keeps as many micro-batches as there are stages.
     let in_flight = p.min(micro_batches);

@@ -1,12 +1,13 @@
 //! How long a step takes, by cause, and what bounds it.
 //!
 //! ```text
-//! T = T_compute + max(0, T_communication − w · T_compute) + T_first_gather + T_update + T_offload
+//! T = T_compute + max(T_communication − w · T_compute, T_ends) + T_update + T_offload
 //! ```
 //!
 //! T_compute are the operations of [`TokenFlops`] at [`ComputeRates`]; T_communication the bytes of [`SentBytes`] over the bandwidth of a ring
 //! and a latency for each call. w = 0.8 of the computation can hide communication: gathers run ahead by a block, gradients
-//! are reduced while the next block's are computed.
+//! are reduced while the next block's are computed. The first gather and the last reduction are never hidden: T_ends is all of
+//! T_communication, but a fiftieth of T_compute at most.
 
 use serde::Serialize;
 
@@ -19,7 +20,9 @@ use crate::recipe::{Offload, Recipe, StateDtype};
 use crate::sharding::{MeshAxis, ParamDesc, ParamKind, SentBytes, ShardingStrategy};
 
 /// Part of the computation that communication can run beside.
-const OVERLAP: f64 = 0.8;
+pub(super) const OVERLAP: f64 = 0.8;
+/// Communication before the first and after the last computation, as a part of all computation.
+const ENDS: f64 = 0.02;
 /// Seconds that a call between hosts, or inside of one, takes however little it sends.
 const LATENCY: [f64; 2] = [30e-6, 12e-6];
 /// Bytes a second of host memory that the update of offloaded states reads and writes, for all devices of a host.
@@ -121,7 +124,7 @@ impl StepTime {
         // Values are fetched a block ahead.
         let offload = update_copies + (brought - OVERLAP * compute).max(0.0);
         let communication = communication(&step.sent, step.fit.kind, hardware);
-        let exposed = (communication - OVERLAP * compute).max(communication.min(0.02 * compute));
+        let exposed = (communication - OVERLAP * compute).max(communication.min(ENDS * compute));
         let total = compute + update + offload + exposed;
         let ranks = hardware.devices() as f64;
         let mfu = |per_token: f64| tokens * per_token / (total * rates.peak);
