@@ -13,7 +13,9 @@ use crate::error::{Error, ErrorCategory, ErrorContext as _, Result};
 use crate::profile::Profiler;
 use crate::profile::bottlenecks::RunFacts;
 use crate::recipe::enums::OnNan;
-use crate::report::{EvalReport, EventWriter, MetricsLog, SkippedStep, StepReport, Terminal, memory};
+use crate::report::{
+    EvalReport, MetricsEntry, MetricsLog, RunListeners, SkippedStep, StepReport, Terminal, memory,
+};
 use crate::runtime::device::peak_bytes;
 use crate::runtime::trace;
 
@@ -38,8 +40,18 @@ pub struct Reporter<'a> {
     pub terminal: &'a Terminal,
     /// The numbers of each step, in metrics.jsonl.
     pub metrics: MetricsLog,
-    /// Event files for TensorBoard.
-    pub tensorboard: Option<EventWriter>,
+    /// Whoever gets the same numbers in the same moment.
+    pub listeners: RunListeners,
+}
+
+impl Reporter<'_> {
+    /// Writes `entry` to metrics.jsonl, and hands it to the listeners.
+    fn log(&mut self, entry: &MetricsEntry) -> Result<()> {
+        self.metrics.append(entry)?;
+        let warnings = self.listeners.hear(entry);
+        warnings.into_iter().for_each(|text| self.terminal.warn(text));
+        Ok(())
+    }
 }
 
 /// A moment that can be saved and returned to.
@@ -107,6 +119,8 @@ impl TrainLoop<'_> {
     pub fn run(mut self, tokens: u64) -> Result<RunSummary> {
         let total = self.sampler.total_steps();
         let mut done = RunSummary { steps: self.sampler.steps_done(), tokens, ..RunSummary::default() };
+        let warnings = self.reporter.as_mut().map(|reporter| reporter.listeners.begin(done.steps, total));
+        self.warn(warnings.unwrap_or_default());
         if done.steps == 0 {
             done.before = self.evaluate(0)?;
         }
@@ -158,6 +172,8 @@ impl TrainLoop<'_> {
         }
         self.saver.finish(self.trainer.engine.store.mesh().world())?;
         self.say_notes();
+        let warnings = self.reporter.as_mut().map(|reporter| reporter.listeners.end());
+        self.warn(warnings.unwrap_or_default());
         Ok(done)
     }
 
@@ -191,7 +207,7 @@ impl TrainLoop<'_> {
         self.enter(Phase::Report)?;
         self.warn([format!("step {step} diverged: {why}; {done} ({counted})")]);
         match &mut self.reporter {
-            Some(reporter) => reporter.metrics.skipped(&SkippedStep { step, skipped: why, back_to }),
+            Some(reporter) => reporter.log(&SkippedStep { step, skipped: why, back_to }.into()),
             None => Ok(()),
         }
     }
@@ -303,12 +319,9 @@ impl TrainLoop<'_> {
 
     fn report(&mut self, report: &StepReport, last: bool) -> Result<()> {
         let Some(reporter) = &mut self.reporter else { return Ok(()) };
-        reporter.metrics.step(report)?;
+        reporter.log(&report.clone().into())?;
         if last || report.step.is_multiple_of(self.options.every_steps) {
             reporter.terminal.train_step(report);
-            if let Some(tensorboard) = &mut reporter.tensorboard {
-                tensorboard.step(report)?;
-            }
         }
         Ok(())
     }
@@ -326,10 +339,7 @@ impl TrainLoop<'_> {
         self.enter(Phase::Report)?;
         if let Some(reporter) = &mut self.reporter {
             reporter.terminal.eval(&report);
-            reporter.metrics.eval(&report)?;
-            if let Some(tensorboard) = &mut reporter.tensorboard {
-                tensorboard.eval(&report)?;
-            }
+            reporter.log(&report.clone().into())?;
         }
         Ok(Some(report))
     }

@@ -147,6 +147,24 @@ pub enum MetricsEntry {
     Skipped(SkippedStep),
 }
 
+impl From<StepReport> for MetricsEntry {
+    fn from(report: StepReport) -> Self {
+        MetricsEntry::Step(report)
+    }
+}
+
+impl From<EvalReport> for MetricsEntry {
+    fn from(report: EvalReport) -> Self {
+        MetricsEntry::Eval(report)
+    }
+}
+
+impl From<SkippedStep> for MetricsEntry {
+    fn from(step: SkippedStep) -> Self {
+        MetricsEntry::Skipped(step)
+    }
+}
+
 impl MetricsEntry {
     /// The optimizer step that the entry belongs to.
     pub fn step(&self) -> u64 {
@@ -257,31 +275,11 @@ impl MetricsLog {
         Ok(MetricsLog { path: path.to_owned(), file, note })
     }
 
-    /// Appends the figures of a step.
+    /// Appends `entry`.
     ///
     /// # Errors
     /// The disk refuses the line, or a number in it is not finite.
-    pub fn step(&mut self, report: &StepReport) -> Result<()> {
-        self.append(&MetricsEntry::Step(report.clone()))
-    }
-
-    /// Appends the figures of an evaluation.
-    ///
-    /// # Errors
-    /// As for [`MetricsLog::step`].
-    pub fn eval(&mut self, report: &EvalReport) -> Result<()> {
-        self.append(&MetricsEntry::Eval(report.clone()))
-    }
-
-    /// Appends a step that updated nothing.
-    ///
-    /// # Errors
-    /// The disk refuses the line.
-    pub fn skipped(&mut self, step: &SkippedStep) -> Result<()> {
-        self.append(&MetricsEntry::Skipped(step.clone()))
-    }
-
-    fn append(&mut self, entry: &MetricsEntry) -> Result<()> {
+    pub fn append(&mut self, entry: &MetricsEntry) -> Result<()> {
         if let Some((field, value)) = entry.non_finite() {
             return Err(Error::internal(format!(
                 "cannot log step {} to {}",

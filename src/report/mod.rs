@@ -1,6 +1,7 @@
 //! Everything a run prints or leaves for people to read.
 //!
 //! - [`metrics`]: `metrics.jsonl`, the record that the other reports are made from.
+//! - [`listener`]: whoever follows a run beside it.
 //! - [`tensorboard`]: the same figures as TensorBoard event files.
 //! - [`terminal`]: lines, warnings and progress bars on stderr; data asked for on stdout.
 //! - [`printable`](mod@printable): what stands between any text and a terminal.
@@ -12,12 +13,14 @@
 
 pub mod card;
 pub mod html;
+pub mod listener;
 pub mod memory;
 pub mod metrics;
 pub mod printable;
 pub mod tensorboard;
 pub mod terminal;
 
+pub use listener::{RunListener, RunListeners};
 pub use metrics::{EvalReport, MetricsEntry, MetricsLog, SkippedStep, StepReport};
 pub use printable::printable;
 pub use tensorboard::EventWriter;

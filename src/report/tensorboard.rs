@@ -13,6 +13,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use super::listener::RunListener;
 use super::metrics::{EvalReport, StepReport};
 use crate::error::{Error, Result};
 
@@ -21,15 +22,17 @@ use crate::error::{Error, Result};
 pub struct EventWriter {
     path: PathBuf,
     file: File,
+    every_steps: u64,
+    total_steps: u64,
 }
 
 impl EventWriter {
-    /// A new event file in `folder`, which is made if it is not there. With `resumed_step`, points of later steps
-    /// in older files of the folder no longer count.
+    /// A new event file in `folder`, which is made if it is not there, with a point for every `every_steps`-th step and
+    /// the last. With `resumed_step`, points of later steps in older files of the folder no longer count.
     ///
     /// # Errors
     /// The folder or the file cannot be made.
-    pub fn create(folder: &Path, resumed_step: Option<u64>) -> Result<Self> {
+    pub fn create(folder: &Path, resumed_step: Option<u64>, every_steps: u64) -> Result<Self> {
         fs::create_dir_all(folder).map_err(|e| Error::io("create folder", folder, &e))?;
         let secs = now().as_secs();
         // TensorBoard reads the files of a folder by name, so a later one needs a greater name.
@@ -37,7 +40,7 @@ impl EventWriter {
             let path = folder.join(format!("events.out.tfevents.{secs:010}.{attempt:04}.finetune"));
             match OpenOptions::new().write(true).create_new(true).open(&path) {
                 Ok(file) => {
-                    let mut writer = EventWriter { path, file };
+                    let mut writer = EventWriter { path, file, every_steps, total_steps: 0 };
                     writer.event(0, &ProtoMessage::default().bytes(3, b"brain.Event:2"))?;
                     if let Some(step) = resumed_step {
                         const SESSION_START: u64 = 1;
@@ -55,33 +58,6 @@ impl EventWriter {
             format!("cannot start an event file in {}", folder.display()),
         )
         .because("10000 files of this second exist already"))
-    }
-
-    /// Writes the figures of a step under `train/`.
-    ///
-    /// # Errors
-    /// The disk refuses it.
-    pub fn step(&mut self, report: &StepReport) -> Result<()> {
-        self.scalars(
-            report.step,
-            &[
-                ("train/loss", report.loss),
-                ("train/learning_rate", report.learning_rate),
-                ("train/grad_norm", report.grad_norm),
-                ("train/tokens_per_sec", report.tokens_per_sec),
-            ],
-        )
-    }
-
-    /// Writes the figures of an evaluation under `eval/`.
-    ///
-    /// # Errors
-    /// The disk refuses it.
-    pub fn eval(&mut self, report: &EvalReport) -> Result<()> {
-        let mut values = vec![("eval/loss", report.eval_loss), ("eval/perplexity", report.eval_perplexity)];
-        values.extend(report.eval_token_accuracy.map(|v| ("eval/token_accuracy", v)));
-        values.extend(report.eval_exact_match.map(|v| ("eval/exact_match", v)));
-        self.scalars(report.step, &values)
     }
 
     fn scalars(&mut self, step: u64, values: &[(&str, f64)]) -> Result<()> {
@@ -104,6 +80,37 @@ impl EventWriter {
         record.extend_from_slice(&event.0);
         record.extend_from_slice(&masked_crc(&event.0).to_le_bytes());
         self.file.write_all(&record).map_err(|e| Error::io("write", &self.path, &e))
+    }
+}
+
+impl RunListener for EventWriter {
+    fn what(&self) -> &'static str {
+        "TensorBoard events"
+    }
+
+    fn begin(&mut self, _done: u64, total: u64) -> Result<()> {
+        self.total_steps = total;
+        Ok(())
+    }
+
+    fn step(&mut self, report: &StepReport) -> Result<()> {
+        if report.step != self.total_steps && !report.step.is_multiple_of(self.every_steps) {
+            return Ok(());
+        }
+        let values = [
+            ("train/loss", report.loss),
+            ("train/learning_rate", report.learning_rate),
+            ("train/grad_norm", report.grad_norm),
+            ("train/tokens_per_sec", report.tokens_per_sec),
+        ];
+        self.scalars(report.step, &values)
+    }
+
+    fn eval(&mut self, report: &EvalReport) -> Result<()> {
+        let mut values = vec![("eval/loss", report.eval_loss), ("eval/perplexity", report.eval_perplexity)];
+        values.extend(report.eval_token_accuracy.map(|v| ("eval/token_accuracy", v)));
+        values.extend(report.eval_exact_match.map(|v| ("eval/exact_match", v)));
+        self.scalars(report.step, &values)
     }
 }
 

@@ -29,7 +29,7 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::plan::Plan;
 use crate::profile::{Profiler, TraceSchedule};
 use crate::report::html::{AnsweredQuestion, HtmlReport};
-use crate::report::{EventWriter, MetricsLog, Terminal};
+use crate::report::{EventWriter, MetricsLog, RunListeners, Terminal};
 use crate::setup::BaseCheck;
 use crate::units;
 use crate::weights::DigestTask;
@@ -278,15 +278,18 @@ impl TrainRun<'_> {
         if let Some(text) = metrics.note() {
             self.terminal.warn(text);
         }
-        let events = output.join("tensorboard");
-        let wanted = self.plan.recipe.log.tensorboard;
-        let opened = wanted.then(|| EventWriter::create(&events, state.map(|s| s.step)));
-        let tensorboard = opened.and_then(|opened| {
-            let unopened =
-                |error: Error| self.terminal.warn(format!("no TensorBoard events: {}", error.in_one_line()));
-            opened.map_err(unopened).ok()
-        });
-        Ok(Reporter { terminal: self.terminal, metrics, tensorboard })
+        let mut listeners = RunListeners::default();
+        let log = &self.plan.recipe.log;
+        if log.tensorboard {
+            let folder = output.join("tensorboard");
+            match EventWriter::create(&folder, state.map(|s| s.step), log.every_steps) {
+                Ok(events) => listeners.add(events),
+                Err(error) => {
+                    self.terminal.warn(format!("no TensorBoard events: {}", error.in_one_line()));
+                }
+            }
+        }
+        Ok(Reporter { terminal: self.terminal, metrics, listeners })
     }
 }
 

@@ -113,7 +113,7 @@ fn train(
         let grown = values.iter().enumerate().map(|(i, value)| value * 1.25 + i as f32 + step as f32);
         let grown: Vec<f32> = grown.collect();
         values.copy_from_slice(&grown);
-        log.step(&report(step))?;
+        log.append(&report(step).into())?;
         if step % 2 == 0 {
             saver.save(state(step), vec![tensor(&values)], &world)?;
             saver.finish(&world)?;

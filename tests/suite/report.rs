@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use finetune::report::card::{Artifact, Card, CardBase, CardData};
 use finetune::report::metrics::{self, EvalReport, MetricsEntry, MetricsLog, StepReport};
-use finetune::report::{EventWriter, Terminal, Verbosity};
+use finetune::report::{EventWriter, RunListener as _, Terminal, Verbosity};
 
 fn step(step: u64) -> StepReport {
     StepReport {
@@ -37,9 +37,9 @@ fn metrics_lines_are_the_contract() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
     let mut log = MetricsLog::create(&path).unwrap();
-    log.step(&step(4)).unwrap();
-    log.eval(&EvalReport::new(4, 0.0, 10)).unwrap();
-    log.eval(&EvalReport { eval_exact_match: Some(0.5), ..EvalReport::new(4, 0.0, 10) }).unwrap();
+    log.append(&step(4).into()).unwrap();
+    log.append(&EvalReport::new(4, 0.0, 10).into()).unwrap();
+    log.append(&EvalReport { eval_exact_match: Some(0.5), ..EvalReport::new(4, 0.0, 10) }.into()).unwrap();
     // Read while the log is open: each line is out as soon as it is made.
     assert_eq!(
         fs::read_to_string(&path).unwrap(),
@@ -61,11 +61,11 @@ fn metrics_come_back_to_the_bit() {
     for (n, loss) in [1.0 / 3.0, 0.1 + 0.2, 5e-324, f64::MAX, 1.234_567_890_123_456_7].into_iter().enumerate()
     {
         written.push(StepReport { loss, ..step(n as u64 + 1) });
-        log.step(written.last().unwrap()).unwrap();
+        log.append(&written.last().unwrap().clone().into()).unwrap();
     }
     // exp(800) is past f64; JSON has no infinity.
     let eval = EvalReport::new(5, 800.0, 1);
-    log.eval(&eval).unwrap();
+    log.append(&eval.clone().into()).unwrap();
     let read = metrics::read(&path).unwrap();
     assert_eq!(read.len(), 6);
     for (entry, report) in read.iter().zip(&written) {
@@ -81,7 +81,7 @@ fn a_number_that_json_cannot_hold_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
     let mut log = MetricsLog::create(&path).unwrap();
-    let error = log.step(&StepReport { grad_norm: f64::NAN, ..step(3) }).unwrap_err();
+    let error = log.append(&StepReport { grad_norm: f64::NAN, ..step(3) }.into()).unwrap_err();
     assert!(error.to_string().contains("`grad_norm` is NaN"), "{error}");
     assert_eq!(fs::read_to_string(&path).unwrap(), "");
 }
@@ -92,9 +92,9 @@ fn a_resumed_log_forgets_what_will_be_repeated() {
     let path = dir.path().join("metrics.jsonl");
     let mut log = MetricsLog::create(&path).unwrap();
     for n in 1..=5 {
-        log.step(&step(n)).unwrap();
+        log.append(&step(n).into()).unwrap();
         if n % 2 == 0 {
-            log.eval(&EvalReport::new(n, 1.0, 7)).unwrap();
+            log.append(&EvalReport::new(n, 1.0, 7).into()).unwrap();
         }
     }
     drop(log);
@@ -102,7 +102,7 @@ fn a_resumed_log_forgets_what_will_be_repeated() {
     fs::write(&path, format!("{before}{{\"step\":6,\"epo")).unwrap();
 
     let mut log = MetricsLog::resume(&path, 3).unwrap();
-    log.step(&step(4)).unwrap();
+    log.append(&step(4).into()).unwrap();
     drop(log);
     let steps: Vec<u64> = metrics::read(&path).unwrap().iter().map(MetricsEntry::step).collect();
     assert_eq!(steps, [1, 2, 2, 3, 4]);
@@ -121,7 +121,7 @@ fn a_log_that_cannot_be_read_stops_no_run() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
     let mut log = MetricsLog::create(&path).unwrap();
-    (1..=3).for_each(|n| log.step(&step(n)).unwrap());
+    (1..=3).for_each(|n| log.append(&step(n).into()).unwrap());
     let lines: Vec<String> = fs::read_to_string(&path).unwrap().lines().map(str::to_owned).collect();
     let zeros = "\0".repeat(300);
     let half = &lines[1][..20];
@@ -139,7 +139,7 @@ fn a_log_that_cannot_be_read_stops_no_run() {
         let mut log = MetricsLog::resume(&path, 3).unwrap();
         let note = log.note().unwrap().to_owned();
         assert!(note.contains("metrics.jsonl:2 is neither a step nor an evaluation: 1 such lines"), "{note}");
-        log.step(&step(4)).unwrap();
+        log.append(&step(4).into()).unwrap();
         let steps: Vec<u64> = metrics::read(&path).unwrap().iter().map(MetricsEntry::step).collect();
         assert_eq!(steps, [1, 3, 4]);
         assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 3, "every line is an entry");
@@ -266,7 +266,7 @@ fn event_files_read_back() {
     assert_eq!(crc32c(b"123456789"), 0xe306_9283);
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("tensorboard");
-    let mut writer = EventWriter::create(&folder, None).unwrap();
+    let mut writer = EventWriter::create(&folder, None, 1).unwrap();
     writer.step(&step(300)).unwrap();
     writer.eval(&EvalReport { eval_exact_match: Some(0.25), ..EvalReport::new(300, 0.0, 10) }).unwrap();
     let first = fs::read_dir(&folder).unwrap().next().unwrap().unwrap().path();
@@ -285,7 +285,7 @@ fn event_files_read_back() {
     assert_eq!(others, [version()]);
 
     // A resumed run: a later file, which tells TensorBoard to forget from step 201 on.
-    let mut writer = EventWriter::create(&folder, Some(200)).unwrap();
+    let mut writer = EventWriter::create(&folder, Some(200), 1).unwrap();
     writer.step(&step(201)).unwrap();
     let mut files: Vec<_> = fs::read_dir(&folder).unwrap().map(|e| e.unwrap().path()).collect();
     files.sort();
