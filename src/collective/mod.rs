@@ -17,6 +17,7 @@ pub mod in_process;
 #[cfg(test)]
 pub(crate) mod late_reductions;
 pub mod launch;
+mod memory_marks;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod nccl;
@@ -31,6 +32,7 @@ mod traffic;
 
 pub use fault_injection::{FaultInjector, FaultNotice};
 pub use hang_watch::{HangLimits, HangReport, HangWatch};
+pub use memory_marks::HeldBytes;
 pub use phase::Phase;
 pub use progress::ProgressBoard;
 pub use rank_threads::RankFailure;

@@ -6,9 +6,12 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::memory_marks::{HeldBytes, MemoryMarks};
 use super::progress::{ProgressBoard, RankProgress};
 use super::step_clock::{StepClock, StepPart, StepSecs};
 use super::{Call, Collective, Phase, Reduction, Ticket, Traffic};
+use candle_core::Device;
+
 use crate::error::Result;
 use crate::runtime::buffer::Buffer;
 use crate::runtime::trace::{self, SpanInfo, SpanKind};
@@ -22,6 +25,7 @@ thread_local! {
 #[derive(Debug)]
 pub struct TimedCollective {
     clock: Arc<StepClock>,
+    memory: Arc<MemoryMarks>,
     progress: Arc<RankProgress>,
     inner: Arc<dyn Collective>,
 }
@@ -29,7 +33,12 @@ pub struct TimedCollective {
 impl TimedCollective {
     /// `inner` with a clock at 0.
     pub fn new(inner: Arc<dyn Collective>) -> Self {
-        TimedCollective { clock: Arc::new(StepClock::start()), progress: RankProgress::new(&inner), inner }
+        TimedCollective {
+            clock: Arc::new(StepClock::start()),
+            memory: Arc::default(),
+            progress: RankProgress::new(&inner),
+            inner,
+        }
     }
 
     /// The same, of a rank of the world whose progress stands on `board`.
@@ -41,7 +50,7 @@ impl TimedCollective {
 
     /// The clock: the time inside calls, that is sending, summing and waiting for peers, and that of each part of a step.
     pub fn clock(&self) -> CollectiveTimer {
-        CollectiveTimer(Arc::clone(&self.clock))
+        CollectiveTimer { clock: Arc::clone(&self.clock), memory: Arc::clone(&self.memory) }
     }
 
     /// Tells what the rank is doing.
@@ -107,22 +116,35 @@ fn call_info(named: Option<(&'static str, Call)>) -> SpanInfo {
 
 /// Reads the clock of a [`TimedCollective`] end.
 #[derive(Debug, Clone)]
-pub struct CollectiveTimer(Arc<StepClock>);
+pub struct CollectiveTimer {
+    clock: Arc<StepClock>,
+    memory: Arc<MemoryMarks>,
+}
 
 impl CollectiveTimer {
     /// Time in calls so far.
     pub fn read(&self) -> Duration {
-        self.0.in_calls()
+        self.clock.in_calls()
     }
 
     /// The seconds of each part since the last call of this.
     pub fn lap(&self) -> StepSecs {
-        self.0.lap()
+        self.clock.lap()
     }
 
     /// From now on, until the next phase is entered, time counts as `part`'s.
     pub fn count_as(&self, part: StepPart) {
-        self.0.enter(part);
+        self.clock.enter(part);
+    }
+
+    /// From now on the memory of each phase is measured, on `device` and of the host.
+    pub fn watch_memory(&self, device: &Device) {
+        self.memory.watch(device);
+    }
+
+    /// The phases since then, with the most that is known to have been held in each.
+    pub fn memory_by_phase(&self) -> Vec<(Phase, HeldBytes)> {
+        self.memory.read()
     }
 }
 
@@ -215,6 +237,7 @@ impl Collective for TimedCollective {
     fn split(&self, color: usize) -> Result<Box<dyn Collective>> {
         Ok(Box::new(TimedCollective {
             clock: Arc::clone(&self.clock),
+            memory: Arc::clone(&self.memory),
             progress: Arc::clone(&self.progress),
             inner: Arc::from(self.timed(Some(("split", Call::single("ranks"))), |inner| inner.split(color))?),
         }))
@@ -227,6 +250,7 @@ impl Collective for TimedCollective {
     fn enter(&self, phase: Phase) -> Result<()> {
         self.progress.enter(phase);
         self.clock.enter(phase.part());
+        self.memory.enter(phase);
         trace::enter_phase(phase.name());
         self.inner.enter(phase)
     }

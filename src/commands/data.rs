@@ -60,7 +60,7 @@ fn batches(dataset: &Dataset, recipe: &Recipe) -> Result<String> {
         shuffle: recipe.data.shuffle,
         packing: recipe.data.packing,
         max_seq_len: recipe.data.max_seq_len,
-        micro_batch_size: recipe.train.micro_batch_size,
+        micro_batch_size: recipe.train.micro_batch_rows(),
         gradient_accumulation_steps: recipe.train.gradient_accumulation_steps,
         epochs: 1.0,
         max_steps: None,
@@ -76,7 +76,7 @@ fn batches(dataset: &Dataset, recipe: &Recipe) -> Result<String> {
     let mut text = format!(
         "an epoch: {} steps of {} {unit}; micro-batches of {} tokens on average, {longest} at most, no padding\n",
         sampler.steps_per_epoch(),
-        recipe.train.micro_batch_size * recipe.train.gradient_accumulation_steps,
+        recipe.train.micro_batch_rows() * recipe.train.gradient_accumulation_steps,
         total / count
     );
     if recipe.data.packing {

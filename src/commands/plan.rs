@@ -36,6 +36,7 @@ pub(super) fn run(args: &PlanArgs) -> Result<()> {
         engine: &engine,
         room: room_of(hardware.as_ref()),
     };
+    inputs.split_rows(&mut recipe, world)?;
     let held_out = found.held_out.iter().flat_map(Dataset::examples);
     let request = SizingRequest {
         recipe: &recipe,

@@ -130,6 +130,23 @@ impl<'a> Sampler<'a> {
         self.cursor.epoch * self.steps_per_epoch() + self.cursor.index.div_ceil(self.global_batch() as u64)
     }
 
+    /// The micro-batch of the longest units: none of any step has more tokens.
+    pub fn longest_micro_batch(&self) -> Batch {
+        let mut units: Vec<usize> = (0..self.units.len()).collect();
+        // Stable: of equal ones the first.
+        units.sort_by_key(|unit| std::cmp::Reverse(self.lengths[*unit]));
+        let longest = units.iter().take(self.options.micro_batch_size);
+        self.batch(longest.map(|unit| &self.units[*unit]), 0)
+    }
+
+    /// Tokens of the largest micro-batch of the next step; none at the end of the run.
+    pub fn widest_of_next_step(&mut self) -> Option<usize> {
+        let cursor = self.cursor;
+        let step = self.next_step();
+        self.cursor = cursor;
+        step?.micro_batches.iter().map(Batch::len).max()
+    }
+
     /// Where the next step begins.
     pub fn cursor(&self) -> Cursor {
         self.cursor
@@ -167,8 +184,7 @@ impl<'a> Sampler<'a> {
         let mut first_token = 0;
         let mut micro_batches = Vec::new();
         for units in self.order[start..end].chunks(self.options.micro_batch_size) {
-            let rows = units.iter().flat_map(|unit| &self.units[*unit as usize]);
-            let batch = Batch::new(rows.map(|row| &self.dataset.examples()[*row as usize]), first_token);
+            let batch = self.batch(units.iter().map(|unit| &self.units[*unit as usize]), first_token);
             first_token += batch.len() as u64;
             micro_batches.push(batch);
         }
@@ -179,6 +195,11 @@ impl<'a> Sampler<'a> {
             Cursor { epoch: self.cursor.epoch, index: end as u64 }
         };
         Some(Step::new(micro_batches, epoch))
+    }
+
+    fn batch<'b>(&self, units: impl Iterator<Item = &'b Vec<u32>>, first_token: u64) -> Batch {
+        let rows = units.flatten();
+        Batch::new(rows.map(|row| &self.dataset.examples()[*row as usize]), first_token)
     }
 
     fn global_batch(&self) -> usize {

@@ -7,7 +7,7 @@ use super::nan_policy::{DivergedSteps, NanPolicy};
 use super::run_watch::RunWatch;
 use super::{Evaluation, Trainer};
 use crate::checkpoint::{Saver, TrainingState};
-use crate::collective::{CollectiveTimer, Phase, StepPart, StepSecs};
+use crate::collective::{CollectiveTimer, HeldBytes, Phase, StepPart, StepSecs};
 use crate::data::{Batch, Cursor, Sampler, Step};
 use crate::error::{Error, ErrorCategory, ErrorContext as _, Result};
 use crate::profile::Profiler;
@@ -82,6 +82,8 @@ pub struct RunSummary {
     pub stopped: bool,
     /// Where its time went, earlier runs not included.
     pub facts: RunFacts,
+    /// The most that this process held in each phase of its first rank.
+    pub memory: Vec<(Phase, HeldBytes)>,
 }
 
 /// Everything the loop works on.
@@ -119,14 +121,7 @@ impl TrainLoop<'_> {
     pub fn run(mut self, tokens: u64) -> Result<RunSummary> {
         let total = self.sampler.total_steps();
         let mut done = RunSummary { steps: self.sampler.steps_done(), tokens, ..RunSummary::default() };
-        let warnings = self.reporter.as_mut().map(|reporter| reporter.listeners.begin(done.steps, total));
-        self.warn(warnings.unwrap_or_default());
-        if done.steps == 0 {
-            done.before = self.evaluate(0)?;
-        }
-        if let Some(reporter) = &self.reporter {
-            reporter.terminal.train_start(done.steps, total);
-        }
+        self.begin(&mut done, total)?;
         let mut watch = RunWatch::new(self.trainer.engine.store.trainable_entries());
         let mut diverged = DivergedSteps::new(self.options.nan);
         // What was before the first step is none's.
@@ -174,6 +169,7 @@ impl TrainLoop<'_> {
         self.say_notes();
         let warnings = self.reporter.as_mut().map(|reporter| reporter.listeners.end());
         self.warn(warnings.unwrap_or_default());
+        done.memory = self.clock.memory_by_phase();
         Ok(done)
     }
 
@@ -181,6 +177,32 @@ impl TrainLoop<'_> {
     fn say_notes(&mut self) {
         let notes = self.saver.take_notes();
         self.warn(notes);
+    }
+
+    /// What comes before the first step.
+    fn begin(&mut self, done: &mut RunSummary, total: u64) -> Result<()> {
+        let warnings = self.reporter.as_mut().map(|reporter| reporter.listeners.begin(done.steps, total));
+        self.warn(warnings.unwrap_or_default());
+        if done.steps == 0 {
+            done.before = self.evaluate(0)?;
+        }
+        if let Some(reporter) = &self.reporter {
+            reporter.terminal.train_start(done.steps, total);
+        }
+        self.rehearse()
+    }
+
+    /// Computes the longest micro-batch of the run once where the first step has shorter ones, so that what will not fit fails
+    /// at once and not hours later. Steps come in the order that they would have come in anyway.
+    fn rehearse(&mut self) -> Result<()> {
+        let Some(next) = self.sampler.widest_of_next_step() else { return Ok(()) };
+        let longest = self.sampler.longest_micro_batch();
+        if longest.len() <= next {
+            return Ok(());
+        }
+        self.enter(Phase::Data)?;
+        let done = self.trainer.rehearse(&longest);
+        done.during(|| format!("cannot compute the longest micro-batch, {} tokens", longest.len()))
     }
 
     /// Goes on after step `step`, which ended in `error` and updated nothing, as the recipe says.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::divergence::DivergedStep;
 use super::{CrossEntropy, Engine, LossSums, MetricSum, MicroStep, Objective};
 use crate::collective::Phase;
-use crate::data::Step;
+use crate::data::{Batch, Step};
 use crate::error::{Error, Result};
 use crate::model::DropoutContext;
 use crate::ops::stochastic_rounding::StochasticRounding;
@@ -122,6 +122,28 @@ impl Trainer {
     /// Counts the steps up to `step` as done, whether or not they updated anything.
     pub fn skip_to(&mut self, step: u64) {
         self.optimizer.resume(step);
+    }
+
+    /// Computes the gradients of `batch` on every rank, and forgets them: memory that a step with such a micro-batch would
+    /// not find is missed here. Nothing that a step depends on is changed.
+    ///
+    /// # Errors
+    /// The device failed, or a peer.
+    pub fn rehearse(&self, batch: &Batch) -> Result<()> {
+        let store = &self.engine.store;
+        store.zero_gradients()?;
+        let stream = RngStream::new(self.options.seed).named("dropout").part(0);
+        let micro_step = MicroStep {
+            objective: &*self.objective,
+            scale: 1.0 / batch.len().max(1) as f64,
+            recompute: self.options.recompute,
+            dropout: Some(DropoutContext { stream, first_token: 0 }),
+            last: true,
+        };
+        thread_pool::run_in_pool(&self.engine.device, || self.engine.micro_step(batch, micro_step))?;
+        store.mesh().world().enter(Phase::Norm)?;
+        store.norm_of(store.gradient_squares()?)?;
+        store.zero_gradients()
     }
 
     fn numbered_step(&mut self, step: &Step, number: u64) -> Result<StepResult> {

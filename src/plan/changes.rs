@@ -100,14 +100,15 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
     let masters = model.in_bf16 && !adapter && has_masters;
     let to_none: Apply = Box::new(|r, _| r.optimizer.master = MasterWeights::None);
     push(masters, Relief::Kept, WITHOUT_MASTERS.into(), to_none);
-    let micro_batches = train.gradient_accumulation_steps.saturating_mul(train.micro_batch_size);
+    let micro_batches = train.gradient_accumulation_steps.saturating_mul(train.micro_batch_rows());
     let accumulated = format!("train.gradient_accumulation_steps={micro_batches}");
     push(
-        train.micro_batch_size > 1,
+        train.micro_batch_rows() > 1,
         Relief::Rows,
         format!("{} {}", set("train.micro_batch_size=1"), set(&accumulated)),
         Box::new(move |r, _| {
-            (r.train.micro_batch_size, r.train.gradient_accumulation_steps) = (1, micro_batches);
+            r.train.micro_batch_size = AutoOr::Fixed(1);
+            r.train.gradient_accumulation_steps = micro_batches;
         }),
     );
     let here = parallel.offload == Offload::None && model.on_gpu;
@@ -130,10 +131,10 @@ pub(super) fn changes(recipe: &Recipe, model: ModelSettings) -> Vec<Change> {
     all
 }
 
-/// The first adjustment of each of the changes with which a device has more memory in `phase`, as they are typed.
-pub(super) fn typed_for(phase: Phase, changes: &[Change]) -> Vec<String> {
-    let helping = changes.iter().filter(|change| change.relief.helps_in(phase));
-    helping.filter_map(|change| change.adjustments.first()).map(|first| first.typed.clone()).collect()
+/// The first adjustment of each of the changes with which a device has more memory in `phase`.
+pub(super) fn first_for(phase: Phase, changes: &[Change]) -> impl Iterator<Item = &Adjustment> {
+    let helping = changes.iter().filter(move |change| change.relief.helps_in(phase));
+    helping.filter_map(|change| change.adjustments.first())
 }
 
 fn set(assignment: &str) -> String {
@@ -198,14 +199,16 @@ mod tests {
     use super::*;
 
     fn advised(recipe: &Recipe, on_gpu: bool, phase: Phase) -> Vec<String> {
-        typed_for(phase, &changes(recipe, ModelSettings { on_gpu, quantized: false, in_bf16: false }))
+        let changes = changes(recipe, ModelSettings { on_gpu, quantized: false, in_bf16: false });
+        first_for(phase, &changes).map(|first| first.typed.clone()).collect()
     }
 
     fn recipe() -> Recipe {
         let mut recipe = Recipe::default();
         recipe.adapter = Some(recipe::AdapterSection::default());
         recipe.train.recompute = AutoOr::Fixed(Recompute::None);
-        (recipe.train.micro_batch_size, recipe.train.gradient_accumulation_steps) = (4, 2);
+        recipe.train.micro_batch_size = AutoOr::Fixed(4);
+        recipe.train.gradient_accumulation_steps = 2;
         recipe.data.max_seq_len = 512;
         recipe
     }
@@ -236,7 +239,7 @@ mod tests {
         let mut recipe = recipe();
         recipe.train.recompute = AutoOr::Fixed(Recompute::Block);
         recipe.optimizer.state = StateDtype::Int8;
-        recipe.train.micro_batch_size = 1;
+        recipe.train.micro_batch_size = AutoOr::Fixed(1);
         recipe.parallel.offload = Offload::Params;
         recipe.quantization = Some(QuantizationSection::default());
         recipe.data.max_seq_len = 200;

@@ -114,7 +114,7 @@ impl StepInputs<'_> {
     }
 
     /// As [`StepInputs::decide`]; none where the strategy is left open and none fits.
-    fn fit(&self, recipe: &Recipe, world: WorldSize) -> Result<Option<Fit>> {
+    pub(super) fn fit(&self, recipe: &Recipe, world: WorldSize) -> Result<Option<Fit>> {
         Ok(self.planned(recipe, world)?.map(|step| step.fit))
     }
 
@@ -314,7 +314,7 @@ fn how<'a>(
 
 /// Tokens of the largest micro-batch that can come.
 pub(crate) fn widest_micro_batch(recipe: &Recipe, rows: Rows<'_>) -> usize {
-    let (size, longest) = (recipe.train.micro_batch_size, recipe.data.max_seq_len);
+    let (size, longest) = (recipe.train.micro_batch_rows(), recipe.data.max_seq_len);
     let Rows::Of(data) = rows else { return size.saturating_mul(longest) };
     let mut lengths: Vec<usize> =
         data.examples().iter().map(|example| example.ids.len().min(longest)).collect();

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use candle_core::{DType, Device};
 
 use super::gpu_memory::GpuStep;
+use crate::collective::Phase;
 use crate::model::{BlockModule, BlockSaved, LoraShape, ModelConfig, SavedBytes, Segment};
 use crate::ops::cross_entropy::logits_bytes;
 use crate::optim::StateLayout;
@@ -46,6 +47,32 @@ impl MemoryPlan {
     pub fn total(&self) -> u64 {
         let step = self.weights + self.gradients + self.optimizer + self.activations + self.workspace;
         step + self.saving + self.process
+    }
+
+    /// The most of [`MemoryPlan::total`] that `phase` is to hold. On the host what a step took stays with the process for the
+    /// next one, in whatever phase.
+    pub(crate) fn in_phase(&self, phase: Phase, on_host: bool) -> u64 {
+        let kept = self.weights + self.gradients + self.optimizer + self.process;
+        match phase {
+            Phase::Meet => self.process,
+            Phase::Load => kept,
+            _ if on_host => self.total(),
+            Phase::Forward | Phase::Loss | Phase::Backward | Phase::Evaluate => self.total(),
+            _ => kept + self.saving,
+        }
+    }
+
+    /// The cause whose memory is taken in `phase`, with its bytes.
+    pub(crate) fn grows_in(&self, phase: Phase) -> (&'static str, u64) {
+        match phase {
+            Phase::Meet | Phase::Load => (
+                "weights, gradients and the optimizer's state",
+                self.weights + self.gradients + self.optimizer,
+            ),
+            Phase::Forward => ("activations", self.activations),
+            Phase::Save | Phase::Output => ("what is saved", self.saving + self.host),
+            _ => ("workspace", self.workspace),
+        }
     }
 
     /// The parts of [`MemoryPlan::total`]: cause and bytes. Those that not every run has are left out where they are 0.

@@ -51,8 +51,7 @@ fn refused(memory: &MemoryPlan, short: &str, advice: &[String]) -> Error {
         .because(short)
         .because(format!("a rank's {}", memory.by_cause()))
         .because(format!("the largest part is {part}, {}: it follows from {keys}", units::bytes(bytes)));
-    let quoted: Vec<String> = advice.iter().take(ADVICE).map(|typed| format!("`{typed}`")).collect();
-    error.hint(match &quoted[..] {
+    error.hint(match &advice[..advice.len().min(ADVICE)] {
         [] => "take a smaller model, or a machine with more memory".to_owned(),
         some => format!("these lower it, what costs least first: {}", some.join(", ")),
     })
@@ -100,11 +99,14 @@ mod tests {
     fn the_largest_part_is_named_with_its_keys() {
         let memory = MemoryPlan { weights: 5, optimizer: 9, activations: 9, ..MemoryPlan::default() };
         assert_eq!(memory.largest().0, "optimizer");
-        let error = refused(&memory, "short", &["--set a=1".to_owned()]).to_string();
+        let error = refused(&memory, "short", &["`--set a=1` (3 B a rank)".to_owned()]).to_string();
         assert!(error.contains("caused by: short\n"), "{error}");
         assert!(error.contains(
             "the largest part is optimizer, 9 B: it follows from what trains and `optimizer.state`"
         ));
-        assert!(error.ends_with("hint: these lower it, what costs least first: `--set a=1`"), "{error}");
+        assert!(
+            error.ends_with("hint: these lower it, what costs least first: `--set a=1` (3 B a rank)"),
+            "{error}"
+        );
     }
 }

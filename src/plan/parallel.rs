@@ -44,7 +44,7 @@ pub(super) fn split_global_batch(
             ))
             .hint(format!("resume with `--ranks {}`", saved.state.ranks)));
     };
-    let size = recipe.train.micro_batch_size;
+    let size = recipe.train.micro_batch_rows();
     let then = saved.state.micro_batch_size().unwrap_or(size);
     let rows = steps.saturating_mul(then);
     if !rows.is_multiple_of(size) {

@@ -7,7 +7,7 @@ use candle_core::{DType, Device};
 use chrono::{DateTime, FixedOffset};
 
 use super::bf16_copy;
-use super::changes::{ModelSettings, changes, typed_for};
+use super::changes::{Adjustment, ModelSettings, changes, first_for};
 use super::fit::{Fit, Room, Rows, StepInputs};
 use super::memory::MemoryPlan;
 use super::method::Method;
@@ -26,6 +26,7 @@ use crate::setup::dataset::DatasetLoader;
 use crate::setup::param_layout::Trains;
 use crate::setup::resolver::{ResolvedSource, Resolver};
 use crate::sharding::ShardingStrategy;
+use crate::units;
 use crate::weights::{DigestTask, ModelFiles, ModelIdentity, StoredDtype};
 
 /// What will run.
@@ -82,9 +83,7 @@ impl Plan {
     ) -> Result<Self> {
         parallel::split_global_batch(&mut recipe, world.all, resumed)?;
         let mut base = BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
-        let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
-        engine.bf16_copy = bf16_copy::is_wanted(&recipe);
-        engine.master = parallel::master_weights(&recipe, engine.dtype)?;
+        let mut engine = engine_options(&recipe, device)?;
         let adapter_found = find_adapter(&recipe, finder, &mut base)?;
         let saved = adapter_found.as_ref().map(|found| found.folder.as_path());
         let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
@@ -98,7 +97,6 @@ impl Plan {
         let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?.at(now);
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
         let held_out = rows.load_if_any(&recipe.data.eval, Split::Eval, finder)?;
-        let total_steps = Sampler::new(&train.0, sampler_options(&recipe, world.all))?.total_steps();
         let inputs = StepInputs {
             base: &base,
             adapter_setup: adapter_setup.as_ref(),
@@ -107,6 +105,8 @@ impl Plan {
             engine: &engine,
             room: Room::Here,
         };
+        inputs.split_rows(&mut recipe, world)?;
+        let total_steps = Sampler::new(&train.0, sampler_options(&recipe, world.all))?.total_steps();
         let Fit { kind, why, recompute, memory } = inputs.decide(&recipe, world)?;
         engine.offload = parallel::offload(&recipe.parallel);
         engine.offload.check(memory.file)?;
@@ -238,16 +238,45 @@ impl Plan {
         self.recipe.train.gradient_accumulation_steps.saturating_mul(self.ranks)
     }
 
-    /// Settings that this run does not use and with which a device has more memory in `phase`, as they are typed, in
-    /// order of what they cost.
+    /// What the memory and the time of a step depend on. New tokens are in the adapter, where there is one.
+    pub(crate) fn inputs(&self) -> StepInputs<'_> {
+        StepInputs {
+            base: &self.base,
+            adapter_setup: self.adapter_setup.as_ref(),
+            rows: Rows::Of(&self.train.0),
+            new_tokens: &[],
+            engine: &self.engine,
+            room: Room::Here,
+        }
+    }
+
+    /// Settings that this run does not use and with which a device has more memory in `phase`, as they are typed and with
+    /// what a rank would need, in order of what they cost.
     pub fn memory_advice(&self, phase: Phase) -> Vec<String> {
-        typed_for(phase, &changes(&self.recipe, ModelSettings::of(&self.base, &self.engine)))
+        let (inputs, world) = (self.inputs(), WorldSize::on_one_host(self.ranks));
+        let settings = ModelSettings::of(&self.base, &self.engine);
+        let advised = |adjustment: &Adjustment| {
+            let (mut recipe, mut world) = (self.recipe.clone(), world);
+            (adjustment.apply)(&mut recipe, &mut world);
+            let needed = inputs.fit(&recipe, world).ok().flatten();
+            let figure = needed.map(|fit| format!(" ({} a rank)", units::bytes(fit.memory.total())));
+            format!("`{}`{}", adjustment.typed, figure.unwrap_or_default())
+        };
+        first_for(phase, &changes(&self.recipe, settings)).map(advised).collect()
     }
 
     /// The training method, for the plan, the card and the report.
     pub fn method(&self) -> Method {
         Method::new(self.adapter_setup.as_ref(), self.base.format)
     }
+}
+
+/// How `device` computes what `recipe` asks for.
+fn engine_options(recipe: &Recipe, device: Device) -> Result<EngineOptions> {
+    let mut engine = EngineOptions::new(&recipe.model, device, recipe.train.seed)?;
+    engine.bf16_copy = bf16_copy::is_wanted(recipe);
+    engine.master = parallel::master_weights(recipe, engine.dtype)?;
+    Ok(engine)
 }
 
 /// The adapter that the run starts from, whose tokenizer goes before the model's.
@@ -297,7 +326,7 @@ pub(crate) fn sampler_options(recipe: &Recipe, ranks: usize) -> SamplerOptions {
         shuffle: recipe.data.shuffle,
         packing: recipe.data.packing,
         max_seq_len: recipe.data.max_seq_len,
-        micro_batch_size: recipe.train.micro_batch_size,
+        micro_batch_size: recipe.train.micro_batch_rows(),
         gradient_accumulation_steps: recipe.train.gradient_accumulation_steps.saturating_mul(ranks),
         epochs: recipe.train.epochs,
         max_steps: recipe.train.max_steps,

@@ -100,6 +100,16 @@ impl AdapterSection {
     }
 }
 
+impl TrainSection {
+    /// Rows that go through the model at once; one where that is not decided yet.
+    pub fn micro_batch_rows(&self) -> usize {
+        match self.micro_batch_size {
+            AutoOr::Auto => 1,
+            AutoOr::Fixed(rows) => rows,
+        }
+    }
+}
+
 impl Recipe {
     /// Puts the layers over each other: `--set` over flags over the recipe over defaults.
     ///

@@ -114,8 +114,9 @@ section! {
         epochs: f64 = 1.0, Above(0.0);
         /// Optimizer steps of the whole run; set, it decides instead of `epochs`.
         max_steps: Option<u64> = None, AtLeast(1.0);
-        /// Rows that go through the model at once, on each rank.
-        micro_batch_size: usize = 1, Between(1.0, 65_536.0);
+        /// Rows that go through the model at once, on each rank; "auto": of the rows of a step, which are then
+        /// `gradient_accumulation_steps` on each rank, as many as memory holds and speed gains by.
+        micro_batch_size: AutoOr<usize> = AutoOr::Fixed(1), Between(1.0, 65_536.0);
         /// Micro-batches whose gradients make one optimizer step, on each rank.
         gradient_accumulation_steps: usize = 1, Between(1.0, 1_048_576.0);
         /// Gradients are scaled down to this norm; 0: never.

@@ -4,9 +4,15 @@
 //! Memory of a GPU is not in here; the device's own module counts that.
 
 use std::fmt;
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
 
 use crate::units::{self, field_bytes};
+
+/// Where Linux tells what a process holds, and in which lines.
+const STATUS: &str = "/proc/self/status";
+const HIGH_WATER: &str = "VmHWM:";
+const RESIDENT: &str = "VmRSS:";
 
 /// What a run was planned to hold at most, beside what it held; all in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -21,6 +27,21 @@ pub struct MemoryComparison {
     pub host: u64,
     /// The most that was held; none where nothing measures it.
     pub peak: Option<u64>,
+    /// The same by phase, in the order of a run.
+    pub phases: Vec<PhaseMemory>,
+}
+
+/// The memory of a phase, in bytes.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PhaseMemory {
+    /// Such as `backward`.
+    pub name: &'static str,
+    /// What was planned at most of the memory that [`MemoryComparison::peak`] measures.
+    pub planned: u64,
+    /// The most that the process is known to have held of host memory in it, 0 where nothing measures it.
+    pub host: u64,
+    /// The same of a GPU by tensors.
+    pub device: u64,
 }
 
 impl MemoryComparison {
@@ -28,6 +49,14 @@ impl MemoryComparison {
     pub fn predicted(&self) -> u64 {
         let a_rank = self.causes.iter().map(|(_, bytes)| bytes).sum::<u64>();
         a_rank.saturating_mul(self.ranks).saturating_add(self.shared)
+    }
+
+    /// The first phase that came to the peak; none where phases are not measured.
+    pub fn peak_phase(&self) -> Option<&'static str> {
+        let peak = self.peak?;
+        let on_device = self.phases.iter().any(|phase| phase.device > 0);
+        let held = |phase: &PhaseMemory| if on_device { phase.device } else { phase.host };
+        self.phases.iter().find(|phase| held(phase) >= peak).map(|phase| phase.name)
     }
 
     /// By how much of the plan the peak is above it (below 0: under it); none without a measurement or a plan.
@@ -42,22 +71,45 @@ impl fmt::Display for MemoryComparison {
         write!(f, "{} predicted, ", units::bytes(self.predicted()))?;
         let Some(peak) = self.peak else { return f.write_str("the peak was not measured") };
         write!(f, "{} at the peak", units::bytes(peak))?;
+        if let Some(phase) = self.peak_phase() {
+            write!(f, " ({phase})")?;
+        }
         self.difference().map_or(Ok(()), |share| write!(f, ", difference {:+.1} %", 100.0 * share))
     }
 }
 
 /// The most memory the process has ever held (resident set), in bytes.
 pub fn peak_bytes() -> u64 {
-    status_bytes("VmHWM:").unwrap_or_else(rusage_peak_bytes)
+    status_bytes(HIGH_WATER).unwrap_or_else(rusage_peak_bytes)
+}
+
+/// The resident set of this process, for whoever asks often: the file of the kernel's figures stays open.
+#[derive(Debug)]
+pub struct ResidentSet(Option<File>);
+
+impl ResidentSet {
+    /// Ready to be asked.
+    pub fn open() -> Self {
+        ResidentSet(File::open(STATUS).ok())
+    }
+
+    /// Bytes that are held now, 0 where the system does not tell, and the most that ever were.
+    pub fn read(&self) -> (u64, u64) {
+        let mut text = [0; 4096];
+        let read = self.0.as_ref().and_then(|file| file.read_at(&mut text, 0).ok()).unwrap_or(0);
+        let text = String::from_utf8_lossy(&text[..read]);
+        let high = field_bytes(&text, HIGH_WATER).unwrap_or_else(rusage_peak_bytes);
+        (field_bytes(&text, RESIDENT).unwrap_or(0), high)
+    }
 }
 
 /// The memory the process holds now (resident set), in bytes; `None` where the system does not tell.
 pub fn current_bytes() -> Option<u64> {
-    status_bytes("VmRSS:")
+    status_bytes(RESIDENT)
 }
 
 fn status_bytes(key: &str) -> Option<u64> {
-    field_bytes(&fs::read_to_string("/proc/self/status").ok()?, key)
+    field_bytes(&fs::read_to_string(STATUS).ok()?, key)
 }
 
 fn rusage_peak_bytes() -> u64 {
@@ -89,9 +141,20 @@ mod tests {
     #[test]
     fn a_peak_stands_beside_its_plan() {
         let causes = vec![("weights", 30 << 20), ("workspace", 10 << 20)];
-        let plan = MemoryComparison { causes, ranks: 2, shared: 20 << 20, host: 0, peak: Some(90 << 20) };
+        let plan = MemoryComparison {
+            causes,
+            ranks: 2,
+            shared: 20 << 20,
+            host: 0,
+            peak: Some(90 << 20),
+            phases: Vec::new(),
+        };
         assert_eq!(plan.predicted(), 100 << 20);
         assert_eq!(plan.to_string(), "100 MiB predicted, 90.0 MiB at the peak, difference -10.0 %");
+        let phase = |name, host| PhaseMemory { name, host, ..PhaseMemory::default() };
+        let phases = vec![phase("load", 60 << 20), phase("loss", 90 << 20), phase("save", 90 << 20)];
+        let plan = MemoryComparison { phases, ..plan };
+        assert_eq!(plan.to_string(), "100 MiB predicted, 90.0 MiB at the peak (loss), difference -10.0 %");
         let plan = MemoryComparison { peak: None, ..plan };
         assert_eq!(plan.to_string(), "100 MiB predicted, the peak was not measured");
         assert_eq!(MemoryComparison { peak: Some(1), ..MemoryComparison::default() }.difference(), None);
@@ -105,5 +168,8 @@ mod tests {
         assert!(peak >= 64 << 20, "{peak} from {before} with {} held", held.len());
         assert!(rusage >= 64 << 20, "{rusage}");
         assert!(current_bytes().is_none_or(|now| now <= peak_bytes()));
+        let (now, high) = ResidentSet::open().read();
+        assert!(high >= 64 << 20 && now <= high, "{now} {high}");
+        assert_eq!(now > 0, current_bytes().is_some());
     }
 }

@@ -5,7 +5,7 @@
 //! - [`tensorboard`]: the same figures as TensorBoard event files.
 //! - [`terminal`]: lines, warnings and progress bars on stderr; data asked for on stdout.
 //! - [`printable`](mod@printable): what stands between any text and a terminal.
-//! - [`memory`]: what this process holds in memory, now and at its peak.
+//! - [`memory`] and [`timing`]: what a run holds and how long its steps take, beside what was planned.
 //! - [`card`] and [`html`]: the model card and the run at a glance.
 //!
 //! This is floor 1: it knows numbers and texts, nothing of recipes, models or data. The caller hands over plain
@@ -19,6 +19,7 @@ pub mod metrics;
 pub mod printable;
 pub mod tensorboard;
 pub mod terminal;
+pub mod timing;
 
 pub use listener::{RunListener, RunListeners};
 pub use metrics::{EvalReport, MetricsEntry, MetricsLog, SkippedStep, StepReport};

@@ -19,8 +19,14 @@ pub(crate) fn explained(error: Error, plan: &Plan, phase: Phase) -> Error {
     let error = match fault {
         DeviceFault::OutOfMemory => {
             let planned = units::bytes(plan.memory.total());
+            let (cause, bytes) = plan.memory.grows_in(phase);
             let advice = hint(&plan.memory_advice(phase));
-            error.because(format!("the plan counted {planned} for a step")).hint(advice)
+            error
+                .because(format!(
+                    "the plan counted {planned} for a step; what grows in this phase is {cause}, planned as {}",
+                    units::bytes(bytes)
+                ))
+                .hint(advice)
         }
         _ => error,
     };
@@ -49,16 +55,15 @@ fn doing(phase: Phase, step: Option<u64>) -> Option<String> {
     })
 }
 
-/// How to need less memory; `settings` as they are typed.
+/// How to need less memory; `settings` as they are typed, with what each would come to.
 fn hint(settings: &[String]) -> String {
     if settings.is_empty() {
         return "take a smaller model or a larger GPU; `nvidia-smi` shows what other processes hold".into();
     }
-    let quoted: Vec<String> = settings.iter().take(ADVICE).map(|typed| format!("`{typed}`")).collect();
     format!(
         "these lower it, what costs least first: {}; with `--resume` a run goes on under another `train.recompute`, \
          `parallel.offload` or split into micro-batches, the others begin a new one",
-        quoted.join(", ")
+        settings[..settings.len().min(ADVICE)].join(", ")
     )
 }
 
@@ -77,7 +82,7 @@ mod tests {
 
     #[test]
     fn the_settings_that_cost_least_are_named() {
-        let settings = ["a", "b", "c", "d", "e"].map(|key| format!("--set {key}=1"));
+        let settings = ["a", "b", "c", "d", "e"].map(|key| format!("`--set {key}=1`"));
         let text = hint(&settings);
         assert!(text.contains("`--set a=1`, `--set b=1`, `--set c=1`, `--set d=1`;"), "{text}");
         assert!(hint(&[]).contains("larger GPU"));

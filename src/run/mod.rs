@@ -14,6 +14,7 @@ pub(crate) mod merge_check;
 pub(crate) mod nvidia_libraries;
 pub(crate) mod op_speeds;
 pub(crate) mod output_folder;
+mod planned_time;
 pub(crate) mod program_facts;
 pub(crate) mod ranks;
 pub(crate) mod report_page;

@@ -6,13 +6,15 @@ use std::time::Instant;
 use candle_core::Device;
 
 use super::output_folder::METRICS;
+use crate::collective::{HeldBytes, Phase};
 use crate::data::{Example, Tokenizer};
 use crate::engine::RunSummary;
 use crate::error::Result;
 use crate::plan::{PROCESS, Plan, process_bytes};
 use crate::report::html::{AnsweredQuestion, HtmlReport, MaskedRow};
-use crate::report::memory::{self, MemoryComparison};
+use crate::report::memory::{self, MemoryComparison, PhaseMemory};
 use crate::report::metrics;
+use crate::report::timing::StepTiming;
 use crate::runtime::device;
 use crate::units;
 
@@ -40,11 +42,24 @@ impl PlannedProcess {
     }
 
     /// Beside the most that was held so far: on a GPU what its tensors took, on a CPU what the process did.
-    pub(super) fn compare(&self, plan: &Plan, device: &Device) -> MemoryComparison {
+    pub(super) fn compare(
+        &self,
+        plan: &Plan,
+        device: &Device,
+        by_phase: &[(Phase, HeldBytes)],
+    ) -> MemoryComparison {
         let on_host = device.is_cpu();
+        let ranks = if on_host { self.ranks as u64 } else { 1 };
+        let of_phase = |(phase, held): &(Phase, HeldBytes)| PhaseMemory {
+            name: phase.name(),
+            planned: plan.memory.in_phase(*phase, on_host).saturating_mul(ranks).saturating_add(self.shared),
+            host: held.host,
+            device: held.device,
+        };
         MemoryComparison {
+            phases: by_phase.iter().map(of_phase).collect(),
             causes: plan.memory.causes(),
-            ranks: if on_host { self.ranks as u64 } else { 1 },
+            ranks,
             shared: self.shared,
             host: plan.memory.host,
             peak: if on_host {
@@ -66,6 +81,8 @@ pub(super) struct ReportPage<'a> {
     pub(super) started: Instant,
     pub(super) questions: &'a [AnsweredQuestion],
     pub(super) memory: MemoryComparison,
+    /// The time of a step by plan and by the clock, where both are known.
+    pub(super) time: Option<StepTiming>,
 }
 
 impl ReportPage<'_> {
@@ -130,14 +147,16 @@ impl ReportPage<'_> {
         } else {
             String::new()
         };
-        vec![
+        let mut figures = vec![
             ("model", format!("{}{commit}", plan.base.found.id)),
             ("method", plan.method().to_string()),
             ("trainable parameters", format!("{} of {}", units::count(trainable), units::count(all))),
             ("steps", format!("{} of {}", self.summary.steps, plan.total_steps)),
             ("ranks", format!("{} ({device}{strategy})", plan.ranks)),
             ("computed in", format!("{:?}", plan.engine.dtype)),
-        ]
+        ];
+        figures.extend(self.time.map(|time| ("time of a step", time.to_string())));
+        figures
     }
 }
 

@@ -11,6 +11,7 @@ use super::bottlenecks;
 use super::card::card;
 use super::device_failure::explained;
 use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, REPORT, date_text, lies_in};
+use super::planned_time;
 use super::report_page::{PlannedProcess, ReportPage};
 use super::rollback::roll_back;
 use super::showcase::{self, Question};
@@ -29,6 +30,8 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::plan::Plan;
 use crate::profile::{Profiler, TraceSchedule};
 use crate::report::html::{AnsweredQuestion, HtmlReport};
+use crate::report::memory::MemoryComparison;
+use crate::report::timing::StepTiming;
 use crate::report::{EventWriter, MetricsLog, RunListeners, Terminal};
 use crate::setup::BaseCheck;
 use crate::units;
@@ -76,6 +79,9 @@ impl TrainRun<'_> {
     fn timed_rank(&self, world: Arc<dyn Collective>, clock: CollectiveTimer, device: &Device) -> Result<()> {
         let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
         let first = world.rank() == 0;
+        if first {
+            clock.watch_memory(device);
+        }
         world.enter(Phase::Meet)?;
         world.barrier(Call { what: "the start", index: 0 })?;
         world.enter(Phase::Load)?;
@@ -95,7 +101,10 @@ impl TrainRun<'_> {
         if summary.stopped {
             if let (Some((folder, _)), true) = (self.folder.get(), first) {
                 let questions = showcase::answered(&self.questions, [before, None]);
-                self.report(&summary, &questions, device, |page| folder.write_text(REPORT, &page.render()));
+                let memory = self.planned.compare(plan, device, &summary.memory);
+                self.report(&summary, &questions, (memory, None), |page| {
+                    folder.write_text(REPORT, &page.render())
+                });
                 bottlenecks::say(plan, &summary, terminal);
             }
             return Err(stopped(&summary, output));
@@ -124,7 +133,11 @@ impl TrainRun<'_> {
         let (plan, output, terminal) = (self.plan, self.args.output.as_path(), self.terminal);
         let result = RunFolder::result(output);
         card(plan, summary, self.title()).write(&result.join(CARD))?;
-        self.report(summary, questions, device, |page| page.write(&result.join(REPORT)));
+        let memory = self.planned.compare(plan, device, &summary.memory);
+        // It measures operations, whose memory is none of the run's peak.
+        let time = planned_time::compare(plan, summary, output);
+        let compared = (memory.clone(), time);
+        self.report(summary, questions, compared, |page| page.write(&result.join(REPORT)));
         let elsewhere = folder.publish()?;
         if let Some((place, taken)) = &elsewhere {
             let (place, taken) = (place.display(), taken.join(", "));
@@ -134,7 +147,8 @@ impl TrainRun<'_> {
         }
         let place = elsewhere.map_or_else(|| output.to_owned(), |(place, _)| place);
         terminal.line(format!("{} in {}", finished(plan), place.display()));
-        terminal.line(format!("memory: {}", self.planned.compare(plan, device)));
+        terminal.line(format!("memory: {memory}"));
+        time.iter().for_each(|time| terminal.line(format!("time: {time}")));
         Ok(())
     }
 
@@ -143,13 +157,12 @@ impl TrainRun<'_> {
         &self,
         summary: &RunSummary,
         questions: &[AnsweredQuestion],
-        device: &Device,
+        (memory, time): (MemoryComparison, Option<StepTiming>),
         write: impl FnOnce(&HtmlReport<'_>) -> Result<()>,
     ) {
         let (plan, started) = (self.plan, self.started);
         let (output, title) = (self.args.output.as_path(), self.title());
-        let memory = self.planned.compare(plan, device);
-        let page = ReportPage { plan, summary, output, title: &title, started, questions, memory };
+        let page = ReportPage { plan, summary, output, title: &title, started, questions, memory, time };
         if let Err(error) = page.give(write) {
             self.terminal.warn(format!("no {REPORT}: {}", error.in_one_line()));
         }
@@ -306,6 +319,6 @@ fn finished(plan: &Plan) -> &'static str {
 
 fn held_out_batches(plan: &Plan) -> Vec<Batch> {
     let Some((held_out, _)) = &plan.held_out else { return Vec::new() };
-    let tokens = plan.recipe.train.micro_batch_size * plan.recipe.data.max_seq_len;
+    let tokens = plan.recipe.train.micro_batch_rows() * plan.recipe.data.max_seq_len;
     data::batch::in_order(held_out.examples(), tokens).collect()
 }

@@ -125,8 +125,8 @@ fn quantized(recipe: &mut Recipe) {
 fn one_row(recipe: &mut Recipe) {
     quantized(recipe);
     recompute(recipe);
-    recipe.train.gradient_accumulation_steps *= recipe.train.micro_batch_size;
-    recipe.train.micro_batch_size = 1;
+    recipe.train.gradient_accumulation_steps *= recipe.train.micro_batch_rows();
+    recipe.train.micro_batch_size = AutoOr::Fixed(1);
 }
 
 impl SizingRequest<'_> {
@@ -249,12 +249,13 @@ impl SizingRequest<'_> {
             let times = 1 << doubling;
             let steps = self.recipe.train.gradient_accumulation_steps;
             if steps.is_multiple_of(times) {
-                let (size, steps) = (self.recipe.train.micro_batch_size * times, steps / times);
+                let (size, steps) = (self.recipe.train.micro_batch_rows() * times, steps / times);
                 let typed = format!(
                     "--set train.micro_batch_size={size} --set train.gradient_accumulation_steps={steps}"
                 );
                 push(&typed, &|r| {
-                    (r.train.micro_batch_size, r.train.gradient_accumulation_steps) = (size, steps);
+                    r.train.micro_batch_size = AutoOr::Fixed(size);
+                    r.train.gradient_accumulation_steps = steps;
                 });
             }
         }

@@ -67,6 +67,20 @@ pub struct MemoryTerm {
     pub formula: String,
 }
 
+/// What is kept of a forward, and what is computed again for it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RecomputePolicy {
+    /// The value of `train.recompute`, or what is computed again: projections of attention with attention itself, or those
+    /// into the MLP.
+    pub policy: String,
+    /// Bytes that are kept, on each rank.
+    pub bytes: u64,
+    /// The part of a block's projections that is computed again, 0 to 1.
+    pub again: f64,
+    /// Whether this engine runs it.
+    pub runs: bool,
+}
+
 /// The time of a whole run, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct RunTime {
@@ -122,7 +136,7 @@ pub struct Sizing {
     /// The same by cause.
     pub memory: Vec<MemoryTerm>,
     /// Activations under each policy of recomputing.
-    pub activations: Vec<(String, u64)>,
+    pub activations: Vec<RecomputePolicy>,
     /// What rules of thumb say.
     pub conventions: Vec<Convention>,
     /// Bytes a parameter of weights, gradients and states of all ranks, here.
@@ -180,7 +194,7 @@ impl SizingRequest<'_> {
             budget,
             fits: budget.map(|budget| bytes.saturating_sub(memory.process) <= budget),
             memory: terms(&memory, step.fit.recompute, &parts),
-            activations: self.activations()?,
+            activations: self.activations(&parts)?,
             conventions: conventions(parameters, kind.shard_size(self.world.all) as u64),
             bytes_per_parameter: kept_bytes(&parts) as f64 / parameters as f64,
             cost: self.cost(time.as_ref(), run.as_ref(), &step),
@@ -216,7 +230,7 @@ impl SizingRequest<'_> {
     /// What a step is given, in the mean.
     pub(crate) fn workload(&self, recipe: &Recipe) -> Workload {
         let longest = recipe.data.max_seq_len as f64;
-        let rows = recipe.train.micro_batch_size as f64;
+        let rows = recipe.train.micro_batch_rows() as f64;
         let micro_batches = recipe.train.gradient_accumulation_steps as u64;
         let (mean, seen) = match self.inputs.rows {
             Rows::Of(data) => mean_lengths(data, longest),
@@ -264,13 +278,36 @@ impl SizingRequest<'_> {
         (!self.prices.is_empty()).then(|| self.prices.iter().map(of_price).sum())
     }
 
-    fn activations(&self) -> Result<Vec<(String, u64)>> {
-        let under = |policy: Recompute| {
+    /// What `train.recompute` can be, and what is between its two ends.
+    fn activations(&self, parts: &MemoryParts) -> Result<Vec<RecomputePolicy>> {
+        let kept = |policy: Recompute| {
             let mut recipe = self.recipe.clone();
             recipe.train.recompute = crate::recipe::AutoOr::Fixed(policy);
-            Ok((policy.to_string(), self.step(&recipe)?.fit.memory.activations))
+            Ok::<u64, Error>(self.step(&recipe)?.fit.memory.activations)
         };
-        [Recompute::None, Recompute::Block].into_iter().map(under).collect()
+        let (none, block) = (kept(Recompute::None)?, kept(Recompute::Block)?);
+        let config = &self.inputs.base.config;
+        let (d, f, heads) = (config.hidden_size, config.intermediate_size, config.heads);
+        let products = (d * heads.qkv_width() + heads.q_width() * d + 3 * d * f) as f64;
+        let policy = |policy: String, bytes: u64, again: f64, runs: bool| RecomputePolicy {
+            policy,
+            bytes,
+            again,
+            runs,
+        };
+        // Of all blocks but the one that is at work.
+        let others = |bytes: u64| bytes - bytes / config.num_layers().max(1) as u64;
+        let without = |names: &[&str]| {
+            let gone = parts.saved.iter().filter(|(what, _)| names.contains(what)).map(|(_, bytes)| *bytes);
+            none.saturating_sub(others(gone.sum()))
+        };
+        let attention = without(&["q, k and v", "attention's output", "its log-sum-exps"]);
+        Ok(vec![
+            policy(Recompute::None.to_string(), none, 0.0, true),
+            policy("attention".into(), attention, (d * heads.qkv_width()) as f64 / products, false),
+            policy("mlp".into(), without(&["gate and up"]), (2 * d * f) as f64 / products, false),
+            policy(Recompute::Block.to_string(), block, 1.0, true),
+        ])
     }
 
     fn splits(

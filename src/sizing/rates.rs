@@ -2,12 +2,14 @@
 
 use std::path::Path;
 
+use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
 use super::flops::TokenFlops;
 use super::hardware::DeviceSheet;
 use crate::error::input_file;
 use crate::error::{Error, Result};
+use crate::ops::bench::{BenchShapes, DeviceRates, OpTiming, OpWork};
 
 /// Part of the memory's speed that kernels reach.
 const OF_MEMORY: f64 = 0.8;
@@ -30,6 +32,10 @@ pub struct ComputeRates {
     /// Operations a second of a product alone, at best: what MFU is a part of.
     pub peak: f64,
 }
+
+/// The operations that rates are made of.
+const MEASURED: [&str; 6] =
+    ["matmul", "linear_cross_entropy", "attention", "attention_backward", "glu", "adamw"];
 
 /// What `finetune bench ops --json` prints, as far as it is used.
 #[derive(Deserialize)]
@@ -69,27 +75,19 @@ impl ComputeRates {
                 .hint("write one on the machine with `finetune bench ops --model MODEL --json > FILE`")
         };
         let measured: CalibrationFile = serde_json::from_str(&text).map_err(|e| refused(e.to_string()))?;
-        let rate = |op: &str, has: &str| {
-            let rates: Vec<f64> = measured.matching(op, has).filter_map(|op| op.tflops).collect();
-            harmonic_mean(&rates).map(|rate| rate * 1e12)
-        };
-        let bandwidth = |op: &str| {
-            let rates: Vec<f64> = measured.matching(op, "").filter_map(|op| op.gbps).collect();
-            harmonic_mean(&rates).map(|rate| rate * 1e9)
-        };
-        let missing = |op: &str| refused(format!("it has no figure of {op}"));
-        let forward = rate("attention", "").ok_or_else(|| missing("attention"))?;
-        let backward = rate("attention_backward", "").ok_or_else(|| missing("attention_backward"))?;
-        Ok(ComputeRates {
-            linear: rate("matmul", "").ok_or_else(|| missing("matmul"))?,
-            head: rate("linear_cross_entropy", "").ok_or_else(|| missing("linear_cross_entropy"))?,
-            // Backward is 2.5 of the 3.5 parts.
-            attention: 3.5 / (1.0 / forward + 2.5 / backward),
-            elementwise: Some(bandwidth("glu").ok_or_else(|| missing("glu"))?),
-            update: bandwidth("adamw").unwrap_or(measured.copy_gbps * 1e9),
-            copy: measured.copy_gbps * 1e9,
-            peak: measured.gemm_tflops * 1e12,
-        })
+        measured.rates().map_err(refused)
+    }
+
+    /// Those that `device` reaches now, at the shapes of a run.
+    ///
+    /// # Errors
+    /// An operation cannot be measured, for want of memory or because it fails.
+    pub fn measure(shapes: &BenchShapes, device: &Device) -> Result<Self> {
+        let DeviceRates { copy_bytes, gemm_flops } = shapes.device_rates(device)?;
+        let ops = shapes.timings(device, |op| MEASURED.contains(&op));
+        let ops = ops.map(|timing| timing.map(CalibrationOp::from)).collect::<Result<Vec<_>>>()?;
+        let measured = CalibrationFile { copy_gbps: copy_bytes / 1e9, gemm_tflops: gemm_flops / 1e12, ops };
+        measured.rates().map_err(|why| Error::internal("cannot tell how fast this device is").because(why))
     }
 
     /// Those of each of `ranks` ranks that share what was measured.
@@ -114,7 +112,43 @@ impl ComputeRates {
     }
 }
 
+impl From<OpTiming> for CalibrationOp {
+    fn from(timing: OpTiming) -> Self {
+        let rate = timing.per_sec();
+        let (gbps, tflops) = match timing.work {
+            OpWork::Bytes(_) => (Some(rate / 1e9), None),
+            OpWork::Flops(_) => (None, Some(rate / 1e12)),
+        };
+        CalibrationOp { op: timing.op.to_owned(), shape: timing.shape, tflops, gbps }
+    }
+}
+
 impl CalibrationFile {
+    /// What training reaches by these figures; what is missing where one is.
+    fn rates(&self) -> Result<ComputeRates, String> {
+        let rate = |op: &str, has: &str| {
+            let rates: Vec<f64> = self.matching(op, has).filter_map(|op| op.tflops).collect();
+            harmonic_mean(&rates).map(|rate| rate * 1e12)
+        };
+        let bandwidth = |op: &str| {
+            let rates: Vec<f64> = self.matching(op, "").filter_map(|op| op.gbps).collect();
+            harmonic_mean(&rates).map(|rate| rate * 1e9)
+        };
+        let missing = |op: &str| format!("it has no figure of {op}");
+        let forward = rate("attention", "").ok_or_else(|| missing("attention"))?;
+        let backward = rate("attention_backward", "").ok_or_else(|| missing("attention_backward"))?;
+        Ok(ComputeRates {
+            linear: rate("matmul", "").ok_or_else(|| missing("matmul"))?,
+            head: rate("linear_cross_entropy", "").ok_or_else(|| missing("linear_cross_entropy"))?,
+            // Backward is 2.5 of the 3.5 parts.
+            attention: 3.5 / (1.0 / forward + 2.5 / backward),
+            elementwise: Some(bandwidth("glu").ok_or_else(|| missing("glu"))?),
+            update: bandwidth("adamw").unwrap_or(self.copy_gbps * 1e9),
+            copy: self.copy_gbps * 1e9,
+            peak: self.gemm_tflops * 1e12,
+        })
+    }
+
     fn matching<'a>(&'a self, op: &'a str, has: &'a str) -> impl Iterator<Item = &'a CalibrationOp> {
         self.ops.iter().filter(move |measured| measured.op == op && measured.shape.contains(has))
     }

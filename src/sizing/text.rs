@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{MemoryTerm, RunTime, Sizing};
+use super::{MemoryTerm, RecomputePolicy, RunTime, Sizing};
 use crate::units;
 
 /// Columns of a bar.
@@ -69,10 +69,15 @@ impl Sizing {
         for MemoryTerm { cause, bytes, formula } in &self.memory {
             let _ = writeln!(text, "  {} {cause:<12} {:>9}  {formula}", letter(cause), gigabytes(*bytes));
         }
-        let policies =
-            self.activations.iter().map(|(policy, bytes)| format!("{policy} {}", gigabytes(*bytes)));
-        let _ =
-            writeln!(text, "  activations by `train.recompute`: {}", policies.collect::<Vec<_>>().join(", "));
+        let (own, others): (Vec<_>, Vec<_>) = self.activations.iter().partition(|policy| policy.runs);
+        let kept = own.iter().map(|policy| format!("{} {}", policy.policy, gigabytes(policy.bytes)));
+        let _ = writeln!(text, "  activations by `train.recompute`: {}", kept.collect::<Vec<_>>().join(", "));
+        let part = |policy: &&RecomputePolicy| {
+            let RecomputePolicy { policy, bytes, again, .. } = policy;
+            format!("{policy} {} ({:.0} % of a block's projections again)", gigabytes(*bytes), 100.0 * again)
+        };
+        let parts = others.iter().map(part).collect::<Vec<_>>().join(", ");
+        let _ = writeln!(text, "  between them, as other programs have it: {parts}");
     }
 
     fn write_conventions(&self, text: &mut String) {

@@ -658,8 +658,9 @@ fn recipes_listed_and_shown() {
     # Optimizer steps of the whole run; set, it decides instead of `epochs`.
     # Accepted: a whole number, at least 1.
     # max_steps =
-    # Rows that go through the model at once, on each rank.
-    # Accepted: a whole number from 1 to 65536.
+    # Rows that go through the model at once, on each rank; "auto": of the rows of a step, which are then
+    # `gradient_accumulation_steps` on each rank, as many as memory holds and speed gains by.
+    # Accepted: "auto", a whole number from 1 to 65536.
     micro_batch_size = 1
     # Micro-batches whose gradients make one optimizer step, on each rank.
     # Accepted: a whole number from 1 to 1048576.

@@ -7,7 +7,8 @@ use insta::assert_snapshot;
 
 use crate::place::{Place, lora};
 
-/// A short run that saves each step; `fault` is planted in it.
+/// A short run that saves each step; `fault` is planted in it. The longest micro-batch, which is computed before the first
+/// step, enters each phase once more.
 fn train(place: &Place, fault: Option<&str>, more: &[&str]) -> Output {
     let mut command = place.command(&lora(&["--quiet", "--eval-dataset", "rows.jsonl"]));
     for key in ["train.gradient_accumulation_steps=1", "checkpoint.save_steps=1", "eval.steps=2"] {
@@ -25,36 +26,36 @@ fn failed(place: &Place, fault: &str, more: &[&str]) -> String {
     let done = train(place, Some(fault), more);
     let said = place.told(&done.stderr);
     assert_eq!(said.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{said}");
-    let figures = regex::Regex::new(r"[0-9.]+ [KMG]?i?B (were asked|for a step)").unwrap();
-    let said = figures.replace_all(&said, "[BYTES] $1");
+    let figures = regex::Regex::new(r"(?m)[0-9.]+ [KMG]?i?B( were asked| for a step| a rank|$)").unwrap();
+    let said = figures.replace_all(&said, "[BYTES]$1");
     format!("exit {}\n{said}", done.status.code().unwrap())
 }
 
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn memory_that_is_refused_in_a_step() {
-    assert_snapshot!(failed(&Place::new(), "0:backward:3:out_of_memory", &[]), @"
+    assert_snapshot!(failed(&Place::new(), "0:backward:4:out_of_memory", &[]), @"
     exit 1
-    warning: planted fault 0:backward:3:out_of_memory strikes
+    warning: planted fault 0:backward:4:out_of_memory strikes
     error: step 3 failed in its backward
       caused by: the device is out of memory, as a test planned
       caused by: [BYTES] were asked for at once
-      caused by: the plan counted [BYTES] for a step
+      caused by: the plan counted [BYTES] for a step; what grows in this phase is workspace, planned as [BYTES]
       caused by: what was saved before is untouched
-    hint: these lower it, what costs least first: `--set train.recompute=block`, `--set optimizer.state=int8`, `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
+    hint: these lower it, what costs least first: `--set train.recompute=block` ([BYTES] a rank), `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
     ");
     // What is on already is not advised.
     let smaller = ["train.recompute=block", "train.micro_batch_size=1", "optimizer.state=int8"];
     let smaller: Vec<&str> = smaller.iter().flat_map(|key| ["--set", *key]).collect();
-    assert_snapshot!(failed(&Place::new(), "0:forward:2:out_of_memory", &smaller), @"
+    assert_snapshot!(failed(&Place::new(), "0:forward:3:out_of_memory", &smaller), @"
     exit 1
-    warning: planted fault 0:forward:2:out_of_memory strikes
+    warning: planted fault 0:forward:3:out_of_memory strikes
     error: step 2 failed in its forward
       caused by: the device is out of memory, as a test planned
       caused by: [BYTES] were asked for at once
-      caused by: the plan counted [BYTES] for a step
+      caused by: the plan counted [BYTES] for a step; what grows in this phase is activations, planned as [BYTES]
       caused by: what was saved before is untouched
-    hint: these lower it, what costs least first: `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
+    hint: these lower it, what costs least first: `--set quantization.kind=nf4` ([BYTES] a rank); with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
     ");
 }
 
@@ -67,9 +68,9 @@ fn memory_that_is_refused_beside_the_steps() {
     error: cannot load the model
       caused by: the device is out of memory, as a test planned
       caused by: [BYTES] were asked for at once
-      caused by: the plan counted [BYTES] for a step
+      caused by: the plan counted [BYTES] for a step; what grows in this phase is weights, gradients and the optimizer's state, planned as [BYTES]
       caused by: what was saved before is untouched
-    hint: these lower it, what costs least first: `--set optimizer.state=int8`, `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
+    hint: these lower it, what costs least first: `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
     ");
     assert_snapshot!(failed(&Place::new(), "0:evaluate:2:out_of_memory", &[]), @"
     exit 1
@@ -77,22 +78,22 @@ fn memory_that_is_refused_beside_the_steps() {
     error: cannot evaluate after step 2
       caused by: the device is out of memory, as a test planned
       caused by: [BYTES] were asked for at once
-      caused by: the plan counted [BYTES] for a step
+      caused by: the plan counted [BYTES] for a step; what grows in this phase is workspace, planned as [BYTES]
       caused by: what was saved before is untouched
-    hint: these lower it, what costs least first: `--set optimizer.state=int8`, `--set quantization.kind=nf4`; with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
+    hint: these lower it, what costs least first: `--set optimizer.state=int8` ([BYTES] a rank), `--set quantization.kind=nf4` ([BYTES] a rank); with `--resume` a run goes on under another `train.recompute`, `parallel.offload` or split into micro-batches, the others begin a new one
     ");
 }
 
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn a_kernel_at_fault_that_is_noticed_late() {
-    assert_snapshot!(failed(&Place::new(), "0:norm:2:late_fault", &[]), @r#"
+    assert_snapshot!(failed(&Place::new(), "0:norm:3:late_fault", &[]), @r#"
     exit 3
-    warning: planted fault 0:norm:2:late_fault strikes
+    warning: planted fault 0:norm:3:late_fault strikes
     error: step 2 failed in its gradient norm
       caused by: a kernel on the GPU is at fault
       caused by: DriverError(CUDA_ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered")
-      caused by: planted fault 0:norm:2:late_fault
+      caused by: planted fault 0:norm:3:late_fault
       caused by: what was saved before is untouched
     hint: run it again with `FINETUNE_CUDA_SYNC=1`: it waits for each kernel, so that the error names the one at fault, and report what it says
     "#);
@@ -105,7 +106,7 @@ fn what_was_saved_is_not_harmed() {
     let whole = Place::new();
     assert!(train(&whole, None, &[]).status.success());
     let wanted = std::fs::read(whole.path("out/adapter_model.safetensors")).unwrap();
-    for fault in ["0:backward:3:out_of_memory", "0:loss:3:late_fault"] {
+    for fault in ["0:backward:4:out_of_memory", "0:loss:4:late_fault"] {
         let place = Place::new();
         assert!(!train(&place, Some(fault), &[]).status.success(), "{fault}");
         assert!(place.path("out/checkpoint-2/manifest.json").exists(), "{fault}");
@@ -124,8 +125,8 @@ fn what_was_saved_is_not_harmed() {
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
 fn one_rank_of_several() {
     for (fault, code, what) in [
-        ("1:forward:2:out_of_memory", 1, "out of memory"),
-        ("1:backward:2:late_fault", 3, "a kernel on the GPU"),
+        ("1:forward:3:out_of_memory", 1, "out of memory"),
+        ("1:backward:3:late_fault", 3, "a kernel on the GPU"),
     ] {
         let place = Place::new();
         let done = train(&place, Some(fault), &["--ranks", "2", "--set", "parallel.strategy=fsdp"]);

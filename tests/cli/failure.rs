@@ -126,7 +126,7 @@ fn a_run_goes_on_after_a_rank_was_lost() {
     let place = tempfile::tempdir().unwrap();
     let [whole, broken] = ["whole", "broken"].map(|name| place.path().join(name));
     assert!(train(&whole, None, 2, &[]).status.success());
-    assert_eq!(train(&broken, Some("1:backward:3:panic"), 2, &[]).status.code(), Some(75));
+    assert_eq!(train(&broken, Some("1:backward:4:panic"), 2, &[]).status.code(), Some(75));
     assert!(names(&broken).contains(&"checkpoint-2".to_owned()), "{:?}", names(&broken));
     let resumed = train(&broken, None, 2, &["--resume"]);
     assert!(resumed.status.success(), "{}", String::from_utf8_lossy(&resumed.stderr));

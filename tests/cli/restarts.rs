@@ -32,9 +32,9 @@ fn a_run_that_is_lost_goes_on_by_itself() {
     assert!(train(&output("whole"), None, &[]).status.success());
     let whole = weights(&output("whole"));
     assert_eq!(whole.len(), 2);
-    // Each strikes in the third step of the first run; the second one has one step left.
+    // Each strikes in the third step of the first run, after the longest micro-batch; the second one has one step left.
     for (kind, how) in [("panic", "ended with exit code 75"), ("exit", "ended with exit code 3")] {
-        let fault = format!("1:backward:3:{kind}");
+        let fault = format!("1:backward:4:{kind}");
         let done = train(&output(kind), Some(&fault), &["--max-restarts", "2"]);
         let text = said(&done);
         assert!(done.status.success(), "{kind}: {text}");
@@ -44,7 +44,7 @@ fn a_run_that_is_lost_goes_on_by_itself() {
         assert!(weights(&output(kind)) == whole, "{kind}: other weights");
     }
     let more = ["--max-restarts", "1", "--set", "parallel.timeout_secs=3"];
-    let done = train(&output("hang"), Some("1:backward:3:hang"), &more);
+    let done = train(&output("hang"), Some("1:backward:4:hang"), &more);
     let text = said(&done);
     assert!(done.status.success(), "{text}");
     assert!(text.contains("rank 1 hangs: no progress in phase backward"), "{text}");

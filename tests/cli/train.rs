@@ -99,7 +99,7 @@ fn splits_of_a_batch_give_the_same_curve() {
     let (model, data) = paths("tiny-llama");
     let place = tempfile::tempdir().unwrap();
     let mut curves = Vec::new();
-    for (micro, accumulation) in [(1, 8), (2, 4), (4, 2), (8, 1)] {
+    for (micro, accumulation) in [("1", 8), ("2", 4), ("4", 2), ("8", 1), ("auto", 8)] {
         let output = place.path().join(format!("{micro}x{accumulation}")).display().to_string();
         let micro = format!("train.micro_batch_size={micro}");
         let accumulation = format!("train.gradient_accumulation_steps={accumulation}");
@@ -113,6 +113,10 @@ fn splits_of_a_batch_give_the_same_curve() {
         succeed(&lora_flags(&output, &model, &data, &more));
         curves.push(losses(Path::new(&output)));
     }
+    // Memory holds all of the step's rows at once, of which none is long.
+    let decided = std::fs::read_to_string(place.path().join("autox8/recipe.toml")).unwrap();
+    assert!(decided.contains("micro_batch_size = 8\ngradient_accumulation_steps = 1\n"), "{decided}");
+    assert_eq!(curves[4], curves[3]);
     assert_eq!(curves[0].len(), 20);
     for curve in &curves[1..] {
         for (a, b) in curve.iter().zip(&curves[0]) {

@@ -89,6 +89,16 @@ struct Trained {
 
 /// Trains tiny-llama on steps of so many micro-batches.
 fn train(kind: ShardingStrategy, ranks: usize, micro_batches: u32) -> Trained {
+    train_after(kind, ranks, micro_batches, &|_| Ok(()))
+}
+
+/// As [`train`], after `prepare`.
+fn train_after(
+    kind: ShardingStrategy,
+    ranks: usize,
+    micro_batches: u32,
+    prepare: &(dyn Fn(&Trainer) -> Result<()> + Sync),
+) -> Trained {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/tiny-llama");
     let rank = |end| -> Result<Trained> {
         let world: Arc<dyn Collective> = Arc::new(end);
@@ -100,6 +110,7 @@ fn train(kind: ShardingStrategy, ranks: usize, micro_batches: u32) -> Trained {
         };
         let engine = logits::base(&folder).engine(Trains::All, &options)?;
         let mut trainer = Trainer::new(engine, trainer_options())?.with_objective(Arc::new(SmallStates));
+        prepare(&trainer)?;
         let steps = (0..3).map(|_| trainer.step(&step(micro_batches))).collect::<Result<_>>()?;
         let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect();
         let saved = trainer.snapshot(true)?.into_iter();
@@ -137,6 +148,15 @@ fn another_objective_trains_to_the_same_bits_on_one_rank_and_two() {
         for (split, alone) in split.steps.iter().zip(&alone.steps) {
             assert_eq!((split.loss, &split.metrics), (alone.loss, &alone.metrics), "{kind:?}");
         }
+    }
+}
+
+/// The longest micro-batch is computed before the first step, on every rank, and leaves no trace in what is trained.
+#[test]
+fn a_rehearsal_changes_nothing() {
+    for (kind, ranks) in [(ShardingStrategy::Single, 1), (ShardingStrategy::Fsdp, 2)] {
+        let rehearsed = train_after(kind, ranks, 2, &|trainer| trainer.rehearse(&training::batch(7)));
+        assert!(rehearsed == train(kind, ranks, 2), "{kind:?}");
     }
 }
 

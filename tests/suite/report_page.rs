@@ -43,7 +43,7 @@ fn entries(of: fn(u64) -> StepReport) -> Vec<MetricsEntry> {
 
 fn memory() -> MemoryComparison {
     let causes = vec![("weights", 30 << 20), ("activations", 10 << 20)];
-    MemoryComparison { causes, ranks: 1, shared: 0, host: 0, peak: Some(30 << 20) }
+    MemoryComparison { causes, ranks: 1, shared: 0, host: 0, peak: Some(30 << 20), phases: Vec::new() }
 }
 
 fn question(text: &str) -> AnsweredQuestion {

@@ -3,7 +3,7 @@
 
 use super::markup::{escape, percent, section, table};
 use super::{AnsweredQuestion, MaskedRow};
-use crate::report::memory::MemoryComparison;
+use crate::report::memory::{MemoryComparison, PhaseMemory};
 use crate::units;
 
 /// The bars of memory in SVG units: width, and height of one.
@@ -110,11 +110,35 @@ pub(super) fn memory(memory: &MemoryComparison) -> String {
         None => "Nothing on this machine measures this memory: these figures are predicted only.",
     };
     let body = format!(
-        "<p>{note}</p>\n{}{}",
+        "<p>{note}</p>\n{}{}{}",
         bars(memory),
-        table("Memory by plan and by measurement", &["cause", "planned", "measured"], &rows)
+        table("Memory by plan and by measurement", &["cause", "planned", "measured"], &rows),
+        phases(memory)
     );
     section("Plan and actual", &body)
+}
+
+/// What each phase was planned to hold at most, and what it is known to have held.
+fn phases(memory: &MemoryComparison) -> String {
+    if memory.phases.is_empty() {
+        return String::new();
+    }
+    let has_device = memory.phases.iter().any(|phase| phase.device > 0);
+    let mut head = vec!["phase", "planned at most", "host"];
+    head.extend(has_device.then_some("GPU"));
+    let row = |phase: &PhaseMemory| {
+        let mut cells = vec![phase.name.to_owned()];
+        let measured = |bytes: u64| if bytes > 0 { units::bytes(bytes) } else { "no more".to_owned() };
+        cells.extend([units::bytes(phase.planned), measured(phase.host)]);
+        cells.extend(has_device.then(|| measured(phase.device)));
+        cells
+    };
+    let rows: Vec<Vec<String>> = memory.phases.iter().map(row).collect();
+    table(
+        "Most memory in each phase; what a process has of the host it keeps, so that only phases that took more than all before are told",
+        &head,
+        &rows,
+    )
 }
 
 /// The plan by cause as one bar, and below it the peak on the same scale.

@@ -232,3 +232,24 @@ fn a_cursor_of_other_data_is_refused() {
     }
     assert!(sampler.seek(Cursor { epoch: 4, index: 8 }).is_ok());
 }
+
+/// The longest micro-batch is computed before the first step: none of any step may be longer, and to ask moves nothing.
+#[test]
+fn no_micro_batch_is_longer_than_the_longest() {
+    let data = dataset(&[3, 6, 1, 5, 0, 2, 6, 4, 1, 3, 5]);
+    for packing in [false, true] {
+        let options = SamplerOptions { packing, ..options() };
+        let all = steps(&data, options.clone());
+        let mut sampler = Sampler::new(&data, options).unwrap();
+        let longest = sampler.longest_micro_batch();
+        let lengths: Vec<usize> =
+            all.iter().flat_map(|step| &step.micro_batches).map(|batch| batch.len()).collect();
+        assert!(lengths.iter().all(|length| *length <= longest.len()), "{lengths:?}, {}", longest.len());
+        assert!(longest.rows >= 2 && longest.len() > 10, "{longest:?}");
+        let first = all[0].micro_batches.iter().map(|batch| batch.len()).max();
+        assert_eq!((sampler.widest_of_next_step(), sampler.widest_of_next_step()), (first, first));
+        let again: Vec<_> = std::iter::from_fn(|| sampler.next_step()).collect();
+        assert_eq!(again, all);
+        assert_eq!(sampler.widest_of_next_step(), None);
+    }
+}

@@ -1,0 +1,55 @@
+//! `train.micro_batch_size = "auto"`: in how many micro-batches the rows of a step go through the model.
+//!
+//! The rows of a step are given, `gradient_accumulation_steps` on each rank, and stay: however they are split, loss and
+//! gradients are the same, so what is trained does not depend on the memory that a machine has. Taken is the largest
+//! micro-batch whose step fits, without computing more a second time than single rows would, and no larger than makes a
+//! difference: beyond [`USEFUL_TOKENS`] products are as fast as they become.
+
+use super::fit::{Fit, StepInputs, widest_micro_batch};
+use super::parallel::WorldSize;
+use crate::error::Result;
+use crate::recipe::{AutoOr, Recipe};
+
+/// Tokens of a micro-batch after which a larger one is no faster, on a processor and on a GPU. A weight is read once for all
+/// of them: with 2,048 a processor multiplies 2,000 times for each value that it reads. A GPU of 132 multiprocessors has a
+/// tile of 128 rows for each of them at 16,384.
+const USEFUL_TOKENS: [usize; 2] = [2048, 16_384];
+
+impl StepInputs<'_> {
+    /// Splits the rows of a step of `recipe`, where it leaves that open.
+    ///
+    /// # Errors
+    /// As [`StepInputs::decide`].
+    pub(crate) fn split_rows(&self, recipe: &mut Recipe, world: WorldSize) -> Result<()> {
+        if recipe.train.micro_batch_size != AutoOr::Auto {
+            return Ok(());
+        }
+        let rows = recipe.train.gradient_accumulation_steps;
+        let of = |size: usize| {
+            let mut split = recipe.clone();
+            split.train.micro_batch_size = AutoOr::Fixed(size);
+            split.train.gradient_accumulation_steps = rows / size;
+            split
+        };
+        let useful = USEFUL_TOKENS[usize::from(!self.engine.traits.is_cpu)];
+        let single = self.fit(&of(1), world)?;
+        let budget = self.budget(world.all);
+        let fits = |fit: &Fit| budget.is_none_or(|bytes| fit.memory.total() - fit.memory.process <= bytes);
+        let mut best = of(1);
+        for size in (2..=rows).filter(|size| rows.is_multiple_of(*size)) {
+            let split = of(size);
+            if widest_micro_batch(&split, self.rows) > useful {
+                break;
+            }
+            let Some(fit) = self.fit(&split, world)? else { break };
+            let same =
+                single.as_ref().is_some_and(|one| (one.kind, one.recompute) == (fit.kind, fit.recompute));
+            if !same || !fits(&fit) {
+                break;
+            }
+            best = split;
+        }
+        *recipe = best;
+        Ok(())
+    }
+}

@@ -1,0 +1,80 @@
+//! How long a step should have taken, beside how long it took: the model of `finetune plan` at the speeds that this machine
+//! reaches for the run's own shapes.
+//!
+//! The speeds are measured when the run is over, so that neither its time nor the peak of its memory has them in it, and only
+//! of runs that were long enough for a second or two not to matter.
+
+use std::path::Path;
+
+use super::output_folder::METRICS;
+use crate::engine::RunSummary;
+use crate::error::Result;
+use crate::ops::bench::{BenchShapes, ModelWidths};
+use crate::plan::{Plan, WorldSize};
+use crate::report::metrics::{self, MetricsEntry};
+use crate::report::timing::StepTiming;
+use crate::sizing::SizingRequest;
+use crate::sizing::hardware::Hardware;
+use crate::sizing::rates::ComputeRates;
+
+/// Seconds of steps from which on a run is compared.
+const LEAST_SECS: f64 = 60.0;
+/// Steps that the median is taken of, at least; the first one, which is slower, is left out.
+const LEAST_STEPS: usize = 4;
+/// Seconds that each operation is measured for.
+const OP_SECS: f64 = 0.05;
+
+/// The time of a step by the model and by the clock; none where the run was too short to ask, or an operation cannot be measured now.
+pub(super) fn compare(plan: &Plan, summary: &RunSummary, output: &Path) -> Option<StepTiming> {
+    if summary.facts.step_secs < LEAST_SECS {
+        return None;
+    }
+    let entries = metrics::read(&output.join(METRICS)).ok()?;
+    let steps = entries.iter().filter_map(|entry| match entry {
+        MetricsEntry::Step(report) => Some(report.step_secs),
+        _ => None,
+    });
+    let mut secs: Vec<f64> = steps.skip(1).collect();
+    if secs.len() < LEAST_STEPS {
+        return None;
+    }
+    secs.sort_by(f64::total_cmp);
+    let measured = secs[secs.len() / 2];
+    Some(StepTiming { predicted: predicted(plan).ok()??, measured, steps: secs.len() })
+}
+
+/// Seconds of a step as the plan counts it.
+fn predicted(plan: &Plan) -> Result<Option<f64>> {
+    let (config, recipe) = (&plan.base.config, &plan.recipe);
+    let widths = ModelWidths {
+        hidden_size: config.hidden_size,
+        intermediate_size: config.intermediate_size,
+        heads: config.heads,
+        vocab_size: config.vocab_size,
+    };
+    let world = WorldSize::on_one_host(plan.ranks);
+    let inputs = plan.inputs();
+    let request = SizingRequest {
+        recipe,
+        inputs,
+        world,
+        timed: None,
+        prices: &[],
+        steps: Some(plan.total_steps),
+        held_out_tokens: 0,
+    };
+    let load = request.workload(recipe);
+    let shapes = BenchShapes {
+        widths,
+        tokens: (load.tokens as usize).max(1),
+        max_seq_len: (load.row as usize).max(1),
+        dtype: plan.engine.dtype,
+        secs: OP_SECS,
+    };
+    // By a rank and with its threads, the others being done.
+    let rates = ComputeRates::measure(&shapes, &plan.engine.device)?;
+    let hardware = Hardware::here(plan.ranks, rates.copy / 1e9, 0);
+    let request = SizingRequest { timed: Some((&hardware, &rates)), ..request };
+    let step = request.step(recipe)?;
+    Ok(request.time(recipe, &step).map(|time| time.total))
+}
