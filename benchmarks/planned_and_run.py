@@ -11,6 +11,7 @@ quarter of an hour on two quiet cores.
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -53,13 +54,20 @@ def output_of(line):
     return subprocess.run([str(word) for word in line], check=True, stdout=subprocess.PIPE).stdout
 
 
-def peak_of(line):
-    """The most memory that a command has held when it ends: what it saves last is planned, too."""
-    pid = os.posix_spawn(str(line[0]), [str(word) for word in line], os.environ)
-    _, status, usage = os.wait4(pid, 0)
-    if status != 0:
-        sys.exit(f"planned_and_run: exit status {status} of {line}")
-    return usage.ru_maxrss * 1024
+UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def memory_of(line, log):
+    """What a run says at its end that it was planned to hold, and the most that it has held: what it saves last is planned, too."""
+    with open(log, "w") as said:
+        to_log = [(os.POSIX_SPAWN_DUP2, said.fileno(), 2)]
+        pid = os.posix_spawn(str(line[0]), [str(word) for word in line], os.environ, file_actions=to_log)
+        _, status, usage = os.wait4(pid, 0)
+    text = Path(log).read_text()
+    found = re.search(r"^memory: ([0-9.]+) (\w+) predicted", text, re.MULTILINE)
+    if status != 0 or not found:
+        sys.exit(f"planned_and_run: exit status {status} of {line}\n{text}")
+    return float(found[1]) * UNITS[found[2]], usage.ru_maxrss * 1024
 
 
 def calibration(binary, model, shape, seq, dtype, folder):
@@ -81,22 +89,19 @@ def one(binary, folder, run):
         "data.max_seq_len": seq, "train.max_steps": STEPS, "train.micro_batch_size": 1, "train.recompute": "none",
         "optimizer.learning_rate": 1e-5, "scheduler.kind": "constant", "log.tensorboard": "false",
     } | keys
-    same = ["--model", model, "--dataset", model / "text.jsonl", "--offline", "--quiet"] + typed(settings)
+    same = ["--model", model, "--dataset", model / "text.jsonl", "--offline"] + typed(settings)
     same += ["--ranks", ranks] if ranks > 1 else []
     file = calibration(binary, model, shape, seq, dtype, folder)
-    plan = json.loads(output_of([binary, "plan", "--json", "--calibration", file] + same))
+    plan = json.loads(output_of([binary, "plan", "--json", "--quiet", "--calibration", file] + same))
     with tempfile.TemporaryDirectory(dir=folder) as out:
-        peak = peak_of([binary, "--output", Path(out) / "out"] + same)
+        planned, peak = memory_of([binary, "--output", Path(out) / "out"] + same, Path(out) / "log")
         lines = [json.loads(line) for line in open(Path(out) / "out/metrics.jsonl")]
     steps = [line for line in lines if "step_secs" in line][WARM_UP:]
     if len(steps) < 3:
         sys.exit(f"planned_and_run: {run} has {len(steps)} steps to measure")
-    process = sum(term["bytes"] for term in plan["memory"] if term["cause"] == "process")
-    # Ranks on the CPU are threads of one process, whose peak is that of all.
-    planned = plan["bytes"] * ranks if ranks > 1 else plan["bytes"]
     return {
         "shape": shape, "tokens": seq, "dtype": dtype, "ranks": ranks, "keys": keys,
-        "planned_bytes": planned, "peak_bytes": peak, "process_bytes": process,
+        "planned_bytes": planned, "peak_bytes": peak,
         "planned_secs": plan["time"]["total"], "step_secs": statistics.median(line["step_secs"] for line in steps),
     }
 

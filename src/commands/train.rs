@@ -16,8 +16,9 @@ use crate::report::{Terminal, Verbosity};
 use crate::run::output_folder::{OutputFolder, date_text, parse_date};
 use crate::run::ranks::{self, RankSetup};
 use crate::run::report_page::PlannedProcess;
+use crate::run::showcase::Showcase;
 use crate::run::train::TrainRun;
-use crate::run::{restarts, showcase, signals};
+use crate::run::{restarts, signals};
 use crate::setup::Resolver;
 
 /// Trains the model of a recipe.
@@ -63,11 +64,10 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let stop = signals::watch()?;
     // Dropped when all ranks have ended.
     let writers = SaveThreads::default();
-    let questions =
-        if train_recipe_is(args, "quickstart") { showcase::questions(&plan)? } else { Vec::new() };
+    let showcase = Showcase::of(&plan, train_recipe_is(args, "quickstart"))?;
     let run = TrainRun {
         args,
-        questions,
+        showcase,
         planned: PlannedProcess::of(&plan, ranks.launch.ranks_here),
         plan: &plan,
         resumed: resumed.as_ref(),

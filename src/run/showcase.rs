@@ -1,62 +1,101 @@
-//! What the quickstart shows beside its figures: two held-out questions, answered by the base and by what came of
-//! training.
+//! What a run shows beside its figures: a few held-out questions, answered by the base and by what came of training. All
+//! runs have them in their report, the quickstart on the terminal too.
 
-use crate::data::Tokenizer;
+use crate::data::{Example, Tokenizer};
 use crate::engine::{Engine, LogitsProcessor, RunSummary, Sampling};
 use crate::error::Result;
 use crate::plan::Plan;
+use crate::recipe::Offload;
 use crate::report::Terminal;
 use crate::report::html::AnsweredQuestion;
+use crate::sharding::ShardingStrategy;
 
 /// How many questions are shown.
 const SHOWN: usize = 2;
-/// Tokens that the base may ramble on.
-const ANSWER_TOKENS: usize = 24;
+/// Tokens that the quickstart's base may ramble on.
+const QUICKSTART_TOKENS: usize = 24;
+/// Tokens of an answer elsewhere, at most, and those without which it tells nothing.
+const ANSWER_TOKENS: (usize, usize) = (64, 12);
+/// Bytes of weights that may be read for the answers, of which each token takes one reading: some ten seconds on a processor, one on
+/// a GPU.
+const READ: [u64; 2] = [100_000_000_000, 1_000_000_000_000];
+/// The longest question, in tokens.
+const PROMPT_TOKENS: usize = 1024;
 
 /// A held-out row: what is asked, and the answer that its author gave.
-pub(crate) struct Question {
+struct Question {
     prompt: Vec<u32>,
     text: String,
     reference: String,
 }
 
-/// The questions to show, of the held-out rows of the plan; none where there are none.
-pub(crate) fn questions(plan: &Plan) -> Result<Vec<Question>> {
-    let Some((held_out, _)) = &plan.held_out else {
-        return Ok(Vec::new());
-    };
-    let tokenizer = &plan.rows.tokenizer;
-    held_out
-        .examples()
-        .iter()
-        .take(SHOWN)
-        .map(|example| {
-            let start = example.trained.iter().position(|trained| *trained).unwrap_or(example.ids.len());
-            let (prompt, answer) = example.ids.split_at(start);
-            let end = example.trained[start..].iter().position(|trained| !trained).unwrap_or(answer.len());
-            Ok(Question {
-                prompt: prompt.to_vec(),
-                text: tokenizer.decode(prompt, true)?.trim().to_owned(),
-                reference: tokenizer.decode(&answer[..end], true)?.trim().to_owned(),
-            })
-        })
-        .collect()
+/// The questions of a run.
+#[derive(Default)]
+pub(crate) struct Showcase {
+    questions: Vec<Question>,
+    /// Tokens of an answer, at most.
+    tokens: usize,
+    /// The quickstart's.
+    on_terminal: bool,
+}
+
+impl Showcase {
+    /// The questions to show, of the held-out rows of the plan: none where there are none, where rows are no answers to anything, and
+    /// where to answer would take long.
+    ///
+    /// # Errors
+    /// A row cannot be decoded.
+    pub(crate) fn of(plan: &Plan, is_quickstart: bool) -> Result<Self> {
+        let tokens = if is_quickstart { QUICKSTART_TOKENS } else { affordable_tokens(plan) };
+        let Some((held_out, _)) = plan.held_out.as_ref().filter(|_| tokens > 0) else {
+            return Ok(Showcase::default());
+        };
+        let tokenizer = &plan.rows.tokenizer;
+        let asked = held_out.examples().iter().filter_map(|example| {
+            let start = example.trained.iter().position(|trained| *trained)?;
+            (2..=PROMPT_TOKENS).contains(&start).then_some((example, start))
+        });
+        let questions = asked.take(SHOWN).map(|(example, start)| question(example, start, tokenizer));
+        Ok(Showcase { questions: questions.collect::<Result<_>>()?, tokens, on_terminal: is_quickstart })
+    }
+}
+
+/// Tokens of an answer for which the weights may be read; 0 where they are too few, or gathered from other ranks each time.
+fn affordable_tokens(plan: &Plan) -> usize {
+    let sharded = matches!(plan.kind, ShardingStrategy::Fsdp | ShardingStrategy::Hsdp(_));
+    if sharded || plan.recipe.parallel.offload == Offload::Params {
+        return 0;
+    }
+    let (most, least) = ANSWER_TOKENS;
+    let room = READ[usize::from(!plan.engine.device.is_cpu())] / plan.memory.weights.max(1) / SHOWN as u64;
+    let tokens = usize::try_from(room).unwrap_or(most).min(most);
+    if tokens < least { 0 } else { tokens }
+}
+
+fn question(example: &Example, start: usize, tokenizer: &Tokenizer) -> Result<Question> {
+    let (prompt, answer) = example.ids.split_at(start);
+    let end = example.trained[start..].iter().position(|trained| !trained).unwrap_or(answer.len());
+    Ok(Question {
+        prompt: prompt.to_vec(),
+        text: tokenizer.decode(prompt, true)?.trim().to_owned(),
+        reference: tokenizer.decode(&answer[..end], true)?.trim().to_owned(),
+    })
 }
 
 /// What the model answers, always the likeliest token.
-pub(crate) fn answers(questions: &[Question], engine: &Engine, tokenizer: &Tokenizer) -> Result<Vec<String>> {
+pub(crate) fn answers(showcase: &Showcase, engine: &Engine, tokenizer: &Tokenizer) -> Result<Vec<String>> {
     let answer = |question: &Question| {
         let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
         let stop = tokenizer.eos_ids();
-        let ids = engine.generate(&question.prompt, ANSWER_TOKENS, &mut greedy, stop, &mut |_| Ok(true))?;
+        let ids = engine.generate(&question.prompt, showcase.tokens, &mut greedy, stop, &mut |_| Ok(true))?;
         Ok(tokenizer.decode(&ids, true)?.trim().replace('\n', " "))
     };
-    questions.iter().map(answer).collect()
+    showcase.questions.iter().map(answer).collect()
 }
 
 /// The questions with both answers, as the report shows them; `before` and `after` are none where nobody asked.
 pub(crate) fn answered(
-    questions: &[Question],
+    showcase: &Showcase,
     [before, after]: [Option<&[String]>; 2],
 ) -> Vec<AnsweredQuestion> {
     let answer = |answers: Option<&[String]>, at: usize| answers.and_then(|all| all.get(at).cloned());
@@ -66,12 +105,17 @@ pub(crate) fn answered(
         before: answer(before, at),
         after: answer(after, at),
     };
-    questions.iter().enumerate().map(one).collect()
+    showcase.questions.iter().enumerate().map(one).collect()
 }
 
 /// Prints the figures before and after, and the questions with both answers.
-pub(crate) fn show(questions: &[AnsweredQuestion], summary: &RunSummary, terminal: &Terminal) {
-    if questions.is_empty() {
+pub(crate) fn show(
+    showcase: &Showcase,
+    questions: &[AnsweredQuestion],
+    summary: &RunSummary,
+    terminal: &Terminal,
+) {
+    if questions.is_empty() || !showcase.on_terminal {
         return;
     }
     if let (Some(first), Some(last)) = (&summary.before, &summary.after) {

@@ -14,7 +14,7 @@ use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, REPORT, date_tex
 use super::planned_time;
 use super::report_page::{PlannedProcess, ReportPage};
 use super::rollback::roll_back;
-use super::showcase::{self, Question};
+use super::showcase::{self, Showcase};
 use super::space;
 use super::trainer::trainer;
 use super::weights_writer::weights_writer;
@@ -41,7 +41,7 @@ use crate::weights::DigestTask;
 pub(crate) struct TrainRun<'a> {
     pub(crate) args: &'a TrainArgs,
     pub(crate) plan: &'a Plan,
-    pub(crate) questions: Vec<Question>,
+    pub(crate) showcase: Showcase,
     pub(crate) planned: PlannedProcess,
     pub(crate) resumed: Option<&'a SavedCheckpoint>,
     /// What came of comparing the base with that of the checkpoint or adapter before its weights were read.
@@ -90,7 +90,7 @@ impl TrainRun<'_> {
             folder.begin(record.clone(), &[METRICS])?;
             folder.write_text(RECIPE, &plan.recipe.to_toml())?;
         }
-        let before = showcase::answers(&self.questions, &trainer.engine, &plan.rows.tokenizer)?;
+        let before = showcase::answers(&self.showcase, &trainer.engine, &plan.rows.tokenizer)?;
         if first {
             let took = units::duration(self.started.elapsed().as_secs_f64());
             terminal.detail(format!("ready to train after {took}"));
@@ -100,7 +100,7 @@ impl TrainRun<'_> {
         let before = self.resumed.is_none().then_some(&before[..]);
         if summary.stopped {
             if let (Some((folder, _)), true) = (self.folder.get(), first) {
-                let questions = showcase::answered(&self.questions, [before, None]);
+                let questions = showcase::answered(&self.showcase, [before, None]);
                 let memory = self.planned.compare(plan, device, &summary.memory);
                 self.report(&summary, &questions, (memory, None), |page| {
                     folder.write_text(REPORT, &page.render())
@@ -111,13 +111,13 @@ impl TrainRun<'_> {
         }
         world.enter(Phase::Output)?;
         self.write(&trainer, &*world)?;
-        let after = showcase::answers(&self.questions, &trainer.engine, &plan.rows.tokenizer)?;
+        let after = showcase::answers(&self.showcase, &trainer.engine, &plan.rows.tokenizer)?;
         if let (Some((folder, _)), true) = (self.folder.get(), first) {
-            let questions = showcase::answered(&self.questions, [before, Some(&after)]);
+            let questions = showcase::answered(&self.showcase, [before, Some(&after)]);
             self.publish(folder, &summary, &questions, device)?;
             // It measures copies and products, whose memory is none of the run's peak.
             bottlenecks::say(plan, &summary, terminal);
-            showcase::show(&questions, &summary, terminal);
+            showcase::show(&self.showcase, &questions, &summary, terminal);
         }
         Ok(())
     }

@@ -233,8 +233,8 @@ fn peak(command: &mut Command) -> (f64, Output) {
 const ONE_STEP: &str = "train.max_steps=1";
 const TWO_STEPS: &str = "train.max_steps=2";
 
-/// 34 million parameters, trained for a step or two: saving included, the process never holds 5 % more or less than the
-/// plan says.
+/// 34 million parameters, trained for a step or two, by one rank or two: saving included, the process never holds 5 % more or less
+/// than the run says at its end that it was planned to, and 10 % with parameters in a file.
 #[test]
 #[cfg(target_os = "linux")]
 fn runs_keep_to_the_memory_of_their_plan() {
@@ -246,6 +246,7 @@ fn runs_keep_to_the_memory_of_their_plan() {
         ("vocab_size", 8192),
     ]);
     write_text(&place);
+    std::fs::create_dir(place.path("away")).unwrap();
     let always = ["model.init=random", "log.tensorboard=false", "data.max_seq_len=256"];
     let mut off = Vec::new();
     for (i, shape) in [
@@ -275,16 +276,22 @@ fn runs_keep_to_the_memory_of_their_plan() {
             "optimizer.state=int8",
             TWO_STEPS,
         ],
+        &["adapter.r=8", "model.dtype=bf16", "train.recompute=block", "train.micro_batch_size=2", TWO_STEPS],
+        &["parallel.strategy=ddp", "model.dtype=bf16", TWO_STEPS],
+        &["parallel.strategy=fsdp", TWO_STEPS],
+        &["parallel.offload=params", "parallel.offload_folder=away", TWO_STEPS],
     ]
     .into_iter()
     .enumerate()
     {
         let keys = [&always[..], shape].concat();
-        let (peak, done) = peak(&mut train(&place, &format!("out{i}"), &keys, &[]));
+        let ranks: &[&str] = if shape[0].starts_with("parallel.strategy") { &["--ranks", "2"] } else { &[] };
+        let (peak, done) = peak(&mut train(&place, &format!("out{i}"), &keys, ranks));
         let told = place.told(&done.stderr);
         assert!(done.status.success(), "{told}");
-        let planned = bytes(between(&told, "memory of a step: ", " = "));
-        if !(0.95..1.05).contains(&(peak / planned)) {
+        let planned = bytes(between(&told, "\nmemory: ", " predicted"));
+        let least = if shape.contains(&"parallel.offload=params") { 0.1 } else { 0.05 };
+        if (peak / planned - 1.0).abs() > least {
             let line = between(&told, "memory of a step: ", "\n");
             off.push(format!("{shape:?}: {:.0} MiB where planned is {line}", peak / 1024f64.powi(2)));
         }
