@@ -1,6 +1,6 @@
 //! `finetune` without a verb: from the recipe to a trained model on disk.
 
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock};
 use std::time::Instant;
 
 use chrono::{DateTime, FixedOffset};
@@ -73,6 +73,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         resumed: resumed.as_ref(),
         base_check,
         folder: &folder,
+        metrics: Mutex::default(),
         stop: &stop,
         writers: &writers,
         terminal: &terminal,
