@@ -6,7 +6,7 @@
     scripts/check_metrics_endpoint.py --prometheus /usr/bin/prometheus [--promtool PATH]
                                                                       and lets a real Prometheus scrape the run
 
-The run is the quickstart on two ranks: no network but the loopback, some seconds to a minute. Every page that was read must
+The run is the quickstart on two ranks, with `--prometheus` a longer one: no network but the loopback, some seconds to a minute. Every page that was read must
 say, for its step, what the line of that step says, to the digit. With `--prometheus`, promtool (beside it) checks a page;
 Prometheus, on the loopback and in a temporary folder, scrapes the run each second; every value that it then holds must be
 that of a line; and each query of docs/grafana.json must have an answer. Exit code 1 says what is wrong.
@@ -160,6 +160,9 @@ def check_prometheus(prometheus: Prometheus, lines: list[dict], promtool: str | 
 def run(args: argparse.Namespace, folder: Path) -> str:
     sets = ["log.metrics_address=127.0.0.1:0", "log.peak_tflops=0.1", "log.tensorboard=false"]
     command = [args.binary, "--recipe", "quickstart", "--output", str(folder / "out"), "--ranks", "2"]
+    if args.prometheus:
+        # Prometheus takes some seconds to start.
+        sets.append("train.epochs=15")
     for pair in sets + args.set:
         command += ["--set", pair]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT)

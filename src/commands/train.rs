@@ -60,7 +60,6 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let resumed = found.resumed.take();
     go_on(&mut plan, resumed.as_ref(), &args.allow_change, &terminal)?;
     let folder = OnceLock::new();
-    let stop = signals::watch()?;
     // Dropped when all ranks have ended.
     let writers = SaveThreads::default();
     let questions =
@@ -74,7 +73,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         base_check,
         folder: &folder,
         metrics: Mutex::default(),
-        stop: &stop,
+        stop: &signals::watch()?,
         writers: &writers,
         terminal: &terminal,
         started,

@@ -95,7 +95,7 @@ pub const FAMILIES: [FamilySpec; 27] = [
 pub struct RunLabels {
     /// The name of its output folder.
     pub run: String,
-    /// Its model.
+    /// The model that it trains.
     pub model: String,
 }
 

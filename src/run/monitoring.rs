@@ -24,7 +24,12 @@ use crate::sizing::step_time::branches;
 ///
 /// # Errors
 /// The user's: nothing can listen there; the server is elsewhere.
-pub(super) fn listen(plan: &Plan, offline: bool, terminal: &Terminal) -> Result<Option<PageServer>> {
+pub(super) fn listen(
+    plan: &Plan,
+    output: &Path,
+    offline: bool,
+    terminal: &Terminal,
+) -> Result<Option<MetricsEndpoint>> {
     if let Some(server) = plan.recipe.log.mlflow.as_ref().filter(|_| offline)
         && !mlflow::is_this_machine(&server.0)
     {
@@ -40,7 +45,13 @@ pub(super) fn listen(plan: &Plan, offline: bool, terminal: &Terminal) -> Result<
     })?;
     let whom = if server.is_open() { ", for whoever reaches this machine" } else { "" };
     terminal.line(format!("metrics at {}{whom}", server.url()));
-    Ok(Some(server))
+    let labels = RunLabels { run: name_of(output), model: plan.base.found.name() };
+    MetricsEndpoint::new(server, &labels).map(Some)
+}
+
+/// What a run is called: as its output folder.
+fn name_of(output: &Path) -> String {
+    output.file_name().map_or_else(|| "finetune".into(), |name| name.to_string_lossy().into_owned())
 }
 
 /// Everyone who follows the run in `output`, which goes on after `resumed` steps; who cannot is named in a warning.
@@ -48,7 +59,7 @@ pub(super) fn listeners(
     plan: &Plan,
     output: &Path,
     resumed: Option<u64>,
-    server: Option<PageServer>,
+    endpoint: Option<MetricsEndpoint>,
     terminal: &Terminal,
 ) -> RunListeners {
     let log = &plan.recipe.log;
@@ -60,17 +71,11 @@ pub(super) fn listeners(
             Err(error) => warn("TensorBoard events", &error),
         }
     }
-    let run =
-        output.file_name().map_or_else(|| "finetune".into(), |name| name.to_string_lossy().into_owned());
-    if let Some(server) = server {
-        let labels = RunLabels { run: run.clone(), model: plan.base.found.id.clone() };
-        match MetricsEndpoint::new(server, &labels) {
-            Ok(endpoint) => listeners.add(endpoint),
-            Err(error) => warn("figures for Prometheus", &error),
-        }
+    if let Some(endpoint) = endpoint {
+        listeners.add(endpoint);
     }
     if let Some(address) = &log.mlflow {
-        match mlflow_target(plan, &address.0, run, resumed).and_then(MlflowLog::start) {
+        match mlflow_target(plan, &address.0, name_of(output), resumed).and_then(MlflowLog::start) {
             Ok(log) => listeners.add(log),
             Err(error) => warn("figures for MLflow", &error),
         }

@@ -30,7 +30,7 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::plan::Plan;
 use crate::profile::{Profiler, TraceSchedule};
 use crate::report::html::{AnsweredQuestion, HtmlReport};
-use crate::report::{MetricsLog, PageServer, Terminal};
+use crate::report::{MetricsEndpoint, MetricsLog, Terminal};
 use crate::setup::BaseCheck;
 use crate::units;
 use crate::weights::DigestTask;
@@ -47,7 +47,7 @@ pub(crate) struct TrainRun<'a> {
     /// The output folder, and what it says of the run; the process of the first rank has them once all processes have met.
     pub(crate) folder: &'a OnceLock<(RunFolder, RunRecord)>,
     /// Where it serves its figures, likewise, if it does.
-    pub(crate) metrics: Mutex<Option<PageServer>>,
+    pub(crate) metrics: Mutex<Option<MetricsEndpoint>>,
     pub(crate) stop: &'a AtomicBool,
     pub(crate) writers: &'a SaveThreads,
     pub(crate) terminal: &'a Terminal,
@@ -61,8 +61,9 @@ impl TrainRun<'_> {
     /// # Errors
     /// As [`OutputFolder::claim`]; its figures cannot be served where the recipe says.
     pub(crate) fn claim(&self, found: OutputFolder) -> Result<()> {
-        let server = monitoring::listen(self.plan, self.args.common.offline, self.terminal)?;
-        *self.metrics.lock().unwrap_or_else(PoisonError::into_inner) = server;
+        let offline = self.args.common.offline;
+        let endpoint = monitoring::listen(self.plan, &self.args.output, offline, self.terminal)?;
+        *self.metrics.lock().unwrap_or_else(PoisonError::into_inner) = endpoint;
         let claimed = found.claim(self.args, self.plan, self.resumed)?;
         self.folder.get_or_init(|| claimed);
         Ok(())
@@ -284,9 +285,9 @@ impl TrainRun<'_> {
         if let Some(text) = metrics.note() {
             self.terminal.warn(text);
         }
-        let server = self.metrics.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let endpoint = self.metrics.lock().unwrap_or_else(PoisonError::into_inner).take();
         let resumed = state.map(|state| state.step);
-        let listeners = monitoring::listeners(self.plan, output, resumed, server, self.terminal);
+        let listeners = monitoring::listeners(self.plan, output, resumed, endpoint, self.terminal);
         Ok(Reporter { terminal: self.terminal, metrics, listeners })
     }
 }

@@ -60,6 +60,18 @@ fn figure(page: &str, name: &str) -> Option<f64> {
     Some(line.parse().unwrap())
 }
 
+/// What a line says of a field, read as the page is: serde_json reads some numbers a bit beside what is written.
+fn field(line: &str, name: &str) -> Option<f64> {
+    let rest = line.split_once(&format!("\"{name}\":"))?.1;
+    Some(rest[..rest.find([',', '}'])?].parse().unwrap())
+}
+
+/// The seconds of ranks in a line.
+fn rank_secs(line: &str) -> Vec<f64> {
+    let rest = line.split_once("\"rank_secs\":[").unwrap().1;
+    rest[..rest.find(']').unwrap()].split(',').map(|secs| secs.parse().unwrap()).collect()
+}
+
 fn lines(place: &Place) -> Vec<Value> {
     let text = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
@@ -87,6 +99,24 @@ const OF_EVAL: [(&str, &str); 5] = [
 ];
 const PARTS: [&str; 7] = ["data", "forward", "backward", "exposed", "update", "save", "other"];
 
+/// Holds the figures of a page to the line of its step.
+fn compare_step(page: &str, line: &str) {
+    for (name, of) in OF_STEP {
+        assert_eq!(figure(page, name), field(line, of), "{name}\n{line}\n{page}");
+    }
+    for part in PARTS {
+        let name = format!("finetune_step_part_seconds{{part=\"{part}\"}}");
+        assert_eq!(figure(page, &name), field(line, &format!("{part}_secs")), "{name}");
+    }
+    for (rank, secs) in rank_secs(line).into_iter().enumerate() {
+        let name = format!("finetune_rank_seconds{{rank=\"{rank}\"}}");
+        assert_eq!(figure(page, &name), Some(secs), "{name}");
+    }
+    assert_eq!(rank_secs(line).len(), 2);
+    let (mfu, hfu) = (field(line, "mfu"), field(line, "hfu"));
+    assert!(mfu > Some(0.0) && hfu > mfu, "{line}");
+}
+
 #[test]
 fn the_page_of_a_running_run_says_what_metrics_jsonl_says() {
     let place = Place::new();
@@ -100,48 +130,30 @@ fn the_page_of_a_running_run_says_what_metrics_jsonl_says() {
     let address = run.address.clone();
     run.finish();
     assert!(TcpStream::connect(address).is_err(), "the page outlives the run");
-    let lines = lines(&place);
+    let text = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    let line_of = |step: f64, has: &str| -> &str {
+        lines.iter().find(|line| field(line, "step") == Some(step) && field(line, has).is_some()).unwrap()
+    };
     let mut seen = std::collections::BTreeSet::new();
     for page in &pages {
-        assert!(
-            page.contains("finetune_run_info{model=\"") && page.contains(",run=\"out\",version="),
-            "{page}"
-        );
+        let info = page.contains("finetune_run_info{model=\"model\",run=\"out\",version=");
+        assert!(info, "{page}");
         if let Some(step) = figure(page, "finetune_step") {
-            let line =
-                lines.iter().find(|line| line["step"] == step as u64 && line["loss"].is_f64()).unwrap();
-            for (name, field) in OF_STEP {
-                assert_eq!(figure(page, name), line[field].as_f64(), "{name} of step {step}\n{page}");
-            }
-            for part in PARTS {
-                let name = format!("finetune_step_part_seconds{{part=\"{part}\"}}");
-                assert_eq!(figure(page, &name), line[format!("{part}_secs")].as_f64(), "{name}");
-            }
-            for rank in 0..2 {
-                let name = format!("finetune_rank_seconds{{rank=\"{rank}\"}}");
-                assert_eq!(figure(page, &name), line["rank_secs"][rank].as_f64(), "{name}");
-            }
-            let tokens: u64 = lines
-                .iter()
-                .filter(|line| line["step"].as_f64() <= Some(step))
-                .filter_map(|line| line["tokens"].as_u64())
-                .sum();
-            assert_eq!(figure(page, "finetune_tokens_total"), Some(tokens as f64));
+            compare_step(page, line_of(step, "loss"));
+            let tokens = lines.iter().filter(|line| field(line, "step") <= Some(step));
+            let tokens: f64 = tokens.filter_map(|line| field(line, "tokens")).sum();
+            assert_eq!(figure(page, "finetune_tokens_total"), Some(tokens));
             assert_eq!(figure(page, "finetune_steps_total"), Some(step));
             assert_eq!(figure(page, "finetune_planned_steps"), Some(30.0));
             assert_eq!(figure(page, "finetune_skipped_steps_total"), Some(0.0));
             assert_eq!(figure(page, "finetune_eta_seconds") > Some(0.0), step < 30.0, "{page}");
-            assert!(
-                line["mfu"].as_f64() > Some(0.0) && line["hfu"].as_f64() > line["mfu"].as_f64(),
-                "{line}"
-            );
             seen.insert(step as u64);
         }
         if let Some(step) = figure(page, "finetune_eval_step") {
-            let line =
-                lines.iter().find(|line| line["step"] == step as u64 && line["eval_loss"].is_f64()).unwrap();
-            for (name, field) in OF_EVAL {
-                assert_eq!(figure(page, name), line[field].as_f64(), "{name} of step {step}");
+            let line = line_of(step, "eval_loss");
+            for (name, of) in OF_EVAL {
+                assert_eq!(figure(page, name), field(line, of), "{name} of step {step}");
             }
         }
     }
@@ -173,7 +185,12 @@ fn a_run_does_not_begin_without_its_page() {
     let told = place.told(&done.stderr);
     assert_eq!(done.status.code(), Some(1), "{told}");
     let from = told.find("error:").unwrap();
-    assert_snapshot!(told[from..].replace(&address, "[ADDRESS]"));
+    assert_snapshot!(told[from..].replace(&address, "[ADDRESS]"), @"
+    error: cannot serve metrics (`log.metrics_address`)
+      caused by: cannot listen at [ADDRESS]
+      caused by: Address already in use (os error 98)
+    hint: write another port, such as `--set log.metrics_address=127.0.0.1:9465`; port 0 takes a free one
+    ");
     assert!(!place.path("out/metrics.jsonl").exists() && !place.path("out/run.json").exists());
 }
 
@@ -188,21 +205,34 @@ fn refused(sets: &[&str]) -> String {
 
 #[test]
 fn addresses_that_are_none_are_refused() {
-    assert_snapshot!(refused(&["log.metrics_address=:9464"]));
+    assert_snapshot!(refused(&["log.metrics_address=:9464"]), @r#"
+    error: cannot use these settings
+      caused by: --set log.metrics_address=:9464: `log.metrics_address` is ":9464"; accepted: an IP address and a port, such as "127.0.0.1:9464", "[::1]:9464", or "0.0.0.0:9464" for whoever reaches this machine; port 0: a free one, which is said
+    hint: `finetune recipes show reference` documents every key
+    "#);
     for bad in ["9464", "localhost", "localhost:9464", "127.0.0.1", "127.0.0.1:99999"] {
         let told = refused(&[&format!("log.metrics_address=\"{bad}\"")]);
         assert!(told.contains("accepted: an IP address and a port, such as"), "{bad}: {told}");
     }
-    assert_snapshot!(refused(&["log.mlflow=127.0.0.1:5000"]));
+    assert_snapshot!(refused(&["log.mlflow=127.0.0.1:5000"]), @r#"
+    error: cannot use these settings
+      caused by: --set log.mlflow=127.0.0.1:5000: `log.mlflow` is "127.0.0.1:5000"; accepted: an address such as "http://127.0.0.1:5000" or "https://mlflow.example.org/prefix"
+    hint: `finetune recipes show reference` documents every key
+    "#);
     let told = refused(&["log.mlflow=http://ada:geheim@127.0.0.1:5000"]);
     assert!(told.contains("MLFLOW_TRACKING_USERNAME") && !told.contains("geheim"), "{told}");
-    assert_snapshot!(refused(&["log.mlflow_experiment=e"]));
+    let told = refused(&["log.mlflow_experiment=e"]);
+    assert!(told.contains("`log.mlflow_experiment` has no effect without `mlflow`"), "{told}");
     let place = Place::new();
     let done =
         place.command(&lora(&["--offline", "--set", "log.mlflow=http://10.0.0.1:5000"])).output().unwrap();
     assert_eq!(done.status.code(), Some(1));
     let told = place.told(&done.stderr);
-    assert_snapshot!(told[told.find("error:").unwrap()..]);
+    assert_snapshot!(told[told.find("error:").unwrap()..], @r#"
+    error: cannot log to http://10.0.0.1:5000 (`log.mlflow`)
+      caused by: `--offline` uses only what is on this machine
+    hint: remove `--offline`, or write `--set 'log.mlflow=""'`
+    "#);
 }
 
 /// What a run logs to `server`, with these further flags, says; it must succeed.
@@ -320,7 +350,14 @@ fn how_a_run_ended_is_told() {
     let place = Place::new();
     let double = MlflowDouble::start(Temper::Good);
     let set = format!("log.mlflow={}", double.url());
-    let diverges = ["--set", "optimizer.learning_rate=1e30", "--set", "scheduler.kind=constant"];
+    let diverges = [
+        "--set",
+        "optimizer.learning_rate=1e30",
+        "--set",
+        "scheduler.kind=constant",
+        "--set",
+        "scheduler.warmup_ratio=0",
+    ];
     let done = place.command(&lora(&[&["--set", set.as_str()], &diverges[..]].concat())).output().unwrap();
     assert_eq!(done.status.code(), Some(4), "{}", place.told(&done.stderr));
     assert_eq!(double.log().status, "FAILED");

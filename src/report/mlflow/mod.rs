@@ -47,7 +47,7 @@ pub struct MlflowTarget {
     pub tags: Vec<(String, String)>,
     /// The values of its recipe.
     pub params: Vec<(String, String)>,
-    /// Who asks.
+    /// Who asks the server.
     pub credentials: MlflowCredentials,
 }
 
