@@ -60,8 +60,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     let resumed = found.resumed.take();
     go_on(&mut plan, resumed.as_ref(), &args.allow_change, &terminal)?;
     let folder = OnceLock::new();
-    // Dropped when all ranks have ended.
-    let writers = SaveThreads::default();
+    let stop = signals::watch()?;
     let questions =
         if train_recipe_is(args, "quickstart") { showcase::questions(&plan)? } else { Vec::new() };
     let run = TrainRun {
@@ -73,8 +72,9 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         base_check,
         folder: &folder,
         metrics: Mutex::default(),
-        stop: &signals::watch()?,
-        writers: &writers,
+        stop: &stop,
+        // Dropped when all ranks have ended.
+        writers: &SaveThreads::default(),
         terminal: &terminal,
         started,
     };
