@@ -1,6 +1,6 @@
 //! `finetune` without a verb: from the recipe to a trained model on disk.
 
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock};
 use std::time::Instant;
 
 use chrono::{DateTime, FixedOffset};
@@ -62,8 +62,6 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     go_on(&mut plan, resumed.as_ref(), &args.allow_change, &terminal)?;
     let folder = OnceLock::new();
     let stop = signals::watch()?;
-    // Dropped when all ranks have ended.
-    let writers = SaveThreads::default();
     let showcase = Showcase::of(&plan, train_recipe_is(args, "quickstart"))?;
     let run = TrainRun {
         args,
@@ -73,8 +71,10 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         resumed: resumed.as_ref(),
         base_check,
         folder: &folder,
+        metrics: Mutex::default(),
         stop: &stop,
-        writers: &writers,
+        // Dropped when all ranks have ended.
+        writers: &SaveThreads::default(),
         terminal: &terminal,
         started,
     };

@@ -29,6 +29,10 @@ pub(super) fn run(args: &VerifyResumeArgs) -> Result<()> {
         format!("train.max_steps={}", args.steps),
         format!("checkpoint.save_steps={save_steps}"),
         "log.tensorboard=false".to_owned(),
+        // One address is for one run, and nobody follows these.
+        "log.metrics_address=\"\"".to_owned(),
+        "log.mlflow=\"\"".to_owned(),
+        "log.mlflow_experiment=\"\"".to_owned(),
     ];
     let trial = ResumeTrial {
         output: &args.output,

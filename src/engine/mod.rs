@@ -17,6 +17,7 @@ mod run_watch;
 mod state;
 mod train_loop;
 mod trainer;
+mod utilization;
 
 use candle_core::{Device, Tensor};
 
@@ -28,6 +29,7 @@ pub use nan_policy::NanPolicy;
 pub use objective::{CrossEntropy, LossSums, MetricSum, Objective, ObjectiveInput, ObjectiveOutput};
 pub use train_loop::{Progress, Reporter, RunOptions, RunSummary, TrainLoop};
 pub use trainer::{SaveAssignment, StepResult, Trainer, TrainerOptions};
+pub use utilization::PeakFlops;
 
 use crate::collective::Phase;
 use crate::data::Batch;

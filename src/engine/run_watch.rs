@@ -1,5 +1,6 @@
 //! What in the numbers of a run deserves a word although it goes on: a loss far above those before, a gradient that is
-//! zero, trainable tensors that no gradient reaches. It only looks: no number of the run depends on it.
+//! zero, trainable tensors that no gradient reaches, a rank that the others wait for. It only looks: no number of the run
+//! depends on it.
 
 use std::collections::VecDeque;
 
@@ -21,6 +22,14 @@ const REACHED_AFTER: u64 = 10;
 const REACHED_AT_END: u64 = 5;
 /// Tensors that are named.
 const NAMED: usize = 3;
+/// Steps that ranks are compared over, and in how many of them one must have been slow. A rank that slows down is so named
+/// after 12 steps, or 16 from the start, and one long row, or a machine that does something else for a moment, is not.
+const RANK_STEPS: (usize, usize) = (16, 12);
+/// A rank is slow that computes longer than the median of the others by this part. Even ranks differ by some hundredths;
+/// the loss of a seventh of all other ranks' time is worth a look.
+const SLOW_RANK: f64 = 0.15;
+/// A slow rank costs at least so many seconds a step: steps of a few milliseconds differ by what the system does.
+const LEAST_SLOW_SECS: f64 = 0.005;
 
 /// What a run has shown so far.
 pub(super) struct RunWatch {
@@ -33,12 +42,82 @@ pub(super) struct RunWatch {
     updates: u64,
     /// Trainable tensors whose gradients were all zero so far, alike on all ranks.
     unreached: Vec<EntryIndex>,
+    ranks: RankWatch,
+}
+
+/// Which rank the others wait for.
+#[derive(Default)]
+struct RankWatch {
+    /// Each rank's seconds of the last steps.
+    recent: VecDeque<Vec<f64>>,
+    /// The rank that was named last.
+    named: Option<usize>,
+}
+
+impl RankWatch {
+    /// What there is to say after a step in which each rank computed for `secs`.
+    fn after_step(&mut self, step: u64, secs: &[f64]) -> Option<String> {
+        let (window, least) = RANK_STEPS;
+        if secs.len() < 2 {
+            return None;
+        }
+        self.recent.push_back(secs.to_vec());
+        if self.recent.len() > window {
+            self.recent.pop_front();
+        }
+        if self.recent.len() < window {
+            return None;
+        }
+        let slow: Vec<usize> = self.recent.iter().filter_map(|secs| slow_rank(secs)).collect();
+        let times = |rank: usize| slow.iter().filter(|one| **one == rank).count();
+        let rank = slow.iter().copied().find(|rank| times(*rank) >= least)?;
+        if self.named == Some(rank) {
+            return None;
+        }
+        let times = times(rank);
+        self.named = Some(rank);
+        let own = median(self.recent.iter().map(|secs| secs[rank]));
+        let others = median(self.recent.iter().map(|secs| median_of_others(secs, rank)));
+        Some(format!(
+            "step {step}: rank {rank} is the slowest, and the others wait for it: it computes for {own:.3} s a step, {:.0} % \
+             longer than the median of the others ({others:.3} s), in {times} of the last {window} steps; look at its machine: \
+             other work, heat, a slower device, fewer threads",
+            100.0 * (own - others) / others.max(LEAST_SLOW_SECS)
+        ))
+    }
+}
+
+/// The rank that computed much longer than the others, if there is one.
+fn slow_rank(secs: &[f64]) -> Option<usize> {
+    let rank = (0..secs.len()).max_by(|a, b| secs[*a].total_cmp(&secs[*b]))?;
+    let others = median_of_others(secs, rank);
+    (secs[rank] - others > (SLOW_RANK * others).max(LEAST_SLOW_SECS)).then_some(rank)
+}
+
+fn median_of_others(secs: &[f64], rank: usize) -> f64 {
+    median(secs.iter().enumerate().filter(|(other, _)| *other != rank).map(|(_, secs)| *secs))
+}
+
+/// The middle value, of an even number the mean of both; of none 0.
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut sorted: Vec<f64> = values.collect();
+    sorted.sort_by(f64::total_cmp);
+    let upper = sorted.get(sorted.len() / 2).copied().unwrap_or_default();
+    let lower = sorted.get(sorted.len().saturating_sub(1) / 2).copied().unwrap_or_default();
+    (upper + lower) / 2.0
 }
 
 impl RunWatch {
     /// At the beginning of a run whose trainable tensors are `entries`.
     pub(super) fn new(entries: Vec<EntryIndex>) -> Self {
-        RunWatch { losses: VecDeque::new(), spike: None, still: 0, updates: 0, unreached: entries }
+        RunWatch {
+            losses: VecDeque::new(),
+            spike: None,
+            still: 0,
+            updates: 0,
+            unreached: entries,
+            ranks: RankWatch::default(),
+        }
     }
 
     /// The tensors whose gradients are to be looked at after a step.
@@ -56,7 +135,8 @@ impl RunWatch {
     pub(super) fn after_step(&mut self, report: &StepReport, store: &ParamStore) -> Vec<String> {
         self.updates += 1;
         let unreached = (self.updates == REACHED_AFTER).then(|| self.say_unreached(store)).flatten();
-        let found = [self.spike(report), self.still(report), unreached];
+        let slow = self.ranks.after_step(report.step, &report.rank_secs);
+        let found = [self.spike(report), self.still(report), unreached, slow];
         found.into_iter().flatten().collect()
     }
 
@@ -166,5 +246,52 @@ mod tests {
             .collect();
         assert_eq!(said.len(), 1, "{said:?}");
         assert!(said[0].starts_with("step 7: the gradient norm has been 0 for 3 steps"), "{said:?}");
+    }
+    /// What is said of ranks that compute for `secs(step)`, over 100 steps.
+    fn slow_ranks(secs: impl Fn(u64) -> Vec<f64>) -> Vec<String> {
+        let mut watch = RankWatch::default();
+        (1..=100).filter_map(|step| watch.after_step(step, &secs(step))).collect()
+    }
+
+    /// Between -1 and 1, without an order.
+    fn noise(step: u64, rank: u64) -> f64 {
+        ((step * 8 + rank) as f64 * 12.9898).sin()
+    }
+
+    #[test]
+    fn a_slow_rank_is_named_once_within_20_steps() {
+        let even = |step: u64, rank: u64| 0.1 * (1.0 + 0.05 * noise(step, rank));
+        let one = |step| vec![even(step, 0), even(step, 1), 1.3 * even(step, 2), even(step, 3)];
+        let said = slow_ranks(one);
+        assert_eq!(said.len(), 1, "{said:?}");
+        assert!(
+            said[0].starts_with("step 16: rank 2 is the slowest, and the others wait for it"),
+            "{said:?}"
+        );
+        // From step 51 on; of two ranks the other is the median.
+        let later = |step| vec![even(step, 0) * if step > 50 { 2.0 } else { 1.0 }, even(step, 1)];
+        let said = slow_ranks(later);
+        assert_eq!(said.len(), 1, "{said:?}");
+        assert!(said[0].starts_with("step 62: rank 0 is the slowest"), "{said:?}");
+        // Another one takes its place.
+        let first = |step, rank: u64| even(step, rank) * if (step > 50) == (rank == 1) { 2.0 } else { 1.0 };
+        let said = slow_ranks(|step| vec![first(step, 0), first(step, 1), even(step, 2)]);
+        assert_eq!(said.len(), 2, "{said:?}");
+    }
+
+    #[test]
+    fn even_ranks_give_no_alarm() {
+        assert_eq!(
+            slow_ranks(|step| (0..4).map(|rank| 0.1 * (1.0 + 0.1 * noise(step, rank))).collect()),
+            [""; 0]
+        );
+        // Now and then one has a long row, or takes turns with others; short steps differ by what the system does.
+        assert_eq!(slow_ranks(|step| vec![0.1, if step % 2 == 0 { 0.3 } else { 0.1 }]), [""; 0]);
+        assert_eq!(
+            slow_ranks(|step| (0..3).map(|rank| if step % 3 == rank { 0.3 } else { 0.1 }).collect()),
+            [""; 0]
+        );
+        assert_eq!(slow_ranks(|_| vec![0.004, 0.002]), [""; 0]);
+        assert_eq!(slow_ranks(|_| vec![0.1]), [""; 0]);
     }
 }

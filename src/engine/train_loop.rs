@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::nan_policy::{DivergedSteps, NanPolicy};
 use super::run_watch::RunWatch;
-use super::{Evaluation, Trainer};
+use super::{Evaluation, PeakFlops, Trainer};
 use crate::checkpoint::{Saver, TrainingState};
 use crate::collective::{CollectiveTimer, HeldBytes, Phase, StepPart, StepSecs};
 use crate::data::{Batch, Cursor, Sampler, Step};
@@ -32,6 +32,8 @@ pub struct RunOptions {
     pub every_steps: u64,
     /// What is done about steps that diverge.
     pub nan: NanPolicy,
+    /// What the devices could compute at their peak; none where that is not known.
+    pub peak: Option<PeakFlops>,
 }
 
 /// Where a run reports.
@@ -262,6 +264,7 @@ impl TrainLoop<'_> {
         let computed = secs - (self.clock.read() - waited).as_secs_f64();
         let (asked_to_stop, rank_secs) = self.agree(computed, watch, taken.is_ok())?;
         let parts = self.clock.lap();
+        let tokens_per_sec = step.tokens as f64 / secs;
         let report = taken.map(|result| StepReport {
             epoch: step.epoch,
             loss: result.loss,
@@ -269,9 +272,11 @@ impl TrainLoop<'_> {
             grad_norm: result.grad_norm,
             tokens: step.tokens,
             step_secs: secs,
-            tokens_per_sec: step.tokens as f64 / secs,
+            tokens_per_sec,
             peak_bytes: peak_bytes(&self.trainer.engine.device).unwrap_or_else(memory::peak_bytes),
             rank_secs,
+            mfu: self.options.peak.map(|peak| peak.mfu(tokens_per_sec)),
+            hfu: self.options.peak.map(|peak| peak.hfu(tokens_per_sec)),
             ..in_parts(&parts)
         });
         Ok((report, asked_to_stop))

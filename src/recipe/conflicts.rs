@@ -29,6 +29,7 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     places(recipe, &mut found);
     divergence(recipe, &mut found);
     profile(recipe, &mut found);
+    log(recipe, &mut found);
     found
 }
 
@@ -174,6 +175,18 @@ fn profile(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             key,
             text: "has no effect with `active = 0`, which traces nothing".into(),
             hint: format!("write `active = 3` under `[profile]`, for example, or remove `{key}`"),
+        });
+    }
+}
+
+fn log(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+    if recipe.log.mlflow_experiment.is_some() && recipe.log.mlflow.is_none() {
+        found.push(KeyConflict {
+            section: "log",
+            key: "mlflow_experiment",
+            text: "has no effect without `mlflow`".into(),
+            hint: "write `mlflow = \"http://127.0.0.1:5000\"`, for example, or remove `mlflow_experiment`"
+                .into(),
         });
     }
 }

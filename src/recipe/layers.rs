@@ -18,6 +18,7 @@ use super::suggest::{nearest, nearest_key};
 use super::value::ValueRefusal;
 use super::{Recipe, WrittenKeys};
 use crate::error::{Error, Result};
+use crate::private_file::without_user;
 
 /// What a recipe is loaded for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -239,7 +240,7 @@ impl Reader {
 
     /// `section.key=value`: the value is TOML, or else a text.
     fn read_assignment(&mut self, assignment: &str, folder: &Path) {
-        let place = format!("--set {assignment}");
+        let place = format!("--set {}", without_user(assignment));
         let parts = assignment.split_once('=').and_then(|(name, value)| {
             let (section, key) = name.trim().split_once('.')?;
             Some((section.trim(), key.trim(), value.trim()))
@@ -396,6 +397,7 @@ fn refused(section: &str, key: &Key, value: &Value, refusal: &ValueRefusal) -> (
 
 /// A name or value made fit for a message.
 fn clip(text: &str) -> String {
+    let text = &without_user(text);
     match text.char_indices().nth(QUOTED_CHARS) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.to_owned(),

@@ -8,6 +8,7 @@
 //! The sections are not deserialized with serde: it stops at the first fault, cannot tell where a merged value
 //! came from, and would need every key's documentation and range a second time.
 
+mod addresses;
 mod builtin;
 mod conflicts;
 mod layers;
@@ -18,6 +19,7 @@ mod source;
 mod suggest;
 mod value;
 
+pub use addresses::{ListenAddress, ServerUrl};
 pub use builtin::{BUILT_IN, BuiltIn, RecipeText};
 pub use finetune_compute::recipe::enums;
 pub use finetune_compute::recipe::enums::{

@@ -2,6 +2,7 @@
 //!
 //! Names and meanings follow transformers and PEFT where they have the key.
 
+use super::addresses::{ListenAddress, ServerUrl};
 use super::enums::{
     AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights, ModelInit, Offload,
     OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype,
@@ -226,6 +227,15 @@ section! {
         every_steps: u64 = 1, AtLeast(1.0);
         /// Write TensorBoard event files.
         tensorboard: bool = true;
+        /// Serve the figures of the last step at this address, under /metrics, for Prometheus; not set: nothing listens.
+        metrics_address: Option<ListenAddress> = None;
+        /// 10^12 operations a second that each rank's device could do at best, which `mfu` and `hfu` are shares of; default:
+        /// what its maker says of a GPU that is known, and neither figure on another device.
+        peak_tflops: Option<f64> = None, Above(0.0);
+        /// Also log to the MLflow server at this address.
+        mlflow: Option<ServerUrl> = None;
+        /// The experiment there that the run belongs to, which is made where there is none; default: "finetune".
+        mlflow_experiment: Option<String> = None;
     }
 }
 

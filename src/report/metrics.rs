@@ -63,6 +63,13 @@ pub struct StepReport {
     /// Seconds that each rank computed in this step, not counting its waits for others; nothing for a single rank.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rank_secs: Vec<f64>,
+    /// Model FLOP utilisation, 0 to 1: the operations of the model over what the devices could do at their peak in the
+    /// time of the step; none where the peak is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mfu: Option<f64>,
+    /// The same with the operations that are computed a second time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hfu: Option<f64>,
 }
 
 impl StepReport {
@@ -192,6 +199,8 @@ impl MetricsEntry {
                 ("update_secs", r.update_secs),
                 ("save_secs", r.save_secs),
                 ("other_secs", r.other_secs),
+                ("mfu", r.mfu.unwrap_or_default()),
+                ("hfu", r.hfu.unwrap_or_default()),
             ],
             MetricsEntry::Eval(r) => vec![
                 ("eval_loss", r.eval_loss),

@@ -3,6 +3,8 @@
 //! - [`metrics`]: `metrics.jsonl`, the record that the other reports are made from.
 //! - [`listener`]: whoever follows a run beside it.
 //! - [`tensorboard`]: the same figures as TensorBoard event files.
+//! - [`endpoint`] and [`page_server`]: the same for Prometheus, over HTTP.
+//! - [`mlflow`]: the same for a server of MLflow.
 //! - [`terminal`]: lines, warnings and progress bars on stderr; data asked for on stdout.
 //! - [`printable`](mod@printable): what stands between any text and a terminal.
 //! - [`memory`] and [`timing`]: what a run holds and how long its steps take, beside what was planned.
@@ -12,17 +14,23 @@
 //! structs. Besides `main`, this is the only module that prints.
 
 pub mod card;
+pub mod endpoint;
 pub mod html;
 pub mod listener;
 pub mod memory;
 pub mod metrics;
+pub mod mlflow;
+pub mod page_server;
 pub mod printable;
 pub mod tensorboard;
 pub mod terminal;
 pub mod timing;
 
+pub use endpoint::{MetricsEndpoint, RunLabels};
 pub use listener::{RunListener, RunListeners};
 pub use metrics::{EvalReport, MetricsEntry, MetricsLog, SkippedStep, StepReport};
+pub use mlflow::{MlflowCredentials, MlflowLog, MlflowTarget};
+pub use page_server::PageServer;
 pub use printable::printable;
 pub use tensorboard::EventWriter;
 pub use terminal::{Terminal, Verbosity};

@@ -11,6 +11,7 @@ pub(crate) mod fact_lines;
 pub(crate) mod host_facts;
 pub(crate) mod interrupt;
 pub(crate) mod merge_check;
+mod monitoring;
 pub(crate) mod nvidia_libraries;
 pub(crate) mod op_speeds;
 pub(crate) mod output_folder;

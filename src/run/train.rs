@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use candle_core::Device;
@@ -10,6 +10,7 @@ use candle_core::Device;
 use super::bottlenecks;
 use super::card::card;
 use super::device_failure::explained;
+use super::monitoring;
 use super::output_folder::{CARD, METRICS, OutputFolder, RECIPE, REPORT, date_text, lies_in};
 use super::planned_time;
 use super::report_page::{PlannedProcess, ReportPage};
@@ -32,7 +33,7 @@ use crate::profile::{Profiler, TraceSchedule};
 use crate::report::html::{AnsweredQuestion, HtmlReport};
 use crate::report::memory::MemoryComparison;
 use crate::report::timing::StepTiming;
-use crate::report::{EventWriter, MetricsLog, RunListeners, Terminal};
+use crate::report::{MetricsEndpoint, MetricsLog, Terminal};
 use crate::setup::BaseCheck;
 use crate::units;
 use crate::weights::DigestTask;
@@ -48,6 +49,8 @@ pub(crate) struct TrainRun<'a> {
     pub(crate) base_check: Option<BaseCheck>,
     /// The output folder, and what it says of the run; the process of the first rank has them once all processes have met.
     pub(crate) folder: &'a OnceLock<(RunFolder, RunRecord)>,
+    /// Where it serves its figures, likewise, if it does.
+    pub(crate) metrics: Mutex<Option<MetricsEndpoint>>,
     pub(crate) stop: &'a AtomicBool,
     pub(crate) writers: &'a SaveThreads,
     pub(crate) terminal: &'a Terminal,
@@ -59,8 +62,11 @@ impl TrainRun<'_> {
     /// run that is refused before leaves nothing in it.
     ///
     /// # Errors
-    /// As [`OutputFolder::claim`].
+    /// As [`OutputFolder::claim`]; its figures cannot be served where the recipe says.
     pub(crate) fn claim(&self, found: OutputFolder) -> Result<()> {
+        let offline = self.args.common.offline;
+        let endpoint = monitoring::listen(self.plan, &self.args.output, offline, self.terminal)?;
+        *self.metrics.lock().unwrap_or_else(PoisonError::into_inner) = endpoint;
         let claimed = found.claim(self.args, self.plan, self.resumed)?;
         self.folder.get_or_init(|| claimed);
         Ok(())
@@ -276,6 +282,7 @@ impl TrainRun<'_> {
                 eval_at_end: plan.recipe.eval.at_end,
                 every_steps: plan.recipe.log.every_steps,
                 nan: NanPolicy { on_nan: plan.recipe.train.on_nan, limit: plan.recipe.train.nan_limit },
+                peak: monitoring::peak(plan)?,
             },
         }
         .run(state.map_or(0, |state| state.tokens))
@@ -291,17 +298,9 @@ impl TrainRun<'_> {
         if let Some(text) = metrics.note() {
             self.terminal.warn(text);
         }
-        let mut listeners = RunListeners::default();
-        let log = &self.plan.recipe.log;
-        if log.tensorboard {
-            let folder = output.join("tensorboard");
-            match EventWriter::create(&folder, state.map(|s| s.step), log.every_steps) {
-                Ok(events) => listeners.add(events),
-                Err(error) => {
-                    self.terminal.warn(format!("no TensorBoard events: {}", error.in_one_line()));
-                }
-            }
-        }
+        let endpoint = self.metrics.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let resumed = state.map(|state| state.step);
+        let listeners = monitoring::listeners(self.plan, output, resumed, endpoint, self.terminal);
         Ok(Reporter { terminal: self.terminal, metrics, listeners })
     }
 }

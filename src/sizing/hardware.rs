@@ -88,6 +88,22 @@ impl DeviceSheet {
         names.into_iter().any(|known| known.eq_ignore_ascii_case(name))
     }
 
+    /// Words of a GPU's name, as its driver says it, that this sheet says too: all of one of its names, and the rest says
+    /// nothing of how fast it computes.
+    fn words_of(&self, driver: &[String]) -> Option<usize> {
+        let names = std::iter::once(&self.name).chain(&self.aliases);
+        let covered = names.filter_map(|name| {
+            let own = words(name);
+            let rest = driver.iter().filter(|word| !own.contains(word));
+            let says_nothing = |word: &String| {
+                is_vendor_word(word) || is_memory_size(word) && !own.iter().any(|own| is_memory_size(own))
+            };
+            (own.iter().all(|word| driver.contains(word)) && rest.into_iter().all(says_nothing))
+                .then_some(own.len())
+        });
+        covered.max()
+    }
+
     /// Every figure is a number that hardware can have.
     fn check(&self, name: &str) -> Result<()> {
         let figures = [
@@ -131,6 +147,32 @@ pub fn devices() -> Result<Vec<DeviceSheet>> {
     let sheets: Sheets = toml::from_str(DEVICES)
         .map_err(|e| Error::internal("the table of devices is malformed").because(e.to_string()))?;
     Ok(sheets.device)
+}
+
+/// The device that a driver calls `name`, such as "NVIDIA H100 80GB HBM3"; none where the table does not have exactly that
+/// form of it: cards of one name for another slot, or for laptops, are slower.
+///
+/// # Errors
+/// An internal error: the table is malformed.
+pub fn called_by_driver(name: &str) -> Result<Option<DeviceSheet>> {
+    let driver = words(name);
+    let known = devices()?.into_iter().filter(|sheet| !sheet.is_host());
+    let found = known.filter_map(|sheet| Some((sheet.words_of(&driver)?, sheet)));
+    Ok(found.max_by_key(|(count, _)| *count).map(|(_, sheet)| sheet))
+}
+
+fn words(name: &str) -> Vec<String> {
+    name.split([' ', '-']).filter(|word| !word.is_empty()).map(str::to_uppercase).collect()
+}
+
+/// A word beside the name that every card of it has.
+fn is_vendor_word(word: &str) -> bool {
+    let plain = ["NVIDIA", "TESLA", "GEFORCE", "QUADRO", "GENERATION", "HBM2", "HBM3", "HBM3E"];
+    plain.contains(&word) || matches!(word, "SXM2" | "SXM3" | "SXM4" | "SXM5")
+}
+
+fn is_memory_size(word: &str) -> bool {
+    word.strip_suffix("GB").is_some_and(|number| number.parse::<u32>().is_ok())
 }
 
 impl Hardware {
@@ -268,6 +310,42 @@ mod tests {
         names.sort();
         names.dedup();
         assert_eq!(names.len(), count);
+        Ok(())
+    }
+
+    #[test]
+    fn a_gpu_is_known_by_what_its_driver_calls_it() -> Result<()> {
+        for (name, sheet) in [
+            ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+            ("NVIDIA H100 PCIe", "H100-PCIe-80GB"),
+            ("NVIDIA H100 NVL", "H100-NVL-94GB"),
+            ("NVIDIA H200", "H200-141GB"),
+            ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+            ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+            ("NVIDIA A100-PCIE-40GB", "A100-PCIe-80GB"),
+            ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
+            ("Tesla V100-SXM2-32GB", "V100-32GB"),
+            ("NVIDIA L4", "L4-24GB"),
+            ("NVIDIA L40S", "L40S-48GB"),
+            ("NVIDIA A10G", "A10G-24GB"),
+            ("Tesla T4", "T4-16GB"),
+            ("NVIDIA GeForce RTX 4090", "4090"),
+            ("NVIDIA RTX A6000", "RTX-A6000-48GB"),
+            ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada-48GB"),
+        ] {
+            assert_eq!(called_by_driver(name)?.map(|found| found.name).as_deref(), Some(sheet), "{name}");
+        }
+        for name in [
+            "NVIDIA H200 NVL",
+            "Tesla V100-PCIE-16GB",
+            "NVIDIA GeForce RTX 4090 Laptop GPU",
+            "NVIDIA GeForce RTX 4090 D",
+            "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+            "NVIDIA B300",
+            "cpu",
+        ] {
+            assert_eq!(called_by_driver(name)?, None, "{name}");
+        }
         Ok(())
     }
 

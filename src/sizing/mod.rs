@@ -338,7 +338,7 @@ impl SizingRequest<'_> {
 }
 
 /// The mean length of rows, cut to `longest`, and the mean length of the row that a token stands in.
-fn mean_lengths(data: &Dataset, longest: f64) -> (f64, f64) {
+pub(crate) fn mean_lengths(data: &Dataset, longest: f64) -> (f64, f64) {
     let lengths = data.examples().iter().map(|example| (example.ids.len() as f64).min(longest));
     let (count, sum, squares) =
         lengths.fold((0.0, 0.0, 0.0), |(n, sum, squares), x| (n + 1.0, sum + x, squares + x * x));

@@ -158,7 +158,7 @@ fn bound([exposed, offload, update]: [f64; 3]) -> Bound {
 }
 
 /// Weights of adapters; none where all weights train.
-fn branches(descs: &[ParamDesc]) -> Option<u64> {
+pub(crate) fn branches(descs: &[ParamDesc]) -> Option<u64> {
     let of_adapter =
         |desc: &&ParamDesc| matches!(desc.kind, ParamKind::Adapter(_) | ParamKind::AdapterInBf16(_));
     let frozen = descs.iter().any(|desc| !desc.kind.trains());

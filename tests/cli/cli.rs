@@ -788,6 +788,19 @@ fn recipes_listed_and_shown() {
     # Write TensorBoard event files.
     # Accepted: true, false.
     tensorboard = true
+    # Serve the figures of the last step at this address, under /metrics, for Prometheus; not set: nothing listens.
+    # Accepted: an IP address and a port, such as "127.0.0.1:9464", "[::1]:9464", or "0.0.0.0:9464" for whoever reaches this machine; port 0: a free one, which is said.
+    # metrics_address =
+    # 10^12 operations a second that each rank's device could do at best, which `mfu` and `hfu` are shares of; default:
+    # what its maker says of a GPU that is known, and neither figure on another device.
+    # Accepted: a number above 0.
+    # peak_tflops =
+    # Also log to the MLflow server at this address.
+    # Accepted: an address such as "http://127.0.0.1:5000" or "https://mlflow.example.org/prefix".
+    # mlflow =
+    # The experiment there that the run belongs to, which is made where there is none; default: "finetune".
+    # Accepted: a string.
+    # mlflow_experiment =
 
     # A trace of some steps, in the words of PyTorch's profiler schedule: `trace/rank-N.json` in the output folder.
     [profile]

@@ -256,6 +256,7 @@ fn every_command_works() {
     docs/doctor.md: 6 run, 2 parsed, 0 of other programs
     docs/figures.md: 0 run, 0 parsed, 0 of other programs
     docs/formats.md: 2 run, 0 parsed, 0 of other programs
+    docs/monitoring.md: 1 run, 0 parsed, 0 of other programs
     docs/processors.md: 1 run, 0 parsed, 0 of other programs
     docs/profiling.md: 1 run, 0 parsed, 0 of other programs
     docs/ranks-and-launchers.md: 4 run, 7 parsed, 3 of other programs

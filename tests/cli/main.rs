@@ -11,6 +11,8 @@ mod golden_run;
 mod hub_double;
 #[path = "../logits/mod.rs"]
 mod logits;
+#[path = "../mlflow_double/mod.rs"]
+mod mlflow_double;
 #[path = "../place/mod.rs"]
 mod place;
 #[path = "../skipped/mod.rs"]
@@ -35,6 +37,7 @@ mod golden_ranks;
 mod hangs;
 mod hostile_files;
 mod master_weights;
+mod monitoring;
 mod nan_policy;
 mod older_checkpoint;
 mod output_folder;

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use finetune::error::Error;
 use finetune::recipe::{
-    AdapterInit, AdapterSection, BUILT_IN, ComputeDtype, DataSource, OnLongRow, Patterns, Purpose, Recipe,
-    RecipeLayers, RecipeText, SchedulerKind, Strategy, TargetModules, Template,
+    AdapterInit, AdapterSection, BUILT_IN, ComputeDtype, DataSource, ListenAddress, OnLongRow, Patterns,
+    Purpose, Recipe, RecipeLayers, RecipeText, SchedulerKind, ServerUrl, Strategy, TargetModules, Template,
 };
 use insta::assert_snapshot;
 use proptest::{prop_assert_eq, prop_compose, proptest};
@@ -646,6 +646,9 @@ prop_compose! {
         recipe.scheduler.min_lr_ratio = if kind.has_floor() { 0.25 } else { 0.0 };
         recipe.scheduler.num_decay_steps = (kind == SchedulerKind::WarmupStableDecay).then_some(7);
         recipe.parallel.strategy = Strategy::Ddp;
+        recipe.log.metrics_address = max_steps.map(|port| ListenAddress(([127, 0, 0, 1], port as u16).into()));
+        recipe.log.mlflow = max_steps.map(|port| ServerUrl(format!("http://host:{port}/prefix")));
+        recipe.log.peak_tflops = Some(learning_rate);
         recipe
     }
 }

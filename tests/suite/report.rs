@@ -29,6 +29,8 @@ fn step(step: u64) -> StepReport {
         save_secs: 0.02,
         other_secs: 0.002,
         rank_secs: Vec::new(),
+        mfu: None,
+        hfu: None,
     }
 }
 
@@ -39,6 +41,8 @@ fn metrics_lines_are_the_contract() {
     let mut log = MetricsLog::create(&path).unwrap();
     log.append(&step(4).into()).unwrap();
     log.append(&EvalReport::new(4, 0.0, 10).into()).unwrap();
+    log.append(&StepReport { rank_secs: vec![0.5], mfu: Some(0.25), hfu: Some(0.5), ..step(4) }.into())
+        .unwrap();
     log.append(&EvalReport { eval_exact_match: Some(0.5), ..EvalReport::new(4, 0.0, 10) }.into()).unwrap();
     // Read while the log is open: each line is out as soon as it is made.
     assert_eq!(
@@ -48,6 +52,10 @@ fn metrics_lines_are_the_contract() {
          \"data_secs\":0.001,\"forward_secs\":0.0625,\"backward_secs\":0.125,\"exposed_secs\":0.01,\
          \"update_secs\":0.03,\"save_secs\":0.02,\"other_secs\":0.002}\n\
          {\"step\":4,\"eval_loss\":0.0,\"eval_perplexity\":1.0,\"eval_tokens\":10}\n\
+         {\"step\":4,\"epoch\":0.4,\"loss\":0.5,\"learning_rate\":0.0002,\"grad_norm\":0.75,\"tokens\":512,\
+         \"step_secs\":0.25,\"tokens_per_sec\":2048.0,\"peak_bytes\":1073741824,\
+         \"data_secs\":0.001,\"forward_secs\":0.0625,\"backward_secs\":0.125,\"exposed_secs\":0.01,\
+         \"update_secs\":0.03,\"save_secs\":0.02,\"other_secs\":0.002,\"rank_secs\":[0.5],\"mfu\":0.25,\"hfu\":0.5}\n\
          {\"step\":4,\"eval_loss\":0.0,\"eval_perplexity\":1.0,\"eval_tokens\":10,\"eval_exact_match\":0.5}\n"
     );
 }

@@ -1,0 +1,275 @@
+//! One page of text over HTTP, read-only: what Prometheus fetches from a run.
+//!
+//! The run hands over a whole page and goes on; who asks gets the last one. One thread accepts, and each connection has a
+//! thread of its own for five seconds at most, so that a client that is slow, or says nothing, holds up neither the run
+//! nor other clients. Heads of requests are parsed by the crate `httparse`, which ureq uses too; the small servers among
+//! the crates (tiny_http) bound neither the head of a request nor the time for it.
+
+use std::io::{self, Read as _, Write as _};
+use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+
+/// How long a client has to ask and to take the answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Bytes of a request's head at most, and of what is read behind it.
+const MOST_BYTES: usize = 16 << 10;
+/// Headers of a request at most.
+const MOST_HEADERS: usize = 64;
+/// Connections at a time; more are closed at once.
+const MOST_CLIENTS: usize = 16;
+/// How long nothing is accepted after that failed, as where the process has no files left.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// What the text is (Prometheus text exposition).
+const TEXT_FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// Serves a page until it is dropped.
+#[derive(Debug)]
+pub struct PageServer {
+    address: SocketAddr,
+    path: &'static str,
+    shared: Arc<SharedPage>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the run and the threads of the server have in common.
+#[derive(Debug, Default)]
+struct SharedPage {
+    text: Mutex<Arc<str>>,
+    stop: AtomicBool,
+}
+
+/// An answer without its page: status line, further headers, text.
+struct PageAnswer {
+    status: &'static str,
+    headers: &'static str,
+    text: Arc<str>,
+    with_body: bool,
+}
+
+impl PageServer {
+    /// Listens at `address` and serves an empty page at `path`.
+    ///
+    /// # Errors
+    /// The user's: something else listens there, or the address is not this machine's.
+    pub fn bind(address: SocketAddr, path: &'static str) -> Result<Self> {
+        let refused =
+            |e: io::Error| Error::user(format!("cannot listen at {address}")).because(e.to_string());
+        let listener = TcpListener::bind(address).map_err(refused)?;
+        let address = listener.local_addr().map_err(refused)?;
+        let shared = Arc::new(SharedPage::default());
+        let page = Arc::clone(&shared);
+        let accepting = std::thread::Builder::new().name("metrics".into());
+        let thread = accepting.spawn(move || accept(&listener, path, &page)).map_err(refused)?;
+        Ok(PageServer { address, path, shared, thread: Some(thread) })
+    }
+
+    /// Where the page is.
+    pub fn url(&self) -> String {
+        format!("http://{}{}", self.address, self.path)
+    }
+
+    /// Whether other machines may reach it.
+    pub fn is_open(&self) -> bool {
+        !self.address.ip().is_loopback()
+    }
+
+    /// From now on the page is `text`.
+    pub fn show(&self, text: String) {
+        *self.shared.text.lock().unwrap_or_else(PoisonError::into_inner) = text.into();
+    }
+}
+
+impl Drop for PageServer {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        // A connection ends the wait for one.
+        let mut own = self.address;
+        if own.ip().is_unspecified() {
+            own.set_ip(match own {
+                SocketAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
+                SocketAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
+            });
+        }
+        let woken = TcpStream::connect_timeout(&own, Duration::from_secs(1)).is_ok();
+        if let Some(thread) = self.thread.take().filter(|_| woken) {
+            // It has nothing to tell.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn accept(listener: &TcpListener, path: &'static str, shared: &Arc<SharedPage>) {
+    let clients = Arc::new(());
+    loop {
+        let accepted = listener.accept();
+        if shared.stop.load(Ordering::Acquire) {
+            return;
+        }
+        let Ok((stream, _)) = accepted else {
+            std::thread::sleep(PAUSE);
+            continue;
+        };
+        // Each client holds one more.
+        if Arc::strong_count(&clients) > MOST_CLIENTS {
+            continue;
+        }
+        let (page, client) = (Arc::clone(shared), Arc::clone(&clients));
+        let serving = std::thread::Builder::new().name("metrics client".into());
+        // Without a thread for it the client is turned away, as where there are too many.
+        let _ = serving.spawn(move || {
+            // Who went away gets no answer.
+            let _ = serve(&stream, path, &page);
+            drop(client);
+        });
+    }
+}
+
+/// Reads a request and answers it.
+fn serve(mut stream: &TcpStream, path: &str, shared: &SharedPage) -> io::Result<()> {
+    let deadline = Instant::now() + PATIENCE;
+    let (mut head, mut piece) = (Vec::new(), [0; 1024]);
+    let answer = loop {
+        let count = read_until(stream, &mut piece, deadline)?;
+        if count == 0 {
+            return Ok(());
+        }
+        head.extend_from_slice(&piece[..count]);
+        let page = || Arc::clone(&shared.text.lock().unwrap_or_else(PoisonError::into_inner));
+        if let Some(answer) = answer(&head, path, page) {
+            break answer;
+        }
+    };
+    stream.set_write_timeout(Some(left(deadline)?))?;
+    let PageAnswer { status, headers, text, with_body } = answer;
+    let mut bytes = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: {TEXT_FORMAT}\r\nContent-Length: {}\r\n{headers}Connection: close\r\n\r\n",
+        text.len()
+    );
+    if with_body {
+        bytes.push_str(&text);
+    }
+    stream.write_all(bytes.as_bytes())?;
+    stream.shutdown(Shutdown::Write)?;
+    // What is not read when a connection is closed takes the answer with it.
+    let mut rest = 0;
+    while rest < MOST_BYTES {
+        match read_until(stream, &mut piece, deadline)? {
+            0 => break,
+            count => rest += count,
+        }
+    }
+    Ok(())
+}
+
+fn read_until(mut stream: &TcpStream, piece: &mut [u8], deadline: Instant) -> io::Result<usize> {
+    stream.set_read_timeout(Some(left(deadline)?))?;
+    stream.read(piece)
+}
+
+fn left(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+}
+
+/// The answer to the request that begins with `head`; none while more of it is to come.
+fn answer(head: &[u8], path: &str, page: impl FnOnce() -> Arc<str>) -> Option<PageAnswer> {
+    let told = |status, text: &str| {
+        Some(PageAnswer { status, headers: "", text: format!("{text}\n").into(), with_body: true })
+    };
+    let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
+    let mut request = httparse::Request::new(&mut headers);
+    match request.parse(head) {
+        Ok(httparse::Status::Partial) if head.len() < MOST_BYTES => return None,
+        Ok(httparse::Status::Complete(_)) => {}
+        Ok(httparse::Status::Partial) | Err(httparse::Error::TooManyHeaders) => {
+            return told("431 Request Header Fields Too Large", "the request is too long");
+        }
+        Err(_) => return told("400 Bad Request", "this is no HTTP request"),
+    }
+    let (method, target) = (request.method.unwrap_or_default(), request.path.unwrap_or_default());
+    if target.split('?').next() != Some(path) {
+        let mut answer = told("404 Not Found", &format!("there is {path} alone"))?;
+        answer.with_body = method != "HEAD";
+        return Some(answer);
+    }
+    match method {
+        "GET" | "HEAD" => {
+            Some(PageAnswer { status: "200 OK", headers: "", text: page(), with_body: method == "GET" })
+        }
+        _ => told("405 Method Not Allowed", "only GET and HEAD are allowed")
+            .map(|answer| PageAnswer { headers: "Allow: GET, HEAD\r\n", ..answer }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn server() -> PageServer {
+        let server = PageServer::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), "/metrics").unwrap();
+        server.show("a 1\n".into());
+        server
+    }
+
+    fn ask(server: &PageServer, request: &str) -> String {
+        let mut stream = TcpStream::connect(server.address).unwrap();
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+
+    #[test]
+    fn the_page_is_read_and_nothing_else() {
+        let server = server();
+        assert!(!server.is_open());
+        let page = ask(&server, "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
+        assert_eq!(
+            page,
+            "HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: 4\r\n\
+             Connection: close\r\n\r\na 1\n"
+        );
+        server.show("a 2\n".into());
+        assert!(ask(&server, "GET /metrics?x=1 HTTP/1.0\r\n\r\n").ends_with("\r\n\r\na 2\n"));
+        let head = ask(&server, "HEAD /metrics HTTP/1.1\r\n\r\n");
+        assert!(head.contains("Content-Length: 4\r\n") && head.ends_with("\r\n\r\n"), "{head}");
+        for (request, status) in [
+            ("GET / HTTP/1.1\r\n\r\n", "404 Not Found"),
+            ("GET /metrics/x HTTP/1.1\r\n\r\n", "404 Not Found"),
+            ("POST /metrics HTTP/1.1\r\nContent-Length: 2\r\n\r\nab", "405 Method Not Allowed"),
+            ("DELETE /metrics HTTP/1.1\r\n\r\n", "405 Method Not Allowed"),
+            ("nonsense\r\n\r\n", "400 Bad Request"),
+        ] {
+            let answer = ask(&server, request);
+            assert!(answer.starts_with(&format!("HTTP/1.1 {status}\r\n")), "{request}: {answer}");
+        }
+        let long = format!("GET /metrics HTTP/1.1\r\nX: {}", "x".repeat(MOST_BYTES));
+        assert!(ask(&server, &long).starts_with("HTTP/1.1 431 "));
+    }
+
+    #[test]
+    fn a_client_that_says_nothing_holds_up_no_other_and_no_end() {
+        let server = server();
+        let silent: Vec<TcpStream> =
+            (0..MOST_CLIENTS - 2).map(|_| TcpStream::connect(server.address).unwrap()).collect();
+        assert!(ask(&server, "GET /metrics HTTP/1.1\r\n\r\n").ends_with("a 1\n"));
+        let address = server.address;
+        drop(server);
+        TcpListener::bind(address).unwrap();
+        drop(silent);
+    }
+
+    #[test]
+    fn a_port_in_use_is_an_error_of_the_user() {
+        let server = server();
+        let error = PageServer::bind(server.address, "/metrics").unwrap_err();
+        assert_eq!(error.kind(), crate::error::ErrorCategory::User);
+        assert!(error.to_string().contains(&format!("cannot listen at {}", server.address)), "{error}");
+    }
+}

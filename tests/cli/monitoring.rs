@@ -1,0 +1,435 @@
+//! Who follows a run: the page for Prometheus, a server of MLflow, the word on a slow rank.
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, Stdio};
+
+use finetune::report::endpoint::{FAMILIES, FamilyKind};
+use insta::assert_snapshot;
+use serde_json::Value;
+
+use crate::mlflow_double::{MlflowDouble, Temper};
+use crate::place::{Place, lora};
+
+/// A run that was started, and the address of its page.
+struct Following {
+    child: Child,
+    address: String,
+    stderr: BufReader<std::process::ChildStderr>,
+    said: String,
+}
+
+impl Following {
+    fn start(place: &Place, more: &[&str]) -> Self {
+        let args = lora(&[&["--set", "log.metrics_address=127.0.0.1:0"], more].concat());
+        let mut child = place.command(&args).stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let stderr = BufReader::new(child.stderr.take().unwrap());
+        let mut run = Following { child, address: String::new(), stderr, said: String::new() };
+        while run.address.is_empty() {
+            let from = run.said.len();
+            assert!(run.stderr.read_line(&mut run.said).unwrap() > 0, "{}", run.said);
+            if let Some(rest) = run.said[from..].strip_prefix("metrics at http://") {
+                run.address = rest.trim_end().strip_suffix("/metrics").unwrap().to_owned();
+            }
+        }
+        run
+    }
+
+    /// The page, while there is one.
+    fn page(&self) -> Option<String> {
+        let mut stream = TcpStream::connect(&self.address).ok()?;
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: test\r\n\r\n").ok()?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).ok()?;
+        let (head, page) = answer.split_once("\r\n\r\n")?;
+        assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
+        Some(page.to_owned())
+    }
+
+    fn finish(mut self) -> String {
+        self.stderr.read_to_string(&mut self.said).unwrap();
+        assert!(self.child.wait().unwrap().success(), "{}", self.said);
+        self.said
+    }
+}
+
+/// The value of a figure, by its name with labels.
+fn figure(page: &str, name: &str) -> Option<f64> {
+    let line = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
+    Some(line.parse().unwrap())
+}
+
+/// What a line says of a field, read as the page is: serde_json reads some numbers a bit beside what is written.
+fn field(line: &str, name: &str) -> Option<f64> {
+    let rest = line.split_once(&format!("\"{name}\":"))?.1;
+    Some(rest[..rest.find([',', '}'])?].parse().unwrap())
+}
+
+/// The seconds of ranks in a line.
+fn rank_secs(line: &str) -> Vec<f64> {
+    let rest = line.split_once("\"rank_secs\":[").unwrap().1;
+    rest[..rest.find(']').unwrap()].split(',').map(|secs| secs.parse().unwrap()).collect()
+}
+
+fn lines(place: &Place) -> Vec<Value> {
+    let text = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Figures with their fields of a step's line, and of an evaluation's.
+const OF_STEP: [(&str, &str); 10] = [
+    ("finetune_epochs", "epoch"),
+    ("finetune_loss_nats", "loss"),
+    ("finetune_learning_rate", "learning_rate"),
+    ("finetune_gradient_norm", "grad_norm"),
+    ("finetune_step_tokens", "tokens"),
+    ("finetune_tokens_per_second", "tokens_per_sec"),
+    ("finetune_step_seconds", "step_secs"),
+    ("finetune_peak_memory_bytes", "peak_bytes"),
+    ("finetune_mfu_ratio", "mfu"),
+    ("finetune_hfu_ratio", "hfu"),
+];
+const OF_EVAL: [(&str, &str); 5] = [
+    ("finetune_eval_loss_nats", "eval_loss"),
+    ("finetune_eval_perplexity", "eval_perplexity"),
+    ("finetune_eval_tokens", "eval_tokens"),
+    ("finetune_eval_token_accuracy_ratio", "eval_token_accuracy"),
+    ("finetune_eval_exact_match_ratio", "eval_exact_match"),
+];
+const PARTS: [&str; 7] = ["data", "forward", "backward", "exposed", "update", "save", "other"];
+
+/// Holds the figures of a page to the line of its step.
+fn compare_step(page: &str, line: &str) {
+    for (name, of) in OF_STEP {
+        assert_eq!(figure(page, name), field(line, of), "{name}\n{line}\n{page}");
+    }
+    for part in PARTS {
+        let name = format!("finetune_step_part_seconds{{part=\"{part}\"}}");
+        assert_eq!(figure(page, &name), field(line, &format!("{part}_secs")), "{name}");
+    }
+    for (rank, secs) in rank_secs(line).into_iter().enumerate() {
+        let name = format!("finetune_rank_seconds{{rank=\"{rank}\"}}");
+        assert_eq!(figure(page, &name), Some(secs), "{name}");
+    }
+    assert_eq!(rank_secs(line).len(), 2);
+    let (mfu, hfu) = (field(line, "mfu"), field(line, "hfu"));
+    assert!(mfu > Some(0.0) && hfu > mfu, "{line}");
+}
+
+#[test]
+fn the_page_of_a_running_run_says_what_metrics_jsonl_says() {
+    let place = Place::new();
+    let more = ["--ranks", "2", "--eval-dataset", "rows.jsonl", "--set", "train.max_steps=30"];
+    let sets = ["--set", "eval.steps=10", "--set", "log.peak_tflops=0.05", "--set", "train.recompute=block"];
+    let run = Following::start(&place, &[&more[..], &sets].concat());
+    let mut pages = Vec::new();
+    while let Some(page) = run.page() {
+        pages.push(page);
+    }
+    let address = run.address.clone();
+    run.finish();
+    assert!(TcpStream::connect(address).is_err(), "the page outlives the run");
+    let text = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    let line_of = |step: f64, has: &str| -> &str {
+        lines.iter().find(|line| field(line, "step") == Some(step) && field(line, has).is_some()).unwrap()
+    };
+    let mut seen = std::collections::BTreeSet::new();
+    for page in &pages {
+        let info = page.contains("finetune_run_info{model=\"model\",run=\"out\",version=");
+        assert!(info, "{page}");
+        if let Some(step) = figure(page, "finetune_step") {
+            compare_step(page, line_of(step, "loss"));
+            let tokens = lines.iter().filter(|line| field(line, "step") <= Some(step));
+            let tokens: f64 = tokens.filter_map(|line| field(line, "tokens")).sum();
+            assert_eq!(figure(page, "finetune_tokens_total"), Some(tokens));
+            assert_eq!(figure(page, "finetune_steps_total"), Some(step));
+            assert_eq!(figure(page, "finetune_planned_steps"), Some(30.0));
+            assert_eq!(figure(page, "finetune_skipped_steps_total"), Some(0.0));
+            assert_eq!(figure(page, "finetune_eta_seconds") > Some(0.0), step < 30.0, "{page}");
+            seen.insert(step as u64);
+        }
+        if let Some(step) = figure(page, "finetune_eval_step") {
+            let line = line_of(step, "eval_loss");
+            for (name, of) in OF_EVAL {
+                assert_eq!(figure(page, name), field(line, of), "{name} of step {step}");
+            }
+        }
+    }
+    assert!(seen.len() >= 3, "only the steps {seen:?} in {} pages", pages.len());
+}
+
+#[test]
+fn a_client_that_is_slow_does_not_end_or_hold_up_a_run() {
+    let place = Place::new();
+    let run = Following::start(&place, &[]);
+    // They ask for nothing, and are there until the run is over.
+    let silent: Vec<_> = (0..40).filter_map(|_| TcpStream::connect(&run.address).ok()).collect();
+    run.finish();
+    assert_eq!(lines(&place).len(), 4);
+    drop(silent);
+}
+
+#[test]
+fn a_run_does_not_begin_without_its_page() {
+    let place = Place::new();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let args = lora(&["--set", &format!("log.metrics_address={address}")])
+        .iter()
+        .map(|arg| (*arg).to_owned())
+        .collect::<Vec<_>>();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let done = place.command(&args).output().unwrap();
+    let told = place.told(&done.stderr);
+    assert_eq!(done.status.code(), Some(1), "{told}");
+    let from = told.find("error:").unwrap();
+    assert_snapshot!(told[from..].replace(&address, "[ADDRESS]"), @"
+    error: cannot serve metrics (`log.metrics_address`)
+      caused by: cannot listen at [ADDRESS]
+      caused by: Address already in use (os error 98)
+    hint: write another port, such as `--set log.metrics_address=127.0.0.1:9465`; port 0 takes a free one
+    ");
+    assert!(!place.path("out/metrics.jsonl").exists() && !place.path("out/run.json").exists());
+}
+
+/// What a run says of these keys.
+fn refused(sets: &[&str]) -> String {
+    let place = Place::new();
+    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+    let done = place.command(&lora(&sets)).output().unwrap();
+    assert_eq!(done.status.code(), Some(1));
+    place.told(&done.stderr)
+}
+
+#[test]
+fn addresses_that_are_none_are_refused() {
+    assert_snapshot!(refused(&["log.metrics_address=:9464"]), @r#"
+    error: cannot use these settings
+      caused by: --set log.metrics_address=:9464: `log.metrics_address` is ":9464"; accepted: an IP address and a port, such as "127.0.0.1:9464", "[::1]:9464", or "0.0.0.0:9464" for whoever reaches this machine; port 0: a free one, which is said
+    hint: `finetune recipes show reference` documents every key
+    "#);
+    for bad in ["9464", "localhost", "localhost:9464", "127.0.0.1", "127.0.0.1:99999"] {
+        let told = refused(&[&format!("log.metrics_address=\"{bad}\"")]);
+        assert!(told.contains("accepted: an IP address and a port, such as"), "{bad}: {told}");
+    }
+    assert_snapshot!(refused(&["log.mlflow=127.0.0.1:5000"]), @r#"
+    error: cannot use these settings
+      caused by: --set log.mlflow=127.0.0.1:5000: `log.mlflow` is "127.0.0.1:5000"; accepted: an address such as "http://127.0.0.1:5000" or "https://mlflow.example.org/prefix"
+    hint: `finetune recipes show reference` documents every key
+    "#);
+    let told = refused(&["log.mlflow=http://ada:geheim@127.0.0.1:5000"]);
+    assert!(told.contains("MLFLOW_TRACKING_USERNAME") && !told.contains("geheim"), "{told}");
+    let told = refused(&["log.mlflow_experiment=e"]);
+    assert!(told.contains("`log.mlflow_experiment` has no effect without `mlflow`"), "{told}");
+    let place = Place::new();
+    let done =
+        place.command(&lora(&["--offline", "--set", "log.mlflow=http://10.0.0.1:5000"])).output().unwrap();
+    assert_eq!(done.status.code(), Some(1));
+    let told = place.told(&done.stderr);
+    assert_snapshot!(told[told.find("error:").unwrap()..], @r#"
+    error: cannot log to http://10.0.0.1:5000 (`log.mlflow`)
+      caused by: `--offline` uses only what is on this machine
+    hint: remove `--offline`, or write `--set 'log.mlflow=""'`
+    "#);
+}
+
+/// What a run logs to `server`, with these further flags, says; it must succeed.
+fn logged(place: &Place, server: &str, more: &[&str]) -> String {
+    let set = format!("log.mlflow={server}");
+    let mut command = place.command(&lora(&[&["--set", set.as_str()], more].concat()));
+    command.env("MLFLOW_TRACKING_TOKEN", "geheim").env_remove("MLFLOW_TRACKING_USERNAME");
+    let done = command.output().unwrap();
+    let told = place.told(&done.stderr);
+    assert!(done.status.success(), "{told}");
+    told
+}
+
+#[test]
+fn mlflow_gets_every_figure_and_key_once() {
+    let place = Place::new();
+    let double = MlflowDouble::start(Temper::Good);
+    let eval = ["--eval-dataset", "rows.jsonl", "--ranks", "2", "--set", "log.mlflow_experiment=a b/c"];
+    let told = logged(&place, &double.url(), &eval);
+    assert!(!told.contains("warning") && !told.contains("geheim"), "{told}");
+    let log = double.log();
+    assert_eq!((log.experiments.as_slice(), log.status.as_str()), (&["a b/c".to_owned()][..], "FINISHED"));
+    assert_eq!(log.authorization, ["Bearer geheim"]);
+    assert_eq!(log.run_name, "out");
+    assert_eq!(log.params["train.max_steps"], "4");
+    assert_eq!(log.params["log.mlflow"], double.url());
+    let mut expected = Vec::new();
+    for line in lines(&place) {
+        for (key, value) in line.as_object().unwrap().iter().filter(|(key, _)| *key != "step") {
+            let step = line["step"].as_u64().unwrap();
+            match value {
+                Value::Array(ranks) => expected.extend(
+                    ranks
+                        .iter()
+                        .enumerate()
+                        .map(|(at, v)| (format!("{key}/{at}"), step, v.as_f64().unwrap())),
+                ),
+                _ => expected.push((key.clone(), step, value.as_f64().unwrap())),
+            }
+        }
+    }
+    assert_eq!(log.metrics, expected);
+    let recipe = std::fs::read_to_string(place.path("out/recipe.toml")).unwrap();
+    assert!(!recipe.contains("geheim"));
+}
+
+#[test]
+fn a_server_that_is_gone_costs_a_run_one_warning() {
+    let place = Place::new();
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let told = logged(&place, &format!("http://{free}"), &[]);
+    let warnings: Vec<&str> = told.lines().filter(|line| line.starts_with("warning:")).collect();
+    assert_eq!(warnings.len(), 1, "{told}");
+    assert!(
+        warnings[0].starts_with(
+            "warning: no more figures for MLflow: cannot reach the MLflow server http://127.0.0.1:"
+        ),
+        "{told}"
+    );
+    assert_eq!(lines(&place).len(), 4);
+}
+
+#[test]
+fn what_a_server_refuses_is_said_once_without_secrets() {
+    let place = Place::new();
+    let double = MlflowDouble::start(Temper::Refuses);
+    let told = logged(&place, &double.url(), &[]);
+    let warnings: Vec<&str> = told.lines().filter(|line| line.starts_with("warning:")).collect();
+    assert_eq!(warnings.len(), 1, "{told}");
+    assert!(warnings[0].contains("it answered 401: who is Bearer (secret)?"), "{told}");
+}
+
+/// It takes a third of a second for each request: what came meanwhile goes into the next.
+#[test]
+fn a_slow_server_gets_everything_in_few_requests() {
+    let place = Place::new();
+    let double = MlflowDouble::start(Temper::Slow);
+    let told = logged(&place, &double.url(), &["--set", "train.max_steps=30"]);
+    assert!(!told.contains("warning"), "{told}");
+    let log = double.log();
+    assert_eq!(log.metrics.iter().filter(|(key, _, _)| key == "loss").count(), 30);
+    assert_eq!(log.status, "FINISHED");
+}
+
+/// One that never answers is not waited for longer than some seconds at the end.
+#[test]
+fn a_server_that_never_answers_is_left() {
+    let place = Place::new();
+    let double = MlflowDouble::start(Temper::Silent);
+    let told = logged(&place, &double.url(), &[]);
+    let warnings: Vec<&str> = told.lines().filter(|line| line.starts_with("warning:")).collect();
+    assert_eq!(warnings.len(), 1, "{told}");
+    assert!(warnings[0].contains("it did not take all figures within 5 s after the last step"), "{told}");
+}
+
+#[test]
+fn how_a_run_ended_is_told() {
+    let place = Place::new();
+    let double = MlflowDouble::start(Temper::Good);
+    let set = format!("log.mlflow={}", double.url());
+    let mut run = place
+        .command(&lora(&["--set", &set, "--set", "train.max_steps=5000"]))
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    while double.log().metrics.is_empty() {
+        assert!(run.try_wait().unwrap().is_none(), "it ended before");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    let asked = std::process::Command::new("kill").args(["-TERM", &run.id().to_string()]).status().unwrap();
+    assert!(asked.success());
+    assert_eq!(run.wait().unwrap().code(), Some(85));
+    assert_eq!(double.log().status, "KILLED");
+    // A loss that is no number ends the next one.
+    let place = Place::new();
+    let double = MlflowDouble::start(Temper::Good);
+    let set = format!("log.mlflow={}", double.url());
+    let diverges = [
+        "--set",
+        "optimizer.learning_rate=1e30",
+        "--set",
+        "scheduler.kind=constant",
+        "--set",
+        "scheduler.warmup_ratio=0",
+    ];
+    let done = place.command(&lora(&[&["--set", set.as_str()], &diverges[..]].concat())).output().unwrap();
+    assert_eq!(done.status.code(), Some(4), "{}", place.told(&done.stderr));
+    assert_eq!(double.log().status, "FAILED");
+}
+
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
+fn a_slow_rank_is_named_within_20_steps() {
+    let place = Place::new();
+    let args = lora(&["--ranks", "2", "--set", "train.max_steps=20"]);
+    let done = place.command(&args).env("FINETUNE_FAULT", "1:backward:slow=150ms").output().unwrap();
+    let told = place.told(&done.stderr);
+    assert!(done.status.success(), "{told}");
+    let named: Vec<&str> =
+        told.lines().filter(|line| line.contains(" is the slowest, and the others wait for it")).collect();
+    assert_eq!(named.len(), 1, "{told}");
+    assert!(
+        named[0].starts_with("warning: step 1") && named[0].contains(": rank 1 is the slowest"),
+        "{told}"
+    );
+}
+
+fn page_text(name: &str) -> String {
+    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap()
+}
+
+/// docs/monitoring.md has every name with what it says, in the table's order.
+#[test]
+fn the_page_has_the_names() {
+    let page = page_text("docs/monitoring.md");
+    let rows: Vec<&str> = page.lines().filter(|line| line.starts_with("| `finetune_")).collect();
+    let expected = FAMILIES.map(|family| {
+        let kind = match family.kind {
+            FamilyKind::Gauge => "gauge",
+            FamilyKind::Counter => "counter",
+        };
+        let labels = family.labels.join(", ");
+        let labels = if labels.is_empty() { labels } else { format!("{{{labels}}}") };
+        format!("| `{}{labels}` | {kind} | {} |", family.name, family.help)
+    });
+    assert_eq!(rows, expected);
+}
+
+/// The dashboard asks for nothing that is not served, and for what people look at first.
+#[test]
+fn the_dashboard_asks_for_what_is_served() {
+    let dashboard: Value = serde_json::from_str(&page_text("docs/grafana.json")).unwrap();
+    let mut asked = std::collections::BTreeSet::new();
+    let name = regex::Regex::new(r"\bfinetune_\w+").unwrap();
+    for panel in dashboard["panels"].as_array().unwrap() {
+        for target in panel["targets"].as_array().unwrap() {
+            let expr = target["expr"].as_str().unwrap();
+            let names: Vec<&str> = name.find_iter(expr).map(|found| found.as_str()).collect();
+            assert!(!names.is_empty(), "{expr}");
+            asked.extend(names.into_iter().map(str::to_owned));
+        }
+    }
+    for one in &asked {
+        assert!(FAMILIES.iter().any(|family| family.name == one), "nobody serves {one}");
+    }
+    for wanted in [
+        "loss_nats",
+        "eval_loss_nats",
+        "learning_rate",
+        "gradient_norm",
+        "tokens_per_second",
+        "mfu_ratio",
+        "step_part_seconds",
+        "rank_seconds",
+        "peak_memory_bytes",
+        "eta_seconds",
+    ] {
+        assert!(asked.contains(&format!("finetune_{wanted}")), "no panel of {wanted}");
+    }
+}
