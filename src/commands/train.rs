@@ -17,7 +17,7 @@ use crate::run::output_folder::{OutputFolder, date_text, parse_date};
 use crate::run::ranks::{self, RankSetup};
 use crate::run::report_page::PlannedProcess;
 use crate::run::train::TrainRun;
-use crate::run::{restarts, showcase, signals};
+use crate::run::{alarms, restarts, showcase, signals};
 use crate::setup::Resolver;
 
 /// Trains the model of a recipe.
@@ -32,6 +32,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         _ => Terminal::stderr(Verbosity::Quiet),
     };
     let recipe = Recipe::load(&args.layers(&working_folder()?)?)?;
+    alarms::check(&recipe.alerts, args.common.offline)?;
     let ranks = RankSetup::open(launch, args)?;
     let Launch { rank: first_rank, world_size: all, local_world_size: local, .. } = ranks.launch;
     let first = first_rank == 0;

@@ -29,6 +29,9 @@ pub(super) fn run(args: &VerifyResumeArgs) -> Result<()> {
         format!("train.max_steps={}", args.steps),
         format!("checkpoint.save_steps={save_steps}"),
         "log.tensorboard=false".to_owned(),
+        "alerts.rules=[]".to_owned(),
+        "alerts.command=[]".to_owned(),
+        "alerts.webhook=".to_owned(),
     ];
     let trial = ResumeTrial {
         output: &args.output,

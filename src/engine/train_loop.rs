@@ -117,6 +117,15 @@ impl TrainLoop<'_> {
     /// # Errors
     /// What a step, an evaluation or a save returns. What was saved before stays.
     pub fn run(mut self, tokens: u64) -> Result<RunSummary> {
+        let done = self.run_steps(tokens);
+        if let (Err(error), Some(reporter)) = (&done, &mut self.reporter) {
+            let warnings = reporter.listeners.failed(error);
+            self.warn(warnings);
+        }
+        done
+    }
+
+    fn run_steps(&mut self, tokens: u64) -> Result<RunSummary> {
         let total = self.sampler.total_steps();
         let mut done = RunSummary { steps: self.sampler.steps_done(), tokens, ..RunSummary::default() };
         let warnings = self.reporter.as_mut().map(|reporter| reporter.listeners.begin(done.steps, total));
@@ -167,6 +176,7 @@ impl TrainLoop<'_> {
             done.after = self.evaluate(done.steps)?;
         }
         if self.saver.is_saving() {
+            self.step_aside();
             // What is waited for now is storage.
             self.enter(Phase::Save)?;
         }
@@ -186,6 +196,7 @@ impl TrainLoop<'_> {
     /// Goes on after step `step`, which ended in `error` and updated nothing, as the recipe says.
     fn pass_over(&mut self, step: u64, error: &Error, diverged: &mut DivergedSteps) -> Result<()> {
         let counted = diverged.count(error)?;
+        self.step_aside();
         let back_to = if self.options.nan.on_nan == OnNan::Rollback {
             // What is waited for from here on is storage.
             self.enter(Phase::Load)?;
@@ -218,7 +229,15 @@ impl TrainLoop<'_> {
         }
     }
 
+    /// What comes now is no step.
+    fn step_aside(&mut self) {
+        if let Some(reporter) = &mut self.reporter {
+            reporter.listeners.aside();
+        }
+    }
+
     fn save(&mut self, moment: Progress) -> Result<()> {
+        self.step_aside();
         self.enter(Phase::Save)?;
         let world = self.trainer.engine.store.mesh().world();
         // Before the next snapshot: one at a time is in memory.
@@ -330,6 +349,7 @@ impl TrainLoop<'_> {
         if self.held_out.is_empty() {
             return Ok(None);
         }
+        self.step_aside();
         self.enter(Phase::Evaluate)?;
         let engine = &self.trainer.engine;
         let evaluation = engine

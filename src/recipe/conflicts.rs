@@ -29,6 +29,7 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     places(recipe, &mut found);
     divergence(recipe, &mut found);
     profile(recipe, &mut found);
+    alerts(recipe, &mut found);
     found
 }
 
@@ -174,6 +175,22 @@ fn profile(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             key,
             text: "has no effect with `active = 0`, which traces nothing".into(),
             hint: format!("write `active = 3` under `[profile]`, for example, or remove `{key}`"),
+        });
+    }
+}
+
+fn alerts(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+    let own = &recipe.alerts;
+    if own.rules.as_ref().is_none_or(|rules| !rules.is_empty()) {
+        return;
+    }
+    let keys = [("command", own.command.is_some()), ("webhook", own.webhook.is_some())];
+    for (key, _) in keys.into_iter().filter(|(_, written)| *written) {
+        found.push(KeyConflict {
+            section: "alerts",
+            key,
+            text: "has no effect with `rules = []`, which watches for nothing".into(),
+            hint: format!("remove `rules` for all of them, or remove `{key}`"),
         });
     }
 }

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use candle_core::Device;
 
+use super::alarms::{self, ALERTS};
 use super::bottlenecks;
 use super::card::card;
 use super::device_failure::explained;
@@ -29,6 +30,7 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::plan::Plan;
 use crate::profile::{Profiler, TraceSchedule};
 use crate::report::html::{AnsweredQuestion, HtmlReport};
+use crate::report::ui::RunView;
 use crate::report::{EventWriter, MetricsLog, RunListeners, Terminal};
 use crate::setup::BaseCheck;
 use crate::units;
@@ -81,7 +83,7 @@ impl TrainRun<'_> {
         world.enter(Phase::Load)?;
         let mut trainer = self.load(Arc::clone(&world), device)?;
         if let (Some((folder, record)), true) = (self.folder.get(), first) {
-            folder.begin(record.clone(), &[METRICS])?;
+            folder.begin(record.clone(), &[METRICS, ALERTS])?;
             folder.write_text(RECIPE, &plan.recipe.to_toml())?;
         }
         let before = showcase::answers(&self.questions, &trainer.engine, &plan.rows.tokenizer)?;
@@ -288,6 +290,13 @@ impl TrainRun<'_> {
                     self.terminal.warn(format!("no TensorBoard events: {}", error.in_one_line()));
                 }
             }
+        }
+        if self.args.ui {
+            listeners.extend(RunView::open(self.terminal, &self.title()));
+        }
+        match alarms::start(self.plan, output, &self.title(), self.terminal) {
+            Ok(alerts) => listeners.extend(alerts),
+            Err(error) => self.terminal.warn(format!("no alarms: {}", error.in_one_line())),
         }
         Ok(Reporter { terminal: self.terminal, metrics, listeners })
     }

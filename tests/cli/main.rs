@@ -17,6 +17,7 @@ mod place;
 mod skipped;
 
 mod adapter_path;
+mod alerts;
 mod bad_input;
 mod base_identity;
 mod bench;
@@ -54,4 +55,5 @@ mod system_faults;
 mod tokenizer_dropout;
 mod tokens;
 mod train;
+mod ui;
 mod verify_resume;
