@@ -11,10 +11,9 @@ use finetune::commands;
 use finetune::contained;
 use finetune::data::{sandbox, sandboxed};
 use finetune::error::ErrorCategory;
-use finetune::report::printable;
-use finetune::report::ui::restore_screen;
+use finetune::report::{printable, ui::restore_screen};
 use finetune::runtime::allocator::use_one_heap;
-use finetune::runtime::fault_signals::{before_exit, make_large_files_errors};
+use finetune::runtime::fault_signals::make_large_files_errors;
 
 fn main() -> ExitCode {
     set_hook(Box::new(say_panic));
@@ -24,7 +23,6 @@ fn main() -> ExitCode {
     sandbox::run_in_this_program();
     use_one_heap();
     make_large_files_errors();
-    before_exit(restore_screen);
     match catch_unwind(|| cli::parse()?.run_by(commands::run)) {
         Ok(Ok(code)) => ExitCode::from(code),
         Ok(Err(error)) => {
@@ -47,7 +45,6 @@ fn say_panic(panic: &PanicHookInfo<'_>) {
     if contained::is_contained() {
         return;
     }
-    // What it says must not end on a screen that goes.
     restore_screen();
     let message = contained::message(panic.payload());
     if message.starts_with("failed printing to stdout") && message.contains("Broken pipe") {

@@ -60,8 +60,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     fits?;
     let resumed = found.resumed.take();
     go_on(&mut plan, resumed.as_ref(), &args.allow_change, &terminal)?;
-    let folder = OnceLock::new();
-    let stop = signals::watch()?;
+    let (folder, stop) = (OnceLock::new(), signals::watch()?);
     // Dropped when all ranks have ended.
     let writers = SaveThreads::default();
     let questions =

@@ -118,9 +118,8 @@ impl TrainLoop<'_> {
     /// What a step, an evaluation or a save returns. What was saved before stays.
     pub fn run(mut self, tokens: u64) -> Result<RunSummary> {
         let done = self.run_steps(tokens);
-        if let (Err(error), Some(reporter)) = (&done, &mut self.reporter) {
-            let warnings = reporter.listeners.failed(error);
-            self.warn(warnings);
+        if let Err(error) = &done {
+            self.tell(|listeners| listeners.failed(error));
         }
         done
     }
@@ -128,8 +127,7 @@ impl TrainLoop<'_> {
     fn run_steps(&mut self, tokens: u64) -> Result<RunSummary> {
         let total = self.sampler.total_steps();
         let mut done = RunSummary { steps: self.sampler.steps_done(), tokens, ..RunSummary::default() };
-        let warnings = self.reporter.as_mut().map(|reporter| reporter.listeners.begin(done.steps, total));
-        self.warn(warnings.unwrap_or_default());
+        self.tell(|listeners| listeners.begin(done.steps, total));
         if done.steps == 0 {
             done.before = self.evaluate(0)?;
         }
@@ -182,8 +180,7 @@ impl TrainLoop<'_> {
         }
         self.saver.finish(self.trainer.engine.store.mesh().world())?;
         self.say_notes();
-        let warnings = self.reporter.as_mut().map(|reporter| reporter.listeners.end());
-        self.warn(warnings.unwrap_or_default());
+        self.tell(RunListeners::end);
         Ok(done)
     }
 
@@ -227,6 +224,12 @@ impl TrainLoop<'_> {
         if let Some(reporter) = &self.reporter {
             texts.into_iter().for_each(|text| reporter.terminal.warn(text));
         }
+    }
+
+    /// Tells the listeners something, and of those that failed at it.
+    fn tell(&mut self, what: impl FnOnce(&mut RunListeners) -> Vec<String>) {
+        let warnings = self.reporter.as_mut().map(|reporter| what(&mut reporter.listeners));
+        self.warn(warnings.unwrap_or_default());
     }
 
     /// What comes now is no step.

@@ -140,7 +140,7 @@ mod tests {
             AlertProgram::read(&Value::Array(list), folder.path())
         };
         assert_eq!(read(&["notify-send", "a/b"]).unwrap().0, ["notify-send", "a/b"]);
-        let path = folder.path().join("./say");
+        let path = folder.path().join("say");
         assert_eq!(read(&["./say", ""]).unwrap().0, [path.to_str().unwrap(), ""]);
         assert!(matches!(read(&["./other"]), Err(ValueRefusal::Unusable(_))));
         assert!(matches!(read(&[""]), Err(ValueRefusal::Unusable(_))));

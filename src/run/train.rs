@@ -30,8 +30,9 @@ use crate::error::{Error, ErrorCategory, Result};
 use crate::plan::Plan;
 use crate::profile::{Profiler, TraceSchedule};
 use crate::report::html::{AnsweredQuestion, HtmlReport};
-use crate::report::ui::RunView;
+use crate::report::ui::{RunView, restore_screen};
 use crate::report::{EventWriter, MetricsLog, RunListeners, Terminal};
+use crate::runtime::fault_signals::before_exit;
 use crate::setup::BaseCheck;
 use crate::units;
 use crate::weights::DigestTask;
@@ -292,6 +293,7 @@ impl TrainRun<'_> {
             }
         }
         if self.args.ui {
+            before_exit(restore_screen);
             listeners.extend(RunView::open(self.terminal, &self.title()));
         }
         match alarms::start(self.plan, output, &self.title(), self.terminal) {

@@ -285,17 +285,50 @@ fn alarms_that_could_not_be_delivered_are_refused() {
         assert!(!place.path("out").exists());
         ends(&place, &done, 1)
     };
-    assert_snapshot!(refused(&["--set", r#"alerts.command=["no-such-program"]"#]), @"");
-    assert_snapshot!(refused(&["--set", "alerts.webhook=env:NO_SUCH_HOOK"]), @"");
-    assert_snapshot!(refused(&["--set", &format!("alerts.webhook=ftp://hooks.example/{CANARY}")]), @"");
-    assert_snapshot!(refused(&["--set", &format!("alerts.webhok=https://hooks.example/{CANARY}")]), @"");
+    assert_snapshot!(refused(&["--set", r#"alerts.command=["no-such-program"]"#]), @"
+    error: cannot use `alerts.command`
+      caused by: there is no program `no-such-program` in any folder of PATH
+    hint: name a program that is there, or give its path
+    ");
+    assert_snapshot!(refused(&["--set", "alerts.webhook=env:NO_SUCH_HOOK"]), @"
+    error: cannot use `alerts.webhook`
+      caused by: the environment variable NO_SUCH_HOOK: it is not set
+    hint: export NO_SUCH_HOOK with the http or https address to post to
+    ");
+    assert_snapshot!(refused(&["--set", &format!("alerts.webhook=ftp://hooks.example/{CANARY}")]), @"
+    error: cannot use these settings
+      caused by: --set alerts.webhook=(hidden): `alerts.webhook` is (hidden): it is no http or https address; accepted: an http or https address, env:NAME
+    ");
+    assert_snapshot!(refused(&["--set", &format!("alerts.webhok=https://hooks.example/{CANARY}")]), @"
+    error: cannot use these settings
+      caused by: --set alerts.webhok=https://(hidden): unknown key `alerts.webhok`; nearest: `alerts.webhook`; [alerts] has: rules, command, webhook
+    hint: write `webhook`
+    ");
     let hook = format!("alerts.webhook=https://hooks.example/{CANARY}");
-    assert_snapshot!(refused(&["--set", &hook, "--offline"]), @"");
-    assert_snapshot!(refused(&["--set", &hook, "--set", "alerts.rules=[]"]), @"");
+    assert_snapshot!(refused(&["--set", &hook, "--offline"]), @"
+    error: cannot use `alerts.webhook`
+      caused by: `--offline` leaves the network alone
+    hint: add `--set alerts.webhook=`, or leave out `--offline`
+    ");
+    assert_snapshot!(refused(&["--set", &hook, "--set", "alerts.rules=[]"]), @"
+    error: cannot use these settings
+      caused by: --set alerts.webhook=(hidden): `alerts.webhook` has no effect with `rules = []`, which watches for nothing
+    hint: remove `rules` for all of them, or remove `webhook`
+    ");
     place.write("bare.toml", &format!("[alerts]\nwebhook = https://hooks.example/{CANARY}\n"));
     let done = place.command(&["--recipe", "bare.toml"]).output().unwrap();
-    assert_snapshot!(ends(&place, &done, 1), @"");
+    assert_snapshot!(ends(&place, &done, 1), @r#"
+    error: cannot use recipe bare.toml
+      caused by: bare.toml:2:11: not TOML: https://(hidden) is no value
+    hint: write "https://(hidden)" for a text, true or false for a switch
+    "#);
     // The command that lacks something is shown as it was typed, but for the address.
     let done = place.command(&["--set", &hook]).output().unwrap();
-    assert_snapshot!(ends(&place, &done, 1), @"");
+    assert_snapshot!(ends(&place, &done, 1), @r#"
+    error: cannot use these settings
+      caused by: `model.id` is not set
+      caused by: `data.train` is not set
+      caused by: `optimizer.learning_rate` is not set
+    hint: add what is missing: `finetune --set 'alerts.webhook=(hidden)' --model Qwen/Qwen2.5-0.5B --dataset rows.jsonl --recipe lora`; each line of rows.jsonl is a row, such as {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    "#);
 }

@@ -14,7 +14,7 @@ use crate::units;
 /// The least screen with boxes beside each other; a smaller one has one column.
 const WIDE: (u16, u16) = (70, 18);
 /// Columns of the figures beside the curve.
-const SIDE_COLUMNS: u16 = 34;
+const SIDE_COLUMNS: u16 = 36;
 /// Rows of the boxes below the curve: a part of the time each, and the frame.
 const PARTS_ROWS: u16 = 9;
 /// The least height of a curve.
@@ -28,13 +28,13 @@ pub(super) fn draw(frame: &mut Frame<'_>, figures: &RunFigures, lines: &[String]
     frame.render_widget(heading(figures, passed), head);
     frame.render_widget(progress(figures, bar.width), bar);
     if area.width >= WIDE.0 && area.height >= WIDE.1 {
-        draw_wide(frame, body, figures, lines, passed);
+        draw_wide(frame, body, figures, lines);
     } else {
-        draw_narrow(frame, body, figures, lines, passed);
+        draw_narrow(frame, body, figures, lines);
     }
 }
 
-fn draw_wide(frame: &mut Frame<'_>, area: Rect, figures: &RunFigures, lines: &[String], passed: f64) {
+fn draw_wide(frame: &mut Frame<'_>, area: Rect, figures: &RunFigures, lines: &[String]) {
     // The curve gets two thirds of what the boxes below it leave.
     let said = (area.height.saturating_sub(PARTS_ROWS) / 3).clamp(3, 12);
     let rows = [Constraint::Min(CURVE_ROWS), Constraint::Length(PARTS_ROWS), Constraint::Length(said)];
@@ -43,7 +43,7 @@ fn draw_wide(frame: &mut Frame<'_>, area: Rect, figures: &RunFigures, lines: &[S
     let [curve, side] = Layout::horizontal(columns).areas(top);
     let [parts, ranks] = Layout::horizontal(columns).areas(middle);
     draw_curve(frame, curve, figures);
-    frame.render_widget(Paragraph::new(figure_lines(figures, passed)).block(Block::bordered()), side);
+    frame.render_widget(Paragraph::new(figure_lines(figures)).block(Block::bordered()), side);
     let title = format!(" time of the last {RECENT} steps ");
     let inner = parts.width.saturating_sub(2);
     frame.render_widget(
@@ -57,8 +57,8 @@ fn draw_wide(frame: &mut Frame<'_>, area: Rect, figures: &RunFigures, lines: &[S
     frame.render_widget(Paragraph::new(said_lines(lines, rows)).block(Block::bordered()), bottom);
 }
 
-fn draw_narrow(frame: &mut Frame<'_>, area: Rect, figures: &RunFigures, lines: &[String], passed: f64) {
-    let text = figure_lines(figures, passed);
+fn draw_narrow(frame: &mut Frame<'_>, area: Rect, figures: &RunFigures, lines: &[String]) {
+    let text = figure_lines(figures);
     let said = lines.len().min(3) as u16;
     let curve = area.height.saturating_sub(text.len() as u16 + said);
     let curve = if curve < CURVE_ROWS { 0 } else { curve };
@@ -72,9 +72,10 @@ fn draw_narrow(frame: &mut Frame<'_>, area: Rect, figures: &RunFigures, lines: &
 }
 
 fn heading(figures: &RunFigures, passed: f64) -> Line<'static> {
-    let left =
-        figures.secs_left(passed).map_or_else(String::new, |secs| format!("{} left", units::duration(secs)));
-    let end = if figures.is_stopping { "stopping: the run saves".to_owned() } else { left };
+    let left = figures.secs_left(passed);
+    let left = left.map_or_else(String::new, |secs| format!(", {} left", units::duration(secs)));
+    let time = format!("{} passed{left}", units::duration(passed));
+    let end = if figures.is_stopping { "stopping: the run saves".to_owned() } else { time };
     Line::from(vec![
         format!("{}  ", figures.title).bold(),
         format!("step {}/{}  ", figures.done(), figures.total).into(),
@@ -124,7 +125,7 @@ fn draw_curve(frame: &mut Frame<'_>, area: Rect, figures: &RunFigures) {
 }
 
 /// The figures of the last step.
-fn figure_lines(figures: &RunFigures, passed: f64) -> Vec<Line<'static>> {
+fn figure_lines(figures: &RunFigures) -> Vec<Line<'static>> {
     let mut lines = Vec::new();
     let mut add = |name: &str, value: String| lines.push(Line::from(format!("{name:<14}{value}")));
     if let Some(report) = &figures.last {
@@ -137,8 +138,8 @@ fn figure_lines(figures: &RunFigures, passed: f64) -> Vec<Line<'static>> {
         }
         add("learning rate", format!("{:.2e}", report.learning_rate));
         add("gradient norm", format!("{:.3}", report.grad_norm));
-        add("tokens/s", units::count(mean(|step| step.tokens_per_sec) as u64));
-        add("step", units::duration(mean(|step| step.step_secs)));
+        let (speed, secs) = (mean(|step| step.tokens_per_sec), mean(|step| step.step_secs));
+        add("tokens/s", format!("{}, {} a step", units::count(speed as u64), units::duration(secs)));
         add("memory, most", units::bytes(report.peak_bytes));
     } else {
         add("loss", "no step yet".into());
@@ -146,7 +147,6 @@ fn figure_lines(figures: &RunFigures, passed: f64) -> Vec<Line<'static>> {
             add("held-out loss", format!("{loss:.4}"));
         }
     }
-    add("passed", units::duration(passed));
     lines
 }
 

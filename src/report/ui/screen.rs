@@ -18,6 +18,7 @@ use ratatui::backend::{Backend, ClearType, WindowSize};
 use ratatui::buffer::Cell;
 use ratatui::layout::{Position, Size};
 use ratatui::style::{Color, Modifier};
+use ratatui::text::Span;
 
 /// The other buffer of the terminal, empty, without a cursor.
 const TAKE: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[2J";
@@ -174,7 +175,7 @@ impl Backend for AnsiScreen {
             }
             self.frame.push_str(cell.symbol());
             // How wide others are is for the terminal to know.
-            next = cell.symbol().is_ascii().then_some((x + 1, y));
+            next = (Span::raw(cell.symbol()).width() == 1).then_some((x + 1, y));
         }
         Ok(())
     }

@@ -52,17 +52,72 @@ const SAID: [&str; 2] = ["eval at step 0: loss 3.1000", "warning: step 41: the l
 
 #[test]
 fn a_screen_of_eighty_columns() {
-    insta::assert_snapshot!(screen(80, 24, &run(120, 2), &SAID), @"");
+    insta::assert_snapshot!(screen(80, 24, &run(120, 2), &SAID), @r#"
+    my\u{1b}run  step 120/400  1 min 00 s passed, 2 min 20 s left  q saves and stops
+    ━━━━━━━━━━━━━━━━━━━━━━━━────────────────────────────────────────────────────────
+    ┌ loss, and • of held-out rows ────────────┐┌──────────────────────────────────┐
+    │3.100│•                                   ││loss          1.2857, mean 1.3071 │
+    │     │ ⠓⢄                                 ││held-out loss 1.5000 at step 120  │
+    │     │  ⠈⠙⠦⣀                              ││learning rate 2.00e-4             │
+    │     │      ⠉⠑⠒⠤⢤⣀⣀⡀                      ││gradient norm 0.750               │
+    │1.286│             ⠈⠉⠉⠉⠒⠒⠒⠒⠒⠤⠤⠤⠤⠤⠤⠤⢤⣀⣀⣀⣀⣀•││tokens/s      8.19K, 0.5 s a step │
+    │     └────────────────────────────────────││memory, most  3.00 GiB            │
+    │     0                                 120││                                  │
+    └──────────────────────────────────────────┘└──────────────────────────────────┘
+    ┌ time of the last 20 steps ───────────────┐┌ seconds of each rank ────────────┐
+    │data       2 % █                          ││  0   0.400 s ████████████████████│
+    │forward   30 % ████████                   ││  1   0.410 s ████████████████████│
+    │backward  60 % ████████████████           ││                                  │
+    │exposed    4 % █                          ││                                  │
+    │update     4 % █                          ││                                  │
+    │save       0 %                            ││                                  │
+    │other      0 %                            ││                                  │
+    └──────────────────────────────────────────┘└──────────────────────────────────┘
+    ┌──────────────────────────────────────────────────────────────────────────────┐
+    │eval at step 0: loss 3.1000                                                   │
+    │warning: step 41: the loss 5.0 is far above                                   │
+    └──────────────────────────────────────────────────────────────────────────────┘
+    "#);
 }
 
 #[test]
 fn a_screen_of_forty_columns() {
-    insta::assert_snapshot!(screen(40, 10, &run(120, 2), &SAID), @"");
+    insta::assert_snapshot!(screen(40, 10, &run(120, 2), &SAID), @r#"
+    my\u{1b}run  step 120/400  1 min 00 s pa
+    ━━━━━━━━━━━━────────────────────────────
+    loss          1.2857, mean 1.3071
+    held-out loss 1.5000 at step 120
+    learning rate 2.00e-4
+    gradient norm 0.750
+    tokens/s      8.19K, 0.5 s a step
+    memory, most  3.00 GiB
+    eval at step 0: loss 3.1000
+    warning: step 41: the loss 5.0 is far ab
+    "#);
 }
 
 #[test]
 fn before_the_first_step() {
-    insta::assert_snapshot!(screen(72, 18, &run(0, 1), &[]), @"");
+    insta::assert_snapshot!(screen(72, 18, &run(0, 1), &[]), @r#"
+    my\u{1b}run  step 0/400  1 min 00 s passed  q saves and stops
+    ────────────────────────────────────────────────────────────────────────
+    ┌ loss, and • of held-out rows ────┐┌──────────────────────────────────┐
+    │3.600│                            ││loss          no step yet         │
+    │2.600│•                           ││held-out loss 3.1000              │
+    │     └────────────────────────────││                                  │
+    │     0                           1││                                  │
+    └──────────────────────────────────┘└──────────────────────────────────┘
+    ┌ time of the last 20 steps ───────┐┌ seconds of each rank ────────────┐
+    │data       0 %                    ││                                  │
+    │forward    0 %                    ││                                  │
+    │backward   0 %                    ││                                  │
+    │exposed    0 %                    ││                                  │
+    │update     0 %                    ││                                  │
+    └──────────────────────────────────┘└──────────────────────────────────┘
+    ┌──────────────────────────────────────────────────────────────────────┐
+    │                                                                      │
+    └──────────────────────────────────────────────────────────────────────┘
+    "#);
 }
 
 #[test]
@@ -70,14 +125,14 @@ fn no_size_and_no_run_is_too_small_or_too_large() {
     let mut stopping = run(3, 1);
     stopping.is_stopping = true;
     assert!(screen(80, 24, &stopping, &[]).contains("stopping: the run saves"));
-    for (columns, rows) in (0..90).flat_map(|columns| (0..30).map(move |rows| (columns, rows))) {
-        if columns * rows > 0 && (columns % 7 == 0 || rows % 5 == 0 || columns < 12 || rows < 12) {
+    for (columns, rows) in (0..90_u16).flat_map(|columns| (0..30_u16).map(move |rows| (columns, rows))) {
+        if columns * rows > 0 && (columns % 23 == 0 || rows % 11 == 0 || columns + rows < 20) {
             screen(columns, rows, &run(5, 3), &SAID);
             screen(columns, rows, &run(0, 1), &[]);
         }
     }
     let many = screen(120, 40, &run(40, 64), &SAID);
-    assert!(many.contains("and 58 more"), "{many}");
+    assert!(many.contains("and 58 more, 1.030 s at most"), "{many}");
 }
 
 #[test]
