@@ -22,6 +22,7 @@ use crate::collective::{
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::plan::Plan;
 use crate::rendezvous::{self, JoinRequest, Peer, RendezvousOptions, Session};
+use crate::report::alerts::raise_hang;
 use crate::report::ui::restore_screen;
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::device;
@@ -334,7 +335,7 @@ impl Watched<'_> {
 }
 
 /// How long the last words may take.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const LAST_WORDS: Duration = Duration::from_secs(3);
 
 /// Ends the process for ranks that do not end by themselves: one that hangs cannot be waited for, and what the system has
 /// registered to be done at the end may wait for it too.
@@ -345,6 +346,7 @@ fn end_process(error: &Error) {
     let words = error.clone();
     let say = move || {
         Terminal::stderr(Verbosity::Normal).last_words(&words);
+        raise_hang(&words);
         // The channel closes with this.
         let _said = said;
     };

@@ -257,6 +257,22 @@ fn who_cannot_be_reached_is_said_once() {
     check_files(&place.path("out"));
 }
 
+/// A run that is ended because a rank hangs. Only builds with debug assertions plant faults.
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
+fn a_run_that_hangs_is_an_alarm() {
+    let place = Place::new();
+    let command = program(&place);
+    let sets = ["--set", "parallel.timeout_secs=3", "--set", &command];
+    let mut run = place.command(&lora(&[&ON_TEXT[..], &sets].concat()));
+    let said = ends(&place, &run.env("FINETUNE_FAULT", "0:backward:3:hang").output().unwrap(), 75);
+    assert!(said.contains("error: rank 0 hangs: no progress in phase backward\n"), "{said}");
+    let told = lines(&place.path("told"));
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert_eq!((&told[0]["rule"], &told[0]["step"]), (&json!("stall"), &json!(2)));
+    assert_eq!(lines(&place.path("out/alerts.jsonl")).len(), 1);
+}
+
 /// The model learns one row by heart, and then meets another.
 #[test]
 fn a_loss_far_above_those_before_is_an_alarm() {

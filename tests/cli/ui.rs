@@ -133,7 +133,7 @@ fn the_key_q_saves_and_stops_and_so_does_ctrl_c() {
     for key in [b"q", b"\x03"] {
         let (place, mut terminal) = (Place::new(), PseudoTerminal::open());
         let child = terminal.start(place.command(&long_run("train.max_steps=100000")));
-        terminal.wait_for("gradient");
+        terminal.wait_for("learning");
         assert!(!terminal.is_as_before(), "keys come one by one");
         terminal.ours.write_all(key).unwrap();
         let (status, after) = terminal.end(child);

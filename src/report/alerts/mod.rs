@@ -16,7 +16,7 @@ use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -87,6 +87,21 @@ struct AlarmDesk {
     couriers: Vec<Courier>,
     terminal: Terminal,
     cannot_write: bool,
+    /// The step that ended last.
+    step: u64,
+}
+
+/// The desk of the run of this process, for an alarm that no listener can raise any more.
+static DESK: Mutex<Weak<Mutex<AlarmDesk>>> = Mutex::new(Weak::new());
+
+/// Raises the alarm that the run hangs, from the thread that is about to end the process for it, and gives it a moment to
+/// arrive. Nothing where nobody watches for it; it waits for no lock, which who hangs may hold.
+pub fn raise_hang(error: &Error) {
+    let desk = DESK.try_lock().ok().and_then(|desk| desk.upgrade());
+    let Some(mut desk) = desk.as_ref().and_then(|desk| desk.try_lock().ok()) else { return };
+    let (step, message) = (desk.step, format!("the run has ended: {}", error.in_one_line()));
+    desk.raise(AlertRule::Stall, step, Finding { value: None, message }, true);
+    desk.finish(SHORT_WAIT);
 }
 
 impl AlarmDesk {
@@ -105,6 +120,12 @@ impl AlarmDesk {
         self.write(&alarm);
         let outgoing = OutgoingAlarm::new(alarm, &self.run, &self.host);
         self.couriers.iter_mut().for_each(|courier| courier.hand_over(outgoing.clone()));
+    }
+
+    /// Nothing is raised any more; what is under way has `wait` to arrive.
+    fn finish(&mut self, wait: Duration) {
+        let until = Instant::now() + wait;
+        std::mem::take(&mut self.couriers).into_iter().for_each(|courier| courier.finish(until));
     }
 
     /// Adds a line to the file, which is made with the first.
@@ -136,8 +157,16 @@ impl Alerts {
             couriers.extend(Courier::start(AlarmWebhook::new(&address).ok_or_else(none)?, terminal));
         }
         let rules: HashSet<AlertRule> = rules.into_iter().collect();
-        let desk =
-            AlarmDesk { rules, file, run, host, couriers, terminal: terminal.clone(), cannot_write: false };
+        let desk = AlarmDesk {
+            rules,
+            file,
+            run,
+            host,
+            couriers,
+            terminal: terminal.clone(),
+            cannot_write: false,
+            step: 0,
+        };
         Ok(Alerts {
             desk: Arc::new(Mutex::new(desk)),
             spikes: LossSpikes::default(),
@@ -166,9 +195,7 @@ impl Alerts {
     /// Nothing is watched for any more; what is under way has a moment to arrive.
     fn close(&mut self, wait: Duration) {
         self.clock = None;
-        let until = Instant::now() + wait;
-        let couriers = std::mem::take(&mut lock(&self.desk).couriers);
-        couriers.into_iter().for_each(|courier| courier.finish(until));
+        lock(&self.desk).finish(wait);
     }
 }
 
@@ -179,6 +206,8 @@ impl RunListener for Alerts {
 
     fn begin(&mut self, done: u64, _total: u64) -> Result<()> {
         lock(&self.stall).moved(done, None);
+        lock(&self.desk).step = done;
+        *lock(&DESK) = Arc::downgrade(&self.desk);
         let (stall, desk) = (Arc::clone(&self.stall), Arc::clone(&self.desk));
         self.clock = Some(watch_time(TICK, move |passed| {
             // Not while the desk is held: who raises an alarm holds the desk alone.
@@ -196,6 +225,7 @@ impl RunListener for Alerts {
     fn step(&mut self, report: &StepReport) -> Result<()> {
         lock(&self.stall).moved(report.step, Some(report.step_secs.max(report.all_parts())));
         self.has_skipped = false;
+        lock(&self.desk).step = report.step;
         // The run says by itself what its losses and norms show.
         let found = [
             (AlertRule::LossSpike, self.spikes.after(report), true),
@@ -222,6 +252,7 @@ impl RunListener for Alerts {
 
     fn skipped(&mut self, step: &SkippedStep) -> Result<()> {
         lock(&self.stall).moved(step.step, None);
+        lock(&self.desk).step = step.step;
         // Steps in a row are one incident.
         if !std::mem::replace(&mut self.has_skipped, true) {
             let message = format!("step {} diverged and updated nothing: {}", step.step, step.skipped);

@@ -12,7 +12,7 @@ use crate::report::metrics::StepReport;
 use crate::units;
 
 /// The least screen with boxes beside each other; a smaller one has one column.
-const WIDE: (u16, u16) = (70, 18);
+const WIDE: (u16, u16) = (70, 22);
 /// Columns of the figures beside the curve.
 const SIDE_COLUMNS: u16 = 36;
 /// Rows of the boxes below the curve: a part of the time each, and the frame.
@@ -139,7 +139,7 @@ fn figure_lines(figures: &RunFigures) -> Vec<Line<'static>> {
         add("learning rate", format!("{:.2e}", report.learning_rate));
         add("gradient norm", format!("{:.3}", report.grad_norm));
         let (speed, secs) = (mean(|step| step.tokens_per_sec), mean(|step| step.step_secs));
-        add("tokens/s", format!("{}, {} a step", units::count(speed as u64), units::duration(secs)));
+        add("tokens/s", format!("{}, {} a step", units::count(speed as u64), step_time(secs)));
         add("memory, most", units::bytes(report.peak_bytes));
     } else {
         add("loss", "no step yet".into());
@@ -148,6 +148,11 @@ fn figure_lines(figures: &RunFigures) -> Vec<Line<'static>> {
         }
     }
     lines
+}
+
+/// Most steps take less than a second.
+fn step_time(secs: f64) -> String {
+    if secs < 1.0 { format!("{:.0} ms", 1000.0 * secs) } else { units::duration(secs) }
 }
 
 /// A bar for each part of the time of the last steps.

@@ -60,7 +60,7 @@ fn a_screen_of_eighty_columns() {
     │     │ ⠓⢄                                 ││held-out loss 1.5000 at step 120  │
     │     │  ⠈⠙⠦⣀                              ││learning rate 2.00e-4             │
     │     │      ⠉⠑⠒⠤⢤⣀⣀⡀                      ││gradient norm 0.750               │
-    │1.286│             ⠈⠉⠉⠉⠒⠒⠒⠒⠒⠤⠤⠤⠤⠤⠤⠤⢤⣀⣀⣀⣀⣀•││tokens/s      8.19K, 0.5 s a step │
+    │1.286│             ⠈⠉⠉⠉⠒⠒⠒⠒⠒⠤⠤⠤⠤⠤⠤⠤⢤⣀⣀⣀⣀⣀•││tokens/s      8.19K, 500 ms a step│
     │     └────────────────────────────────────││memory, most  3.00 GiB            │
     │     0                                 120││                                  │
     └──────────────────────────────────────────┘└──────────────────────────────────┘
@@ -89,7 +89,7 @@ fn a_screen_of_forty_columns() {
     held-out loss 1.5000 at step 120
     learning rate 2.00e-4
     gradient norm 0.750
-    tokens/s      8.19K, 0.5 s a step
+    tokens/s      8.19K, 500 ms a step
     memory, most  3.00 GiB
     eval at step 0: loss 3.1000
     warning: step 41: the loss 5.0 is far ab
@@ -98,12 +98,14 @@ fn a_screen_of_forty_columns() {
 
 #[test]
 fn before_the_first_step() {
-    insta::assert_snapshot!(screen(72, 18, &run(0, 1), &[]), @r#"
+    insta::assert_snapshot!(screen(72, 22, &run(0, 1), &[]), @r#"
     my\u{1b}run  step 0/400  1 min 00 s passed  q saves and stops
     ────────────────────────────────────────────────────────────────────────
     ┌ loss, and • of held-out rows ────┐┌──────────────────────────────────┐
     │3.600│                            ││loss          no step yet         │
-    │2.600│•                           ││held-out loss 3.1000              │
+    │     │                            ││held-out loss 3.1000              │
+    │     │•                           ││                                  │
+    │2.600│                            ││                                  │
     │     └────────────────────────────││                                  │
     │     0                           1││                                  │
     └──────────────────────────────────┘└──────────────────────────────────┘
@@ -113,6 +115,8 @@ fn before_the_first_step() {
     │backward   0 %                    ││                                  │
     │exposed    0 %                    ││                                  │
     │update     0 %                    ││                                  │
+    │save       0 %                    ││                                  │
+    │other      0 %                    ││                                  │
     └──────────────────────────────────┘└──────────────────────────────────┘
     ┌──────────────────────────────────────────────────────────────────────┐
     │                                                                      │
