@@ -148,6 +148,9 @@ pub struct TrainArgs {
     /// Accept a checkpoint or adapter of another base model
     #[arg(long)]
     pub force_base: bool,
+    /// Show the run on a whole screen: curves, speed, memory, where the time goes; `q` saves and stops
+    #[arg(long, conflicts_with_all = ["quiet", "dry_run"])]
+    pub ui: bool,
     /// Print the resolved recipe and what the run would do; train nothing
     #[arg(long)]
     pub dry_run: bool,

@@ -11,7 +11,7 @@ use finetune::commands;
 use finetune::contained;
 use finetune::data::{sandbox, sandboxed};
 use finetune::error::ErrorCategory;
-use finetune::report::printable;
+use finetune::report::{printable, ui::restore_screen};
 use finetune::runtime::allocator::use_one_heap;
 use finetune::runtime::fault_signals::make_large_files_errors;
 
@@ -45,6 +45,7 @@ fn say_panic(panic: &PanicHookInfo<'_>) {
     if contained::is_contained() {
         return;
     }
+    restore_screen();
     let message = contained::message(panic.payload());
     if message.starts_with("failed printing to stdout") && message.contains("Broken pipe") {
         exit(0);

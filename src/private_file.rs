@@ -105,6 +105,15 @@ pub(crate) fn without_user(given: &str) -> String {
     parts.unwrap_or_else(|| given.to_owned())
 }
 
+/// A setting, such as `alerts.webhook=https://...`, without the address in it to which anybody can post who knows it.
+pub(crate) fn without_address(given: &str) -> String {
+    let start = ["alerts.webhook=", "https://", "http://"].into_iter().find_map(|start| {
+        let end = given.find(start)? + start.len();
+        (!given[end..].starts_with("env:")).then_some(end)
+    });
+    start.map_or_else(|| given.to_owned(), |end| format!("{}(hidden)", &given[..end]))
+}
+
 /// The number of the user that this process acts as.
 pub(crate) fn own_uid() -> u32 {
     // SAFETY: geteuid takes nothing and cannot fail.
@@ -188,5 +197,18 @@ mod tests {
         let error = make(&link.join("secret")).unwrap_err().to_string();
         assert!(error.contains("it is not a folder"), "{error}");
         assert!(std::fs::read_dir(&open).unwrap().next().is_none());
+    }
+
+    #[test]
+    fn an_address_in_a_setting_is_not_shown() {
+        for (given, shown) in [
+            ("alerts.webhook=https://hooks.example/canary", "alerts.webhook=(hidden)"),
+            ("--set=alerts.webhook=canary", "--set=alerts.webhook=(hidden)"),
+            ("alert.webhok=https://hooks.example/canary", "alert.webhok=https://(hidden)"),
+            ("alerts.webhook=env:HOOK", "alerts.webhook=env:HOOK"),
+            ("train.epochs=3", "train.epochs=3"),
+        ] {
+            assert_eq!(without_address(given), shown);
+        }
     }
 }

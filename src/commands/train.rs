@@ -18,7 +18,7 @@ use crate::run::ranks::{self, RankSetup};
 use crate::run::report_page::PlannedProcess;
 use crate::run::showcase::Showcase;
 use crate::run::train::TrainRun;
-use crate::run::{restarts, signals};
+use crate::run::{alarms, restarts, signals};
 use crate::setup::Resolver;
 
 /// Trains the model of a recipe.
@@ -33,6 +33,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         _ => Terminal::stderr(Verbosity::Quiet),
     };
     let recipe = Recipe::load(&args.layers(&working_folder()?)?)?;
+    alarms::check(&recipe.alerts, args.common.offline)?;
     let ranks = RankSetup::open(launch, args)?;
     let Launch { rank: first_rank, world_size: all, local_world_size: local, .. } = ranks.launch;
     let first = first_rank == 0;
@@ -60,8 +61,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     fits?;
     let resumed = found.resumed.take();
     go_on(&mut plan, resumed.as_ref(), &args.allow_change, &terminal)?;
-    let folder = OnceLock::new();
-    let stop = signals::watch()?;
+    let (folder, stop) = (OnceLock::new(), signals::watch()?);
     let showcase = Showcase::of(&plan, train_recipe_is(args, "quickstart"))?;
     let run = TrainRun {
         args,

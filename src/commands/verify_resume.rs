@@ -33,6 +33,9 @@ pub(super) fn run(args: &VerifyResumeArgs) -> Result<()> {
         "log.metrics_address=\"\"".to_owned(),
         "log.mlflow=\"\"".to_owned(),
         "log.mlflow_experiment=\"\"".to_owned(),
+        "alerts.rules=[]".to_owned(),
+        "alerts.command=[]".to_owned(),
+        "alerts.webhook=".to_owned(),
     ];
     let trial = ResumeTrial {
         output: &args.output,

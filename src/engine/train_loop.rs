@@ -121,6 +121,14 @@ impl TrainLoop<'_> {
     /// # Errors
     /// What a step, an evaluation or a save returns. What was saved before stays.
     pub fn run(mut self, tokens: u64) -> Result<RunSummary> {
+        let done = self.run_steps(tokens);
+        if let Err(error) = &done {
+            self.tell(|listeners| listeners.failed(error));
+        }
+        done
+    }
+
+    fn run_steps(&mut self, tokens: u64) -> Result<RunSummary> {
         let total = self.sampler.total_steps();
         let mut done = RunSummary { steps: self.sampler.steps_done(), tokens, ..RunSummary::default() };
         self.begin(&mut done, total)?;
@@ -164,13 +172,13 @@ impl TrainLoop<'_> {
             done.after = self.evaluate(done.steps)?;
         }
         if self.saver.is_saving() {
+            self.step_aside();
             // What is waited for now is storage.
             self.enter(Phase::Save)?;
         }
         self.saver.finish(self.trainer.engine.store.mesh().world())?;
         self.say_notes();
-        let warnings = self.reporter.as_mut().map(|reporter| reporter.listeners.end());
-        self.warn(warnings.unwrap_or_default());
+        self.tell(RunListeners::end);
         done.memory = self.clock.memory_by_phase();
         Ok(done)
     }
@@ -183,8 +191,7 @@ impl TrainLoop<'_> {
 
     /// What comes before the first step.
     fn begin(&mut self, done: &mut RunSummary, total: u64) -> Result<()> {
-        let warnings = self.reporter.as_mut().map(|reporter| reporter.listeners.begin(done.steps, total));
-        self.warn(warnings.unwrap_or_default());
+        self.tell(|listeners| listeners.begin(done.steps, total));
         if done.steps == 0 {
             done.before = self.evaluate(0)?;
         }
@@ -210,6 +217,7 @@ impl TrainLoop<'_> {
     /// Goes on after step `step`, which ended in `error` and updated nothing, as the recipe says.
     fn pass_over(&mut self, step: u64, error: &Error, diverged: &mut DivergedSteps) -> Result<()> {
         let counted = diverged.count(error)?;
+        self.step_aside();
         let back_to = if self.options.nan.on_nan == OnNan::Rollback {
             // What is waited for from here on is storage.
             self.enter(Phase::Load)?;
@@ -242,7 +250,21 @@ impl TrainLoop<'_> {
         }
     }
 
+    /// Tells the listeners something, and of those that failed at it.
+    fn tell(&mut self, what: impl FnOnce(&mut RunListeners) -> Vec<String>) {
+        let warnings = self.reporter.as_mut().map(|reporter| what(&mut reporter.listeners));
+        self.warn(warnings.unwrap_or_default());
+    }
+
+    /// What comes now is no step.
+    fn step_aside(&mut self) {
+        if let Some(reporter) = &mut self.reporter {
+            reporter.listeners.aside();
+        }
+    }
+
     fn save(&mut self, moment: Progress) -> Result<()> {
+        self.step_aside();
         self.enter(Phase::Save)?;
         let world = self.trainer.engine.store.mesh().world();
         // Before the next snapshot: one at a time is in memory.
@@ -357,6 +379,7 @@ impl TrainLoop<'_> {
         if self.held_out.is_empty() {
             return Ok(None);
         }
+        self.step_aside();
         self.enter(Phase::Evaluate)?;
         let engine = &self.trainer.engine;
         let evaluation = engine

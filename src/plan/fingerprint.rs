@@ -12,7 +12,7 @@ use crate::recipe::Recipe;
 /// The resolved recipe that a run leaves in its folder.
 pub(crate) const RECIPE: &str = "recipe.toml";
 /// Sections that change what is saved, said or how long it takes, not the numbers.
-const HARMLESS: [&str; 5] = ["checkpoint", "log", "profile", "eval", "parallel"];
+const HARMLESS: [&str; 6] = ["checkpoint", "log", "profile", "alerts", "eval", "parallel"];
 /// Keys of other sections that do the same.
 const HARMLESS_KEYS: [&str; 4] =
     ["train.recompute", "train.on_nan", "train.nan_limit", "quantization.bf16_copy"];
@@ -43,8 +43,8 @@ impl Plan {
         };
         recipe.train.gradient_accumulation_steps = self.micro_batches();
         let mut facts = recipe.values();
-        // Left out, so that checkpoints from before it was there go on.
-        facts.retain(|key, _| !key.starts_with("profile."));
+        // Left out, so that checkpoints from before they were there go on.
+        facts.retain(|key, _| !key.starts_with("profile.") && !key.starts_with("alerts."));
         let short = |hash: blake3::Hash| hash.to_hex()[..16].to_owned();
         facts.insert("data".into(), short(self.train.0.digest()));
         facts.insert("steps".into(), self.total_steps.to_string());
@@ -78,6 +78,8 @@ impl Plan {
         recipe.model.id = None;
         (recipe.data.train, recipe.data.eval) = (Vec::new(), Vec::new());
         recipe.parallel.offload_folder = None;
+        // The first rank alone raises alarms.
+        recipe.alerts = recipe::AlertsSection::default();
         format!("{}\n{} ranks, {} steps", recipe.to_toml(), self.ranks, self.total_steps)
     }
 }

@@ -30,6 +30,7 @@ pub(super) fn conflicts(recipe: &Recipe) -> Vec<KeyConflict> {
     divergence(recipe, &mut found);
     profile(recipe, &mut found);
     log(recipe, &mut found);
+    alerts(recipe, &mut found);
     found
 }
 
@@ -187,6 +188,22 @@ fn log(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
             text: "has no effect without `mlflow`".into(),
             hint: "write `mlflow = \"http://127.0.0.1:5000\"`, for example, or remove `mlflow_experiment`"
                 .into(),
+        });
+    }
+}
+
+fn alerts(recipe: &Recipe, found: &mut Vec<KeyConflict>) {
+    let own = &recipe.alerts;
+    if own.rules.as_ref().is_none_or(|rules| !rules.is_empty()) {
+        return;
+    }
+    let keys = [("command", own.command.is_some()), ("webhook", own.webhook.is_some())];
+    for (key, _) in keys.into_iter().filter(|(_, written)| *written) {
+        found.push(KeyConflict {
+            section: "alerts",
+            key,
+            text: "has no effect with `rules = []`, which watches for nothing".into(),
+            hint: format!("remove `rules` for all of them, or remove `{key}`"),
         });
     }
 }

@@ -18,7 +18,7 @@ use super::suggest::{nearest, nearest_key};
 use super::value::ValueRefusal;
 use super::{Recipe, WrittenKeys};
 use crate::error::{Error, Result};
-use crate::private_file::without_user;
+use crate::private_file::{without_address, without_user};
 
 /// What a recipe is loaded for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -240,7 +240,7 @@ impl Reader {
 
     /// `section.key=value`: the value is TOML, or else a text.
     fn read_assignment(&mut self, assignment: &str, folder: &Path) {
-        let place = format!("--set {}", without_user(assignment));
+        let place = format!("--set {}", without_address(&without_user(assignment)));
         let parts = assignment.split_once('=').and_then(|(name, value)| {
             let (section, key) = name.trim().split_once('.')?;
             Some((section.trim(), key.trim(), value.trim()))
@@ -354,6 +354,7 @@ impl Reader {
 
 /// The parser's message about `written`, in our words where its own mislead.
 fn not_toml(message: &str, written: &str) -> (String, Option<String>) {
+    let written = &*without_address(written);
     match message {
         DUPLICATE => (format!("`{written}` stands there twice"), Some("remove one of the two".into())),
         _ if !message.starts_with(NO_VALUE) => (format!("not TOML: {message}"), None),
@@ -380,7 +381,9 @@ fn unknown_key(section: &str, key: &str, keys: &[&str]) -> (String, Option<Strin
 
 fn refused(section: &str, key: &Key, value: &Value, refusal: &ValueRefusal) -> (String, Option<String>) {
     let name = key.name;
-    let found = clip(&inline(value));
+    // A mistyped one is a secret all the same.
+    let is_secret = (section, name) == ("alerts", "webhook");
+    let found = if is_secret { "(hidden)".to_owned() } else { clip(&inline(value)) };
     let text = match refusal {
         ValueRefusal::Shape => format!("`{section}.{name}` is {found}; accepted: {}", (key.accepted)()),
         ValueRefusal::Empty => format!("`{section}.{name}` is empty; accepted: {}", (key.accepted)()),
@@ -428,7 +431,9 @@ impl<'a> Lines<'a> {
 
 /// The command as it was typed, with the flags that it lacks.
 fn completed(typed: &[String], flags: &[&str]) -> String {
-    let words = typed.iter().map(|word| quoted_for_shell(word)).chain(flags.iter().map(ToString::to_string));
+    let shown = |word: &String| if word.contains('=') { without_address(word) } else { word.clone() };
+    let words =
+        typed.iter().map(|word| quoted_for_shell(&shown(word))).chain(flags.iter().map(ToString::to_string));
     let command = words.fold("finetune".to_owned(), |command, word| format!("{command} {word}"));
     let row = if flags.contains(&EXAMPLE_DATASET) {
         format!("; each line of rows.jsonl is a row, such as {EXAMPLE_ROW}")

@@ -18,23 +18,25 @@ mod sections;
 mod source;
 mod suggest;
 mod value;
+mod webhook;
 
 pub use addresses::{ListenAddress, ServerUrl};
 pub use builtin::{BUILT_IN, BuiltIn, RecipeText};
 pub use finetune_compute::recipe::enums;
 pub use finetune_compute::recipe::enums::{
-    AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights, ModelInit, Offload,
-    OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype,
-    Strategy, TrainOn,
+    AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
+    ModelInit, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype,
+    SchedulerKind, StateDtype, Strategy, TrainOn,
 };
 pub use layers::{Purpose, RecipeLayers};
 pub use sections::{
-    AdapterSection, CheckpointSection, DataSection, EvalSection, LogSection, ModelSection, OptimizerSection,
-    ParallelSection, ProfileSection, QuantizationSection, SchedulerSection, TrainSection,
+    AdapterSection, AlertsSection, CheckpointSection, DataSection, EvalSection, LogSection, ModelSection,
+    OptimizerSection, ParallelSection, ProfileSection, QuantizationSection, SchedulerSection, TrainSection,
 };
 pub use source::{DataSource, Folder, Template};
 pub(crate) use suggest::nearest;
 pub use value::{AutoOr, Patterns, TargetModules};
+pub use webhook::{AlertProgram, WebhookSource};
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -71,6 +73,8 @@ pub struct Recipe {
     pub log: LogSection,
     /// A trace of some steps.
     pub profile: ProfileSection,
+    /// Alarms about trouble in a run.
+    pub alerts: AlertsSection,
     /// The keys that somebody wrote.
     pub written: WrittenKeys,
 }
@@ -186,7 +190,7 @@ impl Recipe {
             self.adapter.as_ref().map(|section| section as &dyn Section),
         ];
         let first: [&dyn Section; 1] = [&self.model];
-        let rest: [&dyn Section; 9] = [
+        let rest: [&dyn Section; 10] = [
             &self.data,
             &self.train,
             &self.optimizer,
@@ -196,6 +200,7 @@ impl Recipe {
             &self.eval,
             &self.log,
             &self.profile,
+            &self.alerts,
         ];
         first.into_iter().chain(optional.into_iter().flatten()).chain(rest).collect()
     }
@@ -220,6 +225,7 @@ impl Recipe {
             "eval" => &mut self.eval,
             "log" => &mut self.log,
             "profile" => &mut self.profile,
+            "alerts" => &mut self.alerts,
             _ => return None,
         })
     }
@@ -232,7 +238,7 @@ mod tests {
     #[test]
     fn every_section_is_found_by_its_name() {
         let names: Vec<&str> = Recipe::complete().sections().iter().map(|section| section.name()).collect();
-        assert_eq!(names.len(), 12);
+        assert_eq!(names.len(), 13);
         for name in names {
             let mut recipe = Recipe::default();
             assert_eq!(recipe.section_mut(name).map(|section| section.name()), Some(name));

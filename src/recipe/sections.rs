@@ -4,14 +4,15 @@
 
 use super::addresses::{ListenAddress, ServerUrl};
 use super::enums::{
-    AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights, ModelInit, Offload,
-    OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype,
-    Strategy, TrainOn,
+    AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
+    ModelInit, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype,
+    SchedulerKind, StateDtype, Strategy, TrainOn,
 };
 use super::schema::section;
 use super::source::{DataSource, Folder, Template};
 use super::value::Bounds::{Above, AtLeast, Between, FromToBelow, OneOf};
 use super::value::{AutoOr, Patterns, TargetModules};
+use super::webhook::{AlertProgram, WebhookSource};
 
 /// The highest rank of an adapter: wider than any matrix that is adapted, and low enough that its parameters can be
 /// counted.
@@ -250,5 +251,18 @@ section! {
         active: u64 = 0, AtLeast(0.0);
         /// How many such cycles there are; 0: as many as the run has room for.
         repeat: u64 = 1, AtLeast(0.0);
+    }
+}
+
+section! {
+    /// Alarms about trouble in a run: on the terminal, in alerts.jsonl in the output folder, and to whoever is named here.
+    pub struct AlertsSection "alerts" {
+        /// What is watched for; not set: everything, once `command` or `webhook` is.
+        rules: Option<Vec<AlertRule>> = None;
+        /// A program and its arguments, without a shell, to start for each alarm, which it gets as JSON on its input.
+        command: Option<AlertProgram> = None;
+        /// An address to post each alarm to as JSON. Who knows it can post there: it is kept out of everything that a run
+        /// leaves and says, and `env:NAME` keeps it out of the recipe too.
+        webhook: Option<WebhookSource> = None;
     }
 }

@@ -203,7 +203,7 @@ fn means_path(text: &str) -> bool {
 }
 
 /// `text` from `folder` on, with `~` as the home folder.
-fn absolute(text: &str, folder: &Path) -> Result<PathBuf, ValueRefusal> {
+pub(super) fn absolute(text: &str, folder: &Path) -> Result<PathBuf, ValueRefusal> {
     let path = match text.strip_prefix('~') {
         Some(rest) if rest.is_empty() || rest.starts_with('/') => {
             let home = std::env::home_dir()

@@ -9,9 +9,9 @@ use std::path::Path;
 use toml::Value;
 
 use super::enums::{
-    AdapterInit, AdapterKind, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights, ModelInit, Offload,
-    OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype, SchedulerKind, StateDtype,
-    Strategy, TrainOn,
+    AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,
+    ModelInit, Offload, OnBadRow, OnLongRow, OnNan, OptimizerKind, QuantKind, Recompute, ReduceDtype,
+    SchedulerKind, StateDtype, Strategy, TrainOn,
 };
 
 /// Why a value was not taken.
@@ -356,6 +356,33 @@ impl Setting for TargetModules {
 
     fn choices() -> Vec<&'static str> {
         vec!["all-linear"]
+    }
+}
+
+impl Setting for Vec<AlertRule> {
+    fn accepted() -> String {
+        let quoted: Vec<String> = AlertRule::NAMES.iter().map(|name| format!("{name:?}")).collect();
+        format!("a list of {}", quoted.join(", "))
+    }
+
+    /// One text stands for a list of one, so that `--set alerts.rules=stall` works.
+    fn read(value: &Value, _: &Path) -> Result<Self, ValueRefusal> {
+        let list = match value {
+            Value::Array(list) => list.as_slice(),
+            Value::String(text) if text.is_empty() => return Err(ValueRefusal::Empty),
+            one => std::slice::from_ref(one),
+        };
+        let rule =
+            |entry: &Value| entry.as_str().and_then(|text| text.parse().ok()).ok_or(ValueRefusal::Shape);
+        list.iter().map(rule).collect()
+    }
+
+    fn write(&self) -> Option<Value> {
+        Some(Value::Array(self.iter().map(|rule| Value::String(rule.as_str().to_owned())).collect()))
+    }
+
+    fn choices() -> Vec<&'static str> {
+        AlertRule::NAMES.to_vec()
     }
 }
 

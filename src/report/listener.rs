@@ -4,7 +4,7 @@
 //! numbers. None of them can end a run: one that fails is named in one warning and hears no more.
 
 use super::metrics::{EvalReport, MetricsEntry, SkippedStep, StepReport};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Follows a training run.
 pub trait RunListener {
@@ -41,6 +41,17 @@ pub trait RunListener {
         Ok(())
     }
 
+    /// Something other than a step begins, which may take its time: an evaluation, a checkpoint, a roll-back.
+    fn aside(&mut self) {}
+
+    /// The run has ended in `error`.
+    ///
+    /// # Errors
+    /// What it had to finish was not finished.
+    fn failed(&mut self, _error: &Error) -> Result<()> {
+        Ok(())
+    }
+
     /// The steps are over, or a signal ended them.
     ///
     /// # Errors
@@ -60,6 +71,11 @@ impl RunListeners {
         self.0.push(Box::new(listener));
     }
 
+    /// Adds those that there are.
+    pub fn extend(&mut self, listeners: impl IntoIterator<Item = impl RunListener + 'static>) {
+        listeners.into_iter().for_each(|listener| self.add(listener));
+    }
+
     /// Tells all of them that the next step begins; a warning for each that failed.
     pub fn begin(&mut self, done: u64, total: u64) -> Vec<String> {
         self.each(|listener| listener.begin(done, total))
@@ -72,6 +88,16 @@ impl RunListeners {
             MetricsEntry::Eval(report) => listener.eval(report),
             MetricsEntry::Skipped(step) => listener.skipped(step),
         })
+    }
+
+    /// Tells all of them that something other than a step begins.
+    pub fn aside(&mut self) {
+        self.0.iter_mut().for_each(|listener| listener.aside());
+    }
+
+    /// Tells all of them that the run has ended in `error`; a warning for each that failed.
+    pub fn failed(&mut self, error: &Error) -> Vec<String> {
+        self.each(|listener| listener.failed(error))
     }
 
     /// Tells all of them that the steps are over; a warning for each that failed.
@@ -95,7 +121,6 @@ impl RunListeners {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Error;
 
     struct Second(std::rc::Rc<std::cell::Cell<u64>>);
 

@@ -2,10 +2,12 @@
 //!
 //! - [`metrics`]: `metrics.jsonl`, the record that the other reports are made from.
 //! - [`listener`]: whoever follows a run beside it.
+//! - [`alerts`]: alarms about trouble in a run, and who is told.
 //! - [`tensorboard`]: the same figures as TensorBoard event files.
 //! - [`endpoint`] and [`page_server`]: the same for Prometheus, over HTTP.
 //! - [`mlflow`]: the same for a server of MLflow.
 //! - [`terminal`]: lines, warnings and progress bars on stderr; data asked for on stdout.
+//! - [`ui`]: the run on a whole screen, for `--ui`.
 //! - [`printable`](mod@printable): what stands between any text and a terminal.
 //! - [`memory`] and [`timing`]: what a run holds and how long its steps take, beside what was planned.
 //! - [`card`] and [`html`]: the model card and the run at a glance.
@@ -13,6 +15,7 @@
 //! This is floor 1: it knows numbers and texts, nothing of recipes, models or data. The caller hands over plain
 //! structs. Besides `main`, this is the only module that prints.
 
+pub mod alerts;
 pub mod card;
 pub mod endpoint;
 pub mod html;
@@ -25,6 +28,7 @@ pub mod printable;
 pub mod tensorboard;
 pub mod terminal;
 pub mod timing;
+pub mod ui;
 
 pub use endpoint::{MetricsEndpoint, RunLabels};
 pub use listener::{RunListener, RunListeners};

@@ -11,7 +11,7 @@
 
 use std::borrow::Cow;
 use std::io::{self, IsTerminal as _, Write};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -49,17 +49,25 @@ enum CurrentWork {
     Download { file: String, bytes: u64, done: u64, told_quarters: u64 },
 }
 
+/// The lines that a full-screen view shows instead of the screen, while there is one.
+pub(super) type ViewLines = Arc<Mutex<Vec<String>>>;
+
 struct TerminalState {
     screen: Screen,
+    /// Where lines go while a view has the screen.
+    view: Option<ViewLines>,
+    /// The last step while a view shows the steps, as a line.
+    last_step: Option<String>,
     work: Option<CurrentWork>,
     bar: Option<ProgressBar>,
     reader_gone: bool,
 }
 
-/// The one voice of the binary.
+/// The one voice of the binary; a clone is the same voice, for another thread.
+#[derive(Clone)]
 pub struct Terminal {
     verbosity: Verbosity,
-    state: Mutex<TerminalState>,
+    state: Arc<Mutex<TerminalState>>,
 }
 
 impl Terminal {
@@ -82,13 +90,42 @@ impl Terminal {
     }
 
     fn on(screen: Screen, verbosity: Verbosity) -> Self {
-        let state = TerminalState { screen, work: None, bar: None, reader_gone: false };
-        Terminal { verbosity, state: Mutex::new(state) }
+        let state =
+            TerminalState { screen, view: None, last_step: None, work: None, bar: None, reader_gone: false };
+        Terminal { verbosity, state: Arc::new(Mutex::new(state)) }
     }
 
     /// How much is said.
     pub fn verbosity(&self) -> Verbosity {
         self.verbosity
+    }
+
+    /// Whether it is a terminal that a view could have.
+    pub(super) fn is_screen(&self) -> bool {
+        matches!(self.lock().screen, Screen::Terminal { .. })
+            && std::env::var_os("TERM").is_none_or(|t| t != "dumb")
+    }
+
+    /// Gives the screen to a view: lines go into what is returned, and steps are left to it.
+    pub(super) fn open_view(&self) -> ViewLines {
+        let mut state = self.lock();
+        state.end();
+        Arc::clone(state.view.insert(ViewLines::default()))
+    }
+
+    /// The view has given the screen back: says all that was said meanwhile, and the last step.
+    pub(super) fn close_view(&self) {
+        let mut state = self.lock();
+        let Some(lines) = state.view.take() else { return };
+        let mut lines = std::mem::take(&mut *lines.lock().unwrap_or_else(PoisonError::into_inner));
+        lines.extend(state.last_step.take());
+        for line in lines {
+            let line = match line.strip_prefix("warning:") {
+                Some(rest) => format!("{}{rest}", state.paint("33", "warning:")),
+                None => line,
+            };
+            state.emit(&line);
+        }
     }
 
     /// A line that opens a part of the work; bold where there are colours.
@@ -179,12 +216,15 @@ impl Terminal {
         let mean_secs = started.elapsed().as_secs_f64() / report.step.saturating_sub(first).max(1) as f64;
         let left = units::duration(mean_secs * total.saturating_sub(report.step) as f64);
         let figures = step_figures(report);
-        if let Some(bar) = &state.bar {
+        let width = total.to_string().len();
+        let line = format!("step {:>width$}/{total}  {figures}  {left} left", report.step);
+        if state.view.is_some() {
+            state.last_step = Some(line);
+        } else if let Some(bar) = &state.bar {
             bar.set_position(report.step);
             bar.set_message(format!("{figures}  {left} left"));
         } else if is_told(report.step, first, total) {
-            let width = total.to_string().len();
-            state.emit(&format!("step {:>width$}/{total}  {figures}  {left} left", report.step));
+            state.emit(&line);
         }
     }
 
@@ -260,6 +300,10 @@ impl Terminal {
 impl TerminalState {
     /// Writes a whole line, above the bar if there is one.
     fn emit(&mut self, text: &str) {
+        if let Some(lines) = &self.view {
+            lines.lock().unwrap_or_else(PoisonError::into_inner).push(text.to_owned());
+            return;
+        }
         // Nobody is left to tell when stderr itself fails.
         match &mut self.screen {
             Screen::Log(log) => drop(writeln!(log, "{text}").and_then(|()| log.flush())),
@@ -276,14 +320,16 @@ impl TerminalState {
     /// `text` in the ANSI style `code`, where there are colours.
     fn paint<'a>(&self, code: &str, text: &'a str) -> Cow<'a, str> {
         match self.screen {
-            Screen::Terminal { colour: true } => format!("\x1b[{code}m{text}\x1b[0m").into(),
+            Screen::Terminal { colour: true } if self.view.is_none() => {
+                format!("\x1b[{code}m{text}\x1b[0m").into()
+            }
             _ => text.into(),
         }
     }
 
     fn begin(&mut self, work: CurrentWork, length: u64, position: u64, template: &str) {
         self.end();
-        if let Screen::Terminal { .. } = self.screen {
+        if matches!(self.screen, Screen::Terminal { .. }) && self.view.is_none() {
             let style =
                 ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
             let bar = ProgressBar::with_draw_target(Some(length), ProgressDrawTarget::stderr());

@@ -2,6 +2,7 @@
 //! output folder, signals, the check of a merge; what `bench` measures: operations, how fast ranks talk, and how speed
 //! grows with ranks; and what `doctor` tells: of the program, the machine, and the libraries that GPUs need.
 
+pub(crate) mod alarms;
 mod bottlenecks;
 mod card;
 pub(crate) mod communication;

@@ -22,6 +22,8 @@ use crate::collective::{
 use crate::error::{Error, ErrorContext as _, Result};
 use crate::plan::Plan;
 use crate::rendezvous::{self, JoinRequest, Peer, RendezvousOptions, Session};
+use crate::report::alerts::raise_hang;
+use crate::report::ui::restore_screen;
 use crate::report::{Terminal, Verbosity};
 use crate::runtime::device;
 use crate::runtime::device::DeviceChoice;
@@ -333,16 +335,18 @@ impl Watched<'_> {
 }
 
 /// How long the last words may take.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const LAST_WORDS: Duration = Duration::from_secs(3);
 
 /// Ends the process for ranks that do not end by themselves: one that hangs cannot be waited for, and what the system has
 /// registered to be done at the end may wait for it too.
 fn end_process(error: &Error) {
+    restore_screen();
     // The rank may hang in a write to this very stderr, whose lock it holds then.
     let (said, last) = std::sync::mpsc::channel::<()>();
     let words = error.clone();
     let say = move || {
         Terminal::stderr(Verbosity::Normal).last_words(&words);
+        raise_hang(&words);
         // The channel closes with this.
         let _said = said;
     };

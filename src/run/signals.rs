@@ -9,6 +9,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2, SI
 use signal_hook::{SigId, flag, low_level};
 
 use crate::error::{Error, ErrorCategory, Result};
+use crate::report::ui::restore_screen;
 
 /// Sent by a person or by whoever ends the process for good: the second of these does not wait for a save.
 const ENDING: [c_int; 2] = [SIGINT, SIGTERM];
@@ -68,13 +69,14 @@ pub(super) fn stop_or_end(
         stop.store(true, Ordering::SeqCst);
         match first.ms.compare_exchange(0, now, Ordering::SeqCst, Ordering::SeqCst) {
             Err(first) if now > first + ONE_REQUEST_MS => {
+                restore_screen();
                 low_level::exit(i32::from(ErrorCategory::Stopped.exit_code()))
             }
             _ => {}
         }
     };
-    // SAFETY: the handler reads the clock, changes atomics and may end the process by `_exit`: it neither allocates
-    // nor locks.
+    // SAFETY: the handler reads the clock, changes atomics, and may give the screen back by calls that handlers may make
+    // and end the process by `_exit`: it neither allocates nor locks.
     unsafe { low_level::register(signal, again) }
 }
 

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use candle_core::Device;
 
+use super::alarms::{self, ALERTS};
 use super::bottlenecks;
 use super::card::card;
 use super::device_failure::explained;
@@ -33,7 +34,9 @@ use crate::profile::{Profiler, TraceSchedule};
 use crate::report::html::{AnsweredQuestion, HtmlReport};
 use crate::report::memory::MemoryComparison;
 use crate::report::timing::StepTiming;
+use crate::report::ui::{RunView, restore_screen};
 use crate::report::{MetricsEndpoint, MetricsLog, Terminal};
+use crate::runtime::fault_signals::before_exit;
 use crate::setup::BaseCheck;
 use crate::units;
 use crate::weights::DigestTask;
@@ -93,7 +96,7 @@ impl TrainRun<'_> {
         world.enter(Phase::Load)?;
         let mut trainer = self.load(Arc::clone(&world), device)?;
         if let (Some((folder, record)), true) = (self.folder.get(), first) {
-            folder.begin(record.clone(), &[METRICS])?;
+            folder.begin(record.clone(), &[METRICS, ALERTS])?;
             folder.write_text(RECIPE, &plan.recipe.to_toml())?;
         }
         let before = showcase::answers(&self.showcase, &trainer.engine, &plan.rows.tokenizer)?;
@@ -300,7 +303,15 @@ impl TrainRun<'_> {
         }
         let endpoint = self.metrics.lock().unwrap_or_else(PoisonError::into_inner).take();
         let resumed = state.map(|state| state.step);
-        let listeners = monitoring::listeners(self.plan, output, resumed, endpoint, self.terminal);
+        let mut listeners = monitoring::listeners(self.plan, output, resumed, endpoint, self.terminal);
+        if self.args.ui {
+            before_exit(restore_screen);
+            listeners.extend(RunView::open(self.terminal, &self.title()));
+        }
+        match alarms::start(self.plan, output, &self.title(), self.terminal) {
+            Ok(alerts) => listeners.extend(alerts),
+            Err(error) => self.terminal.warn(format!("no alarms: {}", error.in_one_line())),
+        }
         Ok(Reporter { terminal: self.terminal, metrics, listeners })
     }
 }

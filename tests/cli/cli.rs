@@ -64,6 +64,8 @@ fn help_of_the_root() {
           --allow-change <KEY>       Resume though this key of the learning rate or its schedule is
                                      other than it was; may be repeated
           --force-base               Accept a checkpoint or adapter of another base model
+          --ui                       Show the run on a whole screen: curves, speed, memory, where the
+                                     time goes; `q` saves and stops
           --dry-run                  Print the resolved recipe and what the run would do; train nothing
           --offline                  Use only what is on this machine
       -q, --quiet                    Say only what went wrong
@@ -816,6 +818,19 @@ fn recipes_listed_and_shown() {
     # How many such cycles there are; 0: as many as the run has room for.
     # Accepted: a whole number, at least 0.
     repeat = 1
+
+    # Alarms about trouble in a run: on the terminal, in alerts.jsonl in the output folder, and to whoever is named here.
+    [alerts]
+    # What is watched for; not set: everything, once `command` or `webhook` is.
+    # Accepted: a list of "loss_spike", "stall", "non_finite", "no_progress", "idle_device", "low_disk".
+    # rules =
+    # A program and its arguments, without a shell, to start for each alarm, which it gets as JSON on its input.
+    # Accepted: a list of strings such as ["notify-send", "finetune"].
+    # command =
+    # An address to post each alarm to as JSON. Who knows it can post there: it is kept out of everything that a run
+    # leaves and says, and `env:NAME` keeps it out of the recipe too.
+    # Accepted: an http or https address, env:NAME.
+    # webhook =
     "#);
     assert_snapshot!(told(&["recipes", "show", "flul"]), @"
     exit 1

@@ -19,6 +19,7 @@ mod place;
 mod skipped;
 
 mod adapter_path;
+mod alerts;
 mod bad_input;
 mod base_identity;
 mod bench;
@@ -57,4 +58,5 @@ mod system_faults;
 mod tokenizer_dropout;
 mod tokens;
 mod train;
+mod ui;
 mod verify_resume;

@@ -313,3 +313,21 @@ choices! {
         Bf16 = "bf16",
     }
 }
+
+choices! {
+    /// A kind of trouble that a run raises an alarm about.
+    pub enum AlertRule {
+        /// A loss far above those before it.
+        LossSpike = "loss_spike",
+        /// No step for much longer than a step takes.
+        Stall = "stall",
+        /// A loss or gradient norm that is NaN or infinite.
+        NonFinite = "non_finite",
+        /// A gradient that is zero step after step.
+        NoProgress = "no_progress",
+        /// A device that waits for most of the time.
+        IdleDevice = "idle_device",
+        /// A disk without room for the next checkpoint.
+        LowDisk = "low_disk",
+    }
+}

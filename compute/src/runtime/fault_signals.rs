@@ -95,6 +95,15 @@ pub fn make_large_files_errors() {
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }
 
+/// What is called before a fault ends the process.
+static LAST: OnceLock<fn()> = OnceLock::new();
+
+/// Has `last` called before a fault ends the process: in a signal handler, so that it may do no more than one of them may.
+/// The first call counts.
+pub fn before_exit(last: fn()) {
+    LAST.get_or_init(|| last);
+}
+
 fn install() {
     // SAFETY: zeroes are a valid `sigaction`; the handler does nothing but what is allowed in one, see there; what was
     // done before is kept.
@@ -111,7 +120,7 @@ fn install() {
 }
 
 /// Writes the text of the file at fault and ends the process; what is no file's is left to what was done before. It only
-/// loads atomics and calls `write`, `sigaction` and `_exit`, which signal handlers may.
+/// loads atomics and calls [`before_exit`]'s function, `write`, `sigaction` and `_exit`, which signal handlers may.
 extern "C" fn on_bus_error(_: c_int, info: *mut siginfo_t, _: *mut c_void) {
     // SAFETY: the system passes a valid `info` to a handler with SA_SIGINFO. A text is alive while its file has a start,
     // and the thread at fault is still reading that file.
@@ -122,6 +131,9 @@ extern "C" fn on_bus_error(_: c_int, info: *mut siginfo_t, _: *mut c_void) {
             if start != 0 && at.checked_sub(start).is_some_and(|offset| offset < bytes) {
                 let (text, len) =
                     (file.text.load(Ordering::Acquire), file.text_bytes.load(Ordering::Acquire));
+                if let Some(last) = LAST.get() {
+                    last();
+                }
                 libc::write(libc::STDERR_FILENO, text.cast(), len);
                 libc::_exit(i32::from(ErrorCategory::Storage.exit_code()));
             }

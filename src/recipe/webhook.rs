@@ -1,0 +1,149 @@
+//! Whom alarms go to: a program, and an address, which is a secret.
+
+use std::fmt;
+use std::path::Path;
+
+use toml::Value;
+use ureq::http::Uri;
+
+use super::source::absolute;
+use super::value::{Setting, ValueRefusal};
+
+/// What names an environment variable.
+const VARIABLE: &str = "env:";
+
+/// Where alarms are posted to.
+#[derive(Clone, PartialEq, Eq)]
+pub enum WebhookSource {
+    /// An http or https address.
+    Address(String),
+    /// The environment variable that holds the address.
+    Variable(String),
+}
+
+/// The address is a secret: it must not end in a log.
+impl fmt::Debug for WebhookSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            WebhookSource::Address(_) => f.write_str("Address(hidden)"),
+            WebhookSource::Variable(name) => write!(f, "Variable({name:?})"),
+        }
+    }
+}
+
+impl WebhookSource {
+    /// Why `address` is none that alarms could be posted to; nothing if it is one. The address is not in the answer.
+    pub fn refusal(address: &str) -> Option<&'static str> {
+        let Ok(uri) = address.parse::<Uri>() else { return Some("it is not an address") };
+        let is_http = matches!(uri.scheme_str(), Some("http" | "https"));
+        let has_host = uri.host().is_some_and(|host| !host.is_empty());
+        (!is_http || !has_host).then_some("it is no http or https address")
+    }
+}
+
+impl Setting for WebhookSource {
+    fn accepted() -> String {
+        "an http or https address, env:NAME".into()
+    }
+
+    fn read(value: &Value, _: &Path) -> Result<Self, ValueRefusal> {
+        let text = value.as_str().ok_or(ValueRefusal::Shape)?;
+        if text.is_empty() {
+            return Err(ValueRefusal::Empty);
+        }
+        if let Some(name) = text.strip_prefix(VARIABLE) {
+            let is_name = !name.is_empty() && !name.contains(['=', '\0']);
+            let variable = || WebhookSource::Variable(name.to_owned());
+            return is_name.then(variable).ok_or(ValueRefusal::Shape);
+        }
+        match Self::refusal(text) {
+            None => Ok(WebhookSource::Address(text.to_owned())),
+            Some(why) => Err(ValueRefusal::Unusable(format!("{why}; accepted: {}", Self::accepted()))),
+        }
+    }
+
+    /// An address is not written down again: what a run leaves is shown around.
+    fn write(&self) -> Option<Value> {
+        match self {
+            WebhookSource::Address(_) => None,
+            WebhookSource::Variable(name) => Some(Value::String(format!("{VARIABLE}{name}"))),
+        }
+    }
+}
+
+/// A program and its arguments.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AlertProgram(pub Vec<String>);
+
+impl Setting for AlertProgram {
+    fn accepted() -> String {
+        r#"a list of strings such as ["notify-send", "finetune"]"#.into()
+    }
+
+    /// A program with a slash in its name is a path, from the recipe's folder on, and must exist.
+    fn read(value: &Value, folder: &Path) -> Result<Self, ValueRefusal> {
+        let list = value.as_array().ok_or(ValueRefusal::Shape)?;
+        let words = list.iter().map(|word| word.as_str().map(str::to_owned));
+        let mut words: Vec<String> = words.collect::<Option<_>>().ok_or(ValueRefusal::Shape)?;
+        let Some(program) = words.first_mut() else { return Err(ValueRefusal::Empty) };
+        if program.is_empty() {
+            return Err(ValueRefusal::Unusable("the program has no name".into()));
+        }
+        if program.contains('/') {
+            let path = absolute(program, folder)?;
+            if !path.is_file() {
+                return Err(ValueRefusal::Unusable(format!("there is no program {}", path.display())));
+            }
+            *program = path.to_string_lossy().into_owned();
+        }
+        Ok(AlertProgram(words))
+    }
+
+    fn write(&self) -> Option<Value> {
+        Some(Value::Array(self.0.iter().cloned().map(Value::String).collect()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn webhook(text: &str) -> Result<WebhookSource, ValueRefusal> {
+        WebhookSource::read(&Value::String(text.into()), Path::new("."))
+    }
+
+    #[test]
+    fn an_address_is_kept_to_itself() {
+        let address = "https://hooks.example/services/canary";
+        let read = webhook(address).unwrap();
+        assert_eq!(read, WebhookSource::Address(address.into()));
+        assert_eq!(read.write(), None);
+        assert!(!format!("{read:?}").contains("canary"));
+        for wrong in
+            ["ftp://h/canary", "hooks.example/canary", "http:///canary", "canary", "https://h/ canary"]
+        {
+            let Err(ValueRefusal::Unusable(why)) = webhook(wrong) else { panic!("{wrong}") };
+            assert!(!why.contains("canary"), "{why}");
+        }
+        let variable = webhook("env:HOOK").unwrap();
+        assert_eq!(variable.write(), Some(Value::String("env:HOOK".into())));
+        assert!(matches!(webhook("env:"), Err(ValueRefusal::Shape)));
+        assert!(matches!(webhook(""), Err(ValueRefusal::Empty)));
+    }
+
+    #[test]
+    fn a_program_is_a_name_or_a_path_of_the_recipes_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("say"), "").unwrap();
+        let read = |words: &[&str]| {
+            let list = words.iter().map(|word| Value::String((*word).to_owned())).collect();
+            AlertProgram::read(&Value::Array(list), folder.path())
+        };
+        assert_eq!(read(&["notify-send", "a/b"]).unwrap().0, ["notify-send", "a/b"]);
+        let path = folder.path().join("say");
+        assert_eq!(read(&["./say", ""]).unwrap().0, [path.to_str().unwrap(), ""]);
+        assert!(matches!(read(&["./other"]), Err(ValueRefusal::Unusable(_))));
+        assert!(matches!(read(&[""]), Err(ValueRefusal::Unusable(_))));
+        assert!(matches!(read(&[]), Err(ValueRefusal::Empty)));
+    }
+}

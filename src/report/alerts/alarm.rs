@@ -1,0 +1,42 @@
+//! One alarm, as it stands in alerts.jsonl and as it goes to a program or a server.
+
+use serde::Serialize;
+
+/// An alarm about trouble in a run.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(super) struct Alarm {
+    /// The name of the rule, as in the recipe.
+    pub(super) rule: &'static str,
+    /// The step at which it was raised; for a stall the last that ended.
+    pub(super) step: u64,
+    /// The number that is out of bounds.
+    pub(super) value: Option<f64>,
+    /// What is wrong, for a person.
+    pub(super) message: String,
+    /// When, as RFC 3339 has it.
+    pub(super) time: String,
+}
+
+/// What goes out: the alarm, and which run on which host it is about.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct OutgoingAlarm {
+    /// One line with all of it, which chat servers show.
+    text: String,
+    #[serde(flatten)]
+    pub(super) alarm: Alarm,
+    run: String,
+    host: String,
+}
+
+impl OutgoingAlarm {
+    pub(super) fn new(alarm: Alarm, run: &str, host: &str) -> Self {
+        let text = format!("{run} on {host}: {}: {}", alarm.rule, alarm.message);
+        OutgoingAlarm { text, alarm, run: run.to_owned(), host: host.to_owned() }
+    }
+
+    /// As JSON in one line.
+    pub(super) fn to_json(&self) -> String {
+        // Texts and numbers have a form in JSON; of a value that has none the field is null.
+        serde_json::to_string(self).unwrap_or_default()
+    }
+}

@@ -1,0 +1,189 @@
+//! A run on a whole screen: what it has learned, how fast it is, where its time goes, and what it says.
+//!
+//! The run hands over each report and goes on. A thread of its own draws, ten times a second at most and only what has
+//! changed, and reads the keys. What the run says meanwhile stands below the curves, and on the terminal when the screen
+//! has been given back.
+
+mod draw;
+mod figures;
+mod screen;
+
+pub use screen::restore_screen;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use figures::RunFigures;
+use screen::{AnsiScreen, TakenScreen, is_taken};
+
+use super::listener::RunListener;
+use super::metrics::{EvalReport, SkippedStep, StepReport};
+use super::terminal::{Terminal, ViewLines};
+use crate::error::{Error, Result};
+
+/// The least time between two frames.
+const FRAME: Duration = Duration::from_millis(100);
+/// Clocks on the screen go on although nothing has come.
+const CLOCK: Duration = Duration::from_secs(1);
+
+/// What the run and the thread that draws share.
+struct SharedView {
+    figures: Mutex<RunFigures>,
+    lines: ViewLines,
+    has_changed: AtomicBool,
+    is_over: AtomicBool,
+}
+
+/// Shows a run on the whole screen.
+pub struct RunView {
+    shared: Arc<SharedView>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl RunView {
+    /// Takes the screen of `terminal` for the run `title`. Where that is none, it says so and the run speaks in lines.
+    pub fn open(terminal: &Terminal, title: &str) -> Option<Self> {
+        if !terminal.is_screen() {
+            terminal.line("`--ui` needs a terminal as stderr: the run speaks in lines instead");
+            return None;
+        }
+        let screen = match TakenScreen::take() {
+            Ok(screen) => screen,
+            Err(error) => {
+                terminal.warn(format!("the run speaks in lines, there is no screen: {error}"));
+                return None;
+            }
+        };
+        let shared = Arc::new(SharedView {
+            figures: Mutex::new(RunFigures::new(title)),
+            lines: terminal.open_view(),
+            has_changed: AtomicBool::new(true),
+            is_over: AtomicBool::new(false),
+        });
+        let drawn =
+            DrawnView { screen: Some(screen), terminal: terminal.clone(), shared: Arc::clone(&shared) };
+        // Dropped with the closure where the system has no thread: then the screen is given back.
+        let thread = thread::Builder::new().name("screen".into()).spawn(move || drawn.show()).ok()?;
+        Some(RunView { shared, thread: Some(thread) })
+    }
+
+    fn change(&self, change: impl FnOnce(&mut RunFigures)) {
+        change(&mut self.shared.lock());
+        self.shared.has_changed.store(true, Ordering::Release);
+    }
+
+    /// Gives the screen back, and says what was said meanwhile.
+    fn close(&mut self) {
+        self.shared.is_over.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.take() {
+            // Its panic was told, and ends no run.
+            drop(thread.join());
+        }
+    }
+}
+
+impl SharedView {
+    fn lock(&self) -> MutexGuard<'_, RunFigures> {
+        self.figures.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl RunListener for RunView {
+    fn what(&self) -> &'static str {
+        "full-screen view"
+    }
+
+    fn begin(&mut self, done: u64, total: u64) -> Result<()> {
+        self.change(|figures| figures.begin(done, total));
+        Ok(())
+    }
+
+    fn step(&mut self, report: &StepReport) -> Result<()> {
+        self.change(|figures| figures.step(report));
+        Ok(())
+    }
+
+    fn eval(&mut self, report: &EvalReport) -> Result<()> {
+        self.change(|figures| figures.eval(report));
+        Ok(())
+    }
+
+    fn skipped(&mut self, _step: &SkippedStep) -> Result<()> {
+        self.change(|_| ());
+        Ok(())
+    }
+
+    fn failed(&mut self, _error: &Error) -> Result<()> {
+        self.close();
+        Ok(())
+    }
+
+    fn end(&mut self) -> Result<()> {
+        self.close();
+        Ok(())
+    }
+}
+
+impl Drop for RunView {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// What the thread that draws has.
+struct DrawnView {
+    screen: Option<TakenScreen>,
+    terminal: Terminal,
+    shared: Arc<SharedView>,
+}
+
+impl DrawnView {
+    /// Draws until the run is over, the screen was given back, or it cannot be written any more.
+    fn show(mut self) {
+        let Ok(mut terminal) = ratatui::Terminal::new(AnsiScreen::default()) else { return };
+        let mut drawn: Option<Instant> = None;
+        while !self.shared.is_over.load(Ordering::Acquire) && is_taken() {
+            let size = terminal.size().ok();
+            let is_stale = drawn.is_none_or(|drawn| drawn.elapsed() >= CLOCK);
+            let is_resized = size.is_some_and(|size| size != terminal.get_frame().area().as_size());
+            if self.shared.has_changed.swap(false, Ordering::AcqRel) || is_stale || is_resized {
+                if self.draw(&mut terminal).is_err() {
+                    return;
+                }
+                drawn = Some(Instant::now());
+            }
+            self.read_keys();
+        }
+    }
+
+    fn draw(&self, terminal: &mut ratatui::Terminal<AnsiScreen>) -> std::io::Result<()> {
+        let lines = self.shared.lines.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let figures = self.shared.lock();
+        let passed = figures.started.elapsed().as_secs_f64();
+        terminal.draw(|frame| draw::draw(frame, &figures, &lines, passed)).map(drop)
+    }
+
+    /// Takes the keys of the time until the next frame.
+    fn read_keys(&mut self) {
+        let until = Instant::now() + FRAME;
+        while let Some(left) = until.checked_duration_since(Instant::now()) {
+            let keys = self.screen.as_mut().map(|screen| screen.keys(left.max(Duration::from_millis(1))));
+            let asks = keys.is_some_and(|keys| keys.iter().any(|key| b"qQ".contains(key)));
+            if asks && !std::mem::replace(&mut self.shared.lock().is_stopping, true) {
+                self.shared.has_changed.store(true, Ordering::Release);
+                // SAFETY: a system call that takes numbers. The signal goes to all of this program's group, as that of
+                // Ctrl-C does: whoever started this process may be one that waits for it too.
+                unsafe { libc::kill(0, libc::SIGINT) };
+            }
+        }
+    }
+}
+
+impl Drop for DrawnView {
+    fn drop(&mut self) {
+        self.screen = None;
+        self.terminal.close_view();
+    }
+}

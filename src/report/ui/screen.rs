@@ -1,0 +1,235 @@
+//! The screen of a terminal, taken whole and given back whatever happens.
+//!
+//! On the way out there may be no time: a second signal or a fault of storage ends the process within a handler.
+//! [`restore_screen`] does no more than a handler may. Keys are read one by one without echo; Ctrl-C stays what it is, a
+//! signal, so that a run knows one way to stop.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read as _, Write as _};
+use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd as _;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use libc::c_int;
+use ratatui::backend::{Backend, ClearType, WindowSize};
+use ratatui::buffer::Cell;
+use ratatui::layout::{Position, Size};
+use ratatui::style::{Color, Modifier};
+use ratatui::text::Span;
+
+/// The other buffer of the terminal, empty, without a cursor.
+const TAKE: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[2J";
+/// The first buffer as it was, with a cursor, in plain style.
+const GIVE_BACK: &[u8] = b"\x1b[0m\x1b[?25h\x1b[?1049l";
+
+/// Whether this process has the screen.
+static IS_TAKEN: AtomicBool = AtomicBool::new(false);
+/// How the terminal was before keys were read one by one.
+static BEFORE: OnceLock<libc::termios> = OnceLock::new();
+/// The descriptor whose settings were changed; -1: none.
+static KEYS: AtomicI32 = AtomicI32::new(-1);
+
+/// Gives the screen back, where this process has it. Signal handlers may call it.
+pub fn restore_screen() {
+    if !IS_TAKEN.swap(false, Ordering::SeqCst) {
+        return;
+    }
+    let keys = KEYS.swap(-1, Ordering::SeqCst);
+    // SAFETY: `write` and `tcsetattr` may be called in handlers; the bytes and the settings live as long as the process.
+    unsafe {
+        libc::write(libc::STDERR_FILENO, GIVE_BACK.as_ptr().cast(), GIVE_BACK.len());
+        if let (0.., Some(before)) = (keys, BEFORE.get()) {
+            libc::tcsetattr(keys, libc::TCSANOW, before);
+        }
+    }
+}
+
+/// Whether nobody has given the screen back yet.
+pub(super) fn is_taken() -> bool {
+    IS_TAKEN.load(Ordering::SeqCst)
+}
+
+/// The screen, and the keys where they can be read.
+pub(super) struct TakenScreen {
+    keys: Option<File>,
+}
+
+impl TakenScreen {
+    /// Takes the screen that stderr is.
+    ///
+    /// # Errors
+    /// stderr cannot be written.
+    pub(super) fn take() -> io::Result<Self> {
+        let keys = OpenOptions::new().read(true).write(true).open("/dev/tty").ok().filter(read_each_key);
+        IS_TAKEN.store(true, Ordering::SeqCst);
+        let taken = TakenScreen { keys };
+        let mut stderr = io::stderr();
+        stderr.write_all(TAKE).and_then(|()| stderr.flush())?;
+        Ok(taken)
+    }
+
+    /// Waits for keys, `pause` at most, and returns those that came.
+    pub(super) fn keys(&mut self, pause: Duration) -> Vec<u8> {
+        let Some(file) = &mut self.keys else {
+            thread::sleep(pause);
+            return Vec::new();
+        };
+        let mut poll = libc::pollfd { fd: file.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: the pointer is to one valid `pollfd`.
+        let ready = unsafe { libc::poll(&raw mut poll, 1, pause.as_millis() as c_int) };
+        if ready <= 0 {
+            return Vec::new();
+        }
+        let mut bytes = [0; 64];
+        match file.read(&mut bytes) {
+            Ok(count) if count > 0 => bytes[..count].to_vec(),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Vec::new(),
+            // The terminal is gone.
+            _ => {
+                self.keys = None;
+                Vec::new()
+            }
+        }
+    }
+}
+
+impl Drop for TakenScreen {
+    fn drop(&mut self) {
+        restore_screen();
+    }
+}
+
+/// Has the terminal hand over each key as it comes and show none; false where it is another program's to ask.
+fn read_each_key(tty: &File) -> bool {
+    let fd = tty.as_raw_fd();
+    let mut settings = MaybeUninit::<libc::termios>::zeroed();
+    // SAFETY: the descriptor is open, and the pointers are to a whole `termios`, for which zeroes are a valid value. A
+    // process in the background would be stopped by `tcsetattr`, and is not asked to call it.
+    unsafe {
+        if libc::tcgetpgrp(fd) != libc::getpgrp() || libc::tcgetattr(fd, settings.as_mut_ptr()) != 0 {
+            return false;
+        }
+        let mut settings = settings.assume_init();
+        BEFORE.get_or_init(|| settings);
+        settings.c_lflag &= !(libc::ICANON | libc::ECHO);
+        // Ctrl-Z and Ctrl-\ would leave a screen that is not given back.
+        settings.c_cc[libc::VSUSP] = 0;
+        settings.c_cc[libc::VQUIT] = 0;
+        if libc::tcsetattr(fd, libc::TCSANOW, &raw const settings) != 0 {
+            return false;
+        }
+    }
+    KEYS.store(fd, Ordering::SeqCst);
+    true
+}
+
+/// What is drawn, as the escape sequences that every terminal of today knows (ECMA-48), in one write a frame.
+#[derive(Default)]
+pub(super) struct AnsiScreen {
+    frame: String,
+}
+
+impl AnsiScreen {
+    fn style(&mut self, colour: Color, modifier: Modifier) {
+        self.frame.push_str("\x1b[0");
+        let code = match colour {
+            Color::Red => Some("31"),
+            Color::Green => Some("32"),
+            Color::Yellow => Some("33"),
+            Color::Blue => Some("34"),
+            Color::Magenta => Some("35"),
+            Color::Cyan => Some("36"),
+            _ => None,
+        };
+        let bold = modifier.contains(Modifier::BOLD).then_some("1");
+        let dim = modifier.contains(Modifier::DIM).then_some("2");
+        for code in [code, bold, dim].into_iter().flatten() {
+            self.frame.push(';');
+            self.frame.push_str(code);
+        }
+        self.frame.push('m');
+    }
+
+    fn go_to(&mut self, x: u16, y: u16) {
+        self.frame.push_str(&format!("\x1b[{};{}H", y + 1, x + 1));
+    }
+}
+
+impl Backend for AnsiScreen {
+    type Error = io::Error;
+
+    fn draw<'a, I>(&mut self, content: I) -> io::Result<()>
+    where
+        I: Iterator<Item = (u16, u16, &'a Cell)>,
+    {
+        let (mut next, mut style) = (None, None);
+        for (x, y, cell) in content {
+            if next != Some((x, y)) {
+                self.go_to(x, y);
+            }
+            if style.replace((cell.fg, cell.modifier)) != Some((cell.fg, cell.modifier)) {
+                self.style(cell.fg, cell.modifier);
+            }
+            self.frame.push_str(cell.symbol());
+            // How wide others are is for the terminal to know.
+            next = (Span::raw(cell.symbol()).width() == 1).then_some((x + 1, y));
+        }
+        Ok(())
+    }
+
+    fn hide_cursor(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn show_cursor(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn get_cursor_position(&mut self) -> io::Result<Position> {
+        Ok(Position::ORIGIN)
+    }
+
+    fn set_cursor_position<P: Into<Position>>(&mut self, position: P) -> io::Result<()> {
+        let Position { x, y } = position.into();
+        self.go_to(x, y);
+        Ok(())
+    }
+
+    fn clear(&mut self) -> io::Result<()> {
+        self.frame.push_str("\x1b[0m\x1b[2J");
+        Ok(())
+    }
+
+    fn clear_region(&mut self, _: ClearType) -> io::Result<()> {
+        self.clear()
+    }
+
+    fn size(&self) -> io::Result<Size> {
+        let mut found = MaybeUninit::<libc::winsize>::zeroed();
+        // SAFETY: the pointer is to a whole `winsize`, for which zeroes are a valid value.
+        let (status, found) = unsafe {
+            let status = libc::ioctl(libc::STDERR_FILENO, libc::TIOCGWINSZ, found.as_mut_ptr());
+            (status, found.assume_init())
+        };
+        // A terminal that does not know its size is as those of old.
+        let known = status == 0 && found.ws_col > 0 && found.ws_row > 0;
+        Ok(if known { Size::new(found.ws_col, found.ws_row) } else { Size::new(80, 24) })
+    }
+
+    fn window_size(&mut self) -> io::Result<WindowSize> {
+        Ok(WindowSize { columns_rows: self.size()?, pixels: Size::ZERO })
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        let frame = std::mem::take(&mut self.frame);
+        // Somebody else may have given the screen back in the meantime.
+        if frame.is_empty() || !is_taken() {
+            return Ok(());
+        }
+        let mut stderr = io::stderr().lock();
+        stderr.write_all(frame.as_bytes()).and_then(|()| stderr.flush())
+    }
+}
