@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::*;
-use crate::instruction_set::InstructionSet;
+use crate::instruction_set::{InstructionSet, VARIABLE};
 use crate::ops::gemm::{MatView, QuantMat};
 use crate::quant::{Blocks, CodeKind, Scales};
 
@@ -30,8 +30,47 @@ fn matrix<T: FloatElement>(values: &[T], rows: usize, cols: usize, turned: bool)
     if turned { MatView::new(values, cols, rows, rows).t() } else { MatView::new(values, rows, cols, cols) }
 }
 
-/// The largest error of any element against f64, in units of 2⁻²⁴ · Σ|a||b|: of the kernel, and of f32 sums.
-fn errors<A: FloatElement, B: FloatElement>(kernel: MicroKernel, case: &Case) -> (f64, f64) {
+/// What a product should be, element by element of its rows.
+struct Expected {
+    /// Σ ab and Σ |ab| in f64.
+    exact: Vec<f64>,
+    size: Vec<f64>,
+    /// The largest error of f32 sums, in units of 2⁻²⁴ · Σ|ab|.
+    single: f64,
+}
+
+/// As the definition says, of values that are rounded to bf16 first or are not.
+fn expected<A: FloatElement, B: FloatElement>(case: &Case, rounded: bool) -> Expected {
+    let (m, n, k) = case.shape;
+    let taken = |value: f32| if rounded { bf16::from_f32(value).to_f32() } else { value };
+    let at = |i: usize, j: usize, (rows, cols): (usize, usize), turned| {
+        if turned { j * rows + i } else { i * cols + j }
+    };
+    let (a, b) = (numbers(m * k, 1), numbers(k * n, 2));
+    let a = |i, l| taken(A::nearest(a[at(i, l, (m, k), case.turned.0)]).widen());
+    let b: Vec<f32> =
+        (0..k * n).map(|e| taken(B::nearest(b[at(e / n, e % n, (k, n), case.turned.1)]).widen())).collect();
+    let mut all = Expected { exact: vec![0.0; m * n], size: vec![0.0; m * n], single: 0.0 };
+    for (i, (exact, size)) in all.exact.chunks_mut(n).zip(all.size.chunks_mut(n)).enumerate() {
+        let mut single = vec![0f32; n];
+        for (l, b) in b.chunks(n).enumerate() {
+            let x = a(i, l);
+            for (((exact, size), single), y) in exact.iter_mut().zip(&mut *size).zip(&mut single).zip(b) {
+                let term = f64::from(x) * f64::from(*y);
+                *exact += term;
+                *size += term.abs();
+                *single += x * y;
+            }
+        }
+        for ((exact, size), single) in exact.iter().zip(&*size).zip(&single) {
+            all.single = all.single.max((f64::from(*single) - exact).abs() / (2f64.powi(-24) * size));
+        }
+    }
+    all
+}
+
+/// The largest error of any element that a kernel makes, in units of 2⁻²⁴ · Σ|a||b|.
+fn error<A: FloatElement, B: FloatElement>(kernel: MicroKernel, case: &Case, expected: &Expected) -> f64 {
     let (m, n, k) = case.shape;
     let a: Vec<A> = numbers(m * k, 1).into_iter().map(A::nearest).collect();
     let b: Vec<B> = numbers(k * n, 2).into_iter().map(B::nearest).collect();
@@ -41,36 +80,28 @@ fn errors<A: FloatElement, B: FloatElement>(kernel: MicroKernel, case: &Case) ->
     let dst = MatViewMut { data: &mut out, stride, accumulate: case.accumulate };
     let matrices = (matrix(&a, m, k, case.turned.0), matrix(&b, k, n, case.turned.1));
     product(kernel, dst, matrices.0, matrices.1, None, 0.5, case.threads);
-    let at = |i: usize, j: usize, (rows, cols): (usize, usize), turned| {
-        if turned { j * rows + i } else { i * cols + j }
-    };
-    let taken = |value: f32| if rounds(kernel) { bf16::from_f32(value).to_f32() } else { value };
-    let (mut worst, mut worst_f32) = (0f64, 0f64);
+    let mut worst = 0f64;
     for i in 0..m {
         for j in 0..n {
-            let (mut exact, mut size, mut single) = (0f64, 0f64, 0f32);
-            for l in 0..k {
-                let x = taken(a[at(i, l, (m, k), case.turned.0)].widen());
-                let y = taken(b[at(l, j, (k, n), case.turned.1)].widen());
-                exact += f64::from(x) * f64::from(y);
-                size += (f64::from(x) * f64::from(y)).abs();
-                single += x * y;
-            }
+            let (exact, size) = (expected.exact[i * n + j], expected.size[i * n + j]);
             let start = if case.accumulate { f64::from(before[i * stride + j]) } else { 0.0 };
             let unit = 2f64.powi(-24) * (size * 0.5 + start.abs());
             let error = (f64::from(out[i * stride + j]) - (start + 0.5 * exact)).abs() / unit;
             worst = if worst.is_nan() || error.is_nan() { f64::NAN } else { worst.max(error) };
-            worst_f32 = worst_f32.max((f64::from(single) - exact).abs() / (2f64.powi(-24) * size));
         }
         // What lies between rows is left alone.
         let between = i * stride + n..((i + 1) * stride).min(out.len());
         assert!(out[between.clone()].iter().zip(&before[between]).all(|(x, y)| x.to_bits() == y.to_bits()));
     }
-    (worst, worst_f32)
+    worst
 }
 
-/// The kernels of this processor for products whose operands may be rounded to bf16, or may not.
+/// The kernels of this processor for products whose operands may be rounded to bf16, or may not; that of one set alone where
+/// `FINETUNE_CPU` names it (`scripts/emulate_amx.sh`).
 fn kernels(may_round: bool) -> Vec<MicroKernel> {
+    if std::env::var_os(VARIABLE).is_some() {
+        return vec![MicroKernel::of(InstructionSet::in_use(), may_round)];
+    }
     let sets = InstructionSet::ALL.into_iter().filter(|set| *set <= InstructionSet::detected());
     let mut kernels: Vec<MicroKernel> = sets.map(|set| MicroKernel::of(set, may_round)).collect();
     // What the matrix unit does, on processors without one.
@@ -101,12 +132,18 @@ fn f32_product(
     out
 }
 
-/// The largest errors of each kernel that takes operands of these types, as [`errors`] gives them.
+/// The largest error of each kernel that takes operands of these types, and that of f32 sums.
 fn errors_of_kernels<A: FloatElement, B: FloatElement>(case: &Case) -> Vec<(MicroKernel, f64, f64)> {
     let is_bf16 = [A::DTYPE, B::DTYPE].map(|dtype| dtype == candle_core::DType::BF16);
     let may_round = is_bf16[0] || (case.turned.0 && is_bf16[1]);
-    let found = kernels(may_round).into_iter().map(|kernel| (kernel, errors::<A, B>(kernel, case)));
-    found.map(|(kernel, (error, single))| (kernel, error, single)).collect()
+    // Rounding changes nothing of what is bf16.
+    let exact = expected::<A, B>(case, false);
+    let rounded = (may_round && is_bf16 != [true; 2]).then(|| expected::<A, B>(case, true));
+    let found = kernels(may_round).into_iter().map(|kernel| {
+        let expected = rounded.as_ref().filter(|_| rounds(kernel)).unwrap_or(&exact);
+        (kernel, error::<A, B>(kernel, case, expected), expected.single)
+    });
+    found.collect()
 }
 
 #[test]
