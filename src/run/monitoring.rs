@@ -44,9 +44,12 @@ pub(super) fn listen(
         )
     })?;
     let whom = if server.is_open() { ", for whoever reaches this machine" } else { "" };
-    terminal.line(format!("metrics at {}{whom}", server.url()));
+    let place = format!("metrics at {}{whom}", server.url());
     let labels = RunLabels { run: name_of(output), model: plan.base.found.name() };
-    MetricsEndpoint::new(server, &labels).map(Some)
+    let endpoint = MetricsEndpoint::new(server, &labels)?;
+    // Whoever reads this finds a page.
+    terminal.line(place);
+    Ok(Some(endpoint))
 }
 
 /// What a run is called: as its output folder.

@@ -3,7 +3,7 @@
 
 use crate::data::{Example, Tokenizer};
 use crate::engine::{Engine, LogitsProcessor, RunSummary, Sampling};
-use crate::error::Result;
+use crate::error::{Error, ErrorCategory, Result};
 use crate::plan::Plan;
 use crate::recipe::Offload;
 use crate::report::Terminal;
@@ -35,7 +35,7 @@ pub(crate) struct Showcase {
     questions: Vec<Question>,
     /// Tokens of an answer, at most.
     tokens: usize,
-    /// The quickstart's.
+    /// Shown on the terminal, as the quickstart's are.
     on_terminal: bool,
 }
 
@@ -82,7 +82,10 @@ fn question(example: &Example, start: usize, tokenizer: &Tokenizer) -> Result<Qu
     })
 }
 
-/// What the model answers, always the likeliest token.
+/// What the model answers, always the likeliest token: nothing where its numbers are none, which training will say.
+///
+/// # Errors
+/// The device failed, or a peer.
 pub(crate) fn answers(showcase: &Showcase, engine: &Engine, tokenizer: &Tokenizer) -> Result<Vec<String>> {
     let answer = |question: &Question| {
         let mut greedy = LogitsProcessor::from_sampling(0, Sampling::ArgMax);
@@ -90,7 +93,10 @@ pub(crate) fn answers(showcase: &Showcase, engine: &Engine, tokenizer: &Tokenize
         let ids = engine.generate(&question.prompt, showcase.tokens, &mut greedy, stop, &mut |_| Ok(true))?;
         Ok(tokenizer.decode(&ids, true)?.trim().replace('\n', " "))
     };
-    showcase.questions.iter().map(answer).collect()
+    match showcase.questions.iter().map(answer).collect() {
+        Err(error) if Error::kind(&error) == ErrorCategory::Diverged => Ok(Vec::new()),
+        answers => answers,
+    }
 }
 
 /// The questions with both answers, as the report shows them; `before` and `after` are none where nobody asked.

@@ -265,7 +265,7 @@ fn a_run_that_hangs_is_an_alarm() {
     let command = program(&place);
     let sets = ["--set", "parallel.timeout_secs=3", "--set", &command];
     let mut run = place.command(&lora(&[&ON_TEXT[..], &sets].concat()));
-    let said = ends(&place, &run.env("FINETUNE_FAULT", "0:backward:3:hang").output().unwrap(), 75);
+    let said = ends(&place, &run.env("FINETUNE_FAULT", "0:backward:4:hang").output().unwrap(), 75);
     assert!(said.contains("error: rank 0 hangs: no progress in phase backward\n"), "{said}");
     let told = lines(&place.path("told"));
     assert_eq!(told.len(), 1, "{told:?}");
