@@ -7,7 +7,7 @@ use ratatui::symbols::Marker;
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Axis, Block, Chart, Dataset, GraphType, Paragraph};
 
-use super::figures::{RECENT, RunFigures};
+use super::figures::{RECENT, ScreenFigures};
 use crate::report::metrics::StepReport;
 use crate::units;
 
@@ -21,7 +21,7 @@ const PARTS_ROWS: u16 = 9;
 const CURVE_ROWS: u16 = 6;
 
 /// Draws the run after `passed` seconds; `lines` are what it has said since it began.
-pub(super) fn draw(frame: &mut Frame<'_>, figures: &RunFigures, lines: &[String], passed: f64) {
+pub(super) fn draw(frame: &mut Frame<'_>, figures: &ScreenFigures, lines: &[String], passed: f64) {
     let area = frame.area();
     let [head, bar, body] =
         Layout::vertical([Constraint::Length(1), Constraint::Length(1), Constraint::Min(0)]).areas(area);
@@ -34,7 +34,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, figures: &RunFigures, lines: &[String]
     }
 }
 
-fn draw_wide(frame: &mut Frame<'_>, area: Rect, figures: &RunFigures, lines: &[String]) {
+fn draw_wide(frame: &mut Frame<'_>, area: Rect, figures: &ScreenFigures, lines: &[String]) {
     // The curve gets two thirds of what the boxes below it leave.
     let said = (area.height.saturating_sub(PARTS_ROWS) / 3).clamp(3, 12);
     let rows = [Constraint::Min(CURVE_ROWS), Constraint::Length(PARTS_ROWS), Constraint::Length(said)];
@@ -57,7 +57,7 @@ fn draw_wide(frame: &mut Frame<'_>, area: Rect, figures: &RunFigures, lines: &[S
     frame.render_widget(Paragraph::new(said_lines(lines, rows)).block(Block::bordered()), bottom);
 }
 
-fn draw_narrow(frame: &mut Frame<'_>, area: Rect, figures: &RunFigures, lines: &[String]) {
+fn draw_narrow(frame: &mut Frame<'_>, area: Rect, figures: &ScreenFigures, lines: &[String]) {
     let text = figure_lines(figures);
     let said = lines.len().min(3) as u16;
     let curve = area.height.saturating_sub(text.len() as u16 + said);
@@ -71,7 +71,7 @@ fn draw_narrow(frame: &mut Frame<'_>, area: Rect, figures: &RunFigures, lines: &
     frame.render_widget(Paragraph::new(said_lines(lines, usize::from(bottom.height))), bottom);
 }
 
-fn heading(figures: &RunFigures, passed: f64) -> Line<'static> {
+fn heading(figures: &ScreenFigures, passed: f64) -> Line<'static> {
     let left = figures.secs_left(passed);
     let left = left.map_or_else(String::new, |secs| format!(", {} left", units::duration(secs)));
     let time = format!("{} passed{left}", units::duration(passed));
@@ -84,7 +84,7 @@ fn heading(figures: &RunFigures, passed: f64) -> Line<'static> {
     ])
 }
 
-fn progress(figures: &RunFigures, width: u16) -> Line<'static> {
+fn progress(figures: &ScreenFigures, width: u16) -> Line<'static> {
     let share = figures.done() as f64 / figures.total.max(1) as f64;
     let (full, rest) = cells(share, width);
     Line::from(vec![Span::styled("━".repeat(full), Color::Green), "─".repeat(rest).dim()])
@@ -96,7 +96,7 @@ fn cells(share: f64, width: u16) -> (usize, usize) {
     (full, usize::from(width) - full)
 }
 
-fn draw_curve(frame: &mut Frame<'_>, area: Rect, figures: &RunFigures) {
+fn draw_curve(frame: &mut Frame<'_>, area: Rect, figures: &ScreenFigures) {
     let points = figures.curve.points();
     let all = || points.iter().chain(&figures.evals).map(|point| point.1).filter(|loss| loss.is_finite());
     let (low, high) =
@@ -125,7 +125,7 @@ fn draw_curve(frame: &mut Frame<'_>, area: Rect, figures: &RunFigures) {
 }
 
 /// The figures of the last step.
-fn figure_lines(figures: &RunFigures) -> Vec<Line<'static>> {
+fn figure_lines(figures: &ScreenFigures) -> Vec<Line<'static>> {
     let mut lines = Vec::new();
     let mut add = |name: &str, value: String| lines.push(Line::from(format!("{name:<14}{value}")));
     if let Some(report) = &figures.last {
@@ -156,7 +156,7 @@ fn step_time(secs: f64) -> String {
 }
 
 /// A bar for each part of the time of the last steps.
-fn part_lines(figures: &RunFigures, width: u16) -> Vec<Line<'static>> {
+fn part_lines(figures: &ScreenFigures, width: u16) -> Vec<Line<'static>> {
     let sum = |of: fn(&StepReport) -> f64| figures.recent.iter().map(of).sum::<f64>();
     let all = sum(StepReport::all_parts);
     let parts = [
@@ -176,7 +176,7 @@ fn part_lines(figures: &RunFigures, width: u16) -> Vec<Line<'static>> {
 }
 
 /// A bar for each rank, as long as the seconds that it computed in the last step.
-fn rank_lines(figures: &RunFigures, width: u16, rows: u16) -> Vec<Line<'static>> {
+fn rank_lines(figures: &ScreenFigures, width: u16, rows: u16) -> Vec<Line<'static>> {
     let ranks = figures.last.as_ref().map_or(&[][..], |report| &report.rank_secs);
     if ranks.is_empty() {
         let secs = figures.last.as_ref().map(|report| vec![report.step_secs]).unwrap_or_default();

@@ -56,7 +56,7 @@ impl LossCurve {
 
 /// A run as far as it has come.
 #[derive(Debug)]
-pub(super) struct RunFigures {
+pub(super) struct ScreenFigures {
     pub(super) title: String,
     pub(super) first: u64,
     pub(super) total: u64,
@@ -68,9 +68,9 @@ pub(super) struct RunFigures {
     pub(super) is_stopping: bool,
 }
 
-impl RunFigures {
+impl ScreenFigures {
     pub(super) fn new(title: &str) -> Self {
-        RunFigures {
+        ScreenFigures {
             title: printable(title).into_owned(),
             first: 0,
             total: 0,

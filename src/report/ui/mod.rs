@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use figures::RunFigures;
+use figures::ScreenFigures;
 use screen::{AnsiScreen, TakenScreen, is_taken};
 
 use super::listener::RunListener;
@@ -30,7 +30,7 @@ const CLOCK: Duration = Duration::from_secs(1);
 
 /// What the run and the thread that draws share.
 struct SharedView {
-    figures: Mutex<RunFigures>,
+    figures: Mutex<ScreenFigures>,
     lines: ViewLines,
     has_changed: AtomicBool,
     is_over: AtomicBool,
@@ -57,7 +57,7 @@ impl RunView {
             }
         };
         let shared = Arc::new(SharedView {
-            figures: Mutex::new(RunFigures::new(title)),
+            figures: Mutex::new(ScreenFigures::new(title)),
             lines: terminal.open_view(),
             has_changed: AtomicBool::new(true),
             is_over: AtomicBool::new(false),
@@ -69,7 +69,7 @@ impl RunView {
         Some(RunView { shared, thread: Some(thread) })
     }
 
-    fn change(&self, change: impl FnOnce(&mut RunFigures)) {
+    fn change(&self, change: impl FnOnce(&mut ScreenFigures)) {
         change(&mut self.shared.lock());
         self.shared.has_changed.store(true, Ordering::Release);
     }
@@ -85,7 +85,7 @@ impl RunView {
 }
 
 impl SharedView {
-    fn lock(&self) -> MutexGuard<'_, RunFigures> {
+    fn lock(&self) -> MutexGuard<'_, ScreenFigures> {
         self.figures.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -26,8 +26,8 @@ fn report(step: u64, ranks: usize) -> StepReport {
     }
 }
 
-fn run(steps: u64, ranks: usize) -> RunFigures {
-    let mut figures = RunFigures::new("my\u{1b}run");
+fn run(steps: u64, ranks: usize) -> ScreenFigures {
+    let mut figures = ScreenFigures::new("my\u{1b}run");
     figures.begin(0, 400);
     figures.eval(&EvalReport::new(0, 3.1, 100));
     (1..=steps).for_each(|step| figures.step(&report(step, ranks)));
@@ -37,7 +37,7 @@ fn run(steps: u64, ranks: usize) -> RunFigures {
     figures
 }
 
-fn screen(columns: u16, rows: u16, figures: &RunFigures, lines: &[&str]) -> String {
+fn screen(columns: u16, rows: u16, figures: &ScreenFigures, lines: &[&str]) -> String {
     let mut terminal = Terminal::new(TestBackend::new(columns, rows)).unwrap();
     let lines: Vec<String> = lines.iter().map(|line| (*line).to_owned()).collect();
     terminal.draw(|frame| draw(frame, figures, &lines, 60.0)).unwrap();
@@ -141,7 +141,7 @@ fn no_size_and_no_run_is_too_small_or_too_large() {
 
 #[test]
 fn a_long_run_has_a_curve_of_bounded_length() {
-    let mut figures = RunFigures::new("long");
+    let mut figures = ScreenFigures::new("long");
     figures.begin(0, 100_000);
     (1..=100_000).for_each(|step| figures.step(&report(step, 1)));
     let points = figures.curve.points();
@@ -151,7 +151,7 @@ fn a_long_run_has_a_curve_of_bounded_length() {
     assert!(figures.evals.len() < 1100);
     screen(80, 24, &figures, &[]);
     // A loss that is the same at all steps, and one beyond all bounds.
-    let mut flat = RunFigures::new("flat");
+    let mut flat = ScreenFigures::new("flat");
     flat.begin(0, 10);
     flat.step(&StepReport { step: 1, loss: 0.0, ..StepReport::default() });
     screen(80, 24, &flat, &[]);
