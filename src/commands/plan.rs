@@ -4,7 +4,7 @@ use super::{print, print_json, terminal, working_folder};
 use crate::cli::PlanArgs;
 use crate::data::{Dataset, Sampler};
 use crate::error::Result;
-use crate::plan::{Rows, StepInputs, sampler_options};
+use crate::plan::{ParamCache, Rows, StepInputs, sampler_options};
 use crate::recipe::Recipe;
 use crate::run::sizing_inputs::{SizedModel, engine_on, room_of, timed_on, world_of};
 use crate::setup::Resolver;
@@ -35,6 +35,7 @@ pub(super) fn run(args: &PlanArgs) -> Result<()> {
         new_tokens: &found.new_tokens,
         engine: &engine,
         room: room_of(hardware.as_ref()),
+        params: &ParamCache::default(),
     };
     inputs.split_rows(&mut recipe, world)?;
     let held_out = found.held_out.iter().flat_map(Dataset::examples);

@@ -1,12 +1,15 @@
 //! Whether a step fits the memory of its ranks: the strategy and the recomputing with which it does, and where none
 //! does, the changes of the run with which it would. All figures come from [`MemoryPlan::of_step`].
 
+use std::sync::Arc;
+
 use super::bf16_copy;
 use super::changes::{Change, ModelSettings, WITHOUT_MASTERS, changes, more_ranks};
-use super::memory::{MemoryOptions, MemoryPlan, Saving, available};
+use super::memory::{MemoryOptions, MemoryPlan, MicroBatchTensors, Saving, available};
 use super::memory_parts::MemoryParts;
 use super::parallel;
 use super::parallel::{WorldSize, named_strategy, pick_strategy};
+use super::run_params::{ParamCache, RunParams};
 use super::traffic;
 use crate::data::Dataset;
 use crate::error::{Error, Result};
@@ -39,6 +42,8 @@ pub(crate) struct StepInputs<'a> {
     pub(crate) new_tokens: &'a [u32],
     pub(crate) engine: &'a EngineOptions,
     pub(crate) room: Room,
+    /// Parameters that were listed already.
+    pub(crate) params: &'a ParamCache,
 }
 
 /// The rows that steps take.
@@ -79,7 +84,7 @@ pub(crate) struct Fit {
 pub(crate) struct PlannedStep {
     pub(crate) fit: Fit,
     /// Every parameter of the run.
-    pub(crate) descs: Vec<ParamDesc>,
+    pub(crate) descs: Arc<[ParamDesc]>,
     /// What a rank sends.
     pub(crate) sent: SentBytes,
     /// Bytes that are copied from the host for one use of all of them.
@@ -120,14 +125,16 @@ impl StepInputs<'_> {
 
     /// As [`StepInputs::decide`], with what the step is made of; none where the strategy is left open and none fits.
     pub(crate) fn planned(&self, recipe: &Recipe, world: WorldSize) -> Result<Option<PlannedStep>> {
-        let own = self.adapter_of(recipe)?;
-        let adapter_setup = self.adapter_setup.or(own.as_ref());
-        let descs = self.descs(recipe, adapter_setup)?;
+        let params = self.run_params(recipe)?;
+        let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());
+        let descs = Arc::clone(&params.descs);
         let tokens = widest_micro_batch(recipe, self.rows);
         let engine = EngineOptions { offload: parallel::offload(&recipe.parallel), ..self.engine.clone() };
+        let any = how(recipe, &engine, ShardingStrategy::Single, world.all);
+        let tensors = MicroBatchTensors::new(&self.base.config, &descs, adapter_setup, tokens, &any);
         let needed = |kind, recompute| {
             let how = how(recipe, &engine, kind, world.all);
-            MemoryPlan::of_step(&self.base.config, &descs, adapter_setup, tokens, recompute, &how)
+            MemoryPlan::of_tensors(&tensors, &descs, adapter_setup.is_some(), recompute, &how)
         };
         let budget = self.budget(world.all);
         let picked = match named_strategy(recipe, world)? {
@@ -152,12 +159,24 @@ impl StepInputs<'_> {
     /// # Errors
     /// As [`StepInputs::decide`].
     pub(crate) fn parts(&self, recipe: &Recipe, step: &PlannedStep, world: WorldSize) -> Result<MemoryParts> {
-        let own = self.adapter_of(recipe)?;
-        let adapter_setup = self.adapter_setup.or(own.as_ref());
+        let params = self.run_params(recipe)?;
+        let adapter_setup = self.adapter_setup.or(params.own_adapter.as_ref());
         let engine = EngineOptions { offload: parallel::offload(&recipe.parallel), ..self.engine.clone() };
         let options = how(recipe, &engine, step.fit.kind, world.all);
         let tokens = widest_micro_batch(recipe, self.rows);
         Ok(MemoryParts::new(&self.base.config, &step.descs, adapter_setup, tokens, &options))
+    }
+
+    /// The parameters of `recipe`.
+    ///
+    /// # Errors
+    /// Its adapter fits nothing of the model, or names what is not there; modules that it leaves unquantized are none.
+    fn run_params(&self, recipe: &Recipe) -> Result<Arc<RunParams>> {
+        self.params.get((recipe.adapter.clone(), recipe.quantization.clone()), || {
+            let own_adapter = self.adapter_of(recipe)?;
+            let descs = self.descs(recipe, self.adapter_setup.or(own_adapter.as_ref()))?;
+            Ok(RunParams { own_adapter, descs: descs.into() })
+        })
     }
 
     /// The adapter of a recipe that has one where the run has none.

@@ -104,6 +104,19 @@ impl MemoryPlan {
         recompute: Recompute,
         options: &MemoryOptions<'_>,
     ) -> Self {
+        let tensors = MicroBatchTensors::new(config, descs, adapter_setup, tokens, options);
+        Self::of_tensors(&tensors, descs, adapter_setup.is_some(), recompute, options)
+    }
+
+    /// The same of a micro-batch that keeps and takes `tensors`, of a run that trains an adapter (`has_adapter`) or all weights.
+    pub(super) fn of_tensors(
+        tensors: &MicroBatchTensors<'_>,
+        descs: &[ParamDesc],
+        has_adapter: bool,
+        recompute: Recompute,
+        options: &MemoryOptions<'_>,
+    ) -> Self {
+        let MicroBatchTensors { config, tokens, saved, on_gpu } = tensors;
         let size = options.dtype.size_in_bytes();
         // What is gathered for one use, and gradients before they are added up: by segment.
         let mut moment: BTreeMap<Segment, MomentBytes> = BTreeMap::new();
@@ -140,18 +153,15 @@ impl MemoryPlan {
             let staged = 2 + options.optimizer_state.tensors.len() as u64;
             memory.workspace += 4 * staged * longest.min(STAGING_ELEMENTS as u64);
         }
-        let saved = saved_bytes(config, descs, adapter_setup, tokens, options);
-        memory.activations = kept_bytes(&saved, recompute) as u64;
-        let temporaries = temporary_bytes(config, tokens, size);
+        memory.activations = kept_bytes(saved, recompute) as u64;
+        let temporaries = temporary_bytes(config, *tokens, size);
         memory.workspace += for_a_moment(&moment);
-        memory.workspace += if options.on_host {
-            temporaries + logits_bytes(config.vocab_size, tokens, false) as u64
-        } else {
-            let held = [bytes_at_loss(&saved, recompute) as u64, memory.activations];
-            GpuStep::new(config, &dequantized(descs, options), adapter_setup, [tokens, size]).workspace(held)
+        memory.workspace += match on_gpu {
+            None => temporaries + logits_bytes(config.vocab_size, *tokens, false) as u64,
+            Some(step) => step.workspace([bytes_at_loss(saved, recompute) as u64, memory.activations]),
         };
         // Logits, gathered values and fresh gradients keep their memory from step to step.
-        let snapshot = snapshot_bytes(descs, adapter_setup.is_some(), options);
+        let snapshot = snapshot_bytes(descs, has_adapter, options);
         memory.add_saving(snapshot, memory.activations + temporaries, options);
         memory
     }
@@ -168,6 +178,36 @@ impl MemoryPlan {
     /// Counts `bytes` to the host, or to a cause.
     fn add(&mut self, to_host: bool, cause: impl Fn(&mut Self) -> &mut u64, bytes: u64) {
         *(if to_host { &mut self.host } else { cause(self) }) += bytes;
+    }
+}
+
+/// What a micro-batch keeps for its backward and takes for a moment, whoever keeps the parameters.
+pub(super) struct MicroBatchTensors<'a> {
+    config: &'a ModelConfig,
+    tokens: usize,
+    /// What each block keeps.
+    saved: Vec<SavedBytes>,
+    /// None where the device is the host.
+    on_gpu: Option<GpuStep<'a>>,
+}
+
+impl<'a> MicroBatchTensors<'a> {
+    /// Those of `tokens` tokens.
+    pub(super) fn new(
+        config: &'a ModelConfig,
+        descs: &[ParamDesc],
+        adapter_setup: Option<&AdapterSetup>,
+        tokens: usize,
+        options: &MemoryOptions<'_>,
+    ) -> Self {
+        let widths = [tokens, options.dtype.size_in_bytes()];
+        let gpu_step = || GpuStep::new(config, &dequantized(descs, options), adapter_setup, widths);
+        MicroBatchTensors {
+            config,
+            tokens,
+            saved: saved_bytes(config, descs, adapter_setup, tokens, options),
+            on_gpu: (!options.on_host).then(gpu_step),
+        }
     }
 }
 

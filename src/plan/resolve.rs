@@ -1,6 +1,7 @@
 //! From a recipe and facts (config.json, headers, devices, data) to a [`Plan`], in which nothing is optional any more.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device};
@@ -13,11 +14,13 @@ use super::memory::MemoryPlan;
 use super::method::Method;
 use super::parallel;
 use super::parallel::WorldSize;
+use super::run_params::ParamCache;
 use crate::adapter::{self, LowRankFactors};
 use crate::checkpoint::SavedCheckpoint;
 use crate::collective::Phase;
 use crate::data::{Dataset, Sampler, SamplerOptions, Split};
 use crate::error::Result;
+use crate::model::ModelConfig;
 use crate::recipe::{AutoOr, ComputeDtype, Recipe, Recompute};
 use crate::setup::BaseCheck;
 use crate::setup::adapter_setup::AdapterSetup;
@@ -61,6 +64,7 @@ pub struct Plan {
     /// Why it was picked, when the recipe left it open.
     pub(crate) why: Option<String>,
     identities: BaseIdentities,
+    params: ParamCache,
     /// The dtype of each tensor of the base, whatever a checkpoint keeps it in.
     pub(crate) stored_dtypes: BTreeMap<String, StoredDtype>,
     /// What PiSSA took from the weights when they were loaded, by module.
@@ -88,15 +92,12 @@ impl Plan {
         let saved = adapter_found.as_ref().map(|found| found.folder.as_path());
         let (tokenizer, tokens) = base.tokenizer_with(&recipe.model.new_tokens)?;
         let named = (base.found.id.as_str(), &base.config);
-        let adapter_setup = match (saved, &recipe.adapter) {
-            (Some(folder), _) => Some(AdapterSetup::from_saved(&mut recipe, folder, named, &tokens)?),
-            (None, Some(adapter)) => Some(AdapterSetup::from_recipe(adapter, named, &tokens)?),
-            (None, None) => None,
-        };
+        let adapter_setup = adapter_setup(&mut recipe, saved, named, &tokens)?;
         base.check(Trains::adapter_or_all(adapter_setup.as_ref()))?;
         let rows = DatasetLoader::new(tokenizer, &recipe.data, base.config.vocab_size)?.at(now);
         let train = rows.load(&recipe.data.train, Split::Train, finder)?;
         let held_out = rows.load_if_any(&recipe.data.eval, Split::Eval, finder)?;
+        let params = ParamCache::default();
         let inputs = StepInputs {
             base: &base,
             adapter_setup: adapter_setup.as_ref(),
@@ -104,6 +105,7 @@ impl Plan {
             new_tokens: &tokens,
             engine: &engine,
             room: Room::Here,
+            params: &params,
         };
         inputs.split_rows(&mut recipe, world)?;
         let total_steps = Sampler::new(&train.0, sampler_options(&recipe, world.all))?.total_steps();
@@ -129,6 +131,8 @@ impl Plan {
             kind,
             why,
             identities: BaseIdentities::default(),
+            // Others than those of the decision, where the engine has since learned what it keeps elsewhere.
+            params: ParamCache::default(),
             initial: OnceLock::new(),
         })
     }
@@ -247,6 +251,7 @@ impl Plan {
             new_tokens: &[],
             engine: &self.engine,
             room: Room::Here,
+            params: &self.params,
         }
     }
 
@@ -268,6 +273,20 @@ impl Plan {
     /// The training method, for the plan, the card and the report.
     pub fn method(&self) -> Method {
         Method::new(self.adapter_setup.as_ref(), self.base.format)
+    }
+}
+
+/// What trains of the model `named` beside its weights, from the folder `saved` of an adapter or as the recipe says.
+fn adapter_setup(
+    recipe: &mut Recipe,
+    saved: Option<&Path>,
+    named: (&str, &ModelConfig),
+    new_tokens: &[u32],
+) -> Result<Option<AdapterSetup>> {
+    match (saved, &recipe.adapter) {
+        (Some(folder), _) => AdapterSetup::from_saved(recipe, folder, named, new_tokens).map(Some),
+        (None, Some(adapter)) => AdapterSetup::from_recipe(adapter, named, new_tokens).map(Some),
+        (None, None) => Ok(None),
     }
 }
 

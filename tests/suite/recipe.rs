@@ -403,14 +403,14 @@ fn wrong_ranges() {
     ");
     assert_snapshot!(
         fault("[train]\nepochs = 0\nmax_steps = 0\nmicro_batch_size = 0\ngradient_accumulation_steps = 0\n"),
-        @"
+        @r#"
     error: cannot use recipe my.toml
       caused by: my.toml:8:10: `train.epochs` is 0; accepted: a number above 0
       caused by: my.toml:9:13: `train.max_steps` is 0; accepted: a whole number, at least 1
-      caused by: my.toml:10:20: `train.micro_batch_size` is 0; accepted: a whole number from 1 to 65536
+      caused by: my.toml:10:20: `train.micro_batch_size` is 0; accepted: "auto", a whole number from 1 to 65536
       caused by: my.toml:11:31: `train.gradient_accumulation_steps` is 0; accepted: a whole number from 1 to 1048576
     hint: `finetune recipes show reference` documents every key
-    "
+    "#
     );
     assert_snapshot!(fault("[scheduler]\nwarmup_ratio = 1.5\n[checkpoint]\nkeep_last = 0\n"), @"
     error: cannot use recipe my.toml
