@@ -271,3 +271,22 @@ impl Collective for TimedCollective {
         self.inner.as_backend()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collective::SingleRank;
+
+    /// Once, the second of three calls within a call was counted by itself, and so twice.
+    #[test]
+    fn a_call_within_a_call_ends_no_other() {
+        let timed = TimedCollective::new(Arc::new(SingleRank));
+        timed.timed(None, |_| {
+            for _ in 0..3 {
+                timed.timed(None, |_| assert!(IN_CALL.get()));
+                assert!(IN_CALL.get(), "the call around it has ended");
+            }
+        });
+        assert!(!IN_CALL.get(), "nothing ends the call");
+    }
+}
