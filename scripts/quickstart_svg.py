@@ -4,7 +4,7 @@
     finetune --recipe quickstart --output out 2> out.log
     python3 scripts/quickstart_svg.py out/metrics.jsonl out.log > docs/quickstart.svg
 
-Reads the run's metrics and the line "memory of a step: 63.8 MiB = weights 2.27 MiB + …" that it printed. Needs Python 3 alone.
+Reads the run's metrics and the line "memory of a step: 57.6 MiB = weights 2.27 MiB + …" that it printed. Needs Python 3 alone.
 """
 
 import json
@@ -52,7 +52,7 @@ def loss_chart(train, held):
     x = lambda step: LEFT + step / last * WIDTH
     y = lambda loss: TOP + (1 - loss / top) * HEIGHT
     out = [f'<text class="title" x="{LEFT}" y="18">Quickstart: loss over steps (nats per token)</text>']
-    out.append(f'<text x="{LEFT + 300}" y="18"><tspan fill="#3b82c4">training</tspan>  '
+    out.append(f'<text x="{LEFT + 350}" y="18"><tspan fill="#3b82c4">training</tspan>  '
                '<tspan fill="#d9822b">held-out rows (dots)</tspan></text>')
     for loss in range(0, int(top) + 1, 2):
         out.append(f'<path class="grid" d="M{LEFT} {y(loss):.1f}h{WIDTH}"/>'
