@@ -40,51 +40,104 @@ pub(crate) fn tanh(x: f32) -> f32 {
     1.0 - 2.0 / (1.0 + exp(2.0 * x))
 }
 
+/// Elements that the functions here take at a time.
+pub(crate) const LANES: usize = 16;
+
+/// Each element becomes `f` of it.
+///
+/// # Panics
+/// The number of elements is no multiple of [`LANES`].
+#[inline(always)]
+pub(crate) fn map_lanes(values: &mut [f32], f: impl Fn(f32) -> f32) {
+    let (chunks, rest) = values.as_chunks_mut::<LANES>();
+    assert!(rest.is_empty(), "{} elements are no whole vectors", rest.len());
+    for chunk in chunks {
+        // Not `array::map`, which is a function of its own, without the instructions of the caller.
+        for value in chunk {
+            *value = f(*value);
+        }
+    }
+}
+
+/// As [`map_lanes`], of two slices of one length.
+#[inline(always)]
+pub(crate) fn map_lanes2(a: &mut [f32], b: &mut [f32], f: impl Fn(f32, f32) -> (f32, f32)) {
+    let ((a, a_rest), (b, b_rest)) = (a.as_chunks_mut::<LANES>(), b.as_chunks_mut::<LANES>());
+    assert!(a.len() == b.len() && a_rest.is_empty() && b_rest.is_empty(), "no whole vectors");
+    for (a, b) in a.iter_mut().zip(b) {
+        for (a, b) in a.iter_mut().zip(b) {
+            (*a, *b) = f(*a, *b);
+        }
+    }
+}
+
 /// The largest element, −∞ for none; a NaN anywhere gives NaN.
 #[inline(always)]
 pub(crate) fn max(values: &[f32]) -> f32 {
-    let mut lanes = [f32::NEG_INFINITY; 16];
     // A comparison with NaN is false, so a maximum drops one; whether there was any is kept beside it.
-    let mut is_nan = [false; 16];
-    let chunks = values.chunks_exact(16);
-    let rest = chunks.remainder();
+    let mut is_nan = false;
+    for value in values {
+        is_nan |= value.is_nan();
+    }
+    if is_nan { f32::NAN } else { largest(values) }
+}
+
+/// The largest element that is no NaN, −∞ for none.
+#[inline(always)]
+pub(crate) fn largest(values: &[f32]) -> f32 {
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let chunks = values.chunks_exact(LANES);
+    let rest = chunks.remainder().iter().fold(f32::NEG_INFINITY, |a, &b| larger(a, b));
     for chunk in chunks {
-        for i in 0..16 {
-            lanes[i] = if chunk[i] > lanes[i] { chunk[i] } else { lanes[i] };
-            is_nan[i] |= chunk[i].is_nan();
+        for i in 0..LANES {
+            lanes[i] = larger(lanes[i], chunk[i]);
         }
     }
-    let any_nan = is_nan.iter().any(|x| *x) || rest.iter().any(|x| x.is_nan());
-    let largest = lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
-    if any_nan { f32::NAN } else { largest }
+    larger(rest, fold_lanes(lanes, larger))
 }
 
 /// Σ f(a) in 16 lanes, so the order of additions is the same for every instruction set.
 #[inline(always)]
 pub(crate) fn sum_of<T: Copy>(a: &[T], f: impl Fn(T) -> f32) -> f32 {
-    let mut lanes = [0f32; 16];
-    let chunks = a.chunks_exact(16);
+    let mut lanes = [0f32; LANES];
+    let chunks = a.chunks_exact(LANES);
     let tail: f32 = chunks.remainder().iter().map(|&x| f(x)).sum();
     for x in chunks {
-        for i in 0..16 {
+        for i in 0..LANES {
             lanes[i] += f(x[i]);
         }
     }
-    lanes.iter().sum::<f32>() + tail
+    fold_lanes(lanes, |a, b| a + b) + tail
 }
 
 /// Σ f(a, b) in 16 lanes.
 #[inline(always)]
 pub(crate) fn sum_of2<T: Copy, U: Copy>(a: &[T], b: &[U], f: impl Fn(T, U) -> f32) -> f32 {
-    let mut lanes = [0f32; 16];
-    let (a_chunks, b_chunks) = (a.chunks_exact(16), b.chunks_exact(16));
+    let mut lanes = [0f32; LANES];
+    let (a_chunks, b_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
     let tail: f32 = a_chunks.remainder().iter().zip(b_chunks.remainder()).map(|(&x, &y)| f(x, y)).sum();
     for (x, y) in a_chunks.zip(b_chunks) {
-        for i in 0..16 {
+        for i in 0..LANES {
             lanes[i] += f(x[i], y[i]);
         }
     }
-    lanes.iter().sum::<f32>() + tail
+    fold_lanes(lanes, |a, b| a + b) + tail
+}
+
+/// All lanes in one, half of them at a time, for one after another each would wait for the one before.
+#[inline(always)]
+fn fold_lanes(lanes: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> f32 {
+    // Written out: a loop over the widths would go through memory.
+    let mut eight = [0f32; 8];
+    for i in 0..8 {
+        eight[i] = f(lanes[i], lanes[i + 8]);
+    }
+    let mut four = [0f32; 4];
+    for i in 0..4 {
+        four[i] = f(eight[i], eight[i + 4]);
+    }
+    f(f(four[0], four[2]), f(four[1], four[3]))
 }
 
 #[cfg(test)]
@@ -114,9 +167,14 @@ mod tests {
             (sum_of2(&values, &values, |x, y| x * y) - values.iter().map(|x| x * x).sum::<f32>()).abs()
                 < 1e-5
         );
-        assert_eq!(max(&values), values.iter().copied().fold(f32::NEG_INFINITY, f32::max));
-        let mut with_nan = values;
-        with_nan[50] = f32::NAN;
-        assert!(max(&with_nan).is_nan());
+        let exact = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        assert_eq!((max(&values), largest(&values)), (exact, exact));
+        for at in [50, 99] {
+            let mut with_nan = values.clone();
+            with_nan[at] = f32::NAN;
+            assert!(max(&with_nan).is_nan());
+            assert!((largest(&with_nan) - exact).abs() < 0.01);
+        }
+        assert_eq!(largest(&[]), f32::NEG_INFINITY);
     }
 }

@@ -6,6 +6,7 @@
 //! run repeats to the bit for any number of threads.
 
 mod backward;
+mod seen;
 
 use std::ops::Range;
 
@@ -18,15 +19,14 @@ use crate::instruction_set::vectorized;
 use crate::ops::gemm::MatView;
 use crate::ops::mat_view::{OperandRole, is_f32};
 use crate::ops::matmul::ColumnView;
-use crate::ops::packed_gemm::{MicroKernel, OpenKernel, SQUARE, TileOperand};
-use crate::ops::simd;
+use crate::ops::packed_gemm::{MicroKernel, SQUARE, STEP, TileOperand};
+use crate::ops::simd::{self, LANES};
 use crate::runtime::cpu_tensor::{FloatElement, PlainElement, dims2, read, tensor, with_elem};
 pub(super) use backward::backward;
+use seen::TilePair;
 
-/// Rows and columns of a score tile.
-const TILE: usize = 64;
-/// Query rows of a forward task.
-const TASK_ROWS: usize = 128;
+/// Rows and columns of a score tile, of which squares that nobody sees are not multiplied; query rows of a forward task.
+const TILE: usize = 128;
 
 pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Result<AttentionOutput> {
     let (rows, _) = dims2(qkv.q.tensor)?;
@@ -44,7 +44,7 @@ pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Resu
             }
         });
         let tasks: Vec<(usize, usize, usize)> = (0..spans.len())
-            .flat_map(|s| (0..heads).flat_map(move |h| (0..spans[s].q_len).step_by(TASK_ROWS).map(move |i| (s, h, i))))
+            .flat_map(|s| (0..heads).flat_map(move |h| (0..spans[s].q_len).step_by(TILE).map(move |i| (s, h, i))))
             .collect();
         let done: Vec<(Vec<f32>, Vec<f32>)> = tasks
             .par_iter()
@@ -56,8 +56,8 @@ pub(super) fn forward(qkv: Qkv<'_>, spans: &[Span], kind: AttentionKind) -> Resu
         // Zeros, for rows of no span.
         let width = heads * dim;
         let mut out = T::zeros(rows * width);
-        out.par_chunks_mut(TASK_ROWS * width).enumerate().for_each(|(i, out)| {
-            let here = i * TASK_ROWS..(i + 1) * TASK_ROWS;
+        out.par_chunks_mut(TILE * width).enumerate().for_each(|(i, out)| {
+            let here = i * TILE..(i + 1) * TILE;
             for ((s, h, from), (o, _)) in tasks.iter().zip(&done) {
                 for (n, o) in rows_in(&here, o, padded(dim), spans[*s].q_start + from) {
                     narrow(&mut out[(n - here.start) * width + h * dim..][..dim], &o[..dim]);
@@ -167,13 +167,15 @@ fn rows_in<'a>(
     (from..to).zip(part.chunks_exact(width).skip(from - first))
 }
 
-fn narrow<T: FloatElement>(dst: &mut [T], src: &[f32]) {
-    for (dst, src) in dst.iter_mut().zip(src) {
-        *dst = T::nearest(*src);
+vectorized! {
+    fn narrow<T: FloatElement>(dst: &mut [T], src: &[f32]) {
+        for (dst, src) in dst.iter_mut().zip(src) {
+            *dst = T::nearest(*src);
+        }
     }
 }
 
-/// Query rows `from..from + TASK_ROWS` of one head: output `[rows, padded D]` and log-sum-exp `[rows]`.
+/// Query rows `from..from + TILE` of one head: output `[rows, padded D]` and log-sum-exp `[rows]`.
 fn forward_rows<T: FloatElement>(
     kernel: MicroKernel,
     q: &HeadRows<'_, T>,
@@ -183,128 +185,89 @@ fn forward_rows<T: FloatElement>(
     from: usize,
     kind: AttentionKind,
 ) -> (Vec<f32>, Vec<f32>) {
-    let width = padded(kind.heads.head_dim);
-    let rows = TASK_ROWS.min(span.q_len - from);
+    let (dim, width) = (kind.heads.head_dim, padded(kind.heads.head_dim));
+    let rows = TILE.min(span.q_len - from);
     let mut out = vec![0f32; rows.next_multiple_of(SQUARE) * width];
-    let mut lse = vec![0f32; rows];
-    let mut tiles = ForwardTiles::new(kernel);
-    for first in (0..rows).step_by(TILE) {
-        let n = TILE.min(rows - first);
-        let at = span.q_start + from + first;
-        tiles.q.fill(&q.rows(head, at..at + n));
-        let o = &mut out[first * width..];
-        tiles.attend(o, &mut lse[first..first + n], keys, span, from + first, kind);
+    let at = span.q_start + from;
+    let q = TileOperand::of(kernel, &q.rows(head, at..at + rows), OperandRole::Left);
+    let mut p = TileOperand::new(kernel, OperandRole::Left);
+    let mut scores = vec![0f32; rows.next_multiple_of(SQUARE) * TILE];
+    let mut running = [Running { max: f32::NEG_INFINITY, sum: 0.0 }; TILE];
+    let kernel = kernel.open();
+    let (k_from, _) = span.visible(from, kind.window);
+    let (_, k_to) = span.visible(from + rows - 1, kind.window);
+    for key in (k_from / TILE * TILE..k_to).step_by(TILE) {
+        let pair = TilePair::new(span, kind, (from, key));
+        let (tile, strips) = (&keys[key / TILE], pair.strips());
+        kernel.multiply_operands((&q, &tile.k), &mut scores, TILE, false, |i, j| {
+            strips.all_or_none(i, j, dim.div_ceil(STEP))
+        });
+        let score = (kind.scale as f32, kind.softcap);
+        online_softmax(&mut scores, &pair.of_rows()[..rows], score, &mut running, &mut out, width);
+        p.fill(&MatView::new(&scores, rows, pair.m, TILE));
+        kernel.multiply_operands((&p, &tile.v), &mut out, width, true, |i, _| strips.keys(i));
     }
     out.truncate(rows * width);
+    divide_by_sums(&mut out, width, &running);
+    let lse = running.iter().take(rows).map(|row| row.max + row.sum.ln()).collect();
     (out, lse)
 }
 
-/// The memory of a forward task.
-struct ForwardTiles {
-    kernel: OpenKernel,
-    q: TileOperand,
-    p: TileOperand,
-    scores: Vec<f32>,
-}
-
-impl ForwardTiles {
-    fn new(kernel: MicroKernel) -> Self {
-        ForwardTiles {
-            kernel: kernel.open(),
-            q: TileOperand::new(kernel, OperandRole::Left),
-            p: TileOperand::new(kernel, OperandRole::Left),
-            scores: vec![0f32; TILE * TILE],
-        }
-    }
-
-    /// The output of the queries in `q`, the first of which is query `first` of the span; as many as `lse` is long.
-    #[allow(clippy::too_many_arguments)]
-    fn attend(
-        &mut self,
-        o: &mut [f32],
-        lse: &mut [f32],
-        keys: &[KeyTile],
-        span: Span,
-        first: usize,
-        kind: AttentionKind,
-    ) {
-        let (n, dim) = (lse.len(), kind.heads.head_dim);
-        let width = padded(dim);
-        let mut max = [f32::NEG_INFINITY; TILE];
-        let mut sum = [0f32; TILE];
-        let (k_from, _) = span.visible(first, kind.window);
-        let (_, k_to) = span.visible(first + n - 1, kind.window);
-        for key in (k_from / TILE * TILE..k_to).step_by(TILE) {
-            let m = TILE.min(k_to - key);
-            let tile = &keys[key / TILE];
-            self.kernel.multiply_operands(&self.q, &tile.k, &mut self.scores, TILE, false);
-            // Keys of the tile past `m` are seen by no query: their columns become zero.
-            let len = TILE.min(span.k_len - key);
-            for i in 0..n {
-                let row = &mut self.scores[i * TILE..][..len];
-                let seen = seen_in_tile(span, first + i, key, m, kind);
-                let score = (kind.scale as f32, kind.softcap);
-                let shrink = online_softmax(row, seen, score, &mut max[i], &mut sum[i]);
-                if shrink != 1.0 {
-                    o[i * width..][..dim].iter_mut().for_each(|o| *o *= shrink);
-                }
-            }
-            self.p.fill(&MatView::new(&self.scores, n, len, TILE));
-            self.kernel.multiply_operands(&self.p, &tile.v, o, width, true);
-        }
-        for i in 0..n {
-            let inverse = 1.0 / sum[i];
-            o[i * width..][..dim].iter_mut().for_each(|o| *o *= inverse);
-            lse[i] = max[i] + sum[i].ln();
-        }
-    }
-}
-
-/// The columns of the tile at `key` (width `m`) that query `i` sees.
-fn seen_in_tile(span: Span, i: usize, key: usize, m: usize, kind: AttentionKind) -> (usize, usize) {
-    let (from, to) = span.visible(i, kind.window);
-    let from = from.clamp(key, key + m) - key;
-    (from, (to.clamp(key, key + m) - key).max(from))
+/// The largest score of a row so far, and the sum of `exp(score − max)`.
+#[derive(Clone, Copy)]
+struct Running {
+    max: f32,
+    sum: f32,
 }
 
 vectorized! {
-    /// Turns a row of products of queries and keys into `exp(score − max)` with the running maximum, zeroes what is not seen,
-    /// adds to the running sum, and returns the factor for what was accumulated before.
+    /// Turns rows of [`TILE`] products of queries and keys into `exp(score − max)` with the running maximum of each row, makes
+    /// what is not seen zero, adds to the running sum, and scales the row of `out`, which is `width` wide, to the new maximum.
     fn online_softmax(
-        row: &mut [f32],
-        seen: (usize, usize),
+        scores: &mut [f32],
+        seen: &[(usize, usize)],
         score: (f32, Option<f64>),
-        max: &mut f32,
-        sum: &mut f32,
-    ) -> f32 {
-        let ((from, to), (scale, softcap)) = (seen, score);
-        row[..from].fill(0.0);
-        row[to..].fill(0.0);
-        let seen = &mut row[from..to];
-        if seen.is_empty() {
-            return 1.0;
-        }
-        match softcap {
-            None => seen.iter_mut().for_each(|s| *s *= scale),
-            Some(cap) => {
-                let cap = cap as f32;
-                seen.iter_mut().for_each(|s| *s = cap * simd::tanh(*s * scale / cap));
+        running: &mut [Running],
+        out: &mut [f32],
+        width: usize,
+    ) {
+        let (scale, softcap) = score;
+        let rows = scores.chunks_exact_mut(TILE).zip(out.chunks_exact_mut(width));
+        for (((row, out), &(from, to)), running) in rows.zip(seen).zip(running) {
+            // Whole vectors: what is not seen of the first and the last one counts as −∞, whose exponential is zero.
+            let (start, end) = (from / LANES * LANES, to.next_multiple_of(LANES));
+            row[..start].fill(0.0);
+            row[end..].fill(0.0);
+            if from == to {
+                continue;
+            }
+            let (row, unseen) = (&mut row[start..end], [0..from - start, to - start..end - start]);
+            match softcap {
+                None => row.iter_mut().for_each(|s| *s *= scale),
+                Some(cap) => {
+                    let cap = cap as f32;
+                    simd::map_lanes(row, |s| cap * simd::tanh(s * scale / cap));
+                }
+            }
+            unseen.into_iter().for_each(|unseen| row[unseen].fill(f32::NEG_INFINITY));
+            // A NaN is passed over here: its exponential is one, and so is the sum.
+            let new = simd::largest(row).max(running.max);
+            simd::map_lanes(row, |s| simd::exp(s - new));
+            let shrink = if running.max == f32::NEG_INFINITY { 1.0 } else { simd::exp(running.max - new) };
+            *running = Running { max: new, sum: running.sum * shrink + simd::sum_of(row, |s| s) };
+            if shrink != 1.0 {
+                out.iter_mut().for_each(|o| *o *= shrink);
             }
         }
-        let new = simd::max(seen);
-        let new = if new > *max {
-            new
-        } else if new <= *max {
-            *max
-        } else {
-            new
-        };
-        for s in seen.iter_mut() {
-            *s = simd::exp(*s - new);
+    }
+}
+
+vectorized! {
+    /// Each row of `out` by the sum of its row.
+    fn divide_by_sums(out: &mut [f32], width: usize, rows: &[Running]) {
+        for (out, row) in out.chunks_exact_mut(width).zip(rows) {
+            let inverse = 1.0 / row.sum;
+            out.iter_mut().for_each(|o| *o *= inverse);
         }
-        let shrink = if *max == f32::NEG_INFINITY { 1.0 } else { simd::exp(*max - new) };
-        *sum = *sum * shrink + simd::sum_of(seen, |s| s);
-        *max = new;
-        shrink
     }
 }

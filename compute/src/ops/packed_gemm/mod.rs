@@ -41,8 +41,7 @@ use crate::runtime::thread_pool;
 use destination::{Accumulator, Destination};
 pub(crate) use micro_kernel::{MicroKernel, OpenKernel};
 use task::{SharedOperand, Side};
-pub(crate) use tile::SQUARE;
-use tile::STEP;
+pub(crate) use tile::{SQUARE, STEP};
 pub(super) use tile_operand::TileOperand;
 
 /// Most outer elements of the shared operand that are packed at a time; few in tests, so that small products have several parts.

@@ -1,12 +1,14 @@
 //! How packed operands lie in memory: strips of 32 outer elements, step by step of 32 inner elements, in tiles of 16 lines
 //! of 64 bytes. Outer are the rows of a left operand and the columns of a right one.
 
+use std::ops::Range;
+
 use half::bf16;
 
 /// Rows and columns of the sums that a call of a kernel makes: outer elements of a strip.
 pub(crate) const SQUARE: usize = 32;
 /// Inner elements of a step.
-pub(super) const STEP: usize = 32;
+pub(crate) const STEP: usize = 32;
 /// Lines of a tile, and 32-bit values of a line.
 pub(super) const LANES: usize = 16;
 
@@ -100,6 +102,13 @@ impl Strip<'_> {
     #[cfg(all(test, target_arch = "x86_64"))]
     pub(super) fn whole(self) -> Self {
         Strip { outer: SQUARE, inner: self.steps() * STEP, ..self }
+    }
+
+    /// Some of its steps alone.
+    pub(super) fn part(self, steps: Range<usize>) -> Self {
+        let tiles_per_step = self.format.tiles_per_step();
+        let inner = self.inner.min(steps.end * STEP) - steps.start * STEP;
+        Strip { tiles: &self.tiles[steps.start * tiles_per_step..steps.end * tiles_per_step], inner, ..self }
     }
 
     /// Steps of [`STEP`] inner elements.

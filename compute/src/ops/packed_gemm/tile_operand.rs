@@ -1,5 +1,7 @@
 //! Products of matrices of at most some hundred rows and columns, one after another within a task: the tiles of attention.
 
+use std::ops::Range;
+
 use super::micro_kernel::{MicroKernel, OpenKernel};
 use super::packing;
 use super::tile::{PackSource, PackedFormat, SQUARE, Strip, Tile};
@@ -65,19 +67,23 @@ impl TileOperand {
 
 impl OpenKernel {
     /// `dst = [dst +] left · right`, with `stride` elements from row to row of `dst`, which has whole squares of 32 rows and
-    /// columns; what is outside the product may change.
+    /// columns; what is outside the product may change. `steps` is called with the numbers of a strip of `left` and one of
+    /// `right` and says which steps of 32 inner elements are not zeros alone there; a square without any is left as it is.
     pub(in crate::ops) fn multiply_operands(
         &self,
-        left: &TileOperand,
-        right: &TileOperand,
+        (left, right): (&TileOperand, &TileOperand),
         dst: &mut [f32],
         stride: usize,
         accumulate: bool,
+        steps: impl Fn(usize, usize) -> Range<usize>,
     ) {
         for (j, b) in right.strips() {
             for (i, a) in left.strips() {
-                let square = &mut dst[i * SQUARE * stride + j * SQUARE..];
-                self.multiply(a, b, square, stride, accumulate);
+                let steps = steps(i, j);
+                if !steps.is_empty() {
+                    let square = &mut dst[i * SQUARE * stride + j * SQUARE..];
+                    self.multiply(a.part(steps.clone()), b.part(steps), square, stride, accumulate);
+                }
             }
         }
     }

@@ -6,14 +6,14 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::super::{AttentionKind, AttentionOutput, Qkv, Span};
-use super::{HeadRows, TASK_ROWS, TILE, TilesBySpan, kernel, narrow, padded, rows_in, seen_in_tile};
+use super::{HeadRows, TILE, TilePair, TilesBySpan, kernel, narrow, padded, rows_in};
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::ops::gemm::MatView;
 use crate::ops::mat_view::OperandRole;
 use crate::ops::matmul::ColumnView;
-use crate::ops::packed_gemm::{MicroKernel, OpenKernel, TileOperand};
-use crate::ops::simd;
+use crate::ops::packed_gemm::{MicroKernel, OpenKernel, SQUARE, STEP, TileOperand};
+use crate::ops::simd::{self, LANES};
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
 
 /// Fewest keys of a task.
@@ -66,16 +66,15 @@ pub(in super::super) fn backward(
             .collect();
         let width = kind.heads.qkv_width();
         let mut out = unwritten::<T>(rows * width);
-        out.par_chunks_mut(TASK_ROWS * width).enumerate().for_each(|(i, out)| {
-            let here = i * TASK_ROWS..(i + 1) * TASK_ROWS;
+        out.par_chunks_mut(TILE * width).enumerate().for_each(|(i, out)| {
+            let here = i * TILE..(i + 1) * TILE;
             let mut sums = vec![0f32; out.len()];
             for ((s, h, from), g) in tasks.iter().zip(&done) {
                 let kv = h * kv_heads / heads;
                 let columns = [(h * dim, &g.dq), ((heads + kv) * dim, &g.dk), ((heads + kv_heads + kv) * dim, &g.dv)];
                 for (column, part) in columns {
                     for (n, row) in rows_in(&here, part, padded(dim), spans[*s].q_start + from) {
-                        let sums = &mut sums[(n - here.start) * width + column..][..dim];
-                        sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+                        add(&mut sums[(n - here.start) * width + column..][..dim], row);
                     }
                 }
             }
@@ -153,6 +152,14 @@ vectorized! {
     }
 }
 
+vectorized! {
+    fn add(sums: &mut [f32], row: &[f32]) {
+        for (sum, x) in sums.iter_mut().zip(row) {
+            *sum += x;
+        }
+    }
+}
+
 /// What a task adds to the gradients of one head, `[rows, padded D]` each, from the first key of its run on: of queries to the
 /// last one that sees one of the keys, of the keys and values of the run.
 struct HeadGradients {
@@ -184,11 +191,13 @@ struct BackwardTiles {
 }
 
 impl BackwardTiles {
-    fn new(kernel: MicroKernel, width: usize) -> Self {
+    /// For heads of `width` and tiles of at most `rows` queries.
+    fn new(kernel: MicroKernel, width: usize, rows: usize) -> Self {
+        let scores = || vec![0f32; rows.min(TILE).next_multiple_of(SQUARE) * TILE];
         BackwardTiles {
             kernel: kernel.open(),
-            p: vec![0f32; TILE * TILE],
-            ds: vec![0f32; TILE * TILE],
+            p: scores(),
+            ds: scores(),
             p_right: TileOperand::new(kernel, OperandRole::Right),
             ds_right: TileOperand::new(kernel, OperandRole::Right),
             ds_left: TileOperand::new(kernel, OperandRole::Left),
@@ -209,7 +218,7 @@ impl HeadTiles<'_> {
         let num_queries = last_query(to) - from;
         let mut dq = zeros(num_queries.next_multiple_of(TILE));
         let (mut dk, mut dv) = (zeros(to - from), zeros(to - from));
-        let mut tiles = BackwardTiles::new(kernel, width);
+        let mut tiles = BackwardTiles::new(kernel, width, len);
         for key in (from..to).step_by(TILE) {
             let m = TILE.min(len - key);
             tiles.dk.fill(0.0);
@@ -238,24 +247,31 @@ impl HeadTiles<'_> {
         dq: &mut [f32],
     ) {
         let (queries, keys) = (&self.queries[first / TILE], &self.keys[key / TILE]);
-        let (n, m) = (TILE.min(span.q_len - first), TILE.min(span.q_len - key));
+        let pair = TilePair::new(span, kind, (first, key));
+        let (n, m, strips) = (pair.n, pair.m, pair.strips());
         let BackwardTiles { kernel, p, ds, p_right, ds_right, ds_left, dk, dv } = tiles;
-        kernel.multiply_operands(&queries.q, &keys.k_transposed, p, TILE, false);
-        kernel.multiply_operands(&queries.dout, &keys.v_transposed, ds, TILE, false);
-        for i in 0..n {
-            let (p, ds) = (&mut p[i * TILE..][..m], &mut ds[i * TILE..][..m]);
-            let seen = seen_in_tile(span, first + i, key, m, kind);
-            let score = (kind.scale as f32, kind.softcap);
-            score_gradient(p, ds, seen, score, self.lse[first + i], queries.delta[i]);
-        }
+        let seen = |i: usize, j: usize| strips.all_or_none(i, j, kind.heads.head_dim.div_ceil(STEP));
+        kernel.multiply_operands((&queries.q, &keys.k_transposed), p, TILE, false, seen);
+        kernel.multiply_operands((&queries.dout, &keys.v_transposed), ds, TILE, false, seen);
+        let rows = QueryScalars { lse: &self.lse[first..first + n], delta: &queries.delta };
+        score_gradient(p, ds, &pair.of_rows()[..n], (kind.scale as f32, kind.softcap), rows);
         let (p, ds) = (MatView::new(p, n, m, TILE), MatView::new(ds, n, m, TILE));
         p_right.fill(&p);
         ds_right.fill(&ds);
         ds_left.fill(&ds);
-        kernel.multiply_operands(&queries.dout_transposed, p_right, dv, TILE, true);
-        kernel.multiply_operands(&queries.q_transposed, ds_right, dk, TILE, true);
-        kernel.multiply_operands(ds_left, &keys.k, dq, padded(kind.heads.head_dim), true);
+        let who_see = |_: usize, j: usize| strips.queries(j);
+        kernel.multiply_operands((&queries.dout_transposed, p_right), dv, TILE, true, who_see);
+        kernel.multiply_operands((&queries.q_transposed, ds_right), dk, TILE, true, who_see);
+        let width = padded(kind.heads.head_dim);
+        kernel.multiply_operands((ds_left, &keys.k), dq, width, true, |i, _| strips.keys(i));
     }
+}
+
+/// Of each query of a tile: the log-sum-exp of its scores, and `Σ o · do`.
+#[derive(Clone, Copy)]
+struct QueryScalars<'a> {
+    lse: &'a [f32],
+    delta: &'a [f32],
 }
 
 /// Row j of `dst` becomes column j of `src: [.., TILE]`, times `scale`.
@@ -268,35 +284,41 @@ fn transpose(dst: &mut [f32], width: usize, src: &[f32], scale: f32) {
 }
 
 vectorized! {
-    /// Products of queries and keys in `p` become probabilities, `dp` becomes the gradient of the (scaled, uncapped) scores.
+    /// Rows of [`TILE`] products of queries and keys in `p` become probabilities, `dp` becomes the gradient of the (scaled,
+    /// uncapped) scores; what is not seen becomes zero in both.
     fn score_gradient(
         p: &mut [f32],
         dp: &mut [f32],
-        seen: (usize, usize),
+        seen: &[(usize, usize)],
         score: (f32, Option<f64>),
-        lse: f32,
-        delta: f32,
+        queries: QueryScalars<'_>,
     ) {
-        let ((from, to), (scale, softcap)) = (seen, score);
-        p[..from].fill(0.0);
-        p[to..].fill(0.0);
-        dp[..from].fill(0.0);
-        dp[to..].fill(0.0);
-        let (p, dp) = (&mut p[from..to], &mut dp[from..to]);
-        match softcap {
-            None => {
-                for (p, dp) in p.iter_mut().zip(dp) {
-                    *p = simd::exp(*p * scale - lse);
-                    *dp = *p * (*dp - delta);
+        let (scale, softcap) = score;
+        let rows = p.chunks_exact_mut(TILE).zip(dp.chunks_exact_mut(TILE));
+        let scalars = queries.lse.iter().zip(queries.delta);
+        for (((p, dp), &(from, to)), (&lse, &delta)) in rows.zip(seen).zip(scalars) {
+            // Whole vectors, then zeros over what is not seen of the first and the last one.
+            let (start, end) = (from / LANES * LANES, to.next_multiple_of(LANES));
+            let (p_seen, dp_seen) = (&mut p[start..end], &mut dp[start..end]);
+            match softcap {
+                None => {
+                    simd::map_lanes2(p_seen, dp_seen, |score, dp| {
+                        let p = simd::exp(score * scale - lse);
+                        (p, p * (dp - delta))
+                    });
+                }
+                Some(cap) => {
+                    let cap = cap as f32;
+                    simd::map_lanes2(p_seen, dp_seen, |score, dp| {
+                        let tanh = simd::tanh(score * scale / cap);
+                        let p = simd::exp(cap * tanh - lse);
+                        (p, p * (dp - delta) * (1.0 - tanh * tanh))
+                    });
                 }
             }
-            Some(cap) => {
-                let cap = cap as f32;
-                for (p, dp) in p.iter_mut().zip(dp) {
-                    let tanh = simd::tanh(*p * scale / cap);
-                    *p = simd::exp(cap * tanh - lse);
-                    *dp = *p * (*dp - delta) * (1.0 - tanh * tanh);
-                }
+            for row in [p, dp] {
+                row[..from].fill(0.0);
+                row[to..].fill(0.0);
             }
         }
     }
