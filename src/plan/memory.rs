@@ -260,7 +260,7 @@ impl MemoryOptions<'_> {
     }
 }
 
-/// Bytes of the tensors that one rank copies to save them, at most: all of an adapter's run, the segments in turn of
+/// Bytes of the tensors that one rank copies to save them, at most, or in the mean on the host: all of an adapter's run, the segments in turn of
 /// others.
 fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOptions<'_>) -> u64 {
     let state_bytes = |desc: &ParamDesc| match options.saving {
@@ -284,7 +284,13 @@ fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOp
         shares[i % savers] += saved;
     }
     let gathered = segments.values().map(|[_, gathered]| *gathered).max().unwrap_or(0);
-    shares.into_iter().max().unwrap_or(0) + gathered
+    // What ranks copy to the memory of one host adds up there, whoever copies it.
+    let share = if options.on_host {
+        shares.iter().sum::<u64>() / savers as u64
+    } else {
+        shares.into_iter().max().unwrap_or(0)
+    };
+    share + gathered
 }
 
 /// The matrices that a product on a GPU dequantizes.

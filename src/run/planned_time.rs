@@ -73,7 +73,7 @@ fn predicted(plan: &Plan) -> Result<Option<f64>> {
     };
     // By a rank and with its threads, the others being done.
     let rates = ComputeRates::measure(&shapes, &plan.engine.device)?;
-    let hardware = Hardware::here(plan.ranks, rates.copy / 1e9, 0);
+    let hardware = Hardware::here(plan.ranks, rates.copy / 1e9, 0, plan.engine.device.is_cpu());
     let request = SizingRequest { timed: Some((&hardware, &rates)), ..request };
     let step = request.step(recipe)?;
     Ok(request.time(recipe, &step).map(|time| time.total))

@@ -132,9 +132,10 @@ pub(crate) fn timed_on(
         (Some(on), measured) => Some((on.clone(), measured.unwrap_or_else(|| of_table(on)))),
         (None, Some(rates)) if engine.traits.is_cpu => {
             let memory = host_memory().map_or(0, |memory| memory.limit);
-            Some((Hardware::here(ranks, rates.copy / 1e9, memory), rates.shared_by(ranks)))
+            let rates = rates.shared_by(ranks);
+            Some((Hardware::here(ranks, rates.copy / 1e9, memory, true), rates))
         }
-        (None, Some(rates)) => Some((Hardware::here(ranks, rates.copy / 1e9, 0), rates)),
+        (None, Some(rates)) => Some((Hardware::here(ranks, rates.copy / 1e9, 0, false), rates)),
         (None, None) => None,
     })
 }

@@ -216,9 +216,9 @@ impl Hardware {
         Ok(Hardware { device, per_host, hosts })
     }
 
-    /// The processor of this machine, shared by `ranks` ranks: it copies `copy_gbps` 10^9 bytes a second, and its memory has
-    /// `memory` bytes. What else a sheet says of it is not used, or taken from that.
-    pub fn here(ranks: usize, copy_gbps: f64, memory: u64) -> Self {
+    /// The device of each of `ranks` ranks on this machine, the processor or a GPU: for a rank it copies `copy_gbps` 10^9 bytes a
+    /// second, and its memory has `memory` bytes. What else a sheet says of it is not used, or taken from that.
+    pub fn here(ranks: usize, copy_gbps: f64, memory: u64, is_cpu: bool) -> Self {
         let gigabytes = memory as f64 / 1e9;
         let device = DeviceSheet {
             name: "this machine".into(),
@@ -228,7 +228,7 @@ impl Hardware {
             f16_tflops: 0.0,
             f32_tflops: 0.0,
             memory_gbps: copy_gbps,
-            link: "none".into(),
+            link: if is_cpu { "none" } else { "unknown" }.into(),
             // A rank reads what another wrote.
             link_gbps: copy_gbps / 2.0,
             host_gbps: copy_gbps / 2.0,

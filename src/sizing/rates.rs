@@ -143,7 +143,8 @@ impl CalibrationFile {
             // Backward is 2.5 of the 3.5 parts.
             attention: 3.5 / (1.0 / forward + 2.5 / backward),
             elementwise: Some(bandwidth("glu").ok_or_else(|| missing("glu"))?),
-            update: bandwidth("adamw").unwrap_or(self.copy_gbps * 1e9),
+            // Measured over the values of one layer, which a cache may hold; those of all layers it does not.
+            update: bandwidth("adamw").unwrap_or(f64::INFINITY).min(self.copy_gbps * 1e9),
             copy: self.copy_gbps * 1e9,
             peak: self.gemm_tflops * 1e12,
         })

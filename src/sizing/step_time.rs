@@ -6,7 +6,7 @@
 //!
 //! T_compute are the operations of [`TokenFlops`] at [`ComputeRates`]; T_communication the bytes of [`SentBytes`] over the bandwidth of a ring
 //! and a latency for each call. w = 0.8 of the computation can hide communication: gathers run ahead by a block, gradients
-//! are reduced while the next block's are computed. The first gather and the last reduction are never hidden: T_ends is all of
+//! are reduced while the next block's are computed; on a processor w = 0, for what copies there is what computes. The first gather and the last reduction are never hidden: T_ends is all of
 //! T_communication, but a fiftieth of T_compute at most.
 
 use serde::Serialize;
@@ -121,10 +121,12 @@ impl StepTime {
         let shards = step.fit.kind.shard_size(hardware.devices()) as f64;
         let (update, update_copies) = update(recipe, step, (hardware, rates), shards);
         let brought = 2.0 * turns * step.brought as f64 / (hardware.device.host_gbps * 1e9);
+        // The ranks of a processor copy with the threads that they compute with.
+        let hidden = if hardware.device.is_host() { 0.0 } else { OVERLAP * compute };
         // Values are fetched a block ahead.
-        let offload = update_copies + (brought - OVERLAP * compute).max(0.0);
+        let offload = update_copies + (brought - hidden).max(0.0);
         let communication = communication(&step.sent, step.fit.kind, hardware);
-        let exposed = (communication - OVERLAP * compute).max(communication.min(ENDS * compute));
+        let exposed = (communication - hidden).max(communication.min(ENDS * compute));
         let total = compute + update + offload + exposed;
         let ranks = hardware.devices() as f64;
         let mfu = |per_token: f64| tokens * per_token / (total * rates.peak);
@@ -225,6 +227,8 @@ fn communication(sent: &SentBytes, kind: ShardingStrategy, hardware: &Hardware) 
         _ if across => (0.0, sent.total() as f64),
         _ => (sent.total() as f64, 0.0),
     };
+    // A rank of a processor copies its own part, too, into what it gathers.
+    let inside = if hardware.device.is_host() { inside * ranks as f64 / (ranks - 1) as f64 } else { inside };
     let inner = if inside > 0.0 { inside / (hardware.device.link_gbps * 1e9) } else { 0.0 };
     let outer = if outside > 0.0 { outside / (hardware.ring_gbps(ranks) * 1e9) } else { 0.0 };
     inner + outer + latency
