@@ -5,6 +5,7 @@
 pub mod contained;
 pub mod error;
 pub mod instruction_set;
+pub mod median;
 pub mod ops;
 pub mod quant;
 pub mod runtime;

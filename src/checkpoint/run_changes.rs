@@ -25,7 +25,7 @@ const STEPS: &str = "steps";
 /// Keys of a recipe that come to [`STEPS`].
 const LENGTH: [&str; 2] = ["train.epochs", "train.max_steps"];
 /// Rows that go through the model at once.
-const MICRO_BATCH: &str = "train.micro_batch_size";
+pub(super) const MICRO_BATCH: &str = "train.micro_batch_size";
 
 type Fingerprint = BTreeMap<String, String>;
 
@@ -59,7 +59,7 @@ fn number(fingerprint: &Fingerprint, key: &str) -> Option<u64> {
 }
 
 /// Rows, or bins of them, that a step learns from.
-fn rows(fingerprint: &Fingerprint) -> Option<u64> {
+pub(super) fn rows(fingerprint: &Fingerprint) -> Option<u64> {
     number(fingerprint, MICRO_BATCH)?.checked_mul(number(fingerprint, ACCUMULATION)?)
 }
 

@@ -22,9 +22,11 @@ use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
+use super::ACCUMULATION;
 use super::folder::restore_replaced;
 use super::lock::FolderLock;
 use super::manifest::files_below;
+use super::run_changes::{self, MICRO_BATCH};
 use super::space::require_room;
 use crate::error::{Error, Result, input_file};
 use crate::recipe::Recipe;
@@ -92,10 +94,16 @@ impl RunRecord {
         })
     }
 
-    /// The digest of what decides the numbers of a run. A key at its default counts like one that is absent, so that
+    /// The digest of what decides the numbers of a run, whatever micro-batches its steps are split into. A key at its default counts like one that is absent, so that
     /// versions of the program that know other keys agree.
     pub fn digest(plan: &BTreeMap<String, String>) -> String {
-        let plan = Recipe::without_defaults(plan);
+        let mut counted = plan.clone();
+        // However the rows of a step are split into micro-batches.
+        if let Some(rows) = run_changes::rows(plan) {
+            counted.retain(|key, _| ![MICRO_BATCH, ACCUMULATION].contains(&key.as_str()));
+            counted.insert("rows of a step".into(), rows.to_string());
+        }
+        let plan = Recipe::without_defaults(&counted);
         let lines: Vec<String> = plan.iter().map(|(key, value)| format!("{key} = {value}\n")).collect();
         blake3::hash(lines.concat().as_bytes()).to_hex().to_string()
     }
@@ -493,4 +501,20 @@ fn appearance(path: &Path) -> Result<String> {
         return Ok(format!("{bytes} bytes"));
     }
     Ok(format!("blake3:{}", blake3::hash(&std::fs::read(path).map_err(cannot)?).to_hex()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_split_of_the_rows_is_no_other_run() {
+        let of = |size: &str, turns: &str, rank: &str| {
+            let keys = [(MICRO_BATCH, size), (ACCUMULATION, turns), ("adapter.r", rank)];
+            RunRecord::digest(&keys.map(|(key, value)| (key.to_owned(), value.to_owned())).into())
+        };
+        assert_eq!(of("1", "8", "16"), of("4", "2", "16"));
+        assert_ne!(of("1", "8", "16"), of("4", "4", "16"));
+        assert_ne!(of("1", "8", "16"), of("1", "8", "4"));
+    }
 }

@@ -11,28 +11,40 @@ use crate::cli::TrainArgs;
 use crate::collective::launch::Launch;
 use crate::error::Result;
 use crate::plan::{Plan, WorldSize};
-use crate::recipe::Recipe;
+use crate::recipe::{AutoOr, Recipe};
 use crate::report::{Terminal, Verbosity};
 use crate::run::output_folder::{OutputFolder, date_text, parse_date};
 use crate::run::ranks::{self, RankSetup};
 use crate::run::report_page::PlannedProcess;
 use crate::run::showcase::Showcase;
+use crate::run::smaller_micro_batch::{TooLarge, smaller};
 use crate::run::train::TrainRun;
 use crate::run::{alarms, restarts, signals};
 use crate::setup::Resolver;
 
 /// Trains the model of a recipe.
 pub(super) fn run(args: &TrainArgs) -> Result<()> {
-    let started = Instant::now();
     if let Some(restarts) = args.max_restarts.filter(|_| !args.dry_run) {
         return restarts::supervise(args, restarts);
     }
+    let mut next = train(args, false)?;
+    while let Some(args) = next {
+        next = train(&args, true)?;
+    }
+    Ok(())
+}
+
+/// Trains once; `is_smaller`: with a smaller micro-batch than the last time. What to go on with where the plan was free to choose
+/// the micro-batch and the device ran out of memory.
+fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
+    let started = Instant::now();
     let launch = ranks::launch(args)?;
     let terminal = match launch.rank {
         0 => terminal(&args.common),
         _ => Terminal::stderr(Verbosity::Quiet),
     };
     let recipe = Recipe::load(&args.layers(&working_folder()?)?)?;
+    let is_free = is_smaller || recipe.train.micro_batch_size == AutoOr::Auto;
     alarms::check(&recipe.alerts, args.common.offline)?;
     let ranks = RankSetup::open(launch, args)?;
     let Launch { rank: first_rank, world_size: all, local_world_size: local, .. } = ranks.launch;
@@ -57,7 +69,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
     base_check.iter().for_each(|check| check.say(&terminal));
     say(&plan, &terminal);
     let fits = plan.check_memory(ranks.launch.ranks_here);
-    let Some(mut found) = found else { return only_planned(&plan, fits, &terminal) };
+    let Some(mut found) = found else { return only_planned(&plan, fits, &terminal).map(|()| None) };
     fits?;
     let resumed = found.resumed.take();
     go_on(&mut plan, resumed.as_ref(), &args.allow_change, &terminal)?;
@@ -77,9 +89,20 @@ pub(super) fn run(args: &TrainArgs) -> Result<()> {
         writers: &SaveThreads::default(),
         terminal: &terminal,
         started,
+        too_large: TooLarge::default(),
     };
     let claim = || if first { run.claim(found) } else { Ok(()) };
-    ranks.run(&plan, claim, |world, device| run.rank(world, device))
+    let Err(error) = ranks.run(&plan, claim, |world, device| run.rank(world, device)) else {
+        return Ok(None);
+    };
+    let smaller = smaller(args, &plan).filter(|_| is_free && run.too_large.is_noted());
+    let Some(smaller) = smaller.filter(|_| ranks.launch.master.is_none()) else { return Err(error) };
+    let rows = plan.recipe.train.micro_batch_rows();
+    terminal.warn(format!(
+        "{}; micro-batches of {rows} rows need too much: a smaller one is taken",
+        error.in_one_line()
+    ));
+    Ok(Some(smaller))
 }
 
 /// Says what would run, which may be planned here for another machine.

@@ -4,6 +4,7 @@
 
 use std::collections::VecDeque;
 
+use crate::median::median;
 use crate::report::StepReport;
 use crate::report::alerts::rules::{LossSpikes, StillGradients};
 use crate::sharding::{EntryIndex, ParamStore};
@@ -66,8 +67,8 @@ impl RankWatch {
         }
         let times = times(rank);
         self.named = Some(rank);
-        let own = median(self.recent.iter().map(|secs| secs[rank]));
-        let others = median(self.recent.iter().map(|secs| median_of_others(secs, rank)));
+        let own = median(self.recent.iter().map(|secs| secs[rank])).unwrap_or_default();
+        let others = median(self.recent.iter().map(|secs| median_of_others(secs, rank))).unwrap_or_default();
         Some(format!(
             "step {step}: rank {rank} is the slowest, and the others wait for it: it computes for {own:.3} s a step, {:.0} % \
              longer than the median of the others ({others:.3} s), in {times} of the last {window} steps; look at its machine: \
@@ -85,16 +86,8 @@ fn slow_rank(secs: &[f64]) -> Option<usize> {
 }
 
 fn median_of_others(secs: &[f64], rank: usize) -> f64 {
-    median(secs.iter().enumerate().filter(|(other, _)| *other != rank).map(|(_, secs)| *secs))
-}
-
-/// The middle value, of an even number the mean of both; of none 0.
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut sorted: Vec<f64> = values.collect();
-    sorted.sort_by(f64::total_cmp);
-    let upper = sorted.get(sorted.len() / 2).copied().unwrap_or_default();
-    let lower = sorted.get(sorted.len().saturating_sub(1) / 2).copied().unwrap_or_default();
-    (upper + lower) / 2.0
+    let others = secs.iter().enumerate().filter(|(other, _)| *other != rank).map(|(_, secs)| *secs);
+    median(others).unwrap_or_default()
 }
 
 impl RunWatch {

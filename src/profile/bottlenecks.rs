@@ -4,6 +4,7 @@
 //! only where much time was lost. The others need a trace.
 
 use super::op_table::{OpRow, OpTable};
+use crate::median::median;
 use crate::report::StepReport;
 use crate::runtime::trace::SpanKind;
 
@@ -206,18 +207,9 @@ fn saving(facts: &RunFacts) -> Option<Measured> {
     of_run(facts.save_secs, facts.all_secs, "training waited for checkpoints")
 }
 
-/// The middle value, of an even number the mean of both.
-fn median(values: &[f64]) -> Option<f64> {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let upper = *sorted.get(sorted.len() / 2)?;
-    let lower = *sorted.get((sorted.len() - 1) / 2)?;
-    Some((upper + lower) / 2.0)
-}
-
 /// What a rank computed beyond the median of all.
 fn straggler(facts: &RunFacts) -> Option<Measured> {
-    let median = median(&facts.rank_secs)?;
+    let median = median(facts.rank_secs.iter().copied())?;
     let (rank, secs) = facts.rank_secs.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1))?;
     let what = format!(
         "rank {rank} was the slowest: it computed for {secs:.1} s, the ranks' median is {median:.1} s; the others waited"

@@ -27,6 +27,7 @@ pub(crate) mod scaling;
 pub(crate) mod showcase;
 pub(crate) mod signals;
 pub(crate) mod sizing_inputs;
+pub(crate) mod smaller_micro_batch;
 mod space;
 pub(crate) mod train;
 mod trainer;

@@ -9,6 +9,7 @@ use std::path::Path;
 use super::output_folder::METRICS;
 use crate::engine::RunSummary;
 use crate::error::Result;
+use crate::median::median;
 use crate::ops::bench::{BenchShapes, ModelWidths};
 use crate::plan::{Plan, WorldSize};
 use crate::report::metrics::{self, MetricsEntry};
@@ -34,12 +35,11 @@ pub(super) fn compare(plan: &Plan, summary: &RunSummary, output: &Path) -> Optio
         MetricsEntry::Step(report) => Some(report.step_secs),
         _ => None,
     });
-    let mut secs: Vec<f64> = steps.skip(1).collect();
+    let secs: Vec<f64> = steps.skip(1).collect();
     if secs.len() < LEAST_STEPS {
         return None;
     }
-    secs.sort_by(f64::total_cmp);
-    let measured = secs[secs.len() / 2];
+    let measured = median(secs.iter().copied())?;
     Some(StepTiming { predicted: predicted(plan).ok()??, measured, steps: secs.len() })
 }
 

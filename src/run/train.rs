@@ -17,6 +17,7 @@ use super::planned_time;
 use super::report_page::{PlannedProcess, ReportPage};
 use super::rollback::roll_back;
 use super::showcase::{self, Showcase};
+use super::smaller_micro_batch::TooLarge;
 use super::space;
 use super::trainer::trainer;
 use super::weights_writer::weights_writer;
@@ -58,6 +59,8 @@ pub(crate) struct TrainRun<'a> {
     pub(crate) writers: &'a SaveThreads,
     pub(crate) terminal: &'a Terminal,
     pub(crate) started: Instant,
+    /// Whether a smaller micro-batch is worth a try.
+    pub(crate) too_large: TooLarge,
 }
 
 impl TrainRun<'_> {
@@ -82,7 +85,10 @@ impl TrainRun<'_> {
     pub(crate) fn rank(&self, timed: TimedCollective, device: &Device) -> Result<()> {
         let (clock, phases) = (timed.clock(), timed.phases());
         let done = self.timed_rank(Arc::new(timed), clock, device);
-        done.map_err(|error| explained(error, self.plan, phases.read()))
+        done.map_err(|error| {
+            self.too_large.note(&error, phases.read());
+            explained(error, self.plan, phases.read())
+        })
     }
 
     fn timed_rank(&self, world: Arc<dyn Collective>, clock: CollectiveTimer, device: &Device) -> Result<()> {

@@ -120,6 +120,52 @@ fn what_was_saved_is_not_harmed() {
     }
 }
 
+/// A micro-batch that the plan chose is made smaller, from the newest checkpoint on: the rows of a step stay, and the curve. A size
+/// that the user chose is not.
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
+fn a_chosen_micro_batch_is_made_smaller() {
+    let rows = |micro: &'static str, rows: &'static str| {
+        ["--set", micro, "--set", rows, "--set", "train.max_steps=4", "--ranks", "2"]
+    };
+    let auto = rows("train.micro_batch_size=auto", "train.gradient_accumulation_steps=4");
+    let whole = Place::new();
+    assert!(train(&whole, None, &auto).status.success());
+    // At once, and after three steps of one micro-batch that are saved: then two of two rows are left for the fourth step.
+    for (fault, sizes) in [("1:loss:1:out_of_memory", 2), ("1:backward:5:out_of_memory", 1)] {
+        let place = Place::new();
+        let done = train(&place, Some(fault), &auto);
+        let said = place.told(&done.stderr);
+        assert!(said.contains("out of memory") && said.contains("a smaller one is taken"), "{fault}: {said}");
+        assert_eq!(said.matches("a smaller one is taken").count(), sizes, "{fault}: {said}");
+        if sizes == 1 {
+            assert!(done.status.success(), "{fault}: {said}");
+            let recipe = std::fs::read_to_string(place.path("out/recipe.toml")).unwrap();
+            assert!(recipe.contains("micro_batch_size = 2\ngradient_accumulation_steps = 2\n"), "{recipe}");
+            for (a, b) in losses(&place).iter().zip(losses(&whole)) {
+                assert!((a / b - 1.0).abs() < 1e-5, "{a} {b}");
+            }
+            assert_eq!(losses(&place).len(), 4);
+        } else {
+            // The planted fault strikes each time, of one row too: then it is said as ever.
+            assert_eq!(done.status.code(), Some(1), "{fault}: {said}");
+            assert_eq!(said.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{said}");
+        }
+    }
+    let fixed = rows("train.micro_batch_size=2", "train.gradient_accumulation_steps=2");
+    let place = Place::new();
+    let done = train(&place, Some("1:loss:1:out_of_memory"), &fixed);
+    assert_eq!(done.status.code(), Some(1));
+    assert!(!place.told(&done.stderr).contains("a smaller one is taken"));
+}
+
+/// The losses of all steps of a run.
+fn losses(place: &Place) -> Vec<f64> {
+    let lines = std::fs::read_to_string(place.path("out/metrics.jsonl")).unwrap();
+    let lines = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    lines.filter_map(|line| line["step_secs"].as_f64().and(line["loss"].as_f64())).collect()
+}
+
 /// Among several ranks the run ends as the rank's own failure does, which says who it was.
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]

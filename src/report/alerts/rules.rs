@@ -6,6 +6,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use crate::median::median;
 use crate::report::metrics::StepReport;
 use crate::units;
 
@@ -278,9 +279,7 @@ impl StallWatch {
 
     /// The median of the last steps, in seconds; none before there are some.
     fn median(&self) -> Option<f64> {
-        let mut sorted: Vec<f64> = self.secs.iter().copied().collect();
-        sorted.sort_by(f64::total_cmp);
-        (sorted.len() >= MEDIAN_OF.1).then(|| sorted[sorted.len() / 2])
+        (self.secs.len() >= MEDIAN_OF.1).then(|| median(self.secs.iter().copied())).flatten()
     }
 
     fn limit(&self) -> Duration {

@@ -5,6 +5,7 @@ use std::time::Instant;
 use candle_core::Device;
 
 use crate::error::Result;
+use crate::median::median;
 
 /// Batches at least.
 const BATCHES: usize = 3;
@@ -55,14 +56,8 @@ impl MeasuringTime {
         while batches.len() < BATCHES || start.elapsed().as_secs_f64() < self.secs {
             batches.push(batch(calls)?);
         }
-        Ok(median(batches))
+        Ok(median(batches).unwrap_or_default())
     }
-}
-
-/// The middle one; of an even number the upper of both.
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 #[cfg(test)]
@@ -72,12 +67,6 @@ mod tests {
 
     use super::*;
     use crate::error::Error;
-
-    #[test]
-    fn the_median_is_in_the_middle() {
-        assert_eq!(median(vec![3.0, 1.0, 9.0]), 3.0);
-        assert_eq!(median(vec![4.0, 1.0, 2.0, 3.0]), 3.0);
-    }
 
     /// How often a sleep is called.
     fn calls_of(time: MeasuringTime, sleep: Duration) -> usize {
