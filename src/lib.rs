@@ -5,7 +5,7 @@
 //!
 //! | floor | modules | what lives there |
 //! |---|---|---|
-//! | 0 | [`error`], [`contained`], [`instruction_set`], [`units`], [`mod@median`], [`recipe::enums`], `private_file` | the one error type and files that are given, panics of foreign code, the processor's instructions, human-readable sizes, the median of times, the closed choices of the recipe, files that hold secrets |
+//! | 0 | [`error`], [`contained`], [`instruction_set`], [`units`], [`median`], [`recipe::enums`], `private_file` | the one error type and files that are given, panics of foreign code, the processor's instructions, human-readable sizes, the median of times, the closed choices of the recipe, files that hold secrets |
 //! | 1 | [`quant`], [`stored_dtype`], [`recipe`], [`rendezvous`], `hub`, [`report`] | number formats; what the TOML may say; how processes meet; downloads; all that a run prints or logs |
 //! | 2 | [`runtime`] | the machine, devices, thread pool, allocator, memory of tensors, parameter storage, random numbers |
 //! | 3 | [`collective`] | sums, gathers, broadcasts and messages between ranks |

@@ -3,24 +3,21 @@
 use std::sync::{Mutex, OnceLock};
 use std::time::Instant;
 
-use chrono::{DateTime, FixedOffset};
-
 use super::{say_without_kernels, terminal, train_recipe_is, working_folder};
 use crate::checkpoint::{SaveThreads, SavedCheckpoint};
 use crate::cli::TrainArgs;
-use crate::collective::launch::Launch;
 use crate::error::Result;
-use crate::plan::{Plan, WorldSize};
+use crate::plan::Plan;
 use crate::recipe::{AutoOr, Recipe};
 use crate::report::{Terminal, Verbosity};
-use crate::run::output_folder::{OutputFolder, date_text, parse_date};
+use crate::run::output_folder::OutputFolder;
 use crate::run::ranks::{self, RankSetup};
 use crate::run::report_page::PlannedProcess;
 use crate::run::showcase::Showcase;
-use crate::run::smaller_micro_batch::{TooLarge, smaller};
+use crate::run::smaller_micro_batch::TooLarge;
 use crate::run::train::TrainRun;
+use crate::run::train_plan::plan_of;
 use crate::run::{alarms, restarts, signals};
-use crate::setup::Resolver;
 
 /// Trains the model of a recipe.
 pub(super) fn run(args: &TrainArgs) -> Result<()> {
@@ -47,23 +44,9 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     let is_free = is_smaller || recipe.train.micro_batch_size == AutoOr::Auto;
     alarms::check(&recipe.alerts, args.common.offline)?;
     let ranks = RankSetup::open(launch, args)?;
-    let Launch { rank: first_rank, world_size: all, local_world_size: local, .. } = ranks.launch;
-    let first = first_rank == 0;
+    let first = ranks.launch.rank == 0;
     let found = (!args.dry_run).then(|| OutputFolder::prepare(args, first, &terminal)).transpose()?;
-    let finder = Resolver::new(args.common.offline, &terminal)?;
-    let finder = if args.dry_run { finder.leaving_weights() } else { finder };
-    let recorded = found.as_ref().map_or(Ok(None), OutputFolder::date)?;
-    let resolve = |recipe, now| {
-        let resumed = found.as_ref().and_then(|found| found.resumed.as_ref());
-        Plan::resolve(recipe, &finder, ranks.device(), WorldSize { all, local }, resumed, now)
-    };
-    let mut plan = resolve(recipe.clone(), recorded.unwrap_or_else(now))?;
-    if let (Some(own), Some(OutputFolder { resumed: None, .. })) = (plan.rows.date(), &found) {
-        let agreed = agree_on_date(&ranks, own)?;
-        if agreed != own {
-            plan = resolve(recipe, agreed)?;
-        }
-    }
+    let mut plan = plan_of(recipe, args, &ranks, found.as_ref(), &terminal)?;
     let resumed = found.as_ref().and_then(|found| found.resumed.as_ref());
     let base_check = plan.check_base(resumed, args.force_base)?;
     base_check.iter().for_each(|check| check.say(&terminal));
@@ -95,14 +78,9 @@ fn train(args: &TrainArgs, is_smaller: bool) -> Result<Option<TrainArgs>> {
     let Err(error) = ranks.run(&plan, claim, |world, device| run.rank(world, device)) else {
         return Ok(None);
     };
-    let smaller = smaller(args, &plan).filter(|_| is_free && run.too_large.is_noted());
-    let Some(smaller) = smaller.filter(|_| ranks.launch.master.is_none()) else { return Err(error) };
-    let rows = plan.recipe.train.micro_batch_rows();
-    terminal.warn(format!(
-        "{}; micro-batches of {rows} rows need too much: a smaller one is taken",
-        error.in_one_line()
-    ));
-    Ok(Some(smaller))
+    let is_alone = ranks.launch.master.is_none();
+    let smaller = || run.too_large.smaller(args, &plan, &error, &terminal);
+    (is_free && is_alone).then(smaller).flatten().map(Some).ok_or(error)
 }
 
 /// Says what would run, which may be planned here for another machine.
@@ -121,16 +99,6 @@ fn go_on(
     let changes = saved.map_or(Ok(Vec::new()), |saved| plan.resume(saved, allowed))?;
     changes.iter().for_each(|change| terminal.line(format!("going on with a change: {change}")));
     Ok(())
-}
-
-fn now() -> DateTime<FixedOffset> {
-    chrono::Local::now().fixed_offset()
-}
-
-/// The moment that rank 0 took for the chat template, for all processes; `own` where there is one process.
-fn agree_on_date(ranks: &RankSetup, own: DateTime<FixedOffset>) -> Result<DateTime<FixedOffset>> {
-    let agreed = ranks.agree("the date of the chat template", || Ok(date_text(own).into_bytes()))?;
-    parse_date(&String::from_utf8_lossy(&agreed))
 }
 
 /// Everything a person should know before the first step.

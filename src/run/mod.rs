@@ -30,6 +30,7 @@ pub(crate) mod sizing_inputs;
 pub(crate) mod smaller_micro_batch;
 mod space;
 pub(crate) mod train;
+pub(crate) mod train_plan;
 mod trainer;
 pub(crate) mod verify_resume;
 mod weights_writer;

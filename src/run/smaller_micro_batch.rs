@@ -9,6 +9,7 @@ use crate::cli::TrainArgs;
 use crate::collective::Phase;
 use crate::error::{DeviceFault, Error};
 use crate::plan::Plan;
+use crate::report::Terminal;
 
 /// Phases whose memory grows with the rows of a micro-batch.
 const GROWING: [Phase; 3] = [Phase::Forward, Phase::Loss, Phase::Backward];
@@ -25,24 +26,31 @@ impl TooLarge {
         }
     }
 
-    pub(crate) fn is_noted(&self) -> bool {
-        self.0.load(Ordering::SeqCst)
+    /// What `args` asked for with the next smaller micro-batch than that of `plan`, going on from the newest checkpoint if there is one. None where
+    /// that would not help after `error`, where a micro-batch is a single row, and where the user named the checkpoint to
+    /// begin from.
+    pub(crate) fn smaller(
+        &self,
+        args: &TrainArgs,
+        plan: &Plan,
+        error: &Error,
+        terminal: &Terminal,
+    ) -> Option<TrainArgs> {
+        let train = &plan.recipe.train;
+        let size = train.micro_batch_rows();
+        let rows = size * train.gradient_accumulation_steps;
+        let next = (1..size).rev().find(|next| rows.is_multiple_of(*next))?;
+        if !self.0.load(Ordering::SeqCst) || matches!(args.resume, Some(Some(_))) {
+            return None;
+        }
+        terminal.warn(format!(
+            "{}; micro-batches of {size} rows need too much: a smaller one is taken",
+            error.in_one_line()
+        ));
+        let mut args = args.clone();
+        args.set.push(format!("train.micro_batch_size={next}"));
+        args.set.push(format!("train.gradient_accumulation_steps={}", rows / next));
+        args.resume = Some(None);
+        Some(args)
     }
-}
-
-/// `args` with the next smaller micro-batch than that of `plan`, going on from the newest checkpoint if there is one; none where a
-/// micro-batch is a single row, or where the user named the checkpoint to begin from.
-pub(crate) fn smaller(args: &TrainArgs, plan: &Plan) -> Option<TrainArgs> {
-    let train = &plan.recipe.train;
-    let size = train.micro_batch_rows();
-    let rows = size * train.gradient_accumulation_steps;
-    let next = (1..size).rev().find(|next| rows.is_multiple_of(*next))?;
-    if matches!(args.resume, Some(Some(_))) {
-        return None;
-    }
-    let mut args = args.clone();
-    args.set.push(format!("train.micro_batch_size={next}"));
-    args.set.push(format!("train.gradient_accumulation_steps={}", rows / next));
-    args.resume = Some(None);
-    Some(args)
 }

@@ -273,6 +273,21 @@ fn a_run_that_hangs_is_an_alarm() {
     assert_eq!(lines(&place.path("out/alerts.jsonl")).len(), 1);
 }
 
+/// The second rank is slow, so the first one waits for it in nearly all of each step.
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "only builds with debug assertions plant faults")]
+fn a_device_that_waits_is_an_alarm() {
+    let place = Place::new();
+    let command = program(&place);
+    let sets = ["--set", "train.max_steps=24", "--set", r#"alerts.rules=["idle_device"]"#, "--set", &command];
+    let ranks = ["--ranks", "2", "--set", "parallel.strategy=ddp"];
+    let mut run = place.command(&lora(&[&ON_TEXT[..4], &sets, &ranks].concat()));
+    ends(&place, &run.env("FINETUNE_FAULT", "1:forward:slow=150ms").output().unwrap(), 0);
+    let told = lines(&place.path("told"));
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert_eq!((&told[0]["rule"], &told[0]["step"]), (&json!("idle_device"), &json!(20)));
+}
+
 /// The model learns one row by heart, and then meets another.
 #[test]
 fn a_loss_far_above_those_before_is_an_alarm() {
