@@ -18,7 +18,7 @@ Examples:
   finetune plan --recipe my.toml --on hardware.toml --html plan.html
 
 DEVICE of `--on` is a name of the table (a wrong one lists all), or a TOML file with one table
-[device]: name, memory_gb, bf16_tflops, f16_tflops, f32_tflops, memory_gbps, link, link_gbps,
+[device]: name, memory_gb, bf16_tflops, f32_tflops, memory_gbps, link, link_gbps,
 host_gbps, network_gbps, host_memory_gb, disk_gbps, devices_per_host, efficiency, source.")]
 pub struct PlanArgs {
     /// What would be trained; without a data set rows are as long as `data.max_seq_len`.
@@ -31,7 +31,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     pub set: Vec<String>,
     /// Hardware that need not be here, a rank on each device: [COUNTx]DEVICE[*HOSTS], such as 8xH100-80GB*2
-    #[arg(long, value_name = "HARDWARE", conflicts_with_all = ["gpus", "ranks"])]
+    #[arg(long, value_name = "HARDWARE", allow_hyphen_values = true, conflicts_with_all = ["gpus", "ranks"])]
     pub on: Option<String>,
     /// Devices of this machine, such as 0 or 0,2 or 0-3 [default: the first GPU, else the CPU]
     #[arg(long, value_name = "LIST")]
@@ -40,7 +40,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", conflicts_with = "gpus", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub ranks: Option<u16>,
     /// What the hardware costs, AMOUNT/h[*COUNT], or storage, AMOUNT/GB-month[*GB]; may be repeated
-    #[arg(long, value_name = "PRICE")]
+    #[arg(long, value_name = "PRICE", allow_hyphen_values = true)]
     pub price: Vec<String>,
     /// Speeds that `finetune bench ops --json` measured there, instead of the table's
     #[arg(long, value_name = "FILE")]

@@ -47,20 +47,24 @@ impl MemoryParts {
             let count = |groups: &mut Vec<KeptGroup>, what: String, bytes: u64, over: u64| {
                 add(groups, KeptGroup { what, elements: desc.elements() as u64, bytes, over });
             };
-            count(&mut parts.weights, kept_as(desc.kind, options), value, options.share_of(spec.values));
+            let placed = |is_away: bool| if is_away && !options.on_host { " (on the host)" } else { "" };
+            let away = placed(options.offload.has_values(desc.kind.role()));
+            let state_away = placed(options.offload.has_state());
+            let values = format!("{}{away}", kept_as(desc.kind, options));
+            count(&mut parts.weights, values, value, options.share_of(spec.values));
             let update = options.share_of(spec.update);
             if master > 0 {
-                count(&mut parts.weights, "f32 masters".into(), master, update);
+                count(&mut parts.weights, format!("f32 masters{state_away}"), master, update);
             }
             if desc.kind.trains() {
                 let kept = kept_gradients(desc, options);
                 let bytes = (desc.elements() * kept.size_in_bytes()) as u64;
                 let over = options.share_of(spec.gradients);
-                count(&mut parts.gradients, format!("{} gradients", kept.as_str()), bytes, over);
+                count(&mut parts.gradients, format!("{} gradients{away}", kept.as_str()), bytes, over);
                 let int8 = options.optimizer_state.is_int8(desc.elements());
                 let state = options.optimizer_state.bytes(desc.elements()) as u64;
                 let what = if int8 { "moments in 8 bits" } else { "f32 moments" };
-                count(&mut parts.optimizer, what.into(), state, update);
+                count(&mut parts.optimizer, format!("{what}{state_away}"), state, update);
             }
         }
         let of_block = |adapter: &dyn Fn(&BlockModule) -> Option<LoraShape>| {

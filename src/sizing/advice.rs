@@ -181,14 +181,8 @@ impl SizingRequest<'_> {
 
     fn leaf_over(&self, what: &'static str, typed: &str, recipe: &Recipe) -> Result<Leaf> {
         let step = self.step(recipe)?;
-        let budget = self.inputs.budget(self.world.all);
         let memory = step.fit.memory;
         let time = self.time(recipe, &step);
-        let host = self.timed.map(|(hardware, _)| hardware.device.host_memory_gb * 1e9 * 0.9);
-        let host_fits = host.is_none_or(|bytes| {
-            memory.host as f64 * self.timed.map_or(1, |(hardware, _)| hardware.per_host) as f64 <= bytes
-        });
-        let fits = budget.is_none_or(|budget| memory.total() - memory.process <= budget);
         Ok(Leaf {
             what,
             typed: typed.split_whitespace().map(|set| format!("--set {set}")).collect::<Vec<_>>().join(" "),
@@ -196,7 +190,7 @@ impl SizingRequest<'_> {
             recompute: step.fit.recompute.to_string(),
             bytes: memory.total(),
             host_bytes: memory.host,
-            fits: fits && host_fits,
+            fits: self.has_room(&memory),
             first: false,
             tokens_per_sec: time.map(|time| time.tokens_per_sec),
             cost_per_billion: self.cost(time.as_ref(), None, &step),
@@ -210,8 +204,7 @@ impl SizingRequest<'_> {
         for (typed, recipe) in self.variations() {
             let Some(step) = self.inputs.planned(&recipe, self.world)? else { continue };
             let memory = step.fit.memory;
-            let fits =
-                self.inputs.budget(self.world.all).is_none_or(|b| memory.total() - memory.process <= b);
+            let fits = self.has_room(&memory);
             let Some(time) = self.time(&recipe, &step).filter(|_| fits) else { continue };
             let speedup = time.tokens_per_sec / now.tokens_per_sec;
             if speedup >= 1.0 + WORTH {

@@ -21,7 +21,15 @@ pub fn write(sizing: &Sizing, path: &Path) -> Result<()> {
 }
 
 fn page(sizing: &Sizing) -> Result<String> {
-    let data = serde_json::json!({ "plan": sizing, "text": sizing.text(), "devices": devices()? });
+    let mut devices = devices()?;
+    // One from a file of the user's is chosen like those of the table.
+    if let Some(own) = sizing.hardware.as_ref().map(|hardware| &hardware.device)
+        && !devices.iter().any(|known| known.name == own.name)
+    {
+        devices.push(own.clone());
+    }
+    let plan = Sizing { splits: Vec::new(), refused: Vec::new(), ..sizing.clone() };
+    let data = serde_json::json!({ "plan": plan, "text": sizing.text(), "devices": devices });
     // What ends a script ends it within a text, too.
     let data = data.to_string().replace('<', "\\u003c");
     Ok(PAGE.replace(DATA, &data))

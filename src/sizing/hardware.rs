@@ -24,8 +24,6 @@ pub struct DeviceSheet {
     pub memory_gb: f64,
     /// 10^12 products and sums a second of bf16 with sums in f32; 0 where there are none.
     pub bf16_tflops: f64,
-    /// The same of f16.
-    pub f16_tflops: f64,
     /// The same of f32.
     pub f32_tflops: f64,
     /// 10^9 bytes a second between the device and its memory.
@@ -109,7 +107,6 @@ impl DeviceSheet {
         let figures = [
             ("memory_gb", self.memory_gb, true),
             ("bf16_tflops", self.bf16_tflops, false),
-            ("f16_tflops", self.f16_tflops, false),
             ("f32_tflops", self.f32_tflops, true),
             ("memory_gbps", self.memory_gbps, true),
             ("link_gbps", self.link_gbps, false),
@@ -225,7 +222,6 @@ impl Hardware {
             aliases: Vec::new(),
             memory_gb: gigabytes,
             bf16_tflops: 0.0,
-            f16_tflops: 0.0,
             f32_tflops: 0.0,
             memory_gbps: copy_gbps,
             link: if is_cpu { "none" } else { "unknown" }.into(),

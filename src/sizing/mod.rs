@@ -36,8 +36,6 @@ use step_time::{StepTime, Workload};
 
 /// A disk writes so much of what it reads in the same time (an assumption).
 const WRITES: f64 = 0.5;
-/// The most splits that are kept.
-const SPLITS: usize = 40;
 
 /// What a run is sized for.
 pub struct SizingRequest<'a> {
@@ -131,7 +129,11 @@ pub struct Sizing {
     pub bytes: u64,
     /// Bytes that it may plan with; none where nothing tells.
     pub budget: Option<u64>,
-    /// Whether they are enough.
+    /// Bytes that it needs of its host's memory beside them.
+    pub host_bytes: u64,
+    /// Its share of the host's memory; none where nothing tells.
+    pub host_budget: Option<u64>,
+    /// Whether both are enough.
     pub fits: Option<bool>,
     /// The same by cause.
     pub memory: Vec<MemoryTerm>,
@@ -191,8 +193,10 @@ impl SizingRequest<'_> {
             micro_batch_tokens: widest_micro_batch(self.recipe, self.inputs.rows) as u64,
             micro_batches: load.micro_batches,
             bytes,
-            budget,
-            fits: budget.map(|budget| bytes.saturating_sub(memory.process) <= budget),
+            budget: budget.map(|budget| budget + memory.process),
+            host_bytes: memory.host,
+            host_budget: self.host_budget(),
+            fits: (budget.is_some() || self.host_budget().is_some()).then(|| self.has_room(&memory)),
             memory: terms(&memory, step.fit.recompute, &parts),
             activations: self.activations(&parts)?,
             conventions: conventions(parameters, kind.shard_size(self.world.all) as u64),
@@ -218,6 +222,19 @@ impl SizingRequest<'_> {
         let mut step = step.ok_or_else(|| Error::internal("a named strategy was not planned"))?;
         step.fit.why = Some("no strategy fits, this one needs least".into());
         Ok(step)
+    }
+
+    /// What a rank may take of its host's memory: nine tenths of it are shared by all ranks there.
+    fn host_budget(&self) -> Option<u64> {
+        let (hardware, _) = self.timed.filter(|(hardware, _)| hardware.device.host_memory_gb > 0.0)?;
+        Some((hardware.device.host_memory_gb * 1e9 * 0.9 / hardware.per_host as f64) as u64)
+    }
+
+    /// Whether a rank finds what it needs, on its device and its host.
+    fn has_room(&self, memory: &MemoryPlan) -> bool {
+        let needed = memory.total() - memory.process;
+        self.inputs.budget(self.world.all).is_none_or(|budget| needed <= budget)
+            && self.host_budget().is_none_or(|budget| memory.host <= budget)
     }
 
     fn method(&self, recipe: &Recipe) -> Result<String> {
@@ -331,9 +348,7 @@ impl SizingRequest<'_> {
             activation_bytes: step.fit.memory.activations as f64 / widest,
             budget: budget.unwrap_or(u64::MAX),
         };
-        let (mut all, refused) = splits(&work, hardware, rates);
-        all.truncate(SPLITS);
-        (all, refused)
+        splits(&work, hardware, rates)
     }
 }
 

@@ -54,7 +54,7 @@ impl Sizing {
     }
 
     fn write_memory(&self, text: &mut String) {
-        let room = match (self.budget, self.fits) {
+        let room = match (self.budget, self.budget.map(|budget| self.bytes <= budget)) {
             (Some(budget), Some(true)) => {
                 format!(", which fits the {} that may be planned with", gigabytes(budget))
             }
@@ -64,6 +64,14 @@ impl Sizing {
             _ => String::new(),
         };
         let _ = writeln!(text, "\nmemory of a rank: {}{room}", gigabytes(self.bytes));
+        if let Some(budget) = self.host_budget.filter(|budget| self.host_bytes > *budget) {
+            let _ = writeln!(
+                text,
+                "  its host has {} for each rank, and {} are needed there: that does NOT fit",
+                gigabytes(budget),
+                gigabytes(self.host_bytes)
+            );
+        }
         let whole = self.budget.unwrap_or(0).max(self.bytes).max(1);
         let _ = writeln!(text, "  [{}]", bar(&self.memory, whole));
         for MemoryTerm { cause, bytes, formula } in &self.memory {
@@ -192,9 +200,11 @@ impl Sizing {
                 gigabytes(split.bytes)
             );
         }
+        write_more(text, self.splits.len());
         for refused in self.refused.iter().take(SHOWN) {
             let _ = writeln!(text, "  no {}: {}", refused.what, refused.why);
         }
+        write_more(text, self.refused.len());
     }
 }
 
@@ -243,5 +253,12 @@ fn secs(secs: f64) -> String {
         _ if secs >= 60.0 => units::duration(secs),
         _ if secs >= 1.0 => format!("{secs:.2} s"),
         _ => format!("{:.1} ms", 1e3 * secs),
+    }
+}
+
+/// What of `all` is not shown.
+fn write_more(text: &mut String, all: usize) {
+    if all > SHOWN {
+        let _ = writeln!(text, "  and {} more, which `--json` lists", all - SHOWN);
     }
 }

@@ -156,6 +156,76 @@ fn ten_gigabits_are_hopeless_for_ddp() {
     assert!((10.5..11.5).contains(&secs), "{secs}");
 }
 
+/// What is said of the room is what is compared: of the device, and of the host where something is kept there.
+#[test]
+fn what_fits_is_no_more_than_the_room() {
+    let place = shapes();
+    for (model, on) in [("7B", "4090"), ("7B", "4xA100-40GB"), ("7B", "2xA100-80GB"), ("13B", "8xA100-40GB")]
+    {
+        for recipe in ["full", "lora"] {
+            let said = plan(&place, model, &["--on", on, "--recipe", recipe]);
+            let fits = said["bytes"].as_u64() <= said["budget"].as_u64();
+            assert_eq!(
+                said["fits"].as_bool(),
+                Some(fits),
+                "{model} on {on}: {}, {}",
+                said["bytes"],
+                said["budget"]
+            );
+        }
+    }
+    let offload = ["--set", "parallel.offload=optimizer", "--set", "train.recompute=block"];
+    let roomy = plan(&place, "7B", &[&["--on", "2xA100-80GB"], &offload[..]].concat());
+    assert_eq!(roomy["fits"], true, "{}", roomy["host_bytes"]);
+    // The masters are counted where they are.
+    let weights = roomy["memory"][0]["formula"].as_str().unwrap();
+    assert!(weights.contains("f32 masters (on the host): 4 B x"), "{weights}");
+    place.write(
+        "small.toml",
+        "[device]\nname = \"small\"\nmemory_gb = 80\nbf16_tflops = 312\nf32_tflops = 19.5\nmemory_gbps = 2039\n\
+         link = \"PCIe\"\nlink_gbps = 10\nhost_gbps = 20\nnetwork_gbps = 1.25\nhost_memory_gb = 16\ndisk_gbps = 3\n\
+         devices_per_host = 2\nefficiency = 0.4\nsource = \"a bench\"\n",
+    );
+    let small = [&["--on", "2xsmall.toml"], &offload[..]].concat();
+    let said = plan(&place, "7B", &small);
+    assert_eq!(said["fits"], false);
+    assert!(said["bytes"].as_u64() <= said["budget"].as_u64());
+    let output =
+        place.command(&[&["plan", "--model", "7B", "--quiet"], &small[..]].concat()).output().unwrap();
+    let told = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        told.contains("its host has 7.20 GB for each rank, and ") && told.contains("that does NOT fit"),
+        "{told}"
+    );
+}
+
+/// Published splits are in the list, which is told in part and written whole.
+#[test]
+fn splits_are_all_listed() {
+    let place = shapes();
+    std::fs::create_dir(place.path("175B")).unwrap();
+    let config = json!({
+        "model_type": "llama", "hidden_size": 12288, "intermediate_size": 32768, "num_hidden_layers": 96,
+        "num_attention_heads": 96, "num_key_value_heads": 96, "vocab_size": 50_257, "max_position_embeddings": 2048,
+    });
+    place.write("175B/config.json", &config.to_string());
+    for (on, [tensor, pipeline, data]) in [("8xA100-80GB*100", [8, 4, 25]), ("8xA100-80GB*384", [8, 12, 32])]
+    {
+        let args = ["--on", on, "--set", "data.max_seq_len=2048", "--set", "parallel.strategy=fsdp"];
+        let said = plan(&place, "175B", &args);
+        let splits = said["splits"].as_array().unwrap();
+        let is_it = |split: &&Value| {
+            (&split["tensor"], &split["pipeline"], &split["data"], &split["shard"], &split["context"])
+                == (&json!(tensor), &json!(pipeline), &json!(data), &json!(1), &json!(1))
+        };
+        assert!(splits.iter().any(|split| is_it(&split)), "{on}: {} splits", splits.len());
+        let output =
+            place.command(&[&["plan", "--model", "175B", "--quiet"], &args[..]].concat()).output().unwrap();
+        let more = format!("and {} more, which `--json` lists", splits.len() - 8);
+        assert!(String::from_utf8(output.stdout).unwrap().contains(&more), "{more}");
+    }
+}
+
 /// Prices add up, of the run or of a billion tokens.
 #[test]
 fn a_run_has_a_price() {
@@ -177,10 +247,12 @@ fn what_cannot_be_planned_is_one_error() {
     let place = shapes();
     place.write("ops.json", "{}");
     place.write("own.toml", "[device]\nname = \"x\"\n");
-    let cases: [(&[&str], &str); 8] = [
+    let cases: [(&[&str], &str); 10] = [
         (&["--on", "8xH1000-80GB"], "no device is called \"H1000-80GB\" (near: H100-80GB); accepted: "),
         (&["--on", "own.toml"], "cannot understand the hardware in "),
         (&["--on=-8xH100-80GB"], "is no number of devices or hosts"),
+        (&["--on", "-8xH100-80GB"], "is no number of devices or hosts"),
+        (&["--on", "4090", "--price", "-3/h"], "the amount is no number of 0 or more"),
         (&["--on", "4090", "--ranks", "2"], "cannot be used with '--ranks <N>'"),
         (&["--on", "4090", "--price=-3/h"], "the amount is no number of 0 or more"),
         (&["--calibration", "ops.json"], "cannot use the calibration "),
@@ -202,7 +274,7 @@ fn a_page_holds_the_plan_and_asks_for_nothing() {
     let place = shapes();
     place.write(
         "own.toml",
-        "[device]\nname = \"own\"\nmemory_gb = 24\nbf16_tflops = 100\nf16_tflops = 100\nf32_tflops = 50\nmemory_gbps = 900\n\
+        "[device]\nname = \"own\"\nmemory_gb = 24\nbf16_tflops = 100\nf32_tflops = 50\nmemory_gbps = 900\n\
          link = \"PCIe\"\nlink_gbps = 10\nhost_gbps = 20\nnetwork_gbps = 1.25\nhost_memory_gb = 64\ndisk_gbps = 3\n\
          devices_per_host = 1\nefficiency = 0.4\nsource = \"a bench\"\n",
     );
@@ -217,6 +289,8 @@ fn a_page_holds_the_plan_and_asks_for_nothing() {
     let page = std::fs::read_to_string(place.path("plan.html")).unwrap();
     assert_eq!(page.matches("</script>").count(), 1);
     assert!(!page.contains("<b>&"), "the model's name is text");
+    // Its sliders begin with the device of the plan.
+    assert_eq!(page.matches(r#""name":"own""#).count(), 2);
     for reference in ["src=", "href=", "@import", "fetch("] {
         assert!(!page.contains(reference), "{reference}");
     }
