@@ -348,7 +348,30 @@ impl SizingRequest<'_> {
             activation_bytes: step.fit.memory.activations as f64 / widest,
             budget: budget.unwrap_or(u64::MAX),
         };
-        splits(&work, hardware, rates)
+        let (mut all, refused) = splits(&work, hardware, rates);
+        // The model of splits is one of all weights.
+        if step_time::branches(&step.descs).is_none() {
+            all.iter_mut().filter(|split| split.runs).for_each(|split| self.plan_split(split));
+            splits::sort(&mut all);
+        }
+        (all, refused)
+    }
+
+    /// Memory and time of a split that the engine runs, as the plan of such a run has them. Groups that contradict the hosts stay as
+    /// they are modelled.
+    fn plan_split(&self, split: &mut ParallelSplit) {
+        let mut recipe = self.recipe.clone();
+        (recipe.parallel.strategy, recipe.parallel.shard_size) = match split.shard {
+            1 => (Strategy::Ddp, None),
+            all if all == self.world.all => (Strategy::Fsdp, None),
+            group => (Strategy::Hsdp, Some(group)),
+        };
+        let Ok(Some(step)) = self.inputs.planned(&recipe, self.world) else { return };
+        split.bytes = step.fit.memory.total();
+        split.fits = self.has_room(&step.fit.memory);
+        if let Some(time) = self.time(&recipe, &step) {
+            split.step_secs = time.total;
+        }
     }
 }
 

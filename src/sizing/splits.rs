@@ -99,10 +99,13 @@ pub fn splits(
             );
         }
     }
-    all.sort_by(|a, b| {
-        (!a.fits, a.step_secs).partial_cmp(&(!b.fits, b.step_secs)).unwrap_or(std::cmp::Ordering::Equal)
-    });
+    sort(&mut all);
     (all, refused)
+}
+
+/// Those that fit first, the fastest first.
+pub(super) fn sort(all: &mut [ParallelSplit]) {
+    all.sort_by(|a, b| (!a.fits).cmp(&!b.fits).then(a.step_secs.total_cmp(&b.step_secs)));
 }
 
 fn divisors(n: usize) -> impl Iterator<Item = usize> {

@@ -199,6 +199,23 @@ fn what_fits_is_no_more_than_the_room() {
     );
 }
 
+/// A split that the engine runs has the memory and the time of such a run's plan.
+#[test]
+fn splits_that_run_are_as_planned() {
+    let place = shapes();
+    let fsdp = plan(&place, "13B", &["--on", "8xA100-40GB", "--set", "parallel.strategy=fsdp"]);
+    let splits = fsdp["splits"].as_array().unwrap();
+    let split =
+        |shard: u64| splits.iter().find(|split| split["runs"] == true && split["shard"] == shard).unwrap();
+    assert_eq!(
+        (&split(8)["bytes"], &split(8)["fits"], &split(8)["step_secs"]),
+        (&fsdp["bytes"], &fsdp["fits"], &fsdp["time"]["total"])
+    );
+    let groups = ["--on", "8xA100-40GB", "--set", "parallel.strategy=hsdp", "--set", "parallel.shard_size=4"];
+    let hsdp = plan(&place, "13B", &groups);
+    assert_eq!((&split(4)["bytes"], &split(4)["step_secs"]), (&hsdp["bytes"], &hsdp["time"]["total"]));
+}
+
 /// Published splits are in the list, which is told in part and written whole.
 #[test]
 fn splits_are_all_listed() {
