@@ -32,6 +32,10 @@ pub struct MemoryPlan {
     pub activations: u64,
     /// What lives for a moment: one block's temporaries, the logits of a chunk.
     pub workspace: u64,
+    /// Of it what is gathered or brought for a moment, and gradients before they are added up or on their way.
+    pub in_flight: u64,
+    /// Bytes of a chunk's logits, which lie in the workspace while the loss is computed.
+    pub logits: u64,
     /// Trained tensors as they were at a step, until they are written to files.
     pub saving: u64,
     /// What the process held before anything was loaded: the program, tokenizer and data.
@@ -151,13 +155,15 @@ impl MemoryPlan {
         if options.offload.has_state() {
             // A run of values, gradients and each tensor of the state.
             let staged = 2 + options.optimizer_state.tensors.len() as u64;
-            memory.workspace += 4 * staged * longest.min(STAGING_ELEMENTS as u64);
+            memory.in_flight += 4 * staged * longest.min(STAGING_ELEMENTS as u64);
         }
         memory.activations = kept_bytes(saved, recompute) as u64;
         let temporaries = temporary_bytes(config, *tokens, size);
-        memory.workspace += for_a_moment(&moment);
+        memory.in_flight += for_a_moment(&moment);
+        memory.logits = logits_bytes(config.vocab_size, *tokens, on_gpu.is_some()) as u64;
+        memory.workspace = memory.in_flight;
         memory.workspace += match on_gpu {
-            None => temporaries + logits_bytes(config.vocab_size, *tokens, false) as u64,
+            None => temporaries + memory.logits,
             Some(step) => step.workspace([bytes_at_loss(saved, recompute) as u64, memory.activations]),
         };
         // Logits, gathered values and fresh gradients keep their memory from step to step.

@@ -417,12 +417,7 @@ fn terms(memory: &MemoryPlan, recompute: Recompute, parts: &MemoryParts) -> Vec<
         ("gradients", memory.gradients, groups(&parts.gradients)),
         ("optimizer", memory.optimizer, groups(&parts.optimizer)),
         ("activations", memory.activations, kept),
-        (
-            "workspace",
-            memory.workspace,
-            "logits of a chunk, gradients of a block's widest tensors, gathered blocks and gradients in flight"
-                .into(),
-        ),
+        ("workspace", memory.workspace, workspace(memory)),
         ("saving", memory.saving, "copies of what is saved, until it is written".into()),
         ("process", memory.process, "the program; driver and communication on a GPU".into()),
         ("host memory", memory.host, "offloaded values and states, and copies of what is saved".into()),
@@ -430,6 +425,17 @@ fn terms(memory: &MemoryPlan, recompute: Recompute, parts: &MemoryParts) -> Vec<
     ];
     let term = |(cause, bytes, formula)| MemoryTerm { cause, bytes, formula };
     all.into_iter().filter(|(_, bytes, _)| *bytes > 0).map(term).collect()
+}
+
+/// Such as `a chunk of logits (0.13 GB) and a block's widest tensors: 1.02 GB + gathered blocks 2.43 GB`.
+fn workspace(memory: &MemoryPlan) -> String {
+    let of_block = text::gigabytes(memory.workspace - memory.in_flight);
+    let logits = text::gigabytes(memory.logits);
+    let in_flight = match memory.in_flight {
+        0 => String::new(),
+        bytes => format!(" + gathered blocks and gradients in flight {}", text::gigabytes(bytes)),
+    };
+    format!("a chunk of logits ({logits}) and a block's widest tensors: {of_block}{in_flight}")
 }
 
 /// Such as `trained, bf16: 2 B x 6.74B / 8`.

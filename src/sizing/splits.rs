@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::flops::linear_weights;
 use super::hardware::Hardware;
 use super::rates::ComputeRates;
-use super::step_time::OVERLAP;
+use super::step_time::{ENDS, OVERLAP, UPDATED};
 use crate::model::ModelConfig;
 
 /// Bytes of an activation or a gradient that is sent.
@@ -173,8 +173,10 @@ fn modelled(
     let gathers = micro_batches * ring(s) * parameters * (2.0 * BF16 + 4.0);
     let sums = 2.0 * ring(d) * parameters / s * 4.0 * if s > 1.0 { micro_batches } else { 1.0 };
     let data_secs = gathers / link(t * c * s) + sums / link(t * c * s * d);
-    let exposed = (context_secs + data_secs - OVERLAP * compute).max(0.0) + tensor_secs;
-    let step_secs = compute / (1.0 - bubble) + exposed;
+    let sent = context_secs + data_secs;
+    let exposed = (sent - OVERLAP * compute).max(sent.min(ENDS * compute)) + tensor_secs;
+    let update = parameters / s * UPDATED / rates.update;
+    let step_secs = compute / (1.0 - bubble) + exposed + update;
     // A stage keeps as many micro-batches as there are stages.
     let in_flight = p.min(micro_batches);
     let activations = work.activation_bytes * micro_tokens / (t * p) * in_flight;

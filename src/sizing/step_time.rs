@@ -22,7 +22,11 @@ use crate::sharding::{MeshAxis, ParamDesc, ParamKind, SentBytes, ShardingStrateg
 /// Part of the computation that communication can run beside.
 pub(super) const OVERLAP: f64 = 0.8;
 /// Communication before the first and after the last computation, as a part of all computation.
-const ENDS: f64 = 0.02;
+pub(super) const ENDS: f64 = 0.02;
+/// Bytes that the update of a weight reads and writes: its value, the bf16 copy, its gradient, and two moments.
+pub(super) const UPDATED: f64 = 8.0 + 2.0 + 4.0 + 16.0;
+/// Those of the moments in 8 bits less.
+const INT8_LESS: f64 = 12.0;
 /// Seconds that a call between hosts, or inside of one, takes however little it sends.
 const LATENCY: [f64; 2] = [30e-6, 12e-6];
 /// Bytes a second of host memory that the update of offloaded states reads and writes, for all devices of a host.
@@ -198,9 +202,8 @@ fn update(
         step.descs.iter().filter(|desc| desc.kind.trains()).map(|desc| desc.elements() as u64).sum();
     let sharded = if step.fit.kind == ShardingStrategy::Ddp { 1.0 } else { shards.max(1.0) };
     let mine = trained as f64 / sharded;
-    // The value, its gradient, and two moments that are read and written.
-    let state = if recipe.optimizer.state == StateDtype::Int8 { 4.0 } else { 16.0 };
-    let bytes = mine * (8.0 + 2.0 + 4.0 + state);
+    let less = if recipe.optimizer.state == StateDtype::Int8 { INT8_LESS } else { 0.0 };
+    let bytes = mine * (UPDATED - less);
     if recipe.parallel.offload == Offload::None {
         return (bytes / rates.update, 0.0);
     }
