@@ -50,7 +50,9 @@ impl MemoryParts {
             let placed = |is_away: bool| if is_away && !options.on_host { " (on the host)" } else { "" };
             let away = placed(options.offload.has_values(desc.kind.role()));
             let state_away = placed(options.offload.has_state());
-            let values = format!("{}{away}", kept_as(desc.kind, options));
+            let in_file = options.offload.has_values(desc.kind.role()) && options.offload.folder().is_some();
+            let of_values = if in_file { " (in a file)" } else { away };
+            let values = format!("{}{of_values}", kept_as(desc.kind, options));
             count(&mut parts.weights, values, value, options.share_of(spec.values));
             let update = options.share_of(spec.update);
             if master > 0 {
