@@ -266,8 +266,8 @@ impl MemoryOptions<'_> {
     }
 }
 
-/// Bytes of the tensors that one rank copies to save them, at most, or in the mean on the host: all of an adapter's run, the segments in turn of
-/// others.
+/// Bytes of the tensors that one rank copies to save them, at most, or in the mean on the host: all of an adapter's run,
+/// the segments in turn of others.
 fn snapshot_bytes(descs: &[ParamDesc], first_saves_all: bool, options: &MemoryOptions<'_>) -> u64 {
     let state_bytes = |desc: &ParamDesc| match options.saving {
         Saving::Outputs => 0,

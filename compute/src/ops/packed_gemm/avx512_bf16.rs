@@ -1,7 +1,8 @@
 //! Products of bf16 tiles by `VDPBF16PS`, which multiplies 16 pairs and adds both products to 16 sums.
 //!
 //! Eight rows of 32 sums stay in registers over all steps. In runs of steps that stay in the L1 cache, as the f32 kernels take
-//! them, loading and storing the sums costs more than reading tiles from the L2 cache: 6 % on Zen 4. Numbers below 2⁻¹²⁶ count as zero, as on the matrix unit.
+//! them, loading and storing the sums costs more than reading tiles from the L2 cache: 6 % on Zen 4. Numbers below 2⁻¹²⁶
+//! count as zero, as on the matrix unit.
 
 use std::arch::x86_64::*;
 
