@@ -94,8 +94,8 @@ impl RunRecord {
         })
     }
 
-    /// The digest of what decides the numbers of a run, whatever micro-batches its steps are split into. A key at its default counts like one that is absent, so that
-    /// versions of the program that know other keys agree.
+    /// The digest of what decides the numbers of a run, whatever micro-batches its steps are split into. A key at its
+    /// default counts like one that is absent, so that versions of the program that know other keys agree.
     pub fn digest(plan: &BTreeMap<String, String>) -> String {
         let mut counted = plan.clone();
         // However the rows of a step are split into micro-batches.

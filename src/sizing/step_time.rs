@@ -6,8 +6,8 @@
 //!
 //! T_compute are the operations of [`TokenFlops`] at [`ComputeRates`]; T_communication the bytes of [`SentBytes`] over the bandwidth of a ring
 //! and a latency for each call. w = 0.8 of the computation can hide communication: gathers run ahead by a block, gradients
-//! are reduced while the next block's are computed; on a processor w = 0, for what copies there is what computes. The first gather and the last reduction are never hidden: T_ends is all of
-//! T_communication, but a fiftieth of T_compute at most.
+//! are reduced while the next block's are computed; on a processor w = 0, for what copies there is what computes. The first
+//! gather and the last reduction are never hidden: T_ends is all of T_communication, but a fiftieth of T_compute at most.
 
 use serde::Serialize;
 

@@ -411,7 +411,8 @@ vectorized! {
             let cap = cap as f32;
             row.iter_mut().for_each(|l| *l = cap * simd::tanh(*l / cap));
         }
-        let max = simd::max(row);
+        // A NaN is passed over here: its exponential is one, and so is the sum.
+        let max = simd::largest(row);
         let at_target = row[target as usize];
         // The capped logits are needed for the cap's slope, so only without a cap are they overwritten at once.
         let Some(cap) = softcap else {
@@ -516,4 +517,22 @@ fn reference_chunk(
         d = (d * (1.0 - (logits / cap)?.sqr()?)?)?;
     }
     Ok((d, row_loss))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One logit that is no number leaves nothing of its row a number, wherever it stands.
+    #[test]
+    fn a_nan_is_not_passed_over() {
+        for softcap in [None, Some(30.0)] {
+            for at in [0, 17, 40] {
+                let mut row: Vec<f32> = (0..41).map(|i| i as f32 * 0.1).collect();
+                row[at] = f32::NAN;
+                assert!(loss_and_gradient(&mut row, 3, softcap, 1.0).is_nan(), "{softcap:?}, {at}");
+                assert!(row.iter().all(|d| d.is_nan()), "{softcap:?}, {at}: {row:?}");
+            }
+        }
+    }
 }
