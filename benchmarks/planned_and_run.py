@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What `finetune plan` says of twelve runs on the CPU, beside what they take: memory and the time of a step.
+"""What `finetune plan` says of thirteen runs on the CPU, beside what they take: memory and the time of a step.
 
     python3 benchmarks/planned_and_run.py --binary target/release/finetune --out FILE
 
-Writes models of random weights, measures the processor by `finetune bench ops` for each shape and dtype, plans and trains each run, and
-prints a table: predicted, actual and the difference of both, medians of the steps. Needs nothing but Python's library; a
-quarter of an hour on two quiet cores.
+Writes models of random weights. In each round, before each run, it measures the processor by `finetune bench ops` for the run's shape and
+dtype, plans the run, trains it, and takes the median of its steps. Prints a table: predicted, actual and the difference of
+both, medians of the rounds, whose times it lists, too. Needs nothing but Python's library; a quarter of an hour on two quiet cores.
 """
 
 import argparse
@@ -28,6 +28,8 @@ SHAPES["60m"] = SHAPES["135m"] | {
 LORA = {"adapter.r": 16, "adapter.lora_alpha": 32, "adapter.target_modules": "all-linear"}
 QLORA = LORA | {"quantization.kind": "nf4", "quantization.double_quant": "true"}
 BLOCK = {"train.recompute": "block"}
+# What stands for a folder of the run's.
+FOLDER = "FOLDER"
 # Shape, tokens of a row, dtype, ranks, keys.
 RUNS = [
     ("135m", 512, "bf16", 1, LORA),
@@ -42,6 +44,7 @@ RUNS = [
     ("60m", 256, "bf16", 2, {"parallel.strategy": "ddp"}),
     ("60m", 256, "bf16", 2, {"parallel.strategy": "fsdp"}),
     ("60m", 256, "bf16", 2, QLORA),
+    ("135m", 256, "f32", 1, {"parallel.offload": "params", "parallel.offload_folder": FOLDER}),
 ]
 STEPS, WARM_UP = 8, 2
 
@@ -70,16 +73,8 @@ def memory_of(line, log):
     return float(found[1]) * UNITS[found[2]], usage.ru_maxrss * 1024
 
 
-def calibration(binary, model, shape, seq, dtype, folder):
-    """The file with the speeds of this processor for a shape, measured once."""
-    file = folder / f"ops-{shape}-{seq}-{dtype}.json"
-    if not file.exists():
-        file.write_bytes(output_of([binary, "bench", "ops", "--model", model, "--tokens", seq, "--max-seq-len", seq, "--dtype", dtype,
-                                    "--secs", 0.2, "--json", "--quiet"]))
-    return file
-
-
 def one(binary, folder, run):
+    """What is planned of one run, and what it takes."""
     shape, seq, dtype, ranks, keys = run
     model = folder / f"{shape}-{seq}"
     if not model.exists():
@@ -89,44 +84,63 @@ def one(binary, folder, run):
         "data.max_seq_len": seq, "train.max_steps": STEPS, "train.micro_batch_size": 1, "train.recompute": "none",
         "optimizer.learning_rate": 1e-5, "scheduler.kind": "constant", "log.tensorboard": "false",
     } | keys
-    same = ["--model", model, "--dataset", model / "text.jsonl", "--offline"] + typed(settings)
-    same += ["--ranks", ranks] if ranks > 1 else []
-    file = calibration(binary, model, shape, seq, dtype, folder)
-    plan = json.loads(output_of([binary, "plan", "--json", "--quiet", "--calibration", file] + same))
-    with tempfile.TemporaryDirectory(dir=folder) as out:
-        planned, peak = memory_of([binary, "--output", Path(out) / "out"] + same, Path(out) / "log")
-        lines = [json.loads(line) for line in open(Path(out) / "out/metrics.jsonl")]
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        scratch = Path(scratch)
+        settings = {key: scratch if value == FOLDER else value for key, value in settings.items()}
+        same = ["--model", model, "--dataset", model / "text.jsonl", "--offline"] + typed(settings)
+        same += ["--ranks", ranks] if ranks > 1 else []
+        measured = scratch / "ops.json"
+        measured.write_bytes(output_of([binary, "bench", "ops", "--model", model, "--tokens", seq, "--max-seq-len", seq,
+                                        "--dtype", dtype, "--secs", 0.2, "--json", "--quiet"]))
+        plan = json.loads(output_of([binary, "plan", "--json", "--quiet", "--calibration", measured] + same))
+        planned, peak = memory_of([binary, "--output", scratch / "out"] + same, scratch / "log")
+        lines = [json.loads(line) for line in open(scratch / "out/metrics.jsonl")]
     steps = [line for line in lines if "step_secs" in line][WARM_UP:]
     if len(steps) < 3:
         sys.exit(f"planned_and_run: {run} has {len(steps)} steps to measure")
     return {
-        "shape": shape, "tokens": seq, "dtype": dtype, "ranks": ranks, "keys": keys,
         "planned_bytes": planned, "peak_bytes": peak,
         "planned_secs": plan["time"]["total"], "step_secs": statistics.median(line["step_secs"] for line in steps),
     }
+
+
+def median_of(run, rounds):
+    """The medians of the rounds of a run, with what it is."""
+    shape, seq, dtype, ranks, keys = run
+    medians = {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
+    times = {f"{key}_by_round": [round(found[key], 4) for found in rounds] for key in ("planned_secs", "step_secs")}
+    return {"shape": shape, "tokens": seq, "dtype": dtype, "ranks": ranks, "keys": keys} | medians | times
+
+
+def row(last):
+    """A line of the table."""
+    memory = last["peak_bytes"] / last["planned_bytes"] - 1
+    time = last["step_secs"] / last["planned_secs"] - 1
+    words = " ".join(f"{key.split('.')[1]}={value}" for key, value in last["keys"].items())
+    return (f"{last['shape']:>5} {last['tokens']:>4} {last['dtype']:<4} {last['ranks']} "
+            f"{last['planned_bytes'] / 1e6:8.0f} {last['peak_bytes'] / 1e6:8.0f} MB {memory:+7.1%}  "
+            f"{last['planned_secs']:7.3f} {last['step_secs']:7.3f} s {time:+7.1%}  {words}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--binary", required=True, type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", type=int, help="this run alone, from 0")
     args = parser.parse_args()
     binary = args.binary.resolve()
     runs = RUNS if args.only is None else [RUNS[args.only]]
-    found = []
+    found = [[] for _ in runs]
     with tempfile.TemporaryDirectory() as scratch:
-        for run in runs:
-            found.append(one(binary, Path(scratch), run))
-            last = found[-1]
-            memory = last["peak_bytes"] / last["planned_bytes"] - 1
-            time = last["step_secs"] / last["planned_secs"] - 1
-            words = " ".join(f"{key.split('.')[1]}={value}" for key, value in last["keys"].items())
-            print(f"{last['shape']:>5} {last['tokens']:>4} {last['dtype']:<4} {last['ranks']} "
-                  f"{last['planned_bytes'] / 1e6:8.0f} {last['peak_bytes'] / 1e6:8.0f} MB {memory:+7.1%}  "
-                  f"{last['planned_secs']:7.3f} {last['step_secs']:7.3f} s {time:+7.1%}  {words}", flush=True)
+        for _ in range(args.rounds):
+            for run, rounds in zip(runs, found):
+                rounds.append(one(binary, Path(scratch), run))
+                print(row(median_of(run, rounds[-1:])), flush=True)
+    medians = [median_of(run, rounds) for run, rounds in zip(runs, found)]
+    print(f"medians of {args.rounds} rounds:", *map(row, medians), sep="\n")
     if args.out:
-        args.out.write_text(json.dumps(found, indent=2) + "\n")
+        args.out.write_text(json.dumps(medians, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -40,10 +40,8 @@ impl SizedModel {
     pub(crate) fn find(recipe: &mut Recipe, finder: &Resolver<'_>, terminal: &Terminal) -> Result<Self> {
         start_without_weights(recipe, terminal);
         let mut base = BaseModel::open(&recipe.model, None, finder)?;
-        if recipe.quantization.is_some() {
-            // Refused where the files are quantized otherwise. Ways without quantization are sized, too: the base stays as stored.
-            BaseModel::open(&recipe.model, recipe.quantization.as_ref(), finder)?;
-        }
+        // Ways without quantization are sized, too: the base stays as stored.
+        recipe.quantization.as_ref().map_or(Ok(()), |quantization| base.check_quantization(quantization))?;
         let source = recipe.adapter.as_ref().and_then(|adapter| adapter.path.as_ref());
         let saved = source.map(|source| finder.adapter(source)).transpose()?;
         let (mut train, mut held_out, mut new_tokens) = (None, None, Vec::new());

@@ -184,32 +184,8 @@ impl BaseModel {
         let text = input_file::read_text("read", &path)?;
         let config = ModelConfig::from_json(&text, &path.display().to_string())?;
         let files = weights.map(|weights| weights.open(&found.folder)).transpose()?;
-        let wanted = quantization.map(format);
         let stored = files.as_ref().and_then(stored_format);
-        if let (Some(wanted), Some(stored)) = (wanted, stored)
-            && wanted != stored
-        {
-            return Err(Error::user(format!("cannot quantize {}", found.folder.display()))
-                .because(format!(
-                    "it is quantized already, to {}; `[quantization]` asks for {}",
-                    describe(&stored),
-                    describe(&wanted)
-                ))
-                .hint(
-                    "remove `[quantization]` to use the checkpoint as it is, or give the unquantized model",
-                ));
-        }
-        let skip = quantization.map_or(&[][..], |quantization| &quantization.skip_modules);
-        let mut skipped = LinearLayers::new(&config, skip)?.skipped;
-        if let (Some(files), true) = (&files, stored.is_some()) {
-            let own = unquantized(&config, files)?;
-            if !skip.is_empty() && own != skipped {
-                return Err(Error::user(format!("cannot quantize {}", found.folder.display()))
-                    .because("it is quantized already, and other layers are skipped than `skip_modules` says")
-                    .hint("remove `[quantization]` to use the checkpoint as it is"));
-            }
-            skipped = own;
-        }
+        let skipped = skipped_layers(&found.folder, &config, files.as_ref(), quantization)?;
         Ok(BaseModel {
             tokenizer: found.folder.clone(),
             stored_tokens: config.vocab_size,
@@ -218,9 +194,17 @@ impl BaseModel {
             found,
             config,
             files,
-            format: stored.or(wanted),
+            format: stored.or(quantization.map(format)),
             skipped,
         })
+    }
+
+    /// Refuses a `[quantization]` that [`BaseModel::open`] would refuse for this model.
+    ///
+    /// # Errors
+    /// The files are quantized already, otherwise than it says; it names layers that are not there.
+    pub(crate) fn check_quantization(&self, quantization: &QuantizationSection) -> Result<()> {
+        skipped_layers(&self.found.folder, &self.config, self.files.as_ref(), Some(quantization)).map(drop)
     }
 
     /// Which model it is, by names, headers, config.json and a sample of its weights; `seed` is that of its weights where
@@ -400,6 +384,38 @@ pub(crate) fn format(quantization: &QuantizationSection) -> QuantFormat {
 /// The format of the quantized tensors in `files`, if there are any.
 fn stored_format(files: &ModelFiles) -> Option<QuantFormat> {
     files.names().find_map(|name| files.quantized_format(name))
+}
+
+/// The linear layers that stay as they are: those that `quantization` skips, or that a quantized checkpoint holds unquantized.
+fn skipped_layers(
+    folder: &Path,
+    config: &ModelConfig,
+    files: Option<&ModelFiles>,
+    quantization: Option<&QuantizationSection>,
+) -> Result<Vec<String>> {
+    let refused = || Error::user(format!("cannot quantize {}", folder.display()));
+    let (wanted, stored) = (quantization.map(format), files.and_then(stored_format));
+    if let (Some(wanted), Some(stored)) = (wanted, stored)
+        && wanted != stored
+    {
+        return Err(refused()
+            .because(format!(
+                "it is quantized already, to {}; `[quantization]` asks for {}",
+                describe(&stored),
+                describe(&wanted)
+            ))
+            .hint("remove `[quantization]` to use the checkpoint as it is, or give the unquantized model"));
+    }
+    let skip = quantization.map_or(&[][..], |quantization| &quantization.skip_modules);
+    let skipped = LinearLayers::new(config, skip)?.skipped;
+    let Some(files) = files.filter(|_| stored.is_some()) else { return Ok(skipped) };
+    let own = unquantized(config, files)?;
+    if !skip.is_empty() && own != skipped {
+        return Err(refused()
+            .because("it is quantized already, and other layers are skipped than `skip_modules` says")
+            .hint("remove `[quantization]` to use the checkpoint as it is"));
+    }
+    Ok(own)
 }
 
 /// The linear layers of a quantized checkpoint that it holds unquantized.

@@ -13,6 +13,13 @@ use serde::Serialize;
 use crate::model::{BlockLayout, ModelConfig, WeightShape};
 use crate::recipe::Recompute;
 
+/// Operations of a weight and token where it trains: a product forward, and two backward.
+pub(super) const TRAINED: f64 = 6.0;
+/// Where it is frozen: its input alone has a gradient.
+pub(super) const FROZEN: f64 = 4.0;
+/// Attention forward and backward, over its forward.
+pub(super) const ATTENTION: f64 = 3.5;
+
 /// Floating-point operations of one token, forward and backward.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct TokenFlops {
@@ -33,16 +40,16 @@ impl TokenFlops {
         let linear = linear_weights(config) as f64;
         let head = (config.vocab_size * config.hidden_size) as f64;
         let attention = attention_forward(config, row);
-        let trained = if branches.is_some() { 4.0 } else { 6.0 };
+        let trained = if branches.is_some() { FROZEN } else { TRAINED };
         let branches = branches.unwrap_or(0) as f64;
         let recomputed = match recompute {
             Recompute::None => 0.0,
             Recompute::Block => 2.0 * linear + 2.0 * branches + attention,
         };
         TokenFlops {
-            linear: trained * linear + 6.0 * branches,
+            linear: trained * linear + TRAINED * branches,
             head: trained * head,
-            attention: 3.5 * attention,
+            attention: ATTENTION * attention,
             recomputed,
         }
     }

@@ -178,7 +178,7 @@ impl SizingRequest<'_> {
         let load = self.workload(self.recipe);
         let time = self.time(self.recipe, &step);
         let run = time.and_then(|time| self.run_time(&time, &step, load));
-        let (splits, refused) = self.splits(&step, budget, load);
+        let (splits, refused) = self.splits(&step, budget, load)?;
         Ok(Sizing {
             model: self.inputs.base.found.name(),
             parameters,
@@ -199,7 +199,7 @@ impl SizingRequest<'_> {
             fits: (budget.is_some() || self.host_budget().is_some()).then(|| self.has_room(&memory)),
             memory: terms(&memory, step.fit.recompute, &parts),
             activations: self.activations(&parts)?,
-            conventions: conventions(parameters, kind.shard_size(self.world.all) as u64),
+            conventions: conventions(parameters, kind, self.world.all as u64),
             bytes_per_parameter: kept_bytes(&parts) as f64 / parameters as f64,
             cost: self.cost(time.as_ref(), run.as_ref(), &step),
             leaves: self.leaves()?,
@@ -218,10 +218,15 @@ impl SizingRequest<'_> {
         }
         let mut smallest = recipe.clone();
         smallest.parallel.strategy = Strategy::Fsdp;
-        let step = self.inputs.planned(&smallest, self.world)?;
-        let mut step = step.ok_or_else(|| Error::internal("a named strategy was not planned"))?;
+        let mut step = self.step_of_named(&smallest)?;
         step.fit.why = Some("no strategy fits, this one needs least".into());
         Ok(step)
+    }
+
+    /// A step of a recipe that names its strategy, whether it fits or not.
+    fn step_of_named(&self, recipe: &Recipe) -> Result<PlannedStep> {
+        let step = self.inputs.planned(recipe, self.world)?;
+        step.ok_or_else(|| Error::internal("a named strategy was not planned"))
     }
 
     /// What a rank may take of its host's memory: nine tenths of it are shared by all ranks there.
@@ -332,10 +337,10 @@ impl SizingRequest<'_> {
         step: &PlannedStep,
         budget: Option<u64>,
         load: Workload,
-    ) -> (Vec<ParallelSplit>, Vec<RefusedSplit>) {
-        let Some((hardware, rates)) = self.timed else { return Default::default() };
+    ) -> Result<(Vec<ParallelSplit>, Vec<RefusedSplit>)> {
+        let Some((hardware, rates)) = self.timed else { return Ok(Default::default()) };
         if hardware.devices() == 1 {
-            return Default::default();
+            return Ok(Default::default());
         }
         let widest = widest_micro_batch(self.recipe, self.inputs.rows) as f64;
         let flops = TokenFlops::new(&self.inputs.base.config, None, load.row, step.fit.recompute);
@@ -351,27 +356,25 @@ impl SizingRequest<'_> {
         let (mut all, refused) = splits(&work, hardware, rates);
         // The model of splits is one of all weights.
         if step_time::branches(&step.descs).is_none() {
-            all.iter_mut().filter(|split| split.runs).for_each(|split| self.plan_split(split));
+            all.iter_mut().filter(|split| split.runs).try_for_each(|split| self.plan_split(split))?;
             splits::sort(&mut all);
         }
-        (all, refused)
+        Ok((all, refused))
     }
 
-    /// Memory and time of a split that the engine runs, as the plan of such a run has them. Groups that contradict the hosts stay as
-    /// they are modelled.
-    fn plan_split(&self, split: &mut ParallelSplit) {
+    /// Gives a split that the engine runs the memory and the time that the plan of such a run has.
+    fn plan_split(&self, split: &mut ParallelSplit) -> Result<()> {
         let mut recipe = self.recipe.clone();
         (recipe.parallel.strategy, recipe.parallel.shard_size) = match split.shard {
             1 => (Strategy::Ddp, None),
             all if all == self.world.all => (Strategy::Fsdp, None),
             group => (Strategy::Hsdp, Some(group)),
         };
-        let Ok(Some(step)) = self.inputs.planned(&recipe, self.world) else { return };
+        let step = self.step_of_named(&recipe)?;
         split.bytes = step.fit.memory.total();
         split.fits = self.has_room(&step.fit.memory);
-        if let Some(time) = self.time(&recipe, &step) {
-            split.step_secs = time.total;
-        }
+        split.step_secs = self.time(&recipe, &step).map_or(split.step_secs, |time| time.total);
+        Ok(())
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
-use super::flops::TokenFlops;
+use super::flops::{ATTENTION, TokenFlops};
 use super::hardware::DeviceSheet;
 use crate::error::input_file;
 use crate::error::{Error, Result};
@@ -27,6 +27,8 @@ pub struct ComputeRates {
     pub elementwise: Option<f64>,
     /// Bytes a second of the optimizer's update.
     pub update: f64,
+    /// The same with states in 8 bits, whose codes take their time on a processor.
+    pub update_int8: f64,
     /// Bytes a second that a copy reads and writes.
     pub copy: f64,
     /// Operations a second of a product alone, at best: what MFU is a part of.
@@ -34,8 +36,8 @@ pub struct ComputeRates {
 }
 
 /// The operations that rates are made of.
-const MEASURED: [&str; 6] =
-    ["matmul", "linear_cross_entropy", "attention", "attention_backward", "glu", "adamw"];
+const MEASURED: [&str; 7] =
+    ["matmul", "linear_cross_entropy", "attention", "attention_backward", "glu", "adamw", "adamw_int8"];
 
 /// What `finetune bench ops --json` prints, as far as it is used.
 #[derive(Deserialize)]
@@ -60,7 +62,8 @@ impl ComputeRates {
         let reached = peak * device.efficiency;
         let copy = device.memory_gbps * 1e9;
         let (head, attention, update) = (reached, reached, copy * OF_MEMORY);
-        ComputeRates { linear: reached, head, attention, elementwise: None, update, copy, peak }
+        let update_int8 = update;
+        ComputeRates { linear: reached, head, attention, elementwise: None, update, update_int8, copy, peak }
     }
 
     /// Those in a file that `finetune bench ops --json` wrote.
@@ -100,6 +103,7 @@ impl ComputeRates {
             attention: part(self.attention),
             elementwise: self.elementwise.map(part),
             update: part(self.update),
+            update_int8: part(self.update_int8),
             copy: part(self.copy),
             peak: part(self.peak),
         }
@@ -134,17 +138,18 @@ impl CalibrationFile {
             let rates: Vec<f64> = self.matching(op, "").filter_map(|op| op.gbps).collect();
             harmonic_mean(&rates).map(|rate| rate * 1e9)
         };
+        // Measured over the values of one layer, which a cache may hold; those of all layers it does not.
+        let update = |op: &str| bandwidth(op).unwrap_or(f64::INFINITY).min(self.copy_gbps * 1e9);
         let missing = |op: &str| format!("it has no figure of {op}");
         let forward = rate("attention", "").ok_or_else(|| missing("attention"))?;
         let backward = rate("attention_backward", "").ok_or_else(|| missing("attention_backward"))?;
         Ok(ComputeRates {
             linear: rate("matmul", "").ok_or_else(|| missing("matmul"))?,
             head: rate("linear_cross_entropy", "").ok_or_else(|| missing("linear_cross_entropy"))?,
-            // Backward is 2.5 of the 3.5 parts.
-            attention: 3.5 / (1.0 / forward + 2.5 / backward),
+            attention: ATTENTION / (1.0 / forward + (ATTENTION - 1.0) / backward),
             elementwise: Some(bandwidth("glu").ok_or_else(|| missing("glu"))?),
-            // Measured over the values of one layer, which a cache may hold; those of all layers it does not.
-            update: bandwidth("adamw").unwrap_or(f64::INFINITY).min(self.copy_gbps * 1e9),
+            update: update("adamw"),
+            update_int8: update("adamw_int8"),
             copy: self.copy_gbps * 1e9,
             peak: self.gemm_tflops * 1e12,
         })

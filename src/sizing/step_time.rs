@@ -31,6 +31,8 @@ const INT8_LESS: f64 = 12.0;
 const LATENCY: [f64; 2] = [30e-6, 12e-6];
 /// Bytes a second of host memory that the update of offloaded states reads and writes, for all devices of a host.
 const HOST_UPDATE: f64 = 100e9;
+/// Bytes of a weight that an update on the host takes over the bus: its f32 gradient there, its bf16 value back.
+const OFFLOADED: f64 = 4.0 + 2.0;
 /// Part of a step from which on a cause bounds it.
 const BOUND: f64 = 0.3;
 /// Exposed communication, of a step, from which on more ranks are hopeless.
@@ -202,13 +204,15 @@ fn update(
         step.descs.iter().filter(|desc| desc.kind.trains()).map(|desc| desc.elements() as u64).sum();
     let sharded = if step.fit.kind == ShardingStrategy::Ddp { 1.0 } else { shards.max(1.0) };
     let mine = trained as f64 / sharded;
-    let less = if recipe.optimizer.state == StateDtype::Int8 { INT8_LESS } else { 0.0 };
+    let (less, rate) = match recipe.optimizer.state {
+        StateDtype::Int8 => (INT8_LESS, rates.update_int8),
+        StateDtype::F32 => (0.0, rates.update),
+    };
     let bytes = mine * (UPDATED - less);
     if recipe.parallel.offload == Offload::None {
-        return (bytes / rates.update, 0.0);
+        return (bytes / rate, 0.0);
     }
-    // Gradients go to the host, new values come back.
-    let copies = mine * 6.0 / (hardware.device.host_gbps * 1e9);
+    let copies = mine * OFFLOADED / (hardware.device.host_gbps * 1e9);
     (bytes * hardware.per_host as f64 / HOST_UPDATE, copies)
 }
 

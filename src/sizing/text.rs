@@ -2,11 +2,14 @@
 
 use std::fmt::Write;
 
+use super::conventions::StrategyBytes;
 use super::{MemoryTerm, RecomputePolicy, RunTime, Sizing};
 use crate::units;
 
 /// Columns of a bar.
 const COLUMNS: usize = 60;
+/// Columns before the sizes of a rule of thumb.
+const RULE: usize = 33;
 /// Splits that are shown.
 const SHOWN: usize = 8;
 
@@ -90,15 +93,16 @@ impl Sizing {
 
     fn write_conventions(&self, text: &mut String) {
         let _ = writeln!(text, "\nrules of thumb for all weights, without activations, a rank:");
+        if self.ranks > 1 {
+            let heads = ["ddp", "zero1", "zero2", "fsdp"].map(|name| format!(" {name:>9}"));
+            let _ = writeln!(text, "{:RULE$}{}", "", heads.concat());
+        }
         for rule in &self.conventions {
-            let _ = writeln!(
-                text,
-                "  {:<14} {:>2} B a parameter {:>9}  {}",
-                rule.rule,
-                rule.bytes_per_parameter,
-                gigabytes(rule.bytes),
-                rule.assumes
-            );
+            let StrategyBytes { ddp, zero1, zero2, fsdp } = rule.by_strategy;
+            let shown = if self.ranks > 1 { &[ddp, zero1, zero2, fsdp][..] } else { &[ddp] };
+            let shown: Vec<_> = shown.iter().map(|bytes| format!("{:>9}", gigabytes(*bytes))).collect();
+            let head = format!("  {:<14} {:>2} B a parameter", rule.rule, rule.bytes_per_parameter);
+            let _ = writeln!(text, "{head} {}  {}", shown.join(" "), rule.assumes);
         }
         let _ = writeln!(text, "  this plan      {:.2} B a parameter", self.bytes_per_parameter);
     }

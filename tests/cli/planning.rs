@@ -214,7 +214,7 @@ fn write_text(place: &Place) {
 
 /// The most that a process has held until it ended, and what it said.
 #[cfg(target_os = "linux")]
-fn peak(command: &mut Command) -> (f64, Output) {
+pub(crate) fn peak(command: &mut Command) -> (f64, Output) {
     let child =
         command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::piped()).spawn().unwrap();
     let status = format!("/proc/{}/status", child.id());

@@ -22,7 +22,7 @@ polygon,rect{stroke:var(--page);stroke-width:.6}.grid{stroke:var(--rule);fill:no
 .s0{color:#e69f00}.s1{color:#56b4e9}.s2{color:#0072b2}.s3{color:#d55e00}.s4{color:#009e73}.s5{color:#cc79a7}.s6{color:#8f99a3}.s7{color:#b8a90a}
 .scroll{overflow-x:auto}.scroll:focus-visible{outline:2px solid var(--a)}
 table{border-collapse:collapse;margin:.8rem 0;overflow-wrap:normal}caption{text-align:left;color:var(--dim);font-size:.9rem;padding-bottom:.3rem}
-td,th{text-align:right;padding:.25rem .9rem .25rem 0;font-variant-numeric:tabular-nums;border-bottom:1px solid var(--rule)}th{font-weight:600}tbody th{font-weight:400}th:first-child{text-align:left}
+td,th{text-align:right;padding:.25rem .9rem .25rem 0;font-variant-numeric:tabular-nums;border-bottom:1px solid var(--rule)}th{font-weight:600}tbody th{font-weight:400}th:first-child{text-align:left}.charts td,.charts th{padding-right:.5rem}
 .answers{width:100%;table-layout:fixed;overflow-wrap:anywhere}.answers td,.answers th{text-align:left;vertical-align:top}.answers tbody th{font-weight:600;padding-top:.8rem;border:0}.right{color:var(--right)}.right span{font-size:.85rem;white-space:nowrap}
 .rows{padding-left:1.4rem}.rows div{color:var(--dim);font-size:.9rem}.row{margin:.2rem 0 1rem;padding:.6rem .8rem;background:var(--soft);border-radius:6px;white-space:pre-wrap}
 mark{background:var(--learned);color:inherit;text-decoration:underline;text-decoration-thickness:2px;text-underline-offset:3px;border-radius:2px}em{color:var(--dim)}

@@ -1,4 +1,4 @@
-//! `inspect` and `--dry-run` of a model on the hub read the headers of its weights and leave the rest there.
+//! `inspect`, `plan` and `--dry-run` of a model on the hub read the headers of its weights and leave the rest there.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -100,14 +100,20 @@ fn dry_run(model: &str) -> Vec<String> {
 }
 
 #[test]
-fn inspect_and_dry_run_move_headers_and_small_files_only() {
+fn inspect_plan_and_dry_run_move_headers_and_small_files_only() {
     let folder = sharded();
     let model = folder.path().join("model");
     let shards = shards(&model);
     assert!(shards.len() > 1, "{shards:?}");
     let headers: usize = shards.iter().map(|shard| header_bytes(&model.join(shard))).sum();
     let local = dry_run(&model.display().to_string());
-    for of_hub in [vec!["inspect".to_owned(), "ada/model".to_owned()], dry_run("ada/model")] {
+    let plan = |model: &str| {
+        ["plan", "--model", model, "--recipe", "qlora", "--on", "8xA100-80GB"].map(ToOwned::to_owned).to_vec()
+    };
+    let local_plan = plan(&model.display().to_string());
+    for of_hub in
+        [vec!["inspect".to_owned(), "ada/model".to_owned()], plan("ada/model"), dry_run("ada/model")]
+    {
         let scene = Scene::of(&model);
         let args: Vec<&str> = of_hub.iter().map(String::as_str).collect();
         let said = scene.done(&args);
@@ -122,11 +128,13 @@ fn inspect_and_dry_run_move_headers_and_small_files_only() {
         assert!(scene.blobs().iter().all(|blob| *blob == 0 || small.contains(blob)), "{:?}", scene.blobs());
         let here: Vec<&str> = match args[0] {
             "inspect" => vec!["inspect", model.to_str().unwrap()],
+            "plan" => local_plan.iter().map(String::as_str).collect(),
             _ => local.iter().map(String::as_str).collect(),
         };
         let same = |text: &str| {
             let named = |line: &&str| !line.starts_with("id = ") && !line.starts_with("revision = ");
-            text.lines().filter(named).map(ToOwned::to_owned).collect::<Vec<_>>()
+            // A plan calls the one of a folder by the folder's name.
+            text.lines().filter(named).map(|line| line.replace("ada/model:", "model:")).collect::<Vec<_>>()
         };
         assert_eq!(same(&said), same(&scene.done(&here)));
 
