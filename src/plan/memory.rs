@@ -7,7 +7,7 @@ use candle_core::{DType, Device};
 use super::gpu_memory::GpuStep;
 use crate::collective::Phase;
 use crate::model::{BlockModule, BlockSaved, LoraShape, ModelConfig, SavedBytes, Segment};
-use crate::ops::cross_entropy::logits_bytes;
+use crate::ops::cross_entropy::{frozen_loss_bytes, logits_bytes};
 use crate::optim::StateLayout;
 use crate::quant::QuantRun;
 use crate::recipe::enums::{AdapterKind, MasterWeights, Recompute};
@@ -160,7 +160,7 @@ impl MemoryPlan {
         memory.activations = kept_bytes(saved, recompute) as u64;
         let temporaries = temporary_bytes(config, *tokens, size);
         memory.in_flight += for_a_moment(&moment);
-        memory.logits = logits_bytes(config.vocab_size, *tokens, on_gpu.is_some()) as u64;
+        memory.logits = loss_bytes(config, descs, *tokens, on_gpu.is_some()) as u64;
         memory.workspace = memory.in_flight;
         memory.workspace += match on_gpu {
             None => temporaries + memory.logits,
@@ -433,6 +433,19 @@ fn kept_bytes(blocks: &[SavedBytes], recompute: Recompute) -> usize {
 fn temporary_bytes(config: &ModelConfig, tokens: usize, size: usize) -> u64 {
     let widest = 2 * config.intermediate_size + config.heads.qkv_width() + 4 * config.hidden_size;
     (2 * widest * size * tokens) as u64
+}
+
+/// Bytes of the logits of `tokens` tokens that are held at once.
+fn loss_bytes(config: &ModelConfig, descs: &[ParamDesc], tokens: usize, on_gpu: bool) -> usize {
+    let is_head = |desc: &ParamDesc| match desc.segment {
+        Segment::Head => true,
+        Segment::Embed => config.tie_word_embeddings,
+        Segment::Block(_) => false,
+    };
+    if on_gpu || descs.iter().any(|desc| desc.kind.trains() && is_head(desc)) {
+        return logits_bytes(config.vocab_size, tokens, on_gpu);
+    }
+    frozen_loss_bytes(config.vocab_size, config.hidden_size, tokens)
 }
 
 /// Bytes of `blocks` that are kept while the loss is computed.

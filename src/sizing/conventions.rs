@@ -27,9 +27,9 @@ pub struct StrategyBytes {
     pub ddp: u64,
     /// States are shared out.
     pub zero1: u64,
-    /// States and gradients are.
+    /// States and gradients are shared out.
     pub zero2: u64,
-    /// All is.
+    /// Everything is shared out.
     pub fsdp: u64,
 }
 

@@ -4,12 +4,13 @@
 //!
 //! Only rows that have a target are multiplied; they are taken in chunks, whose f32 logits fit [`LOGITS_BYTES`] on the
 //! CPU and which have [`GPU_CHUNK_ROWS`] rows on a GPU, and a chunk's logits turn into their own gradient in place before
-//! the next chunk is made (as in Liger and Cut Cross Entropy, arXiv 2411.09009). Logits, softmax and sums are f32
-//! whatever the weights are.
+//! the next chunk is made (as in Liger and Cut Cross Entropy, arXiv 2411.09009). On the CPU a layer that is frozen is taken in parts
+//! of the vocabulary instead ([`vocabulary_parts`]). Logits, softmax and sums are f32 whatever the weights are.
 
 pub(super) mod cases;
 mod cuda;
 mod loss_sum;
+mod vocabulary_parts;
 
 use std::cell::Cell;
 
@@ -39,6 +40,11 @@ const GPU_CHUNK_ROWS: usize = 1024;
 pub fn logits_bytes(vocab: usize, rows: usize, on_gpu: bool) -> usize {
     let chunk = if on_gpu { GPU_CHUNK_ROWS } else { chunk_rows(vocab) };
     4 * vocab * chunk.min(rows)
+}
+
+/// Bytes that the loss of `rows` rows of `width` values holds at once on the CPU under an output layer that is frozen.
+pub fn frozen_loss_bytes(vocab: usize, width: usize, rows: usize) -> usize {
+    vocabulary_parts::held_bytes(vocab, width, rows)
 }
 
 thread_local! {
@@ -145,6 +151,13 @@ pub struct OutputGrads<'a> {
     pub b: Option<&'a TensorMut>,
 }
 
+impl OutputGrads<'_> {
+    /// The output layer is frozen.
+    fn are_none(&self) -> bool {
+        self.weight.is_none() && self.rows.is_none() && self.b.is_none()
+    }
+}
+
 /// A micro-batch's loss and what flows back from it.
 #[derive(Debug)]
 pub struct LossAndGrad {
@@ -206,6 +219,9 @@ fn on_cpu(
     grads: OutputGrads<'_>,
 ) -> Result<LossAndGrad> {
     targets.check()?;
+    if grads.are_none() && output.delta.is_none() {
+        return vocabulary_parts::loss(x, output.weight, targets, kind);
+    }
     let rows = counted(targets.ids);
     let ((n, width), (vocab, _)) = (dims2(x)?, dims2(output.weight)?);
     let adapter = output.delta.map(DeltaOnCpu::new).transpose()?;
@@ -329,6 +345,9 @@ pub fn score_targets(
         && cuda::is_supported(x, output)
     {
         return cuda::score_targets(driver, x, output, targets, softcap);
+    }
+    if x.device().is_cpu() && output.delta.is_none() {
+        return vocabulary_parts::scores(x, output.weight, targets, softcap);
     }
     let rows = counted(targets);
     let mut scores = Vec::with_capacity(rows.len());

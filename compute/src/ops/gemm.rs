@@ -30,6 +30,17 @@ pub(crate) fn matmul<D: FloatElement, A: FloatElement, B: GemmMatrix>(
     alpha: f32,
     threads: Threads,
 ) {
+    matmul_as::<D, _, _, _>(dst, a, b, alpha, threads);
+}
+
+/// As [`matmul`], with the operands of a product whose result is of type `R`: taken as bf16 where that is.
+pub(crate) fn matmul_as<R: FloatElement, D: FloatElement, A: FloatElement, B: GemmMatrix>(
+    dst: MatViewMut<'_, D>,
+    a: MatView<'_, A>,
+    b: B,
+    alpha: f32,
+    threads: Threads,
+) {
     let (m, n, k) = (a.rows(), b.cols(), a.cols());
     assert_eq!(k, b.rows(), "inner dimensions of a product");
     if m == 0 || n == 0 {
@@ -37,7 +48,7 @@ pub(crate) fn matmul<D: FloatElement, A: FloatElement, B: GemmMatrix>(
     }
     let end = (m - 1) * dst.stride + n;
     assert!(dst.stride >= n && end <= dst.data.len(), "product outside its destination");
-    if let Some(kernel) = packed_kernel::<D>(&a, &b) {
+    if let Some(kernel) = packed_kernel::<R>(&a, &b) {
         return packed_gemm::product(kernel, dst, a, b, None, alpha, threads);
     }
     let mut held = Vec::new();

@@ -47,6 +47,11 @@ fn losses() -> Vec<OpCase> {
     };
     let variants = [
         (plain, "frozen head"),
+        (LossCase { vocab: 4200, ignore_every: 4, ..plain }, "frozen head, parts of the vocabulary"),
+        (
+            LossCase { vocab: 2049, rows: 1100, softcap: Some(2.0), weighted: true, ..plain },
+            "frozen head, parts of the vocabulary, soft-cap, coefficients, two chunks",
+        ),
         (LossCase { dweight: true, ..plain }, "dweight"),
         (LossCase { ignore_every: 3, dweight: true, ..plain }, "ignored targets, dweight"),
         (LossCase { ignore_every: 3, softcap: Some(2.0), ..plain }, "ignored targets, soft-cap"),

@@ -1,0 +1,242 @@
+//! The loss under an output layer that is frozen, and the scores of an evaluation, on the CPU: a part of the vocabulary at a time, so
+//! that the logits of a part stay in a cache and its weights are read once for both products of them.
+//!
+//! ```text
+//! for each part:  l = x · W_partᵀ,  m' = max(m, max l),  f = e^(m − m'),  s = f s + Σ e^(l − m'),  a = f a + e^(l − m') · W_part
+//! loss = m + ln s − l_target        dx = scale (a / s − W_target)
+//! ```
+//!
+//! That is the running softmax of attention (Milakov and Gimelshein, arXiv 1805.02867), whose values are the weights of the output layer. A
+//! weight that trains needs the softmax itself for its gradient, and so all logits of a row.
+
+use candle_core::Tensor;
+use rayon::prelude::*;
+
+use super::{LAST_LOGITS, LossAndGrad, LossKind, LossTargets, TokenScore, counted, gather};
+use crate::error::Result;
+use crate::instruction_set::vectorized;
+use crate::ops::gemm::{MatView, MatViewMut, Threads, matmul, matmul_as};
+use crate::ops::mat_view::GemmMatrix;
+use crate::ops::simd;
+use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, with_elem};
+
+/// Words of a part; few in tests, so that small vocabularies have several.
+const PART: usize = if cfg!(test) { 64 } else { 2048 };
+/// Rows that are taken together: their logits of a part are 8 MiB.
+const ROWS: usize = 1024;
+/// Rows that a thread takes at a time.
+const ROWS_OF_TASK: usize = 8;
+
+/// Bytes that the loss of `rows` rows of this width holds at once.
+pub(super) fn held_bytes(vocab: usize, width: usize, rows: usize) -> usize {
+    4 * rows.min(ROWS) * (vocab.min(PART) + width)
+}
+
+/// What is known of a row after some parts.
+#[derive(Clone, Copy)]
+struct RowState {
+    /// The largest logit.
+    max: f32,
+    /// The place of the first of that size.
+    best: usize,
+    /// Σ e^(logit − max).
+    sum: f32,
+    /// The target's logit.
+    at_target: f32,
+}
+
+impl RowState {
+    const NOTHING: RowState = RowState { max: f32::NEG_INFINITY, best: 0, sum: 0.0, at_target: f32::NAN };
+
+    fn loss(&self) -> f32 {
+        self.max + self.sum.ln() - self.at_target
+    }
+}
+
+/// The loss of the rows of `x` that have a target, and the gradient of `x`.
+pub(super) fn loss(
+    x: &Tensor,
+    weight: &Tensor,
+    targets: LossTargets<'_>,
+    kind: LossKind,
+) -> Result<LossAndGrad> {
+    let rows = counted(targets.ids);
+    let ((n, width), (vocab, _)) = (dims2(x)?, dims2(weight)?);
+    with_elem!(x.dtype(), T => with_elem!(weight.dtype(), W => {
+        let (xs, w) = (read::<T>(x)?, read::<W>(weight)?);
+        let (mut dx, mut loss) = (vec![T::default(); n * width], 0f64);
+        for chunk in rows.chunks(ROWS) {
+            let x = gather::<T>(&xs, chunk, width);
+            let x = MatView::new(&x, chunk.len(), width, width);
+            let mut sums = vec![0f32; chunk.len() * width];
+            let states = each_part(x, &w, vocab, |logits, states, part| {
+                let len = part.len();
+                let work = logits.par_chunks_mut(len).zip(sums.par_chunks_mut(width)).zip(states.par_iter_mut());
+                work.zip(chunk).with_min_len(ROWS_OF_TASK).for_each(|(((row, sums), state), &n)| {
+                    add_part(row, sums, state, part.start, targets.ids[n] as usize, kind.softcap);
+                });
+                let p = MatView::new(logits, chunk.len(), len, len);
+                let values = MatView::new(&w[part.start * width..part.end * width], len, width, width);
+                let dst = MatViewMut { data: &mut sums, stride: width, accumulate: true };
+                matmul_as::<T, f32, _, _>(dst, p, values, 1.0, Threads::All);
+            });
+            for ((state, sums), &n) in states.iter().zip(sums.chunks_exact(width)).zip(chunk) {
+                let target = targets.ids[n] as usize;
+                let scale = targets.scale(n, kind.scale);
+                let slope = kind.softcap.map_or(1.0, |cap| slope(state.at_target, cap as f32));
+                let values = &w[target * width..(target + 1) * width];
+                gradient_of_row(&mut dx[n * width..(n + 1) * width], sums, values, scale / state.sum, scale * slope);
+                loss += targets.weighted(n, state.loss());
+            }
+        }
+        Ok(LossAndGrad { loss: loss.into(), dx: tensor(dx, (n, width))?, du: None })
+    }))
+}
+
+/// Loss and hit of the rows of `x` that have a target.
+pub(super) fn scores(
+    x: &Tensor,
+    weight: &Tensor,
+    targets: &[u32],
+    softcap: Option<f64>,
+) -> Result<Vec<TokenScore>> {
+    let rows = counted(targets);
+    let ((_, width), (vocab, _)) = (dims2(x)?, dims2(weight)?);
+    let mut scores = Vec::with_capacity(rows.len());
+    with_elem!(x.dtype(), T => with_elem!(weight.dtype(), W => {
+        let (xs, w) = (read::<T>(x)?, read::<W>(weight)?);
+        for chunk in rows.chunks(ROWS) {
+            let x = gather::<T>(&xs, chunk, width);
+            let x = MatView::new(&x, chunk.len(), width, width);
+            let states = each_part(x, &w, vocab, |logits, states, part| {
+                let work = logits.par_chunks_mut(part.len()).zip(states.par_iter_mut()).zip(chunk);
+                work.with_min_len(ROWS_OF_TASK).for_each(|((row, state), &n)| {
+                    add_part(row, &mut [], state, part.start, targets[n] as usize, softcap);
+                });
+            });
+            let score = |(state, &n): (&RowState, &usize)| {
+                TokenScore { loss: state.loss(), correct: state.best == targets[n] as usize }
+            };
+            scores.extend(states.iter().zip(chunk).map(score));
+        }
+        Ok(scores)
+    }))
+}
+
+/// Calls `work` with the logits of each part of the vocabulary, `[rows, part]`, and what is known of the rows, which it returns in the end.
+fn each_part<T: FloatElement, W: FloatElement>(
+    x: MatView<'_, T>,
+    w: &[W],
+    vocab: usize,
+    mut work: impl FnMut(&mut [f32], &mut [RowState], std::ops::Range<usize>),
+) -> Vec<RowState> {
+    let (rows, width) = (x.rows(), x.cols());
+    let mut states = vec![RowState::NOTHING; rows];
+    let mut held = LAST_LOGITS.take();
+    let logits = first(&mut held, rows * PART.min(vocab));
+    for start in (0..vocab).step_by(PART) {
+        let part = start..(start + PART).min(vocab);
+        let logits = &mut logits[..rows * part.len()];
+        let weights = MatView::new(&w[part.start * width..part.end * width], part.len(), width, width);
+        matmul(
+            MatViewMut { data: logits, stride: part.len(), accumulate: false },
+            x,
+            weights.t(),
+            1.0,
+            Threads::All,
+        );
+        work(logits, &mut states, part);
+    }
+    LAST_LOGITS.set(held);
+    states
+}
+
+/// The derivative of `cap · tanh(x / cap)` where that is `capped`.
+#[inline(always)]
+fn slope(capped: f32, cap: f32) -> f32 {
+    1.0 - (capped / cap) * (capped / cap)
+}
+
+vectorized! {
+    /// Takes a row's logits of the words from `start` on into account, and turns them into e^(logit − max), times the soft-cap's slope.
+    /// `sums`, what was summed with such factors before, follows a new maximum.
+    fn add_part(row: &mut [f32], sums: &mut [f32], state: &mut RowState, start: usize, target: usize, softcap: Option<f64>) {
+        if let Some(cap) = softcap {
+            let cap = cap as f32;
+            row.iter_mut().for_each(|l| *l = cap * simd::tanh(*l / cap));
+        }
+        if (start..start + row.len()).contains(&target) {
+            state.at_target = row[target - start];
+        }
+        // A NaN is passed over here: its exponential is one, and so is the sum.
+        let largest = simd::largest(row);
+        if largest > state.max {
+            let factor = simd::exp(state.max - largest);
+            state.sum *= factor;
+            sums.iter_mut().for_each(|a| *a *= factor);
+            state.max = largest;
+            state.best = start + row.iter().position(|l| *l == largest).unwrap_or(0);
+        }
+        let max = state.max;
+        let Some(cap) = softcap else {
+            row.iter_mut().for_each(|l| *l = simd::exp(*l - max));
+            state.sum += simd::sum_of(row, |l| l);
+            return;
+        };
+        state.sum += simd::sum_of(row, |l| simd::exp(l - max));
+        let cap = cap as f32;
+        row.iter_mut().for_each(|l| *l = simd::exp(*l - max) * slope(*l, cap));
+    }
+}
+
+/// `dx = by_sum · sums − by_target · values`
+fn gradient_of_row<T: FloatElement, W: FloatElement>(
+    dx: &mut [T],
+    sums: &[f32],
+    values: &[W],
+    by_sum: f32,
+    by_target: f32,
+) {
+    for ((dx, sum), value) in dx.iter_mut().zip(sums).zip(values) {
+        *dx = T::nearest(by_sum * sum - by_target * value.widen());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A row in one part, and in several: the same but for roundings; a NaN in any of them leaves nothing a number.
+    #[test]
+    fn parts_are_the_whole() {
+        for softcap in [None, Some(3.0)] {
+            let logits: Vec<f32> = (0..150).map(|i| ((i * 37) % 101) as f32 * 0.11 - 4.0).collect();
+            let summed = |parts: &[usize], logits: &[f32]| {
+                let (mut state, mut sums, mut start) = (RowState::NOTHING, vec![0f32; 2], 0);
+                for &len in parts {
+                    let mut row = logits[start..start + len].to_vec();
+                    add_part(&mut row, &mut sums, &mut state, start, 140, softcap);
+                    row.iter().enumerate().for_each(|(i, p)| {
+                        sums[0] += p;
+                        sums[1] += p * (start + i) as f32;
+                    });
+                    start += len;
+                }
+                (state.loss(), state.best, [sums[0] / state.sum, sums[1] / state.sum])
+            };
+            let whole = summed(&[150], &logits);
+            for parts in [&[64, 64, 22][..], &[1, 149], &[149, 1]] {
+                let (loss, best, sums) = summed(parts, &logits);
+                assert_eq!(best, whole.1);
+                assert!((loss - whole.0).abs() < 1e-5, "{loss} {}", whole.0);
+                sums.iter().zip(whole.2).for_each(|(a, b)| assert!((a / b - 1.0).abs() < 1e-5, "{a} {b}"));
+            }
+            for at in [3, 70, 149] {
+                let mut logits = logits.clone();
+                logits[at] = f32::NAN;
+                let (loss, _, sums) = summed(&[64, 64, 22], &logits);
+                assert!(loss.is_nan() && sums.iter().all(|sum| sum.is_nan()), "{at}: {loss} {sums:?}");
+            }
+        }
+    }
+}
