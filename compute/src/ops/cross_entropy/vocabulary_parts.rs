@@ -27,9 +27,9 @@ const ROWS: usize = 1024;
 /// Rows that a thread takes at a time.
 const ROWS_OF_TASK: usize = 8;
 
-/// Bytes that the loss of `rows` rows of this width holds at once.
+/// Bytes that the loss of `rows` rows of this width holds at once: logits of a part, sums, and the rows themselves side by side.
 pub(super) fn held_bytes(vocab: usize, width: usize, rows: usize) -> usize {
-    4 * rows.min(ROWS) * (vocab.min(PART) + width)
+    size_of::<f32>() * rows.min(ROWS) * (vocab.min(PART) + 2 * width)
 }
 
 /// What is known of a row after some parts.
@@ -50,6 +50,11 @@ impl RowState {
 
     fn loss(&self) -> f32 {
         self.max + self.sum.ln() - self.at_target
+    }
+
+    fn score(&self, target: u32) -> TokenScore {
+        let loss = self.loss();
+        TokenScore { loss, correct: self.best == target as usize && !loss.is_nan() }
     }
 }
 
@@ -115,7 +120,7 @@ pub(super) fn scores(
                 });
             });
             let score = |(state, &n): (&RowState, &usize)| {
-                TokenScore { loss: state.loss(), correct: state.best == targets[n] as usize }
+                state.score(targets[n])
             };
             scores.extend(states.iter().zip(chunk).map(score));
         }
@@ -177,7 +182,8 @@ vectorized! {
             state.max = largest;
             state.best = start + row.iter().position(|l| *l == largest).unwrap_or(0);
         }
-        let max = state.max;
+        // Of logits that are all −∞ so far the exponentials are 0.
+        let max = state.max.max(f32::MIN);
         let Some(cap) = softcap else {
             row.iter_mut().for_each(|l| *l = simd::exp(*l - max));
             state.sum += simd::sum_of(row, |l| l);
