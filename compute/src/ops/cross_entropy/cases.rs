@@ -49,8 +49,8 @@ fn losses() -> Vec<OpCase> {
         (plain, "frozen head"),
         (LossCase { vocab: 4200, ignore_every: 4, ..plain }, "frozen head, parts of the vocabulary"),
         (
-            LossCase { vocab: 2049, rows: 1100, softcap: Some(2.0), weighted: true, ..plain },
-            "frozen head, parts of the vocabulary, soft-cap, coefficients, two chunks",
+            LossCase { vocab: 2049, softcap: Some(2.0), weighted: true, ..plain },
+            "frozen head, parts of the vocabulary, soft-cap, coefficients",
         ),
         (LossCase { dweight: true, ..plain }, "dweight"),
         (LossCase { ignore_every: 3, dweight: true, ..plain }, "ignored targets, dweight"),

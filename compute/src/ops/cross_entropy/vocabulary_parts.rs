@@ -22,8 +22,8 @@ use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, with_
 
 /// Words of a part; few in tests, so that small vocabularies have several.
 const PART: usize = if cfg!(test) { 64 } else { 2048 };
-/// Rows that are taken together: their logits of a part are 8 MiB.
-const ROWS: usize = 1024;
+/// Rows that are taken together, whose logits of a part are 8 MiB; few in tests, too.
+const ROWS: usize = if cfg!(test) { 32 } else { 1024 };
 /// Rows that a thread takes at a time.
 const ROWS_OF_TASK: usize = 8;
 
