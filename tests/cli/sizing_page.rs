@@ -116,7 +116,7 @@ fn recomputing_costs_a_third_more() {
 #[test]
 fn planned_and_actual_runs_are_those_of_the_file() {
     let page = fs::read_to_string(root().join("docs/sizing.md")).unwrap();
-    let named = Regex::new(r"`(benchmarks/results/[\w-]+planned-and-run\.json)`").unwrap();
+    let named = Regex::new(r"`(benchmarks/results/[\w-]+planned-and-run[\w-]*\.json)`").unwrap();
     let file = fs::read_to_string(root().join(&named.captures(&page).unwrap()[1])).unwrap();
     let runs: Vec<Value> = serde_json::from_str(&file).unwrap();
     let (_, table) = page.split_once("| model, tokens a row |").unwrap();
