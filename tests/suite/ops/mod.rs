@@ -37,6 +37,7 @@ const NO_OPS: [&str; 9] = [
     "emulate",
     "empty",
     "has_kernels",
+    "frozen_loss_bytes",
     "logits_bytes",
     "run",
     "to_device",
