@@ -31,7 +31,7 @@ fn values(tensor: &Tensor) -> Vec<f64> {
 }
 
 /// Public functions in `ops` that compute nothing on tensors.
-const NO_OPS: [&str; 9] = [
+const NO_OPS: [&str; 10] = [
     "asked",
     "count_process",
     "emulate",
