@@ -442,7 +442,8 @@ fn loss_bytes(config: &ModelConfig, descs: &[ParamDesc], tokens: usize, on_gpu: 
         Segment::Embed => config.tie_word_embeddings,
         Segment::Block(_) => false,
     };
-    if on_gpu || descs.iter().any(|desc| desc.kind.trains() && is_head(desc)) {
+    let trains_head = descs.iter().any(|desc| desc.kind.trains() && is_head(desc));
+    if on_gpu || trains_head || config.logit_softcap.is_some() {
         return logits_bytes(config.vocab_size, tokens, on_gpu);
     }
     frozen_loss_bytes(config.vocab_size, config.hidden_size, tokens)
