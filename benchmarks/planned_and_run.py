@@ -5,7 +5,7 @@
 
 Writes models of random weights. In each round, before each run, it measures the processor by `finetune bench ops` for the run's shape and
 dtype, plans the run, trains it, and takes the median of its steps. Prints a table: predicted, actual and the difference of
-both, medians of the rounds, whose times it lists, too. Needs nothing but Python's library; a quarter of an hour on two quiet cores.
+both, medians of the rounds, whose times it lists, too. Needs nothing but Python's library; about 25 minutes on two quiet cores.
 """
 
 import argparse

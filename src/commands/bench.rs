@@ -63,7 +63,8 @@ fn ops(args: &OpsArgs) -> Result<()> {
         secs: args.secs,
     };
     check_names(&args.only, &shapes.op_names())?;
-    let wanted = |op: &str| args.only.is_empty() || args.only.iter().any(|part| op.contains(part.as_str()));
+    let wanted =
+        |op: &str, _: &str| args.only.is_empty() || args.only.iter().any(|part| op.contains(part.as_str()));
     let choice = args.gpus.map_or_else(device::preferred, |gpu| Ok(DeviceChoice::Gpu(gpu)))?;
     let device = device::open(choice)?;
     let mut speeds = OpSpeeds::new(choice, &shapes, shapes.device_rates(&device)?)?;

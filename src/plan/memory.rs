@@ -13,7 +13,7 @@ use crate::quant::QuantRun;
 use crate::recipe::enums::{AdapterKind, MasterWeights, Recompute};
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 use crate::setup::adapter_setup::AdapterSetup;
-use crate::sharding::{OffloadTarget, ParamDesc, ParamKind, Placement, ShardingStrategy};
+use crate::sharding::{OffloadTarget, ParamDesc, ParamKind, Placement, ShardingStrategy, trains_output};
 use crate::units;
 
 /// What a process holds before anything is loaded, as a cause.
@@ -437,13 +437,7 @@ fn temporary_bytes(config: &ModelConfig, tokens: usize, size: usize) -> u64 {
 
 /// Bytes of the logits of `tokens` tokens that are held at once.
 fn loss_bytes(config: &ModelConfig, descs: &[ParamDesc], tokens: usize, on_gpu: bool) -> usize {
-    let is_head = |desc: &ParamDesc| match desc.segment {
-        Segment::Head => true,
-        Segment::Embed => config.tie_word_embeddings,
-        Segment::Block(_) => false,
-    };
-    let trains_head = descs.iter().any(|desc| desc.kind.trains() && is_head(desc));
-    if on_gpu || trains_head || config.logit_softcap.is_some() {
+    if on_gpu || trains_output(config, descs) || config.logit_softcap.is_some() {
         return logits_bytes(config.vocab_size, tokens, on_gpu);
     }
     frozen_loss_bytes(config.vocab_size, config.hidden_size, tokens)

@@ -14,10 +14,9 @@ use crate::report::{
 };
 use crate::runtime::device;
 use crate::setup::{EngineOptions, Trains};
-use crate::sizing::flops::TokenFlops;
+use crate::sizing::flops::{TokenFlops, TrainedWeights};
 use crate::sizing::hardware::called_by_driver;
 use crate::sizing::mean_lengths;
-use crate::sizing::step_time::branches;
 
 /// Listens where `log.metrics_address` says, before anything is loaded: a run does not begin without what was asked for.
 /// With `offline` a server that it is to log to must be on this machine.
@@ -127,7 +126,8 @@ pub(super) fn peak(plan: &Plan) -> Result<Option<PeakFlops>> {
     };
     let descs = plan.base.descs(Trains::adapter_or_all(plan.adapter_setup.as_ref()), Some(&plan.engine))?;
     let (_, seen) = mean_lengths(&plan.train.0, plan.recipe.data.max_seq_len as f64);
-    let flops = TokenFlops::new(&plan.base.config, branches(&descs), seen, plan.recompute);
+    let trained = TrainedWeights::of(&plan.base.config, &descs);
+    let flops = TokenFlops::new(&plan.base.config, trained, seen, plan.recompute);
     let peak = tflops * 1e12 * plan.ranks as f64;
     Ok(Some(PeakFlops { model: flops.model(), hardware: flops.hardware(), peak }))
 }

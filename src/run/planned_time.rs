@@ -14,6 +14,7 @@ use crate::ops::bench::{BenchShapes, ModelWidths};
 use crate::plan::{Plan, WorldSize};
 use crate::report::metrics::{self, MetricsEntry};
 use crate::report::timing::StepTiming;
+use crate::sharding::trains_output;
 use crate::sizing::SizingRequest;
 use crate::sizing::hardware::Hardware;
 use crate::sizing::rates::ComputeRates;
@@ -72,9 +73,10 @@ fn predicted(plan: &Plan) -> Result<Option<f64>> {
         secs: OP_SECS,
     };
     // By a rank and with its threads, the others being done.
-    let rates = ComputeRates::measure(&shapes, &plan.engine.device)?;
+    let step = request.step(recipe)?;
+    let trains_head = trains_output(config, &step.descs);
+    let rates = ComputeRates::measure(&shapes, &plan.engine.device, trains_head)?;
     let hardware = Hardware::here(plan.ranks, rates.copy / 1e9, 0, plan.engine.device.is_cpu());
     let request = SizingRequest { timed: Some((&hardware, &rates)), ..request };
-    let step = request.step(recipe)?;
     Ok(request.time(recipe, &step).map(|time| time.total))
 }

@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use crate::model::{BlockLayout, ModelConfig, WeightShape};
 use crate::recipe::Recompute;
+use crate::sharding::{ParamDesc, ParamKind, trains_output};
 
 /// Operations of a weight and token where it trains: a product forward, and two backward.
 pub(super) const TRAINED: f64 = 6.0;
@@ -27,28 +28,55 @@ pub struct TokenFlops {
     pub linear: f64,
     /// Of the output layer.
     pub head: f64,
+    /// Whether something of that trains.
+    pub trains_head: bool,
     /// Of attention in all layers.
     pub attention: f64,
     /// Of what is computed a second time.
     pub recomputed: f64,
 }
 
+/// Which weights of a model train.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TrainedWeights {
+    /// Weights of adapters; none where all weights train.
+    pub branches: Option<u64>,
+    /// Whether something of the output layer trains.
+    pub output: bool,
+}
+
+impl TrainedWeights {
+    /// All of them.
+    pub const ALL: TrainedWeights = TrainedWeights { branches: None, output: true };
+
+    /// Those of the parameters `descs`.
+    pub fn of(config: &ModelConfig, descs: &[ParamDesc]) -> Self {
+        let of_adapter =
+            |desc: &&ParamDesc| matches!(desc.kind, ParamKind::Adapter(_) | ParamKind::AdapterInBf16(_));
+        let frozen = descs.iter().any(|desc| !desc.kind.trains());
+        let branches = || descs.iter().filter(of_adapter).map(|desc| desc.elements() as u64).sum();
+        TrainedWeights { branches: frozen.then(branches), output: trains_output(config, descs) }
+    }
+}
+
 impl TokenFlops {
-    /// Of a token in a row of `row` tokens, which sees half of them, or its window. `branches` are the weights of adapters;
-    /// none: all weights train.
-    pub fn new(config: &ModelConfig, branches: Option<u64>, row: f64, recompute: Recompute) -> Self {
+    /// Of a token in a row of `row` tokens, which sees half of them, or its window. `trained` is what trains.
+    pub fn new(config: &ModelConfig, trained: TrainedWeights, row: f64, recompute: Recompute) -> Self {
         let linear = linear_weights(config) as f64;
         let head = (config.vocab_size * config.hidden_size) as f64;
         let attention = attention_forward(config, row);
-        let trained = if branches.is_some() { FROZEN } else { TRAINED };
+        let TrainedWeights { branches, output: trains_head } = trained;
+        let products = |trains: bool| if trains { TRAINED } else { FROZEN };
+        let of_blocks = products(branches.is_none());
         let branches = branches.unwrap_or(0) as f64;
         let recomputed = match recompute {
             Recompute::None => 0.0,
             Recompute::Block => 2.0 * linear + 2.0 * branches + attention,
         };
         TokenFlops {
-            linear: trained * linear + TRAINED * branches,
-            head: trained * head,
+            linear: of_blocks * linear + TRAINED * branches,
+            head: products(trains_head) * head,
+            trains_head,
             attention: ATTENTION * attention,
             recomputed,
         }

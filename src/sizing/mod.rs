@@ -27,7 +27,7 @@ use crate::setup::base_model::format;
 use crate::sharding::ShardingStrategy;
 use advice::{Improvement, Leaf};
 use conventions::{Convention, conventions};
-use flops::TokenFlops;
+use flops::{TokenFlops, TrainedWeights};
 use hardware::Hardware;
 use price::Price;
 use rates::ComputeRates;
@@ -343,9 +343,10 @@ impl SizingRequest<'_> {
             return Ok(Default::default());
         }
         let widest = widest_micro_batch(self.recipe, self.inputs.rows) as f64;
-        let flops = TokenFlops::new(&self.inputs.base.config, None, load.row, step.fit.recompute);
+        let config = &self.inputs.base.config;
+        let flops = TokenFlops::new(config, TrainedWeights::ALL, load.row, step.fit.recompute);
         let work = SplitWork {
-            config: &self.inputs.base.config,
+            config,
             parameters: step.descs.iter().map(|desc| desc.elements() as u64).sum(),
             flops: flops.hardware(),
             row: load.row,
@@ -355,7 +356,7 @@ impl SizingRequest<'_> {
         };
         let (mut all, refused) = splits(&work, hardware, rates);
         // The model of splits is one of all weights.
-        if step_time::branches(&step.descs).is_none() {
+        if TrainedWeights::of(config, &step.descs).branches.is_none() {
             all.iter_mut().filter(|split| split.runs).try_for_each(|split| self.plan_split(split))?;
             splits::sort(&mut all);
         }

@@ -19,8 +19,10 @@ const OF_MEMORY: f64 = 0.8;
 pub struct ComputeRates {
     /// Operations a second of the blocks' products.
     pub linear: f64,
-    /// Of the output layer with its loss.
+    /// Of the output layer with its loss, where it is frozen.
     pub head: f64,
+    /// The same where something of it trains.
+    pub trained_head: f64,
     /// Of attention, forward and backward.
     pub attention: f64,
     /// Bytes a second of what only reads and writes; none where `linear` has it in it already.
@@ -38,6 +40,9 @@ pub struct ComputeRates {
 /// The operations that rates are made of.
 const MEASURED: [&str; 7] =
     ["matmul", "linear_cross_entropy", "attention", "attention_backward", "glu", "adamw", "adamw_int8"];
+
+/// How the shape of the loss ends whose output layer trains.
+const TRAINED_HEAD: &str = "trained";
 
 /// What `finetune bench ops --json` prints, as far as it is used.
 #[derive(Deserialize)]
@@ -61,9 +66,18 @@ impl ComputeRates {
         let peak = device.tflops(bf16) * 1e12;
         let reached = peak * device.efficiency;
         let copy = device.memory_gbps * 1e9;
-        let (head, attention, update) = (reached, reached, copy * OF_MEMORY);
-        let update_int8 = update;
-        ComputeRates { linear: reached, head, attention, elementwise: None, update, update_int8, copy, peak }
+        let update = copy * OF_MEMORY;
+        ComputeRates {
+            linear: reached,
+            head: reached,
+            trained_head: reached,
+            attention: reached,
+            elementwise: None,
+            update,
+            update_int8: update,
+            copy,
+            peak,
+        }
     }
 
     /// Those in a file that `finetune bench ops --json` wrote.
@@ -81,13 +95,16 @@ impl ComputeRates {
         measured.rates().map_err(refused)
     }
 
-    /// Those that `device` reaches now, at the shapes of a run.
+    /// Those that `device` reaches now, at the shapes of a run, of whose output layer something trains if `trains_head`.
     ///
     /// # Errors
     /// An operation cannot be measured, for want of memory or because it fails.
-    pub fn measure(shapes: &BenchShapes, device: &Device) -> Result<Self> {
+    pub fn measure(shapes: &BenchShapes, device: &Device, trains_head: bool) -> Result<Self> {
         let DeviceRates { copy_bytes, gemm_flops } = shapes.device_rates(device)?;
-        let ops = shapes.timings(device, |op| MEASURED.contains(&op));
+        // The gradient of an output layer's weight may be larger than all that a run with adapters holds.
+        let wanted =
+            |op: &str, shape: &str| MEASURED.contains(&op) && (trains_head || !shape.ends_with(TRAINED_HEAD));
+        let ops = shapes.timings(device, wanted);
         let ops = ops.map(|timing| timing.map(CalibrationOp::from)).collect::<Result<Vec<_>>>()?;
         let measured = CalibrationFile { copy_gbps: copy_bytes / 1e9, gemm_tflops: gemm_flops / 1e12, ops };
         measured.rates().map_err(|why| Error::internal("cannot tell how fast this device is").because(why))
@@ -100,6 +117,7 @@ impl ComputeRates {
         ComputeRates {
             linear: part(self.linear),
             head: part(self.head),
+            trained_head: part(self.trained_head),
             attention: part(self.attention),
             elementwise: self.elementwise.map(part),
             update: part(self.update),
@@ -112,7 +130,8 @@ impl ComputeRates {
     /// Seconds of a token's products and attention.
     pub fn seconds(&self, flops: &TokenFlops) -> f64 {
         let linear = (flops.linear + flops.recomputed) / self.linear;
-        linear + flops.head / self.head + flops.attention / self.attention
+        let head = if flops.trains_head { self.trained_head } else { self.head };
+        linear + flops.head / head + flops.attention / self.attention
     }
 }
 
@@ -143,9 +162,12 @@ impl CalibrationFile {
         let missing = |op: &str| format!("it has no figure of {op}");
         let forward = rate("attention", "").ok_or_else(|| missing("attention"))?;
         let backward = rate("attention_backward", "").ok_or_else(|| missing("attention_backward"))?;
+        let head = rate("linear_cross_entropy", "frozen").ok_or_else(|| missing("linear_cross_entropy"))?;
         Ok(ComputeRates {
             linear: rate("matmul", "").ok_or_else(|| missing("matmul"))?,
-            head: rate("linear_cross_entropy", "").ok_or_else(|| missing("linear_cross_entropy"))?,
+            head,
+            // Where it was not measured, nothing of it trains, or the figures are of an earlier version.
+            trained_head: rate("linear_cross_entropy", TRAINED_HEAD).unwrap_or(head),
             attention: ATTENTION / (1.0 / forward + (ATTENTION - 1.0) / backward),
             elementwise: Some(bandwidth("glu").ok_or_else(|| missing("glu"))?),
             update: update("adamw"),

@@ -11,7 +11,7 @@
 
 use serde::Serialize;
 
-use super::flops::TokenFlops;
+use super::flops::{TokenFlops, TrainedWeights};
 use super::hardware::Hardware;
 use super::rates::ComputeRates;
 use crate::model::ModelConfig;
@@ -118,7 +118,8 @@ impl StepTime {
         (hardware, rates): (&Hardware, &ComputeRates),
         load: Workload,
     ) -> Self {
-        let flops = TokenFlops::new(config, branches(&step.descs), load.row, step.fit.recompute);
+        let flops =
+            TokenFlops::new(config, TrainedWeights::of(config, &step.descs), load.row, step.fit.recompute);
         let turns = load.micro_batches as f64;
         let tokens = load.tokens * turns;
         let recompute = tokens * flops.recomputed / rates.linear;
@@ -163,14 +164,6 @@ fn bound([exposed, offload, update]: [f64; 3]) -> Bound {
         () if update >= BOUND => Bound::Update,
         () => Bound::Compute,
     }
-}
-
-/// Weights of adapters; none where all weights train.
-pub(crate) fn branches(descs: &[ParamDesc]) -> Option<u64> {
-    let of_adapter =
-        |desc: &&ParamDesc| matches!(desc.kind, ParamKind::Adapter(_) | ParamKind::AdapterInBf16(_));
-    let frozen = descs.iter().any(|desc| !desc.kind.trains());
-    frozen.then(|| descs.iter().filter(of_adapter).map(|desc| desc.elements() as u64).sum())
 }
 
 /// Bytes that are read and written to make bf16 values from codes, for forward and backward of a micro-batch.

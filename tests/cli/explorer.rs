@@ -8,16 +8,18 @@ use crate::sizing::{SHAPES, plan, shapes};
 
 /// The causes that the page draws.
 const CAUSES: [&str; 5] = ["weights", "gradients", "optimizer", "activations", "workspace"];
-/// Method, dtype, optimizer state, masters, strategy, recompute.
-const SETTINGS: [[&str; 6]; 8] = [
-    ["full", "bf16", "f32", "f32", "fsdp", "none"],
-    ["full", "bf16", "int8", "none", "ddp", "block"],
-    ["full", "f32", "f32", "f32", "zero2", "none"],
-    ["full", "bf16", "f32", "f32", "zero1", "block"],
-    ["lora", "bf16", "f32", "f32", "fsdp", "none"],
-    ["lora", "bf16", "f32", "f32", "ddp", "block"],
-    ["qlora", "bf16", "f32", "f32", "ddp", "none"],
-    ["qlora", "bf16", "int8", "f32", "fsdp", "block"],
+/// Ranks; method, dtype, optimizer state, masters, strategy, recompute.
+const SETTINGS: [(u64, [&str; 6]); 10] = [
+    (8, ["full", "bf16", "f32", "f32", "fsdp", "none"]),
+    (8, ["full", "bf16", "int8", "none", "ddp", "block"]),
+    (8, ["full", "f32", "f32", "f32", "zero2", "none"]),
+    (8, ["full", "bf16", "f32", "f32", "zero1", "block"]),
+    (8, ["lora", "bf16", "f32", "f32", "fsdp", "none"]),
+    (8, ["lora", "bf16", "f32", "f32", "ddp", "block"]),
+    (8, ["qlora", "bf16", "f32", "f32", "ddp", "none"]),
+    (8, ["qlora", "bf16", "int8", "f32", "fsdp", "block"]),
+    (1, ["full", "bf16", "int8", "none", "single", "block"]),
+    (1, ["lora", "bf16", "f32", "f32", "single", "none"]),
 ];
 
 /// What the page calculates for a model under its settings: its functions that need no document.
@@ -31,7 +33,12 @@ fn drawn(page: &str, parameters: u64, settings: &Value, shape: &Value) -> Value 
 }
 
 /// What the command says, and what its page calculates.
-fn both(place: &Place, model: &str, shape: &Value, row: u64, settings: [&str; 6]) -> (Value, Value) {
+fn both(
+    place: &Place,
+    (model, shape): (&str, &Value),
+    row: u64,
+    (ranks, settings): (u64, [&str; 6]),
+) -> (Value, Value) {
     let [method, dtype, state, master, strategy, recompute] = settings;
     let sets = [
         format!("model.dtype={dtype}"),
@@ -43,11 +50,12 @@ fn both(place: &Place, model: &str, shape: &Value, row: u64, settings: [&str; 6]
         "train.gradient_accumulation_steps=1".into(),
         format!("data.max_seq_len={row}"),
     ];
-    let mut args = vec!["--on", "8xA100-80GB", "--recipe", method, "--html", "page.html"];
+    let on = format!("{ranks}xA100-80GB");
+    let mut args = vec!["--on", on.as_str(), "--recipe", method, "--html", "page.html"];
     args.extend(sets.iter().flat_map(|set| ["--set", set]));
     let said = plan(place, model, &args);
     let page = std::fs::read_to_string(place.path("page.html")).unwrap();
-    let settings = json!({"ranks": 8, "row": row, "batch": 2, "method": method, "dtype": dtype, "state": state,
+    let settings = json!({"ranks": ranks, "row": row, "batch": 2, "method": method, "dtype": dtype, "state": state,
         "master": master, "strategy": strategy, "recompute": recompute});
     // The page counts the model's parameters, the plan the adapters', too.
     let count = |key: &str| said[key].as_u64().unwrap();
@@ -63,7 +71,7 @@ fn the_page_calculates_what_the_plan_says() {
         let shape = json!({"layers": layers, "hidden": hidden, "mlp": mlp, "heads": heads, "kv": hidden / heads * kv,
             "vocabulary": vocabulary, "tied": tied});
         for (settings, row) in SETTINGS.into_iter().zip([2048, 512].into_iter().cycle()) {
-            let (said, drawn) = both(&place, model, &shape, row, settings);
+            let (said, drawn) = both(&place, (model, &shape), row, settings);
             let terms = said["memory"].as_array().unwrap();
             let (mut all, mut all_planned) = (0.0, 0.0);
             for cause in CAUSES {

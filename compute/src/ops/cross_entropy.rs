@@ -4,8 +4,8 @@
 //!
 //! Only rows that have a target are multiplied; they are taken in chunks, whose f32 logits fit [`LOGITS_BYTES`] on the
 //! CPU and which have [`GPU_CHUNK_ROWS`] rows on a GPU, and a chunk's logits turn into their own gradient in place before
-//! the next chunk is made (as in Liger and Cut Cross Entropy, arXiv 2411.09009). On the CPU a layer that is frozen is taken in parts
-//! of the vocabulary instead ([`vocabulary_parts`]). Logits, softmax and sums are f32 whatever the weights are.
+//! the next chunk is made (as in Liger and Cut Cross Entropy, arXiv 2411.09009). On the CPU a layer that is frozen, and
+//! under no soft-cap, is taken in parts of the vocabulary instead ([`vocabulary_parts`]). Logits, softmax and sums are f32 whatever the weights are.
 
 pub(super) mod cases;
 mod cuda;
@@ -219,9 +219,8 @@ fn on_cpu(
     grads: OutputGrads<'_>,
 ) -> Result<LossAndGrad> {
     targets.check()?;
-    // The slope of a soft-cap keeps the target's factor from being one, whose rounding would not cancel.
     if grads.are_none() && output.delta.is_none() && kind.softcap.is_none() {
-        return vocabulary_parts::loss(x, output.weight, targets, kind);
+        return vocabulary_parts::loss(x, output.weight, targets, kind.scale);
     }
     let rows = counted(targets.ids);
     let ((n, width), (vocab, _)) = (dims2(x)?, dims2(output.weight)?);

@@ -225,6 +225,10 @@ fn of_the_loss() {
         assert!((loss - want).abs() < 1e-5 * want, "{loss}, by definition {want}");
         close("dx", &dx, &differences(&x64, |x| 0.2 * loss_f64(x, &w64, 6, targets, softcap)));
         close("dw", &dw, &differences(&w64, |w| 0.2 * loss_f64(&x64, w, 6, targets, softcap)));
+        let frozen = linear_cross_entropy(&x, output, targets, kind, OutputGrads::default()).unwrap();
+        let loss = frozen.loss.read().unwrap();
+        assert!((loss - want).abs() < 1e-5 * want, "{loss} under a frozen layer, by definition {want}");
+        close("dx under a frozen layer", &frozen.dx, &values(&dx));
 
         if targets.coefficients.is_some() {
             continue;

@@ -133,14 +133,14 @@ impl BenchShapes {
         Ok(DeviceRates { gemm_flops, copy_bytes: copy.measure(device, self)?.per_sec() })
     }
 
-    /// Measures the ops whose names are `wanted` on `device`, one by one as the iterator is asked; the inputs of an op are freed before
+    /// Measures the ops that are `wanted` by their name and shape on `device`, one by one as the iterator is asked; the inputs of an op are freed before
     /// those of the next are made.
     pub fn timings<'a>(
         &'a self,
         device: &'a Device,
-        wanted: impl Fn(&str) -> bool + 'a,
+        wanted: impl Fn(&str, &str) -> bool + 'a,
     ) -> impl Iterator<Item = Result<OpTiming>> + 'a {
-        self.ops().filter(move |op| wanted(op.op)).map(move |op| op.measure(device, self))
+        self.ops().filter(move |op| wanted(op.op, &op.shape)).map(move |op| op.measure(device, self))
     }
 
     fn ops(&self) -> impl Iterator<Item = TimedOp> + use<> {

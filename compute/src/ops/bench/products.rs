@@ -24,7 +24,7 @@ const WEIGHTS: f32 = 0.02;
 pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
     let mut ops = linear_layers(shapes);
     ops.extend([linear_with_adapter(shapes), quantized_linear(shapes), quantized_group(shapes)]);
-    ops.extend([loss(shapes), scores(shapes), next_token(shapes)]);
+    ops.extend([loss(shapes), loss_and_weight_gradient(shapes), scores(shapes), next_token(shapes)]);
     ops
 }
 
@@ -153,7 +153,7 @@ fn quantized_group(shapes: &BenchShapes) -> TimedOp {
     })
 }
 
-/// The output layer, frozen, on the last hidden states.
+/// The output layer on the last hidden states.
 struct HeadInputs {
     x: TensorMut,
     weight: TensorMut,
@@ -184,6 +184,22 @@ fn loss(shapes: &BenchShapes) -> TimedOp {
         Ok(Box::new(move || {
             let targets = LossTargets::unweighted(&head.targets);
             linear_cross_entropy(&head.x, head.output(), targets, kind, OutputGrads::default()).map(drop)
+        }))
+    })
+}
+
+/// Counted with the gradient of the weight as a third product.
+fn loss_and_weight_gradient(shapes: &BenchShapes) -> TimedOp {
+    let (n, d, vocab) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.vocab_size);
+    let what = ("linear_cross_entropy", format!("{n}x{d} to {vocab}, trained"), shapes.dtype);
+    TimedOp::multiplying((6 * n * d * vocab) as u64, what, move |inputs| {
+        let head = HeadInputs::new(inputs, n, (vocab, d))?;
+        let dweight = inputs.zeros((vocab, d))?;
+        let kind = LossKind { scale: 1.0 / n as f64, softcap: None };
+        Ok(Box::new(move || {
+            let targets = LossTargets::unweighted(&head.targets);
+            let grads = OutputGrads { weight: Some(&dweight), ..OutputGrads::default() };
+            linear_cross_entropy(&head.x, head.output(), targets, kind, grads).map(drop)
         }))
     })
 }

@@ -14,8 +14,11 @@ use crate::ops::embedding::cases::{VOCAB, tokens};
 #[derive(Debug, Clone, Copy)]
 pub(in crate::ops) struct LossCase {
     pub(in crate::ops) rows: usize,
-    /// More than the ids of `tokens`.
+    /// More than the rows of the head that train.
     pub(in crate::ops) vocab: usize,
+    pub(in crate::ops) width: usize,
+    /// Logits are several times as large, and every second target is the likeliest token, whose gradient nearly cancels.
+    pub(in crate::ops) confident: bool,
     /// Every so many rows have no target; 1: none has.
     pub(in crate::ops) ignore_every: usize,
     pub(in crate::ops) softcap: Option<f64>,
@@ -26,7 +29,10 @@ pub(in crate::ops) struct LossCase {
     pub(in crate::ops) weighted: bool,
 }
 
-const LOSS_WIDTH: usize = 24;
+/// Width of the cases that are not about it.
+pub(in crate::ops) const WIDTH: usize = 24;
+/// Standard deviation of confident logits.
+const CONFIDENT: f64 = 5.0;
 
 /// The cases of the fused loss, of logits and of scores.
 pub(in crate::ops) fn cases() -> Vec<OpCase> {
@@ -39,6 +45,8 @@ fn losses() -> Vec<OpCase> {
     let plain = LossCase {
         rows: 45,
         vocab: VOCAB,
+        width: WIDTH,
+        confident: false,
         ignore_every: 1000,
         softcap: None,
         dweight: false,
@@ -48,6 +56,11 @@ fn losses() -> Vec<OpCase> {
     let variants = [
         (plain, "frozen head"),
         (LossCase { vocab: 4200, ignore_every: 4, ..plain }, "frozen head, parts of the vocabulary"),
+        (
+            // Enough multiplications for the packed product in each part, of tests, too.
+            LossCase { rows: 70, vocab: 2600, width: 1024, confident: true, ignore_every: 9, ..plain },
+            "frozen head, packed parts of the vocabulary, confident",
+        ),
         (
             LossCase { vocab: 2049, softcap: Some(2.0), weighted: true, ..plain },
             "frozen head, parts of the vocabulary, soft-cap, coefficients",
@@ -77,10 +90,11 @@ impl LossCase {
         OpCase::new("linear_cross_entropy", what, Tolerance::BACKWARD, move |runner| self.compare(runner))
     }
 
+    /// Spread over the vocabulary.
     fn targets(self) -> Vec<u32> {
-        let mut targets = tokens(self.rows);
-        targets.iter_mut().step_by(self.ignore_every).for_each(|target| *target = IGNORE);
-        targets
+        let last = self.vocab as u64 - 1;
+        let spread = |id: u32| (u64::from(id) * last / (VOCAB as u64 - 1)) as u32;
+        tokens(self.rows).into_iter().map(spread).collect()
     }
 
     /// From −1 to 2, and zeros among them.
@@ -89,16 +103,24 @@ impl LossCase {
     }
 
     fn compare(self, runner: &CaseRunner<'_>) -> Result<Vec<TensorPair>> {
-        let (x, w) = head_inputs(runner, self.rows, self.vocab)?;
+        let (x, w) = head_inputs(
+            runner,
+            (self.rows, self.vocab, self.width),
+            if self.confident { CONFIDENT } else { 1.0 },
+        )?;
         let grad =
-            self.dweight.then(|| runner.normal_f32("dweight", (self.vocab, LOSS_WIDTH))).transpose()?;
+            self.dweight.then(|| runner.normal_f32("dweight", (self.vocab, self.width))).transpose()?;
         // As large as what is there before, so that neither hides the other.
         let kind = LossKind { scale: 0.3, softcap: self.softcap };
-        let (ids, coefficients) = (self.targets(), self.coefficients());
+        let (mut ids, coefficients) = (self.targets(), self.coefficients());
+        if self.confident {
+            aim(&mut ids, &plain_logits(&x.plain, &w.plain, self.softcap)?, 2)?;
+        }
+        ids.iter_mut().step_by(self.ignore_every).for_each(|target| *target = IGNORE);
         let targets = LossTargets { ids: &ids, coefficients: coefficients.as_deref() };
         let (u, b) = (runner.normal_f32("u", (self.rows, 3))?, runner.normal_f32("b", (self.vocab, 3))?);
         let (drows, db) = (
-            runner.normal_f32("drows", (ROWS.len(), LOSS_WIDTH))?,
+            runner.normal_f32("drows", (ROWS.len(), self.width))?,
             runner.normal_f32("db", (self.vocab, 3))?,
         );
         let output =
@@ -125,17 +147,21 @@ impl LossCase {
 /// The rows that train.
 const ROWS: [u32; 3] = [1, 17, 60];
 
-/// The last hidden states, and the head's weight such that logits are about 1.
-fn head_inputs(runner: &CaseRunner<'_>, rows: usize, vocab: usize) -> Result<(OpPair, OpPair)> {
-    let weight = runner.normal("w", (vocab, LOSS_WIDTH))?.scaled(1.0 / (LOSS_WIDTH as f64).sqrt())?;
-    Ok((runner.normal("x", (rows, LOSS_WIDTH))?, weight))
+/// The last hidden states, and the head's weight such that logits are about as large as `logits`.
+fn head_inputs(
+    runner: &CaseRunner<'_>,
+    (rows, vocab, width): (usize, usize, usize),
+    logits: f64,
+) -> Result<(OpPair, OpPair)> {
+    let weight = runner.normal("w", (vocab, width))?.scaled(logits / (width as f64).sqrt())?;
+    Ok((runner.normal("x", (rows, width))?, weight))
 }
 
 fn scores() -> Vec<OpCase> {
     let mut cases = Vec::new();
     for (softcap, what) in [(None, "plain"), (Some(2.0), "soft-cap")] {
         cases.push(OpCase::new("logits", what, Tolerance::FORWARD, move |runner| {
-            let (x, w) = head_inputs(runner, 17, VOCAB)?;
+            let (x, w) = head_inputs(runner, (17, VOCAB, WIDTH), 1.0)?;
             let got = logits(&x.here, Output { weight: &w.here, delta: None }, softcap)?;
             Ok(vec![TensorPair::new(got, plain_logits(&x.plain, &w.plain, softcap)?)])
         }));
@@ -147,11 +173,11 @@ fn scores() -> Vec<OpCase> {
 /// Scores of so many rows over so many tokens, at least those of `tokens`.
 pub(in crate::ops) fn score_case(what: &str, rows: usize, vocab: usize, softcap: Option<f64>) -> OpCase {
     OpCase::new("score_targets", what, Tolerance::FORWARD, move |runner| {
-        let (x, w) = head_inputs(runner, rows, vocab)?;
+        let (x, w) = head_inputs(runner, (rows, vocab, WIDTH), 1.0)?;
         let mut targets = tokens(rows);
         targets.iter_mut().skip(1).step_by(4).for_each(|target| *target = IGNORE);
         let logits = plain_logits(&x.plain, &w.plain, softcap)?;
-        aim(&mut targets, &logits)?;
+        aim(&mut targets, &logits, 3)?;
         let output = Output { weight: &w.here, delta: None };
         compare_scores(&score_targets(&x.here, output, &targets, softcap)?, &targets, &logits)
     })
@@ -165,10 +191,11 @@ fn plain_logits(x: &Tensor, weight: &Tensor, softcap: Option<f64>) -> Result<Ten
     })
 }
 
-/// Turns every third target into the likeliest token, so that there are hits to be found.
-fn aim(targets: &mut [u32], logits: &Tensor) -> Result<()> {
+/// Turns every so many targets into the likeliest token, so that there are hits to be found.
+fn aim(targets: &mut [u32], logits: &Tensor, every: usize) -> Result<()> {
     let best = logits.argmax(D::Minus1)?.to_vec1::<u32>()?;
-    for (target, best) in targets.iter_mut().zip(best).step_by(3).filter(|(target, _)| **target != IGNORE) {
+    for (target, best) in targets.iter_mut().zip(best).step_by(every).filter(|(target, _)| **target != IGNORE)
+    {
         *target = best;
     }
     Ok(())

@@ -12,7 +12,7 @@
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::{LAST_LOGITS, LossAndGrad, LossKind, LossTargets, TokenScore, counted, gather};
+use super::{LAST_LOGITS, LossAndGrad, LossTargets, TokenScore, counted, gather};
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::ops::gemm::{MatView, MatViewMut, Threads, matmul, matmul_as};
@@ -20,8 +20,8 @@ use crate::ops::mat_view::GemmMatrix;
 use crate::ops::simd;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, with_elem};
 
-/// Words of a part; few in tests, so that small vocabularies have several.
-const PART: usize = if cfg!(test) { 64 } else { 2048 };
+/// Words of a part; fewer in tests, so that small vocabularies have several.
+const PART: usize = if cfg!(test) { 256 } else { 2048 };
 /// Rows that are taken together, whose logits of a part are 8 MiB; few in tests, too.
 const ROWS: usize = if cfg!(test) { 32 } else { 1024 };
 /// Rows that a thread takes at a time.
@@ -58,13 +58,9 @@ impl RowState {
     }
 }
 
-/// The loss of the rows of `x` that have a target, and the gradient of `x`.
-pub(super) fn loss(
-    x: &Tensor,
-    weight: &Tensor,
-    targets: LossTargets<'_>,
-    kind: LossKind,
-) -> Result<LossAndGrad> {
+/// The loss of the rows of `x` that have a target, and the gradient of `x` for `scale` times that loss; without a soft-cap, whose slope
+/// keeps the target's factor from being one, so that its rounding would not cancel.
+pub(super) fn loss(x: &Tensor, weight: &Tensor, targets: LossTargets<'_>, scale: f64) -> Result<LossAndGrad> {
     let rows = counted(targets.ids);
     let ((n, width), (vocab, _)) = (dims2(x)?, dims2(weight)?);
     with_elem!(x.dtype(), T => with_elem!(weight.dtype(), W => {
@@ -78,7 +74,7 @@ pub(super) fn loss(
                 let len = part.len();
                 let work = logits.par_chunks_mut(len).zip(sums.par_chunks_mut(width)).zip(states.par_iter_mut());
                 work.zip(chunk).with_min_len(ROWS_OF_TASK).for_each(|(((row, sums), state), &n)| {
-                    add_part(row, sums, state, part.start, targets.ids[n] as usize, kind.softcap);
+                    add_part(row, sums, state, part.start, targets.ids[n] as usize);
                 });
                 let p = MatView::new(logits, chunk.len(), len, len);
                 let values = MatView::new(&w[part.start * width..part.end * width], len, width, width);
@@ -87,10 +83,9 @@ pub(super) fn loss(
             });
             for ((state, sums), &n) in states.iter().zip(sums.chunks_exact(width)).zip(chunk) {
                 let target = targets.ids[n] as usize;
-                let scale = targets.scale(n, kind.scale);
-                let slope = kind.softcap.map_or(1.0, |cap| slope(state.at_target, cap as f32));
+                let scale = targets.scale(n, scale);
                 let values = &w[target * width..(target + 1) * width];
-                gradient_of_row(&mut dx[n * width..(n + 1) * width], sums, values, scale / state.sum, scale * slope);
+                gradient_of_row(&mut dx[n * width..(n + 1) * width], sums, values, scale / state.sum, scale);
                 loss += targets.weighted(n, state.loss());
             }
         }
@@ -116,7 +111,10 @@ pub(super) fn scores(
             let states = each_part(x, &w, vocab, |logits, states, part| {
                 let work = logits.par_chunks_mut(part.len()).zip(states.par_iter_mut()).zip(chunk);
                 work.with_min_len(ROWS_OF_TASK).for_each(|((row, state), &n)| {
-                    add_part(row, &mut [], state, part.start, targets[n] as usize, softcap);
+                    if let Some(cap) = softcap {
+                        cap_logits(row, cap as f32);
+                    }
+                    add_part(row, &mut [], state, part.start, targets[n] as usize);
                 });
             });
             let score = |(state, &n): (&RowState, &usize)| {
@@ -156,20 +154,17 @@ fn each_part<T: FloatElement, W: FloatElement>(
     states
 }
 
-/// The derivative of `cap · tanh(x / cap)` where that is `capped`.
-#[inline(always)]
-fn slope(capped: f32, cap: f32) -> f32 {
-    1.0 - (capped / cap) * (capped / cap)
+vectorized! {
+    /// `cap · tanh(logit / cap)`
+    fn cap_logits(row: &mut [f32], cap: f32) {
+        row.iter_mut().for_each(|l| *l = cap * simd::tanh(*l / cap));
+    }
 }
 
 vectorized! {
-    /// Takes a row's logits of the words from `start` on into account, and turns them into e^(logit − max), times the soft-cap's slope.
+    /// Takes a row's logits of the words from `start` on into account, and turns them into e^(logit − max).
     /// `sums`, what was summed with such factors before, follows a new maximum.
-    fn add_part(row: &mut [f32], sums: &mut [f32], state: &mut RowState, start: usize, target: usize, softcap: Option<f64>) {
-        if let Some(cap) = softcap {
-            let cap = cap as f32;
-            row.iter_mut().for_each(|l| *l = cap * simd::tanh(*l / cap));
-        }
+    fn add_part(row: &mut [f32], sums: &mut [f32], state: &mut RowState, start: usize, target: usize) {
         if (start..start + row.len()).contains(&target) {
             state.at_target = row[target - start];
         }
@@ -184,14 +179,8 @@ vectorized! {
         }
         // Of logits that are all −∞ so far the exponentials are 0.
         let max = state.max.max(f32::MIN);
-        let Some(cap) = softcap else {
-            row.iter_mut().for_each(|l| *l = simd::exp(*l - max));
-            state.sum += simd::sum_of(row, |l| l);
-            return;
-        };
-        state.sum += simd::sum_of(row, |l| simd::exp(l - max));
-        let cap = cap as f32;
-        row.iter_mut().for_each(|l| *l = simd::exp(*l - max) * slope(*l, cap));
+        row.iter_mut().for_each(|l| *l = simd::exp(*l - max));
+        state.sum += simd::sum_of(row, |l| l);
     }
 }
 
@@ -215,34 +204,32 @@ mod tests {
     /// A row in one part, and in several: the same but for roundings; a NaN in any of them leaves nothing a number.
     #[test]
     fn parts_are_the_whole() {
-        for softcap in [None, Some(3.0)] {
-            let logits: Vec<f32> = (0..150).map(|i| ((i * 37) % 101) as f32 * 0.11 - 4.0).collect();
-            let summed = |parts: &[usize], logits: &[f32]| {
-                let (mut state, mut sums, mut start) = (RowState::NOTHING, vec![0f32; 2], 0);
-                for &len in parts {
-                    let mut row = logits[start..start + len].to_vec();
-                    add_part(&mut row, &mut sums, &mut state, start, 140, softcap);
-                    row.iter().enumerate().for_each(|(i, p)| {
-                        sums[0] += p;
-                        sums[1] += p * (start + i) as f32;
-                    });
-                    start += len;
-                }
-                (state.loss(), state.best, [sums[0] / state.sum, sums[1] / state.sum])
-            };
-            let whole = summed(&[150], &logits);
-            for parts in [&[64, 64, 22][..], &[1, 149], &[149, 1]] {
-                let (loss, best, sums) = summed(parts, &logits);
-                assert_eq!(best, whole.1);
-                assert!((loss - whole.0).abs() < 1e-5, "{loss} {}", whole.0);
-                sums.iter().zip(whole.2).for_each(|(a, b)| assert!((a / b - 1.0).abs() < 1e-5, "{a} {b}"));
+        let logits: Vec<f32> = (0..150).map(|i| ((i * 37) % 101) as f32 * 0.11 - 4.0).collect();
+        let summed = |parts: &[usize], logits: &[f32]| {
+            let (mut state, mut sums, mut start) = (RowState::NOTHING, vec![0f32; 2], 0);
+            for &len in parts {
+                let mut row = logits[start..start + len].to_vec();
+                add_part(&mut row, &mut sums, &mut state, start, 140);
+                row.iter().enumerate().for_each(|(i, p)| {
+                    sums[0] += p;
+                    sums[1] += p * (start + i) as f32;
+                });
+                start += len;
             }
-            for at in [3, 70, 149] {
-                let mut logits = logits.clone();
-                logits[at] = f32::NAN;
-                let (loss, _, sums) = summed(&[64, 64, 22], &logits);
-                assert!(loss.is_nan() && sums.iter().all(|sum| sum.is_nan()), "{at}: {loss} {sums:?}");
-            }
+            (state.loss(), state.best, [sums[0] / state.sum, sums[1] / state.sum])
+        };
+        let whole = summed(&[150], &logits);
+        for parts in [&[64, 64, 22][..], &[1, 149], &[149, 1]] {
+            let (loss, best, sums) = summed(parts, &logits);
+            assert_eq!(best, whole.1);
+            assert!((loss - whole.0).abs() < 1e-5, "{loss} {}", whole.0);
+            sums.iter().zip(whole.2).for_each(|(a, b)| assert!((a / b - 1.0).abs() < 1e-5, "{a} {b}"));
+        }
+        for at in [3, 70, 149] {
+            let mut logits = logits.clone();
+            logits[at] = f32::NAN;
+            let (loss, _, sums) = summed(&[64, 64, 22], &logits);
+            assert!(loss.is_nan() && sums.iter().all(|sum| sum.is_nan()), "{at}: {loss} {sums:?}");
         }
     }
 }

@@ -14,7 +14,7 @@ use proptest::test_runner::RngSeed;
 use super::CaseOutcome;
 use crate::ops::adamw::AdamWStep;
 use crate::ops::case::{OpCase, Tolerance};
-use crate::ops::cross_entropy::cases::LossCase;
+use crate::ops::cross_entropy::cases::{LossCase, WIDTH};
 use crate::ops::glu::Activation;
 use crate::ops::gpu::emulator::{Emulator, EmulatorSchedule, Order};
 use crate::ops::matmul::Transpose;
@@ -227,7 +227,8 @@ proptest! {
         (dweight, adapter, weighted) in (any::<bool>(), any::<bool>(), any::<bool>()),
         run in runs(),
     ) {
-        let case = LossCase { rows, vocab, ignore_every, softcap, dweight, adapter, weighted };
+        let (width, confident) = (WIDTH, false);
+        let case = LossCase { rows, vocab, width, confident, ignore_every, softcap, dweight, adapter, weighted };
         check([case.case("")], run, "cross_entropy")?;
         check([cross_entropy::cases::score_case("", rows, vocab, softcap)], run, "score_rows")?;
     }
