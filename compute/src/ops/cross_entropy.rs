@@ -3,7 +3,7 @@
 //! With a coefficient per row the loss is `Σ cᵢ · −log softmax(xᵢ · Wᵀ)[targetᵢ]`.
 //!
 //! Only rows that have a target are multiplied; they are taken in chunks, whose f32 logits fit [`LOGITS_BYTES`] on the
-//! CPU and which have [`GPU_CHUNK_ROWS`] rows on a GPU, and a chunk's logits turn into their own gradient in place before
+//! CPU where those are [`LEAST_CHUNK_ROWS`] rows, and which have [`GPU_CHUNK_ROWS`] rows on a GPU, and a chunk's logits turn into their own gradient in place before
 //! the next chunk is made (as in Liger and Cut Cross Entropy, arXiv 2411.09009). On the CPU a layer that is frozen, and
 //! under no soft-cap, is taken in parts of the vocabulary instead ([`vocabulary_parts`]). Logits, softmax and sums are f32 whatever the weights are.
 
@@ -30,8 +30,11 @@ use crate::runtime::trace::{SpanInfo, span};
 /// The target of a position that carries no loss.
 pub const IGNORE: u32 = u32::MAX;
 
-/// Bytes of f32 logits alive at once on the CPU.
+/// Bytes of f32 logits alive at once on the CPU, unless those are fewer than [`LEAST_CHUNK_ROWS`] rows.
 const LOGITS_BYTES: usize = 48 << 20;
+
+/// Fewest rows of a chunk on the CPU: for each chunk the weight is packed anew, and its gradient goes through the memory.
+const LEAST_CHUNK_ROWS: usize = 256;
 
 /// Rows whose logits are alive at once on a GPU, which fewer rows would not fill.
 const GPU_CHUNK_ROWS: usize = 1024;
@@ -409,7 +412,7 @@ fn counted(targets: &[u32]) -> Vec<usize> {
 }
 
 fn chunk_rows(vocab: usize) -> usize {
-    (LOGITS_BYTES / (4 * vocab.max(1))).clamp(16, 2048)
+    (LOGITS_BYTES / (4 * vocab.max(1))).clamp(LEAST_CHUNK_ROWS, 2048)
 }
 
 /// Puts the rows of `from` to their places in `to`.
