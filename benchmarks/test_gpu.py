@@ -40,7 +40,8 @@ elif words[:2] == ["bench", "ops"]:
         op("dequantize", "12288x4096, nf4", 0.9, gbps=3870), op("rms_norm", "4096x4096", 0.8, gbps=3440),
         op("adamw", "50331648", 0.5, gbps=2150), op("weight_norm", "4096x4096", 0.1, gbps=430),
         op("attention", heads, 0.3, tflops=210), op("attention_backward", heads, 0.1, tflops=100),
-        op("linear_cross_entropy", f"{tokens}, 4096 to 151936, frozen", 0.6, tflops=460)]}))
+        op("linear_cross_entropy", f"{tokens}, 4096 to 151936, frozen", 0.6, tflops=460),
+        op("linear_cross_entropy", f"{tokens}, 4096 to 151936, trained", 0.1, tflops=80)]}))
 elif "--model" in words:
     settings = dict(word.split("=", 1) for flag, word in zip(words, words[1:]) if flag == "--set")
     number = lambda key: int(settings[key])

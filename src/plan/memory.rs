@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use candle_core::{DType, Device};
 
 use super::gpu_memory::GpuStep;
+use super::loss_path::LossPath;
 use crate::collective::Phase;
 use crate::model::{BlockModule, BlockSaved, LoraShape, ModelConfig, SavedBytes, Segment};
 use crate::ops::cross_entropy::{frozen_loss_bytes, logits_bytes};
@@ -13,7 +14,7 @@ use crate::quant::QuantRun;
 use crate::recipe::enums::{AdapterKind, MasterWeights, Recompute};
 use crate::runtime::param_storage::STAGING_ELEMENTS;
 use crate::setup::adapter_setup::AdapterSetup;
-use crate::sharding::{OffloadTarget, ParamDesc, ParamKind, Placement, ShardingStrategy, trains_output};
+use crate::sharding::{OffloadTarget, ParamDesc, ParamKind, Placement, ShardingStrategy};
 use crate::units;
 
 /// What a process holds before anything is loaded, as a cause.
@@ -437,7 +438,7 @@ fn temporary_bytes(config: &ModelConfig, tokens: usize, size: usize) -> u64 {
 
 /// Bytes of the logits of `tokens` tokens that are held at once.
 fn loss_bytes(config: &ModelConfig, descs: &[ParamDesc], tokens: usize, on_gpu: bool) -> usize {
-    if on_gpu || trains_output(config, descs) || config.logit_softcap.is_some() {
+    if on_gpu || LossPath::of(config, descs) != LossPath::Frozen {
         return logits_bytes(config.vocab_size, tokens, on_gpu);
     }
     frozen_loss_bytes(config.vocab_size, config.hidden_size, tokens)

@@ -1,7 +1,7 @@
 //! Decides and describes what will run; builds nothing and prints nothing.
 //!
 //! A recipe and facts (config.json, headers, devices, data) become a [`Plan`]: `resolve` finds and decides, `parallel` and
-//! `fit` choose strategy and recomputing by the memory that `memory` works out, `micro_batch` the size of micro-batches, `run_params` lists parameters, `method` and `describe` put it into words,
+//! `fit` choose strategy and recomputing by the memory that `memory` works out, `loss_path` how the loss goes through the output layer, `micro_batch` the size of micro-batches, `run_params` lists parameters, `method` and `describe` put it into words,
 //! `changes` lists what would make a run smaller, `memory_check` refuses what no memory holds, `warnings` says what is no
 //! error, `fingerprint` says what two runs must have alike. Refused here, before any weight is read: keys that contradict one
 //! another or the machine. What brings a plan to life is in `run`.
@@ -12,6 +12,7 @@ mod describe;
 mod fingerprint;
 mod fit;
 mod gpu_memory;
+mod loss_path;
 mod memory;
 mod memory_check;
 mod memory_parts;
@@ -26,6 +27,7 @@ mod warnings;
 
 pub(crate) use fingerprint::RECIPE;
 pub(crate) use fit::{PlannedStep, Room, Rows, StepInputs, process_bytes, widest_micro_batch};
+pub use loss_path::LossPath;
 pub(crate) use memory::PROCESS;
 pub use memory::{MemoryOptions, MemoryPlan, Saving};
 pub(crate) use memory_parts::{KeptGroup, MemoryParts};

@@ -11,10 +11,9 @@ use crate::engine::RunSummary;
 use crate::error::Result;
 use crate::median::median;
 use crate::ops::bench::{BenchShapes, ModelWidths};
-use crate::plan::{Plan, WorldSize};
+use crate::plan::{LossPath, Plan, WorldSize};
 use crate::report::metrics::{self, MetricsEntry};
 use crate::report::timing::StepTiming;
-use crate::sharding::trains_output;
 use crate::sizing::SizingRequest;
 use crate::sizing::hardware::Hardware;
 use crate::sizing::rates::ComputeRates;
@@ -72,10 +71,10 @@ fn predicted(plan: &Plan) -> Result<Option<f64>> {
         dtype: plan.engine.dtype,
         secs: OP_SECS,
     };
-    // By a rank and with its threads, the others being done.
     let step = request.step(recipe)?;
-    let trains_head = trains_output(config, &step.descs);
-    let rates = ComputeRates::measure(&shapes, &plan.engine.device, trains_head)?;
+    let path = LossPath::of(config, &step.descs);
+    // By a rank and with its threads, the others being done.
+    let rates = ComputeRates::measure(&shapes, &plan.engine.device, path)?;
     let hardware = Hardware::here(plan.ranks, rates.copy / 1e9, 0, plan.engine.device.is_cpu());
     let request = SizingRequest { timed: Some((&hardware, &rates)), ..request };
     Ok(request.time(recipe, &step).map(|time| time.total))

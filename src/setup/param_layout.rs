@@ -207,43 +207,55 @@ fn adapter_slots(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::LossPath;
     use crate::recipe::{AdapterSection, TargetModules};
-    use crate::sharding::trains_output;
 
-    /// What is said of the output layer of a model, tied or not, under an adapter that has these targets, saves these modules and adds
-    /// these tokens.
-    fn output_of(tied: bool, targets: &[&str], modules_to_save: &[&str], tokens: &[u32]) -> Result<bool> {
-        let text = format!(
-            r#"{{"model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": {tied}}}"#
-        );
-        let config = ModelConfig::from_json(&text, "config.json")?;
+    fn path(config: &ModelConfig, trains: Trains<'_>) -> Result<LossPath> {
+        let skipped = HashSet::new();
+        let keeping =
+            Keeping { format: None, skipped: &skipped, files: None, narrow: false, adapters_in_bf16: false };
+        Ok(LossPath::of(config, &descs(config, trains, keeping)?))
+    }
+
+    /// That of an adapter that has these targets, saves these modules and adds these tokens.
+    fn path_under(
+        config: &ModelConfig,
+        targets: &[&str],
+        modules_to_save: &[&str],
+        tokens: &[u32],
+    ) -> Result<LossPath> {
         let owned = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<String>>();
         let section = AdapterSection {
             target_modules: TargetModules::Named(owned(targets)),
             modules_to_save: owned(modules_to_save),
             ..AdapterSection::default()
         };
-        let adapter_setup = AdapterSetup::from_recipe(&section, ("base", &config), tokens)?;
-        let skipped = HashSet::new();
-        let keeping =
-            Keeping { format: None, skipped: &skipped, files: None, narrow: false, adapters_in_bf16: false };
-        assert!(trains_output(&config, &descs(&config, Trains::All, keeping)?));
-        assert!(!trains_output(&config, &descs(&config, Trains::Nothing, keeping)?));
-        Ok(trains_output(&config, &descs(&config, Trains::Adapter(&adapter_setup), keeping)?))
+        let adapter_setup = AdapterSetup::from_recipe(&section, ("base", config), tokens)?;
+        path(config, Trains::Adapter(&adapter_setup))
     }
 
     #[test]
-    fn what_trains_the_output_layer() -> Result<()> {
+    fn the_path_of_the_loss_follows_from_what_trains() -> Result<()> {
+        use LossPath::{Chunked, Frozen, Trained};
         for tied in [false, true] {
-            assert!(!output_of(tied, &["q_proj"], &[], &[])?);
+            let text = format!(
+                r#"{{"model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 24,
+                "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "tie_word_embeddings": {tied}}}"#
+            );
+            let mut config = ModelConfig::from_json(&text, "config.json")?;
+            assert_eq!(path(&config, Trains::All)?, Trained);
+            assert_eq!(path(&config, Trains::Nothing)?, Frozen);
+            assert_eq!(path_under(&config, &["q_proj"], &[], &[])?, Frozen);
             // PEFT's adapter on an embedding is not on a head that is tied to it, and a saved copy unties the two.
-            assert!(!output_of(tied, &["q_proj", "embed_tokens"], &[], &[])?);
-            assert!(!output_of(tied, &["q_proj"], &["embed_tokens"], &[])?);
-            assert!(output_of(tied, &["q_proj"], &["lm_head"], &[])?);
-            assert!(output_of(tied, &["q_proj"], &[], &[3, 5])?);
+            assert_eq!(path_under(&config, &["q_proj", "embed_tokens"], &[], &[])?, Frozen);
+            assert_eq!(path_under(&config, &["q_proj"], &["embed_tokens"], &[])?, Frozen);
+            assert_eq!(path_under(&config, &["q_proj"], &["lm_head"], &[])?, Trained);
+            assert_eq!(path_under(&config, &["q_proj"], &[], &[3, 5])?, Chunked);
+            assert_eq!(path_under(&config, &["q_proj", "lm_head"], &[], &[])?, Chunked);
+            config.logit_softcap = Some(30.0);
+            assert_eq!(path_under(&config, &["q_proj"], &[], &[])?, Chunked);
         }
-        assert!(output_of(false, &["q_proj", "lm_head"], &[], &[])?);
         Ok(())
     }
 }

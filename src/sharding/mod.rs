@@ -32,4 +32,4 @@ pub use param::{LrGroup, ParamDesc, ParamKind, UpdateRule};
 pub use param_store::{FiniteCheck, GatherGuard, ParamStore, StoreOptions};
 pub use placement::{ParamRole, Placement, ShardingSpec, ShardingStrategy};
 pub use trainable_entries::EntryIndex;
-pub use views::{Adapters, LoraSpec, TOKEN_ROWS, trains_output};
+pub use views::{Adapters, LoraSpec, TOKEN_ROWS};

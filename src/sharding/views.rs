@@ -6,12 +6,11 @@ use candle_core::{DType, Tensor};
 
 use super::bucket::{Bucket, BucketEntry, view};
 use super::gather::{BufferId, Gathered};
-use super::param::ParamDesc;
 use super::quantized_bucket::QuantizedBucket;
 use crate::error::{Error, Result};
-use crate::model::{Lora, ModelConfig, Param, ParamLookup, TokenRows, WeightMatrix};
+use crate::model::{Lora, Param, ParamLookup, TokenRows, WeightMatrix};
 use crate::runtime::TensorMut;
-use crate::weights::{EMBED_TOKENS, EMBED_TOKENS_MODULE, LM_HEAD, LM_HEAD_MODULE};
+use crate::weights::LM_HEAD;
 
 /// The adapter on one module.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -149,17 +148,4 @@ impl ParamLookup for SegmentViews<'_> {
     fn has_own_head(&self) -> bool {
         self.index.contains_key(LM_HEAD)
     }
-}
-
-/// Whether anything of the output layer trains: its weight or single rows of it, which in a tied model are the embedding's, or an
-/// adapter on it.
-pub fn trains_output(config: &ModelConfig, descs: &[ParamDesc]) -> bool {
-    let has_own = descs.iter().any(|desc| desc.name == LM_HEAD);
-    let tied = config.tie_word_embeddings && !has_own;
-    let (weight, module) = if tied { (EMBED_TOKENS, EMBED_TOKENS_MODULE) } else { (LM_HEAD, LM_HEAD_MODULE) };
-    let of_output = |name: &str| {
-        let adapter = name.strip_prefix(LM_HEAD_MODULE).is_some_and(|rest| rest.starts_with('.'));
-        adapter || name == weight || name.strip_prefix(module) == Some(TOKEN_ROWS)
-    };
-    descs.iter().any(|desc| desc.kind.trains() && of_output(&desc.name))
 }

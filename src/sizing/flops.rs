@@ -4,15 +4,16 @@
 //! full    6 (N + H) + 3.5 A      LoRA    4 (N + H) + 6 L + 3.5 A      recompute of blocks    + 2 N + 2 L + A
 //! ```
 //!
-//! N are the weights of the blocks' linear layers, H those of the output layer, L those of adapters, A attention's forward.
+//! A LoRA run that trains the output layer's weight (`modules_to_save`) has 6 H. N are the weights of the blocks' linear layers, H those of the output layer, L those of adapters, A attention's forward.
 //! A product of a weight is 2 operations; its backward is one product for the input and one for the weight, where that trains
 //! (Kaplan et al., arXiv 2001.08361, section 2.1). Attention: 4 · q_width · keys seen, backward 2.5 times forward (Dao, arXiv 2307.08691).
 
 use serde::Serialize;
 
 use crate::model::{BlockLayout, ModelConfig, WeightShape};
+use crate::plan::LossPath;
 use crate::recipe::Recompute;
-use crate::sharding::{ParamDesc, ParamKind, trains_output};
+use crate::sharding::{ParamDesc, ParamKind};
 
 /// Operations of a weight and token where it trains: a product forward, and two backward.
 pub(super) const TRAINED: f64 = 6.0;
@@ -28,8 +29,8 @@ pub struct TokenFlops {
     pub linear: f64,
     /// Of the output layer.
     pub head: f64,
-    /// Whether something of that trains.
-    pub trains_head: bool,
+    /// How the loss goes through that layer.
+    pub loss_path: LossPath,
     /// Of attention in all layers.
     pub attention: f64,
     /// Of what is computed a second time.
@@ -41,13 +42,13 @@ pub struct TokenFlops {
 pub struct TrainedWeights {
     /// Weights of adapters; none where all weights train.
     pub branches: Option<u64>,
-    /// Whether something of the output layer trains.
-    pub output: bool,
+    /// What of the output layer trains.
+    pub loss_path: LossPath,
 }
 
 impl TrainedWeights {
     /// All of them.
-    pub const ALL: TrainedWeights = TrainedWeights { branches: None, output: true };
+    pub const ALL: TrainedWeights = TrainedWeights { branches: None, loss_path: LossPath::Trained };
 
     /// Those of the parameters `descs`.
     pub fn of(config: &ModelConfig, descs: &[ParamDesc]) -> Self {
@@ -55,7 +56,7 @@ impl TrainedWeights {
             |desc: &&ParamDesc| matches!(desc.kind, ParamKind::Adapter(_) | ParamKind::AdapterInBf16(_));
         let frozen = descs.iter().any(|desc| !desc.kind.trains());
         let branches = || descs.iter().filter(of_adapter).map(|desc| desc.elements() as u64).sum();
-        TrainedWeights { branches: frozen.then(branches), output: trains_output(config, descs) }
+        TrainedWeights { branches: frozen.then(branches), loss_path: LossPath::of(config, descs) }
     }
 }
 
@@ -65,7 +66,7 @@ impl TokenFlops {
         let linear = linear_weights(config) as f64;
         let head = (config.vocab_size * config.hidden_size) as f64;
         let attention = attention_forward(config, row);
-        let TrainedWeights { branches, output: trains_head } = trained;
+        let TrainedWeights { branches, loss_path } = trained;
         let products = |trains: bool| if trains { TRAINED } else { FROZEN };
         let of_blocks = products(branches.is_none());
         let branches = branches.unwrap_or(0) as f64;
@@ -75,8 +76,8 @@ impl TokenFlops {
         };
         TokenFlops {
             linear: of_blocks * linear + TRAINED * branches,
-            head: products(trains_head) * head,
-            trains_head,
+            head: products(loss_path == LossPath::Trained) * head,
+            loss_path,
             attention: ATTENTION * attention,
             recomputed,
         }

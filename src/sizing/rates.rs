@@ -10,6 +10,7 @@ use super::hardware::DeviceSheet;
 use crate::error::input_file;
 use crate::error::{Error, Result};
 use crate::ops::bench::{BenchShapes, DeviceRates, OpTiming, OpWork};
+use crate::plan::LossPath;
 
 /// Part of the memory's speed that kernels reach.
 const OF_MEMORY: f64 = 0.8;
@@ -19,10 +20,8 @@ const OF_MEMORY: f64 = 0.8;
 pub struct ComputeRates {
     /// Operations a second of the blocks' products.
     pub linear: f64,
-    /// Of the output layer with its loss, where it is frozen.
-    pub head: f64,
-    /// The same where something of it trains.
-    pub trained_head: f64,
+    /// Of the output layer with its loss.
+    pub head: HeadRates,
     /// Of attention, forward and backward.
     pub attention: f64,
     /// Bytes a second of what only reads and writes; none where `linear` has it in it already.
@@ -38,11 +37,44 @@ pub struct ComputeRates {
 }
 
 /// The operations that rates are made of.
-const MEASURED: [&str; 7] =
-    ["matmul", "linear_cross_entropy", "attention", "attention_backward", "glu", "adamw", "adamw_int8"];
+const MEASURED: [&str; 7] = ["matmul", LOSS, "attention", "attention_backward", "glu", "adamw", "adamw_int8"];
 
-/// How the shape of the loss ends whose output layer trains.
-const TRAINED_HEAD: &str = "trained";
+/// The output layer with its loss.
+const LOSS: &str = "linear_cross_entropy";
+
+/// How the shape of the loss ends in what `bench ops` measures of this path.
+fn measured_as(path: LossPath) -> &'static str {
+    match path {
+        LossPath::Frozen => ", frozen",
+        LossPath::Chunked => ", soft-cap",
+        LossPath::Trained => ", trained",
+    }
+}
+
+/// Operations a second of the output layer with its loss, by the path that it takes.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct HeadRates {
+    frozen: f64,
+    chunked: f64,
+    trained: f64,
+}
+
+impl HeadRates {
+    /// The rate of each path.
+    fn of(rate: impl Fn(LossPath) -> f64) -> Self {
+        let [frozen, chunked, trained] = [LossPath::Frozen, LossPath::Chunked, LossPath::Trained].map(rate);
+        HeadRates { frozen, chunked, trained }
+    }
+
+    /// That of `path`.
+    pub fn by(self, path: LossPath) -> f64 {
+        match path {
+            LossPath::Frozen => self.frozen,
+            LossPath::Chunked => self.chunked,
+            LossPath::Trained => self.trained,
+        }
+    }
+}
 
 /// What `finetune bench ops --json` prints, as far as it is used.
 #[derive(Deserialize)]
@@ -69,8 +101,7 @@ impl ComputeRates {
         let update = copy * OF_MEMORY;
         ComputeRates {
             linear: reached,
-            head: reached,
-            trained_head: reached,
+            head: HeadRates::of(|_| reached),
             attention: reached,
             elementwise: None,
             update,
@@ -95,15 +126,16 @@ impl ComputeRates {
         measured.rates().map_err(refused)
     }
 
-    /// Those that `device` reaches now, at the shapes of a run, of whose output layer something trains if `trains_head`.
+    /// Those that `device` reaches now, at the shapes of a run, whose loss goes through the output layer by `path`.
     ///
     /// # Errors
     /// An operation cannot be measured, for want of memory or because it fails.
-    pub fn measure(shapes: &BenchShapes, device: &Device, trains_head: bool) -> Result<Self> {
+    pub fn measure(shapes: &BenchShapes, device: &Device, path: LossPath) -> Result<Self> {
         let DeviceRates { copy_bytes, gemm_flops } = shapes.device_rates(device)?;
         // The gradient of an output layer's weight may be larger than all that a run with adapters holds.
-        let wanted =
-            |op: &str, shape: &str| MEASURED.contains(&op) && (trains_head || !shape.ends_with(TRAINED_HEAD));
+        let wanted = |op: &str, shape: &str| {
+            MEASURED.contains(&op) && (op != LOSS || shape.ends_with(measured_as(path)))
+        };
         let ops = shapes.timings(device, wanted);
         let ops = ops.map(|timing| timing.map(CalibrationOp::from)).collect::<Result<Vec<_>>>()?;
         let measured = CalibrationFile { copy_gbps: copy_bytes / 1e9, gemm_tflops: gemm_flops / 1e12, ops };
@@ -116,8 +148,7 @@ impl ComputeRates {
         let part = |rate: f64| rate / ranks as f64;
         ComputeRates {
             linear: part(self.linear),
-            head: part(self.head),
-            trained_head: part(self.trained_head),
+            head: HeadRates::of(|path| part(self.head.by(path))),
             attention: part(self.attention),
             elementwise: self.elementwise.map(part),
             update: part(self.update),
@@ -130,8 +161,7 @@ impl ComputeRates {
     /// Seconds of a token's products and attention.
     pub fn seconds(&self, flops: &TokenFlops) -> f64 {
         let linear = (flops.linear + flops.recomputed) / self.linear;
-        let head = if flops.trains_head { self.trained_head } else { self.head };
-        linear + flops.head / head + flops.attention / self.attention
+        linear + flops.head / self.head.by(flops.loss_path) + flops.attention / self.attention
     }
 }
 
@@ -149,8 +179,8 @@ impl From<OpTiming> for CalibrationOp {
 impl CalibrationFile {
     /// What training reaches by these figures; what is missing where one is.
     fn rates(&self) -> Result<ComputeRates, String> {
-        let rate = |op: &str, has: &str| {
-            let rates: Vec<f64> = self.matching(op, has).filter_map(|op| op.tflops).collect();
+        let rate = |op: &str, end: &str| {
+            let rates: Vec<f64> = self.matching(op, end).filter_map(|op| op.tflops).collect();
             harmonic_mean(&rates).map(|rate| rate * 1e12)
         };
         let bandwidth = |op: &str| {
@@ -162,12 +192,11 @@ impl CalibrationFile {
         let missing = |op: &str| format!("it has no figure of {op}");
         let forward = rate("attention", "").ok_or_else(|| missing("attention"))?;
         let backward = rate("attention_backward", "").ok_or_else(|| missing("attention_backward"))?;
-        let head = rate("linear_cross_entropy", "frozen").ok_or_else(|| missing("linear_cross_entropy"))?;
+        let any_head = rate(LOSS, "").ok_or_else(|| missing(LOSS))?;
         Ok(ComputeRates {
             linear: rate("matmul", "").ok_or_else(|| missing("matmul"))?,
-            head,
-            // Where it was not measured, nothing of it trains, or the figures are of an earlier version.
-            trained_head: rate("linear_cross_entropy", TRAINED_HEAD).unwrap_or(head),
+            // A run measures its own path alone, and an earlier version measured a frozen layer alone.
+            head: HeadRates::of(|path| rate(LOSS, measured_as(path)).unwrap_or(any_head)),
             attention: ATTENTION / (1.0 / forward + (ATTENTION - 1.0) / backward),
             elementwise: Some(bandwidth("glu").ok_or_else(|| missing("glu"))?),
             update: update("adamw"),
@@ -177,8 +206,8 @@ impl CalibrationFile {
         })
     }
 
-    fn matching<'a>(&'a self, op: &'a str, has: &'a str) -> impl Iterator<Item = &'a CalibrationOp> {
-        self.ops.iter().filter(move |measured| measured.op == op && measured.shape.contains(has))
+    fn matching<'a>(&'a self, op: &'a str, end: &'a str) -> impl Iterator<Item = &'a CalibrationOp> {
+        self.ops.iter().filter(move |measured| measured.op == op && measured.shape.ends_with(end))
     }
 }
 
@@ -186,4 +215,74 @@ impl CalibrationFile {
 fn harmonic_mean(rates: &[f64]) -> Option<f64> {
     let secs: f64 = rates.iter().map(|rate| 1.0 / rate).sum();
     (secs.is_finite() && secs > 0.0).then(|| rates.len() as f64 / secs)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::DType;
+
+    use super::*;
+    use crate::model::ModelConfig;
+    use crate::ops::attention::Heads;
+    use crate::ops::bench::ModelWidths;
+    use crate::recipe::Recompute;
+    use crate::sizing::flops::TrainedWeights;
+
+    /// Figures as `bench ops --json` prints them, with the losses in these ways at these rates.
+    fn figures(losses: &[(&str, f64)]) -> CalibrationFile {
+        let op = |op: &str, shape: String, tflops: Option<f64>, gbps: Option<f64>| CalibrationOp {
+            op: op.into(),
+            shape,
+            tflops,
+            gbps,
+        };
+        let mut ops: Vec<CalibrationOp> = ["matmul", "attention", "attention_backward"]
+            .map(|name| op(name, "8x16 to 24, gate_proj".into(), Some(0.4), None))
+            .into();
+        ops.push(op("glu", "8x48, silu".into(), None, Some(20.0)));
+        ops.extend(
+            losses.iter().map(|(way, rate)| op(LOSS, format!("8x16 to 32, {way}"), Some(*rate), None)),
+        );
+        CalibrationFile { copy_gbps: 20.0, gemm_tflops: 0.5, ops }
+    }
+
+    #[test]
+    fn the_output_layer_has_the_speed_of_its_path() -> crate::error::Result<()> {
+        let text = r#"{"model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
+        let config = ModelConfig::from_json(text, "config.json")?;
+        let flops = |loss_path| {
+            let trained = TrainedWeights { branches: Some(0), loss_path };
+            TokenFlops::new(&config, trained, 8.0, Recompute::None)
+        };
+        let (frozen, capped, trained) = ("frozen", "soft-cap", "trained");
+        let rates = figures(&[(frozen, 0.4), (capped, 0.2), (trained, 0.3)]).rates().unwrap();
+        let (n, h) = (flops(LossPath::Frozen), 32.0 * 16.0);
+        let others = rates.seconds(&n) - 4.0 * h / 0.4e12;
+        for (path, secs) in [
+            (LossPath::Frozen, 4.0 * h / 0.4e12),
+            (LossPath::Chunked, 4.0 * h / 0.2e12),
+            (LossPath::Trained, 6.0 * h / 0.3e12),
+        ] {
+            let taken = rates.seconds(&flops(path)) - others;
+            assert!((taken / secs - 1.0).abs() < 1e-6, "{path:?}: {taken:e}, not {secs:e}");
+        }
+        // A run measures its own path alone.
+        let own = figures(&[(trained, 0.3)]).rates().unwrap();
+        assert_eq!(own.head.by(LossPath::Trained), 0.3e12);
+        assert_eq!(figures(&[]).rates().unwrap_err(), "it has no figure of linear_cross_entropy");
+        Ok(())
+    }
+
+    /// What `bench ops` measures has the names that are read here.
+    #[test]
+    fn every_path_is_measured() -> crate::error::Result<()> {
+        let heads = Heads { num_heads: 2, num_kv_heads: 1, head_dim: 8 };
+        let widths = ModelWidths { hidden_size: 16, intermediate_size: 24, heads, vocab_size: 40 };
+        let shapes = BenchShapes { widths, tokens: 8, max_seq_len: 4, dtype: DType::F32, secs: 0.0 };
+        for path in [LossPath::Frozen, LossPath::Chunked, LossPath::Trained] {
+            assert!(ComputeRates::measure(&shapes, &Device::Cpu, path)?.head.by(path) > 0.0);
+        }
+        Ok(())
+    }
 }

@@ -62,6 +62,7 @@ fn every_operation_is_measured() {
     matmul_weight (48x64 to 128, gate_proj in nf4) bf16 tflops
     matmul_weights (48x64 to 128, q, k, v in nf4) bf16 tflops
     linear_cross_entropy (48x64 to 480, frozen) bf16 tflops
+    linear_cross_entropy (48x64 to 480, soft-cap) bf16 tflops
     linear_cross_entropy (48x64 to 480, trained) bf16 tflops
     score_targets (48x64 to 480) bf16 tflops
     logits (1x64 to 480) bf16 gbps

@@ -67,7 +67,7 @@ fn offload_moves_as_many_bytes_as_the_page_says() {
 #[test]
 fn operations_are_those_that_the_page_says() {
     let said = figures(
-        r"\((\d) operations a weight and token in full training, (\d) with adapters, ([\d.]+) times attention's forward\)",
+        r"\((\d) operations a weight and token where it trains, (\d) where it is frozen under adapters, ([\d.]+) times attention's forward\)",
     );
     let place = shapes();
     // Operations of a token of a row: what stands at a share of the peak for as long as a step takes, over its tokens.

@@ -2,10 +2,11 @@
 //!
 //! With a coefficient per row the loss is `Σ cᵢ · −log softmax(xᵢ · Wᵀ)[targetᵢ]`.
 //!
-//! Only rows that have a target are multiplied; they are taken in chunks, whose f32 logits fit [`LOGITS_BYTES`] on the
-//! CPU where those are [`LEAST_CHUNK_ROWS`] rows, and which have [`GPU_CHUNK_ROWS`] rows on a GPU, and a chunk's logits turn into their own gradient in place before
-//! the next chunk is made (as in Liger and Cut Cross Entropy, arXiv 2411.09009). On the CPU a layer that is frozen, and
-//! under no soft-cap, is taken in parts of the vocabulary instead ([`vocabulary_parts`]). Logits, softmax and sums are f32 whatever the weights are.
+//! Only rows that have a target are multiplied. They are taken in chunks: on the CPU of as many rows as [`LOGITS_BYTES`] of f32
+//! logits hold, but [`LEAST_CHUNK_ROWS`] at least and [`MOST_CHUNK_ROWS`] at most, on a GPU of [`GPU_CHUNK_ROWS`]. A chunk's
+//! logits turn into their own gradient in place before the next chunk is made (as in Liger and Cut Cross Entropy, arXiv
+//! 2411.09009). On the CPU a layer that is frozen and under no soft-cap is taken in parts of the vocabulary instead
+//! ([`vocabulary_parts`]). Logits, softmax and sums are f32 whatever the weights are.
 
 pub(super) mod cases;
 mod cuda;
@@ -30,11 +31,12 @@ use crate::runtime::trace::{SpanInfo, span};
 /// The target of a position that carries no loss.
 pub const IGNORE: u32 = u32::MAX;
 
-/// Bytes of f32 logits alive at once on the CPU, unless those are fewer than [`LEAST_CHUNK_ROWS`] rows.
+/// Bytes of the f32 logits of a chunk on the CPU, within the bounds of its rows.
 const LOGITS_BYTES: usize = 48 << 20;
-
 /// Fewest rows of a chunk on the CPU: for each chunk the weight is packed anew, and its gradient goes through the memory.
 const LEAST_CHUNK_ROWS: usize = 256;
+/// Most rows of a chunk on the CPU.
+const MOST_CHUNK_ROWS: usize = 2048;
 
 /// Rows whose logits are alive at once on a GPU, which fewer rows would not fill.
 const GPU_CHUNK_ROWS: usize = 1024;
@@ -412,7 +414,7 @@ fn counted(targets: &[u32]) -> Vec<usize> {
 }
 
 fn chunk_rows(vocab: usize) -> usize {
-    (LOGITS_BYTES / (4 * vocab.max(1))).clamp(LEAST_CHUNK_ROWS, 2048)
+    (LOGITS_BYTES / (4 * vocab.max(1))).clamp(LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS)
 }
 
 /// Puts the rows of `from` to their places in `to`.
@@ -544,6 +546,14 @@ fn reference_chunk(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_chunk_is_worth_packing_for() {
+        let rows = [300, 16_384, 49_152, 128_256].map(chunk_rows);
+        assert_eq!(rows, [2048, 768, 256, 256]);
+        assert_eq!(logits_bytes(128_256, 1000, false), 4 * 128_256 * 256);
+        assert_eq!(logits_bytes(128_256, 100, false), 4 * 128_256 * 100);
+    }
 
     /// One logit that is no number leaves nothing of its row a number, wherever it stands.
     #[test]

@@ -24,7 +24,8 @@ const WEIGHTS: f32 = 0.02;
 pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
     let mut ops = linear_layers(shapes);
     ops.extend([linear_with_adapter(shapes), quantized_linear(shapes), quantized_group(shapes)]);
-    ops.extend([loss(shapes), loss_and_weight_gradient(shapes), scores(shapes), next_token(shapes)]);
+    ops.extend(losses(shapes));
+    ops.extend([scores(shapes), next_token(shapes)]);
     ops
 }
 
@@ -174,33 +175,23 @@ impl HeadInputs {
     }
 }
 
-/// Counted as its two products: the logits, and the gradient of `x`.
-fn loss(shapes: &BenchShapes) -> TimedOp {
+/// The ways that the loss takes through the output layer: a frozen one, one whose logits have a soft-cap, as they keep all logits of a
+/// chunk of rows, and one whose weight trains. Counted as their products: the logits, the gradient of `x`, and that of the weight.
+fn losses(shapes: &BenchShapes) -> [TimedOp; 3] {
     let (n, d, vocab) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.vocab_size);
-    let what = ("linear_cross_entropy", format!("{n}x{d} to {vocab}, frozen"), shapes.dtype);
-    TimedOp::multiplying((4 * n * d * vocab) as u64, what, move |inputs| {
-        let head = HeadInputs::new(inputs, n, (vocab, d))?;
-        let kind = LossKind { scale: 1.0 / n as f64, softcap: None };
-        Ok(Box::new(move || {
-            let targets = LossTargets::unweighted(&head.targets);
-            linear_cross_entropy(&head.x, head.output(), targets, kind, OutputGrads::default()).map(drop)
-        }))
-    })
-}
-
-/// Counted with the gradient of the weight as a third product.
-fn loss_and_weight_gradient(shapes: &BenchShapes) -> TimedOp {
-    let (n, d, vocab) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.vocab_size);
-    let what = ("linear_cross_entropy", format!("{n}x{d} to {vocab}, trained"), shapes.dtype);
-    TimedOp::multiplying((6 * n * d * vocab) as u64, what, move |inputs| {
-        let head = HeadInputs::new(inputs, n, (vocab, d))?;
-        let dweight = inputs.zeros((vocab, d))?;
-        let kind = LossKind { scale: 1.0 / n as f64, softcap: None };
-        Ok(Box::new(move || {
-            let targets = LossTargets::unweighted(&head.targets);
-            let grads = OutputGrads { weight: Some(&dweight), ..OutputGrads::default() };
-            linear_cross_entropy(&head.x, head.output(), targets, kind, grads).map(drop)
-        }))
+    let ways = [("frozen", 2, None), ("soft-cap", 2, Some(30.0)), ("trained", 3, None)];
+    ways.map(|(way, products, softcap)| {
+        let what = ("linear_cross_entropy", format!("{n}x{d} to {vocab}, {way}"), shapes.dtype);
+        TimedOp::multiplying((2 * products * n * d * vocab) as u64, what, move |inputs| {
+            let head = HeadInputs::new(inputs, n, (vocab, d))?;
+            let dweight = (products == 3).then(|| inputs.zeros((vocab, d))).transpose()?;
+            let kind = LossKind { scale: 1.0 / n as f64, softcap };
+            Ok(Box::new(move || {
+                let targets = LossTargets::unweighted(&head.targets);
+                let grads = OutputGrads { weight: dweight.as_ref(), ..OutputGrads::default() };
+                linear_cross_entropy(&head.x, head.output(), targets, kind, grads).map(drop)
+            }))
+        })
     })
 }
 

@@ -1,4 +1,4 @@
-//! The loss under an output layer that is frozen, and the scores of an evaluation, on the CPU: a part of the vocabulary at a time, so
+//! The loss under an output layer that is frozen and has no soft-cap, and the scores of an evaluation, on the CPU: a part of the vocabulary at a time, so
 //! that the logits of a part stay in a cache and its weights are read once for both products of them.
 //!
 //! ```text
@@ -58,8 +58,8 @@ impl RowState {
     }
 }
 
-/// The loss of the rows of `x` that have a target, and the gradient of `x` for `scale` times that loss; without a soft-cap, whose slope
-/// keeps the target's factor from being one, so that its rounding would not cancel.
+/// The loss of the rows of `x` that have a target, and the gradient of `x` for `scale` times that loss. There is no soft-cap: the
+/// target's term would be multiplied by its slope, and the roundings of the two terms would no longer cancel.
 pub(super) fn loss(x: &Tensor, weight: &Tensor, targets: LossTargets<'_>, scale: f64) -> Result<LossAndGrad> {
     let rows = counted(targets.ids);
     let ((n, width), (vocab, _)) = (dims2(x)?, dims2(weight)?);
