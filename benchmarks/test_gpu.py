@@ -41,6 +41,7 @@ elif words[:2] == ["bench", "ops"]:
         op("adamw", "50331648", 0.5, gbps=2150), op("weight_norm", "4096x4096", 0.1, gbps=430),
         op("attention", heads, 0.3, tflops=210), op("attention_backward", heads, 0.1, tflops=100),
         op("linear_cross_entropy", f"{tokens}, 4096 to 151936, frozen", 0.6, tflops=460),
+        op("linear_cross_entropy", f"{tokens}, 4096 to 151936, soft-cap", 0.1, tflops=80),
         op("linear_cross_entropy", f"{tokens}, 4096 to 151936, trained", 0.1, tflops=80)]}))
 elif "--model" in words:
     settings = dict(word.split("=", 1) for flag, word in zip(words, words[1:]) if flag == "--set")
@@ -190,6 +191,9 @@ class Gpu(unittest.TestCase):
         }
         self.assertEqual({name: verdicts.get(name) for name in expected}, expected)
         self.assertNotIn("share of the copy rate: weight_norm", table)
+        # The bars are a frozen layer's.
+        others = [name for name in verdicts if name.startswith("loss: ") and not name.endswith("frozen")]
+        self.assertEqual(others, [])
         self.assertIn("| dequantize | 12288x4096, nf4 | bf16 | 1.500 | 3870 GB/s | 90 % |", table)
 
     def test_golden_notices_other_losses(self):

@@ -1,4 +1,4 @@
-//! How the loss goes through the output layer, by what of that trains.
+//! How the loss goes through the output layer, by what of that trains and whether its logits have a soft-cap.
 
 use serde::Serialize;
 

@@ -255,6 +255,8 @@ mod tests {
             assert_eq!(path_under(&config, &["q_proj", "lm_head"], &[], &[])?, Chunked);
             config.logit_softcap = Some(30.0);
             assert_eq!(path_under(&config, &["q_proj"], &[], &[])?, Chunked);
+            assert_eq!(path_under(&config, &["q_proj"], &["lm_head"], &[])?, Trained);
+            assert_eq!(path(&config, Trains::All)?, Trained);
         }
         Ok(())
     }

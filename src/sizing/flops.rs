@@ -4,7 +4,8 @@
 //! full    6 (N + H) + 3.5 A      LoRA    4 (N + H) + 6 L + 3.5 A      recompute of blocks    + 2 N + 2 L + A
 //! ```
 //!
-//! A LoRA run that trains the output layer's weight (`modules_to_save`) has 6 H. N are the weights of the blocks' linear layers, H those of the output layer, L those of adapters, A attention's forward.
+//! N are the weights of the blocks' linear layers, H those of the output layer (6 H where an adapter's run trains its weight), L those of adapters, A
+//! attention's forward.
 //! A product of a weight is 2 operations; its backward is one product for the input and one for the weight, where that trains
 //! (Kaplan et al., arXiv 2001.08361, section 2.1). Attention: 4 · q_width · keys seen, backward 2.5 times forward (Dao, arXiv 2307.08691).
 
@@ -42,7 +43,7 @@ pub struct TokenFlops {
 pub struct TrainedWeights {
     /// Weights of adapters; none where all weights train.
     pub branches: Option<u64>,
-    /// What of the output layer trains.
+    /// How the loss goes through the output layer.
     pub loss_path: LossPath,
 }
 

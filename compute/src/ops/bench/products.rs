@@ -175,13 +175,13 @@ impl HeadInputs {
     }
 }
 
-/// The ways that the loss takes through the output layer: a frozen one, one whose logits have a soft-cap, as they keep all logits of a
-/// chunk of rows, and one whose weight trains. Counted as their products: the logits, the gradient of `x`, and that of the weight.
+/// The loss through an output layer that is frozen, through one under a soft-cap (all logits of a chunk of rows are kept, as for an
+/// adapter or single rows that train), and through one whose weight trains. Counted as their products: the logits, the gradient of `x`, and that of the weight.
 fn losses(shapes: &BenchShapes) -> [TimedOp; 3] {
     let (n, d, vocab) = (shapes.tokens, shapes.widths.hidden_size, shapes.widths.vocab_size);
-    let ways = [("frozen", 2, None), ("soft-cap", 2, Some(30.0)), ("trained", 3, None)];
-    ways.map(|(way, products, softcap)| {
-        let what = ("linear_cross_entropy", format!("{n}x{d} to {vocab}, {way}"), shapes.dtype);
+    let paths = [("frozen", 2, None), ("soft-cap", 2, Some(30.0)), ("trained", 3, None)];
+    paths.map(|(path, products, softcap)| {
+        let what = ("linear_cross_entropy", format!("{n}x{d} to {vocab}, {path}"), shapes.dtype);
         TimedOp::multiplying((2 * products * n * d * vocab) as u64, what, move |inputs| {
             let head = HeadInputs::new(inputs, n, (vocab, d))?;
             let dweight = (products == 3).then(|| inputs.zeros((vocab, d))).transpose()?;

@@ -17,7 +17,8 @@ pub(in crate::ops) struct LossCase {
     /// More than the rows of the head that train.
     pub(in crate::ops) vocab: usize,
     pub(in crate::ops) width: usize,
-    /// Logits are several times as large, and every second target is the likeliest token, whose gradient nearly cancels.
+    /// Logits are [`CONFIDENT`] times as large, and every second target is the likeliest token. Where its probability is above 0.95 the gradient
+    /// nearly cancels, and is compared by itself, too.
     pub(in crate::ops) confident: bool,
     /// Every so many rows have no target; 1: none has.
     pub(in crate::ops) ignore_every: usize,
@@ -135,13 +136,30 @@ impl LossCase {
         let plain = grads(grad.as_ref().map(|g| &g.plain), &drows.plain, &db.plain);
         let output = output(&w.plain, &u.plain, &b.plain);
         let want = reference(&x.plain, output, targets, kind, plain)?;
-        let mut pairs =
-            vec![TensorPair::scalars(got.loss.read()?, want.loss.read()?)?, TensorPair::new(got.dx, want.dx)];
+        let mut pairs = vec![
+            TensorPair::scalars(got.loss.read()?, want.loss.read()?)?,
+            TensorPair::new(got.dx.clone(), want.dx.clone()),
+        ];
+        if self.confident {
+            let sure = sure_rows(&plain_logits(&x.plain, &w.plain, self.softcap)?, &ids)?;
+            let of_sure = |dx: Tensor| dx.index_select(&sure.to_device(dx.device())?, 0);
+            pairs.push(TensorPair::new(of_sure(got.dx)?, of_sure(want.dx)?));
+        }
         pairs.extend(got.du.zip(want.du).map(|(got, want)| TensorPair::new(got, want)));
         pairs.extend(grad.map(OpPair::pair));
         pairs.extend([drows.pair(), db.pair()]);
         Ok(pairs)
     }
+}
+
+/// The rows whose target has a probability above 0.95.
+fn sure_rows(logits: &Tensor, targets: &[u32]) -> Result<Tensor> {
+    let log_p = candle_nn::ops::log_softmax(logits, D::Minus1)?.to_vec2::<f32>()?;
+    let is_sure =
+        |(row, &target): (&Vec<f32>, &u32)| target != IGNORE && row[target as usize] > 0.95_f32.ln();
+    let rows = log_p.iter().zip(targets).enumerate().filter(|(_, row)| is_sure(*row));
+    let rows: Vec<u32> = rows.map(|(n, _)| n as u32).collect();
+    Ok(Tensor::from_vec(rows.clone(), rows.len(), &Device::Cpu)?)
 }
 
 /// The rows that train.

@@ -1,4 +1,5 @@
-//! The loss under an output layer that is frozen and has no soft-cap, and the scores of an evaluation, on the CPU: a part of the vocabulary at a time, so
+//! The loss under an output layer that is frozen and has no soft-cap, and the scores of an evaluation without an adapter
+//! on it, on the CPU: a part of the vocabulary at a time, so
 //! that the logits of a part stay in a cache and its weights are read once for both products of them.
 //!
 //! ```text
