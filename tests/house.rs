@@ -40,6 +40,7 @@ const FLOORS: &[(&str, u32)] = &[
     ("instruction_set", 0),
     ("units", 0),
     ("median", 0),
+    ("rounding", 0),
     ("private_file", 0),
     (CLOSED_CHOICES, 0),
     ("quant", 1),

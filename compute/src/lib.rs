@@ -8,6 +8,7 @@ pub mod instruction_set;
 pub mod median;
 pub mod ops;
 pub mod quant;
+pub mod rounding;
 pub mod runtime;
 pub mod stored_dtype;
 pub mod units;

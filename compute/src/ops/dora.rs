@@ -12,6 +12,7 @@ use super::gpu;
 use super::matmul::{ColumnView, ColumnViewMut};
 use super::matmul_quantized::Weight;
 use crate::error::Result;
+use crate::rounding::Rounded;
 use crate::runtime::TensorMut;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, update, with_elem};
 use crate::runtime::trace::{SpanInfo, span};

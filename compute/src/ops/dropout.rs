@@ -9,6 +9,7 @@ use rayon::prelude::*;
 
 use super::gpu;
 use crate::error::Result;
+use crate::rounding::Rounded;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
 use crate::runtime::rng::RngStream;
 use crate::runtime::trace::{SpanInfo, span};

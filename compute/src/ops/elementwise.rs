@@ -9,6 +9,7 @@ use rayon::prelude::*;
 use super::gpu;
 use crate::error::Result;
 use crate::instruction_set::vectorized;
+use crate::rounding::Rounded;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::to_device;
 use crate::runtime::cpu_tensor::{FloatElement, read, tensor, unwritten, update, with_elem};

@@ -20,8 +20,8 @@ pub(crate) trait GemmMatrix: Copy + Sync {
     fn is_transposed(&self) -> bool;
     /// Every value is a bf16 number.
     fn is_bf16(&self) -> bool;
-    /// The values from `from` on of a line, as `f32`: of a row, or of a column of a transposed matrix.
-    fn widen(&self, line: usize, from: usize, out: &mut [f32]);
+    /// The values from `from` on of a line, each rounded to `T` once: of a row, or of a column of a transposed matrix.
+    fn copy_line<T: FloatElement>(&self, line: usize, from: usize, out: &mut [T]);
 
     /// Columns `start..start + len` as `f32` in `panel`; returns its strides.
     fn widen_columns(&self, start: usize, len: usize, panel: &mut Vec<f32>) -> (usize, usize) {
@@ -32,7 +32,7 @@ pub(crate) trait GemmMatrix: Copy + Sync {
             .par_chunks_mut(width.max(1))
             .with_min_len(8)
             .enumerate()
-            .for_each(|(i, line)| self.widen(first + i, from, line));
+            .for_each(|(i, line)| self.copy_line(first + i, from, line));
         if self.is_transposed() { (1, width) } else { (width, 1) }
     }
 }
@@ -82,7 +82,7 @@ impl GemmMatrix for QuantMat<'_> {
         false
     }
 
-    fn widen(&self, line: usize, from: usize, out: &mut [f32]) {
+    fn copy_line<T: FloatElement>(&self, line: usize, from: usize, out: &mut [T]) {
         self.blocks.dequantize(line * self.cols + from, out);
     }
 }
@@ -143,15 +143,15 @@ impl<T: FloatElement> GemmMatrix for MatView<'_, T> {
         !is_f32::<T>()
     }
 
-    fn widen(&self, line: usize, from: usize, out: &mut [f32]) {
-        widen(out, &self.data[line * self.stride + from..][..out.len()]);
+    fn copy_line<D: FloatElement>(&self, line: usize, from: usize, out: &mut [D]) {
+        convert(out, &self.data[line * self.stride + from..][..out.len()]);
     }
 }
 
 vectorized! {
-    fn widen<T: FloatElement>(dst: &mut [f32], src: &[T]) {
+    fn convert<D: FloatElement, T: FloatElement>(dst: &mut [D], src: &[T]) {
         for (dst, src) in dst.iter_mut().zip(src) {
-            *dst = src.widen();
+            *dst = D::nearest(src.widen());
         }
     }
 }

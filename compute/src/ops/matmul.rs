@@ -14,6 +14,7 @@ use rayon::prelude::*;
 use super::gemm::{LowRankTerm, MatView, MatViewMut, Threads, matmul as gemm, matmul_plus};
 use super::gpu;
 use crate::error::Result;
+use crate::rounding::Rounded;
 use crate::runtime::TensorMut;
 use crate::runtime::copy::copy_into;
 use crate::runtime::cpu_tensor::{

@@ -12,7 +12,7 @@ use super::gpu;
 use super::matmul::{Addend, ColumnView, ColumnViewMut, LowRank, Transpose, matmul, matmul_plus_low_rank};
 use crate::error::{Error, Result};
 use crate::quant::{Blocks, CodeKind, NESTED_BLOCK, QuantFormat, RunMeaning, Scales};
-use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, update, with_elem};
+use crate::runtime::cpu_tensor::{dims2, read, tensor, unwritten, update, with_elem};
 use crate::runtime::trace::{SpanInfo, span};
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
@@ -95,13 +95,7 @@ impl Quantized {
         with_elem!(dtype, T => self.with_blocks(|blocks| {
             let mut values = unwritten::<T>(out * inputs);
             let parts = values.par_chunks_mut(DEQUANTIZED).enumerate();
-            parts.for_each_init(|| vec![0f32; DEQUANTIZED], |wide, (i, values)| {
-                let wide = &mut wide[..values.len()];
-                blocks.dequantize(i * DEQUANTIZED, wide);
-                for (value, wide) in values.iter_mut().zip(wide) {
-                    *value = T::nearest(*wide);
-                }
-            });
+            parts.for_each(|(i, values)| blocks.dequantize(i * DEQUANTIZED, values));
             tensor(values, (out, inputs))
         })?)
     }

@@ -8,7 +8,7 @@
 use half::bf16;
 
 use crate::instruction_set::vectorized;
-use crate::runtime::cpu_tensor::FloatElement;
+use crate::rounding::Rounded;
 use crate::runtime::rng::RngStream;
 
 /// Values that are widened, updated and rounded at a time.

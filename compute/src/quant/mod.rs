@@ -14,7 +14,7 @@ mod table;
 mod tensor;
 
 pub use codes::{CodeKind, DynamicMap, dynamic_signed, dynamic_unsigned, nearest};
-pub use dequantize::{Blocks, Scales};
+pub use dequantize::{Blocks, DequantizedElement, Scales};
 pub use layout::{QuantRun, RunDtype, RunMeaning};
 pub use quantize::{first_not_finite, nest, quantize};
 pub use tensor::{BlocksMut, OwnedBlocks, RunBuffer, RunMut};

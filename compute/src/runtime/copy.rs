@@ -8,6 +8,7 @@ use super::cpu_tensor::{FloatElement, read, update, with_elem};
 use super::device_memory::requested;
 use super::trace::{SpanInfo, SpanKind, span};
 use crate::error::Result;
+use crate::rounding::Rounded;
 
 /// Elements per task.
 const CHUNK: usize = 1 << 14;

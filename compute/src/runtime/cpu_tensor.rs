@@ -14,6 +14,8 @@ use half::bf16;
 use half::vec::HalfBitsVecExt;
 
 use crate::error::{Error, Result};
+use crate::quant::DequantizedElement;
+use crate::rounding::Rounded;
 use crate::runtime::TensorMut;
 use crate::runtime::buffer::{Buffer, ElementType};
 
@@ -28,12 +30,9 @@ pub trait PlainElement: candle_core::WithDType + Default + Send + Sync {
 }
 
 /// An element type of activations and weights that the CPU forms know.
-pub trait FloatElement: PlainElement {
+pub trait FloatElement: PlainElement + DequantizedElement {
     /// The value as f32, which is exact.
     fn widen(self) -> f32;
-    /// The number of this type that is nearest to `value`. Not `round`: where the type is written out, that name
-    /// would be `f32`'s own, to an integer.
-    fn nearest(value: f32) -> Self;
 }
 
 macro_rules! plain {
@@ -61,35 +60,18 @@ plain!(f32, F32, |len| vec![0.0; len]);
 plain!(bf16, BF16, |len| vec![0u16; len].reinterpret_into());
 plain!(u8, U8, |len| vec![0; len]);
 
-macro_rules! elem {
-    ($type:ty, $widen:expr, $nearest:expr) => {
-        impl FloatElement for $type {
-            #[inline(always)]
-            fn widen(self) -> f32 {
-                $widen(self)
-            }
-            #[inline(always)]
-            fn nearest(value: f32) -> Self {
-                $nearest(value)
-            }
-        }
-    };
-}
-elem!(f32, |x| x, |x| x);
-elem!(bf16, bf16_to_f32, f32_to_bf16);
-
-#[inline(always)]
-fn bf16_to_f32(x: bf16) -> f32 {
-    f32::from_bits(u32::from(x.to_bits()) << 16)
+impl FloatElement for f32 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
 }
 
-/// Round to nearest, ties to even. Branch-free so that loops over it vectorize; NaN stays NaN.
-#[inline(always)]
-fn f32_to_bf16(x: f32) -> bf16 {
-    let bits = x.to_bits();
-    let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
-    let quiet_nan = ((bits >> 16) | 0x40) as u16;
-    bf16::from_bits(if x.is_nan() { quiet_nan } else { rounded })
+impl FloatElement for bf16 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
 }
 
 /// Runs `$body` with `$elem` bound to the element type of `$dtype`.
@@ -304,7 +286,7 @@ fn gpu_memory(
 }
 
 /// The first `len` values of `held`, which grows to hold them; what they are is for the caller to write.
-pub fn first(held: &mut Vec<f32>, len: usize) -> &mut [f32] {
+pub fn first<T: FloatElement>(held: &mut Vec<T>, len: usize) -> &mut [T] {
     if held.len() < len {
         *held = unwritten(len);
     }

@@ -10,6 +10,7 @@ use std::slice::{from_raw_parts, from_raw_parts_mut};
 use half::bf16;
 
 use crate::error::{Error, Result};
+use crate::rounding::Rounded;
 use crate::runtime::buffer::ElementType;
 use crate::runtime::cpu_tensor::FloatElement;
 

@@ -7,6 +7,7 @@ use half::bf16;
 
 use super::tile::{LANES, PackSource, PackedFormat, STEP, Strided, Tile, prefetch};
 use crate::ops::mat_view::OperandRole;
+use crate::rounding;
 
 /// Fills `tiles` with up to 32 outer elements, step by step; in a step part by part, two tiles each. f32 values are taken in
 /// three parts for [`PackedFormat::Bf16Parts`], else rounded.
@@ -222,19 +223,7 @@ fn load_bf16(values: &[bf16]) -> __m512i {
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn next_part<const PARTS: usize>(x: __m512, part: usize) -> __m512 {
-    if PARTS == 1 { nearest_even(x) } else { top(x, part + 1 < PARTS) }
-}
-
-/// `x` rounded to bf16 as everywhere else: ties to even, and a NaN stays one.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn nearest_even(x: __m512) -> __m512 {
-    let bits = _mm512_castps_si512(x);
-    let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-    let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
-    let rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x), quiet);
-    _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(0xffff_0000u32 as i32)))
+    if PARTS == 1 { rounding::nearest_avx512(x) } else { top(x, part + 1 < PARTS) }
 }
 
 /// The bf16 number nearest to `x` (ties away from zero), or what `x` begins with: the last of three parts has no more bits

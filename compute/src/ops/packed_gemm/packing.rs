@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use half::bf16;
+
 #[cfg(target_arch = "x86_64")]
 use super::bf16_tiles;
 use super::f32_tiles;
@@ -9,16 +11,28 @@ use super::micro_kernel::MicroKernel;
 use super::tile::{PackSource, PackedFormat, Strided, Tile};
 use crate::instruction_set::InstructionSet;
 use crate::ops::mat_view::{GemmMatrix, GemmOperand, OperandRole};
-use crate::runtime::cpu_tensor::first;
+use crate::runtime::cpu_tensor::{FloatElement, first};
+
+/// Memory for the part of a quantized operand that is packed, in the type in which it is dequantized.
+#[derive(Default)]
+pub(super) struct DequantizedPart {
+    f32: Vec<f32>,
+    bf16: Vec<bf16>,
+}
+
+impl DequantizedPart {
+    pub(super) const EMPTY: DequantizedPart = DequantizedPart { f32: Vec::new(), bf16: Vec::new() };
+}
 
 impl<'a> PackSource<'a> {
-    /// A part of an operand: where it lies, or widened into `widened`.
+    /// A part of an operand: where it lies, or dequantized into `memory`. What is packed as bf16 is rounded there.
     pub(super) fn of(
         from: &'a impl GemmMatrix,
         outer: Range<usize>,
         inner: Range<usize>,
         role: OperandRole,
-        widened: &'a mut Vec<f32>,
+        format: PackedFormat,
+        memory: &'a mut DequantizedPart,
     ) -> Self {
         if let Some(dense) = from.dense() {
             return PackSource::F32(dense.part(&outer, &inner, role));
@@ -26,15 +40,32 @@ impl<'a> PackSource<'a> {
         if let Some(dense) = from.dense_bf16() {
             return PackSource::Bf16(dense.part(&outer, &inner, role));
         }
+        if format == PackedFormat::Bf16 {
+            PackSource::Bf16(Strided::copy_of(from, &outer, &inner, role, &mut memory.bf16))
+        } else {
+            PackSource::F32(Strided::copy_of(from, &outer, &inner, role, &mut memory.f32))
+        }
+    }
+}
+
+impl<'a, T: FloatElement> Strided<'a, T> {
+    /// A part of an operand, line by line in `memory`.
+    fn copy_of(
+        from: &impl GemmMatrix,
+        outer: &Range<usize>,
+        inner: &Range<usize>,
+        role: OperandRole,
+        memory: &'a mut Vec<T>,
+    ) -> Self {
         // Lines of the memory go along the inner elements of a left matrix, and of a right one that is transposed.
         let along = (role == OperandRole::Left) != from.is_transposed();
-        let (lines, elements) = if along { (&outer, &inner) } else { (&inner, &outer) };
-        let values = first(widened, lines.len() * elements.len());
+        let (lines, elements) = if along { (outer, inner) } else { (inner, outer) };
+        let values = first(memory, lines.len() * elements.len());
         for (line, values) in lines.clone().zip(values.chunks_exact_mut(elements.len())) {
-            from.widen(line, elements.start, values);
+            from.copy_line(line, elements.start, values);
         }
         let (outer, inner) = if along { (elements.len(), 1) } else { (1, elements.len()) };
-        PackSource::F32(Strided { data: &*values, outer, inner })
+        Strided { data: &*values, outer, inner }
     }
 }
 

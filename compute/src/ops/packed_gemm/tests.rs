@@ -311,7 +311,7 @@ fn low_rank_term(kernel: MicroKernel) {
 fn element<T: FloatElement>(matrix: &MatView<'_, T>, row: usize, column: usize) -> f32 {
     let (line, at) = if matrix.is_transposed() { (column, row) } else { (row, column) };
     let mut value = [0.0];
-    matrix.widen(line, at, &mut value);
+    matrix.copy_line(line, at, &mut value);
     value[0]
 }
 

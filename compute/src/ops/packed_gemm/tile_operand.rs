@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::micro_kernel::{MicroKernel, OpenKernel};
-use super::packing;
+use super::packing::{self, DequantizedPart};
 use super::tile::{PackSource, PackedFormat, SQUARE, Strip, Tile};
 use crate::ops::mat_view::{GemmMatrix, OperandRole};
 
@@ -43,9 +43,9 @@ impl TileOperand {
     pub(in crate::ops) fn fill(&mut self, matrix: &impl GemmMatrix) {
         let (rows, cols) = (matrix.rows(), matrix.cols());
         let (outer, inner) = if self.role == OperandRole::Left { (rows, cols) } else { (cols, rows) };
-        let mut widened = Vec::new();
-        let source = PackSource::of(matrix, 0..outer, 0..inner, self.role, &mut widened);
         self.format = self.kernel.format(matrix, self.role);
+        let mut memory = DequantizedPart::EMPTY;
+        let source = PackSource::of(matrix, 0..outer, 0..inner, self.role, self.format, &mut memory);
         (self.outer, self.inner) = (outer, inner);
         self.strip_len = self.format.strip_len(inner);
         self.tiles.resize(self.strip_len * outer.div_ceil(SQUARE), Tile::ZERO);

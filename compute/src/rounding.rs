@@ -1,0 +1,44 @@
+//! From f32 to the types in which weights and activations are kept.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::*;
+
+use half::bf16;
+
+/// A type to which f32 numbers are rounded.
+pub trait Rounded: Copy {
+    /// The number of this type that is nearest to `value`, ties to even. Not `round`: where the type is written out, that
+    /// name would be `f32`'s own, to an integer.
+    fn nearest(value: f32) -> Self;
+}
+
+impl Rounded for f32 {
+    #[inline(always)]
+    fn nearest(value: f32) -> Self {
+        value
+    }
+}
+
+impl Rounded for bf16 {
+    /// Branch-free, so that loops over it vectorize; NaN stays NaN.
+    #[inline(always)]
+    fn nearest(value: f32) -> Self {
+        let bits = value.to_bits();
+        let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
+        let quiet_nan = ((bits >> 16) | 0x40) as u16;
+        bf16::from_bits(if value.is_nan() { quiet_nan } else { rounded })
+    }
+}
+
+/// Each of 16 values rounded as [`Rounded::nearest`] does to bf16, as the f32 number that it is.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(crate) fn nearest_avx512(x: __m512) -> __m512 {
+    let bits = _mm512_castps_si512(x);
+    let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+    let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
+    let rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x), quiet);
+    _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(0xffff_0000u32 as i32)))
+}
