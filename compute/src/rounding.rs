@@ -42,3 +42,46 @@ pub(crate) fn nearest_avx512(x: __m512) -> __m512 {
     let rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x), quiet);
     _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(0xffff_0000u32 as i32)))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers of every sign, exponent and upper fraction: representable, just above, at and beside the middle between two.
+    fn all_kinds() -> Vec<f32> {
+        let lows = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff_u32];
+        (0..=u32::from(u16::MAX)).flat_map(|high| lows.map(|low| f32::from_bits(high << 16 | low))).collect()
+    }
+
+    fn same(ours: bf16, theirs: bf16) -> bool {
+        ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan()
+    }
+
+    #[test]
+    fn nearest_is_to_even() {
+        for x in all_kinds() {
+            assert!(same(bf16::nearest(x), bf16::from_f32(x)), "{x}");
+            assert_eq!(f32::nearest(x).to_bits(), x.to_bits());
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn avx512_rounds_as_one_value_at_a_time() {
+        if !std::arch::is_x86_feature_detected!("avx512f") {
+            eprintln!("SKIPPED: this processor has no AVX-512");
+            return;
+        }
+        for sixteen in all_kinds().chunks_exact(16) {
+            let mut rounded = [0f32; 16];
+            // SAFETY: the processor has AVX-512, and both arrays hold 16 values.
+            unsafe {
+                _mm512_storeu_ps(rounded.as_mut_ptr(), nearest_avx512(_mm512_loadu_ps(sixteen.as_ptr())))
+            };
+            for (&x, wide) in sixteen.iter().zip(rounded) {
+                assert_eq!(wide.to_bits() & 0xffff, 0, "{x}");
+                assert!(same(bf16::from_bits((wide.to_bits() >> 16) as u16), bf16::from_f32(x)), "{x}");
+            }
+        }
+    }
+}
