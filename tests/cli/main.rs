@@ -58,6 +58,7 @@ mod sizing_page;
 mod split;
 mod surface;
 mod system_faults;
+mod threads;
 mod tokenizer_dropout;
 mod tokens;
 mod train;

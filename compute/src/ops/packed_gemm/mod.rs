@@ -24,6 +24,8 @@ mod f32_kernel;
 mod f32_tiles;
 mod micro_kernel;
 mod packing;
+mod peak;
+mod register_sums;
 mod task;
 #[cfg(test)]
 mod tests;
@@ -40,6 +42,7 @@ use crate::runtime::cpu_tensor::FloatElement;
 use crate::runtime::thread_pool;
 use destination::{Accumulator, Destination};
 pub(crate) use micro_kernel::{MicroKernel, OpenKernel};
+pub(super) use peak::peak_flops;
 use task::{SharedOperand, Side};
 pub(crate) use tile::{SQUARE, STEP};
 pub(super) use tile_operand::TileOperand;

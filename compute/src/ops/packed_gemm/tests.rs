@@ -365,3 +365,17 @@ fn tiles_multiply_as_matrices_do() {
         }
     }
 }
+
+/// What the loops for the peak are counted with is what they do: the sums of ones say how many were added.
+#[test]
+fn the_peak_counts_what_is_multiplied() {
+    for kernel in [kernels(false), kernels(true)].concat() {
+        let rounds = [1, 1000].map(|rounds| kernel.open().multiply_ones(rounds));
+        for done in &rounds {
+            let ones: f64 = done.sums.iter().map(|sum| f64::from(*sum)).sum();
+            assert_eq!(2.0 * ones, done.flops as f64, "{kernel:?}");
+            assert!(done.sums.iter().all(|sum| *sum == done.sums[0]), "{kernel:?}");
+        }
+        assert!(rounds[0].flops > 0 && rounds[1].flops == 1000 * rounds[0].flops, "{kernel:?}");
+    }
+}
