@@ -366,7 +366,6 @@ fn tiles_multiply_as_matrices_do() {
     }
 }
 
-<<<<<<< HEAD
 /// What the loops for the peak are counted with is what they do: the sums of ones say how many were added.
 #[test]
 fn the_peak_counts_what_is_multiplied() {
@@ -378,7 +377,9 @@ fn the_peak_counts_what_is_multiplied() {
             assert!(done.sums.iter().all(|sum| *sum == done.sums[0]), "{kernel:?}");
         }
         assert!(rounds[0].flops > 0 && rounds[1].flops == 1000 * rounds[0].flops, "{kernel:?}");
-=======
+    }
+}
+
 /// The golden runs of wide-llama (tests/golden) are there to hold packed products against PyTorch's: its projections and its output
 /// layer, forward and backward, are large enough in the micro-batch with the fewest tokens, for every kernel.
 #[test]
@@ -415,6 +416,5 @@ fn the_products_of_a_golden_model_are_packed() {
                 assert!(is_profitable(kernel, m, n, k), "{kernel:?} {m} x {n} x {k}");
             }
         }
->>>>>>> golden-wide
     }
 }
