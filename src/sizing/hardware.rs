@@ -249,14 +249,21 @@ impl Hardware {
         format!("{}x{}{hosts}", self.per_host, self.device.name)
     }
 
-    /// 10^9 bytes a second that a rank sends in a ring over `ranks` neighbouring ranks: over the network all devices of a host
-    /// share what it has.
-    pub fn ring_gbps(&self, ranks: usize) -> f64 {
-        if ranks <= self.per_host {
-            self.device.link_gbps
-        } else {
-            self.device.link_gbps.min(self.device.network_gbps)
+    /// 10^9 bytes a second that a rank sends in a ring of `size` ranks, each of which is `stride` from the next, while the
+    /// rings beside it send, too: what leaves a host at once shares the host's network.
+    pub fn ring_gbps(&self, stride: usize, size: usize) -> f64 {
+        let DeviceSheet { link_gbps, network_gbps, .. } = self.device;
+        match () {
+            () if stride * size <= self.per_host => link_gbps,
+            // Every neighbour is on another host.
+            () if stride >= self.per_host => network_gbps / self.per_host as f64,
+            () => link_gbps.min(network_gbps / stride as f64),
         }
+    }
+
+    /// Seconds that a rank takes to send `bytes` in such a ring; nothing takes none, whatever the ring.
+    pub fn ring_secs(&self, bytes: f64, stride: usize, size: usize) -> f64 {
+        if bytes > 0.0 { bytes / (self.ring_gbps(stride, size) * 1e9) } else { 0.0 }
     }
 }
 
@@ -342,6 +349,28 @@ mod tests {
         ] {
             assert_eq!(called_by_driver(name)?, None, "{name}");
         }
+        Ok(())
+    }
+
+    #[test]
+    fn rings_that_leave_a_host_share_its_network() -> Result<()> {
+        let hosts = Hardware::parse("8x4090*4", Path::new("."))?;
+        let link = hosts.device.link_gbps;
+        assert_eq!(hosts.device.network_gbps, 1.25);
+        for (stride, size, gbps) in [
+            (1, 8, link),
+            (4, 2, link),
+            // One ring over all ranks; two and four that each have some ranks of every host; one from each device.
+            (1, 32, 1.25),
+            (2, 16, 1.25 / 2.0),
+            (4, 8, 1.25 / 4.0),
+            (8, 4, 1.25 / 8.0),
+            (16, 2, 1.25 / 8.0),
+        ] {
+            assert_eq!(hosts.ring_gbps(stride, size), gbps, "{size} ranks, {stride} apart");
+        }
+        // Computers with one device have no link.
+        assert_eq!(Hardware::parse("4090*2", Path::new("."))?.ring_gbps(1, 2), 1.25);
         Ok(())
     }
 
