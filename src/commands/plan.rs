@@ -37,9 +37,11 @@ pub(super) fn run(args: &PlanArgs) -> Result<()> {
         room: room_of(hardware.as_ref()),
         params: &ParamCache::default(),
     };
+    let typed = recipe.clone();
     inputs.split_rows(&mut recipe, world)?;
     let held_out = found.held_out.iter().flat_map(Dataset::examples);
     let request = SizingRequest {
+        typed: &typed,
         recipe: &recipe,
         inputs,
         world,

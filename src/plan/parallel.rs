@@ -120,7 +120,7 @@ pub(super) fn named_strategy(recipe: &Recipe, world: WorldSize) -> Result<Option
                 format!(
                     "there are {ranks} ranks; accepted with more than one: auto, ddp, zero1, zero2, fsdp, hsdp"
                 ),
-                "leave the strategy out, or run without `--ranks`",
+                "leave the strategy out, or take one rank",
             );
         }
         (Strategy::Auto | Strategy::Single, _) => {}

@@ -55,6 +55,7 @@ fn predicted(plan: &Plan) -> Result<Option<f64>> {
     let world = WorldSize::on_one_host(plan.ranks);
     let inputs = plan.inputs();
     let request = SizingRequest {
+        typed: recipe,
         recipe,
         inputs,
         world,

@@ -18,7 +18,7 @@ pub enum Price {
         /// How many there are.
         count: f64,
     },
-    /// So many 10^9 bytes kept for a month, each at this price; none: what the run saves.
+    /// So many 10^9 bytes kept for a month, each at this price; none: what the run leaves.
     Storage {
         /// Of 10^9 bytes in a month.
         amount: f64,
@@ -59,12 +59,12 @@ impl Price {
         }
     }
 
-    /// The cost of `hours` in which `saved` bytes are kept.
-    pub fn of(self, hours: f64, saved: u64) -> f64 {
+    /// The cost of `hours` in which storage is kept, or `left` bytes where the price does not say how much.
+    pub fn of(self, hours: f64, left: u64) -> f64 {
         match self {
             Price::Hour { amount, count } => amount * count * hours,
             Price::Storage { amount, gigabytes } => {
-                amount * gigabytes.unwrap_or(saved as f64 / 1e9) * hours / MONTH_HOURS
+                amount * gigabytes.unwrap_or(left as f64 / 1e9) * hours / MONTH_HOURS
             }
         }
     }

@@ -173,7 +173,8 @@ fn modelled(
     let gathers = micro_batches * ring(s) * parameters * (2.0 * BF16 + 4.0);
     let sums = 2.0 * ring(d) * parameters / s * 4.0 * if s > 1.0 { micro_batches } else { 1.0 };
     let of_copy = tensor * context * shard;
-    let data_secs = hardware.ring_secs(gathers, tensor * context, shard) + hardware.ring_secs(sums, of_copy, data);
+    let data_secs =
+        hardware.ring_secs(gathers, tensor * context, shard) + hardware.ring_secs(sums, of_copy, data);
     // Hidden states to the next stage and their gradients back, of each micro-batch.
     let borders = if pipeline > 1 { 2.0 * hidden * micro_batches } else { 0.0 };
     let pipeline_secs = hardware.ring_secs(borders, of_copy * data, pipeline);

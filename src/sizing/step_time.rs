@@ -16,7 +16,7 @@ use super::hardware::Hardware;
 use super::rates::ComputeRates;
 use crate::model::ModelConfig;
 use crate::plan::PlannedStep;
-use crate::recipe::{Offload, Recipe, StateDtype};
+use crate::recipe::{Offload, Recipe, Recompute, StateDtype};
 use crate::sharding::{MeshAxis, MeshShape, ParamDesc, ParamKind, SentBytes, ShardingStrategy};
 
 /// Part of the computation that communication can run beside.
@@ -54,6 +54,8 @@ pub struct Workload {
 pub struct StepTime {
     /// Forward and backward.
     pub compute: f64,
+    /// As much as a forward alone is of it.
+    pub forward: f64,
     /// Of it what is computed a second time.
     pub recompute: f64,
     /// Of it the making of bf16 values from codes.
@@ -123,8 +125,12 @@ impl StepTime {
         let turns = load.micro_batches as f64;
         let tokens = load.tokens * turns;
         let recompute = tokens * flops.recomputed / rates.linear;
-        let dequantize = turns * dequantized_bytes(&step.descs, step.fit.recompute) / rates.update;
-        let compute = tokens * (rates.seconds(&flops) + elementwise(config, rates)) + dequantize;
+        let passes = if step.fit.recompute == Recompute::Block { 3.0 } else { 2.0 };
+        let one_pass = turns * dequantized_bytes(&step.descs) / rates.update;
+        let dequantize = passes * one_pass;
+        let products = tokens * (rates.seconds(&flops) + elementwise(config, rates));
+        let compute = products + dequantize;
+        let forward = products * flops.forward / flops.hardware() + one_pass;
         let shards = step.fit.kind.shard_size(hardware.devices()) as f64;
         let (update, update_copies) = update(recipe, step, (hardware, rates), shards);
         let brought = 2.0 * turns * step.brought as f64 / (hardware.device.host_gbps * 1e9);
@@ -139,6 +145,7 @@ impl StepTime {
         let mfu = |per_token: f64| tokens * per_token / (total * rates.peak);
         StepTime {
             compute,
+            forward,
             recompute,
             dequantize,
             update,
@@ -166,14 +173,13 @@ fn bound([exposed, offload, update]: [f64; 3]) -> Bound {
     }
 }
 
-/// Bytes that are read and written to make bf16 values from codes, for forward and backward of a micro-batch.
-fn dequantized_bytes(descs: &[ParamDesc], recompute: crate::recipe::Recompute) -> f64 {
-    let passes = if recompute == crate::recipe::Recompute::Block { 3.0 } else { 2.0 };
+/// Bytes that are read and written to make bf16 values from all codes once.
+fn dequantized_bytes(descs: &[ParamDesc]) -> f64 {
     let bytes = |desc: &ParamDesc| match desc.kind {
         ParamKind::Quantized(format) => desc.elements() as f64 * (format.kind.bits() as f64 / 8.0 + 2.0),
         _ => 0.0,
     };
-    passes * descs.iter().map(bytes).sum::<f64>()
+    descs.iter().map(bytes).sum()
 }
 
 /// Seconds of a token's norms, rotations, gates and sums, where they are measured apart: what each reads and writes, forward
@@ -260,8 +266,12 @@ mod tests {
         assert!(near(take(ShardingStrategy::Ddp, ddp), 2.0 * 31.0 / 32.0 * 4.0 * p / network));
         // 31/32 of the weights twice and of the gradients once.
         let gathers = (31.0 / 32.0 * 2.0 * 2.0 * p) as u64;
-        let fsdp =
-            SentBytes { gathers, gradients: (31.0 / 32.0 * 4.0 * p) as u64, calls: 9, ..SentBytes::default() };
+        let fsdp = SentBytes {
+            gathers,
+            gradients: (31.0 / 32.0 * 4.0 * p) as u64,
+            calls: 9,
+            ..SentBytes::default()
+        };
         assert!(near(take(ShardingStrategy::Fsdp, fsdp), 31.0 / 32.0 * 8.0 * p / network));
         // Groups of eight: 7/8 of that inside of a host, then 3/4 of an eighth of the gradients twice between hosts, from all
         // eight cards of a host at once.

@@ -3,7 +3,8 @@
 use std::fmt::Write;
 
 use super::conventions::StrategyBytes;
-use super::{MemoryTerm, RecomputePolicy, RunTime, Sizing};
+use super::run_time::RunTime;
+use super::{MemoryTerm, RecomputePolicy, Sizing};
 use crate::units;
 
 /// Columns of a bar.
