@@ -127,7 +127,7 @@ pub(super) fn named_strategy(recipe: &Recipe, world: WorldSize) -> Result<Option
         (_, 1) => {
             return refuse(
                 "there is one rank; accepted with one: auto, single".into(),
-                "give more ranks, with `--ranks N`, or leave the strategy out",
+                "give more ranks, or leave the strategy out",
             );
         }
         _ => {}

@@ -60,6 +60,7 @@ fn predicted(plan: &Plan) -> Result<Option<f64>> {
         inputs,
         world,
         timed: None,
+        speeds: None,
         prices: &[],
         steps: Some(plan.total_steps),
         held_out_tokens: 0,

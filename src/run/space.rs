@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::checkpoint::{self, SavedCheckpoint};
 use crate::error::Result;
-use crate::plan::{Plan, SavedBytes, StoredAs};
+use crate::plan::{Plan, StoredAs, WrittenBytes};
 use crate::setup::Trains;
 
 /// Bytes of a checkpoint of the run of `plan`: the trained tensors as they are updated, and the optimizer's state.
@@ -22,7 +22,7 @@ pub(super) fn needed(plan: &Plan, output: &Path, resumed: Option<&SavedCheckpoin
     let saves =
         settings.save_steps.map_or(0, |every| plan.total_steps / every - done.min(plan.total_steps) / every);
     let (there, keep) = (checkpoint::count(output)?, settings.keep_last as u64);
-    let SavedBytes { checkpoint: one, result } = saved(plan)?;
+    let WrittenBytes { checkpoint: one, result } = saved(plan)?;
     let at_end = more_checkpoints(there, saves, keep).saturating_mul(one).saturating_add(result);
     let while_saving = more_checkpoints(there, saves, keep.saturating_add(1)).saturating_mul(one);
     Ok(at_end.max(while_saving))
@@ -34,11 +34,11 @@ fn more_checkpoints(there: u64, saves: u64, most: u64) -> u64 {
 }
 
 /// What the run of `plan` writes at a time.
-fn saved(plan: &Plan) -> Result<SavedBytes> {
+fn saved(plan: &Plan) -> Result<WrittenBytes> {
     let descs = plan.base.descs(Trains::adapter_or_all(plan.adapter_setup.as_ref()), None)?;
     let dtypes = if plan.adapter_setup.is_some() { Default::default() } else { plan.stored_dtypes.clone() };
     let stored = StoredAs { given: plan.recipe.checkpoint.output_dtype, dtypes };
-    Ok(SavedBytes::of(&descs, &plan.recipe, &stored))
+    Ok(WrittenBytes::of(&descs, &plan.recipe, &stored))
 }
 
 #[cfg(test)]

@@ -184,10 +184,11 @@ impl SizingRequest<'_> {
         let step = self.step(recipe)?;
         let memory = step.fit.memory;
         let time = self.time(recipe, &step);
+        let difference = self.typed.difference(recipe);
         Ok(Leaf {
             what,
-            typed: self.typed.difference(recipe).to_string(),
-            left_out: self.typed.difference(recipe).left_out,
+            typed: difference.to_string(),
+            left_out: difference.left_out,
             strategy: named(step.fit.kind),
             recompute: step.fit.recompute.to_string(),
             bytes: memory.total(),

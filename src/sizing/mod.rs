@@ -47,6 +47,8 @@ pub struct SizingRequest<'a> {
     pub(crate) world: WorldSize,
     /// Where it is to run, and how fast that computes; none: here, without a time.
     pub(crate) timed: Option<(&'a Hardware, &'a ComputeRates)>,
+    /// What its speeds were measured on; none: the table says them.
+    pub(crate) speeds: Option<&'a str>,
     /// What it costs.
     pub(crate) prices: &'a [Price],
     /// Optimizer steps, where they are known.
@@ -103,6 +105,10 @@ pub struct Sizing {
     pub why: Option<String>,
     /// The value of `train.recompute`.
     pub recompute: String,
+    /// The value of `optimizer.state`.
+    pub state: String,
+    /// The value of `optimizer.master`.
+    pub master: String,
     /// Tokens of the largest micro-batch.
     pub micro_batch_tokens: u64,
     /// Micro-batches of a rank in a step.
@@ -125,6 +131,8 @@ pub struct Sizing {
     pub conventions: Vec<Convention>,
     /// Bytes a parameter of weights, gradients and states of all ranks, here.
     pub bytes_per_parameter: f64,
+    /// What the speeds were measured on; none: the table says them.
+    pub speeds: Option<String>,
     /// Of a step.
     pub time: Option<StepTime>,
     /// Of the run.
@@ -172,6 +180,8 @@ impl SizingRequest<'_> {
             strategy: named(kind),
             why: step.fit.why.clone(),
             recompute: step.fit.recompute.to_string(),
+            state: self.recipe.optimizer.state.to_string(),
+            master: self.recipe.optimizer.master.to_string(),
             micro_batch_tokens: widest_micro_batch(self.recipe, self.inputs.rows) as u64,
             micro_batches: load.micro_batches,
             bytes,
@@ -184,6 +194,7 @@ impl SizingRequest<'_> {
             conventions: conventions(parameters, kind, self.world.all as u64),
             bytes_per_parameter: kept_bytes(&parts) as f64 / parameters as f64,
             cost: self.cost(time.as_ref(), run.as_ref(), (self.recipe, &step)),
+            speeds: self.speeds.map(str::to_owned),
             leaves: self.leaves()?,
             better: self.better(time.as_ref())?,
             time,

@@ -46,8 +46,8 @@ impl Price {
         let amount = amount.ok_or_else(|| refused("the amount is no number of 0 or more"))?;
         let (unit, times) = match unit.split_once('*') {
             Some((unit, times)) => {
-                let times = number(times)
-                    .ok_or_else(|| refused("what stands after `*` is no number of 0 or more"))?;
+                let times = number(times).filter(|times| *times > 0.0);
+                let times = times.ok_or_else(|| refused("what stands after `*` is no number above 0"))?;
                 (unit, Some(times))
             }
             None => (unit, None),
@@ -93,6 +93,7 @@ mod tests {
             ("-1/h", "no number of 0 or more"),
             ("x/h", "no number of 0 or more"),
             ("1/h*-2", "after `*`"),
+            ("3/h*0", "after `*` is no number above 0"),
             ("1/day", "the unit is \"day\""),
             ("NaN/h", "no number"),
         ] {

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::SizingRequest;
 use super::step_time::{StepTime, Workload};
-use crate::plan::{PlannedStep, SavedBytes, StoredAs};
+use crate::plan::{PlannedStep, StoredAs, WrittenBytes};
 use crate::recipe::Recipe;
 
 /// A disk writes so much of what it reads in the same time (an assumption).
@@ -67,10 +67,10 @@ impl SizingRequest<'_> {
     }
 
     /// What a run of `recipe` writes.
-    fn saved_bytes(&self, recipe: &Recipe, step: &PlannedStep) -> SavedBytes {
+    fn saved_bytes(&self, recipe: &Recipe, step: &PlannedStep) -> WrittenBytes {
         let has_adapter = recipe.adapter.is_some() || self.inputs.adapter_setup.is_some();
         let dtypes = if has_adapter { Default::default() } else { self.inputs.base.stored_dtypes() };
-        SavedBytes::of(&*step.descs, recipe, &StoredAs { given: recipe.checkpoint.output_dtype, dtypes })
+        WrittenBytes::of(&*step.descs, recipe, &StoredAs { given: recipe.checkpoint.output_dtype, dtypes })
     }
 
     /// Bytes that are there when the run of `recipe` is over: its newest checkpoints, as many as it keeps, and the result.

@@ -135,7 +135,7 @@ impl StepTime {
         let (update, update_copies) = update(recipe, step, (hardware, rates), shards);
         let brought = 2.0 * turns * step.brought as f64 / (hardware.device.host_gbps * 1e9);
         // The ranks of a processor copy with the threads that they compute with.
-        let hidden = if hardware.device.is_host() { 0.0 } else { OVERLAP * compute };
+        let hidden = if hardware.device.processor { 0.0 } else { OVERLAP * compute };
         // Values are fetched a block ahead.
         let offload = update_copies + (brought - hidden).max(0.0);
         let communication = communication(&step.sent, step.fit.kind, hardware);
@@ -233,7 +233,7 @@ fn communication(sent: &SentBytes, kind: ShardingStrategy, hardware: &Hardware) 
     ];
     let secs = rings.into_iter().filter(|(bytes, ..)| *bytes > 0).map(|(bytes, size, stride)| {
         // A rank of a processor copies its own part, too, into what it gathers.
-        let in_memory = hardware.device.is_host() && stride * size <= hardware.per_host;
+        let in_memory = hardware.device.processor && stride * size <= hardware.per_host;
         let own = if in_memory { size as f64 / (size - 1) as f64 } else { 1.0 };
         hardware.ring_secs(bytes as f64 * own, stride, size)
     });

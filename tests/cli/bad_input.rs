@@ -233,7 +233,7 @@ fn ranks_and_strategies_that_do_not_fit() {
     exit 1
     error: cannot use `parallel.strategy = "fsdp"`
       caused by: there is one rank; accepted with one: auto, single
-    hint: give more ranks, with `--ranks N`, or leave the strategy out
+    hint: give more ranks, or leave the strategy out
     "#);
 }
 

@@ -45,7 +45,10 @@ fn every_operation_is_measured() {
     let figures = |dtype: &str| -> Value {
         let figures: Value = serde_json::from_str(&bench_ops(&place, &["--json", "--dtype", dtype])).unwrap();
         let keys: Vec<&str> = figures.as_object().unwrap().keys().map(String::as_str).collect();
-        assert_eq!(keys, ["device", "tokens", "max_seq_len", "dtype", "copy_gbps", "gemm_tflops", "ops"]);
+        assert_eq!(
+            keys,
+            ["device", "processor", "tokens", "max_seq_len", "dtype", "copy_gbps", "gemm_tflops", "ops"]
+        );
         assert!(!figures["device"].as_str().unwrap().is_empty());
         assert_eq!((&figures["tokens"], &figures["dtype"]), (&48.into(), &dtype.into()));
         figures

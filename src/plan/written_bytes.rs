@@ -35,14 +35,14 @@ impl StoredAs {
 
 /// Bytes that a run writes at a time, on all ranks together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct SavedBytes {
+pub(crate) struct WrittenBytes {
     /// A checkpoint: the trained tensors as they are updated, and the optimizer's state.
     pub(crate) checkpoint: u64,
     /// The trained tensors as the run leaves them.
     pub(crate) result: u64,
 }
 
-impl SavedBytes {
+impl WrittenBytes {
     /// Of a run of `recipe` with these parameters, the trained ones of which it leaves `stored` so.
     pub(crate) fn of<'a>(
         params: impl IntoIterator<Item = &'a ParamDesc>,
@@ -51,7 +51,7 @@ impl SavedBytes {
     ) -> Self {
         let layout = OptimizerOptions::from(&recipe.optimizer).state_layout();
         let updated = if recipe.optimizer.master == MasterWeights::None { 2 } else { 4 };
-        let mut saved = SavedBytes { checkpoint: 0, result: 0 };
+        let mut saved = WrittenBytes { checkpoint: 0, result: 0 };
         for desc in params.into_iter().filter(|desc| desc.kind.trains()) {
             let elements = desc.elements();
             saved.checkpoint += (updated * elements + layout.bytes(elements)) as u64;
