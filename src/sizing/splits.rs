@@ -171,10 +171,12 @@ fn modelled(
     let context_secs = hardware.ring_secs(3.0 * (c - 1.0) * kv * of_layers, tensor, context);
     let parameters = work.parameters as f64 / (t * p);
     let gathers = micro_batches * ring(s) * parameters * (2.0 * BF16 + 4.0);
-    let sums = 2.0 * ring(d) * parameters / s * 4.0 * if s > 1.0 { micro_batches } else { 1.0 };
+    // Gradients are summed over copies of the weights: those of data, and of the parts of a sequence.
+    let sums = |n: f64| 2.0 * ring(n) * parameters / s * 4.0 * if s > 1.0 { micro_batches } else { 1.0 };
     let of_copy = tensor * context * shard;
-    let data_secs =
-        hardware.ring_secs(gathers, tensor * context, shard) + hardware.ring_secs(sums, of_copy, data);
+    let data_secs = hardware.ring_secs(gathers, tensor * context, shard)
+        + hardware.ring_secs(sums(d), of_copy, data)
+        + hardware.ring_secs(sums(c), tensor, context);
     // Hidden states to the next stage and their gradients back, of each micro-batch.
     let borders = if pipeline > 1 { 2.0 * hidden * micro_batches } else { 0.0 };
     let pipeline_secs = hardware.ring_secs(borders, of_copy * data, pipeline);
@@ -274,6 +276,13 @@ mod tests {
         // quarter of the gradients is summed inside of a host.
         let borders = 2.0 * hidden * 8.0 * 8.0 / 1.25e9;
         near([8, 1, 1, 4, 1], borders + 2.0 * 7.0 / 8.0 * p / 4.0 * 4.0 / 15e9);
+        // Two parts of each sequence by four of each product in a host: as many sums of half the hidden states, keys and values of a
+        // quarter of the heads once round three times, and a quarter of the gradients summed over both parts.
+        let half = hidden / 2.0;
+        let tensor = 4.0 * 2.0 * 3.0 / 4.0 * half * 16.0 * 32.0 / 15e9;
+        let keys = 3.0 * 2.0 * half / 4.0 * 16.0 * 32.0 / 15e9;
+        let parts = 2.0 * 0.5 * p / 4.0 * 4.0 / 15e9;
+        near([4, 1, 4, 1, 2], 2.0 * 0.75 * p / 4.0 * 4.0 * 8.0 / 1.25e9 + tensor + keys + parts);
         // Two groups of 16, which gather over two hosts in one ring: weights twice and gradients once, twice (64 / 32
         // micro-batches); a sixteenth of the gradients is summed with the other group, by eight cards of a host at once.
         let gathers = 2.0 * 15.0 / 16.0 * p * 8.0 / 1.25e9;
