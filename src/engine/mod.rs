@@ -35,7 +35,8 @@ use crate::collective::Phase;
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::model::{
-    self, AdapterSwitch, BlockContext, BlockSaved, DropoutContext, ModelConfig, RotaryTables, Segment,
+    self, AdapterSwitch, BlockContext, BlockSaved, BlockWeights, DropoutContext, ModelConfig, RotaryTables,
+    Segment,
 };
 use crate::ops::attention::Span;
 use crate::ops::cross_entropy::TokenScore;
@@ -44,7 +45,7 @@ use crate::profile::op_table::RECOMPUTE;
 use crate::recipe::enums::{Attention, Recompute};
 use crate::report::memory;
 use crate::runtime::device;
-use crate::runtime::trace::{self, SpanInfo, SpanKind, span};
+use crate::runtime::trace::{self, ReleaseSpan, SpanInfo, SpanKind, span};
 use crate::sharding::ParamStore;
 
 /// A model whose weights are somewhere, ready to compute.
@@ -189,6 +190,7 @@ impl Engine {
         let mut checkpointed = Vec::with_capacity(config.num_layers());
         for layer in 0..config.num_layers() {
             let _span = span(|| segment("forward", "block", layer));
+            let mut release = ReleaseSpan::default();
             let weights = store.block(layer, self.after(layer))?;
             let (y, saved) = model::forward(config, layer, &weights, &x, &context, None)?;
             self.note_memory();
@@ -197,6 +199,7 @@ impl Engine {
                 Recompute::Block => Checkpointed::Input(x),
             });
             x = y;
+            release.begin();
         }
         world.enter(Phase::Loss)?;
         let source = context.source(config.num_layers());
@@ -204,26 +207,22 @@ impl Engine {
         let input = ObjectiveInput { config, hidden: &x, batch, scale, dropout: source };
         let ObjectiveOutput { loss, mut dx, metrics } = step.objective.loss_and_grad(&head, input)?;
         let sums = LossSums { loss, metrics };
-        drop((x, head));
+        trace::release((x, head));
         store.reduce(Segment::Head, last)?;
         world.enter(Phase::Backward)?;
         for layer in (0..config.num_layers()).rev() {
             let _span = span(|| segment("backward", "block", layer));
+            let mut release = ReleaseSpan::default();
             let weights = store.block(layer, layer.checked_sub(1))?;
-            let saved = match checkpointed.pop() {
-                Some(Checkpointed::Saved(saved)) => saved,
-                Some(Checkpointed::Input(x)) => {
-                    let _span = span(|| segment(RECOMPUTE, "block", layer));
-                    Box::new(model::forward(config, layer, &weights, &x, &context, None)?.1)
-                }
-                None => break,
-            };
+            let Some(kept) = checkpointed.pop() else { break };
+            let saved = self.saved(layer, kept, &weights, &context)?;
             store.prepare_backward(Segment::Block(layer))?;
             let need_dx = layer > 0 || store.embedding_trains();
             let gradient = model::backward(config, layer, &weights, &saved, &dx, &context, need_dx)?;
             drop(weights);
             self.note_memory();
             store.reduce(Segment::Block(layer), last)?;
+            release.begin();
             match gradient {
                 Some(gradient) => dx = gradient,
                 None => return Ok(sums),
@@ -233,6 +232,23 @@ impl Engine {
         store.embed_gradients()?.backward(config, &batch.ids, &dx)?;
         store.reduce(Segment::Embed, last)?;
         Ok(sums)
+    }
+
+    /// What a block's backward needs, made again where only the block's input was kept.
+    fn saved(
+        &self,
+        layer: usize,
+        kept: Checkpointed,
+        weights: &BlockWeights,
+        context: &BlockContext<'_>,
+    ) -> Result<Box<BlockSaved>> {
+        match kept {
+            Checkpointed::Saved(saved) => Ok(saved),
+            Checkpointed::Input(x) => {
+                let _span = span(|| segment(RECOMPUTE, "block", layer));
+                Ok(Box::new(model::forward(&self.config, layer, weights, &x, context, None)?.1))
+            }
+        }
     }
 
     /// Notes in a trace what is held now: by the device, or by the process on a CPU.

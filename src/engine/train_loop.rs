@@ -17,7 +17,7 @@ use crate::report::{
     EvalReport, MetricsEntry, MetricsLog, RunListeners, SkippedStep, StepReport, Terminal, memory,
 };
 use crate::runtime::device::peak_bytes;
-use crate::runtime::trace;
+use crate::runtime::trace::{self, SpanInfo, span};
 
 /// When what happens.
 #[derive(Debug, Clone, Copy)]
@@ -295,13 +295,19 @@ impl TrainLoop<'_> {
             tokens: step.tokens,
             step_secs: secs,
             tokens_per_sec,
-            peak_bytes: peak_bytes(&self.trainer.engine.device).unwrap_or_else(memory::peak_bytes),
+            peak_bytes: self.peak_bytes(),
             rank_secs,
             mfu: self.options.peak.map(|peak| peak.mfu(tokens_per_sec)),
             hfu: self.options.peak.map(|peak| peak.hfu(tokens_per_sec)),
             ..in_parts(&parts)
         });
         Ok((report, asked_to_stop))
+    }
+
+    /// The most that the device has held, or on a CPU the process.
+    fn peak_bytes(&self) -> u64 {
+        let _span = span(|| SpanInfo::memory("read what is held"));
+        peak_bytes(&self.trainer.engine.device).unwrap_or_else(memory::peak_bytes)
     }
 
     /// Whether the run goes on after a step that ended so: alike on all ranks, whose losses and norms are the same.

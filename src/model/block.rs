@@ -25,6 +25,7 @@ use crate::ops::rotary::{QkNorm, RotaryTable, rotary, rotary_backward};
 use crate::recipe::enums::Attention;
 use crate::runtime::TensorMut;
 use crate::runtime::rng::RngStream;
+use crate::runtime::trace::ReleaseSpan;
 
 /// The parameters of one block, for one use.
 #[derive(Debug, Clone)]
@@ -213,6 +214,7 @@ pub fn forward(
     context: &BlockContext<'_>,
     cache: Option<&mut BlockCache>,
 ) -> Result<(Tensor, BlockSaved)> {
+    let mut release = ReleaseSpan::default();
     let branch = context.branch(layer);
     let normed = rms_norm(x, &w.attn_norm.value, config.norm)?;
     let (qkv, lora_qkv) = linear::forward(&w.qkv, &normed, None, branch)?;
@@ -225,6 +227,7 @@ pub fn forward(
     let (y, m, lora_down) =
         output_projection(&w.down, w.mlp_post_norm.as_ref(), &product, &h, config.norm, branch)?;
     let lora = [lora_qkv, lora_o, lora_gate_up, lora_down];
+    release.begin();
     Ok((y, BlockSaved { x: x.clone(), qkv, attended, o, h, gate_up, m, lora }))
 }
 
@@ -326,6 +329,7 @@ pub fn backward(
     context: &BlockContext<'_>,
     need_dx: bool,
 ) -> Result<Option<Tensor>> {
+    let mut release = ReleaseSpan::default();
     let source = context.source(layer);
     let norm = config.norm;
     let dh = {
@@ -370,6 +374,7 @@ pub fn backward(
         w.attn_norm.grad.as_ref(),
         norm,
     )?;
+    release.begin();
     Ok(Some(dx))
 }
 

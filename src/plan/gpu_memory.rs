@@ -69,7 +69,7 @@ impl<'a> GpuStep<'a> {
     pub(super) fn workspace(&self, [at_loss, at_backward]: [u64; 2]) -> u64 {
         // Beside logits lie the last hidden states, the same normed, and the gradients of both.
         let hidden = self.rows(4 * self.config.hidden_size);
-        let loss = at_loss + hidden + logits_bytes(self.config.vocab_size, self.tokens, true) as u64;
+        let loss = at_loss + hidden + logits_bytes(self.config.vocab_size, self.tokens) as u64;
         GEMM_WORKSPACE as u64 + loss.max(at_backward + self.temporaries()) - at_backward
     }
 

@@ -8,7 +8,7 @@ use super::gpu_memory::GpuStep;
 use super::loss_path::LossPath;
 use crate::collective::Phase;
 use crate::model::{BlockModule, BlockSaved, LoraShape, ModelConfig, SavedBytes, Segment};
-use crate::ops::cross_entropy::{frozen_loss_bytes, logits_bytes};
+use crate::ops::cross_entropy::{chunked_loss_bytes, frozen_loss_bytes, logits_bytes};
 use crate::optim::StateLayout;
 use crate::quant::QuantRun;
 use crate::recipe::enums::{AdapterKind, MasterWeights, Recompute};
@@ -161,7 +161,7 @@ impl MemoryPlan {
         memory.activations = kept_bytes(saved, recompute) as u64;
         let temporaries = temporary_bytes(config, *tokens, size);
         memory.in_flight += for_a_moment(&moment);
-        memory.logits = loss_bytes(config, descs, *tokens, on_gpu.is_some()) as u64;
+        memory.logits = loss_bytes(config, descs, *tokens, options.dtype, on_gpu.is_some()) as u64;
         memory.workspace = memory.in_flight;
         memory.workspace += match on_gpu {
             None => temporaries + memory.logits,
@@ -436,12 +436,14 @@ fn temporary_bytes(config: &ModelConfig, tokens: usize, size: usize) -> u64 {
     (2 * widest * size * tokens) as u64
 }
 
-/// Bytes of the logits of `tokens` tokens that are held at once.
-fn loss_bytes(config: &ModelConfig, descs: &[ParamDesc], tokens: usize, on_gpu: bool) -> usize {
-    if on_gpu || LossPath::of(config, descs) != LossPath::Frozen {
-        return logits_bytes(config.vocab_size, tokens, on_gpu);
+/// Bytes of the logits of `tokens` tokens of type `dtype` that are held at once.
+fn loss_bytes(config: &ModelConfig, descs: &[ParamDesc], tokens: usize, dtype: DType, on_gpu: bool) -> usize {
+    let (vocab, width) = (config.vocab_size, config.hidden_size);
+    match LossPath::of(config, descs) {
+        _ if on_gpu => logits_bytes(vocab, tokens),
+        LossPath::Frozen => frozen_loss_bytes(vocab, width, tokens),
+        _ => chunked_loss_bytes(vocab, width, tokens, dtype, config.logit_softcap.is_some()),
     }
-    frozen_loss_bytes(config.vocab_size, config.hidden_size, tokens)
 }
 
 /// Bytes of `blocks` that are kept while the loss is computed.

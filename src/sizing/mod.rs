@@ -105,10 +105,6 @@ pub struct Sizing {
     pub why: Option<String>,
     /// The value of `train.recompute`.
     pub recompute: String,
-    /// The value of `optimizer.state`.
-    pub state: String,
-    /// The value of `optimizer.master`.
-    pub master: String,
     /// Tokens of the largest micro-batch.
     pub micro_batch_tokens: u64,
     /// Micro-batches of a rank in a step.
@@ -180,8 +176,6 @@ impl SizingRequest<'_> {
             strategy: named(kind),
             why: step.fit.why.clone(),
             recompute: step.fit.recompute.to_string(),
-            state: self.recipe.optimizer.state.to_string(),
-            master: self.recipe.optimizer.master.to_string(),
             micro_batch_tokens: widest_micro_batch(self.recipe, self.inputs.rows) as u64,
             micro_batches: load.micro_batches,
             bytes,

@@ -108,3 +108,112 @@ fn the_shapes_of_the_page_have_their_size() {
         assert!((has / named - 1.0).abs() < 0.02, "{named:e} has {has:e}");
     }
 }
+
+/// What a browser gives the script of the page, as far as it asks: elements with their values, those of lists with their options.
+const DOCUMENT: &str = r#"
+const elements = {};
+const document = {
+  getElementById: id => elements[id] ??= element(id),
+  querySelectorAll: () => [],
+};
+function element(id) {
+  const list = new RegExp(`<select id="${id}">(.*?)</select>`).exec(html);
+  const options = list ? [...list[1].matchAll(/<option(?: value="(.*?)")?( selected)?>(.*?)<\/option>/g)] : [];
+  const values = options.map(option => ({ value: option[1] ?? option[3], isFirst: Boolean(option[2]) }));
+  const input = new RegExp(`<input id="${id}"[^>]* value="(.*?)"`).exec(html);
+  const chosen = values.find(option => option.isFirst) ?? values[0];
+  return { options: values, value: chosen?.value ?? input?.[1] ?? "", textContent: "", innerHTML: "" };
+}
+"#;
+
+/// The page of a plan after its script has run: the values of its controls, the sentence below its chart, and whether a mark shows where
+/// that begins to hold.
+fn opened(place: &Place, model: &str, args: &[&str]) -> Value {
+    plan(place, model, &[args, &["--html", "page.html"]].concat());
+    let page = std::fs::read_to_string(place.path("page.html")).unwrap();
+    let (html, script) = page.split_once("<script>").unwrap();
+    let script = script.split_once("</script>").unwrap().0.replace("\"use strict\";", "");
+    let asked = r#"; JSON.stringify({ values: Object.fromEntries(Object.entries(elements).map(([id, e]) => [id, String(e.value)])),
+        said: $("crossover").textContent, marked: $("chart").innerHTML.includes("from here states are more"),
+        at: crossover(settings()), sides: [0.99, 1.01].map(part => {
+          const m = memory(part * crossover(settings()), settings());
+          return m.weights + m.gradients + m.optimizer > m.activations;
+        }) })"#;
+    let code = format!("const html = {}; {DOCUMENT}; {script}{asked}", json!(html));
+    let context = Context::full(&Runtime::new().unwrap()).unwrap();
+    let text: String = context.with(|context| {
+        context.eval(code).unwrap_or_else(|error| panic!("{error}: {:?}", context.catch().as_exception()))
+    });
+    serde_json::from_str(&text).unwrap()
+}
+
+/// The controls begin with the plan: its states and masters, too.
+#[test]
+fn the_page_begins_with_the_plan() {
+    let place = shapes();
+    let begins = |recipe: &str, sets: &[&str]| {
+        let mut args = vec!["--on", "8xA100-80GB", "--recipe", recipe];
+        args.extend(sets.iter().flat_map(|set| ["--set", set]));
+        let values = opened(&place, "1B", &args)["values"].clone();
+        ["ranks", "row", "method", "dtype", "state", "master", "strategy", "recompute"]
+            .map(|id| values[id].as_str().unwrap().to_owned())
+    };
+    let long = "data.max_seq_len=8192";
+    assert_eq!(
+        begins("full", &["parallel.strategy=zero1"]),
+        ["3", "11", "full", "bf16", "f32", "f32", "zero1", "none"]
+    );
+    let lean = [
+        "optimizer.state=int8",
+        "optimizer.master=none",
+        "parallel.strategy=fsdp",
+        "train.recompute=block",
+        long,
+    ];
+    assert_eq!(begins("full", &lean), ["3", "13", "full", "bf16", "int8", "none", "fsdp", "block"]);
+    assert_eq!(
+        begins("full", &["optimizer.master=none", "parallel.strategy=zero2"]),
+        ["3", "11", "full", "bf16", "f32", "none", "zero2", "none"]
+    );
+    // There are no masters of weights in f32, and an adapter keeps its own: the slider stays where it is.
+    assert_eq!(
+        begins("full", &["model.dtype=f32", "optimizer.state=int8", "parallel.strategy=ddp"]),
+        ["3", "11", "full", "f32", "int8", "f32", "ddp", "none"]
+    );
+    assert_eq!(
+        begins("qlora", &["optimizer.state=int8", "parallel.strategy=ddp"]),
+        ["3", "11", "qlora", "bf16", "int8", "f32", "ddp", "none"]
+    );
+}
+
+/// Where states outgrow activations is found between the sizes of the page, and not claimed of its smallest where it lies below.
+#[test]
+fn the_page_says_from_where_on_states_are_more() {
+    let place = shapes();
+    let with = |ranks: &str, recipe: &str, row: u64| {
+        let row = format!("data.max_seq_len={row}");
+        let sets = ["--set", "parallel.strategy=ddp", "--set", "train.recompute=none", "--set", &row];
+        let page = opened(&place, "1B", &[&["--on", ranks, "--recipe", recipe][..], &sets].concat());
+        (page["said"].as_str().unwrap().to_owned(), page)
+    };
+    // 18 bytes a parameter are 18 GB of 1B; 2,048 tokens of activations are less than two.
+    let (said, page) = with("8xA100-80GB", "full", 2048);
+    assert!(
+        said.ends_with("Weights, gradients and states are more than activations at every size here."),
+        "{said}"
+    );
+    assert!(page["marked"] == false && !said.contains("From 1B"), "{said}");
+    // 131,072 tokens of 1B are over 100 GB, and grow with the root of the size or so.
+    let (said, page) = with("8xA100-80GB", "full", 131_072);
+    let at = page["at"].as_f64().unwrap();
+    assert!((1e9..1e12).contains(&at) && page["marked"] == true, "{at:e}");
+    assert_eq!(page["sides"], json!([false, true]), "{said}");
+    let figure = said.split("From ").nth(1).unwrap().split("B on").next().unwrap().parse::<f64>().unwrap();
+    assert!((figure * 1e9 / at - 1.0).abs() < 0.01, "{said}: {at:e}");
+    // A LoRA's are a thousandth: with long rows they are less at a trillion parameters, too, but for the weights.
+    let (said, page) = with("8xA100-80GB", "qlora", 131_072);
+    assert!(
+        page["marked"] == page["at"].is_number() && (page["marked"] == true) == said.contains("B on weights"),
+        "{said}"
+    );
+}

@@ -2,15 +2,15 @@
 //!
 //! With a coefficient per row the loss is `Σ cᵢ · −log softmax(xᵢ · Wᵀ)[targetᵢ]`.
 //!
-//! Only rows that have a target are multiplied. They are taken in chunks: on the CPU of as many rows as [`LOGITS_BYTES`] of f32
-//! logits hold, but [`LEAST_CHUNK_ROWS`] at least and [`MOST_CHUNK_ROWS`] at most, on a GPU of [`GPU_CHUNK_ROWS`]. A chunk's
-//! logits turn into their own gradient in place before the next chunk is made (as in Liger and Cut Cross Entropy, arXiv
-//! 2411.09009). On the CPU a layer that is frozen and under no soft-cap is taken in parts of the vocabulary instead
-//! ([`vocabulary_parts`]). Logits, softmax and sums are f32 whatever the weights are.
+//! Only rows that have a target are multiplied. On a GPU they are taken in chunks of [`GPU_CHUNK_ROWS`], and a chunk's logits turn
+//! into their own gradient in place before the next chunk is made (as in Liger and Cut Cross Entropy, arXiv 2411.09009). On the CPU
+//! the vocabulary is taken in parts: once under a layer that is frozen and has no soft-cap ([`vocabulary_parts`]), else twice for each
+//! chunk of rows ([`row_chunks`]). Logits, softmax and sums are f32 whatever the weights are.
 
 pub(super) mod cases;
 mod cuda;
 mod loss_sum;
+mod row_chunks;
 mod vocabulary_parts;
 
 use std::cell::Cell;
@@ -19,37 +19,32 @@ use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 pub use self::loss_sum::LossSum;
-use super::gemm::{MatView, MatViewMut, Threads, matmul};
 use super::matmul::{Addend, ColumnView, ColumnViewMut, Transpose, matmul as columns_product};
 use super::{gpu, simd};
 use crate::error::{Error, Result};
-use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
-use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, update, with_elem};
+use crate::runtime::cpu_tensor::{FloatElement, dims2, read};
 use crate::runtime::trace::{SpanInfo, span};
 
 /// The target of a position that carries no loss.
 pub const IGNORE: u32 = u32::MAX;
 
-/// Bytes of the f32 logits of a chunk on the CPU, within the bounds of its rows.
-const LOGITS_BYTES: usize = 48 << 20;
-/// Fewest rows of a chunk on the CPU: for each chunk the weight is packed anew, and its gradient goes through the memory.
-const LEAST_CHUNK_ROWS: usize = 256;
-/// Most rows of a chunk on the CPU.
-const MOST_CHUNK_ROWS: usize = 2048;
-
 /// Rows whose logits are alive at once on a GPU, which fewer rows would not fill.
 const GPU_CHUNK_ROWS: usize = 1024;
 
-/// Bytes of the f32 logits of a micro-batch of `rows` rows that are alive at once.
-pub fn logits_bytes(vocab: usize, rows: usize, on_gpu: bool) -> usize {
-    let chunk = if on_gpu { GPU_CHUNK_ROWS } else { chunk_rows(vocab) };
-    4 * vocab * chunk.min(rows)
+/// Bytes of the f32 logits of a micro-batch of `rows` rows that are alive at once on a GPU.
+pub fn logits_bytes(vocab: usize, rows: usize) -> usize {
+    size_of::<f32>() * vocab * GPU_CHUNK_ROWS.min(rows)
 }
 
-/// Bytes that the loss of `rows` rows of `width` values holds at once on the CPU under an output layer that is frozen.
+/// Bytes that the loss of `rows` rows of `width` values holds at once on the CPU under an output layer that is frozen and has no soft-cap.
 pub fn frozen_loss_bytes(vocab: usize, width: usize, rows: usize) -> usize {
     vocabulary_parts::held_bytes(vocab, width, rows)
+}
+
+/// As [`frozen_loss_bytes`] where a parameter of the layer trains or its logits have a soft-cap, for rows of type `dtype`.
+pub fn chunked_loss_bytes(vocab: usize, width: usize, rows: usize, dtype: DType, has_softcap: bool) -> usize {
+    row_chunks::held_bytes(vocab, width, rows, dtype, has_softcap)
 }
 
 thread_local! {
@@ -227,111 +222,7 @@ fn on_cpu(
     if grads.are_none() && output.delta.is_none() && kind.softcap.is_none() {
         return vocabulary_parts::loss(x, output.weight, targets, kind.scale);
     }
-    let rows = counted(targets.ids);
-    let ((n, width), (vocab, _)) = (dims2(x)?, dims2(output.weight)?);
-    let adapter = output.delta.map(DeltaOnCpu::new).transpose()?;
-    with_elem!(x.dtype(), T => with_elem!(output.weight.dtype(), W => {
-        let (xs, w) = (read::<T>(x)?, read::<W>(output.weight)?);
-        let w = MatView::new(&w, vocab, width, width);
-        let mut dx = vec![T::default(); n * width];
-        let mut du = vec![0f32; adapter.as_ref().map_or(0, |adapter| n * adapter.r)];
-        let mut loss = 0f64;
-        let mut held = LAST_LOGITS.take();
-        let logits = first(&mut held, chunk_rows(vocab).min(rows.len()) * vocab);
-        for chunk in rows.chunks(chunk_rows(vocab)) {
-            let x = gather::<T>(&xs, chunk, width);
-            let x = MatView::new(&x, chunk.len(), width, width);
-            let logits = &mut logits[..chunk.len() * vocab];
-            matmul(MatViewMut { data: logits, stride: vocab, accumulate: false }, x, w.t(), 1.0, Threads::All);
-            if let Some(adapter) = &adapter {
-                adapter.add_logits(logits, chunk)?;
-            }
-            let losses: Vec<f32> = logits
-                .par_chunks_mut(vocab)
-                .zip(chunk)
-                .map(|(row, &n)| {
-                    loss_and_gradient(row, targets.ids[n], kind.softcap, targets.scale(n, kind.scale))
-                })
-                .collect();
-            loss += losses.iter().zip(chunk).map(|(&l, &n)| targets.weighted(n, l)).sum::<f64>();
-            let d = MatView::new(logits, chunk.len(), vocab, vocab);
-            let mut out = vec![T::default(); chunk.len() * width];
-            matmul(MatViewMut { data: &mut out, stride: width, accumulate: false }, d, w, 1.0, Threads::All);
-            scatter(&mut dx, &out, chunk, width);
-            if let Some(dweight) = grads.weight {
-                add_gradient(dweight, d, x)?;
-            }
-            if let Some((ids, drows)) = grads.rows {
-                let picked: Vec<f32> =
-                    logits.chunks_exact(vocab).flat_map(|row| ids.iter().map(|&id| row[id as usize])).collect();
-                add_gradient(drows, MatView::new(&picked, chunk.len(), ids.len(), ids.len()), x)?;
-            }
-            if let Some(adapter) = &adapter {
-                adapter.backward(d, chunk, &mut du, grads.b)?;
-            }
-        }
-        LAST_LOGITS.set(held);
-        let du = adapter.as_ref().map(|adapter| tensor(du, (n, adapter.r))).transpose()?;
-        Ok(LossAndGrad { loss: loss.into(), dx: tensor(dx, (n, width))?, du })
-    }))
-}
-
-/// `grad += dᵀ · x`, f32.
-fn add_gradient<T: FloatElement>(grad: &TensorMut, d: MatView<'_, f32>, x: MatView<'_, T>) -> Result<()> {
-    let (_, stride) = dims2(grad)?;
-    update(grad, |data: &mut [f32]| {
-        matmul(MatViewMut { data, stride, accumulate: true }, d.t(), x, 1.0, Threads::All);
-    })
-}
-
-/// A [`Delta`] as slices.
-struct DeltaOnCpu {
-    u: Vec<f32>,
-    b: Vec<f32>,
-    r: usize,
-    vocab: usize,
-    scale: f32,
-}
-
-impl DeltaOnCpu {
-    fn new(delta: Delta<'_>) -> Result<Self> {
-        let (vocab, r) = dims2(delta.b)?;
-        let (u, b) = (read::<f32>(delta.u)?.to_vec(), read::<f32>(delta.b)?.to_vec());
-        Ok(DeltaOnCpu { u, b, r, vocab, scale: delta.scale as f32 })
-    }
-
-    fn b(&self) -> MatView<'_, f32> {
-        MatView::new(&self.b, self.vocab, self.r, self.r)
-    }
-
-    fn add_logits(&self, logits: &mut [f32], chunk: &[usize]) -> Result<()> {
-        let u = gather::<f32>(&self.u, chunk, self.r);
-        let u = MatView::new(&u, chunk.len(), self.r, self.r);
-        let dst = MatViewMut { data: logits, stride: self.vocab, accumulate: true };
-        matmul(dst, u, self.b().t(), self.scale, Threads::All);
-        Ok(())
-    }
-
-    /// Writes the chunk's rows of `du` and adds to the gradient of B.
-    fn backward(
-        &self,
-        d: MatView<'_, f32>,
-        chunk: &[usize],
-        du: &mut [f32],
-        db: Option<&TensorMut>,
-    ) -> Result<()> {
-        let mut out = vec![0f32; chunk.len() * self.r];
-        let dst = MatViewMut { data: &mut out, stride: self.r, accumulate: false };
-        matmul(dst, d, self.b(), self.scale, Threads::All);
-        scatter(du, &out, chunk, self.r);
-        let Some(db) = db else { return Ok(()) };
-        let u = gather::<f32>(&self.u, chunk, self.r);
-        let u = MatView::new(&u, chunk.len(), self.r, self.r);
-        update(db, |g: &mut [f32]| {
-            let dst = MatViewMut { data: g, stride: self.r, accumulate: true };
-            matmul(dst, d.t(), u, self.scale, Threads::All);
-        })
-    }
+    row_chunks::loss(x, output, targets, kind, grads)
 }
 
 /// Loss and hit of the rows of `x: [N, D]` that have one of the N `targets`, in order; `x` and the weight are f32 or bf16,
@@ -357,7 +248,7 @@ pub fn score_targets(
     let rows = counted(targets);
     let mut scores = Vec::with_capacity(rows.len());
     let (vocab, _) = dims2(output.weight)?;
-    for chunk in rows.chunks(chunk_rows(vocab)) {
+    for chunk in rows.chunks(row_chunks::chunk_rows::<f32>(vocab)) {
         let ids = indices(chunk, x.device())?;
         let u = output.delta.map(|delta| delta.u.index_select(&ids, 0)).transpose()?;
         let delta = output.delta.zip(u.as_ref()).map(|(delta, u)| Delta { u, ..delta });
@@ -413,10 +304,6 @@ fn counted(targets: &[u32]) -> Vec<usize> {
     (0..targets.len()).filter(|&n| targets[n] != IGNORE).collect()
 }
 
-fn chunk_rows(vocab: usize) -> usize {
-    (LOGITS_BYTES / (4 * vocab.max(1))).clamp(LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS)
-}
-
 /// Puts the rows of `from` to their places in `to`.
 fn scatter<T: FloatElement>(to: &mut [T], from: &[T], rows: &[usize], width: usize) {
     for (row, &n) in from.chunks_exact(width).zip(rows) {
@@ -426,38 +313,6 @@ fn scatter<T: FloatElement>(to: &mut [T], from: &[T], rows: &[usize], width: usi
 
 fn gather<T: FloatElement>(x: &[T], rows: &[usize], width: usize) -> Vec<T> {
     rows.iter().flat_map(|&n| x[n * width..(n + 1) * width].iter().copied()).collect()
-}
-
-vectorized! {
-    /// Turns a row of logits into `scale · (softmax − onehot)` and returns its loss.
-    fn loss_and_gradient(row: &mut [f32], target: u32, softcap: Option<f64>, scale: f32) -> f32 {
-        if let Some(cap) = softcap {
-            let cap = cap as f32;
-            row.iter_mut().for_each(|l| *l = cap * simd::tanh(*l / cap));
-        }
-        // A NaN is passed over here: its exponential is one, and so is the sum.
-        let max = simd::largest(row);
-        let at_target = row[target as usize];
-        // The capped logits are needed for the cap's slope, so only without a cap are they overwritten at once.
-        let Some(cap) = softcap else {
-            for l in row.iter_mut() {
-                *l = simd::exp(*l - max);
-            }
-            let sum = simd::sum_of(row, |l| l);
-            let factor = scale / sum;
-            row.iter_mut().for_each(|l| *l *= factor);
-            row[target as usize] -= scale;
-            return max + sum.ln() - at_target;
-        };
-        let cap = cap as f32;
-        let sum = simd::sum_of(row, |l| simd::exp(l - max));
-        for (i, l) in row.iter_mut().enumerate() {
-            let slope = 1.0 - (*l / cap) * (*l / cap);
-            let hit = if i == target as usize { 1.0 } else { 0.0 };
-            *l = scale * (simd::exp(*l - max) / sum - hit) * slope;
-        }
-        max + sum.ln() - at_target
-    }
 }
 
 fn score(row: &[f32], target: usize) -> TokenScore {
@@ -482,7 +337,7 @@ pub(crate) fn reference(
     let mut dx = Tensor::zeros((n, width), DType::F32, device)?;
     let mut du = output.delta.map(|delta| delta.u.zeros_like()).transpose()?;
     let mut losses = Vec::new();
-    for chunk in rows.chunks(chunk_rows(vocab)) {
+    for chunk in rows.chunks(row_chunks::chunk_rows::<f32>(vocab)) {
         let hits: Vec<u32> = chunk.iter().map(|&n| targets.ids[n]).collect();
         let ids = indices(chunk, device)?;
         let hits = Tensor::from_vec(hits, (chunk.len(), 1), device)?;
@@ -541,30 +396,4 @@ fn reference_chunk(
         d = (d * (1.0 - (logits / cap)?.sqr()?)?)?;
     }
     Ok((d, row_loss))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_chunk_is_worth_packing_for() {
-        let rows = [300, 16_384, 49_152, 128_256].map(chunk_rows);
-        assert_eq!(rows, [2048, 768, 256, 256]);
-        assert_eq!(logits_bytes(128_256, 1000, false), 4 * 128_256 * 256);
-        assert_eq!(logits_bytes(128_256, 100, false), 4 * 128_256 * 100);
-    }
-
-    /// One logit that is no number leaves nothing of its row a number, wherever it stands.
-    #[test]
-    fn a_nan_is_not_passed_over() {
-        for softcap in [None, Some(30.0)] {
-            for at in [0, 17, 40] {
-                let mut row: Vec<f32> = (0..41).map(|i| i as f32 * 0.1).collect();
-                row[at] = f32::NAN;
-                assert!(loss_and_gradient(&mut row, 3, softcap, 1.0).is_nan(), "{softcap:?}, {at}");
-                assert!(row.iter().all(|d| d.is_nan()), "{softcap:?}, {at}: {row:?}");
-            }
-        }
-    }
 }

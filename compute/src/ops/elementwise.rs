@@ -6,7 +6,7 @@ mod cuda;
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
-use super::gpu;
+use super::{gpu, simd};
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::rounding::Rounded;
@@ -87,13 +87,15 @@ fn squares_on_cpu(x: &Tensor) -> Result<f64> {
 vectorized! {
     /// Σ x² of a chunk, in sixteen sums at a time: one alone would wait for each addition.
     fn squares<T: FloatElement>(x: &[T]) -> f64 {
-        let mut sums = [0f64; 16];
-        for part in x.chunks(sums.len()) {
-            for (sum, x) in sums.iter_mut().zip(part) {
-                let x = f64::from(x.widen());
-                *sum += x * x;
+        let mut sums = [0f64; simd::LANES];
+        let (parts, rest) = x.as_chunks::<{ simd::LANES }>();
+        let square = |x: &T| f64::from(x.widen()) * f64::from(x.widen());
+        for part in parts {
+            for i in 0..simd::LANES {
+                sums[i] += square(&part[i]);
             }
         }
+        sums.iter_mut().zip(rest).for_each(|(sum, x)| *sum += square(x));
         sums.iter().sum()
     }
 }

@@ -20,6 +20,8 @@ use super::trace_ranges;
 pub const MOST_EVENTS: usize = 1 << 20;
 /// Nanoseconds between two values of a name.
 const LEAST_GAP: u64 = 20_000_000;
+/// The name of spans of what is given back.
+const RELEASE: &str = "release";
 /// Sizes that a span can name.
 pub const DIMS: usize = 4;
 
@@ -50,6 +52,8 @@ pub enum SpanKind {
     Copy,
     /// Files are written.
     Save,
+    /// Memory is given back, or it is read how much is held.
+    Memory,
 }
 
 impl SpanKind {
@@ -64,6 +68,7 @@ impl SpanKind {
             SpanKind::Wait => "wait",
             SpanKind::Copy => "copy",
             SpanKind::Save => "save",
+            SpanKind::Memory => "memory",
         }
     }
 }
@@ -96,6 +101,11 @@ impl SpanInfo {
     /// Of an operation on tensors.
     pub fn op(name: &'static str) -> Self {
         SpanInfo::new(SpanKind::Op, name)
+    }
+
+    /// Of memory that is given back or measured.
+    pub fn memory(name: &'static str) -> Self {
+        SpanInfo::new(SpanKind::Memory, name)
     }
 
     /// With a word more.
@@ -373,6 +383,24 @@ impl Drop for OpenSpan {
     }
 }
 
+/// A span of what is given back at the end of a scope: what is declared after this is dropped before it.
+#[derive(Debug, Default)]
+#[must_use = "the span ends where this is dropped"]
+pub struct ReleaseSpan(Option<OpenSpan>);
+
+impl ReleaseSpan {
+    /// Begins it: what comes now is the end of the scope.
+    pub fn begin(&mut self) {
+        self.0 = span(|| SpanInfo::memory(RELEASE));
+    }
+}
+
+/// Drops what is done with, in a span of its own.
+pub fn release<T>(done_with: T) {
+    let _span = span(|| SpanInfo::memory(RELEASE));
+    drop(done_with);
+}
+
 /// Begins a span where this thread records; `describe` is called there alone.
 #[inline]
 pub fn span(describe: impl FnOnce() -> SpanInfo) -> Option<OpenSpan> {
@@ -410,17 +438,21 @@ pub fn enter_phase(name: &'static str) {
 
 /// Notes a value at this moment, unless that was done a moment ago: to read it takes longer than a small operation.
 pub fn value(name: &'static str, read: impl FnOnce() -> Option<u64>) {
+    let mut due = None;
     with_own(|state| {
         let at = now();
         let last = state.events.values.iter().rev().find(|value| value.name == name);
-        let is_due = last.is_none_or(|last| at - last.at >= LEAST_GAP);
-        if is_due
-            && state.events.values.len() < MOST_EVENTS
-            && let Some(value) = read()
-        {
-            state.events.values.push(TraceValue { name, at, value });
-        }
+        let is_late = last.is_none_or(|last| at - last.at >= LEAST_GAP);
+        due = Some(at).filter(|_| is_late && state.events.values.len() < MOST_EVENTS);
     });
+    let Some(at) = due else { return };
+    let read = {
+        let _span = span(|| SpanInfo::memory("read what is held"));
+        read()
+    };
+    if let Some(value) = read {
+        with_own(|state| state.events.values.push(TraceValue { name, at, value }));
+    }
 }
 
 /// Lets `change` work on the recorder of which this is the rank's own thread, where it is on.
@@ -458,6 +490,10 @@ mod tests {
         drop(span(named("inner")));
         value("bytes", || Some(7));
         drop(outer);
+        let mut at_end = ReleaseSpan::default();
+        at_end.begin();
+        drop(at_end);
+        release(vec![0_u8; 8]);
         enter_phase("backward");
         recorder.begin_step(2);
         recorder.switch_off();
@@ -467,7 +503,17 @@ mod tests {
         let names: Vec<String> = events.spans.iter().map(|span| span.info.title()).collect();
         assert_eq!(
             names,
-            ["inner 2x3 nt", "outer 2x3 nt", "forward", "backward", "step 1", "step 2"],
+            [
+                "inner 2x3 nt",
+                "read what is held",
+                "outer 2x3 nt",
+                "release",
+                "release",
+                "forward",
+                "backward",
+                "step 1",
+                "step 2"
+            ],
             "in the order in which they ended"
         );
         let find = |name: &str| {

@@ -101,3 +101,130 @@ impl AlarmChannel for AlarmWebhook {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::{Arc, Mutex};
+
+    use super::super::alarm::Alarm;
+    use super::*;
+
+    /// A server that gives these answers in turn, the last one from then on; nothing is an answer that never comes.
+    struct ServerDouble {
+        address: String,
+        posted: Arc<Mutex<Vec<String>>>,
+    }
+
+    impl ServerDouble {
+        fn start(answers: Vec<String>) -> Self {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let address = format!("http://{}/hook", listener.local_addr().unwrap());
+            let posted = Arc::new(Mutex::new(Vec::new()));
+            let heard = Arc::clone(&posted);
+            thread::spawn(move || {
+                let mut held = Vec::new();
+                for (number, stream) in listener.incoming().enumerate() {
+                    let mut stream = stream.unwrap();
+                    let body = body_of(&stream);
+                    heard.lock().unwrap().push(body);
+                    let answer = &answers[number.min(answers.len() - 1)];
+                    if answer.is_empty() {
+                        held.push(stream);
+                    } else {
+                        stream.write_all(answer.as_bytes()).unwrap();
+                    }
+                }
+            });
+            ServerDouble { address, posted }
+        }
+
+        /// What a webhook says of one alarm, and how often it posted that.
+        fn told(&self) -> (Result<(), String>, usize) {
+            self.told_within(Duration::from_secs(30))
+        }
+
+        fn told_within(&self, timeout: Duration) -> (Result<(), String>, usize) {
+            let webhook = AlarmWebhook::patient(&self.address, timeout, Duration::from_millis(1)).unwrap();
+            let alarm = Alarm {
+                rule: "stall",
+                step: 7,
+                value: Some(61.0),
+                message: "no step".into(),
+                time: "now".into(),
+            };
+            let sent = webhook.send(&OutgoingAlarm::new(alarm, "out", "node7"));
+            let posted = self.posted.lock().unwrap();
+            assert!(posted.iter().all(|body| body.contains(r#""step":7"#)), "{posted:?}");
+            (sent, posted.len())
+        }
+    }
+
+    fn body_of(stream: &TcpStream) -> String {
+        let mut reader = BufReader::new(stream);
+        let mut length = 0;
+        loop {
+            let mut line = String::new();
+            reader.read_line(&mut line).unwrap();
+            let line = line.trim().to_ascii_lowercase();
+            if line.is_empty() {
+                break;
+            }
+            length = line.strip_prefix("content-length:").map_or(length, |text| text.trim().parse().unwrap());
+        }
+        let mut body = vec![0; length];
+        reader.read_exact(&mut body).unwrap();
+        String::from_utf8(body).unwrap()
+    }
+
+    fn status(status: u16, more: &str) -> String {
+        format!("HTTP/1.1 {status} X\r\n{more}content-length: 0\r\nconnection: close\r\n\r\n")
+    }
+
+    /// As docs/alerts.md has it: 10 seconds to answer, three tries, after 1 and 2 seconds.
+    #[test]
+    fn a_server_has_as_long_as_the_page_says() {
+        let webhook = AlarmWebhook::new("https://hooks.example/services").unwrap();
+        assert_eq!((webhook.timeout.as_secs(), webhook.first_pause.as_secs(), TRIES), (10, 1, 3));
+        let page = include_str!("../../../docs/alerts.md");
+        assert!(page.contains(
+            "A server has 10 seconds to answer. What fails is tried three times, after 1 and 2 seconds"
+        ));
+    }
+
+    #[test]
+    fn a_server_that_does_not_answer_in_time_is_asked_three_times() {
+        let silent = ServerDouble::start(vec![String::new()]);
+        let told = silent.told_within(Duration::from_millis(200));
+        assert_eq!(told, (Err("it did not answer in 0.2 s".into()), 3));
+        // One answer in time is enough.
+        let late = ServerDouble::start(vec![String::new(), String::new(), status(204, "")]);
+        assert_eq!(late.told_within(Duration::from_secs(1)), (Ok(()), 3));
+    }
+
+    #[test]
+    fn of_the_refusals_only_those_that_pass_are_tried_again() {
+        for number in [400, 401, 403, 404, 410, 422, 499] {
+            let server = ServerDouble::start(vec![status(number, ""), status(200, "")]);
+            assert_eq!(server.told(), (Err(format!("it answers with HTTP status {number}")), 1));
+        }
+        for number in [408, 425, 429, 500, 503] {
+            let server = ServerDouble::start(vec![status(number, ""), status(200, "")]);
+            assert_eq!(server.told(), (Ok(()), 2), "{number}");
+            let server = ServerDouble::start(vec![status(number, "")]);
+            assert_eq!(server.told(), (Err(format!("it answers with HTTP status {number}")), 3));
+        }
+    }
+
+    #[test]
+    fn no_redirect_is_followed() {
+        for number in [301, 302, 303, 307, 308] {
+            let elsewhere = ServerDouble::start(vec![status(200, "")]);
+            let server =
+                ServerDouble::start(vec![status(number, &format!("location: {}\r\n", elsewhere.address))]);
+            assert_eq!(server.told(), (Err(format!("it answers with HTTP status {number}")), 1));
+            assert_eq!(elsewhere.posted.lock().unwrap().len(), 0, "{number}");
+        }
+    }
+}

@@ -8,7 +8,9 @@
 //! ```
 //!
 //! That is the running softmax of attention (Milakov and Gimelshein, arXiv 1805.02867), whose values are the weights of the output layer. A
-//! weight that trains needs the softmax itself for its gradient, and so all logits of a row.
+//! weight that trains needs the softmax itself for its gradient, and so all logits of a row ([`super::row_chunks`]).
+
+use std::ops::Range;
 
 use candle_core::Tensor;
 use rayon::prelude::*;
@@ -22,11 +24,11 @@ use crate::ops::simd;
 use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, with_elem};
 
 /// Words of a part; fewer in tests, so that small vocabularies have several.
-const PART: usize = if cfg!(test) { 256 } else { 2048 };
+pub(super) const PART: usize = if cfg!(test) { 256 } else { 2048 };
 /// Rows that are taken together, whose logits of a part are 8 MiB; few in tests, too.
 const ROWS: usize = if cfg!(test) { 32 } else { 1024 };
 /// Rows that a thread takes at a time.
-const ROWS_OF_TASK: usize = 8;
+pub(super) const ROWS_OF_TASK: usize = 8;
 
 /// Bytes that the loss of `rows` rows of this width holds at once: logits of a part, sums, and the rows themselves side by side.
 pub(super) fn held_bytes(vocab: usize, width: usize, rows: usize) -> usize {
@@ -35,21 +37,21 @@ pub(super) fn held_bytes(vocab: usize, width: usize, rows: usize) -> usize {
 
 /// What is known of a row after some parts.
 #[derive(Clone, Copy)]
-struct RowState {
+pub(super) struct RowState {
     /// The largest logit.
-    max: f32,
+    pub(super) max: f32,
     /// The place of the first of that size.
     best: usize,
     /// Σ e^(logit − max).
-    sum: f32,
+    pub(super) sum: f32,
     /// The target's logit.
-    at_target: f32,
+    pub(super) at_target: f32,
 }
 
 impl RowState {
     const NOTHING: RowState = RowState { max: f32::NEG_INFINITY, best: 0, sum: 0.0, at_target: f32::NAN };
 
-    fn loss(&self) -> f32 {
+    pub(super) fn loss(&self) -> f32 {
         self.max + self.sum.ln() - self.at_target
     }
 
@@ -127,19 +129,23 @@ pub(super) fn scores(
     }))
 }
 
+/// The parts of the vocabulary.
+pub(super) fn parts(vocab: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..vocab).step_by(PART).map(move |start| start..(start + PART).min(vocab))
+}
+
 /// Calls `work` with the logits of each part of the vocabulary, `[rows, part]`, and what is known of the rows, which it returns in the end.
-fn each_part<T: FloatElement, W: FloatElement>(
+pub(super) fn each_part<T: FloatElement, W: FloatElement>(
     x: MatView<'_, T>,
     w: &[W],
     vocab: usize,
-    mut work: impl FnMut(&mut [f32], &mut [RowState], std::ops::Range<usize>),
+    mut work: impl FnMut(&mut [f32], &mut [RowState], Range<usize>),
 ) -> Vec<RowState> {
     let (rows, width) = (x.rows(), x.cols());
     let mut states = vec![RowState::NOTHING; rows];
     let mut held = LAST_LOGITS.take();
     let logits = first(&mut held, rows * PART.min(vocab));
-    for start in (0..vocab).step_by(PART) {
-        let part = start..(start + PART).min(vocab);
+    for part in parts(vocab) {
         let logits = &mut logits[..rows * part.len()];
         let weights = MatView::new(&w[part.start * width..part.end * width], part.len(), width, width);
         matmul(
@@ -157,15 +163,21 @@ fn each_part<T: FloatElement, W: FloatElement>(
 
 vectorized! {
     /// `cap · tanh(logit / cap)`
-    fn cap_logits(row: &mut [f32], cap: f32) {
+    pub(super) fn cap_logits(row: &mut [f32], cap: f32) {
         row.iter_mut().for_each(|l| *l = cap * simd::tanh(*l / cap));
     }
 }
 
 vectorized! {
-    /// Takes a row's logits of the words from `start` on into account, and turns them into e^(logit − max).
+    /// Takes a row's logits of the words from `start` on into account, turns them into e^(logit − max), and returns that maximum.
     /// `sums`, what was summed with such factors before, follows a new maximum.
-    fn add_part(row: &mut [f32], sums: &mut [f32], state: &mut RowState, start: usize, target: usize) {
+    pub(super) fn add_part(
+        row: &mut [f32],
+        sums: &mut [f32],
+        state: &mut RowState,
+        start: usize,
+        target: usize,
+    ) -> f32 {
         if (start..start + row.len()).contains(&target) {
             state.at_target = row[target - start];
         }
@@ -182,6 +194,7 @@ vectorized! {
         let max = state.max.max(f32::MIN);
         row.iter_mut().for_each(|l| *l = simd::exp(*l - max));
         state.sum += simd::sum_of(row, |l| l);
+        max
     }
 }
 

@@ -16,14 +16,20 @@ use crate::ops::packed_gemm::{MicroKernel, OpenKernel, SQUARE, STEP, TileOperand
 use crate::ops::simd::{self, LANES};
 use crate::runtime::cpu_tensor::{FloatElement, dims2, read, tensor, unwritten, with_elem};
 
-/// Fewest keys of a task.
-const TASK_KEYS: usize = 256;
 /// Most tasks of a head: each holds gradients of the queries that see its keys until all are summed.
 const TASKS: usize = 4;
+/// Rows whose gradients are summed at a time, in a cache.
+const SUMMED_ROWS: usize = 32;
 
-/// Keys of a task of a row of `len` tokens.
-fn task_keys(len: usize) -> usize {
-    len.div_ceil(TASKS).next_multiple_of(TILE).max(TASK_KEYS)
+/// The runs of keys of each task of a row of `len` tokens: one from the front and one as long from the back, for most queries see the
+/// first keys, and few the last ones. The second is empty where there are no tiles left.
+fn task_runs(len: usize) -> impl Iterator<Item = [Range<usize>; 2]> {
+    let tiles = len.div_ceil(TILE);
+    let tasks = tiles.div_ceil(2).min(TASKS);
+    let run = move |i: usize| {
+        (i * tiles / (2 * tasks) * TILE).min(len)..((i + 1) * tiles / (2 * tasks) * TILE).min(len)
+    };
+    (0..tasks).map(move |i| [run(i), run(2 * tasks - 1 - i)])
 }
 
 pub(in super::super) fn backward(
@@ -54,25 +60,27 @@ pub(in super::super) fn backward(
         let tasks = tasks(spans, heads);
         let done: Vec<HeadGradients> = tasks
             .par_iter()
-            .map(|&(s, h, from)| {
-                let span = spans[s];
+            .map(|(s, h, runs)| {
+                let span = spans[*s];
                 let head = HeadTiles {
-                    keys: keys.of_head(s, h * kv_heads / heads),
-                    queries: queries.of_head(s, h),
+                    keys: keys.of_head(*s, h * kv_heads / heads),
+                    queries: queries.of_head(*s, *h),
                     lse: &lse[h * rows + span.q_start..][..span.q_len],
                 };
-                head.gradients(kernel, span, from, kind)
+                head.gradients(kernel, span, runs, kind)
             })
             .collect();
         let width = kind.heads.qkv_width();
         let mut out = unwritten::<T>(rows * width);
-        out.par_chunks_mut(TILE * width).enumerate().for_each(|(i, out)| {
-            let here = i * TILE..(i + 1) * TILE;
+        out.par_chunks_mut(SUMMED_ROWS * width).enumerate().for_each(|(i, out)| {
+            let here = i * SUMMED_ROWS..(i + 1) * SUMMED_ROWS;
             let mut sums = vec![0f32; out.len()];
-            for ((s, h, from), g) in tasks.iter().zip(&done) {
+            for ((s, h, runs), g) in tasks.iter().zip(&done) {
                 let kv = h * kv_heads / heads;
-                let columns = [(h * dim, &g.dq), ((heads + kv) * dim, &g.dk), ((heads + kv_heads + kv) * dim, &g.dv)];
-                for (column, part) in columns {
+                let (k, v) = ((heads + kv) * dim, (heads + kv_heads + kv) * dim);
+                let of_keys = g.dk.iter().zip(&g.dv).zip(runs);
+                let of_keys = of_keys.flat_map(|((dk, dv), run)| [(k, dk, run.start), (v, dv, run.start)]);
+                for (column, part, from) in of_keys.chain([(h * dim, &g.dq, runs[0].start)]) {
                     for (n, row) in rows_in(&here, part, padded(dim), spans[*s].q_start + from) {
                         add(&mut sums[(n - here.start) * width + column..][..dim], row);
                     }
@@ -84,12 +92,9 @@ pub(in super::super) fn backward(
     })
 }
 
-/// Span, head and first key of each part that is computed by itself.
-fn tasks(spans: &[Span], heads: usize) -> Vec<(usize, usize, usize)> {
-    let of_head = |s: usize, h: usize| {
-        let len = spans[s].q_len;
-        (0..len).step_by(task_keys(len)).map(move |i| (s, h, i))
-    };
+/// Span, head and runs of keys of each part that is computed by itself.
+fn tasks(spans: &[Span], heads: usize) -> Vec<(usize, usize, [Range<usize>; 2])> {
+    let of_head = |s: usize, h: usize| task_runs(spans[s].q_len).map(move |runs| (s, h, runs));
     (0..spans.len()).flat_map(|s| (0..heads).flat_map(move |h| of_head(s, h))).collect()
 }
 
@@ -160,12 +165,12 @@ vectorized! {
     }
 }
 
-/// What a task adds to the gradients of one head, `[rows, padded D]` each, from the first key of its run on: of queries to the
-/// last one that sees one of the keys, of the keys and values of the run.
+/// What a task adds to the gradients of one head, `[rows, padded D]` each: of queries from the first key of its runs to the
+/// last query that sees one of them, of the keys and values of each run.
 struct HeadGradients {
     dq: Vec<f32>,
-    dk: Vec<f32>,
-    dv: Vec<f32>,
+    dk: [Vec<f32>; 2],
+    dv: [Vec<f32>; 2],
 }
 
 /// One head of one span.
@@ -193,7 +198,8 @@ struct BackwardTiles {
 impl BackwardTiles {
     /// For heads of `width` and tiles of at most `rows` queries.
     fn new(kernel: MicroKernel, width: usize, rows: usize) -> Self {
-        let scores = || vec![0f32; rows.min(TILE).next_multiple_of(SQUARE) * TILE];
+        // Products write what is seen, and the gradient of scores what is not.
+        let scores = || unwritten::<f32>(rows.min(TILE).next_multiple_of(SQUARE) * TILE);
         BackwardTiles {
             kernel: kernel.open(),
             p: scores(),
@@ -208,28 +214,36 @@ impl BackwardTiles {
 }
 
 impl HeadTiles<'_> {
-    /// The gradients that come of the keys of the task that begins with key `from`.
-    fn gradients(&self, kernel: MicroKernel, span: Span, from: usize, kind: AttentionKind) -> HeadGradients {
+    /// The gradients that come of the keys of a task.
+    fn gradients(
+        &self,
+        kernel: MicroKernel,
+        span: Span,
+        runs: &[Range<usize>; 2],
+        kind: AttentionKind,
+    ) -> HeadGradients {
         let (len, width) = (span.q_len, padded(kind.heads.head_dim));
-        let to = len.min(from + task_keys(len));
+        let from = runs[0].start;
         // A key is seen by no query past the window.
         let last_query = |keys_to: usize| kind.window.map_or(len, |window| (keys_to - 1 + window).min(len));
-        let zeros = |rows: usize| vec![0f32; rows * width];
-        let num_queries = last_query(to) - from;
-        let mut dq = zeros(num_queries.next_multiple_of(TILE));
-        let (mut dk, mut dv) = (zeros(to - from), zeros(to - from));
+        let num_queries = last_query(runs[0].end.max(runs[1].end)) - from;
+        let mut dq = vec![0f32; num_queries.next_multiple_of(TILE) * width];
+        let of_keys = |run: &Range<usize>| unwritten::<f32>(run.len() * width);
+        let (mut dk, mut dv) = (runs.each_ref().map(of_keys), runs.each_ref().map(of_keys));
         let mut tiles = BackwardTiles::new(kernel, width, len);
-        for key in (from..to).step_by(TILE) {
-            let m = TILE.min(len - key);
-            tiles.dk.fill(0.0);
-            tiles.dv.fill(0.0);
-            for first in (key..last_query(key + m)).step_by(TILE) {
-                let dq = &mut dq[(first - from) * width..];
-                self.add_pair(&mut tiles, span, (first, key), kind, dq);
+        for (run, (dk, dv)) in runs.iter().zip(dk.iter_mut().zip(&mut dv)) {
+            for key in run.clone().step_by(TILE) {
+                let m = TILE.min(len - key);
+                tiles.dk.fill(0.0);
+                tiles.dv.fill(0.0);
+                for first in (key..last_query(key + m)).step_by(TILE) {
+                    let dq = &mut dq[(first - from) * width..];
+                    self.add_pair(&mut tiles, span, (first, key), kind, dq);
+                }
+                let here = (key - run.start) * width..(key - run.start + m) * width;
+                transpose(&mut dk[here.clone()], width, &tiles.dk, kind.scale as f32);
+                transpose(&mut dv[here], width, &tiles.dv, 1.0);
             }
-            let at = (key - from) * width;
-            transpose(&mut dk[at..at + m * width], width, &tiles.dk, kind.scale as f32);
-            transpose(&mut dv[at..at + m * width], width, &tiles.dv, 1.0);
         }
         dq.truncate(num_queries * width);
         let scale = kind.scale as f32;
@@ -320,6 +334,29 @@ vectorized! {
                 row[..from].fill(0.0);
                 row[to..].fill(0.0);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every key is in one run of one task, tasks begin where their first run does, and causal ones have as many pairs of tiles to compute.
+    #[test]
+    fn tasks_are_alike() {
+        for len in [1, 127, 128, 129, 300, 512, 1024, 2000, 8192] {
+            let mut keys = vec![0; len];
+            let mut pairs = Vec::new();
+            for runs in task_runs(len) {
+                assert!(runs[1].is_empty() || runs[0].end <= runs[1].start, "{runs:?}");
+                let seen_by = |key: usize| (len - key).div_ceil(TILE);
+                pairs.push(runs.iter().flat_map(|run| run.clone().step_by(TILE)).map(seen_by).sum::<usize>());
+                runs.into_iter().flatten().for_each(|key| keys[key] += 1);
+            }
+            assert!(keys.iter().all(|times| *times == 1), "{len}: {keys:?}");
+            let (least, most) = (pairs.iter().min().unwrap(), pairs.iter().max().unwrap());
+            assert!(len.div_ceil(TILE) % 2 == 1 || least == most, "{len}: {pairs:?}");
         }
     }
 }

@@ -1,0 +1,379 @@
+//! The loss on the CPU where a parameter of the output layer trains, or its logits have a soft-cap. The gradient of a row's logits
+//! needs the sum of all of them, so the vocabulary is taken in parts twice for each chunk of rows:
+//!
+//! ```text
+//! for each part:  l = cap(x · W_partᵀ + u · B_partᵀ),  m' = max(m, max l),  s = e^(m − m') s + Σ e^(l − m'),  kept = e^(l − m')
+//! for each part:  d = scale (kept · e^(m' − m) / s − onehot),  dx += d · W_part,  dW_part += dᵀ · x
+//! ```
+//!
+//! What stands between the two is kept in the type of `x`, for products of bf16 take `d` as bf16 anyway; the target's element is
+//! computed from its logit, since there two numbers cancel. A soft-cap's slope needs the logits themselves, which are kept in f32.
+//! So the logits of a part stay in a cache, the weights are read twice for a chunk, and their gradient goes through the memory once.
+
+use std::cell::Cell;
+use std::ops::Range;
+use std::thread::LocalKey;
+
+use candle_core::{DType, Tensor};
+use half::bf16;
+use rayon::prelude::*;
+
+use super::vocabulary_parts::{PART, ROWS_OF_TASK, RowState, add_part, cap_logits, each_part, parts};
+use super::{
+    Delta, LAST_LOGITS, LossAndGrad, LossKind, LossTargets, Output, OutputGrads, counted, gather, scatter,
+};
+use crate::error::Result;
+use crate::instruction_set::vectorized;
+use crate::ops::gemm::{MatView, MatViewMut, Threads, matmul, matmul_as};
+use crate::ops::mat_view::GemmMatrix;
+use crate::ops::simd;
+use crate::runtime::TensorMut;
+use crate::runtime::cpu_tensor::{FloatElement, dims2, first, read, tensor, update, with_elem};
+
+/// Bytes of what is kept of a chunk's logits, within the bounds of its rows.
+const KEPT_BYTES: usize = 48 << 20;
+/// Fewest rows of a chunk if kept in f32, and twice as many in bf16: for each chunk the weight is packed anew, and its gradient goes
+/// through the memory.
+const LEAST_CHUNK_ROWS: usize = 256;
+/// Most rows of a chunk, by the same rule.
+const MOST_CHUNK_ROWS: usize = 2048;
+
+/// Rows of a chunk of whose logits something of type `K` is kept.
+pub(super) fn chunk_rows<K: FloatElement>(vocab: usize) -> usize {
+    let in_f32 = size_of::<f32>() / size_of::<K>();
+    (KEPT_BYTES / (size_of::<f32>() * vocab.max(1))).clamp(LEAST_CHUNK_ROWS, MOST_CHUNK_ROWS) * in_f32
+}
+
+/// Bytes that the loss of `rows` rows of `width` values of this type holds at once: what is kept, a part's logits, and the gradient of the rows.
+pub(super) fn held_bytes(vocab: usize, width: usize, rows: usize, dtype: DType, has_softcap: bool) -> usize {
+    let (chunk, kept) = if dtype == DType::BF16 && !has_softcap {
+        (chunk_rows::<bf16>(vocab), size_of::<bf16>())
+    } else {
+        (chunk_rows::<f32>(vocab), size_of::<f32>())
+    };
+    rows.min(chunk) * (kept * vocab + size_of::<f32>() * (vocab.min(PART) + 2 * width))
+}
+
+/// A type in which something of a chunk's logits is kept.
+trait Kept: FloatElement {
+    /// What the last loss on this thread kept: fresh memory would cost a page fault every 4 KiB.
+    fn last() -> &'static LocalKey<Cell<Vec<Self>>>;
+}
+
+thread_local! {
+    static LAST_KEPT_F32: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+    static LAST_KEPT_BF16: Cell<Vec<bf16>> = const { Cell::new(Vec::new()) };
+}
+
+impl Kept for f32 {
+    fn last() -> &'static LocalKey<Cell<Vec<f32>>> {
+        &LAST_KEPT_F32
+    }
+}
+
+impl Kept for bf16 {
+    fn last() -> &'static LocalKey<Cell<Vec<bf16>>> {
+        &LAST_KEPT_BF16
+    }
+}
+
+/// As [`super::linear_cross_entropy`].
+pub(super) fn loss(
+    x: &Tensor,
+    output: Output<'_>,
+    targets: LossTargets<'_>,
+    kind: LossKind,
+    grads: OutputGrads<'_>,
+) -> Result<LossAndGrad> {
+    let adapter = output.delta.map(DeltaOnCpu::new).transpose()?;
+    let layer = Layer { output, adapter: adapter.as_ref(), targets, kind, grads };
+    with_elem!(x.dtype(), T => {
+        if kind.softcap.is_some() { layer.loss::<T, f32>(x) } else { layer.loss::<T, T>(x) }
+    })
+}
+
+/// The output layer with all that a loss needs but the rows.
+struct Layer<'a> {
+    output: Output<'a>,
+    adapter: Option<&'a DeltaOnCpu>,
+    targets: LossTargets<'a>,
+    kind: LossKind,
+    grads: OutputGrads<'a>,
+}
+
+/// What the first pass over the vocabulary leaves of a chunk of rows, part by part: `[rows, part]` of `kept`, and `[rows]` of the
+/// maxima that its exponentials have.
+struct FirstPass<'a, K> {
+    kept: &'a mut [K],
+    maxima: Vec<f32>,
+    states: Vec<RowState>,
+}
+
+impl Layer<'_> {
+    fn loss<T: FloatElement, K: Kept>(&self, x: &Tensor) -> Result<LossAndGrad> {
+        let rows = counted(self.targets.ids);
+        let ((n, width), (vocab, _)) = (dims2(x)?, dims2(self.output.weight)?);
+        let r = self.adapter.map_or(0, |adapter| adapter.r);
+        let (mut dx, mut du, mut loss) = (vec![T::default(); n * width], vec![0f32; n * r], 0f64);
+        let mut held = K::last().take();
+        with_elem!(self.output.weight.dtype(), W => {
+            let (xs, w) = (read::<T>(x)?, read::<W>(self.output.weight)?);
+            for chunk in rows.chunks(chunk_rows::<K>(vocab)) {
+                let x = gather::<T>(&xs, chunk, width);
+                let x = MatView::new(&x, chunk.len(), width, width);
+                let sums = self.first_pass::<_, K, _>(x, &w, chunk, first(&mut held, chunk.len() * vocab));
+                let of_row = |(state, &n): (&RowState, &usize)| self.targets.weighted(n, state.loss());
+                loss += sums.states.iter().zip(chunk).map(of_row).sum::<f64>();
+                let (dx_chunk, du_chunk) = self.second_pass(x, &w, chunk, &sums)?;
+                scatter(&mut dx, &dx_chunk, chunk, width);
+                if r > 0 {
+                    scatter(&mut du, &du_chunk, chunk, r);
+                }
+            }
+            Ok(())
+        })?;
+        K::last().set(held);
+        let du = self.adapter.map(|adapter| tensor(du, (n, adapter.r))).transpose()?;
+        Ok(LossAndGrad { loss: loss.into(), dx: tensor(dx, (n, width))?, du })
+    }
+
+    /// The sums of the rows of a chunk, whose numbers are `chunk`.
+    fn first_pass<'k, T: FloatElement, K: Kept, W: FloatElement>(
+        &self,
+        x: MatView<'_, T>,
+        w: &[W],
+        chunk: &[usize],
+        kept: &'k mut [K],
+    ) -> FirstPass<'k, K> {
+        let (rows, vocab) = (chunk.len(), w.len() / x.cols());
+        let mut maxima = vec![0f32; parts(vocab).count() * rows];
+        let cap = self.kind.softcap.map(|cap| cap as f32);
+        let states = each_part(x, w, vocab, |logits, states, part| {
+            if let Some(adapter) = self.adapter {
+                adapter.add_logits(logits, chunk, &part);
+            }
+            let len = part.len();
+            let kept = &mut kept[rows * part.start..rows * part.end];
+            let maxima = &mut maxima[part.start / PART * rows..][..rows];
+            let work = logits.par_chunks_mut(len).zip(kept.par_chunks_mut(len)).zip(maxima).zip(states);
+            work.zip(chunk).with_min_len(ROWS_OF_TASK).for_each(|((((row, kept), max), state), &n)| {
+                if let Some(cap) = cap {
+                    cap_logits(row, cap);
+                    keep(kept, row);
+                }
+                *max = add_part(row, &mut [], state, part.start, self.targets.ids[n] as usize);
+                if cap.is_none() {
+                    keep(kept, row);
+                }
+            });
+        });
+        FirstPass { kept, maxima, states }
+    }
+
+    /// The gradients of a chunk's rows and of their inner activations of an adapter; adds those of the layer's parameters.
+    fn second_pass<T: FloatElement, K: Kept, W: FloatElement>(
+        &self,
+        x: MatView<'_, T>,
+        w: &[W],
+        chunk: &[usize],
+        first_pass: &FirstPass<'_, K>,
+    ) -> Result<(Vec<T>, Vec<f32>)> {
+        let (rows, width) = (chunk.len(), x.cols());
+        let vocab = w.len() / width;
+        let mut dx = vec![0f32; rows * width];
+        let mut du = vec![0f32; self.adapter.map_or(0, |adapter| rows * adapter.r)];
+        let ids = self.grads.rows.map_or(&[][..], |(ids, _)| ids);
+        let mut picked = vec![0f32; rows * ids.len()];
+        let mut held = LAST_LOGITS.take();
+        let scratch = first(&mut held, rows * PART.min(vocab));
+        for part in parts(vocab) {
+            let len = part.len();
+            let d = &mut scratch[..rows * len];
+            self.gradient_of_part(d, chunk, &part, first_pass);
+            for (picked, row) in picked.chunks_exact_mut(ids.len().max(1)).zip(d.chunks_exact(len)) {
+                let here = picked.iter_mut().zip(ids).filter(|(_, id)| part.contains(&(**id as usize)));
+                here.for_each(|(picked, &id)| *picked = row[id as usize - part.start]);
+            }
+            let d = MatView::new(d, rows, len, len);
+            let values = MatView::new(&w[part.start * width..part.end * width], len, width, width);
+            let dst = MatViewMut { data: &mut dx, stride: width, accumulate: true };
+            matmul_as::<T, f32, _, _>(dst, d, values, 1.0, Threads::All);
+            if let Some(dweight) = self.grads.weight {
+                add_gradient(dweight, part.clone(), d, x)?;
+            }
+            if let Some(adapter) = self.adapter {
+                adapter.backward(d, chunk, &part, &mut du, self.grads.b)?;
+            }
+        }
+        LAST_LOGITS.set(held);
+        if let Some((ids, drows)) = self.grads.rows {
+            add_gradient(drows, 0..ids.len(), MatView::new(&picked, rows, ids.len(), ids.len()), x)?;
+        }
+        let mut rounded = vec![T::default(); dx.len()];
+        rounded.par_chunks_mut(width).zip(dx.par_chunks(width)).for_each(|(to, row)| keep(to, row));
+        Ok((rounded, du))
+    }
+
+    /// The gradient of the logits of a part of the vocabulary, `[rows, part]`.
+    fn gradient_of_part<K: Kept>(
+        &self,
+        d: &mut [f32],
+        chunk: &[usize],
+        part: &Range<usize>,
+        first_pass: &FirstPass<'_, K>,
+    ) {
+        let (rows, len) = (chunk.len(), part.len());
+        let kept = &first_pass.kept[rows * part.start..rows * part.end];
+        let maxima = &first_pass.maxima[part.start / PART * rows..][..rows];
+        let cap = self.kind.softcap.map(|cap| cap as f32);
+        let work = d.par_chunks_mut(len).zip(kept.par_chunks(len)).zip(maxima).zip(&first_pass.states);
+        work.zip(chunk).with_min_len(ROWS_OF_TASK).for_each(|((((d, kept), &max), state), &n)| {
+            let scale = self.targets.scale(n, self.kind.scale);
+            match cap {
+                None => scaled(d, kept, simd::exp(max - state.max) * scale / state.sum),
+                Some(cap) => capped_gradient(d, kept, state, cap, scale),
+            }
+            let target = self.targets.ids[n] as usize;
+            if part.contains(&target) {
+                let slope = cap.map_or(1.0, |cap| slope(state.at_target, cap));
+                let p = simd::exp(state.at_target - state.max) / state.sum;
+                d[target - part.start] = scale * (p - 1.0) * slope;
+            }
+        });
+    }
+}
+
+vectorized! {
+    fn keep<K: FloatElement>(kept: &mut [K], row: &[f32]) {
+        kept.iter_mut().zip(row).for_each(|(kept, value)| *kept = K::nearest(*value));
+    }
+}
+
+vectorized! {
+    fn scaled<K: FloatElement>(d: &mut [f32], kept: &[K], factor: f32) {
+        d.iter_mut().zip(kept).for_each(|(d, kept)| *d = kept.widen() * factor);
+    }
+}
+
+vectorized! {
+    /// `scale · softmax · slope`, from logits that are capped.
+    fn capped_gradient<K: FloatElement>(d: &mut [f32], logits: &[K], state: &RowState, cap: f32, scale: f32) {
+        let (max, factor) = (state.max, scale / state.sum);
+        for (d, logit) in d.iter_mut().zip(logits) {
+            let logit = logit.widen();
+            *d = simd::exp(logit - max) * factor * slope(logit, cap);
+        }
+    }
+}
+
+/// The slope of `cap · tanh(l / cap)` where that is `logit`.
+#[inline(always)]
+fn slope(logit: f32, cap: f32) -> f32 {
+    let tanh = logit / cap;
+    1.0 - tanh * tanh
+}
+
+/// `grad += dᵀ · x` for some rows of `grad`, f32.
+fn add_gradient<T: FloatElement>(
+    grad: &TensorMut,
+    rows: Range<usize>,
+    d: MatView<'_, f32>,
+    x: MatView<'_, T>,
+) -> Result<()> {
+    let (_, stride) = dims2(grad)?;
+    update(grad, |data: &mut [f32]| {
+        let data = &mut data[rows.start * stride..rows.end * stride];
+        matmul(MatViewMut { data, stride, accumulate: true }, d.t(), x, 1.0, Threads::All);
+    })
+}
+
+/// A [`Delta`] as slices.
+struct DeltaOnCpu {
+    u: Vec<f32>,
+    b: Vec<f32>,
+    r: usize,
+    scale: f32,
+}
+
+impl DeltaOnCpu {
+    fn new(delta: Delta<'_>) -> Result<Self> {
+        let (_, r) = dims2(delta.b)?;
+        let (u, b) = (read::<f32>(delta.u)?.to_vec(), read::<f32>(delta.b)?.to_vec());
+        Ok(DeltaOnCpu { u, b, r, scale: delta.scale as f32 })
+    }
+
+    /// The rows of B of a part of the vocabulary.
+    fn b(&self, part: &Range<usize>) -> MatView<'_, f32> {
+        MatView::new(&self.b[part.start * self.r..part.end * self.r], part.len(), self.r, self.r)
+    }
+
+    fn add_logits(&self, logits: &mut [f32], chunk: &[usize], part: &Range<usize>) {
+        let u = gather::<f32>(&self.u, chunk, self.r);
+        let u = MatView::new(&u, chunk.len(), self.r, self.r);
+        let dst = MatViewMut { data: logits, stride: part.len(), accumulate: true };
+        matmul(dst, u, self.b(part).t(), self.scale, Threads::All);
+    }
+
+    /// Adds what a part of the vocabulary gives to the chunk's rows of `du` and to the gradient of B.
+    fn backward(
+        &self,
+        d: MatView<'_, f32>,
+        chunk: &[usize],
+        part: &Range<usize>,
+        du: &mut [f32],
+        db: Option<&TensorMut>,
+    ) -> Result<()> {
+        let dst = MatViewMut { data: du, stride: self.r, accumulate: true };
+        matmul(dst, d, self.b(part), self.scale, Threads::All);
+        let Some(db) = db else { return Ok(()) };
+        let u = gather::<f32>(&self.u, chunk, self.r);
+        let u = MatView::new(&u, chunk.len(), self.r, self.r);
+        update(db, |g: &mut [f32]| {
+            let data = &mut g[part.start * self.r..part.end * self.r];
+            let dst = MatViewMut { data, stride: self.r, accumulate: true };
+            matmul(dst, d.t(), u, self.scale, Threads::All);
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chunk_is_worth_packing_for() {
+        let rows = [300, 16_384, 49_152, 128_256];
+        assert_eq!(rows.map(chunk_rows::<f32>), [2048, 768, 256, 256]);
+        assert_eq!(rows.map(chunk_rows::<bf16>), [4096, 1536, 512, 512]);
+        let beside = 4 * (PART + 2 * 64);
+        let held = |rows, dtype, has_softcap| held_bytes(128_256, 64, rows, dtype, has_softcap);
+        assert_eq!(held(1000, DType::F32, false), 256 * (4 * 128_256 + beside));
+        assert_eq!(held(1000, DType::BF16, false), 512 * (2 * 128_256 + beside));
+        assert_eq!(held(1000, DType::BF16, true), 256 * (4 * 128_256 + beside));
+        assert_eq!(held(100, DType::F32, true), 100 * (4 * 128_256 + beside));
+    }
+
+    /// One logit that is no number leaves nothing of its row a number, wherever it stands.
+    #[test]
+    fn a_nan_is_not_passed_over() -> Result<()> {
+        let (vocab, width) = (2 * PART + 41, 8);
+        let weight = tensor(vec![0.25f32; vocab * width], (vocab, width))?;
+        for softcap in [None, Some(30.0)] {
+            for at in [0, 17, PART + 3, vocab - 1] {
+                let mut weight = read::<f32>(&weight)?.to_vec();
+                weight[at * width] = f32::NAN;
+                let weight = tensor(weight, (vocab, width))?;
+                let x = tensor(vec![1f32; width], (1, width))?;
+                let grad = TensorMut::new(tensor(vec![0f32; vocab * width], (vocab, width))?);
+                let grads = OutputGrads { weight: Some(&grad), ..OutputGrads::default() };
+                let output = Output { weight: &weight, delta: None };
+                let kind = LossKind { scale: 1.0, softcap };
+                let found = loss(&x, output, LossTargets::unweighted(&[3]), kind, grads)?;
+                assert!(found.loss.read()?.is_nan(), "{softcap:?}, {at}");
+                assert!(read::<f32>(&found.dx)?.iter().all(|d| d.is_nan()), "{softcap:?}, {at}");
+                assert!(read::<f32>(&grad)?.iter().all(|d| d.is_nan()), "{softcap:?}, {at}");
+            }
+        }
+        Ok(())
+    }
+}
