@@ -32,7 +32,8 @@ done
     compute ops::attention \
     compute selftest::oracle \
     cli train::lora_follows_peft \
-    cli train::qlora_follows_peft
+    cli train::qlora_follows_peft \
+    cli train::packed_products
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

@@ -22,6 +22,9 @@ pub(crate) struct OpSpeeds {
     /// 10^9 bytes a second that a copy reads and writes.
     copy_gbps: f64,
     gemm_tflops: f64,
+    /// 10^12 operations a second that the instructions of products reach in registers alone; none on a GPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peak_tflops: Option<f64>,
     ops: Vec<OpSpeed>,
     #[serde(skip)]
     rates: DeviceRates,
@@ -38,7 +41,7 @@ struct OpSpeed {
     gbps: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     tflops: Option<f64>,
-    /// Of `copy_gbps` or `gemm_tflops`.
+    /// Of `copy_gbps` or `peak_tflops`; of `gemm_tflops` where there is no peak.
     share: f64,
     /// The most bytes that a run takes on a GPU beside its inputs.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -63,6 +66,7 @@ impl OpSpeeds {
             dtype: shapes.dtype.as_str(),
             copy_gbps: rates.copy_bytes / 1e9,
             gemm_tflops: rates.gemm_flops / 1e12,
+            peak_tflops: rates.peak_flops.map(|flops| flops / 1e12),
             ops: Vec::new(),
             rates,
         })
@@ -71,8 +75,10 @@ impl OpSpeeds {
     /// What stands above the lines of a table.
     pub(crate) fn head(&self) -> String {
         let OpSpeeds { device, tokens, max_seq_len, dtype, copy_gbps, gemm_tflops, .. } = self;
+        let peak = self.peak_tflops.map(|tflops| format!(", in registers alone {tflops:.3}"));
+        let peak = peak.unwrap_or_default();
         format!(
-            "{device}: copies {copy_gbps:.1} GB/s, {dtype} products {gemm_tflops:.3} TFLOP/s; \
+            "{device}: copies {copy_gbps:.1} GB/s, {dtype} products {gemm_tflops:.3} TFLOP/s{peak}; \
              {tokens} tokens in rows of {max_seq_len} at most\n\n\
              {:<20} {:<48} {:<5} {:>10} {:>17} {:>8}\n",
             "operation", "shape", "dtype", "ms", "rate", "share"

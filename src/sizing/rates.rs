@@ -195,7 +195,7 @@ impl ComputeRates {
     /// # Errors
     /// An operation cannot be measured, for want of memory or because it fails.
     pub fn measure(shapes: &BenchShapes, device: &Device, path: LossPath) -> Result<Self> {
-        let DeviceRates { copy_bytes, gemm_flops } = shapes.device_rates(device)?;
+        let DeviceRates { copy_bytes, gemm_flops, .. } = shapes.device_rates(device)?;
         // The gradient of an output layer's weight may be larger than all that a run with adapters holds.
         let wanted = |op: &str, shape: &str| {
             MEASURED.contains(&op) && (op != LOSS || shape.ends_with(measured_as(path)))

@@ -29,7 +29,7 @@ fn listed(figures: &Value) -> String {
         let keys: Vec<&str> = op.as_object().unwrap().keys().map(String::as_str).collect();
         let unit = keys[4];
         assert_eq!(keys, ["op", "shape", "dtype", "ms", unit, "share"]);
-        let rate = if unit == "gbps" { "copy_gbps" } else { "gemm_tflops" };
+        let rate = if unit == "gbps" { "copy_gbps" } else { "peak_tflops" };
         let share = positive(op, unit) / positive(figures, rate);
         assert!((positive(op, "share") / share - 1.0).abs() < 1e-9, "{op}");
         positive(op, "ms");
@@ -45,10 +45,12 @@ fn every_operation_is_measured() {
     let figures = |dtype: &str| -> Value {
         let figures: Value = serde_json::from_str(&bench_ops(&place, &["--json", "--dtype", dtype])).unwrap();
         let keys: Vec<&str> = figures.as_object().unwrap().keys().map(String::as_str).collect();
+        let rates = ["copy_gbps", "gemm_tflops", "peak_tflops"];
         assert_eq!(
             keys,
-            ["device", "processor", "tokens", "max_seq_len", "dtype", "copy_gbps", "gemm_tflops", "ops"]
+            [&["device", "processor", "tokens", "max_seq_len", "dtype"][..], &rates, &["ops"]].concat()
         );
+        positive(&figures, "gemm_tflops");
         assert!(!figures["device"].as_str().unwrap().is_empty());
         assert_eq!((&figures["tokens"], &figures["dtype"]), (&48.into(), &dtype.into()));
         figures
@@ -107,9 +109,10 @@ fn every_operation_is_measured() {
 fn a_table_has_the_operations_that_were_asked_for() {
     let text = bench_ops(&Place::new(), &["--only", "rms_norm", "--only", "squares"]);
     let lines: Vec<&str> = text.lines().collect();
-    assert!(
-        lines[0].contains(" GB/s, bf16 products ") && lines[0].ends_with("48 tokens in rows of 20 at most")
-    );
+    let head = lines[0].split_once(" GB/s, bf16 products ").unwrap().1;
+    let (product, peak) = head.split_once(" TFLOP/s, in registers alone ").unwrap();
+    let peak = peak.strip_suffix("; 48 tokens in rows of 20 at most").unwrap();
+    assert!([product, peak].into_iter().all(|rate| rate.parse::<f64>().is_ok()), "{head}");
     assert!(lines[2].starts_with("operation ") && lines[2].ends_with(" share"), "{text}");
     let names: Vec<&str> = lines[3..].iter().filter_map(|line| line.split(' ').next()).collect();
     assert_eq!(names, ["rms_norm", "rms_norm_backward", "rms_norm_backward", "sums_of_squares"]);

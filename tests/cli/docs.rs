@@ -263,7 +263,7 @@ fn every_command_works() {
     docs/formats.md: 2 run, 0 parsed, 0 of other programs
     docs/monitoring.md: 1 run, 0 parsed, 0 of other programs
     docs/processors.md: 1 run, 0 parsed, 0 of other programs
-    docs/profiling.md: 1 run, 0 parsed, 0 of other programs
+    docs/profiling.md: 2 run, 1 parsed, 0 of other programs
     docs/ranks-and-launchers.md: 4 run, 7 parsed, 3 of other programs
     docs/recipes.md: 7 run, 0 parsed, 0 of other programs
     docs/reliability.md: 0 run, 0 parsed, 4 of other programs

@@ -59,6 +59,7 @@ mod sizing_run;
 mod split;
 mod surface;
 mod system_faults;
+mod threads;
 mod tokenizer_dropout;
 mod tokens;
 mod train;

@@ -79,6 +79,56 @@ fn lora_on_phi3_follows_peft() {
     follows("lora_phi3");
 }
 
+/// With products that are large enough to be packed, which those of the tiny models are not
+/// (compute/src/ops/packed_gemm/tests.rs).
+#[test]
+fn packed_products_follow_the_reference() {
+    follows("wide_lora");
+    follows("wide_qlora");
+    follows("wide_full");
+}
+
+const ONE_THREAD: (&str, &str) = ("RAYON_NUM_THREADS", "1");
+const TWO_THREADS: (&str, &str) = ("RAYON_NUM_THREADS", "2");
+
+/// The golden run `name` in bf16, with `more` in its recipe: within 1 % of losses in f32.
+fn follows_in_bf16(name: &str, more: Option<&str>) {
+    golden_run::follows_in_bf16(name, &[(TWO_THREADS, more)]);
+}
+
+#[test]
+fn lora_in_bf16_follows_peft() {
+    follows_in_bf16("lora", None);
+    follows_in_bf16("lora_qwen2", None);
+    follows_in_bf16("lora_phi3", None);
+    follows_in_bf16("dora", None);
+}
+
+#[test]
+fn qlora_in_bf16_follows_peft_on_bitsandbytes() {
+    follows_in_bf16("qlora", None);
+}
+
+#[test]
+fn full_in_bf16_follows_transformers() {
+    follows_in_bf16("full", None);
+}
+
+/// Weights and moments are bf16, too, and the tolerance is the same 1 %.
+#[test]
+fn full_in_bf16_without_masters_follows_transformers() {
+    follows_in_bf16("full", Some("optimizer.master=none"));
+}
+
+/// With the same bits on one thread as on two.
+#[test]
+fn packed_products_in_bf16_follow_the_reference() {
+    golden_run::follows_in_bf16("wide_lora", &[(ONE_THREAD, None), (TWO_THREADS, None)]);
+    follows_in_bf16("wide_qlora", None);
+    follows_in_bf16("wide_full", None);
+    follows_in_bf16("wide_full", Some("optimizer.master=none"));
+}
+
 fn lora_flags<'a>(output: &'a str, model: &'a str, data: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let mut flags = vec!["--model", model, "--dataset", data, "--output", output, "--recipe", "lora"];
     flags.extend(["--set", "data.max_seq_len=96", "--set", "data.packing=false"]);

@@ -97,7 +97,7 @@ fn packed_kernel<D: FloatElement>(a: &impl GemmMatrix, b: &impl GemmMatrix) -> O
     packed_gemm::is_profitable(kernel, a.rows(), b.cols(), a.cols()).then_some(kernel)
 }
 
-/// `dst = [dst +] a · b + term`: in one pass over `dst` where the product is packed and in bf16, else in two.
+/// `dst = [dst +] a · b + term`: in one pass over `dst` where the product is packed, else in two.
 pub(crate) fn matmul_plus<D: FloatElement, A: FloatElement, B: GemmMatrix>(
     dst: MatViewMut<'_, D>,
     a: MatView<'_, A>,
@@ -112,8 +112,7 @@ pub(crate) fn matmul_plus<D: FloatElement, A: FloatElement, B: GemmMatrix>(
         (m, n, term.factor.rows()),
         "shape of a term"
     );
-    if packed_gemm::has_bf16::<D>(&a, &b)
-        && m * n * term.r() > 0
+    if m * n * term.r() > 0
         && let Some(kernel) = packed_kernel::<D>(&a, &b)
     {
         assert_eq!(a.cols(), b.rows(), "inner dimensions of a product");

@@ -2,7 +2,7 @@
 //! AVX-512, AVX2 and plain x86-64 (and once for other processors). No fused multiply-add is written out, so every
 //! version gives the same bits.
 
-/// e^x to 2 ulp (Cephes `expf` polynomial). 0 below −87.3, infinity above 88.7; NaN stays NaN.
+/// e^x to 2 ulp (Cephes `expf` polynomial) from −87.3 to 88.7. 0 below that, infinity above; NaN stays NaN.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     const LOG2_E: f32 = std::f32::consts::LOG2_E;
@@ -10,11 +10,9 @@ pub(crate) fn exp(x: f32) -> f32 {
     const LN2_LOW: f32 = -2.121_944_4e-4;
     // Adding 1.5 · 2^23 leaves the rounded integer in the low bits of the sum.
     const ROUND: f32 = 12_582_912.0;
-    let clamped = if x > 88.0 { 88.0 } else { x };
-    let clamped = if clamped < -87.0 { -87.0 } else { clamped };
-    let shifted = clamped * LOG2_E + ROUND;
+    let shifted = x * LOG2_E + ROUND;
     let n = shifted - ROUND;
-    let r = clamped - n * LN2_HIGH - n * LN2_LOW;
+    let r = x - n * LN2_HIGH - n * LN2_LOW;
     let mut p = 1.987_569_1e-4;
     p = p * r + 1.398_199_9e-3;
     p = p * r + 8.333_452e-3;
@@ -22,10 +20,11 @@ pub(crate) fn exp(x: f32) -> f32 {
     p = p * r + 1.666_666_5e-1;
     p = p * r + 5e-1;
     let fraction = p * r * r + r + 1.0;
-    let exponent = (shifted.to_bits().wrapping_sub(ROUND.to_bits()) << 23).wrapping_add(127 << 23);
-    let value = fraction * f32::from_bits(exponent);
+    // Times 2^n, added to the exponent: from 88.38 on n is 128, of which there is no f32, while the result is one. Outside the
+    // range these bits mean nothing.
+    let value = f32::from_bits(fraction.to_bits().wrapping_add(shifted.to_bits() << 23));
     let value = if x < -87.3 { 0.0 } else { value };
-    if x > 88.7 { f32::INFINITY } else { value }
+    if x <= 88.7 { value } else { x + f32::INFINITY }
 }
 
 /// 1 / (1 + e^−x).
@@ -146,16 +145,32 @@ mod tests {
 
     #[test]
     fn exp_is_close_everywhere_and_keeps_special_values() {
-        let mut x = -87.0f32;
-        while x < 88.0 {
+        let check = |x: f32| {
             let (ours, exact) = (f64::from(exp(x)), f64::from(x).exp());
             assert!((ours / exact - 1.0).abs() < 2.5e-7, "exp({x}) = {ours}, exactly {exact}");
+        };
+        let mut x = -87.3f32;
+        while x < 88.7 {
+            check(x);
             x += 0.0137;
+        }
+        // All numbers about the ends of the range, and where 2^n leaves that of f32.
+        for edge in [-87.3f32, -87.0, 88.0, 88.376, 88.7] {
+            (edge.to_bits() - 5000..=edge.to_bits() + 5000)
+                .map(f32::from_bits)
+                .filter(|x| (-87.3..=88.7).contains(x))
+                .for_each(check);
+        }
+        assert_eq!((exp(f32::next_down(-87.3)), exp(-88.0), exp(f32::MIN)), (0.0, 0.0, 0.0));
+        for above in [f32::next_up(88.7), 89.0, 177.5, 1e10, f32::MAX] {
+            assert_eq!(exp(above), f32::INFINITY, "{above}");
         }
         assert_eq!(exp(0.0), 1.0);
         assert_eq!(exp(f32::NEG_INFINITY), 0.0);
         assert_eq!(exp(f32::INFINITY), f32::INFINITY);
-        assert!(exp(f32::NAN).is_nan());
+        for nan in [0x7fc0_0000, 0x7f80_0001, 0x7fff_ffff, 0xffc0_0000, 0xffff_ffff].map(f32::from_bits) {
+            assert!(exp(nan).is_nan(), "{:x}", nan.to_bits());
+        }
     }
 
     #[test]

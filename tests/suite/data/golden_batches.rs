@@ -19,6 +19,7 @@ fn golden_batches_are_reproduced() {
         ("tiny-llama", "tiny-llama-steps20-accum2-mb2-len96"),
         ("tiny-qwen2", "tiny-qwen2-steps10-accum1-mb2-len96"),
         ("tiny-phi3", "tiny-phi3-steps10-accum1-mb2-len96"),
+        ("wide-llama", "wide-llama-steps5-accum2-mb8-len96"),
     ] {
         let bytes = std::fs::read(golden(&format!("train/batches/{file}.safetensors"))).unwrap();
         let tensors = SafeTensors::deserialize(&bytes).unwrap();

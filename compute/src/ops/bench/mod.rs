@@ -1,5 +1,5 @@
 //! How fast every op is at the shapes of a model: the time of a run, what it must at least read and write or multiply, and
-//! how fast the same device copies and multiplies in the same process.
+//! how fast the same device copies and multiplies in the same process; of a CPU, how fast its instructions multiply at all.
 //!
 //! Ops run as the engine runs them: one call after another, a GPU waited for at the end of a batch of them (`timer`). Inputs
 //! that a cache could hold are there several times and taken in turn (`inputs`). Bytes are those that any implementation
@@ -100,14 +100,16 @@ pub struct DeviceRates {
     pub copy_bytes: f64,
     /// Floating-point operations a second of the product of `gate_proj`, in the dtype of the activations.
     pub gemm_flops: f64,
+    /// Those that the instructions of products in this dtype reach in registers alone; none on a GPU.
+    pub peak_flops: Option<f64>,
 }
 
 impl DeviceRates {
-    /// The part of the rate for its kind of work that an op reaches.
+    /// The part of the rate for its kind of work that an op reaches; of multiplying that is the peak, where it is known.
     pub fn share(&self, timing: &OpTiming) -> f64 {
         let rate = match timing.work {
             OpWork::Bytes(_) => self.copy_bytes,
-            OpWork::Flops(_) => self.gemm_flops,
+            OpWork::Flops(_) => self.peak_flops.unwrap_or(self.gemm_flops),
         };
         timing.per_sec() / rate
     }
@@ -130,7 +132,8 @@ impl BenchShapes {
         let gemm = products::gate_proj(self);
         // The product first: it brings the clocks up.
         let gemm_flops = gemm.measure(device, self)?.per_sec();
-        Ok(DeviceRates { gemm_flops, copy_bytes: copy.measure(device, self)?.per_sec() })
+        let peak_flops = device.is_cpu().then(|| products::peak_flops(self.dtype));
+        Ok(DeviceRates { gemm_flops, peak_flops, copy_bytes: copy.measure(device, self)?.per_sec() })
     }
 
     /// Measures the ops that are `wanted` by their name and shape on `device`, one by one as the iterator is asked; the inputs of an op are freed before

@@ -6,6 +6,7 @@ use candle_core::DType;
 use super::inputs::{BenchInputs, token_ids};
 use super::{BenchShapes, Repeat, TimedOp};
 use crate::error::Result;
+use crate::instruction_set::InstructionSet;
 use crate::ops::case::CaseRunner;
 use crate::ops::cross_entropy::{
     LossKind, LossTargets, Output, OutputGrads, linear_cross_entropy, logits, score_targets,
@@ -15,6 +16,7 @@ use crate::ops::matmul_quantized::cases::quantized;
 use crate::ops::matmul_quantized::{
     Quantized, Weight, matmul_weight, matmul_weight_plus_low_rank, matmul_weights,
 };
+use crate::ops::packed_gemm::{self, MicroKernel};
 use crate::quant::QuantFormat;
 use crate::runtime::TensorMut;
 
@@ -29,10 +31,15 @@ pub(super) fn ops(shapes: &BenchShapes) -> Vec<TimedOp> {
     ops
 }
 
-/// Forward through the widest linear layer of a block: what multiplying is judged by.
+/// Forward through the widest linear layer of a block: what multiplying is judged by on a GPU.
 pub(super) fn gate_proj(shapes: &BenchShapes) -> TimedOp {
     let widths = shapes.widths;
     LinearProduct::new("gate_proj", Transpose::Nt, widths.hidden_size, widths.intermediate_size).timed(shapes)
+}
+
+/// Operations a second that the processor can multiply at most, by the instructions of products in this dtype.
+pub(super) fn peak_flops(dtype: DType) -> f64 {
+    packed_gemm::peak_flops(MicroKernel::of(InstructionSet::in_use(), dtype == DType::BF16))
 }
 
 /// A product of a linear layer with N rows of activations.

@@ -70,16 +70,16 @@ fn losses() -> Vec<OpCase> {
         (LossCase { ignore_every: 3, dweight: true, ..plain }, "ignored targets, dweight"),
         (LossCase { ignore_every: 3, softcap: Some(2.0), ..plain }, "ignored targets, soft-cap"),
         (LossCase { softcap: Some(2.0), dweight: true, ..plain }, "soft-cap, dweight"),
-        (LossCase { rows: 2100, ignore_every: 50, dweight: true, ..plain }, "more rows than a chunk"),
+        (LossCase { rows: 4200, ignore_every: 50, dweight: true, ..plain }, "more rows than a chunk"),
         (LossCase { ignore_every: 1, dweight: true, ..plain }, "no target at all"),
         (LossCase { ignore_every: 3, adapter: true, ..plain }, "adapter, token rows"),
         (
-            LossCase { rows: 2100, softcap: Some(2.0), adapter: true, ..plain },
+            LossCase { rows: 4200, softcap: Some(2.0), adapter: true, ..plain },
             "adapter, token rows, soft-cap, two chunks",
         ),
         (LossCase { ignore_every: 3, dweight: true, weighted: true, ..plain }, "coefficients, dweight"),
         (
-            LossCase { rows: 2100, softcap: Some(2.0), adapter: true, weighted: true, ..plain },
+            LossCase { rows: 4200, softcap: Some(2.0), adapter: true, weighted: true, ..plain },
             "coefficients, adapter, token rows, soft-cap, two chunks",
         ),
     ];

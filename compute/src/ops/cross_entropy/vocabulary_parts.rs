@@ -15,7 +15,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::{LAST_LOGITS, LossAndGrad, LossTargets, TokenScore, counted, gather};
+use super::{LAST_LOGITS, LossAndGrad, LossTargets, TokenScore, counted, gather, scatter};
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::ops::gemm::{MatView, MatViewMut, Threads, matmul, matmul_as};
@@ -84,13 +84,16 @@ pub(super) fn loss(x: &Tensor, weight: &Tensor, targets: LossTargets<'_>, scale:
                 let dst = MatViewMut { data: &mut sums, stride: width, accumulate: true };
                 matmul_as::<T, f32, _, _>(dst, p, values, 1.0, Threads::All);
             });
-            for ((state, sums), &n) in states.iter().zip(sums.chunks_exact(width)).zip(chunk) {
+            let mut gradients = vec![T::default(); sums.len()];
+            let work = gradients.par_chunks_mut(width).zip(sums.par_chunks(width)).zip(&states).zip(chunk);
+            work.with_min_len(ROWS_OF_TASK).for_each(|(((dx, sums), state), &n)| {
                 let target = targets.ids[n] as usize;
                 let scale = targets.scale(n, scale);
                 let values = &w[target * width..(target + 1) * width];
-                gradient_of_row(&mut dx[n * width..(n + 1) * width], sums, values, scale / state.sum, scale);
-                loss += targets.weighted(n, state.loss());
-            }
+                gradient_of_row(dx, sums, values, (scale / state.sum, scale));
+            });
+            scatter(&mut dx, &gradients, chunk, width);
+            loss += states.iter().zip(chunk).map(|(state, &n)| targets.weighted(n, state.loss())).sum::<f64>();
         }
         Ok(LossAndGrad { loss: loss.into(), dx: tensor(dx, (n, width))?, du: None })
     }))
@@ -198,16 +201,18 @@ vectorized! {
     }
 }
 
-/// `dx = by_sum · sums − by_target · values`
-fn gradient_of_row<T: FloatElement, W: FloatElement>(
-    dx: &mut [T],
-    sums: &[f32],
-    values: &[W],
-    by_sum: f32,
-    by_target: f32,
-) {
-    for ((dx, sum), value) in dx.iter_mut().zip(sums).zip(values) {
-        *dx = T::nearest(by_sum * sum - by_target * value.widen());
+vectorized! {
+    /// `dx = by_sum · sums − by_target · values`
+    fn gradient_of_row<T: FloatElement, W: FloatElement>(
+        dx: &mut [T],
+        sums: &[f32],
+        values: &[W],
+        factors: (f32, f32),
+    ) {
+        let (by_sum, by_target) = factors;
+        for ((dx, sum), value) in dx.iter_mut().zip(sums).zip(values) {
+            *dx = T::nearest(by_sum * sum - by_target * value.widen());
+        }
     }
 }
 

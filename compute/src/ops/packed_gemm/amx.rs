@@ -6,7 +6,8 @@
 use std::arch::asm;
 use std::marker::PhantomData;
 
-use super::tile::{PackedFormat, Strip, Tile};
+use super::register_sums::{RegisterSums, TWO_ONES};
+use super::tile::{LANES, PackedFormat, Strip, Tile};
 
 /// What `ldtilecfg` reads.
 #[repr(C, align(64))]
@@ -182,5 +183,40 @@ impl TileRegisters {
                 ),
             }
         }
+    }
+
+    /// As [`super::micro_kernel::OpenKernel::multiply_ones`]: six registers sum, two hold ones.
+    pub(super) fn multiply_ones(&self, rounds: u64) -> RegisterSums {
+        /// Registers that sum.
+        const SUMS: usize = 6;
+        /// Multiplications of an instruction: 16 rows by 16 columns, of 32 inner elements.
+        const PRODUCTS: usize = LANES * LANES * 2 * LANES;
+        assert!(rounds > 0, "a loop of no rounds");
+        let mut ones = Tile::ZERO;
+        (0..LANES).for_each(|line| ones.line_mut(line).fill(TWO_ONES.to_bits()));
+        let mut sums = [Tile::ZERO; SUMS];
+        // SAFETY: the registers are set up on this thread, which `self` cannot leave; a tile is what a register holds.
+        unsafe {
+            asm!(
+                "tileloadd tmm6, [{ones} + {line}]", "tileloadd tmm7, [{ones} + {line}]",
+                "tilezero tmm0", "tilezero tmm1", "tilezero tmm2",
+                "tilezero tmm3", "tilezero tmm4", "tilezero tmm5",
+                "2:",
+                "tdpbf16ps tmm0, tmm6, tmm7", "tdpbf16ps tmm1, tmm6, tmm7", "tdpbf16ps tmm2, tmm6, tmm7",
+                "tdpbf16ps tmm3, tmm6, tmm7", "tdpbf16ps tmm4, tmm6, tmm7", "tdpbf16ps tmm5, tmm6, tmm7",
+                "dec {rounds}", "jnz 2b",
+                "tilestored [{sums} + {line}], tmm0", "tilestored [{sums} + {line} + 1024], tmm1",
+                "tilestored [{sums} + {line} + 2048], tmm2", "tilestored [{sums} + {line} + 3072], tmm3",
+                "tilestored [{sums} + {line} + 4096], tmm4", "tilestored [{sums} + {line} + 5120], tmm5",
+                ones = in(reg) &raw const ones, sums = in(reg) &raw mut sums,
+                rounds = inout(reg) rounds => _, line = in(reg) 64usize,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack),
+            );
+        }
+        let lines = sums.iter().flat_map(|tile| (0..LANES).map(|line| tile.line(line)));
+        let sums = lines.flatten().map(|bits| f32::from_bits(*bits)).collect();
+        RegisterSums { sums, flops: rounds * (SUMS * PRODUCTS * 2) as u64 }
     }
 }

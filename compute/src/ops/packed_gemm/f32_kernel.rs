@@ -138,11 +138,14 @@ kernel!(
 kernel!(multiply_baseline, 4, 8, array::load, array::splat, array::multiply_add, array::store);
 
 /// Vectors of eight numbers as arrays.
-mod array {
+pub(super) mod array {
     type Vector = [f32; 8];
 
+    /// Whether the architecture multiplies and adds in one instruction.
+    pub(in super::super) const FUSED: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
+
     #[inline(always)]
-    pub(super) fn splat(value: f32) -> Vector {
+    pub(in super::super) fn splat(value: f32) -> Vector {
         [value; 8]
     }
 
@@ -153,20 +156,14 @@ mod array {
     }
 
     #[inline(always)]
-    pub(super) unsafe fn store(to: *mut f32, values: Vector) {
+    pub(in super::super) unsafe fn store(to: *mut f32, values: Vector) {
         // SAFETY: as above.
         unsafe { to.cast::<Vector>().write(values) }
     }
 
-    /// Rounded once where the architecture multiplies and adds in one instruction, else twice.
+    /// Rounded once if [`FUSED`], else twice.
     #[inline(always)]
     pub(super) fn multiply_add(x: Vector, y: Vector, sum: Vector) -> Vector {
-        std::array::from_fn(|i| {
-            if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
-                x[i].mul_add(y[i], sum[i])
-            } else {
-                x[i] * y[i] + sum[i]
-            }
-        })
+        std::array::from_fn(|i| if FUSED { x[i].mul_add(y[i], sum[i]) } else { x[i] * y[i] + sum[i] })
     }
 }

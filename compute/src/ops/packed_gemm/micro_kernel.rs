@@ -1,6 +1,7 @@
 //! What multiplies packed operands: one kernel for each set of instructions, chosen once for a product.
 
 use super::f32_kernel;
+use super::register_sums::{self, RegisterSums};
 use super::tile::{PackedFormat, SQUARE, STEP, Strip};
 use std::cell::Cell;
 
@@ -90,6 +91,11 @@ impl MicroKernel {
         }
     }
 
+    /// Products of parts that make a product.
+    pub(super) fn passes(self) -> usize {
+        if self.splits_f32() { 6 } else { 1 }
+    }
+
     /// The instructions of the kernel and of what stands around it.
     pub(super) fn set(self) -> InstructionSet {
         match self {
@@ -176,6 +182,30 @@ impl OpenKernel {
                 #[cfg(target_arch = "x86_64")]
                 MicroKernel::Avx2 => f32_kernel::multiply_avx2(left, right, dst, stride, accumulate),
                 MicroKernel::Baseline => f32_kernel::multiply_baseline(left, right, dst, stride, accumulate),
+            }
+        }
+    }
+
+    /// Multiplies ones and adds them up in registers, `rounds` times for each sum, by the instructions of the kernel.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_unsafe))]
+    pub(super) fn multiply_ones(&self, rounds: u64) -> RegisterSums {
+        // SAFETY: `open` asserted that the instructions are there.
+        unsafe {
+            match self.kernel {
+                #[cfg(target_arch = "x86_64")]
+                MicroKernel::AmxBf16 | MicroKernel::AmxF32 => {
+                    let registers = self.registers.as_ref().expect("configured for these kernels");
+                    registers.multiply_ones(rounds)
+                }
+                #[cfg(target_arch = "x86_64")]
+                MicroKernel::Avx512Bf16 => register_sums::avx512_bf16(rounds),
+                #[cfg(all(test, target_arch = "x86_64"))]
+                MicroKernel::AmxByAvx512 { .. } => register_sums::avx512_bf16(rounds),
+                #[cfg(target_arch = "x86_64")]
+                MicroKernel::Avx512 => register_sums::avx512(rounds),
+                #[cfg(target_arch = "x86_64")]
+                MicroKernel::Avx2 => register_sums::avx2(rounds),
+                MicroKernel::Baseline => register_sums::baseline(rounds),
             }
         }
     }

@@ -24,6 +24,8 @@ mod f32_kernel;
 mod f32_tiles;
 mod micro_kernel;
 mod packing;
+mod peak;
+mod register_sums;
 mod task;
 #[cfg(test)]
 mod tests;
@@ -40,6 +42,7 @@ use crate::runtime::cpu_tensor::FloatElement;
 use crate::runtime::thread_pool;
 use destination::{Accumulator, Destination};
 pub(crate) use micro_kernel::{MicroKernel, OpenKernel};
+pub(super) use peak::peak_flops;
 use task::{SharedOperand, Side};
 pub(crate) use tile::{SQUARE, STEP};
 pub(super) use tile_operand::TileOperand;
@@ -127,9 +130,15 @@ fn run<D: FloatElement, S: GemmMatrix, O: GemmMatrix>(
             in_parts(dst, shared, own, shared_outer, (depth, group_len, task_len), threads);
             continue;
         }
+        let strips = shared_outer.len().div_ceil(SQUARE);
         let packed = SharedOperand::pack(shared, shared_outer, 0..k, threads);
-        each(threads, own.outer().div_ceil(task_len), |number| {
-            packed.multiply(dst, own, number * task_len..((number + 1) * task_len).min(own.outer()));
+        let tasks = own.outer().div_ceil(task_len);
+        // Threads that would have none take a part of the shared strips, and pack the same strips of the other side.
+        let parts = threads_here.div_ceil(tasks).min(strips);
+        each(threads, tasks * parts, |number| {
+            let (task, part) = (number / parts, number % parts);
+            let outer = task * task_len..((task + 1) * task_len).min(own.outer());
+            packed.multiply(dst, own, outer, part * strips / parts..(part + 1) * strips / parts);
         });
         packed.keep_memory();
     }
@@ -158,7 +167,7 @@ fn in_parts<D: FloatElement, S: GemmMatrix, O: GemmMatrix>(
             let packed = SharedOperand::pack(shared, shared_outer.clone(), inner, threads);
             each_chunk(threads, &mut memory[..len], height * task_len / SQUARE, |number, sums| {
                 let begin = first + number * task_len;
-                packed.add_part(dst, own, begin..(begin + task_len).min(end), sums);
+                packed.add_part(dst, own, begin..(begin + task_len).min(end), 0..height, sums);
             });
             packed.keep_memory();
         }

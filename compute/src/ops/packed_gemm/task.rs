@@ -188,34 +188,38 @@ impl SharedOperand {
         LAST_SHARED.with(|last| last.set(self.tiles));
     }
 
-    /// A task: the blocks of these outer elements of the other side, of which all inner elements are packed.
+    /// A task: the blocks of these outer elements of the other side and of some strips of this one, of which all inner elements
+    /// are packed.
     pub(super) fn multiply<D: FloatElement, M: GemmMatrix>(
         &self,
         dst: &Destination<'_, D>,
         own: &Side<'_, M>,
         outer: Range<usize>,
+        strips: Range<usize>,
     ) {
-        self.add_part(dst, own, outer, &mut []);
+        self.add_part(dst, own, outer, strips, &mut []);
     }
 
     /// A task: adds the products of the inner elements that are packed to `sums`, the blocks of these outer elements of the
-    /// other side, if there are any, and with the last inner elements brings the blocks to `dst`.
+    /// other side and of some strips of this one, if there are any, and with the last inner elements brings the blocks to `dst`.
     pub(super) fn add_part<D: FloatElement, M: GemmMatrix>(
         &self,
         dst: &Destination<'_, D>,
         own: &Side<'_, M>,
         outer: Range<usize>,
+        strips: Range<usize>,
         sums: &mut [Accumulator],
     ) {
         let mut memory = LAST_TASK.with(Cell::take);
         let layout = own.layout(&self.inner);
-        let (count, shared_count) = (outer.len().div_ceil(SQUARE), self.outer.len().div_ceil(SQUARE));
+        let count = outer.len().div_ceil(SQUARE);
         let tiles = room(&mut memory.own, count * layout.total());
         own.pack(tiles, outer.clone(), &self.inner, &mut memory.dequantized);
         let mut square = Accumulator::default();
         let kernel = self.kernel.open();
-        for (i, j) in (0..shared_count).flat_map(|i| (0..count).map(move |j| (i, j))) {
-            let square = sums.get_mut(i * count + j).unwrap_or(&mut square);
+        let first = strips.start;
+        for (i, j) in strips.flat_map(|i| (0..count).map(move |j| (i, j))) {
+            let square = sums.get_mut((i - first) * count + j).unwrap_or(&mut square);
             let accumulate = self.inner.start > 0;
             let (of_shared, of_own) =
                 (self.layout.strip(&self.tiles, i, self.outer.len()), layout.strip(tiles, j, outer.len()));
@@ -229,7 +233,7 @@ impl SharedOperand {
             }
             let (shared_at, own_at) = (self.outer.start + i * SQUARE, outer.start + j * SQUARE);
             let at = if self.role == OperandRole::Left { (shared_at, own_at) } else { (own_at, shared_at) };
-            // SAFETY: no other task has these outer elements of its own side.
+            // SAFETY: no other task has these outer elements of its own side with these strips of the shared one.
             unsafe { dst.add(self.kernel.set(), at, square) };
         }
         LAST_TASK.with(|last| last.set(memory));

@@ -269,7 +269,9 @@ fn narrower_result(kernel: MicroKernel) {
 /// Sums in one pass, with a row and a column of blocks that are not whole and inner elements in two parts.
 #[test]
 fn a_term_of_low_rank_is_added_once() {
-    kernels(true).into_iter().for_each(low_rank_term);
+    for may_round in [true, false] {
+        kernels(may_round).into_iter().for_each(low_rank_term);
+    }
 }
 
 fn low_rank_term(kernel: MicroKernel) {
@@ -359,6 +361,59 @@ fn tiles_multiply_as_matrices_do() {
             for (i, want) in want.iter().enumerate() {
                 let got = out[i / n * stride + i % n];
                 assert!((got - 2.0 * want).abs() <= 1e-5 * want.abs().max(1.0), "{kernel:?} {got} {want}");
+            }
+        }
+    }
+}
+
+/// What the loops for the peak are counted with is what they do: the sums of ones say how many were added.
+#[test]
+fn the_peak_counts_what_is_multiplied() {
+    for kernel in [kernels(false), kernels(true)].concat() {
+        let rounds = [1, 1000].map(|rounds| kernel.open().multiply_ones(rounds));
+        for done in &rounds {
+            let ones: f64 = done.sums.iter().map(|sum| f64::from(*sum)).sum();
+            assert_eq!(2.0 * ones, done.flops as f64, "{kernel:?}");
+            assert!(done.sums.iter().all(|sum| *sum == done.sums[0]), "{kernel:?}");
+        }
+        assert!(rounds[0].flops > 0 && rounds[1].flops == 1000 * rounds[0].flops, "{kernel:?}");
+    }
+}
+
+/// The golden runs of wide-llama (tests/golden) are there to hold packed products against PyTorch's: its projections and its output
+/// layer, forward and backward, are large enough in the micro-batch with the fewest tokens, for every kernel.
+#[test]
+fn the_products_of_a_golden_model_are_packed() {
+    let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("tests/golden");
+    let config = std::fs::read_to_string(golden.join("models/wide-llama/config.json")).unwrap();
+    let number = |key: &str| -> usize {
+        let (_, rest) = config.split_once(&format!("\"{key}\": ")).unwrap();
+        rest.split([',', '\n']).next().unwrap().parse().unwrap()
+    };
+    let (width, inner, vocab) = (number("hidden_size"), number("intermediate_size"), number("vocab_size"));
+    let keys = width / number("num_attention_heads") * number("num_key_value_heads");
+
+    let batches = golden.join("train/batches/wide-llama-steps5-accum2-mb8-len96.safetensors");
+    let batches = candle_core::safetensors::load(batches, &candle_core::Device::Cpu).unwrap();
+    // By step, micro-batch, row and place; the loss is of rows that have a target.
+    let fewest = |name: &str, counts: fn(i64) -> bool| {
+        let (steps, turns, rows, len) = batches[name].dims4().unwrap();
+        let values: Vec<i64> = batches[name].flatten_all().unwrap().to_vec1().unwrap();
+        assert_eq!(values.len(), steps * turns * rows * len);
+        values.chunks(rows * len).map(|batch| batch.iter().filter(|x| counts(**x)).count()).min().unwrap()
+    };
+    let (tokens, targets) = (fewest("attention_mask", |x| x == 1), fewest("labels", |x| x != -100));
+
+    for (rows, out, inputs) in [
+        (tokens, width, width),
+        (tokens, keys, width),
+        (tokens, inner, width),
+        (tokens, width, inner),
+        (targets, vocab, width),
+    ] {
+        for kernel in [kernels(false), kernels(true)].concat() {
+            for (m, n, k) in [(rows, out, inputs), (rows, inputs, out), (out, inputs, rows)] {
+                assert!(is_profitable(kernel, m, n, k), "{kernel:?} {m} x {n} x {k}");
             }
         }
     }

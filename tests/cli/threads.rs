@@ -1,0 +1,29 @@
+//! The same run whatever the number of threads: on a machine with many, too.
+
+use crate::golden_run::{metrics, number};
+use crate::place::{Place, lora};
+
+/// What a run in this dtype on so many threads leaves: the losses of its steps as bits, and the file of its adapter.
+fn run(threads: &str, dtype: &str) -> (Vec<u64>, Vec<u8>) {
+    let place = Place::new();
+    let dtype = format!("model.dtype={dtype}");
+    // Steps of rows enough that products are packed, and that what shares its work has a part for many threads.
+    let rows = ["--set", "train.micro_batch_size=16", "--set", "train.gradient_accumulation_steps=1"];
+    let more = ["--quiet", "--set", &dtype, "--set", "adapter.lora_dropout=0.1"];
+    let mut command = place.command(&lora(&[&rows[..], &more].concat()));
+    let done = command.env("RAYON_NUM_THREADS", threads).output().unwrap();
+    assert!(done.status.success(), "{}", place.told(&done.stderr));
+    let folder = place.path("out");
+    let losses = metrics(&folder, "loss").iter().map(|step| number(step, "loss").to_bits()).collect();
+    (losses, std::fs::read(folder.join("adapter_model.safetensors")).unwrap())
+}
+
+#[test]
+fn a_run_on_64_threads_is_that_on_one_to_the_byte() {
+    for dtype in ["f32", "bf16"] {
+        let [one, many] = ["1", "64"].map(|threads| run(threads, dtype));
+        assert_eq!(one.0.len(), 4);
+        assert_eq!(one.0, many.0, "losses in {dtype}");
+        assert!(one.1 == many.1, "other bytes of the adapter in {dtype}");
+    }
+}
