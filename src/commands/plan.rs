@@ -3,27 +3,42 @@
 use super::{print, print_json, terminal, working_folder};
 use crate::cli::PlanArgs;
 use crate::data::{Dataset, Sampler};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::plan::{ParamCache, Rows, StepInputs, sampler_options};
 use crate::recipe::Recipe;
-use crate::run::sizing_inputs::{SizedModel, engine_on, room_of, timed_on, world_of};
+use crate::run::sizing_inputs::{SizedModel, engine_on, measured_for, room_of, timed_on, world_of};
 use crate::setup::Resolver;
 use crate::sizing::hardware::Hardware;
 use crate::sizing::price::Price;
+use crate::sizing::rates::Calibration;
 use crate::sizing::{SizingRequest, explorer};
+
+/// What `--price` says, which is of a time.
+fn prices(args: &PlanArgs) -> Result<Vec<Price>> {
+    if let (Some(price), None, None) = (args.price.first(), &args.on, &args.calibration) {
+        return Err(Error::user(format!("cannot use the price {price:?} (`--price`)"))
+            .because("a price is of a time, and nothing says how fast this machine is")
+            .hint("give the hardware with `--on`, or a `--calibration` of this machine"));
+    }
+    args.price.iter().map(|price| Price::parse(price)).collect()
+}
 
 /// Plans the run.
 pub(super) fn run(args: &PlanArgs) -> Result<()> {
     let (terminal, folder) = (terminal(&args.common), working_folder()?);
     let mut recipe = Recipe::load(&args.layers(&folder)?)?;
     let hardware = args.on.as_deref().map(|on| Hardware::parse(on, &folder)).transpose()?;
-    let prices = args.price.iter().map(|price| Price::parse(price)).collect::<Result<Vec<_>>>()?;
+    hardware.as_ref().and_then(Hardware::unusual).into_iter().for_each(|text| terminal.warn(text));
+    let prices = prices(args)?;
     let finder = Resolver::new(args.common.offline, &terminal)?.leaving_weights();
     let found = SizedModel::find(&mut recipe, &finder, &terminal)?;
     let engine = engine_on(hardware.as_ref(), args, &recipe)?;
-    let calibration = args.calibration.as_ref().map(|file| folder.join(file));
+    let calibration =
+        args.calibration.as_ref().map(|file| measured_for(&folder.join(file), &engine)).transpose()?;
+    let speeds = calibration.as_ref().map(Calibration::source);
     let world = world_of(hardware.as_ref(), args);
-    let timed = timed_on(hardware.as_ref(), calibration.as_deref(), &engine, world.all)?;
+    let measured = calibration.map(|calibration| calibration.rates);
+    let timed = timed_on(hardware.as_ref(), measured, &engine, world.all);
     let steps = match &found.train {
         Some(data) => Some(Sampler::new(data, sampler_options(&recipe, world.all))?.total_steps()),
         None => recipe.train.max_steps,
@@ -37,13 +52,16 @@ pub(super) fn run(args: &PlanArgs) -> Result<()> {
         room: room_of(hardware.as_ref()),
         params: &ParamCache::default(),
     };
+    let typed = recipe.clone();
     inputs.split_rows(&mut recipe, world)?;
     let held_out = found.held_out.iter().flat_map(Dataset::examples);
     let request = SizingRequest {
+        typed: &typed,
         recipe: &recipe,
         inputs,
         world,
         timed: timed.as_ref().map(|(hardware, rates)| (hardware, rates)),
+        speeds: speeds.as_deref(),
         prices: &prices,
         steps,
         held_out_tokens: held_out.map(|row| row.ids.len() as u64).sum(),

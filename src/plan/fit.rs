@@ -89,8 +89,6 @@ pub(crate) struct PlannedStep {
     pub(crate) sent: SentBytes,
     /// Bytes that are copied from the host for one use of all of them.
     pub(crate) brought: u64,
-    /// Bytes of the optimizer's state of all that trains, on all ranks together.
-    pub(crate) state_bytes: u64,
 }
 
 impl StepInputs<'_> {
@@ -149,9 +147,7 @@ impl StepInputs<'_> {
         let turns = recipe.train.gradient_accumulation_steps as u64;
         let sent = traffic::sent(&descs, &options, parallel::reduce_dtype(&recipe.parallel), turns)?;
         let brought = traffic::brought(&descs, &options);
-        let trained = descs.iter().filter(|desc| desc.kind.trains());
-        let state_bytes = trained.map(|desc| options.optimizer_state.bytes(desc.elements()) as u64).sum();
-        Ok(Some(PlannedStep { fit, descs, sent, brought, state_bytes }))
+        Ok(Some(PlannedStep { fit, descs, sent, brought }))
     }
 
     /// What makes up the memory of weights, gradients, states and activations of a step of `recipe`.

@@ -1,7 +1,7 @@
 //! Decides and describes what will run; builds nothing and prints nothing.
 //!
 //! A recipe and facts (config.json, headers, devices, data) become a [`Plan`]: `resolve` finds and decides, `parallel` and
-//! `fit` choose strategy and recomputing by the memory that `memory` works out, `loss_path` how the loss goes through the output layer, `micro_batch` the size of micro-batches, `run_params` lists parameters, `method` and `describe` put it into words,
+//! `fit` choose strategy and recomputing by the memory that `memory` works out, `loss_path` how the loss goes through the output layer, `micro_batch` the size of micro-batches, `run_params` lists parameters, `written_bytes` what a run writes, `method` and `describe` put it into words,
 //! `changes` lists what would make a run smaller, `memory_check` refuses what no memory holds, `warnings` says what is no
 //! error, `fingerprint` says what two runs must have alike. Refused here, before any weight is read: keys that contradict one
 //! another or the machine. What brings a plan to life is in `run`.
@@ -24,6 +24,7 @@ mod run_params;
 mod schedule;
 mod traffic;
 mod warnings;
+mod written_bytes;
 
 pub(crate) use fingerprint::RECIPE;
 pub(crate) use fit::{PlannedStep, Room, Rows, StepInputs, process_bytes, widest_micro_batch};
@@ -36,3 +37,4 @@ pub use parallel::WorldSize;
 pub use resolve::Plan;
 pub(crate) use resolve::sampler_options;
 pub(crate) use run_params::ParamCache;
+pub(crate) use written_bytes::{StoredAs, WrittenBytes};

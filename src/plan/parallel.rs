@@ -120,14 +120,14 @@ pub(super) fn named_strategy(recipe: &Recipe, world: WorldSize) -> Result<Option
                 format!(
                     "there are {ranks} ranks; accepted with more than one: auto, ddp, zero1, zero2, fsdp, hsdp"
                 ),
-                "leave the strategy out, or run without `--ranks`",
+                "leave the strategy out, or take one rank",
             );
         }
         (Strategy::Auto | Strategy::Single, _) => {}
         (_, 1) => {
             return refuse(
                 "there is one rank; accepted with one: auto, single".into(),
-                "give more ranks, with `--ranks N`, or leave the strategy out",
+                "give more ranks, or leave the strategy out",
             );
         }
         _ => {}

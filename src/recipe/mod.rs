@@ -11,6 +11,7 @@
 mod addresses;
 mod builtin;
 mod conflicts;
+mod difference;
 mod layers;
 mod render;
 mod schema;
@@ -22,6 +23,7 @@ mod webhook;
 
 pub use addresses::{ListenAddress, ServerUrl};
 pub use builtin::{BUILT_IN, BuiltIn, RecipeText};
+pub use difference::RecipeDifference;
 pub use finetune_compute::recipe::enums;
 pub use finetune_compute::recipe::enums::{
     AdapterInit, AdapterKind, AlertRule, Attention, ComputeDtype, DataFormat, Dtype, MasterWeights,

@@ -13,6 +13,8 @@ use crate::units;
 pub(crate) struct OpSpeeds {
     /// Its model, such as "NVIDIA H200".
     device: String,
+    /// It is the processor, and no GPU.
+    processor: bool,
     tokens: usize,
     max_seq_len: usize,
     /// Of activations and weights, and of the product that gives `gemm_tflops`.
@@ -58,6 +60,7 @@ impl OpSpeeds {
         };
         Ok(OpSpeeds {
             device: name.unwrap_or_else(|| choice.to_string()),
+            processor: choice == DeviceChoice::Cpu,
             tokens: shapes.tokens,
             max_seq_len: shapes.max_seq_len,
             dtype: shapes.dtype.as_str(),

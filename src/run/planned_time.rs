@@ -55,10 +55,12 @@ fn predicted(plan: &Plan) -> Result<Option<f64>> {
     let world = WorldSize::on_one_host(plan.ranks);
     let inputs = plan.inputs();
     let request = SizingRequest {
+        typed: recipe,
         recipe,
         inputs,
         world,
         timed: None,
+        speeds: None,
         prices: &[],
         steps: Some(plan.total_steps),
         held_out_tokens: 0,

@@ -15,10 +15,13 @@ use crate::runtime::device;
 use crate::runtime::machine::host_memory;
 use crate::setup::{AdapterSetup, BaseModel, DatasetLoader, DeviceTraits, EngineOptions, Resolver};
 use crate::sizing::hardware::Hardware;
-use crate::sizing::rates::ComputeRates;
+use crate::sizing::rates::{Calibration, ComputeRates};
 
 /// Bytes that a driver and its libraries hold on a GPU (an assumption for CUDA 12 with cuBLAS).
 const DRIVER: u64 = 600_000_000;
+/// Bytes of the program with tokenizer and data, where they are in the memory that is planned (an assumption: a plan of a
+/// 70B folder takes 17 MB of them).
+const PROGRAM: u64 = 32_000_000;
 /// Bytes that communication holds besides (an assumption for NCCL's buffers).
 const COMMUNICATION: u64 = 400_000_000;
 
@@ -101,7 +104,9 @@ pub(crate) fn engine_on(
     let mut model = recipe.model.clone();
     let has_bf16 = hardware.device.bf16_tflops > 0.0;
     if model.dtype == ComputeDtype::Auto {
-        model.dtype = if has_bf16 { ComputeDtype::Bf16 } else { ComputeDtype::F32 };
+        // As a run decides it, but for GPUs without bf16, which no run takes.
+        let in_bf16 = has_bf16 && !hardware.device.processor;
+        model.dtype = if in_bf16 { ComputeDtype::Bf16 } else { ComputeDtype::F32 };
     }
     if model.dtype == ComputeDtype::Bf16 && !has_bf16 {
         return Err(Error::user(format!("cannot compute in bf16 on {}", hardware.device.name))
@@ -109,24 +114,30 @@ pub(crate) fn engine_on(
             .hint("write `dtype = \"f32\"` under `[model]`, or plan for another device"));
     }
     let mut engine = EngineOptions::new(&model, Device::Cpu, recipe.train.seed)?;
-    engine.traits = if hardware.device.is_host() { DeviceTraits::CPU } else { DeviceTraits::GPU };
+    engine.traits = if hardware.device.processor { DeviceTraits::CPU } else { DeviceTraits::GPU };
     Ok(engine)
+}
+
+/// What was measured where a plan computes.
+///
+/// # Errors
+/// The file cannot be read or understood, or says how fast something else is: another dtype, a processor instead of a GPU.
+pub(crate) fn measured_for(file: &Path, engine: &EngineOptions) -> Result<Calibration> {
+    let measured = Calibration::read(file)?;
+    measured.check(file, engine.dtype, engine.traits.is_cpu)?;
+    Ok(measured)
 }
 
 /// The hardware that a plan's time is for, and how fast it computes: as was measured, or as the table says. None of this machine
 /// without a measurement.
-///
-/// # Errors
-/// The calibration cannot be read or used.
 pub(crate) fn timed_on(
     hardware: Option<&Hardware>,
-    calibration: Option<&Path>,
+    measured: Option<ComputeRates>,
     engine: &EngineOptions,
     ranks: usize,
-) -> Result<Option<(Hardware, ComputeRates)>> {
-    let measured = calibration.map(ComputeRates::measured).transpose()?;
+) -> Option<(Hardware, ComputeRates)> {
     let of_table = |on: &Hardware| ComputeRates::of_sheet(&on.device, engine.dtype == DType::BF16);
-    Ok(match (hardware, measured) {
+    match (hardware, measured) {
         (Some(on), measured) => Some((on.clone(), measured.unwrap_or_else(|| of_table(on)))),
         (None, Some(rates)) if engine.traits.is_cpu => {
             let memory = host_memory().map_or(0, |memory| memory.limit);
@@ -135,7 +146,7 @@ pub(crate) fn timed_on(
         }
         (None, Some(rates)) => Some((Hardware::here(ranks, rates.copy / 1e9, 0, false), rates)),
         (None, None) => None,
-    })
+    }
 }
 
 /// The ranks of a plan.
@@ -151,6 +162,6 @@ pub(crate) fn world_of(hardware: Option<&Hardware>, args: &PlanArgs) -> WorldSiz
 pub(crate) fn room_of(hardware: Option<&Hardware>) -> Room {
     let Some(hardware) = hardware else { return Room::Here };
     let communication = if hardware.devices() > 1 { COMMUNICATION } else { 0 };
-    let process = if hardware.device.is_host() { 0 } else { DRIVER + communication };
+    let process = if hardware.device.processor { PROGRAM } else { DRIVER + communication };
     Room::Planned { free: ((hardware.device.memory_gb * 1e9) as u64).saturating_sub(process), process }
 }

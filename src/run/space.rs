@@ -4,24 +4,14 @@
 
 use std::path::Path;
 
-use candle_core::DType;
-
-use super::weights_writer::StoredAs;
 use crate::checkpoint::{self, SavedCheckpoint};
 use crate::error::Result;
-use crate::optim::OptimizerOptions;
-use crate::plan::Plan;
-use crate::recipe::MasterWeights;
+use crate::plan::{Plan, StoredAs, WrittenBytes};
 use crate::setup::Trains;
-use crate::sharding::ParamDesc;
 
 /// Bytes of a checkpoint of the run of `plan`: the trained tensors as they are updated, and the optimizer's state.
 pub(super) fn checkpoint_bytes(plan: &Plan) -> Result<u64> {
-    let layout = OptimizerOptions::from(&plan.recipe.optimizer).state_layout();
-    let weight = if plan.engine.master == MasterWeights::None { DType::BF16 } else { DType::F32 };
-    let bytes =
-        |desc: &ParamDesc| (weight.size_in_bytes() * desc.elements() + layout.bytes(desc.elements())) as u64;
-    Ok(trained(plan)?.iter().map(bytes).sum())
+    Ok(saved(plan)?.checkpoint)
 }
 
 /// Bytes that the disk of `output` must have free for the run of `plan` from `resumed` on: its checkpoints beside those
@@ -32,8 +22,8 @@ pub(super) fn needed(plan: &Plan, output: &Path, resumed: Option<&SavedCheckpoin
     let saves =
         settings.save_steps.map_or(0, |every| plan.total_steps / every - done.min(plan.total_steps) / every);
     let (there, keep) = (checkpoint::count(output)?, settings.keep_last as u64);
-    let one = checkpoint_bytes(plan)?;
-    let at_end = more_checkpoints(there, saves, keep).saturating_mul(one).saturating_add(result_bytes(plan)?);
+    let WrittenBytes { checkpoint: one, result } = saved(plan)?;
+    let at_end = more_checkpoints(there, saves, keep).saturating_mul(one).saturating_add(result);
     let while_saving = more_checkpoints(there, saves, keep.saturating_add(1)).saturating_mul(one);
     Ok(at_end.max(while_saving))
 }
@@ -43,18 +33,12 @@ fn more_checkpoints(there: u64, saves: u64, most: u64) -> u64 {
     there.saturating_add(saves).min(most).saturating_sub(there)
 }
 
-fn trained(plan: &Plan) -> Result<Vec<ParamDesc>> {
-    let mut descs = plan.base.descs(Trains::adapter_or_all(plan.adapter_setup.as_ref()), None)?;
-    descs.retain(|desc| desc.kind.trains());
-    Ok(descs)
-}
-
-/// Bytes of the trained tensors as the run leaves them.
-fn result_bytes(plan: &Plan) -> Result<u64> {
+/// What the run of `plan` writes at a time.
+fn saved(plan: &Plan) -> Result<WrittenBytes> {
+    let descs = plan.base.descs(Trains::adapter_or_all(plan.adapter_setup.as_ref()), None)?;
     let dtypes = if plan.adapter_setup.is_some() { Default::default() } else { plan.stored_dtypes.clone() };
     let stored = StoredAs { given: plan.recipe.checkpoint.output_dtype, dtypes };
-    let bytes = |desc: &ParamDesc| (desc.elements() * stored.dtype(&desc.name).size_bytes()) as u64;
-    Ok(trained(plan)?.iter().map(bytes).sum())
+    Ok(WrittenBytes::of(&descs, &plan.recipe, &stored))
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use crate::checkpoint::{SnapshotPart, SnapshotTensor, WriteWeights};
 use crate::engine::Trainer;
 use crate::error::{Error, Result};
 use crate::export::hf;
-use crate::plan::Plan;
+use crate::plan::{Plan, StoredAs};
 use crate::recipe::{Dtype, MasterWeights};
 use crate::setup::initial_values::AdapterPart;
 use crate::setup::param_layout::tied_module;
@@ -52,7 +52,7 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
     } else {
         adapter_setup.config.clone()
     };
-    let dtype = fixed(given).unwrap_or(StoredDtype::F32);
+    let dtype = StoredAs { given, dtypes: BTreeMap::new() }.given_to_all().unwrap_or(StoredDtype::F32);
     let tied = plan.base.config.tie_word_embeddings && !adapter_setup.unties();
     let adapter = AdapterOutput { config, base: plan.identity()?.clone(), tied, initial, dtype };
     Ok(Arc::new(move |folder: &Path, tensors: &[SnapshotTensor], part: SnapshotPart| match part {
@@ -63,31 +63,6 @@ pub fn weights_writer(plan: &Plan, exact: bool, trainer: &Trainer) -> Result<Wri
             written.map(|()| Vec::new())
         }
     }))
-}
-
-/// How the trained tensors of a run are stored.
-pub(super) struct StoredAs {
-    /// What the recipe says of all of them.
-    pub(super) given: Dtype,
-    /// What each is stored as where it leaves that open; none: f32, as adapters are.
-    pub(super) dtypes: BTreeMap<String, StoredDtype>,
-}
-
-impl StoredAs {
-    /// The dtype of the tensor `name`.
-    pub(super) fn dtype(&self, name: &str) -> StoredDtype {
-        let own = || self.dtypes.get(name).copied().unwrap_or(StoredDtype::F32);
-        fixed(self.given).unwrap_or_else(own)
-    }
-}
-
-fn fixed(dtype: Dtype) -> Option<StoredDtype> {
-    match dtype {
-        Dtype::Auto => None,
-        Dtype::F32 => Some(StoredDtype::F32),
-        Dtype::Bf16 => Some(StoredDtype::BF16),
-        Dtype::F16 => Some(StoredDtype::F16),
-    }
 }
 
 /// An adapter as a run leaves it.

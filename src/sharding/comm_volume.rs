@@ -26,6 +26,10 @@ pub struct SentBytes {
     pub gathers: u64,
     /// Gradients on their way to a sum.
     pub gradients: u64,
+    /// Of them what is summed over all ranks at once: every rank keeps it whole.
+    pub whole: u64,
+    /// Of them what copies of the model sum of their shards (HSDP).
+    pub between: u64,
     /// New values after the update.
     pub updates: u64,
     /// The sums of losses, and of squares of gradients.
@@ -61,13 +65,20 @@ impl SentBytes {
         let mut sharded = false;
         for TrainedRun { spec, elements, value_bytes } in trained {
             let gradient = elements * dtype.size_in_bytes();
-            sent.gradients += match (spec.gradients, spec.update) {
-                (Placement::Replicated, Placement::Replicated) => 2 * round(gradient, world),
+            let (mut whole, mut between) = (0, 0);
+            let within = match (spec.gradients, spec.update) {
+                (Placement::Replicated, Placement::Replicated) => {
+                    whole = 2 * round(gradient, world);
+                    0
+                }
                 (Placement::Replicated, Placement::Sharded { .. }) => round(gradient, shards),
                 (Placement::Sharded { .. }, _) => {
-                    turns * (round(gradient, shards) + 2 * round(gradient / shards, copies))
+                    between = turns * 2 * round(gradient / shards, copies);
+                    turns * round(gradient, shards)
                 }
             };
+            sent.gradients += within + whole + between;
+            (sent.whole, sent.between) = (sent.whole + whole, sent.between + between);
             sent.calls += if spec.gradients.is_sharded() { turns } else { 1 };
             sharded |= spec.update.is_sharded();
             if spec.spread_axis().is_some() {

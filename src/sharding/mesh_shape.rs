@@ -65,7 +65,7 @@ impl MeshShape {
     }
 
     /// How far two neighbours along `axis` are from each other in the numbering of all ranks.
-    fn stride(self, axis: MeshAxis) -> usize {
+    pub fn stride(self, axis: MeshAxis) -> usize {
         self.0[axis as usize + 1..].iter().product()
     }
 

@@ -16,6 +16,8 @@ use crate::plan::LossPath;
 use crate::recipe::Recompute;
 use crate::sharding::{ParamDesc, ParamKind};
 
+/// Operations of a weight and token: a product and a sum.
+const PRODUCT: f64 = 2.0;
 /// Operations of a weight and token where it trains: a product forward, and two backward.
 pub(super) const TRAINED: f64 = 6.0;
 /// Where it is frozen: its input alone has a gradient.
@@ -36,6 +38,8 @@ pub struct TokenFlops {
     pub attention: f64,
     /// Of what is computed a second time.
     pub recomputed: f64,
+    /// Of it all what a forward without a backward takes.
+    pub forward: f64,
 }
 
 /// Which weights of a model train.
@@ -71,9 +75,10 @@ impl TokenFlops {
         let products = |trains: bool| if trains { TRAINED } else { FROZEN };
         let of_blocks = products(branches.is_none());
         let branches = branches.unwrap_or(0) as f64;
+        let of_blocks_forward = PRODUCT * (linear + branches) + attention;
         let recomputed = match recompute {
             Recompute::None => 0.0,
-            Recompute::Block => 2.0 * linear + 2.0 * branches + attention,
+            Recompute::Block => of_blocks_forward,
         };
         TokenFlops {
             linear: of_blocks * linear + TRAINED * branches,
@@ -81,6 +86,7 @@ impl TokenFlops {
             loss_path,
             attention: ATTENTION * attention,
             recomputed,
+            forward: of_blocks_forward + PRODUCT * head,
         }
     }
 

@@ -28,7 +28,10 @@ pub struct DeviceSheet {
     pub f32_tflops: f64,
     /// 10^9 bytes a second between the device and its memory.
     pub memory_gbps: f64,
-    /// How devices of a host reach each other.
+    /// Runs compute on the processor: there is no GPU that this engine has kernels for.
+    #[serde(default)]
+    pub processor: bool,
+    /// How devices of a host reach each other; "none" of a computer with one.
     pub link: String,
     /// 10^9 bytes a second of a device in a ring over that.
     pub link_gbps: f64,
@@ -40,7 +43,7 @@ pub struct DeviceSheet {
     pub host_memory_gb: f64,
     /// 10^9 bytes a second that the host reads from its disk.
     pub disk_gbps: f64,
-    /// Devices of a host, usually.
+    /// Devices of a host, usually: link, network, memory and disk are those of such a host.
     pub devices_per_host: usize,
     /// The part of its peak that training reaches.
     pub efficiency: f64,
@@ -66,6 +69,7 @@ struct Sheets {
 
 /// A file that describes hardware of one's own.
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct OwnHardware {
     device: DeviceSheet,
 }
@@ -76,8 +80,8 @@ impl DeviceSheet {
         if bf16 { self.bf16_tflops } else { self.f32_tflops }
     }
 
-    /// Its memory is the host's: a computer without a GPU of its own memory.
-    pub fn is_host(&self) -> bool {
+    /// It is a computer with one device, or none beside its processor.
+    fn is_whole_computer(&self) -> bool {
         self.link == "none"
     }
 
@@ -131,6 +135,9 @@ impl DeviceSheet {
             None if self.devices_per_host == 0 => {
                 refused("`devices_per_host` is 0; accepted: 1 or more".into())
             }
+            None if self.name.chars().any(char::is_control) => {
+                refused(format!("`name` is {:?}; accepted: a text without control characters", self.name))
+            }
             None => Ok(()),
         }
     }
@@ -153,7 +160,7 @@ pub fn devices() -> Result<Vec<DeviceSheet>> {
 /// An internal error: the table is malformed.
 pub fn called_by_driver(name: &str) -> Result<Option<DeviceSheet>> {
     let driver = words(name);
-    let known = devices()?.into_iter().filter(|sheet| !sheet.is_host());
+    let known = devices()?.into_iter().filter(|sheet| !sheet.is_whole_computer());
     let found = known.filter_map(|sheet| Some((sheet.words_of(&driver)?, sheet)));
     Ok(found.max_by_key(|(count, _)| *count).map(|(_, sheet)| sheet))
 }
@@ -204,7 +211,7 @@ impl Hardware {
             found.cloned().ok_or_else(|| refused(unknown(name, &all)))?
         };
         let per_host = per_host.unwrap_or(1);
-        if device.is_host() && per_host > 1 {
+        if device.is_whole_computer() && per_host > 1 {
             return Err(refused(format!(
                 "{} is a whole computer; several are written {}*{per_host}",
                 device.name, device.name
@@ -224,6 +231,7 @@ impl Hardware {
             bf16_tflops: 0.0,
             f32_tflops: 0.0,
             memory_gbps: copy_gbps,
+            processor: is_cpu,
             link: if is_cpu { "none" } else { "unknown" }.into(),
             // A rank reads what another wrote.
             link_gbps: copy_gbps / 2.0,
@@ -238,6 +246,19 @@ impl Hardware {
         Hardware { device, per_host: ranks, hosts: 1 }
     }
 
+    /// What of it is taken to be like a host of the usual size, which it is not; none of the usual size or less.
+    pub fn unusual(&self) -> Option<String> {
+        let DeviceSheet { name, link, devices_per_host: usual, .. } = &self.device;
+        let hosts = self.devices().div_ceil(*usual);
+        (self.per_host > *usual).then(|| {
+            format!(
+                "{} devices in a host: {name} is described in hosts of {usual}, and {} are planned with the link ({link}), the \
+                 network, the memory and the disk of such a host; hosts of {usual} are written {usual}x{name}*{hosts}",
+                self.per_host, self.per_host
+            )
+        })
+    }
+
     /// The number of all devices.
     pub fn devices(&self) -> usize {
         self.per_host * self.hosts
@@ -249,14 +270,21 @@ impl Hardware {
         format!("{}x{}{hosts}", self.per_host, self.device.name)
     }
 
-    /// 10^9 bytes a second that a rank sends in a ring over `ranks` neighbouring ranks: over the network all devices of a host
-    /// share what it has.
-    pub fn ring_gbps(&self, ranks: usize) -> f64 {
-        if ranks <= self.per_host {
-            self.device.link_gbps
-        } else {
-            self.device.link_gbps.min(self.device.network_gbps)
+    /// 10^9 bytes a second that a rank sends in a ring of `size` ranks, each of which is `stride` from the next, while the
+    /// rings beside it send, too: what leaves a host at once shares the host's network.
+    pub fn ring_gbps(&self, stride: usize, size: usize) -> f64 {
+        let DeviceSheet { link_gbps, network_gbps, .. } = self.device;
+        match () {
+            () if stride * size <= self.per_host => link_gbps,
+            // Every neighbour is on another host.
+            () if stride >= self.per_host => network_gbps / self.per_host as f64,
+            () => link_gbps.min(network_gbps / stride as f64),
         }
+    }
+
+    /// Seconds that a rank takes to send `bytes` in such a ring; nothing takes none, whatever the ring.
+    pub fn ring_secs(&self, bytes: f64, stride: usize, size: usize) -> f64 {
+        if bytes > 0.0 { bytes / (self.ring_gbps(stride, size) * 1e9) } else { 0.0 }
     }
 }
 
@@ -269,10 +297,11 @@ fn count(text: &str) -> Result<usize, String> {
 /// Why no device of the table has this name.
 fn unknown(name: &str, all: &[DeviceSheet]) -> String {
     let known: Vec<&str> = all.iter().map(|device| device.name.as_str()).collect();
-    let lower: Vec<String> = known.iter().map(|name| name.to_lowercase()).collect();
+    let names = all.iter().flat_map(|device| std::iter::once(&device.name).chain(&device.aliases));
+    let lower: Vec<String> = names.map(|name| name.to_lowercase()).collect();
     let near = nearest(name, lower.iter().map(String::as_str));
-    let near = known.iter().find(|known| near.is_some_and(|near| known.eq_ignore_ascii_case(near)));
-    let near = near.map_or_else(String::new, |near| format!(" (near: {near})"));
+    let near = all.iter().find(|device| near.is_some_and(|near| device.is_called(near)));
+    let near = near.map_or_else(String::new, |near| format!(" (near: {})", near.name));
     format!("no device is called {name:?}{near}; accepted: {}", known.join(", "))
 }
 
@@ -346,6 +375,50 @@ mod tests {
     }
 
     #[test]
+    fn hosts_of_another_size_are_told() -> Result<()> {
+        let unusual = |text: &str| Ok::<_, Error>(Hardware::parse(text, Path::new("."))?.unusual());
+        assert_eq!(unusual("8xH100-80GB*4")?, None);
+        assert_eq!(unusual("4090*2")?, None);
+        let told = unusual("16xH100-80GB")?.unwrap_or_default();
+        assert!(told.contains("hosts of 8 are written 8xH100-80GB*2"), "{told}");
+        let told = unusual("8x4090*4")?.unwrap_or_default();
+        assert!(told.contains("in hosts of 2") && told.contains("2x4090*16"), "{told}");
+        Ok(())
+    }
+
+    /// A GPU is one, though its computer has no other.
+    #[test]
+    fn processors_are_computers_without_a_gpu_of_ours() -> Result<()> {
+        let on_processor = devices()?.into_iter().filter(|device| device.processor);
+        let names: Vec<String> = on_processor.map(|device| device.name).collect();
+        assert_eq!(names, ["mac-16GB", "mac-32GB", "mac-64GB", "mac-128GB", "cpu-64GB", "cpu-512GB"]);
+        assert!(devices()?.iter().all(|device| !device.processor || device.is_whole_computer()));
+        Ok(())
+    }
+
+    #[test]
+    fn rings_that_leave_a_host_share_its_network() -> Result<()> {
+        let hosts = Hardware::parse("8x4090*4", Path::new("."))?;
+        let link = hosts.device.link_gbps;
+        assert_eq!(hosts.device.network_gbps, 1.25);
+        for (stride, size, gbps) in [
+            (1, 8, link),
+            (4, 2, link),
+            // One ring over all ranks; two and four that each have some ranks of every host; one from each device.
+            (1, 32, 1.25),
+            (2, 16, 1.25 / 2.0),
+            (4, 8, 1.25 / 4.0),
+            (8, 4, 1.25 / 8.0),
+            (16, 2, 1.25 / 8.0),
+        ] {
+            assert_eq!(hosts.ring_gbps(stride, size), gbps, "{size} ranks, {stride} apart");
+        }
+        // Computers with one device have no link.
+        assert_eq!(Hardware::parse("4090*2", Path::new("."))?.ring_gbps(1, 2), 1.25);
+        Ok(())
+    }
+
+    #[test]
     fn hardware_is_read_as_it_is_written() -> Result<()> {
         let of = |text: &str| Hardware::parse(text, Path::new("."));
         let many = of("4xA100-40GB*16")?;
@@ -357,6 +430,8 @@ mod tests {
         assert_eq!(of("h100-80gb")?.device.name, "H100-80GB");
         for (text, why) in [
             ("8xH1000", "no device is called \"H1000\""),
+            // B200 is another name of B200-180GB.
+            ("8xB300", "no device is called \"B300\" (near: B200-180GB)"),
             ("0xH100-80GB", "is no number of devices"),
             ("-2xH100-80GB", "is no number of devices"),
             ("8xH100-80GB*0", "is no number of devices or hosts"),

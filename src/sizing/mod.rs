@@ -11,6 +11,7 @@ pub mod flops;
 pub mod hardware;
 pub mod price;
 pub mod rates;
+pub mod run_time;
 pub mod splits;
 pub mod step_time;
 pub mod text;
@@ -31,14 +32,14 @@ use flops::{TokenFlops, TrainedWeights};
 use hardware::Hardware;
 use price::Price;
 use rates::ComputeRates;
+use run_time::RunTime;
 use splits::{ParallelSplit, RefusedSplit, SplitWork, splits};
 use step_time::{StepTime, Workload};
 
-/// A disk writes so much of what it reads in the same time (an assumption).
-const WRITES: f64 = 0.5;
-
 /// What a run is sized for.
 pub struct SizingRequest<'a> {
+    /// The recipe as a command line gave it; what that leaves open is decided in `recipe`.
+    pub(crate) typed: &'a Recipe,
     /// The recipe, and what was found for it.
     pub(crate) recipe: &'a Recipe,
     pub(crate) inputs: StepInputs<'a>,
@@ -46,6 +47,8 @@ pub struct SizingRequest<'a> {
     pub(crate) world: WorldSize,
     /// Where it is to run, and how fast that computes; none: here, without a time.
     pub(crate) timed: Option<(&'a Hardware, &'a ComputeRates)>,
+    /// What its speeds were measured on; none: the table says them.
+    pub(crate) speeds: Option<&'a str>,
     /// What it costs.
     pub(crate) prices: &'a [Price],
     /// Optimizer steps, where they are known.
@@ -77,25 +80,6 @@ pub struct RecomputePolicy {
     pub again: f64,
     /// Whether this engine runs it.
     pub runs: bool,
-}
-
-/// The time of a whole run, in seconds.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct RunTime {
-    /// The number of optimizer steps.
-    pub steps: u64,
-    /// Tokens of all steps.
-    pub tokens: f64,
-    /// Of all steps.
-    pub stepping: f64,
-    /// Reading and sharing out the weights.
-    pub loading: f64,
-    /// Evaluating held-out rows.
-    pub evaluating: f64,
-    /// Saving checkpoints and results.
-    pub saving: f64,
-    /// All of it.
-    pub total: f64,
 }
 
 /// Everything that is known of a run before it begins.
@@ -143,6 +127,8 @@ pub struct Sizing {
     pub conventions: Vec<Convention>,
     /// Bytes a parameter of weights, gradients and states of all ranks, here.
     pub bytes_per_parameter: f64,
+    /// What the speeds were measured on; none: the table says them.
+    pub speeds: Option<String>,
     /// Of a step.
     pub time: Option<StepTime>,
     /// Of the run.
@@ -201,7 +187,8 @@ impl SizingRequest<'_> {
             activations: self.activations(&parts)?,
             conventions: conventions(parameters, kind, self.world.all as u64),
             bytes_per_parameter: kept_bytes(&parts) as f64 / parameters as f64,
-            cost: self.cost(time.as_ref(), run.as_ref(), &step),
+            cost: self.cost(time.as_ref(), run.as_ref(), (self.recipe, &step)),
+            speeds: self.speeds.map(str::to_owned),
             leaves: self.leaves()?,
             better: self.better(time.as_ref())?,
             time,
@@ -267,36 +254,19 @@ impl SizingRequest<'_> {
         Some(StepTime::new(&self.inputs.base.config, recipe, step, self.timed?, load))
     }
 
-    fn run_time(&self, time: &StepTime, step: &PlannedStep, load: Workload) -> Option<RunTime> {
-        let ((hardware, _), steps) = (self.timed?, self.steps?);
-        let stepping = time.total * steps as f64;
-        let disk = hardware.device.disk_gbps * 1e9;
-        let stored: u64 = step.descs.iter().map(|desc| 2 * desc.elements() as u64).sum();
-        let loading = stored as f64 / disk;
-        let tokens = load.tokens * load.micro_batches as f64 * self.world.all as f64;
-        // A forward is a third of a full step's operations.
-        let forward = time.compute / 3.0 / tokens * self.world.all as f64;
-        let every = self.recipe.eval.steps.map_or(0, |every| steps / every.max(1)) + 2;
-        let evaluating = (self.held_out_tokens * every) as f64 * forward / self.world.all as f64;
-        let saves = self.recipe.checkpoint.save_steps.map_or(0, |every| steps / every.max(1)) + 1;
-        let saving = saves as f64 * saved_bytes(step) as f64 / (disk * WRITES);
-        let total = stepping + loading + evaluating + saving;
-        Some(RunTime { steps, tokens: tokens * steps as f64, stepping, loading, evaluating, saving, total })
-    }
-
     /// The cost of the run at all prices; of a billion tokens where the number of steps is open.
     pub(crate) fn cost(
         &self,
         time: Option<&StepTime>,
         run: Option<&RunTime>,
-        step: &PlannedStep,
+        (recipe, step): (&Recipe, &PlannedStep),
     ) -> Option<f64> {
         let secs = match (run, time) {
             (Some(run), _) => run.total,
             (None, Some(time)) => 1e9 / time.tokens_per_sec,
             (None, None) => return None,
         };
-        let of_price = |price: &Price| price.of(secs / 3600.0, saved_bytes(step));
+        let of_price = |price: &Price| price.of(secs / 3600.0, self.kept_on_disk(recipe, step));
         (!self.prices.is_empty()).then(|| self.prices.iter().map(of_price).sum())
     }
 
@@ -393,12 +363,6 @@ pub(crate) fn named(kind: ShardingStrategy) -> String {
         ShardingStrategy::Hsdp(size) => format!("hsdp over groups of {size}"),
         other => format!("{other:?}").to_lowercase(),
     }
-}
-
-/// Bytes that a checkpoint holds: what trains, and the optimizer's state, of all ranks.
-fn saved_bytes(step: &PlannedStep) -> u64 {
-    let trained = step.descs.iter().filter(|desc| desc.kind.trains());
-    4 * trained.map(|desc| desc.elements() as u64).sum::<u64>() + step.state_bytes
 }
 
 /// Bytes of one copy of all that is kept: weights, gradients, states.

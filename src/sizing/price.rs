@@ -18,7 +18,7 @@ pub enum Price {
         /// How many there are.
         count: f64,
     },
-    /// So many 10^9 bytes kept for a month, each at this price; none: what the run saves.
+    /// So many 10^9 bytes kept for a month, each at this price; none: what the run leaves.
     Storage {
         /// Of 10^9 bytes in a month.
         amount: f64,
@@ -46,8 +46,8 @@ impl Price {
         let amount = amount.ok_or_else(|| refused("the amount is no number of 0 or more"))?;
         let (unit, times) = match unit.split_once('*') {
             Some((unit, times)) => {
-                let times = number(times)
-                    .ok_or_else(|| refused("what stands after `*` is no number of 0 or more"))?;
+                let times = number(times).filter(|times| *times > 0.0);
+                let times = times.ok_or_else(|| refused("what stands after `*` is no number above 0"))?;
                 (unit, Some(times))
             }
             None => (unit, None),
@@ -59,12 +59,12 @@ impl Price {
         }
     }
 
-    /// The cost of `hours` in which `saved` bytes are kept.
-    pub fn of(self, hours: f64, saved: u64) -> f64 {
+    /// The cost of `hours` in which storage is kept, or `left` bytes where the price does not say how much.
+    pub fn of(self, hours: f64, left: u64) -> f64 {
         match self {
             Price::Hour { amount, count } => amount * count * hours,
             Price::Storage { amount, gigabytes } => {
-                amount * gigabytes.unwrap_or(saved as f64 / 1e9) * hours / MONTH_HOURS
+                amount * gigabytes.unwrap_or(left as f64 / 1e9) * hours / MONTH_HOURS
             }
         }
     }
@@ -93,6 +93,7 @@ mod tests {
             ("-1/h", "no number of 0 or more"),
             ("x/h", "no number of 0 or more"),
             ("1/h*-2", "after `*`"),
+            ("3/h*0", "after `*` is no number above 0"),
             ("1/day", "the unit is \"day\""),
             ("NaN/h", "no number"),
         ] {

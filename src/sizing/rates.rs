@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use candle_core::Device;
+use candle_core::{DType, Device};
 use serde::{Deserialize, Serialize};
 
 use super::flops::{ATTENTION, TokenFlops};
@@ -77,9 +77,34 @@ impl HeadRates {
     }
 }
 
+/// What `finetune bench ops --json` measured, and of what.
+#[derive(Debug)]
+pub struct Calibration {
+    /// How fast it computes.
+    pub rates: ComputeRates,
+    of: MeasuredDevice,
+}
+
 /// What `finetune bench ops --json` prints, as far as it is used.
 #[derive(Deserialize)]
 struct CalibrationFile {
+    #[serde(flatten)]
+    of: MeasuredDevice,
+    #[serde(flatten)]
+    figures: MeasuredFigures,
+}
+
+#[derive(Debug, Deserialize)]
+struct MeasuredDevice {
+    device: String,
+    /// It is a processor, and no GPU.
+    processor: bool,
+    tokens: usize,
+    dtype: String,
+}
+
+#[derive(Deserialize)]
+struct MeasuredFigures {
     copy_gbps: f64,
     gemm_tflops: f64,
     ops: Vec<CalibrationOp>,
@@ -91,6 +116,59 @@ struct CalibrationOp {
     shape: String,
     tflops: Option<f64>,
     gbps: Option<f64>,
+}
+
+impl Calibration {
+    /// Those in a file that `finetune bench ops --json` wrote.
+    ///
+    /// # Errors
+    /// The user's: it cannot be read, or is something else; operations are missing.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = input_file::read_text("read", path)?;
+        let refused = |why: String| {
+            Self::refusal(path)
+                .because(why)
+                .hint("write one on the machine with `finetune bench ops --model MODEL --json > FILE`")
+        };
+        let CalibrationFile { of, figures } =
+            serde_json::from_str(&text).map_err(|e| refused(e.to_string()))?;
+        Ok(Calibration { rates: figures.rates().map_err(refused)?, of })
+    }
+
+    /// Whether it says how fast a device, a processor or not, computes in `dtype`.
+    ///
+    /// # Errors
+    /// The user's: it does not.
+    pub fn check(&self, path: &Path, dtype: DType, processor: bool) -> Result<()> {
+        let called = |processor: bool| if processor { "a processor" } else { "a GPU" };
+        let MeasuredDevice { device, dtype: measured, .. } = &self.of;
+        if self.of.processor != processor {
+            let (of, planned) = (called(self.of.processor), called(processor));
+            return Err(Self::refusal(path)
+                .because(format!("it was measured on {of}, {device}, and the plan is for {planned}"))
+                .hint("measure on the machine that the plan is for"));
+        }
+        if *measured != dtype.as_str() {
+            let dtype = dtype.as_str();
+            return Err(Self::refusal(path)
+                .because(format!("it was measured in {measured}, and the plan computes in {dtype}"))
+                .hint(format!(
+                    "measure with `finetune bench ops --dtype {dtype}`, or plan with `--set model.dtype={measured}`"
+                )));
+        }
+        Ok(())
+    }
+
+    /// Such as `AMD EPYC 9R14, f32, 4096 tokens`.
+    pub fn source(&self) -> String {
+        let MeasuredDevice { device, dtype, tokens, .. } = &self.of;
+        let device: String = device.chars().filter(|c| !c.is_control()).collect();
+        format!("{device}, {dtype}, {tokens} tokens")
+    }
+
+    fn refusal(path: &Path) -> Error {
+        Error::user(format!("cannot use the calibration {} (`--calibration`)", path.display()))
+    }
 }
 
 impl ComputeRates {
@@ -112,21 +190,6 @@ impl ComputeRates {
         }
     }
 
-    /// Those in a file that `finetune bench ops --json` wrote.
-    ///
-    /// # Errors
-    /// The user's: it cannot be read, or is something else; operations are missing.
-    pub fn measured(path: &Path) -> Result<Self> {
-        let text = input_file::read_text("read", path)?;
-        let refused = |why: String| {
-            Error::user(format!("cannot use the calibration {} (`--calibration`)", path.display()))
-                .because(why)
-                .hint("write one on the machine with `finetune bench ops --model MODEL --json > FILE`")
-        };
-        let measured: CalibrationFile = serde_json::from_str(&text).map_err(|e| refused(e.to_string()))?;
-        measured.rates().map_err(refused)
-    }
-
     /// Those that `device` reaches now, at the shapes of a run, whose loss goes through the output layer by `path`.
     ///
     /// # Errors
@@ -139,7 +202,7 @@ impl ComputeRates {
         };
         let ops = shapes.timings(device, wanted);
         let ops = ops.map(|timing| timing.map(CalibrationOp::from)).collect::<Result<Vec<_>>>()?;
-        let measured = CalibrationFile { copy_gbps: copy_bytes / 1e9, gemm_tflops: gemm_flops / 1e12, ops };
+        let measured = MeasuredFigures { copy_gbps: copy_bytes / 1e9, gemm_tflops: gemm_flops / 1e12, ops };
         measured.rates().map_err(|why| Error::internal("cannot tell how fast this device is").because(why))
     }
 
@@ -177,7 +240,7 @@ impl From<OpTiming> for CalibrationOp {
     }
 }
 
-impl CalibrationFile {
+impl MeasuredFigures {
     /// What training reaches by these figures; what is missing where one is.
     fn rates(&self) -> Result<ComputeRates, String> {
         let rate = |op: &str, end: &str| {
@@ -220,8 +283,6 @@ fn harmonic_mean(rates: &[f64]) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::DType;
-
     use super::*;
     use crate::model::ModelConfig;
     use crate::ops::attention::Heads;
@@ -230,7 +291,7 @@ mod tests {
     use crate::sizing::flops::TrainedWeights;
 
     /// Figures as `bench ops --json` prints them, with the losses in these ways at these rates.
-    fn figures(losses: &[(&str, f64)]) -> CalibrationFile {
+    fn figures(losses: &[(&str, f64)]) -> MeasuredFigures {
         let op = |op: &str, shape: String, tflops: Option<f64>, gbps: Option<f64>| CalibrationOp {
             op: op.into(),
             shape,
@@ -244,7 +305,7 @@ mod tests {
         ops.extend(
             losses.iter().map(|(way, rate)| op(LOSS, format!("8x16 to 32, {way}"), Some(*rate), None)),
         );
-        CalibrationFile { copy_gbps: 20.0, gemm_tflops: 0.5, ops }
+        MeasuredFigures { copy_gbps: 20.0, gemm_tflops: 0.5, ops }
     }
 
     #[test]

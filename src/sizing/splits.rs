@@ -161,19 +161,26 @@ fn modelled(
     let micro_tokens = work.row / c;
     let compute = work.tokens.max(work.row * d * s) * work.flops / ranks / rates.linear;
     let bubble = (p - 1.0) / (micro_batches + p - 1.0);
-    let link = |along: f64| if along <= hardware.per_host as f64 { hardware.device.link_gbps } else { hardware.ring_gbps(hardware.devices()) } * 1e9;
     let ring = |n: f64| if n > 1.0 { (n - 1.0) / n } else { 0.0 };
     let hidden = micro_tokens * work.config.hidden_size as f64 * BF16;
     // Four sums of hidden states a layer and micro-batch, which nothing hides.
-    let tensor_secs = 4.0 * 2.0 * ring(t) * hidden * micro_batches * layers / p / link(t);
+    let of_layers = micro_batches * layers / p;
+    let tensor_secs = hardware.ring_secs(4.0 * 2.0 * ring(t) * hidden * of_layers, 1, tensor);
     // Keys and values go round in forward and, with their gradients, in backward.
     let kv = 2.0 * micro_tokens * work.config.heads.kv_width() as f64 * BF16 / t;
-    let context_secs = 3.0 * (c - 1.0) * kv * micro_batches * layers / p / link(t * c);
+    let context_secs = hardware.ring_secs(3.0 * (c - 1.0) * kv * of_layers, tensor, context);
     let parameters = work.parameters as f64 / (t * p);
     let gathers = micro_batches * ring(s) * parameters * (2.0 * BF16 + 4.0);
-    let sums = 2.0 * ring(d) * parameters / s * 4.0 * if s > 1.0 { micro_batches } else { 1.0 };
-    let data_secs = gathers / link(t * c * s) + sums / link(t * c * s * d);
-    let sent = context_secs + data_secs;
+    // Gradients are summed over copies of the weights: those of data, and of the parts of a sequence.
+    let sums = |n: f64| 2.0 * ring(n) * parameters / s * 4.0 * if s > 1.0 { micro_batches } else { 1.0 };
+    let of_copy = tensor * context * shard;
+    let data_secs = hardware.ring_secs(gathers, tensor * context, shard)
+        + hardware.ring_secs(sums(d), of_copy, data)
+        + hardware.ring_secs(sums(c), tensor, context);
+    // Hidden states to the next stage and their gradients back, of each micro-batch.
+    let borders = if pipeline > 1 { 2.0 * hidden * micro_batches } else { 0.0 };
+    let pipeline_secs = hardware.ring_secs(borders, of_copy * data, pipeline);
+    let sent = context_secs + data_secs + pipeline_secs;
     let exposed = (sent - OVERLAP * compute).max(sent.min(ENDS * compute)) + tensor_secs;
     let update = parameters / s * UPDATED / rates.update;
     let step_secs = compute / (1.0 - bubble) + exposed + update;
@@ -201,6 +208,7 @@ mod tests {
 
     use super::*;
     use crate::error::Result;
+    use crate::sizing::hardware::DeviceSheet;
 
     fn found(hidden: usize, layers: usize, heads: usize, on: &str, wanted: [usize; 5]) -> Result<bool> {
         let text = format!(
@@ -230,6 +238,56 @@ mod tests {
             || refused.what == "tensor = 32"));
         let [t, p, d] = [wanted[0], wanted[1], wanted[2]];
         Ok(all.iter().any(|s| s.tensor == t && s.pipeline == p && s.data * s.shard == d && s.context == 1))
+    }
+
+    /// Four hosts of eight cards, 15 GB/s among them, 1.25 GB/s between hosts: what leaves a host at once shares its network.
+    #[test]
+    fn a_split_takes_what_its_rings_take() -> Result<()> {
+        let text = r#"{"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}"#;
+        let config = ModelConfig::from_json(text, "config.json")?;
+        let hardware = Hardware::parse("8x4090*4", Path::new("."))?;
+        assert_eq!([hardware.device.link_gbps, hardware.device.network_gbps], [15.0, 1.25]);
+        // Rates without bounds leave communication alone.
+        let sheet = DeviceSheet { bf16_tflops: 1e12, memory_gbps: 1e12, ..hardware.device.clone() };
+        let rates = ComputeRates::of_sheet(&sheet, true);
+        let (parameters, row, rows) = (6_738_415_616, 2048.0, 64.0);
+        let work = SplitWork {
+            config: &config,
+            parameters,
+            flops: 6.0 * parameters as f64,
+            row,
+            tokens: rows * row,
+            activation_bytes: 1e6,
+            budget: u64::MAX,
+        };
+        let near = |wanted, by_hand: f64| {
+            let secs = modelled(&work, &hardware, &rates, wanted).step_secs;
+            assert!((secs / by_hand - 1.0).abs() < 1e-3, "{wanted:?}: {secs}, not {by_hand}");
+        };
+        let p = parameters as f64;
+        let hidden = row * 4096.0 * 2.0;
+        // Sums of 3/4 of an eighth of f32 gradients, twice, by eight cards of a host at once; each of 16 micro-batches sums
+        // hidden states four times in each of 32 layers, twice 7/8 of them.
+        let sums = 2.0 * 0.75 * p / 8.0 * 4.0 * 8.0 / 1.25e9;
+        let tensor = 4.0 * 2.0 * 7.0 / 8.0 * hidden * 16.0 * 32.0 / 15e9;
+        near([4, 1, 8, 1, 1], sums + tensor);
+        // Four stages of 8 ranks each: 64 / 8 micro-batches go over a border and back, from eight cards of a host at once; a
+        // quarter of the gradients is summed inside of a host.
+        let borders = 2.0 * hidden * 8.0 * 8.0 / 1.25e9;
+        near([8, 1, 1, 4, 1], borders + 2.0 * 7.0 / 8.0 * p / 4.0 * 4.0 / 15e9);
+        // Two parts of each sequence by four of each product in a host: as many sums of half the hidden states, keys and values of a
+        // quarter of the heads once round three times, and a quarter of the gradients summed over both parts.
+        let half = hidden / 2.0;
+        let tensor = 4.0 * 2.0 * 3.0 / 4.0 * half * 16.0 * 32.0 / 15e9;
+        let keys = 3.0 * 2.0 * half / 4.0 * 16.0 * 32.0 / 15e9;
+        let parts = 2.0 * 0.5 * p / 4.0 * 4.0 / 15e9;
+        near([4, 1, 4, 1, 2], 2.0 * 0.75 * p / 4.0 * 4.0 * 8.0 / 1.25e9 + tensor + keys + parts);
+        // Two groups of 16, which gather over two hosts in one ring: weights twice and gradients once, twice (64 / 32
+        // micro-batches); a sixteenth of the gradients is summed with the other group, by eight cards of a host at once.
+        let gathers = 2.0 * 15.0 / 16.0 * p * 8.0 / 1.25e9;
+        near([2, 16, 1, 1, 1], gathers + 2.0 * 2.0 * 0.5 * p / 16.0 * 4.0 * 8.0 / 1.25e9);
+        Ok(())
     }
 
     /// Splits that are published: tensor × pipeline × data.

@@ -4,8 +4,8 @@
 //! T = T_compute + max(T_communication − w · T_compute, T_ends) + T_update + T_offload
 //! ```
 //!
-//! T_compute are the operations of [`TokenFlops`] at [`ComputeRates`]; T_communication the bytes of [`SentBytes`] over the bandwidth of a ring
-//! and a latency for each call. w = 0.8 of the computation can hide communication: gathers run ahead by a block, gradients
+//! T_compute are the operations of [`TokenFlops`] at [`ComputeRates`]; T_communication the bytes of [`SentBytes`], each part over the bandwidth of
+//! its ring ([`Hardware::ring_gbps`]), and a latency for each call. w = 0.8 of the computation can hide communication: gathers run ahead by a block, gradients
 //! are reduced while the next block's are computed; on a processor w = 0, for what copies there is what computes. The first
 //! gather and the last reduction are never hidden: T_ends is all of T_communication, but a fiftieth of T_compute at most.
 
@@ -16,8 +16,8 @@ use super::hardware::Hardware;
 use super::rates::ComputeRates;
 use crate::model::ModelConfig;
 use crate::plan::PlannedStep;
-use crate::recipe::{Offload, Recipe, StateDtype};
-use crate::sharding::{MeshAxis, ParamDesc, ParamKind, SentBytes, ShardingStrategy};
+use crate::recipe::{Offload, Recipe, Recompute, StateDtype};
+use crate::sharding::{MeshAxis, MeshShape, ParamDesc, ParamKind, SentBytes, ShardingStrategy};
 
 /// Part of the computation that communication can run beside.
 pub(super) const OVERLAP: f64 = 0.8;
@@ -54,6 +54,8 @@ pub struct Workload {
 pub struct StepTime {
     /// Forward and backward.
     pub compute: f64,
+    /// As much as a forward alone is of it.
+    pub forward: f64,
     /// Of it what is computed a second time.
     pub recompute: f64,
     /// Of it the making of bf16 values from codes.
@@ -123,13 +125,17 @@ impl StepTime {
         let turns = load.micro_batches as f64;
         let tokens = load.tokens * turns;
         let recompute = tokens * flops.recomputed / rates.linear;
-        let dequantize = turns * dequantized_bytes(&step.descs, step.fit.recompute) / rates.update;
-        let compute = tokens * (rates.seconds(&flops) + elementwise(config, rates)) + dequantize;
+        let passes = if step.fit.recompute == Recompute::Block { 3.0 } else { 2.0 };
+        let one_pass = turns * dequantized_bytes(&step.descs) / rates.update;
+        let dequantize = passes * one_pass;
+        let products = tokens * (rates.seconds(&flops) + elementwise(config, rates));
+        let compute = products + dequantize;
+        let forward = products * flops.forward / flops.hardware() + one_pass;
         let shards = step.fit.kind.shard_size(hardware.devices()) as f64;
         let (update, update_copies) = update(recipe, step, (hardware, rates), shards);
         let brought = 2.0 * turns * step.brought as f64 / (hardware.device.host_gbps * 1e9);
         // The ranks of a processor copy with the threads that they compute with.
-        let hidden = if hardware.device.is_host() { 0.0 } else { OVERLAP * compute };
+        let hidden = if hardware.device.processor { 0.0 } else { OVERLAP * compute };
         // Values are fetched a block ahead.
         let offload = update_copies + (brought - hidden).max(0.0);
         let communication = communication(&step.sent, step.fit.kind, hardware);
@@ -139,6 +145,7 @@ impl StepTime {
         let mfu = |per_token: f64| tokens * per_token / (total * rates.peak);
         StepTime {
             compute,
+            forward,
             recompute,
             dequantize,
             update,
@@ -166,14 +173,13 @@ fn bound([exposed, offload, update]: [f64; 3]) -> Bound {
     }
 }
 
-/// Bytes that are read and written to make bf16 values from codes, for forward and backward of a micro-batch.
-fn dequantized_bytes(descs: &[ParamDesc], recompute: crate::recipe::Recompute) -> f64 {
-    let passes = if recompute == crate::recipe::Recompute::Block { 3.0 } else { 2.0 };
+/// Bytes that are read and written to make bf16 values from all codes once.
+fn dequantized_bytes(descs: &[ParamDesc]) -> f64 {
     let bytes = |desc: &ParamDesc| match desc.kind {
         ParamKind::Quantized(format) => desc.elements() as f64 * (format.kind.bits() as f64 / 8.0 + 2.0),
         _ => 0.0,
     };
-    passes * descs.iter().map(bytes).sum::<f64>()
+    descs.iter().map(bytes).sum()
 }
 
 /// Seconds of a token's norms, rotations, gates and sums, where they are measured apart: what each reads and writes, forward
@@ -215,21 +221,66 @@ fn communication(sent: &SentBytes, kind: ShardingStrategy, hardware: &Hardware) 
     if ranks == 1 {
         return 0.0;
     }
-    let across = hardware.hosts > 1;
-    let latency = LATENCY[usize::from(!across)] * sent.calls as f64;
-    let copies = kind.mesh_shape(ranks).map_or(1, |mesh| mesh.size(MeshAxis::Data));
-    let (inside, outside) = match kind {
-        // Shards are gathered inside of a group, and summed between the groups by each of its ranks at once.
-        ShardingStrategy::Hsdp(group) if copies > 1 && group <= hardware.per_host => {
-            let between = sent.gradients as f64 / 2.0 / group as f64;
-            (sent.total() as f64 - between, between * hardware.per_host as f64)
-        }
-        _ if across => (0.0, sent.total() as f64),
-        _ => (sent.total() as f64, 0.0),
-    };
-    // A rank of a processor copies its own part, too, into what it gathers.
-    let inside = if hardware.device.is_host() { inside * ranks as f64 / (ranks - 1) as f64 } else { inside };
-    let inner = if inside > 0.0 { inside / (hardware.device.link_gbps * 1e9) } else { 0.0 };
-    let outer = if outside > 0.0 { outside / (hardware.ring_gbps(ranks) * 1e9) } else { 0.0 };
-    inner + outer + latency
+    let latency = LATENCY[usize::from(hardware.hosts == 1)] * sent.calls as f64;
+    let mesh = kind.mesh_shape(ranks).unwrap_or(MeshShape::ONE.with(MeshAxis::Shard, ranks));
+    let (shards, copies) = (mesh.size(MeshAxis::Shard), mesh.size(MeshAxis::Data));
+    let by_all = sent.whole + sent.scalars;
+    // What is sent, in a ring of how many, how far from one another.
+    let rings = [
+        (sent.total() - by_all - sent.between, shards, 1),
+        (by_all, ranks, 1),
+        (sent.between, copies, mesh.stride(MeshAxis::Data)),
+    ];
+    let secs = rings.into_iter().filter(|(bytes, ..)| *bytes > 0).map(|(bytes, size, stride)| {
+        // A rank of a processor copies its own part, too, into what it gathers.
+        let in_memory = hardware.device.processor && stride * size <= hardware.per_host;
+        let own = if in_memory { size as f64 / (size - 1) as f64 } else { 1.0 };
+        hardware.ring_secs(bytes as f64 * own, stride, size)
+    });
+    secs.sum::<f64>() + latency
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::error::Result;
+
+    /// Four hosts of eight cards, 15 GB/s among them and 1.25 GB/s between hosts: every strategy by its formula for 10^9
+    /// parameters, bf16 weights and f32 gradients.
+    #[test]
+    fn communication_is_bytes_over_the_rings_that_they_take() -> Result<()> {
+        let hosts = Hardware::parse("8x4090*4", Path::new("."))?;
+        let (link, network) = (15e9, 1.25e9);
+        assert_eq!([hosts.device.link_gbps, hosts.device.network_gbps], [15.0, 1.25]);
+        let p = 1e9;
+        let take = |kind, sent: SentBytes| {
+            let secs = communication(&sent, kind, &hosts);
+            secs - LATENCY[0] * sent.calls as f64
+        };
+        let near = |secs: f64, by_hand: f64| (secs / by_hand - 1.0).abs() < 1e-6;
+        // 31/32 of the gradients twice.
+        let all = (2.0 * 31.0 / 32.0 * 4.0 * p) as u64;
+        let ddp = SentBytes { gradients: all, whole: all, calls: 3, ..SentBytes::default() };
+        assert!(near(take(ShardingStrategy::Ddp, ddp), 2.0 * 31.0 / 32.0 * 4.0 * p / network));
+        // 31/32 of the weights twice and of the gradients once.
+        let gathers = (31.0 / 32.0 * 2.0 * 2.0 * p) as u64;
+        let fsdp = SentBytes {
+            gathers,
+            gradients: (31.0 / 32.0 * 4.0 * p) as u64,
+            calls: 9,
+            ..SentBytes::default()
+        };
+        assert!(near(take(ShardingStrategy::Fsdp, fsdp), 31.0 / 32.0 * 8.0 * p / network));
+        // Groups of eight: 7/8 of that inside of a host, then 3/4 of an eighth of the gradients twice between hosts, from all
+        // eight cards of a host at once.
+        let between = (2.0 * 3.0 / 4.0 * 4.0 * p / 8.0) as u64;
+        let gradients = (7.0 / 8.0 * 4.0 * p) as u64 + between;
+        let gathers = (7.0 / 8.0 * 4.0 * p) as u64;
+        let hsdp = SentBytes { gathers, gradients, between, calls: 9, ..SentBytes::default() };
+        let by_hand = 7.0 / 8.0 * 8.0 * p / link + 8.0 * 2.0 * 3.0 / 4.0 * 4.0 * p / 8.0 / network;
+        assert!(near(take(ShardingStrategy::Hsdp(8), hsdp), by_hand));
+        Ok(())
+    }
 }

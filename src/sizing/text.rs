@@ -3,7 +3,8 @@
 use std::fmt::Write;
 
 use super::conventions::StrategyBytes;
-use super::{MemoryTerm, RecomputePolicy, RunTime, Sizing};
+use super::run_time::RunTime;
+use super::{MemoryTerm, RecomputePolicy, Sizing};
 use crate::units;
 
 /// Columns of a bar.
@@ -111,6 +112,9 @@ impl Sizing {
         let Some(time) = &self.time else {
             let _ =
                 writeln!(text, "\ntime: give the hardware with `--on`, or a `--calibration` of this machine");
+            if self.ranks > 1 {
+                let _ = writeln!(text, "splits over the ranks are compared by time");
+            }
             return;
         };
         let _ = writeln!(
@@ -122,6 +126,9 @@ impl Sizing {
             100.0 * time.hfu,
             time.bound.text()
         );
+        if let Some(speeds) = &self.speeds {
+            let _ = writeln!(text, "  at the speeds of {speeds}");
+        }
         let parts = [
             ("forward and backward", time.compute),
             ("of it recomputing", time.recompute),

@@ -184,7 +184,7 @@ fn ranks_and_strategies_that_do_not_fit() {
     exit 1
     error: cannot use `parallel.strategy = "single"`
       caused by: there are 3 ranks; accepted with more than one: auto, ddp, zero1, zero2, fsdp, hsdp
-    hint: leave the strategy out, or run without `--ranks`
+    hint: leave the strategy out, or take one rank
     "#);
     assert_snapshot!(ranks("parallel.shard_size=2"), @r#"
     exit 1
@@ -233,7 +233,7 @@ fn ranks_and_strategies_that_do_not_fit() {
     exit 1
     error: cannot use `parallel.strategy = "fsdp"`
       caused by: there is one rank; accepted with one: auto, single
-    hint: give more ranks, with `--ranks N`, or leave the strategy out
+    hint: give more ranks, or leave the strategy out
     "#);
 }
 

@@ -46,7 +46,10 @@ fn every_operation_is_measured() {
         let figures: Value = serde_json::from_str(&bench_ops(&place, &["--json", "--dtype", dtype])).unwrap();
         let keys: Vec<&str> = figures.as_object().unwrap().keys().map(String::as_str).collect();
         let rates = ["copy_gbps", "gemm_tflops", "peak_tflops"];
-        assert_eq!(keys, [&["device", "tokens", "max_seq_len", "dtype"][..], &rates, &["ops"]].concat());
+        assert_eq!(
+            keys,
+            [&["device", "processor", "tokens", "max_seq_len", "dtype"][..], &rates, &["ops"]].concat()
+        );
         positive(&figures, "gemm_tflops");
         assert!(!figures["device"].as_str().unwrap().is_empty());
         assert_eq!((&figures["tokens"], &figures["dtype"]), (&48.into(), &dtype.into()));

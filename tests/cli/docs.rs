@@ -191,7 +191,8 @@ fn check(page: &str, (words, printed): &(Vec<String>, Vec<String>), place: &Plac
         return;
     };
     let args = &command[start + 1..];
-    let args = &args[..args.iter().position(|word| word == ">").unwrap_or(args.len())];
+    let end = args.iter().position(|word| word == ">").unwrap_or(args.len());
+    let (args, file) = (&args[..end], args.get(end + 1));
     if let Err(error) = parse(args, place) {
         panic!("{page}: `{shown}`\n{error}");
     }
@@ -206,6 +207,9 @@ fn check(page: &str, (words, printed): &(Vec<String>, Vec<String>), place: &Plac
     let variables = variables.iter().filter_map(|variable| variable.split_once('='));
     let output = place.command(&args).envs(variables).output().unwrap();
     assert!(output.status.success(), "{page}: `{shown}`\n{}", place.told(&output.stderr));
+    if let Some(file) = file {
+        fs::write(place.path(file), &output.stdout).unwrap();
+    }
     if args[0] == "plan" {
         check_printed(page, &shown, printed, &output.stdout);
     }
@@ -259,11 +263,11 @@ fn every_command_works() {
     docs/formats.md: 2 run, 0 parsed, 0 of other programs
     docs/monitoring.md: 1 run, 0 parsed, 0 of other programs
     docs/processors.md: 1 run, 0 parsed, 0 of other programs
-    docs/profiling.md: 1 run, 0 parsed, 0 of other programs
+    docs/profiling.md: 2 run, 1 parsed, 0 of other programs
     docs/ranks-and-launchers.md: 4 run, 7 parsed, 3 of other programs
     docs/recipes.md: 7 run, 0 parsed, 0 of other programs
     docs/reliability.md: 0 run, 0 parsed, 4 of other programs
-    docs/sizing.md: 7 run, 0 parsed, 0 of other programs
+    docs/sizing.md: 10 run, 0 parsed, 0 of other programs
     ");
 }
 

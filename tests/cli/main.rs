@@ -55,6 +55,7 @@ mod run_warnings;
 mod shared_models;
 mod sizing;
 mod sizing_page;
+mod sizing_run;
 mod split;
 mod surface;
 mod system_faults;

@@ -45,6 +45,11 @@ fn gigabytes(value: &Value) -> f64 {
     value.as_f64().unwrap() / 1e9
 }
 
+/// Hardware of one's own.
+const OWN: &str = "[device]\nname = \"NAME\"\nmemory_gb = 24\nbf16_tflops = 100\nf32_tflops = 50\nmemory_gbps = 900\n\
+     link = \"PCIe\"\nlink_gbps = 10\nhost_gbps = 20\nnetwork_gbps = 1.25\nhost_memory_gb = 64\ndisk_gbps = 3\n\
+     devices_per_host = 2\nefficiency = 0.4\nsource = \"a bench\"\n";
+
 /// What one command says of thirty pairs of model and machine: the first way that fits, over which strategy, how large a
 /// rank is and how fast all of them are.
 #[test]
@@ -151,10 +156,102 @@ fn a_published_case_is_computed_again() {
     let (none, block) = (hours("train.recompute=none"), hours("train.recompute=block"));
     assert!((6.5..8.5).contains(&none), "{none}");
     assert!((9.0..11.5).contains(&block), "{block}");
-    assert_eq!(
-        plan(&place, "70B", &sets("train.recompute=block"))["conventions"][0]["bytes_per_parameter"],
-        12
-    );
+    // "100k iterations are 210 B tokens", of 512 rows of 4096 tokens each.
+    let more = ["--set", "data.max_seq_len=4096", "--set", "train.max_steps=100000"];
+    let said = plan(&place, "70B", &[&sets("train.recompute=block")[..], &more].concat());
+    assert_eq!(said["run"]["tokens"], 100_000.0 * 512.0 * 4096.0);
+    assert!((2.09e11..2.10e11).contains(&said["run"]["tokens"].as_f64().unwrap()));
+}
+
+/// A plan for a processor elsewhere is the plan of a run on this one: in f32, the same bytes of all but the program.
+#[test]
+fn a_processor_elsewhere_computes_as_this_one() {
+    let place = shapes();
+    for recipe in ["lora", "full"] {
+        let here = plan(&place, "1B", &["--recipe", recipe, "--ranks", "1", "--set", "train.recompute=none"]);
+        for on in ["cpu-64GB", "mac-64GB"] {
+            let there =
+                plan(&place, "1B", &["--recipe", recipe, "--on", on, "--set", "train.recompute=none"]);
+            assert_eq!((&there["dtype"], &here["dtype"]), (&json!("f32"), &json!("f32")), "{on}");
+            let causes = |said: &Value| -> Vec<Value> {
+                let causes = said["memory"].as_array().unwrap().iter();
+                causes.filter(|cause| cause["cause"] != "process").cloned().collect()
+            };
+            assert_eq!(causes(&there), causes(&here), "{on}");
+            let process =
+                there["memory"].as_array().unwrap().iter().find(|cause| cause["cause"] == "process");
+            assert_eq!(process.unwrap()["bytes"], 32_000_000);
+        }
+    }
+    // A GPU in a computer of its own is one all the same; where bf16 is asked for, it is taken.
+    assert_eq!(plan(&place, "1B", &["--on", "GH200-96GB"])["dtype"], "bf16");
+    assert_eq!(plan(&place, "1B", &["--on", "cpu-64GB", "--set", "model.dtype=bf16"])["dtype"], "bf16");
+}
+
+/// What `bench ops` wrote is what a plan takes, where that computes alike.
+#[test]
+fn a_calibration_is_of_the_device_that_is_planned() {
+    let place = Place::new();
+    let bench = |dtype: &str| {
+        let args =
+            ["bench", "ops", "--model", "model", "--tokens", "48", "--max-seq-len", "20", "--secs", "0.0001"];
+        let output = place.command(&[&args[..], &["--json", "--dtype", dtype]].concat()).output().unwrap();
+        let speeds = String::from_utf8(output.stdout).unwrap();
+        place.write(&format!("{dtype}.json"), &speeds);
+        serde_json::from_str::<Value>(&speeds).unwrap()
+    };
+    let (measured, _) = (bench("f32"), bench("bf16"));
+    let here = ["--ranks", "1", "--calibration"];
+    let said = plan(&place, "model", &[&here[..], &["f32.json"]].concat());
+    assert_eq!(said["speeds"], format!("{}, f32, 48 tokens", measured["device"].as_str().unwrap()));
+    // MFU is of the product that was measured.
+    let time = &said["time"];
+    let peak = measured["gemm_tflops"].as_f64().unwrap() * 1e12;
+    let flops = time["mfu"].as_f64().unwrap() * time["total"].as_f64().unwrap() * peak;
+    let tokens = said["micro_batch_tokens"].as_f64().unwrap();
+    // Llama of 2 layers: see its config.json; 6 operations a weight, 3.5 times attention over half of a row.
+    let config: Value =
+        serde_json::from_str(&std::fs::read_to_string(place.path("model/config.json")).unwrap()).unwrap();
+    let of = |key: &str| config[key].as_f64().unwrap();
+    let (d, f, layers) = (of("hidden_size"), of("intermediate_size"), of("num_hidden_layers"));
+    let kv = d * of("num_key_value_heads") / of("num_attention_heads");
+    let weights = layers * (2.0 * d * (d + kv) + 3.0 * d * f) + of("vocab_size") * d;
+    let by_hand = tokens * (6.0 * weights + 3.5 * layers * 4.0 * d * tokens / 2.0);
+    assert!((flops / by_hand - 1.0).abs() < 1e-6, "{flops:e}, by hand {by_hand:e}");
+    let in_bf16 = plan(&place, "model", &[&here[..], &["bf16.json", "--set", "model.dtype=bf16"]].concat());
+    assert!(in_bf16["speeds"].as_str().unwrap().contains(", bf16, 48 tokens"));
+    assert!(plan(&place, "model", &["--on", "cpu-64GB", "--calibration", "f32.json"])["time"].is_object());
+    for (more, why) in [
+        (
+            &["--ranks", "1", "--calibration", "bf16.json"][..],
+            "measured in bf16, and the plan computes in f32",
+        ),
+        (
+            &["--on", "cpu-64GB", "--calibration", "bf16.json"],
+            "measured in bf16, and the plan computes in f32",
+        ),
+        (&["--on", "4090", "--calibration", "bf16.json"], "measured on a processor, "),
+    ] {
+        let output = place.command(&[&["plan", "--model", "model"], more].concat()).output().unwrap();
+        let told = place.told(&output.stderr);
+        assert!(!output.status.success() && told.contains(why) && told.contains("hint:"), "{more:?}: {told}");
+    }
+}
+
+/// What is not told says why: splits need a time; a host of more devices than usual is told.
+#[test]
+fn what_a_plan_takes_for_granted_is_said() {
+    let place = shapes();
+    let told = |more: &[&str]| {
+        let output = place.command(&[&["plan", "--model", "1B"], more].concat()).output().unwrap();
+        assert!(output.status.success(), "{}", place.told(&output.stderr));
+        (place.told(&output.stdout), place.told(&output.stderr))
+    };
+    let reason = "splits over the ranks are compared by time";
+    assert!(told(&["--ranks", "2"]).0.contains(reason) && !told(&["--ranks", "1"]).0.contains(reason));
+    let hint = "hosts of 8 are written 8xH100-80GB*2";
+    assert!(told(&["--on", "16xH100-80GB"]).1.contains(hint));
+    assert!(!told(&["--on", "8xH100-80GB*2"]).1.contains("warning:"));
 }
 
 #[test]
@@ -279,7 +376,9 @@ fn what_cannot_be_planned_is_one_error() {
     let place = shapes();
     place.write("ops.json", "{}");
     place.write("own.toml", "[device]\nname = \"x\"\n");
-    let cases: [(&[&str], &str); 10] = [
+    place.write("two.toml", &format!("{}[link]\nbogus = 1\n", OWN.replace("NAME", "own")));
+    place.write("bell.toml", &OWN.replace("NAME", r"a\u0007b"));
+    let cases: [(&[&str], &str); 17] = [
         (&["--on", "8xH1000-80GB"], "no device is called \"H1000-80GB\" (near: H100-80GB); accepted: "),
         (&["--on", "own.toml"], "cannot understand the hardware in "),
         (&["--on=-8xH100-80GB"], "is no number of devices or hosts"),
@@ -287,6 +386,16 @@ fn what_cannot_be_planned_is_one_error() {
         (&["--on", "4090", "--price", "-3/h"], "the amount is no number of 0 or more"),
         (&["--on", "4090", "--ranks", "2"], "cannot be used with '--ranks <N>'"),
         (&["--on", "4090", "--price=-3/h"], "the amount is no number of 0 or more"),
+        (&["--on", "two.toml"], "unknown field `link`"),
+        (&["--on", "bell.toml"], "accepted: a text without control characters"),
+        (&["--on", "8xB300"], "no device is called \"B300\" (near: B200-180GB)"),
+        (&["--on", "4090", "--price", "3/h*0"], "what stands after `*` is no number above 0"),
+        (&["--price", "3/h"], "nothing says how fast this machine is"),
+        (&["--price", "3/h", "--ranks", "2"], "nothing says how fast this machine is"),
+        (
+            &["--on", "8xH100", "--set", "parallel.strategy=single"],
+            "leave the strategy out, or take one rank",
+        ),
         (&["--calibration", "ops.json"], "cannot use the calibration "),
         (&["--on", "V100-32GB", "--set", "model.dtype=bf16"], "cannot compute in bf16 on V100-32GB"),
         (&["--on", "4090", "--set", "data.max_seq_len=-1"], "data.max_seq_len"),
@@ -304,12 +413,7 @@ fn what_cannot_be_planned_is_one_error() {
 #[test]
 fn a_page_holds_the_plan_and_asks_for_nothing() {
     let place = shapes();
-    place.write(
-        "own.toml",
-        "[device]\nname = \"own\"\nmemory_gb = 24\nbf16_tflops = 100\nf32_tflops = 50\nmemory_gbps = 900\n\
-         link = \"PCIe\"\nlink_gbps = 10\nhost_gbps = 20\nnetwork_gbps = 1.25\nhost_memory_gb = 64\ndisk_gbps = 3\n\
-         devices_per_host = 1\nefficiency = 0.4\nsource = \"a bench\"\n",
-    );
+    place.write("own.toml", &OWN.replace("NAME", "own"));
     let odd = "<b>&\"model</script>";
     let folder = odd.replace('/', "_");
     std::fs::create_dir(place.path(&folder)).unwrap();
