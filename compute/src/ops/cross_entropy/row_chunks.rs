@@ -77,7 +77,7 @@ impl Kept for bf16 {
     }
 }
 
-/// As [`super::linear_cross_entropy`].
+/// The loss and its gradients, as [`super::linear_cross_entropy`] gives them.
 pub(super) fn loss(
     x: &Tensor,
     output: Output<'_>,
@@ -86,14 +86,14 @@ pub(super) fn loss(
     grads: OutputGrads<'_>,
 ) -> Result<LossAndGrad> {
     let adapter = output.delta.map(DeltaOnCpu::new).transpose()?;
-    let layer = Layer { output, adapter: adapter.as_ref(), targets, kind, grads };
+    let chunked = ChunkedLoss { output, adapter: adapter.as_ref(), targets, kind, grads };
     with_elem!(x.dtype(), T => {
-        if kind.softcap.is_some() { layer.loss::<T, f32>(x) } else { layer.loss::<T, T>(x) }
+        if kind.softcap.is_some() { chunked.loss::<T, f32>(x) } else { chunked.loss::<T, T>(x) }
     })
 }
 
 /// The output layer with all that a loss needs but the rows.
-struct Layer<'a> {
+struct ChunkedLoss<'a> {
     output: Output<'a>,
     adapter: Option<&'a DeltaOnCpu>,
     targets: LossTargets<'a>,
@@ -109,7 +109,7 @@ struct FirstPass<'a, K> {
     states: Vec<RowState>,
 }
 
-impl Layer<'_> {
+impl ChunkedLoss<'_> {
     fn loss<T: FloatElement, K: Kept>(&self, x: &Tensor) -> Result<LossAndGrad> {
         let rows = counted(self.targets.ids);
         let ((n, width), (vocab, _)) = (dims2(x)?, dims2(self.output.weight)?);
