@@ -100,6 +100,7 @@ fn detect() -> InstructionSet {
         InstructionSet::Baseline
     } else if !(is_x86_feature_detected!("avx512f")
         && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vl"))
     {
         InstructionSet::Avx2
@@ -153,7 +154,7 @@ macro_rules! vectorized {
             #[cfg(target_arch = "x86_64")]
             {
                 use $crate::instruction_set::InstructionSet;
-                #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
                 fn avx512 $(<$($generic: $bound),+>)? ($($arg: $type),*) $(-> $result)? {
                     baseline($($arg),*)
                 }

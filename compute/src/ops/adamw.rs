@@ -10,7 +10,7 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::gpu;
-use super::stochastic_rounding::{self, Noise, RUN, StochasticRounding};
+use super::stochastic_rounding::{self, RUN, StochasticRounding};
 use crate::error::Result;
 use crate::instruction_set::vectorized;
 use crate::runtime::TensorMut;
@@ -204,7 +204,7 @@ impl Parameter for bf16 {
         g: &[G],
         (rates, rounding): (Rates, StochasticRounding),
     ) {
-        update_bf16(p, m, v, g, &rounding.noise(p.len()), rates);
+        update_bf16(p, m, v, g, rounding, rates);
     }
 }
 
@@ -234,9 +234,10 @@ vectorized! {
         m: &mut [f32],
         v: &mut [f32],
         g: &[G],
-        noise: &Noise,
+        rounding: StochasticRounding,
         rates: Rates,
     ) {
+        let noise = rounding.noise(p.len());
         for ((((p, m), v), g), noise) in p.iter_mut().zip(m).zip(v).zip(g).zip(noise.as_flattened()) {
             *p = stochastic_rounding::round(rates.update(p.widen(), m, v, g.widen()), *noise);
         }

@@ -7,7 +7,6 @@
 
 use half::bf16;
 
-use crate::instruction_set::vectorized;
 use crate::rounding::Rounded;
 use crate::runtime::rng::RngStream;
 
@@ -40,24 +39,19 @@ impl StochasticRounding {
     }
 
     /// The random bits of the first `len` values of a run, at most [`RUN`].
+    #[inline(always)]
     pub(super) fn noise(self, len: usize) -> Noise {
         let mut noise: Noise = [[0; PER_HASH]; RUN / PER_HASH];
-        draw(&mut noise[..len.div_ceil(PER_HASH)], self);
+        for (noise, index) in noise[..len.div_ceil(PER_HASH)].iter_mut().zip(self.first / PER_HASH as u64..) {
+            let bits = self.stream.bits(index);
+            *noise = [bits as u16, (bits >> 16) as u16, (bits >> 32) as u16, (bits >> 48) as u16];
+        }
         noise
     }
 }
 
 /// Random bits for each value of a run.
 pub(super) type Noise = [[u16; PER_HASH]; RUN / PER_HASH];
-
-vectorized! {
-    fn draw(noise: &mut [[u16; PER_HASH]], from: StochasticRounding) {
-        for (noise, index) in noise.iter_mut().zip(from.first / PER_HASH as u64..) {
-            let bits = from.stream.bits(index);
-            *noise = [bits as u16, (bits >> 16) as u16, (bits >> 32) as u16, (bits >> 48) as u16];
-        }
-    }
-}
 
 /// Rounds a value: the bits below bf16's are carried when they and the random ones add up to one of its units. What is not
 /// finite is rounded to the nearest.

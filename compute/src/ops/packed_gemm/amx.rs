@@ -148,8 +148,8 @@ impl TileRegisters {
     /// As [`super::micro_kernel::OpenKernel::multiply`], which has checked the arguments.
     pub(super) fn multiply(
         &self,
-        left: Strip<'_>,
-        right: Strip<'_>,
+        left: &Strip<'_>,
+        right: &Strip<'_>,
         dst: &mut [f32],
         stride: usize,
         accumulate: bool,

@@ -6,14 +6,20 @@
 
 use std::arch::x86_64::*;
 
-use super::tile::{LANES, PackedFormat, SQUARE, STEP, Strip, Tile};
+use super::tile::{LANES, PackedFormat, Rows, SQUARE, STEP, Strip, Tile};
 
 /// Rows whose sums are in registers.
 const ROWS: usize = 8;
 
 /// As [`super::micro_kernel::OpenKernel::multiply`], which has checked the arguments.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-pub(super) fn multiply(left: Strip<'_>, right: Strip<'_>, dst: &mut [f32], stride: usize, accumulate: bool) {
+pub(super) fn multiply(
+    left: &Strip<'_>,
+    right: &Strip<'_>,
+    dst: &mut [f32],
+    stride: usize,
+    accumulate: bool,
+) {
     use PackedFormat::{Bf16, Bf16Parts};
     match (left.format, right.format, right.outer > LANES) {
         (Bf16, Bf16, true) => multiply_parts::<1, 1, 2>(left, right, &[(0, 0)], dst, stride, accumulate),
@@ -34,8 +40,8 @@ pub(super) fn multiply(left: Strip<'_>, right: Strip<'_>, dst: &mut [f32], strid
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn multiply_parts<const A: usize, const B: usize, const V: usize>(
-    left: Strip<'_>,
-    right: Strip<'_>,
+    left: &Strip<'_>,
+    right: &Strip<'_>,
     pairs: &[(usize, usize)],
     dst: &mut [f32],
     stride: usize,
@@ -54,6 +60,58 @@ fn multiply_parts<const A: usize, const B: usize, const V: usize>(
             for &(a, b) in pairs {
                 let columns = std::array::from_fn(|v| &b_tiles[2 * b + v]);
                 add_products::<V>(&mut sums, &a_tiles[2 * a + half], first, columns, count);
+            }
+        }
+        store::<V>(dst, stride, &sums);
+    }
+}
+
+/// As [`multiply`], of rows in memory.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+pub(super) fn multiply_rows(
+    left: &Rows<'_>,
+    right: &Strip<'_>,
+    dst: &mut [f32],
+    stride: usize,
+    accumulate: bool,
+) {
+    if right.outer > LANES {
+        rows_by_columns::<2>(left, right, dst, stride, accumulate);
+    } else {
+        rows_by_columns::<1>(left, right, dst, stride, accumulate);
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn rows_by_columns<const V: usize>(
+    left: &Rows<'_>,
+    right: &Strip<'_>,
+    dst: &mut [f32],
+    stride: usize,
+    accumulate: bool,
+) {
+    for (first, dst) in (0..left.outer).step_by(ROWS).zip(dst.chunks_mut(ROWS * stride)) {
+        // Rows past the end are the last one again: what becomes of them does not count.
+        let rows: [_; ROWS] = std::array::from_fn(|i| left.row((first + i).min(left.outer - 1)).as_ptr());
+        let mut sums = [[_mm512_setzero_ps(); V]; ROWS];
+        if accumulate {
+            load::<V>(&mut sums, dst, stride);
+        }
+        for (tiles, from) in right.tiles.chunks_exact(2).zip((0..left.inner).step_by(STEP)) {
+            let count = ((left.inner - from) / 2).min(LANES);
+            for pair in 0..count {
+                let columns: [__m512bh; V] = std::array::from_fn(|v| as_bf16(tiles[v].line(pair)));
+                for (row, sums) in rows.iter().zip(&mut sums) {
+                    // SAFETY: an even number of elements lies in each row, of which this pair are two; the vectors have the same bits.
+                    let both: __m512bh = unsafe {
+                        let both = row.add(from + 2 * pair).cast::<i32>().read_unaligned();
+                        std::mem::transmute(_mm512_set1_epi32(both))
+                    };
+                    for (sum, columns) in sums.iter_mut().zip(columns) {
+                        *sum = _mm512_dpbf16_ps(*sum, both, columns);
+                    }
+                }
             }
         }
         store::<V>(dst, stride, &sums);

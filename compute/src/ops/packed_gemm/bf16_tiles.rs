@@ -25,16 +25,12 @@ pub(super) fn pack(
             pack_f32::<3>(tiles, from, outer, inner, role);
         }
         PackSource::F32(from) => pack_f32::<1>(tiles, from, outer, inner, role),
-        PackSource::Bf16(from) => {
-            let by_inner = from.outer == 1;
-            each_step(tiles, 1, outer.len(), inner, is_turned(by_inner, role), |tiles, first| {
-                if by_inner {
-                    pairs_bf16(tiles, from, outer.clone(), first..inner);
-                } else {
-                    rows_bf16(tiles, from, outer.clone(), first..inner);
-                }
+        PackSource::Bf16(from) if from.outer == 1 => {
+            each_step(tiles, 1, outer.len(), inner, is_turned(true, role), |tiles, first| {
+                pairs_bf16(tiles, from, outer.clone(), first..inner);
             });
         }
+        PackSource::Bf16(from) => rows_bf16(tiles, from, outer, inner, is_turned(false, role)),
     }
 }
 
@@ -85,16 +81,44 @@ fn each_step(
     }
 }
 
-/// As [`rows`], of bf16 numbers: 32 of them are a line.
+/// As [`rows`], of bf16 numbers, 32 of which are a line, for all steps. Memory is read row by row, as the processor expects it, and
+/// not a line of each row at a time: what comes from beyond the caches arrives before it is used.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn rows_bf16(tiles: &mut [Tile], from: Strided<'_, bf16>, outer: Range<usize>, inner: Range<usize>) {
-    for (i, o) in outer.enumerate() {
-        let row = &from.data[o * from.outer..][inner.clone()];
-        if let Some(next) = row.get(4 * STEP..) {
-            prefetch(next.as_ptr());
+fn rows_bf16(
+    tiles: &mut [Tile],
+    from: Strided<'_, bf16>,
+    outer: Range<usize>,
+    inner: usize,
+    is_turned: bool,
+) {
+    /// Most steps that are filled at a time: their tiles stay in the L1 cache until they are transposed.
+    const STEPS: usize = 18;
+    /// Rows that are asked for ahead of their use: they need not follow one another in memory.
+    const AHEAD: usize = 4;
+    let steps = tiles.len() / 2;
+    let at_a_time = steps.div_ceil(steps.div_ceil(STEPS).max(1)).max(1);
+    for (tiles, first) in tiles.chunks_mut(2 * at_a_time).zip((0..inner).step_by(at_a_time * STEP)) {
+        let here = first..inner.min(first + tiles.len() / 2 * STEP);
+        if outer.len() < 2 * LANES || here.len() < tiles.len() / 2 * STEP {
+            tiles.fill(Tile::ZERO);
         }
-        put(&mut tiles[i / LANES], i % LANES, load_bf16(row));
+        for (i, o) in outer.clone().enumerate() {
+            let row = &from.data[o * from.outer..][here.clone()];
+            let (lines, rest) = row.as_chunks::<STEP>();
+            let mut steps = tiles.as_chunks_mut::<2>().0.iter_mut();
+            for (line, step) in lines.iter().zip(&mut steps) {
+                prefetch(line.as_ptr().wrapping_add(AHEAD * from.outer));
+                // SAFETY: 32 numbers are 64 bytes.
+                put(&mut step[i / LANES], i % LANES, unsafe { _mm512_loadu_si512(line.as_ptr().cast()) });
+            }
+            if let Some(step) = steps.next() {
+                put(&mut step[i / LANES], i % LANES, load_bf16(rest));
+            }
+        }
+        if is_turned {
+            tiles.iter_mut().for_each(|tile| transpose(tile));
+        }
     }
 }
 

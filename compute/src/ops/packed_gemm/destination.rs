@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use std::marker::PhantomData;
 
-use super::tile::SQUARE;
+use super::tile::{SQUARE, prefetch};
 use crate::instruction_set::InstructionSet;
 use crate::ops::mat_view::MatViewMut;
 #[cfg(target_arch = "x86_64")]
@@ -47,69 +47,123 @@ impl<'a, D: FloatElement> Destination<'a, D> {
         Destination { data, len, stride, shape, alpha, accumulate, borrowed: PhantomData }
     }
 
+    /// Asks the memory for the 32 × 32 block at this row and column, which is written soon.
+    pub(super) fn prefetch(&self, (row, column): (usize, usize)) {
+        for row in row..(row + SQUARE).min(self.shape.0) {
+            let line = self.data.wrapping_add(row * self.stride + column);
+            for byte in (0..SQUARE * size_of::<D>()).step_by(64) {
+                prefetch(line.cast::<u8>().wrapping_add(byte));
+            }
+        }
+    }
+
     /// Scales and stores, or adds, the sums of the 32 × 32 block at this row and column, less what is outside the matrix, with these
     /// instructions.
     ///
     /// # Safety
     /// No other thread is at this block meanwhile.
-    pub(super) unsafe fn add(&self, set: InstructionSet, (row, column): (usize, usize), sums: &Accumulator) {
-        assert!(row < self.shape.0 && column < self.shape.1 && set <= InstructionSet::detected());
-        let (height, width) = (SQUARE.min(self.shape.0 - row), SQUARE.min(self.shape.1 - column));
-        for (i, values) in sums.0.iter().take(height).enumerate() {
-            let at = (row + i) * self.stride + column;
-            assert!(at + width <= self.len);
-            // SAFETY: inside the slice, by the assertion; the caller's word that it is not shared.
-            let dst = unsafe { std::slice::from_raw_parts_mut(self.data.add(at), width) };
-            self.add_line(set, dst, &values[..width]);
-        }
-    }
-
-    fn add_line(&self, set: InstructionSet, dst: &mut [D], values: &[f32]) {
-        let (alpha, accumulate) = (self.alpha, self.accumulate);
+    pub(super) unsafe fn add(&self, set: InstructionSet, at: (usize, usize), sums: &Accumulator) {
+        assert!(set <= InstructionSet::detected());
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: `add` asserts that the processor has the instructions of `set`.
+        // SAFETY: the processor has the instructions, by the assertion; the block is this thread's, by the caller's word.
         unsafe {
-            match <&[f32; SQUARE]>::try_from(values) {
-                Ok(values) if set >= InstructionSet::Avx512 && is_f32::<D>() => {
-                    add_line(as_f32_mut(dst).unwrap_or(&mut []), values, alpha, accumulate);
+            let is_whole = at.1 + SQUARE <= self.shape.1;
+            match set {
+                _ if set >= InstructionSet::Avx512 && is_f32::<D>() && is_whole => {
+                    self.add_f32_avx512(at, sums)
                 }
-                Ok(values) if set >= InstructionSet::Avx512Bf16 => {
-                    add_line_bf16(dst, values, alpha, accumulate);
-                }
-                _ if set >= InstructionSet::Avx512 => add_row_avx512(dst, values, alpha, accumulate),
-                _ if set >= InstructionSet::Avx2 => add_row_avx2(dst, values, alpha, accumulate),
-                _ => add_row(dst, values, alpha, accumulate),
+                _ if set >= InstructionSet::Avx512Bf16 && is_whole => self.add_bf16_avx512(at, sums),
+                _ if set >= InstructionSet::Avx512 => self.add_avx512(at, sums),
+                _ if set >= InstructionSet::Avx2 => self.add_avx2(at, sums),
+                _ => self.each_row(at, sums, add_row),
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
-        {
-            let _ = set;
-            add_row(dst, values, alpha, accumulate);
+        // SAFETY: as above.
+        unsafe {
+            self.each_row(at, sums, add_row);
         }
+    }
+
+    /// Calls `add` with each row of the block, its sums, the factor and whether they are added.
+    ///
+    /// # Safety
+    /// As [`Destination::add`].
+    #[inline(always)]
+    unsafe fn each_row(
+        &self,
+        (row, column): (usize, usize),
+        sums: &Accumulator,
+        add: impl Fn(&mut [D], &[f32; SQUARE], f32, bool),
+    ) {
+        assert!(row < self.shape.0 && column < self.shape.1);
+        let (height, width) = (SQUARE.min(self.shape.0 - row), SQUARE.min(self.shape.1 - column));
+        let at = row * self.stride + column;
+        assert!(at + (height - 1) * self.stride + width <= self.len);
+        for (i, values) in sums.0.iter().take(height).enumerate() {
+            // SAFETY: inside the slice, by the assertion; the caller's word that it is not shared.
+            let dst = unsafe { std::slice::from_raw_parts_mut(self.data.add(at + i * self.stride), width) };
+            add(dst, values, self.alpha, self.accumulate);
+        }
+    }
+
+    /// # Safety
+    /// As [`Destination::add`].
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn add_avx2(&self, at: (usize, usize), sums: &Accumulator) {
+        // SAFETY: the caller's word.
+        unsafe { self.each_row(at, sums, add_row) }
+    }
+
+    /// # Safety
+    /// As [`Destination::add`].
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    unsafe fn add_avx512(&self, at: (usize, usize), sums: &Accumulator) {
+        // SAFETY: the caller's word.
+        unsafe { self.each_row(at, sums, add_row) }
+    }
+
+    /// Of f32, whole lines.
+    ///
+    /// # Safety
+    /// As [`Destination::add`].
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn add_f32_avx512(&self, at: (usize, usize), sums: &Accumulator) {
+        let add = |dst: &mut [D], values: &[f32; SQUARE], alpha, accumulate| {
+            add_line(as_f32_mut(dst).unwrap_or(&mut []), values, alpha, accumulate);
+        };
+        // SAFETY: the caller's word.
+        unsafe { self.each_row(at, sums, add) }
+    }
+
+    /// Of bf16, whole lines.
+    ///
+    /// # Safety
+    /// As [`Destination::add`].
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+    unsafe fn add_bf16_avx512(&self, at: (usize, usize), sums: &Accumulator) {
+        let add = |dst: &mut [D], values: &[f32; SQUARE], alpha, accumulate| {
+            add_line_bf16(dst, values, alpha, accumulate);
+        };
+        // SAFETY: the caller's word.
+        unsafe { self.each_row(at, sums, add) }
     }
 }
 
 #[inline(always)]
-fn add_row<D: FloatElement>(dst: &mut [D], values: &[f32], alpha: f32, accumulate: bool) {
+fn add_row<D: FloatElement>(dst: &mut [D], values: &[f32; SQUARE], alpha: f32, accumulate: bool) {
     for (dst, value) in dst.iter_mut().zip(values) {
         *dst = D::nearest(if accumulate { dst.widen() + alpha * value } else { alpha * value });
     }
 }
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-fn add_row_avx512<D: FloatElement>(dst: &mut [D], values: &[f32], alpha: f32, accumulate: bool) {
-    add_row(dst, values, alpha, accumulate);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-fn add_row_avx2<D: FloatElement>(dst: &mut [D], values: &[f32], alpha: f32, accumulate: bool) {
-    add_row(dst, values, alpha, accumulate);
-}
-
 /// As [`add_row`] for a whole line.
 #[cfg(target_arch = "x86_64")]
+#[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn add_line(dst: &mut [f32], values: &[f32; SQUARE], alpha: f32, accumulate: bool) {
     let alpha = _mm512_set1_ps(alpha);
@@ -125,6 +179,7 @@ fn add_line(dst: &mut [f32], values: &[f32; SQUARE], alpha: f32, accumulate: boo
 
 /// As [`add_row`] for a whole line of bf16; what is below 2⁻¹²⁶ becomes zero.
 #[cfg(target_arch = "x86_64")]
+#[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn add_line_bf16<D: FloatElement>(dst: &mut [D], values: &[f32; SQUARE], alpha: f32, accumulate: bool) {
     assert!(!is_f32::<D>());

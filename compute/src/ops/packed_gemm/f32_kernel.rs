@@ -29,8 +29,8 @@ macro_rules! kernel {
         /// As [`super::micro_kernel::OpenKernel::multiply`], which has checked the arguments.
         $(#[$meta])*
         pub(super) fn $name(
-            left: Strip<'_>,
-            right: Strip<'_>,
+            left: &Strip<'_>,
+            right: &Strip<'_>,
             dst: &mut [f32],
             stride: usize,
             accumulate: bool,

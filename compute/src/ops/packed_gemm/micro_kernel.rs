@@ -2,7 +2,7 @@
 
 use super::f32_kernel;
 use super::register_sums::{self, RegisterSums};
-use super::tile::{PackedFormat, SQUARE, STEP, Strip};
+use super::tile::{PackedFormat, Rows, SQUARE, STEP, Strip};
 use std::cell::Cell;
 
 #[cfg(target_arch = "x86_64")]
@@ -91,6 +91,14 @@ impl MicroKernel {
         }
     }
 
+    /// Whether it multiplies rows of bf16 as they lie in memory.
+    pub(super) fn takes_rows(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return self == MicroKernel::Avx512Bf16;
+        #[cfg(not(target_arch = "x86_64"))]
+        false
+    }
+
     /// Products of parts that make a product.
     pub(super) fn passes(self) -> usize {
         if self.splits_f32() { 6 } else { 1 }
@@ -154,8 +162,8 @@ impl OpenKernel {
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_unsafe))]
     pub(super) fn multiply(
         &self,
-        left: Strip<'_>,
-        right: Strip<'_>,
+        left: &Strip<'_>,
+        right: &Strip<'_>,
         dst: &mut [f32],
         stride: usize,
         accumulate: bool,
@@ -175,7 +183,7 @@ impl OpenKernel {
                 MicroKernel::Avx512Bf16 => avx512_bf16::multiply(left, right, dst, stride, accumulate),
                 #[cfg(all(test, target_arch = "x86_64"))]
                 MicroKernel::AmxByAvx512 { .. } => {
-                    avx512_bf16::multiply(left.whole(), right.whole(), dst, stride, accumulate);
+                    avx512_bf16::multiply(&left.whole(), &right.whole(), dst, stride, accumulate);
                 }
                 #[cfg(target_arch = "x86_64")]
                 MicroKernel::Avx512 => f32_kernel::multiply_avx512(left, right, dst, stride, accumulate),
@@ -183,6 +191,28 @@ impl OpenKernel {
                 MicroKernel::Avx2 => f32_kernel::multiply_avx2(left, right, dst, stride, accumulate),
                 MicroKernel::Baseline => f32_kernel::multiply_baseline(left, right, dst, stride, accumulate),
             }
+        }
+    }
+
+    /// As [`OpenKernel::multiply`], of rows in memory, where the kernel takes those.
+    pub(super) fn multiply_rows(
+        &self,
+        left: &Rows<'_>,
+        right: &Strip<'_>,
+        dst: &mut [f32],
+        stride: usize,
+        accumulate: bool,
+    ) {
+        assert!(left.inner > 0 && left.inner.div_ceil(STEP) == right.steps() && left.inner == right.inner);
+        assert!(left.outer.max(right.outer) <= SQUARE && right.format == PackedFormat::Bf16);
+        assert!(stride >= SQUARE && dst.len() >= (SQUARE - 1) * stride + SQUARE);
+        match self.kernel {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `open` asserted that the instructions are there.
+            MicroKernel::Avx512Bf16 => unsafe {
+                avx512_bf16::multiply_rows(left, right, dst, stride, accumulate);
+            },
+            kernel => unreachable!("{kernel:?} multiplies packed rows alone"),
         }
     }
 

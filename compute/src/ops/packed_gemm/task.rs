@@ -7,8 +7,8 @@ use super::destination::{Accumulator, Destination};
 use super::each_chunk;
 use super::micro_kernel::{MicroKernel, OpenKernel};
 use super::packing::{self, DequantizedPart};
-use super::tile::{PackSource, PackedFormat, SQUARE, Strip, Tile};
-use crate::ops::mat_view::{GemmMatrix, MatView, OperandRole, Threads};
+use super::tile::{PackSource, PackedFormat, Rows, SQUARE, Strip, Tile};
+use crate::ops::mat_view::{GemmMatrix, GemmOperand, MatView, OperandRole, Threads};
 use crate::runtime::cpu_tensor::FloatElement;
 
 thread_local! {
@@ -76,7 +76,19 @@ impl<M: GemmMatrix> Side<'_, M> {
         let format = self.kernel.format(&self.matrix, self.role);
         let term = self.term_after(part);
         let term = term.map(|term| (self.kernel.format(term, self.role), inner(term, self.role)));
-        StripLayout { format, inner: part.len(), len: format.strip_len(part.len()), term }
+        let len =
+            if self.rows(&(0..self.outer()), part).is_some() { 0 } else { format.strip_len(part.len()) };
+        StripLayout { format, inner: part.len(), len, term }
+    }
+
+    /// Some outer and inner elements where they lie, if the kernel takes them so.
+    fn rows(&self, outer: &Range<usize>, part: &Range<usize>) -> Option<Rows<'_>> {
+        if self.role == OperandRole::Right || !self.kernel.takes_rows() {
+            return None;
+        }
+        let GemmOperand { data, strides } = self.matrix.dense_bf16().filter(|dense| dense.strides.1 == 1)?;
+        let data = data.get(outer.start * strides.0 + part.start..)?;
+        Rows::new(data, strides.0, outer.len(), part.len())
     }
 
     /// Packs some outer elements with these inner elements, strip by strip.
@@ -89,7 +101,9 @@ impl<M: GemmMatrix> Side<'_, M> {
     ) {
         let layout = self.layout(part);
         let total = layout.total();
-        pack(self, tiles, total, &self.matrix, outer.clone(), part.clone(), memory);
+        if layout.len > 0 {
+            pack(self, tiles, total, &self.matrix, outer.clone(), part.clone(), memory);
+        }
         if let Some(term) = self.term_after(part) {
             let all = 0..inner(term, self.role);
             pack(self, &mut tiles[layout.len..], total, term, outer, all, memory);
@@ -154,19 +168,20 @@ impl StripLayout {
     }
 }
 
-/// Some outer and inner elements of one side, packed for all tasks.
-pub(super) struct SharedOperand {
+/// Some outer and inner elements of one side, packed for all tasks, or as they lie in memory.
+pub(super) struct SharedOperand<'a> {
     kernel: MicroKernel,
     role: OperandRole,
     outer: Range<usize>,
     inner: Range<usize>,
     layout: StripLayout,
     tiles: Vec<Tile>,
+    rows: Option<Rows<'a>>,
 }
 
-impl SharedOperand {
+impl<'a> SharedOperand<'a> {
     pub(super) fn pack<M: GemmMatrix>(
-        side: &Side<'_, M>,
+        side: &'a Side<'_, M>,
         outer: Range<usize>,
         inner: Range<usize>,
         threads: Threads,
@@ -174,13 +189,14 @@ impl SharedOperand {
         let layout = side.layout(&inner);
         let mut tiles = LAST_SHARED.with(Cell::take);
         let len = outer.len().div_ceil(SQUARE) * layout.total();
-        each_chunk(threads, room(&mut tiles, len), layout.total(), |number, tiles| {
+        each_chunk(threads, room(&mut tiles, len), layout.total().max(1), |number, tiles| {
             let start = outer.start + number * SQUARE;
             let mut task = LAST_TASK.with(Cell::take);
             side.pack(tiles, start..(start + SQUARE).min(outer.end), &inner, &mut task.dequantized);
             LAST_TASK.with(|last| last.set(task));
         });
-        SharedOperand { kernel: side.kernel, role: side.role, outer, inner, layout, tiles }
+        let rows = side.rows(&outer, &inner);
+        SharedOperand { kernel: side.kernel, role: side.role, outer, inner, layout, tiles, rows }
     }
 
     /// Its memory serves the next product.
@@ -215,24 +231,36 @@ impl SharedOperand {
         let count = outer.len().div_ceil(SQUARE);
         let tiles = room(&mut memory.own, count * layout.total());
         own.pack(tiles, outer.clone(), &self.inner, &mut memory.dequantized);
+        let own_rows = own.rows(&outer, &self.inner);
         let mut square = Accumulator::default();
         let kernel = self.kernel.open();
         let first = strips.start;
         for (i, j) in strips.flat_map(|i| (0..count).map(move |j| (i, j))) {
             let square = sums.get_mut((i - first) * count + j).unwrap_or(&mut square);
             let accumulate = self.inner.start > 0;
-            let (of_shared, of_own) =
-                (self.layout.strip(&self.tiles, i, self.outer.len()), layout.strip(tiles, j, outer.len()));
-            self.multiply_strips(&kernel, square, of_shared, of_own, accumulate);
-            if self.inner.end < own.inner() {
+            let (shared_at, own_at) = (self.outer.start + i * SQUARE, outer.start + j * SQUARE);
+            let at = if self.role == OperandRole::Left { (shared_at, own_at) } else { (own_at, shared_at) };
+            let is_last = self.inner.end == own.inner();
+            if is_last {
+                dst.prefetch(at);
+            }
+            let of_shared = || self.layout.strip(&self.tiles, i, self.outer.len());
+            let of_own = || layout.strip(tiles, j, outer.len());
+            let sums = square.values_mut();
+            match (&self.rows, &own_rows) {
+                (Some(rows), _) => kernel.multiply_rows(&rows.strip(i), &of_own(), sums, SQUARE, accumulate),
+                (_, Some(rows)) => {
+                    kernel.multiply_rows(&rows.strip(j), &of_shared(), sums, SQUARE, accumulate)
+                }
+                _ => self.multiply_strips(&kernel, sums, &of_shared(), &of_own(), accumulate),
+            }
+            if !is_last {
                 continue;
             }
             let shared_term = self.layout.term_of(&self.tiles, i, self.outer.len());
             if let Some((shared, own)) = shared_term.zip(layout.term_of(tiles, j, outer.len())) {
-                self.multiply_strips(&kernel, square, shared, own, true);
+                self.multiply_strips(&kernel, square.values_mut(), &shared, &own, true);
             }
-            let (shared_at, own_at) = (self.outer.start + i * SQUARE, outer.start + j * SQUARE);
-            let at = if self.role == OperandRole::Left { (shared_at, own_at) } else { (own_at, shared_at) };
             // SAFETY: no other task has these outer elements of its own side with these strips of the shared one.
             unsafe { dst.add(self.kernel.set(), at, square) };
         }
@@ -242,12 +270,12 @@ impl SharedOperand {
     fn multiply_strips(
         &self,
         kernel: &OpenKernel,
-        square: &mut Accumulator,
-        shared: Strip<'_>,
-        own: Strip<'_>,
+        sums: &mut [f32],
+        shared: &Strip<'_>,
+        own: &Strip<'_>,
         accumulate: bool,
     ) {
         let (left, right) = if self.role == OperandRole::Left { (shared, own) } else { (own, shared) };
-        kernel.multiply(left, right, square.values_mut(), SQUARE, accumulate);
+        kernel.multiply(left, right, sums, SQUARE, accumulate);
     }
 }

@@ -418,3 +418,48 @@ fn the_products_of_a_golden_model_are_packed() {
         }
     }
 }
+
+/// Rows that a kernel multiplies where they lie give the bits of packed ones, whatever stands beside them: as columns of a wider
+/// matrix of numbers that are none, from an odd column on.
+#[test]
+fn rows_in_memory_give_the_bits_of_packed_ones() {
+    let to_bf16 = |values: Vec<f32>| values.into_iter().map(bf16::from_f32).collect::<Vec<_>>();
+    for kernel in kernels(true) {
+        for (m, n, k) in [(5, 70, 90), (64, 64, 64), (130, 33, 34), (41, 200, 62), (33, 40, 35)] {
+            let (a, b) = (to_bf16(numbers(m * k, 21)), to_bf16(numbers(k * n, 22)));
+            let (start, stride) = (3, k + 7);
+            let mut wide = vec![bf16::NAN; start + m * stride];
+            let mut turned = vec![bf16::ZERO; m * k];
+            for (at, value) in a.iter().enumerate() {
+                wide[start + at / k * stride + at % k] = *value;
+                turned[at % k * m + at / k] = *value;
+            }
+            let in_memory = MatView::new(&wide[start..], m, k, stride);
+            let [got, want] = [in_memory, MatView::new(&turned, k, m, m).t()].map(|a| {
+                let mut out = vec![0f32; m * n];
+                let dst = MatViewMut { data: &mut out, stride: n, accumulate: false };
+                product(kernel, dst, a, MatView::new(&b, k, n, n), None, 1.0, Threads::All);
+                out.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+            });
+            assert_eq!(got, want, "{kernel:?} {m} x {n} x {k}");
+        }
+    }
+}
+
+/// Every strip of the shared operand meets every task once, and threads begin with as many pieces.
+#[test]
+fn pieces_cover_a_product() {
+    for (tasks, strips, threads) in [(16, 16, 2), (1, 5, 64), (7, 3, 4), (64, 64, 64), (3, 1, 2), (9, 8, 1)] {
+        let pieces = pieces(tasks, strips, threads);
+        for task in 0..tasks {
+            let of_task = pieces.iter().filter(|(of, _)| *of == task).map(|(_, strips)| strips.clone());
+            assert_eq!(of_task.clone().flatten().collect::<Vec<_>>(), (0..strips).collect::<Vec<_>>());
+            assert!(of_task.into_iter().all(|strips| !strips.is_empty()));
+        }
+        assert!(
+            pieces.len() >= threads.min(tasks * strips),
+            "{tasks} tasks, {strips} strips, {threads} threads"
+        );
+        assert!(threads > 1 || pieces.len() == tasks);
+    }
+}

@@ -82,7 +82,7 @@ impl OpenKernel {
                 let steps = steps(i, j);
                 if !steps.is_empty() {
                     let square = &mut dst[i * SQUARE * stride + j * SQUARE..];
-                    self.multiply(a.part(steps.clone()), b.part(steps), square, stride, accumulate);
+                    self.multiply(&a.part(steps.clone()), &b.part(steps), square, stride, accumulate);
                 }
             }
         }
