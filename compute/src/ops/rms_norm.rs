@@ -152,6 +152,9 @@ vectorized! {
     }
 }
 
+/// Columns of a gain's gradient that are summed by a task.
+const COLUMNS: usize = 64;
+
 /// `dweight += Σ rows dy · x̂`, rows in order; f32, or bf16 that is rounded once.
 pub(super) fn add_gain_gradient<T: FloatElement>(
     dweight: &TensorMut,
@@ -160,14 +163,39 @@ pub(super) fn add_gain_gradient<T: FloatElement>(
     width: usize,
     eps: f32,
 ) -> Result<()> {
+    let mut inverses = unwritten::<f32>(x.len() / width.max(1));
+    inverses.par_iter_mut().zip(x.par_chunks_exact(width)).with_min_len(16).for_each(|(inverse, x)| {
+        *inverse = inverse_of_row(x, eps);
+    });
     update_in_f32(dweight, |sums| {
-        for (x, dy) in x.chunks_exact(width).zip(dy.chunks_exact(width)) {
-            let inverse = inverse_rms(x, eps);
-            for ((sum, x), dy) in sums.iter_mut().zip(x).zip(dy) {
+        sums.par_chunks_mut(COLUMNS).enumerate().for_each(|(i, sums)| {
+            add_columns(sums, x, dy, i * COLUMNS, width, &inverses);
+        });
+    })
+}
+
+vectorized! {
+    fn inverse_of_row<T: FloatElement>(x: &[T], eps: f32) -> f32 {
+        inverse_rms(x, eps)
+    }
+}
+
+vectorized! {
+    /// Adds the columns from `start` on, rows in order.
+    fn add_columns<T: FloatElement>(
+        sums: &mut [f32],
+        x: &[T],
+        dy: &[T],
+        start: usize,
+        width: usize,
+        inverses: &[f32],
+    ) {
+        for ((x, dy), inverse) in x.chunks_exact(width).zip(dy.chunks_exact(width)).zip(inverses) {
+            for ((sum, x), dy) in sums.iter_mut().zip(&x[start..]).zip(&dy[start..]) {
                 *sum += dy.widen() * x.widen() * inverse;
             }
         }
-    })
+    }
 }
 
 /// The definition, in candle's differentiable form: `[N, D]` in x's dtype. A gain of `1 + weight` is made before it.

@@ -58,8 +58,6 @@ const SUMS: usize = if cfg!(test) { 1 << 16 } else { 16 << 20 };
 const TASK: usize = 4 * DEPTH;
 /// Tasks for each thread, where there are strips enough: the last to end keeps the others waiting for an eighth of the time at most.
 const TASKS_PER_THREAD: usize = 8;
-/// Pieces of the last task of each thread.
-const LAST_PIECES: usize = 4;
 /// Fewest multiplications that pay for packing.
 const LEAST: usize = 1 << 22;
 
@@ -135,9 +133,12 @@ fn run<D: FloatElement, S: GemmMatrix, O: GemmMatrix>(
         let strips = shared_outer.len().div_ceil(SQUARE);
         let packed = SharedOperand::pack(shared, shared_outer, 0..k, threads);
         let tasks = own.outer().div_ceil(task_len);
-        each(threads, &pieces(tasks, strips, threads_here), |(task, strips)| {
+        // Threads that would have none take a part of the shared strips, and pack the same strips of the other side.
+        let parts = threads_here.div_ceil(tasks).min(strips);
+        each(threads, tasks * parts, |number| {
+            let (task, part) = (number / parts, number % parts);
             let outer = task * task_len..((task + 1) * task_len).min(own.outer());
-            packed.multiply(dst, own, outer, strips.clone());
+            packed.multiply(dst, own, outer, part * strips / parts..(part + 1) * strips / parts);
         });
         packed.keep_memory();
     }
@@ -174,27 +175,11 @@ fn in_parts<D: FloatElement, S: GemmMatrix, O: GemmMatrix>(
     LAST_SUMS.set(memory);
 }
 
-/// The tasks of a product whose shared operand has so many strips, in order, each with the strips that it takes. Every thread begins with
-/// as many; the last task of a thread is in pieces, which pack the same strips of the other side: whoever is done first takes some of
-/// them, and does not wait as long as a task takes. Threads that would have no task have a piece.
-fn pieces(tasks: usize, strips: usize, threads: usize) -> Vec<(usize, Range<usize>)> {
-    let shares = threads.min(tasks);
-    let most = if threads == 1 { 1 } else { LAST_PIECES.max(threads.div_ceil(tasks)).min(strips) };
-    let of_share = |share: usize| {
-        let end = (share + 1) * tasks / shares;
-        (share * tasks / shares..end).flat_map(move |task| {
-            let pieces = if task + 1 == end { most } else { 1 };
-            (0..pieces).map(move |i| (task, i * strips / pieces..(i + 1) * strips / pieces))
-        })
-    };
-    (0..shares).flat_map(of_share).collect()
-}
-
-/// Calls `work` with each piece.
-fn each<T: Sync>(threads: Threads, pieces: &[T], work: impl Fn(&T) + Sync) {
+/// Calls `work` with each number below `count`.
+fn each(threads: Threads, count: usize, work: impl Fn(usize) + Sync) {
     match threads {
-        Threads::All => pieces.par_iter().with_max_len(1).for_each(&work),
-        Threads::One => pieces.iter().for_each(work),
+        Threads::All => (0..count).into_par_iter().with_max_len(1).for_each(&work),
+        Threads::One => (0..count).for_each(work),
     }
 }
 

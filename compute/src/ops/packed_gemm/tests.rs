@@ -445,21 +445,3 @@ fn rows_in_memory_give_the_bits_of_packed_ones() {
         }
     }
 }
-
-/// Every strip of the shared operand meets every task once, and threads begin with as many pieces.
-#[test]
-fn pieces_cover_a_product() {
-    for (tasks, strips, threads) in [(16, 16, 2), (1, 5, 64), (7, 3, 4), (64, 64, 64), (3, 1, 2), (9, 8, 1)] {
-        let pieces = pieces(tasks, strips, threads);
-        for task in 0..tasks {
-            let of_task = pieces.iter().filter(|(of, _)| *of == task).map(|(_, strips)| strips.clone());
-            assert_eq!(of_task.clone().flatten().collect::<Vec<_>>(), (0..strips).collect::<Vec<_>>());
-            assert!(of_task.into_iter().all(|strips| !strips.is_empty()));
-        }
-        assert!(
-            pieces.len() >= threads.min(tasks * strips),
-            "{tasks} tasks, {strips} strips, {threads} threads"
-        );
-        assert!(threads > 1 || pieces.len() == tasks);
-    }
-}

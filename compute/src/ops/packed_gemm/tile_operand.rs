@@ -48,7 +48,14 @@ impl TileOperand {
         let source = PackSource::of(matrix, 0..outer, 0..inner, self.role, self.format, &mut memory);
         (self.outer, self.inner) = (outer, inner);
         self.strip_len = self.format.strip_len(inner);
-        self.tiles.resize(self.strip_len * outer.div_ceil(SQUARE), Tile::ZERO);
+        let len = self.strip_len * outer.div_ceil(SQUARE);
+        self.tiles.clear();
+        self.tiles.reserve(len);
+        // SAFETY: every bit pattern is a tile, and packing writes all tiles of each strip, zeros where there is nothing.
+        #[allow(clippy::uninit_vec)]
+        unsafe {
+            self.tiles.set_len(len);
+        }
         for (tiles, start) in self.tiles.chunks_exact_mut(self.strip_len).zip((0..outer).step_by(SQUARE)) {
             let here = start..(start + SQUARE).min(outer);
             packing::pack(self.kernel, tiles, self.format, source, here, inner, self.role);

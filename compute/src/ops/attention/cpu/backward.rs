@@ -207,8 +207,9 @@ impl BackwardTiles {
             p_right: TileOperand::new(kernel, OperandRole::Right),
             ds_right: TileOperand::new(kernel, OperandRole::Right),
             ds_left: TileOperand::new(kernel, OperandRole::Left),
-            dk: vec![0f32; width * TILE],
-            dv: vec![0f32; width * TILE],
+            // Made zero for each tile of keys.
+            dk: unwritten(width * TILE),
+            dv: unwritten(width * TILE),
         }
     }
 }
