@@ -10,6 +10,7 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::gpu;
+use super::simd;
 use super::stochastic_rounding::{self, RUN, StochasticRounding};
 use crate::error::Result;
 use crate::instruction_set::vectorized;
@@ -166,9 +167,21 @@ fn update_runs<P: Parameter, G: FloatElement>(
     g: &[G],
     (rates, rounding): (Rates, StochasticRounding),
 ) {
-    let runs = p.chunks_mut(RUN).zip(m.chunks_mut(RUN)).zip(v.chunks_mut(RUN)).zip(g.chunks(RUN));
-    for (i, (((p, m), v), g)) in runs.enumerate() {
-        P::update(p, m, v, g, (rates, rounding.offset(i * RUN)));
+    for start in (0..p.len()).step_by(RUN) {
+        let (here, next) = (start..p.len().min(start + RUN), start + RUN..p.len().min(start + 2 * RUN));
+        // The arithmetic of a run, random bits before all, takes as long as the memory needs for the next one.
+        prefetch_all(m.get(next.clone()));
+        prefetch_all(v.get(next.clone()));
+        prefetch_all(p.get(next.clone()));
+        prefetch_all(g.get(next));
+        let (p, m, v) = (&mut p[here.clone()], &mut m[here.clone()], &mut v[here.clone()]);
+        P::update(p, m, v, &g[here], (rates, rounding.offset(start)));
+    }
+}
+
+fn prefetch_all<T>(values: Option<&[T]>) {
+    for line in values.unwrap_or(&[]).chunks(64 / size_of::<T>()) {
+        simd::prefetch(line.as_ptr());
     }
 }
 

@@ -99,20 +99,15 @@ fn rows_by_columns<const V: usize>(
             load::<V>(&mut sums, dst, stride);
         }
         for (tiles, from) in right.tiles.chunks_exact(2).zip((0..left.inner).step_by(STEP)) {
+            let tiles = std::array::from_fn(|v| &tiles[v]);
+            // SAFETY: an even number of elements lies in each row, `2 * count` from `from` on.
+            let at = rows.map(|row| unsafe { row.add(from) });
             let count = ((left.inner - from) / 2).min(LANES);
-            for pair in 0..count {
-                let columns: [__m512bh; V] = std::array::from_fn(|v| as_bf16(tiles[v].line(pair)));
-                for (row, sums) in rows.iter().zip(&mut sums) {
-                    // SAFETY: an even number of elements lies in each row, of which this pair are two; the vectors have the same bits.
-                    let both: __m512bh = unsafe {
-                        let both = row.add(from + 2 * pair).cast::<i32>().read_unaligned();
-                        std::mem::transmute(_mm512_set1_epi32(both))
-                    };
-                    for (sum, columns) in sums.iter_mut().zip(columns) {
-                        *sum = _mm512_dpbf16_ps(*sum, both, columns);
-                    }
-                }
-            }
+            each_pair(count, |pair| {
+                // SAFETY: as above; `pair` is below `count`.
+                let both = |row: usize| unsafe { at[row].add(2 * pair).cast::<i32>().read_unaligned() };
+                add_pair(&mut sums, both, tiles, pair);
+            });
         }
         store::<V>(dst, stride, &sums);
     }
@@ -128,15 +123,39 @@ fn add_products<const V: usize>(
     right: [&Tile; V],
     count: usize,
 ) {
-    for pair in 0..count.min(LANES) {
-        let columns = right.map(|tile| as_bf16(tile.line(pair)));
-        for (row, sums) in sums.iter_mut().enumerate() {
-            let both = left.line(first + row)[pair].cast_signed();
-            // SAFETY: two vectors of the same bits.
-            let both: __m512bh = unsafe { std::mem::transmute(_mm512_set1_epi32(both)) };
-            for (sum, columns) in sums.iter_mut().zip(columns) {
-                *sum = _mm512_dpbf16_ps(*sum, both, columns);
-            }
+    each_pair(count.min(LANES), |pair| {
+        add_pair(sums, |row| left.line(first + row)[pair].cast_signed(), right, pair);
+    });
+}
+
+/// Calls `add` with each pair of a step, of which there are `count`; four at a time where the step is whole, so that where the loop
+/// happens to lie in memory matters less.
+#[inline(always)]
+fn each_pair(count: usize, mut add: impl FnMut(usize)) {
+    if count == LANES {
+        for pair in (0..LANES).step_by(4) {
+            (0..4).for_each(|i| add(pair + i));
+        }
+    } else {
+        (0..count).for_each(add);
+    }
+}
+
+/// Adds the products of one pair of inner elements of [`ROWS`] rows, `both` of each as one number, and of some right tiles.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn add_pair<const V: usize>(
+    sums: &mut [[__m512; V]; ROWS],
+    both: impl Fn(usize) -> i32,
+    right: [&Tile; V],
+    pair: usize,
+) {
+    let columns = right.map(|tile| as_bf16(tile.line(pair)));
+    for (row, sums) in sums.iter_mut().enumerate() {
+        // SAFETY: two vectors of the same bits.
+        let both: __m512bh = unsafe { std::mem::transmute(_mm512_set1_epi32(both(row))) };
+        for (sum, columns) in sums.iter_mut().zip(columns) {
+            *sum = _mm512_dpbf16_ps(*sum, both, columns);
         }
     }
 }

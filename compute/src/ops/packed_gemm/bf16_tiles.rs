@@ -5,8 +5,9 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::tile::{LANES, PackSource, PackedFormat, STEP, Strided, Tile, prefetch};
+use super::tile::{LANES, PackSource, PackedFormat, STEP, Strided, Tile};
 use crate::ops::mat_view::OperandRole;
+use crate::ops::simd::prefetch;
 use crate::rounding;
 
 /// Fills `tiles` with up to 32 outer elements, step by step; in a step part by part, two tiles each. f32 values are taken in

@@ -5,11 +5,12 @@ use std::arch::x86_64::*;
 
 use std::marker::PhantomData;
 
-use super::tile::{SQUARE, prefetch};
+use super::tile::SQUARE;
 use crate::instruction_set::InstructionSet;
 use crate::ops::mat_view::MatViewMut;
 #[cfg(target_arch = "x86_64")]
 use crate::ops::mat_view::{as_f32_mut, is_f32};
+use crate::ops::simd::prefetch;
 use crate::runtime::cpu_tensor::FloatElement;
 
 /// 32 × 32 sums.

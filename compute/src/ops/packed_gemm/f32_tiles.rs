@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
-use super::tile::{LANES, STEP, Strided, Tile, prefetch};
+use super::tile::{LANES, STEP, Strided, Tile};
 use crate::instruction_set::InstructionSet;
+use crate::ops::simd::prefetch;
 use crate::runtime::cpu_tensor::FloatElement;
 
 /// Tiles of a step.

@@ -147,16 +147,3 @@ impl<'a> Rows<'a> {
         &self.data[number * self.stride..][..self.inner]
     }
 }
-
-/// Asks the memory for what is at an address, which need not be anybody's.
-#[inline(always)]
-pub(super) fn prefetch<T>(_address: *const T) {
-    #[cfg(target_arch = "x86_64")]
-    // Safe to call from some version of Rust on.
-    #[allow(unused_unsafe)]
-    // SAFETY: a prefetch reads nothing and faults nowhere.
-    unsafe {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T0>(_address.cast());
-    }
-}
