@@ -6,9 +6,9 @@
 //! for each part:  d = scale (kept · e^(m' − m) / s − onehot),  dx += d · W_part,  dW_part += dᵀ · x
 //! ```
 //!
-//! What stands between the two is kept in the type of `x`, for products of bf16 take `d` as bf16 anyway; the target's element is
-//! computed from its logit, since there two numbers cancel. A soft-cap's slope needs the logits themselves, which are kept in f32.
-//! So the logits of a part stay in a cache, the weights are read twice for a chunk, and their gradient goes through the memory once.
+//! What stands between the two is kept in the type of `x`, and `d` takes its place, for products of bf16 take it as bf16 anyway; the
+//! target's element is computed from its logit, since there two numbers cancel. A soft-cap's slope needs the logits themselves, which
+//! are kept in f32. So the logits of a part stay in a cache, the weights are read twice for a chunk, and their gradient goes through the memory once.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -121,10 +121,10 @@ impl ChunkedLoss<'_> {
             for chunk in rows.chunks(chunk_rows::<K>(vocab)) {
                 let x = gather::<T>(&xs, chunk, width);
                 let x = MatView::new(&x, chunk.len(), width, width);
-                let sums = self.first_pass::<_, K, _>(x, &w, chunk, first(&mut held, chunk.len() * vocab));
+                let mut sums = self.first_pass::<_, K, _>(x, &w, chunk, first(&mut held, chunk.len() * vocab));
                 let of_row = |(state, &n): (&RowState, &usize)| self.targets.weighted(n, state.loss());
                 loss += sums.states.iter().zip(chunk).map(of_row).sum::<f64>();
-                let (dx_chunk, du_chunk) = self.second_pass(x, &w, chunk, &sums)?;
+                let (dx_chunk, du_chunk) = self.second_pass(x, &w, chunk, &mut sums)?;
                 scatter(&mut dx, &dx_chunk, chunk, width);
                 if r > 0 {
                     scatter(&mut du, &du_chunk, chunk, r);
@@ -176,7 +176,7 @@ impl ChunkedLoss<'_> {
         x: MatView<'_, T>,
         w: &[W],
         chunk: &[usize],
-        first_pass: &FirstPass<'_, K>,
+        first_pass: &mut FirstPass<'_, K>,
     ) -> Result<(Vec<T>, Vec<f32>)> {
         let (rows, width) = (chunk.len(), x.cols());
         let vocab = w.len() / width;
@@ -184,15 +184,12 @@ impl ChunkedLoss<'_> {
         let mut du = vec![0f32; self.adapter.map_or(0, |adapter| rows * adapter.r)];
         let ids = self.grads.rows.map_or(&[][..], |(ids, _)| ids);
         let mut picked = vec![0f32; rows * ids.len()];
-        let mut held = LAST_LOGITS.take();
-        let scratch = first(&mut held, rows * PART.min(vocab));
         for part in parts(vocab) {
             let len = part.len();
-            let d = &mut scratch[..rows * len];
-            self.gradient_of_part(d, chunk, &part, first_pass);
+            let d = self.gradient_of_part(chunk, &part, first_pass);
             for (picked, row) in picked.chunks_exact_mut(ids.len().max(1)).zip(d.chunks_exact(len)) {
                 let here = picked.iter_mut().zip(ids).filter(|(_, id)| part.contains(&(**id as usize)));
-                here.for_each(|(picked, &id)| *picked = row[id as usize - part.start]);
+                here.for_each(|(picked, &id)| *picked = row[id as usize - part.start].widen());
             }
             let d = MatView::new(d, rows, len, len);
             let values = MatView::new(&w[part.start * width..part.end * width], len, width, width);
@@ -205,7 +202,6 @@ impl ChunkedLoss<'_> {
                 adapter.backward(d, chunk, &part, &mut du, self.grads.b)?;
             }
         }
-        LAST_LOGITS.set(held);
         if let Some((ids, drows)) = self.grads.rows {
             add_gradient(drows, 0..ids.len(), MatView::new(&picked, rows, ids.len(), ids.len()), x)?;
         }
@@ -214,32 +210,32 @@ impl ChunkedLoss<'_> {
         Ok((rounded, du))
     }
 
-    /// The gradient of the logits of a part of the vocabulary, `[rows, part]`.
-    fn gradient_of_part<K: Kept>(
+    /// The gradient of the logits of a part of the vocabulary, `[rows, part]`, in the place of what was kept of them.
+    fn gradient_of_part<'k, K: Kept>(
         &self,
-        d: &mut [f32],
         chunk: &[usize],
         part: &Range<usize>,
-        first_pass: &FirstPass<'_, K>,
-    ) {
+        first_pass: &'k mut FirstPass<'_, K>,
+    ) -> &'k [K] {
         let (rows, len) = (chunk.len(), part.len());
-        let kept = &first_pass.kept[rows * part.start..rows * part.end];
+        let kept = &mut first_pass.kept[rows * part.start..rows * part.end];
         let maxima = &first_pass.maxima[part.start / PART * rows..][..rows];
         let cap = self.kind.softcap.map(|cap| cap as f32);
-        let work = d.par_chunks_mut(len).zip(kept.par_chunks(len)).zip(maxima).zip(&first_pass.states);
-        work.zip(chunk).with_min_len(ROWS_OF_TASK).for_each(|((((d, kept), &max), state), &n)| {
+        let work = kept.par_chunks_mut(len).zip(maxima).zip(&first_pass.states);
+        work.zip(chunk).with_min_len(ROWS_OF_TASK).for_each(|(((d, &max), state), &n)| {
             let scale = self.targets.scale(n, self.kind.scale);
             match cap {
-                None => scaled(d, kept, simd::exp(max - state.max) * scale / state.sum),
-                Some(cap) => capped_gradient(d, kept, state, cap, scale),
+                None => multiply(d, simd::exp(max - state.max) * scale / state.sum),
+                Some(cap) => capped_gradient(d, state, cap, scale),
             }
             let target = self.targets.ids[n] as usize;
             if part.contains(&target) {
                 let slope = cap.map_or(1.0, |cap| slope(state.at_target, cap));
                 let p = simd::exp(state.at_target - state.max) / state.sum;
-                d[target - part.start] = scale * (p - 1.0) * slope;
+                d[target - part.start] = K::nearest(scale * (p - 1.0) * slope);
             }
         });
+        kept
     }
 }
 
@@ -250,18 +246,18 @@ vectorized! {
 }
 
 vectorized! {
-    fn scaled<K: FloatElement>(d: &mut [f32], kept: &[K], factor: f32) {
-        d.iter_mut().zip(kept).for_each(|(d, kept)| *d = kept.widen() * factor);
+    fn multiply<K: FloatElement>(values: &mut [K], factor: f32) {
+        values.iter_mut().for_each(|value| *value = K::nearest(value.widen() * factor));
     }
 }
 
 vectorized! {
-    /// `scale · softmax · slope`, from logits that are capped.
-    fn capped_gradient<K: FloatElement>(d: &mut [f32], logits: &[K], state: &RowState, cap: f32, scale: f32) {
+    /// Logits that are capped become `scale · softmax · slope`.
+    fn capped_gradient<K: FloatElement>(logits: &mut [K], state: &RowState, cap: f32, scale: f32) {
         let (max, factor) = (state.max, scale / state.sum);
-        for (d, logit) in d.iter_mut().zip(logits) {
-            let logit = logit.widen();
-            *d = simd::exp(logit - max) * factor * slope(logit, cap);
+        for logit in logits {
+            let l = logit.widen();
+            *logit = K::nearest(simd::exp(l - max) * factor * slope(l, cap));
         }
     }
 }
@@ -274,10 +270,10 @@ fn slope(logit: f32, cap: f32) -> f32 {
 }
 
 /// `grad += dᵀ · x` for some rows of `grad`, f32.
-fn add_gradient<T: FloatElement>(
+fn add_gradient<D: FloatElement, T: FloatElement>(
     grad: &TensorMut,
     rows: Range<usize>,
-    d: MatView<'_, f32>,
+    d: MatView<'_, D>,
     x: MatView<'_, T>,
 ) -> Result<()> {
     let (_, stride) = dims2(grad)?;
@@ -314,25 +310,34 @@ impl DeltaOnCpu {
         matmul(dst, u, self.b(part).t(), self.scale, Threads::All);
     }
 
-    /// Adds what a part of the vocabulary gives to the chunk's rows of `du` and to the gradient of B.
-    fn backward(
+    /// Adds what a part of the vocabulary gives to the chunk's rows of `du` and to the gradient of B, in f32 as all that an adapter's
+    /// matrices take part in.
+    fn backward<D: FloatElement>(
         &self,
-        d: MatView<'_, f32>,
+        d: MatView<'_, D>,
         chunk: &[usize],
         part: &Range<usize>,
         du: &mut [f32],
         db: Option<&TensorMut>,
     ) -> Result<()> {
+        let mut held = LAST_LOGITS.take();
+        let (rows, len) = (d.rows(), d.cols());
+        let wide = first(&mut held, rows * len);
+        wide.par_chunks_mut(len).enumerate().for_each(|(row, wide)| d.copy_line(row, 0, wide));
+        let d = MatView::new(wide, rows, len, len);
         let dst = MatViewMut { data: du, stride: self.r, accumulate: true };
         matmul(dst, d, self.b(part), self.scale, Threads::All);
-        let Some(db) = db else { return Ok(()) };
-        let u = gather::<f32>(&self.u, chunk, self.r);
-        let u = MatView::new(&u, chunk.len(), self.r, self.r);
-        update(db, |g: &mut [f32]| {
-            let data = &mut g[part.start * self.r..part.end * self.r];
-            let dst = MatViewMut { data, stride: self.r, accumulate: true };
-            matmul(dst, d.t(), u, self.scale, Threads::All);
-        })
+        if let Some(db) = db {
+            let u = gather::<f32>(&self.u, chunk, self.r);
+            let u = MatView::new(&u, chunk.len(), self.r, self.r);
+            update(db, |g: &mut [f32]| {
+                let data = &mut g[part.start * self.r..part.end * self.r];
+                let dst = MatViewMut { data, stride: self.r, accumulate: true };
+                matmul(dst, d.t(), u, self.scale, Threads::All);
+            })?;
+        }
+        LAST_LOGITS.set(held);
+        Ok(())
     }
 }
 
