@@ -8,6 +8,7 @@ use super::OpWork;
 use crate::error::{Error, Result};
 use crate::ops::rotary::RotaryTable;
 use crate::runtime::TensorMut;
+use crate::runtime::copy::zero;
 use crate::runtime::rng::RngStream;
 
 /// Different numbers of an input; a larger one repeats them. Drawing billions would take longer than any op.
@@ -63,7 +64,10 @@ impl<'a> BenchInputs<'a> {
 
     /// Zeros in f32, as gradients and state begin.
     pub(super) fn zeros(&self, shape: impl Into<Shape>) -> Result<TensorMut> {
-        TensorMut::zeros(shape, DType::F32, self.device)
+        let zeros = TensorMut::zeros(shape, DType::F32, self.device)?;
+        // Written, as a run's gradients are: the first write makes the pages.
+        zero(&zeros)?;
+        Ok(zeros)
     }
 
     /// Angles of `tokens` tokens, `pairs` each: any, for a rotation takes the same time by every one.
