@@ -16,7 +16,7 @@ pub enum InstructionSet {
     Baseline,
     /// AVX2 and FMA.
     Avx2,
-    /// AVX-512 F, BW and VL.
+    /// AVX-512 F, BW, DQ and VL.
     Avx512,
     /// AVX-512 that multiplies bf16, two at a time (`VDPBF16PS`).
     Avx512Bf16,

@@ -74,14 +74,14 @@ fn check(folder: &Path) {
 }
 
 /// A step of 32 rows of 256 tokens of the built-in model multiplies enough to be held to what spans name: without those of its products,
-/// or of what is between them, it would fall short.
+/// or of what is between them, it would fall short. One step alone, for an epoch's last one has fewer rows.
 #[test]
 fn spans_name_what_a_heavy_step_does() {
     let place = Place::new();
     let args =
         ["--recipe", "quickstart", "--output", "out", "--set", "eval.at_end=false", "--set", "data.eval=[]"];
     let sets =
-        ["train.max_steps=6", "train.micro_batch_size=32", "log.tensorboard=false", "profile.active=3"];
+        ["train.max_steps=3", "train.micro_batch_size=32", "log.tensorboard=false", "profile.active=1"];
     let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
     run(&place, &[&args[..], &sets].concat(), None);
     let Some(said) = checked(&place.path("out/trace")) else { return };
@@ -95,7 +95,7 @@ fn spans_name_what_a_heavy_step_does() {
     let mut trace = trace(&place, 0);
     let flops = |event: &Value| event["args"]["flops"].as_u64().unwrap_or(0);
     let all: u64 = spans(&trace).map(flops).sum();
-    assert!(all / 3 >= 10_000_000_000, "{all} operations");
+    assert!(all >= 12_000_000_000, "{all} operations");
     // A step whose attention is in no span is refused, and it is said where that was.
     let events = trace["traceEvents"].as_array_mut().unwrap();
     events.retain(|event| !event["name"].as_str().unwrap().starts_with("attention"));

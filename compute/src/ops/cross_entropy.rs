@@ -5,7 +5,8 @@
 //! Only rows that have a target are multiplied. On a GPU they are taken in chunks of [`GPU_CHUNK_ROWS`], and a chunk's logits turn
 //! into their own gradient in place before the next chunk is made (as in Liger and Cut Cross Entropy, arXiv 2411.09009). On the CPU
 //! the vocabulary is taken in parts: once under a layer that is frozen and has no soft-cap ([`vocabulary_parts`]), else twice for each
-//! chunk of rows ([`row_chunks`]). Logits, softmax and sums are f32 whatever the weights are.
+//! chunk of rows ([`row_chunks`]). Logits and sums are f32 whatever the weights are; what
+//! two passes keep of logits has the type of the rows.
 
 pub(super) mod cases;
 mod cuda;
@@ -48,7 +49,7 @@ pub fn chunked_loss_bytes(vocab: usize, width: usize, rows: usize, dtype: DType,
 }
 
 thread_local! {
-    /// The logits of the last loss on this thread: the allocator gives pieces this large back to the system, and fresh
+    /// The logits of the last loss on this thread, or their gradients in f32: the allocator gives pieces this large back to the system, and fresh
     /// ones cost a page fault every 4 KiB.
     static LAST_LOGITS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }

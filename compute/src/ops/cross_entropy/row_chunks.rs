@@ -6,8 +6,8 @@
 //! for each part:  d = scale (kept · e^(m' − m) / s − onehot),  dx += d · W_part,  dW_part += dᵀ · x
 //! ```
 //!
-//! What stands between the two is kept in the type of `x`, and `d` takes its place, for products of bf16 take it as bf16 anyway; the
-//! target's element is computed from its logit, since there two numbers cancel. A soft-cap's slope needs the logits themselves, which
+//! What stands between the two is kept in the type of `x`, and `d` takes its place, rounded once, as autograd hands
+//! the gradient of logits to a layer of that type; the target's element is computed from its logit, since there two numbers cancel. A soft-cap's slope needs the logits themselves, which
 //! are kept in f32. So the logits of a part stay in a cache, the weights are read twice for a chunk, and their gradient goes through the memory once.
 
 use std::cell::Cell;
@@ -310,8 +310,7 @@ impl DeltaOnCpu {
         matmul(dst, u, self.b(part).t(), self.scale, Threads::All);
     }
 
-    /// Adds what a part of the vocabulary gives to the chunk's rows of `du` and to the gradient of B, in f32 as all that an adapter's
-    /// matrices take part in.
+    /// Adds what a part of the vocabulary gives to the chunk's rows of `du` and to the gradient of B, by products in f32.
     fn backward<D: FloatElement>(
         &self,
         d: MatView<'_, D>,
@@ -322,9 +321,14 @@ impl DeltaOnCpu {
     ) -> Result<()> {
         let mut held = LAST_LOGITS.take();
         let (rows, len) = (d.rows(), d.cols());
-        let wide = first(&mut held, rows * len);
-        wide.par_chunks_mut(len).enumerate().for_each(|(row, wide)| d.copy_line(row, 0, wide));
-        let d = MatView::new(wide, rows, len, len);
+        let d = match d.dense() {
+            Some(f32_already) => MatView::new(f32_already.data, rows, len, len),
+            None => {
+                let wide = first(&mut held, rows * len);
+                wide.par_chunks_mut(len).enumerate().for_each(|(row, wide)| d.copy_line(row, 0, wide));
+                MatView::new(wide, rows, len, len)
+            }
+        };
         let dst = MatViewMut { data: du, stride: self.r, accumulate: true };
         matmul(dst, d, self.b(part), self.scale, Threads::All);
         if let Some(db) = db {

@@ -1,4 +1,4 @@
-//! Products of bf16 tiles by `VDPBF16PS`, which multiplies 16 pairs and adds both products to 16 sums.
+//! Products of bf16 tiles, or of rows in memory and tiles, by `VDPBF16PS`, which multiplies 16 pairs and adds both products to 16 sums.
 //!
 //! Eight rows of 32 sums stay in registers over all steps. In runs of steps that stay in the L1 cache, as the f32 kernels take
 //! them, loading and storing the sums costs more than reading tiles from the L2 cache: 6 % on Zen 4. Numbers below 2⁻¹²⁶

@@ -1,4 +1,4 @@
-//! What multiplies packed operands: one kernel for each set of instructions, chosen once for a product.
+//! What multiplies operands that are packed, or rows where they lie: one kernel for each set of instructions, chosen once for a product.
 
 use super::f32_kernel;
 use super::register_sums::{self, RegisterSums};
@@ -206,13 +206,15 @@ impl OpenKernel {
         assert!(left.inner > 0 && left.inner.div_ceil(STEP) == right.steps() && left.inner == right.inner);
         assert!(left.outer.max(right.outer) <= SQUARE && right.format == PackedFormat::Bf16);
         assert!(stride >= SQUARE && dst.len() >= (SQUARE - 1) * stride + SQUARE);
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = accumulate;
         match self.kernel {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: `open` asserted that the instructions are there.
             MicroKernel::Avx512Bf16 => unsafe {
                 avx512_bf16::multiply_rows(left, right, dst, stride, accumulate);
             },
-            kernel => unreachable!("{kernel:?} multiplies packed rows alone"),
+            kernel => unreachable!("{kernel:?} multiplies packed operands alone"),
         }
     }
 

@@ -1,5 +1,6 @@
 //! Large products of matrices: operands are packed into tiles, and a kernel for the processor's instructions multiplies
-//! those (the scheme of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
+//! those (the scheme of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008). AVX-512 BF16 needs of a
+//! left operand pairs of neighbours of a row alone, so rows of bf16 that lie in memory are multiplied there, unpacked.
 //!
 //! Where activations are bf16, all is taken as bf16 by kernels that multiply it (AMX, AVX-512 BF16): what is f32 beside
 //! it, an adapter's matrices and gradients, is rounded, as PyTorch's autocast does ([`has_bf16`]). Other kernels widen bf16 to f32.
@@ -100,7 +101,7 @@ pub(super) fn product<D: FloatElement>(
     if m <= n { run(&dst, &left, &right, threads) } else { run(&dst, &right, &left, threads) }
 }
 
-/// One side is packed first, for all tasks; each task packs some strips of the other one and multiplies them with all of it.
+/// One side is packed first, unless its rows are multiplied where they lie, for all tasks; each task packs some strips of the other one and multiplies them with all of it.
 /// Where there are more inner elements than are added up at a time, this is done for each part of them.
 fn run<D: FloatElement, S: GemmMatrix, O: GemmMatrix>(
     dst: &Destination<'_, D>,

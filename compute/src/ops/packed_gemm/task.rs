@@ -1,4 +1,4 @@
-//! The parts of a product: what is packed once for all tasks, and what a task does.
+//! The parts of a product: what is packed once for all tasks, and what a task does. Either side may be rows that are not packed.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -205,7 +205,7 @@ impl<'a> SharedOperand<'a> {
     }
 
     /// A task: the blocks of these outer elements of the other side and of some strips of this one, of which all inner elements
-    /// are packed.
+    /// are there.
     pub(super) fn multiply<D: FloatElement, M: GemmMatrix>(
         &self,
         dst: &Destination<'_, D>,
@@ -216,7 +216,7 @@ impl<'a> SharedOperand<'a> {
         self.add_part(dst, own, outer, strips, &mut []);
     }
 
-    /// A task: adds the products of the inner elements that are packed to `sums`, the blocks of these outer elements of the
+    /// A task: adds the products of the inner elements that are there to `sums`, the blocks of these outer elements of the
     /// other side and of some strips of this one, if there are any, and with the last inner elements brings the blocks to `dst`.
     pub(super) fn add_part<D: FloatElement, M: GemmMatrix>(
         &self,

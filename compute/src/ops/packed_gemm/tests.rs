@@ -425,10 +425,18 @@ fn the_products_of_a_golden_model_are_packed() {
 fn rows_in_memory_give_the_bits_of_packed_ones() {
     let to_bf16 = |values: Vec<f32>| values.into_iter().map(bf16::from_f32).collect::<Vec<_>>();
     for kernel in kernels(true) {
-        for (m, n, k) in [(5, 70, 90), (64, 64, 64), (130, 33, 34), (41, 200, 62), (33, 40, 35)] {
+        for (m, n, k) in [
+            (5, 70, 90),
+            (64, 64, 64),
+            (130, 33, 34),
+            (41, 200, 62),
+            (33, 40, 35),
+            (130, 140, 2602),
+            (130, 140, 2601),
+        ] {
             let (a, b) = (to_bf16(numbers(m * k, 21)), to_bf16(numbers(k * n, 22)));
             let (start, stride) = (3, k + 7);
-            let mut wide = vec![bf16::NAN; start + m * stride];
+            let mut wide = vec![bf16::NAN; start + (m - 1) * stride + k];
             let mut turned = vec![bf16::ZERO; m * k];
             for (at, value) in a.iter().enumerate() {
                 wide[start + at / k * stride + at % k] = *value;

@@ -51,7 +51,8 @@ impl TileOperand {
         let len = self.strip_len * outer.div_ceil(SQUARE);
         self.tiles.clear();
         self.tiles.reserve(len);
-        // SAFETY: every bit pattern is a tile, and packing writes all tiles of each strip, zeros where there is nothing.
+        // SAFETY: the room is reserved, and no tile is read before packing has written it: it writes all tiles of each strip, zeros where
+        // there is nothing.
         #[allow(clippy::uninit_vec)]
         unsafe {
             self.tiles.set_len(len);
