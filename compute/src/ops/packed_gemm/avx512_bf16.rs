@@ -6,7 +6,7 @@
 
 use std::arch::x86_64::*;
 
-use super::tile::{LANES, PackedFormat, Rows, SQUARE, STEP, Strip, Tile};
+use super::tile::{LANES, PackedFormat, RowsInMemory, SQUARE, STEP, Strip, Tile};
 
 /// Rows whose sums are in registers.
 const ROWS: usize = 8;
@@ -69,7 +69,7 @@ fn multiply_parts<const A: usize, const B: usize, const V: usize>(
 /// As [`multiply`], of rows in memory.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub(super) fn multiply_rows(
-    left: &Rows<'_>,
+    left: &RowsInMemory<'_>,
     right: &Strip<'_>,
     dst: &mut [f32],
     stride: usize,
@@ -85,7 +85,7 @@ pub(super) fn multiply_rows(
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn rows_by_columns<const V: usize>(
-    left: &Rows<'_>,
+    left: &RowsInMemory<'_>,
     right: &Strip<'_>,
     dst: &mut [f32],
     stride: usize,

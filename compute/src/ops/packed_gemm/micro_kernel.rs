@@ -2,7 +2,7 @@
 
 use super::f32_kernel;
 use super::register_sums::{self, RegisterSums};
-use super::tile::{PackedFormat, Rows, SQUARE, STEP, Strip};
+use super::tile::{PackedFormat, RowsInMemory, SQUARE, STEP, Strip};
 use std::cell::Cell;
 
 #[cfg(target_arch = "x86_64")]
@@ -197,7 +197,7 @@ impl OpenKernel {
     /// As [`OpenKernel::multiply`], of rows in memory, where the kernel takes those.
     pub(super) fn multiply_rows(
         &self,
-        left: &Rows<'_>,
+        left: &RowsInMemory<'_>,
         right: &Strip<'_>,
         dst: &mut [f32],
         stride: usize,

@@ -7,7 +7,7 @@ use super::destination::{Accumulator, Destination};
 use super::each_chunk;
 use super::micro_kernel::{MicroKernel, OpenKernel};
 use super::packing::{self, DequantizedPart};
-use super::tile::{PackSource, PackedFormat, Rows, SQUARE, Strip, Tile};
+use super::tile::{PackSource, PackedFormat, RowsInMemory, SQUARE, Strip, Tile};
 use crate::ops::mat_view::{GemmMatrix, GemmOperand, MatView, OperandRole, Threads};
 use crate::runtime::cpu_tensor::FloatElement;
 
@@ -82,13 +82,13 @@ impl<M: GemmMatrix> Side<'_, M> {
     }
 
     /// Some outer and inner elements where they lie, if the kernel takes them so.
-    fn rows(&self, outer: &Range<usize>, part: &Range<usize>) -> Option<Rows<'_>> {
+    fn rows(&self, outer: &Range<usize>, part: &Range<usize>) -> Option<RowsInMemory<'_>> {
         if self.role == OperandRole::Right || !self.kernel.takes_rows() {
             return None;
         }
         let GemmOperand { data, strides } = self.matrix.dense_bf16().filter(|dense| dense.strides.1 == 1)?;
         let data = data.get(outer.start * strides.0 + part.start..)?;
-        Rows::new(data, strides.0, outer.len(), part.len())
+        RowsInMemory::new(data, strides.0, outer.len(), part.len())
     }
 
     /// Packs some outer elements with these inner elements, strip by strip.
@@ -176,7 +176,7 @@ pub(super) struct SharedOperand<'a> {
     inner: Range<usize>,
     layout: StripLayout,
     tiles: Vec<Tile>,
-    rows: Option<Rows<'a>>,
+    rows: Option<RowsInMemory<'a>>,
 }
 
 impl<'a> SharedOperand<'a> {

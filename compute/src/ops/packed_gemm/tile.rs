@@ -119,7 +119,7 @@ impl Strip<'_> {
 
 /// Rows of a left operand as they lie in memory, bf16 with an even number of inner elements: no kernel that reads them packs them.
 #[derive(Clone, Copy)]
-pub(super) struct Rows<'a> {
+pub(super) struct RowsInMemory<'a> {
     data: &'a [bf16],
     /// Elements from a row to the next.
     stride: usize,
@@ -127,18 +127,18 @@ pub(super) struct Rows<'a> {
     pub(super) inner: usize,
 }
 
-impl<'a> Rows<'a> {
+impl<'a> RowsInMemory<'a> {
     /// `data` begins at the first element; none where the number of inner elements is odd, or zero.
     pub(super) fn new(data: &'a [bf16], stride: usize, outer: usize, inner: usize) -> Option<Self> {
         let fits = outer > 0 && stride >= inner && data.len() >= (outer - 1) * stride + inner;
-        (fits && inner > 0 && inner.is_multiple_of(2)).then_some(Rows { data, stride, outer, inner })
+        (fits && inner > 0 && inner.is_multiple_of(2)).then_some(RowsInMemory { data, stride, outer, inner })
     }
 
     /// The rows of strip number `number`.
     pub(super) fn strip(self, number: usize) -> Self {
         let first = number * SQUARE;
         let data = &self.data[first * self.stride..];
-        Rows { data, outer: SQUARE.min(self.outer - first), ..self }
+        RowsInMemory { data, outer: SQUARE.min(self.outer - first), ..self }
     }
 
     /// The elements of a row.
